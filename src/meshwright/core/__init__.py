@@ -1,0 +1,1 @@
+"""Units, letters and errors: what every other folder may use."""

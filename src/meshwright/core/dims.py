@@ -1,0 +1,34 @@
+"""The letters of array dims: one meaning in the whole project."""
+
+LEGEND: dict[str, str] = {
+    "B": "sequences in the batch",
+    "T": "query positions",
+    "S": "key positions",
+    "D": "model width",
+    "F": "feed-forward width",
+    "N": "query heads",
+    "K": "key and value heads",
+    "G": "query heads per kv head, N / K",
+    "H": "head width",
+    "V": "vocabulary",
+    "L": "layers",
+    "E": "experts",
+}
+
+MESH_AXES: tuple[str, ...] = ("data", "fsdp", "context", "tensor")
+"""Mesh axes of the product that are planned and run today, major to minor."""
+
+DTYPE_BYTES: dict[str, float] = {
+    "fp64": 8,
+    "fp32": 4,
+    "tf32": 4,
+    "int32": 4,
+    "bf16": 2,
+    "fp16": 2,
+    "int16": 2,
+    "fp8": 1,
+    "int8": 1,
+    "fp4": 0.5,
+    "int4": 0.5,
+}
+"""Bytes of one stored element; tf32 is stored as fp32."""

@@ -1,0 +1,23 @@
+"""The two errors a person can cause, and the nearest-name hint they carry."""
+
+import difflib
+from collections.abc import Iterable
+
+
+class InputError(ValueError):
+    """Something given cannot be understood. The command line ends with exit code 2."""
+
+
+class CannotRunError(ValueError):
+    """What was asked for is understood but cannot fit or run. Exit code 3."""
+
+
+def nearest(name: str, options: Iterable[str]) -> str:
+    """A suffix such as ``" Did you mean 'fsdp'?"``, or the sorted options when nothing is close."""
+    known = sorted(set(options))
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    if close:
+        return f" Did you mean {close[0]!r}?"
+    if len(known) <= 24:
+        return f" Known: {', '.join(known)}."
+    return ""
