@@ -1,0 +1,84 @@
+# Every target sets up what it needs inside .venv; nothing outside this folder is written to.
+# The stamps in .venv make later runs quick and let the targets be called alone and in any order.
+
+PYTHON ?= python3
+VENV   := .venv
+PY     := $(VENV)/bin/python
+UV     := $(VENV)/bin/uv
+TORCH  := torch==2.13.0
+
+HAS_UV      := $(VENV)/.has-uv
+HAS_DEPS    := $(VENV)/.has-dependencies
+HAS_PACKAGE := $(VENV)/.has-package
+HAS_TORCH   := $(VENV)/.has-torch
+
+# Tests of the planning half, the pictures and the house: no JAX program is compiled.
+PLANNING_TESTS := $(wildcard tests/core tests/spec tests/algebra tests/cost tests/plan tests/batching \
+                             tests/report tests/test_architecture.py)
+
+# uv may use only the Python that made .venv, and trusts the certificates that this machine trusts, as pip does.
+export UV_PYTHON_DOWNLOADS := never
+export UV_SYSTEM_CERTS := 1
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+unexport VIRTUAL_ENV
+# Byte code kept on disk is most of what makes the second start of JAX faster than the first.
+unexport PYTHONDONTWRITEBYTECODE
+
+.PHONY: help demo test check format lock setup clean
+.DELETE_ON_ERROR:
+
+help: ## list the targets
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "%-12s %s\n", $$1, $$2}'
+
+demo: $(HAS_PACKAGE) ## set up, then measure this machine, plan, train and compare (about three minutes)
+	$(VENV)/bin/meshwright demo
+
+test: $(HAS_PACKAGE) torch ## set up, then run the whole default tier of tests
+	$(PY) -m pytest
+
+check: $(HAS_PACKAGE) ## what CI runs first: format, lint, types, fast tests
+	$(PY) -m ruff format --check .
+	$(PY) -m ruff check .
+	$(PY) -m mypy
+	$(PY) -m pytest -m "not slow and not peer" $(PLANNING_TESTS)
+
+format: $(HAS_PACKAGE) ## rewrite the sources in the house format
+	$(PY) -m ruff check --fix-only .
+	$(PY) -m ruff format .
+
+setup: $(HAS_PACKAGE) ## only set up .venv
+
+lock: $(HAS_UV) ## resolve requirements.lock again (UPGRADE=1 takes the newest versions)
+	$(UV) pip compile pyproject.toml --group dev --output-file requirements.lock $(if $(UPGRADE),--upgrade) \
+		--universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-emit-find-links \
+		--custom-compile-command "make lock" --quiet
+
+clean: ## remove .venv and the caches; runs/ stays
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .jax_cache dist
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# uv comes from its own hashed lines of the lock, by pip, since nothing else is there yet.
+$(HAS_UV):
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "$(PYTHON) is too old or missing. meshwright needs Python 3.11 or newer: make PYTHON=python3.12 ..." >&2; exit 1; }
+	test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	awk '/^uv==/ {on = 1} on {print} on && !/\\$$/ {exit}' requirements.lock > $(VENV)/uv.txt
+	$(PY) -m pip install --quiet --require-hashes --requirement $(VENV)/uv.txt
+	touch $@
+
+# pip understands the same lock: it steps in where uv cannot reach the registry that pip is configured for.
+$(HAS_DEPS): requirements.lock $(HAS_UV)
+	$(UV) pip install --quiet --python $(PY) --require-hashes --requirement requirements.lock \
+		|| $(PY) -m pip install --quiet --require-hashes --requirement requirements.lock
+	touch $@
+
+$(HAS_PACKAGE): pyproject.toml $(HAS_DEPS)
+	$(PY) -m pip install --quiet --no-deps --no-build-isolation --editable .
+	touch $@
+
+# torch is only the comparison partner in tests, so it is not in the lock: pip takes the CPU build where one is
+# offered, while uv's universal resolution would bring the CUDA libraries. Without it those tests skip, saying so.
+.PHONY: torch
+torch: $(HAS_PACKAGE)
+	@test -e $(HAS_TORCH) || { $(PY) -m pip install --quiet --retries 2 $(TORCH) && touch $(HAS_TORCH); } \
+		|| echo "$(TORCH) could not be installed: tests that compare with transformers will skip." >&2

@@ -1,0 +1,1 @@
+"""Sharding notation, the sharded einsum, transformer programs and the derivation of their steps."""

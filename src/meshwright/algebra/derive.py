@@ -1,0 +1,275 @@
+"""`derive(program, strategy)`: the one place where the steps of a program, collectives included, come from."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+
+from meshwright.algebra.einsum import reshard
+from meshwright.algebra.kinds import KINDS
+from meshwright.algebra.notation import ShardedArray
+from meshwright.algebra.program import Block, Program
+from meshwright.algebra.steps import Phase, Scope, Step
+from meshwright.core.errors import InputError, nearest
+from meshwright.spec.strategy import Strategy, assign
+
+KEPT_NAMES: dict[str, tuple[str, ...]] = {
+    "selective": ("qr", "kr", "v", "o", "x1", "g", "u", "logits"),
+    "matmuls": ("q", "k", "v", "a", "g", "u", "logits"),
+    "block": ("logits",),
+    "full": (),
+}
+"""Remat policy -> results that are kept for the backward pass, besides each block's input. "none" keeps
+every result and every gathered activation. The loss head's few numbers per token are always kept."""
+
+ALWAYS_KEPT = ("peak", "scaled")
+
+
+class BlockSteps(msgspec.Struct, frozen=True):
+    """Derived steps of one block, executed ``repeat`` times for every microbatch.
+
+    ``kept`` are the forward results held until the backward pass that really uses them, the block's input
+    among them.
+    """
+
+    block: Block
+    forward: tuple[Step, ...]
+    backward: tuple[Step, ...]
+    kept: tuple[ShardedArray, ...]
+
+    @property
+    def repeat(self) -> int:
+        return self.block.repeat
+
+
+class Derived(msgspec.Struct, frozen=True):
+    """Everything that one training step does, and the declared sharding of every variable.
+
+    ``update`` are the steps after the last microbatch: the loss and the gradient norm summed over devices,
+    the optimizer. Sums of gradients over replicas stand in their block's backward pass, with scope "step".
+    ``keeps`` lists the tags (see `tag`) that the backward pass may keep.
+    """
+
+    program: Program
+    blocks: tuple[BlockSteps, ...]
+    update: tuple[Step, ...]
+    declared: dict[str, ShardedArray]
+    keeps: tuple[str, ...]
+
+    def tag(self, array: ShardedArray) -> str:
+        """How a result is named in a saved set: its name where it has its declared sharding, else all of it."""
+        return array.name if self.declared.get(array.name) == array else str(array)
+
+    def steps(self, num_microbatches: Any = 1) -> Iterable[tuple[Step, Any]]:
+        """Every step with the number of times that it runs in one training step.
+
+        Gradient sums of scope "step" and the optimizer run once for each layer, whatever the microbatches.
+        """
+        for block in self.blocks:
+            for step in (*block.forward, *block.backward):
+                yield step, block.repeat if step.scope == "step" else block.repeat * num_microbatches
+        repeats = {name: b.repeat for b in self.blocks for op in b.block.ops for name in op.inputs}
+        for step in self.update:
+            yield step, repeats.get(step.result.name, 1)
+
+
+class _Trace:
+    """Collects the steps of one pass over one block, each result once."""
+
+    def __init__(self, shardings: "_Shardings", block: Block, phase: Phase, available: Iterable[ShardedArray]) -> None:
+        self.shardings, self.block, self.phase = shardings, block, phase
+        self.slice_axes = shardings.strategy.slice_axes
+        self.keeps_logits = shardings.keeps_logits
+        self.scope: Scope = "layer" if block.carry else "microbatch"
+        self.start = set(available)
+        self.available = set(self.start)
+        self.used: list[ShardedArray] = []
+        self.steps: list[Step] = []
+        self.producers: dict[ShardedArray, Step] = {}
+        self.contributions: dict[str, list[ShardedArray]] = {}
+
+    def declared(self, name: str) -> ShardedArray:
+        return self.shardings.declared(name)
+
+    def cotangent(self, name: str) -> ShardedArray:
+        return self.shardings.cotangent(name)
+
+    def add(self, *steps: Step) -> None:
+        for step in steps:
+            moves = step.is_collective or step.op == "slice"
+            if moves and step.result in self.available:
+                continue
+            self.need(*step.inputs)
+            attributes = step.attributes
+            if not moves and step.result in self.available:
+                attributes = (*attributes, ("accumulate", "true"))
+            self._emit(msgspec.structs.replace(step, attributes=attributes), self.phase)
+
+    def _emit(self, step: Step, phase: Phase) -> None:
+        source = step.inputs[0] if step.inputs else step.result
+        is_weight = self.shardings.is_weight(step.result.name)
+        waits = step.is_collective and not is_weight and (phase == "forward" or source not in self.start)
+        if phase == "recompute" and is_weight:
+            phase = "backward"
+        # Gradients that are the same on several devices are summed once per step, not per layer.
+        scope = "step" if step.op == "all_reduce" and is_weight else self.scope
+        self.steps.append(
+            msgspec.structs.replace(step, block=self.block.name, phase=phase, scope=scope, critical=waits)
+        )
+        for array in (step.result, *step.more):
+            self.available.add(array)
+
+    def need(self, *arrays: ShardedArray) -> None:
+        for array in arrays:
+            if array in self.start and array not in self.used:
+                self.used.append(array)
+            if array in self.available:
+                continue
+            step = self.producers.get(array)
+            if step is None:
+                raise AssertionError(f"{self.block.name}: nothing makes {array}")
+            self.need(*step.inputs)
+            self._emit(step, "recompute")
+
+    def contribute(self, name: str, array: ShardedArray) -> None:
+        addends = self.contributions.setdefault(name, [])
+        if array not in addends:
+            addends.append(array)
+        if self.shardings.is_weight(name):
+            self.finish(name)
+
+    def finish(self, name: str) -> None:
+        """Addends of one cotangent, summed while unreduced where split alike, in its primal's sharding."""
+        target = self.cotangent(name)
+        for addend in sorted(self.contributions.pop(name, []), key=lambda a: a == target):
+            for step in reshard(addend, target):
+                if step.result == target and target in self.available:
+                    accumulate = (*step.attributes, ("accumulate", "true"))
+                    self._emit(msgspec.structs.replace(step, attributes=accumulate), self.phase)
+                else:
+                    self.add(step)
+
+
+class _Shardings:
+    """The declared sharding of every variable and cotangent under one strategy."""
+
+    def __init__(self, program: Program, strategy: Strategy, keep_axes: Sequence[str] | None) -> None:
+        self.program, self.strategy, self.keep_axes = program, strategy, keep_axes
+        self.kept_names = _kept_names(program, strategy)
+        self.keeps_logits = self.kept_names is None or "logits" in self.kept_names
+        self._arrays: dict[str, ShardedArray] = {}
+
+    def declared(self, name: str) -> ShardedArray:
+        if name not in self._arrays:
+            variable = self.program.variables[name]
+            self._arrays[name] = self._make(name, variable.dims, variable.role)
+        return self._arrays[name]
+
+    def cotangent(self, name: str) -> ShardedArray:
+        variable = self.program.variables[name]
+        role = "grad" if variable.role == "weight" else variable.role
+        return self._make(f"d{name}", variable.dims, role)
+
+    def _make(self, name: str, dims: tuple[str, ...], role: str) -> ShardedArray:
+        axes = assign(self.strategy.rules(role), dims, keep=self.keep_axes)
+        dtype = {"input": "int32", "position": "int32"}.get(role, "")
+        return ShardedArray(name, dims, axes, dtype="fp32" if name in ("loss", "logits") else dtype)
+
+    def is_weight(self, name: str) -> bool:
+        """Whether a name is a weight or the gradient of one."""
+        variables = self.program.variables
+        return any(n in variables and variables[n].role in ("weight", "vector") for n in (name, name.removeprefix("d")))
+
+    def is_activation(self, name: str) -> bool:
+        """Whether a name is a result that a block hands to the next."""
+        return name in self.program.variables and self.program.variables[name].role == "activation"
+
+    def keeps(self, array: ShardedArray) -> bool:
+        """Whether the saved set holds a forward result (never a gathered weight)."""
+        if self.is_weight(array.name):
+            return False
+        if self.kept_names is None or array.name in ALWAYS_KEPT:
+            return True
+        declared = array.name in self.program.variables and self.declared(array.name).axes == array.axes
+        return declared and array.name in self.kept_names
+
+
+def _kept_names(program: Program, strategy: Strategy) -> tuple[str, ...] | None:
+    """Names in the saved set; None for every name. Raises InputError for a name that is not a result."""
+    if isinstance(strategy.remat, str):
+        return None if strategy.remat == "none" else KEPT_NAMES[strategy.remat]
+    results = {op.out for block in program.blocks for op in block.ops} | {"logits"}
+    for name in strategy.remat:
+        if name not in results:
+            raise InputError(f"remat keeps {name!r}, which is not a result of the program.{nearest(name, results)}")
+    return tuple(strategy.remat)
+
+
+def derive(program: Program, strategy: Strategy, *, symbolic: bool = False) -> Derived:
+    """Forward, backward and update steps of a program under a strategy's assignment.
+
+    Mesh axes of one device are left out, so that what is derived is exactly what runs; with ``symbolic``
+    every axis stays, and sizes (arrays, if wanted) are filled in by whoever prices the steps.
+    Raises InputError where an assignment cannot work (conflicting axes, a norm over a split D).
+    """
+    keep = None if symbolic else strategy.active_axes
+    shardings = _Shardings(program, strategy, keep)
+    blocks, keeps = [], []
+    for block in program.blocks:
+        forward = _forward(block, shardings)
+        kept = [a for s in forward.steps for a in (s.result, *s.more) if shardings.keeps(a)]
+        backward = _backward(block, shardings, forward, kept)
+        keeps.extend(kept)
+        held = tuple(a for a in backward.used if a in kept or shardings.is_activation(a.name))
+        blocks.append(BlockSteps(block, tuple(forward.steps), tuple(backward.steps), held))
+    declared = {name: shardings.declared(name) for name in program.variables}
+    result = Derived(program, tuple(blocks), tuple(_update(program, shardings)), declared, ())
+    tags = tuple(dict.fromkeys(result.tag(a) for a in keeps))
+    return msgspec.structs.replace(result, keeps=tags)
+
+
+def _inputs(block: Block, shardings: _Shardings) -> set[ShardedArray]:
+    """What is there before a block starts: weights, inputs of the job, and the stream."""
+    made = {op.out for op in block.ops}
+    used = {name for op in block.ops for name in op.inputs}
+    return {shardings.declared(name) for name in used - made}
+
+
+def _forward(block: Block, shardings: _Shardings) -> _Trace:
+    trace = _Trace(shardings, block, "forward", _inputs(block, shardings))
+    for op in block.ops:
+        KINDS[op.kind][0](op, trace)
+    trace.producers = {a: s for s in trace.steps for a in (s.result, *s.more)}
+    return trace
+
+
+def _backward(block: Block, shardings: _Shardings, forward: _Trace, kept: list[ShardedArray]) -> _Trace:
+    start = {*_inputs(block, shardings), *kept}
+    trace = _Trace(shardings, block, "backward", start)
+    trace.producers = forward.producers
+    trace.available.add(shardings.cotangent(block.ops[-1].out))
+    for op in reversed(block.ops):
+        trace.finish(op.out)
+        KINDS[op.kind][1](op, trace)
+    for name in list(trace.contributions):
+        trace.finish(name)
+    return trace
+
+
+def _update(program: Program, shardings: _Shardings) -> list[Step]:
+    """The loss and the squared gradient norm summed over all devices, then the optimizer on each shard."""
+    axes = tuple(shardings.strategy.mesh if shardings.keep_axes is None else shardings.keep_axes)
+    steps: list[Step] = []
+    for name in ("loss", "grad_norm"):
+        if axes:
+            local = ShardedArray(name, (), (), axes, "fp32")
+            total = local.replace(unreduced=())
+            steps.append(_once(op="all_reduce", inputs=(local,), result=total, axes=axes))
+    for weight in program.of_role("weight", "vector"):
+        gradient, array = shardings.cotangent(weight.name), shardings.declared(weight.name)
+        steps.append(_once(op="adamw", inputs=(gradient, array), result=array))
+    return steps
+
+
+def _once(**fields: Any) -> Step:
+    return Step(phase="update", scope="step", block="update", **fields)

@@ -1,0 +1,231 @@
+"""Sharded arrays in the book's notation: ``A[I_XY, J]{U_Z}``, parsed, printed and measured."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from meshwright.core.dims import DTYPE_BYTES
+from meshwright.core.errors import InputError, nearest
+
+Sizes = Mapping[str, Any]
+"""Name of a dim or of a mesh axis -> its size: an int, or a NumPy array with one entry per candidate."""
+
+_ARRAY = re.compile(r"\s*([A-Za-z][\w']*)?\s*\[([^\[\]]*)\]\s*(?:\{\s*U_([^{}]*|\{[^{}]*\})\s*\})?\s*")
+_DIM = re.compile(r"\s*([A-Za-z][A-Za-z0-9']*)(?:_(\{[^{}]*\}|[A-Za-z][A-Za-z0-9]*))?\s*")
+_LETTERS = re.compile(r"(?:[A-Z][0-9]*)+")
+_ARROW = re.compile(r"\s*(?:->|→)\s*")
+_TIMES = re.compile(r"\]\s*(\{[^\]]*?\})?\s*[*.@·]\s*")
+
+
+class ShardedArray(msgspec.Struct, frozen=True):
+    """A named array: its dims, and for each dim the mesh axes that split it, major to minor.
+
+    ``unreduced`` are the axes over which the blocks still have to be summed, ``{U_X}``.
+    """
+
+    name: str
+    dims: tuple[str, ...]
+    axes: tuple[tuple[str, ...], ...]
+    unreduced: tuple[str, ...] = ()
+    dtype: str = ""
+
+    def __post_init__(self) -> None:
+        if len(self.dims) != len(self.axes):
+            raise AssertionError(f"{self.name}: {len(self.dims)} dims, {len(self.axes)} lists of axes")
+        _refuse_impossible(self)
+
+    def __str__(self) -> str:
+        inner = ", ".join(
+            dim + (f"_{_join(axes)}" if axes else "") for dim, axes in zip(self.dims, self.axes, strict=True)
+        )
+        tail = f"{{U_{_join(self.unreduced)}}}" if self.unreduced else ""
+        return f"{self.name}[{inner}]{tail}"
+
+    def axes_of(self, dim: str) -> tuple[str, ...]:
+        """Mesh axes that split ``dim``; () when it is whole or not a dim of this array."""
+        return self.axes[self.dims.index(dim)] if dim in self.dims else ()
+
+    def dim_on(self, axis: str) -> str | None:
+        """The dim that ``axis`` splits, or None."""
+        return next((d for d, axes in zip(self.dims, self.axes, strict=True) if axis in axes), None)
+
+    def resharded(
+        self, changes: Mapping[str, tuple[str, ...]], *, unreduced: tuple[str, ...] | None = None
+    ) -> "ShardedArray":
+        """The same array with other axes on the dims named in ``changes`` (and other unreduced axes)."""
+        axes = tuple(changes.get(d, a) for d, a in zip(self.dims, self.axes, strict=True))
+        left = self.unreduced if unreduced is None else unreduced
+        return msgspec.structs.replace(self, axes=axes, unreduced=left)
+
+    def replace(self, **changes: Any) -> "ShardedArray":
+        """The same array with some fields replaced."""
+        return msgspec.structs.replace(self, **changes)
+
+    @property
+    def spread(self) -> tuple[str, ...]:
+        """Every mesh axis that splits some dim, in dim order."""
+        return tuple(axis for axes in self.axes for axis in axes)
+
+
+def _join(axes: tuple[str, ...]) -> str:
+    if all(_LETTERS.fullmatch(a) and len(a) == 1 for a in axes):
+        return "".join(axes)
+    return axes[0] if len(axes) == 1 else "{" + ",".join(axes) + "}"
+
+
+def _refuse_impossible(array: ShardedArray) -> None:
+    seen: dict[str, str] = {}
+    for dim, axes in zip(array.dims, array.axes, strict=True):
+        for axis in axes:
+            if axis in seen:
+                both = f"{seen[axis]} and {dim}" if seen[axis] != dim else f"{dim} twice"
+                raise InputError(
+                    f"{array.name}[...] uses mesh axis {axis} for {both}; an axis can split one dim of an "
+                    f"array once. Remove it from one of them."
+                )
+            seen[axis] = dim
+    for axis in array.unreduced:
+        if axis in seen:
+            raise InputError(
+                f"{array.name}[...] is split over {axis} along {seen[axis]} and unreduced over it; "
+                f"it can only be one of the two."
+            )
+    if len(set(array.dims)) != len(array.dims):
+        raise InputError(f"{array.name}[{', '.join(array.dims)}] names a dim twice; give each dim its own name.")
+
+
+def parse_axes(text: str) -> tuple[str, ...]:
+    """Axes of a subscript: ``XY`` -> (X, Y), ``tensor`` -> (tensor,), ``{data,fsdp}`` -> (data, fsdp)."""
+    body = text.strip()
+    if body.startswith("{"):
+        return tuple(part.strip() for part in body[1:-1].split(",") if part.strip())
+    if _LETTERS.fullmatch(body):
+        return tuple(re.findall(r"[A-Z][0-9]*", body))
+    return (body,)
+
+
+def parse_array(text: str) -> ShardedArray:
+    """The array written as ``Name[B_X, D_{fsdp,tensor}]{U_Y}`` (a dtype may stand for the name: ``bf16[B,D]``).
+
+    Raises InputError for anything that is not this notation, and for impossible shardings.
+    """
+    match = _ARRAY.fullmatch(text)
+    if match is None:
+        raise InputError(f"{text.strip()!r} is not a sharded array. Write for example A[I_X, J] or W[D_{{fsdp}}, F_Y].")
+    name, inner, unreduced = match.groups()
+    dims, axes = [], []
+    for part in _split_dims(inner):
+        dim = _DIM.fullmatch(part)
+        if dim is None:
+            raise InputError(
+                f"{part.strip()!r} in {text.strip()!r} is not a dim. Write D, D_X, D_XY or D_{{fsdp,tensor}}."
+            )
+        dims.append(dim.group(1))
+        axes.append(parse_axes(dim.group(2)) if dim.group(2) else ())
+    dtype = name if name in DTYPE_BYTES else ""
+    return ShardedArray(name or "A", tuple(dims), tuple(axes), parse_axes(unreduced) if unreduced else (), dtype)
+
+
+def _split_dims(inner: str) -> list[str]:
+    return re.split(r",(?![^{}]*\})", inner) if inner.strip() else []
+
+
+def parse_einsum(text: str) -> tuple[ShardedArray, ShardedArray, ShardedArray]:
+    """(lhs, rhs, out) of ``In[B_X,D_Y] * Win[D_X,F_Y] -> Tmp[B_X,F_Y]``; the product sign may be * . @ or ·."""
+    sides = _ARROW.split(text.strip())
+    if len(sides) != 2:
+        raise InputError(f"{text.strip()!r} is not one product. Write A[I,J] * B[J,K] -> C[I,K].")
+    cut = _TIMES.search(sides[0])
+    if cut is None:
+        raise InputError(f"{sides[0]!r} is not a product of two arrays. Write A[I,J] * B[J,K] before the arrow.")
+    lhs = parse_array(sides[0][: cut.start() + 1] + (cut.group(1) or ""))
+    rhs, out = parse_array(sides[0][cut.end() :]), parse_array(sides[1])
+    for dim in out.dims:
+        if dim not in lhs.dims and dim not in rhs.dims:
+            raise InputError(f"dim {dim} of {out} is in neither {lhs} nor {rhs}; an output dim comes from an input.")
+    return _distinct_names(lhs, rhs, out)
+
+
+def _distinct_names(*arrays: ShardedArray) -> tuple[ShardedArray, ShardedArray, ShardedArray]:
+    """Arrays named by their dtype, or all alike, get the names A, B, C."""
+    names = [a.name for a in arrays]
+    if len(set(names)) == 3 and not any(a.dtype for a in arrays):
+        return arrays[0], arrays[1], arrays[2]
+    lhs, rhs, out = (a.replace(name=n) for a, n in zip(arrays, ("A", "B", "C"), strict=True))
+    return lhs, rhs, out
+
+
+def parse_mesh(text: str) -> dict[str, int]:
+    """``"X=4,Y=2"`` -> {"X": 4, "Y": 2}, in the order given. Raises InputError when a size is not >= 1."""
+    return _parse_sizes(text, what="mesh axis", example="X=4,Y=2")
+
+
+def parse_dims(text: str) -> dict[str, int]:
+    """``"B=1024,D=4096"`` -> sizes of dims."""
+    return _parse_sizes(text, what="dim", example="B=1024,D=4096")
+
+
+def _parse_sizes(text: str, *, what: str, example: str) -> dict[str, int]:
+    from meshwright.core.units import parse_count
+
+    sizes: dict[str, int] = {}
+    for part in filter(None, (p.strip() for p in text.split(","))):
+        name, sep, value = part.partition("=")
+        if not sep:
+            raise InputError(f"{part!r} is not a {what} size. Write {example}.")
+        size = parse_count(value, what=f"size of {what} {name.strip()}")
+        if size < 1:
+            raise InputError(f"{what} {name.strip()}={size} must be at least 1. Leave it out if it is not wanted.")
+        if name.strip() in sizes:
+            raise InputError(f"{what} {name.strip()} is given twice in {text!r}.")
+        sizes[name.strip()] = size
+    if not sizes:
+        raise InputError(f"no {what} sizes in {text!r}. Write {example}.")
+    return sizes
+
+
+def check(array: ShardedArray, dims: Sizes, mesh: Sizes) -> None:
+    """Raise InputError unless every dim and axis has a size and every split is even."""
+    for axis in (*array.spread, *array.unreduced):
+        if axis not in mesh:
+            raise InputError(f"{array} uses mesh axis {axis}, which the mesh lacks.{nearest(axis, mesh)}")
+    for dim, axes in zip(array.dims, array.axes, strict=True):
+        if dim not in dims:
+            raise InputError(f"dim {dim} of {array} has no size. Give it with --dims {dim}=...")
+        ways = product(mesh[a] for a in axes)
+        if dims[dim] % ways:
+            raise InputError(
+                f"{dim}={dims[dim]} of {array} does not divide by {'x'.join(axes)}={ways}. "
+                f"Use a {dim} that is a multiple of {ways}, or smaller axes."
+            )
+
+
+def product(values: Any) -> Any:
+    """Product of ints or arrays; 1 for none."""
+    result: Any = 1
+    for value in values:
+        result = result * value
+    return result
+
+
+def local_shape(array: ShardedArray, dims: Sizes, mesh: Sizes) -> tuple[int, ...]:
+    """Shape of the block that one device holds. Raises InputError when a split is uneven."""
+    check(array, dims, mesh)
+    return tuple(dims[d] // product(mesh[a] for a in axes) for d, axes in zip(array.dims, array.axes, strict=True))
+
+
+def local_elements(array: ShardedArray, dims: Sizes, mesh: Sizes) -> Any:
+    """Elements that one device holds; sizes may be NumPy arrays, and nothing is checked."""
+    return product(dims[d] for d in array.dims) / product(mesh[a] for a in array.spread)
+
+
+def bytes_per_device(array: ShardedArray, dims: Sizes, mesh: Sizes, *, element_bytes: float) -> float:
+    """Bytes of the block that one device holds."""
+    return product(local_shape(array, dims, mesh)) * element_bytes
+
+
+def bytes_total(array: ShardedArray, dims: Sizes, mesh: Sizes, *, element_bytes: float) -> float:
+    """Bytes over all devices of the mesh, copies counted (How to Scale Your Model, section 3.1)."""
+    return bytes_per_device(array, dims, mesh, element_bytes=element_bytes) * product(mesh.values())

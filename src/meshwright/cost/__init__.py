@@ -1,0 +1,1 @@
+"""Seconds, bytes and FLOPs of derived steps on a cluster. Sizes may be NumPy arrays everywhere."""

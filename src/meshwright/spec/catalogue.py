@@ -1,0 +1,63 @@
+"""Published models by name: the facts of their config.json, one file each under ``data/models``."""
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from meshwright.core.errors import InputError, nearest
+from meshwright.spec.hf import model_from_config
+from meshwright.spec.model import Model
+
+_FOLDER = Path(__file__).parent / "data" / "models"
+
+
+class Published(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The parameter count that the makers state, as they write it (``"46.7B"``), and where."""
+
+    params: str
+    source: str
+    active_params: str | None = None
+    active_counts_embedding: bool | None = None  # False where makers leave out the input embedding
+
+
+class CatalogueEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One file of the catalogue: the config with Hugging Face's keys, and where it was published."""
+
+    source: str
+    config: dict[str, Any]
+    published: Published | None = None
+
+
+def models() -> tuple[str, ...]:
+    """Names of the catalogue, sorted. Reads no file: `model` parses the one that is asked for."""
+    return tuple(sorted(file.name.removesuffix(".json") for file in _FOLDER.glob("*.json")))
+
+
+def entry(name: str) -> CatalogueEntry:
+    """The catalogue's file of that name; InputError with the nearest name when there is none."""
+    file = _FOLDER / f"{name}.json"
+    if "/" in name or not file.is_file():
+        raise InputError(
+            f"model {name!r} is neither in the catalogue nor a path to a config.json.{nearest(name, models())}"
+        )
+    return msgspec.convert(json.loads(file.read_text(encoding="utf-8")), CatalogueEntry)
+
+
+@cache
+def _catalogue_model(name: str) -> Model:
+    return model_from_config(entry(name).config, name)
+
+
+def model(name: str) -> Model:
+    """The model of a catalogue name, or of a path to a config.json or to the folder that holds one.
+
+    A catalogue name wins over a folder of the same name; write ``./name`` for the folder.
+    """
+    if name in models():
+        return _catalogue_model(name)
+    if "/" in name or "\\" in name or name.endswith(".json") or Path(name).exists():
+        return model_from_config(Path(name))
+    return _catalogue_model(name)

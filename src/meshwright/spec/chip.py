@@ -1,0 +1,194 @@
+"""One accelerator: its peaks, memory, links and anatomy, each figure with its source."""
+
+import functools
+import math
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from meshwright.core.errors import InputError, nearest
+
+CATALOGUE = Path(__file__).parent / "data" / "chips"
+
+_NARROW_FLOATS = {"fp8", "fp4"}
+
+
+class Chip(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One accelerator as its data sheet gives it. ``None`` means not known, never zero.
+
+    Peaks are dense FLOP/s. Every bandwidth is ONE way and per chip, except ``dcn_bytes_per_s_per_host``;
+    ``ici_link_bytes_per_s`` is per torus axis and direction, so a ring uses twice of it. The latencies
+    ``*_hop_s`` other than the ICI's are round assumptions where no source is given; a calibration replaces them.
+    """
+
+    name: str
+    aliases: tuple[str, ...] = ()
+    full_name: str = ""
+    vendor: str = ""
+    variant: Literal["datasheet", "book", "custom"] = "datasheet"
+    topology: Literal["torus", "switched", "host"]
+    peak_flops: dict[str, float] = {}
+    vector_flops: float | None = None
+    hbm_bytes: float | None = None
+    usable_hbm_bytes: float | None = None
+    hbm_bytes_per_s: float | None = None
+    vmem_bytes: float | None = None
+    vmem_bytes_per_s: float | None = None
+    l2_bytes: float | None = None
+    # torus links
+    ici_link_bytes_per_s: float | None = None
+    num_ici_axes: int | None = None
+    ici_hop_s: float = 1e-6
+    pod_shape: tuple[int, ...] = ()
+    max_chips: int | None = None
+    wrap_multiple: int | None = None
+    # switched links
+    nvlink_bytes_per_s: float | None = None
+    domain_chips: int | None = None
+    nvlink_hop_s: float = 1e-6
+    nic_bytes_per_s: float | None = None
+    network_hop_s: float = 5e-6
+    # hosts
+    chips_per_host: int | None = None
+    dcn_bytes_per_s_per_host: float | None = None
+    dcn_hop_s: float = 1e-5
+    pcie_bytes_per_s: float | None = None
+    price_usd_per_hour: float | None = None
+    power_w: float | None = None
+    # anatomy
+    num_cores: int | None = None
+    mxus_per_core: int | None = None
+    mxu_dim: int | None = None
+    clock_hz: float | None = None
+    num_sms: int | None = None
+    fp32_lanes_per_sm: int | None = None
+    tensor_cores_per_sm: int | None = None
+    tensor_core_flops_per_cycle: int | None = None
+    sources: dict[str, str] = {}
+
+    @property
+    def ici_axis_bytes_per_s(self) -> float | None:
+        """Both directions of one torus axis: the W of the ring formulas."""
+        return None if self.ici_link_bytes_per_s is None else 2 * self.ici_link_bytes_per_s
+
+    @property
+    def dcn_bytes_per_s(self) -> float | None:
+        """Share of its host's data-centre network that one chip has."""
+        if self.dcn_bytes_per_s_per_host is None or self.chips_per_host is None:
+            return None
+        return self.dcn_bytes_per_s_per_host / self.chips_per_host
+
+    @property
+    def memory_bytes(self) -> float | None:
+        """Bytes a program may fill: what the compiler offers where known, else the data sheet's size."""
+        return self.usable_hbm_bytes if self.usable_hbm_bytes is not None else self.hbm_bytes
+
+
+def peak(chip: Chip, dtype: str) -> float:
+    """Dense FLOP/s of matrix products whose operands are ``dtype``.
+
+    fp16 runs at the bf16 rate where the table gives only that one, and the other way round never: a V100
+    has fp16 and no bf16. Any other dtype that the chip lacks is an InputError that names those it has.
+    """
+    rate = chip.peak_flops.get(dtype)
+    if rate is None and dtype == "fp16":
+        rate = chip.peak_flops.get("bf16")
+    if rate is not None:
+        return rate
+    if not chip.peak_flops:
+        raise InputError(f"{chip.name} has no known peak. Measure it, or give peak_flops in a cluster file.")
+    known = ", ".join(sorted(chip.peak_flops))
+    raise InputError(f"{chip.name} has no {dtype} matrix rate in its table; it has {known}. Choose one of these.")
+
+
+def compute_dtype(chip: Chip, *operand_dtypes: str) -> str:
+    """The dtype a product of these operands is computed in: the widest, as in int8 weights x bf16 activations.
+
+    Narrower storage that the chip cannot multiply (int4, or fp8 on a v5e) is widened to bf16.
+    """
+    order = ["fp32", "tf32", "bf16", "fp16", "fp8", "int8", "fp4", "int4"]
+    for dtype in operand_dtypes:
+        if dtype not in order:
+            raise InputError(f"{dtype!r} is not a dtype of matrix products.{nearest(dtype, order)}")
+    kinds = set(operand_dtypes)
+    widest = min(kinds, key=order.index)
+    if {"int8", "int4"} & kinds and _NARROW_FLOATS & kinds:
+        widest = "bf16"
+    if widest in chip.peak_flops or widest in {"fp32", "tf32", "bf16"}:
+        return widest
+    return "bf16" if "bf16" in chip.peak_flops else "fp16"
+
+
+def known(chip: Chip, figure: str) -> float:
+    """The figure of that name, or an InputError that says it is not known."""
+    value = getattr(chip, figure)
+    if value is None:
+        raise InputError(f"{figure} of {chip.name} is not known. Give it in a cluster file, or name another chip.")
+    return float(value)
+
+
+def _merge(entry: Mapping[str, Any], entries: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """The entry laid over the one it is based on; names and aliases are not inherited."""
+    base_name = entry.get("base")
+    if base_name is None:
+        return dict(entry)
+    merged = {key: value for key, value in entries[base_name].items() if key != "aliases"}
+    merged["peak_flops"] = merged.get("peak_flops", {}) | entry.get("peak_flops", {})
+    merged["sources"] = merged.get("sources", {}) | entry.get("sources", {})
+    kept = ("base", "peak_flops", "sources")
+    return merged | {key: value for key, value in entry.items() if key not in kept}
+
+
+@functools.cache
+def chips() -> dict[str, Chip]:
+    """Every chip of the catalogue by its name, in the order of the files."""
+    entries: dict[str, dict[str, Any]] = {}
+    for path in sorted(CATALOGUE.glob("*.toml")):
+        with path.open("rb") as file:
+            for entry in tomllib.load(file)["chip"]:
+                entries[entry["name"]] = entry
+    return {name: msgspec.convert(_merge(entry, entries), Chip) for name, entry in entries.items()}
+
+
+@functools.cache
+def _names() -> dict[str, str]:
+    names = {}
+    for name, found in chips().items():
+        for word in (name, *found.aliases):
+            names[word] = name
+    return names
+
+
+def chip(name: str) -> Chip:
+    """The chip of that name or alias; an unknown one is an InputError with the nearest name."""
+    found = _names().get(name.strip().lower())
+    if found is None:
+        raise InputError(f"unknown chip {name!r}.{nearest(name.lower(), _names())} See: meshwright show chips.")
+    return chips()[found]
+
+
+def chip_from_table(table: Mapping[str, Any]) -> Chip:
+    """A chip written out in a file: either complete, or a ``base`` of the catalogue and what differs."""
+    base = table.get("base")
+    entries = {base: msgspec.to_builtins(chip(base))} if isinstance(base, str) else {}
+    merged = _merge(table, entries) | {"variant": "custom"}
+    if base is not None:
+        merged.setdefault("name", base)
+        if table.get("name") is None:
+            merged["name"] = f"{base}-custom"
+    try:
+        made = msgspec.convert(merged, Chip)
+    except msgspec.ValidationError as error:
+        raise InputError(f"chip {merged.get('name', '')!r}: {error}.{_hint(error, merged)}") from None
+    for dtype, rate in made.peak_flops.items():
+        if not (math.isfinite(rate) and rate > 0):
+            raise InputError(f"peak_flops.{dtype} of chip {made.name!r} is {rate}; give a positive FLOP/s.")
+    return made
+
+
+def _hint(error: Exception, table: Mapping[str, Any]) -> str:
+    unknown = [key for key in table if key not in Chip.__struct_fields__]
+    return nearest(unknown[0], Chip.__struct_fields__) if unknown and "unknown field" in str(error) else ""

@@ -1,0 +1,199 @@
+"""A decoder-only transformer as frozen plain data: every size and switch that counting, planning or running needs."""
+
+from typing import Literal, get_args
+
+import msgspec
+
+from meshwright.core.errors import CannotRunError, InputError
+
+Family = Literal[
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "gemma",
+    "gemma2",
+    "gemma3",
+    "gpt2",
+    "phi3",
+    "mixtral",
+    "qwen2_moe",
+    "qwen3_moe",
+    "deepseek_v2",
+    "deepseek_v3",
+    "gpt_oss",
+]
+FAMILIES: tuple[str, ...] = get_args(Family)
+"""Families that are counted and planned; `Model.runs_here` says which also run."""
+
+RUNNABLE_ROPE = ("linear", "llama3")
+"""Position scalings that a runnable model may have, besides none at all."""
+
+
+class RopeScaling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How rotary frequencies are stretched beyond the length the model was first trained on."""
+
+    kind: str
+    factor: float = 1.0
+    original_max_positions: int | None = None
+    low_freq_factor: float | None = None
+    high_freq_factor: float | None = None
+    beta_fast: float | None = None
+    beta_slow: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    attention_factor: float | None = None
+    truncate: bool = True
+    short_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()
+
+
+class Model(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Sizes and switches of one decoder. Defaults are those of a plain llama; 0 or () means the part is absent.
+
+    ``d_ff`` is the width of dense feed-forward layers, ``d_ff_expert`` of one routed expert and
+    ``d_ff_shared`` of all shared experts together. With latent attention (``kv_lora_rank`` > 0) ``head_dim``
+    is the width of a query, ``qk_nope_head_dim + qk_rope_head_dim``.
+    """
+
+    name: str
+    family: Family
+    num_layers: int
+    d_model: int
+    d_ff: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    tied_embeddings: bool = False
+    max_positions: int = 2048
+    weights_prefix: str = "model."
+
+    norm: Literal["rms_norm", "layer_norm"] = "rms_norm"
+    norm_eps: float = 1e-6
+    norm_unit_offset: bool = False  # gemma stores w and multiplies by 1 + w
+    post_norms: bool = False  # a second norm after attention and after the feed-forward block
+    qk_norm: bool = False
+
+    rope_theta: float = 10000.0
+    rope_scaling: RopeScaling | None = None
+    rope_fraction: float = 1.0
+    rope_local_theta: float | None = None  # theta of the sliding layers where it differs
+    learned_positions: bool = False
+
+    activation: str = "silu"
+    gated: bool = True
+    embed_scale: bool = False  # gemma multiplies embeddings by sqrt(D)
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+
+    sliding_window: int | None = None
+    sliding_layers: tuple[int, ...] = ()
+    attention_sinks: bool = False
+    query_pre_attn_scalar: float | None = None
+    attention_softcap: float | None = None
+    logit_softcap: float | None = None
+
+    num_experts: int = 0
+    experts_per_token: int = 0
+    d_ff_expert: int = 0
+    num_shared_experts: int = 0
+    d_ff_shared: int = 0
+    shared_expert_gate: bool = False
+    router_bias: bool = False
+    dense_layers: tuple[int, ...] = ()  # layers without experts, in a model that has experts
+
+    q_lora_rank: int = 0
+    kv_lora_rank: int = 0
+    qk_nope_head_dim: int = 0
+    qk_rope_head_dim: int = 0
+    v_head_dim: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse sizes that no model can have, in one line."""
+        sizes = ("num_layers", "d_model", "d_ff", "num_heads", "num_kv_heads", "head_dim", "vocab_size")
+        for field in sizes:
+            if getattr(self, field) < 1:
+                raise InputError(f"{self.name}: {field}={getattr(self, field)} must be at least 1.")
+        if self.num_heads % self.num_kv_heads:
+            raise InputError(
+                f"{self.name}: num_kv_heads={self.num_kv_heads} does not divide num_heads={self.num_heads}. "
+                f"Use a divisor of {self.num_heads}."
+            )
+        if self.num_experts and not 1 <= self.experts_per_token <= self.num_experts:
+            raise InputError(
+                f"{self.name}: experts_per_token={self.experts_per_token} of num_experts={self.num_experts}. "
+                f"Use 1 to {self.num_experts}."
+            )
+
+    @property
+    def dims(self) -> dict[str, int]:
+        """Letter to size. Experts add E, Fe, Fs (shared); latent attention adds Rq, Rkv, Hn, Hr, Hv."""
+        sizes = {
+            "D": self.d_model,
+            "F": self.d_ff,
+            "N": self.num_heads,
+            "K": self.num_kv_heads,
+            "G": self.num_heads // self.num_kv_heads,
+            "H": self.head_dim,
+            "V": self.vocab_size,
+            "L": self.num_layers,
+        }
+        optional = {
+            "E": self.num_experts,
+            "Fe": self.d_ff_expert,
+            "Fs": self.d_ff_shared,
+            "Rq": self.q_lora_rank,
+            "Rkv": self.kv_lora_rank,
+            "Hn": self.qk_nope_head_dim,
+            "Hr": self.qk_rope_head_dim,
+            "Hv": self.v_head_dim,
+            "P": self.max_positions if self.learned_positions else 0,
+        }
+        return sizes | {letter: size for letter, size in optional.items() if size}
+
+    @property
+    def moe_layers(self) -> tuple[int, ...]:
+        """Numbers of the layers that have routed experts; () for a dense model."""
+        if not self.num_experts:
+            return ()
+        dense = set(self.dense_layers)
+        return tuple(layer for layer in range(self.num_layers) if layer not in dense)
+
+    @property
+    def latent_attention(self) -> bool:
+        """True when keys and values pass through a low-rank latent (DeepSeek's MLA)."""
+        return self.kv_lora_rank > 0
+
+    @property
+    def attention_scale(self) -> float:
+        """Factor on the attention scores, ``1 / sqrt(query_pre_attn_scalar or H)``."""
+        return (self.query_pre_attn_scalar or self.head_dim) ** -0.5
+
+    @property
+    def runs_here(self) -> bool:
+        """True for what `nn` runs today: the plain llama family."""
+        return not self._missing_to_run()
+
+    def _missing_to_run(self) -> str:
+        """What keeps the model from running here, in words; empty when it runs."""
+        if self.family != "llama":
+            return f"family {self.family}"
+        if self.qkv_bias or self.out_bias or self.mlp_bias:
+            return "llama with biases (attention_bias or mlp_bias)"
+        if self.activation != "silu":
+            return f"llama with activation {self.activation}"
+        if self.rope_scaling is not None and self.rope_scaling.kind not in RUNNABLE_ROPE:
+            return f"llama with {self.rope_scaling.kind} position scaling"
+        return ""
+
+
+def require_runnable(model: Model) -> None:
+    """Raise CannotRunError unless this version can run the model; counting and planning need no such check."""
+    missing = model._missing_to_run()
+    if missing:
+        raise CannotRunError(
+            f"{model.name} ({missing}) is counted and planned, but only plain llama models run in this version. "
+            f"Choose a llama model such as tiny or llama3-8b, or use plan and show."
+        )
