@@ -18,7 +18,7 @@ from meshwright.spec.calibration import Calibration, CollectiveKind, collective_
 
 __all__ = [
     "KINDS", "GroupRates", "KindRate", "Leg", "Placement", "collective_time", "group_legs", "group_rates",
-    "latency_bound_bytes", "leg_rates", "link_time", "place_axes", "received_share", "ring", "ring_link_share",
+    "latency_bound_bytes", "leg_rates", "place_axes", "received_share", "ring", "ring_link_share",
     "stack_rates",
 ]  # fmt: skip
 
@@ -153,9 +153,7 @@ def _merged_leg(link: Link, chosen: frozenset[str]) -> Leg | None:
     )
 
 
-def group_rates(
-    placement: Placement, axes: Iterable[str], calibration: Calibration | None = None
-) -> GroupRates:
+def group_rates(placement: Placement, axes: Iterable[str], calibration: Calibration | None = None) -> GroupRates:
     """The rates of a group of mesh axes on a placement; the data sheet's without a calibration."""
     return leg_rates(group_legs(placement, axes), calibration)
 
@@ -241,9 +239,7 @@ def _host_rates(leg: Leg, calibration: Calibration | None) -> GroupRates:
     for kind in KINDS:
         if any(rate.kind == kind for rate in calibration.collectives):
             measured = collective_rate(calibration, kind, leg.size)
-            kinds[str(kind)] = KindRate(
-                received_share(kind, leg.size) / measured.bytes_per_s, 0.0, measured.latency_s
-            )
+            kinds[str(kind)] = KindRate(received_share(kind, leg.size) / measured.bytes_per_s, 0.0, measured.latency_s)
     if not kinds:
         collective_rate(calibration, "all_gather", leg.size)
     return GroupRates(size=leg.size, level="host", kinds=kinds)
@@ -272,11 +268,6 @@ def latency_bound_bytes(link_bytes_per_s: Number, *, hop_s: float = 1e-6, num_sh
     Source: How to Scale Your Model, sections 3.2 and 7.6.3.
     """
     return num_shards * link_bytes_per_s * hop_s
-
-
-def link_time(num_bytes: Number, link_bytes_per_s: Number, *, num_links: int = 1) -> Number:
-    """Seconds to push bytes through equal links at once (PCIe of several chips, ICI ports, HBM)."""
-    return num_bytes / (num_links * link_bytes_per_s)
 
 
 def ring_link_share(kind: CollectiveKind, size: Number, *, two_way: bool) -> Number:

@@ -53,9 +53,7 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
         ]
 
 
-def place_axes(
-    cluster: Cluster, mesh: Mapping[str, int], *, limit: int = MAX_PLACEMENTS
-) -> tuple[Placement, ...]:
+def place_axes(cluster: Cluster, mesh: Mapping[str, int], *, limit: int = MAX_PLACEMENTS) -> tuple[Placement, ...]:
     """Candidate placements of a mesh (axis -> size, major to minor), at most ``limit``, whole axes first.
 
     On a torus a mesh axis is factored over the physical axes; the minor axes lie inside as contiguous blocks.

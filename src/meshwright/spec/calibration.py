@@ -95,12 +95,14 @@ def matmul_rate(chip: Chip, calibration: Calibration, dtype: str) -> float:
         return measured
     if not chip.peak_flops and calibration.matmul_flops_per_s:
         have = ", ".join(sorted(calibration.matmul_flops_per_s))
-        raise InputError(f"calibration {calibration.name!r} measured {have} products, not {dtype}. Choose one of these.")
+        raise InputError(
+            f"calibration {calibration.name!r} measured {have} products, not {dtype}. Choose one of these."
+        )
     return peak(chip, dtype) * calibration.efficiency.compute
 
 
 def reference_peak(chip: Chip, calibration: Calibration, dtype: str) -> float:
-    """The FLOP/s that utilisation (MFU) is a share of: the data-sheet peak, or the measured rate of a chip without one."""
+    """The FLOP/s that utilisation (MFU) is a share of: the data-sheet peak, else the measured rate."""
     return peak(chip, dtype) if chip.peak_flops else matmul_rate(chip, calibration, dtype)
 
 

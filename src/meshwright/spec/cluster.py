@@ -74,7 +74,7 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     @property
     def short_name(self) -> str:
-        """The string that ``parse_cluster`` reads back: ``"4*v5e:16x16"``."""
+        """``"4*v5e:16x16"``; for a chip of the catalogue ``parse_cluster`` reads it back."""
         slices = f"{self.num_slices}*" if self.num_slices > 1 else ""
         return f"{slices}{self.chip.name}:{'x'.join(map(str, self.shape))}"
 
@@ -153,7 +153,9 @@ def _torus_shape(chip: Chip, shape: tuple[int, ...], num_slices: int) -> tuple[i
     axes = chip.num_ici_axes or len(shape)
     given = f"{chip.name}:{_times(shape)}"
     if len(shape) > axes:
-        raise InputError(f"{given} has {len(shape)} torus axes and {chip.name} has {axes}. {_advice(chip, shape, axes)}")
+        raise InputError(
+            f"{given} has {len(shape)} torus axes and {chip.name} has {axes}. {_advice(chip, shape, axes)}"
+        )
     if len(shape) == 1 and shape[0] > 1 and axes > 1:
         raise InputError(f"{given} names one of the {axes} torus axes of {chip.name}. {_advice(chip, shape, axes)}")
     if axes == 2 and any(size > limit for size, limit in zip(shape, chip.pod_shape, strict=False)):
@@ -162,9 +164,10 @@ def _torus_shape(chip: Chip, shape: tuple[int, ...], num_slices: int) -> tuple[i
             f" Join slices over the data-centre network: {_slices_advice(chip, shape)}."
         )
     if chip.max_chips is not None and math.prod(shape) > chip.max_chips:
+        pod = f" ({_times(chip.pod_shape)})" if chip.pod_shape else ""
         raise InputError(
-            f"{given} has {math.prod(shape)} chips and a pod of {chip.name} {chip.max_chips}"
-            f"{f' ({_times(chip.pod_shape)})' if chip.pod_shape else ''}. Name a smaller slice, or several: 2*{chip.name}:..."
+            f"{given} has {math.prod(shape)} chips and a pod of {chip.name} {chip.max_chips}{pod}."
+            f" Name a smaller slice, or several: 2*{chip.name}:16x16x16."
         )
     if num_slices > 1 and chip.dcn_bytes_per_s is None:
         raise CannotRunError(f"{chip.name} has no known data-centre network between slices. Use one slice.")
@@ -211,9 +214,5 @@ def balanced_shape(num_chips: int, num_axes: int) -> tuple[int, ...]:
     """The factors of ``num_chips`` over the axes that are closest to equal, smallest first."""
     if num_axes == 1:
         return (num_chips,)
-    first = max(
-        size for size in range(1, round(num_chips ** (1 / num_axes)) + 1) if num_chips % size == 0
-    )
+    first = max(size for size in range(1, round(num_chips ** (1 / num_axes)) + 1) if num_chips % size == 0)
     return (first, *balanced_shape(num_chips // first, num_axes - 1))
-
-

@@ -351,7 +351,7 @@ def _sliding_layers(config: _Config, layers: range) -> Iterable[int]:
     if config.family in ("gemma2", "gpt_oss"):
         return layers[::2]
     if config.family == "gemma3":
-        pattern = config.whole("sliding_window_pattern")
+        pattern = max(config.whole("sliding_window_pattern"), 1)
         return [layer for layer in layers if (layer + 1) % pattern]
     return layers
 

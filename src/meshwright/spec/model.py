@@ -112,8 +112,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     def __post_init__(self) -> None:
         """Refuse sizes that no model can have, in one line."""
-        sizes = ("num_layers", "d_model", "d_ff", "num_heads", "num_kv_heads", "head_dim", "vocab_size")
-        for field in sizes:
+        for field in self._positive_fields():
             if getattr(self, field) < 1:
                 raise InputError(f"{self.name}: {field}={getattr(self, field)} must be at least 1.")
         if self.num_heads % self.num_kv_heads:
@@ -126,6 +125,13 @@ class Model(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
                 f"{self.name}: experts_per_token={self.experts_per_token} of num_experts={self.num_experts}. "
                 f"Use 1 to {self.num_experts}."
             )
+
+    def _positive_fields(self) -> tuple[str, ...]:
+        """Sizes that must not be 0, given the parts this model has."""
+        always = ("num_layers", "d_model", "d_ff", "num_heads", "num_kv_heads", "head_dim", "vocab_size")
+        experts = ("d_ff_expert",) if self.num_experts else ()
+        latent = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim") if self.latent_attention else ()
+        return (*always, "max_positions", *experts, *latent)
 
     @property
     def dims(self) -> dict[str, int]:

@@ -4,7 +4,7 @@ import re
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 from msgspec import inspect
@@ -149,9 +149,7 @@ _PLAIN: dict[type, Any] = {
 
 
 def _literal(values: Iterable[Any]) -> Any:
-    from typing import Literal
-
-    return Literal[tuple(values)]  # type: ignore[valid-type]
+    return Literal[tuple(values)]
 
 
 def _reason(error: Exception) -> str:

@@ -1,0 +1,148 @@
+"""Inside a chip and across a pod: systolic arrays, SMs, tiles, totals.
+
+Sources: How to Scale Your Model, sections 2.1, 2.2, 2.5 and 9.2.2; NVIDIA's H100 architecture for SM figures.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from meshwright.core.errors import InputError
+from meshwright.spec.chip import Chip, known, peak
+from meshwright.spec.cluster import Cluster
+
+Number = Any
+"""A float, an int or a NumPy array of them."""
+
+
+class PodTotals(msgspec.Struct, frozen=True, kw_only=True):
+    """Sums over a cluster; ``None`` where the chip's figure is not known."""
+
+    num_chips: int
+    num_hosts: int
+    num_cores: int | None
+    hbm_bytes: float | None
+    hbm_bytes_per_s: float | None
+    peak_flops: float
+    dcn_bytes_per_s: float | None
+    power_w: float | None
+    price_usd_per_hour: float | None
+
+
+def product_flops_per_cycle(rows: Number, inner: Number, cols: Number, *, cycles: Number = 1) -> Number:
+    """FLOPs per cycle of a unit that does [rows,inner] x [inner,cols] every ``cycles``: 2 m k n / cycles.
+
+    A 128x128 MXU does [8,128] x [128,128] every 8 cycles; an H100 tensor core [16,4] x [4,8] every cycle.
+    """
+    return 2 * rows * inner * cols / cycles
+
+
+def mxu_flops_per_cycle(mxu_dim: Number) -> Number:
+    """FLOPs per cycle of a full systolic array: one multiply-add per ALU."""
+    return 2 * mxu_alus(mxu_dim)
+
+
+def mxu_alus(mxu_dim: Number) -> Number:
+    """Multiply-add units of a square systolic array. Source: section 2.5.2."""
+    return mxu_dim * mxu_dim
+
+
+def units_flops_per_s(num_units: Number, flops_per_cycle: Number, clock_hz: Number) -> Number:
+    """FLOP/s of equal units at one clock: MXUs of a TPU, tensor cores or lanes of a GPU."""
+    return num_units * flops_per_cycle * clock_hz
+
+
+def tpu_peak_from_anatomy(chip: Chip) -> float:
+    """FLOP/s of a TPU from its MXUs, their size and the clock: a check of the table's peak."""
+    num_mxus = known(chip, "num_cores") * known(chip, "mxus_per_core")
+    return float(units_flops_per_s(num_mxus, mxu_flops_per_cycle(known(chip, "mxu_dim")), known(chip, "clock_hz")))
+
+
+def gpu_peak_from_anatomy(chip: Chip) -> float:
+    """Dense FLOP/s of a GPU from its SMs, tensor cores and clock: a check of the table's peak."""
+    per_sm = known(chip, "tensor_cores_per_sm") * known(chip, "tensor_core_flops_per_cycle")
+    return float(units_flops_per_s(known(chip, "num_sms"), per_sm, known(chip, "clock_hz")))
+
+
+def lane_flops_per_cycle(num_lanes: Number) -> Number:
+    """FLOPs per cycle of fp32 lanes: one fused multiply-add each."""
+    return 2 * num_lanes
+
+
+def multiply_adds(flops: Number) -> Number:
+    """Multiply-adds in that many FLOPs: half."""
+    return flops / 2
+
+
+def dense_flops(sparse_flops: Number) -> Number:
+    """Dense rate of a figure that counts 2:4 structured sparsity: half. Peaks here are dense."""
+    return sparse_flops / 2
+
+
+def bytes_per_s(gigabits_per_s: Number) -> Number:
+    """Bytes/s of a link sold in Gb/s."""
+    return gigabits_per_s * 1e9 / 8
+
+
+def two_way(one_way_bytes_per_s: Number) -> Number:
+    """Both directions of a link: the W of ring formulas. Source: section 2.3."""
+    return 2 * one_way_bytes_per_s
+
+
+def per_chip(host_bytes_per_s: Number, chips_per_host: Number) -> Number:
+    """A chip's share of what its host has: DCN, or chips of a tray. Source: section 2.2."""
+    return host_bytes_per_s / chips_per_host
+
+
+def ratio(first: Number, second: Number) -> Number:
+    """How many times ``first`` is ``second``, such as HBM over PCIe."""
+    return first / second
+
+
+def share_after_speedup(share: Number, speedup: Number) -> Number:
+    """New share of a part when everything else becomes ``speedup`` times faster (Amdahl's law)."""
+    return share / (share + (1 - share) / speedup)
+
+
+def num_hosts(num_chips: int, chips_per_host: int) -> int:
+    """CPU hosts of that many chips, rounded up."""
+    return math.ceil(num_chips / chips_per_host)
+
+
+def pod_totals(cluster: Cluster, *, dtype: str = "bf16") -> PodTotals:
+    """Chips, hosts, cores, memory, FLOP/s, network, power and price of the whole cluster."""
+    chip, count = cluster.chip, cluster.num_chips
+
+    def total(figure: float | None, times: int = count) -> float | None:
+        return None if figure is None else figure * times
+
+    cores = total(chip.num_cores)
+    return PodTotals(
+        num_chips=count,
+        num_hosts=cluster.num_hosts,
+        num_cores=None if cores is None else int(cores),
+        hbm_bytes=total(chip.hbm_bytes),
+        hbm_bytes_per_s=total(chip.hbm_bytes_per_s),
+        peak_flops=peak(chip, dtype) * count,
+        dcn_bytes_per_s=total(chip.dcn_bytes_per_s_per_host, cluster.num_hosts),
+        power_w=total(chip.power_w),
+        price_usd_per_hour=total(chip.price_usd_per_hour),
+    )
+
+
+def padded_shape(shape: Sequence[int], tile: Sequence[int]) -> tuple[int, ...]:
+    """The shape in memory: the last dims rounded up to whole tiles."""
+    if len(tile) > len(shape) or min(tile, default=1) < 1:
+        raise InputError(f"tile {tuple(tile)} does not fit an array of shape {tuple(shape)}.")
+    outer = len(shape) - len(tile)
+    return (*shape[:outer], *(-(-size // t) * t for size, t in zip(shape[outer:], tile, strict=True)))
+
+
+def tile_expansion(shape: Sequence[int], tile: Sequence[int]) -> float:
+    """Memory of an array over what its elements need, once tiled: f32[3,5] in T(2,2) takes 1.6.
+
+    Source: How to Scale Your Model, section 9.2.2.
+    """
+    return math.prod(padded_shape(shape, tile)) / math.prod(shape)

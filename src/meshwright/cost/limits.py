@@ -1,0 +1,213 @@
+"""The closed forms of the book's chapter on training: when a way of sharding stops being compute-bound.
+
+They are the reasons that explanations give and the tests that derived costs must meet; no plan is priced with
+them. ``batch_tokens`` counts tokens (the book's B, with T inside), ``alpha`` is C / W_ici: FLOP/s of one chip over
+the two-way bytes/s of one torus axis. ``num_chips`` is N = X Y; X chips share by FSDP over ``fsdp_axes`` torus axes,
+Y by tensor parallelism over ``tensor_axes``. Sizes may be NumPy arrays. Source: How to Scale Your Model, section 5.
+"""
+
+import math
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+
+from meshwright.core.errors import InputError
+
+Number = Any
+"""A float, an int or a NumPy array of them."""
+
+
+class Roots(msgspec.Struct, frozen=True, kw_only=True):
+    """The FSDP sizes between which mixed FSDP and tensor parallelism is compute-bound; NaN when there are none."""
+
+    lower: Number
+    upper: Number
+
+
+class MeshSplit(msgspec.Struct, frozen=True, kw_only=True):
+    """A whole-numbered split of the chips."""
+
+    fsdp: int
+    tensor: int
+
+
+def ici_intensity(peak_flops: Number, axis_bytes_per_s: Number) -> Number:
+    """alpha = C / W_ici in FLOPs per byte, per chip: 2550 for a v5p in bf16. Source: section 5.1.1."""
+    return peak_flops / axis_bytes_per_s
+
+
+def data_parallel_min_tokens_per_chip(alpha: Number, num_axes: Number = 1) -> Number:
+    """Tokens per chip above which DP and FSDP are compute-bound: B/X > alpha / n_axes. Source: section 5.1.1."""
+    return alpha / num_axes
+
+
+def data_parallel_min_batch(alpha: Number, num_axes: Number, num_chips: Number) -> Number:
+    """The same for all chips: tokens per step."""
+    return data_parallel_min_tokens_per_chip(alpha, num_axes) * num_chips
+
+
+def fsdp_max_chips(batch_tokens: Number, alpha: Number, num_axes: Number) -> Number:
+    """Chips up to which DP or FSDP is compute-bound at a batch: B n_axes / alpha. Source: section 5.1.2."""
+    return batch_tokens / data_parallel_min_tokens_per_chip(alpha, num_axes)
+
+
+def tensor_max_size(d_ff: Number, alpha: Number, num_axes: Number = 1) -> Number:
+    """Largest compute-bound tensor axis: Y < n_axes F / alpha, whatever the batch. Source: section 5.1.3.
+
+    The precision cancels: int8 doubles alpha and halves the bytes.
+    """
+    return num_axes * d_ff / alpha
+
+
+def fsdp_best_size(
+    batch_tokens: Number, d_ff: Number, num_chips: Number, *, fsdp_axes: Number, tensor_axes: Number
+) -> Number:
+    """X_opt = sqrt(B/F x M_X/M_Y x N): least communication of mixed FSDP and tensor. Source: section 5.1.4."""
+    return (batch_tokens / d_ff * fsdp_axes / tensor_axes * num_chips) ** 0.5
+
+
+def mixed_min_tokens_per_chip(alpha: Number, d_ff: Number, *, fsdp_axes: Number, tensor_axes: Number) -> Number:
+    """Tokens per chip below which no split of FSDP and tensor is compute-bound: 4 alpha^2 / (M_X M_Y F)."""
+    return 4 * alpha**2 / (fsdp_axes * tensor_axes * d_ff)
+
+
+def mixed_math_over_comms(
+    batch_tokens: Number,
+    d_ff: Number,
+    num_chips: Number,
+    alpha: Number,
+    *,
+    fsdp_axes: Number,
+    tensor_axes: Number,
+) -> Number:
+    """T_math / T_comms at X_opt: sqrt(B F M_X M_Y) / (2 alpha sqrt(N)). It grows as the square ROOT of B."""
+    return (batch_tokens * d_ff * fsdp_axes * tensor_axes) ** 0.5 / (2 * alpha * num_chips**0.5)
+
+
+def mixed_discriminant(
+    batch_tokens: Number,
+    d_ff: Number,
+    num_chips: Number,
+    alpha: Number,
+    *,
+    fsdp_axes: Number,
+    tensor_axes: Number,
+) -> Number:
+    """(B F / alpha)^2 - 4 F B N / (M_X M_Y): negative when no split is compute-bound.
+
+    The discriminant of F/M_X X^2 - (B F / alpha) X + B N / M_Y < 0, which is T_comms < T_math times X N.
+    """
+    return (batch_tokens * d_ff / alpha) ** 2 - 4 * d_ff * batch_tokens * num_chips / (fsdp_axes * tensor_axes)
+
+
+def fsdp_roots(
+    batch_tokens: Number,
+    d_ff: Number,
+    num_chips: Number,
+    alpha: Number,
+    *,
+    fsdp_axes: Number,
+    tensor_axes: Number,
+) -> Roots:
+    """X = M_X/(2F) x (B F / alpha -+ sqrt(discriminant)): compute-bound between the two.
+
+    Source: section 6.3, whose 1927 is the upper root.
+    """
+    square = mixed_discriminant(batch_tokens, d_ff, num_chips, alpha, fsdp_axes=fsdp_axes, tensor_axes=tensor_axes)
+    width = _sqrt_or_nan(square) * fsdp_axes / (2 * d_ff)
+    middle = fsdp_roots_middle(batch_tokens, alpha, fsdp_axes=fsdp_axes)
+    return Roots(lower=middle - width, upper=middle + width)
+
+
+def fsdp_roots_middle(batch_tokens: Number, alpha: Number, *, fsdp_axes: Number) -> Number:
+    """The first term of both roots: B M_X / (2 alpha)."""
+    return batch_tokens * fsdp_axes / (2 * alpha)
+
+
+def round_split(fsdp_size: float, num_chips: int) -> MeshSplit:
+    """The power of two nearest to X (as a ratio), and the largest power of two that the other chips allow."""
+    if fsdp_size <= 0 or num_chips < 1:
+        raise InputError(f"cannot split {num_chips} chips by {fsdp_size:g}. Give positive sizes.")
+    largest = 2 ** int(math.log2(num_chips))
+    fsdp = min(largest, 2 ** max(0, round(math.log2(fsdp_size))))
+    return MeshSplit(fsdp=fsdp, tensor=2 ** int(math.log2(num_chips / fsdp)))
+
+
+def dcn_min_batch_per_pod(peak_flops: Number, dcn_bytes_per_s_per_host: Number, chips_per_host: Number) -> Number:
+    """Tokens per pod above which data parallelism between pods is compute-bound: C_pod / W_dcn.
+
+    The number of chips cancels: peak x chips per host / DCN per host. Source: section 5.1.6.
+    """
+    return peak_flops * chips_per_host / dcn_bytes_per_s_per_host
+
+
+def pod_dcn_bytes_per_s(num_hosts: Number, dcn_bytes_per_s_per_host: Number) -> Number:
+    """Data-centre bandwidth of a whole pod: every host's."""
+    return num_hosts * dcn_bytes_per_s_per_host
+
+
+def num_sequences(batch_tokens: Number, seq_len: Number) -> Number:
+    """Sequences in a batch of tokens: the most chips that data and fsdp can use without context parallelism."""
+    return batch_tokens / seq_len
+
+
+def sequence_limit_chips(batch_tokens: Number, seq_len: Number, *, context: Number = 1, tensor: Number = 1) -> Number:
+    """Most chips a batch can use when each holds at least one sequence, or 1/context of one."""
+    return num_sequences(batch_tokens, seq_len) * context * tensor
+
+
+def flat_fsdp_comms_s(
+    num_params: Number, bytes_per_s: Number, *, bytes_per_param: Number = 2, num_collectives: Number = 3
+) -> Number:
+    """FSDP seconds per step when each collective moves all weights at one flat rate per device.
+
+    Two gathers and a scatter. Source: the GPU lecture's estimate, 70e9 x 2 x 3 / 200e9.
+    """
+    return num_params * bytes_per_param * num_collectives / bytes_per_s
+
+
+def flat_fsdp_max_chips(
+    batch_tokens: Number,
+    peak_flops: Number,
+    bytes_per_s: Number,
+    *,
+    bytes_per_param: Number = 2,
+    num_collectives: Number = 3,
+) -> Number:
+    """Devices at which the 6 N B FLOPs of a step take as long as ``flat_fsdp_comms_s``; the model cancels."""
+    return 6 * batch_tokens * bytes_per_s / (peak_flops * bytes_per_param * num_collectives)
+
+
+def reduce_after_min_dim(alpha: Number) -> Number:
+    """Contracting size D above which computing on slices and an AllReduce beats gathering first: 2 alpha.
+
+    Source: exercise 3.4: 4BF/W against 2BDF/C.
+    """
+    return 2 * alpha
+
+
+def reduce_after_max_shards(d_contract: Number, alpha: Number) -> Number:
+    """Shards X up to which slicing and reducing is still compute-bound: D / (2 alpha). Source: exercise 3.4."""
+    return d_contract / reduce_after_min_dim(alpha)
+
+
+def mlp_flops(
+    batch_tokens: Number,
+    d_model: Number,
+    d_ff: Number,
+    *,
+    phase: Literal["forward", "backward", "both"],
+    num_matrices: int = 2,
+) -> Number:
+    """FLOPs of one MLP: 2 B D F per matrix forward and twice that backward: 4BDF and 8BDF with two matrices."""
+    passes = {"forward": 1, "backward": 2, "both": 3}
+    if phase not in passes:
+        raise InputError(f"phase {phase!r} is not forward, backward or both.")
+    return 2 * num_matrices * passes[phase] * batch_tokens * d_model * d_ff
+
+
+def _sqrt_or_nan(square: Number) -> Number:
+    if isinstance(square, np.ndarray):
+        return np.sqrt(np.where(square >= 0, square, np.nan))
+    return math.sqrt(square) if square >= 0 else math.nan

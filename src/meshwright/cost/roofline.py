@@ -1,0 +1,241 @@
+"""The roofline of one local operation: FLOPs against bytes, on any channel of a chip.
+
+Times are bounds: perfect overlap takes the larger of compute and memory, no overlap their sum.
+Source: How to Scale Your Model, section 1. Sizes may be NumPy arrays.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+
+from meshwright.core.dims import DTYPE_BYTES
+from meshwright.core.errors import InputError, nearest
+from meshwright.spec.chip import Chip, compute_dtype, known, peak
+
+Number = Any
+"""A float, an int or a NumPy array of them."""
+
+Channel = Literal["hbm", "vmem", "pcie", "ici", "dcn"]
+
+_CHANNEL_FIGURES: dict[str, str] = {
+    "hbm": "hbm_bytes_per_s",
+    "vmem": "vmem_bytes_per_s",
+    "pcie": "pcie_bytes_per_s",
+    "ici": "ici_axis_bytes_per_s",
+    "dcn": "dcn_bytes_per_s",
+}
+
+
+class Work(msgspec.Struct, frozen=True, kw_only=True):
+    """What an operation computes and moves. Multiply and add are 2 FLOPs."""
+
+    flops: Number
+    num_bytes: Number
+
+    @property
+    def intensity(self) -> Number:
+        """FLOPs per byte."""
+        return self.flops / self.num_bytes
+
+
+class Roofline(msgspec.Struct, frozen=True, kw_only=True):
+    """An operation's bounds on one chip and one channel."""
+
+    work: Work
+    peak_flops: Number
+    bytes_per_s: Number
+    channel: str = "hbm"
+
+    @property
+    def math_s(self) -> Number:
+        return self.work.flops / self.peak_flops
+
+    @property
+    def transfer_s(self) -> Number:
+        return self.work.num_bytes / self.bytes_per_s
+
+    @property
+    def lower_s(self) -> Number:
+        """Perfect overlap: the larger of the two."""
+        return np.maximum(self.math_s, self.transfer_s) if _is_array(self) else max(self.math_s, self.transfer_s)
+
+    @property
+    def upper_s(self) -> Number:
+        """No overlap: their sum, at most twice the lower bound."""
+        return self.math_s + self.transfer_s
+
+    @property
+    def critical_intensity(self) -> Number:
+        """FLOPs per byte at which compute and this channel take equally long."""
+        return critical_intensity(self.peak_flops, self.bytes_per_s)
+
+    @property
+    def bound_by(self) -> Any:
+        """ "compute", or the channel's name; an array of them for array sizes."""
+        binds = np.where(self.math_s >= self.transfer_s, "compute", self.channel)
+        return binds if binds.ndim else str(binds)
+
+    @property
+    def reached_flops_per_s(self) -> Number:
+        """FLOP/s under perfect overlap: peak, or intensity x bandwidth below the critical intensity."""
+        return self.work.flops / self.lower_s
+
+
+class Operand(msgspec.Struct, frozen=True):
+    """One array of an einsum: its dims and the dtype it is stored in."""
+
+    dims: tuple[str, ...]
+    dtype: str
+
+
+def compute_time(flops: Number, peak_flops: Number, *, num_chips: Number = 1, utilization: Number = 1.0) -> Number:
+    """Seconds of that many FLOPs spread evenly over the chips."""
+    return flops / (num_chips * peak_flops * utilization)
+
+
+def transfer_time(num_bytes: Number, bytes_per_s: Number, *, num_links: Number = 1) -> Number:
+    """Seconds to move bytes through equal channels at once: HBM, PCIe of several chips, ICI ports."""
+    return num_bytes / (num_links * bytes_per_s)
+
+
+def critical_intensity(peak_flops: Number, bytes_per_s: Number) -> Number:
+    """FLOPs per byte above which compute binds: peak / bandwidth. Source: section 1.1."""
+    return peak_flops / bytes_per_s
+
+
+def channel_rate(chip: Chip, channel: Channel) -> float:
+    """Bytes/s of one channel of a chip; "ici" is both directions of one torus axis, "dcn" a chip's share."""
+    if channel not in _CHANNEL_FIGURES:
+        raise InputError(f"unknown channel {channel!r}.{nearest(channel, _CHANNEL_FIGURES)}")
+    return known(chip, _CHANNEL_FIGURES[channel])
+
+
+def dtype_bytes(dtype: str) -> float:
+    """Bytes of one stored element; an unknown dtype is an InputError with the nearest name."""
+    if dtype not in DTYPE_BYTES:
+        raise InputError(f"unknown dtype {dtype!r}.{nearest(dtype, DTYPE_BYTES)}")
+    return DTYPE_BYTES[dtype]
+
+
+def einsum_work(operands: Sequence[Operand], out: Operand, sizes: Mapping[str, Number]) -> Work:
+    """FLOPs and bytes of one local einsum: 2 x the product of all dims (1 x for a single operand).
+
+    Every array moves once. A dim of all arrays (one matrix per batch element) is counted once in the FLOPs and
+    in each array's bytes, so that batched matrices have no reuse. Source: section 1.1, exercise 1.4.
+    """
+    arrays = (*operands, out)
+    _check_sizes(arrays, sizes)
+    dims = dict.fromkeys(dim for array in arrays for dim in array.dims)
+    flops = (2 if len(operands) > 1 else 1) * _size(dims, sizes)
+    return Work(flops=flops, num_bytes=sum(_size(a.dims, sizes) * dtype_bytes(a.dtype) for a in arrays))
+
+
+def elementwise_work(num_elements: Number, *, flops_per_element: Number, bytes_per_element: Number) -> Work:
+    """An elementwise op: ``bytes_per_element`` counts every operand read and the result written."""
+    return Work(flops=num_elements * flops_per_element, num_bytes=num_elements * bytes_per_element)
+
+
+def chip_roofline(work: Work, chip: Chip, *, dtype: str, channel: Channel = "hbm") -> Roofline:
+    """The bounds on a chip whose products are computed in ``dtype``."""
+    return Roofline(work=work, peak_flops=peak(chip, dtype), bytes_per_s=channel_rate(chip, channel), channel=channel)
+
+
+def einsum_roofline(
+    operands: Sequence[Operand],
+    out: Operand,
+    sizes: Mapping[str, Number],
+    *,
+    chip: Chip,
+    channel: Channel = "hbm",
+) -> Roofline:
+    """The bounds of an einsum on a chip, computed in the widest operand dtype (int8 weights x bf16 -> bf16)."""
+    dtype = compute_dtype(chip, *(operand.dtype for operand in operands))
+    return chip_roofline(einsum_work(operands, out, sizes), chip, dtype=dtype, channel=channel)
+
+
+def critical_size(
+    operands: Sequence[Operand],
+    out: Operand,
+    sizes: Mapping[str, Number],
+    *,
+    dim: str,
+    peak_flops: Number,
+    bytes_per_s: Number,
+) -> Number:
+    """Size of ``dim`` from which the einsum is compute-bound, every byte counted; infinity when it never is.
+
+    Time is linear in one dim: B = (bytes without B) / (FLOPs per B / critical intensity - bytes per B).
+    Source: How to Scale Your Model, exercise 2.4 (exactly 262.7 there).
+    """
+    arrays = (*operands, out)
+    one = {**sizes, dim: 1}
+    _check_sizes(arrays, one)
+    if not any(dim in array.dims for array in arrays):
+        raise InputError(f"dim {dim!r} is in none of the arrays. Choose one of {', '.join(sizes)}.")
+    growing: Number = sum(_size(a.dims, one) * dtype_bytes(a.dtype) for a in arrays if dim in a.dims)
+    fixed: Number = sum(_size(a.dims, one) * dtype_bytes(a.dtype) for a in arrays if dim not in a.dims)
+    flops = einsum_work(operands, out, one).flops
+    return _ratio_or_inf(fixed, flops / critical_intensity(peak_flops, bytes_per_s) - growing)
+
+
+def critical_batch(
+    peak_flops: Number,
+    bytes_per_s: Number,
+    *,
+    weight_bytes: Number = 2,
+    num_experts: Number = 1,
+    active_experts: Number = 1,
+) -> Number:
+    """Tokens from which [B,D] x [D,F] is compute-bound when B is far below D and F.
+
+    B = critical intensity x weight bytes / 2, times E/k when each token meets k of E experts; only the weights'
+    bytes count. Source: How to Scale Your Model, section 1.1.2, exercises 1.1, 1.2 and 4.8.
+    """
+    dense = critical_intensity(peak_flops, bytes_per_s) * weight_bytes / 2
+    return dense * num_experts / active_experts
+
+
+def critical_split_dim(
+    peak_flops: Number, link_bytes_per_s: Number, *, num_chips: Number = 2, result_bytes: Number = 2
+) -> Number:
+    """Contracting size D from which a matmul split along D is compute-bound on the link between chips.
+
+    Each chip computes 2BDF/n FLOPs and sends its partial [B,F] once: D > n x bytes / 2 x peak / link; B and F
+    cancel. Source: How to Scale Your Model, section 1.1.3.
+    """
+    return num_chips * result_bytes / 2 * critical_intensity(peak_flops, link_bytes_per_s)
+
+
+def critical_repeats(ops_per_s: Number, bytes_per_s: Number, *, bytes_per_element: Number) -> Number:
+    """Fused operations per element at which compute takes as long as reading and writing it once."""
+    return ops_per_s * bytes_per_element / bytes_per_s
+
+
+def _size(dims: Sequence[str] | Mapping[str, None], sizes: Mapping[str, Number]) -> Number:
+    total: Number = 1.0
+    for dim in dims:
+        total = total * sizes[dim]
+    return total
+
+
+def _check_sizes(arrays: Sequence[Operand], sizes: Mapping[str, Number]) -> None:
+    missing = dict.fromkeys(dim for array in arrays for dim in array.dims if dim not in sizes)
+    if missing:
+        wanted = ",".join(f"{dim}=..." for dim in missing)
+        raise InputError(f"no size for {', '.join(missing)}. Give every dim: --dims {wanted}.")
+
+
+def _is_array(line: Roofline) -> bool:
+    return isinstance(line.math_s, np.ndarray) or isinstance(line.transfer_s, np.ndarray)
+
+
+def _ratio_or_inf(numerator: Number, denominator: Number) -> Number:
+    if isinstance(numerator, np.ndarray) or isinstance(denominator, np.ndarray):
+        positive = np.maximum(denominator, 0)
+        return np.divide(
+            numerator, positive, out=np.full(np.broadcast(numerator, positive).shape, np.inf), where=positive > 0
+        )
+    return numerator / denominator if denominator > 0 else math.inf

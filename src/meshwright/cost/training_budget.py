@@ -1,0 +1,104 @@
+"""What a training run takes: FLOPs, days, utilisation, money, energy. Sizes may be NumPy arrays."""
+
+import math
+from typing import Any
+
+from meshwright.core.errors import InputError
+
+Number = Any
+"""A float, an int or a NumPy array of them."""
+
+DAY_S = 86400.0
+YEAR_S = 365 * DAY_S
+
+
+def training_flops(num_active_params: Number, num_tokens: Number) -> Number:
+    """6 N D: 2 per parameter and token forward, 4 backward; attention's own products are not in it.
+
+    Source: How to Scale Your Model, section 4.2.
+    """
+    return 6 * num_active_params * num_tokens
+
+
+def train_seconds(flops: Number, *, num_chips: Number = 1, peak_flops: Number, mfu: Number = 1.0) -> Number:
+    """Seconds of that many FLOPs at a model FLOPs utilisation. Source: How to Scale Your Model, section 6.2."""
+    return flops / (num_chips * peak_flops * mfu)
+
+
+def days(seconds: Number) -> Number:
+    return seconds / DAY_S
+
+
+def years(seconds: Number) -> Number:
+    """Years of 365 days."""
+    return seconds / YEAR_S
+
+
+def petaflop_days(flops: Number) -> Number:
+    """Days of one machine that does 1e15 FLOP/s."""
+    return flops / (1e15 * DAY_S)
+
+
+def available_flops(chip_hours: Number, peak_flops: Number) -> Number:
+    """FLOPs that this many chip-hours could do at peak."""
+    return chip_hours * 3600 * peak_flops
+
+
+def mfu_from_hours(flops: Number, chip_hours: Number, peak_flops: Number) -> Number:
+    """Utilisation of a run from its published chip-hours. Source: How to Scale Your Model, exercise 4.7."""
+    return flops / available_flops(chip_hours, peak_flops)
+
+
+def mfu_from_step(flops_per_step: Number, step_s: Number, *, num_chips: Number, peak_flops: Number) -> Number:
+    """Utilisation of one step: its model FLOPs over what the chips could have done in it."""
+    return flops_per_step / (step_s * num_chips * peak_flops)
+
+
+def rescaled_days(run_days: Number, *, chips_from: Number, chips_to: Number) -> Number:
+    """Days of the same run on another number of chips at the same utilisation."""
+    return run_days * chips_from / chips_to
+
+
+def min_chips(num_bytes: float, bytes_per_chip: float) -> int:
+    """Fewest chips that hold this many bytes."""
+    if bytes_per_chip <= 0:
+        raise InputError(f"a chip with {bytes_per_chip:g} bytes holds nothing. Give its memory in bytes.")
+    return math.ceil(num_bytes / bytes_per_chip)
+
+
+def cost_usd(seconds: Number, *, num_chips: Number, price_usd_per_hour: Number) -> Number:
+    """Money for the chips at a price per chip-hour."""
+    return seconds / 3600 * num_chips * price_usd_per_hour
+
+
+def power_w(num_chips: Number, watts_per_chip: Number) -> Number:
+    """Power of the chips alone: no hosts, network or cooling."""
+    return num_chips * watts_per_chip
+
+
+def energy_kwh(seconds: Number, *, num_chips: Number, watts_per_chip: Number) -> Number:
+    """Energy of the chips alone at that power throughout."""
+    return power_w(num_chips, watts_per_chip) * seconds / 3.6e6
+
+
+def num_devices(**axis_sizes: Number) -> Number:
+    """Devices of a mesh or a building: the product of the sizes (``tensor=8, data=16``; ``racks=192, chips=16``)."""
+    total: Number = 1
+    for size in axis_sizes.values():
+        total = total * size
+    return total
+
+
+def global_batch(microbatch_seqs: Number, *, data_parallel: Number, num_microbatches: Number) -> Number:
+    """Sequences per step: those of a microbatch x replicas x accumulated microbatches."""
+    return microbatch_seqs * data_parallel * num_microbatches
+
+
+def num_microbatches(global_batch_seqs: Number, *, data_parallel: Number, microbatch_seqs: Number) -> Number:
+    """Microbatches to accumulate for a global batch."""
+    return global_batch_seqs / (data_parallel * microbatch_seqs)
+
+
+def tokens_per_device(seq_len: Number, *, context: Number) -> Number:
+    """Positions of one sequence that each device of a context axis holds."""
+    return seq_len / context

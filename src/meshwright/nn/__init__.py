@@ -1,0 +1,1 @@
+"""Steps made real: the op kinds as pure JAX functions, the interpreter of derived steps, the weights."""

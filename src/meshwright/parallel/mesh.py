@@ -1,0 +1,53 @@
+"""Device meshes, and the notation turned into JAX's PartitionSpec."""
+
+import os
+from collections.abc import Mapping, Sequence
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from meshwright.algebra.notation import ShardedArray
+from meshwright.core.errors import CannotRunError
+
+_DEVICES_FLAG = "--xla_force_host_platform_device_count"
+
+
+def emulate_devices(count: int) -> None:
+    """Ask for ``count`` CPU devices on this machine. Only works before JAX has made its first array.
+
+    Raises CannotRunError when JAX already runs with fewer.
+    """
+    flags = os.environ.get("XLA_FLAGS", "")
+    if _DEVICES_FLAG not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} {_DEVICES_FLAG}={count}".strip()
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    if len(jax.devices()) < count:
+        raise CannotRunError(
+            f"{count} devices are needed and JAX has {len(jax.devices())}. Set XLA_FLAGS={_DEVICES_FLAG}={count}."
+        )
+
+
+def device_mesh(axes: Mapping[str, int], devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """A mesh of the given axes, major to minor, over the first devices. Axes of one device are kept.
+
+    Raises CannotRunError when there are too few devices.
+    """
+    found = list(devices) if devices is not None else jax.devices()
+    needed = int(np.prod(list(axes.values()), dtype=int))
+    if len(found) < needed:
+        shape = " x ".join(f"{a}={n}" for a, n in axes.items())
+        raise CannotRunError(f"the mesh {shape} needs {needed} devices and there are {len(found)}.")
+    grid = np.array(found[:needed]).reshape(tuple(axes.values()))
+    return Mesh(grid, tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
+
+
+def partition_spec(array: ShardedArray, *, stacked: bool = False) -> PartitionSpec:
+    """The sharding of an array as JAX writes it; ``stacked`` arrays have an unsplit layer dim in front."""
+    parts = [axes[0] if len(axes) == 1 else axes or None for axes in array.axes]
+    return PartitionSpec(*([None] if stacked else []), *parts)
+
+
+def named_sharding(mesh: Mesh, array: ShardedArray, *, stacked: bool = False) -> NamedSharding:
+    """The same, on a mesh."""
+    return NamedSharding(mesh, partition_spec(array, stacked=stacked))

@@ -1,0 +1,77 @@
+"""Tables that read well at 80 and 120 columns: no boxes, numbers to the right and never cut."""
+
+import re
+from collections.abc import Sequence
+from io import StringIO
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.measure import Measurement
+from rich.table import Table
+from rich.text import Text
+
+Cell = str | int | float | None
+
+# Text as core.units prints it: a number, with a unit or a percent sign behind it.
+_QUANTITY = re.compile(r"[-+~<>]?\s?\d[\d,.]*(e[+-]?\d+)?(\s?[%a-zA-Z/]{0,8})?")
+_WORD_WIDTH = 12
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[Cell]], title: str = "") -> Table:
+    """A rich table: columns of quantities are right-aligned and unbroken, columns of words wrap.
+
+    Integers get thousands separators, floats four significant digits, None (not known) a dash.
+    """
+    for row in rows:
+        assert len(row) == len(columns), f"{len(row)} cells for {len(columns)} columns: {row}"
+    texts = [[_text(cell) for cell in row] for row in rows]
+    result = Table(
+        title=Text(title) if title else None,
+        title_justify="left",
+        title_style="bold",
+        header_style="bold",
+        box=SIMPLE_HEAD,
+        show_edge=False,
+        pad_edge=False,
+        padding=(0, 1),
+    )
+    for index, column in enumerate(columns):
+        _add_column(result, column, [row[index] for row in texts])
+    for row in texts:
+        # Text, not str: square brackets of the notation are no markup.
+        result.add_row(*(Text(cell) for cell in row))
+    return result
+
+
+def render(result: Table, width: int) -> str:
+    """The table as plain text of at most ``width`` columns; wider only where a number would be cut."""
+    console = Console(file=StringIO(), width=width, color_system=None, force_terminal=False, highlight=False)
+    needed = Measurement.get(console, console.options.update(max_width=10_000), result).minimum
+    console.width = max(width, needed)
+    with console.capture() as capture:
+        console.print(result)
+    return "\n".join(line.rstrip() for line in capture.get().splitlines()).strip("\n") + "\n"
+
+
+def _add_column(result: Table, header: str, cells: Sequence[str]) -> None:
+    known = [cell for cell in cells if cell != "-"]
+    is_number = bool(known) and all(_QUANTITY.fullmatch(cell) for cell in known)
+    longest_word = max((len(word) for word in header.split()), default=1)
+    widest = max((len(cell) for cell in cells), default=1)
+    result.add_column(
+        Text(header),
+        justify="right" if is_number else "left",
+        no_wrap=is_number and longest_word == len(header),
+        overflow="fold",
+        min_width=max(longest_word, widest if is_number else min(widest, _WORD_WIDTH)),
+    )
+
+
+def _text(cell: Cell) -> str:
+    if cell is None:
+        return "-"
+    if isinstance(cell, bool):
+        return "yes" if cell else "no"
+    if isinstance(cell, int):
+        return f"{cell:,}"
+    return f"{cell:.4g}" if isinstance(cell, float) else cell

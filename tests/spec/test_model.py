@@ -1,0 +1,125 @@
+"""The Model: its dims, what it refuses, and which models run here."""
+
+import json
+import subprocess
+import sys
+
+import msgspec
+import pytest
+
+from meshwright.core.errors import CannotRunError, InputError
+from meshwright.spec import catalogue
+from meshwright.spec.model import Model, RopeScaling, require_runnable
+
+SIZES = {
+    "name": "toy",
+    "family": "llama",
+    "num_layers": 2,
+    "d_model": 64,
+    "d_ff": 96,
+    "num_heads": 8,
+    "num_kv_heads": 2,
+    "head_dim": 8,
+    "vocab_size": 128,
+}
+
+
+def test_dims_of_a_dense_model():
+    assert Model(**SIZES).dims == {"D": 64, "F": 96, "N": 8, "K": 2, "G": 4, "H": 8, "V": 128, "L": 2}
+
+
+def test_dims_of_latent_attention_and_experts():
+    dims = catalogue.model("deepseek-v3").dims
+    assert {key: dims[key] for key in ("E", "Fe", "Fs", "Rq", "Rkv", "H", "Hn", "Hr", "Hv")} == {
+        "E": 256,
+        "Fe": 2048,
+        "Fs": 2048,
+        "Rq": 1536,
+        "Rkv": 512,
+        "H": 192,
+        "Hn": 128,
+        "Hr": 64,
+        "Hv": 128,
+    }
+
+
+def test_learned_positions_are_a_dim():
+    assert catalogue.model("gpt2").dims["P"] == 1024
+
+
+def test_attention_scale_follows_the_head_or_the_stated_scalar():
+    assert catalogue.model("llama3-8b").attention_scale == pytest.approx(128**-0.5)
+    assert catalogue.model("gemma2-27b").attention_scale == pytest.approx(1 / 12)
+
+
+def test_moe_layers_leave_out_the_dense_ones():
+    assert catalogue.model("deepseek-v2").moe_layers == tuple(range(1, 60))
+    assert catalogue.model("llama3-8b").moe_layers == ()
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"num_kv_heads": 3}, "toy: num_kv_heads=3 does not divide num_heads=8. Use a divisor of 8."),
+        ({"num_layers": 0}, "toy: num_layers=0 must be at least 1."),
+        ({"num_experts": 4, "experts_per_token": 2}, "toy: d_ff_expert=0 must be at least 1."),
+        (
+            {"num_experts": 4, "experts_per_token": 5, "d_ff_expert": 16},
+            "toy: experts_per_token=5 of num_experts=4. Use 1 to 4.",
+        ),
+    ],
+)
+def test_impossible_sizes_are_refused_in_one_line(change, text):
+    with pytest.raises(InputError) as caught:
+        Model(**SIZES | change)
+    assert str(caught.value) == text
+
+
+def test_llama_runs_here():
+    require_runnable(Model(**SIZES))
+    require_runnable(catalogue.model("tiny"))
+    assert catalogue.model("llama3-405b").runs_here
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"), [("mixtral-8x7b", "family mixtral"), ("qwen3-8b", "family qwen3"), ("gpt2", "family gpt2")]
+)
+def test_other_families_are_refused_by_name(name, reason):
+    model = catalogue.model(name)
+    assert not model.runs_here
+    with pytest.raises(CannotRunError, match=rf"^{name} \({reason}\) is counted and planned, but only plain llama"):
+        require_runnable(model)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"qkv_bias": True}, "biases"),
+        ({"activation": "gelu"}, "activation gelu"),
+        ({"rope_scaling": RopeScaling(kind="yarn")}, "yarn position scaling"),
+    ],
+)
+def test_llama_with_parts_that_do_not_run_is_refused(change, reason):
+    with pytest.raises(CannotRunError, match=reason):
+        require_runnable(Model(**SIZES | change))
+
+
+@pytest.mark.parametrize("name", ["llama3-405b", "deepseek-v3", "gemma3-27b"])
+def test_models_survive_json(name):
+    model = catalogue.model(name)
+    assert msgspec.convert(json.loads(msgspec.json.encode(model)), Model) == model
+
+
+def test_models_are_frozen():
+    with pytest.raises(AttributeError):
+        Model(**SIZES).num_layers = 3
+
+
+def test_reading_a_model_imports_no_heavy_package():
+    script = (
+        "import sys; from meshwright.spec.catalogue import model; from meshwright.spec.weights import num_params;"
+        "num_params(model('llama3-8b'));"
+        "print([name for name in ('jax', 'torch', 'transformers', 'numpy') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

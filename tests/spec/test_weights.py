@@ -1,0 +1,173 @@
+"""Weight tables against transformers' own modules, built on the meta device where they hold no memory."""
+
+import math
+import re
+
+import pytest
+
+from meshwright.spec import catalogue
+from meshwright.spec.hf import model_from_config
+from meshwright.spec.model import FAMILIES
+from meshwright.spec.weights import num_active_params, num_params, params_by_part, weight_table
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' own deprecations
+
+_DENSE = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 128,
+}
+_MLA = {"kv_lora_rank": 16, "q_lora_rank": 24, "first_k_dense_replace": 1, "moe_intermediate_size": 32}
+_MLA |= {"n_routed_experts": 8, "num_experts_per_tok": 2}
+_MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+SMALL = {
+    "llama": _DENSE,
+    "llama-biased-tied": _DENSE
+    | {"model_type": "llama", "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+    "llama-wide-heads": _DENSE | {"model_type": "llama", "head_dim": 24},
+    "mistral": _DENSE,
+    "qwen2": _DENSE,
+    "qwen3": _DENSE,
+    "qwen3-biased": _DENSE | {"model_type": "qwen3", "attention_bias": True, "head_dim": 32},
+    "gemma": _DENSE,
+    "gemma2": _DENSE,
+    "gemma3": _DENSE | {"model_type": "gemma3_text"},
+    "gpt2": {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_inner": 80},
+    "phi3": _DENSE | {"pad_token_id": 0},
+    "mixtral": _DENSE | {"num_local_experts": 4},
+    "qwen2_moe": _DENSE | _MOE | {"shared_expert_intermediate_size": 48, "mlp_only_layers": [1]},
+    "qwen3_moe": _DENSE | _MOE | {"decoder_sparse_step": 2},
+    "deepseek_v2": _DENSE | _MLA,
+    "deepseek_v2-full-query": _DENSE | _MLA | {"model_type": "deepseek_v2", "q_lora_rank": None},
+    "deepseek_v3": _DENSE | _MLA | {"attention_bias": True},
+    "gpt_oss": _DENSE | {"num_local_experts": 4},
+}
+
+
+def keys_of(name):
+    return {"model_type": name} | SMALL[name]
+
+
+def meta_parameters(keys):
+    """Name to shape of every parameter of transformers' model for these keys."""
+    torch = pytest.importorskip("torch", reason="torch is not installed: nothing to compare with")
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    keys = dict(keys.get("text_config", keys))
+    keys.pop("quantization_config", None)
+    config = transformers.AutoConfig.for_model(keys.pop("model_type"), **keys)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+
+
+def canonical(name):
+    """One name for an array whether experts are stored one by one or stacked, as newer transformers does."""
+    name = name.replace("block_sparse_moe.", "mlp.").replace("language_model.model.", "model.")
+    name = re.sub(r"experts\.\d+\.(gate_proj|up_proj|w1|w3)\.weight", "experts.gate_up_proj", name)
+    return re.sub(r"experts\.\d+\.(down_proj|w2)\.weight", "experts.down_proj", name)
+
+
+def elements_by_name(sizes):
+    totals = {}
+    for name, size in sizes:
+        totals[canonical(name)] = totals.get(canonical(name), 0) + size
+    return totals
+
+
+def stored_elements(model):
+    """Canonical stored name to elements, from the table's rows alone."""
+    sizes = []
+    for row in weight_table(model):
+        if row.tied_to:
+            continue
+        experts = range(row.shape[0]) if "{expert}" in row.hf_name else (0,)
+        for layer in row.layers or (0,):
+            size = math.prod(row.shape) // len(experts)
+            sizes += [(row.hf_name.format(layer=layer, expert=expert), size) for expert in experts]
+    return elements_by_name(sizes)
+
+
+def test_every_family_has_a_small_config():
+    assert {model_from_config(keys_of(name)).family for name in SMALL} == set(FAMILIES)
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_names_and_sizes_equal_transformers(name):
+    theirs = elements_by_name((key, math.prod(shape)) for key, shape in meta_parameters(keys_of(name)).items())
+    model = model_from_config(keys_of(name))
+    assert stored_elements(model) == theirs
+    assert num_params(model) == sum(theirs.values())
+
+
+@pytest.mark.parametrize("name", catalogue.models())
+def test_published_models_count_as_transformers_does(name):
+    theirs = meta_parameters(catalogue.entry(name).config)
+    assert num_params(catalogue.model(name)) == sum(math.prod(shape) for shape in theirs.values())
+
+
+def test_llama_matrices_are_stored_as_outputs_by_inputs():
+    keys = keys_of("llama")
+    stored = meta_parameters(keys)
+    for row in weight_table(model_from_config(keys)):
+        name = row.hf_name.format(layer=1)
+        if row.name == "embed" or row.kind == "vector":
+            assert stored[name] == row.shape
+            continue
+        contracted = 2 if row.name == "layers.wo" else 1
+        inputs, outputs = math.prod(row.shape[:contracted]), math.prod(row.shape[contracted:])
+        assert stored[name] == (outputs, inputs), row.name
+
+
+def test_rows_of_a_llama_in_einsum_order():
+    rows = {row.name: row for row in weight_table(catalogue.model("llama3-8b"))}
+    assert {name: "".join(row.dims) for name, row in rows.items()} == {
+        "embed": "VD",
+        "layers.attn_norm": "D",
+        "layers.wq": "DNH",
+        "layers.wk": "DKH",
+        "layers.wv": "DKH",
+        "layers.wo": "NHD",
+        "layers.mlp_norm": "D",
+        "layers.w_gate": "DF",
+        "layers.w_up": "DF",
+        "layers.w_down": "FD",
+        "final_norm": "D",
+        "unembed": "DV",
+    }
+    assert rows["layers.wk"].shape == (4096, 8, 128)
+    assert rows["layers.wk"].repeat == 32
+    assert rows["embed"].repeat == 1
+
+
+def test_tied_unembedding_is_a_row_that_counts_nothing():
+    tied = model_from_config(keys_of("llama") | {"tie_word_embeddings": True})
+    unembed = weight_table(tied)[-1]
+    assert (unembed.name, unembed.tied_to, unembed.num_params) == ("unembed", "embed", 0)
+    untied = model_from_config(keys_of("llama"))
+    assert num_params(untied) - num_params(tied) == 128 * 64
+
+
+def test_parts_add_up_and_experts_dominate_a_mixture():
+    model = catalogue.model("deepseek-v3")
+    parts = params_by_part(model)
+    assert sum(parts.values()) == num_params(model)
+    assert parts["experts"] == 58 * 256 * 3 * 7168 * 2048
+    assert parts["router"] == 58 * 7168 * 256
+
+
+def test_active_parameters_leave_out_the_experts_not_chosen():
+    model = catalogue.model("mixtral-8x7b")
+    idle = 32 * 6 * 3 * 4096 * 14336
+    assert num_params(model) - num_active_params(model) == idle
+    dense = catalogue.model("llama3-8b")
+    assert num_active_params(dense) == num_params(dense)
+
+
+def test_layers_without_experts_have_the_dense_rows():
+    rows = {row.name: row for row in weight_table(catalogue.model("deepseek-v3"))}
+    assert rows["layers.w_up"].layers == (0, 1, 2)
+    assert rows["layers.experts.w_up"].repeat == 58
+    assert rows["layers.experts.w_up"].active_fraction == 8 / 256
