@@ -147,6 +147,15 @@ def test_config_is_written_for_llama_only():
             {"rope_scaling": {"rope_type": "lama3"}},
             "toy: rope_type 'lama3' is not known. Did you mean 'llama3'?",
         ),
+        (
+            {"rope_scaling": {"type": "longrope", "short_factor": ["a"]}},
+            "toy: short_factor is not a list of numbers. Write numbers only.",
+        ),
+        (
+            {"model_type": "deepseek_v2", "n_routed_experts": 2, "num_experts_per_tok": 1, "kv_lora_rank": 0}
+            | {"moe_intermediate_size": 8},
+            "toy: kv_lora_rank=0 must be at least 1.",
+        ),
         ({"rope_scaling": "yes"}, "toy: rope_scaling is 'yes'. Write an object or null instead."),
         (
             {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},

@@ -20,9 +20,7 @@ KEPT_NAMES: dict[str, tuple[str, ...]] = {
     "full": (),
 }
 """Remat policy -> results that are kept for the backward pass, besides each block's input. "none" keeps
-every result and every gathered activation. The loss head's few numbers per token are always kept."""
-
-ALWAYS_KEPT = ("peak", "scaled")
+every result and every gathered activation. The loss head keeps all but its logits under every policy."""
 
 
 class BlockSteps(msgspec.Struct, frozen=True):
@@ -184,11 +182,17 @@ class _Shardings:
         """Whether a name is a result that a block hands to the next."""
         return name in self.program.variables and self.program.variables[name].role == "activation"
 
-    def keeps(self, array: ShardedArray) -> bool:
-        """Whether the saved set holds a forward result (never a gathered weight)."""
+    def keeps(self, array: ShardedArray, block: Block) -> bool:
+        """Whether the saved set holds a forward result; a gathered weight only until the next block runs.
+
+        The backward pass of the block that ends in the loss follows its forward pass at once, so there
+        everything stays, the gathered table too; only logits are made again unless they are kept by name.
+        """
+        if block.ops[-1].out == "loss":
+            return array.name != "logits" or self.keeps_logits
         if self.is_weight(array.name):
             return False
-        if self.kept_names is None or array.name in ALWAYS_KEPT:
+        if self.kept_names is None:
             return True
         declared = array.name in self.program.variables and self.declared(array.name).axes == array.axes
         return declared and array.name in self.kept_names
@@ -217,7 +221,7 @@ def derive(program: Program, strategy: Strategy, *, symbolic: bool = False) -> D
     blocks, keeps = [], []
     for block in program.blocks:
         forward = _forward(block, shardings)
-        kept = [a for s in forward.steps for a in (s.result, *s.more) if shardings.keeps(a)]
+        kept = [a for s in forward.steps for a in (s.result, *s.more) if shardings.keeps(a, block)]
         backward = _backward(block, shardings, forward, kept)
         keeps.extend(kept)
         held = tuple(a for a in backward.used if a in kept or shardings.is_activation(a.name))

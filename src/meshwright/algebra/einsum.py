@@ -9,6 +9,7 @@ from itertools import takewhile
 
 from meshwright.algebra.notation import ShardedArray
 from meshwright.algebra.steps import Step
+from meshwright.core.errors import InputError
 
 Axes = tuple[str, ...]
 
@@ -25,6 +26,12 @@ def reshard(array: ShardedArray, target: ShardedArray) -> tuple[Step, ...]:
     axes move by all-to-all where they only change dim, are gathered where the target lacks them, and are
     sliced where it adds them. Empty when nothing has to be done.
     """
+    wanted = [axis for axis in target.unreduced if axis not in array.unreduced]
+    if wanted:
+        raise InputError(
+            f"{array} has nothing left to sum over {', '.join(wanted)}, which {target} leaves unreduced. "
+            f"Leave {{U_...}} out of what is wanted."
+        )
     steps: list[Step] = []
     current = _reduce(array, target, steps)
     current = _move(current, target, steps)
@@ -159,7 +166,8 @@ def align(
 
     A shared dim that only one side splits is gathered there, unless the other side may take the axes
     without communication worth naming: by an all-to-all (it has just given them up on another dim), by a
-    free slice that the output keeps (a batch dim), or because the axes are in ``slice_axes``.
+    free slice that the output keeps (a batch dim, or a sum that is wanted unreduced), or because the axes
+    are in ``slice_axes``.
     """
     left, right = _resolve_conflicts(lhs, rhs, out)
     for dim in (d for d in lhs.dims if d in rhs.dims):
@@ -183,7 +191,8 @@ def _may_take(
     gave_up = all(a in before.spread for a in axes)
     kept = now.axes_of(dim) + axes
     kept_by_output = dim in out.dims and out.axes_of(dim)[: len(kept)] == kept
-    return gave_up or kept_by_output or all(a in slice_axes for a in axes)
+    left_unreduced = dim not in out.dims and all(a in out.unreduced for a in axes)
+    return gave_up or kept_by_output or left_unreduced or all(a in slice_axes for a in axes)
 
 
 def local_product(lhs: ShardedArray, rhs: ShardedArray, out: ShardedArray) -> ShardedArray:

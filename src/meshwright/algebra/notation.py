@@ -15,6 +15,7 @@ Sizes = Mapping[str, Any]
 _ARRAY = re.compile(r"\s*([A-Za-z][\w']*)?\s*\[([^\[\]]*)\]\s*(?:\{\s*U_([^{}]*|\{[^{}]*\})\s*\})?\s*")
 _DIM = re.compile(r"\s*([A-Za-z][A-Za-z0-9']*)(?:_(\{[^{}]*\}|[A-Za-z][A-Za-z0-9]*))?\s*")
 _LETTERS = re.compile(r"(?:[A-Z][0-9]*)+")
+_AXIS = re.compile(r"[A-Za-z]\w*")
 _ARROW = re.compile(r"\s*(?:->|→)\s*")
 _TIMES = re.compile(r"\]\s*(\{[^\]]*?\})?\s*[*.@·]\s*")
 
@@ -72,7 +73,8 @@ class ShardedArray(msgspec.Struct, frozen=True):
 def _join(axes: tuple[str, ...]) -> str:
     if all(_LETTERS.fullmatch(a) and len(a) == 1 for a in axes):
         return "".join(axes)
-    return axes[0] if len(axes) == 1 else "{" + ",".join(axes) + "}"
+    bare = len(axes) == 1 and axes[0].isalnum() and parse_axes(axes[0]) == axes
+    return axes[0] if bare else "{" + ",".join(axes) + "}"
 
 
 def _refuse_impossible(array: ShardedArray) -> None:
@@ -92,6 +94,8 @@ def _refuse_impossible(array: ShardedArray) -> None:
                 f"{array.name}[...] is split over {axis} along {seen[axis]} and unreduced over it; "
                 f"it can only be one of the two."
             )
+    if len(set(array.unreduced)) != len(array.unreduced):
+        raise InputError(f"{array.name}[...] is unreduced over {_join(array.unreduced)}; name each axis once.")
     if len(set(array.dims)) != len(array.dims):
         raise InputError(f"{array.name}[{', '.join(array.dims)}] names a dim twice; give each dim its own name.")
 
@@ -100,10 +104,14 @@ def parse_axes(text: str) -> tuple[str, ...]:
     """Axes of a subscript: ``XY`` -> (X, Y), ``tensor`` -> (tensor,), ``{data,fsdp}`` -> (data, fsdp)."""
     body = text.strip()
     if body.startswith("{"):
-        return tuple(part.strip() for part in body[1:-1].split(",") if part.strip())
-    if _LETTERS.fullmatch(body):
-        return tuple(re.findall(r"[A-Z][0-9]*", body))
-    return (body,)
+        axes = tuple(part.strip() for part in body[1:-1].split(","))
+    elif _LETTERS.fullmatch(body):
+        axes = tuple(re.findall(r"[A-Z][0-9]*", body))
+    else:
+        axes = (body,)
+    if not all(_AXIS.fullmatch(axis) for axis in axes):
+        raise InputError(f"{body!r} does not name mesh axes. Write X, XY, tensor or {{data,fsdp}}.")
+    return axes
 
 
 def parse_array(text: str) -> ShardedArray:
@@ -125,7 +133,8 @@ def parse_array(text: str) -> ShardedArray:
         dims.append(dim.group(1))
         axes.append(parse_axes(dim.group(2)) if dim.group(2) else ())
     dtype = name if name in DTYPE_BYTES else ""
-    return ShardedArray(name or "A", tuple(dims), tuple(axes), parse_axes(unreduced) if unreduced else (), dtype)
+    left = () if unreduced is None else parse_axes(unreduced)
+    return ShardedArray(name or "A", tuple(dims), tuple(axes), left, dtype)
 
 
 def _split_dims(inner: str) -> list[str]:
@@ -173,7 +182,7 @@ def _parse_sizes(text: str, *, what: str, example: str) -> dict[str, int]:
     sizes: dict[str, int] = {}
     for part in filter(None, (p.strip() for p in text.split(","))):
         name, sep, value = part.partition("=")
-        if not sep:
+        if not sep or not name.strip():
             raise InputError(f"{part!r} is not a {what} size. Write {example}.")
         size = parse_count(value, what=f"size of {what} {name.strip()}")
         if size < 1:

@@ -29,7 +29,7 @@ def parse_count(text: str, *, what: str = "count") -> int:
             f"{what} {text!r} has the unknown suffix {suffix!r}. Use k M G T (1e3..) or Ki Mi Gi (1024..)."
         )
     scaled = value * scale
-    if not math.isfinite(scaled) or abs(scaled - round(scaled)) > 1e-6:
+    if not math.isfinite(scaled) or abs(scaled - round(scaled)) > 1e-9 * max(1.0, abs(scaled)):
         raise InputError(f"{what} {text!r} is {scaled:g}, not a whole number.")
     return round(scaled)
 

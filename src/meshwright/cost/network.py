@@ -17,10 +17,23 @@ from meshwright.cost.placement import Level, Link, Placement, place_axes
 from meshwright.spec.calibration import Calibration, CollectiveKind, collective_rate
 
 __all__ = [
-    "KINDS", "GroupRates", "KindRate", "Leg", "Placement", "collective_time", "group_legs", "group_rates",
-    "latency_bound_bytes", "leg_rates", "place_axes", "received_share", "ring", "ring_link_share",
+    "KINDS",
+    "GroupRates",
+    "KindRate",
+    "Leg",
+    "Placement",
+    "collective_bound_by",
+    "collective_time",
+    "group_legs",
+    "group_rates",
+    "latency_bound_bytes",
+    "leg_rates",
+    "place_axes",
+    "received_share",
+    "ring",
+    "ring_link_share",
     "stack_rates",
-]  # fmt: skip
+]
 
 Number = Any
 """A float, an int or a NumPy array of them."""
@@ -91,6 +104,12 @@ def collective_time(kind: CollectiveKind, array_bytes: Number, group: GroupRates
     AllReduce is a ReduceScatter and an AllGather. Source: How to Scale Your Model, section 3.2.
     """
     return group[kind].time(array_bytes)
+
+
+def collective_bound_by(kind: CollectiveKind, array_bytes: float, group: GroupRates) -> str:
+    """ "latency" where the hops take longer than the bytes, else the level whose bandwidth binds."""
+    rate = group[kind]
+    return "latency" if rate.floor_s > array_bytes * rate.seconds_per_byte else str(group.level)
 
 
 def ring(

@@ -172,9 +172,10 @@ def critical_size(
     """
     arrays = (*operands, out)
     one = {**sizes, dim: 1}
-    _check_sizes(arrays, one)
     if not any(dim in array.dims for array in arrays):
-        raise InputError(f"dim {dim!r} is in none of the arrays. Choose one of {', '.join(sizes)}.")
+        known_dims = dict.fromkeys(d for array in arrays for d in array.dims)
+        raise InputError(f"dim {dim!r} is in none of the arrays. Choose one of {', '.join(known_dims)}.")
+    _check_sizes(arrays, one)
     growing: Number = sum(_size(a.dims, one) * dtype_bytes(a.dtype) for a in arrays if dim in a.dims)
     fixed: Number = sum(_size(a.dims, one) * dtype_bytes(a.dtype) for a in arrays if dim not in a.dims)
     flops = einsum_work(operands, out, one).flops

@@ -28,17 +28,17 @@ DTYPES = {"fp32": jnp.float32, "bf16-adam": jnp.bfloat16}
 
 
 class State(NamedTuple):
-    """Weights and the optimizer's state, sharded alike."""
+    """Weights (`Params`) and the optimizer's state, sharded alike; or, in their place, their shardings."""
 
-    params: Params
+    params: Any
     opt_state: Any
 
 
 class Metrics(NamedTuple):
     """Mean loss per token over the global batch, and the norm of the whole gradient before clipping."""
 
-    loss: jax.Array
-    grad_norm: jax.Array
+    loss: Any
+    grad_norm: Any
 
 
 def local_loss(model: Model, derived: Derived, params: Params, batch: Batch, *, interpreter: Interpreter) -> jax.Array:
@@ -60,13 +60,18 @@ def local_loss(model: Model, derived: Derived, params: Params, batch: Batch, *, 
         if block.block.carry:
             body = jax.checkpoint(run, policy=policy, prevent_cse=False)
             carry = stream[block.block.carry]
-            carry, _ = lax.scan(lambda x, w, body=body: (body(x, w), None), carry, weights)
+            carry, _ = lax.scan(_carrying(body), carry, weights)
             stream = {block.block.carry: carry}
         else:
             start = next(iter(stream.values()), None)
             result = jax.checkpoint(run, policy=policy)(start, weights)
             stream = {block.block.ops[-1].out: result}
     return stream["loss"]
+
+
+def _carrying(body: Callable[[jax.Array, Params], jax.Array]) -> Callable[..., tuple[jax.Array, None]]:
+    """``body`` as `lax.scan` wants it: the stream is the carry, nothing is collected."""
+    return lambda stream, weights: (body(stream, weights), None)
 
 
 def derived_positions(derived: Derived, batch: Batch) -> jax.Array:
@@ -109,7 +114,9 @@ def local_gradients(
     zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
 
     def body(carry: tuple[jax.Array, Params], part: Batch) -> tuple[tuple[jax.Array, Params], None]:
-        value, grads = value_and_grad(params, part)
+        # Ties the weights to the microbatch: otherwise XLA hoists some gathers out of the loop, not all.
+        weights, rows_here = lax.optimization_barrier((params, part))
+        value, grads = value_and_grad(weights, rows_here)
         return (carry[0] + value, jax.tree.map(jnp.add, carry[1], grads)), None
 
     (value, grads), _ = lax.scan(body, (jnp.zeros(()), zeros), _split_microbatches(batch, num_microbatches))

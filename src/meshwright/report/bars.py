@@ -35,7 +35,8 @@ def memory_figure(
     ends = {name: format_bytes(total) for name, total in totals.items()}
     layers = _bar_layers(memory_bytes, scale, f"memory ({unit})", ends)
     if limit_bytes is not None:
-        layers += _limit_layers(limit_bytes, scale)
+        # Over the bars, under the totals.
+        layers[1:1] = _limit_layers(limit_bytes, scale)
     return _figure(layers, memory_bytes, headline(title, subtitle))
 
 
@@ -54,7 +55,8 @@ def _figure(layers: list[Spec], bars: Bars, title: Spec) -> Spec:
 
 
 def _bar_layers(bars: Bars, scale: float, axis_title: str, ends: Mapping[str, str]) -> list[Spec]:
-    parts = list(dict.fromkeys(part for row in bars.values() for part in row))
+    # Parts that are zero everywhere would only lengthen the legend.
+    parts = list(dict.fromkeys(part for row in bars.values() for part, amount in row.items() if amount > 0))
     y = {"field": "bar", "type": "nominal", "sort": list(bars), "title": None, "axis": {"ticks": False}}
     stacked = {
         "data": {"values": _segments(bars, scale)},
@@ -76,6 +78,8 @@ def _segments(bars: Bars, scale: float) -> list[Spec]:
     for name, parts in bars.items():
         start = 0.0
         for part, amount in parts.items():
+            if amount == 0:
+                continue
             end = start + amount / scale
             segments.append({"bar": name, "part": part, "amount": amount, "start": start, "end": end})
             start = end
@@ -83,7 +87,7 @@ def _segments(bars: Bars, scale: float) -> list[Spec]:
 
 
 def _part_colors(parts: list[str]) -> Spec:
-    """Colours in the order of the parts; a ninth part begins the palette again, as its legend shows."""
+    """Colours in the order of the parts; a thirteenth part begins the palette again, as its legend shows."""
     colors = [PALETTE[index % len(PALETTE)] for index in range(len(parts))]
     legend = {"title": None, "orient": "bottom", "columns": 4, "symbolType": "square"}
     return {

@@ -18,7 +18,8 @@ Spec = dict[str, Any]
 VEGA_LITE_VERSION = "5.21"
 PNG_SCALE = 2.0
 
-# Okabe and Ito, "Color Universal Design" (2008): told apart with every kind of colour blindness.
+# Okabe and Ito, "Color Universal Design" (2008): told apart with every kind of colour blindness. The last four,
+# for pictures of many parts, are from Paul Tol's "muted" scheme (2021).
 PALETTE: tuple[str, ...] = (
     "#0072B2",
     "#E69F00",
@@ -28,6 +29,10 @@ PALETTE: tuple[str, ...] = (
     "#D55E00",
     "#F0E442",
     "#999999",
+    "#332288",
+    "#882255",
+    "#44AA99",
+    "#DDCC77",
 )
 INK = "#222222"
 MUTED = "#767676"

@@ -14,22 +14,21 @@ def loss_figure(
 ) -> Spec:
     """The loss of every step against the tokens seen until then; non-finite losses leave a gap.
 
-    From 40 steps on, each step's loss is drawn pale under the mean over the last 5% of the steps.
+    From 40 steps on, each step's loss is drawn pale under a mean centred on the step, over 5% of all steps.
     """
     if len(losses) != len(tokens) or not losses:
         raise InputError(f"{len(losses)} losses do not go with {len(tokens)} token counts. Give one of each per step.")
     scale, unit = si_scale(max(tokens), "")
-    window = max(1, round(len(losses) * MEAN_FRACTION))
+    reach = int(len(losses) * MEAN_FRACTION / 2)
     lines = [("loss of a step", _finite(losses))]
-    if window > 1:
-        lines.append((f"mean over {window} steps", _running_mean(losses, window)))
+    if reach > 0:
+        lines.append((f"mean over {2 * reach + 1} steps", _centred_mean(losses, reach)))
     layers = [
         _line_layer(values, [count / scale for count in tokens], name=name, axis=unit, pale=name != lines[-1][0])
         for name, values in lines
     ]
-    last = lines[-1][1][-1]
-    if last is not None:
-        layers += _end_layers(tokens[-1] / scale, last)
+    if math.isfinite(losses[-1]):
+        layers += _end_layers(tokens[-1] / scale, losses[-1])
     color = {"scale": {"domain": [name for name, _ in lines], "range": [PALETTE[4], PALETTE[0]][-len(lines) :]}}
     for layer in layers[: len(lines)]:
         layer["encoding"]["color"] |= color
@@ -41,12 +40,16 @@ def _finite(losses: Sequence[float]) -> list[float | None]:
     return [loss if math.isfinite(loss) else None for loss in losses]
 
 
-def _running_mean(losses: Sequence[float], window: int) -> list[float | None]:
-    """The mean over the last ``window`` steps, fewer at the start; None while one of them is not finite."""
+def _centred_mean(losses: Sequence[float], reach: int) -> list[float | None]:
+    """The mean over ``reach`` steps before and after each; the ends reach less far, alike on both sides.
+
+    A mean over past steps alone would lie above a falling curve. None where a step within reach is not finite.
+    """
     means = []
     for step in range(len(losses)):
-        recent = losses[max(0, step + 1 - window) : step + 1]
-        means.append(math.fsum(recent) / len(recent) if all(map(math.isfinite, recent)) else math.nan)
+        near = min(reach, step, len(losses) - 1 - step)
+        window = losses[step - near : step + near + 1]
+        means.append(math.fsum(window) / len(window) if all(map(math.isfinite, window)) else math.nan)
     return _finite(means)
 
 
@@ -65,12 +68,19 @@ def _line_layer(values: Sequence[float | None], tokens: Sequence[float], *, name
             "invalid": "break-paths-show-domains",
         },
         "encoding": {
-            "x": {"field": "tokens", "type": "quantitative", "title": title, "axis": {"tickCount": 7}},
+            "x": {
+                "field": "tokens",
+                "type": "quantitative",
+                "title": title,
+                "axis": {"tickCount": 7},
+                "scale": {"zero": True},
+            },
             "y": {
                 "field": "loss",
                 "type": "quantitative",
                 "title": "cross-entropy (nats per token)",
                 "scale": {"zero": False},
+                "axis": {"tickCount": 6},
             },
             "color": {"field": "line", "type": "nominal", "legend": legend},
         },

@@ -95,10 +95,11 @@ def _frame(
     intensities = [*critical.values(), *(point.intensity for point in points)] or [1.0]
     left, right = min(intensities) / 8, max(intensities) * 8
     rates = [point.flops_per_s for point in points]
-    lowest = min([left * rate for rate in links.values()] + rates + [peak / 100])
-    # A slow link would stretch the picture far below anything that is drawn as a point.
-    floor = min([peak / 1e5, *(rate / 3 for rate in rates)])
-    return _Frame(x=(left, right), y=(max(lowest, floor), max([peak, *rates]) * 3))
+    # A slow link alone would stretch the picture far below anything that is drawn as a point.
+    slopes = max(min([left * rate for rate in links.values()] or [peak]), peak / 1e5)
+    return _Frame(
+        x=(left, right), y=(min([slopes, peak / 100, *(rate / 3 for rate in rates)]), max([peak, *rates]) * 3)
+    )
 
 
 def _axes(frame: _Frame) -> tuple[Spec, Spec]:

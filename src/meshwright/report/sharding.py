@@ -10,6 +10,7 @@ from meshwright.report.figure import PALETTE, Spec, headline, text_layers, theme
 
 MAX_BLOCKS_SHOWN = 16
 MAX_STRIPES = 16
+MAX_NAMED_COLORS = 8
 PANEL_PX = (360, 240)
 ROW_OF_PANELS_PX = 1100
 CHARACTER_PX = 6.6
@@ -104,7 +105,7 @@ def _check(array: ShardedArray) -> None:
 
 def _color(num_devices: int) -> Spec:
     shared: Spec = {"field": "device", "legend": None}
-    if num_devices <= len(PALETTE):
+    if num_devices <= MAX_NAMED_COLORS:
         scale = {"domain": list(range(num_devices)), "range": list(PALETTE[:num_devices])}
         return {**shared, "type": "nominal", "scale": scale}
     return {**shared, "type": "quantitative", "scale": {"scheme": "viridis", "domain": [0, num_devices - 1]}}

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Sequence
 from io import StringIO
+from textwrap import fill
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -34,6 +35,7 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[Cell]], title: str = "
         show_edge=False,
         pad_edge=False,
         padding=(0, 1),
+        collapse_padding=True,
     )
     for index, column in enumerate(columns):
         _add_column(result, column, [row[index] for row in texts])
@@ -56,14 +58,16 @@ def render(result: Table, width: int) -> str:
 def _add_column(result: Table, header: str, cells: Sequence[str]) -> None:
     known = [cell for cell in cells if cell != "-"]
     is_number = bool(known) and all(_QUANTITY.fullmatch(cell) for cell in known)
-    longest_word = max((len(word) for word in header.split()), default=1)
-    widest = max((len(cell) for cell in cells), default=1)
+    longest_word = max(map(len, header.split()), default=1)
+    widest = max([longest_word, *map(len, cells)])
     result.add_column(
-        Text(header),
+        # Rich shares the missing columns among all that may wrap: a header over numbers is broken here instead.
+        Text(fill(header, widest) if is_number else header),
         justify="right" if is_number else "left",
-        no_wrap=is_number and longest_word == len(header),
+        no_wrap=is_number,
         overflow="fold",
-        min_width=max(longest_word, widest if is_number else min(widest, _WORD_WIDTH)),
+        # One bound for all columns of words: then rich, which narrows the widest first, never goes below it.
+        min_width=widest if is_number else min(max(widest, len(header)), _WORD_WIDTH),
     )
 
 

@@ -188,6 +188,13 @@ class _Config:
     def items(self, key: str) -> list[Any]:
         return list(self._read(key, (list, tuple), "a list"))
 
+    def numbers(self, key: str) -> tuple[float, ...]:
+        """The list of numbers under ``key``; () when absent or null."""
+        values = self.items(key) if self.has(key) else []
+        if any(isinstance(value, bool) or not isinstance(value, (int, float)) for value in values):
+            raise InputError(f"{self.what}: {key} is not a list of numbers. Write numbers only.")
+        return tuple(float(value) for value in values)
+
     def has(self, key: str) -> bool:
         return self.keys.get(key) is not None
 
@@ -319,8 +326,8 @@ def _rope_scaling(merged: _Config, parameters: Mapping[str, Any]) -> RopeScaling
         factor=merged.number("factor") if merged.has("factor") else 1.0,
         original_max_positions=merged.whole(original) if merged.has(original) else None,
         truncate=merged.flag("truncate") if merged.has("truncate") else True,
-        short_factor=tuple(merged.items("short_factor")) if merged.has("short_factor") else (),
-        long_factor=tuple(merged.items("long_factor")) if merged.has("long_factor") else (),
+        short_factor=merged.numbers("short_factor"),
+        long_factor=merged.numbers("long_factor"),
         **{key: merged.number(key) for key in _ROPE_FIELDS if merged.has(key)},
     )
 

@@ -130,7 +130,8 @@ class Model(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         """Sizes that must not be 0, given the parts this model has."""
         always = ("num_layers", "d_model", "d_ff", "num_heads", "num_kv_heads", "head_dim", "vocab_size")
         experts = ("d_ff_expert",) if self.num_experts else ()
-        latent = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim") if self.latent_attention else ()
+        ranks = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+        latent = ranks if self.family.startswith("deepseek") else ()
         return (*always, "max_positions", *experts, *latent)
 
     @property

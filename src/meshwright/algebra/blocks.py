@@ -1,0 +1,178 @@
+"""Blocks of a sharded array on the devices of a mesh, in NumPy: who holds which, and what steps do to them.
+
+A device's number is its place in row-major order over the mesh's axes as they are given, major to minor.
+This is the plainest possible execution of derived steps, against which faster ones are checked.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from meshwright.algebra.notation import ShardedArray, check, product
+from meshwright.algebra.steps import Step
+
+Mesh = Mapping[str, int]
+Blocks = Sequence[np.ndarray]
+"""One block per device, in the order of device numbers."""
+
+
+def num_devices(mesh: Mesh) -> int:
+    """Devices of the mesh."""
+    return int(product(mesh.values()))
+
+
+def coordinates(mesh: Mesh, device: int) -> dict[str, int]:
+    """Where a device stands along each axis."""
+    return dict(zip(mesh, map(int, np.unravel_index(device, tuple(mesh.values()))), strict=True))
+
+
+def _position(axes: Iterable[str], mesh: Mesh, device: int) -> int:
+    """Number of a device along several axes, major to minor."""
+    at, number = coordinates(mesh, device), 0
+    for axis in axes:
+        number = number * mesh[axis] + at[axis]
+    return number
+
+
+def block_of(array: ShardedArray, mesh: Mesh, device: int) -> tuple[int, ...]:
+    """Which block of the array a device holds: its index along each dim, counted in blocks."""
+    return tuple(_position(axes, mesh, device) for axes in array.axes)
+
+
+def holders(array: ShardedArray, mesh: Mesh) -> dict[tuple[int, ...], list[int]]:
+    """Block index -> devices that hold this block (of an unreduced array: an addend of it)."""
+    found: dict[tuple[int, ...], list[int]] = {}
+    for device in range(num_devices(mesh)):
+        found.setdefault(block_of(array, mesh, device), []).append(device)
+    return dict(sorted(found.items()))
+
+
+def groups(mesh: Mesh, axes: tuple[str, ...]) -> list[list[int]]:
+    """Devices that differ only along ``axes``, group by group, each in the order of ``axes`` major to minor."""
+    others = tuple(axis for axis in mesh if axis not in axes)
+    found: dict[int, list[int]] = {}
+    for device in sorted(range(num_devices(mesh)), key=lambda d: _position(axes, mesh, d)):
+        found.setdefault(_position(others, mesh, device), []).append(device)
+    return [found[number] for number in sorted(found)]
+
+
+def _region(index: tuple[int, ...], shape: tuple[int, ...]) -> tuple[slice, ...]:
+    return tuple(slice(i * n, (i + 1) * n) for i, n in zip(index, shape, strict=True))
+
+
+def split(value: np.ndarray, array: ShardedArray, mesh: Mesh) -> list[np.ndarray]:
+    """The block of each device. Raises InputError when a dim does not divide.
+
+    An unreduced array is dealt out as addends that differ from device to device, so that a sum that is left
+    out or done twice shows. Their factors are whole numbers with sum 1: whole numbers stay exact.
+    """
+    dims = dict(zip(array.dims, value.shape, strict=True))
+    check(array, dims, mesh)
+    shape = tuple(dims[d] // product(mesh[a] for a in axes) for d, axes in zip(array.dims, array.axes, strict=True))
+    factors = _addend_factors(product(mesh[a] for a in array.unreduced))
+    blocks = []
+    for device in range(num_devices(mesh)):
+        block = value[_region(block_of(array, mesh, device), shape)]
+        blocks.append(block * factors[_position(array.unreduced, mesh, device)] if array.unreduced else block)
+    return blocks
+
+
+def _addend_factors(number: int) -> list[int]:
+    others = list(range(2, number + 1))
+    return [1 - sum(others), *others]
+
+
+def join(blocks: Blocks, array: ShardedArray, mesh: Mesh, *, rel_tol: float = 0.0) -> np.ndarray:
+    """The whole array, with the addends of an unreduced one summed.
+
+    Raises AssertionError when two devices that should hold the same block differ by more than ``rel_tol``
+    of its largest element: steps or their execution are wrong then, not what the user gave.
+    """
+    ways = [product(mesh[a] for a in axes) for axes in array.axes]
+    shape = tuple(n * w for n, w in zip(blocks[0].shape, ways, strict=True))
+    addends = np.zeros((product(mesh[a] for a in array.unreduced), *shape), blocks[0].dtype)
+    first: dict[tuple[int, tuple[int, ...]], int] = {}
+    for device in range(num_devices(mesh)):
+        key = (_position(array.unreduced, mesh, device), block_of(array, mesh, device))
+        region = addends[key[0]][_region(key[1], blocks[device].shape)]
+        if first.setdefault(key, device) == device:
+            region[...] = blocks[device]
+        elif not _agree(region, blocks[device], rel_tol):
+            raise AssertionError(f"devices {first[key]} and {device} differ in block {key[1]} of {array}")
+    return addends.sum(axis=0, dtype=addends.dtype)
+
+
+def _agree(left: np.ndarray, right: np.ndarray, rel_tol: float) -> bool:
+    if rel_tol == 0 or left.size == 0:
+        return bool(np.array_equal(left, right))
+    return bool(np.abs(left - right).max() <= rel_tol * np.abs(left).max())
+
+
+def execute(
+    steps: Iterable[Step], values: Mapping[ShardedArray, Blocks], mesh: Mesh
+) -> dict[ShardedArray, Sequence[np.ndarray]]:
+    """Blocks of every array after the steps, starting from ``values``.
+
+    Runs collectives, slices, and the local ops "einsum", "add" and "copy".
+    """
+    made = dict(values)
+    for step in steps:
+        missing = [str(a) for a in step.inputs if a not in made]
+        if missing:
+            raise AssertionError(f"{step}: nothing has made {', '.join(missing)}")
+        blocks = _run(step, [made[a] for a in step.inputs], mesh)
+        if ("accumulate", "true") in step.attributes:
+            blocks = [before + block for before, block in zip(made[step.result], blocks, strict=True)]
+        made[step.result] = blocks
+    return made
+
+
+def _run(step: Step, inputs: Sequence[Blocks], mesh: Mesh) -> list[np.ndarray]:
+    if step.is_collective or step.op == "slice":
+        return _exchange(step, inputs[0], mesh)
+    return [_local(step, [blocks[device] for blocks in inputs]) for device in range(num_devices(mesh))]
+
+
+def _local(step: Step, blocks: list[np.ndarray]) -> np.ndarray:
+    if step.op == "einsum":
+        letters = {d: n for n, d in enumerate(dict.fromkeys(d for a in step.inputs for d in a.dims))}
+        pairs: list[Any] = []
+        for array, block in zip(step.inputs, blocks, strict=True):
+            pairs += [block, [letters[d] for d in array.dims]]
+        # The search for a contraction order brings in BLAS, and costs more than a small product.
+        return np.einsum(*pairs, [letters[d] for d in step.result.dims], optimize=max(b.size for b in blocks) > 4096)
+    if step.op == "add":
+        return sum(blocks[1:], start=blocks[0])
+    if step.op == "copy":
+        return blocks[0]
+    raise AssertionError(f"{step.op} is not executed on NumPy blocks")
+
+
+def _exchange(step: Step, blocks: Blocks, mesh: Mesh) -> list[np.ndarray]:
+    """The step done group by group; results in the order of device numbers."""
+    results: list[np.ndarray] = list(blocks)
+    for group in groups(mesh, step.axes):
+        parts = [blocks[device] for device in group]
+        for device, result in zip(group, _exchange_in_group(step, parts), strict=True):
+            results[device] = result
+    return results
+
+
+def _exchange_in_group(step: Step, parts: list[np.ndarray]) -> list[np.ndarray]:
+    number, dims = len(parts), step.result.dims
+    dim = dims.index(step.dim) if step.dim else 0
+    if step.op == "all_gather":
+        return [np.concatenate(parts, dim)] * number
+    if step.op == "slice":
+        return [_cut(part, number, dim)[n] for n, part in enumerate(parts)]
+    if step.op == "all_to_all":
+        sent = [_cut(part, number, dims.index(step.to_dim)) for part in parts]
+        return [np.concatenate([pieces[n] for pieces in sent], dim) for n in range(number)]
+    largest = ("reduce", "max") in step.attributes
+    total = np.stack(parts).max(axis=0) if largest else sum(parts[1:], start=parts[0])
+    return _cut(total, number, dim) if step.op == "reduce_scatter" else [total] * number
+
+
+def _cut(part: np.ndarray, number: int, dim: int) -> list[np.ndarray]:
+    return np.split(part, number, axis=dim)

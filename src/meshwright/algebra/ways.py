@@ -1,0 +1,78 @@
+"""Every way of doing one sharded einsum: where each mesh axis may be while the blocks are multiplied.
+
+The algebra does not choose among them: `cost` prices their steps, a person or the planner picks one.
+"""
+
+from collections.abc import Iterator
+from itertools import product
+
+import msgspec
+
+from meshwright.algebra.einsum import einsum_steps, local_product, reduced, reshard
+from meshwright.algebra.notation import ShardedArray
+from meshwright.algebra.steps import Step
+
+Layout = dict[str, tuple[str, ...]]
+"""Dim -> the mesh axes that split it during the local product, in both operands alike."""
+
+
+class Way(msgspec.Struct, frozen=True, kw_only=True):
+    """One way of doing a sharded einsum; ``name`` says in words what is moved or summed."""
+
+    name: str
+    steps: tuple[Step, ...]
+
+
+def all_ways(lhs: ShardedArray, rhs: ShardedArray, out: ShardedArray) -> tuple[Way, ...]:
+    """Every way of ``lhs * rhs -> out``, distinct by its steps: that of the rules first, then by number of collectives.
+
+    Blocks can be multiplied in place when every mesh axis splits at most one dim, alike in both operands.
+    Each dim is tried with every major part of the axes that it has in lhs, rhs or out, which covers: gather
+    either side of a conflict, or move an axis there; slice and reduce instead of gathering; gather an input
+    or else the output; slice an input or else the output; gather everything. A sum is scattered into place
+    or else made whole and sliced.
+    """
+    rules = einsum_steps(lhs, rhs, out)
+    found = {steps for layout in _layouts(lhs, rhs, out) for steps in _steps(layout, lhs, rhs, out)} - {rules}
+    ways = [Way(name=_name(steps), steps=steps) for steps in (rules, *found)]
+    others = sorted(ways[1:], key=lambda way: (sum(s.is_collective for s in way.steps), len(way.steps), way.name))
+    return (ways[0], *others)
+
+
+def _layouts(lhs: ShardedArray, rhs: ShardedArray, out: ShardedArray) -> Iterator[Layout]:
+    dims = tuple(dict.fromkeys((*lhs.dims, *rhs.dims)))
+    choices = []
+    for dim in dims:
+        lists = [array.axes_of(dim) for array in (lhs, rhs, out)]
+        choices.append(list(dict.fromkeys(axes[:n] for axes in lists for n in range(len(axes) + 1))))
+    for chosen in product(*choices):
+        used = [axis for axes in chosen for axis in axes]
+        if len(set(used)) == len(used):
+            yield dict(zip(dims, chosen, strict=True))
+
+
+def _steps(layout: Layout, lhs: ShardedArray, rhs: ShardedArray, out: ShardedArray) -> Iterator[tuple[Step, ...]]:
+    left, right = (reduced(array).resharded(layout) for array in (lhs, rhs))
+    result = local_product(left, right, out)
+    if not set(out.unreduced) <= set(result.unreduced):
+        return
+    before = (*reshard(lhs, left), *reshard(rhs, right), Step(op="einsum", inputs=(left, right), result=result))
+    yield (*before, *reshard(result, out))
+    whole = result.replace(unreduced=out.unreduced)
+    yield (*before, *reshard(result, whole), *reshard(whole, out))
+
+
+def _name(steps: tuple[Step, ...]) -> str:
+    words = [_words(step) for step in steps if step.op != "einsum"]
+    return "; ".join(words) if words else "no communication"
+
+
+def _words(step: Step) -> str:
+    name, axes = step.result.name, "".join(step.axes) if all(len(a) == 1 for a in step.axes) else ",".join(step.axes)
+    return {
+        "all_gather": f"gather {step.dim} of {name} over {axes}",
+        "slice": f"slice {step.dim} of {name} over {axes}",
+        "all_to_all": f"move {axes} of {name} from {step.dim} to {step.to_dim}",
+        "reduce_scatter": f"sum {name} over {axes}, scattered into {step.dim}",
+        "all_reduce": f"sum {name} over {axes}",
+    }[step.op]

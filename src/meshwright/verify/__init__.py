@@ -1,0 +1,1 @@
+"""What the compiler made of a step, read from its HLO and held against the derived steps."""

@@ -1,0 +1,97 @@
+"""The chip catalogue: figures, sources, names, peaks."""
+
+import msgspec
+import pytest
+
+from meshwright.core.errors import InputError
+from meshwright.spec.chip import Chip, chip, chip_from_table, chips, compute_dtype, known, peak
+
+UNSOURCED = {
+    "name", "aliases", "full_name", "vendor", "variant", "topology", "sources",
+    "nvlink_hop_s", "network_hop_s", "dcn_hop_s",
+}  # fmt: skip
+
+
+WANTED = {
+    "google": ["v3", "v4p", "v5e", "v5p", "v6e", "tpu7x", "v4p-book", "v5e-book", "v5p-book", "v6e-book"],
+    "nvidia": ["v100", "a100-40gb", "a100", "h100", "h100-pcie", "h100-book", "h200", "b200", "gb200", "b300", "gb300"],
+    "amd": ["mi250x", "mi300x", "mi325x", "mi355x"],
+    "aws": ["trn1", "trn2", "trn3"],
+    "host": ["cpu"],
+}
+
+
+def test_names_and_aliases():
+    for vendor, names in WANTED.items():
+        assert {chip(name).vendor.lower() for name in names} == {vendor}
+    aliases = {"v4": "v4p", "v7x": "tpu7x", "ironwood": "tpu7x", "a100-80gb": "a100", "H100": "h100"}
+    assert {alias: chip(alias).name for alias in aliases} == aliases
+
+
+@pytest.mark.parametrize("name", chips())
+def test_every_figure_has_its_source(name):
+    made = chip(name)
+    default = Chip(name="x", topology="host")
+    figures = [f for f in Chip.__struct_fields__ if f not in UNSOURCED and getattr(made, f) != getattr(default, f)]
+    assert [figure for figure in figures if not made.sources.get(figure)] == []
+
+
+def test_conventions_of_the_catalogue():
+    h100 = chip("h100")
+    assert h100.peak_flops["bf16"] == 989.4e12
+    assert (h100.peak_flops["tf32"], h100.peak_flops["fp32"], h100.num_sms) == (494.7e12, 67e12, 132)
+    assert h100.nvlink_bytes_per_s == 450e9
+    assert chip("v5p").ici_axis_bytes_per_s == 1.8e11
+    assert (chip("v5p").dcn_bytes_per_s, chip("v5e").dcn_bytes_per_s) == (6.25e9, 3.125e9)
+    assert chip("v5e").memory_bytes == 15.75 * 2**30
+    assert chip("v5e-book").memory_bytes == 16e9
+    assert (chip("v5p-book").hbm_bytes_per_s, chip("v5p-book").hbm_bytes) == (2.8e12, 96e9)
+    assert chip("v5p-book").peak_flops == chip("v5p").peak_flops
+
+
+def test_peak_names_what_exists():
+    assert peak(chip("a100"), "fp16") == 312e12
+    with pytest.raises(InputError, match=r"v5e has no fp32 matrix rate in its table; it has bf16, int8"):
+        peak(chip("v5e"), "fp32")
+    with pytest.raises(InputError, match="v100 has no bf16"):
+        peak(chip("v100"), "bf16")
+    with pytest.raises(InputError, match="cpu has no known peak"):
+        peak(chip("cpu"), "fp32")
+
+
+@pytest.mark.parametrize(
+    ("name", "dtypes", "computed"),
+    [
+        ("v5e", ("bf16", "int8"), "bf16"),
+        ("v5e", ("int8", "int8"), "int8"),
+        ("v5e", ("int4", "int4"), "bf16"),
+        ("v5e", ("fp8", "fp8"), "bf16"),
+        ("h100", ("fp8", "int8"), "bf16"),
+        ("h100", ("fp8", "fp8"), "fp8"),
+        ("v100", ("fp8", "fp8"), "fp16"),
+        ("v5e", ("fp32", "int8"), "fp32"),
+    ],
+)
+def test_products_are_computed_in_the_widest_operand(name, dtypes, computed):
+    assert compute_dtype(chip(name), *dtypes) == computed
+
+
+def test_unknown_names_and_figures():
+    with pytest.raises(InputError, match=r"unknown chip 'v5ee'\. Did you mean 'v5e'"):
+        chip("v5ee")
+    with pytest.raises(InputError, match="nvlink_bytes_per_s of mi355x is not known"):
+        known(chip("mi355x"), "nvlink_bytes_per_s")
+
+
+def test_chip_from_a_table_on_a_base():
+    made = chip_from_table({"base": "v5e", "name": "mine", "hbm_bytes_per_s": 1e12, "peak_flops": {"bf16": 1e14}})
+    assert (made.name, made.variant, made.hbm_bytes_per_s) == ("mine", "custom", 1e12)
+    assert made.peak_flops == {"bf16": 1e14, "int8": 394e12}
+    with pytest.raises(InputError, match="Did you mean 'hbm_bytes_per_s'"):
+        chip_from_table({"base": "v5e", "hbm_byte_per_s": 1e12})
+    with pytest.raises(InputError, match="positive"):
+        chip_from_table({"base": "v5e", "peak_flops": {"bf16": -1.0}})
+
+
+def test_chips_survive_json():
+    assert msgspec.json.decode(msgspec.json.encode(chip("v5p")), type=Chip) == chip("v5p")

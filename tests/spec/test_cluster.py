@@ -1,0 +1,88 @@
+"""Clusters from strings and files: sizes, wraparound, refusals."""
+
+import pytest
+
+from meshwright.core.errors import InputError
+from meshwright.spec.cluster import balanced_shape, parse_cluster
+
+
+@pytest.mark.parametrize(
+    ("text", "num_chips", "num_hosts", "wraps"),
+    [
+        ("v5p:16x20x28", 8960, 2240, (True, True, True)),
+        ("v5p:16x16x32", 8192, 2048, (True, True, True)),
+        ("v5p:2x2x4", 16, 4, (False, False, False)),
+        ("v4p:4x4x4", 64, 16, (True, True, True)),
+        ("v5e:4x4", 16, 2, (False, False)),
+        ("v5e:8x16", 128, 16, (False, True)),
+        ("4*v5e:16x16", 1024, 128, (True, True)),
+        ("h100:8x256", 2048, 256, (False, False)),
+        ("gb200:72x8", 576, 144, (False, False)),
+        ("cpu:8", 8, 1, (False,)),
+    ],
+)
+def test_sizes_and_wraparound(text, num_chips, num_hosts, wraps):
+    cluster = parse_cluster(text)
+    assert (cluster.num_chips, cluster.num_hosts, cluster.wraps) == (num_chips, num_hosts, wraps)
+    assert cluster.short_name == text
+    assert parse_cluster(cluster.short_name) == cluster
+
+
+def test_short_forms_are_completed():
+    assert parse_cluster("h100:8").shape == (8, 1)
+    assert parse_cluster("v5p:2x2").shape == (2, 2, 1)
+    assert (parse_cluster("h100:8x4").domain, parse_cluster("h100:8x4").nodes) == (8, 4)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("v5e:4x4x4", "has 3 torus axes and v5e has 2"),
+        ("v5e:8", "v5e:2x4"),
+        ("v5e:32x16", "larger than a pod of v5e, 16x16.*2[*]v5e:16x16"),
+        ("v5p:32x32x32", "32768 chips and a pod of v5p 8960"),
+        ("h100:64", "Write domain x nodes: h100:8x8"),
+        ("2*h100:8", "slices are for TPUs"),
+        ("h101:8", "unknown chip 'h101'. Did you mean 'h100'"),
+        ("v5e:0x4", "below 1"),
+        ("cpu:2x4", "a number of devices"),
+        ("nonsense", "is not chip:shape. Write for example v5p:16x20x28"),
+        ("absent.toml", "absent.toml: there is no such file"),
+    ],
+)
+def test_refusals_are_one_clear_line(text, message):
+    with pytest.raises(InputError, match=message) as caught:
+        parse_cluster(text)
+    assert "\n" not in str(caught.value)
+
+
+def test_cluster_file_with_its_own_chip(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text('shape = [4, 8]\n[chip]\nbase = "v5e"\nname = "mine"\nhbm_bytes_per_s = 1e12\n')
+    cluster = parse_cluster(str(path))
+    assert (cluster.num_chips, cluster.chip.name, cluster.chip.hbm_bytes_per_s) == (32, "mine", 1e12)
+    path.write_text('chip = "v5p"\nshape = [4, 4, 8]\nnum_slices = 2\n')
+    assert parse_cluster(str(path)).short_name == "2*v5p:4x4x8"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('chip = "v5p"\nshap = [4]\n', "mine.toml:2: unknown key 'shap'. Did you mean 'shape'.*needs the key 'shape'"),
+        ('chip = "v5z"\nshape = [4, 4]\n', "mine.toml:1: unknown chip 'v5z'"),
+        ('chip = "v5e"\n\nshape = [64, 64]\n', "mine.toml:3: v5e:64x64 is larger than a pod"),
+        ('chip = "v5e"\nshape = "4x4"\n', "mine.toml:2: shape is a list of whole numbers"),
+        ('shape = [4, 4]\n[chip]\nbase = "v5e"\nhbm = 3\n', "mine.toml:4: unknown key 'hbm'"),
+        ('chip = "v5e\n', "mine.toml:1: not valid TOML"),
+    ],
+)
+def test_cluster_file_faults_name_their_line(tmp_path, text, message):
+    path = tmp_path / "mine.toml"
+    path.write_text(text)
+    with pytest.raises(InputError, match=message):
+        parse_cluster(str(path))
+
+
+def test_balanced_shape():
+    assert [balanced_shape(n, 2) for n in (8, 16, 7)] == [(2, 4), (4, 4), (1, 7)]
+    assert balanced_shape(64, 3) == (4, 4, 4)
