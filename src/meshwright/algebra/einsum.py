@@ -74,31 +74,36 @@ def _surplus(current: ShardedArray, target: ShardedArray, dim: str) -> Axes:
 
 
 def _move(current: ShardedArray, target: ShardedArray, steps: list[Step]) -> ShardedArray:
-    moved = True
-    while moved:
-        moved = False
-        for dim in current.dims:
-            surplus = _surplus(current, target, dim)
-            for to_dim in current.dims:
-                have, want = current.axes_of(to_dim), target.axes_of(to_dim)
-                if not surplus or to_dim == dim or want[: len(have)] != have:
-                    continue
-                if want[len(have) : len(have) + len(surplus)] != surplus:
-                    continue
-                kept = current.axes_of(dim)[: -len(surplus)]
-                result = current.resharded({dim: kept, to_dim: have + surplus})
-                current = _add(steps, "all_to_all", current, result, axes=surplus, dim=dim, to_dim=to_dim)
-                moved = True
-                break
+    """All-to-alls of what the target has, next in order, on another dim: as many minor axes at once as can go."""
+    move = _next_move(current, target)
+    while move:
+        dim, to_dim, axes = move
+        kept = current.axes_of(dim)[: -len(axes)]
+        result = current.resharded({dim: kept, to_dim: current.axes_of(to_dim) + axes})
+        current = _add(steps, "all_to_all", current, result, axes=axes, dim=dim, to_dim=to_dim)
+        move = _next_move(current, target)
     return current
 
 
-def _gather(current: ShardedArray, target: ShardedArray, steps: list[Step]) -> ShardedArray:
+def _next_move(current: ShardedArray, target: ShardedArray) -> tuple[str, str, Axes] | None:
     for dim in current.dims:
+        surplus = _surplus(current, target, dim)
+        for axes in (surplus[n:] for n in range(len(surplus))):
+            for to_dim in current.dims:
+                have, want = current.axes_of(to_dim), target.axes_of(to_dim)
+                if to_dim != dim and want[: len(have) + len(axes)] == have + axes:
+                    return dim, to_dim, axes
+    return None
+
+
+def _gather(current: ShardedArray, target: ShardedArray, steps: list[Step]) -> ShardedArray:
+    # Axes that the target has nowhere go first: they may stand where another axis only has to move to.
+    for dim in sorted(current.dims, key=lambda d: not set(target.spread).isdisjoint(_surplus(current, target, d))):
         surplus = _surplus(current, target, dim)
         if surplus:
             kept = current.axes_of(dim)[: -len(surplus)]
             current = _add(steps, "all_gather", current, current.resharded({dim: kept}), axes=surplus, dim=dim)
+            current = _move(current, target, steps)
     return current
 
 

@@ -17,7 +17,7 @@ def rms_norm(x: Float[Array, "B T D"], scale: Float[Array, " D"], *, eps: float)
     """``x / sqrt(mean(x**2) + eps) * scale`` over the last dim."""
     wide = x.astype(jnp.float32)
     inverse = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
-    return (wide * inverse).astype(x.dtype) * scale.astype(x.dtype)
+    return (wide * inverse).astype(x.dtype) * scale.astype(x.dtype)[None, None]
 
 
 def rope_frequencies(model: Model) -> Float[Array, " half"]:
@@ -47,7 +47,7 @@ def rope(
     x: Float[Array, "B T N H"], positions: Int[Array, "B T"], *, frequencies: Float[Array, " half"]
 ) -> Float[Array, "B T N H"]:
     """Rotates pairs (i, i + H/2) of each head by position times frequency."""
-    angles = positions[:, :, None, None].astype(jnp.float32) * frequencies
+    angles = positions[:, :, None, None].astype(jnp.float32) * frequencies[None, None, None]
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
@@ -84,7 +84,7 @@ def embed(
     local = tokens - first_row
     inside = (local >= 0) & (local < table.shape[0])
     rows = jnp.take(table, jnp.where(inside, local, 0), axis=0)
-    return jnp.where(inside[..., None], rows, 0)
+    return jnp.where(inside[..., None], rows, jnp.zeros((), rows.dtype))
 
 
 Statistics = tuple[Float[Array, "B T"], Float[Array, "B T"], Float[Array, "B T"]]
