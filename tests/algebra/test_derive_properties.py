@@ -70,8 +70,9 @@ def strategies(draw, program):
     mesh = draw(st.sampled_from(MESHES))
     dims = sorted({d for v in program.variables.values() for d in v.dims})
     assignment = {role: draw(rules(dims, list(mesh))) for role in ("activation", "weight")}
-    if draw(st.booleans()):
-        assignment["grad"] = draw(rules(dims, list(mesh)))
+    for role in ("grad", "optimizer"):
+        if draw(st.booleans()):
+            assignment[role] = draw(rules(dims, list(mesh)))
     made = [op.out for op in program.blocks[0].ops]
     remat = draw(st.one_of(st.sampled_from(("none", "block")), st.lists(st.sampled_from(made)).map(tuple)))
     slice_axes = tuple(draw(st.sets(st.sampled_from(list(mesh)))))
@@ -86,7 +87,7 @@ def unsharded(program, values, dout):
         left, right = (values[n] for n in op.inputs)
         spec = f"{dims[op.inputs[0]]},{dims[op.inputs[1]]}->{dims[op.out]}"
         values[op.out] = left + right if op.kind == "add" else np.einsum(spec, left, right)
-    gradients = {name: 0 for name in dims} | {"Out": dout}
+    gradients = dict.fromkeys(dims, 0) | {"Out": dout}
     for op in reversed(ops):
         for name, other in (op.inputs, op.inputs[::-1]):
             d = gradients[op.out]
@@ -96,7 +97,8 @@ def unsharded(program, values, dout):
 
 
 def gradient_of(variable, strategy):
-    role = "grad" if variable.role == "weight" else variable.role
+    """Where a gradient ends: at the optimizer's shards, that of an input in the input's own sharding."""
+    role = "optimizer" if variable.role == "weight" else variable.role
     return ShardedArray(f"d{variable.name}", variable.dims, assign(strategy.rules(role), variable.dims))
 
 

@@ -2,12 +2,12 @@ import pytest
 
 from meshwright.core.errors import InputError
 from meshwright.report.figure import save
-from meshwright.report.sharding import ShardedArray, devices_text, sharding_figure
+from meshwright.report.sharding import ShardingPanel, devices_text, sharding_figure
 
 
 def sharded(num_rows, num_cols, holders, title="A[I_X, J_Y]"):
     """An array of num_rows x num_cols blocks; ``holders(row, col)`` are the devices of a block."""
-    return ShardedArray(
+    return ShardingPanel(
         title=title,
         row_labels=tuple(f"I{row}" for row in range(num_rows)),
         col_labels=tuple(f"J{col}" for col in range(num_cols)),
@@ -60,7 +60,7 @@ def test_a_large_array_shows_its_ends():
 
 
 def test_the_picture_is_written(tmp_path):
-    array = ShardedArray(
+    array = ShardingPanel(
         title="bias[F_XY]",
         row_labels=("",),
         col_labels=("0", "1"),
@@ -94,7 +94,7 @@ def test_bad_arrays_are_refused():
     with pytest.raises(InputError, match="There is no array"):
         sharding_figure([])
     good = sharded(2, 2, lambda row, col: [row * 2 + col])
-    ragged = ShardedArray(title="A", row_labels=good.row_labels, col_labels=("J0", "J1", "J2"), cells=good.cells)
+    ragged = ShardingPanel(title="A", row_labels=good.row_labels, col_labels=("J0", "J1", "J2"), cells=good.cells)
     with pytest.raises(InputError, match=r"A: 2 rows of \[2\] blocks do not match 2 row labels and 3 column"):
         sharding_figure([ragged])
     with pytest.raises(InputError, match="held by no device"):

@@ -95,11 +95,11 @@ def join(blocks: Blocks, array: ShardedArray, mesh: Mesh, *, rel_tol: float = 0.
     first: dict[tuple[int, tuple[int, ...]], int] = {}
     for device in range(num_devices(mesh)):
         key = (_position(array.unreduced, mesh, device), block_of(array, mesh, device))
-        region = addends[key[0]][_region(key[1], blocks[device].shape)]
-        if first.setdefault(key, device) == device:
-            region[...] = blocks[device]
-        elif not _agree(region, blocks[device], rel_tol):
-            raise AssertionError(f"devices {first[key]} and {device} differ in block {key[1]} of {array}")
+        other = first.setdefault(key, device)
+        if other == device:
+            addends[_region((key[0], *key[1]), (1, *blocks[device].shape))] = blocks[device]
+        elif not _agree(blocks[other], blocks[device], rel_tol):
+            raise AssertionError(f"devices {other} and {device} differ in block {key[1]} of {array}")
     return addends.sum(axis=0, dtype=addends.dtype)
 
 

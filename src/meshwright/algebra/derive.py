@@ -44,7 +44,8 @@ class Derived(msgspec.Struct, frozen=True):
     """Everything that one training step does, and the declared sharding of every variable.
 
     ``update`` are the steps after the last microbatch: the loss and the gradient norm summed over devices,
-    the optimizer. Sums of gradients over replicas stand in their block's backward pass, with scope "step".
+    the optimizer. Sums of gradients over replicas, and their way to the optimizer's shards, stand in their
+    block's backward pass, with scope "step".
     ``keeps`` lists the tags (see `tag`) that the backward pass may keep.
     """
 
@@ -103,17 +104,14 @@ class _Trace:
                 attributes = (*attributes, ("accumulate", "true"))
             self._emit(msgspec.structs.replace(step, attributes=attributes), self.phase)
 
-    def _emit(self, step: Step, phase: Phase) -> None:
+    def _emit(self, step: Step, phase: Phase, *, scope: Scope | None = None) -> None:
         source = step.inputs[0] if step.inputs else step.result
         is_weight = self.shardings.is_weight(step.result.name)
         waits = step.is_collective and not is_weight and (phase == "forward" or source not in self.start)
         if phase == "recompute" and is_weight:
             phase = "backward"
-        # Gradients that are the same on several devices are summed once per step, not per layer.
-        scope = "step" if step.op == "all_reduce" and is_weight else self.scope
-        self.steps.append(
-            msgspec.structs.replace(step, block=self.block.name, phase=phase, scope=scope, critical=waits)
-        )
+        fields = {"block": self.block.name, "phase": phase, "scope": scope or self.scope, "critical": waits}
+        self.steps.append(msgspec.structs.replace(step, **fields))
         for array in (step.result, *step.more):
             self.available.add(array)
 
@@ -133,19 +131,39 @@ class _Trace:
         addends = self.contributions.setdefault(name, [])
         if array not in addends:
             addends.append(array)
-        if self.shardings.is_weight(name):
+        uses = sum(op.inputs.count(name) for op in self.block.ops)
+        if uses == 1 and self.shardings.is_weight(name):
             self.finish(name)
 
     def finish(self, name: str) -> None:
-        """Addends of one cotangent, summed while unreduced where split alike, in its primal's sharding."""
-        target = self.cotangent(name)
-        for addend in sorted(self.contributions.pop(name, []), key=lambda a: a == target):
-            for step in reshard(addend, target):
-                if step.result == target and target in self.available:
-                    accumulate = (*step.attributes, ("accumulate", "true"))
-                    self._emit(msgspec.structs.replace(step, attributes=accumulate), self.phase)
-                else:
-                    self.add(step)
+        """Addends of one cotangent, summed as soon as they are split alike, in its primal's sharding.
+
+        Addends that are split differently go there in turns, the longest way first: they meet on the way.
+        What they were on the way is no longer a form of the finished sum, so it must not be shared.
+        """
+        addends = self.contributions.pop(name, [])
+        target = self._summed(name, addends)
+        waiting = {a: reshard(a, target) for a in addends}
+        while left := {a: steps for a, steps in waiting.items() if steps}:
+            source = max(left, key=lambda a: len(left[a]))
+            step = waiting.pop(source)[0]
+            if step.result in waiting:
+                step = msgspec.structs.replace(step, attributes=(*step.attributes, ("accumulate", "true")))
+            self._emit(step, self.phase)
+            waiting[step.result] = reshard(step.result, target)
+        if len(addends) > 1:
+            self.available -= {a for a in self.available if a.name == target.name and a != target}
+        if addends and self.shardings.is_weight(name):
+            for step in reshard(target, self.shardings.optimizer(name).replace(name=target.name)):
+                self._emit(step, self.phase, scope="step")
+
+    def _summed(self, name: str, addends: list[ShardedArray]) -> ShardedArray:
+        """A cotangent as its block leaves it. Of a weight's gradient, the sum over axes that do not split it waits:
+        it is done once per step, on what has accumulated over the microbatches."""
+        cotangent = self.cotangent(name)
+        later = {tuple(a for a in addend.unreduced if a not in cotangent.spread) for addend in addends}
+        wait = self.shardings.is_weight(name) and len(later) == 1
+        return cotangent.replace(unreduced=later.pop()) if wait else cotangent
 
 
 class _Shardings:
@@ -167,6 +185,11 @@ class _Shardings:
         variable = self.program.variables[name]
         role = "grad" if variable.role == "weight" else variable.role
         return self._make(f"d{name}", variable.dims, role)
+
+    def optimizer(self, name: str) -> ShardedArray:
+        """The part of a weight that one device updates."""
+        variable = self.program.variables[name]
+        return self._make(name, variable.dims, "optimizer" if variable.role == "weight" else variable.role)
 
     def _make(self, name: str, dims: tuple[str, ...], role: str) -> ShardedArray:
         axes = assign(self.strategy.rules(role), dims, keep=self.keep_axes)
@@ -195,7 +218,7 @@ class _Shardings:
         if self.kept_names is None:
             return True
         declared = array.name in self.program.variables and self.declared(array.name).axes == array.axes
-        return declared and array.name in self.kept_names
+        return declared and not array.unreduced and array.name in self.kept_names
 
 
 def _kept_names(program: Program, strategy: Strategy) -> tuple[str, ...] | None:
@@ -261,19 +284,19 @@ def _backward(block: Block, shardings: _Shardings, forward: _Trace, kept: list[S
 
 
 def _update(program: Program, shardings: _Shardings) -> list[Step]:
-    """The loss and the squared gradient norm summed over all devices, then the optimizer on each shard."""
+    """The loss and the squared gradient norm summed over all devices, then the optimizer on each shard.
+
+    Where the optimizer is split further than the weights, its shards are gathered afterwards (ZeRO-1 and 2).
+    """
     axes = tuple(shardings.strategy.mesh if shardings.keep_axes is None else shardings.keep_axes)
     steps: list[Step] = []
     for name in ("loss", "grad_norm"):
-        if axes:
+        if axes and (name != "loss" or name in program.variables):
             local = ShardedArray(name, (), (), axes, "fp32")
             total = local.replace(unreduced=())
-            steps.append(_once(op="all_reduce", inputs=(local,), result=total, axes=axes))
+            steps.append(Step(op="all_reduce", inputs=(local,), result=total, axes=axes))
     for weight in program.of_role("weight", "vector"):
-        gradient, array = shardings.cotangent(weight.name), shardings.declared(weight.name)
-        steps.append(_once(op="adamw", inputs=(gradient, array), result=array))
-    return steps
-
-
-def _once(**fields: Any) -> Step:
-    return Step(phase="update", scope="step", block="update", **fields)
+        array, shard = shardings.declared(weight.name), shardings.optimizer(weight.name)
+        adamw = Step(op="adamw", inputs=(shard.replace(name=f"d{weight.name}"), shard), result=shard)
+        steps.extend((*reshard(array, shard), adamw, *reshard(shard, array)))
+    return [msgspec.structs.replace(step, phase="update", scope="step", block="update") for step in steps]

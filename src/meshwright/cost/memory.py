@@ -40,15 +40,16 @@ def training_memory(derived: Derived, sizes: OpSizes, *, num_microbatches: Numbe
     backward pass of one repeat.
     """
     state = STATE_BYTES[sizes.state]
-    params, gradients = _state_elements(derived, sizes)
+    elements = _state_elements(derived, sizes)
     accumulated = DTYPE_BYTES["fp32"] * (np.asarray(num_microbatches) > 1)
     blocks = derived.blocks
     return {
-        "weights": params * state["weights"],
-        "gradients": gradients * (state["gradients"] + accumulated),
-        "optimizer": params * state["optimizer"],
-        "activations": sum(_kept_bytes(block, sizes, logits=False) for block in blocks),
-        "logits": sum(_kept_bytes(block, sizes, logits=True) for block in blocks) + _chunk_bytes(derived, sizes),
+        "weights": elements["weights"] * state["weights"],
+        "gradients": elements["gradients"] * (state["gradients"] + accumulated),
+        "optimizer": elements["optimizer"] * state["optimizer"],
+        "activations": sum(_kept_bytes(block, derived, sizes, logits=False) for block in blocks),
+        "logits": sum(_kept_bytes(block, derived, sizes, logits=True) for block in blocks)
+        + _chunk_bytes(derived, sizes),
         "kv_cache": _zero(sizes),
         "communication": _largest(_gathered_bytes(block, derived, sizes) for block in blocks),
         "workspace": _largest(_working_set(block, derived, sizes) for block in blocks),
@@ -71,27 +72,29 @@ def memory_limit(cluster: Cluster, calibration: Calibration | None = None) -> fl
         raise
 
 
-def _state_elements(derived: Derived, sizes: OpSizes) -> tuple[Number, Number]:
-    """Elements per chip of the weights and of their gradients, over all repeats."""
+def _state_elements(derived: Derived, sizes: OpSizes) -> dict[str, Number]:
+    """Elements per chip of the weights, of their gradients and of what the optimizer updates, over all repeats."""
     repeats = {name: block.repeat for block in derived.blocks for op in block.block.ops for name in op.inputs}
-    params, gradients = _zero(sizes), _zero(sizes)
+    first = {step.inputs[0].name: step.inputs[0] for step in reversed(derived.update)}
+    found = dict.fromkeys(("weights", "gradients", "optimizer"), _zero(sizes))
     for step in derived.update:
         if step.op == "adamw":
-            gradient, weight = step.inputs
-            gradients = gradients + repeats[weight.name] * sizes.elements(gradient)
-            params = params + repeats[weight.name] * sizes.elements(weight)
-    return params, gradients
+            shard = step.inputs[1]
+            arrays = (derived.declared[shard.name], first[f"d{shard.name}"], shard)
+            for part, array in zip(found, arrays, strict=True):
+                found[part] = found[part] + repeats[shard.name] * sizes.elements(array)
+    return found
 
 
-def _kept_bytes(block: BlockSteps, sizes: OpSizes, *, logits: bool) -> Number:
-    """Kept results of all repeats: the logits, or all the others.
+def _kept_bytes(block: BlockSteps, derived: Derived, sizes: OpSizes, *, logits: bool) -> Number:
+    """Kept results of all repeats: the logits, or all the others. Gathered weights count as communication.
 
     A gather over one device makes no second array, so it counts only where there are several.
     """
     made = {array: step for step in block.forward for array in (step.result, *step.more)}
     total = _zero(sizes)
     for array in block.kept:
-        if (array.name == "logits") == logits:
+        if (array.name == "logits") == logits and not _is_weight(array.name, derived):
             step = made.get(array)
             again = step is not None and step.is_collective and step.inputs[0] in block.kept
             total = total + sizes.bytes(array) * (_moves(step, sizes) if again and step else 1)
@@ -122,9 +125,7 @@ def _moves(step: Step, sizes: OpSizes) -> Any:
 def _gathered_bytes(block: BlockSteps, derived: Derived, sizes: OpSizes) -> Number:
     """Whole weights of one repeat, all at once: a pass does not wait for one to be used before the next."""
     gathers = {
-        step.result: step
-        for step in block.forward
-        if step.op == "all_gather" and _is_weight(step.result.name, derived)
+        step.result: step for step in block.forward if step.op == "all_gather" and _is_weight(step.result.name, derived)
     }
     return sum((sizes.bytes(array) * _moves(step, sizes) for array, step in gathers.items()), start=_zero(sizes))
 

@@ -74,6 +74,23 @@ def place_axes(cluster: Cluster, mesh: Mapping[str, int], *, limit: int = MAX_PL
     return tuple(Placement(mesh=dict(mesh), links=_named(links, layout, names)) for layout in layouts)
 
 
+def whole_axis_placement(cluster: Cluster, mesh: Mapping[str, int]) -> Placement | None:
+    """Each mesh axis on one physical axis of its own and of its size, as a person draws it; None if impossible."""
+    if cluster.kind != "torus" or cluster.num_slices > 1:
+        return None
+    free = dict(enumerate(cluster.shape))
+    taken: dict[int, tuple[tuple[int, int], ...]] = {}
+    for number, size in enumerate(mesh.values()):
+        place = next((index for index, length in free.items() if length == size), None)
+        if place is None:
+            return None
+        taken[place] = ((number, free.pop(place)),)
+    if any(length > 1 for length in free.values()):
+        return None
+    layout = tuple(taken.get(index, ()) for index in range(len(cluster.shape)))
+    return Placement(mesh=dict(mesh), links=_named(_physical_links(cluster), layout, tuple(mesh)))
+
+
 def _named(links: tuple[Link, ...], layout: Layout, names: tuple[str, ...]) -> tuple[Link, ...]:
     return tuple(
         Link(

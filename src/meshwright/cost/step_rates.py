@@ -6,10 +6,13 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from meshwright.cost.network import GroupRates, Leg, Placement, group_legs, leg_rates, stack_rates
+from meshwright.core.dims import DTYPE_BYTES
+from meshwright.core.errors import CannotRunError
+from meshwright.cost.network import GroupRates, Leg, Placement, group_legs, leg_rates, place_axes, stack_rates
 from meshwright.cost.ops import Scores
 from meshwright.spec.calibration import Calibration, datasheet_calibration, matmul_rate, memory_rate, reference_peak
 from meshwright.spec.cluster import Cluster
+from meshwright.spec.strategy import STATE_BYTES, Strategy
 
 Number = Any
 """A float, or a NumPy array with one entry per candidate."""
@@ -21,28 +24,52 @@ Group = frozenset[str]
 class StepRates(msgspec.Struct, frozen=True, kw_only=True):
     """What the machine does per second, for one placement or (arrays) for many.
 
-    ``peak_flops_per_s`` is what utilisation is a share of. ``links`` is, per group, a bit mask of the physical
-    axes it uses: groups with a common bit compete. ``overlaps`` is false where communication runs on the cores
-    that compute (emulated devices).
+    ``peak_flops_per_s`` is what utilisation is a share of. ``link_levels`` are the levels of the physical axes and
+    ``uses``, per group, for each of them whether the group keeps it busy: groups that do so at once compete.
+    ``overlaps`` is false where communication runs on the cores that compute (emulated devices).
     """
 
     matmul_flops_per_s: float
     peak_flops_per_s: float
     hbm_bytes_per_s: float
     groups: dict[Group, GroupRates]
-    links: dict[Group, Number]
+    link_levels: tuple[str, ...]
+    uses: dict[Group, tuple[Number, ...]]
     overlaps: bool = True
-    scores: Scores = "on_chip"
-
-    def shares(self, one: Group, other: Group) -> Any:
-        """Whether two groups use some physical axis both."""
-        return (self.links[one] & self.links[other]) != 0
 
     def take(self, index: Any) -> "StepRates":
         """The rates of the candidates whose placement has these numbers."""
         groups = {group: _take(rates, index) for group, rates in self.groups.items()}
-        links = {group: mask[index] for group, mask in self.links.items()}
-        return msgspec.structs.replace(self, groups=groups, links=links)
+        uses = {group: tuple(busy[index] for busy in links) for group, links in self.uses.items()}
+        return msgspec.structs.replace(self, groups=groups, uses=uses)
+
+
+def attention_scores(cluster: Cluster) -> Scores:
+    """Where attention's scores go: accelerators fuse it into one kernel, CPUs write them to memory."""
+    return "in_memory" if cluster.kind == "host" else "on_chip"
+
+
+def matmul_dtype(state: str) -> str:
+    """The dtype of the operands of matrix products in a training state."""
+    return "fp32" if STATE_BYTES[state]["weights"] == DTYPE_BYTES["fp32"] else "bf16"
+
+
+def strategy_placements(cluster: Cluster, strategy: Strategy) -> tuple[Placement, ...]:
+    """The placement that a strategy's texts describe, or every candidate where it has none.
+
+    Raises CannotRunError when the mesh cannot be laid on the cluster, or not as described.
+    """
+    found = place_axes(cluster, strategy.mesh)
+    wanted = strategy.placement
+    chosen = tuple(p for p in found if not wanted or p.describe() == wanted)
+    if not chosen:
+        shape = " x ".join(f"{axis} {size}" for axis, size in strategy.mesh.items() if size > 1)
+        how = f" as {', '.join(f'{axis}: {text}' for axis, text in wanted.items())}" if found else ""
+        raise CannotRunError(
+            f"mesh {shape} cannot be laid on {cluster.short_name}{how}: every mesh axis must be made of whole "
+            f"factors of the physical axes. Change the mesh, or leave out the placement."
+        )
+    return chosen
 
 
 def step_rates(
@@ -58,47 +85,49 @@ def step_rates(
     ``dtype`` is that of the operands of matrix products. Raises InputError for a figure that is not known.
     """
     measured = calibration or datasheet_calibration(cluster.chip)
-    on_host = cluster.kind == "host"
     one = isinstance(placements, Placement)
     laid = [placements] if isinstance(placements, Placement) else placements
-    rates, links = _group_tables(laid, tuple(groups), calibration)
+    rates, uses = _group_tables(laid, tuple(groups), calibration)
     every = StepRates(
         matmul_flops_per_s=matmul_rate(cluster.chip, measured, dtype),
         peak_flops_per_s=reference_peak(cluster.chip, measured, dtype),
         hbm_bytes_per_s=memory_rate(cluster.chip, measured),
         groups=rates,
-        links=links,
-        overlaps=not on_host,
-        # CPUs have no fused attention kernel: the chain of products and softmax writes its scores
-        scores="in_memory" if on_host else "on_chip",
+        link_levels=tuple(link.level for link in laid[0].links),
+        uses=uses,
+        overlaps=cluster.kind != "host",
     )
     return every.take(0) if one else every
 
 
 def _group_tables(
     placements: Sequence[Placement], groups: tuple[Group, ...], calibration: Calibration | None
-) -> tuple[dict[Group, GroupRates], dict[Group, Number]]:
-    """Per group the rates and link masks of all placements. Placements that use the same legs are priced once."""
+) -> tuple[dict[Group, GroupRates], dict[Group, tuple[Number, ...]]]:
+    """Per group the rates and the busy links of all placements. Those with the same legs are priced once."""
     known: dict[tuple[Leg, ...], GroupRates] = {}
     rates: dict[Group, GroupRates] = {}
-    links: dict[Group, Number] = {}
+    uses: dict[Group, tuple[Number, ...]] = {}
     for group in groups:
         numbers: dict[tuple[Leg, ...], int] = {}
         which = np.empty(len(placements), dtype=np.intp)
+        busy = np.zeros((len(placements), len(placements[0].links)), dtype=bool)
         for index, placement in enumerate(placements):
             legs = group_legs(placement, group)
             if legs not in known:
                 known[legs] = leg_rates(legs, calibration)
             which[index] = numbers.setdefault(legs, len(numbers))
-        stacked = stack_rates([known[legs] for legs in numbers])
-        rates[group] = _take(stacked, which)
-        links[group] = np.array([_mask(placement, group) for placement in placements], dtype=np.int64)
-    return rates, links
+            busy[index] = _busy_links(placement, group, str(known[legs].level))
+        rates[group] = _take(stack_rates([known[legs] for legs in numbers]), which)
+        uses[group] = tuple(busy.T)
+    return rates, uses
 
 
-def _mask(placement: Placement, group: Group) -> int:
-    used = (any(axis in group and factor > 1 for axis, factor in link.parts) for link in placement.links)
-    return sum(1 << number for number, uses in enumerate(used) if uses)
+def _busy_links(placement: Placement, group: Group, level: str) -> list[bool]:
+    """The physical axes that a group fills: those of the level that binds it; it leaves the others half idle."""
+    return [
+        link.level == level and any(axis in group and factor > 1 for axis, factor in link.parts)
+        for link in placement.links
+    ]
 
 
 def _take(rates: GroupRates, index: Any) -> GroupRates:

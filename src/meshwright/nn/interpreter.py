@@ -60,7 +60,8 @@ class Interpreter:
         return result if isinstance(result, tuple) else (result,)
 
 
-def _einsum(model: Model, step: Step, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+def einsum(step: Step, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+    """The local contraction of a step: dims of the same name are the same dim."""
     letters = {d: chr(ord("a") + i) for i, d in enumerate(dict.fromkeys((*step.inputs[0].dims, *step.inputs[1].dims)))}
     left, right, out = ("".join(letters[d] for d in a.dims) for a in (*step.inputs, step.result))
     wide = jnp.float32 if step.result.dtype == "fp32" else None
@@ -100,7 +101,7 @@ def _chunked(model: Model, step: Step, x: jax.Array, table: jax.Array, labels: j
 
 
 _LOCAL: dict[str, Callable[..., Any]] = {
-    "einsum": _einsum,
+    "einsum": lambda model, step, lhs, rhs: einsum(step, lhs, rhs),
     "rms_norm": _norm,
     "rope": _rope,
     "attention": _attention,

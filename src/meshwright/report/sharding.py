@@ -17,7 +17,7 @@ CHARACTER_PX = 6.6
 LINE_PX = 14
 
 
-class ShardedArray(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ShardingPanel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The blocks of one array: ``cells[row][col]`` are the ids of the devices that hold that block.
 
     A 1-D array is one row with the label ``""``; the caller flattens leading dims of larger arrays into rows.
@@ -33,7 +33,7 @@ class ShardedArray(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 def sharding_figure(
-    arrays: Sequence[ShardedArray],
+    arrays: Sequence[ShardingPanel],
     *,
     title: str = "Who holds which block",
     subtitle: str = "A block carries the ids of its devices; several stripes are copies of the same block.",
@@ -91,7 +91,7 @@ def _ranges(devices: Sequence[int]) -> list[str]:
     ]
 
 
-def _check(array: ShardedArray) -> None:
+def _check(array: ShardingPanel) -> None:
     rows, cols = len(array.row_labels), len(array.col_labels)
     if not rows or not cols or len(array.cells) != rows or any(len(row) != cols for row in array.cells):
         widths = sorted({len(row) for row in array.cells})
@@ -119,7 +119,7 @@ def _shown(num_blocks: int) -> list[int | None]:
     return [*range(half), None, *range(num_blocks - half + 1, num_blocks)]
 
 
-def _panel(array: ShardedArray, color: Spec) -> Spec:
+def _panel(array: ShardingPanel, color: Spec) -> Spec:
     rows, cols = _shown(len(array.row_labels)), _shown(len(array.col_labels))
     cell_px = (max(38, min(110, PANEL_PX[0] // len(cols))), max(24, min(56, PANEL_PX[1] // len(rows))))
     stripes, outlines, texts = _blocks(array, rows, cols, cell_px)
@@ -147,7 +147,7 @@ def _panel(array: ShardedArray, color: Spec) -> Spec:
 
 
 def _blocks(
-    array: ShardedArray, rows: Sequence[int | None], cols: Sequence[int | None], cell_px: tuple[int, int]
+    array: ShardingPanel, rows: Sequence[int | None], cols: Sequence[int | None], cell_px: tuple[int, int]
 ) -> tuple[list[Spec], list[Spec], list[Spec]]:
     """Rows for the stripes, the outlines and the texts; the position of a block is its number in the panel."""
     stripes: list[Spec] = []

@@ -1,0 +1,88 @@
+"""The `meshwright` command: finds the verb, runs it, and turns errors into one line and an exit code."""
+
+import os
+import sys
+import traceback
+from importlib import import_module
+
+import click
+
+from meshwright import __version__
+from meshwright.core.errors import CannotRunError, InputError, nearest
+
+VERBS: dict[str, tuple[str, str]] = {
+    "plan": ("meshwright.cli.plan", "Find how to split a training job over a cluster."),
+    "explain": ("meshwright.cli.explain", "Say why a plan is as it is, in the book's notation."),
+    "roofline": ("meshwright.cli.roofline", "What bounds one operation on one chip."),
+    "shard": ("meshwright.cli.shard", "The steps of one sharded product, and what they cost."),
+    "show": ("meshwright.cli.show", "Models, chips and clusters: what is known of them."),
+    "train": ("meshwright.cli.train", "Train a model by a plan, beside its prediction."),
+    "demo": ("meshwright.cli.demo", "Measure this machine, plan for it, train, compare."),
+}
+"""Verb -> (module with the function `command`, what `--help` says of it). A verb's module is imported when it runs."""
+
+
+class _Verbs(click.Group):
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(VERBS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in VERBS:
+            return None
+        return import_module(VERBS[cmd_name][0]).command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args and args[0] not in VERBS and not args[0].startswith("-"):
+            raise click.UsageError(f"there is no verb {args[0]!r}.{nearest(args[0], VERBS)}", ctx)
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Verbs"):
+            formatter.write_dl([(name, text) for name, (_, text) in VERBS.items()])
+
+
+@click.group(cls=_Verbs, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="meshwright")
+def cli() -> None:
+    """From a model and a cluster to a running, measured system: plan it, prove it, run it."""
+
+
+def main() -> None:
+    """Run the command line. Exit codes: 0 done, 2 bad input, 3 nothing fits or can run, 1 our fault."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(args: list[str]) -> int:
+    """The exit code of one call; errors go to standard error in one line."""
+    try:
+        cli.main(args=args, prog_name="meshwright", standalone_mode=False)
+    except CannotRunError as error:
+        return _fail(str(error), 3)
+    except InputError as error:
+        return _fail(str(error), 2)
+    except click.ClickException as error:
+        return _fail(_usage(error), 2)
+    except (click.exceptions.Abort, KeyboardInterrupt):
+        return _fail("stopped.", 130)
+    except BrokenPipeError:
+        return 0
+    except Exception as error:
+        if os.environ.get("MESHWRIGHT_DEBUG"):
+            traceback.print_exc()
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        what = f"{type(error).__name__}: {error}".splitlines()[0]
+        return _fail(f"internal error at {where.name}:{where.lineno}: {what} (MESHWRIGHT_DEBUG=1 shows more)", 1)
+    return 0
+
+
+def _usage(error: click.ClickException) -> str:
+    text = error.format_message().replace("\n", " ")
+    verb = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else "meshwright"
+    return f"{text} See {verb} --help."
+
+
+def _fail(message: str, code: int) -> int:
+    click.echo(f"meshwright: {message}", err=True)
+    return code

@@ -1,0 +1,55 @@
+"""How verbs speak: one JSON object on standard output, or text as wide as the terminal; messages on standard error."""
+
+import math
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+
+from meshwright.report.tables import Cell, render, table
+
+json_option = click.option("--json", "as_json", is_flag=True, help="One JSON object on standard output.")
+
+
+def emit_json(value: Mapping[str, Any]) -> None:
+    """One JSON object on standard output; what is not known or not finite is null."""
+    click.echo(msgspec.json.encode(_plain(value)).decode())
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(v) for v in value]
+    if isinstance(value, msgspec.Struct):
+        return _plain(msgspec.structs.asdict(value))
+    if hasattr(value, "item") and not isinstance(value, str | bytes):
+        value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return str(value) if isinstance(value, Path) else value
+
+
+def say(message: str) -> None:
+    """A message for the person, on standard error."""
+    click.echo(message, err=True)
+
+
+def width() -> int:
+    """Columns to print in: the terminal's, 80 where there is none, at most 120."""
+    return min(shutil.get_terminal_size((80, 24)).columns, 120)
+
+
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[Cell]], title: str = "") -> None:
+    """A table on standard output, under a title of its own line."""
+    if title:
+        click.echo(title)
+    click.echo(render(table(columns, rows), width()))
+
+
+def or_dash(value: Any, show: Callable[[Any], str]) -> str:
+    """``show(value)``, or a dash for what is not known."""
+    return "-" if value is None else show(value)

@@ -1,0 +1,113 @@
+"""`meshwright roofline`: what bounds one product on one chip."""
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from meshwright.algebra.notation import ShardedArray, parse_dims, parse_einsum
+from meshwright.cli.output import emit_json, json_option, print_table, say
+from meshwright.core.errors import InputError
+from meshwright.core.units import format_bytes, format_flops, format_seconds
+from meshwright.cost.roofline import (
+    Channel,
+    Operand,
+    Roofline,
+    channel_rate,
+    chip_roofline,
+    critical_size,
+    einsum_work,
+)
+from meshwright.spec.chip import Chip, chip, compute_dtype
+
+CHANNELS: tuple[Channel, ...] = ("hbm", "vmem", "pcie", "ici", "dcn")
+
+
+@click.command()
+@click.argument("product")
+@click.option("--dims", required=True, help="Sizes, such as B=128,D=8192,F=32768.")
+@click.option("--on", "on", required=True, help="A chip, such as v5e or h100 (meshwright show chips).")
+@click.option("--channel", type=click.Choice(CHANNELS), default="hbm", show_default=True)
+@click.option("--png", type=click.Path(path_type=Path), help="Draw the roofline to this file (.png or .svg).")
+@json_option
+def command(product: str, dims: str, on: str, channel: Channel, png: Path | None, as_json: bool) -> None:
+    """Intensity, both bounds and what binds for a PRODUCT such as "bf16[B,D] * int8[D,F] -> bf16[B,F]"."""
+    lhs, rhs, out = (Operand(a.dims, _dtype(a)) for a in parse_einsum(product))
+    sizes, unit = parse_dims(dims), chip(on)
+    dtype = compute_dtype(unit, lhs.dtype, rhs.dtype)
+    work = einsum_work((lhs, rhs), out, sizes)
+    line = chip_roofline(work, unit, dtype=dtype, channel=channel)
+    batch_dim = next((d for d in lhs.dims if d not in rhs.dims), lhs.dims[0])
+    critical = critical_size(
+        (lhs, rhs), out, sizes, dim=batch_dim, peak_flops=line.peak_flops, bytes_per_s=line.bytes_per_s
+    )
+    result = _result(line, dtype, batch_dim, critical)
+    if png:
+        result["png"] = str(_draw(png, product, unit, line))
+    if as_json:
+        emit_json(result)
+    else:
+        _print(product, unit, result)
+
+
+def _dtype(array: ShardedArray) -> str:
+    if array.spread or array.unreduced:
+        raise InputError(f"{array} is sharded; roofline is for one chip. Use meshwright shard for a mesh.")
+    return array.dtype or "bf16"
+
+
+def _result(line: Roofline, dtype: str, batch_dim: str, critical: float) -> dict[str, Any]:
+    return {
+        "flops": line.work.flops,
+        "bytes": line.work.num_bytes,
+        "intensity": line.work.intensity,
+        "critical_intensity": line.critical_intensity,
+        "compute_dtype": dtype,
+        "peak_flops": line.peak_flops,
+        "bytes_per_s": line.bytes_per_s,
+        "channel": line.channel,
+        "math_s": line.math_s,
+        "transfer_s": line.transfer_s,
+        "time_s_lower": line.lower_s,
+        "time_s_upper": line.upper_s,
+        "bound_by": line.bound_by,
+        "critical_dim": batch_dim,
+        "critical_batch": critical,
+        "flops_per_s": line.reached_flops_per_s,
+    }
+
+
+def _print(product: str, unit: Chip, r: dict[str, Any]) -> None:
+    channel, dim = r["channel"], r["critical_dim"]
+    batch = r["critical_batch"]
+    rows = [
+        ["compute", format_flops(r["flops"], unit="FLOP"), format_flops(r["peak_flops"]), format_seconds(r["math_s"])],
+        [channel, format_bytes(r["bytes"]), f"{format_bytes(r['bytes_per_s'])}/s", format_seconds(r["transfer_s"])],
+    ]
+    print_table(["", "amount", f"{unit.name} rate", "time"], rows, f"{product} on {unit.name} in {r['compute_dtype']}")
+    click.echo(f"intensity       {r['intensity']:.4g} FLOPs/byte (critical {r['critical_intensity']:.4g})")
+    click.echo(f"bound by        {r['bound_by']}")
+    click.echo(f"time            {format_seconds(r['time_s_lower'])} with perfect overlap, "
+               f"{format_seconds(r['time_s_upper'])} with none")  # fmt: skip
+    reach = f"{dim} > {batch:.1f}" if batch != float("inf") else f"never, whatever {dim}"
+    click.echo(f"compute-bound   {reach} (every byte counted)")
+
+
+def _draw(path: Path, product: str, unit: Chip, line: Roofline) -> Path:
+    from meshwright.report.figure import save
+    from meshwright.report.roofline import RooflinePoint, roofline_figure
+
+    links = {}
+    for name in ("hbm", "vmem"):
+        try:
+            links[name.upper()] = channel_rate(unit, name)
+        except InputError:
+            continue
+    links.setdefault(line.channel.upper(), line.bytes_per_s)
+    point = RooflinePoint(label=product, intensity=line.work.intensity, flops_per_s=line.reached_flops_per_s)
+    spec = roofline_figure(
+        peak_flops_per_s=line.peak_flops, link_bytes_per_s=links, points=[point], title=f"Roofline of {unit.name}"
+    )
+    written = save(spec, path)
+    say(f"wrote {written}")
+    return written

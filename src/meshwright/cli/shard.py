@@ -1,0 +1,252 @@
+"""`meshwright shard`: the steps of one sharded product, their cost, their proof on devices, their picture."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from meshwright.algebra.blocks import holders
+from meshwright.algebra.einsum import einsum_steps
+from meshwright.algebra.notation import (
+    ShardedArray,
+    bytes_per_device,
+    bytes_total,
+    check,
+    local_shape,
+    parse_dims,
+    parse_einsum,
+    parse_mesh,
+)
+from meshwright.algebra.steps import BOOK_NAMES, Step
+from meshwright.algebra.ways import all_ways
+from meshwright.cli.output import emit_json, json_option, or_dash, print_table, say
+from meshwright.core.dims import DTYPE_BYTES
+from meshwright.core.errors import InputError
+from meshwright.core.units import format_bytes, format_flops, format_seconds
+from meshwright.cost.einsum_cost import EinsumRates, StepPrice, einsum_rates, price_einsum
+from meshwright.spec.calibration import load_calibration
+from meshwright.spec.cluster import parse_cluster
+
+Trio = tuple[ShardedArray, ShardedArray, ShardedArray]
+MAX_RUN_DEVICES = 64
+MAX_RELATIVE_ERROR = 1e-5
+"""Of float32 products against float64 ones, relative to the largest entry."""
+
+
+@click.command()
+@click.argument("product")
+@click.option("--mesh", "mesh_text", required=True, help="Mesh axes, major to minor, such as X=4,Y=2.")
+@click.option("--dims", "dims_text", required=True, help="Sizes, such as B=1024,D=4096,F=16384.")
+@click.option("--on", "on", help="A cluster to price the steps on, such as v5e:4x4.")
+@click.option("--calibration", type=click.Path(path_type=Path), help="Measured rates of that cluster (TOML).")
+@click.option("--all", "every", is_flag=True, help="Every way of doing it, cheapest first.")
+@click.option("--run", "execute", is_flag=True, help="Execute on emulated devices and check the numbers.")
+@click.option("--png", type=click.Path(path_type=Path), help="Draw who holds which block (.png or .svg).")
+@json_option
+def command(
+    product: str,
+    mesh_text: str,
+    dims_text: str,
+    on: str | None,
+    calibration: Path | None,
+    every: bool,
+    execute: bool,
+    png: Path | None,
+    as_json: bool,
+) -> None:
+    """Collectives, bytes and times of a PRODUCT such as "In[B_X,D_Y] * Win[D_X,F_Y] -> Tmp[B_X,F_Y]"."""
+    arrays = _typed(parse_einsum(product))
+    mesh, dims = parse_mesh(mesh_text), parse_dims(dims_text)
+    for array in arrays:
+        check(array, dims, mesh)
+    measured = load_calibration(calibration) if calibration else None
+    rates = einsum_rates(parse_cluster(on), mesh, calibration=measured) if on else None
+    steps = einsum_steps(*arrays)
+    result = _result(arrays, steps, dims, mesh, rates)
+    if every:
+        result["ways"] = _ways(arrays, dims, mesh, rates)
+    if execute:
+        chosen = [w.steps for w in all_ways(*arrays)] if every else [steps]
+        runs = [_run(arrays, way, dims, mesh) for way in chosen]
+        result["run"] = {
+            "devices": runs[0]["devices"],
+            "ways": len(runs),
+            "largest_error": max(r["largest_error"] for r in runs),
+            "largest_error_numpy": max(r["in_numpy"] for r in runs),
+            "equal": all(r["equal"] for r in runs),
+        }
+    if png:
+        result["png"] = str(_draw(png, product, [*arrays[:2], steps[-1].result], dims, mesh))
+    if as_json:
+        emit_json(result)
+    else:
+        _print(product, result, on)
+
+
+def _typed(arrays: Trio) -> Trio:
+    lhs, rhs, out = (a if a.dtype else a.replace(dtype="bf16") for a in arrays)
+    return lhs, rhs, out
+
+
+def _step_row(step: Step, price: StepPrice) -> dict[str, Any]:
+    return {
+        "op": step.op,
+        "array": str(step.inputs[0]) if len(step.inputs) == 1 else " * ".join(map(str, step.inputs)),
+        "result": str(step.result),
+        "axis": "".join(step.axes) if all(len(a) == 1 for a in step.axes) else ",".join(step.axes),
+        "bytes": price.num_bytes,
+        "time_s": price.time_s,
+        "critical": step.is_collective,
+    }
+
+
+def _result(
+    arrays: Trio, steps: Sequence[Step], dims: dict[str, int], mesh: dict[str, int], rates: EinsumRates | None
+) -> dict[str, Any]:
+    prices = price_einsum(steps, dims, mesh, rates)
+    return {
+        "steps": [_step_row(s, p) for s, p in zip(steps, prices, strict=True)],
+        "local_shapes": {a.name: list(local_shape(a, dims, mesh)) for a in arrays},
+        "bytes_per_device": {
+            a.name: bytes_per_device(a, dims, mesh, element_bytes=DTYPE_BYTES[a.dtype]) for a in arrays
+        },
+        "bytes_total": {a.name: bytes_total(a, dims, mesh, element_bytes=DTYPE_BYTES[a.dtype]) for a in arrays},
+        "flops_per_device": sum(p.flops for p in prices),
+        "time_s": _total(prices),
+        "placement": rates.placement if rates else None,
+    }
+
+
+def _total(prices: Sequence[StepPrice]) -> float | None:
+    times = [p.time_s for p in prices]
+    return None if any(t is None for t in times) else sum(t for t in times if t is not None)
+
+
+def _ways(arrays: Trio, dims: dict[str, int], mesh: dict[str, int], rates: EinsumRates | None) -> list[dict[str, Any]]:
+    rows = []
+    for way in all_ways(*arrays):
+        prices = price_einsum(way.steps, dims, mesh, rates)
+        moved = sum(p.num_bytes for s, p in zip(way.steps, prices, strict=True) if s.is_collective)
+        rows.append(
+            {
+                "way": way.name,
+                "steps": [str(s) for s in way.steps],
+                "bytes": moved,
+                "flops_per_device": sum(p.flops for p in prices),
+                "time_s": _total(prices),
+            }
+        )
+    return sorted(rows, key=lambda r: (r["time_s"] if r["time_s"] is not None else 0, r["bytes"]))
+
+
+def _run(arrays: Trio, steps: Sequence[Step], dims: dict[str, int], mesh: dict[str, int]) -> dict[str, Any]:
+    """Run the steps on emulated devices, in float32, against NumPy's product of whole arrays."""
+    import numpy as np
+
+    from meshwright.algebra.blocks import execute, join, num_devices, split
+    from meshwright.parallel.mesh import emulate_devices
+    from meshwright.parallel.run_steps import run_steps
+
+    if num_devices(mesh) > MAX_RUN_DEVICES:
+        raise InputError(f"--run emulates at most {MAX_RUN_DEVICES} devices; the mesh has {num_devices(mesh)}.")
+    emulate_devices(num_devices(mesh))
+    rng = np.random.default_rng(0)
+    values = {a: rng.standard_normal([dims[d] for d in a.dims], np.float32) for a in arrays[:2]}
+    letters = {d: chr(ord("a") + i) for i, d in enumerate(dict.fromkeys((*arrays[0].dims, *arrays[1].dims)))}
+    left, right, out = ("".join(letters[d] for d in a.dims) for a in arrays)
+    expected = np.einsum(f"{left},{right}->{out}", *(v.astype(np.float64) for v in values.values()), optimize=True)
+    found = run_steps(steps, values, mesh)
+    blocks = execute(steps, {a: split(v, a, mesh) for a, v in values.items()}, mesh)[steps[-1].result]
+    in_numpy = join(blocks, steps[-1].result, mesh, rel_tol=1e-4)
+    scale = float(np.max(np.abs(expected)))
+    errors = [float(np.max(np.abs(x - expected))) / scale for x in (found, in_numpy)]
+    return {
+        "devices": num_devices(mesh),
+        "largest_error": errors[0],
+        "in_numpy": errors[1],
+        "equal": max(errors) < 1e-5,
+    }
+
+
+def _draw(path: Path, product: str, arrays: Sequence[ShardedArray], dims: dict[str, int], mesh: dict[str, int]) -> Path:
+    from meshwright.report.figure import save
+    from meshwright.report.sharding import sharding_figure
+
+    panels = [panel(a, dims, mesh) for a in arrays]
+    axes = ", ".join(f"{a}={n}" for a, n in mesh.items())
+    written = save(
+        sharding_figure(panels, title=product, subtitle=f"Mesh {axes}: each block carries its devices."), path
+    )
+    say(f"wrote {written}")
+    return written
+
+
+def panel(array: ShardedArray, dims: dict[str, int], mesh: dict[str, int]) -> Any:
+    """The blocks of an array for the picture: its last dim to the right, all others flattened downwards."""
+    from meshwright.report.sharding import ShardingPanel
+
+    held = holders(array, mesh)
+    rows = sorted({index[:-1] for index in held})
+    cols = sorted({index[-1:] for index in held})
+    shape = local_shape(array, dims, mesh)
+    return ShardingPanel(
+        title=str(array),
+        cells=tuple(tuple(tuple(held[r + c]) for c in cols) for r in rows),
+        row_labels=tuple(",".join(map(str, r)) for r in rows),
+        col_labels=tuple(str(c[0]) if c else "" for c in cols),
+        row_title=", ".join(array.dims[:-1]),
+        col_title=array.dims[-1] if array.dims else "",
+        note=f"{' x '.join(map(str, shape))} on each device",
+    )
+
+
+def _print(product: str, result: dict[str, Any], on: str | None) -> None:
+    rows = [
+        [
+            BOOK_NAMES.get(r["op"], "multiply"),
+            r["axis"],
+            r["result"],
+            format_bytes(r["bytes"]),
+            or_dash(r["time_s"], format_seconds),
+        ]
+        for r in result["steps"]
+    ]
+    print_table(["step", "axis", "result", "bytes", "time"], rows, f"{product}{f' on {on}' if on else ''}")
+    shapes = [
+        [name, " x ".join(map(str, shape)), format_bytes(result["bytes_per_device"][name]),
+         format_bytes(result["bytes_total"][name])]
+        for name, shape in result["local_shapes"].items()
+    ]  # fmt: skip
+    print_table(["array", "block of a device", "bytes", "in all"], shapes)
+    click.echo(f"FLOPs per device {format_flops(result['flops_per_device'], unit='FLOP')}")
+    if result["time_s"] is not None:
+        where = ", ".join(f"{axis} = {place}" for axis, place in result["placement"].items())
+        click.echo(f"time             {format_seconds(result['time_s'])}, one step after the other ({where})")
+    else:
+        click.echo("time             not known: name a cluster with --on")
+    _print_ways(result)
+    if "run" in result:
+        run = result["run"]
+        verdict = "equal to" if run["equal"] else "DIFFERENT from"
+        ways = f"all {run['ways']} ways" if run["ways"] > 1 else "steps"
+        click.echo(
+            f"run              {ways} on {run['devices']} emulated devices {verdict} the unsharded product: "
+            f"largest error {run['largest_error']:.1e} of the largest entry"
+        )
+
+
+def _print_ways(result: dict[str, Any]) -> None:
+    if "ways" not in result:
+        return
+    rows = [
+        [
+            w["way"],
+            format_bytes(w["bytes"]),
+            format_flops(w["flops_per_device"], unit="FLOP"),
+            or_dash(w["time_s"], format_seconds),
+        ]
+        for w in result["ways"]
+    ]
+    click.echo()
+    print_table(["way, cheapest first", "bytes moved", "FLOPs", "time"], rows)

@@ -1,0 +1,1 @@
+"""Measurements of the machine at hand, as a calibration that plans use."""

@@ -1,0 +1,1 @@
+"""Which strategies can run, which is best, and why."""

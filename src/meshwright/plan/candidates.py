@@ -1,0 +1,189 @@
+"""The candidates of a search as arrays: meshes, batches and microbatches whose sizes divide; parts of a cluster."""
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from meshwright.algebra.derive import Derived, derive
+from meshwright.algebra.notation import product
+from meshwright.algebra.transformer import transformer
+from meshwright.core.dims import MESH_AXES
+from meshwright.cost.memory import total_bytes, training_memory
+from meshwright.cost.ops import OpSizes
+from meshwright.cost.step_costs import op_sizes
+from meshwright.cost.step_rates import attention_scores
+from meshwright.plan.legal import Facts, Rule, divisors, legal_axis_sizes, mask, size_rules, splits
+from meshwright.spec.calibration import Calibration
+from meshwright.spec.cluster import Cluster, make_cluster
+from meshwright.spec.model import Model
+from meshwright.spec.strategy import REMAT_POLICIES, Strategy
+
+Rows = np.ndarray
+"""Whole numbers, one row per candidate: data, fsdp, context, tensor, sequences of the batch."""
+
+Remat = str | tuple[str, ...]
+
+
+class Space(msgspec.Struct, frozen=True, kw_only=True):
+    """What is searched: everything but the mesh, the placement, microbatches and remat that are left open.
+
+    ``fixed`` are mesh axes whose size is given; ``remats`` and ``num_microbatches`` are what may be chosen
+    (None: any number that divides). ``template`` carries the other choices of the strategy.
+    """
+
+    model: Model
+    seq_len: int
+    template: Strategy
+    remats: tuple[Remat, ...] = REMAT_POLICIES
+    num_microbatches: int | None = None
+    fixed: dict[str, int] = {}
+    calibration: Calibration | None = None
+
+    def derived(self) -> dict[Remat, Derived]:
+        """The symbolic steps of every remat policy that may be chosen."""
+        program = transformer(self.model)
+        return {
+            remat: derive(program, msgspec.structs.replace(self.template, remat=remat), symbolic=True)
+            for remat in self.remats
+        }
+
+    def dims(self, batch_seqs: int) -> dict[str, int]:
+        """Sizes of all dims, B of the whole batch."""
+        return self.model.dims | {"B": batch_seqs, "T": self.seq_len}
+
+
+def legal_rows(space: Space, rules: Sequence[Rule], batches: Iterable[int], *, num_chips: int | None = None) -> Rows:
+    """Every mesh whose sizes divide, for every batch; on exactly ``num_chips`` where that is given.
+
+    Without it, meshes of any number of chips that the work itself can be divided into.
+    """
+    batches = tuple(batches)
+    axes = [(space.fixed[axis],) if axis in space.fixed else None for axis in MESH_AXES]
+    if num_chips is not None:
+        meshes = np.array(list(_factorings(num_chips, axes)), dtype=np.int64).reshape(-1, len(axes))
+        rows = np.concatenate([_with_batch(meshes, batch) for batch in batches])
+    else:
+        rows = np.concatenate([_with_batch(_grid(space, axes, batch), batch) for batch in batches])
+    facts = _row_facts(space, rows, num_chips)
+    kept = [rule for rule in rules if num_chips is not None or rule.name != "devices"]
+    return rows[np.broadcast_to(mask(kept, facts), len(rows))]
+
+
+def _factorings(number: int, axes: Sequence[tuple[int, ...] | None]) -> Iterable[tuple[int, ...]]:
+    """All ways to write a number as an ordered product, some factors given."""
+    options = axes[0] or divisors(number)
+    if len(axes) == 1:
+        if number in options:
+            yield (number,)
+        return
+    for first in options:
+        if number % first == 0:
+            for rest in _factorings(number // first, axes[1:]):
+                yield (first, *rest)
+
+
+def _grid(space: Space, axes: Sequence[tuple[int, ...] | None], batch: int) -> np.ndarray:
+    """Every combination of axis sizes that divide the dims they split."""
+    found = _space_splits(space)
+    sizes = [
+        given or legal_axis_sizes(found, axis, space.dims(batch)) for axis, given in zip(MESH_AXES, axes, strict=True)
+    ]
+    return np.array(list(itertools.product(*sizes)), dtype=np.int64)
+
+
+def _space_splits(space: Space) -> tuple[Split, ...]:
+    template = msgspec.structs.replace(space.template, remat=space.remats[0])
+    return splits(derive(transformer(space.model), template, symbolic=True))
+
+
+def _with_batch(meshes: np.ndarray, batch: int) -> Rows:
+    return np.column_stack([meshes, np.full(len(meshes), batch, dtype=np.int64)])
+
+
+def _mesh(rows: Rows) -> dict[str, np.ndarray]:
+    return {axis: rows[:, number] for number, axis in enumerate(MESH_AXES)}
+
+
+def _row_facts(space: Space, rows: Rows, num_chips: int | None) -> Facts:
+    return Facts(
+        model=space.model.name,
+        cluster="",
+        num_chips=num_chips or 0,
+        mesh=_mesh(rows),
+        dims=space.dims(1) | {"B": rows[:, 4]},
+        num_microbatches=space.num_microbatches or 1,
+        state=space.template.state,
+    )
+
+
+def with_microbatches(space: Space, rows: Rows) -> tuple[Rows, np.ndarray]:
+    """Every row with each number of microbatches that leaves whole sequences to every data shard."""
+    if space.num_microbatches is not None:
+        return rows, np.full(len(rows), space.num_microbatches, dtype=np.int64)
+    local = rows[:, 4] // (rows[:, 0] * rows[:, 1])
+    local_seqs = local.tolist()
+    choices = {size: divisors(size) for size in set(local_seqs)}
+    repeats = [len(choices[size]) for size in local_seqs]
+    counts = [count for size in local_seqs for count in choices[size]]
+    return np.repeat(rows, repeats, axis=0), np.array(counts, dtype=np.int64)
+
+
+def candidate_sizes(space: Space, cluster: Cluster, rows: Rows, counts: np.ndarray) -> OpSizes:
+    return op_sizes(
+        space.model,
+        seq_len=space.seq_len,
+        microbatch_seqs=rows[:, 4] / counts,
+        mesh={axis: sizes.astype(float) for axis, sizes in _mesh(rows).items()},
+        state=space.template.state,
+        scores=attention_scores(cluster),
+    )
+
+
+def legal_chip_counts(space: Space, batch: int, *, most: int | None = None) -> tuple[int, ...]:
+    """Numbers of chips that some mesh divides the work into, largest first, up to ``most``."""
+    rules = size_rules(next(iter(space.derived().values())))
+    rows = legal_rows(space, rules, (batch,))
+    counts = sorted(set(product(_mesh(rows).values()).tolist()), reverse=True)
+    return tuple(count for count in counts if most is None or count <= most)
+
+
+def parts_of(cluster: Cluster, num_chips: int) -> tuple[Cluster, ...]:
+    """Clusters of exactly that many chips inside a cluster: sub-tori, fewer nodes, fewer slices.
+
+    Those with more closed rings first, then the more compact ones.
+    """
+    found = []
+    for num_slices in range(1, cluster.num_slices + 1):
+        for shape in _boxes(cluster.shape, num_chips / num_slices):
+            part = make_cluster(cluster.chip, shape, num_slices=num_slices)
+            found.append((-num_slices, -sum(part.wraps), max(shape), shape, part))
+    return tuple(part for *_, part in sorted(found, key=lambda one: one[:4]))
+
+
+def _boxes(shape: Sequence[int], volume: float) -> list[tuple[int, ...]]:
+    """Shapes of that volume that fit inside a shape."""
+    if volume != int(volume):
+        return []
+    if not shape:
+        return [()] if volume == 1 else []
+    return [
+        (size, *rest)
+        for size in divisors(int(volume))
+        if size <= shape[0]
+        for rest in _boxes(shape[1:], volume // size)
+    ]
+
+
+def memory_of_any_mesh(space: Space, cluster: Cluster, batch: int) -> Mapping[int, float]:
+    """Number of chips -> the least memory per chip of any legal strategy on so many chips."""
+    derived = space.derived()
+    rows = legal_rows(space, size_rules(next(iter(derived.values()))), (batch,))
+    rows, counts = with_microbatches(space, rows)
+    sizes = candidate_sizes(space, cluster, rows, counts)
+    needs = [total_bytes(training_memory(steps, sizes, num_microbatches=counts)) for steps in derived.values()]
+    need = np.min([np.broadcast_to(one, len(rows)) for one in needs], axis=0)
+    chips: Any = product(_mesh(rows).values())
+    return {count: float(need[chips == count].min()) for count in sorted(set(chips.tolist()))}

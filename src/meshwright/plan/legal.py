@@ -1,0 +1,296 @@
+"""What a strategy must satisfy to run: each rule is a mask over many strategies and a sentence about one.
+
+The rules on sizes are read off the derived steps: every dim that some array splits must divide by the axes that
+split it. The search and the messages use the same rows.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from meshwright.algebra.derive import Derived, derive
+from meshwright.algebra.notation import product
+from meshwright.algebra.transformer import transformer
+from meshwright.core.errors import CannotRunError, nearest
+from meshwright.core.units import format_bytes
+from meshwright.cost.memory import memory_limit, total_bytes, training_memory
+from meshwright.cost.network import place_axes
+from meshwright.cost.step_costs import strategy_sizes
+from meshwright.cost.step_rates import attention_scores
+from meshwright.spec.calibration import Calibration
+from meshwright.spec.cluster import Cluster
+from meshwright.spec.job import Job
+from meshwright.spec.model import Model
+from meshwright.spec.strategy import REMAT_POLICIES, WIDTH, Strategy
+
+Number = Any
+"""An int or float, or a NumPy array with one entry per candidate."""
+
+NOUNS: dict[str, str] = {
+    "B": "sequences",
+    "T": "positions",
+    "D": "model width",
+    "F": "feed-forward width",
+    "N": "query heads",
+    "K": "kv heads",
+    "V": "vocabulary",
+}
+
+MAX_LISTED = 16
+
+
+class Facts(msgspec.Struct, frozen=True, kw_only=True):
+    """What the rules look at; sizes may be arrays. ``dims`` has B for the whole batch, in sequences."""
+
+    model: str
+    cluster: str
+    num_chips: int
+    mesh: Mapping[str, Number]
+    dims: Mapping[str, Number]
+    num_microbatches: Number = 1
+    state: str = "bf16-adam"
+    num_placements: Number = 1
+    memory: Mapping[str, Number] = {}
+    hbm_limit_bytes: float = math.inf
+
+    @property
+    def hbm_bytes(self) -> Number:
+        """Bytes needed per chip."""
+        return sum(self.memory.values())
+
+
+class Rule(msgspec.Struct, frozen=True):
+    """A named condition. ``holds`` takes sizes or arrays of them; ``message`` explains one that does not hold."""
+
+    name: str
+    holds: Callable[[Facts], Any]
+    message: Callable[[Facts], str]
+
+
+class Refusal(msgspec.Struct, frozen=True, kw_only=True):
+    """Why a strategy cannot run, and what would."""
+
+    rule: str
+    message: str
+
+
+Split = tuple[str, tuple[str, ...]]
+"""A dim and the mesh axes that split it somewhere in the program."""
+
+
+def splits(derived: Derived) -> tuple[Split, ...]:
+    """Every dim with the axes that split it in some array; those contained in a larger split are left out."""
+    found: dict[Split, None] = {}
+    for step, _ in derived.steps():
+        for array in (*step.inputs, step.result, *step.more):
+            for dim, axes in zip(array.dims, array.axes, strict=True):
+                if axes:
+                    found[dim, axes] = None
+    return tuple(
+        (dim, axes) for dim, axes in found if not any(dim == other and set(axes) < set(wider) for other, wider in found)
+    )
+
+
+def size_rules(derived: Derived) -> tuple[Rule, ...]:
+    """The rules that need nothing but sizes: every split is even, and all chips are used."""
+    found = splits(derived)
+    rules = [Rule("devices", lambda f: product(f.mesh.values()) == f.num_chips, _devices_message)]
+    rules += [Rule("state", lambda f: f.state in WIDTH, _state_message)]
+    rules += [_split_rule(dim, axes, found) for dim, axes in found]
+    return tuple(rules)
+
+
+def _split_rule(dim: str, axes: tuple[str, ...], every: Sequence[Split]) -> Rule:
+    if dim == "B":
+        return Rule("sequences", lambda f: _divides(_ways(f, axes) * f.num_microbatches, f.dims["B"]), _batch_of(axes))
+    name = f"{'*'.join(axes)} | {dim}"
+    return Rule(name, lambda f: _divides(_ways(f, axes), f.dims[dim]), _split_of(dim, axes, every))
+
+
+PLACEMENT_RULE = Rule("placement", lambda f: f.num_placements > 0, lambda f: _placement_message(f))
+MEMORY_RULE = Rule("memory", lambda f: f.hbm_bytes <= f.hbm_limit_bytes, lambda f: _memory_message(f))
+
+
+def legal(
+    model: Model, cluster: Cluster, job: Job, strategy: Strategy, *, calibration: Calibration | None = None
+) -> tuple[Refusal, ...]:
+    """Every reason why a strategy cannot run, in words; () when it can.
+
+    Placement and memory are looked at only when the sizes divide. Raises InputError for an assignment that
+    cannot be derived at all.
+    """
+    derived = derive(transformer(model), strategy)
+    facts = _facts(model, cluster, job, strategy)
+    refused = check_rules(size_rules(derived), facts)
+    if not refused:
+        placements = place_axes(cluster, strategy.mesh)
+        limit = memory_limit(cluster, calibration)
+        sizes = strategy_sizes(model, job, strategy, scores=attention_scores(cluster))
+        memory = training_memory(derived, sizes, num_microbatches=strategy.num_microbatches)
+        facts = msgspec.structs.replace(facts, num_placements=len(placements), memory=memory, hbm_limit_bytes=limit)
+        refused = check_rules((PLACEMENT_RULE, MEMORY_RULE), facts)
+    return tuple(_with_remedy(r, model, cluster, job, strategy, facts) for r in refused)
+
+
+def require_legal(
+    model: Model, cluster: Cluster, job: Job, strategy: Strategy, *, calibration: Calibration | None = None
+) -> None:
+    """Raise CannotRunError with the first reason unless the strategy can run."""
+    for refusal in legal(model, cluster, job, strategy, calibration=calibration):
+        raise CannotRunError(refusal.message)
+
+
+def check_rules(rules: Iterable[Rule], facts: Facts) -> tuple[Refusal, ...]:
+    """The refusals of one strategy."""
+    return tuple(Refusal(rule=rule.name, message=rule.message(facts)) for rule in rules if not rule.holds(facts))
+
+
+def mask(rules: Iterable[Rule], facts: Facts) -> Any:
+    """Which of many strategies satisfy all rules."""
+    result: Any = True
+    for rule in rules:
+        result = result & np.asarray(rule.holds(facts))
+    return result
+
+
+def divisors(number: int) -> tuple[int, ...]:
+    """All divisors, in order."""
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return tuple(sorted({*small, *(number // d for d in small)}))
+
+
+def legal_axis_sizes(found: Sequence[Split], axis: str, dims: Mapping[str, int]) -> tuple[int, ...]:
+    """Sizes of one axis, the others 1, that divide every dim it splits; only 1 for an axis that splits nothing."""
+    sizes = [dims[dim] for dim, axes in found if axis in axes]
+    return divisors(math.gcd(*sizes)) if sizes else (1,)
+
+
+# -- the sentences --------------------------------------------------------------------------------------
+
+
+def _facts(model: Model, cluster: Cluster, job: Job, strategy: Strategy) -> Facts:
+    return Facts(
+        model=model.name,
+        cluster=cluster.short_name,
+        num_chips=cluster.num_chips,
+        mesh=strategy.mesh,
+        dims=model.dims | {"B": job.batch_seqs, "T": job.seq_len},
+        num_microbatches=strategy.num_microbatches,
+        state=strategy.state,
+    )
+
+
+def _ways(facts: Facts, axes: Iterable[str]) -> Number:
+    return product(facts.mesh[axis] for axis in axes)
+
+
+def _divides(ways: Number, size: Number) -> Any:
+    return size % ways == 0
+
+
+def _named(facts: Facts, axes: Iterable[str]) -> str:
+    """``tensor=16``, or ``data=35 x fsdp=64 = 2240``; axes of size 1 are left out where others remain."""
+    chosen = [axis for axis in axes if facts.mesh[axis] > 1] or list(axes)
+    text = " x ".join(f"{axis}={facts.mesh[axis]}" for axis in chosen)
+    return f"{text} = {_ways(facts, chosen)}" if len(chosen) > 1 else text
+
+
+def _choices(values: Sequence[int], wanted: int) -> str:
+    """``{1, 2, 4, 8}``, or the nearest of a long list."""
+    if len(values) <= MAX_LISTED:
+        return "{" + ", ".join(map(str, values)) + "}"
+    below = max((v for v in values if v < wanted), default=values[0])
+    above = min((v for v in values if v > wanted), default=values[-1])
+    return f"{{..., {below}, {above}, ...}}" if below != above else f"{{..., {below}}}"
+
+
+def _split_of(dim: str, axes: tuple[str, ...], every: Sequence[Split]) -> Callable[[Facts], str]:
+    def message(facts: Facts) -> str:
+        size = facts.dims[dim]
+        chosen = [axis for axis in axes if facts.mesh[axis] > 1]
+        if len(chosen) == 1:
+            values = legal_axis_sizes(every, chosen[0], facts.dims)
+        else:
+            values = divisors(size)
+        what = "*".join(chosen)
+        return (
+            f"{_named(facts, axes)} does not divide {dim}={size} {NOUNS.get(dim, '')} of {facts.model}. "
+            f"Use {what} in {_choices(values, int(_ways(facts, axes)))}."
+        )
+
+    return message
+
+
+def _batch_of(axes: tuple[str, ...]) -> Callable[[Facts], str]:
+    def message(facts: Facts) -> str:
+        size, ways = facts.dims["B"], int(_ways(facts, axes))
+        if size % ways == 0:
+            values = divisors(size // ways)
+            return (
+                f"num_microbatches={facts.num_microbatches} does not divide the {size // ways} sequences that each "
+                f"of {ways} data shards has of {size}. Use num_microbatches in "
+                f"{_choices(values, facts.num_microbatches)}."
+            )
+        near = max(1, round(size / ways)) * ways
+        what = "*".join(axes)
+        return (
+            f"{_named(facts, axes)} does not divide the batch of {size} sequences. "
+            f"Use {what} in {_choices(divisors(size), ways)}, or a batch of {near} sequences."
+        )
+
+    return message
+
+
+def _devices_message(facts: Facts) -> str:
+    have = int(product(facts.mesh.values()))
+    return (
+        f"mesh {_named(facts, facts.mesh)} uses {have} devices and {facts.cluster} has {facts.num_chips}. "
+        f"Make the product of the axes {facts.num_chips}, or name a cluster of {have}."
+    )
+
+
+def _state_message(facts: Facts) -> str:
+    return (
+        f"training state {facts.state!r} is counted but does not run in this version."
+        f"{nearest(facts.state, WIDTH)} Use {' or '.join(WIDTH)}."
+    )
+
+
+def _placement_message(facts: Facts) -> str:
+    return (
+        f"mesh {_named(facts, facts.mesh)} cannot be laid on {facts.cluster}: every mesh axis must be made of whole "
+        f"factors of its physical axes. Use axis sizes that multiply to each of them."
+    )
+
+
+def _memory_message(facts: Facts) -> str:
+    largest = sorted(facts.memory.items(), key=lambda item: -item[1])[:3]
+    items = ", ".join(f"{name} {format_bytes(float(size))}" for name, size in largest)
+    return (
+        f"{facts.model} on mesh {_named(facts, facts.mesh)} needs {format_bytes(float(facts.hbm_bytes))} per chip and "
+        f"a chip of {facts.cluster} has {format_bytes(facts.hbm_limit_bytes)} ({items})."
+    )
+
+
+def _with_remedy(
+    refusal: Refusal, model: Model, cluster: Cluster, job: Job, strategy: Strategy, facts: Facts
+) -> Refusal:
+    """A memory refusal with the least change of remat and microbatches that fits."""
+    if refusal.rule != MEMORY_RULE.name:
+        return refusal
+    shards = int(product(strategy.mesh.get(axis, 1) for axis in ("data", "fsdp")))
+    program, scores = transformer(model), attention_scores(cluster)
+    changed = {remat: msgspec.structs.replace(strategy, remat=remat) for remat in REMAT_POLICIES}
+    derived = {remat: derive(program, other) for remat, other in changed.items()}
+    for count in divisors(max(1, job.batch_seqs // shards)):
+        for remat, other in changed.items():
+            sizes = strategy_sizes(model, job, msgspec.structs.replace(other, num_microbatches=count), scores=scores)
+            need = float(total_bytes(training_memory(derived[remat], sizes, num_microbatches=count)))
+            if need <= facts.hbm_limit_bytes:
+                advice = f"Use remat={remat} with num_microbatches={count} ({format_bytes(need)})."
+                return msgspec.structs.replace(refusal, message=f"{refusal.message} {advice}")
+    advice = "No remat policy or number of microbatches makes it fit: use more chips, or larger fsdp and tensor axes."
+    return msgspec.structs.replace(refusal, message=f"{refusal.message} {advice}")

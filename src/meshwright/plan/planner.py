@@ -1,0 +1,219 @@
+"""The one call behind the `plan` verb: the best strategies of a job on a cluster, and what else would run."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from meshwright.core.dims import MESH_AXES
+from meshwright.core.errors import CannotRunError, InputError, nearest
+from meshwright.core.units import format_bytes, format_count
+from meshwright.cost.memory import memory_limit
+from meshwright.plan.candidates import Space, legal_chip_counts, memory_of_any_mesh, parts_of
+from meshwright.plan.legal import legal
+from meshwright.plan.result import PlanResult, planned
+from meshwright.plan.search import Found, Outcome, search
+from meshwright.spec.calibration import Calibration, datasheet_calibration
+from meshwright.spec.cluster import Cluster
+from meshwright.spec.job import Job
+from meshwright.spec.model import Model
+from meshwright.spec.strategy import REMAT_POLICIES, Strategy, make_mesh
+
+NEAREST_BATCH_SHARE = 0.25
+"""How far from the wanted batch, as a share, one that uses all chips is looked for."""
+
+MAX_PARTS = 20
+"""Sizes of smaller clusters that are tried before nothing is said to run."""
+
+FIELDS = ("remat", "num_microbatches", "state", "assignment", "slice_axes")
+"""Fields of the strategy that may be given beside the mesh; the placement follows from the search."""
+
+
+def plan(
+    model: Model,
+    cluster: Cluster,
+    job: Job,
+    *,
+    axes: Mapping[str, int] | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    top: int = 5,
+    calibration: Calibration | None = None,
+) -> PlanResult:
+    """The best strategies for a job on a cluster, each of which can be run as it stands.
+
+    ``axes`` fixes sizes of mesh axes, ``overrides`` fields of the strategy (``{"remat": "block"}``). Where no mesh
+    of all chips divides the work, the largest part of the cluster that does is planned, and the nearest batch
+    that uses all chips is given beside it. Raises CannotRunError, saying what would run, when nothing does.
+    """
+    if top < 1:
+        raise InputError(f"top={top} must be at least 1.")
+    space = _space(model, cluster, job, axes or {}, overrides or {}, calibration)
+    outcome = search(space, cluster, (job.batch_seqs,), top=top)
+    notes = _assumptions(space, cluster, calibration)
+    near = None
+    if not outcome.num_meshes:
+        if space.fixed:
+            _refuse_axes(space, cluster, job)
+        near = _nearest_batch(space, cluster, job)
+        outcome = _largest_part(space, cluster, job, top)
+        notes += _part_notes(cluster, job, outcome, near)
+    if not outcome.found:
+        raise CannotRunError(_nothing_fits(space, cluster, job, outcome))
+    return PlanResult(
+        model=model,
+        cluster=cluster,
+        job=job,
+        calibration=calibration or datasheet_calibration(cluster.chip),
+        strategies=tuple(planned(found, job) for found in outcome.found),
+        notes=notes,
+        nearest_batch=None if near is None else planned(near, job),
+    )
+
+
+# -- what is asked for ----------------------------------------------------------------------------------
+
+
+def _space(
+    model: Model,
+    cluster: Cluster,
+    job: Job,
+    axes: Mapping[str, int],
+    overrides: Mapping[str, Any],
+    calibration: Calibration | None,
+) -> Space:
+    """What is left open once the given axes and fields are fixed."""
+    make_mesh(axes)
+    for axis, size in axes.items():
+        if size < 1:
+            raise InputError(f"mesh axis {axis}={size} must be at least 1. Leave it out if it is not wanted.")
+    given = {name.removeprefix("strategy."): value for name, value in overrides.items()}
+    for name in given:
+        if name not in FIELDS:
+            raise InputError(f"strategy.{name} cannot be set here.{nearest(name, FIELDS)} Mesh axes go in axes.")
+    template = _template(cluster, given)
+    return Space(
+        model=model,
+        seq_len=job.seq_len,
+        template=template,
+        remats=(template.remat,) if "remat" in given else REMAT_POLICIES,
+        num_microbatches=template.num_microbatches if "num_microbatches" in given else None,
+        fixed=dict(axes),
+        calibration=calibration,
+    )
+
+
+def _template(cluster: Cluster, given: Mapping[str, Any]) -> Strategy:
+    """The strategy with the given fields, on one chip. CPUs train in float32 unless told otherwise."""
+    fields = {"state": "fp32" if cluster.kind == "host" else "bf16-adam", **given, "mesh": make_mesh({})}
+    try:
+        return msgspec.convert(fields, Strategy)
+    except msgspec.ValidationError as error:
+        where = str(error).replace("`$.", "`strategy.")
+        raise InputError(f"{where[:1].lower()}{where[1:].rstrip('.')}.") from None
+
+
+def _assumptions(space: Space, cluster: Cluster, calibration: Calibration | None) -> tuple[str, ...]:
+    """The named conventions behind the numbers."""
+    rates = (calibration or datasheet_calibration(cluster.chip)).describe()
+    notes = [f"times rest on {rates}", "MFU counts 6ND + 12 B T^2 N H L, no causal discount"]
+    if cluster.kind != "host":
+        notes.append("attention is priced as one fused kernel that keeps its scores on chip")
+    if math.isinf(memory_limit(cluster, calibration)):
+        notes.append(f"the memory of {cluster.short_name} is not known, so it was not compared")
+    notes.append(f"training state {space.template.state}")
+    return tuple(notes)
+
+
+# -- when the chips do not divide the work -------------------------------------------------------------
+
+
+def _largest_part(space: Space, cluster: Cluster, job: Job, top: int) -> Outcome:
+    """The plans of the most chips inside the cluster on which the job runs."""
+    last = Outcome(found=(), num_meshes=0, num_candidates=0, least_bytes=math.inf)
+    counts = legal_chip_counts(space, job.batch_seqs, most=cluster.num_chips)
+    tried = 0
+    for part in (part for count in counts for part in parts_of(cluster, count)[:1]):
+        outcome = search(space, part, (job.batch_seqs,), top=top)
+        if outcome.found:
+            return outcome
+        # fewer chips only need more memory on each, unless it was the placement that failed
+        if outcome.num_meshes:
+            last = outcome
+        tried += 1
+        if tried == MAX_PARTS:
+            break
+    return last
+
+
+def _nearest_batch(space: Space, cluster: Cluster, job: Job) -> Found | None:
+    """The best strategy per token on all chips, over batches within reach of the wanted one."""
+    reach = job.batch_seqs * NEAREST_BATCH_SHARE
+    batches = range(max(1, math.ceil(job.batch_seqs - reach)), math.floor(job.batch_seqs + reach) + 1)
+    found = search(space, cluster, batches, top=1).found
+    return found[0] if found else None
+
+
+def _part_notes(cluster: Cluster, job: Job, outcome: Outcome, near: Found | None) -> tuple[str, ...]:
+    notes = []
+    if outcome.found:
+        part = outcome.found[0].cluster
+        notes.append(
+            f"no mesh of all {cluster.num_chips} chips of {cluster.short_name} divides {job.batch_seqs} sequences of "
+            f"{job.seq_len}: planned on {part.short_name}, {part.num_chips} chips"
+        )
+    if near is not None:
+        axes = " x ".join(f"{axis} {size}" for axis, size in near.strategy.mesh.items() if size > 1)
+        tokens = format_count(near.batch_seqs * job.seq_len)
+        notes.append(
+            f"all {cluster.num_chips} chips run with {near.batch_seqs} sequences ({tokens} tokens) a step: {axes}"
+        )
+    return tuple(notes)
+
+
+def _refuse_axes(space: Space, cluster: Cluster, job: Job) -> None:
+    """Raise CannotRunError with the reason why no mesh has the given axes."""
+    total = math.prod(space.fixed.values())
+    named = " x ".join(f"{axis}={size}" for axis, size in space.fixed.items())
+    devices = f"{named} = {total} devices does" if len(space.fixed) > 1 else f"{named} does"
+    if cluster.num_chips % total or (total != cluster.num_chips and len(space.fixed) == len(MESH_AXES)):
+        raise CannotRunError(
+            f"{devices} not divide the {cluster.num_chips} chips of {cluster.short_name}. "
+            f"Use axes whose product divides {cluster.num_chips}."
+        )
+    alone = msgspec.structs.replace(space.template, mesh=make_mesh(space.fixed))
+    for refusal in legal(space.model, cluster, job, alone, calibration=space.calibration):
+        if refusal.rule not in ("devices", "placement", "memory"):
+            raise CannotRunError(refusal.message)
+    free = [axis for axis in MESH_AXES if axis not in space.fixed]
+    raise CannotRunError(
+        f"with {named} no sizes of {', '.join(free)} use the other factor {cluster.num_chips // total} of "
+        f"{cluster.short_name} and divide {job.batch_seqs} sequences of {job.seq_len} of {space.model.name}. "
+        f"Leave out an axis, or change the batch."
+    )
+
+
+def _nothing_fits(space: Space, cluster: Cluster, job: Job, outcome: Outcome) -> str:
+    """Why no strategy runs, and the fewest chips on which one would."""
+    what = f"{space.model.name} with {job.batch_seqs} sequences of {job.seq_len}"
+    if not outcome.num_meshes:
+        return (
+            f"{what} cannot be divided over {cluster.short_name}: no mesh of its chips, or of a part of them, divides "
+            f"the batch and the model. Change the batch or name another cluster."
+        )
+    if math.isinf(outcome.least_bytes):
+        return f"no mesh of {what} can be laid on {cluster.short_name}. Name another shape of the cluster."
+    limit = memory_limit(cluster, space.calibration)
+    policies: Sequence[Any] = space.remats
+    tried = "any remat policy" if len(policies) > 1 else f"remat={policies[0]}"
+    needs = memory_of_any_mesh(space, cluster, job.batch_seqs)
+    enough = min((count for count, need in needs.items() if need <= limit), default=None)
+    advice = (
+        f"At least {enough} chips would."
+        if enough is not None
+        else "No number of chips would: use shorter sequences, or leave mesh, remat and microbatches open."
+    )
+    return (
+        f"{what} does not fit {cluster.short_name}: the best mesh with {tried} needs {format_bytes(outcome.least_bytes)} "
+        f"per chip and a chip has {format_bytes(limit)}. {advice}"
+    )

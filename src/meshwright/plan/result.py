@@ -1,0 +1,121 @@
+"""What a plan returns: strategies that run with their predictions, as data, as JSON and as a plan file."""
+
+from typing import Any
+
+import msgspec
+
+from meshwright.cost.train_step import Estimate
+from meshwright.cost.training_budget import cost_usd, days
+from meshwright.plan.search import Found
+from meshwright.spec.calibration import Calibration
+from meshwright.spec.cluster import Cluster
+from meshwright.spec.job import Job
+from meshwright.spec.model import Model
+from meshwright.spec.plan_file import Plan, Predicted
+from meshwright.spec.strategy import Strategy
+
+
+class PlannedStrategy(msgspec.Struct, frozen=True, kw_only=True):
+    """One strategy that runs as it stands, on the chips it uses, with its prediction.
+
+    ``train_days`` and ``cost_usd`` are None where the job's tokens or the chip's price are not known.
+    """
+
+    strategy: Strategy
+    cluster: Cluster
+    job: Job
+    estimate: Estimate
+    train_days: float | None
+    cost_usd: float | None
+
+    @property
+    def num_chips(self) -> int:
+        return self.cluster.num_chips
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data, the keys of `plan --json`."""
+        found, strategy = self.estimate, self.strategy
+        return {
+            "axes": dict(strategy.mesh),
+            "placement": dict(strategy.placement),
+            "assignment": msgspec.to_builtins(strategy.assignment),
+            "num_microbatches": strategy.num_microbatches,
+            "remat": msgspec.to_builtins(strategy.remat),
+            "step_s": found.step_s,
+            "step_s_lower": found.step_s_lower,
+            "step_s_upper": found.step_s_upper,
+            "mfu": found.mfu,
+            "hfu": found.hfu,
+            "hbm_bytes_per_chip": found.hbm_bytes_per_chip,
+            "memory": dict(found.memory),
+            "bound_by": found.bound_by,
+            "train_days": self.train_days,
+            "cost_usd": self.cost_usd,
+            "num_chips": self.num_chips,
+            "terms": dict(found.terms),
+        }
+
+
+class PlanResult(msgspec.Struct, frozen=True, kw_only=True):
+    """Strategies, best first, for the job as given. ``nearest_batch`` is set only where they leave chips unused:
+    the best strategy on all chips for the batch nearest in reach."""
+
+    model: Model
+    cluster: Cluster
+    job: Job
+    calibration: Calibration
+    strategies: tuple[PlannedStrategy, ...]
+    notes: tuple[str, ...]
+    nearest_batch: PlannedStrategy | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """One object for `plan --json`."""
+        near = self.nearest_batch
+        return {
+            "model": self.model.name,
+            "cluster": self.cluster.short_name,
+            "job": msgspec.to_builtins(self.job),
+            "strategies": [one.to_json() for one in self.strategies],
+            "notes": list(self.notes),
+            "nearest_batch": None
+            if near is None
+            else {
+                "batch_seqs": near.job.batch_seqs,
+                "tokens_per_step": near.job.tokens_per_step,
+                "strategy": near.to_json(),
+            },
+        }
+
+    def plan(self, chosen: PlannedStrategy | None = None) -> Plan:
+        """What the plan file holds for one of the strategies; the best when none is named."""
+        one = chosen or self.strategies[0]
+        numbers = {name: getattr(one.estimate, name) for name in one.estimate.__struct_fields__}
+        predicted = Predicted(**numbers, train_days=one.train_days, cost_usd=one.cost_usd)
+        return Plan(
+            model=self.model,
+            cluster=one.cluster,
+            job=one.job,
+            strategy=one.strategy,
+            calibration=self.calibration,
+            predicted=predicted,
+        )
+
+
+def planned(found: Found, job: Job) -> PlannedStrategy:
+    """The strategy with days and money for all tokens of the job, at the chip's price where there is one."""
+    its_job = msgspec.structs.replace(job, batch_seqs=found.batch_seqs)
+    price = found.cluster.chip.price_usd_per_hour
+    seconds = None
+    if job.train_tokens is not None:
+        seconds = found.estimate.step_s * job.train_tokens / its_job.tokens_per_step
+    money = None
+    if seconds is not None and price is not None:
+        money = cost_usd(seconds, num_chips=found.cluster.num_chips, price_usd_per_hour=price)
+    return PlannedStrategy(
+        strategy=found.strategy,
+        cluster=found.cluster,
+        job=its_job,
+        estimate=found.estimate,
+        train_days=None if seconds is None else days(seconds),
+        cost_usd=money,
+    )

@@ -1,0 +1,1 @@
+"""Training runs: real text, the loop, what a run leaves behind, samples."""

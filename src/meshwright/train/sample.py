@@ -1,0 +1,96 @@
+"""Text from a trained model, on one device."""
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from meshwright.algebra.derive import BlockSteps, derive
+from meshwright.algebra.transformer import transformer
+from meshwright.core.errors import InputError
+from meshwright.nn.interpreter import Interpreter
+from meshwright.nn.weights import Params, rows
+from meshwright.spec.model import Model
+from meshwright.spec.strategy import Strategy, make_mesh
+
+DEFAULT_WINDOW = 128
+
+
+def logits_fn(model: Model) -> Callable[[Params, jax.Array], jax.Array]:
+    """(params, tokens[B,T]) -> logits[B,T,V] in float32: the training program's forward steps on one device."""
+    # Keeping every result leaves the logits whole: other policies may compute the loss in chunks.
+    derived = derive(transformer(model), Strategy(mesh=make_mesh({}), remat="none"))
+    interpreter = Interpreter(model, derived)
+    embed, layer, head = derived.blocks
+    table = rows(model)
+
+    def weights_of(block: BlockSteps, params: Params) -> Params:
+        return {n: params[n] for op in block.block.ops for n in op.inputs if n in table}
+
+    def run(block: BlockSteps, values: dict[str, Any], result: str) -> jax.Array:
+        return interpreter.block(block, values, until=result)[derived.declared[result]]
+
+    def logits(params: Params, tokens: jax.Array) -> jax.Array:
+        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+        x = run(embed, {"tokens": tokens, **weights_of(embed, params)}, "x")
+
+        def body(stream: jax.Array, weights: Params) -> tuple[jax.Array, None]:
+            values = {layer.block.carry: stream, "positions": positions, **weights}
+            return run(layer, values, layer.block.result), None
+
+        x, _ = lax.scan(body, x, weights_of(layer, params))
+        return run(head, {"x": x, **weights_of(head, params)}, "logits")
+
+    return logits
+
+
+@lru_cache(maxsize=4)
+def _next_token(model: Model) -> Callable[..., jax.Array]:
+    """Jitted: a token drawn after the first ``length`` of a padded window; temperature 0 takes the likeliest."""
+    logits = logits_fn(model)
+
+    @jax.jit
+    def draw(params: Params, window: jax.Array, length: jax.Array, temperature: jax.Array, key: jax.Array) -> jax.Array:
+        last = lax.dynamic_index_in_dim(logits(params, window)[0], length - 1, axis=0, keepdims=False)
+        drawn = jax.random.categorical(key, last / jnp.maximum(temperature, 1e-6))
+        return jnp.where(temperature > 0, drawn, jnp.argmax(last))
+
+    return draw
+
+
+def generate(
+    model: Model,
+    params: Params,
+    prompt_tokens: Sequence[int],
+    *,
+    num_tokens: int,
+    temperature: float = 0.0,
+    seed: int = 0,
+    window: int = DEFAULT_WINDOW,
+    end_token: int | None = None,
+) -> list[int]:
+    """Up to ``num_tokens`` tokens that continue the prompt; fewer when ``end_token`` comes, which is left out.
+
+    Without a cache: each token runs the model over the last ``window`` tokens, padded to that length, so that it
+    is compiled once. Give the length the model was trained on. Raises InputError for an empty prompt, or a
+    token outside the vocabulary.
+    """
+    if not prompt_tokens:
+        raise InputError("the prompt is empty. Give at least one token, such as the end of a text.")
+    if max(prompt_tokens) >= model.vocab_size or min(prompt_tokens) < 0:
+        raise InputError(f"the prompt has tokens outside of V={model.vocab_size}. Use the run's own tokenizer.")
+    params = jax.device_put(params, jax.devices()[0])
+    draw, tokens, key = _next_token(model), list(prompt_tokens), jax.random.key(seed)
+    for index in range(num_tokens):
+        recent = tokens[-window:]
+        padded = np.zeros((1, window), np.int32)
+        padded[0, : len(recent)] = recent
+        drawn = draw(params, padded, np.int32(len(recent)), np.float32(temperature), jax.random.fold_in(key, index))
+        if int(drawn) == end_token:
+            break
+        tokens.append(int(drawn))
+    return tokens[len(prompt_tokens) :]

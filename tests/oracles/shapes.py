@@ -1,0 +1,55 @@
+"""What the texts have in mind: a generic dense transformer by its letters, and meshes whose axes are torus axes."""
+
+from meshwright.cost.network import GroupRates, group_rates
+from meshwright.cost.placement import Link, Placement
+from meshwright.spec.chip import Chip, chip_from_table, known
+from meshwright.spec.cluster import Cluster
+from meshwright.spec.model import Model
+
+
+def dense(
+    *,
+    D: int,
+    F: int | None = None,
+    N: int | None = None,
+    K: int | None = None,
+    H: int = 128,
+    L: int = 1,
+    V: int = 32000,
+    tied: bool = False,
+) -> Model:
+    """Gated, without biases; F = 4 D, full heads and N H = D where they are not given."""
+    heads = D // H if N is None else N
+    return Model(
+        name="dense",
+        family="llama",
+        num_layers=L,
+        d_model=D,
+        d_ff=4 * D if F is None else F,
+        num_heads=heads,
+        num_kv_heads=heads if K is None else K,
+        head_dim=H,
+        vocab_size=V,
+        tied_embeddings=tied,
+    )
+
+
+def rates(cluster: Cluster, mesh: dict[str, int], axes: tuple[str, ...] | str) -> GroupRates:
+    """Rates of a group of mesh axes, where every mesh axis is a torus axis."""
+    return group_rates(straight(cluster, mesh), axes)
+
+
+def straight(cluster: Cluster, mesh: dict[str, int]) -> Placement:
+    """The placement with one mesh axis on each torus axis, in order."""
+    rate, hop_s = known(cluster.chip, "ici_link_bytes_per_s"), cluster.chip.ici_hop_s
+    links = [
+        Link(name=axis, level="ici", size=size, bytes_per_s=rate, wraps=wraps, hop_s=hop_s, parts=((axis, mesh[axis]),))
+        for axis, size, wraps in zip(mesh, cluster.shape, cluster.wraps, strict=True)
+    ]
+    assert tuple(mesh.values()) == cluster.shape
+    return Placement(mesh=mesh, links=tuple(links))
+
+
+def counting(base: str, *, link_bytes_per_s: float) -> Chip:
+    """A chip so slow to send, without latency, that seconds of a collective are bytes through its links."""
+    return chip_from_table({"base": base, "ici_link_bytes_per_s": link_bytes_per_s, "ici_hop_s": 0.0})

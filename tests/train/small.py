@@ -1,0 +1,39 @@
+"""One very small llama, its job, and a text of a few kilobytes for the tests of this folder."""
+
+from pathlib import Path
+
+from meshwright.spec.job import Job
+from meshwright.spec.model import Model
+from meshwright.spec.strategy import Strategy, make_mesh
+from meshwright.train.settings import TrainSettings
+from meshwright.train.text import read_documents
+
+MODEL = Model(
+    name="mini",
+    family="llama",
+    num_layers=2,
+    d_model=32,
+    d_ff=64,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    vocab_size=300,
+    max_positions=64,
+    norm_eps=1e-5,
+)
+JOB = Job(batch_seqs=8, seq_len=32)
+
+
+def strategy(state: str = "fp32", **axes: int) -> Strategy:
+    return Strategy(mesh=make_mesh(axes), state=state)
+
+
+def write_text(folder: Path, num_topics: int = 8) -> str:
+    """Real prose in one file: the first topics of Python's documentation."""
+    path = folder / "text.txt"
+    path.write_text("\n".join(read_documents("pydoc")[:num_topics]), encoding="utf-8")
+    return str(path)
+
+
+def settings(data: str, **changes: object) -> TrainSettings:
+    return TrainSettings(**{"steps": 6, "data": data, "warmup_steps": 2, "learning_rate": 1e-2, **changes})

@@ -1,0 +1,74 @@
+import json
+import math
+
+import msgspec
+import pytest
+
+from meshwright.core.errors import CannotRunError
+from meshwright.train.metrics import Predicted, StepRecord, describe, typical_step_s
+from meshwright.train.run_folder import RunFolder, create_run_folder
+
+RECORD = StepRecord(
+    step=3,
+    tokens=300,
+    loss=2.5,
+    grad_norm=1.0,
+    learning_rate=1e-3,
+    step_s=0.25,
+    tokens_per_s=400.0,
+    mfu=0.5,
+    predicted_step_s=0.2,
+)
+
+
+def test_runs_are_numbered_and_never_written_over(tmp_path):
+    first = create_run_folder(tmp_path, "tiny")
+    RunFolder(first, {"plan.toml": "x = 1\n"})._metrics.close()
+    second = create_run_folder(tmp_path, "tiny")
+    assert [first.name, second.name] == ["tiny-001", "tiny-002"]
+    assert create_run_folder(tmp_path, "org/my model").name == "org-my-model-001"
+    assert (first / "plan.toml").read_text() == "x = 1\n"
+    with pytest.raises(FileExistsError):
+        RunFolder(first, {})
+
+
+def test_a_root_that_cannot_be_made_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CannotRunError, match=r"no run folder can be made in .*file"):
+        create_run_folder(tmp_path / "file", "tiny")
+
+
+def test_metrics_are_there_after_every_step_and_nan_is_null(tmp_path):
+    with RunFolder(tmp_path, {}) as folder:
+        folder.record(RECORD)
+        assert json.loads((tmp_path / "metrics.jsonl").read_text())["loss"] == 2.5
+        folder.record(msgspec.structs.replace(RECORD, step=4, loss=math.nan))
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["loss"] for line in lines] == [2.5, None]
+    assert set(lines[0]) == set(StepRecord.__struct_fields__)
+
+
+def test_a_summary_that_fails_leaves_none_behind(tmp_path):
+    with RunFolder(tmp_path, {}) as folder:
+        with pytest.raises(TypeError):
+            folder.summarise({"bad": object()})
+        assert sorted(p.name for p in tmp_path.iterdir()) == ["metrics.jsonl"]
+        folder.summarise({"good": 1})
+    assert json.loads((tmp_path / "summary.json").read_text()) == {"good": 1}
+
+
+def test_the_line_says_what_is_known():
+    assert describe(RECORD, 100) == ("step 3/100  loss 2.500  400 tokens/s  step 250 ms (predicted 200 ms)  MFU 50.0%")
+    bare = msgspec.structs.replace(RECORD, mfu=None, predicted_step_s=None)
+    assert describe(bare, 100) == "step 3/100  loss 2.500  400 tokens/s  step 250 ms"
+
+
+def test_the_typical_step_leaves_the_first_two_out():
+    assert typical_step_s([9.0, 8.0, 1.0, 3.0, 2.0]) == 2.0
+    assert typical_step_s([9.0, 7.0]) == 8.0
+    assert typical_step_s([]) is None
+
+
+def test_mfu_is_flops_over_time_and_peak():
+    assert Predicted(model_flops=6e9, peak_flops_per_s=1e11).mfu(0.12) == pytest.approx(0.5)
+    assert Predicted(model_flops=6e9).mfu(0.12) is None
