@@ -1,10 +1,19 @@
 """What the texts have in mind: a generic dense transformer by its letters, and meshes whose axes are torus axes."""
 
+from meshwright.algebra.derive import BlockSteps, derive
+from meshwright.algebra.program import Program, Variable, parse_block
 from meshwright.cost.network import GroupRates, group_rates
 from meshwright.cost.placement import Link, Placement
 from meshwright.spec.chip import Chip, chip_from_table, known
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.model import Model
+from meshwright.spec.strategy import Rules, Strategy
+
+TWO_MATMULS = """
+tmp[B,F] = in[B,D] * win[D,F]
+out[B,D] = tmp[B,F] * wout[F,D]
+"""
+"""The book's layer of chapter 5."""
 
 
 def dense(
@@ -53,3 +62,11 @@ def straight(cluster: Cluster, mesh: dict[str, int]) -> Placement:
 def counting(base: str, *, link_bytes_per_s: float) -> Chip:
     """A chip so slow to send, without latency, that seconds of a collective are bytes through its links."""
     return chip_from_table({"base": base, "ici_link_bytes_per_s": link_bytes_per_s, "ici_hop_s": 0.0})
+
+
+def two_matmuls(mesh: dict[str, int], assignment: dict[str, Rules]) -> BlockSteps:
+    """The derived steps of the book's layer, everything kept for the backward pass."""
+    weights = {name: Variable(name, tuple(dims), "weight") for name, dims in (("win", "DF"), ("wout", "FD"))}
+    program = Program((parse_block("layer", TWO_MATMULS, weights),), weights)
+    (layer,) = derive(program, Strategy(mesh=mesh, assignment=assignment, remat="none")).blocks
+    return layer

@@ -3,7 +3,7 @@
 import pytest
 
 from meshwright.algebra.einsum import reshard
-from meshwright.algebra.notation import bytes_per_device, parse_array
+from meshwright.algebra.notation import Sizes, bytes_per_device, parse_array
 from meshwright.cost.limits import ici_intensity, reduce_after_max_shards, reduce_after_min_dim
 from meshwright.cost.network import collective_time, latency_bound_bytes
 from meshwright.cost.roofline import Channel, Work, channel_rate, chip_roofline
@@ -17,11 +17,12 @@ CUBE = {"X": 4, "Y": 4, "Z": 4}
 PLANE = {"X": 4, "Y": 4}
 
 
-def seconds(cluster: Cluster, mesh: dict[str, int], arrays: str, dims: dict[str, int], *, element_bytes: float) -> float:
-    """Seconds of the one collective that leads from ``A[B_X]`` to ``A[B]``, such as `shard` prints."""
-    before, after = (parse_array(text) for text in arrays.split("->"))
-    (step,) = reshard(before, after)
-    moved = bytes_per_device(step.full, dims, mesh, element_bytes=element_bytes)
+def seconds(cluster: Cluster, mesh: Sizes, arrays: str, dims: Sizes, *, element_bytes: float) -> float:
+    """Seconds of the one collective that leads from ``A[B_X]`` to ``A[B]``, as written."""
+    (step,) = reshard(*(parse_array(text) for text in arrays.split("->")))
+    # what a device would hold of the array if the axes of the collective did not split it
+    whole = {dim: tuple(a for a in step.result.axes_of(dim) if a not in step.axes) for dim in step.result.dims}
+    moved = bytes_per_device(step.result.resharded(whole), dims, mesh, element_bytes=element_bytes)
     return collective_time(step.op, moved, rates(cluster, mesh, step.axes))
 
 
@@ -62,7 +63,9 @@ ANSWERS: Answers = {
     ),
     "book-3.4-ar-factor": lambda i: over_gather("all_reduce", parse_cluster("v5p:4x4x4"), CUBE),
     "book-7.6.3-buf": lambda i: latency_bound_bytes(LINK, hop_s=i["hop"], num_shards=i["shards"]),
-    "book-ex2.6-ici": lambda i: transfer_s(i["bytes"], "ici"),
+    "book-ex2.6-ici": lambda i: collective_time(
+        "all_gather", i["bytes"] * 16 / 15, rates(parse_cluster("v5e:4x4"), PLANE, "XY")
+    ),
     "book-ex2.6-pcie": lambda i: transfer_s(i["bytes"] / i["chips"], "pcie"),
     "book-ex3.10-a2a": lambda i: through_a_line(i, "A[I_X,J] -> A[I,J_X]"),
     "book-ex3.10-ag": lambda i: through_a_line(i, "A[I_X,J] -> A[I,J]"),

@@ -36,6 +36,11 @@ def math_s(flops: float, name: str) -> float:
     return chip_roofline(Work(flops=flops, num_bytes=0), chip(name), dtype="bf16").math_s
 
 
+def transfer_s(num_bytes: float, name: str) -> float:
+    """Seconds to read that many bytes from a chip's memory."""
+    return chip_roofline(Work(flops=0, num_bytes=num_bytes), chip(name), dtype="bf16").transfer_s
+
+
 def critical_rows(i: Inputs, *, channel: str) -> float:
     """Batch from which int8[B,D] x int8[D,F] is compute-bound on a v5e, every byte counted."""
     inputs, out = operands("int8[B,D] * int8[D,F] -> int8[B,F]")
@@ -86,7 +91,7 @@ ANSWERS: Answers = {
     "book-ex2.6-flops": lambda i: math_s(
         work("bf16[B,D] * bf16[D,F] -> bf16[B,F]", B=i["B"], D=i["D"], F=i["F"]).flops, "v5e-book"
     ),
-    "book-ex2.6-hbm": lambda i: chip_roofline(Work(flops=0, num_bytes=i["bytes"]), chip("v5e-book"), dtype="bf16").transfer_s,
+    "book-ex2.6-hbm": lambda i: transfer_s(i["bytes"], "v5e-book"),
     "book-ex4.4-prefill": lambda i: (
         attention_work(queries=i["T"], keys=i["T"], heads=i["G"], kv_heads=1, head_dim=128).intensity
     ),

@@ -2,9 +2,9 @@
 
 import pytest
 
-from meshwright.algebra.derive import derive
-from meshwright.algebra.program import Program, Variable, parse_block
+from meshwright.algebra.notation import local_shape, parse_array
 from meshwright.cost import limits
+from meshwright.cost.anatomy import PodTotals, pod_totals
 from meshwright.cost.network import collective_time
 from meshwright.cost.ops import OpSizes, op_flops
 from meshwright.cost.roofline import channel_rate
@@ -19,16 +19,13 @@ from meshwright.cost.training_budget import (
     years,
 )
 from meshwright.spec.chip import chip, known, peak
+from meshwright.spec.cluster import balanced_shape, make_cluster
 from meshwright.spec.job import parse_batch
 from meshwright.spec.strategy import Strategy, make_mesh
+from tests.oracles.shapes import counting, rates, two_matmuls
 from tests.oracles.worked import Answers, Inputs, check
 
 V5P = chip("v5p-book")
-
-MLP = """
-tmp[B,F] = in[B,D] * win[D,F]
-out[B,D] = tmp[B,F] * wout[F,D]
-"""
 
 ASSIGNMENTS = {
     "DP": {"activation": {"B": ("X",)}},
@@ -41,7 +38,11 @@ ASSIGNMENTS = {
 """The book's ways of splitting its two-matmul layer: section 5.1."""
 
 SIZES = {"B": 4096, "D": 8192, "F": 32768}
-MESH = {"X": 8, "Y": 4}
+TORUS = (8, 4, 4)
+MESH = dict(zip("XYZ", TORUS, strict=True))
+
+BYTE_PER_SECOND = make_cluster(counting("v5p", link_bytes_per_s=0.5), TORUS)
+"""Rings whose two directions together carry one byte per second."""
 
 
 def alpha(dtype: str = "bf16") -> float:
@@ -50,26 +51,38 @@ def alpha(dtype: str = "bf16") -> float:
 
 
 def moved_bytes(strategy: str, *, arrays: str, phases: tuple[str, ...]) -> float:
-    """Bytes that the layer's collectives on weights or on activations move through a ring, AllReduce twice.
-
-    The seconds of the derived collectives on rings whose two directions together carry 1 byte/s, without latency.
-    """
-    variables = {name: Variable(name, tuple(dims), "weight") for name, dims in (("win", "DF"), ("wout", "FD"))}
-    program = Program((parse_block("layer", MLP, variables),), variables)
-    split = Strategy(mesh=MESH, assignment=ASSIGNMENTS[strategy], remat="none")
-    (layer,) = derive(program, split).blocks
-    sizes = OpSizes(dims=SIZES, mesh=MESH, state="bf16-adam")
-    wanted = {"win", "wout", "dwin", "dwout"}
+    """Bytes that the collectives of the two-matmul layer move through a ring, those of an AllReduce twice."""
+    layer, sizes = two_matmuls(MESH, ASSIGNMENTS[strategy]), OpSizes(dims=SIZES, mesh=MESH, state="bf16-adam")
+    weights = {"win", "wout", "dwin", "dwout"}
     return sum(
-        collective_time(step.op, sizes.bytes(step.full), leg_rates([ring(MESH[a], 0.5, hop_s=0) for a in step.axes]))
+        collective_time(step.op, sizes.bytes(step.full), rates(BYTE_PER_SECOND, MESH, step.axes))
         for step in (*layer.forward, *layer.backward)
-        if step.is_collective and step.phase in phases and (step.result.name in wanted) == (arrays == "weights")
+        if step.is_collective and step.phase in phases and (step.result.name in weights) == (arrays == "weights")
     )
 
 
 def weight_bytes() -> float:
-    """Bytes of both matrices of the layer, whole, in units of which FSDP's traffic is counted."""
+    """Bytes of both matrices of the layer, whole, in bf16."""
     return 2 * 2 * SIZES["D"] * SIZES["F"]
+
+
+def backward_math_s(i: Inputs) -> float:
+    """Compute seconds of the layer's backward pass on one of X v5p."""
+    mesh = {"X": i["X"]}
+    sizes = OpSizes(dims={dim: i[dim] for dim in "BDF"}, mesh=mesh, state="bf16-adam")
+    layer = two_matmuls(mesh, ASSIGNMENTS["DP"])
+    flops = sum(op_flops(step, sizes) for step in layer.backward if not step.is_collective)
+    return train_seconds(flops, peak_flops=peak(V5P, "bf16"))
+
+
+def of_hosts(num_hosts: int) -> PodTotals:
+    """Sums over that many hosts of v5p."""
+    return pod_totals(make_cluster(V5P, balanced_shape(int(num_hosts * known(V5P, "chips_per_host")), 3)))
+
+
+def batch_seqs(i: Inputs) -> int:
+    """Sequences of the row's batch of tokens, as `--batch` reads it."""
+    return parse_batch(f"{i.get('tokens', i.get('batch')):.0f}", seq_len=i["seq"])
 
 
 def mixed(i: Inputs) -> float:
@@ -91,9 +104,7 @@ def picked_split(i: Inputs) -> list[int]:
 
 def step_seconds(i: Inputs) -> float:
     """Compute seconds of a step of 6 N D FLOPs on the row's devices."""
-    return train_seconds(
-        training_flops(i["params"], i["tokens"]), num_chips=i["gpus"], peak_flops=i["peak"]
-    )
+    return train_seconds(training_flops(i["params"], i["tokens"]), num_chips=i["gpus"], peak_flops=i["peak"])
 
 
 def flat_comms(i: Inputs) -> float:
@@ -108,7 +119,7 @@ def one_device_years(i: Inputs) -> float:
 
 ANSWERS: Answers = {
     "book-5.1.1-3axes": lambda i: limits.data_parallel_min_tokens_per_chip(alpha(), i["axes"]),
-    "book-5.1.1-Tmath": lambda i: backward_math_s(i),
+    "book-5.1.1-Tmath": backward_math_s,
     "book-5.1.1-alpha": lambda i: limits.data_parallel_min_tokens_per_chip(alpha(), i["axes"]),
     "book-5.1.1-podbatch": lambda i: limits.data_parallel_min_batch(i["alpha"], i["axes"], i["chips"]),
     "book-5.1.2-deepseek": lambda i: limits.fsdp_max_chips(i["batch"], i["alpha"], i["axes"]),
@@ -141,7 +152,7 @@ ANSWERS: Answers = {
     ),
     "book-ex5.3-fsdp": lambda i: limits.data_parallel_min_batch(i["alpha"], i["axes"], i["chips"]),
     "book-ex5.3-mixed": mixed,
-    "book-ex5.3-seqs": lambda i: parse_batch(str(i["batch"]), seq_len=i["seq"]),
+    "book-ex5.3-seqs": batch_seqs,
     "s000-deepseek": lambda i: limits.fsdp_max_chips(i["batch"], i["alpha"], i["axes"]),
     "s000-fsdp-alpha": lambda i: alpha(),
     "s000-gpt3-pfd": lambda i: petaflop_days(i["pflop"] * 1e15),
@@ -154,8 +165,8 @@ ANSWERS: Answers = {
     "s000-years-llama-trillium": lambda i: years(train_seconds(i["flops"], peak_flops=peak(chip("v6e"), "bf16"))),
     "s001-gbs": lambda i: global_batch(i["mbs"], data_parallel=i["dp"], num_microbatches=i["grad_acc"]),
     "s001-quiz512": lambda i: num_microbatches(i["gbs"], data_parallel=i["dp"], microbatch_seqs=i["mbs"]),
-    "s001-seqs": lambda i: parse_batch(str(i["tokens"]), seq_len=i["seq"]),
-    "s001-seqs-pow2": lambda i: parse_batch(str(i["tokens"]), seq_len=i["seq"]),
+    "s001-seqs": batch_seqs,
+    "s001-seqs-pow2": batch_seqs,
     "s003-fsdp-comms": flat_comms,
     "s003-fsdp-comms-2": flat_comms,
     "s003-fsdp-compute": step_seconds,

@@ -11,7 +11,7 @@ def called_by_tables() -> set[tuple[str, str]]:
     for table in TABLES.values():
         for identity, answer in table.items():
             for one in called(answer, row(identity).inputs):
-                name = one.name.split(".__")[0].split(".<locals>")[0]
+                name = one.name.split(".__")[0].split(".<")[0]
                 found.add((one.module, name))
     return found
 

@@ -82,9 +82,14 @@ def format_flops(flops: float, *, unit: str = "FLOP/s") -> str:
 
 
 def format_count(count: float) -> str:
-    """``"70.6 B"`` for a number of parameters or tokens; whole powers of two print as ``"4 Mi"``."""
+    """``"4 Mi"`` for a number of tokens or sequences that is a whole number of powers of two, else decimal."""
     whole = int(count)
     for scale, prefix in ((2**30, "Gi"), (2**20, "Mi"), (2**10, "Ki")):
         if whole == count and whole >= scale and whole % scale == 0 and whole // scale < 1024:
             return f"{whole // scale} {prefix}"
+    return format_params(count)
+
+
+def format_params(count: float) -> str:
+    """``"70.6 B"`` for a number of parameters: powers of ten, three significant digits."""
     return _scaled(count, [(1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"), (1.0, "")], "", 3).strip()

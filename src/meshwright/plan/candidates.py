@@ -15,7 +15,7 @@ from meshwright.cost.memory import total_bytes, training_memory
 from meshwright.cost.ops import OpSizes
 from meshwright.cost.step_costs import op_sizes
 from meshwright.cost.step_rates import attention_scores
-from meshwright.plan.legal import Facts, Rule, divisors, legal_axis_sizes, mask, size_rules, splits
+from meshwright.plan.legal import Facts, Rule, Split, divisors, legal_axis_sizes, mask, size_rules, splits
 from meshwright.spec.calibration import Calibration
 from meshwright.spec.cluster import Cluster, make_cluster
 from meshwright.spec.model import Model
@@ -140,14 +140,6 @@ def candidate_sizes(space: Space, cluster: Cluster, rows: Rows, counts: np.ndarr
         state=space.template.state,
         scores=attention_scores(cluster),
     )
-
-
-def legal_chip_counts(space: Space, batch: int, *, most: int | None = None) -> tuple[int, ...]:
-    """Numbers of chips that some mesh divides the work into, largest first, up to ``most``."""
-    rules = size_rules(next(iter(space.derived().values())))
-    rows = legal_rows(space, rules, (batch,))
-    counts = sorted(set(product(_mesh(rows).values()).tolist()), reverse=True)
-    return tuple(count for count in counts if most is None or count <= most)
 
 
 def parts_of(cluster: Cluster, num_chips: int) -> tuple[Cluster, ...]:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import msgspec
@@ -10,7 +11,7 @@ from meshwright.core.dims import MESH_AXES
 from meshwright.core.errors import CannotRunError, InputError, nearest
 from meshwright.core.units import format_bytes, format_count
 from meshwright.cost.memory import memory_limit
-from meshwright.plan.candidates import Space, legal_chip_counts, memory_of_any_mesh, parts_of
+from meshwright.plan.candidates import Space, memory_of_any_mesh, parts_of
 from meshwright.plan.legal import legal
 from meshwright.plan.result import PlanResult, planned
 from meshwright.plan.search import Found, Outcome, search
@@ -52,14 +53,12 @@ def plan(
     outcome = search(space, cluster, (job.batch_seqs,), top=top)
     notes = _assumptions(space, cluster, calibration)
     near = None
-    if not outcome.num_meshes:
-        if space.fixed:
+    if not outcome.found:
+        if space.fixed and not outcome.num_meshes:
             _refuse_axes(space, cluster, job)
         near = _nearest_batch(space, cluster, job)
         outcome = _largest_part(space, cluster, job, top)
         notes += _part_notes(cluster, job, outcome, near)
-    if not outcome.found:
-        raise CannotRunError(_nothing_fits(space, cluster, job, outcome))
     return PlanResult(
         model=model,
         cluster=cluster,
@@ -129,21 +128,15 @@ def _assumptions(space: Space, cluster: Cluster, calibration: Calibration | None
 
 
 def _largest_part(space: Space, cluster: Cluster, job: Job, top: int) -> Outcome:
-    """The plans of the most chips inside the cluster on which the job runs."""
-    last = Outcome(found=(), num_meshes=0, num_candidates=0, least_bytes=math.inf)
-    counts = legal_chip_counts(space, job.batch_seqs, most=cluster.num_chips)
-    tried = 0
-    for part in (part for count in counts for part in parts_of(cluster, count)[:1]):
+    """The plans of the most chips inside the cluster on which the job runs. Raises CannotRunError for none."""
+    limit = memory_limit(cluster, space.calibration)
+    needs = memory_of_any_mesh(space, cluster, job.batch_seqs)
+    counts = [n for n in sorted(needs, reverse=True) if n < cluster.num_chips and needs[n] <= limit]
+    for part in islice((part for count in counts for part in parts_of(cluster, count)[:1]), MAX_PARTS):
         outcome = search(space, part, (job.batch_seqs,), top=top)
         if outcome.found:
             return outcome
-        # fewer chips only need more memory on each, unless it was the placement that failed
-        if outcome.num_meshes:
-            last = outcome
-        tried += 1
-        if tried == MAX_PARTS:
-            break
-    return last
+    raise CannotRunError(_nothing_fits(space, cluster, job, needs, limit))
 
 
 def _nearest_batch(space: Space, cluster: Cluster, job: Job) -> Found | None:
@@ -155,13 +148,11 @@ def _nearest_batch(space: Space, cluster: Cluster, job: Job) -> Found | None:
 
 
 def _part_notes(cluster: Cluster, job: Job, outcome: Outcome, near: Found | None) -> tuple[str, ...]:
-    notes = []
-    if outcome.found:
-        part = outcome.found[0].cluster
-        notes.append(
-            f"no mesh of all {cluster.num_chips} chips of {cluster.short_name} divides {job.batch_seqs} sequences of "
-            f"{job.seq_len}: planned on {part.short_name}, {part.num_chips} chips"
-        )
+    part = outcome.found[0].cluster
+    notes = [
+        f"{job.batch_seqs} sequences of {job.seq_len} cannot be divided over all {cluster.num_chips} chips of "
+        f"{cluster.short_name} in a way that fits: planned on {part.short_name}, {part.num_chips} chips"
+    ]
     if near is not None:
         axes = " x ".join(f"{axis} {size}" for axis, size in near.strategy.mesh.items() if size > 1)
         tokens = format_count(near.batch_seqs * job.seq_len)
@@ -172,7 +163,7 @@ def _part_notes(cluster: Cluster, job: Job, outcome: Outcome, near: Found | None
 
 
 def _refuse_axes(space: Space, cluster: Cluster, job: Job) -> None:
-    """Raise CannotRunError with the reason why no mesh has the given axes."""
+    """Raise CannotRunError when the given axes divide neither all chips nor the work, whatever the others are."""
     total = math.prod(space.fixed.values())
     named = " x ".join(f"{axis}={size}" for axis, size in space.fixed.items())
     devices = f"{named} = {total} devices does" if len(space.fixed) > 1 else f"{named} does"
@@ -185,35 +176,30 @@ def _refuse_axes(space: Space, cluster: Cluster, job: Job) -> None:
     for refusal in legal(space.model, cluster, job, alone, calibration=space.calibration):
         if refusal.rule not in ("devices", "placement", "memory"):
             raise CannotRunError(refusal.message)
-    free = [axis for axis in MESH_AXES if axis not in space.fixed]
-    raise CannotRunError(
-        f"with {named} no sizes of {', '.join(free)} use the other factor {cluster.num_chips // total} of "
-        f"{cluster.short_name} and divide {job.batch_seqs} sequences of {job.seq_len} of {space.model.name}. "
-        f"Leave out an axis, or change the batch."
-    )
 
 
-def _nothing_fits(space: Space, cluster: Cluster, job: Job, outcome: Outcome) -> str:
+def _nothing_fits(space: Space, cluster: Cluster, job: Job, needs: Mapping[int, float], limit: float) -> str:
     """Why no strategy runs, and the fewest chips on which one would."""
     what = f"{space.model.name} with {job.batch_seqs} sequences of {job.seq_len}"
-    if not outcome.num_meshes:
+    if space.fixed:
+        what += " and " + " x ".join(f"{axis}={size}" for axis, size in space.fixed.items())
+    here = {count: need for count, need in needs.items() if count <= cluster.num_chips}
+    if not here:
         return (
             f"{what} cannot be divided over {cluster.short_name}: no mesh of its chips, or of a part of them, divides "
             f"the batch and the model. Change the batch or name another cluster."
         )
-    if math.isinf(outcome.least_bytes):
+    count = min(here, key=lambda one: (here[one], -one))
+    if here[count] <= limit:
         return f"no mesh of {what} can be laid on {cluster.short_name}. Name another shape of the cluster."
-    limit = memory_limit(cluster, space.calibration)
-    policies: Sequence[Any] = space.remats
-    tried = "any remat policy" if len(policies) > 1 else f"remat={policies[0]}"
-    needs = memory_of_any_mesh(space, cluster, job.batch_seqs)
     enough = min((count for count, need in needs.items() if need <= limit), default=None)
     advice = (
-        f"At least {enough} chips would."
+        f"At least {enough} chips would hold it."
         if enough is not None
-        else "No number of chips would: use shorter sequences, or leave mesh, remat and microbatches open."
+        else "No number of chips would hold it: use shorter sequences, or leave axes, remat and microbatches open."
     )
+    tried = "any remat policy" if len(space.remats) > 1 else f"remat={space.remats[0]}"
     return (
-        f"{what} does not fit {cluster.short_name}: the best mesh with {tried} needs {format_bytes(outcome.least_bytes)} "
-        f"per chip and a chip has {format_bytes(limit)}. {advice}"
+        f"{what} does not fit {cluster.short_name}: the best mesh ({count} chips, {tried}) needs "
+        f"{format_bytes(here[count])} per chip and a chip has {format_bytes(limit)}. {advice}"
     )
