@@ -26,19 +26,21 @@ class Module:
             for label, part in _parts(node):
                 self.definitions.setdefault(label, []).append(part)
         self.imports: dict[str, Place] = {}
-        for node in ast.walk(tree):
-            if isinstance(node, ast.ImportFrom) and not node.level:
-                self.imports |= {a.asname or a.name: (node.module or "", a.name) for a in node.names}
-            elif isinstance(node, ast.Import):
-                self.imports |= {a.asname: (a.name, "") for a in node.names if a.asname}
+        for found in ast.walk(tree):
+            if isinstance(found, ast.ImportFrom) and not found.level:
+                self.imports |= {a.asname or a.name: (found.module or "", a.name) for a in found.names}
+            elif isinstance(found, ast.Import):
+                self.imports |= {a.asname: (a.name, "") for a in found.names if a.asname}
 
 
 def _parts(node: ast.stmt) -> Iterator[tuple[str, ast.AST]]:
     """The names that a top-level statement defines, and the source of each; methods by themselves."""
     if isinstance(node, ast.ClassDef):
         for inner in node.body:
-            special = isinstance(inner, ast.FunctionDef) and not inner.name.startswith("__")
-            yield (f"{node.name}.{inner.name}" if special else node.name), inner
+            if isinstance(inner, ast.FunctionDef) and not inner.name.startswith("__"):
+                yield f"{node.name}.{inner.name}", inner
+            else:
+                yield node.name, inner
         yield from ((node.name, base) for base in node.bases)
     elif isinstance(node, ast.FunctionDef):
         yield node.name, node

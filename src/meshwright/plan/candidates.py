@@ -30,46 +30,79 @@ Remat = str | tuple[str, ...]
 class Space(msgspec.Struct, frozen=True, kw_only=True):
     """What is searched: everything but the mesh, the placement, microbatches and remat that are left open.
 
-    ``fixed`` are mesh axes whose size is given; ``remats`` and ``num_microbatches`` are what may be chosen
-    (None: any number that divides). ``template`` carries the other choices of the strategy.
+    ``derived`` holds the symbolic steps of every remat policy that may be chosen. ``fixed`` are mesh axes whose size
+    is given; ``num_microbatches`` is None for any number that divides. ``template`` carries the other choices.
     """
 
     model: Model
     seq_len: int
     template: Strategy
-    remats: tuple[Remat, ...] = REMAT_POLICIES
+    derived: dict[Remat, Derived]
+    rules: tuple[Rule, ...]
+    splits: tuple[Split, ...]
     num_microbatches: int | None = None
     fixed: dict[str, int] = {}
     calibration: Calibration | None = None
 
-    def derived(self) -> dict[Remat, Derived]:
-        """The symbolic steps of every remat policy that may be chosen."""
-        program = transformer(self.model)
-        return {
-            remat: derive(program, msgspec.structs.replace(self.template, remat=remat), symbolic=True)
-            for remat in self.remats
-        }
-
-    def dims(self, batch_seqs: int) -> dict[str, int]:
+    def dims(self, batch_seqs: Any) -> dict[str, Any]:
         """Sizes of all dims, B of the whole batch."""
         return self.model.dims | {"B": batch_seqs, "T": self.seq_len}
 
 
-def legal_rows(space: Space, rules: Sequence[Rule], batches: Iterable[int], *, num_chips: int | None = None) -> Rows:
-    """Every mesh whose sizes divide, for every batch; on exactly ``num_chips`` where that is given.
+def open_space(
+    model: Model,
+    seq_len: int,
+    template: Strategy,
+    *,
+    remats: Sequence[Remat] = REMAT_POLICIES,
+    num_microbatches: int | None = None,
+    fixed: Mapping[str, int] | None = None,
+    calibration: Calibration | None = None,
+) -> Space:
+    """The space around a strategy's other choices, with its steps derived once per remat policy."""
+    program = transformer(model)
+    changed = {remat: msgspec.structs.replace(template, remat=remat) for remat in remats}
+    derived = {remat: derive(program, strategy, symbolic=True) for remat, strategy in changed.items()}
+    one = next(iter(derived.values()))
+    return Space(
+        model=model,
+        seq_len=seq_len,
+        template=template,
+        derived=derived,
+        rules=size_rules(one),
+        splits=splits(one),
+        num_microbatches=num_microbatches,
+        fixed=dict(fixed or {}),
+        calibration=calibration,
+    )
 
-    Without it, meshes of any number of chips that the work itself can be divided into.
+
+def rows_on_chips(space: Space, batch_seqs: int, *, num_chips: int, reach: float = 0.0) -> Rows:
+    """Every mesh of exactly so many chips whose sizes divide, for the batch.
+
+    With ``reach``, a share of the batch, each mesh comes with the nearest batches below and above that it divides
+    and that are no further away.
     """
-    batches = tuple(batches)
     axes = [(space.fixed[axis],) if axis in space.fixed else None for axis in MESH_AXES]
-    if num_chips is not None:
-        meshes = np.array(list(_factorings(num_chips, axes)), dtype=np.int64).reshape(-1, len(axes))
-        rows = np.concatenate([_with_batch(meshes, batch) for batch in batches])
-    else:
-        rows = np.concatenate([_with_batch(_grid(space, axes, batch), batch) for batch in batches])
-    facts = _row_facts(space, rows, num_chips)
-    kept = [rule for rule in rules if num_chips is not None or rule.name != "devices"]
-    return rows[np.broadcast_to(mask(kept, facts), len(rows))]
+    meshes = np.array(list(_factorings(num_chips, axes)), dtype=np.int64).reshape(-1, len(axes))
+    rows = _with_batch(meshes, batch_seqs)
+    if reach:
+        shards = meshes[:, 0] * meshes[:, 1] * (space.num_microbatches or 1)
+        near = [_with_batch(meshes, shards * (batch_seqs // shards + above)) for above in (0, 1)]
+        rows = np.concatenate(near)
+        rows = rows[(rows[:, 4] > 0) & (np.abs(rows[:, 4] - batch_seqs) <= reach * batch_seqs)]
+    return rows[np.broadcast_to(mask(space.rules, _row_facts(space, rows, num_chips)), len(rows))]
+
+
+def rows_on_any_chips(space: Space, batch_seqs: int) -> Rows:
+    """Every mesh whose sizes divide the work, of any number of chips."""
+    sizes = [
+        (space.fixed[axis],) if axis in space.fixed else legal_axis_sizes(space.splits, axis, space.dims(batch_seqs))
+        for axis in MESH_AXES
+    ]
+    rows = _with_batch(np.array(list(itertools.product(*sizes)), dtype=np.int64), batch_seqs)
+    sized = [rule for rule in space.rules if rule.name != "devices"]
+    return rows[np.broadcast_to(mask(sized, _row_facts(space, rows, 0)), len(rows))]
 
 
 def _factorings(number: int, axes: Sequence[tuple[int, ...] | None]) -> Iterable[tuple[int, ...]]:
@@ -85,35 +118,21 @@ def _factorings(number: int, axes: Sequence[tuple[int, ...] | None]) -> Iterable
                 yield (first, *rest)
 
 
-def _grid(space: Space, axes: Sequence[tuple[int, ...] | None], batch: int) -> np.ndarray:
-    """Every combination of axis sizes that divide the dims they split."""
-    found = _space_splits(space)
-    sizes = [
-        given or legal_axis_sizes(found, axis, space.dims(batch)) for axis, given in zip(MESH_AXES, axes, strict=True)
-    ]
-    return np.array(list(itertools.product(*sizes)), dtype=np.int64)
-
-
-def _space_splits(space: Space) -> tuple[Split, ...]:
-    template = msgspec.structs.replace(space.template, remat=space.remats[0])
-    return splits(derive(transformer(space.model), template, symbolic=True))
-
-
-def _with_batch(meshes: np.ndarray, batch: int) -> Rows:
-    return np.column_stack([meshes, np.full(len(meshes), batch, dtype=np.int64)])
+def _with_batch(meshes: np.ndarray, batch_seqs: int | np.ndarray) -> Rows:
+    return np.column_stack([meshes, np.broadcast_to(np.asarray(batch_seqs, dtype=np.int64), len(meshes))])
 
 
 def _mesh(rows: Rows) -> dict[str, np.ndarray]:
     return {axis: rows[:, number] for number, axis in enumerate(MESH_AXES)}
 
 
-def _row_facts(space: Space, rows: Rows, num_chips: int | None) -> Facts:
+def _row_facts(space: Space, rows: Rows, num_chips: int) -> Facts:
     return Facts(
         model=space.model.name,
         cluster="",
-        num_chips=num_chips or 0,
+        num_chips=num_chips,
         mesh=_mesh(rows),
-        dims=space.dims(1) | {"B": rows[:, 4]},
+        dims=space.dims(rows[:, 4]),
         num_microbatches=space.num_microbatches or 1,
         state=space.template.state,
     )
@@ -171,11 +190,10 @@ def _boxes(shape: Sequence[int], volume: float) -> list[tuple[int, ...]]:
 
 def memory_of_any_mesh(space: Space, cluster: Cluster, batch: int) -> Mapping[int, float]:
     """Number of chips -> the least memory per chip of any legal strategy on so many chips."""
-    derived = space.derived()
-    rows = legal_rows(space, size_rules(next(iter(derived.values()))), (batch,))
+    rows = rows_on_any_chips(space, batch)
     rows, counts = with_microbatches(space, rows)
     sizes = candidate_sizes(space, cluster, rows, counts)
-    needs = [total_bytes(training_memory(steps, sizes, num_microbatches=counts)) for steps in derived.values()]
+    needs = [total_bytes(training_memory(steps, sizes, num_microbatches=counts)) for steps in space.derived.values()]
     need = np.min([np.broadcast_to(one, len(rows)) for one in needs], axis=0)
     chips: Any = product(_mesh(rows).values())
     return {count: float(need[chips == count].min()) for count in sorted(set(chips.tolist()))}

@@ -1,7 +1,7 @@
 """The one call behind the `plan` verb: the best strategies of a job on a cluster, and what else would run."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import islice
 from typing import Any
 
@@ -11,7 +11,7 @@ from meshwright.core.dims import MESH_AXES
 from meshwright.core.errors import CannotRunError, InputError, nearest
 from meshwright.core.units import format_bytes, format_count
 from meshwright.cost.memory import memory_limit
-from meshwright.plan.candidates import Space, memory_of_any_mesh, parts_of
+from meshwright.plan.candidates import Space, memory_of_any_mesh, open_space, parts_of
 from meshwright.plan.legal import legal
 from meshwright.plan.result import PlanResult, planned
 from meshwright.plan.search import Found, Outcome, search
@@ -50,7 +50,7 @@ def plan(
     if top < 1:
         raise InputError(f"top={top} must be at least 1.")
     space = _space(model, cluster, job, axes or {}, overrides or {}, calibration)
-    outcome = search(space, cluster, (job.batch_seqs,), top=top)
+    outcome = search(space, cluster, job.batch_seqs, top=top)
     notes = _assumptions(space, cluster, calibration)
     near = None
     if not outcome.found:
@@ -91,13 +91,13 @@ def _space(
         if name not in FIELDS:
             raise InputError(f"strategy.{name} cannot be set here.{nearest(name, FIELDS)} Mesh axes go in axes.")
     template = _template(cluster, given)
-    return Space(
-        model=model,
-        seq_len=job.seq_len,
-        template=template,
+    return open_space(
+        model,
+        job.seq_len,
+        template,
         remats=(template.remat,) if "remat" in given else REMAT_POLICIES,
         num_microbatches=template.num_microbatches if "num_microbatches" in given else None,
-        fixed=dict(axes),
+        fixed=axes,
         calibration=calibration,
     )
 
@@ -133,7 +133,7 @@ def _largest_part(space: Space, cluster: Cluster, job: Job, top: int) -> Outcome
     needs = memory_of_any_mesh(space, cluster, job.batch_seqs)
     counts = [n for n in sorted(needs, reverse=True) if n < cluster.num_chips and needs[n] <= limit]
     for part in islice((part for count in counts for part in parts_of(cluster, count)[:1]), MAX_PARTS):
-        outcome = search(space, part, (job.batch_seqs,), top=top)
+        outcome = search(space, part, job.batch_seqs, top=top)
         if outcome.found:
             return outcome
     raise CannotRunError(_nothing_fits(space, cluster, job, needs, limit))
@@ -141,9 +141,7 @@ def _largest_part(space: Space, cluster: Cluster, job: Job, top: int) -> Outcome
 
 def _nearest_batch(space: Space, cluster: Cluster, job: Job) -> Found | None:
     """The best strategy per token on all chips, over batches within reach of the wanted one."""
-    reach = job.batch_seqs * NEAREST_BATCH_SHARE
-    batches = range(max(1, math.ceil(job.batch_seqs - reach)), math.floor(job.batch_seqs + reach) + 1)
-    found = search(space, cluster, batches, top=1).found
+    found = search(space, cluster, job.batch_seqs, reach=NEAREST_BATCH_SHARE, top=1).found
     return found[0] if found else None
 
 
@@ -198,7 +196,7 @@ def _nothing_fits(space: Space, cluster: Cluster, job: Job, needs: Mapping[int, 
         if enough is not None
         else "No number of chips would hold it: use shorter sequences, or leave axes, remat and microbatches open."
     )
-    tried = "any remat policy" if len(space.remats) > 1 else f"remat={space.remats[0]}"
+    tried = "any remat policy" if len(space.derived) > 1 else f"remat={next(iter(space.derived))}"
     return (
         f"{what} does not fit {cluster.short_name}: the best mesh ({count} chips, {tried}) needs "
         f"{format_bytes(here[count])} per chip and a chip has {format_bytes(limit)}. {advice}"

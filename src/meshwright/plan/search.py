@@ -4,7 +4,7 @@ The steps are derived once per remat policy with sizes as symbols. Meshes, batch
 then arrays with one entry per candidate.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import msgspec
 import numpy as np
@@ -15,8 +15,7 @@ from meshwright.cost.network import Placement, place_axes
 from meshwright.cost.step_costs import collective_groups
 from meshwright.cost.step_rates import matmul_dtype, step_rates
 from meshwright.cost.train_step import Estimate, estimate_many
-from meshwright.plan.candidates import Remat, Rows, Space, candidate_sizes, legal_rows, with_microbatches
-from meshwright.plan.legal import size_rules
+from meshwright.plan.candidates import Remat, Rows, Space, candidate_sizes, rows_on_chips, with_microbatches
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.strategy import Strategy
 
@@ -51,14 +50,13 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     least_bytes: float
 
 
-def search(space: Space, cluster: Cluster, batches: Iterable[int], *, top: int = 5) -> Outcome:
-    """The fastest strategies per token on all chips of a cluster, over one or several sizes of the batch.
+def search(space: Space, cluster: Cluster, batch_seqs: int, *, reach: float = 0.0, top: int = 5) -> Outcome:
+    """The fastest strategies per token on all chips of a cluster, for a batch or, with ``reach``, batches near it.
 
     At most ``top``: the best of each (data x fsdp x context, tensor) first, then the next best of any.
     """
-    derived = space.derived()
-    rules = size_rules(next(iter(derived.values())))
-    rows = legal_rows(space, rules, batches, num_chips=cluster.num_chips)
+    derived = space.derived
+    rows = rows_on_chips(space, batch_seqs, num_chips=cluster.num_chips, reach=reach)
     if not len(rows):
         return Outcome(found=(), num_meshes=0, num_candidates=0, least_bytes=np.inf)
     num_meshes = len(rows)

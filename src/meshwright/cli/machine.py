@@ -1,0 +1,49 @@
+"""Rates for a cluster: a given calibration, this machine measured once, or the data sheet."""
+
+import os
+from pathlib import Path
+
+from meshwright.cli.output import say
+from meshwright.core.errors import InputError
+from meshwright.spec.calibration import Calibration, load_calibration, save_calibration
+from meshwright.spec.cluster import Cluster
+
+
+def cache_folder() -> Path:
+    """``MESHWRIGHT_CACHE`` where it is set, else ``~/.cache/meshwright``."""
+    given = os.environ.get("MESHWRIGHT_CACHE")
+    return Path(given) if given else Path.home() / ".cache" / "meshwright"
+
+
+def rates_for(cluster: Cluster, calibration: Path | None) -> Calibration | None:
+    """The calibration file when one is given; for ``cpu:N`` this machine's rates; None for a data sheet.
+
+    This machine is measured the first time (some ten seconds) and the rates are kept in the cache folder.
+    """
+    if calibration is not None:
+        found = load_calibration(calibration)
+        if found.chip != cluster.chip.name:
+            raise InputError(
+                f"{calibration} holds rates of {found.chip} and the cluster is of {cluster.chip.name}. "
+                f"Give a calibration of {cluster.chip.name}."
+            )
+        return found
+    if cluster.kind != "host":
+        return None
+    kept = cache_folder() / f"calibration-{cluster.short_name.replace(':', '-')}.toml"
+    if kept.exists():
+        return load_calibration(kept)
+    return measure(cluster, keep=kept)
+
+
+def measure(cluster: Cluster, *, keep: Path) -> Calibration:
+    """This machine measured as ``cluster`` now, and written to ``keep``."""
+    from meshwright.measure.machine import measure_machine
+    from meshwright.parallel.mesh import emulate_devices
+
+    say(f"measuring this machine as {cluster.short_name} (kept in {keep})")
+    emulate_devices(cluster.num_chips)
+    found = measure_machine(cluster.num_chips, say=lambda line: say(f"  {line}"))
+    keep.parent.mkdir(parents=True, exist_ok=True)
+    save_calibration(found, keep)
+    return found
