@@ -182,6 +182,44 @@ def test_what_is_on_the_critical_path(name):
         assert step.critical == (step.is_collective and not is_weight and not ahead)
 
 
+def fan_out(activation, weight):
+    """Steps that make or move dH: H was used by Wq and by Wp, in that order backward."""
+    dims = {"Wh": ("G", "D"), "Wp": ("D", "F"), "Wq": ("D", "E")}
+    variables = {name: Variable(name, d, "weight") for name, d in dims.items()}
+    text = """
+    H[B,D] = In[B,G] * Wh[G,D]
+    P[B,F] = H[B,D] * Wp[D,F]
+    Q[B,E] = H[B,D] * Wq[D,E]
+    R[B,F] = Q[B,E] * Z[E,F]
+    Out[B,F] = add(P[B,F], R[B,F])
+    """
+    block = parse_block("layer", text, variables, carry="In", result="Out")
+    strategy = Strategy(mesh={"X": 2, "Y": 2}, assignment={"activation": activation, "weight": weight}, remat="none")
+    (steps,) = derive(Program((block,), variables), strategy).blocks
+    found = [s for s in steps.backward if s.result.name == "dH"]
+    return [("+" if ("accumulate", "true") in s.attributes else "") + str(s) for s in found]
+
+
+def test_addends_split_differently_meet_on_the_way():
+    """dH from P is summed over X into the whole dH from Q, and both are sliced at once. The whole dH stays known."""
+    assert fan_out({"F": ("X",), "D": ("Y",)}, {"F": ("X",)}) == [
+        "dH[B, D] = dQ[B, E] * Wq[D, E]",
+        "dH[B, D]{U_X} = dP[B, F_X] * Wp[D, F_X]",
+        "+dH[B, D] = AllReduce_X(dH[B, D]{U_X})",
+        "dH[B, D_Y] = Slice_Y(dH[B, D])",
+    ]
+
+
+def test_an_addend_is_not_taken_for_the_sum():
+    """The whole dH that came from Q is a part of dH only: where the whole dH is needed, it is gathered."""
+    assert fan_out({"D": ("Y",)}, {"E": ("Y",), "G": ("Y",), "D": ("Y",)}) == [
+        "dH[B, D] = dQ[B, E] * Wq[D, E]",
+        "dH[B, D_Y] = dP[B, F] * Wp[D_Y, F]",
+        "+dH[B, D_Y] = Slice_Y(dH[B, D])",
+        "dH[B, D] = AllGather_Y(dH[B, D_Y])",
+    ]
+
+
 # -- traffic of data parallelism and the stages of ZeRO ------------------------------------------------
 
 
@@ -273,7 +311,9 @@ def test_fsdp_gathers_each_weight_once_forward_and_once_backward(remat):
     block = layer(remat, fsdp=4)
     weights = {"wq", "wk", "wv", "wo", "w_gate", "w_up", "w_down"}
     for steps in (block.forward, block.backward):
-        assert Counter(s.result.name for s in steps if s.op == "all_gather") == Counter(weights)
+        gathers = [s for s in steps if s.op == "all_gather"]
+        assert Counter(s.result.name for s in gathers) == Counter(weights)
+        assert {s.phase for s in gathers} == {"forward" if steps is block.forward else "backward"}
     scattered = [s.result.name for s in block.backward if s.op == "reduce_scatter"]
     assert Counter(scattered) == Counter(f"d{name}" for name in weights)
 

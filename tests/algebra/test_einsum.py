@@ -39,8 +39,14 @@ def test_an_axis_that_neither_output_dim_keeps_stays_on_the_output_dim_of_the_le
 
 def test_giving_up_an_axis_gathers_what_is_minor_to_it_too():
     # Only a minor suffix can be gathered without permuting blocks.
-    assert product("A[I_XY,J] * B[J,K_X] -> C[I,K_X]")[0] == "A[I, J] = AllGather_XY(A[I_XY, J])"
-    assert product("A[I_YX,J] * B[J,K_X] -> C[I_Y,K_X]")[0] == "A[I_Y, J] = AllGather_X(A[I_YX, J])"
+    assert product("A[I_XY,J] * B[J,K_X] -> C[I,K_X]") == [
+        "A[I, J] = AllGather_XY(A[I_XY, J])",
+        "C[I, K_X] = A[I, J] * B[J, K_X]",
+    ]
+    assert product("A[I_YX,J] * B[J,K_X] -> C[I_Y,K_X]") == [
+        "A[I_Y, J] = AllGather_X(A[I_YX, J])",
+        "C[I_Y, K_X] = A[I_Y, J] * B[J, K_X]",
+    ]
 
 
 def test_an_axis_that_changes_dim_within_an_operand_moves_by_all_to_all():
@@ -48,6 +54,8 @@ def test_an_axis_that_changes_dim_within_an_operand_moves_by_all_to_all():
         "A[B_X, J] = AllToAll_X:J->B(A[B, J_X])",
         "C[B_X, K] = A[B_X, J] * W[B_X, J, K]",
     ]
+    # Also where the output is whole: an all-to-all of A and a gather of C, not a gather of W.
+    assert product("A[B,J_X] * W[B_X,J,K] -> C[B,K]")[0] == "A[B_X, J] = AllToAll_X:J->B(A[B, J_X])"
 
 
 def test_an_axis_that_changes_dim_within_the_result_moves_by_all_to_all():
@@ -123,6 +131,14 @@ def test_sums_over_several_axes_each_go_where_they_can():
     ]
 
 
+def test_a_sum_whose_place_is_taken_is_made_whole_first():
+    assert moved("C[I_Z,K]{U_X} -> C[I_YX,K]") == [
+        "C[I_Z, K] = AllReduce_X(C[I_Z, K]{U_X})",
+        "C[I, K] = AllGather_Z(C[I_Z, K])",
+        "C[I_YX, K] = Slice_YX(C[I, K])",
+    ]
+
+
 def test_a_sum_that_is_wanted_undone_is_left_undone():
     assert moved("C[I,K]{U_XY} -> C[I,K]{U_X}") == ["C[I, K]{U_X} = AllReduce_Y(C[I, K]{U_XY})"]
     assert product("A[I,J_X] * B[J,K] -> C[I,K]{U_X}")[-1] == "C[I, K]{U_X} = A[I, J_X] * B[J_X, K]"
@@ -194,4 +210,4 @@ def test_the_larger_array_of_a_collective_is_the_one_that_enters_the_ring_formul
     (gather,) = reshard(parse_array("B[J_X,K_Y]"), parse_array("B[J,K_Y]"))
     assert str(gather.full) == "B[J, K_Y]"
     (scatter,) = reshard(parse_array("C[I,K]{U_X}"), parse_array("C[I,K_X]"))
-    assert str(scatter.full) == "C[I, K]{U_X}"
+    assert str(scatter.full) == "C[I, K]"

@@ -2,9 +2,9 @@
 
 from meshwright.algebra.derive import BlockSteps, derive
 from meshwright.algebra.program import Program, Variable, parse_block
+from meshwright.cost.einsum_cost import einsum_rates
 from meshwright.cost.network import GroupRates, group_rates
-from meshwright.cost.placement import Link, Placement
-from meshwright.spec.chip import Chip, chip_from_table, known
+from meshwright.spec.chip import Chip, chip_from_table
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.model import Model
 from meshwright.spec.strategy import Rules, Strategy
@@ -44,19 +44,11 @@ def dense(
 
 
 def rates(cluster: Cluster, mesh: dict[str, int], axes: tuple[str, ...] | str) -> GroupRates:
-    """Rates of a group of mesh axes, where every mesh axis is a torus axis."""
-    return group_rates(straight(cluster, mesh), axes)
-
-
-def straight(cluster: Cluster, mesh: dict[str, int]) -> Placement:
-    """The placement with one mesh axis on each torus axis, in order."""
-    rate, hop_s = known(cluster.chip, "ici_link_bytes_per_s"), cluster.chip.ici_hop_s
-    links = [
-        Link(name=axis, level="ici", size=size, bytes_per_s=rate, wraps=wraps, hop_s=hop_s, parts=((axis, mesh[axis]),))
-        for axis, size, wraps in zip(mesh, cluster.shape, cluster.wraps, strict=True)
-    ]
+    """Rates of a group of mesh axes, where every mesh axis is a torus axis, as `shard` lays them."""
     assert tuple(mesh.values()) == cluster.shape
-    return Placement(mesh=mesh, links=tuple(links))
+    laid = einsum_rates(cluster, mesh)
+    assert all(" x " not in words for words in laid.placement.values())
+    return group_rates(laid.laid, axes)
 
 
 def counting(base: str, *, link_bytes_per_s: float) -> Chip:

@@ -139,7 +139,7 @@ class _Trace:
         """Addends of one cotangent, summed as soon as they are split alike, in its primal's sharding.
 
         Addends that are split differently go there in turns, the longest way first: they meet on the way.
-        What they were on the way is no longer a form of the finished sum, so it must not be shared.
+        What one was before it met the last is a part of the sum only, and must not be shared.
         """
         addends = self.contributions.pop(name, [])
         target = self._summed(name, addends)
@@ -147,12 +147,12 @@ class _Trace:
         while left := {a: steps for a, steps in waiting.items() if steps}:
             source = max(left, key=lambda a: len(left[a]))
             step = waiting.pop(source)[0]
+            if waiting:
+                self.available.discard(source)
             if step.result in waiting:
                 step = msgspec.structs.replace(step, attributes=(*step.attributes, ("accumulate", "true")))
             self._emit(step, self.phase)
             waiting[step.result] = reshard(step.result, target)
-        if len(addends) > 1:
-            self.available -= {a for a in self.available if a.name == target.name and a != target}
         if addends and self.shardings.is_weight(name):
             for step in reshard(target, self.shardings.optimizer(name).replace(name=target.name)):
                 self._emit(step, self.phase, scope="step")

@@ -50,8 +50,12 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def full(self) -> ShardedArray:
-        """For a collective: the larger of its two arrays, whose bytes enter the ring formulas."""
-        return self.inputs[0] if self.op == "reduce_scatter" else self.result
+        """For a collective: the whole array on its group, per device, whose bytes enter the ring formulas."""
+        left = {
+            dim: tuple(a for a in axes if a not in self.axes)
+            for dim, axes in zip(self.result.dims, self.result.axes, strict=True)
+        }
+        return self.result.resharded(left)
 
     def __str__(self) -> str:
         if self.op in BOOK_NAMES:

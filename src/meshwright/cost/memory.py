@@ -89,16 +89,23 @@ def _state_elements(derived: Derived, sizes: OpSizes) -> dict[str, Number]:
 def _kept_bytes(block: BlockSteps, derived: Derived, sizes: OpSizes, *, logits: bool) -> Number:
     """Kept results of all repeats: the logits, or all the others. Gathered weights count as communication.
 
-    A gather over one device makes no second array, so it counts only where there are several.
+    What is gathered or sliced over one device is the array it came from, so it counts only where there are several.
     """
     made = {array: step for step in block.forward for array in (step.result, *step.more)}
     total = _zero(sizes)
     for array in block.kept:
         if (array.name == "logits") == logits and not _is_weight(array.name, derived):
             step = made.get(array)
-            again = step is not None and step.is_collective and step.inputs[0] in block.kept
-            total = total + sizes.bytes(array) * (_moves(step, sizes) if again and step else 1)
+            if step and (step.is_collective or step.op == "slice") and _is_there(step.inputs[0], block, made):
+                total = total + sizes.bytes(array) * _moves(step, sizes)
+            else:
+                total = total + sizes.bytes(array)
     return block.repeat * total
+
+
+def _is_there(array: ShardedArray, block: BlockSteps, made: dict[ShardedArray, Step]) -> bool:
+    """Whether an array is kept itself, or was there before the block ran."""
+    return array in block.kept or array not in made
 
 
 def _chunk_bytes(derived: Derived, sizes: OpSizes) -> Number:

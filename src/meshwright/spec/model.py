@@ -197,10 +197,10 @@ class Model(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 def require_runnable(model: Model) -> None:
-    """Raise CannotRunError unless this version can run the model; counting and planning need no such check."""
+    """Raise CannotRunError unless this version can run the model; counting needs no such check."""
     missing = model._missing_to_run()
     if missing:
         raise CannotRunError(
-            f"{model.name} ({missing}) is counted and planned, but only plain llama models run in this version. "
-            f"Choose a llama model such as tiny or llama3-8b, or use plan and show."
+            f"{model.name} ({missing}) is only counted in this version, by meshwright show; plain llama models are "
+            f"planned and run. Choose one, such as tiny or llama3-8b."
         )

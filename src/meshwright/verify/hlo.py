@@ -34,8 +34,9 @@ class Collective(msgspec.Struct, frozen=True):
     """One collective of a program.
 
     ``full_bytes`` are those of the whole array on the group, per device: the result of an all-gather, the
-    operand of a reduce-scatter, either of the others. ``trips`` is how often it runs in one call of the
-    program, ``axes`` the mesh axes that its groups span, ``num_arrays`` how many arrays it combines.
+    operand of a reduce-scatter, either of an all-reduce, the blocks of the whole group for an all-to-all.
+    ``trips`` is how often it runs in one call of the program, ``axes`` the mesh axes that its groups span,
+    ``num_arrays`` how many arrays it combines.
     """
 
     kind: str
@@ -151,6 +152,8 @@ def _collective(
     else:
         total = sum(operand_bytes)
     axes = _axes(instruction.text, mesh, permute=kind == "permute")
+    if kind == "all_to_all":
+        total *= math.prod(mesh[axis] for axis in axes)
     return Collective(kind, total, axes, trips, len(operand_bytes), instruction.name, conditional)
 
 
