@@ -211,3 +211,5 @@ def test_the_larger_array_of_a_collective_is_the_one_that_enters_the_ring_formul
     assert str(gather.full) == "B[J, K_Y]"
     (scatter,) = reshard(parse_array("C[I,K]{U_X}"), parse_array("C[I,K_X]"))
     assert str(scatter.full) == "C[I, K]"
+    (move,) = reshard(parse_array("A[I_X,J_Y]"), parse_array("A[I,J_YX]"))
+    assert str(move.full) == "A[I, J_Y]"

@@ -137,21 +137,16 @@ def test_fsdp_is_compute_bound_from_the_book_s_batch():
 
 def test_tensor_parallelism_is_compute_bound_up_to_the_book_s_size():
     """Y < F / alpha for two matrices; a gated layer has three for the same gather and scatter."""
-    cluster = parse_cluster("v5p:4x16x16")
+    model, cluster = catalogue.model("llama2-7b"), parse_cluster("v5e:16x1")
     alpha = limits.ici_intensity(cluster.chip.peak_flops["bf16"], cluster.chip.ici_axis_bytes_per_s)
-    strategy = Strategy(mesh=make_mesh({"fsdp": 256, "tensor": 4}))
-    whole = [p for p in place_axes(cluster, strategy.mesh) if p.describe()["tensor"] == "x (4)"]
-    chosen = Strategy(mesh=strategy.mesh, placement=whole[0].describe())
-    found = price_strategy(LLAMA70B, cluster, Job(batch_seqs=256, seq_len=4096), chosen)
-    mlp = [c for c in found.costs if c.step.phase == "forward" and c.step.block == "layer"]
-    math = sum(
-        c.math_s
-        for c in mlp
-        if c.step.op == "einsum" and {"w_gate", "w_up", "w_down"} & {a.name for a in c.step.inputs}
-    )
-    comms = sum(c.network_s - c.latency_s for c in mlp if c.step.critical and c.step.result.name in ("h1", "y"))
-    largest = limits.tensor_max_size(LLAMA70B.d_ff, alpha)
-    assert comms / math == pytest.approx(2 / 3 * 4 / largest, rel=1e-3)
+    found = price(model, "v5e:16x1", {"tensor": 16}, batch_seqs=1, seq_len=4096)
+    layer = [c for c in found.costs if c.step.phase == "forward" and c.step.block == "layer"]
+    names = {"w_gate", "w_up", "w_down"}
+    math = sum(c.math_s for c in layer if c.step.op == "einsum" and c.step.inputs[1].name in names)
+    comms = sum(c.network_s - c.latency_s for c in layer if c.step.critical and c.step.result.name in ("h1", "y"))
+    largest = limits.tensor_max_size(model.d_ff, alpha)
+    assert largest == pytest.approx(11008 / 2189, rel=1e-3)
+    assert comms / math == pytest.approx(2 / 3 * 16 / largest, rel=1e-3)
 
 
 def test_one_device_does_its_ops_one_after_the_other():

@@ -89,7 +89,9 @@ def test_loss_and_gradients_equal_the_formula(case, remat):
         direction = rng.normal(size=wide[name].shape)
         moved = [mean_loss({**wide, name: wide[name] + e * direction}, tokens, labels) for e in (1e-5, -1e-5)]
         slope = (moved[0] - moved[1]) / 2e-5
-        assert float(np.sum(np.asarray(grads[name], np.float64) * direction)) == pytest.approx(slope, rel=2e-4, abs=1e-6)
+        assert float(np.sum(np.asarray(grads[name], np.float64) * direction)) == pytest.approx(
+            slope, rel=2e-4, abs=1e-6
+        )
 
 
 def test_initial_loss_is_that_of_uniform_guesses():

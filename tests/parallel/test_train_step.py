@@ -44,9 +44,7 @@ def name(value):
 @pytest.mark.parametrize(("axes", "remat", "num_microbatches"), CASES, ids=name)
 def test_mesh_equals_one_device_and_its_derivation(axes, remat, num_microbatches, one_device):
     params, gradients, metrics = one_device
-    step = TrainStep(
-        MODEL, strategy(axes, remat=remat, num_microbatches=num_microbatches), optimizer=keep_gradients()
-    )
+    step = TrainStep(MODEL, strategy(axes, remat=remat, num_microbatches=num_microbatches), optimizer=keep_gradients())
     compiled = step.lower(BATCH_SEQS, SEQ_LEN).compile()
     state = step.init(0)
     for key, expected in params.items():
@@ -68,11 +66,11 @@ def test_mesh_equals_one_device_and_its_derivation(axes, remat, num_microbatches
 @pytest.mark.slow
 @pytest.mark.parametrize("remat", POLICIES)
 @pytest.mark.parametrize("num_microbatches", [1, 2])
-@pytest.mark.parametrize("axes", [{"fsdp": 2, "context": 2, "tensor": 2}, {"data": 2, "fsdp": 2, "tensor": 2}], ids=name)
+@pytest.mark.parametrize(
+    "axes", [{"fsdp": 2, "context": 2, "tensor": 2}, {"data": 2, "fsdp": 2, "tensor": 2}], ids=name
+)
 def test_every_policy_and_microbatching(axes, remat, num_microbatches, one_device):
-    test_mesh_equals_one_device_and_its_derivation(
-        strategy(axes).mesh, remat, num_microbatches, one_device
-    )
+    test_mesh_equals_one_device_and_its_derivation(strategy(axes).mesh, remat, num_microbatches, one_device)
 
 
 @pytest.mark.parametrize("axes", [{"fsdp": 4, "tensor": 2}, {"data": 2, "context": 2, "tensor": 2}], ids=name)
@@ -91,9 +89,7 @@ def test_kept_result_names_are_taken_as_a_policy(one_device):
     step = TrainStep(MODEL, strategy({"fsdp": 8}, remat=("q", "x1")), optimizer=keep_gradients())
     state, _ = step.step(step.init(0), batch())
     largest = float(np.max(np.abs(gradients["wq"])))
-    np.testing.assert_allclose(
-        np.asarray(state.opt_state["wq"]), gradients["wq"], rtol=0, atol=RELATIVE * largest
-    )
+    np.testing.assert_allclose(np.asarray(state.opt_state["wq"]), gradients["wq"], rtol=0, atol=RELATIVE * largest)
 
 
 def test_clipping_scales_the_update_by_the_global_norm():

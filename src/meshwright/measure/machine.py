@@ -10,8 +10,6 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any
 
 import jax
 import numpy as np
@@ -23,7 +21,8 @@ from meshwright.parallel.mesh import device_mesh
 from meshwright.spec.calibration import Calibration, CollectiveKind, CollectiveRate
 
 COLLECTIVES: tuple[CollectiveKind, ...] = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
-SMALL_ELEMENTS, LARGE_ELEMENTS = 2**10, 2**18
+SMALL_ELEMENTS, LARGE_ELEMENTS, MEMORY_ELEMENTS = 2**10, 2**18, 2**20
+ROUNDS, SWEEPS = 10, 4
 
 
 def measure_machine(
@@ -34,25 +33,26 @@ def measure_machine(
     seconds_per_figure: float = 0.3,
     say: Callable[[str], None] = lambda line: None,
 ) -> Calibration:
-    """Matmul, memory and collective rates per device, medians of repeated runs.
+    """Matmul, memory and collective rates per device.
 
-    ``matmul_shape`` (m, k, n) should be like the products of the job: rates of small products are lower.
-    Collectives are measured over groups of every power of two, all groups at the same time.
+    Each figure is timed in several sweeps over all of them, so that a burst of other work on the machine hits
+    few of its times, and is the median of the sweeps' medians. ``matmul_shape`` (m, k, n) should be like the
+    products of the job: rates of small products are lower. Collectives are measured over groups of every power
+    of two, all groups at the same time.
     """
-    repeat = partial(_median_seconds, budget_s=seconds_per_figure)
-    matmul = _matmul_flops_per_s(num_devices, matmul_shape, repeat)
+    probes = _probes(num_devices, matmul_shape)
+    seconds = _sweep(probes, budget_s=seconds_per_figure / SWEEPS)
+    m, k, n = matmul_shape
+    matmul = ROUNDS * 2 * 2 * m * k * n / seconds["matmul"]
+    memory = ROUNDS * 2 * 4 * MEMORY_ELEMENTS / seconds["memory"]
+    rates = tuple(_collective_rate(kind, size, seconds) for size in _group_sizes(num_devices) for kind in COLLECTIVES)
     say(f"matmul {matmul / 1e9:.3g} GFLOP/s a device in {dtype}, {num_devices} at once")
-    memory = _memory_bytes_per_s(num_devices, repeat)
     say(f"memory {memory / 1e9:.3g} GB/s a device")
-    rates: list[CollectiveRate] = []
-    size = 2
-    while size <= num_devices:
-        for kind in COLLECTIVES:
-            rates.append(_collective_rate(kind, size, num_devices, repeat))
-        gather = rates[-len(COLLECTIVES)]
-        say(f"AllGather over {size}: {gather.latency_s * 1e6:.3g} us + bytes at {gather.bytes_per_s / 1e9:.3g} GB/s")
-        size *= 2
-    how = f"measured with {num_devices} devices busy, median"
+    for rate in rates:
+        if rate.kind == "all_gather":
+            each = f"{rate.latency_s * 1e6:.3g} us + bytes at {rate.bytes_per_s / 1e9:.3g} GB/s"
+            say(f"AllGather over {rate.group_size}: {each}")
+    how = f"measured with {num_devices} devices busy, median of {SWEEPS} sweeps"
     return Calibration(
         name=f"this machine, {num_devices} devices",
         chip="cpu",
@@ -61,72 +61,89 @@ def measure_machine(
         matmul_flops_per_s={dtype: matmul},
         memory_bytes_per_s=memory,
         memory_bytes=_memory_bytes() / num_devices,
-        collectives=tuple(rates),
+        collectives=rates,
         sources={
             "matmul_flops_per_s": f"{how}; product of {' x '.join(map(str, matmul_shape))}",
-            "memory_bytes_per_s": f"{how}; x * a + b over 4 MiB, read and written once",
+            "memory_bytes_per_s": f"{how}; x * a + b over {MEMORY_ELEMENTS * 4} bytes, read and written once",
             "memory_bytes": "physical memory of the machine, shared equally",
             "collectives": f"{how}; line through {SMALL_ELEMENTS * 4} and {LARGE_ELEMENTS * 4} bytes a device",
         },
     )
 
 
+def _group_sizes(num_devices: int) -> list[int]:
+    return [2**power for power in range(1, num_devices.bit_length()) if num_devices % 2**power == 0]
+
+
+Probe = Callable[[], object]
+
+
+def _probes(num_devices: int, matmul_shape: tuple[int, int, int]) -> dict[str, Probe]:
+    """A call to be timed for each figure."""
+    probes = {"matmul": _matmul(num_devices, matmul_shape), "memory": _memory(num_devices)}
+    for size in _group_sizes(num_devices):
+        for kind in COLLECTIVES:
+            for elements in (SMALL_ELEMENTS, LARGE_ELEMENTS):
+                probes[f"{kind} {size} {elements}"] = _collective_probe(kind, size, num_devices, elements)
+    return probes
+
+
+def _sweep(probes: dict[str, Probe], *, budget_s: float) -> dict[str, float]:
+    """Median seconds of a call of each probe."""
+    for probe in probes.values():
+        jax.block_until_ready(probe())
+    medians: dict[str, list[float]] = {name: [] for name in probes}
+    for _ in range(SWEEPS):
+        for name, probe in probes.items():
+            medians[name].append(_median_seconds(probe, budget_s=budget_s))
+    return {name: statistics.median(times) for name, times in medians.items()}
+
+
 def _memory_bytes() -> float:
     return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 
-def _median_seconds(function: Callable[..., Any], *args: Any, budget_s: float) -> float:
-    """Median wall time of a call after one warm-up, repeated for about ``budget_s`` (3 to 200 times)."""
-    jax.block_until_ready(function(*args))
+def _median_seconds(probe: Probe, *, budget_s: float) -> float:
+    """Median wall time of a call, repeated for about ``budget_s`` (2 to 200 times)."""
     times: list[float] = []
     started = time.perf_counter()
-    while len(times) < 3 or (time.perf_counter() - started < budget_s and len(times) < 200):
+    while len(times) < 2 or (time.perf_counter() - started < budget_s and len(times) < 200):
         begin = time.perf_counter()
-        jax.block_until_ready(function(*args))
+        jax.block_until_ready(probe())
         times.append(time.perf_counter() - begin)
     return statistics.median(times)
 
 
 def _on_every_device(
     body: Callable[..., jax.Array], num_devices: int, shapes: Sequence[tuple[int, ...]], axes: dict[str, int]
-) -> tuple[Callable[..., jax.Array], list[jax.Array]]:
-    """``body`` jitted over a mesh, and one block of random numbers a device for each of its arguments."""
+) -> Probe:
+    """A call of ``body`` over a mesh, with one block of random numbers a device for each of its arguments."""
     mesh = device_mesh(axes)
     spec = PartitionSpec(tuple(axes))
     mapped = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=(spec,) * len(shapes), out_specs=spec, check_vma=False))
     rng = np.random.default_rng(0)
     sharding = jax.NamedSharding(mesh, spec)
     values = [jax.device_put(rng.standard_normal((num_devices * s[0], *s[1:]), np.float32), sharding) for s in shapes]
-    return mapped, values
+    return lambda: mapped(*values)
 
 
-Repeat = Callable[..., float]
-
-
-def _matmul_flops_per_s(num_devices: int, shape: tuple[int, int, int], repeat: Repeat) -> float:
-    """Rate per device of ten dependent products in a row, so that starting a call costs little."""
+def _matmul(num_devices: int, shape: tuple[int, int, int]) -> Probe:
+    """Dependent products in a row, there and back, so that starting a call costs little."""
     m, k, n = shape
-    rounds = 10
 
     def body(x: jax.Array, w: jax.Array) -> jax.Array:
-        def one(_: int, y: jax.Array) -> jax.Array:
-            return (y @ w) @ w.T * 1e-3
+        return lax.fori_loop(0, ROUNDS, lambda _, y: (y @ w) @ w.T * 1e-3, x)
 
-        return lax.fori_loop(0, rounds, one, x)
-
-    function, values = _on_every_device(body, num_devices, [(m, k), (k, n)], {"device": num_devices})
-    return rounds * 2 * 2 * m * k * n / repeat(function, *values)
+    return _on_every_device(body, num_devices, [(m, k), (k, n)], {"device": num_devices})
 
 
-def _memory_bytes_per_s(num_devices: int, repeat: Repeat) -> float:
-    """Rate per device of reading and writing a 4 MiB array once."""
-    elements = 2**20
+def _memory(num_devices: int) -> Probe:
+    """An array read and written once, again and again."""
 
     def body(x: jax.Array) -> jax.Array:
-        return x * 1.5 + 0.5
+        return lax.fori_loop(0, ROUNDS, lambda _, y: y * 0.999 + 0.5, x)
 
-    function, values = _on_every_device(body, num_devices, [(elements,)], {"device": num_devices})
-    return 2 * 4 * elements / repeat(function, *values)
+    return _on_every_device(body, num_devices, [(MEMORY_ELEMENTS,)], {"device": num_devices})
 
 
 def _collective(kind: CollectiveKind, x: jax.Array) -> jax.Array:
@@ -139,30 +156,25 @@ def _collective(kind: CollectiveKind, x: jax.Array) -> jax.Array:
     return lax.all_to_all(x, "group", split_axis=0, concat_axis=0, tiled=True)
 
 
-def _collective_rate(kind: CollectiveKind, size: int, num_devices: int, repeat: Repeat) -> CollectiveRate:
-    """Latency and rate from a small and a large array, ten collectives in a row each."""
-    rounds = 10
-    times = []
-    for elements in (SMALL_ELEMENTS, LARGE_ELEMENTS):
-        local = elements // size if kind == "all_gather" else elements
+def _collective_probe(kind: CollectiveKind, size: int, num_devices: int, elements: int) -> Probe:
+    """Collectives in a row whose whole array on the group has ``elements`` elements per device."""
+    local = elements if kind in ("reduce_scatter", "all_reduce") else elements // size
 
-        def body(x: jax.Array) -> jax.Array:
-            def one(_: int, y: jax.Array) -> jax.Array:
-                # The first entry of the result feeds the next round, so that none is dropped or reordered.
-                return y + _collective(kind, y)[:1] * 1e-6
+    def body(x: jax.Array) -> jax.Array:
+        # The first entry of the result feeds the next round, so that none is dropped or reordered.
+        return lax.fori_loop(0, ROUNDS, lambda _, y: y + _collective(kind, y)[:1] * 1e-6, x)
 
-            return lax.fori_loop(0, rounds, one, x)
+    axes = {"others": num_devices // size, "group": size}
+    return _on_every_device(body, num_devices, [(local,)], axes)
 
-        function, values = _on_every_device(
-            body, num_devices, [(local,)], {"others": num_devices // size, "group": size}
-        )
-        times.append(repeat(function, *values) / rounds)
-    full_bytes = (SMALL_ELEMENTS * 4, LARGE_ELEMENTS * 4)
-    slope = max((times[1] - times[0]) / (full_bytes[1] - full_bytes[0]), 1e-15)
-    latency = max(times[0] - slope * full_bytes[0], 1e-7)
+
+def _collective_rate(kind: CollectiveKind, size: int, seconds: dict[str, float]) -> CollectiveRate:
+    """Latency and rate from a small and a large array."""
+    small, large = (seconds[f"{kind} {size} {elements}"] / ROUNDS for elements in (SMALL_ELEMENTS, LARGE_ELEMENTS))
+    slope = max((large - small) / ((LARGE_ELEMENTS - SMALL_ELEMENTS) * 4), 1e-15)
     return CollectiveRate(
         kind=kind,
         group_size=size,
-        latency_s=latency,
+        latency_s=max(small - slope * SMALL_ELEMENTS * 4, 1e-7),
         bytes_per_s=received_share(kind, size) / slope,
     )

@@ -164,13 +164,13 @@ def candidate_sizes(space: Space, cluster: Cluster, rows: Rows, counts: np.ndarr
 def parts_of(cluster: Cluster, num_chips: int) -> tuple[Cluster, ...]:
     """Clusters of exactly that many chips inside a cluster: sub-tori, fewer nodes, fewer slices.
 
-    Those with more closed rings first, then the more compact ones.
+    Fewer slices first, then those with more closed rings, then the more compact ones.
     """
     found = []
     for num_slices in range(1, cluster.num_slices + 1):
         for shape in _boxes(cluster.shape, num_chips / num_slices):
             part = make_cluster(cluster.chip, shape, num_slices=num_slices)
-            found.append((-num_slices, -sum(part.wraps), max(shape), shape, part))
+            found.append((num_slices, -sum(part.wraps), max(shape), shape, part))
     return tuple(part for *_, part in sorted(found, key=lambda one: one[:4]))
 
 

@@ -100,6 +100,9 @@ def size_rules(derived: Derived) -> tuple[Rule, ...]:
     rules = [Rule("devices", lambda f: product(f.mesh.values()) == f.num_chips, _devices_message)]
     rules += [Rule("state", lambda f: f.state in WIDTH, _state_message)]
     rules += [_split_rule(dim, axes, found) for dim, axes in found]
+    if not any(dim == "B" for dim, _ in found):
+        # microbatches must divide the sequences even where no axis does
+        rules.append(_split_rule("B", (), found))
     return tuple(rules)
 
 
@@ -228,11 +231,12 @@ def _batch_of(axes: tuple[str, ...]) -> Callable[[Facts], str]:
     def message(facts: Facts) -> str:
         size, ways = facts.dims["B"], int(_ways(facts, axes))
         if size % ways == 0:
-            values = divisors(size // ways)
+            local = size // ways
+            whose = f"the {local} sequences that each of {ways} data shards has of {size}"
             return (
-                f"num_microbatches={facts.num_microbatches} does not divide the {size // ways} sequences that each "
-                f"of {ways} data shards has of {size}. Use num_microbatches in "
-                f"{_choices(values, facts.num_microbatches)}."
+                f"num_microbatches={facts.num_microbatches} does not divide "
+                f"{whose if ways > 1 else f'the batch of {size} sequences'}. "
+                f"Use num_microbatches in {_choices(divisors(local), facts.num_microbatches)}."
             )
         near = max(1, round(size / ways)) * ways
         what = "*".join(axes)

@@ -54,8 +54,8 @@ def plan(
     notes = _assumptions(space, cluster, calibration)
     near = None
     if not outcome.found:
-        if space.fixed and not outcome.num_meshes:
-            _refuse_axes(space, cluster, job)
+        if not outcome.num_meshes:
+            _refuse_given(space, cluster, job)
         near = _nearest_batch(space, cluster, job)
         outcome = _largest_part(space, cluster, job, top)
         notes += _part_notes(cluster, job, outcome, near)
@@ -160,8 +160,8 @@ def _part_notes(cluster: Cluster, job: Job, outcome: Outcome, near: Found | None
     return tuple(notes)
 
 
-def _refuse_axes(space: Space, cluster: Cluster, job: Job) -> None:
-    """Raise CannotRunError when the given axes divide neither all chips nor the work, whatever the others are."""
+def _refuse_given(space: Space, cluster: Cluster, job: Job) -> None:
+    """Raise CannotRunError when what is given cannot run whatever else is chosen."""
     total = math.prod(space.fixed.values())
     named = " x ".join(f"{axis}={size}" for axis, size in space.fixed.items())
     devices = f"{named} = {total} devices does" if len(space.fixed) > 1 else f"{named} does"
@@ -182,11 +182,6 @@ def _nothing_fits(space: Space, cluster: Cluster, job: Job, needs: Mapping[int, 
     if space.fixed:
         what += " and " + " x ".join(f"{axis}={size}" for axis, size in space.fixed.items())
     here = {count: need for count, need in needs.items() if count <= cluster.num_chips}
-    if not here:
-        return (
-            f"{what} cannot be divided over {cluster.short_name}: no mesh of its chips, or of a part of them, divides "
-            f"the batch and the model. Change the batch or name another cluster."
-        )
     count = min(here, key=lambda one: (here[one], -one))
     if here[count] <= limit:
         return f"no mesh of {what} can be laid on {cluster.short_name}. Name another shape of the cluster."

@@ -40,7 +40,7 @@ class PlannedStrategy(msgspec.Struct, frozen=True, kw_only=True):
             "placement": dict(strategy.placement),
             "assignment": msgspec.to_builtins(strategy.assignment),
             "num_microbatches": strategy.num_microbatches,
-            "remat": msgspec.to_builtins(strategy.remat),
+            "remat": strategy.remat if isinstance(strategy.remat, str) else list(strategy.remat),
             "step_s": found.step_s,
             "step_s_lower": found.step_s_lower,
             "step_s_upper": found.step_s_upper,

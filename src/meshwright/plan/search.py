@@ -53,7 +53,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 def search(space: Space, cluster: Cluster, batch_seqs: int, *, reach: float = 0.0, top: int = 5) -> Outcome:
     """The fastest strategies per token on all chips of a cluster, for a batch or, with ``reach``, batches near it.
 
-    At most ``top``: the best of each (data x fsdp x context, tensor) first, then the next best of any.
+    At most ``top`` meshes, taken in turns from each (data x fsdp x context, tensor) so that they differ.
     """
     derived = space.derived
     rows = rows_on_chips(space, batch_seqs, num_chips=cluster.num_chips, reach=reach)
@@ -146,26 +146,32 @@ def _ranked(parts: Sequence[_Part], top: int) -> list[tuple[_Part, int]]:
     remat = np.array([part.rank for part in parts])[owner]
     level = np.round(np.log(seconds / seconds.min()) / TIE)
     order = np.lexsort((seconds, rows[:, 2], rows[:, 0], remat, counts, level))
-    chosen = _distinct_first(order, rows, top)
+    chosen = _varied(order, rows, top)
     chosen.sort(key=lambda number: float(seconds[number]))
     return [(parts[owner[number]], int(index[number])) for number in chosen]
 
 
-def _distinct_first(order: np.ndarray, rows: Rows, top: int) -> list[int]:
-    """The best of each (data x fsdp x context, tensor), then the next best meshes and policies."""
+def _varied(order: np.ndarray, rows: Rows, top: int) -> list[int]:
+    """The best of each (data x fsdp x context, tensor), then the second best mesh of each, and so on.
+
+    A mesh is listed once, with its best remat and microbatches.
+    """
     split = rows[:, 0] * rows[:, 1] * rows[:, 2]
-    firsts: dict[tuple[int, int], int] = {}
-    for number in order:
-        firsts.setdefault((int(split[number]), int(rows[number, 3])), int(number))
-    chosen = list(firsts.values())[:top]
-    taken = {tuple(rows[number]) for number in chosen}
-    for number in order:
-        if len(chosen) >= top:
-            break
-        if tuple(rows[number]) not in taken:
-            taken.add(tuple(rows[number]))
-            chosen.append(int(number))
-    return chosen
+    listed: set[tuple[int, ...]] = set()
+    turns: list[list[int]] = []
+    depth: dict[tuple[int, int], int] = {}
+    for number in order.tolist():
+        mesh = tuple(rows[number].tolist())
+        if mesh in listed:
+            continue
+        listed.add(mesh)
+        key = int(split[number]), mesh[3]
+        turn = depth.get(key, 0)
+        depth[key] = turn + 1
+        if turn == len(turns):
+            turns.append([])
+        turns[turn].append(number)
+    return [number for turn in turns for number in turn][:top]
 
 
 def _found(space: Space, cluster: Cluster, placements: Sequence[Placement], part: _Part, index: int) -> Found:

@@ -1,0 +1,171 @@
+"""The rules: one mask and one sentence each, and both always agree."""
+
+import msgspec
+import numpy as np
+import pytest
+
+from meshwright.algebra.derive import derive
+from meshwright.algebra.transformer import transformer
+from meshwright.core.errors import CannotRunError, InputError
+from meshwright.plan.legal import (
+    PLACEMENT_RULE,
+    Facts,
+    check_rules,
+    divisors,
+    legal,
+    mask,
+    require_legal,
+    size_rules,
+    splits,
+)
+from meshwright.spec import catalogue
+from meshwright.spec.cluster import parse_cluster
+from meshwright.spec.job import Job
+from meshwright.spec.strategy import DEFAULT_ASSIGNMENT, Strategy, make_mesh
+
+LLAMA70B, TINY = catalogue.model("llama3-70b"), catalogue.model("tiny")
+JOB = Job(batch_seqs=1024, seq_len=4096)
+
+
+def refusals(axes, *, model=LLAMA70B, cluster="v5p:16x16x32", job=JOB, **fields):
+    found = legal(model, parse_cluster(cluster), job, Strategy(mesh=make_mesh(axes), **fields))
+    return {refusal.rule: refusal.message for refusal in found}
+
+
+def test_a_strategy_that_runs():
+    assert refusals({"fsdp": 1024, "context": 2, "tensor": 4}) == {}
+
+
+def test_tensor_beyond_the_kv_heads():
+    assert refusals({"fsdp": 512, "tensor": 16}) == {
+        "tensor | K": "tensor=16 does not divide K=8 kv heads of llama3-70b. Use tensor in {1, 2, 4, 8}."
+    }
+
+
+def test_more_data_shards_than_sequences():
+    found = refusals({"fsdp": 2048, "tensor": 4})
+    assert list(found) == ["sequences"]
+    assert found["sequences"].startswith("fsdp=2048 does not divide the batch of 1024 sequences. Use fsdp in {1, 2, 4,")
+    assert found["sequences"].endswith("or a batch of 2048 sequences.")
+
+
+def test_what_is_named_is_what_must_change():
+    both = refusals({"data": 35, "fsdp": 64, "tensor": 4}, cluster="v5p:16x20x28")["sequences"]
+    assert both.startswith("data=35 x fsdp=64 = 2240 does not divide the batch of 1024 sequences. Use data*fsdp in {")
+    assert both.endswith("or a batch of 2240 sequences.")
+
+
+def test_microbatches_must_leave_whole_sequences_to_every_shard():
+    found = refusals({"fsdp": 256, "context": 8, "tensor": 4}, num_microbatches=8)
+    assert found == {
+        "sequences": "num_microbatches=8 does not divide the 4 sequences that each of 256 data shards has of 1024. "
+        "Use num_microbatches in {1, 2, 4}."
+    }
+
+
+def test_positions_and_width():
+    job = Job(batch_seqs=1024, seq_len=1000)
+    found = refusals({"fsdp": 512, "context": 16}, job=job)
+    message = found["context | T"]
+    assert message.startswith("context=16 does not divide T=1000 positions of llama3-70b. Use context in {1, 2, 4, 8}.")
+    wide = refusals({"fsdp": 3, "context": 2}, cluster="v5p:1x2x3", job=Job(batch_seqs=3, seq_len=4096))
+    assert wide["fsdp*context | D"].startswith(
+        "fsdp=3 x context=2 = 6 does not divide D=8192 model width of llama3-70b."
+    )
+
+
+def test_devices_that_are_too_many_or_too_few():
+    found = refusals({"fsdp": 1024, "tensor": 4})
+    assert found["devices"] == (
+        "mesh fsdp=1024 x tensor=4 = 4096 uses 4096 devices and v5p:16x16x32 has 8192. "
+        "Make the product of the axes 8192, or name a cluster of 4096."
+    )
+
+
+def test_a_mesh_without_a_placement():
+    """Whatever divides can be laid out today; the rule stands for placements with fewer choices."""
+    facts = Facts(
+        model="tiny", cluster="v5p:4x4x4", num_chips=64, mesh=make_mesh({"data": 64}), dims={}, num_placements=0
+    )
+    (refusal,) = check_rules((PLACEMENT_RULE,), facts)
+    assert refusal.message.startswith("mesh data=64 cannot be laid on v5p:4x4x4: every mesh axis must be made of whole")
+
+
+def test_too_little_memory_says_what_fits():
+    found = refusals({"fsdp": 64}, cluster="v5p:4x4x4", job=Job(batch_seqs=1024, seq_len=4096), remat="none")
+    message = found["memory"]
+    assert message.startswith("llama3-70b on mesh fsdp=64 needs ")
+    assert " per chip and a chip of v5p:4x4x4 has 95 GB (activations " in message
+    assert message.endswith("GB).")
+    policy = message.split("Use remat=")[1].split(" ")[0]
+    count = int(message.split("num_microbatches=")[1].split(" ")[0])
+    assert refusals({"fsdp": 64}, cluster="v5p:4x4x4", remat=policy, num_microbatches=count) == {}
+
+
+def test_memory_that_nothing_saves():
+    found = refusals({"fsdp": 16}, cluster="v5e:4x4", job=Job(batch_seqs=16, seq_len=4096))
+    assert found["memory"].endswith("use more chips, or larger fsdp and tensor axes.")
+
+
+def test_a_state_that_only_counts():
+    found = refusals({"fsdp": 1024, "tensor": 8}, state="bf16-master")
+    assert found["state"].startswith("training state 'bf16-master' is counted but does not run in this version.")
+
+
+def test_an_assignment_that_cannot_work_is_bad_input():
+    odd = DEFAULT_ASSIGNMENT | {"activation": DEFAULT_ASSIGNMENT["activation"] | {"D": ("tensor",), "T": ("context",)}}
+    with pytest.raises(InputError, match="rms_norm needs D whole"):
+        refusals({"fsdp": 1024, "tensor": 8}, assignment=odd)
+
+
+def test_require_legal_raises_the_first_reason():
+    strategy = Strategy(mesh=make_mesh({"fsdp": 512, "tensor": 16}))
+    with pytest.raises(CannotRunError, match="tensor=16 does not divide K=8 kv heads of llama3-70b"):
+        require_legal(LLAMA70B, parse_cluster("v5p:16x16x32"), JOB, strategy)
+
+
+def test_rules_are_read_off_the_steps():
+    derived = derive(transformer(TINY), Strategy(mesh=make_mesh({})), symbolic=True)
+    assert set(splits(derived)) == {
+        ("B", ("data", "fsdp")),
+        ("T", ("context", "tensor")),
+        ("D", ("fsdp", "context")),
+        ("N", ("tensor",)),
+        ("K", ("tensor",)),
+        ("F", ("tensor",)),
+        ("V", ("tensor",)),
+    }
+
+
+def test_the_mask_and_the_messages_agree():
+    """Random strategies, most of them illegal: allowed by the mask if and only if no rule has a sentence."""
+    rng = np.random.default_rng(3)
+    derived = derive(transformer(TINY), Strategy(mesh=make_mesh({})), symbolic=True)
+    rules = size_rules(derived)
+    number = 400
+    mesh = {axis: rng.choice([1, 1, 2, 3, 4, 8, 16], number) for axis in ("data", "fsdp", "context", "tensor")}
+    chips = 16
+    counts = rng.choice([1, 2, 4, 3], number)
+    facts = Facts(
+        model="tiny",
+        cluster="test",
+        num_chips=chips,
+        mesh=mesh,
+        dims=TINY.dims | {"B": 48, "T": 96},
+        num_microbatches=counts,
+    )
+    allowed = mask(rules, facts)
+    assert 0 < allowed.sum() < number
+    for index in range(number):
+        axes = {axis: int(sizes[index]) for axis, sizes in mesh.items()}
+        one = msgspec.structs.replace(facts, mesh=axes, num_microbatches=int(counts[index]))
+        refused = check_rules(rules, one)
+        assert bool(allowed[index]) == (not refused), (axes, refused)
+        for refusal in refused:
+            assert refusal.message.endswith(".")
+            assert "\n" not in refusal.message
+
+
+def test_divisors():
+    assert divisors(28) == (1, 2, 4, 7, 14, 28)
+    assert divisors(1) == (1,)

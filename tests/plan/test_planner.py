@@ -1,0 +1,195 @@
+"""The one call behind the plan verb: what it returns, what it notes, and what it refuses."""
+
+import json
+
+import msgspec
+import pytest
+
+from meshwright.core.errors import CannotRunError, InputError
+from meshwright.plan.legal import legal
+from meshwright.plan.planner import plan
+from meshwright.spec import catalogue
+from meshwright.spec.calibration import Calibration, CollectiveRate
+from meshwright.spec.cluster import parse_cluster
+from meshwright.spec.job import Job
+from meshwright.spec.plan_file import load_plan, save_plan
+
+LLAMA70B, LLAMA8B, TINY = (catalogue.model(name) for name in ("llama3-70b", "llama3-8b", "tiny"))
+BIG = Job(batch_seqs=1024, seq_len=4096, train_tokens=15 * 10**12)
+KEYS = {
+    "axes", "placement", "assignment", "num_microbatches", "remat", "step_s", "step_s_lower", "step_s_upper",
+    "mfu", "hfu", "hbm_bytes_per_chip", "memory", "bound_by", "train_days", "cost_usd", "num_chips",
+}  # fmt: skip
+
+
+def planned(model, cluster, batch_seqs, seq_len=4096, **given):
+    return plan(model, parse_cluster(cluster), Job(batch_seqs=batch_seqs, seq_len=seq_len), **given)
+
+
+def test_json_of_a_plan():
+    result = plan(LLAMA70B, parse_cluster("v5p:16x16x32"), BIG)
+    found = json.loads(json.dumps(result.to_json()))
+    assert (found["model"], found["cluster"]) == ("llama3-70b", "v5p:16x16x32")
+    assert found["job"] == {"kind": "train", "batch_seqs": 1024, "seq_len": 4096, "train_tokens": 15 * 10**12}
+    assert found["nearest_batch"] is None
+    assert any("datasheet peaks" in note for note in found["notes"])
+    assert len(found["strategies"]) == 5
+    for one in found["strategies"]:
+        assert set(one) >= KEYS
+        assert one["num_chips"] == 8192
+        assert one["hbm_bytes_per_chip"] == pytest.approx(sum(one["memory"].values()))
+        assert one["train_days"] == pytest.approx(one["step_s"] * 15e12 / 2**22 / 86400)
+        assert set(one["placement"]) == set(one["axes"])
+    times = [one["step_s"] for one in found["strategies"]]
+    assert times == sorted(times)
+
+
+def test_what_is_not_known_is_null():
+    """No tokens: no days and no cost; no price of the chip: no cost."""
+    one = planned(LLAMA8B, "v5e:4x4", 16).to_json()["strategies"][0]
+    assert one["train_days"] is None
+    assert one["cost_usd"] is None
+    unpriced = parse_cluster("v5e:4x4")
+    unpriced = msgspec.structs.replace(unpriced, chip=msgspec.structs.replace(unpriced.chip, price_usd_per_hour=None))
+    job = Job(batch_seqs=16, seq_len=4096, train_tokens=10**9)
+    free = plan(LLAMA8B, unpriced, job).to_json()["strategies"][0]
+    assert free["train_days"] > 0
+    assert free["cost_usd"] is None
+    priced = plan(LLAMA8B, parse_cluster("v5e:4x4"), job).strategies[0]
+    assert priced.cost_usd == pytest.approx(priced.train_days * 24 * 16 * priced.cluster.chip.price_usd_per_hour)
+
+
+def test_chips_that_do_not_divide_the_work():
+    """8960 chips and 1024 sequences: the largest part of the torus is planned, and 1120 sequences use it all."""
+    result = plan(LLAMA70B, parse_cluster("v5p:16x20x28"), BIG)
+    assert {one.cluster.short_name for one in result.strategies} == {"v5p:16x16x16"}
+    assert {one.job.batch_seqs for one in result.strategies} == {1024}
+    near = result.nearest_batch
+    assert near.num_chips == 8960
+    assert near.job.batch_seqs == 1120
+    assert near.strategy.mesh == {"data": 35, "fsdp": 32, "context": 2, "tensor": 4}
+    found = result.to_json()["nearest_batch"]
+    assert found["batch_seqs"] == 1120
+    assert found["strategy"]["num_chips"] == 8960
+    assert any("4096 chips" in note for note in result.notes)
+    assert any("1120 sequences" in note and "data 35 x fsdp 32 x context 2 x tensor 4" in note for note in result.notes)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "batch_seqs", "part"),
+    [("h100:8x3", 16, "h100:8x2"), ("h100:7", 7, "h100:4x1"), ("3*v5e:16x16", 64, "2*v5e:16x16")],
+)
+def test_parts_of_other_clusters(cluster, batch_seqs, part):
+    result = planned(LLAMA8B, cluster, batch_seqs)
+    assert result.strategies[0].cluster.short_name == part
+
+
+def test_every_strategy_offered_can_run():
+    for model, cluster, batch_seqs in ((LLAMA70B, "v5p:16x20x28", 1024), (LLAMA8B, "h100:8x3", 16)):
+        result = planned(model, cluster, batch_seqs)
+        near = () if result.nearest_batch is None else (result.nearest_batch,)
+        for one in (*result.strategies, *near):
+            assert legal(model, one.cluster, one.job, one.strategy) == ()
+
+
+def test_given_axes_are_kept_or_refused_in_words():
+    kept = planned(LLAMA70B, "v5p:16x16x32", 1024, axes={"fsdp": 1024, "tensor": 4})
+    for one in kept.strategies:
+        assert (one.strategy.mesh["fsdp"], one.strategy.mesh["tensor"]) == (1024, 4)
+        assert one.num_chips == 8192
+    for axes, words in (
+        ({"tensor": 16}, "tensor=16 does not divide K=8 kv heads of llama3-70b. Use tensor in {1, 2, 4, 8}."),
+        ({"fsdp": 2048}, "fsdp=2048 does not divide the batch of 1024 sequences."),
+        ({"fsdp": 3}, "fsdp=3 does not divide the 8192 chips of v5p:16x16x32."),
+        ({"data": 1, "fsdp": 8, "context": 1, "tensor": 8}, "does not divide the 8192 chips"),
+    ):
+        with pytest.raises(CannotRunError) as raised:
+            planned(LLAMA70B, "v5p:16x16x32", 1024, axes=axes)
+        assert words in str(raised.value)
+    for axes, words in (({"model": 4}, "mesh axis 'model' is not one of"), ({"fsdp": 0}, "must be at least 1")):
+        with pytest.raises(InputError, match=words):
+            planned(LLAMA70B, "v5p:16x16x32", 1024, axes=axes)
+
+
+def test_given_fields_of_the_strategy():
+    result = planned(LLAMA8B, "v5p:4x4x4", 256, overrides={"strategy.remat": "block", "num_microbatches": 2})
+    assert {(one.strategy.remat, one.strategy.num_microbatches) for one in result.strategies} == {("block", 2)}
+    names = planned(LLAMA8B, "v5p:4x4x4", 256, overrides={"remat": ["qr", "kr", "v"]}).strategies[0]
+    assert names.strategy.remat == ("qr", "kr", "v")
+    assert names.to_json()["remat"] == ["qr", "kr", "v"]
+    for overrides, words in (
+        ({"rematt": "block"}, "strategy.rematt cannot be set here. Did you mean 'remat'?"),
+        ({"remat": "blok"}, "remat 'blok' is not a policy. Did you mean 'block'?"),
+        ({"num_microbatches": "many"}, "num_microbatches"),
+        ({"remat": ["qqq"]}, "remat keeps 'qqq', which is not a result of the program."),
+    ):
+        with pytest.raises(InputError) as raised:
+            planned(LLAMA8B, "v5p:4x4x4", 256, overrides=overrides)
+        assert words in str(raised.value)
+
+
+def test_a_state_that_does_not_run_is_refused():
+    with pytest.raises(CannotRunError, match="'bf16-master' is counted but does not run"):
+        planned(LLAMA8B, "v5p:4x4x4", 256, overrides={"state": "bf16-master"})
+
+
+def test_nothing_fits():
+    with pytest.raises(CannotRunError) as raised:
+        planned(LLAMA70B, "v5e:4x4", 16)
+    message = str(raised.value)
+    assert message.startswith("llama3-70b with 16 sequences of 4096 does not fit v5e:4x4: the best mesh (16 chips, any")
+    assert "needs 61" in message
+    assert "a chip has 16.9 GB" in message
+    chips = int(message.split("At least ")[1].split(" ")[0])
+    assert planned(LLAMA70B, f"v5e:8x{chips // 8}", 16).strategies
+    with pytest.raises(CannotRunError, match="remat=none"):
+        planned(LLAMA70B, "v5e:4x4", 16, overrides={"remat": "none"})
+
+
+def test_given_microbatches_that_divide_nothing():
+    with pytest.raises(CannotRunError, match="num_microbatches=3 does not divide the batch of 256 sequences"):
+        planned(LLAMA8B, "v5p:4x4x4", 256, overrides={"num_microbatches": 3})
+
+
+def test_families_that_only_count_are_refused():
+    with pytest.raises(CannotRunError, match="mixtral"):
+        planned(catalogue.model("mixtral-8x7b"), "v5p:4x4x4", 256)
+
+
+def test_top_is_a_number_of_strategies():
+    assert len(planned(LLAMA8B, "v5p:4x4x4", 256, top=1).strategies) == 1
+    with pytest.raises(InputError, match="top=0"):
+        planned(LLAMA8B, "v5p:4x4x4", 256, top=0)
+
+
+def measured():
+    kinds = ("all_gather", "reduce_scatter", "all_reduce")
+    return Calibration(
+        name="here",
+        chip="cpu",
+        matmul_flops_per_s={"fp32": 2e10},
+        memory_bytes_per_s=3e9,
+        collectives=tuple(CollectiveRate(kind=k, group_size=8, latency_s=1e-4, bytes_per_s=1e9) for k in kinds),
+    )
+
+
+def test_this_machine_with_measured_rates():
+    result = planned(TINY, "cpu:8", 32, 512, axes={"fsdp": 4, "tensor": 2}, calibration=measured())
+    best = result.strategies[0]
+    assert best.strategy.state == "fp32"
+    assert best.strategy.mesh == {"data": 1, "fsdp": 4, "context": 1, "tensor": 2}
+    assert any("calibration 'here'" in note for note in result.notes)
+    assert any("memory of cpu:8 is not known" in note for note in result.notes)
+    with pytest.raises(InputError, match="give a calibration"):
+        planned(TINY, "cpu:8", 32, 512)
+
+
+def test_a_plan_file_of_what_was_planned(tmp_path):
+    result = planned(TINY, "cpu:8", 32, 512, calibration=measured())
+    path = tmp_path / "plan.toml"
+    save_plan(result.plan(), path)
+    read = load_plan(path)
+    assert read == result.plan()
+    assert read.strategy == result.strategies[0].strategy
+    assert read.predicted.step_s == result.strategies[0].estimate.step_s
+    assert result.plan(result.strategies[1]).strategy == result.strategies[1].strategy

@@ -1,0 +1,150 @@
+"""The plan file: whole, versioned, and with a line for every fault."""
+
+import pytest
+
+from meshwright.core.errors import InputError
+from meshwright.spec import catalogue
+from meshwright.spec.calibration import Calibration, CollectiveRate, datasheet_calibration
+from meshwright.spec.cluster import parse_cluster
+from meshwright.spec.job import Job
+from meshwright.spec.plan_file import Plan, Predicted, load_plan, parse_plan, save_plan
+from meshwright.spec.strategy import Strategy, make_mesh
+from meshwright.spec.toml_file import dump_toml
+
+PREDICTED = Predicted(
+    step_s=1.5,
+    step_s_lower=1.25,
+    step_s_upper=1e-7,
+    mfu=0.1 + 0.2,
+    hfu=0.5,
+    bound_by="ici",
+    hbm_bytes_per_chip=2.5e10,
+    memory={"weights": 1e9, "kv_cache": 0.0},
+    flops=4.2e18,
+    terms={"matmul": 1.0, "fsdp,context": 0.25},
+    train_days=44.0,
+)
+
+
+def make(cluster="v5p:16x20x28", model="llama3.1-70b", calibration=None, **fields):
+    laid = parse_cluster(cluster)
+    mesh = make_mesh({"data": 35, "fsdp": 32, "context": 2, "tensor": 4})
+    strategy = Strategy(mesh=mesh, placement={"data": "5 of y (20) x 7 of z (28)", "tensor": "z (4)"}, **fields)
+    return Plan(
+        model=catalogue.model(model),
+        cluster=laid,
+        job=Job(batch_seqs=1120, seq_len=4096, train_tokens=15 * 10**12),
+        strategy=strategy,
+        calibration=calibration or datasheet_calibration(laid.chip),
+        predicted=PREDICTED,
+    )
+
+
+MEASURED = Calibration(
+    name="this machine",
+    chip="cpu",
+    machine='a "quoted" name',
+    date="2025-01-31",
+    matmul_flops_per_s={"fp32": 1.5e10},
+    memory_bytes_per_s=3e9,
+    collectives=(CollectiveRate(kind="all_gather", group_size=8, latency_s=1e-4, bytes_per_s=1e9),),
+    hop_s={"host": 1e-6},
+    sources={"memory_bytes_per_s": "measured"},
+)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        make(),
+        make("4*v5e:16x16", "llama3-8b", remat=("qr", "kr"), num_microbatches=4),
+        make("h100:8x256", "tiny", state="fp32", slice_axes=("fsdp",)),
+        make("cpu:8", "tiny", calibration=MEASURED),
+    ],
+    ids=["torus", "slices", "switched", "measured"],
+)
+def test_round_trip(plan, tmp_path):
+    path = tmp_path / "deep" / "plan.toml"
+    save_plan(plan, path)
+    read = load_plan(path)
+    assert read == plan
+    assert list(read.strategy.mesh) == ["data", "fsdp", "context", "tensor"]
+
+
+def test_it_needs_no_other_file():
+    """Everything that the catalogues gave is inside: figures of the chip, sizes of the model, and their sources."""
+    text = dump_toml(make())
+    for line in ('name = "llama3.1-70b"', "d_model = 8192", "ici_link_bytes_per_s", "[cluster.chip.sources]"):
+        assert line in text
+
+
+def test_writing_leaves_the_old_file_whole(tmp_path, monkeypatch):
+    path = tmp_path / "plan.toml"
+    save_plan(make(), path)
+    before = path.read_text()
+    monkeypatch.setattr("meshwright.spec.plan_file.os.replace", _full_disk)
+    with pytest.raises(OSError, match="no space"):
+        save_plan(make(remat="none"), path)
+    assert path.read_text() == before
+    assert [entry.name for entry in tmp_path.iterdir()] == ["plan.toml"]
+
+
+def _full_disk(source, target):
+    raise OSError("no space left")
+
+
+def test_the_file_is_readable_like_any_other(tmp_path):
+    plain, saved = tmp_path / "plain", tmp_path / "plan.toml"
+    plain.write_text("")
+    save_plan(make(), saved)
+    assert saved.stat().st_mode == plain.stat().st_mode
+
+
+def faulty(old, new):
+    text = dump_toml(make())
+    assert old in text
+    number = text[: text.index(old)].count("\n") + 1
+    with pytest.raises(InputError) as raised:
+        parse_plan(text.replace(old, new, 1), path="plan.toml")
+    message = str(raised.value)
+    assert "\n" not in message
+    return number, message
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("version = 1", "version = 2", "plan version 2 is not known; this meshwright reads version 1"),
+        (
+            "num_microbatches = 1",
+            "num_microbatch = 1",
+            "unknown key 'num_microbatch'. Did you mean 'num_microbatches'?",
+        ),
+        ("num_microbatches = 1", 'num_microbatches = "1"', "num_microbatches"),
+        ("seq_len = 4096", "seq_len = 4096.5", "seq_len"),
+        ("mfu = 0.3", 'mfu = "fast" # 0.3', "mfu"),
+    ],
+)
+def test_faults_have_a_line_and_a_remedy(old, new, words):
+    number, message = faulty(old, new)
+    assert message.startswith(f"plan.toml:{number}: ")
+    assert words in message
+
+
+def test_values_that_no_plan_has():
+    _, message = faulty('remat = "block"', 'remat = "blok"')
+    assert "Did you mean 'block'?" in message
+    assert message.startswith("plan.toml:")
+    _, message = faulty("batch_seqs = 1120", "batch_seqs = 0")
+    assert "job.batch_seqs=0 must be at least 1" in message
+
+
+def test_a_file_that_is_no_plan(tmp_path):
+    with pytest.raises(InputError, match="not a plan file: it has no version"):
+        parse_plan("shape = [4, 4]\n", path="cluster.toml")
+    with pytest.raises(InputError, match="there is no such file"):
+        load_plan(tmp_path / "missing.toml")
+    with pytest.raises(InputError, match=r"plan\.toml:2: not valid TOML"):
+        parse_plan("version = 1\n[model\n", path="plan.toml")
+    with pytest.raises(InputError, match="needs the key 'model'"):
+        parse_plan("version = 1\n", path="plan.toml")
