@@ -14,7 +14,7 @@ HAS_TORCH   := $(VENV)/.has-torch
 
 # Tests of the planning half, the pictures and the house: no JAX program is compiled.
 PLANNING_TESTS := $(wildcard tests/core tests/spec tests/algebra tests/cost tests/plan tests/batching \
-                             tests/report tests/test_architecture.py)
+                             tests/oracles tests/report tests/test_architecture.py)
 
 # uv may use only the Python that made .venv, and trusts the certificates that this machine trusts, as pip does.
 export UV_PYTHON_DOWNLOADS := never

@@ -1,0 +1,69 @@
+"""Quantities read and printed."""
+
+import pytest
+
+from meshwright.core.errors import InputError, nearest
+from meshwright.core.units import (
+    format_bytes,
+    format_count,
+    format_flops,
+    format_params,
+    format_seconds,
+    parse_bytes,
+    parse_count,
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("4Mi", 4 * 2**20), ("15T", 15 * 10**12), ("1e6", 10**6), ("4096", 4096), ("1.5k", 1500), ("32.8B", 32_800_000_000)],
+)
+def test_counts(text, value):
+    assert parse_count(text) == value
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [("4Qi", "unknown suffix 'Qi'"), ("1.5", "not a whole number"), ("-3", "is not a number"), ("", "is not a number")],
+)
+def test_counts_refused(text, words):
+    with pytest.raises(InputError, match=words):
+        parse_count(text)
+
+
+def test_bytes_of_both_kinds():
+    assert parse_bytes("80 GB") == 80e9
+    assert parse_bytes("15.75 GiB") == 15.75 * 2**30
+    assert parse_bytes("12 B") == 12
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (11.6e-6, "11.6 us"),
+        (0.0012, "1.2 ms"),
+        (999.7e-6, "1 ms"),
+        (3.4, "3.4 s"),
+        (0, "0 ns"),
+        (7200, "2 h"),
+        (44 * 86400, "44 days"),
+        (float("inf"), "never"),
+    ],
+)
+def test_seconds(seconds, text):
+    assert format_seconds(seconds) == text
+
+
+def test_the_other_units():
+    assert format_bytes(95e9) == "95 GB"
+    assert format_flops(459e12) == "459 TFLOP/s"
+    assert format_flops(6.3e24, unit="FLOP") == "6300000 EFLOP"
+    assert format_count(4 * 2**20) == "4 Mi"
+    assert format_count(4_000_000) == "4 M"
+    assert format_params(2**30) == "1.07 B"
+    assert format_params(70_553_706_496) == "70.6 B"
+
+
+def test_nearest_names_or_lists():
+    assert nearest("fspd", ["fsdp", "tensor"]) == " Did you mean 'fsdp'?"
+    assert nearest("zzz", ["a", "b"]) == " Known: a, b."

@@ -1,0 +1,111 @@
+"""The HLO reader on texts as XLA writes them, and on programs compiled here."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from meshwright.parallel.mesh import device_mesh
+from meshwright.verify.compare import Traffic, compiled_traffic
+from meshwright.verify.hlo import collectives, shape_bytes
+
+MESH = {"data": 2, "fsdp": 2, "tensor": 2}
+
+MODULE = """
+HloModule jit_step
+
+%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %s = f32[] add(%a, %b)
+}
+
+%body (p: (s32[], f32[4,8])) -> (s32[], f32[4,8]) {
+  %p = (s32[], f32[4,8]{1,0}) parameter(0)
+  %x = f32[4,8]{1,0} get-tuple-element(%p), index=1
+  %ag = f32[8,8]{1,0} all-gather(%x), channel_id=1, replica_groups={{0,2},{1,3},{4,6},{5,7}}, dimensions={0}
+  %rs = f32[4,8]{1,0} reduce-scatter(%ag), channel_id=1, replica_groups=[4,2]<=[8], to_apply=%add, dimensions={0}
+  %i = s32[] get-tuple-element(%p), index=0
+  ROOT %t = (s32[], f32[4,8]{1,0}) tuple(%i, %rs)
+}
+
+%cond (p: (s32[], f32[4,8])) -> pred[] {
+  %p = (s32[], f32[4,8]{1,0}) parameter(0)
+  ROOT %c = pred[] constant(true)
+}
+
+ENTRY %main (x: f32[4,8], y: bf16[16]) -> f32[4,8] {
+  %x = f32[4,8]{1,0} parameter(0)
+  %y = bf16[16]{0} parameter(1)
+  %zero = s32[] constant(0)
+  %start = (s32[], f32[4,8]{1,0}) tuple(%zero, %x)
+  %loop = (s32[], f32[4,8]{1,0}) while(%start), condition=%cond, body=%body, backend_config={"known_trip_count":{"n":"5"}}
+  %out = f32[4,8]{1,0} get-tuple-element(%loop), index=1
+  %ar = (f32[4,8]{1,0}, bf16[16]{0}) all-reduce(%out, %y), replica_groups=[2,4]<=[2,2,2]T(1,0,2), to_apply=%add
+  %aa = bf16[16]{0} all-to-all(%y), replica_groups={{0,1},{2,3},{4,5},{6,7}}, dimensions={0}
+  %cp = f32[4,8]{1,0} collective-permute(%out), source_target_pairs={{0,4},{4,0},{1,5},{5,1}}
+  ROOT %r = f32[4,8]{1,0} get-tuple-element(%ar), index=0
+}
+"""
+
+
+def test_kinds_axes_bytes_and_trips():
+    found = {c.name: c for c in collectives(MODULE, MESH)}
+    assert (found["ag"].kind, found["ag"].axes, found["ag"].full_bytes, found["ag"].trips) == (
+        "all_gather",
+        ("fsdp",),
+        8 * 8 * 4,
+        5,
+    )
+    assert (found["rs"].kind, found["rs"].axes, found["rs"].full_bytes) == ("reduce_scatter", ("tensor",), 8 * 8 * 4)
+    assert found["ar"].axes == ("data", "tensor")
+    assert (found["ar"].full_bytes, found["ar"].num_arrays, found["ar"].trips) == (4 * 8 * 4 + 16 * 2, 2, 1)
+    assert (found["aa"].axes, found["aa"].full_bytes) == (("tensor",), 2 * 16 * 2)
+    assert (found["cp"].kind, found["cp"].axes) == ("permute", ("data",))
+
+
+def test_traffic_is_summed_over_trips():
+    traffic = compiled_traffic(collectives(MODULE, MESH), MESH)
+    assert traffic["all_gather", ("fsdp",)] == Traffic(5, 5 * 256)
+
+
+def test_a_loop_without_a_trip_count_is_refused():
+    text = MODULE.replace(', backend_config={"known_trip_count":{"n":"5"}}', "")
+    with pytest.raises(ValueError, match="loop loop states no trip count"):
+        collectives(text, MESH)
+
+
+def test_shapes_of_every_kind():
+    assert shape_bytes("(f32[2,3]{1,0}, /*index=1*/bf16[5], pred[])") == 24 + 10 + 1
+    assert shape_bytes("u8[7]{0:T(8,128)(4,1)}") == 7
+
+
+def test_a_compiled_conditional_is_marked():
+    mesh = device_mesh({"x": 4})
+
+    def body(value):
+        return lax.cond(value[0] > 0, lambda v: lax.psum(v, "x"), lambda v: v, value)
+
+    spec = PartitionSpec("x")
+    mapped = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
+    text = mapped.lower(jnp.ones(8)).compile().as_text()
+    (found,) = collectives(text, {"x": 4})
+    assert (found.kind, found.axes, found.full_bytes, found.in_conditional) == ("all_reduce", ("x",), 8, True)
+
+
+def test_nested_scans_multiply():
+    mesh = device_mesh({"x": 2, "y": 2})
+
+    def body(value):
+        def outer(v, _):
+            return lax.scan(lambda u, _: (lax.psum(u, "y") * 0.5, None), v, None, length=3)[0], None
+
+        return lax.scan(outer, value, None, length=4)[0]
+
+    spec = PartitionSpec(("x", "y"))
+    mapped = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
+    text = mapped.lower(jnp.ones(8)).compile().as_text()
+    assert compiled_traffic(collectives(text, {"x": 2, "y": 2}), {"x": 2, "y": 2}) == {
+        ("all_reduce", ("y",)): Traffic(12, 12 * 8)
+    }
