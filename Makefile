@@ -31,7 +31,7 @@ help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "%-12s %s\n", $$1, $$2}'
 
 demo: $(HAS_PACKAGE) ## set up, then measure this machine, plan, train and compare (about three minutes)
-	$(VENV)/bin/meshwright demo
+	MESHWRIGHT_CACHE=$(CURDIR)/.cache $(VENV)/bin/meshwright demo
 
 test: $(HAS_PACKAGE) torch ## set up, then run the whole default tier of tests
 	$(PY) -m pytest

@@ -16,7 +16,14 @@ from meshwright.core.units import (
 
 @pytest.mark.parametrize(
     ("text", "value"),
-    [("4Mi", 4 * 2**20), ("15T", 15 * 10**12), ("1e6", 10**6), ("4096", 4096), ("1.5k", 1500), ("32.8B", 32_800_000_000)],
+    [
+        ("4Mi", 4 * 2**20),
+        ("15T", 15 * 10**12),
+        ("1e6", 10**6),
+        ("4096", 4096),
+        ("1.5k", 1500),
+        ("32.8B", 32_800_000_000),
+    ],
 )
 def test_counts(text, value):
     assert parse_count(text) == value

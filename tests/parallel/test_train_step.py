@@ -75,7 +75,7 @@ def test_every_policy_and_microbatching(axes, remat, num_microbatches, one_devic
 
 @pytest.mark.parametrize("axes", [{"fsdp": 4, "tensor": 2}, {"data": 2, "context": 2, "tensor": 2}], ids=name)
 def test_gspmd_form_gives_the_same_loss_and_gradients(axes, one_device):
-    params, gradients, metrics = one_device
+    _, gradients, metrics = one_device
     step = TrainStep(MODEL, strategy(axes), optimizer=keep_gradients(), form="gspmd")
     state, found = step.step(step.init(0), batch())
     assert float(found.loss) == pytest.approx(float(metrics.loss), rel=RELATIVE)

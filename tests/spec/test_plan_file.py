@@ -82,7 +82,7 @@ def test_writing_leaves_the_old_file_whole(tmp_path, monkeypatch):
     path = tmp_path / "plan.toml"
     save_plan(make(), path)
     before = path.read_text()
-    monkeypatch.setattr("meshwright.spec.plan_file.os.replace", _full_disk)
+    monkeypatch.setattr("meshwright.core.files.os.replace", _full_disk)
     with pytest.raises(OSError, match="no space"):
         save_plan(make(remat="none"), path)
     assert path.read_text() == before

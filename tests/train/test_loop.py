@@ -150,7 +150,25 @@ def test_ctrl_c_ends_with_everything_written(tmp_path, text, on_step, done):
     assert result.stopped
     assert result.steps == len(result.losses) == len(metrics_of(result.run)) == done
     assert sorted(os.listdir(result.run)) == FILES
+    assert result.validation_loss is None
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_second_ctrl_c_stops_at_once(tmp_path, text, monkeypatch, capsys):
+    """While a step runs there is no whole state to save, so the interrupt goes through."""
+
+    def impatient(self, step, shardings):
+        if step == 2:  # read while the second step runs
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
+        return read(self, step, shardings)
+
+    read = Batches.global_batch
+    monkeypatch.setattr(Batches, "global_batch", impatient)
+    with pytest.raises(KeyboardInterrupt):
+        train(MODEL, strategy(), JOB, settings(text), run_root=tmp_path)
+    assert "Ctrl-C again stops at once" in capsys.readouterr().err
+    assert len(metrics_of(tmp_path / "mini-001")) == 1
 
 
 def test_a_loss_that_is_not_finite_stops_with_one_line(tmp_path, text):

@@ -12,7 +12,10 @@ from meshwright.verify.hlo import collectives, shape_bytes
 
 MESH = {"data": 2, "fsdp": 2, "tensor": 2}
 
-MODULE = """
+TRIPS = 'backend_config={"known_trip_count":{"n":"5"}}'
+
+MODULE = (
+    """
 HloModule jit_step
 
 %add (a: f32[], b: f32[]) -> f32[] {
@@ -40,7 +43,7 @@ ENTRY %main (x: f32[4,8], y: bf16[16]) -> f32[4,8] {
   %y = bf16[16]{0} parameter(1)
   %zero = s32[] constant(0)
   %start = (s32[], f32[4,8]{1,0}) tuple(%zero, %x)
-  %loop = (s32[], f32[4,8]{1,0}) while(%start), condition=%cond, body=%body, backend_config={"known_trip_count":{"n":"5"}}
+  %loop = (s32[], f32[4,8]{1,0}) while(%start), condition=%cond, body=%body, TRIPS
   %out = f32[4,8]{1,0} get-tuple-element(%loop), index=1
   %ar = (f32[4,8]{1,0}, bf16[16]{0}) all-reduce(%out, %y), replica_groups=[2,4]<=[2,2,2]T(1,0,2), to_apply=%add
   %aa = bf16[16]{0} all-to-all(%y), replica_groups={{0,1},{2,3},{4,5},{6,7}}, dimensions={0}
@@ -48,6 +51,7 @@ ENTRY %main (x: f32[4,8], y: bf16[16]) -> f32[4,8] {
   ROOT %r = f32[4,8]{1,0} get-tuple-element(%ar), index=0
 }
 """
+).replace("TRIPS", TRIPS)
 
 
 def test_kinds_axes_bytes_and_trips():
@@ -71,7 +75,7 @@ def test_traffic_is_summed_over_trips():
 
 
 def test_a_loop_without_a_trip_count_is_refused():
-    text = MODULE.replace(', backend_config={"known_trip_count":{"n":"5"}}', "")
+    text = MODULE.replace(f", {TRIPS}", "")
     with pytest.raises(ValueError, match="loop loop states no trip count"):
         collectives(text, MESH)
 

@@ -1,18 +1,12 @@
 """Rates for a cluster: a given calibration, this machine measured once, or the data sheet."""
 
-import os
 from pathlib import Path
 
 from meshwright.cli.output import say
 from meshwright.core.errors import InputError
+from meshwright.core.files import cache_folder
 from meshwright.spec.calibration import Calibration, load_calibration, save_calibration
 from meshwright.spec.cluster import Cluster
-
-
-def cache_folder() -> Path:
-    """``MESHWRIGHT_CACHE`` where it is set, else ``~/.cache/meshwright``."""
-    given = os.environ.get("MESHWRIGHT_CACHE")
-    return Path(given) if given else Path.home() / ".cache" / "meshwright"
 
 
 def rates_for(cluster: Cluster, calibration: Path | None) -> Calibration | None:
@@ -44,6 +38,5 @@ def measure(cluster: Cluster, *, keep: Path) -> Calibration:
     say(f"measuring this machine as {cluster.short_name} (kept in {keep})")
     emulate_devices(cluster.num_chips)
     found = measure_machine(cluster.num_chips, say=lambda line: say(f"  {line}"))
-    keep.parent.mkdir(parents=True, exist_ok=True)
     save_calibration(found, keep)
     return found

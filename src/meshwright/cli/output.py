@@ -4,11 +4,13 @@ import math
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 import click
 import msgspec
 
+from meshwright.core.units import format_seconds
 from meshwright.report.tables import Cell, render, table
 
 json_option = click.option("--json", "as_json", is_flag=True, help="One JSON object on standard output.")
@@ -53,3 +55,21 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[Cell]], title: s
 def or_dash(value: Any, show: Callable[[Any], str]) -> str:
     """``show(value)``, or a dash for what is not known."""
     return "-" if value is None else show(value)
+
+
+def print_text(text: str, *, indent: int = 2) -> None:
+    """A sentence on standard output, broken at the width, its further lines indented."""
+    click.echo(fill(text, width(), subsequent_indent=" " * indent, break_on_hyphens=False, break_long_words=False))
+
+
+def print_fact(label: str, text: str, *, column: int = 18) -> None:
+    """A label and what it says, broken at the width inside its own column."""
+    print_text(f"{label:<{column}}{text}", indent=column)
+
+
+def format_range(lower: float, upper: float) -> str:
+    """``"0.54-1.17 s"``: two times in one unit, with the decimals of the upper one's three digits."""
+    number, unit = format_seconds(upper).split()
+    one = {"days": 86400.0, "h": 3600.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}[unit]
+    decimals = len(number.partition(".")[2])
+    return f"{lower / one:.{decimals}f}-{number} {unit}"

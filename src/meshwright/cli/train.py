@@ -1,5 +1,6 @@
 """`meshwright train`: run a plan, with the prediction beside every measured step."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -178,20 +179,25 @@ def _require_devices(chosen: Plan) -> None:
 
 def print_result(chosen: Plan, result: "TrainResult") -> None:
     """Losses, and each prediction beside its measurement."""
-    first, last = result.losses[0], result.losses[-1]
-    click.echo(
-        f"{result.steps} steps{' (stopped)' if result.stopped else ''}: loss {first:.3f} -> {last:.3f}", nl=False
-    )
-    click.echo(f", held out {result.validation_loss:.3f}" if result.validation_loss is not None else "")
-    predicted, memory = chosen.predicted, result.memory
+    if not result.losses:
+        click.echo(f"stopped before the first step; {result.run} holds the plan")
+        return
+    stopped = " (stopped)" if result.stopped else ""
+    held_out = or_dash(result.validation_loss, lambda loss: f"{loss:.3f}")
+    losses = f"loss {result.losses[0]:.3f} -> {result.losses[-1]:.3f}, held out {held_out}"
+    click.echo(f"{result.steps} steps{stopped}: {losses}")
+    predicted = chosen.predicted
+    memory = result.memory.total_bytes if result.memory else None
     rows = [
-        ["step", format_seconds(predicted.step_s), or_dash(result.step_s, format_seconds),
-         or_dash(result.step_s, lambda s: f"{s / predicted.step_s:.2f}")],
-        ["MFU", f"{predicted.mfu:.1%}", or_dash(result.mfu, lambda m: f"{m:.1%}"),
-         or_dash(result.mfu, lambda m: f"{m / predicted.mfu:.2f}")],
-        ["memory of a device", format_bytes(predicted.hbm_bytes_per_chip), format_bytes(memory.total_bytes),
-         f"{memory.total_bytes / predicted.hbm_bytes_per_chip:.2f}"],
-    ]  # fmt: skip
+        _compared("step", predicted.step_s, result.step_s, format_seconds),
+        _compared("MFU", predicted.mfu, result.mfu, lambda share: f"{share:.1%}"),
+        _compared("memory of a device", predicted.hbm_bytes_per_chip, memory, format_bytes),
+    ]
     print_table(["", "predicted", "measured", "ratio"], rows)
-    click.echo(f"{or_dash(result.tokens_per_s, lambda t: f'{t:,.0f}')} tokens/s; compiling took "
-               f"{format_seconds(result.compile_s)}; everything is in {result.run}")  # fmt: skip
+    rate = or_dash(result.tokens_per_s, lambda tokens: f"{tokens:,.0f}")
+    click.echo(f"{rate} tokens/s; compiling took {format_seconds(result.compile_s)}; everything is in {result.run}")
+
+
+def _compared(name: str, predicted: float, measured: float | None, show: Callable[[float], str]) -> list[str]:
+    ratio = or_dash(measured, lambda found: f"{found / predicted:.2f}")
+    return [name, show(predicted), or_dash(measured, show), ratio]

@@ -5,13 +5,12 @@ A picture is a Vega-Lite spec in a dict: the same dict becomes a PNG or SVG here
 
 import json
 import math
-import os
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from meshwright.core.errors import InputError
+from meshwright.core.files import write_whole
 
 Spec = dict[str, Any]
 
@@ -115,7 +114,8 @@ def save(spec: Mapping[str, Any], path: str | Path) -> Path:
         raise InputError(f"Cannot write a picture as {path.name!r}. Use a name that ends in .png, .svg or .json.")
     if not path.parent.is_dir():
         raise InputError(f"Cannot write {path}: the folder {path.parent} does not exist. Make it first.")
-    _write_whole(path, renderer(dict(spec)))
+    content = renderer(dict(spec))
+    write_whole(path, lambda part: part.write_bytes(content))
     return path
 
 
@@ -139,18 +139,3 @@ def _json(spec: Spec) -> bytes:
 
 
 _RENDERERS: dict[str, Callable[[Spec], bytes]] = {".png": _png, ".svg": _svg, ".json": _json}
-
-
-def _write_whole(path: Path, content: bytes) -> None:
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-        # mkstemp makes the file private; give it the mode that open() would have given it.
-        mask = os.umask(0)
-        os.umask(mask)
-        os.chmod(temporary, 0o666 & ~mask)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise

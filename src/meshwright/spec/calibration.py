@@ -7,6 +7,7 @@ from typing import Literal
 import msgspec
 
 from meshwright.core.errors import InputError
+from meshwright.core.files import write_text_whole
 from meshwright.spec.chip import Chip, known, peak
 from meshwright.spec.toml_file import dump_toml, load_toml
 
@@ -85,7 +86,8 @@ def load_calibration(path: Path) -> Calibration:
 
 
 def save_calibration(calibration: Calibration, path: Path) -> None:
-    path.write_text(dump_toml(calibration), encoding="utf-8")
+    """Write the calibration; the file is whole or as it was."""
+    write_text_whole(path, dump_toml(calibration))
 
 
 def matmul_rate(chip: Chip, calibration: Calibration, dtype: str) -> float:

@@ -1,11 +1,10 @@
 """The plan file: one TOML file that holds a plan whole, so that every verb can start from it."""
 
-import os
-import tempfile
 from pathlib import Path
 
 import msgspec
 
+from meshwright.core.files import write_text_whole
 from meshwright.spec.calibration import Calibration
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.job import Job
@@ -47,18 +46,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 def save_plan(plan: Plan, path: Path) -> None:
     """Write the plan. The file is complete or as it was before: it is written beside its place and moved there."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", text=True)
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(dump_toml(plan))
-        # a temporary file is for its owner alone; a plan is read like any other file
-        os.chmod(name, 0o666 & ~_umask())
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise
+    write_text_whole(Path(path), dump_toml(plan))
 
 
 def load_plan(path: Path) -> Plan:
@@ -85,9 +73,3 @@ def _decode(file: TomlFile) -> Plan:
             f"Make the plan again with plan -o.",
         )
     return decode_toml(file, Plan)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

@@ -13,7 +13,7 @@ from jax.sharding import Sharding
 from tokenizers import Tokenizer
 
 from meshwright.core.errors import InputError
-from meshwright.train.cache import write_whole
+from meshwright.core.files import write_whole
 from meshwright.train.tokenizer import END_ID, load_tokenizer, save_tokenizer, train_tokenizer
 
 HELD_OUT_FRACTION = 0.05

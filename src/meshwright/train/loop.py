@@ -7,21 +7,23 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import msgspec
 import numpy as np
+from tokenizers import Tokenizer
 
 from meshwright.core.errors import CannotRunError, InputError
+from meshwright.core.files import cache_folder
 from meshwright.core.units import format_seconds
 from meshwright.parallel.train_step import Batch, State, TrainStep
 from meshwright.spec.job import Job
 from meshwright.spec.model import Model
 from meshwright.spec.strategy import Strategy
 from meshwright.spec.toml_file import dump_toml
-from meshwright.train.cache import cache_folder, keep_compiled_programs
+from meshwright.train.cache import keep_compiled_programs
 from meshwright.train.data import Batches, TokenStore, open_tokens
 from meshwright.train.evaluate import held_out_loss
 from meshwright.train.metrics import LiveLine, Predicted, StepRecord, typical_step_s
@@ -65,7 +67,7 @@ class TrainResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     tokens_per_s: float | None
     mfu: float | None
     compile_s: float
-    memory: MemoryUse
+    memory: MemoryUse | None
 
 
 class _Progress:
@@ -75,6 +77,8 @@ class _Progress:
         self.state = state
         self.losses: list[float] = []
         self.step_s: list[float] = []
+        self.compile_s = 0.0
+        self.memory: MemoryUse | None = None
         self.stop = False
 
 
@@ -97,44 +101,71 @@ def train(
     """
     predicted = predicted or Predicted()
     keep_compiled_programs(cache_folder())
+    setup = _prepare(model, strategy, job, settings)
+    path = create_run_folder(run_root, model.name)
+    resolved = {"model": model, "strategy": strategy, "job": job, "train": settings}
+    texts = {RESOLVED: dump_toml(resolved), **(texts or {})}
+    save_tokenizer(setup.tokenizer, path / TOKENIZER)
+    live = LiveLine(steps=settings.steps, every=settings.log_every)
+    progress = _Progress(setup.step.init(settings.seed))
+    with RunFolder(path, texts) as folder, live, _ctrl_c(progress, live):
+        _run(setup, progress, settings, predicted, folder, live, on_step)
+        finite = all(map(math.isfinite, progress.losses))
+        # Whoever pressed Ctrl-C is not kept waiting for the held-out text.
+        validation = _validation(setup, progress, job) if finite and not progress.stop else None
+        result = _result(path, settings, job, predicted, progress, validation)
+        folder.summarise({**msgspec.to_builtins(result), "diverged": not finite})
+        if not finite:
+            raise CannotRunError(_diverged(progress, settings, path))
+        save_weights(model, progress.state.params, path)
+    return result
+
+
+class _Setup(NamedTuple):
+    """What a run needs before its folder is made."""
+
+    step: TrainStep
+    store: TokenStore
+    tokenizer: Tokenizer
+    batches: Batches
+
+
+def _prepare(model: Model, strategy: Strategy, job: Job, settings: TrainSettings) -> _Setup:
+    """Text, batches and the step, not compiled yet. Raises InputError for what does not go together."""
     documents = read_documents(settings.data)
     store, tokenizer = open_tokens(documents, vocab_size=model.vocab_size, folder=cache_folder() / "tokens")
     batches = Batches(store.train(), batch_seqs=job.batch_seqs, seq_len=job.seq_len, seed=settings.seed)
     optimizer = make_optimizer(model, settings)
     step = TrainStep(model, strategy, optimizer=optimizer, max_grad_norm=settings.max_grad_norm)
     _check_divides(step, job)
+    return _Setup(step, store, tokenizer, batches)
 
-    path = create_run_folder(run_root, model.name)
-    resolved = {"model": model, "strategy": strategy, "job": job, "train": settings}
-    texts = {RESOLVED: dump_toml(resolved), **(texts or {})}
-    save_tokenizer(tokenizer, path / TOKENIZER)
-    live = LiveLine(steps=settings.steps, every=settings.log_every)
-    with RunFolder(path, texts) as folder, live:
-        progress = _Progress(step.init(settings.seed))
-        with _ctrl_c(progress, live):
-            start = time.perf_counter()
-            first = batches.global_batch(0, step.batch_shardings)
-            compiled = step.compile.lower(progress.state, first).compile()
-            compile_s = time.perf_counter() - start
-            live.say(f"{path}: compiled in {format_seconds(compile_s)}")
-            memory = _memory(progress.state, first, compiled)
-            records = _steps(compiled, progress, batches, first, settings, predicted, step.batch_shardings)
-            try:
-                for record in records:
-                    folder.record(record)
-                    live.show(record)
-                    if on_step:
-                        on_step(record)
-            except KeyboardInterrupt:  # from on_step, or a second Ctrl-C between two steps
-                progress.stop = True
-        finite = all(map(math.isfinite, progress.losses))
-        validation = _validation(step, progress, store, job) if finite else None
-        result = _result(path, settings, job, predicted, progress, validation, compile_s, memory)
-        folder.summarise({**msgspec.to_builtins(result), "diverged": not finite})
-        if not finite:
-            raise CannotRunError(_diverged(progress, settings, path))
-        save_weights(model, progress.state.params, path)
-    return result
+
+def _run(
+    setup: _Setup,
+    progress: _Progress,
+    settings: TrainSettings,
+    predicted: Predicted,
+    folder: RunFolder,
+    live: LiveLine,
+    on_step: OnStep | None,
+) -> None:
+    """Compile the step once, then run steps until the last, Ctrl-C, or a loss that is not finite."""
+    start = time.perf_counter()
+    first = setup.batches.global_batch(0, setup.step.batch_shardings)
+    compiled = setup.step.compile.lower(progress.state, first).compile()
+    progress.compile_s = time.perf_counter() - start
+    progress.memory = _memory(progress.state, first, compiled)
+    live.say(f"{folder.path}: compiled in {format_seconds(progress.compile_s)}")
+    for record in _steps(compiled, progress, setup, first, settings, predicted):
+        folder.record(record)
+        live.show(record)
+        try:
+            if on_step:
+                on_step(record)
+        except KeyboardInterrupt:
+            # Between steps the state is whole, so this ends like a Ctrl-C that the handler saw.
+            progress.stop = True
 
 
 def _check_divides(step: TrainStep, job: Job) -> None:
@@ -154,13 +185,13 @@ def _check_divides(step: TrainStep, job: Job) -> None:
 def _steps(
     compiled: Any,
     progress: _Progress,
-    batches: Batches,
+    setup: _Setup,
     batch: Batch,
     settings: TrainSettings,
     predicted: Predicted,
-    shardings: dict[str, Any],
 ) -> Iterator[StepRecord]:
-    """Run steps one by one; ends at the last, after Ctrl-C, or at a loss that is not finite."""
+    """Run steps one by one and say what each came to."""
+    batches, shardings = setup.batches, setup.step.batch_shardings
     # All at once: a schedule is JAX code, and would compile and run beside the steps.
     rates = np.asarray(learning_rate(settings)(jnp.arange(settings.steps, dtype=jnp.int32)))
     tokens = batches.batch_seqs * batches.seq_len
@@ -225,9 +256,9 @@ def _memory(state: State, batch: Batch, compiled: Any) -> MemoryUse:
     )
 
 
-def _validation(step: TrainStep, progress: _Progress, store: TokenStore, job: Job) -> float | None:
-    params = progress.state.params
-    return held_out_loss(step, params, store.held_out(), batch_seqs=job.batch_seqs, seq_len=job.seq_len)
+def _validation(setup: _Setup, progress: _Progress, job: Job) -> float | None:
+    held_out = setup.store.held_out()
+    return held_out_loss(setup.step, progress.state.params, held_out, batch_seqs=job.batch_seqs, seq_len=job.seq_len)
 
 
 def _result(
@@ -237,8 +268,6 @@ def _result(
     predicted: Predicted,
     progress: _Progress,
     validation: float | None,
-    compile_s: float,
-    memory: MemoryUse,
 ) -> TrainResult:
     step_s = typical_step_s(progress.step_s)
     return TrainResult(
@@ -251,8 +280,8 @@ def _result(
         step_s_predicted=predicted.step_s,
         tokens_per_s=job.tokens_per_step / step_s if step_s else None,
         mfu=predicted.mfu(step_s) if step_s else None,
-        compile_s=compile_s,
-        memory=memory,
+        compile_s=progress.compile_s,
+        memory=progress.memory,
     )
 
 

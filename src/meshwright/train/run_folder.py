@@ -9,7 +9,7 @@ from typing import Any, Self
 import msgspec
 
 from meshwright.core.errors import CannotRunError
-from meshwright.train.cache import write_text_whole
+from meshwright.core.files import write_text_whole
 from meshwright.train.metrics import StepRecord
 
 METRICS, SUMMARY, RESOLVED, PLAN = "metrics.jsonl", "summary.json", "resolved.toml", "plan.toml"

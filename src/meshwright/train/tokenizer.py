@@ -6,7 +6,7 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from meshwright.core.errors import InputError
-from meshwright.train.cache import write_whole
+from meshwright.core.files import write_whole
 
 END_OF_TEXT = "<|endoftext|>"
 END_ID = 0

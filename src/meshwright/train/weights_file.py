@@ -10,11 +10,11 @@ from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer
 
 from meshwright.core.errors import InputError
+from meshwright.core.files import write_text_whole, write_whole
 from meshwright.nn.weights import Params, is_stacked, params_from_hf, rows
 from meshwright.spec.hf import config_from_model, model_from_config
 from meshwright.spec.model import Model
 from meshwright.spec.weights import Weight
-from meshwright.train.cache import write_text_whole, write_whole
 from meshwright.train.tokenizer import load_tokenizer
 
 WEIGHTS, CONFIG, TOKENIZER = "weights.safetensors", "config.json", "tokenizer.json"

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.train.cache import cache_folder, write_text_whole, write_whole
+from meshwright.core.files import cache_folder, write_text_whole, write_whole
 
 
 def test_the_cache_is_where_the_environment_says(monkeypatch, tmp_path):

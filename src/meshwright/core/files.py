@@ -1,0 +1,37 @@
+"""Files that are whole or absent, and the folder where things are kept between runs."""
+
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+
+def cache_folder() -> Path:
+    """``MESHWRIGHT_CACHE`` where it is set, else ``~/.cache/meshwright``. It may not exist yet."""
+    given = os.environ.get("MESHWRIGHT_CACHE")
+    return Path(given) if given else Path.home() / ".cache" / "meshwright"
+
+
+def write_whole(path: Path, write: Callable[[Path], object]) -> None:
+    """Write a file through a temporary one beside it, so that ``path`` is never half written."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=path.suffix)
+    os.close(handle)
+    try:
+        write(Path(name))
+        # mkstemp makes files that only their owner may read, and some writers make them so again.
+        os.chmod(name, 0o666 & ~_umask())
+        os.replace(name, path)
+    finally:
+        Path(name).unlink(missing_ok=True)
+
+
+def write_text_whole(path: Path, text: str) -> None:
+    """`write_whole` for text."""
+    write_whole(path, lambda part: part.write_text(text, encoding="utf-8"))
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
