@@ -11,7 +11,7 @@ from meshwright.spec import catalogue
 from meshwright.spec.calibration import Calibration
 from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.job import Job
-from meshwright.spec.strategy import REMAT_POLICIES, STATE_BYTES, Strategy, make_mesh
+from meshwright.spec.strategy import DEFAULT_ASSIGNMENT, REMAT_POLICIES, STATE_BYTES, Strategy, make_mesh
 from meshwright.spec.weights import num_params, params_by_part
 
 TINY = catalogue.model("tiny")
@@ -140,3 +140,19 @@ def test_the_limit_is_what_the_compiler_offers_where_that_is_known():
     assert memory_limit(parse_cluster("cpu:8")) == float("inf")
     measured = Calibration(name="here", chip="cpu", memory_bytes=2e9)
     assert memory_limit(parse_cluster("cpu:8"), measured) == 2e9
+
+
+def test_zero_stages_split_what_their_assignment_says():
+    """ZeRO-1 is an assignment too: weights whole on every replica, what the optimizer updates split over them."""
+    whole = {name: axes for name, axes in DEFAULT_ASSIGNMENT["weight"].items() if name != "D"}
+    zero1 = DEFAULT_ASSIGNMENT | {"weight": whole, "optimizer": DEFAULT_ASSIGNMENT["weight"]}
+    strategy = Strategy(mesh=make_mesh({"fsdp": 8}), assignment=zero1)
+    derived = derive(transformer(TINY), strategy)
+    items = training_memory(
+        derived, strategy_sizes(TINY, Job(batch_seqs=32, seq_len=512), strategy), num_microbatches=1
+    )
+    norms = params_by_part(TINY)["norm"]
+    assert items["weights"] == 2 * num_params(TINY)
+    assert items["gradients"] == 2 * num_params(TINY)
+    assert items["optimizer"] == 8 * ((num_params(TINY) - norms) / 8 + norms)
+    assert items["communication"] == 0

@@ -75,15 +75,21 @@ def memory_limit(cluster: Cluster, calibration: Calibration | None = None) -> fl
 def _state_elements(derived: Derived, sizes: OpSizes) -> dict[str, Number]:
     """Elements per chip of the weights, of their gradients and of what the optimizer updates, over all repeats."""
     repeats = {name: block.repeat for block in derived.blocks for op in block.block.ops for name in op.inputs}
-    first = {step.inputs[0].name: step.inputs[0] for step in reversed(derived.update)}
+    # a gradient is held as it enters the collectives that run once per step, whole where they scatter it
+    held = {step.inputs[0].name: step.inputs[0] for step in reversed(_once_a_step(derived))}
     found = dict.fromkeys(("weights", "gradients", "optimizer"), _zero(sizes))
     for step in derived.update:
         if step.op == "adamw":
             shard = step.inputs[1]
-            arrays = (derived.declared[shard.name], first[f"d{shard.name}"], shard)
+            arrays = (derived.declared[shard.name], held[f"d{shard.name}"], shard)
             for part, array in zip(found, arrays, strict=True):
                 found[part] = found[part] + repeats[shard.name] * sizes.elements(array)
     return found
+
+
+def _once_a_step(derived: Derived) -> list[Step]:
+    backward = [step for block in derived.blocks for step in block.backward if step.scope == "step"]
+    return [*backward, *derived.update]
 
 
 def _kept_bytes(block: BlockSteps, derived: Derived, sizes: OpSizes, *, logits: bool) -> Number:

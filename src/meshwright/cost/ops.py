@@ -103,6 +103,11 @@ def op_term(step: Step) -> Term:
     return "loss_head" if step.block == "head" else OP_ROWS[step.op].term
 
 
+def is_attention(step: Step) -> bool:
+    """Whether a local step is attention, forward or backward."""
+    return OP_ROWS[step.op].term == "attention"
+
+
 def model_flops(model: Model, job: Job) -> float:
     """FLOPs of one training step that the model needs, recomputation left out: what MFU counts.
 

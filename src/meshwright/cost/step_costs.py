@@ -9,7 +9,7 @@ import numpy as np
 from meshwright.algebra.derive import Derived
 from meshwright.algebra.steps import Step
 from meshwright.core.dims import DTYPE_BYTES
-from meshwright.cost.ops import OpSizes, Scores, op_flops, op_hbm_bytes
+from meshwright.cost.ops import OpSizes, Scores, is_attention, op_flops, op_hbm_bytes
 from meshwright.cost.step_rates import Group, StepRates
 from meshwright.spec.job import Job
 from meshwright.spec.model import Model
@@ -106,7 +106,7 @@ def price_step(step: Step, count: Number, sizes: OpSizes, rates: StepRates, *, n
         count=count,
         flops=flops,
         hbm_bytes=moved,
-        math_s=flops / rates.matmul_flops_per_s,
+        math_s=flops / (rates.attention_flops_per_s if is_attention(step) else rates.matmul_flops_per_s),
         hbm_s=moved / rates.hbm_bytes_per_s,
     )
 

@@ -10,7 +10,14 @@ from meshwright.core.dims import DTYPE_BYTES
 from meshwright.core.errors import CannotRunError
 from meshwright.cost.network import GroupRates, Leg, Placement, group_legs, leg_rates, place_axes, stack_rates
 from meshwright.cost.ops import Scores
-from meshwright.spec.calibration import Calibration, datasheet_calibration, matmul_rate, memory_rate, reference_peak
+from meshwright.spec.calibration import (
+    Calibration,
+    attention_rate,
+    datasheet_calibration,
+    matmul_rate,
+    memory_rate,
+    reference_peak,
+)
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.strategy import STATE_BYTES, Strategy
 
@@ -30,6 +37,7 @@ class StepRates(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     matmul_flops_per_s: float
+    attention_flops_per_s: float
     peak_flops_per_s: float
     hbm_bytes_per_s: float
     groups: dict[Group, GroupRates]
@@ -90,6 +98,7 @@ def step_rates(
     rates, uses = _group_tables(laid, tuple(groups), calibration)
     every = StepRates(
         matmul_flops_per_s=matmul_rate(cluster.chip, measured, dtype),
+        attention_flops_per_s=attention_rate(cluster.chip, measured, dtype),
         peak_flops_per_s=reference_peak(cluster.chip, measured, dtype),
         hbm_bytes_per_s=memory_rate(cluster.chip, measured),
         groups=rates,

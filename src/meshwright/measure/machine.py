@@ -12,17 +12,20 @@ import time
 from collections.abc import Callable, Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
 from meshwright.cost.network import received_share
+from meshwright.nn.ops import attention
 from meshwright.parallel.mesh import device_mesh
 from meshwright.spec.calibration import Calibration, CollectiveKind, CollectiveRate
 
 COLLECTIVES: tuple[CollectiveKind, ...] = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 SMALL_ELEMENTS, LARGE_ELEMENTS, MEMORY_ELEMENTS = 2**10, 2**18, 2**20
 ROUNDS, SWEEPS = 10, 4
+ATTENTION_SHAPE = (4, 128, 8, 4, 32)
 
 
 def measure_machine(
@@ -44,9 +47,11 @@ def measure_machine(
     seconds = _sweep(probes, budget_s=seconds_per_figure / SWEEPS)
     m, k, n = matmul_shape
     matmul = ROUNDS * 2 * 2 * m * k * n / seconds["matmul"]
+    attended = attention_flops(ATTENTION_SHAPE) / seconds["attention"]
     memory = ROUNDS * 2 * 4 * MEMORY_ELEMENTS / seconds["memory"]
     rates = tuple(_collective_rate(kind, size, seconds) for size in _group_sizes(num_devices) for kind in COLLECTIVES)
     say(f"matmul {matmul / 1e9:.3g} GFLOP/s a device in {dtype}, {num_devices} at once")
+    say(f"attention {attended / 1e9:.3g} GFLOP/s a device")
     say(f"memory {memory / 1e9:.3g} GB/s a device")
     for rate in rates:
         if rate.kind == "all_gather":
@@ -59,12 +64,14 @@ def measure_machine(
         machine=f"{platform.machine()}, {os.cpu_count()} cores",
         date=datetime.date.today().isoformat(),
         matmul_flops_per_s={dtype: matmul},
+        attention_flops_per_s={dtype: attended},
         memory_bytes_per_s=memory,
         memory_bytes=_memory_bytes() / num_devices,
         collectives=rates,
         sources={
             "matmul_flops_per_s": f"{how}; product of {' x '.join(map(str, matmul_shape))}",
-            "memory_bytes_per_s": f"{how}; x * a + b over {MEMORY_ELEMENTS * 4} bytes, read and written once",
+            "attention_flops_per_s": f"{how}; forward and backward, B T N K H = {ATTENTION_SHAPE}",
+            "memory_bytes_per_s": f"{how}; silu over {MEMORY_ELEMENTS * 4} bytes, read and written once",
             "memory_bytes": "physical memory of the machine, shared equally",
             "collectives": f"{how}; line through {SMALL_ELEMENTS * 4} and {LARGE_ELEMENTS * 4} bytes a device",
         },
@@ -80,7 +87,11 @@ Probe = Callable[[], object]
 
 def _probes(num_devices: int, matmul_shape: tuple[int, int, int]) -> dict[str, Probe]:
     """A call to be timed for each figure."""
-    probes = {"matmul": _matmul(num_devices, matmul_shape), "memory": _memory(num_devices)}
+    probes = {
+        "matmul": _matmul(num_devices, matmul_shape),
+        "attention": _attention(num_devices),
+        "memory": _memory(num_devices),
+    }
     for size in _group_sizes(num_devices):
         for kind in COLLECTIVES:
             for elements in (SMALL_ELEMENTS, LARGE_ELEMENTS):
@@ -137,11 +148,34 @@ def _matmul(num_devices: int, shape: tuple[int, int, int]) -> Probe:
     return _on_every_device(body, num_devices, [(m, k), (k, n)], {"device": num_devices})
 
 
+def attention_flops(shape: tuple[int, int, int, int, int]) -> float:
+    """FLOPs of attention forward (two products) and backward (the scores again, and four products)."""
+    batch, length, heads, _, width = shape
+    return 14.0 * batch * length * length * heads * width
+
+
+def _attention(num_devices: int) -> Probe:
+    """The attention that programs run, with its gradient."""
+    batch, length, heads, kv_heads, width = ATTENTION_SHAPE
+
+    def body(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch, length))
+
+        def total(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+            return jnp.sum(attention(q, k, v, positions, positions, scale=width**-0.5) ** 2)
+
+        grads = jax.grad(total, argnums=(0, 1, 2))(q, k, v)
+        return sum((jnp.sum(g, axis=(1, 2, 3)) for g in grads), jnp.zeros(batch))
+
+    key = (batch, length, kv_heads, width)
+    return _on_every_device(body, num_devices, [(batch, length, heads, width), key, key], {"device": num_devices})
+
+
 def _memory(num_devices: int) -> Probe:
-    """An array read and written once, again and again."""
+    """An array read and written once with an exponential on the way, as softmax and silu have, again and again."""
 
     def body(x: jax.Array) -> jax.Array:
-        return lax.fori_loop(0, ROUNDS, lambda _, y: y * 0.999 + 0.5, x)
+        return lax.fori_loop(0, ROUNDS, lambda _, y: jax.nn.silu(y) + 0.5, x)
 
     return _on_every_device(body, num_devices, [(MEMORY_ELEMENTS,)], {"device": num_devices})
 

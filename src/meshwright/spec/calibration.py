@@ -54,6 +54,7 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     machine: str | None = None
     date: str | None = None
     matmul_flops_per_s: dict[str, float] = {}
+    attention_flops_per_s: dict[str, float] = {}
     memory_bytes_per_s: float | None = None
     memory_bytes: float | None = None
     collectives: tuple[CollectiveRate, ...] = ()
@@ -101,6 +102,11 @@ def matmul_rate(chip: Chip, calibration: Calibration, dtype: str) -> float:
             f"calibration {calibration.name!r} measured {have} products, not {dtype}. Choose one of these."
         )
     return peak(chip, dtype) * calibration.efficiency.compute
+
+
+def attention_rate(chip: Chip, calibration: Calibration, dtype: str) -> float:
+    """FLOP/s that attention reaches, its softmax included: as measured, else the rate of large products."""
+    return calibration.attention_flops_per_s.get(dtype) or matmul_rate(chip, calibration, dtype)
 
 
 def reference_peak(chip: Chip, calibration: Calibration, dtype: str) -> float:
