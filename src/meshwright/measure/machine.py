@@ -18,7 +18,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from meshwright.cost.network import received_share
-from meshwright.nn.ops import attention
+from meshwright.nn.ops import attention, silu_mul
 from meshwright.parallel.mesh import device_mesh
 from meshwright.spec.calibration import Calibration, CollectiveKind, CollectiveRate
 
@@ -31,7 +31,7 @@ ATTENTION_SHAPE = (4, 128, 8, 4, 32)
 def measure_machine(
     num_devices: int,
     *,
-    matmul_shape: tuple[int, int, int] = (512, 256, 1024),
+    matmul_shape: tuple[int, int, int] = (512, 256, 704),
     dtype: str = "fp32",
     seconds_per_figure: float = 0.3,
     say: Callable[[str], None] = lambda line: None,
@@ -45,8 +45,7 @@ def measure_machine(
     """
     probes = _probes(num_devices, matmul_shape)
     seconds = _sweep(probes, budget_s=seconds_per_figure / SWEEPS)
-    m, k, n = matmul_shape
-    matmul = ROUNDS * 2 * 2 * m * k * n / seconds["matmul"]
+    matmul = mlp_flops(matmul_shape) / seconds["matmul"]
     attended = attention_flops(ATTENTION_SHAPE) / seconds["attention"]
     memory = ROUNDS * 2 * 4 * MEMORY_ELEMENTS / seconds["memory"]
     rates = tuple(_collective_rate(kind, size, seconds) for size in _group_sizes(num_devices) for kind in COLLECTIVES)
@@ -69,7 +68,7 @@ def measure_machine(
         memory_bytes=_memory_bytes() / num_devices,
         collectives=rates,
         sources={
-            "matmul_flops_per_s": f"{how}; product of {' x '.join(map(str, matmul_shape))}",
+            "matmul_flops_per_s": f"{how}; gated MLP with gradients, m k n = {matmul_shape}",
             "attention_flops_per_s": f"{how}; forward and backward, B T N K H = {ATTENTION_SHAPE}",
             "memory_bytes_per_s": f"{how}; silu over {MEMORY_ELEMENTS * 4} bytes, read and written once",
             "memory_bytes": "physical memory of the machine, shared equally",
@@ -138,14 +137,25 @@ def _on_every_device(
     return lambda: mapped(*values)
 
 
+def mlp_flops(shape: tuple[int, int, int]) -> float:
+    """FLOPs of a gated MLP of m tokens, k wide, n in between: three products forward, twice that backward."""
+    m, k, n = shape
+    return 3.0 * 3 * 2 * m * k * n
+
+
 def _matmul(num_devices: int, shape: tuple[int, int, int]) -> Probe:
-    """Dependent products in a row, there and back, so that starting a call costs little."""
+    """Products as a training step runs them: a gated MLP with its gradients, transposes and copies included."""
     m, k, n = shape
 
-    def body(x: jax.Array, w: jax.Array) -> jax.Array:
-        return lax.fori_loop(0, ROUNDS, lambda _, y: (y @ w) @ w.T * 1e-3, x)
+    def body(x: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+        def total(x: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+            hidden = silu_mul((x @ gate)[None], (x @ up)[None])[0]
+            return jnp.sum((hidden @ down) ** 2)
 
-    return _on_every_device(body, num_devices, [(m, k), (k, n)], {"device": num_devices})
+        grads = jax.grad(total, argnums=(0, 1, 2, 3))(x * 0.1, gate, up, down)
+        return sum((jnp.sum(g)[None] for g in grads), jnp.zeros(1))
+
+    return _on_every_device(body, num_devices, [(m, k), (k, n), (k, n), (n, k)], {"device": num_devices})
 
 
 def attention_flops(shape: tuple[int, int, int, int, int]) -> float:
