@@ -1,7 +1,7 @@
 """Hugging Face ``config.json`` to `Model` and back, for every family in `meshwright.spec.model.FAMILIES`.
 
-A key that is absent means what transformers means by it: the defaults below are those of its configuration
-classes, so that a published file is read unchanged. Sizes that decide the parameter count have no default,
+A key that is absent means what transformers means by it: the defaults in `hf_defaults` are those of its
+configuration classes, so that a published file is read unchanged. Sizes that decide the parameter count have no default,
 except where published files leave them out (gpt2, gemma3).
 """
 
@@ -12,141 +12,16 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.core.errors import InputError, nearest
+from meshwright.spec.hf_defaults import ALIASES, COMMON, DEFAULTS, GPT_OSS_ROPE, KNOWN_KEYS, ROPE_FIELDS, ROPE_KINDS
 from meshwright.spec.model import FAMILIES, Model, RopeScaling
-
-_COMMON: dict[str, Any] = {
-    "num_key_value_heads": None,
-    "head_dim": None,
-    "tie_word_embeddings": False,
-    "max_position_embeddings": 2048,
-    "rms_norm_eps": 1e-6,
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "mlp_bias": False,
-    "rope_theta": 10000.0,
-    "sliding_window": None,
-}
-_QWEN = {
-    "max_position_embeddings": 32768,
-    "use_sliding_window": False,
-    "sliding_window": 4096,
-    "max_window_layers": 28,
-}
-_QWEN_MOE = {"decoder_sparse_step": 1, "mlp_only_layers": None}
-_GEMMA = {
-    "vocab_size": 256000,
-    "head_dim": 256,
-    "tie_word_embeddings": True,
-    "max_position_embeddings": 8192,
-    "hidden_act": "gelu_pytorch_tanh",
-}
-_GEMMA2 = _GEMMA | {
-    "num_key_value_heads": 4,
-    "hidden_activation": "gelu_pytorch_tanh",
-    "query_pre_attn_scalar": 256,
-    "sliding_window": 4096,
-    "final_logit_softcapping": 30.0,
-    "attn_logit_softcapping": 50.0,
-}
-_DEEPSEEK = {
-    "kv_lora_rank": 512,
-    "q_lora_rank": 1536,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-    "moe_layer_freq": 1,
-}
-_DEFAULTS: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "mistral": {"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096},
-    "qwen2": _QWEN | {"num_key_value_heads": 32},
-    "qwen3": _QWEN | {"num_key_value_heads": 32, "head_dim": 128},
-    "gemma": _GEMMA | {"num_key_value_heads": 16},
-    "gemma2": _GEMMA2,
-    "gemma3": _GEMMA2
-    | {
-        "vocab_size": 262208,
-        "intermediate_size": 9216,
-        "num_attention_heads": 8,
-        "max_position_embeddings": 131072,
-        "final_logit_softcapping": None,
-        "attn_logit_softcapping": None,
-        "rope_theta": 1e6,
-        "rope_local_base_freq": 10000.0,
-        "sliding_window_pattern": 6,
-    },
-    "gpt2": {
-        "vocab_size": 50257,
-        "max_position_embeddings": 1024,
-        "n_inner": None,
-        "activation_function": "gelu_new",
-        "layer_norm_epsilon": 1e-5,
-        "tie_word_embeddings": True,
-    },
-    "phi3": {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "partial_rotary_factor": 1.0},
-    "mixtral": {
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 1e6,
-        "num_experts_per_tok": 2,
-        "num_experts": 8,
-    },
-    "qwen2_moe": _QWEN | _QWEN_MOE | {"num_key_value_heads": 16, "qkv_bias": True},
-    "qwen3_moe": _QWEN | _QWEN_MOE | {"num_key_value_heads": 4},
-    "deepseek_v2": _DEEPSEEK | {"n_shared_experts": 2, "first_k_dense_replace": 0},
-    "deepseek_v3": _DEEPSEEK | {"max_position_embeddings": 4096, "n_shared_experts": 1, "first_k_dense_replace": 3},
-    "gpt_oss": {
-        "num_key_value_heads": 8,
-        "head_dim": 64,
-        "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 150000.0,
-        "sliding_window": 128,
-        "attention_bias": True,
-        "num_experts_per_tok": 4,
-    },
-}
-_GPT_OSS_ROPE = {
-    "rope_type": "yarn",
-    "factor": 32.0,
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-    "truncate": False,
-    "original_max_position_embeddings": 4096,
-}
-_ALIASES = {
-    "n_embd": "hidden_size",
-    "n_layer": "num_hidden_layers",
-    "n_head": "num_attention_heads",
-    "n_positions": "max_position_embeddings",
-    "num_local_experts": "num_experts",
-    "n_routed_experts": "num_experts",
-}
-_KNOWN_KEYS = (
-    {"hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size"}
-    | {"num_experts_per_tok", "moe_intermediate_size", "rope_scaling", "rope_parameters", "model_type"}
-    | set(_COMMON).union(*_DEFAULTS.values())
-    | set(_ALIASES)
-)
-_ROPE_KINDS = {"linear", "dynamic", "yarn", "longrope", "llama3"}
-_ROPE_FIELDS = (
-    "low_freq_factor",
-    "high_freq_factor",
-    "beta_fast",
-    "beta_slow",
-    "mscale",
-    "mscale_all_dim",
-    "attention_factor",
-)
 
 
 class _Config:
     """The keys of one config with transformers' defaults behind them, read with a check of their type."""
 
     def __init__(self, given: Mapping[str, Any], *, family: str, what: str) -> None:
-        renamed = {_ALIASES.get(key, key): value for key, value in given.items()}
-        self.keys = _COMMON | _DEFAULTS[family] | renamed
+        renamed = {ALIASES.get(key, key): value for key, value in given.items()}
+        self.keys = COMMON | DEFAULTS[family] | renamed
         self.given = given
         self.family = family
         self.what = what
@@ -161,7 +36,7 @@ class _Config:
         return value
 
     def _missing_hint(self, key: str) -> str:
-        misspelt = difflib.get_close_matches(key, set(self.given) - _KNOWN_KEYS, n=1, cutoff=0.8)
+        misspelt = difflib.get_close_matches(key, set(self.given) - KNOWN_KEYS, n=1, cutoff=0.8)
         if misspelt:
             return f"The file has {misspelt[0]!r}: rename it to {key!r}."
         return f"A {self.family} config needs it: add it to the file."
@@ -242,7 +117,7 @@ def _from_keys(keys: Mapping[str, Any], name: str, what: str) -> Model:
         family = "gemma3"
         if isinstance(keys.get("text_config"), Mapping):
             keys, prefix = keys["text_config"], "language_model.model."
-    if family not in _DEFAULTS:
+    if family not in DEFAULTS:
         raise InputError(f"{what}: model_type {model_type!r} is not known.{nearest(model_type, FAMILIES)}")
     config = _Config(keys, family=family, what=what)
     fields = _sizes(config) | _rope(config) | _window(config) | _FAMILY_FIELDS[family](config)
@@ -291,7 +166,7 @@ def _rope(config: _Config) -> dict[str, Any]:
     if isinstance(parameters.get("full_attention"), Mapping):
         parameters = dict(parameters["full_attention"])
     if not parameters and config.family == "gpt_oss":
-        parameters = _GPT_OSS_ROPE
+        parameters = GPT_OSS_ROPE
     merged = _Config(
         {**config.keys, **{key: value for key, value in parameters.items() if value is not None}},
         family=config.family,
@@ -314,8 +189,8 @@ def _rope_scaling(merged: _Config, parameters: Mapping[str, Any]) -> RopeScaling
     kind = "longrope" if kind == "su" or (kind == "yarn" and merged.family == "phi3") else kind
     if kind == "default":
         return None
-    if kind not in _ROPE_KINDS:
-        hint = nearest(str(kind), _ROPE_KINDS)
+    if kind not in ROPE_KINDS:
+        hint = nearest(str(kind), ROPE_KINDS)
         raise InputError(f"{merged.what}: rope_type {kind!r} is not known.{hint}")
     original = "original_max_position_embeddings"
     needed = ("factor", "low_freq_factor", "high_freq_factor", original) if kind == "llama3" else ()
@@ -328,7 +203,7 @@ def _rope_scaling(merged: _Config, parameters: Mapping[str, Any]) -> RopeScaling
         truncate=merged.flag("truncate") if merged.has("truncate") else True,
         short_factor=merged.numbers("short_factor"),
         long_factor=merged.numbers("long_factor"),
-        **{key: merged.number(key) for key in _ROPE_FIELDS if merged.has(key)},
+        **{key: merged.number(key) for key in ROPE_FIELDS if merged.has(key)},
     )
 
 
@@ -526,7 +401,7 @@ def _scaling_object(scaling: RopeScaling | None) -> dict[str, Any] | None:
         return None
     optional = {
         "original_max_position_embeddings": scaling.original_max_positions,
-        **{key: getattr(scaling, key) for key in _ROPE_FIELDS},
+        **{key: getattr(scaling, key) for key in ROPE_FIELDS},
         "short_factor": list(scaling.short_factor) or None,
         "long_factor": list(scaling.long_factor) or None,
         "truncate": None if scaling.truncate else False,
