@@ -1,0 +1,102 @@
+"""`train` and `demo` from the command line: what they print, what they leave, what they refuse."""
+
+import json
+
+import pytest
+
+from meshwright.cli.main import run
+from meshwright.spec.calibration import load_calibration
+from meshwright.spec.plan_file import load_plan
+
+SMALL = [
+    "--set", "model.num_layers=2", "--set", "model.d_model=32", "--set", "model.d_ff=64", "--set", "model.head_dim=4",
+    "--set", "model.vocab_size=512", "--batch", "8seq", "--seq", "32", "--on", "cpu:8",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def rates(tmp_path_factory):
+    """This machine measured once, quickly."""
+    from meshwright.measure.machine import measure_machine
+    from meshwright.spec.calibration import save_calibration
+
+    path = tmp_path_factory.mktemp("rates") / "cpu.toml"
+    save_calibration(measure_machine(8, matmul_shape=(64, 64, 64), seconds_per_figure=0.01), path)
+    assert load_calibration(path).chip == "cpu"
+    return str(path)
+
+
+def test_a_model_planned_on_the_way(rates, tmp_path, capsys):
+    arguments = ["train", "tiny", *SMALL, "--axes", "fsdp=4,tensor=2", "--steps", "4", "--calibration", rates]
+    assert run([*arguments, "--runs", str(tmp_path), "--json", "--set", "train.log_every=1"]) == 0
+    said = capsys.readouterr()
+    result = json.loads(said.out)
+    assert {"losses", "step_s", "step_s_predicted", "tokens_per_s", "mfu", "run"} <= set(result)
+    assert len(result["losses"]) == 4
+    assert result["step_s_predicted"] > 0
+    assert "step 4/4  loss" in said.err
+    assert "predicted" in said.err
+    (folder,) = tmp_path.iterdir()
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["loss"] for line in lines] == result["losses"]
+    plan = load_plan(folder / "plan.toml")
+    assert plan.strategy.mesh["fsdp"] == 4
+    assert (folder / "resolved.toml").exists()
+
+
+def test_a_plan_file_and_a_changed_field(rates, tmp_path, capsys):
+    plan_file = tmp_path / "plan.toml"
+    plan = ["plan", "tiny", *SMALL, "--calibration", rates, "-o", str(plan_file), "--set", "strategy.remat=block"]
+    assert run(plan) == 0
+    train = ["train", str(plan_file), "--steps", "3", "--runs", str(tmp_path / "runs"), "--set", "strategy.remat=none"]
+    capsys.readouterr()
+    assert run(train) == 0
+    said = capsys.readouterr()
+    assert "3 steps: loss" in said.out
+    assert "predicted" in said.out
+    assert "remat none" in said.err
+
+
+def test_the_loop_on_this_machine(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert run(["demo", "--steps", "3", "--out", "here", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert len(result["losses"]) == 3
+    assert isinstance(result["sample"], str)
+    for picture in result["pictures"]:
+        assert (tmp_path / picture).read_bytes().startswith(b"\x89PNG")
+    names = {picture.rsplit("/", 1)[-1] for picture in result["pictures"]}
+    assert {"loss.png", "roofline.png", "sharding.png"} <= names
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["train", "tiny", "--on", "cpu:8"], 2, "needs --batch"),
+        (["train", "tiny", *SMALL, "--axes", "fsdp=3"], 3, "does not divide"),
+        (["train", "tiny", *SMALL, "--axes", "fspd=4"], 2, "Did you mean 'fsdp'"),
+        (["train", "tiny", *SMALL, "--set", "train.leraning_rate=1"], 2, "Did you mean 'learning_rate'"),
+        (["train", "tiny", *SMALL, "--set", "strategy.remta=block"], 2, "remta"),
+        (["train", "tiny", *SMALL, "--data", "/no/such/file"], 2, "/no/such/file"),
+        (["train", "missing.toml"], 2, "missing.toml"),
+        (["train", "mixtral-8x7b", "--on", "cpu:8", "--batch", "8seq", "--seq", "32"], 3, "only counted"),
+    ],
+)
+def test_what_is_refused_in_one_line(arguments, code, words, rates, tmp_path, capsys):
+    extra = [] if arguments[1].endswith(".toml") else ["--calibration", rates]
+    assert run([*arguments, *extra, "--runs", str(tmp_path)]) == code
+    said = capsys.readouterr()
+    assert said.out == ""
+    last = said.err.strip().splitlines()[-1]
+    assert last.startswith("meshwright: ")
+    assert words in last
+    assert "Traceback" not in said.err
+
+
+def test_a_plan_for_chips_that_are_not_here(tmp_path, capsys):
+    plan_file = tmp_path / "plan.toml"
+    plan = ["plan", "llama3-8b", "--on", "v5p:4x4x4", "--batch", "64seq", "--seq", "4096", "-o", str(plan_file)]
+    assert run(plan) == 0
+    capsys.readouterr()
+    assert run(["train", str(plan_file), "--steps", "1", "--runs", str(tmp_path)]) == 3
+    assert "64 chips of v5p and this machine has" in capsys.readouterr().err
