@@ -1,17 +1,21 @@
 """`meshwright explain`: a plan in the book's notation, line by line, and the limits it stands near."""
 
 from pathlib import Path
-from textwrap import fill
 from typing import Any
 
 import click
 import msgspec
 
-from meshwright.cli.output import emit_json, json_option, print_table, width
-from meshwright.cli.plan import mesh_words
+from meshwright.cli.fields import check_job
+from meshwright.cli.output import emit_json, json_option, print_fact, print_table, print_text, say
+from meshwright.cli.plan import mesh_words, microbatch_words, placement_words, print_budget, remat_words
 from meshwright.core.units import format_bytes, format_count, format_flops, format_seconds
-from meshwright.plan.explain import Algorithm, Explanation, Limit, Line, explain
+from meshwright.plan.bounds import Limit, Symbols
+from meshwright.plan.explain import Algorithm, Explanation, Line, explain
 from meshwright.spec.plan_file import load_plan
+
+MAX_DRIFT = 1e-6
+"""Of the step time that a plan file holds from the one that its rates give."""
 
 
 @click.command()
@@ -19,7 +23,14 @@ from meshwright.spec.plan_file import load_plan
 @json_option
 def command(plan_file: Path, as_json: bool) -> None:
     """The algorithm of one layer under a plan, with bytes and times, and the limits in closed form."""
-    told = explain(load_plan(plan_file))
+    plan = load_plan(plan_file)
+    check_job(plan.job)
+    told = explain(plan)
+    if abs(told.estimate.step_s / plan.predicted.step_s - 1) > MAX_DRIFT:
+        say(
+            f"{plan_file} predicts {format_seconds(plan.predicted.step_s)} a step and its own rates now give "
+            f"{format_seconds(told.estimate.step_s)}: it was changed by hand, or by another version."
+        )
     if as_json:
         emit_json(_as_json(told))
     else:
@@ -36,45 +47,50 @@ def _as_json(told: Explanation) -> dict[str, Any]:
         "forward": msgspec.to_builtins(told.forward),
         "backward": msgspec.to_builtins(told.backward),
         "once": msgspec.to_builtins(told.once),
+        "batch": told.batch,
+        "symbols": told.symbols,
         "limits": msgspec.to_builtins(told.limits),
         "estimate": msgspec.to_builtins(told.estimate),
+        "training": told.training,
     }
 
 
 def _print(told: Explanation) -> None:
-    plan, estimate = told.plan, told.estimate
-    strategy, job = plan.strategy, plan.job
-    click.echo(f"{plan.model.name} on {plan.cluster.short_name}: {mesh_words(strategy.mesh)}")
-    click.echo(
-        f"{format_count(job.tokens_per_step)} tokens a step = {job.batch_seqs} sequences of {job.seq_len}, "
-        f"{strategy.num_microbatches} microbatch{'es' if strategy.num_microbatches > 1 else ''}, "
-        f"remat {strategy.remat}, state {strategy.state}"
+    plan = told.plan
+    print_text(
+        f"{plan.model.name} on {plan.cluster.short_name}: {mesh_words(plan.strategy.mesh)}, "
+        f"{remat_words(plan.strategy)}, state {plan.strategy.state}"
     )
-    where = "; ".join(f"{axis} on {place}" for axis, place in strategy.placement.items() if place != "1 chip")
-    if where:
-        click.echo(fill(f"placement: {where}", width(), subsequent_indent="  "))
-    click.echo(f"times rest on {plan.calibration.describe()}")
+    print_fact("batch", _batch_words(told))
+    print_fact("placement", placement_words(plan.strategy.placement))
+    print_fact("times rest on", plan.calibration.describe())
     for part in (told.forward, told.backward, told.once):
         _print_algorithm(part)
     _print_step(told)
-    click.echo()
-    print_table(["limit", "", "bound", "here", ""], [_limit_row(x) for x in told.limits], "Limits, and this plan")
-    for limit in told.limits:
-        if limit.note:
-            click.echo(fill(f"{limit.name}: {limit.note}", width(), subsequent_indent="  "))
-    click.echo(f"the step is bound by {estimate.bound_by}")
+    _print_limits(told)
+
+
+def _batch_words(told: Explanation) -> str:
+    at, job = told.batch, told.plan.job
+    micro = microbatch_words(told.plan.strategy)
+    return (
+        f"{format_count(job.tokens_per_step)} tokens a step = {at.sequences:,.0f} sequences of {job.seq_len:,} = "
+        f"{at.sequences_per_microbatch:,.0f} x {at.data_parallel:,} (data x fsdp) x {micro}; "
+        f"{at.positions_per_device:,.0f} positions of a sequence on a device"
+    )
 
 
 def _print_algorithm(part: Algorithm) -> None:
     click.echo(f"\n{part.title[0].upper()}{part.title[1:]}")
     for line in part.lines:
-        click.echo(fill(f"{line.number:>3}. {line.text}", width(), subsequent_indent=" " * 7, break_on_hyphens=False))
+        print_text(f"{line.number:>3}. {line.text}", indent=7)
         click.echo(f"       {_measures(line)}")
     if part.num_left_out:
         click.echo(f"     ({part.num_left_out} small local steps are not listed)")
-    click.echo(
+    print_text(
         f"     compute {format_seconds(part.compute_s)}; communication that can hide {format_seconds(part.hidden_s)}, "
-        f"on the critical path {format_seconds(part.critical_s)}"
+        f"on the critical path {format_seconds(part.critical_s)}",
+        indent=5,
     )
 
 
@@ -95,15 +111,50 @@ def _print_step(told: Explanation) -> None:
     click.echo()
     print_table(["work of one step, by itself", "time"], rows)
     lower, upper = format_seconds(estimate.step_s_lower), format_seconds(estimate.step_s_upper)
-    click.echo(f"step {format_seconds(estimate.step_s)}, between {lower} (perfect overlap) and {upper} (none)")
-    click.echo(f"MFU {estimate.mfu:.1%}, HFU {estimate.hfu:.1%}")
-    items = ", ".join(f"{name} {format_bytes(size)}" for name, size in estimate.memory.items() if size)
-    click.echo(
-        fill(f"memory of a chip {format_bytes(estimate.hbm_bytes_per_chip)}: {items}", width(), subsequent_indent="  ")
+    print_fact(
+        "step",
+        f"{format_seconds(estimate.step_s)}, between {lower} (perfect overlap) and {upper} (none); bound by "
+        f"{estimate.bound_by}",
     )
+    print_fact("utilisation", f"MFU {estimate.mfu:.1%}, HFU {estimate.hfu:.1%}")
+    items = ", ".join(f"{name} {format_bytes(size)}" for name, size in estimate.memory.items() if size)
+    print_fact("memory of a chip", f"{format_bytes(estimate.hbm_bytes_per_chip)}: {items}")
+    if told.training is not None:
+        print_budget(told.training, told.plan.cluster.num_chips)
+
+
+_TITLES = {"speed": "When communication hides behind compute, in closed form", "size": "What fits"}
+
+
+def _print_limits(told: Explanation) -> None:
+    for kind, title in _TITLES.items():
+        chosen = [limit for limit in told.limits if limit.kind == kind]
+        if chosen:
+            click.echo()
+            print_table(["", "formula", "bound", "here", ""], [_limit_row(x) for x in chosen], title)
+        if chosen and kind == "speed":
+            print_text(_legend(told.symbols))
+        for limit in chosen:
+            if limit.note:
+                print_text(f"{limit.name}: {limit.note}")
+
+
+def _legend(at: Symbols) -> str:
+    """What the letters of the formulas stand for."""
+    said = [f"B = {format_count(at.batch_tokens)} tokens", f"N = {at.num_chips:,} chips", f"F = {at.d_ff:,}"]
+    said.append(f"C = {format_flops(at.peak_flops)}")
+    if at.alpha is not None:
+        said.append(f"alpha = C / W of a torus axis = {at.alpha:,.4g} FLOPs/byte")
+        said.append(f"X = data x fsdp x context on Mx = {at.fsdp_axes} and tensor on My = {at.tensor_axes} torus axes")
+        said.append("root = that of the discriminant")
+    return ", ".join(said)
 
 
 def _limit_row(limit: Limit) -> list[str]:
-    verdict = {True: "holds", False: "BROKEN", None: "a hint"}[limit.holds]
-    show = format_bytes if "bytes" in limit.name else lambda v: f"{v:,.4g}" if v < 1e6 else f"{v:.3g}"
+    verdict = {True: "met", False: "not met", None: "hint"}[limit.holds]
+    show = {"bytes": format_bytes, "s": format_seconds, "": _number}[limit.unit]
     return [limit.name, limit.formula, show(limit.limit), show(limit.here), verdict]
+
+
+def _number(value: float) -> str:
+    return f"{value:,.4g}" if value < 1000 else f"{value:,.0f}" if value < 1e6 else f"{value:.3g}"

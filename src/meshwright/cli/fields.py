@@ -1,4 +1,4 @@
-"""``--set section.key=value``: fields of a model, job, strategy or training run given on the command line."""
+"""What is given as text on the command line: fields (``--set section.key=value``), mesh axes and sizes of dims."""
 
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -6,10 +6,15 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from meshwright.algebra.notation import parse_mesh
+from meshwright.algebra.notation import parse_dims, parse_mesh
+from meshwright.core.dims import MESH_AXES
 from meshwright.core.errors import InputError, nearest
+from meshwright.spec.job import Job
 
 SECTIONS: tuple[str, ...] = ("model", "job", "strategy", "train")
+MAX_SIZE = 10**15
+"""Of one dim: products of a few of them stay finite and readable."""
+MAX_JOB = {"batch_seqs": 10**9, "seq_len": 10**9, "train_tokens": 10**24}
 
 Thing = TypeVar("Thing", bound=msgspec.Struct)
 
@@ -17,7 +22,8 @@ Thing = TypeVar("Thing", bound=msgspec.Struct)
 def parse_fields(pairs: Sequence[str], *, sections: Sequence[str] = SECTIONS) -> dict[str, dict[str, Any]]:
     """Section -> key -> value of texts such as ``strategy.remat=block``; values are TOML or else plain text.
 
-    Raises InputError for a text without section, key or value, naming the nearest section.
+    Sizes of mesh axes (``strategy.tensor=4``) are gathered in ``found["strategy"]["mesh"]``. Raises InputError for a
+    text without section, key or value, naming the nearest section.
     """
     found: dict[str, dict[str, Any]] = {name: {} for name in sections}
     for pair in pairs:
@@ -27,7 +33,14 @@ def parse_fields(pairs: Sequence[str], *, sections: Sequence[str] = SECTIONS) ->
             raise InputError(f"--set {pair!r} is not section.key=value. Write for example strategy.remat=block.")
         if section not in found:
             raise InputError(f"--set {key}: there is no section {section!r} here.{nearest(section, sections)}")
-        found[section][name] = _value(text.strip())
+        value, axis = _value(text.strip()), name.removeprefix("mesh.")
+        if section == "strategy" and axis in MESH_AXES:
+            name, value = "mesh", {axis: value}
+        if section == "strategy" and name == "mesh":
+            if not isinstance(value, dict):
+                raise InputError(f"--set {pair}: give the size of one axis, such as strategy.tensor=4.")
+            value = {**found[section].get("mesh", {}), **value}
+        found[section][name] = value
     return found
 
 
@@ -44,8 +57,13 @@ def with_fields(thing: Thing, section: str, changes: Mapping[str, Any]) -> Thing
     for name in changes:
         if name not in fields:
             raise InputError(f"{section}.{name} is not a field.{nearest(name, fields)}")
+        if isinstance(changes[name], int) and changes[name] > MAX_SIZE:
+            raise InputError(f"{section}.{name}={changes[name]:.3g} is too large. Give at most {MAX_SIZE:.0e}.")
+    now = msgspec.to_builtins(thing)
+    if isinstance(changes.get("mesh"), dict):
+        changes = {**changes, "mesh": {**now["mesh"], **changes["mesh"]}}
     try:
-        return msgspec.convert({**msgspec.to_builtins(thing), **changes}, type(thing))
+        return msgspec.convert({**now, **changes}, type(thing))
     except msgspec.ValidationError as error:
         where = str(error).replace("`$.", f"`{section}.")
         raise InputError(f"{where[:1].lower()}{where[1:].rstrip('.')}.") from None
@@ -53,4 +71,36 @@ def with_fields(thing: Thing, section: str, changes: Mapping[str, Any]) -> Thing
 
 def parse_axes(text: str | None) -> dict[str, int]:
     """Sizes of mesh axes from ``"fsdp=1024,tensor=4"``; {} for None."""
-    return parse_mesh(text) if text else {}
+    return {} if text is None else parse_mesh(text)
+
+
+def take_axes(text: str | None, strategy: dict[str, Any]) -> dict[str, int]:
+    """Sizes of mesh axes from ``--axes`` and from ``--set strategy.tensor=4``, which is taken out of the fields."""
+    axes = parse_axes(text)
+    for axis, size in strategy.pop("mesh", {}).items():
+        if axis in axes:
+            raise InputError(f"mesh axis {axis} is given in --axes and in --set. Leave one of them out.")
+        if not isinstance(size, int) or isinstance(size, bool):
+            raise InputError(
+                f"--set strategy.{axis}={size} is not a whole number. Write for example strategy.{axis}=4."
+            )
+        axes[axis] = size
+    return axes
+
+
+def check_job(job: Job) -> Job:
+    """The same job; an InputError for numbers of sequences, positions or tokens that nobody can mean."""
+    for name, most in MAX_JOB.items():
+        size = getattr(job, name)
+        if size is not None and not 1 <= size <= most:
+            raise InputError(f"job.{name}={size:.4g} is not between 1 and {most:.0e}. Give a number between them.")
+    return job
+
+
+def dim_sizes(text: str) -> dict[str, int]:
+    """Sizes of dims from ``"B=1024,D=4096"``, each at most ``MAX_SIZE``."""
+    sizes = parse_dims(text)
+    for dim, size in sizes.items():
+        if size > MAX_SIZE:
+            raise InputError(f"dim {dim}={size:.3g} is larger than any array. Give at most {MAX_SIZE:.0e}.")
+    return sizes

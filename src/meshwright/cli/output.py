@@ -10,7 +10,7 @@ from typing import Any
 import click
 import msgspec
 
-from meshwright.core.units import format_seconds
+from meshwright.core.units import format_flops, format_seconds
 from meshwright.report.tables import Cell, render, table
 
 json_option = click.option("--json", "as_json", is_flag=True, help="One JSON object on standard output.")
@@ -48,7 +48,7 @@ def width() -> int:
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[Cell]], title: str = "") -> None:
     """A table on standard output, under a title of its own line."""
     if title:
-        click.echo(title)
+        print_text(title)
     click.echo(render(table(columns, rows), width()))
 
 
@@ -69,7 +69,22 @@ def print_fact(label: str, text: str, *, column: int = 18) -> None:
 
 def format_range(lower: float, upper: float) -> str:
     """``"0.54-1.17 s"``: two times in one unit, with the decimals of the upper one's three digits."""
-    number, unit = format_seconds(upper).split()
-    one = {"days": 86400.0, "h": 3600.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}[unit]
-    decimals = len(number.partition(".")[2])
-    return f"{lower / one:.{decimals}f}-{number} {unit}"
+    if not math.isfinite(upper):
+        return f"{format_seconds(lower)} or more"
+    unit = format_seconds(upper).split()[1]
+    low, high = (value / _SECONDS[unit] for value in (lower, upper))
+    decimals = 2 if high < 10 else 1 if high < 100 else 0
+    return f"{low:.{decimals}f}-{high:.{decimals}f} {unit}"
+
+
+_SECONDS = {"days": 86400.0, "h": 3600.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
+
+
+def format_power(watts: float) -> str:
+    """``"700 W"``, ``"5.6 kW"``, ``"1.43 MW"``."""
+    return format_flops(watts, unit="W") if watts >= 1e6 or watts < 1e3 else f"{watts / 1e3:.3g} kW"
+
+
+def format_energy(kwh: float) -> str:
+    """``"134 kWh"``, ``"34.4 MWh"``, ``"1.2 GWh"``."""
+    return format_flops(kwh * 1e3, unit="Wh") if kwh >= 1e3 else f"{kwh:.3g} kWh"

@@ -1,20 +1,39 @@
 """`meshwright plan`: the best ways to split a training job over a cluster."""
 
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from textwrap import fill
 
 import click
 
-from meshwright.cli.fields import parse_axes, parse_fields, with_fields
+from meshwright.cli.fields import check_job, parse_fields, take_axes, with_fields
 from meshwright.cli.machine import rates_for
-from meshwright.cli.output import emit_json, json_option, or_dash, print_table, say, width
-from meshwright.core.units import format_bytes, format_count, format_seconds, parse_count
+from meshwright.cli.output import (
+    emit_json,
+    format_energy,
+    format_power,
+    format_range,
+    json_option,
+    print_fact,
+    print_table,
+    print_text,
+    say,
+    width,
+)
+from meshwright.core.errors import InputError
+from meshwright.core.units import format_bytes, format_count, format_params, format_seconds, parse_count
+from meshwright.cost.training_budget import DAY_S
 from meshwright.plan.planner import plan
 from meshwright.plan.result import PlannedStrategy, PlanResult
+from meshwright.plan.run_budget import RunBudget, run_budget
+from meshwright.report.tables import Cell
 from meshwright.spec.catalogue import model as find_model
 from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.job import Job, parse_batch
 from meshwright.spec.plan_file import save_plan
+from meshwright.spec.strategy import Strategy
+
+NUMBERS_WIDTH = 46
+"""Columns that the numbers of the table need beside the strategy."""
 
 
 @click.command()
@@ -52,65 +71,129 @@ def command(
         seq_len=length,
         train_tokens=parse_count(tokens, what="tokens") if tokens else None,
     )
-    job = with_fields(job, "job", fields["job"])
     result = plan(
         chosen,
         cluster,
-        job,
-        axes=parse_axes(axes),
+        check_job(with_fields(job, "job", fields["job"])),
+        axes=take_axes(axes, fields["strategy"]),
         overrides=fields["strategy"],
         top=top,
         calibration=rates_for(cluster, calibration),
     )
     if out:
-        save_plan(result.plan(), out)
-        say(f"wrote {out}")
+        _save(result, out)
     if as_json:
-        emit_json(result.to_json())
+        emit_json(
+            {**result.to_json(), "training": run_budget(result.plan(), step_s=result.strategies[0].estimate.step_s)}
+        )
     else:
         print_plan(result)
 
 
+def _save(result: PlanResult, out: Path) -> None:
+    try:
+        save_plan(result.plan(), out)
+    except OSError as error:
+        raise InputError(
+            f"cannot write the plan to {out}: {error.strerror}. Name a file in a folder of yours."
+        ) from None
+    say(f"wrote {out}")
+
+
 def print_plan(result: PlanResult) -> None:
     """The ranked strategies, what they need, and the conventions behind the numbers."""
-    job = result.job
-    used = result.strategies[0].cluster
-    click.echo(
-        f"{result.model.name} on {used.short_name} ({used.num_chips:,} chips), {format_count(job.tokens_per_step)} "
-        f"tokens a step = {job.batch_seqs} sequences of {job.seq_len}"
+    job, best = result.job, result.strategies[0]
+    used = best.cluster
+    print_text(
+        f"{result.model.name} on {used.short_name} ({used.num_chips:,} chip{'s' if used.num_chips > 1 else ''}), "
+        f"{format_count(job.tokens_per_step)} tokens a step = {job.batch_seqs:,} sequences of {job.seq_len:,}"
     )
+    strategies = [one.strategy for one in result.strategies]
+    same = [words for words in _CHOICES if len({words(s) for s in strategies}) == 1]
+    varied = [words for words in _CHOICES if words not in same]
     print_table(
-        ["", "mesh", "micro", "remat", "step", "range", "MFU", "memory", "bound by"],
-        [_row(number, one) for number, one in enumerate(result.strategies, 1)],
+        ["strategy, best first", "step", "range", "MFU", "memory", "bound by"],
+        [[_strategy_words(one.strategy, varied), *_numbers(one)] for one in result.strategies],
     )
-    best = result.strategies[0]
-    if best.train_days is not None:
-        money = or_dash(best.cost_usd, lambda v: f"${v:,.0f}")
-        click.echo(
-            f"the best trains {format_count(job.train_tokens or 0)} tokens in {best.train_days:.3g} days for {money}"
-        )
-    where = "; ".join(f"{axis} on {place}" for axis, place in best.strategy.placement.items() if place != "1 chip")
-    click.echo(fill(f"placement of the best: {where or 'one chip'}", width(), subsequent_indent="  "))
+    if same:
+        print_fact("all of them", ", ".join(words(strategies[0]) for words in same))
+    print_fact("placement", f"of the best: {placement_words(best.strategy.placement)}")
+    budget = run_budget(result.plan(), step_s=best.estimate.step_s)
+    if budget is not None:
+        print_budget(budget, best.num_chips)
     for note in result.notes:
-        click.echo(fill(note, width(), subsequent_indent="  "))
+        print_text(note)
 
 
-def _row(number: int, one: PlannedStrategy) -> list[str | int | float | None]:
-    estimate, strategy = one.estimate, one.strategy
-    remat = strategy.remat if isinstance(strategy.remat, str) else "+".join(strategy.remat)
+def _numbers(one: PlannedStrategy) -> list[Cell]:
+    at = one.estimate
     return [
-        number,
-        mesh_words(strategy.mesh),
-        strategy.num_microbatches,
-        remat,
-        format_seconds(estimate.step_s),
-        f"{format_seconds(estimate.step_s_lower)} to {format_seconds(estimate.step_s_upper)}",
-        f"{estimate.mfu:.0%}",
-        format_bytes(estimate.hbm_bytes_per_chip),
-        estimate.bound_by,
+        format_seconds(at.step_s),
+        format_range(at.step_s_lower, at.step_s_upper),
+        f"{at.mfu:.0%}",
+        format_bytes(at.hbm_bytes_per_chip),
+        at.bound_by,
     ]
 
 
-def mesh_words(mesh: dict[str, int]) -> str:
-    """``"fsdp 1024 x tensor 4"``; axes of one device are left out."""
-    return " x ".join(f"{axis} {size}" for axis, size in mesh.items() if size > 1) or "1 device"
+def _strategy_words(strategy: Strategy, varied: Sequence[Callable[[Strategy], str]]) -> str:
+    """The mesh, broken between axes only, and below it the choices in which the listed strategies differ."""
+    lines = [""]
+    for part in mesh_words(strategy.mesh).split(", "):
+        if lines[-1] and len(lines[-1]) + len(part) + 2 > width() - NUMBERS_WIDTH:
+            lines[-1] += ","
+            lines.append(part)
+        else:
+            lines[-1] += f", {part}" if lines[-1] else part
+    choices = ", ".join(words(strategy) for words in varied)
+    return "\n".join([*lines, f"  {choices}"] if choices else lines)
+
+
+def microbatch_words(strategy: Strategy) -> str:
+    """``"1 microbatch"``, ``"8 microbatches"``."""
+    count = strategy.num_microbatches
+    return f"{count:,} microbatch{'es' if count > 1 else ''}"
+
+
+def remat_words(strategy: Strategy) -> str:
+    """``"remat block"``, or the kept results joined by plus signs."""
+    kept = strategy.remat
+    return f"remat {kept if isinstance(kept, str) else '+'.join(kept) or 'keeping nothing'}"
+
+
+_CHOICES: tuple[Callable[[Strategy], str], ...] = (microbatch_words, remat_words)
+
+
+def print_budget(budget: RunBudget, num_chips: int) -> None:
+    """What the whole run takes, in a few lines."""
+    money = "no price known" if budget.cost_usd is None else f"${budget.cost_usd:,.0f}"
+    print_fact(
+        "the run",
+        f"{format_count(budget.train_tokens)} tokens in {budget.steps:,.0f} steps: "
+        f"{format_seconds(budget.days * DAY_S)}, {money}, {format_params(budget.chip_hours)} chip-hours",
+    )
+    petaflop_days, years = (_three_digits(x) for x in (budget.petaflop_days, budget.one_chip_years))
+    print_fact(
+        "",
+        f"6 N D = {budget.flops:.3g} FLOPs = {petaflop_days} petaflop-days, {budget.mfu_6nd:.1%} of the chip-hours' "
+        f"peak; {years} years on one chip at peak",
+    )
+    if budget.power_w is not None and budget.energy_kwh is not None:
+        print_fact(
+            "power",
+            f"{format_power(budget.power_w)} for {num_chips:,} chips alone, {format_energy(budget.energy_kwh)} in all",
+        )
+
+
+def _three_digits(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def mesh_words(mesh: Mapping[str, int]) -> str:
+    """``"fsdp 1024, tensor 4"``; axes of one device are left out."""
+    return ", ".join(f"{axis} {size}" for axis, size in mesh.items() if size > 1) or "one device"
+
+
+def placement_words(placement: Mapping[str, str]) -> str:
+    """``"fsdp on x (16) x y (16); tensor on z (4)"``; axes of one chip are left out."""
+    return "; ".join(f"{axis} on {place}" for axis, place in placement.items() if place != "1 chip") or "one chip"

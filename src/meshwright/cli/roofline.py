@@ -5,22 +5,28 @@ from typing import Any
 
 import click
 
-from meshwright.algebra.notation import ShardedArray, parse_dims, parse_einsum
-from meshwright.cli.output import emit_json, json_option, print_table, say
+from meshwright.algebra.notation import ShardedArray, parse_einsum
+from meshwright.cli.fields import dim_sizes
+from meshwright.cli.output import emit_json, json_option, print_fact, print_table, say
 from meshwright.core.errors import InputError
 from meshwright.core.units import format_bytes, format_flops, format_seconds
+from meshwright.cost.anatomy import tile_expansion
 from meshwright.cost.roofline import (
     Channel,
     Operand,
     Roofline,
     channel_rate,
     chip_roofline,
+    critical_batch,
     critical_size,
+    dtype_bytes,
     einsum_work,
 )
 from meshwright.spec.chip import Chip, chip, compute_dtype
 
 CHANNELS: tuple[Channel, ...] = ("hbm", "vmem", "pcie", "ici", "dcn")
+TPU_TILE = (8, 128)
+"""Rows and columns of a tile: how a TPU lays the last two dims of an array out in memory."""
 
 
 @click.command()
@@ -32,22 +38,49 @@ CHANNELS: tuple[Channel, ...] = ("hbm", "vmem", "pcie", "ici", "dcn")
 @json_option
 def command(product: str, dims: str, on: str, channel: Channel, png: Path | None, as_json: bool) -> None:
     """Intensity, both bounds and what binds for a PRODUCT such as "bf16[B,D] * int8[D,F] -> bf16[B,F]"."""
-    lhs, rhs, out = (Operand(a.dims, _dtype(a)) for a in parse_einsum(product))
-    sizes, unit = parse_dims(dims), chip(on)
+    named = parse_einsum(product)
+    lhs, rhs, out = (Operand(a.dims, _dtype(a)) for a in named)
+    sizes, unit = dim_sizes(dims), chip(on)
     dtype = compute_dtype(unit, lhs.dtype, rhs.dtype)
     work = einsum_work((lhs, rhs), out, sizes)
     line = chip_roofline(work, unit, dtype=dtype, channel=channel)
-    batch_dim = next((d for d in lhs.dims if d not in rhs.dims), lhs.dims[0])
+    batch_dim = _batch_dim(lhs, rhs, product)
     critical = critical_size(
         (lhs, rhs), out, sizes, dim=batch_dim, peak_flops=line.peak_flops, bytes_per_s=line.bytes_per_s
     )
-    result = _result(line, dtype, batch_dim, critical)
+    result = {
+        **_result(line, dtype, batch_dim, critical),
+        "critical_batch_wide": _wide_batch(line, rhs, batch_dim),
+        "tile_expansion": _tiles(unit, named, sizes),
+    }
     if png:
         result["png"] = str(_draw(png, product, unit, line))
     if as_json:
         emit_json(result)
     else:
         _print(product, unit, result)
+
+
+def _batch_dim(lhs: Operand, rhs: Operand, product: str) -> str:
+    """The dim whose critical size is told: the first of the left array that the right one lacks."""
+    if not lhs.dims:
+        raise InputError(f"the left array of {product!r} has no dims. Write for example x[B,D] * W[D,F] -> y[B,F].")
+    return next((d for d in lhs.dims if d not in rhs.dims), lhs.dims[0])
+
+
+def _wide_batch(line: Roofline, weight: Operand, batch_dim: str) -> float | None:
+    """The critical batch were every other dim endless: only the weight's bytes count; None without a weight."""
+    if batch_dim in weight.dims:
+        return None
+    return critical_batch(line.peak_flops, line.bytes_per_s, weight_bytes=dtype_bytes(weight.dtype))
+
+
+def _tiles(unit: Chip, arrays: tuple[ShardedArray, ...], sizes: dict[str, int]) -> dict[str, float] | None:
+    """By array, memory in tiles over what its elements need; None for a chip that is no TPU."""
+    if unit.vendor != "Google":
+        return None
+    shapes = {a.name: [1] * (2 - len(a.dims)) + [sizes[d] for d in a.dims] for a in arrays}
+    return {name: tile_expansion(shape, TPU_TILE) for name, shape in shapes.items()}
 
 
 def _dtype(array: ShardedArray) -> str:
@@ -85,12 +118,21 @@ def _print(product: str, unit: Chip, r: dict[str, Any]) -> None:
         [channel, format_bytes(r["bytes"]), f"{format_bytes(r['bytes_per_s'])}/s", format_seconds(r["transfer_s"])],
     ]
     print_table(["", "amount", f"{unit.name} rate", "time"], rows, f"{product} on {unit.name} in {r['compute_dtype']}")
-    click.echo(f"intensity       {r['intensity']:.4g} FLOPs/byte (critical {r['critical_intensity']:.4g})")
+    click.echo(f"intensity       {r['intensity']:,.4g} FLOPs/byte (critical {r['critical_intensity']:,.4g})")
     click.echo(f"bound by        {r['bound_by']}")
     click.echo(f"time            {format_seconds(r['time_s_lower'])} with perfect overlap, "
                f"{format_seconds(r['time_s_upper'])} with none")  # fmt: skip
-    reach = f"{dim} > {batch:.1f}" if batch != float("inf") else f"never, whatever {dim}"
-    click.echo(f"compute-bound   {reach} (every byte counted)")
+    reach = f"{dim} > {batch:,.1f}" if batch != float("inf") else f"never, whatever {dim}"
+    wide = r["critical_batch_wide"]
+    near = f"; {wide:,.1f} by the weight's alone" if wide is not None and batch != float("inf") else ""
+    print_fact("compute-bound", f"{reach} (every byte counted{near})", column=16)
+    if r["tile_expansion"]:
+        padded = ", ".join(
+            f"{name} {times:,.0f}" if times >= 100 else f"{name} {times:.3g}"
+            for name, times in r["tile_expansion"].items()
+        )
+        tile = ",".join(map(str, TPU_TILE))
+        print_fact("padded memory", f"{padded} times what the elements need, in tiles of ({tile})", column=16)
 
 
 def _draw(path: Path, product: str, unit: Chip, line: Roofline) -> Path:

@@ -1,5 +1,6 @@
 """`meshwright shard`: the steps of one sharded product, their cost, their proof on devices, their picture."""
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,24 +15,29 @@ from meshwright.algebra.notation import (
     bytes_total,
     check,
     local_shape,
-    parse_dims,
     parse_einsum,
     parse_mesh,
 )
 from meshwright.algebra.steps import BOOK_NAMES, Step
 from meshwright.algebra.ways import all_ways
-from meshwright.cli.output import emit_json, json_option, or_dash, print_table, say
+from meshwright.cli.fields import dim_sizes
+from meshwright.cli.machine import rates_for
+from meshwright.cli.output import emit_json, json_option, or_dash, print_fact, print_table, say
 from meshwright.core.dims import DTYPE_BYTES
 from meshwright.core.errors import InputError
-from meshwright.core.units import format_bytes, format_flops, format_seconds
+from meshwright.core.units import format_bytes, format_flops, format_params, format_seconds
 from meshwright.cost.einsum_cost import EinsumRates, StepPrice, einsum_rates, price_einsum
-from meshwright.spec.calibration import load_calibration
-from meshwright.spec.cluster import parse_cluster
+from meshwright.cost.limits import ici_intensity, reduce_after_max_shards, reduce_after_min_dim
+from meshwright.spec.chip import compute_dtype, peak
+from meshwright.spec.cluster import Cluster, parse_cluster
 
 Trio = tuple[ShardedArray, ShardedArray, ShardedArray]
 MAX_RUN_DEVICES = 64
+MAX_RUN_ELEMENTS = 2**26
+MAX_DRAWN_DEVICES = 4096
 MAX_RELATIVE_ERROR = 1e-5
 """Of float32 products against float64 ones, relative to the largest entry."""
+COLUMN = 17
 
 
 @click.command()
@@ -56,16 +62,18 @@ def command(
     as_json: bool,
 ) -> None:
     """Collectives, bytes and times of a PRODUCT such as "In[B_X,D_Y] * Win[D_X,F_Y] -> Tmp[B_X,F_Y]"."""
-    arrays = _typed(parse_einsum(product))
-    mesh, dims = parse_mesh(mesh_text), parse_dims(dims_text)
+    cluster = parse_cluster(on) if on else None
+    arrays = _typed(parse_einsum(product), cluster)
+    mesh, dims = parse_mesh(mesh_text), dim_sizes(dims_text)
     for array in arrays:
         check(array, dims, mesh)
-    measured = load_calibration(calibration) if calibration else None
-    rates = einsum_rates(parse_cluster(on), mesh, calibration=measured) if on else None
+    _refuse_too_large(arrays, dims, mesh, execute=execute, draw=png is not None)
+    rates = _rates(cluster, mesh, calibration)
     steps = einsum_steps(*arrays)
     result = _result(arrays, steps, dims, mesh, rates)
     if every:
         result["ways"] = _ways(arrays, dims, mesh, rates)
+        result["slice_and_sum"] = _slice_and_sum(arrays, dims, rates)
     if execute:
         chosen = [w.steps for w in all_ways(*arrays)] if every else [steps]
         runs = [_run(arrays, way, dims, mesh) for way in chosen]
@@ -84,8 +92,35 @@ def command(
         _print(product, result, on)
 
 
-def _typed(arrays: Trio) -> Trio:
-    lhs, rhs, out = (a if a.dtype else a.replace(dtype="bf16") for a in arrays)
+def _refuse_too_large(arrays: Trio, dims: dict[str, int], mesh: dict[str, int], *, execute: bool, draw: bool) -> None:
+    """Raise InputError before a picture or a run that this machine could not hold."""
+    devices = math.prod(mesh.values())
+    for option, most in (
+        ("--run", MAX_RUN_DEVICES if execute else None),
+        ("--png", MAX_DRAWN_DEVICES if draw else None),
+    ):
+        if most is not None and devices > most:
+            raise InputError(f"{option} takes at most {most} devices and the mesh has {devices}. Use smaller axes.")
+    elements = max(math.prod(dims[d] for d in a.dims) for a in arrays)
+    if execute and max(elements, math.prod(dims.values()) / 1000) > MAX_RUN_ELEMENTS:
+        raise InputError(
+            f"--run holds whole arrays on this machine: at most {format_params(MAX_RUN_ELEMENTS)} elements each and "
+            f"a thousand times as many products. Use smaller dims; the steps stay the same."
+        )
+
+
+def _rates(cluster: Cluster | None, mesh: dict[str, int], calibration: Path | None) -> EinsumRates | None:
+    if cluster is not None:
+        return einsum_rates(cluster, mesh, calibration=rates_for(cluster, calibration))
+    if calibration is not None:
+        raise InputError(f"--calibration {calibration} needs the cluster it is for: give --on.")
+    return None
+
+
+def _typed(arrays: Trio, cluster: Cluster | None) -> Trio:
+    """Arrays without a dtype are bf16, on the devices of this machine fp32."""
+    default = "fp32" if cluster is not None and cluster.kind == "host" else "bf16"
+    lhs, rhs, out = (a if a.dtype else a.replace(dtype=default) for a in arrays)
     return lhs, rhs, out
 
 
@@ -140,6 +175,21 @@ def _ways(arrays: Trio, dims: dict[str, int], mesh: dict[str, int], rates: Einsu
     return sorted(rows, key=lambda r: (r["time_s"] if r["time_s"] is not None else 0, r["bytes"]))
 
 
+def _slice_and_sum(arrays: Trio, dims: dict[str, int], rates: EinsumRates | None) -> dict[str, Any] | None:
+    """When slicing the contracted dim over one ICI axis and an AllReduce beat a whole product on every device.
+
+    None where nothing is contracted, or on a cluster that is no torus. Source: exercise 3.4.
+    """
+    lhs, rhs, out = arrays
+    dim = next((d for d in lhs.dims if d in rhs.dims and d not in out.dims), None)
+    if dim is None or rates is None or rates.cluster.kind != "torus":
+        return None
+    chip = rates.cluster.chip
+    alpha = ici_intensity(peak(chip, compute_dtype(chip, lhs.dtype, rhs.dtype)), chip.ici_axis_bytes_per_s)
+    most = reduce_after_max_shards(dims[dim], alpha)
+    return {"dim": dim, "size": dims[dim], "min_size": reduce_after_min_dim(alpha), "max_shards": most}
+
+
 def _run(arrays: Trio, steps: Sequence[Step], dims: dict[str, int], mesh: dict[str, int]) -> dict[str, Any]:
     """Run the steps on emulated devices, in float32, against NumPy's product of whole arrays."""
     import numpy as np
@@ -148,8 +198,6 @@ def _run(arrays: Trio, steps: Sequence[Step], dims: dict[str, int], mesh: dict[s
     from meshwright.parallel.mesh import emulate_devices
     from meshwright.parallel.run_steps import run_steps
 
-    if num_devices(mesh) > MAX_RUN_DEVICES:
-        raise InputError(f"--run emulates at most {MAX_RUN_DEVICES} devices; the mesh has {num_devices(mesh)}.")
     emulate_devices(num_devices(mesh))
     rng = np.random.default_rng(0)
     values = {a: rng.standard_normal([dims[d] for d in a.dims], np.float32) for a in arrays[:2]}
@@ -165,7 +213,7 @@ def _run(arrays: Trio, steps: Sequence[Step], dims: dict[str, int], mesh: dict[s
         "devices": num_devices(mesh),
         "largest_error": errors[0],
         "in_numpy": errors[1],
-        "equal": max(errors) < 1e-5,
+        "equal": max(errors) < MAX_RELATIVE_ERROR,
     }
 
 
@@ -219,21 +267,23 @@ def _print(product: str, result: dict[str, Any], on: str | None) -> None:
         for name, shape in result["local_shapes"].items()
     ]  # fmt: skip
     print_table(["array", "block of a device", "bytes", "in all"], shapes)
-    click.echo(f"FLOPs per device {format_flops(result['flops_per_device'], unit='FLOP')}")
+    print_fact("FLOPs per device", format_flops(result["flops_per_device"], unit="FLOP"), column=COLUMN)
     if result["time_s"] is not None:
-        where = ", ".join(f"{axis} = {place}" for axis, place in result["placement"].items())
-        click.echo(f"time             {format_seconds(result['time_s'])}, one step after the other ({where})")
+        where = ", ".join(f"{axis} on {place}" for axis, place in result["placement"].items())
+        told = f"{format_seconds(result['time_s'])}, one step after the other ({where})"
     else:
-        click.echo("time             not known: name a cluster with --on")
+        told = "not known: name a cluster with --on"
+    print_fact("time", told, column=COLUMN)
     _print_ways(result)
     if "run" in result:
         run = result["run"]
         verdict = "equal to" if run["equal"] else "DIFFERENT from"
         ways = f"all {run['ways']} ways" if run["ways"] > 1 else "steps"
-        click.echo(
-            f"run              {ways} on {run['devices']} emulated devices {verdict} the unsharded product: "
+        told = (
+            f"{ways} on {run['devices']} emulated devices {verdict} the unsharded product: "
             f"largest error {run['largest_error']:.1e} of the largest entry"
         )
+        print_fact("run", told, column=COLUMN)
 
 
 def _print_ways(result: dict[str, Any]) -> None:
@@ -250,3 +300,12 @@ def _print_ways(result: dict[str, Any]) -> None:
     ]
     click.echo()
     print_table(["way, cheapest first", "bytes moved", "FLOPs", "time"], rows)
+    if result["slice_and_sum"]:
+        at = result["slice_and_sum"]
+        print_fact(
+            "slice and sum",
+            f"over one ICI axis beats the whole product on each device from {at['dim']} = 2 alpha = "
+            f"{at['min_size']:,.0f} (here {at['size']:,}), and is compute-bound up to {at['dim']} / (2 alpha) = "
+            f"{at['max_shards']:.3g} devices",
+            column=COLUMN,
+        )

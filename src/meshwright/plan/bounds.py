@@ -1,0 +1,275 @@
+"""The limits that a plan stands near: the book's closed forms, and what its chips can hold, beside its numbers."""
+
+import math
+from collections.abc import Iterator
+from typing import Literal
+
+import msgspec
+
+from meshwright.core.units import format_count, format_seconds
+from meshwright.cost import limits
+from meshwright.cost.accounting import state_bytes
+from meshwright.cost.memory import memory_limit
+from meshwright.cost.step_rates import matmul_dtype
+from meshwright.cost.train_step import Estimate, PricedStrategy
+from meshwright.cost.training_budget import (
+    DAY_S,
+    global_batch,
+    min_chips,
+    num_microbatches,
+    rescaled_days,
+    tokens_per_device,
+    train_seconds,
+    training_flops,
+)
+from meshwright.plan.run_budget import RunBudget
+from meshwright.spec.calibration import matmul_rate
+from meshwright.spec.plan_file import Plan
+from meshwright.spec.weights import num_params
+
+
+class Limit(msgspec.Struct, frozen=True, kw_only=True):
+    """A bound beside this plan's number. ``holds`` is None where it is a hint, not a bound.
+
+    ``kind`` says what is lost where it does not hold: "speed" (communication no longer hides behind compute) or
+    "size" (the plan cannot run). ``unit`` is that of ``limit`` and ``here``: bytes, s, or a plain number.
+    """
+
+    name: str
+    formula: str
+    limit: float
+    here: float
+    holds: bool | None
+    kind: Literal["speed", "size"] = "speed"
+    unit: Literal["", "bytes", "s"] = ""
+    note: str = ""
+
+
+class Batch(msgspec.Struct, frozen=True, kw_only=True):
+    """How the sequences of a step are shared out: their product is ``sequences``."""
+
+    sequences_per_microbatch: float
+    data_parallel: int
+    num_microbatches: int
+    sequences: float
+    positions_per_device: float
+
+
+def batch_of(plan: Plan) -> Batch:
+    """The bookkeeping of the plan's batch: a replica's microbatch x replicas x microbatches."""
+    mesh, count = plan.strategy.mesh, plan.strategy.num_microbatches
+    replicas = mesh.get("data", 1) * mesh.get("fsdp", 1)
+    each = plan.job.batch_seqs / (replicas * count)
+    return Batch(
+        sequences_per_microbatch=each,
+        data_parallel=replicas,
+        num_microbatches=count,
+        sequences=global_batch(each, data_parallel=replicas, num_microbatches=count),
+        positions_per_device=tokens_per_device(plan.job.seq_len, context=mesh.get("context", 1)),
+    )
+
+
+class Symbols(msgspec.Struct, frozen=True, kw_only=True):
+    """The letters of the closed forms, for one slice: B tokens, N chips, X = data x fsdp x context.
+
+    ``alpha`` = C / W in FLOPs per byte, W of one torus axis both ways; None away from a torus. ``fsdp_axes`` and
+    ``tensor_axes`` are M_X and M_Y, physical axes left to FSDP and those that tensor lies on, each at least one.
+    """
+
+    batch_tokens: float
+    num_chips: int
+    d_ff: int
+    data_ways: float
+    peak_flops: float
+    alpha: float | None
+    num_axes: int
+    fsdp_axes: int
+    tensor_axes: int
+
+
+def symbols_of(plan: Plan, priced: PricedStrategy) -> Symbols:
+    """The letters with this plan's numbers; C is the rate of products that its times rest on."""
+    cluster, mesh = plan.cluster, plan.strategy.mesh
+    peak = matmul_rate(cluster.chip, plan.calibration, matmul_dtype(plan.strategy.state))
+    width = cluster.chip.ici_axis_bytes_per_s if cluster.kind == "torus" else None
+    total = sum(size > 1 for size in cluster.shape)
+    used = sum(any(axis == "tensor" and n > 1 for axis, n in link.parts) for link in priced.placement.links)
+    tensor = max(1, min(used, total - 1))
+    ways = mesh.get("data", 1) * mesh.get("fsdp", 1) * mesh.get("context", 1)
+    return Symbols(
+        batch_tokens=plan.job.tokens_per_step / cluster.num_slices,
+        num_chips=cluster.num_chips // cluster.num_slices,
+        d_ff=plan.model.d_ff,
+        data_ways=ways / cluster.num_slices,
+        peak_flops=peak,
+        alpha=None if width is None else limits.ici_intensity(peak, width),
+        num_axes=total,
+        fsdp_axes=max(1, total - tensor),
+        tensor_axes=tensor,
+    )
+
+
+def limits_of(plan: Plan, priced: PricedStrategy, budget: RunBudget | None = None) -> tuple[Limit, ...]:
+    """Every limit that has a meaning for this plan's cluster: those of speed, then those of size."""
+    at = symbols_of(plan, priced)
+    found: list[Limit] = []
+    if at.num_chips > 1 and at.alpha is not None:
+        found += [*_data_parallel(at, at.alpha), *_mixed(plan, at, at.alpha)]
+    if at.num_chips > 1 and plan.cluster.kind == "switched":
+        found += _switched(plan, at)
+    return (*found, *_over_dcn(plan, at), *_sizes(plan, priced.estimate, budget))
+
+
+# -- speed, on a torus: section 5 of How to Scale Your Model --------------------------------------------
+
+
+def _data_parallel(at: Symbols, alpha: float) -> Iterator[Limit]:
+    each = at.batch_tokens / at.num_chips
+    least = limits.data_parallel_min_tokens_per_chip(alpha, at.num_axes)
+    yield Limit(
+        name="tokens/chip, FSDP alone", formula=f"> alpha / {at.num_axes}", limit=least, here=each, holds=each > least
+    )
+    most = limits.fsdp_max_chips(at.batch_tokens, alpha, at.num_axes)
+    yield Limit(
+        name="chips, FSDP alone",
+        formula=f"< {at.num_axes} B / alpha",
+        limit=most,
+        here=at.num_chips,
+        holds=at.num_chips < most,
+    )
+
+
+def _mixed(plan: Plan, at: Symbols, alpha: float) -> Iterator[Limit]:
+    axes = {"fsdp_axes": at.fsdp_axes, "tensor_axes": at.tensor_axes}
+    sizes = (at.batch_tokens, at.d_ff, at.num_chips)
+    each = at.batch_tokens / at.num_chips
+    least = limits.mixed_min_tokens_per_chip(alpha, at.d_ff, **axes)
+    yield Limit(
+        name="tokens/chip, with tensor", formula="> 4 alpha^2 / (Mx My F)", limit=least, here=each, holds=each > least
+    )
+    ratio = limits.mixed_math_over_comms(*sizes, alpha, **axes)
+    yield Limit(
+        name="T_math/T_comms at X_opt", formula="sqrt(BF MxMy/N)/(2 alpha)", limit=1.0, here=ratio,
+        holds=ratio > 1,
+    )  # fmt: skip
+    square = limits.mixed_discriminant(*sizes, alpha, **axes)
+    yield Limit(
+        name="discriminant", formula="(BF/alpha)^2 - 4FBN/MxMy", limit=0.0, here=square,
+        holds=square > 0,
+    )  # fmt: skip
+    yield from _roots(at, limits.fsdp_roots(*sizes, alpha, **axes))
+    best = limits.fsdp_best_size(*sizes, **axes)
+    split = limits.round_split(best, at.num_chips)
+    yield Limit(
+        name="X_opt", formula="sqrt(B/F x Mx/My x N)", limit=best, here=at.data_ways, holds=None,
+        note=f"in powers of two: {split.fsdp:,} x tensor {split.tensor:,}",
+    )  # fmt: skip
+    tensor, most = plan.strategy.mesh.get("tensor", 1), limits.tensor_max_size(at.d_ff, alpha, at.tensor_axes)
+    yield Limit(name="tensor", formula="< My F / alpha", limit=most, here=tensor, holds=tensor < most)
+
+
+def _roots(at: Symbols, roots: limits.Roots) -> Iterator[Limit]:
+    """The FSDP sizes between which the mixture is compute-bound; nothing when there are none."""
+    if not math.isnan(roots.lower):
+        yield Limit(
+            name="X, lower root", formula="> Mx(BF/alpha - root)/2F", limit=roots.lower, here=at.data_ways,
+            holds=at.data_ways > roots.lower,
+        )  # fmt: skip
+        yield Limit(
+            name="X, upper root", formula="< Mx(BF/alpha + root)/2F", limit=roots.upper, here=at.data_ways,
+            holds=at.data_ways < roots.upper,
+        )  # fmt: skip
+
+
+# -- speed, on switches and over the data-centre network ------------------------------------------------
+
+
+def _switched(plan: Plan, at: Symbols) -> Iterator[Limit]:
+    """The same bounds where the links are a switched domain and a network between domains."""
+    chip, cluster = plan.cluster.chip, plan.cluster
+    if not chip.nvlink_bytes_per_s:
+        return
+    rate, flat, of = chip.nvlink_bytes_per_s, chip.nvlink_bytes_per_s, "nvlink"
+    if cluster.nodes > 1 and chip.nic_bytes_per_s:
+        flat = chip.nic_bytes_per_s
+        rate, of = min(rate, flat * cluster.domain), "node"
+    alpha, each = limits.ici_intensity(at.peak_flops, rate), at.batch_tokens / at.num_chips
+    least = limits.data_parallel_min_tokens_per_chip(alpha)
+    yield Limit(name="tokens/chip, FSDP alone", formula=f"> C / W_{of}", limit=least, here=each, holds=each > least)
+    most = limits.fsdp_max_chips(at.batch_tokens, alpha, 1)
+    yield Limit(
+        name="chips, FSDP alone", formula=f"< B W_{of} / C", limit=most, here=at.num_chips, holds=at.num_chips < most
+    )
+    yield from _flat(plan, at, flat)
+    alpha = limits.ici_intensity(at.peak_flops, chip.nvlink_bytes_per_s)
+    tensor, most = plan.strategy.mesh.get("tensor", 1), limits.tensor_max_size(at.d_ff, alpha)
+    yield Limit(name="tensor", formula="< F W_nvlink / C", limit=most, here=tensor, holds=tensor < most)
+
+
+def _flat(plan: Plan, at: Symbols, rate: float) -> Iterator[Limit]:
+    """FSDP as if each chip moved all weights three times at the slowest link's rate, whatever the hierarchy."""
+    count = num_params(plan.model)
+    math_s = train_seconds(training_flops(count, at.batch_tokens), num_chips=at.num_chips, peak_flops=at.peak_flops)
+    comms_s = limits.flat_fsdp_comms_s(count, rate)
+    yield Limit(
+        name="FSDP at one chip's rate", formula="3 x 2 bytes x params / W < T_math", limit=math_s, here=comms_s,
+        holds=comms_s < math_s, unit="s",
+    )  # fmt: skip
+    most = limits.flat_fsdp_max_chips(at.batch_tokens, at.peak_flops, rate)
+    yield Limit(
+        name="chips, at one chip's rate", formula="< B W / C", limit=most, here=at.num_chips, holds=at.num_chips < most
+    )
+
+
+def _over_dcn(plan: Plan, at: Symbols) -> Iterator[Limit]:
+    chip = plan.cluster.chip
+    if plan.cluster.num_slices > 1 and chip.dcn_bytes_per_s_per_host and chip.chips_per_host:
+        least = limits.dcn_min_batch_per_pod(at.peak_flops, chip.dcn_bytes_per_s_per_host, chip.chips_per_host)
+        yield Limit(
+            name="tokens/slice, over DCN", formula="> C x host chips / W_dcn", limit=least, here=at.batch_tokens,
+            holds=at.batch_tokens > least,
+        )  # fmt: skip
+
+
+# -- size -----------------------------------------------------------------------------------------------
+
+
+def _sizes(plan: Plan, estimate: Estimate, budget: RunBudget | None) -> Iterator[Limit]:
+    job, strategy, chips = plan.job, plan.strategy, plan.cluster.num_chips
+    batch, mesh = batch_of(plan), plan.strategy.mesh
+    most = limits.sequence_limit_chips(
+        job.tokens_per_step, job.seq_len, context=mesh.get("context", 1), tensor=mesh.get("tensor", 1)
+    )
+    yield Limit(
+        name="chips, a sequence each", formula="<= sequences x context x tensor", limit=most, here=chips,
+        holds=chips <= most, kind="size",
+    )  # fmt: skip
+    often = num_microbatches(job.batch_seqs, data_parallel=batch.data_parallel, microbatch_seqs=1)
+    yield Limit(
+        name="microbatches", formula="<= sequences / (data x fsdp)", limit=often, here=strategy.num_microbatches,
+        holds=strategy.num_microbatches <= often, kind="size",
+    )  # fmt: skip
+    room = memory_limit(plan.cluster, plan.calibration)
+    needed = float(estimate.hbm_bytes_per_chip)
+    if math.isfinite(room):
+        yield Limit(
+            name="memory of a chip", formula="<= what programs may fill", limit=room, here=needed,
+            holds=needed <= room, kind="size", unit="bytes",
+        )  # fmt: skip
+        yield _fewest_chips(plan, estimate, room, budget)
+
+
+def _fewest_chips(plan: Plan, estimate: Estimate, room: float, budget: RunBudget | None) -> Limit:
+    """Chips whose memory holds one copy of the training state, and the activations that all chips keep now."""
+    chips = plan.cluster.num_chips
+    kept = state_bytes(num_params(plan.model), state=plan.strategy.state) + estimate.memory["activations"] * chips
+    fewest = min_chips(kept, room)
+    note = ""
+    if budget is not None:
+        slow_s = rescaled_days(budget.days, chips_from=chips, chips_to=fewest) * DAY_S
+        tokens = format_count(budget.train_tokens)
+        note = f"there {tokens} tokens would take {format_seconds(slow_s)} at this utilisation"
+    return Limit(
+        name="chips, by memory", formula=">= (state + activations) / memory", limit=fewest, here=chips,
+        holds=chips >= fewest, kind="size", note=note,
+    )  # fmt: skip

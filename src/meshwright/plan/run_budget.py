@@ -1,0 +1,67 @@
+"""What the whole training run of a plan takes: FLOPs, days, chip-hours, money, energy."""
+
+import msgspec
+
+from meshwright.cost.step_rates import matmul_dtype
+from meshwright.cost.training_budget import (
+    cost_usd,
+    days,
+    energy_kwh,
+    mfu_from_hours,
+    petaflop_days,
+    power_w,
+    train_seconds,
+    training_flops,
+    years,
+)
+from meshwright.spec.calibration import reference_peak
+from meshwright.spec.plan_file import Plan
+from meshwright.spec.weights import num_active_params
+
+
+class RunBudget(msgspec.Struct, frozen=True, kw_only=True):
+    """All tokens of a job at one step time; ``None`` where a price or a power is not known.
+
+    ``flops`` are 6 N D with N the active parameters, ``one_chip_years`` their time on one chip at peak, and
+    ``mfu_6nd`` what they are of the peak over the run's chip-hours, the utilisation that published runs allow to
+    compute; the plan's own MFU counts attention too. Power and energy are those of the chips alone.
+    """
+
+    train_tokens: int
+    steps: float
+    flops: float
+    petaflop_days: float
+    one_chip_years: float
+    days: float
+    chip_hours: float
+    mfu_6nd: float
+    cost_usd: float | None
+    power_w: float | None
+    energy_kwh: float | None
+
+
+def run_budget(plan: Plan, *, step_s: float) -> RunBudget | None:
+    """The budget of a plan at a step time; None when its job says no number of tokens."""
+    tokens = plan.job.train_tokens
+    if tokens is None:
+        return None
+    chip, chips = plan.cluster.chip, plan.cluster.num_chips
+    steps = tokens / plan.job.tokens_per_step
+    seconds = step_s * steps
+    flops = training_flops(num_active_params(plan.model), tokens)
+    peak = reference_peak(chip, plan.calibration, matmul_dtype(plan.strategy.state))
+    hours = seconds / 3600 * chips
+    price, watts = chip.price_usd_per_hour, chip.power_w
+    return RunBudget(
+        train_tokens=tokens,
+        steps=steps,
+        flops=flops,
+        petaflop_days=petaflop_days(flops),
+        one_chip_years=years(train_seconds(flops, peak_flops=peak)),
+        days=days(seconds),
+        chip_hours=hours,
+        mfu_6nd=mfu_from_hours(flops, hours, peak),
+        cost_usd=None if price is None else cost_usd(seconds, num_chips=chips, price_usd_per_hour=price),
+        power_w=None if watts is None else power_w(chips, watts),
+        energy_kwh=None if watts is None else energy_kwh(seconds, num_chips=chips, watts_per_chip=watts),
+    )
