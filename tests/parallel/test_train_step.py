@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import msgspec
 import numpy as np
 import optax
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from meshwright.core.errors import CannotRunError
 from meshwright.parallel.mesh import device_mesh
 from meshwright.parallel.train_step import State, TrainStep
-from meshwright.verify.compare import compiled_traffic, derived_traffic
+from meshwright.verify.compare import Traffic, compiled_traffic, derived_traffic
 from meshwright.verify.hlo import collectives
 from tests.parallel.small import BATCH_SEQS, MODEL, POLICIES, SEQ_LEN, batch, meshes_of_eight, strategy
 
@@ -45,22 +46,85 @@ def name(value):
 def test_mesh_equals_one_device_and_its_derivation(axes, remat, num_microbatches, one_device):
     params, gradients, metrics = one_device
     step = TrainStep(MODEL, strategy(axes, remat=remat, num_microbatches=num_microbatches), optimizer=keep_gradients())
-    compiled = step.lower(BATCH_SEQS, SEQ_LEN).compile()
-    state = step.init(0)
     for key, expected in params.items():
-        np.testing.assert_array_equal(np.asarray(state.params[key]), expected)
-    state, found = compiled(state, jax.device_put(batch(), step.batch_shardings))
+        np.testing.assert_array_equal(np.asarray(step.init(0).params[key]), expected)
+    compare_step(step, gradients, metrics, MODEL)
 
+
+def compare_step(step, gradients, metrics, model, *, merged=None):
+    """One step against one device's loss, norm and gradients, and its compiled collectives against the derived.
+
+    ``merged`` is traffic that is derived and known not to be compiled.
+    """
+    compiled = step.lower(BATCH_SEQS, SEQ_LEN).compile()
+    state, found = compiled(step.init(0), jax.device_put(batch(), step.batch_shardings))
     assert float(found.loss) == pytest.approx(float(metrics.loss), rel=RELATIVE)
     assert float(found.grad_norm) == pytest.approx(float(metrics.grad_norm), rel=RELATIVE)
-    for key, expected in gradients.items():
-        largest = float(np.max(np.abs(expected)))
-        np.testing.assert_allclose(np.asarray(state.opt_state[key]), expected, rtol=0, atol=RELATIVE * largest)
-
+    assert_close(state.opt_state, gradients)
     mesh = step.strategy.mesh
-    dims = {**MODEL.dims, "B": BATCH_SEQS, "T": SEQ_LEN}
-    derived = derived_traffic(step.declared, dims, mesh, num_microbatches=num_microbatches, width=4)
+    dims = {**model.dims, "B": BATCH_SEQS, "T": SEQ_LEN}
+    count = step.strategy.num_microbatches
+    derived = derived_traffic(step.declared, dims, mesh, num_microbatches=count, width=4)
+    if merged:
+        key, num_arrays, full_bytes = merged
+        derived[key] = Traffic(derived[key].num_arrays - num_arrays, derived[key].full_bytes - full_bytes)
     assert compiled_traffic(collectives(compiled.as_text(), mesh), mesh) == derived
+
+
+def assert_close(found, expected):
+    """Every array within RELATIVE of its largest entry."""
+    assert found.keys() == expected.keys()
+    for key, array in expected.items():
+        largest = float(np.max(np.abs(array)))
+        np.testing.assert_allclose(np.asarray(found[key]), array, rtol=0, atol=RELATIVE * largest)
+
+
+TIED = msgspec.structs.replace(MODEL, num_kv_heads=2, tied_embeddings=True)
+
+
+@pytest.mark.parametrize(
+    ("axes", "num_microbatches"),
+    [({"data": 8}, 1), ({"fsdp": 2, "context": 2, "tensor": 2}, 1), ({"data": 2, "fsdp": 2, "tensor": 2}, 2)],
+    ids=name,
+)
+def test_grouped_heads_and_tied_embeddings(axes, num_microbatches):
+    alone = TrainStep(TIED, strategy({}), optimizer=keep_gradients())
+    expected, metrics = alone.step(alone.init(0), batch())
+    step = TrainStep(TIED, strategy(axes, num_microbatches=num_microbatches), optimizer=keep_gradients())
+    compare_step(step, expected.opt_state, metrics, TIED, merged=table_gather(step))
+
+
+def table_gather(step):
+    """Key and traffic of the one gather of a tied table that XLA merges into the other; None without a gather.
+
+    Embedding and head gather the same array. Whatever barrier stands between them, XLA's CPU compiler makes one
+    gather of the two and holds the table meanwhile: a known difference, counted here to the byte.
+    """
+    axes = step.declared.declared["embed"].axes_of("D")
+    if not axes:
+        return None
+    mesh, count = step.strategy.mesh, step.strategy.num_microbatches
+    gathered = TIED.vocab_size * TIED.d_model * 4 // mesh["tensor"]
+    return ("all_gather", axes), count, count * gathered
+
+
+def test_a_loss_head_of_several_chunks():
+    rows = np.random.default_rng(1).integers(0, MODEL.vocab_size, (8, 513)).astype(np.int32)
+    long = {"tokens": jnp.asarray(rows[:, :-1]), "labels": jnp.asarray(rows[:, 1:])}
+    kept = TrainStep(MODEL, strategy({}, remat="block"), optimizer=keep_gradients())
+    expected, metrics = kept.step(kept.init(0), long)
+    chunked = TrainStep(MODEL, strategy({"fsdp": 2, "tensor": 2}, remat="full"), optimizer=keep_gradients())
+    state, found = chunked.step(chunked.init(0), jax.device_put(long, chunked.batch_shardings))
+    assert float(found.loss) == pytest.approx(float(metrics.loss), rel=RELATIVE)
+    assert_close(state.opt_state, expected.opt_state)
+
+
+def test_assignments_that_are_only_derived_are_refused():
+    ours = strategy({"data": 4, "tensor": 2})
+    whole_t = {**ours.assignment, "activation": {**ours.assignment["activation"], "T": ("context",)}}
+    for changes in ({"assignment": whole_t}, {"mesh": {"data": 4, "foo": 2}}, {"slice_axes": ("foo",)}):
+        with pytest.raises(CannotRunError, match=r"not executed in this version|not one that runs|no mesh axis"):
+            TrainStep(MODEL, msgspec.structs.replace(ours, **changes))
 
 
 @pytest.mark.slow
@@ -79,17 +143,14 @@ def test_gspmd_form_gives_the_same_loss_and_gradients(axes, one_device):
     step = TrainStep(MODEL, strategy(axes), optimizer=keep_gradients(), form="gspmd")
     state, found = step.step(step.init(0), batch())
     assert float(found.loss) == pytest.approx(float(metrics.loss), rel=RELATIVE)
-    for key, expected in gradients.items():
-        largest = float(np.max(np.abs(expected)))
-        np.testing.assert_allclose(np.asarray(state.opt_state[key]), expected, rtol=0, atol=RELATIVE * largest)
+    assert_close(state.opt_state, gradients)
 
 
 def test_kept_result_names_are_taken_as_a_policy(one_device):
     _, gradients, _ = one_device
     step = TrainStep(MODEL, strategy({"fsdp": 8}, remat=("q", "x1")), optimizer=keep_gradients())
     state, _ = step.step(step.init(0), batch())
-    largest = float(np.max(np.abs(gradients["wq"])))
-    np.testing.assert_allclose(np.asarray(state.opt_state["wq"]), gradients["wq"], rtol=0, atol=RELATIVE * largest)
+    assert_close(state.opt_state, gradients)
 
 
 def test_clipping_scales_the_update_by_the_global_norm():

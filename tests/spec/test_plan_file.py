@@ -136,7 +136,7 @@ def test_values_that_no_plan_has():
     assert "Did you mean 'block'?" in message
     assert message.startswith("plan.toml:")
     _, message = faulty("batch_seqs = 1120", "batch_seqs = 0")
-    assert "job.batch_seqs=0 must be at least 1" in message
+    assert "job.batch_seqs=0 must be between 1 and" in message
 
 
 def test_a_file_that_is_no_plan(tmp_path):

@@ -241,7 +241,8 @@ def derive(program: Program, strategy: Strategy, *, symbolic: bool = False) -> D
     """
     keep = None if symbolic else strategy.active_axes
     shardings = _Shardings(program, strategy, keep)
-    blocks, keeps = [], []
+    blocks: list[BlockSteps] = []
+    keeps: list[ShardedArray] = []
     for block in program.blocks:
         forward = _forward(block, shardings)
         kept = [a for s in forward.steps for a in (s.result, *s.more) if shardings.keeps(a, block)]
@@ -249,10 +250,22 @@ def derive(program: Program, strategy: Strategy, *, symbolic: bool = False) -> D
         keeps.extend(kept)
         held = tuple(a for a in backward.used if a in kept or shardings.is_activation(a.name))
         blocks.append(BlockSteps(block, tuple(forward.steps), tuple(backward.steps), held))
+    blocks = _summed_once(blocks)
     declared = {name: shardings.declared(name) for name in program.variables}
     result = Derived(program, tuple(blocks), tuple(_update(program, shardings)), declared, ())
     tags = tuple(dict.fromkeys(result.tag(a) for a in keeps))
     return msgspec.structs.replace(result, keeps=tags)
+
+
+def _summed_once(blocks: list[BlockSteps]) -> list[BlockSteps]:
+    """A weight of several blocks (tied embeddings) is summed over its replicas once, when its first block is done."""
+    result, owners = [], dict[str, str]()
+    for block in blocks:
+        for name in (name for op in block.block.ops for name in op.inputs):
+            owners.setdefault(f"d{name}", block.block.name)
+        kept = tuple(s for s in block.backward if s.scope != "step" or owners.get(s.result.name) == block.block.name)
+        result.append(msgspec.structs.replace(block, backward=kept))
+    return result
 
 
 def _inputs(block: Block, shardings: _Shardings) -> set[ShardedArray]:

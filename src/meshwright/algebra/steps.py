@@ -1,10 +1,12 @@
 """One step of a derived program: a local operation or a collective, from arrays to an array."""
 
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
+import numpy as np
 
 from meshwright.algebra.notation import ShardedArray
+from meshwright.core.dims import DTYPE_BYTES
 
 Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
 Phase = Literal["forward", "recompute", "backward", "update"]
@@ -64,6 +66,18 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
         if self.op == "einsum":
             return f"{self.result} = {' * '.join(str(a) for a in self.inputs)}"
         return f"{self.result} = {self.op}({', '.join(str(a) for a in self.inputs)})"
+
+
+def sent_element_bytes(step: Step, *, width: Any, num_microbatches: Any) -> Any:
+    """Bytes of one element of a collective; ``width`` is that of the state's weights. Microbatches may be an array.
+
+    Gradients that go out once per step have been summed in float32 when there was more than one microbatch.
+    """
+    if step.full.dtype:
+        return DTYPE_BYTES[step.full.dtype]
+    if step.scope != "step":
+        return width
+    return np.where(np.asarray(num_microbatches) > 1, DTYPE_BYTES["fp32"], width)
 
 
 def _subscript(step: Step) -> str:

@@ -1,12 +1,13 @@
 """`meshwright explain`: a plan in the book's notation, line by line, and the limits it stands near."""
 
+import math
 from pathlib import Path
 from typing import Any
 
 import click
 import msgspec
 
-from meshwright.cli.fields import check_job
+from meshwright.cli.fields import check_tokens
 from meshwright.cli.output import emit_json, json_option, print_fact, print_table, print_text, say
 from meshwright.cli.plan import mesh_words, microbatch_words, placement_words, print_budget, remat_words
 from meshwright.core.units import format_bytes, format_count, format_flops, format_seconds
@@ -24,9 +25,9 @@ MAX_DRIFT = 1e-6
 def command(plan_file: Path, as_json: bool) -> None:
     """The algorithm of one layer under a plan, with bytes and times, and the limits in closed form."""
     plan = load_plan(plan_file)
-    check_job(plan.job)
+    check_tokens(plan.job)
     told = explain(plan)
-    if abs(told.estimate.step_s / plan.predicted.step_s - 1) > MAX_DRIFT:
+    if not math.isclose(told.estimate.step_s, plan.predicted.step_s, rel_tol=MAX_DRIFT):
         say(
             f"{plan_file} predicts {format_seconds(plan.predicted.step_s)} a step and its own rates now give "
             f"{format_seconds(told.estimate.step_s)}: it was changed by hand, or by another version."
@@ -95,9 +96,9 @@ def _print_algorithm(part: Algorithm) -> None:
 
 
 def _measures(line: Line) -> str:
-    amount = format_flops(line.flops, unit="FLOP") if line.flops else format_bytes(line.num_bytes)
-    tail = f", {line.overlaps}" if line.overlaps else ""
-    return f"{amount}, {format_seconds(line.time_s)}{tail}"
+    """FLOPs where there are any, bytes, seconds, and whether they can overlap."""
+    amounts = [format_flops(line.flops, unit="FLOP")] if line.flops else []
+    return ", ".join([*amounts, format_bytes(line.num_bytes), format_seconds(line.time_s), line.overlaps]).rstrip(", ")
 
 
 def _print_step(told: Explanation) -> None:

@@ -14,7 +14,7 @@ from meshwright.spec.job import Job
 SECTIONS: tuple[str, ...] = ("model", "job", "strategy", "train")
 MAX_SIZE = 10**15
 """Of one dim: products of a few of them stay finite and readable."""
-MAX_JOB = {"batch_seqs": 10**9, "seq_len": 10**9, "train_tokens": 10**24}
+MAX_TRAIN_TOKENS = 10**24
 
 Thing = TypeVar("Thing", bound=msgspec.Struct)
 
@@ -88,12 +88,11 @@ def take_axes(text: str | None, strategy: dict[str, Any]) -> dict[str, int]:
     return axes
 
 
-def check_job(job: Job) -> Job:
-    """The same job; an InputError for numbers of sequences, positions or tokens that nobody can mean."""
-    for name, most in MAX_JOB.items():
-        size = getattr(job, name)
-        if size is not None and not 1 <= size <= most:
-            raise InputError(f"job.{name}={size:.4g} is not between 1 and {most:.0e}. Give a number between them.")
+def check_tokens(job: Job) -> Job:
+    """The same job; an InputError for a number of tokens that nobody can mean."""
+    tokens = job.train_tokens
+    if tokens is not None and not 1 <= tokens <= MAX_TRAIN_TOKENS:
+        raise InputError(f"job.train_tokens={tokens:.4g} must be between 1 and {MAX_TRAIN_TOKENS:.0e}.")
     return job
 
 

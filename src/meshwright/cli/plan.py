@@ -5,7 +5,7 @@ from pathlib import Path
 
 import click
 
-from meshwright.cli.fields import check_job, parse_fields, take_axes, with_fields
+from meshwright.cli.fields import check_tokens, parse_fields, take_axes, with_fields
 from meshwright.cli.machine import rates_for
 from meshwright.cli.output import (
     emit_json,
@@ -74,7 +74,7 @@ def command(
     result = plan(
         chosen,
         cluster,
-        check_job(with_fields(job, "job", fields["job"])),
+        check_tokens(with_fields(job, "job", fields["job"])),
         axes=take_axes(axes, fields["strategy"]),
         overrides=fields["strategy"],
         top=top,

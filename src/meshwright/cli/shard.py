@@ -305,7 +305,7 @@ def _print_ways(result: dict[str, Any]) -> None:
         print_fact(
             "slice and sum",
             f"over one ICI axis beats the whole product on each device from {at['dim']} = 2 alpha = "
-            f"{at['min_size']:,.0f} (here {at['size']:,}), and is compute-bound up to {at['dim']} / (2 alpha) = "
+            f"{at['min_size']:,.0f} (here {at['size']:,}); compute-bound below {at['dim']} / (2 alpha) = "
             f"{at['max_shards']:.3g} devices",
             column=COLUMN,
         )

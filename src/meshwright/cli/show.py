@@ -14,6 +14,7 @@ from meshwright.core.units import format_bytes, format_flops, format_params
 from meshwright.spec.catalogue import model, models
 from meshwright.spec.chip import chip, chips
 from meshwright.spec.cluster import parse_cluster
+from meshwright.spec.toml_file import read_toml
 from meshwright.spec.weights import num_active_params, num_params
 
 
@@ -27,15 +28,22 @@ def command(thing: str, as_json: bool) -> None:
     elif thing == "chips":
         _chips(as_json)
     elif ":" in thing or thing.endswith(".toml"):
+        _refuse_plan_file(thing)
         print_cluster(parse_cluster(thing), as_json)
-    elif thing in _chip_names():
+    elif thing.lower() in _chip_names():
         print_chip(chip(thing), as_json)
-    elif thing in models() or Path(thing).exists() or "/" in thing or thing.endswith(".json"):
+    elif thing and (thing in models() or Path(thing).exists() or "/" in thing or thing.endswith(".json")):
         print_model(model(thing), as_json)
     else:
         options = ("models", "chips", *models(), *_chip_names())
         hint = nearest(thing, options) or " Try meshwright show models, or meshwright show chips."
         raise InputError(f"{thing!r} is no model, chip or cluster.{hint}")
+
+
+def _refuse_plan_file(thing: str) -> None:
+    """A plan file has another reader: say so instead of naming its keys one by one."""
+    if thing.endswith(".toml") and {"version", "strategy"} <= read_toml(Path(thing)).data.keys():
+        raise InputError(f"{thing} is a plan. Use meshwright explain {thing}, or show the cluster it names.")
 
 
 def _chip_names() -> tuple[str, ...]:

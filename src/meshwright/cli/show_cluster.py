@@ -66,7 +66,7 @@ def _rows(c: Cluster, facts: dict[str, Any]) -> list[list[Any]]:
         ("DCN of all hosts", "dcn_bytes_per_s", lambda v: f"{format_bytes(v)}/s", ""),
         ("power", "power_w", format_power, "the chips alone"),
         ("energy of a day", "energy_kwh_per_day", format_energy, "at that power"),
-        ("price of an hour", "price_usd_per_hour", "${:,.0f}".format, ""),
+        ("price of an hour", "price_usd_per_hour", lambda v: f"${v:,.2f}" if v < 100 else f"${v:,.0f}", ""),
         ("least batch, FSDP", "fsdp_min_batch_tokens", lambda v: f"{format_count(v)} tokens",
          "alpha / axes x chips"),
         ("least batch over DCN", "dcn_min_batch_tokens_per_slice", lambda v: f"{format_count(v)} tokens",
@@ -75,5 +75,5 @@ def _rows(c: Cluster, facts: dict[str, Any]) -> list[list[Any]]:
     rows = [["kind", c.kind, ""]]
     if c.kind == "torus":
         rings = ", ".join(f"{n} {'ring' if w else 'line'}" for n, w in zip(c.shape, c.wraps, strict=True) if n > 1)
-        rows.append(["axes", rings or "one chip", "ring: wraps around"])
+        rows.append(["axes", rings or "one chip", "ring: wraps around" if any(c.wraps) else ""])
     return rows + [[words, fmt(facts[key]), source] for words, key, fmt, source in show if facts.get(key) is not None]

@@ -111,10 +111,8 @@ def _planned(
 
 
 def _changed(found: Plan, fields: dict[str, dict[str, Any]]) -> Plan:
-    """A plan with fields set on the command line, checked and predicted again when there are any."""
+    """A plan with fields set on the command line, checked and predicted again: a file may have been edited."""
     parts = ("model", "job", "strategy")
-    if not any(fields[part] for part in parts):
-        return found
     model, job, strategy = (with_fields(getattr(found, part), part, fields[part]) for part in parts)
     require_legal(model, found.cluster, job, strategy, calibration=found.calibration)
     new = estimate_step(model, found.cluster, job, strategy, calibration=found.calibration)

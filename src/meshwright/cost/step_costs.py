@@ -7,8 +7,7 @@ import msgspec
 import numpy as np
 
 from meshwright.algebra.derive import Derived
-from meshwright.algebra.steps import Step
-from meshwright.core.dims import DTYPE_BYTES
+from meshwright.algebra.steps import Step, sent_element_bytes
 from meshwright.cost.ops import OpSizes, Scores, is_attention, op_flops, op_hbm_bytes
 from meshwright.cost.step_rates import Group, StepRates
 from meshwright.spec.job import Job
@@ -115,10 +114,8 @@ def _price_collective(
     step: Step, count: Number, sizes: OpSizes, rates: StepRates, num_microbatches: Number
 ) -> StepCost:
     group = rates.groups[frozenset(step.axes)]
-    sent = sizes.bytes(step.full)
-    if step.scope == "step" and not step.full.dtype:
-        # several microbatches are summed in float32 before their sum goes out
-        sent = sent * np.where(np.asarray(num_microbatches) > 1, DTYPE_BYTES["fp32"] / sizes.width, 1.0)
+    element = sent_element_bytes(step, width=sizes.width, num_microbatches=num_microbatches)
+    sent = sizes.elements(step.full) * element
     rate = group[step.op]
     seconds = rate.time(sent)
     return StepCost(

@@ -172,7 +172,9 @@ def _attention(num_devices: int) -> Probe:
         positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch, length))
 
         def total(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-            return jnp.sum(attention(q, k, v, positions, positions, scale=width**-0.5) ** 2)
+            # Checkpointed, as programs run it: the backward pass makes the scores again.
+            attend = jax.checkpoint(lambda q, k, v: attention(q, k, v, positions, positions, scale=width**-0.5))
+            return jnp.sum(attend(q, k, v) ** 2)
 
         grads = jax.grad(total, argnums=(0, 1, 2))(q, k, v)
         return sum((jnp.sum(g, axis=(1, 2, 3)) for g in grads), jnp.zeros(batch))

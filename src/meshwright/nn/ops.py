@@ -1,7 +1,7 @@
 """The local op kinds of a program as pure JAX functions of one device's blocks.
 
-Each works on the block it is given; nothing here communicates. Norms, softmax and the loss are in float32
-whatever the dtype of the weights.
+Each works on the block it is given; nothing here communicates. Norms, rotations, scores with their softmax, and
+the loss are in float32 whatever the dtype of the weights; products take their operands as they are.
 """
 
 import math

@@ -17,7 +17,7 @@ from meshwright.nn.interpreter import Interpreter
 from meshwright.nn.weights import Params, init_params, is_stacked, rows
 from meshwright.parallel.mesh import device_mesh, named_sharding, partition_spec
 from meshwright.spec.model import Model
-from meshwright.spec.strategy import Strategy
+from meshwright.spec.strategy import Strategy, require_runnable_strategy
 
 Form = Literal["shard_map", "gspmd"]
 Batch = dict[str, jax.Array]
@@ -163,7 +163,10 @@ class TrainStep:
         form: Form = "shard_map",
         mesh: Mesh | None = None,
     ) -> None:
+        require_runnable_strategy(strategy)
         self.model, self.strategy, self.form = model, strategy, form
+        if optimizer is None and strategy.state != "fp32":
+            raise AssertionError("optax.adamw keeps its moments in the weights' dtype: give an optimizer")
         self.optimizer = optimizer or optax.adamw(3e-4)
         self.max_grad_norm = max_grad_norm
         self.mesh = mesh or device_mesh(strategy.mesh)

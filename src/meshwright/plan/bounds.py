@@ -10,6 +10,7 @@ from meshwright.core.units import format_count, format_seconds
 from meshwright.cost import limits
 from meshwright.cost.accounting import state_bytes
 from meshwright.cost.memory import memory_limit
+from meshwright.cost.placement import Placement
 from meshwright.cost.step_rates import matmul_dtype
 from meshwright.cost.train_step import Estimate, PricedStrategy
 from meshwright.cost.training_budget import (
@@ -72,8 +73,8 @@ def batch_of(plan: Plan) -> Batch:
 class Symbols(msgspec.Struct, frozen=True, kw_only=True):
     """The letters of the closed forms, for one slice: B tokens, N chips, X = data x fsdp x context.
 
-    ``alpha`` = C / W in FLOPs per byte, W of one torus axis both ways; None away from a torus. ``fsdp_axes`` and
-    ``tensor_axes`` are M_X and M_Y, physical axes left to FSDP and those that tensor lies on, each at least one.
+    ``alpha`` = C / W in FLOPs per byte, W of one torus axis both ways; None away from a torus. ``tensor_axes`` is M_Y,
+    the physical axes' worth that tensor takes, and ``fsdp_axes`` is M_X, the others: whole numbers, each at least one.
     """
 
     batch_tokens: float
@@ -93,8 +94,7 @@ def symbols_of(plan: Plan, priced: PricedStrategy) -> Symbols:
     peak = matmul_rate(cluster.chip, plan.calibration, matmul_dtype(plan.strategy.state))
     width = cluster.chip.ici_axis_bytes_per_s if cluster.kind == "torus" else None
     total = sum(size > 1 for size in cluster.shape)
-    used = sum(any(axis == "tensor" and n > 1 for axis, n in link.parts) for link in priced.placement.links)
-    tensor = max(1, min(used, total - 1))
+    tensor = max(1, min(round(_axes_taken(priced.placement, "tensor")), total - 1))
     ways = mesh.get("data", 1) * mesh.get("fsdp", 1) * mesh.get("context", 1)
     return Symbols(
         batch_tokens=plan.job.tokens_per_step / cluster.num_slices,
@@ -107,6 +107,17 @@ def symbols_of(plan: Plan, priced: PricedStrategy) -> Symbols:
         fsdp_axes=max(1, total - tensor),
         tensor_axes=tensor,
     )
+
+
+def _axes_taken(placement: Placement, name: str) -> float:
+    """Torus axes' worth of one mesh axis: 1 where it fills one, a half for 4 of an axis of 16."""
+    shares = (
+        math.log(factor) / math.log(link.size)
+        for link in placement.links
+        for axis, factor in link.parts
+        if axis == name and factor > 1
+    )
+    return sum(shares)
 
 
 def limits_of(plan: Plan, priced: PricedStrategy, budget: RunBudget | None = None) -> tuple[Limit, ...]:

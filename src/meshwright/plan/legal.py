@@ -17,14 +17,13 @@ from meshwright.algebra.transformer import transformer
 from meshwright.core.errors import CannotRunError, nearest
 from meshwright.core.units import format_bytes
 from meshwright.cost.memory import memory_limit, total_bytes, training_memory
-from meshwright.cost.network import place_axes
 from meshwright.cost.step_costs import strategy_sizes
-from meshwright.cost.step_rates import attention_scores
+from meshwright.cost.step_rates import attention_scores, strategy_placements
 from meshwright.spec.calibration import Calibration
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.job import Job
 from meshwright.spec.model import Model
-from meshwright.spec.strategy import REMAT_POLICIES, WIDTH, Strategy
+from meshwright.spec.strategy import REMAT_POLICIES, RUNNABLE_STATES, Strategy, require_runnable_strategy
 
 Number = Any
 """An int or float, or a NumPy array with one entry per candidate."""
@@ -98,7 +97,7 @@ def size_rules(derived: Derived) -> tuple[Rule, ...]:
     """The rules that need nothing but sizes: every split is even, and all chips are used."""
     found = splits(derived)
     rules = [Rule("devices", lambda f: product(f.mesh.values()) == f.num_chips, _devices_message)]
-    rules += [Rule("state", lambda f: f.state in WIDTH, _state_message)]
+    rules += [Rule("state", lambda f: f.state in RUNNABLE_STATES, _state_message)]
     rules += [_split_rule(dim, axes, found) for dim, axes in found]
     if not any(dim == "B" for dim, _ in found):
         # microbatches must divide the sequences even where no axis does
@@ -125,11 +124,18 @@ def legal(
     Placement and memory are looked at only when the sizes divide. Raises InputError for an assignment that
     cannot be derived at all.
     """
+    try:
+        require_runnable_strategy(strategy)
+    except CannotRunError as error:
+        return (Refusal(rule="executed", message=str(error)),)
     derived = derive(transformer(model), strategy)
     facts = _facts(model, cluster, job, strategy)
     refused = check_rules(size_rules(derived), facts)
     if not refused:
-        placements = place_axes(cluster, strategy.mesh)
+        try:
+            placements = strategy_placements(cluster, strategy)
+        except CannotRunError as error:
+            return (Refusal(rule="placement", message=str(error)),)
         limit = memory_limit(cluster, calibration)
         sizes = strategy_sizes(model, job, strategy, scores=attention_scores(cluster))
         memory = training_memory(derived, sizes, num_microbatches=strategy.num_microbatches)
@@ -259,7 +265,7 @@ def _devices_message(facts: Facts) -> str:
 def _state_message(facts: Facts) -> str:
     return (
         f"training state {facts.state!r} is counted but does not run in this version."
-        f"{nearest(facts.state, WIDTH)} Use {' or '.join(WIDTH)}."
+        f"{nearest(facts.state, RUNNABLE_STATES)} Use {' or '.join(RUNNABLE_STATES)}."
     )
 
 

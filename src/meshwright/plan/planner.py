@@ -19,7 +19,7 @@ from meshwright.spec.calibration import Calibration, datasheet_calibration
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.job import Job
 from meshwright.spec.model import Model
-from meshwright.spec.strategy import REMAT_POLICIES, Strategy, make_mesh
+from meshwright.spec.strategy import REMAT_POLICIES, Strategy, make_mesh, require_runnable_strategy
 
 NEAREST_BATCH_SHARE = 0.25
 """How far from the wanted batch, as a share, one that uses all chips is looked for."""
@@ -91,6 +91,7 @@ def _space(
         if name not in FIELDS:
             raise InputError(f"strategy.{name} cannot be set here.{nearest(name, FIELDS)} Mesh axes go in axes.")
     template = _template(cluster, given)
+    require_runnable_strategy(template)
     return open_space(
         model,
         job.seq_len,
@@ -140,7 +141,7 @@ def _largest_part(space: Space, cluster: Cluster, job: Job, top: int) -> Outcome
 
 
 def _nearest_batch(space: Space, cluster: Cluster, job: Job) -> Found | None:
-    """The best strategy per token on all chips, over batches within reach of the wanted one."""
+    """The fastest strategy per token on all chips, over batches within reach of the wanted one (not the nearest)."""
     found = search(space, cluster, job.batch_seqs, reach=NEAREST_BATCH_SHARE, top=1).found
     return found[0] if found else None
 

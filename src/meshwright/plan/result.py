@@ -58,7 +58,7 @@ class PlannedStrategy(msgspec.Struct, frozen=True, kw_only=True):
 
 class PlanResult(msgspec.Struct, frozen=True, kw_only=True):
     """Strategies, best first, for the job as given. ``nearest_batch`` is set only where they leave chips unused:
-    the best strategy on all chips for the batch nearest in reach."""
+    the fastest per token on all chips, of the batches within a quarter of the wanted one."""
 
     model: Model
     cluster: Cluster

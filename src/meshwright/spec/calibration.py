@@ -65,7 +65,8 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     @property
     def is_datasheet(self) -> bool:
         """True when nothing was measured and no efficiency differs from 1."""
-        measured = (self.matmul_flops_per_s, self.memory_bytes_per_s, self.collectives, self.hop_s)
+        rates = (self.matmul_flops_per_s, self.attention_flops_per_s, self.memory_bytes_per_s, self.memory_bytes)
+        measured = (*rates, self.collectives, self.hop_s)
         return not any(measured) and self.efficiency == Efficiency()
 
     def describe(self) -> str:

@@ -4,6 +4,7 @@ import msgspec
 
 from meshwright.core.errors import InputError
 from meshwright.core.units import format_count, parse_count
+from meshwright.spec.strategy import MAX_SEQUENCES
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -18,8 +19,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         if self.kind != "train":
             raise InputError(f"job.kind {self.kind!r} is not known. This version plans 'train'.")
         for name in ("batch_seqs", "seq_len"):
-            if getattr(self, name) < 1:
-                raise InputError(f"job.{name}={getattr(self, name)} must be at least 1.")
+            if not 1 <= getattr(self, name) <= MAX_SEQUENCES:
+                raise InputError(f"job.{name}={getattr(self, name)} must be between 1 and {MAX_SEQUENCES}.")
 
     @property
     def tokens_per_step(self) -> int:

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 
 from meshwright.core.dims import MESH_AXES
-from meshwright.core.errors import InputError, nearest
+from meshwright.core.errors import CannotRunError, InputError, nearest
 
 Rules = dict[str, tuple[str, ...]]
 """Dim -> mesh axes, in order of precedence: an axis goes to the first listed dim that an array has."""
@@ -25,8 +25,11 @@ STATE_BYTES: dict[str, dict[str, float]] = {
 """Bytes per parameter of each training state. ``counted`` is the number the option is known by: for
 bf16-adam (How to Scale Your Model, section 5.1.1) it leaves the short-lived bf16 gradient out."""
 
-WIDTH: dict[str, int] = {"bf16-adam": 2, "fp32": 4}
-"""Bytes of one activation or communicated element for the states that run here."""
+MAX_SEQUENCES = 2**40
+"""Bound on sequences and microbatches, far above any job, so that sizes stay whole in floating point."""
+
+RUNNABLE_STATES: tuple[str, ...] = ("bf16-adam", "fp32")
+"""Training states that are executed in this version; the others are only counted."""
 
 DEFAULT_ASSIGNMENT: dict[str, Rules] = {
     "activation": {
@@ -79,8 +82,8 @@ class Strategy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             )
         if self.state not in STATE_BYTES:
             raise InputError(f"state {self.state!r} is not known.{nearest(self.state, STATE_BYTES)}")
-        if self.num_microbatches < 1:
-            raise InputError(f"num_microbatches={self.num_microbatches} must be at least 1.")
+        if not 1 <= self.num_microbatches <= MAX_SEQUENCES:
+            raise InputError(f"num_microbatches={self.num_microbatches} must be between 1 and {MAX_SEQUENCES}.")
         for axis, size in self.mesh.items():
             if size < 1:
                 raise InputError(f"mesh axis {axis}={size} must be at least 1. Leave it out if it is not wanted.")
@@ -102,6 +105,32 @@ class Strategy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         """The rules of a role; grad and optimizer follow weight unless they are given."""
         fallback = "weight" if role in ("grad", "optimizer") else role
         return self.assignment.get(role, self.assignment.get(fallback, {}))
+
+
+def require_runnable_strategy(strategy: Strategy) -> None:
+    """Raise CannotRunError for what is derived and counted but not executed in this version.
+
+    Gradients are summed on the assumption that every device adds its own part of the loss once, which holds
+    for the product's assignment and is not shown for others.
+    """
+    for axis in strategy.mesh:
+        if axis not in MESH_AXES:
+            raise CannotRunError(f"mesh axis {axis!r} is not one that runs.{nearest(axis, MESH_AXES)}")
+    if strategy.assignment != DEFAULT_ASSIGNMENT:
+        differing = next(
+            role
+            for role in (*strategy.assignment, *DEFAULT_ASSIGNMENT)
+            if strategy.assignment.get(role) != DEFAULT_ASSIGNMENT.get(role)
+        )
+        raise CannotRunError(
+            f"strategy.assignment.{differing} differs from the product's own; other assignments are derived and "
+            f"counted but not executed in this version. Leave it out."
+        )
+    for axis in strategy.slice_axes:
+        if axis not in strategy.mesh:
+            raise CannotRunError(
+                f"strategy.slice_axes names {axis!r}, which is no mesh axis.{nearest(axis, MESH_AXES)}"
+            )
 
 
 def make_mesh(axes: Mapping[str, int], *, known: Iterable[str] = MESH_AXES) -> dict[str, int]:

@@ -169,7 +169,7 @@ def _run(
 
 
 def _check_divides(step: TrainStep, job: Job) -> None:
-    """Raise InputError unless every device gets an equal part of the batch and of the weights."""
+    """Raise InputError unless every device gets an equal part of the batch; `plan.legal` has looked at the weights."""
     split = step.declared.declared["tokens"]
     for name, letter, size in (("batch_seqs", "B", job.batch_seqs), ("seq_len", "T", job.seq_len)):
         axes = split.axes_of(letter)

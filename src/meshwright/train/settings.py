@@ -44,6 +44,8 @@ class TrainSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         for name in ("seed", "warmup_steps", "weight_decay", "min_learning_rate_ratio"):
             if not getattr(self, name) >= 0:
                 raise InputError(f"train.{name}={getattr(self, name)} must not be negative.")
+        if self.seed >= 2**31:
+            raise InputError(f"train.seed={self.seed} must be less than 2**31 = {2**31}.")
         for name in ("learning_rate", "max_grad_norm"):
             if not 0 < getattr(self, name) < math.inf:
                 raise InputError(f"train.{name}={getattr(self, name)} must be a number above 0.")

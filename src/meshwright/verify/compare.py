@@ -7,7 +7,7 @@ import msgspec
 
 from meshwright.algebra.derive import Derived
 from meshwright.algebra.notation import local_elements
-from meshwright.core.dims import DTYPE_BYTES
+from meshwright.algebra.steps import sent_element_bytes
 from meshwright.verify.hlo import Collective
 
 Key = tuple[str, tuple[str, ...]]
@@ -34,8 +34,8 @@ def derived_traffic(
     for step, times in derived.steps(num_microbatches):
         if not step.is_collective:
             continue
-        element = DTYPE_BYTES[step.full.dtype] if step.full.dtype else width
-        size = round(local_elements(step.full, per_microbatch, mesh) * element)
+        element = sent_element_bytes(step, width=width, num_microbatches=num_microbatches)
+        size = round(float(local_elements(step.full, per_microbatch, mesh) * element))
         entry = counts[_key(step.op, step.axes, mesh)]
         entry[0] += 1 if step.scope == "step" else times  # the layers' gradients are summed as one stacked array
         entry[1] += times * size

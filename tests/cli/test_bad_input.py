@@ -1,0 +1,134 @@
+"""What a person can get wrong: one line that says what to change, nothing on standard output, no traceback."""
+
+import json
+
+import pytest
+
+PLAN = ("plan", "llama3-8b", "--on", "v5e:4x4", "--batch", "128seq", "--seq", "4096")
+ROOFLINE = ("roofline", "bf16[B,D] * bf16[D,F] -> bf16[B,F]")
+SHARD = ("shard", "A[I_X,J] * B[J,K] -> C[I_X,K]")
+SIZES = ("--mesh", "X=4", "--dims", "I=8,J=4,K=4")
+
+
+def swapped(args, old, new):
+    return tuple(new if one == old else one for one in args)
+
+
+CASES = [
+    # the command itself
+    (2, ("plam",), "there is no verb 'plam'. Did you mean 'plan'?"),
+    (2, ("show", "chips", "--jsn"), "No such option '--jsn'"),
+    (2, ("plan", "tiny", "--on", "v5e:4x4"), "Missing option '--batch'"),
+    (2, ("explain",), "Missing argument 'PLAN.toml'"),
+    # names
+    (2, ("show", "llama3-8c"), "'llama3-8c' is no model, chip or cluster. Did you mean 'llama3-8b'?"),
+    (2, ("show", ""), "'' is no model, chip or cluster."),
+    (2, swapped(PLAN, "llama3-8b", "llama3-8c"), "Did you mean 'llama3-8b'?"),
+    (2, swapped(PLAN, "v5e:4x4", "v5q:4x4"), "unknown chip 'v5q'. Did you mean 'v5p'?"),
+    (2, (*ROOFLINE, "--dims", "B=1,D=1,F=1", "--on", "v5q"), "unknown chip 'v5q'"),
+    (2, (*ROOFLINE, "--dims", "B=1,D=1,F=1", "--on", "cpu"), "cpu has no known peak"),
+    (2, swapped(PLAN, "v5e:4x4", "ü"), "cluster 'ü' is not chip:shape. Write for example v5p:16x20x28"),
+    (2, swapped(PLAN, "v5e:4x4", "v5e:4x4x4"), "v5e has 2. 64 chips are for example v5e:8x8."),
+    (2, swapped(PLAN, "v5e:4x4", "v5e:0x4"), "Give positive whole numbers"),
+    (2, swapped(PLAN, "v5e:4x4", "v100:8"), "v100 has no bf16 matrix rate in its table; it has fp16, fp32."),
+    (2, swapped(PLAN, "v5e:4x4", "mi355x:8"), "nvlink_bytes_per_s of mi355x is not known"),
+    (3, swapped(PLAN, "llama3-8b", "deepseek-v3"), "deepseek-v3 (family deepseek_v3) is only counted in this version"),
+    # sizes of the job
+    (2, swapped(PLAN, "128seq", "4M"), "Use 4Mi (1024 sequences)."),
+    (2, swapped(PLAN, "128seq", "-4Mi"), "batch '-4Mi' is not a number"),
+    (2, swapped(PLAN, "128seq", "0seq"), "job.batch_seqs=0 must be"),
+    (2, swapped(PLAN, "128seq", "1000"), "less than one sequence of 4096. Use at least 4096 tokens."),
+    (2, swapped(PLAN, "128seq", "1e300"), "must be between 1 and "),
+    (2, swapped(PLAN, "4096", "0"), "job.seq_len=0 must be"),
+    (2, (*PLAN, "--tokens", "many"), "tokens 'many' is not a number"),
+    (2, (*PLAN, "--tokens", "0"), "job.train_tokens=0 must be between 1 and 1e+24"),
+    # the mesh
+    (2, (*PLAN, "--axes", "fspd=4"), "mesh axis 'fspd' is not one of data, fsdp, context, tensor. Did you mean"),
+    (2, (*PLAN, "--axes", "fsdp"), "'fsdp' is not a mesh axis size"),
+    (2, (*PLAN, "--axes", ""), "no mesh axis sizes in ''"),
+    (2, (*PLAN, "--axes", "fsdp=-1"), "size of mesh axis fsdp '-1' is not a number"),
+    (3, (*PLAN, "--axes", "fsdp=7"), "fsdp=7 does not divide the 16 chips of v5e:4x4"),
+    (3, (*PLAN, "--axes", "tensor=16"), "tensor=16 does not divide K=8 kv heads of llama3-8b. Use tensor in {1, 2"),
+    (3, swapped(PLAN, "llama3-8b", "llama3-405b"), "At least 512 chips would hold it"),
+    # fields
+    (2, (*PLAN, "--set", "remat"), "--set 'remat' is not section.key=value"),
+    (2, (*PLAN, "--set", "strategi.remat=block"), "there is no section 'strategi' here. Did you mean 'strategy'?"),
+    (2, (*PLAN, "--set", "strategy.remot=block"), "strategy.remot cannot be set here. Did you mean 'remat'?"),
+    (2, (*PLAN, "--set", "model.num_layer=4"), "model.num_layer is not a field. Did you mean 'num_layers'?"),
+    (2, (*PLAN, "--set", "model.num_layers=many"), "expected `int`, got `str` - at `model.num_layers`"),
+    (2, (*PLAN, "--set", "model.num_heads=7"), "num_kv_heads=8 does not divide num_heads=7"),
+    (2, (*PLAN, "--set", "strategy.remat=blok"), "remat 'blok' is not a policy. Did you mean 'block'?"),
+    (2, (*PLAN, "--set", "strategy.tensor=four"), "--set strategy.tensor=four is not a whole number"),
+    (2, (*PLAN, "--set", "strategy.mesh=4"), "give the size of one axis, such as strategy.tensor=4"),
+    (2, (*PLAN, "--axes", "tensor=4", "--set", "strategy.tensor=4"), "tensor is given in --axes and in --set"),
+    (3, (*PLAN, "--set", "strategy.num_microbatches=7"), "Use num_microbatches in {1, 2, 4, 8, 16, 32, 64, 128}."),
+    # notation
+    (2, ("roofline", "nonsense", "--dims", "B=1", "--on", "v5e"), "'nonsense' is not one product. Write A[I,J]"),
+    (2, ("roofline", "A[B,D * B[D,F] -> C[B,F]", "--dims", "B=1", "--on", "v5e"), "is not a product of two arrays"),
+    (2, ("roofline", "x[] * y[] -> z[]", "--dims", "B=1", "--on", "v5e"), "has no dims"),
+    (2, ("roofline", "A[B_X,D] * B[D,F] -> C[B,F]", "--dims", "B=1", "--on", "v5e"), "Use meshwright shard for a mesh"),
+    (2, (*ROOFLINE, "--dims", "B=128,D=8192", "--on", "v5e"), "no size for F. Give every dim: --dims F=...."),
+    (2, (*ROOFLINE, "--dims", "B=0,D=1,F=1", "--on", "v5e"), "dim B=0 must be at least 1"),
+    (2, (*ROOFLINE, "--dims", "B=1e300,D=1,F=1", "--on", "v5e"), "dim B=1e+300 is larger than any array"),
+    (2, (*ROOFLINE, "--dims", "B=-4,D=1,F=1", "--on", "v5e"), "size of dim B '-4' is not a number"),
+    (2, (*ROOFLINE, "--dims", "B=1,D=1,F=1", "--on", "v5e", "--channel", "tin"), "'tin' is not one of 'hbm'"),
+    (2, (*ROOFLINE, "--dims", "B=1,D=1,F=1", "--on", "v5e", "--png", "x.bmp"), "Use a name that ends in .png"),
+    (2, ("shard", "A[I_X,J_X] * B[J,K] -> C[I,K]", *SIZES), "an axis can split one dim of an array once"),
+    (2, ("shard", "A[I_Z,J] * B[J,K] -> C[I,K]", *SIZES), "uses mesh axis Z, which the mesh lacks"),
+    (2, ("shard", "∑ñ", *SIZES), "'∑ñ' is not one product"),
+    (2, (*SHARD, "--mesh", "X=3", "--dims", "I=8,J=4,K=4"), "I=8 of A[I_X, J] does not divide by X=3"),
+    (2, (*SHARD, "--mesh", "X=0", "--dims", "I=8,J=4,K=4"), "mesh axis X=0 must be at least 1"),
+    (2, (*SHARD, *SIZES, "--calibration", "x.toml"), "needs the cluster it is for: give --on"),
+    (3, (*SHARD, *SIZES, "--on", "v5e:1x2"), "the mesh has 4 devices and v5e:1x2 2 chips"),
+    (2, (*SHARD, "--mesh", "X=128", "--dims", "I=128,J=4,K=4", "--run"), "--run takes at most 64 devices"),
+    (2, (*SHARD, "--mesh", "X=8192", "--dims", "I=8192,J=4,K=4", "--png", "x.png"), "--png takes at most 4096 devices"),
+    (2, (*SHARD, "--mesh", "X=4", "--dims", "I=1G,J=1G,K=4", "--run"), "--run holds whole arrays on this machine"),
+    # files
+    (2, ("explain", "none.toml"), "none.toml: there is no such file."),
+    (2, swapped(PLAN, "v5e:4x4", "none.toml"), "none.toml: there is no such file."),
+    (2, swapped(PLAN, "llama3-8b", "none.json"), "none.json cannot be read (No such file or directory)"),
+    (2, (*PLAN, "--calibration", "none.toml"), "none.toml: there is no such file."),
+    (2, (*PLAN, "-o", "."), "cannot write the plan to .: "),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("code", "args", "message"), CASES, ids=lambda value: None)
+def test_one_line_that_says_what_to_change(call, code, args, message):
+    assert_one_line(call(*args), code, message)
+    if args[0] not in ("plam",):
+        assert_one_line(call(*args, "--json"), code, message)
+
+
+def assert_one_line(said, code, message):
+    assert said.err.startswith("meshwright: ")
+    assert message in said.err
+    assert said.err.count("\n") == 1
+    assert said.out == ""
+    assert said.code == code
+
+
+FILES = [
+    ("explain", "x.toml", "version = 1\nmodel = [\n", "x.toml:3: not valid TOML"),
+    ("explain", "x.toml", "", "x.toml: this is not a plan file: it has no version"),
+    ("explain", "x.toml", "version = 7\n", "x.toml:1: plan version 7 is not known"),
+    ("explain", "x.toml", "version = 1\nmodle = 1\n", "x.toml:2: unknown key 'modle'. Did you mean 'model'?"),
+    ("show", "x.json", '{"model_type": "llama",\n "hidden_size": }', "x.json:2:17: broken JSON"),
+    ("show", "x.json", "{}", "x.json: the key 'model_type' is missing"),
+    ("show", "x.toml", 'chip = "v5e"\nshape = [4, four]\n', "x.toml:2: not valid TOML"),
+    ("show", "x.toml", 'chip = "v5q"\nshape = [4, 4]\n', "x.toml:1: unknown chip 'v5q'"),
+    ("show", "x.toml", 'chip = "v5e"\nshap = [4, 4]\n', "x.toml:2: unknown key 'shap'. Did you mean 'shape'?"),
+]
+
+
+@pytest.mark.parametrize(("verb", "name", "text", "message"), FILES, ids=[m for *_, m in FILES])
+def test_broken_files_are_told_by_file_and_line(call, tmp_path, verb, name, text, message):
+    (tmp_path / name).write_text(text, encoding="utf-8")
+    assert_one_line(call(verb, name), 2, message)
+
+
+def test_json_comes_alone_on_standard_output(call):
+    """Messages beside a result go to standard error, so that the output stays one object."""
+    said = call(*PLAN, "--json", "-o", "plan.toml")
+    assert said.code == 0
+    assert said.err == "wrote plan.toml\n"
+    assert set(json.loads(said.out)) >= {"model", "cluster", "job", "strategies"}

@@ -1,0 +1,153 @@
+"""`meshwright explain`: the algorithm in the book's notation and the limits, from a plan file."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from meshwright.spec.plan_file import load_plan
+
+PLANS = {
+    "torus": ("plan", "llama3-70b", "--on", "v5p:16x16x32", "--batch", "4Mi", "--seq", "4096", "--tokens", "15T",
+              "--axes", "fsdp=1024,context=2,tensor=4"),
+    "slices": ("plan", "llama3-70b", "--on", "4*v5e:16x16", "--batch", "4Mi", "--seq", "4096"),
+    "switched": ("plan", "llama3-8b", "--on", "h100:8x4", "--batch", "1Mi", "--seq", "4096", "--tokens", "1T"),
+    "one chip": ("plan", "tiny", "--on", "v5e:1x1", "--batch", "16Ki", "--seq", "512"),
+}  # fmt: skip
+
+
+@pytest.fixture
+def explained(call):
+    """Text and JSON of a plan by its name in PLANS."""
+
+    def explain(name):
+        assert call(*PLANS[name], "-o", "plan.toml").code == 0
+        return call("explain", "plan.toml"), call("explain", "plan.toml", "--json").json
+
+    return explain
+
+
+def test_the_algorithm(explained):
+    said, found = explained("torus")
+    assert (said.code, said.err) == (0, "")
+    forward = {line["text"]: line for line in found["forward"]["lines"]}
+    up = forward["w_up[D, F_tensor] = AllGather_{fsdp,context}(w_up[D_{fsdp,context}, F_tensor])"]
+    assert up["num_bytes"] == 2 * 8192 * 28672 / 4
+    assert up["critical"] is False
+    stream = forward["h[B_fsdp, T_context, D] = AllGather_tensor(h[B_fsdp, T_{context,tensor}, D])"]
+    assert stream["num_bytes"] == 2 * 2048 * 8192
+    assert stream["critical"] is True
+    product = forward["u[B_fsdp, T_context, F_tensor] = h1[B_fsdp, T_context, D] * w_up[D, F_tensor]"]
+    assert product["flops"] == 2 * 2048 * 8192 * 28672 / 4
+    assert [line["number"] for line in found["forward"]["lines"]] == list(range(1, len(forward) + 1))
+    assert any("ReduceScatter_{fsdp,context}(dw_up" in line["text"] for line in found["backward"]["lines"])
+    for text in ("Forward pass of one layer", "Backward pass of one layer", "Once per step", "critical path",
+                 "can be done ahead", "can be done behind"):  # fmt: skip
+        assert text in said.out
+    numbers = re.findall(r"^ *(\d+)\. ", said.out.split("Backward")[0], flags=re.MULTILINE)
+    assert [int(n) for n in numbers] == list(range(1, len(forward) + 1))
+
+
+def test_it_is_the_plan_that_is_explained(explained):
+    _, found = explained("torus")
+    plan = load_plan(Path("plan.toml"))
+    assert found["axes"] == plan.strategy.mesh
+    assert found["estimate"]["step_s"] == pytest.approx(plan.predicted.step_s, rel=1e-12)
+    assert found["training"]["days"] == pytest.approx(plan.predicted.train_days)
+    assert found["batch"] == {
+        "sequences_per_microbatch": 1024 / 1024 / plan.strategy.num_microbatches,
+        "data_parallel": 1024,
+        "num_microbatches": plan.strategy.num_microbatches,
+        "sequences": 1024,
+        "positions_per_device": 2048,
+    }
+
+
+def test_limits_on_a_torus(explained):
+    said, found = explained("torus")
+    limits = {limit["name"]: limit for limit in found["limits"]}
+    assert limits["tokens/chip, FSDP alone"]["limit"] == pytest.approx(2550 / 3)
+    assert limits["tokens/chip, FSDP alone"]["here"] == 512
+    assert limits["tokens/chip, FSDP alone"]["holds"] is False
+    assert limits["X_opt"]["limit"] == pytest.approx(1548, abs=1)
+    assert limits["X_opt"]["note"] == "in powers of two: 2,048 x tensor 4"
+    assert limits["discriminant"]["holds"] is True
+    assert limits["X, lower root"]["limit"] < limits["X_opt"]["limit"] < limits["X, upper root"]["limit"]
+    assert limits["chips, a sequence each"]["limit"] == 1024 * 2 * 4
+    assert limits["memory of a chip"]["unit"] == "bytes"
+    assert "would take" in limits["chips, by memory"]["note"]
+    for text in ("When communication hides behind compute", "What fits", "alpha = C / W of a torus axis = 2,550"):
+        assert text in said.words
+    assert "not met" in said.out
+
+
+def test_limits_over_slices(explained):
+    _, found = explained("slices")
+    limits = {limit["name"]: limit for limit in found["limits"]}
+    assert limits["tokens/slice, over DCN"]["limit"] == pytest.approx(197e12 * 8 / 25e9)
+    assert limits["tokens/slice, over DCN"]["here"] == 2**20
+
+
+def test_limits_on_switches(explained):
+    said, found = explained("switched")
+    limits = {limit["name"]: limit for limit in found["limits"]}
+    assert "discriminant" not in limits
+    assert limits["tokens/chip, FSDP alone"]["limit"] == pytest.approx(989.4e12 / 400e9, rel=1e-3)
+    assert limits["FSDP at one chip's rate"]["here"] == pytest.approx(8030261248 * 6 / 50e9)
+    assert limits["FSDP at one chip's rate"]["unit"] == "s"
+    assert limits["tensor"]["limit"] == pytest.approx(14336 * 450e9 / 989.4e12, rel=1e-3)
+    assert "alpha" not in said.out.split("When communication")[1]
+
+
+def test_one_chip_has_no_communication(explained):
+    said, found = explained("one chip")
+    assert {limit["kind"] for limit in found["limits"]} == {"size"}
+    assert not any(line["critical"] for line in found["forward"]["lines"])
+    assert "When communication" not in said.out
+
+
+def edited(path, old, new):
+    text = path.read_text(encoding="utf-8")
+    assert old in text
+    path.write_text(text.replace(old, new, 1), encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "code", "message"),
+    [
+        ("fsdp = 1024", "fsdp = 512", 3, "uses 4096 devices and v5p:16x16x32 has 8192"),
+        ("batch_seqs = 1024", "batch_seqs = 1000", 3, "does not divide the batch of 1000 sequences"),
+        ("batch_seqs = 1024", "batch_seqs = '1024'", 2, "job.batch_seqs = '1024': expected `int`, got `str`"),
+        ("[strategy]", "[strategy]\nremot = 1", 2, "unknown key 'remot'. Did you mean 'remat'?"),
+        ("num_layers = 80", "num_layers = 0", 2, "num_layers=0 must be at least 1"),
+        ('family = "llama"', 'family = "gpt2"', 3, "is only counted in this version"),
+        ("train_tokens = 15000000000000", "train_tokens = 0", 2, "job.train_tokens=0 must be between 1 and 1e+24"),
+    ],
+)
+def test_an_edited_plan_is_refused_in_one_line(call, tmp_path, old, new, code, message):
+    call(*PLANS["torus"], "-o", "plan.toml")
+    edited(tmp_path / "plan.toml", old, new)
+    said = call("explain", "plan.toml")
+    assert said.code == code
+    assert message in said.err
+    assert said.err.count("\n") == 1
+    assert said.out == ""
+
+
+def test_an_edited_plan_that_runs_is_priced_anew(call, tmp_path):
+    call(*PLANS["switched"], "-o", "plan.toml")
+    before = load_plan(Path("plan.toml")).predicted.step_s
+    edited(tmp_path / "plan.toml", "seq_len = 4096", "seq_len = 2048")
+    said = call("explain", "plan.toml", "--json")
+    assert said.code == 0
+    assert "it was changed by hand, or by another version" in said.err
+    assert said.json["estimate"]["step_s"] < 0.6 * before
+
+
+def test_a_plan_that_needs_too_much_memory_is_explained_with_that_limit_broken(call, tmp_path):
+    call("plan", "llama3-8b", "--on", "v5e:4x4", "--batch", "128seq", "--seq", "4096", "-o", "plan.toml")
+    count = load_plan(Path("plan.toml")).strategy.num_microbatches
+    assert count > 1
+    edited(tmp_path / "plan.toml", f"num_microbatches = {count}", "num_microbatches = 1")
+    limits = {limit["name"]: limit for limit in call("explain", "plan.toml", "--json").json["limits"]}
+    assert limits["memory of a chip"]["holds"] is False

@@ -1,0 +1,57 @@
+"""``--set section.key=value``, mesh axes and sizes of dims."""
+
+import pytest
+
+from meshwright.cli.fields import check_tokens, dim_sizes, parse_axes, parse_fields, take_axes, with_fields
+from meshwright.core.errors import InputError
+from meshwright.spec.catalogue import model
+from meshwright.spec.job import Job
+from meshwright.spec.strategy import Strategy
+
+
+def test_values_are_toml_or_plain_text():
+    found = parse_fields(["strategy.remat=block", "model.num_layers=4", "train.lr = 1e-3", 'strategy.remat=["g"]'])
+    assert found["strategy"] == {"remat": ["g"]}
+    assert found["model"] == {"num_layers": 4}
+    assert found["train"] == {"lr": 1e-3}
+    assert found["job"] == {}
+
+
+def test_mesh_axes_are_gathered():
+    found = parse_fields(["strategy.tensor=4", "strategy.mesh.fsdp=2", "strategy.mesh={data=3}"])["strategy"]
+    assert found == {"mesh": {"tensor": 4, "fsdp": 2, "data": 3}}
+    assert take_axes("context=8", found) == {"context": 8, "tensor": 4, "fsdp": 2, "data": 3}
+    assert found == {}
+
+
+def test_a_changed_axis_keeps_the_others():
+    strategy = Strategy(mesh={"data": 1, "fsdp": 8, "context": 1, "tensor": 1})
+    changed = with_fields(strategy, "strategy", parse_fields(["strategy.tensor=2", "strategy.fsdp=4"])["strategy"])
+    assert changed.mesh == {"data": 1, "fsdp": 4, "context": 1, "tensor": 2}
+
+
+def test_fields_of_a_model():
+    assert with_fields(model("tiny"), "model", {"num_layers": 3}).num_layers == 3
+    with pytest.raises(InputError, match=r"model\.num_layers=1e\+23 is too large"):
+        with_fields(model("tiny"), "model", {"num_layers": 10**23})
+
+
+def test_axes():
+    assert parse_axes(None) == {}
+    assert parse_axes("fsdp=1Ki,tensor=4") == {"fsdp": 1024, "tensor": 4}
+    with pytest.raises(InputError, match="no mesh axis sizes"):
+        parse_axes("")
+
+
+def test_runs_that_nobody_can_mean():
+    job = Job(batch_seqs=8, seq_len=16, train_tokens=100)
+    assert check_tokens(job) is job
+    for tokens in (0, 10**25):
+        with pytest.raises(InputError, match="train_tokens"):
+            check_tokens(Job(batch_seqs=8, seq_len=16, train_tokens=tokens))
+
+
+def test_dim_sizes():
+    assert dim_sizes("B=4Mi,D=8") == {"B": 2**22, "D": 8}
+    with pytest.raises(InputError, match="larger than any array"):
+        dim_sizes("B=1E")

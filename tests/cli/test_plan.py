@@ -1,0 +1,128 @@
+"""`meshwright plan`: the ranked strategies, the whole run, the plan file."""
+
+from pathlib import Path
+
+import pytest
+
+from meshwright.spec.plan_file import load_plan
+
+LLAMA = ("plan", "llama3-70b", "--batch", "4Mi", "--seq", "4096")
+SMALL = ("plan", "llama3-8b", "--on", "v5e:4x4", "--batch", "128seq", "--seq", "4096")
+KEYS = {
+    "axes", "placement", "assignment", "num_microbatches", "remat", "step_s", "step_s_lower", "step_s_upper",
+    "mfu", "hfu", "hbm_bytes_per_chip", "memory", "bound_by", "train_days", "cost_usd", "num_chips",
+}  # fmt: skip
+
+
+def test_the_keys_of_json(call):
+    found = call(*LLAMA, "--on", "v5p:16x16x32", "--tokens", "15T", "--json").json
+    assert (found["model"], found["cluster"]) == ("llama3-70b", "v5p:16x16x32")
+    assert found["job"] == {"kind": "train", "batch_seqs": 1024, "seq_len": 4096, "train_tokens": 15 * 10**12}
+    for one in found["strategies"]:
+        assert set(one) >= KEYS
+        assert one["step_s_lower"] <= one["step_s"] * (1 + 1e-9)
+        assert one["step_s"] <= one["step_s_upper"] * (1 + 1e-9)
+        assert one["num_chips"] == 8192
+    steps = [one["step_s"] for one in found["strategies"]]
+    assert steps == sorted(steps)
+
+
+def test_the_whole_run(call):
+    found = call(*LLAMA, "--on", "v5p:16x16x32", "--tokens", "15T", "--json").json
+    best, run = found["strategies"][0], found["training"]
+    assert run["flops"] == pytest.approx(6 * 70553706496 * 15e12)
+    assert run["steps"] == pytest.approx(15e12 / 2**22)
+    assert run["days"] == pytest.approx(best["train_days"])
+    assert run["cost_usd"] == pytest.approx(best["cost_usd"])
+    assert run["petaflop_days"] == pytest.approx(run["flops"] / 1e15 / 86400)
+    assert run["one_chip_years"] == pytest.approx(run["flops"] / 459e12 / 86400 / 365)
+    assert run["chip_hours"] == pytest.approx(run["days"] * 24 * 8192)
+    assert run["mfu_6nd"] == pytest.approx(run["flops"] / (run["chip_hours"] * 3600 * 459e12))
+    assert 0.9 * best["mfu"] < run["mfu_6nd"] < best["mfu"]
+    assert run["energy_kwh"] is None
+    text = call(*LLAMA, "--on", "v5p:16x16x32", "--tokens", "15T").words
+    assert f"15 T tokens in 3,576,279 steps: {run['days']:.3g} days" in text
+    assert "6 N D = 6.35e+24 FLOPs = 73,493 petaflop-days" in text
+
+
+def test_energy_where_the_power_is_known(call):
+    args = ("plan", "llama3-8b", "--on", "h100:8x4", "--batch", "1Mi", "--seq", "4096", "--tokens", "1T")
+    run = call(*args, "--json").json["training"]
+    assert run["power_w"] == 32 * 700
+    assert run["energy_kwh"] == pytest.approx(32 * 0.7 * 24 * run["days"])
+    assert "power 22.4 kW for 32 chips alone" in call(*args).words
+
+
+def test_no_tokens_no_run(call):
+    found = call(*SMALL, "--json").json
+    assert found["training"] is None
+    assert found["strategies"][0]["train_days"] is None
+    assert "the run" not in call(*SMALL).out
+
+
+def test_the_table(call):
+    """A row for each strategy, best first; no number is cut, whatever the width."""
+    found = call(*LLAMA, "--on", "v5p:16x16x32", "--json").json["strategies"]
+    for width in (80, 120):
+        text = call(*LLAMA, "--on", "v5p:16x16x32", width=width).out
+        rows = [line for line in text.splitlines() if "%" in line]
+        assert len(rows) == len(found) == 5
+        for row, one in zip(rows, found, strict=True):
+            words = ", ".join(f"{axis} {size}" for axis, size in one["axes"].items() if size > 1)
+            assert row.startswith(words)
+            assert f" {one['mfu']:.0%} " in row
+            assert row.endswith(one["bound_by"])
+    assert "llama3-70b on v5p:16x16x32 (8,192 chips), 4 Mi tokens a step = 1,024 sequences of 4,096" in text
+    assert "placement" in text
+    assert "datasheet peaks" in text
+
+
+def test_choices_that_differ_stand_below_the_mesh(call):
+    lines = call(*SMALL).out.splitlines()
+    found = call(*SMALL, "--json").json["strategies"]
+    assert len({one["num_microbatches"] for one in found}) > 1
+    told = [line.split("  ")[1].rstrip(",") for line in lines if line.startswith("  ") and "microbatch" in line]
+    counts = [one["num_microbatches"] for one in found]
+    assert [int(text.split()[0]) for text in told] == counts
+
+
+def test_chips_that_do_not_divide_the_work(call):
+    found = call(*LLAMA, "--on", "v5p:16x20x28", "--json").json
+    assert found["strategies"][0]["num_chips"] == 4096
+    near = found["nearest_batch"]
+    assert near["batch_seqs"] == 1120
+    assert near["strategy"]["axes"] == {"data": 35, "fsdp": 32, "context": 2, "tensor": 4}
+    text = call(*LLAMA, "--on", "v5p:16x20x28").words
+    assert "all 8960 chips run with 1120 sequences" in text
+    assert "data 35 x fsdp 32 x context 2 x tensor 4" in text
+
+
+def test_axes_and_fields_that_are_given(call):
+    by_axes = call(*SMALL, "--axes", "tensor=4", "--json").json["strategies"]
+    by_field = call(*SMALL, "--set", "strategy.tensor=4", "--json").json["strategies"]
+    assert by_axes == by_field
+    assert {one["axes"]["tensor"] for one in by_axes} == {4}
+    kept = call(*SMALL, "--set", "strategy.remat=block", "--set", "model.num_layers=8", "--json").json
+    assert {one["remat"] for one in kept["strategies"]} == {"block"}
+    named = call(*SMALL, "--set", "strategy.remat=['g', 'u']", "--json").json["strategies"]
+    assert named[0]["remat"] == ["g", "u"]
+
+
+def test_top(call):
+    assert len(call(*LLAMA, "--on", "v5p:16x16x32", "--top", "2", "--json").json["strategies"]) == 2
+
+
+def test_the_plan_file_holds_the_best(call):
+    best = call(*SMALL, "--tokens", "1G", "-o", "deep/plan.toml", "--json").json["strategies"][0]
+    plan = load_plan(Path("deep/plan.toml"))
+    assert plan.strategy.mesh == best["axes"]
+    assert plan.predicted.step_s == best["step_s"]
+    assert plan.predicted.train_days == best["train_days"]
+    assert plan.job.train_tokens == 10**9
+
+
+@pytest.mark.parametrize("cluster", ["v5e:1x1", "h100:1", "h100:8x2", "2*v5e:4x4", "v5p:2x2x2", "gb200:72"])
+def test_every_kind_of_cluster(call, cluster):
+    args = ("plan", "tiny", "--on", cluster, "--batch", "144seq", "--seq", "512", "--tokens", "1G")
+    assert call(*args).code == 0
+    assert call(*args, "--json").json["strategies"]

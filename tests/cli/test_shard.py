@@ -1,0 +1,97 @@
+"""`meshwright shard`: the steps of one sharded product, every way, its execution, its picture."""
+
+import pytest
+
+from meshwright.spec.calibration import Calibration, CollectiveRate, save_calibration
+
+PRODUCT = "In[B_X,D_Y] * Win[D_X,F_Y] -> Tmp[B_X,F_Y]"
+ARGS = ("shard", PRODUCT, "--mesh", "X=4,Y=2", "--dims", "B=1024,D=4096,F=16384")
+SMALL = ("shard", PRODUCT, "--mesh", "X=4,Y=2", "--dims", "B=16,D=8,F=32")
+
+
+def test_the_steps(call):
+    found = call(*ARGS, "--json").json
+    assert [(s["op"], s["axis"], s["array"], s["result"], s["bytes"], s["critical"]) for s in found["steps"]] == [
+        ("all_gather", "Y", "In[B_X, D_Y]", "In[B_X, D]", 2 * 256 * 4096, True),
+        ("all_gather", "X", "Win[D_X, F_Y]", "Win[D, F_Y]", 2 * 4096 * 8192, True),
+        ("einsum", "", "In[B_X, D] * Win[D, F_Y]", "Tmp[B_X, F_Y]",
+         2 * (256 * 4096 + 4096 * 8192 + 256 * 8192), False),
+    ]  # fmt: skip
+    assert found["local_shapes"] == {"In": [256, 2048], "Win": [1024, 8192], "Tmp": [256, 8192]}
+    assert found["bytes_total"]["Tmp"] == 2 * 1024 * 16384
+    assert found["flops_per_device"] == 2 * 256 * 4096 * 8192
+    assert found["time_s"] is None
+    assert all(step["time_s"] is None for step in found["steps"])
+
+
+def test_times_on_a_cluster(call):
+    """v5e:4x4 has no wraparound: a gather over n chips of a line takes (n - 1) shards at the one-way rate."""
+    found = call(*ARGS, "--on", "v5e:4x4", "--json").json
+    gather_y, gather_x, multiply = found["steps"]
+    assert gather_y["time_s"] == pytest.approx(2 * 256 * 4096 / 2 / 45e9)
+    assert gather_x["time_s"] == pytest.approx(2 * 4096 * 8192 * 3 / 4 / 45e9)
+    assert multiply["time_s"] == pytest.approx(max(multiply["bytes"] / 819e9, 2 * 256 * 4096 * 8192 / 197e12))
+    assert found["time_s"] == pytest.approx(sum(step["time_s"] for step in found["steps"]))
+    text = call(*ARGS, "--on", "v5e:4x4").words
+    for fact in ("AllGather Y In[B_X, D] 2.1 MB 23.3 us", "Win 1024 x 8192 16.8 MB 134 MB", "17.2 GFLOP",
+                 "1.23 ms, one step after the other (X on x (4), Y on y (2))"):  # fmt: skip
+        assert fact in text
+
+
+def test_every_way(call):
+    found = call(*ARGS, "--on", "v5e:4x4", "--all", "--json").json
+    times = [way["time_s"] for way in found["ways"]]
+    assert times == sorted(times)
+    by_name = {way["way"]: way["time_s"] for way in found["ways"]}
+    assert by_name["gather D of In over Y; gather D of Win over X"] == pytest.approx(found["time_s"])
+    assert found["slice_and_sum"] == pytest.approx(
+        {"dim": "D", "size": 4096, "min_size": 2 * 197e12 / 90e9, "max_shards": 4096 * 90e9 / 197e12 / 2}
+    )
+    assert "from D = 2 alpha = 4,378 (here 4,096)" in call(*ARGS, "--on", "v5e:4x4", "--all").words
+
+
+def test_ways_without_a_cluster_are_by_bytes(call):
+    found = call(*ARGS, "--all", "--json").json
+    moved = [way["bytes"] for way in found["ways"]]
+    assert moved == sorted(moved)
+    assert found["slice_and_sum"] is None
+
+
+def test_all_ways_run_and_agree(call):
+    found = call(*SMALL, "--all", "--run", "--json").json
+    assert found["run"]["devices"] == 8
+    assert found["run"]["ways"] == len(found["ways"]) > 4
+    assert found["run"]["equal"] is True
+    assert 0 < found["run"]["largest_error"] < 1e-5
+    assert "steps on 8 emulated devices equal to the unsharded product" in call(*SMALL, "--run").words
+
+
+def test_the_picture(call, tmp_path):
+    said = call(*SMALL, "--png", "blocks.png")
+    assert said.err == "wrote blocks.png\n"
+    assert (tmp_path / "blocks.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_axes_of_any_name_and_sums(call):
+    args = ("shard", "x[B_{data,fsdp},D_tensor] * W[D_tensor,F] -> y[B_{data,fsdp},F]")
+    found = call(*args, "--mesh", "data=2,fsdp=2,tensor=2", "--dims", "B=8,D=4,F=2", "--json").json
+    assert [(s["op"], s["axis"]) for s in found["steps"]] == [("einsum", ""), ("all_reduce", "tensor")]
+    assert found["steps"][0]["result"] == "y[B_{data,fsdp}, F]{U_tensor}"
+
+
+def test_on_the_devices_of_this_machine(call, tmp_path):
+    """Measured rates are of fp32, so arrays without a dtype are fp32 there."""
+    rate = CollectiveRate(kind="all_gather", group_size=4, latency_s=1e-4, bytes_per_s=1e9)
+    rates = Calibration(
+        name="test", chip="cpu", matmul_flops_per_s={"fp32": 1e9}, memory_bytes_per_s=1e9, collectives=(rate,)
+    )
+    save_calibration(rates, tmp_path / "rates.toml")
+    found = call(*SMALL, "--on", "cpu:8", "--calibration", "rates.toml", "--json").json
+    assert found["steps"][1]["bytes"] == 4 * 8 * 16
+    assert found["steps"][1]["time_s"] == pytest.approx(1e-4 + 4 * 8 * 16 * 0.75 / 1e9)
+
+
+def test_one_device(call):
+    found = call("shard", "A[I_X] * B[I_X] -> C[]", "--mesh", "X=1", "--dims", "I=8", "--on", "v5e:1x1", "--json").json
+    assert found["local_shapes"] == {"A": [8], "B": [8], "C": []}
+    assert found["time_s"] > 0

@@ -1,0 +1,133 @@
+"""`meshwright show`: catalogues, models, chips and clusters, with what follows from their figures."""
+
+import json
+
+import pytest
+
+from meshwright.spec.catalogue import models
+from meshwright.spec.chip import chips
+
+
+def test_models(call):
+    said = call("show", "models")
+    assert (said.code, said.err) == (0, "")
+    assert len(models()) >= 25
+    assert [row["name"] for row in call("show", "models", "--json").json["models"]] == list(models())
+    for name in models():
+        assert name in said.out
+    assert "llama3-70b llama 70.6 B 70.6 B 80 8,192 yes" in said.words
+
+
+def test_chips(call):
+    rows = call("show", "chips", "--json").json["chips"]
+    assert [row["name"] for row in rows] == list(chips())
+    by_name = {row["name"]: row for row in rows}
+    assert by_name["v5p"]["ici_intensity"] == pytest.approx(2550)
+    assert by_name["v100"]["compute_dtype"] == "fp16"
+    assert by_name["cpu"]["critical_intensity"] is None
+    assert "v5e 197 TFLOP/s 16 GB 819 GB/s 45 GB/s datasheet" in call("show", "chips").words
+
+
+def test_a_model(call):
+    found = call("show", "llama3-8b", "--json").json
+    assert found["params"] == 8030261248
+    assert sum(found["params_by_part"].values()) == found["params"]
+    assert found["train_flops_per_token"] == 6 * found["params"]
+    assert found["kv_cache_bytes_per_token"] == 2 * 2 * 8 * 128 * 32
+    # projections 2 D (N + K) H against 2 N H positions
+    assert found["projection_equal_len"] == 4096 * (32 + 8) / 32
+    assert found["attention_equal_len"] == 4096 * (32 + 8) / 32 + 3 * 4096 * 14336 / (2 * 4096)
+    intensity = found["attention_intensity"]
+    assert intensity["prefill"] == pytest.approx(4096 * 4 / 5)
+    assert intensity["generation"] == pytest.approx(4 * 4096 / (4 + 4096))
+    zero = found["zero_bytes"]
+    assert zero["num_devices"] == [8, 64, 1024]
+    assert zero["stages"]["0"] == [12 * found["params"]] * 3
+    assert zero["stages"]["3"] == [12 * found["params"] / n for n in (8, 64, 1024)]
+    assert found["saved_bytes_per_token"]["block"]["bytes"] == 2 * 4096 * 32
+    assert found["saved_bytes_per_token"]["block"]["results"] == ["x"]
+    text = call("show", "llama3-8b").words
+    for fact in ("8,030,261,248 (8.03 B", "48.2 GFLOP a token", "26,624 positions", "projections at 5,120",
+                 "131 kB a token", "ZeRO-3 (FSDP) optimizer, gradients, weights 12 GB 1.51 GB 94.1 MB",
+                 "block 4,096 262 kB x", "bf16-adam 80.3 GB"):  # fmt: skip
+        assert fact in text
+
+
+def test_a_model_that_is_only_counted(call):
+    found = call("show", "deepseek-v3", "--json").json
+    assert found["saved_bytes_per_token"] is None
+    assert found["attention_intensity"] is None
+    text = call("show", "deepseek-v3").out
+    assert "counted; only the llama family runs" in text
+    assert "remat" not in text
+
+
+def test_a_model_of_a_config_file(call, tmp_path):
+    config = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+              "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 100}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    counted = 2 * 100 * 64 + 64 + 2 * (2 * 64 + 2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128)
+    for path in (".", "./config.json", str(tmp_path)):
+        assert call("show", path, "--json").json["params"] == counted
+
+
+def test_a_chip(call):
+    found = call("show", "v5e", "--json").json
+    assert found["critical_intensity"] == pytest.approx(197e12 / 819e9)
+    assert found["critical_batch"] == pytest.approx(
+        {"bf16 x bf16": 197e12 / 819e9, "bf16 x int8": 197e12 / 819e9 / 2, "int8 x int8": 394e12 / 819e9 / 2}
+    )
+    assert found["critical_batch_pcie"] == pytest.approx(197e12 / 15e9)
+    assert found["critical_split_dim"] == pytest.approx(2 * 197e12 / 45e9)
+    assert found["reduce_after_min_dim"] == pytest.approx(2 * 197e12 / 90e9)
+    assert found["latency_bound_bytes"] == pytest.approx(45e3)
+    # what the compiler offers of the 16 GB class: 15.75 GiB
+    assert found["max_params"]["bf16-adam"] == pytest.approx(15.75 * 2**30 / 10)
+    text = call("show", "v5e").words
+    for fact in ("bf16, dense 197 TFLOP/s", "memory stops binding at 240.5 FLOPs/byte", "D = 8,756 2 peak / link",
+                 "FSDP on one ICI axis, from 2,189 tokens a chip", "latency of a hop binds below 45 kB",
+                 "bf16-adam 1.69 B", "How to Scale Your Model, section 2.3"):  # fmt: skip
+        assert fact in text
+
+
+@pytest.mark.parametrize("name", chips())
+def test_every_chip_can_be_shown(call, name):
+    said = call("show", name)
+    assert (said.code, said.err) == (0, "")
+    assert call("show", name.upper(), "--json").json["name"] == name
+
+
+def test_what_no_source_gives_is_null(call):
+    found = call("show", "h800", "--json").json
+    assert found["hbm_bytes"] is None
+    assert found["critical_batch"] == {}
+    assert found["max_params"] == {}
+
+
+def test_clusters(call):
+    found = call("show", "v5p:16x20x28", "--json").json
+    assert (found["num_chips"], found["num_hosts"]) == (8960, 2240)
+    assert found["wraps"] == [True, True, True]
+    assert found["fsdp_min_batch_tokens"] == pytest.approx(2550 / 3 * 8960)
+    assert found["dcn_min_batch_tokens_per_slice"] == pytest.approx(459e12 * 4 / 25e9)
+    assert found["power_w"] is None
+    assert found["energy_kwh_per_day"] is None
+    assert "16 ring, 20 ring, 28 ring" in call("show", "v5p:16x20x28").words
+    node = call("show", "h100:8x256", "--json").json
+    assert node["power_w"] == 2048 * 700
+    assert node["energy_kwh_per_day"] == pytest.approx(2048 * 0.7 * 24)
+    assert node["fsdp_min_batch_tokens"] is None
+    assert "1.43 MW the chips alone" in call("show", "h100:8x256").words
+
+
+@pytest.mark.parametrize("cluster", ["v5e:1x1", "h100:1", "cpu:8", "4*v5e:16x16", "gb200:72x8", "trn2:4x4"])
+def test_clusters_of_every_kind(call, cluster):
+    assert call("show", cluster).code == 0
+    assert call("show", cluster, "--json").json["kind"] in ("torus", "switched", "host")
+
+
+def test_a_plan_file_is_sent_to_its_reader(call):
+    call("plan", "tiny", "--on", "v5e:1x1", "--batch", "8seq", "--seq", "64", "-o", "p.toml")
+    said = call("show", "p.toml")
+    assert said.code == 2
+    assert "p.toml is a plan. Use meshwright explain p.toml" in said.err
