@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from meshwright.spec.calibration import Calibration, CollectiveRate, save_calibration
 from meshwright.spec.plan_file import load_plan
 
 LLAMA = ("plan", "llama3-70b", "--batch", "4Mi", "--seq", "4096")
@@ -126,3 +127,30 @@ def test_every_kind_of_cluster(call, cluster):
     args = ("plan", "tiny", "--on", cluster, "--batch", "144seq", "--seq", "512", "--tokens", "1G")
     assert call(*args).code == 0
     assert call(*args, "--json").json["strategies"]
+
+
+def test_this_machine_by_measured_rates(call, tmp_path):
+    """A plan for emulated devices, and its explanation: no links in closed form, only what fits."""
+    kinds = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "permute")
+    rates = Calibration(
+        name="test",
+        chip="cpu",
+        date="2026-01-02",
+        matmul_flops_per_s={"fp32": 1e10},
+        memory_bytes_per_s=1e10,
+        memory_bytes=2e9,
+        collectives=tuple(CollectiveRate(kind=k, group_size=8, latency_s=1e-4, bytes_per_s=1e9) for k in kinds),
+    )
+    save_calibration(rates, tmp_path / "rates.toml")
+    args = ("plan", "tiny", "--on", "cpu:8", "--batch", "16Ki", "--seq", "512", "--calibration", "rates.toml")
+    said = call(*args, "-o", "plan.toml")
+    assert said.code == 0
+    assert "times rest on calibration 'test', 2026-01-02" in said.out
+    assert "training state fp32" in said.out
+    told = call("explain", "plan.toml")
+    assert told.code == 0
+    assert "What fits" in told.out
+    assert "When communication" not in told.out
+    wrong = call(*args[:3], "v5e:4x4", *args[4:])
+    assert wrong.code == 2
+    assert "rates.toml holds rates of cpu and the cluster is of v5e" in wrong.err

@@ -117,7 +117,11 @@ def _print_step(told: Explanation) -> None:
         f"{format_seconds(estimate.step_s)}, between {lower} (perfect overlap) and {upper} (none); bound by "
         f"{estimate.bound_by}",
     )
-    print_fact("utilisation", f"MFU {estimate.mfu:.1%}, HFU {estimate.hfu:.1%}")
+    print_fact(
+        "utilisation",
+        f"MFU {estimate.mfu:.1%} of 6ND + 12 B T^2 N H L, no causal discount; HFU {estimate.hfu:.1%}, recomputation "
+        f"counted",
+    )
     items = ", ".join(f"{name} {format_bytes(size)}" for name, size in estimate.memory.items() if size)
     print_fact("memory of a chip", f"{format_bytes(estimate.hbm_bytes_per_chip)}: {items}")
     if told.training is not None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
-from meshwright.cli.fields import parse_axes, parse_fields, with_fields
+from meshwright.cli.fields import parse_fields, take_axes, with_fields
 from meshwright.cli.machine import rates_for
 from meshwright.cli.output import emit_json, json_option, or_dash, print_table, say
 from meshwright.cli.plan import mesh_words
@@ -99,7 +99,7 @@ def _planned(
         model,
         cluster,
         job,
-        axes=parse_axes(axes),
+        axes=take_axes(axes, fields["strategy"]),
         overrides=fields["strategy"],
         top=1,
         calibration=rates_for(cluster, calibration),
@@ -113,6 +113,9 @@ def _planned(
 def _changed(found: Plan, fields: dict[str, dict[str, Any]]) -> Plan:
     """A plan with fields set on the command line, checked and predicted again: a file may have been edited."""
     parts = ("model", "job", "strategy")
+    if "mesh" in fields["strategy"]:
+        mesh = {**found.strategy.mesh, **fields["strategy"]["mesh"]}
+        fields["strategy"] |= {"mesh": mesh, "placement": {}}
     model, job, strategy = (with_fields(getattr(found, part), part, fields[part]) for part in parts)
     require_legal(model, found.cluster, job, strategy, calibration=found.calibration)
     new = estimate_step(model, found.cluster, job, strategy, calibration=found.calibration)

@@ -17,6 +17,10 @@ _TEXT = re.compile(r"(?:(\d+)\*)?([A-Za-z][\w.-]*):(\d+(?:x\d+)*)")
 _EXAMPLES = "v5p:16x20x28, v5e:4x4, 4*v5e:16x16, h100:8x256 (domain x nodes) or cpu:8"
 
 
+MAX_HOST_DEVICES = 64
+"""Emulated devices of one machine; each costs threads and memory."""
+
+
 class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """``num_slices`` equal slices of ``shape`` chips.
 
@@ -26,6 +30,14 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     chip: Chip
     shape: tuple[int, ...]
     num_slices: int = 1
+
+    def __post_init__(self) -> None:
+        """Refuse sizes that no cluster has, such as those of an edited plan file."""
+        if not self.shape or min(*self.shape, self.num_slices) < 1:
+            raise InputError(
+                f"cluster of {self.num_slices} slices of {_times(self.shape)} {self.chip.name}: every size must be "
+                f"at least 1."
+            )
 
     @property
     def kind(self) -> Topology:
@@ -194,6 +206,11 @@ def _switched_shape(chip: Chip, shape: tuple[int, ...], num_slices: int) -> tupl
 def _host_shape(chip: Chip, shape: tuple[int, ...], num_slices: int) -> tuple[int, ...]:
     if len(shape) != 1 or num_slices != 1:
         raise InputError(f"{chip.name}:{_times(shape)}: this machine is a number of devices, such as {chip.name}:8.")
+    if shape[0] > MAX_HOST_DEVICES:
+        raise InputError(
+            f"{chip.name}:{shape[0]} asks for {shape[0]} emulated devices on one machine; "
+            f"at most {MAX_HOST_DEVICES} run. Use {chip.name}:8."
+        )
     return shape
 
 

@@ -48,6 +48,10 @@ class RopeScaling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     long_factor: tuple[float, ...] = ()
 
 
+MAX_LAYERS = 10_000
+"""Far above any model: the weight table names every layer."""
+
+
 class Model(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Sizes and switches of one decoder. Defaults are those of a plain llama; 0 or () means the part is absent.
 
@@ -115,6 +119,8 @@ class Model(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         for field in self._positive_fields():
             if getattr(self, field) < 1:
                 raise InputError(f"{self.name}: {field}={getattr(self, field)} must be at least 1.")
+        if self.num_layers > MAX_LAYERS:
+            raise InputError(f"{self.name}: num_layers={self.num_layers} must be at most {MAX_LAYERS}.")
         if self.num_heads % self.num_kv_heads:
             raise InputError(
                 f"{self.name}: num_kv_heads={self.num_kv_heads} does not divide num_heads={self.num_heads}. "
