@@ -31,6 +31,9 @@ hf[B,T,D] = rms_norm(x[B,T,D], final_norm[D])
 loss[] = linear_cross_entropy(hf[B,T,D], unembed[D,V], labels[B,T])
 """
 
+HEAD_CHUNK_TOKENS = 1024
+"""Tokens per device whose logits exist at once where the loss head works in chunks (remat "full")."""
+
 TIED_HEAD = HEAD.replace("unembed[D,V]", "embed[V,D]")
 
 

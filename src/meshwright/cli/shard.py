@@ -238,12 +238,14 @@ def panel(array: ShardedArray, dims: dict[str, int], mesh: dict[str, int]) -> An
     rows = sorted({index[:-1] for index in held})
     cols = sorted({index[-1:] for index in held})
     shape = local_shape(array, dims, mesh)
+    # Dims that are whole have one block: naming it in every row says nothing.
+    split = [i for i, axes in enumerate(array.axes[:-1]) if axes]
     return ShardingPanel(
         title=str(array),
         cells=tuple(tuple(tuple(held[r + c]) for c in cols) for r in rows),
-        row_labels=tuple(",".join(map(str, r)) for r in rows),
+        row_labels=tuple(",".join(str(r[i]) for i in split) for r in rows),
         col_labels=tuple(str(c[0]) if c else "" for c in cols),
-        row_title=", ".join(array.dims[:-1]),
+        row_title=", ".join(array.dims[i] for i in split),
         col_title=array.dims[-1] if array.dims else "",
         note=f"{' x '.join(map(str, shape))} on each device",
     )

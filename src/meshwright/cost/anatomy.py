@@ -66,21 +66,6 @@ def gpu_peak_from_anatomy(chip: Chip) -> float:
     return float(units_flops_per_s(known(chip, "num_sms"), per_sm, known(chip, "clock_hz")))
 
 
-def lane_flops_per_cycle(num_lanes: Number) -> Number:
-    """FLOPs per cycle of fp32 lanes: one fused multiply-add each."""
-    return 2 * num_lanes
-
-
-def multiply_adds(flops: Number) -> Number:
-    """Multiply-adds in that many FLOPs: half."""
-    return flops / 2
-
-
-def dense_flops(sparse_flops: Number) -> Number:
-    """Dense rate of a figure that counts 2:4 structured sparsity: half. Peaks here are dense."""
-    return sparse_flops / 2
-
-
 def bytes_per_s(gigabits_per_s: Number) -> Number:
     """Bytes/s of a link sold in Gb/s."""
     return gigabits_per_s * 1e9 / 8

@@ -8,9 +8,10 @@ import numpy as np
 from meshwright.algebra.derive import BlockSteps, Derived
 from meshwright.algebra.notation import ShardedArray, product
 from meshwright.algebra.steps import Step
+from meshwright.algebra.transformer import HEAD_CHUNK_TOKENS
 from meshwright.core.dims import DTYPE_BYTES
 from meshwright.core.errors import InputError
-from meshwright.cost.ops import CHUNK_TOKENS, OpSizes
+from meshwright.cost.ops import OpSizes
 from meshwright.spec.calibration import Calibration, datasheet_calibration, memory_bytes
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.strategy import STATE_BYTES
@@ -120,7 +121,7 @@ def _chunk_bytes(derived: Derived, sizes: OpSizes) -> Number:
         for step in block.forward:
             if step.op == "chunked_logits_statistics":
                 local = sizes.local(*step.inputs[:2])
-                tokens = np.minimum(local["B"] * local["T"], CHUNK_TOKENS)
+                tokens = np.minimum(local["B"] * local["T"], HEAD_CHUNK_TOKENS)
                 return 2 * DTYPE_BYTES["fp32"] * tokens * local["V"]
     return 0.0
 

@@ -14,6 +14,7 @@ import msgspec
 
 from meshwright.algebra.notation import ShardedArray, Sizes, local_elements, product
 from meshwright.algebra.steps import Step
+from meshwright.algebra.transformer import HEAD_CHUNK_TOKENS
 from meshwright.core.dims import DTYPE_BYTES
 from meshwright.spec.job import Job
 from meshwright.spec.model import Model
@@ -25,9 +26,6 @@ Number = Any
 
 Scores = Literal["on_chip", "in_memory"]
 Term = Literal["matmul", "attention", "elementwise", "loss_head", "optimizer"]
-
-CHUNK_TOKENS = 1024
-"""Tokens per device whose logits exist at once in the chunked loss head, as `nn.ops` runs it."""
 
 SCORE_BYTES = 4
 """Attention scores are float32 whatever the width of the rest."""
@@ -210,7 +208,7 @@ def _logits(step: Step, sizes: OpSizes) -> Number:
 def num_chunks(step: Step, sizes: OpSizes) -> Number:
     """Chunks of a chunked loss head on one device; not rounded up, so that sizes may be arrays."""
     local = sizes.local(*step.inputs[:2])
-    chunks = local["B"] * local["T"] / CHUNK_TOKENS
+    chunks = local["B"] * local["T"] / HEAD_CHUNK_TOKENS
     return (chunks + 1 + abs(chunks - 1)) / 2  # the larger of chunks and 1
 
 

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from meshwright.algebra.transformer import HEAD_CHUNK_TOKENS
 from meshwright.spec.model import Model, RopeScaling
 
 
@@ -118,7 +119,7 @@ def chunked_logits_statistics(
     labels: Int[Array, "B T"],
     *,
     first_row: Int[Array, ""] | int,
-    chunk_tokens: int = 1024,
+    chunk_tokens: int = HEAD_CHUNK_TOKENS,
 ) -> Statistics:
     """The same numbers from ``x * table`` in chunks of T, so that B x T x V never exists at once."""
     batch, length = labels.shape

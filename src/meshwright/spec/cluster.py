@@ -90,10 +90,6 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         slices = f"{self.num_slices}*" if self.num_slices > 1 else ""
         return f"{slices}{self.chip.name}:{'x'.join(map(str, self.shape))}"
 
-    def with_shape(self, shape: tuple[int, ...]) -> "Cluster":
-        """The same chips as a smaller slice of this shape (a sub-torus, or fewer nodes)."""
-        return msgspec.structs.replace(self, shape=shape)
-
 
 def torus_wraps(chip: Chip, shape: tuple[int, ...]) -> tuple[bool, ...]:
     """Per axis, whether a slice of this shape has wraparound links. See ``Cluster.wraps``."""
