@@ -94,7 +94,7 @@ def test_chips_that_do_not_divide_the_work(call):
     assert near["batch_seqs"] == 1120
     assert near["strategy"]["axes"] == {"data": 35, "fsdp": 32, "context": 2, "tensor": 4}
     text = call(*LLAMA, "--on", "v5p:16x20x28").words
-    assert "all 8960 chips run with 1120 sequences" in text
+    assert "all 8,960 chips run with 1,120 sequences" in text
     assert "data 35 x fsdp 32 x context 2 x tensor 4" in text
 
 

@@ -13,6 +13,7 @@ Sizes = Mapping[str, Any]
 """Name of a dim or of a mesh axis -> its size: an int, or a NumPy array with one entry per candidate."""
 
 _ARRAY = re.compile(r"\s*([A-Za-z][\w']*)?\s*\[([^\[\]]*)\]\s*(?:\{\s*U_([^{}]*|\{[^{}]*\})\s*\})?\s*")
+_DTYPE = re.compile(r"(?:bf|fp|tf|u?int|float|f|e[0-9]m)[0-9]+\w*")
 _DIM = re.compile(r"\s*([A-Za-z][A-Za-z0-9']*)(?:_(\{[^{}]*\}|[A-Za-z][A-Za-z0-9]*))?\s*")
 _LETTERS = re.compile(r"(?:[A-Z][0-9]*)+")
 _AXIS = re.compile(r"[A-Za-z]\w*")
@@ -132,6 +133,8 @@ def parse_array(text: str) -> ShardedArray:
             )
         dims.append(dim.group(1))
         axes.append(parse_axes(dim.group(2)) if dim.group(2) else ())
+    if name and _DTYPE.fullmatch(name) and name not in DTYPE_BYTES:
+        raise InputError(f"{name!r} in {text.strip()!r} is not a dtype.{nearest(name, DTYPE_BYTES)}")
     dtype = name if name in DTYPE_BYTES else ""
     left = () if unreduced is None else parse_axes(unreduced)
     return ShardedArray(name or "A", tuple(dims), tuple(axes), left, dtype)

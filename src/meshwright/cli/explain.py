@@ -114,7 +114,8 @@ def _print_step(told: Explanation) -> None:
     lower, upper = format_seconds(estimate.step_s_lower), format_seconds(estimate.step_s_upper)
     print_fact(
         "step",
-        f"{format_seconds(estimate.step_s)}, between {lower} (perfect overlap) and {upper} (none); bound by "
+        f"{format_seconds(estimate.step_s)}, between {lower} (perfect overlap) and {upper} (none: compute, memory and "
+        f"network one after the other); bound by "
         f"{estimate.bound_by}",
     )
     print_fact(
@@ -146,7 +147,8 @@ def _print_limits(told: Explanation) -> None:
 
 def _legend(at: Symbols) -> str:
     """What the letters of the formulas stand for."""
-    said = [f"B = {format_count(at.batch_tokens)} tokens", f"N = {at.num_chips:,} chips", f"F = {at.d_ff:,}"]
+    of = " of a microbatch" if at.num_microbatches > 1 else ""
+    said = [f"B = {format_count(at.batch_tokens)} tokens{of}", f"N = {at.num_chips:,} chips", f"F = {at.d_ff:,}"]
     said.append(f"C = {format_flops(at.peak_flops)}")
     if at.alpha is not None:
         said.append(f"alpha = C / W of a torus axis = {at.alpha:,.4g} FLOPs/byte")

@@ -108,6 +108,8 @@ def print_plan(result: PlanResult) -> None:
         f"{result.model.name} on {used.short_name} ({used.num_chips:,} chip{'s' if used.num_chips > 1 else ''}), "
         f"{format_count(job.tokens_per_step)} tokens a step = {job.batch_seqs:,} sequences of {job.seq_len:,}"
     )
+    for line in result.shortfall:
+        print_text(line)
     strategies = [one.strategy for one in result.strategies]
     same = [words for words in _CHOICES if len({words(s) for s in strategies}) == 1]
     varied = [words for words in _CHOICES if words not in same]

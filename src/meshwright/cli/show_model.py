@@ -139,7 +139,7 @@ def _print_totals(m: Model, facts: dict[str, Any]) -> None:
         )
     print_fact("KV cache", f"{format_bytes(facts['kv_cache_bytes_per_token'])} a token in bf16")
     states = ", ".join(f"{s} {format_bytes(v)}" for s, v in facts["state_bytes"].items())
-    print_fact("training state", states)
+    print_fact("training state", f"{states} (bf16-adam without its short-lived gradients)")
     print_fact("here", "trains" if m.runs_here else "counted; only the llama family runs in this version")
 
 

@@ -106,7 +106,7 @@ def _planned(
     )
     best = result.strategies[0]
     if best.num_chips < cluster.num_chips:
-        raise CannotRunError(result.notes[-1] if result.nearest_batch is None else ". ".join(result.notes[-2:]))
+        raise CannotRunError(". ".join(result.shortfall))
     return result.plan()
 
 
@@ -150,7 +150,7 @@ def run_plan(chosen: Plan, settings: dict[str, Any], *, runs: Path) -> "TrainRes
     from meshwright.train.loop import train
     from meshwright.train.settings import settings_from_table
 
-    job = chosen.job
+    job, resolved = chosen.job, settings_from_table(settings)
     say(
         f"{chosen.model.name} on {chosen.cluster.short_name}: {mesh_words(chosen.strategy.mesh)}, "
         f"{format_count(job.tokens_per_step)} tokens a step, remat {chosen.strategy.remat}, "
@@ -160,7 +160,7 @@ def run_plan(chosen: Plan, settings: dict[str, Any], *, runs: Path) -> "TrainRes
         chosen.model,
         chosen.strategy,
         job,
-        settings_from_table(settings),
+        resolved,
         run_root=runs,
         predicted=predicted_of(chosen),
         texts={"plan.toml": dump_toml(chosen)},
@@ -174,7 +174,7 @@ def _require_devices(chosen: Plan) -> None:
     if devices[0].platform == "cpu" or len(devices) < chosen.cluster.num_chips:
         raise CannotRunError(
             f"the plan is for {chosen.cluster.num_chips} chips of {chosen.cluster.chip.name} and this machine has "
-            f"{len(devices)} {devices[0].platform} device(s). Run it there, or plan for this machine: --on cpu:8."
+            f"{len(devices)} of platform {devices[0].platform}. Run it there, or plan for emulated devices: --on cpu:8."
         )
 
 

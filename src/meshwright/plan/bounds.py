@@ -73,11 +73,14 @@ def batch_of(plan: Plan) -> Batch:
 class Symbols(msgspec.Struct, frozen=True, kw_only=True):
     """The letters of the closed forms, for one slice: B tokens, N chips, X = data x fsdp x context.
 
+    B is one microbatch: weights are gathered anew for each, so its tokens have to hide them.
+
     ``alpha`` = C / W in FLOPs per byte, W of one torus axis both ways; None away from a torus. ``tensor_axes`` is M_Y,
     the physical axes' worth that tensor takes, and ``fsdp_axes`` is M_X, the others: whole numbers, each at least one.
     """
 
     batch_tokens: float
+    num_microbatches: int
     num_chips: int
     d_ff: int
     data_ways: float
@@ -97,7 +100,8 @@ def symbols_of(plan: Plan, priced: PricedStrategy) -> Symbols:
     tensor = max(1, min(round(_axes_taken(priced.placement, "tensor")), total - 1))
     ways = mesh.get("data", 1) * mesh.get("fsdp", 1) * mesh.get("context", 1)
     return Symbols(
-        batch_tokens=plan.job.tokens_per_step / cluster.num_slices,
+        batch_tokens=plan.job.tokens_per_step / cluster.num_slices / plan.strategy.num_microbatches,
+        num_microbatches=plan.strategy.num_microbatches,
         num_chips=cluster.num_chips // cluster.num_slices,
         d_ff=plan.model.d_ff,
         data_ways=ways / cluster.num_slices,
@@ -236,9 +240,11 @@ def _over_dcn(plan: Plan, at: Symbols) -> Iterator[Limit]:
     chip = plan.cluster.chip
     if plan.cluster.num_slices > 1 and chip.dcn_bytes_per_s_per_host and chip.chips_per_host:
         least = limits.dcn_min_batch_per_pod(at.peak_flops, chip.dcn_bytes_per_s_per_host, chip.chips_per_host)
+        # Gradients cross slices once per step, whatever the microbatches.
+        tokens = plan.job.tokens_per_step / plan.cluster.num_slices
         yield Limit(
-            name="tokens/slice, over DCN", formula="> C x host chips / W_dcn", limit=least, here=at.batch_tokens,
-            holds=at.batch_tokens > least,
+            name="tokens/slice, over DCN", formula="> C x host chips / W_dcn", limit=least, here=tokens,
+            holds=tokens > least,
         )  # fmt: skip
 
 

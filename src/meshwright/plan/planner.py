@@ -9,7 +9,7 @@ import msgspec
 
 from meshwright.core.dims import MESH_AXES
 from meshwright.core.errors import CannotRunError, InputError, nearest
-from meshwright.core.units import format_bytes, format_count
+from meshwright.core.units import format_bytes, format_count, format_seconds
 from meshwright.cost.memory import memory_limit
 from meshwright.plan.candidates import Space, memory_of_any_mesh, open_space, parts_of
 from meshwright.plan.legal import legal
@@ -53,12 +53,13 @@ def plan(
     outcome = search(space, cluster, job.batch_seqs, top=top)
     notes = _assumptions(space, cluster, calibration)
     near = None
+    shortfall: tuple[str, ...] = ()
     if not outcome.found:
         if not outcome.num_meshes:
             _refuse_given(space, cluster, job)
         near = _nearest_batch(space, cluster, job)
         outcome = _largest_part(space, cluster, job, top)
-        notes += _part_notes(cluster, job, outcome, near)
+        shortfall = _part_notes(cluster, job, outcome, near)
     return PlanResult(
         model=model,
         cluster=cluster,
@@ -66,6 +67,7 @@ def plan(
         calibration=calibration or datasheet_calibration(cluster.chip),
         strategies=tuple(planned(found, job) for found in outcome.found),
         notes=notes,
+        shortfall=shortfall,
         nearest_batch=None if near is None else planned(near, job),
     )
 
@@ -149,14 +151,16 @@ def _nearest_batch(space: Space, cluster: Cluster, job: Job) -> Found | None:
 def _part_notes(cluster: Cluster, job: Job, outcome: Outcome, near: Found | None) -> tuple[str, ...]:
     part = outcome.found[0].cluster
     notes = [
-        f"{job.batch_seqs} sequences of {job.seq_len} cannot be divided over all {cluster.num_chips} chips of "
-        f"{cluster.short_name} in a way that fits: planned on {part.short_name}, {part.num_chips} chips"
+        f"{job.batch_seqs:,} sequences of {job.seq_len:,} cannot be divided over all {cluster.num_chips:,} chips of "
+        f"{cluster.short_name} in a way that fits: planned on {part.short_name}, {part.num_chips:,} chips"
     ]
     if near is not None:
         axes = " x ".join(f"{axis} {size}" for axis, size in near.strategy.mesh.items() if size > 1)
         tokens = format_count(near.batch_seqs * job.seq_len)
+        step = format_seconds(near.estimate.step_s)
         notes.append(
-            f"all {cluster.num_chips} chips run with {near.batch_seqs} sequences ({tokens} tokens) a step: {axes}"
+            f"all {cluster.num_chips:,} chips run with {near.batch_seqs:,} sequences ({tokens} tokens) a step, "
+            f"--batch {near.batch_seqs}seq: {axes}, {step}"
         )
     return tuple(notes)
 

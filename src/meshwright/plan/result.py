@@ -57,8 +57,11 @@ class PlannedStrategy(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PlanResult(msgspec.Struct, frozen=True, kw_only=True):
-    """Strategies, best first, for the job as given. ``nearest_batch`` is set only where they leave chips unused:
-    the fastest per token on all chips, of the batches within a quarter of the wanted one."""
+    """Strategies, best first, for the job as given.
+
+    ``shortfall`` says why chips are left over and what would use them. ``nearest_batch`` is set only then: the
+    fastest strategy per token on all chips, of the batches within a quarter of the wanted one.
+    """
 
     model: Model
     cluster: Cluster
@@ -66,6 +69,7 @@ class PlanResult(msgspec.Struct, frozen=True, kw_only=True):
     calibration: Calibration
     strategies: tuple[PlannedStrategy, ...]
     notes: tuple[str, ...]
+    shortfall: tuple[str, ...] = ()
     nearest_batch: PlannedStrategy | None = None
 
     def to_json(self) -> dict[str, Any]:
@@ -76,7 +80,7 @@ class PlanResult(msgspec.Struct, frozen=True, kw_only=True):
             "cluster": self.cluster.short_name,
             "job": msgspec.to_builtins(self.job),
             "strategies": [one.to_json() for one in self.strategies],
-            "notes": list(self.notes),
+            "notes": [*self.shortfall, *self.notes],
             "nearest_batch": None
             if near is None
             else {

@@ -141,7 +141,7 @@ def make_mesh(axes: Mapping[str, int], *, known: Iterable[str] = MESH_AXES) -> d
     names = tuple(known)
     for axis in axes:
         if axis not in names:
-            raise InputError(f"mesh axis {axis!r} is not one of {', '.join(names)}.{nearest(axis, names)}")
+            raise InputError(f"mesh axis {axis!r} is not known.{nearest(axis, names)}")
     return {axis: int(axes.get(axis, 1)) for axis in names}
 
 
