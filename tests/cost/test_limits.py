@@ -29,7 +29,6 @@ def test_worked_numbers_of_section_5():
     assert limits.fsdp_best_size(48000, 32768, 64, **MIXED) == pytest.approx(13.7, rel=1e-3)
     assert limits.mixed_math_over_comms(48000, 32768, 64, ALPHA, **MIXED) == pytest.approx(1.374676222758064)
     assert limits.dcn_min_batch_per_pod(4.59e14, 2.5e10, 4) == 73_440
-    assert limits.pod_dcn_bytes_per_s(2000, 2.5e10) == 5e13
     assert limits.reduce_after_min_dim(ALPHA) == 5100
     assert limits.reduce_after_max_shards(8192, ALPHA) == pytest.approx(1.606, rel=1e-3)
     assert limits.mlp_flops(8192, 8192, 32768, phase="backward") == 8 * 8192 * 8192 * 32768

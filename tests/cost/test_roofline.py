@@ -110,7 +110,6 @@ def test_anatomy_reproduces_peaks():
     assert anatomy.tpu_peak_from_anatomy(chip("v5e")) == pytest.approx(197e12, rel=3e-3)
     assert anatomy.gpu_peak_from_anatomy(chip("h100")) == pytest.approx(989.4e12, rel=1e-3)
     assert anatomy.mxu_flops_per_cycle(256) / anatomy.mxu_flops_per_cycle(128) == 4
-    assert anatomy.share_after_speedup(0.15, 10) == pytest.approx(0.638, rel=1e-3)
     assert anatomy.bytes_per_s(3200) == 4e11
 
 

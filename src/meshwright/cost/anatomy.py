@@ -86,11 +86,6 @@ def ratio(first: Number, second: Number) -> Number:
     return first / second
 
 
-def share_after_speedup(share: Number, speedup: Number) -> Number:
-    """New share of a part when everything else becomes ``speedup`` times faster (Amdahl's law)."""
-    return share / (share + (1 - share) / speedup)
-
-
 def num_hosts(num_chips: int, chips_per_host: int) -> int:
     """CPU hosts of that many chips, rounded up."""
     return math.ceil(num_chips / chips_per_host)

@@ -142,11 +142,6 @@ def dcn_min_batch_per_pod(peak_flops: Number, dcn_bytes_per_s_per_host: Number, 
     return peak_flops * chips_per_host / dcn_bytes_per_s_per_host
 
 
-def pod_dcn_bytes_per_s(num_hosts: Number, dcn_bytes_per_s_per_host: Number) -> Number:
-    """Data-centre bandwidth of a whole pod: every host's."""
-    return num_hosts * dcn_bytes_per_s_per_host
-
-
 def num_sequences(batch_tokens: Number, seq_len: Number) -> Number:
     """Sequences in a batch of tokens: the most chips that data and fsdp can use without context parallelism."""
     return batch_tokens / seq_len

@@ -17,7 +17,10 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from meshwright.algebra.notation import parse_array
+from meshwright.algebra.steps import Step
 from meshwright.cost.network import received_share
+from meshwright.cost.ops import OpSizes, op_flops
 from meshwright.nn.ops import attention, silu_mul
 from meshwright.parallel.mesh import device_mesh
 from meshwright.spec.calibration import Calibration, CollectiveKind, CollectiveRate
@@ -159,9 +162,13 @@ def _matmul(num_devices: int, shape: tuple[int, int, int]) -> Probe:
 
 
 def attention_flops(shape: tuple[int, int, int, int, int]) -> float:
-    """FLOPs of attention forward (two products) and backward (the scores again, and four products)."""
-    batch, length, heads, _, width = shape
-    return 14.0 * batch * length * length * heads * width
+    """FLOPs of attention forward and backward, as `cost` counts the two steps of a program."""
+    sizes = OpSizes(dims=dict(zip("BTNKH", shape, strict=True)), mesh={}, state="fp32")
+    q, k, positions = (parse_array(text) for text in ("q[B,T,N,H]", "k[B,T,K,H]", "positions[B,T]"))
+    inputs = (q, k, k, positions, positions)
+    forward = Step(op="attention", inputs=inputs, result=q)
+    backward = Step(op="attention_backward", inputs=(q, *inputs), result=q)
+    return float(op_flops(forward, sizes) + op_flops(backward, sizes))
 
 
 def _attention(num_devices: int) -> Probe:
