@@ -12,7 +12,15 @@ from meshwright.algebra.program import Program, Variable, parse_block
 from meshwright.algebra.transformer import transformer
 from meshwright.core.errors import InputError
 from meshwright.spec.catalogue import model
-from meshwright.spec.strategy import DEFAULT_ASSIGNMENT, MESH_AXES, REMAT_POLICIES, Strategy, make_mesh
+from meshwright.spec.strategy import (
+    DEFAULT_ASSIGNMENT,
+    MESH_AXES,
+    REMAT_POLICIES,
+    RUNNABLE_REMAT,
+    Strategy,
+    make_mesh,
+    standard_assignment,
+)
 
 FEED_FORWARD = """
 Tmp[B,F] = In[B,D] * Win[D,F]
@@ -306,7 +314,7 @@ def test_without_remat_nothing_is_done_again():
     assert count(block.backward, "all_gather", "tensor") == {"backward": 2}
 
 
-@pytest.mark.parametrize("remat", REMAT_POLICIES)
+@pytest.mark.parametrize("remat", RUNNABLE_REMAT)
 def test_fsdp_gathers_each_weight_once_forward_and_once_backward(remat):
     block = layer(remat, fsdp=4)
     weights = {"wq", "wk", "wv", "wo", "w_gate", "w_up", "w_down"}
@@ -316,6 +324,28 @@ def test_fsdp_gathers_each_weight_once_forward_and_once_backward(remat):
         assert {s.phase for s in gathers} == {"forward" if steps is block.forward else "backward"}
     scattered = [s.result.name for s in block.backward if s.op == "reduce_scatter"]
     assert Counter(scattered) == Counter(f"d{name}" for name in weights)
+
+
+@pytest.mark.parametrize("remat", ["sqrt", "every-4", "every-1"])
+def test_segments_of_layers_are_run_again_whole(remat):
+    """A backward pass is a forward pass and the backward pass of remat "none": weights are gathered once for each."""
+    again, plain = layer(remat, fsdp=2, tensor=2), layer("none", fsdp=2, tensor=2)
+    assert again.forward == plain.forward
+    assert again.kept == plain.kept
+    number = len(plain.forward)
+    first, rest = again.backward[:number], again.backward[number:]
+    assert [(str(s), s.critical) for s in first] == [(str(s), s.critical) for s in plain.forward]
+    assert rest == plain.backward
+    moved = {s.result.name for s in first if s.is_collective and s.phase == "backward"}
+    assert moved == {"wq", "wk", "wv", "wo", "w_gate", "w_up", "w_down"}
+    assert {s.phase for s in first if s.result.name not in moved} == {"recompute"}
+    assert (again.segment, plain.segment) == ("sqrt" if remat == "sqrt" else int(remat[-1]), None)
+
+
+def test_only_layers_come_in_segments():
+    derived = llama("sqrt", fsdp=2)
+    assert [block.segment for block in derived.blocks] == [None, "sqrt", None]
+    assert (derived.blocks[0], derived.blocks[2]) == (llama("none", fsdp=2).blocks[0], llama("none", fsdp=2).blocks[2])
 
 
 @pytest.mark.parametrize(("name", "addends"), [("dh", 3), ("dh1", 2)])
@@ -364,6 +394,64 @@ def test_context_parallelism_gathers_keys_and_values():
     assert {(s.op, s.result.name) for s in backward} == {("reduce_scatter", "dkr"), ("reduce_scatter", "dv")}
 
 
+# -- stages of a pipeline, and the stages of ZeRO ---------------------------------------------------------
+
+
+def test_between_stages_the_stream_goes_on_and_its_cotangent_back():
+    derived = llama(pipeline=2, fsdp=2, tensor=2)
+    assert [(str(s), s.phase, s.critical) for s in derived.boundary] == [
+        ("x[B_fsdp, T_tensor, D] = Permute_pipeline(x[B_fsdp, T_tensor, D])", "forward", True),
+        ("dx[B_fsdp, T_tensor, D] = Permute_pipeline(dx[B_fsdp, T_tensor, D])", "backward", True),
+    ]
+    assert llama(fsdp=2, tensor=2).boundary == ()
+
+
+def test_stages_split_no_array():
+    """A pipeline leaves the steps of every layer as they are; only the sums over all devices name its axis."""
+    split, whole = llama(pipeline=2, fsdp=2), llama(fsdp=2)
+    assert split.blocks == whole.blocks
+    assert split.num_layers == whole.num_layers == model("tiny").num_layers
+    over = {s.result.name for s in split.update if "pipeline" in s.axes}
+    assert over == {"loss", "grad_norm"}
+
+
+def zero_traffic(zero, *, count=4, **axes):
+    """(op, once a step?) of what moves the gradient and the weight wq, with how often a layer and step move it."""
+    derived = derive(TINY, Strategy(mesh=make_mesh(axes), assignment=standard_assignment(zero=zero), remat="none"))
+    found = Counter()
+    for step, times in derived.steps(count):
+        if step.is_collective and step.result.name in ("wq", "dwq"):
+            found[step.op, step.result.name] += times / model("tiny").num_layers
+    return dict(found)
+
+
+@pytest.mark.parametrize("axis", ["fsdp", "context", "expert"])
+def test_the_standard_stages_of_zero(axis):
+    """Four microbatches: 0 sums once, 1 scatters and gathers once, 2 scatters each time, 3 gathers twice each time."""
+    assert zero_traffic(0, **{axis: 4}) == {("all_reduce", "dwq"): 1}
+    assert zero_traffic(1, **{axis: 4}) == {("reduce_scatter", "dwq"): 1, ("all_gather", "wq"): 1}
+    assert zero_traffic(2, **{axis: 4}) == {("reduce_scatter", "dwq"): 4, ("all_gather", "wq"): 1}
+    assert zero_traffic(3, **{axis: 4}) == {("reduce_scatter", "dwq"): 4, ("all_gather", "wq"): 8}
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_replicas_sum_once_under_every_stage(zero):
+    assert zero_traffic(zero, data=4) == {("all_reduce", "dwq"): 1}
+
+
+def test_without_sequence_parallelism_tensor_sums_whole_streams():
+    """An all-reduce where the stream is whole, a gather and a scatter where it is split: as many bytes."""
+    mesh = make_mesh({"tensor": 4})
+    split, whole = (
+        derive(TINY, Strategy(mesh=mesh, assignment=standard_assignment(sequence_parallel=on), remat="none")).blocks[1]
+        for on in (True, False)
+    )
+    assert count(split.forward, "all_reduce", "tensor") == {}
+    assert count(whole.forward, "all_reduce", "tensor") == {"forward": 2}
+    assert count(split.forward, "all_gather", "tensor") == count(split.forward, "reduce_scatter", "tensor")
+    assert count(whole.forward, "all_gather", "tensor") == {}
+
+
 def test_one_device_needs_no_communication():
     assert [str(s) for s, _ in llama().steps() if s.is_collective or s.op == "slice"] == []
 
@@ -384,6 +472,7 @@ def test_what_is_kept_is_what_the_policy_says(axes):
     assert kept["selective"] == {"x", "qr", "kr", "v", "o", "x1", "g", "u"}
     assert kept["matmuls"] == {"x", "q", "k", "v", "a", "g", "u"}
     assert kept["none"] >= kept["selective"] - {"o"}
+    assert kept["sqrt"] == kept["none"]
     assert {a.name for a in layer(("x1", "m"), **axes).kept} == {"x", "x1", "m"}
 
 
@@ -411,7 +500,7 @@ def summary(derived, mesh):
     return found
 
 
-@pytest.mark.parametrize("remat", [*REMAT_POLICIES, ("q", "x1", "m"), ("a", "y", "h")])
+@pytest.mark.parametrize("remat", [*REMAT_POLICIES, "every-2", ("q", "x1", "m"), ("a", "y", "h")])
 def test_steps_with_symbols_for_sizes_are_those_of_each_mesh(remat):
     """Axes of one device, left in, change neither a collective nor a local step: what is searched is what runs."""
     symbolic = derive(TINY, Strategy(mesh=make_mesh({}), remat=remat), symbolic=True)

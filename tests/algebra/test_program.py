@@ -1,13 +1,9 @@
-"""Layer programs: read from text, and the llama decoder as one."""
+"""Layer programs read from text."""
 
 import pytest
 
-from meshwright.algebra.kinds import KINDS
 from meshwright.algebra.program import Op, Program, Variable, parse_block
-from meshwright.algebra.transformer import local_name, transformer
-from meshwright.core.errors import CannotRunError, InputError
-from meshwright.spec.catalogue import model
-from meshwright.spec.weights import weight_table
+from meshwright.core.errors import InputError
 
 
 def test_lines_become_ops_and_variables():
@@ -44,33 +40,13 @@ def test_lines_that_make_no_sense_are_refused(text, reason):
     assert reason in str(refused.value)
 
 
-@pytest.mark.parametrize("name", ["llama3-8b", "llama3.2-1b", "tiny"])
-def test_the_transformer_uses_every_weight_of_the_table_in_its_dims(name):
-    program = transformer(model(name))
-    own = [w for w in weight_table(model(name)) if not w.tied_to]
-    assert {(v.name, v.dims) for v in program.of_role("weight", "vector")} == {(local_name(w), w.dims) for w in own}
-    repeats = {n: b.repeat for b in program.blocks for op in b.ops for n in op.inputs}
-    assert {local_name(w): w.repeat for w in own} == {local_name(w): repeats[local_name(w)] for w in own}
+def test_attributes_follow_a_semicolon():
+    block = parse_block("b", "o[B,T] = attention(q[B,T], k[B,T]; window=128, sinks)", {})
+    assert block.ops == (Op("attention", ("q", "k"), "o", (("window", "128"), ("sinks", "true"))),)
 
 
-def test_the_transformer_is_a_chain_of_blocks():
-    program = transformer(model("tiny"))
-    embed, layer, head = program.blocks
-    assert (embed.ops[-1].out, layer.carry) == ("x", "x")
-    assert layer.repeat == model("tiny").num_layers
-    assert layer.ops[-1].out == layer.result
-    assert program.variables[layer.result].dims == program.variables[layer.carry].dims
-    assert (head.ops[0].inputs[0], head.ops[-1].out) == ("x", "loss")
-    assert {op.kind for block in program.blocks for op in block.ops} <= set(KINDS)
-
-
-def test_tied_embeddings_are_one_weight_used_twice():
-    tied, untied = (transformer(model(name)) for name in ("llama3.2-1b", "tiny"))
-    assert tied.blocks[-1].ops[-1].inputs[1] == tied.blocks[0].ops[0].inputs[1] == "embed"
-    assert "unembed" not in tied.variables
-    assert untied.blocks[-1].ops[-1].inputs[1] == "unembed"
-
-
-def test_a_family_without_a_program_is_refused_by_name():
-    with pytest.raises(CannotRunError, match="gpt2"):
-        transformer(model("gpt2"))
+def test_a_block_may_give_its_weights_other_names():
+    variables = {"w_moe": Variable("w_moe", ("D", "F"), "weight")}
+    block = parse_block("b", "g[B,F] = x[B,D] * w[D,F]", variables, renamed={"w": "w_moe"})
+    assert block.ops == (Op("einsum", ("x", "w_moe"), "g"),)
+    assert "w" not in variables

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from meshwright.core.errors import CannotRunError, InputError
+from meshwright.core.errors import InputError
 from meshwright.cost.accounting import (
     ZERO_SHARDS,
     attention_equal_len,
@@ -70,5 +70,12 @@ def test_refusals():
         bytes_per_param("bf16-adamw")
     with pytest.raises(InputError, match="stage 4 does not exist"):
         zero_bytes(1e9, state="fp32", stage=4, num_shards=8)
-    with pytest.raises(CannotRunError, match="family gpt2"):
-        saved_widths(model("gpt2"), "block")
+
+
+def test_a_token_keeps_a_slot_with_each_of_its_experts():
+    """DeepSeek-V2: layer 0 is dense, the other 59 send a token to 6 experts of width 1536."""
+    deepseek = model("deepseek-v2")
+    widths = saved_widths(deepseek, ("x1", "g", "ge"))
+    assert widths["x"] == widths["x1"] == deepseek.d_model
+    assert widths["g"] == pytest.approx(12288 / 60)
+    assert widths["ge"] == pytest.approx(59 * 6 * 1536 / 60)

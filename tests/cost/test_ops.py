@@ -1,5 +1,8 @@
 """FLOPs and bytes of every local op kind, and what a whole step executes."""
 
+import math
+
+import msgspec
 import pytest
 
 from meshwright.algebra.derive import derive
@@ -7,11 +10,12 @@ from meshwright.algebra.notation import parse_array
 from meshwright.algebra.steps import Step
 from meshwright.algebra.transformer import transformer
 from meshwright.cost.ops import OP_ROWS, OpSizes, model_flops, num_matmul_params, op_flops, op_hbm_bytes
+from meshwright.cost.sizes import expert_slots
 from meshwright.cost.step_costs import strategy_sizes
 from meshwright.spec import catalogue
 from meshwright.spec.job import Job
 from meshwright.spec.strategy import REMAT_POLICIES, STATE_BYTES, Strategy, make_mesh
-from meshwright.spec.weights import num_params, params_by_part
+from meshwright.spec.weights import num_active_params, num_params, params_by_part, weight_table
 
 DIMS = {"B": 8.0, "T": 16.0, "D": 32.0, "F": 64.0, "N": 4.0, "K": 2.0, "H": 8.0, "V": 128.0}
 MESH = {"data": 2, "fsdp": 2, "context": 4, "tensor": 2}
@@ -64,6 +68,67 @@ def test_scores_in_memory_are_counted_only_there(number, per_pair):
     assert more == pairs * per_pair
 
 
+def test_a_window_and_a_causal_kernel_meet_fewer_keys():
+    forward, backward = attention_steps()
+    rows = (8 / 4) * (4 / 2) * (16 / 4)
+    near = msgspec.structs.replace(forward, attributes=(("window", "5"),))
+    assert op_flops(near, sizes()) == 4 * rows * 5 * 8
+    assert op_flops(msgspec.structs.replace(forward, attributes=(("window", "99"),)), sizes()) == op_flops(
+        forward, sizes()
+    )
+    assert op_flops(backward, sizes(causal=True)) == op_flops(backward, sizes()) / 2
+    # the first 5 of 16 queries meet 5 / 2 keys on average, the other 11 meet 5
+    assert op_flops(near, sizes(causal=True)) == pytest.approx(4 * rows * (5 * 2.5 + 11 * 5) / 16 * 8)
+
+
+def test_values_may_be_narrower_than_keys():
+    q, k, v = "q[B, T, N, H]", "k[B, T, N, H]", "v[B, T, N, Hv]"
+    arrays = [q, k, v, "p[B, T]", "p[B, T]"]
+    counted = sizes(dims=DIMS | {"Hv": 4.0})
+    pairs = 8 * 4 * 16 * 16
+    assert op_flops(step("attention", arrays, "o[B, T, N, Hv]"), counted) == 2 * pairs * (8 + 4)
+    backward = step("attention_backward", ["o[B, T, N, Hv]", *arrays], q, k, v)
+    assert op_flops(backward, counted) == 2 * pairs * (3 * 8 + 2 * 4)
+
+
+def test_round_a_ring_every_key_comes_by_and_queries_are_read_again():
+    q, o = "q[B, T_context, N, H]", "o[B, T_context, N, H]"
+    k, v = "k[B, T_context, K, H]", "v[B, T_context, K, H]"
+    here, everywhere = "p[B, T_context]", "p[B, T]"
+    ring = step("attention", [k, v, q, k, v, here, everywhere], o, attributes=(("ring", "context"),))
+    whole = step("attention", [q, k.replace("_context", ""), v.replace("_context", ""), here, everywhere], o)
+    assert op_flops(ring, sizes()) == op_flops(whole, sizes())
+    one = 2 * 8 * (16 / 4) * 8 * (2 * 4 + 2 * 2) + 2 * 8 * (16 / 4 + 16)  # q, o, k, v and positions
+    assert op_hbm_bytes(ring, sizes()) == 4 * one
+
+
+def test_a_bias_is_added_on_the_way_out_of_its_product():
+    add = step("bias_add", ["y[B, T, F]", "b[F]"], "z[B, T, F]")
+    assert op_hbm_bytes(add, sizes()) == 2 * 64
+    back = step("bias_add_backward", ["z[B, T, F]"], "b[F]")
+    assert op_hbm_bytes(back, sizes()) == 2 * (8 * 16 * 64 + 64)
+
+
+def test_experts_move_a_row_for_every_slot():
+    """256 slots of width 32 for 128 tokens with two experts each."""
+    counted = sizes(dims=DIMS | {"E": 4.0, "C": 64.0, "Ea": 2.0})
+    slots, tokens, chosen = "xe[E, C, D]", "x[B, T, D]", "c[B, T, Ea]"
+    assert op_hbm_bytes(step("dispatch", [tokens, chosen], slots), counted) == 2 * (2 * 256 * 32 + 256)
+    back = step("dispatch_backward", [slots, chosen], tokens)
+    assert op_hbm_bytes(back, counted) == 2 * (256 * 32 + 256 + 128 * 32)
+    combine = step("combine", [slots, chosen, chosen], tokens)
+    assert op_hbm_bytes(combine, counted) == 2 * (256 * 32 + 2 * 256 + 128 * 32)
+    back = step("combine_backward", [tokens, slots, chosen, chosen], slots, chosen)
+    assert op_hbm_bytes(back, counted) == 2 * (3 * 256 * 32 + 3 * 256)
+
+
+def test_slots_are_the_tokens_sent_to_an_expert():
+    mixtral = catalogue.model("mixtral-8x7b")
+    assert expert_slots(mixtral, num_tokens=4096) == {"C": 1024}
+    assert expert_slots(mixtral, num_tokens=4096, imbalance=1.5) == {"C": 1536}
+    assert expert_slots(catalogue.model("tiny"), num_tokens=4096) == {}
+
+
 def test_a_look_up_moves_its_rows_and_not_the_table():
     lookup = step("embed", ["tokens[B, T]", "embed[V, D]"], "x[B, T, D]")
     tokens = lookup.inputs[0].replace(dtype="int32")
@@ -85,6 +150,85 @@ def test_the_optimizer_moves_its_state(state):
     local = 16 * 32
     expected = local * (2 * parts["gradients"] + 2 * parts["weights"] + 2 * parts["optimizer"])
     assert op_hbm_bytes(adamw, sizes(state=state)) == expected
+
+
+def sizes_of(model, job, mesh):
+    """Sizes of a whole batch on a mesh."""
+    dims = model.dims | {"B": job.batch_seqs, "T": job.seq_len} | expert_slots(model, num_tokens=job.tokens_per_step)
+    return OpSizes(dims={name: float(size) for name, size in dims.items()}, mesh=mesh, state="bf16-adam")
+
+
+def attention_flops(model, job, *, keys_only=False):
+    """Forward FLOPs of attention: 2 B T S N (H + Hv), of S no more than a window; the part of H alone if asked."""
+    value = 0 if keys_only else (model.v_head_dim or model.head_dim)
+    windows = [
+        model.sliding_window if layer in model.sliding_layers else job.seq_len for layer in range(model.num_layers)
+    ]
+    keys = sum(min(window, job.seq_len) for window in windows)
+    return 2 * job.batch_seqs * job.seq_len * keys * model.num_heads * (model.head_dim + value)
+
+
+def derived_flops(model, job, axes, **choices):
+    """FLOPs of the forward and of the backward pass on all devices."""
+    mesh = make_mesh(axes)
+    derived = derive(transformer(model), Strategy(mesh=mesh, remat="none", **choices))
+    counted, found = sizes_of(model, job, mesh), {"forward": 0.0, "backward": 0.0}
+    for block in derived.blocks:
+        for name in found:
+            local = (s for s in getattr(block, name) if not s.is_collective)
+            found[name] += block.repeat * sum(op_flops(s, counted) for s in local) * math.prod(mesh.values())
+    return found
+
+
+@pytest.mark.parametrize("name", catalogue.models())
+def test_every_program_has_the_flops_of_its_active_matrices(name):
+    """2 per active matrix parameter and token forward, 4 backward; the unembedding counts, the look-up does not."""
+    model, job = catalogue.model(name), Job(batch_seqs=16, seq_len=2048)
+    look_up = params_by_part(model)["embedding"] - (model.vocab_size * model.d_model if model.tied_embeddings else 0)
+    vectors = sum(w.num_active_params for w in weight_table(model) if w.kind == "vector")
+    forward = 2 * (num_active_params(model) - look_up - vectors) * job.tokens_per_step
+    attention = attention_flops(model, job)
+    found = derived_flops(model, job, {})
+    assert found["forward"] == pytest.approx(forward + attention, rel=1e-6)
+    # the scores are made once more
+    again = attention_flops(model, job, keys_only=True)
+    assert found["backward"] == pytest.approx(2 * (forward + attention) + again, rel=1e-6)
+    assert model_flops(model, job) == pytest.approx(3 * (forward + attention), rel=1e-6)
+
+
+@pytest.mark.parametrize("way", ["gather", "ring", "ulysses"])
+@pytest.mark.parametrize("name", ["gpt2", "deepseek-v2-lite", "gpt-oss-20b"])
+def test_no_split_changes_the_flops(name, way):
+    model, job = catalogue.model(name), Job(batch_seqs=16, seq_len=2048)
+    axes = {"data": 2, "fsdp": 2, "expert": 2, "context": 2, "tensor": 2}
+    alone, split = derived_flops(model, job, {}), derived_flops(model, job, axes, context_attention=way)
+    assert split["forward"] == pytest.approx(alone["forward"], rel=1e-9)
+    assert split["backward"] == pytest.approx(alone["backward"], rel=1e-9)
+
+
+@pytest.mark.parametrize("name", catalogue.models())
+def test_every_step_of_every_program_has_its_bytes(name):
+    model, job = catalogue.model(name), Job(batch_seqs=16, seq_len=2048)
+    mesh = make_mesh({"fsdp": 2, "tensor": 2})
+    derived = derive(transformer(model), Strategy(mesh=mesh))
+    counted = sizes_of(model, job, mesh)
+    for step, _ in derived.steps():
+        if not step.is_collective:
+            moved = op_hbm_bytes(step, counted)
+            assert moved >= 0
+            assert moved > 0 or step.op in ("copy", "slice", "sum_loss_backward")
+
+
+def test_model_flops_without_keys_that_no_query_sees():
+    job = Job(batch_seqs=4, seq_len=8192)
+    for name in ("llama3-8b", "deepseek-v3"):
+        model = catalogue.model(name)
+        whole, causal = (model_flops(model, job, causal=choice) for choice in (False, True))
+        assert whole - causal == pytest.approx(3 * attention_flops(model, job) / 2)
+    mistral = catalogue.model("mistral-7b")
+    whole, causal = (model_flops(mistral, job, causal=choice) for choice in (False, True))
+    # of a window of half the sequence, the first half of the queries sees half: 3/4 in all
+    assert whole - causal == pytest.approx(3 * attention_flops(mistral, job) / 4)
 
 
 @pytest.mark.parametrize("remat", REMAT_POLICIES)
@@ -119,7 +263,7 @@ def test_executed_flops_are_the_model_s_and_what_is_made_again(axes, remat):
     """Backward makes the scores again (14 for 12 of attention); block remat all of a layer but its last product."""
     model, job = catalogue.model("tiny"), Job(batch_seqs=16, seq_len=64)
     strategy = Strategy(mesh=make_mesh(axes), remat=remat)
-    counted = strategy_sizes(model, job, strategy)
+    counted = strategy_sizes(model, job, strategy, scores="in_memory")  # which meets every key
     steps = derive(transformer(model), strategy).steps(1)
     executed = sum(n * op_flops(s, counted) for s, n in steps if not s.is_collective) * strategy.num_chips
     pairs_width = 16 * 64**2 * model.num_heads * model.head_dim * model.num_layers

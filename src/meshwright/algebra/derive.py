@@ -1,7 +1,7 @@
 """`derive(program, strategy)`: the one place where the steps of a program, collectives included, come from."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -14,26 +14,35 @@ from meshwright.core.errors import InputError, nearest
 from meshwright.spec.strategy import Strategy, assign
 
 KEPT_NAMES: dict[str, tuple[str, ...]] = {
-    "selective": ("qr", "kr", "v", "o", "x1", "g", "u", "logits"),
-    "matmuls": ("q", "k", "v", "a", "g", "u", "logits"),
+    "selective": (
+        *("qr", "kr", "v", "o", "x1", "g", "u", "logits"),
+        *("r", "xe", "ge", "ue", "gs", "us", "cq", "ckv"),
+    ),
+    "matmuls": (
+        *("q", "k", "v", "a", "g", "u", "logits"),
+        *("r", "ge", "ue", "ye", "gs", "us", "ys", "cq", "ckv", "kn", "kpe"),
+    ),
     "block": ("logits",),
     "full": (),
 }
 """Remat policy -> results that are kept for the backward pass, besides each block's input. "none" keeps
-every result and every gathered activation. The loss head keeps all but its logits under every policy."""
+every result and every gathered activation, and so do "sqrt" and "every-C" inside the segment of layers that is
+being run again. The loss head keeps all but its logits under every policy."""
 
 
 class BlockSteps(msgspec.Struct, frozen=True):
     """Derived steps of one block, executed ``repeat`` times for every microbatch.
 
     ``kept`` are the forward results held until the backward pass that really uses them, the block's input
-    among them.
+    among them. With a ``segment`` ("sqrt": of the repeats that a device holds) a backward pass begins
+    with the forward steps again: they are held for one segment, and only the input of each segment for all.
     """
 
     block: Block
     forward: tuple[Step, ...]
     backward: tuple[Step, ...]
     kept: tuple[ShardedArray, ...]
+    segment: int | Literal["sqrt"] | None = None
 
     @property
     def repeat(self) -> int:
@@ -46,7 +55,9 @@ class Derived(msgspec.Struct, frozen=True):
     ``update`` are the steps after the last microbatch: the loss and the gradient norm summed over devices,
     the optimizer. Sums of gradients over replicas, and their way to the optimizer's shards, stand in their
     block's backward pass, with scope "step".
-    ``keeps`` lists the tags (see `tag`) that the backward pass may keep.
+    ``keeps`` lists the tags (see `tag`) that the backward pass may keep. ``boundary`` are the sends of the stream
+    and of its cotangent from one pipeline stage to the next, none without that axis; how often they run is the
+    schedule's matter.
     """
 
     program: Program
@@ -54,6 +65,12 @@ class Derived(msgspec.Struct, frozen=True):
     update: tuple[Step, ...]
     declared: dict[str, ShardedArray]
     keeps: tuple[str, ...]
+    boundary: tuple[Step, ...] = ()
+
+    @property
+    def num_layers(self) -> int:
+        """Repeats of the blocks that pipeline stages share out."""
+        return sum(block.repeat for block in self.blocks if block.block.carry)
 
     def tag(self, array: ShardedArray) -> str:
         """How a result is named in a saved set: its name where it has its declared sharding, else all of it."""
@@ -107,7 +124,9 @@ class _Trace:
     def _emit(self, step: Step, phase: Phase, *, scope: Scope | None = None) -> None:
         source = step.inputs[0] if step.inputs else step.result
         is_weight = self.shardings.is_weight(step.result.name)
-        waits = step.is_collective and not is_weight and (phase == "forward" or source not in self.start)
+        # a block of keys on its way round a ring passes behind the attention to the one before it
+        moves = step.is_collective and step.op != "permute"
+        waits = moves and not is_weight and (phase == "forward" or source not in self.start)
         if phase == "recompute" and is_weight:
             phase = "backward"
         fields = {"block": self.block.name, "phase": phase, "scope": scope or self.scope, "critical": waits}
@@ -221,10 +240,43 @@ class _Shardings:
         return declared and not array.unreduced and array.name in self.kept_names
 
 
+def _again(step: Step, shardings: _Shardings) -> Step:
+    """A forward step as a segment's second run has it: only gathers of weights count as the backward pass's own."""
+    gathers = step.is_collective and shardings.is_weight(step.result.name)
+    return msgspec.structs.replace(step, phase="backward" if gathers else "recompute")
+
+
+def _boundary(program: Program, shardings: _Shardings) -> tuple[Step, ...]:
+    """The stream sent to the next stage, and its cotangent sent back.
+
+    Where the stream is whole over ``tensor`` each of its devices sends a part, which the next stage gathers.
+    """
+    axes = shardings.strategy.mesh if shardings.keep_axes is None else shardings.keep_axes
+    stream = next((block.carry for block in program.blocks if block.carry), "")
+    if "pipeline" not in axes or not stream:
+        return ()
+    steps: list[Step] = []
+    sides: tuple[tuple[Phase, ShardedArray], ...] = (
+        ("forward", shardings.declared(stream)),
+        ("backward", shardings.cotangent(stream)),
+    )
+    for phase, whole in sides:
+        apart = whole
+        if "tensor" in axes and "tensor" not in whole.spread and "T" in whole.dims:
+            apart = whole.resharded({"T": (*whole.axes_of("T"), "tensor")})
+        sent = Step(op="permute", inputs=(apart,), result=apart, axes=("pipeline",))
+        for step in (sent, *reshard(apart, whole)):
+            steps.append(msgspec.structs.replace(step, block="stage", phase=phase, critical=True))
+    return tuple(steps)
+
+
 def _kept_names(program: Program, strategy: Strategy) -> tuple[str, ...] | None:
     """Names in the saved set; None for every name. Raises InputError for a name that is not a result."""
     if isinstance(strategy.remat, str):
-        return None if strategy.remat == "none" else KEPT_NAMES[strategy.remat]
+        kept = KEPT_NAMES.get(strategy.remat)
+        # without rope or a bias the products themselves enter attention
+        plain = strategy.remat == "selective" and "qr" not in program.variables
+        return (*kept, "q", "k") if kept is not None and plain else kept
     results = {op.out for block in program.blocks for op in block.ops} | {"logits"}
     for name in strategy.remat:
         if name not in results:
@@ -249,10 +301,13 @@ def derive(program: Program, strategy: Strategy, *, symbolic: bool = False) -> D
         backward = _backward(block, shardings, forward, kept)
         keeps.extend(kept)
         held = tuple(a for a in backward.used if a in kept or shardings.is_activation(a.name))
-        blocks.append(BlockSteps(block, tuple(forward.steps), tuple(backward.steps), held))
+        segment = strategy.segment if block.carry else None
+        again = () if segment is None else tuple(_again(step, shardings) for step in forward.steps)
+        blocks.append(BlockSteps(block, tuple(forward.steps), (*again, *backward.steps), held, segment))
     blocks = _summed_once(blocks)
     declared = {name: shardings.declared(name) for name in program.variables}
-    result = Derived(program, tuple(blocks), tuple(_update(program, shardings)), declared, ())
+    update, boundary = tuple(_update(program, shardings)), _boundary(program, shardings)
+    result = Derived(program, tuple(blocks), update, declared, (), boundary)
     tags = tuple(dict.fromkeys(result.tag(a) for a in keeps))
     return msgspec.structs.replace(result, keeps=tags)
 

@@ -1,23 +1,25 @@
 """One step of a derived program: a local operation or a collective, from arrays to an array."""
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import msgspec
 import numpy as np
 
-from meshwright.algebra.notation import ShardedArray
+from meshwright.algebra.notation import ShardedArray, product
 from meshwright.core.dims import DTYPE_BYTES
 
-Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
+Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "permute"]
 Phase = Literal["forward", "recompute", "backward", "update"]
 Scope = Literal["layer", "microbatch", "step"]
 
-COLLECTIVES: tuple[str, ...] = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
+COLLECTIVES: tuple[str, ...] = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "permute")
 BOOK_NAMES: dict[str, str] = {
     "all_gather": "AllGather",
     "reduce_scatter": "ReduceScatter",
     "all_reduce": "AllReduce",
     "all_to_all": "AllToAll",
+    "permute": "Permute",
     "slice": "Slice",
 }
 
@@ -28,7 +30,8 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     ``op`` is a collective, "slice" (each device keeps its part: no communication), "einsum", or another
     op kind of a program; ``more`` are further results of a local op. For a collective ``axes`` are the mesh
     axes it runs over, ``dim`` the dim that is gathered, scattered or left by an all-to-all, ``to_dim`` the
-    dim that an all-to-all splits. An attribute accumulate=true adds the result to what is there already.
+    dim that an all-to-all splits. A permute sends a device's block to its neighbour, `num_moves` times.
+    An attribute accumulate=true adds the result to what is there already.
     ``phase`` and ``scope`` say when and how often; ``critical`` whether the next matmul has to wait for it.
     """
 
@@ -52,7 +55,12 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def full(self) -> ShardedArray:
-        """For a collective: the whole array on its group, per device, whose bytes enter the ring formulas."""
+        """For a collective: the whole array on its group, per device, whose bytes enter the ring formulas.
+
+        For a permute it is the block that is sent.
+        """
+        if self.op == "permute":
+            return self.result
         left = {
             dim: tuple(a for a in axes if a not in self.axes)
             for dim, axes in zip(self.result.dims, self.result.axes, strict=True)
@@ -75,9 +83,26 @@ def sent_element_bytes(step: Step, *, width: Any, num_microbatches: Any) -> Any:
     """
     if step.full.dtype:
         return DTYPE_BYTES[step.full.dtype]
-    if step.scope != "step":
+    if step.scope != "step" or step.phase == "update":
         return width
     return np.where(np.asarray(num_microbatches) > 1, DTYPE_BYTES["fp32"], width)
+
+
+def num_moves(step: Step, *, dims: Mapping[str, Any], mesh: Mapping[str, Any]) -> Any:
+    """How many times a permute sends its block on; sizes may be arrays, and a group of one sends nothing.
+
+    The attribute ``ring`` says what goes round: "past" is seen by every other device of the group, n - 1 moves;
+    "home" collects on the way and comes back, n moves. With a ``window`` of W positions a block is seen only by
+    the devices whose queries reach it, the ceil(W n / T) next ones. A permute without the attribute moves once.
+    """
+    attributes = dict(step.attributes)
+    if "ring" not in attributes:
+        return 1
+    size = product(mesh[axis] for axis in step.axes)
+    moves = size - 1
+    if "window" in attributes:
+        moves = np.minimum(moves, np.ceil(int(attributes["window"]) * size / dims["T"]))
+    return moves if attributes["ring"] == "past" else (moves + 1) * (size > 1)
 
 
 def _subscript(step: Step) -> str:

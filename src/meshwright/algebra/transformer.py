@@ -1,70 +1,132 @@
-"""The dense llama decoder as a layer program. Weight dims are read off the weight table."""
+"""A model as a layer program: embedding, one block per kind of layer, loss head. Weight dims are read off the weight
+table."""
 
-from meshwright.algebra.program import Program, Variable, parse_block
-from meshwright.spec.model import Model, require_runnable
+import msgspec
+
+from meshwright.algebra.layers import head_norm_line, layer_lines
+from meshwright.algebra.program import Block, Program, Variable, parse_block
+from meshwright.spec.model import Model
 from meshwright.spec.weights import Weight, weight_table
-
-EMBED = """
-x[B,T,D] = embed(tokens[B,T], embed[V,D])
-"""
-
-LAYER = """
-h[B,T,D] = rms_norm(x[B,T,D], attn_norm[D])
-q[B,T,N,H] = h[B,T,D] * wq[D,N,H]
-k[B,T,K,H] = h[B,T,D] * wk[D,K,H]
-v[B,T,K,H] = h[B,T,D] * wv[D,K,H]
-qr[B,T,N,H] = rope(q[B,T,N,H], positions[B,T])
-kr[B,T,K,H] = rope(k[B,T,K,H], positions[B,T])
-o[B,T,N,H] = attention(qr[B,T,N,H], kr[B,T,K,H], v[B,T,K,H], positions[B,T])
-a[B,T,D] = o[B,T,N,H] * wo[N,H,D]
-x1[B,T,D] = add(x[B,T,D], a[B,T,D])
-h1[B,T,D] = rms_norm(x1[B,T,D], mlp_norm[D])
-g[B,T,F] = h1[B,T,D] * w_gate[D,F]
-u[B,T,F] = h1[B,T,D] * w_up[D,F]
-m[B,T,F] = silu_mul(g[B,T,F], u[B,T,F])
-y[B,T,D] = m[B,T,F] * w_down[F,D]
-x2[B,T,D] = add(x1[B,T,D], y[B,T,D])
-"""
-
-HEAD = """
-hf[B,T,D] = rms_norm(x[B,T,D], final_norm[D])
-loss[] = linear_cross_entropy(hf[B,T,D], unembed[D,V], labels[B,T])
-"""
 
 HEAD_CHUNK_TOKENS = 1024
 """Tokens per device whose logits exist at once where the loss head works in chunks (remat "full")."""
 
-TIED_HEAD = HEAD.replace("unembed[D,V]", "embed[V,D]")
+_SPLIT_DIMS = ("N", "K", "F", "Fe", "Fs")
+"""A bias over one of these lies split as its matrix does; other vectors are whole on every device."""
+
+
+class LayerKind(msgspec.Struct, frozen=True, kw_only=True):
+    """The layers of one kind: they run the same block, whatever their order in the model."""
+
+    block: str
+    layers: tuple[int, ...]
+    sliding: bool
+    routed: bool
+
+    @property
+    def suffix(self) -> str:
+        """What tells the weights of this block from those of the others."""
+        return self.block.removeprefix("layer")
+
+
+def layer_kinds(model: Model) -> tuple[LayerKind, ...]:
+    """Kinds of layers in order of their first layer: "layer", then _moe with routed experts, _local with a window."""
+    sliding, routed = set(model.sliding_layers), set(model.moe_layers)
+    found: dict[tuple[bool, bool], list[int]] = {}
+    for layer in range(model.num_layers):
+        found.setdefault((layer in sliding, layer in routed), []).append(layer)
+    return tuple(
+        LayerKind(
+            block=f"layer{'_moe' * is_routed}{'_local' * is_sliding}",
+            layers=tuple(layers),
+            sliding=is_sliding,
+            routed=is_routed,
+        )
+        for (is_sliding, is_routed), layers in found.items()
+    )
 
 
 def local_name(weight: Weight) -> str:
-    """The name of a weight inside its block: ``layers.wq`` -> ``wq``."""
-    return weight.name.rsplit(".", 1)[-1]
+    """The name of a weight inside its block: ``layers.wq`` -> ``wq``, ``layers.experts.w_up`` -> ``experts_w_up``."""
+    return weight.name.removeprefix("layers.").replace(".", "_")
+
+
+def weight_variables(model: Model) -> dict[str, tuple[Weight, int]]:
+    """Variable of the program -> its row of the weight table, and the number of layers that have it.
+
+    Where layers are of several kinds, the weights of one kind are variables of their own: ``wq``, ``wq_moe``.
+    """
+    kinds = layer_kinds(model)
+    found: dict[str, tuple[Weight, int]] = {}
+    for weight in weight_table(model):
+        if weight.tied_to:
+            continue
+        if not weight.layers:
+            found[local_name(weight)] = (weight, 1)
+            continue
+        for kind in kinds:
+            repeat = len(set(kind.layers) & set(weight.layers))
+            if repeat:
+                found[_variable(weight, kind, kinds)] = (weight, repeat)
+    return found
 
 
 def transformer(model: Model) -> Program:
-    """The training program of a model: embed, layers, head.
-
-    Raises CannotRunError for a family whose program is not written yet.
-    """
-    require_runnable(model)
+    """The training program of a model: embed, layers, head."""
     variables = {
         "tokens": Variable("tokens", ("B", "T"), "input"),
         "labels": Variable("labels", ("B", "T"), "input"),
         "positions": Variable("positions", ("B", "T"), "position"),
         "logits": Variable("logits", ("B", "T", "V"), "activation"),
     }
-    for weight in weight_table(model):
-        if not weight.tied_to:
-            role = "vector" if weight.kind == "vector" else "weight"
-            name = local_name(weight)
-            variables[name] = Variable(name, weight.dims, role)
-    head = TIED_HEAD if model.tied_embeddings else HEAD
+    for name, (weight, _) in weight_variables(model).items():
+        variables[name] = Variable(name, weight.dims, _role(weight))
+    embed, head = _embed_lines(model), _head_lines(model)
     return Program(
         (
-            parse_block("embed", EMBED, variables),
-            parse_block("layer", LAYER, variables, repeat=model.num_layers, carry="x", result="x2"),
-            parse_block("head", head, variables),
+            parse_block("embed", "\n".join(embed), variables),
+            *(_layer_block(model, kind, variables) for kind in layer_kinds(model)),
+            parse_block("head", "\n".join(head), variables),
         ),
         variables,
     )
+
+
+def _role(weight: Weight) -> str:
+    if weight.kind == "matrix" or weight.dims[0] in _SPLIT_DIMS or len(weight.dims) > 1:
+        return "weight"
+    return "vector"
+
+
+def _variable(weight: Weight, kind: LayerKind, kinds: tuple[LayerKind, ...]) -> str:
+    return local_name(weight) + (kind.suffix if len(kinds) > 1 else "")
+
+
+def _layer_block(model: Model, kind: LayerKind, variables: dict[str, Variable]) -> Block:
+    kinds = layer_kinds(model)
+    return parse_block(
+        kind.block,
+        "\n".join(layer_lines(model, sliding=kind.sliding, routed=kind.routed)),
+        variables,
+        repeat=len(kind.layers),
+        carry="x",
+        result="x2",
+        renamed={local_name(w): _variable(w, kind, kinds) for w in weight_table(model) if w.layers},
+    )
+
+
+def _embed_lines(model: Model) -> list[str]:
+    scale = "; scale=sqrt(D)" if model.embed_scale else ""
+    if not model.learned_positions:
+        return [f"x[B,T,D] = embed(tokens[B,T], embed[V,D]{scale})"]
+    return [
+        f"e[B,T,D] = embed(tokens[B,T], embed[V,D]{scale})",
+        "p[B,T,D] = embed(positions[B,T], position_table[P,D])",
+        "x[B,T,D] = add(e[B,T,D], p[B,T,D])",
+    ]
+
+
+def _head_lines(model: Model) -> list[str]:
+    table = "embed[V,D]" if model.tied_embeddings else "unembed[D,V]"
+    cap = f"; softcap={model.logit_softcap}" if model.logit_softcap else ""
+    return [head_norm_line(model), f"loss[] = linear_cross_entropy(hf[B,T,D], {table}, labels[B,T]{cap})"]

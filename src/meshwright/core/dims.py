@@ -15,8 +15,11 @@ LEGEND: dict[str, str] = {
     "E": "experts",
 }
 
-MESH_AXES: tuple[str, ...] = ("data", "fsdp", "context", "tensor")
-"""Mesh axes of the product that are planned and run today, major to minor."""
+MESH_AXES: tuple[str, ...] = ("pipeline", "data", "fsdp", "expert", "context", "tensor")
+"""Mesh axes of the product, major to minor. ``pipeline`` splits layers, never a dim of an array."""
+
+RUNNABLE_AXES: tuple[str, ...] = ("data", "fsdp", "context", "tensor")
+"""Axes that are executed today; the others are planned."""
 
 DTYPE_BYTES: dict[str, float] = {
     "fp64": 8,

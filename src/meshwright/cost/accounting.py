@@ -5,6 +5,7 @@ that is `cost.ops`, `cost.memory` and `cost.train_step`, from the derived steps.
 """
 
 import math
+from fractions import Fraction
 from typing import Any, Literal
 
 import numpy as np
@@ -133,16 +134,23 @@ def max_params(memory_bytes: Number, *, state: str) -> Number:
 # -- bytes of activations and caches --------------------------------------------------------------------
 
 
-def saved_widths(model: Model, remat: str | tuple[str, ...]) -> dict[str, int]:
+def saved_widths(model: Model, remat: str | tuple[str, ...]) -> dict[str, Number]:
     """Elements per token that each layer keeps for its backward pass under a remat policy, by result.
 
     Read off the derived steps on one device: "block" keeps the layer's input alone (D), the list ("g", "u") the
-    outputs of the feed-forward matmuls as well (D + 2 F). Raises CannotRunError for a family without a program.
+    outputs of the feed-forward matmuls as well (D + 2 F). Where layers differ it is their mean; a token has a slot
+    with each of its experts.
     """
     derived = derive(transformer(model), Strategy(mesh={}, remat=remat))
-    layer = next(block for block in derived.blocks if block.block.carry)
-    sizes = model.dims
-    return {array.name: math.prod(sizes[dim] for dim in array.dims if dim not in ("B", "T")) for array in layer.kept}
+    sizes: dict[str, Number] = model.dims | {"B": 1, "T": 1}
+    if model.num_experts:
+        sizes["C"] = Fraction(model.experts_per_token, model.num_experts)
+    found: dict[str, Number] = {}
+    for block in derived.blocks:
+        for array in block.kept if block.block.carry else ():
+            width = math.prod(sizes[dim] for dim in array.dims)
+            found[array.name] = found.get(array.name, 0) + Fraction(block.repeat * width, model.num_layers)
+    return {name: int(width) if width.denominator == 1 else float(width) for name, width in found.items()}
 
 
 def saved_bytes(
@@ -163,11 +171,26 @@ def kv_cache_bytes(model: Model, num_positions: Number, *, element_bytes: Number
     per_position = 2 * model.num_kv_heads * model.head_dim
     if model.latent_attention:
         per_position = model.kv_lora_rank + model.qk_rope_head_dim
-    num_sliding = len(model.sliding_layers)
-    kept = (model.num_layers - num_sliding) * num_positions
-    if num_sliding and model.sliding_window is not None:
-        kept = kept + num_sliding * _smaller(num_positions, model.sliding_window)
-    return kept * per_position * element_bytes
+    kept = cached_elements(
+        num_positions,
+        per_position=per_position,
+        num_layers=model.num_layers,
+        window=model.sliding_window,
+        num_local=len(model.sliding_layers),
+    )
+    return kept * element_bytes
+
+
+def cached_elements(
+    num_positions: Number, *, per_position: Number, num_layers: int, window: int | None = None, num_local: int = 0
+) -> Number:
+    """Elements that all layers keep of one sequence; ``num_local`` of them stop at the window."""
+    if window is None:
+        num_local = 0
+    kept = (num_layers - num_local) * num_positions
+    if num_local:
+        kept = kept + num_local * _smaller(num_positions, window)
+    return kept * per_position
 
 
 def _smaller(first: Number, second: Number) -> Number:

@@ -7,71 +7,25 @@ that needs a sum or maximum over its own row reads the row twice; a renamed (cop
 a result that is added to what is there is read once more.
 """
 
-from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import Literal
 
 import msgspec
 
-from meshwright.algebra.notation import ShardedArray, Sizes, local_elements, product
+from meshwright.algebra.notation import product
 from meshwright.algebra.steps import Step
-from meshwright.algebra.transformer import HEAD_CHUNK_TOKENS
-from meshwright.core.dims import DTYPE_BYTES
+from meshwright.cost import attention_counts, op_counts
+from meshwright.cost.attention_counts import keys_per_query
+from meshwright.cost.op_counts import nothing, stream
+from meshwright.cost.sizes import Number, OpSizes, Scores
 from meshwright.spec.job import Job
 from meshwright.spec.model import Model
-from meshwright.spec.strategy import STATE_BYTES
 from meshwright.spec.weights import weight_table
 
-Number = Any
-"""A float, or a NumPy array with one entry per candidate."""
+__all__ = ["OP_ROWS", "OpRow", "OpSizes", "Scores", "is_attention", "model_flops", "num_matmul_params", "op_flops"]
+__all__ += ["op_hbm_bytes", "op_term"]
 
-Scores = Literal["on_chip", "in_memory"]
 Term = Literal["matmul", "attention", "elementwise", "loss_head", "optimizer"]
-
-SCORE_BYTES = 4
-"""Attention scores are float32 whatever the width of the rest."""
-
-
-class OpSizes(msgspec.Struct, frozen=True, kw_only=True):
-    """What the rows need beside a step: sizes of dims (B of one microbatch) and mesh axes, and element widths.
-
-    ``scores`` says whether attention is one kernel that keeps its T x S scores on chip, or a chain of products
-    and a softmax that writes them to memory. ``cache`` remembers the bytes of arrays met before.
-    """
-
-    dims: Mapping[str, Number]
-    mesh: Sizes
-    state: str
-    scores: Scores = "on_chip"
-    cache: dict[ShardedArray, Number] = msgspec.field(default_factory=dict)
-
-    @property
-    def width(self) -> int:
-        """Bytes of one activation, weight or communicated element: the state's weights' own."""
-        return int(STATE_BYTES[self.state]["weights"])
-
-    def elements(self, array: ShardedArray) -> Number:
-        """Elements of the block that one device holds."""
-        return local_elements(array, self.dims, self.mesh)
-
-    def bytes(self, array: ShardedArray) -> Number:
-        """Bytes of that block: the array's own dtype where it has one, else the width of the state."""
-        if array not in self.cache:
-            width = DTYPE_BYTES[array.dtype] if array.dtype else self.width
-            self.cache[array] = self.elements(array) * width
-        return self.cache[array]
-
-    def total(self, *arrays: ShardedArray) -> Number:
-        """Bytes of several blocks."""
-        return sum(self.bytes(array) for array in arrays)
-
-    def local(self, *arrays: ShardedArray) -> dict[str, Number]:
-        """Local size of every dim of the arrays; an array listed later settles a dim that two share."""
-        return {
-            dim: self.dims[dim] / product(self.mesh[axis] for axis in axes)
-            for array in arrays
-            for dim, axes in zip(array.dims, array.axes, strict=True)
-        }
-
 
 Count = Callable[[Step, OpSizes], Number]
 
@@ -106,13 +60,21 @@ def is_attention(step: Step) -> bool:
     return OP_ROWS[step.op].term == "attention"
 
 
-def model_flops(model: Model, job: Job) -> float:
+def model_flops(model: Model, job: Job, *, causal: bool = False) -> float:
     """FLOPs of one training step that the model needs, recomputation left out: what MFU counts.
 
-    6 x matrix parameters x tokens + 12 B T^2 N H L: the unembedding counts, the embedding look-up is free, and
-    attention has no causal discount. Source: How to Scale Your Model, section 4.
+    6 x matrix parameters x tokens + 12 B T S N H L: the unembedding counts, the embedding look-up is free. Only
+    chosen experts count. S are the keys that a query meets: T, or the window in layers that have one, and half of
+    it with ``causal``; without, there is no causal discount. With latent attention 2 H is H + Hv.
+    Source: How to Scale Your Model, section 4.
     """
-    attention = 12 * job.batch_seqs * job.seq_len**2 * model.num_heads * model.head_dim * model.num_layers
+    width = model.head_dim + (model.v_head_dim if model.latent_attention else model.head_dim)
+    num_sliding = len(model.sliding_layers)
+    length = job.seq_len
+    keys = (model.num_layers - num_sliding) * keys_per_query(length, causal=causal)
+    if num_sliding:
+        keys += num_sliding * float(keys_per_query(length, window=model.sliding_window, causal=causal))
+    attention = 6 * job.batch_seqs * length * keys * model.num_heads * width
     return 6.0 * num_matmul_params(model) * job.tokens_per_step + attention
 
 
@@ -122,137 +84,50 @@ def num_matmul_params(model: Model) -> int:
     return sum(int(product(row.shape)) if row.tied_to else row.num_active_params for row in matrices)
 
 
-# -- the counts -----------------------------------------------------------------------------------------
-
-
-def _none(step: Step, sizes: OpSizes) -> Number:
-    return 0.0
-
-
-def _stream(step: Step, sizes: OpSizes) -> Number:
-    return sizes.total(*step.inputs, step.result, *step.more)
-
-
-def _row_stream(step: Step, sizes: OpSizes) -> Number:
-    """A reduction over each row, then an elementwise pass: the first input is read twice."""
-    return _stream(step, sizes) + sizes.bytes(step.inputs[0])
-
-
-def _row_stream_backward(step: Step, sizes: OpSizes) -> Number:
-    """Both the cotangent and the primal are read for the reductions and again for the result."""
-    return _stream(step, sizes) + sizes.total(*step.inputs[:2])
-
-
-def _einsum_flops(step: Step, sizes: OpSizes) -> Number:
-    return 2.0 * product(sizes.local(*step.inputs).values())
-
-
-def _score_elements(step: Step, sizes: OpSizes) -> Number:
-    """B x N x T x S local, from the arrays q and k of an attention step."""
-    q, k = step.inputs[-5:-3]
-    rows, keys = sizes.local(q), sizes.local(k)
-    return rows["B"] * rows["N"] * rows["T"] * keys["T"]
-
-
-def _attention_flops(step: Step, sizes: OpSizes) -> Number:
-    """4 B T S N H: scores and the weighted sum, every key for every query."""
-    return 4.0 * _score_elements(step, sizes) * sizes.dims["H"]
-
-
-def _attention_backward_flops(step: Step, sizes: OpSizes) -> Number:
-    """10 B T S N H: the scores again, then the products for dV, dP, dQ and dK."""
-    return 10.0 * _score_elements(step, sizes) * sizes.dims["H"]
-
-
-def _attention_bytes(step: Step, sizes: OpSizes) -> Number:
-    """Inputs and results; in memory also the scores (written, read twice) and weights (written, read)."""
-    moved = _stream(step, sizes)
-    if sizes.scores == "on_chip":
-        return moved
-    return moved + _score_elements(step, sizes) * (3 * SCORE_BYTES + 2 * sizes.width)
-
-
-def _attention_backward_bytes(step: Step, sizes: OpSizes) -> Number:
-    """As forward; in memory the scores' way again, dP (written, read twice) and dS (written, read twice)."""
-    moved = _stream(step, sizes)
-    if sizes.scores == "on_chip":
-        return moved
-    return moved + _score_elements(step, sizes) * (6 * SCORE_BYTES + 5 * sizes.width)
-
-
-def _embed_bytes(step: Step, sizes: OpSizes) -> Number:
-    """One row is read and written for each token; the rest of the table stays where it is."""
-    return sizes.bytes(step.inputs[0]) + 2 * sizes.bytes(step.result)
-
-
-def _embed_backward_bytes(step: Step, sizes: OpSizes) -> Number:
-    """The gradient of the table is cleared, then one row is read, added to and written for each token."""
-    return sizes.total(*step.inputs, step.result) + 2 * sizes.bytes(step.inputs[1])
-
-
-def _chunked_flops(step: Step, sizes: OpSizes) -> Number:
-    return 2.0 * product(sizes.local(*step.inputs[:2]).values())
-
-
-def _chunked_backward_flops(step: Step, sizes: OpSizes) -> Number:
-    """The logits again, then the products for the stream and for the table."""
-    return 3 * _chunked_flops(step, sizes)
-
-
-def _logits(step: Step, sizes: OpSizes) -> Number:
-    """Local logits of a chunked step, which exist one chunk at a time."""
-    local = sizes.local(*step.inputs[:2])
-    return local["B"] * local["T"] * local["V"]
-
-
-def num_chunks(step: Step, sizes: OpSizes) -> Number:
-    """Chunks of a chunked loss head on one device; not rounded up, so that sizes may be arrays."""
-    local = sizes.local(*step.inputs[:2])
-    chunks = local["B"] * local["T"] / HEAD_CHUNK_TOKENS
-    return (chunks + 1 + abs(chunks - 1)) / 2  # the larger of chunks and 1
-
-
-def _chunked_bytes(step: Step, sizes: OpSizes) -> Number:
-    """As the kept logits' product and statistics, the table once for every chunk."""
-    again = (num_chunks(step, sizes) - 1) * sizes.bytes(step.inputs[1])
-    return _stream(step, sizes) + again + 3 * DTYPE_BYTES["fp32"] * _logits(step, sizes)
-
-
-def _chunked_backward_bytes(step: Step, sizes: OpSizes) -> Number:
-    """Logits and their cotangent written and read, the table and its gradient once for every chunk."""
-    again = (num_chunks(step, sizes) - 1) * sizes.total(step.inputs[1], step.more[0])
-    return _stream(step, sizes) + again + 6 * DTYPE_BYTES["fp32"] * _logits(step, sizes)
-
-
-def _adamw_bytes(step: Step, sizes: OpSizes) -> Number:
-    """Gradient read twice (its norm, its use); weights, moments and master copy read and written."""
-    state = STATE_BYTES[sizes.state]
-    gradient, weight = (sizes.elements(array) for array in step.inputs)
-    return 2 * gradient * state["gradients"] + 2 * weight * (state["weights"] + state["optimizer"])
-
-
 OP_ROWS: dict[str, OpRow] = {
-    "einsum": OpRow(_einsum_flops, _stream, "matmul"),
-    "rms_norm": OpRow(_none, _row_stream),
-    "rms_norm_backward": OpRow(_none, _row_stream_backward),
-    "rope": OpRow(_none, _stream),
-    "rope_backward": OpRow(_none, _stream),
-    "attention": OpRow(_attention_flops, _attention_bytes, "attention"),
-    "attention_backward": OpRow(_attention_backward_flops, _attention_backward_bytes, "attention"),
-    "add": OpRow(_none, _stream),
-    "copy": OpRow(_none, _none),
-    "slice": OpRow(_none, _none),
-    "silu_mul": OpRow(_none, _stream),
-    "silu_mul_backward": OpRow(_none, _stream),
-    "embed": OpRow(_none, _embed_bytes),
-    "embed_backward": OpRow(_none, _embed_backward_bytes),
-    "logits_statistics": OpRow(_none, _row_stream, "loss_head"),
-    "logits_backward": OpRow(_none, _stream, "loss_head"),
-    "chunked_logits_statistics": OpRow(_chunked_flops, _chunked_bytes, "loss_head"),
-    "chunked_logits_backward": OpRow(_chunked_backward_flops, _chunked_backward_bytes, "loss_head"),
-    "rescale": OpRow(_none, _stream, "loss_head"),
-    "sum_loss": OpRow(_none, _stream, "loss_head"),
-    "sum_loss_backward": OpRow(_none, _stream, "loss_head"),
-    "adamw": OpRow(_none, _adamw_bytes, "optimizer"),
+    "einsum": OpRow(op_counts.einsum_flops, stream, "matmul"),
+    "rms_norm": OpRow(nothing, op_counts.row_stream),
+    "rms_norm_backward": OpRow(nothing, op_counts.row_stream_backward),
+    "layer_norm": OpRow(nothing, op_counts.row_stream),
+    "layer_norm_backward": OpRow(nothing, op_counts.row_stream_backward),
+    "rope": OpRow(nothing, stream),
+    "rope_backward": OpRow(nothing, stream),
+    "join_heads": OpRow(nothing, stream),
+    "join_heads_backward": OpRow(nothing, stream),
+    "attention": OpRow(attention_counts.attention_flops, attention_counts.attention_bytes, "attention"),
+    "attention_backward": OpRow(
+        attention_counts.attention_backward_flops, attention_counts.attention_backward_bytes, "attention"
+    ),
+    "sink": OpRow(nothing, op_counts.fused_vectors, "attention"),
+    "sink_backward": OpRow(nothing, op_counts.fused_vectors_backward, "attention"),
+    "add": OpRow(nothing, stream),
+    "copy": OpRow(nothing, nothing),
+    "slice": OpRow(nothing, nothing),
+    "bias_add": OpRow(nothing, op_counts.fused_vectors),
+    "bias_add_backward": OpRow(nothing, stream),
+    "silu_mul": OpRow(nothing, stream),
+    "silu_mul_backward": OpRow(nothing, stream),
+    "gelu_mul": OpRow(nothing, stream),
+    "gelu_mul_backward": OpRow(nothing, stream),
+    "gelu": OpRow(nothing, stream),
+    "gelu_backward": OpRow(nothing, stream),
+    "token_gate": OpRow(nothing, stream),
+    "token_gate_backward": OpRow(nothing, stream),
+    "route": OpRow(nothing, stream),
+    "route_backward": OpRow(nothing, stream),
+    "dispatch": OpRow(nothing, op_counts.dispatch_bytes),
+    "dispatch_backward": OpRow(nothing, stream),
+    "combine": OpRow(nothing, stream),
+    "combine_backward": OpRow(nothing, op_counts.combine_backward_bytes),
+    "embed": OpRow(nothing, op_counts.embed_bytes),
+    "embed_backward": OpRow(nothing, op_counts.embed_backward_bytes),
+    "logits_statistics": OpRow(nothing, op_counts.row_stream, "loss_head"),
+    "logits_backward": OpRow(nothing, stream, "loss_head"),
+    "chunked_logits_statistics": OpRow(op_counts.chunked_flops, op_counts.chunked_bytes, "loss_head"),
+    "chunked_logits_backward": OpRow(op_counts.chunked_backward_flops, op_counts.chunked_backward_bytes, "loss_head"),
+    "rescale": OpRow(nothing, stream, "loss_head"),
+    "sum_loss": OpRow(nothing, stream, "loss_head"),
+    "sum_loss_backward": OpRow(nothing, stream, "loss_head"),
+    "adamw": OpRow(nothing, op_counts.adamw_bytes, "optimizer"),
 }
 """Op kind of a derived local step -> its row."""

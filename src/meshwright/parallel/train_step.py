@@ -16,7 +16,7 @@ from meshwright.algebra.transformer import transformer
 from meshwright.nn.interpreter import Interpreter
 from meshwright.nn.weights import Params, init_params, is_stacked, rows
 from meshwright.parallel.mesh import device_mesh, named_sharding, partition_spec
-from meshwright.spec.model import Model
+from meshwright.spec.model import Model, require_runnable
 from meshwright.spec.strategy import Strategy, require_runnable_strategy
 
 Form = Literal["shard_map", "gspmd"]
@@ -163,6 +163,7 @@ class TrainStep:
         form: Form = "shard_map",
         mesh: Mesh | None = None,
     ) -> None:
+        require_runnable(model)
         require_runnable_strategy(strategy)
         self.model, self.strategy, self.form = model, strategy, form
         if optimizer is None and strategy.state != "fp32":

@@ -142,7 +142,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     @property
     def dims(self) -> dict[str, int]:
-        """Letter to size. Experts add E, Fe, Fs (shared); latent attention adds Rq, Rkv, Hn, Hr, Hv."""
+        """Letter to size. Experts add E, Ea (of one token), Fe, Fs (shared); latent attention Rq, Rkv, Hn, Hr, Hv."""
         sizes = {
             "D": self.d_model,
             "F": self.d_ff,
@@ -155,6 +155,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         }
         optional = {
             "E": self.num_experts,
+            "Ea": self.experts_per_token,
             "Fe": self.d_ff_expert,
             "Fs": self.d_ff_shared,
             "Rq": self.q_lora_rank,
@@ -203,10 +204,10 @@ class Model(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 def require_runnable(model: Model) -> None:
-    """Raise CannotRunError unless this version can run the model; counting needs no such check."""
+    """Raise CannotRunError unless this version can run the model; counting and planning need no such check."""
     missing = model._missing_to_run()
     if missing:
         raise CannotRunError(
-            f"{model.name} ({missing}) is only counted in this version, by meshwright show; plain llama models are "
-            f"planned and run. Choose one, such as tiny or llama3-8b."
+            f"{model.name} ({missing}) is counted and planned but not run in this version; plain llama models are "
+            f"also run. Choose one, such as tiny or llama3-8b."
         )

@@ -277,7 +277,7 @@ def _embedding(model: Model) -> list[Weight]:
     token_name, position_name = ("wte.weight", "wpe.weight") if model.family == "gpt2" else ("embed_tokens.weight", "")
     rows = [_outside(model, "embed", model.weights_prefix + token_name, "V D", "embedding")]
     if model.learned_positions:
-        rows.append(_outside(model, "positions", model.weights_prefix + position_name, "P D", "embedding"))
+        rows.append(_outside(model, "position_table", model.weights_prefix + position_name, "P D", "embedding"))
     return rows
 
 

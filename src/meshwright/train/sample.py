@@ -14,7 +14,7 @@ from meshwright.algebra.transformer import transformer
 from meshwright.core.errors import InputError
 from meshwright.nn.interpreter import Interpreter
 from meshwright.nn.weights import Params, rows
-from meshwright.spec.model import Model
+from meshwright.spec.model import Model, require_runnable
 from meshwright.spec.strategy import Strategy, make_mesh
 
 DEFAULT_WINDOW = 128
@@ -22,6 +22,7 @@ DEFAULT_WINDOW = 128
 
 def logits_fn(model: Model) -> Callable[[Params, jax.Array], jax.Array]:
     """(params, tokens[B,T]) -> logits[B,T,V] in float32: the training program's forward steps on one device."""
+    require_runnable(model)
     # Keeping every result leaves the logits whole: other policies may compute the loss in chunks.
     derived = derive(transformer(model), Strategy(mesh=make_mesh({}), remat="none"))
     interpreter = Interpreter(model, derived)

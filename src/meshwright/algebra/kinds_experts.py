@@ -1,0 +1,89 @@
+"""Rules of routed experts, forward and backward: choose, send tokens to their experts, bring results back.
+
+Each device sorts its own tokens into slots of every expert, xe[E, C_{axes of its tokens}, D]; the declared sharding
+has experts on devices, xe[E_expert, C, D], and moving the axis from C to E is the AllToAll.
+"""
+
+from meshwright.algebra.notation import ShardedArray
+from meshwright.algebra.program import Op
+from meshwright.algebra.trace import Trace, like, local, moved, require_whole
+
+
+def _chosen(gates: ShardedArray) -> ShardedArray:
+    """Numbers of the experts that each token goes to, and its slots there."""
+    return gates.replace(name="chosen", dtype="int32")
+
+
+def _own_slots(slots: ShardedArray, tokens: ShardedArray) -> ShardedArray:
+    """``slots`` as one device fills them from its own tokens: every expert, and C split as the tokens are.
+
+    What the declared sharding has on E is minor in C, so that a single AllToAll moves it.
+    """
+    axes = tuple(axis for dim in ("B", "T") for axis in tokens.axes_of(dim))
+    experts = tuple(axis for axis in slots.axes_of("E") if axis in axes)
+    kept = tuple(axis for axis in slots.axes_of("C") if axis in axes)
+    others = tuple(axis for axis in axes if axis not in (*experts, *kept))
+    return slots.resharded({"E": (), "C": kept + others + experts, "D": ()})
+
+
+def route_forward(op: Op, trace: Trace) -> None:
+    """Weights of the chosen experts of each token, from the scores of all experts."""
+    gates = trace.declared(op.out)
+    scores = _scores(trace.declared(op.inputs[0]), gates)
+    moved(trace, trace.declared(op.inputs[0]), scores)
+    trace.add(local(op.kind, (scores,), gates, _chosen(gates)))
+
+
+def route_backward(op: Op, trace: Trace) -> None:
+    """Cotangent of the scores from that of the weights."""
+    gates = trace.declared(op.out)
+    scores = _scores(trace.declared(op.inputs[0]), gates)
+    trace.need(scores, _chosen(gates))
+    dscores = _scores(trace.cotangent(op.inputs[0]), gates)
+    trace.add(local("route_backward", (trace.cotangent(op.out), scores, _chosen(gates)), dscores))
+    trace.contribute(op.inputs[0], dscores)
+
+
+def _scores(scores: ShardedArray, gates: ShardedArray) -> ShardedArray:
+    """Scores of all experts, split over tokens as the weights are."""
+    return scores.resharded({"E": (), **{dim: gates.axes_of(dim) for dim in ("B", "T")}})
+
+
+def dispatch_forward(op: Op, trace: Trace) -> None:
+    """Tokens into slots, then slots to the devices of their experts."""
+    x, gates, out = (trace.declared(n) for n in (*op.inputs, op.out))
+    require_whole(x, "D", op.kind)
+    slots = _own_slots(out, x)
+    trace.add(local(op.kind, (x, moved(trace, _chosen(gates), like(_chosen(gates), x))), slots))
+    moved(trace, slots, out)
+
+
+def dispatch_backward(op: Op, trace: Trace) -> None:
+    """Cotangents of slots brought back, then summed per token."""
+    x, gates = (trace.declared(n) for n in op.inputs)
+    dslots = moved(trace, trace.cotangent(op.out), _own_slots(trace.cotangent(op.out), x))
+    chosen, dx = like(_chosen(gates), x), trace.cotangent(op.inputs[0])
+    trace.need(chosen)
+    trace.add(local("dispatch_backward", (dslots, chosen), dx))
+    trace.contribute(op.inputs[0], dx)
+
+
+def combine_forward(op: Op, trace: Trace) -> None:
+    """Results brought back to their tokens' devices, then summed per token with the weights."""
+    slots, gates, out = (trace.declared(n) for n in (*op.inputs, op.out))
+    own = moved(trace, slots, _own_slots(slots, gates))
+    trace.add(local(op.kind, (own, gates, _chosen(gates)), like(out, gates)))
+    moved(trace, like(out, gates), out)
+
+
+def combine_backward(op: Op, trace: Trace) -> None:
+    """Cotangents of slots, which go to their experts' devices, and of the weights."""
+    slots, gates = (trace.declared(n) for n in op.inputs)
+    own, chosen = _own_slots(slots, gates), _chosen(gates)
+    dout = trace.cotangent(op.out)
+    dout = moved(trace, dout, like(dout, gates))
+    trace.need(own, gates, chosen)
+    dslots, dgates = _own_slots(trace.cotangent(op.inputs[0]), gates), trace.cotangent(op.inputs[1])
+    trace.add(local("combine_backward", (dout, own, gates, chosen), dslots, dgates))
+    trace.contribute(op.inputs[0], dslots)
+    trace.contribute(op.inputs[1], dgates)

@@ -1,0 +1,206 @@
+"""The lines of one transformer layer, for every family: attention with its norms, then dense or routed feed-forward.
+
+Names say what a remat policy may keep: q, k, a, g, u, y and their like are what a matrix product leaves; qr, kr, v
+and o are what attention takes and gives, whatever was done to them on the way.
+"""
+
+from meshwright.spec.model import Model
+
+Lines = list[str]
+
+
+def layer_lines(model: Model, *, sliding: bool, routed: bool) -> Lines:
+    """One layer from x to x2; ``sliding`` limits its attention to the window, ``routed`` gives it experts."""
+    attention = latent_attention_lines(model) if model.latent_attention else attention_lines(model, sliding=sliding)
+    after_attention, a = _after("a", model, bias="bo", norm="post_attn_norm", has_bias=model.out_bias)
+    lines = [
+        _norm(model, "h", "x", "attn_norm"),
+        *attention,
+        *after_attention,
+        f"x1[B,T,D] = add(x[B,T,D], {a}[B,T,D])",
+        _norm(model, "h1", "x1", "mlp_norm"),
+    ]
+    return [*lines, *(_expert_lines(model) if routed else _dense_lines(model))]
+
+
+def _norm(model: Model, out: str, source: str, name: str) -> str:
+    vectors = f"{name}[D], {name}_bias[D]" if model.norm == "layer_norm" else f"{name}[D]"
+    return f"{out}[B,T,D] = {model.norm}({source}[B,T,D], {vectors})"
+
+
+def head_norm_line(model: Model) -> str:
+    """The norm before the loss head."""
+    return _norm(model, "hf", "x", "final_norm")
+
+
+def _after(out: str, model: Model, *, bias: str, norm: str, has_bias: bool) -> tuple[Lines, str]:
+    """What a product that writes into the stream goes through, and the name it has then."""
+    lines, name = [], out
+    if has_bias:
+        lines.append(f"{out}b[B,T,D] = bias_add({name}[B,T,D], {bias}[D])")
+        name = f"{out}b"
+    if model.post_norms:
+        lines.append(_norm(model, f"{out}n", name, norm))
+        name = f"{out}n"
+    return lines, name
+
+
+# -- attention --------------------------------------------------------------------------------------
+
+
+def attention_lines(model: Model, *, sliding: bool) -> Lines:
+    """Projections, what is done to queries and keys on the way, attention, and the projection back."""
+    query, q = _on_the_way(model, "q", "N")
+    key, k = _on_the_way(model, "k", "K")
+    value = "v0" if model.qkv_bias else "v"
+    lines = [
+        "q[B,T,N,H] = h[B,T,D] * wq[D,N,H]",
+        "k[B,T,K,H] = h[B,T,D] * wk[D,K,H]",
+        f"{value}[B,T,K,H] = h[B,T,D] * wv[D,K,H]",
+        *query,
+        *key,
+    ]
+    if model.qkv_bias:
+        lines.append("v[B,T,K,H] = bias_add(v0[B,T,K,H], bv[K,H])")
+    return [*lines, *_attention_line(model, q, k, sliding=sliding), "a[B,T,D] = o[B,T,N,H] * wo[N,H,D]"]
+
+
+def _on_the_way(model: Model, name: str, heads: str) -> tuple[Lines, str]:
+    """Bias, norm and rotation of queries or keys, those that the model has; the last result is qr or kr."""
+    rotates = not model.learned_positions and model.family != "gpt2"
+    stages = [
+        (model.qkv_bias, f"{name}b", "bias_add", f"b{name}[{heads},H]"),
+        (model.qk_norm, f"{name}n", "rms_norm", f"{name}_norm[H]"),
+        (rotates, f"{name}r", "rope", "positions[B,T]"),
+    ]
+    used = [(out, kind, other) for has, out, kind, other in stages if has]
+    if used:
+        used[-1] = (f"{name}r", *used[-1][1:])
+    lines, source = [], name
+    for out, kind, other in used:
+        lines.append(f"{out}[B,T,{heads},H] = {kind}({source}[B,T,{heads},H], {other})")
+        source = out
+    return lines, source
+
+
+def _attention_line(model: Model, q: str, k: str, *, sliding: bool) -> Lines:
+    window = f"; window={model.sliding_window}" if sliding else ""
+    arrays = f"{q}[B,T,N,H], {k}[B,T,K,H], v[B,T,K,H], positions[B,T]"
+    if not model.attention_sinks:
+        return [f"o[B,T,N,H] = attention({arrays}{window})"]
+    return [
+        f"os[B,T,N,H] = attention({arrays}{window})",
+        "o[B,T,N,H] = sink(os[B,T,N,H], sinks[N])",
+    ]
+
+
+def latent_attention_lines(model: Model) -> Lines:
+    """Queries, keys and values through low-rank latents; one rotated key part is shared by all heads.
+
+    Source: DeepSeek-V2, section 2.1.
+    """
+    has_bias = model.qkv_bias
+    query = ["q[B,T,N,H] = h[B,T,D] * wq[D,N,H]"]
+    if model.q_lora_rank:
+        query = [
+            "cq[B,T,Rq] = h[B,T,D] * wq_a[D,Rq]",
+            *_bias("cq", "Rq", "bq_a", has_bias=has_bias),
+            f"cqn[B,T,Rq] = rms_norm({_biased('cq', has_bias)}[B,T,Rq], q_a_norm[Rq])",
+            "q[B,T,N,H] = cqn[B,T,Rq] * wq_b[Rq,N,H]",
+        ]
+    return [
+        *query,
+        "ckv[B,T,Rkv] = h[B,T,D] * wkv_a[D,Rkv]",
+        *_bias("ckv", "Rkv", "bkv_a", has_bias=has_bias),
+        f"ckvn[B,T,Rkv] = rms_norm({_biased('ckv', has_bias)}[B,T,Rkv], kv_a_norm[Rkv])",
+        "kp[B,T,Hr] = h[B,T,D] * wk_rope[D,Hr]",
+        *_bias("kp", "Hr", "bk_rope", has_bias=has_bias),
+        "kn[B,T,N,Hn] = ckvn[B,T,Rkv] * wk_b[Rkv,N,Hn]",
+        "v[B,T,N,Hv] = ckvn[B,T,Rkv] * wv_b[Rkv,N,Hv]",
+        "qr[B,T,N,H] = rope(q[B,T,N,H], positions[B,T])",
+        f"kpr[B,T,Hr] = rope({_biased('kp', has_bias)}[B,T,Hr], positions[B,T])",
+        "kr[B,T,N,H] = join_heads(kn[B,T,N,Hn], kpr[B,T,Hr])",
+        "o[B,T,N,Hv] = attention(qr[B,T,N,H], kr[B,T,N,H], v[B,T,N,Hv], positions[B,T])",
+        "a[B,T,D] = o[B,T,N,Hv] * wo[N,Hv,D]",
+    ]
+
+
+def _biased(name: str, has_bias: bool) -> str:
+    return f"{name}b" if has_bias else name
+
+
+def _bias(name: str, dim: str, bias: str, *, has_bias: bool) -> Lines:
+    return [f"{name}b[B,T,{dim}] = bias_add({name}[B,T,{dim}], {bias}[{dim}])"] if has_bias else []
+
+
+# -- feed-forward -----------------------------------------------------------------------------------
+
+
+def _dense_lines(model: Model) -> Lines:
+    has_bias = model.mlp_bias
+    after, y = _after("y", model, bias="b_down", norm="post_mlp_norm", has_bias=has_bias)
+    gate = ["g[B,T,F] = h1[B,T,D] * w_gate[D,F]"] if model.gated else []
+    gate_bias = _bias("g", "F", "b_gate", has_bias=has_bias) if model.gated else []
+    return [
+        *gate,
+        "u[B,T,F] = h1[B,T,D] * w_up[D,F]",
+        *gate_bias,
+        *_bias("u", "F", "b_up", has_bias=has_bias),
+        _activation(model, "m", _biased("g", has_bias), _biased("u", has_bias), "B,T,F"),
+        "y[B,T,D] = m[B,T,F] * w_down[F,D]",
+        *after,
+        f"x2[B,T,D] = add(x1[B,T,D], {y}[B,T,D])",
+    ]
+
+
+def _activation(model: Model, out: str, gate: str, up: str, dims: str) -> str:
+    """Every activation but silu is priced as gelu: both stream their inputs once."""
+    kind = "silu" if model.activation == "silu" else "gelu"
+    if model.gated:
+        return f"{out}[{dims}] = {kind}_mul({gate}[{dims}], {up}[{dims}])"
+    return f"{out}[{dims}] = gelu({up}[{dims}])"
+
+
+def _expert_lines(model: Model) -> Lines:
+    """Routed experts, E of C slots each, beside the shared ones that see every token."""
+    has_bias = model.mlp_bias
+    shared, outputs = _shared_lines(model) if model.d_ff_shared else ([], [])
+    after, y = _after("y", model, bias="", norm="post_mlp_norm", has_bias=False)
+    return [
+        *_router_lines(model),
+        "xe[E,C,D] = dispatch(h1[B,T,D], gates[B,T,Ea])",
+        "ge[E,C,Fe] = xe[E,C,D] * experts_w_gate[E,D,Fe]",
+        "ue[E,C,Fe] = xe[E,C,D] * experts_w_up[E,D,Fe]",
+        *_expert_bias("ge", "Fe", "experts_b_gate", has_bias=has_bias),
+        *_expert_bias("ue", "Fe", "experts_b_up", has_bias=has_bias),
+        _activation(model, "me", _biased("ge", has_bias), _biased("ue", has_bias), "E,C,Fe"),
+        "ye[E,C,D] = me[E,C,Fe] * experts_w_down[E,Fe,D]",
+        *_expert_bias("ye", "D", "experts_b_down", has_bias=has_bias),
+        f"y[B,T,D] = combine({_biased('ye', has_bias)}[E,C,D], gates[B,T,Ea])",
+        *shared,
+        *after,
+        f"x2[B,T,D] = add({', '.join(f'{name}[B,T,D]' for name in ('x1', y, *outputs))})",
+    ]
+
+
+def _router_lines(model: Model) -> Lines:
+    scores = ["r[B,T,E] = h1[B,T,D] * router[D,E]"]
+    scores += _bias("r", "E", "router_bias", has_bias=model.router_bias)
+    return [*scores, f"gates[B,T,Ea] = route({_biased('r', model.router_bias)}[B,T,E])"]
+
+
+def _expert_bias(name: str, dim: str, bias: str, *, has_bias: bool) -> Lines:
+    return [f"{name}b[E,C,{dim}] = bias_add({name}[E,C,{dim}], {bias}[E,{dim}])"] if has_bias else []
+
+
+def _shared_lines(model: Model) -> tuple[Lines, Lines]:
+    """The shared experts as one dense feed-forward of their joint width, and the name of what they give."""
+    lines = [
+        "gs[B,T,Fs] = h1[B,T,D] * shared_w_gate[D,Fs]",
+        "us[B,T,Fs] = h1[B,T,D] * shared_w_up[D,Fs]",
+        _activation(model, "ms", "gs", "us", "B,T,Fs"),
+        "ys[B,T,D] = ms[B,T,Fs] * shared_w_down[Fs,D]",
+    ]
+    if not model.shared_expert_gate:
+        return lines, ["ys"]
+    return [*lines, "ysg[B,T,D] = token_gate(ys[B,T,D], h1[B,T,D], shared_gate[D])"], ["ysg"]

@@ -1,0 +1,136 @@
+"""A pipeline schedule as a table: which pass of which microbatch every device runs, in which order.
+
+The same rows are simulated, drawn and executed. A *device* is a position on the mesh axis ``pipeline`` (a group of
+chips, when other axes split its work too); a *virtual stage* is one of the consecutive pieces that the model is cut
+into; a device holds one piece per *chunk*.
+"""
+
+from collections.abc import Iterator
+from typing import Literal
+
+import msgspec
+
+Pass = Literal["F", "B", "W"]
+"""F forward; B backward; W weight gradients, where a row of its own makes them: B then makes input gradients only."""
+
+
+class Op(msgspec.Struct, frozen=True):
+    """One pass of one microbatch through one chunk of a device; written ``F3``, or ``F3/1`` in chunk 1."""
+
+    kind: Pass
+    microbatch: int
+    chunk: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.kind}{self.microbatch}" + (f"/{self.chunk}" if self.chunk else "")
+
+
+class Place(msgspec.Struct, frozen=True):
+    """Where a virtual stage lives."""
+
+    device: int
+    chunk: int = 0
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True):
+    """One row of the table: what ``device`` runs as its ``order``-th op, and the virtual stage that this is."""
+
+    order: int
+    device: int
+    kind: Pass
+    microbatch: int
+    chunk: int
+    virtual_stage: int
+
+
+Route = tuple[Place, ...]
+"""Places of the virtual stages, first to last: the way of a microbatch through the devices."""
+
+
+class Schedule(msgspec.Struct, frozen=True, kw_only=True):
+    """Every device's ops in their order, and the placement of the virtual stages.
+
+    ``routes`` has one way through the model, or two where microbatches enter at both ends (then every virtual stage is
+    held twice); ``route_of`` says which one each microbatch takes. A microbatch may have a row W for a virtual stage or
+    not: without one, its row B there is the whole backward pass. ``schedule_check.check`` says whether it can run.
+    """
+
+    name: str
+    routes: tuple[Route, ...]
+    route_of: tuple[int, ...]
+    orders: tuple[tuple[Op, ...], ...]
+
+    @property
+    def num_devices(self) -> int:
+        """Positions on the pipeline axis."""
+        return len(self.orders)
+
+    @property
+    def num_microbatches(self) -> int:
+        """Microbatches of a step, over all routes."""
+        return len(self.route_of)
+
+    @property
+    def num_virtual_stages(self) -> int:
+        """Pieces that the model is cut into."""
+        return len(self.routes[0])
+
+    @property
+    def num_chunks(self) -> int:
+        """Pieces that one device holds, copies counted."""
+        return 1 + max(place.chunk for route in self.routes for place in route)
+
+    @property
+    def weight_copies(self) -> int:
+        """How often the weights are held by the devices together: one per route."""
+        return len(self.routes)
+
+    @property
+    def piece_share(self) -> float:
+        """One virtual stage's share of what a device would hold were the model cut into ``num_devices`` pieces."""
+        return self.num_devices / self.num_virtual_stages
+
+    @property
+    def is_split(self) -> bool:
+        """Whether any weight gradients are made by a pass of their own."""
+        return any(op.kind == "W" for order in self.orders for op in order)
+
+    def virtual_stages(self) -> dict[tuple[int, int, int], int]:
+        """(route, device, chunk) -> virtual stage."""
+        return {
+            (number, place.device, place.chunk): stage
+            for number, route in enumerate(self.routes)
+            for stage, place in enumerate(route)
+        }
+
+    def rows(self) -> Iterator[Row]:
+        """The table row by row, device by device."""
+        stages = self.virtual_stages()
+        for device, order in enumerate(self.orders):
+            for number, op in enumerate(order):
+                stage = stages[self.route_of[op.microbatch], device, op.chunk]
+                yield Row(
+                    order=number,
+                    device=device,
+                    kind=op.kind,
+                    microbatch=op.microbatch,
+                    chunk=op.chunk,
+                    virtual_stage=stage,
+                )
+
+
+def looped_route(devices: int, chunks: int = 1) -> Route:
+    """Virtual stage ``chunk * devices + device``: round and round, as interleaved schedules want it."""
+    return tuple(Place(device, chunk) for chunk in range(chunks) for device in range(devices))
+
+
+def v_route(devices: int) -> Route:
+    """Down the devices in chunk 0 and up again in chunk 1: device 0 holds the first piece and the last."""
+    down = tuple(Place(device, 0) for device in range(devices))
+    return down + tuple(Place(device, 1) for device in reversed(range(devices)))
+
+
+def bidirectional_routes(devices: int) -> tuple[Route, Route]:
+    """Down the devices in chunk 0, and up them in chunk 1: device d holds the pieces d and devices - 1 - d."""
+    down = tuple(Place(device, 0) for device in range(devices))
+    return down, tuple(Place(device, 1) for device in reversed(range(devices)))

@@ -1,0 +1,127 @@
+"""Where routed experts communicate: the collectives of a layer written out from the theory, forward and backward."""
+
+import re
+
+import pytest
+
+from meshwright.algebra.derive import derive
+from meshwright.algebra.program import Program, Variable, parse_block
+from meshwright.algebra.transformer import transformer
+from meshwright.core.errors import InputError
+from meshwright.spec.catalogue import model
+from meshwright.spec.strategy import Strategy
+
+EXPERTS = """
+r[B,T,E] = x[B,T,D] * router[D,E]
+gates[B,T,Ea] = route(r[B,T,E])
+xe[E,C,D] = dispatch(x[B,T,D], gates[B,T,Ea])
+ge[E,C,F] = xe[E,C,D] * w_up[E,D,F]
+ye[E,C,D] = ge[E,C,F] * w_down[E,F,D]
+y[B,T,D] = combine(ye[E,C,D], gates[B,T,Ea])
+x2[B,T,D] = add(x[B,T,D], y[B,T,D])
+"""
+
+RULES = {
+    "activation": {"F": ("Y",), "B": ("X", "Z"), "E": ("Z",), "C": ("X", "Y"), "T": ("Y",)},
+    "weight": {"E": ("Z",), "F": ("Y",), "D": ("X",)},
+}
+"""Tokens on X, Y and Z; experts on Z, their widths on Y; weights split over X as well."""
+
+# Forward: slots go from the devices of their tokens to those of their experts (Z), are gathered where the width is
+# split (Y), and go the same ways back. Weights are gathered over X alone: each device keeps its own experts.
+FORWARD = """
+router[D, E_Z] = AllGather_X(router[D_X, E_Z])
+router[D, E] = AllGather_Z(router[D, E_Z])
+xe[E_Z, C_XY, D] = AllToAll_Z:C->E(xe[E, C_XYZ, D])
+xe[E_Z, C_X, D] = AllGather_Y(xe[E_Z, C_XY, D])
+w_up[E_Z, D, F_Y] = AllGather_X(w_up[E_Z, D_X, F_Y])
+w_down[E_Z, F_Y, D] = AllGather_X(w_down[E_Z, F_Y, D_X])
+ye[E_Z, C_XY, D] = ReduceScatter_Y(ye[E_Z, C_X, D]{U_Y})
+ye[E, C_XYZ, D] = AllToAll_Z:E->C(ye[E_Z, C_XY, D])
+"""
+
+# Backward: the same in reverse. An expert's gradient is summed over the devices of X, which hold the same expert,
+# and not over Z; the router's is summed over all, for every device has tokens of its own.
+BACKWARD = """
+dye[E_Z, C_XY, D] = AllToAll_Z:C->E(dye[E, C_XYZ, D])
+dye[E_Z, C_X, D] = AllGather_Y(dye[E_Z, C_XY, D])
+dw_down[E_Z, F_Y, D_X] = ReduceScatter_X(dw_down[E_Z, F_Y, D]{U_X})
+w_down[E_Z, F_Y, D] = AllGather_X(w_down[E_Z, F_Y, D_X])
+dw_up[E_Z, D_X, F_Y] = ReduceScatter_X(dw_up[E_Z, D, F_Y]{U_X})
+w_up[E_Z, D, F_Y] = AllGather_X(w_up[E_Z, D_X, F_Y])
+dxe[E_Z, C_XY, D] = ReduceScatter_Y(dxe[E_Z, C_X, D]{U_Y})
+dxe[E, C_XYZ, D] = AllToAll_Z:E->C(dxe[E_Z, C_XY, D])
+drouter[D_X, E]{U_ZY} = ReduceScatter_X(drouter[D, E]{U_XZY})
+drouter[D_X, E_Z]{U_Y} = ReduceScatter_Z(drouter[D_X, E]{U_ZY})
+drouter[D_X, E_Z] = AllReduce_Y(drouter[D_X, E_Z]{U_Y})
+router[D, E_Z] = AllGather_X(router[D_X, E_Z])
+router[D, E] = AllGather_Z(router[D, E_Z])
+"""
+
+
+def experts(rules=RULES, remat="none"):
+    variables = {
+        "router": Variable("router", ("D", "E"), "weight"),
+        "w_up": Variable("w_up", ("E", "D", "F"), "weight"),
+        "w_down": Variable("w_down", ("E", "F", "D"), "weight"),
+    }
+    block = parse_block("layer", EXPERTS, variables, carry="x", result="x2")
+    strategy = Strategy(mesh={"X": 2, "Y": 2, "Z": 2}, assignment=rules, remat=remat)
+    return derive(Program((block,), variables), strategy).blocks[0]
+
+
+def lines(text):
+    """The lines of a text; axes of a sum have no order."""
+    return {
+        re.sub(r"U_([XYZ]+)", lambda axes: "U_" + "".join(sorted(axes[1])), line.strip())
+        for line in text.strip().splitlines()
+    }
+
+
+def collectives(steps):
+    return lines("\n".join(str(step) for step in steps if step.is_collective))
+
+
+def test_slots_go_to_their_experts_and_back():
+    block = experts()
+    assert collectives(block.forward) == lines(FORWARD)
+    assert collectives(block.backward) == lines(BACKWARD)
+
+
+def test_each_device_sorts_its_own_tokens():
+    local = [str(step) for step in experts().forward if step.op in ("route", "dispatch", "combine")]
+    assert local == [
+        "gates[B_XZ, T_Y, Ea] = route(r[B_XZ, T_Y, E])",
+        "xe[E, C_XYZ, D] = dispatch(x[B_XZ, T_Y, D], chosen[B_XZ, T_Y, Ea])",
+        "y[B_XZ, T_Y, D] = combine(ye[E, C_XYZ, D], gates[B_XZ, T_Y, Ea], chosen[B_XZ, T_Y, Ea])",
+    ]
+
+
+def test_without_an_axis_for_experts_no_slot_leaves_its_device():
+    activation = RULES["activation"] | {"E": (), "C": ("X", "Y", "Z"), "F": ()}
+    whole = {"activation": activation, "weight": {"D": ("X", "Z")}}
+    block = experts(whole)
+    assert {step.op for step in (*block.forward, *block.backward) if step.is_collective} == {
+        "all_gather", "reduce_scatter", "all_reduce",
+    }  # fmt: skip
+    assert not any(step.result.name in ("xe", "ye") for step in block.forward if step.is_collective)
+
+
+def test_the_exchange_is_waited_for():
+    exchanges = [s for s in (*experts().forward, *experts().backward) if s.op == "all_to_all"]
+    assert len(exchanges) == 4
+    assert all(step.critical for step in exchanges)
+
+
+def test_tokens_must_have_their_width():
+    split = {"activation": {"D": ("X",), "B": ("Y",), "E": ("Z",)}, "weight": {"E": ("Z",)}}
+    with pytest.raises(InputError, match="dispatch needs D whole"):
+        experts(split)
+
+
+def test_a_block_that_is_run_again_sends_its_slots_again():
+    """With the layer's input alone kept, the backward pass makes both exchanges of the forward pass once more."""
+    derived = derive(transformer(model("mixtral-8x7b")), Strategy(mesh={"expert": 4}, remat="block"))
+    layer = next(b for b in derived.blocks if b.block.carry)
+    phases = [step.phase for step in (*layer.forward, *layer.backward) if step.op == "all_to_all"]
+    assert [phases.count(phase) for phase in ("forward", "recompute", "backward")] == [2, 2, 2]
