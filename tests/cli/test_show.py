@@ -53,13 +53,28 @@ def test_a_model(call):
         assert fact in text
 
 
-def test_a_model_that_is_only_counted(call):
+def test_shares_and_designs_of_the_cache(call):
+    found = call("show", "llama2-7b", "--json").json
+    own, one, shared = found["kv_cache"]
+    assert own["own"]
+    assert own["bytes_per_token"] == {"bf16": 524288, "int8": 262144, "int4": 131072}
+    assert own["sequence"]["bytes"] == 524288 * own["sequence"]["positions"]
+    assert one["bytes_per_token"]["bf16"] * 32 == shared["bytes_per_token"]["bf16"] * 2 == 524288
+    text = call("show", "llama2-7b").words
+    assert "embedding 1.9%, attention 31.9%, mlp 64.2%, unembedding 1.9%" in text
+    assert "MHA, 32 heads * 8,192 524 kB 262 kB 131 kB" in text
+    for name in ("gemma3-27b", "deepseek-v3"):
+        assert max(map(len, call("show", name).out.splitlines())) <= 80
+
+
+def test_a_model_that_does_not_run_here(call):
     found = call("show", "deepseek-v3", "--json").json
-    assert found["saved_bytes_per_token"] is None
+    assert found["saved_bytes_per_token"]["block"] == {
+        "results": ["x"], "elements_per_layer": 7168, "bytes": 2 * 7168 * 61
+    }  # fmt: skip
     assert found["attention_intensity"] is None
     text = call("show", "deepseek-v3").out
-    assert "counted; only the llama family runs" in text
-    assert "remat" not in text
+    assert "counted and planned; only the llama family runs" in text
 
 
 def test_a_model_of_a_config_file(call, tmp_path):

@@ -21,7 +21,9 @@ from meshwright.cost.network import (
     ring_link_share,
     stack_rates,
 )
+from meshwright.cost.placement import physical_placement
 from meshwright.spec.calibration import Calibration, CollectiveRate, Efficiency
+from meshwright.spec.chip import known
 from meshwright.spec.cluster import parse_cluster
 
 
@@ -232,3 +234,23 @@ def test_efficiency_slows_its_own_level():
     sheet, seen = group_rates(placed, ("fsdp",)), group_rates(placed, ("fsdp",), slow)
     assert seen.seconds_per_byte_all_gather == pytest.approx(2 * sheet.seconds_per_byte_all_gather)
     assert seen.latency_s == pytest.approx(3 * sheet.latency_s)
+
+
+@pytest.mark.parametrize("text", ["v5p:4x4x8", "v5p:8x8x12", "v5e:16x16", "v5e:16x8"])
+def test_an_all_to_all_against_every_pair_of_a_torus(text):
+    """Bytes on the links of each axis if every chip sends every other its part the shortest way, axis after axis."""
+    cluster = parse_cluster(text)
+    n, link = cluster.num_chips, known(cluster.chip, "ici_link_bytes_per_s")
+    busiest = 0.0
+    for size, wraps in zip(cluster.shape, cluster.wraps, strict=True):
+        steps = [abs(a - b) for a in range(size) for b in range(size)]
+        hops = sum(min(s, size - s) if wraps else s for s in steps) / size**2
+        # n^2 pairs of 1/n^2 of the array, over two directions of as many links as chips (a line: the gaps)
+        links = 2 * n if wraps else 2 * n * (size - 1) / size
+        busiest = max(busiest, hops / links / link)
+    rates = group_rates(physical_placement(cluster), physical_placement(cluster).mesh)
+    if all(cluster.wraps):
+        assert rates.seconds_per_byte_all_to_all == pytest.approx(busiest)
+    else:
+        # lines are priced one way, as the convention has it: between the average link and twice the busiest one
+        assert busiest < rates.seconds_per_byte_all_to_all < 4 * busiest

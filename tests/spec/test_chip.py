@@ -13,10 +13,25 @@ UNSOURCED = {
 
 
 WANTED = {
-    "google": ["v3", "v4p", "v5e", "v5p", "v6e", "tpu7x", "v4p-book", "v5e-book", "v5p-book", "v6e-book"],
+    "google": [
+        "v2",
+        "v2-book",
+        "v3",
+        "v4p",
+        "v5e",
+        "v5p",
+        "v6e",
+        "tpu7x",
+        "v4p-book",
+        "v5e-book",
+        "v5p-book",
+        "v6e-book",
+    ],
     "nvidia": ["v100", "a100-40gb", "a100", "h100", "h100-pcie", "h100-book", "h200", "b200", "gb200", "b300", "gb300"],
     "amd": ["mi250x", "mi300x", "mi325x", "mi355x"],
     "aws": ["trn1", "trn2", "trn3"],
+    "apple": ["m3"],
+    "intel": ["core-ultra"],
     "host": ["cpu"],
 }
 

@@ -18,6 +18,9 @@ from meshwright.spec.cluster import balanced_shape, parse_cluster
         ("4*v5e:16x16", 1024, 128, (True, True)),
         ("h100:8x256", 2048, 256, (False, False)),
         ("gb200:72x8", 576, 144, (False, False)),
+        ("h100:8x2x192x8", 24576, 3072, (False,) * 4),
+        ("v4p:4x4x8_twisted", 128, 32, (True, True, True)),
+        ("2*v5p:8x16x16_twisted", 4096, 1024, (True, True, True)),
         ("cpu:8", 8, 1, (False,)),
     ],
 )
@@ -43,6 +46,12 @@ def test_short_forms_are_completed():
         ("v5p:32x32x32", "32768 chips and a pod of v5p 8960"),
         ("h100:64", "Write domain x nodes: h100:8x8"),
         ("2*h100:8", "slices are for TPUs"),
+        ("h100:8x2x2x2x2x2", "6 sizes and at most 5 are read"),
+        ("v5e:8x16_twisted", "no such torus can be twisted.*v4p:4x4x8_twisted"),
+        ("v5p:4x4x4_twisted", "k x k x 2k"),
+        ("v5p:4x4x12_twisted", "k x k x 2k"),
+        ("v5p:2x2x4_twisted", "k x k x 2k"),
+        ("v5p:4096chips", "leaves the shape open"),
         ("h101:8", "unknown chip 'h101'. Did you mean 'h100'"),
         ("v5e:0x4", "below 1"),
         ("cpu:2x4", "a number of devices"),
@@ -63,6 +72,60 @@ def test_cluster_file_with_its_own_chip(tmp_path):
     assert (cluster.num_chips, cluster.chip.name, cluster.chip.hbm_bytes_per_s) == (32, "mine", 1e12)
     path.write_text('chip = "v5p"\nshape = [4, 4, 8]\nnum_slices = 2\n')
     assert parse_cluster(str(path)).short_name == "2*v5p:4x4x8"
+
+
+LEVELS = """
+chip = "h100"
+[[levels]]
+size = 8
+[[levels]]
+name = "rack"
+size = 2
+[[levels]]
+size = 16
+hop_s = 8e-6
+[[levels]]
+size = 8
+oversubscription = 7
+"""
+
+
+def test_levels_of_a_cluster_file(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text(LEVELS)
+    cluster = parse_cluster(str(path))
+    assert cluster.shape == (8, 2, 16, 8)
+    assert cluster.level_names == ("domain", "rack", "racks", "pods")
+    assert (cluster.nodes, cluster.num_hosts, cluster.num_chips) == (256, 256, 2048)
+    assert [level.oversubscription for level in cluster.levels] == [1, 1, 1, 7]
+    part = cluster.part((8, 2))
+    assert (part.shape, part.levels) == ((8, 2, 1, 1), cluster.levels)
+    assert parse_cluster("h100:8x2x16").level_names == ("domain", "nodes", "racks")
+    twisted = parse_cluster("v5p:4x4x8_twisted")
+    assert twisted.part((4, 4, 8)).twisted
+    assert not twisted.part((4, 4, 4)).twisted
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (("size = 16", "sizes = 16"), "unknown key 'sizes'. Did you mean 'size'"),
+        (("size = 16", "size = 0"), "below 1"),
+        (("size = 16", 'size = "x"'), "level 3"),
+        (("oversubscription = 7", "oversubscription = 0"), "oversubscription is 0"),
+        (("hop_s = 8e-6", "hop_s = -1.0"), "hop_s is -1"),
+        (("[[levels]]", "shape = [8]\n[[levels]]"), "leave out shape"),
+        (('chip = "h100"', 'chip = "v5p"'), "has 4 torus axes"),
+        (('chip = "h100"', 'chip = "h100"\nnum_slices = 2'), "slices are for TPUs"),
+    ],
+)
+def test_faults_of_levels(tmp_path, change, message):
+    path = tmp_path / "mine.toml"
+    path.write_text(LEVELS.replace(*change, 1))
+    with pytest.raises(InputError, match=message) as caught:
+        parse_cluster(str(path))
+    assert "mine.toml" in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

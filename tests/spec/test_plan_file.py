@@ -8,7 +8,7 @@ from meshwright.spec.calibration import Calibration, CollectiveRate, datasheet_c
 from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.job import Job
 from meshwright.spec.plan_file import Plan, Predicted, load_plan, parse_plan, save_plan
-from meshwright.spec.strategy import Strategy, make_mesh
+from meshwright.spec.strategy import Strategy, make_mesh, standard_assignment
 from meshwright.spec.toml_file import dump_toml
 
 PREDICTED = Predicted(
@@ -60,15 +60,26 @@ MEASURED = Calibration(
         make("4*v5e:16x16", "llama3-8b", remat=("qr", "kr"), num_microbatches=4),
         make("h100:8x256", "tiny", state="fp32", slice_axes=("fsdp",)),
         make("cpu:8", "tiny", calibration=MEASURED),
+        make(
+            assignment=standard_assignment(zero=1),
+            context_attention="ring",
+            remat="every-4",
+            schedule="interleaved",
+            chunks=4,
+            state="bf16-master",
+            precision="fp8",
+            offload=("optimizer", "activations"),
+            imbalance=1.25,
+        ),
     ],
-    ids=["torus", "slices", "switched", "measured"],
+    ids=["torus", "slices", "switched", "measured", "every field"],
 )
 def test_round_trip(plan, tmp_path):
     path = tmp_path / "deep" / "plan.toml"
     save_plan(plan, path)
     read = load_plan(path)
     assert read == plan
-    assert list(read.strategy.mesh) == ["data", "fsdp", "context", "tensor"]
+    assert list(read.strategy.mesh) == ["pipeline", "data", "fsdp", "expert", "context", "tensor"]
 
 
 def test_it_needs_no_other_file():
@@ -123,6 +134,8 @@ def faulty(old, new):
         ("num_microbatches = 1", 'num_microbatches = "1"', "num_microbatches"),
         ("seq_len = 4096", "seq_len = 4096.5", "seq_len"),
         ("mfu = 0.3", 'mfu = "fast" # 0.3', "mfu"),
+        ('context_attention = "gather"', 'context_attention = "rings"', "context_attention"),
+        ("chunks = 1", "chunk = 1", "unknown key 'chunk'. Did you mean 'chunks'?"),
     ],
 )
 def test_faults_have_a_line_and_a_remedy(old, new, words):
@@ -135,6 +148,8 @@ def test_values_that_no_plan_has():
     _, message = faulty('remat = "block"', 'remat = "blok"')
     assert "Did you mean 'block'?" in message
     assert message.startswith("plan.toml:")
+    _, message = faulty("chunks = 1", "chunks = 0")
+    assert "strategy.chunks=0 must be at least 1." in message
     _, message = faulty("batch_seqs = 1120", "batch_seqs = 0")
     assert "job.batch_seqs=0 must be between 1 and" in message
 

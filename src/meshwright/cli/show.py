@@ -7,13 +7,13 @@ import click
 
 from meshwright.cli.output import emit_json, json_option, or_dash, print_table
 from meshwright.cli.show_chip import chip_facts, print_chip
-from meshwright.cli.show_cluster import print_cluster
+from meshwright.cli.show_cluster import print_cluster, print_slices
 from meshwright.cli.show_model import print_model
 from meshwright.core.errors import InputError, nearest
 from meshwright.core.units import format_bytes, format_flops, format_params
 from meshwright.spec.catalogue import model, models
 from meshwright.spec.chip import chip, chips
-from meshwright.spec.cluster import parse_cluster
+from meshwright.spec.slices import parse_clusters
 from meshwright.spec.toml_file import read_toml
 from meshwright.spec.weights import num_active_params, num_params
 
@@ -29,7 +29,11 @@ def command(thing: str, as_json: bool) -> None:
         _chips(as_json)
     elif ":" in thing or thing.endswith(".toml"):
         _refuse_plan_file(thing)
-        print_cluster(parse_cluster(thing), as_json)
+        clusters = parse_clusters(thing)
+        if len(clusters) > 1:
+            print_slices(clusters, as_json)
+        else:
+            print_cluster(clusters[0], as_json)
     elif thing.lower() in _chip_names():
         print_chip(chip(thing), as_json)
     elif thing and (thing in models() or Path(thing).exists() or "/" in thing or thing.endswith(".json")):

@@ -6,6 +6,7 @@ import click
 import msgspec
 
 from meshwright.cli.output import emit_json, print_fact, print_table, print_text
+from meshwright.cli.show_gpu import gpu_facts, print_gpu
 from meshwright.core.dims import DTYPE_BYTES
 from meshwright.core.units import format_bytes, format_flops, format_params, format_seconds
 from meshwright.cost import accounting, anatomy, limits, network, roofline
@@ -26,6 +27,8 @@ def print_chip(c: Chip, as_json: bool) -> None:
     if rows:
         click.echo()
         print_table(["", "", "formula"], rows, f"What follows, {facts['compute_dtype']} products{_links(c)}")
+    if facts["gpu"]:
+        print_gpu(c, facts["gpu"], facts["compute_dtype"])
     if facts["max_params"]:
         states = ", ".join(f"{state} {format_params(count)}" for state, count in facts["max_params"].items())
         print_fact("largest model", f"whose training state alone fills one chip, in parameters: {states}")
@@ -49,6 +52,7 @@ def chip_facts(c: Chip) -> dict[str, Any]:
         "ici_intensity": alpha,
         "reduce_after_min_dim": None if alpha is None else limits.reduce_after_min_dim(alpha),
         "latency_bound_bytes": None if link is None else network.latency_bound_bytes(link, hop_s=hop_s),
+        "gpu": gpu_facts(c, dtype),
         "max_params": {} if memory is None else {s: accounting.max_params(memory, state=s) for s in STATE_BYTES},
     }
 
@@ -95,6 +99,9 @@ _FIGURES: tuple[tuple[str, str, Any], ...] = (
     ("memory that programs may fill", "usable_hbm_bytes", format_bytes),
     ("memory rate", "hbm_bytes_per_s", _rate),
     ("on-chip memory rate", "vmem_bytes_per_s", _rate),
+    ("L2 cache", "l2_bytes", format_bytes),
+    ("L1 and shared memory of an SM", "l1_bytes_per_sm", format_bytes),
+    ("registers of an SM", "register_bytes_per_sm", format_bytes),
     ("ICI link, one way", "ici_link_bytes_per_s", _rate),
     ("ICI axes", "num_ici_axes", str),
     ("NVLink or its like, one way", "nvlink_bytes_per_s", _rate),
@@ -171,8 +178,4 @@ def _anatomy_rows(c: Chip) -> list[Row]:
         rows.append(["one MXU", format_flops(each), f"{c.mxu_dim} x {c.mxu_dim} at {c.clock_hz / 1e9:g} GHz"])
         what = f"{c.num_cores} cores x {c.mxus_per_core} MXUs"
         rows.append(["all MXUs", format_flops(anatomy.tpu_peak_from_anatomy(c)), what])
-    if c.num_sms and c.tensor_cores_per_sm:
-        rows.append(["tensor cores", f"{c.num_sms * c.tensor_cores_per_sm:,}", f"{c.num_sms} SMs"])
-    if c.num_sms and c.fp32_lanes_per_sm:
-        rows.append(["FP32 lanes", f"{c.num_sms * c.fp32_lanes_per_sm:,}", f"{c.fp32_lanes_per_sm} a SM"])
     return rows

@@ -1,15 +1,24 @@
 """What `meshwright show CLUSTER` prints: its sums, and the least batches that its links allow."""
 
+import itertools
+import operator
+from collections.abc import Sequence
 from typing import Any
 
+import click
 import msgspec
 
-from meshwright.cli.output import emit_json, format_energy, format_power, print_table
+from meshwright.cli.output import emit_json, format_energy, format_power, or_dash, print_table
 from meshwright.cli.show_chip import product_dtype
-from meshwright.core.units import format_bytes, format_count, format_flops
+from meshwright.core.errors import InputError
+from meshwright.core.units import format_bytes, format_count, format_flops, format_params, format_seconds
 from meshwright.cost import anatomy, limits
+from meshwright.cost.links import physical_links
+from meshwright.cost.network import collective_time, group_rates
+from meshwright.cost.placement import physical_placement
 from meshwright.cost.training_budget import DAY_S, energy_kwh
 from meshwright.spec.cluster import Cluster
+from meshwright.spec.slices import bisection_links
 
 
 def print_cluster(c: Cluster, as_json: bool) -> None:
@@ -17,8 +26,66 @@ def print_cluster(c: Cluster, as_json: bool) -> None:
     facts = cluster_facts(c)
     if as_json:
         emit_json(facts)
-    else:
-        print_table(["", c.short_name, ""], _rows(c, facts))
+        return
+    print_table(["", c.short_name, ""], _rows(c, facts))
+    if facts["levels"] and len(facts["levels"]) > 1:
+        click.echo()
+        print_table(["level", "size", "chips inside", "a chip, one way", "a hop"], _level_rows(facts), "Levels")
+
+
+def print_slices(clusters: Sequence[Cluster], as_json: bool) -> None:
+    """Every shape that a number of chips can be had in, with the links that bind what all send to all."""
+    rows = [slice_facts(c) for c in clusters]
+    if as_json:
+        emit_json({"slices": rows})
+        return
+    shown = [[r["cluster"], r["rings"], r["bisection_links"], format_bytes(r["bisection_bytes_per_s"]) + "/s",
+              format_seconds(r["all_to_all_s"])] for r in rows]  # fmt: skip
+    title = f"{clusters[0].num_chips:,} {clusters[0].chip.name}, most links across the middle first"
+    print_table(["cluster", "rings", "links across", "one way", "AllToAll of 1 GB a chip"], shown, title)
+
+
+def slice_facts(c: Cluster) -> dict[str, Any]:
+    """Rings, links across the middle of one slice, and how long its chips take to exchange 1 GB each."""
+    placed = physical_placement(c)
+    torus = [link.name for link in placed.links if link.level == "ici"]
+    rates = group_rates(placed, torus)
+    return {
+        "cluster": c.short_name,
+        "rings": sum(c.wraps),
+        "bisection_links": bisection_links(c),
+        "bisection_bytes_per_s": bisection_links(c) * (c.chip.ici_link_bytes_per_s or 0.0),
+        "all_to_all_s": collective_time("all_to_all", 1e9 * rates.size, rates),
+    }
+
+
+def cluster_levels(c: Cluster) -> list[dict[str, Any]] | None:
+    """The levels of a switched cluster, innermost first; None for another kind or where a rate is not known."""
+    if c.kind != "switched":
+        return None
+    try:
+        links = physical_links(c)
+    except InputError:
+        return None
+    inside = itertools.accumulate(c.shape, operator.mul)
+    return [
+        {
+            "name": link.name,
+            "size": link.size,
+            "chips": chips,
+            "bytes_per_s": link.bytes_per_s if link.size > 1 else None,
+            "hop_s": link.hop_s,
+        }
+        for link, chips in zip(links, inside, strict=True)
+    ]
+
+
+def _level_rows(facts: dict[str, Any]) -> list[list[Any]]:
+    return [
+        [one["name"], one["size"], one["chips"], or_dash(one["bytes_per_s"], lambda v: f"{format_bytes(v)}/s"),
+         format_seconds(one["hop_s"])]
+        for one in facts["levels"]
+    ]  # fmt: skip
 
 
 def cluster_facts(c: Cluster) -> dict[str, Any]:
@@ -34,6 +101,8 @@ def cluster_facts(c: Cluster) -> dict[str, Any]:
         "shape": list(c.shape),
         "num_slices": c.num_slices,
         "wraps": list(c.wraps) if c.kind == "torus" else None,
+        "twisted": c.twisted if c.kind == "torus" else None,
+        "levels": cluster_levels(c),
         "compute_dtype": dtype,
         **totals,
     }
@@ -61,6 +130,8 @@ def _rows(c: Cluster, facts: dict[str, Any]) -> list[list[Any]]:
         ("chips", "num_chips", "{:,}".format, ""),
         ("hosts", "num_hosts", "{:,}".format, ""),
         ("cores", "num_cores", "{:,}".format, ""),
+        ("FP32 lanes", "num_fp32_lanes", _millions, ""),
+        ("tensor cores", "num_tensor_cores", _millions, ""),
         ("memory", "hbm_bytes", format_bytes, ""),
         ("FLOP/s", "peak_flops", format_flops, f"dense {facts['compute_dtype']}"),
         ("DCN of all hosts", "dcn_bytes_per_s", lambda v: f"{format_bytes(v)}/s", ""),
@@ -75,5 +146,11 @@ def _rows(c: Cluster, facts: dict[str, Any]) -> list[list[Any]]:
     rows = [["kind", c.kind, ""]]
     if c.kind == "torus":
         rings = ", ".join(f"{n} {'ring' if w else 'line'}" for n, w in zip(c.shape, c.wraps, strict=True) if n > 1)
-        rows.append(["axes", rings or "one chip", "ring: wraps around" if any(c.wraps) else ""])
+        closed = "ring: wraps around" if any(c.wraps) else ""
+        rows.append(["axes", rings or "one chip", f"{closed}, twisted" if c.twisted else closed])
     return rows + [[words, fmt(facts[key]), source] for words, key, fmt, source in show if facts.get(key) is not None]
+
+
+def _millions(count: int) -> str:
+    """A number of units: exact while short, ``"415 M"`` when not."""
+    return f"{count:,}" if count < 1e6 else format_params(count)

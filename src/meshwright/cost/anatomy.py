@@ -1,6 +1,6 @@
-"""Inside a chip and across a pod: systolic arrays, SMs, tiles, totals.
+"""Inside a chip and across a pod: systolic arrays, SMs and the dies they are cut from, tiles, totals.
 
-Sources: How to Scale Your Model, sections 2.1, 2.2, 2.5 and 9.2.2; NVIDIA's H100 architecture for SM figures.
+Sources: How to Scale Your Model, sections 2.1, 2.2, 2.5 and 9.2.2; NVIDIA's architecture papers for SM figures.
 """
 
 import math
@@ -23,6 +23,9 @@ class PodTotals(msgspec.Struct, frozen=True, kw_only=True):
     num_chips: int
     num_hosts: int
     num_cores: int | None
+    num_sms: int | None
+    num_fp32_lanes: int | None
+    num_tensor_cores: int | None
     hbm_bytes: float | None
     hbm_bytes_per_s: float | None
     peak_flops: float
@@ -66,6 +69,86 @@ def gpu_peak_from_anatomy(chip: Chip) -> float:
     return float(units_flops_per_s(known(chip, "num_sms"), per_sm, known(chip, "clock_hz")))
 
 
+class GpuAnatomy(msgspec.Struct, frozen=True, kw_only=True):
+    """What a GPU, or the whole die it is cut from, is made of; ``None`` where it is not known.
+
+    An FP32 lane does one multiply-add a cycle, 2 FLOPs.
+    """
+
+    name: str
+    num_tpcs: int | None
+    num_sms: int
+    fp32_lanes_per_sm: int
+    tensor_cores_per_sm: int
+    tensor_core_flops_per_cycle: int | None
+    l2_bytes: float | None
+
+    @property
+    def num_fp32_lanes(self) -> int:
+        """FP32 CUDA cores, as they are sold."""
+        return self.num_sms * self.fp32_lanes_per_sm
+
+    @property
+    def num_tensor_cores(self) -> int:
+        return self.num_sms * self.tensor_cores_per_sm
+
+    @property
+    def vector_flops_per_sm_cycle(self) -> int:
+        """FP32 FLOPs of one SM in a cycle."""
+        return 2 * self.fp32_lanes_per_sm
+
+    @property
+    def tensor_flops_per_sm_cycle(self) -> int | None:
+        """Dense FLOPs of one SM's tensor cores in a cycle, at 16 bits."""
+        each = self.tensor_core_flops_per_cycle
+        return None if each is None else self.tensor_cores_per_sm * each
+
+
+def gpu_anatomy(chip: Chip) -> GpuAnatomy | None:
+    """The SMs, lanes and tensor cores of a GPU as it is sold; None for a chip without SMs in its table."""
+    if chip.num_sms is None or chip.fp32_lanes_per_sm is None:
+        return None
+    return GpuAnatomy(
+        name=chip.name,
+        num_tpcs=chip.num_tpcs,
+        num_sms=chip.num_sms,
+        fp32_lanes_per_sm=chip.fp32_lanes_per_sm,
+        tensor_cores_per_sm=chip.tensor_cores_per_sm or 0,
+        tensor_core_flops_per_cycle=chip.tensor_core_flops_per_cycle,
+        l2_bytes=chip.l2_bytes,
+    )
+
+
+def full_die(chip: Chip) -> GpuAnatomy | None:
+    """The same of the whole die, of which makers switch off what is broken or draws too much (floor sweeping)."""
+    sold = gpu_anatomy(chip)
+    if sold is None or chip.die is None or chip.die_gpcs is None or chip.die_tpcs_per_gpc is None:
+        return None
+    tpcs = chip.die_gpcs * chip.die_tpcs_per_gpc
+    return msgspec.structs.replace(
+        sold,
+        name=chip.die,
+        num_tpcs=tpcs,
+        num_sms=tpcs * int(known(chip, "sms_per_tpc")),
+        l2_bytes=chip.die_l2_bytes,
+    )
+
+
+def vector_peak_from_anatomy(chip: Chip) -> float:
+    """FP32 FLOP/s of a GPU's lanes at the clock of its table."""
+    lanes = known(chip, "num_sms") * known(chip, "fp32_lanes_per_sm")
+    return float(units_flops_per_s(lanes, 2, known(chip, "clock_hz")))
+
+
+def share_after_speedup(share: Number, speedup: Number) -> Number:
+    """The part of the time that some work takes once all the rest is ``speedup`` times faster: Amdahl's law.
+
+    share / (share + (1 - share) / speedup). With ``share`` of the FLOPs on units that are so many times slower than
+    the rest, it is their part of the time.
+    """
+    return share / (share + (1 - share) / speedup)
+
+
 def bytes_per_s(gigabits_per_s: Number) -> Number:
     """Bytes/s of a link sold in Gb/s."""
     return gigabits_per_s * 1e9 / 8
@@ -98,11 +181,17 @@ def pod_totals(cluster: Cluster, *, dtype: str = "bf16") -> PodTotals:
     def total(figure: float | None, times: int = count) -> float | None:
         return None if figure is None else figure * times
 
-    cores = total(chip.num_cores)
+    def units(figure: int | None) -> int | None:
+        return None if figure is None else figure * count
+
+    sold = gpu_anatomy(chip)
     return PodTotals(
         num_chips=count,
         num_hosts=cluster.num_hosts,
-        num_cores=None if cores is None else int(cores),
+        num_cores=units(chip.num_cores),
+        num_sms=units(chip.num_sms),
+        num_fp32_lanes=units(sold.num_fp32_lanes) if sold else None,
+        num_tensor_cores=units(sold.num_tensor_cores) if sold else None,
         hbm_bytes=total(chip.hbm_bytes),
         hbm_bytes_per_s=total(chip.hbm_bytes_per_s),
         peak_flops=peak(chip, dtype) * count,

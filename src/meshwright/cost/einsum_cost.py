@@ -5,7 +5,8 @@ from itertools import permutations
 
 import msgspec
 
-from meshwright.algebra.notation import product
+from meshwright.algebra.einsum import einsum_steps
+from meshwright.algebra.notation import ShardedArray, product
 from meshwright.algebra.steps import Step
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.cost.network import GroupRates, collective_time, group_rates
@@ -56,7 +57,7 @@ def _part(cluster: Cluster, mesh: Mapping[str, int]) -> Cluster:
             f"name a larger cluster or a smaller mesh."
         )
     for shape in _sub_shapes(cluster, tuple(mesh.values())):
-        return msgspec.structs.replace(cluster, shape=shape, num_slices=1)
+        return cluster.part(shape)
     raise InputError(
         f"no part of {cluster.short_name} has the shape of mesh {'x'.join(map(str, mesh.values()))}; "
         f"name a cluster of {needed} chips."
@@ -68,9 +69,13 @@ def _sub_shapes(cluster: Cluster, sizes: tuple[int, ...]) -> list[tuple[int, ...
     if cluster.kind == "host":
         return [(int(product(sizes)),)]
     if cluster.kind == "switched":
-        needed = int(product(sizes))
-        inside = min(needed, cluster.shape[0])
-        return [(inside, needed // inside)] if needed % inside == 0 else []
+        rest, shape = int(product(sizes)), []
+        for size in cluster.shape:
+            shape.append(min(rest, size))
+            if rest % shape[-1]:
+                return []
+            rest //= shape[-1]
+        return [tuple(shape)] if rest == 1 else []
     padded = (*sizes, *(1,) * (len(cluster.shape) - len(sizes)))
     if len(padded) != len(cluster.shape):
         return []
@@ -105,3 +110,18 @@ def _price(step: Step, sizes: OpSizes, rates: EinsumRates | None) -> StepPrice:
         dtype = compute_dtype(chip, *(a.dtype for a in step.inputs))
         seconds = max(seconds, flops / matmul_rate(chip, rates.calibration, dtype))
     return StepPrice(flops=flops, num_bytes=moved, time_s=seconds)
+
+
+def num_copies(array: ShardedArray, mesh: Mapping[str, int]) -> int:
+    """How often the mesh holds each block: the product of the axes that neither split the array nor hold addends.
+
+    Source: How to Scale Your Model, section 3.1.
+    """
+    used = (*array.spread, *array.unreduced)
+    return int(product(size for axis, size in mesh.items() if axis not in used))
+
+
+def whole_flops(factors: Sequence[ShardedArray], result: ShardedArray, dims: Mapping[str, int]) -> float:
+    """FLOPs of the product on one device that holds everything: 2 for every combination of all dims."""
+    lhs, rhs, out = (a.resharded(dict.fromkeys(a.dims, ()), unreduced=()) for a in (*factors, result))
+    return sum(price.flops for price in price_einsum(einsum_steps(lhs, rhs, out), dims, {}, None))

@@ -13,7 +13,9 @@ import msgspec
 import numpy as np
 
 from meshwright.core.errors import InputError, nearest
-from meshwright.cost.placement import Level, Link, Placement, place_axes
+from meshwright.cost.legs import Leg, group_legs, ring
+from meshwright.cost.links import Level
+from meshwright.cost.placement import Placement, place_axes
 from meshwright.spec.calibration import Calibration, CollectiveKind, collective_rate
 
 __all__ = [
@@ -41,22 +43,6 @@ Number = Any
 KINDS: tuple[CollectiveKind, ...] = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "permute")
 
 _INNER: tuple[Level, ...] = ("ici", "nvlink", "host")
-
-
-class Leg(msgspec.Struct, frozen=True, kw_only=True):
-    """The part of a group on one physical axis.
-
-    ``bytes_per_s`` is one way and per chip; ``sharing`` is how many interleaved groups use the same links;
-    ``hops`` are the links that the furthest shard crosses.
-    """
-
-    level: Level
-    size: Number
-    bytes_per_s: Number
-    wraps: Any = False
-    sharing: Number = 1
-    hops: Number = 1
-    hop_s: float = 1e-6
 
 
 class KindRate(msgspec.Struct, frozen=True):
@@ -112,66 +98,6 @@ def collective_bound_by(kind: CollectiveKind, array_bytes: float, group: GroupRa
     return "latency" if rate.floor_s > array_bytes * rate.seconds_per_byte else str(group.level)
 
 
-def ring(
-    size: Number,
-    link_bytes_per_s: Number,
-    *,
-    wraps: Any = True,
-    sharing: Number = 1,
-    hop_s: float = 1e-6,
-) -> Leg:
-    """A leg on one torus axis: ``link_bytes_per_s`` one way; n/2 hops where it wraps, else n - 1."""
-    hops = sharing * (size / 2 * wraps + (size - 1) * (1 - wraps))
-    return Leg(
-        level="ici", size=size, bytes_per_s=link_bytes_per_s, wraps=wraps, sharing=sharing, hops=hops, hop_s=hop_s
-    )
-
-
-def group_legs(placement: Placement, axes: Iterable[str]) -> tuple[Leg, ...]:
-    """The legs of a group of mesh axes, those on the same physical axis merged.
-
-    A merged leg that reaches the outermost factor spans the whole physical axis, so it wraps where that wraps;
-    factors inside it that are not in the group are other groups on the same links (``sharing``).
-    """
-    chosen = frozenset(axes)
-    unknown = chosen.difference(placement.mesh)
-    if unknown:
-        name = min(unknown)
-        raise InputError(f"{name!r} is not an axis of the mesh.{nearest(name, placement.mesh)}")
-    legs = (_merged_leg(link, chosen) for link in placement.links)
-    return tuple(leg for leg in legs if leg is not None)
-
-
-def _merged_leg(link: Link, chosen: frozenset[str]) -> Leg | None:
-    size = stride = between = sharing = 1
-    hops, outermost = 0, False
-    for axis, factor in reversed(link.parts):
-        outermost = axis in chosen
-        if outermost:
-            size *= factor
-            hops += (factor - 1) * stride
-            sharing = between
-        else:
-            between *= factor
-        stride *= factor
-    if size == 1:
-        return None
-    if link.level != "ici":
-        # every chip has its own port into a switch: groups do not share links, and any chip is one hop away
-        hops = 1 if link.level in ("nvlink", "host") else (size - 1).bit_length()
-        return Leg(level=link.level, size=size, bytes_per_s=link.bytes_per_s, hops=hops, hop_s=link.hop_s)
-    wraps = link.wraps and outermost
-    return Leg(
-        level="ici",
-        size=size,
-        bytes_per_s=link.bytes_per_s,
-        wraps=wraps,
-        sharing=sharing,
-        hops=stride / 2 if wraps else hops,
-        hop_s=link.hop_s,
-    )
-
-
 def group_rates(placement: Placement, axes: Iterable[str], calibration: Calibration | None = None) -> GroupRates:
     """The rates of a group of mesh axes on a placement; the data sheet's without a calibration."""
     return leg_rates(group_legs(placement, axes), calibration)
@@ -181,8 +107,10 @@ def leg_rates(legs: Sequence[Leg], calibration: Calibration | None = None) -> Gr
     """The rates of a group made of these legs.
 
     Torus axes add their bandwidths: W = 2 x one way of a ring, one way of a line, over ``sharing``. AllGather
-    is V/W with a ring, (n-1)/n V/W without; AllToAll a quarter of it, or half. Inside a switch: (n-1)/n V over
-    the port. Levels work at the same time: an outer one carries V/n_inner per chip, the slower one binds.
+    is V/W with a ring, (n-1)/n V/W without. An AllToAll crosses the axes one after the other in a pipeline, each
+    with a quarter (a line: half) of what an AllGather of that axis's share takes: the longest axis binds.
+    Inside a switch: (n-1)/n V over the port. Levels work at the same time, the slowest binds: an outer one carries,
+    per chip, what all members inside it share and send on.
     """
     inner = [leg for leg in legs if leg.level in _INNER]
     outer = [leg for leg in legs if leg.level not in _INNER]
@@ -193,11 +121,7 @@ def leg_rates(legs: Sequence[Leg], calibration: Calibration | None = None) -> Gr
         return _host_rates(inner[0], calibration)
     num_inner, num_outer = _product(inner), _product(outer)
     gather_in, exchange_in = _inner_terms(inner, num_inner, calibration)
-    gather_out = exchange_out = 0.0
-    for leg in outer:
-        rate = leg.bytes_per_s * _efficiency(calibration, leg.level)
-        gather_out = gather_out + (leg.size - 1) / leg.size / num_inner / rate
-        exchange_out = exchange_out + (leg.size - 1) / leg.size / (num_inner * num_outer) / rate
+    gather_out, exchange_out = _outer_terms(outer, num_inner, calibration)
     gather = _larger(gather_in, gather_out)
     exchange = _larger(exchange_in / num_outer, exchange_out)
     floor = sum(leg.hops * (leg.size > 1) * _hop_s(calibration, leg) for leg in legs)
@@ -215,6 +139,24 @@ def leg_rates(legs: Sequence[Leg], calibration: Calibration | None = None) -> Gr
     )
 
 
+def _outer_terms(legs: Sequence[Leg], num_inner: Number, calibration: Calibration | None) -> tuple[Number, Number]:
+    """Seconds per byte of an AllGather and an AllToAll on the slowest of the outer levels.
+
+    What a chip sends further out goes through the nearer levels too. With p members inside a level and n in the
+    group, a chip carries 1/p - 1/n of the gathered array through it, and (1 - p/n)/n of an AllToAll's.
+    """
+    size = num_inner * _product(legs)
+    inside, gather, exchange = num_inner, 0.0, 0.0
+    for leg in legs:
+        rate = leg.bytes_per_s * _efficiency(calibration, leg.level)
+        # a level that the group does not use has nothing to bind, whatever goes on further out
+        used = leg.size > 1
+        gather = _larger(gather, used * (1 / inside - 1 / size) / rate)
+        exchange = _larger(exchange, used * (1 - inside / size) / size / rate)
+        inside = inside * leg.size
+    return gather, exchange
+
+
 def _inner_terms(legs: Sequence[Leg], size: Number, calibration: Calibration | None) -> tuple[Number, Number]:
     """Seconds per byte of an AllGather and an AllToAll over the innermost level alone."""
     if not legs:
@@ -223,11 +165,20 @@ def _inner_terms(legs: Sequence[Leg], size: Number, calibration: Calibration | N
     if legs[0].level == "nvlink":
         gather = (size - 1) / size / rates[0]
         return gather, gather / size
+    exchange: Number = 0.0
+    for leg, rate in zip(legs, rates, strict=True):
+        alone = _line_or_ring(leg.size, leg.wraps, (1 + leg.wraps) * rate * (leg.size > 1))
+        # this axis exchanges the share of the array that lies on one line of chips along it
+        exchange = _larger(exchange, alone * (0.5 - 0.25 * leg.wraps) * leg.size / size / leg.twist_gain)
     width: Number = sum((1 + leg.wraps) * rate * (leg.size > 1) for leg, rate in zip(legs, rates, strict=True))
     closed: Number = sum(leg.wraps * (leg.size > 1) for leg in legs) > 0
+    return _line_or_ring(size, closed, width), exchange
+
+
+def _line_or_ring(size: Number, closed: Any, width: Number) -> Number:
+    """Seconds per byte of an AllGather: 1/W of a ring, (n-1)/n of it otherwise."""
     # a group of one has width 0 and moves nothing: its numerator is 0, and the divisor only must not be
-    gather = (size - 1 + closed) * (size > 1) / size / (width + (size == 1))
-    return gather, gather * (0.5 - 0.25 * closed)
+    return (size - 1 + closed) * (size > 1) / size / (width + (size == 1))
 
 
 def _permute_terms(legs: Sequence[Leg], calibration: Calibration | None) -> tuple[Number, Number]:
@@ -312,8 +263,8 @@ def _product(legs: Sequence[Leg]) -> Number:
     return size
 
 
-def _efficiency(calibration: Calibration | None, level: Level) -> float:
-    return 1.0 if calibration is None else float(getattr(calibration.efficiency, level))
+def _efficiency(calibration: Calibration | None, level: Level) -> Any:
+    return 1.0 if calibration is None else getattr(calibration.efficiency, level)
 
 
 def _hop_s(calibration: Calibration | None, leg: Leg) -> float:
@@ -329,5 +280,5 @@ def _larger(first: Number, second: Number) -> Number:
 
 def _binding(inner: Sequence[Leg], outer: Sequence[Leg], inside: Number, outside: Number) -> Any:
     names = inner[0].level if inner else "none", outer[0].level if outer else "none"
-    chosen = np.where(outside > inside, names[1], names[0])
+    chosen = np.where(outside > inside, names[1], np.where(inside > 0, names[0], "none"))
     return chosen if chosen.ndim else str(chosen)

@@ -3,35 +3,17 @@
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Literal
 
 import msgspec
 
 from meshwright.core.errors import InputError
-from meshwright.spec.chip import known
+from meshwright.cost.links import Link, physical_links
 from meshwright.spec.cluster import Cluster
 
-Level = Literal["ici", "nvlink", "network", "dcn", "host"]
-Parts = tuple[tuple[str, int], ...]
 Split = tuple[int, ...]
 Layout = tuple[tuple[tuple[int, int], ...], ...]
 
 MAX_PLACEMENTS = 12
-
-
-class Link(msgspec.Struct, frozen=True, kw_only=True):
-    """One physical axis, and the mesh axes on it: ``parts`` are (mesh axis, factor) from outer to inner.
-
-    ``bytes_per_s`` is one way and per chip. Inner factors are contiguous, outer ones strided by what is inside.
-    """
-
-    name: str
-    level: Level
-    size: int
-    bytes_per_s: float
-    wraps: bool
-    hop_s: float
-    parts: Parts
 
 
 class Placement(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,7 +52,7 @@ def place_axes(cluster: Cluster, mesh: Mapping[str, int], *, limit: int = MAX_PL
     names = tuple(axis for axis, size in mesh.items() if size > 1)
     sizes = tuple(mesh[axis] for axis in names)
     layouts = _LAYOUTS[cluster.kind](cluster, sizes, limit)
-    links = _physical_links(cluster)
+    links = physical_links(cluster)
     return tuple(Placement(mesh=dict(mesh), links=_named(links, layout, names)) for layout in layouts)
 
 
@@ -88,55 +70,34 @@ def whole_axis_placement(cluster: Cluster, mesh: Mapping[str, int]) -> Placement
     if any(length > 1 for length in free.values()):
         return None
     layout = tuple(taken.get(index, ()) for index in range(len(cluster.shape)))
-    return Placement(mesh=dict(mesh), links=_named(_physical_links(cluster), layout, tuple(mesh)))
+    return Placement(mesh=dict(mesh), links=_named(physical_links(cluster), layout, tuple(mesh)))
 
 
+def physical_placement(cluster: Cluster) -> Placement:
+    """Every physical axis or level as a mesh axis of its own: x, y, z; domain, nodes, racks; slices."""
+    links = physical_links(cluster)
+    named = tuple(msgspec.structs.replace(link, parts=((link.name, link.size),)) for link in links)
+    return Placement(mesh={link.name: link.size for link in links}, links=named)
+
+
+@functools.lru_cache(maxsize=1 << 14)
 def _named(links: tuple[Link, ...], layout: Layout, names: tuple[str, ...]) -> tuple[Link, ...]:
     return tuple(
-        Link(
-            name=link.name,
-            level=link.level,
-            size=link.size,
-            bytes_per_s=link.bytes_per_s,
-            wraps=link.wraps,
-            hop_s=link.hop_s,
-            parts=tuple((names[index], factor) for index, factor in parts),
-        )
+        msgspec.structs.replace(link, parts=tuple((names[index], factor) for index, factor in parts))
         for link, parts in zip(links, layout, strict=True)
     )
-
-
-def _physical_links(cluster: Cluster) -> tuple[Link, ...]:
-    """The links of a cluster, innermost level first; axes of size 1 keep their place with an unused rate."""
-    chip = cluster.chip
-    if cluster.kind == "torus":
-        rate = known(chip, "ici_link_bytes_per_s") if math.prod(cluster.shape) > 1 else 1.0
-        axes = [
-            _link("xyzuvw"[i], "ici", size, rate, hop_s=chip.ici_hop_s, wraps=wraps)
-            for i, (size, wraps) in enumerate(zip(cluster.shape, cluster.wraps, strict=True))
-        ]
-        if cluster.num_slices == 1:
-            return tuple(axes)
-        return (*axes, _link("slices", "dcn", cluster.num_slices, known(chip, "dcn_bytes_per_s"), chip.dcn_hop_s))
-    if cluster.kind == "switched":
-        inside = known(chip, "nvlink_bytes_per_s") if cluster.domain > 1 else 1.0
-        outside = known(chip, "nic_bytes_per_s") if cluster.nodes > 1 else 1.0
-        return (
-            _link("domain", "nvlink", cluster.domain, inside, chip.nvlink_hop_s),
-            _link("nodes", "network", cluster.nodes, outside, chip.network_hop_s),
-        )
-    # the rate of emulated devices comes from a calibration alone
-    return (_link("devices", "host", cluster.num_chips, math.nan, 0.0),)
-
-
-def _link(name: str, level: Level, size: int, rate: float, hop_s: float, wraps: bool = False) -> Link:
-    return Link(name=name, level=level, size=size, bytes_per_s=rate, wraps=wraps, hop_s=hop_s, parts=())
 
 
 def _torus_layouts(cluster: Cluster, sizes: Split, limit: int) -> tuple[Layout, ...]:
     slices = _take_outermost(sizes, cluster.num_slices)
     inside = tuple(size // outer for size, outer in zip(sizes, slices, strict=True))
-    layouts = _split_layouts(cluster.shape, cluster.wraps, inside, limit)
+    longest = max(cluster.shape)
+    # the wraparound of a twisted axis closes no ring by itself
+    rings = tuple(
+        wraps and not (cluster.twisted and size < longest)
+        for size, wraps in zip(cluster.shape, cluster.wraps, strict=True)
+    )
+    layouts = _split_layouts(cluster.shape, rings, inside, limit)
     if cluster.num_slices == 1:
         return layouts
     over_dcn = tuple((index, outer) for index, outer in enumerate(slices) if outer > 1)
@@ -154,15 +115,24 @@ def _take_outermost(sizes: Split, num_slices: int) -> Split:
 
 
 def _switched_layouts(cluster: Cluster, sizes: Split, limit: int) -> tuple[Layout, ...]:
-    inside: list[tuple[int, int]] = []
-    outside: list[tuple[int, int]] = []
-    free = cluster.domain
-    for index in reversed(range(len(sizes))):
-        inner = math.gcd(sizes[index], free)
-        free //= inner
-        inside.insert(0, (index, inner))
-        outside.insert(0, (index, sizes[index] // inner))
-    return (tuple(tuple(part for part in parts if part[1] > 1) for parts in (inside, outside)),)
+    return (_fill_levels(cluster.shape, sizes),)
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _fill_levels(shape: Split, sizes: Split) -> Layout:
+    """The one layout on switches: the minor axes fill the innermost level first, as far as they divide it."""
+    rest, layout = sizes, []
+    for size in shape[:-1]:
+        free = size
+        inside: list[int] = []
+        for number in reversed(rest):
+            factor = math.gcd(number, free)
+            free //= factor
+            inside.insert(0, factor)
+        layout.append(tuple(inside))
+        rest = tuple(number // factor for number, factor in zip(rest, inside, strict=True))
+    layout.append(rest)
+    return tuple(tuple((index, one) for index, one in enumerate(parts) if one > 1) for parts in layout)
 
 
 def _host_layouts(cluster: Cluster, sizes: Split, limit: int) -> tuple[Layout, ...]:

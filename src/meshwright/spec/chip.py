@@ -45,6 +45,7 @@ class Chip(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     pod_shape: tuple[int, ...] = ()
     max_chips: int | None = None
     wrap_multiple: int | None = None
+    twists: bool = False
     # switched links
     nvlink_bytes_per_s: float | None = None
     domain_chips: int | None = None
@@ -63,7 +64,15 @@ class Chip(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     mxus_per_core: int | None = None
     mxu_dim: int | None = None
     clock_hz: float | None = None
+    die: str | None = None
+    die_gpcs: int | None = None
+    die_tpcs_per_gpc: int | None = None
+    die_l2_bytes: float | None = None
+    sms_per_tpc: int | None = None
+    num_tpcs: int | None = None
     num_sms: int | None = None
+    l1_bytes_per_sm: float | None = None
+    register_bytes_per_sm: float | None = None
     fp32_lanes_per_sm: int | None = None
     tensor_cores_per_sm: int | None = None
     tensor_core_flops_per_cycle: int | None = None

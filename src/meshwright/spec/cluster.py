@@ -2,41 +2,98 @@
 
 import math
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
-from meshwright.core.errors import CannotRunError, InputError
+from meshwright.core.errors import InputError
 from meshwright.spec.chip import Chip, chip, chip_from_table
+from meshwright.spec.cluster_shapes import (
+    MAX_HOST_DEVICES,
+    balanced_shape,
+    can_twist,
+    complete_shape,
+    times,
+    torus_wraps,
+)
 from meshwright.spec.toml_file import TomlFile, read_toml
+
+__all__ = [
+    "LEVEL_NAMES",
+    "MAX_HOST_DEVICES",
+    "Cluster",
+    "NetworkLevel",
+    "balanced_shape",
+    "make_cluster",
+    "parse_cluster",
+    "read_cluster",
+    "torus_wraps",
+]
 
 Topology = Literal["torus", "switched", "host"]
 
-_TEXT = re.compile(r"(?:(\d+)\*)?([A-Za-z][\w.-]*):(\d+(?:x\d+)*)")
-_EXAMPLES = "v5p:16x20x28, v5e:4x4, 4*v5e:16x16, h100:8x256 (domain x nodes) or cpu:8"
+LEVEL_NAMES = ("domain", "nodes", "racks", "pods", "clusters")
+"""What the sizes of a switched cluster count, innermost first: chips of a domain, nodes of a rack, racks of a pod..."""
+
+_TEXT = re.compile(r"(?:(\d+)\*)?([A-Za-z][\w.-]*):(\d+(?:x\d+)*)(_twisted)?")
+_CHIPS = re.compile(r"[A-Za-z][\w.-]*:\d+chips")
+_EXAMPLES = "v5p:16x20x28, v5e:4x4, 4*v5e:16x16, v4p:4x4x8_twisted, h100:8x256 (domain x nodes) or cpu:8"
 
 
-MAX_HOST_DEVICES = 64
-"""Emulated devices of one machine; each costs threads and memory."""
+class NetworkLevel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Figures of one level of a switched cluster; None takes the chip's own.
+
+    ``bytes_per_s`` is one way and per chip, what a chip gets when all use the level at once; it is divided by
+    ``oversubscription`` (7 where the links up are a seventh of those down).
+    """
+
+    name: str
+    bytes_per_s: float | None = None
+    hop_s: float | None = None
+    oversubscription: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Refuse rates that no link has."""
+        given = {"bytes_per_s": self.bytes_per_s, "oversubscription": self.oversubscription}
+        for name, value in given.items():
+            if value is not None and not (math.isfinite(value) and value > 0):
+                raise InputError(f"level {self.name!r}: {name} is {value}. Give a positive number.")
+        if self.hop_s is not None and not (math.isfinite(self.hop_s) and self.hop_s >= 0):
+            raise InputError(f"level {self.name!r}: hop_s is {self.hop_s}. Give seconds, 0 or more.")
 
 
 class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """``num_slices`` equal slices of ``shape`` chips.
 
-    ``shape`` is the torus (one number per axis), (domain, nodes) of a switched cluster, or (devices,) of a host.
+    ``shape`` is the torus (one number per axis), (domain, nodes) of a switched cluster with further levels behind
+    them, or (devices,) of a host. ``levels`` are the figures of a switched cluster's levels, innermost first, where
+    they differ from the chip's; ``twisted`` a torus whose short axes wrap around to the middle of the long ones.
     """
 
     chip: Chip
     shape: tuple[int, ...]
     num_slices: int = 1
+    twisted: bool = False
+    levels: tuple[NetworkLevel, ...] = ()
 
     def __post_init__(self) -> None:
         """Refuse sizes that no cluster has, such as those of an edited plan file."""
         if not self.shape or min(*self.shape, self.num_slices) < 1:
             raise InputError(
-                f"cluster of {self.num_slices} slices of {_times(self.shape)} {self.chip.name}: every size must be "
+                f"cluster of {self.num_slices} slices of {times(self.shape)} {self.chip.name}: every size must be "
                 f"at least 1."
+            )
+        if self.twisted and not can_twist(self.chip, self.shape):
+            raise InputError(
+                f"{self.short_name}: no such torus can be twisted. The shapes are k x k x 2k and k x 2k x 2k of "
+                f"TPU v4 and v5p, k a multiple of 4, such as v4p:4x4x8_twisted."
+            )
+        if self.levels and (self.kind != "switched" or len(self.levels) != len(self.shape)):
+            raise InputError(
+                f"{self.short_name} has {len(self.levels)} levels for {len(self.shape)} sizes. Give one for each "
+                f"size of a switched cluster, or none."
             )
 
     @property
@@ -58,7 +115,7 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             return self.num_slices
         per_host = self.chip.chips_per_host or self.shape[0]
         if self.kind == "switched":
-            return self.num_slices * self.shape[1] * -(-self.shape[0] // per_host)
+            return self.nodes * -(-self.shape[0] // per_host)
         return self.num_slices * -(-math.prod(self.shape) // per_host)
 
     @property
@@ -70,10 +127,15 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     @property
     def nodes(self) -> int:
-        """Switched domains joined by the network."""
+        """Switched domains joined by the network, over all its levels."""
         if self.kind != "switched":
             raise InputError(f"{self.short_name} is a {self.kind}, it has no switched domain.")
-        return self.shape[1]
+        return math.prod(self.shape[1:])
+
+    @property
+    def level_names(self) -> tuple[str, ...]:
+        """What each size of a switched cluster counts: ``("domain", "nodes")``, then racks, pods, clusters."""
+        return tuple(level.name for level in self.levels) or LEVEL_NAMES[: len(self.shape)]
 
     @property
     def wraps(self) -> tuple[bool, ...]:
@@ -88,66 +150,114 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     def short_name(self) -> str:
         """``"4*v5e:16x16"``; for a chip of the catalogue ``parse_cluster`` reads it back."""
         slices = f"{self.num_slices}*" if self.num_slices > 1 else ""
-        return f"{slices}{self.chip.name}:{'x'.join(map(str, self.shape))}"
+        return f"{slices}{self.chip.name}:{times(self.shape)}{'_twisted' if self.twisted else ''}"
 
-
-def torus_wraps(chip: Chip, shape: tuple[int, ...]) -> tuple[bool, ...]:
-    """Per axis, whether a slice of this shape has wraparound links. See ``Cluster.wraps``."""
-    if chip.topology != "torus" or chip.wrap_multiple is None:
-        return (False,) * len(shape)
-    full = [size > 1 and size % chip.wrap_multiple == 0 for size in shape]
-    if chip.num_ici_axes == 3 and not all(full):
-        return (False,) * len(shape)
-    return tuple(full)
+    def part(self, shape: tuple[int, ...], *, num_slices: int = 1) -> "Cluster":
+        """A part of this cluster with the figures of its levels; only the whole of a twisted torus is twisted."""
+        whole = make_cluster(self.chip, shape, num_slices=num_slices).shape
+        padded = whole + (1,) * (len(self.levels) - len(whole))
+        return msgspec.structs.replace(
+            self, shape=padded, num_slices=num_slices, twisted=self.twisted and padded == self.shape
+        )
 
 
 def parse_cluster(text: str) -> Cluster:
-    """The cluster of ``"v5p:16x20x28"``, ``"v5e:4x4"``, ``"4*v5e:16x16"``, ``"h100:8x256"``, ``"cpu:8"`` or a file.
+    """The cluster of ``"v5p:16x20x28"``, ``"4*v5e:16x16"``, ``"v4p:4x4x8_twisted"``, ``"h100:8x2x192x8"``, ``"cpu:8"``.
 
+    The sizes of a switched cluster are its domain and nodes, or domain, nodes of a rack, racks of a pod and pods.
     Anything that ends in ``.toml`` is read as a file. Raises InputError in one line otherwise.
     """
     text = text.strip()
     if text.endswith(".toml"):
         return read_cluster(Path(text))
     match = _TEXT.fullmatch(text)
+    if match is None and _CHIPS.fullmatch(text):
+        raise InputError(f"{text!r} leaves the shape open. Name one here, such as {_EXAMPLES}.")
     if match is None:
         raise InputError(f"cluster {text!r} is not chip:shape. Write for example {_EXAMPLES}, or name a .toml file.")
-    slices, name, sizes = match.groups()
-    found = chip(name)
+    slices, name, sizes, twisted = match.groups()
     return make_cluster(
-        found, tuple(int(size) for size in sizes.split("x")), num_slices=1 if slices is None else int(slices)
+        chip(name),
+        tuple(int(size) for size in sizes.split("x")),
+        num_slices=1 if slices is None else int(slices),
+        twisted=twisted is not None,
     )
 
 
-def make_cluster(chip: Chip, shape: tuple[int, ...], *, num_slices: int = 1) -> Cluster:
+def make_cluster(
+    chip: Chip,
+    shape: tuple[int, ...],
+    *,
+    num_slices: int = 1,
+    twisted: bool = False,
+    levels: tuple[NetworkLevel, ...] = (),
+) -> Cluster:
     """A checked cluster: axes completed with 1, sizes positive and inside what the chip can be wired to."""
-    if min(shape, default=0) < 1 or num_slices < 1:
-        raise InputError(f"cluster {chip.name}:{_times(shape)} has a size below 1. Give positive whole numbers.")
-    checks = {"torus": _torus_shape, "switched": _switched_shape, "host": _host_shape}
-    return Cluster(chip=chip, shape=checks[chip.topology](chip, shape, num_slices), num_slices=num_slices)
+    whole = complete_shape(chip, shape, num_slices)
+    return Cluster(chip=chip, shape=whole, num_slices=num_slices, twisted=twisted, levels=levels)
 
 
 def read_cluster(path: Path) -> Cluster:
-    """The cluster of a TOML file: ``chip`` (a name, or a table of figures), ``shape``, ``num_slices``.
+    """The cluster of a TOML file: ``chip`` (a name, or a table of figures), then ``shape`` or ``[[levels]]``.
 
-    A chip table is complete or has a ``base`` of the catalogue and only what differs.
+    A chip table is complete or has a ``base`` of the catalogue and only what differs. ``num_slices`` and ``twisted``
+    go with a shape. Each of ``[[levels]]``, innermost first, has a ``size`` and may have a ``name``, ``bytes_per_s``,
+    ``hop_s`` and ``oversubscription``.
     """
     file = read_toml(path)
-    file.check_keys(("chip", "shape", "num_slices"), required=("chip", "shape"))
+    sized = "levels" if "levels" in file.data else "shape"
+    file.check_keys(("chip", "shape", "num_slices", "twisted", "levels"), required=("chip", sized))
+    if {"levels", "shape"} <= file.data.keys():
+        raise file.error(("shape",), "the sizes stand in [[levels]]: leave out shape, or leave out the levels.")
+    found = _chip_of(file)
+    shape, levels = _sized_levels(file) if sized == "levels" else (_field(file, "shape", tuple[int, ...]), ())
+    num_slices = _field(file, "num_slices", int) if "num_slices" in file.data else 1
+    twisted = _field(file, "twisted", bool) if "twisted" in file.data else False
+    return _at_line(
+        file,
+        (sized,),
+        lambda: make_cluster(found, shape, num_slices=num_slices, twisted=twisted, levels=levels),
+    )
+
+
+def _field(file: TomlFile, key: str, kind: Any) -> Any:
+    try:
+        return msgspec.convert(file.data[key], kind)
+    except msgspec.ValidationError as error:
+        what = {"shape": "a list of whole numbers", "num_slices": "a whole number", "twisted": "true or false"}[key]
+        raise file.error((key,), f"{key} is {what}: {error}.") from None
+
+
+def _chip_of(file: TomlFile) -> Chip:
     named = file.data["chip"]
     if isinstance(named, str):
-        found = _at_line(file, ("chip",), lambda: chip(named))
+        found: Chip = _at_line(file, ("chip",), lambda: chip(named))
     elif isinstance(named, dict):
         file.check_keys((*Chip.__struct_fields__, "base"), at=("chip",))
         found = _at_line(file, ("chip",), lambda: chip_from_table(named))
     else:
         raise file.error(("chip",), "chip is a name in quotes or a table [chip] of figures.")
-    try:
-        shape = msgspec.convert(file.data["shape"], tuple[int, ...])
-        num_slices = msgspec.convert(file.data.get("num_slices", 1), int)
-    except msgspec.ValidationError as error:
-        raise file.error(("shape",), f"shape is a list of whole numbers, num_slices one: {error}.") from None
-    return _at_line(file, ("shape",), lambda: make_cluster(found, shape, num_slices=num_slices))
+    return found
+
+
+def _sized_levels(file: TomlFile) -> tuple[tuple[int, ...], tuple[NetworkLevel, ...]]:
+    """Sizes and figures of ``[[levels]]``, innermost first."""
+    tables = file.data["levels"]
+    if not isinstance(tables, list) or not all(isinstance(one, Mapping) for one in tables):
+        raise file.error(("levels",), "levels are tables: write [[levels]] and then size = 8, one for each level.")
+    if not 2 <= len(tables) <= len(LEVEL_NAMES):
+        raise file.error(("levels",), f"{len(tables)} levels. Give 2 to {len(LEVEL_NAMES)}, the domain first.")
+    sizes, levels = [], []
+    for number, table in enumerate(tables):
+        at = ("levels", number)
+        file.check_keys((*NetworkLevel.__struct_fields__, "size"), required=("size",), at=at)
+        rest = {key: value for key, value in table.items() if key != "size"}
+        try:
+            sizes.append(msgspec.convert(table["size"], int))
+            levels.append(msgspec.convert({"name": LEVEL_NAMES[number], **rest}, NetworkLevel))
+        except (msgspec.ValidationError, InputError) as error:
+            raise file.error(at, f"level {number + 1}: {error}.".replace("..", ".")) from None
+    return tuple(sizes), tuple(levels)
 
 
 def _at_line(file: TomlFile, key: tuple[str, ...], make: Any) -> Any:
@@ -155,77 +265,3 @@ def _at_line(file: TomlFile, key: tuple[str, ...], make: Any) -> Any:
         return make()
     except InputError as error:
         raise file.error(key, str(error)) from None
-
-
-def _torus_shape(chip: Chip, shape: tuple[int, ...], num_slices: int) -> tuple[int, ...]:
-    axes = chip.num_ici_axes or len(shape)
-    given = f"{chip.name}:{_times(shape)}"
-    if len(shape) > axes:
-        raise InputError(
-            f"{given} has {len(shape)} torus axes and {chip.name} has {axes}. {_advice(chip, shape, axes)}"
-        )
-    if len(shape) == 1 and shape[0] > 1 and axes > 1:
-        raise InputError(f"{given} names one of the {axes} torus axes of {chip.name}. {_advice(chip, shape, axes)}")
-    if axes == 2 and any(size > limit for size, limit in zip(shape, chip.pod_shape, strict=False)):
-        raise InputError(
-            f"{given} is larger than a pod of {chip.name}, {_times(chip.pod_shape)}."
-            f" Join slices over the data-centre network: {_slices_advice(chip, shape)}."
-        )
-    if chip.max_chips is not None and math.prod(shape) > chip.max_chips:
-        pod = f" ({_times(chip.pod_shape)})" if chip.pod_shape else ""
-        raise InputError(
-            f"{given} has {math.prod(shape)} chips and a pod of {chip.name} {chip.max_chips}{pod}."
-            f" Name a smaller slice, or several: 2*{chip.name}:16x16x16."
-        )
-    if num_slices > 1 and chip.dcn_bytes_per_s is None:
-        raise CannotRunError(f"{chip.name} has no known data-centre network between slices. Use one slice.")
-    return shape + (1,) * (axes - len(shape))
-
-
-def _switched_shape(chip: Chip, shape: tuple[int, ...], num_slices: int) -> tuple[int, ...]:
-    given = f"{chip.name}:{_times(shape)}"
-    if num_slices > 1:
-        raise InputError(f"{num_slices}*{given}: slices are for TPUs. Write domain x nodes: {chip.name}:8x256.")
-    if len(shape) > 2:
-        raise InputError(f"{given} has {len(shape)} sizes. Write domain x nodes, such as {chip.name}:8x256.")
-    domain, nodes = shape if len(shape) == 2 else (shape[0], 1)
-    limit = chip.domain_chips
-    if limit is not None and domain > limit:
-        whole = -(-domain * nodes // limit)
-        raise InputError(
-            f"{given} asks for {domain} chips in one domain and {chip.name} joins {limit}."
-            f" Write domain x nodes: {chip.name}:{limit}x{whole}."
-        )
-    return domain, nodes
-
-
-def _host_shape(chip: Chip, shape: tuple[int, ...], num_slices: int) -> tuple[int, ...]:
-    if len(shape) != 1 or num_slices != 1:
-        raise InputError(f"{chip.name}:{_times(shape)}: this machine is a number of devices, such as {chip.name}:8.")
-    if shape[0] > MAX_HOST_DEVICES:
-        raise InputError(
-            f"{chip.name}:{shape[0]} asks for {shape[0]} emulated devices on one machine; "
-            f"at most {MAX_HOST_DEVICES} run. Use {chip.name}:8."
-        )
-    return shape
-
-
-def _times(shape: tuple[int, ...]) -> str:
-    return "x".join(map(str, shape))
-
-
-def _advice(chip: Chip, shape: tuple[int, ...], axes: int) -> str:
-    return f"{math.prod(shape)} chips are for example {chip.name}:{_times(balanced_shape(math.prod(shape), axes))}."
-
-
-def _slices_advice(chip: Chip, shape: tuple[int, ...]) -> str:
-    pod = math.prod(chip.pod_shape)
-    return f"{-(-math.prod(shape) // pod)}*{chip.name}:{_times(chip.pod_shape)}"
-
-
-def balanced_shape(num_chips: int, num_axes: int) -> tuple[int, ...]:
-    """The factors of ``num_chips`` over the axes that are closest to equal, smallest first."""
-    if num_axes == 1:
-        return (num_chips,)
-    first = max(size for size in range(1, round(num_chips ** (1 / num_axes)) + 1) if num_chips % size == 0)
-    return (first, *balanced_shape(num_chips // first, num_axes - 1))

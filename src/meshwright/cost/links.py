@@ -1,0 +1,89 @@
+"""The links of a cluster, innermost level first: torus axes, a switched domain, its network levels, slices."""
+
+import math
+from typing import Literal
+
+import msgspec
+
+from meshwright.spec.chip import known
+from meshwright.spec.cluster import Cluster
+
+Level = Literal["ici", "nvlink", "network", "dcn", "host"]
+Parts = tuple[tuple[str, int], ...]
+
+TORUS_AXES = "xyzuvw"
+
+
+class Link(msgspec.Struct, frozen=True, kw_only=True):
+    """One physical axis, and the mesh axes on it: ``parts`` are (mesh axis, factor) from outer to inner.
+
+    ``bytes_per_s`` is one way and per chip. Inner factors are contiguous, outer ones strided by what is inside.
+    A ``twisted`` axis wraps around to the middle of the longer axes: it closes into rings only together with them.
+    """
+
+    name: str
+    level: Level
+    size: int
+    bytes_per_s: float
+    wraps: bool = False
+    hop_s: float
+    twisted: bool = False
+    parts: Parts = ()
+
+
+def physical_links(cluster: Cluster) -> tuple[Link, ...]:
+    """The links of a cluster without a mesh; axes of size 1 keep their place with an unused rate."""
+    if cluster.kind == "torus":
+        return _torus_links(cluster)
+    if cluster.kind == "switched":
+        return _switched_links(cluster)
+    # the rate of emulated devices comes from a calibration alone
+    return (Link(name="devices", level="host", size=cluster.num_chips, bytes_per_s=math.nan, hop_s=0.0),)
+
+
+def _torus_links(cluster: Cluster) -> tuple[Link, ...]:
+    chip = cluster.chip
+    rate = known(chip, "ici_link_bytes_per_s") if math.prod(cluster.shape) > 1 else 1.0
+    longest = max(cluster.shape)
+    axes = tuple(
+        Link(
+            name=TORUS_AXES[i],
+            level="ici",
+            size=size,
+            bytes_per_s=rate,
+            wraps=wraps,
+            hop_s=chip.ici_hop_s,
+            twisted=cluster.twisted and size < longest,
+        )
+        for i, (size, wraps) in enumerate(zip(cluster.shape, cluster.wraps, strict=True))
+    )
+    if cluster.num_slices == 1:
+        return axes
+    dcn = known(chip, "dcn_bytes_per_s")
+    return (
+        *axes,
+        Link(name="slices", level="dcn", size=cluster.num_slices, bytes_per_s=dcn, hop_s=chip.dcn_hop_s),
+    )
+
+
+def _switched_links(cluster: Cluster) -> tuple[Link, ...]:
+    """The domain over the chip's own links, then each network level; a rate is divided by its oversubscription."""
+    chip, links = cluster.chip, []
+    for number, (name, size) in enumerate(zip(cluster.level_names, cluster.shape, strict=True)):
+        figures = cluster.levels[number] if cluster.levels else None
+        rate = figures.bytes_per_s if figures else None
+        if rate is None:
+            rate = known(chip, "nic_bytes_per_s" if number else "nvlink_bytes_per_s") if size > 1 else 1.0
+        hop_s = figures.hop_s if figures else None
+        if hop_s is None:
+            hop_s = chip.network_hop_s if number else chip.nvlink_hop_s
+        links.append(
+            Link(
+                name=name,
+                level="network" if number else "nvlink",
+                size=size,
+                bytes_per_s=rate / (figures.oversubscription if figures else 1.0),
+                hop_s=hop_s,
+            )
+        )
+    return tuple(links)

@@ -1,0 +1,121 @@
+"""Which shapes the chips of a cluster can be wired to, and what a shape that they cannot says instead."""
+
+import math
+
+from meshwright.core.errors import CannotRunError, InputError
+from meshwright.spec.chip import Chip
+
+Shape = tuple[int, ...]
+
+MAX_HOST_DEVICES = 64
+"""Emulated devices of one machine; each costs threads and memory."""
+
+MAX_LEVELS = 5
+"""Of a switched cluster: the domain, its rack, pod and cluster, and one to spare."""
+
+
+def torus_wraps(chip: Chip, shape: Shape) -> tuple[bool, ...]:
+    """Per axis, whether a slice of this shape has wraparound links. See ``Cluster.wraps``."""
+    if chip.topology != "torus" or chip.wrap_multiple is None:
+        return (False,) * len(shape)
+    full = [size > 1 and size % chip.wrap_multiple == 0 for size in shape]
+    if chip.num_ici_axes == 3 and not all(full):
+        return (False,) * len(shape)
+    return tuple(full)
+
+
+def can_twist(chip: Chip, shape: Shape) -> bool:
+    """Whether the chip's optical switches can twist this torus: k x k x 2k or k x 2k x 2k of whole cubes.
+
+    Source: Jouppi et al., "TPU v4: An Optically Reconfigurable Supercomputer" (2023).
+    """
+    if not chip.twists or len(shape) != 3 or not all(torus_wraps(chip, shape)):
+        return False
+    short, middle, long = sorted(shape)
+    return long == 2 * short and middle in (short, long)
+
+
+def complete_shape(chip: Chip, shape: Shape, num_slices: int) -> Shape:
+    """The shape with the sizes of 1 that were left out, or an error that says what the chip can be wired to."""
+    if min(shape, default=0) < 1 or num_slices < 1:
+        raise InputError(f"cluster {chip.name}:{times(shape)} has a size below 1. Give positive whole numbers.")
+    checks = {"torus": _torus_shape, "switched": _switched_shape, "host": _host_shape}
+    return checks[chip.topology](chip, shape, num_slices)
+
+
+def _torus_shape(chip: Chip, shape: Shape, num_slices: int) -> Shape:
+    axes = chip.num_ici_axes or len(shape)
+    given = f"{chip.name}:{times(shape)}"
+    if len(shape) > axes:
+        raise InputError(
+            f"{given} has {len(shape)} torus axes and {chip.name} has {axes}. {_advice(chip, shape, axes)}"
+        )
+    if len(shape) == 1 and shape[0] > 1 and axes > 1:
+        raise InputError(f"{given} names one of the {axes} torus axes of {chip.name}. {_advice(chip, shape, axes)}")
+    if axes == 2 and any(size > limit for size, limit in zip(shape, chip.pod_shape, strict=False)):
+        raise InputError(
+            f"{given} is larger than a pod of {chip.name}, {times(chip.pod_shape)}."
+            f" Join slices over the data-centre network: {_slices_advice(chip, shape)}."
+        )
+    if chip.max_chips is not None and math.prod(shape) > chip.max_chips:
+        pod = f" ({times(chip.pod_shape)})" if chip.pod_shape else ""
+        raise InputError(
+            f"{given} has {math.prod(shape)} chips and a pod of {chip.name} {chip.max_chips}{pod}."
+            f" Name a smaller slice, or several: 2*{chip.name}:16x16x16."
+        )
+    if num_slices > 1 and chip.dcn_bytes_per_s is None:
+        raise CannotRunError(f"{chip.name} has no known data-centre network between slices. Use one slice.")
+    return shape + (1,) * (axes - len(shape))
+
+
+def _switched_shape(chip: Chip, shape: Shape, num_slices: int) -> Shape:
+    given = f"{chip.name}:{times(shape)}"
+    if num_slices > 1:
+        raise InputError(f"{num_slices}*{given}: slices are for TPUs. Write domain x nodes: {chip.name}:8x256.")
+    if len(shape) > MAX_LEVELS:
+        raise InputError(
+            f"{given} has {len(shape)} sizes and at most {MAX_LEVELS} are read."
+            f" Write domain x nodes of a rack x racks of a pod x pods, such as {chip.name}:8x2x192x8."
+        )
+    domain, nodes = shape[0], math.prod(shape[1:])
+    limit = chip.domain_chips
+    if limit is not None and domain > limit:
+        whole = -(-domain * nodes // limit)
+        raise InputError(
+            f"{given} asks for {domain} chips in one domain and {chip.name} joins {limit}."
+            f" Write domain x nodes: {chip.name}:{limit}x{whole}."
+        )
+    return shape if len(shape) > 1 else (domain, 1)
+
+
+def _host_shape(chip: Chip, shape: Shape, num_slices: int) -> Shape:
+    if len(shape) != 1 or num_slices != 1:
+        raise InputError(f"{chip.name}:{times(shape)}: this machine is a number of devices, such as {chip.name}:8.")
+    if shape[0] > MAX_HOST_DEVICES:
+        raise InputError(
+            f"{chip.name}:{shape[0]} asks for {shape[0]} emulated devices on one machine; "
+            f"at most {MAX_HOST_DEVICES} run. Use {chip.name}:8."
+        )
+    return shape
+
+
+def times(shape: Shape) -> str:
+    """``"16x20x28"``."""
+    return "x".join(map(str, shape))
+
+
+def _advice(chip: Chip, shape: Shape, axes: int) -> str:
+    return f"{math.prod(shape)} chips are for example {chip.name}:{times(balanced_shape(math.prod(shape), axes))}."
+
+
+def _slices_advice(chip: Chip, shape: Shape) -> str:
+    pod = math.prod(chip.pod_shape)
+    return f"{-(-math.prod(shape) // pod)}*{chip.name}:{times(chip.pod_shape)}"
+
+
+def balanced_shape(num_chips: int, num_axes: int) -> Shape:
+    """The factors of ``num_chips`` over the axes that are closest to equal, smallest first."""
+    if num_axes == 1:
+        return (num_chips,)
+    first = max(size for size in range(1, round(num_chips ** (1 / num_axes)) + 1) if num_chips % size == 0)
+    return (first, *balanced_shape(num_chips // first, num_axes - 1))

@@ -1,0 +1,109 @@
+"""Every shape in which a number of chips can be had: what optical switches form from cubes, parts of a pod, slices.
+
+Sources: Jouppi et al., "TPU v4: An Optically Reconfigurable Supercomputer" (2023);
+How to Scale Your Model, section 2.2.
+"""
+
+import math
+import re
+from collections.abc import Iterator
+
+from meshwright.core.errors import CannotRunError
+from meshwright.spec.chip import Chip, chip
+from meshwright.spec.cluster import Cluster, make_cluster, parse_cluster
+from meshwright.spec.cluster_shapes import Shape, can_twist
+
+_TEXT = re.compile(r"([A-Za-z][\w.-]*):(\d+)chips")
+
+
+def parse_clusters(text: str) -> tuple[Cluster, ...]:
+    """Every cluster of ``"v5p:4096chips"``, best first; the one cluster of any other text."""
+    match = _TEXT.fullmatch(text.strip())
+    if match is None:
+        return (parse_cluster(text),)
+    return slice_shapes(chip(match.group(1)), int(match.group(2)))
+
+
+def slice_shapes(chip: Chip, num_chips: int) -> tuple[Cluster, ...]:
+    """Every cluster of so many chips, the one with the most links across its middle first.
+
+    Chips joined by optical switches form any torus of whole 4x4x4 cubes, also twisted where the shape allows, and
+    below a cube a box inside one; two-axis chips a rectangle in a pod; more chips than a pod holds several equal
+    slices, as few as possible. Switches give whole domains. Raises CannotRunError where no shape has that number.
+    """
+    if chip.topology == "host":
+        return (make_cluster(chip, (num_chips,)),)
+    if chip.topology == "switched":
+        domain = math.gcd(num_chips, chip.domain_chips or num_chips)
+        return (make_cluster(chip, (domain, num_chips // domain)),)
+    for num_slices in _slice_counts(chip, num_chips):
+        found = [make_cluster(chip, one, num_slices=num_slices) for one in _tori(chip, num_chips // num_slices)]
+        if found:
+            twisted = [make_cluster(chip, c.shape, num_slices=num_slices, twisted=True) for c in found if _twists(c)]
+            return tuple(sorted([*found, *twisted], key=_worse_last))
+    raise CannotRunError(f"no slices of {chip.name} have {num_chips:,} chips. {_advice(chip, num_chips)}")
+
+
+def _worse_last(cluster: Cluster) -> tuple[int, int, Shape, bool]:
+    """Fewer links across the middle later, then longer ways round; a twisted torus right after its plain one."""
+    return -bisection_links(cluster), sum(cluster.shape), cluster.shape, cluster.twisted
+
+
+def bisection_links(cluster: Cluster) -> int:
+    """Links between the halves of one slice, cut across the longest axis: what bounds an AllToAll. Twist left out."""
+    longest = max(range(len(cluster.shape)), key=lambda axis: cluster.shape[axis])
+    across = math.prod(cluster.shape) // cluster.shape[longest]
+    return across * (1 + cluster.wraps[longest])
+
+
+def _twists(cluster: Cluster) -> bool:
+    return can_twist(cluster.chip, cluster.shape)
+
+
+def _slice_counts(chip: Chip, num_chips: int) -> Iterator[int]:
+    """Numbers of equal slices, fewest first; more than one only where a pod is too small."""
+    most = chip.max_chips or num_chips
+    fewest = -(-num_chips // most)
+    if fewest == 1 or chip.dcn_bytes_per_s is None:
+        yield 1
+        return
+    yield from (count for count in range(fewest, num_chips + 1) if num_chips % count == 0)
+
+
+def _tori(chip: Chip, num_chips: int) -> list[Shape]:
+    """Shapes of one slice, sizes in ascending order."""
+    axes = chip.num_ici_axes or 1
+    cube = chip.wrap_multiple if axes == 3 else None
+    if chip.max_chips is not None and num_chips > chip.max_chips:
+        return []
+    if cube is not None and num_chips % cube**3 == 0:
+        return [tuple(cube * size for size in one) for one in _boxes(num_chips // cube**3, axes)]
+    longest = cube or max(chip.pod_shape, default=num_chips)
+    return [one for one in _boxes(num_chips, axes) if one[-1] <= longest and all(map(_is_power_of_two, one))]
+
+
+def _boxes(volume: int, num_axes: int, least: int = 1) -> list[Shape]:
+    """Ordered factorings of a volume into ascending sizes."""
+    if num_axes == 1:
+        return [(volume,)] if volume >= least else []
+    most = round(volume ** (1 / num_axes)) + 1
+    return [
+        (first, *rest)
+        for first in range(least, most + 1)
+        if volume % first == 0
+        for rest in _boxes(volume // first, num_axes - 1, first)
+    ]
+
+
+def _is_power_of_two(size: int) -> bool:
+    return size & (size - 1) == 0
+
+
+def _advice(chip: Chip, num_chips: int) -> str:
+    """The nearest numbers of chips that some shape has."""
+    cube = (chip.wrap_multiple or 1) ** 3 if chip.num_ici_axes == 3 else 0
+    if cube and num_chips > cube:
+        below = num_chips // cube * cube
+        return f"Slices are whole cubes of {cube}: take {below:,} or {below + cube:,}."
+    below = 1 << (num_chips.bit_length() - 1)
+    return f"Slices below a {'cube' if cube else 'pod'} are powers of two: take {below:,} or {2 * below:,}."

@@ -1,0 +1,137 @@
+"""`meshwright transfer`: exercises 2.5 and 2.6 of the book, collectives over levels, refusals."""
+
+import json
+
+import pytest
+
+SHEET = ("--calibration", "datasheet")
+EX_2_6 = ["transfer", "int8[128Ki,128Ki]", "--on", "v5e-book:4x4", "--from", "hosts", "--to", "0,0"]
+
+
+def test_exercise_2_5(call):
+    args = ("transfer", "bf16[8,128,8192]", "--on", "v5e:4x4", "--from", "0,0", "--to", "3,3")
+    found = call(*args, "--json").json
+    assert found["first_byte_s"] == pytest.approx(6e-6)
+    assert found["slowest_leg_s"] == pytest.approx(188e-6, rel=0.01)
+    assert found["time_s_pipelined"] == pytest.approx(found["slowest_leg_s"] + 6e-6)
+    text = call(*args).words
+    for fact in ("6 hops, 2 links at once ici 16.8 MB 2 x 45 GB/s", "first byte 6 us", "last byte 192 us pipelined"):
+        assert fact in text
+
+
+def test_exercise_2_6(call):
+    found = call(*EX_2_6, "--leg", "hbm", "--leg", "275GFLOP@compute", "--json").json
+    assert [leg["channel"] for leg in found["legs"]] == ["pcie", "ici", "hbm", "compute"]
+    # the text counts 16 GB for 2^34 bytes: 66, 167, 19 and 1.3 ms
+    expected = [scale * 2**34 / 16e9 for scale in (0.0667, 0.1667, 0.01975)]
+    assert [leg["send_s"] for leg in found["legs"][:3]] == pytest.approx(expected, rel=1e-3)
+    assert found["legs"][3]["send_s"] == pytest.approx(1.4e-3, rel=0.01)
+    assert found["bound_by"] == "ici"
+    assert 0.15 < found["time_s_pipelined"] < 0.2 < found["time_s_in_turn"]
+    slow = call(*EX_2_6, "--via", "dcn", "--json").json
+    assert slow["bound_by"] == "pcie"
+    assert slow["time_s_pipelined"] > 6 * found["time_s_pipelined"]
+    assert "slowest leg 15 chips into one over its 2 links (ici)" in call(*EX_2_6).words
+
+
+def test_collectives_over_an_axis(call):
+    found = call("transfer", "34MB", "--axis", "y", "--on", "v5e:4x4", *SHEET, "--json").json
+    assert found["group_size"] == 4
+    by_kind = {one["kind"]: one for one in found["collectives"]}
+    assert by_kind["all_gather"]["time_s"] == pytest.approx(0.75 * 34e6 / 45e9)
+    assert by_kind["all_gather"]["latency_bound_below_bytes"] == pytest.approx(3e-6 * 45e9 / 0.75)
+    assert by_kind["all_reduce"]["time_s"] == pytest.approx(2 * by_kind["all_gather"]["time_s"])
+    assert found["latency_forms"] is None
+    (small,) = call(
+        "transfer", "1kB", "--axis", "y", "--collective", "all_gather", "--on", "v5e:4x4", *SHEET, "--json"
+    ).json["collectives"]
+    assert (small["bound_by"], small["time_s"]) == ("latency", pytest.approx(3e-6))
+
+
+def test_collectives_over_levels(call):
+    found = call("transfer", "1GB", "--axis", "domain,nodes", "--on", "h100:8x256", "--json").json
+    assert found["group_size"] == 2048
+    forms = found["latency_forms"]
+    assert (forms["ring_hops"], forms["tree_hops"]) == (255, 8)
+    assert forms["ring_s"] == pytest.approx(255 * 5e-6)
+    text = call("transfer", "1GB", "--axis", "domain,nodes", "--on", "h100:8x256").words
+    assert "tree 8 hops, 40 us" in text
+    twisted = call("transfer", "1GB", "--axis", "x,y,z", "--on", "v4p:4x4x8_twisted", "--json").json
+    plain = call("transfer", "1GB", "--axis", "x,y,z", "--on", "v4p:4x4x8", "--json").json
+    exchange = [one["collectives"][3]["time_s"] for one in (plain, twisted)]
+    assert exchange[0] / exchange[1] == pytest.approx(1.63)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("--from", "0,0"), "--from and --to go together"),
+        ((), "needs a leg"),
+        (("--axis", "w"), "'w' is not an axis of the mesh"),
+        (("--collective", "all_gather"), "--collective needs --axis, one or several of x, y"),
+        (("--axis", "x", "--leg", "hbm"), "Give one or the other"),
+        (("--leg", "hbm", "--calibration", "c.toml"), "give --axis"),
+    ],
+)
+def test_refusals(call, args, message):
+    said = call("transfer", "1GB", "--on", "v5e:4x4", *args)
+    assert said.code == 2
+    assert message in said.err
+
+
+def test_tables_fit(call):
+    for width in (80, 120):
+        for args in (EX_2_6, ["transfer", "1GB", "--axis", "domain,nodes", "--on", "h100:8x256"]):
+            assert max(map(len, call(*args, width=width).out.splitlines())) <= width
+
+
+RING = ("transfer", "bf16[8192,8192]", "--on", "v5e-book:16x16", "--axis", "x")
+
+
+def test_a_ring_in_one_direction(call):
+    """Exercise 3.10: an AllToAll is half of an AllGather one way, and a quarter of it both ways."""
+    both, one = (
+        {c["kind"]: c for c in call(*RING, *more, "--json").json["collectives"]} for more in ((), ("--one-way",))
+    )
+    assert both["all_to_all"]["bandwidth_s"] == pytest.approx(both["all_gather"]["bandwidth_s"] / 4)
+    assert one["all_to_all"]["bandwidth_s"] == pytest.approx(one["all_gather"]["bandwidth_s"] / 2)
+    assert one["all_gather"]["bandwidth_s"] == pytest.approx(2 * both["all_gather"]["bandwidth_s"])
+    assert one["all_gather"]["latency_s"] == pytest.approx(15e-6)
+    array = 2 * 8192**2
+    assert one["all_gather"]["link_bytes"] == pytest.approx(array * 15 / 16)
+    assert one["all_to_all"]["link_bytes"] == pytest.approx(array * 15 / 32)
+    assert both["all_to_all"]["link_bytes"] == pytest.approx(array * 15 / 128)
+    assert "one way round" in call(*RING, "--one-way").words
+
+
+def test_only_a_ring_has_links_to_count(call):
+    found = call("transfer", "1MB", "--on", "v5e:4x4", "--axis", "x", "--json").json
+    assert {one["link_bytes"] for one in found["collectives"]} == {None}
+    assert "over a link" not in call("transfer", "1MB", "--on", "v5e:4x4", "--axis", "x").out
+
+
+def test_frames_in_one_picture_and_in_a_folder(call, tmp_path):
+    args = ("transfer", "1MB", "--on", "v5e:4x4", "--axis", "x", "--collective")
+    assert call(*args, "all_reduce", "--frames", "ring.json").err == "wrote ring.json\n"
+    spec = json.loads((tmp_path / "ring.json").read_text())
+    # a line of 4: 3 hops to add, 3 hops to gather, and the start
+    assert len(spec["concat"]) == 7
+    assert "AllReduce on a line of 4: 6 steps" in spec["title"]["text"]
+    said = call(*args, "all_gather", "--frames", "steps", "--json")
+    assert said.json["frames"] == [f"steps/step-0{n}.png" for n in range(4)]
+    assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in said.json["frames"])
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("--from", "0,0", "--to", "1,1", "--one-way"), "--one-way is for a collective on a ring"),
+        (("--leg", "hbm", "--frames", "a.png"), "--frames is for a collective on a ring"),
+        (("--axis", "x", "--one-way"), "needs a ring"),
+        (("--axis", "x", "--frames", "a.png"), "give --collective all_gather, reduce_scatter or all_reduce"),
+        (("--axis", "x,y", "--collective", "all_gather", "--frames", "a.png"), "draws one torus axis"),
+    ],
+)
+def test_what_no_ring_can_show(call, args, message):
+    said = call("transfer", "1GB", "--on", "v5e:4x4", *args)
+    assert (said.code, message in said.err) == (2, True), said.err

@@ -1,0 +1,150 @@
+"""The numbers that come with the product: how many, which, and what every chip has of them."""
+
+import msgspec
+import pytest
+
+from meshwright.cost.train_step import estimate_step
+from meshwright.measure.fit import PRIORS
+from meshwright.spec import catalogue
+from meshwright.spec.calibration import SHARES, Calibration, Efficiency
+from meshwright.spec.chip import chip, chip_from_table, chips
+from meshwright.spec.cluster import make_cluster, parse_cluster
+from meshwright.spec.efficiency import FAMILIES, MAX_NUMBERS, efficiency_of, family, fitted_calibration, fitted_numbers
+from meshwright.spec.job import Job
+from meshwright.spec.strategy import Strategy, make_mesh
+
+NUMBERS = fitted_numbers().numbers
+
+
+def fitted(name: str) -> Calibration:
+    found = fitted_calibration(chip(name))
+    assert found is not None
+    return found
+
+
+def test_few_numbers():
+    """At most 40 in all, each with a prior, and the two ends of the interval."""
+    assert len(NUMBERS) <= MAX_NUMBERS == 40
+    assert set(NUMBERS) == set(PRIORS) | {"low", "high"}
+    assert all(value > 0 for value in NUMBERS.values())
+    assert 0.5 < NUMBERS["low"] < 1 < NUMBERS["high"] < 2
+
+
+def test_numbers_lie_near_what_was_expected():
+    """Within four spreads of their prior: one further off would stand for something that it does not name."""
+    import math
+
+    for name, (middle, spread) in PRIORS.items():
+        assert abs(math.log(NUMBERS[name] / middle)) < 4 * spread, name
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_share_is_one_after_clipping(name):
+    at = fitted(name).efficiency
+    assert all(0 < getattr(at, share) <= 1 for share in SHARES)
+    assert all(0 <= getattr(at, share) <= 1 for share in Efficiency.__struct_fields__ if share.endswith("exposed"))
+    # a narrow dtype never runs above the chip's own peak for it
+    assert all(0 < at.compute * share <= 1 for share in at.narrow.values())
+
+
+def test_every_number_reaches_some_chip():
+    """Each is used: other numbers for it change the calibration of at least one chip."""
+    every = {name: fitted_calibration(chip(name), NUMBERS) for name in FAMILIES}
+    for number in NUMBERS:
+        changed = {name: fitted_calibration(chip(name), NUMBERS | {number: NUMBERS[number] * 0.9}) for name in FAMILIES}
+        if NUMBERS[number] * 0.9 < 1 or number.split("_")[-1] != "exposed":
+            assert any(changed[name] != every[name] for name in FAMILIES), number
+
+
+def test_numbers_of_their_own_family_and_kind():
+    h100, v5p = fitted("h100").efficiency, fitted("v5p").efficiency
+    assert (h100.compute, v5p.compute) == (NUMBERS["compute.h100"], NUMBERS["compute.v5p"])
+    assert (h100.attention, v5p.attention) == (NUMBERS["attention.h100"], NUMBERS["attention.tpu"])
+    assert (h100.hbm, v5p.hbm) == (NUMBERS["hbm.gpu"], NUMBERS["hbm.tpu"])
+    assert (h100.kernel_s, v5p.kernel_s) == (NUMBERS["kernel_s.gpu"], 0.0)
+    assert (h100.narrow, v5p.narrow) == ({"fp8": NUMBERS["narrow.fp8.h100"]}, {})
+    assert set(fitted("b200").efficiency.narrow) == {"fp8", "fp4"}
+    assert fitted("h100").hop_s == {level: NUMBERS[f"hop_s.{level}"] for level in ("nvlink", "network")}
+
+
+def test_relatives_have_the_same_numbers():
+    for name, relative in (("h200", "h100"), ("v100", "a100"), ("tpu7x", "v6e")):
+        assert fitted(name).efficiency.compute == fitted(relative).efficiency.compute
+        assert fitted(name).chip == name
+
+
+def test_blackwells_run_as_fast_as_their_power_allows():
+    """Of more peak for each watt a smaller share is reached."""
+    b200, b300 = chip("b200"), chip("b300")
+    assert b200.power_w
+    assert b300.power_w
+    per_watt = [one.peak_flops["bf16"] / one.power_w for one in (b200, b300)]
+    shares = [fitted(name).efficiency.compute for name in ("b200", "b300")]
+    assert shares[1] / shares[0] == pytest.approx(per_watt[0] / per_watt[1])
+    assert shares[0] == pytest.approx(NUMBERS["compute.blackwell"])
+
+
+@pytest.mark.parametrize("name", ["mi300x", "cpu", "trn2", "h100-book", "v5p-book", "m3"])
+def test_chips_that_nothing_is_known_of(name):
+    """No numbers for other makers, made-up figures, and the book's: its worked answers rest on peaks."""
+    assert fitted_calibration(chip(name)) is None
+
+
+def test_catalogue_chips_of_the_makers_measured_have_numbers():
+    tpus = {name for name, one in chips().items() if one.topology == "torus" and one.variant != "book"}
+    assert tpus - set(FAMILIES) == {"v2", "v3"}
+    assert set(FAMILIES) <= set(chips())
+
+
+def test_a_chip_changed_in_a_file_keeps_the_numbers_of_its_base():
+    custom = chip_from_table({"base": "h100", "hbm_bytes": 1e11})
+    assert family(custom) == "h100"
+    found = fitted_calibration(custom)
+    assert found is not None
+    assert (found.chip, found.efficiency) == ("h100-custom", fitted("h100").efficiency)
+    assert family(chip_from_table({"base": "mi300x"})) is None
+
+
+def test_given_numbers_stand_for_those_of_the_product():
+    found = fitted_calibration(chip("h100"), {"compute.h100": 0.5, "gradients_exposed": 1.5})
+    assert found is not None
+    assert (found.efficiency.compute, found.efficiency.gradients_exposed, found.date) == (0.5, 1.0, None)
+    assert found.efficiency == Efficiency(compute=0.5, attention=0.5, gradients_exposed=1.0)
+    nothing = efficiency_of(chip("v5e"), "v5e", {})
+    assert nothing == Efficiency(attention=1.0)
+
+
+def test_words_for_the_output():
+    words = fitted("h100").describe()
+    assert "fitted on published training steps" in words
+    assert fitted_numbers().date in words
+
+
+def test_a_fitted_step_is_slower_and_has_an_interval():
+    model, cluster, job = catalogue.model("llama3-8b"), parse_cluster("h100:8x2"), Job(batch_seqs=64, seq_len=2048)
+    strategy = Strategy(mesh=make_mesh({"fsdp": 16}))
+    sheet = estimate_step(model, cluster, job, strategy)
+    real = estimate_step(model, cluster, job, strategy, calibration=fitted("h100"))
+    assert sheet.step_s_p10 is sheet.step_s_p90 is None
+    assert real.step_s > 1.2 * sheet.step_s
+    assert real.step_s_p10 == pytest.approx(real.step_s * NUMBERS["low"])
+    assert real.step_s_p90 == pytest.approx(real.step_s * NUMBERS["high"])
+
+
+def test_a_custom_chip_is_priced_with_its_own_figures():
+    """Twice the peak of an H100: large products take half as long, at the same share."""
+    job, strategy = Job(batch_seqs=64, seq_len=2048), Strategy(mesh=make_mesh({"fsdp": 16}))
+    double = chip_from_table({"base": "h100", "peak_flops": {"bf16": 2 * 989.4e12}})
+    found = fitted_calibration(double)
+    terms = [
+        estimate_step(
+            catalogue.model("llama3-8b"), make_cluster(one, (8, 2)), job, strategy, calibration=calibration
+        ).terms["matmul"]
+        for one, calibration in ((chip("h100"), fitted("h100")), (double, found))
+    ]
+    assert terms[0] / terms[1] == pytest.approx(2, rel=0.02)
+
+
+def test_the_file_refuses_what_it_does_not_know():
+    with pytest.raises(msgspec.ValidationError, match="unknown field"):
+        msgspec.convert({"date": "x", "source": "y", "numbers": {}, "more": 1}, type(fitted_numbers()))

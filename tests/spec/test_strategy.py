@@ -1,0 +1,186 @@
+"""A strategy: plain data, checked when it is made; its standard assignments, and what of it runs."""
+
+import msgspec
+import pytest
+
+from meshwright.core.errors import CannotRunError, InputError
+from meshwright.spec.strategy import (
+    DEFAULT_ASSIGNMENT,
+    REMAT_POLICIES,
+    RUNNABLE_REMAT,
+    RUNNABLE_STATES,
+    STATE_BYTES,
+    Strategy,
+    assign,
+    make_mesh,
+    require_runnable_strategy,
+    standard_assignment,
+)
+
+
+def strategy(axes=None, **fields):
+    return Strategy(mesh=make_mesh(axes or {}), **fields)
+
+
+def test_every_axis_in_its_order():
+    assert list(make_mesh({"tensor": 2, "data": 4}).items()) == [
+        ("pipeline", 1), ("data", 4), ("fsdp", 1), ("expert", 1), ("context", 1), ("tensor", 2),
+    ]  # fmt: skip
+    made = strategy({"pipeline": 3, "expert": 2, "tensor": 4})
+    assert made.num_chips == 24
+    assert made.active_axes == ("pipeline", "expert", "tensor")
+    with pytest.raises(InputError, match=r"mesh axis 'piepline' is not known\. Did you mean 'pipeline'"):
+        make_mesh({"piepline": 2})
+
+
+# -- assignments ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_what_each_stage_splits(zero):
+    """A matrix of the feed-forward: D over fsdp where the stage splits it, F over tensor always."""
+    made = strategy(assignment=standard_assignment(zero=zero))
+    split, whole = (("fsdp", "expert", "context"), ("tensor",)), ((), ("tensor",))
+    for role, from_stage in (("weight", 3), ("grad", 2), ("optimizer", 1)):
+        assert assign(made.rules(role), ("D", "F")) == (split if zero >= from_stage else whole), role
+    assert assign(made.rules("vector"), ("D",)) == ((),)
+    assert made.zero == zero
+
+
+def test_where_activations_lie():
+    """Sequences major to minor over data, fsdp and expert; positions over context, and over tensor between blocks."""
+    for sequence_parallel, positions in ((True, ("context", "tensor")), (False, ("context",))):
+        rules = strategy(assignment=standard_assignment(sequence_parallel=sequence_parallel)).rules("activation")
+        batch = ("data", "fsdp", "expert")
+        assert assign(rules, ("B", "T", "D")) == (batch, positions, ())
+        # heads and widths have tensor where an array has them, and positions the rest
+        assert assign(rules, ("B", "T", "N", "H")) == (batch, ("context",), ("tensor",), ())
+        assert assign(rules, ("B", "T", "F")) == (batch, ("context",), ("tensor",))
+    assert assign(strategy().rules("input"), ("B", "T")) == (("data", "fsdp", "expert"), ("context",))
+
+
+def test_experts_are_split_over_their_own_axis():
+    """Weights of experts have no expert axis left for D; slots lie with their experts."""
+    rules = strategy()
+    assert assign(rules.rules("weight"), ("E", "D", "Fe")) == (("expert",), ("fsdp", "context"), ("tensor",))
+    assert assign(rules.rules("activation"), ("E", "C", "D"))[0] == ("expert",)
+
+
+def test_the_default_is_zero_3():
+    assert standard_assignment() == DEFAULT_ASSIGNMENT
+    assert strategy().zero == 3
+    assert strategy(assignment={"activation": {"B": ("data",)}}).zero is None
+    for sequence_parallel in (True, False):
+        assert strategy(assignment=standard_assignment(zero=1, sequence_parallel=sequence_parallel)).zero == 1
+    with pytest.raises(InputError, match=r"zero=4 is not a stage\. Use 0, 1, 2 or 3\."):
+        standard_assignment(zero=4)
+
+
+def test_only_axes_that_are_kept():
+    assert assign(strategy().rules("weight"), ("D", "F"), keep=("context",)) == (("context",), ())
+
+
+# -- fields -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("remat", "segment"), [("none", None), ("block", None), ("sqrt", "sqrt"), ("every-1", 1), ("every-12", 12)]
+)
+def test_segments(remat, segment):
+    assert strategy(remat=remat).segment == segment
+
+
+def test_names_have_no_segments():
+    assert strategy(remat=("q", "k")).segment is None
+
+
+@pytest.mark.parametrize(
+    ("state", "precision", "dtype"),
+    [("bf16-adam", "", "bf16"), ("fp32", "", "fp32"), ("bf16-master", "fp8", "fp8"), ("fp32", "bf16", "bf16")],
+)
+def test_the_dtype_of_products(state, precision, dtype):
+    assert strategy(state=state, precision=precision).matmul_dtype == dtype
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"remat": "squrt"}, "remat 'squrt' is not a policy. Did you mean 'sqrt'? every-C and a list"),
+        ({"remat": "every-0"}, "remat 'every-0' is not a policy."),
+        ({"remat": "every-"}, "remat 'every-' is not a policy."),
+        ({"chunks": 0}, "strategy.chunks=0 must be at least 1."),
+        ({"imbalance": 0.5}, "strategy.imbalance=0.5 must be at least 1."),
+        ({"num_microbatches": 0}, "num_microbatches=0 must be between 1 and"),
+        ({"state": "bf16-adm"}, "state 'bf16-adm' is not known. Did you mean 'bf16-adam'?"),
+        ({"assignment": {"weights": {}}}, "strategy.assignment has the unknown role 'weights'. Did you mean 'weight'?"),
+        ({"mesh": {"data": 0}}, "mesh axis data=0 must be at least 1."),
+    ],
+)
+def test_what_no_strategy_has(fields, words):
+    with pytest.raises(InputError) as raised:
+        Strategy(**{"mesh": make_mesh({}), **fields})
+    assert str(raised.value).startswith(words)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"context_attention": "rings"}, {"precision": "fp7"}, {"offload": ["optimiser"]}, {"software": "lazy"}],
+    ids=str,
+)
+def test_words_of_a_plan_file_are_checked(fields):
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.convert({"mesh": {"data": 1}, **fields}, Strategy)
+
+
+def test_bytes_that_a_state_counts():
+    """The number an option is known by is the sum of its parts; bf16-adam leaves the short-lived gradient out."""
+    for name, parts in STATE_BYTES.items():
+        short = parts["gradients"] if name == "bf16-adam" else 0
+        assert parts["counted"] == parts["weights"] + parts["gradients"] + parts["optimizer"] - short
+
+
+# -- what runs --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("remat", RUNNABLE_REMAT)
+@pytest.mark.parametrize("state", RUNNABLE_STATES)
+def test_what_runs(remat, state):
+    require_runnable_strategy(strategy({"data": 2, "fsdp": 2, "context": 2, "tensor": 2}, remat=remat, state=state))
+    require_runnable_strategy(strategy({"pipeline": 1, "expert": 1}, remat=("qr", "x1"), slice_axes=("fsdp",)))
+    own = "fp32" if state == "fp32" else "bf16"
+    require_runnable_strategy(strategy(state=state, precision=own))
+
+
+@pytest.mark.parametrize(
+    ("axes", "fields", "words"),
+    [
+        (
+            {"pipeline": 2},
+            {},
+            "mesh axis pipeline=2 is planned but not executed in this version. Use data, fsdp, context",
+        ),
+        ({"expert": 4}, {}, "mesh axis expert=4 is planned but not executed in this version."),
+        ({}, {"remat": "sqrt"}, "remat 'sqrt' is planned but not executed in this version. Use none, selective,"),
+        ({}, {"remat": "every-4"}, "remat 'every-4' is planned but not executed in this version."),
+        (
+            {},
+            {"state": "bf16-master"},
+            "state 'bf16-master' is planned but not executed in this version. Use bf16-adam",
+        ),
+        ({}, {"state": "fp32", "precision": "bf16"}, "precision 'bf16' is planned but not executed in this version."),
+        ({}, {"context_attention": "ulysses"}, "context_attention 'ulysses' is planned but not executed"),
+        ({}, {"offload": ("activations",)}, "offload of activations is planned but not executed in this version."),
+        ({}, {"software": "eager"}, "software 'eager' is planned but not executed in this version. Use compiled."),
+        ({}, {"assignment": standard_assignment(zero=1)}, "strategy.assignment.weight differs from the product's own"),
+        ({}, {"slice_axes": ("tensr",)}, "strategy.slice_axes names 'tensr', which is no mesh axis. Did you mean"),
+    ],
+    ids=str,
+)
+def test_what_is_planned_and_does_not_run(axes, fields, words):
+    with pytest.raises(CannotRunError) as raised:
+        require_runnable_strategy(strategy(axes, **fields))
+    assert str(raised.value).startswith(words)
+
+
+def test_policies_that_run_are_policies():
+    assert set(RUNNABLE_REMAT) < set(REMAT_POLICIES)
