@@ -5,9 +5,9 @@ import math
 import pytest
 
 from meshwright.cost.anatomy import PodTotals, num_hosts, pod_totals
-from meshwright.spec.chip import chip, known
+from meshwright.spec.chip import chip
 from meshwright.spec.cluster import parse_cluster
-from tests.oracles.worked import Answers, Inputs, check
+from tests.oracles.worked import Answers, check
 
 
 def pod(name: str) -> PodTotals:
@@ -19,12 +19,6 @@ def pod(name: str) -> PodTotals:
 def h100(num_chips: int) -> PodTotals:
     """Sums over H100 in domains of eight."""
     return pod_totals(parse_cluster(f"h100:8x{num_chips // 8}"))
-
-
-def tensor_cores(i: Inputs) -> float:
-    """Tensor cores of the row's GPUs."""
-    h100_sms, per_sm = (known(chip("h100"), figure) for figure in ("num_sms", "tensor_cores_per_sm"))
-    return h100(i["gpus"]).num_chips * h100_sms * per_sm
 
 
 ANSWERS: Answers = {
@@ -40,7 +34,8 @@ ANSWERS: Answers = {
     "s001-gpus": lambda i: parse_cluster(f"h100:{i['per_node']}x{i['nodes']}").num_chips,
     "s004-cluster-flops": lambda i: h100(i["gpus"]).peak_flops,
     "s004-cluster-hbm": lambda i: h100(i["gpus"]).hbm_bytes / 2**50,
-    "s004-cluster-tc": tensor_cores,
+    "s004-cluster-tc": lambda i: h100(i["gpus"]).num_tensor_cores,
+    "s004-pod": lambda i: parse_cluster(f"h100:8x{i['gpus'] // 8}x{i['racks']}").num_chips,
     "s004-rack": lambda i: parse_cluster(f"h100:{i['gpus']}x{i['servers']}").num_chips,
     "s004-v5p-pod": lambda i: pod("v5p").num_chips,
 }

@@ -24,6 +24,9 @@ TOPICS = (
     "llama-training",
     "cluster",
     "memory",
+    "gpu",
+    "fault-tolerance",
+    "pipeline",
 )
 
 Inputs = Mapping[str, Any]

@@ -102,3 +102,26 @@ def num_microbatches(global_batch_seqs: Number, *, data_parallel: Number, microb
 def tokens_per_device(seq_len: Number, *, context: Number) -> Number:
     """Positions of one sequence that each device of a context axis holds."""
     return seq_len / context
+
+
+def flops_per_dollar(peak_flops: Number, *, price_usd_per_hour: Number, mfu: Number = 1.0) -> Number:
+    """FLOPs that a dollar buys on one chip at a utilisation of its peak."""
+    return peak_flops * mfu * 3600 / price_usd_per_hour
+
+
+def flops_per_joule(peak_flops: Number, *, watts_per_chip: Number, mfu: Number = 1.0) -> Number:
+    """FLOPs per joule of one chip alone, drawing its full power whatever the utilisation."""
+    return peak_flops * mfu / watts_per_chip
+
+
+def facility_energy_kwh(chips_kwh: Number, *, pue: Number, host_share: Number = 0.0) -> Number:
+    """Energy at the building's meter: chips, hosts and network as a share of them, times the PUE (cooling, losses)."""
+    return chips_kwh * (1 + host_share) * pue
+
+
+def floor_area_m2(num_chips: Number, *, chips_per_rack: Number, m2_per_rack: Number = 1.0) -> Number:
+    """Floor of the racks: about 1 m2 a rack gives the 500 m2 that 16,000 H100 in racks of 32 are said to take.
+
+    Source: Scaling systems for LLMs (slides).
+    """
+    return num_chips / chips_per_rack * m2_per_rack
