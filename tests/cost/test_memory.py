@@ -5,13 +5,15 @@ import pytest
 
 from meshwright.algebra.derive import derive
 from meshwright.algebra.transformer import transformer
+from meshwright.core.dims import MESH_AXES
 from meshwright.cost.memory import ITEMS, memory_limit, total_bytes, training_memory
+from meshwright.cost.pipeline import strategy_pipeline
 from meshwright.cost.step_costs import op_sizes, strategy_sizes
 from meshwright.spec import catalogue
 from meshwright.spec.calibration import Calibration
 from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.job import Job
-from meshwright.spec.strategy import DEFAULT_ASSIGNMENT, REMAT_POLICIES, STATE_BYTES, Strategy, make_mesh
+from meshwright.spec.strategy import REMAT_POLICIES, STATE_BYTES, Strategy, make_mesh, standard_assignment
 from meshwright.spec.weights import num_params, params_by_part
 
 TINY = catalogue.model("tiny")
@@ -24,11 +26,12 @@ MESHES = (
 )
 
 
-def memory(axes, *, model=TINY, remat="block", batch_seqs=32, seq_len=512, microbatches=1, state="bf16-adam", **kwargs):
-    strategy = Strategy(mesh=make_mesh(axes), remat=remat, num_microbatches=microbatches, state=state)
-    derived = derive(transformer(model), strategy, symbolic=kwargs.pop("symbolic", False))
-    sizes = strategy_sizes(model, Job(batch_seqs=batch_seqs, seq_len=seq_len), strategy, **kwargs)
-    return training_memory(derived, sizes, num_microbatches=microbatches)
+def memory(axes, *, model=TINY, batch_seqs=32, seq_len=512, symbolic=False, scores="on_chip", **fields):
+    strategy = Strategy(mesh=make_mesh(axes), **fields)
+    derived = derive(transformer(model), strategy, symbolic=symbolic)
+    sizes = strategy_sizes(model, Job(batch_seqs=batch_seqs, seq_len=seq_len), strategy, scores=scores)
+    count, pipeline = strategy.num_microbatches, strategy_pipeline(strategy)
+    return training_memory(derived, sizes, num_microbatches=count, pipeline=pipeline, offload=strategy.offload)
 
 
 def test_the_items_are_the_agreed_ones_and_sum_to_the_total():
@@ -89,7 +92,7 @@ def test_gathered_weights_are_those_of_the_largest_block():
 
 
 def test_microbatches_divide_activations_and_add_a_float32_sum_of_gradients():
-    one, four = memory({"fsdp": 2}), memory({"fsdp": 2}, microbatches=4)
+    one, four = memory({"fsdp": 2}), memory({"fsdp": 2}, num_microbatches=4)
     for item in ("activations", "logits"):
         assert four[item] == pytest.approx(one[item] / 4)
     assert four["gradients"] == 3 * one["gradients"]
@@ -124,12 +127,12 @@ def test_scores_in_memory_enlarge_the_working_set():
 def test_many_candidates_at_once():
     derived = derive(transformer(TINY), Strategy(mesh=make_mesh({})), symbolic=True)
     fsdp, tensor, counts = np.array([1.0, 2, 8]), np.array([4.0, 2, 1]), np.array([1, 2, 4])
-    mesh = {"data": np.ones(3), "fsdp": fsdp, "context": np.ones(3), "tensor": tensor}
+    mesh = {axis: np.ones(3) for axis in MESH_AXES} | {"fsdp": fsdp, "tensor": tensor}
     sizes = op_sizes(TINY, seq_len=512, microbatch_seqs=32 / counts, mesh=mesh, state="fp32")
     many = training_memory(derived, sizes, num_microbatches=counts)
     for i in range(3):
         axes = {"fsdp": int(fsdp[i]), "tensor": int(tensor[i])}
-        one = memory(axes, microbatches=int(counts[i]), state="fp32")
+        one = memory(axes, num_microbatches=int(counts[i]), state="fp32")
         for item in ITEMS:
             assert np.broadcast_to(many[item], 3)[i] == pytest.approx(float(one[item]), rel=1e-12)
 
@@ -142,17 +145,128 @@ def test_the_limit_is_what_the_compiler_offers_where_that_is_known():
     assert memory_limit(parse_cluster("cpu:8"), measured) == 2e9
 
 
-def test_zero_stages_split_what_their_assignment_says():
-    """ZeRO-1 is an assignment too: weights whole on every replica, what the optimizer updates split over them."""
-    whole = {name: axes for name, axes in DEFAULT_ASSIGNMENT["weight"].items() if name != "D"}
-    zero1 = DEFAULT_ASSIGNMENT | {"weight": whole, "optimizer": DEFAULT_ASSIGNMENT["weight"]}
-    strategy = Strategy(mesh=make_mesh({"fsdp": 8}), assignment=zero1)
-    derived = derive(transformer(TINY), strategy)
-    items = training_memory(
-        derived, strategy_sizes(TINY, Job(batch_seqs=32, seq_len=512), strategy), num_microbatches=1
-    )
+# -- ZeRO -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("zero", "per_param"), [(0, 16.0), (1, 4 + 12 / 8), (2, 2 + 14 / 8), (3, 16 / 8)], ids=["0", "1", "2", "3"]
+)
+@pytest.mark.parametrize("axis", ["fsdp", "context"])
+def test_bytes_per_parameter_of_each_stage(zero, per_param, axis):
+    """2 of weights, 2 of gradients, 12 of optimizer over 8 devices: what each stage splits.
+
+    Source: Rajbhandari et al., ZeRO (2019), figure 1. Norm scales are whole everywhere.
+    """
+    items = memory({axis: 8}, assignment=standard_assignment(zero=zero), state="bf16-master")
     norms = params_by_part(TINY)["norm"]
-    assert items["weights"] == 2 * num_params(TINY)
-    assert items["gradients"] == 2 * num_params(TINY)
-    assert items["optimizer"] == 8 * ((num_params(TINY) - norms) / 8 + norms)
-    assert items["communication"] == 0
+    found = items["weights"] + items["gradients"] + items["optimizer"] - 16 * norms
+    assert found / (num_params(TINY) - norms) == pytest.approx(per_param)
+    assert (items["communication"] > 0) == (zero == 3)
+
+
+def test_replicas_and_tensor_split_as_before_under_every_stage():
+    """Data leaves everything whole, tensor splits everything: 16 bytes over 2 devices at any stage."""
+    norms = params_by_part(TINY)["norm"]
+    for zero in range(4):
+        items = memory({"data": 4, "tensor": 2}, assignment=standard_assignment(zero=zero), state="bf16-master")
+        held = items["weights"] + items["gradients"] + items["optimizer"]
+        assert held == pytest.approx(16 * ((num_params(TINY) - norms) / 2 + norms))
+
+
+def test_without_sequence_parallelism_the_stream_is_whole_over_tensor():
+    """tiny with 8 layers of 2 bytes x 32 x 512 x 256 kept by block remat, and what the head keeps."""
+    split, whole = (
+        memory({"tensor": 4}, assignment=standard_assignment(sequence_parallel=on))["activations"]
+        for on in (True, False)
+    )
+    stream = 2 * 32 * 512 * 256
+    assert whole - split >= 8 * stream * 3 / 4
+
+
+# -- remat of whole segments --------------------------------------------------------------------------------
+
+
+def test_segments_keep_their_input_and_the_results_of_one():
+    """Every C-th of 8 layers' inputs, and all results of C layers; sqrt is C = sqrt(8)."""
+    none, block = (memory({"fsdp": 2}, remat=remat)["activations"] for remat in ("none", "block"))
+    stream = 2 * 32 * 512 * 256 / 2
+    ends = block - 8 * stream
+    layer = (none - ends) / 8
+    assert layer > 10 * stream
+    for remat, length in (
+        ("every-1", 1),
+        ("every-2", 2),
+        ("every-4", 4),
+        ("every-8", 8),
+        ("every-100", 8),
+        ("sqrt", 8**0.5),
+    ):
+        found = memory({"fsdp": 2}, remat=remat)["activations"]
+        assert found == pytest.approx(8 / length * stream + length * layer + ends), remat
+
+
+def test_sqrt_of_many_layers_lies_between_none_and_block():
+    model = catalogue.model("llama3-70b")
+    none, sqrt, block = (
+        float(total_bytes(memory({"fsdp": 64}, model=model, batch_seqs=64, seq_len=4096, remat=remat)))
+        for remat in ("none", "sqrt", "block")
+    )
+    assert none > 2 * sqrt > 2 * block
+
+
+# -- pipelines ------------------------------------------------------------------------------------------------
+
+
+def test_stages_share_out_layers_and_keep_the_larger_end():
+    """tiny has 8 layers and two tables of the same size: four stages hold 2 layers and one of the tables."""
+    one, four = memory({}, num_microbatches=4), memory({"pipeline": 4}, num_microbatches=4)
+    parts = params_by_part(TINY)
+    table, norm = parts["embedding"], 256
+    layers = num_params(TINY) - 2 * table - norm
+    assert parts["unembedding"] == table
+    for item, width in (("weights", 2), ("gradients", 2 + 4), ("optimizer", 8)):
+        assert one[item] == width * num_params(TINY)
+        assert four[item] == width * (layers / 4 + table + norm)
+
+
+def test_uneven_layers_fill_the_fullest_device():
+    """Eight layers on three stages: 3, 3 and 2."""
+    three, one = (memory({"pipeline": n}, num_microbatches=4)["weights"] for n in (3, 1))
+    parts = params_by_part(TINY)
+    layers = num_params(TINY) - 2 * parts["embedding"] - 256
+    assert one - three == 2 * (layers * (1 - 3 / 8) + parts["embedding"])
+
+
+def test_microbatches_in_flight_keep_their_results():
+    """1F1B keeps those of four microbatches on the first of four stages, GPipe of all sixteen, one stage of one."""
+    stream = 2 * 32 * 512 * 256 / 16
+    plain = memory({}, num_microbatches=16)["activations"]
+    ends = plain - 8 * stream
+    for schedule, chunks, in_flight in (("1f1b", 1, 4), ("gpipe", 1, 16), ("naive", 1, 1), ("interleaved", 2, 5.5)):
+        found = memory({"pipeline": 4}, num_microbatches=16, schedule=schedule, chunks=chunks)["activations"]
+        assert found == pytest.approx(ends + in_flight * 2 * stream), schedule
+
+
+def test_sends_between_stages_have_buffers():
+    """The stream on its way on, and its cotangent on its way back."""
+    items = memory({"pipeline": 2}, num_microbatches=4)
+    assert items["communication"] == 2 * (2 * 8 * 512 * 256)
+    assert memory({}, num_microbatches=4)["communication"] == 0
+
+
+def test_dualpipe_holds_two_stages_and_both_ends():
+    twice, once = (
+        memory({"pipeline": 2}, num_microbatches=8, schedule=schedule)["optimizer"] for schedule in ("dualpipe", "1f1b")
+    )
+    table = params_by_part(TINY)["embedding"]
+    layers = num_params(TINY) - 2 * table - 256
+    assert once == 8 * (layers / 2 + table + 256)
+    assert twice == 8 * (layers + 2 * table + 256)
+
+
+def test_a_tied_table_is_on_the_device_with_the_head():
+    """gpt2 has one table of 50,257 x 768 for both ends: in two stages one has it, half the layers and the last norm."""
+    model = catalogue.model("gpt2")
+    table, positions, norm = 50257 * 768, 1024 * 768, 2 * 768
+    found = memory({"pipeline": 2}, model=model, batch_seqs=8, num_microbatches=2)["weights"]
+    assert found == 2 * ((num_params(model) - table - positions - norm) / 2 + table + norm)

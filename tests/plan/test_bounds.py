@@ -67,7 +67,7 @@ def test_a_small_batch_has_no_roots():
 
 
 def test_slices_count_by_themselves():
-    limits, at = told(planned("4*v5e:16x16", 1024))
+    limits, at = told(planned("4*v5e:16x16", 1024, pipeline=1))
     assert (at.num_chips, at.batch_tokens * at.num_microbatches) == (256, 2**20)
     assert at.num_microbatches > 1  # weights are gathered for each: B is one of them
     assert limits["tokens/slice, over DCN"].limit == pytest.approx(197e12 * 8 / 25e9)
@@ -77,13 +77,13 @@ def test_slices_count_by_themselves():
 
 @pytest.mark.parametrize(("cluster", "rate"), [("h100:8x4", 50e9 * 8), ("h100:8", 450e9)])
 def test_switches(cluster, rate):
-    limits, at = told(planned(cluster, 256, model=TINY, seq_len=512))
+    limits, at = told(planned(cluster, 256, model=TINY, seq_len=512, pipeline=1))
     assert at.alpha is None
     assert limits["tokens/chip, FSDP alone"].limit == pytest.approx(at.peak_flops / rate)
     flat = 450e9 if cluster == "h100:8" else 50e9
     assert limits["FSDP at one chip's rate"].here == pytest.approx(6 * 7999744 / flat)
     assert limits["FSDP at one chip's rate"].limit == pytest.approx(
-        6 * 7999744 * 256 * 512 / at.num_chips / at.peak_flops
+        6 * 7999744 * 256 * 512 / at.num_microbatches / at.num_chips / at.peak_flops
     )
     # the model cancels: both rows say the same
     assert limits["FSDP at one chip's rate"].holds == limits["chips, at one chip's rate"].holds
@@ -103,7 +103,7 @@ def test_sequences_and_memory():
     limits, _ = told(one)
     mesh, count = one.strategy.mesh, one.strategy.num_microbatches
     replicas = mesh["data"] * mesh["fsdp"]
-    assert limits["chips, a sequence each"].limit == 128 * mesh["context"] * mesh["tensor"]
+    assert limits["chips, a sequence each"].limit == 128 * mesh["context"] * mesh["tensor"] * mesh["pipeline"]
     assert limits["microbatches"].limit == 128 / replicas
     assert limits["microbatches"].here == count
     assert limits["memory of a chip"].holds is True
@@ -113,6 +113,31 @@ def test_sequences_and_memory():
     batch = batch_of(one)
     assert batch.sequences_per_microbatch * batch.data_parallel * batch.num_microbatches == batch.sequences == 128
     assert batch.positions_per_device == 4096 / mesh["context"]
+
+
+def test_stages_count_by_themselves():
+    """Of 64 chips in 4 stages 16 share a microbatch, and the layers of one stage: both closed forms are of those."""
+    one = planned("h100:8x8", 256, model=catalogue.model("llama3-8b"), pipeline=4, fsdp=16)
+    limits, at = told(one)
+    assert (at.num_chips, at.num_stages, at.data_ways) == (16, 4, 16)
+    assert at.batch_tokens * at.num_microbatches == 256 * 4096
+    flat = limits["FSDP at one chip's rate"]
+    assert flat.here == pytest.approx(6 * 8030261248 / 4 / 50e9)
+    assert flat.limit == pytest.approx(6 * 8030261248 / 4 * at.batch_tokens / 16 / at.peak_flops)
+    assert flat.holds == limits["chips, at one chip's rate"].holds
+    assert batch_of(one).data_parallel == 16
+
+
+def test_slices_that_are_stages_share_no_batch():
+    limits, at = told(planned("4*v5e:16x16", 1024, pipeline=4))
+    assert (at.num_chips, at.num_slices) == (256, 1)
+    assert "tokens/slice, over DCN" not in limits
+
+
+def test_experts_share_out_sequences_too():
+    one = planned("h100:8x8", 64, model=catalogue.model("mixtral-8x7b"), expert=8)
+    mesh = one.strategy.mesh
+    assert batch_of(one).data_parallel == mesh["data"] * mesh["fsdp"] * 8
 
 
 def test_one_chip():

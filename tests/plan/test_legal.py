@@ -6,9 +6,11 @@ import pytest
 
 from meshwright.algebra.derive import derive
 from meshwright.algebra.transformer import transformer
+from meshwright.core.dims import MESH_AXES
 from meshwright.core.errors import CannotRunError
 from meshwright.plan.legal import (
     PLACEMENT_RULE,
+    SCHEDULE_RULE,
     Facts,
     check_rules,
     divisors,
@@ -21,7 +23,7 @@ from meshwright.plan.legal import (
 from meshwright.spec import catalogue
 from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.job import Job
-from meshwright.spec.strategy import DEFAULT_ASSIGNMENT, Strategy, make_mesh
+from meshwright.spec.strategy import DEFAULT_ASSIGNMENT, Strategy, make_mesh, standard_assignment
 
 LLAMA70B, TINY = catalogue.model("llama3-70b"), catalogue.model("tiny")
 JOB = Job(batch_seqs=1024, seq_len=4096)
@@ -107,15 +109,88 @@ def test_memory_that_nothing_saves():
     assert found["memory"].endswith("use more chips, or larger fsdp and tensor axes.")
 
 
-def test_a_state_that_only_counts():
-    found = refusals({"fsdp": 1024, "tensor": 8}, state="bf16-master")
-    assert found["state"].startswith("training state 'bf16-master' is counted but does not run in this version.")
+# -- what only this machine's own devices refuse --------------------------------------------------------
+
+HERE = {"model": TINY, "cluster": "cpu:8", "job": Job(batch_seqs=8, seq_len=64)}
 
 
-def test_other_assignments_are_not_executed():
-    odd = DEFAULT_ASSIGNMENT | {"activation": DEFAULT_ASSIGNMENT["activation"] | {"D": ("tensor",), "T": ("context",)}}
-    found = refusals({"fsdp": 1024, "tensor": 8}, assignment=odd)
-    assert found["executed"].startswith("strategy.assignment.activation differs from the product's own")
+def test_what_is_planned_for_chips_is_not_all_executed_here():
+    """A state that is only counted, another assignment, a ring of keys: planned for any cluster but this machine."""
+    odd = {**DEFAULT_ASSIGNMENT, "activation": {**DEFAULT_ASSIGNMENT["activation"], "T": ("context",)}}
+    for fields, words in (
+        ({"state": "bf16-master"}, "state 'bf16-master' is planned but not executed in this version. Use bf16-adam or"),
+        ({"assignment": odd}, "strategy.assignment.activation differs from the product's own"),
+        ({"assignment": standard_assignment(zero=1)}, "strategy.assignment.weight differs from the product's own"),
+        ({"context_attention": "ring"}, "context_attention 'ring' is planned but not executed in this version."),
+        ({"remat": "sqrt"}, "remat 'sqrt' is planned but not executed in this version."),
+        ({"remat": "every-2"}, "remat 'every-2' is planned but not executed in this version."),
+        ({"offload": ("optimizer", "activations")}, "offload of optimizer and activations is planned but not executed"),
+        ({"precision": "fp8"}, "precision 'fp8' is planned but not executed in this version. Use 'bf16'"),
+    ):
+        assert refusals({"fsdp": 8}, **HERE, **fields)["executed"].startswith(words)
+        assert refusals({"fsdp": 8}, **HERE | {"cluster": "v5e:2x4"}, **fields) == {}
+
+
+def test_stages_and_experts_are_planned_but_not_executed():
+    assert refusals({"pipeline": 2, "fsdp": 4}, **HERE)["executed"].startswith(
+        "mesh axis pipeline=2 is planned but not executed in this version. Use data, fsdp, context and tensor."
+    )
+    assert refusals({"pipeline": 2, "fsdp": 4}, **HERE | {"cluster": "v5e:2x4"}, num_microbatches=2) == {}
+
+
+# -- pipelines and experts ------------------------------------------------------------------------------
+
+
+def test_more_stages_than_layers():
+    small = HERE | {"cluster": "v5e:4x4", "job": Job(batch_seqs=16, seq_len=64)}
+    assert refusals({"pipeline": 16}, **small) == {
+        "stages": "pipeline=16 stages are more than the 8 layers of tiny. Use at most 8 in all."
+    }
+    found = refusals({"pipeline": 4, "fsdp": 4}, **small, schedule="interleaved", chunks=4, num_microbatches=4)
+    assert found == {
+        "stages": "pipeline=4 x chunks=4 = 16 stages are more than the 8 layers of tiny. Use at most 8 in all."
+    }
+
+
+def test_a_schedule_that_does_not_exist_for_the_sizes():
+    small = HERE | {"cluster": "v5e:4x4", "job": Job(batch_seqs=16, seq_len=64)}
+    axes = {"pipeline": 4, "fsdp": 4}
+    for fields, words in (
+        ({"schedule": "interleaved"}, "the interleaved schedule needs chunks of at least 2. With chunks=1 use 1f1b."),
+        ({"schedule": "interleaved", "chunks": 2, "num_microbatches": 2}, "microbatches that stages=4 divides, not 2."),
+        ({"schedule": "1f1b", "chunks": 2}, "chunks=2 is not for 1f1b, whose devices hold 1. Use chunks=1"),
+        ({"schedule": "dualpipe", "num_microbatches": 4}, "at least 8 for 4 stages, not 4. Use for example 8."),
+        ({"schedule": "dualpipe-v"}, "chunks=1 is not for dualpipe-v, whose devices hold 2. Use chunks=2"),
+    ):
+        found = refusals(axes, **small, **fields)
+        assert list(found) == ["schedule"]
+        assert words in found["schedule"]
+    assert refusals(axes, **small, schedule="interleaved", chunks=2, num_microbatches=4) == {}
+
+
+def test_one_stage_runs_any_schedule():
+    assert refusals({"fsdp": 8}, **HERE | {"cluster": "v5e:2x4"}, schedule="interleaved") == {}
+
+
+def test_experts_are_split_only_where_there_are_some():
+    assert refusals({"expert": 8}, **HERE | {"cluster": "v5e:2x4"}) == {
+        "experts": "expert=8: tiny has no experts. Leave the axis out, or use fsdp=8."
+    }
+    sparse = {"model": catalogue.model("mixtral-8x7b"), "job": Job(batch_seqs=96, seq_len=4096)}
+    found = refusals({"fsdp": 8, "expert": 3}, **sparse, cluster="h100:8x3")
+    assert found["experts"] == ("expert=3 does not divide the 8 experts of mixtral-8x7b. Use expert in {1, 2, 4, 8}.")
+    assert refusals({"fsdp": 8, "expert": 4}, **sparse, cluster="h100:8x4", num_microbatches=3) == {}
+
+
+def test_a_remedy_for_memory_keeps_to_the_schedule():
+    """Interleaved runs only with microbatches that the stages divide: so does the advice."""
+    axes, job = {"pipeline": 4, "fsdp": 16}, Job(batch_seqs=1024, seq_len=4096)
+    fields = {"schedule": "interleaved", "chunks": 2, "cluster": "v5p:4x4x4", "job": job}
+    message = refusals(axes, **fields, remat="none", num_microbatches=4)["memory"]
+    policy = message.split("Use remat=")[1].split(" ")[0]
+    count = int(message.split("num_microbatches=")[1].split(" ")[0])
+    assert count % 4 == 0
+    assert refusals(axes, **fields, remat=policy, num_microbatches=count) == {}
 
 
 def test_require_legal_raises_the_first_reason():
@@ -127,9 +202,9 @@ def test_require_legal_raises_the_first_reason():
 def test_rules_are_read_off_the_steps():
     derived = derive(transformer(TINY), Strategy(mesh=make_mesh({})), symbolic=True)
     assert set(splits(derived)) == {
-        ("B", ("data", "fsdp")),
+        ("B", ("data", "fsdp", "expert")),
         ("T", ("context", "tensor")),
-        ("D", ("fsdp", "context")),
+        ("D", ("fsdp", "expert", "context")),
         ("N", ("tensor",)),
         ("K", ("tensor",)),
         ("F", ("tensor",)),
@@ -141,11 +216,12 @@ def test_the_mask_and_the_messages_agree():
     """Random strategies, most of them illegal: allowed by the mask if and only if no rule has a sentence."""
     rng = np.random.default_rng(3)
     derived = derive(transformer(TINY), Strategy(mesh=make_mesh({})), symbolic=True)
-    rules = size_rules(derived)
-    number = 400
-    mesh = {axis: rng.choice([1, 1, 2, 3, 4, 8, 16], number) for axis in ("data", "fsdp", "context", "tensor")}
+    rules = (*size_rules(derived), SCHEDULE_RULE)
+    number = 3000
+    mesh = {axis: rng.choice([1, 1, 2, 3, 4, 8, 16], number) for axis in MESH_AXES}
+    mesh["expert"] = rng.choice([1, 1, 1, 2], number)
     chips = 16
-    counts = rng.choice([1, 2, 4, 3], number)
+    counts, chunks = rng.choice([1, 2, 4, 3], number), rng.choice([1, 2, 4], number)
     facts = Facts(
         model="tiny",
         cluster="test",
@@ -153,12 +229,16 @@ def test_the_mask_and_the_messages_agree():
         mesh=mesh,
         dims=TINY.dims | {"B": 48, "T": 96},
         num_microbatches=counts,
+        schedule="interleaved",
+        chunks=chunks,
     )
     allowed = mask(rules, facts)
-    assert 0 < allowed.sum() < number
+    assert 20 < allowed.sum() < number
+    assert (mesh["pipeline"][allowed] > 1).any()
     for index in range(number):
         axes = {axis: int(sizes[index]) for axis, sizes in mesh.items()}
-        one = msgspec.structs.replace(facts, mesh=axes, num_microbatches=int(counts[index]))
+        few = {"num_microbatches": int(counts[index]), "chunks": int(chunks[index])}
+        one = msgspec.structs.replace(facts, mesh=axes, **few)
         refused = check_rules(rules, one)
         assert bool(allowed[index]) == (not refused), (axes, refused)
         for refusal in refused:

@@ -8,11 +8,13 @@ import pytest
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.plan.legal import legal
 from meshwright.plan.planner import plan
+from meshwright.plan.space import RUNNABLE
 from meshwright.spec import catalogue
 from meshwright.spec.calibration import Calibration, CollectiveRate
 from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.job import Job
 from meshwright.spec.plan_file import load_plan, save_plan
+from meshwright.spec.strategy import make_mesh, require_runnable_strategy
 
 LLAMA70B, LLAMA8B, TINY = (catalogue.model(name) for name in ("llama3-70b", "llama3-8b", "tiny"))
 BIG = Job(batch_seqs=1024, seq_len=4096, train_tokens=15 * 10**12)
@@ -59,39 +61,65 @@ def test_what_is_not_known_is_null():
     assert priced.cost_usd == pytest.approx(priced.train_days * 24 * 16 * priced.cluster.chip.price_usd_per_hour)
 
 
-def test_chips_that_do_not_divide_the_work():
-    """8960 chips and 1024 sequences: the largest part of the torus is planned, and 1120 sequences use it all."""
-    result = plan(LLAMA70B, parse_cluster("v5p:16x20x28"), BIG)
-    assert {one.cluster.short_name for one in result.strategies} == {"v5p:16x16x16"}
-    assert {one.job.batch_seqs for one in result.strategies} == {1024}
-    near = result.nearest_batch
+@pytest.fixture(scope="module")
+def uneven():
+    """llama3-70b with 1024 sequences on 8960 chips."""
+    return plan(LLAMA70B, parse_cluster("v5p:16x20x28"), BIG)
+
+
+def test_chips_that_do_not_divide_the_work(uneven):
+    """1024 sequences run on a part: 7168 chips in seven stages, or 4096 without if faster. 1120 use them all."""
+    best = uneven.strategies[0]
+    stages = plan(LLAMA70B, parse_cluster("v5p:16x20x28"), BIG, axes={"pipeline": 7}, top=1).strategies[0]
+    alone = plan(LLAMA70B, parse_cluster("v5p:16x20x28"), BIG, axes={"pipeline": 1}, top=1).strategies[0]
+    assert (stages.cluster.short_name, alone.cluster.short_name) == ("v5p:16x16x28", "v5p:16x16x16")
+    assert best.estimate.step_s <= 1.001 * min(stages.estimate.step_s, alone.estimate.step_s)
+    assert best.cluster in (stages.cluster, alone.cluster)
+    assert {one.job.batch_seqs for one in uneven.strategies} == {1024}
+    near = uneven.nearest_batch
     assert near.num_chips == 8960
     assert near.job.batch_seqs == 1120
-    assert near.strategy.mesh == {"data": 35, "fsdp": 32, "context": 2, "tensor": 4}
-    found = result.to_json()["nearest_batch"]
+    assert near.strategy.mesh == make_mesh({"data": 35, "fsdp": 32, "context": 2, "tensor": 4})
+    found = uneven.to_json()["nearest_batch"]
     assert found["batch_seqs"] == 1120
     assert found["strategy"]["num_chips"] == 8960
-    part, whole = result.shortfall
-    assert "planned on v5p:16x16x16, 4,096 chips" in part
+    part, whole = uneven.shortfall
+    assert f"planned on {best.cluster.short_name}, {best.num_chips:,} chips" in part
     assert "1,120 sequences" in whole
     assert "--batch 1120seq: data 35 x fsdp 32 x context 2 x tensor 4" in whole
 
 
+def test_without_stages_the_part_is_smaller():
+    result = plan(LLAMA70B, parse_cluster("v5p:16x20x28"), BIG, axes={"pipeline": 1}, choices=RUNNABLE)
+    assert {one.cluster.short_name for one in result.strategies} == {"v5p:16x16x16"}
+    assert "planned on v5p:16x16x16, 4,096 chips" in result.shortfall[0]
+
+
 @pytest.mark.parametrize(
-    ("cluster", "batch_seqs", "part"),
-    [("h100:8x3", 16, "h100:8x2"), ("h100:7", 7, "h100:4x1"), ("3*v5e:16x16", 64, "2*v5e:16x16")],
+    ("cluster", "batch_seqs", "part", "stages"),
+    [("h100:8x3", 16, "h100:8x2", 3), ("h100:7", 7, "h100:4x1", 7), ("3*v5e:16x16", 64, "2*v5e:16x16", 3)],
 )
-def test_parts_of_other_clusters(cluster, batch_seqs, part):
+def test_an_odd_number_of_chips_is_used_in_stages_unless_fewer_are_faster(cluster, batch_seqs, part, stages):
     result = planned(LLAMA8B, cluster, batch_seqs)
-    assert result.strategies[0].cluster.short_name == part
+    whole, alone = (
+        planned(LLAMA8B, cluster, batch_seqs, axes={"pipeline": n}, top=1).strategies[0] for n in (stages, 1)
+    )
+    assert (whole.num_chips, alone.cluster.short_name) == (parse_cluster(cluster).num_chips, part)
+    best = result.strategies[0]
+    assert best.estimate.step_s <= 1.001 * min(whole.estimate.step_s, alone.estimate.step_s)
+    if best.num_chips == whole.num_chips:
+        assert result.shortfall == ()
+    else:
+        assert best.cluster.short_name == part
+        assert f" only in pipeline stages (pipeline {stages}" in result.shortfall[0]
+        assert f"planned on {part}" in result.shortfall[0]
 
 
-def test_every_strategy_offered_can_run():
-    for model, cluster, batch_seqs in ((LLAMA70B, "v5p:16x20x28", 1024), (LLAMA8B, "h100:8x3", 16)):
-        result = planned(model, cluster, batch_seqs)
+def test_every_strategy_offered_can_run(uneven):
+    for result in (uneven, planned(LLAMA8B, "h100:8x3", 16)):
         near = () if result.nearest_batch is None else (result.nearest_batch,)
         for one in (*result.strategies, *near):
-            assert legal(model, one.cluster, one.job, one.strategy) == ()
+            assert legal(result.model, one.cluster, one.job, one.strategy) == ()
 
 
 def test_given_axes_are_kept_or_refused_in_words():
@@ -103,7 +131,9 @@ def test_given_axes_are_kept_or_refused_in_words():
         ({"tensor": 16}, "tensor=16 does not divide K=8 kv heads of llama3-70b. Use tensor in {1, 2, 4, 8}."),
         ({"fsdp": 2048}, "fsdp=2048 does not divide the batch of 1024 sequences."),
         ({"fsdp": 3}, "fsdp=3 does not divide the 8192 chips of v5p:16x16x32."),
-        ({"data": 1, "fsdp": 8, "context": 1, "tensor": 8}, "does not divide the 8192 chips"),
+        (make_mesh({"fsdp": 8, "tensor": 8}), "does not divide the 8192 chips"),
+        ({"expert": 8}, "expert=8: llama3-70b has no experts. Leave the axis out, or use fsdp=8."),
+        ({"pipeline": 128}, "pipeline=128 stages are more than the 80 layers of llama3-70b. Use at most 80 in all."),
     ):
         with pytest.raises(CannotRunError) as raised:
             planned(LLAMA70B, "v5p:16x16x32", 1024, axes=axes)
@@ -130,9 +160,25 @@ def test_given_fields_of_the_strategy():
         assert words in str(raised.value)
 
 
-def test_a_state_that_does_not_run_is_refused():
-    with pytest.raises(CannotRunError, match="'bf16-master' is counted but does not run"):
-        planned(LLAMA8B, "v5p:4x4x4", 256, overrides={"state": "bf16-master"})
+def test_what_is_not_executed_is_planned_for_chips_and_refused_here():
+    result = planned(LLAMA8B, "h100:8x8", 256, overrides={"state": "bf16-master", "precision": "fp8"}, top=1)
+    assert (result.strategies[0].strategy.state, result.strategies[0].strategy.precision) == ("bf16-master", "fp8")
+    for overrides, words in (
+        ({"state": "bf16-master"}, "state 'bf16-master' is planned but not executed in this version"),
+        ({"context_attention": "ring"}, "context_attention 'ring' is planned but not executed in this version"),
+    ):
+        with pytest.raises(CannotRunError, match=words):
+            planned(TINY, "cpu:8", 32, 512, overrides=overrides, calibration=measured())
+    with pytest.raises(CannotRunError, match="mesh axis pipeline=2 is planned but not executed"):
+        planned(TINY, "cpu:8", 32, 512, axes={"pipeline": 2}, calibration=measured())
+
+
+def test_given_schedule_and_offload_are_kept():
+    overrides = {"schedule": "interleaved", "chunks": 4, "offload": ["optimizer"]}
+    result = planned(LLAMA8B, "v5p:4x4x4", 256, axes={"pipeline": 4}, overrides=overrides, top=2)
+    for one in result.strategies:
+        assert (one.strategy.schedule, one.strategy.chunks, one.strategy.offload) == ("interleaved", 4, ("optimizer",))
+        assert one.estimate.terms["pcie"] > 0
 
 
 def test_nothing_fits():
@@ -153,9 +199,12 @@ def test_given_microbatches_that_divide_nothing():
         planned(LLAMA8B, "v5p:4x4x4", 256, overrides={"num_microbatches": 3})
 
 
-def test_families_that_only_count_are_refused():
-    with pytest.raises(CannotRunError, match="mixtral"):
-        planned(catalogue.model("mixtral-8x7b"), "v5p:4x4x4", 256)
+def test_experts_are_split_over_their_axis():
+    """mixtral-8x7b is planned as any other; a given axis is kept."""
+    model = catalogue.model("mixtral-8x7b")
+    assert planned(model, "h100:8x8", 64).strategies
+    split = planned(model, "h100:8x8", 64, axes={"expert": 8}, top=2)
+    assert {one.strategy.mesh["expert"] for one in split.strategies} == {8}
 
 
 def test_top_is_a_number_of_strategies():
@@ -179,7 +228,9 @@ def test_this_machine_with_measured_rates():
     result = planned(TINY, "cpu:8", 32, 512, axes={"fsdp": 4, "tensor": 2}, calibration=measured())
     best = result.strategies[0]
     assert best.strategy.state == "fp32"
-    assert best.strategy.mesh == {"data": 1, "fsdp": 4, "context": 1, "tensor": 2}
+    assert best.strategy.mesh == make_mesh({"fsdp": 4, "tensor": 2})
+    for one in planned(TINY, "cpu:8", 32, 512, calibration=measured()).strategies:
+        require_runnable_strategy(one.strategy)
     assert any("calibration 'here'" in note for note in result.notes)
     assert any("memory of cpu:8 is not known" in note for note in result.notes)
     with pytest.raises(InputError, match="give a calibration"):

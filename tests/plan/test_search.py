@@ -2,18 +2,20 @@
 
 import itertools
 import math
+import time
 
+import msgspec
 import numpy as np
 import pytest
 
 from meshwright.cost.train_step import estimate_step
-from meshwright.plan.candidates import memory_of_any_mesh, open_space, parts_of, rows_on_any_chips, rows_on_chips
 from meshwright.plan.legal import legal
 from meshwright.plan.search import search
+from meshwright.plan.space import USUAL, Choices, open_space
 from meshwright.spec import catalogue
 from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.job import Job
-from meshwright.spec.strategy import Strategy, make_mesh
+from meshwright.spec.strategy import Strategy, make_mesh, standard_assignment
 
 LLAMA70B, LLAMA8B, TINY = (catalogue.model(name) for name in ("llama3-70b", "llama3-8b", "tiny"))
 OPEN = Strategy(mesh=make_mesh({}))
@@ -21,6 +23,12 @@ OPEN = Strategy(mesh=make_mesh({}))
 
 def space(model=LLAMA70B, seq_len=4096, **choices):
     return open_space(model, seq_len, OPEN, **choices)
+
+
+def split(found):
+    """(data x fsdp x context, tensor): what the book's analysis tells apart."""
+    mesh = found.strategy.mesh
+    return mesh["data"] * mesh["fsdp"] * mesh["context"], mesh["tensor"]
 
 
 @pytest.fixture(scope="module")
@@ -31,57 +39,213 @@ def pod():
 
 def test_the_book_s_split_of_llama3_70b_is_among_the_best(pod):
     """How to Scale Your Model, section 6.3: 2048-way FSDP and sequence parallelism by 4-way tensor, or 1024 x 8."""
-    assert {(2048, 4), (1024, 8)} <= {found.split for found in pod.found[:5]}
+    assert {(2048, 4), (1024, 8)} <= {split(found) for found in pod.found[:5]}
+    assert {found.strategy.mesh["pipeline"] for found in pod.found[:3]} == {1}
 
 
-def test_results_are_sorted_and_one_of_each_split_comes_first(pod):
+def test_the_book_s_split_is_among_the_best_that_run():
+    """Without stages and with all keys on every device, which is what the product executes."""
+    choices = Choices(zeros=(3,), context_attention=("gather",))
+    found = search(space(choices=choices, fixed={"pipeline": 1}), parse_cluster("v5p:16x16x32"), 1024).found
+    assert {(2048, 4), (1024, 8)} <= {split(one) for one in found[:5]}
+
+
+def test_results_are_sorted_and_differ(pod):
     times = [found.estimate.step_s for found in pod.found]
     assert times == sorted(times)
     assert len(pod.found) == 8
-    assert {found.split for found in pod.found} == {(8192, 1), (4096, 2), (2048, 4), (1024, 8)}
     meshes = [tuple(found.strategy.mesh.values()) for found in pod.found]
     assert len(set(meshes)) == len(meshes)
+    kinds = {(found.strategy.mesh["pipeline"], *split(found)) for found in pod.found}
+    assert len(kinds) == 8
 
 
 def test_what_is_found_is_legal_and_priced_as_alone(pod):
     job, cluster = Job(batch_seqs=1024, seq_len=4096), parse_cluster("v5p:16x16x32")
-    for found in pod.found[:3]:
+    assert any(found.strategy.mesh["pipeline"] > 1 for found in pod.found)
+    for found in pod.found:
         assert legal(LLAMA70B, cluster, job, found.strategy) == ()
         alone = estimate_step(LLAMA70B, cluster, job, found.strategy)
-        assert found.estimate.step_s == pytest.approx(alone.step_s, rel=1e-9)
-        assert found.estimate.hbm_bytes_per_chip == pytest.approx(alone.hbm_bytes_per_chip, rel=1e-9)
+        for name in ("step_s", "step_s_lower", "step_s_upper", "mfu", "hfu", "hbm_bytes_per_chip", "flops"):
+            assert getattr(found.estimate, name) == pytest.approx(getattr(alone, name), rel=1e-9), name
+        assert found.estimate.bound_by == alone.bound_by
 
 
-def test_the_best_is_the_best_of_every_strategy_priced_one_by_one():
-    cluster, job, policies = parse_cluster("v5e:2x2"), Job(batch_seqs=8, seq_len=256), ("none", "block")
-    outcome = search(space(TINY, 256, remats=policies), cluster, 8, top=1)
-    times = {}
-    for data, fsdp, context, tensor in itertools.product((1, 2, 4), repeat=4):
-        for remat, count in itertools.product(policies, (1, 2, 4)):
-            mesh = make_mesh({"data": data, "fsdp": fsdp, "context": context, "tensor": tensor})
-            strategy = Strategy(mesh=mesh, remat=remat, num_microbatches=count)
-            if strategy.num_chips == 4 and not legal(TINY, cluster, job, strategy):
-                times[tuple(mesh.values()), remat, count] = estimate_step(TINY, cluster, job, strategy).step_s
-    assert len(times) > 30
-    assert outcome.found[0].estimate.step_s == pytest.approx(min(times.values()), rel=2e-3)
-    best = outcome.found[0].strategy
-    here = times[tuple(best.mesh.values()), best.remat, best.num_microbatches]
-    assert outcome.found[0].estimate.step_s == pytest.approx(here, rel=1e-9)
+# -- against every strategy priced one by one ---------------------------------------------------------------
+
+WIDE = Choices(
+    remats=("none", "sqrt"),
+    zeros=(3, 1),
+    context_attention=("ring", "ulysses"),
+    schedules=("1f1b", "interleaved", "dualpipe-v"),
+    offloads=((), ("optimizer", "activations")),
+)
+
+
+def one_by_one(cluster, job, choices):
+    """Every legal strategy of ``choices`` on a cluster without replicas, each once -> its estimate."""
+    found = {}
+    sizes = itertools.product((1, 2, 4), (1,), (1, 2, 4), (1, 2, 4), (1, 2, 4))
+    meshes = [make_mesh(dict(zip(AXES, size, strict=True))) for size in sizes if math.prod(size) == cluster.num_chips]
+    rest = (choices.remats, choices.zeros, choices.context_attention, choices.offloads, (1, 2, 4))
+    for mesh, (remat, zero, mode, offload, count) in itertools.product(meshes, itertools.product(*rest)):
+        # without an axis to split over, these are the strategy with the first of the choices
+        if (zero != 3 and mesh["fsdp"] * mesh["context"] == 1) or (mode != "ring" and mesh["context"] == 1):
+            continue
+        for schedule, chunks in schedules_on(mesh["pipeline"], choices):
+            strategy = Strategy(
+                mesh=mesh, remat=remat, assignment=standard_assignment(zero=zero), context_attention=mode,
+                schedule=schedule, chunks=chunks, offload=offload, num_microbatches=count,
+            )  # fmt: skip
+            if not legal(TINY, cluster, job, strategy):
+                found[key_of(strategy)] = estimate_step(TINY, cluster, job, strategy)
+    return found
+
+
+AXES = ("pipeline", "data", "fsdp", "context", "tensor")
+
+
+def schedules_on(stages, choices):
+    """(schedule, chunks) that share tiny's eight layers out evenly; one stage needs no schedule."""
+    if stages == 1:
+        return [("1f1b", 1)]
+    chunks = {"1f1b": (1,), "dualpipe-v": (2,), "interleaved": (2, 4, 8)}
+    return [(name, count) for name in choices.schedules for count in chunks[name] if 8 % (stages * count) == 0]
+
+
+def key_of(strategy):
+    return (
+        tuple(strategy.mesh.values()), strategy.remat, strategy.zero, strategy.context_attention, strategy.schedule,
+        strategy.offload, strategy.num_microbatches, strategy.chunks,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def tried():
+    """All strategies of tiny on four chips, and what the search makes of them."""
+    cluster, job = parse_cluster("v5e:2x2"), Job(batch_seqs=4, seq_len=256)
+    alone = one_by_one(cluster, job, WIDE)
+    where = space(TINY, 256, choices=WIDE, fixed={"data": 1})
+    outcome = search(where, cluster, 4, top=20, exhaustive=True, frontier=True)
+    return alone, outcome
+
+
+def test_the_best_is_the_best_of_every_strategy_priced_one_by_one(tried):
+    alone, outcome = tried
+    assert len(alone) == outcome.num_candidates > 300
+    assert {key[0][0] for key in alone} == {1, 2, 4}
+    best = outcome.found[0]
+    assert best.estimate.step_s == pytest.approx(min(one.step_s for one in alone.values()), rel=2e-3)
+
+
+def test_every_strategy_found_takes_what_it_takes_alone(tried):
+    alone, outcome = tried
+    assert {tuple(found.strategy.mesh.values()) for found in outcome.found} == {key[0] for key in alone}
+    for found in (*outcome.found, *outcome.frontier):
+        one = alone[key_of(found.strategy)]
+        assert found.estimate.step_s == pytest.approx(one.step_s, rel=1e-9)
+        assert found.estimate.memory == pytest.approx(one.memory)
+
+
+def test_each_mesh_is_listed_with_its_best(tried):
+    alone, outcome = tried
+    for found in outcome.found:
+        mesh = tuple(found.strategy.mesh.values())
+        best = min(one.step_s for key, one in alone.items() if key[0] == mesh)
+        assert found.estimate.step_s == pytest.approx(best, rel=2e-3)
+
+
+def test_the_frontier_is_what_nothing_beats(tried):
+    """In seconds and bytes, of all strategies priced one by one; and nothing that is not beaten is missing."""
+    alone, outcome = tried
+    points = {(one.step_s, one.hbm_bytes_per_chip) for one in alone.values()}
+    front = [(found.estimate.step_s, found.estimate.hbm_bytes_per_chip) for found in outcome.frontier]
+    assert len(front) > 3
+    assert front == sorted(front)
+    for seconds, need in front:
+        assert not any(s < seconds * (1 - 2e-3) and n < need * (1 - 2e-3) for s, n in points)
+    for seconds, need in points:
+        assert any(s <= seconds * (1 + 1e-9) and n <= need * (1 + 2e-3) for s, n in front)
+
+
+# -- screening ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("model", "cluster", "batch_seqs", "seq_len"),
+    [
+        ("llama3-8b", "v5p:4x4x4", 256, 4096),
+        ("llama3-70b", "h100:8x16", 128, 4096),
+        ("gpt3-175b", "a100:8x64", 1536, 2048),
+    ],
+)
+def test_screening_loses_nothing(model, cluster, batch_seqs, seq_len):
+    """The best of all strategies and the best of the promising meshes are within 1%."""
+    where, laid = space(catalogue.model(model), seq_len), parse_cluster(cluster)
+    quick = search(where, laid, batch_seqs, top=1)
+    whole = search(where, laid, batch_seqs, top=1, exhaustive=True)
+    assert quick.num_legal < whole.num_legal
+    assert quick.found[0].estimate.step_s <= 1.01 * whole.found[0].estimate.step_s
+
+
+def test_a_hundred_times_the_chips_take_no_longer_to_plan():
+    """CPU seconds of a search on 100,000 and on 1,000 chips, the better of two each."""
+    seconds = {}
+    for cluster, batch_seqs in (("h100:8x125", 1000), ("h100:8x12500", 100_000)):
+        laid, times = parse_cluster(cluster), []
+        for _ in range(2):
+            start = time.process_time()
+            assert search(space(), laid, batch_seqs, top=1).found
+            times.append(time.process_time() - start)
+        seconds[laid.num_chips] = min(times)
+    assert seconds[100_000] < 1.5 * seconds[1000]
+
+
+# -- what is fixed, batches in reach, nothing that fits ---------------------------------------------------------
 
 
 def test_equally_fast_prefers_fsdp_and_few_microbatches():
     """On one chip nothing communicates: remat and microbatches only add work."""
     found = search(space(TINY, 256), parse_cluster("v5e:1x1"), 16, top=1).found[0]
-    assert (found.strategy.remat, found.strategy.num_microbatches) == ("none", 1)
+    assert (found.strategy.remat, found.strategy.num_microbatches, found.strategy.zero) == ("none", 1, 3)
 
 
 def test_fixed_axes_remat_and_microbatches_stay():
-    narrow = space(LLAMA8B, remats=("block",), num_microbatches=2, fixed={"tensor": 4, "context": 1})
+    template = Strategy(mesh=make_mesh({}), remat="block", num_microbatches=2)
+    narrow = open_space(
+        LLAMA8B, 4096, template, given=("remat", "num_microbatches"), fixed={"tensor": 4, "context": 1, "pipeline": 1}
+    )
     outcome = search(narrow, parse_cluster("v5p:4x4x4"), 256, top=5)
     assert outcome.found
     for found in outcome.found:
-        assert (found.strategy.mesh["tensor"], found.strategy.mesh["context"]) == (4, 1)
+        assert [found.strategy.mesh[axis] for axis in ("tensor", "context", "pipeline")] == [4, 1, 1]
         assert (found.strategy.remat, found.strategy.num_microbatches) == ("block", 2)
+
+
+def test_a_given_schedule_is_the_only_one():
+    template = Strategy(mesh=make_mesh({}), schedule="interleaved", chunks=4)
+    narrow = open_space(LLAMA8B, 4096, template, given=("schedule", "chunks"), fixed={"pipeline": 4})
+    found = search(narrow, parse_cluster("v5p:4x4x4"), 256).found
+    assert found
+    assert {(one.strategy.schedule, one.strategy.chunks) for one in found} == {("interleaved", 4)}
+
+
+@pytest.mark.parametrize(
+    "schedule", ["naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "dualpipe", "dualpipe-v"]
+)
+def test_every_schedule_can_be_searched(schedule):
+    choices = Choices(remats=("none",), zeros=(1,), schedules=(schedule,))
+    outcome = search(space(TINY, 256, choices=choices, fixed={"pipeline": 2}), parse_cluster("v5p:2x2x1"), 64, top=1)
+    found = outcome.found[0].strategy
+    assert (found.schedule, found.mesh["pipeline"]) == (schedule, 2)
+    assert legal(TINY, parse_cluster("v5p:2x2x1"), Job(batch_seqs=64, seq_len=256), found) == ()
+
+
+def test_one_stage_is_searched_whatever_the_schedule():
+    choices = Choices(remats=("none",), schedules=("interleaved",))
+    outcome = search(space(TINY, 256, choices=choices), parse_cluster("v5p:2x2x1"), 64)
+    assert 1 in {found.strategy.mesh["pipeline"] for found in outcome.found}
+    assert outcome.fits_without_stages
 
 
 def test_all_of_8960_chips_with_the_nearest_batch():
@@ -90,51 +254,24 @@ def test_all_of_8960_chips_with_the_nearest_batch():
     assert search(space(), cluster, 1024).num_meshes == 0
     found = search(space(), cluster, 1024, reach=0.25, top=1).found[0]
     assert found.batch_seqs == 1120
-    assert found.strategy.mesh == {"data": 35, "fsdp": 32, "context": 2, "tensor": 4}
+    assert found.strategy.mesh == make_mesh({"data": 35, "fsdp": 32, "context": 2, "tensor": 4})
 
 
-def test_batches_in_reach_are_the_nearest_that_each_mesh_divides():
-    rows = rows_on_chips(space(), 1024, num_chips=8960, reach=0.25)
-    assert len(rows)
-    shards = rows[:, 0] * rows[:, 1]
-    assert (rows[:, 4] % shards == 0).all()
-    assert (np.abs(rows[:, 4] - 1024) <= 256).all()
-    assert (np.abs(rows[:, 4] - 1024) <= shards).all()
+def test_offload_is_left_out_where_the_way_to_the_host_is_not_known():
+    assert parse_cluster("v5e:2x2").chip.pcie_bytes_per_s is not None
+    some = Choices(remats=("none",), offloads=((), ("optimizer",)))
+    cluster = parse_cluster("v5e:2x2")
+    unknown = replace_chip(cluster, pcie_bytes_per_s=None)
+    offloads = {
+        laid: search(space(TINY, 256, choices=some), where, 8, frontier=True).frontier
+        for laid, where in (("known", cluster), ("unknown", unknown))
+    }
+    assert {found.strategy.offload for found in offloads["unknown"]} == {()}
+    assert ("optimizer",) in {found.strategy.offload for found in offloads["known"]}
 
 
-def test_rows_are_all_meshes_that_divide():
-    rows = rows_on_chips(space(TINY, 64), 12, num_chips=8)
-    wanted = set()
-    for data, fsdp, context, tensor in itertools.product((1, 2, 4, 8), repeat=4):
-        even = 12 % (data * fsdp) == 0 and 64 % (context * tensor) == 0 and 256 % (fsdp * context) == 0
-        if data * fsdp * context * tensor == 8 and even and 4 % tensor == 0:
-            wanted.add((data, fsdp, context, tensor))
-    assert {tuple(row) for row in rows[:, :4].tolist()} == wanted
-
-
-def test_meshes_of_any_number_of_chips_hold_those_of_one_number():
-    every = rows_on_any_chips(space(TINY, 64), 12)
-    on_six = {tuple(row) for row in every.tolist() if math.prod(row[:4]) == 6}
-    assert on_six == {tuple(row) for row in rows_on_chips(space(TINY, 64), 12, num_chips=6).tolist()}
-    assert on_six
-
-
-def test_parts_of_a_cluster():
-    shapes = {part.shape for part in parts_of(parse_cluster("v5p:4x4x8"), 32)}
-    assert shapes == {(4, 4, 2), (4, 2, 4), (2, 4, 4), (4, 1, 8), (1, 4, 8), (2, 2, 8)}
-    assert parts_of(parse_cluster("v5p:16x20x28"), 4096)[0].shape == (16, 16, 16)
-    assert parts_of(parse_cluster("h100:8x4"), 16)[0].shape in {(8, 2), (4, 4)}
-    assert parts_of(parse_cluster("4*v5e:16x16"), 512)[0].short_name == "2*v5e:16x16"
-    assert parts_of(parse_cluster("v5p:4x4x4"), 63) == ()
-
-
-def test_memory_of_any_mesh_falls_with_chips_that_shard():
-    needs = memory_of_any_mesh(space(LLAMA8B), parse_cluster("v5p:4x4x4"), 64)
-    assert needs[1] > 8e10 > needs[64]
-    powers = [needs[2**n] for n in range(10)]
-    assert powers == sorted(powers, reverse=True)
-    alone = search(space(LLAMA8B), parse_cluster("v5p:4x4x4"), 64)
-    assert alone.least_bytes == pytest.approx(needs[64], rel=1e-9)
+def replace_chip(cluster, **fields):
+    return msgspec.structs.replace(cluster, chip=msgspec.structs.replace(cluster.chip, **fields))
 
 
 def test_nothing_that_fits_is_not_an_error_here():
@@ -142,3 +279,10 @@ def test_nothing_that_fits_is_not_an_error_here():
     assert outcome.found == ()
     assert outcome.num_meshes > 0
     assert outcome.least_bytes > 15.75 * 2**30
+    assert not outcome.fits_without_stages
+
+
+def test_usual_choices_are_those_that_are_searched():
+    where = space(TINY, 256)
+    assert {pattern.strategy.remat for pattern in where.patterns} == set(USUAL.remats)
+    assert np.isfinite(search(where, parse_cluster("v5e:2x2"), 8).least_bytes)

@@ -12,12 +12,16 @@ from meshwright.algebra.transformer import HEAD_CHUNK_TOKENS
 from meshwright.core.dims import DTYPE_BYTES
 from meshwright.core.errors import InputError
 from meshwright.cost.ops import OpSizes
+from meshwright.cost.pipeline import ONE_STAGE, Pipeline
 from meshwright.spec.calibration import Calibration, datasheet_calibration, memory_bytes
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.strategy import STATE_BYTES
 
 Number = Any
 """A float, or a NumPy array with one entry per candidate."""
+
+BUFFERED_REPEATS = 2
+"""Repeats whose part of what is offloaded is on the device: the one at work and the one on its way."""
 
 ITEMS = (
     "weights",
@@ -31,30 +35,136 @@ ITEMS = (
 )
 
 
-def training_memory(derived: Derived, sizes: OpSizes, *, num_microbatches: Number) -> dict[str, Number]:
-    """Bytes per chip of each item; their sum is what must fit.
+def training_memory(
+    derived: Derived, sizes: OpSizes, *, num_microbatches: Number, pipeline: Pipeline = ONE_STAGE, offload: Any = ()
+) -> dict[str, Number]:
+    """Bytes per chip of each item; their sum is what must fit. See `MemoryParts.items`."""
+    return memory_parts(derived, sizes).items(num_microbatches=num_microbatches, pipeline=pipeline, offload=offload)
 
-    weights, gradients, optimizer: bytes per parameter of the state; with several microbatches the sum of the
-    gradients is a further float32 copy. activations: results kept for the backward pass of one microbatch.
-    logits: those kept, or one chunk of them with its cotangent. communication: the gathered weights of one
-    repeat of the block where they are most. workspace: the largest set of passing results alive at once in the
-    backward pass of one repeat.
+
+class Kept(msgspec.Struct, frozen=True, kw_only=True):
+    """Results that all repeats of one block of layers keep for one microbatch, and the stream that enters a repeat."""
+
+    kept_bytes: Number
+    stream_bytes: Number
+    repeat: int
+    segment: int | str | None
+
+    def saved_bytes(self, share: Number, stash: Number) -> Number:
+        """Bytes from the forward pass to the backward, on a device with a share of the repeats, for ``stash``
+        microbatches in flight: the results of every repeat or, where segments are run again, what enters each."""
+        return stash * share * self.repeat * self.moved_bytes(share)
+
+    def moved_bytes(self, share: Number) -> Number:
+        """The same of one repeat and one microbatch."""
+        return (
+            self.kept_bytes / self.repeat if self.segment is None else self.stream_bytes / self.segment_repeats(share)
+        )
+
+    def segment_bytes(self, share: Number) -> Number:
+        """All results of the segment that is run again, while its backward pass lasts."""
+        return 0.0 if self.segment is None else self.kept_bytes / self.repeat * self.segment_repeats(share)
+
+    def segment_repeats(self, share: Number) -> Number:
+        """Repeats from one kept input to the next, of those that a device holds."""
+        held = share * self.repeat
+        return np.sqrt(held) if self.segment == "sqrt" else np.minimum(int(self.segment or 1), held)
+
+
+class MemoryParts(msgspec.Struct, frozen=True, kw_only=True):
+    """What one chip holds, before layers are shared out over a pipeline: computed once, for any schedule.
+
+    ``layers`` and ``ends`` are elements of weights, gradients and optimizer in the layers, and in embedding and head.
     """
-    state = STATE_BYTES[sizes.state]
-    elements = _state_elements(derived, sizes)
-    accumulated = DTYPE_BYTES["fp32"] * (np.asarray(num_microbatches) > 1)
-    blocks = derived.blocks
-    return {
-        "weights": elements["weights"] * state["weights"],
-        "gradients": elements["gradients"] * (state["gradients"] + accumulated),
-        "optimizer": elements["optimizer"] * state["optimizer"],
-        "activations": sum(_kept_bytes(block, derived, sizes, logits=False) for block in blocks),
-        "logits": sum(_kept_bytes(block, derived, sizes, logits=True) for block in blocks)
-        + _chunk_bytes(derived, sizes),
-        "kv_cache": _zero(sizes),
-        "communication": _largest(_gathered_bytes(block, derived, sizes) for block in blocks),
-        "workspace": _largest(_working_set(block, derived, sizes) for block in blocks),
-    }
+
+    state: str
+    num_layers: int
+    layers: dict[str, Number]
+    ends: dict[str, list[Number]]
+    kept: tuple[Kept, ...]
+    kept_ends_bytes: Number
+    logits_bytes: list[Number]
+    chunk_bytes: Number
+    gathered_bytes: Number
+    boundary_bytes: Number
+    working_bytes: Number
+
+    def moved_bytes(self, pipeline: Pipeline) -> Number:
+        """What one repeat of the layers leaves for the backward pass of one microbatch; the most where they differ."""
+        return _largest(one.moved_bytes(pipeline.share(self.num_layers)) for one in self.kept)
+
+    def elements(self, part: str, pipeline: Pipeline) -> Number:
+        """Elements of weights, gradients or optimizer on the fullest device."""
+        share = pipeline.share(self.num_layers) * pipeline.weight_copies
+        return self.layers[part] * share + pipeline.ends(self.ends[part])
+
+    def optimizer_bytes(self, pipeline: Pipeline) -> Number:
+        """Optimizer state that one chip updates."""
+        return self.elements("optimizer", pipeline) * STATE_BYTES[self.state]["optimizer"]
+
+    def items(
+        self, *, num_microbatches: Number, pipeline: Pipeline = ONE_STAGE, offload: Any = ()
+    ) -> dict[str, Number]:
+        """Bytes per chip of each item.
+
+        weights, gradients, optimizer: bytes per parameter of the state; with several microbatches the sum of the
+        gradients is a further float32 copy unless they are that wide already. activations: results kept for the
+        backward pass of every microbatch in flight. logits: those kept, or one chunk of them with its cotangent.
+        communication: the gathered weights of one repeat of the block where they are most, and the buffers between
+        stages. workspace: the largest set of passing results alive at once in the backward pass of one repeat.
+        Of a pipeline the fullest device is taken to have the longest run of layers, the most microbatches in flight
+        and the larger of embedding and head. What is offloaded leaves the buffers of two repeats behind.
+        """
+        state = STATE_BYTES[self.state]
+        narrow = state["gradients"] < DTYPE_BYTES["fp32"]
+        accumulated = DTYPE_BYTES["fp32"] * (np.asarray(num_microbatches) > 1) * narrow
+        share, stash = pipeline.share(self.num_layers), pipeline.stash
+        optimizer = self.optimizer_bytes(pipeline)
+        saved = sum(one.saved_bytes(share, stash) for one in self.kept)
+        if "activations" in offload:
+            saved = np.minimum(saved, BUFFERED_REPEATS * self.moved_bytes(pipeline))
+        if "optimizer" in offload:
+            optimizer = np.minimum(1.0, BUFFERED_REPEATS / pipeline.layers_held(self.num_layers)) * optimizer
+        sends = self.boundary_bytes * (np.asarray(pipeline.stages) > 1)
+        return {
+            "weights": self.elements("weights", pipeline) * state["weights"],
+            "gradients": self.elements("gradients", pipeline) * (state["gradients"] + accumulated),
+            "optimizer": optimizer,
+            "activations": sum((one.segment_bytes(share) for one in self.kept), start=saved + self.kept_ends_bytes),
+            "logits": pipeline.ends(self.logits_bytes) + self.chunk_bytes,
+            "kv_cache": 0.0 * self.working_bytes,
+            "communication": self.gathered_bytes + sends,
+            "workspace": self.working_bytes,
+        }
+
+
+def memory_parts(derived: Derived, sizes: OpSizes) -> MemoryParts:
+    """The parts of a chip's memory that do not depend on the schedule."""
+    layers, ends = _state_elements(derived, sizes)
+    blocks, zero = derived.blocks, _zero(sizes)
+    kept = {block.block.name: _kept_bytes(block, derived, sizes, logits=False) for block in blocks}
+    return MemoryParts(
+        state=sizes.state,
+        num_layers=derived.num_layers,
+        layers=layers,
+        ends=ends,
+        kept=tuple(
+            Kept(
+                kept_bytes=kept[block.block.name],
+                stream_bytes=sizes.bytes(derived.declared[block.block.carry]),
+                repeat=block.repeat,
+                segment=block.segment,
+            )
+            for block in blocks
+            if block.block.carry
+        ),
+        kept_ends_bytes=sum((kept[block.block.name] for block in blocks if not block.block.carry), start=zero),
+        logits_bytes=[_kept_bytes(block, derived, sizes, logits=True) for block in blocks],
+        chunk_bytes=_chunk_bytes(derived, sizes),
+        gathered_bytes=_largest(_gathered_bytes(block, derived, sizes) for block in blocks),
+        boundary_bytes=sum((sizes.bytes(step.result) for step in derived.boundary if step.op == "permute"), start=zero),
+        working_bytes=_largest(_working_set(block, derived, sizes) for block in blocks) + zero,
+    )
 
 
 def total_bytes(items: dict[str, Number]) -> Number:
@@ -73,19 +183,25 @@ def memory_limit(cluster: Cluster, calibration: Calibration | None = None) -> fl
         raise
 
 
-def _state_elements(derived: Derived, sizes: OpSizes) -> dict[str, Number]:
-    """Elements per chip of the weights, of their gradients and of what the optimizer updates, over all repeats."""
-    repeats = {name: block.repeat for block in derived.blocks for op in block.block.ops for name in op.inputs}
+def _state_elements(derived: Derived, sizes: OpSizes) -> tuple[dict[str, Number], dict[str, list[Number]]]:
+    """Elements per chip of weights, their gradients and what the optimizer updates: in all layers, and in each end."""
+    blocks = {name: block for block in derived.blocks for op in block.block.ops for name in op.inputs}
     # a gradient is held as it enters the collectives that run once per step, whole where they scatter it
     held = {step.inputs[0].name: step.inputs[0] for step in reversed(_once_a_step(derived))}
-    found = dict.fromkeys(("weights", "gradients", "optimizer"), _zero(sizes))
+    layers: dict[str, Number] = dict.fromkeys(("weights", "gradients", "optimizer"), _zero(sizes))
+    ends: dict[str, dict[str, Number]] = {part: {} for part in layers}
     for step in derived.update:
         if step.op == "adamw":
             shard = step.inputs[1]
+            block = blocks[shard.name]
             arrays = (derived.declared[shard.name], held[f"d{shard.name}"], shard)
-            for part, array in zip(found, arrays, strict=True):
-                found[part] = found[part] + repeats[shard.name] * sizes.elements(array)
-    return found
+            for part, array in zip(layers, arrays, strict=True):
+                size = block.repeat * sizes.elements(array)
+                if block.block.carry:
+                    layers[part] = layers[part] + size
+                else:
+                    ends[part][block.block.name] = ends[part].get(block.block.name, 0.0) + size
+    return layers, {part: list(found.values()) for part, found in ends.items()}
 
 
 def _once_a_step(derived: Derived) -> list[Step]:

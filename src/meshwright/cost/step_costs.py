@@ -7,8 +7,13 @@ import msgspec
 import numpy as np
 
 from meshwright.algebra.derive import Derived
-from meshwright.algebra.steps import Step, sent_element_bytes
-from meshwright.cost.ops import OpSizes, Scores, is_attention, op_flops, op_hbm_bytes
+from meshwright.algebra.notation import ShardedArray
+from meshwright.algebra.steps import Step, num_moves, sent_element_bytes
+from meshwright.core.dims import DTYPE_BYTES
+from meshwright.cost.kernels import local_work
+from meshwright.cost.ops import OpSizes, Scores
+from meshwright.cost.pipeline import ONE_STAGE, Pipeline
+from meshwright.cost.sizes import expert_slots
 from meshwright.cost.step_rates import Group, StepRates
 from meshwright.spec.job import Job
 from meshwright.spec.model import Model
@@ -21,16 +26,20 @@ Number = Any
 class StepCost(msgspec.Struct, frozen=True, kw_only=True):
     """One execution of one derived step on one device, and how many times a training step executes it.
 
+    ``count`` is over all layers, ``here`` on the busiest device of a pipeline: its layers and the head.
     ``network_bytes`` are those of the full array of a collective, ``latency_s`` the part of ``network_s`` that
     the bytes do not explain. ``hides`` says that nothing waits for it inside its pass.
     """
 
     step: Step
     count: Number
+    here: Number = 1
     flops: Number = 0.0
     hbm_bytes: Number = 0.0
     math_s: Number = 0.0
     hbm_s: Number = 0.0
+    launch_s: Number = 0.0
+    num_kernels: int = 0
     network_bytes: Number = 0.0
     network_s: Number = 0.0
     latency_s: Number = 0.0
@@ -38,8 +47,8 @@ class StepCost(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def local_s(self) -> Number:
-        """Seconds on the device: compute and memory overlap."""
-        return np.maximum(self.math_s, self.hbm_s)
+        """Seconds on the device: compute and memory overlap, the launch does not."""
+        return np.maximum(self.math_s, self.hbm_s) + self.launch_s
 
     @property
     def time_s(self) -> Number:
@@ -64,10 +73,15 @@ def op_sizes(
     mesh: Mapping[str, Number],
     state: str,
     scores: Scores = "on_chip",
+    imbalance: float = 1.0,
 ) -> OpSizes:
-    """Sizes of one microbatch; its sequences and the mesh sizes may be arrays, one entry per candidate."""
+    """Sizes of one microbatch; its sequences and the mesh sizes may be arrays, one entry per candidate.
+
+    A kernel that keeps its scores on chip also skips the keys that are masked.
+    """
     dims = {name: float(size) for name, size in model.dims.items()} | {"B": microbatch_seqs, "T": float(seq_len)}
-    return OpSizes(dims=dims, mesh=mesh, state=state, scores=scores)
+    dims |= expert_slots(model, num_tokens=microbatch_seqs * seq_len, imbalance=imbalance)
+    return OpSizes(dims=dims, mesh=mesh, state=state, scores=scores, causal=scores == "on_chip")
 
 
 def strategy_sizes(model: Model, job: Job, strategy: Strategy, *, scores: Scores = "on_chip") -> OpSizes:
@@ -79,34 +93,88 @@ def strategy_sizes(model: Model, job: Job, strategy: Strategy, *, scores: Scores
         mesh=strategy.mesh,
         state=strategy.state,
         scores=scores,
+        imbalance=strategy.imbalance,
     )
 
 
 def collective_groups(derived: Derived) -> tuple[Group, ...]:
     """Every group of mesh axes that some collective of the steps runs over."""
-    return tuple(dict.fromkeys(frozenset(step.axes) for step, _ in derived.steps() if step.is_collective))
+    steps = (*(step for step, _ in derived.steps()), *derived.boundary)
+    return tuple(dict.fromkeys(frozenset(step.axes) for step in steps if step.is_collective))
 
 
-def price_steps(derived: Derived, sizes: OpSizes, rates: StepRates, *, num_microbatches: Number) -> list[StepCost]:
+def price_steps(
+    derived: Derived, sizes: OpSizes, rates: StepRates, *, num_microbatches: Number, pipeline: Pipeline = ONE_STAGE
+) -> list[StepCost]:
     """The cost of every step in order: forward and backward of each block, then the update."""
-    return [
-        price_step(step, count, sizes, rates, num_microbatches=num_microbatches)
-        for step, count in derived.steps(num_microbatches)
-    ]
+    shares = block_shares(derived, pipeline)
+    owners = block_of_weights(derived)
+    summed = _summed_gradients(derived)
+    found = []
+    for step, count in derived.steps(num_microbatches):
+        block = step.block if step.block in shares else owners.get(step.result.name.removeprefix("d"), "")
+        share = shares.get(block, 1.0)
+        if block and step.scope == "step":
+            share = share * pipeline.weight_copies
+        cost = price_step(step, count, sizes, rates, num_microbatches=num_microbatches)
+        if step.result.name in summed and step.op == "einsum":
+            cost = _with_sum(cost, summed[step.result.name], sizes, rates, num_microbatches)
+        found.append(msgspec.structs.replace(cost, here=count * share))
+    return found
+
+
+def _summed_gradients(derived: Derived) -> dict[str, ShardedArray]:
+    """Gradients of weights as each microbatch leaves them, scattered or not, to be added to the sum of those before."""
+    backward = [step for block in derived.blocks for step in block.backward if step.scope == "step"]
+    first = {step.inputs[0].name: step.inputs[0] for step in reversed([*backward, *derived.update])}
+    return {name: array for name, array in first.items() if name.startswith("d")}
+
+
+def _with_sum(
+    cost: StepCost, summed: ShardedArray, sizes: OpSizes, rates: StepRates, num_microbatches: Number
+) -> StepCost:
+    """A product whose result is added to a float32 sum: read and written once more, where there is one.
+
+    Libraries with eager dispatch let the product add; a compiled program adds in a pass of its own.
+    """
+    moved = 2 * DTYPE_BYTES["fp32"] * sizes.elements(summed) * (np.asarray(num_microbatches) > 1)
+    seconds = moved / rates.chip.hbm_bytes_per_s
+    if rates.software == "compiled":
+        return msgspec.structs.replace(cost, hbm_bytes=cost.hbm_bytes + moved, launch_s=cost.launch_s + seconds)
+    return msgspec.structs.replace(cost, hbm_bytes=cost.hbm_bytes + moved, hbm_s=cost.hbm_s + seconds)
+
+
+def block_of_weights(derived: Derived) -> dict[str, str]:
+    """Weight -> the block that it belongs to: of several (tied embeddings) the last."""
+    weights = {variable.name for variable in derived.program.of_role("weight", "vector")}
+    uses = ((name, block.block.name) for block in derived.blocks for op in block.block.ops for name in op.inputs)
+    return {name: block for name, block in uses if name in weights}
+
+
+def block_shares(derived: Derived, pipeline: Pipeline) -> dict[str, Number]:
+    """Block -> share of its repeats that the busiest device of a pipeline runs: the last one, with the head."""
+    layers, (first, last) = pipeline.share(derived.num_layers), pipeline.end_shares
+    head = derived.blocks[-1].block.name
+    return {
+        block.block.name: layers if block.block.carry else last if block.block.name == head else first
+        for block in derived.blocks
+    }
 
 
 def price_step(step: Step, count: Number, sizes: OpSizes, rates: StepRates, *, num_microbatches: Number) -> StepCost:
     """One execution of one step."""
     if step.is_collective:
         return _price_collective(step, count, sizes, rates, num_microbatches)
-    flops, moved = op_flops(step, sizes), op_hbm_bytes(step, sizes)
+    work = local_work(step, sizes, rates.chip)
     return StepCost(
         step=step,
         count=count,
-        flops=flops,
-        hbm_bytes=moved,
-        math_s=flops / (rates.attention_flops_per_s if is_attention(step) else rates.matmul_flops_per_s),
-        hbm_s=moved / rates.hbm_bytes_per_s,
+        flops=work.flops,
+        hbm_bytes=work.hbm_bytes,
+        math_s=work.math_s,
+        hbm_s=work.hbm_s,
+        launch_s=work.launch_s,
+        num_kernels=work.num_kernels,
     )
 
 
@@ -117,12 +185,13 @@ def _price_collective(
     element = sent_element_bytes(step, width=sizes.width, num_microbatches=num_microbatches)
     sent = sizes.elements(step.full) * element
     rate = group[step.op]
-    seconds = rate.time(sent)
+    moves = num_moves(step, dims=sizes.dims, mesh=sizes.mesh)
+    seconds = moves * rate.time(sent)
     return StepCost(
         step=step,
         count=count,
         network_bytes=sent,
         network_s=seconds,
-        latency_s=seconds - sent * rate.seconds_per_byte,
+        latency_s=seconds - moves * sent * rate.seconds_per_byte,
         level=group.level,
     )

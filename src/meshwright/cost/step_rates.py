@@ -6,20 +6,17 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from meshwright.core.dims import DTYPE_BYTES
 from meshwright.core.errors import CannotRunError
+from meshwright.cost.kernels import ChipRates, chip_rates
 from meshwright.cost.network import GroupRates, Leg, Placement, group_legs, leg_rates, place_axes, stack_rates
 from meshwright.cost.ops import Scores
 from meshwright.spec.calibration import (
     Calibration,
-    attention_rate,
     datasheet_calibration,
-    matmul_rate,
-    memory_rate,
     reference_peak,
 )
 from meshwright.spec.cluster import Cluster
-from meshwright.spec.strategy import STATE_BYTES, Strategy
+from meshwright.spec.strategy import Software, Strategy
 
 Number = Any
 """A float, or a NumPy array with one entry per candidate."""
@@ -33,17 +30,19 @@ class StepRates(msgspec.Struct, frozen=True, kw_only=True):
 
     ``peak_flops_per_s`` is what utilisation is a share of. ``link_levels`` are the levels of the physical axes and
     ``uses``, per group, for each of them whether the group keeps it busy: groups that do so at once compete.
-    ``overlaps`` is false where communication runs on the cores that compute (emulated devices).
+    ``overlaps`` is false where communication runs on the cores that compute (emulated devices). ``software`` is the
+    strategy's: whether a host starts every kernel, and whether communication overlaps compute.
     """
 
-    matmul_flops_per_s: float
-    attention_flops_per_s: float
-    peak_flops_per_s: float
-    hbm_bytes_per_s: float
+    chip: ChipRates
+    peak_flops_per_s: Number
     groups: dict[Group, GroupRates]
     link_levels: tuple[str, ...]
     uses: dict[Group, tuple[Number, ...]]
     overlaps: bool = True
+    software: Software = "compiled"
+    num_hosts: Number = 1
+    pcie_bytes_per_s: float | None = None
 
     def take(self, index: Any) -> "StepRates":
         """The rates of the candidates whose placement has these numbers."""
@@ -52,14 +51,11 @@ class StepRates(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, groups=groups, uses=uses)
 
 
-def attention_scores(cluster: Cluster) -> Scores:
-    """Where attention's scores go: accelerators fuse it into one kernel, CPUs write them to memory."""
-    return "in_memory" if cluster.kind == "host" else "on_chip"
-
-
-def matmul_dtype(state: str) -> str:
-    """The dtype of the operands of matrix products in a training state."""
-    return "fp32" if STATE_BYTES[state]["weights"] == DTYPE_BYTES["fp32"] else "bf16"
+def attention_scores(cluster: Cluster, software: Software = "compiled") -> Scores:
+    """Where attention's scores go: accelerators fuse it into one kernel, CPUs and stacks of 2021 write them out."""
+    if cluster.kind == "host":
+        return "in_memory"
+    return "in_memory_16" if software == "eager-2021" else "on_chip"
 
 
 def strategy_placements(cluster: Cluster, strategy: Strategy) -> tuple[Placement, ...]:
@@ -86,25 +82,29 @@ def step_rates(
     groups: Iterable[Group],
     *,
     dtype: str,
+    state_dtype: str = "",
+    software: Software = "compiled",
     calibration: Calibration | None = None,
 ) -> StepRates:
     """The rates of one placement, or arrays of them with one entry for each placement.
 
-    ``dtype`` is that of the operands of matrix products. Raises InputError for a figure that is not known.
+    ``dtype`` is that of the operands of matrix products, ``state_dtype`` of those that are never narrower than the
+    training state. Raises InputError for a figure that is not known.
     """
     measured = calibration or datasheet_calibration(cluster.chip)
     one = isinstance(placements, Placement)
     laid = [placements] if isinstance(placements, Placement) else placements
     rates, uses = _group_tables(laid, tuple(groups), calibration)
     every = StepRates(
-        matmul_flops_per_s=matmul_rate(cluster.chip, measured, dtype),
-        attention_flops_per_s=attention_rate(cluster.chip, measured, dtype),
+        chip=chip_rates(cluster.chip, measured, dtype=dtype, state_dtype=state_dtype or dtype, software=software),
         peak_flops_per_s=reference_peak(cluster.chip, measured, dtype),
-        hbm_bytes_per_s=memory_rate(cluster.chip, measured),
         groups=rates,
         link_levels=tuple(link.level for link in laid[0].links),
         uses=uses,
         overlaps=cluster.kind != "host",
+        software=software,
+        num_hosts=cluster.num_hosts,
+        pcie_bytes_per_s=cluster.chip.pcie_bytes_per_s,
     )
     return every.take(0) if one else every
 
@@ -125,13 +125,13 @@ def _group_tables(
             if legs not in known:
                 known[legs] = leg_rates(legs, calibration)
             which[index] = numbers.setdefault(legs, len(numbers))
-            busy[index] = _busy_links(placement, group, str(known[legs].level))
+            busy[index] = busy_links(placement, group, str(known[legs].level))
         rates[group] = _take(stack_rates([known[legs] for legs in numbers]), which)
         uses[group] = tuple(busy.T)
     return rates, uses
 
 
-def _busy_links(placement: Placement, group: Group, level: str) -> list[bool]:
+def busy_links(placement: Placement, group: Group, level: str) -> list[bool]:
     """The physical axes that a group fills: those of the level that binds it; it leaves the others half idle."""
     return [
         link.level == level and any(axis in group and factor > 1 for axis, factor in link.parts)

@@ -6,7 +6,7 @@ links; collectives on activations are waited for. Lower bound: the busiest resou
 Upper bound: compute, memory and every collective one after the other.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -15,18 +15,14 @@ import numpy as np
 from meshwright.algebra.derive import Derived, derive
 from meshwright.algebra.notation import product
 from meshwright.algebra.transformer import transformer
-from meshwright.cost.memory import total_bytes, training_memory
+from meshwright.cost.memory import MemoryParts, memory_parts, total_bytes
 from meshwright.cost.network import Placement
+from meshwright.cost.offload import Offload, offloaded
 from meshwright.cost.ops import OpSizes, model_flops, op_term
-from meshwright.cost.step_costs import StepCost, collective_groups, price_steps, strategy_sizes
-from meshwright.cost.step_rates import (
-    Group,
-    StepRates,
-    attention_scores,
-    matmul_dtype,
-    step_rates,
-    strategy_placements,
-)
+from meshwright.cost.pass_times import BlockTimes, block_times, largest, link_seconds, seconds_by_group, total
+from meshwright.cost.pipeline import Pipeline, strategy_pipeline
+from meshwright.cost.step_costs import StepCost, collective_groups, price_step, price_steps, strategy_sizes
+from meshwright.cost.step_rates import StepRates, attention_scores, step_rates, strategy_placements
 from meshwright.spec.calibration import Calibration
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.job import Job
@@ -40,6 +36,10 @@ Number = Any
 class Estimate(msgspec.Struct, frozen=True, kw_only=True):
     """One training step predicted; every number may be an array with one entry per candidate.
 
+    ``step_s_lower`` and ``step_s_upper`` are bounds by data: perfect overlap of everything, and none. ``step_s_p10``
+    and ``step_s_p90`` hold the measured time in 8 of 10 cases, as far as published measurements go; None for rates
+    that nothing has been fitted to.
+
     ``flops`` are those that all devices execute. ``terms`` are seconds of each kind of work by itself, before
     any overlap: matmul, attention, elementwise, loss_head, optimizer, a collective per mesh-axis group, latency.
     """
@@ -47,6 +47,8 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
     step_s: Number
     step_s_lower: Number
     step_s_upper: Number
+    step_s_p10: Number | None = None
+    step_s_p90: Number | None = None
     mfu: Number
     hfu: Number
     bound_by: Any
@@ -83,12 +85,21 @@ def price_strategy(
     """
     derived = derive(transformer(model), strategy)
     placements = strategy_placements(cluster, strategy)
-    groups, dtype = collective_groups(derived), matmul_dtype(strategy.state)
-    every = step_rates(cluster, placements, groups, dtype=dtype, calibration=calibration)
-    sizes = strategy_sizes(model, job, strategy, scores=attention_scores(cluster))
-    count = strategy.num_microbatches
-    costs = price_steps(derived, sizes, every, num_microbatches=count)
-    seconds = np.broadcast_to(_expected_s(derived, costs, every, count), len(placements))
+    groups = collective_groups(derived)
+    every = step_rates(
+        cluster,
+        placements,
+        groups,
+        dtype=strategy.matmul_dtype,
+        state_dtype=strategy.state_dtype,
+        software=strategy.software,
+        calibration=calibration,
+    )
+    sizes = strategy_sizes(model, job, strategy, scores=attention_scores(cluster, strategy.software))
+    pipeline = strategy_pipeline(strategy)
+    tried = price_parts(derived, sizes, every, pipeline=pipeline)
+    moved = offloaded(tried.memory, every.pcie_bytes_per_s, pipeline, strategy.offload)
+    seconds = np.broadcast_to(tried.times.step_s(pipeline, moved).step_s, len(placements))
     best = int(np.argmin(seconds))
     rates = every.take(best)
     return PricedStrategy(
@@ -96,7 +107,7 @@ def price_strategy(
         sizes=sizes,
         rates=rates,
         placement=placements[best],
-        costs=tuple(price_steps(derived, sizes, rates, num_microbatches=count)),
+        costs=tuple(price_parts(derived, sizes, rates, pipeline=pipeline, memory=tried.memory).costs),
         estimate=estimate_many(
             model,
             derived,
@@ -104,7 +115,9 @@ def price_strategy(
             rates,
             batch_seqs=float(job.batch_seqs),
             seq_len=job.seq_len,
-            num_microbatches=count,
+            pipeline=pipeline,
+            offload=strategy.offload,
+            memory=tried.memory,
         ).at(0),
     )
 
@@ -124,79 +137,59 @@ def estimate_many(
     *,
     batch_seqs: Number,
     seq_len: int,
-    num_microbatches: Number,
-    memory: dict[str, Number] | None = None,
+    pipeline: Pipeline,
+    offload: tuple[str, ...] = (),
+    memory: MemoryParts | None = None,
 ) -> Estimate:
     """The prediction for every candidate at once: arrays of sizes, of placements' rates and of microbatches.
 
-    ``memory`` is what `training_memory` gives, where it is known already.
+    ``memory`` is what `memory_parts` gives, where it is known already.
     """
-    costs = price_steps(derived, sizes, rates, num_microbatches=num_microbatches)
-    expected = _expected_s(derived, costs, rates, num_microbatches)
+    priced = price_parts(derived, sizes, rates, pipeline=pipeline, memory=memory)
+    costs, parts = priced.costs, priced.memory
+    moved = offloaded(parts, rates.pcie_bytes_per_s, pipeline, offload)
+    seconds = priced.times.step_s(pipeline, moved)
+    expected, bubble = seconds.step_s, seconds.bubble_s
     busy = _busy_s(costs, rates)
-    items = training_memory(derived, sizes, num_microbatches=num_microbatches) if memory is None else memory
-    num_chips = product(sizes.mesh.values())
-    flops = _sum(cost.flops * cost.count for cost in costs) * num_chips
+    items = parts.items(num_microbatches=pipeline.microbatches, pipeline=pipeline, offload=offload)
+    num_chips, at = product(sizes.mesh.values()), rates.chip.efficiency
+    flops = total(cost.flops * cost.count for cost in costs) * num_chips / sizes.mesh.get("pipeline", 1)
     needed = model_flops(model, Job(batch_seqs=1, seq_len=seq_len)) * batch_seqs
     available = rates.peak_flops_per_s * num_chips * expected
+    serial = total((cost.math_s + cost.hbm_s + cost.network_s) * cost.here for cost in costs)
     return Estimate(
         step_s=expected,
-        step_s_lower=_largest(busy),
-        step_s_upper=_sum((cost.math_s + cost.hbm_s + cost.network_s) * cost.count for cost in costs),
+        step_s_lower=largest(busy),
+        step_s_p10=None if at.low is None else expected * at.low,
+        step_s_p90=None if at.high is None else expected * at.high,
+        step_s_upper=serial + bubble + moved.serial_s + priced.times.sends_s(pipeline),
         mfu=needed / available,
         hfu=flops / available,
-        bound_by=_bound_by(costs, rates, busy),
+        bound_by=_bound_by(costs, rates, busy, bubble),
         memory=items,
         hbm_bytes_per_chip=total_bytes(items),
         flops=flops,
-        terms=_terms(costs),
+        terms=_terms(costs) | _pipeline_terms(priced.times, pipeline, moved, bubble),
     )
 
 
-# -- the expected value ---------------------------------------------------------------------------------
+class PricedParts(msgspec.Struct, frozen=True, kw_only=True):
+    """Costs of all steps, the times of the blocks and the parts of memory: what every schedule has in common."""
+
+    costs: list[StepCost]
+    times: BlockTimes
+    memory: MemoryParts
 
 
-def _expected_s(derived: Derived, costs: list[StepCost], rates: StepRates, num_microbatches: Number) -> Number:
-    """All passes over all blocks for every microbatch, then the update.
-
-    Gradient sums that run once per step stand beside the backward pass of the last microbatch.
-    """
-    total: Number = 0.0
-    left = iter(costs)
-    for block in derived.blocks:
-        forward = [next(left) for _ in block.forward]
-        backward = [next(left) for _ in block.backward]
-        always = [cost for cost in backward if cost.step.scope != "step"]
-        total = total + block.repeat * num_microbatches * _pass_s(forward, rates)
-        total = total + block.repeat * (num_microbatches - 1) * _pass_s(always, rates)
-        total = total + block.repeat * _pass_s(backward, rates)
-    return total + _sum(cost.time_s * cost.count for cost in left)
-
-
-def _pass_s(costs: list[StepCost], rates: StepRates) -> Number:
-    """One pass over one repeat of a block: what is waited for in a row, or the busiest links if they take longer."""
-    if not rates.overlaps:
-        return _sum(cost.time_s for cost in costs)
-    in_a_row = _sum(cost.local_s if not cost.step.is_collective else cost.network_s for cost in costs if not cost.hides)
-    return np.maximum(in_a_row, _largest(_link_s(_by_group(costs, "network_s", 1), rates)))
-
-
-def _by_group(costs: Iterable[StepCost], field: str, count: Number | None = None) -> dict[Group, Number]:
-    """Seconds of the collectives of each group; each execution counted ``count`` times, or as often as it runs."""
-    found: dict[Group, Number] = {}
-    for cost in costs:
-        if cost.step.is_collective:
-            times = cost.count if count is None else count
-            found[cost.group] = found.get(cost.group, 0.0) + getattr(cost, field) * times
-    return found
-
-
-def _link_s(seconds: Mapping[Group, Number], rates: StepRates) -> list[Number]:
-    """Seconds that each physical axis is busy: with the collectives of every group that fills it."""
-    return [
-        _sum(spent * rates.uses[group][number] for group, spent in seconds.items())
-        for number in range(len(rates.link_levels))
-    ]
+def price_parts(
+    derived: Derived, sizes: OpSizes, rates: StepRates, *, pipeline: Pipeline, memory: MemoryParts | None = None
+) -> PricedParts:
+    """Everything priced; of the pipeline only the number of microbatches and the shares in ``costs`` matter."""
+    count = pipeline.microbatches
+    costs = price_steps(derived, sizes, rates, num_microbatches=count, pipeline=pipeline)
+    boundary = [price_step(s, 1, sizes, rates, num_microbatches=count).network_s for s in derived.boundary]
+    times = block_times(derived, costs, rates, boundary=boundary)
+    return PricedParts(costs=costs, times=times, memory=memory or memory_parts(derived, sizes))
 
 
 # -- bounds and what binds ------------------------------------------------------------------------------
@@ -204,56 +197,52 @@ def _link_s(seconds: Mapping[Group, Number], rates: StepRates) -> list[Number]:
 
 def _busy_s(costs: list[StepCost], rates: StepRates) -> list[Number]:
     """Seconds that each resource works in one step: compute, memory, then every physical axis."""
-    compute = _sum(cost.math_s * cost.count for cost in costs)
-    memory = _sum(cost.hbm_s * cost.count for cost in costs)
-    return [compute, memory, *_link_s(_by_group(costs, "network_s"), rates)]
+    compute = total(cost.math_s * cost.here for cost in costs)
+    memory = total(cost.hbm_s * cost.here for cost in costs)
+    return [compute, memory, *link_seconds(seconds_by_group(costs, "network_s"), rates)]
 
 
-def _bound_by(costs: list[StepCost], rates: StepRates, busy: Sequence[Number]) -> Any:
-    """The busiest resource of each candidate: compute, hbm, a level of the network, or latency.
+def _bound_by(costs: list[StepCost], rates: StepRates, busy: Sequence[Number], bubble: Number) -> Any:
+    """The busiest resource of each candidate: compute, hbm, a level of the network, latency, or the bubble.
 
-    A link is bound by latency when more than half of its time is not explained by bytes.
+    A link is bound by latency when more than half of its time is not explained by bytes. The bubble binds when
+    it is longer than any resource works.
     """
-    waiting = _link_s(_by_group(costs, "latency_s"), rates)
+    waiting = link_seconds(seconds_by_group(costs, "latency_s"), rates)
     seconds = np.stack(np.broadcast_arrays(*busy, *waiting))
     busy_s, waiting_s = seconds[: len(busy)], seconds[len(busy) :]
     best = np.argmax(busy_s, axis=0)
     words = np.array(["compute", "hbm", *rates.link_levels])[best]
     picked = np.maximum(best - 2, 0)[None]
     waits = np.take_along_axis(waiting_s, picked, axis=0)[0] if len(waiting) else 0.0
-    return np.where((best >= 2) & (waits > np.max(busy_s, axis=0) / 2), "latency", words)
+    found = np.where((best >= 2) & (waits > np.max(busy_s, axis=0) / 2), "latency", words)
+    return np.where(bubble > np.max(busy_s, axis=0), "bubble", found)
 
 
 def _terms(costs: list[StepCost]) -> dict[str, Number]:
-    """Seconds of each kind of work by itself; latency is what collectives take beyond their bytes."""
+    """Seconds of each kind of work by itself on the busiest device; latency is what collectives take beyond bytes."""
     terms: dict[str, Number] = dict.fromkeys(("matmul", "attention", "elementwise", "loss_head", "optimizer"), 0.0)
     for cost in costs:
         if cost.step.is_collective:
             name = ",".join(cost.step.axes)
-            terms[name] = terms.get(name, 0.0) + (cost.network_s - cost.latency_s) * cost.count
+            terms[name] = terms.get(name, 0.0) + (cost.network_s - cost.latency_s) * cost.here
         else:
             name = op_term(cost.step)
-            terms[name] = terms[name] + cost.local_s * cost.count
-    terms["latency"] = _sum(cost.latency_s * cost.count for cost in costs)
+            terms[name] = terms[name] + cost.local_s * cost.here
+    terms["latency"] = total(cost.latency_s * cost.here for cost in costs)
     return terms
 
 
-def _sum(values: Iterable[Number]) -> Number:
-    total: Number = 0.0
-    for value in values:
-        total = total + value
-    return total
-
-
-def _largest(values: Iterable[Number]) -> Number:
-    result: Number = 0.0
-    for value in values:
-        result = np.maximum(result, value)
-    return result
+def _pipeline_terms(times: BlockTimes, pipeline: Pipeline, moved: Offload, bubble: Number) -> dict[str, Number]:
+    """What a pipeline and offloading add."""
+    terms = {"pipeline": times.sends_s(pipeline), "bubble": bubble} if np.any(np.asarray(pipeline.stages) > 1) else {}
+    return terms | ({"pcie": moved.serial_s} if np.any(np.asarray(moved.serial_s) > 0) else {})
 
 
 def _at(value: Any, index: int) -> Any:
     """One entry of an array, or the number itself, as plain Python; inside dicts too."""
+    if value is None:
+        return None
     if isinstance(value, dict):
         return {name: _at(item, index) for name, item in value.items()}
     array = np.asarray(value)

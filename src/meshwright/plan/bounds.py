@@ -6,12 +6,12 @@ from typing import Literal
 
 import msgspec
 
+from meshwright.algebra.notation import product
 from meshwright.core.units import format_count, format_seconds
 from meshwright.cost import limits
 from meshwright.cost.accounting import state_bytes
 from meshwright.cost.memory import memory_limit
 from meshwright.cost.placement import Placement
-from meshwright.cost.step_rates import matmul_dtype
 from meshwright.cost.train_step import Estimate, PricedStrategy
 from meshwright.cost.training_budget import (
     DAY_S,
@@ -59,7 +59,7 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
 def batch_of(plan: Plan) -> Batch:
     """The bookkeeping of the plan's batch: a replica's microbatch x replicas x microbatches."""
     mesh, count = plan.strategy.mesh, plan.strategy.num_microbatches
-    replicas = mesh.get("data", 1) * mesh.get("fsdp", 1)
+    replicas = product(mesh.get(axis, 1) for axis in ("data", "fsdp", "expert"))
     each = plan.job.batch_seqs / (replicas * count)
     return Batch(
         sequences_per_microbatch=each,
@@ -71,9 +71,10 @@ def batch_of(plan: Plan) -> Batch:
 
 
 class Symbols(msgspec.Struct, frozen=True, kw_only=True):
-    """The letters of the closed forms, for one slice: B tokens, N chips, X = data x fsdp x context.
+    """The letters of the closed forms, for one slice and stage: B tokens, N chips, X = data x fsdp x expert x context.
 
-    B is one microbatch: weights are gathered anew for each, so its tokens have to hide them.
+    B is one microbatch: weights are gathered anew for each, so its tokens have to hide them. ``num_slices`` are those
+    that share out the batch, not the stages of a pipeline.
 
     ``alpha`` = C / W in FLOPs per byte, W of one torus axis both ways; None away from a torus. ``tensor_axes`` is M_Y,
     the physical axes' worth that tensor takes, and ``fsdp_axes`` is M_X, the others: whole numbers, each at least one.
@@ -82,6 +83,8 @@ class Symbols(msgspec.Struct, frozen=True, kw_only=True):
     batch_tokens: float
     num_microbatches: int
     num_chips: int
+    num_stages: int
+    num_slices: int
     d_ff: int
     data_ways: float
     peak_flops: float
@@ -94,17 +97,21 @@ class Symbols(msgspec.Struct, frozen=True, kw_only=True):
 def symbols_of(plan: Plan, priced: PricedStrategy) -> Symbols:
     """The letters with this plan's numbers; C is the rate of products that its times rest on."""
     cluster, mesh = plan.cluster, plan.strategy.mesh
-    peak = matmul_rate(cluster.chip, plan.calibration, matmul_dtype(plan.strategy.state))
+    peak = matmul_rate(cluster.chip, plan.calibration, plan.strategy.matmul_dtype)
     width = cluster.chip.ici_axis_bytes_per_s if cluster.kind == "torus" else None
     total = sum(size > 1 for size in cluster.shape)
     tensor = max(1, min(round(_axes_taken(priced.placement, "tensor")), total - 1))
-    ways = mesh.get("data", 1) * mesh.get("fsdp", 1) * mesh.get("context", 1)
+    ways = product(mesh.get(axis, 1) for axis in ("data", "fsdp", "expert", "context"))
+    stages = mesh.get("pipeline", 1)
+    slices = cluster.num_slices // math.gcd(stages, cluster.num_slices)
     return Symbols(
-        batch_tokens=plan.job.tokens_per_step / cluster.num_slices / plan.strategy.num_microbatches,
+        batch_tokens=plan.job.tokens_per_step / slices / plan.strategy.num_microbatches,
         num_microbatches=plan.strategy.num_microbatches,
-        num_chips=cluster.num_chips // cluster.num_slices,
+        num_chips=cluster.num_chips // (slices * stages),
+        num_stages=stages,
+        num_slices=slices,
         d_ff=plan.model.d_ff,
-        data_ways=ways / cluster.num_slices,
+        data_ways=ways / slices,
         peak_flops=peak,
         alpha=None if width is None else limits.ici_intensity(peak, width),
         num_axes=total,
@@ -223,7 +230,7 @@ def _switched(plan: Plan, at: Symbols) -> Iterator[Limit]:
 
 def _flat(plan: Plan, at: Symbols, rate: float) -> Iterator[Limit]:
     """FSDP as if each chip moved all weights three times at the slowest link's rate, whatever the hierarchy."""
-    count = num_params(plan.model)
+    count = num_params(plan.model) / at.num_stages
     math_s = train_seconds(training_flops(count, at.batch_tokens), num_chips=at.num_chips, peak_flops=at.peak_flops)
     comms_s = limits.flat_fsdp_comms_s(count, rate)
     yield Limit(
@@ -238,10 +245,10 @@ def _flat(plan: Plan, at: Symbols, rate: float) -> Iterator[Limit]:
 
 def _over_dcn(plan: Plan, at: Symbols) -> Iterator[Limit]:
     chip = plan.cluster.chip
-    if plan.cluster.num_slices > 1 and chip.dcn_bytes_per_s_per_host and chip.chips_per_host:
+    if at.num_slices > 1 and chip.dcn_bytes_per_s_per_host and chip.chips_per_host:
         least = limits.dcn_min_batch_per_pod(at.peak_flops, chip.dcn_bytes_per_s_per_host, chip.chips_per_host)
         # Gradients cross slices once per step, whatever the microbatches.
-        tokens = plan.job.tokens_per_step / plan.cluster.num_slices
+        tokens = plan.job.tokens_per_step / at.num_slices
         yield Limit(
             name="tokens/slice, over DCN", formula="> C x host chips / W_dcn", limit=least, here=tokens,
             holds=tokens > least,
@@ -254,11 +261,13 @@ def _over_dcn(plan: Plan, at: Symbols) -> Iterator[Limit]:
 def _sizes(plan: Plan, estimate: Estimate, budget: RunBudget | None) -> Iterator[Limit]:
     job, strategy, chips = plan.job, plan.strategy, plan.cluster.num_chips
     batch, mesh = batch_of(plan), plan.strategy.mesh
-    most = limits.sequence_limit_chips(
+    stages = mesh.get("pipeline", 1)
+    most = stages * limits.sequence_limit_chips(
         job.tokens_per_step, job.seq_len, context=mesh.get("context", 1), tensor=mesh.get("tensor", 1)
     )
     yield Limit(
-        name="chips, a sequence each", formula="<= sequences x context x tensor", limit=most, here=chips,
+        name="chips, a sequence each",
+        formula="<= sequences x context x tensor" + " x pipeline" * (stages > 1), limit=most, here=chips,
         holds=chips <= most, kind="size",
     )  # fmt: skip
     often = num_microbatches(job.batch_seqs, data_parallel=batch.data_parallel, microbatch_seqs=1)

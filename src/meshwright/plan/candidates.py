@@ -7,157 +7,193 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from meshwright.algebra.derive import Derived, derive
 from meshwright.algebra.notation import product
-from meshwright.algebra.transformer import transformer
 from meshwright.core.dims import MESH_AXES
-from meshwright.cost.memory import total_bytes, training_memory
+from meshwright.cost.memory import memory_parts, total_bytes
 from meshwright.cost.ops import OpSizes
+from meshwright.cost.pipeline import Pipeline
 from meshwright.cost.step_costs import op_sizes
 from meshwright.cost.step_rates import attention_scores
-from meshwright.plan.legal import Facts, Rule, Split, divisors, legal_axis_sizes, mask, size_rules, splits
-from meshwright.spec.calibration import Calibration
-from meshwright.spec.cluster import Cluster, make_cluster
-from meshwright.spec.model import Model
-from meshwright.spec.strategy import REMAT_POLICIES, Strategy
+from meshwright.plan.legal import Facts, divisors, legal_axis_sizes, mask
+from meshwright.plan.space import Pattern, Space
+from meshwright.spec.cluster import Cluster
 
-Rows = np.ndarray
-"""Whole numbers, one row per candidate: data, fsdp, context, tensor, sequences of the batch."""
+MAX_IDLE_LAYERS = 0.1
+"""Share of a pipeline's places for layers that may stay empty where the layers do not divide by the stages."""
 
-Remat = str | tuple[str, ...]
+LEAN_REMATS = ("block", "sqrt", "full")
+"""Policies that keep least: every other keeps the input of each layer too."""
+
+SPLIT_BATCH = ("data", "fsdp", "expert")
 
 
-class Space(msgspec.Struct, frozen=True, kw_only=True):
-    """What is searched: everything but the mesh, the placement, microbatches and remat that are left open.
+class Candidates(msgspec.Struct, frozen=True, kw_only=True):
+    """Whole numbers, one entry per candidate: sizes of mesh axes, sequences of the batch, microbatches.
 
-    ``derived`` holds the symbolic steps of every remat policy that may be chosen. ``fixed`` are mesh axes whose size
-    is given; ``num_microbatches`` is None for any number that divides. ``template`` carries the other choices.
+    ``laid`` is the number of its placement.
     """
 
-    model: Model
-    seq_len: int
-    template: Strategy
-    derived: dict[Remat, Derived]
-    rules: tuple[Rule, ...]
-    splits: tuple[Split, ...]
-    num_microbatches: int | None = None
-    fixed: dict[str, int] = {}
-    calibration: Calibration | None = None
+    mesh: dict[str, np.ndarray]
+    batch_seqs: np.ndarray
+    microbatches: np.ndarray
+    laid: np.ndarray
 
-    def dims(self, batch_seqs: Any) -> dict[str, Any]:
-        """Sizes of all dims, B of the whole batch."""
-        return self.model.dims | {"B": batch_seqs, "T": self.seq_len}
+    def __len__(self) -> int:
+        return len(self.batch_seqs)
 
+    def take(self, index: Any) -> "Candidates":
+        """Those with these numbers, or where a mask holds."""
+        return Candidates(
+            mesh={axis: sizes[index] for axis, sizes in self.mesh.items()},
+            batch_seqs=self.batch_seqs[index],
+            microbatches=self.microbatches[index],
+            laid=self.laid[index],
+        )
 
-def open_space(
-    model: Model,
-    seq_len: int,
-    template: Strategy,
-    *,
-    remats: Sequence[Remat] = REMAT_POLICIES,
-    num_microbatches: int | None = None,
-    fixed: Mapping[str, int] | None = None,
-    calibration: Calibration | None = None,
-) -> Space:
-    """The space around a strategy's other choices, with its steps derived once per remat policy."""
-    program = transformer(model)
-    changed = {remat: msgspec.structs.replace(template, remat=remat) for remat in remats}
-    derived = {remat: derive(program, strategy, symbolic=True) for remat, strategy in changed.items()}
-    one = next(iter(derived.values()))
-    return Space(
-        model=model,
-        seq_len=seq_len,
-        template=template,
-        derived=derived,
-        rules=size_rules(one),
-        splits=splits(one),
-        num_microbatches=num_microbatches,
-        fixed=dict(fixed or {}),
-        calibration=calibration,
-    )
+    @property
+    def batch_shards(self) -> np.ndarray:
+        """Devices that different sequences of the batch go to."""
+        return np.asarray(product(self.mesh[axis] for axis in SPLIT_BATCH))
 
 
-def rows_on_chips(space: Space, batch_seqs: int, *, num_chips: int, reach: float = 0.0) -> Rows:
-    """Every mesh of exactly so many chips whose sizes divide, for the batch.
+def candidates_on_chips(space: Space, batch_seqs: int, *, num_chips: int, reach: float = 0.0) -> Candidates:
+    """Every mesh of exactly so many chips whose sizes divide in some pattern, for the batch; one microbatch.
 
     With ``reach``, a share of the batch, each mesh comes with the nearest batches below and above that it divides
     and that are no further away.
     """
-    axes = [(space.fixed[axis],) if axis in space.fixed else None for axis in MESH_AXES]
-    meshes = np.array(list(_factorings(num_chips, axes)), dtype=np.int64).reshape(-1, len(axes))
-    rows = _with_batch(meshes, batch_seqs)
+    # a batch of as many sequences as chips leaves every size open
+    dims = space.dims(num_chips if reach else batch_seqs)
+    options = [sorted(set(divisors(num_chips)) & set(axis_sizes(space, axis, dims))) for axis in MESH_AXES]
+    meshes = np.array(list(_factorings(num_chips, options)), dtype=np.int64).reshape(-1, len(MESH_AXES))
+    found = _with_batch(meshes, batch_seqs)
     if reach:
-        shards = meshes[:, 0] * meshes[:, 1] * (space.num_microbatches or 1)
+        shards = found.batch_shards * (space.num_microbatches or 1)
         near = [_with_batch(meshes, shards * (batch_seqs // shards + above)) for above in (0, 1)]
-        rows = np.concatenate(near)
-        rows = rows[(rows[:, 4] > 0) & (np.abs(rows[:, 4] - batch_seqs) <= reach * batch_seqs)]
-    return rows[np.broadcast_to(mask(space.rules, _row_facts(space, rows, num_chips)), len(rows))]
+        found = _joined(near)
+        found = found.take((found.batch_seqs > 0) & (np.abs(found.batch_seqs - batch_seqs) <= reach * batch_seqs))
+    return found.take(_legal_somewhere(space, found, num_chips))
 
 
-def rows_on_any_chips(space: Space, batch_seqs: int) -> Rows:
-    """Every mesh whose sizes divide the work, of any number of chips."""
-    sizes = [
-        (space.fixed[axis],) if axis in space.fixed else legal_axis_sizes(space.splits, axis, space.dims(batch_seqs))
-        for axis in MESH_AXES
-    ]
-    rows = _with_batch(np.array(list(itertools.product(*sizes)), dtype=np.int64), batch_seqs)
-    sized = [rule for rule in space.rules if rule.name != "devices"]
-    return rows[np.broadcast_to(mask(sized, _row_facts(space, rows, 0)), len(rows))]
+def candidates_on_any_chips(space: Space, batch_seqs: int) -> Candidates:
+    """Every mesh whose sizes divide the work, of any number of chips; one microbatch."""
+    sizes = [axis_sizes(space, axis, space.dims(batch_seqs)) for axis in MESH_AXES]
+    found = _with_batch(np.array(list(itertools.product(*sizes)), dtype=np.int64), batch_seqs)
+    return found.take(_legal_somewhere(space, found, None))
 
 
-def _factorings(number: int, axes: Sequence[tuple[int, ...] | None]) -> Iterable[tuple[int, ...]]:
-    """All ways to write a number as an ordered product, some factors given."""
-    options = axes[0] or divisors(number)
-    if len(axes) == 1:
-        if number in options:
-            yield (number,)
-        return
-    for first in options:
-        if number % first == 0:
-            for rest in _factorings(number // first, axes[1:]):
-                yield (first, *rest)
+def axis_sizes(space: Space, axis: str, dims: Mapping[str, int]) -> tuple[int, ...]:
+    """Sizes of one mesh axis that may be legal: as given, else those that divide in some pattern."""
+    if axis in space.fixed:
+        return (space.fixed[axis],)
+    if axis == "pipeline":
+        return stage_counts(space.patterns[0].derived.num_layers) if space.pipelines else (1,)
+    if axis not in space.axes or (axis == "expert" and not space.model.num_experts):
+        return (1,)
+    if axis == "expert":
+        return divisors(space.model.num_experts)
+    found = (legal_axis_sizes(pattern.splits, axis, dims) for pattern in space.patterns)
+    return tuple(sorted({size for sizes in found for size in sizes}))
 
 
-def _with_batch(meshes: np.ndarray, batch_seqs: int | np.ndarray) -> Rows:
-    return np.column_stack([meshes, np.broadcast_to(np.asarray(batch_seqs, dtype=np.int64), len(meshes))])
-
-
-def _mesh(rows: Rows) -> dict[str, np.ndarray]:
-    return {axis: rows[:, number] for number, axis in enumerate(MESH_AXES)}
-
-
-def _row_facts(space: Space, rows: Rows, num_chips: int) -> Facts:
-    return Facts(
-        model=space.model.name,
-        cluster="",
-        num_chips=num_chips,
-        mesh=_mesh(rows),
-        dims=space.dims(rows[:, 4]),
-        num_microbatches=space.num_microbatches or 1,
-        state=space.template.state,
+def stage_counts(num_layers: int) -> tuple[int, ...]:
+    """Stages over which layers can be shared out with few idle places."""
+    return tuple(
+        stages
+        for stages in range(1, num_layers + 1)
+        if -(-num_layers // stages) * stages <= (1 + MAX_IDLE_LAYERS) * num_layers
     )
 
 
-def with_microbatches(space: Space, rows: Rows) -> tuple[Rows, np.ndarray]:
-    """Every row with each number of microbatches that leaves whole sequences to every data shard."""
+def _factorings(number: int, options: Sequence[Sequence[int]]) -> Iterable[tuple[int, ...]]:
+    """All ways to write a number as an ordered product of one factor from each list."""
+    if len(options) == 1:
+        if number in options[0]:
+            yield (number,)
+        return
+    for first in options[0]:
+        if number % first == 0:
+            for rest in _factorings(number // first, options[1:]):
+                yield (first, *rest)
+
+
+def _with_batch(meshes: np.ndarray, batch_seqs: Any) -> Candidates:
+    count = len(meshes)
+    return Candidates(
+        mesh={axis: meshes[:, number] for number, axis in enumerate(MESH_AXES)},
+        batch_seqs=np.broadcast_to(np.asarray(batch_seqs, dtype=np.int64), count).copy(),
+        microbatches=np.ones(count, dtype=np.int64),
+        laid=np.zeros(count, dtype=np.intp),
+    )
+
+
+def _joined(parts: Sequence[Candidates]) -> Candidates:
+    first = parts[0]
+    return Candidates(
+        mesh={axis: np.concatenate([part.mesh[axis] for part in parts]) for axis in first.mesh},
+        batch_seqs=np.concatenate([part.batch_seqs for part in parts]),
+        microbatches=np.concatenate([part.microbatches for part in parts]),
+        laid=np.concatenate([part.laid for part in parts]),
+    )
+
+
+def _legal_somewhere(space: Space, found: Candidates, num_chips: int | None) -> np.ndarray:
+    """Where at least one pattern's sizes divide."""
+    # policies of remat split nothing: one pattern stands for all that split alike
+    distinct = {(pattern.splits, pattern.needs): pattern for pattern in space.patterns}
+    return np.logical_or.reduce([legal_in(space, pattern, found, num_chips=num_chips) for pattern in distinct.values()])
+
+
+def legal_in(space: Space, pattern: Pattern, found: Candidates, *, num_chips: int | None = None) -> np.ndarray:
+    """Where a pattern's sizes divide and it differs from the patterns before it."""
+    facts = Facts(
+        model=space.model.name,
+        cluster="",
+        num_chips=num_chips or 0,
+        mesh=found.mesh,
+        dims=space.dims(found.batch_seqs),
+        num_microbatches=found.microbatches if space.num_microbatches is None else space.num_microbatches,
+    )
+    rules = [rule for rule in pattern.rules if rule.name != "devices"]
+    result = np.broadcast_to(mask(rules, facts), len(found)).copy()
+    if num_chips is not None:
+        result &= np.asarray(product(found.mesh.values())) == num_chips
+    for axes in pattern.needs:
+        result &= np.logical_or.reduce([found.mesh[axis] > 1 for axis in axes])
+    return result
+
+
+def with_microbatches(space: Space, found: Candidates, *, most: int | None = None) -> Candidates:
+    """Every candidate with each number of microbatches that leaves whole sequences to every data shard.
+
+    With ``most`` only so many of them: one, as many as there are sequences, and some in between.
+    """
     if space.num_microbatches is not None:
-        return rows, np.full(len(rows), space.num_microbatches, dtype=np.int64)
-    local = rows[:, 4] // (rows[:, 0] * rows[:, 1])
-    local_seqs = local.tolist()
-    choices = {size: divisors(size) for size in set(local_seqs)}
+        return msgspec.structs.replace(found, microbatches=np.full(len(found), space.num_microbatches, dtype=np.int64))
+    local_seqs = (found.batch_seqs // found.batch_shards).tolist()
+    choices = {size: _some(divisors(size), most) for size in set(local_seqs)}
     repeats = [len(choices[size]) for size in local_seqs]
-    counts = [count for size in local_seqs for count in choices[size]]
-    return np.repeat(rows, repeats, axis=0), np.array(counts, dtype=np.int64)
+    counts = np.array([count for size in local_seqs for count in choices[size]], dtype=np.int64)
+    return msgspec.structs.replace(found.take(np.repeat(np.arange(len(found)), repeats)), microbatches=counts)
 
 
-def candidate_sizes(space: Space, cluster: Cluster, rows: Rows, counts: np.ndarray) -> OpSizes:
+def _some(counts: Sequence[int], most: int | None) -> Sequence[int]:
+    """At most so many of a list, spread over it, with the first and the last."""
+    if most is None or len(counts) <= most:
+        return counts
+    return [counts[round(number * (len(counts) - 1) / (most - 1))] for number in range(most)]
+
+
+def candidate_sizes(space: Space, cluster: Cluster, found: Candidates) -> OpSizes:
+    """Sizes of one microbatch of every candidate."""
     return op_sizes(
         space.model,
         seq_len=space.seq_len,
-        microbatch_seqs=rows[:, 4] / counts,
-        mesh={axis: sizes.astype(float) for axis, sizes in _mesh(rows).items()},
+        microbatch_seqs=found.batch_seqs / found.microbatches,
+        mesh={axis: sizes.astype(float) for axis, sizes in found.mesh.items()},
         state=space.template.state,
-        scores=attention_scores(cluster),
+        scores=attention_scores(cluster, space.template.software),
+        imbalance=space.template.imbalance,
     )
 
 
@@ -169,7 +205,7 @@ def parts_of(cluster: Cluster, num_chips: int) -> tuple[Cluster, ...]:
     found = []
     for num_slices in range(1, cluster.num_slices + 1):
         for shape in _boxes(cluster.shape, num_chips / num_slices):
-            part = make_cluster(cluster.chip, shape, num_slices=num_slices)
+            part = cluster.part(shape, num_slices=num_slices)
             found.append((num_slices, -sum(part.wraps), max(shape), shape, part))
     return tuple(part for *_, part in sorted(found, key=lambda one: one[:4]))
 
@@ -188,12 +224,27 @@ def _boxes(shape: Sequence[int], volume: float) -> list[tuple[int, ...]]:
     ]
 
 
+def _leanest(patterns: Sequence[Pattern]) -> Sequence[Pattern]:
+    """The patterns of which one needs the least memory: with everything split, and little kept where that is open."""
+    split = [pattern for pattern in patterns if not pattern.needs] or list(patterns)
+    lean = [pattern for pattern in split if pattern.strategy.remat in LEAN_REMATS]
+    return lean or split
+
+
 def memory_of_any_mesh(space: Space, cluster: Cluster, batch: int) -> Mapping[int, float]:
-    """Number of chips -> the least memory per chip of any legal strategy on so many chips."""
-    rows = rows_on_any_chips(space, batch)
-    rows, counts = with_microbatches(space, rows)
-    sizes = candidate_sizes(space, cluster, rows, counts)
-    needs = [total_bytes(training_memory(steps, sizes, num_microbatches=counts)) for steps in space.derived.values()]
-    need = np.min([np.broadcast_to(one, len(rows)) for one in needs], axis=0)
-    chips: Any = product(_mesh(rows).values())
-    return {count: float(need[chips == count].min()) for count in sorted(set(chips.tolist()))}
+    """Number of chips -> the least memory per chip of any legal strategy on so many chips, 1F1B where it has stages."""
+    # memory is least with one microbatch or with the most: of several the larger number keeps less
+    found = with_microbatches(space, candidates_on_any_chips(space, batch), most=2)
+    need = np.full(len(found), np.inf)
+    for pattern in _leanest(space.patterns):
+        here = np.flatnonzero(legal_in(space, pattern, found))
+        rows = found.take(here)
+        parts = memory_parts(pattern.derived, candidate_sizes(space, cluster, rows))
+        pipeline = Pipeline(stages=rows.mesh["pipeline"], microbatches=rows.microbatches)
+        for offload in space.offloads:
+            items = parts.items(num_microbatches=rows.microbatches, pipeline=pipeline, offload=offload)
+            need[here] = np.minimum(need[here], total_bytes(items))
+    counts, which = np.unique(product(found.mesh.values()), return_inverse=True)
+    least = np.full(len(counts), np.inf)
+    np.minimum.at(least, which, need)
+    return {int(count): float(size) for count, size in zip(counts, least, strict=True) if np.isfinite(size)}

@@ -14,16 +14,18 @@ import numpy as np
 from meshwright.algebra.derive import Derived, derive
 from meshwright.algebra.notation import product
 from meshwright.algebra.transformer import transformer
-from meshwright.core.errors import CannotRunError, nearest
+from meshwright.core.errors import CannotRunError
 from meshwright.core.units import format_bytes
 from meshwright.cost.memory import memory_limit, total_bytes, training_memory
+from meshwright.cost.ops import OpSizes
+from meshwright.cost.pipeline import schedule_fits, schedule_refusal, strategy_pipeline
 from meshwright.cost.step_costs import strategy_sizes
 from meshwright.cost.step_rates import attention_scores, strategy_placements
 from meshwright.spec.calibration import Calibration
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.job import Job
 from meshwright.spec.model import Model
-from meshwright.spec.strategy import REMAT_POLICIES, RUNNABLE_STATES, Strategy, require_runnable_strategy
+from meshwright.spec.strategy import REMAT_POLICIES, RUNNABLE_REMAT, Strategy, require_runnable_strategy
 
 Number = Any
 """An int or float, or a NumPy array with one entry per candidate."""
@@ -50,7 +52,8 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     mesh: Mapping[str, Number]
     dims: Mapping[str, Number]
     num_microbatches: Number = 1
-    state: str = "bf16-adam"
+    schedule: str = "1f1b"
+    chunks: Number = 1
     num_placements: Number = 1
     memory: Mapping[str, Number] = {}
     hbm_limit_bytes: float = math.inf
@@ -86,7 +89,7 @@ def splits(derived: Derived) -> tuple[Split, ...]:
     for step, _ in derived.steps():
         for array in (*step.inputs, step.result, *step.more):
             for dim, axes in zip(array.dims, array.axes, strict=True):
-                if axes:
+                if axes and dim != "C":  # tokens of an expert need not divide: their number is a mean
                     found[dim, axes] = None
     return tuple(
         (dim, axes) for dim, axes in found if not any(dim == other and set(axes) < set(wider) for other, wider in found)
@@ -97,7 +100,9 @@ def size_rules(derived: Derived) -> tuple[Rule, ...]:
     """The rules that need nothing but sizes: every split is even, and all chips are used."""
     found = splits(derived)
     rules = [Rule("devices", lambda f: product(f.mesh.values()) == f.num_chips, _devices_message)]
-    rules += [Rule("state", lambda f: f.state in RUNNABLE_STATES, _state_message)]
+    layers = derived.num_layers
+    rules += [Rule("stages", lambda f: _stages(f) * f.chunks <= layers, lambda f: _stages_message(f, layers))]
+    rules += [Rule("experts", _experts_divide, lambda f: _experts_message(f, int(f.dims.get("E", 0))))]
     rules += [_split_rule(dim, axes, found) for dim, axes in found]
     if not any(dim == "B" for dim, _ in found):
         # microbatches must divide the sequences even where no axis does
@@ -112,6 +117,11 @@ def _split_rule(dim: str, axes: tuple[str, ...], every: Sequence[Split]) -> Rule
     return Rule(name, lambda f: _divides(_ways(f, axes), f.dims[dim]), _split_of(dim, axes, every))
 
 
+SCHEDULE_RULE = Rule(
+    "schedule",
+    lambda f: schedule_fits(f.schedule, stages=_stages(f), chunks=f.chunks, microbatches=f.num_microbatches),
+    lambda f: _schedule_message(f),
+)
 PLACEMENT_RULE = Rule("placement", lambda f: f.num_placements > 0, lambda f: _placement_message(f))
 MEMORY_RULE = Rule("memory", lambda f: f.hbm_bytes <= f.hbm_limit_bytes, lambda f: _memory_message(f))
 
@@ -119,26 +129,27 @@ MEMORY_RULE = Rule("memory", lambda f: f.hbm_bytes <= f.hbm_limit_bytes, lambda 
 def legal(
     model: Model, cluster: Cluster, job: Job, strategy: Strategy, *, calibration: Calibration | None = None
 ) -> tuple[Refusal, ...]:
-    """Every reason why a strategy cannot run, in words; () when it can.
+    """Every reason why a strategy cannot be planned on a cluster, in words; () when it can.
 
-    Placement and memory are looked at only when the sizes divide. Raises InputError for an assignment that
-    cannot be derived at all.
+    Placement and memory are looked at only when the sizes divide. On this machine's own devices what is not
+    executed in this version is refused too. Raises InputError for an assignment that cannot be derived at all.
     """
-    try:
-        require_runnable_strategy(strategy)
-    except CannotRunError as error:
-        return (Refusal(rule="executed", message=str(error)),)
+    if cluster.kind == "host":
+        try:
+            require_runnable_strategy(strategy)
+        except CannotRunError as error:
+            return (Refusal(rule="executed", message=str(error)),)
     derived = derive(transformer(model), strategy)
     facts = _facts(model, cluster, job, strategy)
-    refused = check_rules(size_rules(derived), facts)
+    refused = check_rules((*size_rules(derived), SCHEDULE_RULE), facts)
     if not refused:
         try:
             placements = strategy_placements(cluster, strategy)
         except CannotRunError as error:
             return (Refusal(rule="placement", message=str(error)),)
         limit = memory_limit(cluster, calibration)
-        sizes = strategy_sizes(model, job, strategy, scores=attention_scores(cluster))
-        memory = training_memory(derived, sizes, num_microbatches=strategy.num_microbatches)
+        sizes = strategy_sizes(model, job, strategy, scores=attention_scores(cluster, strategy.software))
+        memory = strategy_memory(derived, sizes, strategy)
         facts = msgspec.structs.replace(facts, num_placements=len(placements), memory=memory, hbm_limit_bytes=limit)
         refused = check_rules((PLACEMENT_RULE, MEMORY_RULE), facts)
     return tuple(_with_remedy(r, model, cluster, job, strategy, facts) for r in refused)
@@ -188,8 +199,26 @@ def _facts(model: Model, cluster: Cluster, job: Job, strategy: Strategy) -> Fact
         mesh=strategy.mesh,
         dims=model.dims | {"B": job.batch_seqs, "T": job.seq_len},
         num_microbatches=strategy.num_microbatches,
-        state=strategy.state,
+        schedule=strategy.schedule,
+        chunks=strategy.chunks,
     )
+
+
+def strategy_memory(derived: Derived, sizes: OpSizes, strategy: Strategy) -> dict[str, Number]:
+    """Bytes per chip of each item under one strategy."""
+    count, pipeline = strategy.num_microbatches, strategy_pipeline(strategy)
+    return training_memory(derived, sizes, num_microbatches=count, pipeline=pipeline, offload=strategy.offload)
+
+
+def _experts_divide(facts: Facts) -> Any:
+    """The axis `expert` splits experts; without any it has one device."""
+    size = np.asarray(facts.mesh.get("expert", 1))
+    experts = facts.dims.get("E", 0)
+    return (experts % size == 0) & ((size == 1) | (experts > 0))
+
+
+def _stages(facts: Facts) -> Number:
+    return facts.mesh.get("pipeline", 1)
 
 
 def _ways(facts: Facts, axes: Iterable[str]) -> Number:
@@ -262,11 +291,23 @@ def _devices_message(facts: Facts) -> str:
     )
 
 
-def _state_message(facts: Facts) -> str:
-    return (
-        f"training state {facts.state!r} is counted but does not run in this version."
-        f"{nearest(facts.state, RUNNABLE_STATES)} Use {' or '.join(RUNNABLE_STATES)}."
-    )
+def _stages_message(facts: Facts, num_layers: int) -> str:
+    stages, chunks = _stages(facts), facts.chunks
+    what = f"pipeline={stages}" if chunks == 1 else f"pipeline={stages} x chunks={chunks} = {stages * chunks}"
+    return f"{what} stages are more than the {num_layers} layers of {facts.model}. Use at most {num_layers} in all."
+
+
+def _schedule_message(facts: Facts) -> str:
+    stages, count = int(_stages(facts)), int(facts.num_microbatches)
+    return schedule_refusal(facts.schedule, stages=stages, chunks=int(facts.chunks), microbatches=count)
+
+
+def _experts_message(facts: Facts, num_experts: int) -> str:
+    size = facts.mesh.get("expert", 1)
+    if not num_experts:
+        return f"expert={size}: {facts.model} has no experts. Leave the axis out, or use fsdp={size}."
+    choices = _choices(divisors(num_experts), int(size))
+    return f"expert={size} does not divide the {num_experts} experts of {facts.model}. Use expert in {choices}."
 
 
 def _placement_message(facts: Facts) -> str:
@@ -291,14 +332,18 @@ def _with_remedy(
     """A memory refusal with the least change of remat and microbatches that fits."""
     if refusal.rule != MEMORY_RULE.name:
         return refusal
-    shards = int(product(strategy.mesh.get(axis, 1) for axis in ("data", "fsdp")))
-    program, scores = transformer(model), attention_scores(cluster)
-    changed = {remat: msgspec.structs.replace(strategy, remat=remat) for remat in REMAT_POLICIES}
+    shards = int(product(strategy.mesh.get(axis, 1) for axis in ("data", "fsdp", "expert")))
+    program, scores = transformer(model), attention_scores(cluster, strategy.software)
+    policies = RUNNABLE_REMAT if cluster.kind == "host" else REMAT_POLICIES
+    changed = {remat: msgspec.structs.replace(strategy, remat=remat) for remat in policies}
     derived = {remat: derive(program, other) for remat, other in changed.items()}
     for count in divisors(max(1, job.batch_seqs // shards)):
+        if not SCHEDULE_RULE.holds(msgspec.structs.replace(facts, num_microbatches=count)):
+            continue
         for remat, other in changed.items():
-            sizes = strategy_sizes(model, job, msgspec.structs.replace(other, num_microbatches=count), scores=scores)
-            need = float(total_bytes(training_memory(derived[remat], sizes, num_microbatches=count)))
+            with_count = msgspec.structs.replace(other, num_microbatches=count)
+            sizes = strategy_sizes(model, job, with_count, scores=scores)
+            need = float(total_bytes(strategy_memory(derived[remat], sizes, with_count)))
             if need <= facts.hbm_limit_bytes:
                 advice = f"Use remat={remat} with num_microbatches={count} ({format_bytes(need)})."
                 return msgspec.structs.replace(refusal, message=f"{refusal.message} {advice}")

@@ -1,25 +1,26 @@
 """The one call behind the `plan` verb: the best strategies of a job on a cluster, and what else would run."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import Any
 
 import msgspec
 
-from meshwright.core.dims import MESH_AXES
+from meshwright.core.dims import MESH_AXES, RUNNABLE_AXES
 from meshwright.core.errors import CannotRunError, InputError, nearest
 from meshwright.core.units import format_bytes, format_count, format_seconds
 from meshwright.cost.memory import memory_limit
-from meshwright.plan.candidates import Space, memory_of_any_mesh, open_space, parts_of
+from meshwright.plan.candidates import memory_of_any_mesh, parts_of
 from meshwright.plan.legal import legal
 from meshwright.plan.result import PlanResult, planned
 from meshwright.plan.search import Found, Outcome, search
+from meshwright.plan.space import RUNNABLE, USUAL, Choices, Space, open_space
 from meshwright.spec.calibration import Calibration, datasheet_calibration
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.job import Job
 from meshwright.spec.model import Model
-from meshwright.spec.strategy import REMAT_POLICIES, Strategy, make_mesh, require_runnable_strategy
+from meshwright.spec.strategy import Strategy, make_mesh, require_runnable_strategy
 
 NEAREST_BATCH_SHARE = 0.25
 """How far from the wanted batch, as a share, one that uses all chips is looked for."""
@@ -27,7 +28,20 @@ NEAREST_BATCH_SHARE = 0.25
 MAX_PARTS = 20
 """Sizes of smaller clusters that are tried before nothing is said to run."""
 
-FIELDS = ("remat", "num_microbatches", "state", "assignment", "slice_axes")
+FIELDS = (
+    "remat",
+    "num_microbatches",
+    "schedule",
+    "chunks",
+    "state",
+    "precision",
+    "offload",
+    "context_attention",
+    "imbalance",
+    "software",
+    "assignment",
+    "slice_axes",
+)
 """Fields of the strategy that may be given beside the mesh; the placement follows from the search."""
 
 
@@ -38,28 +52,35 @@ def plan(
     *,
     axes: Mapping[str, int] | None = None,
     overrides: Mapping[str, Any] | None = None,
+    choices: Choices = USUAL,
+    exhaustive: bool = False,
     top: int = 5,
     calibration: Calibration | None = None,
 ) -> PlanResult:
-    """The best strategies for a job on a cluster, each of which can be run as it stands.
+    """The best strategies for a job on a cluster. On this machine's own devices each can be run as it stands.
 
     ``axes`` fixes sizes of mesh axes, ``overrides`` fields of the strategy (``{"remat": "block"}``). Where no mesh
     of all chips divides the work, the largest part of the cluster that does is planned, and the nearest batch
-    that uses all chips is given beside it. Raises CannotRunError, saying what would run, when nothing does.
+    that uses all chips is given beside it; so too where only pipeline stages do and fewer chips are faster without.
+    Unless ``exhaustive``, a large space is screened: see `search`. Raises CannotRunError, saying what would run, when
+    nothing does.
     """
     if top < 1:
         raise InputError(f"top={top} must be at least 1.")
-    space = _space(model, cluster, job, axes or {}, overrides or {}, calibration)
-    outcome = search(space, cluster, job.batch_seqs, top=top)
+    space = space_of(model, cluster, job, axes or {}, overrides or {}, choices, calibration)
+    outcome = search(space, cluster, job.batch_seqs, top=top, exhaustive=exhaustive)
     notes = _assumptions(space, cluster, calibration)
-    near = None
-    shortfall: tuple[str, ...] = ()
+    whole = outcome.found[0] if outcome.found else None
     if not outcome.found:
         if not outcome.num_meshes:
             _refuse_given(space, cluster, job)
-        near = _nearest_batch(space, cluster, job)
         outcome = _largest_part(space, cluster, job, top)
-        shortfall = _part_notes(cluster, job, outcome, near)
+    outcome = _without_stages(space, cluster, job, top, outcome)
+    near = None
+    shortfall: tuple[str, ...] = ()
+    if outcome.found[0].cluster != cluster:
+        near = _nearest_batch(space, cluster, job)
+        shortfall = _part_notes(cluster, job, outcome, whole, near)
     return PlanResult(
         model=model,
         cluster=cluster,
@@ -72,15 +93,39 @@ def plan(
     )
 
 
+def plan_slices(model: Model, clusters: Sequence[Cluster], job: Job, **choices: Any) -> PlanResult:
+    """The plan of the shape of slice that is fastest per token, with a note of what the others take.
+
+    Optical switches give the same chips different shapes. ``choices`` are those of `plan`. Raises the first shape's
+    error when the job runs on none.
+    """
+    results: list[PlanResult] = []
+    refused: CannotRunError | None = None
+    for cluster in clusters:
+        try:
+            results.append(plan(model, cluster, job, **choices))
+        except CannotRunError as error:
+            refused = refused or error
+    if refused is not None and not results:
+        raise refused
+    ranked = sorted(results, key=lambda r: (r.strategies[0].cluster != r.cluster, r.strategies[0].estimate.step_s))
+    if len(clusters) == 1:
+        return ranked[0]
+    times = ", ".join(f"{r.cluster.short_name} {format_seconds(r.strategies[0].estimate.step_s)}" for r in ranked)
+    note = f"shapes of slice by step time: {times}"
+    return msgspec.structs.replace(ranked[0], notes=(note, *ranked[0].notes))
+
+
 # -- what is asked for ----------------------------------------------------------------------------------
 
 
-def _space(
+def space_of(
     model: Model,
     cluster: Cluster,
     job: Job,
     axes: Mapping[str, int],
     overrides: Mapping[str, Any],
+    choices: Choices,
     calibration: Calibration | None,
 ) -> Space:
     """What is left open once the given axes and fields are fixed."""
@@ -93,14 +138,17 @@ def _space(
         if name not in FIELDS:
             raise InputError(f"strategy.{name} cannot be set here.{nearest(name, FIELDS)} Mesh axes go in axes.")
     template = _template(cluster, given)
-    require_runnable_strategy(template)
+    here = cluster.kind == "host"
+    if here:
+        require_runnable_strategy(msgspec.structs.replace(template, mesh=make_mesh(axes)))
     return open_space(
         model,
         job.seq_len,
         template,
-        remats=(template.remat,) if "remat" in given else REMAT_POLICIES,
-        num_microbatches=template.num_microbatches if "num_microbatches" in given else None,
+        given=given,
+        choices=RUNNABLE if here else choices,
         fixed=axes,
+        axes=RUNNABLE_AXES if here else MESH_AXES,
         calibration=calibration,
     )
 
@@ -120,7 +168,7 @@ def _assumptions(space: Space, cluster: Cluster, calibration: Calibration | None
     rates = (calibration or datasheet_calibration(cluster.chip)).describe()
     notes = [f"times rest on {rates}", "MFU counts 6ND + 12 B T^2 N H L, no causal discount"]
     if cluster.kind != "host":
-        notes.append("attention is priced as one fused kernel that keeps its scores on chip")
+        notes.append("attention is priced as one fused kernel that keeps its scores on chip and skips what is masked")
     if math.isinf(memory_limit(cluster, calibration)):
         notes.append(f"the memory of {cluster.short_name} is not known, so it was not compared")
     notes.append(f"training state {space.template.state}")
@@ -142,20 +190,41 @@ def _largest_part(space: Space, cluster: Cluster, job: Job, top: int) -> Outcome
     raise CannotRunError(_nothing_fits(space, cluster, job, needs, limit))
 
 
+def _without_stages(space: Space, cluster: Cluster, job: Job, top: int, outcome: Outcome) -> Outcome:
+    """The same, or the plans of fewer chips without stages: where none fits the chips without, and those are faster."""
+    if outcome.fits_without_stages or "pipeline" in space.fixed:
+        return outcome
+    alone = msgspec.structs.replace(space, fixed={**space.fixed, "pipeline": 1})
+    try:
+        fewer = _largest_part(alone, cluster, job, top)
+    except CannotRunError:
+        return outcome
+    return min(outcome, fewer, key=lambda one: one.found[0].estimate.step_s)
+
+
 def _nearest_batch(space: Space, cluster: Cluster, job: Job) -> Found | None:
     """The fastest strategy per token on all chips, over batches within reach of the wanted one (not the nearest)."""
     found = search(space, cluster, job.batch_seqs, reach=NEAREST_BATCH_SHARE, top=1).found
     return found[0] if found else None
 
 
-def _part_notes(cluster: Cluster, job: Job, outcome: Outcome, near: Found | None) -> tuple[str, ...]:
+def _axes(found: Found) -> str:
+    return " x ".join(f"{axis} {size}" for axis, size in found.strategy.mesh.items() if size > 1)
+
+
+def _part_notes(
+    cluster: Cluster, job: Job, outcome: Outcome, whole: Found | None, near: Found | None
+) -> tuple[str, ...]:
     part = outcome.found[0].cluster
-    notes = [
-        f"{job.batch_seqs:,} sequences of {job.seq_len:,} cannot be divided over all {cluster.num_chips:,} chips of "
-        f"{cluster.short_name} in a way that fits: planned on {part.short_name}, {part.num_chips:,} chips"
-    ]
+    what, chips = f"{job.batch_seqs:,} sequences of {job.seq_len:,}", f"all {cluster.num_chips:,} chips of"
+    if whole is None:
+        why = f"{what} cannot be divided over {chips} {cluster.short_name} in a way that fits"
+    else:
+        step = format_seconds(whole.estimate.step_s)
+        why = f"{what} fit {chips} {cluster.short_name} only in pipeline stages ({_axes(whole)}, {step})"
+    notes = [f"{why}: planned on {part.short_name}, {part.num_chips:,} chips"]
     if near is not None:
-        axes = " x ".join(f"{axis} {size}" for axis, size in near.strategy.mesh.items() if size > 1)
+        axes = _axes(near)
         tokens = format_count(near.batch_seqs * job.seq_len)
         step = format_seconds(near.estimate.step_s)
         notes.append(
@@ -196,7 +265,8 @@ def _nothing_fits(space: Space, cluster: Cluster, job: Job, needs: Mapping[int, 
         if enough is not None
         else "No number of chips would hold it: use shorter sequences, or leave axes, remat and microbatches open."
     )
-    tried = "any remat policy" if len(space.derived) > 1 else f"remat={next(iter(space.derived))}"
+    remats = {pattern.strategy.remat for pattern in space.patterns}
+    tried = "any remat policy" if len(remats) > 1 else f"remat={next(iter(remats))}"
     return (
         f"{what} does not fit {cluster.short_name}: the best mesh ({count} chips, {tried}) needs "
         f"{format_bytes(here[count])} per chip and a chip has {format_bytes(limit)}. {advice}"

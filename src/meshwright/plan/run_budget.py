@@ -2,7 +2,6 @@
 
 import msgspec
 
-from meshwright.cost.step_rates import matmul_dtype
 from meshwright.cost.training_budget import (
     cost_usd,
     days,
@@ -49,7 +48,7 @@ def run_budget(plan: Plan, *, step_s: float) -> RunBudget | None:
     steps = tokens / plan.job.tokens_per_step
     seconds = step_s * steps
     flops = training_flops(num_active_params(plan.model), tokens)
-    peak = reference_peak(chip, plan.calibration, matmul_dtype(plan.strategy.state))
+    peak = reference_peak(chip, plan.calibration, plan.strategy.matmul_dtype)
     hours = seconds / 3600 * chips
     price, watts = chip.price_usd_per_hour, chip.power_w
     return RunBudget(

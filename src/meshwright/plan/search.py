@@ -1,26 +1,50 @@
 """Every legal strategy of a job on a cluster, priced at once and ranked.
 
-The steps are derived once per remat policy with sizes as symbols. Meshes, batches, microbatches and placements are
-then arrays with one entry per candidate.
+The steps are derived once per pattern of axes with sizes as symbols. Meshes, batches, microbatches and placements
+are then arrays with one entry per candidate; what a layer takes is priced once per pattern, and shared by every
+schedule, number of chunks and choice of what is offloaded.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import msgspec
 import numpy as np
 
+from meshwright.algebra.schedule_rows import default_chunks
 from meshwright.core.dims import MESH_AXES
-from meshwright.cost.memory import memory_limit, total_bytes, training_memory
+from meshwright.cost.memory import MemoryParts, memory_limit, memory_parts, total_bytes
 from meshwright.cost.network import Placement, place_axes
+from meshwright.cost.offload import offloaded
+from meshwright.cost.pipeline import Pipeline, schedule_fits
 from meshwright.cost.step_costs import collective_groups
-from meshwright.cost.step_rates import matmul_dtype, step_rates
-from meshwright.cost.train_step import Estimate, estimate_many
-from meshwright.plan.candidates import Remat, Rows, Space, candidate_sizes, rows_on_chips, with_microbatches
+from meshwright.cost.step_rates import StepRates, step_rates
+from meshwright.cost.train_step import Estimate, estimate_many, price_parts
+from meshwright.plan.candidates import (
+    Candidates,
+    candidate_sizes,
+    candidates_on_chips,
+    legal_in,
+    with_microbatches,
+)
+from meshwright.plan.legal import divisors
+from meshwright.plan.space import Pattern, Space
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.strategy import Strategy
 
 TIE = 1e-3
 """Candidates whose times differ by less than this share count as equally fast."""
+
+KEPT_MESHES = 100
+"""Meshes that are looked at in full: where there are more, the most promising."""
+
+SCREENED_MICROBATCHES = 6
+"""Numbers of microbatches with which a mesh is tried for that."""
+
+KEPT_PER_STAGES = 10
+"""Meshes of each number of pipeline stages that are looked at in any case."""
+
+KEPT_PER_VARIANT = 512
+"""Fastest candidates that are remembered of each variant of each pattern."""
 
 
 class Found(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,153 +63,402 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """The best strategies, best first; ``least_bytes`` is the smallest memory per chip of any legal one.
+    """The best strategies, best first; ``least_bytes`` is the smallest memory per chip of any looked at.
 
-    ``num_meshes`` counts meshes whose sizes divide. Nothing fits when there are some and ``found`` is empty.
+    ``num_meshes`` counts meshes whose sizes divide, ``num_legal`` strategies whose sizes divide and that have a
+    placement, ``num_candidates`` those of them that fit in memory and were ranked. Nothing fits when there are meshes
+    and ``found`` is empty. ``frontier`` are the strategies that nothing beats in both step time and memory.
+    ``fits_without_stages`` says whether any of those ranked has one pipeline stage.
     """
 
     found: tuple[Found, ...]
     num_meshes: int
+    num_legal: int = 0
     num_candidates: int
+    least_bytes: float
+    frontier: tuple[Found, ...] = ()
+    fits_without_stages: bool = False
+
+
+NOTHING = Outcome(found=(), num_meshes=0, num_candidates=0, least_bytes=np.inf)
+
+
+def search(
+    space: Space,
+    cluster: Cluster,
+    batch_seqs: int,
+    *,
+    reach: float = 0.0,
+    top: int = 5,
+    exhaustive: bool = False,
+    frontier: bool = False,
+) -> Outcome:
+    """The fastest strategies per token on all chips of a cluster, for a batch or, with ``reach``, batches near it.
+
+    At most ``top`` meshes, taken in turns from each (data x fsdp x context, tensor) so that they differ. Unless
+    ``exhaustive``, a large space is screened first: every mesh is priced in its plainest form, and the most promising
+    in all.
+    """
+    meshes = candidates_on_chips(space, batch_seqs, num_chips=cluster.num_chips, reach=reach)
+    num_meshes = len(meshes)
+    if num_meshes > KEPT_MESHES and not exhaustive:
+        meshes = _screened(space, cluster, meshes)
+    laid, placements = _laid(cluster, meshes)
+    if not placements:
+        return msgspec.structs.replace(NOTHING, num_meshes=num_meshes)
+    bench, every = _bench(space, cluster, placements), with_microbatches(space, laid)
+    best = _Best()
+    for number, pattern in enumerate(space.patterns):
+        for variant in bench.variants(number, pattern, every):
+            best.add(variant)
+    picked = _varied(best.order(), best, top)
+    found = tuple(bench.found(placements, best, index) for index in picked)
+    front = tuple(bench.found(placements, best, index) for index in best.frontier()) if frontier else ()
+    return Outcome(
+        found=found,
+        num_meshes=num_meshes,
+        num_legal=best.num_legal,
+        num_candidates=best.num_ranked,
+        least_bytes=best.least_bytes,
+        frontier=front,
+        fits_without_stages=best.fits_without_stages,
+    )
+
+
+def _screened(space: Space, cluster: Cluster, meshes: Candidates) -> Candidates:
+    """The meshes that are fastest per token in their plainest form, of those that fit; all where none does.
+
+    Plain is the first way to lay it out, the first schedule and nothing offloaded; every policy of remat is tried
+    with the first assignment.
+    """
+    first = space.patterns[0].strategy
+    quick = msgspec.structs.replace(
+        space,
+        schedules=space.schedules[:1],
+        offloads=space.offloads[:1],
+        patterns=tuple(p for p in space.patterns if not p.needs and p.strategy.assignment == first.assignment),
+    )
+    laid, placements = _laid(cluster, meshes, most=1)
+    if not placements:
+        return laid
+    best = np.full(len(placements), np.inf)
+    bench, every = _bench(quick, cluster, placements), with_microbatches(space, laid, most=SCREENED_MICROBATCHES)
+    for number, pattern in enumerate(quick.patterns):
+        for variant in bench.variants(number, pattern, every):
+            np.minimum.at(best, variant.rows.laid, variant.seconds)
+    kept = _promising(best, np.array([placement.mesh["pipeline"] for placement in placements]))
+    return laid.take(kept[laid.laid]) if kept.any() else meshes
+
+
+def _promising(seconds: np.ndarray, stages: np.ndarray) -> np.ndarray:
+    """Which meshes to keep: the fastest, and the fastest of every number of stages, which other schedules help."""
+    order = np.argsort(seconds, kind="stable")
+    kept = np.zeros(len(seconds), dtype=bool)
+    kept[order[:KEPT_MESHES]] = True
+    for count in np.unique(stages):
+        kept[order[stages[order] == count][:KEPT_PER_STAGES]] = True
+    return kept & np.isfinite(seconds)
+
+
+def _laid(cluster: Cluster, meshes: Candidates, *, most: int | None = None) -> tuple[Candidates, list[Placement]]:
+    """Every mesh once for each of its placements, or the first so many of them."""
+    placements: list[Placement] = []
+    spans: dict[tuple[int, ...], range] = {}
+    which: list[int] = []
+    numbers: list[int] = []
+    for number, sizes in enumerate(zip(*(column.tolist() for column in meshes.mesh.values()), strict=True)):
+        if sizes not in spans:
+            laid = place_axes(cluster, dict(zip(MESH_AXES, sizes, strict=True)))[:most]
+            spans[sizes] = range(len(placements), len(placements) + len(laid))
+            placements.extend(laid)
+        which.extend([number] * len(spans[sizes]))
+        numbers.extend(spans[sizes])
+    taken = meshes.take(np.array(which, dtype=np.intp))
+    return msgspec.structs.replace(taken, laid=np.array(numbers, dtype=np.intp)), placements
+
+
+def _bench(space: Space, cluster: Cluster, placements: Sequence[Placement]) -> "_Bench":
+    rates = _rates(space, cluster, placements)
+    return _Bench(space=space, cluster=cluster, rates=rates, limit=memory_limit(cluster, space.calibration))
+
+
+def _rates(space: Space, cluster: Cluster, placements: Sequence[Placement]) -> StepRates:
+    groups = dict.fromkeys(group for derived in space.derived for group in collective_groups(derived))
+    template = space.template
+    return step_rates(
+        cluster,
+        placements,
+        groups,
+        dtype=template.matmul_dtype,
+        state_dtype=template.state_dtype,
+        software=template.software,
+        calibration=space.calibration,
+    )
+
+
+# -- pricing --------------------------------------------------------------------------------------------
+
+
+class _Variant(msgspec.Struct, frozen=True, kw_only=True):
+    """All candidates of one pattern under one schedule and choice of offloading: seconds where they fit."""
+
+    pattern: int
+    rank: int
+    schedule: str
+    offload: tuple[str, ...]
+    rows: Candidates
+    chunks: np.ndarray
+    seconds: np.ndarray
+    need: np.ndarray
+    num_legal: int
     least_bytes: float
 
 
-def search(space: Space, cluster: Cluster, batch_seqs: int, *, reach: float = 0.0, top: int = 5) -> Outcome:
-    """The fastest strategies per token on all chips of a cluster, for a batch or, with ``reach``, batches near it.
+class _Bench(msgspec.Struct, frozen=True, kw_only=True):
+    """What every candidate is priced with."""
 
-    At most ``top`` meshes, taken in turns from each (data x fsdp x context, tensor) so that they differ.
-    """
-    derived = space.derived
-    rows = rows_on_chips(space, batch_seqs, num_chips=cluster.num_chips, reach=reach)
-    if not len(rows):
-        return Outcome(found=(), num_meshes=0, num_candidates=0, least_bytes=np.inf)
-    num_meshes = len(rows)
-    rows, counts = with_microbatches(space, rows)
-    placements, ends = _placements(cluster, rows)
-    if not placements:
-        return Outcome(found=(), num_meshes=num_meshes, num_candidates=0, least_bytes=np.inf)
-    limit = memory_limit(cluster, space.calibration)
-    groups = dict.fromkeys(group for steps in derived.values() for group in collective_groups(steps))
-    rates = step_rates(
-        cluster, placements, groups, dtype=matmul_dtype(space.template.state), calibration=space.calibration
-    )
-    parts, least, priced = [], np.inf, 0
-    for rank, (remat, steps) in enumerate(derived.items()):
-        memory = training_memory(steps, candidate_sizes(space, cluster, rows, counts), num_microbatches=counts)
-        need = total_bytes(memory)
-        least = min(least, float(np.min(need)))
-        which, laid = _expand(np.flatnonzero(need <= limit), ends)
-        if not len(which):
-            continue
-        priced += len(which)
+    space: Space
+    cluster: Cluster
+    rates: StepRates
+    limit: float
+
+    def variants(self, number: int, pattern: Pattern, every: Candidates) -> Iterator[_Variant]:
+        """The pattern's candidates under every schedule, number of chunks and choice of offloading."""
+        space = self.space
+        rows = every.take(legal_in(space, pattern, every))
+        if not len(rows):
+            return
+        sizes = candidate_sizes(space, self.cluster, rows)
+        plain = Pipeline(stages=rows.mesh["pipeline"], microbatches=rows.microbatches)
+        parts = price_parts(
+            pattern.derived,
+            sizes,
+            self.rates.take(rows.laid),
+            pipeline=plain,
+            memory=memory_parts(pattern.derived, sizes),
+        )
+        for schedule in space.schedules:
+            which, chunks = self._chunks(schedule, rows, pattern.derived.num_layers)
+            if not len(which):
+                continue
+            chosen, times, memory = rows.take(which), _taken(parts.times, which), _taken(parts.memory, which)
+            pipeline = Pipeline(
+                schedule=schedule, stages=chosen.mesh["pipeline"], chunks=chunks, microbatches=chosen.microbatches
+            )
+            for offload in space.offloads:
+                moved = self._moved(memory, pipeline, offload)
+                if moved is None:
+                    continue
+                need = total_bytes(
+                    memory.items(num_microbatches=chosen.microbatches, pipeline=pipeline, offload=offload)
+                )
+                step_s = np.broadcast_to(times.step_s(pipeline, moved).step_s, len(chosen))
+                fits = np.flatnonzero(need <= self.limit)
+                yield _Variant(
+                    pattern=number,
+                    rank=pattern.rank,
+                    schedule=schedule,
+                    offload=offload,
+                    rows=chosen.take(fits),
+                    chunks=chunks[fits],
+                    seconds=step_s[fits] / chosen.batch_seqs[fits],
+                    need=np.broadcast_to(need, len(chosen))[fits],
+                    num_legal=len(chosen),
+                    least_bytes=float(np.min(need)),
+                )
+
+    def _moved(self, memory: MemoryParts, pipeline: Pipeline, offload: tuple[str, ...]):  # type: ignore[no-untyped-def]
+        if offload and self.rates.pcie_bytes_per_s is None:
+            return None
+        return offloaded(memory, self.rates.pcie_bytes_per_s, pipeline, offload)
+
+    def _chunks(self, schedule: str, rows: Candidates, num_layers: int) -> tuple[np.ndarray, np.ndarray]:
+        """Candidates on which a schedule runs, once for every number of chunks: their numbers, and the chunks.
+
+        On one stage every schedule is the same, so only the first is listed there. Several chunks are looked at
+        where they share out the layers evenly.
+        """
+        stages = rows.mesh["pipeline"]
+        first = schedule == self.space.schedules[0]
+        numbers, chunks = [], []
+        for count in (self.space.chunks,) if self.space.chunks else _chunk_counts(schedule, num_layers):
+            fits = schedule_fits(schedule, stages=stages, chunks=count, microbatches=rows.microbatches)
+            fits = fits & ((stages > 1) | (first & (count == 1))) & (stages <= num_layers)
+            fits = fits & ((count == 1) | (num_layers % (stages * count) == 0))
+            found = np.flatnonzero(fits)
+            numbers.append(found)
+            chunks.append(np.full(len(found), count, dtype=np.int64))
+        return np.concatenate(numbers), np.concatenate(chunks)
+
+    def found(self, placements: Sequence[Placement], best: "_Best", index: int) -> Found:
+        """One candidate in full."""
+        one = best.at(index)
+        space, rows = self.space, one.rows
+        placement = placements[int(rows.laid[0])]
+        strategy = msgspec.structs.replace(
+            space.patterns[one.pattern].strategy,
+            mesh={axis: int(size) for axis, size in placement.mesh.items()},
+            placement=placement.describe(),
+            num_microbatches=int(rows.microbatches[0]),
+            schedule=one.schedule,
+            chunks=int(one.chunks[0]),
+            offload=one.offload,
+        )
+        pipeline = Pipeline(
+            schedule=one.schedule,
+            stages=rows.mesh["pipeline"],
+            chunks=one.chunks,
+            microbatches=rows.microbatches,
+        )
         estimate = estimate_many(
             space.model,
-            steps,
-            candidate_sizes(space, cluster, rows[which], counts[which]),
-            rates.take(laid),
-            batch_seqs=rows[which, 4].astype(float),
+            space.patterns[one.pattern].derived,
+            candidate_sizes(space, self.cluster, rows),
+            self.rates.take(rows.laid),
+            batch_seqs=rows.batch_seqs.astype(float),
             seq_len=space.seq_len,
-            num_microbatches=counts[which],
-            memory={name: np.broadcast_to(size, len(rows))[which] for name, size in memory.items()},
-        )
-        parts.append(
-            _Part(remat=remat, rank=rank, rows=rows[which], counts=counts[which], laid=laid, estimate=estimate)
-        )
-    found = tuple(_found(space, cluster, placements, part, index) for part, index in _ranked(parts, top))
-    return Outcome(found=found, num_meshes=num_meshes, num_candidates=priced, least_bytes=least)
+            pipeline=pipeline,
+            offload=one.offload,
+        ).at(0)
+        return Found(strategy=strategy, cluster=self.cluster, batch_seqs=int(rows.batch_seqs[0]), estimate=estimate)
 
 
-class _Part(msgspec.Struct, frozen=True, kw_only=True):
-    """The candidates of one remat policy: ``laid`` are numbers of placements."""
-
-    remat: Remat
-    rank: int
-    rows: Rows
-    counts: np.ndarray
-    laid: np.ndarray
-    estimate: Estimate
+def _chunk_counts(schedule: str, num_layers: int) -> tuple[int, ...]:
+    """Chunks that a schedule may have, with the 1 of a single stage."""
+    return divisors(num_layers) if schedule == "interleaved" else tuple(sorted({1, default_chunks(schedule)}))
 
 
-def _placements(cluster: Cluster, rows: Rows) -> tuple[list[Placement], np.ndarray]:
-    """Candidate placements of every row's mesh, and (first, last) of them for each row."""
-    placements: list[Placement] = []
-    spans: dict[tuple[int, ...], tuple[int, int]] = {}
-    ends = np.empty((len(rows), 2), dtype=np.intp)
-    for number, sizes in enumerate(map(tuple, rows[:, :4].tolist())):
-        if sizes not in spans:
-            laid = place_axes(cluster, dict(zip(MESH_AXES, sizes, strict=True)))
-            spans[sizes] = (len(placements), len(placements) + len(laid))
-            placements.extend(laid)
-        ends[number] = spans[sizes]
-    return placements, ends
-
-
-def _expand(chosen: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Every chosen row once for each of its placements: numbers of rows, numbers of placements."""
-    first, last = ends[chosen].T
-    which = np.repeat(chosen, last - first)
-    offset = np.arange(len(which)) - np.repeat(np.cumsum(last - first) - (last - first), last - first)
-    return which, np.repeat(first, last - first) + offset
+def _taken(parts, index):  # type: ignore[no-untyped-def]
+    """A struct of arrays with the entries that an index picks; scalars and plain fields stay."""
+    if isinstance(parts, np.ndarray):
+        return parts[index] if parts.ndim else parts
+    if isinstance(parts, dict):
+        return {name: _taken(value, index) for name, value in parts.items()}
+    if isinstance(parts, (list, tuple)):
+        return type(parts)(_taken(value, index) for value in parts)
+    if isinstance(parts, msgspec.Struct):
+        return type(parts)(**{name: _taken(getattr(parts, name), index) for name in parts.__struct_fields__})
+    return parts
 
 
 # -- ranking --------------------------------------------------------------------------------------------
 
 
-def _ranked(parts: Sequence[_Part], top: int) -> list[tuple[_Part, int]]:
-    """The chosen candidates, fastest per token first.
+class _Best:
+    """The fastest candidates of every variant, and what was counted on the way."""
 
-    Among equally fast ones: fewer microbatches, less remat, fsdp rather than data, less context.
+    def __init__(self) -> None:
+        self.kept: list[_Variant] = []
+        self.ends: list[int] = []
+        self.num_legal = self.num_ranked = 0
+        self.least_bytes = np.inf
+        self.fits_without_stages = False
+
+    def add(self, variant: _Variant) -> None:
+        self.num_legal += variant.num_legal
+        self.num_ranked += len(variant.rows)
+        self.least_bytes = min(self.least_bytes, variant.least_bytes)
+        if not len(variant.rows):
+            return
+        self.fits_without_stages |= bool(np.any(variant.rows.mesh["pipeline"] == 1))
+        index = _fastest(variant.seconds, variant.need)
+        self.kept.append(_taken(variant, index))
+        self.ends.append((self.ends[-1] if self.ends else 0) + len(index))
+
+    def at(self, index: int) -> _Variant:
+        """One candidate as a variant of one row."""
+        which = int(np.searchsorted(self.ends, index, side="right"))
+        start = self.ends[which - 1] if which else 0
+        one: _Variant = _taken(self.kept[which], np.array([index - start]))
+        return one
+
+    def columns(self) -> tuple[np.ndarray, np.ndarray]:
+        """Seconds and bytes of all kept candidates."""
+        if not self.kept:
+            return np.zeros(0), np.zeros(0)
+        return np.concatenate([v.seconds for v in self.kept]), np.concatenate([v.need for v in self.kept])
+
+    def order(self) -> np.ndarray:
+        """Fastest per token first. Among equally fast ones: fewer stages, nothing offloaded, fewer microbatches, less
+        remat, what is split over fsdp (ZeRO-3 first), fsdp rather than data, less context.
+        """
+        seconds, _ = self.columns()
+        if not len(seconds):
+            return np.zeros(0, dtype=np.intp)
+        level = np.round(np.log(seconds / seconds.min()) / TIE)
+
+        def spread(value: object) -> np.ndarray:
+            return np.concatenate([np.broadcast_to(np.asarray(value(v)), len(v.rows)) for v in self.kept])  # type: ignore[operator]
+
+        keys = (
+            seconds,
+            spread(lambda v: v.rows.mesh["context"]),
+            spread(lambda v: v.rows.mesh["data"]),
+            spread(lambda v: v.pattern),
+            spread(lambda v: v.rank),
+            spread(lambda v: v.rows.microbatches),
+            spread(lambda v: len(v.offload)),
+            spread(lambda v: v.rows.mesh["pipeline"]),
+            level,
+        )
+        return np.lexsort(keys)
+
+    def meshes(self) -> np.ndarray:
+        """The mesh of every kept candidate, one row each."""
+        columns = [np.concatenate([v.rows.mesh[axis] for v in self.kept]) for axis in MESH_AXES]
+        return np.column_stack(columns)
+
+    def frontier(self) -> list[int]:
+        """Candidates that no other one beats in both seconds and bytes, fastest first."""
+        seconds, need = self.columns()
+        found, least = [], np.inf
+        for index in np.lexsort((need, seconds)).tolist():
+            if need[index] < least * (1 - TIE):
+                found.append(index)
+                least = need[index]
+        return found
+
+
+def _fastest(seconds: np.ndarray, need: np.ndarray) -> np.ndarray:
+    """Numbers of the fastest candidates, and of those that nothing beats in both seconds and bytes."""
+    if len(seconds) <= KEPT_PER_VARIANT:
+        return np.arange(len(seconds))
+    fast = np.argpartition(seconds, KEPT_PER_VARIANT)[:KEPT_PER_VARIANT]
+    order = np.argsort(seconds, kind="stable")
+    lower = np.minimum.accumulate(need[order])
+    front = order[np.concatenate([[True], need[order][1:] < lower[:-1] * (1 - TIE)])]
+    return np.unique(np.concatenate([fast, front]))
+
+
+def _varied(order: np.ndarray, best: _Best, top: int) -> list[int]:
+    """The best of each (data x fsdp x context, tensor), then the second best mesh of each, and so on, fastest first.
+
+    A mesh is listed once, with its best remat, schedule and microbatches.
     """
-    if not parts:
+    if not len(order):
         return []
-    seconds = np.concatenate([part.estimate.step_s / part.rows[:, 4] for part in parts])
-    owner = np.repeat(np.arange(len(parts)), [len(part.rows) for part in parts])
-    index = np.concatenate([np.arange(len(part.rows)) for part in parts])
-    rows = np.concatenate([part.rows for part in parts])
-    counts = np.concatenate([part.counts for part in parts])
-    remat = np.array([part.rank for part in parts])[owner]
-    level = np.round(np.log(seconds / seconds.min()) / TIE)
-    order = np.lexsort((seconds, rows[:, 2], rows[:, 0], remat, counts, level))
-    chosen = _varied(order, rows, top)
-    chosen.sort(key=lambda number: float(seconds[number]))
-    return [(parts[owner[number]], int(index[number])) for number in chosen]
-
-
-def _varied(order: np.ndarray, rows: Rows, top: int) -> list[int]:
-    """The best of each (data x fsdp x context, tensor), then the second best mesh of each, and so on.
-
-    A mesh is listed once, with its best remat and microbatches.
-    """
-    split = rows[:, 0] * rows[:, 1] * rows[:, 2]
+    meshes, (seconds, _) = best.meshes(), best.columns()
+    axis = {name: number for number, name in enumerate(MESH_AXES)}
     listed: set[tuple[int, ...]] = set()
     turns: list[list[int]] = []
-    depth: dict[tuple[int, int], int] = {}
+    depth: dict[tuple[int, ...], int] = {}
     for number in order.tolist():
-        mesh = tuple(rows[number].tolist())
+        mesh = tuple(meshes[number].tolist())
         if mesh in listed:
             continue
         listed.add(mesh)
-        key = int(split[number]), mesh[3]
+        key = (
+            mesh[axis["pipeline"]],
+            mesh[axis["data"]] * mesh[axis["fsdp"]] * mesh[axis["context"]],
+            mesh[axis["expert"]],
+            mesh[axis["tensor"]],
+        )
         turn = depth.get(key, 0)
         depth[key] = turn + 1
         if turn == len(turns):
             turns.append([])
         turns[turn].append(number)
-    return [number for turn in turns for number in turn][:top]
-
-
-def _found(space: Space, cluster: Cluster, placements: Sequence[Placement], part: _Part, index: int) -> Found:
-    placement = placements[part.laid[index]]
-    strategy = msgspec.structs.replace(
-        space.template,
-        mesh={axis: int(size) for axis, size in placement.mesh.items()},
-        placement=placement.describe(),
-        remat=part.remat,
-        num_microbatches=int(part.counts[index]),
-    )
-    return Found(
-        strategy=strategy,
-        cluster=cluster,
-        batch_seqs=int(part.rows[index, 4]),
-        estimate=part.estimate.at(index),
-    )
+        if len(turns[0]) >= top:
+            break
+    chosen = [number for turn in turns for number in turn][:top]
+    return sorted(chosen, key=lambda number: float(seconds[number]))

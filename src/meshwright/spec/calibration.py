@@ -6,6 +6,7 @@ from typing import Literal
 
 import msgspec
 
+from meshwright.core.dims import DTYPE_BYTES
 from meshwright.core.errors import InputError
 from meshwright.core.files import write_text_whole
 from meshwright.spec.chip import Chip, known, peak
@@ -26,20 +27,55 @@ class CollectiveRate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     bytes_per_s: float
 
 
+SHARES = ("compute", "attention", "hbm", "ici", "nvlink", "network", "dcn")
+"""Fields of an efficiency that are shares of a data-sheet rate."""
+
+
 class Efficiency(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Share of each data-sheet rate that programs reach; exactly 1 means the data sheet as it stands."""
+    """How far programs stay behind the data sheet; the defaults are the data sheet as it stands.
+
+    Shares of rates that large enough work reaches: ``compute`` (matrix products), ``attention`` (of the same peak, by
+    fused kernels), ``hbm``, and every level of the network; ``narrow`` is a further share per dtype below 16 bits.
+    Shapes: a product over K takes (1 + contraction_half / K) as long, one of few output tiles
+    (1 + tile_tail x processors x tile / outputs), attention with heads of width H (1 + head_half / H).
+    ``eager_traffic`` is the traffic through memory of elementwise ops with eager dispatch, over that of fused ones.
+    Seconds: ``kernel_s`` on the device for every kernel; with eager dispatch the host needs ``host_kernel_s`` for
+    each, and ``host_microbatch_s`` for each microbatch.
+    Shares of communication that overlap leaves standing: of what a layer waits for (``tensor_exposed``,
+    ``expert_exposed``), and of what passes behind its compute (``weights_exposed`` each microbatch,
+    ``gradients_exposed`` once a step, as a compiled program or with eager dispatch). ``straggler`` is the slowdown for every doubling of hosts.
+    ``low`` and ``high`` are the measured step time over the predicted one at the 10th and the 90th percentile.
+    """
 
     compute: float = 1.0
+    attention: float | None = None
     hbm: float = 1.0
     ici: float = 1.0
     nvlink: float = 1.0
     network: float = 1.0
     dcn: float = 1.0
+    narrow: dict[str, float] = {}
+    contraction_half: float = 0.0
+    tile_tail: float = 0.0
+    head_half: float = 0.0
+    eager_traffic: float = 1.0
+    kernel_s: float = 0.0
+    host_kernel_s: float = 0.0
+    host_microbatch_s: float = 0.0
+    tensor_exposed: float = 1.0
+    expert_exposed: float = 1.0
+    weights_exposed: float = 0.0
+    gradients_exposed: float = 0.0
+    gradients_exposed_eager: float = 0.0
+    straggler: float = 0.0
+    low: float | None = None
+    high: float | None = None
 
     def __post_init__(self) -> None:
-        for name in self.__struct_fields__:
-            if not 0 < getattr(self, name) <= 1:
-                raise ValueError(f"efficiency {name} is {getattr(self, name)}, give a share in (0, 1]")
+        for name in SHARES:
+            share = getattr(self, name)
+            if share is not None and not 0 < share <= 1:
+                raise ValueError(f"efficiency {name} is {share}, give a share in (0, 1]")
 
 
 class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -73,6 +109,8 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         """One line for the output: what the times rest on."""
         if self.is_datasheet:
             return "datasheet peaks, no calibration"
+        if self.name == "fitted":
+            return f"numbers fitted on published training steps{f', {self.date}' if self.date else ''}"
         where = f" on {self.machine}" if self.machine else ""
         return f"calibration {self.name!r}{where}{f', {self.date}' if self.date else ''}"
 
@@ -102,12 +140,24 @@ def matmul_rate(chip: Chip, calibration: Calibration, dtype: str) -> float:
         raise InputError(
             f"calibration {calibration.name!r} measured {have} products, not {dtype}. Choose one of these."
         )
-    return peak(chip, dtype) * calibration.efficiency.compute
+    return peak(chip, dtype) * calibration.efficiency.compute * calibration.efficiency.narrow.get(dtype, 1.0)
 
 
 def attention_rate(chip: Chip, calibration: Calibration, dtype: str) -> float:
-    """FLOP/s that attention reaches, its softmax included: as measured, else the rate of large products."""
-    return calibration.attention_flops_per_s.get(dtype) or matmul_rate(chip, calibration, dtype)
+    """FLOP/s that attention reaches, its softmax included: as measured, else its share of the peak.
+
+    Attention keeps 16 bits where products are narrower. Without a share of its own it has that of products.
+    """
+    dtype = "bf16" if DTYPE_BYTES[dtype] < DTYPE_BYTES["bf16"] and peak_known(chip, "bf16") else dtype
+    measured, share = calibration.attention_flops_per_s.get(dtype), calibration.efficiency.attention
+    if measured or share is None or not chip.peak_flops:
+        return measured or matmul_rate(chip, calibration, dtype)
+    return peak(chip, dtype) * share
+
+
+def peak_known(chip: Chip, dtype: str) -> bool:
+    """Whether there may be a rate for products of this dtype: it is in the chip's table, or there is no table."""
+    return dtype in chip.peak_flops or not chip.peak_flops
 
 
 def reference_peak(chip: Chip, calibration: Calibration, dtype: str) -> float:

@@ -33,6 +33,8 @@ def parse_batch(text: str, *, seq_len: int) -> int:
 
     Raises InputError when the tokens are not a whole number of sequences, naming the nearest that are.
     """
+    if seq_len < 1:
+        raise InputError(f"seq={seq_len} must be at least 1 token.")
     if text.strip().endswith("seq"):
         return parse_count(text.strip().removesuffix("seq"), what="batch")
     tokens = parse_count(text, what="batch")

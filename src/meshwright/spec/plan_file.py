@@ -21,6 +21,8 @@ class Predicted(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     step_s: float
     step_s_lower: float
     step_s_upper: float
+    step_s_p10: float | None = None
+    step_s_p90: float | None = None
     mfu: float
     hfu: float
     bound_by: str

@@ -1,18 +1,28 @@
 """A strategy: which mesh axes split which dims, and the choices that go with it."""
 
+import re
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
-from meshwright.core.dims import MESH_AXES
+from meshwright.core.dims import DTYPE_BYTES, MESH_AXES, RUNNABLE_AXES
 from meshwright.core.errors import CannotRunError, InputError, nearest
 
 Rules = dict[str, tuple[str, ...]]
 """Dim -> mesh axes, in order of precedence: an axis goes to the first listed dim that an array has."""
 
 ROLES: tuple[str, ...] = ("activation", "weight", "vector", "grad", "optimizer", "input", "position")
-REMAT_POLICIES: tuple[str, ...] = ("none", "selective", "matmuls", "block", "full")
+REMAT_POLICIES: tuple[str, ...] = ("none", "selective", "matmuls", "block", "sqrt", "full")
+RUNNABLE_REMAT: tuple[str, ...] = ("none", "selective", "matmuls", "block", "full")
+_EVERY = re.compile(r"every-([1-9]\d{0,3})")
+
+ContextAttention = Literal["gather", "ring", "ulysses"]
+Precision = Literal["bf16", "fp16", "fp8", "fp4", "int8", "fp32"]
+Offload = Literal["optimizer", "activations"]
+Software = Literal["compiled", "eager", "eager-2021"]
+"""How the step is run: as one compiled program; kernel by kernel from a host that stays ahead, attention fused and
+communication overlapped; or kernel by kernel as in 2021, attention in separate kernels and communication in turn."""
 
 STATE_BYTES: dict[str, dict[str, float]] = {
     "bf16-adam": {"weights": 2, "gradients": 2, "optimizer": 8, "counted": 10},
@@ -31,55 +41,94 @@ MAX_SEQUENCES = 2**40
 RUNNABLE_STATES: tuple[str, ...] = ("bf16-adam", "fp32")
 """Training states that are executed in this version; the others are only counted."""
 
-DEFAULT_ASSIGNMENT: dict[str, Rules] = {
-    "activation": {
-        "N": ("tensor",),
-        "K": ("tensor",),
-        "F": ("tensor",),
-        "V": ("tensor",),
-        "B": ("data", "fsdp"),
-        "T": ("context", "tensor"),
-    },
-    "weight": {
-        "V": ("tensor",),
-        "N": ("tensor",),
-        "K": ("tensor",),
-        "F": ("tensor",),
-        "D": ("fsdp", "context"),
-    },
-    "vector": {},
-    "input": {"B": ("data", "fsdp"), "T": ("context",)},
-    "position": {"B": ("data", "fsdp")},
-}
-"""The product's own: residual stream x[B_{data,fsdp}, T_{context,tensor}, D], weights W[D_{fsdp,context}, F_tensor].
-Roles that are left out (grad, optimizer) follow ``weight``."""
+
+_TENSOR_DIMS = ("N", "K", "F", "Fe", "Fs", "V")
+_SHARDED_DIMS = ("D", "Rq", "Rkv")
+
+
+def standard_assignment(*, zero: int = 3, sequence_parallel: bool = True) -> dict[str, Rules]:
+    """The product's own: stream x[B_{data,fsdp,expert}, T_{context,tensor}, D], weights W[D_{fsdp,...}, F_tensor].
+
+    ``zero`` says what the axis ``fsdp`` splits besides the batch: 3 weights, gradients and optimizer; 2 gradients and
+    optimizer; 1 the optimizer; 0 nothing. Without ``sequence_parallel`` the stream is whole over ``tensor`` between
+    blocks. Expert weights are split over ``expert`` instead of lying whole on each of its devices; the other weights
+    use that axis as ``fsdp``. Roles that are left out (grad, optimizer) follow ``weight``.
+    """
+    if zero not in (0, 1, 2, 3):
+        raise InputError(f"zero={zero} is not a stage. Use 0, 1, 2 or 3.")
+    split = _weight_rules(("fsdp", "expert", "context"))
+    found: dict[str, Rules] = {
+        "activation": {
+            **dict.fromkeys(_TENSOR_DIMS, ("tensor",)),
+            "B": ("data", "fsdp", "expert"),
+            "E": ("expert",),
+            "C": ("data", "fsdp", "context", "tensor") if sequence_parallel else ("data", "fsdp", "context"),
+            "T": ("context", "tensor") if sequence_parallel else ("context",),
+        },
+        "weight": split if zero == 3 else _weight_rules(()),
+        "vector": {},
+        "input": {"B": ("data", "fsdp", "expert"), "T": ("context",)},
+        "position": {"B": ("data", "fsdp", "expert")},
+    }
+    if zero == 2:
+        found |= {"grad": split}
+    if zero in (1, 2):
+        found |= {"optimizer": split}
+    return found
+
+
+def _weight_rules(axes: tuple[str, ...]) -> Rules:
+    """Heads, widths and experts over their own axes, D over ``axes``."""
+    return {
+        "E": ("expert",),
+        **dict.fromkeys(_TENSOR_DIMS, ("tensor",)),
+        **dict.fromkeys(_SHARDED_DIMS, axes),
+    }
+
+
+DEFAULT_ASSIGNMENT: dict[str, Rules] = standard_assignment()
+"""The product's own, with everything split (ZeRO-3)."""
 
 
 class Strategy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How one job is split: plain data, made once, then costed, executed, verified and drawn.
 
     ``mesh`` lists the axes major to minor with their sizes. ``placement`` says where each axis lies on the
-    physical network, one text per axis. ``remat`` is a policy name or a list of result names that are kept.
-    ``num_microbatches`` divides the sequences of a step; gradients are summed over them.
+    physical network, one text per axis. ``remat`` is a policy name ("every-4" keeps the input of every fourth
+    layer, "sqrt" of every sqrt(L)-th) or a list of result names that are kept. ``num_microbatches`` divides the
+    sequences of a step; gradients are summed over them. ``schedule`` orders the passes of the pipeline, each device
+    holding ``chunks`` runs of layers. ``context_attention`` is how keys and values meet queries over the axis
+    ``context``. ``offload`` names what lives in host memory. ``precision`` is the dtype of matrix products, or ""
+    for the state's own. ``imbalance`` is the load of the busiest expert device over the mean.
     """
 
     mesh: dict[str, int]
     placement: dict[str, str] = {}
     assignment: dict[str, Rules] = msgspec.field(default_factory=lambda: DEFAULT_ASSIGNMENT)
     slice_axes: tuple[str, ...] = ()
+    context_attention: ContextAttention = "gather"
     remat: str | tuple[str, ...] = "block"
     num_microbatches: int = 1
+    schedule: str = "1f1b"
+    chunks: int = 1
     state: str = "bf16-adam"
+    precision: Precision | Literal[""] = ""
+    offload: tuple[Offload, ...] = ()
+    imbalance: float = 1.0
+    software: Software = "compiled"
 
     def __post_init__(self) -> None:
         for role in self.assignment:
             if role not in ROLES:
                 raise InputError(f"strategy.assignment has the unknown role {role!r}.{nearest(role, ROLES)}")
-        if isinstance(self.remat, str) and self.remat not in REMAT_POLICIES:
+        if isinstance(self.remat, str) and self.remat not in REMAT_POLICIES and not _EVERY.fullmatch(self.remat):
             raise InputError(
                 f"remat {self.remat!r} is not a policy.{nearest(self.remat, REMAT_POLICIES)} "
-                f"A list of result names is also taken."
+                f"every-C and a list of result names are also taken."
             )
+        for name in ("chunks", "imbalance"):
+            if not 1 <= getattr(self, name) <= MAX_SEQUENCES:
+                raise InputError(f"strategy.{name}={getattr(self, name)} must be at least 1.")
         if self.state not in STATE_BYTES:
             raise InputError(f"state {self.state!r} is not known.{nearest(self.state, STATE_BYTES)}")
         if not 1 <= self.num_microbatches <= MAX_SEQUENCES:
@@ -101,6 +150,36 @@ class Strategy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         """Axes of more than one device, major to minor."""
         return tuple(axis for axis, size in self.mesh.items() if size > 1)
 
+    @property
+    def state_dtype(self) -> str:
+        """The dtype of weights and activations in the training state."""
+        return "fp32" if STATE_BYTES[self.state]["weights"] == DTYPE_BYTES["fp32"] else "bf16"
+
+    @property
+    def matmul_dtype(self) -> str:
+        """The dtype of the operands of matrix products: the precision, else the state's own."""
+        return self.precision or self.state_dtype
+
+    @property
+    def segment(self) -> int | Literal["sqrt"] | None:
+        """Layers from one kept input to the next where whole segments are run again; None for every other policy.
+
+        "every-1" runs all of each layer again, as checkpointing libraries do; "block" only what the backward pass uses.
+        """
+        if self.remat == "sqrt":
+            return "sqrt"
+        match = _EVERY.fullmatch(self.remat) if isinstance(self.remat, str) else None
+        return int(match[1]) if match else None
+
+    @property
+    def zero(self) -> int | None:
+        """The ZeRO stage whose standard assignment this is; None for another assignment."""
+        for stage in (3, 2, 1, 0):
+            for sequence_parallel in (True, False):
+                if self.assignment == standard_assignment(zero=stage, sequence_parallel=sequence_parallel):
+                    return stage
+        return None
+
     def rules(self, role: str) -> Rules:
         """The rules of a role; grad and optimizer follow weight unless they are given."""
         fallback = "weight" if role in ("grad", "optimizer") else role
@@ -113,9 +192,15 @@ def require_runnable_strategy(strategy: Strategy) -> None:
     Gradients are summed on the assumption that every device adds its own part of the loss once, which holds
     for the product's assignment and is not shown for others.
     """
-    for axis in strategy.mesh:
+    for axis, size in strategy.mesh.items():
         if axis not in MESH_AXES:
             raise CannotRunError(f"mesh axis {axis!r} is not one that runs.{nearest(axis, MESH_AXES)}")
+        if size > 1 and axis not in RUNNABLE_AXES:
+            raise CannotRunError(
+                f"mesh axis {axis}={size} is planned but not executed in this version. "
+                f"Use {', '.join(RUNNABLE_AXES[:-1])} and {RUNNABLE_AXES[-1]}."
+            )
+    _require_runnable_choices(strategy)
     if strategy.assignment != DEFAULT_ASSIGNMENT:
         differing = next(
             role
@@ -131,6 +216,23 @@ def require_runnable_strategy(strategy: Strategy) -> None:
             raise CannotRunError(
                 f"strategy.slice_axes names {axis!r}, which is no mesh axis.{nearest(axis, MESH_AXES)}"
             )
+
+
+def _require_runnable_choices(strategy: Strategy) -> None:
+    """Raise CannotRunError for a choice beside the mesh that is planned but not executed in this version."""
+    own = "fp32" if strategy.state == "fp32" else "bf16"
+    kept = strategy.remat
+    wrong = {
+        f"state {strategy.state!r}": (strategy.state not in RUNNABLE_STATES, " or ".join(RUNNABLE_STATES)),
+        f"remat {kept!r}": (isinstance(kept, str) and kept not in RUNNABLE_REMAT, ", ".join(RUNNABLE_REMAT)),
+        f"context_attention {strategy.context_attention!r}": (strategy.context_attention != "gather", "gather"),
+        f"precision {strategy.precision!r}": (strategy.precision not in ("", own), f"{own!r}, the state's own"),
+        f"software {strategy.software!r}": (strategy.software != "compiled", "compiled"),
+        f"offload of {' and '.join(strategy.offload)}": (bool(strategy.offload), "none"),
+    }
+    for what, (refused, instead) in wrong.items():
+        if refused:
+            raise CannotRunError(f"{what} is planned but not executed in this version. Use {instead}.")
 
 
 def make_mesh(axes: Mapping[str, int], *, known: Iterable[str] = MESH_AXES) -> dict[str, int]:

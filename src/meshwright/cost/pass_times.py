@@ -1,0 +1,210 @@
+"""Seconds of the passes over each block, and of one training step made of them on the busiest device of a pipeline."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from meshwright.algebra.derive import Derived
+from meshwright.cost.offload import NOTHING, Offload
+from meshwright.cost.pipeline import Pipeline
+from meshwright.cost.step_costs import StepCost
+from meshwright.cost.step_rates import Group, StepRates
+from meshwright.spec.calibration import Efficiency
+
+Number = Any
+"""A float, or a NumPy array with one entry per candidate."""
+
+
+class StepSeconds(msgspec.Struct, frozen=True, kw_only=True):
+    """The expected seconds of one training step, and those of them that the schedule leaves idle."""
+
+    step_s: Number
+    bubble_s: Number
+
+
+class BlockTimes(msgspec.Struct, frozen=True, kw_only=True):
+    """Seconds of one repeat of each block for one microbatch, and what is done once: nothing about a schedule.
+
+    ``backward`` leaves out collectives that run once per step; ``last`` is what they add to the last microbatch.
+    ``weight`` is the part of ``backward`` that makes gradients of weights, ``update`` the optimizer. ``send_s`` is one
+    boundary of stages, there and back; ``after_s`` what belongs to no block; ``microbatch_s`` what a host adds to each
+    microbatch; ``slowdown`` that of stragglers.
+    """
+
+    num_layers: int
+    repeats: tuple[int, ...]
+    carries: tuple[bool, ...]
+    forward: tuple[Number, ...]
+    backward: tuple[Number, ...]
+    weight: tuple[Number, ...]
+    last: tuple[Number, ...]
+    update: tuple[Number, ...]
+    send_s: Number
+    after_s: Number
+    microbatch_s: Number = 0.0
+    slowdown: Number = 1.0
+
+    def layers_s(self, part: str, share: Number, at_least: Number = 0.0) -> Number:
+        """Seconds of one part for one microbatch in a share of the layers; each repeat takes ``at_least`` so long."""
+        chosen = zip(getattr(self, part), self.repeats, self.carries, strict=True)
+        return total(np.maximum(s, at_least) * repeat * share for s, repeat, carries in chosen if carries)
+
+    def ends_s(self, pipeline: Pipeline, *parts: str) -> Number:
+        """The same in embedding and head of the device that they keep longest."""
+        each = [total(values) for values in zip(*(getattr(self, part) for part in parts), strict=True)]
+        return pipeline.ends_run([s for s, carries in zip(each, self.carries, strict=True) if not carries])
+
+    def once_s(self, pipeline: Pipeline) -> Number:
+        """Seconds of the sums of gradients that run once per step, and of the optimizer, on all weights of a device."""
+        share = pipeline.share(self.num_layers) * pipeline.weight_copies
+        each = [last + update for last, update in zip(self.last, self.update, strict=True)]
+        ends = pipeline.ends([s for s, carries in zip(each, self.carries, strict=True) if not carries])
+        return self.layers_s("last", share) + self.layers_s("update", share) + ends
+
+    def sends_s(self, pipeline: Pipeline) -> Number:
+        """Seconds that a step waits for the stream and its cotangents to be sent on."""
+        return pipeline.num_sends * self.send_s / 2
+
+    def step_s(self, pipeline: Pipeline, offload: Offload = NOTHING) -> StepSeconds:
+        """All microbatches through the busiest device, its once-per-step collectives and the update, and the bubble.
+
+        A pass takes at least as long as its kept results take over PCIe, where they are offloaded.
+        """
+        share, moved = pipeline.share(self.num_layers), offload.activations_s
+        forward, backward = self.layers_s("forward", share, moved), self.layers_s("backward", share, moved)
+        each = forward + backward + self.ends_s(pipeline, "forward", "backward") + self.microbatch_s
+        bubble = pipeline.bubble_s(forward_s=forward, backward_s=backward, weight_s=self.layers_s("weight", share))
+        busy = pipeline.microbatches * each + self.sends_s(pipeline) + self.once_s(pipeline)
+        busy = busy + self.after_s + offload.optimizer_s
+        return StepSeconds(step_s=(busy + bubble) * self.slowdown, bubble_s=bubble * self.slowdown)
+
+
+def block_times(
+    derived: Derived, costs: Sequence[StepCost], rates: StepRates, *, boundary: Sequence[Number] = ()
+) -> BlockTimes:
+    """All passes over one repeat of every block. Gradient sums that run once per step hide behind the last one."""
+    left = iter(costs)
+    gradients = {f"d{variable.name}" for variable in derived.program.of_role("weight")}
+    parts: dict[str, list[Number]] = {name: [] for name in ("forward", "backward", "weight", "last", "update")}
+    forwards: list[list[StepCost]] = []
+    for block in derived.blocks:
+        forward = [next(left) for _ in block.forward]
+        backward = [next(left) for _ in block.backward]
+        forwards.append(forward)
+        always = [cost for cost in backward if cost.step.scope != "step"]
+        back = _pass_s(always, rates)
+        parts["forward"].append(_pass_s(forward, rates))
+        parts["backward"].append(back)
+        parts["weight"].append(total(cost.local_s for cost in always if cost.step.result.name in gradients))
+        parts["last"].append(_pass_s(backward, rates) - back)
+    owners = _first_blocks(derived)
+    updates = list(left)
+    for block, forward, seconds in zip(derived.blocks, forwards, parts["forward"], strict=True):
+        own = [c for c in updates if owners.get(c.step.result.name) == block.block.name]
+        parts["update"].append(_update_s(own, forward, seconds, rates))
+    return BlockTimes(
+        num_layers=derived.num_layers,
+        repeats=tuple(block.repeat for block in derived.blocks),
+        carries=tuple(bool(block.block.carry) for block in derived.blocks),
+        **{name: tuple(values) for name, values in parts.items()},
+        send_s=total(boundary),
+        after_s=total(cost.time_s * cost.count for cost in updates if cost.step.result.name not in owners),
+        microbatch_s=rates.chip.efficiency.host_microbatch_s * (rates.software != "compiled"),
+        slowdown=1 + rates.chip.efficiency.straggler * np.log2(rates.num_hosts),
+    )
+
+
+def _first_blocks(derived: Derived) -> dict[str, str]:
+    """Weight -> the block whose backward pass sums its gradient: of several (tied embeddings) the first."""
+    weights = {variable.name for variable in derived.program.of_role("weight", "vector")}
+    found: dict[str, str] = {}
+    for block in derived.blocks:
+        for name in (name for op in block.block.ops for name in op.inputs if name in weights):
+            found.setdefault(name, block.block.name)
+    return found
+
+
+def _pass_s(costs: list[StepCost], rates: StepRates) -> Number:
+    """One pass over one repeat of a block: what is waited for in a row, or the busiest links if they take longer.
+
+    With eager dispatch the row is no shorter than the host needs to start its kernels. Of what passes behind compute a
+    share is left standing.
+    """
+    if not rates.overlaps:
+        return total(cost.time_s for cost in costs)
+    at = rates.chip.efficiency
+    compute = total(cost.local_s for cost in costs)
+    if rates.software != "compiled":
+        compute = np.maximum(compute, at.host_kernel_s * sum(cost.num_kernels for cost in costs))
+    if rates.software == "eager-2021":
+        return compute + total(cost.network_s for cost in costs if cost.step.is_collective)
+    waited = [cost for cost in costs if cost.step.is_collective and not cost.hides]
+    row = compute + total(cost.network_s * _exposed(cost, at) for cost in waited)
+    behind = [cost for cost in costs if cost.hides]
+    if not behind:
+        return np.maximum(row, largest(link_seconds(seconds_by_group(waited, "network_s", 1), rates)))
+    links = largest(link_seconds(seconds_by_group([*waited, *behind], "network_s", 1), rates))
+    each = [cost for cost in behind if cost.step.scope != "step"]
+    # what runs once a step adds its own share to that of every microbatch, so that nothing to send adds nothing
+    every, always = (
+        np.minimum(largest(link_seconds(seconds_by_group(some, "network_s", 1), rates)), row) for some in (behind, each)
+    )
+    standing = at.weights_exposed * always + _gradients_exposed(rates) * (every - always)
+    return np.maximum(row, links) + standing
+
+
+def _update_s(costs: list[StepCost], forward: list[StepCost], forward_s: Number, rates: StepRates) -> Number:
+    """The optimizer on one repeat of a block, and what its next forward pass, of ``forward_s`` seconds, does not hide of
+    the gather of updated weights (ZeRO-1 and 2), which shares the links with the pass's own collectives."""
+    local = total(cost.local_s for cost in costs)
+    if not rates.overlaps or rates.software == "eager-2021":
+        return local + total(cost.network_s for cost in costs)
+    gathers = largest(link_seconds(seconds_by_group(costs, "network_s", 1), rates))
+    links = largest(link_seconds(seconds_by_group([*forward, *costs], "network_s", 1), rates))
+    return local + np.maximum(links - forward_s, 0.0) + _gradients_exposed(rates) * np.minimum(gathers, forward_s)
+
+
+def _gradients_exposed(rates: StepRates) -> Number:
+    at = rates.chip.efficiency
+    return at.gradients_exposed if rates.software == "compiled" else at.gradients_exposed_eager
+
+
+def _exposed(cost: StepCost, at: Efficiency) -> Number:
+    """The share of a collective that its pass waits for."""
+    return at.expert_exposed if "expert" in cost.step.axes else at.tensor_exposed
+
+
+def seconds_by_group(costs: Iterable[StepCost], field: str, count: Number | None = None) -> dict[Group, Number]:
+    """Seconds of the collectives of each group; each execution counted ``count`` times, or as often as it runs."""
+    found: dict[Group, Number] = {}
+    for cost in costs:
+        if cost.step.is_collective:
+            times = cost.here if count is None else count
+            found[cost.group] = found.get(cost.group, 0.0) + getattr(cost, field) * times
+    return found
+
+
+def link_seconds(seconds: Mapping[Group, Number], rates: StepRates) -> list[Number]:
+    """Seconds that each physical axis is busy: with the collectives of every group that fills it."""
+    return [
+        total(spent * rates.uses[group][number] for group, spent in seconds.items())
+        for number in range(len(rates.link_levels))
+    ]
+
+
+def total(values: Iterable[Number]) -> Number:
+    """The sum; numbers or arrays."""
+    result: Number = 0.0
+    for value in values:
+        result = result + value
+    return result
+
+
+def largest(values: Iterable[Number]) -> Number:
+    """The largest at every place, at least 0."""
+    result: Number = 0.0
+    for value in values:
+        result = np.maximum(result, value)
+    return result

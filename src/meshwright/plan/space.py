@@ -1,0 +1,160 @@
+"""What a search ranges over: patterns of axes derived once with sizes as symbols, schedules, and what is fixed."""
+
+import itertools
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import msgspec
+
+from meshwright.algebra.derive import Derived, derive
+from meshwright.algebra.transformer import transformer
+from meshwright.core.dims import MESH_AXES
+from meshwright.plan.legal import Rule, Split, size_rules, splits
+from meshwright.spec.calibration import Calibration
+from meshwright.spec.model import Model
+from meshwright.spec.strategy import (
+    REMAT_POLICIES,
+    RUNNABLE_REMAT,
+    Strategy,
+    standard_assignment,
+)
+
+Remat = str | tuple[str, ...]
+
+
+class Choices(msgspec.Struct, frozen=True, kw_only=True):
+    """The values that are tried for every choice beside the mesh, the placement and the microbatches."""
+
+    remats: tuple[Remat, ...] = REMAT_POLICIES
+    zeros: tuple[int, ...] = (3, 1)
+    sequence_parallel: tuple[bool, ...] = (True,)
+    context_attention: tuple[str, ...] = ("ring", "ulysses")
+    schedules: tuple[str, ...] = ("1f1b", "interleaved")
+    offloads: tuple[tuple[str, ...], ...] = ((),)
+
+
+USUAL = Choices()
+FULL = Choices(
+    zeros=(3, 2, 1),
+    sequence_parallel=(True, False),
+    context_attention=("gather", "ring", "ulysses"),
+    schedules=("1f1b", "gpipe", "interleaved", "zb-h1", "zb-h2", "dualpipe", "dualpipe-v"),
+    offloads=((), ("optimizer",), ("activations",), ("optimizer", "activations")),
+)
+RUNNABLE = Choices(
+    remats=RUNNABLE_REMAT, zeros=(3,), context_attention=("gather",), schedules=("1f1b",), offloads=((),)
+)
+"""What this version executes; the axes are limited too, see `open_space`."""
+
+
+class Pattern(msgspec.Struct, frozen=True, kw_only=True):
+    """One way to assign axes, derived once. It is looked at only where one of ``needs`` has several devices
+    (() for everywhere): elsewhere it is the same strategy as another pattern.
+    """
+
+    strategy: Strategy
+    rank: int
+    derived: Derived
+    rules: tuple[Rule, ...]
+    splits: tuple[Split, ...]
+    needs: tuple[tuple[str, ...], ...] = ()
+
+
+class Space(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that is searched.
+
+    ``fixed`` are mesh axes whose size is given; ``num_microbatches`` and ``chunks`` are None for any that divide.
+    ``template`` carries the choices that are the same for all.
+    """
+
+    model: Model
+    seq_len: int
+    template: Strategy
+    patterns: tuple[Pattern, ...]
+    schedules: tuple[str, ...]
+    offloads: tuple[tuple[str, ...], ...]
+    num_microbatches: int | None = None
+    chunks: int | None = None
+    fixed: dict[str, int] = {}
+    axes: tuple[str, ...] = MESH_AXES
+    calibration: Calibration | None = None
+
+    @property
+    def pipelines(self) -> bool:
+        """Whether layers may be split over stages."""
+        return "pipeline" in self.axes
+
+    def dims(self, batch_seqs: Any) -> dict[str, Any]:
+        """Sizes of all dims, B of the whole batch."""
+        return self.model.dims | {"B": batch_seqs, "T": self.seq_len}
+
+    @property
+    def derived(self) -> tuple[Derived, ...]:
+        return tuple(pattern.derived for pattern in self.patterns)
+
+
+def open_space(
+    model: Model,
+    seq_len: int,
+    template: Strategy,
+    *,
+    given: Iterable[str] = (),
+    choices: Choices = USUAL,
+    fixed: Mapping[str, int] | None = None,
+    axes: tuple[str, ...] = MESH_AXES,
+    calibration: Calibration | None = None,
+) -> Space:
+    """The space around a strategy's own choices; those named in ``given`` stay as the template has them."""
+    held = set(given)
+    fixed = dict(fixed or {})
+    program = transformer(model)
+    remats = (template.remat,) if "remat" in held else choices.remats
+    modes = (template.context_attention,) if "context_attention" in held else choices.context_attention
+    assignments: list[tuple[dict[str, Any], tuple[tuple[str, ...], ...]]]
+    if "assignment" in held:
+        assignments = [(template.assignment, ())]
+    else:
+        assignments = _assignments(choices)
+    patterns = []
+    for (assignment, needs), mode, (rank, remat) in itertools.product(assignments, modes, enumerate(remats)):
+        strategy = msgspec.structs.replace(template, assignment=assignment, context_attention=mode, remat=remat)
+        more = needs if mode == modes[0] else (*needs, ("context",))
+        if any(all(fixed.get(axis) == 1 for axis in axes) for axes in more):
+            continue
+        derived = derive(program, strategy, symbolic=True)
+        patterns.append(
+            Pattern(
+                strategy=strategy,
+                rank=rank,
+                derived=derived,
+                rules=size_rules(derived),
+                splits=splits(derived),
+                needs=more,
+            )
+        )
+    return Space(
+        model=model,
+        seq_len=seq_len,
+        template=template,
+        patterns=tuple(patterns),
+        schedules=(template.schedule,) if "schedule" in held else choices.schedules,
+        offloads=(template.offload,) if "offload" in held else choices.offloads,
+        num_microbatches=template.num_microbatches if "num_microbatches" in held else None,
+        chunks=template.chunks if "chunks" in held else None,
+        fixed=fixed,
+        axes=axes,
+        calibration=calibration,
+    )
+
+
+def _assignments(choices: Choices) -> list[tuple[dict[str, Any], tuple[tuple[str, ...], ...]]]:
+    """Every assignment, with the axes of which one must be split for it to differ from those before."""
+    found = []
+    for zero, sequence_parallel in itertools.product(choices.zeros, choices.sequence_parallel):
+        needs: tuple[tuple[str, ...], ...] = ()
+        if zero != choices.zeros[0]:
+            needs += (("fsdp", "expert", "context"),)
+        if sequence_parallel != choices.sequence_parallel[0]:
+            needs += (("tensor",),)
+        found.append((standard_assignment(zero=zero, sequence_parallel=sequence_parallel), needs))
+    return found

@@ -1,0 +1,168 @@
+"""One training step put together from the passes over its blocks, against sums by hand on small pipelines."""
+
+import numpy as np
+import pytest
+
+from meshwright.algebra.schedule_rows import build
+from meshwright.algebra.schedule_simulation import simulate
+from meshwright.cost.offload import Offload
+from meshwright.cost.pass_times import BlockTimes
+from meshwright.cost.pipeline import Pipeline, strategy_pipeline
+from meshwright.cost.train_step import price_parts, price_strategy
+from meshwright.spec import catalogue
+from meshwright.spec.cluster import parse_cluster
+from meshwright.spec.job import Job
+from meshwright.spec.strategy import Strategy, make_mesh
+
+TINY = catalogue.model("tiny")
+CLUSTER = parse_cluster("v5e:2x2")
+JOB = Job(batch_seqs=32, seq_len=512)
+TIMES = BlockTimes(
+    num_layers=8,
+    repeats=(1, 8, 1),
+    carries=(False, True, False),
+    forward=(0.5, 1.0, 3.0),
+    backward=(0.25, 2.0, 5.0),
+    weight=(0.0, 0.75, 1.0),
+    last=(0.1, 0.2, 0.3),
+    update=(0.4, 0.05, 0.6),
+    send_s=0.125,
+    after_s=0.01,
+)
+
+
+def priced(**fields):
+    return price_strategy(TINY, CLUSTER, JOB, Strategy(mesh=make_mesh({"pipeline": 4}), **fields))
+
+
+def spent(costs, block, phases, *, once=False):
+    chosen = (c for c in costs if c.step.block == block and c.step.phase in phases)
+    return sum(float(c.local_s) for c in chosen if (c.step.scope == "step") == once)
+
+
+def test_one_stage_is_a_sum():
+    step = TIMES.step_s(Pipeline(microbatches=4))
+    each = (0.5 + 0.25) + 8 * (1 + 2) + (3 + 5)
+    assert step.step_s == pytest.approx(4 * each + (0.1 + 0.4) + 8 * (0.2 + 0.05) + (0.3 + 0.6) + 0.01)
+    assert step.bubble_s == 0
+
+
+def test_stages_by_hand():
+    """1F1B on four stages of two layers, eight microbatches: the last stage has the head, and three wait to begin."""
+    pipeline = Pipeline(stages=4, microbatches=8)
+    step = TIMES.step_s(pipeline)
+    layers = 2 * (1 + 2)
+    assert step.bubble_s == pytest.approx(3 * layers)
+    once = 2 * (0.2 + 0.05) + (0.3 + 0.6)
+    assert TIMES.sends_s(pipeline) == pipeline.num_sends * 0.125 / 2
+    assert step.step_s == pytest.approx(8 * (layers + 8) + TIMES.sends_s(pipeline) + 3 * layers + once + 0.01)
+
+
+def test_uneven_stages_wait_for_the_longest():
+    """Eight layers on three stages: the longest holds three."""
+    step = TIMES.step_s(Pipeline(stages=3, microbatches=8))
+    assert step.bubble_s == pytest.approx(2 * 3 * 3)
+
+
+def test_interleaving_halves_the_idle_time():
+    one, two = Pipeline(stages=4, microbatches=8), Pipeline(schedule="interleaved", chunks=2, stages=4, microbatches=8)
+    plain, halved = TIMES.step_s(one), TIMES.step_s(two)
+    assert plain.bubble_s == pytest.approx(2 * halved.bubble_s)
+    sends = TIMES.sends_s(one) - TIMES.sends_s(two)
+    assert plain.step_s - halved.step_s == pytest.approx(halved.bubble_s + sends)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1", "zb-h2", "dualpipe"])
+def test_a_step_of_layers_alone_is_the_simulation(schedule):
+    """Without ends, sends and once-a-step work: the makespan of the schedule's rows."""
+    none = {"last": (0.0, 0.0, 0.0), "update": (0.0, 0.0, 0.0), "send_s": 0.0, "after_s": 0.0}
+    alone = {"forward": (0.0, 1.0, 0.0), "backward": (0.0, 2.0, 0.0), "weight": (0.0, 0.75, 0.0)}
+    times = BlockTimes(num_layers=8, repeats=(1, 8, 1), carries=(False, True, False), **none, **alone)
+    step = times.step_s(Pipeline(schedule=schedule, stages=4, microbatches=8))
+    rows = build(schedule, stages=4, microbatches=8)
+    assert step.step_s == pytest.approx(simulate(rows, forward_s=2, backward_s=2.5, weight_s=1.5).makespan_s)
+
+
+def test_dualpipe_updates_two_stages_and_takes_turns_at_the_ends():
+    pipeline = Pipeline(schedule="dualpipe", stages=4, microbatches=8)
+    step, sends = TIMES.step_s(pipeline), TIMES.sends_s(pipeline)
+    once = 2 * 2 * (0.2 + 0.05) + (0.1 + 0.4) + (0.3 + 0.6)
+    each = 2 * 3 + (0.75 + 8) / 2
+    assert step.step_s - step.bubble_s == pytest.approx(8 * each + sends + once + 0.01)
+
+
+def test_offloaded_results_hold_up_passes_that_are_shorter():
+    """1.5 s over PCIe for a layer's results: forward passes of 1 s wait, backward passes of 2 s do not."""
+    plain = TIMES.step_s(Pipeline(microbatches=4)).step_s
+    moved = TIMES.step_s(Pipeline(microbatches=4), Offload(activations_s=1.5, optimizer_s=7.0)).step_s
+    assert moved - plain == pytest.approx(4 * 8 * 0.5 + 7)
+
+
+def test_many_at_once():
+    stages, counts = np.array([1, 2, 4]), np.array([4, 8, 16])
+    many = TIMES.step_s(Pipeline(stages=stages, microbatches=counts)).step_s
+    alone = [
+        TIMES.step_s(Pipeline(stages=int(p), microbatches=int(m))).step_s for p, m in zip(stages, counts, strict=True)
+    ]
+    assert many.tolist() == pytest.approx(alone)
+
+
+def test_the_estimate_of_four_stages_is_the_sum_of_its_steps():
+    """tiny on four chips in four stages, eight microbatches, nothing but local ops, sends and the update."""
+    found = priced(num_microbatches=8, remat="none")
+    layer = [spent(found.costs, "layer", (phase,)) for phase in ("forward", "backward")]
+    head = spent(found.costs, "head", ("forward", "backward"))
+    assert head > spent(found.costs, "embed", ("forward", "backward")) > 0
+    sent = 2 * 4 * 512 * 256
+    send = float(found.rates.groups[frozenset({"pipeline"})]["permute"].time(sent))
+    assert send >= sent / (2 * CLUSTER.chip.ici_link_bytes_per_s)
+    sends = Pipeline(stages=4, microbatches=8).num_sends * send
+    bubble = 3 * 2 * sum(layer)
+    update = {c.step.result.name: c for c in found.costs if c.step.op == "adamw"}
+    per_layer = sum(float(c.time_s) for name, c in update.items() if c.count == 8)
+    ends = [float(update[n].time_s) for n in ("unembed", "final_norm")]
+    sums = sum(float(c.time_s) for c in found.costs if c.step.is_collective and c.step.phase == "update")
+    wanted = 8 * (2 * sum(layer) + head) + sends + bubble + 2 * per_layer + sum(ends) + sums
+    assert found.estimate.step_s == pytest.approx(wanted, rel=1e-9)
+    assert found.estimate.terms["bubble"] == pytest.approx(bubble)
+    assert found.estimate.terms["pipeline"] == pytest.approx(sends)
+
+
+def test_work_of_the_busiest_device_and_of_all():
+    """FLOPs are of all layers; terms of the last stage: two layers of eight and the head."""
+    found, alone = (
+        priced(num_microbatches=8),
+        price_strategy(TINY, parse_cluster("v5e:1x1"), JOB, Strategy(mesh=make_mesh({}), num_microbatches=8)),
+    )
+    assert found.estimate.flops == pytest.approx(alone.estimate.flops)
+    layers = sum(float(c.math_s * c.count) for c in alone.costs if c.step.op == "einsum" and c.step.block == "layer")
+    head = sum(float(c.math_s * c.count) for c in alone.costs if c.step.op == "einsum" and c.step.block == "head")
+    here = sum(float(c.math_s * c.here) for c in found.costs if c.step.op == "einsum")
+    assert here == pytest.approx(layers / 4 + head)
+    assert found.estimate.hfu == pytest.approx(
+        found.estimate.flops / (4 * found.rates.peak_flops_per_s * found.estimate.step_s)
+    )
+
+
+def test_gpipe_s_idle_share_of_a_step():
+    """(K - 1) / (M + K - 1) of what the stages do, ends and updates apart."""
+    found = priced(num_microbatches=8, schedule="gpipe")
+    times = price_parts(found.derived, found.sizes, found.rates, pipeline=Pipeline(stages=4, microbatches=8)).times
+    layers = 2 * (times.forward[1] + times.backward[1])
+    bubble = found.estimate.terms["bubble"]
+    assert bubble / (bubble + 8 * layers) == pytest.approx(3 / 11)
+
+
+def test_a_tied_table_is_summed_and_updated_once():
+    """gpt2's table belongs to embedding and head: its gradient is summed, and it is updated, in one of them."""
+    model, axes = catalogue.model("gpt2"), {"pipeline": 2, "data": 2}
+    strategy = Strategy(mesh=make_mesh(axes), num_microbatches=4)
+    found = price_strategy(model, CLUSTER, JOB, strategy)
+    pipeline = strategy_pipeline(strategy)
+    times = price_parts(found.derived, found.sizes, found.rates, pipeline=pipeline).times
+    table = next(c for c in found.costs if c.step.op == "adamw" and c.step.result.name == "embed")
+    assert times.update[0] > table.time_s
+    assert times.update[-1] < table.time_s
+    reduced = [c for c in found.costs if c.step.scope == "step" and c.step.inputs[0].name == "dembed" and c.hides]
+    assert [c.step.block for c in reduced] == ["embed"]
+    assert table.here == table.count == 1

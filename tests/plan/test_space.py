@@ -1,0 +1,76 @@
+"""What a search ranges over: patterns derived once, and what stays as it is given."""
+
+import pytest
+
+from meshwright.plan.space import FULL, RUNNABLE, USUAL, Choices, open_space
+from meshwright.spec import catalogue
+from meshwright.spec.strategy import REMAT_POLICIES, RUNNABLE_REMAT, Strategy, make_mesh
+
+TINY = catalogue.model("tiny")
+OPEN = Strategy(mesh=make_mesh({}))
+
+
+def space(template=OPEN, **choices):
+    return open_space(TINY, 256, template, **choices)
+
+
+def kinds(where):
+    return [(p.strategy.remat, p.strategy.zero, p.strategy.context_attention) for p in where.patterns]
+
+
+@pytest.mark.parametrize("choices", [USUAL, FULL, RUNNABLE], ids=["usual", "full", "runnable"])
+def test_one_pattern_for_each_way_to_assign_axes(choices):
+    where = space(choices=choices)
+    ways = len(choices.remats) * len(choices.zeros) * len(choices.sequence_parallel) * len(choices.context_attention)
+    assert len(where.patterns) == ways
+    different = {
+        (kind, str(p.strategy.assignment["activation"]["T"]))
+        for p, kind in zip(where.patterns, kinds(where), strict=True)
+    }
+    assert len(different) == ways
+    assert (where.schedules, where.offloads) == (choices.schedules, choices.offloads)
+
+
+def test_what_runs_is_within_what_is_searched():
+    assert set(RUNNABLE.remats) == set(RUNNABLE_REMAT) < set(REMAT_POLICIES) == set(USUAL.remats)
+    assert set(USUAL.zeros) <= set(FULL.zeros)
+    assert set(USUAL.schedules) <= set(FULL.schedules)
+
+
+def test_only_the_first_assignment_is_looked_at_everywhere():
+    for pattern in space().patterns:
+        strategy, needs = pattern.strategy, set(pattern.needs)
+        assert (("fsdp", "expert", "context") in needs) == (strategy.zero == 1)
+        assert (("context",) in needs) == (strategy.context_attention == "ulysses")
+
+
+def test_patterns_that_cannot_differ_are_left_out():
+    """With context and fsdp of one device, ZeRO-1 is ZeRO-3 and ulysses is a ring."""
+    assert {mode for _, _, mode in kinds(space(fixed={"context": 1}))} == {"ring"}
+    assert {zero for _, zero, _ in kinds(space(fixed={"context": 1, "fsdp": 1, "expert": 1}))} == {3}
+    assert {zero for _, zero, _ in kinds(space(fixed={"context": 1, "fsdp": 1}))} == {3, 1}
+
+
+def test_given_fields_stay_as_the_template_has_them():
+    template = Strategy(
+        mesh=make_mesh({}), remat="every-4", num_microbatches=4, schedule="zb-h1", chunks=1, offload=("optimizer",),
+        context_attention="gather",
+    )  # fmt: skip
+    given = ("remat", "num_microbatches", "schedule", "chunks", "offload", "context_attention", "assignment")
+    where = space(template, given=given)
+    assert kinds(where) == [("every-4", 3, "gather")]
+    assert (where.schedules, where.offloads) == (("zb-h1",), (("optimizer",),))
+    assert (where.num_microbatches, where.chunks) == (4, 1)
+    free = space(template)
+    assert len(free.patterns) == len(space().patterns)
+    assert (free.num_microbatches, free.chunks) == (None, None)
+
+
+def test_ranks_follow_the_order_of_remat():
+    ranks = {pattern.strategy.remat: pattern.rank for pattern in space().patterns}
+    assert sorted(ranks, key=lambda remat: ranks[remat]) == list(REMAT_POLICIES)
+
+
+def test_a_single_list_of_names_is_one_policy():
+    where = space(Strategy(mesh=make_mesh({}), remat=("qr", "kr")), given=("remat",), choices=Choices(zeros=(3,)))
+    assert {pattern.strategy.remat for pattern in where.patterns} == {("qr", "kr")}
