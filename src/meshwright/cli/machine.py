@@ -7,13 +7,21 @@ from meshwright.core.errors import InputError
 from meshwright.core.files import cache_folder
 from meshwright.spec.calibration import Calibration, load_calibration, save_calibration
 from meshwright.spec.cluster import Cluster
+from meshwright.spec.efficiency import fitted_calibration
+
+DATASHEET = "datasheet"
+"""Given in place of a calibration file: data-sheet rates, whatever has been fitted."""
 
 
-def rates_for(cluster: Cluster, calibration: Path | None) -> Calibration | None:
-    """The calibration file when one is given; for ``cpu:N`` this machine's rates; None for a data sheet.
+def rates_for(cluster: Cluster, calibration: Path | None, *, fitted: bool = False) -> Calibration | None:
+    """The calibration file when one is given; for ``cpu:N`` this machine's rates; else the data sheet, which is None.
 
-    This machine is measured the first time (some ten seconds) and the rates are kept in the cache folder.
+    Verbs that predict a whole step take the chip's ``fitted`` numbers where there are any, unless the word "datasheet"
+    is given; those that do the book's arithmetic do not. This machine is measured the first time (some ten seconds) and
+    the rates are kept in the cache folder.
     """
+    if str(calibration) == DATASHEET and cluster.kind != "host":
+        return None
     if calibration is not None:
         found = load_calibration(calibration)
         if found.chip != cluster.chip.name:
@@ -23,7 +31,7 @@ def rates_for(cluster: Cluster, calibration: Path | None) -> Calibration | None:
             )
         return found
     if cluster.kind != "host":
-        return None
+        return fitted_calibration(cluster.chip) if fitted else None
     kept = cache_folder() / f"calibration-{cluster.short_name.replace(':', '-')}.toml"
     if kept.exists():
         return load_calibration(kept)
