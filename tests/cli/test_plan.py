@@ -70,12 +70,14 @@ def test_the_table(call):
         assert len(rows) == len(found) == 5
         for row, one in zip(rows, found, strict=True):
             words = ", ".join(f"{axis} {size}" for axis, size in one["axes"].items() if size > 1)
-            assert row.startswith(words)
+            mesh = row.split("  ")[0]
+            assert words == mesh or words.startswith(mesh if width == 120 else mesh.rstrip(",") + ",")
             assert f" {one['mfu']:.0%} " in row
             assert row.endswith(one["bound_by"])
     assert "llama3-70b on v5p:16x16x32 (8,192 chips), 4 Mi tokens a step = 1,024 sequences of 4,096" in text
     assert "placement" in text
-    assert "datasheet peaks" in text
+    assert "numbers fitted on published training steps" in text
+    assert "datasheet peaks" in call(*LLAMA, "--on", "v5p:16x16x32", "--calibration", "datasheet").out
 
 
 def test_choices_that_differ_stand_below_the_mesh(call):
@@ -89,13 +91,18 @@ def test_choices_that_differ_stand_below_the_mesh(call):
 
 def test_chips_that_do_not_divide_the_work(call):
     found = call(*LLAMA, "--on", "v5p:16x20x28", "--json").json
-    assert found["strategies"][0]["num_chips"] == 4096
+    # 7 stages, or none on 4096 chips, whichever is faster
+    assert found["strategies"][0]["num_chips"] == 7168
     near = found["nearest_batch"]
     assert near["batch_seqs"] == 1120
-    assert near["strategy"]["axes"] == {"data": 35, "fsdp": 32, "context": 2, "tensor": 4}
+    assert {axis: size for axis, size in near["strategy"]["axes"].items() if size > 1} == {
+        "data": 35,
+        "fsdp": 32,
+        "tensor": 8,
+    }
     text = call(*LLAMA, "--on", "v5p:16x20x28").words
     assert "all 8,960 chips run with 1,120 sequences" in text
-    assert "data 35 x fsdp 32 x context 2 x tensor 4" in text
+    assert "data 35 x fsdp 32 x tensor 8" in text
 
 
 def test_axes_and_fields_that_are_given(call):

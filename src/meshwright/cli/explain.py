@@ -7,12 +7,13 @@ from typing import Any
 import click
 import msgspec
 
+from meshwright.cli.explain_lead import number_words, print_lead
 from meshwright.cli.fields import check_tokens
 from meshwright.cli.output import emit_json, json_option, print_fact, print_table, print_text, say
 from meshwright.cli.plan import mesh_words, microbatch_words, placement_words, print_budget, remat_words
 from meshwright.core.units import format_bytes, format_count, format_flops, format_seconds
 from meshwright.plan.bounds import Limit, Symbols
-from meshwright.plan.explain import Algorithm, Explanation, Line, explain
+from meshwright.plan.explain import Algorithm, BetweenStages, Explanation, Line, explain
 from meshwright.spec.plan_file import load_plan
 
 MAX_DRIFT = 1e-6
@@ -45,6 +46,12 @@ def _as_json(told: Explanation) -> dict[str, Any]:
         "cluster": plan.cluster.short_name,
         "job": msgspec.to_builtins(plan.job),
         "axes": plan.strategy.mesh,
+        "terms": msgspec.to_builtins(told.terms),
+        "recomputed": told.recomputed,
+        "changes": told.changes,
+        "fsdp_case": told.fsdp,
+        "blocks": msgspec.to_builtins(told.blocks),
+        "between_stages": told.between,
         "forward": msgspec.to_builtins(told.forward),
         "backward": msgspec.to_builtins(told.backward),
         "once": msgspec.to_builtins(told.once),
@@ -65,8 +72,14 @@ def _print(told: Explanation) -> None:
     print_fact("batch", _batch_words(told))
     print_fact("placement", placement_words(plan.strategy.placement))
     print_fact("times rest on", plan.calibration.describe())
-    for part in (told.forward, told.backward, told.once):
-        _print_algorithm(part)
+    click.echo()
+    print_lead(told)
+    for block in told.blocks:
+        _print_algorithm(block.forward)
+        _print_algorithm(block.backward)
+    if told.between is not None:
+        _print_between(told.between, told.estimate.step_s)
+    _print_algorithm(told.once)
     _print_step(told)
     _print_limits(told)
 
@@ -95,6 +108,18 @@ def _print_algorithm(part: Algorithm) -> None:
     )
 
 
+def _print_between(between: BetweenStages, step_s: float) -> None:
+    """The sends, how often a step waits for one, and the idle time of the schedule."""
+    _print_algorithm(between.sends)
+    chunks = f" of {between.chunks} chunks" if between.chunks > 1 else ""
+    print_text(
+        f"     {between.schedule} on {between.stages} stages{chunks}, {between.microbatches} microbatches: a step "
+        f"waits for {between.num_sends:,.0f} sends, {format_seconds(between.sends_s)}, and stands idle for "
+        f"{format_seconds(between.bubble_s)}, {between.bubble_s / step_s:.1%} of it (the bubble)",
+        indent=5,
+    )
+
+
 def _measures(line: Line) -> str:
     """FLOPs where there are any, bytes, seconds, and whether they can overlap."""
     amounts = [format_flops(line.flops, unit="FLOP")] if line.flops else []
@@ -104,13 +129,11 @@ def _measures(line: Line) -> str:
 def _print_step(told: Explanation) -> None:
     estimate = told.estimate
     rows = [
-        [name if "," not in name and name not in told.plan.strategy.mesh else f"collectives over {name}",
-         format_seconds(seconds)]
-        for name, seconds in sorted(estimate.terms.items(), key=lambda item: -item[1])
-        if seconds > 0
-    ]  # fmt: skip
+        [term.words, format_seconds(term.alone_s), format_seconds(max(0.0, term.added_s)), f"{term.share:.0%}"]
+        for term in told.terms
+    ]
     click.echo()
-    print_table(["work of one step, by itself", "time"], rows)
+    print_table(["work of one step", "alone", "adds", "share"], rows)
     lower, upper = format_seconds(estimate.step_s_lower), format_seconds(estimate.step_s_upper)
     print_fact(
         "step",
@@ -159,9 +182,5 @@ def _legend(at: Symbols) -> str:
 
 def _limit_row(limit: Limit) -> list[str]:
     verdict = {True: "met", False: "not met", None: "hint"}[limit.holds]
-    show = {"bytes": format_bytes, "s": format_seconds, "": _number}[limit.unit]
+    show = {"bytes": format_bytes, "s": format_seconds, "": number_words}[limit.unit]
     return [limit.name, limit.formula, show(limit.limit), show(limit.here), verdict]
-
-
-def _number(value: float) -> str:
-    return f"{value:,.4g}" if value < 1000 else f"{value:,.0f}" if value < 1e6 else f"{value:.3g}"

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from textwrap import wrap
 
 import click
 
@@ -19,17 +20,20 @@ from meshwright.cli.output import (
     say,
     width,
 )
+from meshwright.cli.plan_pictures import show_breakdown, show_frontier
+from meshwright.cli.plan_questions import answer, parse_questions
 from meshwright.core.errors import InputError
 from meshwright.core.units import format_bytes, format_count, format_params, format_seconds, parse_count
 from meshwright.cost.training_budget import DAY_S
-from meshwright.plan.planner import plan
+from meshwright.plan.planner import plan_slices
 from meshwright.plan.result import PlannedStrategy, PlanResult
 from meshwright.plan.run_budget import RunBudget, run_budget
+from meshwright.plan.space import FULL, USUAL
 from meshwright.report.tables import Cell
 from meshwright.spec.catalogue import model as find_model
-from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.job import Job, parse_batch
 from meshwright.spec.plan_file import save_plan
+from meshwright.spec.slices import parse_clusters
 from meshwright.spec.strategy import Strategy
 
 NUMBERS_WIDTH = 46
@@ -38,7 +42,9 @@ NUMBERS_WIDTH = 46
 
 @click.command()
 @click.argument("model")
-@click.option("--on", "on", required=True, help="The cluster, such as v5p:16x20x28, h100:8x256, cpu:8.")
+@click.option(
+    "--on", "on", required=True, help="The cluster: v5p:16x20x28, h100:8x256, cpu:8; v5p:512chips finds the best slice."
+)
 @click.option("--batch", required=True, help="Tokens a step (4Mi) or sequences (1024seq).")
 @click.option("--seq", "seq_len", required=True, help="Tokens of a sequence.")
 @click.option("--tokens", help="Tokens of the whole run, such as 15T: gives days and cost.")
@@ -47,6 +53,13 @@ NUMBERS_WIDTH = 46
 @click.option("--set", "pairs", multiple=True, metavar="KEY=VALUE", help="Any field: strategy.remat=block.")
 @click.option("--calibration", type=click.Path(path_type=Path), help="Measured rates of the cluster (TOML).")
 @click.option("-o", "--out", type=click.Path(path_type=Path), help="Write the best plan to this file.")
+@click.option("--full", is_flag=True, help="Try every schedule, ZeRO stage, offload and attention; screen nothing out.")
+@click.option("--pareto", is_flag=True, help="List the plans that nothing beats in step time and memory, or in cost.")
+@click.option("--png", type=click.Path(path_type=Path), help="The same, drawn to this file.")
+@click.option("--breakdown", type=click.Path(path_type=Path), help="Draw where the best plan's step goes to this file.")
+@click.option("--why-not", "why_nots", multiple=True, metavar="AXIS=N,...", help="Why not tensor=16,remat=block?")
+@click.option("--what-if", "what_ifs", multiple=True, metavar="WHAT=Nx,...", help="What if chip.flops=8x,chips=2x?")
+@click.option("--recipe", is_flag=True, help="The rules of thumb of a lecture, step by step, beside the search.")
 @json_option
 def command(
     model: str,
@@ -59,35 +72,60 @@ def command(
     pairs: tuple[str, ...],
     calibration: Path | None,
     out: Path | None,
+    full: bool,
+    pareto: bool,
+    png: Path | None,
+    breakdown: Path | None,
+    why_nots: tuple[str, ...],
+    what_ifs: tuple[str, ...],
+    recipe: bool,
     as_json: bool,
 ) -> None:
     """Find how to split the training of MODEL (a name or a config.json) over a cluster."""
     fields = parse_fields(pairs, sections=("model", "job", "strategy"))
     chosen = with_fields(find_model(model), "model", fields["model"])
-    cluster = parse_cluster(on)
+    clusters = parse_clusters(on)
     length = parse_count(seq_len, what="seq")
     job = Job(
         batch_seqs=parse_batch(batch, seq_len=length),
         seq_len=length,
         train_tokens=parse_count(tokens, what="tokens") if tokens else None,
     )
-    result = plan(
+    fixed, questions = take_axes(axes, fields["strategy"]), parse_questions(why_nots, what_ifs, recipe=recipe)
+    rates = rates_for(clusters[0], calibration, fitted=True)
+    result = plan_slices(
         chosen,
-        cluster,
+        clusters,
         check_tokens(with_fields(job, "job", fields["job"])),
-        axes=take_axes(axes, fields["strategy"]),
+        axes=fixed,
         overrides=fields["strategy"],
+        choices=FULL if full else USUAL,
+        exhaustive=full,
         top=top,
-        calibration=rates_for(cluster, calibration),
+        calibration=rates,
     )
     if out:
         _save(result, out)
-    if as_json:
-        emit_json(
-            {**result.to_json(), "training": run_budget(result.plan(), step_s=result.strategies[0].estimate.step_s)}
-        )
-    else:
+    if not as_json:
         print_plan(result)
+    more = {}
+    if pareto or png:
+        more["pareto"] = show_frontier(result, axes=fixed, overrides=fields["strategy"], png=png, as_json=as_json)
+    if breakdown:
+        more["breakdown"] = show_breakdown(result, breakdown, as_json=as_json)
+    more |= answer(
+        result,
+        questions,
+        axes=fixed,
+        overrides=fields["strategy"],
+        choices=FULL if full else USUAL,
+        calibration=rates,
+        words=full_words,
+        as_json=as_json,
+    )
+    if as_json:
+        budget = run_budget(result.plan(), step_s=result.strategies[0].estimate.step_s)
+        emit_json({**result.to_json(), "training": budget, **more})
 
 
 def _save(result: PlanResult, out: Path) -> None:
@@ -114,11 +152,11 @@ def print_plan(result: PlanResult) -> None:
     same = [words for words in _CHOICES if len({words(s) for s in strategies}) == 1]
     varied = [words for words in _CHOICES if words not in same]
     print_table(
-        ["strategy, best first", "step", "range", "MFU", "memory", "bound by"],
+        ["strategy, best first", "step", _range_word(best), "MFU", "memory", "bound by"],
         [[_strategy_words(one.strategy, varied), *_numbers(one)] for one in result.strategies],
     )
     if same:
-        print_fact("all of them", ", ".join(words(strategies[0]) for words in same))
+        print_fact("all of them", ", ".join(filter(None, (words(strategies[0]) for words in same))))
     print_fact("placement", f"of the best: {placement_words(best.strategy.placement)}")
     budget = run_budget(result.plan(), step_s=best.estimate.step_s)
     if budget is not None:
@@ -127,11 +165,18 @@ def print_plan(result: PlanResult) -> None:
         print_text(note)
 
 
+def _range_word(one: PlannedStrategy) -> str:
+    """What the range beside a step time is: an interval that measurements fall into, or bounds by data."""
+    return "bounds" if one.estimate.step_s_p10 is None else "P10-P90"
+
+
 def _numbers(one: PlannedStrategy) -> list[Cell]:
     at = one.estimate
     return [
         format_seconds(at.step_s),
-        format_range(at.step_s_lower, at.step_s_upper),
+        format_range(at.step_s_p10, at.step_s_p90)
+        if at.step_s_p10 is not None and at.step_s_p90 is not None
+        else format_range(at.step_s_lower, at.step_s_upper),
         f"{at.mfu:.0%}",
         format_bytes(at.hbm_bytes_per_chip),
         at.bound_by,
@@ -147,8 +192,9 @@ def _strategy_words(strategy: Strategy, varied: Sequence[Callable[[Strategy], st
             lines.append(part)
         else:
             lines[-1] += f", {part}" if lines[-1] else part
-    choices = ", ".join(words(strategy) for words in varied)
-    return "\n".join([*lines, f"  {choices}"] if choices else lines)
+    choices = ", ".join(filter(None, (words(strategy) for words in varied)))
+    room = max(20, width() - NUMBERS_WIDTH - 2)
+    return "\n".join([*lines, *(f"  {line}" for line in wrap(choices, room))])
 
 
 def microbatch_words(strategy: Strategy) -> str:
@@ -163,7 +209,40 @@ def remat_words(strategy: Strategy) -> str:
     return f"remat {kept if isinstance(kept, str) else '+'.join(kept) or 'keeping nothing'}"
 
 
-_CHOICES: tuple[Callable[[Strategy], str], ...] = (microbatch_words, remat_words)
+def schedule_words(strategy: Strategy) -> str:
+    """``"interleaved, 4 chunks"``; "" without a pipeline."""
+    if strategy.mesh.get("pipeline", 1) == 1:
+        return ""
+    return strategy.schedule if strategy.chunks == 1 else f"{strategy.schedule} in {strategy.chunks} chunks"
+
+
+def sharding_words(strategy: Strategy) -> str:
+    """What ``fsdp`` splits, and how keys meet queries over ``context``; "" where there is only one way."""
+    words = []
+    if strategy.mesh.get("fsdp", 1) > 1 and strategy.zero is not None:
+        words.append(f"ZeRO-{strategy.zero}")
+    if strategy.mesh.get("context", 1) > 1:
+        words.append({"gather": "gathered keys"}.get(strategy.context_attention, strategy.context_attention))
+    return ", ".join(words)
+
+
+def offload_words(strategy: Strategy) -> str:
+    """``"optimizer offloaded"``, or ""."""
+    return f"{' and '.join(strategy.offload)} offloaded" if strategy.offload else ""
+
+
+_CHOICES: tuple[Callable[[Strategy], str], ...] = (
+    microbatch_words,
+    remat_words,
+    schedule_words,
+    sharding_words,
+    offload_words,
+)
+
+
+def full_words(strategy: Strategy) -> str:
+    """The mesh and every choice, in one line."""
+    return ", ".join(filter(None, (mesh_words(strategy.mesh), *(words(strategy) for words in _CHOICES))))
 
 
 def print_budget(budget: RunBudget, num_chips: int) -> None:

@@ -1,0 +1,266 @@
+"""The lecture's recipe as a baseline: a strategy chosen by rules of thumb, step by step, without a search.
+
+Data parallelism up to about 128 chips and a billion parameters; then FSDP; activation checkpointing when activations do
+not fit; hybrid sharding from 256 chips on; context, tensor and pipeline parallelism beyond about 1,000 chips, 50
+billion parameters or sequences of 10,000 tokens. The batch of a chip is always as large as memory allows. Source:
+Stanford CS231n (2025), lecture 11. The sizes of the last three axes it leaves to tuning; here they are those of its
+example, Llama 3: about 8,192 positions on a device, tensor over one machine; and the fewest stages with which it fits.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from meshwright.algebra.derive import derive
+from meshwright.algebra.transformer import transformer
+from meshwright.core.units import format_params
+from meshwright.cost.memory import memory_limit, memory_parts, total_bytes
+from meshwright.cost.pipeline import Pipeline
+from meshwright.cost.step_costs import op_sizes
+from meshwright.cost.step_rates import attention_scores
+from meshwright.cost.train_step import Estimate, estimate_step
+from meshwright.plan.legal import Facts, Refusal, check_rules, divisors, legal, size_rules
+from meshwright.spec.calibration import Calibration
+from meshwright.spec.cluster import Cluster
+from meshwright.spec.job import Job
+from meshwright.spec.model import Model
+from meshwright.spec.strategy import DEFAULT_ASSIGNMENT, Strategy, make_mesh
+from meshwright.spec.weights import num_params
+
+DATA_CHIPS, DATA_PARAMS = 128, 1e9
+"""Up to which plain data parallelism is the recipe's choice."""
+HYBRID_CHIPS = 256
+"""From which FSDP over every chip becomes too expensive: no weight is split over more."""
+FAR_CHIPS, FAR_PARAMS, FAR_TOKENS = 1000, 50e9, 10_000
+"""Beyond any of which the recipe turns to context, tensor and pipeline parallelism."""
+LOCAL_POSITIONS = 8192
+"""Positions of a sequence that one device keeps, as Llama 3 was trained with and without context parallelism."""
+MACHINE_CHIPS = 8
+"""Chips of a machine where the catalogue does not say."""
+
+REMATS = ("none", "block", "sqrt")
+"""No checkpointing, one at every layer, one at every sqrt(L) layers."""
+
+
+class RecipeStep(msgspec.Struct, frozen=True, kw_only=True):
+    """One step of the recipe: whether it applies here, and why or what it sets."""
+
+    name: str
+    applies: bool
+    reason: str
+
+
+class Recipe(msgspec.Struct, frozen=True, kw_only=True):
+    """The recipe's strategy with the reasons that lead to it. ``refusal`` says why it does not run, where it does not.
+
+    The estimate is None only where the sizes do not divide.
+    """
+
+    steps: tuple[RecipeStep, ...]
+    strategy: Strategy
+    estimate: Estimate | None
+    refusal: Refusal | None = None
+
+
+def recipe(
+    model: Model, cluster: Cluster, job: Job, *, template: Strategy, calibration: Calibration | None = None
+) -> Recipe:
+    """The recipe for a job on all chips of a cluster; ``template`` carries state, precision and software."""
+    kitchen = _Kitchen(model, cluster, job, template, calibration)
+    far = tuple(_far(kitchen))
+    inner = {"context": 1, "tensor": 1, "pipeline": 1} | {axis: size for axis, size, _ in far}
+    chosen, told = _data_and_stages(kitchen, inner)
+    steps = (*told, *_reasons(kitchen, chosen, far))
+    refused = legal(model, cluster, job, chosen, calibration=calibration)
+    runs = all(refusal.rule == "memory" for refusal in refused)
+    return Recipe(
+        steps=steps,
+        strategy=chosen,
+        estimate=estimate_step(model, cluster, job, chosen, calibration=calibration) if runs else None,
+        refusal=refused[0] if refused else None,
+    )
+
+
+class _Kitchen:
+    """The job and the cluster, with what its chips hold."""
+
+    def __init__(
+        self, model: Model, cluster: Cluster, job: Job, template: Strategy, calibration: Calibration | None
+    ) -> None:
+        self.model, self.cluster, self.job, self.template = model, cluster, job, template
+        self.chips, self.params = cluster.num_chips, num_params(model)
+        self.limit = memory_limit(cluster, calibration)
+        self.machine = min(cluster.chip.chips_per_host or MACHINE_CHIPS, self.chips)
+
+    def strategy(self, mesh: Mapping[str, int], remat: str, count: int = 1) -> Strategy:
+        """The template with a mesh, a remat policy and microbatches; gathered keys and values go round a ring."""
+        mode = "gather" if self.cluster.kind == "host" else "ring"
+        fields: dict[str, Any] = {"schedule": "1f1b", "chunks": 1, "offload": (), "placement": {}, "slice_axes": ()}
+        fields |= {"mesh": make_mesh(mesh), "remat": remat, "num_microbatches": count, "context_attention": mode}
+        fields["assignment"] = DEFAULT_ASSIGNMENT
+        return msgspec.structs.replace(self.template, **fields)
+
+    def fewest_microbatches(self, mesh: Mapping[str, int], remat: str) -> int | None:
+        """The fewest microbatches with which a mesh fits, at least one for each stage; None where none does."""
+        one = self.strategy(mesh, remat)
+        derived = derive(transformer(self.model), one)
+        facts = Facts(
+            model=self.model.name,
+            cluster=self.cluster.short_name,
+            num_chips=self.chips,
+            mesh=one.mesh,
+            dims=self.model.dims | {"B": self.job.batch_seqs, "T": self.job.seq_len},
+        )
+        if check_rules(size_rules(derived), facts):
+            return None
+        local = self.job.batch_seqs // (one.mesh["data"] * one.mesh["fsdp"])
+        stages = one.mesh["pipeline"]
+        counts = np.array([count for count in divisors(local) if count >= stages or stages == 1])
+        if not len(counts):
+            return None
+        sizes = op_sizes(
+            self.model,
+            seq_len=self.job.seq_len,
+            microbatch_seqs=self.job.batch_seqs / counts,
+            mesh=one.mesh,
+            state=one.state,
+            scores=attention_scores(self.cluster, one.software),
+            imbalance=one.imbalance,
+        )
+        items = memory_parts(derived, sizes).items(
+            num_microbatches=counts, pipeline=Pipeline(stages=stages, microbatches=counts)
+        )
+        fits = np.flatnonzero(np.broadcast_to(total_bytes(items), counts.shape) <= self.limit)
+        return int(counts[fits[0]]) if len(fits) else None
+
+    def first_that_fits(self, meshes: Iterator[Mapping[str, int]]) -> Strategy | None:
+        """The first mesh that fits, with as little checkpointing as it needs."""
+        for mesh in meshes:
+            for remat in REMATS:
+                if remat == "sqrt" and self.cluster.kind == "host":
+                    continue
+                count = self.fewest_microbatches(mesh, remat)
+                if count is not None:
+                    return self.strategy(mesh, remat, count)
+        return None
+
+
+# -- the steps --------------------------------------------------------------------------------------------
+
+
+def _far(at: _Kitchen) -> Iterator[tuple[str, int, str]]:
+    """Axis, size and reason of context and tensor parallelism, where the recipe turns to them."""
+    if at.cluster.kind == "host":
+        return
+    tensor = math.gcd(at.machine, at.model.num_kv_heads)
+    few = at.chips > FAR_CHIPS and at.chips > at.job.batch_seqs
+    if tensor > 1 and at.params > FAR_PARAMS:
+        yield "tensor", tensor, f"more than {format_params(FAR_PARAMS)} parameters, over the chips of a machine"
+    elif tensor > 1 and few:
+        yield "tensor", tensor, f"more than {FAR_CHIPS:,} chips and fewer sequences, over the chips of a machine"
+    else:
+        tensor = 1
+    is_long, ways = at.job.seq_len > FAR_TOKENS, 1
+    while at.chips % (2 * tensor * ways) == 0 and (
+        (is_long and at.job.seq_len / ways > LOCAL_POSITIONS) or at.chips // (tensor * ways) > at.job.batch_seqs
+    ):
+        ways *= 2
+    if ways > 1:
+        why = f"sequences of more than {FAR_TOKENS:,} tokens" if is_long else "fewer sequences than replicas"
+        yield "context", ways, why
+
+
+def _data_and_stages(at: _Kitchen, inner: Mapping[str, int]) -> tuple[Strategy, tuple[RecipeStep, ...]]:
+    """Replicas, shards and stages that fit, in the recipe's order; the last one tried where none does."""
+    stages = (1,) if at.cluster.kind == "host" else _stage_counts(at)
+    for count in stages:
+        rest = at.chips // (inner["context"] * inner["tensor"] * count)
+        if rest * inner["context"] * inner["tensor"] * count != at.chips:
+            continue
+        whole = {**inner, "pipeline": count}
+        found = at.first_that_fits({**whole, **split} for split in _splits(at, rest, inner["tensor"]))
+        if found is not None:
+            return found, tuple(_data_steps(at, found))
+    left = at.chips // (inner["context"] * inner["tensor"])
+    last = at.strategy({**inner, "fsdp": left}, "block")
+    return last, tuple(_data_steps(at, last))
+
+
+def _stage_counts(at: _Kitchen) -> tuple[int, ...]:
+    """One stage, then the powers of two up to the number of layers: the fewest that fit are taken."""
+    return tuple(2**power for power in range(int(math.log2(at.model.num_layers)) + 1))
+
+
+def _splits(at: _Kitchen, ways: int, tensor: int) -> Iterator[dict[str, int]]:
+    """Data alone; then FSDP over all; from 256 chips on in groups of whole machines, the smallest that fits first."""
+    if at.chips <= DATA_CHIPS and at.params <= DATA_PARAMS:
+        yield {"data": ways}
+    if at.chips < HYBRID_CHIPS:
+        yield {"fsdp": ways}
+    else:
+        for group in divisors(ways):
+            if min(at.machine, ways) <= group <= HYBRID_CHIPS // tensor:
+                yield {"fsdp": group, "data": ways // group}
+
+
+def _data_steps(at: _Kitchen, chosen: Strategy) -> Iterator[RecipeStep]:
+    """The recipe's words on data, fsdp and hybrid sharding."""
+    mesh = chosen.mesh
+    size = f"{format_params(at.params)} parameters on {at.chips:,} chips"
+    plain = at.chips <= DATA_CHIPS and at.params <= DATA_PARAMS
+    yield RecipeStep(
+        name="data parallelism",
+        applies=plain and mesh["data"] > 1,
+        reason=f"up to {DATA_CHIPS} chips and {format_params(DATA_PARAMS)} parameters; here {size}",
+    )
+    yield RecipeStep(
+        name="FSDP",
+        applies=mesh["fsdp"] > 1,
+        reason=f"beyond that: fsdp {mesh['fsdp']:,}" if mesh["fsdp"] > 1 else "not needed",
+    )
+    hybrid = mesh["fsdp"] > 1 and mesh["data"] > 1
+    why = f"from {HYBRID_CHIPS} chips on, in the smallest groups of machines that fit"
+    yield RecipeStep(
+        name="hybrid sharding",
+        applies=hybrid,
+        reason=f"{why}: data {mesh['data']:,} x fsdp {mesh['fsdp']:,}" if hybrid else why,
+    )
+
+
+def _reasons(at: _Kitchen, chosen: Strategy, far: tuple[tuple[str, int, str], ...]) -> Iterator[RecipeStep]:
+    """Its words on checkpointing, the far axes and the batch of a chip."""
+    yield RecipeStep(
+        name="checkpointing",
+        applies=chosen.remat != "none",
+        reason=f"activations do not fit otherwise: remat {chosen.remat}"
+        if chosen.remat != "none"
+        else "activations fit as they are",
+    )
+    said = {axis: (size, why) for axis, size, why in far}
+    for axis in ("context", "tensor"):
+        size, why = said.get(axis, (1, _not_far(at, axis)))
+        yield RecipeStep(
+            name=f"{axis} parallelism", applies=size > 1, reason=f"{why}: {axis} {size}" if size > 1 else why
+        )
+    stages = chosen.mesh["pipeline"]
+    yield RecipeStep(
+        name="pipeline",
+        applies=stages > 1,
+        reason=f"the fewest stages with which it fits: {stages}" if stages > 1 else "fits without",
+    )
+    local = at.job.batch_seqs / (chosen.mesh["data"] * chosen.mesh["fsdp"] * chosen.num_microbatches)
+    yield RecipeStep(
+        name="batch of a chip",
+        applies=True,
+        reason=f"as large as memory allows: {chosen.num_microbatches} x {local:g} sequence{'s' * (local != 1)}",
+    )
+
+
+def _not_far(at: _Kitchen, axis: str) -> str:
+    """Why context or tensor is not asked for."""
+    if axis == "context":
+        return f"for sequences longer than {FAR_TOKENS:,}; here {at.job.seq_len:,}"
+    return f"for more than {format_params(FAR_PARAMS)} parameters, or {FAR_CHIPS:,} chips and fewer sequences"

@@ -1,0 +1,96 @@
+"""`meshwright plan` with --why-not, --what-if and --recipe, as text and as JSON."""
+
+import pytest
+
+BASE = ("plan", "llama3-8b", "--on", "h100:8x4", "--batch", "256seq", "--seq", "4096", "--top", "1",
+        "--calibration", "datasheet")  # fmt: skip
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_every_question_at_once(call, width):
+    said = call(
+        *BASE, "--why-not", "tensor=16,pipeline=2", "--why-not", "tensor=8", "--what-if", "chip.flops=8x,network=0.1x",
+        "--what-if", "chips=2x", "--recipe", width=width,
+    )  # fmt: skip
+    assert (said.code, said.err) == (0, "")
+    assert max(map(len, said.out.splitlines())) <= width
+    for text in (
+        "Why not tensor 16, pipeline 2",
+        "(tensor | K) tensor=16 does not divide K=8 kv heads of llama3-8b. Use tensor in {1, 2, 4, 8}.",
+        "Why not tensor 8 best completion",
+        "longer than the best's",
+        "what makes it slower",
+        "collectives over tensor",
+        "What if chip.flops 8x: 989 TFLOP/s -> 7.92 PFLOP/s in bf16 and network 0.1x: nvlink 450 GB/s -> 45 GB/s, nic",
+        "What if chips 2x: h100:8x4 -> h100:8x8, 32 -> 64",
+        "times the tokens per second",
+        "The recipe: data parallelism",
+        "FSDP yes beyond that: fsdp 32",
+    ):
+        assert text in said.words
+
+
+def test_as_json(call):
+    found = call(
+        *BASE, "--why-not", "tensor=8", "--why-not", "tensor=3", "--what-if", "batch=0.5x", "--recipe", "--json"
+    ).json
+    runs, refused = found["why_not"]
+    best = found["strategies"][0]
+    assert runs["runs"] is True
+    assert runs["slower_s"] == pytest.approx(runs["estimate"]["step_s"] - runs["winner_estimate"]["step_s"])
+    assert sum(term["share"] for term in runs["terms"]) == pytest.approx(1)
+    assert refused["runs"] is False
+    assert refused["estimate"] is None
+    assert refused["refusal"]["rule"].startswith("tensor | ")
+    (half,) = found["what_if"]
+    assert half["asked"] == {"batch": 0.5}
+    assert half["now"]["step_s"] == best["step_s"]
+    assert half["speedup"] == pytest.approx(best["step_s"] / half["then"]["step_s"] / 2)
+    assert found["recipe"]["best_step_s"] == best["step_s"]
+    assert {step["name"] for step in found["recipe"]["steps"]} >= {"FSDP", "hybrid sharding", "pipeline"}
+    assert found["recipe"]["estimate"]["step_s"] >= best["step_s"]
+
+
+def test_a_question_without_an_answer_is_absent(call):
+    found = call(*BASE, "--json").json
+    assert not {"why_not", "what_if", "recipe"} & found.keys()
+
+
+def test_memory_is_the_reason(call):
+    said = call(*BASE, "--why-not", "data=32,remat=none,microbatches=1")
+    assert "refused (memory) llama3-8b on mesh data=32 needs" in said.words
+    assert "least memory data 32" in said.words
+    assert "if it fitted" in said.words
+
+
+def test_where_nothing_runs_then(call):
+    said = call(*BASE, "--what-if", "chip.memory=0.01x")
+    assert said.code == 0
+    assert "nothing runs llama3-8b with 256 sequences of 4096 does not fit h100:8x4" in said.words
+
+
+def test_the_plan_itself_is_not_a_question(call):
+    plain = call(*BASE, "--axes", "fsdp=32")
+    asked = call(*BASE, "--axes", "fsdp=32", "--why-not", "fsdp=32")
+    assert asked.out.startswith(plain.out)
+    assert "that is the best of the list itself" in asked.words
+
+
+@pytest.mark.parametrize(
+    ("option", "text", "message"),
+    [
+        ("--why-not", "tensr=2", "tensr is neither a mesh axis nor a field of the strategy. Did you mean 'tensor'?"),
+        ("--why-not", "tensor", "is not name=value. Write for example tensor=16,remat=block."),
+        ("--why-not", "tensor=2,tensor=4", "gives tensor twice"),
+        ("--why-not", "remat=blocks", "Did you mean 'block'?"),
+        ("--what-if", "chips=2", "is not a factor from 0.001x to 1000x. Write for example chips=2x."),
+        ("--what-if", "ici=2x", "h100:8x4 has no ici. Change nvlink or nic."),
+        ("--what-if", "chip.flop=2x", "Did you mean 'chip.flops'?"),
+        ("--what-if", "batch=0.3x", "is 76.8, not a whole number"),
+    ],
+)
+def test_what_cannot_be_asked(call, option, text, message):
+    said = call(*BASE, option, text)
+    assert said.code == 2
+    assert message in said.err
+    assert len(said.err.splitlines()) == 1
