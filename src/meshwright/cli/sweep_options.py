@@ -1,0 +1,42 @@
+"""What the sweeps share on the command line: the job and fixed choices they read, and the picture they write."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+
+from meshwright.cli.fields import parse_fields, take_axes
+from meshwright.cli.output import say
+from meshwright.core.units import parse_count
+from meshwright.report.figure import Spec, save
+from meshwright.spec.job import Job, parse_batch
+
+png_option = click.option(
+    "--png", type=click.Path(path_type=Path), help="Draw the figures to this file (.png or .svg)."
+)
+batch_option = click.option("--batch", required=True, help="Tokens a step (4Mi) or sequences (1024seq).")
+seq_option = click.option("--seq", "seq_len", default="4096", show_default=True, help="Tokens of a sequence.")
+axes_option = click.option("--axes", help="Mesh axes to keep fixed, such as tensor=8.")
+set_option = click.option("--set", "pairs", multiple=True, metavar="KEY=VALUE", help="A field: strategy.remat=block.")
+calibration_option = click.option(
+    "--calibration", type=click.Path(path_type=Path), help="Rates of the chip (TOML), or datasheet."
+)
+
+
+def read_job(batch: str, seq_len: str) -> Job:
+    """The job of ``--batch`` and ``--seq``."""
+    length = parse_count(seq_len, what="seq")
+    return Job(batch_seqs=parse_batch(batch, seq_len=length), seq_len=length)
+
+
+def read_choices(axes: str | None, pairs: tuple[str, ...]) -> tuple[Mapping[str, int], Mapping[str, Any]]:
+    """Fixed mesh axes, and fixed fields of the strategy, of ``--axes`` and ``--set``."""
+    fields = parse_fields(pairs, sections=("strategy",))["strategy"]
+    return take_axes(axes, fields), fields
+
+
+def draw(png: Path | None, figure: Callable[[], Spec]) -> None:
+    """Write the picture where one is asked for."""
+    if png is not None:
+        say(f"wrote {save(figure(), png)}")

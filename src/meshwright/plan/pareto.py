@@ -1,0 +1,93 @@
+"""Plans that nothing beats in two things at once: step time and memory, or step time and money."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from meshwright.core.errors import CannotRunError
+from meshwright.core.units import format_bytes
+from meshwright.cost.memory import memory_limit
+from meshwright.plan.candidates import parts_of
+from meshwright.plan.planner import space_of
+from meshwright.plan.search import Found, search
+from meshwright.plan.space import USUAL, Choices, Space
+from meshwright.spec.calibration import Calibration
+from meshwright.spec.cluster import Cluster
+from meshwright.spec.job import Job
+from meshwright.spec.model import Model
+
+MAX_HALVINGS = 12
+LEAST_CHEAPER = 2e-3
+"""Share of the cost that a smaller cluster has to save to be worth its longer steps."""
+
+
+class Frontier(msgspec.Struct, frozen=True, kw_only=True):
+    """``memory``: on all chips, fastest first, each holding less than those before it. ``cost``: on the cluster and
+    parts of it, fastest first, each cheaper per token than those before it; () where the chip has no price.
+    """
+
+    memory: tuple[Found, ...]
+    cost: tuple[Found, ...]
+
+
+def pareto(
+    model: Model,
+    cluster: Cluster,
+    job: Job,
+    *,
+    axes: Mapping[str, int] | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    choices: Choices = USUAL,
+    calibration: Calibration | None = None,
+) -> Frontier:
+    """Both frontiers of a job; of the parts of the cluster those of half the chips, a quarter and so on.
+
+    Raises CannotRunError when nothing runs on all chips.
+    """
+    space = space_of(model, cluster, job, axes or {}, overrides or {}, choices, calibration)
+    outcome = search(space, cluster, job.batch_seqs, top=1, frontier=True)
+    if not outcome.found:
+        limit = format_bytes(memory_limit(cluster, calibration))
+        need = (
+            f"the best needs {format_bytes(outcome.least_bytes)} of {limit}" if outcome.num_meshes else "no mesh fits"
+        )
+        raise CannotRunError(
+            f"no plan of {model.name} uses all chips of {cluster.short_name} ({need}), so there is no frontier. "
+            f"Name another cluster or batch; without --pareto the largest part that runs is planned."
+        )
+    priced = cluster.chip.price_usd_per_hour is not None
+    smaller = _on_parts(space, cluster, job) if priced else []
+    return Frontier(memory=outcome.frontier, cost=_cheaper([outcome.found[0], *smaller]) if priced else ())
+
+
+def usd_per_token(found: Found, job: Job) -> float | None:
+    """What all chips cost for one token; None without a price."""
+    price = found.cluster.chip.price_usd_per_hour
+    if price is None:
+        return None
+    return price * found.cluster.num_chips / 3600 * found.estimate.step_s / (found.batch_seqs * job.seq_len)
+
+
+def _on_parts(space: Space, cluster: Cluster, job: Job) -> list[Found]:
+    """The best plan on half the chips, a quarter and so on, until one does not run."""
+    found: list[Found] = []
+    chips = cluster.num_chips
+    for _ in range(MAX_HALVINGS):
+        parts = parts_of(cluster, chips // 2) if chips % 2 == 0 else ()
+        best = search(space, parts[0], job.batch_seqs, top=1).found if parts else ()
+        if not best:
+            break
+        found.append(best[0])
+        chips //= 2
+    return found
+
+
+def _cheaper(found: Sequence[Found]) -> tuple[Found, ...]:
+    """Those of clearly fewer chip-seconds than every faster one."""
+    kept: list[Found] = []
+    for one in sorted(found, key=lambda one: one.estimate.step_s):
+        spent = one.estimate.step_s * one.cluster.num_chips
+        if not kept or spent < (1 - LEAST_CHEAPER) * kept[-1].estimate.step_s * kept[-1].cluster.num_chips:
+            kept.append(one)
+    return tuple(kept)

@@ -1,0 +1,42 @@
+"""`plan --pareto` and `plan --breakdown`: tables, JSON and pictures beside the ranked strategies."""
+
+import pytest
+
+PLAN = ("plan", "llama3-8b", "--on", "v5p:2x2x4", "--batch", "64seq", "--seq", "4096", "--top", "1")
+
+
+def test_the_frontier(call, tmp_path):
+    found = call(*PLAN, "--pareto", "--png", "f.svg", "--json")
+    assert (tmp_path / "f.svg").stat().st_size > 3000
+    front = found.json["pareto"]
+    sizes = [one["hbm_bytes_per_chip"] for one in front["memory"]]
+    assert sizes == sorted(sizes, reverse=True)
+    assert front["memory"][0]["step_s"] == pytest.approx(found.json["strategies"][0]["step_s"], rel=2e-3)
+    assert front["cost"][0]["usd_per_token"] > 0
+
+
+def test_the_tables_fit(call):
+    said = call(*PLAN, "--pareto", "--breakdown", "b.svg")
+    assert "Plans that nothing beats in both step time and memory" in said.out
+    assert "Step time against cost, on all chips and on parts ($4.20 a chip and hour)" in said.words
+    assert "Communication of one step: " in said.words
+    assert max(map(len, said.out.splitlines())) <= 80
+
+
+def test_a_chip_without_a_price(call):
+    said = call("plan", "llama3-8b", "--on", "b200:8x1", "--batch", "64seq", "--seq", "4096", "--pareto")
+    assert "b200 has no price, so step time is not weighed against cost" in said.words
+
+
+def test_the_breakdown(call, tmp_path):
+    found = call(*PLAN, "--axes", "tensor=4", "--breakdown", "b.svg", "--json").json
+    assert (tmp_path / "b.svg").stat().st_size > 3000
+    step = found["strategies"][0]["step_s"]
+    assert sum(found["breakdown"]["parts"].values()) == pytest.approx(step, rel=1e-3)
+    assert {row["op"] for row in found["breakdown"]["traffic"]} >= {"all_gather", "reduce_scatter"}
+
+
+def test_one_chip_has_no_traffic(call):
+    said = call("plan", "tiny", "--on", "h100:1x1", "--batch", "8seq", "--seq", "64", "--breakdown", "b.svg")
+    assert said.code == 0, said.err
+    assert "Communication" not in said.out

@@ -1,0 +1,143 @@
+"""`meshwright sweep`: every sweep's figures, text and picture, and what it refuses."""
+
+import pytest
+
+CHIPS = ("sweep", "chips", "llama3-8b", "--on", "h100:8x1..8x2", "--batch", "64seq")
+GRID = ("sweep", "grid", "--sizes", "1B,70B", "--chip", "h100", "--nodes", "1,2", "--batch", "64seq")
+BATCH = ("sweep", "batch", "mlp:8192x32768", "--on", "v5p:4096chips", "--whole-axes", "--calibration", "datasheet")
+MEMORY = ("sweep", "memory", "llama3-8b", "--on", "h100:8x1")
+BANDWIDTH = ("sweep", "bandwidth", "--on", "h100:8x4")
+STREAMS = ("sweep", "streams", "llama3-8b", "--on", "h100:8x1", "--batch", "8seq")
+
+
+@pytest.mark.parametrize("width", [80, 120])
+@pytest.mark.parametrize(
+    "args", [CHIPS, GRID, BATCH, (*MEMORY, "--axis", "seq"), BANDWIDTH, STREAMS], ids=lambda args: args[1]
+)
+def test_the_text_fits(call, args, width):
+    said = call(*args, width=width)
+    assert said.code == 0, said.err
+    assert max(map(len, said.out.splitlines())) <= width
+
+
+@pytest.mark.parametrize(
+    "args",
+    [CHIPS, GRID, BATCH, (*BATCH[:5], "--axes", "tensor=8"), (*MEMORY, "--axis", "tensor"), BANDWIDTH, STREAMS],
+    ids=lambda args: args[1],
+)
+def test_the_picture(call, args, tmp_path):
+    said = call(*args, "--png", "out.svg", "--json")
+    assert said.code == 0, said.err
+    assert said.err == "wrote out.svg\n"
+    assert (tmp_path / "out.svg").stat().st_size > 3000
+
+
+def test_chips(call):
+    found = call(*CHIPS, "--json").json
+    assert (found["model"], found["scaling"], found["seq_len"]) == ("llama3-8b", "strong", 4096)
+    small, large = found["points"]
+    assert (small["num_chips"], large["num_chips"]) == (8, 16)
+    assert small["tokens_per_s"] == pytest.approx(64 * 4096 / small["step_s"])
+    assert 0 <= small["exposed_share"] < 1
+    weak = call(*CHIPS, "--weak", "--json").json
+    assert [point["batch_seqs"] for point in weak["points"]] == [64, 128]
+
+
+def test_chips_says_where_nothing_fits(call):
+    said = call("sweep", "chips", "llama3-70b", "--on", "h100:8x1,h100:8x4", "--batch", "64seq")
+    assert "8 chips: does not fit: " in said.words
+    none = call("sweep", "chips", "llama3-405b", "--on", "h100:8x1..8x2", "--batch", "64seq")
+    assert (none.code, none.out) == (3, "")
+    assert "llama3-405b runs on none of the 2 clusters: does not fit" in none.err
+
+
+def test_fixed_choices_are_kept(call):
+    found = call(*CHIPS, "--axes", "tensor=8", "--set", "strategy.remat=full", "--json").json
+    assert {(point["axes"]["tensor"], point["remat"]) for point in found["points"]} == {(8, "full")}
+
+
+def test_grid(call):
+    found = call(*GRID, "--json").json
+    assert [model["name"] for model in found["models"]] == ["llama-1B", "llama-70B"]
+    assert found["clusters"] == ["h100:8x1", "h100:8x2"]
+    cells = {(cell["model"], cell["cluster"]): cell for cell in found["cells"]}
+    assert cells["llama-1B", "h100:8x1"]["mfu"] > 0.2
+    assert cells["llama-70B", "h100:8x1"]["reason"].startswith("does not fit")
+    said = call(*GRID)
+    assert "no fit" in said.words
+    assert "llama-70B: 70.6 B parameters, 80 layers of width 8,192" in said.words
+    torus = call("sweep", "grid", "--models", "llama3-8b", "--on", "v5p:2x2x2,v5p:2x2x4", "--batch", "64seq", "--json")
+    assert torus.json["clusters"] == ["v5p:2x2x2", "v5p:2x2x4"]
+
+
+def test_batch(call):
+    found = call(*BATCH, "--json").json
+    crossings = {one["name"]: one for one in found["crossings"]}
+    assert crossings["FSDP alone"]["tokens"] == pytest.approx(3481600, rel=1e-3)
+    assert crossings["best mesh"]["closed_form"] == pytest.approx(1.6256e6, rel=1e-3)
+    assert crossings["FSDP x tensor 64"]["tokens"] is None
+    said = call(*BATCH)
+    assert "best mesh: compute-bound from 1.73 M tokens; in closed form 4 N alpha^2 / (2 F) = 1.63 M" in said.words
+
+
+def test_batch_on_one_mesh(call):
+    found = call("sweep", "batch", "llama3-8b", "--on", "h100:8x8", "--axes", "tensor=8", "--json").json
+    (curve,) = found["curves"]
+    assert set(curve["comms_s"]) == {"fsdp", "tensor"}
+    assert curve["axes"]["fsdp"] == 8
+    ranged = call("sweep", "batch", "llama3-8b", "--on", "h100:8x8", "--batches", "1Mi..4Mi", "--json").json
+    assert (ranged["tokens"][0], ranged["tokens"][-1]) == pytest.approx((2**20, 2**22))
+
+
+def test_memory(call):
+    found = call(*MEMORY, "--axis", "remat", "--values", "none,block", "--json").json
+    none, block = found["points"]
+    assert found["limit_bytes"] == 80e9
+    assert none["memory"]["activations"] > block["memory"]["activations"]
+    assert block["hbm_bytes_per_chip"] == pytest.approx(sum(block["memory"].values()))
+    said = call(*MEMORY, "--axis", "seq", "--values", "4Ki,128Ki")
+    rows = [line.split() for line in said.out.splitlines()]
+    assert [row[-1] for row in rows if row[1:2] == ["Ki"]] == ["yes", "no"]
+
+
+def test_bandwidth(call):
+    found = call(*BANDWIDTH, "--calibration", "datasheet", "--json").json
+    gathers = [point["bytes_per_s"] for point in found["points"] if point["collective"] == "all_gather"]
+    assert len(gathers) == 5
+    assert gathers[0] == pytest.approx(450e9, rel=0.01)
+
+
+def test_streams(call):
+    found = call(*STREAMS, "--json").json
+    assert [way["name"] for way in found["ways"]] == [
+        "data parallel, naive", "overlapped", "bucketed", "ZeRO-1", "ZeRO-3",
+    ]  # fmt: skip
+    (only,) = call(*STREAMS, "--zero", "3", "--layers", "2", "--json").json["ways"]
+    assert only["name"] == "ZeRO-3"
+    assert {box["layer"] for box in only["boxes"]} == {0, 1}
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("sweep", "chip"), "there is no sweep 'chip'. Did you mean 'chips'?"),
+        (("sweep", "grid", "--batch", "4Mi", "--chip", "h100", "--nodes", "1"), "no model is named"),
+        (("sweep", "grid", "--batch", "4Mi", "--sizes", "1B", "--chip", "h100"), "give --chip and --nodes"),
+        (("sweep", "grid", "--batch", "4Mi", "--sizes", "1B", "--chip", "v5p", "--nodes", "1"), "v5p has no nodes"),
+        (("sweep", "batch", "mlp:8192x32768", "--on", "v5p:4x4x4", "--step"), "it has a forward pass only"),
+        (("sweep", "batch", "llama3-8b", "--on", "v5p:4x4x4", "--batches", "4Mi..1Mi"), "is not a range"),
+        ((*MEMORY, "--axis", "remat", "--values", "some"), "remat 'some' is not a policy"),
+        ((*MEMORY, "--axis", "seq", "--set", "strategy.state=1"), "strategy.state"),
+        (("sweep", "bandwidth", "--on", "h100:1x1"), "there is nothing to send"),
+        (("sweep", "batch", "llama3-8b", "--on", "h100:1x1"), "there is nothing to send"),
+        (("sweep", "batch", "mlp:0x8", "--on", "h100:8x1"), "no layer has such widths"),
+        ((*STREAMS[:-1], "9seq"), "9 sequences cannot be divided over 8 chips. Use --batch 8seq"),
+        ((*STREAMS, "--layers", "0"), "--layers 0 must be between 1 and 32"),
+        ((*CHIPS, "--png", "out.gif"), "Cannot write a picture as 'out.gif'"),
+    ],
+)
+def test_what_is_refused(call, args, message):
+    said = call(*args)
+    assert said.code == 2, said.err
+    assert message in said.err
+    assert said.err.count("\n") == 1

@@ -1,0 +1,52 @@
+"""Frontiers of step time against memory and against cost."""
+
+import pytest
+
+from meshwright.core.errors import CannotRunError
+from meshwright.plan.pareto import pareto, usd_per_token
+from meshwright.plan.planner import plan
+from meshwright.spec.catalogue import model
+from meshwright.spec.cluster import parse_cluster
+from meshwright.spec.job import Job
+
+LLAMA, JOB = model("llama3-8b"), Job(batch_seqs=64, seq_len=4096)
+
+
+@pytest.fixture(scope="module")
+def found():
+    return pareto(LLAMA, parse_cluster("v5p:2x2x4"), JOB)
+
+
+def test_slower_plans_hold_less(found):
+    steps = [one.estimate.step_s for one in found.memory]
+    sizes = [one.estimate.hbm_bytes_per_chip for one in found.memory]
+    assert len(steps) > 3
+    assert steps == sorted(steps)
+    assert sizes == sorted(sizes, reverse=True)
+
+
+def test_the_frontier_begins_with_the_best_plan(found):
+    best = plan(LLAMA, parse_cluster("v5p:2x2x4"), JOB).strategies[0].estimate
+    assert found.memory[0].estimate.step_s == pytest.approx(best.step_s, rel=2e-3)
+
+
+def test_smaller_clusters_are_slower_and_cheaper(found):
+    costs = [usd_per_token(one, JOB) for one in found.cost]
+    assert [one.cluster.num_chips for one in found.cost] == sorted(
+        (one.cluster.num_chips for one in found.cost), reverse=True
+    )
+    assert costs == sorted(costs, reverse=True)
+    first = found.cost[0]
+    assert first.cluster.num_chips == 16
+    assert costs[0] == pytest.approx(16 * 4.2 / 3600 * first.estimate.step_s / (64 * 4096))
+
+
+def test_without_a_price_there_is_no_cost():
+    found = pareto(LLAMA, parse_cluster("b200:8x1"), JOB)
+    assert found.cost == ()
+    assert usd_per_token(found.memory[0], JOB) is None
+
+
+def test_nothing_that_fits_has_no_frontier():
+    with pytest.raises(CannotRunError, match="no plan of llama3-405b uses all chips of h100:8x1"):
+        pareto(model("llama3-405b"), parse_cluster("h100:8x1"), JOB)
