@@ -1,0 +1,28 @@
+"""`python -m tests.refresh_blocks docs/exercises.md`: write what the commands of a page print now into the page."""
+
+import sys
+import tempfile
+from pathlib import Path
+
+# The devices and the environment of the tests, before anything starts JAX.
+import tests.conftest  # noqa: F401
+from tests.blocks import read_sections, run_section
+
+
+def refreshed(page: str) -> str:
+    """The page with the output of every call replaced by what it prints now."""
+    parts, done = [], 0
+    for section in read_sections(page):
+        with tempfile.TemporaryDirectory() as folder:
+            outputs = run_section(section, Path(folder))
+        for call, output in zip(section.calls, outputs, strict=True):
+            last = page[call.end :].startswith("```")
+            parts += [page[done : call.start], output, "\n" if last or not output else "\n\n"]
+            done = call.end
+    return "".join([*parts, page[done:]])
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:]:
+        path = Path(name)
+        path.write_text(refreshed(path.read_text(encoding="utf-8")), encoding="utf-8")

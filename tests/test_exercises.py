@@ -1,0 +1,30 @@
+"""The page of exercises: every exercise is on it, and every block prints what it says."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.blocks import read_sections, run_section
+
+PAGE = (Path(__file__).parents[1] / "docs" / "exercises.md").read_text(encoding="utf-8")
+SECTIONS = read_sections(PAGE)
+NUMBERED = {1: 5, 2: 6, 3: 10, 4: 8, 5: 4, 6: 2, 7: 7, 8: 3, 10: 4}
+"""Section of the book -> how many exercises it numbers."""
+NO_BLOCK = {"Slides, take-home: training LLaMA 3 on TPUs"}
+
+
+def test_every_exercise_is_on_the_page():
+    wanted = {f"{section}.{number}" for section, count in NUMBERED.items() for number in range(1, count + 1)}
+    assert set(re.findall(r"Exercise (\d+\.\d+)", PAGE)) == wanted
+
+
+def test_every_answer_has_a_command():
+    headings = set(re.findall(r"^### (.+)$", PAGE, re.MULTILINE))
+    assert headings - {section.title for section in SECTIONS} == NO_BLOCK
+
+
+@pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.title)
+def test_the_blocks_print_what_they_say(section, tmp_path):
+    for call, output in zip(section.calls, run_section(section, tmp_path), strict=True):
+        assert output == call.said, call.command
