@@ -6,7 +6,7 @@ from meshwright.cli.fields import check_tokens, dim_sizes, parse_axes, parse_fie
 from meshwright.core.errors import InputError
 from meshwright.spec.catalogue import model
 from meshwright.spec.job import Job
-from meshwright.spec.strategy import Strategy
+from meshwright.spec.strategy import Strategy, standard_assignment
 
 
 def test_values_are_toml_or_plain_text():
@@ -28,6 +28,21 @@ def test_a_changed_axis_keeps_the_others():
     strategy = Strategy(mesh={"data": 1, "fsdp": 8, "context": 1, "tensor": 1})
     changed = with_fields(strategy, "strategy", parse_fields(["strategy.tensor=2", "strategy.fsdp=4"])["strategy"])
     assert changed.mesh == {"data": 1, "fsdp": 4, "context": 1, "tensor": 2}
+
+
+def test_a_zero_stage_is_an_assignment():
+    found = parse_fields(["strategy.zero=1", "strategy.sequence_parallel=false", "strategy.tensor=2"])["strategy"]
+    assert found == {
+        "mesh": {"tensor": 2}, "assignment": standard_assignment(zero=1, sequence_parallel=False)
+    }  # fmt: skip
+    strategy = with_fields(Strategy(mesh={"fsdp": 8}), "strategy", parse_fields(["strategy.zero=2"])["strategy"])
+    assert strategy.zero == 2
+    for pair, message in [("zero=4", "not a stage"), ("zero=true", "not true or false"),
+                          ("sequence_parallel=1", "is not true or false")]:  # fmt: skip
+        with pytest.raises(InputError, match=message):
+            parse_fields([f"strategy.{pair}"])
+    with pytest.raises(InputError, match="say the same"):
+        parse_fields(["strategy.zero=1", "strategy.assignment={}"])
 
 
 def test_fields_of_a_model():

@@ -1,5 +1,7 @@
 """`meshwright roofline`: intensity, bounds, what binds, and the critical batch of one product."""
 
+import json
+
 import pytest
 
 PRODUCT = "bf16[B,D] * int8[D,F] -> bf16[B,F]"
@@ -65,3 +67,63 @@ def test_the_picture(call, tmp_path):
     assert said.code == 0
     assert said.err == "wrote out.png\n"
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+
+
+SWEEP = ("roofline", PRODUCT, "--on", "v5e-book", "--sweep", "B=1..4096", "--sweep", "D,F=1024,4096")
+
+
+def test_a_sweep(call):
+    """Exercise 1.3: the rate against the batch for two widths, up to the peak."""
+    points = call(*SWEEP, "--json").json["points"]
+    assert [p["sizes"]["B"] for p in points[:13]] == [2**n for n in range(13)]
+    assert [(p["sizes"]["D"], p["sizes"]["F"]) for p in points[::13]] == [(1024, 1024), (4096, 4096)]
+    at = points[13 + 5]
+    alone = call("roofline", PRODUCT, "--on", "v5e-book", "--dims", "B=32,D=4096,F=4096", "--json").json
+    for key in ("intensity", "flops_per_s", "time_s_lower", "bound_by"):
+        assert at[key] == alone[key]
+    assert points[-1]["share_of_peak"] == pytest.approx(1)
+    assert "32 4,096 62.06 21.4 us 50.3 TFLOP/s 26% hbm" in call(*SWEEP).words
+
+
+def test_a_sweep_is_drawn(call, tmp_path):
+    assert call(*SWEEP, "--png", "sweep.json").code == 0
+    spec = json.loads((tmp_path / "sweep.json").read_text())
+    assert spec["layer"][0]["encoding"]["color"]["scale"]["domain"] == ["D = F = 1,024", "D = F = 4,096"]
+
+
+def test_attention_beside_the_feed_forward_block(call, tmp_path):
+    args = ("roofline", "--attention", "llama3-70b", "--on", "v5e-book", "--batch", "240", "--png", "a.png")
+    found = call(*args, "--json").json
+    assert found["compute_bound_len"] == pytest.approx(197e12 / 810e9 * 9 / 8)
+    ratios = [row["ratio"] for row in found["generation"]]
+    assert ratios == sorted(ratios)
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    assert "compute-bound from 273.6 positions" in call(*args).words
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ((), "there is no product"),
+        ((PRODUCT,), "has no sizes"),
+        ((PRODUCT, "--sweep", "B"), "is not dims=sizes"),
+        ((PRODUCT, "--sweep", "B=8..4"), "smaller size first"),
+        ((PRODUCT, "--sweep", "Q=8"), "the product has no such dim"),
+        ((PRODUCT, "--dims", "B=8", "--sweep", "B=8"), "B is given twice"),
+        ((PRODUCT, "--sweep", "B=8", "--dims", "D=8"), "no size for F"),
+        ((PRODUCT, "--sweep", "B=1..1Gi", "--sweep", "D,F=1..1Mi"), "too many to read"),
+        ((PRODUCT, "--attention", "tiny"), "Leave PRODUCT"),
+        (("--attention", "tiny", "--sweep", "S=8"), "is swept over T"),
+        (("--attention", "tiny", "--batch", "0"), "at least 1"),
+        (("--attention", "deepseek-v3"), "keeps latents"),
+    ],
+)
+def test_refused(call, args, message):
+    said = call("roofline", *args, "--on", "v5e")
+    assert (said.code, message in said.err) == (2, True), said.err
+
+
+def test_tables_fit(call):
+    for args in (SWEEP, ("roofline", "--attention", "llama3-70b", "--on", "v5e")):
+        for width in (80, 120):
+            assert max(map(len, call(*args, width=width).out.splitlines())) <= width

@@ -5,6 +5,7 @@ import pytest
 from meshwright.spec.calibration import Calibration, CollectiveRate, save_calibration
 
 PRODUCT = "In[B_X,D_Y] * Win[D_X,F_Y] -> Tmp[B_X,F_Y]"
+SHEET = ("--calibration", "datasheet")
 ARGS = ("shard", PRODUCT, "--mesh", "X=4,Y=2", "--dims", "B=1024,D=4096,F=16384")
 SMALL = ("shard", PRODUCT, "--mesh", "X=4,Y=2", "--dims", "B=16,D=8,F=32")
 
@@ -26,20 +27,20 @@ def test_the_steps(call):
 
 def test_times_on_a_cluster(call):
     """v5e:4x4 has no wraparound: a gather over n chips of a line takes (n - 1) shards at the one-way rate."""
-    found = call(*ARGS, "--on", "v5e:4x4", "--json").json
+    found = call(*ARGS, "--on", "v5e:4x4", *SHEET, "--json").json
     gather_y, gather_x, multiply = found["steps"]
     assert gather_y["time_s"] == pytest.approx(2 * 256 * 4096 / 2 / 45e9)
     assert gather_x["time_s"] == pytest.approx(2 * 4096 * 8192 * 3 / 4 / 45e9)
     assert multiply["time_s"] == pytest.approx(max(multiply["bytes"] / 819e9, 2 * 256 * 4096 * 8192 / 197e12))
     assert found["time_s"] == pytest.approx(sum(step["time_s"] for step in found["steps"]))
-    text = call(*ARGS, "--on", "v5e:4x4").words
+    text = call(*ARGS, "--on", "v5e:4x4", *SHEET).words
     for fact in ("AllGather Y In[B_X, D] 2.1 MB 23.3 us", "Win 1024 x 8192 16.8 MB 134 MB", "17.2 GFLOP",
                  "1.23 ms, one step after the other (X on x (4), Y on y (2))"):  # fmt: skip
         assert fact in text
 
 
 def test_every_way(call):
-    found = call(*ARGS, "--on", "v5e:4x4", "--all", "--json").json
+    found = call(*ARGS, "--on", "v5e:4x4", *SHEET, "--all", "--json").json
     times = [way["time_s"] for way in found["ways"]]
     assert times == sorted(times)
     by_name = {way["way"]: way["time_s"] for way in found["ways"]}
@@ -47,7 +48,7 @@ def test_every_way(call):
     assert found["slice_and_sum"] == pytest.approx(
         {"dim": "D", "size": 4096, "min_size": 2 * 197e12 / 90e9, "max_shards": 4096 * 90e9 / 197e12 / 2}
     )
-    assert "from D = 2 alpha = 4,378 (here 4,096)" in call(*ARGS, "--on", "v5e:4x4", "--all").words
+    assert "from D = 2 alpha = 4,378 (here 4,096)" in call(*ARGS, "--on", "v5e:4x4", *SHEET, "--all").words
 
 
 def test_ways_without_a_cluster_are_by_bytes(call):
@@ -95,3 +96,62 @@ def test_one_device(call):
     found = call("shard", "A[I_X] * B[I_X] -> C[]", "--mesh", "X=1", "--dims", "I=8", "--on", "v5e:1x1", "--json").json
     assert found["local_shapes"] == {"A": [8], "B": [8], "C": []}
     assert found["time_s"] > 0
+
+
+def test_one_array(call):
+    """The slides' quick exercise: bf16[256,2048] over X and Y of a mesh that also has Z."""
+    args = ("shard", "A[I_XY,J]", "--mesh", "X=4,Y=8,Z=2", "--dims", "I=256,J=2048")
+    found = call(*args, "--json").json
+    assert found["steps"] == []
+    assert found["local_shapes"] == {"A": [8, 2048]}
+    assert found["bytes_per_device"]["A"] == 2 * 8 * 2048
+    assert (found["bytes_total"]["A"], found["copies"]["A"]) == (2 * 2 * 256 * 2048, 2)
+    text = call(*args).words
+    assert "A 8 x 2048 32.8 kB 2.1 MB 2" in text
+    assert "FLOPs" not in text
+
+
+def test_one_array_in_another_sharding(call):
+    """A sum over Z that is scattered into B, then a gather of D over Y, executed with addends that differ."""
+    args = ("shard", "int8[B_X,D_Y]{U_Z} -> A[B_XZ,D]", "--mesh", "X=2,Y=2,Z=2", "--dims", "B=64,D=96")
+    found = call(*args, "--run", "--json").json
+    assert [(s["op"], s["axis"], s["bytes"]) for s in found["steps"]] == [
+        ("reduce_scatter", "Z", 32 * 48), ("all_gather", "Y", 16 * 96)
+    ]  # fmt: skip
+    before, after = found["local_shapes"]
+    assert (before, after) == ("A[B_X, D_Y]{U_Z}", "A[B_XZ, D]")
+    assert (found["copies"][before], found["addends"][before]) == (1, 2)
+    assert (found["copies"][after], found["addends"][after]) == (2, 1)
+    assert found["run"]["equal"] is True
+    assert found["run"]["largest_error"] > 0
+    assert "1 of 2 addends" in call(*args).words
+
+
+def test_an_array_that_stays_has_nothing_to_do(call):
+    found = call("shard", "A[B_X,D] -> A[B_X,D]", "--mesh", "X=2", "--dims", "B=64,D=96", "--json").json
+    assert (found["steps"], found["time_s"]) == ([], 0)
+
+
+def test_flops_of_all_devices(call):
+    """Exercise 4.2: Z holds copies, so that the devices do four times the product's own FLOPs."""
+    args = ("shard", "A[B_X,D_Y] * W[D_Y,F] -> C[B_X,F]", "--mesh", "X=4,Y=8,Z=4", "--dims", "B=1024,D=4096,F=4096")
+    found = call(*args, "--json").json
+    assert found["flops_unsharded"] == 2 * 1024 * 4096 * 4096
+    assert found["flops_total"] == 4 * found["flops_unsharded"] == 128 * found["flops_per_device"]
+    assert "137 GFLOP on 128 devices, 4 times the unsharded product's 34.4 GFLOP" in call(*args).words
+
+
+@pytest.mark.parametrize(
+    ("asked", "more", "message"),
+    [
+        ("A[B_X,D]", ("--all",), "--all lists the ways of a product"),
+        ("A[B_X,D]", ("--run",), "no step to execute"),
+        ("A[B_X,D] -> A[B_X,F]", (), "differ in their dims"),
+        ("A[B,D_X] -> A[B,D]{U_X}", (), "nothing left to sum over X"),
+        ("int8[B_X,D] -> bf16[B,D]", (), "two dtypes of one array"),
+        ("A[B_X", (), "is not a sharded array"),
+    ],
+)
+def test_what_cannot_be_asked(call, asked, more, message):
+    said = call("shard", asked, "--mesh", "X=2", "--dims", "B=64,D=96,F=8", *more)
+    assert (said.code, message in said.err) == (2, True), said.err

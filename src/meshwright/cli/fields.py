@@ -10,6 +10,7 @@ from meshwright.algebra.notation import parse_dims, parse_mesh
 from meshwright.core.dims import MESH_AXES
 from meshwright.core.errors import InputError, nearest
 from meshwright.spec.job import Job
+from meshwright.spec.strategy import standard_assignment
 
 SECTIONS: tuple[str, ...] = ("model", "job", "strategy", "train")
 MAX_SIZE = 10**15
@@ -22,8 +23,9 @@ Thing = TypeVar("Thing", bound=msgspec.Struct)
 def parse_fields(pairs: Sequence[str], *, sections: Sequence[str] = SECTIONS) -> dict[str, dict[str, Any]]:
     """Section -> key -> value of texts such as ``strategy.remat=block``; values are TOML or else plain text.
 
-    Sizes of mesh axes (``strategy.tensor=4``) are gathered in ``found["strategy"]["mesh"]``. Raises InputError for a
-    text without section, key or value, naming the nearest section.
+    Sizes of mesh axes (``strategy.tensor=4``) are gathered in ``found["strategy"]["mesh"]``, and ``strategy.zero=1``
+    and ``strategy.sequence_parallel=false`` become the assignment that they stand for. Raises InputError for a text
+    without section, key or value, naming the nearest section.
     """
     found: dict[str, dict[str, Any]] = {name: {} for name in sections}
     for pair in pairs:
@@ -41,7 +43,24 @@ def parse_fields(pairs: Sequence[str], *, sections: Sequence[str] = SECTIONS) ->
                 raise InputError(f"--set {pair}: give the size of one axis, such as strategy.tensor=4.")
             value = {**found[section].get("mesh", {}), **value}
         found[section][name] = value
+    if "strategy" in found:
+        _name_assignment(found["strategy"])
     return found
+
+
+def _name_assignment(strategy: dict[str, Any]) -> None:
+    """Put the standard assignment in place of its two shorthands, in the fields that were given."""
+    short = {name: strategy.pop(name) for name in ("zero", "sequence_parallel") if name in strategy}
+    if not short:
+        return
+    if "assignment" in strategy:
+        raise InputError(f"strategy.{next(iter(short))} and strategy.assignment say the same. Leave one of them out.")
+    whole = short.get("sequence_parallel", True)
+    if not isinstance(whole, bool):
+        raise InputError(f"strategy.sequence_parallel={whole} is not true or false.")
+    if isinstance(short.get("zero"), bool):
+        raise InputError("strategy.zero is a stage, not true or false. Use 0, 1, 2 or 3.")
+    strategy["assignment"] = standard_assignment(**short)
 
 
 def _value(text: str) -> Any:

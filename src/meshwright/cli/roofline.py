@@ -8,6 +8,8 @@ import click
 from meshwright.algebra.notation import ShardedArray, parse_einsum
 from meshwright.cli.fields import dim_sizes
 from meshwright.cli.output import emit_json, json_option, print_fact, print_table, say
+from meshwright.cli.roofline_attention import attention_facts, draw_attention, print_attention
+from meshwright.cli.roofline_sweep import Sweep, draw_sweep, parse_sweep, print_sweep, sweep_facts, sweep_points
 from meshwright.core.errors import InputError
 from meshwright.core.units import format_bytes, format_flops, format_seconds
 from meshwright.cost.anatomy import tile_expansion
@@ -22,6 +24,7 @@ from meshwright.cost.roofline import (
     dtype_bytes,
     einsum_work,
 )
+from meshwright.spec.catalogue import model as find_model
 from meshwright.spec.chip import Chip, chip, compute_dtype
 
 CHANNELS: tuple[Channel, ...] = ("hbm", "vmem", "pcie", "ici", "dcn")
@@ -30,20 +33,90 @@ TPU_TILE = (8, 128)
 
 
 @click.command()
-@click.argument("product")
-@click.option("--dims", required=True, help="Sizes, such as B=128,D=8192,F=32768.")
+@click.argument("product", required=False)
+@click.option("--dims", help="Sizes, such as B=128,D=8192,F=32768.")
 @click.option("--on", "on", required=True, help="A chip, such as v5e or h100 (meshwright show chips).")
 @click.option("--channel", type=click.Choice(CHANNELS), default="hbm", show_default=True)
+@click.option("--sweep", "sweeps", multiple=True, metavar="DIMS=SIZES",
+              help="Many sizes: B=1..4096 doubles, D,F=1024,4096 sets both; repeatable.")  # fmt: skip
+@click.option("--attention", "attention_of", metavar="MODEL", help="Instead: its attention beside its feed-forward.")
+@click.option("--batch", "batch_seqs", type=int, default=1, show_default=True, help="Sequences that generate at once.")
 @click.option("--png", type=click.Path(path_type=Path), help="Draw the roofline to this file (.png or .svg).")
 @json_option
-def command(product: str, dims: str, on: str, channel: Channel, png: Path | None, as_json: bool) -> None:
+def command(
+    product: str | None,
+    dims: str | None,
+    on: str,
+    channel: Channel,
+    sweeps: tuple[str, ...],
+    attention_of: str | None,
+    batch_seqs: int,
+    png: Path | None,
+    as_json: bool,
+) -> None:
     """Intensity, both bounds and what binds for a PRODUCT such as "bf16[B,D] * int8[D,F] -> bf16[B,F]"."""
+    unit, swept = chip(on), [parse_sweep(text) for text in sweeps]
+    sizes = dim_sizes(dims) if dims is not None else {}
+    if attention_of is not None:
+        if product is not None or sizes or len(swept) > 1:
+            raise InputError(
+                "--attention takes its sizes from the model. Leave PRODUCT and --dims out, --sweep T alone."
+            )
+        _attention(attention_of, unit, batch_seqs, swept[0] if swept else None, png, as_json)
+    elif product is None:
+        raise InputError("there is no product. Write bf16[B,D] * int8[D,F] -> bf16[B,F], or give --attention MODEL.")
+    elif swept:
+        _sweep(product, sizes, unit, channel, swept, png, as_json)
+    elif not sizes:
+        raise InputError("the product has no sizes. Give --dims B=128,D=8192,F=32768, or --sweep.")
+    else:
+        _one(product, sizes, unit, channel, png, as_json)
+
+
+def _attention(name: str, unit: Chip, batch_seqs: int, sweep: Sweep | None, png: Path | None, as_json: bool) -> None:
+    dtype = compute_dtype(unit, "bf16")
+    facts = attention_facts(find_model(name), unit, dtype=dtype, batch_seqs=batch_seqs, sweep=sweep)
+    if png:
+        facts["png"] = str(draw_attention(png, facts))
+    if as_json:
+        emit_json(facts)
+    else:
+        print_attention(facts)
+
+
+def _sweep(
+    product: str,
+    sizes: dict[str, int],
+    unit: Chip,
+    channel: Channel,
+    swept: list[Sweep],
+    png: Path | None,
+    as_json: bool,
+) -> None:
+    lhs, rhs, out = (Operand(a.dims, _dtype(a)) for a in parse_einsum(product))
+    dtype = compute_dtype(unit, lhs.dtype, rhs.dtype)
+    points = sweep_points((lhs, rhs), out, sizes, swept, unit=unit, dtype=dtype, channel=channel)
+    facts: dict[str, Any] = {
+        "chip": unit.name,
+        "channel": channel,
+        "compute_dtype": dtype,
+        "peak_flops": points[0].line.peak_flops,
+        "bytes_per_s": points[0].line.bytes_per_s,
+        "points": sweep_facts(swept, points),
+    }
+    if png:
+        facts["png"] = str(draw_sweep(png, product, unit, swept, points))
+    if as_json:
+        emit_json(facts)
+    else:
+        print_sweep(f"{product} on {unit.name} in {dtype}", swept, points)
+
+
+def _one(product: str, sizes: dict[str, int], unit: Chip, channel: Channel, png: Path | None, as_json: bool) -> None:
     named = parse_einsum(product)
     lhs, rhs, out = (Operand(a.dims, _dtype(a)) for a in named)
-    sizes, unit = dim_sizes(dims), chip(on)
     dtype = compute_dtype(unit, lhs.dtype, rhs.dtype)
-    work = einsum_work((lhs, rhs), out, sizes)
-    line = chip_roofline(work, unit, dtype=dtype, channel=channel)
+    line = chip_roofline(einsum_work((lhs, rhs), out, sizes), unit, dtype=dtype, channel=channel)
     batch_dim = _batch_dim(lhs, rhs, product)
     critical = critical_size(
         (lhs, rhs), out, sizes, dim=batch_dim, peak_flops=line.peak_flops, bytes_per_s=line.bytes_per_s

@@ -1,4 +1,7 @@
-"""`meshwright shard`: the steps of one sharded product, their cost, their proof on devices, their picture."""
+"""`meshwright shard`: the steps of one sharded product, their cost, their proof on devices, their picture.
+
+An array alone, or an array and the sharding it is wanted in, are shown in the same way.
+"""
 
 import math
 from collections.abc import Sequence
@@ -8,36 +11,33 @@ from typing import Any
 import click
 
 from meshwright.algebra.blocks import holders
-from meshwright.algebra.einsum import einsum_steps
 from meshwright.algebra.notation import (
     ShardedArray,
     bytes_per_device,
     bytes_total,
     check,
     local_shape,
-    parse_einsum,
     parse_mesh,
 )
-from meshwright.algebra.steps import BOOK_NAMES, Step
-from meshwright.algebra.ways import all_ways
+from meshwright.algebra.steps import Step
+from meshwright.algebra.ways import Way, all_ways
 from meshwright.cli.fields import dim_sizes
 from meshwright.cli.machine import rates_for
-from meshwright.cli.output import emit_json, json_option, or_dash, print_fact, print_table, say
+from meshwright.cli.output import emit_json, json_option, say
+from meshwright.cli.shard_asked import Asked, parse_asked
+from meshwright.cli.shard_run import run_ways
+from meshwright.cli.shard_text import print_shard
 from meshwright.core.dims import DTYPE_BYTES
 from meshwright.core.errors import InputError
-from meshwright.core.units import format_bytes, format_flops, format_params, format_seconds
-from meshwright.cost.einsum_cost import EinsumRates, StepPrice, einsum_rates, price_einsum
+from meshwright.core.units import format_params
+from meshwright.cost.einsum_cost import EinsumRates, StepPrice, einsum_rates, num_copies, price_einsum, whole_flops
 from meshwright.cost.limits import ici_intensity, reduce_after_max_shards, reduce_after_min_dim
 from meshwright.spec.chip import compute_dtype, peak
 from meshwright.spec.cluster import Cluster, parse_cluster
 
-Trio = tuple[ShardedArray, ShardedArray, ShardedArray]
 MAX_RUN_DEVICES = 64
 MAX_RUN_ELEMENTS = 2**28
 MAX_DRAWN_DEVICES = 4096
-MAX_RELATIVE_ERROR = 1e-5
-"""Of float32 products against float64 ones, relative to the largest entry."""
-COLUMN = 17
 
 
 @click.command()
@@ -46,7 +46,7 @@ COLUMN = 17
 @click.option("--dims", "dims_text", required=True, help="Sizes, such as B=1024,D=4096,F=16384.")
 @click.option("--on", "on", help="A cluster to price the steps on, such as v5e:4x4.")
 @click.option("--calibration", type=click.Path(path_type=Path), help="Measured rates of that cluster (TOML).")
-@click.option("--all", "every", is_flag=True, help="Every way of doing it, cheapest first.")
+@click.option("--all", "every", is_flag=True, help="Every way of doing the product, cheapest first.")
 @click.option("--run", "execute", is_flag=True, help="Execute on emulated devices and check the numbers.")
 @click.option("--png", type=click.Path(path_type=Path), help="Draw who holds which block (.png or .svg).")
 @json_option
@@ -61,31 +61,44 @@ def command(
     png: Path | None,
     as_json: bool,
 ) -> None:
-    """Collectives, bytes and times of a PRODUCT such as "In[B_X,D_Y] * Win[D_X,F_Y] -> Tmp[B_X,F_Y]"."""
+    """Collectives, bytes and times of a PRODUCT such as "In[B_X,D_Y] * Win[D_X,F_Y] -> Tmp[B_X,F_Y]".
+
+    Or of one array, "A[I_XY,J]", or of an array moved into another sharding, "A[B_X,D]{U_Z} -> A[B_XZ,D]".
+    """
     cluster = parse_cluster(on) if on else None
-    arrays = _typed(parse_einsum(product), cluster)
+    asked = parse_asked(product, dtype="fp32" if cluster is not None and cluster.kind == "host" else "bf16")
     mesh, dims = parse_mesh(mesh_text), dim_sizes(dims_text)
-    for array in arrays:
+    for array in asked.arrays:
         check(array, dims, mesh)
-    _refuse_too_large(arrays, dims, mesh, execute=execute, draw=png is not None)
+    _refuse_idle(asked, every=every, execute=execute)
+    _refuse_too_large(asked.arrays, dims, mesh, execute=execute, draw=png is not None)
     rates = _rates(cluster, mesh, calibration)
-    steps = einsum_steps(*arrays)
-    result = _result(arrays, steps, dims, mesh, rates)
+    result = _result(asked, dims, mesh, rates)
     if every:
-        result["ways"] = _ways(arrays, dims, mesh, rates)
-        result["slice_and_sum"] = _slice_and_sum(arrays, dims, rates)
+        result["ways"] = _ways(asked, dims, mesh, rates)
+        result["slice_and_sum"] = _slice_and_sum(asked, dims, rates)
     if execute:
-        chosen = [w.steps for w in all_ways(*arrays)] if every else [steps]
-        result["run"] = _run(arrays, chosen, dims, mesh)
+        chosen = [way.steps for way in _all_ways(asked)] if every else [asked.steps]
+        result["run"] = run_ways(asked, chosen, dims, mesh)
     if png:
-        result["png"] = str(_draw(png, product, [*arrays[:2], steps[-1].result], dims, mesh))
+        result["png"] = str(_draw(png, asked, dims, mesh))
     if as_json:
         emit_json(result)
     else:
-        _print(product, result, on)
+        print_shard(asked.title, result, on)
 
 
-def _refuse_too_large(arrays: Trio, dims: dict[str, int], mesh: dict[str, int], *, execute: bool, draw: bool) -> None:
+def _refuse_idle(asked: Asked, *, every: bool, execute: bool) -> None:
+    """Raise InputError for an option that an array alone, or a resharding, has no use for."""
+    if every and not asked.factors:
+        raise InputError(f"--all lists the ways of a product, and {asked.title} is none. Leave it out.")
+    if execute and not asked.steps:
+        raise InputError(f"--run has no step to execute for {asked.title}. Write where it should go: A[I_X] -> A[I].")
+
+
+def _refuse_too_large(
+    arrays: Sequence[ShardedArray], dims: dict[str, int], mesh: dict[str, int], *, execute: bool, draw: bool
+) -> None:
     """Raise InputError before a picture or a run that this machine could not hold."""
     devices = math.prod(mesh.values())
     for option, most in (
@@ -110,13 +123,6 @@ def _rates(cluster: Cluster | None, mesh: dict[str, int], calibration: Path | No
     return None
 
 
-def _typed(arrays: Trio, cluster: Cluster | None) -> Trio:
-    """Arrays without a dtype are bf16, on the devices of this machine fp32."""
-    default = "fp32" if cluster is not None and cluster.kind == "host" else "bf16"
-    lhs, rhs, out = (a if a.dtype else a.replace(dtype=default) for a in arrays)
-    return lhs, rhs, out
-
-
 def _step_row(step: Step, price: StepPrice) -> dict[str, Any]:
     return {
         "op": step.op,
@@ -129,18 +135,26 @@ def _step_row(step: Step, price: StepPrice) -> dict[str, Any]:
     }
 
 
-def _result(
-    arrays: Trio, steps: Sequence[Step], dims: dict[str, int], mesh: dict[str, int], rates: EinsumRates | None
-) -> dict[str, Any]:
-    prices = price_einsum(steps, dims, mesh, rates)
+def _result(asked: Asked, dims: dict[str, int], mesh: dict[str, int], rates: EinsumRates | None) -> dict[str, Any]:
+    prices = price_einsum(asked.steps, dims, mesh, rates)
+    devices = math.prod(mesh.values())
+    flops = sum(p.flops for p in prices)
+    named = {asked.key(a): a for a in asked.arrays}
     return {
-        "steps": [_step_row(s, p) for s, p in zip(steps, prices, strict=True)],
-        "local_shapes": {a.name: list(local_shape(a, dims, mesh)) for a in arrays},
+        "steps": [_step_row(s, p) for s, p in zip(asked.steps, prices, strict=True)],
+        "local_shapes": {name: list(local_shape(a, dims, mesh)) for name, a in named.items()},
         "bytes_per_device": {
-            a.name: bytes_per_device(a, dims, mesh, element_bytes=DTYPE_BYTES[a.dtype]) for a in arrays
+            name: bytes_per_device(a, dims, mesh, element_bytes=DTYPE_BYTES[a.dtype]) for name, a in named.items()
         },
-        "bytes_total": {a.name: bytes_total(a, dims, mesh, element_bytes=DTYPE_BYTES[a.dtype]) for a in arrays},
-        "flops_per_device": sum(p.flops for p in prices),
+        "bytes_total": {
+            name: bytes_total(a, dims, mesh, element_bytes=DTYPE_BYTES[a.dtype]) for name, a in named.items()
+        },
+        "copies": {name: num_copies(a, mesh) for name, a in named.items()},
+        "addends": {name: math.prod(mesh[axis] for axis in a.unreduced) for name, a in named.items()},
+        "devices": devices,
+        "flops_per_device": flops,
+        "flops_total": flops * devices,
+        "flops_unsharded": whole_flops(asked.factors, asked.result, dims) if asked.factors else 0.0,
         "time_s": _total(prices),
         "placement": rates.placement if rates else None,
     }
@@ -151,9 +165,14 @@ def _total(prices: Sequence[StepPrice]) -> float | None:
     return None if any(t is None for t in times) else sum(t for t in times if t is not None)
 
 
-def _ways(arrays: Trio, dims: dict[str, int], mesh: dict[str, int], rates: EinsumRates | None) -> list[dict[str, Any]]:
+def _all_ways(asked: Asked) -> tuple[Way, ...]:
+    lhs, rhs = asked.factors
+    return all_ways(lhs, rhs, asked.result)
+
+
+def _ways(asked: Asked, dims: dict[str, int], mesh: dict[str, int], rates: EinsumRates | None) -> list[dict[str, Any]]:
     rows = []
-    for way in all_ways(*arrays):
+    for way in _all_ways(asked):
         prices = price_einsum(way.steps, dims, mesh, rates)
         moved = sum(p.num_bytes for s, p in zip(way.steps, prices, strict=True) if s.is_collective)
         rows.append(
@@ -168,12 +187,12 @@ def _ways(arrays: Trio, dims: dict[str, int], mesh: dict[str, int], rates: Einsu
     return sorted(rows, key=lambda r: (r["time_s"] if r["time_s"] is not None else 0, r["bytes"]))
 
 
-def _slice_and_sum(arrays: Trio, dims: dict[str, int], rates: EinsumRates | None) -> dict[str, Any] | None:
+def _slice_and_sum(asked: Asked, dims: dict[str, int], rates: EinsumRates | None) -> dict[str, Any] | None:
     """When slicing the contracted dim over one ICI axis and an AllReduce beat a whole product on every device.
 
     None where nothing is contracted, or on a cluster that is no torus. Source: exercise 3.4.
     """
-    lhs, rhs, out = arrays
+    (lhs, rhs), out = asked.factors, asked.result
     dim = next((d for d in lhs.dims if d in rhs.dims and d not in out.dims), None)
     if dim is None or rates is None or rates.cluster.kind != "torus":
         return None
@@ -183,53 +202,14 @@ def _slice_and_sum(arrays: Trio, dims: dict[str, int], rates: EinsumRates | None
     return {"dim": dim, "size": dims[dim], "min_size": reduce_after_min_dim(alpha), "max_shards": most}
 
 
-def _reference(arrays: Trio, dims: dict[str, int]) -> tuple[dict[ShardedArray, Any], Any]:
-    """Random whole operands in float32, and their product in float64 by NumPy."""
-    import numpy as np
-
-    rng = np.random.default_rng(0)
-    values = {a: rng.standard_normal([dims[d] for d in a.dims], np.float32) for a in arrays[:2]}
-    letters = {d: chr(ord("a") + i) for i, d in enumerate(dict.fromkeys((*arrays[0].dims, *arrays[1].dims)))}
-    left, right, out = ("".join(letters[d] for d in a.dims) for a in arrays)
-    wide = [v.astype(np.float64) for v in values.values()]
-    return values, np.einsum(f"{left},{right}->{out}", *wide, optimize=True)
-
-
-def _run(arrays: Trio, ways: Sequence[Sequence[Step]], dims: dict[str, int], mesh: dict[str, int]) -> dict[str, Any]:
-    """Run each way on emulated devices and on NumPy blocks, in float32, against the product of whole arrays."""
-    import numpy as np
-
-    from meshwright.algebra.blocks import execute, join, num_devices, split
-    from meshwright.parallel.mesh import emulate_devices
-    from meshwright.parallel.run_steps import run_steps
-
-    emulate_devices(num_devices(mesh))
-    values, expected = _reference(arrays, dims)
-    scale = float(np.max(np.abs(expected)))
-    blocks = {a: split(v, a, mesh) for a, v in values.items()}
-    errors, in_numpy = [], []
-    for steps in ways:
-        held = execute(steps, blocks, mesh)[steps[-1].result]
-        joined = join(held, steps[-1].result, mesh, rel_tol=1e-4)
-        errors.append(float(np.max(np.abs(run_steps(steps, values, mesh) - expected))) / scale)
-        in_numpy.append(float(np.max(np.abs(joined - expected))) / scale)
-    return {
-        "devices": num_devices(mesh),
-        "ways": len(ways),
-        "largest_error": max(errors),
-        "largest_error_numpy": max(in_numpy),
-        "equal": max(*errors, *in_numpy) < MAX_RELATIVE_ERROR,
-    }
-
-
-def _draw(path: Path, product: str, arrays: Sequence[ShardedArray], dims: dict[str, int], mesh: dict[str, int]) -> Path:
+def _draw(path: Path, asked: Asked, dims: dict[str, int], mesh: dict[str, int]) -> Path:
     from meshwright.report.figure import save
     from meshwright.report.sharding import sharding_figure
 
-    panels = [panel(a, dims, mesh) for a in arrays]
+    panels = [panel(a, dims, mesh) for a in asked.drawn]
     axes = ", ".join(f"{a}={n}" for a, n in mesh.items())
     written = save(
-        sharding_figure(panels, title=product, subtitle=f"Mesh {axes}: each block carries its devices."), path
+        sharding_figure(panels, title=asked.title, subtitle=f"Mesh {axes}: each block carries its devices."), path
     )
     say(f"wrote {written}")
     return written
@@ -254,65 +234,3 @@ def panel(array: ShardedArray, dims: dict[str, int], mesh: dict[str, int]) -> An
         col_title=array.dims[-1] if array.dims else "",
         note=f"{' x '.join(map(str, shape))} on each device",
     )
-
-
-def _print(product: str, result: dict[str, Any], on: str | None) -> None:
-    rows = [
-        [
-            BOOK_NAMES.get(r["op"], "multiply"),
-            r["axis"],
-            r["result"],
-            format_bytes(r["bytes"]),
-            or_dash(r["time_s"], format_seconds),
-        ]
-        for r in result["steps"]
-    ]
-    print_table(["step", "axis", "result", "bytes", "time"], rows, f"{product}{f' on {on}' if on else ''}")
-    shapes = [
-        [name, " x ".join(map(str, shape)), format_bytes(result["bytes_per_device"][name]),
-         format_bytes(result["bytes_total"][name])]
-        for name, shape in result["local_shapes"].items()
-    ]  # fmt: skip
-    print_table(["array", "block of a device", "bytes", "in all"], shapes)
-    print_fact("FLOPs per device", format_flops(result["flops_per_device"], unit="FLOP"), column=COLUMN)
-    if result["time_s"] is not None:
-        where = ", ".join(f"{axis} on {place}" for axis, place in result["placement"].items())
-        told = f"{format_seconds(result['time_s'])}, one step after the other ({where})"
-    else:
-        told = "not known: name a cluster with --on"
-    print_fact("time", told, column=COLUMN)
-    _print_ways(result)
-    if "run" in result:
-        run = result["run"]
-        verdict = "equal to" if run["equal"] else "DIFFERENT from"
-        ways = f"all {run['ways']} ways" if run["ways"] > 1 else "steps"
-        told = (
-            f"{ways} on {run['devices']} emulated devices {verdict} the unsharded product: "
-            f"largest error {run['largest_error']:.1e} of the largest entry"
-        )
-        print_fact("run", told, column=COLUMN)
-
-
-def _print_ways(result: dict[str, Any]) -> None:
-    if "ways" not in result:
-        return
-    rows = [
-        [
-            w["way"],
-            format_bytes(w["bytes"]),
-            format_flops(w["flops_per_device"], unit="FLOP"),
-            or_dash(w["time_s"], format_seconds),
-        ]
-        for w in result["ways"]
-    ]
-    click.echo()
-    print_table(["way, cheapest first", "bytes moved", "FLOPs", "time"], rows)
-    if result["slice_and_sum"]:
-        at = result["slice_and_sum"]
-        print_fact(
-            "slice and sum",
-            f"over one ICI axis beats the whole product on each device from {at['dim']} = 2 alpha = "
-            f"{at['min_size']:,.0f} (here {at['size']:,}); compute-bound below {at['dim']} / (2 alpha) = "
-            f"{at['max_shards']:.3g} devices",
-            column=COLUMN,
-        )

@@ -5,15 +5,21 @@ from typing import Any
 import click
 
 from meshwright.cli.output import emit_json, print_fact, print_table, print_text
-from meshwright.core.errors import CannotRunError
+from meshwright.core.dims import DTYPE_BYTES
 from meshwright.core.units import format_bytes, format_flops, format_params
 from meshwright.cost import accounting
+from meshwright.cost.kv_cache import cache_designs
 from meshwright.spec.catalogue import entry, models
 from meshwright.spec.model import Model
 from meshwright.spec.strategy import STATE_BYTES, Strategy
 from meshwright.spec.weights import num_active_params, num_params, params_by_part, weight_table
 
 PREFILL_POSITIONS = 4096
+MIN_SHARE = 5e-4
+"""Parts with a smaller share of the parameters are not told: they would read 0.0%."""
+
+CACHE_POSITIONS = 32768
+CACHE_DTYPES = ("bf16", "int8", "int4")
 ZERO_DEVICES = (8, 64, 1024)
 DEFAULT_STATE = Strategy(mesh={}).state
 REMATS = ("none", "selective", "matmuls", "block")
@@ -29,12 +35,13 @@ def print_model(m: Model, as_json: bool) -> None:
     _print_weights(m)
     _print_totals(m, facts)
     click.echo()
+    _print_cache(m, facts["kv_cache"])
     _print_zero(facts["zero_bytes"])
     _print_saved(m, facts["saved_bytes_per_token"])
 
 
 def model_facts(m: Model) -> dict[str, Any]:
-    """Counts of a model; None where this version has no program of its family."""
+    """Counts of a model."""
     published = entry(m.name).published if m.name in models() else None
     count = num_params(m)
     return {
@@ -48,6 +55,7 @@ def model_facts(m: Model) -> dict[str, Any]:
         "published_params": published.params if published else None,
         "train_flops_per_token": accounting.train_flops_per_param() * num_active_params(m),
         "kv_cache_bytes_per_token": accounting.kv_cache_bytes(m, 1),
+        "kv_cache": _cache(m),
         "attention_equal_len": accounting.attention_equal_len(m),
         "projection_equal_len": accounting.projection_equal_len(m),
         "attention_intensity": _attention_intensity(m),
@@ -74,6 +82,24 @@ def _attention_intensity(m: Model) -> dict[str, float] | None:
     }
 
 
+def _cache(m: Model) -> list[dict[str, Any]]:
+    """Bytes that each design of the cache keeps of one token, and of a sequence."""
+    return [
+        {
+            "design": design.name,
+            "own": design.own,
+            "elements_per_layer": design.elements_per_layer,
+            "layers_per_cache": design.layers_per_cache,
+            "bytes_per_token": {dtype: design.elements(1) * DTYPE_BYTES[dtype] for dtype in CACHE_DTYPES},
+            "sequence": {
+                "positions": CACHE_POSITIONS,
+                "bytes": design.elements(CACHE_POSITIONS) * DTYPE_BYTES[CACHE_DTYPES[0]],
+            },
+        }
+        for design in cache_designs(m)
+    ]
+
+
 def _zero_bytes(count: int) -> dict[str, Any]:
     """Bytes of a device by ZeRO stage, for some numbers of data-parallel devices."""
     return {
@@ -87,12 +113,9 @@ def _zero_bytes(count: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _saved(m: Model) -> dict[str, Any] | None:
-    """By remat policy: elements that a layer keeps of a token, and bytes that all layers keep."""
-    try:
-        widths = {remat: accounting.saved_widths(m, remat) for remat in REMATS}
-    except CannotRunError:
-        return None
+def _saved(m: Model) -> dict[str, Any]:
+    """By remat policy: elements that a layer keeps of a token, on average, and bytes that all layers keep."""
+    widths = {remat: accounting.saved_widths(m, remat) for remat in REMATS}
     return {
         remat: {
             "results": list(kept),
@@ -122,6 +145,9 @@ def _print_totals(m: Model, facts: dict[str, Any]) -> None:
         published = f"{int(published):,}"
     said = f", published as {published}" if published else ""
     print_fact("parameters", f"{facts['params']:,} ({format_params(facts['params'])}{said})")
+    shares = {part: count / facts["params"] for part, count in facts["params_by_part"].items()}
+    told = [f"{part.replace('_', ' ')} {share:.1%}" for part, share in shares.items() if share >= MIN_SHARE]
+    print_fact("", ", ".join(told))
     if active != facts["params"]:
         print_fact("active per token", f"{active:,} ({format_params(active)})")
     print_fact("training", f"{format_flops(facts['train_flops_per_token'], unit='FLOP')} a token (6 x active)")
@@ -140,7 +166,24 @@ def _print_totals(m: Model, facts: dict[str, Any]) -> None:
     print_fact("KV cache", f"{format_bytes(facts['kv_cache_bytes_per_token'])} a token in bf16")
     states = ", ".join(f"{s} {format_bytes(v)}" for s, v in facts["state_bytes"].items())
     print_fact("training state", f"{states} (bf16-adam without its short-lived gradients)")
-    print_fact("here", "trains" if m.runs_here else "counted; only the llama family runs in this version")
+    print_fact("here", "trains" if m.runs_here else "counted and planned; only the llama family runs in this version")
+
+
+def _print_cache(m: Model, rows: list[dict[str, Any]]) -> None:
+    table = [
+        [f"{row['design']}{' *' if row['own'] else ''}", row["elements_per_layer"],
+         *(format_bytes(size) for size in row["bytes_per_token"].values()), format_bytes(row["sequence"]["bytes"])]
+        for row in rows
+    ]  # fmt: skip
+    windows = ""
+    if m.sliding_layers and m.sliding_window:
+        windows = f"; {len(m.sliding_layers)} of {m.num_layers} layers keep {m.sliding_window:,} positions"
+    print_table(
+        ["heads", "elements", *CACHE_DTYPES, f"{CACHE_POSITIONS:,} tokens"],
+        table,
+        f"KV cache of a token: elements of a layer, bytes of all {m.num_layers}, and a sequence in bf16{windows} "
+        f"(* as it is)",
+    )
 
 
 def _print_zero(zero: dict[str, Any]) -> None:
@@ -158,9 +201,7 @@ def _print_zero(zero: dict[str, Any]) -> None:
     )
 
 
-def _print_saved(m: Model, saved: dict[str, Any] | None) -> None:
-    if saved is None:
-        return
+def _print_saved(m: Model, saved: dict[str, Any]) -> None:
     rows = [
         [remat, row["elements_per_layer"], format_bytes(row["bytes"]), " ".join(row["results"])]
         for remat, row in saved.items()

@@ -14,7 +14,6 @@ from meshwright.cli.plan import mesh_words
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.units import format_bytes, format_count, format_seconds, parse_count
 from meshwright.cost.ops import model_flops
-from meshwright.cost.step_rates import matmul_dtype
 from meshwright.cost.train_step import estimate_step
 from meshwright.plan.legal import require_legal
 from meshwright.plan.planner import plan
@@ -22,6 +21,7 @@ from meshwright.spec.calibration import reference_peak
 from meshwright.spec.catalogue import model as find_model
 from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.job import Job, parse_batch
+from meshwright.spec.model import require_runnable
 from meshwright.spec.plan_file import Plan, load_plan
 from meshwright.spec.toml_file import dump_toml
 
@@ -92,6 +92,7 @@ def _planned(
                 f"train {name} needs {option}. Write: --on cpu:8 --batch 16Ki --seq 512, or give a plan file."
             )
     model = with_fields(find_model(name), "model", fields["model"])
+    require_runnable(model)
     cluster = parse_cluster(str(on))
     length = parse_count(str(seq_len), what="seq")
     job = with_fields(Job(batch_seqs=parse_batch(str(batch), seq_len=length), seq_len=length), "job", fields["job"])
@@ -102,7 +103,7 @@ def _planned(
         axes=take_axes(axes, fields["strategy"]),
         overrides=fields["strategy"],
         top=1,
-        calibration=rates_for(cluster, calibration),
+        calibration=rates_for(cluster, calibration, fitted=True),
     )
     best = result.strategies[0]
     if best.num_chips < cluster.num_chips:
@@ -128,7 +129,7 @@ def predicted_of(chosen: Plan) -> "Predicted":
     """What the plan expects of a step, and what MFU is a share of."""
     from meshwright.train.metrics import Predicted
 
-    peak = reference_peak(chosen.cluster.chip, chosen.calibration, matmul_dtype(chosen.strategy.state))
+    peak = reference_peak(chosen.cluster.chip, chosen.calibration, chosen.strategy.matmul_dtype)
     return Predicted(
         step_s=chosen.predicted.step_s,
         step_s_lower=chosen.predicted.step_s_lower,
@@ -143,6 +144,7 @@ def run_plan(chosen: Plan, settings: dict[str, Any], *, runs: Path) -> "TrainRes
     """Train by a plan on the devices at hand. Raises CannotRunError when they are not those of the plan."""
     from meshwright.parallel.mesh import emulate_devices
 
+    require_runnable(chosen.model)
     if chosen.cluster.kind == "host":
         emulate_devices(chosen.cluster.num_chips)
     else:
