@@ -157,7 +157,9 @@ def test_a_fit_of_its_own(call, tmp_path):
         first[one.id]["measured"] = {"step_s": 0.8 * one.predicted_s}
     write(path, *rows)
     page = tmp_path / "page.md"
-    page.write_text("# kept\n" + "".join(f"{BEGIN.format(name)}\nREPLACED\n{END}\n" for name in HEADINGS) + "kept too\n")
+    page.write_text(
+        "# kept\n" + "".join(f"{BEGIN.format(name)}\nREPLACED\n{END}\n" for name in HEADINGS) + "kept too\n"
+    )
     before = FILE.read_bytes()
     said = call("accuracy", str(path), "--fit", "own.toml", "--write", "page.md", "--json")
     assert said.code == 0, said.err

@@ -10,9 +10,11 @@ from meshwright.measure.fit import (
     Predictor,
     calibrations,
     configuration,
+    cross_validate,
     fit,
     folds,
     interval,
+    leave_groups_out,
     make_problem,
     rounded,
 )
@@ -92,6 +94,21 @@ def test_a_case_that_is_left_out_does_not_count():
     measured = np.where(chosen, problem.measured_s, 1e6)
     wrong = type(problem)(cases=problem.cases, parts=problem.parts, measured_s=measured, weights=problem.weights)
     assert fit(wrong, chosen, start=fitted(), rounds=1) == fit(problem, chosen, start=fitted(), rounds=1)
+
+
+def test_what_is_predicted_for_a_fold_does_not_depend_on_its_measurements():
+    """Cross-validation and leaving groups out: other measurements of what is held out change nothing there."""
+    problem = made_up()
+    for predict, number in (
+        (cross_validate, folds(problem.cases)),
+        (leave_groups_out, np.array([one.record.group == "maxtext-b" for one in problem.cases])),
+    ):
+        held = number == 0
+        measured = np.where(held, 3 * problem.measured_s, problem.measured_s)
+        changed = type(problem)(cases=problem.cases, parts=problem.parts, measured_s=measured, weights=problem.weights)
+        plain, other = predict(problem, rounds=1), predict(changed, rounds=1)
+        assert other[held].tolist() == plain[held].tolist()
+        assert (other[~held] != plain[~held]).all()
 
 
 def test_a_predictor_remembers_what_does_not_change():

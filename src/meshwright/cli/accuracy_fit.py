@@ -46,7 +46,7 @@ def validate(records: tuple[Record, ...], *, out: Path | None, page: Path | None
     predictor = Predictor(problem)
     numbers = rounded(fit(problem, np.ones(len(cases), dtype=bool), predictor=predictor))
     say("cross-validating")
-    crossed = cross_validate(problem, numbers)
+    crossed = cross_validate(problem)
     numbers["low"], numbers["high"] = (round(x, 3) for x in interval(crossed, problem.measured_s, problem.weights))
     left = None
     if page or not out:

@@ -156,8 +156,8 @@ def _pass_s(costs: list[StepCost], rates: StepRates) -> Number:
 
 
 def _update_s(costs: list[StepCost], forward: list[StepCost], forward_s: Number, rates: StepRates) -> Number:
-    """The optimizer on one repeat of a block, and what the next forward pass over it, of ``forward_s`` seconds, does not
-    hide of the gather of updated weights (ZeRO-1 and 2). The gather shares links with the pass's own collectives."""
+    """The optimizer on one repeat of a block, and what the next forward pass over it does not hide of the gather of
+    updated weights (ZeRO-1 and 2). The gather shares links with the pass's own collectives."""
     local = total(cost.local_s for cost in costs)
     if not rates.overlaps or rates.software == "eager-2021":
         return local + total(cost.network_s for cost in costs)

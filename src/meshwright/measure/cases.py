@@ -33,6 +33,13 @@ COMPILED_GPU = ("maxtext",)
 """Software on GPUs that runs a step as one compiled program; the others start it kernel by kernel."""
 
 
+WITHOUT_OVERLAP = ("MooreThreads/SimuMax",)
+"""Sources whose instructions turn off every overlap of communication with compute."""
+
+MIN_CHUNK_LAYERS = 2
+"""Layers of a pipeline chunk at least, where the number of chunks is not printed."""
+
+
 class Case(msgspec.Struct, frozen=True, kw_only=True):
     """One record made ready to be predicted."""
 
@@ -190,6 +197,7 @@ def strategy_of(record: Record, model: Model, cluster: Cluster) -> Strategy:
     sizes |= {"expert": expert}
     sizes |= {"fsdp": replicas // expert // outer, "data": outer} if zero else {"data": replicas // expert}
     per_step = record.global_batch_seqs or 1
+    chunks = _chunks(record, model, sizes["pipeline"])
     software = software_of(record)
     return Strategy(
         mesh=make_mesh(sizes),
@@ -197,8 +205,8 @@ def strategy_of(record: Record, model: Model, cluster: Cluster) -> Strategy:
         context_attention="ulysses" if "CP uses a2a" in record.note else "gather",
         remat=_remat(record, software),
         num_microbatches=_microbatches(record, replicas, per_step, tpu),
-        schedule="interleaved" if (given.vpp or 1) > 1 else "1f1b",
-        chunks=given.vpp or 1,
+        schedule="interleaved" if chunks > 1 else "1f1b",
+        chunks=chunks,
         state="bf16-master-fp32-grads" if not tpu else "bf16-master",
         precision=_precision(record, cluster.chip),
         software=software,
@@ -209,7 +217,17 @@ def software_of(record: Record) -> Software:
     """Compiled on TPUs and by MaxText; eager else, in the manner of 2021 where the precision is fp16."""
     if record.hardware.startswith("TPU") or record.group.startswith(COMPILED_GPU):
         return "compiled"
+    if any(name in record.source for name in WITHOUT_OVERLAP):
+        return "eager-in-turn"
     return "eager-2021" if record.precision == "fp16" else "eager"
+
+
+def _chunks(record: Record, model: Model, stages: int) -> int:
+    """Pipeline chunks per device; where the note says that they are not printed, as many as leave two layers each."""
+    if stages == 1 or not ("VPP" in record.note and "not printed" in record.note):
+        return record.parallelism.vpp or 1
+    layers = model.num_layers // stages
+    return max((n for n in range(1, layers + 1) if layers % n == 0 and layers // n >= MIN_CHUNK_LAYERS), default=1)
 
 
 def _outer_replicas(record: Record, cluster: Cluster, replicas: int) -> int:

@@ -43,7 +43,8 @@ class Efficiency(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     each, and ``host_microbatch_s`` for each microbatch.
     Shares of communication that overlap leaves standing: of what a layer waits for (``tensor_exposed``,
     ``expert_exposed``), and of what passes behind its compute (``weights_exposed`` each microbatch,
-    ``gradients_exposed`` once a step, as a compiled program or with eager dispatch). ``straggler`` is the slowdown for every doubling of hosts.
+    ``gradients_exposed`` once a step, as a compiled program or with eager dispatch). ``straggler`` is the slowdown for
+    every doubling of hosts.
     ``low`` and ``high`` are the measured step time over the predicted one at the 10th and the 90th percentile.
     """
 

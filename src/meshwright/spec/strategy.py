@@ -20,9 +20,12 @@ _EVERY = re.compile(r"every-([1-9]\d{0,3})")
 ContextAttention = Literal["gather", "ring", "ulysses"]
 Precision = Literal["bf16", "fp16", "fp8", "fp4", "int8", "fp32"]
 Offload = Literal["optimizer", "activations"]
-Software = Literal["compiled", "eager", "eager-2021"]
+Software = Literal["compiled", "eager", "eager-in-turn", "eager-2021"]
 """How the step is run: as one compiled program; kernel by kernel from a host that stays ahead, attention fused and
-communication overlapped; or kernel by kernel as in 2021, attention in separate kernels and communication in turn."""
+communication overlapped; the same with communication in turn; or as in 2021, attention in separate kernels too."""
+
+IN_TURN: tuple[str, ...] = ("eager-in-turn", "eager-2021")
+"""Software in which nothing passes behind compute."""
 
 STATE_BYTES: dict[str, dict[str, float]] = {
     "bf16-adam": {"weights": 2, "gradients": 2, "optimizer": 8, "counted": 10},
