@@ -47,7 +47,7 @@ def validate(records: tuple[Record, ...], *, out: Path | None, page: Path | None
     numbers = rounded(fit(problem, np.ones(len(cases), dtype=bool), predictor=predictor))
     say("cross-validating")
     crossed = cross_validate(problem)
-    numbers["low"], numbers["high"] = (round(x, 3) for x in interval(crossed, problem.measured_s, problem.weights))
+    numbers |= _intervals(problem, crossed)
     left = None
     if page or not out:
         say("leaving out each group in turn")
@@ -65,6 +65,17 @@ def validate(records: tuple[Record, ...], *, out: Path | None, page: Path | None
     for name, one in found.items():
         print_accuracy(one, title=HEADINGS[name])
     print_table(["number", "value"], [[name, f"{value:.4g}"] for name, value in numbers.items()])
+
+
+def _intervals(problem: Problem, predicted_s: np.ndarray) -> dict[str, float]:
+    """Percentiles of measured over predicted for dense models and for those with experts, where there are enough."""
+    experts = np.array([case.model.num_experts > 0 for case in problem.cases])
+    found: dict[str, float] = {}
+    for suffix, chosen in (("", ~experts), ("_experts", experts)):
+        if chosen.sum() >= NUM_FOLDS:
+            at = interval(predicted_s[chosen], problem.measured_s[chosen], problem.weights[chosen])
+            found |= {f"{name}{suffix}": round(value, 3) for name, value in zip(("low", "high"), at, strict=True)}
+    return found
 
 
 def _accuracy(problem: Problem, seconds: np.ndarray, numbers: dict[str, float], unpredicted) -> Accuracy:  # type: ignore[no-untyped-def]

@@ -3,6 +3,7 @@
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from meshwright.algebra.notation import product
 from meshwright.algebra.steps import Step
@@ -10,7 +11,7 @@ from meshwright.core.dims import DTYPE_BYTES
 from meshwright.cost.ops import OpSizes, is_attention, op_flops, op_hbm_bytes
 from meshwright.spec.calibration import Calibration, Efficiency, attention_rate, matmul_rate, memory_rate, peak_known
 from meshwright.spec.chip import Chip
-from meshwright.spec.strategy import Software
+from meshwright.spec.strategy import AttentionKernel, Software
 
 Number = Any
 """A float, or a NumPy array with one entry per candidate."""
@@ -21,8 +22,8 @@ TILE = 128 * 256
 UNFUSED_KERNELS = 4
 """Kernels of attention that is not fused: scores, mask and softmax, dropout, weighted sum."""
 
-CASTS_BYTES = 4
-"""Traffic of one element that is read in 16 bits and written narrower, once as it is and once transposed."""
+CASTS_BYTES = 2
+"""Traffic of one element that the op before also writes narrower, once as it is and once transposed."""
 
 
 class ChipRates(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,16 +55,23 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def chip_rates(
-    chip: Chip, calibration: Calibration, *, dtype: str, state_dtype: str, software: Software = "compiled"
+    chip: Chip,
+    calibration: Calibration,
+    *,
+    dtype: str,
+    state_dtype: str,
+    software: Software = "compiled",
+    attention_kernel: AttentionKernel = "tuned",
 ) -> ChipRates:
     """The rates of a chip for products of ``dtype`` in a training state whose own width is ``state_dtype``.
 
     Attention that is not fused, in the manner of 2021, runs at the rate of other products.
     """
+    attention = (matmul_rate if software == "eager-2021" else attention_rate)(chip, calibration, dtype)
     return ChipRates(
         matmul_flops_per_s=matmul_rate(chip, calibration, dtype),
         wide_flops_per_s=matmul_rate(chip, calibration, state_dtype if peak_known(chip, state_dtype) else dtype),
-        attention_flops_per_s=(matmul_rate if software == "eager-2021" else attention_rate)(chip, calibration, dtype),
+        attention_flops_per_s=attention * (calibration.efficiency.portable if attention_kernel == "portable" else 1.0),
         hbm_bytes_per_s=memory_rate(chip, calibration),
         processors=chip.num_sms or 0,
         eager=software != "compiled",
@@ -80,6 +88,8 @@ def local_work(step: Step, sizes: OpSizes, rates: ChipRates) -> Work:
     if is_attention(step):
         width = sizes.dims[step.inputs[-5].dims[-1]] if len(step.inputs) >= 5 else 1.0
         seconds = flops / rates.attention_flops_per_s * (1 + rates.efficiency.head_half / width)
+        if sizes.causal:
+            seconds = seconds * (1 + rates.efficiency.rows_half / sizes.dims["T"])
     elif step.op == "einsum":
         seconds, casts = _product_s(step, flops, sizes, rates)
         moved = moved + casts
@@ -94,6 +104,14 @@ def local_work(step: Step, sizes: OpSizes, rates: ChipRates) -> Work:
         launch_s=kernels * rates.efficiency.kernel_s,
         num_kernels=kernels,
     )
+
+
+def partly_hidden(first: Number, second: Number, overlap: Number | None) -> Number:
+    """Seconds of two things that hide each other in part: (a^p + b^p)^(1/p), the longer of the two without a p."""
+    if overlap is None:
+        return np.maximum(first, second)
+    found: Number = (first**overlap + second**overlap) ** (1 / overlap)
+    return found
 
 
 def num_kernels(step: Step, sizes: OpSizes) -> int:
@@ -112,8 +130,7 @@ def _product_s(step: Step, flops: Number, sizes: OpSizes, rates: ChipRates) -> t
     wide = step.block == "head" or step.result.dims[-1] == "E" or any(a.dims[-1] == "E" for a in step.inputs)
     at = rates.efficiency
     rate = rates.wide_flops_per_s if wide else rates.matmul_flops_per_s
-    half = at.contraction_half * (2 if rates.narrow and not wide else 1)
-    slower = (1 + half / contracted) * (1 + at.tile_tail * rates.processors * TILE / outputs)
+    slower = (1 + at.contraction_half / contracted) * (1 + at.tile_tail * rates.processors * TILE / outputs)
     casts = CASTS_BYTES * sizes.elements(step.inputs[0]) if rates.narrow and not wide else 0.0
     return flops / rate * slower, casts
 

@@ -7,11 +7,12 @@ import msgspec
 import numpy as np
 
 from meshwright.algebra.derive import Derived
+from meshwright.cost.kernels import partly_hidden
 from meshwright.cost.offload import NOTHING, Offload
 from meshwright.cost.pipeline import Pipeline
 from meshwright.cost.step_costs import StepCost
 from meshwright.cost.step_rates import Group, StepRates
-from meshwright.spec.calibration import Efficiency
+from meshwright.spec.strategy import IN_TURN
 
 Number = Any
 """A float, or a NumPy array with one entry per candidate."""
@@ -44,6 +45,7 @@ class BlockTimes(msgspec.Struct, frozen=True, kw_only=True):
     send_s: Number
     after_s: Number
     microbatch_s: Number = 0.0
+    overlap: Number | None = None
     slowdown: Number = 1.0
 
     def layers_s(self, part: str, share: Number, at_least: Number = 0.0) -> Number:
@@ -76,7 +78,9 @@ class BlockTimes(msgspec.Struct, frozen=True, kw_only=True):
         forward, backward = self.layers_s("forward", share, moved), self.layers_s("backward", share, moved)
         each = forward + backward + self.ends_s(pipeline, "forward", "backward") + self.microbatch_s
         bubble = pipeline.bubble_s(forward_s=forward, backward_s=backward, weight_s=self.layers_s("weight", share))
-        busy = pipeline.microbatches * each + self.sends_s(pipeline) + self.once_s(pipeline)
+        passes, sends = pipeline.microbatches * each, self.sends_s(pipeline)
+        passes = passes + sends if self.overlap is None else partly_hidden(passes, sends, self.overlap)
+        busy = passes + self.once_s(pipeline)
         busy = busy + self.after_s + offload.optimizer_s
         return StepSeconds(step_s=(busy + bubble) * self.slowdown, bubble_s=bubble * self.slowdown)
 
@@ -112,6 +116,7 @@ def block_times(
         send_s=total(boundary),
         after_s=total(cost.time_s * cost.count for cost in updates if cost.step.result.name not in owners),
         microbatch_s=rates.chip.efficiency.host_microbatch_s * (rates.software != "compiled"),
+        overlap=rates.chip.efficiency.overlap if rates.overlaps and rates.software not in IN_TURN else None,
         slowdown=1 + rates.chip.efficiency.straggler * np.log2(rates.num_hosts),
     )
 
@@ -127,10 +132,11 @@ def _first_blocks(derived: Derived) -> dict[str, str]:
 
 
 def _pass_s(costs: list[StepCost], rates: StepRates) -> Number:
-    """One pass over one repeat of a block: what is waited for in a row, or the busiest links if they take longer.
+    """One pass over one repeat of a block: compute, what it waits for, and what passes behind the two.
 
-    With eager dispatch the row is no shorter than the host needs to start its kernels. Of what passes behind compute a
-    share is left standing.
+    By the data sheet compute and what is waited for are added, and the rest hides unless the busiest links take
+    longer. Fitted numbers say how far things hide each other: see `partly_hidden`. With eager dispatch the compute is
+    no shorter than the host needs to start its kernels.
     """
     if not rates.overlaps:
         return total(cost.time_s for cost in costs)
@@ -138,42 +144,29 @@ def _pass_s(costs: list[StepCost], rates: StepRates) -> Number:
     compute = total(cost.local_s for cost in costs)
     if rates.software != "compiled":
         compute = np.maximum(compute, at.host_kernel_s * sum(cost.num_kernels for cost in costs))
-    if rates.software == "eager-2021":
+    if rates.software in IN_TURN:
         return compute + total(cost.network_s for cost in costs if cost.step.is_collective)
     waited = [cost for cost in costs if cost.step.is_collective and not cost.hides]
-    row = compute + total(cost.network_s * _exposed(cost, at) for cost in waited)
+    waiting = total(cost.network_s for cost in waited)
+    row = compute + waiting if at.overlap is None else partly_hidden(compute, waiting, at.overlap)
     behind = [cost for cost in costs if cost.hides]
-    if not behind:
-        return np.maximum(row, largest(link_seconds(seconds_by_group(waited, "network_s", 1), rates)))
-    links = largest(link_seconds(seconds_by_group([*waited, *behind], "network_s", 1), rates))
-    each = [cost for cost in behind if cost.step.scope != "step"]
-    # what runs once a step adds its own share to that of every microbatch, so that nothing to send adds nothing
-    every, always = (
-        np.minimum(largest(link_seconds(seconds_by_group(some, "network_s", 1), rates)), row) for some in (behind, each)
-    )
-    standing = at.weights_exposed * always + _gradients_exposed(rates) * (every - always)
-    return np.maximum(row, links) + standing
+    links = _links_s([*waited, *behind], rates)
+    return np.maximum(partly_hidden(row, _links_s(behind, rates), at.overlap), links)
+
+
+def _links_s(costs: list[StepCost], rates: StepRates) -> Number:
+    """Seconds that the busiest link works for some collectives of one pass."""
+    return largest(link_seconds(seconds_by_group(costs, "network_s", 1), rates))
 
 
 def _update_s(costs: list[StepCost], forward: list[StepCost], forward_s: Number, rates: StepRates) -> Number:
     """The optimizer on one repeat of a block, and what the next forward pass over it does not hide of the gather of
     updated weights (ZeRO-1 and 2). The gather shares links with the pass's own collectives."""
     local = total(cost.local_s for cost in costs)
-    if not rates.overlaps or rates.software == "eager-2021":
+    if not rates.overlaps or rates.software in IN_TURN:
         return local + total(cost.network_s for cost in costs)
-    gathers = largest(link_seconds(seconds_by_group(costs, "network_s", 1), rates))
-    links = largest(link_seconds(seconds_by_group([*forward, *costs], "network_s", 1), rates))
-    return local + np.maximum(links - forward_s, 0.0) + _gradients_exposed(rates) * np.minimum(gathers, forward_s)
-
-
-def _gradients_exposed(rates: StepRates) -> Number:
-    at = rates.chip.efficiency
-    return at.gradients_exposed if rates.software == "compiled" else at.gradients_exposed_eager
-
-
-def _exposed(cost: StepCost, at: Efficiency) -> Number:
-    """The share of a collective that its pass waits for."""
-    return at.expert_exposed if "expert" in cost.step.axes else at.tensor_exposed
+    both = partly_hidden(forward_s, _links_s(costs, rates), rates.chip.efficiency.overlap)
+    return local + np.maximum(both, _links_s([*forward, *costs], rates)) - forward_s
 
 
 def seconds_by_group(costs: Iterable[StepCost], field: str, count: Number | None = None) -> dict[Group, Number]:

@@ -10,7 +10,7 @@ from meshwright.algebra.derive import Derived
 from meshwright.algebra.notation import ShardedArray
 from meshwright.algebra.steps import Step, num_moves, sent_element_bytes
 from meshwright.core.dims import DTYPE_BYTES
-from meshwright.cost.kernels import local_work
+from meshwright.cost.kernels import local_work, partly_hidden
 from meshwright.cost.ops import OpSizes, Scores
 from meshwright.cost.pipeline import ONE_STAGE, Pipeline
 from meshwright.cost.sizes import expert_slots
@@ -28,7 +28,7 @@ class StepCost(msgspec.Struct, frozen=True, kw_only=True):
 
     ``count`` is over all layers, ``here`` on the busiest device of a pipeline: its layers and the head.
     ``network_bytes`` are those of the full array of a collective, ``latency_s`` the part of ``network_s`` that
-    the bytes do not explain. ``hides`` says that nothing waits for it inside its pass.
+    the bytes do not explain. ``hides`` says that nothing waits for it inside its pass; ``overlap`` is the efficiency's.
     """
 
     step: Step
@@ -40,6 +40,7 @@ class StepCost(msgspec.Struct, frozen=True, kw_only=True):
     hbm_s: Number = 0.0
     launch_s: Number = 0.0
     num_kernels: int = 0
+    overlap: Number | None = None
     network_bytes: Number = 0.0
     network_s: Number = 0.0
     latency_s: Number = 0.0
@@ -48,7 +49,7 @@ class StepCost(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def local_s(self) -> Number:
         """Seconds on the device: compute and memory overlap, the launch does not."""
-        return np.maximum(self.math_s, self.hbm_s) + self.launch_s
+        return partly_hidden(self.math_s, self.hbm_s, self.overlap) + self.launch_s
 
     @property
     def time_s(self) -> Number:
@@ -175,6 +176,7 @@ def price_step(step: Step, count: Number, sizes: OpSizes, rates: StepRates, *, n
         hbm_s=work.hbm_s,
         launch_s=work.launch_s,
         num_kernels=work.num_kernels,
+        overlap=rates.chip.efficiency.overlap,
     )
 
 
@@ -187,9 +189,14 @@ def _price_collective(
     rate = group[step.op]
     moves = num_moves(step, dims=sizes.dims, mesh=sizes.mesh)
     seconds = moves * rate.time(sent)
+    # what is there already is read to be added to, as after a product
+    adds = sizes.bytes(step.result) if dict(step.attributes).get("accumulate") == "true" else 0.0
+    adds = adds * rates.chip.efficiency.eager_traffic if rates.chip.eager else adds
     return StepCost(
         step=step,
         count=count,
+        hbm_bytes=adds,
+        hbm_s=adds / rates.chip.hbm_bytes_per_s,
         network_bytes=sent,
         network_s=seconds,
         latency_s=seconds - moves * sent * rate.seconds_per_byte,

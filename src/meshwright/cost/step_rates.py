@@ -16,7 +16,7 @@ from meshwright.spec.calibration import (
     reference_peak,
 )
 from meshwright.spec.cluster import Cluster
-from meshwright.spec.strategy import Software, Strategy
+from meshwright.spec.strategy import AttentionKernel, Software, Strategy
 
 Number = Any
 """A float, or a NumPy array with one entry per candidate."""
@@ -84,6 +84,7 @@ def step_rates(
     dtype: str,
     state_dtype: str = "",
     software: Software = "compiled",
+    attention_kernel: AttentionKernel = "tuned",
     calibration: Calibration | None = None,
 ) -> StepRates:
     """The rates of one placement, or arrays of them with one entry for each placement.
@@ -96,7 +97,14 @@ def step_rates(
     laid = [placements] if isinstance(placements, Placement) else placements
     rates, uses = _group_tables(laid, tuple(groups), calibration)
     every = StepRates(
-        chip=chip_rates(cluster.chip, measured, dtype=dtype, state_dtype=state_dtype or dtype, software=software),
+        chip=chip_rates(
+            cluster.chip,
+            measured,
+            dtype=dtype,
+            state_dtype=state_dtype or dtype,
+            software=software,
+            attention_kernel=attention_kernel,
+        ),
         peak_flops_per_s=reference_peak(cluster.chip, measured, dtype),
         groups=rates,
         link_levels=tuple(link.level for link in laid[0].links),

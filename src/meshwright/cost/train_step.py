@@ -93,6 +93,7 @@ def price_strategy(
         dtype=strategy.matmul_dtype,
         state_dtype=strategy.state_dtype,
         software=strategy.software,
+        attention_kernel=strategy.attention_kernel,
         calibration=calibration,
     )
     sizes = strategy_sizes(model, job, strategy, scores=attention_scores(cluster, strategy.software))
@@ -152,17 +153,19 @@ def estimate_many(
     expected, bubble = seconds.step_s, seconds.bubble_s
     busy = _busy_s(costs, rates)
     items = parts.items(num_microbatches=pipeline.microbatches, pipeline=pipeline, offload=offload)
-    num_chips, at = product(sizes.mesh.values()), rates.chip.efficiency
+    num_chips = product(sizes.mesh.values())
+    low, high = rates.chip.efficiency.interval(has_experts=model.num_experts > 0)
     flops = total(cost.flops * cost.count for cost in costs) * num_chips / sizes.mesh.get("pipeline", 1)
     needed = model_flops(model, Job(batch_seqs=1, seq_len=seq_len)) * batch_seqs
     available = rates.peak_flops_per_s * num_chips * expected
-    serial = total((cost.math_s + cost.hbm_s + cost.network_s) * cost.here for cost in costs)
+    serial = total((cost.math_s + cost.hbm_s + cost.launch_s + cost.network_s) * cost.here for cost in costs)
+    serial = serial + bubble + moved.serial_s + priced.times.sends_s(pipeline)
     return Estimate(
         step_s=expected,
         step_s_lower=largest(busy),
-        step_s_p10=None if at.low is None else expected * at.low,
-        step_s_p90=None if at.high is None else expected * at.high,
-        step_s_upper=serial + bubble + moved.serial_s + priced.times.sends_s(pipeline),
+        step_s_p10=None if low is None else expected * low,
+        step_s_p90=None if high is None else expected * high,
+        step_s_upper=np.maximum(serial, expected),
         mfu=needed / available,
         hfu=flops / available,
         bound_by=_bound_by(costs, rates, busy, bubble),

@@ -131,7 +131,7 @@ def accuracy(records: Sequence[Record], *, datasheet: bool = False) -> Accuracy:
 
 def predicted(case: Case, seconds: float, calibration: Calibration) -> Prediction:
     """A case with its prediction and the interval of its calibration."""
-    at = calibration.efficiency
+    low, high = calibration.efficiency.interval(has_experts=case.model.num_experts > 0)
     if not math.isfinite(seconds) or seconds <= 0:
         raise AssertionError(f"{case.record.id}: predicted {seconds} s")
     return Prediction(
@@ -142,6 +142,6 @@ def predicted(case: Case, seconds: float, calibration: Calibration) -> Predictio
         fitted=not calibration.is_datasheet,
         measured_s=case.measured_s,
         predicted_s=seconds,
-        low_s=None if at.low is None else seconds * at.low,
-        high_s=None if at.high is None else seconds * at.high,
+        low_s=None if low is None else seconds * low,
+        high_s=None if high is None else seconds * high,
     )

@@ -26,6 +26,10 @@ Rates = Callable[[Case], Calibration]
 NO_LEG: dict[str, Any] = {"size": 1, "bytes_per_s": 1.0, "wraps": False, "sharing": 1, "hops": 0, "hop_s": 0.0}
 
 
+ALIKE = ("narrow", "attention", "overlap", "low", "high", "low_experts", "high_experts")
+"""Fields of an efficiency that are in the rates of a chip already, or the same for all chips."""
+
+
 class Batch(msgspec.Struct, frozen=True, kw_only=True):
     """Cases of one pattern, as arrays: everything that does not depend on a calibration."""
 
@@ -60,6 +64,7 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
                 dtype=case.strategy.matmul_dtype,
                 state_dtype=case.strategy.state_dtype,
                 software=strategy.software,
+                attention_kernel=case.strategy.attention_kernel,
             )
             for case, found in zip(self.cases, calibrations, strict=True)
         ]
@@ -177,10 +182,14 @@ def _links(placements: Sequence[Placement]) -> np.ndarray:
 
 def _stacked_calibration(calibrations: Sequence[Calibration]) -> Any:
     """An object with the fields of a calibration that prices read, as arrays."""
-    fields = [name for name in Efficiency.__struct_fields__ if name not in ("narrow", "low", "high", "attention")]
+    fields = [name for name in Efficiency.__struct_fields__ if name not in ALIKE]
     stacked = {name: np.array([getattr(one.efficiency, name) for one in calibrations]) for name in fields}
     hops = [one.hop_s for one in calibrations]
-    return SimpleNamespace(efficiency=SimpleNamespace(**stacked), hop_s=_Hops(hops), collectives=())
+    return SimpleNamespace(
+        efficiency=SimpleNamespace(**stacked, overlap=calibrations[0].efficiency.overlap),
+        hop_s=_Hops(hops),
+        collectives=(),
+    )
 
 
 class _Hops:

@@ -210,6 +210,7 @@ def strategy_of(record: Record, model: Model, cluster: Cluster) -> Strategy:
         state="bf16-master-fp32-grads" if not tpu else "bf16-master",
         precision=_precision(record, cluster.chip),
         software=software,
+        attention_kernel="portable" if "ALiBi" in record.note else "tuned",
     )
 
 

@@ -39,6 +39,7 @@ FIELDS = (
     "context_attention",
     "imbalance",
     "software",
+    "attention_kernel",
     "assignment",
     "slice_axes",
 )

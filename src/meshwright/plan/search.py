@@ -192,6 +192,7 @@ def _rates(space: Space, cluster: Cluster, placements: Sequence[Placement]) -> S
         dtype=template.matmul_dtype,
         state_dtype=template.state_dtype,
         software=template.software,
+        attention_kernel=template.attention_kernel,
         calibration=space.calibration,
     )
 

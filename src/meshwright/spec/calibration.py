@@ -35,17 +35,20 @@ class Efficiency(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """How far programs stay behind the data sheet; the defaults are the data sheet as it stands.
 
     Shares of rates that large enough work reaches: ``compute`` (matrix products), ``attention`` (of the same peak, by
-    fused kernels), ``hbm``, and every level of the network; ``narrow`` is a further share per dtype below 16 bits.
+    fused kernels), ``hbm``, and every level of the network; ``narrow`` is a further share per dtype below 16
+    bits, ``portable`` one of attention in kernels that are not written for the chip.
     Shapes: a product over K takes (1 + contraction_half / K) as long, one of few output tiles
-    (1 + tile_tail x processors x tile / outputs), attention with heads of width H (1 + head_half / H).
+    (1 + tile_tail x processors x tile / outputs), attention with heads of width H (1 + head_half / H), of
+    T positions (1 + rows_half / T).
     ``eager_traffic`` is the traffic through memory of elementwise ops with eager dispatch, over that of fused ones.
     Seconds: ``kernel_s`` on the device for every kernel; with eager dispatch the host needs ``host_kernel_s`` for
     each, and ``host_microbatch_s`` for each microbatch.
-    Shares of communication that overlap leaves standing: of what a layer waits for (``tensor_exposed``,
-    ``expert_exposed``), and of what passes behind its compute (``weights_exposed`` each microbatch,
-    ``gradients_exposed`` once a step, as a compiled program or with eager dispatch). ``straggler`` is the slowdown for
-    every doubling of hosts.
-    ``low`` and ``high`` are the measured step time over the predicted one at the 10th and the 90th percentile.
+    ``overlap`` is the exponent p with which two things that partly hide each other (compute and memory in a kernel,
+    compute and communication in a layer, a pass and what goes once a step) take (a^p + b^p)^(1/p); None is the data
+    sheet's view: the longer of the two, and what is waited for in full. ``straggler`` is the slowdown for every
+    doubling of hosts.
+    ``low`` and ``high`` are the measured step time over the predicted one at the 10th and the 90th percentile, for
+    dense models; ``low_experts`` and ``high_experts`` for those with experts.
     """
 
     compute: float = 1.0
@@ -58,19 +61,23 @@ class Efficiency(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     narrow: dict[str, float] = {}
     contraction_half: float = 0.0
     tile_tail: float = 0.0
+    portable: float = 1.0
     head_half: float = 0.0
+    rows_half: float = 0.0
     eager_traffic: float = 1.0
     kernel_s: float = 0.0
     host_kernel_s: float = 0.0
     host_microbatch_s: float = 0.0
-    tensor_exposed: float = 1.0
-    expert_exposed: float = 1.0
-    weights_exposed: float = 0.0
-    gradients_exposed: float = 0.0
-    gradients_exposed_eager: float = 0.0
+    overlap: float | None = None
     straggler: float = 0.0
     low: float | None = None
     high: float | None = None
+    low_experts: float | None = None
+    high_experts: float | None = None
+
+    def interval(self, *, has_experts: bool) -> tuple[float | None, float | None]:
+        """``low`` and ``high`` of a kind of model, or (None, None)."""
+        return (self.low_experts, self.high_experts) if has_experts else (self.low, self.high)
 
     def __post_init__(self) -> None:
         for name in SHARES:

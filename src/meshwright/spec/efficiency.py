@@ -95,7 +95,7 @@ def efficiency_of(chip: Chip, base: str, values: Mapping[str, float]) -> Efficie
     narrow = {key.removeprefix(prefix).removesuffix(f".{base}"): v for key, v in values.items() if _is(key, base, kind)}
     shares = {name: min(1.0, pick(name, 1.0)) for name in ("hbm", "ici", "nvlink", "network", "dcn")}
     others = (
-        *("contraction_half", "tile_tail", "head_half", "kernel_s", "host_kernel_s", "host_microbatch_s"),
+        *("contraction_half", "tile_tail", "head_half", "rows_half", "kernel_s", "host_kernel_s", "host_microbatch_s"),
         "straggler",
     )
     return Efficiency(
@@ -104,15 +104,14 @@ def efficiency_of(chip: Chip, base: str, values: Mapping[str, float]) -> Efficie
         narrow=narrow,
         **shares,
         **{name: pick(name, 0.0) for name in others},
-        **{name: min(1.0, pick(name, 1.0)) for name in ("tensor_exposed", "expert_exposed")},
-        **{name: min(1.0, pick(name, 0.0)) for name in _HIDDEN},
+        overlap=values.get("overlap"),
         eager_traffic=pick("eager_traffic", 1.0),
+        portable=pick("portable", 1.0),
         low=values.get("low"),
         high=values.get("high"),
+        low_experts=values.get("low_experts"),
+        high_experts=values.get("high_experts"),
     )
-
-
-_HIDDEN = ("weights_exposed", "gradients_exposed", "gradients_exposed_eager")
 
 
 def _is(key: str, base: str, kind: str) -> bool:

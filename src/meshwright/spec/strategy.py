@@ -24,6 +24,9 @@ Software = Literal["compiled", "eager", "eager-in-turn", "eager-2021"]
 """How the step is run: as one compiled program; kernel by kernel from a host that stays ahead, attention fused and
 communication overlapped; the same with communication in turn; or as in 2021, attention in separate kernels too."""
 
+AttentionKernel = Literal["tuned", "portable"]
+"""Fused attention written for the chip, or once for all chips (Triton in 2023, needed for ALiBi then)."""
+
 IN_TURN: tuple[str, ...] = ("eager-in-turn", "eager-2021")
 """Software in which nothing passes behind compute."""
 
@@ -119,6 +122,7 @@ class Strategy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     offload: tuple[Offload, ...] = ()
     imbalance: float = 1.0
     software: Software = "compiled"
+    attention_kernel: AttentionKernel = "tuned"
 
     def __post_init__(self) -> None:
         for role in self.assignment:
@@ -230,6 +234,7 @@ def _require_runnable_choices(strategy: Strategy) -> None:
         f"remat {kept!r}": (isinstance(kept, str) and kept not in RUNNABLE_REMAT, ", ".join(RUNNABLE_REMAT)),
         f"context_attention {strategy.context_attention!r}": (strategy.context_attention != "gather", "gather"),
         f"precision {strategy.precision!r}": (strategy.precision not in ("", own), f"{own!r}, the state's own"),
+        f"attention_kernel {strategy.attention_kernel!r}": (strategy.attention_kernel != "tuned", "tuned"),
         f"software {strategy.software!r}": (strategy.software != "compiled", "compiled"),
         f"offload of {' and '.join(strategy.offload)}": (bool(strategy.offload), "none"),
     }
