@@ -27,12 +27,10 @@ from meshwright.plan.candidates import (
     with_microbatches,
 )
 from meshwright.plan.legal import divisors
+from meshwright.plan.ranking import Best, Variant, taken, varied
 from meshwright.plan.space import Pattern, Space
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.strategy import Strategy
-
-TIE = 1e-3
-"""Candidates whose times differ by less than this share count as equally fast."""
 
 KEPT_MESHES = 100
 """Meshes that are looked at in full: where there are more, the most promising."""
@@ -42,9 +40,6 @@ SCREENED_MICROBATCHES = 6
 
 KEPT_PER_STAGES = 10
 """Meshes of each number of pipeline stages that are looked at in any case."""
-
-KEPT_PER_VARIANT = 512
-"""Fastest candidates that are remembered of each variant of each pattern."""
 
 
 class Found(msgspec.Struct, frozen=True, kw_only=True):
@@ -107,11 +102,11 @@ def search(
     if not placements:
         return msgspec.structs.replace(NOTHING, num_meshes=num_meshes)
     bench, every = _bench(space, cluster, placements), with_microbatches(space, laid)
-    best = _Best()
+    best = Best()
     for number, pattern in enumerate(space.patterns):
         for variant in bench.variants(number, pattern, every):
             best.add(variant)
-    picked = _varied(best.order(), best, top)
+    picked = varied(best.order(), best, top)
     found = tuple(bench.found(placements, best, index) for index in picked)
     front = tuple(bench.found(placements, best, index) for index in best.frontier()) if frontier else ()
     return Outcome(
@@ -200,21 +195,6 @@ def _rates(space: Space, cluster: Cluster, placements: Sequence[Placement]) -> S
 # -- pricing --------------------------------------------------------------------------------------------
 
 
-class _Variant(msgspec.Struct, frozen=True, kw_only=True):
-    """All candidates of one pattern under one schedule and choice of offloading: seconds where they fit."""
-
-    pattern: int
-    rank: int
-    schedule: str
-    offload: tuple[str, ...]
-    rows: Candidates
-    chunks: np.ndarray
-    seconds: np.ndarray
-    need: np.ndarray
-    num_legal: int
-    least_bytes: float
-
-
 class _Bench(msgspec.Struct, frozen=True, kw_only=True):
     """What every candidate is priced with."""
 
@@ -223,7 +203,7 @@ class _Bench(msgspec.Struct, frozen=True, kw_only=True):
     rates: StepRates
     limit: float
 
-    def variants(self, number: int, pattern: Pattern, every: Candidates) -> Iterator[_Variant]:
+    def variants(self, number: int, pattern: Pattern, every: Candidates) -> Iterator[Variant]:
         """The pattern's candidates under every schedule, number of chunks and choice of offloading."""
         space = self.space
         rows = every.take(legal_in(space, pattern, every))
@@ -242,7 +222,7 @@ class _Bench(msgspec.Struct, frozen=True, kw_only=True):
             which, chunks = self._chunks(schedule, rows, pattern.derived.num_layers)
             if not len(which):
                 continue
-            chosen, times, memory = rows.take(which), _taken(parts.times, which), _taken(parts.memory, which)
+            chosen, times, memory = rows.take(which), taken(parts.times, which), taken(parts.memory, which)
             pipeline = Pipeline(
                 schedule=schedule, stages=chosen.mesh["pipeline"], chunks=chunks, microbatches=chosen.microbatches
             )
@@ -255,7 +235,7 @@ class _Bench(msgspec.Struct, frozen=True, kw_only=True):
                 )
                 step_s = np.broadcast_to(times.step_s(pipeline, moved).step_s, len(chosen))
                 fits = np.flatnonzero(need <= self.limit)
-                yield _Variant(
+                yield Variant(
                     pattern=number,
                     rank=pattern.rank,
                     schedule=schedule,
@@ -291,7 +271,7 @@ class _Bench(msgspec.Struct, frozen=True, kw_only=True):
             chunks.append(np.full(len(found), count, dtype=np.int64))
         return np.concatenate(numbers), np.concatenate(chunks)
 
-    def found(self, placements: Sequence[Placement], best: "_Best", index: int) -> Found:
+    def found(self, placements: Sequence[Placement], best: "Best", index: int) -> Found:
         """One candidate in full."""
         one = best.at(index)
         space, rows = self.space, one.rows
@@ -327,139 +307,3 @@ class _Bench(msgspec.Struct, frozen=True, kw_only=True):
 def _chunk_counts(schedule: str, num_layers: int) -> tuple[int, ...]:
     """Chunks that a schedule may have, with the 1 of a single stage."""
     return divisors(num_layers) if schedule == "interleaved" else tuple(sorted({1, default_chunks(schedule)}))
-
-
-def _taken(parts, index):  # type: ignore[no-untyped-def]
-    """A struct of arrays with the entries that an index picks; scalars and plain fields stay."""
-    if isinstance(parts, np.ndarray):
-        return parts[index] if parts.ndim else parts
-    if isinstance(parts, dict):
-        return {name: _taken(value, index) for name, value in parts.items()}
-    if isinstance(parts, (list, tuple)):
-        return type(parts)(_taken(value, index) for value in parts)
-    if isinstance(parts, msgspec.Struct):
-        return type(parts)(**{name: _taken(getattr(parts, name), index) for name in parts.__struct_fields__})
-    return parts
-
-
-# -- ranking --------------------------------------------------------------------------------------------
-
-
-class _Best:
-    """The fastest candidates of every variant, and what was counted on the way."""
-
-    def __init__(self) -> None:
-        self.kept: list[_Variant] = []
-        self.ends: list[int] = []
-        self.num_legal = self.num_ranked = 0
-        self.least_bytes = np.inf
-        self.fits_without_stages = False
-
-    def add(self, variant: _Variant) -> None:
-        self.num_legal += variant.num_legal
-        self.num_ranked += len(variant.rows)
-        self.least_bytes = min(self.least_bytes, variant.least_bytes)
-        if not len(variant.rows):
-            return
-        self.fits_without_stages |= bool(np.any(variant.rows.mesh["pipeline"] == 1))
-        index = _fastest(variant.seconds, variant.need)
-        self.kept.append(_taken(variant, index))
-        self.ends.append((self.ends[-1] if self.ends else 0) + len(index))
-
-    def at(self, index: int) -> _Variant:
-        """One candidate as a variant of one row."""
-        which = int(np.searchsorted(self.ends, index, side="right"))
-        start = self.ends[which - 1] if which else 0
-        one: _Variant = _taken(self.kept[which], np.array([index - start]))
-        return one
-
-    def columns(self) -> tuple[np.ndarray, np.ndarray]:
-        """Seconds and bytes of all kept candidates."""
-        if not self.kept:
-            return np.zeros(0), np.zeros(0)
-        return np.concatenate([v.seconds for v in self.kept]), np.concatenate([v.need for v in self.kept])
-
-    def order(self) -> np.ndarray:
-        """Fastest per token first. Among equally fast ones: fewer stages, nothing offloaded, fewer microbatches, less
-        remat, what is split over fsdp (ZeRO-3 first), fsdp rather than data, less context.
-        """
-        seconds, _ = self.columns()
-        if not len(seconds):
-            return np.zeros(0, dtype=np.intp)
-        level = np.round(np.log(seconds / seconds.min()) / TIE)
-
-        def spread(value: object) -> np.ndarray:
-            return np.concatenate([np.broadcast_to(np.asarray(value(v)), len(v.rows)) for v in self.kept])  # type: ignore[operator]
-
-        keys = (
-            seconds,
-            spread(lambda v: v.rows.mesh["context"]),
-            spread(lambda v: v.rows.mesh["data"]),
-            spread(lambda v: v.pattern),
-            spread(lambda v: v.rank),
-            spread(lambda v: v.rows.microbatches),
-            spread(lambda v: len(v.offload)),
-            spread(lambda v: v.rows.mesh["pipeline"]),
-            level,
-        )
-        return np.lexsort(keys)
-
-    def meshes(self) -> np.ndarray:
-        """The mesh of every kept candidate, one row each."""
-        columns = [np.concatenate([v.rows.mesh[axis] for v in self.kept]) for axis in MESH_AXES]
-        return np.column_stack(columns)
-
-    def frontier(self) -> list[int]:
-        """Candidates that no other one beats in both seconds and bytes, fastest first."""
-        seconds, need = self.columns()
-        found, least = [], np.inf
-        for index in np.lexsort((need, seconds)).tolist():
-            if need[index] < least * (1 - TIE):
-                found.append(index)
-                least = need[index]
-        return found
-
-
-def _fastest(seconds: np.ndarray, need: np.ndarray) -> np.ndarray:
-    """Numbers of the fastest candidates, and of those that nothing beats in both seconds and bytes."""
-    if len(seconds) <= KEPT_PER_VARIANT:
-        return np.arange(len(seconds))
-    fast = np.argpartition(seconds, KEPT_PER_VARIANT)[:KEPT_PER_VARIANT]
-    order = np.argsort(seconds, kind="stable")
-    lower = np.minimum.accumulate(need[order])
-    front = order[np.concatenate([[True], need[order][1:] < lower[:-1] * (1 - TIE)])]
-    return np.unique(np.concatenate([fast, front]))
-
-
-def _varied(order: np.ndarray, best: _Best, top: int) -> list[int]:
-    """The best of each (data x fsdp x context, tensor), then the second best mesh of each, and so on, fastest first.
-
-    A mesh is listed once, with its best remat, schedule and microbatches.
-    """
-    if not len(order):
-        return []
-    meshes, (seconds, _) = best.meshes(), best.columns()
-    axis = {name: number for number, name in enumerate(MESH_AXES)}
-    listed: set[tuple[int, ...]] = set()
-    turns: list[list[int]] = []
-    depth: dict[tuple[int, ...], int] = {}
-    for number in order.tolist():
-        mesh = tuple(meshes[number].tolist())
-        if mesh in listed:
-            continue
-        listed.add(mesh)
-        key = (
-            mesh[axis["pipeline"]],
-            mesh[axis["data"]] * mesh[axis["fsdp"]] * mesh[axis["context"]],
-            mesh[axis["expert"]],
-            mesh[axis["tensor"]],
-        )
-        turn = depth.get(key, 0)
-        depth[key] = turn + 1
-        if turn == len(turns):
-            turns.append([])
-        turns[turn].append(number)
-        if len(turns[0]) >= top:
-            break
-    chosen = [number for turn in turns for number in turn][:top]
-    return sorted(chosen, key=lambda number: float(seconds[number]))
