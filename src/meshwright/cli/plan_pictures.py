@@ -14,7 +14,8 @@ from meshwright.cost.train_step import price_strategy
 from meshwright.plan.exposure import StepParts, Traffic, parts_of_step, traffic
 from meshwright.plan.pareto import Frontier, pareto, usd_per_token
 from meshwright.plan.result import PlanResult
-from meshwright.plan.search import TIE, Found
+from meshwright.plan.ranking import TIE
+from meshwright.plan.search import Found
 from meshwright.report.breakdown import breakdown_figure
 from meshwright.report.figure import Spec, save
 from meshwright.report.heatmap import short_mesh
