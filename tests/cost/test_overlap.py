@@ -2,15 +2,16 @@
 
 import math
 
+import msgspec
 import pytest
 
-from meshwright.cost.pipeline import strategy_pipeline
+from meshwright.cost.pipeline import Pipeline, strategy_pipeline
 from meshwright.cost.train_step import estimate_step, price_parts, price_strategy
 from meshwright.spec import catalogue
 from meshwright.spec.calibration import Calibration, Efficiency
 from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.job import Job
-from meshwright.spec.strategy import Strategy, make_mesh, standard_assignment
+from meshwright.spec.strategy import IN_TURN, Strategy, make_mesh, standard_assignment
 
 TINY = catalogue.model("tiny")
 JOB = Job(batch_seqs=64, seq_len=512)
@@ -44,56 +45,101 @@ def moved(costs, phase, *, axis=None, scope=None):
     )
 
 
-def test_gathers_of_weights_hide_behind_compute_but_for_a_share():
+P = 1.5
+"""The exponent of the tests below."""
+
+
+def hidden(*seconds):
+    """(a^p + b^p + ...)^(1/p)."""
+    return sum(s**P for s in seconds) ** (1 / P)
+
+
+def test_compute_and_memory_of_one_kernel():
+    """By the data sheet the longer of the two, else in part both; the launch comes on top."""
+    _, _, sheet = priced({"data": 1}, cluster="h100:1x1", efficiency={"kernel_s": 1e-6})
+    _, _, partly = priced({"data": 1}, cluster="h100:1x1", efficiency={"kernel_s": 1e-6, "overlap": P})
+    both = [(a, b) for a, b in zip(sheet, partly, strict=True) if min(float(a.math_s), float(a.hbm_s)) > 0]
+    assert len(both) > 10
+    for a, b in both:
+        assert (a.math_s, a.hbm_s, a.launch_s) == (b.math_s, b.hbm_s, b.launch_s)
+        assert a.local_s == pytest.approx(max(a.math_s, a.hbm_s) + a.launch_s)
+        assert b.local_s == pytest.approx(hidden(b.math_s, b.hbm_s) + b.launch_s)
+        assert a.local_s < b.local_s < a.math_s + a.hbm_s + a.launch_s
+
+
+def test_gathers_of_weights_hide_behind_compute():
     _, times, costs = priced({"fsdp": 8})
     compute, gathers = local(costs, "forward"), moved(costs, "forward")
     assert gathers > 0
     assert times.forward[LAYER] == pytest.approx(max(compute, gathers))
-    _, times, _ = priced({"fsdp": 8}, efficiency={"weights_exposed": 0.4})
-    assert times.forward[LAYER] == pytest.approx(max(compute, gathers) + 0.4 * min(compute, gathers))
-    # what is left standing of sums once a step is another number, which no gather has
-    _, times, _ = priced({"fsdp": 8}, efficiency={"gradients_exposed": 0.4})
-    assert times.forward[LAYER] == pytest.approx(max(compute, gathers))
+    _, times, costs = priced({"fsdp": 8}, efficiency={"overlap": P})
+    assert times.forward[LAYER] == pytest.approx(hidden(local(costs, "forward"), gathers))
 
 
-def test_a_layer_waits_for_a_share_of_its_tensor_collectives():
-    _, _, costs = priced({"tensor": 2}, cluster="h100:2x1")
-    compute, waits = local(costs, "forward"), moved(costs, "forward", axis="tensor")
-    for share in (1.0, 0.5):
-        _, times, _ = priced({"tensor": 2}, cluster="h100:2x1", efficiency={"tensor_exposed": share})
-        assert times.forward[LAYER] == pytest.approx(max(compute + share * waits, waits))
-    # experts have a share of their own
-    _, times, _ = priced({"tensor": 2}, cluster="h100:2x1", efficiency={"expert_exposed": 0.1})
-    assert times.forward[LAYER] == pytest.approx(compute + waits)
+def test_a_layer_waits_for_its_tensor_collectives():
+    """In full by the data sheet; in part where chunks of a product hide what the chunk before sends."""
+    axes, cluster = {"tensor": 2}, "h100:2x1"
+    _, times, costs = priced(axes, cluster=cluster)
+    waits = moved(costs, "forward", axis="tensor")
+    assert waits > 0
+    assert times.forward[LAYER] == pytest.approx(local(costs, "forward") + waits)
+    _, times, costs = priced(axes, cluster=cluster, efficiency={"overlap": P})
+    assert times.forward[LAYER] == pytest.approx(hidden(local(costs, "forward"), waits))
 
 
-@pytest.mark.parametrize(
-    ("software", "name"), [("compiled", "gradients_exposed"), ("eager", "gradients_exposed_eager")]
-)
-def test_sums_of_gradients_once_a_step(software, name):
-    """Behind the last backward pass; each kind of software leaves its own share of them standing."""
+def test_what_is_waited_for_and_what_passes_behind_it():
+    """First the row of compute and tensor collectives, then the gathers of weights behind that row.
+
+    Both use the same ports: a pass is never shorter than the two together keep them busy.
+    """
+    for slow in (1.0, 0.02):
+        _, times, costs = priced({"fsdp": 4, "tensor": 2}, efficiency={"overlap": P, "nvlink": slow})
+        compute = local(costs, "forward")
+        waits, gathers = moved(costs, "forward", axis="tensor"), moved(costs, "forward", axis="fsdp")
+        assert min(waits, gathers) > 0
+        row = hidden(compute, waits)
+        assert times.forward[LAYER] == pytest.approx(max(hidden(row, gathers), waits + gathers))
+    assert waits + gathers > hidden(row, gathers), "slow links bind"
+
+
+@pytest.mark.parametrize("software", ["compiled", "eager"])
+def test_sums_of_gradients_once_a_step(software):
+    """Behind the last backward pass, whatever starts the kernels."""
     _, times, costs = priced({"data": 8}, software=software, num_microbatches=2)
     back = local(costs, "backward")
     sums = moved(costs, "backward", scope="step")
     assert sums > 0
     assert times.backward[LAYER] == pytest.approx(back)
     assert times.last[LAYER] == pytest.approx(max(sums - back, 0), abs=1e-12)
-    _, exposed, _ = priced({"data": 8}, software=software, num_microbatches=2, efficiency={name: 0.5})
-    assert exposed.backward[LAYER] == pytest.approx(back)
-    assert exposed.last[LAYER] - times.last[LAYER] == pytest.approx(0.5 * min(sums, back))
+    _, times, costs = priced({"data": 8}, software=software, num_microbatches=2, efficiency={"overlap": P})
+    back = local(costs, "backward")
+    assert times.backward[LAYER] == pytest.approx(back)
+    assert times.last[LAYER] == pytest.approx(hidden(back, sums) - back)
 
 
 def test_both_kinds_behind_one_pass():
     """Replicas of a fully sharded model: the scatters of every microbatch, then the sums between replicas."""
-    shares = {"weights_exposed": 0.3, "gradients_exposed": 0.6}
-    _, times, costs = priced({"data": 2, "fsdp": 4}, num_microbatches=2, efficiency=shares)
+    _, times, costs = priced({"data": 2, "fsdp": 4}, num_microbatches=2, efficiency={"overlap": P})
     back, every = local(costs, "backward"), moved(costs, "backward")
-    sums = moved(costs, "backward", scope="step")
-    each = every - sums
-    assert min(each, sums) > 0
-    assert times.backward[LAYER] == pytest.approx(max(back, each) + 0.3 * min(back, each))
-    whole = max(back, every) + 0.3 * min(back, each) + 0.6 * (min(back, every) - min(back, each))
-    assert times.backward[LAYER] + times.last[LAYER] == pytest.approx(whole)
+    each = every - moved(costs, "backward", scope="step")
+    assert 0 < each < every
+    assert times.backward[LAYER] == pytest.approx(hidden(back, each))
+    assert times.backward[LAYER] + times.last[LAYER] == pytest.approx(hidden(back, every))
+
+
+def test_a_smaller_exponent_hides_less():
+    """From nothing hidden (1) to the longer of the two (very large), and the data sheet below all of them."""
+    found = [
+        float(priced({"fsdp": 8}, efficiency={"overlap": p})[1].forward[LAYER]) for p in (1.0, 1.2, 1.5, 2.0, 50.0)
+    ]
+    assert found == sorted(found, reverse=True)
+    assert len(set(found)) == len(found)
+    _, _, costs = priced({"fsdp": 8}, efficiency={"overlap": 1.0})
+    forward = [c for c in costs if c.step.phase == "forward"]
+    assert found[0] == pytest.approx(sum(float(c.math_s + c.hbm_s + c.network_s) for c in forward))
+    _, sheet, _ = priced({"fsdp": 8})
+    assert found[-1] == pytest.approx(sheet.forward[LAYER], rel=0.02)
+    assert found[-1] >= sheet.forward[LAYER]
 
 
 def test_eager_dispatch_is_no_faster_than_its_host():
@@ -109,7 +155,7 @@ def test_eager_dispatch_is_no_faster_than_its_host():
 
 
 def test_the_host_adds_to_every_microbatch():
-    for software, seconds in (("compiled", 0.0), ("eager", 0.5), ("eager-2021", 0.5)):
+    for software, seconds in (("compiled", 0.0), *((name, 0.5) for name in ("eager", *IN_TURN))):
         found, times, _ = priced(
             {"fsdp": 8}, software=software, num_microbatches=4, efficiency={"host_microbatch_s": 0.5}
         )
@@ -124,13 +170,48 @@ def test_a_launch_on_the_device_is_part_of_each_op():
     assert launched.forward[LAYER] - without.forward[LAYER] == pytest.approx(kernels * 1e-3)
 
 
-def test_nothing_overlapped_in_2021():
-    shares = dict.fromkeys(("tensor_exposed", "weights_exposed", "gradients_exposed_eager"), 0.0)
+@pytest.mark.parametrize("software", IN_TURN)
+def test_software_that_communicates_in_turn(software):
+    """Compute, then the links: the exponent holds inside a kernel and nowhere else."""
+    assert set(IN_TURN) == {"eager-2021", "eager-in-turn"}
     for axes, zero in (({"fsdp": 8}, 3), ({"data": 8}, 0), ({"tensor": 2, "data": 4}, 0), ({"fsdp": 8}, 1)):
-        _, times, costs = priced(axes, zero=zero, software="eager-2021", efficiency=shares)
+        _, times, costs = priced(axes, zero=zero, software=software, efficiency={"overlap": P})
         assert times.forward[LAYER] == pytest.approx(local(costs, "forward") + moved(costs, "forward"))
         whole = local(costs, "recompute", "backward") + moved(costs, "recompute") + moved(costs, "backward")
         assert times.backward[LAYER] + times.last[LAYER] == pytest.approx(whole)
+        assert times.overlap is None
+
+
+def test_in_turn_is_eager_but_for_what_overlaps():
+    """The same kernels in the same time; only the pass over them is longer."""
+    axes = {"fsdp": 4, "tensor": 2}
+    _, eager, costs = priced(axes, software="eager", efficiency={"overlap": P})
+    _, turns, same = priced(axes, software="eager-in-turn", efficiency={"overlap": P})
+    assert [(c.local_s, c.network_s) for c in costs] == [(c.local_s, c.network_s) for c in same]
+    assert eager.forward[LAYER] < turns.forward[LAYER]
+
+
+def stages(**fields):
+    return priced({"pipeline": 4, "data": 2}, num_microbatches=8, **fields)
+
+
+def test_sends_between_stages():
+    """Added to the passes by the data sheet and in turn; partly hidden behind them else. Once a step stays as it is."""
+    sheet, times, _ = stages()
+    pipeline = Pipeline(stages=4, microbatches=8)
+    sends = float(times.sends_s(pipeline))
+    assert sends > 0
+    quiet = msgspec.structs.replace(times, send_s=0.0)
+    whole, alone = (float(one.step_s(pipeline).step_s) for one in (times, quiet))
+    assert whole - alone == pytest.approx(sends)
+    assert float(sheet.estimate.step_s) == pytest.approx(whole)
+
+    _, times, _ = stages(efficiency={"overlap": P})
+    quiet = msgspec.structs.replace(times, send_s=0.0)
+    whole, alone = (float(one.step_s(pipeline).step_s) for one in (times, quiet))
+    passes = alone - float(times.once_s(pipeline)) - float(times.after_s) - float(times.step_s(pipeline).bubble_s)
+    assert whole - alone == pytest.approx(hidden(passes, sends) - passes)
+    assert 0 < whole - alone < sends
 
 
 def updates(found):
@@ -145,10 +226,14 @@ def test_zero_1_gathers_weights_behind_the_next_forward_pass():
     assert gathers > 0
     forward = times.forward[LAYER]
     assert times.update[LAYER] == pytest.approx(own + max(gathers - forward, 0))
-    _, exposed, _ = priced({"fsdp": 8}, zero=1, efficiency={"gradients_exposed": 0.5})
-    assert exposed.update[LAYER] - times.update[LAYER] == pytest.approx(0.5 * min(gathers, forward))
-    _, serial, _ = priced({"fsdp": 8}, zero=1, software="eager-2021")
-    assert serial.update[LAYER] == pytest.approx(own + gathers)
+    found, partly, _ = priced({"fsdp": 8}, zero=1, efficiency={"overlap": P})
+    own, gathers = updates(found)
+    forward = partly.forward[LAYER]
+    assert partly.update[LAYER] == pytest.approx(own + hidden(forward, gathers) - forward)
+    for software in IN_TURN:
+        found, serial, _ = priced({"fsdp": 8}, zero=1, software=software, efficiency={"overlap": P})
+        own, gathers = updates(found)
+        assert serial.update[LAYER] == pytest.approx(own + gathers)
 
 
 def test_gathers_share_the_links_with_the_pass_that_hides_them():

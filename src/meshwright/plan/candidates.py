@@ -14,12 +14,9 @@ from meshwright.cost.ops import OpSizes
 from meshwright.cost.pipeline import Pipeline
 from meshwright.cost.step_costs import op_sizes
 from meshwright.cost.step_rates import attention_scores
-from meshwright.plan.legal import Facts, divisors, legal_axis_sizes, mask
+from meshwright.plan.legal import MAX_IDLE_LAYERS, Facts, divisors, legal_axis_sizes, mask
 from meshwright.plan.space import Pattern, Space
 from meshwright.spec.cluster import Cluster
-
-MAX_IDLE_LAYERS = 0.1
-"""Share of a pipeline's places for layers that may stay empty where the layers do not divide by the stages."""
 
 LEAN_REMATS = ("block", "sqrt", "full")
 """Policies that keep least: every other keeps the input of each layer too."""

@@ -42,6 +42,9 @@ NOUNS: dict[str, str] = {
 
 MAX_LISTED = 16
 
+MAX_IDLE_LAYERS = 0.1
+"""Share of a pipeline's places for layers that may stay empty where the layers do not divide by the stages."""
+
 
 class Facts(msgspec.Struct, frozen=True, kw_only=True):
     """What the rules look at; sizes may be arrays. ``dims`` has B for the whole batch, in sequences."""
@@ -101,7 +104,7 @@ def size_rules(derived: Derived) -> tuple[Rule, ...]:
     found = splits(derived)
     rules = [Rule("devices", lambda f: product(f.mesh.values()) == f.num_chips, _devices_message)]
     layers = derived.num_layers
-    rules += [Rule("stages", lambda f: _stages(f) * f.chunks <= layers, lambda f: _stages_message(f, layers))]
+    rules += [Rule("stages", lambda f: _places_used(f, layers), lambda f: _stages_message(f, layers))]
     rules += [Rule("experts", _experts_divide, lambda f: _experts_message(f, int(f.dims.get("E", 0))))]
     rules += [_split_rule(dim, axes, found) for dim, axes in found]
     if not any(dim == "B" for dim, _ in found):
@@ -215,6 +218,13 @@ def _experts_divide(facts: Facts) -> Any:
     size = np.asarray(facts.mesh.get("expert", 1))
     experts = facts.dims.get("E", 0)
     return (experts % size == 0) & ((size == 1) | (experts > 0))
+
+
+def _places_used(facts: Facts, num_layers: int) -> Any:
+    """Whether every stage has a layer, and few of the places for layers stay empty."""
+    stages, chunks = np.asarray(_stages(facts)), np.asarray(facts.chunks)
+    places = stages * chunks
+    return (stages <= num_layers) & ((chunks == 1) | (places <= (1 + MAX_IDLE_LAYERS) * num_layers))
 
 
 def _stages(facts: Facts) -> Number:

@@ -26,11 +26,14 @@ from meshwright.plan.candidates import (
     legal_in,
     with_microbatches,
 )
-from meshwright.plan.legal import divisors
+from meshwright.plan.legal import MAX_IDLE_LAYERS
 from meshwright.plan.ranking import Best, Variant, taken, varied
 from meshwright.plan.space import Pattern, Space
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.strategy import Strategy
+
+CHUNK_LAYERS = (*range(1, 9), 10, 12, 14, 16, 20, 21, 24, 28, 32, 40, 48)
+"""Layers of one chunk that are tried."""
 
 KEPT_MESHES = 100
 """Meshes that are looked at in full: where there are more, the most promising."""
@@ -257,19 +260,30 @@ class _Bench(msgspec.Struct, frozen=True, kw_only=True):
         """Candidates on which a schedule runs, once for every number of chunks: their numbers, and the chunks.
 
         On one stage every schedule is the same, so only the first is listed there. Several chunks are looked at
-        where they share out the layers evenly.
+        where they share out the layers with few idle places.
         """
         stages = rows.mesh["pipeline"]
         first = schedule == self.space.schedules[0]
         numbers, chunks = [], []
-        for count in (self.space.chunks,) if self.space.chunks else _chunk_counts(schedule, num_layers):
+        for count in self._chunk_counts(schedule, stages, num_layers):
             fits = schedule_fits(schedule, stages=stages, chunks=count, microbatches=rows.microbatches)
             fits = fits & ((stages > 1) | (first & (count == 1))) & (stages <= num_layers)
-            fits = fits & ((count == 1) | (num_layers % (stages * count) == 0))
+            places = np.ceil(num_layers / (stages * count)) * stages * count
+            fits = fits & ((count == 1) | (places <= (1 + MAX_IDLE_LAYERS) * num_layers))
             found = np.flatnonzero(fits)
             numbers.append(found)
-            chunks.append(np.full(len(found), count, dtype=np.int64))
+            chunks.append(count[found])
         return np.concatenate(numbers), np.concatenate(chunks)
+
+    def _chunk_counts(self, schedule: str, stages: np.ndarray, num_layers: int) -> Iterator[np.ndarray]:
+        """Numbers of chunks to try, one for each candidate: as given, or for runs of one layer, of two, and so on."""
+        if self.space.chunks or schedule != "interleaved":
+            yield np.full(len(stages), self.space.chunks or default_chunks(schedule), dtype=np.int64)
+            return
+        for layers in CHUNK_LAYERS:
+            count = -(-num_layers // (stages * layers))
+            # where fewer layers make no more chunks they have been tried already
+            yield np.where(-(-num_layers // (stages * count)) == layers, count, 1)
 
     def found(self, placements: Sequence[Placement], best: "Best", index: int) -> Found:
         """One candidate in full."""
@@ -302,8 +316,3 @@ class _Bench(msgspec.Struct, frozen=True, kw_only=True):
             offload=one.offload,
         ).at(0)
         return Found(strategy=strategy, cluster=self.cluster, batch_seqs=int(rows.batch_seqs[0]), estimate=estimate)
-
-
-def _chunk_counts(schedule: str, num_layers: int) -> tuple[int, ...]:
-    """Chunks that a schedule may have, with the 1 of a single stage."""
-    return divisors(num_layers) if schedule == "interleaved" else tuple(sorted({1, default_chunks(schedule)}))
