@@ -1,6 +1,5 @@
 """The candidates of a search as arrays: meshes, batches and microbatches whose sizes divide; parts of a cluster."""
 
-import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -75,8 +74,19 @@ def candidates_on_chips(space: Space, batch_seqs: int, *, num_chips: int, reach:
 def candidates_on_any_chips(space: Space, batch_seqs: int) -> Candidates:
     """Every mesh whose sizes divide the work, of any number of chips; one microbatch."""
     sizes = [axis_sizes(space, axis, space.dims(batch_seqs)) for axis in MESH_AXES]
-    found = _with_batch(np.array(list(itertools.product(*sizes)), dtype=np.int64), batch_seqs)
+    grid = np.meshgrid(*(np.array(some, dtype=np.int64) for some in sizes), indexing="ij")
+    found = _with_batch(_evenly_split(space, np.stack([axis.ravel() for axis in grid], axis=1), batch_seqs), batch_seqs)
     return found.take(_legal_somewhere(space, found, None))
+
+
+def _evenly_split(space: Space, meshes: np.ndarray, batch_seqs: int) -> np.ndarray:
+    """The meshes that divide every dim which all patterns split in the same way: most go by the first of them."""
+    dims = space.dims(batch_seqs)
+    same = set.intersection(*(set(pattern.splits) for pattern in space.patterns))
+    for dim, axes in sorted(same, key=lambda split: (-len(split[1]), split)):
+        ways = product(meshes[:, MESH_AXES.index(axis)] for axis in axes)
+        meshes = meshes[dims[dim] % ways == 0]
+    return meshes
 
 
 def axis_sizes(space: Space, axis: str, dims: Mapping[str, int]) -> tuple[int, ...]:
@@ -228,10 +238,31 @@ def _leanest(patterns: Sequence[Pattern]) -> Sequence[Pattern]:
     return lean or split
 
 
+def _shards_what_replicas_split(pattern: Pattern) -> bool:
+    """Whether ``fsdp`` splits every dim that ``data`` does: then its devices hold no more than as many replicas."""
+    rules = [axes for role in pattern.strategy.assignment.values() for axes in role.values()]
+    return all("fsdp" in axes for axes in rules if "data" in axes)
+
+
+def _in_fewer_replicas(found: Candidates) -> np.ndarray:
+    """Those whose replicas could shard the weights instead: the same mesh with all of ``data`` in ``fsdp`` is there."""
+    sizes = found.mesh | {"fsdp": found.mesh["data"] * found.mesh["fsdp"]}
+    one = np.ones_like(sizes["data"])
+    alone, joined = (
+        list(zip(*(values[axis].tolist() for axis in MESH_AXES), strict=True))
+        for values in (found.mesh, sizes | {"data": one})
+    )
+    there = set(alone)
+    return np.array([with_one in there for with_one in joined], dtype=bool) & (found.mesh["data"] > 1)
+
+
 def memory_of_any_mesh(space: Space, cluster: Cluster, batch: int) -> Mapping[int, float]:
     """Number of chips -> the least memory per chip of any legal strategy on so many chips, 1F1B where it has stages."""
+    every = candidates_on_any_chips(space, batch)
+    if all(map(_shards_what_replicas_split, space.patterns)):
+        every = every.take(~_in_fewer_replicas(every))
     # memory is least with one microbatch or with the most: of several the larger number keeps less
-    found = with_microbatches(space, candidates_on_any_chips(space, batch), most=2)
+    found = with_microbatches(space, every, most=2)
     need = np.full(len(found), np.inf)
     for pattern in _leanest(space.patterns):
         here = np.flatnonzero(legal_in(space, pattern, found))
