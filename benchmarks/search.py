@@ -25,7 +25,7 @@ BATCH_SEQS = 3072
 """Sequences of a step of the largest run in Narayanan et al., "Efficient Large-Scale Language Model Training on GPU
 Clusters Using Megatron-LM" (2021), table 1."""
 
-CLUSTERS = ("v5p:8x8x16", "v5p:16x16x32", "h100:8x128", "h100:8x12500", "12*v5p:16x16x32")
+CLUSTERS = ("h100:8x125", "h100:8x1250", "h100:8x12500", "v5p:8x8x16", "v5p:16x16x32", "12*v5p:16x16x32")
 
 
 def full_space() -> None:
@@ -55,7 +55,8 @@ def scaling() -> None:
     plan(chosen, parse_cluster("h100:8x2"), Job(batch_seqs=64, seq_len=4096))
     for text in CLUSTERS:
         cluster = parse_cluster(text)
-        batch = max(1024, 2 ** (cluster.num_chips - 1).bit_length() // 8)
+        # as many sequences as chips, so that the work divides on every cluster alike
+        batch = cluster.num_chips
         started = time.process_time()
         plan(
             chosen,

@@ -6,7 +6,8 @@ import pytest
 
 from tests.blocks import read_sections, run_section
 
-README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
 SECTIONS = read_sections(README)
 
 
@@ -18,3 +19,12 @@ def test_there_are_console_blocks():
 def test_console_blocks(section, tmp_path):
     for call, output in zip(section.calls, run_section(section, tmp_path), strict=True):
         assert output == call.said, call.command
+
+
+def test_errors_are_those_of_the_accuracy_page():
+    page = (ROOT / "docs" / "accuracy.md").read_text()
+    crossed = page.split("<!-- table: cross-validation -->")[1].split("<!-- end -->")[0]
+    row = next(line for line in crossed.splitlines() if line.startswith("| core training"))
+    mape, median = (cell.strip() for cell in row.split("|")[3:5])
+    words = " ".join((ROOT / "README.md").read_text().split())
+    assert f"the mean error is {mape} and the median {median} (`docs/accuracy.md`" in words

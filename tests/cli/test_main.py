@@ -4,7 +4,6 @@ import json
 import resource
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -12,24 +11,34 @@ from meshwright import __version__
 from meshwright.cli.main import VERBS
 
 LLAMA_PLAN = ["plan", "llama3-70b", "--on", "v5p:16x16x32", "--batch", "4Mi", "--seq", "4096", "--json"]
+ATTEMPTS = 4
 
 
-def answer(*args: str) -> tuple[subprocess.CompletedProcess[str], float, float]:
-    """The finished process, its seconds by the clock, and those of the processor."""
+def answer(*args: str) -> tuple[subprocess.CompletedProcess[str], float]:
+    """The finished process and its seconds of the processor, which others on the machine change least."""
     code = "import sys; from meshwright.cli.main import main; sys.argv[0] = 'meshwright'; main()"
-    before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run([sys.executable, "-c", code, *args], capture_output=True, text=True, check=False)
-    clock, after = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
-    return done, clock, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return done, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def answer_within(limit_s: float, *args: str) -> subprocess.CompletedProcess[str]:
+    """The process, which one of a few attempts must finish in so many seconds: a busy machine only adds to them."""
+    spent: list[float] = []
+    for _ in range(ATTEMPTS):
+        done, seconds = answer(*args)
+        spent.append(seconds)
+        if seconds < limit_s:
+            return done
+    raise AssertionError(f"{' '.join(args)} took {min(spent):.2f} s at best, and may take {limit_s:g} s")
 
 
 def test_help_answers_at_once():
-    answers = [answer("--help") for _ in range(3)]
-    assert min(cpu for _, _, cpu in answers) < 0.3
-    for done, _, _ in answers:
-        assert done.returncode == 0
-        for verb in VERBS:
-            assert f"  {verb} " in done.stdout
+    done = answer_within(0.3, "--help")
+    assert done.returncode == 0
+    for verb in VERBS:
+        assert f"  {verb} " in done.stdout
 
 
 def test_help_loads_nothing_heavy():
@@ -40,9 +49,9 @@ def test_help_loads_nothing_heavy():
 
 
 def test_a_plan_of_8192_chips_takes_less_than_two_seconds():
-    answers = [answer(*LLAMA_PLAN) for _ in range(2)]
-    assert min(clock for _, clock, _ in answers) < 2
-    top = [one["axes"] for one in json.loads(answers[0][0].stdout)["strategies"][:5]]
+    done = answer_within(2, *LLAMA_PLAN)
+    assert done.returncode == 0
+    top = [one["axes"] for one in json.loads(done.stdout)["strategies"][:5]]
     splits = {(axes["data"] * axes["fsdp"] * axes["context"], axes["tensor"]) for axes in top}
     assert splits & {(2048, 4), (1024, 8)}
 

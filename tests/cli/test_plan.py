@@ -90,19 +90,18 @@ def test_choices_that_differ_stand_below_the_mesh(call):
 
 
 def test_chips_that_do_not_divide_the_work(call):
-    found = call(*LLAMA, "--on", "v5p:16x20x28", "--json").json
-    # 7 stages, or none on 4096 chips, whichever is faster
-    assert found["strategies"][0]["num_chips"] == 7168
+    """32 sequences have no factor 3, nor do eight layers share out over three stages: eight chips, or 36 sequences."""
+    args = ("plan", "tiny", "--on", "v5e:4x3", "--batch", "32seq", "--seq", "512")
+    found = call(*args, "--json").json
+    assert {one["num_chips"] for one in found["strategies"]} == {8}
     near = found["nearest_batch"]
-    assert near["batch_seqs"] == 1120
-    assert {axis: size for axis, size in near["strategy"]["axes"].items() if size > 1} == {
-        "data": 35,
-        "fsdp": 32,
-        "tensor": 8,
-    }
-    text = call(*LLAMA, "--on", "v5p:16x20x28").words
-    assert "all 8,960 chips run with 1,120 sequences" in text
-    assert "data 35 x fsdp 32 x tensor 8" in text
+    assert (near["batch_seqs"], near["strategy"]["num_chips"]) == (36, 12)
+    axes = {axis: size for axis, size in near["strategy"]["axes"].items() if size > 1}
+    assert any(size % 3 == 0 for size in axes.values())
+    text = call(*args).words
+    assert "cannot be divided over all 12 chips of v5e:4x3 in a way that fits: planned on v5e:4x2, 8 chips" in text
+    assert "all 12 chips run with 36 sequences" in text
+    assert f"--batch 36seq: {' x '.join(f'{axis} {size}' for axis, size in axes.items())}, " in text
 
 
 def test_axes_and_fields_that_are_given(call):

@@ -1,6 +1,7 @@
 """Seconds of local ops on one chip, every factor by hand, and the data sheet as it stands without any."""
 
 import msgspec
+import numpy as np
 import pytest
 
 from meshwright.algebra.derive import derive
@@ -8,12 +9,12 @@ from meshwright.algebra.notation import parse_array
 from meshwright.algebra.steps import Step
 from meshwright.algebra.transformer import transformer
 from meshwright.cost.kernels import (
-    CASTS_BYTES,
     TILE,
     UNFUSED_KERNELS,
     chip_rates,
     local_work,
     num_kernels,
+    partly_hidden,
     product_shape,
 )
 from meshwright.cost.ops import OpSizes, op_flops, op_hbm_bytes
@@ -40,9 +41,9 @@ def step(op, inputs, result, **fields):
     return Step(op=op, inputs=tuple(map(parse_array, inputs)), result=parse_array(result), **fields)
 
 
-def rates(*, dtype="bf16", software="compiled", of=H100, **efficiency):
+def rates(*, dtype="bf16", software="compiled", kernel="tuned", of=H100, **efficiency):
     found = Calibration(name="x", chip=of.name, efficiency=Efficiency(**efficiency))
-    return chip_rates(of, found, dtype=dtype, state_dtype="bf16", software=software)
+    return chip_rates(of, found, dtype=dtype, state_dtype="bf16", software=software, attention_kernel=kernel)
 
 
 UP = step("einsum", ["h[B_{data,fsdp}, T, D]", "w[D, F_tensor]"], "u[B_{data,fsdp}, T, F_tensor]", block="layer")
@@ -87,12 +88,12 @@ def test_a_tpu_has_no_tiles_to_share_out():
 
 
 def test_narrow_products():
-    """Their own rate, a contraction that has to be twice as long, and 4 bytes of casts for each element read."""
+    """Their own rate, the same shape factors, and a byte for each of two casts of each element read."""
     found = rates(dtype="fp8", compute=0.8, narrow={"fp8": 0.9}, **SHAPES)
     work = local_work(UP, sizes(), found)
     tail = 1 + 0.25 * 132 * TILE / (2 * 512 * 1024)
-    assert work.math_s == pytest.approx(work.flops / (0.8 * 0.9 * 1979e12) * (1 + 200 / 1024) * tail)
-    assert work.hbm_bytes == op_hbm_bytes(UP, sizes()) + CASTS_BYTES * 2 * 512 * 1024
+    assert work.math_s == pytest.approx(work.flops / (0.8 * 0.9 * 1979e12) * (1 + 100 / 1024) * tail)
+    assert work.hbm_bytes == op_hbm_bytes(UP, sizes()) + 2 * (2 * 512 * 1024)
 
 
 @pytest.mark.parametrize("wide", [HEAD, ROUTER, ROUTER_BACK])
@@ -131,6 +132,29 @@ def test_attention_of_2021_runs_as_products_do():
     assert (work.num_kernels, work.launch_s) == (UNFUSED_KERNELS, pytest.approx(4e-6))
 
 
+def test_a_mask_s_edge_counts_more_in_short_sequences():
+    """Tiles on the diagonal are computed whole: of T positions (1 + rows_half / T) as long, and only with a mask."""
+    plain, masked = (
+        [local_work(ATTENTION, sizes(causal=causal), rates(rows_half=half)).math_s for half in (0.0, 256.0)]
+        for causal in (False, True)
+    )
+    assert plain[1] == plain[0]
+    assert masked[1] == pytest.approx(masked[0] * (1 + 256 / 512))
+    longer = sizes(causal=True, dims=DIMS | {"T": 2048.0})
+    ratio = [local_work(ATTENTION, longer, rates(rows_half=half)).math_s for half in (0.0, 256.0)]
+    assert ratio[1] == pytest.approx(ratio[0] * (1 + 256 / 2048))
+
+
+def test_portable_attention():
+    """A share of the tuned kernel's rate; products stay as they are."""
+    tuned, portable = (rates(kernel=kernel, attention=0.5, portable=0.6) for kernel in ("tuned", "portable"))
+    assert portable.attention_flops_per_s == pytest.approx(0.6 * 0.5 * 989.4e12)
+    assert tuned.attention_flops_per_s == pytest.approx(0.5 * 989.4e12)
+    seconds = [local_work(ATTENTION, sizes(), found).math_s for found in (tuned, portable)]
+    assert seconds[1] == pytest.approx(seconds[0] / 0.6)
+    assert local_work(UP, sizes(), tuned) == local_work(UP, sizes(), portable)
+
+
 def test_attention_keeps_16_bits():
     narrow, plain = (local_work(ATTENTION, sizes(), rates(dtype=d, attention=0.5)) for d in ("fp8", "bf16"))
     assert narrow.math_s == plain.math_s
@@ -142,7 +166,7 @@ def test_attention_keeps_16_bits():
 def test_elementwise_ops_go_through_memory_more_often_without_a_compiler():
     moved = op_hbm_bytes(NORM, sizes())
     assert local_work(NORM, sizes(), rates(eager_traffic=1.5)).hbm_bytes == moved
-    for software in ("eager", "eager-2021"):
+    for software in ("eager", "eager-in-turn", "eager-2021"):
         assert local_work(NORM, sizes(), rates(software=software, eager_traffic=1.5)).hbm_bytes == 1.5 * moved
         # products are kernels of their own either way, and the optimizer is one kernel for all weights
         for other in (UP, ADAMW, ATTENTION):
@@ -165,6 +189,18 @@ def test_products_of_a_gpu_that_has_only_fp16():
     found = chip_rates(v100, datasheet_calibration(v100), dtype="fp16", state_dtype="bf16", software="eager-2021")
     assert found.matmul_flops_per_s == found.wide_flops_per_s == v100.peak_flops["fp16"]
     assert not found.narrow
+
+
+# -- what hides what ------------------------------------------------------------------------------------
+
+
+def test_partly_hidden_by_hand():
+    """3 and 4: together 7, as the sides of a right angle 5, the longer of the two 4."""
+    assert [partly_hidden(3.0, 4.0, p) for p in (1.0, 2.0, None)] == pytest.approx([7.0, 5.0, 4.0])
+    assert partly_hidden(3.0, 0.0, 1.5) == pytest.approx(3.0)
+    assert partly_hidden(0.0, 0.0, 1.5) == 0.0
+    assert partly_hidden(np.array([3.0, 0.0]), np.array([4.0, 2.0]), 2.0).tolist() == pytest.approx([5.0, 2.0])
+    assert partly_hidden(np.array([3.0, 5.0]), 4.0, None).tolist() == [4.0, 5.0]
 
 
 # -- the data sheet -------------------------------------------------------------------------------------

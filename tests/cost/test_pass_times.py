@@ -139,9 +139,14 @@ def test_work_of_the_busiest_device_and_of_all():
     head = sum(float(c.math_s * c.count) for c in alone.costs if c.step.op == "einsum" and c.step.block == "head")
     here = sum(float(c.math_s * c.here) for c in found.costs if c.step.op == "einsum")
     assert here == pytest.approx(layers / 4 + head)
-    assert found.estimate.hfu == pytest.approx(
-        found.estimate.flops / (4 * found.rates.peak_flops_per_s * found.estimate.step_s)
+    executed, counted = (
+        found.estimate.flops,
+        found.estimate.hfu * 4 * found.rates.peak_flops_per_s * found.estimate.step_s,
     )
+    assert counted == pytest.approx(alone.estimate.hfu * found.rates.peak_flops_per_s * alone.estimate.step_s)
+    # masked blocks are skipped, and counted
+    assert counted > executed
+    assert found.estimate.hfu > found.estimate.mfu
 
 
 def test_gpipe_s_idle_share_of_a_step():

@@ -17,6 +17,7 @@ from meshwright.cost.train_step import estimate_many, estimate_step, price_strat
 from meshwright.spec import catalogue
 from meshwright.spec.calibration import Calibration, CollectiveRate, Efficiency
 from meshwright.spec.cluster import parse_cluster
+from meshwright.spec.efficiency import fitted_calibration
 from meshwright.spec.job import Job
 from meshwright.spec.strategy import REMAT_POLICIES, STATE_BYTES, Strategy, make_mesh, standard_assignment
 from meshwright.spec.weights import num_params, params_by_part
@@ -87,6 +88,36 @@ def test_expected_lies_between_the_bounds(cluster, seed):
     job = Job(batch_seqs=512, seq_len=512)
     share = 1.0 if cluster == "cpu:8" else model_flops(TINY, job, causal=True) / model_flops(TINY, job)
     assert 0 < share * found.mfu < found.hfu <= 1
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("software", ["compiled", "eager", "eager-in-turn", "eager-2021"])
+@pytest.mark.parametrize("cluster", ["v5p:4x4x4", "2*v5e:4x4", "h100:8x4"])
+def test_fitted_seconds_lie_between_the_bounds(cluster, software, seed):
+    """What overlap leaves standing is never more than the work itself: see the sum below, made here anew.
+
+    Beside it there are only stragglers, and with eager dispatch the seconds of a host.
+    """
+    laid = parse_cluster(cluster)
+    axes, fields = random_choices(cluster, np.random.default_rng(seed))
+    calibration = fitted_calibration(laid.chip)
+    assert calibration is not None
+    fields |= {"batch_seqs": 512, "seq_len": 512, "calibration": calibration}
+    priced = price(TINY, cluster, axes, software=software, **fields)
+    found, at = priced.estimate, calibration.efficiency
+    assert 0 < found.step_s_lower <= found.step_s * (1 + 1e-12)
+    assert found.step_s <= found.step_s_upper * (1 + 1e-12)
+    assert sum(found.terms.values()) <= found.step_s_upper * (1 + 1e-12)
+    work = sum(float((c.math_s + c.hbm_s + c.launch_s + c.network_s) * c.here) for c in priced.costs)
+    work += sum(found.terms.get(name, 0.0) for name in ("bubble", "pipeline", "pcie"))
+    kernels = sum(float(c.num_kernels * c.here) for c in priced.costs)
+    host = fields["num_microbatches"] * at.host_microbatch_s + kernels * at.host_kernel_s
+    slowdown = 1 + at.straggler * np.log2(laid.num_hosts)
+    assert found.step_s <= slowdown * (work + (host if software != "compiled" else 0.0))
+    # without overlap the same work takes no less
+    if software == "eager":
+        turns = price(TINY, cluster, axes, software="eager-in-turn", **fields)
+        assert found.step_s <= turns.estimate.step_s * (1 + 1e-12)
 
 
 @pytest.mark.parametrize("cluster", CLUSTERS)

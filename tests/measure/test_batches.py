@@ -52,7 +52,8 @@ def test_the_sample_has_every_source_and_kind_of_chip():
     unpredicted = {"korthikanti-fig1-mem"}
     assert {c.record.group for c in cases} == {one.group for one in published()} - unpredicted
     assert {c.record.hardware for c in cases} == {one.hardware for one in published()}
-    assert {c.strategy.software for c in cases} == {"compiled", "eager", "eager-2021"}
+    assert {c.strategy.software for c in cases} == {"compiled", "eager", "eager-in-turn", "eager-2021"}
+    assert {c.strategy.attention_kernel for c in cases} == {"tuned", "portable"}
 
 
 @pytest.mark.parametrize("fitted", [True, False])
@@ -107,12 +108,23 @@ def test_experts_of_different_models_in_one_batch():
     assert one.seconds(calibrations).tolist() == pytest.approx(one_by_one(cases, calibrations), rel=1e-6)
 
 
-def test_chips_with_and_without_measured_hops_in_one_batch():
-    """A chip that nothing is fitted for keeps the latency of its links; the other has the measured one."""
-    cases = [case(), case(hardware="MI300X")]
+def test_chips_with_and_without_fitted_numbers_are_apart():
+    """They overlap in different ways: by an exponent, and by the data sheet."""
+    cases = [case(), case(hardware="MI300X"), case(hardware="A100-SXM-80GB")]
     calibrations = rates(cases, fitted=True)
-    assert not calibrations["mi300x"].hop_s
-    calibrations["h100"] = msgspec.structs.replace(calibrations["h100"], hop_s={"nvlink": 1e-2, "network": 2e-2})
+    assert calibrations["mi300x"].efficiency.overlap is None
+    parts = batches(cases)
+    assert [one.numbers.tolist() for one in parts] == [[0, 2], [1]]
+    assert seconds(cases, parts, calibrations).tolist() == pytest.approx(one_by_one(cases, calibrations), rel=1e-9)
+
+
+def test_chips_with_and_without_measured_hops_in_one_batch():
+    """A chip without keeps the latency of its links; the other has the measured one."""
+    cases = [case(), case(hardware="A100-SXM-80GB")]
+    calibrations = {
+        name: msgspec.structs.replace(found, hop_s={"nvlink": 1e-2, "network": 2e-2} if name == "h100" else {})
+        for name, found in rates(cases, fitted=True).items()
+    }
     (one,) = batches(cases)
     assert one.seconds(calibrations).tolist() == pytest.approx(one_by_one(cases, calibrations), rel=1e-9)
 

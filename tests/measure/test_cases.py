@@ -3,7 +3,7 @@
 import pytest
 
 from meshwright.cost.ops import model_flops
-from meshwright.measure.cases import Unpredicted, case_of, chip_of, cluster_of, model_of
+from meshwright.measure.cases import Case, Unpredicted, case_of, chip_of, cluster_of, model_of
 from meshwright.spec.chip import chip, peak
 from meshwright.spec.strategy import make_mesh, standard_assignment
 from meshwright.spec.weights import num_active_params, num_params
@@ -235,10 +235,20 @@ def test_policies_of_maxtext(policy, kept):
 
 
 def test_software():
-    """Compiled on TPUs and by MaxText; fp16 marks the stacks of 2021."""
+    """Compiled on TPUs and by MaxText; fp16 marks the stacks of 2021, and one source turns every overlap off."""
     assert strategy().software == "eager"
     assert strategy(precision="fp16").software == "eager-2021"
     assert strategy(hardware="TPU-v5e").software == strategy(group="maxtext-a3").software == "compiled"
+    assert strategy(source="MooreThreads/SimuMax docs/a100.md").software == "eager-in-turn"
+    assert strategy(source="MooreThreads/SimuMax docs", precision="fp16").software == "eager-in-turn"
+
+
+def test_attention_with_alibi_is_portable():
+    """Its kernels were written in Triton for all chips in 2023."""
+    assert strategy().attention_kernel == "tuned"
+    assert strategy(note="ALiBi positions; x").attention_kernel == "portable"
+    cases = [one for one in map(case_of, published()) if isinstance(one, Case)]
+    assert {c.record.group for c in cases if c.strategy.attention_kernel == "portable"} == {"llm-foundry"}
 
 
 @pytest.mark.parametrize(
@@ -261,6 +271,27 @@ def test_pipelines():
     found = strategy(parallelism={"pp": 4, "dp": 4, "vpp": 2})
     assert (found.schedule, found.chunks, found.mesh["pipeline"]) == ("interleaved", 2, 4)
     assert strategy(parallelism={"pp": 4, "dp": 4}).schedule == "1f1b"
+
+
+@pytest.mark.parametrize(
+    ("layers", "stages", "chunks"),
+    [
+        (32, 4, 4),  # eight layers of a stage in four chunks of two
+        (48, 4, 6),
+        (40, 8, 1),  # five do not divide into chunks of at least two, but as one
+        (12, 4, 1),
+        (36, 4, 3),  # nine: three chunks of three
+        (32, 1, 1),
+    ],
+)
+def test_chunks_where_their_number_is_not_printed(layers, stages, chunks):
+    """As many as leave two layers in each; one where the note does not say that they were used."""
+    fields = {"model": LLAMA | {"layers": layers}, "n_chips": 16, "parallelism": {"pp": stages, "dp": 16 // stages}}
+    found = strategy(**fields, note="micro-batch, VPP and recompute not printed")
+    assert found.chunks == chunks
+    assert found.schedule == ("interleaved" if chunks > 1 else "1f1b")
+    assert strategy(**fields).chunks == 1
+    assert strategy(**fields, note="VPP 2").chunks == 1
 
 
 def test_context_is_exchanged_where_the_note_says_so():

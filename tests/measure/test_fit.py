@@ -38,7 +38,7 @@ def made_up():
     for width, chips, batch in ((1024, 8, 8), (2048, 8, 4), (4096, 8, 2), (2048, 256, 1), (4096, 512, 1)):
         model = LLAMA | {"d_model": width, "d_ff": 4 * width, "n_heads": width // 128, "name": f"w{width}"}
         same = {"model": model, "n_chips": chips, "hardware": "H100-SXM"}
-        for group, length in (("a", 2048), ("b", 4096)):
+        for group, length in (("a", 1024), ("b", 2048), ("a", 4096), ("b", 8192)):
             fields = {"seq_len": length, "global_batch_seqs": batch * chips, "micro_batch": batch}
             zero = {"dp": chips, "zero_stage": 3}
             cases.append(case(**same, **fields, parallelism=zero, group=f"maxtext-{group}"))
@@ -76,14 +76,15 @@ def test_one_wild_measurement_does_not_pull_the_rest_along():
     """An error far beyond the scale counts in proportion: ten times off moves what the others say by percents."""
     problem = made_up()
     measured = problem.measured_s.copy()
-    measured[0] *= 10
+    wrong = 9  # of middling width and length: at the edge of what was measured the others say less
+    measured[wrong] *= 10
     wild = type(problem)(
         cases=problem.cases, parts=problem.parts, measured_s=measured, weights=np.full(len(problem.cases), EXACT)
     )
-    found = fit(wild, np.ones(len(measured), dtype=bool), start=fitted(), rounds=2)
+    found = fit(wild, np.ones(len(measured), dtype=bool), start=fitted(), rounds=8)
     for name in ("compute.h100", "network"):
         assert found[name] == pytest.approx(fitted()[name], rel=0.03)
-    others = np.abs(Predictor(problem)(found) / problem.measured_s - 1)[1:]
+    others = np.delete(np.abs(Predictor(problem)(found) / problem.measured_s - 1), wrong)
     assert np.median(others) < 0.02
 
 
@@ -200,8 +201,9 @@ def test_rounding():
 
 
 def test_priors():
-    """With the two ends of the interval no more than are allowed; shares at most 1 where they must be."""
-    assert len(PRIORS) + 2 <= MAX_NUMBERS
+    """With the ends of both intervals no more than are allowed; shares at most 1 where they must be."""
+    assert len(PRIORS) + 4 <= MAX_NUMBERS
     assert all(middle > 0 and spread > 0 for middle, spread in PRIORS.values())
-    shares = ("compute", "attention", "hbm", "ici", "nvlink", "network", "dcn")
+    shares = ("compute", "attention", "portable", "hbm", "ici", "nvlink", "network", "dcn")
     assert all(middle <= 1 for name, (middle, _) in PRIORS.items() if name.split(".")[0] in shares)
+    assert PRIORS["overlap"][0] > 1, "an exponent of 1 hides nothing"

@@ -21,7 +21,7 @@ from meshwright.plan.search import search
 from meshwright.plan.space import Choices, open_space
 from meshwright.spec import catalogue
 from meshwright.spec.cluster import parse_cluster
-from meshwright.spec.strategy import Strategy, make_mesh
+from meshwright.spec.strategy import Strategy, make_mesh, standard_assignment
 
 LLAMA70B, LLAMA8B, TINY = (catalogue.model(name) for name in ("llama3-70b", "llama3-8b", "tiny"))
 PLAIN = Choices(zeros=(3,), context_attention=("gather",))
@@ -155,3 +155,39 @@ def test_memory_of_any_mesh_is_the_least_of_all_strategies(choices):
     assert search(where, parse_cluster("v5p:4x4x4"), 64, exhaustive=True).least_bytes == pytest.approx(
         needs[64], rel=1e-9
     )
+
+
+@pytest.mark.parametrize(
+    ("model", "given"),
+    [
+        ("tiny", {}),
+        ("tiny", {"zeros": (0,)}),
+        ("tiny", {"zeros": (1,), "offloads": (("optimizer",),)}),
+        ("mixtral-8x7b", {}),
+        ("mixtral-8x7b", {"offloads": (("optimizer", "activations"),)}),
+    ],
+)
+def test_replicas_that_could_shard_are_never_the_leanest(model, given, monkeypatch):
+    """They are left out to save time: with them the least memory on every number of chips is the same."""
+    choices = Choices(**{"zeros": (3,), "context_attention": ("gather",)} | given)
+    where, cluster = space(catalogue.model(model), 4096, choices=choices), parse_cluster("v5p:4x4x4")
+    few = memory_of_any_mesh(where, cluster, 12)
+    looked_at = []
+    monkeypatch.setattr("meshwright.plan.candidates._shards_what_replicas_split", lambda pattern: looked_at.append(1))
+    assert memory_of_any_mesh(where, cluster, 12) == few
+    assert looked_at
+
+
+def test_replicas_stay_where_weights_are_split_over_them(monkeypatch):
+    """An assignment of one's own, which splits weights over data alone: there meshes with fsdp in its place hold more.
+
+    Leaving the others out would say that more is needed than is.
+    """
+    own = standard_assignment() | {"weight": {"D": ("data",), "F": ("tensor",)}}
+    template = Strategy(mesh=make_mesh({}), assignment=own)
+    where = open_space(TINY, 512, template, given=("assignment",), choices=PLAIN)
+    right = memory_of_any_mesh(where, parse_cluster("v5p:4x4x4"), 8)
+    monkeypatch.setattr("meshwright.plan.candidates._shards_what_replicas_split", lambda pattern: True)
+    wrong = memory_of_any_mesh(where, parse_cluster("v5p:4x4x4"), 8)
+    assert all(wrong[count] >= right[count] for count in right)
+    assert wrong[8] > right[8]

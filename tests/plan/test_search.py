@@ -3,11 +3,14 @@
 import itertools
 import math
 import time
+from contextlib import contextmanager
 
 import msgspec
 import numpy as np
 import pytest
 
+from meshwright.algebra.derive import derive
+from meshwright.algebra.transformer import transformer
 from meshwright.cost.train_step import estimate_step
 from meshwright.plan.legal import legal
 from meshwright.plan.search import search
@@ -120,11 +123,39 @@ def key_of(strategy):
     )  # fmt: skip
 
 
+@contextmanager
+def derived_once():
+    """Steps of strategies that differ in nothing that steps depend on are derived once: it is most of their price."""
+    known = {}
+
+    def known_steps(program, strategy, *, symbolic=False):
+        assert not symbolic
+        alike = msgspec.structs.replace(strategy, schedule="1f1b", chunks=1, offload=(), num_microbatches=1)
+        key = msgspec.json.encode(alike)
+        if key not in known:
+            known[key] = derive(program, strategy)
+        return known[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in ("plan.legal", "cost.train_step"):
+            patch.setattr(f"meshwright.{module}.derive", known_steps)
+        yield
+
+
+def test_steps_do_not_depend_on_the_schedule():
+    """What lets `derived_once` derive so few."""
+    program, mesh = transformer(TINY), make_mesh({"pipeline": 2, "fsdp": 2})
+    plain = derive(program, Strategy(mesh=mesh, remat="sqrt"))
+    for more in ({"schedule": "interleaved", "chunks": 2}, {"offload": ("optimizer",)}, {"num_microbatches": 4}):
+        assert derive(program, Strategy(mesh=mesh, remat="sqrt", **more)) == plain
+
+
 @pytest.fixture(scope="module")
 def tried():
     """All strategies of tiny on four chips, and what the search makes of them."""
     cluster, job = parse_cluster("v5e:2x2"), Job(batch_seqs=4, seq_len=256)
-    alone = one_by_one(cluster, job, WIDE)
+    with derived_once():
+        alone = one_by_one(cluster, job, WIDE)
     where = space(TINY, 256, choices=WIDE, fixed={"data": 1})
     outcome = search(where, cluster, 4, top=20, exhaustive=True, frontier=True)
     return alone, outcome

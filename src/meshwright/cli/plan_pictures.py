@@ -13,8 +13,8 @@ from meshwright.cost.memory import memory_limit
 from meshwright.cost.train_step import price_strategy
 from meshwright.plan.exposure import StepParts, Traffic, parts_of_step, traffic
 from meshwright.plan.pareto import Frontier, pareto, usd_per_token
-from meshwright.plan.result import PlanResult
 from meshwright.plan.ranking import TIE
+from meshwright.plan.result import PlanResult
 from meshwright.plan.search import Found
 from meshwright.report.breakdown import breakdown_figure
 from meshwright.report.figure import Spec, save

@@ -70,6 +70,8 @@ def command(
     if sweep_stages:
         sizes = _sizes(stages, microbatches, "--sweep-stages")
         result["sweep"] = _sweep(name, sizes, chunks, times)
+    if not schedule and (write or png):
+        raise InputError("--png and --write take one schedule. Name it, such as 1f1b, beside --compare.")
     if schedule and write:
         write_text_whole(write, format_schedule(schedule))
         say(f"wrote {write}")

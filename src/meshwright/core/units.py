@@ -59,10 +59,16 @@ def _significant(value: float, digits: int) -> str:
     return f"{float(text):.0f}" if "e" in text else text
 
 
+NOTHING_S = 5e-13
+"""Seconds that are rounding, not time."""
+
+
 def format_seconds(seconds: float) -> str:
     """``"1.2 ms"``, ``"11.6 us"``, ``"3.4 s"``, ``"2.5 h"``, ``"44 days"``: three significant digits."""
     if math.isinf(seconds):
         return "never"
+    if abs(seconds) < NOTHING_S:
+        return "0 ns"
     if seconds >= 86400:
         return f"{_significant(seconds / 86400, 3)} days"
     if seconds >= 3600:

@@ -18,7 +18,7 @@ from meshwright.algebra.transformer import transformer
 from meshwright.cost.memory import MemoryParts, memory_parts, total_bytes
 from meshwright.cost.network import Placement
 from meshwright.cost.offload import Offload, offloaded
-from meshwright.cost.ops import OpSizes, model_flops, op_term
+from meshwright.cost.ops import OpSizes, is_attention, model_flops, op_flops, op_term
 from meshwright.cost.pass_times import BlockTimes, block_times, largest, link_seconds, seconds_by_group, total
 from meshwright.cost.pipeline import Pipeline, strategy_pipeline
 from meshwright.cost.step_costs import StepCost, collective_groups, price_step, price_steps, strategy_sizes
@@ -40,8 +40,9 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
     and ``step_s_p90`` hold the measured time in 8 of 10 cases, as far as published measurements go; None for rates
     that nothing has been fitted to.
 
-    ``flops`` are those that all devices execute. ``terms`` are seconds of each kind of work by itself, before
-    any overlap: matmul, attention, elementwise, loss_head, optimizer, a collective per mesh-axis group, latency.
+    ``flops`` are those that all devices execute; ``hfu`` counts attention's masked blocks too, as ``mfu`` does.
+    ``terms`` are seconds of each kind of work by itself, before any overlap: matmul, attention, elementwise, loss_head,
+    optimizer, a collective per mesh-axis group, latency.
     """
 
     step_s: Number
@@ -155,7 +156,9 @@ def estimate_many(
     items = parts.items(num_microbatches=pipeline.microbatches, pipeline=pipeline, offload=offload)
     num_chips = product(sizes.mesh.values())
     low, high = rates.chip.efficiency.interval(has_experts=model.num_experts > 0)
-    flops = total(cost.flops * cost.count for cost in costs) * num_chips / sizes.mesh.get("pipeline", 1)
+    share = num_chips / sizes.mesh.get("pipeline", 1)
+    flops = total(cost.flops * cost.count for cost in costs) * share
+    counted = flops + _masked_flops(costs, sizes) * share
     needed = model_flops(model, Job(batch_seqs=1, seq_len=seq_len)) * batch_seqs
     available = rates.peak_flops_per_s * num_chips * expected
     serial = total((cost.math_s + cost.hbm_s + cost.launch_s + cost.network_s) * cost.here for cost in costs)
@@ -167,13 +170,25 @@ def estimate_many(
         step_s_p90=None if high is None else expected * high,
         step_s_upper=np.maximum(serial, expected),
         mfu=needed / available,
-        hfu=flops / available,
+        hfu=counted / available,
         bound_by=_bound_by(costs, rates, busy, bubble),
         memory=items,
         hbm_bytes_per_chip=total_bytes(items),
         flops=flops,
         terms=_terms(costs) | _pipeline_terms(priced.times, pipeline, moved, bubble),
     )
+
+
+def _masked_flops(costs: Sequence[StepCost], sizes: OpSizes) -> Number:
+    """FLOPs of attention's masked blocks, which are skipped, and which utilisation counts all the same."""
+    if not sizes.causal:
+        return 0.0
+    whole = msgspec.structs.replace(sizes, causal=False, cache={})
+    return total((op_flops(c.step, whole) - c.flops) * c.count for c in costs if _attends(c))
+
+
+def _attends(cost: StepCost) -> bool:
+    return not cost.step.is_collective and is_attention(cost.step)
 
 
 class PricedParts(msgspec.Struct, frozen=True, kw_only=True):

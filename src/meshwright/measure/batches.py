@@ -20,6 +20,7 @@ from meshwright.cost.step_costs import collective_groups, price_step, price_step
 from meshwright.cost.step_rates import Group, StepRates, attention_scores, strategy_placements
 from meshwright.measure.cases import Case
 from meshwright.spec.calibration import Calibration, Efficiency
+from meshwright.spec.efficiency import family
 
 Rates = Callable[[Case], Calibration]
 
@@ -27,7 +28,7 @@ NO_LEG: dict[str, Any] = {"size": 1, "bytes_per_s": 1.0, "wraps": False, "sharin
 
 
 ALIKE = ("narrow", "attention", "overlap", "low", "high", "low_experts", "high_experts")
-"""Fields of an efficiency that are in the rates of a chip already, or the same for all chips."""
+"""Fields of an efficiency that are in the rates of a chip already, or the same for all cases of a batch."""
 
 
 class Batch(msgspec.Struct, frozen=True, kw_only=True):
@@ -99,7 +100,9 @@ def _pattern(case: Case, known: dict[Any, Derived]) -> tuple[Any, Derived]:
     choices = (strategy.remat, strategy.context_attention, strategy.schedule, strategy.state, strategy.software)
     narrow = strategy.matmul_dtype in ("fp8", "fp4", "int8")
     rules = str(strategy.assignment)
-    key = (shape, tuple(map(str, choices)), rules, narrow, case.cluster.kind, case.cluster.num_slices > 1)
+    # a chip without fitted numbers overlaps by the data sheet, the others by one exponent
+    fitted = family(case.cluster.chip) is not None
+    key = (shape, tuple(map(str, choices)), rules, narrow, fitted, case.cluster.kind, case.cluster.num_slices > 1)
     return key, known.get(key) or derive(program, strategy, symbolic=True)
 
 

@@ -26,7 +26,7 @@ from meshwright.cost.training_budget import (
 from meshwright.plan.run_budget import RunBudget
 from meshwright.spec.calibration import matmul_rate
 from meshwright.spec.plan_file import Plan
-from meshwright.spec.weights import num_params
+from meshwright.spec.weights import num_active_params, num_params
 
 
 class Limit(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,6 +78,7 @@ class Symbols(msgspec.Struct, frozen=True, kw_only=True):
 
     ``alpha`` = C / W in FLOPs per byte, W of one torus axis both ways; None away from a torus. ``tensor_axes`` is M_Y,
     the physical axes' worth that tensor takes, and ``fsdp_axes`` is M_X, the others: whole numbers, each at least one.
+    ``sparsity`` is E / k, experts over those that a token passes: so many more tokens hide the same weights.
     """
 
     batch_tokens: float
@@ -92,13 +93,21 @@ class Symbols(msgspec.Struct, frozen=True, kw_only=True):
     num_axes: int
     fsdp_axes: int
     tensor_axes: int
+    sparsity: float = 1.0
+
+    @property
+    def sparse(self) -> str:
+        """What the formulas of weights say more where there are experts."""
+        return " x E/k" if self.sparsity > 1 else ""
 
 
 def symbols_of(plan: Plan, priced: PricedStrategy) -> Symbols:
     """The letters with this plan's numbers; C is the rate of products that its times rest on."""
     cluster, mesh = plan.cluster, plan.strategy.mesh
+    model, at = plan.model, plan.calibration.efficiency
     peak = matmul_rate(cluster.chip, plan.calibration, plan.strategy.matmul_dtype)
     width = cluster.chip.ici_axis_bytes_per_s if cluster.kind == "torus" else None
+    width = None if width is None else width * at.ici
     total = sum(size > 1 for size in cluster.shape)
     tensor = max(1, min(round(_axes_taken(priced.placement, "tensor")), total - 1))
     ways = product(mesh.get(axis, 1) for axis in ("data", "fsdp", "expert", "context"))
@@ -117,6 +126,7 @@ def symbols_of(plan: Plan, priced: PricedStrategy) -> Symbols:
         num_axes=total,
         fsdp_axes=max(1, total - tensor),
         tensor_axes=tensor,
+        sparsity=model.num_experts / model.experts_per_token if model.num_experts else 1.0,
     )
 
 
@@ -136,7 +146,7 @@ def limits_of(plan: Plan, priced: PricedStrategy, budget: RunBudget | None = Non
     at = symbols_of(plan, priced)
     found: list[Limit] = []
     if at.num_chips > 1 and at.alpha is not None:
-        found += [*_data_parallel(at, at.alpha), *_mixed(plan, at, at.alpha)]
+        found += [*_data_parallel(at, at.alpha), *(() if at.sparse else _mixed(plan, at, at.alpha))]
     if at.num_chips > 1 and plan.cluster.kind == "switched":
         found += _switched(plan, at)
     return (*found, *_over_dcn(plan, at), *_sizes(plan, priced.estimate, budget))
@@ -147,14 +157,18 @@ def limits_of(plan: Plan, priced: PricedStrategy, budget: RunBudget | None = Non
 
 def _data_parallel(at: Symbols, alpha: float) -> Iterator[Limit]:
     each = at.batch_tokens / at.num_chips
-    least = limits.data_parallel_min_tokens_per_chip(alpha, at.num_axes)
+    least = limits.data_parallel_min_tokens_per_chip(alpha, at.num_axes) * at.sparsity
     yield Limit(
-        name="tokens/chip, FSDP alone", formula=f"> alpha / {at.num_axes}", limit=least, here=each, holds=each > least
+        name="tokens/chip, FSDP alone",
+        formula=f"> alpha / {at.num_axes}{at.sparse}",
+        limit=least,
+        here=each,
+        holds=each > least,
     )
-    most = limits.fsdp_max_chips(at.batch_tokens, alpha, at.num_axes)
+    most = limits.fsdp_max_chips(at.batch_tokens / at.sparsity, alpha, at.num_axes)
     yield Limit(
         name="chips, FSDP alone",
-        formula=f"< {at.num_axes} B / alpha",
+        formula=f"< {at.num_axes} B / (alpha{at.sparse})" if at.sparse else f"< {at.num_axes} B / alpha",
         limit=most,
         here=at.num_chips,
         holds=at.num_chips < most,
@@ -211,19 +225,31 @@ def _switched(plan: Plan, at: Symbols) -> Iterator[Limit]:
     chip, cluster = plan.cluster.chip, plan.cluster
     if not chip.nvlink_bytes_per_s:
         return
-    rate, flat, of = chip.nvlink_bytes_per_s, chip.nvlink_bytes_per_s, "nvlink"
+    shares = plan.calibration.efficiency
+    nvlink = chip.nvlink_bytes_per_s * shares.nvlink
+    rate, flat, of = nvlink, nvlink, "nvlink"
     if cluster.nodes > 1 and chip.nic_bytes_per_s:
-        flat = chip.nic_bytes_per_s
+        flat = chip.nic_bytes_per_s * shares.network
         rate, of = min(rate, flat * cluster.domain), "node"
     alpha, each = limits.ici_intensity(at.peak_flops, rate), at.batch_tokens / at.num_chips
-    least = limits.data_parallel_min_tokens_per_chip(alpha)
-    yield Limit(name="tokens/chip, FSDP alone", formula=f"> C / W_{of}", limit=least, here=each, holds=each > least)
-    most = limits.fsdp_max_chips(at.batch_tokens, alpha, 1)
+    least = limits.data_parallel_min_tokens_per_chip(alpha) * at.sparsity
     yield Limit(
-        name="chips, FSDP alone", formula=f"< B W_{of} / C", limit=most, here=at.num_chips, holds=at.num_chips < most
+        name="tokens/chip, FSDP alone",
+        formula=f"> C / W_{of}{at.sparse}",
+        limit=least,
+        here=each,
+        holds=each > least,
+    )
+    most = limits.fsdp_max_chips(at.batch_tokens / at.sparsity, alpha, 1)
+    yield Limit(
+        name="chips, FSDP alone",
+        formula=f"< B W_{of} / (C{at.sparse})" if at.sparse else f"< B W_{of} / C",
+        limit=most,
+        here=at.num_chips,
+        holds=at.num_chips < most,
     )
     yield from _flat(plan, at, flat)
-    alpha = limits.ici_intensity(at.peak_flops, chip.nvlink_bytes_per_s)
+    alpha = limits.ici_intensity(at.peak_flops, nvlink)
     tensor, most = plan.strategy.mesh.get("tensor", 1), limits.tensor_max_size(at.d_ff, alpha)
     yield Limit(name="tensor", formula="< F W_nvlink / C", limit=most, here=tensor, holds=tensor < most)
 
@@ -231,15 +257,20 @@ def _switched(plan: Plan, at: Symbols) -> Iterator[Limit]:
 def _flat(plan: Plan, at: Symbols, rate: float) -> Iterator[Limit]:
     """FSDP as if each chip moved all weights three times at the slowest link's rate, whatever the hierarchy."""
     count = num_params(plan.model) / at.num_stages
-    math_s = train_seconds(training_flops(count, at.batch_tokens), num_chips=at.num_chips, peak_flops=at.peak_flops)
+    active = num_active_params(plan.model) / at.num_stages
+    math_s = train_seconds(training_flops(active, at.batch_tokens), num_chips=at.num_chips, peak_flops=at.peak_flops)
     comms_s = limits.flat_fsdp_comms_s(count, rate)
     yield Limit(
         name="FSDP at one chip's rate", formula="3 x 2 bytes x params / W < T_math", limit=math_s, here=comms_s,
         holds=comms_s < math_s, unit="s",
     )  # fmt: skip
-    most = limits.flat_fsdp_max_chips(at.batch_tokens, at.peak_flops, rate)
+    most = limits.flat_fsdp_max_chips(at.batch_tokens * active / count, at.peak_flops, rate)
     yield Limit(
-        name="chips, at one chip's rate", formula="< B W / C", limit=most, here=at.num_chips, holds=at.num_chips < most
+        name="chips, at one chip's rate",
+        formula="< B W / C x active / params" if at.sparse else "< B W / C",
+        limit=most,
+        here=at.num_chips,
+        holds=at.num_chips < most,
     )
 
 

@@ -264,9 +264,13 @@ def _split_of(dim: str, axes: tuple[str, ...], every: Sequence[Split]) -> Callab
         else:
             values = divisors(size)
         what = "*".join(chosen)
+        padded = ""
+        if dim == "V":
+            unit = 128 * int(_ways(facts, axes))
+            padded = f" Or pad the vocabulary: --set model.vocab_size={-(-int(size) // unit) * unit}."
         return (
             f"{_named(facts, axes)} does not divide {dim}={size} {NOUNS.get(dim, '')} of {facts.model}. "
-            f"Use {what} in {_choices(values, int(_ways(facts, axes)))}."
+            f"Use {what} in {_choices(values, int(_ways(facts, axes)))}.{padded}"
         )
 
     return message

@@ -24,7 +24,7 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     """What the forms are of, for one slice: B tokens on N chips, C / W of a torus axis, and how axes are shared out.
 
     ``tensor`` is a size to compare with the bounds, None to leave it open. A dense feed-forward block is F wide, one of
-    experts as wide as those that a token passes.
+    experts as wide as those that a token passes; ``sparsity`` is E / k, so many more tokens hide the same weights.
     """
 
     batch_tokens: float
@@ -35,6 +35,7 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     num_axes: int
     tensor_axes: int
     tensor: int | None = None
+    sparsity: float = 1.0
 
     @property
     def fsdp_axes(self) -> int:
@@ -72,6 +73,7 @@ def setting(
         num_axes=axes,
         tensor_axes=tensor_axes,
         tensor=tensor,
+        sparsity=model.num_experts / model.experts_per_token if model.num_experts else 1.0,
     )
 
 
@@ -81,19 +83,29 @@ def _width(model: Model) -> int:
 
 def model_limits(model: Model, cluster: Cluster, job: Job, at: Setting, *, state: str) -> tuple[Limit, ...]:
     """Limits of speed, then those of size; ``here`` is NaN where it would take a plan."""
-    return (*_fsdp(at), *_mixed(at), *_dcn(cluster, job, at), *_sizes(model, cluster, job, state))
+    return (
+        *_fsdp(at),
+        *(_mixed(at) if at.sparsity == 1 else ()),
+        *_dcn(cluster, job, at),
+        *_sizes(model, cluster, job, state),
+    )
 
 
 def _fsdp(at: Setting) -> Iterator[Limit]:
     each = at.batch_tokens / at.num_chips
-    least = limits.data_parallel_min_tokens_per_chip(at.alpha, at.num_axes)
+    least = limits.data_parallel_min_tokens_per_chip(at.alpha, at.num_axes) * at.sparsity
+    sparse = " x E/k" if at.sparsity > 1 else ""
     yield Limit(
-        name="tokens/chip, FSDP alone", formula=f"> alpha / {at.num_axes}", limit=least, here=each, holds=each > least
+        name="tokens/chip, FSDP alone",
+        formula=f"> alpha / {at.num_axes}{sparse}",
+        limit=least,
+        here=each,
+        holds=each > least,
     )
-    most = limits.fsdp_max_chips(at.batch_tokens, at.alpha, at.num_axes)
+    most = limits.fsdp_max_chips(at.batch_tokens / at.sparsity, at.alpha, at.num_axes)
     yield Limit(
         name="chips, FSDP alone",
-        formula=f"< {at.num_axes} B / alpha",
+        formula=f"< {at.num_axes} B / (alpha{sparse})" if sparse else f"< {at.num_axes} B / alpha",
         limit=most,
         here=at.num_chips,
         holds=at.num_chips < most,

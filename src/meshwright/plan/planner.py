@@ -68,6 +68,11 @@ def plan(
     """
     if top < 1:
         raise InputError(f"top={top} must be at least 1.")
+    if model.learned_positions and job.seq_len > model.max_positions:
+        raise InputError(
+            f"seq={job.seq_len} is longer than the {model.max_positions} learned positions of {model.name}. "
+            f"Use at most {model.max_positions}, or --set model.max_positions={job.seq_len}."
+        )
     space = space_of(model, cluster, job, axes or {}, overrides or {}, choices, calibration)
     outcome = search(space, cluster, job.batch_seqs, top=top, exhaustive=exhaustive)
     notes = _assumptions(space, cluster, calibration)
@@ -168,6 +173,8 @@ def _assumptions(space: Space, cluster: Cluster, calibration: Calibration | None
     """The named conventions behind the numbers."""
     rates = (calibration or datasheet_calibration(cluster.chip)).describe()
     notes = [f"times rest on {rates}", "MFU counts 6ND + 12 B T^2 N H L, no causal discount"]
+    if cluster.kind != "host" and (calibration or datasheet_calibration(cluster.chip)).is_datasheet:
+        notes.append("nothing is measured or fitted behind these rates: real steps take 1.3 to 2.5 times as long")
     if cluster.kind != "host":
         notes.append("attention is priced as one fused kernel that keeps its scores on chip and skips what is masked")
     if math.isinf(memory_limit(cluster, calibration)):

@@ -15,6 +15,7 @@ from meshwright.core.dims import MESH_AXES
 from meshwright.cost.memory import MemoryParts, memory_limit, memory_parts, total_bytes
 from meshwright.cost.network import Placement, place_axes
 from meshwright.cost.offload import offloaded
+from meshwright.cost.pass_times import BlockTimes
 from meshwright.cost.pipeline import Pipeline, schedule_fits
 from meshwright.cost.step_costs import collective_groups
 from meshwright.cost.step_rates import StepRates, step_rates
@@ -35,11 +36,14 @@ from meshwright.spec.strategy import Strategy
 CHUNK_LAYERS = (*range(1, 9), 10, 12, 14, 16, 20, 21, 24, 28, 32, 40, 48)
 """Layers of one chunk that are tried."""
 
-KEPT_MESHES = 100
+KEPT_MESHES = 80
 """Meshes that are looked at in full: where there are more, the most promising."""
 
-SCREENED_MICROBATCHES = 6
+SCREENED_MICROBATCHES = 3
 """Numbers of microbatches with which a mesh is tried for that."""
+
+SCREENED_REMATS = ("none", "selective", "full")
+"""Policies of remat with which a mesh is tried for that, where they are among the choices."""
 
 KEPT_PER_STAGES = 10
 """Meshes of each number of pipeline stages that are looked at in any case."""
@@ -126,15 +130,19 @@ def search(
 def _screened(space: Space, cluster: Cluster, meshes: Candidates) -> Candidates:
     """The meshes that are fastest per token in their plainest form, of those that fit; all where none does.
 
-    Plain is the first way to lay it out, the first schedule and nothing offloaded; every policy of remat is tried
-    with the first assignment.
+    Plain is the first way to lay it out, the first schedule and nothing offloaded, with the first assignment and a few
+    policies of remat, from the fastest to the leanest.
     """
     first = space.patterns[0].strategy
+    plain = tuple(p for p in space.patterns if not p.needs and p.strategy.assignment == first.assignment)
+    few = tuple(p for p in plain if p.strategy.remat in SCREENED_REMATS)
+    # with stages, weights that stay whole can be worth more than what they take
+    few += tuple(p for p in space.patterns if p.strategy.zero == 1 and p.strategy.remat == SCREENED_REMATS[1])[:1]
     quick = msgspec.structs.replace(
         space,
         schedules=space.schedules[:1],
         offloads=space.offloads[:1],
-        patterns=tuple(p for p in space.patterns if not p.needs and p.strategy.assignment == first.assignment),
+        patterns=few or plain,
     )
     laid, placements = _laid(cluster, meshes, most=1)
     if not placements:
@@ -214,18 +222,13 @@ class _Bench(msgspec.Struct, frozen=True, kw_only=True):
             return
         sizes = candidate_sizes(space, self.cluster, rows)
         plain = Pipeline(stages=rows.mesh["pipeline"], microbatches=rows.microbatches)
-        parts = price_parts(
-            pattern.derived,
-            sizes,
-            self.rates.take(rows.laid),
-            pipeline=plain,
-            memory=memory_parts(pattern.derived, sizes),
-        )
+        held = memory_parts(pattern.derived, sizes)
+        priced: BlockTimes | None = None
         for schedule in space.schedules:
             which, chunks = self._chunks(schedule, rows, pattern.derived.num_layers)
             if not len(which):
                 continue
-            chosen, times, memory = rows.take(which), taken(parts.times, which), taken(parts.memory, which)
+            chosen, memory = rows.take(which), taken(held, which)
             pipeline = Pipeline(
                 schedule=schedule, stages=chosen.mesh["pipeline"], chunks=chunks, microbatches=chosen.microbatches
             )
@@ -236,8 +239,13 @@ class _Bench(msgspec.Struct, frozen=True, kw_only=True):
                 need = total_bytes(
                     memory.items(num_microbatches=chosen.microbatches, pipeline=pipeline, offload=offload)
                 )
-                step_s = np.broadcast_to(times.step_s(pipeline, moved).step_s, len(chosen))
                 fits = np.flatnonzero(need <= self.limit)
+                step_s = np.full(len(chosen), np.inf)
+                if len(fits):
+                    # what never fits is never priced: most of a refusal's time
+                    rates = self.rates.take(rows.laid)
+                    priced = priced or price_parts(pattern.derived, sizes, rates, pipeline=plain, memory=held).times
+                    step_s = np.broadcast_to(taken(priced, which).step_s(pipeline, moved).step_s, len(chosen))
                 yield Variant(
                     pattern=number,
                     rank=pattern.rank,

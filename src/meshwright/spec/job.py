@@ -44,9 +44,12 @@ def parse_batch(text: str, *, seq_len: int) -> int:
         )
     if tokens % seq_len:
         near = _nearest_batch(tokens, seq_len)
+        short = format_count(near * seq_len).replace(" ", "")
+        exact = parse_count(short, what="batch") == near * seq_len
+        advice = f"{short} ({near} sequences)" if exact else f"{near}seq ({near * seq_len:,} tokens)"
         raise InputError(
             f"batch {text} is {tokens} tokens, not a whole number of sequences of {seq_len} "
-            f"({tokens / seq_len:.2f}). Use {format_count(near * seq_len).replace(' ', '')} ({near} sequences)."
+            f"({tokens / seq_len:.2f}). Use {advice}."
         )
     return tokens // seq_len
 
