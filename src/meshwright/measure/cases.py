@@ -27,7 +27,22 @@ _MLA_HEAD = 128
 A3_HIGH_BYTES_PER_S = 12.5e9
 """Per GPU: four 200 Gb/s cards for the eight of an A3 High machine (Google Cloud's machine-type page)."""
 
-PRECISIONS = {"bf16": "", "fp16": "", "unstated": "", "fp8": "fp8", "mxfp8": "fp8", "nvfp4": "fp4", "int8": "int8"}
+PRECISIONS = {
+    "bf16": "",
+    "fp16": "",
+    "unstated": "",
+    "fp8": "fp8",
+    "float8": "fp8",
+    "mxfp8": "fp8",
+    "nvfp4": "fp4",
+    "mxfp4": "fp4",
+    "fp4": "fp4",
+    "int8": "int8",
+}
+"""First word of a record's precision -> dtype of products, "" for 16 bits; what follows the word may say how."""
+
+RECOMPUTE_COUNTED = ("counts recompute", "count recompute", "recompute FLOPs", "hardware FLOPs", "96Bsl")
+"""Words of a note that say so: the rate is of FLOPs with the forward pass run twice."""
 
 COMPILED_GPU = ("maxtext",)
 """Software on GPUs that runs a step as one compiled program; the others start it kernel by kernel."""
@@ -252,8 +267,8 @@ def _microbatches(record: Record, replicas: int, per_step: float, tpu: bool) -> 
 
 
 def _precision(record: Record, chip: Chip) -> Any:
-    word = record.precision.split(" ")[0]
-    if word not in PRECISIONS:
+    word = next((name for name in PRECISIONS if record.precision.lower().startswith(name)), None)
+    if word is None:
         raise InputError(f"precision {record.precision!r} is not known")
     return PRECISIONS[word] or ("" if _wide(chip) == "bf16" else "fp16")
 
@@ -303,7 +318,7 @@ def measured_seconds(record: Record, model: Model, job: Job, chip: Chip) -> floa
 
 def _counted_flops(record: Record, model: Model, job: Job) -> float:
     """FLOPs of a step as the source counts them: with a recomputed forward pass where its note says so."""
-    if "counts recompute" in record.note:
+    if any(words in record.note for words in RECOMPUTE_COUNTED):
         width, layers = model.d_model, model.num_layers
         ends = model.vocab_size / (16 * layers * width)
         return 96.0 * job.tokens_per_step * layers * width**2 * (1 + job.seq_len / (6 * width) + ends)
