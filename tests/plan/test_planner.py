@@ -246,3 +246,11 @@ def test_a_plan_file_of_what_was_planned(tmp_path):
     assert read.strategy == result.strategies[0].strategy
     assert read.predicted.step_s == result.strategies[0].estimate.step_s
     assert result.plan(result.strategies[1]).strategy == result.strategies[1].strategy
+
+
+def test_a_word_that_is_not_known_is_refused_with_those_that_are():
+    cluster, job = parse_cluster("h100:8x2"), Job(batch_seqs=64, seq_len=4096)
+    with pytest.raises(InputError, match="Use compiled, eager, eager-in-turn or eager-2021"):
+        plan(LLAMA8B, cluster, job, overrides={"software": "nope"})
+    with pytest.raises(InputError, match="Use gather, ring or ulysses"):
+        plan(LLAMA8B, cluster, job, overrides={"context_attention": "rng"})

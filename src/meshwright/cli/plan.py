@@ -51,7 +51,7 @@ NUMBERS_WIDTH = 46
 @click.option("--axes", help="Mesh axes to keep fixed, such as fsdp=1024,tensor=4.")
 @click.option("--top", default=5, show_default=True, help="How many strategies to list.")
 @click.option("--set", "pairs", multiple=True, metavar="KEY=VALUE", help="Any field: strategy.remat=block.")
-@click.option("--calibration", type=click.Path(path_type=Path), help="Measured rates of the cluster (TOML).")
+@click.option("--calibration", type=click.Path(path_type=Path), help="Rates of the cluster (TOML), or datasheet.")
 @click.option("-o", "--out", type=click.Path(path_type=Path), help="Write the best plan to this file.")
 @click.option("--full", is_flag=True, help="Try every schedule, ZeRO stage, offload and attention; screen nothing out.")
 @click.option("--pareto", is_flag=True, help="List the plans that nothing beats in step time and memory, or in cost.")

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 @click.option("--seed", type=int, help="Of the first weights and of the order of the data.")
 @click.option("--runs", type=click.Path(path_type=Path), default=Path("runs"), show_default=True)
 @click.option("--set", "pairs", multiple=True, metavar="KEY=VALUE", help="Any field: strategy.remat=block.")
-@click.option("--calibration", type=click.Path(path_type=Path), help="Measured rates of the cluster (TOML).")
+@click.option("--calibration", type=click.Path(path_type=Path), help="Rates of the cluster (TOML), or datasheet.")
 @json_option
 def command(
     what: str,

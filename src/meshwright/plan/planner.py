@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from itertools import islice
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import msgspec
 
@@ -166,7 +166,16 @@ def _template(cluster: Cluster, given: Mapping[str, Any]) -> Strategy:
         return msgspec.convert(fields, Strategy)
     except msgspec.ValidationError as error:
         where = str(error).replace("`$.", "`strategy.")
-        raise InputError(f"{where[:1].lower()}{where[1:].rstrip('.')}.") from None
+        raise InputError(f"{where[:1].lower()}{where[1:].rstrip('.')}.{_words_of(where)}") from None
+
+
+def _words_of(fault: str) -> str:
+    """The words that a field takes, where a fault is about a field of words: " Use compiled, eager or ...."."""
+    name = fault.rpartition("`strategy.")[2].partition("`")[0].partition("[")[0]
+    declared = get_type_hints(Strategy).get(name)
+    words = [word for part in (declared, *get_args(declared)) for word in get_args(part) if isinstance(word, str)]
+    known = list(dict.fromkeys(word for word in words if word))
+    return f" Use {', '.join(known[:-1])} or {known[-1]}." if len(known) > 1 else ""
 
 
 def _assumptions(space: Space, cluster: Cluster, calibration: Calibration | None) -> tuple[str, ...]:

@@ -275,4 +275,5 @@ def _no_layout(space: Space, cluster: Cluster, winner: PlannedStrategy) -> Refus
     )
     for refusal in legal(space.model, cluster, winner.job, one, calibration=space.calibration):
         return refusal
-    raise CannotRunError(f"no layout of {mesh} on {cluster.short_name} was found. Leave an axis open.")
+    words = ", ".join(f"{axis} {size}" for axis, size in mesh.items() if size > 1) or "one device"
+    raise CannotRunError(f"no layout of {words} on {cluster.short_name} was found. Leave an axis open.")
