@@ -12,8 +12,9 @@ from meshwright.cli.fields import check_tokens
 from meshwright.cli.output import emit_json, json_option, print_fact, print_table, print_text, say
 from meshwright.cli.plan import mesh_words, microbatch_words, placement_words, print_budget, remat_words
 from meshwright.core.units import format_bytes, format_count, format_flops, format_seconds
-from meshwright.plan.bounds import Limit, Symbols
+from meshwright.plan.bounds import Symbols
 from meshwright.plan.explain import Algorithm, BetweenStages, Explanation, Line, explain
+from meshwright.plan.torus_limits import Limit
 from meshwright.spec.plan_file import load_plan
 
 MAX_DRIFT = 1e-6

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 
 from meshwright.cli.output import print_fact
 from meshwright.core.units import format_bytes, format_seconds
-from meshwright.plan.bounds import Limit
 from meshwright.plan.explain import Explanation, limit_of_term
 from meshwright.plan.step_terms import StepTerm
+from meshwright.plan.torus_limits import Limit
 
 MAX_TERMS = 3
 MIN_SHARE = 0.03

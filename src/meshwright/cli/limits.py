@@ -9,8 +9,8 @@ import msgspec
 from meshwright.cli.output import emit_json, json_option, print_table, print_text
 from meshwright.core.errors import InputError
 from meshwright.core.units import format_bytes, format_count, format_flops, format_seconds, parse_count
-from meshwright.plan.bounds import Limit
 from meshwright.plan.model_limits import Setting, model_limits, setting
+from meshwright.plan.torus_limits import Limit
 from meshwright.spec.catalogue import model as find_model
 from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.job import Job, parse_batch

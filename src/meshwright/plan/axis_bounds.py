@@ -14,7 +14,7 @@ from meshwright.cost.pipeline import strategy_pipeline
 from meshwright.cost.roofline import critical_batch
 from meshwright.cost.step_costs import StepCost
 from meshwright.cost.train_step import PricedStrategy, price_parts
-from meshwright.plan.bounds import Limit
+from meshwright.plan.torus_limits import Limit
 from meshwright.spec.calibration import matmul_rate, memory_rate
 from meshwright.spec.plan_file import Plan
 

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterator
-from typing import Literal
 
 import msgspec
 
@@ -24,26 +23,18 @@ from meshwright.cost.training_budget import (
     training_flops,
 )
 from meshwright.plan.run_budget import RunBudget
+from meshwright.plan.torus_limits import (
+    Limit,
+    dcn_limit,
+    feed_forward_width,
+    fsdp_limits,
+    sparsity,
+    tensor_limit,
+    torus_limits,
+)
 from meshwright.spec.calibration import matmul_rate
 from meshwright.spec.plan_file import Plan
 from meshwright.spec.weights import num_active_params, num_params
-
-
-class Limit(msgspec.Struct, frozen=True, kw_only=True):
-    """A bound beside this plan's number. ``holds`` is None where it is a hint, not a bound.
-
-    ``kind`` says what is lost where it does not hold: "speed" (communication no longer hides behind compute) or
-    "size" (the plan cannot run). ``unit`` is that of ``limit`` and ``here``: bytes, s, or a plain number.
-    """
-
-    name: str
-    formula: str
-    limit: float
-    here: float
-    holds: bool | None
-    kind: Literal["speed", "size"] = "speed"
-    unit: Literal["", "bytes", "s"] = ""
-    note: str = ""
 
 
 class Batch(msgspec.Struct, frozen=True, kw_only=True):
@@ -93,12 +84,8 @@ class Symbols(msgspec.Struct, frozen=True, kw_only=True):
     num_axes: int
     fsdp_axes: int
     tensor_axes: int
-    sparsity: float = 1.0
-
-    @property
-    def sparse(self) -> str:
-        """What the formulas of weights say more where there are experts."""
-        return " x E/k" if self.sparsity > 1 else ""
+    tensor: int
+    sparsity: float
 
 
 def symbols_of(plan: Plan, priced: PricedStrategy) -> Symbols:
@@ -119,14 +106,15 @@ def symbols_of(plan: Plan, priced: PricedStrategy) -> Symbols:
         num_chips=cluster.num_chips // (slices * stages),
         num_stages=stages,
         num_slices=slices,
-        d_ff=plan.model.d_ff,
+        d_ff=feed_forward_width(model),
         data_ways=ways / slices,
         peak_flops=peak,
         alpha=None if width is None else limits.ici_intensity(peak, width),
         num_axes=total,
         fsdp_axes=max(1, total - tensor),
         tensor_axes=tensor,
-        sparsity=model.num_experts / model.experts_per_token if model.num_experts else 1.0,
+        tensor=mesh.get("tensor", 1),
+        sparsity=sparsity(model),
     )
 
 
@@ -146,75 +134,14 @@ def limits_of(plan: Plan, priced: PricedStrategy, budget: RunBudget | None = Non
     at = symbols_of(plan, priced)
     found: list[Limit] = []
     if at.num_chips > 1 and at.alpha is not None:
-        found += [*_data_parallel(at, at.alpha), *(() if at.sparse else _mixed(plan, at, at.alpha))]
+        found += torus_limits(at, at.alpha)
     if at.num_chips > 1 and plan.cluster.kind == "switched":
         found += _switched(plan, at)
-    return (*found, *_over_dcn(plan, at), *_sizes(plan, priced.estimate, budget))
-
-
-# -- speed, on a torus: section 5 of How to Scale Your Model --------------------------------------------
-
-
-def _data_parallel(at: Symbols, alpha: float) -> Iterator[Limit]:
-    each = at.batch_tokens / at.num_chips
-    least = limits.data_parallel_min_tokens_per_chip(alpha, at.num_axes) * at.sparsity
-    yield Limit(
-        name="tokens/chip, FSDP alone",
-        formula=f"> alpha / {at.num_axes}{at.sparse}",
-        limit=least,
-        here=each,
-        holds=each > least,
-    )
-    most = limits.fsdp_max_chips(at.batch_tokens / at.sparsity, alpha, at.num_axes)
-    yield Limit(
-        name="chips, FSDP alone",
-        formula=f"< {at.num_axes} B / (alpha{at.sparse})" if at.sparse else f"< {at.num_axes} B / alpha",
-        limit=most,
-        here=at.num_chips,
-        holds=at.num_chips < most,
-    )
-
-
-def _mixed(plan: Plan, at: Symbols, alpha: float) -> Iterator[Limit]:
-    axes = {"fsdp_axes": at.fsdp_axes, "tensor_axes": at.tensor_axes}
-    sizes = (at.batch_tokens, at.d_ff, at.num_chips)
-    each = at.batch_tokens / at.num_chips
-    least = limits.mixed_min_tokens_per_chip(alpha, at.d_ff, **axes)
-    yield Limit(
-        name="tokens/chip, with tensor", formula="> 4 alpha^2 / (Mx My F)", limit=least, here=each, holds=each > least
-    )
-    ratio = limits.mixed_math_over_comms(*sizes, alpha, **axes)
-    yield Limit(
-        name="T_math/T_comms at X_opt", formula="sqrt(BF MxMy/N)/(2 alpha)", limit=1.0, here=ratio,
-        holds=ratio > 1,
-    )  # fmt: skip
-    square = limits.mixed_discriminant(*sizes, alpha, **axes)
-    yield Limit(
-        name="discriminant", formula="(BF/alpha)^2 - 4FBN/MxMy", limit=0.0, here=square,
-        holds=square > 0,
-    )  # fmt: skip
-    yield from _roots(at, limits.fsdp_roots(*sizes, alpha, **axes))
-    best = limits.fsdp_best_size(*sizes, **axes)
-    split = limits.round_split(best, at.num_chips)
-    yield Limit(
-        name="X_opt", formula="sqrt(B/F x Mx/My x N)", limit=best, here=at.data_ways, holds=None,
-        note=f"in powers of two: {split.fsdp:,} x tensor {split.tensor:,}",
-    )  # fmt: skip
-    tensor, most = plan.strategy.mesh.get("tensor", 1), limits.tensor_max_size(at.d_ff, alpha, at.tensor_axes)
-    yield Limit(name="tensor", formula="< My F / alpha", limit=most, here=tensor, holds=tensor < most)
-
-
-def _roots(at: Symbols, roots: limits.Roots) -> Iterator[Limit]:
-    """The FSDP sizes between which the mixture is compute-bound; nothing when there are none."""
-    if not math.isnan(roots.lower):
-        yield Limit(
-            name="X, lower root", formula="> Mx(BF/alpha - root)/2F", limit=roots.lower, here=at.data_ways,
-            holds=at.data_ways > roots.lower,
-        )  # fmt: skip
-        yield Limit(
-            name="X, upper root", formula="< Mx(BF/alpha + root)/2F", limit=roots.upper, here=at.data_ways,
-            holds=at.data_ways < roots.upper,
-        )  # fmt: skip
+    if at.num_slices > 1:
+        # gradients cross slices once per step, whatever the microbatches
+        tokens = plan.job.tokens_per_step / at.num_slices
+        found += dcn_limit(plan.cluster.chip, peak_flops=at.peak_flops, tokens_per_slice=tokens)
+    return (*found, *_sizes(plan, priced.estimate, budget))
 
 
 # -- speed, on switches and over the data-centre network ------------------------------------------------
@@ -231,27 +158,11 @@ def _switched(plan: Plan, at: Symbols) -> Iterator[Limit]:
     if cluster.nodes > 1 and chip.nic_bytes_per_s:
         flat = chip.nic_bytes_per_s * shares.network
         rate, of = min(rate, flat * cluster.domain), "node"
-    alpha, each = limits.ici_intensity(at.peak_flops, rate), at.batch_tokens / at.num_chips
-    least = limits.data_parallel_min_tokens_per_chip(alpha) * at.sparsity
-    yield Limit(
-        name="tokens/chip, FSDP alone",
-        formula=f"> C / W_{of}{at.sparse}",
-        limit=least,
-        here=each,
-        holds=each > least,
-    )
-    most = limits.fsdp_max_chips(at.batch_tokens / at.sparsity, alpha, 1)
-    yield Limit(
-        name="chips, FSDP alone",
-        formula=f"< B W_{of} / (C{at.sparse})" if at.sparse else f"< B W_{of} / C",
-        limit=most,
-        here=at.num_chips,
-        holds=at.num_chips < most,
-    )
+    alpha = limits.ici_intensity(at.peak_flops, rate)
+    yield from fsdp_limits(at, alpha, num_axes=1, bound=f"C / W_{of}", chips=f"B W_{of} / C")
     yield from _flat(plan, at, flat)
-    alpha = limits.ici_intensity(at.peak_flops, nvlink)
-    tensor, most = plan.strategy.mesh.get("tensor", 1), limits.tensor_max_size(at.d_ff, alpha)
-    yield Limit(name="tensor", formula="< F W_nvlink / C", limit=most, here=tensor, holds=tensor < most)
+    most = limits.tensor_max_size(at.d_ff, limits.ici_intensity(at.peak_flops, nvlink))
+    yield tensor_limit(at, most, "< F W_nvlink / C")
 
 
 def _flat(plan: Plan, at: Symbols, rate: float) -> Iterator[Limit]:
@@ -267,23 +178,11 @@ def _flat(plan: Plan, at: Symbols, rate: float) -> Iterator[Limit]:
     most = limits.flat_fsdp_max_chips(at.batch_tokens * active / count, at.peak_flops, rate)
     yield Limit(
         name="chips, at one chip's rate",
-        formula="< B W / C x active / params" if at.sparse else "< B W / C",
+        formula="< B W / C x active / params" if at.sparsity > 1 else "< B W / C",
         limit=most,
         here=at.num_chips,
         holds=at.num_chips < most,
     )
-
-
-def _over_dcn(plan: Plan, at: Symbols) -> Iterator[Limit]:
-    chip = plan.cluster.chip
-    if at.num_slices > 1 and chip.dcn_bytes_per_s_per_host and chip.chips_per_host:
-        least = limits.dcn_min_batch_per_pod(at.peak_flops, chip.dcn_bytes_per_s_per_host, chip.chips_per_host)
-        # Gradients cross slices once per step, whatever the microbatches.
-        tokens = plan.job.tokens_per_step / at.num_slices
-        yield Limit(
-            name="tokens/slice, over DCN", formula="> C x host chips / W_dcn", limit=least, here=tokens,
-            holds=tokens > least,
-        )  # fmt: skip
 
 
 # -- size -----------------------------------------------------------------------------------------------

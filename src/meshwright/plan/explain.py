@@ -10,12 +10,13 @@ from meshwright.cost.pipeline import strategy_pipeline
 from meshwright.cost.step_costs import StepCost, price_step
 from meshwright.cost.train_step import Estimate, PricedStrategy, price_strategy
 from meshwright.plan.axis_bounds import axis_limits
-from meshwright.plan.bounds import Batch, Limit, Symbols, batch_of, limits_of, symbols_of
+from meshwright.plan.bounds import Batch, Symbols, batch_of, limits_of, symbols_of
 from meshwright.plan.legal import MEMORY_RULE, legal
 from meshwright.plan.reasons import FsdpCase, fsdp_case
 from meshwright.plan.run_budget import RunBudget, run_budget
 from meshwright.plan.single_changes import Setting, Tried, try_changes
 from meshwright.plan.step_terms import StepTerm, step_terms
+from meshwright.plan.torus_limits import Limit
 from meshwright.spec.plan_file import Plan
 
 MAX_FREE_SHARE = 0.002

@@ -3,7 +3,6 @@
 They count tokens and chips as real numbers, with the data sheet's peak. Source: How to Scale Your Model, section 5.
 """
 
-import math
 from collections.abc import Iterator
 
 import msgspec
@@ -12,7 +11,7 @@ from meshwright.core.errors import InputError
 from meshwright.cost import limits
 from meshwright.cost.accounting import state_bytes
 from meshwright.cost.training_budget import min_chips
-from meshwright.plan.bounds import Limit
+from meshwright.plan.torus_limits import Limit, dcn_limit, feed_forward_width, sparsity, torus_limits
 from meshwright.spec.chip import known, peak
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.job import Job
@@ -67,102 +66,21 @@ def setting(
     return Setting(
         batch_tokens=job.tokens_per_step / cluster.num_slices,
         num_chips=chips,
-        d_ff=_width(model),
+        d_ff=feed_forward_width(model),
         peak_flops=rate,
         alpha=limits.ici_intensity(rate, 2 * known(cluster.chip, "ici_link_bytes_per_s")),
         num_axes=axes,
         tensor_axes=tensor_axes,
         tensor=tensor,
-        sparsity=model.num_experts / model.experts_per_token if model.num_experts else 1.0,
+        sparsity=sparsity(model),
     )
-
-
-def _width(model: Model) -> int:
-    return model.experts_per_token * model.d_ff_expert + model.d_ff_shared if model.num_experts else model.d_ff
 
 
 def model_limits(model: Model, cluster: Cluster, job: Job, at: Setting, *, state: str) -> tuple[Limit, ...]:
     """Limits of speed, then those of size; ``here`` is NaN where it would take a plan."""
-    return (
-        *_fsdp(at),
-        *(_mixed(at) if at.sparsity == 1 else ()),
-        *_dcn(cluster, job, at),
-        *_sizes(model, cluster, job, state),
-    )
-
-
-def _fsdp(at: Setting) -> Iterator[Limit]:
-    each = at.batch_tokens / at.num_chips
-    least = limits.data_parallel_min_tokens_per_chip(at.alpha, at.num_axes) * at.sparsity
-    sparse = " x E/k" if at.sparsity > 1 else ""
-    yield Limit(
-        name="tokens/chip, FSDP alone",
-        formula=f"> alpha / {at.num_axes}{sparse}",
-        limit=least,
-        here=each,
-        holds=each > least,
-    )
-    most = limits.fsdp_max_chips(at.batch_tokens / at.sparsity, at.alpha, at.num_axes)
-    yield Limit(
-        name="chips, FSDP alone",
-        formula=f"< {at.num_axes} B / (alpha{sparse})" if sparse else f"< {at.num_axes} B / alpha",
-        limit=most,
-        here=at.num_chips,
-        holds=at.num_chips < most,
-    )
-
-
-def _mixed(at: Setting) -> Iterator[Limit]:
-    axes = {"fsdp_axes": at.fsdp_axes, "tensor_axes": at.tensor_axes}
-    sizes = (at.batch_tokens, at.d_ff, at.num_chips)
-    each = at.batch_tokens / at.num_chips
-    least = limits.mixed_min_tokens_per_chip(at.alpha, at.d_ff, **axes)
-    yield Limit(
-        name="tokens/chip, with tensor", formula="> 4 alpha^2 / (Mx My F)", limit=least, here=each, holds=each > least
-    )
-    ratio = limits.mixed_math_over_comms(*sizes, at.alpha, **axes)
-    yield Limit(
-        name="T_math/T_comms at X_opt", formula="sqrt(BF MxMy/N)/(2 alpha)", limit=1.0, here=ratio, holds=ratio > 1
-    )
-    square = limits.mixed_discriminant(*sizes, at.alpha, **axes)
-    yield Limit(name="discriminant", formula="(BF/alpha)^2 - 4FBN/MxMy", limit=0.0, here=square, holds=square > 0)
-    roots = limits.fsdp_roots(*sizes, at.alpha, **axes)
-    ways = math.nan if at.data_ways is None else at.data_ways
-    if not math.isnan(roots.lower):
-        yield _open("X, lower root", "> Mx(BF/alpha - root)/2F", roots.lower, ways, ways > roots.lower)
-        yield _open("X, upper root", "< Mx(BF/alpha + root)/2F", roots.upper, ways, ways < roots.upper)
-    best = limits.fsdp_best_size(*sizes, **axes)
-    split = limits.round_split(best, at.num_chips)
-    yield Limit(
-        name="X_opt",
-        formula="sqrt(B/F x Mx/My x N)",
-        limit=best,
-        here=ways,
-        holds=None,
-        note=f"in powers of two: {split.fsdp:,} x tensor {split.tensor:,}",
-    )
-    tensor = math.nan if at.tensor is None else at.tensor
-    most = limits.tensor_max_size(at.d_ff, at.alpha, at.tensor_axes)
-    yield _open("tensor", "< My F / alpha", most, tensor, tensor < most)
-
-
-def _open(name: str, formula: str, limit: float, here: float, holds: bool) -> Limit:
-    """A limit whose own number takes a choice: a hint where none was made."""
-    return Limit(name=name, formula=formula, limit=limit, here=here, holds=None if math.isnan(here) else holds)
-
-
-def _dcn(cluster: Cluster, job: Job, at: Setting) -> Iterator[Limit]:
-    chip = cluster.chip
-    if cluster.num_slices > 1 and chip.dcn_bytes_per_s_per_host and chip.chips_per_host:
-        least = limits.dcn_min_batch_per_pod(at.peak_flops, chip.dcn_bytes_per_s_per_host, chip.chips_per_host)
-        tokens = job.tokens_per_step / cluster.num_slices
-        yield Limit(
-            name="tokens/slice, over DCN",
-            formula="> C x host chips / W_dcn",
-            limit=least,
-            here=tokens,
-            holds=tokens > least,
-        )
+    slices = cluster.num_slices
+    over = dcn_limit(cluster.chip, peak_flops=at.peak_flops, tokens_per_slice=at.batch_tokens) if slices > 1 else ()
+    return (*torus_limits(at, at.alpha), *over, *_sizes(model, cluster, job, state))
 
 
 def _sizes(model: Model, cluster: Cluster, job: Job, state: str) -> Iterator[Limit]:

@@ -183,7 +183,7 @@ def _assumptions(space: Space, cluster: Cluster, calibration: Calibration | None
     rates = (calibration or datasheet_calibration(cluster.chip)).describe()
     notes = [f"times rest on {rates}", "MFU counts 6ND + 12 B T^2 N H L, no causal discount"]
     if cluster.kind != "host" and (calibration or datasheet_calibration(cluster.chip)).is_datasheet:
-        notes.append("nothing is measured or fitted behind these rates: real steps take 1.3 to 2.5 times as long")
+        notes.append("nothing is measured or fitted behind these rates: real steps take longer, see docs/accuracy.md")
     if cluster.kind != "host":
         notes.append("attention is priced as one fused kernel that keeps its scores on chip and skips what is masked")
     if math.isinf(memory_limit(cluster, calibration)):

@@ -11,7 +11,7 @@ from meshwright.core.dims import MESH_AXES, RUNNABLE_AXES
 from meshwright.core.errors import CannotRunError, InputError, nearest
 from meshwright.cost.train_step import Estimate, PricedStrategy, price_strategy
 from meshwright.plan.axis_bounds import axis_limits
-from meshwright.plan.bounds import Limit, limits_of
+from meshwright.plan.bounds import limits_of
 from meshwright.plan.candidates import axis_sizes, candidates_on_chips
 from meshwright.plan.legal import Refusal, legal
 from meshwright.plan.planner import FIELDS
@@ -19,6 +19,7 @@ from meshwright.plan.result import PlannedStrategy, PlanResult
 from meshwright.plan.search import search
 from meshwright.plan.space import RUNNABLE, USUAL, Choices, Space, open_space
 from meshwright.plan.step_terms import StepTerm, step_terms
+from meshwright.plan.torus_limits import Limit
 from meshwright.spec.calibration import Calibration, datasheet_calibration
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.strategy import Strategy, make_mesh, require_runnable_strategy, standard_assignment
