@@ -82,15 +82,6 @@ def gelu_backward(dout, x):
     return dout * (np.tanh(x) + x * (1 - np.tanh(x) ** 2))
 
 
-def sink(x, sinks):
-    return x / (1 + np.exp(sinks))[:, None]
-
-
-def sink_backward(dout, x, sinks):
-    share = 1 / (1 + np.exp(sinks))
-    return dout * share[:, None], (dout * x).sum((0, 1, 3)) * -share * (1 - share)
-
-
 def token_gate(x, h, gate):
     return x / (1 + np.exp(-(h @ gate)))[..., None]
 
@@ -106,27 +97,35 @@ def join_heads(kept, shared):
     return np.concatenate([kept, wide], -1)
 
 
-def attention_weights(q, k, here, everywhere, window):
+def attention_weights(q, k, here, everywhere, window, sinks):
+    """Weights over the keys, beside which a sink takes a share of its own, and the log of each sum."""
     heads = q.shape[2] // k.shape[2]
     scores = np.einsum("btnh,bsnh->bnts", q, np.repeat(k, heads, 2)) / np.sqrt(q.shape[-1])
     ahead = here[:, None, :, None] - everywhere[:, None, None, :]
-    scores = np.where((ahead >= 0) & (ahead < window), scores, -np.inf)
-    weights = np.exp(scores - scores.max(-1, keepdims=True))
-    return weights / weights.sum(-1, keepdims=True), heads
+    weights = np.where((ahead >= 0) & (ahead < window), np.exp(scores), 0.0)
+    total = weights.sum(-1) + (0 if sinks is None else np.exp(sinks)[:, None])
+    return weights / total[..., None], np.log(total).transpose(0, 2, 1), heads
 
 
-def attention(q, k, v, here, everywhere, window=10**9):
-    weights, heads = attention_weights(q, k, here, everywhere, window)
-    return np.einsum("bnts,bsnh->btnh", weights, np.repeat(v, heads, 2))
+def attention(q, k, v, here, everywhere, window=10**9, sinks=None):
+    weights, lse, heads = attention_weights(q, k, here, everywhere, window, sinks)
+    return np.einsum("bnts,bsnh->btnh", weights, np.repeat(v, heads, 2)), lse
 
 
-def attention_backward(dout, q, k, v, here, everywhere, window=10**9):
-    weights, heads = attention_weights(q, k, here, everywhere, window)
-    dweights = np.einsum("btnh,bsnh->bnts", dout, np.repeat(v, heads, 2))
-    dscores = weights * (dweights - (weights * dweights).sum(-1, keepdims=True)) / np.sqrt(q.shape[-1])
-    dq = np.einsum("bnts,bsnh->btnh", dscores, np.repeat(k, heads, 2))
-    dk, dv = np.einsum("bnts,btnh->bsnh", dscores, q), np.einsum("bnts,btnh->bsnh", weights, dout)
-    return dq, _sum_groups(dk, heads), _sum_groups(dv, heads)
+def attention_backward(dout, o, lse, q, k, v, here, everywhere, window=10**9, sinks=None):
+    weights, again, heads = attention_weights(q, k, here, everywhere, window, sinks)
+    assert np.allclose(lse, again)
+    assert np.allclose(o, attention(q, k, v, here, everywhere, window, sinks)[0])
+    share = (dout * o).sum(-1).transpose(0, 2, 1)[..., None]
+    dscores = weights * (np.einsum("btnh,bsnh->bnts", dout, np.repeat(v, heads, 2)) - share)
+    dscaled = dscores / np.sqrt(q.shape[-1])
+    dq = np.einsum("bnts,bsnh->btnh", dscaled, np.repeat(k, heads, 2))
+    dk, dv = np.einsum("bnts,btnh->bsnh", dscaled, q), np.einsum("bnts,btnh->bsnh", weights, dout)
+    found = (dq, _sum_groups(dk, heads), _sum_groups(dv, heads))
+    if sinks is None:
+        return found
+    of_sink = np.exp(sinks[:, None] - lse.transpose(0, 2, 1))
+    return (*found, -(of_sink * share[..., 0]).sum((0, 2)))
 
 
 def _sum_groups(x, heads):
@@ -183,9 +182,10 @@ def _narrow(dout, array: ShardedArray, out: ShardedArray):
 def run_local(step: Step, blocks: list[np.ndarray], sizes: Mapping[str, int], rows: range) -> tuple:
     """Results of one local op on one device; ``rows`` are those of a look-up's table that it holds."""
     window = int(dict(step.attributes).get("window", 10**9))
+    sinks = next((b for a, b in zip(step.inputs, blocks, strict=True) if a.name.startswith("sinks")), None)
     special = {
-        "attention": lambda: attention(*blocks, window=window),
-        "attention_backward": lambda: attention_backward(*blocks, window=window),
+        "attention": lambda: attention(*blocks[-5:], window=window, sinks=sinks),
+        "attention_backward": lambda: attention_backward(*blocks[:3], *blocks[-5:], window=window, sinks=sinks),
         "rope_backward": lambda: rope(*blocks, sign=-1.0),
         "bias_add": lambda: blocks[0] + blocks[1].reshape(_broadcast(step.inputs[1], step.inputs[0], blocks[1])),
         "bias_add_backward": lambda: _narrow(blocks[0], step.result, step.inputs[0]),
@@ -255,7 +255,7 @@ def _rows(step: Step, device: int, mesh: Mapping[str, int], sizes: Mapping[str, 
 
 def _ring(step: Step, made: Values, mesh: Mapping[str, int], sizes: Mapping[str, int]) -> list[tuple]:
     """Keys of the whole ring for every device; cotangents of keys summed over the ring, each its own block."""
-    inputs = step.inputs[2:]
+    inputs = step.inputs
     k, v = len(inputs) - 4, len(inputs) - 3
     found: list[tuple] = [()] * num_devices(mesh)
     for group in groups(mesh, tuple(dict(step.attributes)["ring"].split(","))):
@@ -264,9 +264,12 @@ def _ring(step: Step, made: Values, mesh: Mapping[str, int], sizes: Mapping[str,
         for device in group:
             blocks = [whole.get(i, made[array][device]) for i, array in enumerate(inputs)]
             results.append(run_local(step, blocks, sizes, range(0)))
-        keys = [np.split(sum(parts), len(group), axis=1) for parts in list(zip(*results, strict=True))[1:]]
+        if step.op == "attention":
+            found = [results[group.index(device)] if device in group else old for device, old in enumerate(found)]
+            continue
+        keys = [np.split(sum(parts), len(group), axis=1) for parts in list(zip(*results, strict=True))[1:3]]
         for number, device in enumerate(group):
-            found[device] = (results[number][0], *(blocks[number] for blocks in keys))
+            found[device] = (results[number][0], *(blocks[number] for blocks in keys), *results[number][3:])
     return found
 
 

@@ -61,9 +61,8 @@ def plain_layer(model, kind, w, x):
             first = max(0, t + 1 - model.sliding_window) if kind.sliding else 0
             for n in range(model.num_heads):
                 weights = np.exp(k[first : t + 1, n] @ q[t, n] / np.sqrt(q.shape[-1]))
-                out[t, n] = weights @ v[first : t + 1, n] / weights.sum()
-        if model.attention_sinks:
-            out = out / (1 + np.exp(w["sinks"]))[:, None]
+                sink = np.exp(w["sinks"][n]) if model.attention_sinks else 0
+                out[t, n] = weights @ v[first : t + 1, n] / (weights.sum() + sink)
         return biased(np.einsum("tnh,nhd->td", out, w["wo"]), "bo")
 
     after = norm if model.post_norms else (lambda rows, name: rows)

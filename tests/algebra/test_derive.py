@@ -469,7 +469,7 @@ def test_tied_embeddings_are_gathered_and_reduced_in_both_places():
 def test_what_is_kept_is_what_the_policy_says(axes):
     kept = {remat: {a.name for a in layer(remat, **axes).kept} for remat in REMAT_POLICIES}
     assert kept["block"] == kept["full"] == {"x"}
-    assert kept["selective"] == {"x", "qr", "kr", "v", "o", "x1", "g", "u"}
+    assert kept["selective"] == {"x", "qr", "kr", "v", "o", "lse", "x1", "g", "u"}
     assert kept["matmuls"] == {"x", "q", "k", "v", "a", "g", "u"}
     assert kept["none"] >= kept["selective"] - {"o"}
     assert kept["sqrt"] == kept["none"]

@@ -113,8 +113,9 @@ LLAMA3_SCALING = RopeScaling(
 def test_logits_equal_those_of_transformers(tied, scaling):
     torch = pytest.importorskip("torch", reason="torch is not installed: make test installs it")
     transformers = pytest.importorskip("transformers")
-    from meshwright.spec.hf import config_from_model, model_from_config
-    from meshwright.train.sample import logits_fn
+    from meshwright.spec.hf import model_from_config
+    from meshwright.spec.hf_write import config_from_model
+    from meshwright.nn.forward import logits_fn
 
     base = Model(
         name="hf",

@@ -57,7 +57,7 @@ def compare_step(step, gradients, metrics, model, *, merged=None):
     ``merged`` is traffic that is derived and known not to be compiled.
     """
     compiled = step.lower(BATCH_SEQS, SEQ_LEN).compile()
-    state, found = compiled(step.init(0), jax.device_put(batch(), step.batch_shardings))
+    state, found = compiled(step.init(0), step.place(batch()))
     assert float(found.loss) == pytest.approx(float(metrics.loss), rel=RELATIVE)
     assert float(found.grad_norm) == pytest.approx(float(metrics.grad_norm), rel=RELATIVE)
     assert_close(state.opt_state, gradients)
@@ -112,9 +112,9 @@ def test_a_loss_head_of_several_chunks():
     rows = np.random.default_rng(1).integers(0, MODEL.vocab_size, (8, 513)).astype(np.int32)
     long = {"tokens": jnp.asarray(rows[:, :-1]), "labels": jnp.asarray(rows[:, 1:])}
     kept = TrainStep(MODEL, strategy({}, remat="block"), optimizer=keep_gradients())
-    expected, metrics = kept.step(kept.init(0), long)
+    expected, metrics = kept.step(kept.init(0), kept.place(long))
     chunked = TrainStep(MODEL, strategy({"fsdp": 2, "tensor": 2}, remat="full"), optimizer=keep_gradients())
-    state, found = chunked.step(chunked.init(0), jax.device_put(long, chunked.batch_shardings))
+    state, found = chunked.step(chunked.init(0), chunked.place(long))
     assert float(found.loss) == pytest.approx(float(metrics.loss), rel=RELATIVE)
     assert_close(state.opt_state, expected.opt_state)
 
@@ -181,7 +181,7 @@ def test_no_recompilation_after_the_first_step():
     step = TrainStep(MODEL, strategy({"fsdp": 4, "tensor": 2}))
     state = step.init(0)
     for _ in range(3):
-        state, _ = step.step(state, jax.device_put(batch(), step.batch_shardings))
+        state, _ = step.step(state, step.place(batch()))
     assert step.compile._cache_size() == 1
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from meshwright.core.errors import InputError
 from meshwright.spec import catalogue
-from meshwright.spec.hf import config_from_model, model_from_config
+from meshwright.spec.hf import model_from_config
 from meshwright.spec.model import RopeScaling
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' own deprecations
@@ -116,17 +116,6 @@ def test_qwen_windows_are_off_unless_switched_on():
     keys = LLAMA | {"model_type": "qwen2", "num_key_value_heads": 4, "sliding_window": 16, "max_window_layers": 1}
     assert model_from_config(keys).sliding_layers == ()
     assert model_from_config(keys | {"use_sliding_window": True}).sliding_layers == (1,)
-
-
-@pytest.mark.parametrize("name", [name for name in catalogue.models() if catalogue.model(name).family == "llama"])
-def test_llama_config_survives_the_round_trip(name):
-    model = catalogue.model(name)
-    assert model_from_config(json.loads(json.dumps(config_from_model(model))), name) == model
-
-
-def test_config_is_written_for_llama_only():
-    with pytest.raises(InputError, match="gpt2: a config is written for the llama family only, not gpt2"):
-        config_from_model(catalogue.model("gpt2"))
 
 
 @pytest.mark.parametrize(

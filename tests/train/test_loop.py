@@ -1,22 +1,26 @@
 import json
 import os
+import re
 import signal
 import tomllib
+from pathlib import Path
 
 import jax
+import msgspec
 import numpy as np
 import pytest
 
 from meshwright.core.errors import CannotRunError, InputError
-from meshwright.parallel.train_step import TrainStep
 from meshwright.spec.job import Job
-from meshwright.train.data import Batches, TokenStore
-from meshwright.train.evaluate import held_out_loss
 from meshwright.train.loop import train
 from meshwright.train.metrics import Predicted
+from tests.train.event_files import scalars
 from tests.train.small import JOB, MODEL, settings, strategy, write_text
 
-FILES = ["config.json", "metrics.jsonl", "resolved.toml", "summary.json", "tokenizer.json", "weights.safetensors"]
+FILES = [
+    *("checkpoints", "config.json", "metrics.jsonl", "model.safetensors"),
+    *("resolved.toml", "summary.json", "tokenizer.json"),
+]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -38,7 +42,10 @@ def metrics_of(run):
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory, text):
-    """One whole run on 8 devices, and the compilations that JAX reports after the first step."""
+    """One whole run on 8 devices, and the compilations that JAX reports after the first step.
+
+    Step 10 is left out: Orbax compiles a slice for each kind of replicated array at the first checkpoint.
+    """
     compiled: list[str] = []
     active = False
 
@@ -48,16 +55,16 @@ def finished(tmp_path_factory, text):
 
     def on_step(record):
         nonlocal active
-        active = 1 <= record.step < 30
+        active = 1 <= record.step < 30 and record.step != 10
 
     jax.monitoring.register_event_duration_secs_listener(listen)
     result = train(
         MODEL,
         strategy(fsdp=4, tensor=2),
         JOB,
-        settings(text, steps=30),
+        settings(text, steps=30, checkpoint_every=10, keep_every=20, evaluate_every=10, track=("tensorboard",)),
         run_root=tmp_path_factory.mktemp("runs"),
-        predicted=Predicted(step_s=0.1, model_flops=1e9, peak_flops_per_s=1e12),
+        predicted=Predicted(step_s=0.1, model_flops=1e9, hardware_flops=1.5e9, peak_flops_per_s=1e12),
         on_step=on_step,
         texts={"plan.toml": "version = 1\n"},
     )
@@ -71,7 +78,7 @@ def test_the_loss_falls_on_real_text(finished):
     assert result.validation_loss < result.losses[0] - 0.5
 
 
-def test_nothing_is_compiled_after_the_first_step(finished):
+def test_no_step_evaluation_or_later_checkpoint_compiles_anything(finished):
     assert finished[1] == []
 
 
@@ -83,6 +90,7 @@ def test_the_result_has_what_was_measured(finished):
     assert result.step_s == pytest.approx(np.median([m["step_s"] for m in metrics[2:]]))
     assert result.tokens_per_s == pytest.approx(JOB.tokens_per_step / result.step_s)
     assert result.mfu == pytest.approx(1e9 / (result.step_s * 1e12))
+    assert result.hfu == pytest.approx(1.5e9 / (result.step_s * 1e12))
     assert result.step_s_predicted == 0.1
     assert result.compile_s > 0
 
@@ -93,15 +101,28 @@ def test_memory_is_that_of_one_device(finished):
     matrices = 2 * 300 * 32 + MODEL.num_layers * (32 * 32 * 2 + 2 * 32 * 16 + 3 * 32 * 64)
     assert memory.weights_bytes == 4 * (matrices // 8 + vectors)
     assert memory.optimizer_bytes == pytest.approx(2 * memory.weights_bytes, abs=64)  # and counters of steps
-    assert memory.batch_bytes == 2 * 4 * JOB.tokens_per_step // 4
+    tokens_labels_positions = 3 * 4 * JOB.tokens_per_step // 4
+    assert memory.batch_bytes == tokens_labels_positions + 4  # and the number of labels
     assert memory.temporaries_bytes > 0
+
+
+def test_the_wall_time_is_accounted_for(finished):
+    result, _ = finished
+    goodput, steps = result.goodput, metrics_of(result.run)
+    assert goodput.steps_s == pytest.approx(sum(m["step_s"] for m in steps))
+    assert goodput.compile_s == result.compile_s
+    assert min(goodput.checkpoint_s, goodput.evaluation_s, goodput.data_s) > 0
+    parts = goodput.steps_s + goodput.compile_s + goodput.checkpoint_s + goodput.evaluation_s + goodput.data_s
+    assert parts < goodput.wall_s
+    assert goodput.share == pytest.approx(goodput.steps_s / goodput.wall_s)
 
 
 def test_the_run_folder_holds_everything(finished):
     result, _ = finished
-    assert sorted(os.listdir(result.run)) == sorted([*FILES, "plan.toml"])
+    assert sorted(os.listdir(result.run)) == sorted([*FILES, "plan.toml", "evaluations.jsonl", "tensorboard"])
     metrics = metrics_of(result.run)
     assert [m["step"] for m in metrics] == list(range(1, 31))
+    assert [m["tokens"] for m in metrics] == [JOB.tokens_per_step * n for n in range(1, 31)]
     assert [m["loss"] for m in metrics] == result.losses
     assert all(m["predicted_step_s"] == 0.1 and m["mfu"] > 0 and m["grad_norm"] > 0 for m in metrics)
     with open(f"{result.run}/summary.json") as file:
@@ -112,6 +133,27 @@ def test_the_run_folder_holds_everything(finished):
         resolved = tomllib.load(file)
     assert resolved["train"]["steps"] == 30
     assert resolved["strategy"]["mesh"]["fsdp"] == 4
+
+
+def test_held_out_text_is_evaluated_on_the_way(finished):
+    result, _ = finished
+    with open(f"{result.run}/evaluations.jsonl") as lines:
+        found = [json.loads(line) for line in lines]
+    assert [record["step"] for record in found] == [10, 20, 30]
+    assert found[-1]["loss"] == result.validation_loss < found[0]["loss"]
+    assert [record.loss for record in result.evaluations] == [record["loss"] for record in found]
+
+
+def test_checkpoints_are_kept_by_policy(finished):
+    folder = f"{finished[0].run}/checkpoints"
+    assert sorted(map(int, os.listdir(folder))) == [20, 30]  # the newest two; 20 for good
+
+
+def test_tensorboard_gets_every_loss(finished):
+    result, _ = finished
+    found = scalars(Path(result.run) / "tensorboard")
+    assert [found["loss", step] for step in range(1, 31)] == pytest.approx(result.losses)
+    assert found["evaluation_loss", 30] == pytest.approx(result.validation_loss)
 
 
 def test_standard_output_stays_empty_and_plain_lines_go_to_stderr(tmp_path, text, capfd):
@@ -138,48 +180,73 @@ def interrupt(record):
         raise KeyboardInterrupt
 
 
-def send_signal(record):
-    if record.step == 3:
-        os.kill(os.getpid(), signal.SIGINT)
+def send(number):
+    def on_step(record):
+        if record.step == 3:
+            os.kill(os.getpid(), number)
+
+    return on_step
 
 
-@pytest.mark.parametrize(("on_step", "done"), [(interrupt, 3), (send_signal, 3)])
-def test_ctrl_c_ends_with_everything_written(tmp_path, text, on_step, done):
-    before = signal.getsignal(signal.SIGINT)
+@pytest.mark.parametrize("on_step", [interrupt, send(signal.SIGINT), send(signal.SIGTERM)])
+def test_a_request_to_stop_ends_with_everything_written(tmp_path, text, on_step):
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     result = train(MODEL, strategy(), JOB, settings(text), run_root=tmp_path, on_step=on_step)
     assert result.stopped
-    assert result.steps == len(result.losses) == len(metrics_of(result.run)) == done
+    assert result.steps == len(result.losses) == len(metrics_of(result.run)) == 3
     assert sorted(os.listdir(result.run)) == FILES
+    assert os.listdir(f"{result.run}/checkpoints") == ["3"]
     assert result.validation_loss is None
-    assert signal.getsignal(signal.SIGINT) is before
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+def test_a_step_in_hand_changes_no_number(tmp_path, text, monkeypatch):
+    """What runs on accelerators: the next step is handed over before the loss of this one is read."""
+    plain = train(MODEL, strategy(), JOB, settings(text), run_root=tmp_path)
+    monkeypatch.setattr("meshwright.train.run.steps_ahead", lambda: 1)
+    pauses = settings(text, checkpoint_every=2, evaluate_every=3)
+    ahead = train(MODEL, strategy(), JOB, pauses, run_root=tmp_path)
+    assert ahead.losses == plain.losses
+    assert ahead.validation_loss == plain.validation_loss
+    assert [m["step"] for m in metrics_of(ahead.run)] == [1, 2, 3, 4, 5, 6]
+    stopped = train(MODEL, strategy(), JOB, settings(text), run_root=tmp_path, on_step=interrupt)
+    assert stopped.losses == plain.losses[:4]  # step 4 was in hand when step 3 was read
+    assert os.listdir(f"{stopped.run}/checkpoints") == ["4"]
 
 
 def test_a_second_ctrl_c_stops_at_once(tmp_path, text, monkeypatch, capsys):
     """While a step runs there is no whole state to save, so the interrupt goes through."""
 
-    def impatient(self, step, shardings):
-        if step == 2:  # read while the second step runs
-            os.kill(os.getpid(), signal.SIGINT)
-            os.kill(os.getpid(), signal.SIGINT)
-        return read(self, step, shardings)
+    def impatient(tree):
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+        return read(tree)
 
-    read = Batches.global_batch
-    monkeypatch.setattr(Batches, "global_batch", impatient)
+    def on_step(record):  # from now on the loss of a step is waited for twice as impatiently
+        monkeypatch.setattr(jax, "device_get", impatient)
+
+    read = jax.device_get
     with pytest.raises(KeyboardInterrupt):
-        train(MODEL, strategy(), JOB, settings(text), run_root=tmp_path)
+        train(MODEL, strategy(), JOB, settings(text), run_root=tmp_path, on_step=on_step)
     assert "Ctrl-C again stops at once" in capsys.readouterr().err
     assert len(metrics_of(tmp_path / "mini-001")) == 1
 
 
 def test_a_loss_that_is_not_finite_stops_with_one_line(tmp_path, text):
     wild = settings(text, learning_rate=1e30, warmup_steps=0, steps=20)
-    with pytest.raises(CannotRunError, match=r"the loss is (nan|inf) at step \d+ with learning_rate=1e\+30") as caught:
+    wild = msgspec.structs.replace(wild, checkpoint_every=1)
+    with pytest.raises(CannotRunError, match=r"at step \d+ with learning_rate=1e\+30") as caught:
         train(MODEL, strategy(), JOB, wild, run_root=tmp_path)
     assert "\n" not in str(caught.value)
+    assert re.search(r"holds (NaN|infinity)", str(caught.value))
     run = tmp_path / "mini-001"
-    assert metrics_of(run)[-1]["loss"] is None
+    broken = metrics_of(run)[-1]
+    assert None in (broken["loss"], broken["grad_norm"])
+    newest = max(map(int, os.listdir(run / "checkpoints")))
+    assert newest == broken["step"] - 1
+    assert f"the checkpoint of step {newest} and the metrics are in" in str(caught.value)
     assert json.loads((run / "summary.json").read_text())["diverged"] is True
-    assert not (run / "weights.safetensors").exists()
+    assert not (run / "model.safetensors").exists()
 
 
 @pytest.mark.parametrize(
@@ -198,14 +265,3 @@ def test_jobs_that_do_not_fit_are_refused_before_a_folder_is_made(tmp_path, text
     with pytest.raises(InputError, match=message):
         train(MODEL, strategy(**axes), job, settings(text), run_root=tmp_path / "runs")
     assert not (tmp_path / "runs").exists()
-
-
-def test_held_out_loss_counts_each_window_once_and_needs_one_per_shard():
-    tokens = TokenStore(np.random.default_rng(0).integers(0, 300, 5 * 32 + 1).astype(np.uint16))
-    step = TrainStep(MODEL, strategy(fsdp=2))
-    params = step.init(0).params
-    found = held_out_loss(step, params, tokens, batch_seqs=8, seq_len=32)
-    assert found == pytest.approx(np.log(300), rel=0.03)
-    batch = Batches(tokens, batch_seqs=4, seq_len=32, seed=0).global_batch(0, step.batch_shardings)
-    assert found == pytest.approx(float(step.gradients(params, batch)[0]), rel=1e-5)
-    assert held_out_loss(step, params, TokenStore(tokens.tokens[:33]), batch_seqs=8, seq_len=32) is None

@@ -57,7 +57,8 @@ class Derived(msgspec.Struct, frozen=True):
     block's backward pass, with scope "step".
     ``keeps`` lists the tags (see `tag`) that the backward pass may keep. ``boundary`` are the sends of the stream
     and of its cotangent from one pipeline stage to the next, none without that axis; how often they run is the
-    schedule's matter.
+    schedule's matter. With ``ahead`` weights are gathered before their layer runs, and those of the last turn of layers
+    are not gathered again for the backward pass.
     """
 
     program: Program
@@ -66,6 +67,7 @@ class Derived(msgspec.Struct, frozen=True):
     declared: dict[str, ShardedArray]
     keeps: tuple[str, ...]
     boundary: tuple[Step, ...] = ()
+    ahead: bool = False
 
     @property
     def num_layers(self) -> int:
@@ -83,10 +85,18 @@ class Derived(msgspec.Struct, frozen=True):
         """
         for block in self.blocks:
             for step in (*block.forward, *block.backward):
-                yield step, block.repeat if step.scope == "step" else block.repeat * num_microbatches
+                times = block.repeat - self._stays(block, step)
+                yield step, times if step.scope == "step" else times * num_microbatches
         repeats = {name: b.repeat for b in self.blocks for op in b.block.ops for name in op.inputs}
         for step in self.update:
             yield step, repeats.get(step.result.name, 1)
+
+
+    def _stays(self, block: BlockSteps, step: Step) -> int:
+        """Repeats whose weights are still there from the forward pass when a backward step would gather them."""
+        weight = self.program.variables.get(step.result.name)
+        moved = weight is not None and weight.role in ("weight", "vector") and step.phase == "backward"
+        return block.block.last_turn if self.ahead and moved and block.block.carry and block.segment is None else 0
 
 
 class _Trace:
@@ -236,6 +246,8 @@ class _Shardings:
             return False
         if self.kept_names is None:
             return True
+        if array.name == "lse":  # attention's backward pass needs it wherever it needs the result
+            return "o" in self.kept_names
         declared = array.name in self.program.variables and self.declared(array.name).axes == array.axes
         return declared and not array.unreduced and array.name in self.kept_names
 
@@ -307,7 +319,7 @@ def derive(program: Program, strategy: Strategy, *, symbolic: bool = False) -> D
     blocks = _summed_once(blocks)
     declared = {name: shardings.declared(name) for name in program.variables}
     update, boundary = tuple(_update(program, shardings)), _boundary(program, shardings)
-    result = Derived(program, tuple(blocks), update, declared, (), boundary)
+    result = Derived(program, tuple(blocks), update, declared, (), boundary, strategy.prefetch)
     tags = tuple(dict.fromkeys(result.tag(a) for a in keeps))
     return msgspec.structs.replace(result, keeps=tags)
 
@@ -358,11 +370,13 @@ def _update(program: Program, shardings: _Shardings) -> list[Step]:
     """
     axes = tuple(shardings.strategy.mesh if shardings.keep_axes is None else shardings.keep_axes)
     steps: list[Step] = []
-    for name in ("loss", "grad_norm"):
-        if axes and (name != "loss" or name in program.variables):
-            local = ShardedArray(name, (), (), axes, "fp32")
+    stream = next((shardings.declared(block.carry).spread for block in program.blocks if block.carry), axes)
+    # each device has the loss of its own tokens, and its own part of every gradient
+    for name, over in (("loss", tuple(a for a in axes if a in stream)), ("grad_norm", axes)):
+        if over and (name != "loss" or name in program.variables):
+            local = ShardedArray(name, (), (), over, "fp32")
             total = local.replace(unreduced=())
-            steps.append(Step(op="all_reduce", inputs=(local,), result=total, axes=axes))
+            steps.append(Step(op="all_reduce", inputs=(local,), result=total, axes=over))
     for weight in program.of_role("weight", "vector"):
         array, shard = shardings.declared(weight.name), shardings.optimizer(weight.name)
         adamw = Step(op="adamw", inputs=(shard.replace(name=f"d{weight.name}"), shard), result=shard)

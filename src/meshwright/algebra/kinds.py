@@ -46,7 +46,6 @@ KINDS: dict[str, tuple[Rule, Rule]] = {
     "silu_mul": (elementwise_forward, elementwise_backward),
     "gelu_mul": (elementwise_forward, elementwise_backward),
     "gelu": (elementwise_forward, elementwise_backward),
-    "sink": (elementwise_forward, elementwise_backward),
     "token_gate": (elementwise_forward, elementwise_backward),
     "route": (route_forward, route_backward),
     "dispatch": (dispatch_forward, dispatch_backward),

@@ -10,7 +10,7 @@ import msgspec
 from meshwright.algebra.notation import ShardedArray
 from meshwright.algebra.program import Op
 from meshwright.algebra.steps import Step
-from meshwright.algebra.trace import Trace, like, local, moved
+from meshwright.algebra.trace import Trace, axes_beside, like, local, moved
 from meshwright.core.errors import InputError
 
 
@@ -18,7 +18,8 @@ class _Layout(msgspec.Struct, frozen=True, kw_only=True):
     """Where the arrays of one attention are while it is computed.
 
     ``axes`` are the mesh axes that split the positions of queries, and ``partial`` those over which cotangents of
-    keys and values are left to be summed. ``here`` are the positions of queries, ``everywhere`` those of keys.
+    keys and values are left to be summed. ``here`` are the positions of queries, ``everywhere`` those of keys;
+    ``documents`` are the numbers of the documents in the same two places, ``sinks`` the extra logit of each head.
     """
 
     way: str
@@ -28,10 +29,19 @@ class _Layout(msgspec.Struct, frozen=True, kw_only=True):
     keys: tuple[ShardedArray, ShardedArray]
     here: ShardedArray
     everywhere: ShardedArray
+    documents: tuple[ShardedArray, ...] = ()
+    sinks: tuple[ShardedArray, ...] = ()
 
     @property
     def arrays(self) -> tuple[ShardedArray, ...]:
-        return (self.q, *self.keys, self.here, self.everywhere)
+        """What attention is given on this device, besides keys on their way."""
+        return (*self.sinks, *self.documents, self.q, *self.keys, self.here, self.everywhere)
+
+    def statistics(self, out: ShardedArray) -> tuple[ShardedArray, ShardedArray]:
+        """The result, and the logarithm of each query's sum of exponentials, as the device makes them."""
+        rows = out.dims[:3]
+        axes = tuple(self.q.axes_of(dim) for dim in rows)
+        return like(out, self.q), ShardedArray("lse", rows, axes, dtype="fp32")
 
 
 def _heads(array: ShardedArray) -> str:
@@ -40,7 +50,7 @@ def _heads(array: ShardedArray) -> str:
 
 
 def _layout(op: Op, trace: Trace) -> _Layout:
-    q, k, v, positions = (trace.declared(n) for n in op.inputs)
+    q, k, v, positions, *others = (trace.declared(n) for n in op.inputs)
     for key in (k, v):
         if key.axes_of(_heads(key)) != q.axes_of(_heads(q)) or key.axes_of("B") != q.axes_of("B"):
             raise InputError(f"attention of {q} with {key}: heads and sequences must be split alike.")
@@ -62,6 +72,8 @@ def _layout(op: Op, trace: Trace) -> _Layout:
         keys=keys,
         here=like(positions, q),
         everywhere=positions,
+        documents=tuple(a for other in others if "T" in other.dims for a in (like(other, q), other)),
+        sinks=tuple(like(other, q) for other in others if "T" not in other.dims),
     )
 
 
@@ -90,16 +102,26 @@ def _attributes(layout: _Layout, op: Op) -> tuple[tuple[str, str], ...]:
 def attention_forward(op: Op, trace: Trace) -> None:
     """Queries, keys and values where the layout has them; the result where the stream is."""
     layout, out = _layout(op, trace), trace.declared(op.out)
-    for name, target in zip(op.inputs[:3], layout.arrays, strict=False):
+    for name, target in zip(op.inputs[:3], (layout.q, *layout.keys), strict=True):
         moved(trace, trace.declared(name), target)
-    moved(trace, layout.everywhere, layout.here)
+    _move_facts(op, trace, layout)
     passing: tuple[ShardedArray, ...] = ()
     if layout.way == "ring":
         passing = tuple(key.replace(name=f"{key.name}_passing") for key in layout.keys)
         trace.add(*(_round(layout, a, b, "past", op) for a, b in zip(layout.keys, passing, strict=True)))
-    result = like(out, layout.q)
-    trace.add(local(op.kind, (*passing, *layout.arrays), result, attributes=_attributes(layout, op)))
+    result, lse = layout.statistics(out)
+    trace.add(local(op.kind, (*passing, *layout.arrays), result, lse, attributes=_attributes(layout, op)))
     moved(trace, result, out)
+
+
+def _move_facts(op: Op, trace: Trace, layout: _Layout) -> None:
+    """Positions, documents and sinks of the device's own queries."""
+    moved(trace, layout.everywhere, layout.here)
+    if layout.documents:
+        here, everywhere = layout.documents
+        moved(trace, everywhere, here)
+    for sinks in layout.sinks:
+        moved(trace, trace.declared(sinks.name), sinks)
 
 
 def attention_backward(op: Op, trace: Trace) -> None:
@@ -107,29 +129,46 @@ def attention_backward(op: Op, trace: Trace) -> None:
     layout = _layout(op, trace)
     dout = trace.cotangent(op.out)
     dout = moved(trace, dout, like(dout, layout.q))
-    trace.need(*layout.arrays)
+    o, lse = layout.statistics(trace.declared(op.out))
+    trace.need(*layout.arrays, lse)
+    # where the result is kept, it is kept as the product after it wants it
+    moved(trace, trace.declared(op.out), o)
     dq = like(trace.cotangent(op.inputs[0]), layout.q)
     dkeys = tuple(
         like(trace.cotangent(n), key).replace(unreduced=layout.partial)
         for n, key in zip(op.inputs[1:3], layout.keys, strict=True)
     )
-    attributes = _attributes(layout, op)
+    dsinks = tuple(_sinks_cotangent(trace, sinks, dq) for sinks in layout.sinks)
+    given, results = (dout, o, lse), (*dkeys, *dsinks)
     if layout.way == "ring":
-        dkeys = _ring_backward(op, trace, layout, dout, dq, dkeys)
+        _ring_backward(op, trace, layout, given, dq, results)
     else:
-        trace.add(local("attention_backward", (dout, *layout.arrays), dq, *dkeys, attributes=attributes))
-    for name, array in zip(op.inputs[:3], (dq, *dkeys), strict=True):
+        attributes = _attributes(layout, op)
+        trace.add(local("attention_backward", (*given, *layout.arrays), dq, *results, attributes=attributes))
+    names = (*op.inputs[:3], *(sinks.name for sinks in layout.sinks))
+    for name, array in zip(names, (dq, *results), strict=True):
         trace.contribute(name, array)
 
 
+def _sinks_cotangent(trace: Trace, sinks: ShardedArray, dq: ShardedArray) -> ShardedArray:
+    cotangent = trace.cotangent(sinks.name)
+    return cotangent.resharded({"N": sinks.axes_of("N")}, unreduced=axes_beside(dq, sinks))
+
+
 def _ring_backward(
-    op: Op, trace: Trace, layout: _Layout, dout: ShardedArray, dq: ShardedArray, dkeys: tuple[ShardedArray, ...]
-) -> tuple[ShardedArray, ...]:
+    op: Op,
+    trace: Trace,
+    layout: _Layout,
+    given: tuple[ShardedArray, ...],
+    dq: ShardedArray,
+    results: tuple[ShardedArray, ...],
+) -> None:
     """Keys and values go round once more, and with them their cotangents, which come home in the end."""
+    dkeys, others = results[:2], results[2:]
     passing = tuple(key.replace(name=f"{key.name}_returning") for key in layout.keys)
     collected = tuple(key.replace(name=f"{key.name}_passing") for key in dkeys)
     trace.add(*(_round(layout, a, b, "past", op) for a, b in zip(layout.keys, passing, strict=True)))
-    inputs = (*passing, dout, *layout.arrays)
-    trace.add(local("attention_backward", inputs, dq, *collected, attributes=_attributes(layout, op)))
+    inputs = (*given, *passing, *layout.arrays)
+    attributes = _attributes(layout, op)
+    trace.add(local("attention_backward", inputs, dq, *collected, *others, attributes=attributes))
     trace.add(*(_round(layout, a, b, "home", op) for a, b in zip(collected, dkeys, strict=True)))
-    return dkeys

@@ -2,11 +2,22 @@
 
 Each device sorts its own tokens into slots of every expert, xe[E, C_{axes of its tokens}, D]; the declared sharding
 has experts on devices, xe[E_expert, C, D], and moving the axis from C to E is the AllToAll.
+
+Attributes of ``route``: ``balance`` and ``z``, the weights of the losses on how the router spreads its tokens, and
+``capacity``, the bound on an expert's slots over the mean load (of ``dispatch`` too). With any of them each device
+counts its choices, and one AllReduce in the backward pass sums the counts: the losses' gradients need them.
 """
 
 from meshwright.algebra.notation import ShardedArray
 from meshwright.algebra.program import Op
 from meshwright.algebra.trace import Trace, like, local, moved, require_whole
+from meshwright.core.errors import InputError
+
+ROUTING_ROWS: tuple[str, ...] = ("load", "kept", "importance", "z")
+"""Rows of the counts routing[Er, E]; what each holds is said in `nn.experts_balance`."""
+
+ROUTING = ShardedArray("routing", ("Er", "E"), ((), ()), dtype="fp32")
+"""The counts of a microbatch over all devices, as a layer's backward pass has them."""
 
 
 def _chosen(gates: ShardedArray) -> ShardedArray:
@@ -14,12 +25,21 @@ def _chosen(gates: ShardedArray) -> ShardedArray:
     return gates.replace(name="chosen", dtype="int32")
 
 
+def _counts(op: Op, gates: ShardedArray) -> tuple[ShardedArray, ...]:
+    """What a device counts of its own tokens; nothing where the op has no attribute that needs it."""
+    return (ROUTING.replace(unreduced=_token_axes(gates)),) if op.attributes else ()
+
+
+def _token_axes(tokens: ShardedArray) -> tuple[str, ...]:
+    return tuple(axis for dim in ("B", "T") for axis in tokens.axes_of(dim))
+
+
 def _own_slots(slots: ShardedArray, tokens: ShardedArray) -> ShardedArray:
     """``slots`` as one device fills them from its own tokens: every expert, and C split as the tokens are.
 
     What the declared sharding has on E is minor in C, so that a single AllToAll moves it.
     """
-    axes = tuple(axis for dim in ("B", "T") for axis in tokens.axes_of(dim))
+    axes = _token_axes(tokens)
     experts = tuple(axis for axis in slots.axes_of("E") if axis in axes)
     kept = tuple(axis for axis in slots.axes_of("C") if axis in axes)
     others = tuple(axis for axis in axes if axis not in (*experts, *kept))
@@ -31,16 +51,24 @@ def route_forward(op: Op, trace: Trace) -> None:
     gates = trace.declared(op.out)
     scores = _scores(trace.declared(op.inputs[0]), gates)
     moved(trace, trace.declared(op.inputs[0]), scores)
-    trace.add(local(op.kind, (scores,), gates, _chosen(gates)))
+    results = (gates, _chosen(gates), *_counts(op, gates))
+    trace.add(local(op.kind, (scores,), *results, attributes=op.attributes))
 
 
 def route_backward(op: Op, trace: Trace) -> None:
-    """Cotangent of the scores from that of the weights."""
+    """Cotangent of the scores from that of the weights, and from the losses that the attributes ask for.
+
+    The losses are means over the microbatches, whose number the step says.
+    """
     gates = trace.declared(op.out)
     scores = _scores(trace.declared(op.inputs[0]), gates)
     trace.need(scores, _chosen(gates))
     dscores = _scores(trace.cotangent(op.inputs[0]), gates)
-    trace.add(local("route_backward", (trace.cotangent(op.out), scores, _chosen(gates)), dscores))
+    attributes, totals = op.attributes, tuple(moved(trace, counts, ROUTING) for counts in _counts(op, gates))
+    if attributes:
+        attributes = (*attributes, ("microbatches", str(trace.shardings.strategy.num_microbatches)))
+    inputs = (trace.cotangent(op.out), scores, _chosen(gates), *totals)
+    trace.add(local("route_backward", inputs, dscores, attributes=attributes))
     trace.contribute(op.inputs[0], dscores)
 
 
@@ -53,18 +81,26 @@ def dispatch_forward(op: Op, trace: Trace) -> None:
     """Tokens into slots, then slots to the devices of their experts."""
     x, gates, out = (trace.declared(n) for n in (*op.inputs, op.out))
     require_whole(x, "D", op.kind)
+    _require_alike(x, gates)
     slots = _own_slots(out, x)
-    trace.add(local(op.kind, (x, moved(trace, _chosen(gates), like(_chosen(gates), x))), slots))
+    trace.add(local(op.kind, (x, _chosen(gates)), slots, attributes=op.attributes))
     moved(trace, slots, out)
+
+
+def _require_alike(x: ShardedArray, gates: ShardedArray) -> None:
+    """Raise InputError unless a device has the weights of just the tokens that it has: slots are its own tokens'."""
+    for dim in ("B", "T"):
+        if x.axes_of(dim) != gates.axes_of(dim):
+            raise InputError(f"dispatch needs {x} and {gates} split alike. Give {dim} the same axes in both.")
 
 
 def dispatch_backward(op: Op, trace: Trace) -> None:
     """Cotangents of slots brought back, then summed per token."""
     x, gates = (trace.declared(n) for n in op.inputs)
     dslots = moved(trace, trace.cotangent(op.out), _own_slots(trace.cotangent(op.out), x))
-    chosen, dx = like(_chosen(gates), x), trace.cotangent(op.inputs[0])
-    trace.need(chosen)
-    trace.add(local("dispatch_backward", (dslots, chosen), dx))
+    dx = trace.cotangent(op.inputs[0])
+    trace.need(_chosen(gates))
+    trace.add(local("dispatch_backward", (dslots, _chosen(gates)), dx))
     trace.contribute(op.inputs[0], dx)
 
 

@@ -33,6 +33,8 @@ class _Head:
         self.whole_peak = self.peak.replace(unreduced=())
         self.scaled = self.total.replace(name="scaled")
         self.token_axes = tuple(self.x.axes_of(d) for d in rows)
+        self.own_labels = like(labels, self.x)
+        self.attributes = op.attributes
 
     def per_token(self, array: ShardedArray) -> ShardedArray:
         """The statistic reduced, and split over tokens as the residual stream is."""
@@ -47,9 +49,9 @@ def head_forward(op: Op, trace: Trace) -> None:
     statistics = (head.peak, head.total, head.picked)
     if trace.keeps_logits:
         trace.add(Step(op="einsum", inputs=(x, table), result=head.logits))
-        trace.add(local("logits_statistics", (head.logits, here), *statistics))
+        trace.add(local("logits_statistics", (head.logits, here), *statistics, attributes=head.attributes))
     else:
-        trace.add(local("chunked_logits_statistics", (x, table, here), *statistics))
+        trace.add(local("chunked_logits_statistics", (x, table, here), *statistics, attributes=head.attributes))
     if head.split:
         attributes = (("reduce", "max"),)
         trace.add(
@@ -57,16 +59,19 @@ def head_forward(op: Op, trace: Trace) -> None:
         )
     trace.add(local("rescale", (head.total, head.peak, head.whole_peak), head.scaled))
     final = tuple(moved(trace, a, head.per_token(a)) for a in (head.whole_peak, head.scaled, head.picked))
-    trace.add(local("sum_loss", final, trace.declared(op.out).replace(unreduced=head.x.spread)))
+    labels = moved(trace, head.labels, head.own_labels)
+    loss = trace.declared(op.out).replace(unreduced=head.x.spread)
+    trace.add(local("sum_loss", (*final, labels), loss, attributes=head.attributes))
 
 
 def head_backward(op: Op, trace: Trace) -> None:
     """Cotangents of the stream and of the table, from the logits kept or made again."""
     head = _Head(op, trace)
-    scaled = head.per_token(head.scaled)
+    peak, scaled = head.per_token(head.whole_peak), head.per_token(head.scaled)
     dscaled, dpicked = (head.per_token(a).replace(name=f"d{a.name}") for a in (head.scaled, head.picked))
-    trace.need(scaled)
-    trace.add(local("sum_loss_backward", (scaled,), dscaled, dpicked))
+    trace.need(peak, scaled, head.own_labels)
+    given = (trace.cotangent(op.out), peak, scaled, head.own_labels)
+    trace.add(local("sum_loss_backward", given, dscaled, dpicked, attributes=head.attributes))
     rows = [moved(trace, a, head.whole_peak.replace(name=a.name)) for a in (dscaled, dpicked)]
     trace.need(head.peak, head.whole_peak)
     if trace.keeps_logits:
@@ -86,7 +91,8 @@ def _head_cotangents(op: Op, trace: Trace, head: _Head) -> tuple[ShardedArray, S
 def _kept_logits_backward(op: Op, trace: Trace, head: _Head, rows: list[ShardedArray]) -> None:
     dlogits = head.logits.replace(name="dlogits")
     trace.need(head.logits, head.here)
-    trace.add(local("logits_backward", (head.logits, head.here, head.peak, head.whole_peak, *rows), dlogits))
+    inputs = (head.logits, head.here, head.peak, head.whole_peak, *rows)
+    trace.add(local("logits_backward", inputs, dlogits, attributes=head.attributes))
     dx, dtable = _head_cotangents(op, trace, head)
     for left, right, source, name, result in (
         (head.left, dlogits, head.x, op.inputs[1], dtable),
@@ -102,6 +108,6 @@ def _chunked_logits_backward(op: Op, trace: Trace, head: _Head, rows: list[Shard
     trace.need(head.here)
     dx, dtable = _head_cotangents(op, trace, head)
     arrays = (head.left, head.right, head.here, head.peak, head.whole_peak, *rows)
-    trace.add(local("chunked_logits_backward", arrays, dx, dtable))
+    trace.add(local("chunked_logits_backward", arrays, dx, dtable, attributes=head.attributes))
     trace.contribute(op.inputs[1], dtable)
     trace.contribute(op.inputs[0], dx)

@@ -4,14 +4,38 @@ Names say what a remat policy may keep: q, k, a, g, u, y and their like are what
 and o are what attention takes and gives, whatever was done to them on the way.
 """
 
+import msgspec
+
 from meshwright.spec.model import Model
 
 Lines = list[str]
 
 
-def layer_lines(model: Model, *, sliding: bool, routed: bool) -> Lines:
+class ProgramOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a job asks of the program of its model.
+
+    ``documents``: rows hold several documents, and attention stays inside each. ``z_loss``, ``balance_loss`` and
+    ``router_z_loss`` are the weights of these losses beside the cross entropy. ``capacity_factor`` bounds the slots
+    of an expert to that many times the mean load; 0 drops nothing.
+    """
+
+    documents: bool = False
+    z_loss: float = 0.0
+    balance_loss: float = 0.0
+    router_z_loss: float = 0.0
+    capacity_factor: float = 0.0
+
+
+PLAIN = ProgramOptions()
+
+
+def layer_lines(model: Model, *, sliding: bool, routed: bool, options: ProgramOptions = PLAIN) -> Lines:
     """One layer from x to x2; ``sliding`` limits its attention to the window, ``routed`` gives it experts."""
-    attention = latent_attention_lines(model) if model.latent_attention else attention_lines(model, sliding=sliding)
+    documents = options.documents
+    if model.latent_attention:
+        attention = latent_attention_lines(model, documents=documents)
+    else:
+        attention = attention_lines(model, sliding=sliding, documents=documents)
     after_attention, a = _after("a", model, bias="bo", norm="post_attn_norm", has_bias=model.out_bias)
     lines = [
         _norm(model, "h", "x", "attn_norm"),
@@ -20,7 +44,7 @@ def layer_lines(model: Model, *, sliding: bool, routed: bool) -> Lines:
         f"x1[B,T,D] = add(x[B,T,D], {a}[B,T,D])",
         _norm(model, "h1", "x1", "mlp_norm"),
     ]
-    return [*lines, *(_expert_lines(model) if routed else _dense_lines(model))]
+    return [*lines, *(_expert_lines(model, options) if routed else _dense_lines(model))]
 
 
 def _norm(model: Model, out: str, source: str, name: str) -> str:
@@ -48,7 +72,7 @@ def _after(out: str, model: Model, *, bias: str, norm: str, has_bias: bool) -> t
 # -- attention --------------------------------------------------------------------------------------
 
 
-def attention_lines(model: Model, *, sliding: bool) -> Lines:
+def attention_lines(model: Model, *, sliding: bool, documents: bool = False) -> Lines:
     """Projections, what is done to queries and keys on the way, attention, and the projection back."""
     query, q = _on_the_way(model, "q", "N")
     key, k = _on_the_way(model, "k", "K")
@@ -62,7 +86,7 @@ def attention_lines(model: Model, *, sliding: bool) -> Lines:
     ]
     if model.qkv_bias:
         lines.append("v[B,T,K,H] = bias_add(v0[B,T,K,H], bv[K,H])")
-    return [*lines, *_attention_line(model, q, k, sliding=sliding), "a[B,T,D] = o[B,T,N,H] * wo[N,H,D]"]
+    return [*lines, *_attention_line(model, q, k, sliding=sliding, documents=documents), "a[B,T,D] = o[B,T,N,H] * wo[N,H,D]"]
 
 
 def _on_the_way(model: Model, name: str, heads: str) -> tuple[Lines, str]:
@@ -83,18 +107,17 @@ def _on_the_way(model: Model, name: str, heads: str) -> tuple[Lines, str]:
     return lines, source
 
 
-def _attention_line(model: Model, q: str, k: str, *, sliding: bool) -> Lines:
-    window = f"; window={model.sliding_window}" if sliding else ""
-    arrays = f"{q}[B,T,N,H], {k}[B,T,K,H], v[B,T,K,H], positions[B,T]"
-    if not model.attention_sinks:
-        return [f"o[B,T,N,H] = attention({arrays}{window})"]
-    return [
-        f"os[B,T,N,H] = attention({arrays}{window})",
-        "o[B,T,N,H] = sink(os[B,T,N,H], sinks[N])",
-    ]
+def _attention_line(model: Model, q: str, k: str, *, sliding: bool, documents: bool) -> Lines:
+    arrays = [f"{q}[B,T,N,H]", f"{k}[B,T,K,H]", "v[B,T,K,H]", "positions[B,T]"]
+    arrays += ["documents[B,T]"] if documents else []
+    arrays += ["sinks[N]"] if model.attention_sinks else []
+    attributes = [f"window={model.sliding_window}"] if sliding else []
+    attributes += [f"softcap={model.attention_softcap}"] if model.attention_softcap else []
+    given = f"; {', '.join(attributes)}" if attributes else ""
+    return [f"o[B,T,N,H] = attention({', '.join(arrays)}{given})"]
 
 
-def latent_attention_lines(model: Model) -> Lines:
+def latent_attention_lines(model: Model, *, documents: bool = False) -> Lines:
     """Queries, keys and values through low-rank latents; one rotated key part is shared by all heads.
 
     Source: DeepSeek-V2, section 2.1.
@@ -120,7 +143,7 @@ def latent_attention_lines(model: Model) -> Lines:
         "qr[B,T,N,H] = rope(q[B,T,N,H], positions[B,T])",
         f"kpr[B,T,Hr] = rope({_biased('kp', has_bias)}[B,T,Hr], positions[B,T])",
         "kr[B,T,N,H] = join_heads(kn[B,T,N,Hn], kpr[B,T,Hr])",
-        "o[B,T,N,Hv] = attention(qr[B,T,N,H], kr[B,T,N,H], v[B,T,N,Hv], positions[B,T])",
+        f"o[B,T,N,Hv] = attention(qr[B,T,N,H], kr[B,T,N,H], v[B,T,N,Hv], positions[B,T]{', documents[B,T]' * documents})",
         "a[B,T,D] = o[B,T,N,Hv] * wo[N,Hv,D]",
     ]
 
@@ -161,14 +184,14 @@ def _activation(model: Model, out: str, gate: str, up: str, dims: str) -> str:
     return f"{out}[{dims}] = gelu({up}[{dims}])"
 
 
-def _expert_lines(model: Model) -> Lines:
+def _expert_lines(model: Model, options: ProgramOptions) -> Lines:
     """Routed experts, E of C slots each, beside the shared ones that see every token."""
     has_bias = model.mlp_bias
     shared, outputs = _shared_lines(model) if model.d_ff_shared else ([], [])
     after, y = _after("y", model, bias="", norm="post_mlp_norm", has_bias=False)
     return [
-        *_router_lines(model),
-        "xe[E,C,D] = dispatch(h1[B,T,D], gates[B,T,Ea])",
+        *_router_lines(model, options),
+        f"xe[E,C,D] = dispatch(h1[B,T,D], gates[B,T,Ea]{_given(capacity=options.capacity_factor)})",
         "ge[E,C,Fe] = xe[E,C,D] * experts_w_gate[E,D,Fe]",
         "ue[E,C,Fe] = xe[E,C,D] * experts_w_up[E,D,Fe]",
         *_expert_bias("ge", "Fe", "experts_b_gate", has_bias=has_bias),
@@ -183,10 +206,17 @@ def _expert_lines(model: Model) -> Lines:
     ]
 
 
-def _router_lines(model: Model) -> Lines:
+def _router_lines(model: Model, options: ProgramOptions) -> Lines:
+    given = _given(balance=options.balance_loss, z=options.router_z_loss, capacity=options.capacity_factor)
     scores = ["r[B,T,E] = h1[B,T,D] * router[D,E]"]
     scores += _bias("r", "E", "router_bias", has_bias=model.router_bias)
-    return [*scores, f"gates[B,T,Ea] = route({_biased('r', model.router_bias)}[B,T,E])"]
+    return [*scores, f"gates[B,T,Ea] = route({_biased('r', model.router_bias)}[B,T,E]{given})"]
+
+
+def _given(**attributes: float) -> str:
+    """Those that are not 0, as they stand at the end of a call."""
+    found = ", ".join(f"{name}={value}" for name, value in attributes.items() if value)
+    return f"; {found}" if found else ""
 
 
 def _expert_bias(name: str, dim: str, bias: str, *, has_bias: bool) -> Lines:

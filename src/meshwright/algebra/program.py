@@ -34,13 +34,17 @@ class Op(msgspec.Struct, frozen=True):
 
 
 class Block(msgspec.Struct, frozen=True):
-    """Ops that run in order, ``repeat`` times. A repeated block maps ``carry`` to ``result`` each time."""
+    """Ops that run in order, ``repeat`` times. A repeated block maps ``carry`` to ``result`` each time.
+
+    ``last_turn`` of the repeats stand in the last turn of a loop over layers (`algebra.spans`).
+    """
 
     name: str
     ops: tuple[Op, ...]
     repeat: int = 1
     carry: str = ""
     result: str = ""
+    last_turn: int = 1
 
 
 class Program(msgspec.Struct, frozen=True):
@@ -60,6 +64,7 @@ def parse_block(
     variables: dict[str, Variable],
     *,
     repeat: int = 1,
+    last_turn: int = 1,
     carry: str = "",
     result: str = "",
     renamed: Mapping[str, str] = {},
@@ -71,7 +76,7 @@ def parse_block(
     Raises InputError when a line cannot be read or a variable is used with other dims than before.
     """
     ops = [_parse_line(line, variables, renamed) for line in text.strip().splitlines() if line.strip()]
-    return Block(name, tuple(ops), repeat, carry, result)
+    return Block(name, tuple(ops), repeat, carry, result, last_turn)
 
 
 def _parse_line(line: str, variables: dict[str, Variable], renamed: Mapping[str, str]) -> Op:

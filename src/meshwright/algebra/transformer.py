@@ -3,8 +3,9 @@ table."""
 
 import msgspec
 
-from meshwright.algebra.layers import head_norm_line, layer_lines
+from meshwright.algebra.layers import PLAIN, ProgramOptions, head_norm_line, layer_lines
 from meshwright.algebra.program import Block, Program, Variable, parse_block
+from meshwright.algebra.spans import spans
 from meshwright.spec.model import Model
 from meshwright.spec.weights import Weight, weight_table
 
@@ -46,6 +47,12 @@ def layer_kinds(model: Model) -> tuple[LayerKind, ...]:
     )
 
 
+def layer_names(model: Model) -> tuple[str, ...]:
+    """The block of every layer, first to last."""
+    block_of = {layer: kind.block for kind in layer_kinds(model) for layer in kind.layers}
+    return tuple(block_of[layer] for layer in range(model.num_layers))
+
+
 def local_name(weight: Weight) -> str:
     """The name of a weight inside its block: ``layers.wq`` -> ``wq``, ``layers.experts.w_up`` -> ``experts_w_up``."""
     return weight.name.removeprefix("layers.").replace(".", "_")
@@ -71,9 +78,11 @@ def weight_variables(model: Model) -> dict[str, tuple[Weight, int]]:
     return found
 
 
-def transformer(model: Model) -> Program:
+def transformer(model: Model, options: ProgramOptions = PLAIN) -> Program:
     """The training program of a model: embed, layers, head."""
+    documents = {"documents": Variable("documents", ("B", "T"), "position")} if options.documents else {}
     variables = {
+        **documents,
         "tokens": Variable("tokens", ("B", "T"), "input"),
         "labels": Variable("labels", ("B", "T"), "input"),
         "positions": Variable("positions", ("B", "T"), "position"),
@@ -81,11 +90,11 @@ def transformer(model: Model) -> Program:
     }
     for name, (weight, _) in weight_variables(model).items():
         variables[name] = Variable(name, weight.dims, _role(weight))
-    embed, head = _embed_lines(model), _head_lines(model)
+    embed, head = _embed_lines(model), _head_lines(model, options)
     return Program(
         (
             parse_block("embed", "\n".join(embed), variables),
-            *(_layer_block(model, kind, variables) for kind in layer_kinds(model)),
+            *(_layer_block(model, kind, variables, options) for kind in layer_kinds(model)),
             parse_block("head", "\n".join(head), variables),
         ),
         variables,
@@ -102,13 +111,17 @@ def _variable(weight: Weight, kind: LayerKind, kinds: tuple[LayerKind, ...]) -> 
     return local_name(weight) + (kind.suffix if len(kinds) > 1 else "")
 
 
-def _layer_block(model: Model, kind: LayerKind, variables: dict[str, Variable]) -> Block:
+def _layer_block(
+    model: Model, kind: LayerKind, variables: dict[str, Variable], options: ProgramOptions
+) -> Block:
     kinds = layer_kinds(model)
+    ends = spans(layer_names(model))
     return parse_block(
         kind.block,
-        "\n".join(layer_lines(model, sliding=kind.sliding, routed=kind.routed)),
+        "\n".join(layer_lines(model, sliding=kind.sliding, routed=kind.routed, options=options)),
         variables,
         repeat=len(kind.layers),
+        last_turn=sum(span.pattern.count(kind.block) for span in ends),
         carry="x",
         result="x2",
         renamed={local_name(w): _variable(w, kind, kinds) for w in weight_table(model) if w.layers},
@@ -126,7 +139,9 @@ def _embed_lines(model: Model) -> list[str]:
     ]
 
 
-def _head_lines(model: Model) -> list[str]:
+def _head_lines(model: Model, options: ProgramOptions) -> list[str]:
     table = "embed[V,D]" if model.tied_embeddings else "unembed[D,V]"
-    cap = f"; softcap={model.logit_softcap}" if model.logit_softcap else ""
-    return [head_norm_line(model), f"loss[] = linear_cross_entropy(hf[B,T,D], {table}, labels[B,T]{cap})"]
+    wanted = {"softcap": model.logit_softcap, "z_loss": options.z_loss}
+    attributes = ", ".join(f"{name}={value}" for name, value in wanted.items() if value)
+    given = f"; {attributes}" if attributes else ""
+    return [head_norm_line(model), f"loss[] = linear_cross_entropy(hf[B,T,D], {table}, labels[B,T]{given})"]

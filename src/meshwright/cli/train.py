@@ -1,6 +1,6 @@
 """`meshwright train`: run a plan, with the prediction beside every measured step."""
 
-from collections.abc import Callable
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -9,12 +9,14 @@ import msgspec
 
 from meshwright.cli.fields import parse_fields, take_axes, with_fields
 from meshwright.cli.machine import rates_for
-from meshwright.cli.output import emit_json, json_option, or_dash, print_table, say
+from meshwright.cli.output import emit_json, json_option, say
 from meshwright.cli.plan import mesh_words
+from meshwright.cli.train_text import print_result
 from meshwright.core.errors import CannotRunError, InputError
-from meshwright.core.units import format_bytes, format_count, format_seconds, parse_count
+from meshwright.core.units import format_count, format_seconds, parse_count
 from meshwright.cost.ops import model_flops
 from meshwright.cost.train_step import estimate_step
+from meshwright.parallel.process_env import find_processes
 from meshwright.plan.legal import require_legal
 from meshwright.plan.planner import plan
 from meshwright.spec.calibration import reference_peak
@@ -26,25 +28,36 @@ from meshwright.spec.plan_file import Plan, load_plan
 from meshwright.spec.toml_file import dump_toml
 
 if TYPE_CHECKING:
-    from meshwright.train.loop import TrainResult
     from meshwright.train.metrics import Predicted
+    from meshwright.train.result import TrainResult
+
+
+NEWEST = "newest"
+"""What ``--resume`` without a folder says."""
 
 
 @click.command()
-@click.argument("what", metavar="PLAN.toml | MODEL")
+@click.argument("what", metavar="PLAN.toml | MODEL", required=False)
 @click.option("--on", "on", help="The cluster: cpu:8 is this machine as 8 emulated devices.")
 @click.option("--axes", help="Mesh axes to keep fixed, such as fsdp=4,tensor=2.")
 @click.option("--batch", help="Tokens a step (16Ki) or sequences (32seq).")
 @click.option("--seq", "seq_len", help="Tokens of a sequence.")
-@click.option("--steps", type=int, help="Optimizer steps.")
+@click.option("--steps", type=int, help="Optimizer steps; with --resume, of the whole run.")
 @click.option("--data", help="A text file or a folder of them; Python's own documentation by default.")
 @click.option("--seed", type=int, help="Of the first weights and of the order of the data.")
 @click.option("--runs", type=click.Path(path_type=Path), default=Path("runs"), show_default=True)
+@click.option(
+    "--resume",
+    is_flag=False,
+    flag_value=NEWEST,
+    metavar="[RUN]",
+    help="Go on with the run in this folder, or with the model's newest run, from its newest checkpoint.",
+)
 @click.option("--set", "pairs", multiple=True, metavar="KEY=VALUE", help="Any field: strategy.remat=block.")
 @click.option("--calibration", type=click.Path(path_type=Path), help="Rates of the cluster (TOML), or datasheet.")
 @json_option
 def command(
-    what: str,
+    what: str | None,
     on: str | None,
     axes: str | None,
     batch: str | None,
@@ -53,23 +66,70 @@ def command(
     data: str | None,
     seed: int | None,
     runs: Path,
+    resume: str | None,
     pairs: tuple[str, ...],
     calibration: Path | None,
     as_json: bool,
 ) -> None:
-    """Train by a plan file, or a MODEL planned on the way, and compare each step with its prediction."""
+    """Train by a plan file, or a MODEL planned on the way, and compare each step with its prediction.
+
+    A resumed run goes on in its own folder, with its own settings where none are given, by its own plan or by
+    another one for the same model: on other devices and another number of processes.
+    """
+    if what is None and resume and resume.endswith(".toml"):
+        # `train --resume plan.toml`: the option took the plan for its folder.
+        what, resume = resume, NEWEST
     fields = parse_fields(pairs)
-    if what.endswith(".toml"):
+    plan_path = _plan_path(what, resume)
+    if plan_path:
         if on or axes or batch or seq_len:
             raise InputError(
-                f"{what} says the cluster, axes, batch and seq; leave --on, --axes, --batch and --seq out."
+                f"{plan_path} says the cluster, axes, batch and seq; leave --on, --axes, --batch and --seq out."
             )
-        chosen = _changed(load_plan(Path(what)), fields)
+        chosen = _changed(load_plan(plan_path), fields)
     else:
-        chosen = _planned(what, on, axes, batch, seq_len, fields, calibration)
+        chosen = _planned(str(what), on, axes, batch, seq_len, fields, calibration)
     options = {"steps": steps, "data": data, "seed": seed}
     settings = {**fields["train"], **{k: v for k, v in options.items() if v is not None}}
-    result = run_plan(chosen, settings, runs=runs)
+    if resume:
+        _resume(chosen, settings, resume, runs=runs, as_json=as_json)
+    else:
+        _show(chosen, run_plan(chosen, settings, runs=runs), as_json=as_json)
+
+
+def _plan_path(what: str | None, resume: str | None) -> Path | None:
+    """The plan file to run: the one given, or that of the run to resume; None for a model that is planned."""
+    if what is None:
+        if resume in (None, NEWEST):
+            raise InputError(
+                "train needs a plan file or a model. Write: train plan.toml, or train --resume runs/NAME-001."
+            )
+        return Path(str(resume)) / "plan.toml"
+    return Path(what) if what.endswith(".toml") else None
+
+
+def _resume(chosen: Plan, changes: dict[str, Any], which: str, *, runs: Path, as_json: bool) -> None:
+    """Go on with a run under its own settings and what is changed of them; one line when it is finished."""
+    from meshwright.train.run_folder import finished_steps, newest_run, read_resolved, read_summary
+    from meshwright.train.settings import settings_from_table
+
+    run = newest_run(runs, chosen.model.name) if which == NEWEST else Path(which)
+    settings = {**read_resolved(run).get("train", {}), **changes}
+    done, wanted = finished_steps(run), settings_from_table(settings).steps
+    if done is None or done < wanted:
+        _show(chosen, run_plan(chosen, settings, runs=runs, resume=run), as_json=as_json)
+        return
+    say(f"{run} is finished after {done} steps. Give more, such as --steps {2 * done}, or leave --resume out.")
+    if as_json:
+        emit_json(read_summary(run))
+
+
+def _show(chosen: Plan, result: "TrainResult", *, as_json: bool) -> None:
+    """What a run came to; one process of many says it."""
+    from meshwright.parallel.processes import is_first
+
+    if not is_first():
+        return
     if as_json:
         emit_json(msgspec.to_builtins(result))
     else:
@@ -91,6 +151,9 @@ def _planned(
             raise InputError(
                 f"train {name} needs {option}. Write: --on cpu:8 --batch 16Ki --seq 512, or give a plan file."
             )
+    if find_processes(os.environ):
+        # Each process might measure, and so plan, differently.
+        raise InputError(f"several processes need one plan. Write it first: plan {name} --on {on} ... -o plan.toml.")
     model = with_fields(find_model(name), "model", fields["model"])
     require_runnable(model)
     cluster = parse_cluster(str(on))
@@ -135,72 +198,66 @@ def predicted_of(chosen: Plan) -> "Predicted":
         step_s_lower=chosen.predicted.step_s_lower,
         step_s_upper=chosen.predicted.step_s_upper,
         model_flops=model_flops(chosen.model, chosen.job),
+        hardware_flops=model_flops(chosen.model, chosen.job) * chosen.predicted.hfu / chosen.predicted.mfu,
         peak_flops_per_s=peak * chosen.cluster.num_chips,
         hbm_bytes_per_chip=chosen.predicted.hbm_bytes_per_chip,
     )
 
 
-def run_plan(chosen: Plan, settings: dict[str, Any], *, runs: Path) -> "TrainResult":
-    """Train by a plan on the devices at hand. Raises CannotRunError when they are not those of the plan."""
-    from meshwright.parallel.mesh import emulate_devices
+def run_plan(chosen: Plan, settings: dict[str, Any], *, runs: Path, resume: Path | None = None) -> "TrainResult":
+    """Train by a plan on the devices at hand, of this process or of all that were launched together.
 
+    Raises CannotRunError when the devices are not those of the plan.
+    """
     require_runnable(chosen.model)
-    if chosen.cluster.kind == "host":
-        emulate_devices(chosen.cluster.num_chips)
-    else:
-        _require_devices(chosen)
+    _require_devices(chosen)
+    from meshwright.parallel.processes import is_first
     from meshwright.train.loop import train
     from meshwright.train.settings import settings_from_table
 
     job, resolved = chosen.job, settings_from_table(settings)
-    say(
-        f"{chosen.model.name} on {chosen.cluster.short_name}: {mesh_words(chosen.strategy.mesh)}, "
-        f"{format_count(job.tokens_per_step)} tokens a step, remat {chosen.strategy.remat}, "
-        f"predicted {format_seconds(chosen.predicted.step_s)} a step"
-    )
+    if is_first():
+        say(
+            f"{chosen.model.name} on {chosen.cluster.short_name}: {mesh_words(chosen.strategy.mesh)}, "
+            f"{format_count(job.tokens_per_step)} tokens a step, remat {chosen.strategy.remat}, "
+            f"predicted {format_seconds(chosen.predicted.step_s)} a step"
+        )
     return train(
         chosen.model,
         chosen.strategy,
         job,
         resolved,
         run_root=runs,
+        resume=resume,
         predicted=predicted_of(chosen),
         texts={"plan.toml": dump_toml(chosen)},
     )
 
 
 def _require_devices(chosen: Plan) -> None:
+    """Join the other processes, emulate devices where the plan says so, and count what there is."""
+    from meshwright.parallel.mesh import emulate_devices
+    from meshwright.parallel.processes import start_processes
+
+    cluster, processes = chosen.cluster, start_processes()
+    share, left = divmod(cluster.num_chips, processes)
+    if left:
+        raise CannotRunError(
+            f"{cluster.num_chips} devices of {cluster.short_name} do not divide into {processes} processes. "
+            f"Launch a number of processes that divides {cluster.num_chips}."
+        )
+    if cluster.kind == "host":
+        emulate_devices(share)
     import jax
 
     devices = jax.devices()
-    if devices[0].platform == "cpu" or len(devices) < chosen.cluster.num_chips:
+    if cluster.kind != "host" and (devices[0].platform == "cpu" or len(devices) < cluster.num_chips):
         raise CannotRunError(
-            f"the plan is for {chosen.cluster.num_chips} chips of {chosen.cluster.chip.name} and this machine has "
+            f"the plan is for {cluster.num_chips} chips of {cluster.chip.name} and this machine has "
             f"{len(devices)} of platform {devices[0].platform}. Run it there, or plan for emulated devices: --on cpu:8."
         )
-
-
-def print_result(chosen: Plan, result: "TrainResult") -> None:
-    """Losses, and each prediction beside its measurement."""
-    if not result.losses:
-        click.echo(f"stopped before the first step; {result.run} holds the plan")
-        return
-    stopped = " (stopped)" if result.stopped else ""
-    held_out = or_dash(result.validation_loss, lambda loss: f"{loss:.3f}")
-    losses = f"loss {result.losses[0]:.3f} -> {result.losses[-1]:.3f}, held out {held_out}"
-    click.echo(f"{result.steps} steps{stopped}: {losses}")
-    predicted = chosen.predicted
-    memory = result.memory.total_bytes if result.memory else None
-    rows = [
-        _compared("step", predicted.step_s, result.step_s, format_seconds),
-        _compared("MFU", predicted.mfu, result.mfu, lambda share: f"{share:.1%}"),
-        _compared("memory of a device", predicted.hbm_bytes_per_chip, memory, format_bytes),
-    ]
-    print_table(["", "predicted", "measured", "ratio"], rows)
-    rate = or_dash(result.tokens_per_s, lambda tokens: f"{tokens:,.0f}")
-    click.echo(f"{rate} tokens/s; compiling took {format_seconds(result.compile_s)}; everything is in {result.run}")
-
-
-def _compared(name: str, predicted: float, measured: float | None, show: Callable[[float], str]) -> list[str]:
-    ratio = or_dash(measured, lambda found: f"{found / predicted:.2f}")
-    return [name, show(predicted), or_dash(measured, show), ratio]
+    if processes > 1 and jax.local_device_count() != share:
+        raise CannotRunError(
+            f"this process has {jax.local_device_count()} devices and the plan gives each of {processes} processes "
+            f"{share}. Start them with launch --processes {processes} --devices {share}, or with that many in sight."
+        )

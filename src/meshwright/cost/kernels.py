@@ -116,7 +116,7 @@ def partly_hidden(first: Number, second: Number, overlap: Number | None) -> Numb
 
 def num_kernels(step: Step, sizes: OpSizes) -> int:
     """Kernels that a step starts: none for what only renames, and for the optimizer, whose kernels take all at once."""
-    if step.op in ("copy", "slice", "bias_add", "sink") or step.phase == "update":
+    if step.op in ("copy", "slice", "bias_add") or step.phase == "update":
         return 0
     return UNFUSED_KERNELS if is_attention(step) and sizes.scores != "on_chip" else 1
 

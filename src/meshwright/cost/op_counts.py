@@ -34,16 +34,9 @@ def einsum_flops(step: Step, sizes: OpSizes) -> Number:
 
 
 def fused_vectors(step: Step, sizes: OpSizes) -> Number:
-    """An op on the way out of the product or kernel before it: only its vectors are read beside.
-
-    Compilers and matmul libraries add a bias in the epilogue of its product; attention kernels take their sinks in.
-    """
+    """An op on the way out of the product before it: compilers and libraries add a bias in the epilogue, so that only
+    its vector is read beside."""
     return sizes.total(*step.inputs[1:])
-
-
-def fused_vectors_backward(step: Step, sizes: OpSizes) -> Number:
-    """The cotangent of the vectors comes out of the kernel that has the stream's own at hand."""
-    return sizes.total(*step.more)
 
 
 # -- look-ups -------------------------------------------------------------------------------------------

@@ -98,8 +98,6 @@ OP_ROWS: dict[str, OpRow] = {
     "attention_backward": OpRow(
         attention_counts.attention_backward_flops, attention_counts.attention_backward_bytes, "attention"
     ),
-    "sink": OpRow(nothing, op_counts.fused_vectors, "attention"),
-    "sink_backward": OpRow(nothing, op_counts.fused_vectors_backward, "attention"),
     "add": OpRow(nothing, stream),
     "copy": OpRow(nothing, nothing),
     "slice": OpRow(nothing, nothing),

@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from meshwright.algebra.kinds_experts import ROUTING_ROWS
 from meshwright.algebra.notation import ShardedArray, Sizes, local_elements, product
 from meshwright.core.dims import DTYPE_BYTES
 from meshwright.spec.model import Model
@@ -67,11 +68,13 @@ class OpSizes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def expert_slots(model: Model, *, num_tokens: Number, imbalance: Number = 1.0) -> dict[str, Number]:
-    """The dim C: slots of one expert for the tokens of a microbatch on all devices; nothing for a dense model.
+    """The dim C, slots of one expert for the tokens of a microbatch on all devices, and Er, rows of the router's counts;
+    nothing for a dense model.
 
     tokens x experts per token / experts, times the load of the busiest expert device over the mean: a step waits
     for that device, so each is counted with its load.
     """
     if not model.num_experts:
         return {}
-    return {"C": num_tokens * model.experts_per_token / model.num_experts * imbalance}
+    slots = num_tokens * model.experts_per_token / model.num_experts * imbalance
+    return {"C": slots, "Er": len(ROUTING_ROWS)}

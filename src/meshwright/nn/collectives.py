@@ -1,4 +1,4 @@
-"""The derived collectives as JAX calls inside `shard_map`. Autodiff turns each gather into its reduce-scatter."""
+"""The derived collectives as JAX calls inside `shard_map`."""
 
 import jax
 from jax import lax
@@ -6,10 +6,10 @@ from jax import lax
 from meshwright.algebra.steps import Step
 
 
-def communicate(step: Step, value: jax.Array) -> jax.Array:
-    """The result of a collective or slice step on this device's block."""
+def communicate(step: Step, value: jax.Array, *, leading: int = 0) -> jax.Array:
+    """The result of a collective or slice step on this device's block; ``leading`` dims in front are carried along."""
     axes = step.axes
-    dim = step.inputs[0].dims.index(step.dim) if step.dim else 0
+    dim = leading + (step.inputs[0].dims.index(step.dim) if step.dim else 0)
     if step.op == "all_gather":
         return lax.all_gather(value, axes, axis=dim, tiled=True)
     if step.op == "reduce_scatter":
@@ -19,7 +19,7 @@ def communicate(step: Step, value: jax.Array) -> jax.Array:
             return lax.pmax(lax.stop_gradient(value), axes)
         return lax.psum(value, axes)
     if step.op == "all_to_all":
-        to_dim = step.inputs[0].dims.index(step.to_dim)
+        to_dim = leading + step.inputs[0].dims.index(step.to_dim)
         return lax.all_to_all(value, axes, split_axis=to_dim, concat_axis=dim, tiled=True)
     if step.op == "slice":
         size = value.shape[dim] // _axes_size(axes)

@@ -8,50 +8,11 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from meshwright.algebra.transformer import HEAD_CHUNK_TOKENS
 from meshwright.spec.model import Model, RopeScaling
-
-
-def rms_norm(x: Float[Array, "B T D"], scale: Float[Array, " D"], *, eps: float) -> Float[Array, "B T D"]:
-    """``x / sqrt(mean(x**2) + eps) * scale`` over the last dim."""
-    wide = x.astype(jnp.float32)
-    inverse = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
-    return (wide * inverse).astype(x.dtype) * scale.astype(x.dtype)[None, None]
-
-
-def rope_frequencies(model: Model) -> Float[Array, " half"]:
-    """Radians per position of each of the H / 2 rotations, with llama 3's or linear scaling applied."""
-    half = model.head_dim // 2
-    frequencies = 1.0 / model.rope_theta ** (jnp.arange(half, dtype=jnp.float32) / half)
-    scaling = model.rope_scaling
-    if scaling is None or scaling.kind == "default":
-        return frequencies
-    if scaling.kind == "linear":
-        return frequencies / scaling.factor
-    return _llama3_scaled(frequencies, scaling)
-
-
-def _llama3_scaled(frequencies: Float[Array, " half"], scaling: RopeScaling) -> Float[Array, " half"]:
-    """Long wavelengths divided by ``factor``, short ones kept, a linear blend between (Llama 3.1)."""
-    low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    original = scaling.original_max_positions
-    if low is None or high is None or original is None:
-        raise AssertionError("llama3 rope scaling lacks its factors")
-    wavelengths = 2 * math.pi / frequencies
-    blend = jnp.clip((original / wavelengths - low) / (high - low), 0.0, 1.0)
-    return frequencies * (blend + (1 - blend) / scaling.factor)
-
-
-def rope(
-    x: Float[Array, "B T N H"], positions: Int[Array, "B T"], *, frequencies: Float[Array, " half"]
-) -> Float[Array, "B T N H"]:
-    """Rotates pairs (i, i + H/2) of each head by position times frequency."""
-    angles = positions[:, :, None, None].astype(jnp.float32) * frequencies[None, None, None]
-    cos, sin = jnp.cos(angles), jnp.sin(angles)
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
 
 
 def attention(
@@ -85,14 +46,65 @@ def silu_mul(gate: Float[Array, "B T F"], up: Float[Array, "B T F"]) -> Float[Ar
     return jax.nn.silu(gate) * up
 
 
+def embed_scale(model: Model, dtype: jnp.dtype) -> float:
+    """sqrt(D) rounded to the dtype of the weights, as it was when they were trained (gemma); 1 for others."""
+    return float(np.asarray(model.d_model**0.5, dtype)) if model.embed_scale else 1.0
+
+
 def embed(
-    tokens: Int[Array, "B T"], table: Float[Array, "V D"], *, first_row: Int[Array, ""] | int
+    tokens: Int[Array, "B T"], table: Float[Array, "V D"], *, first_row: Int[Array, ""] | int, scale: float = 1.0
 ) -> Float[Array, "B T D"]:
-    """Rows of the part of the table that starts at ``first_row``; zeros for tokens outside of it."""
-    local = tokens - first_row
-    inside = (local >= 0) & (local < table.shape[0])
+    """Rows of the part of the table that starts at ``first_row``, times ``scale``; zeros for tokens outside of it."""
+    local, inside = _local_rows(tokens, first_row, table.shape[0])
     rows = jnp.take(table, jnp.where(inside, local, 0), axis=0)
-    return jnp.where(inside[..., None], rows, jnp.zeros((), rows.dtype))
+    return jnp.where(inside[..., None], rows * scale if scale != 1 else rows, jnp.zeros((), rows.dtype))
+
+
+def embed_backward(
+    tokens: Int[Array, "B T"],
+    dout: Float[Array, "B T D"],
+    *,
+    first_row: Int[Array, ""] | int,
+    num_rows: int,
+    scale: float = 1.0,
+) -> Float[Array, "V D"]:
+    """Cotangents added up per row of the part of the table, in float32 as long as they are added."""
+    local, inside = _local_rows(tokens, first_row, num_rows)
+    # An index behind the end is dropped; a negative one would count from the end.
+    at = jnp.where(inside, local, num_rows)
+    table = jnp.zeros((num_rows, dout.shape[-1]), jnp.float32)
+    return (table.at[at].add(dout.astype(jnp.float32), mode="drop") * scale).astype(dout.dtype)
+
+
+def _local_rows(tokens: Array, first_row: Array | int, num_rows: int) -> tuple[Array, Array]:
+    """Rows counted from the first one here, and which of them are here."""
+    local = tokens - first_row
+    return local, (local >= 0) & (local < num_rows)
+
+
+def bias_add(x: Float[Array, "*dims"], bias: Float[Array, "*some"], *, at: tuple[int, ...]) -> Float[Array, "*dims"]:
+    """``x + bias``, the dims of the bias being those of ``x`` numbered ``at``."""
+    shape = tuple(x.shape[i] if i in at else 1 for i in range(x.ndim))
+    return x + bias.reshape(shape).astype(x.dtype)
+
+
+def join_heads(own: Float[Array, "B T N Hn"], shared: Float[Array, "B T Hr"]) -> Float[Array, "B T N H"]:
+    """Each head's own part, followed by the part that all heads share."""
+    every = jnp.broadcast_to(shared[:, :, None], (*own.shape[:3], shared.shape[-1]))
+    return jnp.concatenate([own, every], axis=-1)
+
+
+def join_heads_backward(
+    dout: Float[Array, "B T N H"], *, own_width: int
+) -> tuple[Float[Array, "B T N Hn"], Float[Array, "B T Hr"]]:
+    """Cotangents of the heads' own parts, and of the shared one: a sum over heads."""
+    return dout[..., :own_width], jnp.sum(dout[..., own_width:], axis=2)
+
+
+def token_gate(y: Float[Array, "B T D"], x: Float[Array, "B T D"], weight: Float[Array, " D"]) -> Float[Array, "B T D"]:
+    """``sigmoid(x . weight) * y``: one gate per token."""
+    score = jnp.einsum("btd,d->bt", x, weight, preferred_element_type=jnp.float32)
+    return jax.nn.sigmoid(score).astype(y.dtype)[..., None] * y
 
 
 Statistics = tuple[Float[Array, "B T"], Float[Array, "B T"], Float[Array, "B T"]]

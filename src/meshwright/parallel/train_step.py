@@ -1,156 +1,98 @@
 """The training step of a strategy: derived steps inside `shard_map`, or the GSPMD form for comparison."""
 
 from collections.abc import Callable, Mapping
-from functools import partial
-from typing import Any, Literal, NamedTuple
+from functools import cached_property, partial
+from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from meshwright.algebra.derive import BlockSteps, Derived, derive
+from meshwright.algebra.derive import derive
+from meshwright.algebra.layers import PLAIN, ProgramOptions
 from meshwright.algebra.notation import ShardedArray
-from meshwright.algebra.transformer import transformer
-from meshwright.nn.interpreter import Interpreter
-from meshwright.nn.weights import Params, init_params, is_stacked, rows
+from meshwright.algebra.transformer import transformer, weight_variables
+from meshwright.nn.context import Context
+from meshwright.nn.weights import Params, init_params
+from meshwright.parallel.blocks import Inputs, through
+from meshwright.parallel.gradients import (
+    in_buckets,
+    microbatch_gradients,
+    microbatch_loss,
+    once_per_step,
+    over_microbatches,
+    squared_norm,
+)
 from meshwright.parallel.mesh import device_mesh, named_sharding, partition_spec
+from meshwright.parallel.passes import Passes
 from meshwright.spec.model import Model, require_runnable
 from meshwright.spec.strategy import Strategy, require_runnable_strategy
 
 Form = Literal["shard_map", "gspmd"]
 Batch = dict[str, jax.Array]
-"""tokens and labels, both [B, T] int32."""
+"""tokens and labels, both [B, T] int32 (a label of -1 counts nothing); positions and documents too where rows hold
+several documents; num_labels, a float32 scalar: the labels of the whole batch that count."""
 
-DTYPES = {"fp32": jnp.float32, "bf16-adam": jnp.bfloat16}
-"""Training states that run here -> dtype of weights and activations."""
+DTYPES = {"fp32": jnp.float32, "bf16": jnp.bfloat16}
 
 
 class State(NamedTuple):
-    """Weights (`Params`) and the optimizer's state, sharded alike; or, in their place, their shardings."""
+    """Weights (`Params`) and the optimizer's state; or, in their place, their shardings."""
 
     params: Any
     opt_state: Any
 
 
 class Metrics(NamedTuple):
-    """Mean loss per token over the global batch, and the norm of the whole gradient before clipping."""
+    """Mean loss per counted label of the global batch, and the norm of the whole gradient before clipping."""
 
     loss: Any
     grad_norm: Any
 
 
-def local_loss(model: Model, derived: Derived, params: Params, batch: Batch, *, interpreter: Interpreter) -> jax.Array:
-    """Sum of the losses of this device's tokens; gradients through it are this device's part.
+class Optimizer(Protocol):
+    """What updates the weights, on global arrays: ``update(grads, state, params) -> (params, state)``."""
 
-    Every block runs under `jax.checkpoint`, keeping the results whose tags are in ``derived.keeps``; the
-    repeated block is scanned, so that compile time does not grow with layers.
-    """
-    length = derived_positions(derived, batch)
-    inputs = {"tokens": batch["tokens"], "labels": batch["labels"], "positions": length}
-    stream: dict[str, jax.Array] = {}
-    table = rows(model)
-    for block in derived.blocks:
-        used = {name for op in block.block.ops for name in op.inputs}
-        given = {n: v for n, v in inputs.items() if n in used}
-        weights = {n: params[n] for n in used if n in table}
-        run = _block_function(interpreter, block, given)
-        policy = jax.checkpoint_policies.save_only_these_names(*derived.keeps)
-        if block.block.carry:
-            body = jax.checkpoint(run, policy=policy, prevent_cse=False)
-            carry = stream[block.block.carry]
-            carry, _ = lax.scan(_carrying(body), carry, weights)
-            stream = {block.block.carry: carry}
-        else:
-            start = next(iter(stream.values()), None)
-            result = jax.checkpoint(run, policy=policy)(start, weights)
-            stream = {block.block.ops[-1].out: result}
-    return stream["loss"]
+    @property
+    def init(self) -> Callable[[Params], Any]: ...
+    @property
+    def update(self) -> Callable[[Params, Any, Params], tuple[Params, Any]]: ...
+    @property
+    def specs(self) -> Callable[[Any, Any], Any]:
+        """(shapes of the weights, their PartitionSpecs) -> PartitionSpecs of the state."""
 
 
-def _carrying(body: Callable[[jax.Array, Params], jax.Array]) -> Callable[..., tuple[jax.Array, None]]:
-    """``body`` as `lax.scan` wants it: the stream is the carry, nothing is collected."""
-    return lambda stream, weights: (body(stream, weights), None)
+class FromOptax(NamedTuple):
+    """An optax transformation as an `Optimizer`."""
 
+    transformation: optax.GradientTransformation
 
-def derived_positions(derived: Derived, batch: Batch) -> jax.Array:
-    """Positions 0..T-1 of every local sequence, whole in T."""
-    rows_local, length = batch["tokens"].shape
-    split = derived.declared["tokens"].axes_of("T")
-    for axis in split:
-        length *= lax.axis_size(axis)
-    return jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (rows_local, length))
+    def init(self, params: Params) -> Any:
+        return self.transformation.init(params)
 
+    def update(self, grads: Params, state: Any, params: Params) -> tuple[Params, Any]:
+        updates, state = self.transformation.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
 
-def _block_function(
-    interpreter: Interpreter, block: BlockSteps, given: Mapping[str, jax.Array]
-) -> Callable[[jax.Array | None, Params], jax.Array]:
-    """(stream, weights) -> the last result of the block."""
-    made = {op.out for op in block.block.ops}
-    used = {name for op in block.block.ops for name in op.inputs}
-    activations = {v.name for v in interpreter.derived.program.of_role("activation")}
-    entering = [n for n in used - made if n in activations]
-
-    def run(stream: jax.Array | None, weights: Params) -> jax.Array:
-        values = {**given, **weights, **(dict.fromkeys(entering, stream) if stream is not None else {})}
-        env = interpreter.block(block, values)
-        return env[block.forward[-1].result]
-
-    return run
-
-
-def _split_microbatches(batch: Batch, count: int) -> Batch:
-    return {n: a.reshape(count, a.shape[0] // count, *a.shape[1:]) for n, a in batch.items()}
-
-
-def local_gradients(
-    loss: Callable[[Params, Batch], jax.Array], params: Params, batch: Batch, *, num_microbatches: int
-) -> tuple[jax.Array, Params]:
-    """Loss and gradients of the local batch, summed over microbatches one after the other in float32."""
-    value_and_grad = jax.value_and_grad(loss)
-    if num_microbatches == 1:
-        return value_and_grad(params, batch)
-    zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
-
-    def body(carry: tuple[jax.Array, Params], part: Batch) -> tuple[tuple[jax.Array, Params], None]:
-        # Ties the weights to the microbatch: otherwise XLA hoists some gathers out of the loop, not all.
-        weights, rows_here = lax.optimization_barrier((params, part))
-        value, grads = value_and_grad(weights, rows_here)
-        return (carry[0] + value, jax.tree.map(jnp.add, carry[1], grads)), None
-
-    (value, grads), _ = lax.scan(body, (jnp.zeros(()), zeros), _split_microbatches(batch, num_microbatches))
-    return value, grads
-
-
-def reduce_gradients(derived: Derived, grads: Params) -> Params:
-    """Gradients summed over the axes on which their weights are the same, once per step, as derived."""
-    over = {
-        step.result.name.removeprefix("d"): step.axes
-        for block in derived.blocks
-        for step in block.backward
-        if step.scope == "step"
-    }
-    return {name: lax.psum(g, over[name]) if name in over else g for name, g in grads.items()}
-
-
-def squared_norm(derived: Derived, grads: Params, mesh_axes: Mapping[str, int]) -> jax.Array:
-    """This device's share of the squared gradient norm; replicas of a shard count once between them."""
-    total = jnp.zeros((), jnp.float32)
-    for name, grad in grads.items():
-        copies = 1
-        for axis, size in mesh_axes.items():
-            if axis not in derived.declared[name].spread:
-                copies *= size
-        total += jnp.sum(jnp.square(grad.astype(jnp.float32))) / copies
-    return total
+    def specs(self, shapes: Any, specs: Any) -> Any:
+        return optax.tree.map_params(
+            self.transformation,
+            lambda _, spec: spec,
+            jax.eval_shape(self.transformation.init, shapes),
+            specs,
+            transform_non_params=lambda _: PartitionSpec(),
+        )
 
 
 class TrainStep:
     """One strategy of one model made runnable: `init`, and `step(state, batch) -> (state, metrics)`.
 
-    ``form="shard_map"`` runs exactly the derived collectives. ``form="gspmd"`` gives XLA the declared
-    shardings as constraints and lets it choose; it is kept as the comparison.
+    ``options`` are what the job asks of the program (documents, further losses). ``form="shard_map"`` runs exactly the
+    derived steps. ``form="gspmd"`` gives XLA the declared shardings as constraints and lets it choose; it is kept as the
+    comparison.
     """
 
     def __init__(
@@ -158,56 +100,99 @@ class TrainStep:
         model: Model,
         strategy: Strategy,
         *,
-        optimizer: optax.GradientTransformation | None = None,
+        optimizer: optax.GradientTransformation | Optimizer | None = None,
         max_grad_norm: float | None = None,
+        options: ProgramOptions = PLAIN,
         form: Form = "shard_map",
         mesh: Mesh | None = None,
     ) -> None:
         require_runnable(model)
         require_runnable_strategy(strategy)
-        self.model, self.strategy, self.form = model, strategy, form
+        self.model, self.strategy, self.form, self.options = model, strategy, form, options
         if optimizer is None and strategy.state != "fp32":
             raise AssertionError("optax.adamw keeps its moments in the weights' dtype: give an optimizer")
-        self.optimizer = optimizer or optax.adamw(3e-4)
+        optimizer = optimizer if optimizer is not None else optax.adamw(3e-4)
+        wrapped = FromOptax(optimizer) if isinstance(optimizer, optax.GradientTransformation) else optimizer
+        self.optimizer: Optimizer = wrapped
         self.max_grad_norm = max_grad_norm
         self.mesh = mesh or device_mesh(strategy.mesh)
-        self.program = transformer(model)
+        self.program = transformer(model, options)
         self.declared = derive(self.program, strategy)
-        self.dtype = DTYPES[strategy.state]
-        table = rows(model)
-        self.param_specs = {
-            n: partition_spec(self.declared.declared[n], stacked=is_stacked(w)) for n, w in table.items()
-        }
-        self.batch_specs = {n: partition_spec(self.declared.declared[n]) for n in ("tokens", "labels")}
-        shapes = jax.eval_shape(partial(init_params, model, dtype=self.dtype), 0)
-        self.opt_specs = optax.tree.map_params(
-            self.optimizer,
-            lambda _, spec: spec,
-            jax.eval_shape(self.optimizer.init, shapes),
-            self.param_specs,
-            transform_non_params=lambda _: PartitionSpec(),
-        )
+        self.dtype = DTYPES[strategy.state_dtype]
+        self.shards = {s.result.name: s.result for s in self.declared.update if s.op == "adamw"}
         self.compile = jax.jit(
-            self._gspmd_step if form == "gspmd" else self._shard_map_step(),
+            self._step,
             in_shardings=(self.state_shardings, self.batch_shardings),
             out_shardings=(self.state_shardings, None),
             donate_argnums=0,
         )
+
+    # -- where things lie --------------------------------------------------------------------------
+
+    @cached_property
+    def stacked(self) -> frozenset[str]:
+        """Weights of the layers: the layers of their kind are in front."""
+        return frozenset(name for name, (weight, _) in weight_variables(self.model).items() if weight.layers)
+
+    def _specs(self, arrays: Mapping[str, ShardedArray]) -> dict[str, PartitionSpec]:
+        names = weight_variables(self.model)
+        return {name: partition_spec(arrays[name], stacked=name in self.stacked) for name in names}
+
+    @cached_property
+    def param_specs(self) -> dict[str, PartitionSpec]:
+        """How the weights lie between steps."""
+        return self._specs(self.declared.declared)
+
+    @cached_property
+    def shard_specs(self) -> dict[str, PartitionSpec]:
+        """How the optimizer's state, and the gradients given to it, lie."""
+        return self._specs(self.shards)
+
+    @cached_property
+    def batch_specs(self) -> dict[str, PartitionSpec]:
+        """How the arrays of a batch lie."""
+        names = ("tokens", "labels", "positions", *(("documents",) if self.options.documents else ()))
+        arrays = {name: partition_spec(self.declared.declared[name]) for name in names}
+        return {**arrays, "num_labels": PartitionSpec()}
+
+    @cached_property
+    def param_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Global shapes and dtypes of the weights."""
+        return jax.eval_shape(partial(init_params, self.model, dtype=self.dtype), 0)
 
     def _shardings(self, specs: Any) -> Any:
         return jax.tree.map(
             lambda spec: NamedSharding(self.mesh, spec), specs, is_leaf=lambda s: isinstance(s, PartitionSpec)
         )
 
-    @property
+    @cached_property
     def state_shardings(self) -> State:
         """Where each array of the state lies."""
-        return State(self._shardings(self.param_specs), self._shardings(self.opt_specs))
+        state = self.optimizer.specs(self.param_shapes, self.shard_specs)
+        return State(self._shardings(self.param_specs), self._shardings(state))
 
-    @property
+    @cached_property
     def batch_shardings(self) -> dict[str, NamedSharding]:
         """Where each row and position of a global batch goes."""
         return self._shardings(self.batch_specs)
+
+    def token_order(self, seq_len: int) -> np.ndarray | None:
+        """The position that each place of a row holds, where that is not its own number."""
+        return None
+
+    def place(self, batch: Mapping[str, Any]) -> Batch:
+        """A global batch on the devices, in the order of positions that the step wants, with its default parts."""
+        rows = {n: np.asarray(a) for n, a in batch.items() if n != "num_labels"}
+        shape = rows["tokens"].shape
+        rows.setdefault("positions", np.broadcast_to(np.arange(shape[1], dtype=np.int32), shape))
+        if self.options.documents:
+            rows.setdefault("documents", np.zeros(shape, np.int32))
+        order = self.token_order(shape[1])
+        counted = batch.get("num_labels", np.count_nonzero(rows["labels"] >= 0))
+        placed = {n: a if order is None else a[:, order] for n, a in rows.items() if n in self.batch_specs}
+        return jax.device_put({**placed, "num_labels": np.float32(counted)}, self.batch_shardings)
+
+    # -- what a user calls -------------------------------------------------------------------------
 
     def init(self, seed: int) -> State:
         """Sharded initial state: the same weights for one seed on every mesh, made shard by shard."""
@@ -217,100 +202,140 @@ class TrainStep:
         return State(params, self.init_optimizer(params))
 
     def init_optimizer(self, params: Params) -> Any:
-        """The optimizer's state for given weights, sharded as they are."""
+        """The optimizer's state for given weights."""
         return jax.jit(self.optimizer.init, out_shardings=self.state_shardings.opt_state)(params)
 
-    def step(self, state: State, batch: Batch) -> tuple[State, Metrics]:
+    def step(self, state: State, batch: Mapping[str, Any]) -> tuple[State, Metrics]:
         """One optimizer step on a global batch; the state given is consumed."""
-        return self.compile(state, batch)
+        return self.compile(state, self.placed(batch))
+
+    def placed(self, batch: Mapping[str, Any]) -> Batch:
+        """The batch itself if it has every part that the step takes, else `place` of it."""
+        return dict(batch) if set(batch) == set(self.batch_specs) else self.place(batch)
+
+    def batch_shapes(self, batch_seqs: int, seq_len: int) -> dict[str, jax.ShapeDtypeStruct]:
+        """Global shapes and dtypes of a batch."""
+        rows = jax.ShapeDtypeStruct((batch_seqs, seq_len), jnp.int32)
+        return {n: jax.ShapeDtypeStruct((), jnp.float32) if n == "num_labels" else rows for n in self.batch_specs}
 
     def lower(self, batch_seqs: int, seq_len: int) -> jax.stages.Lowered:
         """The step traced for a batch size without any data."""
-        shape = jax.ShapeDtypeStruct((batch_seqs, seq_len), jnp.int32)
-        params = jax.eval_shape(partial(init_params, self.model, dtype=self.dtype), 0)
-        state = State(params, jax.eval_shape(self.optimizer.init, params))
-        return self.compile.lower(state, {"tokens": shape, "labels": shape})
+        state = State(self.param_shapes, jax.eval_shape(self.optimizer.init, self.param_shapes))
+        return self.compile.lower(state, self.batch_shapes(batch_seqs, seq_len))
 
-    def gradients(self, params: Params, batch: Batch) -> tuple[jax.Array, Params]:
-        """Mean loss and its gradients for a global batch, sharded as the weights are (no update)."""
-        if self.form == "gspmd":
-            return jax.jit(self._gspmd_gradients)(params, batch)
-        body = jax.shard_map(
-            lambda p, b: self._local_gradients(p, b)[:2],
-            mesh=self.mesh,
-            in_specs=(self.param_specs, self.batch_specs),
-            out_specs=(PartitionSpec(), self.param_specs),
-            check_vma=False,
-        )
-        return jax.jit(body)(params, batch)
+    def gradients(self, params: Params, batch: Mapping[str, Any]) -> tuple[jax.Array, Params]:
+        """Mean loss and its gradients for a global batch, laid out as the optimizer takes them (no update)."""
+        return jax.jit(lambda p, b: self._gradients(p, b)[:2])(params, self.placed(batch))
 
-    # -- the derived form --------------------------------------------------------------------------
+    @cached_property
+    def loss_sum(self) -> Callable[[Params, Batch], jax.Array]:
+        """Jitted (params, placed batch) -> the loss summed over the counted labels; nothing is held for a backward
+        pass."""
+
+        def local(params: Params, batch: Batch) -> jax.Array:
+            return self._over_devices("loss", microbatch_loss(self._passes, params, self._inputs(batch)))
+
+        return jax.jit(self._mapped(local, (self.param_specs, self.batch_specs), PartitionSpec()))
+
+    # -- the step ----------------------------------------------------------------------------------
+
+    def _mapped(self, body: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+        return jax.shard_map(body, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+    @cached_property
+    def _passes(self) -> Passes:
+        context = Context(model=self.model, derived=self.declared, mesh=self.strategy.mesh, options=self.options)
+        return Passes(context, ahead=self.strategy.prefetch)
+
+    def _inputs(self, batch: Batch) -> Inputs:
+        return {name: array for name, array in batch.items() if name != "num_labels"}
 
     def _local_gradients(self, params: Params, batch: Batch) -> tuple[jax.Array, Params, jax.Array]:
         """Global loss, reduced gradients and global squared norm, from one device's blocks."""
-        derived = self.declared
-        axes = self.strategy.active_axes
-        tokens = batch["tokens"].size
-        for axis in derived.declared["tokens"].spread:
-            tokens *= self.strategy.mesh[axis]
-        interpreter = Interpreter(self.model, derived)
+        dloss = 1.0 / batch["num_labels"]
+        loss, grads = self._summed(self._passes, params, self._inputs(batch), dloss)
+        norm = self._over_devices("grad_norm", squared_norm(self.shards, grads, self.strategy.mesh))
+        return self._over_devices("loss", loss) * dloss, grads, norm
 
-        def mean_loss(p: Params, b: Batch) -> jax.Array:
-            return local_loss(self.model, derived, p, b, interpreter=interpreter) / tokens
+    def _summed(self, passes: Passes, params: Params, inputs: Inputs, dloss: jax.Array) -> tuple[jax.Array, Params]:
+        """Loss and gradients over all microbatches, gradients as a step leaves them."""
+        sync = self.strategy.gradient_sync
 
-        loss, grads = local_gradients(mean_loss, params, batch, num_microbatches=self.strategy.num_microbatches)
-        grads = reduce_gradients(derived, grads)
-        norm = squared_norm(derived, grads, self.strategy.mesh)
-        if axes:
-            loss, norm = lax.psum(loss, axes), lax.psum(norm, axes)
-        return loss, grads, norm
+        def one(params: Params, part: Inputs, earlier: Params | None) -> tuple[jax.Array, Params]:
+            return microbatch_gradients(passes, params, part, dloss)
 
-    def _update(self, state: State, grads: Params, squared: jax.Array) -> tuple[State, jax.Array]:
+        def last(params: Params, part: Inputs, earlier: Params | None) -> tuple[jax.Array, Params]:
+            return microbatch_gradients(passes, params, part, dloss, earlier=earlier, overlapped=True)
+
+        loss, grads = over_microbatches(
+            one,
+            last if sync == "overlapped" else one,
+            params,
+            inputs,
+            count=self.strategy.num_microbatches,
+            wide=self.strategy.state == "bf16-master-fp32-grads",
+        )
+        if sync == "naive":
+            grads = once_per_step(passes.derived, grads, stacked=self.stacked)
+        elif sync == "bucketed":
+            bucket_bytes = self.strategy.bucket_bytes
+            grads = in_buckets(passes.derived, grads, stacked=self.stacked, bucket_bytes=bucket_bytes)
+        return loss, grads
+
+    def _over_devices(self, name: str, value: jax.Array) -> jax.Array:
+        """A number summed over the devices that hold a part of it, as derived."""
+        steps = [s for s in self.declared.update if s.op == "all_reduce" and s.result.name == name]
+        return through(steps, value)
+
+    def _gradients(self, params: Params, batch: Batch) -> tuple[jax.Array, Params, jax.Array]:
+        if self.form == "gspmd":
+            return self._gspmd_gradients(params, batch)
+        out = (PartitionSpec(), self.shard_specs, PartitionSpec())
+        return self._mapped(self._local_gradients, (self.param_specs, self.batch_specs), out)(params, batch)
+
+    def _step(self, state: State, batch: Batch) -> tuple[State, Metrics]:
+        loss, grads, squared = self._gradients(state.params, batch)
         norm = jnp.sqrt(squared)
         if self.max_grad_norm is not None:
             scale = jnp.minimum(1.0, self.max_grad_norm / (norm + 1e-6))
-            grads = jax.tree.map(lambda g: g * scale, grads)
-        updates, opt_state = self.optimizer.update(grads, state.opt_state, state.params)
-        return State(optax.apply_updates(state.params, updates), opt_state), norm
+            grads = jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)
+        shards = self._moved(state.params, before=True)
+        shards, opt_state = self.optimizer.update(grads, state.opt_state, shards)
+        return State(self._moved(shards, before=False), opt_state), Metrics(loss, norm)
 
-    def _shard_map_step(self) -> Callable[[State, Batch], tuple[State, Metrics]]:
-        specs = State(self.param_specs, self.opt_specs)
+    def _moved(self, params: Params, *, before: bool) -> Params:
+        """Weights brought to the optimizer's shards before its update, or back after it (ZeRO-1 and 2)."""
+        if self.param_specs == self.shard_specs or self.form == "gspmd":
+            return params
+        ours = {name: [] for name in params}  # type: dict[str, list[Any]]
+        done: set[str] = set()
+        for step in self.declared.update:
+            done |= {step.result.name} if step.op == "adamw" else set()
+            if step.op != "adamw" and step.result.name in ours and (step.result.name not in done) == before:
+                ours[step.result.name].append(step)
 
-        def body(state: State, batch: Batch) -> tuple[State, Metrics]:
-            loss, grads, squared = self._local_gradients(state.params, batch)
-            state, norm = self._update(state, grads, squared)
-            return state, Metrics(loss, norm)
+        def body(params: Params) -> Params:
+            return {n: through(ours[n], p, leading=int(n in self.stacked)) for n, p in params.items()}
 
-        return jax.shard_map(
-            body,
-            mesh=self.mesh,
-            in_specs=(specs, self.batch_specs),
-            out_specs=(specs, Metrics(PartitionSpec(), PartitionSpec())),
-            check_vma=False,
-        )
+        specs = (self.param_specs, self.shard_specs)
+        return self._mapped(body, (specs[0] if before else specs[1],), specs[1] if before else specs[0])(params)
 
     # -- the comparison: XLA chooses the collectives --------------------------------------------------
 
-    def _gspmd_gradients(self, params: Params, batch: Batch) -> tuple[jax.Array, Params]:
+    def _gspmd_gradients(self, params: Params, batch: Batch) -> tuple[jax.Array, Params, jax.Array]:
         whole = derive(self.program, _on_one_device(self.strategy))
 
         def constrain(array: ShardedArray, value: jax.Array) -> jax.Array:
             declared = self.declared.declared[array.name]
             return lax.with_sharding_constraint(value, named_sharding(self.mesh, declared))
 
-        interpreter = Interpreter(self.model, whole, constrain=constrain)
-        tokens = batch["tokens"].size
-
-        def mean_loss(p: Params, b: Batch) -> jax.Array:
-            return local_loss(self.model, whole, p, b, interpreter=interpreter) / tokens
-
-        return local_gradients(mean_loss, params, batch, num_microbatches=self.strategy.num_microbatches)
-
-    def _gspmd_step(self, state: State, batch: Batch) -> tuple[State, Metrics]:
-        loss, grads = self._gspmd_gradients(state.params, batch)
+        mesh = dict.fromkeys(self.strategy.mesh, 1)
+        context = Context(model=self.model, derived=whole, mesh=mesh, options=self.options, constrain=constrain)
+        dloss = 1.0 / batch["num_labels"]
+        loss, grads = self._summed(Passes(context), params, self._inputs(batch), dloss)
+        grads = lax.with_sharding_constraint(grads, self._shardings(self.shard_specs))
         squared = sum((jnp.sum(jnp.square(g.astype(jnp.float32))) for g in grads.values()), jnp.zeros(()))
-        state, norm = self._update(state, grads, squared)
-        return state, Metrics(loss, norm)
+        return loss * dloss, grads, squared
 
 
 def _on_one_device(strategy: Strategy) -> Strategy:

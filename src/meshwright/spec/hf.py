@@ -1,4 +1,4 @@
-"""Hugging Face ``config.json`` to `Model` and back, for every family in `meshwright.spec.model.FAMILIES`.
+"""Hugging Face ``config.json`` to `Model`, for every family in `meshwright.spec.model.FAMILIES`.
 
 A key that is absent means what transformers means by it: the defaults in `hf_defaults` are those of its
 configuration classes, so that a published file is read unchanged. Sizes that decide the parameter count have
@@ -198,13 +198,22 @@ def _rope_scaling(merged: _Config, parameters: Mapping[str, Any]) -> RopeScaling
         merged.number(key)
     return RopeScaling(
         kind=kind,
-        factor=merged.number("factor") if merged.has("factor") else 1.0,
+        factor=_stretch(merged, kind),
         original_max_positions=merged.whole(original) if merged.has(original) else None,
         truncate=merged.flag("truncate") if merged.has("truncate") else True,
         short_factor=merged.numbers("short_factor"),
         long_factor=merged.numbers("long_factor"),
         **{key: merged.number(key) for key in ROPE_FIELDS if merged.has(key)},
     )
+
+
+def _stretch(merged: _Config, kind: str) -> float:
+    """The factor as given, else by how much the longest sequence has grown."""
+    if merged.has("factor"):
+        return merged.number("factor")
+    if kind in ("yarn", "longrope") and merged.has("original_max_position_embeddings"):
+        return merged.whole("max_position_embeddings") / merged.whole("original_max_position_embeddings")
+    return 1.0
 
 
 def _window(config: _Config) -> dict[str, Any]:
@@ -280,7 +289,15 @@ def _gpt2_width(config: _Config) -> int:
     return config.whole("n_inner") if config.has("n_inner") else 4 * config.whole("hidden_size")
 
 
+def _require_fixed(config: _Config, values: Mapping[str, float | bool]) -> None:
+    """Refuse a config that changes what no published model of the family changes."""
+    for key, value in values.items():
+        if config.keys.get(key, value) != value:
+            raise InputError(f"{config.what}: {key} is {config.keys[key]!r}. Only {value!r} is known here.")
+
+
 def _gpt2(config: _Config) -> dict[str, Any]:
+    _require_fixed(config, {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False})
     return {
         "norm": "layer_norm",
         "norm_eps": config.number("layer_norm_epsilon"),
@@ -294,7 +311,9 @@ def _gpt2(config: _Config) -> dict[str, Any]:
 
 
 def _mixtral(config: _Config) -> dict[str, Any]:
+    """Also gpt-oss: the softmax over the chosen experts is that over all of them, made to sum to one again."""
     return _no_bias(config) | {
+        "gates_sum_to_one": True,
         "num_experts": config.whole("num_experts"),
         "experts_per_token": config.whole("num_experts_per_tok"),
         "d_ff_expert": config.whole("intermediate_size"),
@@ -302,6 +321,7 @@ def _mixtral(config: _Config) -> dict[str, Any]:
 
 
 def _gpt_oss(config: _Config) -> dict[str, Any]:
+    _require_fixed(config, {"swiglu_alpha": 1.702, "swiglu_limit": 7.0})
     return _mixtral(config) | {
         "qkv_bias": config.flag("attention_bias"),
         "out_bias": config.flag("attention_bias"),
@@ -322,6 +342,7 @@ def _qwen_moe(config: _Config) -> dict[str, Any]:
         "d_ff_expert": config.whole("moe_intermediate_size"),
         "dense_layers": tuple(layer for layer in layers if layer in only or (layer + 1) % step),
         "mlp_bias": False,
+        "gates_sum_to_one": config.flag("norm_topk_prob"),
     }
     if config.family == "qwen3_moe":
         return fields | {"qk_norm": True}
@@ -349,6 +370,19 @@ def _deepseek(config: _Config) -> dict[str, Any]:
         "qk_nope_head_dim": config.whole("qk_nope_head_dim"),
         "qk_rope_head_dim": config.whole("qk_rope_head_dim"),
         "v_head_dim": config.whole("v_head_dim"),
+        **_deepseek_router(config),
+    }
+
+
+def _deepseek_router(config: _Config) -> dict[str, Any]:
+    """V3 scores with a sigmoid; V2 looks at groups of experts only where its ``topk_method`` says so."""
+    is_v3 = config.family == "deepseek_v3"
+    in_groups = is_v3 or config.text("topk_method") == "group_limited_greedy"
+    keys = {"expert_groups": "n_group", "groups_per_token": "topk_group"} if in_groups else {}
+    return {field: config.whole(key) for field, key in keys.items()} | {
+        "router_scores": "sigmoid" if is_v3 else "softmax",
+        "gates_sum_to_one": is_v3 and config.flag("norm_topk_prob"),
+        "routed_scale": config.number("routed_scaling_factor"),
     }
 
 
@@ -369,42 +403,3 @@ _FAMILY_FIELDS: dict[str, Callable[[_Config], dict[str, Any]]] = {
     "deepseek_v3": _deepseek,
     "gpt_oss": _gpt_oss,
 }
-
-
-def config_from_model(model: Model) -> dict[str, Any]:
-    """The config.json object of a llama model, such that `model_from_config` returns the same model."""
-    if model.family != "llama":
-        raise InputError(f"{model.name}: a config is written for the llama family only, not {model.family}.")
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": model.d_model,
-        "intermediate_size": model.d_ff,
-        "num_hidden_layers": model.num_layers,
-        "num_attention_heads": model.num_heads,
-        "num_key_value_heads": model.num_kv_heads,
-        "head_dim": model.head_dim,
-        "vocab_size": model.vocab_size,
-        "tie_word_embeddings": model.tied_embeddings,
-        "max_position_embeddings": model.max_positions,
-        "rms_norm_eps": model.norm_eps,
-        "rope_theta": model.rope_theta,
-        "rope_scaling": _scaling_object(model.rope_scaling),
-        "hidden_act": model.activation,
-        "attention_bias": model.qkv_bias,
-        "mlp_bias": model.mlp_bias,
-    }
-
-
-def _scaling_object(scaling: RopeScaling | None) -> dict[str, Any] | None:
-    if scaling is None:
-        return None
-    optional = {
-        "original_max_position_embeddings": scaling.original_max_positions,
-        **{key: getattr(scaling, key) for key in ROPE_FIELDS},
-        "short_factor": list(scaling.short_factor) or None,
-        "long_factor": list(scaling.long_factor) or None,
-        "truncate": None if scaling.truncate else False,
-    }
-    kept = {key: value for key, value in optional.items() if value is not None}
-    return {"rope_type": scaling.kind, "factor": scaling.factor} | kept

@@ -20,7 +20,7 @@ _QWEN = {
     "sliding_window": 4096,
     "max_window_layers": 28,
 }
-_QWEN_MOE = {"decoder_sparse_step": 1, "mlp_only_layers": None}
+_QWEN_MOE = {"decoder_sparse_step": 1, "mlp_only_layers": None, "norm_topk_prob": False}
 _GEMMA = {
     "vocab_size": 256000,
     "head_dim": 256,
@@ -71,7 +71,12 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "layer_norm_epsilon": 1e-5,
         "tie_word_embeddings": True,
     },
-    "phi3": {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "partial_rotary_factor": 1.0},
+    "phi3": {
+        "max_position_embeddings": 4096,
+        "original_max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+        "partial_rotary_factor": 1.0,
+    },
     "mixtral": {
         "num_key_value_heads": 8,
         "max_position_embeddings": 131072,
@@ -82,8 +87,18 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     },
     "qwen2_moe": _QWEN | _QWEN_MOE | {"num_key_value_heads": 16, "qkv_bias": True},
     "qwen3_moe": _QWEN | _QWEN_MOE | {"num_key_value_heads": 4},
-    "deepseek_v2": _DEEPSEEK | {"n_shared_experts": 2, "first_k_dense_replace": 0},
-    "deepseek_v3": _DEEPSEEK | {"max_position_embeddings": 4096, "n_shared_experts": 1, "first_k_dense_replace": 3},
+    "deepseek_v2": _DEEPSEEK
+    | {"n_shared_experts": 2, "first_k_dense_replace": 0, "topk_method": "greedy", "routed_scaling_factor": 1.0},
+    "deepseek_v3": _DEEPSEEK
+    | {
+        "max_position_embeddings": 4096,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 3,
+        "n_group": 8,
+        "topk_group": 4,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+    },
     "gpt_oss": {
         "num_key_value_heads": 8,
         "head_dim": 64,

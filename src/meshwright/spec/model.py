@@ -1,5 +1,6 @@
 """A decoder-only transformer as frozen plain data: every size and switch that counting, planning or running needs."""
 
+import math
 from typing import Literal, get_args
 
 import msgspec
@@ -26,7 +27,7 @@ Family = Literal[
 FAMILIES: tuple[str, ...] = get_args(Family)
 """Families that are counted and planned; `Model.runs_here` says which also run."""
 
-RUNNABLE_ROPE = ("linear", "llama3")
+RUNNABLE_ROPE = ("default", "linear", "llama3", "yarn", "longrope")
 """Position scalings that a runnable model may have, besides none at all."""
 
 
@@ -46,6 +47,11 @@ class RopeScaling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     truncate: bool = True
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
+
+
+def yarn_mscale(factor: float, weight: float = 1.0) -> float:
+    """``0.1 weight ln(factor) + 1``, the factor that YaRN puts on attention; 1 where nothing is stretched."""
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 
 MAX_LAYERS = 10_000
@@ -106,6 +112,11 @@ class Model(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     d_ff_shared: int = 0
     shared_expert_gate: bool = False
     router_bias: bool = False
+    router_scores: Literal["softmax", "sigmoid"] = "softmax"
+    gates_sum_to_one: bool = False  # weights of the chosen experts are divided by their sum
+    routed_scale: float = 1.0  # factor on them afterwards
+    expert_groups: int = 0  # experts are chosen from the best groups_per_token of so many groups; 0: from all
+    groups_per_token: int = 0
     dense_layers: tuple[int, ...] = ()  # layers without experts, in a model that has experts
 
     q_lora_rank: int = 0
@@ -182,24 +193,22 @@ class Model(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     @property
     def attention_scale(self) -> float:
-        """Factor on the attention scores, ``1 / sqrt(query_pre_attn_scalar or H)``."""
-        return (self.query_pre_attn_scalar or self.head_dim) ** -0.5
+        """Factor on the attention scores, ``1 / sqrt(query_pre_attn_scalar or H)``; DeepSeek's yarn adds its own."""
+        scale = (self.query_pre_attn_scalar or self.head_dim) ** -0.5
+        scaling = self.rope_scaling
+        if self.latent_attention and scaling is not None and scaling.mscale_all_dim:
+            scale *= yarn_mscale(scaling.factor, scaling.mscale_all_dim) ** 2
+        return scale
 
     @property
     def runs_here(self) -> bool:
-        """True for what `nn` runs today: the plain llama family."""
+        """True for what `nn` runs today."""
         return not self._missing_to_run()
 
     def _missing_to_run(self) -> str:
         """What keeps the model from running here, in words; empty when it runs."""
-        if self.family != "llama":
-            return f"family {self.family}"
-        if self.qkv_bias or self.out_bias or self.mlp_bias:
-            return "llama with biases (attention_bias or mlp_bias)"
-        if self.activation != "silu":
-            return f"llama with activation {self.activation}"
         if self.rope_scaling is not None and self.rope_scaling.kind not in RUNNABLE_ROPE:
-            return f"llama with {self.rope_scaling.kind} position scaling"
+            return f"{self.rope_scaling.kind} position scaling"
         return ""
 
 
@@ -208,6 +217,6 @@ def require_runnable(model: Model) -> None:
     missing = model._missing_to_run()
     if missing:
         raise CannotRunError(
-            f"{model.name} ({missing}) is counted and planned but not run in this version; plain llama models are "
-            f"also run. Choose one, such as tiny or llama3-8b."
+            f"{model.name} ({missing}) is counted and planned but not run in this version. Choose another model, such "
+            f"as tiny or llama3-8b, or a scaling of {', '.join(RUNNABLE_ROPE)}."
         )

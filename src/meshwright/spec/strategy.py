@@ -20,6 +20,10 @@ _EVERY = re.compile(r"every-([1-9]\d{0,3})")
 ContextAttention = Literal["gather", "ring", "ulysses"]
 Precision = Literal["bf16", "fp16", "fp8", "fp4", "int8", "fp32"]
 Offload = Literal["optimizer", "activations"]
+GradientSync = Literal["overlapped", "naive", "bucketed"]
+"""When gradients are summed over replicas: each layer's while the backward pass goes on with the layer before; all of
+them after it; or after it in buckets of many layers, to save launches."""
+
 Software = Literal["compiled", "eager", "eager-in-turn", "eager-2021"]
 """How the step is run: as one compiled program; kernel by kernel from a host that stays ahead, attention fused and
 communication overlapped; the same with communication in turn; or as in 2021, attention in separate kernels too."""
@@ -104,7 +108,9 @@ class Strategy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     layer, "sqrt" of every sqrt(L)-th) or a list of result names that are kept. ``num_microbatches`` divides the
     sequences of a step; gradients are summed over them. ``schedule`` orders the passes of the pipeline, each device
     holding ``chunks`` runs of layers. ``context_attention`` is how keys and values meet queries over the axis
-    ``context``. ``offload`` names what lives in host memory. ``precision`` is the dtype of matrix products, or ""
+    ``context``. ``gradient_sync`` says when replicas sum their gradients, ``bucket_bytes`` the size of a bucket; with
+    ``prefetch`` the weights of the next layer are gathered while one computes, and those of the last layer stay gathered
+    until its backward pass. ``offload`` names what lives in host memory. ``precision`` is the dtype of matrix products, or ""
     for the state's own. ``imbalance`` is the load of the busiest expert device over the mean.
     """
 
@@ -118,6 +124,9 @@ class Strategy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     schedule: str = "1f1b"
     chunks: int = 1
     state: str = "bf16-adam"
+    gradient_sync: GradientSync = "overlapped"
+    bucket_bytes: int = 25 * 2**20
+    prefetch: bool = False
     precision: Precision | Literal[""] = ""
     offload: tuple[Offload, ...] = ()
     imbalance: float = 1.0
@@ -133,7 +142,7 @@ class Strategy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                 f"remat {self.remat!r} is not a policy.{nearest(self.remat, REMAT_POLICIES)} "
                 f"every-C and a list of result names are also taken."
             )
-        for name in ("chunks", "imbalance"):
+        for name in ("chunks", "imbalance", "bucket_bytes"):
             if not 1 <= getattr(self, name) <= MAX_SEQUENCES:
                 raise InputError(f"strategy.{name}={getattr(self, name)} must be at least 1.")
         if self.state not in STATE_BYTES:
@@ -197,18 +206,13 @@ def require_runnable_strategy(strategy: Strategy) -> None:
     """Raise CannotRunError for what is derived and counted but not executed in this version.
 
     Gradients are summed on the assumption that every device adds its own part of the loss once, which holds
-    for the product's assignment and is not shown for others.
+    for the product's assignments and is not shown for others.
     """
-    for axis, size in strategy.mesh.items():
+    for axis in strategy.mesh:
         if axis not in MESH_AXES:
             raise CannotRunError(f"mesh axis {axis!r} is not one that runs.{nearest(axis, MESH_AXES)}")
-        if size > 1 and axis not in RUNNABLE_AXES:
-            raise CannotRunError(
-                f"mesh axis {axis}={size} is planned but not executed in this version. "
-                f"Use {', '.join(RUNNABLE_AXES[:-1])} and {RUNNABLE_AXES[-1]}."
-            )
     _require_runnable_choices(strategy)
-    if strategy.assignment != DEFAULT_ASSIGNMENT:
+    if strategy.zero is None:
         differing = next(
             role
             for role in (*strategy.assignment, *DEFAULT_ASSIGNMENT)
@@ -227,12 +231,8 @@ def require_runnable_strategy(strategy: Strategy) -> None:
 
 def _require_runnable_choices(strategy: Strategy) -> None:
     """Raise CannotRunError for a choice beside the mesh that is planned but not executed in this version."""
-    own = "fp32" if strategy.state == "fp32" else "bf16"
-    kept = strategy.remat
+    own = strategy.state_dtype
     wrong = {
-        f"state {strategy.state!r}": (strategy.state not in RUNNABLE_STATES, " or ".join(RUNNABLE_STATES)),
-        f"remat {kept!r}": (isinstance(kept, str) and kept not in RUNNABLE_REMAT, ", ".join(RUNNABLE_REMAT)),
-        f"context_attention {strategy.context_attention!r}": (strategy.context_attention != "gather", "gather"),
         f"precision {strategy.precision!r}": (strategy.precision not in ("", own), f"{own!r}, the state's own"),
         f"attention_kernel {strategy.attention_kernel!r}": (strategy.attention_kernel != "tuned", "tuned"),
         f"software {strategy.software!r}": (strategy.software != "compiled", "compiled"),

@@ -1,125 +1,155 @@
-"""Tokens on disk, and the batches of a run: a pure function of the seed and the step."""
+"""The batches of a run: a pure function of the seed and the number of the first sample."""
 
-import hashlib
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Mapping
+from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import grain
 import jax
 import numpy as np
-import tokenizers
 from jax.sharding import Sharding
 from tokenizers import Tokenizer
 
 from meshwright.core.errors import InputError
-from meshwright.core.files import write_whole
-from meshwright.train.tokenizer import END_ID, load_tokenizer, save_tokenizer, train_tokenizer
+from meshwright.train.data_ahead import Ahead
+from meshwright.train.data_split import split
+from meshwright.train.data_store import open_store
+from meshwright.train.packing import PackedRows, Row, Rows, WindowRows
+from meshwright.train.settings import TrainSettings
+from meshwright.train.text import open_corpus
+from meshwright.train.token_store import TokenStore
+from meshwright.train.tokenizer import open_tokenizer
 
-HELD_OUT_FRACTION = 0.05
+
+class Source(NamedTuple):
+    """Tokens, and whether they are packed by document (`PackedRows`) or cut blindly (`WindowRows`)."""
+
+    store: TokenStore
+    packing: bool = True
+
+    def rows(self, seq_len: int) -> Rows:
+        """The rows of ``seq_len`` tokens, numbered in the order of the text."""
+        return PackedRows(self.store, seq_len) if self.packing else WindowRows(self.store, seq_len)
+
+    def num_samples(self, seq_len: int) -> int:
+        """Rows of ``seq_len`` tokens; 0 where the text does not fill one."""
+        return len(self.rows(seq_len))
 
 
-class TokenStore:
-    """A run of tokens that is read from disk piece by piece; `held_out` and `train` are views of parts."""
+class Data(NamedTuple):
+    """What a run reads: ``held_out`` shares no document with ``train``, and is None where nothing is held out."""
 
-    def __init__(self, tokens: np.ndarray) -> None:
-        self.tokens = tokens
-
-    def __len__(self) -> int:
-        return len(self.tokens)
-
-    def read(self, start: int, stop: int) -> np.ndarray:
-        """Tokens ``start`` to ``stop`` as int32, which is what touches the disk."""
-        return np.asarray(self.tokens[start:stop], dtype=np.int32)
+    tokenizer: Tokenizer
+    end_id: int
+    train: Source
+    held_out: Source | None
 
     @property
-    def _held_out_start(self) -> int:
-        return len(self) - int(len(self) * HELD_OUT_FRACTION)
+    def num_tokens(self) -> int:
+        """Tokens that are trained on, with the end-of-text token of each document."""
+        return len(self.train.store)
 
-    def train(self) -> "TokenStore":
-        """All but the last 5%."""
-        return TokenStore(self.tokens[: self._held_out_start])
-
-    def held_out(self) -> "TokenStore":
-        """The last 5%, which no step trains on."""
-        return TokenStore(self.tokens[self._held_out_start :])
+    @property
+    def num_documents(self) -> int:
+        """Documents that are trained on."""
+        return self.train.store.num_documents
 
 
-def open_tokens(documents: Sequence[str], *, vocab_size: int, folder: Path) -> tuple[TokenStore, Tokenizer]:
-    """The documents as tokens with an end after each, and their tokenizer, made once and kept in ``folder``.
+def open_data(settings: TrainSettings, *, vocab_size: int, folder: Path) -> Data:
+    """The text of ``settings.data`` as tokens, made once and kept in ``folder``.
 
-    The files are named by a hash of the texts, the vocabulary's size and the tokenizer's version.
+    Safe to call from many processes at once: one makes the store, the others wait for it.
+    Raises InputError for data or a tokenizer that cannot be read, or that ``vocab_size`` does not fit.
     """
-    key = _key(documents, vocab_size)
-    tokenizer_path, tokens_path = folder / f"{key}.tokenizer.json", folder / f"{key}.bin"
-    # Up to 65536 tokens fit two bytes, which halves the file.
-    dtype = np.uint16 if vocab_size <= 2**16 else np.uint32
-    if not (tokenizer_path.is_file() and tokens_path.is_file()):
-        tokenizer = train_tokenizer(documents, vocab_size=vocab_size)
-        encoded = _encode(tokenizer, documents).astype(dtype)
-        save_tokenizer(tokenizer, tokenizer_path)
-        write_whole(tokens_path, lambda part: encoded.tofile(part))
-    return TokenStore(np.memmap(tokens_path, dtype=dtype, mode="r")), load_tokenizer(tokenizer_path)
-
-
-def _key(documents: Sequence[str], vocab_size: int) -> str:
-    digest = hashlib.sha256(f"{tokenizers.__version__} {vocab_size}".encode())
-    for text in documents:
-        encoded = text.encode()
-        digest.update(f" {len(encoded)} ".encode() + encoded)
-    return digest.hexdigest()[:24]
-
-
-def _encode(tokenizer: Tokenizer, documents: Sequence[str]) -> np.ndarray:
-    encodings = tokenizer.encode_batch(list(documents))
-    return np.concatenate([np.array([*e.ids, END_ID], dtype=np.uint32) for e in encodings])
+    corpus = open_corpus(settings.data)
+    given = open_tokenizer(Path(settings.tokenizer), vocab_size=vocab_size) if settings.tokenizer else None
+    found = open_store(corpus, given, vocab_size=vocab_size, folder=folder)
+    train, held_out = split(found.store, settings.held_out)
+    rest = Source(held_out, settings.packing) if len(held_out) else None
+    return Data(found.tokenizer, found.end_id, Source(train, settings.packing), rest)
 
 
 class Batches:
-    """The global batches of a run. Its only state is the number of the step.
+    """The global batches of a run. Its only state is a number: how many samples were taken before.
 
-    The tokens are cut into windows of ``seq_len``, one after the other, each read with the token that follows
-    it as the last label. Every epoch has its own shuffled order of the windows; step i takes the next
-    ``batch_seqs`` of them, across the end of an epoch where they do not divide. Neither mesh nor device
-    enters, so one seed gives the same batches on every mesh.
+    A sample is a row of the source. Every epoch has its own shuffled order of all rows, and sample i of the run is
+    row ``i mod num_samples`` of epoch ``i // num_samples``, across the ends of epochs where batches do not divide
+    them. Neither mesh nor process nor batch size enters, so a run goes on exactly from its count of samples on any
+    other mesh, number of processes or batch size. Another seed, text or ``seq_len`` gives other samples.
+
+    ``order`` permutes the positions of every array before it is sharded (zigzag, for ring attention).
     """
 
-    def __init__(self, store: TokenStore, *, batch_seqs: int, seq_len: int, seed: int) -> None:
-        self.store, self.batch_seqs, self.seq_len, self.seed = store, batch_seqs, seq_len, seed
-        self.num_windows = max(0, len(store) - 1) // seq_len
-        if self.num_windows == 0:
+    def __init__(
+        self, source: Source, *, batch_seqs: int, seq_len: int, seed: int, order: np.ndarray | None = None
+    ) -> None:
+        """Raises InputError where the source does not fill one row."""
+        self.batch_seqs, self.seq_len, self.seed = batch_seqs, seq_len, seed
+        self.source = source.rows(seq_len)
+        self.order = np.arange(seq_len) if order is None else np.asarray(order, np.int64)
+        if len(self.source) == 0:
+            have, needed = len(source.store), "" if source.packing else " and its labels"
             raise InputError(
-                f"the text has {len(store)} tokens, not one sequence of {seq_len} and its labels. "
-                f"Give more text, or sequences of at most {max(1, len(store) - 1)} tokens."
+                f"the text has {have} tokens, not one sequence of {seq_len}{needed}. Give more text, or sequences of "
+                f"at most {max(1, have - (not source.packing))} tokens."
             )
-        self._order = lru_cache(maxsize=2)(self._shuffled)
 
-    def _shuffled(self, epoch: int) -> np.ndarray:
-        return np.random.default_rng((self.seed, epoch)).permutation(self.num_windows)
+    @property
+    def num_samples(self) -> int:
+        """Samples of one epoch."""
+        return len(self.source)
 
-    def window(self, step: int, row: int) -> int:
-        """Number of the window in one row of a step's global batch."""
-        epoch, place = divmod(step * self.batch_seqs + row, self.num_windows)
-        return int(self._order(epoch)[place])
+    @cached_property
+    def samples(self) -> "grain.MapDataset[int]":
+        """Grain's endless pipeline from the number of a sample in the run to the number of its row.
 
-    def rows(self, step: int, row_slice: slice, position_slice: slice = slice(None)) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens and labels [rows, positions] int32 of a part of a step's batch; only that part is read."""
-        chosen = range(*row_slice.indices(self.batch_seqs))
-        first, last, _ = position_slice.indices(self.seq_len)
-        starts = [self.window(step, row) * self.seq_len for row in chosen]
-        both = np.stack([self.store.read(start + first, start + last + 1) for start in starts])
-        return both[:, :-1], both[:, 1:]
+        Grain adds the epoch to the seed, so the seed is hashed first: epochs of neighbouring seeds would repeat.
+        """
+        seed = int(np.random.SeedSequence(self.seed).generate_state(1)[0])
+        return grain.MapDataset.range(self.num_samples).shuffle(seed=seed).repeat()
 
-    def global_batch(self, step: int, shardings: dict[str, Any]) -> dict[str, jax.Array]:
-        """``tokens`` and ``labels`` of a step, each device given its own rows and positions."""
-        read = lru_cache(maxsize=None)(lambda a, b, c, d: self.rows(step, slice(a, b), slice(c, d)))
+    def row_numbers(self, first_sample: int, row_slice: slice = slice(None)) -> list[int]:
+        """Numbers of the source's rows in the global batch that starts at ``first_sample``."""
+        return [int(self.samples[first_sample + row]) for row in range(self.batch_seqs)[row_slice]]
+
+    def rows(
+        self, first_sample: int, row_slice: slice = slice(None), position_slice: slice = slice(None)
+    ) -> dict[str, np.ndarray]:
+        """``tokens``, ``labels``, ``positions`` and ``documents`` [rows, positions] int32 of a part of a batch.
+
+        Only that part is read from disk.
+        """
+        positions = self.order[position_slice]
+        parts = [self.source.read(number, positions) for number in self.row_numbers(first_sample, row_slice)]
+        return {name: np.stack(arrays) for name, arrays in zip(Row._fields, zip(*parts, strict=True), strict=True)}
+
+    def num_labels(self, first_sample: int) -> int:
+        """Labels in the whole global batch, counted from the index of documents alone."""
+        return sum(map(self.source.num_labels, self.row_numbers(first_sample)))
+
+    def global_batch(self, first_sample: int, shardings: Mapping[str, Sharding]) -> dict[str, jax.Array]:
+        """The arrays that ``shardings`` names, each device given its own rows and positions.
+
+        ``tokens``, ``labels``, ``positions`` and ``documents`` are int32 [batch_seqs, seq_len]; ``num_labels`` is
+        a float32 scalar, the labels of the whole batch on every process.
+        """
         shape = (self.batch_seqs, self.seq_len)
+        # Four arrays, and replicas of one shard, share what was read.
+        read = lru_cache(maxsize=None)(lambda a, b, c, d: self.rows(first_sample, slice(a, b), slice(c, d)))
 
-        def part(index: Any, which: int) -> np.ndarray:
+        def part(name: str, index: Any) -> np.ndarray:
+            if name == "num_labels":
+                return np.asarray(self.num_labels(first_sample), np.float32)
             (a, b, _), (c, d, _) = (s.indices(n) for s, n in zip(index, shape, strict=True))
-            return read(a, b, c, d)[which]
+            return read(a, b, c, d)[name]
 
-        def whole(sharding: Sharding, which: int) -> jax.Array:
-            return jax.make_array_from_callback(shape, sharding, lambda index: part(index, which))
+        def whole(name: str, sharding: Sharding) -> jax.Array:
+            size = () if name == "num_labels" else shape
+            return jax.make_array_from_callback(size, sharding, lambda index: part(name, index))
 
-        return {"tokens": whole(shardings["tokens"], 0), "labels": whole(shardings["labels"], 1)}
+        return {name: whole(name, sharding) for name, sharding in shardings.items()}
+
+    def ahead(self, first_sample: int, shardings: Mapping[str, Sharding]) -> Ahead[dict[str, jax.Array]]:
+        """Global batches from ``first_sample`` on, in order, each read while the one before is worked on."""
+        return Ahead(lambda first: self.global_batch(first, shardings), start=first_sample, stride=self.batch_seqs)

@@ -1,60 +1,61 @@
 """The loss on held-out text, on the run's own mesh and shardings."""
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax import lax
-from jax.sharding import PartitionSpec
 
-from meshwright.nn.interpreter import Interpreter
 from meshwright.nn.weights import Params
-from meshwright.parallel.train_step import Batch, TrainStep, local_loss
-from meshwright.train.data import Batches, TokenStore
-
-MAX_BATCHES = 16
-"""Enough for a steady mean, few enough that a long text does not hold up the end of a run."""
+from meshwright.parallel.train_step import TrainStep
+from meshwright.train.data import Batches, Source
 
 
-def loss_function(step: TrainStep) -> Callable[[Params, Batch], jax.Array]:
-    """Jitted (params, batch) -> summed loss of a global batch, by the forward steps of the strategy."""
-    interpreter = Interpreter(step.model, step.declared)
-    axes = step.strategy.active_axes
+class HeldOut:
+    """Held-out text in batches, always the same ones, and the loss compiled for them."""
 
-    def body(params: Params, batch: Batch) -> jax.Array:
-        loss = local_loss(step.model, step.declared, params, batch, interpreter=interpreter)
-        return lax.psum(loss, axes) if axes else loss
+    def __init__(self, step: TrainStep, batches: Batches, num_batches: int) -> None:
+        self._step, self._batches, self._num_batches = step, batches, num_batches
+        self._loss_sum: Any = None
 
-    return jax.jit(
-        jax.shard_map(
-            body,
-            mesh=step.mesh,
-            in_specs=(step.param_specs, step.batch_specs),
-            out_specs=PartitionSpec(),
-            check_vma=False,
-        )
-    )
+    def compile(self, params: Params) -> None:
+        """Compile now, so that no evaluation does."""
+        if self._loss_sum is None:
+            loss_sum: Any = self._step.loss_sum
+            self._loss_sum = loss_sum.lower(params, self._batch(0)).compile()
+
+    def loss(self, params: Params) -> float:
+        """Mean loss per counted label over all batches."""
+        self.compile(params)
+        sums, counts = [], []
+        for index in range(self._num_batches):
+            batch = self._batch(index)
+            sums.append(self._loss_sum(params, batch))
+            counts.append(batch["num_labels"])
+            # One batch in flight: more would hold the memory of all of them.
+            jax.block_until_ready(sums[-1])
+        return math.fsum(map(float, sums)) / math.fsum(map(float, counts))
+
+    def _batch(self, index: int) -> dict[str, jax.Array]:
+        return self._batches.global_batch(index * self._batches.batch_seqs, self._step.batch_shardings)
 
 
-def held_out_loss(step: TrainStep, params: Params, store: TokenStore, *, batch_seqs: int, seq_len: int) -> float | None:
-    """Mean loss per token over windows of ``store``, each once; None when it has too few for the mesh.
+def held_out(
+    step: TrainStep, source: Source | None, *, batch_seqs: int, seq_len: int, max_batches: int
+) -> HeldOut | None:
+    """At most ``max_batches`` batches of ``source``, no row twice; None when it has too few rows for the mesh.
 
-    The batch is the job's, or the largest that the windows fill and the mesh divides.
+    The batch is the job's, or the largest that the rows fill and the mesh divides.
     """
-    rows_at_once = _row_split(step)
-    windows = max(0, len(store) - 1) // seq_len
-    size = min(batch_seqs, windows) // rows_at_once * rows_at_once
-    if size == 0:
+    found = source.num_samples(seq_len) if source else 0
+    parts = rows_at_once(step)
+    size = min(batch_seqs, found) // parts * parts
+    if source is None or size == 0:
         return None
-    batches = Batches(store, batch_seqs=size, seq_len=seq_len, seed=0)
-    count = min(MAX_BATCHES, windows // size)
-    loss = loss_function(step)
-    sums = [float(loss(params, batches.global_batch(i, step.batch_shardings))) for i in range(count)]
-    return math.fsum(sums) / (count * size * seq_len)
+    batches = Batches(source, batch_seqs=size, seq_len=seq_len, seed=0, order=step.token_order(seq_len))
+    return HeldOut(step, batches, min(max_batches, found // size))
 
 
-def _row_split(step: TrainStep) -> int:
-    """Parts into which the mesh splits the sequences of a batch."""
-    split: Any = step.declared.declared["tokens"].axes_of("B")
-    return math.prod(step.strategy.mesh[axis] for axis in split)
+def rows_at_once(step: TrainStep) -> int:
+    """What divides the sequences of a batch: the parts of the mesh, times the microbatches."""
+    split = step.declared.declared["tokens"].axes_of("B")
+    return math.prod(step.strategy.mesh[axis] for axis in split) * step.strategy.num_microbatches

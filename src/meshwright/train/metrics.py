@@ -7,39 +7,54 @@ from types import TracebackType
 from typing import Self
 
 import msgspec
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
 from rich.text import Text
 
 from meshwright.core.units import format_count, format_seconds
 
 WARMUP_STEPS_UNTIMED = 2
 """The first steps also fill caches and allocate, so they are left out of the median."""
+BAR_WIDTH = 12
 
 
 class Predicted(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a plan expects of each step; None for what it does not know.
 
-    ``model_flops`` is the work of one step that MFU counts and ``peak_flops_per_s`` what all devices together
-    could do, so that MFU = model_flops / (step_s * peak_flops_per_s).
+    ``model_flops`` is the work of one step that MFU counts, ``hardware_flops`` that which the devices do, with what
+    is computed again; ``peak_flops_per_s`` is what all devices together could do:
+    MFU = model_flops / (step_s * peak_flops_per_s), and HFU the same with hardware_flops.
     """
 
     step_s: float | None = None
     step_s_lower: float | None = None
     step_s_upper: float | None = None
     model_flops: float | None = None
+    hardware_flops: float | None = None
     peak_flops_per_s: float | None = None
     hbm_bytes_per_chip: float | None = None
 
     def mfu(self, step_s: float) -> float | None:
         """Model FLOPs utilisation of a measured step; None without FLOPs or a peak."""
-        if self.model_flops is None or self.peak_flops_per_s is None:
+        return self._utilisation(self.model_flops, step_s)
+
+    def hfu(self, step_s: float) -> float | None:
+        """Hardware FLOPs utilisation of a measured step; None without FLOPs or a peak."""
+        return self._utilisation(self.hardware_flops, step_s)
+
+    def _utilisation(self, flops: float | None, step_s: float) -> float | None:
+        if flops is None or self.peak_flops_per_s is None:
             return None
-        return self.model_flops / (step_s * self.peak_flops_per_s)
+        return flops / (step_s * self.peak_flops_per_s)
 
 
 class StepRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One line of metrics.jsonl: steps count from 1, loss is the mean per token of the global batch."""
+    """One line of metrics.jsonl: steps count from 1, loss is the mean per counted label of the global batch.
+
+    ``extras`` are further numbers that the step reports, such as the parts of the loss.
+    """
 
     step: int
     tokens: int
@@ -49,7 +64,17 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     step_s: float
     tokens_per_s: float
     mfu: float | None
+    hfu: float | None = None
     predicted_step_s: float | None
+    extras: dict[str, float] = {}
+
+
+class EvaluationRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One line of evaluations.jsonl: the loss on held-out text after ``step`` steps."""
+
+    step: int
+    tokens: int
+    loss: float
 
 
 def typical_step_s(step_s: Sequence[float]) -> float | None:
@@ -59,12 +84,16 @@ def typical_step_s(step_s: Sequence[float]) -> float | None:
 
 
 class LiveLine:
-    """One line on stderr that is rewritten on a terminal, else a plain line every ``every`` steps."""
+    """One line on stderr that is rewritten on a terminal, else a plain line every ``every`` steps.
 
-    def __init__(self, *, steps: int, every: int) -> None:
-        self.steps, self.every = steps, every
+    With ``shown`` False it says nothing: of many processes one speaks.
+    """
+
+    def __init__(self, *, steps: int, every: int, shown: bool = True) -> None:
+        self.steps, self.every, self.shown = steps, every, shown
         self._console = Console(stderr=True, highlight=False)
-        self._live = Live(console=self._console, auto_refresh=False) if sys.stderr.isatty() else None
+        self._live = Live(console=self._console, auto_refresh=False) if shown and sys.stderr.isatty() else None
+        self._step_s: list[float] = []
 
     def __enter__(self) -> Self:
         if self._live:
@@ -79,16 +108,27 @@ class LiveLine:
         """A message of its own line, above the live line."""
         if self._live:
             self._live.console.print(Text(text))
-        else:
+        elif self.shown:
             print(text, file=sys.stderr, flush=True)
 
     def show(self, record: StepRecord) -> None:
         """The newest step."""
-        line = describe(record, self.steps)
+        self._step_s.append(record.step_s)
         if self._live:
-            self._live.update(Text(line, no_wrap=True, overflow="ellipsis"), refresh=True)
-        elif record.step in (1, self.steps) or record.step % self.every == 0:
-            print(line, file=sys.stderr, flush=True)
+            self._live.update(self._bar(record), refresh=True)
+        elif self.shown and (record.step in (1, self.steps) or record.step % self.every == 0):
+            print(describe(record, self.steps), file=sys.stderr, flush=True)
+
+    def _bar(self, record: StepRecord) -> RenderableType:
+        left_s = (self.steps - record.step) * (typical_step_s(self._step_s[-50:]) or 0.0)
+        line = (
+            f"{describe(record, self.steps)}  {format_seconds(left_s)} left" if left_s else describe(record, self.steps)
+        )
+        grid = Table.grid(padding=(0, 1))
+        grid.add_column(width=BAR_WIDTH)
+        grid.add_column(no_wrap=True, overflow="ellipsis")
+        grid.add_row(ProgressBar(total=self.steps, completed=record.step, width=BAR_WIDTH), Text(line))
+        return grid
 
 
 def describe(record: StepRecord, steps: int) -> str:

@@ -2,51 +2,18 @@
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from meshwright.algebra.derive import BlockSteps, derive
-from meshwright.algebra.transformer import transformer
 from meshwright.core.errors import InputError
-from meshwright.nn.interpreter import Interpreter
-from meshwright.nn.weights import Params, rows
-from meshwright.spec.model import Model, require_runnable
-from meshwright.spec.strategy import Strategy, make_mesh
+from meshwright.nn.forward import logits_fn
+from meshwright.nn.weights import Params
+from meshwright.spec.model import Model
 
 DEFAULT_WINDOW = 128
-
-
-def logits_fn(model: Model) -> Callable[[Params, jax.Array], jax.Array]:
-    """(params, tokens[B,T]) -> logits[B,T,V] in float32: the training program's forward steps on one device."""
-    require_runnable(model)
-    # Keeping every result leaves the logits whole: other policies may compute the loss in chunks.
-    derived = derive(transformer(model), Strategy(mesh=make_mesh({}), remat="none"))
-    interpreter = Interpreter(model, derived)
-    embed, layer, head = derived.blocks
-    table = rows(model)
-
-    def weights_of(block: BlockSteps, params: Params) -> Params:
-        return {n: params[n] for op in block.block.ops for n in op.inputs if n in table}
-
-    def run(block: BlockSteps, values: dict[str, Any], result: str) -> jax.Array:
-        return interpreter.block(block, values, until=result)[derived.declared[result]]
-
-    def logits(params: Params, tokens: jax.Array) -> jax.Array:
-        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
-        x = run(embed, {"tokens": tokens, **weights_of(embed, params)}, "x")
-
-        def body(stream: jax.Array, weights: Params) -> tuple[jax.Array, None]:
-            values = {layer.block.carry: stream, "positions": positions, **weights}
-            return run(layer, values, layer.block.result), None
-
-        x, _ = lax.scan(body, x, weights_of(layer, params))
-        return run(head, {"x": x, **weights_of(head, params)}, "logits")
-
-    return logits
 
 
 @lru_cache(maxsize=4)

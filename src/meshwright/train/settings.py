@@ -1,69 +1,137 @@
-"""Settings of a training run, and the optimizer they describe."""
+"""Settings of a training run: plain data, checked where it is made."""
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal, get_args, get_type_hints
 
-import jax
-import jax.numpy as jnp
 import msgspec
-import optax
 
 from meshwright.core.errors import InputError, nearest
-from meshwright.nn.weights import rows
-from meshwright.spec.model import Model
 
 PYDOC = "pydoc"
 """The name of the default text: the topics of Python's own documentation."""
+
+ScheduleKind = Literal["cosine", "linear", "constant", "wsd", "rsqrt"]
+OptimizerKind = Literal["adamw", "adafactor", "lion", "muon"]
+Rounding = Literal["nearest", "stochastic"]
+Tracker = Literal["tensorboard", "wandb"]
+
+_AT_LEAST_ONE = ("steps", "log_every", "keep_checkpoints", "evaluate_batches")
+_NOT_NEGATIVE = (
+    *("seed", "warmup_steps", "weight_decay", "min_learning_rate_ratio", "z_loss", "balance_loss"),
+    *("checkpoint_every", "keep_every", "evaluate_every"),
+)
+_ABOVE_ZERO = ("learning_rate", "max_grad_norm", "epsilon")
+_BELOW_ONE = ("beta1", "beta2", "momentum", "average", "held_out")
 
 
 class TrainSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a run does besides its model, strategy and job.
 
-    ``data`` is "pydoc", a text file or a folder of them. The learning rate rises over ``warmup_steps`` and
-    falls on a cosine to ``min_learning_rate_ratio`` of its peak at the last step. Gradients are scaled down to
-    ``max_grad_norm``. ``log_every`` spaces the plain lines written where there is no terminal.
+    Data: ``data`` is "pydoc", a file or a folder of them; ``tokenizer`` a tokenizer's file, "" for one that is
+    trained on the text; with ``packing`` no attention crosses from one document into the next; ``held_out`` is the
+    share of the tokens that is only evaluated on.
+
+    Rate: it rises over ``warmup_steps`` to ``learning_rate``, then follows ``schedule`` to
+    ``min_learning_rate_ratio`` of it at the last step; "wsd" stays at the top and falls over the last
+    ``decay_fraction`` of the steps ("rsqrt" and "constant" use neither).
+
+    Update: ``beta1`` and ``beta2`` are decays of the moments of AdamW and Lion (and of what Muon leaves to AdamW),
+    ``momentum`` that of Muon. ``epsilon`` is AdamW's. ``weight_decay`` is of matrices only. Gradients are scaled down
+    to ``max_grad_norm``. ``rounding`` is that of two-byte weights that have no float32 copy. ``average`` is the decay
+    of the weights' running mean, 0 for none. ``z_loss`` weighs the squared log-sum of the logits, ``balance_loss``
+    the load balance of experts.
+
+    Run: a checkpoint every ``checkpoint_every`` steps (0: only at the end), of which the newest
+    ``keep_checkpoints`` stay, and for good those at multiples of ``keep_every`` (0: none). Evaluation on at most
+    ``evaluate_batches`` batches every ``evaluate_every`` steps (0: only at the end). ``log_every`` spaces the plain
+    lines written where there is no terminal; ``track`` names where metrics are sent besides.
     """
 
     steps: int = 100
     seed: int = 0
     data: str = PYDOC
+    tokenizer: str = ""
+    packing: bool = False
+    held_out: float = 0.05
     learning_rate: float = 3e-3
+    schedule: ScheduleKind = "cosine"
     warmup_steps: int = 10
     min_learning_rate_ratio: float = 0.1
+    decay_fraction: float = 0.2
+    optimizer: OptimizerKind = "adamw"
     weight_decay: float = 0.1
     beta1: float = 0.9
     beta2: float = 0.95
+    epsilon: float = 1e-8
+    momentum: float = 0.95
     max_grad_norm: float = 1.0
+    rounding: Rounding = "nearest"
+    average: float = 0.0
+    z_loss: float = 0.0
+    balance_loss: float = 0.01
+    checkpoint_every: int = 0
+    keep_checkpoints: int = 2
+    keep_every: int = 0
+    evaluate_every: int = 0
+    evaluate_batches: int = 16
     log_every: int = 10
+    track: tuple[Tracker, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("steps", "log_every"):
+        for name, known in _WORDS.items():
+            _require_words(name, getattr(self, name), known)
+        for name in _AT_LEAST_ONE:
             if getattr(self, name) < 1:
                 raise InputError(f"train.{name}={getattr(self, name)} must be at least 1.")
-        for name in ("seed", "warmup_steps", "weight_decay", "min_learning_rate_ratio"):
-            if not getattr(self, name) >= 0:
+        for name in _NOT_NEGATIVE:
+            if not 0 <= getattr(self, name) < math.inf:
                 raise InputError(f"train.{name}={getattr(self, name)} must not be negative.")
         if self.seed >= 2**31:
             raise InputError(f"train.seed={self.seed} must be less than 2**31 = {2**31}.")
-        for name in ("learning_rate", "max_grad_norm"):
+        for name in _ABOVE_ZERO:
             if not 0 < getattr(self, name) < math.inf:
                 raise InputError(f"train.{name}={getattr(self, name)} must be a number above 0.")
-        for name in ("beta1", "beta2"):
+        for name in _BELOW_ONE:
             if not 0 <= getattr(self, name) < 1:
                 raise InputError(f"train.{name}={getattr(self, name)} must be at least 0 and less than 1.")
+        if not 0 < self.decay_fraction <= 1:
+            raise InputError(f"train.decay_fraction={self.decay_fraction} must be above 0 and at most 1.")
+
+
+def _require_words(name: str, given: str | tuple[str, ...], known: tuple[str, ...]) -> None:
+    for word in (given,) if isinstance(given, str) else given:
+        if word not in known:
+            raise InputError(f"train.{name} {word!r} is not known.{nearest(word, known)}")
+
+
+def _words(declared: Any) -> tuple[str, ...]:
+    """The words that a field of a Literal, or of a tuple of Literals, takes; none for another field."""
+    inner = next((part for part in get_args(declared) if get_args(part)), declared)
+    return tuple(word for word in get_args(inner) if isinstance(word, str))
+
+
+_WORDS = {name: _words(kind) for name, kind in get_type_hints(TrainSettings).items() if _words(kind)}
 
 
 def settings_from_table(table: Mapping[str, Any]) -> TrainSettings:
     """Settings from keys and values such as a ``[train]`` table; keys left out have their default.
 
-    Raises InputError that names an unknown key with the nearest known one, or a value of the wrong type.
+    ``track`` may be one text, "tensorboard,wandb". Raises InputError that names an unknown key or word with the
+    nearest known one, or a value of the wrong type.
     """
-    for key in table:
+    given = dict(table)
+    for key in given:
         if key not in TrainSettings.__struct_fields__:
             raise InputError(f"train.{key} is not a setting.{nearest(key, TrainSettings.__struct_fields__)}")
+    if isinstance(given.get("track"), str):
+        given["track"] = [word.strip() for word in given["track"].split(",") if word.strip()]
+    for key in _WORDS.keys() & given.keys():
+        # Before the conversion, whose message for a wrong word names no other.
+        words = given[key] if isinstance(given[key], list | tuple) else (given[key],)
+        _require_words(key, tuple(word for word in words if isinstance(word, str)), _WORDS[key])
     try:
-        return msgspec.convert(dict(table), TrainSettings)
+        return msgspec.convert(given, TrainSettings)
     except msgspec.ValidationError as error:
         cause = error.__cause__
         raise InputError(str(cause) if isinstance(cause, InputError) else _in_words(error)) from None
@@ -73,41 +141,3 @@ def _in_words(error: msgspec.ValidationError) -> str:
     """``train.steps: expected `int`, got `str`.`` from msgspec's message with a path."""
     text, _, path = str(error).partition(" - at `$.")
     return f"train.{path.rstrip('`')}: {text[0].lower()}{text[1:]}."
-
-
-def learning_rate(settings: TrainSettings) -> optax.Schedule:
-    """The rate of update number ``count`` (from 0): linear warmup to the peak, then a cosine."""
-    rest = max(1, settings.steps - settings.warmup_steps)
-    cosine = optax.cosine_decay_schedule(settings.learning_rate, rest, alpha=settings.min_learning_rate_ratio)
-    if settings.warmup_steps == 0:
-        return cosine
-    # The first update counts too: a rate of 0 would waste its step.
-    first = settings.learning_rate / settings.warmup_steps
-    warmup = optax.linear_schedule(first, settings.learning_rate, max(1, settings.warmup_steps - 1))
-    return optax.join_schedules([warmup, cosine], [settings.warmup_steps])
-
-
-def make_optimizer(model: Model, settings: TrainSettings) -> optax.GradientTransformation:
-    """AdamW (Loshchilov and Hutter, 2019) with float32 moments; only matrices decay, norms do not."""
-    decays = {name: weight.kind == "matrix" for name, weight in rows(model).items()}
-    adamw = optax.adamw(
-        learning_rate(settings),
-        b1=settings.beta1,
-        b2=settings.beta2,
-        weight_decay=settings.weight_decay,
-        mask=decays,
-    )
-    return in_float32(adamw)
-
-
-def in_float32(inner: optax.GradientTransformation) -> optax.GradientTransformation:
-    """The same optimizer computing, and keeping its moments, in float32 whatever the dtype of the weights."""
-
-    def widen(tree: Any) -> Any:
-        return jax.tree.map(lambda a: a.astype(jnp.float32), tree)
-
-    def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        updates, state = inner.update(widen(grads), state, widen(params))
-        return jax.tree.map(lambda u, p: u.astype(p.dtype), updates, params), state
-
-    return optax.GradientTransformation(lambda params: inner.init(widen(params)), update)

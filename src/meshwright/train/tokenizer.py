@@ -1,7 +1,9 @@
-"""A byte-level BPE tokenizer trained on the run's own text."""
+"""Tokenizers: a byte-level BPE trained on the run's own text, or one given as a file."""
 
-from collections.abc import Sequence
+import json
+from collections.abc import Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -11,11 +13,20 @@ from meshwright.core.files import write_whole
 END_OF_TEXT = "<|endoftext|>"
 END_ID = 0
 """The trainer numbers special tokens first."""
+END_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<|im_end|>", "<|return|>")
+"""What known tokenizers call the end of a text, where no file beside them says which it is."""
 SMALLEST_VOCAB = 257
 """Every byte, and the end of a text."""
 
 
-def train_tokenizer(documents: Sequence[str], *, vocab_size: int) -> Tokenizer:
+class TextTokenizer(NamedTuple):
+    """A tokenizer, and the token that it puts after each document."""
+
+    tokenizer: Tokenizer
+    end_id: int
+
+
+def train_tokenizer(documents: Iterable[str], *, vocab_size: int) -> Tokenizer:
     """A tokenizer of at most ``vocab_size`` tokens: any text comes back unchanged, the same for the same texts.
 
     Fewer tokens when the texts have no more pairs that occur twice. Raises InputError when ``vocab_size`` has no
@@ -54,3 +65,44 @@ def load_tokenizer(path: Path) -> Tokenizer:
         return Tokenizer.from_file(str(path))
     except Exception as error:  # `tokenizers` raises bare Exception for a file it cannot read
         raise InputError(f"{path} is not a tokenizer file: {' '.join(str(error).split())}.") from None
+
+
+def num_ids(tokenizer: Tokenizer) -> int:
+    """One more than the largest token number, which may have gaps below it."""
+    return max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
+
+def open_tokenizer(path: Path, *, vocab_size: int) -> TextTokenizer:
+    """A given ``tokenizer.json``, or the folder that holds it, and its end-of-text token.
+
+    That token is the ``eos_token`` of a ``tokenizer_config.json`` beside the file, else the first of `END_NAMES`
+    that it has. Raises InputError where it has none, or more tokens than a model of ``vocab_size`` embeds.
+    """
+    file = path.expanduser() / "tokenizer.json" if path.expanduser().is_dir() else path.expanduser()
+    if not file.is_file():
+        raise InputError(f"tokenizer {str(path)!r} is not there. Give a tokenizer.json or the folder of one.")
+    tokenizer = load_tokenizer(file)
+    if num_ids(tokenizer) > vocab_size:
+        raise InputError(
+            f"tokenizer {str(path)!r} has {num_ids(tokenizer)} tokens, the model vocab_size={vocab_size}. "
+            f"Set model.vocab_size={num_ids(tokenizer)} or more, or leave the tokenizer out to train one."
+        )
+    # A file may ask for both, which would cut documents or add tokens to them.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return TextTokenizer(tokenizer, _end_id(tokenizer, file))
+
+
+def _end_id(tokenizer: Tokenizer, file: Path) -> int:
+    config = file.with_name("tokenizer_config.json")
+    try:
+        named = json.loads(config.read_bytes()).get("eos_token") if config.is_file() else None
+    except (ValueError, AttributeError):
+        raise InputError(f"{config} is not a JSON object. Mend it, or remove it.") from None
+    name = named.get("content") if isinstance(named, dict) else named
+    for known in (name,) if name else END_NAMES:
+        found = tokenizer.token_to_id(known)
+        if found is not None:
+            return found
+    known_names = f"eos_token {name!r}" if name else f"any of {', '.join(END_NAMES)}"
+    raise InputError(f"{file} has no end-of-text token: not {known_names}. Name its eos_token in {config.name}.")

@@ -22,12 +22,18 @@ class Traffic(msgspec.Struct, frozen=True):
 
 
 def derived_traffic(
-    derived: Derived, dims: Mapping[str, int], mesh: Mapping[str, int], *, num_microbatches: int, width: int
+    derived: Derived,
+    dims: Mapping[str, int],
+    mesh: Mapping[str, int],
+    *,
+    num_microbatches: int,
+    width: int,
+    layer_by_layer: bool = True,
 ) -> dict[Key, Traffic]:
     """Traffic of one training step as derived.
 
     ``dims`` are those of the global batch (B all sequences); ``width`` the bytes of an element whose array
-    names no dtype.
+    names no dtype. ``layer_by_layer``: gradients are summed over replicas layer by layer, else as stacked arrays.
     """
     per_microbatch = {**dims, "B": dims["B"] // num_microbatches}
     counts: dict[Key, list[int]] = defaultdict(lambda: [0, 0])
@@ -37,7 +43,8 @@ def derived_traffic(
         element = sent_element_bytes(step, width=width, num_microbatches=num_microbatches)
         size = round(float(local_elements(step.full, per_microbatch, mesh) * element))
         entry = counts[_key(step.op, step.axes, mesh)]
-        entry[0] += 1 if step.scope == "step" else times  # the layers' gradients are summed as one stacked array
+        stacked = step.scope == "step" and not layer_by_layer
+        entry[0] += 1 if stacked else times
         entry[1] += times * size
     return {key: Traffic(*value) for key, value in counts.items()}
 

@@ -152,9 +152,13 @@ def _collective(
     else:
         total = sum(operand_bytes)
     axes = _axes(instruction.text, mesh, permute=kind == "permute")
+    num_arrays = len(operand_bytes)
     if kind == "all_to_all":
-        total *= math.prod(mesh[axis] for axis in axes)
-    return Collective(kind, total, axes, trips, len(operand_bytes), instruction.name, conditional)
+        size = math.prod(mesh[axis] for axis in axes)
+        total *= size
+        # an array may come as one operand, or as one for each device of the group
+        num_arrays = max(1, num_arrays // size)
+    return Collective(kind, total, axes, trips, num_arrays, instruction.name, conditional)
 
 
 def shape_bytes(text: str) -> int:

@@ -1,0 +1,60 @@
+"""Activations of feed-forward layers by the names that configs give them."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from meshwright.spec.model import Model
+
+Gate = Callable[[Array, Array], Array]
+
+SWIGLU_ALPHA = 1.702
+SWIGLU_LIMIT = 7.0
+
+
+def _gelu(x: Array) -> Array:
+    return jax.nn.gelu(x, approximate=False)
+
+
+def _gelu_tanh(x: Array) -> Array:
+    return jax.nn.gelu(x, approximate=True)
+
+
+ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
+    "silu": jax.nn.silu,
+    "swish": jax.nn.silu,
+    "gelu": _gelu,
+    "gelu_new": _gelu_tanh,
+    "gelu_fast": _gelu_tanh,
+    "gelu_pytorch_tanh": _gelu_tanh,
+    "quick_gelu": lambda x: x * jax.nn.sigmoid(SWIGLU_ALPHA * x),
+    "relu": jax.nn.relu,
+}
+"""``hidden_act`` of a config -> the function. "gelu" is exact, "gelu_new" and "gelu_pytorch_tanh" are its tanh form."""
+
+
+def activation(model: Model) -> Callable[[Array], Array]:
+    """What a feed-forward layer without a gate applies."""
+    return ACTIVATIONS[model.activation]
+
+
+def gate(model: Model) -> Gate:
+    """(gate, up) -> what goes into the product that follows."""
+    if model.family == "gpt_oss":
+        return clamped_swiglu
+    function = ACTIVATIONS[model.activation]
+    return lambda gated, up: function(gated) * up
+
+
+def silu_mul(gated: Float[Array, "*rows F"], up: Float[Array, "*rows F"]) -> Float[Array, "*rows F"]:
+    """``silu(gate) * up``."""
+    return jax.nn.silu(gated) * up
+
+
+def clamped_swiglu(gated: Float[Array, "*rows F"], up: Float[Array, "*rows F"]) -> Float[Array, "*rows F"]:
+    """``(up + 1) gate sigmoid(1.702 gate)`` with gate at most 7 and up within 7 of 0 (gpt-oss)."""
+    gated = jnp.minimum(gated, jnp.asarray(SWIGLU_LIMIT, gated.dtype))
+    up = jnp.clip(up, -SWIGLU_LIMIT, SWIGLU_LIMIT)
+    return (up + 1) * (gated * jax.nn.sigmoid(gated * SWIGLU_ALPHA))

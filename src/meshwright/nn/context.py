@@ -1,0 +1,42 @@
+"""What the local ops of a derivation need to know besides their arrays."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import jax
+
+from meshwright.algebra.derive import Derived
+from meshwright.algebra.layers import PLAIN, ProgramOptions
+from meshwright.algebra.notation import ShardedArray
+from meshwright.spec.model import Model
+
+Constrain = Callable[[ShardedArray, jax.Array], jax.Array]
+
+
+def as_given(array: ShardedArray, value: jax.Array) -> jax.Array:
+    """The value itself."""
+    return value
+
+
+@dataclass(frozen=True, kw_only=True)
+class Context:
+    """One derivation of one model, as one device runs it.
+
+    ``mesh`` are the sizes of the axes. ``in_order`` promises that the positions of a row rise along it, so that
+    attention may leave out what lies after a query; they do not where rows are dealt out in zigzag. ``divergent``
+    says that devices of other groups may be doing something else (inside a pipeline's tick). ``constrain`` is applied
+    to every result that has its declared sharding: the GSPMD form passes `with_sharding_constraint`.
+    """
+
+    model: Model
+    derived: Derived
+    mesh: Mapping[str, int]
+    options: ProgramOptions = PLAIN
+    in_order: bool = True
+    divergent: bool = False
+    constrain: Constrain = field(default=as_given)
+
+    def local_size(self, array: ShardedArray, dim: str) -> int:
+        """Entries of a dim of the model (not of the batch) on one device."""
+        return self.model.dims[dim] // math.prod(self.mesh[axis] for axis in array.axes_of(dim))

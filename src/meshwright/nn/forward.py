@@ -1,0 +1,64 @@
+"""The logits of a model on one device: the forward steps of its training program, without the loss."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from meshwright.algebra.derive import BlockSteps, derive
+from meshwright.algebra.layers import ProgramOptions
+from meshwright.algebra.spans import Span, spans
+from meshwright.algebra.transformer import layer_names, transformer
+from meshwright.nn.context import Context
+from meshwright.nn.interpreter import run
+from meshwright.nn.weights import Params
+from meshwright.spec.model import Model, require_runnable
+from meshwright.spec.strategy import Strategy, make_mesh
+
+
+def logits_fn(model: Model) -> Callable[..., jax.Array]:
+    """(params, tokens[B,T], documents[B,T] or None) -> logits[B,T,V] in float32."""
+    require_runnable(model)
+
+    def logits(params: Params, tokens: jax.Array, documents: jax.Array | None = None) -> jax.Array:
+        options = ProgramOptions(documents=documents is not None)
+        # Keeping every result leaves the logits whole: other policies may compute the loss in chunks.
+        derived = derive(transformer(model, options), Strategy(mesh=make_mesh({}), remat="none"))
+        context = Context(model=model, derived=derived, mesh=make_mesh({}), options=options)
+        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+        given: dict[str, Any] = {"tokens": tokens, "positions": positions, "documents": documents}
+        blocks = {steps.block.name: steps for steps in derived.blocks}
+        x = _run(context, blocks["embed"], {**given, **params}, "x")
+        for span in spans(layer_names(model)):
+            x = _span(context, blocks, span, x, params, given)
+        return _run(context, blocks["head"], {**params, "x": x}, "logits")
+
+    return logits
+
+
+def _run(context: Context, steps: BlockSteps, values: dict[str, Any], result: str) -> jax.Array:
+    """One result of a block, from values by name."""
+    declared = context.derived.declared
+    used = {name for op in steps.block.ops for name in op.inputs}
+    env = {declared[name]: value for name, value in values.items() if name in used and value is not None}
+    found = run(context, steps.forward, env, until=result)
+    return next(found[step.result] for step in steps.forward if step.result.name == result)
+
+
+def _span(
+    context: Context, blocks: dict[str, BlockSteps], span: Span, x: jax.Array, params: Params, given: dict[str, Any]
+) -> jax.Array:
+    """The stream after a run of layers."""
+
+    def turn(stream: jax.Array, number: jax.Array) -> tuple[jax.Array, None]:
+        for position, kind in enumerate(span.pattern):
+            place, per_turn = span.place(position)
+            layer = span.starts[kind] + number * per_turn + place
+            used = {name for op in blocks[kind].block.ops for name in op.inputs}
+            own = {n: lax.dynamic_index_in_dim(p, layer, keepdims=False) for n, p in params.items() if n in used}
+            stream = _run(context, blocks[kind], {**given, **own, "x": stream}, blocks[kind].block.result)
+        return stream, None
+
+    return lax.scan(turn, x, jnp.arange(span.repeats))[0]

@@ -1,0 +1,188 @@
+"""How each weight lies in a published checkpoint: one description, read in both directions.
+
+A `Place` says which tensor holds one layer (or one expert) of a weight and which part of it, as a box of a view of
+the stored array: its dims in their stored order, some of them merged into one, each taken from ``start`` in steps.
+Whatever a family does (linear layers stored [out, in], GPT-2's stored [in, out], fused q/k/v and gate/up one after the
+other or interleaved, experts one by one or stacked) is such a box.
+"""
+
+import math
+from collections.abc import Collection, Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from meshwright.algebra.transformer import local_name
+from meshwright.nn.weights import rows
+from meshwright.spec.model import Model
+from meshwright.spec.weights import Weight, weight_table
+
+Box = tuple[slice, ...]
+
+
+class Along(NamedTuple):
+    """One dim of a weight inside a stored tensor: number of the dim, size of the stored one, and where it starts."""
+
+    dim: int
+    size: int
+    start: int = 0
+    step: int = 1
+
+    def stored(self, part: slice) -> slice:
+        """A part of the dim as a slice of the stored one."""
+        return slice(self.start + self.step * part.start, self.start + self.step * (part.stop - 1) + 1, self.step)
+
+
+class Place(NamedTuple):
+    """One layer, or one expert of one layer, of a variable in a checkpoint.
+
+    ``index`` are the leading indices in the variable's array: of the layer, of the expert. ``axes`` has, for each dim
+    of the stored tensor, the dims of the weight that are merged in it, major to minor; none for a dim of one entry.
+    """
+
+    variable: str
+    index: tuple[int, ...]
+    tensor: str
+    axes: tuple[tuple[Along, ...], ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the stored tensor."""
+        return tuple(math.prod(along.size for along in axis) for axis in self.axes)
+
+    def stored_box(self, box: Box) -> Box:
+        """The part of the stored tensor to read for a box of the weight: merged dims are narrowed by the major one."""
+        return tuple(_narrowed(axis, box) for axis in self.axes)
+
+    def take(self, stored: np.ndarray, box: Box) -> np.ndarray:
+        """The box of the weight, from what was read for it."""
+        fine = [along for axis in self.axes for along in axis]
+        first = {axis[0].dim for axis in self.axes if axis}
+        sizes = [_span(a.stored(box[a.dim])) if a.dim in first else a.size for a in fine]
+        steps = tuple(slice(None, None, a.step) if a.dim in first else a.stored(box[a.dim]) for a in fine)
+        return stored.reshape(sizes)[steps].transpose(_places_in([a.dim for a in fine]))
+
+    def put(self, stored: np.ndarray, value: np.ndarray) -> None:
+        """Writes the weight into its part of a stored tensor."""
+        fine = [along for axis in self.axes for along in axis]
+        parts = tuple(a.stored(slice(0, value.shape[a.dim])) for a in fine)
+        stored.reshape([a.size for a in fine])[parts] = value.transpose([a.dim for a in fine])
+
+
+def _narrowed(axis: tuple[Along, ...], box: Box) -> slice:
+    if not axis:
+        return slice(0, 1)
+    inner = math.prod(along.size for along in axis[1:])
+    major = axis[0].stored(box[axis[0].dim])
+    return slice(major.start * inner, major.stop * inner)
+
+
+def _span(part: slice) -> int:
+    return int(part.stop - part.start)
+
+
+def _places_in(order: list[int]) -> list[int]:
+    """Where each of the numbers 0, 1, ... is in ``order``."""
+    return [order.index(dim) for dim in range(len(order))]
+
+
+class _Form(NamedTuple):
+    """The form in which a checkpoint comes: its prefix, and whether experts that are published one by one are
+    stacked, as transformers 5 has them in memory."""
+
+    prefix: str
+    stacked_experts: bool = False
+
+
+PREFIXES = ("", "model.", "transformer.", "language_model.model.", "model.language_model.")
+"""What may stand before the names of a checkpoint: some leave the model's own prefix out."""
+
+_HEADS = ("wq", "wk", "wv", "bq", "bk", "bv")
+_STACKED = {"w_gate": "gate_up_proj", "w_up": "gate_up_proj", "w_down": "down_proj"}
+
+
+def places(model: Model, names: Collection[str] = ()) -> Iterator[Place]:
+    """Where every layer of every variable lies, in the order of the weight table.
+
+    ``names`` of the tensors of a checkpoint decide between the forms in which one may come. Without names it is the
+    form that is published, which is also what is written.
+    """
+    form = _form(model, names)
+    table = weight_table(model)
+    joined: dict[str, list[Weight]] = {}
+    for weight in table:
+        if not weight.tied_to:
+            joined.setdefault(_pattern(model, weight, form), []).append(weight)
+    for variable, weight in rows(model).items():
+        pattern = _pattern(model, weight, form)
+        axes = _axes(model, weight, joined[pattern], one_by_one="{expert}" in pattern)
+        experts = weight.shape[0] if "{expert}" in pattern else 0
+        for position, layer in enumerate(weight.layers):
+            for expert in range(experts):
+                yield Place(variable, (position, expert), pattern.format(layer=layer, expert=expert), axes)
+            if not experts:
+                yield Place(variable, (position,), pattern.format(layer=layer), axes)
+        if not weight.layers:
+            yield Place(variable, (), pattern, axes)
+
+
+def _form(model: Model, names: Collection[str]) -> _Form:
+    own = model.weights_prefix
+    embed = rows(model)["embed"].hf_name
+    if not names or embed in names:
+        prefix = own
+    else:
+        prefix = next((p for p in PREFIXES if p + embed.removeprefix(own) in names), own)
+    one_by_one = any("{expert}" in weight.hf_name for weight in weight_table(model))
+    return _Form(prefix, one_by_one and any(name.endswith(".experts.gate_up_proj") for name in names))
+
+
+def _pattern(model: Model, weight: Weight, form: _Form) -> str:
+    """Name of the tensor, with the numbers of layer and expert left open."""
+    name = weight.hf_name
+    if form.stacked_experts:
+        name = name.replace(".block_sparse_moe.", ".mlp.")
+        if "{expert}" in name:
+            name = name.partition(".experts.")[0] + ".experts." + _STACKED[weight.name.rpartition(".")[2]]
+    own = model.weights_prefix
+    return form.prefix + name.removeprefix(own) if name.startswith(own) else name
+
+
+def _axes(model: Model, weight: Weight, joined: list[Weight], *, one_by_one: bool) -> tuple[tuple[Along, ...], ...]:
+    """The stored dims of a weight that shares its tensor with ``joined``, in their order."""
+    of_experts = weight.part == "experts"
+    first = 1 if of_experts and one_by_one else 0
+    along = [Along(number, size) for number, size in enumerate(weight.shape[first:])]
+    if len(joined) > 1:
+        shared = -2 if local_name(weight) in _HEADS else -1
+        along[shared] = _part(model, weight, joined, shared, along[shared].dim)
+    experts = [(along.pop(0),)] if of_experts and not one_by_one else []
+    return (*experts, *_stored_order(model, weight, along, weight.dims[1:] if of_experts else weight.dims))
+
+
+def _part(model: Model, weight: Weight, joined: list[Weight], shared: int, dim: int) -> Along:
+    """Parts of one tensor follow each other along a dim; gpt-oss interleaves gate and up."""
+    sizes = [other.shape[shared] for other in joined]
+    number = [other.name for other in joined].index(weight.name)
+    if model.family == "gpt_oss":
+        return Along(dim, sum(sizes), number, len(sizes))
+    return Along(dim, sum(sizes), sum(sizes[:number]))
+
+
+def _stored_order(
+    model: Model, weight: Weight, along: list[Along], dims: tuple[str, ...]
+) -> tuple[tuple[Along, ...], ...]:
+    """A linear layer is [out, in]; GPT-2's inside the layers and the experts of gpt-oss are [in, out]."""
+    if weight.name == "layers.shared.gate":
+        return ((), tuple(along))
+    if weight.kind == "vector":
+        return (tuple(along),)
+    if weight.part == "embedding":
+        return tuple((one,) for one in along)
+    # Queries, keys, values and the feed-forward go out to their last dims; what comes from heads has two dims in.
+    num_in = 2 if dims[0] == "N" else 1
+    inputs, outputs = tuple(along[:num_in]), tuple(along[num_in:])
+    as_written = (model.family == "gpt2" and bool(weight.layers)) or (
+        model.family == "gpt_oss" and weight.part == "experts"
+    )
+    return (inputs, outputs) if as_written else (outputs, inputs)

@@ -1,0 +1,136 @@
+"""One block of a program run forward and backward: what is held between the passes, and the gradients that come out."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import jax
+
+from meshwright.algebra.derive import BlockSteps, Derived
+from meshwright.algebra.notation import ShardedArray
+from meshwright.algebra.steps import Step
+from meshwright.nn.collectives import communicate
+from meshwright.nn.context import Context
+from meshwright.nn.interpreter import Environment, run
+from meshwright.nn.weights import Params
+
+Inputs = dict[str, jax.Array]
+"""What a job gives to the blocks of a microbatch by name: tokens, labels, positions, documents."""
+
+Held = tuple[jax.Array, ...]
+"""The forward results that a backward pass is given, in the order of the derivation."""
+
+Ready = tuple[jax.Array, ...]
+"""Weights of a block gathered ahead, in the order of `BlockPasses.gathers`."""
+
+
+@dataclass(frozen=True)
+class BlockPasses:
+    """A block under one derivation. Streams and gradients are one device's blocks."""
+
+    context: Context
+    steps: BlockSteps
+
+    @property
+    def derived(self) -> Derived:
+        return self.context.derived
+
+    @cached_property
+    def weights(self) -> tuple[str, ...]:
+        """Names of the weights that the block uses."""
+        names = dict.fromkeys(name for op in self.steps.block.ops for name in op.inputs)
+        return tuple(n for n in names if self.derived.program.variables[n].role in ("weight", "vector"))
+
+    @cached_property
+    def result(self) -> str:
+        """What the block makes: the stream, or the loss."""
+        return self.steps.block.result or self.steps.block.ops[-1].out
+
+    @cached_property
+    def entering(self) -> str:
+        """The stream that the block is given; "" for the first block."""
+        made = {op.out for op in self.steps.block.ops}
+        used = {name for op in self.steps.block.ops for name in op.inputs} - made
+        streams = [n for n in used if self.derived.program.variables[n].role == "activation"]
+        return streams[0] if streams else ""
+
+    @cached_property
+    def gathers(self) -> tuple[Step, ...]:
+        """Forward steps that only move weights: what can be done before the stream arrives."""
+        return tuple(s for s in self.steps.forward if s.result.name in self.weights)
+
+    def gather(self, weights: Mapping[str, jax.Array]) -> Ready:
+        """The weights as the block's products want them."""
+        env = run(self.context, self.gathers, {self.derived.declared[n]: weights[n] for n in self.weights})
+        return tuple(env[step.result] for step in self.gathers)
+
+    def _environment(self, weights: Mapping[str, jax.Array], inputs: Inputs, ready: Ready | None = None) -> Environment:
+        declared = self.derived.declared
+        env = {declared[name]: weights[name] for name in self.weights}
+        env |= {declared[name]: value for name, value in inputs.items() if name in declared}
+        if ready is not None:
+            env |= {step.result: value for step, value in zip(self.gathers, ready, strict=True)}
+        return env
+
+    def _left(self, steps: Sequence[Step], ready: Ready | None) -> tuple[Step, ...]:
+        """The steps without what is ready."""
+        there = {step.result for step in self.gathers} if ready is not None else set()
+        return tuple(step for step in steps if step.result not in there)
+
+    def forward(
+        self, weights: Params, inputs: Inputs, stream: jax.Array | None, *, ready: Ready | None = None
+    ) -> tuple[jax.Array, Held]:
+        """The block's result, and what its backward pass will be given."""
+        env = self._environment(weights, inputs, ready)
+        if stream is not None:
+            env[self.derived.declared[self.entering]] = stream
+        env = run(self.context, self._left(self.steps.forward, ready), env)
+        return env[self.steps.forward[-1].result], tuple(env[a] for a in self.steps.kept)
+
+    @cached_property
+    def backward_steps(self) -> tuple[Step, ...]:
+        """What runs once per layer and microbatch: sums over the step wait, and a segment's second run is the loop's."""
+        again = len(self.steps.forward) if self.steps.segment is not None else 0
+        return tuple(step for step in self.steps.backward[again:] if step.scope != "step")
+
+    def backward(
+        self, weights: Params, inputs: Inputs, held: Held, cotangent: jax.Array, *, ready: Ready | None = None
+    ) -> tuple[jax.Array | None, Params]:
+        """Cotangent of the entering stream (None for the first block), and gradients as `gradient_arrays` lays them."""
+        env = self._environment(weights, inputs, ready) | dict(zip(self.steps.kept, held, strict=True))
+        env[cotangent_of(self.derived, self.result)] = cotangent
+        env = run(self.context, self._left(self.backward_steps, ready), env)
+        arrays = gradient_arrays(self.derived)
+        grads = {name: env[arrays[name]] for name in self.weights}
+        stream = env[cotangent_of(self.derived, self.entering)] if self.entering else None
+        return stream, grads
+
+
+def cotangent_of(derived: Derived, name: str) -> ShardedArray:
+    """The cotangent of a variable that is no weight, split as the variable is."""
+    return derived.declared[name].replace(name=f"d{name}", dtype="")
+
+
+def gradient_arrays(derived: Derived) -> dict[str, ShardedArray]:
+    """Weight -> its gradient as a microbatch leaves it, before what is summed once per step."""
+    found = {step.result.name: step.inputs[0] for step in derived.update if step.op == "adamw"}
+    first = step_steps(derived)
+    return {name: first[name][0].inputs[0] if first.get(name) else array for name, array in found.items()}
+
+
+def step_steps(derived: Derived) -> dict[str, tuple[Step, ...]]:
+    """Weight -> the steps that its gradient goes through once per step, after the last microbatch."""
+    found: dict[str, tuple[Step, ...]] = {}
+    for block in derived.blocks:
+        for step in block.backward:
+            if step.scope == "step":
+                name = step.result.name.removeprefix("d")
+                found[name] = (*found.get(name, ()), step)
+    return found
+
+
+def through(steps: Sequence[Step], value: jax.Array, *, leading: int = 0) -> jax.Array:
+    """A value after collectives and slices, one after the other."""
+    for step in steps:
+        value = communicate(step, value, leading=leading)
+    return value

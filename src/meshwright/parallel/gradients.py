@@ -1,0 +1,143 @@
+"""Loss and gradients of one device's part of a batch: microbatches summed, then what is summed once per step."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from meshwright.algebra.derive import Derived
+from meshwright.algebra.notation import ShardedArray
+from meshwright.nn.weights import Params
+from meshwright.parallel.blocks import Inputs, step_steps, through
+from meshwright.parallel.passes import Passes
+
+Microbatch = Callable[[Params, Inputs, Params | None], tuple[jax.Array, Params]]
+"""(weights, rows, what earlier microbatches left) -> summed loss and gradients; without the third nothing is added."""
+
+
+def microbatch_gradients(
+    passes: Passes,
+    params: Params,
+    inputs: Inputs,
+    dloss: jax.Array,
+    *,
+    earlier: Params | None = None,
+    overlapped: bool = False,
+) -> tuple[jax.Array, Params]:
+    """Summed loss of a microbatch's own tokens, and gradients of ``dloss`` times it.
+
+    They are as a microbatch leaves them; with ``overlapped``, added to ``earlier`` ones and as a step leaves them, each
+    layer's as soon as they are made.
+    """
+    stream, embed_held = passes.embed.forward(params, inputs, None)
+    stream, held = passes.layers_forward(params, inputs, stream)
+    loss, head_held = passes.head.forward(params, inputs, stream)
+    cotangent, grads = passes.head.backward(params, inputs, head_held, dloss)
+    assert cotangent is not None
+    cotangent, of_layers = passes.layers_backward(
+        params, inputs, held, cotangent, earlier=earlier, overlapped=overlapped
+    )
+    _, of_embed = passes.embed.backward(params, inputs, embed_held, cotangent)
+    ends = summed(grads, of_embed)
+    if overlapped:
+        ends = summed(ends, {n: g for n, g in (earlier or {}).items() if n in ends})
+        ends = once_per_step(passes.derived, ends, stacked=frozenset())
+    return loss, summed(ends, of_layers)
+
+
+def microbatch_loss(passes: Passes, params: Params, inputs: Inputs) -> jax.Array:
+    """The summed loss alone."""
+    stream, _ = passes.embed.forward(params, inputs, None)
+    stream, _ = passes.layers_forward(params, inputs, stream)
+    return passes.head.forward(params, inputs, stream)[0]
+
+
+def summed(*parts: Params) -> Params:
+    """Gradients of several parts of a program: a weight that two of them use (tied embeddings) has both."""
+    total: Params = {}
+    for part in parts:
+        for name, grad in part.items():
+            total[name] = total[name] + grad if name in total else grad
+    return total
+
+
+def over_microbatches(
+    one: Microbatch, last: Microbatch, params: Params, inputs: Inputs, *, count: int, wide: bool = False
+) -> tuple[jax.Array, Params]:
+    """Loss and gradients of ``count`` microbatches one after the other, in float32 if more than one or ``wide``.
+
+    ``last`` is run for the last of them, on what ``one`` has left for the others.
+    """
+    if count == 1:
+        loss, grads = last(params, inputs, None)
+        return loss, jax.tree.map(lambda g: g.astype(jnp.float32), grads) if wide else grads
+    parts = {n: a.reshape(count, a.shape[0] // count, *a.shape[1:]) for n, a in inputs.items()}
+
+    def body(carry: tuple[jax.Array, Params], part: Inputs) -> tuple[tuple[jax.Array, Params], None]:
+        # Ties the weights to the microbatch: otherwise XLA hoists some gathers out of the loop, not all.
+        weights, rows = lax.optimization_barrier((params, part))
+        loss, grads = one(weights, rows, None)
+        return (carry[0] + loss, jax.tree.map(jnp.add, carry[1], grads)), None
+
+    shapes = jax.eval_shape(lambda p: one(params, p, None)[1], jax.tree.map(lambda a: a[0], parts))
+    zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, jnp.float32), shapes)
+    if one is last:
+        total, _ = lax.scan(body, (jnp.zeros(()), zeros), parts)
+        return total
+    (before, grads), _ = lax.scan(body, (jnp.zeros(()), zeros), jax.tree.map(lambda a: a[:-1], parts))
+    weights, rows = lax.optimization_barrier((params, jax.tree.map(lambda a: a[-1], parts)))
+    loss, grads = last(weights, rows, grads)
+    return before + loss, grads
+
+
+def once_per_step(derived: Derived, grads: Params, *, stacked: frozenset[str]) -> Params:
+    """Gradients summed over replicas and brought to the optimizer's shards, as derived."""
+    steps = step_steps(derived)
+    return {name: through(steps.get(name, ()), grad, leading=int(name in stacked)) for name, grad in grads.items()}
+
+
+def in_buckets(derived: Derived, grads: Params, *, stacked: frozenset[str], bucket_bytes: int) -> Params:
+    """The same, with the gradients that are only summed over replicas joined in buckets of so many bytes."""
+    steps = step_steps(derived)
+    joined: dict[tuple[str, ...], list[str]] = {}
+    for name in grads:
+        if [step.op for step in steps.get(name, ())] == ["all_reduce"]:
+            joined.setdefault(steps[name][0].axes, []).append(name)
+    together = {name for names in joined.values() for name in names}
+    found = once_per_step(derived, {n: g for n, g in grads.items() if n not in together}, stacked=stacked)
+    for names in joined.values():
+        for bucket in _buckets(names, grads, bucket_bytes):
+            flat = jnp.concatenate([grads[name].reshape(-1) for name in bucket])
+            total = through(steps[bucket[0]], flat)
+            cuts = np.cumsum([grads[name].size for name in bucket])[:-1]
+            parts = jnp.split(total, [int(cut) for cut in cuts])
+            found |= {name: part.reshape(grads[name].shape) for name, part in zip(bucket, parts, strict=True)}
+    return found
+
+
+def _buckets(names: list[str], grads: Params, bucket_bytes: int) -> list[list[str]]:
+    """Names in order, a new bucket where the next would not fit."""
+    found: list[list[str]] = [[]]
+    room = bucket_bytes
+    for name in names:
+        size = grads[name].size * grads[name].dtype.itemsize
+        if found[-1] and size > room:
+            found, room = [*found, []], bucket_bytes
+        found[-1].append(name)
+        room -= size
+    return found
+
+
+def squared_norm(shards: Mapping[str, ShardedArray], grads: Params, mesh: Mapping[str, int]) -> jax.Array:
+    """This device's share of the squared gradient norm; replicas of a shard count once between them."""
+    total: Any = jnp.zeros((), jnp.float32)
+    for name, grad in grads.items():
+        copies = 1
+        for axis, size in mesh.items():
+            if axis not in shards[name].spread:
+                copies *= size
+        total += jnp.sum(jnp.square(grad.astype(jnp.float32))) / copies
+    return total

@@ -1,0 +1,143 @@
+"""The forward and the backward pass of a whole microbatch: blocks in the order of the model, layers in loops.
+
+Nothing here is differentiated: the backward pass runs the derived backward steps on what the forward pass held.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from meshwright.algebra.derive import Derived
+from meshwright.algebra.spans import Span, spans
+from meshwright.algebra.transformer import layer_names
+from meshwright.nn.context import Context
+from meshwright.nn.weights import Params
+from meshwright.parallel.blocks import BlockPasses, Inputs, step_steps, through
+from meshwright.parallel.layer_loops import (
+    AheadLoop,
+    LayerLoop,
+    PlainLoop,
+    SegmentLoop,
+    Turn,
+    TurnPasses,
+    as_they_are,
+    segment_layers,
+)
+
+
+@dataclass(frozen=True)
+class Passes:
+    """Forward and backward of one derivation, over all layers of the model or over those of a pipeline stage.
+
+    ``names`` are the blocks of the layers in order; None stands for all of the model's. With ``ahead`` the weights of
+    the next layer are gathered while one computes.
+    """
+
+    context: Context
+    names: tuple[str, ...] | None = None
+    ahead: bool = False
+
+    @property
+    def derived(self) -> Derived:
+        return self.context.derived
+
+    @cached_property
+    def _blocks(self) -> dict[str, BlockPasses]:
+        return {steps.block.name: BlockPasses(self.context, steps) for steps in self.derived.blocks}
+
+    @property
+    def embed(self) -> BlockPasses:
+        """The first block: tokens to the stream."""
+        return self._blocks["embed"]
+
+    @property
+    def head(self) -> BlockPasses:
+        """The last block: the stream to the loss."""
+        return self._blocks["head"]
+
+    @cached_property
+    def spans(self) -> tuple[Span, ...]:
+        """The layers as loops."""
+        return spans(self.names if self.names is not None else layer_names(self.context.model))
+
+    @cached_property
+    def loop(self) -> LayerLoop:
+        """How the turns of a span are run."""
+        segment = next(block.segment for block in self.derived.blocks if block.block.carry)
+        layers = segment_layers(segment, sum(span.num_layers for span in self.spans))
+        if layers is not None:
+            return SegmentLoop(layers)
+        return AheadLoop() if self.ahead else PlainLoop()
+
+    def layers_forward(self, params: Params, inputs: Inputs, stream: jax.Array) -> tuple[jax.Array, tuple[Any, ...]]:
+        """The stream after all layers, and what each span holds for the way back."""
+        held = []
+        for span in self.spans:
+            turns = TurnPasses(span, self._blocks, inputs)
+            stream, kept = self.loop.forward(turns, self._turns(span, params), stream)
+            held.append(kept)
+        return stream, tuple(held)
+
+    def layers_backward(
+        self,
+        params: Params,
+        inputs: Inputs,
+        held: Sequence[Any],
+        cotangent: jax.Array,
+        *,
+        earlier: Params | None = None,
+        overlapped: bool = False,
+    ) -> tuple[jax.Array, Params]:
+        """The cotangent of what entered the first layer, and gradients stacked as the weights are.
+
+        ``overlapped``: each layer's gradients, with what ``earlier`` microbatches left, go through their steps of scope
+        "step" as soon as they are made.
+        """
+        found: list[Params] = []
+        for span, kept in reversed(list(zip(self.spans, held, strict=True))):
+            turns = TurnPasses(span, self._blocks, inputs, self._finish if overlapped else as_they_are)
+            before = None if earlier is None else self._turns(span, earlier)
+            weights = self._turns(span, params)
+            cotangent, grads = self.loop.backward(turns, weights, kept, cotangent, before)
+            found.append(_stacked(grads))
+        joined = {n: [g[n] for g in reversed(found) if n in g] for n in dict.fromkeys(n for g in found for n in g)}
+        return cotangent, {n: g[0] if len(g) == 1 else jnp.concatenate(g) for n, g in joined.items()}
+
+    def _finish(self, grads: Turn, earlier: Turn | None) -> Turn:
+        steps = step_steps(self.derived)
+        total = grads if earlier is None else jax.tree.map(jnp.add, earlier, grads)
+        return tuple({name: through(steps.get(name, ()), g) for name, g in layer.items()} for layer in total)
+
+    def _turns(self, span: Span, params: Params) -> Turn:
+        """Weights of a span, [repeats, ...] in front, one dict for each layer of the pattern."""
+        return tuple(self._of_layer(span, i, params) for i in range(len(span.pattern)))
+
+    def _of_layer(self, span: Span, position: int, params: Params) -> Params:
+        kind = span.pattern[position]
+        place, per_turn = span.place(position)
+        start, count = span.starts[kind], per_turn * span.repeats
+
+        def part(array: jax.Array) -> jax.Array:
+            if start == 0 and count == array.shape[0] and per_turn == 1:
+                return array
+            own = lax.slice_in_dim(array, start, start + count)
+            return own.reshape(span.repeats, per_turn, *array.shape[1:])[:, place]
+
+        return {name: part(params[name]) for name in self._blocks[kind].weights}
+
+
+def _stacked(turns: Turn) -> Params:
+    """Gradients of a span's turns as the weights lie: layers of a kind in order, [layers, ...]."""
+    found: dict[str, list[jax.Array]] = {}
+    for grads in turns:
+        for name, grad in grads.items():
+            found.setdefault(name, []).append(grad)
+    return {
+        name: parts[0] if len(parts) == 1 else jnp.stack(parts, 1).reshape(-1, *parts[0].shape[1:])
+        for name, parts in found.items()
+    }

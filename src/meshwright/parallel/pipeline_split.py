@@ -1,0 +1,142 @@
+"""The backward pass of layers in two parts, for schedules whose weight gradients have a pass of their own.
+
+The first part runs the derived steps that the stream's cotangent needs, the second all the others. What the second
+takes from the first is handed on, gathered activations as they are: no collective runs twice.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from meshwright.algebra.notation import ShardedArray
+from meshwright.algebra.spans import Span
+from meshwright.algebra.steps import Step
+from meshwright.nn.interpreter import run
+from meshwright.nn.weights import Params
+from meshwright.parallel.blocks import BlockPasses, Held, Inputs, Ready, cotangent_of, gradient_arrays
+from meshwright.parallel.layer_loops import Turn, TurnPasses
+from meshwright.parallel.passes import Passes, _stacked
+
+
+@dataclass(frozen=True)
+class SplitBlock:
+    """A block's backward pass as two lists of its derived steps."""
+
+    block: BlockPasses
+
+    @cached_property
+    def _wanted(self) -> dict[str, ShardedArray]:
+        arrays = gradient_arrays(self.block.derived)
+        return {name: arrays[name] for name in self.block.weights}
+
+    @cached_property
+    def input_steps(self) -> tuple[Step, ...]:
+        """What the cotangent of the entering stream comes from, in the derived order."""
+        needed = {cotangent_of(self.block.derived, self.block.entering)}
+        found: list[Step] = []
+        for step in reversed(self.block.backward_steps):
+            if needed & {step.result, *step.more}:
+                needed.update(step.inputs)
+                found.insert(0, step)
+        return tuple(found)
+
+    @cached_property
+    def weight_steps(self) -> tuple[Step, ...]:
+        """The others, and once more the gathers of weights that they share with the first part: those are not kept."""
+        first = set(self.input_steps)
+        own = tuple(step for step in self.block.backward_steps if step not in first)
+        shared = {array for step in own for array in step.inputs if self._is_gathered_weight(array)}
+        return (*(step for step in self.input_steps if step.result in shared), *own)
+
+    def _is_gathered_weight(self, array: ShardedArray) -> bool:
+        return array.name in self.block.weights and array != self.block.derived.declared[array.name]
+
+    @cached_property
+    def handed(self) -> tuple[ShardedArray, ...]:
+        """What the second part takes from the first: operands of its products, and gradients that came on the way."""
+        made = {array for step in self.weight_steps for array in (step.result, *step.more)}
+        used = [array for step in self.weight_steps for array in step.inputs]
+        wanted = dict.fromkeys((*used, *self._wanted.values()))
+        return tuple(array for array in wanted if array not in made and not self._is_given(array))
+
+    def _is_given(self, array: ShardedArray) -> bool:
+        """Whether an array is a weight as it lies, or comes with the microbatch."""
+        variable = self.block.derived.program.variables.get(array.name)
+        declared = self.block.derived.declared.get(array.name)
+        return variable is not None and variable.role != "activation" and array == declared
+
+    def input_backward(
+        self, weights: Params, inputs: Inputs, held: Held, cotangent: jax.Array
+    ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        """The cotangent of the entering stream, and what `weight_backward` needs."""
+        block = self.block
+        env = block._environment(weights, inputs) | dict(zip(block.steps.kept, held, strict=True))
+        env[cotangent_of(block.derived, block.result)] = cotangent
+        env = run(block.context, self.input_steps, env)
+        return env[cotangent_of(block.derived, block.entering)], tuple(env[array] for array in self.handed)
+
+    def weight_backward(self, weights: Params, inputs: Inputs, handed: Sequence[jax.Array]) -> Params:
+        """Gradients of the block's weights, as its whole backward pass leaves them."""
+        env = self.block._environment(weights, inputs) | dict(zip(self.handed, handed, strict=True))
+        env = run(self.block.context, self.weight_steps, env)
+        return {name: env[array] for name, array in self._wanted.items()}
+
+
+class SplitTurns(TurnPasses):
+    """The layers of one turn, whose way back leaves, in place of gradients, what these are made from."""
+
+    def backward(
+        self,
+        weights: Turn,
+        held: tuple[Any, ...],
+        cotangent: jax.Array,
+        earlier: Turn | None,
+        ready: tuple[Ready, ...] | None = None,
+    ) -> tuple[jax.Array, Any]:
+        handed: list[Any] = []
+        for number, kind in reversed(list(enumerate(self.span.pattern))):
+            block = SplitBlock(self.blocks[kind])
+            cotangent, found = block.input_backward(weights[number], self.inputs, held[number], cotangent)
+            handed.insert(0, found)
+        return cotangent, tuple(handed)
+
+    def gradients(self, weights: Turn, handed: tuple[Any, ...]) -> Turn:
+        """Of every layer, from what `backward` left."""
+        return tuple(
+            SplitBlock(self.blocks[kind]).weight_backward(own, self.inputs, given)
+            for kind, own, given in zip(self.span.pattern, weights, handed, strict=True)
+        )
+
+
+class SplitPasses(Passes):
+    """Passes over layers with a backward pass in two parts."""
+
+    def layers_input_backward(
+        self, params: Params, inputs: Inputs, held: Sequence[Any], cotangent: jax.Array
+    ) -> tuple[jax.Array, tuple[Any, ...]]:
+        """The cotangent of what entered the first layer, and what each span hands on."""
+        handed: list[Any] = []
+        for span, kept in reversed(list(zip(self.spans, held, strict=True))):
+            turns = SplitTurns(span, self._blocks, inputs)
+            cotangent, found = self.loop.backward(turns, self._turns(span, params), kept, cotangent, None)
+            handed.insert(0, found)
+        return cotangent, tuple(handed)
+
+    def layers_weight_backward(self, params: Params, inputs: Inputs, handed: Sequence[Any]) -> Params:
+        """Gradients stacked as the weights are."""
+        found = [
+            self._span_gradients(span, params, inputs, given) for span, given in zip(self.spans, handed, strict=True)
+        ]
+        names = dict.fromkeys(name for grads in found for name in grads)
+        parts = {name: [grads[name] for grads in found if name in grads] for name in names}
+        return {name: each[0] if len(each) == 1 else jnp.concatenate(each) for name, each in parts.items()}
+
+    def _span_gradients(self, span: Span, params: Params, inputs: Inputs, handed: Any) -> Params:
+        turns = SplitTurns(span, self._blocks, inputs)
+        _, grads = lax.scan(lambda _, given: (None, turns.gradients(*given)), None, (self._turns(span, params), handed))
+        return _stacked(grads)

@@ -1,0 +1,136 @@
+"""Who this process is among many, read from the variables that launchers set. No JAX here."""
+
+import zlib
+from collections.abc import Mapping
+from typing import Literal
+
+import msgspec
+
+from meshwright.core.errors import InputError
+
+Source = Literal["meshwright", "Kubernetes", "RANK and WORLD_SIZE", "Open MPI", "SLURM"]
+
+COORDINATOR, PROCESSES, PROCESS = "MESHWRIGHT_COORDINATOR", "MESHWRIGHT_PROCESSES", "MESHWRIGHT_PROCESS"
+KUBERNETES_INDEX = "JOB_COMPLETION_INDEX"
+DEFAULT_PORT = 8476
+SLURM = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID")
+"""What `srun` sets and JAX reads: without all five this is a batch script, not one of its tasks."""
+
+
+class Processes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the environment says: this is process ``index`` of ``count``, and process 0 listens at ``coordinator``.
+
+    ``coordinator`` is None where JAX finds it by itself (SLURM). ``local_devices`` are the numbers of the
+    accelerators of this host that are this process's own, None for all that it sees.
+    """
+
+    source: Source
+    count: int
+    index: int
+    coordinator: str | None
+    local_devices: tuple[int, ...] | None = None
+
+
+def find_processes(env: Mapping[str, str]) -> Processes | None:
+    """What a launcher has said about processes; None for one process alone.
+
+    Asked in this order: our own variables (on Kubernetes the index is the Job's), RANK and WORLD_SIZE as
+    torchrun sets them, Open MPI 5, SLURM. Raises InputError that names the variable that is missing or wrong.
+    """
+    for ask in (_own, _rank, _open_mpi, _slurm):
+        found = ask(env)
+        if found is not None:
+            return found if found.count > 1 else None
+    return None
+
+
+def _own(env: Mapping[str, str]) -> Processes | None:
+    if not any(name in env for name in (COORDINATOR, PROCESSES, PROCESS)):
+        return None
+    on_kubernetes = PROCESS not in env and KUBERNETES_INDEX in env
+    index = KUBERNETES_INDEX if on_kubernetes else PROCESS
+    if env.get(PROCESSES) == "1":
+        return Processes(source="meshwright", count=1, index=0, coordinator=None)
+    for name in (PROCESSES, index, COORDINATOR):
+        if not env.get(name):
+            raise InputError(f"{name} is not set. Set {PROCESSES}, {PROCESS} and {COORDINATOR} together, or none.")
+    source: Source = "Kubernetes" if on_kubernetes else "meshwright"
+    return _processes(env, source, count=PROCESSES, index=index, coordinator=env[COORDINATOR])
+
+
+def _rank(env: Mapping[str, str]) -> Processes | None:
+    if "RANK" not in env or "WORLD_SIZE" not in env:
+        return None
+    host = env.get("MASTER_ADDR", "")
+    if env["WORLD_SIZE"] != "1" and not host:
+        raise InputError("RANK and WORLD_SIZE are set and MASTER_ADDR is not. Set it to the host of process 0.")
+    # The agent of torchrun keeps a store of its own at MASTER_PORT.
+    port = _number(env, "MASTER_PORT", DEFAULT_PORT) + ("TORCHELASTIC_RUN_ID" in env)
+    return _processes(
+        env,
+        "RANK and WORLD_SIZE",
+        count="WORLD_SIZE",
+        index="RANK",
+        coordinator=f"{host}:{port}",
+        local=("LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    )
+
+
+def _open_mpi(env: Mapping[str, str]) -> Processes | None:
+    """Open MPI 5 no longer says where mpirun is, which is all that JAX's own detection asks for."""
+    size = env.get("OMPI_COMM_WORLD_SIZE")
+    if size is None:
+        return None
+    host = env.get("MASTER_ADDR") or ("127.0.0.1" if env.get("OMPI_COMM_WORLD_LOCAL_SIZE") == size else "")
+    if not host:
+        raise InputError("Open MPI runs on several hosts and MASTER_ADDR is not set. Add: -x MASTER_ADDR=<first host>.")
+    # One port for all processes of a job, above the range that systems hand out: 61440 to 65535.
+    job = env.get("PMIX_NAMESPACE", "")
+    port = _number(env, "MASTER_PORT", 61440 + zlib.crc32(job.encode()) % 4096)
+    return _processes(
+        env,
+        "Open MPI",
+        count="OMPI_COMM_WORLD_SIZE",
+        index="OMPI_COMM_WORLD_RANK",
+        coordinator=f"{host}:{port}",
+        local=("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    )
+
+
+def _slurm(env: Mapping[str, str]) -> Processes | None:
+    if not all(name in env for name in SLURM):
+        return None
+    count, index = _number(env, "SLURM_NTASKS"), _number(env, "SLURM_PROCID")
+    return Processes(source="SLURM", count=count, index=index, coordinator=None)
+
+
+def _processes(
+    env: Mapping[str, str],
+    source: Source,
+    *,
+    count: str,
+    index: str,
+    coordinator: str,
+    local: tuple[str, str] | None = None,
+) -> Processes:
+    """Numbers from the variables named; one accelerator for each where a host has several processes."""
+    total, this = _number(env, count), _number(env, index)
+    if this >= total:
+        raise InputError(f"{index}={this} must be less than {count}={total}.")
+    shares_host = local is not None and local[0] in env and _number(env, local[1], total) > 1
+    return Processes(
+        source=source,
+        count=total,
+        index=this,
+        coordinator=coordinator if ":" in coordinator else f"{coordinator}:{DEFAULT_PORT}",
+        local_devices=(_number(env, local[0]),) if local and shares_host else None,
+    )
+
+
+def _number(env: Mapping[str, str], name: str, default: int | None = None) -> int:
+    text = env.get(name, "")
+    if not text and default is not None:
+        return default
+    if not text.isdecimal():
+        raise InputError(f"{name}={text!r} must be a whole number.")
+    return int(text)

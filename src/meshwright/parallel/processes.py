@@ -1,0 +1,111 @@
+"""Many processes as one: they join through `jax.distributed`, and agree on what only one of them may do."""
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from meshwright.core.errors import CannotRunError, InputError
+from meshwright.parallel.process_env import find_processes
+
+SHUTDOWN_TIMEOUT_S = 15
+"""How long a process that failed waits at its exit for others, which may hang in a collective that it left."""
+LONGEST_SHARED_BYTES = 4096
+
+Made = TypeVar("Made")
+
+
+def start_processes(env: Mapping[str, str] = os.environ) -> int:
+    """Join the processes that `find_processes` tells of, where that is not done yet; how many there are.
+
+    Must come before JAX makes its first array. Raises InputError for wrong variables, CannotRunError when the
+    others cannot be joined.
+    """
+    found = find_processes(env)
+    if found is None:
+        return 1
+    if jax.distributed.is_initialized():
+        return found.count
+    given: dict[str, Any] = {}
+    if found.coordinator is not None:
+        # Without "deactivate" JAX asks its own detectors too, and some of those reach out to the network.
+        given = {
+            "coordinator_address": found.coordinator,
+            "num_processes": found.count,
+            "process_id": found.index,
+            "local_device_ids": found.local_devices,
+            "cluster_detection_method": "deactivate",
+        }
+    try:
+        jax.distributed.initialize(**given, shutdown_timeout_seconds=SHUTDOWN_TIMEOUT_S)
+    except RuntimeError as error:
+        where = found.coordinator or "the first node"
+        raise CannotRunError(
+            f"process {found.index} of {found.count} ({found.source}) cannot join the others at {where}: "
+            f"{str(error).splitlines()[0]}"
+        ) from None
+    return found.count
+
+
+def is_first() -> bool:
+    """Whether this is process 0, which alone prints and writes the files of a run."""
+    return jax.process_index() == 0
+
+
+def wait_for_all(name: str) -> None:
+    """Go on when every process is here. ``name`` is shown where they are not at the same place."""
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices(name)
+
+
+def first_then_others(make: Callable[[], Made], name: str) -> Made:
+    """``make()`` in process 0, then in the others, which find what it left on a shared disk."""
+    if not is_first():
+        wait_for_all(name)
+        return make()
+    try:
+        return make()
+    finally:
+        wait_for_all(name)
+
+
+def shared(make: Callable[[], str]) -> str:
+    """What ``make`` says in process 0, in every process; an InputError or CannotRunError is raised in all."""
+    if jax.process_count() == 1:
+        return make()
+    said = _broadcast(_said(make) if is_first() else "")
+    kind, text = said[:1], said[1:]
+    if kind == "I":
+        raise InputError(text)
+    if kind == "C":
+        raise CannotRunError(text)
+    return text
+
+
+def _said(make: Callable[[], str]) -> str:
+    try:
+        return "=" + make()
+    except InputError as error:
+        return "I" + str(error)
+    except CannotRunError as error:
+        return "C" + str(error)
+
+
+def _broadcast(text: str) -> str:
+    encoded = text.encode()
+    assert len(encoded) <= LONGEST_SHARED_BYTES, len(encoded)
+    buffer = np.zeros(LONGEST_SHARED_BYTES, np.uint8)
+    buffer[: len(encoded)] = np.frombuffer(encoded, np.uint8)
+    found = np.asarray(multihost_utils.broadcast_one_to_all(buffer)).astype(np.uint8)
+    return found.tobytes().rstrip(b"\0").decode()
+
+
+def stop_is_agreed(step: int) -> bool:
+    """Whether all processes stop after this step, since one of them was sent SIGTERM: the same step in all.
+
+    Asked by every process once a step, in order; always False for one process alone.
+    """
+    return jax.process_count() > 1 and multihost_utils.reached_preemption_sync_point(step)

@@ -1,0 +1,183 @@
+"""Checkpoints of a run: written while it goes on, whole or absent, read back onto any mesh and process count."""
+
+import logging
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import msgspec
+import orbax.checkpoint as ocp
+from jax.sharding import Sharding
+from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, EveryNSteps, LatestN
+
+from meshwright.core.errors import CannotRunError, InputError
+from meshwright.parallel.processes import is_first, wait_for_all
+
+CHECKPOINTS = "checkpoints"
+STATE, POSITION = "state", "position"
+UNFINISHED = ".orbax-checkpoint-tmp"
+WRITE_TIMEOUT_S = 3600
+
+Reorder = Callable[[dict[str, jax.Array]], dict[str, jax.Array]]
+"""Weights by name, or what an optimizer keeps of each, with their layers in another order."""
+
+
+def unchanged(named: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """The order of layers that is stored is the one they are held in."""
+    return named
+
+
+class Position(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where a run is: optimizer steps done, samples and tokens that went in. The data continue at ``samples``.
+
+    ``model`` and ``settings`` are plain tables of what the run was started with.
+    """
+
+    step: int
+    samples: int
+    tokens: int
+    model: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
+
+
+class _Stored(msgspec.Struct, frozen=True, kw_only=True):
+    """What lies beside the arrays: enough to refuse arrays that do not fit before any is read."""
+
+    position: Position
+    arrays: dict[str, str]
+
+
+class Checkpoints:
+    """The checkpoints of one run folder: the newest ``keep`` of them, and every ``keep_every``-th step for good.
+
+    State and position are one unit that is there or not: a process killed at any moment leaves the one before.
+    With several processes every one of them calls every method, in the same order.
+    """
+
+    def __init__(self, run: Path, *, keep: int = 2, keep_every: int = 0) -> None:
+        # Orbax warns of things that are as they should be, such as a first start in an empty folder.
+        logging.getLogger("absl").setLevel(logging.ERROR)
+        kept: list[Any] = [LatestN(keep)]
+        if keep_every:
+            kept.append(EveryNSteps(keep_every))
+        options = ocp.CheckpointManagerOptions(
+            preservation_policy=AnyPreservationPolicy(kept),
+            async_options=ocp.AsyncOptions(timeout_secs=WRITE_TIMEOUT_S),
+        )
+        self.folder = run.absolute() / CHECKPOINTS
+        if is_first():
+            # Orbax passes over those that were killed in their first moments, and then cannot write them anew.
+            for left in self.folder.glob(f"*{UNFINISHED}*"):
+                shutil.rmtree(left)
+        wait_for_all("old checkpoints are cleared")
+        self._manager = ocp.CheckpointManager(self.folder, options=options)
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def steps(self) -> list[int]:
+        """The steps that can be restored, oldest first."""
+        return sorted(self._manager.all_steps())
+
+    def save(self, state: Any, position: Position, *, to_canonical: Reorder = unchanged) -> float:
+        """Start to write the state after ``position.step``; the seconds that the caller was held up.
+
+        The arrays are copied to the host before this returns, so that the next step may reuse their memory; it
+        waits for the checkpoint before, when that is still being written. Nothing is done for a step that is there.
+        """
+        start = time.perf_counter()
+        if position.step in self._manager.all_steps():
+            return 0.0
+        tree = _reordered(state, to_canonical)
+        stored = _Stored(position=position, arrays=describe_arrays(tree))
+        try:
+            self._manager.save(
+                position.step,
+                args=ocp.args.Composite(
+                    **{STATE: ocp.args.StandardSave(tree), POSITION: ocp.args.JsonSave(msgspec.to_builtins(stored))}
+                ),
+                force=True,
+            )
+        except OSError as error:
+            raise _cannot_write(self.folder, error) from None
+        return time.perf_counter() - start
+
+    def wait(self) -> float:
+        """Until all that was saved is whole on disk; the seconds it took."""
+        start = time.perf_counter()
+        try:
+            self._manager.wait_until_finished()
+        except OSError as error:
+            raise _cannot_write(self.folder, error) from None
+        return time.perf_counter() - start
+
+    def position(self) -> Position | None:
+        """Of the newest checkpoint; None where there is none."""
+        stored = self._stored()
+        return stored.position if stored else None
+
+    def restore(self, shapes: Any, shardings: Any, *, from_canonical: Reorder = unchanged) -> Any:
+        """The newest state, laid out as ``shardings`` say, whatever mesh it was saved from.
+
+        ``shapes`` is the state's tree of `jax.ShapeDtypeStruct`. Raises InputError when the checkpoint holds other
+        arrays.
+        """
+        stored = self._stored()
+        assert stored is not None, "nothing to restore"
+        _require_same_arrays(stored.arrays, describe_arrays(shapes), self.folder / str(stored.position.step))
+
+        def abstract(shape: jax.ShapeDtypeStruct, sharding: Sharding) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
+
+        wanted = jax.tree.map(abstract, shapes, shardings)
+        args = ocp.args.Composite(**{STATE: ocp.args.StandardRestore(wanted)})
+        return _reordered(self._manager.restore(stored.position.step, args=args)[STATE], from_canonical)
+
+    def close(self) -> None:
+        """Finish what is being written and let go of the folder."""
+        self._manager.close()
+
+    def _stored(self) -> _Stored | None:
+        newest = self._manager.latest_step()
+        if newest is None:
+            return None
+        args = ocp.args.Composite(**{POSITION: ocp.args.JsonRestore()})
+        return msgspec.convert(self._manager.restore(newest, args=args)[POSITION], _Stored)
+
+
+def describe_arrays(tree: Any) -> dict[str, str]:
+    """Path of each array -> dtype and shape, such as ``.params['wq'] -> float32[2,32,4,8]``."""
+    return {
+        jax.tree_util.keystr(path): f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    }
+
+
+def _require_same_arrays(stored: Mapping[str, str], wanted: Mapping[str, str], where: Path) -> None:
+    for name in sorted(stored.keys() | wanted.keys()):
+        here, there = wanted.get(name, "nothing"), stored.get(name, "nothing")
+        if here != there:
+            raise InputError(
+                f"{where} has {there} as {name.lstrip('.')} and this run needs {here}. "
+                f"Resume with the model, state and optimizer that the run was started with, or start a new run."
+            )
+
+
+def _reordered(state: Any, reorder: Reorder) -> Any:
+    """The state with ``reorder`` applied to the weights and to each part of it that is named like them."""
+    names = set(state.params)
+
+    def is_like_params(part: Any) -> bool:
+        return isinstance(part, dict) and bool(part) and set(part) <= names
+
+    return jax.tree.map(lambda part: reorder(part) if is_like_params(part) else part, state, is_leaf=is_like_params)
+
+
+def _cannot_write(folder: Path, error: OSError) -> CannotRunError:
+    return CannotRunError(f"no checkpoint can be written in {folder}: {error.strerror or error}. Free some space.")

@@ -1,0 +1,59 @@
+"""Which axes of a weight array make up its matrices: layers and experts count them, the rest goes in or comes out."""
+
+import math
+from typing import NamedTuple
+
+from meshwright.algebra.transformer import weight_variables
+from meshwright.spec.model import Model
+from meshwright.spec.weights import Weight
+
+
+class MatrixAxes(NamedTuple):
+    """Axes of one array of `Params`: ``wo`` [L, N, H, D] is L matrices of N H inputs and D outputs.
+
+    A vector has no inputs; all its axes but layers and experts are outputs.
+    """
+
+    batch: tuple[int, ...]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+    @property
+    def is_matrix(self) -> bool:
+        """Whether there is something to factor or to orthogonalise."""
+        return bool(self.inputs)
+
+    @property
+    def within(self) -> tuple[int, ...]:
+        """The axes inside one matrix or vector."""
+        return self.inputs + self.outputs
+
+    def counted_once(self) -> "MatrixAxes":
+        """The axes of the same array with layers and experts as its one first dim."""
+        less = len(self.batch) - 1
+        return MatrixAxes((0,), *(tuple(axis - less for axis in axes) for axes in (self.inputs, self.outputs)))
+
+    def flat_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """``shape`` with the inputs as one dim and the outputs as one dim; layers and experts stay."""
+        sizes = [math.prod(shape[axis] for axis in axes) for axes in (self.inputs, self.outputs)]
+        return (*(shape[axis] for axis in self.batch), *sizes)
+
+
+def matrix_axes(weight: Weight) -> MatrixAxes:
+    """The axes of a row of the weight table, read off its dims.
+
+    A matrix that writes into the stream ends with D and all before it are inputs; otherwise its first dim is.
+    """
+    dims = weight.dims
+    stacked, routed = int(bool(weight.layers)), int(weight.part == "experts")
+    start, stop = stacked + routed, stacked + len(dims)
+    axes = tuple(range(start, stop))
+    if weight.kind == "vector":
+        return MatrixAxes(tuple(range(start)), (), axes)
+    inputs = len(axes) - 1 if dims[-1] == "D" else 1
+    return MatrixAxes(tuple(range(start)), axes[:inputs], axes[inputs:])
+
+
+def model_axes(model: Model) -> dict[str, MatrixAxes]:
+    """Name in `Params` -> the axes of its matrices, for every array of the model."""
+    return {name: matrix_axes(weight) for name, (weight, _) in weight_variables(model).items()}

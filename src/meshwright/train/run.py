@@ -1,0 +1,257 @@
+"""The steps of one run: handed to the devices, waited for, written down, and what is done between them."""
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import msgspec
+import numpy as np
+
+from meshwright.core.errors import CannotRunError
+from meshwright.core.units import format_seconds
+from meshwright.nn.weights import Params
+from meshwright.parallel.train_step import Batch, State
+from meshwright.train.checkpoint import Checkpoints, Position
+from meshwright.train.divergence import where_not_finite
+from meshwright.train.goodput import Stopwatch
+from meshwright.train.interrupt import StopRequest
+from meshwright.train.metrics import EvaluationRecord, LiveLine, Predicted, StepRecord
+from meshwright.train.optimizers import averaged
+from meshwright.train.result import MemoryUse, TrainResult, make_result, measured_memory
+from meshwright.train.run_folder import RunFolder
+from meshwright.train.schedules import learning_rate
+from meshwright.train.setup import Setup
+from meshwright.train.tracking import Tracking
+from meshwright.train.weights_file import save_weights
+
+OnStep = Callable[[StepRecord], None]
+
+
+class Outputs(NamedTuple):
+    """Where things go while a run goes on."""
+
+    folder: RunFolder
+    live: LiveLine
+    tracking: Tracking
+    checkpoints: Checkpoints
+    watch: Stopwatch
+
+
+class _Flight(NamedTuple):
+    """A step that was handed to the devices."""
+
+    number: int
+    start: float
+    batch: Batch
+    metrics: Any
+
+
+def steps_ahead() -> int:
+    """How many steps the devices have in hand beside the one that runs.
+
+    One, so that they do not wait for the host to read a loss. None on CPU, where host and devices are the same
+    cores, and where two programs with collectives at once may wait for each other's threads.
+    """
+    return 0 if jax.devices()[0].platform == "cpu" else 1
+
+
+class Run:
+    """Everything that changes while a run goes on."""
+
+    def __init__(self, setup: Setup, outputs: Outputs, request: StopRequest, predicted: Predicted) -> None:
+        self.setup, self.outputs, self.request, self.predicted = setup, outputs, request, predicted
+        self.job, self.settings, self.watch = setup.job, setup.settings, outputs.watch
+        self.step_s: list[float] = []
+        self.evaluations: list[EvaluationRecord] = []
+        self.memory: MemoryUse | None = None
+        self.last_end = 0.0
+        self.rates = learning_rate(setup.settings)(np.arange(setup.settings.steps))
+
+    def begin(self, position: Position, state: State, *, resumed: bool) -> None:
+        """Take over where an earlier start, if any, left off."""
+        self.position, self.state = position, state
+        self.resumed_from = position.step if resumed else None
+        self.losses = list(self.outputs.folder.kept.losses)
+
+    # -- steps ---------------------------------------------------------------------------------------
+
+    def steps(self, on_step: OnStep | None) -> None:
+        """Compile the step once, then run steps until the last, a request to stop, or one that is not finite."""
+        shardings = self.setup.step.batch_shardings
+        flying: deque[_Flight] = deque()
+        with self.setup.batches.ahead(self.position.samples, shardings) as reader:
+            batches = (batch for _, batch in reader)
+            if self.position.step >= self.settings.steps:
+                return
+            batch = self._read(batches, flying)
+            compiled = self._compile(batch)
+            for number in range(self.position.step + 1, self.settings.steps + 1):
+                start = time.perf_counter()
+                self.state, metrics = compiled(self.state, batch)
+                flying.append(_Flight(number, start, batch, metrics))
+                pause = self._pauses_after(number)
+                self._land(flying, 0 if pause else steps_ahead(), on_step)
+                if self.request.stops_after(number):
+                    break
+                if pause:
+                    self._pause(number)
+                batch = self._read(batches, flying)
+            self._land(flying, 0, on_step)
+
+    def _compile(self, batch: Batch) -> Any:
+        with self.watch.timed("compile"):
+            compiled = self.setup.step.compile.lower(self.state, batch).compile()
+            if self.setup.held_out and self.settings.evaluate_every:
+                self.setup.held_out.compile(self._evaluated_weights())
+        self.memory = measured_memory(self.state, batch, compiled)
+        start = f"goes on after step {self.position.step}, " if self.position.step else ""
+        seconds = format_seconds(self.watch.seconds("compile"))
+        self.outputs.live.say(f"{self.outputs.folder.path}: {start}compiled in {seconds}")
+        return compiled
+
+    def _read(self, batches: Iterator[Batch], flying: deque[_Flight]) -> Batch:
+        """The next batch; the wait for it counts when the devices had nothing else to do."""
+        start = time.perf_counter()
+        batch = next(batches)
+        if not flying or flying[-1].metrics.loss.is_ready():
+            self.watch.add("data", time.perf_counter() - start)
+        return batch
+
+    def _land(self, flying: deque[_Flight], remaining: int, on_step: OnStep | None) -> None:
+        """Wait for the oldest steps until ``remaining`` are left, and say what each came to."""
+        while len(flying) > remaining:
+            flight = flying.popleft()
+            record = self._record(flight)
+            self.outputs.folder.record(record)
+            self.outputs.live.show(record)
+            self.outputs.tracking.record(record)
+            if not (math.isfinite(record.loss) and math.isfinite(record.grad_norm)):
+                self._give_up(flight, record)
+            try:
+                if on_step:
+                    on_step(record)
+            except KeyboardInterrupt:
+                # Between steps the state is whole, so this ends like a Ctrl-C that the handler saw.
+                self.request.ask()
+
+    def _record(self, flight: _Flight) -> StepRecord:
+        found = jax.device_get(flight.metrics)
+        end = time.perf_counter()
+        # Handed over while the step before it ran, it began when that one ended.
+        step_s = end - max(flight.start, self.last_end)
+        self.last_end = end
+        tokens = self.job.tokens_per_step
+        self.losses.append(float(found.loss))
+        self.step_s.append(step_s)
+        self.position = msgspec.structs.replace(
+            self.position,
+            step=flight.number,
+            samples=self.position.samples + self.job.batch_seqs,
+            tokens=self.position.tokens + tokens,
+        )
+        return StepRecord(
+            step=flight.number,
+            tokens=self.position.tokens,
+            loss=float(found.loss),
+            grad_norm=float(found.grad_norm),
+            learning_rate=float(self.rates[flight.number - 1]),
+            step_s=step_s,
+            tokens_per_s=tokens / step_s,
+            mfu=self.predicted.mfu(step_s),
+            hfu=self.predicted.hfu(step_s),
+            predicted_step_s=self.predicted.step_s,
+            extras={name: float(value) for name, value in getattr(found, "extras", {}).items() if np.ndim(value) == 0},
+        )
+
+    # -- between steps -------------------------------------------------------------------------------
+
+    def _pauses_after(self, number: int) -> bool:
+        """Whether something looks at the state after this step, which the step after it consumes."""
+        return self._is_due(number, self.settings.checkpoint_every) or self._is_due(
+            number, self.settings.evaluate_every
+        )
+
+    def _is_due(self, number: int, every: int) -> bool:
+        # The last step's are made when the run ends.
+        return every > 0 and number % every == 0 and number < self.settings.steps
+
+    def _pause(self, number: int) -> None:
+        if self._is_due(number, self.settings.checkpoint_every):
+            self._save()
+        if self._is_due(number, self.settings.evaluate_every):
+            self._evaluate()
+
+    def _save(self) -> None:
+        with self.watch.timed("checkpoint"):
+            self.outputs.checkpoints.save(self.state, self.position, to_canonical=self.setup.to_canonical)
+
+    def _evaluated_weights(self) -> Params:
+        return _averaged(self.state) if self.settings.average else self.state.params
+
+    def _evaluate(self) -> None:
+        if self.setup.held_out is None:
+            return
+        with self.watch.timed("evaluation"):
+            loss = self.setup.held_out.loss(self._evaluated_weights())
+        record = EvaluationRecord(step=self.position.step, tokens=self.position.tokens, loss=loss)
+        self.evaluations.append(record)
+        self.outputs.folder.evaluated(record)
+        self.outputs.tracking.evaluated(record)
+        self.outputs.live.say(f"step {record.step}: held-out loss {loss:.3f}")
+
+    # -- the end -------------------------------------------------------------------------------------
+
+    def finish(self) -> TrainResult:
+        """The last evaluation, checkpoint and weights; the summary is written when they are there."""
+        stopped = self.position.step < self.settings.steps
+        if not stopped and self.position.step:
+            # Whoever asked to stop is not kept waiting for the held-out text.
+            self._evaluate()
+        if self.position.step:
+            self._save()
+            with self.watch.timed("checkpoint"):
+                self.outputs.checkpoints.wait()
+        weights = self.setup.to_canonical(self._evaluated_weights())
+        save_weights(self.setup.model, weights, self.outputs.folder.path)
+        result = self._result()
+        self.outputs.folder.summarise({**msgspec.to_builtins(result), "diverged": False})
+        return result
+
+    def _result(self) -> TrainResult:
+        kept = self.outputs.folder.kept
+        goodput = self.watch.goodput(steps_s=sum(self.step_s), lost_steps=kept.lost_steps, lost_s=kept.lost_s)
+        return make_result(
+            self.outputs.folder.path,
+            steps=self.settings.steps,
+            tokens_per_step=self.job.tokens_per_step,
+            losses=self.losses,
+            step_s=self.step_s,
+            predicted=self.predicted,
+            goodput=goodput,
+            memory=self.memory,
+            evaluations=self.evaluations,
+            resumed_from=self.resumed_from,
+        )
+
+    def _give_up(self, flight: _Flight, record: StepRecord) -> None:
+        """End a run that has no finite loss or gradient, with the array named."""
+        self.outputs.folder.summarise({**msgspec.to_builtins(self._result()), "diverged": True})
+        what = f"the loss is {record.loss}"
+        if math.isfinite(record.loss):
+            what = f"the loss is {record.loss:.4g} and the norm of the gradient {record.grad_norm}"
+        where = where_not_finite(self.setup.step, self.state, flight.batch, model=self.setup.model)
+        settings, steps = self.settings, self.outputs.checkpoints.steps()
+        kept = f"the checkpoint of step {steps[-1]} and the metrics are" if steps else "the metrics are"
+        raise CannotRunError(
+            f"{what} at step {record.step} with learning_rate={settings.learning_rate:g} and "
+            f"warmup_steps={settings.warmup_steps}: {where}. Use a lower rate or a longer warmup; "
+            f"{kept} in {self.outputs.folder.path}."
+        )
+
+
+@jax.jit
+def _averaged(state: State) -> Params:
+    return averaged(state.opt_state, state.params)

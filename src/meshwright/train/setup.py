@@ -1,0 +1,131 @@
+"""What a run needs before its first step: text, batches, the step, and the state to start from."""
+
+import math
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import msgspec
+
+from meshwright.algebra.layers import ProgramOptions
+from meshwright.core.errors import InputError
+from meshwright.core.files import cache_folder
+from meshwright.nn.weights import Params
+from meshwright.parallel.train_step import State, TrainStep
+from meshwright.spec.job import Job
+from meshwright.spec.model import Model
+from meshwright.spec.strategy import Strategy
+from meshwright.train.checkpoint import Checkpoints, Position
+from meshwright.train.data import Batches, Data, open_data
+from meshwright.train.evaluate import HeldOut, held_out
+from meshwright.train.optimizers import Optimizer, make_optimizer, state_specs
+from meshwright.train.settings import TrainSettings
+from meshwright.train.tokenizer import load_tokenizer
+from meshwright.train.weights_file import TOKENIZER
+
+
+class Setup(NamedTuple):
+    """What is trained and how long, the step, not compiled yet, and what it reads."""
+
+    model: Model
+    job: Job
+    settings: TrainSettings
+    step: TrainStep
+    data: Data
+    batches: Batches
+    held_out: HeldOut | None
+
+    def to_canonical(self, named: Params) -> Params:
+        """Weights, or what is kept of each, with layers in the model's order, in which they are stored."""
+        return self.step.to_canonical(named) if hasattr(self.step, "to_canonical") else named
+
+    def from_canonical(self, named: Params) -> Params:
+        """The same in the order in which the strategy holds layers."""
+        return self.step.from_canonical(named) if hasattr(self.step, "from_canonical") else named
+
+
+class _Placed(NamedTuple):
+    """An optimizer that also says where its state lies, as `TrainStep` asks."""
+
+    optimizer: Optimizer
+
+    @property
+    def init(self) -> Any:
+        return self.optimizer.init
+
+    @property
+    def update(self) -> Any:
+        return self.optimizer.update
+
+    @property
+    def specs(self) -> Any:
+        return partial(state_specs, self.optimizer)
+
+
+def prepare(model: Model, strategy: Strategy, job: Job, settings: TrainSettings) -> Setup:
+    """All of it. Raises InputError for what does not go together."""
+    data = open_data(settings, vocab_size=model.vocab_size, folder=cache_folder() / "tokens")
+    step = TrainStep(
+        model,
+        strategy,
+        optimizer=_Placed(make_optimizer(model, settings, strategy.state)),
+        max_grad_norm=settings.max_grad_norm,
+        options=program_options(settings),
+    )
+    require_divides(step, job)
+    batches = Batches(
+        data.train,
+        batch_seqs=job.batch_seqs,
+        seq_len=job.seq_len,
+        seed=settings.seed,
+        order=step.token_order(job.seq_len),
+    )
+    evaluation = held_out(
+        step,
+        data.held_out,
+        batch_seqs=job.batch_seqs,
+        seq_len=job.seq_len,
+        max_batches=settings.evaluate_batches,
+    )
+    return Setup(model, job, settings, step, data, batches, evaluation)
+
+
+def program_options(settings: TrainSettings) -> ProgramOptions:
+    """What the settings ask of the program of the model."""
+    return ProgramOptions(documents=settings.packing, z_loss=settings.z_loss, balance_loss=settings.balance_loss)
+
+
+def require_divides(step: TrainStep, job: Job) -> None:
+    """Raise InputError unless every device gets an equal part of the batch; `plan.legal` has looked at the weights."""
+    split = step.declared.declared["tokens"]
+    for name, letter, size in (("batch_seqs", "B", job.batch_seqs), ("seq_len", "T", job.seq_len)):
+        axes = split.axes_of(letter)
+        parts = math.prod(step.strategy.mesh[a] for a in axes)
+        parts *= step.strategy.num_microbatches if letter == "B" else 1
+        if size % parts:
+            raise InputError(
+                f"{name}={size} does not divide into {parts} parts "
+                f"({' x '.join(axes)}{' x microbatches' if letter == 'B' else ''}). Use a multiple of {parts}."
+            )
+
+
+def start_state(setup: Setup, checkpoints: Checkpoints) -> tuple[Position, State]:
+    """The newest checkpoint laid out on this run's mesh; new weights where there is none."""
+    step, found = setup.step, checkpoints.position()
+    tables = {"model": msgspec.to_builtins(setup.model), "settings": msgspec.to_builtins(setup.settings)}
+    if found is None:
+        return Position(step=0, samples=0, tokens=0, **tables), step.init(setup.settings.seed)
+    shapes = State(step.param_shapes, jax.eval_shape(step.optimizer.init, step.param_shapes))
+    state = checkpoints.restore(shapes, step.state_shardings, from_canonical=setup.from_canonical)
+    return msgspec.structs.replace(found, **tables), state
+
+
+def require_same_tokenizer(run: Path, data: Data) -> None:
+    """Raise InputError when the text of a resumed run gives another tokenizer than it began with."""
+    path = run / TOKENIZER
+    if path.is_file() and load_tokenizer(path).to_str() != data.tokenizer.to_str():
+        raise InputError(
+            f"{run} was trained with another tokenizer than this text gives. "
+            f"Give its own: --set train.tokenizer={path}, or the text that it began with."
+        )

@@ -1,0 +1,86 @@
+"""Tokens on disk with the places where documents start, read piece by piece."""
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+
+TOKENS, STARTS = "tokens", "starts"
+"""The two files of a store: tokens, and where documents start (uint64, the number of tokens as last entry)."""
+START_BYTES = 8
+Span = tuple[int, int]
+"""Tokens from the first place up to the second."""
+
+
+class TokenStore:
+    """A run of tokens of consecutive documents; nothing is read before it is asked for.
+
+    ``starts`` are the places of the first token of each document, and the number of tokens as the last entry; left
+    out, all tokens are one document. ``spans`` restrict the store to parts of the tokens, which then count as one
+    run, a document that reaches past a span ending with it. A store of memory-mapped arrays takes no memory.
+    """
+
+    def __init__(
+        self, tokens: np.ndarray, starts: np.ndarray | None = None, spans: Iterable[Span] | None = None
+    ) -> None:
+        self.tokens = tokens
+        self.starts = np.array([0, len(tokens)], np.uint64) if starts is None else np.asarray(starts)
+        assert self.starts.dtype == np.uint64, "a search with another dtype would copy the whole index"
+        self.spans = tuple(spans) if spans is not None else ((0, len(tokens)),)
+        # Places in the run at which spans begin, and its length; how far each lies further on in the file.
+        self._edges = np.cumsum([0, *(stop - start for start, stop in self.spans)])
+        self._shifts = np.array([start for start, _ in self.spans] or [0]) - self._edges[: max(len(self.spans), 1)]
+
+    @classmethod
+    def open(cls, folder: Path, *, dtype: str) -> Self:
+        """The store whose two files are in a folder, memory-mapped."""
+        return cls(_mapped(folder / TOKENS, dtype), _mapped(folder / STARTS, "uint64"))
+
+    def part(self, spans: Iterable[Span]) -> "TokenStore":
+        """The same files seen through spans of the whole file."""
+        return TokenStore(self.tokens, self.starts, spans)
+
+    def __len__(self) -> int:
+        return int(self._edges[-1])
+
+    @property
+    def num_documents(self) -> int:
+        """Documents, or parts of them that a span cuts off."""
+        return len(self.boundaries(0, len(self)))
+
+    def read(self, places: np.ndarray) -> np.ndarray:
+        """The tokens at these places of the run as int32, which is what touches the disk."""
+        span = np.searchsorted(self._edges[1:-1], places, side="right")
+        return np.asarray(self.tokens[places + self._shifts[span]], dtype=np.int32)
+
+    def boundaries(self, start: int, stop: int) -> np.ndarray:
+        """Places in ``(start, stop]`` where the document is another than at the place before, or the run ends.
+
+        No token is read.
+        """
+        return np.concatenate([np.empty(0, np.int64), *self._boundaries(start, stop)])
+
+    def _boundaries(self, start: int, stop: int) -> Iterator[np.ndarray]:
+        first, last = np.searchsorted(self._edges, [start, stop], side="right") - 1
+        for number in range(int(first), min(int(last) + 1, len(self.spans))):
+            shift, end = int(self._shifts[number]), int(self._edges[number + 1])
+            low, high = max(start, int(self._edges[number])) + shift, min(stop, end - 1) + shift
+            yield self.starts[self._number_up_to(low) : self._number_up_to(high)].astype(np.int64) - shift
+            if start < end <= stop:
+                yield np.array([end])
+
+    def _number_up_to(self, place: int) -> np.intp:
+        # NumPy compares uint64 with a signed number as floats, and would convert the whole index for it.
+        return np.searchsorted(self.starts, np.uint64(place), side="right")
+
+    def nearest_start(self, place: int) -> int:
+        """Where in the file the document starts, or all of them end, that is nearest to a place of the file."""
+        after = int(np.searchsorted(self.starts, np.uint64(place)))
+        around = self.starts[max(after - 1, 0) : after + 1]
+        return min(map(int, around), key=lambda found: abs(found - place))
+
+
+def _mapped(path: Path, dtype: str) -> np.ndarray:
+    # An empty file cannot be mapped.
+    return np.memmap(path, dtype=dtype, mode="r") if path.stat().st_size else np.empty(0, dtype)

@@ -1,0 +1,148 @@
+"""Checkpoints: whole or absent, kept by policy, laid out anew on any mesh, copies of buffers that go on changing."""
+
+import json
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from meshwright.core.errors import InputError
+from meshwright.parallel.mesh import device_mesh
+from meshwright.train.checkpoint import Checkpoints, Position, describe_arrays
+
+
+class State(NamedTuple):
+    params: Any
+    opt_state: Any
+
+
+SPEC = {"w": PartitionSpec(None, "a", "b"), "norm": PartitionSpec()}
+SHAPES = {"w": (4, 8, 16), "norm": (4, 8)}
+
+
+def shardings(**axes: int) -> State:
+    mesh = device_mesh(axes)
+    named = {name: NamedSharding(mesh, spec) for name, spec in SPEC.items()}
+    return State(named, (NamedSharding(mesh, PartitionSpec()), {"mu": named}))
+
+
+def numbers() -> State:
+    def draw(start: float) -> dict[str, jax.Array]:
+        sizes = {name: int(np.prod(shape)) for name, shape in SHAPES.items()}
+        return {n: start + jnp.arange(size, dtype=jnp.float32).reshape(SHAPES[n]) for n, size in sizes.items()}
+
+    return State(draw(0), (jnp.asarray(7, jnp.int32), {"mu": draw(1000)}))
+
+
+def placed(**axes: int) -> State:
+    return jax.device_put(numbers(), shardings(**axes))
+
+
+def shapes() -> State:
+    return jax.eval_shape(numbers)
+
+
+def at(step: int, **changes: Any) -> Position:
+    return Position(step=step, samples=8 * step, tokens=256 * step, **changes)
+
+
+def same(found: State, wanted: State) -> None:
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), found, wanted)
+
+
+@pytest.fixture
+def saved(tmp_path):
+    with Checkpoints(tmp_path) as kept:
+        kept.save(placed(a=4, b=2), at(3, model={"d_model": 8}, settings={"steps": 9}))
+    return tmp_path
+
+
+@pytest.mark.parametrize("axes", [{"a": 4, "b": 2}, {"a": 1, "b": 1}, {"a": 2, "b": 2}, {"a": 1, "b": 8}])
+def test_what_comes_back_lies_as_the_new_mesh_says(saved, axes):
+    with Checkpoints(saved) as kept:
+        found = kept.restore(shapes(), shardings(**axes))
+        assert kept.position() == at(3, model={"d_model": 8}, settings={"steps": 9})
+    same(found, numbers())
+    assert jax.tree.map(lambda a: a.sharding, found) == shardings(**axes)
+
+
+def test_the_step_after_a_save_may_reuse_the_memory(tmp_path):
+    move = jax.jit(partial(jax.tree.map, lambda a: a + 1), donate_argnums=0)
+    state = placed(a=4, b=2)
+    with Checkpoints(tmp_path) as kept:
+        for step in range(1, 4):
+            state = move(state)
+            kept.save(state, at(step))
+        for _ in range(20):  # while the last one is being written
+            state = move(state)
+        kept.wait()
+        found = kept.restore(shapes(), shardings(a=2, b=1))
+    same(found, jax.tree.map(lambda a: a + 3, numbers()))
+
+
+def test_the_newest_and_every_so_manieth_stay(tmp_path):
+    with Checkpoints(tmp_path, keep=2, keep_every=4) as kept:
+        assert kept.position() is None
+        for step in range(1, 8):
+            kept.save(placed(a=1, b=1), at(step))
+        kept.wait()
+        assert kept.steps() == [4, 6, 7]
+        assert kept.save(placed(a=1, b=1), at(7)) == 0.0
+    with Checkpoints(tmp_path) as again:
+        assert again.position() == at(7)
+
+
+def test_what_was_never_finished_is_not_there_and_goes(saved):
+    """A process that dies while it writes leaves a folder of another name, in its first moments an empty one."""
+    left = saved / "checkpoints" / "4.orbax-checkpoint-tmp"
+    (left / "state").mkdir(parents=True)
+    with Checkpoints(saved) as kept:
+        assert kept.steps() == [3]
+        kept.save(placed(a=1, b=1), at(4))
+        kept.wait()
+        assert kept.steps() == [3, 4]
+    assert not left.exists()
+
+
+def test_other_arrays_are_refused_in_one_line(saved):
+    wanted = shapes()
+    narrow = State({**wanted.params, "w": jax.ShapeDtypeStruct((4, 8, 8), jnp.float32)}, wanted.opt_state)
+    more = State({**wanted.params, "bias": jax.ShapeDtypeStruct((4,), jnp.float32)}, wanted.opt_state)
+    with Checkpoints(saved) as kept:
+        with pytest.raises(
+            InputError, match=r"has float32\[4,8,16\] as params\['w'\].*needs float32\[4,8,8\]"
+        ) as caught:
+            kept.restore(narrow, None)
+        assert "\n" not in str(caught.value)
+        with pytest.raises(InputError, match=r"has nothing as params\['bias'\].*needs float32\[4\]"):
+            kept.restore(more, None)
+
+
+def test_layers_are_stored_in_the_order_of_the_model(tmp_path):
+    order = np.array([2, 0, 3, 1])  # how a strategy holds layers
+
+    def held(named):
+        return {name: array[order] for name, array in named.items()}
+
+    def canonical(named):
+        return {name: array[np.argsort(order)] for name, array in named.items()}
+
+    state = numbers()
+    here = State(held(state.params), (state.opt_state[0], {"mu": held(state.opt_state[1]["mu"])}))
+    with Checkpoints(tmp_path) as kept:
+        kept.save(here, at(1), to_canonical=canonical)
+        kept.wait()
+        same(kept.restore(shapes(), shardings(a=1, b=1)), state)
+        same(kept.restore(shapes(), shardings(a=1, b=1), from_canonical=held), here)
+
+
+def test_what_is_stored_beside_the_arrays_is_readable(saved):
+    (file,) = (saved / "checkpoints" / "3" / "position").glob("metadata")
+    stored = json.loads(file.read_text())
+    assert stored["position"]["samples"] == 24
+    assert stored["arrays"] == describe_arrays(numbers())
+    assert stored["arrays"][".params['w']"] == "float32[4,8,16]"

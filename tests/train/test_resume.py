@@ -1,0 +1,186 @@
+"""Runs that stop, or are killed, and go on: each step once, the data where they were, the losses of one whole run."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from meshwright.core.errors import InputError
+from meshwright.spec.job import Job
+from meshwright.train.loop import train
+from meshwright.train.run_folder import finished_steps
+from tests.train.small import JOB, MODEL, settings, strategy, write_text
+
+ROOT = Path(__file__).parents[2]
+STEPS, EVERY = 24, 3
+LONGEST_S = 300
+
+
+@pytest.fixture(autouse=True, scope="module")
+def cache(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MESHWRIGHT_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    return write_text(tmp_path_factory.mktemp("text"))
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, text):
+    """A run that nothing interrupts, with a mean of its weights, so that the state has all its parts."""
+    root = tmp_path_factory.mktemp("whole")
+    return train(MODEL, strategy(fsdp=2, tensor=2), JOB, settings(text, steps=STEPS, average=0.9), run_root=root)
+
+
+def lines_of(run):
+    with open(f"{run}/metrics.jsonl") as lines:
+        return [json.loads(line) for line in lines]
+
+
+def stop_at(step):
+    def on_step(record):
+        if record.step == step:
+            raise KeyboardInterrupt
+
+    return on_step
+
+
+def stopped(text, root, *, at=10, **changes):
+    given = settings(text, steps=STEPS, average=0.9, **changes)
+    return train(MODEL, strategy(fsdp=2, tensor=2), JOB, given, run_root=root, on_step=stop_at(at))
+
+
+def test_a_stopped_run_ends_as_one_that_was_not(whole, text, tmp_path):
+    first = stopped(text, tmp_path)
+    assert finished_steps(Path(first.run)) is None
+    again = train(
+        MODEL,
+        strategy(fsdp=2, tensor=2),
+        JOB,
+        settings(text, steps=STEPS, average=0.9),
+        run_root=tmp_path,
+        resume=Path(first.run),
+    )
+    assert again.run == first.run
+    assert again.resumed_from == 10
+    assert again.losses == whole.losses
+    assert again.validation_loss == whole.validation_loss
+    assert [line["step"] for line in lines_of(again.run)] == list(range(1, STEPS + 1))
+    assert [line["tokens"] for line in lines_of(again.run)] == [line["tokens"] for line in lines_of(whole.run)]
+    assert finished_steps(Path(again.run)) == STEPS
+
+
+def test_it_goes_on_over_other_devices_and_another_batch_size(whole, text, tmp_path):
+    """From 4 devices to 8 on other axes; then half the sequences a step: the counter of samples says which."""
+    first = stopped(text, tmp_path, at=8)
+    changed = settings(text, steps=12, average=0.9)
+    other = strategy(data=2, context=2, tensor=2)
+    second = train(MODEL, other, JOB, changed, run_root=tmp_path, resume=Path(first.run))
+    # The schedule of 12 steps is another one, but the losses until step 9 are of weights and data from before.
+    np.testing.assert_allclose(second.losses[:9], whole.losses[:9], rtol=1e-5)
+    assert lines_of(second.run)[-1]["tokens"] == 12 * JOB.tokens_per_step
+    half = Job(batch_seqs=JOB.batch_seqs // 2, seq_len=JOB.seq_len)
+    third = train(MODEL, other, half, settings(text, steps=14, average=0.9), run_root=tmp_path, resume=Path(first.run))
+    assert third.resumed_from == 12
+    assert [line["tokens"] // JOB.seq_len for line in lines_of(third.run)[-3:]] == [96, 100, 104]
+
+
+def test_a_folder_without_a_checkpoint_starts_over(text, tmp_path):
+    run = tmp_path / "mini-001"
+    first = stopped(text, tmp_path, at=2)
+    for step in (run / "checkpoints").iterdir():
+        for file in sorted(step.rglob("*"), reverse=True):
+            file.rmdir() if file.is_dir() else file.unlink()
+        step.rmdir()
+    again = train(
+        MODEL, strategy(fsdp=2, tensor=2), JOB, settings(text, steps=3, average=0.9), run_root=tmp_path, resume=run
+    )
+    assert again.resumed_from == 0
+    assert again.losses[:2] == first.losses
+    assert (again.goodput.lost_steps, len(lines_of(run))) == (2, 3)
+
+
+@pytest.mark.parametrize(
+    ("model", "changes", "message"),
+    [
+        ({"d_ff": 128}, {}, r"trains a model with d_ff=64 and this one has d_ff=128"),
+        ({}, {"optimizer": "lion"}, r"needs nothing.*Resume with the model, state and optimizer"),
+        ({}, {"data": "another"}, r"another tokenizer than this text gives.*train\.tokenizer="),
+    ],
+)
+def test_what_does_not_go_on_is_refused(whole, text, tmp_path, model, changes, message):
+    import msgspec
+
+    if "data" in changes:
+        changes = {"data": write_text(tmp_path, num_topics=3)}
+    given = settings(**{"data": text, "steps": STEPS + 1, "average": 0.9, **changes})
+    other = msgspec.structs.replace(MODEL, **model)
+    before = sorted(path.stat().st_mtime_ns for path in Path(whole.run).iterdir() if path.is_file())
+    with pytest.raises(InputError, match=message) as caught:
+        train(other, strategy(fsdp=2, tensor=2), JOB, given, run_root=tmp_path, resume=Path(whole.run))
+    assert "\n" not in str(caught.value)
+    assert sorted(path.stat().st_mtime_ns for path in Path(whole.run).iterdir() if path.is_file()) == before
+
+
+# -- killed ------------------------------------------------------------------------------------------
+
+
+def start(root, text, *resume):
+    changes = {"steps": STEPS, "average": 0.9, "checkpoint_every": EVERY, "pause_s": 0.05}
+    command = [sys.executable, "-m", "tests.train.child", str(root), text, json.dumps(changes), *map(str, resume)]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+
+
+def kill_somewhere(child, run, *, after, chance):
+    """SIGKILL when ``after`` steps are written and some random time has passed; the steps that were written."""
+    metrics, deadline = run / "metrics.jsonl", time.monotonic() + LONGEST_S
+    while child.poll() is None and time.monotonic() < deadline:
+        if metrics.exists() and metrics.read_bytes().count(b"\n") >= after:
+            break
+        time.sleep(0.005)
+    time.sleep(chance.uniform(0, 0.3))
+    os.kill(child.pid, signal.SIGKILL)
+    assert child.wait() == -signal.SIGKILL
+    child.stdout.close()
+    return metrics.read_bytes().count(b"\n")
+
+
+def survives(root, text, whole, *, rounds, seed):
+    """Kill a run ``rounds`` times, then let it end: the steps that each kill cost."""
+    chance, run, resume, costs, committed = random.Random(seed), root / "mini-001", (), [], 0
+    for _ in range(rounds):
+        child = start(root, text, *resume)
+        written = kill_somewhere(child, run, after=committed + chance.randint(2, 8), chance=chance)
+        steps = [int(path.name) for path in (run / "checkpoints").iterdir() if path.name.isdecimal()]
+        committed, resume = max(steps, default=0), (run,)
+        costs.append(written - committed)
+    with start(root, text, *resume) as child:
+        said = json.loads(child.communicate(timeout=LONGEST_S)[0])
+    assert said["from"] == committed
+    assert said["losses"] == whole.losses
+    lines = lines_of(run)
+    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
+    assert [line["loss"] for line in lines] == whole.losses
+    return costs
+
+
+def test_a_killed_run_loses_only_what_no_checkpoint_holds(whole, text, tmp_path):
+    costs = survives(tmp_path, text, whole, rounds=1, seed=0)
+    # One checkpoint may be in writing when the process dies, then the one before it counts.
+    assert max(costs) <= 2 * EVERY
+
+
+@pytest.mark.slow
+def test_many_kills(whole, text, tmp_path):
+    costs = survives(tmp_path, text, whole, rounds=5, seed=1)
+    assert max(costs) <= 2 * EVERY
