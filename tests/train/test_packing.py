@@ -1,12 +1,13 @@
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.train.data_split import split
 from meshwright.train.packing import NO_LABEL, PackedRows, WindowRows
 from meshwright.train.token_store import TokenStore
 
+some = settings(max_examples=60, deadline=None)
 LENGTHS = st.lists(st.integers(1, 12), min_size=1, max_size=30)
 SEQ_LEN = st.integers(1, 20)
 
@@ -26,6 +27,7 @@ def all_rows(rows):
     return [rows.read(number, np.arange(rows.seq_len)) for number in range(len(rows))]
 
 
+@some
 @given(LENGTHS, SEQ_LEN)
 def test_packing_loses_and_repeats_no_token(lengths, seq_len):
     store = store_of(lengths)
@@ -40,6 +42,7 @@ def test_packing_loses_and_repeats_no_token(lengths, seq_len):
         assert all(i + 1 == len(store) or documents[i] != documents[i + 1] for i in left)
 
 
+@some
 @given(LENGTHS, SEQ_LEN)
 def test_each_token_predicts_the_next_of_its_document_and_the_last_nothing(lengths, seq_len):
     documents, rows = document_numbers(lengths), PackedRows(store_of(lengths), seq_len)
@@ -51,6 +54,7 @@ def test_each_token_predicts_the_next_of_its_document_and_the_last_nothing(lengt
         assert rows.num_labels(number) == np.count_nonzero(row.labels != NO_LABEL)
 
 
+@some
 @given(LENGTHS, SEQ_LEN)
 def test_what_sees_each_other_is_of_one_document(lengths, seq_len):
     documents = document_numbers(lengths)
@@ -68,6 +72,7 @@ def test_what_sees_each_other_is_of_one_document(lengths, seq_len):
         assert (np.diff(row.positions)[~begins[1:]] == 1).all()
 
 
+@some
 @given(LENGTHS, SEQ_LEN, st.data())
 def test_any_positions_in_any_order_are_those_of_the_row(lengths, seq_len, data):
     for kind in (PackedRows, WindowRows):
@@ -79,6 +84,7 @@ def test_any_positions_in_any_order_are_those_of_the_row(lengths, seq_len, data)
                 np.testing.assert_array_equal(found, expected[chosen])
 
 
+@some
 @given(LENGTHS, st.floats(0, 0.95), SEQ_LEN)
 def test_packing_of_a_part_is_that_of_its_own_documents(lengths, share, seq_len):
     """Spans of a store count as one run: the rows are those of a store that holds only them."""

@@ -1,3 +1,4 @@
+import io
 import json
 import os
 import signal
@@ -8,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 
@@ -22,6 +23,7 @@ from meshwright.train.token_store import TokenStore
 from meshwright.train.tokenizer import END_ID, TextTokenizer
 
 END = 2
+some = settings(max_examples=60, deadline=None)
 LENGTHS = st.lists(st.integers(1, 12), min_size=1, max_size=60)
 
 
@@ -95,6 +97,24 @@ def test_a_text_in_pieces_is_one_document(tmp_path, monkeypatch):
     store = open_words(open_corpus(str(tmp_path / "x.txt")), tmp_path / "kept").store
     assert store.read(np.arange(len(store))).tolist() == [1, 0, 1] * 50 + [END]
     assert store.num_documents == 1
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_progress_is_shown_on_a_terminal_only(tmp_path, monkeypatch, capsys):
+    corpus = write_lines(tmp_path / "x.jsonl", ["a b"] * 3)
+    open_words(corpus, tmp_path / "quiet")
+    assert capsys.readouterr() == ("", "")
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    open_words(corpus, tmp_path / "shown")
+    assert "tokenising" in terminal.getvalue()
+    assert "9 tokens" in terminal.getvalue()
+    assert capsys.readouterr().out == ""
 
 
 class StopError(Exception):
@@ -263,6 +283,7 @@ def store_of(lengths):
     return TokenStore(np.arange(int(starts[-1]), dtype=np.uint32), starts)
 
 
+@some
 @given(LENGTHS, st.floats(0, 0.99))
 def test_held_out_documents_are_whole_and_apart(lengths, share):
     store = store_of(lengths)

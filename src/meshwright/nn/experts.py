@@ -1,14 +1,13 @@
-"""Routed experts on one device: choosing experts, filling their slots, bringing results back; forward and backward.
+"""Routed experts on one device: filling their slots with tokens, bringing results back; forward and backward.
 
 Every device sorts its own tokens, in the order in which it holds them, into ``capacity`` slots of each of the E
 experts. One array says where: ``chosen[B, T, Ea]`` is ``expert * capacity + slot``, or ``-1 - expert`` where the
 expert had no slot left. Dispatch, combine and all backward functions need nothing else. Rows move by index, never by
-products with one-hot matrices. The router works in float32.
+products with one-hot matrices.
 """
 
 import math
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -35,23 +34,6 @@ def expert_capacity(num_tokens: int, *, num_experts: int, experts_per_token: int
     return max(1, min(num_tokens, math.ceil(capacity_factor * mean_load - rounding)))
 
 
-# -- the router -----------------------------------------------------------------------------------------
-
-
-def route(scores: Scores, *, experts_per_token: int, capacity: int, renormalised: bool) -> tuple[Gates, Chosen]:
-    """Weights of the experts with the highest scores, in float32, and the slot that each gives the token.
-
-    ``renormalised``: a softmax over the chosen scores, which is the softmax over all divided by its sum over the
-    chosen (Mixtral, Qwen3-MoE, gpt-oss); else the softmax over all, as it is (Qwen2-MoE). Of equal scores the
-    expert with the lower number is chosen. Later tokens are dropped where there are more than ``capacity``; the
-    weights of a token's other experts stay as they are.
-    """
-    wide = scores.astype(jnp.float32)
-    highest, experts = jax.lax.top_k(wide, experts_per_token)
-    gates = jax.nn.softmax(highest, axis=-1) if renormalised else jnp.exp(highest - _log_total(wide))
-    return gates, assign_slots(experts, num_experts=scores.shape[-1], capacity=capacity)
-
-
 def assign_slots(experts: Chosen, *, num_experts: int, capacity: int) -> Chosen:
     """``chosen`` from the numbers of each token's experts: slots are given in the order of the tokens."""
     flat = experts.reshape(-1, experts.shape[-1])
@@ -67,39 +49,6 @@ def assign_slots(experts: Chosen, *, num_experts: int, capacity: int) -> Chosen:
 def expert_numbers(chosen: Chosen, *, capacity: int) -> Chosen:
     """The experts of each token, those that had no slot left included."""
     return jnp.where(chosen >= 0, chosen // capacity, -1 - chosen)
-
-
-def route_backward(dgates: Gates, scores: Scores, chosen: Chosen, *, capacity: int, renormalised: bool) -> Scores:
-    """Cotangent of the scores from that of the weights.
-
-    Of a softmax p = softmax(s): ds = p (dp - sum(p dp)), over the chosen scores or over all. Which experts are
-    chosen has no derivative.
-    """
-    wide = scores.astype(jnp.float32)
-    experts = expert_numbers(chosen, capacity=capacity)
-    if renormalised:
-        gates = jax.nn.softmax(jnp.take_along_axis(wide, experts, axis=-1), axis=-1)
-        return _spread(_softmax_backward(dgates, gates), experts, scores.shape[-1]).astype(scores.dtype)
-    shares = jax.nn.softmax(wide, axis=-1)
-    return _softmax_backward(_spread(dgates, experts, scores.shape[-1]), shares).astype(scores.dtype)
-
-
-def _log_total(scores: Scores) -> Float[Array, "B T 1"]:
-    return jax.nn.logsumexp(scores, axis=-1, keepdims=True)
-
-
-def _softmax_backward(dshares: Array, shares: Array) -> Array:
-    wide = dshares.astype(jnp.float32)
-    return shares * (wide - jnp.sum(shares * wide, axis=-1, keepdims=True))
-
-
-def _spread(values: Gates, experts: Chosen, num_experts: int) -> Scores:
-    """``values`` at the places of their experts, zero elsewhere; compared, because a scatter is slow on CPUs."""
-    number = jnp.arange(num_experts)[None, None]
-    total = jnp.zeros((*values.shape[:-1], num_experts), jnp.float32)
-    for choice in range(values.shape[-1]):
-        total += jnp.where(experts[..., choice, None] == number, values[..., choice, None].astype(jnp.float32), 0.0)
-    return total
 
 
 # -- tokens to slots and back ---------------------------------------------------------------------------

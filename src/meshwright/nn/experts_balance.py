@@ -5,7 +5,7 @@ Every device counts its own tokens of a microbatch as ``routing[Er, E]``, float3
 
 - load: choices of each expert, those without a slot included; sums to tokens x experts per token
 - kept: choices that got a slot
-- importance: sum over tokens of the softmax over all scores
+- importance: sum over tokens of the softmax over all scores, whatever the router itself makes of them
 - z: the same, each token times the square of log(sum(exp(scores))); sums to the sum of these squares
 """
 

@@ -1,8 +1,7 @@
 """The local kinds of routed experts: what the functions of `nn.experts` take from a derived step.
 
 Attributes of a step: ``capacity`` bounds the slots of an expert; ``balance`` and ``z`` weigh the losses on the router,
-means over the ``microbatches`` of a step. Facts of the model: how many experts there are, how many a token goes to,
-whether its weights sum to 1.
+means over the ``microbatches`` of a step. Facts of the model: how many experts there are, how its routers choose.
 """
 
 from collections.abc import Callable
@@ -13,6 +12,7 @@ import jax
 from meshwright.algebra.steps import Step
 from meshwright.nn import experts
 from meshwright.nn import experts_ragged as ragged
+from meshwright.nn import experts_router as router
 from meshwright.nn.context import Context
 from meshwright.nn.experts_balance import balance_backward, routing_counts
 from meshwright.nn.experts_ragged import Ragged
@@ -38,13 +38,8 @@ def _capacity(context: Context, step: Step, tokens: jax.Array) -> int:
 
 def route(context: Context, step: Step, scores: jax.Array) -> tuple[jax.Array, ...]:
     """Weights and slots of each token; and what the device counts, where the step has a result for it."""
-    model, capacity = context.model, _capacity(context, step, scores)
-    gates, chosen = experts.route(
-        scores,
-        experts_per_token=model.experts_per_token,
-        capacity=capacity,
-        renormalised=model.gates_renormalised,
-    )
+    capacity = _capacity(context, step, scores)
+    gates, chosen = router.route(scores, router.router_form(context.model), capacity=capacity)
     if len(step.more) == 1:
         return gates, chosen
     return gates, chosen, routing_counts(scores, chosen, capacity=capacity)
@@ -54,12 +49,12 @@ def route_backward(
     context: Context, step: Step, dgates: jax.Array, scores: jax.Array, chosen: jax.Array, *routing: jax.Array
 ) -> jax.Array:
     """Cotangent of the scores, from the weights and from the losses on the router."""
-    model, capacity = context.model, _capacity(context, step, scores)
-    dscores = experts.route_backward(dgates, scores, chosen, capacity=capacity, renormalised=model.gates_renormalised)
+    form = router.router_form(context.model)
+    dscores = router.route_backward(dgates, scores, chosen, form, capacity=_capacity(context, step, scores))
     weights = {name: _attribute(step, name) / _attribute(step, "microbatches") for name in ("balance", "z") if routing}
     if not any(weights.values()):
         return dscores
-    more = balance_backward(scores, routing[0], experts_per_token=model.experts_per_token, **weights)
+    more = balance_backward(scores, routing[0], experts_per_token=form.experts_per_token, **weights)
     return dscores + more.astype(scores.dtype)
 
 

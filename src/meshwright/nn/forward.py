@@ -33,9 +33,15 @@ def logits_fn(model: Model) -> Callable[..., jax.Array]:
         x = _run(context, blocks["embed"], {**given, **params}, "x")
         for span in spans(layer_names(model)):
             x = _span(context, blocks, span, x, params, given)
-        return _run(context, blocks["head"], {**params, "x": x}, "logits")
+        return _capped(model, _run(context, blocks["head"], {**params, "x": x}, "logits"))
 
     return logits
+
+
+def _capped(model: Model, logits: jax.Array) -> jax.Array:
+    """The cap that the loss puts on logits (gemma 2)."""
+    cap = model.logit_softcap
+    return cap * jnp.tanh(logits / cap) if cap else logits
 
 
 def _run(context: Context, steps: BlockSteps, values: dict[str, Any], result: str) -> jax.Array:

@@ -85,7 +85,17 @@ class BlockPasses:
         if stream is not None:
             env[self.derived.declared[self.entering]] = stream
         env = run(self.context, self._left(self.steps.forward, ready), env)
-        return env[self.steps.forward[-1].result], tuple(env[a] for a in self.steps.kept)
+        return env[self.steps.forward[-1].result], self._moved(tuple(env[a] for a in self.steps.kept), jax.memory.Space.Host)
+
+    def _moved(self, held: Held, space: jax.memory.Space) -> Held:
+        """What a layer holds, brought to host memory or back where the strategy says so."""
+        if not (self.context.offload and self.steps.block.carry):
+            return held
+        return tuple(jax.device_put(array, space) for array in held)
+
+    def recalled(self, held: Held) -> Environment:
+        """What the forward pass has held, where the backward pass can use it."""
+        return dict(zip(self.steps.kept, self._moved(held, jax.memory.Space.Device), strict=True))
 
     @cached_property
     def backward_steps(self) -> tuple[Step, ...]:
@@ -97,7 +107,7 @@ class BlockPasses:
         self, weights: Params, inputs: Inputs, held: Held, cotangent: jax.Array, *, ready: Ready | None = None
     ) -> tuple[jax.Array | None, Params]:
         """Cotangent of the entering stream (None for the first block), and gradients as `gradient_arrays` lays them."""
-        env = self._environment(weights, inputs, ready) | dict(zip(self.steps.kept, held, strict=True))
+        env = self._environment(weights, inputs, ready) | self.recalled(held)
         env[cotangent_of(self.derived, self.result)] = cotangent
         env = run(self.context, self._left(self.backward_steps, ready), env)
         arrays = gradient_arrays(self.derived)

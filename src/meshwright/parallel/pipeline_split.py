@@ -75,7 +75,7 @@ class SplitBlock:
     ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         """The cotangent of the entering stream, and what `weight_backward` needs."""
         block = self.block
-        env = block._environment(weights, inputs) | dict(zip(block.steps.kept, held, strict=True))
+        env = block._environment(weights, inputs) | block.recalled(held)
         env[cotangent_of(block.derived, block.result)] = cotangent
         env = run(block.context, self.input_steps, env)
         return env[cotangent_of(block.derived, block.entering)], tuple(env[array] for array in self.handed)

@@ -168,8 +168,10 @@ class TrainStep:
     @cached_property
     def state_shardings(self) -> State:
         """Where each array of the state lies."""
-        state = self.optimizer.specs(self.param_shapes, self.shard_specs)
-        return State(self._shardings(self.param_specs), self._shardings(state))
+        found = self._shardings(self.optimizer.specs(self.param_shapes, self.shard_specs))
+        if "optimizer" in self.strategy.offload:
+            found = jax.tree.map(lambda sharding: sharding.with_memory_kind("pinned_host"), found)
+        return State(self._shardings(self.param_specs), found)
 
     @cached_property
     def batch_shardings(self) -> dict[str, NamedSharding]:
@@ -244,7 +246,13 @@ class TrainStep:
 
     @cached_property
     def _passes(self) -> Passes:
-        context = Context(model=self.model, derived=self.declared, mesh=self.strategy.mesh, options=self.options)
+        context = Context(
+            model=self.model,
+            derived=self.declared,
+            mesh=self.strategy.mesh,
+            options=self.options,
+            offload="activations" in self.strategy.offload,
+        )
         return Passes(context, ahead=self.strategy.prefetch)
 
     def _inputs(self, batch: Batch) -> Inputs:
@@ -300,8 +308,15 @@ class TrainStep:
             scale = jnp.minimum(1.0, self.max_grad_norm / (norm + 1e-6))
             grads = jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)
         shards = self._moved(state.params, before=True)
-        shards, opt_state = self.optimizer.update(grads, state.opt_state, shards)
+        shards, opt_state = self._updated(grads, state.opt_state, shards)
         return State(self._moved(shards, before=False), opt_state), Metrics(loss, norm)
+
+    def _updated(self, grads: Params, opt_state: Any, shards: Params) -> tuple[Params, Any]:
+        """The optimizer's update; its state comes from host memory and goes back there where the strategy says so."""
+        if "optimizer" not in self.strategy.offload:
+            return self.optimizer.update(grads, opt_state, shards)
+        shards, opt_state = self.optimizer.update(grads, jax.device_put(opt_state, jax.memory.Space.Device), shards)
+        return shards, jax.device_put(opt_state, jax.memory.Space.Host)
 
     def _moved(self, params: Params, *, before: bool) -> Params:
         """Weights brought to the optimizer's shards before its update, or back after it (ZeRO-1 and 2)."""

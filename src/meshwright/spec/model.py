@@ -27,8 +27,17 @@ Family = Literal[
 FAMILIES: tuple[str, ...] = get_args(Family)
 """Families that are counted and planned; `Model.runs_here` says which also run."""
 
-RUNNABLE_ROPE = ("default", "linear", "llama3", "yarn", "longrope")
-"""Position scalings that a runnable model may have, besides none at all."""
+RUNNABLE_ACTIVATIONS = (
+    "silu",
+    "swish",
+    "gelu",
+    "gelu_new",
+    "gelu_fast",
+    "gelu_pytorch_tanh",
+    "quick_gelu",
+    "relu",
+)
+"""Activations that a runnable model may have."""
 
 
 class RopeScaling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -207,8 +216,12 @@ class Model(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     def _missing_to_run(self) -> str:
         """What keeps the model from running here, in words; empty when it runs."""
-        if self.rope_scaling is not None and self.rope_scaling.kind not in RUNNABLE_ROPE:
-            return f"{self.rope_scaling.kind} position scaling"
+        if self.router_scores != "softmax":
+            return f"a router with {self.router_scores} scores"
+        if self.expert_groups or self.routed_scale != 1:
+            return "experts chosen by groups or scaled"
+        if self.activation not in RUNNABLE_ACTIVATIONS:
+            return f"activation {self.activation}"
         return ""
 
 
@@ -217,6 +230,6 @@ def require_runnable(model: Model) -> None:
     missing = model._missing_to_run()
     if missing:
         raise CannotRunError(
-            f"{model.name} ({missing}) is counted and planned but not run in this version. Choose another model, such "
-            f"as tiny or llama3-8b, or a scaling of {', '.join(RUNNABLE_ROPE)}."
+            f"{model.name} ({missing}) is counted and planned but not run in this version. "
+            f"Choose another model, such as tiny, llama3-8b or qwen3-30b-a3b."
         )

@@ -236,7 +236,6 @@ def _require_runnable_choices(strategy: Strategy) -> None:
         f"precision {strategy.precision!r}": (strategy.precision not in ("", own), f"{own!r}, the state's own"),
         f"attention_kernel {strategy.attention_kernel!r}": (strategy.attention_kernel != "tuned", "tuned"),
         f"software {strategy.software!r}": (strategy.software != "compiled", "compiled"),
-        f"offload of {' and '.join(strategy.offload)}": (bool(strategy.offload), "none"),
     }
     for what, (refused, instead) in wrong.items():
         if refused:

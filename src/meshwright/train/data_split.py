@@ -27,8 +27,7 @@ def split(store: TokenStore, share: float) -> Split:
     if not wanted / 2 <= total <= min(2 * wanted, len(store) - 1):
         held = [(len(store) - wanted, len(store))]
     edges = [0, *(edge for span in held for edge in span), len(store)]
-    rest = zip(edges[::2], edges[1::2], strict=True)
-    return Split(store.part(_not_empty(rest)), store.part(_not_empty(held)))
+    return Split(store.part(zip(edges[::2], edges[1::2], strict=True)), store.part(held))
 
 
 def _whole_documents(store: TokenStore, wanted: int, *, places: int) -> list[Span]:
@@ -40,7 +39,3 @@ def _whole_documents(store: TokenStore, wanted: int, *, places: int) -> list[Spa
         if start < stop and start >= (held[-1][1] if held else 0):
             held.append((start, stop))
     return held
-
-
-def _not_empty(spans: "list[Span] | zip[Span]") -> list[Span]:
-    return [(start, stop) for start, stop in spans if start < stop]

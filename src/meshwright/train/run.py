@@ -200,7 +200,8 @@ class Run:
         self.evaluations.append(record)
         self.outputs.folder.evaluated(record)
         self.outputs.tracking.evaluated(record)
-        self.outputs.live.say(f"step {record.step}: held-out loss {loss:.3f}")
+        if record.step < self.settings.steps:  # the last one stands in the result
+            self.outputs.live.say(f"step {record.step}: held-out loss {loss:.3f}")
 
     # -- the end -------------------------------------------------------------------------------------
 

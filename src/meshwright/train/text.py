@@ -56,7 +56,7 @@ class FileCorpus(NamedTuple):
         for file in self.files:
             found = file.stat()
             digest.update(f" {file.relative_to(self.folder)} {found.st_size} ".encode())
-            digest.update(file.read_bytes() if whole else str(found.st_mtime_ns).encode())
+            digest.update(_content(file) if whole else str(found.st_mtime_ns).encode())
         return digest.hexdigest()
 
     def pieces(self) -> Iterator[Piece]:
@@ -137,6 +137,14 @@ def _pydoc() -> PydocCorpus:
     except ImportError:
         raise InputError(f"this Python comes without pydoc_data. {_WHAT}") from None
     return PydocCorpus(tuple(topics[name] for name in sorted(topics)))
+
+
+def _content(file: Path) -> bytes:
+    try:
+        with file.open("rb") as opened:
+            return hashlib.file_digest(opened, "sha256").digest()
+    except OSError as error:
+        raise InputError(f"{file} cannot be read: {error.strerror}.") from None
 
 
 def _files(path: Path) -> list[Path]:

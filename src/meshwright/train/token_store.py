@@ -27,7 +27,8 @@ class TokenStore:
         self.tokens = tokens
         self.starts = np.array([0, len(tokens)], np.uint64) if starts is None else np.asarray(starts)
         assert self.starts.dtype == np.uint64, "a search with another dtype would copy the whole index"
-        self.spans = tuple(spans) if spans is not None else ((0, len(tokens)),)
+        asked = ((0, len(tokens)),) if spans is None else spans
+        self.spans = tuple((start, stop) for start, stop in asked if start < stop)
         # Places in the run at which spans begin, and its length; how far each lies further on in the file.
         self._edges = np.cumsum([0, *(stop - start for start, stop in self.spans)])
         self._shifts = np.array([start for start, _ in self.spans] or [0]) - self._edges[: max(len(self.spans), 1)]
@@ -47,7 +48,8 @@ class TokenStore:
     @property
     def num_documents(self) -> int:
         """Documents, or parts of them that a span cuts off."""
-        return len(self.boundaries(0, len(self)))
+        inside = (self._number_up_to(stop - 1) - self._number_up_to(start) for start, stop in self.spans)
+        return len(self.spans) + int(sum(inside))
 
     def read(self, places: np.ndarray) -> np.ndarray:
         """The tokens at these places of the run as int32, which is what touches the disk."""
