@@ -59,14 +59,14 @@ router[D, E] = AllGather_Z(router[D, E_Z])
 """
 
 
-def experts(rules=RULES, remat="none"):
+def experts(rules=RULES, remat="none", text=EXPERTS, **fields):
     variables = {
         "router": Variable("router", ("D", "E"), "weight"),
         "w_up": Variable("w_up", ("E", "D", "F"), "weight"),
         "w_down": Variable("w_down", ("E", "F", "D"), "weight"),
     }
-    block = parse_block("layer", EXPERTS, variables, carry="x", result="x2")
-    strategy = Strategy(mesh={"X": 2, "Y": 2, "Z": 2}, assignment=rules, remat=remat)
+    block = parse_block("layer", text, variables, carry="x", result="x2")
+    strategy = Strategy(mesh={"X": 2, "Y": 2, "Z": 2}, assignment=rules, remat=remat, **fields)
     return derive(Program((block,), variables), strategy).blocks[0]
 
 
@@ -111,6 +111,39 @@ def test_the_exchange_is_waited_for():
     exchanges = [s for s in (*experts().forward, *experts().backward) if s.op == "all_to_all"]
     assert len(exchanges) == 4
     assert all(step.critical for step in exchanges)
+
+
+WITH_LOSSES = EXPERTS.replace("route(r[B,T,E])", "route(r[B,T,E]; balance=0.01, z=0.001)")
+
+
+@pytest.mark.parametrize("remat", ["none", "block", "selective"])
+def test_the_router_is_counted_over_all_tokens_once(remat):
+    """Losses on the router add one AllReduce to the backward pass, whatever is run again, and none to the forward."""
+    plain, block = experts(remat=remat), experts(remat=remat, text=WITH_LOSSES, num_microbatches=4)
+    assert [str(s) for s in block.forward if s.is_collective] == [str(s) for s in plain.forward if s.is_collective]
+    more = [s for s in block.backward if s.is_collective and "routing" in str(s)]
+    assert [str(s) for s in more] == ["routing[Er, E] = AllReduce_XZY(routing[Er, E]{U_XZY})"]
+    others = [str(s) for s in block.backward if s.is_collective and s not in more]
+    assert others == [str(s) for s in plain.backward if s.is_collective]
+    route = next(s for s in block.forward if s.op == "route")
+    assert [str(a) for a in route.more] == ["chosen[B_XZ, T_Y, Ea]", "routing[Er, E]{U_XZY}"]
+    back = next(s for s in block.backward if s.op == "route_backward")
+    assert back.inputs[-1] == more[0].result
+    assert back.attributes == (("balance", "0.01"), ("z", "0.001"), ("microbatches", "4"))
+
+
+def test_without_losses_nothing_is_counted():
+    block = experts()
+    assert not any("routing" in str(step) or "microbatches" in dict(step.attributes) for step in block.backward)
+    assert all(len(step.more) == 1 for step in block.forward if step.op == "route")
+
+
+def test_weights_are_those_of_the_tokens_at_hand():
+    """Slots are given by the device that has the token; weights of other tokens' slots are of no use there."""
+    activation = {"Ea": ("X",), **RULES["activation"]}
+    apart = {"activation": activation, "weight": RULES["weight"]}
+    with pytest.raises(InputError, match=r"dispatch needs x\[B_XZ, T_Y, D\] and gates\[B_Z, T_Y, Ea_X\] split alike"):
+        experts(apart)
 
 
 def test_tokens_must_have_their_width():

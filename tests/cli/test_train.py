@@ -1,6 +1,9 @@
 """`train` and `demo` from the command line: what they print, what they leave, what they refuse."""
 
 import json
+import re
+import sys
+import tomllib
 
 import pytest
 
@@ -57,6 +60,39 @@ def test_a_plan_file_and_a_changed_field(rates, tmp_path, capsys):
     assert "remat none" in said.err
 
 
+def test_a_finished_run_says_so_and_goes_on_when_asked(rates, tmp_path, capsys):
+    plan_file, runs = str(tmp_path / "plan.toml"), ["--runs", str(tmp_path / "runs")]
+    assert run(["plan", "tiny", *SMALL, "--axes", "fsdp=8", "--calibration", rates, "-o", plan_file]) == 0
+    assert run(["train", plan_file, "--steps", "3", "--set", "train.learning_rate=0.01", *runs]) == 0
+    capsys.readouterr()
+    assert run(["train", plan_file, "--resume", *runs]) == 0
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err == (
+        f"{tmp_path}/runs/tiny-001 is finished after 3 steps. Give more, such as --steps 6, or leave --resume out.\n"
+    )
+    assert run(["train", "--resume", plan_file, "--json", *runs]) == 0
+    assert json.loads(capsys.readouterr().out)["steps"] == 3
+    # Without a plan it takes its own; settings that are not given stay as they were.
+    assert run(["train", "--resume", str(tmp_path / "runs" / "tiny-001"), "--steps", "5", "--json"]) == 0
+    said = capsys.readouterr()
+    result = json.loads(said.out)
+    assert (result["steps"], result["resumed_from"], len(result["losses"])) == (5, 3, 5)
+    assert "goes on after step 3" in said.err
+    resolved = tomllib.loads((tmp_path / "runs" / "tiny-001" / "resolved.toml").read_text())
+    assert (resolved["train"]["steps"], resolved["train"]["learning_rate"]) == (5, 0.01)
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["tiny-001"]
+
+
+def test_what_was_measured_stands_beside_what_was_predicted(rates, tmp_path, capsys):
+    arguments = ["train", "tiny", *SMALL, "--axes", "fsdp=8", "--steps", "3", "--calibration", rates]
+    assert run([*arguments, "--runs", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    rows = {line.split("  ")[0].strip(): line for line in out.splitlines()}
+    assert {"step", "MFU", "HFU", "memory of a device"} <= set(rows)
+    assert re.search(r"goodput \d+%: .* of .* in steps, compiling", out)
+
+
 def test_the_loop_on_this_machine(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert run(["demo", "--steps", "3", "--out", "here", "--json"]) == 0
@@ -79,11 +115,18 @@ def test_the_loop_on_this_machine(tmp_path, capsys, monkeypatch):
         (["train", "tiny", *SMALL, "--set", "strategy.remta=block"], 2, "remta"),
         (["train", "tiny", *SMALL, "--data", "/no/such/file"], 2, "/no/such/file"),
         (["train", "missing.toml"], 2, "missing.toml"),
+        (["train"], 2, "train needs a plan file or a model"),
+        (["train", "tiny", *SMALL, "--resume"], 2, "there is no run of tiny"),
+        (["train", "tiny", *SMALL, "--resume", "/no/such/run"], 2, "/no/such/run is not the folder of a run"),
+        (["train", "--resume", "/no/such/run"], 2, "/no/such/run/plan.toml"),
+        (["train", "tiny", *SMALL, "--set", "train.track=wandb"], 2, "pip install 'meshwright[wandb]'"),
         (["train", "mixtral-8x7b", "--on", "cpu:8", "--batch", "8seq", "--seq", "32"], 3, "not run in this version"),
     ],
 )
-def test_what_is_refused_in_one_line(arguments, code, words, rates, tmp_path, capsys):
-    extra = [] if arguments[1].endswith(".toml") else ["--calibration", rates]
+def test_what_is_refused_in_one_line(arguments, code, words, rates, tmp_path, capsys, monkeypatch):
+    if "train.track=wandb" in arguments:
+        monkeypatch.setitem(sys.modules, "wandb", None)
+    extra = ["--calibration", rates] if arguments[1:2] == ["tiny"] else []
     assert run([*arguments, *extra, "--runs", str(tmp_path)]) == code
     said = capsys.readouterr()
     assert said.out == ""

@@ -66,9 +66,7 @@ def test_the_layer_is_what_a_loop_over_tokens_gives(family):
 @pytest.mark.parametrize("factor", [0.5, 1.0])
 def test_an_expert_drops_exactly_the_tokens_that_come_too_late(factor):
     x, given = draw(BATCH, LENGTH, WIDTH), weights()
-    capacity = experts.expert_capacity(
-        TOKENS, num_experts=EXPERTS, experts_per_token=CHOSEN, capacity_factor=factor
-    )
+    capacity = experts.expert_capacity(TOKENS, num_experts=EXPERTS, experts_per_token=CHOSEN, capacity_factor=factor)
     y, (_, _, chosen, _) = jax.jit(lambda *a: through_slots(*a, form=FORMS["mixtral"], capacity=capacity))(x, *given)
     wide = [array.astype(np.float64) for array in (x.reshape(TOKENS, WIDTH), *given)]
     wanted, dropped = plain_experts.layer(*wide, capacity=capacity, num_chosen=CHOSEN)
@@ -200,9 +198,13 @@ def test_gradients_are_those_of_a_dense_formula(family, capacity):
 
 
 def test_a_router_in_bfloat16_chooses_and_weighs_in_float32():
-    scores = jnp.asarray(draw(BATCH, LENGTH, EXPERTS), jnp.bfloat16)
-    gates, chosen = route(scores, FORMS["mixtral"], capacity=TOKENS)
-    wanted, same = route(scores.astype(jnp.float32), FORMS["mixtral"], capacity=TOKENS)
-    assert gates.dtype == jnp.float32
-    assert np.array_equal(gates, wanted) and np.array_equal(chosen, same)
-    assert route_backward(gates, scores, chosen, FORMS["mixtral"], capacity=TOKENS).dtype == jnp.bfloat16
+    @jax.jit
+    def both(scores):
+        gates, chosen = route(scores, FORMS["mixtral"], capacity=TOKENS)
+        dscores = route_backward(gates, scores, chosen, FORMS["mixtral"], capacity=TOKENS)
+        return gates, chosen, dscores, *route(scores.astype(jnp.float32), FORMS["mixtral"], capacity=TOKENS)
+
+    gates, chosen, dscores, wanted, same = both(jnp.asarray(draw(BATCH, LENGTH, EXPERTS), jnp.bfloat16))
+    assert (gates.dtype, dscores.dtype) == (jnp.float32, jnp.bfloat16)
+    assert np.array_equal(gates, wanted)
+    assert np.array_equal(chosen, same)

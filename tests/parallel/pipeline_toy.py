@@ -106,7 +106,7 @@ def reordered(weights: Weights, order: np.ndarray) -> Weights:
 
 
 def lowered(schedule: Schedule, mesh: Mesh, weights: Weights, inputs: dict, *, alone: bool = False):
-    """The program of a step (sums, gradients), or of the forward passes ``alone``, for weights in their stored order."""
+    """The program of a step (sums, gradients), or of the forward passes ``alone``; weights in their stored order."""
     tables = forward_tables(schedule) if alone else tick_tables(fused(schedule))
 
     def step(weights, inputs):

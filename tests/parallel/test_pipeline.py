@@ -59,7 +59,6 @@ def test_a_schedule_of_a_persons_own(tmp_path):
     """A V on two devices whose passes are split for some microbatches only."""
     path = tmp_path / "own.txt"
     path.write_text("placement = v\n0: F0 F1 F0/1 B0/1 F1/1 B0 W0 B1/1 B1\n1: F0 F0/1 F1 B0/1 W0/1 F1/1 B0 B1/1 B1\n")
-    # in the file's V device 1 holds the two middle pieces, so that both chunks of a microbatch follow each other there
     assert_as_on_one_device(read_schedule(path))
 
 

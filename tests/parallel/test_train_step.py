@@ -12,17 +12,8 @@ from meshwright.parallel.mesh import device_mesh
 from meshwright.parallel.train_step import State, TrainStep
 from meshwright.verify.compare import Traffic, compiled_traffic, derived_traffic
 from meshwright.verify.hlo import collectives
+from tests.parallel.cases import RELATIVE, keep_gradients
 from tests.parallel.small import BATCH_SEQS, MODEL, POLICIES, SEQ_LEN, batch, meshes_of_eight, strategy
-
-RELATIVE = 1e-5  # float32, of the largest entry of each array
-
-
-def keep_gradients() -> optax.GradientTransformation:
-    """An optimizer that changes nothing and leaves the gradients in its state."""
-    return optax.GradientTransformation(
-        lambda params: jax.tree.map(jnp.zeros_like, params),
-        lambda grads, state, params=None: (jax.tree.map(jnp.zeros_like, grads), grads),
-    )
 
 
 @pytest.fixture(scope="module")
@@ -32,10 +23,14 @@ def one_device():
     return {n: np.asarray(p) for n, p in step.init(0).params.items()}, state.opt_state, metrics
 
 
-CASES = [
-    (axes, POLICIES[i % len(POLICIES)], 2 if i % 3 == 2 and axes["data"] * axes["fsdp"] <= 4 else 1)
-    for i, axes in enumerate(meshes_of_eight())
-]
+def _case(number, axes):
+    """Policies and microbatches dealt out over the meshes; the default tier has those of one axis and of three."""
+    num_microbatches = 2 if number % 3 == 2 and axes["data"] * axes["fsdp"] <= 4 else 1
+    marks = () if sorted(axes.values()) in ([1, 2, 2, 2], [1, 1, 1, 8]) else (pytest.mark.slow,)
+    return pytest.param(axes, POLICIES[number % len(POLICIES)], num_microbatches, marks=marks)
+
+
+CASES = [_case(number, axes) for number, axes in enumerate(meshes_of_eight())]
 
 
 def name(value):
@@ -64,7 +59,10 @@ def compare_step(step, gradients, metrics, model, *, merged=None):
     mesh = step.strategy.mesh
     dims = {**model.dims, "B": BATCH_SEQS, "T": SEQ_LEN}
     count = step.strategy.num_microbatches
-    derived = derived_traffic(step.declared, dims, mesh, num_microbatches=count, width=4)
+    layer_by_layer = step.strategy.gradient_sync == "overlapped"
+    derived = derived_traffic(
+        step.declared, dims, mesh, num_microbatches=count, width=4, layer_by_layer=layer_by_layer
+    )
     if merged:
         key, num_arrays, full_bytes = merged
         derived[key] = Traffic(derived[key].num_arrays - num_arrays, derived[key].full_bytes - full_bytes)

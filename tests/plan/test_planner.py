@@ -8,7 +8,7 @@ import pytest
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.plan.legal import legal
 from meshwright.plan.planner import plan
-from meshwright.plan.space import RUNNABLE
+from meshwright.plan.space import EMULATED
 from meshwright.spec import catalogue
 from meshwright.spec.calibration import Calibration, CollectiveRate
 from meshwright.spec.cluster import parse_cluster
@@ -90,7 +90,7 @@ def test_chips_that_do_not_divide_the_work(uneven):
 
 
 def test_without_stages_the_part_is_smaller():
-    result = plan(LLAMA70B, parse_cluster("v5p:16x20x28"), BIG, axes={"pipeline": 1}, choices=RUNNABLE)
+    result = plan(LLAMA70B, parse_cluster("v5p:16x20x28"), BIG, axes={"pipeline": 1}, choices=EMULATED)
     assert {one.cluster.short_name for one in result.strategies} == {"v5p:16x16x16"}
     assert "planned on v5p:16x16x16, 4,096 chips" in result.shortfall[0]
 

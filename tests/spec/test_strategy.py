@@ -7,8 +7,6 @@ from meshwright.core.errors import CannotRunError, InputError
 from meshwright.spec.strategy import (
     DEFAULT_ASSIGNMENT,
     REMAT_POLICIES,
-    RUNNABLE_REMAT,
-    RUNNABLE_STATES,
     STATE_BYTES,
     Strategy,
     assign,
@@ -142,36 +140,32 @@ def test_bytes_that_a_state_counts():
 # -- what runs --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("remat", RUNNABLE_REMAT)
-@pytest.mark.parametrize("state", RUNNABLE_STATES)
+@pytest.mark.parametrize("remat", [*REMAT_POLICIES, "every-4", ("qr", "x1")])
+@pytest.mark.parametrize("state", STATE_BYTES)
 def test_what_runs(remat, state):
-    require_runnable_strategy(strategy({"data": 2, "fsdp": 2, "context": 2, "tensor": 2}, remat=remat, state=state))
-    require_runnable_strategy(strategy({"pipeline": 1, "expert": 1}, remat=("qr", "x1"), slice_axes=("fsdp",)))
+    axes = {"data": 2, "fsdp": 2, "context": 2, "tensor": 2, "expert": 2, "pipeline": 2}
+    require_runnable_strategy(strategy(axes, remat=remat, state=state, offload=("optimizer", "activations")))
     own = "fp32" if state == "fp32" else "bf16"
     require_runnable_strategy(strategy(state=state, precision=own))
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_every_stage_of_zero_runs(zero, sequence_parallel):
+    assignment = standard_assignment(zero=zero, sequence_parallel=sequence_parallel)
+    require_runnable_strategy(strategy({"fsdp": 2, "tensor": 2}, assignment=assignment))
 
 
 @pytest.mark.parametrize(
     ("axes", "fields", "words"),
     [
-        (
-            {"pipeline": 2},
-            {},
-            "mesh axis pipeline=2 is planned but not executed in this version. Use data, fsdp, context",
-        ),
-        ({"expert": 4}, {}, "mesh axis expert=4 is planned but not executed in this version."),
-        ({}, {"remat": "sqrt"}, "remat 'sqrt' is planned but not executed in this version. Use none, selective,"),
-        ({}, {"remat": "every-4"}, "remat 'every-4' is planned but not executed in this version."),
-        (
-            {},
-            {"state": "bf16-master"},
-            "state 'bf16-master' is planned but not executed in this version. Use bf16-adam",
-        ),
         ({}, {"state": "fp32", "precision": "bf16"}, "precision 'bf16' is planned but not executed in this version."),
-        ({}, {"context_attention": "ulysses"}, "context_attention 'ulysses' is planned but not executed"),
-        ({}, {"offload": ("activations",)}, "offload of activations is planned but not executed in this version."),
         ({}, {"software": "eager"}, "software 'eager' is planned but not executed in this version. Use compiled."),
-        ({}, {"assignment": standard_assignment(zero=1)}, "strategy.assignment.weight differs from the product's own"),
+        (
+            {},
+            {"assignment": {**standard_assignment(), "weight": {"D": ("data",)}}},
+            "strategy.assignment.weight differs from the product's own",
+        ),
         ({}, {"slice_axes": ("tensr",)}, "strategy.slice_axes names 'tensr', which is no mesh axis. Did you mean"),
     ],
     ids=str,
@@ -180,7 +174,3 @@ def test_what_is_planned_and_does_not_run(axes, fields, words):
     with pytest.raises(CannotRunError) as raised:
         require_runnable_strategy(strategy(axes, **fields))
     assert str(raised.value).startswith(words)
-
-
-def test_policies_that_run_are_policies():
-    assert set(RUNNABLE_REMAT) < set(REMAT_POLICIES)

@@ -121,7 +121,7 @@ class StopError(Exception):
     pass
 
 
-@pytest.mark.parametrize("beyond", [0, 7])
+@pytest.mark.parametrize("beyond", [0, 7, 100_000])
 def test_what_was_stopped_goes_on_where_it_was(tmp_path, monkeypatch, beyond):
     """Also when a killed process has written more than its journal says, here in the middle of documents."""
     monkeypatch.setattr(data_write, "BATCH_CHARS", 30)

@@ -207,7 +207,8 @@ class _Shardings:
     def declared(self, name: str) -> ShardedArray:
         if name not in self._arrays:
             variable = self.program.variables[name]
-            self._arrays[name] = self._make(name, variable.dims, variable.role)
+            made = self._make(name, variable.dims, variable.role)
+            self._arrays[name] = made.replace(dtype=variable.dtype) if variable.dtype else made
         return self._arrays[name]
 
     def cotangent(self, name: str) -> ShardedArray:
@@ -322,6 +323,14 @@ def derive(program: Program, strategy: Strategy, *, symbolic: bool = False) -> D
     result = Derived(program, tuple(blocks), update, declared, (), boundary, strategy.prefetch)
     tags = tuple(dict.fromkeys(result.tag(a) for a in keeps))
     return msgspec.structs.replace(result, keeps=tags)
+
+
+def derive_forward(program: Program, strategy: Strategy, *, symbolic: bool = False) -> Derived:
+    """Forward steps of a program that is never differentiated: no backward pass, no update, nothing held."""
+    keep = None if symbolic else strategy.active_axes
+    shardings = _Shardings(program, msgspec.structs.replace(strategy, remat="none"), keep)
+    blocks = tuple(BlockSteps(block, tuple(_forward(block, shardings).steps), (), ()) for block in program.blocks)
+    return Derived(program, blocks, (), {name: shardings.declared(name) for name in program.variables}, ())
 
 
 def _summed_once(blocks: list[BlockSteps]) -> list[BlockSteps]:

@@ -15,6 +15,7 @@ from meshwright.algebra.kinds_experts import (
     route_backward,
     route_forward,
 )
+from meshwright.algebra.kinds_generation import GENERATION_KINDS
 from meshwright.algebra.kinds_head import head_backward, head_forward
 from meshwright.algebra.kinds_local import (
     einsum_backward,
@@ -52,5 +53,6 @@ KINDS: dict[str, tuple[Rule, Rule]] = {
     "combine": (combine_forward, combine_backward),
     "embed": (embed_forward, embed_backward),
     "linear_cross_entropy": (head_forward, head_backward),
+    **GENERATION_KINDS,
 }
 """Op kind -> (forward rule, backward rule)."""

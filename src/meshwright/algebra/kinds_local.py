@@ -116,7 +116,7 @@ def _local_cotangent(trace: Trace, name: str, out: ShardedArray) -> ShardedArray
 # -- look-up: the product of a one-hot row and the table ------------------------------------------------
 
 
-def _one_hot(numbers: ShardedArray, table: ShardedArray) -> ShardedArray:
+def one_hot(numbers: ShardedArray, table: ShardedArray) -> ShardedArray:
     """Numbers seen as rows over the table's first dim; each device makes just the part of it that it needs."""
     rows = table.dims[0]
     return ShardedArray(numbers.name, (*numbers.dims, rows), (*numbers.axes, table.axes_of(rows)))
@@ -125,7 +125,7 @@ def _one_hot(numbers: ShardedArray, table: ShardedArray) -> ShardedArray:
 def embed_forward(op: Op, trace: Trace) -> None:
     """Rows of the part of the table that a device holds."""
     numbers, table, out = (trace.declared(n) for n in (*op.inputs, op.out))
-    left, right = align(_one_hot(numbers, table), table, out)
+    left, right = align(one_hot(numbers, table), table, out)
     inputs = (moved(trace, numbers, like(numbers, left)), moved(trace, table, right))
     result = local_product(left, right, out)
     trace.add(local(op.kind, inputs, result), *reshard(result, out))
@@ -135,7 +135,7 @@ def embed_backward(op: Op, trace: Trace) -> None:
     """Cotangents added up per row of the table."""
     numbers, table = (trace.declared(n) for n in op.inputs)
     dout, dtable = trace.cotangent(op.out), trace.cotangent(op.inputs[1])
-    left, right = align(_one_hot(numbers, table), dout, dtable)
+    left, right = align(one_hot(numbers, table), dout, dtable)
     here = like(numbers, left)
     trace.need(numbers)
     result = local_product(left, right, dtable)

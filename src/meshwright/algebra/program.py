@@ -14,11 +14,13 @@ _ARG = re.compile(r"[\w']+\s*\[[^\]]*\]")
 
 
 class Variable(msgspec.Struct, frozen=True):
-    """A named array of a program: its dims, and the role that decides how it is split."""
+    """A named array of a program: its dims, the role that decides how it is split, and its dtype where that is not
+    the one of the role."""
 
     name: str
     dims: tuple[str, ...]
     role: str
+    dtype: str = ""
 
 
 class Op(msgspec.Struct, frozen=True):

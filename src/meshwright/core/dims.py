@@ -18,8 +18,8 @@ LEGEND: dict[str, str] = {
 MESH_AXES: tuple[str, ...] = ("pipeline", "data", "fsdp", "expert", "context", "tensor")
 """Mesh axes of the product, major to minor. ``pipeline`` splits layers, never a dim of an array."""
 
-RUNNABLE_AXES: tuple[str, ...] = ("data", "fsdp", "context", "tensor")
-"""Axes that are executed today; the others are planned."""
+EMULATED_AXES: tuple[str, ...] = ("data", "fsdp", "context", "tensor")
+"""Axes that a plan for emulated devices tries by itself; the others are used there where they are asked for."""
 
 DTYPE_BYTES: dict[str, float] = {
     "fp64": 8,

@@ -55,7 +55,7 @@ def _rotation(context: Context, step: Step) -> Callable[[jax.Array], positions.R
     """The rotation for positions whose local part is given: some scalings depend on the length of the sequence."""
     ways = math.prod(context.mesh[axis] for axis in step.inputs[1].axes_of("T"))
     local = step.block.endswith("_local")
-    return lambda here: positions.rotation(context.model, local=local, seq_len=here.shape[1] * ways)
+    return lambda here: positions.rotation(context.model, local=local, seq_len=context.seq_len or here.shape[1] * ways)
 
 
 def rope(context: Context, step: Step, x: jax.Array, here: jax.Array) -> jax.Array:

@@ -25,7 +25,7 @@ from meshwright.spec.calibration import Calibration
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.job import Job
 from meshwright.spec.model import Model
-from meshwright.spec.strategy import REMAT_POLICIES, RUNNABLE_REMAT, Strategy, require_runnable_strategy
+from meshwright.spec.strategy import REMAT_POLICIES, Strategy, require_runnable_strategy
 
 Number = Any
 """An int or float, or a NumPy array with one entry per candidate."""
@@ -348,8 +348,7 @@ def _with_remedy(
         return refusal
     shards = int(product(strategy.mesh.get(axis, 1) for axis in ("data", "fsdp", "expert")))
     program, scores = transformer(model), attention_scores(cluster, strategy.software)
-    policies = RUNNABLE_REMAT if cluster.kind == "host" else REMAT_POLICIES
-    changed = {remat: msgspec.structs.replace(strategy, remat=remat) for remat in policies}
+    changed = {remat: msgspec.structs.replace(strategy, remat=remat) for remat in REMAT_POLICIES}
     derived = {remat: derive(program, other) for remat, other in changed.items()}
     for count in divisors(max(1, job.batch_seqs // shards)):
         if not SCHEDULE_RULE.holds(msgspec.structs.replace(facts, num_microbatches=count)):

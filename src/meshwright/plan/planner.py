@@ -7,7 +7,7 @@ from typing import Any, get_args, get_type_hints
 
 import msgspec
 
-from meshwright.core.dims import MESH_AXES, RUNNABLE_AXES
+from meshwright.core.dims import MESH_AXES
 from meshwright.core.errors import CannotRunError, InputError, nearest
 from meshwright.core.units import format_bytes, format_count, format_seconds
 from meshwright.cost.memory import memory_limit
@@ -15,7 +15,7 @@ from meshwright.plan.candidates import memory_of_any_mesh, parts_of
 from meshwright.plan.legal import legal
 from meshwright.plan.result import PlanResult, planned
 from meshwright.plan.search import Found, Outcome, search
-from meshwright.plan.space import RUNNABLE, USUAL, Choices, Space, open_space
+from meshwright.plan.space import EMULATED, USUAL, Choices, Space, axes_to_try, open_space
 from meshwright.spec.calibration import Calibration, datasheet_calibration
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.job import Job
@@ -152,9 +152,9 @@ def space_of(
         job.seq_len,
         template,
         given=given,
-        choices=RUNNABLE if here else choices,
+        choices=EMULATED if here else choices,
         fixed=axes,
-        axes=RUNNABLE_AXES if here else MESH_AXES,
+        axes=axes_to_try(cluster, axes),
         calibration=calibration,
     )
 

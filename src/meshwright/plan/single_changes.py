@@ -7,12 +7,11 @@ import msgspec
 from meshwright.algebra.derive import derive
 from meshwright.algebra.schedule_rows import default_chunks
 from meshwright.algebra.transformer import transformer
-from meshwright.core.dims import MESH_AXES, RUNNABLE_AXES
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.cost.memory import memory_limit
 from meshwright.cost.train_step import Estimate, PricedStrategy, price_strategy
 from meshwright.plan.legal import SCHEDULE_RULE, Facts, check_rules, size_rules
-from meshwright.plan.space import FULL
+from meshwright.plan.space import FULL, axes_to_try
 from meshwright.spec.calibration import Calibration
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.job import Job
@@ -129,7 +128,8 @@ def _other_microbatches(strategy: Strategy) -> Iterator[tuple[str, Strategy]]:
 
 def _swaps(setting: Setting, strategy: Strategy) -> Iterator[tuple[str, Strategy]]:
     """A factor 2 from one axis to another. A pipeline that gets more stages also gets twice the microbatches."""
-    axes = RUNNABLE_AXES if setting.cluster.kind == "host" else MESH_AXES
+    used = (axis for axis, size in strategy.mesh.items() if size > 1)
+    axes = axes_to_try(setting.cluster, used)
     for giver in axes:
         size = strategy.mesh.get(giver, 1)
         for taker in axes:

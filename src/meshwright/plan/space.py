@@ -8,13 +8,13 @@ import msgspec
 
 from meshwright.algebra.derive import Derived, derive
 from meshwright.algebra.transformer import transformer
-from meshwright.core.dims import MESH_AXES
+from meshwright.core.dims import EMULATED_AXES, MESH_AXES
 from meshwright.plan.legal import Rule, Split, size_rules, splits
 from meshwright.spec.calibration import Calibration
+from meshwright.spec.cluster import Cluster
 from meshwright.spec.model import Model
 from meshwright.spec.strategy import (
     REMAT_POLICIES,
-    RUNNABLE_REMAT,
     Strategy,
     standard_assignment,
 )
@@ -41,10 +41,22 @@ FULL = Choices(
     schedules=("1f1b", "gpipe", "interleaved", "zb-h1", "zb-h2", "dualpipe", "dualpipe-v"),
     offloads=((), ("optimizer",), ("activations",), ("optimizer", "activations")),
 )
-RUNNABLE = Choices(
-    remats=RUNNABLE_REMAT, zeros=(3,), context_attention=("gather",), schedules=("1f1b",), offloads=((),)
+EMULATED = Choices(
+    remats=("none", "selective", "matmuls", "block", "full"),
+    zeros=(3,),
+    context_attention=("gather",),
+    schedules=("1f1b",),
 )
-"""What this version executes; the axes are limited too, see `open_space`."""
+"""For emulated devices, which share one memory and one processor: what can make a difference there. Everything else runs
+there too where it is asked for."""
+
+
+def axes_to_try(cluster: Cluster, fixed: Iterable[str]) -> tuple[str, ...]:
+    """Mesh axes that a search may use on a cluster, those given among them."""
+    if cluster.kind != "host":
+        return MESH_AXES
+    wanted = {*EMULATED_AXES, *fixed}
+    return tuple(axis for axis in MESH_AXES if axis in wanted)
 
 
 class Pattern(msgspec.Struct, frozen=True, kw_only=True):

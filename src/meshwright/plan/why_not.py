@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from meshwright.algebra.schedule_rows import default_chunks
-from meshwright.core.dims import MESH_AXES, RUNNABLE_AXES
+from meshwright.core.dims import MESH_AXES
 from meshwright.core.errors import CannotRunError, InputError, nearest
 from meshwright.cost.train_step import Estimate, PricedStrategy, price_strategy
 from meshwright.plan.axis_bounds import axis_limits
@@ -17,7 +17,7 @@ from meshwright.plan.legal import Refusal, legal
 from meshwright.plan.planner import FIELDS
 from meshwright.plan.result import PlannedStrategy, PlanResult
 from meshwright.plan.search import search
-from meshwright.plan.space import RUNNABLE, USUAL, Choices, Space, open_space
+from meshwright.plan.space import EMULATED, USUAL, Choices, Space, axes_to_try, open_space
 from meshwright.plan.step_terms import StepTerm, step_terms
 from meshwright.plan.torus_limits import Limit
 from meshwright.spec.calibration import Calibration, datasheet_calibration
@@ -149,9 +149,9 @@ def _space(
         winner.job.seq_len,
         template,
         given=fields,
-        choices=RUNNABLE if here else choices,
+        choices=EMULATED if here else choices,
         fixed=fixed,
-        axes=RUNNABLE_AXES if here else MESH_AXES,
+        axes=axes_to_try(winner.cluster, fixed),
         calibration=calibration,
     )
 

@@ -6,15 +6,17 @@ from typing import Any, Literal
 
 import msgspec
 
-from meshwright.core.dims import DTYPE_BYTES, MESH_AXES, RUNNABLE_AXES
+from meshwright.core.dims import DTYPE_BYTES, MESH_AXES
 from meshwright.core.errors import CannotRunError, InputError, nearest
 
 Rules = dict[str, tuple[str, ...]]
 """Dim -> mesh axes, in order of precedence: an axis goes to the first listed dim that an array has."""
 
-ROLES: tuple[str, ...] = ("activation", "weight", "vector", "grad", "optimizer", "input", "position")
+ROLES: tuple[str, ...] = (
+    *("activation", "weight", "vector", "grad", "optimizer", "input", "position"),
+    *("cache", "output"),
+)
 REMAT_POLICIES: tuple[str, ...] = ("none", "selective", "matmuls", "block", "sqrt", "full")
-RUNNABLE_REMAT: tuple[str, ...] = ("none", "selective", "matmuls", "block", "full")
 _EVERY = re.compile(r"every-([1-9]\d{0,3})")
 
 ContextAttention = Literal["gather", "ring", "ulysses"]
@@ -47,9 +49,6 @@ bf16-adam (How to Scale Your Model, section 5.1.1) it leaves the short-lived bf1
 
 MAX_SEQUENCES = 2**40
 """Bound on sequences and microbatches, far above any job, so that sizes stay whole in floating point."""
-
-RUNNABLE_STATES: tuple[str, ...] = ("bf16-adam", "fp32")
-"""Training states that are executed in this version; the others are only counted."""
 
 
 _TENSOR_DIMS = ("N", "K", "F", "Fe", "Fs", "V")
@@ -95,6 +94,13 @@ def _weight_rules(axes: tuple[str, ...]) -> Rules:
         **dict.fromkeys(_SHARDED_DIMS, axes),
     }
 
+
+GENERATION_RULES: dict[str, Rules] = {
+    "cache": {"B": ("data", "fsdp", "expert"), "K": ("tensor",)},
+    "output": {"B": ("data", "fsdp", "expert")},
+}
+"""How generation splits keys and values that it keeps, and logits that it hands out, where an assignment does not say:
+each device keeps its own sequences and heads, and has the whole vocabulary of its sequences."""
 
 DEFAULT_ASSIGNMENT: dict[str, Rules] = standard_assignment()
 """The product's own, with everything split (ZeRO-3)."""
@@ -199,7 +205,7 @@ class Strategy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     def rules(self, role: str) -> Rules:
         """The rules of a role; grad and optimizer follow weight unless they are given."""
         fallback = "weight" if role in ("grad", "optimizer") else role
-        return self.assignment.get(role, self.assignment.get(fallback, {}))
+        return self.assignment.get(role, self.assignment.get(fallback, GENERATION_RULES.get(role, {})))
 
 
 def require_runnable_strategy(strategy: Strategy) -> None:

@@ -10,18 +10,19 @@ _DROPPED = 16
 """Bits of a float32 that bfloat16 does not keep."""
 
 
-def round_to(values: jax.Array, dtype: Any, *, key: jax.Array | None = None) -> jax.Array:
-    """``values`` in another dtype: rounded to nearest, or at random where ``key`` is given and the dtype is bfloat16.
+def round_to(values: jax.Array, dtype: Any, *, words: jax.Array | None = None) -> jax.Array:
+    """``values`` in another dtype: rounded to nearest, or at random where ``words`` are given and it is bfloat16.
 
     The random result is the neighbour above with the probability that makes its mean the value itself, so that
     updates far below half a step of bfloat16 (2^-9 of the weight) are kept on average; to nearest they are lost.
-    The bits depend on the key and on the place in the whole array, not on how it is split over devices.
+    ``words`` are two random numbers (uint32): the bits depend on them and on the place in the whole array, not on
+    how it is split over devices.
     """
-    if key is None or dtype != jnp.bfloat16 or values.dtype != jnp.float32:
+    if words is None or dtype != jnp.bfloat16 or values.dtype != jnp.float32:
         return values.astype(dtype)
     bits = lax.bitcast_convert_type(values, jnp.uint32)
     # Adding uniform low bits carries into the kept ones with exactly the odds of the share that is cut off.
-    carried = bits + jax.random.bits(key, values.shape, jnp.uint16).astype(jnp.uint32)
+    carried = bits + random_bits(values.shape, words)
     kept = lax.bitcast_convert_type((carried >> _DROPPED).astype(jnp.uint16), jnp.bfloat16)
     # The carry would turn some NaNs into numbers.
     return jnp.where(jnp.isfinite(values), kept, values.astype(jnp.bfloat16))
@@ -31,6 +32,28 @@ def round_tree(tree: Any, like: Any, *, key: jax.Array | None = None) -> Any:
     """Every array of ``tree`` in the dtype of its partner in ``like``; each has its own random bits."""
     values, structure = jax.tree.flatten(tree)
     dtypes = [leaf.dtype for leaf in jax.tree.leaves(like)]
-    keys = [None if key is None else jax.random.fold_in(key, index) for index in range(len(values))]
-    rounded = [round_to(v, d, key=k) for v, d, k in zip(values, dtypes, keys, strict=True)]
+    if key is None:
+        return jax.tree.unflatten(structure, [v.astype(d) for v, d in zip(values, dtypes, strict=True)])
+    words = jax.random.bits(key, (len(values), 2), jnp.uint32)
+    rounded = [round_to(v, d, words=words[i]) for i, (v, d) in enumerate(zip(values, dtypes, strict=True))]
     return jax.tree.unflatten(structure, rounded)
+
+
+def random_bits(shape: tuple[int, ...], words: jax.Array) -> jax.Array:
+    """`_DROPPED` random bits (uint32) for each place of an array: a hash of its number and the two words.
+
+    Not JAX's own generator, which takes ten times as long on a CPU and minutes to compile inside an update; rounding
+    asks for fair and unrelated bits, no more. Places 2^32 apart share theirs.
+    """
+    number, stride = jnp.zeros(shape, jnp.uint32), 1
+    for dim in reversed(range(len(shape))):
+        number += lax.broadcasted_iota(jnp.uint32, shape, dim) * jnp.uint32(stride)
+        stride = stride * shape[dim] % 2**32
+    return _mixed(_mixed(number + words[0]) ^ words[1]) >> (32 - _DROPPED)
+
+
+def _mixed(h: jax.Array) -> jax.Array:
+    """Every input bit spread over all output bits. Source: Wellons, hash-prospector, lowbias32."""
+    h = (h ^ (h >> 16)) * jnp.uint32(0x7FEB352D)
+    h = (h ^ (h >> 15)) * jnp.uint32(0x846CA68B)
+    return h ^ (h >> 16)

@@ -1,0 +1,157 @@
+"""`launch`: several processes that live and die together, with the losses of one."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from meshwright.cli.launch import child_environment
+from meshwright.cli.main import run
+from meshwright.spec.plan_file import load_plan
+from tests.train.small import write_text
+
+ROOT = Path(__file__).parents[2]
+SMALL = [
+    "--set", "model.num_layers=2", "--set", "model.d_model=32", "--set", "model.d_ff=64", "--set", "model.head_dim=4",
+    "--set", "model.vocab_size=300", "--batch", "8seq", "--seq", "32", "--on", "cpu:4", "--axes", "fsdp=2,tensor=2",
+]  # fmt: skip
+STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory):
+    """A plan for four emulated devices."""
+    from meshwright.measure.machine import measure_machine
+    from meshwright.spec.calibration import save_calibration
+
+    folder = tmp_path_factory.mktemp("plan")
+    save_calibration(measure_machine(4, matmul_shape=(64, 64, 64), seconds_per_figure=0.01), folder / "cpu.toml")
+    path = folder / "plan.toml"
+    assert run(["plan", "tiny", *SMALL, "--calibration", str(folder / "cpu.toml"), "-o", str(path)]) == 0
+    assert load_plan(path).strategy.num_chips == 4
+    return path
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    return write_text(tmp_path_factory.mktemp("text"))
+
+
+def launch(*arguments, **options):
+    command = [sys.executable, "-c", "from meshwright.cli.main import main; main()", "launch", *map(str, arguments)]
+    return subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True, **options
+    )
+
+
+def train_arguments(plan, text, runs, *more):
+    every = ["--set", "train.checkpoint_every=2", "--set", "train.log_every=1"]
+    return ["train", plan, "--steps", STEPS, "--data", text, "--runs", runs, *every, *more]
+
+
+@pytest.fixture(scope="module")
+def alone(plan, text, tmp_path_factory):
+    """The losses of one process with all four devices."""
+    runs = tmp_path_factory.mktemp("alone")
+    assert run([str(a) for a in train_arguments(plan, text, runs)]) == 0
+    return losses_of(runs / "tiny-001")
+
+
+def losses_of(folder):
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
+    return [line["loss"] for line in lines]
+
+
+@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_several_processes_train_as_one(plan, text, alone, tmp_path, processes):
+    out, error = (
+        child := launch("--processes", processes, "--", *train_arguments(plan, text, tmp_path, "--json"))
+    ).communicate(timeout=500)
+    assert child.returncode == 0, error
+    result = json.loads(out)  # what process 0 says, and nothing beside it
+    assert result["processes"] == processes
+    np.testing.assert_allclose(result["losses"], alone, rtol=1e-5)
+    assert losses_of(tmp_path / "tiny-001") == result["losses"]
+    lines = error.splitlines()
+    assert all(line.startswith("[") for line in lines)
+    assert not any("[Gloo]" in line for line in lines)
+    assert sum("step 6/6" in line for line in lines) == 1
+    # On with one process, from the checkpoint of several.
+    more = ["train", "--resume", str(tmp_path / "tiny-001"), "--steps", str(STEPS + 1)]
+    assert run(more) == 0
+    assert losses_of(tmp_path / "tiny-001")[:STEPS] == result["losses"]
+
+
+def test_one_that_dies_takes_the_others_along(plan, text, tmp_path):
+    """Process 1 is killed in the middle of training: the others would wait for it for ever."""
+    child = launch("--processes", 2, "--", *train_arguments(plan, text, tmp_path, "--steps", 100_000))
+    metrics, deadline = tmp_path / "tiny-001" / "metrics.jsonl", time.monotonic() + 300
+    while not (metrics.exists() and metrics.read_bytes()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    killed = next(pid for pid in children_of(child.pid) if b"MESHWRIGHT_PROCESS=1" in environment(pid))
+    os.kill(killed, signal.SIGKILL)
+    _, error = child.communicate(timeout=120)
+    assert child.returncode == 128 + signal.SIGKILL
+    assert "process 1 was killed by SIGKILL; the others are stopped" in error
+    assert list(tmp_path.glob("tiny-001/checkpoints/*"))
+
+
+def test_ctrl_c_reaches_all_and_leaves_a_run_to_resume(plan, text, tmp_path):
+    child = launch("--processes", 2, "--", *train_arguments(plan, text, tmp_path, "--steps", 100_000))
+    metrics, deadline = tmp_path / "tiny-001" / "metrics.jsonl", time.monotonic() + 300
+    while not (metrics.exists() and metrics.read_bytes()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    child.send_signal(signal.SIGINT)
+    out, error = child.communicate(timeout=120)
+    assert child.returncode == 0, error
+    assert "steps (stopped)" in out
+    done = len(losses_of(tmp_path / "tiny-001"))
+    newest = max(int(path.name) for path in (tmp_path / "tiny-001" / "checkpoints").iterdir())
+    assert newest == done < 100_000
+
+
+def children_of(pid):
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def environment(pid):
+    return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+
+
+def test_what_all_refuse_ends_with_their_exit_code(tmp_path):
+    child = launch("--processes", 2, "--", "train", tmp_path / "missing.toml")
+    _, error = child.communicate(timeout=120)
+    assert child.returncode == 2
+    assert any(line.startswith("[1] meshwright: ") and "missing.toml" in line for line in error.splitlines())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["launch", "--processes", "2"], "VERB"),
+        (["launch", "--processes", "0", "--", "train"], "0 is not in the range"),
+        (["launch", "--processes", "2", "--", "launch", "train"], "launch cannot start itself"),
+    ],
+)
+def test_what_launch_refuses(arguments, words, capsys):
+    assert run(arguments) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_process_is_told_who_it_is_and_which_devices_are_its_own():
+    before = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8 --other", "JAX_NUM_CPU_DEVICES": "8"}
+    found = child_environment(dict(before), 1, 2, port=7000, devices=None)
+    assert found["XLA_FLAGS"] == "--other"  # the plan says how many
+    assert "JAX_NUM_CPU_DEVICES" not in found
+    assert (found["MESHWRIGHT_PROCESS"], found["MESHWRIGHT_PROCESSES"]) == ("1", "2")
+    assert found["MESHWRIGHT_COORDINATOR"] == found["JAX_COORDINATOR_BIND_ADDRESS"] == "127.0.0.1:7000"
+    given = child_environment(dict(before), 1, 2, port=7000, devices=3)
+    assert "--xla_force_host_platform_device_count=3" in given["XLA_FLAGS"]
+    assert given["JAX_LOCAL_DEVICE_IDS"] == "3,4,5"

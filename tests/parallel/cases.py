@@ -1,0 +1,90 @@
+"""Strategies run on emulated devices: loss, gradients and compiled collectives of one, and the same on one device."""
+
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import msgspec
+import numpy as np
+import optax
+
+from meshwright.algebra.layers import PLAIN, ProgramOptions
+from meshwright.parallel.train_step import TrainStep
+from meshwright.spec.model import Model
+from meshwright.spec.strategy import Strategy, make_mesh, standard_assignment
+from meshwright.verify.compare import Key, Traffic, compiled_traffic, derived_traffic
+from meshwright.verify.hlo import collectives
+from tests.parallel.small import BATCH_SEQS, MODEL, SEQ_LEN, batch
+
+RELATIVE = 1e-5  # float32, of the largest entry of each array
+
+DEEP = msgspec.structs.replace(MODEL, name="deep", num_layers=4)
+"""Layers enough that loops of several turns stay loops: XLA writes out those of one, and shares their gathers."""
+MOE = msgspec.structs.replace(
+    MODEL, name="moe", family="mixtral", num_experts=4, experts_per_token=2, d_ff_expert=32, gates_sum_to_one=True
+)
+
+
+class Run(NamedTuple):
+    """What one step of a strategy came to."""
+
+    loss: float
+    gradients: dict[str, np.ndarray]
+    compiled: dict[Key, Traffic]
+    derived: dict[Key, Traffic]
+    hlo: str
+
+
+def keep_gradients() -> optax.GradientTransformation:
+    """An optimizer that changes nothing and leaves the gradients in its state."""
+    return optax.GradientTransformation(
+        lambda params: jax.tree.map(jnp.zeros_like, params),
+        lambda grads, state, params=None: (jax.tree.map(jnp.zeros_like, grads), grads),
+    )
+
+
+def strategy_of(axes: Mapping[str, int], *, zero: int = 3, sequence_parallel: bool = True, **choices: Any) -> Strategy:
+    """A float32 strategy of the product's own assignment."""
+    assignment = standard_assignment(zero=zero, sequence_parallel=sequence_parallel)
+    return Strategy(mesh=make_mesh(axes), state="fp32", assignment=assignment, **choices)
+
+
+def run(
+    model: Model, strategy: Strategy, *, options: ProgramOptions = PLAIN, given: Mapping[str, Any] | None = None
+) -> Run:
+    """One step on one global batch."""
+    step = TrainStep(model, strategy, optimizer=keep_gradients(), options=options)
+    placed = step.place(given or batch())
+    compiled = step.compile.lower(step.init(0), placed).compile()
+    state, metrics = compiled(step.init(0), placed)
+    mesh, parts = strategy.mesh, strategy.num_microbatches
+    dims = {**model.dims, "B": BATCH_SEQS, "T": SEQ_LEN, "C": BATCH_SEQS * SEQ_LEN // parts}
+    derived = derived_traffic(
+        step.declared,
+        dims,
+        mesh,
+        num_microbatches=parts,
+        width=4,
+        layer_by_layer=strategy.gradient_sync == "overlapped",
+    )
+    found = collectives(compiled.as_text(), mesh)
+    gradients = {name: np.asarray(value) for name, value in state.opt_state.items()}
+    return Run(float(metrics.loss), gradients, compiled_traffic(found, mesh), derived, compiled.as_text())
+
+
+@lru_cache(maxsize=8)
+def on_one_device(model: Model, options: ProgramOptions = PLAIN) -> Run:
+    """The same batch with nothing split."""
+    return run(model, strategy_of({}), options=options)
+
+
+def assert_equal(found: Run, expected: Run) -> None:
+    """Loss, and every array of gradients, by its largest entry."""
+    assert abs(found.loss / expected.loss - 1) < RELATIVE
+    assert found.gradients.keys() == expected.gradients.keys()
+    for name, value in expected.gradients.items():
+        scale = np.abs(value).max()
+        assert scale > 0, f"{name} has no gradient"
+        np.testing.assert_allclose(found.gradients[name], value, rtol=0, atol=RELATIVE * scale, err_msg=name)

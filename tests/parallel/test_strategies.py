@@ -1,0 +1,90 @@
+"""Every parallelism, and mixes of them, against one device and against their derived collectives."""
+
+import numpy as np
+import pytest
+
+from meshwright.algebra.layers import ProgramOptions
+from tests.parallel.cases import DEEP, MOE, assert_equal, on_one_device, run, strategy_of
+from tests.parallel.small import BATCH_SEQS, MODEL, SEQ_LEN, batch
+
+ONE_AXIS = [
+    (MODEL, {"data": 4}, {"zero": 0, "gradient_sync": "naive"}),
+    (MODEL, {"data": 4}, {"zero": 0, "gradient_sync": "bucketed", "bucket_bytes": 20_000}),
+    (DEEP, {"fsdp": 4}, {"prefetch": True, "remat": "selective"}),
+    (DEEP, {"fsdp": 2}, {"remat": "every-2"}),
+    (MODEL, {"tensor": 4}, {"sequence_parallel": False, "remat": "none"}),
+    (MODEL, {"context": 4}, {"context_attention": "ulysses", "remat": "selective"}),
+    (MODEL, {"context": 4}, {"context_attention": "ring"}),
+    (MOE, {"expert": 4}, {"remat": "none"}),
+]
+MIXES = [
+    (MODEL, {"data": 2, "fsdp": 2, "tensor": 2}, {"zero": 1, "num_microbatches": 2}),
+    (MODEL, {"data": 2, "fsdp": 2, "context": 2}, {"zero": 2, "context_attention": "ring"}),
+    (DEEP, {"fsdp": 2, "data": 2, "tensor": 2}, {"prefetch": True, "offload": ("activations", "optimizer")}),
+    (MODEL, {"fsdp": 2, "context": 2, "tensor": 2}, {"context_attention": "ulysses", "remat": "matmuls"}),
+    (MODEL, {"data": 2, "context": 2, "tensor": 2}, {"sequence_parallel": False, "remat": "full"}),
+    (MOE, {"data": 2, "expert": 2, "tensor": 2}, {"remat": "selective"}),
+    (MOE, {"fsdp": 2, "expert": 2, "context": 2}, {"context_attention": "ring", "remat": "full"}),
+    (MOE, {"data": 2, "fsdp": 2, "expert": 2}, {"zero": 1, "num_microbatches": 1}),
+]
+
+
+def name(value):
+    if hasattr(value, "family"):
+        return value.name
+    return "-".join(f"{k}{v}" if isinstance(v, int) else str(v) for k, v in value.items())
+
+
+def check(model, axes, choices):
+    found = run(model, strategy_of(axes, **choices))
+    assert_equal(found, on_one_device(model))
+    if choices.get("gradient_sync") == "bucketed":
+        return found
+    assert found.compiled == found.derived
+    return found
+
+
+@pytest.mark.parametrize(("model", "axes", "choices"), ONE_AXIS, ids=name)
+def test_one_axis(model, axes, choices):
+    check(model, axes, choices)
+
+
+@pytest.mark.parametrize(("model", "axes", "choices"), MIXES, ids=name)
+def test_three_axes_at_once(model, axes, choices):
+    check(model, axes, choices)
+
+
+def test_buckets_send_the_same_bytes_in_fewer_sums():
+    small, large = (
+        run(MODEL, strategy_of({"data": 2}, zero=0, gradient_sync="bucketed", bucket_bytes=size)).compiled
+        for size in (10_000, 10**9)
+    )
+    key = ("all_reduce", ("data",))
+    naive = run(MODEL, strategy_of({"data": 2}, zero=0, gradient_sync="naive")).compiled[key]
+    assert small[key].full_bytes == large[key].full_bytes == naive.full_bytes
+    # one for all weights, beside the loss and the norm
+    assert large[key].num_arrays == 3 < small[key].num_arrays < naive.num_arrays
+
+
+def documents_batch():
+    """Rows of two documents each, the last position of the first without a label."""
+    cut = np.arange(SEQ_LEN) >= 6
+    rows = {n: np.asarray(a).copy() for n, a in batch().items()}
+    rows["documents"] = np.broadcast_to(cut.astype(np.int32), (BATCH_SEQS, SEQ_LEN))
+    rows["positions"] = np.broadcast_to(np.where(cut, np.arange(SEQ_LEN) - 6, np.arange(SEQ_LEN)), cut.shape)
+    rows["positions"] = np.broadcast_to(rows["positions"], (BATCH_SEQS, SEQ_LEN)).astype(np.int32)
+    rows["labels"][:, 5] = -1
+    return rows
+
+
+@pytest.mark.parametrize("way", ["gather", "ring", "ulysses"])
+def test_documents_and_the_z_loss_on_a_mesh(way):
+    options = ProgramOptions(documents=True, z_loss=1e-2)
+    given = documents_batch()
+    one = run(MODEL, strategy_of({}), options=options, given=given)
+    found = run(
+        MODEL, strategy_of({"data": 2, "context": 2, "tensor": 2}, context_attention=way), options=options, given=given
+    )
+    assert_equal(found, one)
+    plain = run(MODEL, strategy_of({}), given={n: given[n] for n in ("tokens", "labels")})
+    assert abs(plain.loss / one.loss - 1) > 1e-4, "documents and the z-loss change nothing"
