@@ -380,8 +380,9 @@ def _update(program: Program, shardings: _Shardings) -> list[Step]:
     axes = tuple(shardings.strategy.mesh if shardings.keep_axes is None else shardings.keep_axes)
     steps: list[Step] = []
     stream = next((shardings.declared(block.carry).spread for block in program.blocks if block.carry), axes)
-    # each device has the loss of its own tokens, and its own part of every gradient
-    for name, over in (("loss", tuple(a for a in axes if a in stream)), ("grad_norm", axes)):
+    # each device has the loss of its own tokens (the last stage, in a pipeline), and its own part of every gradient
+    of_loss = tuple(a for a in axes if a in stream or a == "pipeline")
+    for name, over in (("loss", of_loss), ("grad_norm", axes)):
         if over and (name != "loss" or name in program.variables):
             local = ShardedArray(name, (), (), over, "fp32")
             total = local.replace(unreduced=())

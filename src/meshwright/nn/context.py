@@ -27,7 +27,8 @@ class Context:
     attention may leave out what lies after a query; they do not where rows are dealt out in zigzag. ``divergent``
     says that devices of other groups may be doing something else (inside a pipeline's tick). With ``offload`` what layers
     hold for their backward pass waits in host memory. ``seq_len`` is the length that a row may reach where it is given a
-    few positions at a time; 0 where whole rows are given. ``constrain`` is applied
+    few positions at a time; 0 where whole rows are given. ``dtype`` is that of the stream where int8 weights do not say
+    it. ``constrain`` is applied
     to every result that has its declared sharding: the GSPMD form passes `with_sharding_constraint`.
     """
 
@@ -39,6 +40,7 @@ class Context:
     divergent: bool = False
     offload: bool = False
     seq_len: int = 0
+    dtype: str = "fp32"
     constrain: Constrain = field(default=as_given)
 
     def local_size(self, array: ShardedArray, dim: str) -> int:

@@ -9,13 +9,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from msgspec.structs import replace
 
 from meshwright.algebra.steps import Step
 from meshwright.nn.attention_kinds import attention, attention_backward
+from meshwright.nn.cache_kinds import CACHE_KINDS
 from meshwright.nn.context import Context
 from meshwright.nn.experts_kinds import EXPERT_KINDS
 from meshwright.nn.head_kinds import HEAD_KINDS
 from meshwright.nn.layer_kinds import LAYER_KINDS
+from meshwright.nn.quantisation import scaled_product
 
 LocalKind = Callable[..., Any]
 
@@ -32,6 +35,12 @@ def _einsum(context: Context, step: Step, lhs: jax.Array, rhs: jax.Array) -> jax
     return contract_step(step, lhs, rhs)
 
 
+def _quantised_einsum(context: Context, step: Step, lhs: Any, values: jax.Array, scale: jax.Array) -> Any:
+    """The product of the values, in float32, times the scale of each output channel."""
+    wide = replace(step, op="einsum", inputs=step.inputs[:2], result=step.result.replace(dtype="fp32"))
+    return scaled_product(step, lhs, values, scale, lambda left, right: LOCAL["einsum"](context, wide, left, right))
+
+
 def _add(context: Context, step: Step, first: jax.Array, *others: jax.Array) -> jax.Array:
     for other in others:
         first = first + other
@@ -44,6 +53,7 @@ def _copy(context: Context, step: Step, value: jax.Array) -> jax.Array:
 
 LOCAL: dict[str, LocalKind] = {
     "einsum": _einsum,
+    "quantised_einsum": _quantised_einsum,
     "add": _add,
     "copy": _copy,
     "attention": attention,
@@ -51,5 +61,6 @@ LOCAL: dict[str, LocalKind] = {
     **LAYER_KINDS,
     **EXPERT_KINDS,
     **HEAD_KINDS,
+    **CACHE_KINDS,
 }
 """Kind of a local step -> its function of (context, step, blocks of the inputs)."""

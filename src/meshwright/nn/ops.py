@@ -5,6 +5,7 @@ the loss are in float32 whatever the dtype of the weights; products take their o
 """
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -46,7 +47,7 @@ def silu_mul(gate: Float[Array, "B T F"], up: Float[Array, "B T F"]) -> Float[Ar
     return jax.nn.silu(gate) * up
 
 
-def embed_scale(model: Model, dtype: jnp.dtype) -> float:
+def embed_scale(model: Model, dtype: Any) -> float:
     """sqrt(D) rounded to the dtype of the weights, as it was when they were trained (gemma); 1 for others."""
     return float(np.asarray(model.d_model**0.5, dtype)) if model.embed_scale else 1.0
 

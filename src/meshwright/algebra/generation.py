@@ -1,0 +1,213 @@
+"""A model as the two programs of generation, made of the same ops as its training program.
+
+``prefill`` runs whole prompts and leaves their keys and values in a cache; its queries meet the keys of their own
+prompt. ``generate`` runs one position of each sequence, whose query meets the cache. Both end in the logits of one
+position of each row. With latent attention the cache holds latents, and generation works on them as they are: queries
+go through the keys' projection instead of the keys (DeepSeek-V2, section 2.1.2).
+"""
+
+from collections.abc import Iterable
+from typing import Literal
+
+import msgspec
+
+from meshwright.algebra.cache_table import CacheDtype, cache_name, cached_dims, require_cache_dtype, scale_name
+from meshwright.algebra.program import Block, Op, Program, Variable
+from meshwright.algebra.transformer import layer_kinds, transformer, weight_variables
+from meshwright.spec.model import Model
+from meshwright.spec.strategy import Rules, Strategy
+
+Pass = Literal["prefill", "generate"]
+
+
+def prefill_program(model: Model, *, cache_dtype: CacheDtype = "bf16", quantised: bool = False) -> Program:
+    """tokens[B,T] at positions[B,T], and ``last``[B], the index of each row's last token -> logits[B,V] there.
+
+    Padding behind a row's last token leaves nothing that is ever read. ``quantised`` weights are int8 with a scale for
+    each output channel.
+    """
+    return _program(model, "prefill", cache_dtype, quantised=quantised)
+
+
+def generate_program(model: Model, *, cache_dtype: CacheDtype = "bf16", quantised: bool = False) -> Program:
+    """One token of each row: T is 1. The token's own key is written before it is read."""
+    return _program(model, "generate", cache_dtype, quantised=quantised)
+
+
+def one_position(strategy: Strategy) -> Strategy:
+    """The strategy for rows of one position: what splits T has nothing to split, nor the slots that its tokens fill."""
+    rules = {role: _without_positions(rules) for role, rules in strategy.assignment.items()}
+    return msgspec.structs.replace(strategy, assignment=rules)
+
+
+def _without_positions(rules: Rules) -> Rules:
+    kept = {dim: axes for dim, axes in rules.items() if dim != "T"}
+    if "C" in kept and "B" in kept:
+        kept["C"] = tuple(axis for axis in kept["C"] if axis in kept["B"])
+    return kept
+
+
+# -- quantised weights ----------------------------------------------------------------------------------
+
+
+def scales(model: Model) -> dict[str, Variable]:
+    """Each weight that int8 may hold -> the variable of its scales, over its dims that no product sums over.
+
+    These are matrices of products and the table of tokens, not routers, which choose by small differences, nor tables
+    of positions.
+    """
+    table = weight_variables(model)
+    plain = (_program(model, phase, "bf16", quantised=False) for phase in ("prefill", "generate"))
+    summed: dict[str, set[str]] = {}
+    for program in plain:
+        for op in (op for block in program.blocks for op in block.ops if op.kind in ("einsum", "embed")):
+            name = op.inputs[1]
+            weight = table.get(name)
+            if weight is None or weight[0].part == "router" or weight[0].dims[0] == "P":
+                continue
+            kept = program.variables[op.out].dims if op.kind == "einsum" else weight[0].dims[:1]
+            summed.setdefault(name, set()).update(dim for dim in weight[0].dims if dim not in kept)
+    return {name: _scale(name, tuple(d for d in table[name][0].dims if d not in dims)) for name, dims in summed.items()}
+
+
+def _scale(name: str, dims: tuple[str, ...]) -> Variable:
+    """Split as its weight is, but whole over axes that only split what a weight is gathered over."""
+    role = "vector" if set(dims) <= {"D", "Rq", "Rkv"} else "weight"
+    return Variable(scale_name(name), dims, role, "fp32")
+
+
+def _quantised(model: Model, program: Program) -> Program:
+    found = scales(model)
+    variables = {n: msgspec.structs.replace(v, dtype="int8") if n in found else v for n, v in program.variables.items()}
+    variables |= {scale.name: scale for scale in found.values()}
+
+    def with_scale(op: Op) -> Op:
+        if op.kind not in ("einsum", "embed") or op.inputs[1] not in found:
+            return op
+        inputs = (*op.inputs, found[op.inputs[1]].name)
+        return msgspec.structs.replace(op, kind=f"quantised_{op.kind}", inputs=inputs)
+
+    blocks = tuple(msgspec.structs.replace(b, ops=tuple(with_scale(op) for op in b.ops)) for b in program.blocks)
+    return Program(blocks, variables)
+
+
+# -- programs -------------------------------------------------------------------------------------------
+
+
+def _program(model: Model, phase: Pass, cache_dtype: CacheDtype, *, quantised: bool) -> Program:
+    require_cache_dtype(cache_dtype)
+    training = transformer(model)
+    writer = _Writer(model, phase, cache_dtype, dict(training.variables))
+    blocks = tuple(writer.block(block) for block in training.blocks)
+    used = {name for block in blocks for op in block.ops for name in (*op.inputs, op.out)}
+    program = Program(blocks, {name: v for name, v in writer.variables.items() if name in used})
+    return _quantised(model, program) if quantised else program
+
+
+class _Writer:
+    """Blocks of a training program rewritten for one pass, and every variable that they name."""
+
+    def __init__(self, model: Model, phase: Pass, cache_dtype: CacheDtype, variables: dict[str, Variable]) -> None:
+        self.model, self.phase, self.cache_dtype = model, phase, cache_dtype
+        self.variables = variables
+        self.kinds = {kind.block: kind for kind in layer_kinds(model)}
+        self.ops: list[Op] = []
+        self.outputs: list[str] = []
+
+    def block(self, block: Block) -> Block:
+        """The block of the same name; ops whose results nobody uses any more are left out."""
+        self.ops, self.outputs = [], []
+        if block.name == "head":
+            self._head(block)
+        for op in block.ops if block.name != "head" else ():
+            if op.kind == "attention":
+                self._attention(op, block)
+            else:
+                self.ops.append(op)
+        kept = _used(self.ops, [block.result or self.ops[-1].out, *self.outputs])
+        return msgspec.structs.replace(block, ops=kept)
+
+    def _add(
+        self, kind: str, inputs: Iterable[str], out: str, dims: tuple[str, ...], *, role: str = "activation",
+        dtype: str = "", attributes: tuple[tuple[str, str], ...] = (),
+    ) -> str:  # fmt: skip
+        self.variables[out] = Variable(out, dims, role, dtype)
+        self.ops.append(Op(kind, tuple(inputs), out, attributes))
+        return out
+
+    # -- the head: logits of one position ---------------------------------------------------------------
+
+    def _head(self, block: Block) -> None:
+        norm, loss = block.ops
+        x, *vectors = norm.inputs
+        table = loss.inputs[1]
+        self.variables["last"] = Variable("last", ("B",), "position")
+        row = self._add("pick", (x, "last"), "xl", ("B", "D"))
+        row = self._add(norm.kind, (row, *vectors), "hl", ("B", "D"))
+        if self.model.logit_softcap:
+            row = self._add("einsum", (row, table), "uncapped", ("B", "V"), dtype="fp32")
+            self._add("softcap", (row,), "logits", ("B", "V"), role="output", dtype="fp32")
+        else:
+            self._add("einsum", (row, table), "logits", ("B", "V"), role="output", dtype="fp32")
+
+    # -- attention --------------------------------------------------------------------------------------
+
+    def _attention(self, op: Op, block: Block) -> None:
+        q, k, v, positions, *others = op.inputs
+        made_by = {made.out: made for made in block.ops}
+        sources = {"k": k, "v": v}
+        if self.model.latent_attention:
+            own, shared = made_by[k].inputs
+            sources = {"c": made_by[own].inputs[0], "p": shared}
+        where = "last" if self.phase == "prefill" else positions
+        cached, cached_scales = [], []
+        for letter in cached_dims(self.model):
+            array, its_scales = self._write(cache_name(self.model, self.kinds[block.name], letter), sources[letter], where)
+            cached.append(array)
+            cached_scales += its_scales
+        if self.phase == "prefill":
+            self.ops.append(op)
+        elif self.model.latent_attention:
+            weights = made_by[made_by[k].inputs[0]].inputs[1], made_by[v].inputs[1]
+            self._absorbed(op, weights, (*cached, positions, *cached_scales))
+        else:
+            inputs = (q, *cached, positions, *cached_scales, *others)
+            self.ops.append(msgspec.structs.replace(op, kind="cached_attention", inputs=inputs))
+
+    def _write(self, cache: str, source: str, where: str) -> tuple[str, list[str]]:
+        """The cache after a write, and that of its scales."""
+        dims = self.variables[source].dims
+        if self.cache_dtype != "int8":
+            return self._written(cache, source, where, self.cache_dtype), []
+        scale = self._add("kv_scale", (source,), scale_name(source), dims[:-1], dtype="fp32")
+        values = self._add("kv_quantise", (source, scale), f"{source}_int8", dims, dtype="int8")
+        return self._written(cache, values, where, "int8"), [self._written(scale_name(cache), scale, where, "fp32")]
+
+    def _written(self, cache: str, source: str, where: str, dtype: str) -> str:
+        batch, _, *others = self.variables[source].dims
+        dims = (batch, "S", *others)
+        self.variables[cache] = Variable(cache, dims, "cache", dtype)
+        attributes = (("prompt", "true"),) if self.phase == "prefill" else ()
+        out = self._add("cache_write", (cache, source, where), f"{cache}'", dims, role="cache", dtype=dtype,
+                        attributes=attributes)  # fmt: skip
+        self.outputs.append(out)
+        return out
+
+    def _absorbed(self, op: Op, weights: tuple[str, str], cached: tuple[str, ...]) -> None:
+        """Queries times the keys' projection meet latents; latents mixed go through the values' projection."""
+        q, keys, values = op.inputs[0], *weights
+        own = self._add("own_part", (q,), "qn", ("B", "T", "N", "Hn"))
+        latent = ("B", "T", "N", "Rkv")
+        ql = self._add("einsum", (own, keys), "ql", latent)
+        mixed = self._add("cached_latent_attention", (ql, q, *cached), "oc", latent, attributes=op.attributes)
+        self.ops.append(Op("einsum", (mixed, values), op.out))
+
+
+def _used(ops: list[Op], outputs: list[str]) -> tuple[Op, ...]:
+    """The ops that lead to the outputs."""
+    needed, kept = set(outputs), list[Op]()
+    for op in reversed(ops):
+        if op.out in needed:
+            needed.update(op.inputs)
+            kept.append(op)
+    return tuple(reversed(kept))

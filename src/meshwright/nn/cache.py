@@ -1,0 +1,123 @@
+"""Keys and values kept between steps: written in place, read where they lie, attended to.
+
+A layer of S slots has the last S positions of each sequence, position p in slot p modulo S. Nothing has to say which
+slots are filled: seen from a query at position p, slot s holds position p - (p - s) mod S, and that is negative as long
+as nothing has been written there.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class LayerCache:
+    """One layer of an array that all layers of a kind share, so that a write changes a few entries of it in place."""
+
+    stack: Array
+    layer: Int[Array, ""]
+
+    def read(self) -> Array:
+        """The layer itself, [B, S, ...]."""
+        return jax.lax.dynamic_index_in_dim(self.stack, self.layer, keepdims=False)
+
+
+def write_prompt(cache: LayerCache, values: Array, last: Int[Array, " B"]) -> LayerCache:
+    """Positions 0 to ``last`` of each row of values[B, T, ...], or as many of the last ones as there are slots.
+
+    What stands behind ``last`` is written too where there is room: a later position takes its slot before it is read.
+    """
+    num_slots = cache.stack.shape[2]
+    if values.shape[1] > num_slots:
+        held = held_positions(last, num_slots)
+        places = jnp.maximum(held, 0).reshape(*held.shape, *(1,) * (values.ndim - 2))
+        values = jnp.take_along_axis(values, places, axis=1)
+    start = (cache.layer, *(0,) * values.ndim)
+    values = values[None].astype(cache.stack.dtype)
+    return LayerCache(jax.lax.dynamic_update_slice(cache.stack, values, start), cache.layer)
+
+
+def write_position(cache: LayerCache, values: Array, positions: Int[Array, "B 1"]) -> LayerCache:
+    """One position of each row, values[B, 1, ...]."""
+    rows = jnp.arange(values.shape[0])
+    slots = positions[:, 0] % cache.stack.shape[2]
+    stack = cache.stack.at[cache.layer, rows, slots].set(values[:, 0].astype(cache.stack.dtype), mode="drop")
+    return LayerCache(stack, cache.layer)
+
+
+def held_positions(last: Int[Array, " B"], num_slots: int) -> Int[Array, "B S"]:
+    """The position in each slot when ``last`` was written last; negative where there is none."""
+    latest = last[:, None]
+    return latest - (latest - jnp.arange(num_slots, dtype=last.dtype)[None]) % num_slots
+
+
+def visible_slots(position: Int[Array, " B"], num_slots: int, *, window: int | None) -> Bool[Array, "B S"]:
+    """Slots that a query at ``position``, which has been written, may see: all that are filled, within the window."""
+    held = held_positions(position, num_slots)
+    seen = held >= 0
+    return seen if window is None else seen & (position[:, None] - held < window)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Meeting:
+    """Queries of N heads and the part of the keys that they meet: scores are sums over such parts.
+
+    ``keys`` have K heads, N = K * G; int8 ones have a ``scale`` for each slot and head.
+    """
+
+    queries: Float[Array, "B T N H"]
+    keys: Array
+    scale: Float[Array, "B S K"] | None = None
+
+    def scores(self) -> Float[Array, "B K G T S"]:
+        """Products in float32."""
+        batch, length, heads, width = self.queries.shape
+        kv_heads = self.keys.shape[2]
+        grouped = self.queries.reshape(batch, length, kv_heads, heads // kv_heads, width)
+        keys = self.keys.astype(grouped.dtype)
+        found = jnp.einsum("BTKGH,BSKH->BKGTS", grouped, keys, preferred_element_type=jnp.float32)
+        return found if self.scale is None else found * _over_queries(self.scale)
+
+
+def cached_attention(
+    meetings: Sequence[Meeting],
+    values: Array,
+    seen: Bool[Array, "B S"],
+    *,
+    scale: float,
+    value_scale: Float[Array, "B S K"] | None = None,
+    softcap: float | None = None,
+    sinks: Float[Array, " N"] | None = None,
+) -> Float[Array, "B T N Hv"]:
+    """Values of K heads mixed by the softmax over what each row sees; ``sinks`` are a further logit of each head.
+
+    Scales of int8 values multiply the weights, which are as many as the scales.
+    """
+    scores = scale * sum((meeting.scores() for meeting in meetings[1:]), meetings[0].scores())
+    if softcap:
+        scores = softcap * jnp.tanh(scores / softcap)
+    weights = _softmax(jnp.where(seen[:, None, None, None], scores, -jnp.inf), sinks)
+    if value_scale is not None:
+        weights = weights * _over_queries(value_scale)
+    dtype = meetings[0].queries.dtype
+    mixed = jnp.einsum("BKGTS,BSKH->BTKGH", weights.astype(dtype), values.astype(dtype))
+    return mixed.reshape(*meetings[0].queries.shape[:3], values.shape[-1])
+
+
+def _over_queries(scale: Float[Array, "B S K"]) -> Float[Array, "B K 1 1 S"]:
+    return scale.transpose(0, 2, 1)[:, :, None, None]
+
+
+def _softmax(scores: Float[Array, "B K G T S"], sinks: Float[Array, " N"] | None) -> Float[Array, "B K G T S"]:
+    peak = jnp.max(scores, axis=-1, keepdims=True)
+    if sinks is None:
+        weights = jnp.exp(scores - peak)
+        return weights / jnp.sum(weights, axis=-1, keepdims=True)
+    extra = sinks.astype(jnp.float32).reshape(1, *scores.shape[1:3], 1, 1)
+    peak = jnp.maximum(peak, extra)
+    weights = jnp.exp(scores - peak)
+    return weights / (jnp.sum(weights, axis=-1, keepdims=True) + jnp.exp(extra - peak))
