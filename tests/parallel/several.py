@@ -9,7 +9,7 @@ from pathlib import Path
 from meshwright.cli.launch import child_environment, free_port
 
 ROOT = Path(__file__).parents[2]
-LONGEST_S = 300
+LONGEST_S = 600
 
 Variables = Callable[[int, int, int], Mapping[str, str]]
 """(index, count, port) -> what a launcher would set."""
@@ -35,7 +35,9 @@ def run_all(
         children.append(subprocess.Popen(command, cwd=ROOT, env=env, stdout=pipe, stderr=pipe, text=True))
     try:
         outputs = [child.communicate(timeout=LONGEST_S) for child in children]
-    finally:
+    except BaseException:
         for child in children:
             child.kill()
+            child.communicate()
+        raise
     return [(child.returncode, out, error) for child, (out, error) in zip(children, outputs, strict=True)]

@@ -1,4 +1,4 @@
-"""The cache of generation as a table of state: one row per kind of layer and array, counted, sharded and made from it."""
+"""The cache of generation as a table of state, a row per kind of layer and array: counted, sharded and made from it."""
 
 import math
 from typing import Literal, get_args
@@ -60,9 +60,7 @@ def num_slots(model: Model, kind: LayerKind, *, max_len: int) -> int:
     return min(max_len, model.sliding_window) if kind.sliding and model.sliding_window else max_len
 
 
-def cache_table(
-    model: Model, *, batch_seqs: int, max_len: int, dtype: CacheDtype = "bf16"
-) -> tuple[CacheArray, ...]:
+def cache_table(model: Model, *, batch_seqs: int, max_len: int, dtype: CacheDtype = "bf16") -> tuple[CacheArray, ...]:
     """Rows of the cache of ``batch_seqs`` sequences of up to ``max_len`` positions.
 
     int8 keeps a float32 scale beside each token and head. Raises InputError for a dtype that is none of `CACHE_DTYPES`.

@@ -162,7 +162,8 @@ class _Writer:
         where = "last" if self.phase == "prefill" else positions
         cached, cached_scales = [], []
         for letter in cached_dims(self.model):
-            array, its_scales = self._write(cache_name(self.model, self.kinds[block.name], letter), sources[letter], where)
+            name = cache_name(self.model, self.kinds[block.name], letter)
+            array, its_scales = self._write(name, sources[letter], where)
             cached.append(array)
             cached_scales += its_scales
         if self.phase == "prefill":

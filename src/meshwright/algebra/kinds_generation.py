@@ -18,7 +18,7 @@ def no_backward(op: Op, trace: Trace) -> None:
 
 
 def pick_forward(op: Op, trace: Trace) -> None:
-    """``pick(x[B,T,D], number[B])``: one position of each row, from the device that has it; a product with one-hot rows."""
+    """``pick(x[B,T,D], number[B])``: one position of each row, as a product with one-hot rows."""
     x, number, out = (trace.declared(n) for n in (*op.inputs, op.out))
     result = out.replace(axes=tuple(x.axes_of(dim) for dim in out.dims), unreduced=x.axes_of("T"))
     here = moved(trace, number, like(number, x))
@@ -50,7 +50,7 @@ def cached_attention_forward(op: Op, trace: Trace) -> None:
 
 
 def quantised_einsum_forward(op: Op, trace: Trace) -> None:
-    """``lhs * values`` by the rules of any product, times the scale of each output channel before anything is summed."""
+    """``lhs * values`` by the rules of any product, times the scale of each output channel."""
     lhs, values, scale, out = (trace.declared(n) for n in (*op.inputs, op.out))
     *before, product = product_steps(lhs, values, out, slice_axes=trace.slice_axes)
     trace.add(*before)

@@ -101,9 +101,11 @@ def _from_checkpoint(
 ) -> Converted:
     from meshwright.nn.checkpoint_files import DTYPES
     from meshwright.nn.hf_weights import write_hf
+    from meshwright.train.weights_file import end_of_text
 
     wanted = dict.fromkeys(found.dtypes, DTYPES[dtype]) if dtype else found.dtypes
-    files = write_hf(found.model, found.fetch, wanted, folder, max_bytes)
+    config = end_of_text(found.model, source)
+    files = write_hf(found.model, found.fetch, wanted, folder, max_shard_bytes=max_bytes, config=config)
     return _done(found.model, source, folder, files, step=found.step)
 
 

@@ -1,11 +1,12 @@
 """Rates for a cluster: a given calibration, this machine measured once, or the data sheet."""
 
 from pathlib import Path
+from typing import get_args
 
 from meshwright.cli.output import say
 from meshwright.core.errors import InputError
 from meshwright.core.files import cache_folder
-from meshwright.spec.calibration import Calibration, load_calibration, save_calibration
+from meshwright.spec.calibration import Calibration, CollectiveKind, load_calibration, save_calibration
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.efficiency import fitted_calibration
 
@@ -34,7 +35,9 @@ def rates_for(cluster: Cluster, calibration: Path | None, *, fitted: bool = Fals
         return fitted_calibration(cluster.chip) if fitted else None
     kept = cache_folder() / f"calibration-{cluster.short_name.replace(':', '-')}.toml"
     if kept.exists():
-        return load_calibration(kept)
+        found = load_calibration(kept)
+        if {rate.kind for rate in found.collectives} == set(get_args(CollectiveKind)):
+            return found
     return measure(cluster, keep=kept)
 
 

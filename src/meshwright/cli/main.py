@@ -28,7 +28,9 @@ VERBS: dict[str, tuple[str, str]] = {
     "systolic": ("meshwright.cli.systolic", "A systolic array, cycle by cycle."),
     "accuracy": ("meshwright.cli.accuracy", "Predictions beside published measurements."),
     "train": ("meshwright.cli.train", "Train a model by a plan, beside its prediction."),
+    "convert": ("meshwright.cli.convert", "Weights of a run or a model as a Hugging Face folder."),
     "launch": ("meshwright.cli.launch", "Run a verb in several processes on this machine."),
+    "generate": ("meshwright.cli.generate", "Go on from prompts with a trained or published model."),
     "demo": ("meshwright.cli.demo", "Measure this machine, plan for it, train, compare."),
 }
 """Verb -> (module with the function `command`, what `--help` says of it). A verb's module is imported when it runs."""

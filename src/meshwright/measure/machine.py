@@ -10,6 +10,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,11 +22,12 @@ from meshwright.algebra.notation import parse_array
 from meshwright.algebra.steps import Step
 from meshwright.cost.network import received_share
 from meshwright.cost.ops import OpSizes, op_flops
-from meshwright.nn.ops import attention, silu_mul
+from meshwright.nn.activations import silu_mul
+from meshwright.nn.attention import attention, attention_backward
 from meshwright.parallel.mesh import device_mesh
 from meshwright.spec.calibration import Calibration, CollectiveKind, CollectiveRate
 
-COLLECTIVES: tuple[CollectiveKind, ...] = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
+COLLECTIVES: tuple[CollectiveKind, ...] = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "permute")
 SMALL_ELEMENTS, LARGE_ELEMENTS, MEMORY_ELEMENTS = 2**10, 2**18, 2**20
 ROUNDS, SWEEPS = 10, 4
 ATTENTION_SHAPE = (4, 128, 8, 4, 32)
@@ -172,18 +174,20 @@ def attention_flops(shape: tuple[int, int, int, int, int]) -> float:
 
 
 def _attention(num_devices: int) -> Probe:
-    """The attention that programs run, with its gradient."""
+    """The attention that programs run, forward and backward."""
     batch, length, heads, kv_heads, width = ATTENTION_SHAPE
 
     def body(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch, length))
 
-        def total(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-            # Checkpointed, as programs run it: the backward pass makes the scores again.
-            attend = jax.checkpoint(lambda q, k, v: attention(q, k, v, positions, positions, scale=width**-0.5))
-            return jnp.sum(attend(q, k, v) ** 2)
-
-        grads = jax.grad(total, argnums=(0, 1, 2))(q, k, v)
+        facts: dict[str, Any] = {
+            "positions": positions,
+            "key_positions": positions,
+            "scale": width**-0.5,
+            "in_order": True,
+        }
+        o, lse = attention(q, k, v, **facts)
+        grads = attention_backward(2 * o, o, lse, q, k, v, **facts)
         return sum((jnp.sum(g, axis=(1, 2, 3)) for g in grads), jnp.zeros(batch))
 
     key = (batch, length, kv_heads, width)
@@ -206,12 +210,15 @@ def _collective(kind: CollectiveKind, x: jax.Array) -> jax.Array:
         return lax.psum_scatter(x, "group", tiled=True)
     if kind == "all_reduce":
         return lax.psum(x, "group")
+    if kind == "permute":
+        size = lax.axis_size("group")
+        return lax.ppermute(x, "group", [(i, (i + 1) % size) for i in range(size)])
     return lax.all_to_all(x, "group", split_axis=0, concat_axis=0, tiled=True)
 
 
 def _collective_probe(kind: CollectiveKind, size: int, num_devices: int, elements: int) -> Probe:
     """Collectives in a row whose whole array on the group has ``elements`` elements per device."""
-    local = elements if kind in ("reduce_scatter", "all_reduce") else elements // size
+    local = elements if kind in ("reduce_scatter", "all_reduce", "permute") else elements // size
 
     def body(x: jax.Array) -> jax.Array:
         # The first entry of the result feeds the next round, so that none is dropped or reordered.

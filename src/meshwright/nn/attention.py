@@ -8,24 +8,31 @@ takes the result and the log-sum-exp of the forward pass, and makes the weights 
 from functools import partial
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from meshwright.nn import attention_blocks as blockwise
-from meshwright.nn import attention_platform as platforms
 from meshwright.nn import attention_staircase as staircase
+from meshwright.nn.attention_cudnn import cudnn_backward, cudnn_forward
+from meshwright.nn.attention_platform import Case, Way, attention_way, default_platform
 from meshwright.nn.attention_rows import Core, by_heads
 from meshwright.nn.attention_scores import row_products, safe, sink_cotangents
+from meshwright.nn.attention_splash import splash_backward, splash_forward
 from meshwright.nn.attention_visibility import NOWHERE, Order, Places, Rule
 
 
 class Sight(NamedTuple):
-    """Where queries and keys are, [B, T] and [B, S], and how that is known."""
+    """Where queries and keys are, [B, T] and [B, S], and how it is known what the one see of the other."""
 
     query: Places
     key: Places
     order: Order
+
+
+def all_seen(q: Float[Array, "B T N H"], k: Float[Array, "B S K H"]) -> Sight:
+    """Every query sees every key; where they are does not matter."""
+    query, key = (jnp.zeros(x.shape[:2], jnp.int32) for x in (q, k))
+    return Sight(Places(query), Places(key), "all")
 
 
 def attention(
@@ -103,9 +110,9 @@ def look(
     """`attention` with the rule and the sight put together; the sight may be "all"."""
     way = _way(q, k, v, sinks, rule, sight, platform)
     if way == "cudnn":
-        return platforms.cudnn_forward(q, k, v, rule=rule, causal=sight.order == "rows")
+        return cudnn_forward(q, k, v, rule=rule, causal=sight.order == "rows")
     if way == "splash":
-        return platforms.splash_forward(q, k, v, sinks, rule=rule, sight=sight)
+        return splash_forward(q, k, v, sight.query.document, sinks, rule=rule)
     rows = () if sinks is None else (jnp.broadcast_to(sinks.astype(jnp.float32)[None, None], q.shape[:3]),)
     (o, lse), _ = _run("forward", way, (q, *rows), (k, v), rule, sight, platform)
     return o, lse
@@ -127,28 +134,26 @@ def look_back(
     """(dq, dk, dv) of `look` on these keys, where ``o`` and ``lse`` may come from more keys than these."""
     way = _way(q, k, v, sinks, rule, sight, platform)
     if way == "cudnn":
-        return platforms.cudnn_backward(dout, o, lse, q, k, v, rule=rule, causal=sight.order == "rows")
+        return cudnn_backward(dout, o, lse, q, k, v, rule=rule, causal=sight.order == "rows")
     if way == "splash":
-        return platforms.splash_backward(dout, o, lse, q, k, v, sinks, rule=rule, sight=sight)
+        return splash_backward(dout, o, lse, q, k, v, sight.query.document, rule=rule)
     rows = (q, dout.astype(q.dtype), safe(lse), row_products(dout, o))
     (dq,), (dk, dv) = _run("backward", way, rows, (k, v), rule, sight, platform)
     return dq, dk, dv
 
 
-def _way(
-    q: Array, k: Array, v: Array, sinks: Array | None, rule: Rule, sight: Sight, platform: str
-) -> platforms.Way:
-    return platforms.attention_way(
-        platform or platforms.default_platform(),
-        platforms.Case(
+def _way(q: Array, k: Array, v: Array, sinks: Array | None, rule: Rule, sight: Sight, platform: str) -> Way:
+    return attention_way(
+        platform or default_platform(),
+        Case(
             dtype=jnp.dtype(q.dtype).name,
             num_queries=q.shape[1],
             num_keys=k.shape[1],
             width=q.shape[-1],
             value_width=v.shape[-1],
             order=sight.order,
-            windowed=rule.window is not None,
-            capped=rule.softcap is not None,
+            window=rule.window is not None,
+            softcap=rule.softcap is not None,
             sinks=sinks is not None,
             documents=sight.query.document is not None,
         ),
@@ -158,7 +163,7 @@ def _way(
 def _run(
     phase: str, way: str, queries: tuple[Array, ...], keys: tuple[Array, ...], rule: Rule, sight: Sight, platform: str
 ) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
-    one_by_one = (platform or platforms.default_platform()) == "cpu"
+    one_by_one = (platform or default_platform()) == "cpu"
     query, key, order = sight
     if way == "staircase":
         return by_heads(partial(getattr(staircase, phase), rule), queries, keys, query, key, one_by_one=one_by_one)

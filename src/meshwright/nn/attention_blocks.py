@@ -13,8 +13,8 @@ from jax import lax
 from jaxtyping import Array
 
 from meshwright.nn.attention_rows import Results
-from meshwright.nn.attention_scores import Running, attend, begin, finish, score_cotangents, scaled, turned, weighed
-from meshwright.nn.attention_visibility import NOWHERE, Order, Places, Rule, block_sight, visible
+from meshwright.nn.attention_scores import Running, attend, begin, finish, scaled, score_cotangents, turned, weighed
+from meshwright.nn.attention_visibility import Order, Places, Rule, block_sight, visible
 
 QUERY_ROWS = 256
 KEY_ROWS = 512
@@ -55,7 +55,13 @@ def filled_places(places: Places, block: int, position: int) -> Places:
 
 
 def forward(
-    rule: Rule, order: Order, blocks: Blocks, queries: Sequence[Array], keys: Sequence[Array], query: Places, key: Places
+    rule: Rule,
+    order: Order,
+    blocks: Blocks,
+    queries: Sequence[Array],
+    keys: Sequence[Array],
+    query: Places,
+    key: Places,
 ) -> Results:
     """(result, log-sum-exp) by query row; no result by key row. Queries are (q,) or (q, sinks), keys (k, v)."""
     q, *sinks = queries
@@ -88,7 +94,13 @@ def forward(
 
 
 def backward(
-    rule: Rule, order: Order, blocks: Blocks, queries: Sequence[Array], keys: Sequence[Array], query: Places, key: Places
+    rule: Rule,
+    order: Order,
+    blocks: Blocks,
+    queries: Sequence[Array],
+    keys: Sequence[Array],
+    query: Places,
+    key: Places,
 ) -> Results:
     """(dq,) by query row, (dk, dv) by key row. Queries are (q, dout, lse, delta), keys (k, v)."""
     q, dout, lse, delta = queries
@@ -107,8 +119,8 @@ def backward(
 
             def meet(seen: Array | None) -> tuple[Array, Array, Array]:
                 tile, dtile = _block(tall, i, blocks.query, -2), _block(dout, i, blocks.query, -2)
-                rows = (_block(x, i, blocks.query, -1) for x in (lse, delta))
-                p, ds = score_cotangents(tile, keys_j, values_j, dtile, *rows, rest, seen)
+                sums, deltas = (_block(x, i, blocks.query, -1) for x in (lse, delta))
+                p, ds = score_cotangents(tile, keys_j, values_j, dtile, sums, deltas, rest, seen)
                 return part + weighed(columns_j, ds.astype(k.dtype)), dk + weighed(ds, tile), dv + weighed(p, dtile)
 
             def some() -> tuple[Array, Array, Array]:

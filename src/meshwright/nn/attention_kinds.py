@@ -64,7 +64,5 @@ def attention_backward(context: Context, step: Step, *given: jax.Array) -> tuple
     """Cotangents of queries, keys, values and, where there are any, sinks."""
     dout, o, lse = given[:3]
     arrays = _arrays(step, given, skip=3)
-    found = kernels.attention_backward(
-        dout, o, lse, arrays.q, arrays.k, arrays.v, **_facts(context, step, arrays)
-    )
+    found = kernels.attention_backward(dout, o, lse, arrays.q, arrays.k, arrays.v, **_facts(context, step, arrays))
     return tuple(found)

@@ -1,33 +1,63 @@
-"""Which kernel computes an attention: the platform's fused one where it takes the case, else the project's own forms."""
+"""Which form computes an attention: the platform's fused kernel where it takes the case, else the project's own.
+
+| way       | platform | takes                                                                   |
+|-----------|----------|-------------------------------------------------------------------------|
+| cudnn     | cuda     | bf16 or fp16, rows in order or all keys seen, H = Hv <= 128, 8 divides H, |
+|           |          | no soft cap, no sinks, no documents                                     |
+| splash    | tpu      | rows in order, their number a multiple of 128                           |
+| staircase | any      | rows in order, no more than fit in cache                                |
+| blocks    | any      | everything                                                              |
+"""
 
 from dataclasses import dataclass
 from typing import Literal
 
 import jax
 
+from meshwright.nn.attention_staircase import LONGEST
 from meshwright.nn.attention_visibility import Order
 
 Way = Literal["cudnn", "splash", "staircase", "blocks"]
 
+SPLASH_ROWS = 128
+
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
+    """What decides the way: the element type, sizes, and what the rule of sight consists of."""
+
     dtype: str
     num_queries: int
     num_keys: int
     width: int
     value_width: int
     order: Order
-    windowed: bool
-    capped: bool
-    sinks: bool
-    documents: bool
+    window: bool = False
+    softcap: bool = False
+    sinks: bool = False
+    documents: bool = False
 
 
 def default_platform() -> str:
-    name = jax.default_backend()
-    return "cuda" if name == "gpu" else name
+    """That of the devices that JAX uses: "cpu", "cuda", "rocm" or "tpu"."""
+    backend = jax.default_backend()
+    if backend != "gpu":
+        return backend
+    return "rocm" if "rocm" in jax.devices()[0].client.platform_version else "cuda"
 
 
 def attention_way(platform: str, case: Case) -> Way:
-    return "staircase" if case.order == "rows" and case.num_queries <= 2048 else "blocks"
+    """The first way of the table that takes the case."""
+    if platform == "cuda" and _cudnn_takes(case):
+        return "cudnn"
+    if platform == "tpu" and case.order == "rows" and case.num_queries % SPLASH_ROWS == 0:
+        return "splash"
+    return "staircase" if case.order == "rows" and case.num_queries <= LONGEST else "blocks"
+
+
+def _cudnn_takes(case: Case) -> bool:
+    """Hopper's limit of 256 for the width of a head is not used: the program may be compiled for another GPU."""
+    plain = not (case.softcap or case.sinks or case.documents)
+    known = case.order == "all" or case.order == "rows"
+    narrow = case.width == case.value_width and case.width <= 128 and case.width % 8 == 0
+    return plain and known and narrow and case.dtype in ("bfloat16", "float16")

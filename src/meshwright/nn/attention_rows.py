@@ -63,9 +63,13 @@ def _one_by_one(core: Core, queries: Sequence[Array], keys: Sequence[Array], que
 
     def one(index: Array) -> Results:
         row, head = index // kv_heads, index % kv_heads
-        here, there = (jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, row, keepdims=False), p) for p in (query, key))
+        here, there = (
+            jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, row, keepdims=False), p) for p in (query, key)
+        )
         rows = [_take(x, row, head * group, group) for x in queries]
-        return core(rows, [_take(x, row, head, 1) for x in keys], jax.tree.map(lambda x: jnp.repeat(x, group), here), there)
+        return core(
+            rows, [_take(x, row, head, 1) for x in keys], jax.tree.map(lambda x: jnp.repeat(x, group), here), there
+        )
 
     def body(index: Array, out: Results) -> Results:
         row, head = index // kv_heads, index % kv_heads
@@ -86,10 +90,10 @@ def _one_by_one(core: Core, queries: Sequence[Array], keys: Sequence[Array], que
 def _take(x: Array, row: Array, first: Array, count: int) -> Array:
     """Heads ``first`` and ``count`` - 1 after it of one sequence, as rows."""
     sizes = (1, x.shape[1], count, *x.shape[3:])
-    starts = (row, 0, first, *(0 for _ in x.shape[3:]))
+    starts = (row, jnp.int32(0), first, *[jnp.int32(0)] * (x.ndim - 3))
     return lax.dynamic_slice(x, starts, sizes).reshape(-1, *x.shape[3:])
 
 
 def _put(x: Array, value: Array, row: Array, first: Array, count: int) -> Array:
-    starts = (row, 0, first, *(0 for _ in x.shape[3:]))
+    starts = (row, jnp.int32(0), first, *[jnp.int32(0)] * (x.ndim - 3))
     return lax.dynamic_update_slice(x, value.reshape(1, x.shape[1], count, *x.shape[3:]), starts)

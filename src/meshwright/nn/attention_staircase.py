@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from meshwright.nn.attention_rows import Results
-from meshwright.nn.attention_scores import attend_once, finish, score_cotangents, scaled, turned, weighed
+from meshwright.nn.attention_scores import attend_once, finish, scaled, score_cotangents, turned, weighed
 from meshwright.nn.attention_visibility import Places, Rule, visible
 
 TILE = 128

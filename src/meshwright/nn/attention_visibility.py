@@ -72,9 +72,9 @@ def block_sight(
         some &= least.position - last.position < window
         every &= most.position - first.position < window
     if query.document is not None and key.document is not None:
-        some &= (first.document <= most.document) & (least.document <= last.document)
-        alike = (first.document == last.document) & (least.document == most.document)
-        every &= alike & (first.document == least.document)
+        low, high, lowest, highest = (jnp.asarray(places.document) for places in (least, most, first, last))
+        some &= (lowest <= high) & (low <= highest)
+        every &= (lowest == highest) & (low == high) & (lowest == low)
     some, every = (reduce(x, axis=tuple(range(x.ndim - 2))) for reduce, x in ((jnp.any, some), (jnp.all, every)))
     return jnp.where(every, EVERYTHING, jnp.where(some, SOME, NOTHING))
 
@@ -90,8 +90,8 @@ def zigzag_order(length: int, num_ranks: int) -> np.ndarray:
     """
     if length % (2 * num_ranks):
         raise InputError(
-            f"a zigzag over {num_ranks} ranks deals out {2 * num_ranks} chunks, which do not divide {length} positions. "
-            f"Use a length that {2 * num_ranks} divides, or fewer ranks."
+            f"a zigzag over {num_ranks} ranks deals out {2 * num_ranks} chunks, which do not divide {length} positions."
+            f" Use a length that {2 * num_ranks} divides, or fewer ranks."
         )
     chunks = np.arange(length).reshape(2 * num_ranks, -1)
     pairs = [(rank, 2 * num_ranks - 1 - rank) for rank in range(num_ranks)]

@@ -7,6 +7,7 @@ as nothing has been written there.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +37,7 @@ def write_prompt(cache: LayerCache, values: Array, last: Int[Array, " B"]) -> La
         held = held_positions(last, num_slots)
         places = jnp.maximum(held, 0).reshape(*held.shape, *(1,) * (values.ndim - 2))
         values = jnp.take_along_axis(values, places, axis=1)
-    start = (cache.layer, *(0,) * values.ndim)
+    start: list[Any] = [cache.layer, *[0] * values.ndim]
     values = values[None].astype(cache.stack.dtype)
     return LayerCache(jax.lax.dynamic_update_slice(cache.stack, values, start), cache.layer)
 

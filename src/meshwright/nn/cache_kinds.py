@@ -87,9 +87,7 @@ def cached_latent_attention(
     latent_scale, shared_scale = (other.read()[:, :, None] for other in others) if others else (None, None)
     meetings = [
         Meeting(queries=ql, keys=one_head, scale=latent_scale),
-        Meeting(
-            queries=q[..., context.model.qk_nope_head_dim :], keys=shared.read()[:, :, None], scale=shared_scale
-        ),
+        Meeting(queries=q[..., context.model.qk_nope_head_dim :], keys=shared.read()[:, :, None], scale=shared_scale),
     ]
     return cache.cached_attention(meetings, one_head, value_scale=latent_scale, **facts)
 
@@ -99,9 +97,7 @@ def own_part(context: Context, step: Step, q: jax.Array) -> jax.Array:
     return q[..., : context.model.qk_nope_head_dim]
 
 
-def quantised_embed(
-    context: Context, step: Step, tokens: jax.Array, values: jax.Array, scale: jax.Array
-) -> jax.Array:
+def quantised_embed(context: Context, step: Step, tokens: jax.Array, values: jax.Array, scale: jax.Array) -> jax.Array:
     """Rows of an int8 table, each times its scale, in the dtype of the stream."""
     array = step.inputs[1]
     first_row = first_index(array.axes_of(array.dims[0]), values.shape[0])

@@ -3,6 +3,7 @@
 import json
 import struct
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Protocol, Self
@@ -165,7 +166,7 @@ def write_checkpoint(folder: Path, entries: Sequence[Entry], *, max_bytes: int) 
     number = len(parts)
     names = [SINGLE] if number == 1 else [f"model-{i + 1:05}-of-{number:05}.safetensors" for i in range(number)]
     for name, part in zip(names, parts, strict=True):
-        write_whole(folder / name, lambda path, part=part: _write_file(path, part))
+        write_whole(folder / name, partial(_write_file, entries=part))
     if number > 1:
         weight_map = {entry.name: name for name, part in zip(names, parts, strict=True) for entry in part}
         total = sum(entry.num_bytes for entry in entries)

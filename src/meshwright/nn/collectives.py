@@ -1,6 +1,7 @@
 """The derived collectives as JAX calls inside `shard_map`."""
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from meshwright.algebra.steps import Step
@@ -37,3 +38,30 @@ def _axes_size(axes: tuple[str, ...]) -> int:
 def first_index(axes: tuple[str, ...], block_size: int) -> jax.Array | int:
     """Index in the whole dim of this device's first entry, for a dim split over ``axes``."""
     return lax.axis_index(axes) * block_size if axes else 0
+
+
+def shift(value: jax.Array, axes: tuple[str, ...], by: int, *, divergent: bool = False) -> jax.Array:
+    """The block of the device ``by`` places before this one on the ring of the axes, major to minor.
+
+    ``divergent`` says that other devices may not get here at the same time, as in a branch or a pipeline's tick. On
+    CPU devices emulated in one process a permute then waits for, and is paired with, whichever permute comes by, and
+    gives wrong numbers without a word; there an all-to-all, which names its group, carries the block.
+    """
+    size = _axes_size(axes)
+    if by % size == 0:
+        return value
+    if divergent and _devices_are_emulated():
+        return _shift_by_exchange(value, axes, by, size)
+    return lax.ppermute(value, axes, [(source, (source + by) % size) for source in range(size)])
+
+
+def _devices_are_emulated() -> bool:
+    return jax.default_backend() == "cpu" and jax.local_device_count() > 1
+
+
+def _shift_by_exchange(value: jax.Array, axes: tuple[str, ...], by: int, size: int) -> jax.Array:
+    rank = lax.axis_index(axes)
+    outgoing = jnp.zeros((size, *value.shape), value.dtype)
+    outgoing = lax.dynamic_update_index_in_dim(outgoing, value, (rank + by) % size, 0)
+    incoming = lax.all_to_all(outgoing, axes, split_axis=0, concat_axis=0, tiled=True)
+    return lax.dynamic_index_in_dim(incoming, (rank - by) % size, 0, keepdims=False)

@@ -25,11 +25,11 @@ class Context:
 
     ``mesh`` are the sizes of the axes. ``in_order`` promises that the positions of a row rise along it, so that
     attention may leave out what lies after a query; they do not where rows are dealt out in zigzag. ``divergent``
-    says that devices of other groups may be doing something else (inside a pipeline's tick). With ``offload`` what layers
-    hold for their backward pass waits in host memory. ``seq_len`` is the length that a row may reach where it is given a
-    few positions at a time; 0 where whole rows are given. ``dtype`` is that of the stream where int8 weights do not say
-    it. ``constrain`` is applied
-    to every result that has its declared sharding: the GSPMD form passes `with_sharding_constraint`.
+    says that devices of other groups may be doing something else (inside a pipeline's tick). With ``offload`` what
+    layers hold for their backward pass waits in host memory. ``seq_len`` is the length that a row may reach where it
+    comes a few positions at a time; 0 where rows are whole. ``dtype`` is that of the stream where int8 weights do not
+    say it. ``constrain`` is applied to every result that has its declared sharding: the GSPMD form passes
+    `with_sharding_constraint`.
     """
 
     model: Model

@@ -55,16 +55,20 @@ def block_product(
     blocks: Blocks,
     *,
     transposed: bool = False,
+    wide: bool = False,
     block_rows: int = BLOCK_ROWS,
 ) -> Float[Array, "R O"]:
-    """``rows[r] * weights[expert of r]``, [I, O] or with ``transposed`` [O, I]; zero for a row of no block."""
+    """``rows[r] * weights[expert of r]``, [I, O] or with ``transposed`` [O, I]; zero for a row of no block.
+
+    The result has the dtype of the rows, or float32 with ``wide``.
+    """
     size = min(block_rows, rows.shape[0])
     width = weights.shape[1 if transposed else 2]
 
     def one(expert: Array, number: Array, out: Array, weight: Array) -> Array:
         start, inside = _block(blocks, expert, number, size, rows.shape[0])
         part = jax.lax.dynamic_slice_in_dim(rows, start, size)
-        made = _dot(part, weight, (1, 1 if transposed else 0))
+        made = _dot(part, weight, (1, 1 if transposed else 0), wide=wide)
         before = jax.lax.dynamic_slice_in_dim(out, start, size)
         return jax.lax.dynamic_update_slice_in_dim(out, jnp.where(inside[:, None], made, before), start, 0)
 
@@ -72,7 +76,8 @@ def block_product(
         weight = jax.lax.dynamic_index_in_dim(weights, expert, 0, keepdims=False)
         return jax.lax.fori_loop(0, blocks.num[expert], lambda number, o: one(expert, number, o, weight), out)
 
-    return jax.lax.fori_loop(0, weights.shape[0], of_expert, jnp.zeros((rows.shape[0], width), rows.dtype))
+    zeros = jnp.zeros((rows.shape[0], width), jnp.float32 if wide else rows.dtype)
+    return jax.lax.fori_loop(0, weights.shape[0], of_expert, zeros)
 
 
 def block_weight_gradient(

@@ -92,7 +92,8 @@ def _slot_product(step: Step, lhs: Any, rhs: Any) -> Any:
     transposed = step.inputs[0 if swapped else 1].dims[2] not in step.result.dims
     if isinstance(slots, Ragged):
         return ragged.ragged_product(slots, weights, transposed=transposed)
-    rows = block_product(_rows(slots), weights, filled_blocks(slots), transposed=transposed)
+    wide = step.result.dtype == "fp32"
+    rows = block_product(_rows(slots), weights, filled_blocks(slots), transposed=transposed, wide=wide)
     return rows.reshape(*slots.shape[:2], -1)
 
 

@@ -36,12 +36,12 @@ class Along(NamedTuple):
 class Place(NamedTuple):
     """One layer, or one expert of one layer, of a variable in a checkpoint.
 
-    ``index`` are the leading indices in the variable's array: of the layer, of the expert. ``axes`` has, for each dim
+    ``leading`` are the leading indices in the variable's array: of the layer, of the expert. ``axes`` has, for each dim
     of the stored tensor, the dims of the weight that are merged in it, major to minor; none for a dim of one entry.
     """
 
     variable: str
-    index: tuple[int, ...]
+    leading: tuple[int, ...]
     tensor: str
     axes: tuple[tuple[Along, ...], ...]
 

@@ -9,12 +9,12 @@ import msgspec
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from meshwright.core.errors import InputError
+from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.files import write_text_whole
 from meshwright.nn.checkpoint_files import DTYPES, CheckpointFiles, Entry, InMemory, Tensors, write_checkpoint
 from meshwright.nn.hf_format import Box, Place, places
 from meshwright.nn.weights import Params, rows, stacked_shape
-from meshwright.spec.hf_write import config_from_model
+from meshwright.spec.hf_write import TOKEN_KEYS, config_from_model, text_model
 from meshwright.spec.model import Model
 from meshwright.spec.weights import Weight
 
@@ -65,14 +65,22 @@ def checked_places(model: Model, tensors: Tensors) -> dict[str, dict[tuple[int, 
     """Variable -> leading indices -> where it lies, all of it there and of the right shape."""
     found: dict[str, dict[tuple[int, ...], Place]] = {}
     names = tensors.names
+    _require_no_correction(tensors)
     for place in places(model, names):
         if place.tensor not in names:
             raise InputError(_missing(place, names))
         shape = tensors.shape(place.tensor)
         if shape != place.shape:
             raise InputError(f"{place.tensor} has shape {shape}; {model.name} needs {place.shape}. Is it its config?")
-        found.setdefault(place.variable, {})[place.index] = place
+        found.setdefault(place.variable, {})[place.leading] = place
     return found
+
+
+def _require_no_correction(tensors: Tensors) -> None:
+    """DeepSeek-V3 adds numbers to the router's scores that no gradient trains; here they can only be zero."""
+    for name in tensors.names:
+        if name.endswith(".e_score_correction_bias") and tensors.read(name, (slice(0, None),)).any():
+            raise CannotRunError(f"{name} is not zero: a corrected router is not run in this version.")
 
 
 def _missing(place: Place, names: Collection[str]) -> str:
@@ -125,20 +133,29 @@ def save_hf(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     *,
     dtype: str | None = None,
+    config: Mapping[str, Any] = {},
 ) -> list[Path]:
     """A Hugging Face folder of the model: ``config.json`` and safetensors files, written one tensor at a time.
 
-    ``dtype`` is one of `DTYPES`; the weights' own where it is not given. Every process of a run calls this, and the
-    first one writes. Returns the files of weights.
+    ``dtype`` is one of `DTYPES`; the weights' own where it is not given. ``config`` are further keys of config.json.
+    Every process of a run calls this, and the first one writes. Returns the files of weights.
     """
     wanted = DTYPES[dtype] if dtype else None
     dtypes = {name: wanted or np.dtype(array.dtype) for name, array in params.items()}
-    return write_hf(model, lambda name, index: _on_host(params[name], index), dtypes, Path(folder), max_shard_bytes)
+    return write_hf(
+        model,
+        lambda name, index: _on_host(params[name], index),
+        dtypes,
+        Path(folder),
+        max_shard_bytes=max_shard_bytes,
+        config=config,
+    )
 
 
 def _on_host(array: jax.Array, index: tuple[int, ...]) -> np.ndarray:
     """A part of a sharded array on this host; over several processes all of them ask for it together."""
     if not array.is_fully_addressable:
+        assert isinstance(array.sharding, NamedSharding)
         everywhere = NamedSharding(array.sharding.mesh, PartitionSpec())
         part = jax.jit(lambda whole: whole[index], out_shardings=everywhere)(array)
         return np.asarray(part.addressable_data(0))
@@ -146,17 +163,24 @@ def _on_host(array: jax.Array, index: tuple[int, ...]) -> np.ndarray:
 
 
 def write_hf(
-    model: Model, fetch: Fetch, dtypes: Mapping[str, np.dtype], folder: Path, max_shard_bytes: int
+    model: Model,
+    fetch: Fetch,
+    dtypes: Mapping[str, np.dtype],
+    folder: Path,
+    *,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    config: Mapping[str, Any] = {},
 ) -> list[Path]:
     """`save_hf` from any source of layers."""
+    model = text_model(model)
     entries = list(hf_entries(model, fetch, dtypes))
     if jax.process_index() != 0:
         for entry in entries:
             entry.make()
         return []
     files = write_checkpoint(folder, entries, max_bytes=max_shard_bytes)
-    config = config_from_model(model) | {"dtype": _TORCH_NAMES[entries[0].dtype]}
-    write_text_whole(folder / CONFIG, msgspec.json.format(msgspec.json.encode(config)).decode() + "\n")
+    keys = config_from_model(model) | {"dtype": _TORCH_NAMES[entries[0].dtype], **config}
+    write_text_whole(folder / CONFIG, msgspec.json.format(msgspec.json.encode(keys)).decode() + "\n")
     return files
 
 
@@ -177,7 +201,7 @@ def _maker(found: Sequence[Place], fetch: Fetch, dtype: np.dtype) -> Callable[[]
     def make() -> np.ndarray:
         stored = np.empty(found[0].shape, dtype)
         for place in found:
-            place.put(stored, fetch(place.variable, place.index))
+            place.put(stored, fetch(place.variable, place.leading))
         return stored
 
     return make
@@ -204,7 +228,15 @@ def convert_hf(
             return place.take(files.read(place.tensor, place.stored_box(box)), box)
 
         dtypes = {name: wanted or _dtype_of(files, table[name]) for name in table}
-        return write_hf(model, fetch, dtypes, folder, max_shard_bytes)
+        keys = special_tokens(source)
+        return write_hf(model, fetch, dtypes, folder, max_shard_bytes=max_shard_bytes, config=keys)
+
+
+def special_tokens(folder: Path) -> dict[str, Any]:
+    """The numbers of special tokens in the config.json of a folder."""
+    keys = msgspec.json.decode((folder / CONFIG).read_bytes(), type=dict[str, Any])
+    keys = {**keys.get("text_config", {}), **keys}
+    return {key: keys[key] for key in TOKEN_KEYS if keys.get(key) is not None}
 
 
 def _dtype_of(files: CheckpointFiles, table: Mapping[tuple[int, ...], Place]) -> np.dtype:

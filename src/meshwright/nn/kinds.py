@@ -16,6 +16,7 @@ from meshwright.nn.attention_kinds import attention, attention_backward
 from meshwright.nn.cache_kinds import CACHE_KINDS
 from meshwright.nn.context import Context
 from meshwright.nn.experts_kinds import EXPERT_KINDS
+from meshwright.nn.experts_slots import slots_aware
 from meshwright.nn.head_kinds import HEAD_KINDS
 from meshwright.nn.layer_kinds import LAYER_KINDS
 from meshwright.nn.quantisation import scaled_product
@@ -51,16 +52,18 @@ def _copy(context: Context, step: Step, value: jax.Array) -> jax.Array:
     return value
 
 
-LOCAL: dict[str, LocalKind] = {
-    "einsum": _einsum,
-    "quantised_einsum": _quantised_einsum,
-    "add": _add,
-    "copy": _copy,
-    "attention": attention,
-    "attention_backward": attention_backward,
-    **LAYER_KINDS,
-    **EXPERT_KINDS,
-    **HEAD_KINDS,
-    **CACHE_KINDS,
-}
+LOCAL: dict[str, LocalKind] = slots_aware(
+    {
+        "einsum": _einsum,
+        "quantised_einsum": _quantised_einsum,
+        "add": _add,
+        "copy": _copy,
+        "attention": attention,
+        "attention_backward": attention_backward,
+        **LAYER_KINDS,
+        **EXPERT_KINDS,
+        **HEAD_KINDS,
+        **CACHE_KINDS,
+    }
+)
 """Kind of a local step -> its function of (context, step, blocks of the inputs)."""

@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from meshwright.algebra.transformer import HEAD_CHUNK_TOKENS
-from meshwright.spec.model import Model, RopeScaling
+from meshwright.spec.model import Model
 
 
 def attention(

@@ -3,32 +3,52 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from meshwright.algebra.derive import Derived
 from meshwright.algebra.einsum import reshard
 from meshwright.algebra.schedule import Schedule
+from meshwright.algebra.schedule_file import read_schedule
 from meshwright.algebra.schedule_fused import fused
+from meshwright.algebra.schedule_rows import SCHEDULES, build
 from meshwright.algebra.schedule_ticks import TickTables, forward_tables, tick_tables
 from meshwright.algebra.steps import Phase, Step
 from meshwright.algebra.transformer import layer_names
+from meshwright.core.errors import CannotRunError, InputError
 from meshwright.nn.context import Context
 from meshwright.nn.weights import Params
 from meshwright.parallel.blocks import Inputs, through
-from meshwright.parallel.layer_order import layer_pattern
+from meshwright.parallel.layer_order import layer_pattern, layer_permutation
 from meshwright.parallel.passes import Passes
 from meshwright.parallel.pipeline import run_forward, run_schedule
 from meshwright.parallel.pipeline_functions import StageFunctions, Stream, Weights
 from meshwright.parallel.pipeline_split import SplitPasses
+from meshwright.spec.strategy import Strategy
+
+
+def strategy_schedule(strategy: Strategy) -> Schedule:
+    """The schedule that a strategy names: one of the product's own, or the path of a file that a person wrote."""
+    stages, count = strategy.mesh.get("pipeline", 1), strategy.num_microbatches
+    if strategy.schedule in SCHEDULES or not Path(strategy.schedule).is_file():
+        return build(strategy.schedule, stages=stages, microbatches=count, chunks=strategy.chunks)
+    found = read_schedule(strategy.schedule)
+    if (found.num_devices, found.num_microbatches) != (stages, count):
+        raise InputError(
+            f"{strategy.schedule} is for {found.num_devices} stages and {found.num_microbatches} microbatches, and the "
+            f"strategy has pipeline={stages} and num_microbatches={count}. Change one of them."
+        )
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pipeline:
     """One model on one pipeline. ``stacked`` are the weights of layers; the others lie whole on every stage.
 
-    Raises CannotRunError for layers that do not make equal stages.
+    Raises CannotRunError for layers that do not make equal stages, and for what does not run in stages.
     """
 
     context: Context
@@ -36,6 +56,8 @@ class Pipeline:
     stacked: frozenset[str]
 
     def __post_init__(self) -> None:
+        if self.context.offload:
+            raise CannotRunError("offload of activations does not run in a pipeline. Leave it out, or use pipeline=1.")
         # Devices of other stages run other passes at the same time.
         object.__setattr__(self, "context", replace(self.context, divergent=True))
         layer_pattern(self.schedule, layer_names(self.context.model))
@@ -49,6 +71,19 @@ class Pipeline:
     def forward_tables(self) -> TickTables:
         """What runs for the loss alone."""
         return forward_tables(self.schedule)
+
+    def stored(self, params: Params) -> Params:
+        """Global arrays of weights, the layers in the order in which the stages hold them."""
+        return self._reordered(params, lambda count: layer_permutation(self.schedule, count))
+
+    def in_order(self, params: Params) -> Params:
+        """The same the other way: of weights as the stages hold them, or of their gradients."""
+        return self._reordered(params, lambda count: np.argsort(layer_permutation(self.schedule, count)))
+
+    def _reordered(self, params: Params, order: Callable[[int], np.ndarray]) -> Params:
+        orders = {name: order(len(params[name])) for name in params if name in self.stacked}
+        moved = {name: found for name, found in orders.items() if (found != np.arange(len(found))).any()}
+        return {name: array[moved[name]] if name in moved else array for name, array in params.items()}
 
     def gradients(self, params: Params, inputs: Inputs, dloss: jax.Array) -> tuple[jax.Array, Params]:
         """Summed loss of this device's rows, and gradients of ``dloss`` times it, summed over its microbatches.

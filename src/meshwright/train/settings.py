@@ -37,7 +37,8 @@ class TrainSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     ``decay_fraction`` of the steps ("rsqrt" and "constant" use neither).
 
     Update: ``beta1`` and ``beta2`` are decays of the moments of AdamW and Lion (and of what Muon leaves to AdamW),
-    ``momentum`` that of Muon. ``epsilon`` is AdamW's. ``weight_decay`` is of matrices only. Gradients are scaled down
+    ``momentum`` that of Muon. ``epsilon`` is AdamW's. Adafactor multiplies the rate by the RMS of each matrix: 1e-2 is
+    usual; Lion wants some tenth of AdamW's rate. ``weight_decay`` is of matrices only. Gradients are scaled down
     to ``max_grad_norm``. ``rounding`` is that of two-byte weights that have no float32 copy. ``average`` is the decay
     of the weights' running mean, 0 for none. ``z_loss`` weighs the squared log-sum of the logits, ``balance_loss``
     the load balance of experts.

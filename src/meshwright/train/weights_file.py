@@ -10,14 +10,21 @@ from meshwright.nn.hf_weights import CONFIG, load_params, save_hf
 from meshwright.nn.weights import Params
 from meshwright.spec.hf import model_from_config
 from meshwright.spec.model import Model
-from meshwright.train.tokenizer import load_tokenizer
+from meshwright.train.tokenizer import load_tokenizer, open_tokenizer
 
 WEIGHTS, TOKENIZER = SINGLE, "tokenizer.json"
 
 
 def save_weights(model: Model, params: Params, folder: Path) -> None:
     """``model.safetensors`` (several with an index where it is large) and ``config.json`` in a run's folder."""
-    save_hf(model, params, folder)
+    save_hf(model, params, folder, config=end_of_text(model, folder))
+
+
+def end_of_text(model: Model, folder: Path) -> dict[str, int]:
+    """The key of config.json that says where a generated text ends, by the tokenizer that lies in the folder."""
+    if not (folder / TOKENIZER).is_file():
+        return {}
+    return {"eos_token_id": open_tokenizer(folder, vocab_size=model.vocab_size).end_id}
 
 
 def has_weights(folder: Path) -> bool:

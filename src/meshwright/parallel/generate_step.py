@@ -1,0 +1,277 @@
+"""Prefill and generation of a strategy: derived steps inside `shard_map`, each compiled once, the cache in place."""
+
+import math
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from typing import Any, Literal, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from meshwright.algebra.cache_table import CacheDtype, cache_table
+from meshwright.algebra.derive import Derived, derive_forward
+from meshwright.algebra.generation import generate_program, one_position, prefill_program, scales
+from meshwright.algebra.notation import check
+from meshwright.algebra.transformer import weight_variables
+from meshwright.core.errors import CannotRunError, InputError, nearest
+from meshwright.nn import quantisation
+from meshwright.nn.cache_kinds import DTYPES
+from meshwright.nn.context import Context
+from meshwright.nn.weights import Params, param_shapes
+from meshwright.parallel.generation_pass import Cache, GenerationPass
+from meshwright.parallel.mesh import device_mesh, partition_spec
+from meshwright.spec.model import Model, require_runnable
+from meshwright.spec.strategy import Strategy, require_runnable_strategy
+
+Weights = Literal["as they are", "int8"]
+
+
+class GenerateStep:
+    """One strategy of one model made to generate up to ``batch_seqs`` sequences of at most ``max_len`` positions.
+
+    ``prefill`` and ``generate`` take the cache and give the next one: the one given is consumed. Weights of
+    ``weights="int8"`` are quantised where they lie by `place`. Rotations that change with the length of a sequence
+    take ``max_len`` for it.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        strategy: Strategy,
+        *,
+        max_len: int,
+        batch_seqs: int,
+        cache_dtype: CacheDtype = "bf16",
+        weights: Weights = "as they are",
+        mesh: Mesh | None = None,
+    ) -> None:
+        _require_can_generate(model, strategy, max_len=max_len, weights=weights)
+        self.model, self.strategy, self.max_len, self.batch_seqs = model, strategy, max_len, batch_seqs
+        self.quantised = weights == "int8"
+        self.table = cache_table(model, batch_seqs=batch_seqs, max_len=max_len, dtype=cache_dtype)
+        asked: dict[str, Any] = {"cache_dtype": cache_dtype, "quantised": self.quantised}
+        self.prefill_declared = derive_forward(prefill_program(model, **asked), strategy)
+        self.generate_declared = derive_forward(generate_program(model, **asked), one_position(strategy))
+        self._require_even_splits()
+        self.mesh = mesh or device_mesh(strategy.mesh)
+        self._compiled: dict[int, jax.stages.Compiled] = {}
+
+    def _require_even_splits(self) -> None:
+        """Raise InputError unless every array divides: heads and widths over ``tensor``, sequences over the rest."""
+        sizes = {**self.model.dims, "B": self.batch_seqs}
+        for name, array in self.prefill_declared.declared.items():
+            if self.prefill_declared.program.variables[name].role in ("weight", "vector", "cache", "output"):
+                check(array, {**sizes, "S": self.max_len}, self.strategy.mesh)
+
+    # -- where things lie --------------------------------------------------------------------------
+
+    @cached_property
+    def param_specs(self) -> dict[str, PartitionSpec]:
+        """How the weights lie, scales beside int8 ones."""
+        specs = {}
+        named = scales(self.model) if self.quantised else {}
+        for name, (weight, _) in weight_variables(self.model).items():
+            for each in (name, *([named[name].name] if name in named else [])):
+                declared = self.prefill_declared.declared.get(each, self.generate_declared.declared.get(each))
+                assert declared is not None, f"no program uses {each}"
+                specs[each] = partition_spec(declared, stacked=bool(weight.layers))
+        return specs
+
+    @cached_property
+    def cache_specs(self) -> dict[str, PartitionSpec]:
+        """How the cache lies."""
+        return {row.name: partition_spec(self.generate_declared.declared[row.name], stacked=True) for row in self.table}
+
+    def _shardings(self, specs: Any) -> Any:
+        return jax.tree.map(
+            lambda spec: NamedSharding(self.mesh, spec), specs, is_leaf=lambda s: isinstance(s, PartitionSpec)
+        )
+
+    @cached_property
+    def param_shardings(self) -> dict[str, NamedSharding]:
+        """Where each weight lies; float weights are loaded into the ones of their names."""
+        return self._shardings(self.param_specs)
+
+    @cached_property
+    def cache_shardings(self) -> dict[str, NamedSharding]:
+        """Where each array of the cache lies."""
+        return self._shardings(self.cache_specs)
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype of the weights that are not int8, and of the stream."""
+        return DTYPES[self.strategy.state_dtype]
+
+    @cached_property
+    def param_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Global shapes and dtypes of the weights."""
+        shapes = param_shapes(self.model, dtype=self.dtype)
+        return quantisation.param_shapes(self.model, shapes) if self.quantised else shapes
+
+    @cached_property
+    def cache_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Global shapes and dtypes of the cache."""
+        return {row.name: jax.ShapeDtypeStruct(row.stacked_shape, DTYPES[row.dtype]) for row in self.table}
+
+    # -- what a user calls -------------------------------------------------------------------------
+
+    def place(self, params: Mapping[str, Any]) -> Params:
+        """Float weights on their devices in the step's dtype, quantised there if it wants int8; quantised ones as
+        they are."""
+        if "embed_scale" in params or not self.quantised:
+            placed = {name: jnp.asarray(array, self.param_shapes[name].dtype) for name, array in params.items()}
+            return jax.device_put(placed, {name: self.param_shardings[name] for name in placed})
+        placed = jax.device_put(dict(params), {name: self.param_shardings[name] for name in params})
+        quantise = jax.jit(
+            lambda given: quantisation.quantise_params(self.model, {n: p.astype(self.dtype) for n, p in given.items()}),
+            out_shardings=self.param_shardings,
+        )
+        return quantise(placed)
+
+    def init_cache(self) -> Cache:
+        """An empty cache, made where it lies."""
+        shapes = self.cache_shapes
+
+        def empty() -> Cache:
+            return {name: jnp.zeros(s.shape, s.dtype) for name, s in shapes.items()}
+
+        return jax.jit(empty, out_shardings=self.cache_shardings)()
+
+    def padded_length(self, length: int) -> int:
+        """The smallest length of prompts that is compiled: a power of two, at least 8, that every axis divides; at
+        most ``max_len`` where that is divided too."""
+        stream = self.prefill_declared.declared["x"]
+        parts = math.prod(self.strategy.mesh[axis] for axis in stream.axes_of("T"))
+        wanted = parts * max(1, 2 ** math.ceil(math.log2(max(length, 8) / parts)))
+        return min(wanted, self.max_len) if self.max_len % parts == 0 else wanted
+
+    def prefill(self, params: Params, cache: Cache, tokens: Any, lengths: Any) -> tuple[jax.Array, Cache]:
+        """Logits [B, V] after each row's last token, and the cache with its keys and values.
+
+        ``tokens`` [B, T] are padded behind ``lengths`` [B], 1 at least; each T is compiled once, and `padded_length`
+        gives few.
+        """
+        tokens, lengths = np.asarray(tokens, np.int32), np.asarray(lengths, np.int32)
+        self._require_prompts(tokens, lengths)
+        given = self._place({"tokens": tokens, "last": lengths - 1}, self.prefill_declared)
+        return self.compiled(tokens.shape[1])(params, cache, given)
+
+    def generate(self, params: Params, cache: Cache, tokens: Any, positions: Any) -> tuple[jax.Array, Cache]:
+        """Logits [B, V] after one more token of each row: ``tokens`` [B] at ``positions`` [B]."""
+        given = self._place({"tokens": tokens, "positions": positions}, self.generate_declared, one=True)
+        return self.compiled(0)(params, cache, given)
+
+    def compiled(self, length: int) -> jax.stages.Compiled:
+        """The program for prompts of a padded length, or for 0 that for one more token; compiled when first asked
+        for."""
+        if length not in self._compiled:
+            self._compiled[length] = self.lower(length).compile()
+        return self._compiled[length]
+
+    @property
+    def num_compiled(self) -> int:
+        """Programs compiled so far."""
+        return len(self._compiled)
+
+    def lower(self, length: int) -> jax.stages.Lowered:
+        """The program traced, without any data."""
+        rows = jax.ShapeDtypeStruct((self.batch_seqs,), jnp.int32)
+        if length:
+            tokens = jax.ShapeDtypeStruct((self.batch_seqs, length), jnp.int32)
+            return self._prefill.lower(self.param_shapes, self.cache_shapes, {"tokens": tokens, "last": rows})
+        return self._generate.lower(self.param_shapes, self.cache_shapes, {"tokens": rows, "positions": rows})
+
+    # -- the programs ------------------------------------------------------------------------------
+
+    def _require_prompts(self, tokens: np.ndarray, lengths: np.ndarray) -> None:
+        batch, length = tokens.shape
+        if batch != self.batch_seqs or lengths.shape != (batch,):
+            raise InputError(f"{batch} prompts with {lengths.size} lengths; the step takes {self.batch_seqs} of both.")
+        if length > self.max_len or lengths.max() > length or lengths.min() < 1:
+            raise InputError(
+                f"prompts of {lengths.min()} to {lengths.max()} tokens in rows of {length}; the cache holds "
+                f"{self.max_len}. Give 1 to that many, padded behind, or a larger max_len."
+            )
+        check(
+            self.prefill_declared.declared["x"],
+            {**self.model.dims, "B": batch, "T": length},
+            self.strategy.mesh,
+        )
+
+    def _specs(self, derived: Derived, *names: str) -> dict[str, PartitionSpec]:
+        return {name: partition_spec(derived.declared[name]) for name in names}
+
+    def _place(self, given: Mapping[str, Any], derived: Derived, *, one: bool = False) -> dict[str, jax.Array]:
+        """Rows on their devices; ``one``: of one position each."""
+        rows = PartitionSpec(partition_spec(derived.declared["last"])[0])
+        specs = dict.fromkeys(given, rows) if one else {n: partition_spec(derived.declared[n]) for n in given}
+        arrays = {n: a if isinstance(a, jax.Array) else np.asarray(a, np.int32) for n, a in given.items()}
+        return jax.device_put(arrays, self._shardings(specs))
+
+    def _pass(self, derived: Derived) -> GenerationPass:
+        context = Context(
+            model=self.model,
+            derived=derived,
+            mesh=self.strategy.mesh,
+            seq_len=self.max_len,
+            dtype=self.strategy.state_dtype,
+        )
+        return GenerationPass(context)
+
+    @cached_property
+    def _prefill(self) -> Any:
+        derived = self.prefill_declared
+        specs = self._specs(derived, "tokens", "positions", "last")
+        mapped = self._mapped(self._pass(derived).run, specs, derived)
+
+        def prefill(params: Params, cache: Cache, given: dict[str, jax.Array]) -> tuple[jax.Array, Cache]:
+            shape = given["tokens"].shape
+            positions = jnp.broadcast_to(jnp.arange(shape[1], dtype=jnp.int32)[None], shape)
+            return mapped(params, cache, {**given, "positions": positions})
+
+        return self._jitted(prefill, self._specs(derived, "tokens", "last"))
+
+    @cached_property
+    def _generate(self) -> Any:
+        derived = self.generate_declared
+        specs = self._specs(derived, "tokens", "positions", "last")
+        mapped = self._mapped(self._pass(derived).run, specs, derived)
+
+        def generate(params: Params, cache: Cache, given: dict[str, jax.Array]) -> tuple[jax.Array, Cache]:
+            columns = {name: rows[:, None] for name, rows in given.items()}
+            return mapped(params, cache, {**columns, "last": jnp.zeros_like(given["tokens"])})
+
+        return self._jitted(generate, dict.fromkeys(("tokens", "positions"), specs["last"]))
+
+    def _mapped(self, body: Callable[..., Any], specs: Any, derived: Derived) -> Callable[..., Any]:
+        out = (partition_spec(derived.declared["logits"]), self.cache_specs)
+        arguments = (self.param_specs, self.cache_specs, specs)
+        return jax.shard_map(body, mesh=self.mesh, in_specs=arguments, out_specs=out, check_vma=False)
+
+    def _jitted(self, body: Callable[..., Any], specs: Any) -> Any:
+        logits = partition_spec(self.generate_declared.declared["logits"])
+        arguments = self._shardings((self.param_specs, self.cache_specs, specs))
+        results = self._shardings((logits, self.cache_specs))
+        return jax.jit(body, in_shardings=arguments, out_shardings=results, donate_argnums=1)
+
+
+def _require_can_generate(model: Model, strategy: Strategy, *, max_len: int, weights: str) -> None:
+    """Raise InputError or CannotRunError for what cannot generate."""
+    require_runnable(model)
+    require_runnable_strategy(strategy)
+    if strategy.mesh.get("pipeline", 1) > 1:
+        raise CannotRunError(
+            f"pipeline={strategy.mesh['pipeline']} trains but does not generate in this version. "
+            f"Use its devices as tensor, data or fsdp."
+        )
+    if weights not in get_args(Weights):
+        raise InputError(f"weights {weights!r} are not known.{nearest(weights, get_args(Weights))}")
+    if max_len < 1:
+        raise InputError(f"max_len={max_len} must be at least 1.")
+    if model.learned_positions and max_len > model.max_positions:
+        raise InputError(
+            f"{model.name} has {model.max_positions} learned positions, and {max_len} are asked for. "
+            f"Use shorter prompts, or fewer tokens."
+        )

@@ -1,0 +1,1 @@
+"""Text from a model: prompts in, tokens out, one strategy of one model at a time."""

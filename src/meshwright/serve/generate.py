@@ -1,0 +1,174 @@
+"""Prompts continued token by token on a `GenerateStep`, all in one batch from the first to the last."""
+
+import time
+from collections.abc import Callable, Collection, Sequence
+from typing import Literal
+
+import msgspec
+import numpy as np
+
+from meshwright.core.errors import InputError
+from meshwright.nn.weights import Params
+from meshwright.parallel.generate_step import GenerateStep
+from meshwright.serve.sampling import LIKELIEST, Choices, Sampling, choices, draw
+
+OnToken = Callable[[int, int], None]
+"""Called with the number of a prompt and its next token, the end token left out."""
+
+
+class Completion(msgspec.Struct, frozen=True, kw_only=True):
+    """The tokens that continue one prompt; ``finish`` says whether an end token came or the length was reached."""
+
+    tokens: tuple[int, ...]
+    finish: Literal["end", "length"]
+
+
+class Pace(msgspec.Struct, frozen=True, kw_only=True):
+    """How fast it went. ``first_token_s`` runs from the prompts to every row's first token, without compilation;
+    ``tokens_per_s`` counts what all rows got after it, None where nothing came after it."""
+
+    compile_s: float
+    first_token_s: float
+    tokens_per_s: float | None
+    num_tokens: int
+
+
+class Generated(msgspec.Struct, frozen=True, kw_only=True):
+    """A completion for each prompt, and the pace of all."""
+
+    completions: tuple[Completion, ...]
+    pace: Pace
+
+
+def generate(
+    step: GenerateStep,
+    params: Params,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_tokens: int,
+    sampling: Sampling | Sequence[Sampling] = LIKELIEST,
+    end_tokens: Collection[int] = (),
+    on_token: OnToken | None = None,
+) -> Generated:
+    """Up to ``max_tokens`` tokens after each prompt; a prompt that is given several times is drawn anew each time.
+
+    ``sampling`` is that of all prompts, or one for each. Raises InputError for prompts that the step has no room for.
+    """
+    require_prompts(step, prompts, max_tokens=max_tokens)
+    rows = choices(_of_rows(prompts, sampling, step.batch_seqs))
+    tokens, lengths = padded(step, prompts)
+    start = time.perf_counter()
+    step.compiled(tokens.shape[1])
+    step.compiled(0)
+    compile_s = time.perf_counter() - start
+    progress = _Progress(len(prompts), max_tokens, frozenset(end_tokens), on_token)
+    _run(step, params, tokens, lengths, rows, progress)
+    return Generated(completions=progress.completions(), pace=progress.pace(compile_s))
+
+
+def require_prompts(step: GenerateStep, prompts: Sequence[Sequence[int]], *, max_tokens: int) -> None:
+    """Raise InputError for no or too many prompts, empty or too long ones, and tokens that the model does not have."""
+    if not 1 <= len(prompts) <= step.batch_seqs:
+        raise InputError(f"{len(prompts)} prompts; the step takes 1 to {step.batch_seqs}.")
+    if max_tokens < 1:
+        raise InputError(f"max_tokens={max_tokens} must be at least 1.")
+    vocab = step.model.vocab_size
+    for number, prompt in enumerate(prompts):
+        if not prompt:
+            raise InputError(f"prompt {number} is empty. Give at least one token, such as the end of a text.")
+        if min(prompt) < 0 or max(prompt) >= vocab:
+            raise InputError(f"prompt {number} has tokens outside of V={vocab}. Use the model's own tokenizer.")
+    longest = max(len(prompt) for prompt in prompts)
+    if longest + max_tokens > step.max_len:
+        raise InputError(
+            f"a prompt of {longest} tokens and {max_tokens} more need {longest + max_tokens} positions; the cache has "
+            f"{step.max_len}. Shorten them, or give a larger max_len."
+        )
+
+
+def _of_rows(
+    prompts: Sequence[Sequence[int]], sampling: Sampling | Sequence[Sampling], num_rows: int
+) -> list[Sampling]:
+    """A choice for each row; the same prompt given again is the next number of its seed."""
+    given = [sampling] * len(prompts) if isinstance(sampling, Sampling) else list(sampling)
+    seen: dict[tuple[int, ...], int] = {}
+    found = []
+    for prompt, one in zip(prompts, given, strict=True):
+        times = seen.get(tuple(prompt), 0)
+        seen[tuple(prompt)] = times + 1
+        found.append(msgspec.structs.replace(one, number=one.number + times))
+    return [*found, *[LIKELIEST] * (num_rows - len(found))]
+
+
+def padded(step: GenerateStep, prompts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
+    """The prompts as rows of equal length with zeros behind, and how long each is; rows without a prompt have one
+    token."""
+    longest = max(len(prompt) for prompt in prompts)
+    tokens = np.zeros((step.batch_seqs, step.padded_length(longest)), np.int32)
+    lengths = np.ones(step.batch_seqs, np.int32)
+    for row, prompt in enumerate(prompts):
+        tokens[row, : len(prompt)] = prompt
+        lengths[row] = len(prompt)
+    return tokens, lengths
+
+
+class _Progress:
+    """What each prompt has got so far, and when."""
+
+    def __init__(self, num_prompts: int, max_tokens: int, ends: frozenset[int], on_token: OnToken | None) -> None:
+        self.tokens: list[list[int]] = [[] for _ in range(num_prompts)]
+        self.ended = [False] * num_prompts
+        self.max_tokens, self.ends, self.on_token = max_tokens, ends, on_token
+        self.times: list[float] = [time.perf_counter()]
+        self.num_after_first = 0
+
+    def take(self, drawn: np.ndarray) -> bool:
+        """The next token of every row; whether any prompt still goes on."""
+        self.times.append(time.perf_counter())
+        first = len(self.times) == 2
+        for row, tokens in enumerate(self.tokens):
+            if self.ended[row]:
+                continue
+            self.num_after_first += not first
+            token = int(drawn[row])
+            if token in self.ends:
+                self.ended[row] = True
+                continue
+            tokens.append(token)
+            if self.on_token is not None:
+                self.on_token(row, token)
+        return len(self.times) - 1 < self.max_tokens and not all(self.ended)
+
+    def completions(self) -> tuple[Completion, ...]:
+        return tuple(
+            Completion(tokens=tuple(tokens), finish="end" if ended else "length")
+            for tokens, ended in zip(self.tokens, self.ended, strict=True)
+        )
+
+    def pace(self, compile_s: float) -> Pace:
+        after = self.times[-1] - self.times[1]
+        return Pace(
+            compile_s=compile_s,
+            first_token_s=self.times[1] - self.times[0],
+            tokens_per_s=self.num_after_first / after if self.num_after_first and after > 0 else None,
+            num_tokens=sum(map(len, self.tokens)),
+        )
+
+
+def _run(
+    step: GenerateStep, params: Params, tokens: np.ndarray, lengths: np.ndarray, rows: Choices, progress: _Progress
+) -> None:
+    """Steps until every prompt is done. Each step is sent off before the token that it goes on from is looked at, so
+    that devices do not wait for the host; what comes after the last end token is thrown away."""
+    cache = step.init_cache()
+    progress.times = [time.perf_counter()]
+    logits, cache = step.prefill(params, cache, tokens, lengths)
+    drawn = draw(logits, rows, np.zeros(step.batch_seqs, np.int32))
+    for count in range(progress.max_tokens):
+        following = drawn
+        if count + 1 < progress.max_tokens:
+            logits, cache = step.generate(params, cache, drawn, lengths + count)
+            following = draw(logits, rows, np.full(step.batch_seqs, count + 1, np.int32))
+        if not progress.take(np.asarray(drawn)):
+            return
+        drawn = following

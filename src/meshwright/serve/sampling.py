@@ -1,0 +1,98 @@
+"""The next token of each sequence from its logits: the likeliest, or one drawn from the likelier ones.
+
+A draw depends on nothing but its own sequence's logits, choices and place: never on what else is in the batch.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import msgspec
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int, UInt
+
+from meshwright.core.errors import InputError
+
+
+class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How one sequence is drawn. ``temperature`` 0 takes the likeliest token; ``top_k`` 0 and ``top_p`` 1 leave no
+    token out; the two hold after the temperature, ``top_k`` first.
+
+    ``number`` tells several samples of one seed apart.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+    number: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < float("inf"):
+            raise InputError(f"temperature={self.temperature} must be 0 (the likeliest token) or a positive number.")
+        if self.top_k < 0:
+            raise InputError(f"top_k={self.top_k} must be 0 (all tokens) or at least 1.")
+        if not 0 < self.top_p <= 1:
+            raise InputError(f"top_p={self.top_p} must be more than 0 and at most 1 (all tokens).")
+        if not 0 <= self.seed < 2**32:
+            raise InputError(f"seed={self.seed} must be between 0 and {2**32 - 1}.")
+
+
+LIKELIEST = Sampling()
+
+
+class Choices(NamedTuple):
+    """`Sampling` of every row of a batch, as arrays."""
+
+    temperature: Float[Array, " B"] | np.ndarray
+    top_k: Int[Array, " B"] | np.ndarray
+    top_p: Float[Array, " B"] | np.ndarray
+    seed: UInt[Array, " B"] | np.ndarray
+    number: Int[Array, " B"] | np.ndarray
+
+
+def choices(rows: Sequence[Sampling]) -> Choices:
+    """The choices of a batch, row by row."""
+    return Choices(
+        np.array([row.temperature for row in rows], np.float32),
+        np.array([row.top_k for row in rows], np.int32),
+        np.array([row.top_p for row in rows], np.float32),
+        np.array([row.seed for row in rows], np.uint32),
+        np.array([row.number for row in rows], np.int32),
+    )
+
+
+@jax.jit
+def draw(logits: Float[Array, "B V"], rows: Choices, counts: Int[Array, " B"] | np.ndarray) -> Int[Array, " B"]:
+    """The token after ``counts`` drawn ones of each row.
+
+    The largest of logit / temperature plus Gumbel noise is a draw from their softmax.
+    """
+    scaled = logits / jnp.where(rows.temperature > 0, rows.temperature, 1.0)[:, None]
+    limited = jnp.any((rows.top_k > 0) | (rows.top_p < 1))
+    kept = lax.cond(limited, lambda: kept_tokens(scaled, rows.top_k, rows.top_p), lambda: jnp.ones(scaled.shape, bool))
+    noise = jax.vmap(_noise, in_axes=(0, 0, 0, None))(rows.seed, rows.number, counts, logits.shape[1])
+    drawn = jnp.argmax(jnp.where(kept, scaled + noise, -jnp.inf), axis=-1)
+    return jnp.where(rows.temperature > 0, drawn, jnp.argmax(logits, axis=-1)).astype(jnp.int32)
+
+
+def _noise(seed: Array, number: Array, count: Array, size: int) -> Float[Array, " V"]:
+    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), number), count)
+    return jax.random.gumbel(key, (size,))
+
+
+def kept_tokens(logits: Float[Array, "B V"], top_k: Int[Array, " B"], top_p: Float[Array, " B"]) -> Bool[Array, "B V"]:
+    """The ``top_k`` likeliest tokens of each row (all for 0), and of them the fewest that have ``top_p`` together.
+
+    Of equal logits the earlier token is taken for the likelier. One token at least is kept.
+    """
+    order = jnp.argsort(-logits, axis=-1, stable=True)
+    places = jnp.argsort(order, axis=-1)
+    inside = jnp.arange(logits.shape[1])[None] < jnp.where(top_k > 0, top_k, logits.shape[1])[:, None]
+    ordered = jnp.take_along_axis(logits, order, axis=-1)
+    probabilities = jax.nn.softmax(jnp.where(inside, ordered, -jnp.inf), axis=-1)
+    before = jnp.cumsum(probabilities, axis=-1) - probabilities
+    kept = inside & (before < top_p[:, None])
+    return jnp.take_along_axis(kept, places, axis=-1)

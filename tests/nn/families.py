@@ -1,0 +1,103 @@
+"""A small model of every family, with all that its layers may have: two kinds of layers, biases, few heads."""
+
+from typing import Any
+
+from meshwright.spec.hf import model_from_config
+from meshwright.spec.model import Model
+
+VOCAB, WINDOW = 64, 6
+_BASE: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 12,  # N * H is not D, so that a matrix the wrong way round has another shape
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+_SLIDING = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+_MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+_LATENT = {
+    "num_key_value_heads": 4,
+    "head_dim": None,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 12,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 5,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 4,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+}
+_GEMMA2 = {"query_pre_attn_scalar": 10, "tie_word_embeddings": True, "hidden_activation": "gelu_pytorch_tanh"}
+_YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 16}
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": _BASE | {"model_type": "llama"},
+    "llama-biases": _BASE
+    | {"model_type": "llama", "attention_bias": True, "mlp_bias": True, "rope_scaling": _LLAMA3}
+    | {"tie_word_embeddings": True, "hidden_act": "gelu"},
+    "mistral": _BASE | {"model_type": "mistral", "sliding_window": WINDOW},
+    "qwen2": _BASE
+    | {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}
+    | {"tie_word_embeddings": True, "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}
+    | {"max_position_embeddings": 24},
+    "qwen3": _BASE | {"model_type": "qwen3", "attention_bias": True, "rope_scaling": _YARN},
+    "gemma": _BASE | {"model_type": "gemma", "hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True},
+    "gemma2": _BASE
+    | _SLIDING
+    | _GEMMA2
+    | {"model_type": "gemma2", "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
+    "gemma3": _BASE
+    | _SLIDING
+    | _GEMMA2
+    | {"model_type": "gemma3_text", "rope_theta": 1e6, "rope_local_base_freq": 1e4}
+    | {"rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+    "gpt2": {
+        "model_type": "gpt2",
+        "n_embd": 32,
+        "n_layer": 2,
+        "n_head": 4,
+        "n_positions": 64,
+        "vocab_size": VOCAB,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "tie_word_embeddings": True,
+    },
+    "phi3": _BASE | {"model_type": "phi3", "partial_rotary_factor": 0.5, "sliding_window": WINDOW},
+    "phi3-longrope": _BASE
+    | {"model_type": "phi3", "sliding_window": None, "original_max_position_embeddings": 16}
+    | {"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 6, "long_factor": [1.0, 1.5, 2.0, 3.0, 4.0, 8.0]}},
+    "mixtral": _BASE | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen2_moe": _BASE
+    | _MOE
+    | {"model_type": "qwen2_moe", "shared_expert_intermediate_size": 40, "mlp_only_layers": [1], "qkv_bias": True},
+    "qwen3_moe": _BASE | _MOE | {"model_type": "qwen3_moe", "norm_topk_prob": True, "mlp_only_layers": [0]},
+    "gpt_oss": _BASE
+    | _SLIDING
+    | {"model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2, "attention_bias": True}
+    | {"rope_scaling": _YARN | {"truncate": False}},
+    "deepseek_v2": _BASE
+    | _LATENT
+    | {"model_type": "deepseek_v2", "n_group": 2, "topk_group": 1, "topk_method": "group_limited_greedy"}
+    | {"routed_scaling_factor": 3.0, "rope_scaling": _YARN | {"mscale": 0.7, "mscale_all_dim": 0.9}},
+    "deepseek_v3": _BASE | _LATENT | {"model_type": "deepseek_v3", "n_group": 2, "topk_group": 1, "q_lora_rank": None},
+}
+"""Name of a case -> its config.json."""
+
+FAMILIES: dict[str, Model] = {name: model_from_config(config, name) for name, config in CONFIGS.items()}
+LLAMA = FAMILIES["llama"]

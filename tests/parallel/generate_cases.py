@@ -1,0 +1,185 @@
+"""Tiny models of every family, and one run of prompts with a cache beside the same rows without one."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from msgspec.structs import replace
+
+from meshwright.nn.forward import logits_fn
+from meshwright.nn.weights import Params, param_shapes
+from meshwright.parallel.generate_step import GenerateStep
+from meshwright.spec.model import Model, RopeScaling
+from meshwright.spec.strategy import Strategy, make_mesh
+
+RELATIVE = 1e-5  # float32, of the largest logit
+MAX_LEN, NUM_STEPS = 24, 5
+LENGTHS = np.array([9, 1, 4, 6], np.int32)
+"""One shorter and some longer than the windows, which are of 4 positions."""
+
+LLAMA = Model(
+    name="llama",
+    family="llama",
+    num_layers=2,
+    d_model=32,
+    d_ff=48,
+    num_heads=8,
+    num_kv_heads=4,
+    head_dim=8,
+    vocab_size=64,
+)
+_GEMMA = replace(
+    LLAMA,
+    norm_unit_offset=True,
+    post_norms=True,
+    tied_embeddings=True,
+    embed_scale=True,
+    activation="gelu_pytorch_tanh",
+    sliding_window=4,
+)
+_EXPERTS = {"num_experts": 4, "experts_per_token": 2, "d_ff_expert": 16}
+_STRETCHED = RopeScaling(
+    kind="longrope", original_max_positions=16, short_factor=(1.0, 1.5, 2.0, 3.0), long_factor=(2.0, 3.0, 4.0, 6.0)
+)
+
+FAMILIES: dict[str, Model] = {
+    "llama": LLAMA,
+    "gemma2": replace(
+        _GEMMA,
+        name="gemma2",
+        family="gemma2",
+        num_layers=4,
+        sliding_layers=(0, 2),
+        attention_softcap=5.0,
+        logit_softcap=3.0,
+        query_pre_attn_scalar=16.0,
+    ),
+    "gpt_oss": replace(
+        LLAMA,
+        name="gpt_oss",
+        family="gpt_oss",
+        attention_sinks=True,
+        qkv_bias=True,
+        out_bias=True,
+        mlp_bias=True,
+        router_bias=True,
+        sliding_window=4,
+        sliding_layers=(0,),
+        **_EXPERTS,
+    ),
+    "mixtral": replace(LLAMA, name="mixtral", family="mixtral", gates_sum_to_one=True, **_EXPERTS),
+    "mistral": replace(LLAMA, name="mistral", family="mistral", sliding_window=4, sliding_layers=(0, 1)),
+    "qwen2": replace(LLAMA, name="qwen2", family="qwen2", qkv_bias=True),
+    "qwen3": replace(LLAMA, name="qwen3", family="qwen3", qk_norm=True),
+    "gemma3": replace(
+        _GEMMA,
+        name="gemma3",
+        family="gemma3",
+        num_layers=7,
+        sliding_layers=(0, 1, 3, 4, 6),
+        qk_norm=True,
+        rope_local_theta=100.0,
+        rope_scaling=RopeScaling(kind="linear", factor=8.0),
+    ),
+    "gpt2": replace(
+        LLAMA,
+        name="gpt2",
+        family="gpt2",
+        num_kv_heads=8,
+        norm="layer_norm",
+        learned_positions=True,
+        max_positions=MAX_LEN,
+        tied_embeddings=True,
+        gated=False,
+        activation="gelu_new",
+        qkv_bias=True,
+        out_bias=True,
+        mlp_bias=True,
+        weights_prefix="",
+    ),
+    "phi3": replace(LLAMA, name="phi3", family="phi3", rope_scaling=_STRETCHED),
+    "qwen2_moe": replace(
+        LLAMA,
+        name="qwen2_moe",
+        family="qwen2_moe",
+        qkv_bias=True,
+        num_shared_experts=1,
+        d_ff_shared=24,
+        shared_expert_gate=True,
+        **_EXPERTS,
+    ),
+    "deepseek_v2": replace(
+        LLAMA,
+        name="deepseek_v2",
+        family="deepseek_v2",
+        num_kv_heads=8,
+        head_dim=12,
+        q_lora_rank=10,
+        kv_lora_rank=16,
+        qk_nope_head_dim=8,
+        qk_rope_head_dim=4,
+        v_head_dim=6,
+        dense_layers=(0,),
+        num_shared_experts=1,
+        d_ff_shared=24,
+        **_EXPERTS,
+    ),
+}
+DEFAULT = ("llama", "gemma2", "gpt_oss", "mixtral")
+"""Families of the default tier."""
+
+
+def float_params(model: Model, seed: int = 0) -> Params:
+    """Weights large enough that every part of the model shows in the logits."""
+    rng = np.random.default_rng(seed)
+    found = {}
+    for name, shape in param_shapes(model).items():
+        centre = 1.0 if "norm" in name and not model.norm_unit_offset and "bias" not in name else 0.0
+        found[name] = jnp.asarray(centre + 0.3 * rng.normal(size=shape.shape), jnp.float32)
+    return found
+
+
+def step_of(model: Model, axes: dict[str, int], *, cache_dtype: Any = "fp32", **options: Any) -> GenerateStep:
+    strategy = Strategy(mesh=make_mesh(axes), state="fp32")
+    return GenerateStep(
+        model, strategy, max_len=MAX_LEN, batch_seqs=len(LENGTHS), cache_dtype=cache_dtype, **options
+    )
+
+
+def rows_of(model: Model) -> np.ndarray:
+    """Tokens of whole rows: prompts of `LENGTHS`, and what comes after them."""
+    return np.random.default_rng(1).integers(0, model.vocab_size, (len(LENGTHS), MAX_LEN)).astype(np.int32)
+
+
+class Run(NamedTuple):
+    """Logits after every prompt and after each further token, [1 + steps, B, V], and the cache in the end."""
+
+    logits: np.ndarray
+    cache: dict[str, np.ndarray]
+
+
+def with_cache(step: GenerateStep, params: Params, *, num_steps: int = NUM_STEPS) -> Run:
+    """Prompts of unequal lengths, then the rows' own tokens one by one."""
+    rows, numbers = rows_of(step.model), np.arange(len(LENGTHS))
+    placed = step.place(params)
+    length = step.padded_length(int(LENGTHS.max()))
+    logits, cache = step.prefill(placed, step.init_cache(), rows[:, :length], LENGTHS)
+    found = [np.asarray(logits)]
+    for count in range(num_steps):
+        at = LENGTHS + count
+        logits, cache = step.generate(placed, cache, rows[numbers, at], at)
+        found.append(np.asarray(logits))
+    return Run(np.stack(found), {name: np.asarray(array) for name, array in cache.items()})
+
+
+def without_cache(model: Model, params: Params, *, num_steps: int = NUM_STEPS) -> np.ndarray:
+    """The same logits from the forward pass over whole rows."""
+    every = np.asarray(jax.jit(logits_fn(model))(params, jnp.asarray(rows_of(model))))
+    numbers = np.arange(len(LENGTHS))
+    return np.stack([every[numbers, LENGTHS - 1 + count] for count in range(1 + num_steps)])
+
+
+def assert_close(found: np.ndarray, expected: np.ndarray) -> None:
+    """By the largest entry."""
+    np.testing.assert_allclose(found, expected, rtol=0, atol=RELATIVE * np.abs(expected).max())
