@@ -14,6 +14,7 @@ import pytest
 from meshwright.cli.launch import child_environment
 from meshwright.cli.main import run
 from meshwright.spec.plan_file import load_plan
+from tests.cli.made_rates import write_rates
 from tests.train.small import write_text
 
 ROOT = Path(__file__).parents[2]
@@ -21,19 +22,15 @@ SMALL = [
     "--set", "model.num_layers=2", "--set", "model.d_model=32", "--set", "model.d_ff=64", "--set", "model.head_dim=4",
     "--set", "model.vocab_size=300", "--batch", "8seq", "--seq", "32", "--on", "cpu:4", "--axes", "fsdp=2,tensor=2",
 ]  # fmt: skip
-STEPS = 6
+STEPS, LONGEST_S = 6, 600
 
 
 @pytest.fixture(scope="module")
 def plan(tmp_path_factory):
     """A plan for four emulated devices."""
-    from meshwright.measure.machine import measure_machine
-    from meshwright.spec.calibration import save_calibration
-
     folder = tmp_path_factory.mktemp("plan")
-    save_calibration(measure_machine(4, matmul_shape=(64, 64, 64), seconds_per_figure=0.01), folder / "cpu.toml")
     path = folder / "plan.toml"
-    assert run(["plan", "tiny", *SMALL, "--calibration", str(folder / "cpu.toml"), "-o", str(path)]) == 0
+    assert run(["plan", "tiny", *SMALL, "--calibration", str(write_rates(folder)), "-o", str(path)]) == 0
     assert load_plan(path).strategy.num_chips == 4
     return path
 
@@ -73,7 +70,7 @@ def losses_of(folder):
 def test_several_processes_train_as_one(plan, text, alone, tmp_path, processes):
     out, error = (
         child := launch("--processes", processes, "--", *train_arguments(plan, text, tmp_path, "--json"))
-    ).communicate(timeout=500)
+    ).communicate(timeout=LONGEST_S)
     assert child.returncode == 0, error
     result = json.loads(out)  # what process 0 says, and nothing beside it
     assert result["processes"] == processes
@@ -92,29 +89,44 @@ def test_several_processes_train_as_one(plan, text, alone, tmp_path, processes):
 def test_one_that_dies_takes_the_others_along(plan, text, tmp_path):
     """Process 1 is killed in the middle of training: the others would wait for it for ever."""
     child = launch("--processes", 2, "--", *train_arguments(plan, text, tmp_path, "--steps", 100_000))
-    metrics, deadline = tmp_path / "tiny-001" / "metrics.jsonl", time.monotonic() + 300
-    while not (metrics.exists() and metrics.read_bytes()) and time.monotonic() < deadline:
-        time.sleep(0.05)
+    wait_for_checkpoint(tmp_path / "tiny-001")
     killed = next(pid for pid in children_of(child.pid) if b"MESHWRIGHT_PROCESS=1" in environment(pid))
     os.kill(killed, signal.SIGKILL)
-    _, error = child.communicate(timeout=120)
+    _, error = child.communicate(timeout=LONGEST_S)
     assert child.returncode == 128 + signal.SIGKILL
     assert "process 1 was killed by SIGKILL; the others are stopped" in error
-    assert list(tmp_path.glob("tiny-001/checkpoints/*"))
+    assert whole_checkpoints(tmp_path / "tiny-001")
 
 
-def test_ctrl_c_reaches_all_and_leaves_a_run_to_resume(plan, text, tmp_path):
+@pytest.mark.slow
+def test_ctrl_c_reaches_all_and_leaves_a_run_for_other_processes(plan, text, tmp_path):
     child = launch("--processes", 2, "--", *train_arguments(plan, text, tmp_path, "--steps", 100_000))
-    metrics, deadline = tmp_path / "tiny-001" / "metrics.jsonl", time.monotonic() + 300
-    while not (metrics.exists() and metrics.read_bytes()) and time.monotonic() < deadline:
-        time.sleep(0.05)
+    wait_for_checkpoint(tmp_path / "tiny-001")
     child.send_signal(signal.SIGINT)
-    out, error = child.communicate(timeout=120)
+    out, error = child.communicate(timeout=LONGEST_S)
     assert child.returncode == 0, error
     assert "steps (stopped)" in out
-    done = len(losses_of(tmp_path / "tiny-001"))
-    newest = max(int(path.name) for path in (tmp_path / "tiny-001" / "checkpoints").iterdir())
-    assert newest == done < 100_000
+    before = losses_of(tmp_path / "tiny-001")
+    newest = whole_checkpoints(tmp_path / "tiny-001")[-1]
+    assert newest == len(before) < 100_000
+    steps = ["--steps", newest + 3]
+    again = launch("--processes", 4, "--", "train", "--resume", tmp_path / "tiny-001", *steps, "--json")
+    out, error = again.communicate(timeout=LONGEST_S)
+    assert again.returncode == 0, error
+    assert (json.loads(out)["resumed_from"], json.loads(out)["processes"]) == (newest, 4)
+    after = losses_of(tmp_path / "tiny-001")
+    assert after[:newest] == before
+    assert len(after) == newest + 3
+
+
+def wait_for_checkpoint(folder):
+    deadline = time.monotonic() + LONGEST_S
+    while not whole_checkpoints(folder) and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
+def whole_checkpoints(folder):
+    return sorted(int(path.name) for path in (folder / "checkpoints").glob("*") if path.name.isdecimal())
 
 
 def children_of(pid):
@@ -127,7 +139,7 @@ def environment(pid):
 
 def test_what_all_refuse_ends_with_their_exit_code(tmp_path):
     child = launch("--processes", 2, "--", "train", tmp_path / "missing.toml")
-    _, error = child.communicate(timeout=120)
+    _, error = child.communicate(timeout=LONGEST_S)
     assert child.returncode == 2
     assert any(line.startswith("[1] meshwright: ") and "missing.toml" in line for line in error.splitlines())
 

@@ -8,8 +8,8 @@ import tomllib
 import pytest
 
 from meshwright.cli.main import run
-from meshwright.spec.calibration import load_calibration
 from meshwright.spec.plan_file import load_plan
+from tests.cli.made_rates import write_rates
 
 SMALL = [
     "--set", "model.num_layers=2", "--set", "model.d_model=32", "--set", "model.d_ff=64", "--set", "model.head_dim=4",
@@ -19,14 +19,7 @@ SMALL = [
 
 @pytest.fixture(scope="module")
 def rates(tmp_path_factory):
-    """This machine measured once, quickly."""
-    from meshwright.measure.machine import measure_machine
-    from meshwright.spec.calibration import save_calibration
-
-    path = tmp_path_factory.mktemp("rates") / "cpu.toml"
-    save_calibration(measure_machine(8, matmul_shape=(64, 64, 64), seconds_per_figure=0.01), path)
-    assert load_calibration(path).chip == "cpu"
-    return str(path)
+    return str(write_rates(tmp_path_factory.mktemp("rates")))
 
 
 def test_a_model_planned_on_the_way(rates, tmp_path, capsys):

@@ -22,9 +22,9 @@ _BASE: dict[str, Any] = {
 }
 _SLIDING = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 _MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+_WITHOUT_HEAD_DIM = {key: value for key, value in _BASE.items() if key != "head_dim"}
 _LATENT = {
     "num_key_value_heads": 4,
-    "head_dim": None,
     "kv_lora_rank": 16,
     "q_lora_rank": 12,
     "qk_nope_head_dim": 6,
@@ -81,7 +81,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "phi3": _BASE | {"model_type": "phi3", "partial_rotary_factor": 0.5, "sliding_window": WINDOW},
     "phi3-longrope": _BASE
     | {"model_type": "phi3", "sliding_window": None, "original_max_position_embeddings": 16}
-    | {"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 6, "long_factor": [1.0, 1.5, 2.0, 3.0, 4.0, 8.0]}},
+    | {"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [1.0, 1.5, 3.0, 8.0]}}
+    | {"head_dim": 8},
     "mixtral": _BASE | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen2_moe": _BASE
     | _MOE
@@ -91,7 +92,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     | _SLIDING
     | {"model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2, "attention_bias": True}
     | {"rope_scaling": _YARN | {"truncate": False}},
-    "deepseek_v2": _BASE
+    "deepseek_v2": _WITHOUT_HEAD_DIM
     | _LATENT
     | {"model_type": "deepseek_v2", "n_group": 2, "topk_group": 1, "topk_method": "group_limited_greedy"}
     | {"routed_scaling_factor": 3.0, "rope_scaling": _YARN | {"mscale": 0.7, "mscale_all_dim": 0.9}},

@@ -15,7 +15,7 @@ from safetensors.numpy import load_file, save_file
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.nn.checkpoint_files import CheckpointFiles, Entry, write_checkpoint
 from meshwright.nn.hf_format import places
-from meshwright.nn.hf_weights import convert_hf, hf_tensors, load_params, params_from_hf, save_hf, special_tokens
+from meshwright.nn.hf_weights import convert_hf, hf_entries, load_params, params_from_hf, save_hf, special_tokens
 from meshwright.nn.weights import Params, param_shapes, rows, stacked_shape
 from meshwright.parallel.mesh import device_mesh
 from meshwright.spec.hf import model_from_config
@@ -25,22 +25,34 @@ from meshwright.spec.weights import num_params
 from tests.nn.families import FAMILIES, LLAMA
 
 
-def random_params(model: Model, *, dtype=np.float32, seed=0) -> Params:
-    rng = np.random.default_rng(seed)
-    return {n: jnp.asarray(rng.normal(size=s.shape).astype(dtype)) for n, s in param_shapes(model).items()}
+def random_params(model: Model, *, dtype=np.float32) -> dict[str, np.ndarray]:
+    """On the host: what JAX slices it compiles first."""
+    rng = np.random.default_rng(0)
+    return {name: rng.normal(size=shape.shape).astype(dtype) for name, shape in param_shapes(model).items()}
 
 
-def require_equal(found: Params, expected: Params) -> None:
+def on_device(params: dict[str, np.ndarray]) -> Params:
+    return {name: jnp.asarray(array) for name, array in params.items()}
+
+
+def published(model: Model) -> dict[str, np.ndarray]:
+    """The random weights in their published form."""
+    params = random_params(model)
+    entries = hf_entries(model, lambda name, index: params[name][index], {n: a.dtype for n, a in params.items()})
+    return {entry.name: entry.make() for entry in entries}
+
+
+def require_equal(found: Params, expected: dict[str, np.ndarray]) -> None:
     assert found.keys() == expected.keys()
     for name, array in expected.items():
         assert found[name].dtype == array.dtype
-        np.testing.assert_array_equal(np.asarray(found[name]), np.asarray(array), err_msg=name)
+        np.testing.assert_array_equal(np.asarray(found[name]), array, err_msg=name)
 
 
 @pytest.fixture(scope="module")
 def tensors():
     """Every family in its published form."""
-    return {name: hf_tensors(model, random_params(model)) for name, model in FAMILIES.items()}
+    return {name: published(model) for name, model in FAMILIES.items()}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -52,7 +64,7 @@ def test_weights_come_back_from_the_published_form(family, tensors):
 
 def by_hand(family: str, name: str) -> tuple[str, np.ndarray]:
     """A tensor of a checkpoint and what it must hold, written out for one layer."""
-    p = {n: np.asarray(a) for n, a in random_params(FAMILIES[family]).items()}
+    p = random_params(FAMILIES[family])
     flat = {n: p[n][0].reshape(32, -1) for n in ("wq", "wk", "wv") if n in p}
     return {
         ("llama", "q"): lambda: ("model.layers.1.self_attn.q_proj.weight", p["wq"][1].reshape(32, 48).T),
@@ -228,7 +240,7 @@ def anonymous_bytes() -> int:
 
 def test_large_checkpoints_are_cut_into_files_with_an_index(tensors, tmp_path):
     model, params = LLAMA, random_params(LLAMA)
-    files = save_hf(model, params, tmp_path, 20_000)
+    files = save_hf(model, on_device(params), tmp_path, 20_000)
     assert len(files) > 2
     assert [f.name for f in files[:1]] == [f"model-00001-of-{len(files):05}.safetensors"]
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
@@ -241,7 +253,7 @@ def test_large_checkpoints_are_cut_into_files_with_an_index(tensors, tmp_path):
         np.testing.assert_array_equal(stored[name], array)
     assert replace(model_from_config(tmp_path), name=model.name) == model
     require_equal(load_params(model, tmp_path), params)
-    assert [f.name for f in save_hf(model, params, tmp_path)] == ["model.safetensors"]
+    assert [f.name for f in save_hf(model, on_device(params), tmp_path)] == ["model.safetensors"]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
 
 
@@ -254,11 +266,11 @@ def test_sharded_weights_are_written_as_whole_tensors(tensors, tmp_path):
 
 def test_bf16_goes_in_and_out(tmp_path):
     params = random_params(LLAMA, dtype=ml_dtypes.bfloat16)
-    save_hf(LLAMA, params, tmp_path)
+    save_hf(LLAMA, on_device(params), tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "bfloat16"
     require_equal(load_params(LLAMA, tmp_path), params)
     wide = load_params(LLAMA, tmp_path, dtype=jnp.float32)
-    require_equal(wide, {name: array.astype(jnp.float32) for name, array in params.items()})
+    require_equal(wide, {name: array.astype(np.float32) for name, array in params.items()})
 
 
 def test_a_folder_is_converted_tensor_by_tensor(tensors, tmp_path):
@@ -270,7 +282,7 @@ def test_a_folder_is_converted_tensor_by_tensor(tensors, tmp_path):
     convert_hf(model, source, target, dtype="bf16")
     assert special_tokens(target) == {"eos_token_id": 7}
     assert sorted(load_file(target / "model.safetensors")) == sorted(tensors["gpt2"])
-    expected = {n: a.astype(jnp.bfloat16) for n, a in random_params(model).items()}
+    expected = {n: a.astype(ml_dtypes.bfloat16) for n, a in random_params(model).items()}
     require_equal(load_params(model, target), expected)
 
 

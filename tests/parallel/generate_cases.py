@@ -142,9 +142,7 @@ def float_params(model: Model, seed: int = 0) -> Params:
 
 def step_of(model: Model, axes: dict[str, int], *, cache_dtype: Any = "fp32", **options: Any) -> GenerateStep:
     strategy = Strategy(mesh=make_mesh(axes), state="fp32")
-    return GenerateStep(
-        model, strategy, max_len=MAX_LEN, batch_seqs=len(LENGTHS), cache_dtype=cache_dtype, **options
-    )
+    return GenerateStep(model, strategy, max_len=MAX_LEN, batch_seqs=len(LENGTHS), cache_dtype=cache_dtype, **options)
 
 
 def rows_of(model: Model) -> np.ndarray:

@@ -24,6 +24,12 @@ def open_mpi(index: int, count: int, port: int) -> dict[str, str]:
     return {**variables, "PMIX_NAMESPACE": f"prterun-test-{port}@1"}
 
 
+def kubernetes(index: int, count: int, port: int) -> dict[str, str]:
+    """The index is what an indexed Job gives its pods; the rest stands in the pod's template."""
+    template = {"MESHWRIGHT_PROCESSES": str(count), "MESHWRIGHT_COORDINATOR": f"localhost:{port}"}
+    return {"JOB_COMPLETION_INDEX": str(index), **template}
+
+
 def meet(count: int, variables: Variables, devices: int = 1) -> list[dict]:
     outcomes = run_all(["-m", "tests.parallel.meeting"], count=count, variables=variables, devices=devices)
     for code, out, error in outcomes:
@@ -49,7 +55,7 @@ def test_two_processes_are_one():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("variables", [torchrun, slurm, open_mpi])
+@pytest.mark.parametrize("variables", [torchrun, slurm, open_mpi, kubernetes])
 def test_every_launcher_brings_them_together(variables):
     check(meet(2, variables), 2, 1)
 

@@ -20,7 +20,7 @@ ONE_AXIS = [
 MIXES = [
     (MODEL, {"data": 2, "fsdp": 2, "tensor": 2}, {"zero": 1, "num_microbatches": 2}),
     (MODEL, {"data": 2, "fsdp": 2, "context": 2}, {"zero": 2, "context_attention": "ring"}),
-    (DEEP, {"fsdp": 2, "data": 2, "tensor": 2}, {"prefetch": True, "offload": ("activations", "optimizer")}),
+    (DEEP, {"fsdp": 2, "data": 2, "tensor": 2}, {"prefetch": True, "remat": "none", "offload": ("activations", "optimizer")}),
     (MODEL, {"fsdp": 2, "context": 2, "tensor": 2}, {"context_attention": "ulysses", "remat": "matmuls"}),
     (MODEL, {"data": 2, "context": 2, "tensor": 2}, {"sequence_parallel": False, "remat": "full"}),
     (MOE, {"data": 2, "expert": 2, "tensor": 2}, {"remat": "selective"}),

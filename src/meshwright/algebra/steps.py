@@ -91,8 +91,8 @@ def sent_element_bytes(step: Step, *, width: Any, num_microbatches: Any) -> Any:
 def num_moves(step: Step, *, dims: Mapping[str, Any], mesh: Mapping[str, Any]) -> Any:
     """How many times a permute sends its block on; sizes may be arrays, and a group of one sends nothing.
 
-    The attribute ``ring`` says what goes round: "past" is seen by every other device of the group, n - 1 moves;
-    "home" collects on the way and comes back, n moves. With a ``window`` of W positions a block is seen only by
+    The attribute ``ring`` says what goes round, n - 1 moves either way: "past" is seen by every other device of the
+    group; "home" begins on the first of them, collects on the way and leaves the last for where it belongs. With a ``window`` of W positions a block is seen only by
     the devices whose queries reach it, the ceil(W n / T) next ones. A permute without the attribute moves once.
     """
     attributes = dict(step.attributes)
@@ -102,7 +102,7 @@ def num_moves(step: Step, *, dims: Mapping[str, Any], mesh: Mapping[str, Any]) -
     moves = size - 1
     if "window" in attributes:
         moves = np.minimum(moves, np.ceil(int(attributes["window"]) * size / dims["T"]))
-    return moves if attributes["ring"] == "past" else (moves + 1) * (size > 1)
+    return moves
 
 
 def _subscript(step: Step) -> str:

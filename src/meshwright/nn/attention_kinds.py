@@ -1,11 +1,12 @@
 """Attention steps: which arrays are which, and what the model says of the scores."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
 from meshwright.algebra.steps import Step
 from meshwright.nn import attention as kernels
+from meshwright.nn import attention_ring as rings
 from meshwright.nn.context import Context
 
 
@@ -38,7 +39,7 @@ def _ring(step: Step) -> tuple[str, ...]:
     return tuple(axes.split(",")) if axes else ()
 
 
-def _facts(context: Context, step: Step, arrays: _Arrays) -> dict[str, object]:
+def _facts(context: Context, step: Step, arrays: _Arrays) -> dict[str, Any]:
     """What both passes are told besides the arrays."""
     attributes = dict(step.attributes)
     return {
@@ -54,15 +55,30 @@ def _facts(context: Context, step: Step, arrays: _Arrays) -> dict[str, object]:
     }
 
 
+def _ring_facts(context: Context, axes: tuple[str, ...]) -> dict[str, Any]:
+    """What ring attention is told besides."""
+    dealt = "contiguous" if context.in_order else "zigzag"
+    return {"axes": axes, "dealt": dealt, "divergent": context.divergent}
+
+
 def attention(context: Context, step: Step, *given: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The result and its log-sum-exp."""
-    arrays = _arrays(step, given)
-    return kernels.attention(arrays.q, arrays.k, arrays.v, **_facts(context, step, arrays))
+    arrays, axes = _arrays(step, given), _ring(step)
+    facts = _facts(context, step, arrays)
+    if axes:
+        del facts["in_order"]
+        return rings.ring_attention(arrays.q, arrays.k, arrays.v, **facts, **_ring_facts(context, axes))
+    return kernels.attention(arrays.q, arrays.k, arrays.v, **facts)
 
 
 def attention_backward(context: Context, step: Step, *given: jax.Array) -> tuple[jax.Array, ...]:
-    """Cotangents of queries, keys, values and, where there are any, sinks."""
+    """Cotangents of queries, keys and values and, where there are any, sinks."""
     dout, o, lse = given[:3]
     arrays = _arrays(step, given, skip=3)
-    found = kernels.attention_backward(dout, o, lse, arrays.q, arrays.k, arrays.v, **_facts(context, step, arrays))
-    return tuple(found)
+    facts, axes = _facts(context, step, arrays), _ring(step)
+    q, k, v = arrays.q, arrays.k, arrays.v
+    if axes:
+        del facts["in_order"]
+        ring = _ring_facts(context, axes)
+        return tuple(rings.ring_attention_backward(dout, o, lse, q, k, v, **facts, **ring))
+    return tuple(kernels.attention_backward(dout, o, lse, q, k, v, **facts))

@@ -6,67 +6,66 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from meshwright.algebra.notation import ShardedArray
 from meshwright.algebra.steps import Step
-from meshwright.nn import ops
+from meshwright.nn import head
 from meshwright.nn.collectives import first_index
 from meshwright.nn.context import Context
 
 
-def _first_row(array: ShardedArray, value: jax.Array) -> Any:
-    return first_index(array.axes_of("V"), value.shape[array.dims.index("V")])
+def _attribute(step: Step, name: str) -> float:
+    return float(dict(step.attributes).get(name, 0.0))
+
+
+def _facts(step: Step, position: int, value: jax.Array) -> dict[str, Any]:
+    """First row of the vocabulary on this device, from the step's input that has V, and the cap of the logits."""
+    array = step.inputs[position]
+    first_row = first_index(array.axes_of("V"), value.shape[array.dims.index("V")])
+    return {"first_row": first_row, "softcap": _attribute(step, "softcap")}
 
 
 def _wide(step: Step, position: int, table: jax.Array) -> jax.Array:
     return table if step.inputs[position].dims == ("D", "V") else table.T
 
 
-def logits_statistics(context: Context, step: Step, logits: jax.Array, labels: jax.Array) -> ops.Statistics:
-    return ops.logits_statistics(logits, labels, first_row=_first_row(step.inputs[0], logits))
+def logits_statistics(context: Context, step: Step, logits: jax.Array, labels: jax.Array) -> head.Statistics:
+    """Peak, sum of exponentials and picked logit of each token over the local part of V."""
+    return head.logits_statistics(logits, labels, **_facts(step, 0, logits))
 
 
 def chunked_logits_statistics(
     context: Context, step: Step, x: jax.Array, table: jax.Array, labels: jax.Array
-) -> ops.Statistics:
-    first_row = _first_row(step.inputs[1], table)
-    return ops.chunked_logits_statistics(x, _wide(step, 1, table), labels, first_row=first_row)
+) -> head.Statistics:
+    """The same from the stream and the table, chunk by chunk."""
+    return head.chunked_logits_statistics(x, _wide(step, 1, table), labels, **_facts(step, 1, table))
 
 
 def rescale(context: Context, step: Step, total: jax.Array, local_peak: jax.Array, peak: jax.Array) -> jax.Array:
-    return ops.rescale(total, local_peak, peak)
+    """A local sum of exponentials as one of the whole vocabulary's peak."""
+    return head.rescale(total, local_peak, peak)
 
 
-def sum_loss(
-    context: Context, step: Step, peak: jax.Array, scaled: jax.Array, picked: jax.Array, labels: jax.Array
-) -> jax.Array:
-    return jnp.sum(jnp.where(labels >= 0, jnp.log(scaled) + peak - picked, 0.0))
+def sum_loss(context: Context, step: Step, *given: jax.Array) -> jax.Array:
+    """The loss of the local tokens."""
+    return head.sum_loss(*given, z_loss=_attribute(step, "z_loss"))
 
 
-def sum_loss_backward(
-    context: Context, step: Step, dloss: jax.Array, peak: jax.Array, scaled: jax.Array, labels: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    counted = jnp.where(labels >= 0, dloss, 0.0)
-    return counted / scaled, -counted
+def sum_loss_backward(context: Context, step: Step, *given: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Cotangents of the sums of exponentials and of the picked logits."""
+    return head.sum_loss_backward(*given, z_loss=_attribute(step, "z_loss"))
 
 
 def logits_backward(context: Context, step: Step, *given: jax.Array) -> jax.Array:
+    """Cotangent of the logits."""
     logits, labels, _, peak, dscaled, dpicked = given
-    local = labels - _first_row(step.inputs[0], logits)
-    column = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2)
-    at = column == local[..., None]
-    return dscaled[..., None] * jnp.exp(logits - peak[..., None]) + jnp.where(at, dpicked[..., None], 0.0)
+    return head.logits_backward(logits, labels, peak, dscaled, dpicked, **_facts(step, 0, logits))
 
 
 def chunked_logits_backward(context: Context, step: Step, *given: jax.Array) -> tuple[jax.Array, jax.Array]:
-    x, table, labels, local_peak, peak, dscaled, dpicked = given
-
-    def forward(x: jax.Array, table: jax.Array) -> tuple[jax.Array, jax.Array]:
-        first_row = _first_row(step.inputs[1], table)
-        _, total, picked = ops.chunked_logits_statistics(x, _wide(step, 1, table), labels, first_row=first_row)
-        return total, picked
-
-    _, vjp = jax.vjp(forward, x, table)
-    return vjp((dscaled * jnp.exp(local_peak - peak), dpicked))
+    """Cotangents of the stream and of the table, chunk by chunk."""
+    x, table, labels, _, peak, dscaled, dpicked = given
+    wide = _wide(step, 1, table)
+    dx, dwide = head.chunked_logits_backward(x, wide, labels, peak, dscaled, dpicked, **_facts(step, 1, table))
+    return dx, dwide if wide is table else dwide.T
 
 
 HEAD_KINDS: dict[str, Callable[..., Any]] = {
@@ -78,3 +77,4 @@ HEAD_KINDS: dict[str, Callable[..., Any]] = {
     "sum_loss": sum_loss,
     "sum_loss_backward": sum_loss_backward,
 }
+"""Kind -> its function of (context, step, blocks of the inputs)."""

@@ -207,13 +207,6 @@ def _maker(found: Sequence[Place], fetch: Fetch, dtype: np.dtype) -> Callable[[]
     return make
 
 
-def hf_tensors(model: Model, params: Params) -> dict[str, np.ndarray]:
-    """Every tensor of the published form in memory; undoes `params_from_hf`."""
-    dtypes = {name: np.dtype(array.dtype) for name, array in params.items()}
-    entries = hf_entries(model, lambda name, index: _on_host(params[name], index), dtypes)
-    return {entry.name: entry.make() for entry in entries}
-
-
 def convert_hf(
     model: Model, source: Path, folder: Path, *, dtype: str | None = None, max_shard_bytes: int = MAX_SHARD_BYTES
 ) -> list[Path]:

@@ -15,6 +15,8 @@ from meshwright.algebra.derive import derive
 from meshwright.algebra.layers import PLAIN, ProgramOptions
 from meshwright.algebra.notation import ShardedArray
 from meshwright.algebra.transformer import transformer, weight_variables
+from meshwright.core.errors import InputError
+from meshwright.nn.attention_visibility import zigzag_order
 from meshwright.nn.context import Context
 from meshwright.nn.weights import Params, init_params
 from meshwright.parallel.blocks import Inputs, through
@@ -179,8 +181,25 @@ class TrainStep:
         return self._shardings(self.batch_specs)
 
     def token_order(self, seq_len: int) -> np.ndarray | None:
-        """The position that each place of a row holds, where that is not its own number."""
-        return None
+        """The position that each place of a row holds, where that is not its own number.
+
+        Round a ring, positions are dealt out in zigzag, so that causal attention gives each device the same work. With
+        windows they stay in order: then a block of keys need not go all the way round.
+        """
+        if not self._in_zigzag:
+            return None
+        ranks = self.strategy.mesh["context"]
+        if seq_len % (2 * ranks):
+            raise InputError(
+                f"seq_len={seq_len} does not divide into 2 x context={2 * ranks} parts, as ring attention deals it out. "
+                f"Use a multiple of {2 * ranks}."
+            )
+        return zigzag_order(seq_len, ranks)
+
+    @property
+    def _in_zigzag(self) -> bool:
+        rings = self.strategy.context_attention == "ring" and self.strategy.mesh.get("context", 1) > 1
+        return rings and not self.model.sliding_layers
 
     def place(self, batch: Mapping[str, Any]) -> Batch:
         """A global batch on the devices, in the order of positions that the step wants, with its default parts."""
@@ -251,6 +270,7 @@ class TrainStep:
             derived=self.declared,
             mesh=self.strategy.mesh,
             options=self.options,
+            in_order=not self._in_zigzag,
             offload="activations" in self.strategy.offload,
         )
         return Passes(context, ahead=self.strategy.prefetch)

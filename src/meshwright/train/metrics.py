@@ -2,6 +2,7 @@
 
 import statistics
 import sys
+from collections import deque
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
@@ -93,7 +94,7 @@ class LiveLine:
         self.steps, self.every, self.shown = steps, every, shown
         self._console = Console(stderr=True, highlight=False)
         self._live = Live(console=self._console, auto_refresh=False) if shown and sys.stderr.isatty() else None
-        self._step_s: list[float] = []
+        self._recent_s: deque[float] = deque(maxlen=50)
 
     def __enter__(self) -> Self:
         if self._live:
@@ -113,14 +114,14 @@ class LiveLine:
 
     def show(self, record: StepRecord) -> None:
         """The newest step."""
-        self._step_s.append(record.step_s)
+        self._recent_s.append(record.step_s)
         if self._live:
             self._live.update(self._bar(record), refresh=True)
         elif self.shown and (record.step in (1, self.steps) or record.step % self.every == 0):
             print(describe(record, self.steps), file=sys.stderr, flush=True)
 
     def _bar(self, record: StepRecord) -> RenderableType:
-        left_s = (self.steps - record.step) * (typical_step_s(self._step_s[-50:]) or 0.0)
+        left_s = (self.steps - record.step) * statistics.median(self._recent_s)
         line = (
             f"{describe(record, self.steps)}  {format_seconds(left_s)} left" if left_s else describe(record, self.steps)
         )

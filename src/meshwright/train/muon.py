@@ -74,9 +74,12 @@ def newton_schulz(x: jax.Array) -> jax.Array:
     x = x.mT if tall else x  # the products of rows are then the smaller square
     x = x / (jnp.sqrt(jnp.sum(jnp.square(x), axis=(-2, -1), keepdims=True)) + 1e-8)
     a, b, c = COEFFICIENTS
-    for _ in range(TURNS):
+
+    def turn(_: int, x: jax.Array) -> jax.Array:
         square = x @ x.mT
-        x = a * x + (b * square + c * square @ square) @ x
+        return a * x + (b * square + c * square @ square) @ x
+
+    x = lax.fori_loop(0, TURNS, turn, x)
     return x.mT if tall else x
 
 

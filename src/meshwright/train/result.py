@@ -81,7 +81,8 @@ def with_peak(memory: MemoryUse | None) -> MemoryUse | None:
 def make_result(
     run: Path,
     *,
-    steps: int,
+    done: int,
+    wanted: int,
     tokens_per_step: int,
     losses: Sequence[float],
     step_s: Sequence[float],
@@ -91,14 +92,14 @@ def make_result(
     evaluations: Sequence[EvaluationRecord],
     resumed_from: int | None,
 ) -> TrainResult:
-    """The result of a run of ``steps`` steps: ``losses`` of all until now, ``step_s`` of those of this start."""
+    """The result after ``done`` of ``wanted`` steps: ``losses`` of all of them, ``step_s`` of those of this start."""
     typical = typical_step_s(step_s)
     return TrainResult(
         run=str(run),
-        steps=len(losses),
-        stopped=len(losses) < steps,
+        steps=done,
+        stopped=done < wanted,
         losses=list(losses),
-        validation_loss=evaluations[-1].loss if evaluations and evaluations[-1].step == len(losses) else None,
+        validation_loss=evaluations[-1].loss if evaluations and evaluations[-1].step == done else None,
         step_s=typical,
         step_s_predicted=predicted.step_s,
         tokens_per_s=tokens_per_step / typical if typical else None,

@@ -98,7 +98,8 @@ class Run:
                     break
                 if pause:
                     self._pause(number)
-                batch = self._read(batches, flying)
+                if number < self.settings.steps:
+                    batch = self._read(batches, flying)
             self._land(flying, 0, on_step)
 
     def _compile(self, batch: Batch) -> Any:
@@ -226,7 +227,8 @@ class Run:
         goodput = self.watch.goodput(steps_s=sum(self.step_s), lost_steps=kept.lost_steps, lost_s=kept.lost_s)
         return make_result(
             self.outputs.folder.path,
-            steps=self.settings.steps,
+            done=self.position.step,
+            wanted=self.settings.steps,
             tokens_per_step=self.job.tokens_per_step,
             losses=self.losses,
             step_s=self.step_s,

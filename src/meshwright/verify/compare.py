@@ -7,7 +7,7 @@ import msgspec
 
 from meshwright.algebra.derive import Derived
 from meshwright.algebra.notation import local_elements
-from meshwright.algebra.steps import sent_element_bytes
+from meshwright.algebra.steps import num_moves, sent_element_bytes
 from meshwright.verify.hlo import Collective
 
 Key = tuple[str, tuple[str, ...]]
@@ -43,7 +43,8 @@ def derived_traffic(
         element = sent_element_bytes(step, width=width, num_microbatches=num_microbatches)
         size = round(float(local_elements(step.full, per_microbatch, mesh) * element))
         entry = counts[_key(step.op, step.axes, mesh)]
-        stacked = step.scope == "step" and not layer_by_layer
+        times = times * int(num_moves(step, dims=dims, mesh=mesh)) if step.op == "permute" else times
+        stacked = step.phase == "update" or (step.scope == "step" and not layer_by_layer)
         entry[0] += 1 if stacked else times
         entry[1] += times * size
     return {key: Traffic(*value) for key, value in counts.items()}

@@ -1,0 +1,89 @@
+"""Every family against transformers: logits, gradients, and folders that either side reads."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from meshwright.nn.forward import logits_fn
+from meshwright.nn.hf_weights import load_params, params_from_hf, save_hf
+from meshwright.parallel.train_step import TrainStep
+from meshwright.spec.hf import model_from_config
+from meshwright.spec.strategy import Strategy, make_mesh
+from tests.nn.families import CONFIGS, FAMILIES, VOCAB
+
+pytestmark = pytest.mark.peer
+torch = pytest.importorskip("torch", reason="torch is not installed: make test installs it")
+transformers = pytest.importorskip("transformers")
+
+LENGTH = 40
+"""Longer than the windows and than the lengths from which positions are stretched."""
+ROWS = np.random.default_rng(0).integers(0, VOCAB, (2, LENGTH + 1)).astype(np.int32)
+TOKENS, LABELS = ROWS[:, :-1], ROWS[:, 1:]
+
+
+def their_model(family):
+    """The model of transformers with random values everywhere, so that no bias, norm or sink hides."""
+    config = dict(CONFIGS[family])
+    torch.manual_seed(0)
+    found = transformers.AutoConfig.for_model(config.pop("model_type"), **config)
+    model = transformers.AutoModelForCausalLM.from_config(found, attn_implementation="eager").eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    return model
+
+
+def their_logits(model):
+    return model(torch.tensor(TOKENS, dtype=torch.long)).logits
+
+
+def arrays(tensors):
+    return {name: tensor.detach().numpy() for name, tensor in tensors}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_are_those_of_transformers(family):
+    theirs, model = their_model(family), FAMILIES[family]
+    params = params_from_hf(model, arrays(theirs.state_dict().items()))
+    expected = their_logits(theirs).detach().numpy()
+    found = np.asarray(jax.jit(logits_fn(model))(params, jnp.asarray(TOKENS)))
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_side_reads_what_the_other_wrote(family, tmp_path):
+    theirs = their_model(family)
+    theirs.save_pretrained(tmp_path / "theirs")
+    model = model_from_config(tmp_path / "theirs", family)
+    assert model == FAMILIES[family]
+    params = load_params(model, tmp_path / "theirs")
+    for name, array in params_from_hf(model, arrays(theirs.state_dict().items())).items():
+        np.testing.assert_array_equal(params[name], array)
+
+    save_hf(model, params, tmp_path / "ours", 50_000)
+    back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours", attn_implementation="eager").eval()
+    np.testing.assert_array_equal(their_logits(back).detach(), their_logits(theirs).detach())
+
+
+QUICK = ("gemma2", "gpt2", "qwen2_moe", "gpt_oss")
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in FAMILIES]
+)
+def test_gradients_are_those_of_transformers(family):
+    theirs, model = their_model(family), FAMILIES[family]
+    params = params_from_hf(model, arrays(theirs.named_parameters()))
+    logits = their_logits(theirs).flatten(0, 1)
+    expected_loss = torch.nn.functional.cross_entropy(logits, torch.tensor(LABELS, dtype=torch.long).flatten())
+    expected_loss.backward()
+    expected = params_from_hf(model, arrays((name, p.grad) for name, p in theirs.named_parameters()))
+
+    step = TrainStep(model, Strategy(mesh=make_mesh({}), state="fp32"))
+    loss, grads = step.gradients(params, {"tokens": jnp.asarray(TOKENS), "labels": jnp.asarray(LABELS)})
+    assert float(loss) == pytest.approx(float(expected_loss.detach()), rel=1e-5)
+    largest = max(float(np.abs(array).max()) for array in expected.values())
+    for name, array in expected.items():
+        # The bias of keys moves every score of a query alike: without rotations its gradient is nothing but rounding.
+        scale = max(float(np.abs(array).max()), 1e-3 * largest)
+        np.testing.assert_allclose(grads[name], array, rtol=0, atol=1e-5 * scale, err_msg=name)

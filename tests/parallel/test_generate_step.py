@@ -1,0 +1,187 @@
+"""Prefill and generation with a cache against the forward pass without one; every mesh against one device."""
+
+from functools import lru_cache
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from msgspec.structs import replace
+
+from meshwright.core.errors import CannotRunError, InputError
+from meshwright.nn.quantisation import dequantise_params, quantise_params
+from meshwright.parallel.generate_step import GenerateStep
+from meshwright.verify.compare import compiled_traffic, derived_traffic
+from meshwright.verify.hlo import collectives
+from tests.parallel.generate_cases import (
+    DEFAULT,
+    FAMILIES,
+    LENGTHS,
+    LLAMA,
+    MAX_LEN,
+    Run,
+    assert_close,
+    float_params,
+    rows_of,
+    step_of,
+    with_cache,
+    without_cache,
+)
+
+
+def slow_unless(name: str, fast: tuple[str, ...]) -> object:
+    return name if name in fast else pytest.param(name, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("name", [slow_unless(name, DEFAULT) for name in FAMILIES])
+def test_a_cache_changes_nothing(name):
+    model = FAMILIES[name]
+    params = float_params(model)
+    assert_close(with_cache(step_of(model, {}), params).logits, without_cache(model, params))
+
+
+@lru_cache(maxsize=4)
+def on_one_device(name: str) -> Run:
+    return with_cache(step_of(FAMILIES[name], {}), float_params(FAMILIES[name]), num_steps=2)
+
+
+MESHES = [
+    ("llama", {"data": 2, "tensor": 2}),
+    pytest.param("llama", {"fsdp": 2, "tensor": 4}, marks=pytest.mark.slow),
+    pytest.param("llama", {"data": 2, "fsdp": 2, "context": 2}, marks=pytest.mark.slow),
+    ("mixtral", {"expert": 2, "tensor": 2}),
+    pytest.param("mixtral", {"data": 2, "expert": 2, "context": 2}, marks=pytest.mark.slow),
+    pytest.param("gpt_oss", {"fsdp": 2, "expert": 2, "tensor": 2}, marks=pytest.mark.slow),
+    pytest.param("gemma2", {"fsdp": 2, "context": 2, "tensor": 2}, marks=pytest.mark.slow),
+    pytest.param("deepseek_v2", {"fsdp": 2, "expert": 2, "tensor": 2}, marks=pytest.mark.slow),
+    pytest.param("gpt2", {"data": 4, "tensor": 2}, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("name", "axes"), MESHES)
+def test_every_mesh_gives_what_one_device_gives(name, axes):
+    step = step_of(FAMILIES[name], axes)
+    found, expected = with_cache(step, float_params(FAMILIES[name]), num_steps=2), on_one_device(name)
+    assert_close(found.logits, expected.logits)
+    for row in step.table:
+        assert_close(_written(found.cache[row.name]), _written(expected.cache[row.name]))
+    if axes == {"data": 2, "tensor": 2}:
+        _assert_collectives_are_derived(step)
+
+
+def _written(cache: np.ndarray) -> np.ndarray:
+    """Slots of a row's own tokens: what padding leaves behind them is nobody's business."""
+    last = np.minimum(LENGTHS + 2, cache.shape[2])
+    return np.where((np.arange(cache.shape[2]) < last[:, None])[None, :, :, None, None], cache, 0)
+
+
+def _assert_collectives_are_derived(step: GenerateStep) -> None:
+    mesh = step.strategy.mesh
+    for length, derived in (
+        (step.padded_length(int(LENGTHS.max())), step.prefill_declared),
+        (0, step.generate_declared),
+    ):
+        found = compiled_traffic(collectives(step.compiled(length).as_text(), mesh), mesh)
+        dims = {**step.model.dims, "B": step.batch_seqs, "T": length or 1, "S": step.max_len}
+        expected = derived_traffic(derived, dims, mesh, num_microbatches=1, width=4)
+        assert found == expected
+        assert expected, "a mesh of several axes communicates"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "axes", "options"),
+    [
+        ("llama", {"fsdp": 2, "tensor": 2}, {"weights": "int8", "cache_dtype": "int8"}),
+        ("mixtral", {"data": 2, "expert": 2, "tensor": 2}, {}),
+        ("deepseek_v2", {"data": 2, "tensor": 2}, {"weights": "int8", "cache_dtype": "int8"}),
+    ],
+)
+def test_compiled_collectives_are_the_derived_ones(name, axes, options):
+    step = step_of(replace(FAMILIES[name], num_layers=4), axes, **options)
+    mesh = step.strategy.mesh
+    dims = {**step.model.dims, "B": step.batch_seqs, "S": step.max_len}
+    for length, derived in ((16, step.prefill_declared), (0, step.generate_declared)):
+        tokens = step.batch_seqs * (length or 1)
+        sizes = {**dims, "T": length or 1, "C": tokens}
+        expected = derived_traffic(derived, sizes, mesh, num_microbatches=1, width=4)
+        assert compiled_traffic(collectives(step.compiled(length).as_text(), mesh), mesh) == expected
+
+
+def test_int8_weights_are_products_with_what_they_stand_for():
+    # float weights that int8 holds but for rounding: one device's forward pass over what the values stand for
+    model = FAMILIES["llama"]
+    params = float_params(model)
+    quantised = quantise_params(model, params)
+    step = step_of(model, {"data": 2, "tensor": 2}, weights="int8")
+    assert_close(
+        with_cache(step, params, num_steps=1).logits,
+        without_cache(model, dequantise_params(model, quantised), num_steps=1),
+    )
+    placed = step.place(params)
+    for name, array in placed.items():
+        np.testing.assert_array_equal(np.asarray(array), np.asarray(quantised[name]))
+    assert placed["w_up"].dtype == jnp.int8
+    assert placed["w_up"].addressable_shards[0].data.nbytes == params["w_up"].nbytes / 4 / 2
+
+
+def test_an_int8_cache_holds_what_a_float_one_holds_but_for_rounding():
+    model = FAMILIES["llama"]
+    found = with_cache(step_of(model, {}, cache_dtype="int8"), float_params(model), num_steps=2).cache
+    exact = on_one_device("llama").cache
+    for name in ("cache_k", "cache_v"):
+        scale = found[f"{name}_scale"][0, ..., None]
+        error = _written((found[name][0].astype(np.float32) * scale - exact[name][0])[None])
+        assert np.all(np.abs(error[0]) <= scale / 2 * (1 + 1e-5)), "the first layer's keys come from the same stream"
+        assert np.abs(error).max() > 0
+        assert 4 * found[name].nbytes == exact[name].nbytes
+
+
+def test_each_program_is_compiled_once():
+    model = FAMILIES["llama"]
+    step = step_of(model, {})
+    params, rows = step.place(float_params(model)), rows_of(model)
+    cache = step.init_cache()
+    for length in (9, 12, 16):
+        padded = step.padded_length(length)
+        logits, cache = step.prefill(params, cache, rows[:, :padded], np.full(len(LENGTHS), length))
+        for count in range(2):
+            tokens = jnp.argmax(logits, axis=-1) if count else rows[:, length]
+            logits, cache = step.generate(params, cache, tokens, np.full(len(LENGTHS), length + count))
+    assert step.num_compiled == 2
+
+
+def test_lengths_of_prompts_are_few():
+    step = step_of(LLAMA, {})
+    assert [step.padded_length(n) for n in (1, 8, 9, 16, 17, 24)] == [8, 8, 16, 16, 24, 24]
+    split = step_of(LLAMA, {"tensor": 4, "context": 2})
+    assert [split.padded_length(n) for n in (1, 9, 24)] == [8, 16, 24]
+
+
+@pytest.mark.parametrize(
+    ("axes", "options", "error", "message"),
+    [
+        ({"tensor": 8}, {}, InputError, r"K=4 of .* does not divide by tensor=8"),
+        ({"pipeline": 2}, {}, CannotRunError, "pipeline=2 trains but does not generate"),
+        ({"data": 8}, {}, InputError, "B=4 of .* does not divide by data=8"),
+        ({}, {"cache_dtype": "fp8"}, InputError, "cache dtype 'fp8' is not known"),
+        ({}, {"weights": "int4"}, InputError, "weights 'int4' are not known"),
+    ],
+)
+def test_what_cannot_generate_is_refused(axes, options, error, message):
+    with pytest.raises(error, match=message):
+        step_of(LLAMA, axes, **options)
+
+
+def test_learned_positions_end():
+    model = replace(FAMILIES["gpt2"], max_positions=MAX_LEN - 1)
+    with pytest.raises(InputError, match="has 23 learned positions, and 24 are asked for"):
+        step_of(model, {})
+
+
+def test_prompts_that_do_not_fit_are_refused():
+    step, rows = step_of(LLAMA, {}), np.zeros((4, 32), np.int32)
+    for tokens, lengths in ((rows, [1, 1, 1, 32]), (rows[:, :8], [0, 1, 1, 1]), (rows[:, :8], [9, 1, 1, 1])):
+        with pytest.raises(InputError, match="the cache holds 24"):
+            step.prefill({}, {}, tokens, np.array(lengths))
+    with pytest.raises(InputError, match="3 prompts with 3 lengths; the step takes 4"):
+        step.prefill({}, {}, rows[:3, :8], np.ones(3, int))
