@@ -96,7 +96,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
     | _LATENT
     | {"model_type": "deepseek_v2", "n_group": 2, "topk_group": 1, "topk_method": "group_limited_greedy"}
     | {"routed_scaling_factor": 3.0, "rope_scaling": _YARN | {"mscale": 0.7, "mscale_all_dim": 0.9}},
-    "deepseek_v3": _BASE | _LATENT | {"model_type": "deepseek_v3", "n_group": 2, "topk_group": 1, "q_lora_rank": None},
+    "deepseek_v3": _WITHOUT_HEAD_DIM
+    | _LATENT
+    | {"model_type": "deepseek_v3", "n_group": 2, "topk_group": 1, "q_lora_rank": None},
 }
 """Name of a case -> its config.json."""
 

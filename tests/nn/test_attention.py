@@ -1,4 +1,4 @@
-"""Attention on one device: values by an explicit softmax over the keys that are seen, gradients by JAX's of a plain form.
+"""Attention on one device: values by an explicit softmax over the keys seen, gradients by JAX's of a plain form.
 
 Tiles and blocks are made small, so that small arrays have several.
 """
@@ -55,7 +55,7 @@ def seen(places, window):
 
 
 def formula(arrays, places, *, scale, window=None, softcap=None):
-    """(o, lse) in float64: for each query the softmax over the keys it sees, and the sink's logit where there is one."""
+    """(o, lse) in float64: for each query the softmax over the keys it sees and the sink, if there is one."""
     q, k, v = (np.asarray(arrays[n], np.float64) for n in "qkv")
     sight = seen(places, window)
     group = q.shape[2] // k.shape[2]
@@ -221,7 +221,7 @@ def test_bfloat16_is_summed_in_float32():
 
 def test_the_masked_half_is_not_computed():
     """Products in order, counted in the traced program: those of the tiles on and below the diagonal, and no more."""
-    arrays, places, rule = case(T=128, N=1, K=1)
+    arrays, places, _ = case(T=128, N=1, K=1)
     tiles = 128 // staircase.tile_size(128)
 
     def count(window):

@@ -117,7 +117,7 @@ def chunked_logits_statistics(
     chunk_tokens: int = HEAD_CHUNK_TOKENS,
 ) -> Statistics:
     """The statistics from ``x * table`` in chunks of T, so that B x T x V never exists at once."""
-    chunks = num_chunks(*labels.shape, chunk_tokens)
+    chunks = num_chunks(labels.shape[0], labels.shape[1], chunk_tokens)
 
     def one(_: None, given: tuple[Array, Array]) -> tuple[None, Statistics]:
         here, of_here = given
@@ -141,7 +141,7 @@ def chunked_logits_backward(
     chunk_tokens: int = HEAD_CHUNK_TOKENS,
 ) -> tuple[Float[Array, "B T D"], Float[Array, "D V"]]:
     """Cotangents of the stream and of the table; logits and their cotangent exist one chunk at a time."""
-    chunks = num_chunks(*labels.shape, chunk_tokens)
+    chunks = num_chunks(labels.shape[0], labels.shape[1], chunk_tokens)
 
     def one(dtable: Array, given: tuple[Array, ...]) -> tuple[Array, Array]:
         here, *rows = given

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import jax
 
@@ -87,7 +88,7 @@ class BlockPasses:
         env = run(self.context, self._left(self.steps.forward, ready), env)
         return env[self.steps.forward[-1].result], self._moved(tuple(env[a] for a in self.steps.kept), jax.memory.Space.Host)
 
-    def _moved(self, held: Held, space: jax.memory.Space) -> Held:
+    def _moved(self, held: Held, space: Any) -> Held:
         """What a layer holds, brought to host memory or back where the strategy says so."""
         if not (self.context.offload and self.steps.block.carry):
             return held

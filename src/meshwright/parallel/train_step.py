@@ -328,15 +328,21 @@ class TrainStep:
             scale = jnp.minimum(1.0, self.max_grad_norm / (norm + 1e-6))
             grads = jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)
         shards = self._moved(state.params, before=True)
-        shards, opt_state = self._updated(grads, state.opt_state, shards)
+        finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+        shards, opt_state = self._updated(grads, state.opt_state, shards, finite)
         return State(self._moved(shards, before=False), opt_state), Metrics(loss, norm)
 
-    def _updated(self, grads: Params, opt_state: Any, shards: Params) -> tuple[Params, Any]:
-        """The optimizer's update; its state comes from host memory and goes back there where the strategy says so."""
-        if "optimizer" not in self.strategy.offload:
-            return self.optimizer.update(grads, opt_state, shards)
-        shards, opt_state = self.optimizer.update(grads, jax.device_put(opt_state, jax.memory.Space.Device), shards)
-        return shards, jax.device_put(opt_state, jax.memory.Space.Host)
+    def _updated(self, grads: Params, opt_state: Any, shards: Params, finite: jax.Array) -> tuple[Params, Any]:
+        """The optimizer's update; its state comes from host memory and goes back there where the strategy says so.
+
+        Without ``finite`` nothing changes: clipping would spread one bad gradient to every weight, and what the step
+        was given could no longer be looked at.
+        """
+        offloaded = "optimizer" in self.strategy.offload
+        before = jax.device_put(opt_state, jax.memory.Space.Device) if offloaded else opt_state
+        after = self.optimizer.update(grads, before, shards)
+        shards, opt_state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), after, (shards, before))
+        return shards, jax.device_put(opt_state, jax.memory.Space.Host) if offloaded else opt_state
 
     def _moved(self, params: Params, *, before: bool) -> Params:
         """Weights brought to the optimizer's shards before its update, or back after it (ZeRO-1 and 2)."""

@@ -217,9 +217,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     def _missing_to_run(self) -> str:
         """What keeps the model from running here, in words; empty when it runs."""
         if self.router_scores != "softmax":
-            return f"a router with {self.router_scores} scores"
-        if self.expert_groups or self.routed_scale != 1:
-            return "experts chosen by groups or scaled"
+            return f"a router with {self.router_scores} scores and a correction that is no weight"
         if self.activation not in RUNNABLE_ACTIVATIONS:
             return f"activation {self.activation}"
         return ""

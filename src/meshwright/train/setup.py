@@ -1,7 +1,6 @@
 """What a run needs before its first step: text, batches, the step, and the state to start from."""
 
 import math
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +18,8 @@ from meshwright.spec.strategy import Strategy
 from meshwright.train.checkpoint import Checkpoints, Position
 from meshwright.train.data import Batches, Data, open_data
 from meshwright.train.evaluate import HeldOut, held_out
-from meshwright.train.optimizers import Optimizer, make_optimizer, state_specs
+from meshwright.train.muon import Places
+from meshwright.train.optimizers import make_optimizer
 from meshwright.train.settings import TrainSettings
 from meshwright.train.tokenizer import load_tokenizer
 from meshwright.train.weights_file import TOKENIZER
@@ -45,31 +45,16 @@ class Setup(NamedTuple):
         return self.step.from_canonical(named) if hasattr(self.step, "from_canonical") else named
 
 
-class _Placed(NamedTuple):
-    """An optimizer that also says where its state lies, as `TrainStep` asks."""
-
-    optimizer: Optimizer
-
-    @property
-    def init(self) -> Any:
-        return self.optimizer.init
-
-    @property
-    def update(self) -> Any:
-        return self.optimizer.update
-
-    @property
-    def specs(self) -> Any:
-        return partial(state_specs, self.optimizer)
-
-
 def prepare(model: Model, strategy: Strategy, job: Job, settings: TrainSettings) -> Setup:
     """All of it. Raises InputError for what does not go together."""
     data = open_data(settings, vocab_size=model.vocab_size, folder=cache_folder() / "tokens")
     step = TrainStep(
         model,
         strategy,
-        optimizer=_Placed(make_optimizer(model, settings, strategy.state)),
+        # Asked when the step is traced, not here, where there is none yet.
+        optimizer=make_optimizer(
+            model, settings, strategy.state, places=lambda: Places(step.mesh, step.shard_specs)
+        ),
         max_grad_norm=settings.max_grad_norm,
         options=program_options(settings),
     )
