@@ -70,7 +70,7 @@ def run(
         layer_by_layer=strategy.gradient_sync == "overlapped",
     )
     found = collectives(compiled.as_text(), mesh)
-    gradients = {name: np.asarray(value) for name, value in state.opt_state.items()}
+    gradients = {name: np.asarray(value) for name, value in step.to_canonical(state.opt_state).items()}
     return Run(float(metrics.loss), gradients, compiled_traffic(found, mesh), derived, compiled.as_text())
 
 

@@ -1,9 +1,11 @@
 """Every parallelism, and mixes of them, against one device and against their derived collectives."""
 
+import msgspec
 import numpy as np
 import pytest
 
 from meshwright.algebra.layers import ProgramOptions
+from meshwright.verify.hlo import collectives
 from tests.parallel.cases import DEEP, MOE, assert_equal, on_one_device, run, strategy_of
 from tests.parallel.small import BATCH_SEQS, MODEL, SEQ_LEN, batch
 
@@ -26,6 +28,17 @@ MIXES = [
     (MOE, {"data": 2, "expert": 2, "tensor": 2}, {"remat": "selective"}),
     (MOE, {"fsdp": 2, "expert": 2, "context": 2}, {"context_attention": "ring", "remat": "full"}),
     (MOE, {"data": 2, "fsdp": 2, "expert": 2}, {"zero": 1, "num_microbatches": 1}),
+]
+DEEP_MOE = msgspec.structs.replace(MOE, name="deep-moe", num_layers=4)
+PIPELINES = [
+    (DEEP, {"pipeline": 2, "data": 2, "tensor": 2}, {"schedule": "zb-h1", "zero": 1}),
+    (DEEP, {"pipeline": 2, "fsdp": 2, "context": 2}, {"schedule": "1f1b", "context_attention": "ring"}),
+    (DEEP, {"pipeline": 2, "data": 2, "fsdp": 2}, {"schedule": "interleaved", "chunks": 2}),
+    (DEEP_MOE, {"pipeline": 2, "expert": 2, "tensor": 2}, {"schedule": "gpipe", "remat": "selective"}),
+    *(
+        pytest.param(DEEP, {"pipeline": 2, "fsdp": 2, "tensor": 2}, {"schedule": schedule}, marks=pytest.mark.slow)
+        for schedule in ("naive", "gpipe", "zb-h2", "dualpipe", "dualpipe-v")
+    ),
 ]
 
 
@@ -52,6 +65,16 @@ def test_one_axis(model, axes, choices):
 @pytest.mark.parametrize(("model", "axes", "choices"), MIXES, ids=name)
 def test_three_axes_at_once(model, axes, choices):
     check(model, axes, choices)
+
+
+@pytest.mark.parametrize(("model", "axes", "choices"), PIPELINES, ids=name)
+def test_stages_beside_other_axes(model, axes, choices):
+    strategy = strategy_of(axes, num_microbatches=4 if "data" not in axes or "fsdp" not in axes else 2, **choices)
+    found = run(model, strategy)
+    assert_equal(found, on_one_device(model))
+    sent = [c for c in collectives(found.hlo, strategy.mesh) if c.kind == "permute"]
+    assert any(c.axes == ("pipeline",) for c in sent)
+    assert not any(c.in_conditional for c in sent), "a permute in a branch is silently wrong on emulated devices"
 
 
 def test_buckets_send_the_same_bytes_in_fewer_sums():

@@ -58,7 +58,8 @@ class Derived(msgspec.Struct, frozen=True):
     ``keeps`` lists the tags (see `tag`) that the backward pass may keep. ``boundary`` are the sends of the stream
     and of its cotangent from one pipeline stage to the next, none without that axis; how often they run is the
     schedule's matter. With ``ahead`` weights are gathered before their layer runs, and those of the last turn of layers
-    are not gathered again for the backward pass.
+    are not gathered again for the backward pass. ``ends`` are the sums over the pipeline, once per step, of the gradients
+    of what every stage holds: embedding and loss head.
     """
 
     program: Program
@@ -68,6 +69,7 @@ class Derived(msgspec.Struct, frozen=True):
     keeps: tuple[str, ...]
     boundary: tuple[Step, ...] = ()
     ahead: bool = False
+    ends: tuple[Step, ...] = ()
 
     @property
     def num_layers(self) -> int:
@@ -283,6 +285,20 @@ def _boundary(program: Program, shardings: _Shardings) -> tuple[Step, ...]:
     return tuple(steps)
 
 
+def _ends(program: Program, shardings: _Shardings) -> tuple[Step, ...]:
+    """Gradients of the weights outside the layers, which come from the first and the last stage, summed over all."""
+    axes = shardings.strategy.mesh if shardings.keep_axes is None else shardings.keep_axes
+    if "pipeline" not in axes:
+        return ()
+    outside = dict.fromkeys(n for block in program.blocks if not block.carry for op in block.ops for n in op.inputs)
+    steps = []
+    for name in (n for n in outside if shardings.is_weight(n)):
+        total = shardings.optimizer(name).replace(name=f"d{name}")
+        part = total.replace(unreduced=("pipeline",))
+        steps.append(Step(op="all_reduce", inputs=(part,), result=total, axes=("pipeline",), scope="step"))
+    return tuple(msgspec.structs.replace(s, block="stage", phase="backward") for s in steps)
+
+
 def _kept_names(program: Program, strategy: Strategy) -> tuple[str, ...] | None:
     """Names in the saved set; None for every name. Raises InputError for a name that is not a result."""
     if isinstance(strategy.remat, str):
@@ -320,7 +336,7 @@ def derive(program: Program, strategy: Strategy, *, symbolic: bool = False) -> D
     blocks = _summed_once(blocks)
     declared = {name: shardings.declared(name) for name in program.variables}
     update, boundary = tuple(_update(program, shardings)), _boundary(program, shardings)
-    result = Derived(program, tuple(blocks), update, declared, (), boundary, strategy.prefetch)
+    result = Derived(program, tuple(blocks), update, declared, (), boundary, strategy.prefetch, _ends(program, shardings))
     tags = tuple(dict.fromkeys(result.tag(a) for a in keeps))
     return msgspec.structs.replace(result, keeps=tags)
 

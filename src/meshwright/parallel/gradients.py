@@ -96,7 +96,9 @@ def over_microbatches(
 def once_per_step(derived: Derived, grads: Params, *, stacked: frozenset[str]) -> Params:
     """Gradients summed over replicas and brought to the optimizer's shards, as derived."""
     steps = step_steps(derived)
-    return {name: through(steps.get(name, ()), grad, leading=int(name in stacked)) for name, grad in grads.items()}
+    ends = {step.result.name.removeprefix("d"): step for step in derived.ends}
+    found = {name: through(steps.get(name, ()), grad, leading=int(name in stacked)) for name, grad in grads.items()}
+    return {name: through([ends[name]], grad) if name in ends else grad for name, grad in found.items()}
 
 
 def in_buckets(derived: Derived, grads: Params, *, stacked: frozenset[str], bucket_bytes: int) -> Params:
@@ -131,13 +133,19 @@ def _buckets(names: list[str], grads: Params, bucket_bytes: int) -> list[list[st
     return found
 
 
-def squared_norm(shards: Mapping[str, ShardedArray], grads: Params, mesh: Mapping[str, int]) -> jax.Array:
-    """This device's share of the squared gradient norm; replicas of a shard count once between them."""
+def squared_norm(
+    shards: Mapping[str, ShardedArray], grads: Params, mesh: Mapping[str, int], *, stacked: frozenset[str]
+) -> jax.Array:
+    """This device's share of the squared gradient norm; replicas of a shard count once between them.
+
+    Layers, the ``stacked`` weights, are no replicas over the pipeline.
+    """
     total: Any = jnp.zeros((), jnp.float32)
     for name, grad in grads.items():
         copies = 1
         for axis, size in mesh.items():
-            if axis not in shards[name].spread:
+            of_stage = axis == "pipeline" and name in stacked
+            if axis not in shards[name].spread and not of_stage:
                 copies *= size
         total += jnp.sum(jnp.square(grad.astype(jnp.float32))) / copies
     return total

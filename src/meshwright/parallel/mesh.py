@@ -42,10 +42,11 @@ def device_mesh(axes: Mapping[str, int], devices: Sequence[jax.Device] | None = 
     return Mesh(grid, tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
 
 
-def partition_spec(array: ShardedArray, *, stacked: bool = False) -> PartitionSpec:
-    """The sharding of an array as JAX writes it; ``stacked`` arrays have an unsplit layer dim in front."""
+def partition_spec(array: ShardedArray, *, stacked: bool = False, layers: str | None = None) -> PartitionSpec:
+    """The sharding of an array as JAX writes it; ``stacked`` arrays have the layers in front, whole or split over the
+    axis ``layers``."""
     parts = [axes[0] if len(axes) == 1 else axes or None for axes in array.axes]
-    return PartitionSpec(*([None] if stacked else []), *parts)
+    return PartitionSpec(*([layers] if stacked else []), *parts)
 
 
 def named_sharding(mesh: Mesh, array: ShardedArray, *, stacked: bool = False) -> NamedSharding:

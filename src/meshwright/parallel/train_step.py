@@ -15,7 +15,7 @@ from meshwright.algebra.derive import derive
 from meshwright.algebra.layers import PLAIN, ProgramOptions
 from meshwright.algebra.notation import ShardedArray
 from meshwright.algebra.transformer import transformer, weight_variables
-from meshwright.core.errors import InputError
+from meshwright.core.errors import CannotRunError, InputError
 from meshwright.nn.attention_visibility import zigzag_order
 from meshwright.nn.context import Context
 from meshwright.nn.weights import Params, init_params
@@ -30,6 +30,7 @@ from meshwright.parallel.gradients import (
 )
 from meshwright.parallel.mesh import device_mesh, named_sharding, partition_spec
 from meshwright.parallel.passes import Passes
+from meshwright.parallel.pipeline_stages import Pipeline, strategy_schedule
 from meshwright.spec.model import Model, require_runnable
 from meshwright.spec.strategy import Strategy, require_runnable_strategy
 
@@ -111,6 +112,8 @@ class TrainStep:
         require_runnable(model)
         require_runnable_strategy(strategy)
         self.model, self.strategy, self.form, self.options = model, strategy, form, options
+        if form == "gspmd" and self.pipeline:
+            raise CannotRunError("a pipeline does not run in the GSPMD form. Leave the form out, or use pipeline=1.")
         if optimizer is None and strategy.state != "fp32":
             raise AssertionError("optax.adamw keeps its moments in the weights' dtype: give an optimizer")
         optimizer = optimizer if optimizer is not None else optax.adamw(3e-4)
@@ -137,8 +140,9 @@ class TrainStep:
         return frozenset(name for name, (weight, _) in weight_variables(self.model).items() if weight.layers)
 
     def _specs(self, arrays: Mapping[str, ShardedArray]) -> dict[str, PartitionSpec]:
+        layers = "pipeline" if self.pipeline else None
         names = weight_variables(self.model)
-        return {name: partition_spec(arrays[name], stacked=name in self.stacked) for name in names}
+        return {name: partition_spec(arrays[name], stacked=name in self.stacked, layers=layers) for name in names}
 
     @cached_property
     def param_specs(self) -> dict[str, PartitionSpec]:
@@ -217,10 +221,21 @@ class TrainStep:
 
     def init(self, seed: int) -> State:
         """Sharded initial state: the same weights for one seed on every mesh, made shard by shard."""
-        params = jax.jit(partial(init_params, self.model, dtype=self.dtype), out_shardings=self.state_shardings.params)(
-            seed
-        )
+
+        def make(seed: int) -> Params:
+            return self.from_canonical(init_params(self.model, seed, dtype=self.dtype))
+
+        params = jax.jit(make, out_shardings=self.state_shardings.params)(seed)
         return State(params, self.init_optimizer(params))
+
+    def from_canonical(self, params: Params) -> Params:
+        """Weights, or what is kept for each of them, with layers in the order in which the stages of a pipeline hold
+        them, from the order of the model."""
+        return self.pipeline.stored(params) if self.pipeline else params
+
+    def to_canonical(self, params: Params) -> Params:
+        """The other way."""
+        return self.pipeline.in_order(params) if self.pipeline else params
 
     def init_optimizer(self, params: Params) -> Any:
         """The optimizer's state for given weights."""
@@ -254,7 +269,9 @@ class TrainStep:
         pass."""
 
         def local(params: Params, batch: Batch) -> jax.Array:
-            return self._over_devices("loss", microbatch_loss(self._passes, params, self._inputs(batch)))
+            inputs = self._inputs(batch)
+            found = self.pipeline.loss(params, inputs) if self.pipeline else microbatch_loss(self._passes, params, inputs)
+            return self._over_devices("loss", found)
 
         return jax.jit(self._mapped(local, (self.param_specs, self.batch_specs), PartitionSpec()))
 
@@ -265,7 +282,18 @@ class TrainStep:
 
     @cached_property
     def _passes(self) -> Passes:
-        context = Context(
+        return Passes(self._context, ahead=self.strategy.prefetch)
+
+    @cached_property
+    def pipeline(self) -> Pipeline | None:
+        """The stages, where layers are split over any."""
+        if self.strategy.mesh.get("pipeline", 1) == 1:
+            return None
+        return Pipeline(context=self._context, schedule=strategy_schedule(self.strategy), stacked=self.stacked)
+
+    @cached_property
+    def _context(self) -> Context:
+        return Context(
             model=self.model,
             derived=self.declared,
             mesh=self.strategy.mesh,
@@ -273,7 +301,6 @@ class TrainStep:
             in_order=not self._in_zigzag,
             offload="activations" in self.strategy.offload,
         )
-        return Passes(context, ahead=self.strategy.prefetch)
 
     def _inputs(self, batch: Batch) -> Inputs:
         return {name: array for name, array in batch.items() if name != "num_labels"}
@@ -281,8 +308,13 @@ class TrainStep:
     def _local_gradients(self, params: Params, batch: Batch) -> tuple[jax.Array, Params, jax.Array]:
         """Global loss, reduced gradients and global squared norm, from one device's blocks."""
         dloss = 1.0 / batch["num_labels"]
-        loss, grads = self._summed(self._passes, params, self._inputs(batch), dloss)
-        norm = self._over_devices("grad_norm", squared_norm(self.shards, grads, self.strategy.mesh))
+        if self.pipeline:
+            loss, grads = self.pipeline.gradients(params, self._inputs(batch), dloss)
+            grads = once_per_step(self.declared, grads, stacked=self.stacked)
+        else:
+            loss, grads = self._summed(self._passes, params, self._inputs(batch), dloss)
+        squared = squared_norm(self.shards, grads, self.strategy.mesh, stacked=self.stacked)
+        norm = self._over_devices("grad_norm", squared)
         return self._over_devices("loss", loss) * dloss, grads, norm
 
     def _summed(self, passes: Passes, params: Params, inputs: Inputs, dloss: jax.Array) -> tuple[jax.Array, Params]:
