@@ -38,7 +38,7 @@ def test_generation_is_the_training_layer_with_its_keys_in_the_cache():
 
 
 def test_the_head_makes_logits_of_one_position():
-    assert lines(generate_program(model("gemma2-2b")), "head") == [
+    assert lines(generate_program(model("gemma2-9b")), "head") == [
         "xl = pick(x, last)",
         "hl = rms_norm(xl, final_norm)",
         "uncapped = einsum(hl, embed)",

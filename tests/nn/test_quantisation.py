@@ -1,8 +1,10 @@
 """int8 storage: rounding within its bound, half the bytes of bf16, and products that are exact in what is stored."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from meshwright.algebra.generation import scales
 from meshwright.algebra.notation import ShardedArray
@@ -14,10 +16,12 @@ from meshwright.nn.quantisation import (
     contracted_axes,
     dequantise,
     dequantise_params,
+    param_shapes,
     quantise,
     quantise_params,
     scaled_product,
 )
+from meshwright.nn.weights import param_shapes as float_shapes
 from tests.parallel.generate_cases import FAMILIES, float_params
 
 
@@ -56,6 +60,11 @@ CASES = {
 SIZES = {"B": 2, "T": 3, "D": 32, "N": 4, "H": 8, "V": 20, "E": 3, "C": 5, "Fe": 12}
 
 
+def product(step: Step, left, right):
+    """Without any scale."""
+    return contract_step(replace(step, inputs=step.inputs[:2]), left, right)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_a_product_is_off_by_no_more_than_the_rounding_of_its_weight(name):
     """``|y - y_int8| <= sum |x| scale / 2`` over what is contracted, in every entry."""
@@ -67,13 +76,13 @@ def test_a_product_is_off_by_no_more_than_the_rounding_of_its_weight(name):
     scale = absmax_scale(jnp.asarray(w), axes)
     values = quantise(jnp.asarray(w), scale, axes)
     step = product_step(lhs, rhs, kept, out)
-    found = scaled_product(step, jnp.asarray(x), values, scale, lambda a, b: contract_step(step, a, b))
+    found = scaled_product(step, jnp.asarray(x), values, scale, lambda a, b: product(step, a, b))
     half = np.broadcast_to(np.expand_dims(np.asarray(scale), axes) / 2, w.shape).astype(np.float32)
-    bound = contract_step(step, jnp.asarray(np.abs(x)), jnp.asarray(half))
-    error = np.abs(np.asarray(found) - np.asarray(contract_step(step, jnp.asarray(x), jnp.asarray(w))))
+    bound = product(step, jnp.asarray(np.abs(x)), jnp.asarray(half))
+    error = np.abs(np.asarray(found) - np.asarray(product(step, jnp.asarray(x), jnp.asarray(w))))
     assert np.all(error <= np.asarray(bound) * (1 + 1e-4))
     assert error.max() > 0
-    stored = contract_step(step, jnp.asarray(x), dequantise(values, scale, axes))
+    stored = product(step, jnp.asarray(x), dequantise(values, scale, axes))
     np.testing.assert_allclose(found, stored, rtol=0, atol=1e-5 * np.abs(stored).max())
 
 
@@ -111,16 +120,26 @@ def test_tokens_packed_by_expert_meet_their_own_scales():
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_matrix_of_every_family_takes_a_quarter_of_float32(name):
     model = FAMILIES[name]
+    shapes = float_shapes(model)
+    found, axes, named = param_shapes(model, shapes), contracted_axes(model), scales(model)
+    assert set(found) == set(shapes) | {scale.name for scale in named.values()}
+    for weight, over in axes.items():
+        assert (found[weight].shape, found[weight].dtype) == (shapes[weight].shape, jnp.int8)
+        kept = tuple(n for i, n in enumerate(shapes[weight].shape) if i not in over)
+        assert (found[named[weight].name].shape, found[named[weight].name].dtype) == (kept, jnp.float32)
+    others = {n: s for n, s in shapes.items() if n not in axes}
+    assert others == {n: found[n] for n in others}
+
+
+def test_weights_come_back_within_half_a_scale():
+    model = FAMILIES["llama"]
     params = float_params(model)
-    found, axes = quantise_params(model, params), contracted_axes(model)
-    named = scales(model)
-    assert set(found) == set(params) | {scale.name for scale in named.values()}
-    for weight, over in axes.items():
-        assert found[weight].nbytes * 4 == params[weight].nbytes
-        scale = found[named[weight].name]
-        assert scale.shape == tuple(n for i, n in enumerate(params[weight].shape) if i not in over)
-    back = dequantise_params(model, found)
+    found = jax.jit(lambda given: quantise_params(model, given))(params)
+    back = jax.jit(lambda given: dequantise_params(model, given))(found)
     assert set(back) == set(params)
-    for weight, over in axes.items():
-        half = np.expand_dims(np.asarray(found[named[weight].name]), over) / 2
+    assert sum(found[n].nbytes for n in contracted_axes(model)) * 4 == sum(
+        params[n].nbytes for n in contracted_axes(model)
+    )
+    for weight, over in contracted_axes(model).items():
+        half = np.expand_dims(np.asarray(found[scales(model)[weight].name]), over) / 2
         assert np.all(np.abs(np.asarray(back[weight]) - np.asarray(params[weight])) <= half * (1 + 1e-5))

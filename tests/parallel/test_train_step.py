@@ -1,6 +1,5 @@
 """Every mesh of eight devices against one device, in values and gradients, and against its derived collectives."""
 
-import jax
 import jax.numpy as jnp
 import msgspec
 import numpy as np
@@ -60,9 +59,7 @@ def compare_step(step, gradients, metrics, model, *, merged=None):
     dims = {**model.dims, "B": BATCH_SEQS, "T": SEQ_LEN}
     count = step.strategy.num_microbatches
     layer_by_layer = step.strategy.gradient_sync == "overlapped"
-    derived = derived_traffic(
-        step.declared, dims, mesh, num_microbatches=count, width=4, layer_by_layer=layer_by_layer
-    )
+    derived = derived_traffic(step.declared, dims, mesh, num_microbatches=count, width=4, layer_by_layer=layer_by_layer)
     if merged:
         key, num_arrays, full_bytes = merged
         derived[key] = Traffic(derived[key].num_arrays - num_arrays, derived[key].full_bytes - full_bytes)

@@ -5,7 +5,6 @@ import json
 import pytest
 
 from meshwright.core.errors import InputError
-from meshwright.spec import catalogue
 from meshwright.spec.hf import model_from_config
 from meshwright.spec.model import RopeScaling
 

@@ -58,8 +58,8 @@ class Derived(msgspec.Struct, frozen=True):
     ``keeps`` lists the tags (see `tag`) that the backward pass may keep. ``boundary`` are the sends of the stream
     and of its cotangent from one pipeline stage to the next, none without that axis; how often they run is the
     schedule's matter. With ``ahead`` weights are gathered before their layer runs, and those of the last turn of layers
-    are not gathered again for the backward pass. ``ends`` are the sums over the pipeline, once per step, of the gradients
-    of what every stage holds: embedding and loss head.
+    are not gathered again for the backward pass. ``ends`` are the sums over the pipeline, once per step, of the
+    gradients of what every stage holds: embedding and loss head.
     """
 
     program: Program
@@ -92,7 +92,6 @@ class Derived(msgspec.Struct, frozen=True):
         repeats = {name: b.repeat for b in self.blocks for op in b.block.ops for name in op.inputs}
         for step in self.update:
             yield step, repeats.get(step.result.name, 1)
-
 
     def _stays(self, block: BlockSteps, step: Step) -> int:
         """Repeats whose weights are still there from the forward pass when a backward step would gather them."""
@@ -336,7 +335,8 @@ def derive(program: Program, strategy: Strategy, *, symbolic: bool = False) -> D
     blocks = _summed_once(blocks)
     declared = {name: shardings.declared(name) for name in program.variables}
     update, boundary = tuple(_update(program, shardings)), _boundary(program, shardings)
-    result = Derived(program, tuple(blocks), update, declared, (), boundary, strategy.prefetch, _ends(program, shardings))
+    ends = _ends(program, shardings)
+    result = Derived(program, tuple(blocks), update, declared, (), boundary, strategy.prefetch, ends)
     tags = tuple(dict.fromkeys(result.tag(a) for a in keeps))
     return msgspec.structs.replace(result, keeps=tags)
 

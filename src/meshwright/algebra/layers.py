@@ -86,7 +86,8 @@ def attention_lines(model: Model, *, sliding: bool, documents: bool = False) -> 
     ]
     if model.qkv_bias:
         lines.append("v[B,T,K,H] = bias_add(v0[B,T,K,H], bv[K,H])")
-    return [*lines, *_attention_line(model, q, k, sliding=sliding, documents=documents), "a[B,T,D] = o[B,T,N,H] * wo[N,H,D]"]
+    lines += _attention_line(model, q, k, sliding=sliding, documents=documents)
+    return [*lines, "a[B,T,D] = o[B,T,N,H] * wo[N,H,D]"]
 
 
 def _on_the_way(model: Model, name: str, heads: str) -> tuple[Lines, str]:
@@ -123,6 +124,7 @@ def latent_attention_lines(model: Model, *, documents: bool = False) -> Lines:
     Source: DeepSeek-V2, section 2.1.
     """
     has_bias = model.qkv_bias
+    more = ", documents[B,T]" if documents else ""
     query = ["q[B,T,N,H] = h[B,T,D] * wq[D,N,H]"]
     if model.q_lora_rank:
         query = [
@@ -143,7 +145,7 @@ def latent_attention_lines(model: Model, *, documents: bool = False) -> Lines:
         "qr[B,T,N,H] = rope(q[B,T,N,H], positions[B,T])",
         f"kpr[B,T,Hr] = rope({_biased('kp', has_bias)}[B,T,Hr], positions[B,T])",
         "kr[B,T,N,H] = join_heads(kn[B,T,N,Hn], kpr[B,T,Hr])",
-        f"o[B,T,N,Hv] = attention(qr[B,T,N,H], kr[B,T,N,H], v[B,T,N,Hv], positions[B,T]{', documents[B,T]' * documents})",
+        f"o[B,T,N,Hv] = attention(qr[B,T,N,H], kr[B,T,N,H], v[B,T,N,Hv], positions[B,T]{more})",
         "a[B,T,D] = o[B,T,N,Hv] * wo[N,Hv,D]",
     ]
 

@@ -1,4 +1,4 @@
-"""Layers in their order as runs of a repeated pattern: what a loop over layers, or over those of a pipeline stage, needs."""
+"""Layers in their order as runs of a repeated pattern: what a loop over layers needs, or over those of a stage."""
 
 from collections.abc import Sequence
 

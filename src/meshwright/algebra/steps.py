@@ -92,8 +92,9 @@ def num_moves(step: Step, *, dims: Mapping[str, Any], mesh: Mapping[str, Any]) -
     """How many times a permute sends its block on; sizes may be arrays, and a group of one sends nothing.
 
     The attribute ``ring`` says what goes round, n - 1 moves either way: "past" is seen by every other device of the
-    group; "home" begins on the first of them, collects on the way and leaves the last for where it belongs. With a ``window`` of W positions a block is seen only by
-    the devices whose queries reach it, the ceil(W n / T) next ones. A permute without the attribute moves once.
+    group; "home" begins on the first of them, collects on the way and leaves the last for where it belongs. With a
+    ``window`` of W positions a block is seen only by the devices whose queries reach it, the ceil(W n / T) next ones. A
+    permute without the attribute moves once.
     """
     attributes = dict(step.attributes)
     if "ring" not in attributes:

@@ -111,9 +111,7 @@ def _variable(weight: Weight, kind: LayerKind, kinds: tuple[LayerKind, ...]) -> 
     return local_name(weight) + (kind.suffix if len(kinds) > 1 else "")
 
 
-def _layer_block(
-    model: Model, kind: LayerKind, variables: dict[str, Variable], options: ProgramOptions
-) -> Block:
+def _layer_block(model: Model, kind: LayerKind, variables: dict[str, Variable], options: ProgramOptions) -> Block:
     kinds = layer_kinds(model)
     ends = spans(layer_names(model))
     return parse_block(

@@ -33,7 +33,6 @@ class Tensors(Protocol):
     @property
     def names(self) -> frozenset[str]: ...
     def shape(self, name: str) -> tuple[int, ...]: ...
-    def dtype(self, name: str) -> str: ...
     def read(self, name: str, box: tuple[slice, ...]) -> np.ndarray: ...
 
 
@@ -49,9 +48,6 @@ class InMemory:
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self.tensors[name].shape)
-
-    def dtype(self, name: str) -> str:
-        return str(self.tensors[name].dtype)
 
     def read(self, name: str, box: tuple[slice, ...]) -> np.ndarray:
         return np.asarray(self.tensors[name][box])
@@ -83,9 +79,6 @@ class CheckpointFiles:
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._slice(name).get_shape())
-
-    def dtype(self, name: str) -> str:
-        return str(self._slice(name).get_dtype())
 
     def read(self, name: str, box: tuple[slice, ...]) -> np.ndarray:
         part = self._slice(name)[box]

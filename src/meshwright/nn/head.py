@@ -28,7 +28,7 @@ def logits_statistics(
     first_row: Int[Array, ""] | int,
     softcap: float = 0.0,
 ) -> Statistics:
-    """Per token over the local part of V: largest logit, sum of exp(logit - largest), the label's logit (0 elsewhere)."""
+    """Per token over the local part of V: largest logit, sum of exp(logit - largest), the label's logit or 0."""
     logits = capped(logits, softcap)
     peak = jnp.max(logits, axis=-1)
     total = jnp.sum(jnp.exp(logits - peak[..., None]), axis=-1)

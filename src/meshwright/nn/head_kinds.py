@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from meshwright.algebra.steps import Step
 from meshwright.nn import head

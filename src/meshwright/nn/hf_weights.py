@@ -13,6 +13,7 @@ from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.files import write_text_whole
 from meshwright.nn.checkpoint_files import DTYPES, CheckpointFiles, Entry, InMemory, Tensors, write_checkpoint
 from meshwright.nn.hf_format import Box, Place, places
+from meshwright.nn.mxfp4 import Unpacked
 from meshwright.nn.weights import Params, rows, stacked_shape
 from meshwright.spec.hf_write import TOKEN_KEYS, config_from_model, text_model
 from meshwright.spec.model import Model
@@ -42,7 +43,7 @@ def load_params(
     misshapen tensor.
     """
     with CheckpointFiles(Path(folder)) as files:
-        return read_params(model, files, shardings, dtype)
+        return read_params(model, Unpacked(files), shardings, dtype)
 
 
 def params_from_hf(model: Model, tensors: Mapping[str, np.ndarray], *, dtype: Any = None) -> Params:
@@ -211,7 +212,8 @@ def convert_hf(
     model: Model, source: Path, folder: Path, *, dtype: str | None = None, max_shard_bytes: int = MAX_SHARD_BYTES
 ) -> list[Path]:
     """Another folder of the same weights in the published form: another dtype, other files. Tensor by tensor."""
-    with CheckpointFiles(source) as files:
+    with CheckpointFiles(source) as opened:
+        files = Unpacked(opened)
         table = checked_places(model, files)
         whole = {name: tuple(slice(0, size) for size in stacked_shape(weight)) for name, weight in rows(model).items()}
         wanted = DTYPES[dtype] if dtype else None
@@ -232,7 +234,7 @@ def special_tokens(folder: Path) -> dict[str, Any]:
     return {key: keys[key] for key in TOKEN_KEYS if keys.get(key) is not None}
 
 
-def _dtype_of(files: CheckpointFiles, table: Mapping[tuple[int, ...], Place]) -> np.dtype:
+def _dtype_of(files: Tensors, table: Mapping[tuple[int, ...], Place]) -> np.dtype:
     place = next(iter(table.values()))
     none = tuple(slice(0, min(1, size)) for size in place.shape)
     return files.read(place.tensor, none).dtype

@@ -86,7 +86,8 @@ class BlockPasses:
         if stream is not None:
             env[self.derived.declared[self.entering]] = stream
         env = run(self.context, self._left(self.steps.forward, ready), env)
-        return env[self.steps.forward[-1].result], self._moved(tuple(env[a] for a in self.steps.kept), jax.memory.Space.Host)
+        held = tuple(env[array] for array in self.steps.kept)
+        return env[self.steps.forward[-1].result], self._moved(held, jax.memory.Space.Host)
 
     def _moved(self, held: Held, space: Any) -> Held:
         """What a layer holds, brought to host memory or back where the strategy says so."""
@@ -100,14 +101,14 @@ class BlockPasses:
 
     @cached_property
     def backward_steps(self) -> tuple[Step, ...]:
-        """What runs once per layer and microbatch: sums over the step wait, and a segment's second run is the loop's."""
+        """What runs once per layer and microbatch: sums over the step wait, a segment's second run is the loop's."""
         again = len(self.steps.forward) if self.steps.segment is not None else 0
         return tuple(step for step in self.steps.backward[again:] if step.scope != "step")
 
     def backward(
         self, weights: Params, inputs: Inputs, held: Held, cotangent: jax.Array, *, ready: Ready | None = None
     ) -> tuple[jax.Array | None, Params]:
-        """Cotangent of the entering stream (None for the first block), and gradients as `gradient_arrays` lays them."""
+        """Cotangent of the entering stream (None for the first block), and gradients as `gradient_arrays` says."""
         env = self._environment(weights, inputs, ready) | self.recalled(held)
         env[cotangent_of(self.derived, self.result)] = cotangent
         env = run(self.context, self._left(self.backward_steps, ready), env)

@@ -1,8 +1,8 @@
 """Loops over the turns of a span of layers, forward and backward, in their three forms.
 
-Plain: each turn holds what the saved set says. In segments: only what enters a segment is held, and its layers run again
-on the way back. Ahead: the weights of the next turn are gathered while one computes, and those of the last turn stay for
-its backward pass, which comes first.
+Plain: each turn holds what the saved set says. In segments: only what enters a segment is held, and its layers run
+again on the way back. Ahead: the weights of the next turn are gathered while one computes, and those of the last turn
+stay for its backward pass, which comes first.
 """
 
 import math

@@ -94,8 +94,8 @@ class TrainStep:
     """One strategy of one model made runnable: `init`, and `step(state, batch) -> (state, metrics)`.
 
     ``options`` are what the job asks of the program (documents, further losses). ``form="shard_map"`` runs exactly the
-    derived steps. ``form="gspmd"`` gives XLA the declared shardings as constraints and lets it choose; it is kept as the
-    comparison.
+    derived steps. ``form="gspmd"`` gives XLA the declared shardings as constraints and lets it choose; it is kept as
+    the comparison.
     """
 
     def __init__(
@@ -195,8 +195,8 @@ class TrainStep:
         ranks = self.strategy.mesh["context"]
         if seq_len % (2 * ranks):
             raise InputError(
-                f"seq_len={seq_len} does not divide into 2 x context={2 * ranks} parts, as ring attention deals it out. "
-                f"Use a multiple of {2 * ranks}."
+                f"seq_len={seq_len} does not divide into 2 x context={2 * ranks} parts, as ring attention deals it "
+                f"out. Use a multiple of {2 * ranks}."
             )
         return zigzag_order(seq_len, ranks)
 
@@ -270,8 +270,9 @@ class TrainStep:
 
         def local(params: Params, batch: Batch) -> jax.Array:
             inputs = self._inputs(batch)
-            found = self.pipeline.loss(params, inputs) if self.pipeline else microbatch_loss(self._passes, params, inputs)
-            return self._over_devices("loss", found)
+            if self.pipeline:
+                return self._over_devices("loss", self.pipeline.loss(params, inputs))
+            return self._over_devices("loss", microbatch_loss(self._passes, params, inputs))
 
         return jax.jit(self._mapped(local, (self.param_specs, self.batch_specs), PartitionSpec()))
 

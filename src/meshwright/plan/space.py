@@ -47,8 +47,8 @@ EMULATED = Choices(
     context_attention=("gather",),
     schedules=("1f1b",),
 )
-"""For emulated devices, which share one memory and one processor: what can make a difference there. Everything else runs
-there too where it is asked for."""
+"""For emulated devices, which share one memory and one processor: what can make a difference there. Everything else
+runs there too where it is asked for."""
 
 
 def axes_to_try(cluster: Cluster, fixed: Iterable[str]) -> tuple[str, ...]:

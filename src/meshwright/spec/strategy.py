@@ -114,10 +114,10 @@ class Strategy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     layer, "sqrt" of every sqrt(L)-th) or a list of result names that are kept. ``num_microbatches`` divides the
     sequences of a step; gradients are summed over them. ``schedule`` orders the passes of the pipeline, each device
     holding ``chunks`` runs of layers. ``context_attention`` is how keys and values meet queries over the axis
-    ``context``. ``gradient_sync`` says when replicas sum their gradients, ``bucket_bytes`` the size of a bucket; with
-    ``prefetch`` the weights of the next layer are gathered while one computes, and those of the last layer stay gathered
-    until its backward pass. ``offload`` names what lives in host memory. ``precision`` is the dtype of matrix products, or ""
-    for the state's own. ``imbalance`` is the load of the busiest expert device over the mean.
+    ``context``. ``gradient_sync`` says when replicas sum their gradients, ``bucket_bytes`` the size of a bucket. With
+    ``prefetch`` the weights of the next layer are gathered while one computes, and those of the last layer stay
+    gathered until its backward pass. ``offload`` names what lives in host memory. ``precision`` is the dtype of matrix
+    products, or "" for the state's own. ``imbalance`` is the load of the busiest expert device over the mean.
     """
 
     mesh: dict[str, int]
