@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from meshwright.cli.launch import child_environment
+from meshwright.cli.launch import child_environment, without_noise
 from meshwright.cli.main import run
 from meshwright.spec.plan_file import load_plan
 from tests.cli.made_rates import write_rates
@@ -20,18 +20,25 @@ from tests.train.small import write_text
 ROOT = Path(__file__).parents[2]
 SMALL = [
     "--set", "model.num_layers=2", "--set", "model.d_model=32", "--set", "model.d_ff=64", "--set", "model.head_dim=4",
-    "--set", "model.vocab_size=300", "--batch", "8seq", "--seq", "32", "--on", "cpu:4", "--axes", "fsdp=2,tensor=2",
+    "--set", "model.vocab_size=300", "--batch", "8seq", "--seq", "32",
 ]  # fmt: skip
+AXES = {2: "fsdp=2", 4: "fsdp=2,tensor=2"}
 STEPS, LONGEST_S = 6, 600
 
 
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
+def devices(request):
+    """Emulated devices of a plan, one for each process."""
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def plan(tmp_path_factory):
-    """A plan for four emulated devices."""
+def plan(tmp_path_factory, devices):
     folder = tmp_path_factory.mktemp("plan")
-    path = folder / "plan.toml"
-    assert run(["plan", "tiny", *SMALL, "--calibration", str(write_rates(folder)), "-o", str(path)]) == 0
-    assert load_plan(path).strategy.num_chips == 4
+    path, rates = folder / "plan.toml", write_rates(folder)
+    where = ["--on", f"cpu:{devices}", "--axes", AXES[devices]]
+    assert run(["plan", "tiny", *SMALL, *where, "--calibration", str(rates), "-o", str(path)]) == 0
+    assert load_plan(path).strategy.num_chips == devices
     return path
 
 
@@ -48,13 +55,14 @@ def launch(*arguments, **options):
 
 
 def train_arguments(plan, text, runs, *more):
-    every = ["--set", "train.checkpoint_every=2", "--set", "train.log_every=1"]
-    return ["train", plan, "--steps", STEPS, "--data", text, "--runs", runs, *every, *more]
+    given = ("checkpoint_every=2", "log_every=1", "held_out=0")
+    changes = [word for change in given for word in ("--set", f"train.{change}")]
+    return ["train", plan, "--steps", STEPS, "--data", text, "--runs", runs, *changes, *more]
 
 
 @pytest.fixture(scope="module")
 def alone(plan, text, tmp_path_factory):
-    """The losses of one process with all four devices."""
+    """The losses of one process with all devices."""
     runs = tmp_path_factory.mktemp("alone")
     assert run([str(a) for a in train_arguments(plan, text, runs)]) == 0
     return losses_of(runs / "tiny-001")
@@ -66,14 +74,12 @@ def losses_of(folder):
     return [line["loss"] for line in lines]
 
 
-@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_several_processes_train_as_one(plan, text, alone, tmp_path, processes):
-    out, error = (
-        child := launch("--processes", processes, "--", *train_arguments(plan, text, tmp_path, "--json"))
-    ).communicate(timeout=LONGEST_S)
+def test_several_processes_train_as_one(plan, text, alone, tmp_path, devices):
+    child = launch("--processes", devices, "--", *train_arguments(plan, text, tmp_path, "--json"))
+    out, error = child.communicate(timeout=LONGEST_S)
     assert child.returncode == 0, error
     result = json.loads(out)  # what process 0 says, and nothing beside it
-    assert result["processes"] == processes
+    assert result["processes"] == devices
     np.testing.assert_allclose(result["losses"], alone, rtol=1e-5)
     assert losses_of(tmp_path / "tiny-001") == result["losses"]
     lines = error.splitlines()
@@ -99,8 +105,8 @@ def test_one_that_dies_takes_the_others_along(plan, text, tmp_path):
 
 
 @pytest.mark.slow
-def test_ctrl_c_reaches_all_and_leaves_a_run_for_other_processes(plan, text, tmp_path):
-    child = launch("--processes", 2, "--", *train_arguments(plan, text, tmp_path, "--steps", 100_000))
+def test_ctrl_c_reaches_all_and_leaves_a_run_for_other_processes(plan, text, tmp_path, devices):
+    child = launch("--processes", devices, "--", *train_arguments(plan, text, tmp_path, "--steps", 100_000))
     wait_for_checkpoint(tmp_path / "tiny-001")
     child.send_signal(signal.SIGINT)
     out, error = child.communicate(timeout=LONGEST_S)
@@ -110,10 +116,10 @@ def test_ctrl_c_reaches_all_and_leaves_a_run_for_other_processes(plan, text, tmp
     newest = whole_checkpoints(tmp_path / "tiny-001")[-1]
     assert newest == len(before) < 100_000
     steps = ["--steps", newest + 3]
-    again = launch("--processes", 4, "--", "train", "--resume", tmp_path / "tiny-001", *steps, "--json")
+    again = launch("--processes", devices // 2, "--", "train", "--resume", tmp_path / "tiny-001", *steps, "--json")
     out, error = again.communicate(timeout=LONGEST_S)
     assert again.returncode == 0, error
-    assert (json.loads(out)["resumed_from"], json.loads(out)["processes"]) == (newest, 4)
+    assert (json.loads(out)["resumed_from"], json.loads(out)["processes"]) == (newest, devices // 2)
     after = losses_of(tmp_path / "tiny-001")
     assert after[:newest] == before
     assert len(after) == newest + 3
@@ -155,6 +161,16 @@ def test_what_all_refuse_ends_with_their_exit_code(tmp_path):
 def test_what_launch_refuses(arguments, words, capsys):
     assert run(arguments) == 2
     assert words in capsys.readouterr().err
+
+
+def test_what_gloo_says_is_left_out_however_it_is_cut():
+    """Two devices of one process write their lines at once, piece by piece."""
+    end = "Expected number of connected peer ranks is : "
+    said = [
+        *("first", "", "7", f"[Gloo] Rank 0 is connected to 1 peer ranks. {end}1", '{"steps": 6}'),
+        *(f"[Gloo] Rank [Gloo] Rank 01 is connected to 33 peer ranks. {end}", "3", "", "last", "8"),
+    ]
+    assert list(without_noise(said)) == ["first", "", "7", '{"steps": 6}', "last", "8"]
 
 
 def test_a_process_is_told_who_it_is_and_which_devices_are_its_own():

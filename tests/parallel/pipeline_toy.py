@@ -1,6 +1,8 @@
 """A model small enough to run under every schedule, with its passes written by hand: residual tanh layers between a
 table and a squared loss."""
 
+from functools import lru_cache
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +13,7 @@ from meshwright.algebra.schedule import Schedule
 from meshwright.algebra.schedule_fused import fused
 from meshwright.algebra.schedule_ticks import forward_tables, tick_tables
 from meshwright.parallel.layer_order import layer_permutation
+from meshwright.parallel.mesh import device_mesh
 from meshwright.parallel.pipeline import run_forward, run_schedule
 from meshwright.parallel.pipeline_functions import StageFunctions, Weights
 
@@ -121,9 +124,16 @@ def lowered(schedule: Schedule, mesh: Mesh, weights: Weights, inputs: dict, *, a
     return jax.jit(mapped).lower(weights, inputs)
 
 
-def gradients(schedule: Schedule, mesh: Mesh, weights: Weights, inputs: dict) -> tuple[dict, Weights]:
+@lru_cache
+def compiled(schedule: Schedule, layers_each: int):
+    """The step over as many devices as the schedule has, with so many layers in each virtual stage."""
+    given = data(layers_each * schedule.num_virtual_stages, schedule.num_microbatches)
+    return lowered(schedule, device_mesh({"pipeline": schedule.num_devices}), *given).compile()
+
+
+def gradients(schedule: Schedule, weights: Weights, inputs: dict) -> tuple[dict, Weights]:
     """Sums and gradients of a pipeline, the layers in their order again."""
-    order = layer_permutation(schedule, len(weights.layers["w"]))
-    stored = reordered(weights, order)
-    sums, grads = lowered(schedule, mesh, stored, inputs).compile()(stored, inputs)
+    num_layers = len(weights.layers["w"])
+    order = layer_permutation(schedule, num_layers)
+    sums, grads = compiled(schedule, num_layers // schedule.num_virtual_stages)(reordered(weights, order), inputs)
     return sums, reordered(grads, np.argsort(order))

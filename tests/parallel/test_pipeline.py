@@ -12,7 +12,7 @@ from meshwright.algebra.schedule_rows import SCHEDULES, build, default_chunks
 from meshwright.algebra.schedule_ticks import tick_tables
 from meshwright.parallel.mesh import device_mesh
 from meshwright.verify.hlo import collectives
-from tests.parallel.pipeline_toy import LENGTH, SEQS, WIDTH, data, gradients, lowered, plain_loss
+from tests.parallel.pipeline_toy import LENGTH, SEQS, WIDTH, compiled, data, gradients, lowered, plain_loss
 
 TOLERANCE = 1e-5
 
@@ -28,9 +28,8 @@ def assert_equal(found, wanted):
 
 
 def assert_as_on_one_device(schedule, layers_each=2):
-    mesh = device_mesh({"pipeline": schedule.num_devices})
     weights, inputs = data(layers_each * schedule.num_virtual_stages, schedule.num_microbatches)
-    sums, grads = gradients(schedule, mesh, weights, inputs)
+    sums, grads = gradients(schedule, weights, inputs)
     loss, wanted = jax.value_and_grad(plain_loss)(weights, inputs)
     assert sums["count"] == inputs["targets"].size
     assert_equal(sums["loss"], loss)
@@ -75,17 +74,10 @@ def test_the_loss_alone(name):
 # -- what XLA makes of it ----------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module", params=["1f1b", "dualpipe"])
-def compiled(request):
-    schedule = made(request.param, 4)
-    weights, inputs = data(8, 8)
-    program = lowered(schedule, device_mesh({"pipeline": 4}), weights, inputs).compile()
-    return tick_tables(fused(schedule)), program
-
-
-def test_permutes_stand_outside_the_branches(compiled):
+@pytest.mark.parametrize("name", ["1f1b", "dualpipe"])
+def test_permutes_stand_outside_the_branches(name):
     """One for each way and tick; where microbatches enter at both ends, the two copies of w and b meet once as well."""
-    tables, program = compiled
+    tables, program = tick_tables(fused(made(name, 4))), compiled(made(name, 4), 2)
     found = [c for c in collectives(program.as_text(), {"pipeline": 4}) if c.kind == "permute"]
     assert not any(c.in_conditional for c in found)
     every_tick = [c for c in found if c.trips == tables.num_ticks]
@@ -95,9 +87,10 @@ def test_permutes_stand_outside_the_branches(compiled):
     assert len(once) == (4 if tables.schedule.weight_copies == 2 else 0)
 
 
-def test_buffers_stay_in_place(compiled):
+@pytest.mark.parametrize("name", ["1f1b", "dualpipe"])
+def test_buffers_stay_in_place(name):
     """No branch copies a stash, or what waits for W: only their first filling with zeros is a copy."""
-    tables, program = compiled
+    tables, program = tick_tables(fused(made(name, 4))), compiled(made(name, 4), 2)
     for slots in {tables.slots.stash, tables.slots.handed} - {0}:
         shape = f"f32[{slots},2,{SEQS},{LENGTH},{WIDTH}]"
         copies = re.findall(rf"= {re.escape(shape)}\S* copy\((\S+)\)", program.as_text())
@@ -107,9 +100,7 @@ def test_buffers_stay_in_place(compiled):
 def temp_bytes(name, microbatches):
     """Of the compiled step, and the slots of its tables, for 4 stages of 2 layers."""
     schedule = made(name, 4, microbatches)
-    weights, inputs = data(8, microbatches)
-    program = lowered(schedule, device_mesh({"pipeline": 4}), weights, inputs).compile()
-    return program.memory_analysis().temp_size_in_bytes, tick_tables(fused(schedule))
+    return compiled(schedule, 2).memory_analysis().temp_size_in_bytes, tick_tables(fused(schedule))
 
 
 def test_memory_grows_with_the_slots_and_not_with_microbatches():

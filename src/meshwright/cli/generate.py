@@ -133,6 +133,7 @@ def _loaded(
 
     from meshwright.nn.hf_weights import load_params
     from meshwright.parallel.generate_step import GenerateStep
+    from meshwright.serve.generate import require_prompts
 
     strategy = Strategy(mesh=mesh, state="fp32" if source.dtype == "fp32" else "bf16-adam")
     parts = mesh["data"] * mesh["fsdp"] * mesh["expert"]
@@ -144,6 +145,7 @@ def _loaded(
         cache_dtype="int8" if cache_int8 else source.dtype,  # type: ignore[arg-type]
         weights="int8" if int8 else "as they are",
     )
+    require_prompts(step, prompts, max_tokens=max_tokens)
     dtype = jnp.float32 if source.dtype == "fp32" else jnp.bfloat16
     params = step.place(load_params(source.model, source.folder, step.param_shardings, dtype))
     held = sum(array.addressable_shards[0].data.nbytes for array in params.values())

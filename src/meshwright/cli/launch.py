@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import IO
@@ -23,8 +23,8 @@ GRACE_S = 5.0
 """After one process failed the others may end by themselves for this long: often they fail for the same reason."""
 POLL_S = 0.05
 _DEVICES_FLAG = "--xla_force_host_platform_device_count"
-_NOISE = "[Gloo] Rank"
-"""Each new group of devices makes every process say so on standard output."""
+_NOISE = ("[Gloo] Rank", "peer ranks")
+"""Each new group of devices makes every device of a process say so on standard output, several at once."""
 
 
 @click.command(context_settings={"ignore_unknown_options": True})
@@ -113,10 +113,19 @@ def _prefixed(index: int) -> Callable[[str], None]:
 
 
 def _pass_on(source: IO[bytes], show: Callable[[str], None]) -> None:
-    for line in source:
-        text = line.decode(errors="replace").rstrip("\n")
-        if not text.startswith(_NOISE):
-            show(text)
+    for line in without_noise(line.decode(errors="replace").rstrip("\n") for line in source):
+        show(line)
+
+
+def without_noise(lines: Iterable[str]) -> Iterator[str]:
+    """The lines without what Gloo says of its connections, also where two of its lines are cut into each other."""
+    after_noise = False
+    for line in lines:
+        # What is left of the second of two lines that were written at once: the end of one, a number or nothing.
+        rest = after_noise and not line.strip(" 0123456789")
+        after_noise = rest or any(noise in line for noise in _NOISE)
+        if not after_noise:
+            yield line
 
 
 @contextmanager

@@ -71,6 +71,7 @@ def attention_backward_bytes(step: Step, sizes: OpSizes) -> Number:
 
 
 def _stream_per_block(step: Step, sizes: OpSizes) -> Number:
-    passing = 2 if "ring" in dict(step.attributes) else 0
-    own = stream(step, sizes) - sizes.total(*step.inputs[:passing])
+    first = 3 if step.op == "attention_backward" else 0  # behind the cotangent, the result and its log-sum-exp
+    passing = step.inputs[first : first + 2] if "ring" in dict(step.attributes) else ()
+    own = stream(step, sizes) - sizes.total(*passing)
     return own * num_blocks(step, sizes)

@@ -108,7 +108,8 @@ def ring_attention(
     def meet(state: Pair, keys: Pair, step: Array) -> Pair:
         return _merged(state, _passing(q, keys, here, everywhere, step, ring=ring, rule=rule, platform=platform))
 
-    o, lse = _around(ring, (k, v), (own[0].astype(jnp.float32), own[1]), meet)
+    start = (own[0].astype(jnp.float32), own[1])
+    o, lse = start if ring.moves == 0 else _around(ring, ring.send((k, v)), start, meet, first=1)
     return o.astype(q.dtype), lse
 
 
@@ -139,17 +140,16 @@ def ring_attention_backward(
     here, everywhere = Places(positions, documents), Places(key_positions, key_documents)
     held = Held(dout, o, lse, q)
     sight = _own_sight(here, ring, window)
-    dq, *dkeys = look_back(*held, k, v, rule=rule, sight=sight, platform=platform, sinks=sinks)
+    dq, dk, dv = look_back(*held, k, v, rule=rule, sight=sight, platform=platform, sinks=sinks)
 
-    def meet(state: tuple[Array, Pair], keys: Pair, step: Array) -> tuple[Array, Pair]:
-        dq, collected = state
-        more, dk, dv = _passing_back(held, keys, here, everywhere, step, ring=ring, rule=rule, platform=platform)
-        # Sent on while this block is worked on: its own part is added at this end.
-        dk_before, dv_before = ring.send(collected)
-        return dq + more.astype(jnp.float32), (dk_before + dk, dv_before + dv)
+    def passing(keys: Pair, step: Array) -> tuple[Array, Array, Array]:
+        return _passing_back(held, keys, here, everywhere, step, ring=ring, rule=rule, platform=platform)
 
-    dq, collected = _around(ring, (k, v), (dq.astype(jnp.float32), (dkeys[0], dkeys[1])), meet)
-    dk, dv = ring.send(collected, -ring.moves)
+    if ring.moves:
+        more, collected = _collected(ring, (k, v), passing)
+        # The own part is added at home: cotangents start their round on the first device that the keys come to.
+        home = ring.send(collected, -ring.moves)
+        dq, dk, dv = dq.astype(jnp.float32) + more, dk + home[0], dv + home[1]
     found = (dq.astype(q.dtype), dk, dv)
     return found if sinks is None else (*found, sink_cotangents(sinks, lse, row_products(dout, o)))
 
@@ -169,20 +169,35 @@ def _own_sight(here: Places, ring: Ring, window: int | None) -> Sight:
     return Sight(here, here, "rows" if rising else "places")
 
 
-def _around(ring: Ring, keys: Pair, start: State, meet: Callable[[State, Pair, Array], State]) -> State:
-    """``start`` after meeting every block that comes by; the block of s places before is met in step s."""
-    if ring.moves == 0:
-        return start
-    keys = ring.send(keys)
+def _around(ring: Ring, keys: Pair, start: State, meet: Callable[[State, Pair, Array], State], *, first: int) -> State:
+    """``start`` after meeting the blocks that come by, ``keys`` in step ``first``: those of that many places before."""
 
     def step(carry: tuple[Pair, State], index: Array) -> tuple[tuple[Pair, State], None]:
         keys, state = carry
         return (ring.send(keys), meet(state, keys, index)), None
 
     state = start
-    if ring.moves > 1:
-        (keys, state), _ = lax.scan(step, (keys, start), jnp.arange(1, ring.moves))
+    if ring.moves > first:
+        (keys, state), _ = lax.scan(step, (keys, start), jnp.arange(first, ring.moves))
     return meet(state, keys, jnp.int32(ring.moves))
+
+
+def _collected(
+    ring: Ring, keys: Pair, passing: Callable[[Pair, Array], tuple[Array, Array, Array]]
+) -> tuple[Array, Pair]:
+    """Cotangents of this rank's queries, and those of keys that were met last, from every rank that they met."""
+
+    def meet(state: tuple[Array, Pair], keys: Pair, step: Array) -> tuple[Array, Pair]:
+        dq, collected = state
+        more, dk, dv = passing(keys, step)
+        # Sent on while this block is worked on: its own part is added at this end.
+        dk_before, dv_before = ring.send(collected)
+        return dq + more.astype(jnp.float32), (dk_before + dk, dv_before + dv)
+
+    keys = ring.send(keys)
+    dq, dk, dv = passing(keys, jnp.int32(1))
+    state = (dq.astype(jnp.float32), (dk, dv))
+    return state if ring.moves == 1 else _around(ring, ring.send(keys), state, meet, first=2)
 
 
 def _there(everywhere: Places, step: Array, ring: Ring, length: int) -> Places:

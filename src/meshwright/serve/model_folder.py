@@ -8,7 +8,8 @@ from typing import Any, NamedTuple, Protocol
 from tokenizers import Tokenizer
 
 from meshwright.core.errors import InputError
-from meshwright.nn.checkpoint_files import CheckpointFiles
+from meshwright.nn.checkpoint_files import DTYPES, CheckpointFiles
+from meshwright.nn.hf_format import places
 from meshwright.nn.hf_weights import CONFIG
 from meshwright.spec.hf import model_from_config
 from meshwright.spec.model import Model
@@ -75,8 +76,17 @@ def open_model(folder: Path) -> ModelFolder:
     model = model_from_config(folder / CONFIG, folder.resolve().name)
     text = _text(folder / TOKENIZER)
     with CheckpointFiles(folder) as files:
-        wide = files.dtype(min(files.names)) == "F32"
-    return ModelFolder(folder, model, text, _end_tokens(folder, text), "fp32" if wide else "bf16")
+        dtype = _dtype(model, files)
+    return ModelFolder(folder, model, text, _end_tokens(folder, text), dtype)
+
+
+def _dtype(model: Model, files: CheckpointFiles) -> str:
+    """That of the table of tokens; a checkpoint without it is refused where its weights are read."""
+    first = next(places(model, files.names))
+    if first.tensor not in files.names:
+        return "fp32"
+    one = files.read(first.tensor, tuple(slice(0, 1) for _ in files.shape(first.tensor)))
+    return "fp32" if one.dtype.itemsize == DTYPES["fp32"].itemsize else "bf16"
 
 
 def _text(path: Path) -> Text:

@@ -41,7 +41,7 @@ def _counted(derived: Derived, tables: TickTables) -> Iterator[Counted]:
     for step in derived.boundary:
         sends = sum(channel.offset != 0 for channel in ways[step.phase]) if step.op == "permute" else 1
         yield step, tables.num_ticks * sends, tables.num_ticks * sends
-    for step in derived.update:
+    for step in (*derived.ends, *derived.update):
         if step.is_collective:
             yield step, 1, rows.get(step.result.name, 1)
 
