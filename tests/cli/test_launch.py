@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 from meshwright.cli.launch import child_environment, without_noise
+from meshwright.cli.launch import launch as launch_program
 from meshwright.cli.main import run
 from meshwright.spec.plan_file import load_plan
 from tests.cli.made_rates import write_rates
@@ -92,7 +94,8 @@ def test_several_processes_train_as_one(plan, text, alone, tmp_path, devices):
     assert losses_of(tmp_path / "tiny-001")[:STEPS] == result["losses"]
 
 
-def test_one_that_dies_takes_the_others_along(plan, text, tmp_path):
+@pytest.mark.slow
+def test_one_that_is_killed_in_training_takes_the_others_along(plan, text, tmp_path):
     """Process 1 is killed in the middle of training: the others would wait for it for ever."""
     child = launch("--processes", 2, "--", *train_arguments(plan, text, tmp_path, "--steps", 100_000))
     wait_for_checkpoint(tmp_path / "tiny-001")
@@ -123,6 +126,62 @@ def test_ctrl_c_reaches_all_and_leaves_a_run_for_other_processes(plan, text, tmp
     after = losses_of(tmp_path / "tiny-001")
     assert after[:newest] == before
     assert len(after) == newest + 3
+
+
+# -- any program, since it is quicker to start than a run ------------------------------------------------
+
+PROGRAM = """
+import os, signal, sys, time
+index = int(os.environ["MESHWRIGHT_PROCESS"])
+print(f"out of {index}"); print(f"error of {index}", file=sys.stderr)
+print("[Gloo] Rank 0 is connected to 1 peer ranks.")
+"""
+
+
+def run_program(capfd, rest, processes=3):
+    code = launch_program([sys.executable, "-c", PROGRAM + rest], processes=processes)
+    return (code, *(stream.splitlines() for stream in capfd.readouterr()))
+
+
+def test_standard_output_is_that_of_the_first_and_the_rest_is_numbered(capfd):
+    code, out, error = run_program(capfd, "")
+    assert code == 0
+    assert out == ["out of 0"]
+    assert sorted(error) == ["[0] error of 0", "[1] error of 1", "[1] out of 1", "[2] error of 2", "[2] out of 2"]
+
+
+@pytest.mark.parametrize(
+    ("fate", "code", "words"),
+    [
+        ("sys.exit(3)", 3, "process 1 ended with exit code 3; the others are stopped"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 137, "process 1 was killed by SIGKILL; the others are stopped"),
+    ],
+)
+def test_one_that_fails_takes_the_others_along(capfd, monkeypatch, fate, code, words):
+    monkeypatch.setattr("meshwright.cli.launch.GRACE_S", 0.2)
+    start = time.monotonic()
+    found, _, error = run_program(capfd, f"if index == 1: {fate}\ntime.sleep(100)")
+    assert found == code
+    assert words in error
+    assert time.monotonic() - start < 50
+
+
+def test_others_that_end_in_time_are_not_stopped(capfd):
+    code, _, error = run_program(capfd, "time.sleep(0.1 * index); sys.exit(index and 4)")
+    assert code == 4
+    assert not any("stopped" in line for line in error)
+
+
+def test_a_signal_reaches_all_and_a_second_one_kills(capfd):
+    threading.Timer(2.0, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+    code, _, error = run_program(
+        capfd, "signal.signal(signal.SIGINT, lambda *_: sys.exit(0))\ntime.sleep(100)", processes=2
+    )
+    assert (code, [line for line in error if "stopped" in line]) == (0, [])
+    for delay in (2.0, 2.5):
+        threading.Timer(delay, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+    code, _, _ = run_program(capfd, "signal.signal(signal.SIGINT, lambda *_: None)\nwhile True: time.sleep(1)", 2)
+    assert code == 128 + signal.SIGKILL
 
 
 def wait_for_checkpoint(folder):

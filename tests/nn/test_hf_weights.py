@@ -15,7 +15,15 @@ from safetensors.numpy import load_file, save_file
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.nn.checkpoint_files import CheckpointFiles, Entry, write_checkpoint
 from meshwright.nn.hf_format import places
-from meshwright.nn.hf_weights import convert_hf, hf_entries, load_params, params_from_hf, save_hf, special_tokens
+from meshwright.nn.hf_weights import (
+    convert_hf,
+    gathered_part,
+    hf_entries,
+    load_params,
+    params_from_hf,
+    save_hf,
+    special_tokens,
+)
 from meshwright.nn.weights import Params, param_shapes, rows, stacked_shape
 from meshwright.parallel.mesh import device_mesh
 from meshwright.spec.hf import model_from_config
@@ -262,6 +270,15 @@ def test_sharded_weights_are_written_as_whole_tensors(tensors, tmp_path):
     save_hf(LLAMA, params, tmp_path)
     for name, array in load_file(tmp_path / "model.safetensors").items():
         np.testing.assert_array_equal(array, tensors["llama"][name])
+
+
+def test_a_part_of_sharded_weights_is_gathered_by_itself():
+    """As several processes write: no device of one of them has all of an array."""
+    whole = random_params(FAMILIES["mixtral"])["experts_w_up"]
+    array = jax.device_put(whole, shardings_of(FAMILIES["mixtral"])["experts_w_up"])
+    part = gathered_part(array, (2, 3))
+    assert part.is_fully_replicated
+    np.testing.assert_array_equal(part, whole[2, 3])
 
 
 def test_bf16_goes_in_and_out(tmp_path):

@@ -1,6 +1,6 @@
-"""One process of several that run pipelines together: ``python -m tests.parallel.pipeline_child 127.0.0.1:PORT N I``.
+"""One process of several that run pipelines together: ``python -m tests.parallel.pipeline_child 1f1b gpipe``.
 
-Prints, for each schedule named after that, the largest error of this process's blocks of loss and gradients.
+Prints, for each schedule, the largest error of this process's blocks of loss and gradients.
 """
 
 import sys
@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding
 from meshwright.algebra.schedule_rows import build, default_chunks
 from meshwright.parallel.layer_order import layer_permutation
 from meshwright.parallel.mesh import device_mesh
+from meshwright.parallel.processes import start_processes
 from tests.parallel.pipeline_toy import SPECS, data, lowered, plain_loss, reordered
 
 
@@ -44,10 +45,8 @@ def error_of(name: str) -> float:
     return float(max(errors))
 
 
-def main(coordinator: str, num_processes: str, process: str, *names: str) -> None:
-    jax.distributed.initialize(
-        coordinator, int(num_processes), int(process), cluster_detection_method="deactivate", initialization_timeout=60
-    )
+def main(*names: str) -> None:
+    start_processes()
     for name in names:
         print(f"error {name} {error_of(name):.3e}", flush=True)
 

@@ -23,7 +23,7 @@ from meshwright.plan.legal import (
 from meshwright.spec import catalogue
 from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.job import Job
-from meshwright.spec.strategy import DEFAULT_ASSIGNMENT, Strategy, make_mesh, standard_assignment
+from meshwright.spec.strategy import DEFAULT_ASSIGNMENT, Strategy, make_mesh
 
 LLAMA70B, TINY = catalogue.model("llama3-70b"), catalogue.model("tiny")
 JOB = Job(batch_seqs=1024, seq_len=4096)

@@ -7,11 +7,11 @@ from pathlib import Path
 
 from meshwright.parallel.processes import start_processes
 
-NUM_DEVICES = 4
+NUM_DEVICES = 2
 
 
 def main(root: str, text: str, changes: str, *resume: str) -> None:
-    """Train the test model on 2 x 2 devices, slowly enough to be killed between any two things it does."""
+    """Train the test model on two devices, slowly enough to be killed between any two things it does."""
     processes = start_processes()
     from meshwright.parallel.mesh import emulate_devices
 
@@ -20,10 +20,10 @@ def main(root: str, text: str, changes: str, *resume: str) -> None:
     from tests.train.small import JOB, MODEL, settings, strategy
 
     given = json.loads(changes)
-    pause_s, axes = given.pop("pause_s", 0.0), given.pop("axes", {"fsdp": 2, "tensor": 2})
+    pause_s = given.pop("pause_s", 0.0)
     result = train(
         MODEL,
-        strategy(**axes),
+        strategy(fsdp=NUM_DEVICES),
         JOB,
         settings(text, **given),
         run_root=Path(root),

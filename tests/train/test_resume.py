@@ -46,7 +46,7 @@ def given(text, **changes):
 def whole(tmp_path_factory, text):
     """A run that nothing interrupts."""
     root = tmp_path_factory.mktemp("whole")
-    return train(MODEL, strategy(fsdp=2, tensor=2), JOB, given(text), run_root=root)
+    return train(MODEL, strategy(fsdp=2), JOB, given(text), run_root=root)
 
 
 def lines_of(run):
@@ -64,13 +64,13 @@ def stop_at(step):
 
 def stopped(text, root, *, at=10, **changes):
     settings_here = given(text, **changes)
-    return train(MODEL, strategy(fsdp=2, tensor=2), JOB, settings_here, run_root=root, on_step=stop_at(at))
+    return train(MODEL, strategy(fsdp=2), JOB, settings_here, run_root=root, on_step=stop_at(at))
 
 
 def test_a_stopped_run_ends_as_one_that_was_not(whole, text, tmp_path):
     first = stopped(text, tmp_path)
     assert finished_steps(Path(first.run)) is None
-    again = train(MODEL, strategy(fsdp=2, tensor=2), JOB, given(text), run_root=tmp_path, resume=Path(first.run))
+    again = train(MODEL, strategy(fsdp=2), JOB, given(text), run_root=tmp_path, resume=Path(first.run))
     assert again.run == first.run
     assert again.resumed_from == 10
     assert again.losses == whole.losses
@@ -80,7 +80,7 @@ def test_a_stopped_run_ends_as_one_that_was_not(whole, text, tmp_path):
 
 
 def test_it_goes_on_over_other_devices_and_another_batch_size(whole, text, tmp_path):
-    """From 4 devices to 1, then half the sequences a step: the counter of samples says which."""
+    """From 2 devices to 1, then half the sequences a step: the counter of samples says which."""
     first = stopped(text, tmp_path, at=STEPS - 2)
     second = train(MODEL, strategy(), JOB, given(text), run_root=tmp_path, resume=Path(first.run))
     assert second.resumed_from == STEPS - 2
@@ -95,7 +95,7 @@ def test_it_goes_on_over_other_devices_and_another_batch_size(whole, text, tmp_p
 def test_a_folder_without_a_checkpoint_starts_over(whole, text, tmp_path):
     run = Path(stopped(text, tmp_path, at=2).run)
     shutil.rmtree(run / "checkpoints")
-    again = train(MODEL, strategy(fsdp=2, tensor=2), JOB, given(text), run_root=tmp_path, resume=run)
+    again = train(MODEL, strategy(fsdp=2), JOB, given(text), run_root=tmp_path, resume=run)
     assert again.resumed_from == 0
     assert again.losses == whole.losses
     assert again.goodput.lost_steps == 2
@@ -117,7 +117,7 @@ def test_what_does_not_go_on_is_refused(whole, text, tmp_path, model, changes, m
     other = msgspec.structs.replace(MODEL, **model)
     before = sorted(path.stat().st_mtime_ns for path in Path(whole.run).iterdir() if path.is_file())
     with pytest.raises(InputError, match=message) as caught:
-        train(other, strategy(fsdp=2, tensor=2), JOB, settings_here, run_root=tmp_path, resume=Path(whole.run))
+        train(other, strategy(fsdp=2), JOB, settings_here, run_root=tmp_path, resume=Path(whole.run))
     assert "\n" not in str(caught.value)
     assert sorted(path.stat().st_mtime_ns for path in Path(whole.run).iterdir() if path.is_file()) == before
 

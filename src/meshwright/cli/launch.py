@@ -43,18 +43,19 @@ def command(processes: int, devices: int | None, verb: tuple[str, ...]) -> None:
     """
     if verb[0] == "launch":
         raise InputError("launch cannot start itself. Write: launch --processes 4 -- train plan.toml.")
-    code = launch(list(verb), processes=processes, devices=devices)
+    start = [sys.executable, "-c", "from meshwright.cli.main import main; main()", *verb]
+    code = launch(start, processes=processes, devices=devices)
     if code:
         sys.exit(code)
 
 
-def launch(verb: Sequence[str], *, processes: int, devices: int | None = None) -> int:
-    """The exit code: 0, that of the first process that failed, or 128 + the signal that killed it."""
+def launch(program: Sequence[str], *, processes: int, devices: int | None = None) -> int:
+    """Run a program in several processes. The exit code: 0, that of the first that failed, or 128 + the signal that
+    killed it."""
     port = free_port()
-    start = [sys.executable, "-c", "from meshwright.cli.main import main; main()", *verb]
     children = [
         subprocess.Popen(
-            start,
+            program,
             env=child_environment(dict(os.environ), index, processes, port=port, devices=devices),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,

@@ -1,13 +1,15 @@
 """Weights from and to Hugging Face checkpoints: each device reads its own shards, each tensor is written by itself."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import jax
 import msgspec
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+from jax import lax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.files import write_text_whole
@@ -154,13 +156,26 @@ def save_hf(
 
 
 def _on_host(array: jax.Array, index: tuple[int, ...]) -> np.ndarray:
-    """A part of a sharded array on this host; over several processes all of them ask for it together."""
+    """A part of an array on this host; over several processes all of them ask for it together."""
     if not array.is_fully_addressable:
-        assert isinstance(array.sharding, NamedSharding)
-        everywhere = NamedSharding(array.sharding.mesh, PartitionSpec())
-        part = jax.jit(lambda whole: whole[index], out_shardings=everywhere)(array)
-        return np.asarray(part.addressable_data(0))
+        return np.asarray(gathered_part(array, index).addressable_data(0))
     return np.asarray(array[index] if index else array)
+
+
+def gathered_part(array: jax.Array, index: tuple[int, ...]) -> jax.Array:
+    """A part of a sharded array, whole on every device. Compiled once for all parts of one shape."""
+    assert isinstance(array.sharding, NamedSharding)
+    return _gather(array.sharding.mesh)(array, tuple(np.int32(number) for number in index))
+
+
+@cache
+def _gather(mesh: Mesh | AbstractMesh) -> Callable[[jax.Array, tuple[np.int32, ...]], jax.Array]:
+    def part(array: jax.Array, index: tuple[jax.Array, ...]) -> jax.Array:
+        for number in index:
+            array = lax.dynamic_index_in_dim(array, number, keepdims=False)
+        return array
+
+    return jax.jit(part, out_shardings=NamedSharding(mesh, PartitionSpec()))
 
 
 def write_hf(

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from msgspec.structs import replace
 
 from meshwright.algebra.cache_table import CacheDtype, cache_table
 from meshwright.algebra.derive import Derived, derive_forward
@@ -48,6 +49,8 @@ class GenerateStep:
         mesh: Mesh | None = None,
     ) -> None:
         _require_can_generate(model, strategy, max_len=max_len, weights=weights)
+        # a cache has every position of its rows, so that keys are gathered over context whatever way training has
+        strategy = replace(strategy, context_attention="gather")
         self.model, self.strategy, self.max_len, self.batch_seqs = model, strategy, max_len, batch_seqs
         self.quantised = weights == "int8"
         self.table = cache_table(model, batch_seqs=batch_seqs, max_len=max_len, dtype=cache_dtype)

@@ -72,8 +72,10 @@ def draw(logits: Float[Array, "B V"], rows: Choices, counts: Int[Array, " B"] | 
     """
     scaled = logits / jnp.where(rows.temperature > 0, rows.temperature, 1.0)[:, None]
     limited = jnp.any((rows.top_k > 0) | (rows.top_p < 1))
-    kept = lax.cond(limited, lambda: kept_tokens(scaled, rows.top_k, rows.top_p), lambda: jnp.ones(scaled.shape, bool))
-    noise = jax.vmap(_noise, in_axes=(0, 0, 0, None))(rows.seed, rows.number, counts, logits.shape[1])
+    top_k, top_p = jnp.asarray(rows.top_k), jnp.asarray(rows.top_p)
+    kept = lax.cond(limited, lambda: kept_tokens(scaled, top_k, top_p), lambda: jnp.ones(scaled.shape, bool))
+    seeds, numbers, drawn_before = (jnp.asarray(x) for x in (rows.seed, rows.number, counts))
+    noise = jax.vmap(_noise, in_axes=(0, 0, 0, None))(seeds, numbers, drawn_before, logits.shape[1])
     drawn = jnp.argmax(jnp.where(kept, scaled + noise, -jnp.inf), axis=-1)
     return jnp.where(rows.temperature > 0, drawn, jnp.argmax(logits, axis=-1)).astype(jnp.int32)
 

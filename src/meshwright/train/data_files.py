@@ -124,7 +124,7 @@ def _unpacked(file: Path) -> Callable[[BinaryIO], Any]:
         except ImportError:
             raise CannotRunError(f"{file} needs Python 3.14 or newer for .zst. Unpack it, or pack it as .gz.") from None
         return lambda raw: zstd.ZstdFile(raw)
-    return lambda raw: io.BufferedReader(raw)  # type: ignore[arg-type]
+    return lambda raw: io.BufferedReader(raw)  # type: ignore[arg-type, unused-ignore]
 
 
 def _parquet(file: Path, field: str) -> Iterator[Piece]:

@@ -52,9 +52,7 @@ def prepare(model: Model, strategy: Strategy, job: Job, settings: TrainSettings)
         model,
         strategy,
         # Asked when the step is traced, not here, where there is none yet.
-        optimizer=make_optimizer(
-            model, settings, strategy.state, places=lambda: Places(step.mesh, step.shard_specs)
-        ),
+        optimizer=make_optimizer(model, settings, strategy.state, places=lambda: Places(step.mesh, step.shard_specs)),
         max_grad_norm=settings.max_grad_norm,
         options=program_options(settings),
     )
