@@ -58,7 +58,5 @@ def test_a_run_is_read_back(run):
 def test_a_folder_without_weights_is_named(tmp_path):
     assert not has_weights(tmp_path)
     for read in (load_model, load_run):
-        with pytest.raises(
-            InputError, match=r"has no config.json with model.safetensors. Give the folder"
-        ):
+        with pytest.raises(InputError, match=r"has no config.json with model.safetensors. Give the folder"):
             read(tmp_path)
