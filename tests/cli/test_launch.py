@@ -172,16 +172,25 @@ def test_others_that_end_in_time_are_not_stopped(capfd):
     assert not any("stopped" in line for line in error)
 
 
-def test_a_signal_reaches_all_and_a_second_one_kills(capfd):
-    threading.Timer(2.0, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
-    code, _, error = run_program(
-        capfd, "signal.signal(signal.SIGINT, lambda *_: sys.exit(0))\ntime.sleep(100)", processes=2
-    )
-    assert (code, [line for line in error if "stopped" in line]) == (0, [])
-    for delay in (2.0, 2.5):
-        threading.Timer(delay, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
-    code, _, _ = run_program(capfd, "signal.signal(signal.SIGINT, lambda *_: None)\nwhile True: time.sleep(1)", 2)
-    assert code == 128 + signal.SIGKILL
+def interrupt_when_ready(folder, *, count, times):
+    """Send this process Ctrl-C, ``times`` times, once each child has left a file to say that it listens."""
+
+    def send():
+        while len(list(folder.iterdir())) < count:
+            time.sleep(0.02)
+        for _ in range(times):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.5)
+
+    threading.Thread(target=send, daemon=True).start()
+
+
+@pytest.mark.parametrize(("handler", "times", "code"), [("sys.exit(0)", 1, 0), ("None", 2, 128 + signal.SIGKILL)])
+def test_ctrl_c_reaches_all_and_a_second_one_kills(capfd, tmp_path, handler, times, code):
+    listen = f"signal.signal(signal.SIGINT, lambda *_: {handler}); open(f'{tmp_path}/{{index}}', 'w').close()"
+    interrupt_when_ready(tmp_path, count=2, times=times)
+    found, _, _ = run_program(capfd, f"{listen}\nwhile True: time.sleep(1)", processes=2)
+    assert found == code
 
 
 def wait_for_checkpoint(folder):

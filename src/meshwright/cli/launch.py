@@ -114,8 +114,9 @@ def _prefixed(index: int) -> Callable[[str], None]:
 
 
 def _pass_on(source: IO[bytes], show: Callable[[str], None]) -> None:
-    for line in without_noise(line.decode(errors="replace").rstrip("\n") for line in source):
-        show(line)
+    with source:
+        for line in without_noise(line.decode(errors="replace").rstrip("\n") for line in source):
+            show(line)
 
 
 def without_noise(lines: Iterable[str]) -> Iterator[str]:
