@@ -16,12 +16,12 @@ ONE_AXIS = [
     (DEEP, {"fsdp": 2}, {"remat": "every-2"}),
     (MODEL, {"tensor": 4}, {"sequence_parallel": False, "remat": "none"}),
     (MODEL, {"context": 4}, {"context_attention": "ulysses", "remat": "selective"}),
-    (MODEL, {"context": 4}, {"context_attention": "ring"}),
+    (MODEL, {"context": 4}, {"context_attention": "ring", "remat": "selective"}),
     (MOE, {"expert": 4}, {"remat": "none"}),
 ]
 MIXES = [
     (MODEL, {"data": 2, "fsdp": 2, "tensor": 2}, {"zero": 1, "num_microbatches": 2}),
-    (MODEL, {"data": 2, "fsdp": 2, "context": 2}, {"zero": 2, "context_attention": "ring"}),
+    (MODEL, {"data": 2, "fsdp": 2, "context": 2}, {"zero": 2, "context_attention": "ring", "remat": "none"}),
     (
         DEEP,
         {"fsdp": 2, "data": 2, "tensor": 2},
@@ -30,7 +30,7 @@ MIXES = [
     (MODEL, {"fsdp": 2, "context": 2, "tensor": 2}, {"context_attention": "ulysses", "remat": "matmuls"}),
     (MODEL, {"data": 2, "context": 2, "tensor": 2}, {"sequence_parallel": False, "remat": "full"}),
     (MOE, {"data": 2, "expert": 2, "tensor": 2}, {"remat": "selective"}),
-    (MOE, {"fsdp": 2, "expert": 2, "context": 2}, {"context_attention": "ring", "remat": "full"}),
+    (MOE, {"fsdp": 2, "expert": 2, "context": 2}, {"context_attention": "ring", "remat": "selective"}),
     (MOE, {"data": 2, "fsdp": 2, "expert": 2}, {"zero": 1, "num_microbatches": 1}),
 ]
 DEEP_MOE = msgspec.structs.replace(MOE, name="deep-moe", num_layers=4)
