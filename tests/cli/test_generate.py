@@ -1,9 +1,15 @@
 """`meshwright generate` on a tiny model's folder: text out, figures beside it, refusals in one line."""
 
+from pathlib import Path
+
 import pytest
 from msgspec.structs import replace
 
+from meshwright.cli.generate import show
 from meshwright.nn.hf_weights import save_hf
+from meshwright.serve.generate import Completion, Generated, Pace
+from meshwright.serve.model_folder import open_model
+from meshwright.serve.sampling import LIKELIEST
 from meshwright.train.sample import generate as without_cache
 from tests.parallel.generate_cases import LLAMA, float_params
 from tests.serve.test_model_folder import byte_tokenizer
@@ -53,9 +59,18 @@ def test_several_prompts_as_one_object(call, folder, tmp_path):
     assert said.json["pace"]["num_tokens"] == sum(len(one["tokens"]) for one in said.json["completions"])
 
 
-def test_several_prompts_are_numbered(call, folder):
-    said = call("generate", folder, "--prompt", "so", "--prompt", "Once", "--max-tokens", "2", "--on", "cpu:1")
-    assert said.out == f"[1] {expected('so', 2)}\n[2] {expected('Once', 2)}\n"
+def test_several_texts_are_numbered(capsys, folder):
+    source = open_model(Path(folder))
+    prompts = ["so", "Once"]
+    tokens = [source.text.encode(text) for text in prompts]
+    found = Generated(
+        completions=tuple(Completion(tokens=tuple(source.text.encode(new)), finish="end") for new in (" it is", "!")),
+        pace=Pace(compile_s=1.0, first_token_s=0.5, tokens_per_s=None, num_tokens=7),
+    )
+    show(found, source, prompts, tokens, sampling=LIKELIEST, mesh={"data": 1}, live=False, as_json=False)
+    said = capsys.readouterr()
+    assert said.out == "[1] so it is\n[2] Once!\n"
+    assert said.err == "compiled in 1 s; first token after 500 ms; 7 tokens\n"
 
 
 @pytest.mark.parametrize(

@@ -49,8 +49,11 @@ def test_a_plan_file_and_a_changed_field(rates, tmp_path, capsys):
     assert run(train) == 0
     said = capsys.readouterr()
     assert "3 steps: loss" in said.out
-    assert "predicted" in said.out
     assert "remat none" in said.err
+    rows = {line.split("  ")[0].strip() for line in said.out.splitlines()}
+    assert {"step", "MFU", "HFU", "memory of a device"} <= rows
+    assert "predicted" in said.out
+    assert re.search(r"goodput \d+%: .* of .* in steps, compiling", said.out)
 
 
 def test_a_finished_run_says_so_and_goes_on_when_asked(rates, tmp_path, capsys):
@@ -75,15 +78,6 @@ def test_a_finished_run_says_so_and_goes_on_when_asked(rates, tmp_path, capsys):
     resolved = tomllib.loads((tmp_path / "runs" / "tiny-001" / "resolved.toml").read_text())
     assert (resolved["train"]["steps"], resolved["train"]["learning_rate"]) == (5, 0.01)
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["tiny-001"]
-
-
-def test_what_was_measured_stands_beside_what_was_predicted(rates, tmp_path, capsys):
-    arguments = ["train", "tiny", *SMALL, "--axes", "fsdp=8", "--steps", "3", "--calibration", rates]
-    assert run([*arguments, "--runs", str(tmp_path)]) == 0
-    out = capsys.readouterr().out
-    rows = {line.split("  ")[0].strip(): line for line in out.splitlines()}
-    assert {"step", "MFU", "HFU", "memory of a device"} <= set(rows)
-    assert re.search(r"goodput \d+%: .* of .* in steps, compiling", out)
 
 
 def test_the_loop_on_this_machine(tmp_path, capsys, monkeypatch):

@@ -69,17 +69,6 @@ def test_the_smaller_factor_is_turned_round():
     assert "f32[7,9]" not in traced
 
 
-@pytest.mark.parametrize("batch", ["", "h"])
-def test_many_rows_are_turned_round_in_blocks(batch):
-    front = (3,) * len(batch)
-    rng = np.random.default_rng(0)
-    lhs, rhs = (rng.normal(size=(*front, 384, width)).astype(np.float32) for width in (5, 7))
-    equation = f"{batch}te,{batch}tb->{batch}eb"
-    found = contract(equation, jnp.asarray(lhs), jnp.asarray(rhs), platform="cpu")
-    expected = np.einsum(equation, lhs.astype(np.float64), rhs.astype(np.float64))
-    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6 * np.abs(expected).max())
-
-
 def sized(*shapes):
     return [jnp.ones(shape, jnp.float32) for shape in shapes]
 

@@ -11,6 +11,7 @@ from meshwright.cli.fields import parse_axes
 from meshwright.cli.output import emit_json, json_option, say
 from meshwright.cli.plan import mesh_words
 from meshwright.core.errors import CannotRunError, InputError
+from meshwright.core.files import cache_folder
 from meshwright.core.units import format_bytes, format_seconds
 from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.strategy import Strategy, make_mesh
@@ -70,16 +71,16 @@ def command(
     if live:
         click.echo(texts[0], nl=False)
 
-    def show(row: int, token: int) -> None:
+    def write(row: int, token: int) -> None:
         if live:
             click.echo(streams[row].push(token), nl=False)
 
     found = generate(
-        step, params, tokens, max_tokens=max_tokens, sampling=sampling, end_tokens=source.end_tokens, on_token=show
+        step, params, tokens, max_tokens=max_tokens, sampling=sampling, end_tokens=source.end_tokens, on_token=write
     )
     if live:
         click.echo(streams[0].finish())
-    _show(found, source, texts, tokens, sampling=sampling, mesh=mesh, live=live, as_json=as_json)
+    show(found, source, texts, tokens, sampling=sampling, mesh=mesh, live=live, as_json=as_json)
 
 
 def _prompts(given: Sequence[str], file: Path | None) -> list[str]:
@@ -134,7 +135,9 @@ def _loaded(
     from meshwright.nn.hf_weights import load_params
     from meshwright.parallel.generate_step import GenerateStep
     from meshwright.serve.generate import require_prompts
+    from meshwright.train.cache import keep_compiled_programs
 
+    keep_compiled_programs(cache_folder())
     strategy = Strategy(mesh=mesh, state="fp32" if source.dtype == "fp32" else "bf16-adam")
     parts = mesh["data"] * mesh["fsdp"] * mesh["expert"]
     step = GenerateStep(
@@ -157,7 +160,7 @@ def _loaded(
     return step, params
 
 
-def _show(
+def show(
     found: "Generated",
     source: "ModelFolder",
     texts: Sequence[str],

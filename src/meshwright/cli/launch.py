@@ -53,24 +53,29 @@ def launch(program: Sequence[str], *, processes: int, devices: int | None = None
     """Run a program in several processes. The exit code: 0, that of the first that failed, or 128 + the signal that
     killed it."""
     port = free_port()
-    children = [
-        subprocess.Popen(
-            program,
-            env=child_environment(dict(os.environ), index, processes, port=port, devices=devices),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            # A terminal's Ctrl-C would reach them twice: they get it from here.
-            start_new_session=True,
-        )
-        for index in range(processes)
-    ]
-    pumps = [pump for index, child in enumerate(children) for pump in _pumps(index, child)]
+    children: list[subprocess.Popen[bytes]] = []
     with _signals_to(children):
+        for index in range(processes):
+            children.append(_start(program, index, processes, port=port, devices=devices))
+        pumps = [pump for index, child in enumerate(children) for pump in _pumps(index, child)]
         code = _wait(children)
     for pump in pumps:
         pump.join()
     return code
+
+
+def _start(
+    program: Sequence[str], index: int, processes: int, *, port: int, devices: int | None
+) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        program,
+        env=child_environment(dict(os.environ), index, processes, port=port, devices=devices),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        # A terminal's Ctrl-C would reach them twice: they get it from here.
+        start_new_session=True,
+    )
 
 
 def child_environment(

@@ -73,15 +73,18 @@ def forward(
         here = _places(query, i, blocks.query).over_keys()
 
         def step(j: Array, running: Running) -> Running:
+            # Sliced outside of the branch: see `attention_rows` on places that are read at an offset.
+            there = _places(key, j, blocks.key).over_queries()
+
             def meet(seen: Array | None) -> Running:
                 return attend(running, tile, _block(k, j, blocks.key, -2), _block(v, j, blocks.key, -2), rest, seen)
 
-            def some() -> Running:
-                there = _places(key, j, blocks.key).over_queries()
-                return meet(visible(here, there, window=rule.window))
-
             if sight is None:
                 return meet(None)
+
+            def some() -> Running:
+                return meet(visible(here, there, window=rule.window))
+
             return lax.switch(sight[i, j], (lambda: running, some, lambda: meet(None)))
 
         sink = _block(sinks[0], i, blocks.query, -1) if sinks else None
@@ -113,18 +116,17 @@ def backward(
         keys_j, values_j, columns_j = (_block(x, j, blocks.key, axis) for x, axis in ((k, -2), (v, -2), (columns, -1)))
         there = _places(key, j, blocks.key).over_keys()
 
-        def step(i: Array, sums: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-            dq, dk, dv = sums
-            part = _block(dq, i, blocks.query, -1)
+        def step(i: Array, before: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+            dq, dk, dv = before
+            part, sums, deltas = (_block(x, i, blocks.query, -1) for x in (dq, lse, delta))
+            here = _places(query, i, blocks.query).over_queries()
 
             def meet(seen: Array | None) -> tuple[Array, Array, Array]:
                 tile, dtile = _block(tall, i, blocks.query, -2), _block(dout, i, blocks.query, -2)
-                sums, deltas = (_block(x, i, blocks.query, -1) for x in (lse, delta))
                 p, ds = score_cotangents(tile, keys_j, values_j, dtile, sums, deltas, rest, seen)
                 return part + weighed(columns_j, ds.astype(k.dtype)), dk + weighed(ds, tile), dv + weighed(p, dtile)
 
             def some() -> tuple[Array, Array, Array]:
-                here = _places(query, i, blocks.query).over_queries()
                 return meet(visible(here, there, window=rule.window))
 
             if sight is None:

@@ -14,6 +14,9 @@ from jaxtyping import Array
 
 from meshwright.nn.attention_visibility import Places
 
+HEADS_PER_STEP = 2
+"""Key heads whose operations a CPU's threads may take in any order; more only make the program longer."""
+
 Results = tuple[tuple[Array, ...], tuple[Array, ...]]
 Core = Callable[[Sequence[Array], Sequence[Array], Places, Places], Results]
 """(arrays of query rows, arrays of key rows, places of query rows, of key rows) -> results by query row, by key row.
@@ -60,40 +63,61 @@ def _one_by_one(core: Core, queries: Sequence[Array], keys: Sequence[Array], que
     batch, length, heads = queries[0].shape[:3]
     num_keys, kv_heads = keys[0].shape[1:3]
     group = heads // kv_heads
+    # Numbers of rows are read inside of loops over scores: with the stride of heads these would not be vectorised.
+    queries = [x if x.ndim == 4 else _heads_first(x, kv_heads) for x in queries]
 
-    def one(index: Array) -> Results:
-        row, head = index // kv_heads, index % kv_heads
+    def places(row: Array) -> tuple[Places, Places]:
         here, there = (
             jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, row, keepdims=False), p) for p in (query, key)
         )
-        rows = [_take(x, row, head * group, group) for x in queries]
-        return core(
-            rows, [_take(x, row, head, 1) for x in keys], jax.tree.map(lambda x: jnp.repeat(x, group), here), there
-        )
+        return jax.tree.map(lambda x: jnp.repeat(x, group), here), there
 
-    def body(index: Array, out: Results) -> Results:
-        row, head = index // kv_heads, index % kv_heads
-        by_query, by_key = one(index)
-        return (
-            tuple(_put(x, y, row, head * group, group) for x, y in zip(out[0], by_query, strict=True)),
-            tuple(_put(x, y, row, head, 1) for x, y in zip(out[1], by_key, strict=True)),
-        )
+    def one(row: Array, head: Array, here: Places, there: Places) -> Results:
+        rows = [_take(x, row, head, group) for x in queries]
+        return core(rows, [_take(x, row, head, 1) for x in keys], here, there)
 
-    shapes = jax.eval_shape(one, jnp.int32(0))
-    start = (
-        tuple(jnp.zeros((batch, length, heads, *x.shape[1:]), x.dtype) for x in shapes[0]),
-        tuple(jnp.zeros((batch, num_keys, kv_heads, *x.shape[1:]), x.dtype) for x in shapes[1]),
+    def sequence(row: Array, out: Results) -> Results:
+        here, there = places(row)
+
+        # A loop of its own over heads, to which places are whole arrays: read at an offset into those of all
+        # sequences, within the loop over scores, they would make that loop several times as slow.
+        def step(head: Array, out: Results) -> Results:
+            by_query, by_key = one(row, head, here, there)
+            return (
+                tuple(_put(x, y, row, head, group) for x, y in zip(out[0], by_query, strict=True)),
+                tuple(_put(x, y, row, head, 1) for x, y in zip(out[1], by_key, strict=True)),
+            )
+
+        return lax.fori_loop(0, kv_heads, step, out, unroll=HEADS_PER_STEP if kv_heads % HEADS_PER_STEP == 0 else 1)
+
+    shapes = jax.eval_shape(lambda first: one(first, first, *places(first)), jnp.int32(0))
+    start = tuple(
+        tuple(jnp.zeros(_whole_shape(x, batch, rows, kv_heads), x.dtype) for x in part)
+        for part, rows in zip(shapes, (length, num_keys), strict=True)
     )
-    return lax.fori_loop(0, batch * kv_heads, body, start)
+    by_query, by_key = lax.fori_loop(0, batch, sequence, start)
+    return tuple(x if x.ndim == 4 else _heads_back(x, length) for x in by_query), by_key
 
 
-def _take(x: Array, row: Array, first: Array, count: int) -> Array:
-    """Heads ``first`` and ``count`` - 1 after it of one sequence, as rows."""
-    sizes = (1, x.shape[1], count, *x.shape[3:])
-    starts = (row, jnp.int32(0), first, *[jnp.int32(0)] * (x.ndim - 3))
-    return lax.dynamic_slice(x, starts, sizes).reshape(-1, *x.shape[3:])
+def _whole_shape(x: jax.ShapeDtypeStruct, batch: int, length: int, kv_heads: int) -> tuple[int, ...]:
+    """[B, T, N, width] of rows with a width, [B, K, rows] of numbers."""
+    rows, *width = x.shape
+    return (batch, length, rows // length * kv_heads, *width) if width else (batch, kv_heads, rows)
 
 
-def _put(x: Array, value: Array, row: Array, first: Array, count: int) -> Array:
-    starts = (row, jnp.int32(0), first, *[jnp.int32(0)] * (x.ndim - 3))
-    return lax.dynamic_update_slice(x, value.reshape(1, x.shape[1], count, *x.shape[3:]), starts)
+def _take(x: Array, row: Array, head: Array, group: int) -> Array:
+    """The rows of one sequence and key head."""
+    if x.ndim == 3:
+        return x[row, head]
+    sizes = (1, x.shape[1], group, x.shape[3])
+    return lax.dynamic_slice(x, _start(row, head, group), sizes).reshape(-1, x.shape[3])
+
+
+def _put(x: Array, value: Array, row: Array, head: Array, group: int) -> Array:
+    if x.ndim == 3:
+        return lax.dynamic_update_slice(x, value[None, None], (row, head, jnp.int32(0)))
+    return lax.dynamic_update_slice(x, value.reshape(1, x.shape[1], group, x.shape[3]), _start(row, head, group))
+
+
+def _start(row: Array, head: Array, group: int) -> tuple[Array, Array, Array, Array]:
+    return row, jnp.int32(0), head * group, jnp.int32(0)

@@ -15,10 +15,6 @@ from jaxtyping import Array
 
 from meshwright.nn.attention_platform import default_platform
 
-BLOCK_ROWS = 128
-"""Rows that are transposed at a time, then copied to their place in one piece each: writing single entries a whole row
-of the result apart takes three times as long."""
-
 
 class _Letters(NamedTuple):
     """Letters of a product: those of both factors and the result, those that are summed, and each factor's own."""
@@ -61,22 +57,14 @@ def _turned_round(letters: _Letters, out: str, lhs: Array, rhs: Array) -> Array:
     if _size(sizes, first) > _size(sizes, second):
         tall, wide, first, second = rhs, lhs, second, first
     shape = [sizes[c] for c in letters.batch] + [_size(sizes, letters.summed)]
-    made = jnp.matmul(_transposed(tall.reshape(*shape, -1)), wide.reshape(*shape, -1))
+    # The barriers keep XLA from folding a transposition back into the product, which would undo all this.
+    turned = lax.optimization_barrier(jnp.swapaxes(tall.reshape(*shape, -1), -1, -2))
+    made = jnp.matmul(turned, wide.reshape(*shape, -1))
     found = letters.batch + first + second
     if found != out:
         made = lax.optimization_barrier(made)
     made = made.reshape([sizes[c] for c in found])
     return jnp.transpose(made, [found.index(c) for c in out])
-
-
-def _transposed(array: Array) -> Array:
-    """The last two dims exchanged in memory. The barriers keep XLA from folding that back into the product."""
-    *batch, rows, columns = array.shape
-    if rows % BLOCK_ROWS or rows == BLOCK_ROWS:
-        return lax.optimization_barrier(jnp.swapaxes(array, -1, -2))
-    blocks = array.reshape(*batch, rows // BLOCK_ROWS, BLOCK_ROWS, columns)
-    blocks = lax.optimization_barrier(jnp.swapaxes(blocks, -1, -2))
-    return lax.optimization_barrier(jnp.swapaxes(blocks, -2, -3).reshape(*batch, columns, rows))
 
 
 def _size(sizes: dict[str, int], letters: str) -> int:

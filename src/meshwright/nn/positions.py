@@ -92,7 +92,7 @@ def _yarn(width: int, theta: float, scaling: RopeScaling, max_positions: int) ->
         """The pair that turns this often over the original length."""
         return width * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
-    low, high = pair_of(scaling.beta_fast or 32), pair_of(scaling.beta_slow or 1)
+    low, high = pair_of(scaling.beta_fast or 32.0), pair_of(scaling.beta_slow or 1.0)
     if scaling.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, width - 1)

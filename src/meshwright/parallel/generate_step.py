@@ -103,6 +103,11 @@ class GenerateStep:
         return self._shardings(self.cache_specs)
 
     @property
+    def logits_sharding(self) -> NamedSharding:
+        """Where logits [B, V] lie."""
+        return NamedSharding(self.mesh, partition_spec(self.generate_declared.declared["logits"]))
+
+    @property
     def dtype(self) -> Any:
         """The dtype of the weights that are not int8, and of the stream."""
         return DTYPES[self.strategy.state_dtype]
@@ -254,9 +259,8 @@ class GenerateStep:
         return jax.shard_map(body, mesh=self.mesh, in_specs=arguments, out_specs=out, check_vma=False)
 
     def _jitted(self, body: Callable[..., Any], specs: Any) -> Any:
-        logits = partition_spec(self.generate_declared.declared["logits"])
         arguments = self._shardings((self.param_specs, self.cache_specs, specs))
-        results = self._shardings((logits, self.cache_specs))
+        results = (self.logits_sharding, self.cache_shardings)
         return jax.jit(body, in_shardings=arguments, out_shardings=results, donate_argnums=1)
 
 

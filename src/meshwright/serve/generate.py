@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Literal
 
+import jax
 import msgspec
 import numpy as np
 
@@ -60,6 +61,7 @@ def generate(
     start = time.perf_counter()
     step.compiled(tokens.shape[1])
     step.compiled(0)
+    _compile_draws(step, rows)
     compile_s = time.perf_counter() - start
     progress = _Progress(len(prompts), max_tokens, frozenset(end_tokens), on_token)
     _run(step, params, tokens, lengths, rows, progress)
@@ -112,6 +114,12 @@ def padded(step: GenerateStep, prompts: Sequence[Sequence[int]]) -> tuple[np.nda
     return tokens, lengths
 
 
+def _compile_draws(step: GenerateStep, rows: Choices) -> None:
+    shape = (step.batch_seqs, step.model.vocab_size)
+    logits = jax.device_put(np.zeros(shape, np.float32), step.logits_sharding)
+    jax.block_until_ready(draw(logits, rows, np.zeros(step.batch_seqs, np.int32)))
+
+
 class _Progress:
     """What each prompt has got so far, and when."""
 
@@ -160,7 +168,7 @@ def _run(
 ) -> None:
     """Steps until every prompt is done. Each step is sent off before the token that it goes on from is looked at, so
     that devices do not wait for the host; what comes after the last end token is thrown away."""
-    cache = step.init_cache()
+    cache = jax.block_until_ready(step.init_cache())
     progress.times = [time.perf_counter()]
     logits, cache = step.prefill(params, cache, tokens, lengths)
     drawn = draw(logits, rows, np.zeros(step.batch_seqs, np.int32))
