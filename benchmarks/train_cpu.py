@@ -98,10 +98,11 @@ def torch_step(kind: str, layers: int, weights: Path) -> Step:
 
 
 def meshwright_step(layers: int, weights: Path, remat: str | tuple[str, ...]) -> Step:
-    """`TrainStep` on one device."""
+    """`TrainStep` on one device, with memory kept as `meshwright train` keeps it."""
     import jax
     from safetensors.numpy import load_file
 
+    from meshwright.core.host_memory import keep_freed_memory
     from meshwright.nn.hf_weights import params_from_hf
     from meshwright.parallel.train_step import State, TrainStep
     from meshwright.spec.hf import model_from_config
@@ -109,6 +110,7 @@ def meshwright_step(layers: int, weights: Path, remat: str | tuple[str, ...]) ->
     from meshwright.train.optimizers import make_optimizer
     from meshwright.train.settings import TrainSettings
 
+    keep_freed_memory()
     model = model_from_config({**CONFIG, "num_hidden_layers": layers, "model_type": "llama"}, "train-cpu")
     settings = TrainSettings(
         learning_rate=LEARNING_RATE,

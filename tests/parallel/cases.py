@@ -25,6 +25,7 @@ DEEP = msgspec.structs.replace(MODEL, name="deep", num_layers=4)
 MOE = msgspec.structs.replace(
     MODEL, name="moe", family="mixtral", num_experts=4, experts_per_token=2, d_ff_expert=32, gates_sum_to_one=True
 )
+DEEP_MOE = msgspec.structs.replace(MOE, name="deep-moe", num_layers=4)
 
 
 class Run(NamedTuple):

@@ -1,27 +1,68 @@
-"""The executor over real processes: each runs on its own time, and they meet only in their messages."""
+"""Stages in real processes: each runs on its own time, and they meet only in their messages."""
 
+import json
 import re
 
+import numpy as np
 import pytest
 
 from meshwright.algebra.schedule_rows import SCHEDULES
+from tests.parallel.cases import DEEP, DEEP_MOE, RELATIVE, on_one_device
 from tests.parallel.several import run_all
 
+ONE_EACH = [({"pipeline": 2}, "interleaved", 2, "deep"), ({"pipeline": 2}, "zb-h1", 1, "deep-moe")]
+FOUR = [
+    ({"pipeline": 2, "data": 2}, "1f1b", 1, "deep"),
+    ({"pipeline": 2, "expert": 2}, "dualpipe-v", 2, "deep-moe"),
+    ({"pipeline": 4}, "gpipe", 1, "deep"),
+]
+TWO_EACH = [
+    ({"pipeline": 2, "fsdp": 2}, "1f1b", 1, "deep"),
+    ({"pipeline": 2, "tensor": 2}, "dualpipe", 1, "deep"),
+    ({"pipeline": 2, "context": 2}, "zb-h2", 1, "deep"),
+]
 
-def assert_equal(names, **processes):
-    """Every process finds its blocks of loss and gradients as one device has them, under each schedule."""
-    for code, out, error in run_all(["-m", "tests.parallel.pipeline_child", *names], **processes):
+
+@pytest.fixture(scope="module")
+def wanted(tmp_path_factory):
+    """Loss and gradients of one device, in a file."""
+    path = tmp_path_factory.mktemp("wanted") / "wanted.npz"
+    found = {}
+    for model in (DEEP, DEEP_MOE):
+        one = on_one_device(model)
+        found |= {f"{model.name}/{name}": value for name, value in one.gradients.items()}
+        found[f"{model.name}/loss"] = np.float64(one.loss)
+    np.savez(path, **found)
+    return path
+
+
+def assert_errors(arguments, names, **processes):
+    """Every process finds its blocks of loss and gradients as one device has them, in each case."""
+    for code, out, error in run_all(["-m", *arguments], **processes):
         assert code == 0, error[-2000:]
         found = dict(re.findall(r"^error (\S+) (\S+)$", out, re.MULTILINE))
         assert set(found) == set(names)
-        assert max(map(float, found.values())) <= 1e-5
+        assert max(map(float, found.values())) <= RELATIVE
 
 
-def test_two_processes():
-    assert_equal(("1f1b",), count=2)
+def assert_as_one(wanted, cases, **processes):
+    arguments = ["tests.parallel.pipeline_model_child", str(wanted), json.dumps(cases)]
+    assert_errors(arguments, map(str, range(len(cases))), **processes)
+
+
+def test_stages_of_two_processes(wanted):
+    assert_as_one(wanted, ONE_EACH[:1], count=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("cases", "count", "devices"), [(ONE_EACH, 2, 1), (FOUR, 4, 1), (TWO_EACH, 2, 2)], ids=["2x1", "4x1", "2x2"]
+)
+def test_stages_beside_other_axes_in_processes(wanted, cases, count, devices):
+    assert_as_one(wanted, cases, count=count, devices=devices)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("count", "devices"), [(2, 2), (4, 1)])
 def test_every_schedule(count, devices):
-    assert_equal(SCHEDULES, count=count, devices=devices)
+    assert_errors(["tests.parallel.pipeline_child", *SCHEDULES], SCHEDULES, count=count, devices=devices)

@@ -1,12 +1,11 @@
 """Every parallelism, and mixes of them, against one device and against their derived collectives."""
 
-import msgspec
 import numpy as np
 import pytest
 
 from meshwright.algebra.layers import ProgramOptions
 from meshwright.verify.hlo import collectives
-from tests.parallel.cases import DEEP, MOE, assert_equal, on_one_device, run, strategy_of
+from tests.parallel.cases import DEEP, DEEP_MOE, MOE, assert_equal, on_one_device, run, strategy_of
 from tests.parallel.small import BATCH_SEQS, MODEL, SEQ_LEN, batch
 
 ONE_AXIS = [
@@ -33,7 +32,6 @@ MIXES = [
     (MOE, {"fsdp": 2, "expert": 2, "context": 2}, {"context_attention": "ring", "remat": "selective"}),
     (MOE, {"data": 2, "fsdp": 2, "expert": 2}, {"zero": 1, "num_microbatches": 1}),
 ]
-DEEP_MOE = msgspec.structs.replace(MOE, name="deep-moe", num_layers=4)
 PIPELINES = [
     (DEEP, {"pipeline": 2, "data": 2, "tensor": 2}, {"schedule": "zb-h1", "zero": 1}),
     (DEEP, {"pipeline": 2, "fsdp": 2, "context": 2}, {"schedule": "1f1b", "context_attention": "ring"}),

@@ -103,12 +103,13 @@ def table_gather(step):
     return ("all_gather", axes), count, count * gathered
 
 
-def test_a_loss_head_of_several_chunks():
+@pytest.mark.parametrize("axes", [{"fsdp": 2, "tensor": 2}, {"fsdp": 2}], ids=name)
+def test_a_loss_head_of_several_chunks(axes):
     rows = np.random.default_rng(1).integers(0, MODEL.vocab_size, (8, 513)).astype(np.int32)
     long = {"tokens": jnp.asarray(rows[:, :-1]), "labels": jnp.asarray(rows[:, 1:])}
     kept = TrainStep(MODEL, strategy({}, remat="block"), optimizer=keep_gradients())
     expected, metrics = kept.step(kept.init(0), kept.place(long))
-    chunked = TrainStep(MODEL, strategy({"fsdp": 2, "tensor": 2}, remat="full"), optimizer=keep_gradients())
+    chunked = TrainStep(MODEL, strategy(axes, remat="full"), optimizer=keep_gradients())
     state, found = chunked.step(chunked.init(0), chunked.place(long))
     assert float(found.loss) == pytest.approx(float(metrics.loss), rel=RELATIVE)
     assert_close(state.opt_state, expected.opt_state)

@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from meshwright.algebra.collective_matmul import with_collective_matmuls
 from meshwright.algebra.einsum import reshard
 from meshwright.algebra.kinds import KINDS
 from meshwright.algebra.notation import ShardedArray
@@ -330,8 +331,10 @@ def derive(program: Program, strategy: Strategy, *, symbolic: bool = False) -> D
         keeps.extend(kept)
         held = tuple(a for a in backward.used if a in kept or shardings.is_activation(a.name))
         segment = strategy.segment if block.carry else None
-        again = () if segment is None else tuple(_again(step, shardings) for step in forward.steps)
-        blocks.append(BlockSteps(block, tuple(forward.steps), (*again, *backward.steps), held, segment))
+        there = _in_blocks(forward.steps, shardings, held)
+        again = () if segment is None else tuple(_again(step, shardings) for step in there)
+        back = _in_blocks(backward.steps, shardings)
+        blocks.append(BlockSteps(block, there, (*again, *back), held, segment))
     blocks = _summed_once(blocks)
     declared = {name: shardings.declared(name) for name in program.variables}
     update, boundary = tuple(_update(program, shardings)), _boundary(program, shardings)
@@ -345,8 +348,16 @@ def derive_forward(program: Program, strategy: Strategy, *, symbolic: bool = Fal
     """Forward steps of a program that is never differentiated: no backward pass, no update, nothing held."""
     keep = None if symbolic else strategy.active_axes
     shardings = _Shardings(program, msgspec.structs.replace(strategy, remat="none"), keep)
-    blocks = tuple(BlockSteps(block, tuple(_forward(block, shardings).steps), (), ()) for block in program.blocks)
+    passes = ((block, _in_blocks(_forward(block, shardings).steps, shardings)) for block in program.blocks)
+    blocks = tuple(BlockSteps(block, steps, (), ()) for block, steps in passes)
     return Derived(program, blocks, (), {name: shardings.declared(name) for name in program.variables}, ())
+
+
+def _in_blocks(steps: Sequence[Step], shardings: _Shardings, kept: tuple[ShardedArray, ...] = ()) -> tuple[Step, ...]:
+    """The steps of one pass, with collective matmuls where the strategy asks for them."""
+    ways = shardings.strategy.ring_ways
+    weights = {variable.name for variable in shardings.program.of_role("weight", "vector")}
+    return with_collective_matmuls(steps, ways=ways, kept=kept, weights=weights) if ways else tuple(steps)
 
 
 def _summed_once(blocks: list[BlockSteps]) -> list[BlockSteps]:

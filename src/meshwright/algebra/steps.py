@@ -13,6 +13,9 @@ Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all",
 Phase = Literal["forward", "recompute", "backward", "update"]
 Scope = Literal["layer", "microbatch", "step"]
 
+COLLECTIVE_MATMUL = "collective_matmul"
+"""The op of products that are computed block by block beside a permute (`algebra.collective_matmul`)."""
+
 COLLECTIVES: tuple[str, ...] = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "permute")
 BOOK_NAMES: dict[str, str] = {
     "all_gather": "AllGather",
@@ -32,6 +35,8 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     axes it runs over, ``dim`` the dim that is gathered, scattered or left by an all-to-all, ``to_dim`` the
     dim that an all-to-all splits. A permute sends a device's block to its neighbour, `num_moves` times.
     An attribute accumulate=true adds the result to what is there already.
+    A collective matmul computes its ``parts`` together, block by block along ``dim``: its attribute ``form`` names the
+    collective that it takes the place of.
     ``phase`` and ``scope`` say when and how often; ``critical`` whether the next matmul has to wait for it.
     """
 
@@ -47,6 +52,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     phase: Phase = "forward"
     scope: Scope = "layer"
     critical: bool = False
+    parts: tuple["Step", ...] = ()
 
     @property
     def is_collective(self) -> bool:
@@ -73,6 +79,8 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
             return f"{self.result} = {BOOK_NAMES[self.op]}{over}({self.inputs[0]})"
         if self.op == "einsum":
             return f"{self.result} = {' * '.join(str(a) for a in self.inputs)}"
+        if self.parts:
+            return f"{'; '.join(str(part) for part in self.parts)}, in blocks of {self.dim} as they go round"
         return f"{self.result} = {self.op}({', '.join(str(a) for a in self.inputs)})"
 
 
@@ -104,6 +112,14 @@ def num_moves(step: Step, *, dims: Mapping[str, Any], mesh: Mapping[str, Any]) -
     if "window" in attributes:
         moves = np.minimum(moves, np.ceil(int(attributes["window"]) * size / dims["T"]))
     return moves
+
+
+def num_ways(step: Step, *, dims: Mapping[str, Any], mesh: Mapping[str, Any]) -> Any:
+    """Pieces that go round at once, in opposite directions: 2 where a permute asks for both ways and its block can be
+    cut along its dim, else 1."""
+    if dict(step.attributes).get("ways") != "2":
+        return 1
+    return np.minimum(2, dims[step.dim] / product(mesh[axis] for axis in step.result.axes_of(step.dim)))
 
 
 def _subscript(step: Step) -> str:

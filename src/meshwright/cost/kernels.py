@@ -51,7 +51,7 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
     math_s: Number
     hbm_s: Number
     launch_s: Number
-    num_kernels: int
+    num_kernels: Number
 
 
 def chip_rates(
@@ -82,6 +82,8 @@ def chip_rates(
 
 def local_work(step: Step, sizes: OpSizes, rates: ChipRates) -> Work:
     """A local step priced by itself: its products, its way through memory, and its launch."""
+    if step.parts:
+        return _parts_work(step, sizes, rates)
     flops, moved = op_flops(step, sizes), op_hbm_bytes(step, sizes)
     kernels = num_kernels(step, sizes)
     seconds: Number = 0.0
@@ -103,6 +105,30 @@ def local_work(step: Step, sizes: OpSizes, rates: ChipRates) -> Work:
         hbm_s=moved / rates.hbm_bytes_per_s,
         launch_s=kernels * rates.efficiency.kernel_s,
         num_kernels=kernels,
+    )
+
+
+def num_blocks(step: Step, sizes: OpSizes) -> Number:
+    """Blocks that a collective matmul computes each of its parts in: its own, and one or two for each other device."""
+    facts = dict(step.attributes)
+    return 1 + (product(sizes.mesh[axis] for axis in facts["over"].split(",")) - 1) * int(facts["ways"])
+
+
+def _parts_work(step: Step, sizes: OpSizes, rates: ChipRates) -> Work:
+    """Products block by block: each block is a smaller product, and a launch of its own."""
+    blocks = num_blocks(step, sizes)
+    flops, moved, seconds = op_flops(step, sizes), op_hbm_bytes(step, sizes), 0.0
+    small = msgspec.structs.replace(sizes, dims={**sizes.dims, step.dim: sizes.dims[step.dim] / blocks}, cache={})
+    for part in step.parts:
+        each, casts = _product_s(part, op_flops(part, small), small, rates)
+        seconds, moved = seconds + blocks * each, moved + blocks * casts
+    return Work(
+        flops=flops,
+        hbm_bytes=moved,
+        math_s=seconds,
+        hbm_s=moved / rates.hbm_bytes_per_s,
+        launch_s=blocks * len(step.parts) * rates.efficiency.kernel_s,
+        num_kernels=len(step.parts) * blocks,
     )
 
 

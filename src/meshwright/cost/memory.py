@@ -7,8 +7,9 @@ import numpy as np
 
 from meshwright.algebra.derive import BlockSteps, Derived
 from meshwright.algebra.notation import ShardedArray, product
-from meshwright.algebra.steps import Step
+from meshwright.algebra.steps import Phase, Step
 from meshwright.algebra.transformer import HEAD_CHUNK_TOKENS
+from meshwright.algebra.weight_gradients import split_backward
 from meshwright.core.dims import DTYPE_BYTES
 from meshwright.core.errors import InputError
 from meshwright.cost.ops import OpSizes
@@ -43,9 +44,13 @@ def training_memory(
 
 
 class Kept(msgspec.Struct, frozen=True, kw_only=True):
-    """Results that all repeats of one block of layers keep for one microbatch, and the stream that enters a repeat."""
+    """Results that all repeats of one block of layers keep for one microbatch, and the stream that enters a repeat.
+
+    ``handed_bytes`` is what the gradients of weights wait for where they have a pass of their own.
+    """
 
     kept_bytes: Number
+    handed_bytes: Number
     stream_bytes: Number
     repeat: int
     segment: int | str | None
@@ -54,6 +59,10 @@ class Kept(msgspec.Struct, frozen=True, kw_only=True):
         """Bytes from the forward pass to the backward, on a device with a share of the repeats, for ``stash``
         microbatches in flight: the results of every repeat or, where segments are run again, what enters each."""
         return stash * share * self.repeat * self.moved_bytes(share)
+
+    def waiting_bytes(self, share: Number, handed: Number) -> Number:
+        """Bytes from a backward pass to the pass of its weights' gradients, for ``handed`` microbatches that wait."""
+        return handed * share * self.handed_bytes
 
     def moved_bytes(self, share: Number) -> Number:
         """The same of one repeat and one microbatch."""
@@ -86,7 +95,7 @@ class MemoryParts(msgspec.Struct, frozen=True, kw_only=True):
     logits_bytes: list[Number]
     chunk_bytes: Number
     gathered_bytes: Number
-    boundary_bytes: Number
+    boundary_bytes: list[Number]
     working_bytes: Number
 
     def moved_bytes(self, pipeline: Pipeline) -> Number:
@@ -95,7 +104,7 @@ class MemoryParts(msgspec.Struct, frozen=True, kw_only=True):
 
     def elements(self, part: str, pipeline: Pipeline) -> Number:
         """Elements of weights, gradients or optimizer on the fullest device."""
-        share = pipeline.share(self.num_layers) * pipeline.weight_copies
+        share = pipeline.share(self.num_layers) * pipeline.copies(part)
         return self.layers[part] * share + pipeline.ends(self.ends[part])
 
     def optimizer_bytes(self, pipeline: Pipeline) -> Number:
@@ -113,7 +122,7 @@ class MemoryParts(msgspec.Struct, frozen=True, kw_only=True):
         communication: the gathered weights of one repeat of the block where they are most, and the buffers between
         stages. workspace: the largest set of passing results alive at once in the backward pass of one repeat.
         Of a pipeline the fullest device is taken to have the longest run of layers, the most microbatches in flight
-        and the larger of embedding and head. What is offloaded leaves the buffers of two repeats behind.
+        and what `Pipeline.ends` says of embedding and head. What is offloaded leaves the buffers of two repeats behind.
         """
         state = STATE_BYTES[self.state]
         narrow = state["gradients"] < DTYPE_BYTES["fp32"]
@@ -125,15 +134,19 @@ class MemoryParts(msgspec.Struct, frozen=True, kw_only=True):
             saved = np.minimum(saved, BUFFERED_REPEATS * self.moved_bytes(pipeline))
         if "optimizer" in offload:
             optimizer = np.minimum(1.0, BUFFERED_REPEATS / pipeline.layers_held(self.num_layers)) * optimizer
-        sends = self.boundary_bytes * (np.asarray(pipeline.stages) > 1)
+        waiting = sum(one.waiting_bytes(share, pipeline.handed) for one in self.kept)
+        streams = _largest(one.stream_bytes for one in self.kept)
+        messages = zip(pipeline.messages, (*self.boundary_bytes, streams), strict=True)
         return {
             "weights": self.elements("weights", pipeline) * state["weights"],
             "gradients": self.elements("gradients", pipeline) * (state["gradients"] + accumulated),
             "optimizer": optimizer,
-            "activations": sum((one.segment_bytes(share) for one in self.kept), start=saved + self.kept_ends_bytes),
+            "activations": sum(
+                (one.segment_bytes(share) for one in self.kept), start=saved + waiting + self.kept_ends_bytes
+            ),
             "logits": pipeline.ends(self.logits_bytes) + self.chunk_bytes,
             "kv_cache": 0.0 * self.working_bytes,
-            "communication": self.gathered_bytes + sends,
+            "communication": sum((count * size for count, size in messages), start=self.gathered_bytes),
             "workspace": self.working_bytes,
         }
 
@@ -151,6 +164,7 @@ def memory_parts(derived: Derived, sizes: OpSizes) -> MemoryParts:
         kept=tuple(
             Kept(
                 kept_bytes=kept[block.block.name],
+                handed_bytes=_handed_bytes(block, derived, sizes),
                 stream_bytes=sizes.bytes(derived.declared[block.block.carry]),
                 repeat=block.repeat,
                 segment=block.segment,
@@ -162,7 +176,7 @@ def memory_parts(derived: Derived, sizes: OpSizes) -> MemoryParts:
         logits_bytes=[_kept_bytes(block, derived, sizes, logits=True) for block in blocks],
         chunk_bytes=_chunk_bytes(derived, sizes),
         gathered_bytes=_largest(_gathered_bytes(block, derived, sizes) for block in blocks),
-        boundary_bytes=sum((sizes.bytes(step.result) for step in derived.boundary if step.op == "permute"), start=zero),
+        boundary_bytes=[_boundary_bytes(derived, sizes, phase) + zero for phase in ("forward", "backward")],
         working_bytes=_largest(_working_set(block, derived, sizes) for block in blocks) + zero,
     )
 
@@ -224,6 +238,23 @@ def _kept_bytes(block: BlockSteps, derived: Derived, sizes: OpSizes, *, logits: 
             else:
                 total = total + sizes.bytes(array)
     return block.repeat * total
+
+
+def _handed_bytes(block: BlockSteps, derived: Derived, sizes: OpSizes) -> Number:
+    """What all repeats hand from the gradients of their inputs to those of their weights."""
+    steps = {array: step for step in (*block.forward, *block.backward) for array in (step.result, *step.more)}
+    parts = split_backward(derived, block, block.block.carry)
+    total = _zero(sizes)
+    for array in parts.handed:
+        step = steps.get(array)
+        moved = step is not None and (step.is_collective or step.op == "slice") and step.inputs[0] in parts.handed
+        total = total + sizes.bytes(array) * (_moves(step, sizes) if step is not None and moved else 1)
+    return block.repeat * total
+
+
+def _boundary_bytes(derived: Derived, sizes: OpSizes, phase: Phase) -> Number:
+    """What stages send each other one way, for one microbatch."""
+    return sum(sizes.bytes(s.result) for s in derived.boundary if s.op == "permute" and s.phase == phase)
 
 
 def _is_there(array: ShardedArray, block: BlockSteps, made: dict[ShardedArray, Step]) -> bool:

@@ -58,11 +58,16 @@ class KindRate(msgspec.Struct, frozen=True):
 
 
 class GroupRates(msgspec.Struct, frozen=True, kw_only=True):
-    """What a group needs to be priced: its size, the level that binds, and the rate of each kind of collective."""
+    """What a group needs to be priced: its size, the level that binds, and the rate of each kind of collective.
+
+    ``ring_links`` is 2 where a device has a link to each side of its ring, so that halves sent both ways pass at the
+    same time; 1 where they share a port, or where one of the ways round a line uses all its links.
+    """
 
     size: Number
     level: Any
     kinds: dict[str, KindRate]
+    ring_links: Number = 1
 
     def __getitem__(self, kind: str) -> KindRate:
         rate = self.kinds.get(kind)
@@ -136,6 +141,7 @@ def leg_rates(legs: Sequence[Leg], calibration: Calibration | None = None) -> Gr
             "all_to_all": KindRate(exchange, floor),
             "permute": KindRate(*_permute_terms(legs, calibration)),
         },
+        ring_links=_ring_links(legs),
     )
 
 
@@ -192,6 +198,14 @@ def _permute_terms(legs: Sequence[Leg], calibration: Calibration | None) -> tupl
     return seconds, floor
 
 
+def _ring_links(legs: Sequence[Leg]) -> Number:
+    """Links of a device that a ring through the group can use at once: two on closed torus axes of three or more."""
+    both: Number = 1
+    for leg in legs:
+        both = both * ((leg.size == 1) | (leg.wraps & (leg.size > 2) & (leg.level == "ici")))
+    return 1 + both
+
+
 def received_share(kind: CollectiveKind, size: Number) -> Number:
     """Bytes each device must receive, as a share of ``array_bytes``: how measured rates are counted."""
     once = (size - 1) / size
@@ -229,6 +243,7 @@ def stack_rates(rates: Sequence[GroupRates]) -> GroupRates:
             )
             for kind in kinds
         },
+        ring_links=np.array([one.ring_links for one in rates]),
     )
 
 

@@ -1,5 +1,7 @@
 """FLOPs and bytes of products, elementwise ops, look-ups, experts, the loss head and the optimizer on one device."""
 
+from typing import Any
+
 from meshwright.algebra.notation import product
 from meshwright.algebra.steps import Step
 from meshwright.algebra.transformer import HEAD_CHUNK_TOKENS
@@ -71,8 +73,16 @@ def chunked_flops(step: Step, sizes: OpSizes) -> Number:
 
 
 def chunked_backward_flops(step: Step, sizes: OpSizes) -> Number:
-    """The logits again, then the products for the stream and for the table."""
-    return 3 * chunked_flops(step, sizes)
+    """The logits again where the vocabulary is split, then the products for the stream and for the table.
+
+    A device with the whole vocabulary makes the logits once (`algebra.fused_head`).
+    """
+    return (2 + _is_split(step, sizes)) * chunked_flops(step, sizes)
+
+
+def _is_split(step: Step, sizes: OpSizes) -> Any:
+    """1 where several devices share the vocabulary of a chunked step, else 0."""
+    return product(sizes.mesh[axis] for axis in step.inputs[1].axes_of("V")) > 1
 
 
 def _logits(step: Step, sizes: OpSizes) -> Number:
@@ -95,9 +105,11 @@ def chunked_bytes(step: Step, sizes: OpSizes) -> Number:
 
 
 def chunked_backward_bytes(step: Step, sizes: OpSizes) -> Number:
-    """Logits and their cotangent written and read, the table and its gradient once for every chunk."""
+    """Logits, where they are made again, and their cotangent written and read; the table and its gradient once for
+    every chunk."""
     again = (num_chunks(step, sizes) - 1) * sizes.total(step.inputs[1], step.more[0])
-    return stream(step, sizes) + again + 6 * DTYPE_BYTES["fp32"] * _logits(step, sizes)
+    passes = 4 + 2 * _is_split(step, sizes)
+    return stream(step, sizes) + again + passes * DTYPE_BYTES["fp32"] * _logits(step, sizes)
 
 
 # -- the optimizer ----------------------------------------------------------------------------------------

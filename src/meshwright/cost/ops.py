@@ -13,7 +13,7 @@ from typing import Literal
 import msgspec
 
 from meshwright.algebra.notation import product
-from meshwright.algebra.steps import Step
+from meshwright.algebra.steps import COLLECTIVE_MATMUL, Step
 from meshwright.cost import attention_counts, op_counts
 from meshwright.cost.attention_counts import keys_per_query
 from meshwright.cost.op_counts import nothing, stream
@@ -39,12 +39,19 @@ class OpRow(msgspec.Struct, frozen=True):
 
 
 def op_flops(step: Step, sizes: OpSizes) -> Number:
-    """FLOPs of one execution of a local step on one device."""
+    """FLOPs of one execution of a local step on one device; of its parts together where it has any."""
+    if step.parts:
+        return sum(op_flops(part, sizes) for part in step.parts)
     return OP_ROWS[step.op].flops(step, sizes)
 
 
 def op_hbm_bytes(step: Step, sizes: OpSizes) -> Number:
-    """Bytes that one execution of a local step moves to and from memory on one device."""
+    """Bytes that one execution of a local step moves to and from memory on one device.
+
+    Parts of a collective matmul read a weight once: its blocks follow each other at once, and find it on the chip.
+    """
+    if step.parts:
+        return sum(op_hbm_bytes(part, sizes) for part in step.parts)
     moved = OP_ROWS[step.op].hbm_bytes(step, sizes)
     adds = dict(step.attributes).get("accumulate") == "true"
     return moved + sizes.bytes(step.result) if adds and step.op != "copy" else moved
@@ -86,6 +93,7 @@ def num_matmul_params(model: Model) -> int:
 
 OP_ROWS: dict[str, OpRow] = {
     "einsum": OpRow(op_counts.einsum_flops, stream, "matmul"),
+    COLLECTIVE_MATMUL: OpRow(nothing, nothing, "matmul"),
     "rms_norm": OpRow(nothing, op_counts.row_stream),
     "rms_norm_backward": OpRow(nothing, op_counts.row_stream_backward),
     "layer_norm": OpRow(nothing, op_counts.row_stream),

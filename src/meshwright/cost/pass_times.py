@@ -30,8 +30,9 @@ class BlockTimes(msgspec.Struct, frozen=True, kw_only=True):
 
     ``backward`` leaves out collectives that run once per step; ``last`` is what they add to the last microbatch.
     ``weight`` is the part of ``backward`` that makes gradients of weights, ``update`` the optimizer. ``send_s`` is one
-    boundary of stages, there and back; ``after_s`` what belongs to no block; ``microbatch_s`` what a host adds to each
-    microbatch; ``slowdown`` that of stragglers.
+    boundary of stages, there and back; ``meetings_s`` what the layers of two stages on one device take to be brought
+    together and apart, by the bytes of all layers and besides; ``after_s`` what belongs to no block; ``microbatch_s``
+    what a host adds to each microbatch; ``slowdown`` that of stragglers.
     """
 
     num_layers: int
@@ -44,6 +45,7 @@ class BlockTimes(msgspec.Struct, frozen=True, kw_only=True):
     update: tuple[Number, ...]
     send_s: Number
     after_s: Number
+    meetings_s: tuple[Number, Number] = (0.0, 0.0)
     microbatch_s: Number = 0.0
     overlap: Number | None = None
     slowdown: Number = 1.0
@@ -60,10 +62,16 @@ class BlockTimes(msgspec.Struct, frozen=True, kw_only=True):
 
     def once_s(self, pipeline: Pipeline) -> Number:
         """Seconds of the sums of gradients that run once per step, and of the optimizer, on all weights of a device."""
-        share = pipeline.share(self.num_layers) * pipeline.weight_copies
+        share = pipeline.share(self.num_layers) * pipeline.sums
         each = [last + update for last, update in zip(self.last, self.update, strict=True)]
         ends = pipeline.ends([s for s, carries in zip(each, self.carries, strict=True) if not carries])
-        return self.layers_s("last", share) + self.layers_s("update", share) + ends
+        return self.layers_s("last", share) + self.layers_s("update", share) + ends + self.meet_s(pipeline)
+
+    def meet_s(self, pipeline: Pipeline) -> Number:
+        """Seconds for which the layers of two stages are brought together and apart, where one program runs both."""
+        by_bytes, besides = self.meetings_s
+        meet = pipeline.in_lockstep & (pipeline.weight_copies > 1)
+        return meet * (pipeline.share(self.num_layers) * by_bytes + besides)
 
     def sends_s(self, pipeline: Pipeline) -> Number:
         """Seconds that a step waits for the stream and its cotangents to be sent on."""
@@ -86,7 +94,12 @@ class BlockTimes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def block_times(
-    derived: Derived, costs: Sequence[StepCost], rates: StepRates, *, boundary: Sequence[Number] = ()
+    derived: Derived,
+    costs: Sequence[StepCost],
+    rates: StepRates,
+    *,
+    boundary: Sequence[Number] = (),
+    meetings_s: tuple[Number, Number] = (0.0, 0.0),
 ) -> BlockTimes:
     """All passes over one repeat of every block. Gradient sums that run once per step hide behind the last one."""
     left = iter(costs)
@@ -115,6 +128,7 @@ def block_times(
         **{name: tuple(values) for name, values in parts.items()},
         send_s=total(boundary),
         after_s=total(cost.time_s * cost.count for cost in updates if cost.step.result.name not in owners),
+        meetings_s=meetings_s,
         microbatch_s=rates.chip.efficiency.host_microbatch_s * (rates.software != "compiled"),
         overlap=rates.chip.efficiency.overlap if rates.overlaps and rates.software not in IN_TURN else None,
         slowdown=1 + rates.chip.efficiency.straggler * np.log2(rates.num_hosts),
@@ -135,7 +149,7 @@ def _pass_s(costs: list[StepCost], rates: StepRates) -> Number:
     """One pass over one repeat of a block: compute, what it waits for, and what passes behind the two.
 
     By the data sheet compute and what is waited for are added, and the rest hides unless the busiest links take
-    longer. Fitted numbers say how far things hide each other: see `partly_hidden`. With eager dispatch the compute is
+    longer. Blocks of a collective matmul hide behind its own products; what these leave is waited for. Fitted numbers say how far things hide each other: see `partly_hidden`. With eager dispatch the compute is
     no shorter than the host needs to start its kernels.
     """
     if not rates.overlaps:
@@ -147,11 +161,27 @@ def _pass_s(costs: list[StepCost], rates: StepRates) -> Number:
     if rates.software in IN_TURN:
         return compute + total(cost.network_s for cost in costs if cost.step.is_collective)
     waited = [cost for cost in costs if cost.step.is_collective and not cost.hides]
-    waiting = total(cost.network_s for cost in waited)
+    rounds = [cost for cost in costs if cost.goes_round]
+    waiting = total(cost.network_s for cost in waited) + total(_left_of_rounds(costs, rates))
     row = compute + waiting if at.overlap is None else partly_hidden(compute, waiting, at.overlap)
-    behind = [cost for cost in costs if cost.hides]
-    links = _links_s([*waited, *behind], rates)
+    behind = [cost for cost in costs if cost.hides and not cost.goes_round]
+    links = _links_s([*waited, *rounds, *behind], rates)
     return np.maximum(partly_hidden(row, _links_s(behind, rates), at.overlap), links)
+
+
+def _left_of_rounds(costs: list[StepCost], rates: StepRates) -> list[Number]:
+    """Of the moves of each collective matmul, the seconds that its products do not hide.
+
+    Of n blocks one is computed before the first has come, or after the last has gone: n - 1 hide the n - 1 moves.
+    """
+    left = []
+    for number, cost in enumerate(costs):
+        if cost.goes_round:
+            product = costs[number + (1 if dict(cost.step.attributes)["ring"] == "past" else -1)]
+            size = rates.groups[cost.group].size
+            hiding = product.local_s * (size - 1) / size
+            left.append(partly_hidden(hiding, cost.network_s, rates.chip.efficiency.overlap) - hiding)
+    return left
 
 
 def _links_s(costs: list[StepCost], rates: StepRates) -> Number:

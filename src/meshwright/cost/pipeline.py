@@ -6,30 +6,44 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from meshwright.algebra.schedule_forms import bubble_seconds, is_legal, peak_stash, weight_copies
+from meshwright.algebra.schedule_forms import bubble_seconds, is_legal, is_split, peak_stash, weight_copies
+from meshwright.algebra.schedule_lockstep import (
+    LockstepSlots,
+    lockstep_bubble_seconds,
+    lockstep_slots,
+    lockstep_ticks,
+)
 from meshwright.algebra.schedule_rows import build
 from meshwright.core.errors import InputError
-from meshwright.spec.strategy import Strategy
+from meshwright.spec.strategy import Software, Strategy
 
 Number = Any
 """A float, or a NumPy array with one entry per candidate."""
 
 
 class Pipeline(msgspec.Struct, frozen=True, kw_only=True):
-    """A named schedule on ``stages`` devices of ``chunks`` runs of layers each; all but the name may be arrays.
+    """A named schedule on ``stages`` devices of ``chunks`` runs of layers each; sizes may be arrays.
 
-    Layers that do not divide are shared out so that no run is more than one layer longer than another.
+    Layers that do not divide are shared out so that no run is more than one layer longer than another. "compiled"
+    ``software`` is one program on all devices, as the executor runs it: in lockstep, with embedding and head on every
+    stage, and all buffers as large as the worst device needs them. Other software has a program for each stage.
     """
 
     schedule: str = "1f1b"
     stages: Number = 1
     chunks: Number = 1
     microbatches: Number = 1
+    software: Software = "compiled"
 
     @property
     def is_one(self) -> Any:
         """Where there is nothing to pass on."""
         return np.asarray(self.stages) == 1
+
+    @property
+    def in_lockstep(self) -> bool:
+        """Whether one program runs on all devices."""
+        return self.software == "compiled"
 
     def layers_held(self, num_layers: int) -> Number:
         """Layers of the device that holds the most."""
@@ -40,20 +54,61 @@ class Pipeline(msgspec.Struct, frozen=True, kw_only=True):
         return self.layers_held(num_layers) / num_layers
 
     @property
+    def _slots(self) -> LockstepSlots:
+        return lockstep_slots(self.schedule, stages=self.stages, microbatches=self.microbatches, chunks=self.chunks)
+
+    @property
     def stash(self) -> Number:
         """Microbatches whose kept results the fullest device holds at once, in units of all its layers."""
-        found = peak_stash(self.schedule, stages=self.stages, microbatches=self.microbatches, chunks=self.chunks)
+        if self.in_lockstep:
+            found = self._slots.stash / np.asarray(self.chunks)
+        else:
+            found = peak_stash(self.schedule, stages=self.stages, microbatches=self.microbatches, chunks=self.chunks)
         return np.where(self.is_one, 1.0, found)
 
     @property
+    def handed(self) -> Number:
+        """The same of what waits for the gradients of weights, where these have a pass of their own in lockstep;
+        elsewhere it stays in the stash."""
+        if not (self.in_lockstep and is_split(self.schedule)):
+            return np.where(self.is_one, 0.0, 0.0)
+        return np.where(self.is_one, 0.0, self._slots.handed / np.asarray(self.chunks))
+
+    @property
+    def messages(self) -> tuple[Number, Number, Number]:
+        """Slots for streams that arrive, for cotangents that do, and for results that wait for the loss head."""
+        several = ~self.is_one
+        if not self.in_lockstep:
+            return several * 1, several * 1, several * 0
+        slots = self._slots
+        return several * slots.x, several * slots.dx, several * slots.head
+
+    @property
     def weight_copies(self) -> Number:
-        """How many stages' weights a device holds: two where the schedule runs in both directions."""
+        """How many stages' weights a device runs: two where the schedule runs in both directions."""
         return np.where(self.is_one, 1, weight_copies(self.schedule))
+
+    def copies(self, part: str) -> Number:
+        """How often a device holds the weights, gradients or optimizer of a stage.
+
+        One program stores them once, and has both stages' weights beside them for a step: see `meetings`.
+        """
+        copies = self.weight_copies
+        if not self.in_lockstep or part == "gradients":
+            return copies
+        return np.where(copies == 1, 1, copies + 1) if part == "weights" else np.ones_like(copies)
+
+    @property
+    def sums(self) -> Number:
+        """How often a device sums the gradients of a stage over replicas, and updates its weights, once a step."""
+        return np.ones_like(self.weight_copies) if self.in_lockstep else self.weight_copies
 
     def ends(self, sizes: list[Number]) -> Number:
         """What embedding and head add to the memory of the fullest device: both where one has both, else the larger."""
         both, larger = _sum_and_largest(sizes)
-        return both if self.schedule in MEETING_ENDS else np.where(self.is_one, both, larger)
+        if self.in_lockstep or self.schedule in MEETING_ENDS:
+            return both
+        return np.where(self.is_one, both, larger)
 
     @property
     def end_shares(self) -> tuple[Number, Number]:
@@ -70,9 +125,13 @@ class Pipeline(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_sends(self) -> Number:
-        """Sends from stage to stage that a step waits for."""
+        """Sends from stage to stage that a step waits for; in lockstep those of every tick but the first and the last."""
         stages = np.asarray(self.stages)
-        found = SENDS[self.schedule](stages, self.microbatches, self.chunks)
+        if self.in_lockstep and self.schedule != "naive":
+            sizes = {"stages": stages, "microbatches": self.microbatches, "chunks": self.chunks}
+            found = lockstep_ticks(self.schedule, **sizes) - 2
+        else:
+            found = SENDS[self.schedule](stages, self.microbatches, self.chunks)
         return np.where(self.is_one, 0.0, found)
 
     def bubble_s(self, *, forward_s: Number, backward_s: Number, weight_s: Number) -> Number:
@@ -80,7 +139,7 @@ class Pipeline(msgspec.Struct, frozen=True, kw_only=True):
 
         ``weight_s`` is the part of ``backward_s`` that makes gradients of weights.
         """
-        found = bubble_seconds(
+        found = (lockstep_bubble_seconds if self.in_lockstep else bubble_seconds)(
             self.schedule,
             stages=self.stages,
             microbatches=self.microbatches,
@@ -143,4 +202,5 @@ def strategy_pipeline(strategy: Strategy) -> Pipeline:
         stages=strategy.mesh.get("pipeline", 1),
         chunks=strategy.chunks,
         microbatches=strategy.num_microbatches,
+        software=strategy.software,
     )

@@ -8,7 +8,8 @@ import numpy as np
 
 from meshwright.algebra.derive import Derived
 from meshwright.algebra.notation import ShardedArray
-from meshwright.algebra.steps import Step, num_moves, sent_element_bytes
+from meshwright.algebra.steps import COLLECTIVE_MATMUL, Step, num_moves, sent_element_bytes
+from meshwright.algebra.weight_gradients import meetings, weights_of
 from meshwright.core.dims import DTYPE_BYTES
 from meshwright.cost.kernels import local_work, partly_hidden
 from meshwright.cost.ops import OpSizes, Scores
@@ -39,7 +40,7 @@ class StepCost(msgspec.Struct, frozen=True, kw_only=True):
     math_s: Number = 0.0
     hbm_s: Number = 0.0
     launch_s: Number = 0.0
-    num_kernels: int = 0
+    num_kernels: Number = 0
     overlap: Number | None = None
     network_bytes: Number = 0.0
     network_s: Number = 0.0
@@ -59,6 +60,11 @@ class StepCost(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def hides(self) -> bool:
         return self.step.is_collective and not self.step.critical and self.step.phase != "update"
+
+    @property
+    def goes_round(self) -> bool:
+        """Whether it is a permute that passes behind the collective matmul beside it, and behind nothing else."""
+        return self.step.is_collective and dict(self.step.attributes).get("behind") == COLLECTIVE_MATMUL
 
     @property
     def group(self) -> Group:
@@ -107,19 +113,26 @@ def collective_groups(derived: Derived) -> tuple[Group, ...]:
 def price_steps(
     derived: Derived, sizes: OpSizes, rates: StepRates, *, num_microbatches: Number, pipeline: Pipeline = ONE_STAGE
 ) -> list[StepCost]:
-    """The cost of every step in order: forward and backward of each block, then the update."""
+    """The cost of every step in order: forward and backward of each block, then the update.
+
+    Where one program runs on all stages, so do the sums over them of what every stage holds, last.
+    """
     shares = block_shares(derived, pipeline)
     owners = block_of_weights(derived)
     summed = _summed_gradients(derived)
     found = []
-    for step, count in derived.steps(num_microbatches):
+    sums = ((step, 1) for step in derived.ends) if pipeline.in_lockstep else ()
+    for step, count in (*derived.steps(num_microbatches), *sums):
         block = step.block if step.block in shares else owners.get(step.result.name.removeprefix("d"), "")
         share = shares.get(block, 1.0)
-        if block and step.scope == "step":
-            share = share * pipeline.weight_copies
+        if step.block == "stage":
+            share = 1.0
+        elif block and step.scope == "step":
+            share = share * pipeline.sums
         cost = price_step(step, count, sizes, rates, num_microbatches=num_microbatches)
-        if step.result.name in summed and step.op == "einsum":
-            cost = _with_sum(cost, summed[step.result.name], sizes, rates, num_microbatches)
+        for made in (step, *step.parts):
+            if made.result.name in summed and made.op == "einsum":
+                cost = _with_sum(cost, summed[made.result.name], sizes, rates, num_microbatches)
         found.append(msgspec.structs.replace(cost, here=count * share))
     return found
 
@@ -143,6 +156,22 @@ def _with_sum(
     if rates.software == "compiled":
         return msgspec.structs.replace(cost, hbm_bytes=cost.hbm_bytes + moved, launch_s=cost.launch_s + seconds)
     return msgspec.structs.replace(cost, hbm_bytes=cost.hbm_bytes + moved, hbm_s=cost.hbm_s + seconds)
+
+
+def meeting_seconds(
+    derived: Derived, sizes: OpSizes, rates: StepRates, *, num_microbatches: Number
+) -> tuple[Number, Number]:
+    """Seconds of the messages that `meetings` derives: those of all layers by their bytes, and what any number of
+    layers waits besides. Priced as sends to a neighbour. Zeros without stages."""
+    by_bytes: Number = 0.0
+    besides: Number = 0.0
+    repeats = {name: block.repeat for block in derived.blocks for name in weights_of(derived, block)}
+    for step in meetings(derived) if derived.boundary else ():
+        cost = price_step(step, 1, sizes, rates, num_microbatches=num_microbatches)
+        name = step.result.name
+        layers = repeats[name] if name in repeats else repeats[name.removeprefix("d")]
+        by_bytes, besides = by_bytes + layers * (cost.network_s - cost.latency_s), besides + cost.latency_s
+    return by_bytes, besides
 
 
 def block_of_weights(derived: Derived) -> dict[str, str]:
@@ -188,7 +217,9 @@ def _price_collective(
     sent = sizes.elements(step.full) * element
     rate = group[step.op]
     moves = num_moves(step, dims=sizes.dims, mesh=sizes.mesh)
-    seconds = moves * rate.time(sent)
+    # halves that go opposite ways pass at the same time where each way has its link
+    one_way = sent / group.ring_links if dict(step.attributes).get("ways") == "2" else sent
+    seconds = moves * rate.time(one_way)
     # what is there already is read to be added to, as after a product
     adds = sizes.bytes(step.result) if dict(step.attributes).get("accumulate") == "true" else 0.0
     adds = adds * rates.chip.efficiency.eager_traffic if rates.chip.eager else adds
@@ -199,6 +230,6 @@ def _price_collective(
         hbm_s=adds / rates.chip.hbm_bytes_per_s,
         network_bytes=sent,
         network_s=seconds,
-        latency_s=seconds - moves * sent * rate.seconds_per_byte,
+        latency_s=seconds - moves * one_way * rate.seconds_per_byte,
         level=group.level,
     )

@@ -157,4 +157,5 @@ def _take(rates: GroupRates, index: Any) -> GroupRates:
             name: type(rate)(rate.seconds_per_byte[index], rate.floor_s[index], rate.setup_s[index])
             for name, rate in kinds.items()
         },
+        ring_links=rates.ring_links[index],
     )

@@ -21,7 +21,14 @@ from meshwright.cost.offload import Offload, offloaded
 from meshwright.cost.ops import OpSizes, is_attention, model_flops, op_flops, op_term
 from meshwright.cost.pass_times import BlockTimes, block_times, largest, link_seconds, seconds_by_group, total
 from meshwright.cost.pipeline import Pipeline, strategy_pipeline
-from meshwright.cost.step_costs import StepCost, collective_groups, price_step, price_steps, strategy_sizes
+from meshwright.cost.step_costs import (
+    StepCost,
+    collective_groups,
+    meeting_seconds,
+    price_step,
+    price_steps,
+    strategy_sizes,
+)
 from meshwright.cost.step_rates import StepRates, attention_scores, step_rates, strategy_placements
 from meshwright.spec.calibration import Calibration
 from meshwright.spec.cluster import Cluster
@@ -162,7 +169,7 @@ def estimate_many(
     needed = model_flops(model, Job(batch_seqs=1, seq_len=seq_len)) * batch_seqs
     available = rates.peak_flops_per_s * num_chips * expected
     serial = total((cost.math_s + cost.hbm_s + cost.launch_s + cost.network_s) * cost.here for cost in costs)
-    serial = serial + bubble + moved.serial_s + priced.times.sends_s(pipeline)
+    serial = serial + bubble + moved.serial_s + priced.times.sends_s(pipeline) + priced.times.meet_s(pipeline)
     return Estimate(
         step_s=expected,
         step_s_lower=largest(busy),
@@ -175,7 +182,7 @@ def estimate_many(
         memory=items,
         hbm_bytes_per_chip=total_bytes(items),
         flops=flops,
-        terms=_terms(costs) | _pipeline_terms(priced.times, pipeline, moved, bubble),
+        terms=_with_pipeline(_terms(costs), priced.times, pipeline, moved, bubble),
     )
 
 
@@ -206,7 +213,8 @@ def price_parts(
     count = pipeline.microbatches
     costs = price_steps(derived, sizes, rates, num_microbatches=count, pipeline=pipeline)
     boundary = [price_step(s, 1, sizes, rates, num_microbatches=count).network_s for s in derived.boundary]
-    times = block_times(derived, costs, rates, boundary=boundary)
+    meet = meeting_seconds(derived, sizes, rates, num_microbatches=count)
+    times = block_times(derived, costs, rates, boundary=boundary, meetings_s=meet)
     return PricedParts(costs=costs, times=times, memory=memory or memory_parts(derived, sizes))
 
 
@@ -251,9 +259,15 @@ def _terms(costs: list[StepCost]) -> dict[str, Number]:
     return terms
 
 
-def _pipeline_terms(times: BlockTimes, pipeline: Pipeline, moved: Offload, bubble: Number) -> dict[str, Number]:
-    """What a pipeline and offloading add."""
-    terms = {"pipeline": times.sends_s(pipeline), "bubble": bubble} if np.any(np.asarray(pipeline.stages) > 1) else {}
+def _with_pipeline(
+    terms: dict[str, Number], times: BlockTimes, pipeline: Pipeline, moved: Offload, bubble: Number
+) -> dict[str, Number]:
+    """The same with what a pipeline and offloading add. Without stages there is nothing to sum over them."""
+    if np.any(np.asarray(pipeline.stages) > 1):
+        between = times.sends_s(pipeline) + times.meet_s(pipeline)
+        terms = terms | {"pipeline": terms.get("pipeline", 0.0) + between, "bubble": bubble}
+    else:
+        terms.pop("pipeline", None)
     return terms | ({"pcie": moved.serial_s} if np.any(np.asarray(moved.serial_s) > 0) else {})
 
 

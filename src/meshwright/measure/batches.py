@@ -120,6 +120,7 @@ def _batch(derived: Derived, cases: Sequence[Case], numbers: Sequence[int]) -> B
             stages=np.array([case.strategy.mesh["pipeline"] for case in chosen]),
             chunks=np.array([case.strategy.chunks for case in chosen]),
             microbatches=np.array([case.strategy.num_microbatches for case in chosen]),
+            software=chosen[0].strategy.software,
         ),
         legs={group: _stacked_legs([group_legs(placed, group) for placed in placements]) for group in groups},
         fills={group: _filled(placements, group) for group in groups},

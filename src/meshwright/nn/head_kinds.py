@@ -67,11 +67,28 @@ def chunked_logits_backward(context: Context, step: Step, *given: jax.Array) -> 
     return dx, dwide if wide is table else dwide.T
 
 
+def fused_head(
+    context: Context, step: Step, x: jax.Array, table: jax.Array, labels: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The loss of the local tokens and its slopes in the stream and in the table."""
+    wide = _wide(step, 1, table)
+    softcap, z_loss = _attribute(step, "softcap"), _attribute(step, "z_loss")
+    loss, dx, dwide = head.fused_head(x, wide, labels, softcap=softcap, z_loss=z_loss)
+    return loss, dx, dwide if wide is table else dwide.T
+
+
+def scale(context: Context, step: Step, cotangent: jax.Array, slope: jax.Array) -> jax.Array:
+    """A slope times the cotangent of what it is the slope of."""
+    return (cotangent * slope).astype(slope.dtype)
+
+
 HEAD_KINDS: dict[str, Callable[..., Any]] = {
     "logits_statistics": logits_statistics,
     "logits_backward": logits_backward,
     "chunked_logits_statistics": chunked_logits_statistics,
     "chunked_logits_backward": chunked_logits_backward,
+    "fused_head": fused_head,
+    "scale": scale,
     "rescale": rescale,
     "sum_loss": sum_loss,
     "sum_loss_backward": sum_loss_backward,

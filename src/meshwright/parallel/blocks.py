@@ -8,8 +8,10 @@ from typing import Any
 import jax
 
 from meshwright.algebra.derive import BlockSteps, Derived
+from meshwright.algebra.kinds_experts import ROUTING
 from meshwright.algebra.notation import ShardedArray
 from meshwright.algebra.steps import Step
+from meshwright.algebra.weight_gradients import cotangent_of, gradient_arrays, once_per_layer, weights_of
 from meshwright.nn.collectives import communicate
 from meshwright.nn.context import Context
 from meshwright.nn.interpreter import Environment, run
@@ -39,8 +41,7 @@ class BlockPasses:
     @cached_property
     def weights(self) -> tuple[str, ...]:
         """Names of the weights that the block uses."""
-        names = dict.fromkeys(name for op in self.steps.block.ops for name in op.inputs)
-        return tuple(n for n in names if self.derived.program.variables[n].role in ("weight", "vector"))
+        return weights_of(self.derived, self.steps)
 
     @cached_property
     def result(self) -> str:
@@ -54,6 +55,13 @@ class BlockPasses:
         used = {name for op in self.steps.block.ops for name in op.inputs} - made
         streams = [n for n in used if self.derived.program.variables[n].role == "activation"]
         return streams[0] if streams else ""
+
+    @cached_property
+    def counts(self) -> dict[str, ShardedArray]:
+        """What the backward pass knows of the router besides gradients, by a name that no weight has: what the experts
+        of the layer were asked for, summed over all devices. Empty where no loss and no bound has it counted."""
+        counted = any(ROUTING in step.inputs for step in self.steps.backward)
+        return {f"{ROUTING.name} of {self.steps.block.name}": ROUTING} if counted else {}
 
     @cached_property
     def gathers(self) -> tuple[Step, ...]:
@@ -102,43 +110,20 @@ class BlockPasses:
     @cached_property
     def backward_steps(self) -> tuple[Step, ...]:
         """What runs once per layer and microbatch: sums over the step wait, a segment's second run is the loop's."""
-        again = len(self.steps.forward) if self.steps.segment is not None else 0
-        return tuple(step for step in self.steps.backward[again:] if step.scope != "step")
+        return once_per_layer(self.steps)
 
     def backward(
         self, weights: Params, inputs: Inputs, held: Held, cotangent: jax.Array, *, ready: Ready | None = None
     ) -> tuple[jax.Array | None, Params]:
-        """Cotangent of the entering stream (None for the first block), and gradients as `gradient_arrays` says."""
+        """Cotangent of the entering stream (None for the first block), and gradients as `gradient_arrays` says; among
+        them `counts`, which add up over microbatches as gradients do."""
         env = self._environment(weights, inputs, ready) | self.recalled(held)
         env[cotangent_of(self.derived, self.result)] = cotangent
         env = run(self.context, self._left(self.backward_steps, ready), env)
         arrays = gradient_arrays(self.derived)
-        grads = {name: env[arrays[name]] for name in self.weights}
+        grads = {name: env[arrays[name]] for name in self.weights} | {n: env[a] for n, a in self.counts.items()}
         stream = env[cotangent_of(self.derived, self.entering)] if self.entering else None
         return stream, grads
-
-
-def cotangent_of(derived: Derived, name: str) -> ShardedArray:
-    """The cotangent of a variable that is no weight, split as the variable is."""
-    return derived.declared[name].replace(name=f"d{name}", dtype="")
-
-
-def gradient_arrays(derived: Derived) -> dict[str, ShardedArray]:
-    """Weight -> its gradient as a microbatch leaves it, before what is summed once per step."""
-    found = {step.result.name: step.inputs[0] for step in derived.update if step.op == "adamw"}
-    first = step_steps(derived)
-    return {name: first[name][0].inputs[0] if first.get(name) else array for name, array in found.items()}
-
-
-def step_steps(derived: Derived) -> dict[str, tuple[Step, ...]]:
-    """Weight -> the steps that its gradient goes through once per step, after the last microbatch."""
-    found: dict[str, tuple[Step, ...]] = {}
-    for block in derived.blocks:
-        for step in block.backward:
-            if step.scope == "step":
-                name = step.result.name.removeprefix("d")
-                found[name] = (*found.get(name, ()), step)
-    return found
 
 
 def through(steps: Sequence[Step], value: jax.Array, *, leading: int = 0) -> jax.Array:

@@ -1,6 +1,10 @@
-"""Loss and gradients of one device's part of a batch: microbatches summed, then what is summed once per step."""
+"""Loss and gradients of one device's part of a batch: microbatches summed, then what is summed once per step.
 
-from collections.abc import Callable, Mapping
+The routers' counts go with the gradients as `BlockPasses.counts` names them: stacked over layers and summed over
+microbatches like these, and complete on every device without any further sum.
+"""
+
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import jax
@@ -10,8 +14,10 @@ from jax import lax
 
 from meshwright.algebra.derive import Derived
 from meshwright.algebra.notation import ShardedArray
+from meshwright.algebra.weight_gradients import step_steps
+from meshwright.nn.experts_balance import Routing
 from meshwright.nn.weights import Params
-from meshwright.parallel.blocks import Inputs, step_steps, through
+from meshwright.parallel.blocks import Inputs, through
 from meshwright.parallel.passes import Passes
 
 Microbatch = Callable[[Params, Inputs, Params | None], tuple[jax.Array, Params]]
@@ -91,6 +97,13 @@ def over_microbatches(
     weights, rows = lax.optimization_barrier((params, jax.tree.map(lambda a: a[-1], parts)))
     loss, grads = last(weights, rows, grads)
     return before + loss, grads
+
+
+def without_counts(grads: Params, names: Collection[str]) -> tuple[Params, Routing | None]:
+    """Gradients of the weights ``names``, and what else goes with them: the routers' counts of all layers with experts,
+    [layers, Er, E], those of a kind together. None where nothing was counted."""
+    counts = [grads[name] for name in sorted(grads.keys() - set(names))]
+    return {name: grads[name] for name in names}, jnp.concatenate(counts) if counts else None
 
 
 def once_per_step(derived: Derived, grads: Params, *, stacked: frozenset[str]) -> Params:

@@ -15,9 +15,10 @@ from jax import lax
 from meshwright.algebra.derive import Derived
 from meshwright.algebra.spans import Span, spans
 from meshwright.algebra.transformer import layer_names
+from meshwright.algebra.weight_gradients import step_steps
 from meshwright.nn.context import Context
 from meshwright.nn.weights import Params
-from meshwright.parallel.blocks import BlockPasses, Inputs, step_steps, through
+from meshwright.parallel.blocks import BlockPasses, Inputs, through
 from meshwright.parallel.layer_loops import (
     AheadLoop,
     LayerLoop,
@@ -128,7 +129,8 @@ class Passes:
             own = lax.slice_in_dim(array, start, start + count)
             return own.reshape(span.repeats, per_turn, *array.shape[1:])[:, place]
 
-        return {name: part(params[name]) for name in self._blocks[kind].weights}
+        block = self._blocks[kind]
+        return {name: part(params[name]) for name in (*block.weights, *block.counts) if name in params}
 
 
 def _stacked(turns: Turn) -> Params:

@@ -13,12 +13,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from meshwright.algebra.notation import ShardedArray
 from meshwright.algebra.spans import Span
-from meshwright.algebra.steps import Step
+from meshwright.algebra.weight_gradients import SplitBackward, cotangent_of, gradient_arrays, split_backward
 from meshwright.nn.interpreter import run
 from meshwright.nn.weights import Params
-from meshwright.parallel.blocks import BlockPasses, Held, Inputs, Ready, cotangent_of, gradient_arrays
+from meshwright.parallel.blocks import BlockPasses, Held, Inputs, Ready
 from meshwright.parallel.layer_loops import Turn, TurnPasses
 from meshwright.parallel.passes import Passes, _stacked
 
@@ -30,45 +29,9 @@ class SplitBlock:
     block: BlockPasses
 
     @cached_property
-    def _wanted(self) -> dict[str, ShardedArray]:
-        arrays = gradient_arrays(self.block.derived)
-        return {name: arrays[name] for name in self.block.weights}
-
-    @cached_property
-    def input_steps(self) -> tuple[Step, ...]:
-        """What the cotangent of the entering stream comes from, in the derived order."""
-        needed = {cotangent_of(self.block.derived, self.block.entering)}
-        found: list[Step] = []
-        for step in reversed(self.block.backward_steps):
-            if needed & {step.result, *step.more}:
-                needed.update(step.inputs)
-                found.insert(0, step)
-        return tuple(found)
-
-    @cached_property
-    def weight_steps(self) -> tuple[Step, ...]:
-        """The others, and once more the gathers of weights that they share with the first part: those are not kept."""
-        first = set(self.input_steps)
-        own = tuple(step for step in self.block.backward_steps if step not in first)
-        shared = {array for step in own for array in step.inputs if self._is_gathered_weight(array)}
-        return (*(step for step in self.input_steps if step.result in shared), *own)
-
-    def _is_gathered_weight(self, array: ShardedArray) -> bool:
-        return array.name in self.block.weights and array != self.block.derived.declared[array.name]
-
-    @cached_property
-    def handed(self) -> tuple[ShardedArray, ...]:
-        """What the second part takes from the first: operands of its products, and gradients that came on the way."""
-        made = {array for step in self.weight_steps for array in (step.result, *step.more)}
-        used = [array for step in self.weight_steps for array in step.inputs]
-        wanted = dict.fromkeys((*used, *self._wanted.values()))
-        return tuple(array for array in wanted if array not in made and not self._is_given(array))
-
-    def _is_given(self, array: ShardedArray) -> bool:
-        """Whether an array is a weight as it lies, or comes with the microbatch."""
-        variable = self.block.derived.program.variables.get(array.name)
-        declared = self.block.derived.declared.get(array.name)
-        return variable is not None and variable.role != "activation" and array == declared
+    def parts(self) -> SplitBackward:
+        """The derived steps of the two passes."""
+        return split_backward(self.block.derived, self.block.steps, self.block.entering)
 
     def input_backward(
         self, weights: Params, inputs: Inputs, held: Held, cotangent: jax.Array
@@ -77,14 +40,15 @@ class SplitBlock:
         block = self.block
         env = block._environment(weights, inputs) | block.recalled(held)
         env[cotangent_of(block.derived, block.result)] = cotangent
-        env = run(block.context, self.input_steps, env)
-        return env[cotangent_of(block.derived, block.entering)], tuple(env[array] for array in self.handed)
+        env = run(block.context, self.parts.input_steps, env)
+        return env[cotangent_of(block.derived, block.entering)], tuple(env[array] for array in self.parts.handed)
 
     def weight_backward(self, weights: Params, inputs: Inputs, handed: Sequence[jax.Array]) -> Params:
         """Gradients of the block's weights, as its whole backward pass leaves them."""
-        env = self.block._environment(weights, inputs) | dict(zip(self.handed, handed, strict=True))
-        env = run(self.block.context, self.weight_steps, env)
-        return {name: env[array] for name, array in self._wanted.items()}
+        env = self.block._environment(weights, inputs) | dict(zip(self.parts.handed, handed, strict=True))
+        env = run(self.block.context, self.parts.weight_steps, env)
+        arrays = gradient_arrays(self.block.derived)
+        return {name: env[arrays[name]] for name in self.block.weights}
 
 
 class SplitTurns(TurnPasses):

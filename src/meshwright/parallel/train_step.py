@@ -12,12 +12,14 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from meshwright.algebra.derive import derive
+from meshwright.algebra.fused_head import with_fused_head
 from meshwright.algebra.layers import PLAIN, ProgramOptions
 from meshwright.algebra.notation import ShardedArray
 from meshwright.algebra.transformer import transformer, weight_variables
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.nn.attention_visibility import zigzag_order
 from meshwright.nn.context import Context
+from meshwright.nn.experts_balance import routing_metrics
 from meshwright.nn.weights import Params, init_params
 from meshwright.parallel.blocks import Inputs, through
 from meshwright.parallel.gradients import (
@@ -27,6 +29,7 @@ from meshwright.parallel.gradients import (
     once_per_step,
     over_microbatches,
     squared_norm,
+    without_counts,
 )
 from meshwright.parallel.mesh import device_mesh, named_sharding, partition_spec
 from meshwright.parallel.passes import Passes
@@ -50,10 +53,16 @@ class State(NamedTuple):
 
 
 class Metrics(NamedTuple):
-    """Mean loss per counted label of the global batch, and the norm of the whole gradient before clipping."""
+    """Mean loss per counted label of the global batch, and the norm of the whole gradient before clipping.
+
+    ``extras`` are `routing_metrics` of the step's batch, [layers with experts] each, in the order in which devices hold
+    them: split over the stages of a pipeline, else the same everywhere. Empty for dense models, and where neither a
+    loss on the router nor a bound on its slots has it counted.
+    """
 
     loss: Any
     grad_norm: Any
+    extras: Any
 
 
 class Optimizer(Protocol):
@@ -296,7 +305,7 @@ class TrainStep:
     def _context(self) -> Context:
         return Context(
             model=self.model,
-            derived=self.declared,
+            derived=with_fused_head(self.declared),
             mesh=self.strategy.mesh,
             options=self.options,
             in_order=not self._in_zigzag,
@@ -306,17 +315,25 @@ class TrainStep:
     def _inputs(self, batch: Batch) -> Inputs:
         return {name: array for name, array in batch.items() if name != "num_labels"}
 
-    def _local_gradients(self, params: Params, batch: Batch) -> tuple[jax.Array, Params, jax.Array]:
-        """Global loss, reduced gradients and global squared norm, from one device's blocks."""
+    def _local_gradients(self, params: Params, batch: Batch) -> tuple[jax.Array, Params, jax.Array, Params]:
+        """Global loss, reduced gradients, global squared norm and the routers' metrics, from one device's blocks."""
         dloss = 1.0 / batch["num_labels"]
         if self.pipeline:
             loss, grads = self.pipeline.gradients(params, self._inputs(batch), dloss)
             grads = once_per_step(self.declared, grads, stacked=self.stacked)
         else:
             loss, grads = self._summed(self._passes, params, self._inputs(batch), dloss)
+        grads, extras = self._apart(grads)
         squared = squared_norm(self.shards, grads, self.strategy.mesh, stacked=self.stacked)
         norm = self._over_devices("grad_norm", squared)
-        return self._over_devices("loss", loss) * dloss, grads, norm
+        return self._over_devices("loss", loss) * dloss, grads, norm, extras
+
+    def _apart(self, grads: Params) -> tuple[Params, Params]:
+        """Gradients, and the routers' metrics from the counts that went with them."""
+        grads, counts = without_counts(grads, self.shards)
+        if counts is None:
+            return grads, {}
+        return grads, routing_metrics(counts, experts_per_token=self.model.experts_per_token)
 
     def _summed(self, passes: Passes, params: Params, inputs: Inputs, dloss: jax.Array) -> tuple[jax.Array, Params]:
         """Loss and gradients over all microbatches, gradients as a step leaves them."""
@@ -348,14 +365,15 @@ class TrainStep:
         steps = [s for s in self.declared.update if s.op == "all_reduce" and s.result.name == name]
         return through(steps, value)
 
-    def _gradients(self, params: Params, batch: Batch) -> tuple[jax.Array, Params, jax.Array]:
+    def _gradients(self, params: Params, batch: Batch) -> tuple[jax.Array, Params, jax.Array, Params]:
         if self.form == "gspmd":
             return self._gspmd_gradients(params, batch)
-        out = (PartitionSpec(), self.shard_specs, PartitionSpec())
+        of_layers = PartitionSpec("pipeline") if self.pipeline else PartitionSpec()
+        out = (PartitionSpec(), self.shard_specs, PartitionSpec(), of_layers)
         return self._mapped(self._local_gradients, (self.param_specs, self.batch_specs), out)(params, batch)
 
     def _step(self, state: State, batch: Batch) -> tuple[State, Metrics]:
-        loss, grads, squared = self._gradients(state.params, batch)
+        loss, grads, squared, extras = self._gradients(state.params, batch)
         norm = jnp.sqrt(squared)
         if self.max_grad_norm is not None:
             scale = jnp.minimum(1.0, self.max_grad_norm / (norm + 1e-6))
@@ -363,7 +381,7 @@ class TrainStep:
         shards = self._moved(state.params, before=True)
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
         shards, opt_state = self._updated(grads, state.opt_state, shards, finite)
-        return State(self._moved(shards, before=False), opt_state), Metrics(loss, norm)
+        return State(self._moved(shards, before=False), opt_state), Metrics(loss, norm, extras)
 
     def _updated(self, grads: Params, opt_state: Any, shards: Params, finite: jax.Array) -> tuple[Params, Any]:
         """The optimizer's update; its state comes from host memory and goes back there where the strategy says so.
@@ -396,7 +414,7 @@ class TrainStep:
 
     # -- the comparison: XLA chooses the collectives --------------------------------------------------
 
-    def _gspmd_gradients(self, params: Params, batch: Batch) -> tuple[jax.Array, Params, jax.Array]:
+    def _gspmd_gradients(self, params: Params, batch: Batch) -> tuple[jax.Array, Params, jax.Array, Params]:
         whole = derive(self.program, _on_one_device(self.strategy))
 
         def constrain(array: ShardedArray, value: jax.Array) -> jax.Array:
@@ -407,9 +425,10 @@ class TrainStep:
         context = Context(model=self.model, derived=whole, mesh=mesh, options=self.options, constrain=constrain)
         dloss = 1.0 / batch["num_labels"]
         loss, grads = self._summed(Passes(context), params, self._inputs(batch), dloss)
+        grads, extras = self._apart(grads)
         grads = lax.with_sharding_constraint(grads, self._shardings(self.shard_specs))
         squared = sum((jnp.sum(jnp.square(g.astype(jnp.float32))) for g in grads.values()), jnp.zeros(()))
-        return loss * dloss, grads, squared
+        return loss * dloss, grads, squared, extras
 
 
 def _on_one_device(strategy: Strategy) -> Strategy:

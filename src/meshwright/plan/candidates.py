@@ -268,7 +268,8 @@ def memory_of_any_mesh(space: Space, cluster: Cluster, batch: int) -> Mapping[in
         here = np.flatnonzero(legal_in(space, pattern, found))
         rows = found.take(here)
         parts = memory_parts(pattern.derived, candidate_sizes(space, cluster, rows))
-        pipeline = Pipeline(stages=rows.mesh["pipeline"], microbatches=rows.microbatches)
+        software = space.template.software
+        pipeline = Pipeline(stages=rows.mesh["pipeline"], microbatches=rows.microbatches, software=software)
         for offload in space.offloads:
             items = parts.items(num_microbatches=rows.microbatches, pipeline=pipeline, offload=offload)
             need[here] = np.minimum(need[here], total_bytes(items))

@@ -131,7 +131,7 @@ class _Kitchen:
             imbalance=one.imbalance,
         )
         items = memory_parts(derived, sizes).items(
-            num_microbatches=counts, pipeline=Pipeline(stages=stages, microbatches=counts)
+            num_microbatches=counts, pipeline=Pipeline(stages=stages, microbatches=counts, software=one.software)
         )
         fits = np.flatnonzero(np.broadcast_to(total_bytes(items), counts.shape) <= self.limit)
         return int(counts[fits[0]]) if len(fits) else None

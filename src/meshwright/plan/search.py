@@ -221,7 +221,8 @@ class _Bench(msgspec.Struct, frozen=True, kw_only=True):
         if not len(rows):
             return
         sizes = candidate_sizes(space, self.cluster, rows)
-        plain = Pipeline(stages=rows.mesh["pipeline"], microbatches=rows.microbatches)
+        software = space.template.software
+        plain = Pipeline(stages=rows.mesh["pipeline"], microbatches=rows.microbatches, software=software)
         held = memory_parts(pattern.derived, sizes)
         priced: BlockTimes | None = None
         for schedule in space.schedules:
@@ -230,7 +231,11 @@ class _Bench(msgspec.Struct, frozen=True, kw_only=True):
                 continue
             chosen, memory = rows.take(which), taken(held, which)
             pipeline = Pipeline(
-                schedule=schedule, stages=chosen.mesh["pipeline"], chunks=chunks, microbatches=chosen.microbatches
+                schedule=schedule,
+                stages=chosen.mesh["pipeline"],
+                chunks=chunks,
+                microbatches=chosen.microbatches,
+                software=software,
             )
             for offload in space.offloads:
                 moved = self._moved(memory, pipeline, offload)
@@ -312,6 +317,7 @@ class _Bench(msgspec.Struct, frozen=True, kw_only=True):
             stages=rows.mesh["pipeline"],
             chunks=one.chunks,
             microbatches=rows.microbatches,
+            software=space.template.software,
         )
         estimate = estimate_many(
             space.model,

@@ -92,6 +92,9 @@ class _Parts:
             if cost.step.is_collective:
                 spent = float(cost.network_s * cost.here)
                 self.network_s[_name(cost)] = self.network_s.get(_name(cost), 0.0) + spent
+        if self.boundary:
+            self.network_s["pipeline"] = float(priced.estimate.terms["pipeline"])
+        self.meetings_s = parts.times.meetings_s
         self.bubble_s = float(parts.times.step_s(self.pipeline, self.offload).bubble_s)
         self.quiet_s = self.busy_s(set(self.network_s), sends=False)
 
@@ -103,16 +106,15 @@ class _Parts:
         """Seconds without the bubble when the work of some terms takes no time."""
         costs = [_free(cost) if _name(cost) in without else cost for cost in self.costs]
         boundary = self.boundary if sends else []
-        times = block_times(self.priced.derived, costs, self.priced.rates, boundary=boundary)
+        meet = self.meetings_s if sends else (0.0, 0.0)
+        times = block_times(self.priced.derived, costs, self.priced.rates, boundary=boundary, meetings_s=meet)
         found = times.step_s(self.pipeline, self.offload if offload is None else offload)
         return float(found.step_s - found.bubble_s)
 
 
 def _exposed(model: _Parts, busy_s: float) -> dict[str, float]:
     """What each group of axes, and the sends between stages, add to the busy seconds."""
-    alone = {name: busy_s - model.busy_s({name}) for name in model.network_s}
-    if model.boundary:
-        alone["pipeline"] = busy_s - model.busy_s((), sends=False)
+    alone = {name: busy_s - model.busy_s({name}, sends=name != "pipeline") for name in model.network_s}
     exposed = busy_s - model.quiet_s
     alone = {name: max(0.0, s) for name, s in alone.items()}
     if sum(alone.values()) <= 1e-9 * busy_s:

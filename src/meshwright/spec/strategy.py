@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import msgspec
 
@@ -25,6 +25,12 @@ Offload = Literal["optimizer", "activations"]
 GradientSync = Literal["overlapped", "naive", "bucketed"]
 """When gradients are summed over replicas: each layer's while the backward pass goes on with the layer before; all of
 them after it; or after it in buckets of many layers, to save launches."""
+
+CollectiveMatmul = Literal["none", "one-way", "two-way"]
+"""Whether products run block by block while what is gathered or summed for them over ``tensor`` goes round the devices:
+one way, or in halves both ways."""
+
+COLLECTIVE_MATMULS: tuple[CollectiveMatmul, ...] = get_args(CollectiveMatmul)
 
 Software = Literal["compiled", "eager", "eager-in-turn", "eager-2021"]
 """How the step is run: as one compiled program; kernel by kernel from a host that stays ahead, attention fused and
@@ -116,7 +122,8 @@ class Strategy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     holding ``chunks`` runs of layers. ``context_attention`` is how keys and values meet queries over the axis
     ``context``. ``gradient_sync`` says when replicas sum their gradients, ``bucket_bytes`` the size of a bucket. With
     ``prefetch`` the weights of the next layer are gathered while one computes, and those of the last layer stay
-    gathered until its backward pass. ``offload`` names what lives in host memory. ``precision`` is the dtype of matrix
+    gathered until its backward pass. ``collective_matmul`` says how products of a layer hide the collectives of
+    activations over ``tensor``. ``offload`` names what lives in host memory. ``precision`` is the dtype of matrix
     products, or "" for the state's own. ``imbalance`` is the load of the busiest expert device over the mean.
     """
 
@@ -133,6 +140,7 @@ class Strategy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     gradient_sync: GradientSync = "overlapped"
     bucket_bytes: int = 25 * 2**20
     prefetch: bool = False
+    collective_matmul: CollectiveMatmul = "none"
     precision: Precision | Literal[""] = ""
     offload: tuple[Offload, ...] = ()
     imbalance: float = 1.0
@@ -153,6 +161,11 @@ class Strategy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                 raise InputError(f"strategy.{name}={getattr(self, name)} must be at least 1.")
         if self.state not in STATE_BYTES:
             raise InputError(f"state {self.state!r} is not known.{nearest(self.state, STATE_BYTES)}")
+        if self.collective_matmul not in COLLECTIVE_MATMULS:
+            raise InputError(
+                f"collective_matmul {self.collective_matmul!r} is not known."
+                f"{nearest(str(self.collective_matmul), COLLECTIVE_MATMULS)}"
+            )
         if not 1 <= self.num_microbatches <= MAX_SEQUENCES:
             raise InputError(f"num_microbatches={self.num_microbatches} must be between 1 and {MAX_SEQUENCES}.")
         for axis, size in self.mesh.items():
@@ -181,6 +194,11 @@ class Strategy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     def matmul_dtype(self) -> str:
         """The dtype of the operands of matrix products: the precision, else the state's own."""
         return self.precision or self.state_dtype
+
+    @property
+    def ring_ways(self) -> int:
+        """Directions in which blocks of a collective matmul go round; 0 without."""
+        return COLLECTIVE_MATMULS.index(self.collective_matmul)
 
     @property
     def segment(self) -> int | Literal["sqrt"] | None:

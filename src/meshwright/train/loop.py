@@ -4,9 +4,11 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
+import jax
 import msgspec
 
 from meshwright.core.files import cache_folder
+from meshwright.core.host_memory import keep_freed_memory
 from meshwright.parallel.processes import is_first, shared, wait_for_all
 from meshwright.spec.job import Job
 from meshwright.spec.model import Model
@@ -52,6 +54,8 @@ def train(
     if resume:
         require_same_model(resume, model)
     setup = prepare(model, strategy, job, settings)
+    if jax.default_backend() == "cpu":
+        keep_freed_memory()
     if resume:
         require_same_tokenizer(resume, setup.data)
     path = resume or Path(shared(lambda: str(create_run_folder(run_root, model.name))))

@@ -3,11 +3,14 @@
 import statistics
 import sys
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
+import jax
 import msgspec
+import numpy as np
+from jax.experimental import multihost_utils
 from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
@@ -54,7 +57,7 @@ class Predicted(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 class StepRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One line of metrics.jsonl: steps count from 1, loss is the mean per counted label of the global batch.
 
-    ``extras`` are further numbers that the step reports, such as the parts of the loss.
+    ``extras`` are further numbers that the step reports: of a model with experts what `over_layers` says.
     """
 
     step: int
@@ -76,6 +79,22 @@ class EvaluationRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     step: int
     tokens: int
     loss: float
+
+
+def on_host(tree: Any) -> Any:
+    """Every array of a tree as NumPy, on every process; what only other processes hold is fetched from them."""
+
+    def whole(array: jax.Array) -> np.ndarray:
+        if array.is_fully_addressable or array.is_fully_replicated:
+            return np.asarray(array)
+        return np.asarray(multihost_utils.process_allgather(array, tiled=True))
+
+    return jax.tree.map(whole, tree)
+
+
+def over_layers(extras: Mapping[str, np.ndarray]) -> dict[str, float]:
+    """One number for what the layers with experts report each: the largest load, the mean of everything else."""
+    return {name: float(np.max(a) if name == "load_max_over_mean" else np.mean(a)) for name, a in extras.items()}
 
 
 def typical_step_s(step_s: Sequence[float]) -> float | None:
@@ -133,7 +152,8 @@ class LiveLine:
 
 
 def describe(record: StepRecord, steps: int) -> str:
-    """``step 20/100  loss 4.812  6.1 k tokens/s  step 336 ms (predicted 310 ms)  MFU 41%``."""
+    """``step 20/100  loss 4.812  6.1 k tokens/s  step 336 ms (predicted 310 ms)  MFU 41%``; of experts the load of the
+    busiest one over the mean, and the share of choices that got no slot."""
     parts = [
         f"step {record.step}/{steps}",
         f"loss {record.loss:.3f}",
@@ -144,4 +164,8 @@ def describe(record: StepRecord, steps: int) -> str:
         parts[-1] += f" (predicted {format_seconds(record.predicted_step_s)})"
     if record.mfu is not None:
         parts.append(f"MFU {record.mfu:.1%}")
+    if "load_max_over_mean" in record.extras:
+        parts.append(f"busiest expert {record.extras['load_max_over_mean']:.2f}x")
+    if record.extras.get("dropped_share"):
+        parts.append(f"dropped {record.extras['dropped_share']:.1%}")
     return "  ".join(parts)

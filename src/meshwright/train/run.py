@@ -18,7 +18,7 @@ from meshwright.train.checkpoint import Checkpoints, Position
 from meshwright.train.divergence import where_not_finite
 from meshwright.train.goodput import Stopwatch
 from meshwright.train.interrupt import StopRequest
-from meshwright.train.metrics import EvaluationRecord, LiveLine, Predicted, StepRecord
+from meshwright.train.metrics import EvaluationRecord, LiveLine, Predicted, StepRecord, on_host, over_layers
 from meshwright.train.optimizers import averaged
 from meshwright.train.result import MemoryUse, TrainResult, make_result, measured_memory
 from meshwright.train.run_folder import RunFolder
@@ -139,7 +139,7 @@ class Run:
                 self.request.ask()
 
     def _record(self, flight: _Flight) -> StepRecord:
-        found = jax.device_get(flight.metrics)
+        found = on_host(flight.metrics)
         end = time.perf_counter()
         # Handed over while the step before it ran, it began when that one ended.
         step_s = end - max(flight.start, self.last_end)
@@ -164,7 +164,7 @@ class Run:
             mfu=self.predicted.mfu(step_s),
             hfu=self.predicted.hfu(step_s),
             predicted_step_s=self.predicted.step_s,
-            extras={name: float(value) for name, value in getattr(found, "extras", {}).items() if np.ndim(value) == 0},
+            extras=over_layers(found.extras),
         )
 
     # -- between steps -------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import msgspec
 
 from meshwright.algebra.derive import Derived
 from meshwright.algebra.notation import local_elements
-from meshwright.algebra.steps import num_moves, sent_element_bytes
+from meshwright.algebra.steps import num_moves, num_ways, sent_element_bytes
 from meshwright.verify.hlo import Collective
 
 Key = tuple[str, tuple[str, ...]]
@@ -45,7 +45,7 @@ def derived_traffic(
         entry = counts[_key(step.op, step.axes, mesh)]
         times = times * int(num_moves(step, dims=dims, mesh=mesh)) if step.op == "permute" else times
         stacked = step.phase == "update" or (step.scope == "step" and not layer_by_layer)
-        entry[0] += 1 if stacked else times
+        entry[0] += 1 if stacked else times * int(num_ways(step, dims=per_microbatch, mesh=mesh))
         entry[1] += times * size
     return {key: Traffic(*value) for key, value in counts.items()}
 

@@ -7,7 +7,7 @@ from meshwright.algebra.derive import BlockSteps, Derived
 from meshwright.algebra.notation import local_elements
 from meshwright.algebra.schedule_ticks import TickTables
 from meshwright.algebra.steps import Step, sent_element_bytes
-from meshwright.parallel.blocks import gradient_arrays
+from meshwright.algebra.weight_gradients import meetings
 from meshwright.verify.compare import Key, Traffic, _key
 
 Counted = tuple[Step, int, int]
@@ -43,21 +43,10 @@ def _counted(derived: Derived, tables: TickTables) -> Iterator[Counted]:
         sends = sum(channel.offset != 0 for channel in ways[step.phase]) if step.op == "permute" else 1
         yield step, tables.num_ticks * sends, tables.num_ticks * sends
     if tables.schedule.weight_copies > 1:
-        yield from ((step, 1, rows[step.result.name.removeprefix("d")]) for step in _meetings(derived))
+        yield from ((step, 1, rows[step.result.name.removeprefix("d")]) for step in meetings(derived))
     for step in (*derived.ends, *derived.update):
         if step.is_collective:
             yield step, 1, rows.get(step.result.name, 1)
-
-
-def _meetings(derived: Derived) -> Iterator[Step]:
-    """Two copies of the weights: those of the layers go to the other end before a step, their gradients back after."""
-    gradients = gradient_arrays(derived)
-    names = dict.fromkeys(
-        n for block in derived.blocks if block.block.carry for op in block.block.ops for n in op.inputs
-    )
-    for name in (name for name in names if name in gradients):
-        for array, scope in ((derived.declared[name], "layer"), (gradients[name], "step")):
-            yield Step(op="permute", inputs=(array,), result=array, axes=("pipeline",), scope=scope)  # type: ignore[arg-type]
 
 
 def _of_block(block: BlockSteps, tables: TickTables) -> Iterator[Counted]:

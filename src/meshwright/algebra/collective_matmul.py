@@ -1,0 +1,228 @@
+"""Collective matmuls: products that run block by block while the blocks of a collective over ``tensor`` go round.
+
+A rewrite of the derived steps of one pass over a block. What is gathered for products goes round the devices in blocks,
+each multiplied as it comes by (AllGather-matmul). What products leave to be summed and split goes round as sums of one
+block, each device adding its part (matmul-ReduceScatter). A sum that stays whole is made in the same way along its last
+dim and gathered afterwards, by an AllGather of its own: nothing is left to hide that behind (matmul-AllReduce).
+Every result keeps its name and sharding, so that the other steps stay as they are. Source: Wang et al., "Overlap
+communication with dependent computation via decomposition" (2023).
+"""
+
+from collections.abc import Collection, Sequence
+from typing import Literal
+
+from msgspec.structs import replace
+
+from meshwright.algebra.notation import ShardedArray
+from meshwright.algebra.steps import COLLECTIVE_MATMUL, Step
+
+AXES = ("tensor",)
+"""Mesh axes whose collectives are taken apart: those of activations within a layer."""
+
+PRODUCTS = ("einsum", "quantised_einsum")
+"""Kinds of steps that may be computed block by block."""
+
+Form = Literal["all_gather", "reduce_scatter", "all_reduce"]
+Unit = tuple[Step, ...]
+"""Steps that stay next to each other: one, or a product and the round that belongs to it."""
+
+
+def with_collective_matmuls(
+    steps: Sequence[Step], *, ways: int, kept: Collection[ShardedArray] = (), weights: Collection[str] = ()
+) -> tuple[Step, ...]:
+    """The steps of one pass with every collective over ``tensor`` that stands beside products taken apart.
+
+    With ``ways`` 2 a block goes round in two halves, one each way. ``kept`` are arrays that are used after the pass:
+    one that was gathered is put together from its blocks, as for any later step that is not in the round. ``weights``
+    are names whose collectives, and those of their gradients, stay.
+    """
+    units: list[Unit] = [(step,) for step in steps]
+    for step in steps:
+        if step.axes != AXES or step.scope == "step" or step.result.name.removeprefix("d") in weights:
+            continue
+        if step.op == "all_gather":
+            units = _with_gather(units, step, ways, kept)
+        elif step.op in ("reduce_scatter", "all_reduce"):
+            units = _with_sum(units, step, ways, kept)
+    return tuple(step for unit in units for step in unit)
+
+
+# -- what is gathered ---------------------------------------------------------------------------------------
+
+
+def _with_gather(units: list[Unit], gather: Step, ways: int, kept: Collection[ShardedArray]) -> list[Unit]:
+    """One round for all products of what is gathered, those too that sum over the gathered dim (gradients of weights).
+
+    A product that needs what another of the round makes stays outside, and takes the array put together.
+    """
+    before, at = _before(units), _place(units, gather)
+    members = {at}
+    for number, unit in enumerate(units):
+        if len(unit) == 1 and _multiplies(unit[0], gather) and _is_convex({*members, number}, before):
+            members.add(number)
+    parts = [units[number][0] for number in sorted(members - {at})]
+    if not parts:
+        return units
+    outside = (step for number, unit in enumerate(units) if number not in members for step in unit)
+    whole = gather.result in kept or any(gather.result in step.inputs for step in outside)
+    return _joined(units, members, _gathering(gather, parts, ways, whole=whole))
+
+
+def _gathering(gather: Step, parts: list[Step], ways: int, *, whole: bool) -> Unit:
+    parts = sorted(parts, key=lambda part: gather.dim not in part.result.dims)
+    passing = gather.inputs[0].replace(name=f"{gather.inputs[0].name}_passing")
+    others = dict.fromkeys(a for part in parts for a in part.inputs if a != gather.result)
+    results = (*(part.result for part in parts), *([gather.result] if whole else []))
+    product = _product("all_gather", (passing, *others), results, parts, gather.dim, ways)
+    return _round(gather, "past", gather.inputs[0], passing, ways), product
+
+
+def _multiplies(step: Step, gather: Step) -> bool:
+    """Whether a step is a product of what is gathered, each block of which makes a part of the result."""
+    found = gather.result
+    if step.op not in PRODUCTS or step.inputs.count(found) != 1 or _adds(step):
+        return False
+    if step.op != "einsum" and gather.dim not in step.result.dims:
+        return False
+    return _split_alike(step, gather.dim, found.axes_of(gather.dim))
+
+
+# -- what is summed -----------------------------------------------------------------------------------------
+
+
+def _with_sum(units: list[Unit], total: Step, ways: int, kept: Collection[ShardedArray]) -> list[Unit]:
+    """Products whose sum is scattered, or stays whole: one round for all addends."""
+    partial = total.inputs[0]
+    dim = total.dim if total.op == "reduce_scatter" else partial.dims[-1]
+    makers = [number for number, unit in enumerate(units) if any(partial in (s.result, *s.more) for s in unit)]
+    users = [step for unit in units for step in unit if partial in step.inputs and step is not total]
+    if users or partial in kept or not makers or "reduce" in dict(total.attributes):
+        return units
+    parts = [units[number][0] for number in makers]
+    alone = all(len(units[number]) == 1 and part.op in PRODUCTS for number, part in zip(makers, parts, strict=True))
+    in_turn = [_adds(part) for part in parts] == [False] + [True] * (len(parts) - 1)
+    even = all(_split_alike(part, dim, partial.axes_of(dim)) for part in parts)
+    if total.op == "all_reduce" and partial.axes_of(dim):
+        return units
+    members = {_place(units, total), *makers}
+    if not (alone and in_turn and even and _is_convex(members, _before(units))):
+        return units
+    return _joined(units, members, _summing(total, parts, dim, ways))
+
+
+def _summing(total: Step, parts: list[Step], dim: str, ways: int) -> Unit:
+    split = total.result if total.op == "reduce_scatter" else total.result.resharded({dim: AXES})
+    passing = split.replace(name=f"{split.name}_passing")
+    inputs = tuple(dict.fromkeys(a for part in parts for a in part.inputs))
+    form: Form = "reduce_scatter" if total.op == "reduce_scatter" else "all_reduce"
+    product = _product(form, inputs, (passing,), parts, dim, ways)
+    home = _round(replace(total, dim=dim), "home", passing, split, ways)
+    if form == "reduce_scatter":
+        return product, replace(home, attributes=(*home.attributes, *total.attributes))
+    return product, home, replace(total, op="all_gather", inputs=(split,), dim=dim, critical=True)
+
+
+# -- steps --------------------------------------------------------------------------------------------------
+
+
+def _round(
+    collective: Step, ring: Literal["past", "home"], source: ShardedArray, result: ShardedArray, ways: int
+) -> Step:
+    """The moves of the blocks, behind the product beside them."""
+    attributes = (("ring", ring), ("behind", COLLECTIVE_MATMUL), ("ways", str(ways)))
+    moved = {"op": "permute", "inputs": (source,), "result": result, "attributes": attributes, "critical": False}
+    return replace(collective, **moved)
+
+
+def _product(
+    form: Form,
+    inputs: tuple[ShardedArray, ...],
+    results: tuple[ShardedArray, ...],
+    parts: list[Step],
+    dim: str,
+    ways: int,
+) -> Step:
+    again = all(part.phase == "recompute" for part in parts)
+    last = parts[-1]
+    return Step(
+        op=COLLECTIVE_MATMUL,
+        inputs=inputs,
+        result=results[0],
+        more=results[1:],
+        dim=dim,
+        attributes=(("form", form), ("ways", str(ways)), ("over", ",".join(AXES))),
+        block=last.block,
+        phase="recompute" if again else "backward" if last.phase == "recompute" else last.phase,
+        scope=last.scope,
+        parts=tuple(parts),
+    )
+
+
+def _adds(step: Step) -> bool:
+    return dict(step.attributes).get("accumulate") == "true"
+
+
+def _split_alike(step: Step, dim: str, axes: tuple[str, ...]) -> bool:
+    """Whether every array with the dim has the same of it, so that blocks of one are blocks of all.
+
+    Slots of experts are left alone: their products skip empty blocks of their own.
+    """
+    arrays = (*step.inputs, step.result)
+    return all(a.axes_of(dim) == axes for a in arrays if dim in a.dims) and not any("C" in a.dims for a in arrays)
+
+
+# -- order --------------------------------------------------------------------------------------------------
+
+
+def _place(units: Sequence[Unit], step: Step) -> int:
+    return next(number for number, unit in enumerate(units) if any(one is step for one in unit))
+
+
+def _before(units: Sequence[Unit]) -> list[set[int]]:
+    """For each unit those that must come first: that make or add to what it reads, or read what it changes."""
+    written: dict[ShardedArray, int] = {}
+    read: dict[ShardedArray, set[int]] = {}
+    found: list[set[int]] = []
+    for number, unit in enumerate(units):
+        made = {a for step in unit for a in (step.result, *step.more)}
+        reads = {a for step in unit for a in step.inputs} | {step.result for step in unit if _adds(step)}
+        first = {written[a] for a in reads | made if a in written}
+        for array in made:
+            first |= read.pop(array, set())
+            written[array] = number
+        for array in reads:
+            read.setdefault(array, set()).add(number)
+        found.append(first - {number})
+    return found
+
+
+def _is_convex(members: set[int], before: Sequence[set[int]]) -> bool:
+    """Whether nothing outside comes after one member and before another: then they can be one unit."""
+    after: set[int] = set()
+    for number, first in enumerate(before):
+        if number in members:
+            if first & after:
+                return False
+        elif first & (members | after):
+            after.add(number)
+    return True
+
+
+def _joined(units: list[Unit], members: set[int], unit: Unit) -> list[Unit]:
+    """The units with some replaced by one, at the place of the first of them or after the last that it needs.
+
+    What it does not need keeps its order.
+    """
+    before = _before(units)
+    needed = {*range(min(members)), *(first for number in members for first in before[number])} - members
+    order, done, left = list[Unit](), set[int](), [number for number in range(len(units)) if number not in members]
+    while left or not members <= done:
+        if needed <= done and not members <= done:
+            order.append(unit)
+            done |= members
+            continue
+        number = next(number for number in left if before[number] <= done)
+        left.remove(number)
+        order.append(units[number])
+        done.add(number)
+    return order

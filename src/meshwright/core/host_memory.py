@@ -1,0 +1,23 @@
+"""How the process gets and keeps memory of the host."""
+
+import ctypes
+import os
+import platform
+
+# Parameters of glibc's mallopt, and what each is set to: no block comes from the kernel by itself (M_MMAP_MAX), nothing
+# goes back at the end of the heap (M_TRIM_THRESHOLD), and there is one heap (M_ARENA_MAX), which can hold any block.
+_SETTINGS = {-4: 0, -1: -1, -8: 1}
+
+
+def keep_freed_memory() -> bool:
+    """Let malloc keep what is freed, for the rest of the process; whether it does now.
+
+    On CPU a compiled step takes its scratch memory from malloc and frees it at the end. glibc gives large blocks back
+    to the kernel, which hands out new ones page by page, cleared: of a training step of 4 s on two cores this was 0.6 s
+    (`benchmarks/train_cpu.py`, 2026-11-21). What is kept is what the largest step used. Settings that the environment
+    has for malloc are left alone, and so are other C libraries.
+    """
+    if "malloc" in os.environ.get("GLIBC_TUNABLES", "") or platform.libc_ver()[0] != "glibc":
+        return False
+    mallopt = ctypes.CDLL(None).mallopt
+    return all(mallopt(parameter, value) == 1 for parameter, value in _SETTINGS.items())

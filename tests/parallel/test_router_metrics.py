@@ -1,0 +1,60 @@
+"""What a step says of its routers: the same on every mesh and for any number of microbatches, and at no cost."""
+
+import jax
+import numpy as np
+import pytest
+
+from meshwright.algebra.layers import ProgramOptions
+from meshwright.parallel.train_step import TrainStep
+from tests.parallel.cases import MOE, RELATIVE, keep_gradients, strategy_of
+from tests.parallel.small import BATCH_SEQS, MODEL, SEQ_LEN, batch
+
+COUNTED = ProgramOptions(balance_loss=1e-2)
+MESHES = [
+    ({"expert": 2, "tensor": 2}, {}),
+    ({"fsdp": 2, "context": 2}, {"num_microbatches": 2}),
+    ({"data": 2}, {"num_microbatches": 2, "gradient_sync": "naive"}),
+]
+
+
+def extras(model, axes, options=COUNTED, **choices):
+    step = TrainStep(model, strategy_of(axes, **choices), optimizer=keep_gradients(), options=options)
+    _, metrics = step.step(step.init(0), batch())
+    return {name: np.asarray(value) for name, value in metrics.extras.items()}
+
+
+@pytest.fixture(scope="module")
+def on_one_device():
+    return extras(MOE, {})
+
+
+def test_of_one_device(on_one_device):
+    """The loss of a router that spreads tokens about evenly is near the choices of a token; nothing is dropped."""
+    assert all(value.shape == (MOE.num_layers,) for value in on_one_device.values())
+    np.testing.assert_allclose(on_one_device["balance_loss"], MOE.experts_per_token, rtol=0.05)
+    assert np.all(on_one_device["balance_loss"] != MOE.experts_per_token)
+    assert np.all(on_one_device["load_max_over_mean"] > 1)
+    np.testing.assert_array_equal(on_one_device["dropped_share"], 0)
+
+
+@pytest.mark.parametrize(("axes", "choices"), MESHES)
+def test_equal_on_every_mesh(axes, choices, on_one_device):
+    found = extras(MOE, axes, **choices)
+    assert found.keys() == on_one_device.keys()
+    for name, value in on_one_device.items():
+        np.testing.assert_allclose(found[name], value, rtol=RELATIVE, atol=RELATIVE, err_msg=name)
+
+
+def test_dropped_choices_are_those_without_a_slot():
+    """Half of the mean load per expert: at least half of the choices find no slot."""
+    options = ProgramOptions(capacity_factor=0.5)
+    dropped = extras(MOE, {"fsdp": 2}, options)["dropped_share"]
+    assert np.all((dropped >= 0.5) & (dropped < 0.6))
+
+
+@pytest.mark.parametrize("options", [COUNTED, ProgramOptions()])
+def test_a_dense_model_and_a_router_that_is_not_counted_say_nothing(options):
+    model = MOE if options == ProgramOptions() else MODEL
+    step = TrainStep(model, strategy_of({}), options=options)
+    _, _, _, found = jax.eval_shape(step._gradients, step.param_shapes, step.batch_shapes(BATCH_SEQS, SEQ_LEN))
+    assert found == {}
