@@ -51,10 +51,10 @@ class Case(msgspec.Struct, frozen=True):
 
 
 CASES = (
-    Case("1b-4096", "llama3.2-1b", 16, 8, 4096, "selective"),
-    Case("1b-8192", "llama3.2-1b", 16, 4, 8192, "selective"),
-    Case("8b-4096", "llama3-8b", 8, 8, 4096, "selective"),
-    Case("8b-8192", "llama3-8b", 8, 4, 8192, "selective"),
+    Case("1b-4096", "llama3.2-1b", 16, 8, 4096, "none"),
+    Case("1b-8192", "llama3.2-1b", 16, 4, 8192, "none"),
+    Case("8b-4096", "llama3-8b", 8, 8, 4096, "none"),
+    Case("8b-8192", "llama3-8b", 8, 4, 8192, "none"),
 )
 TINY = tuple(
     Case(c.name, c.model, 2, 2, 64, c.remat) for c in CASES if c.seq_len == 4096

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from meshwright.algebra.steps import Step
+from meshwright.nn.attention_platform import default_platform
 
 
 def communicate(step: Step, value: jax.Array, *, leading: int = 0) -> jax.Array:
@@ -56,7 +57,7 @@ def shift(value: jax.Array, axes: tuple[str, ...], by: int, *, divergent: bool =
 
 
 def _devices_are_emulated() -> bool:
-    return jax.default_backend() == "cpu" and jax.local_device_count() > 1
+    return default_platform() == "cpu" and jax.local_device_count() > 1
 
 
 def _shift_by_exchange(value: jax.Array, axes: tuple[str, ...], by: int, size: int) -> jax.Array:

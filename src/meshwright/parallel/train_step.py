@@ -17,6 +17,7 @@ from meshwright.algebra.layers import PLAIN, ProgramOptions
 from meshwright.algebra.notation import ShardedArray
 from meshwright.algebra.transformer import transformer, weight_variables
 from meshwright.core.errors import CannotRunError, InputError
+from meshwright.nn.attention_platform import traced_for
 from meshwright.nn.attention_visibility import zigzag_order
 from meshwright.nn.context import Context
 from meshwright.nn.experts_balance import routing_metrics
@@ -266,7 +267,8 @@ class TrainStep:
     def lower(self, batch_seqs: int, seq_len: int) -> jax.stages.Lowered:
         """The step traced for a batch size without any data."""
         state = State(self.param_shapes, jax.eval_shape(self.optimizer.init, self.param_shapes))
-        return self.compile.lower(state, self.batch_shapes(batch_seqs, seq_len))
+        with traced_for(self.mesh.devices.flat[0]):
+            return self.compile.lower(state, self.batch_shapes(batch_seqs, seq_len))
 
     def gradients(self, params: Params, batch: Mapping[str, Any]) -> tuple[jax.Array, Params]:
         """Mean loss and its gradients for a global batch, laid out as the optimizer takes them (no update)."""
