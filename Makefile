@@ -16,6 +16,10 @@ HAS_TORCH   := $(VENV)/.has-torch
 PLANNING_TESTS := $(wildcard tests/core tests/spec tests/algebra tests/cost tests/plan tests/batching \
                              tests/oracles tests/report tests/test_architecture.py)
 
+# Idle workers take tests over from the others; a worker's own tests stay in order, so that fixtures are shared.
+WORKERS     ?= 2
+IN_PARALLEL := -n $(WORKERS) --dist worksteal
+
 # uv may use only the Python that made .venv, and trusts the certificates that this machine trusts, as pip does.
 export UV_PYTHON_DOWNLOADS := never
 export UV_SYSTEM_CERTS := 1
@@ -24,17 +28,23 @@ unexport VIRTUAL_ENV
 # Byte code kept on disk is most of what makes the second start of JAX faster than the first.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test check format lock setup clean
+.PHONY: help demo test test-rest test-slow check format lock setup clean
 .DELETE_ON_ERROR:
 
 help: ## list the targets
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "%-12s %s\n", $$1, $$2}'
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "%-15s %s\n", $$1, $$2}'
 
 demo: $(HAS_PACKAGE) ## set up, then measure this machine, plan, train and compare (about three minutes)
 	MESHWRIGHT_CACHE=$(CURDIR)/.cache $(VENV)/bin/meshwright demo
 
-test: $(HAS_PACKAGE) torch ## set up, then run the whole default tier of tests
-	$(PY) -m pytest
+test: $(HAS_PACKAGE) torch ## set up, then run the whole default tier of tests (WORKERS=2 processes)
+	$(PY) -m pytest $(IN_PARALLEL)
+
+test-rest: $(HAS_PACKAGE) torch ## what CI runs then: the default tier without the tests of `make check`
+	$(PY) -m pytest $(IN_PARALLEL) $(PLANNING_TESTS:%=--ignore=%)
+
+test-slow: $(HAS_PACKAGE) torch ## the full grids that the default tier has samples of, and the examples
+	$(PY) -m pytest -m slow $(IN_PARALLEL)
 
 check: $(HAS_PACKAGE) ## what CI runs first: format, lint, types, fast tests
 	$(PY) -m ruff format --check .

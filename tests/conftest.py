@@ -1,6 +1,7 @@
 """Eight emulated devices, no silent rank promotion, and a compilation cache, set once before JAX starts.
 
-Dtype promotion is not strict: optax 0.2.8 mixes integer counts with floats.
+Every worker of `pytest -n` keeps a cache of its own: JAX writes an entry in place, and another process could read half
+of one. Dtype promotion is not strict: optax 0.2.8 mixes integer counts with floats.
 """
 
 import os
@@ -9,11 +10,16 @@ from pathlib import Path
 # Level 0 makes XLA's CPU code three times faster to compile; the HLO, and so the collectives, are the same.
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
 os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / ".jax_cache"))
+os.environ["JAX_COMPILATION_CACHE_DIR"] = str(
+    Path(os.environ.get("JAX_COMPILATION_CACHE_DIR", Path(__file__).parents[1] / ".jax_cache"))
+    / os.environ.get("PYTEST_XDIST_WORKER", "")
+)
 os.environ.setdefault("MESHWRIGHT_CACHE", str(Path(__file__).parents[1] / ".cache" / "tests"))
-os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.5")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
 os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
 
 from jaxtyping import install_import_hook
 
-install_import_hook("meshwright.nn.ops", "beartype.beartype")
+CHECKED = ("ops", "norms", "positions", "activations")
+"""Modules of `nn` whose functions check the shapes that they are given and give."""
+install_import_hook([f"meshwright.nn.{name}" for name in CHECKED], "beartype.beartype")

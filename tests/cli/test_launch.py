@@ -172,6 +172,14 @@ def test_others_that_end_in_time_are_not_stopped(capfd):
     assert not any("stopped" in line for line in error)
 
 
+def test_an_error_that_all_have_in_common_is_said_once(capfd):
+    rest = 'print(f"meshwright: all {index // 2}", file=sys.stderr); sys.exit(2)'
+    code, _, error = run_program(capfd, rest)
+    assert code == 2
+    said = [line.partition("] ")[2] for line in error if "meshwright: " in line]
+    assert sorted(said) == ["meshwright: all 0", "meshwright: all 1"]
+
+
 def interrupt_when_ready(folder, *, count, times):
     """Send this process Ctrl-C, ``times`` times, once each child has left a file to say that it listens."""
 
@@ -215,7 +223,8 @@ def test_what_all_refuse_ends_with_their_exit_code(tmp_path):
     child = launch("--processes", 2, "--", "train", tmp_path / "missing.toml")
     _, error = child.communicate(timeout=LONGEST_S)
     assert child.returncode == 2
-    assert any(line.startswith("[1] meshwright: ") and "missing.toml" in line for line in error.splitlines())
+    (line,) = error.splitlines()
+    assert line.endswith("missing.toml: there is no such file.")
 
 
 @pytest.mark.parametrize(

@@ -217,56 +217,83 @@ def test_sqrt_of_many_layers_lies_between_none_and_block():
 # -- pipelines ------------------------------------------------------------------------------------------------
 
 
-def test_stages_share_out_layers_and_keep_the_larger_end():
-    """tiny has 8 layers and two tables of the same size: four stages hold 2 layers and one of the tables."""
-    one, four = memory({}, num_microbatches=4), memory({"pipeline": 4}, num_microbatches=4)
-    parts = params_by_part(TINY)
-    table, norm = parts["embedding"], 256
-    layers = num_params(TINY) - 2 * table - norm
-    assert parts["unembedding"] == table
+def layer_params(model=TINY):
+    """Parameters of all layers; tiny has two tables of one size and a last norm besides."""
+    return num_params(model) - 2 * params_by_part(model)["embedding"] - model.d_model
+
+
+@pytest.mark.parametrize(("software", "tables"), [("compiled", 2), ("eager", 1)])
+def test_stages_share_out_layers_and_hold_the_ends(software, tables):
+    """Four stages of tiny's 8 layers hold 2 each; in one program every stage has both tables, else one at most."""
+    one, four = memory({}, num_microbatches=4), memory({"pipeline": 4}, num_microbatches=4, software=software)
+    table = params_by_part(TINY)["embedding"]
     for item, width in (("weights", 2), ("gradients", 2 + 4), ("optimizer", 8)):
         assert one[item] == width * num_params(TINY)
-        assert four[item] == width * (layers / 4 + table + norm)
+        assert four[item] == width * (layer_params() / 4 + tables * table + 256)
 
 
 def test_uneven_layers_fill_the_fullest_device():
     """Eight layers on three stages: 3, 3 and 2."""
     three, one = (memory({"pipeline": n}, num_microbatches=4)["weights"] for n in (3, 1))
-    parts = params_by_part(TINY)
-    layers = num_params(TINY) - 2 * parts["embedding"] - 256
-    assert one - three == 2 * (layers * (1 - 3 / 8) + parts["embedding"])
+    assert one - three == 2 * layer_params() * (1 - 3 / 8)
 
 
-def test_microbatches_in_flight_keep_their_results():
-    """1F1B keeps those of four microbatches on the first of four stages, GPipe of all sixteen, one stage of one."""
+@pytest.mark.parametrize(
+    ("software", "in_flight"),
+    [
+        ("compiled", {"1f1b": 7, "gpipe": 16, "naive": 1, "interleaved": 5.5}),
+        ("eager", {"1f1b": 4, "gpipe": 16, "naive": 1, "interleaved": 5.5}),
+    ],
+)
+def test_microbatches_in_flight_keep_their_results(software, in_flight):
+    """1F1B keeps those of four microbatches on the first of four stages, of seven in lockstep; GPipe of all sixteen."""
     stream = 2 * 32 * 512 * 256 / 16
     plain = memory({}, num_microbatches=16)["activations"]
     ends = plain - 8 * stream
-    for schedule, chunks, in_flight in (("1f1b", 1, 4), ("gpipe", 1, 16), ("naive", 1, 1), ("interleaved", 2, 5.5)):
-        found = memory({"pipeline": 4}, num_microbatches=16, schedule=schedule, chunks=chunks)["activations"]
-        assert found == pytest.approx(ends + in_flight * 2 * stream), schedule
+    for schedule, count in in_flight.items():
+        fields = {"schedule": schedule, "chunks": 2 if schedule == "interleaved" else 1, "software": software}
+        found = memory({"pipeline": 4}, num_microbatches=16, **fields)["activations"]
+        assert found == pytest.approx(ends + count * 2 * stream), schedule
 
 
 def test_sends_between_stages_have_buffers():
-    """The stream on its way on, and its cotangent on its way back."""
-    items = memory({"pipeline": 2}, num_microbatches=4)
-    assert items["communication"] == 2 * (2 * 8 * 512 * 256)
+    """The stream on its way on, and its cotangent on its way back; in lockstep results that wait for the head too."""
+    stream = 2 * 8 * 512 * 256
+    assert memory({"pipeline": 2}, num_microbatches=4, software="eager")["communication"] == 2 * stream
+    assert memory({"pipeline": 2}, num_microbatches=4)["communication"] == (2 + 1) * stream
+    assert memory({"pipeline": 2}, num_microbatches=4, schedule="gpipe")["communication"] == (2 + 4) * stream
     assert memory({}, num_microbatches=4)["communication"] == 0
 
 
+def test_what_waits_for_the_gradients_of_weights_is_held():
+    """zb-h1 on two stages in lockstep holds, for two microbatches, what the products of four layers' weight gradients
+    take: two normed streams, the gate and what it meets, attention's result, and the cotangents of all products."""
+    fields = {"axes": {"pipeline": 2}, "num_microbatches": 4, "remat": "block"}
+    both, once = (memory(schedule=schedule, **fields)["activations"] for schedule in ("zb-h1", "1f1b"))
+    d, f, heads, kv = 256, 704, 8 * 32, 4 * 32
+    operands, cotangents = 2 * d + 2 * f + heads, 2 * d + 2 * f + heads + 2 * kv
+    norms = 2 * d  # their gradients come on the way
+    assert both - once == 2 * 4 * 2 * (8 * 512 * (operands + cotangents) + norms)
+    eager = (memory(schedule=schedule, software="eager", **fields)["activations"] for schedule in ("zb-h1", "1f1b"))
+    assert len(set(eager)) == 1
+
+
 def test_dualpipe_holds_two_stages_and_both_ends():
-    twice, once = (
-        memory({"pipeline": 2}, num_microbatches=8, schedule=schedule)["optimizer"] for schedule in ("dualpipe", "1f1b")
-    )
+    """Libraries keep two copies of everything; one program keeps one, and has both beside it for the step."""
     table = params_by_part(TINY)["embedding"]
-    layers = num_params(TINY) - 2 * table - 256
-    assert once == 8 * (layers / 2 + table + 256)
-    assert twice == 8 * (layers + 2 * table + 256)
+    layers, ends = layer_params(), 2 * table + 256
+    for software, copies in (("eager", (2, 2, 2)), ("compiled", (3, 2, 1))):
+        found = memory({"pipeline": 2}, num_microbatches=8, schedule="dualpipe", software=software)
+        for item, width, count in zip(("weights", "gradients", "optimizer"), (2, 6, 8), copies, strict=True):
+            assert found[item] == width * (count * layers / 2 + ends), (software, item)
 
 
-def test_a_tied_table_is_on_the_device_with_the_head():
-    """gpt2 has one table of 50,257 x 768 for both ends: in two stages one has it, half the layers and the last norm."""
+@pytest.mark.parametrize("software", ["compiled", "eager"])
+def test_a_tied_table_is_held_once(software):
+    """gpt2 has one table of 50,257 x 768 for both ends, positions at the first, and a last norm at the head."""
     model = catalogue.model("gpt2")
     table, positions, norm = 50257 * 768, 1024 * 768, 2 * 768
-    found = memory({"pipeline": 2}, model=model, batch_seqs=8, num_microbatches=2)["weights"]
-    assert found == 2 * ((num_params(model) - table - positions - norm) / 2 + table + norm)
+    fields = {"model": model, "batch_seqs": 8, "num_microbatches": 2, "software": software}
+    ends = table + norm + (positions if software == "compiled" else 0)
+    layers = num_params(model) - table - positions - norm
+    assert memory({"pipeline": 2}, **fields)["weights"] == 2 * (layers / 2 + ends)

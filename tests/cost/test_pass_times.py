@@ -1,8 +1,10 @@
 """One training step put together from the passes over its blocks, against sums by hand on small pipelines."""
 
+import msgspec
 import numpy as np
 import pytest
 
+from meshwright.algebra.schedule_fused import fused, fused_seconds
 from meshwright.algebra.schedule_rows import build
 from meshwright.algebra.schedule_simulation import simulate
 from meshwright.cost.offload import Offload
@@ -47,13 +49,15 @@ def test_one_stage_is_a_sum():
     assert step.bubble_s == 0
 
 
-def test_stages_by_hand():
-    """1F1B on four stages of two layers, eight microbatches: the last stage has the head, and three wait to begin."""
-    pipeline = Pipeline(stages=4, microbatches=8)
+@pytest.mark.parametrize(("software", "ends"), [("compiled", 0.1 + 0.4 + 0.3 + 0.6), ("eager", 0.3 + 0.6)])
+def test_stages_by_hand(software, ends):
+    """1F1B on four stages of two layers, eight microbatches: the last stage has the head, and three wait to begin.
+    One program updates both ends on every stage."""
+    pipeline = Pipeline(stages=4, microbatches=8, software=software)
     step = TIMES.step_s(pipeline)
     layers = 2 * (1 + 2)
     assert step.bubble_s == pytest.approx(3 * layers)
-    once = 2 * (0.2 + 0.05) + (0.3 + 0.6)
+    once = 2 * (0.2 + 0.05) + ends
     assert TIMES.sends_s(pipeline) == pipeline.num_sends * 0.125 / 2
     assert step.step_s == pytest.approx(8 * (layers + 8) + TIMES.sends_s(pipeline) + 3 * layers + once + 0.01)
 
@@ -78,17 +82,22 @@ def test_a_step_of_layers_alone_is_the_simulation(schedule):
     none = {"last": (0.0, 0.0, 0.0), "update": (0.0, 0.0, 0.0), "send_s": 0.0, "after_s": 0.0}
     alone = {"forward": (0.0, 1.0, 0.0), "backward": (0.0, 2.0, 0.0), "weight": (0.0, 0.75, 0.0)}
     times = BlockTimes(num_layers=8, repeats=(1, 8, 1), carries=(False, True, False), **none, **alone)
-    step = times.step_s(Pipeline(schedule=schedule, stages=4, microbatches=8))
-    rows = build(schedule, stages=4, microbatches=8)
-    assert step.step_s == pytest.approx(simulate(rows, forward_s=2, backward_s=2.5, weight_s=1.5).makespan_s)
+    rows, passes = build(schedule, stages=4, microbatches=8), {"forward_s": 2, "backward_s": 2.5, "weight_s": 1.5}
+    apart = times.step_s(Pipeline(schedule=schedule, stages=4, microbatches=8, software="eager"))
+    assert apart.step_s == pytest.approx(simulate(rows, **passes).makespan_s)
+    together = times.step_s(Pipeline(schedule=schedule, stages=4, microbatches=8))
+    assert together.step_s == pytest.approx(fused_seconds(fused(rows), **passes))
 
 
 def test_dualpipe_updates_two_stages_and_takes_turns_at_the_ends():
-    pipeline = Pipeline(schedule="dualpipe", stages=4, microbatches=8)
-    step, sends = TIMES.step_s(pipeline), TIMES.sends_s(pipeline)
-    once = 2 * 2 * (0.2 + 0.05) + (0.1 + 0.4) + (0.3 + 0.6)
-    each = 2 * 3 + (0.75 + 8) / 2
-    assert step.step_s - step.bubble_s == pytest.approx(8 * each + sends + once + 0.01)
+    """One program sums and updates each stage once, where its weights are at home."""
+    times = msgspec.structs.replace(TIMES, meetings_s=(0.8, 0.02))
+    for software, copies, meet in (("eager", 2, 0.0), ("compiled", 1, 0.8 / 4 + 0.02)):
+        pipeline = Pipeline(schedule="dualpipe", stages=4, microbatches=8, software=software)
+        step, sends = times.step_s(pipeline), times.sends_s(pipeline)
+        once = copies * 2 * (0.2 + 0.05) + (0.1 + 0.4) + (0.3 + 0.6) + meet
+        each = 2 * 3 + (0.75 + 8) / 2
+        assert step.step_s - step.bubble_s == pytest.approx(8 * each + sends + once + 0.01)
 
 
 def test_offloaded_results_hold_up_passes_that_are_shorter():
@@ -120,12 +129,16 @@ def test_the_estimate_of_four_stages_is_the_sum_of_its_steps():
     bubble = 3 * 2 * sum(layer)
     update = {c.step.result.name: c for c in found.costs if c.step.op == "adamw"}
     per_layer = sum(float(c.time_s) for name, c in update.items() if c.count == 8)
-    ends = [float(update[n].time_s) for n in ("unembed", "final_norm")]
+    ends = [float(update[n].time_s) for n in ("embed", "unembed", "final_norm")]
     sums = sum(float(c.time_s) for c in found.costs if c.step.is_collective and c.step.phase == "update")
-    wanted = 8 * (2 * sum(layer) + head) + sends + bubble + 2 * per_layer + sum(ends) + sums
+    over_stages = [c for c in found.costs if c.step.block == "stage"]
+    assert [c.network_bytes for c in over_stages] == [4 * 4096 * 256, 4 * 256, 4 * 256 * 4096]  # float32 sums
+    between = sends + sum(float(c.time_s) for c in over_stages)
+    wanted = 8 * (2 * sum(layer) + head) + between + bubble + 2 * per_layer + sum(ends) + sums
     assert found.estimate.step_s == pytest.approx(wanted, rel=1e-9)
     assert found.estimate.terms["bubble"] == pytest.approx(bubble)
-    assert found.estimate.terms["pipeline"] == pytest.approx(sends)
+    latency = sum(float(c.latency_s) for c in over_stages)
+    assert found.estimate.terms["pipeline"] == pytest.approx(between - latency)
 
 
 def test_work_of_the_busiest_device_and_of_all():
@@ -169,5 +182,5 @@ def test_a_tied_table_is_summed_and_updated_once():
     assert times.update[0] > table.time_s
     assert times.update[-1] < table.time_s
     reduced = [c for c in found.costs if c.step.scope == "step" and c.step.inputs[0].name == "dembed" and c.hides]
-    assert [c.step.block for c in reduced] == ["embed"]
+    assert [c.step.block for c in reduced] == ["embed", "stage"]
     assert table.here == table.count == 1

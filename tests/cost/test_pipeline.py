@@ -3,15 +3,17 @@
 import numpy as np
 import pytest
 
+from meshwright.algebra.schedule_fused import fused, fused_seconds
 from meshwright.algebra.schedule_rows import SCHEDULES, build, default_chunks
 from meshwright.algebra.schedule_simulation import simulate
+from meshwright.algebra.schedule_ticks import tick_tables
 from meshwright.cost.pipeline import ONE_STAGE, Pipeline, schedule_fits, schedule_refusal, strategy_pipeline
 from meshwright.spec.strategy import Strategy, make_mesh
 
 
-def pipeline(schedule="1f1b", *, stages=4, microbatches=8, chunks=None):
+def pipeline(schedule="1f1b", *, stages=4, microbatches=8, chunks=None, software="compiled"):
     chunks = default_chunks(schedule) if chunks is None else chunks
-    return Pipeline(schedule=schedule, stages=stages, microbatches=microbatches, chunks=chunks)
+    return Pipeline(schedule=schedule, stages=stages, microbatches=microbatches, chunks=chunks, software=software)
 
 
 @pytest.mark.parametrize(
@@ -46,31 +48,56 @@ def test_interleaving_divides_the_idle_time_by_the_chunks(chunks):
 @pytest.mark.parametrize(("stages", "microbatches"), [(2, 4), (4, 8), (4, 16)])
 def test_idle_time_is_the_simulation_s(schedule, stages, microbatches):
     """Times of all layers of a device; the simulation takes those of one run of layers, weight gradients apart."""
-    one = pipeline(schedule, stages=stages, microbatches=microbatches)
+    one = pipeline(schedule, stages=stages, microbatches=microbatches, software="eager")
     rows = build(schedule, stages=stages, microbatches=microbatches, chunks=one.chunks)
     found = one.bubble_s(forward_s=1.0, backward_s=2.25, weight_s=1.0)
     run = simulate(rows, forward_s=1 / one.chunks, backward_s=1.25 / one.chunks, weight_s=1 / one.chunks)
     assert found == pytest.approx(run.makespan_s - 3.25 * microbatches)
     assert one.stash == pytest.approx(max(run.peak_stash))
+    assert one.handed == 0
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(("stages", "microbatches"), [(2, 4), (4, 8), (4, 16)])
+def test_one_program_is_the_tables_that_run(schedule, stages, microbatches):
+    """Idle time in fused ticks, and every buffer of the executor."""
+    one = pipeline(schedule, stages=stages, microbatches=microbatches)
+    table = fused(build(schedule, stages=stages, microbatches=microbatches, chunks=one.chunks))
+    run_s = fused_seconds(table, forward_s=1 / one.chunks, backward_s=1.25 / one.chunks, weight_s=1 / one.chunks)
+    found = one.bubble_s(forward_s=1.0, backward_s=2.25, weight_s=1.0)
+    assert found == pytest.approx(run_s - 3.25 * microbatches)
+    slots = tick_tables(table).slots
+    assert (one.stash * one.chunks, one.handed * one.chunks) == (slots.stash, slots.handed)
+    assert one.messages == (slots.x, slots.dx, slots.head)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("stages", [2, 4, 6])
-def test_sends_that_a_step_waits_for(schedule, stages):
+@pytest.mark.parametrize("software", ["compiled", "eager"])
+def test_sends_that_a_step_waits_for(schedule, stages, software):
     """Equal passes, sends that are short beside them: what the simulated step takes longer for them."""
-    one = pipeline(schedule, stages=stages, microbatches=4 * stages)
+    one = pipeline(schedule, stages=stages, microbatches=4 * stages, software=software)
     rows = build(schedule, stages=stages, microbatches=4 * stages, chunks=one.chunks)
     passes = {"forward_s": 1.0, "backward_s": 1.0, "weight_s": 1.0}
-    free, short = (simulate(rows, **passes, send_s=send).makespan_s for send in (0.0, 1e-4))
-    assert one.num_sends == pytest.approx((short - free) / 1e-4, abs=2 if schedule == "1f1b" else 1)
+    free, short = (
+        simulate(rows, **passes, send_s=send).makespan_s
+        if software == "eager"
+        else fused_seconds(fused(rows), **passes, send_s=send)
+        for send in (0.0, 1e-4)
+    )
+    near = 2 if schedule == "1f1b" or software == "compiled" else 1
+    assert one.num_sends == pytest.approx((short - free) / 1e-4, abs=near + 1e-6)
 
 
 def test_microbatches_in_flight():
-    """1F1B holds as many as there are stages, GPipe all; interleaved (V + 1) P - 1 of 1/V each."""
-    assert pipeline("1f1b", stages=4, microbatches=16).stash == 4
-    assert pipeline("1f1b", stages=4, microbatches=2).stash == 2
-    assert pipeline("gpipe", stages=4, microbatches=16).stash == 16
-    assert pipeline("interleaved", stages=4, microbatches=16, chunks=2).stash == pytest.approx((3 * 4 - 1) / 2)
+    """1F1B holds as many as there are stages, GPipe all; interleaved (V + 1) P - 1 of 1/V each. In lockstep 1F1B holds
+    2 P - 1, and nothing else holds more than it does elsewhere."""
+    for software, held in (("eager", 4), ("compiled", 7)):
+        assert pipeline("1f1b", stages=4, microbatches=16, software=software).stash == held
+        assert pipeline("1f1b", stages=4, microbatches=2, software=software).stash == 2
+        assert pipeline("gpipe", stages=4, microbatches=16, software=software).stash == 16
+        found = pipeline("interleaved", stages=4, microbatches=16, chunks=2, software=software)
+        assert found.stash == pytest.approx((3 * 4 - 1) / 2)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -84,18 +111,27 @@ def test_one_stage_has_no_pipeline(schedule):
 
 
 def test_who_holds_and_runs_the_ends():
-    """The first and the last stage apart; both on each outer device of dualpipe, in turns; on one of dualpipe-v."""
+    """The first and the last stage apart; both on each outer device of dualpipe, in turns; on one of dualpipe-v. One
+    program holds both everywhere, and runs them where others do."""
     for schedule, held, run, shares in (
         ("1f1b", 5, 5, (0, 1)),
         ("interleaved", 5, 5, (0, 1)),
         ("dualpipe", 8, 4, (0.5, 0.5)),
         ("dualpipe-v", 8, 8, (1, 1)),
     ):
-        one = pipeline(schedule)
-        assert (one.ends([3.0, 5.0]), one.ends_run([3.0, 5.0])) == (held, run)
-        assert one.end_shares == shares
-    assert pipeline("dualpipe").weight_copies == 2
-    assert pipeline("dualpipe-v").weight_copies == 1
+        for software, holds in (("eager", held), ("compiled", 8)):
+            one = pipeline(schedule, software=software)
+            assert (one.ends([3.0, 5.0]), one.ends_run([3.0, 5.0])) == (holds, run)
+            assert one.end_shares == shares
+
+
+def test_copies_of_a_stage():
+    """Libraries keep two of everything for dualpipe, and sum and update both; one program only of what a step uses."""
+    parts = ("weights", "gradients", "optimizer")
+    for software, copies, sums in (("eager", [2, 2, 2], 2), ("compiled", [3, 2, 1], 1)):
+        one = pipeline("dualpipe", software=software)
+        assert ([int(one.copies(part)) for part in parts], int(one.sums)) == (copies, sums)
+        assert [int(pipeline("dualpipe-v", software=software).copies(part)) for part in parts] == [1, 1, 1]
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

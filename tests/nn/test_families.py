@@ -19,8 +19,15 @@ transformers = pytest.importorskip("transformers")
 RUNNING = [name for name, model in FAMILIES.items() if model.runs_here]
 LENGTH = 40
 """Longer than the windows and than the lengths from which positions are stretched."""
+QUICK = ("gemma2", "gpt2", "qwen2_moe", "gpt_oss")
+"""Families of the default tier where a test is not of all: between them they have every part that llama has not."""
 ROWS = np.random.default_rng(0).integers(0, VOCAB, (2, LENGTH + 1)).astype(np.int32)
 TOKENS, LABELS = ROWS[:, :-1], ROWS[:, 1:]
+
+
+def quick_of(families):
+    """Cases of all families, those that are not `QUICK` slow."""
+    return [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in families]
 
 
 def their_model(family):
@@ -51,7 +58,7 @@ def test_logits_are_those_of_transformers(family):
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", quick_of(FAMILIES))
 def test_each_side_reads_what_the_other_wrote(family, tmp_path):
     theirs = their_model(family)
     theirs.save_pretrained(tmp_path / "theirs")
@@ -66,12 +73,7 @@ def test_each_side_reads_what_the_other_wrote(family, tmp_path):
     np.testing.assert_array_equal(their_logits(back).detach(), their_logits(theirs).detach())
 
 
-QUICK = ("gemma2", "gpt2", "qwen2_moe", "gpt_oss")
-
-
-@pytest.mark.parametrize(
-    "family", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in RUNNING]
-)
+@pytest.mark.parametrize("family", quick_of(RUNNING))
 def test_gradients_are_those_of_transformers(family):
     theirs, model = their_model(family), FAMILIES[family]
     params = params_from_hf(model, arrays(theirs.named_parameters()))

@@ -2,13 +2,18 @@
 
 import json
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from meshwright.algebra.schedule_rows import SCHEDULES
+from meshwright.train.loop import train
 from tests.parallel.cases import DEEP, DEEP_MOE, RELATIVE, on_one_device
+from tests.parallel.pipeline_train_child import DEEP as DEEPER
+from tests.parallel.pipeline_train_child import chosen
 from tests.parallel.several import run_all
+from tests.train.small import JOB, strategy, write_text
 
 ONE_EACH = [({"pipeline": 2}, "interleaved", 2, "deep"), ({"pipeline": 2}, "zb-h1", 1, "deep-moe")]
 FOUR = [
@@ -47,7 +52,7 @@ def assert_errors(arguments, names, **processes):
 
 def assert_as_one(wanted, cases, **processes):
     arguments = ["tests.parallel.pipeline_model_child", str(wanted), json.dumps(cases)]
-    assert_errors(arguments, map(str, range(len(cases))), **processes)
+    assert_errors(arguments, [str(number) for number in range(len(cases))], **processes)
 
 
 def test_stages_of_two_processes(wanted):
@@ -66,3 +71,31 @@ def test_stages_beside_other_axes_in_processes(wanted, cases, count, devices):
 @pytest.mark.parametrize(("count", "devices"), [(2, 2), (4, 1)])
 def test_every_schedule(count, devices):
     assert_errors(["tests.parallel.pipeline_child", *SCHEDULES], SCHEDULES, count=count, devices=devices)
+
+
+def said_by_all(*arguments, **processes):
+    """What each process of a run says."""
+    found = []
+    for code, out, error in run_all(["-m", "tests.parallel.pipeline_train_child", *map(str, arguments)], **processes):
+        assert code == 0, error[-2000:]
+        found += [json.loads(line[5:]) for line in out.splitlines() if line.startswith("said ")]
+    return found
+
+
+@pytest.mark.slow
+def test_a_run_in_stages_goes_on_over_other_devices_and_processes(tmp_path, monkeypatch):
+    """Three steps in two processes of a stage each, which hold layers 0 2 and 1 3; then one process without stages, on
+    two devices; then the two again: the losses of a run on one device."""
+    monkeypatch.setenv("MESHWRIGHT_CACHE", str(tmp_path / "cache"))
+    text = write_text(tmp_path)
+    whole = train(DEEPER, strategy(), JOB, chosen(text, 9), run_root=tmp_path / "whole")
+    first = said_by_all(tmp_path / "runs", text, 3, count=2)
+    assert [(one["from"], one["processes"]) for one in first] == [(None, 2)] * 2
+    run = Path(first[0]["run"])
+    second = train(DEEPER, strategy(fsdp=2), JOB, chosen(text, 6), run_root=tmp_path / "runs", resume=run)
+    assert second.resumed_from == 3
+    third = said_by_all(tmp_path / "runs", text, 9, run, count=2)
+    assert [one["from"] for one in third] == [6, 6]
+    assert [len(one["losses"]) for one in third] == [9, 3]  # the first process reads what the run wrote before
+    for one in third:
+        np.testing.assert_allclose(one["losses"], whole.losses[-len(one["losses"]) :], rtol=RELATIVE)

@@ -27,10 +27,15 @@ MIXES = [
         {"prefetch": True, "remat": "none", "offload": ("activations", "optimizer")},
     ),
     (MODEL, {"fsdp": 2, "context": 2, "tensor": 2}, {"context_attention": "ulysses", "remat": "matmuls"}),
-    (MODEL, {"data": 2, "context": 2, "tensor": 2}, {"sequence_parallel": False, "remat": "full"}),
+    pytest.param(
+        MODEL,
+        {"data": 2, "context": 2, "tensor": 2},
+        {"sequence_parallel": False, "remat": "full"},
+        marks=pytest.mark.slow,
+    ),
     (MOE, {"data": 2, "expert": 2, "tensor": 2}, {"remat": "selective"}),
     (MOE, {"fsdp": 2, "expert": 2, "context": 2}, {"context_attention": "ring", "remat": "selective"}),
-    (MOE, {"data": 2, "fsdp": 2, "expert": 2}, {"zero": 1, "num_microbatches": 1}),
+    pytest.param(MOE, {"data": 2, "fsdp": 2, "expert": 2}, {"zero": 1, "num_microbatches": 1}, marks=pytest.mark.slow),
 ]
 PIPELINES = [
     (DEEP, {"pipeline": 2, "data": 2, "tensor": 2}, {"schedule": "zb-h1", "zero": 1}),
@@ -107,14 +112,19 @@ def documents_batch():
     return rows
 
 
-@pytest.mark.parametrize("way", ["gather", "ring", "ulysses"])
-def test_documents_and_the_z_loss_on_a_mesh(way):
-    options = ProgramOptions(documents=True, z_loss=1e-2)
+DOCUMENTS = ProgramOptions(documents=True, z_loss=1e-2)
+
+
+@pytest.fixture(scope="module")
+def documents_on_one_device():
     given = documents_batch()
-    one = run(MODEL, strategy_of({}), options=options, given=given)
-    found = run(
-        MODEL, strategy_of({"data": 2, "context": 2, "tensor": 2}, context_attention=way), options=options, given=given
-    )
-    assert_equal(found, one)
+    one = run(MODEL, strategy_of({}), options=DOCUMENTS, given=given)
     plain = run(MODEL, strategy_of({}), given={n: given[n] for n in ("tokens", "labels")})
     assert abs(plain.loss / one.loss - 1) > 1e-4, "documents and the z-loss change nothing"
+    return one
+
+
+@pytest.mark.parametrize("way", ["gather", "ring", "ulysses"])
+def test_documents_and_the_z_loss_on_a_mesh(way, documents_on_one_device):
+    strategy = strategy_of({"data": 2, "context": 2, "tensor": 2}, context_attention=way)
+    assert_equal(run(MODEL, strategy, options=DOCUMENTS, given=documents_batch()), documents_on_one_device)

@@ -2,7 +2,8 @@
 
 import pytest
 
-from meshwright.cost.train_step import price_strategy
+from meshwright.cost.pipeline import strategy_pipeline
+from meshwright.cost.train_step import price_parts, price_strategy
 from meshwright.plan.exposure import LOCAL_TERMS, parts_of_step, step_parts, traffic, without
 from meshwright.spec.catalogue import model
 from meshwright.spec.cluster import parse_cluster
@@ -49,7 +50,9 @@ def test_collectives_share_what_is_exposed(name, rates):
     at = priced(name, rates)
     rows = traffic(STRATEGIES[name], at)
     parts = parts_of_step(LLAMA, JOB, STRATEGIES[name], at)
-    sends = parts.alone.get("pipeline", 0.0)  # boundaries between stages are no step of a layer
+    pipeline = strategy_pipeline(STRATEGIES[name])
+    times = price_parts(at.derived, at.sizes, at.rates, pipeline=pipeline).times
+    sends = float(times.sends_s(pipeline))  # boundaries between stages are no step of a layer
     assert parts.exposed_s - sends <= sum(row.exposed_s for row in rows) * (1 + 1e-6) + 1e-9
     assert sum(row.exposed_s for row in rows) <= parts.exposed_s * (1 + 1e-6)
     assert [row.exposed_s for row in rows] == sorted((row.exposed_s for row in rows), reverse=True)

@@ -2,8 +2,8 @@
 
 A rewrite of the derived steps of one pass over a block. What is gathered for products goes round the devices in blocks,
 each multiplied as it comes by (AllGather-matmul). What products leave to be summed and split goes round as sums of one
-block, each device adding its part (matmul-ReduceScatter). A sum that stays whole is made in the same way along its last
-dim and gathered afterwards, by an AllGather of its own: nothing is left to hide that behind (matmul-AllReduce).
+block, each device adding its part (matmul-ReduceScatter). A sum that stays whole is made in the same way and gathered
+afterwards, by an AllGather of its own: nothing is left to hide that behind (matmul-AllReduce).
 Every result keeps its name and sharding, so that the other steps stay as they are. Source: Wang et al., "Overlap
 communication with dependent computation via decomposition" (2023).
 """
@@ -28,13 +28,20 @@ Unit = tuple[Step, ...]
 
 
 def with_collective_matmuls(
-    steps: Sequence[Step], *, ways: int, kept: Collection[ShardedArray] = (), weights: Collection[str] = ()
+    steps: Sequence[Step],
+    *,
+    ways: int,
+    kept: Collection[ShardedArray] = (),
+    weights: Collection[str] = (),
+    along: str = "T",
 ) -> tuple[Step, ...]:
     """The steps of one pass with every collective over ``tensor`` that stands beside products taken apart.
 
     With ``ways`` 2 a block goes round in two halves, one each way. ``kept`` are arrays that are used after the pass:
     one that was gathered is put together from its blocks, as for any later step that is not in the round. ``weights``
-    are names whose collectives, and those of their gradients, stay.
+    are names whose collectives, and those of their gradients, stay. A sum that stays whole is cut along the dim
+    ``along`` where it has it, which leaves weights in one piece, else along its last, which leaves them apart but lets
+    each block read its own part of them only.
     """
     units: list[Unit] = [(step,) for step in steps]
     for step in steps:
@@ -43,7 +50,7 @@ def with_collective_matmuls(
         if step.op == "all_gather":
             units = _with_gather(units, step, ways, kept)
         elif step.op in ("reduce_scatter", "all_reduce"):
-            units = _with_sum(units, step, ways, kept)
+            units = _with_sum(units, step, ways, kept, along)
     return tuple(step for unit in units for step in unit)
 
 
@@ -90,10 +97,10 @@ def _multiplies(step: Step, gather: Step) -> bool:
 # -- what is summed -----------------------------------------------------------------------------------------
 
 
-def _with_sum(units: list[Unit], total: Step, ways: int, kept: Collection[ShardedArray]) -> list[Unit]:
+def _with_sum(units: list[Unit], total: Step, ways: int, kept: Collection[ShardedArray], along: str) -> list[Unit]:
     """Products whose sum is scattered, or stays whole: one round for all addends."""
     partial = total.inputs[0]
-    dim = total.dim if total.op == "reduce_scatter" else partial.dims[-1]
+    dim = total.dim if total.op == "reduce_scatter" else along if along in partial.dims else partial.dims[-1]
     makers = [number for number, unit in enumerate(units) if any(partial in (s.result, *s.more) for s in unit)]
     users = [step for unit in units for step in unit if partial in step.inputs and step is not total]
     if users or partial in kept or not makers or "reduce" in dict(total.attributes):
@@ -102,8 +109,6 @@ def _with_sum(units: list[Unit], total: Step, ways: int, kept: Collection[Sharde
     alone = all(len(units[number]) == 1 and part.op in PRODUCTS for number, part in zip(makers, parts, strict=True))
     in_turn = [_adds(part) for part in parts] == [False] + [True] * (len(parts) - 1)
     even = all(_split_alike(part, dim, partial.axes_of(dim)) for part in parts)
-    if total.op == "all_reduce" and partial.axes_of(dim):
-        return units
     members = {_place(units, total), *makers}
     if not (alone and in_turn and even and _is_convex(members, _before(units))):
         return units
@@ -111,7 +116,8 @@ def _with_sum(units: list[Unit], total: Step, ways: int, kept: Collection[Sharde
 
 
 def _summing(total: Step, parts: list[Step], dim: str, ways: int) -> Unit:
-    split = total.result if total.op == "reduce_scatter" else total.result.resharded({dim: AXES})
+    cut = {dim: (*total.result.axes_of(dim), *AXES)}
+    split = total.result if total.op == "reduce_scatter" else total.result.resharded(cut)
     passing = split.replace(name=f"{split.name}_passing")
     inputs = tuple(dict.fromkeys(a for part in parts for a in part.inputs))
     form: Form = "reduce_scatter" if total.op == "reduce_scatter" else "all_reduce"

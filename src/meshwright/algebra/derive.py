@@ -258,7 +258,9 @@ class _Shardings:
 def _again(step: Step, shardings: _Shardings) -> Step:
     """A forward step as a segment's second run has it: only gathers of weights count as the backward pass's own."""
     gathers = step.is_collective and shardings.is_weight(step.result.name)
-    return msgspec.structs.replace(step, phase="backward" if gathers else "recompute")
+    phase: Phase = "backward" if gathers else "recompute"
+    parts = tuple(msgspec.structs.replace(part, phase=phase) for part in step.parts)
+    return msgspec.structs.replace(step, phase=phase, parts=parts)
 
 
 def _boundary(program: Program, shardings: _Shardings) -> tuple[Step, ...]:
@@ -354,10 +356,15 @@ def derive_forward(program: Program, strategy: Strategy, *, symbolic: bool = Fal
 
 
 def _in_blocks(steps: Sequence[Step], shardings: _Shardings, kept: tuple[ShardedArray, ...] = ()) -> tuple[Step, ...]:
-    """The steps of one pass, with collective matmuls where the strategy asks for them."""
-    ways = shardings.strategy.ring_ways
+    """The steps of one pass, with collective matmuls where the strategy asks for them.
+
+    Where the strategy splits no positions (rows of one, in generation) sums are not cut along them either.
+    """
+    ways, along = shardings.strategy.ring_ways, "T" if "T" in shardings.strategy.rules("activation") else ""
     weights = {variable.name for variable in shardings.program.of_role("weight", "vector")}
-    return with_collective_matmuls(steps, ways=ways, kept=kept, weights=weights) if ways else tuple(steps)
+    if not ways:
+        return tuple(steps)
+    return with_collective_matmuls(steps, ways=ways, kept=kept, weights=weights, along=along)
 
 
 def _summed_once(blocks: list[BlockSteps]) -> list[BlockSteps]:

@@ -1,6 +1,6 @@
 """The op kinds: for each, its sharding rule forward and backward, as steps added to a trace.
 
-The rules are in the modules of their theme. The matching JAX functions are in `nn.ops`, one per kind that runs;
+The rules are in the modules of their theme. The matching JAX functions are in `nn.kinds`, one per kind that runs;
 the FLOPs and bytes of the local steps are in `cost.ops`.
 """
 

@@ -10,7 +10,14 @@ import msgspec
 from meshwright.cli.explain_lead import number_words, print_lead
 from meshwright.cli.fields import check_tokens
 from meshwright.cli.output import emit_json, json_option, print_fact, print_table, print_text, say
-from meshwright.cli.plan import mesh_words, microbatch_words, placement_words, print_budget, remat_words
+from meshwright.cli.plan import (
+    collective_matmul_words,
+    mesh_words,
+    microbatch_words,
+    placement_words,
+    print_budget,
+    remat_words,
+)
 from meshwright.core.units import format_bytes, format_count, format_flops, format_seconds
 from meshwright.plan.bounds import Symbols
 from meshwright.plan.explain import Algorithm, BetweenStages, Explanation, Line, explain
@@ -66,9 +73,10 @@ def _as_json(told: Explanation) -> dict[str, Any]:
 
 def _print(told: Explanation) -> None:
     plan = told.plan
+    rings = collective_matmul_words(plan.strategy)
     print_text(
         f"{plan.model.name} on {plan.cluster.short_name}: {mesh_words(plan.strategy.mesh)}, "
-        f"{remat_words(plan.strategy)}, state {plan.strategy.state}"
+        f"{remat_words(plan.strategy)}, {f'{rings}, ' if rings else ''}state {plan.strategy.state}"
     )
     print_fact("batch", _batch_words(told))
     print_fact("placement", placement_words(plan.strategy.placement))

@@ -107,6 +107,13 @@ def take_axes(text: str | None, strategy: dict[str, Any]) -> dict[str, int]:
     return axes
 
 
+def take_option(fields: dict[str, Any], name: str, value: Any) -> None:
+    """A field of a strategy that has an option of its own; an InputError where --set gives it too."""
+    if name in fields:
+        raise InputError(f"strategy.{name} is given in --{name.replace('_', '-')} and in --set. Leave one of them out.")
+    fields[name] = value
+
+
 def check_tokens(job: Job) -> Job:
     """The same job; an InputError for a number of tokens that nobody can mean."""
     tokens = job.train_tokens

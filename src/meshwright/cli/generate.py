@@ -12,7 +12,7 @@ from meshwright.cli.output import emit_json, json_option, say
 from meshwright.cli.plan import mesh_words
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.files import cache_folder
-from meshwright.core.units import format_bytes, format_seconds
+from meshwright.core.units import format_bytes, format_count, format_seconds
 from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.strategy import Strategy, make_mesh
 
@@ -90,9 +90,14 @@ def _prompts(given: Sequence[str], file: Path | None) -> list[str]:
         try:
             texts += [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
         except (OSError, UnicodeDecodeError) as error:
-            raise InputError(f"{file} cannot be read ({error}). Give a text file with a prompt on each line.") from None
+            why = "it is not UTF-8" if isinstance(error, UnicodeDecodeError) else error.strerror
+            raise InputError(f"{file} cannot be read: {why}. Give a text file with a prompt on each line.") from None
     if not texts:
         raise InputError("generate needs a prompt. Write: generate runs/NAME-001 --prompt 'The statement'.")
+    for number, text in enumerate(texts, start=1):
+        # What a shell hands over that is no text stands there as halves of characters.
+        if any("\ud800" <= character <= "\udfff" for character in text):
+            raise InputError(f"prompt {number} is not UTF-8. Give it as UTF-8 text.")
     return texts
 
 
@@ -117,6 +122,11 @@ def _devices(on: str | None, axes: str | None) -> dict[str, int]:
     if on is not None and cluster.kind != "host" and jax.devices()[0].platform == "cpu":
         raise CannotRunError(f"{on} is not this machine, which has {there} of platform cpu. Use --on cpu:8 to emulate.")
     wanted = there if wanted is None else wanted
+    if wanted > there:
+        raise CannotRunError(
+            f"--axes {axes} is {wanted} devices and this machine has {there}. Use smaller axes, or emulate them: "
+            f"--on cpu:{wanted}."
+        )
     return make_mesh(given or {"tensor": wanted})
 
 
@@ -138,6 +148,7 @@ def _loaded(
     from meshwright.train.cache import keep_compiled_programs
 
     keep_compiled_programs(cache_folder())
+    _require_positions(source, prompts, max_tokens)
     strategy = Strategy(mesh=mesh, state="fp32" if source.dtype == "fp32" else "bf16-adam")
     parts = mesh["data"] * mesh["fsdp"] * mesh["expert"]
     step = GenerateStep(
@@ -158,6 +169,16 @@ def _loaded(
         f"{format_bytes(cache)} of keys and values over {step.batch_seqs} x {step.max_len} positions"
     )
     return step, params
+
+
+def _require_positions(source: "ModelFolder", prompts: Sequence[Sequence[int]], max_tokens: int) -> None:
+    """Raise InputError where a sequence would be longer than the model was made for: what comes then is no text."""
+    longest, there = max(map(len, prompts)), source.model.max_positions
+    if longest + max_tokens > there:
+        raise InputError(
+            f"a prompt of {longest:,} tokens and {max_tokens:,} more need {longest + max_tokens:,} positions; "
+            f"{source.model.name} has {there:,}. Shorten the prompt, or give fewer --max-tokens."
+        )
 
 
 def show(
@@ -193,7 +214,7 @@ def show(
     elif not live:
         for number, (text, new) in enumerate(zip(texts, whole, strict=True), start=1):
             click.echo(f"[{number}] {text}{new}")
-    rate = "" if pace.tokens_per_s is None else f", then {pace.tokens_per_s:.3g} tokens/s"
+    rate = "" if pace.tokens_per_s is None else f", then {format_count(round(pace.tokens_per_s, 1))} tokens/s"
     say(
         f"compiled in {format_seconds(pace.compile_s)}; first token after {format_seconds(pace.first_token_s)}{rate}; "
         f"{pace.num_tokens} tokens"

@@ -22,6 +22,8 @@ from meshwright.parallel.process_env import COORDINATOR, PROCESS, PROCESSES
 GRACE_S = 5.0
 """After one process failed the others may end by themselves for this long: often they fail for the same reason."""
 POLL_S = 0.05
+ERROR = "meshwright: "
+"""How the line begins in which a verb says why it ends."""
 _DEVICES_FLAG = "--xla_force_host_platform_device_count"
 _NOISE = ("[Gloo] Rank", "peer ranks")
 """Each new group of devices makes every device of a process say so on standard output, several at once."""
@@ -38,8 +40,9 @@ _NOISE = ("[Gloo] Rank", "peer ranks")
 def command(processes: int, devices: int | None, verb: tuple[str, ...]) -> None:
     """Run a verb in several processes on this machine: launch --processes 4 -- train plan.toml.
 
-    Standard output is that of process 0; all else comes on standard error behind the number of its process. When
-    one process fails the others are stopped, and the exit code is that of the first that failed.
+    Standard output is that of process 0; all else comes on standard error behind the number of its process, an error
+    that several have in common once. When one process fails the others are stopped, and the exit code is that of the
+    first that failed.
     """
     if verb[0] == "launch":
         raise InputError("launch cannot start itself. Write: launch --processes 4 -- train plan.toml.")
@@ -57,7 +60,8 @@ def launch(program: Sequence[str], *, processes: int, devices: int | None = None
     with _signals_to(children):
         for index in range(processes):
             children.append(_start(program, index, processes, port=port, devices=devices))
-        pumps = [pump for index, child in enumerate(children) for pump in _pumps(index, child)]
+        once = _Once()
+        pumps = [pump for index, child in enumerate(children) for pump in _pumps(index, child, once)]
         code = _wait(children)
     for pump in pumps:
         pump.join()
@@ -100,14 +104,30 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def _pumps(index: int, child: subprocess.Popen[bytes]) -> list[threading.Thread]:
+class _Once:
+    """Lines that say why a verb ends, each let through once: processes that do the same often fail alike."""
+
+    def __init__(self) -> None:
+        self._lock, self._said = threading.Lock(), set[str]()
+
+    def lets(self, line: str) -> bool:
+        """Whether the line is to be shown."""
+        if not line.startswith(ERROR):
+            return True
+        with self._lock:
+            known = line in self._said
+            self._said.add(line)
+        return not known
+
+
+def _pumps(index: int, child: subprocess.Popen[bytes], once: _Once) -> list[threading.Thread]:
     """Threads that pass on what a process prints, line by line."""
     assert child.stdout is not None
     assert child.stderr is not None
     out: Callable[[str], None] = click.echo if index == 0 else _prefixed(index)
     threads = [
-        threading.Thread(target=_pass_on, args=(child.stdout, out), daemon=True),
-        threading.Thread(target=_pass_on, args=(child.stderr, _prefixed(index)), daemon=True),
+        threading.Thread(target=_pass_on, args=(child.stdout, out, once), daemon=True),
+        threading.Thread(target=_pass_on, args=(child.stderr, _prefixed(index), once), daemon=True),
     ]
     for thread in threads:
         thread.start()
@@ -118,10 +138,11 @@ def _prefixed(index: int) -> Callable[[str], None]:
     return lambda line: say(f"[{index}] {line}")
 
 
-def _pass_on(source: IO[bytes], show: Callable[[str], None]) -> None:
+def _pass_on(source: IO[bytes], show: Callable[[str], None], once: _Once) -> None:
     with source:
         for line in without_noise(line.decode(errors="replace").rstrip("\n") for line in source):
-            show(line)
+            if once.lets(line):
+                show(line)
 
 
 def without_noise(lines: Iterable[str]) -> Iterator[str]:

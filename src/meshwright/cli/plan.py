@@ -6,7 +6,7 @@ from textwrap import wrap
 
 import click
 
-from meshwright.cli.fields import check_tokens, parse_fields, take_axes, with_fields
+from meshwright.cli.fields import check_tokens, parse_fields, take_axes, take_option, with_fields
 from meshwright.cli.machine import rates_for
 from meshwright.cli.output import (
     emit_json,
@@ -34,7 +34,7 @@ from meshwright.spec.catalogue import model as find_model
 from meshwright.spec.job import Job, parse_batch
 from meshwright.spec.plan_file import save_plan
 from meshwright.spec.slices import parse_clusters
-from meshwright.spec.strategy import Strategy
+from meshwright.spec.strategy import COLLECTIVE_MATMULS, Strategy
 
 NUMBERS_WIDTH = 46
 """Columns that the numbers of the table need beside the strategy."""
@@ -50,6 +50,9 @@ NUMBERS_WIDTH = 46
 @click.option("--tokens", help="Tokens of the whole run, such as 15T: gives days and cost.")
 @click.option("--axes", help="Mesh axes to keep fixed, such as fsdp=1024,tensor=4.")
 @click.option("--top", default=5, show_default=True, help="How many strategies to list.")
+@click.option(
+    "--collective-matmul", type=click.Choice(COLLECTIVE_MATMULS), help="Hide collectives over tensor behind products."
+)
 @click.option("--set", "pairs", multiple=True, metavar="KEY=VALUE", help="Any field: strategy.remat=block.")
 @click.option("--calibration", type=click.Path(path_type=Path), help="Rates of the cluster (TOML), or datasheet.")
 @click.option("-o", "--out", type=click.Path(path_type=Path), help="Write the best plan to this file.")
@@ -69,6 +72,7 @@ def command(
     tokens: str | None,
     axes: str | None,
     top: int,
+    collective_matmul: str | None,
     pairs: tuple[str, ...],
     calibration: Path | None,
     out: Path | None,
@@ -91,6 +95,8 @@ def command(
         seq_len=length,
         train_tokens=parse_count(tokens, what="tokens") if tokens else None,
     )
+    if collective_matmul is not None:
+        take_option(fields["strategy"], "collective_matmul", collective_matmul)
     fixed, questions = take_axes(axes, fields["strategy"]), parse_questions(why_nots, what_ifs, recipe=recipe)
     rates = rates_for(clusters[0], calibration, fitted=True)
     result = plan_slices(
@@ -231,12 +237,19 @@ def offload_words(strategy: Strategy) -> str:
     return f"{' and '.join(strategy.offload)} offloaded" if strategy.offload else ""
 
 
+def collective_matmul_words(strategy: Strategy) -> str:
+    """``"two-way collective matmuls"``; "" without them, or without an axis that they run over."""
+    found = strategy.collective_matmul
+    return "" if found == "none" or strategy.mesh.get("tensor", 1) == 1 else f"{found} collective matmuls"
+
+
 _CHOICES: tuple[Callable[[Strategy], str], ...] = (
     microbatch_words,
     remat_words,
     schedule_words,
     sharding_words,
     offload_words,
+    collective_matmul_words,
 )
 
 

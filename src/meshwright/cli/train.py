@@ -43,7 +43,11 @@ NEWEST = "newest"
 @click.option("--batch", help="Tokens a step (16Ki) or sequences (32seq).")
 @click.option("--seq", "seq_len", help="Tokens of a sequence.")
 @click.option("--steps", type=int, help="Optimizer steps; with --resume, of the whole run.")
-@click.option("--data", help="A text file or a folder of them; Python's own documentation by default.")
+@click.option(
+    "--data",
+    help="A text, JSON lines or Parquet file, or a folder of them; FILE#FIELD names the field of the text. "
+    "Python's own documentation by default.",
+)
 @click.option("--seed", type=int, help="Of the first weights and of the order of the data.")
 @click.option("--runs", type=click.Path(path_type=Path), default=Path("runs"), show_default=True)
 @click.option(
@@ -79,7 +83,7 @@ def command(
     if what is None and resume and resume.endswith(".toml"):
         # `train --resume plan.toml`: the option took the plan for its folder.
         what, resume = resume, NEWEST
-    fields = parse_fields(pairs)
+    fields = _with_slots(parse_fields(pairs))
     plan_path = _plan_path(what, resume)
     if plan_path:
         if on or axes or batch or seq_len:
@@ -97,6 +101,12 @@ def command(
         _show(chosen, run_plan(chosen, settings, runs=runs), as_json=as_json)
 
 
+def _with_slots(fields: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Fields in which a bound on the slots of experts is priced: each has that many, empty or not."""
+    bound = fields["train"].get("capacity_factor")
+    return {**fields, "strategy": {"imbalance": bound, **fields["strategy"]}} if bound else fields
+
+
 def _plan_path(what: str | None, resume: str | None) -> Path | None:
     """The plan file to run: the one given, or that of the run to resume; None for a model that is planned."""
     if what is None:
@@ -104,7 +114,10 @@ def _plan_path(what: str | None, resume: str | None) -> Path | None:
             raise InputError(
                 "train needs a plan file or a model. Write: train plan.toml, or train --resume runs/NAME-001."
             )
-        return Path(str(resume)) / "plan.toml"
+        run = Path(str(resume))
+        if not (run / "plan.toml").is_file():
+            raise InputError(f"{run} is not the folder of a run: it has no plan.toml. Give one, such as runs/NAME-001.")
+        return run / "plan.toml"
     return Path(what) if what.endswith(".toml") else None
 
 

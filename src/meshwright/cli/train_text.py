@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 import click
 
 from meshwright.cli.output import or_dash, print_table, print_text
+from meshwright.core.files import cache_folder
 from meshwright.core.units import format_bytes, format_seconds
 from meshwright.spec.plan_file import Plan
 
@@ -32,6 +33,12 @@ def print_result(chosen: Plan, result: "TrainResult") -> None:
         _compared("memory of a device", predicted.hbm_bytes_per_chip, memory, format_bytes),
     ]
     print_table(["", "predicted", "measured", "ratio"], rows)
+    if result.mfu is not None and result.mfu > 1:
+        calibration = chosen.calibration.name if chosen.calibration else "the data sheet"
+        print_text(
+            f"an MFU above 100%: the machine is faster than the rates of the plan ({calibration}) say, as after they "
+            f"were measured while it was busy. Remove them from {cache_folder()} and plan again to measure anew."
+        )
     rate = or_dash(result.tokens_per_s, lambda tokens: f"{tokens:,.0f}")
     click.echo(f"{rate} tokens/s; compiling took {format_seconds(result.compile_s)}; everything is in {result.run}")
     if result.goodput:

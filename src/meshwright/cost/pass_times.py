@@ -149,8 +149,9 @@ def _pass_s(costs: list[StepCost], rates: StepRates) -> Number:
     """One pass over one repeat of a block: compute, what it waits for, and what passes behind the two.
 
     By the data sheet compute and what is waited for are added, and the rest hides unless the busiest links take
-    longer. Blocks of a collective matmul hide behind its own products; what these leave is waited for. Fitted numbers say how far things hide each other: see `partly_hidden`. With eager dispatch the compute is
-    no shorter than the host needs to start its kernels.
+    longer. Blocks of a collective matmul hide behind its own products; what these leave is waited for. Fitted
+    numbers say how far things hide each other: see `partly_hidden`. With eager dispatch the compute is no shorter than
+    the host needs to start its kernels.
     """
     if not rates.overlaps:
         return total(cost.time_s for cost in costs)
@@ -180,7 +181,8 @@ def _left_of_rounds(costs: list[StepCost], rates: StepRates) -> list[Number]:
             product = costs[number + (1 if dict(cost.step.attributes)["ring"] == "past" else -1)]
             size = rates.groups[cost.group].size
             hiding = product.local_s * (size - 1) / size
-            left.append(partly_hidden(hiding, cost.network_s, rates.chip.efficiency.overlap) - hiding)
+            both = partly_hidden(hiding, cost.network_s, rates.chip.efficiency.overlap)
+            left.append(np.maximum(both - hiding, 0.0))  # rounding may leave less than nothing
     return left
 
 

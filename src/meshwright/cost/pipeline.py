@@ -125,7 +125,7 @@ class Pipeline(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_sends(self) -> Number:
-        """Sends from stage to stage that a step waits for; in lockstep those of every tick but the first and the last."""
+        """Sends from stage to stage that a step waits for; in lockstep those of all ticks but the first and last."""
         stages = np.asarray(self.stages)
         if self.in_lockstep and self.schedule != "naive":
             sizes = {"stages": stages, "microbatches": self.microbatches, "chunks": self.chunks}

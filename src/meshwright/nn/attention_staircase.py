@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array
 
 from meshwright.nn.attention_rows import Results
@@ -89,6 +90,8 @@ def backward(rule: Rule, queries: Sequence[Array], keys: Sequence[Array], query:
         )
         dvs.append(weighed(p, dtile).astype(v.dtype))
         dks.append((weighed(ds, tile) * rest.scale).astype(k.dtype))
-        dq = dq.at[..., rows].add(weighed(columns[..., first:end], ds.astype(k.dtype)))
+        # no scatter: where it takes all rows its index is empty, on which jaxlib 0.11's partitioner dies
+        part = dq[..., rows] + weighed(columns[..., first:end], ds.astype(k.dtype))
+        dq = lax.dynamic_update_slice_in_dim(dq, part, rows.start, axis=-1)
     turned_back = (jnp.swapaxes(dq, -1, -2) * rule.scale).astype(q.dtype)
     return (turned_back,), (jnp.concatenate(dks, axis=-2), jnp.concatenate(dvs, axis=-2))

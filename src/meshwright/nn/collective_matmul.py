@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
@@ -138,14 +137,14 @@ def matmul_reduce_scatter(products: Sequence[Product], ring: Round, *, length: i
 
 def block_length(products: Sequence[Product], size: int) -> int:
     """Length of one of ``size`` blocks of the dim that products are cut along."""
-    found = next(f for product in products for f in product.factors if f is not None and f.axis is not None)
-    whole = found.value.shape[found.axis]
+    factors = (f for product in products for f in product.factors if f is not None)
+    whole = next(int(f.value.shape[f.axis]) for f in factors if f.axis is not None)
     if whole % size:
         raise InputError(
             f"a collective matmul over {size} devices cannot cut {whole} into equal blocks. Use an axis that divides "
             f'it, or strategy.collective_matmul = "none".'
         )
-    return int(whole // size)
+    return whole // size
 
 
 def _repeat(first: int, end: int, step: Callable[[Any, State], State], state: State) -> State:

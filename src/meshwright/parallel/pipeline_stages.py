@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -83,7 +84,7 @@ class Pipeline:
     def _reordered(self, params: Params, order: Callable[[int], np.ndarray]) -> Params:
         orders = {name: order(len(params[name])) for name in params if name in self.stacked}
         moved = {name: found for name, found in orders.items() if (found != np.arange(len(found))).any()}
-        return {name: array[moved[name]] if name in moved else array for name, array in params.items()}
+        return params | _taken({name: params[name] for name in moved}, moved)
 
     def gradients(self, params: Params, inputs: Inputs, dloss: jax.Array) -> tuple[jax.Array, Params]:
         """Summed loss of this device's rows, and gradients of ``dloss`` times it, summed over its microbatches.
@@ -138,6 +139,23 @@ class Pipeline:
             send_back=_before(derived, "backward"),
             receive_back=_after(derived, "backward"),
         )
+
+
+def _taken(arrays: Params, orders: dict[str, np.ndarray]) -> Params:
+    """Arrays with their first dim in another order; those that lie on devices stay split as they were."""
+
+    def take(arrays: Params) -> Params:
+        return {name: array[orders[name]] for name, array in arrays.items()}
+
+    lie = {name: array.sharding for name, array in arrays.items() if _is_placed(array)}
+    if not arrays or len(lie) < len(arrays):
+        return take(arrays)
+    return jax.jit(take, out_shardings=lie)(arrays)
+
+
+def _is_placed(array: Any) -> bool:
+    """Whether an array is on devices already: neither being traced nor NumPy's."""
+    return isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer)
 
 
 def _after(derived: Derived, phase: Phase) -> Callable[[Stream], Stream]:

@@ -41,7 +41,7 @@ from meshwright.spec.strategy import Strategy, require_runnable_strategy
 Form = Literal["shard_map", "gspmd"]
 Batch = dict[str, jax.Array]
 """tokens and labels, both [B, T] int32 (a label of -1 counts nothing); positions and documents too where rows hold
-several documents; num_labels, a float32 scalar: the labels of the whole batch that count."""
+several documents; num_labels, a float32 scalar: the labels of the whole batch that count (none: the loss is 0)."""
 
 DTYPES = {"fp32": jnp.float32, "bf16": jnp.bfloat16}
 
@@ -319,7 +319,7 @@ class TrainStep:
 
     def _local_gradients(self, params: Params, batch: Batch) -> tuple[jax.Array, Params, jax.Array, Params]:
         """Global loss, reduced gradients, global squared norm and the routers' metrics, from one device's blocks."""
-        dloss = 1.0 / batch["num_labels"]
+        dloss = _per_label(batch)
         if self.pipeline:
             loss, grads = self.pipeline.gradients(params, self._inputs(batch), dloss)
             grads = once_per_step(self.declared, grads, stacked=self.stacked)
@@ -425,12 +425,17 @@ class TrainStep:
 
         mesh = dict.fromkeys(self.strategy.mesh, 1)
         context = Context(model=self.model, derived=whole, mesh=mesh, options=self.options, constrain=constrain)
-        dloss = 1.0 / batch["num_labels"]
+        dloss = _per_label(batch)
         loss, grads = self._summed(Passes(context), params, self._inputs(batch), dloss)
         grads, extras = self._apart(grads)
         grads = lax.with_sharding_constraint(grads, self._shardings(self.shard_specs))
         squared = sum((jnp.sum(jnp.square(g.astype(jnp.float32))) for g in grads.values()), jnp.zeros(()))
         return loss * dloss, grads, squared, extras
+
+
+def _per_label(batch: Batch) -> jax.Array:
+    """What the summed loss is multiplied by for the mean; without any label the loss and its gradients are 0."""
+    return 1.0 / jnp.maximum(batch["num_labels"], 1.0)
 
 
 def _on_one_device(strategy: Strategy) -> Strategy:

@@ -246,6 +246,8 @@ def _line(number: int, cost: StepCost) -> Line:
 def _overlap(step: Step, cost: StepCost) -> str:
     if not step.is_collective:
         return "recomputed" if step.phase == "recompute" else ""
+    if cost.goes_round:
+        return "behind the products beside it"
     if cost.hides:
         once = ", once per step" if step.scope == "step" else ""
         ahead = "can be done ahead" if step.op == "all_gather" else "can be done behind"

@@ -37,6 +37,7 @@ FIELDS = (
     "precision",
     "offload",
     "context_attention",
+    "collective_matmul",
     "imbalance",
     "software",
     "attention_kernel",

@@ -93,7 +93,8 @@ class _Parts:
                 spent = float(cost.network_s * cost.here)
                 self.network_s[_name(cost)] = self.network_s.get(_name(cost), 0.0) + spent
         if self.boundary:
-            self.network_s["pipeline"] = float(priced.estimate.terms["pipeline"])
+            between = parts.times.sends_s(self.pipeline) + parts.times.meet_s(self.pipeline)
+            self.network_s["pipeline"] = self.network_s.get("pipeline", 0.0) + float(between)
         self.meetings_s = parts.times.meetings_s
         self.bubble_s = float(parts.times.step_s(self.pipeline, self.offload).bubble_s)
         self.quiet_s = self.busy_s(set(self.network_s), sends=False)

@@ -75,9 +75,9 @@ def require_prompts(step: GenerateStep, prompts: Sequence[Sequence[int]], *, max
     if max_tokens < 1:
         raise InputError(f"max_tokens={max_tokens} must be at least 1.")
     vocab = step.model.vocab_size
-    for number, prompt in enumerate(prompts):
+    for number, prompt in enumerate(prompts, start=1):
         if not prompt:
-            raise InputError(f"prompt {number} is empty. Give at least one token, such as the end of a text.")
+            raise InputError(f"prompt {number} is empty. Give at least one word or token.")
         if min(prompt) < 0 or max(prompt) >= vocab:
             raise InputError(f"prompt {number} has tokens outside of V={vocab}. Use the model's own tokenizer.")
     longest = max(len(prompt) for prompt in prompts)

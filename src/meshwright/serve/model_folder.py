@@ -70,8 +70,8 @@ def open_model(folder: Path) -> ModelFolder:
     folder = folder.expanduser()
     if not (folder / CONFIG).is_file():
         raise InputError(
-            f"{folder} has no {CONFIG}. Give the folder of a finished run, or of a model with {CONFIG} and its "
-            f"safetensors files."
+            f"{folder} has no {CONFIG}. Give the folder of a finished run, of a model with {CONFIG} and its "
+            f"safetensors files, or what convert made of a run that is not finished."
         )
     model = model_from_config(folder / CONFIG, folder.resolve().name)
     text = _text(folder / TOKENIZER)

@@ -1,5 +1,6 @@
 """The weights alone out of a run's checkpoint, array by array: what a conversion needs of it."""
 
+import logging
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
@@ -46,6 +47,8 @@ class OpenCheckpoint:
         self.step = steps[-1] if step is None else step
         if self.step not in steps:
             raise InputError(f"{run} has no checkpoint of step {step}. It has: {', '.join(map(str, steps))}.")
+        # It warns of what reading alone means for options that nobody gave.
+        logging.getLogger("absl").setLevel(logging.ERROR)
         options = ocp.CheckpointManagerOptions(read_only=True)
         self._manager = ocp.CheckpointManager((run / CHECKPOINTS).absolute(), options=options)
 

@@ -55,6 +55,12 @@ class Data(NamedTuple):
         """Documents that are trained on."""
         return self.train.store.num_documents
 
+    @property
+    def several_documents(self) -> bool:
+        """Whether any row, held out or not, may hold more than one."""
+        parts = (self.train, self.held_out) if self.held_out else (self.train,)
+        return any(part.store.num_documents > 1 for part in parts)
+
 
 def open_data(settings: TrainSettings, *, vocab_size: int, folder: Path) -> Data:
     """The text of ``settings.data`` as tokens, made once and kept in ``folder``.

@@ -24,7 +24,7 @@ class HeldOut:
             self._loss_sum = loss_sum.lower(params, self._batch(0)).compile()
 
     def loss(self, params: Params) -> float:
-        """Mean loss per counted label over all batches."""
+        """Mean loss per counted label over all batches; 0 where none counts."""
         self.compile(params)
         sums, counts = [], []
         for index in range(self._num_batches):
@@ -33,7 +33,7 @@ class HeldOut:
             counts.append(batch["num_labels"])
             # One batch in flight: more would hold the memory of all of them.
             jax.block_until_ready(sums[-1])
-        return math.fsum(map(float, sums)) / math.fsum(map(float, counts))
+        return math.fsum(map(float, sums)) / max(1.0, math.fsum(map(float, counts)))
 
     def _batch(self, index: int) -> dict[str, jax.Array]:
         return self._batches.global_batch(index * self._batches.batch_seqs, self._step.batch_shardings)

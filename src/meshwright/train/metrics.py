@@ -84,12 +84,11 @@ class EvaluationRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 def on_host(tree: Any) -> Any:
     """Every array of a tree as NumPy, on every process; what only other processes hold is fetched from them."""
 
-    def whole(array: jax.Array) -> np.ndarray:
-        if array.is_fully_addressable or array.is_fully_replicated:
-            return np.asarray(array)
-        return np.asarray(multihost_utils.process_allgather(array, tiled=True))
+    def reachable(array: jax.Array) -> Any:
+        here = array.is_fully_addressable or array.is_fully_replicated
+        return array if here else multihost_utils.process_allgather(array, tiled=True)
 
-    return jax.tree.map(whole, tree)
+    return jax.device_get(jax.tree.map(reachable, tree))
 
 
 def over_layers(extras: Mapping[str, np.ndarray]) -> dict[str, float]:

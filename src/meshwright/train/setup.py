@@ -54,7 +54,7 @@ def prepare(model: Model, strategy: Strategy, job: Job, settings: TrainSettings)
         # Asked when the step is traced, not here, where there is none yet.
         optimizer=make_optimizer(model, settings, strategy.state, places=lambda: Places(step.mesh, step.shard_specs)),
         max_grad_norm=settings.max_grad_norm,
-        options=program_options(settings),
+        options=program_options(settings, several_documents=data.several_documents),
     )
     require_divides(step, job)
     batches = Batches(
@@ -74,9 +74,11 @@ def prepare(model: Model, strategy: Strategy, job: Job, settings: TrainSettings)
     return Setup(model, job, settings, step, data, batches, evaluation)
 
 
-def program_options(settings: TrainSettings) -> ProgramOptions:
-    """What the settings ask of the program of the model."""
-    return ProgramOptions(documents=settings.packing, z_loss=settings.z_loss, balance_loss=settings.balance_loss)
+def program_options(settings: TrainSettings, *, several_documents: bool) -> ProgramOptions:
+    """What the settings ask of the program of the model; attention within one document needs no numbers of them."""
+    documents = settings.packing and several_documents
+    same = ("z_loss", "balance_loss", "router_z_loss", "capacity_factor")
+    return ProgramOptions(documents=documents, **{name: getattr(settings, name) for name in same})
 
 
 def require_divides(step: TrainStep, job: Job) -> None:

@@ -1,0 +1,5 @@
+"""Data parallel: every device has all weights and its own sequences; gradients are summed in buckets, as DDP does."""
+
+from beside_one_device import compare
+
+compare(axes={"data": 8}, zero=0, gradient_sync="bucketed", bucket_bytes=100_000)
