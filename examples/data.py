@@ -1,4 +1,7 @@
-"""Data parallel: every device has all weights and its own sequences; gradients are summed in buckets, as DDP does."""
+"""Data parallel: every device has all weights and its own sequences; gradients are summed, as DDP does.
+
+The sums that are printed one by one are sent together, in buckets of 100 kB.
+"""
 
 from beside_one_device import compare
 

@@ -58,6 +58,7 @@ CASES = [
     (2, (*PLAN, "--set", "model.num_layers=many"), "expected `int`, got `str` - at `model.num_layers`"),
     (2, (*PLAN, "--set", "model.num_heads=7"), "num_kv_heads=8 does not divide num_heads=7"),
     (2, (*PLAN, "--set", "strategy.remat=blok"), "remat 'blok' is not a policy. Did you mean 'block'?"),
+    (2, (*PLAN, "--set", "strategy.state=bf32"), "state 'bf32' is not known. Did you mean 'fp32'?\n"),
     (2, (*PLAN, "--set", "strategy.tensor=four"), "--set strategy.tensor=four is not a whole number"),
     (2, (*PLAN, "--set", "strategy.mesh=4"), "give the size of one axis, such as strategy.tensor=4"),
     (2, (*PLAN, "--axes", "tensor=4", "--set", "strategy.tensor=4"), "tensor is given in --axes and in --set"),
@@ -87,6 +88,7 @@ CASES = [
     (2, ("explain", "none.toml"), "none.toml: there is no such file."),
     (2, swapped(PLAN, "v5e:4x4", "none.toml"), "none.toml: there is no such file."),
     (2, swapped(PLAN, "llama3-8b", "none.json"), "none.json cannot be read (No such file or directory)"),
+    (2, (*swapped(PLAN, "v5e:4x4", "cpu:2"), "--calibration", "datasheet"), "this machine, which has no data sheet"),
     (2, (*PLAN, "--calibration", "none.toml"), "none.toml: there is no such file."),
     (2, (*PLAN, "-o", "."), "cannot write the plan to .: "),
 ]  # fmt: skip

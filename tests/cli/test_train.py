@@ -8,6 +8,7 @@ import tomllib
 import pytest
 
 from meshwright.cli.main import run
+from meshwright.cli.train import _with_slots
 from meshwright.spec.plan_file import load_plan
 from tests.cli.made_rates import write_rates
 
@@ -130,3 +131,12 @@ def test_a_plan_for_chips_that_are_not_here(tmp_path, capsys):
     capsys.readouterr()
     assert run(["train", str(plan_file), "--steps", "1", "--runs", str(tmp_path)]) == 3
     assert "64 chips of v5p and this machine has" in capsys.readouterr().err
+
+
+def test_a_bound_on_slots_is_priced_unless_another_imbalance_is_given():
+    def imbalance(train, strategy):
+        return _with_slots({"train": train, "strategy": strategy})["strategy"].get("imbalance")
+
+    assert imbalance({}, {}) is None
+    assert imbalance({"capacity_factor": 1.25}, {}) == 1.25
+    assert imbalance({"capacity_factor": 1.25}, {"imbalance": 2.0}) == 2.0

@@ -1,9 +1,12 @@
 """A derived model in stages: the derived collectives in the compiled text, and what does not run in stages."""
 
+import jax.numpy as jnp
 import msgspec
+import numpy as np
 import pytest
 
 from meshwright.algebra.derive import derive
+from meshwright.algebra.layers import ProgramOptions
 from meshwright.algebra.schedule_fused import fused
 from meshwright.algebra.schedule_rows import SCHEDULES, build, default_chunks
 from meshwright.algebra.schedule_ticks import tick_tables
@@ -15,7 +18,16 @@ from meshwright.parallel.train_step import TrainStep
 from meshwright.spec.strategy import Strategy, make_mesh
 from meshwright.verify.hlo import collectives
 from meshwright.verify.pipeline import pipeline_traffic
-from tests.parallel.cases import DEEP, RELATIVE, assert_equal, on_one_device, run, strategy_of
+from tests.parallel.cases import (
+    DEEP,
+    DEEP_MOE,
+    RELATIVE,
+    assert_equal,
+    keep_gradients,
+    on_one_device,
+    run,
+    strategy_of,
+)
 from tests.parallel.small import BATCH_SEQS, MODEL, SEQ_LEN, batch
 
 TWO_KINDS = msgspec.structs.replace(
@@ -78,8 +90,50 @@ def test_the_loss_alone(schedule):
     assert abs(float(loss) / (BATCH_SEQS * SEQ_LEN) / on_one_device(DEEP).loss - 1) < RELATIVE
 
 
-def stages_of(model, schedule, **choices):
-    derived = derive(transformer(model), Strategy(mesh={}, state="fp32"))
+def stepped(model, strategy, **choices):
+    """Loss and gradients, in the order of the model, of one step."""
+    step = TrainStep(model, strategy, optimizer=keep_gradients(), **choices)
+    state, metrics = step.step(step.init(0), batch())
+    return float(metrics.loss), {name: np.asarray(g) for name, g in step.to_canonical(state.opt_state).items()}
+
+
+def assert_alike(found, wanted, relative):
+    assert abs(found[0] / wanted[0] - 1) < relative
+    for name, value in wanted[1].items():
+        np.testing.assert_allclose(found[1][name], value, rtol=0, atol=relative * np.abs(value).max(), err_msg=name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_losses_that_are_made_in_the_layers(schedule):
+    """Balance losses count the tokens of a microbatch, so they are compared with the same microbatches."""
+    options = ProgramOptions(balance_loss=0.1, z_loss=1e-2)
+    stages = strategy_of({"pipeline": 2, "data": 2}, num_microbatches=4, schedule=schedule)
+    alone = strategy_of({"data": 2}, num_microbatches=4, gradient_sync="naive")
+    found, wanted = (stepped(DEEP_MOE, one, options=options) for one in (stages, alone))
+    assert_alike(found, wanted, RELATIVE)
+    plain = stepped(DEEP_MOE, alone)[1]["router"]
+    assert np.abs(plain - wanted[1]["router"]).max() > 1e-2 * np.abs(plain).max(), "the balance loss changes nothing"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_gradients_of_bf16_weights_are_summed_in_float32(schedule):
+    """As on one device, but for what bf16 rounds (2^-8) in products that are split."""
+    axes = {"pipeline": 2, "fsdp": 2}
+    stages, alone = (
+        Strategy(mesh=make_mesh(mesh), state="bf16-adam", num_microbatches=4, schedule=schedule, gradient_sync="naive")
+        for mesh in (axes, {})
+    )
+    found, wanted = stepped(DEEP, stages), stepped(DEEP, alone)
+    assert_alike(found, wanted, 2**-7)
+    for name, grad in found[1].items():
+        assert grad.dtype == np.float32
+        assert (grad != grad.astype(jnp.bfloat16).astype(np.float32)).any(), f"{name} was rounded"
+
+
+def stages_of(model, schedule, *, prefetch=False, **choices):
+    derived = derive(transformer(model), Strategy(mesh={}, state="fp32", prefetch=prefetch))
     context = Context(model=model, derived=derived, mesh={}, **choices)
     return Pipeline(context=context, schedule=schedule, stacked=frozenset())
 
@@ -91,6 +145,20 @@ def test_what_does_not_run_in_stages():
         stages_of(DEEP, build("1f1b", stages=3, microbatches=4))
     with pytest.raises(CannotRunError, match="offload of activations does not run in a pipeline"):
         stages_of(DEEP, build("1f1b", stages=2, microbatches=4), offload=True)
+    with pytest.raises(CannotRunError, match="prefetch does not run in a pipeline"):
+        stages_of(DEEP, build("1f1b", stages=2, microbatches=4), prefetch=True)
+
+
+def test_layers_stay_where_they_are_while_they_change_places():
+    """A pipeline that is resumed puts the layers of its stages in order on the devices that hold them."""
+    strategy = strategy_of({"pipeline": 2}, num_microbatches=4, schedule="interleaved", chunks=2)
+    step = TrainStep(DEEP, strategy, optimizer=keep_gradients())
+    params = step.init(0).params
+    for moved in (step.to_canonical(params), step.from_canonical(params)):
+        assert {n: a.sharding for n, a in moved.items()} == {n: a.sharding for n, a in params.items()}
+    again = step.from_canonical(step.to_canonical(params))
+    assert all((np.asarray(again[name]) == np.asarray(params[name])).all() for name in params)
+    assert (np.asarray(moved["wq"]) != np.asarray(params["wq"])).any()
 
 
 def test_a_schedule_file(tmp_path):

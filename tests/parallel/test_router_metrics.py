@@ -4,8 +4,11 @@ import jax
 import numpy as np
 import pytest
 
+from meshwright.algebra.kinds_experts import ROUTING_ROWS
 from meshwright.algebra.layers import ProgramOptions
 from meshwright.parallel.train_step import TrainStep
+from meshwright.verify.compare import compiled_traffic, derived_traffic
+from meshwright.verify.hlo import collectives
 from tests.parallel.cases import MOE, RELATIVE, keep_gradients, strategy_of
 from tests.parallel.small import BATCH_SEQS, MODEL, SEQ_LEN, batch
 
@@ -43,6 +46,16 @@ def test_equal_on_every_mesh(axes, choices, on_one_device):
     assert found.keys() == on_one_device.keys()
     for name, value in on_one_device.items():
         np.testing.assert_allclose(found[name], value, rtol=RELATIVE, atol=RELATIVE, err_msg=name)
+
+
+@pytest.mark.parametrize(("axes", "choices"), MESHES[:1])
+def test_at_no_further_collective(axes, choices):
+    """The counts' own sums, one for each layer, are in the derivation; nothing else is sent for the metrics."""
+    step = TrainStep(MOE, strategy_of(axes, **choices), optimizer=keep_gradients(), options=COUNTED)
+    mesh = step.strategy.mesh
+    compiled = compiled_traffic(collectives(step.lower(BATCH_SEQS, SEQ_LEN).compile().as_text(), mesh), mesh)
+    dims = {**MOE.dims, "B": BATCH_SEQS, "T": SEQ_LEN, "C": BATCH_SEQS * SEQ_LEN, "Er": len(ROUTING_ROWS)}
+    assert compiled == derived_traffic(step.declared, dims, mesh, num_microbatches=1, width=4)
 
 
 def test_dropped_choices_are_those_without_a_slot():

@@ -1,6 +1,7 @@
 """Checkpoints: whole or absent, kept by policy, laid out anew on any mesh, copies of buffers that go on changing."""
 
 import json
+import shutil
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from meshwright.core.errors import InputError
+from meshwright.core.errors import CannotRunError, InputError
 from meshwright.parallel.mesh import device_mesh
 from meshwright.train.checkpoint import Checkpoints, Position, describe_arrays
 
@@ -120,6 +121,36 @@ def test_other_arrays_are_refused_in_one_line(saved):
         assert "\n" not in str(caught.value)
         with pytest.raises(InputError, match=r"has nothing as params\['bias'\].*needs float32\[4\]"):
             kept.restore(more, None)
+
+
+def cut_short(folder):
+    largest = max((file for file in folder.rglob("*") if file.is_file()), key=lambda file: file.stat().st_size)
+    largest.write_bytes(largest.read_bytes()[:-100])
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda newest: (newest / "position" / "metadata").write_text('{"position": {"st'),
+        lambda newest: (newest / "position" / "metadata").write_text('{"position": {"step": 4}, "arrays": {}}'),
+        lambda newest: cut_short(newest / "state" / "d"),
+        lambda newest: shutil.rmtree(newest / "state"),
+    ],
+)
+def test_a_damaged_checkpoint_is_named_in_one_line_with_the_one_before(saved, damage):
+    with Checkpoints(saved) as kept:
+        kept.save(placed(a=1, b=1), at(4))
+    newest = saved / "checkpoints" / "4"
+    damage(newest)
+    with Checkpoints(saved) as kept, pytest.raises(CannotRunError, match=r"checkpoints/4 is damaged: .") as caught:
+        assert kept.position() == at(4)
+        kept.restore(shapes(), shardings(a=1, b=1))
+    assert "\n" not in str(caught.value)
+    assert str(caught.value).endswith("Remove that folder to go on from step 3.")
+    shutil.rmtree(newest)
+    with Checkpoints(saved) as kept:
+        assert kept.position() == at(3, model={"d_model": 8}, settings={"steps": 9})
+        same(kept.restore(shapes(), shardings(a=1, b=1)), numbers())
 
 
 def test_layers_are_stored_in_the_order_of_the_model(tmp_path):

@@ -209,6 +209,7 @@ def test_data_is_opened_with_its_tokenizer_and_both_parts(tmp_path):
     assert data.end_id == data.tokenizer.token_to_id("<|endoftext|>")
     assert data.held_out is not None
     assert data.num_documents + data.held_out.store.num_documents == len(texts)
+    assert data.several_documents
     total = data.num_tokens + len(data.held_out.store)
     assert total == sum(len(encoding.ids) + 1 for encoding in data.tokenizer.encode_batch(list(texts)))
     assert 0.05 < len(data.held_out.store) / total < 0.2

@@ -2,6 +2,7 @@ import json
 import os
 import re
 import signal
+import time
 import tomllib
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.spec.job import Job
+from meshwright.train.data import Batches
 from meshwright.train.loop import train
 from meshwright.train.metrics import Predicted
 from tests.train.event_files import scalars
@@ -212,6 +214,23 @@ def test_a_step_in_hand_changes_no_number(tmp_path, text, monkeypatch):
     stopped = train(MODEL, strategy(), JOB, settings(text), run_root=tmp_path, on_step=interrupt)
     assert stopped.losses == plain.losses[:4]  # step 4 was in hand when step 3 was read
     assert os.listdir(f"{stopped.run}/checkpoints") == ["4"]
+
+
+def test_the_wait_for_slow_data_is_no_time_in_steps(tmp_path, text, monkeypatch):
+    """Also where the next step is handed over early: then a step ends unseen while the batch is waited for."""
+    read, wait_s = Batches.global_batch, 0.3
+
+    def slowly(self, first_sample, shardings):
+        time.sleep(wait_s)
+        return read(self, first_sample, shardings)
+
+    monkeypatch.setattr("meshwright.train.run.steps_ahead", lambda: 1)
+    monkeypatch.setattr(Batches, "global_batch", slowly)
+    result = train(MODEL, strategy(), JOB, settings(text, steps=8, held_out=0.0), run_root=tmp_path)
+    goodput = result.goodput
+    assert goodput.steps_s == pytest.approx(sum(m["step_s"] for m in metrics_of(result.run)))
+    assert goodput.data_s > 4 * wait_s
+    assert goodput.steps_s + goodput.data_s + goodput.compile_s < goodput.wall_s
 
 
 def test_a_second_ctrl_c_stops_at_once(tmp_path, text, monkeypatch, capsys):

@@ -4,9 +4,9 @@ import math
 import msgspec
 import pytest
 
-from meshwright.core.errors import CannotRunError
+from meshwright.core.errors import CannotRunError, InputError
 from meshwright.train.metrics import Predicted, StepRecord, describe, typical_step_s
-from meshwright.train.run_folder import RunFolder, create_run_folder
+from meshwright.train.run_folder import RESOLVED, RunFolder, create_run_folder, newest_run
 
 RECORD = StepRecord(
     step=3,
@@ -30,6 +30,18 @@ def test_runs_are_numbered_and_never_written_over(tmp_path):
     assert (first / "plan.toml").read_text() == "x = 1\n"
     with pytest.raises(FileExistsError):
         RunFolder(first, {})
+
+
+def test_the_newest_run_is_one_that_got_as_far_as_its_settings(tmp_path):
+    """A process killed while it makes its first weights leaves an empty folder; a restart goes on with the run before."""
+    with pytest.raises(InputError, match="there is no run of tiny"):
+        newest_run(tmp_path / "runs", "tiny")
+    folders = [create_run_folder(tmp_path, "tiny") for _ in range(3)]
+    with pytest.raises(InputError, match="there is no run of tiny"):
+        newest_run(tmp_path, "tiny")
+    for folder in folders[:2]:
+        RunFolder(folder, {RESOLVED: "x = 1\n"})._metrics.close()
+    assert newest_run(tmp_path, "tiny") == folders[1]
 
 
 def test_a_root_that_cannot_be_made_is_named(tmp_path):

@@ -113,3 +113,28 @@ def test_nested_scans_multiply():
     assert compiled_traffic(collectives(text, {"x": 2, "y": 2}), {"x": 2, "y": 2}) == {
         ("all_reduce", ("y",)): Traffic(12, 12 * 8)
     }
+
+
+@pytest.mark.parametrize(
+    ("axes", "groups"),
+    [
+        ("'tensor'", "{{0,1},{2,3},{4,5},{6,7}}"),
+        ("'data','fsdp'", "{{0,2,4,6},{1,3,5,7}}"),
+        ("'data'", "[4,2]<=[2,4]T(1,0)"),
+    ],
+)
+def test_groups_over_named_axes(axes, groups):
+    """As XLA writes them since jaxlib 0.11: the mesh with its sizes, and the axes of the groups."""
+    line = "%x = f32[4]{0} parameter(0)\n  ROOT %ar = f32[4]{0} all-reduce(%x), replica_groups=GROUPS, to_apply=%add"
+    module = f"ENTRY %main (x: f32[4]) -> f32[4] {{\n  {line}\n}}\n"
+    written = "mesh['pipeline'=1,'data'=2,'fsdp'=2,'tensor'=2] {" + axes + "}"
+    found, wanted = (collectives(module.replace("GROUPS", text), MESH)[0].axes for text in (written, groups))
+    assert found == wanted == tuple(axis.strip("'") for axis in axes.split(","))
+
+
+@pytest.mark.parametrize("text", ["mesh['data'=2], device_ids=([1,0]) {'data'}", "mesh['data'=4] {'data':(1)2}"])
+def test_groups_in_an_unknown_form_are_not_guessed(text):
+    """Devices in another order, and a part of an axis."""
+    line = f"ROOT %ar = f32[4]{{0}} all-reduce(%x), replica_groups={text}"
+    with pytest.raises(ValueError, match="replica groups in a form that is not known"):
+        collectives(f"ENTRY %main (x: f32[4]) -> f32[4] {{\n  {line}\n}}\n", MESH)

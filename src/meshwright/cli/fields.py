@@ -8,7 +8,7 @@ import msgspec
 
 from meshwright.algebra.notation import parse_dims, parse_mesh
 from meshwright.core.dims import MESH_AXES
-from meshwright.core.errors import InputError, nearest
+from meshwright.core.errors import InputError, as_sentence, nearest
 from meshwright.spec.job import Job
 from meshwright.spec.strategy import standard_assignment
 
@@ -85,7 +85,7 @@ def with_fields(thing: Thing, section: str, changes: Mapping[str, Any]) -> Thing
         return msgspec.convert({**now, **changes}, type(thing))
     except msgspec.ValidationError as error:
         where = str(error).replace("`$.", f"`{section}.")
-        raise InputError(f"{where[:1].lower()}{where[1:].rstrip('.')}.") from None
+        raise InputError(as_sentence(where)) from None
 
 
 def parse_axes(text: str | None) -> dict[str, int]:

@@ -176,8 +176,9 @@ def _require_positions(source: "ModelFolder", prompts: Sequence[Sequence[int]], 
     longest, there = max(map(len, prompts)), source.model.max_positions
     if longest + max_tokens > there:
         raise InputError(
-            f"a prompt of {longest:,} tokens and {max_tokens:,} more need {longest + max_tokens:,} positions; "
-            f"{source.model.name} has {there:,}. Shorten the prompt, or give fewer --max-tokens."
+            f"a prompt of {longest:,} {'token' if longest == 1 else 'tokens'} and {max_tokens:,} more need "
+            f"{longest + max_tokens:,} positions; {source.model.name} has {there:,}. Shorten the prompt, or give fewer "
+            f"--max-tokens."
         )
 
 

@@ -21,7 +21,9 @@ def rates_for(cluster: Cluster, calibration: Path | None, *, fitted: bool = Fals
     is given; those that do the book's arithmetic do not. This machine is measured the first time (some ten seconds) and
     the rates are kept in the cache folder.
     """
-    if str(calibration) == DATASHEET and cluster.kind != "host":
+    if str(calibration) == DATASHEET:
+        if cluster.kind == "host":
+            raise InputError(f"{cluster.short_name} is this machine, which has no data sheet. Leave --calibration out.")
         return None
     if calibration is not None:
         found = load_calibration(calibration)

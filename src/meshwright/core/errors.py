@@ -21,3 +21,9 @@ def nearest(name: str, options: Iterable[str]) -> str:
     if len(known) <= 24:
         return f" Known: {', '.join(known)}."
     return ""
+
+
+def as_sentence(text: str) -> str:
+    """A text that follows a colon: with a small first letter, and one mark at its end."""
+    ended = text if text.endswith("?") else f"{text.rstrip('.')}."
+    return f"{ended[:1].lower()}{ended[1:]}"

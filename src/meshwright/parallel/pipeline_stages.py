@@ -59,6 +59,8 @@ class Pipeline:
     def __post_init__(self) -> None:
         if self.context.offload:
             raise CannotRunError("offload of activations does not run in a pipeline. Leave it out, or use pipeline=1.")
+        if self.context.derived.ahead:
+            raise CannotRunError("prefetch does not run in a pipeline. Leave it out, or use pipeline=1.")
         # Devices of other stages run other passes at the same time.
         object.__setattr__(self, "context", replace(self.context, divergent=True))
         layer_pattern(self.schedule, layer_names(self.context.model))

@@ -8,7 +8,7 @@ from typing import Any, get_args, get_type_hints
 import msgspec
 
 from meshwright.core.dims import MESH_AXES
-from meshwright.core.errors import CannotRunError, InputError, nearest
+from meshwright.core.errors import CannotRunError, InputError, as_sentence, nearest
 from meshwright.core.units import format_bytes, format_count, format_seconds
 from meshwright.cost.memory import memory_limit
 from meshwright.plan.candidates import memory_of_any_mesh, parts_of
@@ -167,7 +167,7 @@ def _template(cluster: Cluster, given: Mapping[str, Any]) -> Strategy:
         return msgspec.convert(fields, Strategy)
     except msgspec.ValidationError as error:
         where = str(error).replace("`$.", "`strategy.")
-        raise InputError(f"{where[:1].lower()}{where[1:].rstrip('.')}.{_words_of(where)}") from None
+        raise InputError(f"{as_sentence(where)}{_words_of(where)}") from None
 
 
 def _words_of(fault: str) -> str:

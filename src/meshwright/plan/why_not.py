@@ -8,7 +8,7 @@ import msgspec
 
 from meshwright.algebra.schedule_rows import default_chunks
 from meshwright.core.dims import MESH_AXES
-from meshwright.core.errors import CannotRunError, InputError, nearest
+from meshwright.core.errors import CannotRunError, InputError, as_sentence, nearest
 from meshwright.cost.train_step import Estimate, PricedStrategy, price_strategy
 from meshwright.plan.axis_bounds import axis_limits
 from meshwright.plan.bounds import limits_of
@@ -140,7 +140,7 @@ def _space(
         template = msgspec.convert({**now, **open_fields, **fields, "mesh": make_mesh({})}, Strategy)
     except msgspec.ValidationError as error:
         where = str(error).replace("`$.", "`strategy.")
-        raise InputError(f"{where[:1].lower()}{where[1:].rstrip('.')}.") from None
+        raise InputError(as_sentence(where)) from None
     here = winner.cluster.kind == "host"
     if here:
         require_runnable_strategy(msgspec.structs.replace(template, mesh=make_mesh(fixed)))

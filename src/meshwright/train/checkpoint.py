@@ -118,7 +118,7 @@ class Checkpoints:
         return time.perf_counter() - start
 
     def position(self) -> Position | None:
-        """Of the newest checkpoint; None where there is none."""
+        """Of the newest checkpoint; None where there is none. Raises CannotRunError when its files are damaged."""
         stored = self._stored()
         return stored.position if stored else None
 
@@ -126,7 +126,7 @@ class Checkpoints:
         """The newest state, laid out as ``shardings`` say, whatever mesh it was saved from.
 
         ``shapes`` is the state's tree of `jax.ShapeDtypeStruct`. Raises InputError when the checkpoint holds other
-        arrays.
+        arrays, CannotRunError when its files are damaged.
         """
         stored = self._stored()
         assert stored is not None, "nothing to restore"
@@ -136,8 +136,8 @@ class Checkpoints:
             return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
 
         wanted = jax.tree.map(abstract, shapes, shardings)
-        args = ocp.args.Composite(**{STATE: ocp.args.StandardRestore(wanted)})
-        return _reordered(self._manager.restore(stored.position.step, args=args)[STATE], from_canonical)
+        state = self._read(stored.position.step, STATE, ocp.args.StandardRestore(wanted))
+        return _reordered(state, from_canonical)
 
     def close(self) -> None:
         """Finish what is being written and let go of the folder."""
@@ -147,8 +147,25 @@ class Checkpoints:
         newest = self._manager.latest_step()
         if newest is None:
             return None
-        args = ocp.args.Composite(**{POSITION: ocp.args.JsonRestore()})
-        return msgspec.convert(self._manager.restore(newest, args=args)[POSITION], _Stored)
+        found = self._read(newest, POSITION, ocp.args.JsonRestore())
+        try:
+            return msgspec.convert(found, _Stored)
+        except msgspec.ValidationError as error:
+            raise self._damaged(newest, error) from None
+
+    def _read(self, step: int, part: str, args: Any) -> Any:
+        try:
+            return self._manager.restore(step, args=ocp.args.Composite(**{part: args}))[part]
+        except (KeyError, OSError, ValueError) as error:  # what Orbax raises for files that are missing or cut short
+            raise self._damaged(step, error) from None
+
+    def _damaged(self, step: int, error: Exception) -> CannotRunError:
+        why = (str(error).splitlines() or [type(error).__name__])[0].rstrip(":.")
+        before = [each for each in self.steps() if each < step]
+        then = f"step {before[-1]}" if before else "the start"
+        return CannotRunError(
+            f"the checkpoint {self.folder / str(step)} is damaged: {why}. Remove that folder to go on from {then}."
+        )
 
 
 def describe_arrays(tree: Any) -> dict[str, str]:

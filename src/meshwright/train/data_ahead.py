@@ -30,6 +30,11 @@ class Ahead(Generic[T]):
         self._pool.shutdown(wait=True, cancel_futures=True)
         self._ready.clear()
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether the next item is there without a wait."""
+        return bool(self._ready) and self._ready[0][1].done()
+
     def __iter__(self) -> Iterator[tuple[int, T]]:
         return self
 

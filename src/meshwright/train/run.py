@@ -3,7 +3,7 @@
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -15,6 +15,7 @@ from meshwright.core.units import format_seconds
 from meshwright.nn.weights import Params
 from meshwright.parallel.train_step import Batch, State
 from meshwright.train.checkpoint import Checkpoints, Position
+from meshwright.train.data_ahead import Ahead
 from meshwright.train.divergence import where_not_finite
 from meshwright.train.goodput import Stopwatch
 from meshwright.train.interrupt import StopRequest
@@ -28,6 +29,7 @@ from meshwright.train.tracking import Tracking
 from meshwright.train.weights_file import save_weights
 
 OnStep = Callable[[StepRecord], None]
+POLL_S = 0.001
 
 
 class Outputs(NamedTuple):
@@ -41,12 +43,13 @@ class Outputs(NamedTuple):
 
 
 class _Flight(NamedTuple):
-    """A step that was handed to the devices."""
+    """A step that was handed to the devices; ``end`` where it was seen to end before its loss is read."""
 
     number: int
     start: float
     batch: Batch
     metrics: Any
+    end: float | None = None
 
 
 def steps_ahead() -> int:
@@ -83,10 +86,9 @@ class Run:
         shardings = self.setup.step.batch_shardings
         flying: deque[_Flight] = deque()
         with self.setup.batches.ahead(self.position.samples, shardings) as reader:
-            batches = (batch for _, batch in reader)
             if self.position.step >= self.settings.steps:
                 return
-            batch = self._read(batches, flying)
+            batch = self._read(reader, flying)
             compiled = self._compile(batch)
             for number in range(self.position.step + 1, self.settings.steps + 1):
                 start = time.perf_counter()
@@ -99,7 +101,7 @@ class Run:
                 if pause:
                     self._pause(number)
                 if number < self.settings.steps:
-                    batch = self._read(batches, flying)
+                    batch = self._read(reader, flying)
             self._land(flying, 0, on_step)
 
     def _compile(self, batch: Batch) -> Any:
@@ -113,11 +115,16 @@ class Run:
         self.outputs.live.say(f"{self.outputs.folder.path}: {start}compiled in {seconds}")
         return compiled
 
-    def _read(self, batches: Iterator[Batch], flying: deque[_Flight]) -> Batch:
-        """The next batch; the wait for it counts when the devices had nothing else to do."""
+    def _read(self, reader: Ahead[Batch], flying: deque[_Flight]) -> Batch:
+        """The next batch; the wait for it counts from when the devices have nothing else to do, and in no step."""
+        while flying and not reader.is_ready and not flying[-1].metrics.loss.is_ready():
+            time.sleep(POLL_S)
         start = time.perf_counter()
-        batch = next(batches)
-        if not flying or flying[-1].metrics.loss.is_ready():
+        idle = not flying or flying[-1].metrics.loss.is_ready()
+        if flying and idle:
+            flying[-1] = flying[-1]._replace(end=start)
+        _, batch = next(reader)
+        if idle:
             self.watch.add("data", time.perf_counter() - start)
         return batch
 
@@ -140,7 +147,7 @@ class Run:
 
     def _record(self, flight: _Flight) -> StepRecord:
         found = on_host(flight.metrics)
-        end = time.perf_counter()
+        end = flight.end or time.perf_counter()
         # Handed over while the step before it ran, it began when that one ended.
         step_s = end - max(flight.start, self.last_end)
         self.last_end = end

@@ -41,9 +41,12 @@ def create_run_folder(root: Path, name: str) -> Path:
 
 
 def newest_run(root: Path, name: str) -> Path:
-    """The run of this name with the highest number. Raises InputError when there is none."""
+    """The run of this name with the highest number. Raises InputError when there is none.
+
+    One that ended before it wrote its settings has nothing to go on from, and does not count.
+    """
     stem = _stem(name)
-    folders = [path for path in root.iterdir() if path.is_dir()] if root.is_dir() else []
+    folders = [path for path in root.iterdir() if (path / RESOLVED).is_file()] if root.is_dir() else []
     runs = {number: path for path in folders if (number := _number(path.name, stem))}
     if not runs:
         raise InputError(f"there is no run of {stem} in {root} to resume. Leave --resume out, or give its folder.")

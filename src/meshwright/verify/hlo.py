@@ -27,6 +27,8 @@ _CALLED = re.compile(r"(body|condition|calls|to_apply|branch_computations|called
 _TRIPS = re.compile(r'known_trip_count[\\"]*:\s*\{\s*[\\"]*n[\\"]*:\s*[\\"]*(\d+)')
 _EXPLICIT = re.compile(r"replica_groups=\{(\{[0-9,{} ]*\})\}")
 _IOTA = re.compile(r"replica_groups=\[([0-9,]+)\]<=\[([0-9,]+)\](?:T\(([0-9,]+)\))?")
+_NAMED = re.compile(r"replica_groups=mesh\[([^\]():]*)\]\s*\{([^}():]*)\}")
+_AXIS = re.compile(r"'([^']+)'(?:=(\d+))?")
 _PAIRS = re.compile(r"source_target_pairs=\{(\{[0-9,{} ]*\})\}")
 
 
@@ -171,7 +173,7 @@ def shape_bytes(text: str) -> int:
 
 
 def _groups(text: str, num_devices: int) -> list[list[int]]:
-    """Device numbers of each replica group, from the explicit or the iota form; all devices when not given."""
+    """Device numbers of each replica group, in any of the three forms; all devices when not given."""
     explicit = _EXPLICIT.search(text)
     if explicit:
         return [[int(n) for n in group.split(",") if n.strip()] for group in re.findall(r"\{([^{}]*)\}", explicit[1])]
@@ -182,7 +184,21 @@ def _groups(text: str, num_devices: int) -> list[list[int]]:
         if order:
             numbers = numbers.transpose(order)
         return numbers.reshape(shape).tolist()
+    named = _NAMED.search(text)
+    if named:
+        return _named_groups(named[1], named[2])
+    if "replica_groups=mesh" in text or "replica_groups=@" in text:
+        raise ValueError(f"replica groups in a form that is not known: {text[text.index('replica_groups') :][:120]}")
     return [list(range(num_devices))]
+
+
+def _named_groups(mesh: str, axes: str) -> list[list[int]]:
+    """Groups over named axes of a mesh that is written out, row-major: ``'data'=2,'tensor'=4`` and ``'tensor'``."""
+    sizes = {name: int(size) for name, size in _AXIS.findall(mesh)}
+    over = [list(sizes).index(name) for name, _ in _AXIS.findall(axes)]
+    numbers = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))
+    numbers = np.moveaxis(numbers, over, range(-len(over), 0))
+    return numbers.reshape(-1, math.prod(numbers.shape[-len(over) :]) if over else 1).tolist()
 
 
 def _axes(text: str, mesh: Mapping[str, int], *, permute: bool) -> tuple[str, ...]:
