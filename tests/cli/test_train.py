@@ -4,11 +4,13 @@ import json
 import re
 import sys
 import tomllib
+from pathlib import Path
 
 import pytest
 
 from meshwright.cli.main import run
 from meshwright.cli.train import _with_slots
+from meshwright.spec.calibration import load_calibration
 from meshwright.spec.plan_file import load_plan
 from tests.cli.made_rates import write_rates
 
@@ -81,8 +83,11 @@ def test_a_finished_run_says_so_and_goes_on_when_asked(rates, tmp_path, capsys):
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["tiny-001"]
 
 
-def test_the_loop_on_this_machine(tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize("measured", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_the_loop_on_this_machine(measured, rates, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    if not measured:
+        monkeypatch.setattr("meshwright.cli.demo.measure", lambda *args, **kwargs: load_calibration(Path(rates)))
     assert run(["demo", "--steps", "3", "--out", "here", "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert len(result["losses"]) == 3

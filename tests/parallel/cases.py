@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 import optax
 
+from meshwright.algebra.kinds_experts import ROUTING_ROWS
 from meshwright.algebra.layers import PLAIN, ProgramOptions
 from meshwright.nn.weights import Params, init_params
 from meshwright.parallel.train_step import State, TrainStep
@@ -75,7 +76,8 @@ def run(
     compiled = step.compile.lower(state, placed).compile()
     state, metrics = compiled(state, placed)
     mesh, parts = strategy.mesh, strategy.num_microbatches
-    dims = {**model.dims, "B": BATCH_SEQS, "T": SEQ_LEN, "C": BATCH_SEQS * SEQ_LEN // parts}
+    slots = BATCH_SEQS * SEQ_LEN // parts
+    dims = {**model.dims, "B": BATCH_SEQS, "T": SEQ_LEN, "C": slots, "Er": len(ROUTING_ROWS)}
     derived = derived_traffic(
         step.declared,
         dims,

@@ -140,9 +140,10 @@ def float_params(model: Model, seed: int = 0) -> Params:
     return found
 
 
-def step_of(model: Model, axes: dict[str, int], *, cache_dtype: Any = "fp32", **options: Any) -> GenerateStep:
+def step_of(model: Model, axes: dict[str, int], **options: Any) -> GenerateStep:
     strategy = Strategy(mesh=make_mesh(axes), state="fp32")
-    return GenerateStep(model, strategy, max_len=MAX_LEN, batch_seqs=len(LENGTHS), cache_dtype=cache_dtype, **options)
+    given = {"max_len": MAX_LEN, "batch_seqs": len(LENGTHS), "cache_dtype": "fp32", **options}
+    return GenerateStep(model, strategy, **given)
 
 
 def rows_of(model: Model) -> np.ndarray:

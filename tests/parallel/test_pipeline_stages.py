@@ -81,6 +81,12 @@ def test_mixes(axes, schedule, choices):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("axes", "schedule"), [({"pipeline": 2, "expert": 2, "tensor": 2}, "1f1b")])
+def test_experts_in_stages(axes, schedule):
+    check(msgspec.structs.replace(DEEP_MOE, num_layers=8), axes, schedule)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["interleaved", "dualpipe", "dualpipe-v"])
 def test_the_loss_alone(schedule):
     axes = {"pipeline": 2, "fsdp": 2, "tensor": 2}

@@ -6,17 +6,24 @@ import pytest
 
 from meshwright.algebra.kinds_experts import ROUTING_ROWS
 from meshwright.algebra.layers import ProgramOptions
+from meshwright.algebra.schedule_fused import fused
+from meshwright.algebra.schedule_ticks import tick_tables
+from meshwright.parallel.pipeline_stages import strategy_schedule
 from meshwright.parallel.train_step import TrainStep
 from meshwright.verify.compare import compiled_traffic, derived_traffic
 from meshwright.verify.hlo import collectives
-from tests.parallel.cases import MOE, RELATIVE, keep_gradients, strategy_of
+from meshwright.verify.pipeline import pipeline_traffic
+from tests.parallel.cases import DEEP_MOE, MOE, RELATIVE, keep_gradients, strategy_of
 from tests.parallel.small import BATCH_SEQS, MODEL, SEQ_LEN, batch
 
 COUNTED = ProgramOptions(balance_loss=1e-2)
 MESHES = [
     ({"expert": 2, "tensor": 2}, {}),
-    ({"fsdp": 2, "context": 2}, {"num_microbatches": 2}),
-    ({"data": 2}, {"num_microbatches": 2, "gradient_sync": "naive"}),
+    pytest.param({"fsdp": 2, "context": 2}, {"num_microbatches": 2}, marks=pytest.mark.slow),
+    pytest.param({"data": 2}, {"num_microbatches": 2, "gradient_sync": "naive"}, marks=pytest.mark.slow),
+    ({"pipeline": 2}, {"num_microbatches": 4, "schedule": "zb-h1"}),
+    pytest.param({"pipeline": 2, "fsdp": 2}, {"num_microbatches": 2}, marks=pytest.mark.slow),
+    pytest.param({"pipeline": 2}, {"num_microbatches": 4, "schedule": "dualpipe"}, marks=pytest.mark.slow),
 ]
 
 
@@ -56,6 +63,19 @@ def test_at_no_further_collective(axes, choices):
     compiled = compiled_traffic(collectives(step.lower(BATCH_SEQS, SEQ_LEN).compile().as_text(), mesh), mesh)
     dims = {**MOE.dims, "B": BATCH_SEQS, "T": SEQ_LEN, "C": BATCH_SEQS * SEQ_LEN, "Er": len(ROUTING_ROWS)}
     assert compiled == derived_traffic(step.declared, dims, mesh, num_microbatches=1, width=4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["zb-h1", "dualpipe"])
+def test_stages_send_no_other_collective(schedule):
+    """Where a device holds layers of two stages, the counts of one go home with the gradients, as derived."""
+    strategy = strategy_of({"pipeline": 2, "fsdp": 2}, num_microbatches=4, schedule=schedule)
+    step = TrainStep(DEEP_MOE, strategy, optimizer=keep_gradients(), options=COUNTED)
+    text = step.lower(BATCH_SEQS, SEQ_LEN).compile().as_text()
+    tables = tick_tables(fused(strategy_schedule(strategy)))
+    dims = {**DEEP_MOE.dims, "B": BATCH_SEQS, "T": SEQ_LEN, "C": BATCH_SEQS * SEQ_LEN // 4, "Er": len(ROUTING_ROWS)}
+    compiled = compiled_traffic(collectives(text, strategy.mesh), strategy.mesh)
+    assert compiled == pipeline_traffic(step.declared, tables, dims, strategy.mesh, width=4)
 
 
 def test_dropped_choices_are_those_without_a_slot():

@@ -9,14 +9,14 @@ from tests.parallel.cases import DEEP, DEEP_MOE, MOE, assert_equal, on_one_devic
 from tests.parallel.small import BATCH_SEQS, MODEL, SEQ_LEN, batch
 
 ONE_AXIS = [
-    (MODEL, {"data": 4}, {"zero": 0, "gradient_sync": "naive"}),
+    pytest.param(MODEL, {"data": 4}, {"zero": 0, "gradient_sync": "naive"}, marks=pytest.mark.slow),
     (MODEL, {"data": 4}, {"zero": 0, "gradient_sync": "bucketed", "bucket_bytes": 20_000}),
     (DEEP, {"fsdp": 4}, {"prefetch": True, "remat": "selective"}),
     (DEEP, {"fsdp": 2}, {"remat": "every-2"}),
     (MODEL, {"tensor": 4}, {"sequence_parallel": False, "remat": "none"}),
     (MODEL, {"context": 4}, {"context_attention": "ulysses", "remat": "selective"}),
-    (MODEL, {"context": 4}, {"context_attention": "ring", "remat": "selective"}),
-    (MOE, {"expert": 4}, {"remat": "none"}),
+    pytest.param(MODEL, {"context": 4}, {"context_attention": "ring", "remat": "selective"}, marks=pytest.mark.slow),
+    pytest.param(MOE, {"expert": 4}, {"remat": "none"}, marks=pytest.mark.slow),
 ]
 MIXES = [
     (MODEL, {"data": 2, "fsdp": 2, "tensor": 2}, {"zero": 1, "num_microbatches": 2}),
@@ -34,7 +34,12 @@ MIXES = [
         marks=pytest.mark.slow,
     ),
     (MOE, {"data": 2, "expert": 2, "tensor": 2}, {"remat": "selective"}),
-    (MOE, {"fsdp": 2, "expert": 2, "context": 2}, {"context_attention": "ring", "remat": "selective"}),
+    pytest.param(
+        MOE,
+        {"fsdp": 2, "expert": 2, "context": 2},
+        {"context_attention": "ring", "remat": "selective"},
+        marks=pytest.mark.slow,
+    ),
     pytest.param(MOE, {"data": 2, "fsdp": 2, "expert": 2}, {"zero": 1, "num_microbatches": 1}, marks=pytest.mark.slow),
 ]
 PIPELINES = [
@@ -124,7 +129,7 @@ def documents_on_one_device():
     return one
 
 
-@pytest.mark.parametrize("way", ["gather", "ring", "ulysses"])
+@pytest.mark.parametrize("way", [pytest.param("gather", marks=pytest.mark.slow), "ring", "ulysses"])
 def test_documents_and_the_z_loss_on_a_mesh(way, documents_on_one_device):
     strategy = strategy_of({"data": 2, "context": 2, "tensor": 2}, context_attention=way)
     assert_equal(run(MODEL, strategy, options=DOCUMENTS, given=documents_batch()), documents_on_one_device)

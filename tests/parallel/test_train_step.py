@@ -23,10 +23,10 @@ def one_device():
 
 
 def _case(number, axes):
-    """Policies and microbatches dealt out over the meshes; the default tier has those of three axes, and
-    `test_strategies` those of one."""
+    """Policies and microbatches dealt out over the meshes; the default tier has those of fsdp and two more,
+    and `test_strategies` those of one axis."""
     num_microbatches = 2 if number % 3 == 2 and axes["data"] * axes["fsdp"] <= 4 else 1
-    marks = () if sorted(axes.values()) == [1, 2, 2, 2] else (pytest.mark.slow,)
+    marks = () if sorted(axes.values()) == [1, 2, 2, 2] and axes["fsdp"] > 1 else (pytest.mark.slow,)
     return pytest.param(axes, POLICIES[number % len(POLICIES)], num_microbatches, marks=marks)
 
 
@@ -85,7 +85,7 @@ TIED = msgspec.structs.replace(MODEL, num_kv_heads=2, tied_embeddings=True)
     [
         pytest.param({"data": 8}, 1, marks=pytest.mark.slow),
         ({"fsdp": 2, "context": 2, "tensor": 2}, 1),
-        ({"data": 2, "fsdp": 2, "tensor": 2}, 2),
+        pytest.param({"data": 2, "fsdp": 2, "tensor": 2}, 2, marks=pytest.mark.slow),
     ],
     ids=name,
 )

@@ -45,6 +45,15 @@ def test_a_mesh_gives_the_same_tokens(step, params):
     assert tokens_of(split, params, PROMPTS, **options) == tokens_of(step, params, PROMPTS, **options)
 
 
+def test_a_length_that_the_axes_do_not_divide_has_room_for_its_prompts(params):
+    """9 tokens and 2 more are 11; the axis ``tensor`` cuts positions of a prompt in two."""
+    step = step_of(LLAMA, {"tensor": 2}, max_len=11)
+    found = generate(step, step.place(params), PROMPTS[:1], max_tokens=2).completions
+    assert list(found[0].tokens) == expected(params, PROMPTS[0])[:2]
+    with pytest.raises(InputError, match="need 12 positions; the cache has 11"):
+        generate(step, {}, PROMPTS[:1], max_tokens=3)
+
+
 def test_a_prompt_is_continued_alike_in_any_company(step, params):
     options = {"sampling": Sampling(temperature=1.0, seed=9)}
     together = tokens_of(step, params, PROMPTS, **options)

@@ -1,6 +1,7 @@
 """Checkpoints: whole or absent, kept by policy, laid out anew on any mesh, copies of buffers that go on changing."""
 
 import json
+import resource
 import shutil
 from functools import partial
 from typing import Any, NamedTuple
@@ -143,7 +144,6 @@ def test_a_damaged_checkpoint_is_named_in_one_line_with_the_one_before(saved, da
     newest = saved / "checkpoints" / "4"
     damage(newest)
     with Checkpoints(saved) as kept, pytest.raises(CannotRunError, match=r"checkpoints/4 is damaged: .") as caught:
-        assert kept.position() == at(4)
         kept.restore(shapes(), shardings(a=1, b=1))
     assert "\n" not in str(caught.value)
     assert str(caught.value).endswith("Remove that folder to go on from step 3.")
@@ -151,6 +151,23 @@ def test_a_damaged_checkpoint_is_named_in_one_line_with_the_one_before(saved, da
     with Checkpoints(saved) as kept:
         assert kept.position() == at(3, model={"d_model": 8}, settings={"steps": 9})
         same(kept.restore(shapes(), shardings(a=1, b=1)), numbers())
+
+
+def test_a_disk_that_takes_no_more_is_said_in_one_line(saved):
+    noise = np.random.default_rng(0).normal(size=(256, 256)).astype(np.float32)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    kept = Checkpoints(saved)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, before[1]))
+    try:
+        kept.save(State({"w": jnp.asarray(noise)}, ()), at(4))
+        with pytest.raises(CannotRunError, match=r"no checkpoint can be written in .*: File too large") as caught:
+            kept.wait()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        kept.close()
+    assert "\n" not in str(caught.value)
+    with Checkpoints(saved) as again:
+        assert again.steps() == [3]
 
 
 def test_layers_are_stored_in_the_order_of_the_model(tmp_path):

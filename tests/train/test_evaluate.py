@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from meshwright.algebra.layers import ProgramOptions
 from meshwright.parallel.train_step import TrainStep
 from meshwright.train.data import Source
 from meshwright.train.evaluate import held_out, rows_at_once
@@ -27,6 +28,14 @@ def test_it_is_the_mean_over_rows_that_the_mesh_divides(step):
     batch = found._batch(0)
     assert batch["tokens"].shape == (4, 32)  # of five rows, the most that two devices share evenly
     assert found.loss(params) == pytest.approx(float(step.gradients(params, batch)[0]), rel=1e-5)
+
+
+def test_the_z_loss_is_trained_on_and_not_evaluated(step):
+    trained = TrainStep(MODEL, strategy(fsdp=2), options=ProgramOptions(z_loss=0.1))
+    params = step.init(0).params
+    plain, found = (held_out(s, source(5), batch_seqs=8, seq_len=32, max_batches=16) for s in (step, trained))
+    assert found.loss(params) == plain.loss(params)
+    assert float(trained.gradients(params, found._batch(0))[0]) > found.loss(params) + 1
 
 
 @pytest.mark.parametrize(("num_rows", "max_batches", "batches"), [(9, 16, 4), (9, 3, 3), (2, 16, 1)])

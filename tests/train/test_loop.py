@@ -230,6 +230,7 @@ def test_the_wait_for_slow_data_is_no_time_in_steps(tmp_path, text, monkeypatch)
     goodput = result.goodput
     assert goodput.steps_s == pytest.approx(sum(m["step_s"] for m in metrics_of(result.run)))
     assert goodput.data_s > 4 * wait_s
+    assert result.step_s < wait_s / 2
     assert goodput.steps_s + goodput.data_s + goodput.compile_s < goodput.wall_s
 
 

@@ -14,10 +14,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from meshwright.core.errors import InputError
+from meshwright.core.errors import CannotRunError, InputError
 from meshwright.train.checkpoint import Checkpoints
 from meshwright.train.loop import train
-from meshwright.train.run_folder import finished_steps
+from meshwright.train.run_folder import finished_steps, held_alone
 from tests.train.small import JOB, MODEL, settings, strategy, write_text
 
 ROOT = Path(__file__).parents[2]
@@ -119,6 +119,17 @@ def test_what_does_not_go_on_is_refused(whole, text, tmp_path, model, changes, m
         train(other, strategy(fsdp=2), JOB, settings_here, run_root=tmp_path, resume=Path(whole.run))
     assert "\n" not in str(caught.value)
     assert sorted(path.stat().st_mtime_ns for path in Path(whole.run).iterdir() if path.is_file()) == before
+
+
+def test_a_run_that_another_process_trains_is_left_alone(whole, text, tmp_path):
+    run = Path(shutil.copytree(whole.run, tmp_path / "mini-001"))
+    unfinished = run / "checkpoints" / "99.orbax-checkpoint-tmp"
+    unfinished.mkdir()  # what the other is writing
+    with held_alone(run), pytest.raises(CannotRunError, match=r"mini-001 is in use: another process") as caught:
+        train(MODEL, strategy(fsdp=2), JOB, given(text, steps=STEPS + 1), run_root=tmp_path, resume=run)
+    assert "\n" not in str(caught.value)
+    assert unfinished.is_dir()
+    assert finished_steps(run) == STEPS
 
 
 # -- killed ------------------------------------------------------------------------------------------

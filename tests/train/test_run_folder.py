@@ -33,7 +33,7 @@ def test_runs_are_numbered_and_never_written_over(tmp_path):
 
 
 def test_the_newest_run_is_one_that_got_as_far_as_its_settings(tmp_path):
-    """A process killed while it makes its first weights leaves an empty folder; a restart goes on with the run before."""
+    """A process killed while it makes its first weights leaves an empty folder; a restart takes the one before."""
     with pytest.raises(InputError, match="there is no run of tiny"):
         newest_run(tmp_path / "runs", "tiny")
     folders = [create_run_folder(tmp_path, "tiny") for _ in range(3)]
@@ -67,6 +67,18 @@ def test_a_summary_that_fails_leaves_none_behind(tmp_path):
         assert sorted(p.name for p in tmp_path.iterdir()) == ["metrics.jsonl"]
         folder.summarise({"good": 1})
     assert json.loads((tmp_path / "summary.json").read_text()) == {"good": 1}
+
+
+def test_a_resumed_run_has_no_weights_of_its_earlier_end(tmp_path):
+    """Whoever reads the folder meanwhile takes its newest checkpoint, and not weights of some step before."""
+    RunFolder(tmp_path, {RESOLVED: "x = 1\n"})._metrics.close()
+    last = ("summary.json", "config.json", "model.safetensors", "model.safetensors.index.json")
+    for name in (*last, "tokenizer.json"):
+        (tmp_path / name).write_text("{}")
+    RunFolder(tmp_path, {}, step=0, writes=False)
+    assert all((tmp_path / name).is_file() for name in last)
+    RunFolder(tmp_path, {}, step=0)._metrics.close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", RESOLVED, "tokenizer.json"]
 
 
 def test_the_line_says_what_is_known():

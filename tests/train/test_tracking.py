@@ -35,9 +35,15 @@ def test_weights_and_biases(tmp_path, monkeypatch):
     with Tracking(("wandb",), tmp_path / "tiny-001", {"train": {"steps": 9}}) as tracking:
         tracking.record(RECORD)
         tracking.evaluated(EVALUATED)
-    given, (step, numbers), evaluated, end = calls
-    assert given["name"] == given["id"] == "tiny-001"
+    given, (step, numbers), evaluated, end = calls[:4]
+    assert given["name"] == "tiny-001"
     assert given["resume"] == "allow"
+    with Tracking(("wandb",), tmp_path / "tiny-001", {}):
+        pass
+    with Tracking(("wandb",), tmp_path / "elsewhere" / "tiny-001", {}):
+        pass
+    first, again, other = (call["id"] for call in calls if isinstance(call, dict))
+    assert first == again != other, "a resumed run goes on in its own, and one of the same name elsewhere does not"
     assert given["config"] == {"train": {"steps": 9}}
     assert (step, numbers["loss"]) == (3, RECORD.loss)
     assert evaluated == (3, {"evaluation_loss": 2.75})

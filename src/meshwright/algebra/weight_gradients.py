@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 from meshwright.algebra.derive import BlockSteps, Derived
+from meshwright.algebra.kinds_experts import ROUTING
 from meshwright.algebra.notation import ShardedArray
 from meshwright.algebra.steps import Phase, Step
 
@@ -36,14 +37,23 @@ def weights_of(derived: Derived, block: BlockSteps) -> tuple[str, ...]:
     return tuple(name for name in names if derived.program.variables[name].role in ("weight", "vector"))
 
 
+def counts_of(block: BlockSteps) -> dict[str, ShardedArray]:
+    """What the backward pass knows of a block's router besides gradients, by a name that no weight has: what the
+    experts of the layer were asked for, summed over all devices. Empty where no loss and no bound has it counted."""
+    counted = any(ROUTING in step.inputs for step in block.backward)
+    return {f"{ROUTING.name} of {block.block.name}": ROUTING} if counted else {}
+
+
 def meetings(derived: Derived) -> tuple[Step, ...]:
     """Where a device holds the layers of two stages: the weights go to the device at the other end of the pipeline
-    before a step, and their gradients, summed in float32, come back after it."""
+    before a step, and their gradients, summed in float32, come back after it; with them what routers counted."""
     gradients = gradient_arrays(derived)
     names = dict.fromkeys(n for block in derived.blocks if block.block.carry for n in weights_of(derived, block))
     pairs: list[tuple[ShardedArray, Phase]] = []
     for name in names:
         pairs += [(derived.declared[name], "update"), (gradients[name], "backward")]
+    for block in derived.blocks:
+        pairs += [(array.replace(name=name), "backward") for name, array in counts_of(block).items()]
     return tuple(
         Step(op="permute", inputs=(array,), result=array, axes=("pipeline",), block="stage", phase=phase, scope="step")
         for array, phase in pairs

@@ -9,7 +9,7 @@ import numpy as np
 from meshwright.algebra.derive import Derived
 from meshwright.algebra.notation import ShardedArray
 from meshwright.algebra.steps import COLLECTIVE_MATMUL, Step, num_moves, sent_element_bytes
-from meshwright.algebra.weight_gradients import meetings, weights_of
+from meshwright.algebra.weight_gradients import counts_of, meetings, weights_of
 from meshwright.core.dims import DTYPE_BYTES
 from meshwright.cost.kernels import local_work, partly_hidden
 from meshwright.cost.ops import OpSizes, Scores
@@ -165,7 +165,9 @@ def meeting_seconds(
     layers waits besides. Priced as sends to a neighbour. Zeros without stages."""
     by_bytes: Number = 0.0
     besides: Number = 0.0
-    repeats = {name: block.repeat for block in derived.blocks for name in weights_of(derived, block)}
+    repeats = {
+        name: block.repeat for block in derived.blocks for name in (*weights_of(derived, block), *counts_of(block))
+    }
     for step in meetings(derived) if derived.boundary else ():
         cost = price_step(step, 1, sizes, rates, num_microbatches=num_microbatches)
         name = step.result.name

@@ -8,10 +8,9 @@ from typing import Any
 import jax
 
 from meshwright.algebra.derive import BlockSteps, Derived
-from meshwright.algebra.kinds_experts import ROUTING
 from meshwright.algebra.notation import ShardedArray
 from meshwright.algebra.steps import Step
-from meshwright.algebra.weight_gradients import cotangent_of, gradient_arrays, once_per_layer, weights_of
+from meshwright.algebra.weight_gradients import cotangent_of, counts_of, gradient_arrays, once_per_layer, weights_of
 from meshwright.nn.collectives import communicate
 from meshwright.nn.context import Context
 from meshwright.nn.interpreter import Environment, run
@@ -58,10 +57,8 @@ class BlockPasses:
 
     @cached_property
     def counts(self) -> dict[str, ShardedArray]:
-        """What the backward pass knows of the router besides gradients, by a name that no weight has: what the experts
-        of the layer were asked for, summed over all devices. Empty where no loss and no bound has it counted."""
-        counted = any(ROUTING in step.inputs for step in self.steps.backward)
-        return {f"{ROUTING.name} of {self.steps.block.name}": ROUTING} if counted else {}
+        """What the backward pass knows of the router besides gradients: see `counts_of`."""
+        return counts_of(self.steps)
 
     @cached_property
     def gathers(self) -> tuple[Step, ...]:

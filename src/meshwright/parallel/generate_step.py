@@ -53,9 +53,11 @@ class GenerateStep:
         strategy = replace(strategy, context_attention="gather")
         self.model, self.strategy, self.max_len, self.batch_seqs = model, strategy, max_len, batch_seqs
         self.quantised = weights == "int8"
-        self.table = cache_table(model, batch_seqs=batch_seqs, max_len=max_len, dtype=cache_dtype)
         asked: dict[str, Any] = {"cache_dtype": cache_dtype, "quantised": self.quantised}
         self.prefill_declared = derive_forward(prefill_program(model, **asked), strategy)
+        # room for a prompt of any length up to max_len, filled up to what the axes divide
+        self.cache_len = -(-max_len // self._prompt_parts) * self._prompt_parts
+        self.table = cache_table(model, batch_seqs=batch_seqs, max_len=self.cache_len, dtype=cache_dtype)
         self.generate_declared = derive_forward(generate_program(model, **asked), one_position(strategy))
         self._require_even_splits()
         self.mesh = mesh or device_mesh(strategy.mesh)
@@ -66,7 +68,12 @@ class GenerateStep:
         sizes = {**self.model.dims, "B": self.batch_seqs}
         for name, array in self.prefill_declared.declared.items():
             if self.prefill_declared.program.variables[name].role in ("weight", "vector", "cache", "output"):
-                check(array, {**sizes, "S": self.max_len}, self.strategy.mesh)
+                check(array, {**sizes, "S": self.cache_len}, self.strategy.mesh)
+
+    @property
+    def _prompt_parts(self) -> int:
+        """Parts into which the positions of a prompt are split."""
+        return math.prod(self.strategy.mesh[axis] for axis in self.prefill_declared.declared["x"].axes_of("T"))
 
     # -- where things lie --------------------------------------------------------------------------
 
@@ -149,11 +156,9 @@ class GenerateStep:
 
     def padded_length(self, length: int) -> int:
         """The smallest length of prompts that is compiled: a power of two, at least 8, that every axis divides; at
-        most ``max_len`` where that is divided too."""
-        stream = self.prefill_declared.declared["x"]
-        parts = math.prod(self.strategy.mesh[axis] for axis in stream.axes_of("T"))
-        wanted = parts * max(1, 2 ** math.ceil(math.log2(max(length, 8) / parts)))
-        return min(wanted, self.max_len) if self.max_len % parts == 0 else wanted
+        most what the cache holds."""
+        parts = self._prompt_parts
+        return min(parts * max(1, 2 ** math.ceil(math.log2(max(length, 8) / parts))), self.cache_len)
 
     def prefill(self, params: Params, cache: Cache, tokens: Any, lengths: Any) -> tuple[jax.Array, Cache]:
         """Logits [B, V] after each row's last token, and the cache with its keys and values.
@@ -197,10 +202,10 @@ class GenerateStep:
         batch, length = tokens.shape
         if batch != self.batch_seqs or lengths.shape != (batch,):
             raise InputError(f"{batch} prompts with {lengths.size} lengths; the step takes {self.batch_seqs} of both.")
-        if length > self.max_len or lengths.max() > length or lengths.min() < 1:
+        if length > self.cache_len or lengths.max() > length or lengths.min() < 1:
             raise InputError(
                 f"prompts of {lengths.min()} to {lengths.max()} tokens in rows of {length}; the cache holds "
-                f"{self.max_len}. Give 1 to that many, padded behind, or a larger max_len."
+                f"{self.cache_len}. Give 1 to that many, padded behind, or a larger max_len."
             )
         check(
             self.prefill_declared.declared["x"],

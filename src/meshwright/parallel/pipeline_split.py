@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from meshwright.algebra.notation import ShardedArray
 from meshwright.algebra.spans import Span
 from meshwright.algebra.weight_gradients import SplitBackward, cotangent_of, gradient_arrays, split_backward
 from meshwright.nn.interpreter import run
@@ -33,6 +34,12 @@ class SplitBlock:
         """The derived steps of the two passes."""
         return split_backward(self.block.derived, self.block.steps, self.block.entering)
 
+    @property
+    def handed(self) -> tuple[ShardedArray, ...]:
+        """What the second pass is given by the first; the counts of a router go with the gradients that it makes."""
+        counts = (array for array in self.block.counts.values() if array not in self.parts.handed)
+        return (*self.parts.handed, *counts)
+
     def input_backward(
         self, weights: Params, inputs: Inputs, held: Held, cotangent: jax.Array
     ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
@@ -41,14 +48,15 @@ class SplitBlock:
         env = block._environment(weights, inputs) | block.recalled(held)
         env[cotangent_of(block.derived, block.result)] = cotangent
         env = run(block.context, self.parts.input_steps, env)
-        return env[cotangent_of(block.derived, block.entering)], tuple(env[array] for array in self.parts.handed)
+        return env[cotangent_of(block.derived, block.entering)], tuple(env[array] for array in self.handed)
 
     def weight_backward(self, weights: Params, inputs: Inputs, handed: Sequence[jax.Array]) -> Params:
-        """Gradients of the block's weights, as its whole backward pass leaves them."""
-        env = self.block._environment(weights, inputs) | dict(zip(self.parts.handed, handed, strict=True))
+        """Gradients of the block's weights, and its `counts`, as its whole backward pass leaves them."""
+        env = self.block._environment(weights, inputs) | dict(zip(self.handed, handed, strict=True))
         env = run(self.block.context, self.parts.weight_steps, env)
         arrays = gradient_arrays(self.block.derived)
-        return {name: env[arrays[name]] for name in self.block.weights}
+        counts = {name: env[array] for name, array in self.block.counts.items()}
+        return {name: env[arrays[name]] for name in self.block.weights} | counts
 
 
 class SplitTurns(TurnPasses):

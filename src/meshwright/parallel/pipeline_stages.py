@@ -91,11 +91,12 @@ class Pipeline:
     def gradients(self, params: Params, inputs: Inputs, dloss: jax.Array) -> tuple[jax.Array, Params]:
         """Summed loss of this device's rows, and gradients of ``dloss`` times it, summed over its microbatches.
 
-        Both are this device's part: what is summed once per step, over the pipeline too, is left to do.
+        Both are this device's part: what is summed once per step, over the pipeline too, is left to do. The counts of
+        its own layers' routers go with the gradients.
         """
         stages, parts = self.stages(dloss), self._microbatches(inputs)
         loss, grads = run_schedule(self.tables, stages, self._weights(params), parts)
-        return loss, {name: (grads.layers | grads.ends)[name] for name in params}
+        return loss, grads.layers | grads.ends
 
     def loss(self, params: Params, inputs: Inputs) -> jax.Array:
         """The summed loss alone, on the stage that has the loss head."""

@@ -6,6 +6,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+import msgspec
 import numpy as np
 import optax
 from jax import lax
@@ -231,12 +232,15 @@ class TrainStep:
 
     def init(self, seed: int) -> State:
         """Sharded initial state: the same weights for one seed on every mesh, made shard by shard."""
+        params = self._first_params(seed)
+        return State(params, self.init_optimizer(params))
 
+    @cached_property
+    def _first_params(self) -> Callable[[int], Params]:
         def make(seed: int) -> Params:
             return self.from_canonical(init_params(self.model, seed, dtype=self.dtype))
 
-        params = jax.jit(make, out_shardings=self.state_shardings.params)(seed)
-        return State(params, self.init_optimizer(params))
+        return jax.jit(make, out_shardings=self.state_shardings.params)
 
     def from_canonical(self, params: Params) -> Params:
         """Weights, or what is kept for each of them, with layers in the order in which the stages of a pipeline hold
@@ -276,8 +280,13 @@ class TrainStep:
 
     @cached_property
     def loss_sum(self) -> Callable[[Params, Batch], jax.Array]:
-        """Jitted (params, placed batch) -> the loss summed over the counted labels; nothing is held for a backward
-        pass."""
+        """Jitted (params, placed batch) -> the cross entropy summed over the counted labels, whatever further losses
+        are trained on; nothing is held for a backward pass."""
+        if self.options.z_loss:
+            bare = msgspec.structs.replace(self.options, z_loss=0.0)
+            model, strategy = self.model, self.strategy
+            step = TrainStep(model, strategy, optimizer=self.optimizer, options=bare, form=self.form, mesh=self.mesh)
+            return step.loss_sum
 
         def local(params: Params, batch: Batch) -> jax.Array:
             inputs = self._inputs(batch)

@@ -20,6 +20,8 @@ CHECKPOINTS = "checkpoints"
 STATE, POSITION = "state", "position"
 UNFINISHED = ".orbax-checkpoint-tmp"
 WRITE_TIMEOUT_S = 3600
+_NOT_WRITTEN = (OSError, ValueError)
+"""What Orbax raises where a disk is full: the second for arrays."""
 
 Reorder = Callable[[dict[str, jax.Array]], dict[str, jax.Array]]
 """Weights by name, or what an optimizer keeps of each, with their layers in another order."""
@@ -104,7 +106,7 @@ class Checkpoints:
                 ),
                 force=True,
             )
-        except OSError as error:
+        except _NOT_WRITTEN as error:
             raise _cannot_write(self.folder, error) from None
         return time.perf_counter() - start
 
@@ -113,7 +115,7 @@ class Checkpoints:
         start = time.perf_counter()
         try:
             self._manager.wait_until_finished()
-        except OSError as error:
+        except _NOT_WRITTEN as error:
             raise _cannot_write(self.folder, error) from None
         return time.perf_counter() - start
 
@@ -196,5 +198,8 @@ def _reordered(state: Any, reorder: Reorder) -> Any:
     return jax.tree.map(lambda part: reorder(part) if is_like_params(part) else part, state, is_leaf=is_like_params)
 
 
-def _cannot_write(folder: Path, error: OSError) -> CannotRunError:
-    return CannotRunError(f"no checkpoint can be written in {folder}: {error.strerror or error}. Free some space.")
+def _cannot_write(folder: Path, error: Exception) -> CannotRunError:
+    said = (str(error).splitlines() or [type(error).__name__])[0]
+    # The reason stands last, behind the names of files.
+    why = getattr(error, "strerror", None) or said.rpartition(": ")[2].rstrip(".")
+    return CannotRunError(f"no checkpoint can be written in {folder}: {why}. Make room there, and resume.")

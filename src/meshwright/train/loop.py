@@ -21,7 +21,7 @@ from meshwright.train.interrupt import stop_on_signals
 from meshwright.train.metrics import LiveLine, Predicted
 from meshwright.train.result import TrainResult
 from meshwright.train.run import OnStep, Outputs, Run
-from meshwright.train.run_folder import RESOLVED, RunFolder, create_run_folder, require_same_model
+from meshwright.train.run_folder import RESOLVED, RunFolder, create_run_folder, held_alone, require_same_model
 from meshwright.train.settings import TrainSettings
 from meshwright.train.setup import prepare, require_same_tokenizer, start_state
 from meshwright.train.tokenizer import save_tokenizer
@@ -62,6 +62,7 @@ def train(
     resolved = {"model": model, "strategy": strategy, "job": job, "train": settings}
     texts = {RESOLVED: dump_toml(resolved), **(texts or {})}
     with ExitStack() as stack:
+        _hold(path, stack)
         kept = stack.enter_context(Checkpoints(path, keep=settings.keep_checkpoints, keep_every=settings.keep_every))
         position, state = start_state(setup, kept)
         step = position.step if resume else None
@@ -79,3 +80,13 @@ def train(
         result = run.finish()
     wait_for_all("the end of the run")
     return result
+
+
+def _hold(run: Path, stack: ExitStack) -> None:
+    """Keep other runs out of the folder, in whose name process 0 asks for all; before anything in it is touched."""
+
+    def hold() -> str:
+        stack.enter_context(held_alone(run))
+        return ""
+
+    shared(hold)

@@ -1,8 +1,11 @@
 """The folder a run leaves behind. A new run never writes over another; a resumed one goes on in its own."""
 
+import fcntl
+import os
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -38,6 +41,29 @@ def create_run_folder(root: Path, name: str) -> Path:
                 return folder
     except OSError as error:
         raise CannotRunError(f"no run folder can be made in {root}: {error.strerror}. Give another folder.") from None
+
+
+@contextmanager
+def held_alone(run: Path) -> Iterator[None]:
+    """A run's folder for this process alone: two that go on with one run would write over each other.
+
+    The lock goes with its process, however that ends; where the file system has none, nothing is held. Raises
+    CannotRunError when another process holds the folder.
+    """
+    handle = os.open(run, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(handle)
+        raise CannotRunError(
+            f"{run} is in use: another process trains in it. Wait for its end, or leave --resume out for a new run."
+        ) from None
+    except OSError:
+        pass
+    try:
+        yield
+    finally:
+        os.close(handle)
 
 
 def newest_run(root: Path, name: str) -> Path:
@@ -110,7 +136,8 @@ class Kept(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 class RunFolder:
     """Files of one run: texts at its start, a line of metrics each step, a summary at its end.
 
-    ``step`` is where a resumed run goes on; lines of later steps, which it does again, are taken out. With
+    ``step`` is where a resumed run goes on; lines of later steps, which it does again, are taken out, and so is what
+    an earlier start wrote at its end: its weights would be older than the newest checkpoint. With
     ``writes`` False nothing is touched: of many processes one writes.
     """
 
@@ -123,7 +150,7 @@ class RunFolder:
         if step is not None:
             self.kept = _kept(_cut(path / METRICS, step), step)
             _cut(path / EVALUATIONS, step)
-            (path / SUMMARY).unlink(missing_ok=True)
+            _without_end(path)
         # Unbuffered: a run that dies leaves every finished step behind.
         self._metrics = (path / METRICS).open("xb" if step is None else "ab", buffering=0)
 
@@ -150,6 +177,13 @@ class RunFolder:
         if self.writes:
             text = msgspec.json.format(msgspec.json.encode(summary)).decode()
             write_text_whole(self.path / SUMMARY, text + "\n")
+
+
+def _without_end(run: Path) -> None:
+    # The summary first: without it no one takes the run for one that has ended.
+    for pattern in (SUMMARY, "config.json", "*.safetensors", "*.safetensors.index.json"):
+        for file in run.glob(pattern):
+            file.unlink()
 
 
 def _cut(path: Path, step: int) -> list[dict[str, Any]]:

@@ -34,8 +34,8 @@ class TrainSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     share of the tokens that is only evaluated on.
 
     Rate: it rises over ``warmup_steps`` to ``learning_rate``, then follows ``schedule`` to
-    ``min_learning_rate_ratio`` of it at the last step; "wsd" stays at the top and falls over the last
-    ``decay_fraction`` of the steps ("rsqrt" and "constant" use neither).
+    ``min_learning_rate_ratio`` of it, which the update after the last would have; "wsd" stays at the top and falls
+    over the last ``decay_fraction`` of the steps ("rsqrt" and "constant" use neither).
 
     Update: ``beta1`` and ``beta2`` are decays of the moments of AdamW and Lion (and of what Muon leaves to AdamW),
     ``momentum`` that of Muon. ``epsilon`` is AdamW's. Adafactor multiplies the rate by the RMS of each matrix: 1e-2 is

@@ -1,6 +1,7 @@
 """The documents a run learns from: Python's own documentation, a file, or a folder of files."""
 
 import hashlib
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -75,7 +76,7 @@ class FileCorpus(NamedTuple):
         for file in self.files:
             left = max_chars if share >= 1 else share * file.stat().st_size
             for piece in read_pieces(file, self.field):
-                yield piece.text
+                yield piece.text[: math.ceil(left)]
                 left -= len(piece.text)
                 if left <= 0:
                     break

@@ -1,12 +1,15 @@
 """Metrics sent to TensorBoard or Weights & Biases, besides the files of the run."""
 
+import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from meshwright.core.errors import InputError
+from meshwright.core.files import write_text_whole
 from meshwright.train.metrics import EvaluationRecord, StepRecord
 
+WANDB_ID = Path("wandb", "id")
 SHOWN = ("loss", "grad_norm", "learning_rate", "step_s", "tokens_per_s", "mfu", "hfu")
 
 
@@ -36,15 +39,28 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A run of the project ``meshwright``, named as its folder; resumed under the same name."""
+    """A run of the project ``meshwright``, named as its folder; a resumed run goes on in it.
+
+    Its id is made up at the first start and kept in the run's folder: names such as tiny-001 come again in every
+    folder of runs, and one id for two runs would join them.
+    """
 
     def __init__(self, run: Path, config: Mapping[str, Any]) -> None:
         try:
             import wandb
         except ImportError:
             raise _missing("wandb", "wandb") from None
+        file = run / WANDB_ID
+        if not file.is_file():
+            file.parent.mkdir(parents=True, exist_ok=True)
+            write_text_whole(file, f"{run.name}-{secrets.token_hex(4)}\n")
         self._run = wandb.init(
-            project="meshwright", name=run.name, id=run.name, resume="allow", dir=str(run), config=dict(config)
+            project="meshwright",
+            name=run.name,
+            id=file.read_text(encoding="utf-8").strip(),
+            resume="allow",
+            dir=str(run),
+            config=dict(config),
         )
 
     def log(self, numbers: Mapping[str, float], step: int) -> None:

@@ -7,7 +7,7 @@ from meshwright.algebra.derive import BlockSteps, Derived
 from meshwright.algebra.notation import local_elements
 from meshwright.algebra.schedule_ticks import TickTables
 from meshwright.algebra.steps import Step, sent_element_bytes
-from meshwright.algebra.weight_gradients import meetings
+from meshwright.algebra.weight_gradients import counts_of, meetings
 from meshwright.verify.compare import Key, Traffic, _key
 
 Counted = tuple[Step, int, int]
@@ -35,7 +35,9 @@ def pipeline_traffic(
 
 
 def _counted(derived: Derived, tables: TickTables) -> Iterator[Counted]:
-    rows = {name: _rows(block, tables) for block in derived.blocks for op in block.block.ops for name in op.inputs}
+    used = ((block, name) for block in derived.blocks for op in block.block.ops for name in op.inputs)
+    counted = ((block, name) for block in derived.blocks for name in counts_of(block))
+    rows = {name: _rows(block, tables) for block, name in (*used, *counted)}
     for block in derived.blocks:
         yield from _of_block(block, tables)
     ways = {"forward": tables.x_channels, "backward": tables.dx_channels}
