@@ -1,5 +1,6 @@
 """The command as a process: how fast it answers, what it loads, what it says of verbs that are not there."""
 
+import errno
 import json
 import resource
 import subprocess
@@ -79,3 +80,16 @@ def test_our_own_fault_is_one_line_and_code_1(call, monkeypatch):
     assert said.out == ""
     assert said.err.startswith("meshwright: internal error at broken:")
     assert said.err.count("\n") == 1
+
+
+def test_a_full_disk_is_one_line_and_code_3(call, monkeypatch):
+    def full(name):
+        raise OSError(errno.ENOSPC, "No space left on device", "runs/tiny-001/metrics.jsonl")
+
+    monkeypatch.setattr("meshwright.cli.show.chip", full)
+    said = call("show", "v5e")
+    assert (said.code, said.out) == (3, "")
+    assert said.err == (
+        "meshwright: no room writing runs/tiny-001/metrics.jsonl: No space left on device. Free some; a run "
+        "goes on with --resume.\n"
+    )

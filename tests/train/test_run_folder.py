@@ -5,7 +5,7 @@ import msgspec
 import pytest
 
 from meshwright.core.errors import CannotRunError, InputError
-from meshwright.train.metrics import Predicted, StepRecord, describe, typical_step_s
+from meshwright.train.metrics import EvaluationRecord, Predicted, StepRecord, describe, typical_step_s
 from meshwright.train.run_folder import RESOLVED, RunFolder, create_run_folder, newest_run
 
 RECORD = StepRecord(
@@ -58,6 +58,16 @@ def test_metrics_are_there_after_every_step_and_nan_is_null(tmp_path):
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["loss"] for line in lines] == [2.5, None]
     assert set(lines[0]) == set(StepRecord.__struct_fields__)
+
+
+def test_a_step_that_is_evaluated_again_stands_there_once(tmp_path):
+    """A run that is killed between its last evaluation and its summary makes that evaluation again."""
+    for start in (None, 4):
+        with RunFolder(tmp_path, {}, step=start) as folder:
+            for step in (2, 4) if start is None else (4,):
+                folder.evaluated(EvaluationRecord(step=step, tokens=100 * step, loss=3.0 - step / 8))
+    lines = [json.loads(line) for line in (tmp_path / "evaluations.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["loss"]) for line in lines] == [(2, 2.75), (4, 2.5)]
 
 
 def test_a_summary_that_fails_leaves_none_behind(tmp_path):

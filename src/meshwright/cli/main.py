@@ -1,5 +1,6 @@
 """The `meshwright` command: finds the verb, runs it, and turns errors into one line and an exit code."""
 
+import errno
 import os
 import sys
 import traceback
@@ -63,6 +64,10 @@ def cli() -> None:
     """From a model and a cluster to a running, measured system: plan it, prove it, run it."""
 
 
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""What a disk that is full, a quota that is used up and a limit on the size of files say."""
+
+
 def main() -> None:
     """Run the command line. Exit codes: 0 done, 2 bad input, 3 nothing fits or can run, 1 our fault."""
     sys.exit(run(sys.argv[1:]))
@@ -82,13 +87,22 @@ def run(args: list[str]) -> int:
         return _fail("stopped.", 130)
     except BrokenPipeError:
         return 0
+    except OSError as error:
+        if error.errno not in NO_ROOM:
+            return _our_fault(error)
+        where = f" writing {error.filename}" if error.filename else ""
+        return _fail(f"no room{where}: {os.strerror(error.errno)}. Free some; a run goes on with --resume.", 3)
     except Exception as error:
-        if os.environ.get("MESHWRIGHT_DEBUG"):
-            traceback.print_exc()
-        where = traceback.extract_tb(error.__traceback__)[-1]
-        what = f"{type(error).__name__}: {error}".splitlines()[0]
-        return _fail(f"internal error at {where.name}:{where.lineno}: {what} (MESHWRIGHT_DEBUG=1 shows more)", 1)
+        return _our_fault(error)
     return 0
+
+
+def _our_fault(error: Exception) -> int:
+    if os.environ.get("MESHWRIGHT_DEBUG"):
+        traceback.print_exception(error)
+    where = traceback.extract_tb(error.__traceback__)[-1]
+    what = f"{type(error).__name__}: {error}".splitlines()[0]
+    return _fail(f"internal error at {where.name}:{where.lineno}: {what} (MESHWRIGHT_DEBUG=1 shows more)", 1)
 
 
 def _usage(error: click.ClickException) -> str:

@@ -167,8 +167,9 @@ class RunFolder:
             self._metrics.write(msgspec.json.encode(record) + b"\n")
 
     def evaluated(self, record: EvaluationRecord) -> None:
-        """One line of evaluations."""
+        """One line of evaluations, in place of an earlier start's of the same step."""
         if self.writes:
+            _cut(self.path / EVALUATIONS, record.step - 1)
             with (self.path / EVALUATIONS).open("ab", buffering=0) as file:
                 file.write(msgspec.json.encode(record) + b"\n")
 
