@@ -24,6 +24,10 @@ FILES = [
     *("resolved.toml", "summary.json", "tokenizer.json"),
 ]
 
+STEADY = {"steps": 30, "learning_rate": 3e-3}
+"""A rate at which the loss has no spikes: on the text of some Python versions 1e-2 has one, which makes 400 times as
+much of how two meshes round."""
+
 
 @pytest.fixture(autouse=True, scope="module")
 def cache(tmp_path_factory):
@@ -64,7 +68,7 @@ def finished(tmp_path_factory, text):
         MODEL,
         strategy(fsdp=4, tensor=2),
         JOB,
-        settings(text, steps=30, checkpoint_every=10, keep_every=20, evaluate_every=10, track=("tensorboard",)),
+        settings(text, **STEADY, checkpoint_every=10, keep_every=20, evaluate_every=10, track=("tensorboard",)),
         run_root=tmp_path_factory.mktemp("runs"),
         predicted=Predicted(step_s=0.1, model_flops=1e9, hardware_flops=1.5e9, peak_flops_per_s=1e12),
         on_step=on_step,
@@ -166,9 +170,9 @@ def test_standard_output_stays_empty_and_plain_lines_go_to_stderr(tmp_path, text
 
 
 def test_one_device_trains_alike(finished, tmp_path, text):
-    other = train(MODEL, strategy(), JOB, settings(text, steps=30), run_root=tmp_path)
-    np.testing.assert_allclose(other.losses, finished[0].losses, rtol=1e-4)
-    assert other.validation_loss == pytest.approx(finished[0].validation_loss, rel=1e-3)
+    other = train(MODEL, strategy(), JOB, settings(text, **STEADY), run_root=tmp_path)
+    np.testing.assert_allclose(other.losses, finished[0].losses, rtol=1e-5)
+    assert other.validation_loss == pytest.approx(finished[0].validation_loss, rel=1e-5)
 
 
 def test_two_byte_weights_train(tmp_path, text):

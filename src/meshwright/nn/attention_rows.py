@@ -14,8 +14,9 @@ from jaxtyping import Array
 
 from meshwright.nn.attention_visibility import Places
 
-HEADS_PER_STEP = 2
-"""Key heads whose operations a CPU's threads may take in any order; more only make the program longer."""
+HEADS_PER_STEP = (3, 2)
+"""Key heads whose operations a CPU's threads may take in any order, the first that divides their number; with six the
+scores of all leave the cache."""
 
 Results = tuple[tuple[Array, ...], tuple[Array, ...]]
 Core = Callable[[Sequence[Array], Sequence[Array], Places, Places], Results]
@@ -88,7 +89,7 @@ def _one_by_one(core: Core, queries: Sequence[Array], keys: Sequence[Array], que
                 tuple(_put(x, y, row, head, 1) for x, y in zip(out[1], by_key, strict=True)),
             )
 
-        return lax.fori_loop(0, kv_heads, step, out, unroll=HEADS_PER_STEP if kv_heads % HEADS_PER_STEP == 0 else 1)
+        return lax.fori_loop(0, kv_heads, step, out, unroll=next((n for n in HEADS_PER_STEP if kv_heads % n == 0), 1))
 
     shapes = jax.eval_shape(lambda first: one(first, first, *places(first)), jnp.int32(0))
     start = tuple(

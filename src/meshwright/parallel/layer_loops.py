@@ -18,6 +18,10 @@ from meshwright.algebra.spans import Span
 from meshwright.nn.weights import Params
 from meshwright.parallel.blocks import BlockPasses, Inputs, Ready
 
+MAX_WRITTEN_OUT = 16
+"""Turns of a loop that are worth the time of compiling each: on two cores a step of 8 layers of 1.8M weights compiles
+in 12 s in place of 7 and runs a tenth faster, as nothing is copied into and out of stacks (2026-11-21)."""
+
 Turn = tuple[Params, ...]
 """Weights, or gradients, of the layers of one turn of a loop: one dict for each."""
 
@@ -87,10 +91,16 @@ class LayerLoop(Protocol):
 
 @dataclass(frozen=True)
 class PlainLoop:
-    """Every turn holds its own saved set."""
+    """Every turn holds its own saved set. ``written_out`` puts up to `MAX_WRITTEN_OUT` turns into the program one after
+    the other."""
+
+    written_out: bool = False
+
+    def _unroll(self, turns: TurnPasses) -> int:
+        return turns.span.repeats if self.written_out and turns.span.repeats <= MAX_WRITTEN_OUT else 1
 
     def forward(self, turns: TurnPasses, weights: Turn, stream: jax.Array) -> tuple[jax.Array, Any]:
-        return lax.scan(lambda x, own: turns.forward(own, x), stream, weights)
+        return lax.scan(lambda x, own: turns.forward(own, x), stream, weights, unroll=self._unroll(turns))
 
     def backward(
         self, turns: TurnPasses, weights: Turn, held: Any, cotangent: jax.Array, earlier: Turn | None
@@ -99,7 +109,7 @@ class PlainLoop:
             own, kept, before = given
             return turns.backward(own, kept, cotangent, before)
 
-        return lax.scan(back, cotangent, (weights, held, earlier), reverse=True)
+        return lax.scan(back, cotangent, (weights, held, earlier), reverse=True, unroll=self._unroll(turns))
 
 
 @dataclass(frozen=True)

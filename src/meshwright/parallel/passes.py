@@ -3,6 +3,7 @@
 Nothing here is differentiated: the backward pass runs the derived backward steps on what the forward pass held.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,6 +17,7 @@ from meshwright.algebra.derive import Derived
 from meshwright.algebra.spans import Span, spans
 from meshwright.algebra.transformer import layer_names
 from meshwright.algebra.weight_gradients import step_steps
+from meshwright.nn.attention_platform import default_platform
 from meshwright.nn.context import Context
 from meshwright.nn.weights import Params
 from meshwright.parallel.blocks import BlockPasses, Inputs, through
@@ -73,7 +75,12 @@ class Passes:
         layers = segment_layers(segment, sum(span.num_layers for span in self.spans))
         if layers is not None:
             return SegmentLoop(layers)
-        return AheadLoop() if self.ahead else PlainLoop()
+        return AheadLoop() if self.ahead else PlainLoop(written_out=self._is_small_program)
+
+    @property
+    def _is_small_program(self) -> bool:
+        """One CPU: no collectives of a loop to be counted, and memory is copied at the expense of computing."""
+        return default_platform() == "cpu" and math.prod(self.context.mesh.values()) == 1
 
     def layers_forward(self, params: Params, inputs: Inputs, stream: jax.Array) -> tuple[jax.Array, tuple[Any, ...]]:
         """The stream after all layers, and what each span holds for the way back."""
