@@ -12,6 +12,7 @@ torch.compile wants a C++ compiler.
 
 import argparse
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -97,16 +98,18 @@ def torch_step(kind: str, layers: int, weights: Path) -> Step:
     return step
 
 
-def meshwright_step(layers: int, weights: Path, remat: str | tuple[str, ...]) -> Step:
-    """`TrainStep` on one device, with memory kept as `meshwright train` keeps it."""
+def meshwright_step(layers: int, weights: Path, remat: str | tuple[str, ...], axes: str = "") -> Step:
+    """`TrainStep`, with memory kept as `meshwright train` keeps it: on one CPU device, or on those of ``axes``."""
     import jax
     from safetensors.numpy import load_file
 
+    from meshwright.cli.fields import parse_axes
     from meshwright.core.host_memory import keep_freed_memory
     from meshwright.nn.hf_weights import params_from_hf
+    from meshwright.parallel.mesh import emulate_devices
     from meshwright.parallel.train_step import State, TrainStep
     from meshwright.spec.hf import model_from_config
-    from meshwright.spec.strategy import Strategy, make_mesh
+    from meshwright.spec.strategy import Strategy, make_mesh, standard_assignment
     from meshwright.train.optimizers import make_optimizer
     from meshwright.train.settings import TrainSettings
 
@@ -121,7 +124,9 @@ def meshwright_step(layers: int, weights: Path, remat: str | tuple[str, ...]) ->
         epsilon=EPSILON,
         weight_decay=WEIGHT_DECAY,
     )
-    strategy = Strategy(mesh=make_mesh({}), remat=remat, state="fp32")
+    mesh = make_mesh(parse_axes(axes or None))
+    emulate_devices(math.prod(mesh.values()))
+    strategy = Strategy(mesh=mesh, remat=remat, state="fp32", assignment=standard_assignment(zero=2))
     step = TrainStep(model, strategy, optimizer=make_optimizer(model, settings))
     params = jax.device_put(params_from_hf(model, load_file(weights)), step.state_shardings.params)
     states = [State(params, step.init_optimizer(params))]
@@ -140,7 +145,8 @@ def serve(arguments: argparse.Namespace) -> None:
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: arguments.threads])
     kind, layers, weights = arguments.serve, arguments.layers, arguments.weights
     if kind == "meshwright":
-        step = meshwright_step(layers, weights, tuple(arguments.remat) if arguments.remat[1:] else arguments.remat[0])
+        remat = tuple(arguments.remat) if arguments.remat[1:] else arguments.remat[0]
+        step = meshwright_step(layers, weights, remat, arguments.axes)
     else:
         step = torch_step(kind, layers, weights)
     data = batches()
@@ -160,6 +166,7 @@ class Contestant:
     def __init__(self, kind: str, arguments: argparse.Namespace) -> None:
         command = [sys.executable, __file__, "--serve", kind, "--weights", str(arguments.weights)]
         command += ["--layers", str(arguments.layers), "--threads", str(arguments.threads), "--remat", *arguments.remat]
+        command += ["--axes", arguments.axes]
         threads = {"OMP_NUM_THREADS": str(arguments.threads), "JAX_PLATFORMS": "cpu"}
         tunables = {"GLIBC_TUNABLES": HUGE_PAGES} if arguments.huge_pages else {}
         self.process = subprocess.Popen(
@@ -240,6 +247,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--layers", type=int, default=CONFIG["num_hidden_layers"])
     parser.add_argument("--remat", nargs="+", default=["none"], help="a policy of meshwright, or names of results")
+    parser.add_argument("--axes", default="", help="mesh axes of meshwright's devices on these threads, such as fsdp=2")
     parser.add_argument("--huge-pages", action="store_true", help="every contestant with pages of 2 MiB")
     parser.add_argument("--serve", choices=CONTESTANTS, help=argparse.SUPPRESS)
     parser.add_argument("--weights", type=Path, help=argparse.SUPPRESS)

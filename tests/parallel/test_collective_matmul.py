@@ -67,7 +67,8 @@ def test_stages_of_a_pipeline_never_meet_in_a_branch(model, axes, choices):
     assert not any("tensor" in c.axes for c in moved), "stages come to their rounds at different times"
 
 
-@pytest.mark.parametrize("weights", ["as they are", pytest.param("int8", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("weights", ["as they are", "int8"])
 def test_generation_gives_the_same_logits(weights):
     """A prompt's rows are split by position, one more token's stream is whole: all three forms."""
     logits = []

@@ -55,6 +55,7 @@ def assert_as_one(wanted, cases, **processes):
     assert_errors(arguments, [str(number) for number in range(len(cases))], **processes)
 
 
+@pytest.mark.slow  # the default tier trains with two processes in tests/cli/test_launch.py
 def test_stages_of_two_processes(wanted):
     assert_as_one(wanted, ONE_EACH[:1], count=2)
 

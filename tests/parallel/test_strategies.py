@@ -14,7 +14,7 @@ ONE_AXIS = [
     (DEEP, {"fsdp": 4}, {"prefetch": True, "remat": "selective"}),
     (DEEP, {"fsdp": 2}, {"remat": "every-2"}),
     (MODEL, {"tensor": 4}, {"sequence_parallel": False, "remat": "none"}),
-    (MODEL, {"context": 4}, {"context_attention": "ulysses", "remat": "selective"}),
+    pytest.param(MODEL, {"context": 4}, {"context_attention": "ulysses", "remat": "selective"}, marks=pytest.mark.slow),
     pytest.param(MODEL, {"context": 4}, {"context_attention": "ring", "remat": "selective"}, marks=pytest.mark.slow),
     pytest.param(MOE, {"expert": 4}, {"remat": "none"}, marks=pytest.mark.slow),
 ]

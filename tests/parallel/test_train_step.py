@@ -23,10 +23,11 @@ def one_device():
 
 
 def _case(number, axes):
-    """Policies and microbatches dealt out over the meshes; the default tier has those of fsdp and two more,
-    and `test_strategies` those of one axis."""
+    """Policies and microbatches dealt out over the meshes; the default tier has those of fsdp and tensor and one more,
+    `test_strategies` those of one axis and others of three."""
     num_microbatches = 2 if number % 3 == 2 and axes["data"] * axes["fsdp"] <= 4 else 1
-    marks = () if sorted(axes.values()) == [1, 2, 2, 2] and axes["fsdp"] > 1 else (pytest.mark.slow,)
+    quick = sorted(axes.values()) == [1, 2, 2, 2] and axes["fsdp"] == axes["tensor"] == 2
+    marks = () if quick else (pytest.mark.slow,)
     return pytest.param(axes, POLICIES[number % len(POLICIES)], num_microbatches, marks=marks)
 
 
@@ -194,7 +195,7 @@ def test_no_recompilation_after_the_first_step():
     assert step.compile._cache_size() == 1
 
 
-@pytest.mark.parametrize("form", ["shard_map", "gspmd"])
+@pytest.mark.parametrize("form", ["shard_map", pytest.param("gspmd", marks=pytest.mark.slow)])
 def test_a_batch_without_labels_has_no_loss_and_no_gradient(form):
     step = TrainStep(MODEL, strategy({"fsdp": 2}), optimizer=keep_gradients(), form=form)
     state, metrics = step.step(step.init(0), {**batch(), "labels": jnp.full((BATCH_SEQS, SEQ_LEN), -1, jnp.int32)})

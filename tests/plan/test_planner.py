@@ -97,7 +97,11 @@ def test_without_stages_the_part_is_smaller():
 
 @pytest.mark.parametrize(
     ("cluster", "batch_seqs", "part", "stages"),
-    [("h100:8x3", 16, "h100:8x2", 3), ("h100:7", 7, "h100:4x1", 7), ("3*v5e:16x16", 64, "2*v5e:16x16", 3)],
+    [
+        pytest.param("h100:8x3", 16, "h100:8x2", 3, marks=pytest.mark.slow),
+        ("h100:7", 7, "h100:4x1", 7),
+        pytest.param("3*v5e:16x16", 64, "2*v5e:16x16", 3, marks=pytest.mark.slow),
+    ],
 )
 def test_an_odd_number_of_chips_is_used_in_stages_unless_fewer_are_faster(cluster, batch_seqs, part, stages):
     result = planned(LLAMA8B, cluster, batch_seqs)
