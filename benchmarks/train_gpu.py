@@ -56,9 +56,7 @@ CASES = (
     Case("8b-4096", "llama3-8b", 8, 8, 4096, "none"),
     Case("8b-8192", "llama3-8b", 8, 4, 8192, "none"),
 )
-TINY = tuple(
-    Case(c.name, c.model, 2, 2, 64, c.remat) for c in CASES if c.seq_len == 4096
-)  # fmt: skip
+TINY = tuple(Case(c.name, c.model, 2, 2, 64, c.remat) for c in CASES if c.seq_len == 4096)
 
 
 def model_of(case: Case, *, tiny: bool) -> Model:

@@ -117,14 +117,6 @@ def test_the_size_of_a_chunk_changes_nothing(case, chunk_tokens):
     close(in_parts(case, 1, chunked=True, chunk_tokens=chunk_tokens)[2], expected.dtable)
 
 
-def test_cotangents_are_in_proportion_to_that_of_the_loss(case):
-    whole, dx, dtable = head.fused_head(*arrays(case))
-    loss, dx_third, dtable_third = head.fused_head(*arrays(case), cotangent=jnp.float32(1 / 3))
-    close(loss, np.asarray(whole))
-    close(dx_third, np.asarray(dx) / 3)
-    close(dtable_third, np.asarray(dtable) / 3)
-
-
 def test_tokens_without_a_label_have_no_loss_and_no_gradient(case):
     nothing = np.full_like(case.labels, -1)
     loss, dx, dtable = head.fused_head(*arrays(case._replace(labels=nothing)))

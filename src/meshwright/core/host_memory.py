@@ -13,7 +13,7 @@ def keep_freed_memory() -> bool:
     """Let malloc keep what is freed, for the rest of the process; whether it does now.
 
     On CPU a compiled step takes its scratch memory from malloc and frees it at the end. glibc gives large blocks back
-    to the kernel, which hands out new ones page by page, cleared: of a training step of 4 s on two cores this was 0.6 s
+    to the kernel, which hands out new ones page by page, cleared: 0.7 s of a training step of 4.8 s on two busy cores
     (`benchmarks/train_cpu.py`, 2026-11-21). What is kept is what the largest step used. Settings that the environment
     has for malloc are left alone, and so are other C libraries.
     """

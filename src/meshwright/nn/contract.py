@@ -25,14 +25,11 @@ class _Letters(NamedTuple):
     right: str
 
 
-def contract(equation: str, lhs: Array, rhs: Array, *, dtype: DTypeLike | None = None, platform: str = "") -> Array:
-    """`jnp.einsum` of two arrays; ``dtype`` is that of the result and of its sums, by default the operands'.
-
-    ``platform`` is "cpu", "cuda" or "tpu" where it is not the default backend's.
-    """
+def contract(equation: str, lhs: Array, rhs: Array, *, dtype: DTypeLike | None = None) -> Array:
+    """`jnp.einsum` of two arrays; ``dtype`` is that of the result and of its sums, by default the operands'."""
     letters = _sums_first_dims(equation)
     wide = lhs.dtype == rhs.dtype == jnp.float32 and dtype in (None, jnp.float32)
-    if letters is not None and wide and (platform or default_platform()) == "cpu":
+    if letters is not None and wide and default_platform() == "cpu":
         return _turned_round(letters, equation.split("->")[1], lhs, rhs)
     return jnp.einsum(equation, lhs, rhs, preferred_element_type=dtype)
 

@@ -178,23 +178,21 @@ def fused_head(
     table: Float[Array, "D V"],
     labels: Int[Array, "B T"],
     *,
-    cotangent: Float[Array, ""] | float = 1.0,
     softcap: float = 0.0,
     z_loss: float = 0.0,
     chunk_tokens: int = HEAD_CHUNK_TOKENS,
 ) -> tuple[Float[Array, ""], Float[Array, "B T D"], Float[Array, "D V"]]:
-    """The summed loss and, for ``cotangent`` of it, the cotangents of the stream and of the whole table.
+    """The summed loss, and the cotangents of the stream and of the whole table where the loss's own is 1.
 
     The logits of a chunk are made once and used for all three. Who wants the loss alone pays for nothing else: what
     is not used is not computed under `jax.jit`.
     """
     size = chunk_length(labels.shape[0], labels.shape[1], chunk_tokens)
-    dloss = jnp.asarray(cotangent, jnp.float32)
 
     def one(carry: tuple[Array, Array], given: tuple[Array, Array]) -> tuple[tuple[Array, Array], Array]:
         here, of_here = given
         loss, dtable = carry
-        added, dlogits = _loss_and_cotangent(_logits(here, table), of_here, dloss, softcap=softcap, z_loss=z_loss)
+        added, dlogits = _loss_and_cotangent(_logits(here, table), of_here, softcap=softcap, z_loss=z_loss)
         dx, dtable_here = _cotangents(here, table, dlogits)
         return (loss + added, dtable + dtable_here), dx
 
@@ -203,11 +201,9 @@ def fused_head(
     return loss, _joined(dx, labels.shape[1]), dtable.astype(table.dtype)
 
 
-def _loss_and_cotangent(
-    logits: Array, labels: Array, dloss: Array, *, softcap: float, z_loss: float
-) -> tuple[Array, Array]:
+def _loss_and_cotangent(logits: Array, labels: Array, *, softcap: float, z_loss: float) -> tuple[Array, Array]:
     """The summed loss of some tokens, and the cotangent of their logits."""
     peak, total, picked = logits_statistics(logits, labels, first_row=0, softcap=softcap)
     loss = sum_loss(peak, total, picked, labels, z_loss=z_loss)
-    dtotal, dpicked = sum_loss_backward(dloss, peak, total, labels, z_loss=z_loss)
+    dtotal, dpicked = sum_loss_backward(jnp.float32(1), peak, total, labels, z_loss=z_loss)
     return loss, logits_backward(logits, labels, peak, dtotal, dpicked, first_row=0, softcap=softcap)
