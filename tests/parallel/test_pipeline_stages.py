@@ -16,8 +16,8 @@ from meshwright.nn.context import Context
 from meshwright.parallel.pipeline_stages import Pipeline, strategy_schedule
 from meshwright.parallel.train_step import TrainStep
 from meshwright.spec.strategy import Strategy, make_mesh
+from meshwright.verify.compare import pipeline_traffic
 from meshwright.verify.hlo import collectives
-from meshwright.verify.pipeline import pipeline_traffic
 from tests.parallel.cases import (
     DEEP,
     DEEP_MOE,

@@ -130,11 +130,3 @@ def test_groups_over_named_axes(axes, groups):
     written = "mesh['pipeline'=1,'data'=2,'fsdp'=2,'tensor'=2] {" + axes + "}"
     found, wanted = (collectives(module.replace("GROUPS", text), MESH)[0].axes for text in (written, groups))
     assert found == wanted == tuple(axis.strip("'") for axis in axes.split(","))
-
-
-@pytest.mark.parametrize("text", ["mesh['data'=2], device_ids=([1,0]) {'data'}", "mesh['data'=4] {'data':(1)2}"])
-def test_groups_in_an_unknown_form_are_not_guessed(text):
-    """Devices in another order, and a part of an axis."""
-    line = f"ROOT %ar = f32[4]{{0}} all-reduce(%x), replica_groups={text}"
-    with pytest.raises(ValueError, match="replica groups in a form that is not known"):
-        collectives(f"ENTRY %main (x: f32[4]) -> f32[4] {{\n  {line}\n}}\n", MESH)

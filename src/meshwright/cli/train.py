@@ -28,9 +28,14 @@ from meshwright.spec.plan_file import Plan, load_plan
 from meshwright.spec.toml_file import dump_toml
 
 if TYPE_CHECKING:
+    from meshwright.cli.profile_train import Report
     from meshwright.train.metrics import Predicted
     from meshwright.train.result import TrainResult
+    from meshwright.train.run import OnStep
 
+
+PROFILED_STEPS = 3
+"""What ``--profile`` without a number profiles."""
 
 NEWEST = "newest"
 """What ``--resume`` without a folder says."""
@@ -59,6 +64,15 @@ NEWEST = "newest"
 )
 @click.option("--set", "pairs", multiple=True, metavar="KEY=VALUE", help="Any field: strategy.remat=block.")
 @click.option("--calibration", type=click.Path(path_type=Path), help="Rates of the cluster (TOML), or datasheet.")
+@click.option(
+    "--profile",
+    "profiled",
+    type=int,
+    is_flag=False,
+    flag_value=PROFILED_STEPS,
+    metavar="[N]",
+    help=f"Profile N steps ({PROFILED_STEPS}) after the first ones; the report goes into the folder of the run.",
+)
 @json_option
 def command(
     what: str | None,
@@ -73,6 +87,7 @@ def command(
     resume: str | None,
     pairs: tuple[str, ...],
     calibration: Path | None,
+    profiled: int | None,
     as_json: bool,
 ) -> None:
     """Train by a plan file, or a MODEL planned on the way, and compare each step with its prediction.
@@ -96,9 +111,11 @@ def command(
     options = {"steps": steps, "data": data, "seed": seed}
     settings = {**fields["train"], **{k: v for k, v in options.items() if v is not None}}
     if resume:
-        _resume(chosen, settings, resume, runs=runs, as_json=as_json)
-    else:
+        _resume(chosen, settings, resume, runs=runs, profiled=profiled, as_json=as_json)
+    elif profiled is None:
         _show(chosen, run_plan(chosen, settings, runs=runs), as_json=as_json)
+    else:
+        _run_profiled(chosen, settings, profiled, runs=runs, as_json=as_json)
 
 
 def _with_slots(fields: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -121,7 +138,20 @@ def _plan_path(what: str | None, resume: str | None) -> Path | None:
     return Path(what) if what.endswith(".toml") else None
 
 
-def _resume(chosen: Plan, changes: dict[str, Any], which: str, *, runs: Path, as_json: bool) -> None:
+def _run_profiled(
+    chosen: Plan, settings: dict[str, Any], steps: int, *, runs: Path, as_json: bool, resume: Path | None = None
+) -> None:
+    """Train with some steps under the profiler, and show the run and then the profile."""
+    from meshwright.cli.profile_train import profiled_run
+
+    with profiled_run(chosen, settings, steps, runs=runs, resume=resume) as run:
+        result = run_plan(chosen, settings, runs=runs, resume=resume, on_step=run.on_step)
+    _show(chosen, result, as_json=as_json, profile=run.report(Path(result.run)))
+
+
+def _resume(
+    chosen: Plan, changes: dict[str, Any], which: str, *, runs: Path, profiled: int | None, as_json: bool
+) -> None:
     """Go on with a run under its own settings and what is changed of them; one line when it is finished."""
     from meshwright.train.run_folder import finished_steps, newest_run, read_resolved, read_summary
     from meshwright.train.settings import settings_from_table
@@ -129,6 +159,9 @@ def _resume(chosen: Plan, changes: dict[str, Any], which: str, *, runs: Path, as
     run = newest_run(runs, chosen.model.name) if which == NEWEST else Path(which)
     settings = {**read_resolved(run).get("train", {}), **changes}
     done, wanted = finished_steps(run), settings_from_table(settings).steps
+    if profiled is not None and (done is None or done < wanted):
+        _run_profiled(chosen, settings, profiled, runs=runs, as_json=as_json, resume=run)
+        return
     if done is None or done < wanted:
         _show(chosen, run_plan(chosen, settings, runs=runs, resume=run), as_json=as_json)
         return
@@ -137,16 +170,18 @@ def _resume(chosen: Plan, changes: dict[str, Any], which: str, *, runs: Path, as
         emit_json(read_summary(run))
 
 
-def _show(chosen: Plan, result: "TrainResult", *, as_json: bool) -> None:
-    """What a run came to; one process of many says it."""
+def _show(chosen: Plan, result: "TrainResult", *, as_json: bool, profile: "Report | None" = None) -> None:
+    """What a run came to, and its profile; one process of many says it."""
     from meshwright.parallel.processes import is_first
 
     if not is_first():
         return
     if as_json:
-        emit_json(msgspec.to_builtins(result))
+        emit_json(msgspec.to_builtins(result) | ({"profile": profile.as_json()} if profile else {}))
     else:
         print_result(chosen, result)
+        if profile:
+            profile.print()
 
 
 def _planned(
@@ -217,13 +252,20 @@ def predicted_of(chosen: Plan) -> "Predicted":
     )
 
 
-def run_plan(chosen: Plan, settings: dict[str, Any], *, runs: Path, resume: Path | None = None) -> "TrainResult":
+def run_plan(
+    chosen: Plan,
+    settings: dict[str, Any],
+    *,
+    runs: Path,
+    resume: Path | None = None,
+    on_step: "OnStep | None" = None,
+) -> "TrainResult":
     """Train by a plan on the devices at hand, of this process or of all that were launched together.
 
     Raises CannotRunError when the devices are not those of the plan.
     """
     require_runnable(chosen.model)
-    _require_devices(chosen)
+    require_devices(chosen)
     from meshwright.parallel.processes import is_first
     from meshwright.train.loop import train
     from meshwright.train.settings import settings_from_table
@@ -243,11 +285,12 @@ def run_plan(chosen: Plan, settings: dict[str, Any], *, runs: Path, resume: Path
         run_root=runs,
         resume=resume,
         predicted=predicted_of(chosen),
+        on_step=on_step,
         texts={"plan.toml": dump_toml(chosen)},
     )
 
 
-def _require_devices(chosen: Plan) -> None:
+def require_devices(chosen: Plan) -> None:
     """Join the other processes, emulate devices where the plan says so, and count what there is."""
     from meshwright.parallel.mesh import emulate_devices
     from meshwright.parallel.processes import start_processes

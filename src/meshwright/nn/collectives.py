@@ -4,12 +4,18 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from meshwright.algebra.labels import label_of
 from meshwright.algebra.steps import Step
 from meshwright.nn.attention_platform import default_platform
 
 
 def communicate(step: Step, value: jax.Array, *, leading: int = 0) -> jax.Array:
     """The result of a collective or slice step on this device's block; ``leading`` dims in front are carried along."""
+    with jax.named_scope(str(label_of(step))):
+        return _communicate(step, value, leading)
+
+
+def _communicate(step: Step, value: jax.Array, leading: int) -> jax.Array:
     axes = step.axes
     dim = leading + (step.inputs[0].dims.index(step.dim) if step.dim else 0)
     if step.op == "all_gather":

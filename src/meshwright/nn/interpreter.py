@@ -4,6 +4,7 @@ from collections.abc import Iterable
 
 import jax
 
+from meshwright.algebra.labels import label_of
 from meshwright.algebra.notation import ShardedArray
 from meshwright.algebra.steps import Step
 from meshwright.nn.collectives import communicate
@@ -33,7 +34,15 @@ def run(context: Context, steps: Iterable[Step], env: Environment, *, until: str
 
 
 def run_step(context: Context, step: Step, inputs: list[jax.Array]) -> tuple[jax.Array, ...]:
-    """The results of one step. Blocks on their way round a ring stay what they are: attention passes them on."""
+    """The results of one step, its instructions labelled with it.
+
+    Blocks on their way round a ring stay what they are: attention passes them on.
+    """
+    with jax.named_scope(str(label_of(step))):
+        return _run_step(context, step, inputs)
+
+
+def _run_step(context: Context, step: Step, inputs: list[jax.Array]) -> tuple[jax.Array, ...]:
     if step.op == "permute" and "ring" in dict(step.attributes):
         return (inputs[0],)
     if step.is_collective or step.op == "slice":

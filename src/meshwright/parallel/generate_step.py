@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from msgspec.structs import replace
 
 from meshwright.algebra.cache_table import CacheDtype, cache_table
@@ -22,7 +22,7 @@ from meshwright.nn.cache_kinds import DTYPES
 from meshwright.nn.context import Context
 from meshwright.nn.weights import Params, param_shapes
 from meshwright.parallel.generation_pass import Cache, GenerationPass
-from meshwright.parallel.mesh import device_mesh, partition_spec
+from meshwright.parallel.mesh import device_mesh, lower, partition_spec
 from meshwright.spec.model import Model, require_runnable
 from meshwright.spec.strategy import Strategy, require_runnable_strategy
 
@@ -46,7 +46,7 @@ class GenerateStep:
         batch_seqs: int,
         cache_dtype: CacheDtype = "bf16",
         weights: Weights = "as they are",
-        mesh: Mesh | None = None,
+        mesh: Mesh | AbstractMesh | None = None,
     ) -> None:
         _require_can_generate(model, strategy, max_len=max_len, weights=weights)
         # a cache has every position of its rows, so that keys are gathered over context whatever way training has
@@ -188,13 +188,13 @@ class GenerateStep:
         """Programs compiled so far."""
         return len(self._compiled)
 
-    def lower(self, length: int) -> jax.stages.Lowered:
-        """The program traced, without any data."""
+    def lower(self, length: int, *, platform: str = "") -> jax.stages.Lowered:
+        """The program traced, without any data; on an abstract mesh for the ``platform`` named."""
         rows = jax.ShapeDtypeStruct((self.batch_seqs,), jnp.int32)
-        if length:
-            tokens = jax.ShapeDtypeStruct((self.batch_seqs, length), jnp.int32)
-            return self._prefill.lower(self.param_shapes, self.cache_shapes, {"tokens": tokens, "last": rows})
-        return self._generate.lower(self.param_shapes, self.cache_shapes, {"tokens": rows, "positions": rows})
+        tokens = jax.ShapeDtypeStruct((self.batch_seqs, length), jnp.int32)
+        given = {"tokens": tokens, "last": rows} if length else {"tokens": rows, "positions": rows}
+        program = self._prefill if length else self._generate
+        return lower(program, self.mesh, self.param_shapes, self.cache_shapes, given, platform=platform)
 
     # -- the programs ------------------------------------------------------------------------------
 

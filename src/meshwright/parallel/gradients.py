@@ -94,7 +94,7 @@ def over_microbatches(
         total, _ = lax.scan(body, (jnp.zeros(()), zeros), parts)
         return total
     (before, grads), _ = lax.scan(body, (jnp.zeros(()), zeros), jax.tree.map(lambda a: a[:-1], parts))
-    weights, rows = lax.optimization_barrier((params, jax.tree.map(lambda a: a[-1], parts)))
+    weights, rows, grads = lax.optimization_barrier((params, jax.tree.map(lambda a: a[-1], parts), grads))
     loss, grads = last(weights, rows, grads)
     return before + loss, grads
 

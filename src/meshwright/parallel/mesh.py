@@ -2,13 +2,15 @@
 
 import os
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from meshwright.algebra.notation import ShardedArray
 from meshwright.core.errors import CannotRunError
+from meshwright.nn.attention_platform import platform_of, traced_for
 
 _DEVICES_FLAG = "--xla_force_host_platform_device_count"
 
@@ -42,6 +44,18 @@ def device_mesh(axes: Mapping[str, int], devices: Sequence[jax.Device] | None = 
     return Mesh(grid, tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
 
 
+def abstract_mesh(axes: Mapping[str, int]) -> AbstractMesh:
+    """A mesh of the given axes without any devices: programs on it can be lowered, not compiled."""
+    return AbstractMesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
+
+
+def lower(program: Any, mesh: Mesh | AbstractMesh, *arguments: Any, platform: str = "") -> jax.stages.Lowered:
+    """A jitted program traced for the platform of its mesh; for one by name where the mesh has no devices."""
+    wanted = platform or platform_of(mesh.devices.flat[0])
+    with traced_for(wanted):
+        return program.trace(*arguments).lower(lowering_platforms=(wanted,) if platform else None)
+
+
 def partition_spec(array: ShardedArray, *, stacked: bool = False, layers: str | None = None) -> PartitionSpec:
     """The sharding of an array as JAX writes it; ``stacked`` arrays have the layers in front, whole or split over the
     axis ``layers``."""
@@ -49,6 +63,6 @@ def partition_spec(array: ShardedArray, *, stacked: bool = False, layers: str | 
     return PartitionSpec(*([layers] if stacked else []), *parts)
 
 
-def named_sharding(mesh: Mesh, array: ShardedArray, *, stacked: bool = False) -> NamedSharding:
+def named_sharding(mesh: Mesh | AbstractMesh, array: ShardedArray, *, stacked: bool = False) -> NamedSharding:
     """The same, on a mesh."""
     return NamedSharding(mesh, partition_spec(array, stacked=stacked))

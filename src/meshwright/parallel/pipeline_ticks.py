@@ -1,16 +1,17 @@
 """One tick of a pipeline on one device: F, B and W where its row names them, then the messages of all devices.
 
-Branches hand large buffers through untouched or write one slot of them, and never stand inside one another where they
-do: so XLA keeps every buffer in place.
+What writes to a large buffer only in some ticks stands in a loop of no turn or one (`at_most_once`): XLA keeps the
+buffers of loops in place, and on GPUs copies those that go through a branch.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from meshwright.algebra.labels import AT_MOST_ONCE
 from meshwright.algebra.schedule_ticks import (
     BackwardColumns,
     Channel,
@@ -119,16 +120,13 @@ class TickExecutor:
             ),
         )
 
-        def run(stash: Tree, head: Tree) -> tuple[Stream, Tree, Tree]:
+        def run(_: Stream, stash: Tree, head: Tree) -> tuple[Stream, Tree, Tree]:
             y, held = stages.forward(self._piece(row.chunk), inputs, x)
             if not self.tables.has_backward:
                 return y, stash, head
             return y, write(stash, row.stash_slot, held), write_if_named(head, row.head_slot, y)
 
-        def skip(stash: Tree, head: Tree) -> tuple[Stream, Tree, Tree]:
-            return zeros(self.stream), stash, head
-
-        y, stash, head = lax.cond(row.microbatch >= 0, run, skip, state.stash, state.head)
+        y, stash, head = at_most_once(row.microbatch >= 0, run, zeros(self.stream), state.stash, state.head)
         state = state._replace(stash=stash, head=head)
         return state if self.tables.has_backward else self._sums_only(state, row, inputs, y), stages.send(y)
 
@@ -157,13 +155,12 @@ class TickExecutor:
         dx, layers, handed = zeros(self.stream), state.grads.layers, state.handed
         is_split = row.handed_slot >= 0
         if self.tables.has_whole:
-            dx, layers = lax.cond((row.microbatch >= 0) & ~is_split, whole, _same, dx, layers)
+            dx, layers = at_most_once((row.microbatch >= 0) & ~is_split, whole, dx, layers)
         if self.tables.has_split:
-            dx, handed = lax.cond(is_split, split, _same, dx, handed)
-        of_ends = lax.cond(
+            dx, handed = at_most_once(is_split, split, dx, handed)
+        (of_ends,) = at_most_once(
             row.is_first > 0,
-            lambda total: add_named(total, stages.embed_backward(ends, inputs, dx)),
-            as_it_is,
+            lambda total: (add_named(total, stages.embed_backward(ends, inputs, dx)),),
             state.grads.ends,
         )
         return state._replace(grads=Weights(layers, of_ends), handed=handed), stages.send_back(dx)
@@ -172,19 +169,18 @@ class TickExecutor:
         """That of a stage's result: as it arrived, or from the loss head, which runs both ways here."""
         stages, ends = self.stages, self.weights.ends
 
-        def idle(grads: dict[str, jax.Array], sums: Tree) -> tuple[Stream, dict[str, jax.Array], Tree]:
-            return zeros(self.stream), grads, sums
-
-        def arrived(grads: dict[str, jax.Array], sums: Tree) -> tuple[Stream, dict[str, jax.Array], Tree]:
-            return stages.receive_back(read(state.dx, row.dx_slot)), grads, sums
-
-        def from_head(grads: dict[str, jax.Array], sums: Tree) -> tuple[Stream, dict[str, jax.Array], Tree]:
+        def from_head(_: Stream, grads: dict[str, jax.Array], sums: Tree) -> tuple[Stream, dict[str, jax.Array], Tree]:
             part, held = stages.head_forward(ends, inputs, read(state.head, row.head_slot))
             dy, of_head = stages.head_backward(ends, inputs, held)
             return dy, add_named(grads, of_head), add(sums, part)
 
-        way = _which(row.microbatch >= 0, row.dx_slot < 0)
-        dy, of_ends, sums = lax.switch(way, (idle, arrived, from_head), state.grads.ends, state.sums)
+        runs, arrived = row.microbatch >= 0, row.dx_slot >= 0
+        dy = lax.cond(
+            runs & arrived,
+            lambda: stages.receive_back(read(state.dx, row.dx_slot)),
+            lambda: zeros(self.stream),
+        )
+        dy, of_ends, sums = at_most_once(runs & ~arrived, from_head, dy, state.grads.ends, state.sums)
         return state._replace(grads=state.grads._replace(ends=of_ends), sums=sums), dy
 
     def _weight(self, state: State, row: WeightColumns) -> State:
@@ -193,12 +189,12 @@ class TickExecutor:
             return state
         assert weight
 
-        def run(grads: Tree) -> Tree:
+        def run(grads: Tree) -> tuple[Tree]:
             piece, inputs = self._piece(row.chunk), self._of_microbatch(row.microbatch)
             handed = read(state.handed, row.handed_slot)
-            return self._added(grads, row.chunk, weight(piece, inputs, handed))
+            return (self._added(grads, row.chunk, weight(piece, inputs, handed)),)
 
-        layers = lax.cond(row.microbatch >= 0, run, as_it_is, state.grads.layers)
+        (layers,) = at_most_once(row.microbatch >= 0, run, state.grads.layers)
         return state._replace(grads=state.grads._replace(layers=layers))
 
     def _added(self, grads: Tree, chunk: jax.Array, part: Tree) -> Tree:
@@ -212,8 +208,10 @@ class TickExecutor:
         return jax.tree.map(into, grads, part)
 
 
-def _same(*values: Any) -> tuple[Any, ...]:
-    return values
+def at_most_once(runs: jax.Array, body: Callable[..., tuple[Any, ...]], *values: Any) -> tuple[Any, ...]:
+    """``body`` of the values where it ``runs``, else the values themselves: a loop of one turn or none."""
+    with jax.named_scope(AT_MOST_ONCE):
+        return lax.fori_loop(0, runs.astype(jnp.int32), lambda _, given: body(*given), values)
 
 
 def _which(runs: jax.Array, second: jax.Array) -> jax.Array:

@@ -10,15 +10,15 @@ import msgspec
 import numpy as np
 import optax
 from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from meshwright.algebra.derive import derive
 from meshwright.algebra.fused_head import with_fused_head
+from meshwright.algebra.labels import OPTIMIZER
 from meshwright.algebra.layers import PLAIN, ProgramOptions
 from meshwright.algebra.notation import ShardedArray
 from meshwright.algebra.transformer import transformer, weight_variables
 from meshwright.core.errors import CannotRunError, InputError
-from meshwright.nn.attention_platform import traced_for
 from meshwright.nn.attention_visibility import zigzag_order
 from meshwright.nn.context import Context
 from meshwright.nn.experts_balance import routing_metrics
@@ -33,7 +33,7 @@ from meshwright.parallel.gradients import (
     squared_norm,
     without_counts,
 )
-from meshwright.parallel.mesh import device_mesh, named_sharding, partition_spec
+from meshwright.parallel.mesh import device_mesh, lower, named_sharding, partition_spec
 from meshwright.parallel.passes import Passes
 from meshwright.parallel.pipeline_stages import Pipeline, strategy_schedule
 from meshwright.spec.model import Model, require_runnable
@@ -118,7 +118,7 @@ class TrainStep:
         max_grad_norm: float | None = None,
         options: ProgramOptions = PLAIN,
         form: Form = "shard_map",
-        mesh: Mesh | None = None,
+        mesh: Mesh | AbstractMesh | None = None,
     ) -> None:
         require_runnable(model)
         require_runnable_strategy(strategy)
@@ -268,11 +268,10 @@ class TrainStep:
         rows = jax.ShapeDtypeStruct((batch_seqs, seq_len), jnp.int32)
         return {n: jax.ShapeDtypeStruct((), jnp.float32) if n == "num_labels" else rows for n in self.batch_specs}
 
-    def lower(self, batch_seqs: int, seq_len: int) -> jax.stages.Lowered:
-        """The step traced for a batch size without any data."""
+    def lower(self, batch_seqs: int, seq_len: int, *, platform: str = "") -> jax.stages.Lowered:
+        """The step traced for a batch size without any data; on an abstract mesh for the ``platform`` named."""
         state = State(self.param_shapes, jax.eval_shape(self.optimizer.init, self.param_shapes))
-        with traced_for(self.mesh.devices.flat[0]):
-            return self.compile.lower(state, self.batch_shapes(batch_seqs, seq_len))
+        return lower(self.compile, self.mesh, state, self.batch_shapes(batch_seqs, seq_len), platform=platform)
 
     def gradients(self, params: Params, batch: Mapping[str, Any]) -> tuple[jax.Array, Params]:
         """Mean loss and its gradients for a global batch, laid out as the optimizer takes them (no update)."""
@@ -402,8 +401,9 @@ class TrainStep:
         """
         offloaded = "optimizer" in self.strategy.offload
         before = jax.device_put(opt_state, jax.memory.Space.Device) if offloaded else opt_state
-        after = self.optimizer.update(grads, before, shards)
-        shards, opt_state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), after, (shards, before))
+        with jax.named_scope(OPTIMIZER):
+            after = self.optimizer.update(grads, before, shards)
+            shards, opt_state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), after, (shards, before))
         return shards, jax.device_put(opt_state, jax.memory.Space.Host) if offloaded else opt_state
 
     def _moved(self, params: Params, *, before: bool) -> Params:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from meshwright.nn.weights import Params
 from meshwright.train.matrices import MatrixAxes
@@ -31,7 +31,7 @@ class MuonState(NamedTuple):
 class Places(NamedTuple):
     """Where the arrays lie: the mesh, and the sharding of each array's gradients and moments by name."""
 
-    mesh: Mesh
+    mesh: Mesh | AbstractMesh
     specs: Mapping[str, PartitionSpec]
 
 
@@ -83,7 +83,7 @@ def newton_schulz(x: jax.Array) -> jax.Array:
     return x.mT if tall else x
 
 
-def dealt(values: jax.Array, axes: MatrixAxes, mesh: Mesh, spec: PartitionSpec) -> jax.Array:
+def dealt(values: jax.Array, axes: MatrixAxes, mesh: Mesh | AbstractMesh, spec: PartitionSpec) -> jax.Array:
     """`orthogonal` of a sharded array, each device working on whole matrices of some layers.
 
     One AllToAll per split dim brings a device's parts of all layers to whole matrices of its share of the layers,

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import jax
 import msgspec
+from jax.sharding import AbstractMesh, Mesh
 
 from meshwright.algebra.layers import ProgramOptions
 from meshwright.core.errors import InputError
@@ -48,14 +49,7 @@ class Setup(NamedTuple):
 def prepare(model: Model, strategy: Strategy, job: Job, settings: TrainSettings) -> Setup:
     """All of it. Raises InputError for what does not go together."""
     data = open_data(settings, vocab_size=model.vocab_size, folder=cache_folder() / "tokens")
-    step = TrainStep(
-        model,
-        strategy,
-        # Asked when the step is traced, not here, where there is none yet.
-        optimizer=make_optimizer(model, settings, strategy.state, places=lambda: Places(step.mesh, step.shard_specs)),
-        max_grad_norm=settings.max_grad_norm,
-        options=program_options(settings, several_documents=data.several_documents),
-    )
+    step = make_step(model, strategy, settings, several_documents=data.several_documents)
     require_divides(step, job)
     batches = Batches(
         data.train,
@@ -72,6 +66,27 @@ def prepare(model: Model, strategy: Strategy, job: Job, settings: TrainSettings)
         max_batches=settings.evaluate_batches,
     )
     return Setup(model, job, settings, step, data, batches, evaluation)
+
+
+def make_step(
+    model: Model,
+    strategy: Strategy,
+    settings: TrainSettings,
+    *,
+    several_documents: bool,
+    mesh: Mesh | AbstractMesh | None = None,
+) -> TrainStep:
+    """The step that a run of these settings takes; ``mesh`` is of devices that need not be there."""
+    step = TrainStep(
+        model,
+        strategy,
+        # Asked when the step is traced, not here, where there is none yet.
+        optimizer=make_optimizer(model, settings, strategy.state, places=lambda: Places(step.mesh, step.shard_specs)),
+        max_grad_norm=settings.max_grad_norm,
+        options=program_options(settings, several_documents=several_documents),
+        mesh=mesh,
+    )
+    return step
 
 
 def program_options(settings: TrainSettings, *, several_documents: bool) -> ProgramOptions:

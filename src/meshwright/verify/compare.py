@@ -1,4 +1,4 @@
-"""Derived collectives against compiled ones: kind, mesh axes, bytes."""
+"""Derived collectives against compiled ones: how many arrays and bytes of each kind over which mesh axes."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping
 import msgspec
 
 from meshwright.algebra.derive import Derived
-from meshwright.algebra.notation import local_elements
-from meshwright.algebra.steps import num_moves, num_ways, sent_element_bytes
+from meshwright.algebra.schedule_ticks import TickTables
+from meshwright.verify.expected import Expected, active_axes, expected_collectives, expected_of_pipeline
 from meshwright.verify.hlo import Collective
 
 Key = tuple[str, tuple[str, ...]]
@@ -30,36 +30,34 @@ def derived_traffic(
     width: int,
     layer_by_layer: bool = True,
 ) -> dict[Key, Traffic]:
-    """Traffic of one training step as derived.
+    """Traffic of one step as derived; see `expected_collectives`."""
+    return expected_traffic(
+        expected_collectives(
+            derived, dims, mesh, num_microbatches=num_microbatches, width=width, layer_by_layer=layer_by_layer
+        )
+    )
 
-    ``dims`` are those of the global batch (B all sequences); ``width`` the bytes of an element whose array
-    names no dtype. ``layer_by_layer``: gradients are summed over replicas layer by layer, else as stacked arrays.
-    """
-    per_microbatch = {**dims, "B": dims["B"] // num_microbatches}
-    counts: dict[Key, list[int]] = defaultdict(lambda: [0, 0])
-    for step, times in derived.steps(num_microbatches):
-        if not step.is_collective:
-            continue
-        element = sent_element_bytes(step, width=width, num_microbatches=num_microbatches)
-        size = round(float(local_elements(step.full, per_microbatch, mesh) * element))
-        entry = counts[_key(step.op, step.axes, mesh)]
-        times = times * int(num_moves(step, dims=dims, mesh=mesh)) if step.op == "permute" else times
-        stacked = step.phase == "update" or (step.scope == "step" and not layer_by_layer)
-        entry[0] += 1 if stacked else times * int(num_ways(step, dims=per_microbatch, mesh=mesh))
-        entry[1] += times * size
-    return {key: Traffic(*value) for key, value in counts.items()}
+
+def pipeline_traffic(
+    derived: Derived, tables: TickTables, dims: Mapping[str, int], mesh: Mapping[str, int], *, width: int
+) -> dict[Key, Traffic]:
+    """Traffic of one training step, each slot of a tick counted in all ticks; see `expected_of_pipeline`."""
+    return expected_traffic(expected_of_pipeline(derived, tables, dims, mesh, width=width))
+
+
+def expected_traffic(expected: Iterable[Expected]) -> dict[Key, Traffic]:
+    """Derived collectives by kind and axes."""
+    return _summed(((e.kind, e.axes), e.num_arrays, e.full_bytes) for e in expected)
 
 
 def compiled_traffic(found: Iterable[Collective], mesh: Mapping[str, int]) -> dict[Key, Traffic]:
     """Traffic of one call of a compiled program, from its collectives."""
+    return _summed(((c.kind, active_axes(c.axes, mesh)), c.trips * c.num_arrays, c.total_bytes) for c in found)
+
+
+def _summed(entries: Iterable[tuple[Key, int, int]]) -> dict[Key, Traffic]:
     counts: dict[Key, list[int]] = defaultdict(lambda: [0, 0])
-    for collective in found:
-        entry = counts[_key(collective.kind, collective.axes, mesh)]
-        entry[0] += collective.trips * collective.num_arrays
-        entry[1] += collective.total_bytes
+    for key, arrays, size in entries:
+        counts[key][0] += arrays
+        counts[key][1] += size
     return {key: Traffic(*value) for key, value in counts.items()}
-
-
-def _key(kind: str, axes: Iterable[str], mesh: Mapping[str, int]) -> Key:
-    wanted = set(axes)
-    return kind, tuple(a for a in mesh if a in wanted and mesh[a] > 1)

@@ -2,43 +2,60 @@
 
 import math
 import re
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
 
 import msgspec
-import numpy as np
 
-ELEMENT_BYTES = {
-    "pred": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "f16": 2, "bf16": 2, "s32": 4, "u32": 4, "f32": 4,
-    "s64": 8, "u64": 8, "f64": 8, "f8e4m3fn": 1, "f8e5m2": 1, "c64": 8, "c128": 16,
-}  # fmt: skip
+from meshwright.algebra.labels import StepLabel, find_label
+from meshwright.verify.hlo_groups import Groups, axes_of, group_size, permute_pairs, replica_groups, slice_groups
+from meshwright.verify.hlo_loops import runs_at_most_once, trip_count
+from meshwright.verify.hlo_module import Instruction, Module, parse_module
+from meshwright.verify.hlo_shapes import parse_shapes, shape_bytes
 
 KINDS = {
     "all-gather": "all_gather",
     "reduce-scatter": "reduce_scatter",
     "all-reduce": "all_reduce",
     "all-to-all": "all_to_all",
+    "ragged-all-to-all": "ragged_all_to_all",
     "collective-permute": "permute",
+    "collective-broadcast": "broadcast",
 }
+"""Opcode -> kind."""
 
-_COMPUTATION = re.compile(r"^(ENTRY\s+)?%?([\w.\-]+)\s*\(.*\)\s*->.*\{\s*$")
-_INSTRUCTION = re.compile(r"^\s*(ROOT\s+)?%?([\w.\-]+)\s*=\s*(.*)$")
-_SHAPE = re.compile(r"\b([a-z][a-z0-9]*)\[([0-9,]*)\]")
-_CALLED = re.compile(r"(body|condition|calls|to_apply|branch_computations|called_computations)=(\{[^}]*\}|%?[\w.\-]+)")
-_TRIPS = re.compile(r'known_trip_count[\\"]*:\s*\{\s*[\\"]*n[\\"]*:\s*[\\"]*(\d+)')
-_EXPLICIT = re.compile(r"replica_groups=\{(\{[0-9,{} ]*\})\}")
-_IOTA = re.compile(r"replica_groups=\[([0-9,]+)\]<=\[([0-9,]+)\](?:T\(([0-9,]+)\))?")
-_NAMED = re.compile(r"replica_groups=mesh\[([^\]():]*)\]\s*\{([^}():]*)\}")
-_AXIS = re.compile(r"'([^']+)'(?:=(\d+))?")
-_PAIRS = re.compile(r"source_target_pairs=\{(\{[0-9,{} ]*\})\}")
+SLICE_KINDS = {
+    "ALL_GATHER": "all_gather",
+    "REDUCE_SCATTER": "reduce_scatter",
+    "ALL_REDUCE": "all_reduce",
+    "ALL_TO_ALL": "all_to_all",
+    "ONE_TO_ONE": "permute",
+}
+"""Type of a transfer between TPU slices -> kind."""
+
+_TRANSFER = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
+_MEETING = re.compile(r'_xla_host_transfer_rendezvous="([^"]*)"')
+_CHAIN = re.compile(r'\bchain_id="(\d+)"')
+_CHANNEL = re.compile(r"\bchannel_id=(\d+)")
+_DISGUISED = "all-reduce-scatter"
+_PERMUTES = ("collective-permute", "collective-permute-start")
+_PASSING = {
+    *("bitcast", "copy", "copy-done", "copy-start", "reshape", "get-tuple-element", "all-reduce-done"),
+    *("add", "convert", "multiply", "subtract"),
+}
+"""What an all-reduce may meet before it is sliced: element by element, a slice of the result needs a slice of it."""
 
 
 class Collective(msgspec.Struct, frozen=True):
     """One collective of a program.
 
     ``full_bytes`` are those of the whole array on the group, per device: the result of an all-gather, the
-    operand of a reduce-scatter, either of an all-reduce, the blocks of the whole group for an all-to-all.
+    operand of a reduce-scatter, either of an all-reduce, the blocks of the whole group for an all-to-all (for a
+    ragged one the whole buffers, which its rows may not fill).
     ``trips`` is how often it runs in one call of the program, ``axes`` the mesh axes that its groups span,
-    ``num_arrays`` how many arrays it combines.
+    ``num_arrays`` how many arrays it combines. ``sliced``: an all-reduce of which each device keeps a slice, as a
+    reduce-scatter would leave it. ``windowed``: a permute of a matmul that was cut to overlap with it. ``dcn``:
+    between TPU slices, over the data-centre network. ``label``: the derived step that it came from.
     """
 
     kind: str
@@ -48,6 +65,15 @@ class Collective(msgspec.Struct, frozen=True):
     num_arrays: int
     name: str
     in_conditional: bool = False
+    dtype: str = ""
+    group_size: int = 1
+    is_async: bool = False
+    sliced: bool = False
+    windowed: bool = False
+    dcn: bool = False
+    label: StepLabel | None = None
+    computation: str = ""
+    op_name: str = ""
 
     @property
     def total_bytes(self) -> int:
@@ -55,162 +81,182 @@ class Collective(msgspec.Struct, frozen=True):
         return self.full_bytes * self.trips
 
 
-class _Instruction(msgspec.Struct, frozen=True):
-    name: str
-    opcode: str
-    text: str
-    shape_text: str
-
-
 def collectives(hlo_text: str, mesh: Mapping[str, int]) -> tuple[Collective, ...]:
     """Every collective of an optimised HLO module, with the trip counts of the loops around it.
 
     ``mesh`` maps axis to size, major to minor; the module's device numbers are taken to run over it
-    row-major, as they do for a mesh built from ``jax.devices()`` in order. Raises ValueError for a loop
-    whose trip count the module does not state.
+    row-major, as they do for a mesh built from ``jax.devices()`` in order, slice by slice where there are
+    several. Raises ValueError for a loop around a collective whose trip count cannot be read.
     """
-    computations, entry = _parse(hlo_text)
-    shapes = {i.name: i.shape_text for body in computations.values() for i in body}
-    found: list[Collective] = []
-    _walk(entry, 1, False, computations, shapes, mesh, found)
-    return tuple(found)
+    return module_collectives(parse_module(hlo_text), mesh)
 
 
-def _parse(text: str) -> tuple[dict[str, list[_Instruction]], str]:
-    computations: dict[str, list[_Instruction]] = {}
-    entry, current = "", ""
-    for line in text.splitlines():
-        head = _COMPUTATION.match(line)
-        if head and "=" not in line.split("(")[0]:
-            current = head[2]
-            computations[current] = []
-            entry = current if head[1] else entry
-            continue
-        if current and (match := _INSTRUCTION.match(line)):
-            shape, rest = _split_shape(match[3])
-            opcode = rest.split("(", 1)[0].strip()
-            computations[current].append(_Instruction(match[2], opcode, rest, shape))
-    return computations, entry
+def module_collectives(module: Module, mesh: Mapping[str, int]) -> tuple[Collective, ...]:
+    """As `collectives`, of a module that is parsed; an empty ``mesh`` leaves the axes empty."""
+    walk = _Walk(module, mesh)
+    return tuple(walk.computation(_Around(computation=module.entry)))
 
 
-def _split_shape(text: str) -> tuple[str, str]:
-    """(result shape, rest) of the right-hand side of an instruction; a tuple shape is in parentheses."""
-    if not text.startswith("("):
-        shape, _, rest = text.partition(" ")
-        return shape, rest
-    depth = 0
-    for index, char in enumerate(text):
-        depth += (char == "(") - (char == ")")
-        if depth == 0:
-            return text[: index + 1], text[index + 1 :].lstrip()
-    return text, ""
+class _Around(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known of the place of an instruction: what runs it, and how often."""
+
+    computation: str
+    trips: int = 1
+    in_conditional: bool = False
+    is_async: bool = False
+    caller: Instruction | None = None
+    seen: set[tuple[str, ...]] = msgspec.field(default_factory=set)
+    """Collectives of this loop body that are in several pieces, so that each counts once."""
 
 
-def _walk(
-    name: str,
-    trips: int,
-    conditional: bool,
-    computations: Mapping[str, list[_Instruction]],
-    shapes: Mapping[str, str],
-    mesh: Mapping[str, int],
-    found: list[Collective],
-) -> None:
-    for instruction in computations.get(name, []):
-        kind = KINDS.get(instruction.opcode.removesuffix("-start"))
-        if kind:
-            found.append(_collective(kind, instruction, trips, conditional, shapes, mesh))
-            continue
-        inner = trips * _loop_trips(instruction) if instruction.opcode == "while" else trips
-        for role, called in _CALLED.findall(instruction.text):
-            if role == "condition":
+class _Walk:
+    """Follows the calls of a module from its entry and yields the collectives on the way."""
+
+    def __init__(self, module: Module, mesh: Mapping[str, int]) -> None:
+        self.module, self.mesh = module, mesh
+        self.num_devices = module.num_devices if module.num_devices > 1 else math.prod(mesh.values())
+        self.reaching: dict[str, bool] = {}
+        self.permutes = Counter(one.op_name for one in module if one.opcode in _PERMUTES)
+
+    def computation(self, around: _Around) -> Iterator[Collective]:
+        for one in self.module.computations[around.computation].instructions:
+            # What began with a start is counted there.
+            if one.opcode.endswith(("-done", "-update")):
                 continue
-            branch = conditional or instruction.opcode == "conditional"
-            for target in re.findall(r"[\w.\-]+", called):
-                if target in computations:
-                    _walk(target, inner, branch, computations, shapes, mesh, found)
+            if _is_collective(one):
+                yield from self.collective(one, around)
+                continue
+            for role, name in one.called:
+                if role != "condition" and self.reaches(name):
+                    yield from self.computation(self.inside(one, name, around))
+
+    def inside(self, caller: Instruction, name: str, around: _Around) -> _Around:
+        branch = caller.opcode == "conditional" or (caller.opcode == "while" and runs_at_most_once(self.module, caller))
+        loop = caller.opcode == "while" and not branch
+        return _Around(
+            computation=name,
+            trips=around.trips * trip_count(self.module, caller) if loop else around.trips,
+            in_conditional=around.in_conditional or branch,
+            is_async=around.is_async or caller.opcode.endswith("-start"),
+            caller=caller,
+            seen=around.seen if caller.opcode == "fusion" else set(),
+        )
+
+    def reaches(self, name: str) -> bool:
+        """Whether a computation, or one that it calls, has a collective."""
+        if name not in self.reaching:
+            body = self.module.computations.get(name)
+            self.reaching[name] = body is not None and any(
+                _is_collective(one) or any(self.reaches(called) for _, called in one.called)
+                for one in body.instructions
+            )
+        return self.reaching[name]
+
+    def collective(self, one: Instruction, around: _Around) -> Iterator[Collective]:
+        in_pieces = "async_collective_fusion_config" in one.attributes
+        if in_pieces:
+            key = tuple(found[1] if (found := mark.search(one.attributes)) else "" for mark in (_CHANNEL, _CHAIN))
+            if key in around.seen:
+                return
+            around.seen.add(key)
+        op_name = one.op_name or (around.caller.op_name if around.caller else "")
+        kind, groups = self.kind_and_groups(one)
+        if around.caller and around.computation.startswith(_DISGUISED) and kind == "all_reduce":
+            kind = "reduce_scatter"
+        size = group_size(groups)
+        full_bytes, num_arrays = self.bytes_and_arrays(one, kind, size)
+        yield Collective(
+            kind=kind,
+            full_bytes=full_bytes,
+            axes=axes_of(groups, self.mesh),
+            trips=around.trips,
+            num_arrays=num_arrays,
+            name=one.name,
+            in_conditional=around.in_conditional,
+            dtype=_dtype(self.shapes(one) or one.shape),
+            group_size=size,
+            is_async=around.is_async or in_pieces or one.opcode.endswith("-start") or one.opcode == "send",
+            sliced=kind == "all_reduce" and _is_sliced(self.module, one),
+            windowed=kind == "permute" and self.is_windowed(one),
+            dcn=one.opcode == "send",
+            label=find_label(op_name),
+            computation=around.computation,
+            op_name=op_name,
+        )
+
+    def kind_and_groups(self, one: Instruction) -> tuple[str, Groups]:
+        if transfer := _TRANSFER.search(one.attributes):
+            return SLICE_KINDS.get(transfer[1], transfer[1].lower()), slice_groups(one.attributes)
+        kind = KINDS[one.opcode.removesuffix("-start")]
+        if kind == "permute":
+            return kind, permute_pairs(one.attributes)
+        return kind, replica_groups(one.attributes, self.num_devices)
+
+    def bytes_and_arrays(self, one: Instruction, kind: str, size: int) -> tuple[int, int]:
+        """(full bytes, arrays) of a collective."""
+        given = [shape_bytes(shape) for shape in self.shapes(one).split(";") if shape]
+        if one.opcode == "send":
+            given = [max(given[0], self.received_bytes(one))]
+            return given[0] * (size if kind == "all_to_all" else 1), 1
+        if kind == "ragged_all_to_all":
+            # The operands behind the first are the buffer that receives and where the rows lie.
+            return given[0] * size, 1
+        if kind == "all_to_all":
+            # An array may come as one operand, or as one for each device of the group.
+            return sum(given) * size, max(1, len(given) // size)
+        if kind == "all_gather":
+            started = one.opcode.endswith("-start")
+            return sum(given) * size if started else shape_bytes(one.shape), len(given)
+        return sum(given), len(given)
+
+    def shapes(self, one: Instruction) -> str:
+        """The shapes of the arrays that an instruction is given, one behind another."""
+        computation = self.module.computations[one.computation]
+        known = [computation.by_name[name].shape for name in one.operands if name in computation.by_name]
+        return ";".join(known[:1] if one.opcode == "send" else known)
+
+    def received_bytes(self, send: Instruction) -> int:
+        """Bytes of the receive that belongs to a send between slices: more than were sent, for an all-gather."""
+        meeting = _MEETING.search(send.attributes)
+        for one in self.module.computations[send.computation].instructions:
+            if meeting and one.opcode == "recv" and meeting[0] in one.attributes:
+                return parse_shapes(one.shape)[0].num_bytes
+        return 0
+
+    def is_windowed(self, one: Instruction) -> bool:
+        """Whether a permute passes the pieces of a matmul on: in a loop of its own, or one of several in a row.
+
+        One alone that carries a matmul's name moves its operand to where it is needed.
+        """
+        if "windowed_dot_general" in one.computation:
+            return True
+        return "dot_general" in one.op_name.rpartition("/")[2] and self.permutes[one.op_name] > 1
 
 
-def _loop_trips(instruction: _Instruction) -> int:
-    match = _TRIPS.search(instruction.text)
-    if match is None:
-        raise ValueError(f"loop {instruction.name} states no trip count; its collectives cannot be counted.")
-    return int(match[1])
+def _is_collective(one: Instruction) -> bool:
+    if one.opcode == "send":
+        return "_xla_megascale_transfer_type" in one.attributes
+    return one.opcode.removesuffix("-start") in KINDS
 
 
-def _collective(
-    kind: str,
-    instruction: _Instruction,
-    trips: int,
-    conditional: bool,
-    shapes: Mapping[str, str],
-    mesh: Mapping[str, int],
-) -> Collective:
-    operands = re.findall(r"%([\w.\-]+)", instruction.text.split("),")[0])
-    operand_bytes = [shape_bytes(shapes[o]) for o in operands if o in shapes]
-    if kind == "all_gather" and not instruction.opcode.endswith("-start"):
-        total = shape_bytes(instruction.shape_text)
-    elif kind == "all_gather":
-        total = shape_bytes(instruction.shape_text) - sum(operand_bytes)
-    else:
-        total = sum(operand_bytes)
-    axes = _axes(instruction.text, mesh, permute=kind == "permute")
-    num_arrays = len(operand_bytes)
-    if kind == "all_to_all":
-        size = math.prod(mesh[axis] for axis in axes)
-        total *= size
-        # an array may come as one operand, or as one for each device of the group
-        num_arrays = max(1, num_arrays // size)
-    return Collective(kind, total, axes, trips, num_arrays, instruction.name, conditional)
+def _dtype(shapes: str) -> str:
+    """Element type of the largest array."""
+    return max(parse_shapes(shapes), key=lambda shape: shape.num_bytes).dtype
 
 
-def shape_bytes(text: str) -> int:
-    """Bytes of a shape such as ``f32[2,16]{1,0}`` or of all the shapes in a tuple."""
-    return sum(
-        ELEMENT_BYTES[dtype] * math.prod(int(n) for n in dims.split(",") if n)
-        for dtype, dims in _SHAPE.findall(re.sub(r"/\*.*?\*/", "", text))
-        if dtype in ELEMENT_BYTES
-    )
+def _is_sliced(module: Module, one: Instruction) -> bool:
+    """Whether all that is used of an all-reduce is a slice whose place is computed."""
+    users = module.computations[one.computation].users.get(one.name, ())
+    return bool(users) and all(_takes_slice(module, user, one) for user in users)
 
 
-def _groups(text: str, num_devices: int) -> list[list[int]]:
-    """Device numbers of each replica group, in any of the three forms; all devices when not given."""
-    explicit = _EXPLICIT.search(text)
-    if explicit:
-        return [[int(n) for n in group.split(",") if n.strip()] for group in re.findall(r"\{([^{}]*)\}", explicit[1])]
-    iota = _IOTA.search(text)
-    if iota:
-        shape, source, order = ([int(n) for n in part.split(",")] if part else [] for part in iota.groups())
-        numbers = np.arange(math.prod(source)).reshape(source)
-        if order:
-            numbers = numbers.transpose(order)
-        return numbers.reshape(shape).tolist()
-    named = _NAMED.search(text)
-    if named:
-        return _named_groups(named[1], named[2])
-    if "replica_groups=mesh" in text or "replica_groups=@" in text:
-        raise ValueError(f"replica groups in a form that is not known: {text[text.index('replica_groups') :][:120]}")
-    return [list(range(num_devices))]
-
-
-def _named_groups(mesh: str, axes: str) -> list[list[int]]:
-    """Groups over named axes of a mesh that is written out, row-major: ``'data'=2,'tensor'=4`` and ``'tensor'``."""
-    sizes = {name: int(size) for name, size in _AXIS.findall(mesh)}
-    over = [list(sizes).index(name) for name, _ in _AXIS.findall(axes)]
-    numbers = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))
-    numbers = np.moveaxis(numbers, over, range(-len(over), 0))
-    return numbers.reshape(-1, math.prod(numbers.shape[-len(over) :]) if over else 1).tolist()
-
-
-def _axes(text: str, mesh: Mapping[str, int], *, permute: bool) -> tuple[str, ...]:
-    """Mesh axes along which the members of a group (or the ends of a permute) differ."""
-    shape = tuple(mesh.values())
-    if permute:
-        pairs = _PAIRS.search(text)
-        groups = [[int(n) for n in p.split(",")] for p in re.findall(r"\{([^{}]*)\}", pairs[1])] if pairs else []
-    else:
-        groups = _groups(text, math.prod(shape))
-    varies = np.zeros(len(shape), bool)
-    for group in groups:
-        places = np.array(np.unravel_index(group, shape))
-        varies |= (places != places[:, :1]).any(axis=1)
-    return tuple(axis for axis, differs in zip(mesh, varies, strict=True) if differs)
+def _takes_slice(module: Module, user: Instruction, value: Instruction) -> bool:
+    if user.opcode == "dynamic-slice":
+        return user.operands[0] == value.name
+    if user.opcode in _PASSING:
+        return _is_sliced(module, user)
+    if user.opcode != "fusion":
+        return False
+    inside = module.computations[dict(user.called)["calls"]]
+    numbers = [number for number, name in enumerate(user.operands) if name == value.name]
+    return all(number in inside.parameters and _is_sliced(module, inside.parameters[number]) for number in numbers)

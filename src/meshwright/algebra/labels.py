@@ -1,0 +1,41 @@
+"""What a derived step is called inside a compiled program, so that its instructions can be told from one another."""
+
+import re
+
+import msgspec
+
+from meshwright.algebra.steps import Phase, Step
+
+_LABEL = re.compile(r"(\w*):(forward|recompute|backward|update):([\w.]+)=(\w+)")
+
+OPTIMIZER = "optimizer:update:weights=optimizer"
+"""The label of what the optimizer does, which is no derived step."""
+
+AT_MOST_ONCE = "at_most_once"
+"""The scope of a loop of one turn or none: a branch that keeps its buffers in place."""
+
+
+class StepLabel(msgspec.Struct, frozen=True):
+    """The step that an instruction came from: ``layer:backward:dq=einsum`` is the product that makes dq.
+
+    ``block`` is a block of the program (embed, layer or a kind of layer, head), ``result`` the name of what is made.
+    """
+
+    block: str
+    phase: Phase
+    result: str
+    op: str
+
+    def __str__(self) -> str:
+        return f"{self.block}:{self.phase}:{self.result}={self.op}"
+
+
+def label_of(step: Step) -> StepLabel:
+    """The label that a step carries into the program."""
+    return StepLabel(step.block, step.phase, step.result.name, step.op)
+
+
+def find_label(op_name: str) -> StepLabel | None:
+    """The label in an instruction's ``op_name``, the innermost where steps lie in each other; None where none is."""
+    found = _LABEL.findall(op_name)
+    return StepLabel(*found[-1]) if found else None

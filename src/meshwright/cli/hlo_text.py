@@ -1,0 +1,211 @@
+"""What `meshwright hlo FILE` says of a whole program: its collectives, loops, arrays, relayouts and padding."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import click
+
+from meshwright.algebra.notation import parse_mesh
+from meshwright.cli.output import print_fact, print_table
+from meshwright.core.errors import InputError
+from meshwright.core.units import format_bytes
+from meshwright.verify.hlo import module_collectives
+from meshwright.verify.hlo_layout import largest, paddings, relayouts
+from meshwright.verify.hlo_loops import loops
+from meshwright.verify.hlo_module import Module
+from meshwright.verify.hlo_summary import CollectiveRow, collective_rows
+
+MIN_PADDED_BYTES = 10_000
+"""Arrays below it, single numbers above all, are left out of the table of padding."""
+_MAX_STEPS = 2
+
+
+def summary(module: Module, mesh_text: str | None) -> dict[str, Any]:
+    """All tables as one object; ``collectives`` is None where a loop's count cannot be read, and ``why`` says so."""
+    mesh = parse_mesh(mesh_text) if mesh_text else {}
+    _check_mesh(module, mesh)
+    rows, why = _collective_rows(module, mesh)
+    return {
+        "format": "hlo",
+        "module": module.name,
+        "num_partitions": module.num_partitions,
+        "num_replicas": module.num_replicas,
+        "num_computations": len(module.computations),
+        "num_instructions": module.num_instructions,
+        "mesh": mesh or None,
+        "collectives": None if rows is None else [_row(row) for row in rows],
+        "why": why,
+        "loops": loops(module),
+        "largest": [_labelled(one) for one in largest(module)],
+        "relayouts": [_labelled(one) | {"total_bytes": one.total_bytes} for one in relayouts(module)],
+        "paddings": [_labelled(one) | {"wasted_share": one.wasted_share} for one in paddings(module)],
+    }
+
+
+def _check_mesh(module: Module, mesh: Mapping[str, int]) -> None:
+    devices = math.prod(mesh.values())
+    # A program that spans slices numbers the devices of one.
+    if mesh and devices % module.num_devices:
+        raise InputError(
+            f"--mesh has {devices} devices and {module.name} is for {module.num_devices}. Give the mesh it was made for."
+        )
+
+
+def _collective_rows(module: Module, mesh: Mapping[str, int]) -> tuple[tuple[CollectiveRow, ...] | None, str | None]:
+    try:
+        return collective_rows(module_collectives(module, mesh)), None
+    except ValueError as error:
+        return None, str(error)
+
+
+def _row(row: CollectiveRow) -> dict[str, Any]:
+    names = ("kind", "axes", "group_size", "dtype", "full_bytes", "times", "total_bytes", "is_async", "notes", "steps")
+    return {name: getattr(row, name) for name in names}
+
+
+def _labelled(one: Any) -> dict[str, Any]:
+    fields = {name: getattr(one, name) for name in one.__struct_fields__}
+    return fields | {"label": str(one.label) if one.label else None}
+
+
+def print_summary(found: Mapping[str, Any], top: int) -> None:
+    """The tables, ``top`` rows of each."""
+    devices = f"{found['num_partitions']} partitions"
+    if found["num_replicas"] > 1:
+        devices += f" x {found['num_replicas']} replicas"
+    counts = f"{found['num_computations']:,} computations, {found['num_instructions']:,} instructions"
+    print_fact(found["module"], f"HLO for {devices}: {counts}", column=max(18, len(found["module"]) + 2))
+    if found["collectives"] is None:
+        print_fact("collectives", found["why"])
+    else:
+        _print_collectives(found["collectives"], top, bool(found["mesh"]))
+    _print_loops(found["loops"], top)
+    _print_largest(found["largest"], top)
+    _print_relayouts(found["relayouts"], top)
+    _print_paddings(found["paddings"], top)
+
+
+def _titled(title: str, rows: Sequence[Any], shown: int) -> str:
+    return f"{title} (the first {shown} of {len(rows)})" if len(rows) > shown else title
+
+
+def _print_collectives(rows: Sequence[Mapping[str, Any]], top: int, has_mesh: bool) -> None:
+    click.echo()
+    if not rows:
+        print_fact("collectives", "none")
+        return
+    cells = [
+        [
+            row["kind"],
+            ", ".join(row["axes"]) or "-" if has_mesh else f"{row['group_size']}",
+            _mb(row["full_bytes"]),
+            row["times"],
+            _mb(row["total_bytes"]),
+            "; ".join([*(["async"] if row["is_async"] else []), *row["notes"]]) or None,
+            _steps(row["steps"]),
+        ]
+        for row in rows[:top]
+    ]
+    columns = ["collective", "over" if has_mesh else "group of", "MB each", "times", "MB", "how", "step"]
+    total = sum(row["total_bytes"] for row in rows)
+    print_table(
+        *_without_empty(columns, cells), _titled(f"Collectives, {format_bytes(total)} in full arrays", rows, top)
+    )
+
+
+def _steps(steps: Sequence[str]) -> str | None:
+    if not steps:
+        return None
+    more = f" +{len(steps) - _MAX_STEPS}" if len(steps) > _MAX_STEPS else ""
+    return ", ".join(steps[:_MAX_STEPS]) + more
+
+
+def _print_loops(found: Sequence[Any], top: int) -> None:
+    if not found:
+        return
+    click.echo()
+    rows = [
+        [
+            "  " * one.depth + one.name,
+            "by data" if one.trips is None else f"{one.trips:,}",
+            "by data" if one.total_trips is None else f"{one.total_trips:,}",
+            one.body,
+        ]
+        for one in found[:top]
+    ]
+    print_table(["loop", "trips", "in all", "body"], rows, _titled("Loops", found, top))
+
+
+def _print_largest(found: Sequence[Mapping[str, Any]], top: int) -> None:
+    click.echo()
+    rows = [
+        [
+            one["name"],
+            one["shape"].split("{")[0],
+            _mb(one["padded_bytes"]),
+            f"S({one['memory_space']})" if one["memory_space"] else None,
+            one["times"],
+            _step(one["label"]),
+        ]
+        for one in found[:top]
+    ]
+    columns = ["array", "shape", "MB", "in", "times", "step"]
+    print_table(*_without_empty(columns, rows), _titled("Arrays that it makes or is given", found, top))
+
+
+def _print_relayouts(found: Sequence[Mapping[str, Any]], top: int) -> None:
+    if not found:
+        return
+    click.echo()
+    rows = [
+        [
+            one["name"] + (" (fused)" if one["inside_fusion"] else ""),
+            one["before"],
+            one["after"][one["after"].index("{") :] if "{" in one["after"] else one["after"],
+            _mb(one["num_bytes"]),
+            one["times"],
+            _step(one["label"]),
+        ]
+        for one in found[:top]
+    ]
+    total = sum(one["total_bytes"] for one in found if not one["inside_fusion"])
+    title = _titled(f"Copies to another layout, {format_bytes(total)} by those that are not fused", found, top)
+    print_table(*_without_empty(["copy", "from", "to", "MB", "times", "step"], rows), title)
+
+
+def _print_paddings(every: Sequence[Mapping[str, Any]], top: int) -> None:
+    found = [one for one in every if one["padded_bytes"] >= MIN_PADDED_BYTES]
+    if not found:
+        return
+    click.echo()
+    rows = [
+        [
+            one["name"],
+            one["shape"],
+            _mb(one["num_bytes"]),
+            _mb(one["padded_bytes"]),
+            f"{one['wasted_share']:.0%}",
+            one["num_arrays"],
+            _step(one["label"]),
+        ]
+        for one in found[:top]
+    ]
+    columns = ["array", "shape", "MB", "MB padded", "padding", "arrays", "step"]
+    print_table(*_without_empty(columns, rows), _titled("Padding that tiles add, largest first", found, top))
+
+
+def _without_empty(columns: list[str], rows: list[list[Any]]) -> tuple[list[str], list[list[Any]]]:
+    """Without columns that say nothing."""
+    said = [n for n in range(len(columns)) if any(row[n] for row in rows)]
+    return [columns[n] for n in said], [[row[n] for n in said] for row in rows]
+
+
+def _step(label: str | None) -> str | None:
+    """A label without the operation, which the shape and the opcode tell."""
+    return label.split("=")[0] if label else None
+
+
+def _mb(num_bytes: int) -> str:
+    megabytes = num_bytes / 1e6
+    return f"{megabytes:,.0f}" if megabytes >= 100 else f"{megabytes:.3g}"

@@ -1,0 +1,285 @@
+"""`meshwright verify`: the real step of a plan compiled for its hardware, which need not be there."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
+
+import click
+
+from meshwright.cli.fields import check_tokens, parse_fields, take_axes, with_fields
+from meshwright.cli.machine import rates_for
+from meshwright.cli.output import emit_json, json_option, print_fact, print_table, print_text
+from meshwright.cli.plan import mesh_words, microbatch_words, remat_words
+from meshwright.core.errors import CannotRunError, InputError
+from meshwright.core.units import format_bytes, format_count, format_seconds, parse_count
+from meshwright.spec.calibration import Calibration
+from meshwright.spec.catalogue import model as find_model
+from meshwright.spec.cluster import Cluster, parse_cluster
+from meshwright.spec.job import Job, parse_batch
+from meshwright.spec.model import Model
+from meshwright.spec.plan_file import load_plan
+from meshwright.spec.strategy import Strategy, make_mesh
+
+if TYPE_CHECKING:
+    from meshwright.verify.proof import Proof
+
+STEPS = ("train", "prefill", "generate")
+DEPTHS = ("lower", "partition", "full")
+PLATFORMS = ("tpu", "cuda", "cpu")
+TIMEOUT_S = 600.0
+
+
+@click.command()
+@click.argument("what", metavar="PLAN.toml | MODEL")
+@click.option("--on", "on", help="The cluster, for a MODEL: v5p:16x20x28, h100:8x256, cpu:8.")
+@click.option("--axes", help="Mesh axes, such as fsdp=4,tensor=4; to train, the best plan with these is taken.")
+@click.option("--batch", help="Tokens a step (4Mi) or sequences (1024seq); to generate, sequences at once (32seq).")
+@click.option("--seq", "seq_len", help="Tokens of a sequence; to generate, positions that the cache holds.")
+@click.option("--step", type=click.Choice(STEPS), default="train", show_default=True)
+@click.option("--depth", type=click.Choice(DEPTHS), default="partition", show_default=True, help="How far to compile.")
+@click.option("--for", "platform", type=click.Choice(PLATFORMS), help="The compiler; by default the cluster's own.")
+@click.option("--weights", type=click.Choice(["as they are", "int8"]), default="as they are", help="To generate.")
+@click.option("--cache-dtype", default="bf16", show_default=True, help="To generate: bf16, fp32 or int8.")
+@click.option("--timeout", default=TIMEOUT_S, show_default=True, help="Seconds that the compiler may take.")
+@click.option("--keep", type=click.Path(path_type=Path), help="Keep what the compiler wrote in this folder.")
+@click.option("--set", "pairs", multiple=True, metavar="KEY=VALUE", help="Any field: strategy.remat=block.")
+@click.option("--calibration", type=click.Path(path_type=Path), help="Rates of the cluster (TOML), or datasheet.")
+@json_option
+def command(
+    what: str,
+    on: str | None,
+    axes: str | None,
+    batch: str | None,
+    seq_len: str | None,
+    step: str,
+    depth: str,
+    platform: str | None,
+    weights: str,
+    cache_dtype: str,
+    timeout: float,
+    keep: Path | None,
+    pairs: tuple[str, ...],
+    calibration: Path | None,
+    as_json: bool,
+) -> None:
+    """Compile the real step of a plan for its target and hold what it needs against the prediction.
+
+    Nothing of the target has to be here. Depths: lower (does everything divide and agree), partition (memory and
+    collectives, in seconds), full (the whole compiler). Ends with 3 where the step does not partition or does not fit.
+    """
+    from meshwright.verify.proof import proof_table, prove
+    from meshwright.verify.running import python_program
+
+    fields = parse_fields(pairs)
+    given = {"--on": on, "--batch": batch, "--seq": seq_len, "--axes": axes}
+    found = _Asked(what, given, fields, step, calibration)
+    request = request_of(
+        found.model,
+        found.cluster,
+        found.strategy,
+        found.job,
+        step=step,
+        depth=depth,
+        platform=platform,
+        weights=weights,
+        cache_dtype=cache_dtype,
+        settings=fields["train"],
+        calibration=found.calibration,
+    )
+    proof = prove(
+        request,
+        program=python_program("meshwright.cli.verify_child"),
+        timeout_s=timeout,
+        keep=keep,
+        calibration=found.calibration,
+    )
+    if as_json:
+        emit_json(proof_table(proof))
+    else:
+        print_proof(proof)
+    if not proof.runs:
+        raise CannotRunError(proof.refusal)
+
+
+class _Asked:
+    """What the command line names: a plan file, or a model with what a plan file would say."""
+
+    def __init__(
+        self, what: str, given: dict[str, str | None], fields: dict[str, Any], step: str, calibration: Path | None
+    ) -> None:
+        self.calibration: Calibration | None
+        if what.endswith(".toml"):
+            named = [option for option, value in given.items() if value]
+            if named:
+                raise InputError(f"{what} says the cluster, axes, batch and seq; leave {', '.join(named)} out.")
+            plan = load_plan(Path(what))
+            self.model: Model = with_fields(plan.model, "model", fields["model"])
+            self.cluster: Cluster = plan.cluster
+            self.job: Job = with_fields(plan.job, "job", fields["job"])
+            self.strategy: Strategy = with_fields(plan.strategy, "strategy", fields["strategy"])
+            self.calibration = plan.calibration
+            return
+        for option in ("--on", "--batch", "--seq"):
+            if given[option] is None:
+                raise InputError(
+                    f"verify {what} needs {option}, or name a plan file. Write: --on v5e:4x4 --batch 64Ki."
+                )
+        self.model = with_fields(find_model(what), "model", fields["model"])
+        self.cluster = parse_cluster(str(given["--on"]))
+        length = parse_count(str(given["--seq"]), what="seq")
+        seqs = parse_batch(str(given["--batch"]), seq_len=length)
+        self.job = check_tokens(with_fields(Job(batch_seqs=seqs, seq_len=length), "job", fields["job"]))
+        fixed = take_axes(given["--axes"], fields["strategy"])
+        if step == "train":
+            self._plan(fixed, fields["strategy"], calibration)
+        else:
+            self.calibration = None
+            one = Strategy(mesh=make_mesh(fixed), state="bf16-adam")
+            self.strategy = with_fields(one, "strategy", fields["strategy"])
+
+    def _plan(self, fixed: dict[str, int], overrides: dict[str, Any], calibration: Path | None) -> None:
+        from meshwright.plan.planner import plan
+
+        rates = rates_for(self.cluster, calibration, fitted=True)
+        found = plan(
+            self.model, self.cluster, self.job, axes=fixed, overrides=overrides, top=1, calibration=rates
+        ).strategies[0]
+        self.strategy, self.cluster, self.job, self.calibration = found.strategy, found.cluster, found.job, rates
+
+
+def request_of(
+    model: Model,
+    cluster: Cluster,
+    strategy: Strategy,
+    job: Job,
+    *,
+    step: str = "train",
+    depth: str = "partition",
+    platform: str | None = None,
+    weights: str = "as they are",
+    cache_dtype: str = "bf16",
+    settings: dict[str, Any] | None = None,
+    calibration: Calibration | None = None,
+) -> Any:
+    """The request that a plan makes; its chips in the order in which the strategy lies on the cluster."""
+    from meshwright.verify.request import Request, StepKind
+    from meshwright.verify.targets import mesh_order, target_of, usable_target
+
+    assert step in get_args(StepKind)
+    if strategy.num_chips != cluster.num_chips:
+        raise InputError(
+            f"the mesh has {strategy.num_chips} devices and {cluster.short_name} {cluster.num_chips} chips. "
+            f"Give axes whose product is {cluster.num_chips}, or a smaller cluster."
+        )
+    order: tuple[int, ...] = ()
+    target = target_of(cluster) if depth == "lower" else usable_target(cluster, wanted=platform)  # type: ignore[arg-type]
+    if target.platform != "cpu":
+        order = tuple(mesh_order(_placement(model, cluster, strategy, job, step, calibration)).ravel().tolist())
+    return Request(
+        model=model,
+        cluster=cluster,
+        strategy=strategy,
+        target=target,
+        step=step,  # type: ignore[arg-type]
+        batch_seqs=job.batch_seqs,
+        seq_len=job.seq_len,
+        depth=depth,  # type: ignore[arg-type]
+        weights=weights,  # type: ignore[arg-type]
+        cache_dtype=cache_dtype,
+        settings=settings or {},
+        order=order,
+    )
+
+
+def _placement(
+    model: Model, cluster: Cluster, strategy: Strategy, job: Job, step: str, calibration: Calibration | None
+) -> Any:
+    """How the mesh lies on the links: as priced to train; the first way otherwise."""
+    from meshwright.cost.step_rates import strategy_placements
+    from meshwright.cost.train_step import price_strategy
+
+    if step == "train":
+        return price_strategy(model, cluster, job, strategy, calibration=calibration).placement
+    return strategy_placements(cluster, strategy)[0]
+
+
+# -- what is printed ----------------------------------------------------------------------------------
+
+HOW = {
+    ("lower", True): "lowered only: every array divides and every type agrees",
+    ("partition", True): "partitioned and its buffers assigned",
+    ("full", True): "compiled whole",
+}
+
+
+def print_proof(proof: "Proof") -> None:
+    """Who compiled it and how far, the memory, and the collectives with their differences."""
+    request, outcome = proof.request, proof.outcome
+    strategy = request.strategy
+    what = f"{request.model.name} on {request.cluster.short_name}, {request.step}: {mesh_words(strategy.mesh)}"
+    if request.step == "train":
+        what += f"; {microbatch_words(strategy)}, {remat_words(strategy)}"
+    print_text(f"{what}; {format_count(request.batch_seqs)} sequences of {format_count(request.seq_len)}")
+    if outcome.lowered is not None and proof.runs:
+        print_fact("compiled", f"{HOW[request.depth, True]}, for {_target_words(proof)}")
+    print_fact(
+        "took",
+        f"{format_seconds(outcome.cpu_s)} of CPU, {format_bytes(outcome.max_rss_bytes)} of memory, "
+        f"{format_seconds(outcome.wall_s)} of the clock",
+    )
+    if request.target.note:
+        print_fact("note", request.target.note)
+    if proof.memory is not None:
+        _print_memory(proof)
+    if proof.traffic is not None:
+        _print_traffic(proof)
+    if proof.traffic_error:
+        print_fact("collectives", f"could not be read: {proof.traffic_error}")
+
+
+def _target_words(proof: "Proof") -> str:
+    target, cluster = proof.request.target, proof.request.cluster
+    if target.platform == "cpu":
+        return f"{target.num_devices:,} emulated CPU devices"
+    return f"{cluster.num_chips:,} x {cluster.chip.full_name or cluster.chip.name}"
+
+
+def _print_memory(proof: "Proof") -> None:
+    memory = proof.memory
+    assert memory is not None
+    word = "fits" if memory.fits else "does not fit"
+    print_fact(
+        "memory",
+        f"{word}: {format_bytes(memory.needed)} of {format_bytes(memory.available)} a chip; predicted "
+        f"{format_bytes(memory.predicted)} ({memory.error:+.1%})",
+    )
+    own = [(name, value) for name, value in memory.items.items() if value > 0]
+    rows = [[f"  {name}", format_bytes(value), ""] for name, value in own]
+    rows.append(["arguments", format_bytes(memory.predicted_arguments), format_bytes(memory.arguments)])
+    rows.append(["all else", format_bytes(memory.predicted_temporaries), format_bytes(memory.temporaries)])
+    print_table(["memory of a chip", "predicted", "compiled"], rows)
+
+
+def _print_traffic(proof: "Proof") -> None:
+    traffic = proof.traffic
+    assert traffic is not None
+    rows = [
+        [
+            f"{row.kind} over {','.join(row.axes)}",
+            f"{row.derived_arrays:,}",
+            f"{row.compiled_arrays:,}",
+            format_bytes(row.derived_bytes),
+            format_bytes(row.compiled_bytes),
+        ]
+        for row in traffic.rows
+    ]
+    if not rows:
+        print_fact("collectives", "none")
+        return
+    print_table(["collectives of a step", "derived", "compiled", "bytes derived", "compiled"], rows)
+    for one in traffic.differences:
+        print_fact(one.name, f"{format_bytes(abs(one.extra_bytes))} {_more(one.extra_bytes)}: {one.where}", column=22)
+    print_fact("without a name", f"{traffic.remainder:.2%} of all bytes", column=22)
+
+
+def _more(extra: float) -> str:
+    return "more" if extra >= 0 else "less"

@@ -1,0 +1,81 @@
+"""Lines and knees through measured points, so that one disturbed point does not move them."""
+
+import itertools
+import math
+import statistics
+from collections.abc import Sequence
+
+import msgspec
+
+
+class Line(msgspec.Struct, frozen=True, kw_only=True):
+    """y = start + slope x, with the median of the relative distances of the points."""
+
+    start: float
+    slope: float
+    error: float
+
+    def at(self, x: float) -> float:
+        """y there."""
+        return self.start + self.slope * x
+
+
+def fit_line(xs: Sequence[float], ys: Sequence[float]) -> Line:
+    """The line, neither start nor slope negative, of the least sum of |y - line| / y.
+
+    Such a line goes through two of the points, or through one of them flat or from the origin: all are tried.
+    """
+    points = list(zip(xs, ys, strict=True))
+    tried = [(0.0, y / x) for x, y in points if x > 0] + [(y, 0.0) for _, y in points]
+    for (x, y), (x2, y2) in itertools.combinations(points, 2):
+        if x2 != x:
+            slope = (y2 - y) / (x2 - x)
+            tried.append((y - slope * x, slope))
+
+    def distances(line: tuple[float, float]) -> list[float]:
+        return [abs(y - line[0] - line[1] * x) / y for x, y in points]
+
+    start, slope = min((one for one in tried if min(one) >= 0), key=lambda one: sum(distances(one)))
+    return Line(start=start, slope=slope, error=statistics.median(distances((start, slope))))
+
+
+class Knee(msgspec.Struct, frozen=True, kw_only=True):
+    """y = max(floor, slope x): flat up to x = ``at``, then in proportion to x."""
+
+    at: float
+    floor: float
+    slope: float
+    error: float
+
+
+def fit_knee(xs: Sequence[float], ys: Sequence[float]) -> Knee | None:
+    """The knee of the least sum of |log (y / max(floor, slope x))|; None where the points lie on one side of it.
+
+    The best floor goes through one of the points and so does the best slope: all pairs are tried.
+    """
+    points = sorted(zip(xs, ys, strict=True))
+
+    def distances(floor: float, slope: float) -> list[float]:
+        return [abs(math.log(y / max(floor, slope * x))) for x, y in points]
+
+    tried = [(floor, y / x) for _, floor in points for x, y in points]
+    inside = [(floor, slope) for floor, slope in tried if points[0][0] < floor / slope < points[-1][0]]
+    if not inside:
+        return None
+    floor, slope = min(inside, key=lambda one: sum(distances(*one)))
+    flat = min(sum(distances(y, 0.0)) for _, y in points)
+    straight = min(sum(distances(0.0, y / x)) for x, y in points)
+    away = distances(floor, slope)
+    if sum(away) >= min(flat, straight):
+        return None
+    return Knee(at=floor / slope, floor=floor, slope=slope, error=statistics.median(away))
+
+
+def crossing(xs: Sequence[float], ys: Sequence[float], level: float) -> float | None:
+    """Where y first passes ``level``, on straight lines between points in logarithms; None where it never does."""
+    points = sorted(zip(xs, ys, strict=True))
+    for (x, y), (x2, y2) in itertools.pairwise(points):
+        if y <= level < y2:
+            share = math.log(level / y) / math.log(y2 / y)
+            return float(x * (x2 / x) ** share)
+    return None

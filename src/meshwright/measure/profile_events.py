@@ -1,0 +1,231 @@
+"""What a trace of the profiler holds of a compiled program: when each instruction ran, on which device, in which step.
+
+The profiler writes planes of lines of events (XSpace). On CPU the instructions are on the threads of the host plane,
+and every event names the device that it works for. On GPU each stream of a device is a line, on TPU there is one line
+of instructions and one of asynchronous ones.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+
+from meshwright.core.errors import InputError
+from meshwright.measure.profile_hlo import Module
+
+Platform = Literal["cpu", "gpu", "tpu"]
+
+STEP = "meshwright_step"
+"""The annotation around a profiled step."""
+STEP_END = "meshwright_step_end"
+"""The mark at the end of a step of a training run: a step lies between two of them."""
+
+SUFFIX = ".xplane.pb"
+_DEVICE = re.compile(r"/device:(GPU|TPU):(\d+)")
+_TPU_LINES = ("XLA Ops", "Async XLA Ops")
+_WAITS = ("Wait: pending_threads", "Wait for rendezvous callback")
+_NS = 1e-9
+
+
+class Window(NamedTuple):
+    """A span on the clock of the trace, such as one step."""
+
+    start_s: float
+    end_s: float
+
+    @property
+    def seconds(self) -> float:
+        return self.end_s - self.start_s
+
+
+class OpEvent(NamedTuple):
+    """One execution of an instruction on one device; ``waits`` are the times in which a collective is known to have
+    waited for other devices, which only the CPU says."""
+
+    op: str
+    device: int
+    lane: str
+    start_s: float
+    end_s: float
+    waits: tuple[Window, ...] = ()
+
+    @property
+    def seconds(self) -> float:
+        return self.end_s - self.start_s
+
+    @property
+    def waited_s(self) -> float:
+        return sum(wait.seconds for wait in self.waits)
+
+
+class Trace(msgspec.Struct, frozen=True, kw_only=True):
+    """Events of one program, by device and start, and the steps that they belong to.
+
+    ``by_thread`` says that events named no device, so that each thread of the host counts as one. ``found_steps`` is
+    how the steps were found: annotations, marks, runs of the program, or none (all of the trace is one).
+    """
+
+    platform: Platform
+    events: tuple[OpEvent, ...]
+    windows: tuple[Window, ...]
+    by_thread: bool
+    found_steps: Literal["annotations", "marks", "runs", "none"]
+
+    @property
+    def devices(self) -> tuple[int, ...]:
+        return tuple(sorted({event.device for event in self.events}))
+
+    def of_device(self, device: int) -> list[OpEvent]:
+        return [event for event in self.events if event.device == device]
+
+
+def newest_trace(folder: Path) -> Path:
+    """The trace that the profiler left last under a folder."""
+    found = sorted(folder.rglob(f"*{SUFFIX}"), key=lambda path: path.stat().st_mtime)
+    if not found:
+        raise InputError(f"{folder} holds no trace (*{SUFFIX}). Give a folder that jax.profiler.trace wrote.")
+    return found[-1]
+
+
+def load_trace(path: Path, module: Module) -> Trace:
+    """The events of a program in a trace. Raises InputError where it cannot be read, or holds none of the program."""
+    from jax.profiler import ProfileData
+
+    if not path.is_file():
+        raise InputError(f"there is no trace {path}. Give a file *{SUFFIX} of jax.profiler.trace.")
+    try:
+        data = ProfileData.from_file(str(path))
+        planes = list(data.planes)
+    except Exception as error:
+        raise InputError(
+            f"{path} is not a trace of the profiler. Give a file *{SUFFIX} of jax.profiler.trace."
+        ) from error
+    return read_trace(planes, module, source=str(path))
+
+
+def read_trace(planes: Sequence[Any], module: Module, *, source: str) -> Trace:
+    """The same of planes, which have names and lines of events."""
+    devices = [(match, plane) for plane in planes if (match := _DEVICE.match(plane.name))]
+    hosts = [plane for plane in planes if plane.name.startswith("/host:CPU")]
+    host = _Host(module)
+    if devices:
+        platform: Platform = "gpu" if devices[0][0][1] == "GPU" else "tpu"
+        events = [event for match, plane in devices for event in _device_events(plane, int(match[2]), platform, module)]
+        host.read(hosts, ops=False)
+    else:
+        platform = "cpu"
+        host.read(hosts, ops=True)
+        events = host.events
+    if not events:
+        raise InputError(
+            f"{source} has no event of the program {module.name!r}. Give the text of the program that was traced."
+        )
+    windows, how = host.windows(events)
+    return Trace(
+        platform=platform,
+        events=tuple(sorted(events, key=lambda event: (event.device, event.start_s, -event.end_s))),
+        windows=windows,
+        by_thread=host.by_thread,
+        found_steps=how,
+    )
+
+
+def _device_events(plane: Any, device: int, platform: Platform, module: Module) -> Iterator[OpEvent]:
+    """Events of the instructions on one accelerator."""
+    lines = list(plane.lines)
+    wanted = [line for line in lines if line.name in _TPU_LINES or line.name.startswith("Stream")]
+    if platform == "gpu":
+        wanted = [line for line in wanted if line.name.startswith("Stream")] or wanted
+    for line in wanted:
+        for event in line.events:
+            op = _op_of(event, module)
+            if op:
+                start = event.start_ns * _NS
+                yield OpEvent(op, device, line.name, start, start + event.duration_ns * _NS)
+
+
+def _op_of(event: Any, module: Module) -> str:
+    """The name of the instruction: what the event says, or its own name up to the equals sign; empty for others."""
+    said = next((str(value) for name, value in event.stats if name == "hlo_op"), "")
+    for name in (said, event.name.split(" = ")[0].strip().lstrip("%")):
+        if name in module.instructions:
+            return name
+    return ""
+
+
+class _Host:
+    """What the threads of the host say: steps, and on CPU the instructions."""
+
+    def __init__(self, module: Module) -> None:
+        self.module = module
+        self.events: list[OpEvent] = []
+        self.by_thread = False
+        self.steps: list[Window] = []
+        self.marks: list[float] = []
+        self.runs: dict[int, list[float]] = {}
+
+    def read(self, planes: Iterable[Any], *, ops: bool) -> None:
+        """Every line of the planes; instructions where ``ops`` says so."""
+        for number, line in enumerate(line for plane in planes for line in plane.lines):
+            found: list[tuple[OpEvent, bool]] = []
+            waits: list[Window] = []
+            for event in line.events:
+                name, start = event.name, event.start_ns * _NS
+                window = Window(start, start + event.duration_ns * _NS)
+                if name == STEP:
+                    self.steps.append(window)
+                elif name == STEP_END:
+                    self.marks.append(window.end_s)
+                elif name.startswith(_WAITS):
+                    waits.append(window)
+                elif ops and name in self.module.instructions:
+                    self._add(event, window, f"{line.name.split('/')[0]} {number}", number, found)
+            self.events += _with_waits(found, waits)
+
+    def _add(self, event: Any, window: Window, lane: str, number: int, found: list[tuple[OpEvent, bool]]) -> None:
+        """An event of an instruction of the program itself, not of another one with the same name in it."""
+        stats = dict(event.stats)
+        if "hlo_op" not in stats or stats.get("hlo_module", self.module.name) != self.module.name:
+            return
+        device = stats.get("device_ordinal")
+        self.by_thread |= device is None
+        one = OpEvent(event.name, int(number if device is None else device), lane, *window)
+        found.append((one, self.module.instructions[event.name].is_collective))
+        if "run_id" in stats:
+            ends = self.runs.setdefault(int(stats["run_id"]), [one.start_s, one.end_s])
+            ends[:] = [min(ends[0], one.start_s), max(ends[1], one.end_s)]
+
+    def windows(
+        self, events: Sequence[OpEvent]
+    ) -> tuple[tuple[Window, ...], Literal["annotations", "marks", "runs", "none"]]:
+        """The steps, from the best thing there is to tell them by."""
+        if self.steps:
+            return tuple(sorted(self.steps)), "annotations"
+        ends = sorted(self.marks)
+        if len(ends) > 1:
+            return tuple(Window(a, b) for a, b in pairwise(ends)), "marks"
+        if self.runs:
+            return tuple(sorted(Window(*ends) for ends in self.runs.values())), "runs"
+        return (Window(min(e.start_s for e in events), max(e.end_s for e in events)),), "none"
+
+
+def _with_waits(found: Sequence[tuple[OpEvent, bool]], waits: Sequence[Window]) -> list[OpEvent]:
+    """Collectives with the waits that lie in them on the same thread."""
+    if not waits:
+        return [event for event, _ in found]
+    left = sorted(waits)
+    result, at = [], 0
+    for event, collective in sorted(found, key=lambda pair: pair[0].start_s):
+        if not collective:
+            result.append(event)
+            continue
+        while at < len(left) and left[at].start_s < event.start_s:
+            at += 1
+        first = at
+        while at < len(left) and left[at].end_s <= event.end_s + _NS:
+            at += 1
+        result.append(event._replace(waits=tuple(left[first:at])))
+    return result

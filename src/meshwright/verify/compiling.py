@@ -1,0 +1,95 @@
+"""Lowers and compiles a step for its target, in a process of its own: what it finds goes to files of a folder.
+
+``lowered.json``, ``compiled.json`` and ``module.hlo`` are there when they are whole; ``error.json`` says what failed.
+"""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+import jax
+import msgspec
+from jax.experimental import topologies
+from jax.sharding import AbstractMesh, Mesh
+
+from meshwright.core.errors import InputError
+from meshwright.core.files import write_text_whole
+from meshwright.parallel.mesh import abstract_mesh, device_mesh
+from meshwright.verify.request import Compiled, Lowered, Memory, Request
+from meshwright.verify.targets import Target
+
+LOWERED, COMPILED, MODULE, ERROR = "lowered.json", "compiled.json", "module.hlo", "error.json"
+
+
+class Step(Protocol):
+    """What the builders of `parallel` make."""
+
+    def lower(self, *sizes: int, platform: str = "") -> jax.stages.Lowered: ...
+
+
+MakeStep = Callable[[Request, Mesh | AbstractMesh], tuple[Step, tuple[int, ...]]]
+"""The step of a request on a mesh, and what its `lower` takes."""
+
+
+def compile_request(request: Request, folder: Path, make_step: MakeStep) -> None:
+    """Lower and, at the depths that ask for it, compile; each result goes to ``folder`` as soon as it is there."""
+    started = time.perf_counter()
+    only_lower = request.depth == "lower"
+    mesh = abstract_mesh(request.strategy.mesh) if only_lower else target_mesh(request)
+    step, sizes = make_step(request, mesh)
+    lowered = step.lower(*sizes, platform=request.target.platform if only_lower else "")
+    _write(folder / LOWERED, Lowered(seconds=time.perf_counter() - started))
+    if only_lower:
+        return
+    started = time.perf_counter()
+    compiled = lowered.compile()
+    memory = _memory(compiled)
+    write_text_whole(folder / MODULE, compiled.as_text() or "")
+    _write(folder / COMPILED, Compiled(seconds=time.perf_counter() - started, memory=memory, flops=_flops(compiled)))
+
+
+def _write(path: Path, value: msgspec.Struct) -> None:
+    write_text_whole(path, msgspec.json.encode(value).decode())
+
+
+def target_mesh(request: Request) -> Mesh:
+    """The mesh over the devices of the target, in the order in which the plan lays them."""
+    devices = in_order(target_devices(request.target), request.target)
+    placed = [devices[number] for number in request.order] if request.order else devices
+    return device_mesh(request.strategy.mesh, placed)
+
+
+def target_devices(target: Target) -> list[Any]:
+    """The devices of a topology that is not there; those of this process for the CPU."""
+    if target.platform == "cpu":
+        return list(jax.devices("cpu"))
+    options = {name: tuple(v) if isinstance(v, list) else v for name, v in target.options.items()}
+    found = topologies.get_topology_desc(platform=target.platform, topology_name=target.topology, **options)
+    return list(found.devices)
+
+
+def in_order(devices: list[Any], target: Target) -> list[Any]:
+    """One device of each chip, row-major over slices and the physical axes from the last to the first."""
+    if target.platform != "tpu":
+        return sorted(devices, key=lambda device: device.id)
+    chips = [device for device in devices if device.core_on_chip == 0]
+    if len(chips) != target.num_devices:
+        raise InputError(f"{target.topology} has {len(chips)} chips and the plan {target.num_devices}. Name its shape.")
+    return sorted(chips, key=lambda device: (getattr(device, "slice_index", 0) or 0, *reversed(device.coords)))
+
+
+def _memory(compiled: jax.stages.Compiled) -> Memory:
+    found: Any = compiled.memory_analysis()
+    return Memory(
+        arguments=found.argument_size_in_bytes,
+        temporaries=found.temp_size_in_bytes,
+        outputs=max(0, found.output_size_in_bytes - found.alias_size_in_bytes),
+        peak=found.peak_memory_in_bytes,
+    )
+
+
+def _flops(compiled: jax.stages.Compiled) -> float | None:
+    """The compiler's count, in which the body of a loop counts once; None where it has none."""
+    analysis = compiled.cost_analysis() or {}
+    return analysis.get("flops")

@@ -1,0 +1,127 @@
+"""The collectives that a derivation asks of a compiled program, step by step."""
+
+from collections.abc import Iterable, Iterator, Mapping
+
+import msgspec
+
+from meshwright.algebra.derive import BlockSteps, Derived
+from meshwright.algebra.labels import StepLabel, label_of
+from meshwright.algebra.notation import local_elements
+from meshwright.algebra.schedule_ticks import TickTables
+from meshwright.algebra.steps import Step, num_moves, num_ways, sent_element_bytes
+from meshwright.algebra.weight_gradients import counts_of, meetings
+
+
+class Expected(msgspec.Struct, frozen=True, kw_only=True):
+    """One derived collective: it moves ``num_arrays`` arrays in one step, together ``full_bytes``, over ``axes``.
+
+    Bytes are of the whole array on the group, as `verify.hlo.Collective` has them; ``element_bytes`` are one element's.
+    """
+
+    label: StepLabel
+    kind: str
+    axes: tuple[str, ...]
+    num_arrays: int
+    full_bytes: int
+    element_bytes: int
+
+
+def expected_collectives(
+    derived: Derived,
+    dims: Mapping[str, int],
+    mesh: Mapping[str, int],
+    *,
+    num_microbatches: int,
+    width: int,
+    layer_by_layer: bool = True,
+) -> Iterator[Expected]:
+    """Those of one step: of training, prefill or generation.
+
+    ``dims`` are those of the global batch (B all sequences); ``width`` the bytes of an element whose array
+    names no dtype. ``layer_by_layer``: gradients are summed over replicas layer by layer, else as stacked arrays.
+    """
+    one = {**dims, "B": dims["B"] // num_microbatches}
+    for step, times in derived.steps(num_microbatches):
+        if not step.is_collective:
+            continue
+        element = int(sent_element_bytes(step, width=width, num_microbatches=num_microbatches))
+        size = round(float(local_elements(step.full, one, mesh) * element))
+        runs = int(times) * int(num_moves(step, dims=dims, mesh=mesh)) if step.op == "permute" else int(times)
+        stacked = step.phase == "update" or (step.scope == "step" and not layer_by_layer)
+        arrays = 1 if stacked else runs * int(num_ways(step, dims=one, mesh=mesh))
+        yield _expected(step, mesh, arrays, runs * size, element)
+
+
+def _expected(step: Step, mesh: Mapping[str, int], arrays: int, full_bytes: int, element: int) -> Expected:
+    return Expected(
+        label=label_of(step),
+        kind=step.op,
+        axes=active_axes(step.axes, mesh),
+        num_arrays=arrays,
+        full_bytes=full_bytes,
+        element_bytes=element,
+    )
+
+
+def active_axes(axes: Iterable[str], mesh: Mapping[str, int]) -> tuple[str, ...]:
+    """Those of several devices, in the order of the mesh."""
+    wanted = set(axes)
+    return tuple(axis for axis in mesh if axis in wanted and mesh[axis] > 1)
+
+
+# -- pipelines ------------------------------------------------------------------------------------------
+
+Counted = tuple[Step, int, int]
+"""A step, how many arrays it moves in the text, and how often the bytes of one of the step's own."""
+
+
+def expected_of_pipeline(
+    derived: Derived, tables: TickTables, dims: Mapping[str, int], mesh: Mapping[str, int], *, width: int
+) -> Iterator[Expected]:
+    """Those that the text of a compiled pipeline has: of every branch, in every tick, whether it takes it or not.
+
+    ``dims`` are those of the global batch (B all sequences, C of one microbatch). Where some backward passes are split
+    and some are not, both are there. What stands in the loop as often as it runs are the sends: one for each way, in
+    every tick.
+    """
+    count = tables.schedule.num_microbatches
+    one = {**dims, "B": dims["B"] // count}
+    for step, arrays, times in _counted(derived, tables):
+        element = int(sent_element_bytes(step, width=width, num_microbatches=count))
+        size = round(float(local_elements(step.full, one, mesh) * element))
+        yield _expected(step, mesh, arrays, times * size, element)
+
+
+def _counted(derived: Derived, tables: TickTables) -> Iterator[Counted]:
+    used = ((block, name) for block in derived.blocks for op in block.block.ops for name in op.inputs)
+    counted = ((block, name) for block in derived.blocks for name in counts_of(block))
+    rows = {name: _rows(block, tables) for block, name in (*used, *counted)}
+    for block in derived.blocks:
+        yield from _of_block(block, tables)
+    ways = {"forward": tables.x_channels, "backward": tables.dx_channels}
+    for step in derived.boundary:
+        sends = sum(channel.offset != 0 for channel in ways[step.phase]) if step.op == "permute" else 1
+        yield step, tables.num_ticks * sends, tables.num_ticks * sends
+    if tables.schedule.weight_copies > 1:
+        yield from ((step, 1, rows[step.result.name.removeprefix("d")]) for step in meetings(derived))
+    for step in (*derived.ends, *derived.update):
+        if step.is_collective:
+            yield step, 1, rows.get(step.result.name, 1)
+
+
+def _of_block(block: BlockSteps, tables: TickTables) -> Iterator[Counted]:
+    layers = block.repeat // tables.schedule.num_virtual_stages if block.block.carry else 1
+    for step in (*block.forward, *block.backward):
+        if not step.is_collective:
+            continue
+        if step.scope == "step":
+            yield step, 1, _rows(block, tables)
+            continue
+        twice = step in block.backward and bool(block.block.carry) and tables.has_whole and tables.has_split
+        times = tables.num_ticks * layers * (2 if twice else 1)
+        yield step, times, times
+
+
+def _rows(block: BlockSteps, tables: TickTables) -> int:
+    """Layers of a kind that a device stores."""
+    return block.repeat // tables.schedule.num_devices if block.block.carry else 1

@@ -1,0 +1,69 @@
+"""Finds and opens a compiled program: an HLO text, the folder of a dump, or StableHLO, which is not compiled yet."""
+
+import re
+from collections import Counter
+from pathlib import Path
+
+import msgspec
+
+from meshwright.core.errors import InputError
+from meshwright.verify.hlo_module import Module, parse_module
+
+_OPTIMISED = re.compile(r"after_optimizations\.txt$")
+_OPERATION = re.compile(
+    r"\bstablehlo\.(all_gather|all_reduce|reduce_scatter|all_to_all|collective_permute|collective_broadcast)\b"
+)
+_NAME = re.compile(r"^module @([\w.\-]+)", re.MULTILINE)
+_PARTITIONS = re.compile(r"mhlo\.num_partitions = (\d+)")
+_MESH = re.compile(r"sdy\.mesh @\w+ = <\[(.*?)\]")
+_FIRST_CHARACTERS = 20_000
+
+
+class StableHlo(msgspec.Struct, frozen=True):
+    """What a StableHLO text says of itself; ``collectives`` are those written by hand, kind -> number."""
+
+    name: str
+    num_partitions: int
+    num_functions: int
+    mesh: str
+    collectives: dict[str, int]
+
+
+def hlo_file(path: Path) -> Path:
+    """The file itself, or the optimised module in the folder of a dump: the largest, where there are several."""
+    if path.is_file():
+        return path
+    if not path.is_dir():
+        raise InputError(f"there is no file or folder {path}. Give HLO text, or a folder that XLA dumped into.")
+    files = sorted(one for one in path.rglob("*") if one.is_file())
+    for found in ([f for f in files if _OPTIMISED.search(f.name)], [f for f in files if f.suffix == ".hlo"]):
+        if found:
+            return max(found, key=lambda one: one.stat().st_size)
+    raise InputError(f"{path} holds no *after_optimizations.txt and no *.hlo. Dump with --xla_dump_hlo_as_text.")
+
+
+def read_hlo(path: Path, *, stablehlo: bool = False) -> Module | StableHlo:
+    """The program in a file, which ``stablehlo`` says is not compiled yet. Raises InputError where it is neither HLO nor StableHLO text."""
+    try:
+        text = path.read_text()
+    except UnicodeDecodeError:
+        raise InputError(f"{path} is not text. Give optimised HLO as text, such as compiled.as_text().") from None
+    if stablehlo or path.suffix == ".mlir" or "stablehlo." in text[:_FIRST_CHARACTERS]:
+        return _stable(text, path)
+    try:
+        return parse_module(text)
+    except ValueError:
+        raise InputError(f"{path} is no HLO text: it has no computation. Give compiled.as_text() or a dump.") from None
+
+
+def _stable(text: str, path: Path) -> StableHlo:
+    if "func.func" not in text:
+        raise InputError(f"{path} is no StableHLO: it has no function. Give lowered.as_text() or optimised HLO.")
+    name, partitions, mesh = (found.search(text) for found in (_NAME, _PARTITIONS, _MESH))
+    return StableHlo(
+        name=name[1] if name else "?",
+        num_partitions=int(partitions[1]) if partitions else 1,
+        num_functions=text.count("func.func"),
+        mesh=mesh[1].replace('"', "") if mesh else "",
+        collectives=dict(Counter(_OPERATION.findall(text))),
+    )

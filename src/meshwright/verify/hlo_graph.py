@@ -1,0 +1,241 @@
+"""The graph of a layer in a compiled program: what feeds what, with all instructions of a derived step as one node."""
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Literal
+
+import msgspec
+
+from meshwright.algebra.labels import StepLabel, find_label
+from meshwright.core.errors import InputError, nearest
+from meshwright.verify.hlo import KINDS
+from meshwright.verify.hlo_layout import executed
+from meshwright.verify.hlo_loops import times_run
+from meshwright.verify.hlo_module import Computation, Instruction, Module
+from meshwright.verify.hlo_shapes import parse_shapes
+
+NodeKind = Literal["collective", "matmul", "attention", "loop", "other"]
+
+_CHAIN = re.compile(r'\bchain_id="(\d+)"')
+_TARGET = re.compile(r'custom_call_target="([^"]*)"')
+_ENDS = ("AsyncCollectiveStart", "AsyncCollectiveDone")
+_MATMUL_CALLS = re.compile(r"gemm|matmul|cublas\$lt", re.IGNORECASE)
+_ATTENTION = re.compile(r"attention|fmha|splash", re.IGNORECASE)
+_QUIET_CALLS = ("AllocateBuffer", "Sharding", "AssumeGatherIndicesInBound", "ConcatBitcast")
+_STRENGTH: tuple[NodeKind, ...] = ("collective", "attention", "matmul", "loop", "other")
+
+
+class Node(msgspec.Struct, frozen=True):
+    """A step of the model, or an instruction that belongs to none, with how many instructions it stands for."""
+
+    key: str
+    text: str
+    kind: NodeKind
+    num_instructions: int
+
+
+class Graph(msgspec.Struct, frozen=True):
+    """Nodes in the order in which they first run, and edges (from, to) by key; all edges lead forward in that order."""
+
+    name: str
+    times: int
+    nodes: tuple[Node, ...]
+    edges: tuple[tuple[str, str], ...]
+
+
+def computation_graph(module: Module, name: str) -> Graph:
+    """The graph of one computation. Raises InputError for a name that the module does not have."""
+    computation = module.computations.get(name.removeprefix("%"))
+    if computation is None:
+        raise InputError(f"{module.name} has no computation {name!r}.{nearest(name, module.computations)}")
+    graph = _graph(module, computation, None)
+    if not graph.nodes:
+        raise InputError(f"{name} has no matmul, collective or labelled step to draw. Name a loop's body.")
+    return graph
+
+
+def block_graphs(module: Module, block: str | None) -> tuple[Graph, ...]:
+    """A graph for each computation that runs a block of the model: a layer's forward pass, then its backward pass.
+
+    Without a block: the one with most steps; in a program without labels, the loops with most to draw. Raises
+    InputError for a block that no instruction belongs to.
+    """
+    blocks = Counter(label.block for one in module if (label := one.label) and label.phase != "update")
+    if block and block not in blocks:
+        known = nearest(block, blocks) if blocks else " Its instructions carry no steps; use --computation NAME."
+        raise InputError(f"no instruction of {module.name} belongs to block {block!r}.{known}")
+    if not blocks:
+        return _loop_graphs(module)
+    chosen = block or blocks.most_common(1)[0][0]
+    graphs = [_graph(module, one, chosen) for one in executed(module) if not _inside_step(module, one)]
+    return tuple(graph for graph in sorted(graphs, key=lambda g: _first(module, g)) if graph.nodes)
+
+
+def _loop_graphs(module: Module) -> tuple[Graph, ...]:
+    graphs = [_graph(module, one, None) for one in executed(module) if one.name != module.entry]
+    drawn = sorted((graph for graph in graphs if graph.nodes), key=lambda graph: -len(graph.nodes))[:2]
+    if not drawn:
+        drawn = [computation_graph(module, module.entry)]
+    return tuple(sorted(drawn, key=lambda graph: _first(module, graph)))
+
+
+def _first(module: Module, graph: Graph) -> int:
+    """Where in the entry the loop that runs a computation stands."""
+    name = graph.name
+    while (caller := module.callers.get(name)) is not None and caller.computation != module.entry:
+        name = caller.computation
+    order = [one.name for one in module.computations[module.entry].instructions]
+    return order.index(caller.name) if caller else -1
+
+
+def _inside_step(module: Module, computation: Computation) -> bool:
+    """Whether a computation is a loop inside one step, such as the blocks of attention: the step is drawn whole."""
+    caller = module.callers.get(computation.name)
+    return caller is not None and caller.label is not None
+
+
+def _graph(module: Module, computation: Computation, block: str | None) -> Graph:
+    """Nodes are steps and heavy instructions; all between them are the edges."""
+    members: dict[str, list[Instruction]] = {}
+    texts: dict[str, str] = {}
+    reached: dict[str, frozenset[str]] = {}
+    edges: set[tuple[str, str]] = set()
+    for one in computation.instructions:
+        sources = frozenset[str]().union(*(reached.get(name, frozenset()) for name in one.operands))
+        key, text = _key(module, computation, one, block)
+        if not key:
+            reached[one.name] = sources
+            continue
+        members.setdefault(key, []).append(one)
+        texts.setdefault(key, text)
+        hidden = _overlapped(module, one)
+        edges |= {(source, key) for source in sources if source != key and source not in hidden}
+        # What a fusion only hands on, of a collective that runs beside it, comes from the collective.
+        reached[one.name] = frozenset({key}) | (sources & hidden)
+    order = {key: number for number, key in enumerate(members)}
+    forward = {(a, b) for a, b in edges if order[a] < order[b]}
+    nodes = [Node(key, texts[key], _strongest(module, group), len(group)) for key, group in members.items()]
+    return Graph(computation.name, times_run(module, computation.name), tuple(nodes), _reduced(forward, list(order)))
+
+
+def _key(module: Module, computation: Computation, one: Instruction, block: str | None) -> tuple[str, str]:
+    """(node, its text) of an instruction; empty where it is none."""
+    if one.opcode in ("parameter", "get-tuple-element", "tuple", "constant", "bitcast"):
+        return "", ""
+    if one.opcode.endswith("-done") and one.operands:
+        return _key(module, computation, computation.by_name[one.operands[0]], block)
+    label = _label(module, one)
+    if label:
+        wanted = block is None or label.block == block
+        again = " again" if label.phase == "recompute" else ""
+        text = f"{label.result} = {label.op}{again}" if block else f"{label.block}: {label.result} = {label.op}{again}"
+        return (str(label), text) if wanted else ("", "")
+    kind = _kind(module, one)
+    # Outside its loops a block has only the steps that say so.
+    if kind == "other" or block and computation.name == module.entry:
+        return "", ""
+    chain = _chain(module, one)
+    return chain or one.name, _plain_text(module, one, kind)
+
+
+def _label(module: Module, one: Instruction) -> StepLabel | None:
+    """The label of an instruction; of a piece of an asynchronous collective, that of the collective."""
+    inner = _collective_inside(module, one)
+    return find_label(inner.op_name) if inner and _chain(module, one) else one.label
+
+
+def _chain(module: Module, one: Instruction) -> str:
+    """The asynchronous collective that a fusion starts or ends; the empty text where it is none of the two."""
+    inner = _collective_inside(module, one)
+    if inner is None or "async_collective_fusion_config" not in inner.attributes:
+        return ""
+    ends = any(t in i.attributes for i in _inside(module, one) for t in _ENDS if i.opcode == "custom-call")
+    return _chain_key(inner) if ends else ""
+
+
+def _overlapped(module: Module, one: Instruction) -> frozenset[str]:
+    """The collectives that run beside a fusion's own work: it hands their buffers on and does not need them."""
+    if _chain(module, one) or one.opcode != "fusion":
+        return frozenset()
+    found = [i for i in _inside(module, one) if "async_collective_fusion_config" in i.attributes]
+    return frozenset(_chain_key(i) for i in found) | frozenset(str(i.label) for i in found if i.label)
+
+
+def _chain_key(collective: Instruction) -> str:
+    chain = _CHAIN.search(collective.attributes)
+    return f"{collective.opcode} {collective.attribute('channel_id')} {chain[1] if chain else ''}"
+
+
+def _collective_inside(module: Module, one: Instruction) -> Instruction | None:
+    if one.opcode.removesuffix("-start") in KINDS:
+        return one
+    return next((i for i in _inside(module, one) if i.opcode.removesuffix("-start") in KINDS), None)
+
+
+def _inside(module: Module, one: Instruction) -> Iterator[Instruction]:
+    """What a fusion, or what only begins here, calls."""
+    if one.opcode != "fusion" and not one.opcode.endswith("-start"):
+        return
+    for _, name in one.called:
+        computation = module.computations.get(name)
+        yield from computation.instructions if computation else ()
+
+
+def _strongest(module: Module, group: list[Instruction]) -> NodeKind:
+    return min((_kind(module, one) for one in group), key=_STRENGTH.index)
+
+
+def _kind(module: Module, one: Instruction) -> NodeKind:
+    inner = _collective_inside(module, one)
+    if inner is not None and (inner is one or _chain(module, one) or not _multiplies(module, one)):
+        return "collective"
+    if one.opcode == "send" and "megascale" in one.attributes:
+        return "collective"
+    target = _TARGET.search(one.attributes) if one.opcode == "custom-call" else None
+    label = one.label
+    named = label.op if label else target[1] if target else ""
+    if _ATTENTION.search(named) or target and _ATTENTION.search(one.op_name):
+        return "attention"
+    if target and target[1] in _QUIET_CALLS:
+        return "other"
+    if _multiplies(module, one) or target and _MATMUL_CALLS.search(target[1]):
+        return "matmul"
+    return "loop" if one.opcode == "while" and not label else "other"
+
+
+def _multiplies(module: Module, one: Instruction) -> bool:
+    if one.opcode in ("dot", "convolution"):
+        return True
+    return one.opcode == "fusion" and any(_multiplies(module, inner) for inner in _inside(module, one))
+
+
+def _plain_text(module: Module, one: Instruction, kind: NodeKind) -> str:
+    """The text of an instruction without a label: what it is and the array that it makes."""
+    inner = _collective_inside(module, one) if kind == "collective" else None
+    name = (inner or one).opcode.removesuffix("-start").replace("-", "_")
+    if inner is not None and any(called.startswith("all-reduce-scatter") for _, called in one.called):
+        name = "reduce_scatter"
+    shapes = parse_shapes((inner or one).shape) or parse_shapes("f32[]")
+    largest = max(shapes, key=lambda shape: shape.num_bytes)
+    words = {"matmul": "matmul", "attention": "attention", "loop": "loop", "collective": name, "other": name}
+    beside = ", beside a collective" if kind == "matmul" and _overlapped(module, one) else ""
+    return f"{words[kind]} {largest}{beside}"
+
+
+def _reduced(edges: set[tuple[str, str]], order: list[str]) -> tuple[tuple[str, str], ...]:
+    """Without edges that a longer way between the same two nodes implies."""
+    after: dict[str, list[str]] = {key: [] for key in order}
+    for a, b in edges:
+        after[a].append(b)
+
+    @lru_cache(maxsize=None)
+    def reach(key: str) -> frozenset[str]:
+        return frozenset(after[key]).union(*(reach(follower) for follower in after[key]))
+
+    for key in reversed(order):
+        reach(key)
+    place = {key: number for number, key in enumerate(order)}
+    kept = [(a, b) for a, b in edges if not any(b in reach(c) for c in after[a] if c != b)]
+    return tuple(sorted(kept, key=lambda edge: (place[edge[0]], place[edge[1]])))

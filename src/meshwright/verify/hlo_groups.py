@@ -1,0 +1,149 @@
+"""Who takes part in a collective: replica groups in all the ways XLA writes them, and the mesh axes they span."""
+
+import math
+import re
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Groups = tuple[NDArray[np.int64], ...]
+"""Device numbers, one array [groups, members] for each size of group."""
+
+_EXPLICIT = re.compile(r"replica_groups=\{(\{[0-9,{} ]*\})\}")
+_IOTA = re.compile(r"replica_groups=\[([0-9,]+)\]<=\[([0-9,]+)\](?:T\(([0-9,]+)\))?")
+_NAMED = re.compile(r"replica_groups=mesh\[([^\]]*)\](?:,\s*device_ids=\(([^{}]*)\))?\s*\{([^}]*)\}")
+_AXIS = re.compile(r"'([^']+)'(?:=(\d+)|:\((\d+)\)(\d+))?")
+_REORDERED = re.compile(r"\[([0-9,]+)\](?:T\(([0-9,]+)\))?")
+_PAIRS = re.compile(r"source_target_pairs=\{(\{[0-9,{} ]*\})\}")
+_SLICES = re.compile(r'_xla_megascale_target="\{([0-9,]+)\}x\{(\d+):(\d+)\}"')
+_DEVICES = re.compile(r'_xla_megascale_target="?\{(\{[0-9,{} ]*\})\}')
+_SLICE_STRIDE = 100_000
+
+
+def replica_groups(text: str, num_devices: int) -> Groups:
+    """The groups that an instruction's attributes name; all devices in one group where they name none.
+
+    Numbers index the devices of the mesh row-major. Raises ValueError for a form that is not known.
+    """
+    if explicit := _EXPLICIT.search(text):
+        return _lists(explicit[1])
+    if iota := _IOTA.search(text):
+        shape, source, order = (_ints(part) for part in iota.groups())
+        return (_transposed(source, order).reshape(shape),)
+    if named := _NAMED.search(text):
+        return (_named_groups(named[1], named[2], named[3]),)
+    if "replica_groups=" in text and "replica_groups={}" not in text:
+        raise ValueError(f"replica groups in a form that is not known: {text[text.index('replica_groups') :][:120]}")
+    return (np.arange(num_devices).reshape(1, -1),)
+
+
+def permute_pairs(text: str) -> Groups:
+    """(source, target) of each move of a collective-permute."""
+    found = _PAIRS.search(text)
+    return _lists(found[1]) if found else ()
+
+
+def slice_groups(text: str) -> Groups:
+    """Groups of a transfer between slices, whose devices are numbered slice by slice.
+
+    XLA writes slices from 1: ``{1,2}x{0:3}`` is each of four devices with its twin in the other slice, and a list of
+    devices has numbers such as 200003, device 3 of slice 2. Empty where the text names no target.
+    """
+    if whole := _SLICES.search(text):
+        slices, per_slice = np.array(_ints(whole[1])), int(whole[3]) + 1
+        members = (slices - 1)[None, :] * per_slice + np.arange(int(whole[2]), per_slice)[:, None]
+        return (members,)
+    listed = _DEVICES.search(text)
+    if listed is None:
+        return ()
+    groups = _lists(listed[1])
+    in_slice = max(int((group % _SLICE_STRIDE).max()) for group in groups) + 1
+    return tuple((group // _SLICE_STRIDE - 1) * in_slice + group % _SLICE_STRIDE for group in groups)
+
+
+def group_size(groups: Groups) -> int:
+    """Members of the largest group; 1 where there is none."""
+    return max((block.shape[1] for block in groups), default=1)
+
+
+def axes_of(groups: Groups, mesh: Mapping[str, int]) -> tuple[str, ...]:
+    """Mesh axes along which the members of a group differ.
+
+    Raises ValueError where a device number is not in the mesh.
+    """
+    if not mesh:
+        return ()
+    shape = tuple(mesh.values())
+    varies = np.zeros(len(shape), bool)
+    for block in groups:
+        places = np.array(np.unravel_index(block, shape))
+        varies |= (places != places[:, :, :1]).any(axis=(1, 2))
+    return tuple(axis for axis, differs in zip(mesh, varies, strict=True) if differs)
+
+
+@lru_cache(maxsize=256)
+def _lists(text: str) -> Groups:
+    """``{0,1},{2,3}`` as arrays, those of one size together."""
+    by_size: dict[int, list[Any]] = {}
+    for group in re.findall(r"\{([^{}]*)\}", text):
+        members = np.array([int(n) for n in group.split(",") if n.strip()], np.int64)
+        if members.size:
+            by_size.setdefault(members.size, []).append(members)
+    return tuple(np.stack(groups) for groups in by_size.values())
+
+
+def _ints(text: str | None) -> list[int]:
+    return [int(n) for n in text.split(",") if n.strip()] if text else []
+
+
+def _transposed(shape: list[int], order: list[int]) -> NDArray[np.int64]:
+    numbers = np.arange(math.prod(shape)).reshape(shape)
+    return numbers.transpose(order) if order else numbers
+
+
+def _named_groups(mesh: str, devices: str | None, axes: str) -> NDArray[np.int64]:
+    """Groups over named axes of a mesh that is written out: ``'data'=2,'tensor'=4`` and ``'tensor'``.
+
+    ``devices`` are the mesh's device numbers where they are not row-major: a list, or ``[4,2]T(1,0)``. An axis may be
+    a part of one: ``'tensor':(2)2`` are the last 2 of a tensor axis of 4, behind the first 2.
+    """
+    dims = {(name, "whole"): int(size) for name, size, _, _ in _AXIS.findall(mesh)}
+    numbers = _mesh_devices(devices, math.prod(dims.values()))
+    over = []
+    for name, _, before, size in _AXIS.findall(axes):
+        if before:
+            dims = _split(dims, name, int(before), int(size))
+        over.append((name, "part" if before else "whole"))
+    moved = [list(dims).index(key) for key in over]
+    numbers = np.moveaxis(numbers.reshape(tuple(dims.values())), moved, range(-len(moved), 0))
+    return numbers.reshape(-1, math.prod(numbers.shape[len(dims) - len(moved) :]))
+
+
+def _split(dims: Mapping[tuple[str, str], int], name: str, before: int, size: int) -> dict[tuple[str, str], int]:
+    """The mesh's dims with one axis as three, of which the middle one takes part."""
+    whole = dims.get((name, "whole"), 0)
+    if not whole or whole % (before * size):
+        raise ValueError(f"replica groups in a form that is not known: {name!r}:({before}){size} of {dict(dims)}")
+    found: dict[tuple[str, str], int] = {}
+    for key, count in dims.items():
+        parts = {(name, "before"): before, (name, "part"): size, (name, "after"): whole // (before * size)}
+        found |= parts if key == (name, "whole") else {key: count}
+    return found
+
+
+def _mesh_devices(devices: str | None, count: int) -> NDArray[np.int64]:
+    if not devices:
+        return np.arange(count)
+    reordered = _REORDERED.fullmatch(devices.strip())
+    listed = re.fullmatch(r"[0-9, ]+", devices)
+    numbers = np.array([])
+    if reordered:
+        numbers = _transposed(_ints(reordered[1]), _ints(reordered[2])).reshape(-1)
+    elif listed:
+        numbers = np.array(_ints(devices))
+    if numbers.size != count:
+        raise ValueError(f"replica groups in a form that is not known: device_ids=({devices}) for {count} devices")
+    return numbers

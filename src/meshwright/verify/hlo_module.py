@@ -1,0 +1,243 @@
+"""HLO text as data: a module, its computations, their instructions."""
+
+import re
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+
+import msgspec
+
+from meshwright.algebra.labels import StepLabel, find_label
+from meshwright.verify.hlo_frames import Frame, Frames, read_frames
+
+_COMPUTATION = re.compile(r"^(ENTRY\s+)?%?([\w.\-]+)\s*(?:\(.*\)\s*->.*)?\{\s*$")
+_INSTRUCTION = re.compile(r"^\s*(ROOT\s+)?%?([\w.\-]+)\s*=\s*")
+_OPCODE = re.compile(r"\s*([a-z][\w\-]*)\(")
+_PARENTHESIS = re.compile(r"[()]")
+_BRACKET = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\]()]')
+_OPERAND = re.compile(r"%([\w.\-]+)")
+_OP_NAME = re.compile(r'\bop_name="((?:[^"\\]|\\.)*)"')
+_FRAME_ID = re.compile(r"\bstack_frame_id=(\d+)")
+_SOURCE = re.compile(r'\bsource_file="([^"]*)"(?:\s+source_line=(\d+))?')
+_CALLED = re.compile(
+    r"\b(body|condition|calls|to_apply|branch_computations|called_computations|true_computation|false_computation)="
+    r"(\{[^}]*\}|%?[\w.\-]+)"
+)
+_NAMES = re.compile(r"[\w.\-]+")
+_OF_HEADER = re.compile(r"\b(num_partitions|replica_count)=(\d+)")
+
+
+class Instruction(msgspec.Struct, frozen=True, dict=True):
+    """One instruction: ``%name = shape opcode(operands), attributes``.
+
+    ``shape`` and ``attributes`` are the module's own text; ``literal`` is what stands between the parentheses of a
+    constant or a parameter, which have no operands.
+    """
+
+    name: str
+    opcode: str
+    shape: str
+    operands: tuple[str, ...]
+    attributes: str
+    computation: str
+    is_root: bool = False
+    literal: str = ""
+
+    def attribute(self, key: str) -> str:
+        """The value of one attribute as written, ``{...}`` and quotes included; the empty text where it is not set."""
+        start = f", {self.attributes}".find(f", {key}=")
+        if start < 0:
+            return ""
+        return _value(self.attributes[start + len(key) + 1 :])
+
+    @cached_property
+    def op_name(self) -> str:
+        """The path of JAX's operations that it came from; the empty text where it has none."""
+        found = _OP_NAME.search(self.attributes)
+        return found[1].replace('\\"', '"') if found else ""
+
+    @property
+    def label(self) -> StepLabel | None:
+        """The derived step that it belongs to."""
+        return find_label(self.op_name)
+
+    @property
+    def backend_config(self) -> str:
+        """What the compiler noted for its own code generation, as text."""
+        return self.attribute("backend_config")
+
+    @property
+    def called(self) -> tuple[tuple[str, str], ...]:
+        """(role, computation) for each computation that it calls: a loop's body and condition, a fusion's ``calls``."""
+        found = _CALLED.findall(self.attributes)
+        return tuple((role, name) for role, names in found for name in _NAMES.findall(names))
+
+
+class Computation(msgspec.Struct, frozen=True, dict=True):
+    """A named list of instructions, in the module's order (of execution, where the module is scheduled)."""
+
+    name: str
+    instructions: tuple[Instruction, ...]
+
+    @cached_property
+    def by_name(self) -> Mapping[str, Instruction]:
+        """Instruction by name."""
+        return {one.name: one for one in self.instructions}
+
+    @cached_property
+    def users(self) -> Mapping[str, tuple[Instruction, ...]]:
+        """Name -> the instructions that read it."""
+        found: dict[str, list[Instruction]] = {one.name: [] for one in self.instructions}
+        for one in self.instructions:
+            for operand in dict.fromkeys(one.operands):
+                found.setdefault(operand, []).append(one)
+        return {name: tuple(users) for name, users in found.items()}
+
+    @property
+    def root(self) -> Instruction:
+        """The instruction whose value the computation returns."""
+        return next((one for one in self.instructions if one.is_root), self.instructions[-1])
+
+    @cached_property
+    def parameters(self) -> Mapping[int, Instruction]:
+        """Parameter by number."""
+        return {int(one.literal): one for one in self.instructions if one.opcode == "parameter" and one.literal}
+
+
+class Module(msgspec.Struct, frozen=True, dict=True):
+    """A whole HLO module, run by ``num_partitions`` x ``num_replicas`` devices (of each slice, if it has several)."""
+
+    name: str
+    computations: Mapping[str, Computation]
+    entry: str
+    num_partitions: int
+    num_replicas: int
+    frames: Frames
+
+    @property
+    def num_devices(self) -> int:
+        """Devices that run the module together."""
+        return self.num_partitions * self.num_replicas
+
+    def __iter__(self) -> Iterator[Instruction]:
+        for computation in self.computations.values():
+            yield from computation.instructions
+
+    @cached_property
+    def num_instructions(self) -> int:
+        """Instructions of all computations, those inside fusions included."""
+        return sum(len(one.instructions) for one in self.computations.values())
+
+    @cached_property
+    def callers(self) -> Mapping[str, Instruction]:
+        """Computation -> one instruction that calls it."""
+        return {name: one for one in self for _, name in one.called}
+
+    def find(self, name: str) -> Instruction | None:
+        """The instruction of this name; that of the entry computation where several have it."""
+        wanted = name.removeprefix("%")
+        ordered = [self.computations[self.entry], *self.computations.values()] if self.entry else []
+        return next((c.by_name[wanted] for c in ordered if wanted in c.by_name), None)
+
+    def source(self, instruction: Instruction) -> tuple[Frame, ...]:
+        """Where in the Python source it was made, innermost call first; empty where the module does not say."""
+        written = _SOURCE.search(instruction.attributes)
+        if written:
+            return (Frame(file=written[1], line=int(written[2] or 0)),)
+        number = _FRAME_ID.search(instruction.attributes)
+        return self.frames.stack(int(number[1])) if number else ()
+
+
+def parse_module(text: str) -> Module:
+    """The module that an HLO text describes. Raises ValueError where the text has no computation."""
+    computations: dict[str, list[Instruction]] = {}
+    entry, current = "", ""
+    lines = text.splitlines()
+    for line in lines:
+        if line[:1] not in (" ", "\t", "}", ""):
+            head = _COMPUTATION.match(line)
+            if head and "=" not in line.split("(", 1)[0]:
+                current = head[2]
+                computations[current] = []
+                entry = current if head[1] else entry
+                continue
+        if current and (found := _instruction(line, current)):
+            computations[current].append(found)
+    if not any(computations.values()):
+        raise ValueError("the text holds no HLO computation.")
+    header = next((line for line in lines if line.startswith("HloModule")), "HloModule ?")
+    sizes = dict(_OF_HEADER.findall(header))
+    return Module(
+        name=header.split()[1].rstrip(","),
+        computations={name: Computation(name, tuple(body)) for name, body in computations.items() if body},
+        entry=entry or list(computations)[-1],
+        num_partitions=int(sizes.get("num_partitions", 1)),
+        num_replicas=int(sizes.get("replica_count", 1)),
+        frames=read_frames(lines),
+    )
+
+
+def _instruction(line: str, computation: str) -> Instruction | None:
+    head = _INSTRUCTION.match(line)
+    if head is None:
+        return None
+    shape, at = _shape(line, head.end())
+    opcode = _OPCODE.match(line, at)
+    if opcode is None:
+        return None
+    end = _closing(line, opcode.end() - 1)
+    inside = line[opcode.end() : end]
+    named = opcode[1] not in ("constant", "parameter")
+    return Instruction(
+        name=head[2],
+        opcode=opcode[1],
+        shape=shape,
+        operands=_operands(inside) if named else (),
+        attributes=line[end + 1 :].lstrip(", ").rstrip(),
+        computation=computation,
+        is_root=bool(head[1]),
+        literal="" if named else inside,
+    )
+
+
+def _shape(line: str, start: int) -> tuple[str, int]:
+    """(result shape, where it ends); a tuple's shape is in parentheses."""
+    if line[start : start + 1] == "(":
+        end = _closing(line, start) + 1
+    else:
+        found = line.find(" ", start)
+        end = found if found >= 0 else len(line)
+    return line[start:end], end
+
+
+def _closing(line: str, start: int) -> int:
+    """Where the parenthesis that opens at ``start`` closes."""
+    depth = 0
+    for found in _PARENTHESIS.finditer(line, start):
+        depth += 1 if found[0] == "(" else -1
+        if depth == 0:
+            return found.start()
+    return len(line)
+
+
+def _operands(inside: str) -> tuple[str, ...]:
+    if "%" in inside:
+        return tuple(_OPERAND.findall(inside))
+    # The short form leaves the percent signs out.
+    parts = (part.split() for part in inside.split(","))
+    return tuple(part[-1] for part in parts if part and _NAMES.fullmatch(part[-1]))
+
+
+def _value(text: str) -> str:
+    """The text of an attribute's value, of which ``text`` begins with the first letter."""
+    if text[:1] not in '{["':
+        return text.split(", ", 1)[0]
+    depth = 0
+    for found in _BRACKET.finditer(text):
+        if found[0][0] == '"':
+            if depth == 0:
+                return found[0]
+            continue
+        depth += 1 if found[0] in "{[(" else -1
+        if depth == 0:
+            return text[: found.end()]
+    return text

@@ -1,0 +1,111 @@
+"""Shapes in HLO: element type, dims, layout, tiling, memory space, and the bytes with and without padding."""
+
+import math
+import re
+
+import msgspec
+
+ELEMENT_BITS = {
+    "pred": 8, "s2": 8, "u2": 8, "s4": 8, "u4": 8, "s8": 8, "u8": 8, "s16": 16, "u16": 16, "s32": 32, "u32": 32,
+    "s64": 64, "u64": 64, "f4e2m1fn": 8, "f8e3m4": 8, "f8e4m3": 8, "f8e4m3b11fnuz": 8, "f8e4m3fn": 8,
+    "f8e4m3fnuz": 8, "f8e5m2": 8, "f8e5m2fnuz": 8, "f8e8m0fnu": 8, "bf16": 16, "f16": 16, "f32": 32, "f64": 64,
+    "c64": 64, "c128": 128,
+}  # fmt: skip
+"""Bits of an element in memory. Those of four bits and fewer take a byte unless the layout packs them, ``E(4)``."""
+
+_SHAPE = re.compile(r"\b([a-z][a-z0-9]*)\[([0-9,<=? ]*)\](?:\{([^}]*)\})?")
+_COMMENT = re.compile(r"/\*.*?\*/")
+_TILES = re.compile(r"T((?:\([0-9,*]+\))+)")
+_NUMBERS = re.compile(r"\(([0-9,*]+)\)")
+_SPACE = re.compile(r"S\((\d+)\)")
+_BITS = re.compile(r"E\((\d+)\)")
+_TAIL = re.compile(r"L\((\d+)\)")
+
+
+class Shape(msgspec.Struct, frozen=True):
+    """One array's shape.
+
+    ``minor_to_major`` lists the dims from the one that is contiguous in memory; ``tiles`` are the tiling of its minor
+    dims, the whole tile first and how each tile is cut further behind it. No layout: empty, row-major.
+    """
+
+    dtype: str
+    dims: tuple[int, ...]
+    minor_to_major: tuple[int, ...] = ()
+    tiles: tuple[tuple[int, ...], ...] = ()
+    memory_space: int = 0
+    element_bits: int = 0
+    tail_elements: int = 1
+
+    @property
+    def num_elements(self) -> int:
+        """Elements without padding."""
+        return math.prod(self.dims)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes without padding; 0 for tokens and other types that hold no numbers."""
+        return -(-self.num_elements * self.element_bits // 8)
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """Dims from major to minor, as they lie in memory."""
+        return tuple(reversed(self.minor_to_major)) if self.minor_to_major else tuple(range(len(self.dims)))
+
+    @property
+    def physical(self) -> tuple[int, ...]:
+        """Sizes of the dims in the order in which they lie in memory, major first."""
+        return tuple(self.dims[dim] for dim in self.order)
+
+    @property
+    def padded_dims(self) -> tuple[int, ...]:
+        """Sizes in memory order once the first tile has rounded them up."""
+        if not self.tiles:
+            return self.physical
+        tile = self.tiles[0]
+        sizes = (1,) * (len(tile) - len(self.dims)) + self.physical
+        head = len(sizes) - len(tile)
+        return sizes[:head] + tuple(-(-n // t) * t for n, t in zip(sizes[head:], tile, strict=True))
+
+    @property
+    def padded_bytes(self) -> int:
+        """Bytes in memory: every dim that a tile cuts is rounded up to whole tiles, tile by tile."""
+        sizes = list(self.physical)
+        for tile in self.tiles:
+            sizes = [1] * (len(tile) - len(sizes)) + sizes
+            head = len(sizes) - len(tile)
+            counts = [-(-n // t) for n, t in zip(sizes[head:], tile, strict=True)]
+            sizes = [*sizes[:head], *counts, *tile]
+        elements = -(-math.prod(sizes) // self.tail_elements) * self.tail_elements
+        return -(-elements * self.element_bits // 8)
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{','.join(map(str, self.dims))}]"
+
+
+def parse_shapes(text: str) -> tuple[Shape, ...]:
+    """The arrays of a shape such as ``f32[2,16]{1,0:T(8,128)}``, or of all the shapes in a tuple, in order."""
+    return tuple(_shape(*found) for found in _SHAPE.findall(_COMMENT.sub("", text)))
+
+
+def shape_bytes(text: str) -> int:
+    """Bytes of a shape such as ``f32[2,16]{1,0}`` or of all the shapes in a tuple, without padding."""
+    return sum(shape.num_bytes for shape in parse_shapes(text))
+
+
+def _shape(dtype: str, dims: str, layout: str) -> Shape:
+    order, _, rest = layout.partition(":")
+    tiles, space, bits, tail = (found.search(rest) for found in (_TILES, _SPACE, _BITS, _TAIL))
+    return Shape(
+        dtype=dtype,
+        dims=tuple(int(n.strip(" <=?") or 1) for n in dims.split(",") if n.strip()),
+        minor_to_major=tuple(int(n) for n in order.split(",") if n.strip().isdigit()),
+        tiles=tuple(_tile(tile) for tile in _NUMBERS.findall(tiles[1])) if tiles and "*" not in tiles[1] else (),
+        memory_space=int(space[1]) if space else 0,
+        element_bits=int(bits[1]) if bits and int(bits[1]) else ELEMENT_BITS.get(dtype, 0),
+        tail_elements=int(tail[1]) if tail else 1,
+    )
+
+
+def _tile(text: str) -> tuple[int, ...]:
+    return tuple(int(n) for n in text.split(","))

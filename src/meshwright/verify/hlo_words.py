@@ -1,0 +1,216 @@
+"""One instruction of a compiled program in words: what it does, how its result lies in memory, where it came from."""
+
+import re
+from collections import Counter
+
+import msgspec
+
+from meshwright.core.units import format_bytes
+from meshwright.verify.hlo_loops import times_run
+from meshwright.verify.hlo_module import Instruction, Module
+from meshwright.verify.hlo_shapes import Shape, parse_shapes
+
+_CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
+_TARGET = re.compile(r'custom_call_target="([^"]*)"')
+_MAX_LISTED = 6
+
+TPU_SPACES = {
+    0: "HBM, the chip's main memory",
+    1: "VMEM, the on-chip memory that the vector and matrix units read",
+    2: "semaphores, which say when a transfer is done",
+    3: "CMEM, the on-chip memory that the cores of a v4 share",
+    4: "SMEM, the scalar unit's memory",
+    5: "the host's memory",
+    8: "semaphores of the SparseCore",
+}
+"""Number behind S in a TPU's layouts -> what it is. Source: MemorySpace in JAX's tpu_custom_call; 3 from v4 programs."""
+
+OPCODES = {
+    "all-gather": "gathers the shards of an array from a group of devices",
+    "all-reduce": "sums an array over a group of devices",
+    "all-to-all": "sends each device of a group its part of an array",
+    "ragged-all-to-all": "sends each device of a group its rows of an array, as many as it needs",
+    "reduce-scatter": "sums an array over a group of devices and leaves each its shard",
+    "collective-permute": "sends an array to another device",
+    "collective-broadcast": "sends one device's array to its group",
+    "bitcast": "names the same bytes by another shape; nothing moves",
+    "broadcast": "repeats an array along new dims",
+    "constant": "a number known when it was compiled",
+    "conditional": "runs one of several computations",
+    "convert": "changes the element type",
+    "convolution": "a convolution; on a TPU every matmul is written as one",
+    "copy": "copies an array, to another layout or memory",
+    "custom-call": "calls code that the compiler did not write",
+    "dot": "a matmul",
+    "dynamic-slice": "takes a part of an array, whose place is computed",
+    "dynamic-update-slice": "writes a part of an array, whose place is computed",
+    "fusion": "several operations as one kernel, with nothing in between written to memory",
+    "gather": "takes rows by number",
+    "get-tuple-element": "one element of a tuple; nothing moves",
+    "parameter": "an argument",
+    "reduce": "reduces an array along dims",
+    "scatter": "adds or writes rows by number",
+    "slice": "takes a part of an array",
+    "sort": "sorts",
+    "transpose": "reorders dims",
+    "tuple": "several values as one; nothing moves",
+    "while": "a loop",
+}  # fmt: skip
+"""Opcode -> what it does."""
+
+
+class Explained(msgspec.Struct, frozen=True):
+    """An instruction in words: (what, text) line by line."""
+
+    name: str
+    facts: tuple[tuple[str, str], ...]
+
+
+def explain(module: Module, one: Instruction) -> Explained:
+    """All that the module says of an instruction."""
+    shapes = parse_shapes(one.shape)
+    facts = [("does", _does(module, one)), ("runs", _runs(module, one))]
+    facts += layout_facts(shapes[0], is_tpu=is_tpu(module)) if len(shapes) == 1 else _tuple_facts(shapes)
+    facts += [("step", str(one.label))] if one.label else []
+    facts += [("operation", one.op_name)] if one.op_name else []
+    stack = module.source(one)
+    facts += [("source", str(stack[0]))] if stack else []
+    facts += [("called by", str(frame)) for frame in stack[1:3]]
+    if cycles := _CYCLES.search(one.attributes):
+        facts.append(("estimate", f"{int(cycles[1]):,} cycles by the compiler's own model"))
+    computation = module.computations[one.computation]
+    given = [computation.by_name.get(name) for name in one.operands]
+    facts.append(("operands", _listed([(o.name, o.shape) if o else ("?", "") for o in given])))
+    used = computation.users.get(one.name, ())
+    facts.append(("used by", "the computation's caller" if one.is_root else _listed([(u.name, u.shape) for u in used])))
+    return Explained(one.name, tuple(facts))
+
+
+def layout_facts(shape: Shape, *, is_tpu: bool = True) -> list[tuple[str, str]]:
+    """(what, text) of one array: type, bytes, order in memory, tiles, memory, padding."""
+    return [
+        ("shape", f"{shape}: {shape.num_elements:,} x {_element(shape)}, {format_bytes(shape.num_bytes)}"),
+        ("order", order_words(shape)),
+        *(("tiles", text) for text in tile_words(shape)),
+        *([("memory", space_words(shape.memory_space, is_tpu=is_tpu))] if is_tpu or shape.memory_space else []),
+        ("padding", padding_words(shape)),
+    ]
+
+
+def order_words(shape: Shape) -> str:
+    """``{1,0}`` in words: which dim is contiguous, and which lies outside it."""
+    names = [f"dim {dim} ({shape.dims[dim]:,})" for dim in reversed(shape.order)]
+    if not names:
+        return "one number"
+    written = f"{{{','.join(str(d) for d in reversed(shape.order))}}}"
+    if len(names) == 1:
+        return f"{written}: {names[0]} is contiguous"
+    return f"{written}: {names[0]} is contiguous, outside it {', then '.join(names[1:])}"
+
+
+def tile_words(shape: Shape) -> list[str]:
+    """``T(8,128)(2,1)`` in words, a line for the tile and one for each time it is cut further."""
+    if not shape.tiles:
+        return []
+    whole, *inner = shape.tiles
+    minor = [f"dim {dim}" for dim in shape.order[-len(whole) :]]
+    text = _by(whole)
+    lines = [f"T({_comma(whole)}): {text} elements{' of ' + ' x '.join(minor) if minor else ''} lie together"]
+    for tile in inner:
+        words = f"({_comma(tile)}): inside, "
+        rows = tile[-2] if len(tile) > 1 else 1
+        if len(tile) > 1 and tile[-1] == 1 and rows > 1:
+            word_bits = rows * shape.element_bits
+            words += f"{rows} rows share {word_bits}-bit words, an element of each beside the other"
+        else:
+            words += f"{_by(tile)} elements lie together"
+        lines.append(words)
+    return lines
+
+
+def space_words(space: int, *, is_tpu: bool = True) -> str:
+    """A memory space in words."""
+    if not is_tpu:
+        known = {0: "the GPU's memory", 5: "the host's memory"}
+        return f"S({space}): {known.get(space, 'a memory of its own')}" if space else known[0]
+    text = TPU_SPACES.get(space, "a memory space without a public name")
+    return f"S({space}): {text}" if space else text
+
+
+def padding_words(shape: Shape) -> str:
+    """What the tiles add to an array."""
+    if shape.padded_bytes <= shape.num_bytes:
+        return "none"
+    grown = [
+        f"dim {dim} from {size:,} to {padded:,}"
+        for dim, size, padded in zip(
+            shape.order, shape.physical, shape.padded_dims[-len(shape.order) :] if shape.order else (), strict=True
+        )
+        if padded > size
+    ]
+    share = 1 - shape.num_bytes / shape.padded_bytes
+    how = f": {', '.join(grown)}" if grown else ""
+    return f"{format_bytes(shape.padded_bytes)} in memory, {share:.1%} of it padding{how}"
+
+
+def is_tpu(module: Module) -> bool:
+    """Whether a module was compiled for a TPU: its layouts have tiles."""
+    return any(":T(" in one.shape for one in module.computations[module.entry].instructions)
+
+
+def opcode_words(one: Instruction) -> str:
+    """What an instruction does, in a few words."""
+    base = re.sub(r"-(start|done|update)$", "", one.opcode)
+    text = OPCODES.get(base, "element by element" if one.operands else base)
+    if one.opcode.endswith("-start"):
+        return f"{text}; only begins here"
+    return f"{text}; ends here what began earlier" if one.opcode.endswith("-done") else text
+
+
+def _does(module: Module, one: Instruction) -> str:
+    text = f"{one.opcode}: {opcode_words(one)}"
+    if one.opcode == "custom-call" and (target := _TARGET.search(one.attributes)):
+        text += f" ({target[1]})"
+    called = dict(one.called).get("calls") if one.opcode == "fusion" else None
+    if called in module.computations:
+        inside = Counter(i.opcode for i in module.computations[called].instructions if i.opcode not in _PLAIN)
+        text += f"; of {', '.join(f'{count} {opcode}' for opcode, count in inside.most_common(8))}"
+    return text
+
+
+_PLAIN = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast")
+
+
+def _runs(module: Module, one: Instruction) -> str:
+    times = times_run(module, one.computation)
+    often = "once" if times == 1 else f"{times:,} times"
+    return f"{often} in a call of the program, in computation {one.computation}"
+
+
+def _tuple_facts(shapes: tuple[Shape, ...]) -> list[tuple[str, str]]:
+    total = sum(shape.padded_bytes for shape in shapes)
+    return [("shape", f"a tuple of {len(shapes)}, {format_bytes(total)} in memory: {_listed_shapes(shapes)}")]
+
+
+def _listed_shapes(shapes: tuple[Shape, ...]) -> str:
+    shown = ", ".join(str(shape) for shape in shapes[:_MAX_LISTED])
+    return shown + (f" and {len(shapes) - _MAX_LISTED} more" if len(shapes) > _MAX_LISTED else "")
+
+
+def _listed(found: list[tuple[str, str]]) -> str:
+    texts = [f"{name} {_listed_shapes(parse_shapes(shape))}".strip() for name, shape in found[:_MAX_LISTED]]
+    more = f" and {len(found) - _MAX_LISTED} more" if len(found) > _MAX_LISTED else ""
+    return "; ".join(texts) + more if texts else "none"
+
+
+def _element(shape: Shape) -> str:
+    whole = shape.element_bits % 8 == 0
+    return f"{shape.dtype} of {f'{shape.element_bits // 8} B' if whole else f'{shape.element_bits} bits'}"
+
+
+def _by(sizes: tuple[int, ...]) -> str:
+    return " x ".join(f"{size:,}" for size in sizes)
+
+
+def _comma(sizes: tuple[int, ...]) -> str:
+    return ",".join(map(str, sizes))

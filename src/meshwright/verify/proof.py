@@ -1,0 +1,178 @@
+"""The proof of a plan: its real step compiled for its target, beside what the algebra says of it."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from meshwright.cost.memory import memory_limit
+from meshwright.spec.calibration import Calibration
+from meshwright.verify.differences import Comparison, compare
+from meshwright.verify.dumps import available_bytes
+from meshwright.verify.hlo import collectives
+from meshwright.verify.request import Compiled, Request
+from meshwright.verify.running import Outcome, run_request
+from meshwright.verify.step_derivation import StepDerivation
+
+ARGUMENTS = ("weights", "optimizer", "kv_cache")
+"""Items of memory that a step is given; all others it needs besides."""
+
+
+class MemoryComparison(msgspec.Struct, frozen=True, kw_only=True):
+    """Bytes on one device: predicted by item, compiled, and what the chip has for a program."""
+
+    items: dict[str, float]
+    arguments: float
+    temporaries: float
+    needed: float
+    peak: float | None
+    available: float
+
+    @property
+    def predicted(self) -> float:
+        """The sum of the items."""
+        return sum(self.items.values())
+
+    @property
+    def predicted_arguments(self) -> float:
+        return sum(value for name, value in self.items.items() if name in ARGUMENTS)
+
+    @property
+    def predicted_temporaries(self) -> float:
+        return self.predicted - self.predicted_arguments
+
+    @property
+    def error(self) -> float:
+        """Predicted over compiled, less one."""
+        return self.predicted / self.needed - 1
+
+    @property
+    def fits(self) -> bool:
+        return self.needed <= self.available
+
+
+class Proof(msgspec.Struct, frozen=True, kw_only=True):
+    """What compiling a step has shown.
+
+    ``refusal`` is why it does not run, in one line; empty where it does. ``memory`` and ``traffic`` are there where
+    buffers were assigned; ``traffic_error`` says why the collectives could not be read.
+    """
+
+    request: Request
+    outcome: Outcome
+    refusal: str = ""
+    memory: MemoryComparison | None = None
+    traffic: Comparison | None = None
+    traffic_error: str = ""
+
+    @property
+    def runs(self) -> bool:
+        """Whether the step partitions and fits, as far as this depth shows."""
+        return not self.refusal
+
+
+def prove(
+    request: Request,
+    *,
+    program: Sequence[str],
+    timeout_s: float,
+    keep: Path | None = None,
+    calibration: Calibration | None = None,
+) -> Proof:
+    """Compile the step of a request in a process of its own and hold it against the derivation."""
+    outcome = run_request(request, program=program, timeout_s=timeout_s, keep=keep)
+    refusal = _refusal(request, outcome)
+    if outcome.compiled is None:
+        return Proof(request=request, outcome=outcome, refusal=refusal)
+    derivation = StepDerivation(request)
+    memory = None
+    if request.target.platform != "cpu":
+        memory = _memory(request, outcome.compiled, derivation, calibration)
+        refusal = refusal or _does_not_fit(request, memory)
+    traffic, trouble = None, ""
+    try:
+        traffic = compare(
+            derivation.expected(),
+            collectives(outcome.hlo, request.strategy.mesh),
+            request.strategy.mesh,
+            remarks=outcome.remarks,
+        )
+    except ValueError as error:
+        trouble = str(error)
+    return Proof(
+        request=request, outcome=outcome, refusal=refusal, memory=memory, traffic=traffic, traffic_error=trouble
+    )
+
+
+def _memory(
+    request: Request, compiled: Compiled, derivation: StepDerivation, calibration: Calibration | None
+) -> MemoryComparison:
+    offered = available_bytes(compiled.out_of_memory)
+    found = compiled.memory
+    return MemoryComparison(
+        items=derivation.memory(),
+        arguments=found.arguments,
+        temporaries=found.temporaries + found.outputs,
+        needed=found.needed,
+        peak=found.peak,
+        available=offered or memory_limit(request.cluster, calibration),
+    )
+
+
+def _refusal(request: Request, outcome: Outcome) -> str:
+    """Why nothing was compiled, in one line."""
+    if outcome.ended in ("done", "stopped"):
+        return ""
+    where = "lowered" if outcome.lowered is None else "compiled"
+    how = {"crash": "the compiler died", "timeout": "the time was up"}.get(outcome.ended)
+    message = f"{how}: {outcome.message}" if how else outcome.message
+    more = " Give more time with --timeout." if outcome.ended == "timeout" else ""
+    return f"the {request.step} step of {request.model.name} could not be {where}: {message.rstrip('.')}.{more}"
+
+
+def _does_not_fit(request: Request, memory: MemoryComparison) -> str:
+    if memory.fits:
+        return ""
+    needed, has = memory.needed / 1e9, memory.available / 1e9
+    return (
+        f"the {request.step} step of {request.model.name} needs {needed:.1f} GB on each chip of "
+        f"{request.cluster.short_name}, which has {has:.1f} GB for it "
+        f"({needed / has:.2g} times as much). Use more chips, more remat, or fewer sequences at a time."
+    )
+
+
+def proof_table(proof: Proof) -> dict[str, Any]:
+    """Plain data, the keys of `verify --json`."""
+    request, outcome = proof.request, proof.outcome
+    found: dict[str, Any] = {
+        "model": request.model.name,
+        "cluster": request.cluster.short_name,
+        "step": request.step,
+        "axes": dict(request.strategy.mesh),
+        "depth": request.depth,
+        "target": request.target.platform,
+        "note": request.target.note,
+        "runs": proof.runs,
+        "refusal": proof.refusal,
+        "wall_s": outcome.wall_s,
+        "cpu_s": outcome.cpu_s,
+        "max_rss_bytes": outcome.max_rss_bytes,
+        "flops_loops_once": outcome.compiled.flops if outcome.compiled else None,
+    }
+    if proof.memory is not None:
+        memory = proof.memory
+        found["memory"] = {
+            **msgspec.structs.asdict(memory),
+            "predicted": memory.predicted,
+            "error": memory.error,
+            "fits": memory.fits,
+        }
+    if proof.traffic is not None:
+        found["collectives"] = {
+            **msgspec.to_builtins(proof.traffic),
+            "derived_bytes": proof.traffic.derived_bytes,
+            "compiled_bytes": proof.traffic.compiled_bytes,
+            "remainder": proof.traffic.remainder,
+        }
+    return found

@@ -1,0 +1,72 @@
+"""What is to be compiled: one step of one plan for one target. Plain data, handed from process to process."""
+
+from typing import Any, Literal
+
+import msgspec
+
+from meshwright.spec.cluster import Cluster
+from meshwright.spec.model import Model
+from meshwright.spec.strategy import Strategy
+from meshwright.verify.targets import Target
+
+StepKind = Literal["train", "prefill", "generate"]
+Depth = Literal["lower", "partition", "full"]
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True):
+    """One step of a strategy.
+
+    ``seq_len`` is the tokens of a sequence; to generate, the positions that the cache holds. ``settings`` are those of
+    a training run where they differ from the defaults; ``weights`` and ``cache_dtype`` are of prefill and generation.
+    ``order`` are the numbers of the chips in the order of the mesh.
+    """
+
+    model: Model
+    cluster: Cluster
+    strategy: Strategy
+    target: Target
+    step: StepKind = "train"
+    batch_seqs: int
+    seq_len: int
+    depth: Depth = "partition"
+    weights: Literal["as they are", "int8"] = "as they are"
+    cache_dtype: str = "bf16"
+    settings: dict[str, Any] = {}
+    order: tuple[int, ...] = ()
+
+
+class Lowered(msgspec.Struct, frozen=True, kw_only=True):
+    """The step has been traced, every array divides and every type agrees. ``seconds`` are of the wall."""
+
+    seconds: float
+
+
+class Memory(msgspec.Struct, frozen=True, kw_only=True):
+    """Bytes on one device as the compiler assigned them.
+
+    ``arguments`` are what the step is given, ``temporaries`` what it needs besides, ``outputs`` results that do not
+    take the place of an argument. ``peak`` is the most that is alive at once, where the compiler says so.
+    """
+
+    arguments: int
+    temporaries: int
+    outputs: int
+    peak: int | None = None
+
+    @property
+    def needed(self) -> int:
+        """What the program fills: arguments, temporaries and new results."""
+        return self.arguments + self.temporaries + self.outputs
+
+
+class Compiled(msgspec.Struct, frozen=True, kw_only=True):
+    """What compiling shows. ``seconds`` are of the wall.
+
+    ``flops`` is the compiler's own count, in which the body of a loop counts once. ``out_of_memory`` is its message
+    where it refused the program for its size.
+    """
+
+    seconds: float
+    memory: Memory
+    flops: float | None = None
+    out_of_memory: str = ""

@@ -1,0 +1,130 @@
+"""What the algebra says of the step of a request: its collectives, and the bytes that a device holds."""
+
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from msgspec.structs import replace
+
+from meshwright.algebra.cache_table import CacheDtype, cache_table
+from meshwright.algebra.derive import Derived, derive, derive_forward
+from meshwright.algebra.generation import generate_program, one_position, prefill_program
+from meshwright.algebra.notation import ShardedArray, local_elements
+from meshwright.algebra.schedule_fused import fused
+from meshwright.algebra.schedule_ticks import tick_tables
+from meshwright.algebra.transformer import transformer
+from meshwright.core.dims import DTYPE_BYTES
+from meshwright.cost.memory import training_memory
+from meshwright.cost.pipeline import strategy_pipeline
+from meshwright.cost.step_costs import strategy_sizes
+from meshwright.cost.step_rates import attention_scores
+from meshwright.parallel.pipeline_stages import strategy_schedule
+from meshwright.spec.job import Job
+from meshwright.verify.expected import Expected, expected_collectives, expected_of_pipeline
+from meshwright.verify.request import Request
+
+
+class StepDerivation:
+    """The derived step of a request, counted."""
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.trains = request.step == "train"
+
+    @cached_property
+    def strategy(self) -> Any:
+        """The strategy as it is derived; generation has keys gathered over context."""
+        given = self.request.strategy
+        return given if self.trains else replace(given, context_attention="gather")
+
+    @cached_property
+    def derived(self) -> Derived:
+        """The steps of the program."""
+        model, cache_dtype = self.request.model, self._cache_dtype
+        quantised = self.request.weights == "int8"
+        if self.trains:
+            return derive(transformer(model), self.strategy)
+        if self.request.step == "prefill":
+            return derive_forward(prefill_program(model, cache_dtype=cache_dtype, quantised=quantised), self.strategy)
+        program = generate_program(model, cache_dtype=cache_dtype, quantised=quantised)
+        return derive_forward(program, one_position(self.strategy))
+
+    @property
+    def _cache_dtype(self) -> CacheDtype:
+        return self.request.cache_dtype  # type: ignore[return-value]
+
+    @cached_property
+    def dims(self) -> dict[str, int]:
+        """Sizes of all dims for the whole batch; the slots of an expert are those that are made: one for each token."""
+        request = self.request
+        count = request.strategy.num_microbatches if self.trains else 1
+        length = 1 if request.step == "generate" else request.seq_len
+        sizes = {**request.model.dims, "B": request.batch_seqs, "T": length, "S": request.seq_len}
+        if request.model.num_experts:
+            sizes |= {"C": request.batch_seqs * length // count, "Er": 3}
+        return sizes
+
+    def expected(self) -> list[Expected]:
+        """Collectives of one step. Those of a pipeline are as its text has them: of every branch, in every tick."""
+        strategy, mesh = self.strategy, self.strategy.mesh
+        width = int(DTYPE_BYTES[strategy.state_dtype])
+        if self.trains and mesh.get("pipeline", 1) > 1:
+            tables = tick_tables(fused(strategy_schedule(strategy)))
+            return list(expected_of_pipeline(self.derived, tables, self.dims, mesh, width=width))
+        return list(
+            expected_collectives(
+                self.derived,
+                self.dims,
+                mesh,
+                num_microbatches=strategy.num_microbatches if self.trains else 1,
+                width=width,
+                layer_by_layer=strategy.gradient_sync == "overlapped",
+            )
+        )
+
+    def memory(self) -> dict[str, float]:
+        """Bytes on one device by item, as `cost` predicts them."""
+        return self._training_memory() if self.trains else self._generation_memory()
+
+    def _training_memory(self) -> dict[str, float]:
+        request = self.request
+        job = Job(batch_seqs=request.batch_seqs, seq_len=request.seq_len)
+        scores = attention_scores(request.cluster, request.strategy.software)
+        sizes = strategy_sizes(request.model, job, request.strategy, scores=scores)
+        items = training_memory(
+            self.derived,
+            sizes,
+            num_microbatches=request.strategy.num_microbatches,
+            pipeline=strategy_pipeline(request.strategy),
+            offload=request.strategy.offload,
+        )
+        return {name: float(np.asarray(value)) for name, value in items.items()}
+
+    def _generation_memory(self) -> dict[str, float]:
+        """Weights and cache where they lie, and the largest results of one step of the program with what it reads."""
+        request, program = self.request, self.derived.program
+        found = dict.fromkeys(("weights", "kv_cache", "workspace"), 0.0)
+        layers = {name: block.repeat for block in self.derived.blocks for op in block.block.ops for name in op.inputs}
+        rows = {
+            row.name: row.num_layers
+            for row in cache_table(
+                request.model, batch_seqs=request.batch_seqs, max_len=request.seq_len, dtype=self._cache_dtype
+            )
+        }
+        for name, variable in program.variables.items():
+            if variable.role in ("weight", "vector"):
+                found["weights"] += layers.get(name, 1) * self._bytes(self.derived.declared[name])
+            elif name in rows:
+                found["kv_cache"] += rows[name] * self._bytes(self.derived.declared[name])
+        found["workspace"] = max(
+            (self._made(step.result, *step.more) for block in self.derived.blocks for step in block.forward),
+            default=0.0,
+        )
+        return found
+
+    def _made(self, *results: ShardedArray) -> float:
+        return sum(self._bytes(array) for array in results if not array.name.startswith("cache"))
+
+    def _bytes(self, array: ShardedArray) -> float:
+        width = DTYPE_BYTES[array.dtype] if array.dtype else DTYPE_BYTES[self.strategy.state_dtype]
+        return float(local_elements(array, self.dims, self.strategy.mesh)) * float(width)

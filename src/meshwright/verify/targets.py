@@ -1,0 +1,156 @@
+"""What a plan is compiled for: the hardware of its cluster through a compiler that needs none of it, or this CPU."""
+
+import importlib.util
+import math
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+
+from meshwright.core.errors import CannotRunError
+from meshwright.cost.network import Placement
+from meshwright.spec.cluster import Cluster
+from meshwright.verify.gpu_target import gpu_targets, target_config
+
+Platform = Literal["tpu", "cuda", "cpu"]
+
+TPU_NAMES = {"v4p": "v4", "v5e": "v5e", "v5p": "v5p", "v6e": "v6e", "tpu7x": "tpu7x"}
+"""Names of TPUs in this catalogue, and libtpu's."""
+
+MAX_CPU_DEVICES = 2048
+"""XLA's CPU compiler takes a program of this many devices for one process; 4096 it refuses (measured, jax 0.10.2)."""
+
+PLUGINS = {"tpu": ("libtpu", "tpu"), "cuda": ("jax_cuda13_plugin", "gpu")}
+"""The module that compiles for a platform, and the extra of this package that installs it."""
+
+
+class Target(msgspec.Struct, frozen=True, kw_only=True):
+    """A topology that a program is compiled for.
+
+    ``topology`` and ``options`` are what JAX's `get_topology_desc` takes. ``cores_per_chip`` devices stand for one
+    chip there: a mesh of chips then takes the first of each. ``note`` says what this target cannot show.
+    """
+
+    platform: Platform
+    topology: str = ""
+    options: dict[str, Any] = {}
+    num_devices: int
+    cores_per_chip: int = 1
+    note: str = ""
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Variables of a process that compiles: quiet, and without looking for hardware."""
+        quiet = {"TF_CPP_MIN_LOG_LEVEL": "2"}
+        if self.platform == "tpu":
+            return {
+                **quiet,
+                "TPU_SKIP_MDS_QUERY": "1",
+                "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+                "TPU_WORKER_HOSTNAMES": "localhost",
+                "TPU_WORKER_ID": "0",
+                "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+            }
+        if self.platform == "cuda":
+            return {**quiet, "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
+        flag = f"--xla_force_host_platform_device_count={self.num_devices}"
+        return {**quiet, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flag}
+
+
+def is_installed(platform: Platform) -> bool:
+    """Whether this Python has the compiler for a platform; that for the CPU is part of JAX."""
+    return platform == "cpu" or importlib.util.find_spec(PLUGINS[platform][0]) is not None
+
+
+def target_of(cluster: Cluster) -> Target:
+    """The target of a cluster's own kind.
+
+    Raises CannotRunError for a chip that no compiler here knows.
+    """
+    chip = cluster.chip.name
+    if chip in TPU_NAMES:
+        return _tpu(cluster)
+    if chip in gpu_targets():
+        options = {"topology": f"1x{cluster.nodes}x{cluster.domain}", "target_config": target_config(chip)}
+        return Target(platform="cuda", options=options, num_devices=cluster.num_chips)
+    if cluster.kind == "host":
+        return Target(platform="cpu", num_devices=cluster.num_chips)
+    known = ", ".join((*TPU_NAMES, *gpu_targets()))
+    raise CannotRunError(
+        f"no compiler is known for {cluster.chip.full_name or chip}. Programs are compiled for {known} and cpu; "
+        f"take --for cpu to see the collectives, without the memory."
+    )
+
+
+def usable_target(cluster: Cluster, *, wanted: Platform | None = None) -> Target:
+    """The target to use: the cluster's own where its compiler is installed, else emulated CPU devices, with a note.
+
+    Raises CannotRunError where the platform that is asked for is not installed, or nothing takes so many devices.
+    """
+    if wanted == "cpu":
+        return _stand_in(cluster, "as asked for")
+    own = target_of(cluster)
+    if wanted is not None and own.platform != wanted:
+        raise CannotRunError(f"{cluster.short_name} is compiled for {own.platform}, not {wanted}. Leave --for out.")
+    if is_installed(own.platform):
+        return own
+    extra = PLUGINS[own.platform][1]
+    how = f'pip install "meshwright[{extra}]"'
+    if wanted is not None:
+        raise CannotRunError(f"the compiler for {own.platform} is not installed. Install it: {how}.")
+    return _stand_in(cluster, f"the compiler for {own.platform} is not installed ({how})")
+
+
+def _stand_in(cluster: Cluster, why: str) -> Target:
+    if cluster.num_chips > MAX_CPU_DEVICES:
+        raise CannotRunError(
+            f"{cluster.num_chips} devices cannot be emulated on a CPU, at most {MAX_CPU_DEVICES}; {why}. "
+            f"Install the compiler, verify on fewer chips, or take --depth lower."
+        )
+    note = (
+        f"compiled for emulated CPU devices: {why}. That shows which collectives run, how often and over which axes; "
+        f"it does not show memory, bytes of bf16 (widened to float32) or what the accelerator's compiler changes."
+    )
+    return Target(platform="cpu", num_devices=cluster.num_chips, note=note)
+
+
+def _tpu(cluster: Cluster) -> Target:
+    name, chip = TPU_NAMES[cluster.chip.name], cluster.chip.name
+    sizes = "x".join(str(size) for size in cluster.shape)
+    options: dict[str, Any] = {}
+    if cluster.num_slices > 1:
+        options["num_slices"] = cluster.num_slices
+    if chip == "v4p":
+        options["chip_config_name"] = "megacore"
+    if cluster.twisted:
+        sizes, options["wrap"] = f"{sizes}_twisted", (True, True, True)
+    elif any(cluster.wraps):
+        # libtpu takes three axes, also of chips that are wired in two
+        options["wrap"] = (*cluster.wraps, *(False,) * (3 - len(cluster.wraps)))
+    cores = 2 if chip == "tpu7x" else 1
+    note = ""
+    if cores == 2:
+        note = (
+            "a tpu7x chip is two devices to the compiler: one of each is used, and what it needs is held against the "
+            "whole chip's memory"
+        )
+    return Target(
+        platform="tpu",
+        topology=f"{name}:{sizes}",
+        options=options,
+        num_devices=cluster.num_chips,
+        cores_per_chip=cores,
+        note=note,
+    )
+
+
+def mesh_order(placement: Placement) -> np.ndarray:
+    """Numbers of the chips in the order of the mesh, of its shape, as the placement lays them.
+
+    Chips are numbered row-major over the links from the outermost to the innermost: slices, then z, y, x; or nodes,
+    then the chips of a domain. A mesh axis on several links takes those further out first.
+    """
+    parts = [(axis, factor) for link in reversed(placement.links) for axis, factor in link.parts]
+    numbers = np.arange(math.prod(placement.mesh.values())).reshape([factor for _, factor in parts])
+    order = [index for name in placement.mesh for index, (axis, _) in enumerate(parts) if axis == name]
+    return numbers.transpose(order).reshape(tuple(placement.mesh.values()))
