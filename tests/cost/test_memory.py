@@ -1,5 +1,6 @@
 """Memory items against counts by hand, and the rules that hold between strategies."""
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -80,9 +81,17 @@ def test_block_remat_keeps_the_input_of_every_layer_and_the_head():
 
 
 def test_full_remat_holds_one_chunk_of_logits_and_its_cotangent():
-    assert memory({"fsdp": 2, "tensor": 2}, remat="full")["logits"] == 2 * 4 * 1024 * 4096 / 2
+    large = msgspec.structs.replace(TINY, vocab_size=65536)
+    assert memory({"fsdp": 2, "tensor": 2}, model=large, remat="full")["logits"] == 2 * 4 * 1024 * 65536 / 2
     few_tokens = memory({"fsdp": 2}, remat="full", batch_seqs=2, seq_len=128)
     assert few_tokens["logits"] == 2 * 4 * 128 * 4096
+
+
+def test_what_only_the_head_needs_counts_where_the_head_needs_the_most():
+    """A layer of many tokens needs more than one chunk of few logits: they are gone by then."""
+    many = memory({"fsdp": 2, "tensor": 2}, remat="full", batch_seqs=512)
+    assert many["logits"] == 0
+    assert many["workspace"] > 2 * 4 * 1024 * 4096 / 2
 
 
 def test_gathered_weights_are_those_of_the_largest_block():
@@ -102,8 +111,10 @@ def test_microbatches_divide_activations_and_add_a_float32_sum_of_gradients():
 
 @pytest.mark.parametrize("axes", MESHES, ids=str)
 def test_less_remat_needs_more_memory(axes):
-    totals = {remat: float(total_bytes(memory(axes, remat=remat))) for remat in REMAT_POLICIES}
-    assert totals["none"] > totals["matmuls"] > totals["block"] > totals["full"]
+    items = {remat: memory(axes, remat=remat) for remat in REMAT_POLICIES}
+    totals = {remat: float(total_bytes(found)) for remat, found in items.items()}
+    assert items["none"]["activations"] > items["matmuls"]["activations"]
+    assert min(totals["none"], totals["matmuls"]) > totals["block"] > totals["full"]
     assert totals["none"] > totals["selective"] > totals["block"]
 
 
@@ -119,8 +130,9 @@ def test_scores_in_memory_enlarge_the_working_set():
     fused, written = (memory({"fsdp": 2}, scores=where) for where in ("on_chip", "in_memory"))
     pairs = 16 * 8 * 512 * 512
     assert written["workspace"] - fused["workspace"] >= 0.5 * pairs * (8 + 2)
-    assert {k: v for k, v in written.items() if k != "workspace"} == {
-        k: v for k, v in fused.items() if k != "workspace"
+    of_peak = ("workspace", "logits", "communication")  # which move from the head to a layer
+    assert {k: v for k, v in written.items() if k not in of_peak} == {
+        k: v for k, v in fused.items() if k not in of_peak
     }
 
 
@@ -229,6 +241,8 @@ def test_stages_share_out_layers_and_hold_the_ends(software, tables):
     table = params_by_part(TINY)["embedding"]
     for item, width in (("weights", 2), ("gradients", 2 + 4), ("optimizer", 8)):
         assert one[item] == width * num_params(TINY)
+        if (item, software) == ("gradients", "compiled"):
+            width = 4  # what a stage leaves is added to the float32 sum at once
         assert four[item] == width * (layer_params() / 4 + tables * table + 256)
 
 
@@ -241,12 +255,15 @@ def test_uneven_layers_fill_the_fullest_device():
 @pytest.mark.parametrize(
     ("software", "in_flight"),
     [
-        ("compiled", {"1f1b": 7, "gpipe": 16, "naive": 1, "interleaved": 5.5}),
+        ("compiled", {"1f1b": 8, "gpipe": 17, "naive": 2, "interleaved": 6}),
         ("eager", {"1f1b": 4, "gpipe": 16, "naive": 1, "interleaved": 5.5}),
     ],
 )
 def test_microbatches_in_flight_keep_their_results(software, in_flight):
-    """1F1B keeps those of four microbatches on the first of four stages, of seven in lockstep; GPipe of all sixteen."""
+    """1F1B keeps those of four microbatches on the first of four stages, of seven in lockstep; GPipe of all sixteen.
+
+    One program holds those of the pass at work besides, before they are written to their slot.
+    """
     stream = 2 * 32 * 512 * 256 / 16
     plain = memory({}, num_microbatches=16)["activations"]
     ends = plain - 8 * stream
@@ -282,9 +299,9 @@ def test_dualpipe_holds_two_stages_and_both_ends():
     """Libraries keep two copies of everything; one program keeps one, and has both beside it for the step."""
     table = params_by_part(TINY)["embedding"]
     layers, ends = layer_params(), 2 * table + 256
-    for software, copies in (("eager", (2, 2, 2)), ("compiled", (3, 2, 1))):
+    for software, copies, sums in (("eager", (2, 2, 2), 6), ("compiled", (3, 2, 1), 4)):
         found = memory({"pipeline": 2}, num_microbatches=8, schedule="dualpipe", software=software)
-        for item, width, count in zip(("weights", "gradients", "optimizer"), (2, 6, 8), copies, strict=True):
+        for item, width, count in zip(("weights", "gradients", "optimizer"), (2, sums, 8), copies, strict=True):
             assert found[item] == width * (count * layers / 2 + ends), (software, item)
 
 

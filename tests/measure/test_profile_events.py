@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from meshwright.core.errors import InputError
+from meshwright.measure.profile_classes import Facts
 from meshwright.measure.profile_events import STEP, STEP_END, Window, load_trace, newest_trace, read_trace
 from meshwright.measure.profile_hlo import parse_module
 from meshwright.measure.profile_run import traced
@@ -50,8 +51,14 @@ def test_gpu_streams_are_lanes_of_a_device():
         ("dot.1", 1, "Stream #13(Compute)"),
         ("all-gather.1", 1, "Stream #14(NCCL)"),
     ]
+    assert found.unnamed_s == pytest.approx(1e-9)  # the memset
     assert found.windows == (Window(0, pytest.approx(5e-6)), Window(pytest.approx(5e-6), pytest.approx(1e-5)))
     assert measure_times(found, FACTS).overlap == pytest.approx(300 / 800)
+
+
+def test_kernels_are_found_by_their_own_names():
+    found = read(plane("/device:GPU:0", line("Stream #1", event("add_1", 1000, 500), event("all_gather_1", 2000, 5))))
+    assert [e.op for e in found.events] == ["add.1", "all-gather.1"]
 
 
 def test_tpu_instructions_are_named_by_their_text():
@@ -137,8 +144,6 @@ def test_a_real_trace_of_a_tiny_program(tmp_path):
     assert found.platform == "cpu"
     assert found.devices == (0,)
     assert len(found.windows) == 2
-    from meshwright.measure.profile_classes import Facts
-
     facts = Facts(module, ridge=1.0)
     times = measure_times(found, facts)
     assert sum(facts.of(op.name).flops * op.count for op in times.ops) == 2 * 256**3

@@ -130,3 +130,23 @@ def test_groups_over_named_axes(axes, groups):
     written = "mesh['pipeline'=1,'data'=2,'fsdp'=2,'tensor'=2] {" + axes + "}"
     found, wanted = (collectives(module.replace("GROUPS", text), MESH)[0].axes for text in (written, groups))
     assert found == wanted == tuple(axis.strip("'") for axis in axes.split(","))
+
+
+def test_a_computation_that_runs_asynchronously():
+    """As XLA writes it where no opcode of its own says so."""
+    text = """HloModule m, num_partitions=8
+
+%wrapped (x: f32[4]) -> f32[8] {
+  %x = f32[4]{0} parameter(0)
+  ROOT %ag = f32[8]{0} all-gather(%x), replica_groups=[4,2]<=[8], dimensions={0}
+}
+
+ENTRY %main (p: f32[4]) -> f32[8] {
+  %p = f32[4]{0} parameter(0)
+  %start = ((f32[4]{0}), f32[8]{0}, u32[]) async-start(%p), calls=%wrapped
+  %update = ((f32[4]{0}), f32[8]{0}, u32[]) async-update(%start), calls=%wrapped
+  ROOT %done = f32[8]{0} async-done(%update), calls=%wrapped
+}
+"""
+    (found,) = collectives(text, MESH)
+    assert (found.kind, found.axes, found.full_bytes, found.is_async) == ("all_gather", ("tensor",), 32, True)

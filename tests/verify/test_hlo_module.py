@@ -130,6 +130,23 @@ def test_the_short_form_without_percent_signs():
     assert module.computations["main.2"].root.operands == ("a", "a")
 
 
+def test_an_instruction_with_line_breaks():
+    """As a Pallas kernel's metadata makes them."""
+    text = """HloModule m
+ENTRY %main (a: f32[2]) -> f32[2] {
+  %a = f32[2]{0} parameter(0)
+  %k = f32[2]{0} custom-call(%a), custom_call_target="tpu_custom_call", frontend_attributes={kernel_metadata={
+"block":"{\\"q\\": 512}"
+}}, metadata={op_name="jit(f)/layer:forward:o=attention/pallas_call"}
+  ROOT %b = f32[2]{0} add(%k, %a)
+}
+"""
+    computation = parse_module(text).computations["main"]
+    assert [one.name for one in computation.instructions] == ["a", "k", "b"]
+    assert str(computation.by_name["k"].label) == "layer:forward:o=attention"
+    assert computation.by_name["k"].attribute("custom_call_target") == '"tpu_custom_call"'
+
+
 def test_no_computation():
     with pytest.raises(ValueError, match="no HLO computation"):
         parse_module("module @jit_step { func.func public @main() }\n")

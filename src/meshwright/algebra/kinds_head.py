@@ -89,7 +89,8 @@ def _head_cotangents(op: Op, trace: Trace, head: _Head) -> tuple[ShardedArray, S
 
 
 def _kept_logits_backward(op: Op, trace: Trace, head: _Head, rows: list[ShardedArray]) -> None:
-    dlogits = head.logits.replace(name="dlogits")
+    # as narrow as the state: the products that take it run at the rate of the stream's own
+    dlogits = head.logits.replace(name="dlogits", dtype="")
     trace.need(head.logits, head.here)
     inputs = (head.logits, head.here, head.peak, head.whole_peak, *rows)
     trace.add(local("logits_backward", inputs, dlogits, attributes=head.attributes))

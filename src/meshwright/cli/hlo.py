@@ -133,8 +133,8 @@ def _drawn(module: Any, path: Path, computation: str | None, block: str | None) 
     from meshwright.verify.hlo_graph import block_graphs, computation_graph
 
     graphs = [computation_graph(module, computation)] if computation else block_graphs(module, block)
-    where = computation or f"the blocks {block}" if block else module.name
-    written = save(graph_figure(graphs, title=f"{module.name}: {where}"), path)
+    what = block or ("its loops" if len(graphs) > 1 else "one computation")
+    written = save(graph_figure(graphs, title=f"{module.name}: {what}"), path)
     say(f"wrote {written}")
     return {
         "graph": written,

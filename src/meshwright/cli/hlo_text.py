@@ -18,6 +18,8 @@ from meshwright.verify.hlo_summary import CollectiveRow, collective_rows
 
 MIN_PADDED_BYTES = 10_000
 """Arrays below it, single numbers above all, are left out of the table of padding."""
+MAX_NAME = 28
+"""Characters of a name on one line."""
 _MAX_STEPS = 2
 
 
@@ -48,7 +50,7 @@ def _check_mesh(module: Module, mesh: Mapping[str, int]) -> None:
     # A program that spans slices numbers the devices of one.
     if mesh and devices % module.num_devices:
         raise InputError(
-            f"--mesh has {devices} devices and {module.name} is for {module.num_devices}. Give the mesh it was made for."
+            f"--mesh has {devices} devices and {module.name} is for {module.num_devices}. Give the mesh it is for."
         )
 
 
@@ -76,6 +78,7 @@ def print_summary(found: Mapping[str, Any], top: int) -> None:
         devices += f" x {found['num_replicas']} replicas"
     counts = f"{found['num_computations']:,} computations, {found['num_instructions']:,} instructions"
     print_fact(found["module"], f"HLO for {devices}: {counts}", column=max(18, len(found["module"]) + 2))
+    click.echo()
     if found["collectives"] is None:
         print_fact("collectives", found["why"])
     else:
@@ -91,7 +94,6 @@ def _titled(title: str, rows: Sequence[Any], shown: int) -> str:
 
 
 def _print_collectives(rows: Sequence[Mapping[str, Any]], top: int, has_mesh: bool) -> None:
-    click.echo()
     if not rows:
         print_fact("collectives", "none")
         return
@@ -107,8 +109,10 @@ def _print_collectives(rows: Sequence[Mapping[str, Any]], top: int, has_mesh: bo
         ]
         for row in rows[:top]
     ]
-    columns = ["collective", "over" if has_mesh else "group of", "MB each", "times", "MB", "how", "step"]
+    columns = ["collective", "over" if has_mesh else "devices", "MB each", "times", "MB", "how", "step"]
     total = sum(row["total_bytes"] for row in rows)
+    if any(step.startswith("near ") for row in rows for step in row["steps"]):
+        columns[-1] = "step (~ near it)"
     print_table(
         *_without_empty(columns, cells), _titled(f"Collectives, {format_bytes(total)} in full arrays", rows, top)
     )
@@ -118,13 +122,12 @@ def _steps(steps: Sequence[str]) -> str | None:
     if not steps:
         return None
     more = f" +{len(steps) - _MAX_STEPS}" if len(steps) > _MAX_STEPS else ""
-    return ", ".join(steps[:_MAX_STEPS]) + more
+    return ", ".join(step.replace("near ", "~") for step in steps[:_MAX_STEPS]) + more
 
 
 def _print_loops(found: Sequence[Any], top: int) -> None:
     if not found:
         return
-    click.echo()
     rows = [
         [
             "  " * one.depth + one.name,
@@ -138,10 +141,9 @@ def _print_loops(found: Sequence[Any], top: int) -> None:
 
 
 def _print_largest(found: Sequence[Mapping[str, Any]], top: int) -> None:
-    click.echo()
     rows = [
         [
-            one["name"],
+            _name(one["name"]),
             one["shape"].split("{")[0],
             _mb(one["padded_bytes"]),
             f"S({one['memory_space']})" if one["memory_space"] else None,
@@ -157,12 +159,11 @@ def _print_largest(found: Sequence[Mapping[str, Any]], top: int) -> None:
 def _print_relayouts(found: Sequence[Mapping[str, Any]], top: int) -> None:
     if not found:
         return
-    click.echo()
     rows = [
         [
-            one["name"] + (" (fused)" if one["inside_fusion"] else ""),
-            one["before"],
-            one["after"][one["after"].index("{") :] if "{" in one["after"] else one["after"],
+            _name(one["name"]) + (" (fused)" if one["inside_fusion"] else ""),
+            _layout(one["before"]),
+            _layout(one["after"]).split("\n")[-1],
             _mb(one["num_bytes"]),
             one["times"],
             _step(one["label"]),
@@ -170,7 +171,8 @@ def _print_relayouts(found: Sequence[Mapping[str, Any]], top: int) -> None:
         for one in found[:top]
     ]
     total = sum(one["total_bytes"] for one in found if not one["inside_fusion"])
-    title = _titled(f"Copies to another layout, {format_bytes(total)} by those that are not fused", found, top)
+    alone = f", {format_bytes(total)} by those not fused" if total else ""
+    title = _titled(f"Copies to another layout{alone}", found, top)
     print_table(*_without_empty(["copy", "from", "to", "MB", "times", "step"], rows), title)
 
 
@@ -178,11 +180,10 @@ def _print_paddings(every: Sequence[Mapping[str, Any]], top: int) -> None:
     found = [one for one in every if one["padded_bytes"] >= MIN_PADDED_BYTES]
     if not found:
         return
-    click.echo()
     rows = [
         [
-            one["name"],
-            one["shape"],
+            _name(one["name"]),
+            _layout(one["shape"]),
             _mb(one["num_bytes"]),
             _mb(one["padded_bytes"]),
             f"{one['wasted_share']:.0%}",
@@ -204,6 +205,19 @@ def _without_empty(columns: list[str], rows: list[list[Any]]) -> tuple[list[str]
 def _step(label: str | None) -> str | None:
     """A label without the operation, which the shape and the opcode tell."""
     return label.split("=")[0] if label else None
+
+
+def _name(name: str) -> str:
+    """An instruction's name, broken once where it is long."""
+    if len(name) <= MAX_NAME:
+        return name
+    at = max(name.rfind(mark, 0, MAX_NAME) for mark in "-_.") + 1
+    return f"{name[:at]}\n{name[at:]}" if at else name
+
+
+def _layout(shape: str) -> str:
+    """A shape above its layout."""
+    return shape.replace("{", "\n{")
 
 
 def _mb(num_bytes: int) -> str:

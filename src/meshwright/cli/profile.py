@@ -65,15 +65,22 @@ def _run(chosen: Plan, folder: Path, *, steps: int, warmup: int | None) -> "Anal
 
     require_runnable(chosen.model)
     require_devices(chosen)
+    import jax
+
     from meshwright.measure.profile import analyse
     from meshwright.measure.profile_run import record_steps, warmup_steps
+    from meshwright.parallel.processes import is_first
 
     step = _step_of(chosen)
-    say(
-        f"{chosen.model.name} on {chosen.cluster.short_name}: {warmup_steps() if warmup is None else warmup} steps to "
-        f"warm up, then {steps} under the profiler"
-    )
-    recording = record_steps(step, chosen.job, folder=folder / "trace", steps=steps, warmup=warmup)
+    if is_first():
+        first = warmup_steps() if warmup is None else warmup
+        say(
+            f"{chosen.model.name} on {chosen.cluster.short_name}: {first} steps to warm up, then {steps} under the "
+            "profiler"
+        )
+    # one folder each: processes on one machine would write files of the same name
+    own = "trace" if is_first() else f"trace-{jax.process_index()}"
+    recording = record_steps(step, chosen.job, folder=folder / own, steps=steps, warmup=warmup)
     return analyse(chosen, recording.trace, recording.hlo, recording)
 
 

@@ -39,7 +39,7 @@ def print_profile(profile: "Profile", files: list[Path]) -> None:
     ):
         cells = [
             [
-                row.name,
+                _spaced(row.name),
                 or_dash(row.predicted_s, format_seconds),
                 or_dash(row.measured_s, format_seconds),
                 difference(row),
@@ -60,6 +60,11 @@ def print_profile(profile: "Profile", files: list[Path]) -> None:
     if profile.comparison.shares_cores:
         print_text("emulated devices share the cores: seconds of steps are the machine's, see the report")
     print_text(f"wrote {', '.join(str(file) for file in files)}")
+
+
+def _spaced(name: str) -> str:
+    """A label with spaces, where a narrow table may break it."""
+    return name if " " in name else name.replace(":", " ")
 
 
 def _compared(name: str, predicted: float, measured: float, show: Any) -> list[str]:

@@ -56,10 +56,11 @@ class ProfiledRun:
 
         chosen = self.chosen
         setup = prepare(chosen.model, chosen.strategy, chosen.job, settings_from_table(self.settings))
+        # compiled by every process: compilers of GPUs share the search for the fastest kernels among them
+        recording = self.traced.recording(setup.step, chosen.job)
         if not is_first():
             shutil.rmtree(self.traced.folder, ignore_errors=True)
             return None
-        recording = self.traced.recording(setup.step, chosen.job)
         found: Analysed = analyse(chosen, recording.trace, recording.hlo, recording)
         folder = run / FOLDER
         files = write_report(found, folder)
@@ -74,13 +75,10 @@ def profiled_run(
 ) -> Iterator[ProfiledRun]:
     """A run whose steps are traced once it is warm, into a folder beside the runs until it has one of its own.
 
-    Raises InputError where the run has too few steps for it.
+    The devices of the plan are there already. Raises InputError where the run has too few steps for it.
     """
-    from meshwright.cli.train import require_devices
-
     if steps < 1:
         raise InputError(f"--profile {steps} profiles nothing. Give 1 or more.")
-    require_devices(chosen)
     from meshwright.measure.profile_run import TracedSteps, warmup_steps
     from meshwright.train.run_folder import finished_steps
     from meshwright.train.settings import settings_from_table

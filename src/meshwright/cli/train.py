@@ -144,6 +144,8 @@ def _run_profiled(
     """Train with some steps under the profiler, and show the run and then the profile."""
     from meshwright.cli.profile_train import profiled_run
 
+    require_runnable(chosen.model)
+    require_devices(chosen)
     with profiled_run(chosen, settings, steps, runs=runs, resume=resume) as run:
         result = run_plan(chosen, settings, runs=runs, resume=resume, on_step=run.on_step)
     _show(chosen, result, as_json=as_json, profile=run.report(Path(result.run)))

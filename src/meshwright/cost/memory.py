@@ -80,6 +80,14 @@ class Kept(msgspec.Struct, frozen=True, kw_only=True):
         return np.sqrt(held) if self.segment == "sqrt" else np.minimum(int(self.segment or 1), held)
 
 
+class Passing(msgspec.Struct, frozen=True, kw_only=True):
+    """What one block needs while it runs and no longer: whole weights of a repeat, and results on their way."""
+
+    is_layer: bool
+    gathered_bytes: Number
+    working_bytes: Number
+
+
 class MemoryParts(msgspec.Struct, frozen=True, kw_only=True):
     """What one chip holds, before layers are shared out over a pipeline: computed once, for any schedule.
 
@@ -94,9 +102,8 @@ class MemoryParts(msgspec.Struct, frozen=True, kw_only=True):
     kept_ends_bytes: Number
     logits_bytes: list[Number]
     chunk_bytes: Number
-    gathered_bytes: Number
     boundary_bytes: list[Number]
-    working_bytes: Number
+    passing: tuple[Passing, ...]
 
     def moved_bytes(self, pipeline: Pipeline) -> Number:
         """What one repeat of the layers leaves for the backward pass of one microbatch; the most where they differ."""
@@ -117,17 +124,20 @@ class MemoryParts(msgspec.Struct, frozen=True, kw_only=True):
         """Bytes per chip of each item.
 
         weights, gradients, optimizer: bytes per parameter of the state; with several microbatches the sum of the
-        gradients is a further float32 copy unless they are that wide already. activations: results kept for the
-        backward pass of every microbatch in flight. logits: those kept, or one chunk of them with its cotangent.
-        communication: the gathered weights of one repeat of the block where they are most, and the buffers between
-        stages. workspace: the largest set of passing results alive at once in the backward pass of one repeat.
+        gradients is a further float32 copy unless they are that wide already, and in stages of one program the only
+        one: what a stage leaves is added to it at once. activations: results kept for the
+        backward pass of every microbatch in flight. The others are of the block that needs the most while it runs, a
+        layer or an end. logits: those kept, or one chunk of them with its cotangent; none while a layer runs.
+        communication: the gathered weights of one repeat, and the buffers between stages. workspace: the largest set of
+        passing results alive at once in the backward pass of one repeat.
         Of a pipeline the fullest device is taken to have the longest run of layers, the most microbatches in flight
         and what `Pipeline.ends` says of embedding and head. What is offloaded leaves the buffers of two repeats behind.
         """
         state = STATE_BYTES[self.state]
         narrow = state["gradients"] < DTYPE_BYTES["fp32"]
         accumulated = DTYPE_BYTES["fp32"] * (np.asarray(num_microbatches) > 1) * narrow
-        share, stash = pipeline.share(self.num_layers), pipeline.stash
+        single = np.where(pipeline.in_lockstep & ~pipeline.is_one & (accumulated > 0), 0.0, state["gradients"])
+        share, stash = pipeline.share(self.num_layers), pipeline.stash + pipeline.in_hand
         optimizer = self.optimizer_bytes(pipeline)
         saved = sum(one.saved_bytes(share, stash) for one in self.kept)
         if "activations" in offload:
@@ -137,22 +147,48 @@ class MemoryParts(msgspec.Struct, frozen=True, kw_only=True):
         waiting = sum(one.waiting_bytes(share, pipeline.handed) for one in self.kept)
         streams = _largest(one.stream_bytes for one in self.kept)
         messages = zip(pipeline.messages, (*self.boundary_bytes, streams), strict=True)
+        at_peak = self.at_peak(pipeline)
         return {
             "weights": self.elements("weights", pipeline) * state["weights"],
-            "gradients": self.elements("gradients", pipeline) * (state["gradients"] + accumulated),
+            "gradients": self.elements("gradients", pipeline) * (single + accumulated),
             "optimizer": optimizer,
             "activations": sum(
                 (one.segment_bytes(share) for one in self.kept), start=saved + waiting + self.kept_ends_bytes
             ),
-            "logits": pipeline.ends(self.logits_bytes) + self.chunk_bytes,
-            "kv_cache": 0.0 * self.working_bytes,
-            "communication": sum((count * size for count, size in messages), start=self.gathered_bytes),
-            "workspace": self.working_bytes,
+            "logits": at_peak["logits"],
+            "kv_cache": 0.0 * at_peak["workspace"],
+            "communication": sum((count * size for count, size in messages), start=at_peak["gathered"]),
+            "workspace": at_peak["workspace"],
         }
+
+    def at_peak(self, pipeline: Pipeline) -> dict[str, Number]:
+        """Logits, gathered weights and passing results of the block that needs the most of them while it runs."""
+        logits = pipeline.ends(self.logits_bytes) + self.chunk_bytes
+        layer, end = (_most([one for one in self.passing if one.is_layer is of_layer]) for of_layer in (True, False))
+        in_end = logits + sum(end) > sum(layer)
+        return {
+            "logits": np.where(in_end, logits, 0.0 * logits),
+            "gathered": np.where(in_end, end[0], layer[0]),
+            "workspace": np.where(in_end, end[1], layer[1]),
+        }
+
+
+def _most(blocks: list[Passing]) -> tuple[Number, Number]:
+    """(gathered weights, passing results) of the block where their sum is largest."""
+    gathered: Number = 0.0
+    working: Number = 0.0
+    for one in blocks:
+        larger = one.gathered_bytes + one.working_bytes > gathered + working
+        gathered, working = (
+            np.where(larger, one.gathered_bytes, gathered),
+            np.where(larger, one.working_bytes, working),
+        )
+    return gathered, working
 
 
 def memory_parts(derived: Derived, sizes: OpSizes) -> MemoryParts:
     """The parts of a chip's memory that do not depend on the schedule."""
+    sizes = sizes.with_room(_slots_move(derived, sizes))
     layers, ends = _state_elements(derived, sizes)
     blocks, zero = derived.blocks, _zero(sizes)
     kept = {block.block.name: _kept_bytes(block, derived, sizes, logits=False) for block in blocks}
@@ -175,10 +211,24 @@ def memory_parts(derived: Derived, sizes: OpSizes) -> MemoryParts:
         kept_ends_bytes=sum((kept[block.block.name] for block in blocks if not block.block.carry), start=zero),
         logits_bytes=[_kept_bytes(block, derived, sizes, logits=True) for block in blocks],
         chunk_bytes=_chunk_bytes(derived, sizes),
-        gathered_bytes=_largest(_gathered_bytes(block, derived, sizes) for block in blocks),
         boundary_bytes=[_boundary_bytes(derived, sizes, phase) + zero for phase in ("forward", "backward")],
-        working_bytes=_largest(_working_set(block, derived, sizes) for block in blocks) + zero,
+        passing=tuple(
+            Passing(
+                is_layer=bool(block.block.carry),
+                gathered_bytes=_gathered_bytes(block, derived, sizes) + zero,
+                working_bytes=_working_set(block, derived, sizes) + zero,
+            )
+            for block in blocks
+        ),
     )
+
+
+def _slots_move(derived: Derived, sizes: OpSizes) -> Any:
+    """Whether slots of experts go from device to device; where they do not, only those that are filled are there."""
+    moves = [
+        step for block in derived.blocks for step in block.forward if step.is_collective and "C" in step.result.dims
+    ]
+    return product(sizes.mesh[axis] for step in moves[:1] for axis in step.axes) > 1
 
 
 def total_bytes(items: dict[str, Number]) -> Number:
@@ -305,11 +355,14 @@ class _Life(msgspec.Struct):
 def _working_set(block: BlockSteps, derived: Derived, sizes: OpSizes) -> Number:
     """Largest sum, over the steps of the backward pass, of results alive that no other item counts.
 
-    A result lives from the step that makes it to its last use; nothing is taken to be done in place: an upper
-    rule. Attention's scores in memory are counted in the step that makes them.
+    A result lives from the step that makes it to its last use; only the cotangent of the logits is taken to be made in
+    place. Attention's scores in memory are counted in the step that makes them.
     """
     changes: list[list[Number]] = [[] for _ in range(len(block.backward) + 1)]
     lives = _lives(block, derived)
+    for step in block.backward:
+        if step.op == "logits_backward":
+            lives.pop(step.result)  # it takes the place of the logits, which nothing reads afterwards
     for array, life in lives.items():
         for number, amount in _comes_and_goes(array, life, lives, sizes):
             changes[number].append(amount)

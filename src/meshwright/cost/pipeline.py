@@ -67,6 +67,11 @@ class Pipeline(msgspec.Struct, frozen=True, kw_only=True):
         return np.where(self.is_one, 1.0, found)
 
     @property
+    def in_hand(self) -> Number:
+        """The same of the pass at work: one program makes what a stage keeps beside the stash, and reads it back so."""
+        return np.where(self.is_one | (not self.in_lockstep), 0.0, 1 / np.asarray(self.chunks))
+
+    @property
     def handed(self) -> Number:
         """The same of what waits for the gradients of weights, where these have a pass of their own in lockstep;
         elsewhere it stays in the stash."""

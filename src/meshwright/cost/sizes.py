@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 import msgspec
+import numpy as np
 
 from meshwright.algebra.kinds_experts import ROUTING_ROWS
 from meshwright.algebra.notation import ShardedArray, Sizes, local_elements, product
@@ -24,6 +25,8 @@ class OpSizes(msgspec.Struct, frozen=True, kw_only=True):
     ``scores`` says whether attention is one kernel that keeps its T x S scores on chip, or a chain of products
     and a softmax that writes them to memory. With ``causal`` attention skips keys that no query of its sees, half
     of them; else it is counted over every key. ``cache`` remembers the bytes of arrays met before.
+    ``spare_slots`` is how many slots of experts there are for each that is filled, where slots move between devices:
+    a compiled program sends and holds them all.
     """
 
     dims: Mapping[str, Number]
@@ -31,6 +34,7 @@ class OpSizes(msgspec.Struct, frozen=True, kw_only=True):
     state: str
     scores: Scores = "on_chip"
     causal: bool = False
+    spare_slots: Number = 1.0
     cache: dict[ShardedArray, Number] = msgspec.field(default_factory=dict)
 
     @property
@@ -54,6 +58,13 @@ class OpSizes(msgspec.Struct, frozen=True, kw_only=True):
             self.cache[array] = self.elements(array) * width
         return self.cache[array]
 
+    def with_room(self, moving: Number) -> "OpSizes":
+        """The sizes with every slot of an expert counted, empty or not, where slots are ``moving``."""
+        if "C" not in self.dims:
+            return self
+        room = np.where(moving, self.spare_slots, 1.0)
+        return msgspec.structs.replace(self, dims={**self.dims, "C": self.dims["C"] * room}, cache={})
+
     def total(self, *arrays: ShardedArray) -> Number:
         """Bytes of several blocks."""
         return sum(self.bytes(array) for array in arrays)
@@ -65,6 +76,16 @@ class OpSizes(msgspec.Struct, frozen=True, kw_only=True):
             for array in arrays
             for dim, axes in zip(array.dims, array.axes, strict=True)
         }
+
+
+def spare_slots(model: Model, *, imbalance: Number = 1.0) -> float:
+    """Slots of an expert for each that is filled on average in a compiled program, whose arrays have fixed sizes.
+
+    Without a bound every expert has one for every token: E / Ea times those that are filled. With one, which
+    ``imbalance`` above 1 stands for, there are as many as are counted already.
+    """
+    unbounded = model.num_experts > 0 and imbalance == 1.0
+    return model.num_experts / model.experts_per_token if unbounded else 1.0
 
 
 def expert_slots(model: Model, *, num_tokens: Number, imbalance: Number = 1.0) -> dict[str, Number]:

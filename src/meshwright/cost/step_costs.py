@@ -7,18 +7,18 @@ import msgspec
 import numpy as np
 
 from meshwright.algebra.derive import Derived
-from meshwright.algebra.notation import ShardedArray
+from meshwright.algebra.notation import ShardedArray, product
 from meshwright.algebra.steps import COLLECTIVE_MATMUL, Step, num_moves, sent_element_bytes
 from meshwright.algebra.weight_gradients import counts_of, meetings, weights_of
 from meshwright.core.dims import DTYPE_BYTES
 from meshwright.cost.kernels import local_work, partly_hidden
 from meshwright.cost.ops import OpSizes, Scores
 from meshwright.cost.pipeline import ONE_STAGE, Pipeline
-from meshwright.cost.sizes import expert_slots
+from meshwright.cost.sizes import expert_slots, spare_slots
 from meshwright.cost.step_rates import Group, StepRates
 from meshwright.spec.job import Job
 from meshwright.spec.model import Model
-from meshwright.spec.strategy import Strategy
+from meshwright.spec.strategy import Software, Strategy
 
 Number = Any
 """A float, or a NumPy array with one entry per candidate."""
@@ -81,14 +81,17 @@ def op_sizes(
     state: str,
     scores: Scores = "on_chip",
     imbalance: float = 1.0,
+    software: Software = "eager",
 ) -> OpSizes:
     """Sizes of one microbatch; its sequences and the mesh sizes may be arrays, one entry per candidate.
 
-    A kernel that keeps its scores on chip also skips the keys that are masked.
+    A kernel that keeps its scores on chip also skips the keys that are masked. Only "compiled" ``software`` has room
+    for every token in every expert.
     """
     dims = {name: float(size) for name, size in model.dims.items()} | {"B": microbatch_seqs, "T": float(seq_len)}
     dims |= expert_slots(model, num_tokens=microbatch_seqs * seq_len, imbalance=imbalance)
-    return OpSizes(dims=dims, mesh=mesh, state=state, scores=scores, causal=scores == "on_chip")
+    spare = spare_slots(model, imbalance=imbalance) if software == "compiled" else 1.0
+    return OpSizes(dims=dims, mesh=mesh, state=state, scores=scores, causal=scores == "on_chip", spare_slots=spare)
 
 
 def strategy_sizes(model: Model, job: Job, strategy: Strategy, *, scores: Scores = "on_chip") -> OpSizes:
@@ -101,6 +104,7 @@ def strategy_sizes(model: Model, job: Job, strategy: Strategy, *, scores: Scores
         state=strategy.state,
         scores=scores,
         imbalance=strategy.imbalance,
+        software=strategy.software,
     )
 
 
@@ -216,6 +220,8 @@ def _price_collective(
 ) -> StepCost:
     group = rates.groups[frozenset(step.axes)]
     element = sent_element_bytes(step, width=sizes.width, num_microbatches=num_microbatches)
+    if "C" in step.full.dims:
+        sizes = sizes.with_room(product(sizes.mesh[axis] for axis in step.axes) > 1)
     sent = sizes.elements(step.full) * element
     rate = group[step.op]
     moves = num_moves(step, dims=sizes.dims, mesh=sizes.mesh)

@@ -27,6 +27,7 @@ from meshwright.nn.attention_platform import platform_of
 from meshwright.spec.chip import chip as find_chip
 
 WEIGHTS: dict[str, float] = {
+    "overhead": 1,
     "matmul": 4,
     "mlp": 1,
     "elementwise": 3,
@@ -36,7 +37,6 @@ WEIGHTS: dict[str, float] = {
     "batch": 2,
     "collectives": 5,
     "attention": 2,
-    "overhead": 0.5,
 }
 """Parts in the order in which they are measured, and their shares of the seconds. Later ones are predicted from rates
 that earlier ones found."""
@@ -170,6 +170,11 @@ def memory_rate(found: Found) -> float | None:
     return largest.bytes_per_s if largest else None
 
 
+def _contents(bench: Bench, budget: Budget, found: Found) -> ContentsPart:
+    rates = {dtype: matmul_rate(found, dtype) or bench.chip.peak_flops.get(dtype) for dtype in bench.dtypes}
+    return measure_contents(bench, budget, rates)
+
+
 def _distance(bench: Bench, budget: Budget, found: Found) -> DistancePart:
     part: ElementwisePart | None = found.get("elementwise")
     vector = part.vector_flops_per_s if part else None
@@ -185,7 +190,7 @@ MEASURES: dict[str, Callable[[Bench, Budget, Found], Any]] = {
     "matmul": lambda bench, budget, found: measure_matmul(bench, budget),
     "mlp": lambda bench, budget, found: measure_mlp(bench, budget, found.get("matmul") or MatmulPart()),
     "elementwise": lambda bench, budget, found: measure_elementwise(bench, budget),
-    "contents": lambda bench, budget, found: measure_contents(bench, budget),
+    "contents": _contents,
     "distance": _distance,
     "copy": lambda bench, budget, found: measure_copy(bench, budget),
     "batch": _batch,

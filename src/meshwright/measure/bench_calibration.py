@@ -55,22 +55,22 @@ def matmul_rates(report: BenchReport, efficiency: Efficiency) -> tuple[dict[str,
     On emulated devices that is the smaller MLP, whose sizes are like those of the jobs that they can run. float32 on
     NVIDIA GPUs is what programs get there by default, tf32. Rates are those of endless contractions.
     """
-    rates, texts = {}, []
+    rates, texts = {}, {}
     if report.matmul:
         for dtype in dict.fromkeys(product.dtype for product in report.matmul.sweep):
             best = report.matmul.best(dtype)
             if best and not (report.platform == "tpu" and dtype == "fp32"):
                 rates[dtype] = best.flops_per_s * (1 + efficiency.contraction_half / best.k)
-                texts.append(f"{dtype}: product of {best.m}")
+                texts[dtype] = f"square product of side {best.m}"
     mlps = report.mlp.mlps if report.mlp else ()
     if mlps:
         one = mlps[0] if report.platform == "cpu" else max(mlps, key=lambda mlp: mlp.flops_per_s)
         rates[one.dtype] = one.flops_per_s * _contraction(one, efficiency)
-        texts.append(f"{one.dtype}: gated MLP with gradients, {one.tokens} x {one.d_model} x {one.d_ff}")
+        texts[one.dtype] = f"gated MLP with gradients, {one.tokens} x {one.d_model} x {one.d_ff}"
     if "tf32" in rates:
         rates["fp32"] = rates["tf32"]
-        texts.append("fp32: as tf32, which programs use by default")
-    return rates, "; ".join(texts)
+        texts["fp32"] = "as tf32, which programs use by default"
+    return rates, "; ".join(f"{dtype}: {text}" for dtype, text in texts.items())
 
 
 def _contraction(mlp: Mlp, efficiency: Efficiency) -> float:

@@ -16,8 +16,9 @@ from meshwright.measure.machine import COLLECTIVES
 from meshwright.spec.calibration import CollectiveKind, CollectiveRate
 from meshwright.spec.cluster import make_cluster
 
-EMULATED_BYTES = tuple(2**power for power in (12, 14, 16, 18, 20))
-BYTES = tuple(2**power for power in (14, 17, 20, 23, 26, 29))
+EMULATED_BYTES = tuple(2**power for power in (12, 15, 18, 19, 20))
+BYTES = tuple(2**power for power in (14, 18, 22, 25, 27, 29))
+"""More large sizes than small ones: they settle the rate, which is what most of a step's collectives wait for."""
 MIN_SIZES = 5
 ROUNDS = 10
 ELEMENT_BYTES = 4

@@ -215,7 +215,8 @@ def _numbers(block: Block, rng: np.random.Generator) -> np.ndarray:
 def machine_name(bench: Bench) -> str:
     """``"8 cpu devices emulated on x86_64, 2 cores"`` or ``"1 NVIDIA H200"``."""
     if bench.emulated:
-        return f"{len(bench.devices)} cpu devices emulated on {platform.machine()}, {os.cpu_count()} cores"
+        several = "device" if len(bench.devices) == 1 else "devices"
+        return f"{len(bench.devices)} cpu {several} emulated on {platform.machine()}, {os.cpu_count()} cores"
     return f"{len(bench.devices)} {bench.devices[0].device_kind}"
 
 

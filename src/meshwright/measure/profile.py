@@ -9,7 +9,7 @@ from meshwright.cost.ops import model_flops
 from meshwright.cost.train_step import PricedStrategy, price_strategy
 from meshwright.measure.profile_advice import Advice, Case, advise
 from meshwright.measure.profile_classes import Facts
-from meshwright.measure.profile_compare import Comparison, ProductRow, compare
+from meshwright.measure.profile_compare import Comparison, ProductRow, compare, predicted_steps
 from meshwright.measure.profile_events import Platform, Trace, load_trace
 from meshwright.measure.profile_hlo import load_module
 from meshwright.measure.profile_memory import MemoryProfile, temporary_owners
@@ -17,6 +17,9 @@ from meshwright.measure.profile_run import Recording
 from meshwright.measure.profile_times import Times, measure_times
 from meshwright.spec.calibration import reference_peak
 from meshwright.spec.plan_file import Plan
+
+SAME_FLOPS = 0.02
+"""How far the FLOPs of program and derived steps may differ before the reader is told."""
 
 
 class Profile(msgspec.Struct, frozen=True, kw_only=True):
@@ -86,7 +89,17 @@ def analyse(plan: Plan, trace: Path, hlo: Path, recording: Recording | None = No
     peak = reference_peak(plan.cluster.chip, rates, strategy.matmul_dtype) * plan.cluster.num_chips
     mfu = model_flops(model, job) / (step_s * peak)
     estimate = priced.estimate
-    case = Case(comparison=comparison, times=times, job=job, strategy=strategy, rates=priced.rates, calibration=rates)
+    flops = sum(row.flops for row in comparison.classes)
+    derived_flops = float(estimate.flops) / plan.cluster.num_chips
+    case = Case(
+        comparison=comparison,
+        times=times,
+        job=job,
+        strategy=strategy,
+        rates=priced.rates,
+        expected=predicted_steps(priced),
+        calibration=rates,
+    )
     profile = Profile(
         plan=plan,
         platform=events.platform,
@@ -97,14 +110,17 @@ def analyse(plan: Plan, trace: Path, hlo: Path, recording: Recording | None = No
         hfu=mfu * float(estimate.hfu) / float(estimate.mfu),
         predicted_mfu=float(estimate.mfu),
         predicted_hfu=float(estimate.hfu),
-        flops=sum(row.flops for row in comparison.classes),
-        predicted_flops=float(estimate.flops) / plan.cluster.num_chips,
+        flops=flops,
+        predicted_flops=derived_flops,
         times=times,
         comparison=comparison,
         advice=advise(case),
         memory=recording.memory if recording else _memory_of(module),
         predicted_memory={name: float(b) for name, b in estimate.memory.items() if b},
-        notes=_notes(events, times, comparison),
+        notes=(
+            *_trace_notes(events, times, num_devices=plan.cluster.num_chips),
+            *_program_notes(flops, derived_flops),
+        ),
     )
     return Analysed(profile=profile, trace=events, facts=facts, priced=priced)
 
@@ -114,10 +130,25 @@ def _memory_of(module: Any) -> MemoryProfile:
     return MemoryProfile(counted="device", owners=tuple(owners[:12]), live_bytes=live)
 
 
-def _notes(trace: Trace, times: Times, comparison: Comparison) -> tuple[str, ...]:
-    """What the reader has to know before the figures."""
+def _program_notes(flops: float, derived: float) -> tuple[str, ...]:
+    """How the program that runs differs from the derived steps."""
+    found: tuple[str, ...] = (
+        "A fusion's time stands with the derived step of its last operation; what the compiler adds (slices of stacked "
+        "weights, copies between loops) is outside the steps.",
+    )
+    if flops and abs(flops / derived - 1) > SAME_FLOPS:
+        found += (
+            f"The products of the program take {flops / derived:.2f} times the FLOPs of the derived steps, so that "
+            "seconds per FLOP differ by as much: libraries whose FLOPs the program does not say count nothing, while "
+            "padding, passes of a pipeline over nothing and products of experts with empty slots count.",
+        )
+    return found
+
+
+def _trace_notes(trace: Trace, times: Times, *, num_devices: int) -> tuple[str, ...]:
+    """What the reader has to know of the trace before the figures."""
     found = []
-    if comparison.shares_cores:
+    if trace.platform == "cpu":
         found.append(
             "The devices are emulated and share the cores of one machine, so that a device computes while others "
             "wait and a stopped thread looks busy. Seconds of single steps are therefore the machine's: the wall time "
@@ -125,6 +156,8 @@ def _notes(trace: Trace, times: Times, comparison: Comparison) -> tuple[str, ...
             "devices busy. What a collective moves and what it waits cannot be told apart well, nor how compute and "
             "communication would overlap on devices of their own."
         )
+    if len(times.devices) < num_devices:
+        found.append(f"The trace has {len(times.devices)} of {num_devices} devices: those of one process.")
     if trace.by_thread:
         found.append("The events name no device: each thread of the host counts as one.")
     words = {
@@ -134,10 +167,13 @@ def _notes(trace: Trace, times: Times, comparison: Comparison) -> tuple[str, ...
     }
     if trace.found_steps in words:
         found.append(words[trace.found_steps])
-    found.append(
-        "A fusion's time stands with the derived step of its last operation; what the compiler adds (slices of stacked "
-        "weights, copies between loops) is outside the steps."
-    )
+    named = sum(event.seconds for event in trace.events)
+    if trace.unnamed_s > 0.01 * named:
+        found.append(
+            f"{trace.unnamed_s / (trace.unnamed_s + named):.0%} of the seconds on the devices are of kernels that name "
+            "no instruction; they look idle here. CUDA graphs do that: XLA_FLAGS=--xla_gpu_enable_command_buffer= "
+            "turns them off."
+        )
     if times.num_steps > 1:
         found.append(f"Figures are means over {times.num_steps} steps and {len(times.devices)} devices.")
     return tuple(found)

@@ -8,7 +8,7 @@ from meshwright.algebra.notation import product
 from meshwright.core.units import format_bytes, format_flops, format_seconds
 from meshwright.cost.step_rates import StepRates
 from meshwright.measure.profile_classes import OUTSIDE, OpClass
-from meshwright.measure.profile_compare import ClassRow, Comparison, Row
+from meshwright.measure.profile_compare import ClassRow, Comparison, OpRow, PredictedStep, Row
 from meshwright.measure.profile_times import Times
 from meshwright.spec.calibration import Calibration
 from meshwright.spec.job import Job
@@ -35,6 +35,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     job: Job
     strategy: Strategy
     rates: StepRates
+    expected: Mapping[str, PredictedStep]
     calibration: Calibration
 
     @property
@@ -43,6 +44,11 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
         split = self.strategy.assignment.get("input", {}).get("B", ())
         devices = product(self.strategy.mesh.get(axis, 1) for axis in split)
         return self.job.batch_seqs / devices / self.strategy.num_microbatches
+
+    def axes_of(self, op: OpRow) -> set[str]:
+        """The mesh axes of a collective, as derived; none for those of no derived step."""
+        known = self.expected.get(op.step)
+        return set(known.axes) if known else set()
 
     def of_class(self, kind: str) -> ClassRow | None:
         return next((row for row in self.comparison.classes if row.kind == kind), None)
@@ -64,7 +70,7 @@ def advise(case: Case) -> tuple[Advice, ...]:
 
 
 def _line(row: Row, case: Case) -> str:
-    if row.name.startswith("collectives over"):
+    if row.name.startswith("collectives"):
         return _collectives(row, case)
     if row.difference_s < 0:
         return _faster(row, case)
@@ -80,37 +86,39 @@ def _faster(row: Row, case: Case) -> str:
 
 
 def _collectives(row: Row, case: Case) -> str:
-    times, strategy = case.times, case.strategy
-    axes = [axis for axis in strategy.active_axes if axis in row.name.split()]
+    strategy = case.strategy
+    axes = tuple(axis for axis in strategy.active_axes if axis in row.name.split())
     sizes = ", ".join(f"{axis}={strategy.mesh[axis]}" for axis in axes)
-    exposed, whole = times.mean.exposed_s, times.communication_s
-    facts = f"{format_seconds(exposed)} of {format_seconds(whole)} of communication is not hidden"
-    if times.waited_s:
-        facts += f", {format_seconds(times.waited_s)} of it waits for other devices"
+    ops = [op for op in case.comparison.ops if op.kind == "collective" and case.axes_of(op) == set(axes)]
+    exposed, whole, waited = (sum(getattr(op, name) for op in ops) for name in ("wall_s", "own_s", "waited_s"))
+    facts = f"{format_seconds(exposed)} of {format_seconds(whole)} on a device is not hidden"
+    if waited:
+        facts += f", {format_seconds(waited)} waits for other devices"
     if row.difference_s < 0:
         return f"{facts}; faster than predicted"
     if not exposed:
         return f"{facts}: it costs nothing until the compute that hides it shrinks"
-    changes = [f"more sequences per device (now {case.seqs_per_device:g})", f"fewer devices in {sizes}"]
+    changes = [f"more sequences per device (now {case.seqs_per_device:g})"]
+    if sizes:
+        changes.append(f"fewer devices in {sizes}")
     if strategy.gradient_sync == "naive":
         changes.insert(0, "strategy.gradient_sync=overlapped")
-    if not strategy.prefetch and _gathers_weights(case):
+    ahead = sum(op.wall_s for op in ops if op.step in case.expected and case.expected[op.step].gathers_weights)
+    if not strategy.prefetch and ahead > exposed / 2:
         changes.insert(0, "strategy.prefetch=true (weights are gathered ahead)")
     return f"{facts}: try {' or '.join(changes)}"
-
-
-def _gathers_weights(case: Case) -> bool:
-    """Whether most of the exposed time is in gathers."""
-    spent = {True: 0.0, False: 0.0}
-    for op in case.comparison.ops:
-        if op.kind == "collective":
-            spent[op.step.endswith("=all_gather")] += op.wall_s
-    return spent[True] > spent[False]
 
 
 def _products(row: Row, case: Case) -> str:
     rate = _rate(row, case)
     wanted = float(case.rates.chip.matmul_flops_per_s)
+    found, derived = case.of_class(row.name), sum(s.flops for s in case.expected.values() if s.kind == row.name)
+    if found and rate >= wanted and found.flops > derived:
+        flops, known = (format_flops(f, unit="FLOP") for f in (found.flops, derived))
+        return (
+            f"the program does {flops} on a device where {known} were derived, at no less than the rate that was "
+            f"expected: {_fewer_flops(case)}"
+        )
     facts = f"products run at {format_flops(rate)} a device, the rates say {format_flops(wanted)}"
     lead = case.leading("contraction")
     if lead:
@@ -122,6 +130,15 @@ def _rate(row: Row, case: Case) -> float:
     """FLOP/s of a device in the products of a kind of work."""
     found = case.of_class(row.name)
     return found.flops / row.measured_s if found and row.measured_s else 0.0
+
+
+def _fewer_flops(case: Case) -> str:
+    """What makes products that nobody asked for."""
+    if any(name.endswith("=dispatch") for name in case.expected):
+        return "a bound on the slots of experts (train.capacity_factor) leaves fewer empty ones"
+    if case.strategy.mesh.get("pipeline", 1) > 1:
+        return "fewer stages or more microbatches leave fewer passes over nothing"
+    return "look for padding in the operands of the longest ones"
 
 
 def _larger(case: Case) -> str:
@@ -148,7 +165,8 @@ def _copies(row: Row, case: Case) -> str:
     size = format_bytes(worst.hbm_bytes / max(worst.count, 1))
     times = "once" if worst.count == 1 else f"{worst.count:g} times"
     facts = f"no derived step copies; the longest is {worst.name} ({worst.step}), {size} {times}"
-    if worst.step.startswith(OUTSIDE) and case.strategy.remat == "none":
+    kept = worst.step.startswith(OUTSIDE) or "update-slice" in worst.name
+    if kept and case.strategy.remat == "none":
         return f"{facts}: strategy.remat=block keeps, and so copies, fewer results between the passes"
     mesh = ", ".join(f"{axis}={case.strategy.mesh[axis]}" for axis in case.strategy.active_axes)
     return f"{facts}: the compiler changes a layout there, which another split of its dims (now {mesh}) may not need"

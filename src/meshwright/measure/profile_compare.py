@@ -15,6 +15,9 @@ from meshwright.measure.profile_hlo import Instruction, Shape
 from meshwright.measure.profile_shared import shared_seconds
 from meshwright.measure.profile_times import Partition, Times
 
+ROUNDING = 1e-9
+"""Share of a step below which a difference of sums is rounding."""
+
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
     """Something with its seconds in a step, predicted and measured; None where one of them knows nothing of it."""
@@ -41,7 +44,7 @@ class ClassRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OpRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One instruction in a mean step of a mean device, with what it came from."""
+    """One instruction in a mean step of a mean device, with what it came from; the seconds as in `OpTime`."""
 
     name: str
     kind: OpClass
@@ -49,6 +52,7 @@ class OpRow(msgspec.Struct, frozen=True, kw_only=True):
     count: float
     own_s: float
     wall_s: float
+    waited_s: float = 0.0
     flops: float
     hbm_bytes: float
 
@@ -83,13 +87,17 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PredictedStep(msgspec.Struct, frozen=True, kw_only=True):
-    """What the plan expects of all executions of a derived step in one training step, by itself."""
+    """What the plan expects of all executions of a derived step in one training step, by itself.
+
+    ``gathers_weights`` says that it is a gather which could run ahead of its pass.
+    """
 
     seconds: float
     flops: float
     part: str
     kind: OpClass
     axes: tuple[str, ...]
+    gathers_weights: bool = False
 
 
 def label_text(step: Step) -> str:
@@ -119,6 +127,7 @@ def _predicted(cost: StepCost) -> PredictedStep:
         part=part,
         kind=class_of_op(step.op),
         axes=step.axes if step.is_collective else (),
+        gathers_weights=step.op == "all_gather" and cost.hides,
     )
 
 
@@ -126,20 +135,25 @@ def predicted_partition(priced: PricedStrategy) -> Partition:
     """The step that is expected, in the five parts of a measured one.
 
     Local work is compute-bound or memory-bound by which takes longer, launches are overhead and the pipeline's bubble
-    is idle; what the step takes beyond these is communication that nothing hides.
+    is idle. What the step takes beyond these is communication that nothing hides, at most all that there is; what is
+    left is the host's and the stragglers' overhead.
     """
     seconds = {"compute": 0.0, "memory": 0.0, "launch": 0.0}
+    network = float(priced.estimate.terms.get("pipeline", 0.0))
     for cost in priced.costs:
         bound = "compute" if float(cost.math_s) > float(cost.hbm_s) else "memory"
         seconds[bound] += float(cost.local_s - cost.launch_s) * float(cost.here)
         seconds["launch"] += float(cost.launch_s) * float(cost.here)
+        network += float(cost.network_s) * float(cost.here)
     idle = float(priced.estimate.terms.get("bubble", 0.0))
-    rest = float(priced.estimate.step_s) - sum(seconds.values()) - idle
+    step_s = float(priced.estimate.step_s)
+    rest = max(0.0, step_s - sum(seconds.values()) - idle)
+    beyond = rest - network if rest - network > ROUNDING * step_s else 0.0
     return Partition(
         compute_s=seconds["compute"],
         memory_s=seconds["memory"],
-        exposed_s=max(0.0, rest),
-        overhead_s=seconds["launch"],
+        exposed_s=rest - beyond,
+        overhead_s=seconds["launch"] + beyond,
         idle_s=idle,
     )
 
@@ -157,7 +171,7 @@ def compare(trace: Trace, facts: Facts, times: Times, priced: PricedStrategy) ->
         predicted_parts[one.part] += one.seconds
         predicted_terms[term_of(one.kind, one.axes)] += one.seconds
     # sends between the stages of a pipeline are no steps of a block, and their permutes carry no known label
-    predicted_terms["collective"] += float(priced.estimate.terms.get("pipeline", 0.0))
+    predicted_terms[term_of("collective")] += float(priced.estimate.terms.get("pipeline", 0.0))
     idle = predicted_partition(priced)
     terms = [
         *_rows(predicted_terms, by_term, lambda name: name),
@@ -178,8 +192,10 @@ def compare(trace: Trace, facts: Facts, times: Times, priced: PricedStrategy) ->
 
 
 def term_of(kind: OpClass, axes: tuple[str, ...] = ()) -> str:
-    """``contraction``, or ``collectives over fsdp``."""
-    return f"collectives over {' and '.join(axes)}" if axes else kind
+    """``contraction``, ``collectives over fsdp``; ``collectives besides`` for those of no derived step."""
+    if kind != "collective":
+        return kind
+    return f"collectives over {' and '.join(axes)}" if axes else "collectives besides"
 
 
 def _measured_term(fact: Fact, expected: Mapping[str, PredictedStep]) -> str:
@@ -236,6 +252,7 @@ def _ops(times: Times, facts: Facts) -> tuple[OpRow, ...]:
             count=op.count,
             own_s=op.own_s,
             wall_s=op.wall_s,
+            waited_s=op.waited_s,
             flops=fact.flops * op.count,
             hbm_bytes=fact.hbm_bytes * op.count,
         )

@@ -6,7 +6,7 @@ of instructions and one of asynchronous ones.
 """
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -24,7 +24,7 @@ STEP_END = "meshwright_step_end"
 """The mark at the end of a step of a training run: a step lies between two of them."""
 
 SUFFIX = ".xplane.pb"
-_DEVICE = re.compile(r"/device:(GPU|TPU):(\d+)")
+_DEVICE = re.compile(r"/device:(GPU|TPU):(\d+)$")
 _TPU_LINES = ("XLA Ops", "Async XLA Ops")
 _WAITS = ("Wait: pending_threads", "Wait for rendezvous callback")
 _NS = 1e-9
@@ -66,12 +66,14 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True):
 
     ``by_thread`` says that events named no device, so that each thread of the host counts as one. ``found_steps`` is
     how the steps were found: annotations, marks, runs of the program, or none (all of the trace is one).
+    ``unnamed_s`` are the seconds of what runs on accelerators, all together, and names no instruction of the program.
     """
 
     platform: Platform
     events: tuple[OpEvent, ...]
     windows: tuple[Window, ...]
     by_thread: bool
+    unnamed_s: float = 0.0
     found_steps: Literal["annotations", "marks", "runs", "none"]
 
     @property
@@ -113,10 +115,13 @@ def read_trace(planes: Sequence[Any], module: Module, *, source: str) -> Trace:
     host = _Host(module)
     if devices:
         platform: Platform = "gpu" if devices[0][0][1] == "GPU" else "tpu"
-        events = [event for match, plane in devices for event in _device_events(plane, int(match[2]), platform, module)]
+        reader = _Device(platform, module)
+        for match, plane in devices:
+            reader.read(plane, int(match[2]))
+        events, unnamed = reader.events, reader.unnamed_s
         host.read(hosts, ops=False)
     else:
-        platform = "cpu"
+        platform, unnamed = "cpu", 0.0
         host.read(hosts, ops=True)
         events = host.events
     if not events:
@@ -129,31 +134,41 @@ def read_trace(planes: Sequence[Any], module: Module, *, source: str) -> Trace:
         events=tuple(sorted(events, key=lambda event: (event.device, event.start_s, -event.end_s))),
         windows=windows,
         by_thread=host.by_thread,
+        unnamed_s=unnamed,
         found_steps=how,
     )
 
 
-def _device_events(plane: Any, device: int, platform: Platform, module: Module) -> Iterator[OpEvent]:
-    """Events of the instructions on one accelerator."""
-    lines = list(plane.lines)
-    wanted = [line for line in lines if line.name in _TPU_LINES or line.name.startswith("Stream")]
-    if platform == "gpu":
-        wanted = [line for line in wanted if line.name.startswith("Stream")] or wanted
-    for line in wanted:
-        for event in line.events:
-            op = _op_of(event, module)
-            if op:
-                start = event.start_ns * _NS
-                yield OpEvent(op, device, line.name, start, start + event.duration_ns * _NS)
+class _Device:
+    """What the lines of accelerators say."""
 
+    def __init__(self, platform: Platform, module: Module) -> None:
+        self.platform, self.module = platform, module
+        self.events: list[OpEvent] = []
+        self.unnamed_s = 0.0
 
-def _op_of(event: Any, module: Module) -> str:
-    """The name of the instruction: what the event says, or its own name up to the equals sign; empty for others."""
-    said = next((str(value) for name, value in event.stats if name == "hlo_op"), "")
-    for name in (said, event.name.split(" = ")[0].strip().lstrip("%")):
-        if name in module.instructions:
-            return name
-    return ""
+    def read(self, plane: Any, device: int) -> None:
+        """Every instruction on one accelerator: those of its streams, or those of its one line."""
+        lines = [line for line in plane.lines if line.name in _TPU_LINES or line.name.startswith("Stream")]
+        if self.platform == "gpu":
+            lines = [line for line in lines if line.name.startswith("Stream")] or lines
+        for line in lines:
+            for event in line.events:
+                op, start = self._op_of(event), event.start_ns * _NS
+                seconds = event.duration_ns * _NS
+                if op:
+                    self.events.append(OpEvent(op, device, line.name, start, start + seconds))
+                else:
+                    self.unnamed_s += seconds
+
+    def _op_of(self, event: Any) -> str:
+        """The instruction: what the event says, its name up to the equals sign, or that of its kernel; else empty."""
+        said = next((str(value) for name, value in event.stats if name == "hlo_op"), "")
+        name = event.name.split(" = ")[0].strip().lstrip("%")
+        for known in (said, name, self.module.by_kernel.get(name, "")):
+            if known in self.module.instructions:
+                return known
+        return ""
 
 
 class _Host:

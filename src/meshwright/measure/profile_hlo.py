@@ -107,6 +107,11 @@ class Module(msgspec.Struct, frozen=True, dict=True):
         """Every instruction by its name, which is unique in a compiled program."""
         return {one.name: one for body in self.computations.values() for one in body}
 
+    @cached_property
+    def by_kernel(self) -> dict[str, str]:
+        """Instructions by the names of their GPU kernels, which hold no dots and dashes."""
+        return {name.replace(".", "_").replace("-", "_"): name for name in self.instructions}
+
     def inside(self, instruction: Instruction) -> Iterator[Instruction]:
         """The instruction and, of a fusion, everything that was fused, to any depth."""
         yield instruction

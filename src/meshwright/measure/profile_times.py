@@ -197,49 +197,59 @@ class _Sweep:
         return overhead, idle
 
 
+class _Sums:
+    """What the steps of all devices add up to."""
+
+    def __init__(self) -> None:
+        self.wall: dict[str, float] = defaultdict(float)
+        self.own: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
+        self.communication = self.hidden = 0.0
+
+    def step(self, window: Window, events: Sequence[OpEvent], flights: Sequence[Interval], facts: Facts) -> Partition:
+        """One step of one device added."""
+        inside = [event for event in events if event.end_s > window.start_s and event.start_s < window.end_s]
+        sweep = _Sweep(window, facts)
+        found = sweep.run(inside)
+        for op, seconds in sweep.wall.items():
+            self.wall[op] += seconds
+        sent = union(clipped(flights, window))
+        busy = union(clipped(((e.start_s, e.end_s) for e in inside if _hides(e, facts)), window))
+        self.communication += length(sent)
+        self.hidden += length(both(sent, busy))
+        for event in inside:
+            if event.start_s >= window.start_s:  # else it counts in the step that it began in
+                sums = self.own[event.op]
+                for number, value in enumerate((1, event.seconds, event.waited_s)):
+                    sums[number] += value
+        return found
+
+    def ops(self, shares: int) -> tuple[OpTime, ...]:
+        """Means of every instruction, those with most of the wall time first."""
+        found = []
+        for op in self.wall.keys() | self.own.keys():
+            n, seconds, waited = (value / shares for value in self.own[op])
+            wall = self.wall[op] / shares
+            found.append(OpTime(name=op, count=n, own_s=seconds, wall_s=wall, waited_s=waited))
+        return tuple(sorted(found, key=lambda op: (-op.wall_s, op.name)))
+
+
 def measure_times(trace: Trace, facts: Facts) -> Times:
     """Everything, as means over the steps and the devices of a trace."""
-    windows, devices = trace.windows, trace.devices
-    partitions: dict[int, Partition] = {}
-    wall: dict[str, float] = defaultdict(float)
-    own: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
-    communication = hidden = 0.0
-    for device in devices:
+    sums, partitions = _Sums(), {}
+    for device in trace.devices:
         events = [event for event in trace.of_device(device) if facts.is_work(event.op)]
         flights = in_flight(events, facts, trace.platform)
-        found = []
-        for window in windows:
-            inside = [event for event in events if event.end_s > window.start_s and event.start_s < window.end_s]
-            sweep = _Sweep(window, facts)
-            found.append(sweep.run(inside))
-            for op, seconds in sweep.wall.items():
-                wall[op] += seconds
-            sent = union(clipped(flights, window))
-            busy = union(clipped(((e.start_s, e.end_s) for e in inside if _hides(e, facts)), window))
-            communication += length(sent)
-            hidden += length(both(sent, busy))
-            for event in inside:
-                if event.start_s < window.start_s:
-                    continue  # counted in the step that it began in
-                sums = own[event.op]
-                sums[0] += 1
-                sums[1] += event.seconds
-                sums[2] += event.waited_s
-        partitions[device] = mean_partition(found)
-    shares = len(windows) * len(devices)
-    ops = tuple(
-        OpTime(name=op, count=n / shares, own_s=s / shares, waited_s=w / shares, wall_s=wall[op] / shares)
-        for op in wall.keys() | own.keys()
-        for n, s, w in (own[op],)
-    )
+        partitions[device] = mean_partition([sums.step(window, events, flights, facts) for window in trace.windows])
+    shares = len(trace.windows) * len(trace.devices)
+    ops = sums.ops(shares)
     return Times(
         mean=mean_partition(list(partitions.values())),
         devices=partitions,
-        ops=tuple(sorted(ops, key=lambda op: -op.wall_s)),
-        communication_s=communication / shares,
-        hidden_s=hidden / shares,
+        ops=ops,
+        communication_s=sums.communication / shares,
+        hidden_s=sums.hidden / shares,
         num_launches=sum(op.count for op in ops),
-        num_steps=len(windows),
+        num_steps=len(trace.windows),
     )
 
 

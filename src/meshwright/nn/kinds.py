@@ -35,10 +35,16 @@ LocalKind = Callable[..., Any]
 
 
 def contract_step(step: Step, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-    """The local contraction of a step: dims of the same name are the same dim."""
+    """The local contraction of a step: dims of the same name are the same dim.
+
+    Where one factor is wider than the other, and the result is not asked to be, it is narrowed first.
+    """
     letters = {d: chr(ord("a") + i) for i, d in enumerate(dict.fromkeys((*step.inputs[0].dims, *step.inputs[1].dims)))}
     left, right, out = ("".join(letters[d] for d in a.dims) for a in (*step.inputs, step.result))
     wide = jnp.float32 if step.result.dtype == "fp32" else None
+    if wide is None and lhs.dtype != rhs.dtype:
+        narrow = min(lhs.dtype, rhs.dtype, key=lambda dtype: dtype.itemsize)
+        lhs, rhs = lhs.astype(narrow), rhs.astype(narrow)
     return contract(f"{left},{right}->{out}", lhs, rhs, dtype=wide)
 
 

@@ -160,7 +160,8 @@ class TickExecutor:
             dx, handed = at_most_once(is_split, split, dx, handed)
         (of_ends,) = at_most_once(
             row.is_first > 0,
-            lambda total: (add_named(total, stages.embed_backward(ends, inputs, dx)),),
+            # Held together: else libtpu moves the sum of this gradient out of the loop, and fails over it.
+            lambda total: (add_named(total, lax.optimization_barrier(stages.embed_backward(ends, inputs, dx))),),
             state.grads.ends,
         )
         return state._replace(grads=Weights(layers, of_ends), handed=handed), stages.send_back(dx)

@@ -201,6 +201,7 @@ def candidate_sizes(space: Space, cluster: Cluster, found: Candidates) -> OpSize
         state=space.template.state,
         scores=attention_scores(cluster, space.template.software),
         imbalance=space.template.imbalance,
+        software=space.template.software,
     )
 
 

@@ -37,7 +37,12 @@ def bench_figures(report: BenchReport) -> dict[str, Spec]:
 def _with_ticks(spec: Spec, values: Sequence[float]) -> Spec:
     """A picture of curves whose horizontal axis is labelled at the sizes that were measured."""
     axis = spec["layer"][0]["encoding"]["x"]["axis"]
-    axis |= {"values": sorted({*values}), "labelExpr": "format(datum.value, ',d')", "labelOverlap": True}
+    axis |= {
+        "values": sorted({*values}),
+        "labelExpr": "format(datum.value, ',d')",
+        "labelOverlap": True,
+        "labelFlush": False,
+    }
     return spec
 
 
@@ -46,7 +51,8 @@ def _where(report: BenchReport) -> str:
 
 
 def _roofline(report: BenchReport) -> Spec | None:
-    """Products, chains of multiply-adds and layers over their FLOPs per byte, under the rates of this run."""
+    """Products, chains of multiply-adds and layers over their FLOPs per byte, under the data sheet's rates, or those of
+    this run where there are none."""
     products = report.matmul.sweep if report.matmul else ()
     largest = report.copy.largest() if report.copy else None
     main = [p for p in products if p.dtype == products[0].dtype]
@@ -54,14 +60,12 @@ def _roofline(report: BenchReport) -> Spec | None:
         return None
     sheet = chip(report.chip)
     points = [*_product_points(main), *_chain_points(report), *_layer_points(report.batch)]
-    peak = sheet.peak_flops.get(main[0].dtype) or max(point.flops_per_s for point in points)
-    links = {"memory, measured": largest.bytes_per_s}
-    if sheet.hbm_bytes_per_s:
-        links["memory, data sheet"] = sheet.hbm_bytes_per_s
-    whose = "Emulated device" if report.platform == "cpu" else report.device_kind
-    return roofline_figure(
-        peak_flops_per_s=peak, link_bytes_per_s=links, points=points, title=f"{whose}, measured {report.date[:10]}"
-    )
+    peak, memory, whose = sheet.peak_flops.get(main[0].dtype), sheet.hbm_bytes_per_s, "the data sheet"
+    if peak is None or memory is None:
+        peak, memory, whose = max(point.flops_per_s for point in points), largest.bytes_per_s, "this run"
+    what = "an emulated device" if report.platform == "cpu" else f"one {report.device_kind}"
+    title = f"Measured on {what}, under the rates of {whose}"
+    return roofline_figure(peak_flops_per_s=peak, link_bytes_per_s={"memory": memory}, points=points, title=title)
 
 
 def _product_points(products: list[Product]) -> list[RooflinePoint]:

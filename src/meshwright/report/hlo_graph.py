@@ -1,6 +1,7 @@
 """The picture of a compiled layer: boxes from the first to the last that runs, lines for what feeds what."""
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 
 from meshwright.report.figure import INK, MUTED, Spec, headline, themed
 from meshwright.verify.hlo_graph import Graph
@@ -14,13 +15,12 @@ COLORS = {
 }
 """Kind of node -> its colour."""
 
-BOX_PX = (178, 30)
-GAP_PX = (14, 26)
-MAX_CHARACTERS = 30
+BOX_PX = (202, 30)
+GAP_PX = (14, 28)
+BEND_PX = 26
+"""Width that a line takes where it passes between boxes."""
+MAX_CHARACTERS = 34
 SWEEPS = 12
-
-Place = dict[str, tuple[int, float]]
-"""Node or bend of a line -> (row, place in the row)."""
 
 
 def graph_figure(graphs: Sequence[Graph], *, title: str) -> Spec:
@@ -33,9 +33,10 @@ def graph_figure(graphs: Sequence[Graph], *, title: str) -> Spec:
 def _panel(graph: Graph, *, legend: bool) -> Spec:
     rows = _rows(graph)
     lanes, ways = _with_bends(graph, rows)
-    place = _placed(lanes, ways)
-    widest = max(len(lane) for lane in lanes)
-    size = (widest * (BOX_PX[0] + GAP_PX[0]), len(lanes) * (BOX_PX[1] + GAP_PX[1]))
+    _order(lanes, ways)
+    boxes = {node.key for node in graph.nodes}
+    size = (max(_width(lane, boxes) for lane in lanes), len(lanes) * (BOX_PX[1] + GAP_PX[1]))
+    centre = _centres(lanes, boxes, size[0])
     scale = {
         "x": {"field": "x", "type": "quantitative", "axis": None, "scale": {"domain": [0, size[0]], "nice": False}},
         "y": {
@@ -45,7 +46,6 @@ def _panel(graph: Graph, *, legend: bool) -> Spec:
             "scale": {"domain": [0, size[1]], "nice": False, "reverse": True},
         },
     }
-    centre = {key: _centre(row, at, len(lanes[row]), widest) for key, (row, at) in place.items()}
     steps = sum(node.num_instructions for node in graph.nodes)
     told = f"{len(graph.nodes)} nodes of {steps:,} instructions, runs {graph.times:,} times"
     name = graph.name if len(graph.name) <= 60 else f"{graph.name[:57]}..."
@@ -53,14 +53,28 @@ def _panel(graph: Graph, *, legend: bool) -> Spec:
         "title": {**headline(name, told), "fontSize": 13, "offset": 8},
         "width": size[0],
         "height": size[1],
-        "layer": [_lines(ways, centre, scale), _heads(graph, ways, centre, scale), *_boxes(graph, centre, scale, legend)],
+        "layer": [
+            _lines(ways, centre, scale),
+            _heads(graph, ways, centre, scale),
+            *_boxes(graph, centre, scale, legend),
+        ],
     }
 
 
-def _centre(row: int, at: float, count: int, widest: int) -> tuple[float, float]:
-    """Pixels of a box's middle; rows with fewer boxes are centred."""
-    step = BOX_PX[0] + GAP_PX[0]
-    return (at + (widest - count) / 2 + 0.5) * step, (row + 0.5) * (BOX_PX[1] + GAP_PX[1])
+def _width(lane: Sequence[str], boxes: set[str]) -> int:
+    return sum(BOX_PX[0] + GAP_PX[0] if key in boxes else BEND_PX for key in lane)
+
+
+def _centres(lanes: Sequence[Sequence[str]], boxes: set[str], width: int) -> dict[str, tuple[float, float]]:
+    """Pixels of the middle of each box and bend; narrower rows are centred."""
+    found = {}
+    for row, lane in enumerate(lanes):
+        x = (width - _width(lane, boxes)) / 2
+        for key in lane:
+            own = _width([key], boxes)
+            found[key] = (x + own / 2, (row + 0.5) * (BOX_PX[1] + GAP_PX[1]))
+            x += own
+    return found
 
 
 def _rows(graph: Graph) -> dict[str, int]:
@@ -94,15 +108,15 @@ def _with_bends(graph: Graph, rows: Mapping[str, int]) -> tuple[list[list[str]],
     return lanes, ways
 
 
-def _placed(lanes: list[list[str]], ways: Sequence[Sequence[str]]) -> Place:
-    """Boxes and bends ordered within their rows by the mean place of their neighbours, down and up a few times.
+def _order(lanes: list[list[str]], ways: Sequence[Sequence[str]]) -> None:
+    """Order boxes and bends within their rows by the mean place of their neighbours, down and up a few times.
 
     Source: the barycentre heuristic of Sugiyama, Tagawa and Toda (1981).
     """
     above: dict[str, list[str]] = {}
     below: dict[str, list[str]] = {}
     for way in ways:
-        for a, b in zip(way, way[1:], strict=False):
+        for a, b in pairwise(way):
             above.setdefault(b, []).append(a)
             below.setdefault(a, []).append(b)
     for sweep in range(SWEEPS):
@@ -115,7 +129,6 @@ def _placed(lanes: list[list[str]], ways: Sequence[Sequence[str]]) -> Place:
             at = {key: number - len(beside) / 2 for number, key in enumerate(beside)}
             own = {key: number - len(lanes[row]) / 2 for number, key in enumerate(lanes[row])}
             lanes[row].sort(key=lambda key: _mean([at[one] for one in neighbours.get(key, []) if one in at], own[key]))
-    return {key: (row, float(number)) for row, lane in enumerate(lanes) for number, key in enumerate(lane)}
 
 
 def _mean(values: Sequence[float], otherwise: float) -> float:
@@ -127,7 +140,13 @@ def _lines(ways: Sequence[Sequence[str]], centre: Mapping[str, tuple[float, floa
     for number, way in enumerate(ways):
         for step, key in enumerate(way):
             x, y = centre[key]
-            ends = [y + BOX_PX[1] / 2] if step == 0 else [y - BOX_PX[1] / 2 - 5] if step == len(way) - 1 else [y - 12, y + 12]
+            ends = (
+                [y + BOX_PX[1] / 2]
+                if step == 0
+                else [y - BOX_PX[1] / 2 - 5]
+                if step == len(way) - 1
+                else [y - 12, y + 12]
+            )
             rows += [{"way": number, "step": 2 * step + n, "x": x, "y": end} for n, end in enumerate(ends)]
     mark = {"type": "line", "color": MUTED, "strokeWidth": 1.1, "opacity": 0.75, "interpolate": "linear"}
     order = {"field": "step", "type": "quantitative"}
@@ -138,12 +157,12 @@ def _lines(ways: Sequence[Sequence[str]], centre: Mapping[str, tuple[float, floa
     }
 
 
-def _heads(
-    graph: Graph, ways: Sequence[Sequence[str]], centre: Mapping[str, tuple[float, float]], scale: Spec
-) -> Spec:
+def _heads(graph: Graph, ways: Sequence[Sequence[str]], centre: Mapping[str, tuple[float, float]], scale: Spec) -> Spec:
     fed = {way[-1] for way in ways}
     rows = [
-        {"x": centre[node.key][0], "y": centre[node.key][1] - BOX_PX[1] / 2 - 4} for node in graph.nodes if node.key in fed
+        {"x": centre[node.key][0], "y": centre[node.key][1] - BOX_PX[1] / 2 - 4}
+        for node in graph.nodes
+        if node.key in fed
     ]
     mark = {"type": "point", "shape": "triangle-down", "filled": True, "color": MUTED, "size": 30, "opacity": 1}
     return {"data": {"values": rows}, "mark": mark, "encoding": scale}

@@ -41,7 +41,8 @@ def tiling_figure(shape: Shape, *, name: str) -> Spec:
         )
     plane = _plane(shape)
     waste = 1 - shape.num_bytes / shape.padded_bytes
-    told = f"{format_bytes(shape.num_bytes)} of numbers, {format_bytes(shape.padded_bytes)} in memory ({waste:.0%} padding)"
+    numbers, memory = format_bytes(shape.num_bytes), format_bytes(shape.padded_bytes)
+    told = f"{numbers} of numbers, {memory} in memory ({waste:.1%} padding)"
     return themed(
         {
             "title": headline(f"{name}: {layout_text(shape)}", told),
@@ -117,9 +118,16 @@ def _legend(tiles: Sequence[Spec], used: Sequence[Spec], domain: tuple[int, int]
     padded = any(a["x2"] - b["x2"] > 1e-6 or a["y2"] - b["y2"] > 1e-6 for a, b in zip(tiles, used, strict=True))
     if not padded:
         return []
-    row = [{"x": 0, "y": domain[1], "text": "blue: elements   yellow: padding"}]
-    mark = {"type": "text", "align": "left", "baseline": "top", "dy": 30, "fill": MUTED}
-    return [{"data": {"values": row}, "mark": mark, "encoding": {**_point(*domain), "text": {"field": "text"}}}]
+    rows = [{"x": 0.1, "y": domain[1], "color": FILL, "text": "elements"}]
+    rows.append({"x": 1.1, "y": domain[1], "color": PADDING, "text": "padding"})
+    color = {"color": {"field": "color", "type": "nominal", "scale": None}}
+    square = {"type": "point", "shape": "square", "filled": True, "size": 140, "opacity": 1, "yOffset": 22}
+    word = {"type": "text", "align": "left", "baseline": "middle", "dx": 12, "yOffset": 22, "fill": MUTED}
+    at = _point(*domain)
+    return [
+        {"data": {"values": rows}, "mark": square, "encoding": {**at, **color}},
+        {"data": {"values": rows}, "mark": word, "encoding": {**at, "text": {"field": "text"}}},
+    ]
 
 
 def _tile_panel(shape: Shape, plane: _Plane) -> Spec:
@@ -194,7 +202,11 @@ def _labels(texts: Sequence[str], domain: tuple[int, int], channel: str, title: 
     ]
     place = {"dy": -6, "baseline": "bottom"} if across else {"dx": -6, "align": "right", "baseline": "middle"}
     middle = {"x": domain[0] / 2 if across else 0, "y": 0 if across else domain[1] / 2, "text": title}
-    outside = {"dy": -22, "baseline": "bottom"} if across else {"angle": 270, "dy": -74, "baseline": "bottom"}
+    outside = (
+        {"dy": -22, "baseline": "bottom"}
+        if across
+        else {"angle": 270, "dy": -20 - 6 * max(map(len, texts)), "baseline": "bottom"}
+    )
     point = {**_point(*domain), "text": {"field": "text"}}
     return {
         "layer": [

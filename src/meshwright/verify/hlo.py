@@ -11,6 +11,7 @@ from meshwright.algebra.labels import StepLabel, find_label
 from meshwright.verify.hlo_groups import Groups, axes_of, group_size, permute_pairs, replica_groups, slice_groups
 from meshwright.verify.hlo_loops import runs_at_most_once, trip_count
 from meshwright.verify.hlo_module import Instruction, Module, parse_module
+from meshwright.verify.hlo_near import ending, nearest_step
 from meshwright.verify.hlo_shapes import parse_shapes, shape_bytes
 
 KINDS = {
@@ -55,7 +56,8 @@ class Collective(msgspec.Struct, frozen=True):
     ``trips`` is how often it runs in one call of the program, ``axes`` the mesh axes that its groups span,
     ``num_arrays`` how many arrays it combines. ``sliced``: an all-reduce of which each device keeps a slice, as a
     reduce-scatter would leave it. ``windowed``: a permute of a matmul that was cut to overlap with it. ``dcn``:
-    between TPU slices, over the data-centre network. ``label``: the derived step that it came from.
+    between TPU slices, over the data-centre network. ``label``: the derived step that it came from; where
+    the compiler dropped that, ``near`` is the closest step that takes or makes its array.
     """
 
     kind: str
@@ -74,6 +76,7 @@ class Collective(msgspec.Struct, frozen=True):
     label: StepLabel | None = None
     computation: str = ""
     op_name: str = ""
+    near: StepLabel | None = None
 
     @property
     def total_bytes(self) -> int:
@@ -116,6 +119,11 @@ class _Walk:
         self.module, self.mesh = module, mesh
         self.num_devices = module.num_devices if module.num_devices > 1 else math.prod(mesh.values())
         self.reaching: dict[str, bool] = {}
+        # Its other pieces may run inside a loop that it overlaps with.
+        self.begun: dict[tuple[str, ...], set[str]] = {}
+        for one in module:
+            if "async_collective_fusion_config" in one.attributes and _begins(module, one):
+                self.begun.setdefault(_pieces_key(one), set()).add(one.computation)
         self.permutes = Counter(one.op_name for one in module if one.opcode in _PERMUTES)
 
     def computation(self, around: _Around) -> Iterator[Collective]:
@@ -155,11 +163,12 @@ class _Walk:
     def collective(self, one: Instruction, around: _Around) -> Iterator[Collective]:
         in_pieces = "async_collective_fusion_config" in one.attributes
         if in_pieces:
-            key = tuple(found[1] if (found := mark.search(one.attributes)) else "" for mark in (_CHANNEL, _CHAIN))
-            if key in around.seen:
+            key = _pieces_key(one)
+            if key in around.seen or (key in self.begun and one.computation not in self.begun[key]):
                 return
             around.seen.add(key)
         op_name = one.op_name or (around.caller.op_name if around.caller else "")
+        label = find_label(op_name)
         kind, groups = self.kind_and_groups(one)
         if around.caller and around.computation.startswith(_DISGUISED) and kind == "all_reduce":
             kind = "reduce_scatter"
@@ -179,10 +188,18 @@ class _Walk:
             sliced=kind == "all_reduce" and _is_sliced(self.module, one),
             windowed=kind == "permute" and self.is_windowed(one),
             dcn=one.opcode == "send",
-            label=find_label(op_name),
+            label=label,
             computation=around.computation,
             op_name=op_name,
+            near=None if label else nearest_step(self.module, self.running(one, around, in_pieces), kind=kind),
         )
+
+    def running(self, one: Instruction, around: _Around, in_pieces: bool) -> Instruction:
+        """The instruction that stands for a collective in the loop or entry that runs it."""
+        caller = around.caller
+        if caller is None or (caller.opcode != "fusion" and not caller.opcode.endswith("-start")):
+            return one
+        return ending(self.module, caller, one) if in_pieces else caller
 
     def kind_and_groups(self, one: Instruction) -> tuple[str, Groups]:
         if transfer := _TRANSFER.search(one.attributes):
@@ -237,6 +254,17 @@ def _is_collective(one: Instruction) -> bool:
     if one.opcode == "send":
         return "_xla_megascale_transfer_type" in one.attributes
     return one.opcode.removesuffix("-start") in KINDS
+
+
+def _pieces_key(one: Instruction) -> tuple[str, ...]:
+    """What the pieces of one asynchronous collective have in common."""
+    return tuple(found[1] if (found := mark.search(one.attributes)) else "" for mark in (_CHANNEL, _CHAIN))
+
+
+def _begins(module: Module, one: Instruction) -> bool:
+    """Whether the fusion that holds this piece of a collective begins it."""
+    inside = module.computations[one.computation].instructions
+    return any("AsyncCollectiveStart" in other.attributes for other in inside if other.opcode == "custom-call")
 
 
 def _dtype(shapes: str) -> str:

@@ -43,7 +43,10 @@ def hlo_file(path: Path) -> Path:
 
 
 def read_hlo(path: Path, *, stablehlo: bool = False) -> Module | StableHlo:
-    """The program in a file, which ``stablehlo`` says is not compiled yet. Raises InputError where it is neither HLO nor StableHLO text."""
+    """The program in a file; ``stablehlo`` says that it is not compiled yet, whatever its name.
+
+    Raises InputError where it is neither HLO nor StableHLO text.
+    """
     try:
         text = path.read_text()
     except UnicodeDecodeError:

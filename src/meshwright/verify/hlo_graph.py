@@ -3,7 +3,7 @@
 import re
 from collections import Counter
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import cache
 from typing import Literal
 
 import msgspec
@@ -37,7 +37,7 @@ class Node(msgspec.Struct, frozen=True):
 
 
 class Graph(msgspec.Struct, frozen=True):
-    """Nodes in the order in which they first run, and edges (from, to) by key; all edges lead forward in that order."""
+    """Nodes in the order in which they run, and edges (from, to) by key; all edges lead forward in that order."""
 
     name: str
     times: int
@@ -70,7 +70,9 @@ def block_graphs(module: Module, block: str | None) -> tuple[Graph, ...]:
         return _loop_graphs(module)
     chosen = block or blocks.most_common(1)[0][0]
     graphs = [_graph(module, one, chosen) for one in executed(module) if not _inside_step(module, one)]
-    return tuple(graph for graph in sorted(graphs, key=lambda g: _first(module, g)) if graph.nodes)
+    # Steps that the compiler took out of a loop stand alone, with nothing to draw between them.
+    joined = [graph for graph in graphs if graph.edges] or [graph for graph in graphs if graph.nodes]
+    return tuple(sorted(joined, key=lambda graph: _first(module, graph)))
 
 
 def _loop_graphs(module: Module) -> tuple[Graph, ...]:
@@ -102,6 +104,8 @@ def _graph(module: Module, computation: Computation, block: str | None) -> Graph
     texts: dict[str, str] = {}
     reached: dict[str, frozenset[str]] = {}
     edges: set[tuple[str, str]] = set()
+    beside: dict[str, set[str]] = {}
+    fed: set[str] = set()
     for one in computation.instructions:
         sources = frozenset[str]().union(*(reached.get(name, frozenset()) for name in one.operands))
         key, text = _key(module, computation, one, block)
@@ -110,14 +114,26 @@ def _graph(module: Module, computation: Computation, block: str | None) -> Graph
             continue
         members.setdefault(key, []).append(one)
         texts.setdefault(key, text)
+        fed |= {one.name} if sources else set()
         hidden = _overlapped(module, one)
-        edges |= {(source, key) for source in sources if source != key and source not in hidden}
+        beside.setdefault(key, set()).update(hidden)
+        edges |= {(source, key) for source in sources if source != key}
         # What a fusion only hands on, of a collective that runs beside it, comes from the collective.
         reached[one.name] = frozenset({key}) | (sources & hidden)
-    order = {key: number for number, key in enumerate(members)}
-    forward = {(a, b) for a, b in edges if order[a] < order[b]}
-    nodes = [Node(key, texts[key], _strongest(module, group), len(group)) for key, group in members.items()]
-    return Graph(computation.name, times_run(module, computation.name), tuple(nodes), _reduced(forward, list(order)))
+    kinds = {key: _strongest(module, group) for key, group in members.items()}
+    number = {one.name: at for at, one in enumerate(computation.instructions)}
+    place = {key: number[_main(module, group, kinds[key], fed).name] for key, group in members.items()}
+    order = sorted(members, key=lambda key: place[key])
+    apart = {(a, b) for a, b in edges if a not in beside[b] and b not in beside[a]}
+    forward = {(a, b) for a, b in apart if place[a] < place[b]}
+    nodes = [Node(key, texts[key], kinds[key], len(members[key])) for key in order]
+    return Graph(computation.name, times_run(module, computation.name), tuple(nodes), _reduced(forward, order))
+
+
+def _main(module: Module, group: list[Instruction], kind: NodeKind, fed: set[str]) -> Instruction:
+    """The instruction of a step that says when it runs: not the zeros that it begins with, or what tidies up behind."""
+    able = [one for one in group if one.name in fed] or group
+    return next((one for one in able if _kind(module, one) == kind), able[0])
 
 
 def _key(module: Module, computation: Computation, one: Instruction, block: str | None) -> tuple[str, str]:
@@ -134,7 +150,7 @@ def _key(module: Module, computation: Computation, one: Instruction, block: str 
         return (str(label), text) if wanted else ("", "")
     kind = _kind(module, one)
     # Outside its loops a block has only the steps that say so.
-    if kind == "other" or block and computation.name == module.entry:
+    if kind == "other" or (block and computation.name == module.entry):
         return "", ""
     chain = _chain(module, one)
     return chain or one.name, _plain_text(module, one, kind)
@@ -196,11 +212,11 @@ def _kind(module: Module, one: Instruction) -> NodeKind:
     target = _TARGET.search(one.attributes) if one.opcode == "custom-call" else None
     label = one.label
     named = label.op if label else target[1] if target else ""
-    if _ATTENTION.search(named) or target and _ATTENTION.search(one.op_name):
+    if _ATTENTION.search(named) or (target and _ATTENTION.search(one.op_name)):
         return "attention"
     if target and target[1] in _QUIET_CALLS:
         return "other"
-    if _multiplies(module, one) or target and _MATMUL_CALLS.search(target[1]):
+    if _multiplies(module, one) or (target and _MATMUL_CALLS.search(target[1])):
         return "matmul"
     return "loop" if one.opcode == "while" and not label else "other"
 
@@ -218,10 +234,10 @@ def _plain_text(module: Module, one: Instruction, kind: NodeKind) -> str:
     if inner is not None and any(called.startswith("all-reduce-scatter") for _, called in one.called):
         name = "reduce_scatter"
     shapes = parse_shapes((inner or one).shape) or parse_shapes("f32[]")
-    largest = max(shapes, key=lambda shape: shape.num_bytes)
+    # A fusion beside a collective makes its own result first and hands the collective's buffers on behind it.
+    shown = shapes[0] if _overlapped(module, one) else max(shapes, key=lambda shape: shape.num_bytes)
     words = {"matmul": "matmul", "attention": "attention", "loop": "loop", "collective": name, "other": name}
-    beside = ", beside a collective" if kind == "matmul" and _overlapped(module, one) else ""
-    return f"{words[kind]} {largest}{beside}"
+    return f"{words[kind]} {shown}"
 
 
 def _reduced(edges: set[tuple[str, str]], order: list[str]) -> tuple[tuple[str, str], ...]:
@@ -230,7 +246,7 @@ def _reduced(edges: set[tuple[str, str]], order: list[str]) -> tuple[tuple[str, 
     for a, b in edges:
         after[a].append(b)
 
-    @lru_cache(maxsize=None)
+    @cache
     def reach(key: str) -> frozenset[str]:
         return frozenset(after[key]).union(*(reach(follower) for follower in after[key]))
 

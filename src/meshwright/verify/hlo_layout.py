@@ -78,7 +78,7 @@ def executed(module: Module) -> tuple[Computation, ...]:
         found.append(computation)
         for one in computation.instructions:
             starts = one.opcode == "call" or one.opcode.endswith("-start")
-            pending += [called for role, called in one.called if role in _RUNS or starts and role != "condition"]
+            pending += [called for role, called in one.called if role in _RUNS or (starts and role != "condition")]
     return tuple(found)
 
 

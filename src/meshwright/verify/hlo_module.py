@@ -1,7 +1,7 @@
 """HLO text as data: a module, its computations, their instructions."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 
 import msgspec
@@ -10,6 +10,7 @@ from meshwright.algebra.labels import StepLabel, find_label
 from meshwright.verify.hlo_frames import Frame, Frames, read_frames
 
 _COMPUTATION = re.compile(r"^(ENTRY\s+)?%?([\w.\-]+)\s*(?:\(.*\)\s*->.*)?\{\s*$")
+_END = re.compile(r"^\s*\}(, execution_thread=.*)?\s*$")
 _INSTRUCTION = re.compile(r"^\s*(ROOT\s+)?%?([\w.\-]+)\s*=\s*")
 _OPCODE = re.compile(r"\s*([a-z][\w\-]*)\(")
 _PARENTHESIS = re.compile(r"[()]")
@@ -150,18 +151,11 @@ class Module(msgspec.Struct, frozen=True, dict=True):
 def parse_module(text: str) -> Module:
     """The module that an HLO text describes. Raises ValueError where the text has no computation."""
     computations: dict[str, list[Instruction]] = {}
-    entry, current = "", ""
+    entry = ""
     lines = text.splitlines()
-    for line in lines:
-        if line[:1] not in (" ", "\t", "}", ""):
-            head = _COMPUTATION.match(line)
-            if head and "=" not in line.split("(", 1)[0]:
-                current = head[2]
-                computations[current] = []
-                entry = current if head[1] else entry
-                continue
-        if current and (found := _instruction(line, current)):
-            computations[current].append(found)
+    for name, is_entry, written in _bodies(lines):
+        computations[name] = [one for line in written if (one := _instruction(line, name))]
+        entry = name if is_entry else entry
     if not any(computations.values()):
         raise ValueError("the text holds no HLO computation.")
     header = next((line for line in lines if line.startswith("HloModule")), "HloModule ?")
@@ -174,6 +168,26 @@ def parse_module(text: str) -> Module:
         num_replicas=int(sizes.get("replica_count", 1)),
         frames=read_frames(lines),
     )
+
+
+def _bodies(lines: Sequence[str]) -> Iterator[tuple[str, bool, list[str]]]:
+    """(name, whether it is the entry, instructions) of each computation.
+
+    An instruction may be broken: the metadata of a Pallas kernel is written with line breaks of its own.
+    """
+    name, is_entry, written = "", False, list[str]()
+    for line in lines:
+        if name and _END.match(line):
+            yield name, is_entry, written
+            name = ""
+        elif not name:
+            head = _COMPUTATION.match(line)
+            if head and "=" not in line.split("(", 1)[0]:
+                name, is_entry, written = head[2], bool(head[1]), []
+        elif line[:1].isspace() and _INSTRUCTION.match(line):
+            written.append(line)
+        elif written and line:
+            written[-1] += f" {line}"
 
 
 def _instruction(line: str, computation: str) -> Instruction | None:

@@ -19,7 +19,7 @@ class CollectiveRow(msgspec.Struct, frozen=True):
     is_async: bool
     notes: tuple[str, ...]
     steps: tuple[str, ...]
-    """Labels of the derived steps that they came from, without what makes them."""
+    """Labels of the derived steps that they came from, or that are near, without what makes them."""
 
     @property
     def total_bytes(self) -> int:
@@ -43,7 +43,7 @@ def collective_rows(found: Iterable[Collective]) -> tuple[CollectiveRow, ...]:
             times=sum(one.trips for one in group),
             is_async=group[0].is_async,
             notes=collective_notes(group[0]),
-            steps=tuple(dict.fromkeys(_step(one) for one in group if one.label)),
+            steps=tuple(dict.fromkeys(step for one in group if (step := _step(one)))),
         )
         for group in alike.values()
     ]
@@ -62,5 +62,7 @@ def collective_notes(one: Collective) -> tuple[str, ...]:
 
 
 def _step(one: Collective) -> str:
-    assert one.label
-    return f"{one.label.block}:{one.label.phase}:{one.label.result}"
+    label = one.label or one.near
+    if label is None:
+        return ""
+    return f"{'' if one.label else 'near '}{label.block}:{label.phase}:{label.result}"

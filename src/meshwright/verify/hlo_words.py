@@ -23,7 +23,7 @@ TPU_SPACES = {
     5: "the host's memory",
     8: "semaphores of the SparseCore",
 }
-"""Number behind S in a TPU's layouts -> what it is. Source: MemorySpace in JAX's tpu_custom_call; 3 from v4 programs."""
+"""Number behind S in a TPU's layouts -> what it is. Source: JAX's tpu_custom_call; 3 is seen in programs for v4."""
 
 OPCODES = {
     "all-gather": "gathers the shards of an array from a group of devices",
@@ -70,7 +70,10 @@ def explain(module: Module, one: Instruction) -> Explained:
     """All that the module says of an instruction."""
     shapes = parse_shapes(one.shape)
     facts = [("does", _does(module, one)), ("runs", _runs(module, one))]
-    facts += layout_facts(shapes[0], is_tpu=is_tpu(module)) if len(shapes) == 1 else _tuple_facts(shapes)
+    facts += _tuple_facts(shapes) if len(shapes) != 1 else []
+    if shapes:
+        # Of a tuple, the element with most bytes stands for all.
+        facts += layout_facts(max(shapes, key=lambda shape: shape.padded_bytes), is_tpu=is_tpu(module))
     facts += [("step", str(one.label))] if one.label else []
     facts += [("operation", one.op_name)] if one.op_name else []
     stack = module.source(one)
@@ -171,7 +174,7 @@ def _does(module: Module, one: Instruction) -> str:
     text = f"{one.opcode}: {opcode_words(one)}"
     if one.opcode == "custom-call" and (target := _TARGET.search(one.attributes)):
         text += f" ({target[1]})"
-    called = dict(one.called).get("calls") if one.opcode == "fusion" else None
+    called = dict(one.called).get("calls", "") if one.opcode == "fusion" else ""
     if called in module.computations:
         inside = Counter(i.opcode for i in module.computations[called].instructions if i.opcode not in _PLAIN)
         text += f"; of {', '.join(f'{count} {opcode}' for opcode, count in inside.most_common(8))}"
@@ -189,7 +192,7 @@ def _runs(module: Module, one: Instruction) -> str:
 
 def _tuple_facts(shapes: tuple[Shape, ...]) -> list[tuple[str, str]]:
     total = sum(shape.padded_bytes for shape in shapes)
-    return [("shape", f"a tuple of {len(shapes)}, {format_bytes(total)} in memory: {_listed_shapes(shapes)}")]
+    return [("tuple", f"{len(shapes)} arrays, {format_bytes(total)} in memory: {_listed_shapes(shapes)}")]
 
 
 def _listed_shapes(shapes: tuple[Shape, ...]) -> str:

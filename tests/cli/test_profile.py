@@ -1,0 +1,186 @@
+"""`profile` and `train --profile` from the command line, on a tiny plan; the timeline against its format."""
+
+import gzip
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from meshwright.cli.main import run
+from tests.cli.made_rates import write_rates
+
+SMALL = [
+    "--set", "model.num_layers=2", "--set", "model.d_model=32", "--set", "model.d_ff=64", "--set", "model.head_dim=4",
+    "--set", "model.vocab_size=512", "--batch", "8seq", "--seq", "32", "--on", "cpu:8",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def plan_file(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("plan")
+    rates, plan = str(write_rates(folder)), folder / "plan.toml"
+    axes = ["--axes", "fsdp=4,tensor=2", "--calibration", rates, "--set", "strategy.remat=none", "-o", str(plan)]
+    assert run(["plan", "tiny", *SMALL, *axes]) == 0
+    return plan
+
+
+@pytest.fixture(scope="module")
+def profiled(plan_file, tmp_path_factory):
+    """The folder of one profile, and what was said."""
+    folder = tmp_path_factory.mktemp("profile")
+    with pytest.MonkeyPatch.context() as patch:
+        said = []
+        patch.setattr("click.echo", lambda text="", err=False, **_: said.append((text, err)))
+        assert run(["profile", str(plan_file), "--steps", "2", "--warmup", "2", "--out", str(folder), "--json"]) == 0
+    return SimpleNamespace(folder=folder, result=json.loads(next(text for text, err in said if not err)))
+
+
+def test_the_parts_of_the_step_are_all_of_it(profiled):
+    found = profiled.result
+    for partition in [found["partition"], *found["devices"].values()]:
+        assert sum(partition.values()) == pytest.approx(found["step_s_profiled"], rel=1e-6)
+    assert len(found["devices"]) == 8
+    assert found["partition"]["compute_s"] + found["partition"]["memory_s"] > 0
+    assert 0 <= found["overlap"] <= 1
+    assert sum(row["wall_s"] for row in found["classes"]) <= found["step_s_profiled"]
+    assert sum(row["measured_s"] or 0 for row in found["parts"]) <= found["step_s_profiled"]
+
+
+def test_the_program_does_the_derived_flops(profiled):
+    assert profiled.result["flops"] == pytest.approx(profiled.result["flops_predicted"], rel=1e-6)
+    assert profiled.result["platform"] == "cpu"
+    assert profiled.result["float32_products"]
+    attended = next(row for row in profiled.result["classes"] if row["kind"] == "attention")
+    assert attended["flops"] > 0
+
+
+def test_measured_steps_are_the_derived_ones(profiled):
+    """Every derived step that takes time is found in the program, but those that a fusion took in."""
+    steps = {row["name"]: row for row in profiled.result["steps"]}
+    for name in ("layer:forward:q=einsum", "layer:backward:dw_up=einsum", "layer:forward:o=attention"):
+        assert steps[name]["predicted_s"] > 0
+        assert steps[name]["measured_s"] > 0
+    gathered = [n for n, row in steps.items() if n.endswith("=all_gather") and row["predicted_s"] and row["measured_s"]]
+    assert gathered
+    assert steps["optimizer:update:weights=optimizer"]["measured_s"] > 0
+
+
+def test_rows_have_the_worst_first(profiled):
+    for table in ("terms", "parts", "steps"):
+        sizes = [abs((row["measured_s"] or 0) - (row["predicted_s"] or 0)) for row in profiled.result[table]]
+        assert sizes == sorted(sizes, reverse=True)
+
+
+def test_memory_has_a_peak_and_owners(profiled):
+    memory = profiled.result["memory"]
+    assert memory["counted"] == "process"
+    assert memory["peak_bytes"] is None or memory["peak_bytes"] > memory["temporaries_bytes"]
+    assert {owner["kind"] for owner in memory["owners"]} <= {"weights", "optimizer", "batch", "temporary"}
+    assert memory["live_bytes"] == pytest.approx(memory["temporaries_bytes"], rel=0.5)
+
+
+def test_the_report_has_its_pictures(profiled):
+    page = (profiled.folder / "profile.md").read_text()
+    for name in ("where.png", "parts.png"):
+        assert f"]({name})" in page
+        assert (profiled.folder / name).read_bytes().startswith(b"\x89PNG")
+    assert "| exposed communication |" in page
+    assert "share the cores of one machine" in page
+
+
+def test_a_trace_from_elsewhere_says_the_same(profiled, plan_file, call):
+    (trace,) = profiled.folder.rglob("*.xplane.pb")
+    (hlo,) = profiled.folder.rglob("*.hlo.txt")
+    said = call("profile", str(plan_file), "--trace", str(trace), "--hlo", str(hlo), "--out", "again", "--json")
+    assert said.code == 0, said.err
+    assert said.json["partition"] == profiled.result["partition"]
+    assert said.json["step_s"] == said.json["step_s_profiled"]
+    assert said.json["steps"] == profiled.result["steps"]
+    text = call("profile", str(plan_file), "--trace", str(trace), "--hlo", str(hlo), "--out", "again")
+    assert "exposed communication" in text.out
+    assert "worst first" in text.out
+    assert max(map(len, text.out.splitlines())) <= 80
+
+
+# -- the timeline -----------------------------------------------------------------------------------------
+
+
+def test_the_timeline_is_a_chrome_trace(profiled):
+    document = json.loads(gzip.decompress((profiled.folder / "trace.json.gz").read_bytes()))
+    events = document["traceEvents"]
+    slices = [event for event in events if event["ph"] == "X"]
+    assert {event["ph"] for event in events} == {"X", "M"}
+    for event in slices:
+        assert {"name", "cat", "ph", "ts", "dur", "pid", "tid"} <= set(event)
+        assert event["ts"] >= 0
+        assert event["dur"] >= 0
+    named = {(e["pid"], e["tid"]) for e in events if e["name"] == "thread_name"}
+    assert {(event["pid"], event["tid"]) for event in slices} <= named
+    processes = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    assert processes[1] == "predicted"
+    assert sum("measured" in name for name in processes.values()) == 8
+    order = {e["pid"]: e["args"]["sort_index"] for e in events if e["name"] == "process_sort_index"}
+    assert min(order, key=order.__getitem__) == 1
+
+
+def test_slices_of_a_thread_nest(profiled):
+    document = json.loads(gzip.decompress((profiled.folder / "trace.json.gz").read_bytes()))
+    threads = {}
+    for event in document["traceEvents"]:
+        if event["ph"] == "X":
+            threads.setdefault((event["pid"], event["tid"]), []).append((event["ts"], -event["dur"], event["name"]))
+    for slices in threads.values():
+        open_until = []
+        for start, less, name in sorted(slices):
+            while open_until and open_until[-1] <= start + 1e-4:
+                open_until.pop()
+            assert not open_until or start - less <= open_until[-1] + 1e-4, name
+            open_until.append(start - less)
+
+
+def test_the_predicted_timeline_takes_as_long_as_predicted(profiled):
+    document = json.loads(gzip.decompress((profiled.folder / "trace.json.gz").read_bytes()))
+    ends = [e["ts"] + e["dur"] for e in document["traceEvents"] if e["ph"] == "X" and e["pid"] == 1]
+    assert max(ends) == pytest.approx(profiled.result["step_s_predicted"] * 1e6, rel=1e-3)
+
+
+# -- a training run ---------------------------------------------------------------------------------------
+
+
+def test_a_training_run_profiles_its_own_steps(plan_file, tmp_path, capsys):
+    arguments = ["train", str(plan_file), "--steps", "7", "--runs", str(tmp_path), "--json", "--profile", "2"]
+    assert run(arguments) == 0
+    result = json.loads(capsys.readouterr().out)
+    profile = result["profile"]
+    assert len(result["losses"]) == 7
+    assert sum(profile["partition"].values()) == pytest.approx(profile["step_s_profiled"], rel=1e-6)
+    assert profile["flops"] == pytest.approx(profile["flops_predicted"], rel=1e-6)
+    assert (Path(result["run"]) / "profile" / "profile.md").exists()
+    assert any("between the ends of two" in note for note in profile["notes"])
+    assert [path.name for path in tmp_path.iterdir()] == [Path(result["run"]).name]
+
+
+# -- bad input --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--steps", "0"], "--steps 0 profiles nothing. Give 1 or more."),
+        (["--warmup", "0"], "--warmup 0: the first step is slower"),
+        (["--trace", "x.xplane.pb"], "--trace and --hlo go together"),
+        (["--trace", "x.xplane.pb", "--hlo", "none.txt"], "cannot read none.txt"),
+    ],
+)
+def test_bad_input_is_one_line(plan_file, call, arguments, words):
+    said = call("profile", str(plan_file), *arguments)
+    assert said.code == 2
+    assert words in said.err
+    assert len(said.err.splitlines()) == 1
+
+
+def test_a_run_with_too_few_steps_is_refused(plan_file, call):
+    said = call("train", str(plan_file), "--steps", "4", "--profile")
+    assert said.code == 2
+    assert "--profile 3 needs 5 steps to warm up and 3 more, and the run has 4. Give --steps 8 or more." in said.err

@@ -1,0 +1,62 @@
+"""Finding and telling apart compiled programs."""
+
+from pathlib import Path
+
+import pytest
+
+from meshwright.core.errors import InputError
+from meshwright.verify.hlo_files import StableHlo, hlo_file, read_hlo
+from meshwright.verify.hlo_module import Module
+
+DATA = Path(__file__).parents[1] / "data" / "hlo"
+STABLE = """module @jit_step attributes {mhlo.num_partitions = 8 : i32} {
+  sdy.mesh @mesh = <["fsdp"=4, "tensor"=2]>
+  func.func public @main(%arg0: tensor<8xf32>) -> tensor<8xf32> {
+    %0 = "stablehlo.all_gather"(%arg0) <{all_gather_dim = 0 : i64}> : (tensor<8xf32>) -> tensor<8xf32>
+    %1 = "stablehlo.all_gather"(%0) <{all_gather_dim = 0 : i64}> : (tensor<8xf32>) -> tensor<8xf32>
+    return %1 : tensor<8xf32>
+  }
+}
+"""
+
+
+def test_a_dump_is_read_by_its_largest_optimised_module(tmp_path):
+    for name, text in (
+        ("module_0001.jit_f.cpu_after_optimizations.txt", "HloModule small"),
+        ("module_0002.jit_step.after_optimizations.txt", "HloModule step" + " " * 99),
+        ("module_0002.jit_step.after_optimizations-buffer-assignment.txt", "x" * 999),
+        ("module_0002.jit_step.before_optimizations.txt", "x" * 999),
+    ):
+        (tmp_path / name).write_text(text)
+    assert hlo_file(tmp_path).name == "module_0002.jit_step.after_optimizations.txt"
+    assert hlo_file(tmp_path / "module_0002.jit_step.before_optimizations.txt").name.endswith(
+        "before_optimizations.txt"
+    )
+
+
+def test_a_folder_of_hlo_files():
+    assert hlo_file(DATA).suffix == ".hlo"
+    assert isinstance(read_hlo(DATA / "h200_each.hlo"), Module)
+
+
+def test_stablehlo_says_what_it_is(tmp_path):
+    (tmp_path / "step.mlir").write_text(STABLE)
+    read = read_hlo(tmp_path / "step.mlir")
+    assert read == StableHlo("jit_step", 8, 1, "fsdp=4, tensor=2", {"all_gather": 2})
+    (tmp_path / "step.txt").write_text(STABLE)
+    assert read_hlo(tmp_path / "step.txt") == read
+
+
+def test_refused(tmp_path):
+    with pytest.raises(InputError, match="there is no file or folder"):
+        hlo_file(tmp_path / "none")
+    with pytest.raises(InputError, match="holds no"):
+        hlo_file(tmp_path)
+    (tmp_path / "a.txt").write_text("nothing of the kind")
+    with pytest.raises(InputError, match="is no HLO text"):
+        read_hlo(tmp_path / "a.txt")
+    with pytest.raises(InputError, match="is no StableHLO"):
+        read_hlo(tmp_path / "a.txt", stablehlo=True)
+    (tmp_path / "b.txt").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(InputError, match="is not text"):
+        read_hlo(tmp_path / "b.txt")

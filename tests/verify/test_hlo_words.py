@@ -1,0 +1,73 @@
+"""One instruction in words."""
+
+from pathlib import Path
+
+import pytest
+
+from meshwright.verify.hlo_module import parse_module
+from meshwright.verify.hlo_shapes import parse_shapes
+from meshwright.verify.hlo_words import explain, layout_facts, order_words, padding_words, space_words, tile_words
+
+DATA = Path(__file__).parents[1] / "data" / "hlo"
+
+
+def shape(text: str):
+    return parse_shapes(text)[0]
+
+
+def test_a_layout_in_words():
+    facts = layout_facts(shape("bf16[4,4096,8,64]{3,1,2,0:T(8,128)(2,1)S(1)}"))
+    assert facts == [
+        ("shape", "bf16[4,4096,8,64]: 8,388,608 x bf16 of 2 B, 16.8 MB"),
+        ("order", "{3,1,2,0}: dim 3 (64) is contiguous, outside it dim 1 (4,096), then dim 2 (8), then dim 0 (4)"),
+        ("tiles", "T(8,128): 8 x 128 elements of dim 1 x dim 3 lie together"),
+        ("tiles", "(2,1): inside, 2 rows share 32-bit words, an element of each beside the other"),
+        ("memory", "S(1): VMEM, the on-chip memory that the vector and matrix units read"),
+        ("padding", "33.6 MB in memory, 50.0% of it padding: dim 3 from 64 to 128"),
+    ]
+
+
+def test_small_and_plain_layouts():
+    assert order_words(shape("f32[]")) == "one number"
+    assert order_words(shape("f32[7]{0}")) == "{0}: dim 0 (7) is contiguous"
+    assert tile_words(shape("f32[7,8]{1,0}")) == []
+    assert tile_words(shape("bf16[1024]{0:T(1024)(128)(2,1)}"))[1] == "(128): inside, 128 elements lie together"
+    assert padding_words(shape("f32[8,128]{1,0:T(8,128)}")) == "none"
+    assert padding_words(shape("s32[]{:T(128)}")) == "512 B in memory, 99.2% of it padding"
+    assert space_words(0, is_tpu=False) == "the GPU's memory"
+    assert space_words(6) == "S(6): a memory space without a public name"
+
+
+def facts_of(name: str, instruction: str) -> dict[str, str]:
+    module = parse_module((DATA / f"{name}.hlo").read_text())
+    one = module.find(instruction)
+    assert one is not None
+    return dict(explain(module, one).facts)
+
+
+def test_an_instruction_of_a_labelled_program():
+    facts = facts_of("cpu_layer", "all_gather.149")
+    assert facts["does"].startswith("all-gather: gathers the shards")
+    assert facts["step"] == "layer:forward:h1=all_gather"
+    assert facts["operation"].endswith("/all_gather")
+    assert facts["shape"] == "f32[8,128,256]: 262,144 x f32 of 4 B, 1.05 MB"
+
+
+def test_a_source_line_and_its_callers():
+    facts = facts_of("h200_step", "all-gather-start")
+    assert facts["source"].startswith("step.py:")
+    assert facts["does"].endswith("only begins here")
+    assert facts["runs"] == "5 times in a call of the program, in computation region_0.1_spmd"
+    assert facts["tuple"].startswith("2 arrays, 10.5 MB in memory: bf16[8,128,1024], bf16[8,512,1024]")
+    # the larger of the two is described
+    assert facts["shape"].startswith("bf16[8,512,1024]")
+    assert facts["used by"] == "all-gather-done bf16[8,512,1024]"
+
+
+@pytest.mark.parametrize(
+    ("instruction", "words"), [("all-gather-done", "ends here what began earlier"), ("partition-id", "partition-id")]
+)
+def test_what_it_does(instruction, words):
+    module = parse_module((DATA / "h200_step.hlo").read_text())
+    one = module.find(instruction) or next(i for i in module if i.opcode == instruction)
+    assert words in dict(explain(module, one).facts)["does"]
