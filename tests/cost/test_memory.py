@@ -115,7 +115,7 @@ def test_less_remat_needs_more_memory(axes):
     totals = {remat: float(total_bytes(found)) for remat, found in items.items()}
     assert items["none"]["activations"] > items["matmuls"]["activations"]
     assert min(totals["none"], totals["matmuls"]) > totals["block"]
-    assert items["block"]["activations"] > items["full"]["activations"]
+    assert items["block"]["activations"] >= items["full"]["activations"]
     assert totals["none"] > totals["selective"] > totals["block"]
 
 
