@@ -170,11 +170,19 @@ def test_bytes_per_parameter_of_each_stage(zero, per_param, axis):
 
     Source: Rajbhandari et al., ZeRO (2019), figure 1. Norm scales are whole everywhere.
     """
-    items = memory({axis: 8}, assignment=standard_assignment(zero=zero), state="bf16-master")
+    items = memory({axis: 8}, assignment=standard_assignment(zero=zero), state="bf16-master", software="eager")
     norms = params_by_part(TINY)["norm"]
     found = items["weights"] + items["gradients"] + items["optimizer"] - 16 * norms
     assert found / (num_params(TINY) - norms) == pytest.approx(per_param)
     assert (items["communication"] > 0) == (zero == 3)
+
+
+def test_one_program_holds_the_gradients_of_one_microbatch_as_the_optimizer_takes_them():
+    """Each layer's are scattered as they are made, so that ZeRO-1 holds no more of them than ZeRO-2."""
+    first, second = (memory({"fsdp": 8}, assignment=standard_assignment(zero=zero)) for zero in (1, 2))
+    assert first["gradients"] == second["gradients"]
+    several = memory({"fsdp": 8}, assignment=standard_assignment(zero=1), num_microbatches=2)
+    assert several["gradients"] > 8 * first["gradients"]
 
 
 def test_replicas_and_tensor_split_as_before_under_every_stage():

@@ -74,6 +74,7 @@ def _stable(path: Path, read: Any, as_json: bool) -> dict[str, Any]:
 
 
 def _explained(module: Any, name: str, picture: Path | None, as_json: bool) -> dict[str, Any]:
+    from meshwright.cli.hlo_text import print_place
     from meshwright.verify.hlo_shapes import parse_shapes
     from meshwright.verify.hlo_words import explain
 
@@ -95,7 +96,7 @@ def _explained(module: Any, name: str, picture: Path | None, as_json: bool) -> d
     if not as_json:
         click.echo(one.name)
         for what, text in explained.facts:
-            print_fact(f"  {what}", text, column=13)
+            print_place(f"  {what}", text, column=13)
     if picture:
         from meshwright.report.figure import save
         from meshwright.report.tiling import tiling_figure
@@ -138,7 +139,7 @@ def _drawn(module: Any, path: Path, computation: str | None, block: str | None) 
     say(f"wrote {written}")
     return {
         "graph": written,
-        "computations": [graph.name for graph in graphs],
+        "computations": [name for graph in graphs for name in (graph.name, *graph.alike)],
         "num_nodes": sum(len(graph.nodes) for graph in graphs),
         "num_edges": sum(len(graph.edges) for graph in graphs),
     }
@@ -146,8 +147,9 @@ def _drawn(module: Any, path: Path, computation: str | None, block: str | None) 
 
 def _summary(path: Path, module: Any, mesh_text: str | None, top: int, as_json: bool) -> dict[str, Any]:
     from meshwright.cli.hlo_text import print_summary, summary
+    from meshwright.verify.hlo_files import holds_entry
 
-    found = summary(module, mesh_text)
+    found = {**summary(module, mesh_text), "whole": holds_entry(path)}
     if not as_json:
         print_summary(found, top)
     return {"file": path, **found}

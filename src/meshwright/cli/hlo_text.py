@@ -2,12 +2,13 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from textwrap import fill
 from typing import Any
 
 import click
 
 from meshwright.algebra.notation import parse_mesh
-from meshwright.cli.output import print_fact, print_table
+from meshwright.cli.output import print_fact, print_table, width
 from meshwright.core.errors import InputError
 from meshwright.core.units import format_bytes
 from meshwright.verify.hlo import module_collectives
@@ -77,10 +78,14 @@ def print_summary(found: Mapping[str, Any], top: int) -> None:
     if found["num_replicas"] > 1:
         devices += f" x {found['num_replicas']} replicas"
     counts = f"{found['num_computations']:,} computations, {found['num_instructions']:,} instructions"
-    print_fact(found["module"], f"HLO for {devices}: {counts}", column=max(18, len(found["module"]) + 2))
+    column = max(18, len(found["module"]) + 2)
+    print_fact(found["module"], f"HLO for {devices}: {counts}", column=column)
+    if not found.get("whole", True):
+        print_fact("", "no ENTRY computation: a part of a program, or a text that is cut off", column=column)
     click.echo()
     if found["collectives"] is None:
         print_fact("collectives", found["why"])
+        click.echo()
     else:
         _print_collectives(found["collectives"], top, bool(found["mesh"]))
     _print_loops(found["loops"], top)
@@ -96,6 +101,7 @@ def _titled(title: str, rows: Sequence[Any], shown: int) -> str:
 def _print_collectives(rows: Sequence[Mapping[str, Any]], top: int, has_mesh: bool) -> None:
     if not rows:
         print_fact("collectives", "none")
+        click.echo()
         return
     cells = [
         [
@@ -104,15 +110,14 @@ def _print_collectives(rows: Sequence[Mapping[str, Any]], top: int, has_mesh: bo
             _mb(row["full_bytes"]),
             row["times"],
             _mb(row["total_bytes"]),
-            "; ".join([*(["async"] if row["is_async"] else []), *row["notes"]]) or None,
-            _steps(row["steps"]),
+            _stacked("; ".join([*(["async"] if row["is_async"] else []), *row["notes"]]), _steps(row["steps"])),
         ]
         for row in rows[:top]
     ]
-    columns = ["collective", "over" if has_mesh else "devices", "MB each", "times", "MB", "how", "step"]
+    columns = ["collective", "over" if has_mesh else "devices", "MB each", "times", "MB", "how, for which step"]
     total = sum(row["total_bytes"] for row in rows)
     if any(step.startswith("near ") for row in rows for step in row["steps"]):
-        columns[-1] = "step (~ near it)"
+        columns[-1] += " (~ near it)"
     print_table(
         *_without_empty(columns, cells), _titled(f"Collectives, {format_bytes(total)} in full arrays", rows, top)
     )
@@ -141,19 +146,22 @@ def _print_loops(found: Sequence[Any], top: int) -> None:
 
 
 def _print_largest(found: Sequence[Mapping[str, Any]], top: int) -> None:
+    alike: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
+    for one in found:
+        alike.setdefault((one["name"], one["shape"], one["memory_space"], one["times"]), []).append(one)
     rows = [
         [
-            _name(one["name"]),
-            one["shape"].split("{")[0],
-            _mb(one["padded_bytes"]),
-            f"S({one['memory_space']})" if one["memory_space"] else None,
-            one["times"],
-            _step(one["label"]),
+            _stacked(_name(group[0]["name"]), _step(group[0]["label"])),
+            group[0]["shape"].split("{")[0],
+            _mb(group[0]["padded_bytes"]),
+            len(group),
+            f"S({group[0]['memory_space']})" if group[0]["memory_space"] else None,
+            group[0]["times"],
         ]
-        for one in found[:top]
+        for group in list(alike.values())[:top]
     ]
-    columns = ["array", "shape", "MB", "in", "times", "step"]
-    print_table(*_without_empty(columns, rows), _titled("Arrays that it makes or is given", found, top))
+    columns = ["array", "shape", "MB", "arrays", "in", "times"]
+    print_table(*_without_empty(columns, rows), _titled("Arrays that it makes or is given", list(alike), top))
 
 
 def _print_relayouts(found: Sequence[Mapping[str, Any]], top: int) -> None:
@@ -161,19 +169,16 @@ def _print_relayouts(found: Sequence[Mapping[str, Any]], top: int) -> None:
         return
     rows = [
         [
-            _name(one["name"]) + (" (fused)" if one["inside_fusion"] else ""),
-            _layout(one["before"]),
-            _layout(one["after"]).split("\n")[-1],
+            _stacked(_name(one["name"]), "fused" if one["inside_fusion"] else "", _step(one["label"])),
+            f"{_layout(one['before'])}\n-> {_layout(one['after']).split(chr(10))[-1]}",
             _mb(one["num_bytes"]),
             one["times"],
-            _step(one["label"]),
         ]
         for one in found[:top]
     ]
     total = sum(one["total_bytes"] for one in found if not one["inside_fusion"])
     alone = f", {format_bytes(total)} by those not fused" if total else ""
-    title = _titled(f"Copies to another layout{alone}", found, top)
-    print_table(*_without_empty(["copy", "from", "to", "MB", "times", "step"], rows), title)
+    print_table(["copy", "array", "MB", "times"], rows, _titled(f"Copies to another layout{alone}", found, top))
 
 
 def _print_paddings(every: Sequence[Mapping[str, Any]], top: int) -> None:
@@ -182,18 +187,33 @@ def _print_paddings(every: Sequence[Mapping[str, Any]], top: int) -> None:
         return
     rows = [
         [
-            _name(one["name"]),
-            _layout(one["shape"]),
+            _stacked(_name(one["name"]), _step(one["label"]), one["shape"].replace("{", " {", 1)),
             _mb(one["num_bytes"]),
             _mb(one["padded_bytes"]),
             f"{one['wasted_share']:.0%}",
             one["num_arrays"],
-            _step(one["label"]),
         ]
         for one in found[:top]
     ]
-    columns = ["array", "shape", "MB", "MB padded", "padding", "arrays", "step"]
-    print_table(*_without_empty(columns, rows), _titled("Padding that tiles add, largest first", found, top))
+    columns = ["array", "MB", "MB padded", "padding", "arrays"]
+    print_table(columns, rows, _titled("Padding that tiles add, largest first", found, top))
+
+
+def print_place(label: str, text: str, *, column: int) -> None:
+    """A fact whose long paths may be broken behind a slash."""
+    lines = fill(
+        f"{label:<{column}}{text.replace('/', '/ ')}",
+        width(),
+        subsequent_indent=" " * column,
+        break_on_hyphens=False,
+        break_long_words=False,
+    )
+    click.echo(lines.replace("/ ", "/"))
+
+
+def _stacked(*lines: str | None) -> str | None:
+    """Lines of one cell, those that say something: side by side they would not fit 80 columns."""
+    return "\n".join(line for line in lines if line) or None
 
 
 def _without_empty(columns: list[str], rows: list[list[Any]]) -> tuple[list[str], list[list[Any]]]:

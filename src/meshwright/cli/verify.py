@@ -1,5 +1,6 @@
 """`meshwright verify`: the real step of a plan compiled for its hardware, which need not be there."""
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -140,10 +141,19 @@ class _Asked:
         from meshwright.plan.planner import plan
 
         rates = rates_for(self.cluster, calibration, fitted=True)
-        found = plan(
-            self.model, self.cluster, self.job, axes=fixed, overrides=overrides, top=1, calibration=rates
-        ).strategies[0]
-        self.strategy, self.cluster, self.job, self.calibration = found.strategy, found.cluster, found.job, rates
+        self.calibration = rates
+        try:
+            chosen = plan(
+                self.model, self.cluster, self.job, axes=fixed, overrides=overrides, top=1, calibration=rates
+            ).strategies[0]
+        except CannotRunError:
+            if math.prod(fixed.values()) != self.cluster.num_chips:
+                raise
+            # The mesh is given whole: what the compiler says of it is the answer, with the least memory there is.
+            least = Strategy(mesh=make_mesh(fixed), state="bf16-adam", remat="full")
+            self.strategy = with_fields(least, "strategy", overrides)
+            return
+        self.strategy, self.cluster, self.job = chosen.strategy, chosen.cluster, chosen.job
 
 
 def request_of(
@@ -174,6 +184,7 @@ def request_of(
     target = target_of(cluster) if depth == "lower" else usable_target(cluster, wanted=platform)  # type: ignore[arg-type]
     if target.platform != "cpu":
         order = tuple(mesh_order(_placement(model, cluster, strategy, job, step, calibration)).ravel().tolist())
+    bounded = {"capacity_factor": strategy.imbalance} if model.num_experts and strategy.imbalance > 1 else {}
     return Request(
         model=model,
         cluster=cluster,
@@ -185,7 +196,7 @@ def request_of(
         depth=depth,  # type: ignore[arg-type]
         weights=weights,  # type: ignore[arg-type]
         cache_dtype=cache_dtype,
-        settings=settings or {},
+        settings=bounded | (settings or {}) if step == "train" else {},
         order=order,
     )
 

@@ -125,7 +125,8 @@ class MemoryParts(msgspec.Struct, frozen=True, kw_only=True):
 
         weights, gradients, optimizer: bytes per parameter of the state; with several microbatches the sum of the
         gradients is a further float32 copy unless they are that wide already, and in stages of one program the only
-        one: what a stage leaves is added to it at once. activations: results kept for the
+        one: what a stage leaves is added to it at once. One program without stages brings the gradients of its only
+        microbatch to the optimizer's shards layer by layer, and holds those. activations: results kept for the
         backward pass of every microbatch in flight. The others are of the block that needs the most while it runs, a
         layer or an end. logits: those kept, or one chunk of them with its cotangent; none while a layer runs.
         communication: the gathered weights of one repeat, and the buffers between stages. workspace: the largest set of
@@ -139,6 +140,8 @@ class MemoryParts(msgspec.Struct, frozen=True, kw_only=True):
         single = np.where(pipeline.in_lockstep & ~pipeline.is_one & (accumulated > 0), 0.0, state["gradients"])
         share, stash = pipeline.share(self.num_layers), pipeline.stash + pipeline.in_hand
         optimizer = self.optimizer_bytes(pipeline)
+        at_once = pipeline.in_lockstep & pipeline.is_one & (np.asarray(num_microbatches) == 1)
+        elements = np.where(at_once, self.elements("optimizer", pipeline), self.elements("gradients", pipeline))
         saved = sum(one.saved_bytes(share, stash) for one in self.kept)
         if "activations" in offload:
             saved = np.minimum(saved, BUFFERED_REPEATS * self.moved_bytes(pipeline))
@@ -150,7 +153,7 @@ class MemoryParts(msgspec.Struct, frozen=True, kw_only=True):
         at_peak = self.at_peak(pipeline)
         return {
             "weights": self.elements("weights", pipeline) * state["weights"],
-            "gradients": self.elements("gradients", pipeline) * (single + accumulated),
+            "gradients": elements * (single + accumulated),
             "optimizer": optimizer,
             "activations": sum(
                 (one.segment_bytes(share) for one in self.kept), start=saved + waiting + self.kept_ends_bytes
@@ -225,10 +228,9 @@ def memory_parts(derived: Derived, sizes: OpSizes) -> MemoryParts:
 
 def _slots_move(derived: Derived, sizes: OpSizes) -> Any:
     """Whether slots of experts go from device to device; where they do not, only those that are filled are there."""
-    moves = [
-        step for block in derived.blocks for step in block.forward if step.is_collective and "C" in step.result.dims
-    ]
-    return product(sizes.mesh[axis] for step in moves[:1] for axis in step.axes) > 1
+    steps = (step for block in derived.blocks for step in block.forward)
+    axes = {axis for step in steps if step.is_collective and "C" in step.result.dims for axis in step.axes}
+    return product(sizes.mesh[axis] for axis in sorted(axes)) > 1
 
 
 def total_bytes(items: dict[str, Number]) -> Number:

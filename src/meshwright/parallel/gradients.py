@@ -13,6 +13,7 @@ import numpy as np
 from jax import lax
 
 from meshwright.algebra.derive import Derived
+from meshwright.algebra.labels import AT_MOST_ONCE
 from meshwright.algebra.notation import ShardedArray
 from meshwright.algebra.weight_gradients import step_steps
 from meshwright.nn.experts_balance import Routing
@@ -94,9 +95,28 @@ def over_microbatches(
         total, _ = lax.scan(body, (jnp.zeros(()), zeros), parts)
         return total
     (before, grads), _ = lax.scan(body, (jnp.zeros(()), zeros), jax.tree.map(lambda a: a[:-1], parts))
-    weights, rows, grads = lax.optimization_barrier((params, jax.tree.map(lambda a: a[-1], parts), grads))
-    loss, grads = last(weights, rows, grads)
+    final = (params, jax.tree.map(lambda a: a[-1], parts), grads)
+    loss, grads = _once_after(grads, lambda given: last(*given), final)
     return before + loss, grads
+
+
+def _once_after(grads: Params, run: Callable[[Any], Any], given: Any) -> Any:
+    """``run(given)``, not begun before the gradients are there: a loop of one turn, which no compiler writes out.
+
+    Without it, since a loop over the only microbatch before the last is written out and barriers are dropped before the
+    work is put in order, compilers make room for what the last microbatch keeps while the one ahead of it still has its
+    own.
+    """
+    one = sum(grad.reshape(-1)[0].astype(jnp.float32) for grad in grads.values())
+    never = (jnp.isnan(one) & jnp.isinf(one)).astype(jnp.int32)
+    empty = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(run, given))
+
+    def turn(number: jax.Array, _: Any) -> Any:
+        # Tied to the turn: what does not change in a loop is moved out of it.
+        return run(lax.optimization_barrier((given, number))[0])
+
+    with jax.named_scope(AT_MOST_ONCE):
+        return lax.fori_loop(0, 1 - never, turn, empty)
 
 
 def without_counts(grads: Params, names: Collection[str]) -> tuple[Params, Routing | None]:

@@ -35,6 +35,9 @@ TOLERANCE = 0.02
 
 Axes = tuple[str, ...]
 
+_REPEATED = ".remat"
+"""Part of the name of what XLA does again to keep less in memory."""
+
 
 class Difference(msgspec.Struct, frozen=True, kw_only=True):
     """One named difference: of a step, or of several over some axes. Bytes are on the wire and per device."""
@@ -110,6 +113,7 @@ class _Sides:
     def __init__(self) -> None:
         self.derived: dict[Key, Amount] = defaultdict(Amount)
         self.compiled: dict[Key, Amount] = defaultdict(Amount)
+        self.repeated: dict[Key, Amount] = defaultdict(Amount)
         self.windowed = False
 
     def total(self, side: str) -> Amount:
@@ -119,9 +123,9 @@ class _Sides:
         return found
 
 
-def wire_bytes(kind: str, full_bytes: float, axes: Axes, mesh: Mapping[str, int]) -> float:
-    """Bytes that a device must receive: those of a ring, (n-1)/n of the array, twice that for an all-reduce."""
-    size = math.prod(mesh[axis] for axis in axes)
+def wire_bytes(kind: str, full_bytes: float, size: int) -> float:
+    """Bytes that each of ``size`` devices must receive: those of a ring, (n-1)/n of the array, twice that for an
+    all-reduce."""
     once = (size - 1) / size
     return full_bytes * {"all_reduce": 2 * once, "all_to_all": once / size, "permute": 1.0}.get(kind, once)
 
@@ -152,18 +156,33 @@ def _sides(
     rows = _Sides()
     for e in expected:
         if e.axes:
-            amount = (e.full_bytes / e.element_bytes, wire_bytes(e.kind, e.full_bytes, e.axes, mesh), e.num_arrays)
+            size = math.prod(mesh[axis] for axis in e.axes)
+            amount = (e.full_bytes / e.element_bytes, wire_bytes(e.kind, e.full_bytes, size), e.num_arrays)
             labels[e.label].derived[e.kind, e.axes].add(*amount)
             rows.derived[e.kind, e.axes].add(*amount)
     for c in found:
         axes = active_axes(c.axes, mesh)
         if axes:
-            elements = c.total_bytes * 8 / ELEMENT_BITS.get(c.dtype, 32)
-            amount = (elements, wire_bytes(c.kind, c.total_bytes, axes, mesh), c.trips * c.num_arrays)
+            amount = _amount_of(c, math.prod(mesh[axis] for axis in axes))
             labels[c.label].compiled[c.kind, axes].add(*amount)
             labels[c.label].windowed = labels[c.label].windowed or c.windowed
             rows.compiled[c.kind, axes].add(*amount)
+            if _REPEATED in c.name:
+                rows.repeated[c.kind, axes].add(*amount)
     return labels, rows
+
+
+def _amount_of(found: Collective, size: int) -> tuple[float, float, int]:
+    """(elements, bytes on the wire, arrays) of a collective over axes of ``size`` devices.
+
+    One over axes that reach across slices is compiled as one inside of them and one between them: the latter adds its
+    bytes, and the array is counted with the former.
+    """
+    group = found.group_size if 1 < found.group_size < size else size
+    wire = wire_bytes(found.kind, found.total_bytes, group)
+    if found.dcn and group < size:
+        return 0.0, wire, 0
+    return found.total_bytes * 8 / ELEMENT_BITS.get(found.dtype, 32), wire, found.trips * found.num_arrays
 
 
 def _same(one: float, other: float) -> bool:
@@ -215,10 +234,15 @@ class _Table:
                     self._pair(key, other)
                     break
         for key, left in list(self.left.items()):
-            if self.resharded and left.wire > 0 and not self.is_even(key):
-                sides = _Sides()
-                sides.compiled[key].add(left.elements, left.wire, left.arrays)
-                self._name("involuntary rematerialisation", _words(key), (key,), sides)
+            if left.wire > 0 and not self.is_even(key):
+                again = self.rows.repeated[key].wire >= (1 - TOLERANCE) * left.wire
+                if again or self.resharded:
+                    self._name_extra("repeated" if again else "involuntary rematerialisation", key, left)
+
+    def _name_extra(self, name: str, key: Key, left: Amount) -> None:
+        sides = _Sides()
+        sides.compiled[key].add(left.elements, left.wire, left.arrays)
+        self._name(name, _words(key), (key,), sides)
 
     def _whole_sums(self, axes: Axes) -> list[Key]:
         """Rows of all-reduces over the axes, or over them and those that replicas are then summed over."""

@@ -16,6 +16,7 @@ _OPERATION = re.compile(
 _NAME = re.compile(r"^module @([\w.\-]+)", re.MULTILINE)
 _PARTITIONS = re.compile(r"mhlo\.num_partitions = (\d+)")
 _MESH = re.compile(r"sdy\.mesh @\w+ = <\[(.*?)\]")
+_ENTRY = re.compile(r"^ENTRY %?([\w.\-]+)", re.MULTILINE)
 _FIRST_CHARACTERS = 20_000
 
 
@@ -54,9 +55,18 @@ def read_hlo(path: Path, *, stablehlo: bool = False) -> Module | StableHlo:
     if stablehlo or path.suffix == ".mlir" or "stablehlo." in text[:_FIRST_CHARACTERS]:
         return _stable(text, path)
     try:
-        return parse_module(text)
+        module = parse_module(text)
     except ValueError:
         raise InputError(f"{path} is no HLO text: it has no computation. Give compiled.as_text() or a dump.") from None
+    entry = _ENTRY.search(text)
+    if entry and entry[1] not in module.computations:
+        raise InputError(f"{path} breaks off inside its ENTRY computation. Give the whole text.")
+    return module
+
+
+def holds_entry(path: Path) -> bool:
+    """Whether an HLO text says where the program begins; without that it is a part of one, or cut off."""
+    return _ENTRY.search(path.read_text()) is not None
 
 
 def _stable(text: str, path: Path) -> StableHlo:

@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Literal
 
@@ -37,12 +37,16 @@ class Node(msgspec.Struct, frozen=True):
 
 
 class Graph(msgspec.Struct, frozen=True):
-    """Nodes in the order in which they run, and edges (from, to) by key; all edges lead forward in that order."""
+    """Nodes in the order in which they run, and edges (from, to) by key; all edges lead forward in that order.
+
+    ``alike`` are further computations with the same nodes and edges, whose runs ``times`` counts too.
+    """
 
     name: str
     times: int
     nodes: tuple[Node, ...]
     edges: tuple[tuple[str, str], ...]
+    alike: tuple[str, ...] = ()
 
 
 def computation_graph(module: Module, name: str) -> Graph:
@@ -72,7 +76,19 @@ def block_graphs(module: Module, block: str | None) -> tuple[Graph, ...]:
     graphs = [_graph(module, one, chosen) for one in executed(module) if not _inside_step(module, one)]
     # Steps that the compiler took out of a loop stand alone, with nothing to draw between them.
     joined = [graph for graph in graphs if graph.edges] or [graph for graph in graphs if graph.nodes]
-    return tuple(sorted(joined, key=lambda graph: _first(module, graph)))
+    return _without_copies(sorted(joined, key=lambda graph: _first(module, graph)))
+
+
+def _without_copies(graphs: Sequence[Graph]) -> tuple[Graph, ...]:
+    """Graphs that look the same as one: the loop of a layer is there once for each microbatch and group of layers."""
+    found: dict[tuple[object, ...], Graph] = {}
+    for graph in graphs:
+        key = (tuple((node.text, node.kind) for node in graph.nodes), graph.edges)
+        first = found.setdefault(key, graph)
+        if first is not graph:
+            alike = (*first.alike, graph.name)
+            found[key] = msgspec.structs.replace(first, times=first.times + graph.times, alike=alike)
+    return tuple(found.values())
 
 
 def _loop_graphs(module: Module) -> tuple[Graph, ...]:

@@ -28,6 +28,7 @@ TPU_SPACES = {
 OPCODES = {
     "all-gather": "gathers the shards of an array from a group of devices",
     "all-reduce": "sums an array over a group of devices",
+    "async": "another operation, which runs beside those that follow",
     "all-to-all": "sends each device of a group its part of an array",
     "ragged-all-to-all": "sends each device of a group its rows of an array, as many as it needs",
     "reduce-scatter": "sums an array over a group of devices and leaves each its shard",
@@ -172,6 +173,9 @@ def opcode_words(one: Instruction) -> str:
 
 def _does(module: Module, one: Instruction) -> str:
     text = f"{one.opcode}: {opcode_words(one)}"
+    wrapped = module.computations.get(dict(one.called).get("calls", "")) if one.opcode == "async-start" else None
+    if wrapped is not None:
+        text = f"{one.opcode} of {wrapped.root.opcode}: {opcode_words(wrapped.root)}; only begins here"
     if one.opcode == "custom-call" and (target := _TARGET.search(one.attributes)):
         text += f" ({target[1]})"
     called = dict(one.called).get("calls", "") if one.opcode == "fusion" else ""

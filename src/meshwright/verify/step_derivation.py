@@ -9,6 +9,7 @@ from msgspec.structs import replace
 from meshwright.algebra.cache_table import CacheDtype, cache_table
 from meshwright.algebra.derive import Derived, derive, derive_forward
 from meshwright.algebra.generation import generate_program, one_position, prefill_program
+from meshwright.algebra.kinds_experts import ROUTING_ROWS
 from meshwright.algebra.notation import ShardedArray, local_elements
 from meshwright.algebra.schedule_fused import fused
 from meshwright.algebra.schedule_ticks import tick_tables
@@ -18,6 +19,7 @@ from meshwright.cost.memory import training_memory
 from meshwright.cost.pipeline import strategy_pipeline
 from meshwright.cost.step_costs import strategy_sizes
 from meshwright.cost.step_rates import attention_scores
+from meshwright.nn.experts import expert_capacity
 from meshwright.parallel.pipeline_stages import strategy_schedule
 from meshwright.spec.job import Job
 from meshwright.verify.expected import Expected, expected_collectives, expected_of_pipeline
@@ -55,14 +57,25 @@ class StepDerivation:
 
     @cached_property
     def dims(self) -> dict[str, int]:
-        """Sizes of all dims for the whole batch; the slots of an expert are those that are made: one for each token."""
+        """Sizes of all dims for the whole batch; the slots of an expert are those that are made: one for each token, or
+        as many as a bound leaves."""
         request = self.request
         count = request.strategy.num_microbatches if self.trains else 1
         length = 1 if request.step == "generate" else request.seq_len
         sizes = {**request.model.dims, "B": request.batch_seqs, "T": length, "S": request.seq_len}
         if request.model.num_experts:
-            sizes |= {"C": request.batch_seqs * length // count, "Er": 3}
+            sizes |= {"C": self._slots(request.batch_seqs * length // count), "Er": len(ROUTING_ROWS)}
         return sizes
+
+    def _slots(self, num_tokens: int) -> int:
+        """Slots of one expert over all devices, which each have their share."""
+        model, bound = self.request.model, float(self.request.settings.get("capacity_factor", 0.0))
+        return expert_capacity(
+            num_tokens,
+            num_experts=model.num_experts,
+            experts_per_token=model.experts_per_token,
+            capacity_factor=bound,
+        )
 
     def expected(self) -> list[Expected]:
         """Collectives of one step. Those of a pipeline are as its text has them: of every branch, in every tick."""
