@@ -36,7 +36,7 @@ def test_tables_fit(call, width):
 def test_without_a_mesh_and_with_labels(call):
     words = call("hlo", file("cpu_layer")).words
     assert "collective devices" in words
-    assert "layer:forward:h, layer:forward:h1" in words
+    assert "layer forward h, h1" in words
 
 
 def test_one_instruction(call, tmp_path):
@@ -91,3 +91,40 @@ def test_refused(call, args, message):
     said = call("hlo", *args)
     assert said.code == 2
     assert message in said.err
+
+
+LONG = """HloModule jit_long, num_partitions=64
+
+%region_1.very_long_name_spmd.sunk.clone.clone.clone.sunk.of_a_loop (a: f32[8]) -> f32[8] {
+  ROOT %a = f32[8] parameter(0)
+}
+
+ENTRY %main () -> (bf16[126,1,2,2048,1,128], bf16[126,1,2,2048,1,128]) {
+  %all_experts = bf16[8,4096,14336]{2,1,0:T(8,128)(2,1)} parameter(0)
+  %gathered_async.1 = bf16[64,4096,14336]{2,1,0:T(8,128)(2,1)} all-gather(%all_experts), dimensions={0}, channel_id=1, replica_groups=[8,8]<=[64], use_global_device_ids=true, metadata={op_name="layer_moe:backward:dexperts_w_gate=all_gather"}
+  %bitcast_dynamic_update_slice_convert_fusion.1 = bf16[126,1,2,2048,1,64]{3,5,2,4,1,0:T(8,128)(2,1)} add(%all_experts, %all_experts), metadata={op_name="layer_moe:backward:dexperts_w_gate=einsum"}
+  %copy_of_a_long_name_of_an_array.287 = bf16[126,1,2,2048,1,64]{5,3,2,4,1,0:T(8,128)(2,1)} copy(%bitcast_dynamic_update_slice_convert_fusion.1), metadata={op_name="layer_moe:backward:dexperts_w_gate=einsum"}
+  ROOT %two = (bf16[126,1,2,2048,1,128]{5,4,3,2,1,0}, bf16[126,1,2,2048,1,128]{5,4,3,2,1,0}) custom-call(), custom_call_target="Pair"
+}
+"""  # noqa: E501
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_long_names_fit(call, width):
+    Path("long.hlo").write_text(LONG)
+    said = call("hlo", "long.hlo", width=width)
+    assert max(map(len, said.out.splitlines())) <= width
+    assert "layer_moe backward dexperts_w_gate" in said.words
+    assert "-> {5,3,2,4,1,0:T(8,128)(2,1)}" in said.words
+    # a tuple of two arrays alike is one row
+    assert "two bf16[126,1,2,2048,1,128] 132 2 1" in said.words
+
+
+def test_a_text_that_is_cut_off(call):
+    Path("part.hlo").write_text(LONG.split("ENTRY")[0])
+    assert "no ENTRY computation" in call("hlo", "part.hlo").words
+    assert call("hlo", "part.hlo", "--json").json["whole"] is False
+    Path("cut.hlo").write_text(LONG.removesuffix("}\n"))
+    said = call("hlo", "cut.hlo")
+    assert said.code == 2
+    assert "breaks off inside its ENTRY" in said.err

@@ -173,7 +173,8 @@ def _batch(part: Any) -> list[str]:
     _print(["tokens", "time", "spread", "tokens/us", "rate"], rows, f"Layer forward, {part.dtype}, {sizes}")
     knee = or_dash(part.knee, lambda k: f"{k.at:.3g} tokens (points off the fit by {k.error:.0%} in the median)")
     predicted = or_dash(part.predicted_knee, lambda n: f"{n:.3g}")
-    return [f"knee at {knee}; predicted C/W x bytes/2 = {predicted}"] if part.layers else []
+    from_rates = "FLOP/s of the fastest product over bytes/s of the largest copy, x bytes of a weight / 2"
+    return [f"knee at {knee}", f"critical batch {predicted}: {from_rates}"] if part.layers else []
 
 
 def _collectives(part: Any) -> list[str]:

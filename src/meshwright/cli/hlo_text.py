@@ -20,8 +20,9 @@ from meshwright.verify.hlo_summary import CollectiveRow, collective_rows
 MIN_PADDED_BYTES = 10_000
 """Arrays below it, single numbers above all, are left out of the table of padding."""
 MAX_NAME = 28
-"""Characters of a name on one line."""
-_MAX_STEPS = 2
+MAX_BODY = 44
+"""Characters of a name on one line: of an instruction, of a loop's body."""
+_MAX_STEPS = 4
 
 
 def summary(module: Module, mesh_text: str | None) -> dict[str, Any]:
@@ -123,11 +124,14 @@ def _print_collectives(rows: Sequence[Mapping[str, Any]], top: int, has_mesh: bo
     )
 
 
-def _steps(steps: Sequence[str]) -> str | None:
-    if not steps:
-        return None
+def _steps(steps: Sequence[str]) -> str:
+    """``layer forward h, h1; embed forward x +3``: the first few, those of one pass of a block together."""
+    passes: dict[str, list[str]] = {}
+    for step in steps[:_MAX_STEPS]:
+        where, _, result = step.replace("near ", "~").rpartition(":")
+        passes.setdefault(where.replace(":", " "), []).append(result)
     more = f" +{len(steps) - _MAX_STEPS}" if len(steps) > _MAX_STEPS else ""
-    return ", ".join(step.replace("near ", "~") for step in steps[:_MAX_STEPS]) + more
+    return "; ".join(f"{where} {', '.join(results)}" for where, results in passes.items()) + more
 
 
 def _print_loops(found: Sequence[Any], top: int) -> None:
@@ -138,7 +142,7 @@ def _print_loops(found: Sequence[Any], top: int) -> None:
             "  " * one.depth + one.name,
             "by data" if one.trips is None else f"{one.trips:,}",
             "by data" if one.total_trips is None else f"{one.total_trips:,}",
-            one.body,
+            _name(one.body, MAX_BODY),
         ]
         for one in found[:top]
     ]
@@ -224,14 +228,14 @@ def _without_empty(columns: list[str], rows: list[list[Any]]) -> tuple[list[str]
 
 def _step(label: str | None) -> str | None:
     """A label without the operation, which the shape and the opcode tell."""
-    return label.split("=")[0] if label else None
+    return label.split("=")[0].replace(":", " ") if label else None
 
 
-def _name(name: str) -> str:
-    """An instruction's name, broken once where it is long."""
-    if len(name) <= MAX_NAME:
+def _name(name: str, longest: int = MAX_NAME) -> str:
+    """The name of an instruction or a computation, broken once where it is long."""
+    if len(name) <= longest:
         return name
-    at = max(name.rfind(mark, 0, MAX_NAME) for mark in "-_.") + 1
+    at = max(name.rfind(mark, 0, longest) for mark in "-_.") + 1
     return f"{name[:at]}\n{name[at:]}" if at else name
 
 

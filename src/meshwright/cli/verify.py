@@ -21,6 +21,7 @@ from meshwright.spec.plan_file import load_plan
 from meshwright.spec.strategy import Strategy, make_mesh
 
 if TYPE_CHECKING:
+    from meshwright.verify.differences import Difference
     from meshwright.verify.proof import Proof
 
 STEPS = ("train", "prefill", "generate")
@@ -287,10 +288,20 @@ def _print_traffic(proof: "Proof") -> None:
         print_fact("collectives", "none")
         return
     print_table(["collectives of a step", "derived", "compiled", "bytes derived", "compiled"], rows)
-    for one in traffic.differences:
-        print_fact(one.name, f"{format_bytes(abs(one.extra_bytes))} {_more(one.extra_bytes)}: {one.where}", column=22)
+    for name in dict.fromkeys(one.name for one in traffic.differences):
+        print_fact(name, _difference_words([one for one in traffic.differences if one.name == name]), column=22)
     print_fact("without a name", f"{traffic.remainder:.2%} of all bytes", column=22)
 
 
-def _more(extra: float) -> str:
-    return "more" if extra >= 0 else "less"
+SHOWN_PLACES = 3
+"""Places of one kind of difference that are named; `--json` has them all."""
+
+
+def _difference_words(found: list["Difference"]) -> str:
+    """How much a kind of difference comes to, what it is, and where most of it is."""
+    from meshwright.verify.differences import CLASSES
+
+    extra = sum(one.extra_bytes for one in found)
+    places = ", ".join(f"{one.where} {format_bytes(abs(one.extra_bytes))}" for one in found[:SHOWN_PLACES])
+    rest = f" and {len(found) - SHOWN_PLACES} more" if len(found) > SHOWN_PLACES else ""
+    return f"{format_bytes(abs(extra))} {'more' if extra >= 0 else 'less'}, {CLASSES[found[0].name]}: {places}{rest}"

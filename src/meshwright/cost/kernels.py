@@ -8,8 +8,17 @@ import numpy as np
 from meshwright.algebra.notation import product
 from meshwright.algebra.steps import Step
 from meshwright.core.dims import DTYPE_BYTES
-from meshwright.cost.ops import OpSizes, is_attention, op_flops, op_hbm_bytes
-from meshwright.spec.calibration import Calibration, Efficiency, attention_rate, matmul_rate, memory_rate, peak_known
+from meshwright.cost import attention_counts
+from meshwright.cost.ops import OpSizes, is_attention, op_flops, op_hbm_bytes, op_term
+from meshwright.spec.calibration import (
+    Calibration,
+    Efficiency,
+    HostRates,
+    attention_rate,
+    matmul_rate,
+    memory_rate,
+    peak_known,
+)
 from meshwright.spec.chip import Chip
 from meshwright.spec.strategy import AttentionKernel, Software
 
@@ -30,7 +39,8 @@ class ChipRates(msgspec.Struct, frozen=True, kw_only=True):
     """What one chip does per second; fields may be arrays, one entry per candidate.
 
     ``wide_flops_per_s`` is the rate of products that keep 16 bits or more where others are narrower: the loss head and
-    the router. ``processors`` is the number of SMs, 0 where products are not cut into tiles over them.
+    the router. ``processors`` is the number of SMs, 0 where products are not cut into tiles over them. ``host`` prices
+    emulated devices where their steps have been measured.
     """
 
     matmul_flops_per_s: Number
@@ -41,6 +51,7 @@ class ChipRates(msgspec.Struct, frozen=True, kw_only=True):
     narrow: bool = False
     eager: bool = False
     efficiency: Efficiency = Efficiency()
+    host: HostRates | None = None
 
 
 class Work(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,11 +88,14 @@ def chip_rates(
         eager=software != "compiled",
         narrow=DTYPE_BYTES[dtype] < DTYPE_BYTES[state_dtype],
         efficiency=calibration.efficiency,
+        host=calibration.host,
     )
 
 
 def local_work(step: Step, sizes: OpSizes, rates: ChipRates) -> Work:
     """A local step priced by itself: its products, its way through memory, and its launch."""
+    if rates.host is not None:
+        return _host_work(step, sizes, rates.host)
     if step.parts:
         return _parts_work(step, sizes, rates)
     flops, moved = op_flops(step, sizes), op_hbm_bytes(step, sizes)
@@ -167,3 +181,62 @@ def product_shape(step: Step, sizes: OpSizes) -> tuple[Number, Number]:
     result = set(step.result.dims)
     outputs = product(size for dim, size in local.items() if dim in result)
     return outputs, product(size for dim, size in local.items() if dim not in result)
+
+
+# -- emulated devices ---------------------------------------------------------------------------------------
+
+
+TILE_ROWS, MOST_TILES = 128, 8
+"""Queries that attention on a host takes at a time, and how often at most unless they are few."""
+
+
+def _host_work(step: Step, sizes: OpSizes, host: HostRates) -> Work:
+    """A local step on an emulated device: compute and memory one after the other (`spec.calibration.HostRates`).
+
+    What the memory takes stands with the launch, behind which nothing hides.
+    """
+    flops, moved = op_flops(step, sizes), op_hbm_bytes(step, sizes)
+    kernels = num_kernels(step, sizes) * (num_blocks(step, sizes) * len(step.parts) if step.parts else 1)
+    if is_attention(step):
+        rate, share = host.attention[step.op], tiled_share(step, sizes)
+        math = flops * share / rate.flops_per_s
+        memory = share * attended(step, sizes) / rate.scores_per_s
+    elif is_product(step):
+        math, memory = flops / host.product_flops_per_s, moved / host.product_bytes_per_s
+    else:
+        math, memory = 0.0, moved / host.op_bytes_per_s.get(step.op, host.stream_bytes_per_s)
+    return Work(
+        flops=flops,
+        hbm_bytes=moved,
+        math_s=math,
+        hbm_s=0.0,
+        launch_s=memory + kernels * host.kernel_s,
+        num_kernels=kernels,
+    )
+
+
+def is_product(step: Step) -> bool:
+    """Whether a local step is a matrix product, by itself or block by block, or the loss head made of some."""
+    return op_term(step) == "matmul" or step.op.startswith("chunked_logits") or bool(step.parts)
+
+
+def attended(step: Step, sizes: OpSizes) -> Number:
+    """Scores of an attention step on one device, masked ones as well where the sizes count them."""
+    return attention_counts.score_elements(step, sizes)
+
+
+def tiled_share(step: Step, sizes: OpSizes) -> Number:
+    """The share of the scores of a square that attention on a host computes, queries taken tile by tile.
+
+    Each tile meets the keys up to its last query: (tiles + 1) / 2 tiles in the mean. With a window, or with keys of
+    several devices, nothing more is left out than is counted.
+    """
+    q, k = step.inputs[-5:-3]
+    facts = dict(step.attributes)
+    if sizes.causal or "window" in facts or "ring" in facts or q.axes_of("T") or k.axes_of("T"):
+        return 1.0
+    length = sizes.dims["T"]
+    tile = TILE_ROWS * np.ceil(np.ceil(length / MOST_TILES) / TILE_ROWS)
+    whole = np.floor(length / tile)
+    rest = length - whole * tile
+    return (tile * tile * whole * (whole + 1) / 2 + rest * length) / length**2

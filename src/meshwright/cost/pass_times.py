@@ -6,10 +6,12 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from meshwright.algebra.derive import Derived
+from meshwright.algebra.derive import BlockSteps, Derived
+from meshwright.algebra.notation import ShardedArray
 from meshwright.cost.kernels import partly_hidden
 from meshwright.cost.offload import NOTHING, Offload
 from meshwright.cost.pipeline import Pipeline
+from meshwright.cost.sizes import OpSizes
 from meshwright.cost.step_costs import StepCost
 from meshwright.cost.step_rates import Group, StepRates
 from meshwright.spec.strategy import IN_TURN
@@ -100,8 +102,12 @@ def block_times(
     *,
     boundary: Sequence[Number] = (),
     meetings_s: tuple[Number, Number] = (0.0, 0.0),
+    sizes: OpSizes | None = None,
 ) -> BlockTimes:
-    """All passes over one repeat of every block. Gradient sums that run once per step hide behind the last one."""
+    """All passes over one repeat of every block. Gradient sums that run once per step hide behind the last one.
+
+    With ``sizes``, passes on a host that has been measured have the copies of their loops too.
+    """
     left = iter(costs)
     gradients = {f"d{variable.name}" for variable in derived.program.of_role("weight")}
     parts: dict[str, list[Number]] = {name: [] for name in ("forward", "backward", "weight", "last", "update")}
@@ -111,11 +117,12 @@ def block_times(
         backward = [next(left) for _ in block.backward]
         forwards.append(forward)
         always = [cost for cost in backward if cost.step.scope != "step"]
-        back = _pass_s(always, rates)
-        parts["forward"].append(_pass_s(forward, rates))
+        ahead_s, back_s = _loop_s(block, derived, sizes, rates)
+        back = _pass_s(always, rates) + back_s
+        parts["forward"].append(_pass_s(forward, rates) + ahead_s)
         parts["backward"].append(back)
         parts["weight"].append(total(cost.local_s for cost in always if cost.step.result.name in gradients))
-        parts["last"].append(_pass_s(backward, rates) - back)
+        parts["last"].append(_pass_s(backward, rates) + back_s - back)
     owners = _first_blocks(derived)
     updates = list(left)
     for block, forward, seconds in zip(derived.blocks, forwards, parts["forward"], strict=True):
@@ -154,7 +161,8 @@ def _pass_s(costs: list[StepCost], rates: StepRates) -> Number:
     the host needs to start its kernels.
     """
     if not rates.overlaps:
-        return total(cost.time_s for cost in costs)
+        waits = 1.0 if rates.chip.host is None else rates.chip.host.waits
+        return total(cost.local_s + waits * cost.network_s for cost in costs)
     at = rates.chip.efficiency
     compute = total(cost.local_s for cost in costs)
     if rates.software != "compiled":
@@ -168,6 +176,39 @@ def _pass_s(costs: list[StepCost], rates: StepRates) -> Number:
     behind = [cost for cost in costs if cost.hides and not cost.goes_round]
     links = _links_s([*waited, *rounds, *behind], rates)
     return np.maximum(partly_hidden(row, _links_s(behind, rates), at.overlap), links)
+
+
+def _loop_s(block: BlockSteps, derived: Derived, sizes: OpSizes | None, rates: StepRates) -> tuple[Number, Number]:
+    """What the loop over a block's repeats copies in a turn, forward and backward, on a host that has been measured."""
+    if rates.chip.host is None or sizes is None or not block.block.carry:
+        return 0.0, 0.0
+    ahead, back = loop_bytes(block, derived, sizes)
+    return ahead / rates.chip.host.loop_bytes_per_s, back / rates.chip.host.loop_bytes_per_s
+
+
+def loop_bytes(block: BlockSteps, derived: Derived, sizes: OpSizes) -> tuple[Number, Number]:
+    """Bytes that one turn of a loop over layers moves beside its steps, forward and backward.
+
+    Forward, weights are taken out of their stack (read, written) and what is kept is put into one that was cleared
+    (written, then read and written). Backward both are taken out, and gradients put into cleared stacks.
+    """
+    made = {array for step in block.forward for array in (step.result, *step.more)}
+    weights = {v.name for v in derived.program.of_role("weight", "vector")}
+    read = {name for op in block.block.ops for name in op.inputs if name in weights}
+    own = total(sizes.bytes(derived.declared[name]) for name in read)
+    kept = total(sizes.bytes(array) for array in block.kept if array.name not in weights or array in made)
+    gradients = total(sizes.bytes(array) for array in _gradients(block, read))
+    return 2 * own + 3 * kept, 2 * own + 2 * kept + 3 * gradients
+
+
+def _gradients(block: BlockSteps, weights: set[str]) -> list[ShardedArray]:
+    """The gradients of weights as a backward pass leaves them for each microbatch."""
+    found: dict[str, ShardedArray] = {}
+    for step in block.backward:
+        for array in (step.result, *step.more):
+            if step.scope != "step" and array.name.startswith("d") and array.name[1:] in weights:
+                found[array.name] = array
+    return list(found.values())
 
 
 def _left_of_rounds(costs: list[StepCost], rates: StepRates) -> list[Number]:

@@ -29,7 +29,7 @@ from meshwright.spec.chip import chip as find_chip
 WEIGHTS: dict[str, float] = {
     "overhead": 1,
     "matmul": 4,
-    "mlp": 1,
+    "mlp": 2,
     "elementwise": 3,
     "contents": 1,
     "distance": 1,
@@ -107,7 +107,7 @@ def run_bench(
     found: dict[str, Any] = {}
     for number, name in enumerate(wanted):
         left = sum(WEIGHTS[later] for later in wanted[number:])
-        say(f"{name} ({len(wanted) - number - 1} parts and {budget.left_s:.0f} s left)")
+        say(f"{number + 1}/{len(wanted)} {name}, {budget.left_s:.0f} s left")
         found[name] = MEASURES[name](bench, budget.share(WEIGHTS[name] / left), found)
     _try_again(bench, budget, found, seconds, say)
     return BenchReport(
@@ -133,7 +133,7 @@ def _try_again(bench: Bench, budget: Budget, found: dict[str, Any], seconds: flo
         if budget.left_s < LEAST_REST * seconds:
             return
         left = sum(WEIGHTS[later] for later in short[number:])
-        say(f"{name} again ({budget.left_s:.0f} s left)")
+        say(f"{name} again, {budget.left_s:.0f} s left")
         again = MEASURES[name](bench, budget.share(WEIGHTS[name] / left), found)
         if num_figures(again) > num_figures(found[name]):
             found[name] = again

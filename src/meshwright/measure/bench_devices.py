@@ -1,5 +1,6 @@
 """The devices that are measured, all of them busy at once, and the data they are given."""
 
+import math
 import os
 import platform
 from collections.abc import Callable, Mapping, Sequence
@@ -38,6 +39,10 @@ DEFAULT_DTYPES: dict[str, tuple[str, ...]] = {
     "rocm": ("bf16", "fp8", "int8", "fp32"),
     "tpu": ("bf16", "int8", "fp8", "fp32"),
 }
+
+
+DRAWN = 2**20
+"""Random numbers that the host draws for one block."""
 
 
 class Block(msgspec.Struct, frozen=True, kw_only=True):
@@ -203,13 +208,15 @@ def _drawn_by_host(blocks: Sequence[Block], mesh: Mesh, *, seed: tuple[int, int]
 
 
 def _numbers(block: Block, rng: np.random.Generator) -> np.ndarray:
+    """The block, of which the first ``DRAWN`` numbers are drawn and then repeated: a large one took seconds."""
     dtype = JAX_DTYPES[block.dtype]
     if block.contents in ("zeros", "ones"):
         return np.full(block.shape, block.contents == "ones", dtype)
+    drawn = min(DRAWN, math.prod(block.shape))
     if block.dtype == "int8":
-        return rng.integers(0 if block.contents == "uniform" else -127, 127, block.shape, np.int8)
+        return np.resize(rng.integers(0 if block.contents == "uniform" else -127, 127, drawn, np.int8), block.shape)
     draw = rng.random if block.contents == "uniform" else rng.standard_normal
-    return (draw(block.shape, np.float32) * np.float32(block.scale)).astype(dtype)
+    return np.resize((draw(drawn, np.float32) * np.float32(block.scale)).astype(dtype), block.shape)
 
 
 def machine_name(bench: Bench) -> str:

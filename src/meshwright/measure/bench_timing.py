@@ -13,7 +13,9 @@ MIN_REPEATS = 3
 """Fewer times than this have no spread: the figure counts as not measured."""
 MAX_REPEATS = 30
 GRACE_S = 0.3
-"""What may be used beyond a budget so that calls which are compiled by then get their fewest repeats."""
+GRACE_SHARE = 0.02
+"""What may be used beyond a budget so that calls which are compiled by then get their fewest repeats: so many seconds,
+or this share of the seconds for everything."""
 NO_TIME = "no time left"
 
 
@@ -23,6 +25,7 @@ class Budget:
 
     ends: float
     clock: Callable[[], float] = time.perf_counter
+    grace_s: float = GRACE_S
 
     @property
     def left_s(self) -> float:
@@ -31,12 +34,12 @@ class Budget:
 
     def share(self, part: float) -> "Budget":
         """A budget that ends after this part of what is left."""
-        return Budget(ends=self.clock() + self.left_s * part, clock=self.clock)
+        return Budget(ends=self.clock() + self.left_s * part, clock=self.clock, grace_s=self.grace_s)
 
 
 def budget_of(seconds: float, clock: Callable[[], float] = time.perf_counter) -> Budget:
     """A budget that begins now."""
-    return Budget(ends=clock() + seconds, clock=clock)
+    return Budget(ends=clock() + seconds, clock=clock, grace_s=max(GRACE_S, GRACE_SHARE * seconds))
 
 
 class Timing(msgspec.Struct, frozen=True, kw_only=True):
@@ -110,7 +113,7 @@ def _take_turns(
     calls: Mapping[str, Call], budget: Budget, why_not: dict[str, str], *, max_repeats: int
 ) -> dict[str, list[float]]:
     seconds: dict[str, list[float]] = {name: [] for name in calls}
-    grace = Budget(ends=max(budget.ends, budget.clock() + GRACE_S), clock=budget.clock)
+    grace = Budget(ends=max(budget.ends, budget.clock() + budget.grace_s), clock=budget.clock)
     for repeat in range(1, max_repeats + 1):
         order = list(calls)[:: 1 if repeat % 2 else -1]
         for name in order:

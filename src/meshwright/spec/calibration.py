@@ -86,6 +86,33 @@ class Efficiency(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
                 raise ValueError(f"efficiency {name} is {share}, give a share in (0, 1]")
 
 
+class AttentionRate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One pass of attention: FLOPs and scores that are computed, masked ones left out, each at a rate of its own."""
+
+    flops_per_s: float
+    scores_per_s: float
+
+
+class HostRates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What one emulated device reaches inside a step, all others at work. Nothing hides behind anything: times add up.
+
+    A matrix product takes its FLOPs over ``product_flops_per_s`` and its operands and result over
+    ``product_bytes_per_s``. ``attention`` has a rate for each pass, by the op's name. Every other op streams its bytes
+    at ``op_bytes_per_s``, those not in it at ``stream_bytes_per_s``. Loops over layers copy what they read and keep in
+    and out of stacks at ``loop_bytes_per_s``. ``waits`` is what collectives and the gaps around them take in a step,
+    over what the collectives take one after the other; ``kernel_s`` the gap before an op of one device alone.
+    """
+
+    product_flops_per_s: float
+    product_bytes_per_s: float
+    attention: dict[str, AttentionRate]
+    op_bytes_per_s: dict[str, float]
+    stream_bytes_per_s: float
+    loop_bytes_per_s: float
+    waits: float = 1.0
+    kernel_s: float = 0.0
+
+
 class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a machine really does. Anything not measured falls back on the chip's data sheet.
 
@@ -104,6 +131,7 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     collectives: tuple[CollectiveRate, ...] = ()
     hop_s: dict[str, float] = {}
     efficiency: Efficiency = Efficiency()
+    host: HostRates | None = None
     sources: dict[str, str] = {}
 
     @property

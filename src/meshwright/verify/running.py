@@ -129,7 +129,12 @@ def _outcome(folder: Path, ended: str, status: int, log: str, spent: dict[str, A
     compiled = _read(folder / COMPILED, Compiled)
     common: dict[str, Any] = {"lowered": lowered, "remarks": _remarks(log), **spent}
     error = msgspec.json.decode((folder / ERROR).read_bytes()) if (folder / ERROR).is_file() else None
-    files = dump_files(dumps) if dumps is not None and compiled is None else None
+    files = dump_files(dumps) if dumps is not None else None
+    if files is not None and compiled is not None:
+        # what lies where, without what the compiler's own summary counts twice
+        memory = msgspec.structs.replace(read_memory(files[BUFFERS_END].read_text()), peak=compiled.memory.peak)
+        compiled = msgspec.structs.replace(compiled, memory=memory)
+        return Outcome(ended="done", compiled=compiled, hlo=files[MODULE_END].read_text(), **common)
     if files is not None and (ended == "stopped" or error is not None):
         message = error["message"] if error else ""
         compiled = Compiled(
