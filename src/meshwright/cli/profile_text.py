@@ -29,9 +29,15 @@ def print_profile(profile: "Profile", files: list[Path]) -> None:
     hidden = or_dash(profile.times.overlap, lambda share: f"{share:.0%}")
     waits = f", waits {format_seconds(profile.times.waited_s)} for other devices" if profile.times.waited_s else ""
     print_text(
-        f"parts are of the step under the profiler, {format_seconds(profile.profiled_s)}; communication takes "
+        f"the five parts are of a mean device under the profiler, {format_seconds(profile.profiled_s)}; communication "
+        f"takes "
         f"{format_seconds(profile.times.communication_s)}{waits}, and {hidden} of it hides behind compute"
     )
+    if profile.comparison.shares_cores:
+        print_text(
+            "emulated devices share the cores: below, the machine's time is shared out over what works at each instant "
+            "on any device, and waiting is no work; kinds of work sum to the step"
+        )
     click.echo()
     for title, chosen in (
         ("kind of work, worst first", profile.comparison.terms),
@@ -57,8 +63,6 @@ def print_profile(profile: "Profile", files: list[Path]) -> None:
             f"memory: peak {format_bytes(peak.num_bytes)} {whose}; largest on a device: {owner.name} "
             f"({owner.kind}), {format_bytes(owner.num_bytes)}"
         )
-    if profile.comparison.shares_cores:
-        print_text("emulated devices share the cores: seconds of steps are the machine's, see the report")
     print_text(f"wrote {', '.join(str(file) for file in files)}")
 
 

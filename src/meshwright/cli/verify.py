@@ -11,7 +11,7 @@ from meshwright.cli.machine import rates_for
 from meshwright.cli.output import emit_json, json_option, print_fact, print_table, print_text
 from meshwright.cli.plan import mesh_words, microbatch_words, remat_words
 from meshwright.core.errors import CannotRunError, InputError
-from meshwright.core.units import format_bytes, format_count, format_seconds, parse_count
+from meshwright.core.units import format_bytes, format_count, format_flops, format_seconds, parse_count
 from meshwright.spec.calibration import Calibration
 from meshwright.spec.catalogue import model as find_model
 from meshwright.spec.cluster import Cluster, parse_cluster
@@ -22,6 +22,7 @@ from meshwright.spec.strategy import Strategy, make_mesh
 
 if TYPE_CHECKING:
     from meshwright.verify.differences import Difference
+    from meshwright.verify.flops import Products
     from meshwright.verify.proof import Proof
 
 STEPS = ("train", "prefill", "generate")
@@ -244,6 +245,8 @@ def print_proof(proof: "Proof") -> None:
         _print_memory(proof)
     if proof.traffic is not None:
         _print_traffic(proof)
+    if proof.products is not None:
+        _print_products(proof.products)
     if proof.traffic_error:
         print_fact("collectives", f"could not be read: {proof.traffic_error}")
 
@@ -291,6 +294,26 @@ def _print_traffic(proof: "Proof") -> None:
     for name in dict.fromkeys(one.name for one in traffic.differences):
         print_fact(name, _difference_words([one for one in traffic.differences if one.name == name]), column=22)
     print_fact("without a name", f"{traffic.remainder:.2%} of all bytes", column=22)
+
+
+def _print_products(found: "Products") -> None:
+    """FLOPs of matrix products, and the steps in which they are not as derived."""
+    share = found.compiled / found.derived - 1 if found.derived else 0.0
+    print_fact(
+        "matrix products",
+        f"{format_flops(found.compiled, unit='FLOPs')} on a device, derived "
+        f"{format_flops(found.derived, unit='FLOPs')} ({share:+.2%})",
+        column=22,
+    )
+    for one in found.differences[:SHOWN_PLACES]:
+        print_fact(
+            "",
+            f"{one.where}: {format_flops(one.compiled, unit='FLOPs')}, derived "
+            f"{format_flops(one.derived, unit='FLOPs')}",
+            column=22,
+        )
+    if found.by_data:
+        print_fact("", f"left out, since their number depends on the data: {', '.join(found.by_data)}", column=22)
 
 
 SHOWN_PLACES = 3

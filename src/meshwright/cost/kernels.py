@@ -9,7 +9,7 @@ from meshwright.algebra.notation import product
 from meshwright.algebra.steps import Step
 from meshwright.core.dims import DTYPE_BYTES
 from meshwright.cost import attention_counts
-from meshwright.cost.ops import OpSizes, is_attention, op_flops, op_hbm_bytes, op_term
+from meshwright.cost.ops import OpSizes, is_attention, op_flops, op_hbm_bytes
 from meshwright.spec.calibration import (
     Calibration,
     Efficiency,
@@ -217,7 +217,7 @@ def _host_work(step: Step, sizes: OpSizes, host: HostRates) -> Work:
 
 def is_product(step: Step) -> bool:
     """Whether a local step is a matrix product, by itself or block by block, or the loss head made of some."""
-    return op_term(step) == "matmul" or step.op.startswith("chunked_logits") or bool(step.parts)
+    return step.op == "einsum" or step.op.startswith("chunked_logits") or bool(step.parts)
 
 
 def attended(step: Step, sizes: OpSizes) -> Number:

@@ -1,5 +1,6 @@
 """Memory of one chip in a training step, itemised, from the declared shardings and the derived steps."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -191,7 +192,7 @@ def _most(blocks: list[Passing]) -> tuple[Number, Number]:
 
 def memory_parts(derived: Derived, sizes: OpSizes) -> MemoryParts:
     """The parts of a chip's memory that do not depend on the schedule."""
-    sizes = sizes.with_room(_slots_move(derived, sizes))
+    sizes = sizes.with_room(slots_move(derived, sizes.mesh))
     layers, ends = _state_elements(derived, sizes)
     blocks, zero = derived.blocks, _zero(sizes)
     kept = {block.block.name: _kept_bytes(block, derived, sizes, logits=False) for block in blocks}
@@ -226,11 +227,11 @@ def memory_parts(derived: Derived, sizes: OpSizes) -> MemoryParts:
     )
 
 
-def _slots_move(derived: Derived, sizes: OpSizes) -> Any:
+def slots_move(derived: Derived, mesh: Mapping[str, Any]) -> Any:
     """Whether slots of experts go from device to device; where they do not, only those that are filled are there."""
     steps = (step for block in derived.blocks for step in block.forward)
     axes = {axis for step in steps if step.is_collective and "C" in step.result.dims for axis in step.axes}
-    return product(sizes.mesh[axis] for axis in sorted(axes)) > 1
+    return product(mesh[axis] for axis in sorted(axes)) > 1
 
 
 def total_bytes(items: dict[str, Number]) -> Number:

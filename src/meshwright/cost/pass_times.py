@@ -161,8 +161,7 @@ def _pass_s(costs: list[StepCost], rates: StepRates) -> Number:
     the host needs to start its kernels.
     """
     if not rates.overlaps:
-        waits = 1.0 if rates.chip.host is None else rates.chip.host.waits
-        return total(cost.local_s + waits * cost.network_s for cost in costs)
+        return total(cost.local_s + _in_turn_s(cost, rates) for cost in costs)
     at = rates.chip.efficiency
     compute = total(cost.local_s for cost in costs)
     if rates.software != "compiled":
@@ -176,6 +175,14 @@ def _pass_s(costs: list[StepCost], rates: StepRates) -> Number:
     behind = [cost for cost in costs if cost.hides and not cost.goes_round]
     links = _links_s([*waited, *rounds, *behind], rates)
     return np.maximum(partly_hidden(row, _links_s(behind, rates), at.overlap), links)
+
+
+def _in_turn_s(cost: StepCost, rates: StepRates) -> Number:
+    """A collective on a host, whose devices wait for each other where that has been measured."""
+    host = rates.chip.host
+    if host is None or not cost.step.is_collective:
+        return cost.network_s
+    return host.waits * cost.network_s + host.meet_s
 
 
 def _loop_s(block: BlockSteps, derived: Derived, sizes: OpSizes | None, rates: StepRates) -> tuple[Number, Number]:

@@ -9,7 +9,10 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import median
+from typing import Any
 
+import jax
 import msgspec
 import optax
 
@@ -21,9 +24,9 @@ from meshwright.cost.step_costs import StepCost
 from meshwright.cost.train_step import PricedStrategy, price_strategy
 from meshwright.measure.profile_classes import OUTSIDE, Facts
 from meshwright.measure.profile_compare import label_text
-from meshwright.measure.profile_events import load_trace
-from meshwright.measure.profile_hlo import load_module
-from meshwright.measure.profile_run import record_steps
+from meshwright.measure.profile_events import STEP, load_trace, newest_trace
+from meshwright.measure.profile_hlo import parse_module
+from meshwright.measure.profile_run import random_rows, traced
 from meshwright.measure.profile_shared import shared_seconds
 from meshwright.parallel.train_step import TrainStep
 from meshwright.spec.calibration import AttentionRate, Calibration, HostRates
@@ -32,7 +35,8 @@ from meshwright.spec.job import Job
 from meshwright.spec.model import Model
 from meshwright.spec.strategy import Strategy, make_mesh
 
-STEPS = 3
+ROUNDS, STEPS_A_ROUND, WARMUP_STEPS = 4, 2, 3
+"""Both steps are profiled in turns, so that other work on the machine meets them alike; medians of all that count."""
 NARROW = Model(
     name="narrow", family="llama", num_layers=2, d_model=256, d_ff=704, num_heads=8, num_kv_heads=4, head_dim=32,
     vocab_size=1536,
@@ -46,43 +50,91 @@ REFERENCES = ((NARROW, Job(batch_seqs=16, seq_len=128)), (WIDE, Job(batch_seqs=8
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
-    """One reference step: its prices by `cost`, seconds by derived step, those of no step, and of the whole.
+    """One reference step: its prices by `cost`, seconds by derived step, and those in which no device works.
 
     All for one execution of the step, as the machine spends them for all devices together.
     """
 
     priced: PricedStrategy
     seconds: dict[str, float]
-    outside_s: float
-    step_s: float
+    gaps_s: float
+
+    @property
+    def outside_s(self) -> float:
+        """Seconds of instructions that come from no derived step."""
+        return sum(spent for name, spent in self.seconds.items() if name.startswith(OUTSIDE))
+
+    @property
+    def moving(self) -> frozenset[str]:
+        """Labels of the collectives."""
+        return frozenset(label_text(cost.step) for cost in self.priced.costs if cost.step.is_collective)
+
+    @property
+    def left_s(self) -> float:
+        """What is left of the step beside the work of single devices: collectives and gaps."""
+        return self.gaps_s + sum(self.seconds.get(name, 0.0) for name in self.moving)
 
 
 def measure_references(calibration: Calibration, num_devices: int) -> list[Measured]:
     """Both reference steps run on all devices, sharded over them where there are several."""
     strategy = Strategy(mesh=make_mesh({"fsdp": num_devices}), remat="none", state="fp32")
-    return [_measure(model, job, strategy, calibration) for model, job in REFERENCES]
-
-
-def _measure(model: Model, job: Job, strategy: Strategy, calibration: Calibration) -> Measured:
-    step = TrainStep(model, strategy, optimizer=optax.adamw(1e-4), max_grad_norm=1.0)
-    cluster = parse_cluster(f"cpu:{strategy.num_chips}")
     with tempfile.TemporaryDirectory() as folder:
-        recording = record_steps(step, job, folder=Path(folder), steps=STEPS)
-        facts = Facts(load_module(recording.hlo), ridge=1.0)
-        trace = load_trace(recording.trace, facts.module)
-    priced = price_strategy(model, cluster, job, strategy, calibration=calibration)
-    seconds: dict[str, float] = defaultdict(float)
-    for op, spent in shared_seconds(trace, facts).items():
-        seconds[facts.of(op).step] += spent
-    outside_s = sum(spent for name, spent in seconds.items() if name.startswith(OUTSIDE))
-    windows = [window.end_s - window.start_s for window in trace.windows]
-    return Measured(priced=priced, seconds=dict(seconds), outside_s=outside_s, step_s=sum(windows) / len(windows))
+        running = [_Reference(model, job, strategy, Path(folder) / model.name) for model, job in REFERENCES]
+        for number in range(ROUNDS):
+            for one in running:
+                one.profile(number)
+    return [one.measured(calibration) for one in running]
+
+
+class _Reference:
+    """A reference step that is compiled and warm, and what its rounds under the profiler showed."""
+
+    def __init__(self, model: Model, job: Job, strategy: Strategy, folder: Path) -> None:
+        self.model, self.job, self.strategy, self.folder = model, job, strategy, folder
+        step = TrainStep(model, strategy, optimizer=optax.adamw(1e-4), max_grad_norm=1.0)
+        self.state = step.init(0)
+        self.batch = step.place(random_rows(step, job, seed=0))
+        self.compiled: Any = step.compile.lower(self.state, self.batch).compile()
+        self.facts = Facts(parse_module(self.compiled.as_text()), ridge=1.0)
+        self.steps: list[dict[str, float]] = []
+        self.gaps_s: list[float] = []
+        for _ in range(WARMUP_STEPS):
+            self._run()
+
+    def _run(self) -> None:
+        self.state, metrics = self.compiled(self.state, self.batch)
+        jax.block_until_ready((self.state, metrics))
+
+    def profile(self, number: int) -> None:
+        """So many steps under the profiler, after one without."""
+        folder = self.folder / str(number)
+        self._run()
+        with traced(folder):
+            for one in range(STEPS_A_ROUND):
+                with jax.profiler.TraceAnnotation(STEP, step=one):
+                    self._run()
+        trace = load_trace(newest_trace(folder), self.facts.module)
+        for window in trace.windows:
+            spent = shared_seconds(msgspec.structs.replace(trace, windows=(window,)), self.facts)
+            self.gaps_s.append(window.end_s - window.start_s - sum(spent.values()))
+            self.steps.append(defaultdict(float))
+            for op, seconds in spent.items():
+                self.steps[-1][self.facts.of(op).step] += seconds
+
+    def measured(self, calibration: Calibration) -> Measured:
+        """The medians over all steps."""
+        cluster = parse_cluster(f"cpu:{self.strategy.num_chips}")
+        return Measured(
+            priced=price_strategy(self.model, cluster, self.job, self.strategy, calibration=calibration),
+            seconds={name: median(step[name] for step in self.steps) for name in {n for s in self.steps for n in s}},
+            gaps_s=median(self.gaps_s),
+        )
 
 
 class Spent(msgspec.Struct, frozen=True, kw_only=True):
     """Executions of a derived step in one training step: two things that each take time by a rate, and the seconds."""
 
-    step: Step
+    step: Step | None = None
     first: float
     second: float
     seconds: float
@@ -94,7 +146,8 @@ def host_rates(references: Sequence[Measured]) -> HostRates:
     products = two_rates([one for one in spent if is_product(one.step)])
     attention = {}
     for op in ("attention", "attention_backward"):
-        attention[op] = AttentionRate(*two_rates([one for one in spent if one.step.op == op]))
+        flops_per_s, scores_per_s = two_rates([one for one in spent if one.step.op == op])
+        attention[op] = AttentionRate(flops_per_s=flops_per_s, scores_per_s=scores_per_s)
     streams: dict[str, list[Spent]] = defaultdict(list)
     for one in spent:
         if not is_product(one.step) and not is_attention(one.step) and one.second:
@@ -109,4 +162,83 @@ def host_rates(references: Sequence[Measured]) -> HostRates:
         stream_bytes_per_s=_rate(rest),
         loop_bytes_per_s=loops / sum(reference.outside_s for reference in references),
         **_gaps(references),
+    )
+
+
+def _spent(reference: Measured) -> list[Spent]:
+    """Every derived step of one device with its seconds; steps of one label are one."""
+    found: dict[str, list[StepCost]] = defaultdict(list)
+    for cost in reference.priced.costs:
+        if not cost.step.is_collective:
+            found[label_text(cost.step)].append(cost)
+    return [_together(costs, reference, reference.seconds.get(label, 0.0)) for label, costs in found.items()]
+
+
+def _together(costs: Sequence[StepCost], reference: Measured, seconds: float) -> Spent:
+    step, sizes = costs[0].step, reference.priced.sizes
+    first = sum(float(cost.flops * cost.count) for cost in costs)
+    second = sum(float(cost.hbm_bytes * cost.count) for cost in costs)
+    if is_attention(step):
+        share = float(tiled_share(step, sizes))
+        first, second = first * share, float(attended(step, sizes) * costs[0].count) * share
+    return Spent(step=step, first=first, second=second, seconds=seconds)
+
+
+def two_rates(spent: Sequence[Spent]) -> tuple[float, float]:
+    """Rates of the two things, of the least squares of the seconds' relative deviations weighted with the seconds."""
+    rows = [one for one in spent if one.seconds > 0]
+    ff, fs, ss = (
+        sum(_entry(one, a) * _entry(one, b) / one.seconds for one in rows)
+        for a, b in (("first", "first"), ("first", "second"), ("second", "second"))
+    )
+    f, s = sum(one.first for one in rows), sum(one.second for one in rows)
+    determinant = ff * ss - fs * fs
+    slow, slower = (f * ss - s * fs) / determinant, (s * ff - f * fs) / determinant
+    if slow <= 0:
+        return FASTEST, ss / s
+    return (1 / slow, 1 / slower) if slower > 0 else (ff / f, FASTEST)
+
+
+FASTEST = 1e15
+"""Per second: for what no time can be seen to be spent on."""
+
+
+def _entry(one: Spent, name: str) -> float:
+    return float(getattr(one, name))
+
+
+def _rate(spent: Sequence[Spent]) -> float:
+    """Bytes per second of some steps together."""
+    seconds = sum(one.seconds for one in spent)
+    return min(sum(one.second for one in spent) / seconds, FASTEST) if seconds else FASTEST
+
+
+def _loop_bytes(reference: Measured) -> float:
+    priced = reference.priced
+    layers = [block for block in priced.derived.blocks if block.block.carry]
+    return float(sum(block.repeat * sum(loop_bytes(block, priced.derived, priced.sizes)) for block in layers))
+
+
+def _gaps(references: Sequence[Measured]) -> Mapping[str, float]:
+    """What is left beside the work of devices: for several by their collectives, for one by its ops.
+
+    Collectives of several wait for each other: a time for each, and one by the seconds that they take in a row.
+    """
+    left = sum(reference.left_s for reference in references)
+    moves = [_moves(reference) for reference in references]
+    if sum(one.first for one in moves):
+        each, waits = two_rates(moves)
+        return {"meet_s": 1 / each, "waits": 1 / waits}
+    sizes = references[0].priced.sizes
+    costs = [cost for reference in references for cost in reference.priced.costs]
+    return {"kernel_s": left / sum(float(num_kernels(cost.step, sizes) * cost.count) for cost in costs)}
+
+
+def _moves(reference: Measured) -> Spent:
+    """The collectives of a step: how many, their seconds in a row, and what is left for them."""
+    costs = [cost for cost in reference.priced.costs if cost.step.is_collective]
+    return Spent(
+        first=sum(float(cost.count) for cost in costs),
+        second=sum(float(cost.network_s * cost.count) for cost in costs),
+        seconds=reference.left_s,
     )

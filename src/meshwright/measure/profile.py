@@ -152,9 +152,9 @@ def _trace_notes(trace: Trace, times: Times, *, num_devices: int) -> tuple[str, 
         found.append(
             "The devices are emulated and share the cores of one machine, so that a device computes while others "
             "wait and a stopped thread looks busy. Seconds of single steps are therefore the machine's: the wall time "
-            "shared out over what works at each instant. They can be compared with rates that were measured with all "
-            "devices busy. What a collective moves and what it waits cannot be told apart well, nor how compute and "
-            "communication would overlap on devices of their own."
+            "shared out over what works at each instant on any of them; kinds of work sum to the step. They can be "
+            "compared with rates that were measured with all devices busy. What a collective moves and what it waits "
+            "cannot be told apart well, nor how compute and communication would overlap on devices of their own."
         )
     if len(times.devices) < num_devices:
         found.append(f"The trace has {len(times.devices)} of {num_devices} devices: those of one process.")

@@ -8,7 +8,7 @@ from meshwright.algebra.notation import product
 from meshwright.core.units import format_bytes, format_flops, format_seconds
 from meshwright.cost.step_rates import StepRates
 from meshwright.measure.profile_classes import OUTSIDE, OpClass
-from meshwright.measure.profile_compare import ClassRow, Comparison, OpRow, PredictedStep, Row
+from meshwright.measure.profile_compare import NOTHING, ClassRow, Comparison, OpRow, PredictedStep, Row
 from meshwright.measure.profile_times import Times
 from meshwright.spec.calibration import Calibration
 from meshwright.spec.job import Job
@@ -215,5 +215,6 @@ _RULES: Mapping[OpClass | str, Callable[[Row, Case], str]] = {
     "attention": _attention,
     "copy": _copies,
     "overhead": _overhead,
+    NOTHING: _overhead,
     "idle": _idle,
 }

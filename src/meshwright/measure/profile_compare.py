@@ -15,6 +15,8 @@ from meshwright.measure.profile_hlo import Instruction, Shape
 from meshwright.measure.profile_shared import shared_seconds
 from meshwright.measure.profile_times import Partition, Times
 
+NOTHING = "nothing runs"
+"""The term of instants in which no device of a machine works."""
 ROUNDING = 1e-9
 """Share of a step below which a difference of sums is rounding."""
 
@@ -73,7 +75,8 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     """All tables of a profile; rows are sorted by the size of their difference, the worst first.
 
     ``terms`` are kinds of work, with collectives by the mesh axes that they run over. ``shares_cores`` says that
-    measured seconds are the machine's for all devices (`profile_shared`), else they are those of a mean device.
+    measured seconds are the machine's for all devices (`profile_shared`), so that terms sum to the step; else they are
+    those of a mean device, by themselves.
     """
 
     predicted: Partition
@@ -173,11 +176,8 @@ def compare(trace: Trace, facts: Facts, times: Times, priced: PricedStrategy) ->
     # sends between the stages of a pipeline are no steps of a block, and their permutes carry no known label
     predicted_terms[term_of("collective")] += float(priced.estimate.terms.get("pipeline", 0.0))
     idle = predicted_partition(priced)
-    terms = [
-        *_rows(predicted_terms, by_term, lambda name: name),
-        Row(name="overhead", kind="overhead", predicted_s=idle.overhead_s, measured_s=times.mean.overhead_s),
-        Row(name="idle", kind="idle", predicted_s=idle.idle_s, measured_s=times.mean.idle_s),
-    ]
+    nothing = _machine_rests(idle, times, spent) if shares else _device_rests(idle, times)
+    terms = [*_rows(predicted_terms, by_term, lambda name: name), *nothing]
     steps = _rows({n: one.seconds for n, one in expected.items()}, by_step, lambda n: _kind_of(n, expected))
     return Comparison(
         predicted=idle,
@@ -189,6 +189,22 @@ def compare(trace: Trace, facts: Facts, times: Times, priced: PricedStrategy) ->
         float32=_float32(times, facts),
         shares_cores=shares,
     )
+
+
+def _device_rests(predicted: Partition, times: Times) -> list[Row]:
+    """What a mean device does not work, by why."""
+    mean = times.mean
+    return [
+        Row(name="overhead", kind="overhead", predicted_s=predicted.overhead_s, measured_s=mean.overhead_s),
+        Row(name="idle", kind="idle", predicted_s=predicted.idle_s, measured_s=mean.idle_s),
+    ]
+
+
+def _machine_rests(predicted: Partition, times: Times, spent: Mapping[str, float]) -> list[Row]:
+    """What no device works, where they share cores: with the seconds of the instructions it is the whole step."""
+    rest = max(0.0, times.mean.total_s - sum(spent.values()))
+    rested = predicted.overhead_s + predicted.idle_s
+    return [Row(name=NOTHING, kind="overhead", predicted_s=rested, measured_s=rest)]
 
 
 def term_of(kind: OpClass, axes: tuple[str, ...] = ()) -> str:

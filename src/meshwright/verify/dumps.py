@@ -10,6 +10,7 @@ from meshwright.verify.request import Memory
 
 FLAGS = "--xla_dump_to={folder} --xla_dump_hlo_as_text"
 
+PROGRAM_END = ".before_optimizations.txt"
 MODULE_END = "after_optimizations.txt"
 BUFFERS_END = "after_optimizations-buffer-assignment.txt"
 LAST_END = "after_optimizations-memory-usage-report.txt"
@@ -31,6 +32,12 @@ def dump_files(folder: Path) -> dict[str, Path] | None:
         # small modules, such as those of constants, come before the step and are smaller
         found[end] = max(paths, key=lambda path: path.stat().st_size)
     return found
+
+
+def read_program(folder: Path) -> str:
+    """The step's program as it was given to the compiler; empty where it was not written."""
+    paths = sorted(folder.glob(f"*.jit_*{PROGRAM_END}"), key=lambda path: path.stat().st_size)
+    return paths[-1].read_text() if paths else ""
 
 
 def read_memory(buffer_assignment: str) -> Memory:

@@ -110,16 +110,20 @@ def _counted(derived: Derived, tables: TickTables) -> Iterator[Counted]:
 
 
 def _of_block(block: BlockSteps, tables: TickTables) -> Iterator[Counted]:
-    layers = block.repeat // tables.schedule.num_virtual_stages if block.block.carry else 1
     for step in (*block.forward, *block.backward):
-        if not step.is_collective:
-            continue
-        if step.scope == "step":
+        if step.is_collective and step.scope == "step":
             yield step, 1, _rows(block, tables)
-            continue
-        twice = step in block.backward and bool(block.block.carry) and tables.has_whole and tables.has_split
-        times = tables.num_ticks * layers * (2 if twice else 1)
-        yield step, times, times
+        elif step.is_collective:
+            times = runs_in_text(step, block, tables)
+            yield step, times, times
+
+
+def runs_in_text(step: Step, block: BlockSteps, tables: TickTables) -> int:
+    """How often a step of a layer or an end runs by the text of a pipeline: in every tick, and twice where some
+    backward passes are split and some are not."""
+    layers = block.repeat // tables.schedule.num_virtual_stages if block.block.carry else 1
+    twice = step in block.backward and bool(block.block.carry) and tables.has_whole and tables.has_split
+    return tables.num_ticks * layers * (2 if twice else 1)
 
 
 def _rows(block: BlockSteps, tables: TickTables) -> int:

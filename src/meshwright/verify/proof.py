@@ -10,6 +10,7 @@ from meshwright.cost.memory import memory_limit
 from meshwright.spec.calibration import Calibration
 from meshwright.verify.differences import Comparison, compare
 from meshwright.verify.dumps import available_bytes
+from meshwright.verify.flops import Products, compare_products
 from meshwright.verify.hlo import collectives
 from meshwright.verify.request import Compiled, Request
 from meshwright.verify.running import Outcome, run_request
@@ -55,8 +56,8 @@ class MemoryComparison(msgspec.Struct, frozen=True, kw_only=True):
 class Proof(msgspec.Struct, frozen=True, kw_only=True):
     """What compiling a step has shown.
 
-    ``refusal`` is why it does not run, in one line; empty where it does. ``memory`` and ``traffic`` are there where
-    buffers were assigned; ``traffic_error`` says why the collectives could not be read.
+    ``refusal`` is why it does not run, in one line; empty where it does. ``memory``, ``traffic`` and ``products`` are
+    there where buffers were assigned; ``traffic_error`` says why the collectives could not be read.
     """
 
     request: Request
@@ -65,6 +66,7 @@ class Proof(msgspec.Struct, frozen=True, kw_only=True):
     memory: MemoryComparison | None = None
     traffic: Comparison | None = None
     traffic_error: str = ""
+    products: Products | None = None
 
     @property
     def runs(self) -> bool:
@@ -101,7 +103,13 @@ def prove(
     except ValueError as error:
         trouble = str(error)
     return Proof(
-        request=request, outcome=outcome, refusal=refusal, memory=memory, traffic=traffic, traffic_error=trouble
+        request=request,
+        outcome=outcome,
+        refusal=refusal,
+        memory=memory,
+        traffic=traffic,
+        traffic_error=trouble,
+        products=compare_products(outcome.program, derivation.products()) if outcome.program else None,
     )
 
 
@@ -158,7 +166,7 @@ def proof_table(proof: Proof) -> dict[str, Any]:
         "wall_s": outcome.wall_s,
         "cpu_s": outcome.cpu_s,
         "max_rss_bytes": outcome.max_rss_bytes,
-        "flops_loops_once": outcome.compiled.flops if outcome.compiled else None,
+        "products": msgspec.to_builtins(proof.products),
     }
     if proof.memory is not None:
         memory = proof.memory

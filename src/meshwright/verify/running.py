@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from meshwright.verify.dumps import BUFFERS_END, FLAGS, MODULE_END, dump_files, read_memory
+from meshwright.verify.dumps import BUFFERS_END, FLAGS, MODULE_END, dump_files, read_memory, read_program
 from meshwright.verify.request import Compiled, Lowered, Request
 
 REQUEST, LOWERED, COMPILED, MODULE, ERROR = (
@@ -32,13 +32,15 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """What became of a compilation.
 
     ``ended``: "done"; "stopped" once buffers were assigned (all that the partition depth wants); "error" with the
-    compiler's ``message``; "crash" with the last it said; "timeout". ``cpu_s`` and ``max_rss_bytes`` are the process's.
+    compiler's ``message``; "crash" with the last it said; "timeout". ``program`` is the HLO that the compiler was
+    given, ``hlo`` what it made of it. ``cpu_s`` and ``max_rss_bytes`` are the process's.
     """
 
     ended: Ended
     lowered: Lowered | None = None
     compiled: Compiled | None = None
     hlo: str = ""
+    program: str = ""
     error_kind: str = ""
     message: str = ""
     remarks: tuple[str, ...] = ()
@@ -67,7 +69,7 @@ def _run(request: Request, folder: Path, program: Sequence[str], timeout_s: floa
         if old.is_file():
             old.unlink()
     (folder / REQUEST).write_bytes(msgspec.json.encode(request))
-    watched = request.target.platform in ("tpu", "cuda") and request.depth != "lower"
+    dumped = request.depth != "lower"
     log = folder / "compiler.log"
     started = time.monotonic()
     with log.open("wb") as stream:
@@ -75,10 +77,11 @@ def _run(request: Request, folder: Path, program: Sequence[str], timeout_s: floa
             [*program, str(folder)],
             stdout=stream,
             stderr=stream,
-            env=_environment(request, dumps if watched else None),
+            env=_environment(request, dumps if dumped else None),
             start_new_session=True,
         )
-        stop_early = dumps if watched and request.depth == "partition" else None
+        early = request.target.platform != "cpu" and request.depth == "partition"
+        stop_early = dumps if early else None
         ended, status, usage = _wait(process, started + timeout_s, stop_early)
     text = log.read_text(errors="replace")
     spent = {
@@ -86,7 +89,7 @@ def _run(request: Request, folder: Path, program: Sequence[str], timeout_s: floa
         "cpu_s": usage.ru_utime + usage.ru_stime,
         "max_rss_bytes": usage.ru_maxrss * 1024,
     }
-    return _outcome(folder, ended, status, text, spent, dumps if watched else None)
+    return _outcome(folder, ended, status, text, spent, dumps, request.target.platform == "cpu")
 
 
 def _environment(request: Request, dumps: Path | None) -> dict[str, str]:
@@ -96,7 +99,7 @@ def _environment(request: Request, dumps: Path | None) -> dict[str, str]:
         found["JAX_PLATFORMS"] = "cpu"
         found.pop("XLA_FLAGS", None)
     if dumps is not None:
-        found["XLA_FLAGS"] = FLAGS.format(folder=dumps)
+        found["XLA_FLAGS"] = f"{found.get('XLA_FLAGS', '')} {FLAGS.format(folder=dumps)}".strip()
     return found
 
 
@@ -124,13 +127,15 @@ def _wait(process: "subprocess.Popen[bytes]", deadline: float, dumps: Path | Non
         time.sleep(POLL_S)
 
 
-def _outcome(folder: Path, ended: str, status: int, log: str, spent: dict[str, Any], dumps: Path | None) -> Outcome:
+def _outcome(
+    folder: Path, ended: str, status: int, log: str, spent: dict[str, Any], dumps: Path, on_cpu: bool
+) -> Outcome:
     lowered = _read(folder / LOWERED, Lowered)
     compiled = _read(folder / COMPILED, Compiled)
-    common: dict[str, Any] = {"lowered": lowered, "remarks": _remarks(log), **spent}
+    common: dict[str, Any] = {"lowered": lowered, "remarks": _remarks(log), "program": read_program(dumps), **spent}
     error = msgspec.json.decode((folder / ERROR).read_bytes()) if (folder / ERROR).is_file() else None
-    files = dump_files(dumps) if dumps is not None else None
-    if files is not None and compiled is not None:
+    files = None if on_cpu else dump_files(dumps)
+    if files is not None and compiled is not None and ended == "exit":
         # what lies where, without what the compiler's own summary counts twice
         memory = msgspec.structs.replace(read_memory(files[BUFFERS_END].read_text()), peak=compiled.memory.peak)
         compiled = msgspec.structs.replace(compiled, memory=memory)

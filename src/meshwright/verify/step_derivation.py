@@ -1,5 +1,7 @@
 """What the algebra says of the step of a request: its collectives, and the bytes that a device holds."""
 
+from collections import defaultdict
+from collections.abc import Iterator
 from functools import cached_property
 from typing import Any
 
@@ -10,19 +12,22 @@ from meshwright.algebra.cache_table import CacheDtype, cache_table
 from meshwright.algebra.derive import Derived, derive, derive_forward
 from meshwright.algebra.generation import generate_program, one_position, prefill_program
 from meshwright.algebra.kinds_experts import ROUTING_ROWS
+from meshwright.algebra.labels import StepLabel, label_of
 from meshwright.algebra.notation import ShardedArray, local_elements
 from meshwright.algebra.schedule_fused import fused
-from meshwright.algebra.schedule_ticks import tick_tables
+from meshwright.algebra.schedule_ticks import TickTables, tick_tables
+from meshwright.algebra.steps import Step
 from meshwright.algebra.transformer import transformer
 from meshwright.core.dims import DTYPE_BYTES
-from meshwright.cost.memory import training_memory
+from meshwright.cost.memory import slots_move, training_memory
+from meshwright.cost.ops import OpSizes, op_flops
 from meshwright.cost.pipeline import strategy_pipeline
 from meshwright.cost.step_costs import strategy_sizes
 from meshwright.cost.step_rates import attention_scores
 from meshwright.nn.experts import expert_capacity
 from meshwright.parallel.pipeline_stages import strategy_schedule
 from meshwright.spec.job import Job
-from meshwright.verify.expected import Expected, expected_collectives, expected_of_pipeline
+from meshwright.verify.expected import Expected, expected_collectives, expected_of_pipeline, runs_in_text
 from meshwright.verify.request import Request
 
 
@@ -68,8 +73,10 @@ class StepDerivation:
         return sizes
 
     def _slots(self, num_tokens: int) -> int:
-        """Slots of one expert over all devices, which each have their share."""
+        """Slots of one expert over all devices, each with its share; where slots stay, those that are filled."""
         model, bound = self.request.model, float(self.request.settings.get("capacity_factor", 0.0))
+        if not bound and not slots_move(self.derived, self.strategy.mesh):
+            return num_tokens * model.experts_per_token // model.num_experts
         return expert_capacity(
             num_tokens,
             num_experts=model.num_experts,
@@ -81,9 +88,8 @@ class StepDerivation:
         """Collectives of one step. Those of a pipeline are as its text has them: of every branch, in every tick."""
         strategy, mesh = self.strategy, self.strategy.mesh
         width = int(DTYPE_BYTES[strategy.state_dtype])
-        if self.trains and mesh.get("pipeline", 1) > 1:
-            tables = tick_tables(fused(strategy_schedule(strategy)))
-            return list(expected_of_pipeline(self.derived, tables, self.dims, mesh, width=width))
+        if self._tables is not None:
+            return list(expected_of_pipeline(self.derived, self._tables, self.dims, mesh, width=width))
         return list(
             expected_collectives(
                 self.derived,
@@ -94,6 +100,40 @@ class StepDerivation:
                 layer_by_layer=strategy.gradient_sync == "overlapped",
             )
         )
+
+    def products(self) -> dict[StepLabel, float]:
+        """FLOPs of the matrix products of each step on one device; of a pipeline in every tick, as in its text."""
+        found: dict[StepLabel, float] = defaultdict(float)
+        for step, times in self._local_steps():
+            flops = float(np.asarray(op_flops(step, self._sizes)))
+            if flops:
+                found[label_of(step)] += flops * times
+        return dict(found)
+
+    def _local_steps(self) -> Iterator[tuple[Step, int]]:
+        """Steps that compute, and how often each runs."""
+        if self._tables is None:
+            count = self.strategy.num_microbatches if self.trains else 1
+            yield from ((step, int(times)) for step, times in self.derived.steps(count) if not step.is_collective)
+            return
+        for block in self.derived.blocks:
+            for step in (*block.forward, *block.backward):
+                if not step.is_collective:
+                    yield step, runs_in_text(step, block, self._tables)
+
+    @cached_property
+    def _tables(self) -> TickTables | None:
+        """Ticks of a pipeline; None without one."""
+        if not self.trains or self.strategy.mesh.get("pipeline", 1) == 1:
+            return None
+        return tick_tables(fused(strategy_schedule(self.strategy)))
+
+    @cached_property
+    def _sizes(self) -> OpSizes:
+        """Sizes of one microbatch, every slot of an expert counted; attention over every key."""
+        count = self.strategy.num_microbatches if self.trains else 1
+        dims = {**self.dims, "B": self.request.batch_seqs / count}
+        return OpSizes(dims=dims, mesh=self.strategy.mesh, state=self.strategy.state)
 
     def memory(self) -> dict[str, float]:
         """Bytes on one device by item, as `cost` predicts them."""
