@@ -11,6 +11,8 @@ HAS_UV      := $(VENV)/.has-uv
 HAS_DEPS    := $(VENV)/.has-dependencies
 HAS_PACKAGE := $(VENV)/.has-package
 HAS_TORCH   := $(VENV)/.has-torch
+HAS_TPU     := $(VENV)/.has-tpu-compiler
+HAS_GPU     := $(VENV)/.has-gpu-compiler
 
 # Tests of the planning half, the pictures and the house: no JAX program is compiled.
 PLANNING_TESTS := $(wildcard tests/core tests/spec tests/algebra tests/cost tests/plan tests/batching \
@@ -28,7 +30,7 @@ unexport VIRTUAL_ENV
 # Byte code kept on disk is most of what makes the second start of JAX faster than the first.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-rest test-slow check format lock setup clean
+.PHONY: help demo test test-rest test-slow test-aot test-aot-tpu check format lock setup clean
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -45,6 +47,12 @@ test-rest: $(HAS_PACKAGE) torch ## what CI runs then: the default tier without t
 
 test-slow: $(HAS_PACKAGE) torch ## the full grids that the default tier has samples of, and the examples
 	$(PY) -m pytest -m slow $(IN_PARALLEL)
+
+test-aot: $(HAS_PACKAGE) $(HAS_TPU) $(HAS_GPU) ## compile real steps for TPUs and GPUs that are not here (5 GB of compilers)
+	$(PY) -m pytest -m aot $(IN_PARALLEL)
+
+test-aot-tpu: $(HAS_PACKAGE) $(HAS_TPU) ## the same for TPUs alone, which CI runs last (0.6 GB)
+	$(PY) -m pytest -m aot $(IN_PARALLEL)
 
 check: $(HAS_PACKAGE) ## what CI runs first: format, lint, types, fast tests
 	$(PY) -m ruff format --check .
@@ -92,3 +100,13 @@ $(HAS_PACKAGE): pyproject.toml $(HAS_DEPS)
 torch: $(HAS_PACKAGE)
 	@test -e $(HAS_TORCH) || { $(PY) -m pip install --quiet --retries 2 $(TORCH) && touch $(HAS_TORCH); } \
 		|| echo "$(TORCH) could not be installed: tests that compare with transformers will skip." >&2
+
+# The compilers that `verify` uses, as large as they are, come with the version of JAX that is installed. They are
+# not in the lock: libtpu and the CUDA libraries are proprietary, and only these targets want them.
+$(HAS_TPU): | $(HAS_PACKAGE)
+	$(PY) -m pip install --quiet --retries 2 "jax[tpu]==$$($(PY) -c 'import jax; print(jax.__version__)')"
+	touch $@
+
+$(HAS_GPU): | $(HAS_PACKAGE)
+	$(PY) -m pip install --quiet --retries 2 "jax[cuda13]==$$($(PY) -c 'import jax; print(jax.__version__)')"
+	touch $@

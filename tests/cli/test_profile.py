@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -91,6 +92,7 @@ def test_the_report_has_its_pictures(profiled):
         assert (profiled.folder / name).read_bytes().startswith(b"\x89PNG")
     assert "| exposed communication |" in page
     assert "share the cores of one machine" in page
+    assert re.search(r"The process kept \d+\.\d of \d+ cores busy in these steps", page)
 
 
 def test_a_trace_from_elsewhere_says_the_same(profiled, plan_file, call):

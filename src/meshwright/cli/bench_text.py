@@ -1,5 +1,6 @@
 """What `bench` prints: a table for each part, and what was not measured."""
 
+import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,10 @@ def print_report(report: "BenchReport") -> None:
     print_fact("measured", f"{report.machine}, {report.date}; {BUSY}")
     versions = ", ".join(f"{name} {number}" for name, number in report.versions.items())
     print_fact("with", f"{versions}; {report.took_s:.0f} s of {report.seconds:.0f}")
+    if report.platform == "cpu":
+        print_fact(
+            "load before", f"{report.load:.1f} on {os.cpu_count()} cores: rates of a quiet machine need one near 0"
+        )
     click.echo()
     for name, show in SHOWN.items():
         part = getattr(report, name)

@@ -3,8 +3,10 @@
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from textwrap import wrap
+from typing import Any
 
 import click
+import msgspec
 
 from meshwright.cli.fields import check_tokens, parse_fields, take_axes, take_option, with_fields
 from meshwright.cli.machine import rates_for
@@ -62,6 +64,7 @@ NUMBERS_WIDTH = 46
 @click.option("--breakdown", type=click.Path(path_type=Path), help="Draw where the best plan's step goes to this file.")
 @click.option("--why-not", "why_nots", multiple=True, metavar="AXIS=N,...", help="Why not tensor=16,remat=block?")
 @click.option("--what-if", "what_ifs", multiple=True, metavar="WHAT=Nx,...", help="What if chip.flops=8x,chips=2x?")
+@click.option("--verify", is_flag=True, help="Compile each for its hardware, and list those that run and fit.")
 @click.option("--recipe", is_flag=True, help="The rules of thumb of a lecture, step by step, beside the search.")
 @json_option
 def command(
@@ -82,6 +85,7 @@ def command(
     breakdown: Path | None,
     why_nots: tuple[str, ...],
     what_ifs: tuple[str, ...],
+    verify: bool,
     recipe: bool,
     as_json: bool,
 ) -> None:
@@ -99,22 +103,28 @@ def command(
         take_option(fields["strategy"], "collective_matmul", collective_matmul)
     fixed, questions = take_axes(axes, fields["strategy"]), parse_questions(why_nots, what_ifs, recipe=recipe)
     rates = rates_for(clusters[0], calibration, fitted=True)
+    choices = FULL if full else USUAL
     result = plan_slices(
         chosen,
         clusters,
         check_tokens(with_fields(job, "job", fields["job"])),
         axes=fixed,
         overrides=fields["strategy"],
-        choices=FULL if full else USUAL,
+        choices=msgspec.structs.replace(choices, equal_stages=verify),
         exhaustive=full,
         top=top,
         calibration=rates,
     )
+    more: dict[str, Any] = {}
+    if verify:
+        from meshwright.cli.plan_verify import verified
+
+        proved = verified(result)
+        result, more["verified"] = proved.result, list(proved.table)
     if out:
         _save(result, out)
     if not as_json:
         print_plan(result)
-    more = {}
     if pareto or png:
         more["pareto"] = show_frontier(result, axes=fixed, overrides=fields["strategy"], png=png, as_json=as_json)
     if breakdown:
@@ -124,7 +134,7 @@ def command(
         questions,
         axes=fixed,
         overrides=fields["strategy"],
-        choices=FULL if full else USUAL,
+        choices=choices,
         calibration=rates,
         words=full_words,
         as_json=as_json,

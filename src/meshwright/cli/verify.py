@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 import click
+import msgspec
 
 from meshwright.cli.fields import check_tokens, parse_fields, take_axes, with_fields
 from meshwright.cli.machine import rates_for
@@ -141,12 +142,20 @@ class _Asked:
 
     def _plan(self, fixed: dict[str, int], overrides: dict[str, Any], calibration: Path | None) -> None:
         from meshwright.plan.planner import plan
+        from meshwright.plan.space import USUAL
 
         rates = rates_for(self.cluster, calibration, fitted=True)
         self.calibration = rates
         try:
             chosen = plan(
-                self.model, self.cluster, self.job, axes=fixed, overrides=overrides, top=1, calibration=rates
+                self.model,
+                self.cluster,
+                self.job,
+                axes=fixed,
+                overrides=overrides,
+                choices=msgspec.structs.replace(USUAL, equal_stages=True),
+                top=1,
+                calibration=rates,
             ).strategies[0]
         except CannotRunError:
             if math.prod(fixed.values()) != self.cluster.num_chips:

@@ -1,6 +1,7 @@
 """All figures of the devices at hand within a number of seconds, and the record that is kept of them."""
 
 import datetime
+import os
 import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -47,7 +48,10 @@ LEAST_REST = 0.1
 
 
 class BenchReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What was measured, on what, and when. A part that was not asked for is None."""
+    """What was measured, on what, and when. A part that was not asked for is None.
+
+    ``load`` is the mean number of threads that wanted to run in the minute before (Unix's load average).
+    """
 
     machine: str
     device_kind: str
@@ -58,6 +62,7 @@ class BenchReport(msgspec.Struct, frozen=True, kw_only=True):
     versions: dict[str, str]
     seconds: float
     took_s: float
+    load: float = 0.0
     memory_bytes: float
     mesh: dict[str, int] = {}
     matmul: MatmulPart | None = None
@@ -103,7 +108,7 @@ def run_bench(
     """Every part asked for (all of them by default), each within its share of the seconds that are left."""
     check_parts(what)
     wanted = [name for name in WEIGHTS if not what or name in what]
-    budget, started = budget_of(seconds), time.perf_counter()
+    budget, started, load = budget_of(seconds), time.perf_counter(), os.getloadavg()[0]
     found: dict[str, Any] = {}
     for number, name in enumerate(wanted):
         left = sum(WEIGHTS[later] for later in wanted[number:])
@@ -120,6 +125,7 @@ def run_bench(
         versions={"meshwright": __version__, "jax": jax.__version__, "python": platform.python_version()},
         seconds=seconds,
         took_s=time.perf_counter() - started,
+        load=load,
         memory_bytes=bench.memory_bytes,
         mesh=dict(bench.axes),
         **found,

@@ -1,5 +1,6 @@
 """A profile: everything that a trace says of a plan's step, each figure beside its prediction."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,10 @@ from meshwright.spec.plan_file import Plan
 
 SAME_FLOPS = 0.02
 """How far the FLOPs of program and derived steps may differ before the reader is told."""
+
+BUSY = "The process kept "
+ENOUGH_CORES = 0.75
+"""Share of the cores below which a reader is told that the seconds are not those of a quiet machine."""
 
 
 class Profile(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,6 +51,11 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     memory: MemoryProfile
     predicted_memory: dict[str, float]
     notes: tuple[str, ...]
+
+    @property
+    def busy(self) -> str:
+        """The note on how much of the machine the steps had, empty where there is none."""
+        return next((note for note in self.notes if note.startswith(BUSY)), "")
 
     @property
     def missed(self) -> tuple[ProductRow, ...]:
@@ -120,6 +130,7 @@ def analyse(plan: Plan, trace: Path, hlo: Path, recording: Recording | None = No
         notes=(
             *_trace_notes(events, times, num_devices=plan.cluster.num_chips),
             *_program_notes(flops, derived_flops),
+            *_machine_notes(events, recording),
         ),
     )
     return Analysed(profile=profile, trace=events, facts=facts, priced=priced)
@@ -128,6 +139,17 @@ def analyse(plan: Plan, trace: Path, hlo: Path, recording: Recording | None = No
 def _memory_of(module: Any) -> MemoryProfile:
     owners, live = temporary_owners(module)
     return MemoryProfile(counted="device", owners=tuple(owners[:12]), live_bytes=live)
+
+
+def _machine_notes(trace: Trace, recording: Recording | None) -> tuple[str, ...]:
+    """Whether emulated devices had the machine for themselves."""
+    cores = os.cpu_count() or 1
+    if trace.platform != "cpu" or recording is None or recording.cores is None:
+        return ()
+    had = f"{BUSY}{recording.cores:.1f} of {cores} cores busy in these steps"
+    if recording.cores >= ENOUGH_CORES * cores:
+        return (f"{had}.",)
+    return (f"{had}: other programs ran, or threads waited; compare seconds on a quiet machine.",)
 
 
 def _program_notes(flops: float, derived: float) -> tuple[str, ...]:

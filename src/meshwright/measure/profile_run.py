@@ -28,7 +28,8 @@ HLO_FILE = "program.hlo.txt"
 class Recording(msgspec.Struct, frozen=True, kw_only=True):
     """What a profiled run leaves: files in a folder, and seconds on the clock of the host.
 
-    ``step_s`` are warm steps without the profiler, ``profiled_s`` those with it.
+    ``step_s`` are warm steps without the profiler, ``profiled_s`` those with it. ``cores`` are the processor's cores
+    that the process kept busy in those, None where that was not measured.
     """
 
     trace: Path
@@ -36,6 +37,7 @@ class Recording(msgspec.Struct, frozen=True, kw_only=True):
     step_s: tuple[float, ...]
     profiled_s: tuple[float, ...]
     memory: MemoryProfile
+    cores: float | None = None
 
     @property
     def typical_s(self) -> float | None:
@@ -76,13 +78,16 @@ def record_steps(
             warm.append(runner.run())
     # no samples from here: what the profiler keeps of the events is memory of the process too
     with traced(folder):
+        busy_s = time.process_time()
         profiled = [runner.run(number) for number in range(steps)]
+        busy_s = time.process_time() - busy_s
     return Recording(
         trace=newest_trace(folder),
         hlo=folder / HLO_FILE,
         step_s=tuple(warm[len(warm) // 2 :]) if warmup > 1 else (),
         profiled_s=tuple(profiled),
         memory=memory_profile(step, job, compiled, sampler),
+        cores=busy_s / sum(profiled),
     )
 
 

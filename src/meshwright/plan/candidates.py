@@ -94,7 +94,8 @@ def axis_sizes(space: Space, axis: str, dims: Mapping[str, int]) -> tuple[int, .
     if axis in space.fixed:
         return (space.fixed[axis],)
     if axis == "pipeline":
-        return stage_counts(space.patterns[0].derived.num_layers) if space.pipelines else (1,)
+        layers = space.patterns[0].derived.num_layers
+        return stage_counts(layers, idle=space.idle_layers) if space.pipelines else (1,)
     if axis not in space.axes or (axis == "expert" and not space.model.num_experts):
         return (1,)
     if axis == "expert":
@@ -103,12 +104,10 @@ def axis_sizes(space: Space, axis: str, dims: Mapping[str, int]) -> tuple[int, .
     return tuple(sorted({size for sizes in found for size in sizes}))
 
 
-def stage_counts(num_layers: int) -> tuple[int, ...]:
-    """Stages over which layers can be shared out with few idle places."""
+def stage_counts(num_layers: int, *, idle: float = MAX_IDLE_LAYERS) -> tuple[int, ...]:
+    """Stages over which layers can be shared out with few places ``idle``, as a share of them."""
     return tuple(
-        stages
-        for stages in range(1, num_layers + 1)
-        if -(-num_layers // stages) * stages <= (1 + MAX_IDLE_LAYERS) * num_layers
+        stages for stages in range(1, num_layers + 1) if -(-num_layers // stages) * stages <= (1 + idle) * num_layers
     )
 
 

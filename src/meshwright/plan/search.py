@@ -27,7 +27,6 @@ from meshwright.plan.candidates import (
     legal_in,
     with_microbatches,
 )
-from meshwright.plan.legal import MAX_IDLE_LAYERS
 from meshwright.plan.ranking import Best, Variant, taken, varied
 from meshwright.plan.space import Pattern, Space
 from meshwright.spec.cluster import Cluster
@@ -282,7 +281,7 @@ class _Bench(msgspec.Struct, frozen=True, kw_only=True):
             fits = schedule_fits(schedule, stages=stages, chunks=count, microbatches=rows.microbatches)
             fits = fits & ((stages > 1) | (first & (count == 1))) & (stages <= num_layers)
             places = np.ceil(num_layers / (stages * count)) * stages * count
-            fits = fits & ((count == 1) | (places <= (1 + MAX_IDLE_LAYERS) * num_layers))
+            fits = fits & ((count == 1) | (places <= (1 + self.space.idle_layers) * num_layers))
             found = np.flatnonzero(fits)
             numbers.append(found)
             chunks.append(count[found])

@@ -9,7 +9,7 @@ import msgspec
 from meshwright.algebra.derive import Derived, derive
 from meshwright.algebra.transformer import transformer
 from meshwright.core.dims import EMULATED_AXES, MESH_AXES
-from meshwright.plan.legal import Rule, Split, size_rules, splits
+from meshwright.plan.legal import MAX_IDLE_LAYERS, Rule, Split, size_rules, splits
 from meshwright.spec.calibration import Calibration
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.model import Model
@@ -23,7 +23,10 @@ Remat = str | tuple[str, ...]
 
 
 class Choices(msgspec.Struct, frozen=True, kw_only=True):
-    """The values that are tried for every choice beside the mesh, the placement and the microbatches."""
+    """The values that are tried for every choice beside the mesh, the placement and the microbatches.
+
+    With ``equal_stages`` only pipelines of equally many layers a stage are: those that this version runs.
+    """
 
     remats: tuple[Remat, ...] = REMAT_POLICIES
     zeros: tuple[int, ...] = (3, 1)
@@ -31,6 +34,7 @@ class Choices(msgspec.Struct, frozen=True, kw_only=True):
     context_attention: tuple[str, ...] = ("ring", "ulysses")
     schedules: tuple[str, ...] = ("1f1b", "interleaved")
     offloads: tuple[tuple[str, ...], ...] = ((),)
+    equal_stages: bool = False
 
 
 USUAL = Choices()
@@ -76,7 +80,8 @@ class Space(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that is searched.
 
     ``fixed`` are mesh axes whose size is given; ``num_microbatches`` and ``chunks`` are None for any that divide.
-    ``template`` carries the choices that are the same for all.
+    ``template`` carries the choices that are the same for all; ``idle_layers`` is the share of a pipeline's places for
+    layers that may stay empty.
     """
 
     model: Model
@@ -90,6 +95,7 @@ class Space(msgspec.Struct, frozen=True, kw_only=True):
     fixed: dict[str, int] = {}
     axes: tuple[str, ...] = MESH_AXES
     calibration: Calibration | None = None
+    idle_layers: float = MAX_IDLE_LAYERS
 
     @property
     def pipelines(self) -> bool:
@@ -156,6 +162,7 @@ def open_space(
         fixed=fixed,
         axes=axes,
         calibration=calibration,
+        idle_layers=0.0 if choices.equal_stages else MAX_IDLE_LAYERS,
     )
 
 
