@@ -8,7 +8,7 @@ from meshwright.spec.calibration import load_calibration, save_calibration
 
 @pytest.fixture(scope="module")
 def measured():
-    return measure_machine(4, matmul_shape=(64, 64, 64), seconds_per_figure=0.02)
+    return measure_machine(4, matmul_shape=(64, 64, 64), seconds_per_figure=0.02, in_step=False)
 
 
 def test_every_figure_is_there_with_its_source(measured):

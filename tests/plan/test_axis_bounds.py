@@ -93,8 +93,8 @@ def test_experts_on_a_ring_against_the_priced_exchange():
         model=model,
         cluster=parse_cluster("v5e:16x1"),
         job=Job(batch_seqs=64, seq_len=4096),
-        # software that sends only slots that are filled, as the rule has it
-        strategy=Strategy(mesh=make_mesh({"expert": 16}), software="eager"),
+        # only slots that are filled are sent, as the rule has it
+        strategy=Strategy(mesh=make_mesh({"expert": 16}), empty_slots=False),
     )
     limits, priced = told(one)
     limit = limits["expert width, AllToAll shorter"]

@@ -38,8 +38,8 @@ def print_profile(profile: "Profile", files: list[Path]) -> None:
             "emulated devices share the cores: below, the machine's time is shared out over what works at each instant "
             "on any device, and waiting is no work; kinds of work sum to the step"
         )
-    if profile.busy:
-        print_text(profile.busy[:1].lower() + profile.busy[1:].removesuffix("."))
+    for warning in profile.warnings:
+        print_text(warning[:1].lower() + warning[1:].removesuffix("."))
     click.echo()
     for title, chosen in (
         ("kind of work, worst first", profile.comparison.terms),

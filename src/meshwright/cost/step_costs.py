@@ -18,7 +18,7 @@ from meshwright.cost.sizes import expert_slots, spare_slots
 from meshwright.cost.step_rates import Group, StepRates
 from meshwright.spec.job import Job
 from meshwright.spec.model import Model
-from meshwright.spec.strategy import Software, Strategy
+from meshwright.spec.strategy import Strategy
 
 Number = Any
 """A float, or a NumPy array with one entry per candidate."""
@@ -81,16 +81,15 @@ def op_sizes(
     state: str,
     scores: Scores = "on_chip",
     imbalance: float = 1.0,
-    software: Software = "eager",
+    empty_slots: bool = False,
 ) -> OpSizes:
     """Sizes of one microbatch; its sequences and the mesh sizes may be arrays, one entry per candidate.
 
-    A kernel that keeps its scores on chip also skips the keys that are masked. Only "compiled" ``software`` has room
-    for every token in every expert.
+    A kernel that keeps its scores on chip also skips the keys that are masked.
     """
     dims = {name: float(size) for name, size in model.dims.items()} | {"B": microbatch_seqs, "T": float(seq_len)}
     dims |= expert_slots(model, num_tokens=microbatch_seqs * seq_len, imbalance=imbalance)
-    spare = spare_slots(model, imbalance=imbalance) if software == "compiled" else 1.0
+    spare = spare_slots(model, imbalance=imbalance) if empty_slots else 1.0
     return OpSizes(dims=dims, mesh=mesh, state=state, scores=scores, causal=scores == "on_chip", spare_slots=spare)
 
 
@@ -104,8 +103,13 @@ def strategy_sizes(model: Model, job: Job, strategy: Strategy, *, scores: Scores
         state=strategy.state,
         scores=scores,
         imbalance=strategy.imbalance,
-        software=strategy.software,
+        empty_slots=has_empty_slots(strategy),
     )
+
+
+def has_empty_slots(strategy: Strategy) -> bool:
+    """Whether its software holds and sends slots of experts that nobody fills: libraries size arrays by the load."""
+    return strategy.empty_slots and strategy.software == "compiled"
 
 
 def collective_groups(derived: Derived) -> tuple[Group, ...]:

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import msgspec
 import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
@@ -22,6 +23,7 @@ from meshwright.algebra.notation import parse_array
 from meshwright.algebra.steps import Step
 from meshwright.cost.network import received_share
 from meshwright.cost.ops import OpSizes, op_flops
+from meshwright.measure.machine_step import REFERENCES, host_rates, measure_references
 from meshwright.nn.activations import silu_mul
 from meshwright.nn.attention import attention, attention_backward
 from meshwright.parallel.mesh import device_mesh
@@ -39,6 +41,7 @@ def measure_machine(
     matmul_shape: tuple[int, int, int] = (512, 256, 704),
     dtype: str = "fp32",
     seconds_per_figure: float = 0.3,
+    in_step: bool = True,
     say: Callable[[str], None] = lambda line: None,
 ) -> Calibration:
     """Matmul, memory and collective rates per device.
@@ -46,7 +49,8 @@ def measure_machine(
     Each figure is timed in several sweeps over all of them, so that a burst of other work on the machine hits
     few of its times, and is the median of the sweeps' medians. ``matmul_shape`` (m, k, n) should be like the
     products of the job: rates of small products are lower. Collectives are measured over groups of every power
-    of two, all groups at the same time.
+    of two, all groups at the same time. ``in_step`` adds the rates inside a training step (`machine_step`), which takes
+    some twenty seconds more; without, steps are priced by the others.
     """
     probes = _probes(num_devices, matmul_shape)
     seconds = _sweep(probes, budget_s=seconds_per_figure / SWEEPS)
@@ -62,7 +66,7 @@ def measure_machine(
             each = f"{rate.latency_s * 1e6:.3g} us + bytes at {rate.bytes_per_s / 1e9:.3g} GB/s"
             say(f"AllGather over {rate.group_size}: {each}")
     how = f"measured with {num_devices} devices busy, median of {SWEEPS} sweeps"
-    return Calibration(
+    found = Calibration(
         name=f"this machine, {num_devices} devices",
         chip="cpu",
         machine=f"{platform.machine()}, {os.cpu_count()} cores",
@@ -80,6 +84,21 @@ def measure_machine(
             "collectives": f"{how}; line through {SMALL_ELEMENTS * 4} and {LARGE_ELEMENTS * 4} bytes a device",
         },
     )
+    return _with_host_rates(found, num_devices, say) if in_step else found
+
+
+def _with_host_rates(found: Calibration, num_devices: int, say: Callable[[str], None]) -> Calibration:
+    """The rates inside a step added."""
+    host = host_rates(measure_references(found, num_devices))
+    say(f"products in a step {host.product_flops_per_s / 1e9:.3g} GFLOP/s beside {_gb(host.product_bytes_per_s)}")
+    say(f"elementwise ops in a step {_gb(host.stream_bytes_per_s)}, loops over layers {_gb(host.loop_bytes_per_s)}")
+    shapes = ", ".join(f"D {m.d_model} F {m.d_ff}, {j.batch_seqs} x {j.seq_len} tokens" for m, j in REFERENCES)
+    source = f"steps of {shapes} under the profiler, seconds by derived step"
+    return msgspec.structs.replace(found, host=host, sources={**found.sources, "host": source})
+
+
+def _gb(bytes_per_s: float) -> str:
+    return f"{bytes_per_s / 1e9:.3g} GB/s"
 
 
 def _group_sizes(num_devices: int) -> list[int]:

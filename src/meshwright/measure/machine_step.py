@@ -76,14 +76,27 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def measure_references(calibration: Calibration, num_devices: int) -> list[Measured]:
-    """Both reference steps run on all devices, sharded over them where there are several."""
-    strategy = Strategy(mesh=make_mesh({"fsdp": num_devices}), remat="none", state="fp32")
+    """Both reference steps run on all devices, their batch and where possible their weights split over these."""
+    strategy = Strategy(mesh=make_mesh({_axis(num_devices): num_devices}), remat="none", state="fp32")
     with tempfile.TemporaryDirectory() as folder:
-        running = [_Reference(model, job, strategy, Path(folder) / model.name) for model, job in REFERENCES]
+        running = [
+            _Reference(model, _rows_for(job, num_devices), strategy, Path(folder) / model.name)
+            for model, job in REFERENCES
+        ]
         for number in range(ROUNDS):
             for one in running:
                 one.profile(number)
     return [one.measured(calibration) for one in running]
+
+
+def _axis(num_devices: int) -> str:
+    """Weights are sharded where their widths are multiples of the devices."""
+    return "data" if any(model.d_model % num_devices for model, _ in REFERENCES) else "fsdp"
+
+
+def _rows_for(job: Job, num_devices: int) -> Job:
+    """The job with as many sequences for each device as for any other."""
+    return msgspec.structs.replace(job, batch_seqs=-(-job.batch_seqs // num_devices) * num_devices)
 
 
 class _Reference:

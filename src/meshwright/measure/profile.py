@@ -22,6 +22,9 @@ from meshwright.spec.plan_file import Plan
 SAME_FLOPS = 0.02
 """How far the FLOPs of program and derived steps may differ before the reader is told."""
 
+SLOW = "The steps under the profiler took "
+SLOWER = 1.2
+"""How much longer steps under the profiler may take before the reader is told."""
 BUSY = "The process kept "
 ENOUGH_CORES = 0.75
 """Share of the cores below which a reader is told that the seconds are not those of a quiet machine."""
@@ -53,9 +56,9 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     notes: tuple[str, ...]
 
     @property
-    def busy(self) -> str:
-        """The note on how much of the machine the steps had, empty where there is none."""
-        return next((note for note in self.notes if note.startswith(BUSY)), "")
+    def warnings(self) -> tuple[str, ...]:
+        """The notes on whether these steps are like others: how much slower, and how much of the machine they had."""
+        return tuple(note for note in self.notes if note.startswith((SLOW, BUSY)))
 
     @property
     def missed(self) -> tuple[ProductRow, ...]:
@@ -130,6 +133,7 @@ def analyse(plan: Plan, trace: Path, hlo: Path, recording: Recording | None = No
         notes=(
             *_trace_notes(events, times, num_devices=plan.cluster.num_chips),
             *_program_notes(flops, derived_flops),
+            *_slower_notes(profiled_s, step_s),
             *_machine_notes(events, recording),
         ),
     )
@@ -139,6 +143,16 @@ def analyse(plan: Plan, trace: Path, hlo: Path, recording: Recording | None = No
 def _memory_of(module: Any) -> MemoryProfile:
     owners, live = temporary_owners(module)
     return MemoryProfile(counted="device", owners=tuple(owners[:12]), live_bytes=live)
+
+
+def _slower_notes(profiled_s: float, step_s: float) -> tuple[str, ...]:
+    """That the steps under the profiler are not like those before them."""
+    if profiled_s <= SLOWER * step_s:
+        return ()
+    return (
+        f"{SLOW}{profiled_s / step_s:.1f} times as long as those before them, and so do "
+        "their parts: the profiler or other work slowed them down.",
+    )
 
 
 def _machine_notes(trace: Trace, recording: Recording | None) -> tuple[str, ...]:

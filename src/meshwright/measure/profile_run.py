@@ -149,7 +149,9 @@ class TracedSteps:
         self.warm_s: list[float] = []
         self.profiled_s: list[float] = []
         self.done = 0
+        self.cores: float | None = None
         self._tracing = False
+        self._began = (0.0, 0.0)
 
     def __enter__(self) -> "TracedSteps":
         self.sampler.__enter__()
@@ -172,6 +174,7 @@ class TracedSteps:
             self.sampler.close()
             start_trace(self.folder)
             self._tracing = True
+            self._began = (time.process_time(), time.perf_counter())
             _mark_end(self.done)
         elif self._tracing and len(self.profiled_s) == self.steps:
             self.close()
@@ -180,6 +183,8 @@ class TracedSteps:
         """Stop tracing and sampling; what was traced until then is kept."""
         if self._tracing:
             self._tracing = False
+            busy_s, wall_s = time.process_time() - self._began[0], time.perf_counter() - self._began[1]
+            self.cores = busy_s / wall_s
             jax.profiler.stop_trace()
         self.sampler.close()
 
@@ -195,6 +200,7 @@ class TracedSteps:
             step_s=tuple(self.warm_s[len(self.warm_s) // 2 :]),
             profiled_s=tuple(self.profiled_s),
             memory=memory_profile(step, job, compiled, self.sampler),
+            cores=self.cores,
         )
 
 

@@ -11,7 +11,7 @@ from meshwright.core.dims import MESH_AXES
 from meshwright.cost.memory import memory_parts, total_bytes
 from meshwright.cost.ops import OpSizes
 from meshwright.cost.pipeline import Pipeline
-from meshwright.cost.step_costs import op_sizes
+from meshwright.cost.step_costs import has_empty_slots, op_sizes
 from meshwright.cost.step_rates import attention_scores
 from meshwright.plan.legal import MAX_IDLE_LAYERS, Facts, divisors, legal_axis_sizes, mask
 from meshwright.plan.space import Pattern, Space
@@ -200,7 +200,7 @@ def candidate_sizes(space: Space, cluster: Cluster, found: Candidates) -> OpSize
         state=space.template.state,
         scores=attention_scores(cluster, space.template.software),
         imbalance=space.template.imbalance,
-        software=space.template.software,
+        empty_slots=has_empty_slots(space.template),
     )
 
 

@@ -11,6 +11,7 @@ from meshwright.core.dims import MESH_AXES
 from meshwright.core.errors import CannotRunError, InputError, as_sentence, nearest
 from meshwright.core.units import format_bytes, format_count, format_seconds
 from meshwright.cost.memory import memory_limit
+from meshwright.cost.step_costs import has_empty_slots
 from meshwright.plan.candidates import memory_of_any_mesh, parts_of
 from meshwright.plan.legal import legal
 from meshwright.plan.result import PlanResult, planned
@@ -39,6 +40,7 @@ FIELDS = (
     "context_attention",
     "collective_matmul",
     "imbalance",
+    "empty_slots",
     "software",
     "attention_kernel",
     "assignment",
@@ -189,6 +191,11 @@ def _assumptions(space: Space, cluster: Cluster, calibration: Calibration | None
         notes.append("attention is priced as one fused kernel that keeps its scores on chip and skips what is masked")
     if math.isinf(memory_limit(cluster, calibration)):
         notes.append(f"the memory of {cluster.short_name} is not known, so it was not compared")
+    if has_empty_slots(space.template) and space.model.num_experts and space.template.imbalance == 1.0:
+        notes.append(
+            "an expert has a slot for every token where slots move between devices; a bound, as of "
+            "strategy.imbalance=1.25 and train.capacity_factor=1.25, sends and holds fewer"
+        )
     notes.append(f"training state {space.template.state}")
     return tuple(notes)
 

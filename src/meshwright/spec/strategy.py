@@ -124,7 +124,9 @@ class Strategy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     ``prefetch`` the weights of the next layer are gathered while one computes, and those of the last layer stay
     gathered until its backward pass. ``collective_matmul`` says how products of a layer hide the collectives of
     activations over ``tensor``. ``offload`` names what lives in host memory. ``precision`` is the dtype of matrix
-    products, or "" for the state's own. ``imbalance`` is the load of the busiest expert device over the mean.
+    products, or "" for the state's own. ``imbalance`` is the load of the busiest expert device over the mean, and
+    ``empty_slots`` whether an expert without a bound has a slot for every token, which arrays of fixed size need where
+    slots move between devices.
     """
 
     mesh: dict[str, int]
@@ -144,6 +146,7 @@ class Strategy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     precision: Precision | Literal[""] = ""
     offload: tuple[Offload, ...] = ()
     imbalance: float = 1.0
+    empty_slots: bool = True
     software: Software = "compiled"
     attention_kernel: AttentionKernel = "tuned"
 
