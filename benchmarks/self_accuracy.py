@@ -247,7 +247,8 @@ class Remote:
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def __call__(self, method: str, *arguments: Any) -> Any:
-        assert self.process.stdin and self.process.stdout
+        assert self.process.stdin
+        assert self.process.stdout
         print(json.dumps([method, *arguments]), file=self.process.stdin, flush=True)
         answer = self.process.stdout.readline()
         if not answer:
@@ -266,21 +267,27 @@ class Remote:
 def main(arguments: argparse.Namespace) -> None:
     """Measure the machine, run all cases in turns, print and write the table."""
     names = [name for name in CASES if not arguments.cases or name in arguments.cases]
-    start, loads = time.perf_counter(), []
+    start = time.perf_counter()
+    loads: list[float] = []
+    rates: dict[int, dict[str, Any]] = {}
     children = {devices: Remote(devices) for devices in sorted({CASES[name]["devices"] for name in names})}
 
     def of(name: str) -> Remote:
         return children[CASES[name]["devices"]]
 
     try:
-        rates = {devices: child("measure") for devices, child in children.items()}
-        loads.append(os.getloadavg()[0])
+        for devices, child in children.items():
+            say(f"measuring the machine as cpu:{devices}")
+            rates[devices] = child("measure")
+            loads.append(os.getloadavg()[0])
         predicted = {name: of(name)("predict", name) for name in names}
         for name in names:
-            of(name)("prepare", name)
-        loads.append(os.getloadavg()[0])
+            last_s = of(name)("prepare", name)
+            say(f"{name}: predicted {predicted[name]:.3f} s, step {WARMUP_STEPS} took {last_s:.3f} s")
+            loads.append(os.getloadavg()[0])
         seconds: dict[str, list[float]] = {name: [] for name in names}
-        for _ in range(arguments.rounds):
+        for number in range(arguments.rounds):
+            say(f"round {number + 1} of {arguments.rounds}")
             for name in names:
                 seconds[name] += of(name)("run", name, STEPS_A_ROUND)[1:]
             loads.append(os.getloadavg()[0])
@@ -293,6 +300,11 @@ def main(arguments: argparse.Namespace) -> None:
     if arguments.keep:
         kept = {"predicted": predicted, "seconds": seconds, "rates": rates}
         arguments.keep.write_text(json.dumps(kept), encoding="utf-8")
+
+
+def say(line: str) -> None:
+    """How far the benchmark is."""
+    print(line, file=sys.stderr, flush=True)
 
 
 def table(predicted: dict[str, float], seconds: dict[str, list[float]]) -> list[str]:
@@ -329,10 +341,12 @@ def described(rates: dict[int, dict[str, Any]]) -> list[str]:
     """The main rates of each measurement, and the cases."""
     rows = ["", "rates of a device"]
     for devices, one in rates.items():
-        matmul, memory = one["matmul_flops_per_s"]["fp32"] / 1e9, one["memory_bytes_per_s"] / 1e9
-        attention = one["attention_flops_per_s"]["fp32"] / 1e9
+        host = one["host"]
+        products, beside = host["product_flops_per_s"] / 1e9, host["product_bytes_per_s"] / 1e9
+        streams, loops = host["stream_bytes_per_s"] / 1e9, host["loop_bytes_per_s"] / 1e9
         rows.append(
-            f"  cpu:{devices}: products {matmul:.1f}, attention {attention:.1f} GFLOP/s, memory {memory:.2f} GB/s"
+            f"  cpu:{devices}: products {products:.1f} GFLOP/s and {beside:.1f} GB/s, "
+            f"others {streams:.1f}, loops {loops:.1f} GB/s"
         )
     rows += ["", "cases"]
     for name, case in CASES.items():

@@ -14,7 +14,7 @@ import msgspec
 
 from meshwright.cli.machine import rates_for
 from meshwright.cli.plan import mesh_words
-from meshwright.cli.verify import request_of
+from meshwright.cli.verify_request import PROGRAM, request_of
 from meshwright.core.errors import CannotRunError
 from meshwright.plan.planner import plan
 from meshwright.spec.catalogue import model as find_model
@@ -25,7 +25,6 @@ from meshwright.verify.proof import Proof, prove
 from meshwright.verify.running import python_program
 from meshwright.verify.targets import is_installed, target_of
 
-PROGRAM = python_program("meshwright.cli.verify_child")
 TIMEOUT_S = 300.0
 
 
@@ -127,7 +126,7 @@ def prove_case(case: Case) -> Proof:
     else:
         strategy = Strategy(mesh=make_mesh(case.axes), state="bf16-adam", **case.strategy)
     request = request_of(model, cluster, strategy, job, step=case.step, weights=case.weights, calibration=calibration)
-    return prove(request, program=PROGRAM, timeout_s=TIMEOUT_S, calibration=calibration)
+    return prove(request, program=python_program(PROGRAM), timeout_s=TIMEOUT_S, calibration=calibration)
 
 
 def lines_of(case: Case, proof: Proof) -> list[str]:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from meshwright.cli.output import say
-from meshwright.cli.verify import TIMEOUT_S, request_of
+from meshwright.cli.verify_request import PROGRAM, TIMEOUT_S, request_of
 from meshwright.core.errors import CannotRunError
 from meshwright.core.units import format_bytes
 from meshwright.plan.result import PlannedStrategy, PlanResult
@@ -57,7 +57,7 @@ def _prove(result: PlanResult, one: PlannedStrategy) -> "Proof":
     request = request_of(result.model, one.cluster, one.strategy, one.job, calibration=result.calibration)
     return prove(
         request,
-        program=python_program("meshwright.cli.verify_child"),
+        program=python_program(PROGRAM),
         timeout_s=TIMEOUT_S,
         calibration=result.calibration,
     )

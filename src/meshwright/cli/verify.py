@@ -2,7 +2,7 @@
 
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 import click
 import msgspec
@@ -11,6 +11,7 @@ from meshwright.cli.fields import check_tokens, parse_fields, take_axes, with_fi
 from meshwright.cli.machine import rates_for
 from meshwright.cli.output import emit_json, json_option, print_fact, print_table, print_text
 from meshwright.cli.plan import mesh_words, microbatch_words, remat_words
+from meshwright.cli.verify_request import PROGRAM, TIMEOUT_S, request_of
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.units import format_bytes, format_count, format_flops, format_seconds, parse_count
 from meshwright.spec.calibration import Calibration
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
 STEPS = ("train", "prefill", "generate")
 DEPTHS = ("lower", "partition", "full")
 PLATFORMS = ("tpu", "cuda", "cpu")
-TIMEOUT_S = 600.0
 
 
 @click.command()
@@ -91,7 +91,7 @@ def command(
     )
     proof = prove(
         request,
-        program=python_program("meshwright.cli.verify_child"),
+        program=python_program(PROGRAM),
         timeout_s=timeout,
         keep=keep,
         calibration=found.calibration,
@@ -165,63 +165,6 @@ class _Asked:
             self.strategy = with_fields(least, "strategy", overrides)
             return
         self.strategy, self.cluster, self.job = chosen.strategy, chosen.cluster, chosen.job
-
-
-def request_of(
-    model: Model,
-    cluster: Cluster,
-    strategy: Strategy,
-    job: Job,
-    *,
-    step: str = "train",
-    depth: str = "partition",
-    platform: str | None = None,
-    weights: str = "as they are",
-    cache_dtype: str = "bf16",
-    settings: dict[str, Any] | None = None,
-    calibration: Calibration | None = None,
-) -> Any:
-    """The request that a plan makes; its chips in the order in which the strategy lies on the cluster."""
-    from meshwright.verify.request import Request, StepKind
-    from meshwright.verify.targets import mesh_order, target_of, usable_target
-
-    assert step in get_args(StepKind)
-    if strategy.num_chips != cluster.num_chips:
-        raise InputError(
-            f"the mesh has {strategy.num_chips} devices and {cluster.short_name} {cluster.num_chips} chips. "
-            f"Give axes whose product is {cluster.num_chips}, or a smaller cluster."
-        )
-    order: tuple[int, ...] = ()
-    target = target_of(cluster) if depth == "lower" else usable_target(cluster, wanted=platform)  # type: ignore[arg-type]
-    if target.platform != "cpu":
-        order = tuple(mesh_order(_placement(model, cluster, strategy, job, step, calibration)).ravel().tolist())
-    bounded = {"capacity_factor": strategy.imbalance} if model.num_experts and strategy.imbalance > 1 else {}
-    return Request(
-        model=model,
-        cluster=cluster,
-        strategy=strategy,
-        target=target,
-        step=step,  # type: ignore[arg-type]
-        batch_seqs=job.batch_seqs,
-        seq_len=job.seq_len,
-        depth=depth,  # type: ignore[arg-type]
-        weights=weights,  # type: ignore[arg-type]
-        cache_dtype=cache_dtype,
-        settings=bounded | (settings or {}) if step == "train" else {},
-        order=order,
-    )
-
-
-def _placement(
-    model: Model, cluster: Cluster, strategy: Strategy, job: Job, step: str, calibration: Calibration | None
-) -> Any:
-    """How the mesh lies on the links: as priced to train; the first way otherwise."""
-    from meshwright.cost.step_rates import strategy_placements
-    from meshwright.cost.train_step import price_strategy
-
-    if step == "train":
-        return price_strategy(model, cluster, job, strategy, calibration=calibration).placement
-    return strategy_placements(cluster, strategy)[0]
 
 
 # -- what is printed ----------------------------------------------------------------------------------

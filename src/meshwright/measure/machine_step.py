@@ -10,7 +10,6 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import jax
 import msgspec
@@ -107,8 +106,8 @@ class _Reference:
         step = TrainStep(model, strategy, optimizer=optax.adamw(1e-4), max_grad_norm=1.0)
         self.state = step.init(0)
         self.batch = step.place(random_rows(step, job, seed=0))
-        self.compiled: Any = step.compile.lower(self.state, self.batch).compile()
-        self.facts = Facts(parse_module(self.compiled.as_text()), ridge=1.0)
+        self.compiled = step.compile.lower(self.state, self.batch).compile()
+        self.facts = Facts(parse_module(self.compiled.as_text() or ""), ridge=1.0)
         self.steps: list[dict[str, float]] = []
         self.gaps_s: list[float] = []
         for _ in range(WARMUP_STEPS):
@@ -145,12 +144,17 @@ class _Reference:
 
 
 class Spent(msgspec.Struct, frozen=True, kw_only=True):
-    """Executions of a derived step in one training step: two things that each take time by a rate, and the seconds."""
+    """Two things that each take time by a rate, and the seconds of both."""
 
-    step: Step | None = None
     first: float
     second: float
     seconds: float
+
+
+class StepSpent(Spent, frozen=True, kw_only=True):
+    """All executions of a derived step: FLOPs and bytes, of attention FLOPs and scores that are computed."""
+
+    step: Step
 
 
 def host_rates(references: Sequence[Measured]) -> HostRates:
@@ -161,7 +165,7 @@ def host_rates(references: Sequence[Measured]) -> HostRates:
     for op in ("attention", "attention_backward"):
         flops_per_s, scores_per_s = two_rates([one for one in spent if one.step.op == op])
         attention[op] = AttentionRate(flops_per_s=flops_per_s, scores_per_s=scores_per_s)
-    streams: dict[str, list[Spent]] = defaultdict(list)
+    streams: dict[str, list[StepSpent]] = defaultdict(list)
     for one in spent:
         if not is_product(one.step) and not is_attention(one.step) and one.second:
             streams[one.step.op].append(one)
@@ -178,7 +182,7 @@ def host_rates(references: Sequence[Measured]) -> HostRates:
     )
 
 
-def _spent(reference: Measured) -> list[Spent]:
+def _spent(reference: Measured) -> list[StepSpent]:
     """Every derived step of one device with its seconds; steps of one label are one."""
     found: dict[str, list[StepCost]] = defaultdict(list)
     for cost in reference.priced.costs:
@@ -187,14 +191,14 @@ def _spent(reference: Measured) -> list[Spent]:
     return [_together(costs, reference, reference.seconds.get(label, 0.0)) for label, costs in found.items()]
 
 
-def _together(costs: Sequence[StepCost], reference: Measured, seconds: float) -> Spent:
+def _together(costs: Sequence[StepCost], reference: Measured, seconds: float) -> StepSpent:
     step, sizes = costs[0].step, reference.priced.sizes
     first = sum(float(cost.flops * cost.count) for cost in costs)
     second = sum(float(cost.hbm_bytes * cost.count) for cost in costs)
     if is_attention(step):
         share = float(tiled_share(step, sizes))
         first, second = first * share, float(attended(step, sizes) * costs[0].count) * share
-    return Spent(step=step, first=first, second=second, seconds=seconds)
+    return StepSpent(step=step, first=first, second=second, seconds=seconds)
 
 
 def two_rates(spent: Sequence[Spent]) -> tuple[float, float]:
@@ -205,7 +209,11 @@ def two_rates(spent: Sequence[Spent]) -> tuple[float, float]:
         for a, b in (("first", "first"), ("first", "second"), ("second", "second"))
     )
     f, s = sum(one.first for one in rows), sum(one.second for one in rows)
+    if not rows:
+        return FASTEST, FASTEST
     determinant = ff * ss - fs * fs
+    if determinant <= 1e-9 * ff * ss:  # all of one shape: nothing tells the two apart
+        return (ff / f if f else FASTEST), FASTEST
     slow, slower = (f * ss - s * fs) / determinant, (s * ff - f * fs) / determinant
     if slow <= 0:
         return FASTEST, ss / s

@@ -5,6 +5,7 @@ label of one or none: they are found again by the number of elements that they m
 """
 
 import math
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 
@@ -14,7 +15,7 @@ from meshwright.algebra.labels import OPTIMIZER, StepLabel
 from meshwright.verify.compare import Key
 from meshwright.verify.expected import Expected, active_axes
 from meshwright.verify.hlo import Collective
-from meshwright.verify.hlo_shapes import ELEMENT_BITS
+from meshwright.verify.hlo_shapes import ELEMENT_BITS, parse_shapes
 
 CLASSES: dict[str, str] = {
     "windowed matmul": "gathers and scatters cut into permutes that run beside the blocks of a product",
@@ -37,6 +38,9 @@ Axes = tuple[str, ...]
 
 _REPEATED = ".remat"
 """Part of the name of what XLA does again to keep less in memory."""
+
+_COPIED = re.compile(r"for HLO operation %\S+ = (\w+\[[0-9,]*\])")
+"""A device's part of the array that the partitioner says it copied whole."""
 
 
 class Difference(msgspec.Struct, frozen=True, kw_only=True):
@@ -142,7 +146,9 @@ def compare(
     ``remarks`` are lines of the partitioner about arrays that it copied whole.
     """
     labels, rows = _sides(expected, found, mesh)
-    table = _Table(rows, any(remarks))
+    table = _Table(rows, _copied_elements(remarks) * math.prod(mesh.values()))
+    for key in rows.derived:
+        table.take_joined(key, labels)
     for label, sides in labels.items():
         table.take_label(label, sides)
     table.pair_rows()
@@ -185,15 +191,25 @@ def _amount_of(found: Collective, size: int) -> tuple[float, float, int]:
     return found.total_bytes * 8 / ELEMENT_BITS.get(found.dtype, 32), wire, found.trips * found.num_arrays
 
 
+def _copied_elements(remarks: Iterable[str]) -> int:
+    """Elements of the largest part of an array that the partitioner says it copied whole; 0 where none."""
+    shapes = [match[1] for remark in remarks if (match := _COPIED.search(remark))]
+    return max((math.prod(parse_shapes(shape)[0].dims) for shape in shapes), default=0)
+
+
 def _same(one: float, other: float) -> bool:
     return abs(one - other) <= TOLERANCE * max(one, other)
 
 
 class _Table:
-    """The rows while their differences find names. ``left`` is, per row, what is compiled and not derived so far."""
+    """The rows while their differences find names. ``left`` is, per row, what is compiled and not derived so far.
 
-    def __init__(self, rows: _Sides, resharded: bool) -> None:
-        self.rows, self.resharded = rows, resharded
+    ``copied`` elements has the largest array that the partitioner copied whole.
+    """
+
+    def __init__(self, rows: _Sides, copied: int) -> None:
+        self.rows, self.copied = rows, copied
+        self.taken: set[StepLabel | None] = set()
         self.named: dict[Key, float] = defaultdict(float)
         self.differences: list[Difference] = []
         self.left: dict[Key, Amount] = defaultdict(Amount)
@@ -208,11 +224,31 @@ class _Table:
     def take_label(self, label: StepLabel | None, sides: _Sides) -> None:
         """Name a step's difference in the rows that are not even, where it is there on both sides."""
         keys = {*sides.derived, *sides.compiled}
-        if all(self.is_even(key) for key in keys):
+        if label in self.taken or all(self.is_even(key) for key in keys):
             return
         name = _name_of(label, sides)
         if name:
             self._name(name, str(label), keys, sides)
+
+    def take_joined(self, key: Key, labels: Mapping[StepLabel | None, _Sides]) -> None:
+        """Name together what several steps differ in where the compiler has combined them under one's label."""
+        of_row = [
+            (label, sides)
+            for label, sides in labels.items()
+            if {*sides.derived, *sides.compiled} == {key}
+            and sides.derived.get(key, Amount()).arrays != sides.compiled.get(key, Amount()).arrays
+        ]
+        joined = _Sides()
+        for _, sides in of_row:
+            for one, other in ((joined.derived[key], sides.derived), (joined.compiled[key], sides.compiled)):
+                amount = other.get(key, Amount())
+                one.add(amount.elements, amount.wire, amount.arrays)
+        derived, compiled = joined.derived[key], joined.compiled[key]
+        if self.is_even(key) or derived.arrays != compiled.arrays or not _same(derived.elements, compiled.elements):
+            return
+        if len(of_row) > 1 and (name := _of_size(joined)):
+            self.taken |= {label for label, _ in of_row}
+            self._name(name, _words(key), (key,), joined)
 
     def _name(self, name: str, where: str, keys: Iterable[Key], sides: _Sides) -> None:
         for key in keys:
@@ -236,7 +272,7 @@ class _Table:
         for key, left in list(self.left.items()):
             if left.wire > 0 and not self.is_even(key):
                 again = self.rows.repeated[key].wire >= (1 - TOLERANCE) * left.wire
-                if again or self.resharded:
+                if again or 0 < left.elements <= left.arrays * self.copied:
                     self._name_extra("repeated" if again else "involuntary rematerialisation", key, left)
 
     def _name_extra(self, name: str, key: Key, left: Amount) -> None:

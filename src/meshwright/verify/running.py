@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from meshwright.core.errors import InputError
 from meshwright.verify.dumps import BUFFERS_END, FLAGS, MODULE_END, dump_files, read_memory, read_program
 from meshwright.verify.request import Compiled, Lowered, Request
 
@@ -22,6 +23,7 @@ REQUEST, LOWERED, COMPILED, MODULE, ERROR = (
     "module.hlo",
     "error.json",
 )
+DUMP = "dump"
 POLL_S = 0.05
 _STABLE_POLLS = 3
 
@@ -52,22 +54,34 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 def run_request(request: Request, *, program: Sequence[str], timeout_s: float, keep: Path | None = None) -> Outcome:
     """Compile a request with ``program``, which takes the folder of the request as its last argument.
 
-    ``keep`` is where the compiler's files stay; without it they are gone afterwards.
+    ``keep`` is where the compiler's files stay; without it they are gone afterwards. Raises InputError for a folder
+    that cannot be written to, or that holds anything but an earlier compilation.
     """
     if keep is not None:
-        keep.mkdir(parents=True, exist_ok=True)
+        _take_folder(keep)
         return _run(request, keep, program, timeout_s)
     with tempfile.TemporaryDirectory(prefix="meshwright-verify-") as folder:
         return _run(request, Path(folder), program, timeout_s)
 
 
+def _take_folder(folder: Path) -> None:
+    """Make a folder, or empty it of an earlier compilation."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if any(folder.iterdir()) and not (folder / REQUEST).is_file():
+            raise InputError(f"{folder} holds other files, which would be lost. Keep the compiler's in a folder of its own.")
+        for name in (LOWERED, COMPILED, MODULE, ERROR):
+            (folder / name).unlink(missing_ok=True)
+        for old in (folder / DUMP).glob("*"):
+            if old.is_file():
+                old.unlink()
+        (folder / REQUEST).touch()
+    except OSError as error:
+        raise InputError(f"nothing can be kept in {folder}: {error.strerror}. Name a folder to write to.") from None
+
+
 def _run(request: Request, folder: Path, program: Sequence[str], timeout_s: float) -> Outcome:
-    for name in (LOWERED, COMPILED, MODULE, ERROR):
-        (folder / name).unlink(missing_ok=True)
-    dumps = folder / "dump"
-    for old in dumps.glob("*") if dumps.is_dir() else ():
-        if old.is_file():
-            old.unlink()
+    dumps = folder / DUMP
     (folder / REQUEST).write_bytes(msgspec.json.encode(request))
     dumped = request.depth != "lower"
     log = folder / "compiler.log"
@@ -82,7 +96,13 @@ def _run(request: Request, folder: Path, program: Sequence[str], timeout_s: floa
         )
         early = request.target.platform != "cpu" and request.depth == "partition"
         stop_early = dumps if early else None
-        ended, status, usage = _wait(process, started + timeout_s, stop_early)
+        try:
+            ended, status, usage = _wait(process, started + timeout_s, stop_early)
+        except BaseException:
+            # Ctrl-C does not reach it in a session of its own
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            raise
     text = log.read_text(errors="replace")
     spent = {
         "wall_s": time.monotonic() - started,
@@ -94,7 +114,8 @@ def _run(request: Request, folder: Path, program: Sequence[str], timeout_s: floa
 
 def _environment(request: Request, dumps: Path | None) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_PLATFORMS")}
-    found = {**kept, **request.target.environment}
+    # A program out of JAX's cache is not compiled, and nothing is dumped.
+    found = {**kept, **request.target.environment, "JAX_ENABLE_COMPILATION_CACHE": "false"}
     if request.depth == "lower":
         found["JAX_PLATFORMS"] = "cpu"
         found.pop("XLA_FLAGS", None)
