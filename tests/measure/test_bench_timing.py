@@ -95,3 +95,12 @@ def test_rounds_fill_a_call(seconds, rounds):
 def test_a_budget_is_frozen():
     with pytest.raises(AttributeError):
         Budget(ends=1.0).ends = 2.0
+
+
+def test_longer_budgets_leave_more_grace():
+    """A call that takes 0.3 s is still measured when compiling it used its share of a minute up, not of 5 seconds."""
+    for seconds, measured in ((60.0, True), (5.0, False)):
+        spent = budget_of(seconds).share(0.0)
+        late = Budget(ends=spent.clock() + 0.05, clock=spent.clock, grace_s=spent.grace_s)
+        times = time_together({"x": Call(run=lambda: time.sleep(0.3))}, late)
+        assert bool(times.found) is measured

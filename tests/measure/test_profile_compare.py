@@ -1,9 +1,12 @@
 """Predictions by step, part and kind; what is advised for a difference."""
 
+from types import SimpleNamespace
+
 import msgspec
 import pytest
 
 from meshwright.cost.train_step import price_strategy
+from meshwright.measure import profile
 from meshwright.measure.profile_advice import Case, advise
 from meshwright.measure.profile_compare import (
     ClassRow,
@@ -166,3 +169,18 @@ def test_bytes_beyond_the_derived_ones():
 def test_at_most_five_lines():
     rows = [row(name, 0.0, 2.0) for name in ("copy", "overhead", "idle", "contraction", "elementwise", "attention")]
     assert len(advise(case(*rows, idle=(1.0, 2.0)))) == 5
+
+
+def test_steps_unlike_those_before_are_named():
+    assert profile._slower_notes(1.1, 1.0) == ()
+    (note,) = profile._slower_notes(3.4, 1.0)
+    assert "3.4 times as long" in note
+
+
+@pytest.mark.parametrize(("busy", "warned"), [(0.99, False), (0.4, True)])
+def test_a_busy_machine_is_named(busy, warned, monkeypatch):
+    monkeypatch.setattr("os.cpu_count", lambda: 4)
+    (note,) = profile._machine_notes(SimpleNamespace(platform="cpu"), SimpleNamespace(cores=4 * busy))
+    assert f"{4 * busy:.1f} of 4 cores" in note
+    assert ("quiet machine" in note) is warned
+    assert profile._machine_notes(SimpleNamespace(platform="gpu"), SimpleNamespace(cores=1.0)) == ()

@@ -74,3 +74,42 @@ def test_choosing_what_to_draw():
         block_graphs(read, "layers")
     with pytest.raises(InputError, match="carry no steps; use --computation"):
         block_graphs(module("v5e_forward"), "layer")
+
+
+def layer(name: str, last: str) -> str:
+    return f"""
+%{name} (x: f32[8,8]) -> f32[8,8] {{
+  %x = f32[8,8]{{1,0}} parameter(0)
+  %{name}_dot = f32[8,8]{{1,0}} dot(%x, %x), metadata={{op_name="jit(f)/layer:forward:q=einsum/dot"}}
+  ROOT %{name}_sum = f32[8,8]{{1,0}} all-reduce(%{name}_dot), metadata={{op_name="jit(f)/{last}/psum"}}
+}}
+"""
+
+
+def test_computations_alike_are_drawn_once():
+    parts = [layer(f"part_{n}", "layer:forward:a=all_reduce") for n in (1, 2)] + [
+        layer("part_3", "layer:forward:b=all_reduce")
+    ]
+    calls = "\n".join(
+        f"  %c{n} = f32[8,8] call(%{f'c{n - 1}' if n > 1 else 'x'}), to_apply=%part_{n}" for n in (1, 2, 3)
+    )
+    entry = f"ENTRY %main (x: f32[8,8]) -> f32[8,8] {{\n  %x = f32[8,8] parameter(0)\n{calls}\n}}\n"
+    graphs = block_graphs(parse_module(f"HloModule m\n{''.join(parts)}\n{entry}"), "layer")
+    assert [(graph.name, graph.alike, graph.times) for graph in graphs] == [
+        ("part_1", ("part_2",), 2),
+        ("part_3", (), 1),
+    ]
+
+
+def test_a_part_of_a_collective_has_its_colour():
+    """What takes one of several results out of a combined collective carries the label of that one."""
+    text = (
+        layer("part", "layer:forward:a=all_reduce").replace("ROOT %part_sum", "%part_sum").replace("}\n", "")
+        + """
+  ROOT %mine = f32[8,8]{1,0} negate(%part_sum), metadata={op_name="jit(f)/layer:backward:dnorm=all_reduce/psum"}
+}
+"""
+    )
+    entry = "ENTRY %main (x: f32[8,8]) -> f32[8,8] {\n  %x = f32[8,8] parameter(0)\n  %c = f32[8,8] call(%x), to_apply=%part\n}\n"
+    (graph,) = block_graphs(parse_module(f"HloModule m\n{text}\n{entry}"), "layer")
+    assert {node.text: node.kind for node in graph.nodes}["dnorm = all_reduce"] == "collective"

@@ -71,3 +71,23 @@ def test_what_it_does(instruction, words):
     module = parse_module((DATA / "h200_step.hlo").read_text())
     one = module.find(instruction) or next(i for i in module if i.opcode == instruction)
     assert words in dict(explain(module, one).facts)["does"]
+
+
+def test_what_begins_here():
+    text = """HloModule m
+
+%wrapped (p: f32[8]) -> f32[4] {
+  %p = f32[8]{0} parameter(0)
+  ROOT %s = f32[4]{0} slice(%p), slice={[0:4]}
+}
+
+ENTRY %main (x: f32[8]) -> f32[4] {
+  %x = f32[8]{0} parameter(0)
+  %start = ((f32[8]{0}), f32[4]{0}, s32[]) async-start(%x), calls=%wrapped
+  ROOT %done = f32[4]{0} async-done(%start), calls=%wrapped
+}
+"""
+    read = parse_module(text)
+    facts = dict(explain(read, read.find("start")).facts)
+    assert facts["does"] == "async-start of slice: takes a part of an array; only begins here"
+    assert "another operation" in dict(explain(read, read.find("done")).facts)["does"]

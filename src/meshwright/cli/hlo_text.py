@@ -246,4 +246,6 @@ def _layout(shape: str) -> str:
 
 def _mb(num_bytes: int) -> str:
     megabytes = num_bytes / 1e6
+    if 0 < megabytes < 0.001:
+        return "<0.001"
     return f"{megabytes:,.0f}" if megabytes >= 100 else f"{megabytes:.3g}"

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 STEPS = ("train", "prefill", "generate")
 DEPTHS = ("lower", "partition", "full")
 PLATFORMS = ("tpu", "cuda", "cpu")
+CACHE_DTYPES = ("bf16", "fp32", "int8")
 
 
 @click.command()
@@ -42,7 +43,7 @@ PLATFORMS = ("tpu", "cuda", "cpu")
 @click.option("--depth", type=click.Choice(DEPTHS), default="partition", show_default=True, help="How far to compile.")
 @click.option("--for", "platform", type=click.Choice(PLATFORMS), help="The compiler; by default the cluster's own.")
 @click.option("--weights", type=click.Choice(["as they are", "int8"]), default="as they are", help="To generate.")
-@click.option("--cache-dtype", default="bf16", show_default=True, help="To generate: bf16, fp32 or int8.")
+@click.option("--cache-dtype", type=click.Choice(CACHE_DTYPES), default="bf16", show_default=True, help="To generate.")
 @click.option("--timeout", default=TIMEOUT_S, show_default=True, help="Seconds that the compiler may take.")
 @click.option("--keep", type=click.Path(path_type=Path), help="Keep what the compiler wrote in this folder.")
 @click.option("--set", "pairs", multiple=True, metavar="KEY=VALUE", help="Any field: strategy.remat=block.")
@@ -74,7 +75,8 @@ def command(
     from meshwright.verify.running import python_program
 
     fields = parse_fields(pairs)
-    given = {"--on": on, "--batch": batch, "--seq": seq_len, "--axes": axes}
+    _check_options(step, fields["train"], weights=weights, cache_dtype=cache_dtype, timeout=timeout)
+    given = {"--on": on, "--batch": batch, "--seq": seq_len, "--axes": axes, "--calibration": str(calibration or "")}
     found = _Asked(what, given, fields, step, calibration)
     request = request_of(
         found.model,
@@ -102,6 +104,19 @@ def command(
         print_proof(proof)
     if not proof.runs:
         raise CannotRunError(proof.refusal)
+
+
+def _check_options(step: str, settings: dict[str, Any], *, weights: str, cache_dtype: str, timeout: float) -> None:
+    """Raises InputError for a setting that is none, and for an option that has no part in the step."""
+    from meshwright.train.settings import settings_from_table
+
+    if not timeout > 0:
+        raise InputError(f"--timeout {timeout:g} leaves the compiler no time. Give seconds above 0.")
+    if step != "train" and settings:
+        raise InputError(f"--set train.{next(iter(settings))} is of training. Leave it out, or take --step train.")
+    settings_from_table(settings)
+    if step == "train" and (weights, cache_dtype) != ("as they are", "bf16"):
+        raise InputError("--weights and --cache-dtype are of prefill and generation. Take --step generate.")
 
 
 class _Asked:

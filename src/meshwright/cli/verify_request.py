@@ -31,7 +31,7 @@ def request_of(
 ) -> Any:
     """The request that a plan makes; its chips in the order in which the strategy lies on the cluster."""
     from meshwright.verify.request import Request, StepKind
-    from meshwright.verify.targets import mesh_order, target_of, usable_target
+    from meshwright.verify.targets import mesh_order
 
     assert step in get_args(StepKind)
     if strategy.num_chips != cluster.num_chips:
@@ -40,7 +40,7 @@ def request_of(
             f"Give axes whose product is {cluster.num_chips}, or a smaller cluster."
         )
     order: tuple[int, ...] = ()
-    target = target_of(cluster) if depth == "lower" else usable_target(cluster, wanted=platform)  # type: ignore[arg-type]
+    target = _target(cluster, depth, platform)
     if target.platform != "cpu":
         order = tuple(mesh_order(_placement(model, cluster, strategy, job, step, calibration)).ravel().tolist())
     bounded = {"capacity_factor": strategy.imbalance} if model.num_experts and strategy.imbalance > 1 else {}
@@ -58,6 +58,17 @@ def request_of(
         settings=bounded | (settings or {}) if step == "train" else {},
         order=order,
     )
+
+
+def _target(cluster: Cluster, depth: str, platform: Any) -> Any:
+    """What is asked for, else what is installed; to lower, the cluster's own needs no compiler."""
+    from meshwright.verify.targets import target_of, usable_target
+
+    if depth == "lower" and platform != "cpu":
+        own = target_of(cluster)
+        if platform in (None, own.platform):
+            return own
+    return usable_target(cluster, wanted=platform)
 
 
 def _placement(

@@ -243,23 +243,23 @@ def _loop_bytes(reference: Measured) -> float:
 def _gaps(references: Sequence[Measured]) -> Mapping[str, float]:
     """What is left beside the work of devices: for several by their collectives, for one by its ops.
 
-    Collectives of several wait for each other: a time for each, and one by the seconds that they take in a row.
+    The devices of a collective wait for each other: as many times its latency, and the time of its bytes, in a row.
     """
     left = sum(reference.left_s for reference in references)
     moves = [_moves(reference) for reference in references]
     if sum(one.first for one in moves):
-        each, waits = two_rates(moves)
-        return {"meet_s": 1 / each, "waits": 1 / waits}
+        meets, waits = two_rates(moves)
+        return {"meets": 1 / meets, "waits": 1 / waits}
     sizes = references[0].priced.sizes
     costs = [cost for reference in references for cost in reference.priced.costs]
     return {"kernel_s": left / sum(float(num_kernels(cost.step, sizes) * cost.count) for cost in costs)}
 
 
 def _moves(reference: Measured) -> Spent:
-    """The collectives of a step: how many, their seconds in a row, and what is left for them."""
+    """The collectives of a step: their latency and the time of their bytes in a row, and what is left for them."""
     costs = [cost for cost in reference.priced.costs if cost.step.is_collective]
     return Spent(
-        first=sum(float(cost.count) for cost in costs),
-        second=sum(float(cost.network_s * cost.count) for cost in costs),
+        first=sum(float(cost.latency_s * cost.count) for cost in costs),
+        second=sum(float((cost.network_s - cost.latency_s) * cost.count) for cost in costs),
         seconds=reference.left_s,
     )

@@ -47,7 +47,8 @@ def _panel(graph: Graph, *, legend: bool) -> Spec:
         },
     }
     steps = sum(node.num_instructions for node in graph.nodes)
-    told = f"{len(graph.nodes)} nodes of {steps:,} instructions, runs {graph.times:,} times"
+    often = "once" if graph.times == 1 else f"{graph.times:,} times"
+    told = f"{len(graph.nodes)} nodes of {steps:,} instructions, runs {often}"
     told += f" with {len(graph.alike)} alike" if graph.alike else ""
     name = graph.name if len(graph.name) <= 60 else f"{graph.name[:57]}..."
     return {

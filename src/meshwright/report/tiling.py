@@ -95,7 +95,7 @@ def _tiles_panel(plane: _Plane) -> Spec:
     return {
         "title": {
             **headline(
-                f"{total:,} tiles of {plane.tile[0]} x {plane.tile[1]}",
+                f"{total:,} {'tile' if total == 1 else 'tiles'} of {plane.tile[0]} x {plane.tile[1]}",
                 f"{counts[0]:,} down, {counts[1]:,} across{times}",
             ),
             "fontSize": 13,

@@ -71,7 +71,7 @@ def compare_products(program: str, derived: Mapping[StepLabel, float]) -> Produc
 
 
 def _attends(label: Label) -> bool:
-    return label is not None and label.op.startswith("attention")
+    return label is not None and "attention" in label.op
 
 
 def count_products(program: str) -> Counted:

@@ -9,6 +9,7 @@ from typing import Literal
 import msgspec
 
 from meshwright.algebra.labels import StepLabel, find_label
+from meshwright.algebra.steps import COLLECTIVES
 from meshwright.core.errors import InputError, nearest
 from meshwright.verify.hlo import KINDS
 from meshwright.verify.hlo_layout import executed
@@ -234,6 +235,9 @@ def _kind(module: Module, one: Instruction) -> NodeKind:
         return "other"
     if _multiplies(module, one) or (target and _MATMUL_CALLS.search(target[1])):
         return "matmul"
+    if label and label.op in COLLECTIVES:
+        # what takes its part out of one collective for several arrays
+        return "collective"
     return "loop" if one.opcode == "while" and not label else "other"
 
 

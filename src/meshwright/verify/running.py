@@ -69,7 +69,7 @@ def _take_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if any(folder.iterdir()) and not (folder / REQUEST).is_file():
-            raise InputError(f"{folder} holds other files, which would be lost. Keep the compiler's in a folder of its own.")
+            raise InputError(f"{folder} holds other files, which could be lost. Name a new or an empty folder.")
         for name in (LOWERED, COMPILED, MODULE, ERROR):
             (folder / name).unlink(missing_ok=True)
         for old in (folder / DUMP).glob("*"):

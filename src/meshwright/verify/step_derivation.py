@@ -20,7 +20,7 @@ from meshwright.algebra.steps import Step
 from meshwright.algebra.transformer import transformer
 from meshwright.core.dims import DTYPE_BYTES
 from meshwright.cost.memory import slots_move, training_memory
-from meshwright.cost.ops import OpSizes, op_flops
+from meshwright.cost.ops import OP_ROWS, OpSizes, op_flops
 from meshwright.cost.pipeline import strategy_pipeline
 from meshwright.cost.step_costs import strategy_sizes
 from meshwright.cost.step_rates import attention_scores
@@ -105,10 +105,17 @@ class StepDerivation:
         """FLOPs of the matrix products of each step on one device; of a pipeline in every tick, as in its text."""
         found: dict[StepLabel, float] = defaultdict(float)
         for step, times in self._local_steps():
-            flops = float(np.asarray(op_flops(step, self._sizes)))
+            flops = self._flops(step)
             if flops:
                 found[label_of(step)] += flops * times
         return dict(found)
+
+    def _flops(self, step: Step) -> float:
+        """FLOPs of one run of a step; what only generation has, int8 products but for their scales and look-ups, as the
+        products that they are."""
+        if step.op == "quantised_einsum":
+            step = replace(step, op="einsum", inputs=step.inputs[:2])
+        return float(np.asarray(op_flops(step, self._sizes))) if step.op in OP_ROWS else 0.0
 
     def _local_steps(self) -> Iterator[tuple[Step, int]]:
         """Steps that compute, and how often each runs."""
