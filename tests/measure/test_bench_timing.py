@@ -1,10 +1,12 @@
 """Budgets and timings: what is measured in turns, what is left out, and that the seconds are kept."""
 
 import time
+from types import SimpleNamespace
 
 import jax
 import pytest
 
+from meshwright.measure.bench_elementwise import chain_elements
 from meshwright.measure.bench_timing import MIN_REPEATS, Budget, Call, budget_of, rounds_for, time_together, timing_of
 
 
@@ -104,3 +106,9 @@ def test_longer_budgets_leave_more_grace():
         late = Budget(ends=spent.clock() + 0.05, clock=spent.clock, grace_s=spent.grace_s)
         times = time_together({"x": Call(run=lambda: time.sleep(0.3))}, late)
         assert bool(times.found) is measured
+
+
+def test_little_time_makes_smaller_arrays():
+    devices = SimpleNamespace(emulated=True, devices=(0,) * 8, cache_bytes=64e6, memory_bytes=1e10)
+    much, little = (chain_elements(devices, seconds) for seconds in (100.0, 0.6))
+    assert (much, little) == (2**25, 2**21)

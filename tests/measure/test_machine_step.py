@@ -131,6 +131,11 @@ def test_share_of_the_tiles_that_attention_computes(length):
     assert tiled_share(step, found.sizes) == pytest.approx(ends.sum() / length**2)
 
 
+def test_round_trip(tmp_path):
+    save_calibration(calibration(KNOWN), tmp_path / "rates.toml")
+    assert load_calibration(tmp_path / "rates.toml") == calibration(KNOWN)
+
+
 @pytest.mark.slow
 def test_rates_of_this_machine(tmp_path):
     found = measure_machine(4, matmul_shape=(64, 64, 64), seconds_per_figure=0.02)

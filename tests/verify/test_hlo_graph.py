@@ -103,13 +103,11 @@ def test_computations_alike_are_drawn_once():
 
 def test_a_part_of_a_collective_has_its_colour():
     """What takes one of several results out of a combined collective carries the label of that one."""
-    text = (
-        layer("part", "layer:forward:a=all_reduce").replace("ROOT %part_sum", "%part_sum").replace("}\n", "")
-        + """
-  ROOT %mine = f32[8,8]{1,0} negate(%part_sum), metadata={op_name="jit(f)/layer:backward:dnorm=all_reduce/psum"}
-}
-"""
-    )
-    entry = "ENTRY %main (x: f32[8,8]) -> f32[8,8] {\n  %x = f32[8,8] parameter(0)\n  %c = f32[8,8] call(%x), to_apply=%part\n}\n"
+    label = 'metadata={op_name="jit(f)/layer:backward:dnorm=all_reduce/psum"}'
+    own = f"  ROOT %mine = f32[8,8]{{1,0}} negate(%part_sum), {label}\n}}\n"
+    text = layer("part", "layer:forward:a=all_reduce").replace("ROOT ", "")
+    text = text[: text.rindex("}\n")] + own
+    call = "  %x = f32[8,8] parameter(0)\n  %c = f32[8,8] call(%x), to_apply=%part\n"
+    entry = f"ENTRY %main (x: f32[8,8]) -> f32[8,8] {{\n{call}}}\n"
     (graph,) = block_graphs(parse_module(f"HloModule m\n{text}\n{entry}"), "layer")
     assert {node.text: node.kind for node in graph.nodes}["dnorm = all_reduce"] == "collective"

@@ -87,7 +87,7 @@ def chip_rates(
         processors=chip.num_sms or 0,
         eager=software != "compiled",
         narrow=DTYPE_BYTES[dtype] < DTYPE_BYTES[state_dtype],
-        efficiency=calibration.efficiency,
+        efficiency=_in_turn(calibration.efficiency) if calibration.host else calibration.efficiency,
         host=calibration.host,
     )
 
@@ -190,11 +190,13 @@ TILE_ROWS, MOST_TILES = 128, 8
 """Queries that attention on a host takes at a time, and how often at most unless they are few."""
 
 
-def _host_work(step: Step, sizes: OpSizes, host: HostRates) -> Work:
-    """A local step on an emulated device: compute and memory one after the other (`spec.calibration.HostRates`).
+def _in_turn(efficiency: Efficiency) -> Efficiency:
+    """Compute and memory one after the other: an exponent of 1 in `partly_hidden`."""
+    return msgspec.structs.replace(efficiency, overlap=1.0)
 
-    What the memory takes stands with the launch, behind which nothing hides.
-    """
+
+def _host_work(step: Step, sizes: OpSizes, host: HostRates) -> Work:
+    """A local step on an emulated device: compute and memory one after the other (`spec.calibration.HostRates`)."""
     flops, moved = op_flops(step, sizes), op_hbm_bytes(step, sizes)
     kernels = num_kernels(step, sizes) * (num_blocks(step, sizes) * len(step.parts) if step.parts else 1)
     if is_attention(step):
@@ -209,8 +211,8 @@ def _host_work(step: Step, sizes: OpSizes, host: HostRates) -> Work:
         flops=flops,
         hbm_bytes=moved,
         math_s=math,
-        hbm_s=0.0,
-        launch_s=memory + kernels * host.kernel_s,
+        hbm_s=memory,
+        launch_s=kernels * host.kernel_s,
         num_kernels=kernels,
     )
 

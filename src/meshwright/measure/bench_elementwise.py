@@ -19,6 +19,8 @@ EAGER = (1, 2, 4, 8)
 FEW_EAGER = (1, 2, 4)
 ENOUGH = 6.0
 """Times the time of one multiply-add from which the sweep is over."""
+MADE_BYTES_PER_S = 1e9
+"""About what a host copies into memory that it has not touched yet."""
 ELEMENT_BYTES = 4
 FLOPS_EACH = 2
 """A multiplication and an addition."""
@@ -53,7 +55,7 @@ class ElementwisePart(msgspec.Struct, frozen=True, kw_only=True):
 
 def measure_elementwise(bench: Bench, budget: Budget) -> ElementwisePart:
     """Fused chains until they are several times slower than one multiply-add, then short ones op by op."""
-    elements = chain_elements(bench)
+    elements = chain_elements(bench, budget.left_s)
     array = KeptArrays(bench, [Block(shape=(elements,)), Block(shape=(2,), contents="uniform")])
     fused, left = _fused(array, elements, budget.share(0.6))
     eager, more = _eager(array, elements, budget, few=bench.emulated)
@@ -63,9 +65,14 @@ def measure_elementwise(bench: Bench, budget: Budget) -> ElementwisePart:
     return _with_doubling(part, bench.chip)
 
 
-def chain_elements(bench: Bench) -> int:
-    """float32 elements of a device, a power of two: four times its cache, where that is a 20th of its memory."""
+def chain_elements(bench: Bench, seconds: float) -> int:
+    """float32 elements of a device, a power of two: four times its cache, where that is a 20th of its memory.
+
+    Emulated devices get fewer where the host would take more than a sixth of the seconds to make all their arrays.
+    """
     wanted = max(4 * bench.cache_bytes, 2.0**24 if bench.emulated else 2.0**28)
+    if bench.emulated:
+        wanted = min(wanted, max(2.0**20, MADE_BYTES_PER_S * seconds / 6 / len(bench.devices)))
     elements = int(min(wanted, bench.memory_bytes / 20)) // ELEMENT_BYTES
     return int(2 ** (elements.bit_length() - 1))
 

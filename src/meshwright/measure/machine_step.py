@@ -6,6 +6,7 @@ derived steps that they come from (`profile_shared`), and compared with what `co
 """
 
 import tempfile
+import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -110,6 +111,8 @@ class _Reference:
         self.facts = Facts(parse_module(self.compiled.as_text() or ""), ridge=1.0)
         self.steps: list[dict[str, float]] = []
         self.gaps_s: list[float] = []
+        self.traced_s: list[float] = []
+        self.plain_s: list[float] = []
         for _ in range(WARMUP_STEPS):
             self._run()
 
@@ -118,9 +121,13 @@ class _Reference:
         jax.block_until_ready((self.state, metrics))
 
     def profile(self, number: int) -> None:
-        """So many steps under the profiler, after one without."""
+        """So many steps by the clock, after one that is not counted, and as many under the profiler."""
         folder = self.folder / str(number)
         self._run()
+        for _ in range(STEPS_A_ROUND):
+            start = time.perf_counter()
+            self._run()
+            self.plain_s.append(time.perf_counter() - start)
         with traced(folder):
             for one in range(STEPS_A_ROUND):
                 with jax.profiler.TraceAnnotation(STEP, step=one):
@@ -128,18 +135,21 @@ class _Reference:
         trace = load_trace(newest_trace(folder), self.facts.module)
         for window in trace.windows:
             spent = shared_seconds(msgspec.structs.replace(trace, windows=(window,)), self.facts)
-            self.gaps_s.append(window.end_s - window.start_s - sum(spent.values()))
+            self.traced_s.append(window.end_s - window.start_s)
+            self.gaps_s.append(self.traced_s[-1] - sum(spent.values()))
             self.steps.append(defaultdict(float))
             for op, seconds in spent.items():
                 self.steps[-1][self.facts.of(op).step] += seconds
 
     def measured(self, calibration: Calibration) -> Measured:
-        """The medians over all steps."""
+        """The medians over all steps, at the pace of those that ran without the profiler."""
+        pace = median(self.plain_s) / median(self.traced_s)
+        names = {name for step in self.steps for name in step}
         cluster = parse_cluster(f"cpu:{self.strategy.num_chips}")
         return Measured(
             priced=price_strategy(self.model, cluster, self.job, self.strategy, calibration=calibration),
-            seconds={name: median(step[name] for step in self.steps) for name in {n for s in self.steps for n in s}},
-            gaps_s=median(self.gaps_s),
+            seconds={name: pace * median(step[name] for step in self.steps) for name in names},
+            gaps_s=pace * median(self.gaps_s),
         )
 
 

@@ -87,7 +87,7 @@ def over_microbatches(
         # Ties the weights to the microbatch: otherwise XLA hoists some gathers out of the loop, not all.
         weights, rows = lax.optimization_barrier((params, part))
         loss, grads = one(weights, rows, None)
-        return (carry[0] + loss, jax.tree.map(jnp.add, carry[1], grads)), None
+        return (carry[0] + loss, jax.tree.map(jnp.add, carry[1], apart(grads))), None
 
     shapes = jax.eval_shape(lambda p: one(params, p, None)[1], jax.tree.map(lambda a: a[0], parts))
     zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, jnp.float32), shapes)
@@ -98,6 +98,12 @@ def over_microbatches(
     final = (params, jax.tree.map(lambda a: a[-1], parts), grads)
     loss, grads = _once_after(grads, lambda given: last(*given), final)
     return before + loss, grads
+
+
+def apart(grads: Any) -> Any:
+    """The gradients themselves, behind a barrier: summed in a loop right after an all-reduce they are what libtpu tries
+    to move out of the loop, and fails over (RET_CHECK in while_loop_all_reduce_code_motion, 0.0.42)."""
+    return lax.optimization_barrier(grads)
 
 
 def _once_after(grads: Params, run: Callable[[Any], Any], given: Any) -> Any:

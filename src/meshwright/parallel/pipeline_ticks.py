@@ -20,6 +20,7 @@ from meshwright.algebra.schedule_ticks import (
     TickTables,
     WeightColumns,
 )
+from meshwright.parallel.gradients import apart
 from meshwright.parallel.pipeline_buffers import add, add_named, buffer, part_of, read, write, write_if_named, zeros
 from meshwright.parallel.pipeline_functions import StageFunctions, Stream, Tree, Weights, as_it_is
 
@@ -160,8 +161,7 @@ class TickExecutor:
             dx, handed = at_most_once(is_split, split, dx, handed)
         (of_ends,) = at_most_once(
             row.is_first > 0,
-            # Held together: else libtpu moves the sum of this gradient out of the loop, and fails over it.
-            lambda total: (add_named(total, lax.optimization_barrier(stages.embed_backward(ends, inputs, dx))),),
+            lambda total: (add_named(total, apart(stages.embed_backward(ends, inputs, dx))),),
             state.grads.ends,
         )
         return state._replace(grads=Weights(layers, of_ends), handed=handed), stages.send_back(dx)
@@ -173,7 +173,7 @@ class TickExecutor:
         def from_head(_: Stream, grads: dict[str, jax.Array], sums: Tree) -> tuple[Stream, dict[str, jax.Array], Tree]:
             part, held = stages.head_forward(ends, inputs, read(state.head, row.head_slot))
             dy, of_head = stages.head_backward(ends, inputs, held)
-            return dy, add_named(grads, of_head), add(sums, part)
+            return dy, add_named(grads, apart(of_head)), add(sums, part)
 
         runs, arrived = row.microbatch >= 0, row.dx_slot >= 0
         dy = lax.cond(
@@ -199,6 +199,7 @@ class TickExecutor:
         return state._replace(grads=state.grads._replace(layers=layers))
 
     def _added(self, grads: Tree, chunk: jax.Array, part: Tree) -> Tree:
+        part = apart(part)
         if self.num_chunks == 1:
             return add(grads, part)
 

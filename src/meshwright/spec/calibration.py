@@ -99,9 +99,9 @@ class HostRates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     A matrix product takes its FLOPs over ``product_flops_per_s`` and its operands and result over
     ``product_bytes_per_s``. ``attention`` has a rate for each pass, by the op's name. Every other op streams its bytes
     at ``op_bytes_per_s``, those not in it at ``stream_bytes_per_s``. Loops over layers copy what they read and keep
-    into and out of stacks at ``loop_bytes_per_s``. In a step, whose devices come one after the other, a collective takes
-    ``waits`` times the time of its bytes in a row of others, and ``meets`` times their latency; ``kernel_s`` is the gap
-    before an op of one device alone.
+    into and out of stacks at ``loop_bytes_per_s``. In a step, whose devices come one after the other, a collective
+    takes ``waits`` times the time of its bytes in a row of others and ``meets`` times their latency; ``kernel_s`` is
+    the gap before an op of one device alone.
     """
 
     product_flops_per_s: float

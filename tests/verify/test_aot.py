@@ -1,0 +1,82 @@
+"""Small plans compiled for hardware that is not here, by the real compilers; `make test-aot` installs them."""
+
+import msgspec
+import pytest
+
+from meshwright.cli.verify_request import PROGRAM, request_of
+from meshwright.spec.catalogue import model
+from meshwright.spec.cluster import parse_cluster
+from meshwright.spec.job import Job
+from meshwright.spec.strategy import Strategy, make_mesh
+from meshwright.verify.differences import TOLERANCE
+from meshwright.verify.proof import Proof, prove
+from meshwright.verify.running import python_program
+from meshwright.verify.targets import PLUGINS, is_installed, target_of
+
+pytestmark = pytest.mark.aot
+
+SMALL = msgspec.structs.replace(
+    model("tiny"),
+    name="small",
+    num_layers=4,
+    d_model=1024,
+    d_ff=2816,
+    num_heads=8,
+    num_kv_heads=4,
+    head_dim=128,
+    vocab_size=16384,
+)
+"""Arrays that fill tiles and are too large to stay on the chip's core."""
+
+EXPERTS = msgspec.structs.replace(
+    SMALL,
+    name="experts",
+    family="mixtral",
+    num_experts=4,
+    experts_per_token=2,
+    d_ff_expert=1408,
+    gates_sum_to_one=True,
+)
+
+NAMED = {"windowed matmul", "full all-reduce", "scattered all-reduce", "padding", "repeated", "shared", "optimizer"}
+"""Differences that these compilers make in plans without fault."""
+
+
+def proof_of(axes, on, *, given=SMALL, seqs=16, length=1024, state="bf16-adam", choices=None, **asked) -> Proof:
+    cluster = parse_cluster(on)
+    platform = target_of(cluster).platform
+    if not is_installed(platform):
+        pytest.skip(f'the compiler for {platform} is not installed: pip install "meshwright[{PLUGINS[platform][1]}]"')
+    strategy = Strategy(mesh=make_mesh(axes), state=state, **(choices or {}))
+    request = request_of(given, cluster, strategy, Job(batch_seqs=seqs, seq_len=length), **asked)
+    return prove(request, program=python_program(PROGRAM), timeout_s=120)
+
+
+def check(found: Proof, *, memory: float) -> None:
+    """It runs, no byte is without a name, the products are as derived, and memory is within a share."""
+    assert found.runs, found.refusal
+    assert found.traffic_error == ""
+    assert found.traffic.remainder <= TOLERANCE
+    assert {one.name for one in found.traffic.differences} <= NAMED
+    assert found.products.compiled == pytest.approx(found.products.derived, rel=TOLERANCE)
+    assert found.memory.arguments == pytest.approx(found.memory.predicted_arguments, rel=0.02)
+    assert abs(found.memory.error) <= memory
+
+
+@pytest.mark.parametrize(
+    ("on", "axes"),
+    [
+        ("v5e:2x2", {"fsdp": 2, "tensor": 2}),
+        ("v4p:2x2x1", {"fsdp": 4}),
+        ("v5p:2x2x1", {"data": 2, "tensor": 2}),
+        ("v6e:2x2", {"fsdp": 2, "context": 2}),
+        ("2*v5e:2x2", {"data": 2, "fsdp": 4}),
+        ("h100:8x1", {"fsdp": 4, "tensor": 2}),
+        ("b200:8x1", {"fsdp": 8}),
+    ],
+)
+def test_training(on, axes):
+    found = proof_of(axes, on)
+    check(found, memory=0.2)
+    assert found.outcome.ended == "stopped"
+    assert found.outcome.max_rss_bytes < 3e9

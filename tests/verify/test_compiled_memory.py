@@ -1,0 +1,54 @@
+"""What steps hold on hardware that is not there: nothing twice. Needs the compilers of the extras tpu and gpu."""
+
+import msgspec
+import pytest
+
+from meshwright.cli.verify_request import PROGRAM, request_of
+from meshwright.spec import catalogue
+from meshwright.spec.cluster import parse_cluster
+from meshwright.spec.job import Job
+from meshwright.spec.strategy import Strategy, make_mesh
+from meshwright.verify.proof import prove
+from meshwright.verify.running import python_program
+from meshwright.verify.targets import is_installed
+
+pytestmark = pytest.mark.aot
+
+MODEL = msgspec.structs.replace(
+    catalogue.model("tiny"), name="tiny-wide", d_model=512, d_ff=2048, num_heads=8, num_kv_heads=8, head_dim=64
+)
+"""Wide enough that what layers keep outweighs everything else."""
+
+needs_gpu = pytest.mark.skipif(not is_installed("cuda"), reason="the CUDA plug-in is missing: make test-aot")
+needs_tpu = pytest.mark.skipif(not is_installed("tpu"), reason="libtpu is missing: make test-aot-tpu")
+ON = [pytest.param("h100:8x1", marks=needs_gpu), pytest.param("v5p:2x2x2", marks=needs_tpu)]
+
+
+def memory(cluster, axes, *, batch_seqs, **choices):
+    """The compiled and the predicted bytes of a step."""
+    strategy = Strategy(mesh=make_mesh(axes), state="bf16-adam", **choices)
+    request = request_of(MODEL, parse_cluster(cluster), strategy, Job(batch_seqs=batch_seqs, seq_len=512))
+    proof = prove(request, program=python_program(PROGRAM), timeout_s=120)
+    assert proof.memory is not None, proof.refusal
+    return proof.memory
+
+
+@pytest.mark.parametrize("cluster", ON)
+def test_the_last_of_two_microbatches_waits_for_the_first(cluster):
+    """Microbatches of one size: three need no more room than two, and two little more than one."""
+    one, two, three = (
+        memory(cluster, {"fsdp": 8}, batch_seqs=64 * count, num_microbatches=count, remat="matmuls").temporaries
+        for count in (1, 2, 3)
+    )
+    assert two < 1.25 * one
+    assert three < 1.1 * two
+
+
+@pytest.mark.parametrize("cluster", ON)
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_a_stash_is_held_once(cluster, schedule):
+    """Two copies of it would be half as much again as is predicted."""
+    choices = {"num_microbatches": 8, "schedule": schedule, "remat": "matmuls"}
+    found = memory(cluster, {"pipeline": 4, "fsdp": 2}, batch_seqs=256, **choices)
+    assert found.items["activations"] > 0.7 * found.predicted
+    assert abs(found.error) < 0.2
