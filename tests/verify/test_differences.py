@@ -73,6 +73,11 @@ CASES = {
     "padding": ([derived()], [compiled(elements=round(ELEMENTS * 1.1))]),
     "repeated": ([derived()], [compiled(), compiled(name="two")]),
     "shared": ([derived(arrays=3)], [compiled()]),
+    # a ring whose last block nobody uses; the attention that sends it carries the label
+    "dropped": (
+        [derived("layer:forward:k_passing=permute", kind="permute", arrays=3)],
+        [compiled("layer:forward:o=attention", kind="permute", trips=2)],
+    ),
     "optimizer": ([derived()], [compiled(), compiled(OPTIMIZER)]),
     "involuntary rematerialisation": (
         [derived()],
@@ -96,7 +101,7 @@ def test_a_difference_has_its_name_and_nothing_is_left(name):
     assert extra == pytest.approx(comparison.compiled_bytes - comparison.derived_bytes)
 
 
-@pytest.mark.parametrize("name", sorted(CASES.keys() - {"windowed matmul", "narrowed", "shared"}))
+@pytest.mark.parametrize("name", sorted(CASES.keys() - {"windowed matmul", "narrowed", "shared", "dropped"}))
 def test_what_a_name_stands_for_is_more_bytes(name):
     comparison = compare(*CASES[name][:2], MESH, remarks=CASES[name][2:])
     extra = sum(one.extra_bytes for one in comparison.differences)

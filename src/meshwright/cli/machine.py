@@ -38,7 +38,7 @@ def rates_for(cluster: Cluster, calibration: Path | None, *, fitted: bool = Fals
     kept = cache_folder() / f"calibration-{cluster.short_name.replace(':', '-')}.toml"
     if kept.exists():
         found = load_calibration(kept)
-        if {rate.kind for rate in found.collectives} == set(get_args(CollectiveKind)):
+        if found.host and {rate.kind for rate in found.collectives} == set(get_args(CollectiveKind)):
             return found
     return measure(cluster, keep=kept)
 

@@ -214,7 +214,7 @@ def price_parts(
     costs = price_steps(derived, sizes, rates, num_microbatches=count, pipeline=pipeline)
     boundary = [price_step(s, 1, sizes, rates, num_microbatches=count).network_s for s in derived.boundary]
     meet = meeting_seconds(derived, sizes, rates, num_microbatches=count)
-    times = block_times(derived, costs, rates, boundary=boundary, meetings_s=meet)
+    times = block_times(derived, costs, rates, boundary=boundary, meetings_s=meet, sizes=sizes)
     return PricedParts(costs=costs, times=times, memory=memory or memory_parts(derived, sizes))
 
 

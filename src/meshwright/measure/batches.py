@@ -209,5 +209,5 @@ class _Hops:
 
 def _stacked_chips(chips: Sequence[ChipRates], efficiency: Any) -> ChipRates:
     names = ("matmul_flops_per_s", "wide_flops_per_s", "attention_flops_per_s", "hbm_bytes_per_s", "processors")
-    figures = {name: np.array([getattr(one, name) for one in chips], dtype=float) for name in names}
+    figures: dict[str, Any] = {name: np.array([getattr(one, name) for one in chips], dtype=float) for name in names}
     return ChipRates(**figures, narrow=chips[0].narrow, eager=chips[0].eager, efficiency=efficiency)

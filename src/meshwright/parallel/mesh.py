@@ -10,6 +10,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from meshwright.algebra.notation import ShardedArray
 from meshwright.core.errors import CannotRunError
+from meshwright.core.host_memory import keep_freed_memory
 from meshwright.nn.attention_platform import platform_of, traced_for
 
 _DEVICES_FLAG = "--xla_force_host_platform_device_count"
@@ -24,6 +25,8 @@ def emulate_devices(count: int) -> None:
     if _DEVICES_FLAG not in flags:
         os.environ["XLA_FLAGS"] = f"{flags} {_DEVICES_FLAG}={count}".strip()
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    # Before JAX starts its threads: each has a heap of its own by then, which gives blocks back when they are freed.
+    keep_freed_memory()
     if len(jax.devices()) < count:
         raise CannotRunError(
             f"{count} devices are needed and JAX has {len(jax.devices())}. Set XLA_FLAGS={_DEVICES_FLAG}={count}."

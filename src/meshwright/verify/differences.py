@@ -26,6 +26,7 @@ CLASSES: dict[str, str] = {
     "padding": "rows or columns added to fill tiles or to make equal parts",
     "repeated": "done again, to keep less in memory",
     "shared": "done once for several uses",
+    "dropped": "sends of a ring that are not there: nothing uses the block any more, or it is there already",
     "optimizer": "the optimizer's own, on whole matrices",
     "involuntary rematerialisation": "arrays copied whole by the partitioner to bring them to another sharding",
 }
@@ -273,11 +274,20 @@ class _Table:
             if left.wire > 0 and not self.is_even(key):
                 again = self.rows.repeated[key].wire >= (1 - TOLERANCE) * left.wire
                 if again or 0 < left.elements <= left.arrays * self.copied:
-                    self._name_extra("repeated" if again else "involuntary rematerialisation", key, left)
+                    self._name_rest("repeated" if again else "involuntary rematerialisation", key, left)
+            elif key[0] == "permute" and left.arrays < 0 and not self.is_even(key) and self._is_some_arrays(key, left):
+                self._name_rest("dropped", key, left)
 
-    def _name_extra(self, name: str, key: Key, left: Amount) -> None:
-        sides = _Sides()
-        sides.compiled[key].add(left.elements, left.wire, left.arrays)
+    def _is_some_arrays(self, key: Key, left: Amount) -> bool:
+        """Whether what a row lacks are whole arrays of the size of its own."""
+        derived = self.rows.derived[key]
+        return _same(left.elements / left.arrays, derived.elements / derived.arrays)
+
+    def _name_rest(self, name: str, key: Key, left: Amount) -> None:
+        """Name all that is left of a row: compiled and not derived, or the other way round."""
+        sides, sign = _Sides(), 1 if left.wire > 0 else -1
+        side = sides.compiled if left.wire > 0 else sides.derived
+        side[key].add(sign * left.elements, sign * left.wire, sign * left.arrays)
         self._name(name, _words(key), (key,), sides)
 
     def _whole_sums(self, axes: Axes) -> list[Key]:
@@ -347,6 +357,7 @@ def _of_size(sides: _Sides) -> str:
         return "narrowed" if compiled.wire < derived.wire else ""
     if derived.arrays == compiled.arrays:
         return "padding" if derived.elements < compiled.elements < 1.5 * derived.elements else ""
-    if compiled.arrays < derived.arrays and compiled.elements < derived.elements:
-        return "shared"
-    return "repeated" if compiled.elements > derived.elements and compiled.arrays > derived.arrays else ""
+    # of combined arrays only one has its label here: then they are not of the step's own size
+    if not _same(compiled.elements / max(compiled.arrays, 1), derived.elements / max(derived.arrays, 1)):
+        return ""
+    return "shared" if compiled.arrays < derived.arrays else "repeated"
