@@ -2,6 +2,11 @@
 
 import pytest
 
+from meshwright.cli.verify_request import request_of
+from meshwright.spec.catalogue import model
+from meshwright.spec.cluster import parse_cluster
+from meshwright.spec.job import Job
+from meshwright.spec.strategy import Strategy, make_mesh
 from meshwright.verify import targets
 from tests.cli.made_rates import write_rates
 
@@ -69,14 +74,19 @@ def test_a_large_plan_is_lowered_without_any_compiler(call):
     assert "collectives" not in said.json
 
 
-def test_lowered_for_a_cpu_where_no_compiler_is_known(call):
-    asked = ("verify", "tiny", "--on", "mi300x:8x1", "--batch", "8seq", "--seq", "64", "--depth", "lower")
-    without = call(*asked, "--step", "generate", "--axes", "data=2,tensor=4")
-    assert without.code == 3
-    assert "no compiler is known for Instinct MI300X" in without.err
-    said = call(*asked, "--step", "generate", "--axes", "data=2,tensor=4", "--for", "cpu")
-    assert said.code == 0, said.err
-    assert "lowered only" in said.words
+def test_a_chip_without_a_compiler(call):
+    """Refused in one line, which says what can be asked for instead; that is taken at every depth."""
+    asked = ("verify", "tiny", "--on", "mi300x:8x1", "--batch", "8seq", "--seq", "64", "--step", "generate")
+    for depth in ("lower", "partition"):
+        said = call(*asked, "--axes", "data=2,tensor=4", "--depth", depth)
+        assert said.code == 3
+        assert "no compiler is known for Instinct MI300X" in said.err
+        assert "take --for cpu" in said.err
+        given = (model("tiny"), parse_cluster("mi300x:8x1"))
+        strategy = Strategy(mesh=make_mesh({"data": 2, "tensor": 4}), state="bf16-adam")
+        job = Job(batch_seqs=8, seq_len=64)
+        request = request_of(*given, strategy, job, step="generate", depth=depth, platform="cpu")
+        assert (request.target.platform, request.target.num_devices) == ("cpu", 8)
 
 
 def test_a_batch_that_does_not_divide(call, rates):

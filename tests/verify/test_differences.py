@@ -163,6 +163,15 @@ def test_a_remark_about_a_small_array_excuses_no_large_one():
     assert compare([derived()], found, MESH, remarks=["Involuntary full rematerialization"]).remainder > 0.4
 
 
+def test_more_than_one_round_of_a_ring_is_not_dropped():
+    """Of three rounds over four devices one may have no use; two, or all of them, are missing."""
+    ring = [derived("layer:forward:k_passing=permute", kind="permute", arrays=3)]
+    for sent in ([], [compiled("layer:forward:o=attention", kind="permute")]):
+        comparison = compare(ring, sent, MESH)
+        assert names(comparison) == set()
+        assert comparison.remainder > 0.6
+
+
 def test_a_sum_of_other_size_is_no_scattered_one():
     """A sum without a label stands for a scattered one only where the elements agree."""
     expected = [derived(SCATTER, kind="reduce_scatter")]

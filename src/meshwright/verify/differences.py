@@ -147,7 +147,7 @@ def compare(
     ``remarks`` are lines of the partitioner about arrays that it copied whole.
     """
     labels, rows = _sides(expected, found, mesh)
-    table = _Table(rows, _copied_elements(remarks) * math.prod(mesh.values()))
+    table = _Table(rows, mesh, _copied_elements(remarks) * math.prod(mesh.values()))
     for key in rows.derived:
         table.take_joined(key, labels)
     for label, sides in labels.items():
@@ -208,8 +208,8 @@ class _Table:
     ``copied`` elements has the largest array that the partitioner copied whole.
     """
 
-    def __init__(self, rows: _Sides, copied: int) -> None:
-        self.rows, self.copied = rows, copied
+    def __init__(self, rows: _Sides, mesh: Mapping[str, int], copied: int) -> None:
+        self.rows, self.mesh, self.copied = rows, mesh, copied
         self.taken: set[StepLabel | None] = set()
         self.named: dict[Key, float] = defaultdict(float)
         self.differences: list[Difference] = []
@@ -275,13 +275,15 @@ class _Table:
                 again = self.rows.repeated[key].wire >= (1 - TOLERANCE) * left.wire
                 if again or 0 < left.elements <= left.arrays * self.copied:
                     self._name_rest("repeated" if again else "involuntary rematerialisation", key, left)
-            elif key[0] == "permute" and left.arrays < 0 and not self.is_even(key) and self._is_some_arrays(key, left):
+            elif key[0] == "permute" and left.arrays < 0 and not self.is_even(key) and self._is_one_round(key, left):
                 self._name_rest("dropped", key, left)
 
-    def _is_some_arrays(self, key: Key, left: Amount) -> bool:
-        """Whether what a row lacks are whole arrays of the size of its own."""
-        derived = self.rows.derived[key]
-        return _same(left.elements / left.arrays, derived.elements / derived.arrays)
+    def _is_one_round(self, key: Key, left: Amount) -> bool:
+        """Whether what a row lacks are whole arrays of the size of its own, one of a ring's n - 1 rounds at most."""
+        derived, compiled = self.rows.derived[key], self.rows.compiled[key]
+        rounds = math.prod(self.mesh[axis] for axis in key[1]) - 1
+        whole = _same(left.elements / left.arrays, derived.elements / derived.arrays)
+        return whole and compiled.arrays > 0 and -left.arrays * rounds <= derived.arrays
 
     def _name_rest(self, name: str, key: Key, left: Amount) -> None:
         """Name all that is left of a row: compiled and not derived, or the other way round."""
