@@ -108,15 +108,16 @@ def test_what_is_too_large_is_refused_with_bytes(on, axes):
 
 @pytest.mark.parametrize(("on", "tensor"), [("v5e:2x2", 4), ("h100:8x1", 8)])
 def test_int8_generation(on, tensor):
-    given = msgspec.structs.replace(model("llama3-8b"), num_layers=4)
+    # a small vocabulary: what is copied of a large one to generate on TPUs is in no item
+    given = msgspec.structs.replace(model("llama3-8b"), num_layers=4, vocab_size=16384)
     asked = {"given": given, "seqs": 8, "length": 2048, "step": "generate"}
     found = proof_of({"tensor": tensor}, on, weights="int8", **asked)
     check(found, memory=0.2)
     wide = proof_of({"tensor": tensor}, on, **asked)
     check(wide, memory=0.2)
-    # a byte less for each weight but the embedding's
-    products = 4 * given.d_model * (2 * 4096 + 2 * 1024 + 3 * given.d_ff) + given.d_model * given.vocab_size
-    assert wide.memory.arguments - found.memory.arguments == pytest.approx(products / tensor, rel=0.02)
+    # a byte less for each weight
+    weights = 4 * given.d_model * (2 * 4096 + 2 * 1024 + 3 * given.d_ff) + 2 * given.d_model * given.vocab_size
+    assert wide.memory.arguments - found.memory.arguments == pytest.approx(weights / tensor, rel=0.02)
 
 
 def test_the_whole_compiler():

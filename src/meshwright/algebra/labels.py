@@ -6,7 +6,7 @@ import msgspec
 
 from meshwright.algebra.steps import Phase, Step
 
-_LABEL = re.compile(r"(\w*):(forward|recompute|backward|update):([\w.]+)=(\w+)")
+_LABEL = re.compile(r"(\w*):(forward|recompute|backward|update):([\w.']+)=(\w+)")
 
 OPTIMIZER = "optimizer:update:weights=optimizer"
 """The label of what the optimizer does, which is no derived step."""
@@ -37,5 +37,6 @@ def label_of(step: Step) -> StepLabel:
 
 def find_label(op_name: str) -> StepLabel | None:
     """The label in an instruction's ``op_name``, the innermost where steps lie in each other; None where none is."""
-    found = _LABEL.findall(op_name)
+    # the text of a program writes a quote with a backslash
+    found = _LABEL.findall(op_name.replace("\\'", "'"))
     return StepLabel(*found[-1]) if found else None
