@@ -1,5 +1,6 @@
 """A compilation in a process of its own, played by small programs: however it ends, it is told and nothing is left."""
 
+import contextlib
 import os
 import sys
 import tempfile
@@ -56,8 +57,12 @@ def run(body: str, *, timeout_s: float = 20.0, target=TPU, keep=None, **fields):
 
 def children() -> set[str]:
     """Processes that this one has started and that are still there."""
-    tasks = Path("/proc/self/task")
-    return {pid for task in tasks.iterdir() for pid in (task / "children").read_text().split()}
+    found: set[str] = set()
+    for task in Path("/proc/self/task").iterdir():
+        # a thread may end between being listed and being asked
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            found |= set((task / "children").read_text().split())
+    return found
 
 
 @pytest.fixture(autouse=True)
