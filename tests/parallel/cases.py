@@ -16,9 +16,9 @@ from meshwright.nn.weights import Params, init_params
 from meshwright.parallel.train_step import State, TrainStep
 from meshwright.spec.model import Model
 from meshwright.spec.strategy import Strategy, make_mesh, standard_assignment
-from meshwright.verify.compare import Key, Traffic, compiled_traffic, derived_traffic
 from meshwright.verify.hlo import collectives
 from tests.parallel.small import BATCH_SEQS, MODEL, SEQ_LEN, batch
+from tests.traffic import Key, Traffic, compiled_traffic, derived_traffic
 
 RELATIVE = 1e-5  # float32, of the largest entry of each array
 

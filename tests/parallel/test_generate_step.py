@@ -11,7 +11,6 @@ from msgspec.structs import replace
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.nn.quantisation import dequantise_params, quantise_params
 from meshwright.parallel.generate_step import GenerateStep
-from meshwright.verify.compare import compiled_traffic, derived_traffic
 from meshwright.verify.hlo import collectives
 from tests.parallel.generate_cases import (
     DEFAULT,
@@ -28,6 +27,7 @@ from tests.parallel.generate_cases import (
     with_cache,
     without_cache,
 )
+from tests.traffic import compiled_traffic, derived_traffic
 
 
 def slow_unless(name: str, fast: tuple[str, ...]) -> object:

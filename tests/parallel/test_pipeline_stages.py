@@ -16,7 +16,6 @@ from meshwright.nn.context import Context
 from meshwright.parallel.pipeline_stages import Pipeline, strategy_schedule
 from meshwright.parallel.train_step import TrainStep
 from meshwright.spec.strategy import Strategy, make_mesh
-from meshwright.verify.compare import pipeline_traffic
 from meshwright.verify.hlo import collectives
 from tests.parallel.cases import (
     DEEP,
@@ -29,6 +28,7 @@ from tests.parallel.cases import (
     strategy_of,
 )
 from tests.parallel.small import BATCH_SEQS, MODEL, SEQ_LEN, batch
+from tests.traffic import pipeline_traffic
 
 TWO_KINDS = msgspec.structs.replace(
     MODEL, name="two-kinds", num_layers=8, sliding_window=4, sliding_layers=(0, 2, 4, 6), tied_embeddings=True

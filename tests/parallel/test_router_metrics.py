@@ -10,10 +10,10 @@ from meshwright.algebra.schedule_fused import fused
 from meshwright.algebra.schedule_ticks import tick_tables
 from meshwright.parallel.pipeline_stages import strategy_schedule
 from meshwright.parallel.train_step import TrainStep
-from meshwright.verify.compare import compiled_traffic, derived_traffic, pipeline_traffic
 from meshwright.verify.hlo import collectives
 from tests.parallel.cases import DEEP_MOE, MOE, RELATIVE, keep_gradients, strategy_of
 from tests.parallel.small import BATCH_SEQS, MODEL, SEQ_LEN, batch
+from tests.traffic import compiled_traffic, derived_traffic, pipeline_traffic
 
 COUNTED = ProgramOptions(balance_loss=1e-2)
 MESHES = [

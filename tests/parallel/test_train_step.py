@@ -9,10 +9,10 @@ import pytest
 from meshwright.core.errors import CannotRunError
 from meshwright.parallel.mesh import device_mesh
 from meshwright.parallel.train_step import State, TrainStep
-from meshwright.verify.compare import Traffic, compiled_traffic, derived_traffic
 from meshwright.verify.hlo import collectives
 from tests.parallel.cases import RELATIVE, first_params, first_state, keep_gradients
 from tests.parallel.small import BATCH_SEQS, MODEL, POLICIES, SEQ_LEN, batch, meshes_of_eight, strategy
+from tests.traffic import Traffic, compiled_traffic, derived_traffic
 
 
 @pytest.fixture(scope="module")

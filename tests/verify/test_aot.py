@@ -123,7 +123,6 @@ def test_int8_generation(on, tensor):
 def test_the_whole_compiler():
     found = proof_of({"fsdp": 2, "tensor": 2}, "v5e:2x2", depth="full")
     assert found.outcome.ended == "done"
-    assert found.outcome.compiled.flops > 0
     check(found, memory=0.2)
     early = proof_of({"fsdp": 2, "tensor": 2}, "v5e:2x2")
     assert found.memory.needed == early.memory.needed

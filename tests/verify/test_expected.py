@@ -8,8 +8,8 @@ from meshwright.algebra.labels import find_label, label_of
 from meshwright.algebra.transformer import transformer
 from meshwright.spec.catalogue import model, models
 from meshwright.spec.strategy import Strategy, make_mesh
-from meshwright.verify.compare import derived_traffic, expected_traffic
 from meshwright.verify.expected import active_axes, expected_collectives
+from tests.traffic import derived_traffic, expected_traffic
 
 TINY = model("tiny")
 DIMS = {**TINY.dims, "B": 8, "T": 64, "S": 64}

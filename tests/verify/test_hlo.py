@@ -7,8 +7,8 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from meshwright.parallel.mesh import device_mesh
-from meshwright.verify.compare import Traffic, compiled_traffic
 from meshwright.verify.hlo import collectives, shape_bytes
+from tests.traffic import Traffic, compiled_traffic
 
 MESH = {"data": 2, "fsdp": 2, "tensor": 2}
 

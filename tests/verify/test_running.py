@@ -25,7 +25,7 @@ folder = pathlib.Path(sys.argv[1])
 def lowered(): (folder / "lowered.json").write_text('{"seconds": 0.5}')
 def compiled():
     memory = {"arguments": 1, "temporaries": 2, "outputs": 0, "peak": 9}
-    (folder / "compiled.json").write_text(json.dumps({"seconds": 1.0, "memory": memory, "flops": 7.0}))
+    (folder / "compiled.json").write_text(json.dumps({"seconds": 1.0, "memory": memory}))
 def error(kind, message): (folder / "error.json").write_text(json.dumps({"kind": kind, "message": message}))
 def dump():
     (folder / "dump").mkdir(exist_ok=True)
@@ -80,7 +80,7 @@ def nothing_is_left(tmp_path, monkeypatch):
 def test_done_on_a_cpu():
     found = run("lowered(); compiled(); (folder / 'module.hlo').write_text('HloModule x')", target=CPU)
     assert (found.ended, found.hlo, found.lowered.seconds) == ("done", "HloModule x", 0.5)
-    assert (found.compiled.memory.needed, found.compiled.flops) == (3, 7.0)
+    assert found.compiled.memory.needed == 3
     assert found.wall_s > 0
     assert found.cpu_s > 0
     assert found.max_rss_bytes > 1e6
@@ -128,7 +128,7 @@ def test_out_of_memory_is_no_error_where_buffers_were_assigned():
 
 def test_an_error_is_its_first_line():
     found = run("lowered(); error('JaxRuntimeError', 'INTERNAL: no such thing\\n  at here'); sys.exit(1)")
-    assert (found.ended, found.error_kind, found.message) == ("error", "JaxRuntimeError", "INTERNAL: no such thing")
+    assert (found.ended, found.message) == ("error", "INTERNAL: no such thing")
     assert found.compiled is None
     assert run("error('ValueError', ''); sys.exit(1)").message == "no message"
 

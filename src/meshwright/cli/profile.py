@@ -86,22 +86,10 @@ def _run(chosen: Plan, folder: Path, *, steps: int, warmup: int | None) -> "Anal
 
 def _step_of(chosen: Plan) -> "TrainStep":
     """The step that `train` runs by the plan, with its default settings."""
-    from meshwright.parallel.train_step import TrainStep
-    from meshwright.train.muon import Places
-    from meshwright.train.optimizers import make_optimizer
     from meshwright.train.settings import settings_from_table
-    from meshwright.train.setup import program_options, require_divides
+    from meshwright.train.setup import make_step, require_divides
 
-    settings = settings_from_table({})
-    step = TrainStep(
-        chosen.model,
-        chosen.strategy,
-        optimizer=make_optimizer(
-            chosen.model, settings, chosen.strategy.state, places=lambda: Places(step.mesh, step.shard_specs)
-        ),
-        max_grad_norm=settings.max_grad_norm,
-        options=program_options(settings, several_documents=False),
-    )
+    step = make_step(chosen.model, chosen.strategy, settings_from_table({}), several_documents=False)
     require_divides(step, chosen.job)
     return step
 

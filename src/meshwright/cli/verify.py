@@ -185,9 +185,9 @@ class _Asked:
 # -- what is printed ----------------------------------------------------------------------------------
 
 HOW = {
-    ("lower", True): "lowered only: every array divides and every type agrees",
-    ("partition", True): "partitioned and its buffers assigned",
-    ("full", True): "compiled whole",
+    "lower": "lowered only: every array divides and every type agrees",
+    "partition": "partitioned and its buffers assigned",
+    "full": "compiled whole",
 }
 
 
@@ -200,7 +200,7 @@ def print_proof(proof: "Proof") -> None:
         what += f"; {microbatch_words(strategy)}, {remat_words(strategy)}"
     print_text(f"{what}; {format_count(request.batch_seqs)} sequences of {format_count(request.seq_len)}")
     if outcome.lowered is not None and proof.runs:
-        print_fact("compiled", f"{HOW[request.depth, True]}, for {_target_words(proof)}")
+        print_fact("compiled", f"{HOW[request.depth]}, for {_target_words(proof)}")
     print_fact(
         "took",
         f"{format_seconds(outcome.cpu_s)} of CPU, {format_bytes(outcome.max_rss_bytes)} of memory, "
@@ -234,6 +234,8 @@ def _print_memory(proof: "Proof") -> None:
         f"{word}: {format_bytes(memory.needed)} of {format_bytes(memory.available)} a chip; predicted "
         f"{format_bytes(memory.predicted)} ({memory.error:+.1%})",
     )
+    if memory.peak is not None:
+        print_fact("peak", f"{format_bytes(memory.peak)} alive at once, by the compiler's count")
     own = [(name, value) for name, value in memory.items.items() if value > 0]
     rows = [[f"  {name}", format_bytes(value), ""] for name, value in own]
     rows.append(["arguments", format_bytes(memory.predicted_arguments), format_bytes(memory.arguments)])

@@ -8,14 +8,12 @@ import msgspec
 
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.files import write_text_whole
-from meshwright.verify.request import Request
-
-REQUEST = "request.json"
+from meshwright.verify.request import ERROR, REQUEST, Request
 
 
 def main(folder: Path) -> int:
     """Compile the request of the folder; 0 when it is done, 1 with ``error.json`` when it cannot be."""
-    from meshwright.verify.compiling import ERROR, compile_request
+    from meshwright.verify.compiling import compile_request
 
     try:
         request = msgspec.json.decode((folder / REQUEST).read_bytes(), type=Request)

@@ -30,6 +30,7 @@ def request_of(
     calibration: Calibration | None = None,
 ) -> Any:
     """The request that a plan makes; its chips in the order in which the strategy lies on the cluster."""
+    from meshwright.train.settings import program_options, settings_from_table
     from meshwright.verify.request import Request, StepKind
     from meshwright.verify.targets import mesh_order
 
@@ -44,6 +45,7 @@ def request_of(
     if target.platform != "cpu":
         order = tuple(mesh_order(_placement(model, cluster, strategy, job, step, calibration)).ravel().tolist())
     bounded = {"capacity_factor": strategy.imbalance} if model.num_experts and strategy.imbalance > 1 else {}
+    table = bounded | (settings or {}) if step == "train" else {}
     return Request(
         model=model,
         cluster=cluster,
@@ -55,7 +57,8 @@ def request_of(
         depth=depth,  # type: ignore[arg-type]
         weights=weights,  # type: ignore[arg-type]
         cache_dtype=cache_dtype,
-        settings=bounded | (settings or {}) if step == "train" else {},
+        settings=table,
+        options=program_options(settings_from_table(table), several_documents=False),
         order=order,
     )
 

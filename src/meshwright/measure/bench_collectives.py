@@ -12,7 +12,7 @@ from meshwright.cost.network import collective_time, group_rates, place_axes, re
 from meshwright.measure.bench_devices import Bench, Block
 from meshwright.measure.bench_fit import Line, fit_line
 from meshwright.measure.bench_timing import Budget, Timing, time_together
-from meshwright.measure.machine import COLLECTIVES
+from meshwright.measure.machine import COLLECTIVES, run_collective
 from meshwright.spec.calibration import CollectiveKind, CollectiveRate
 from meshwright.spec.cluster import make_cluster
 
@@ -126,20 +126,6 @@ def repeated(kind: CollectiveKind, group: Group) -> Callable[[jax.Array], jax.Ar
         return lax.fori_loop(0, ROUNDS, again, x)
 
     return body
-
-
-def run_collective(kind: CollectiveKind, x: jax.Array, axis: str) -> jax.Array:
-    """One collective over a mesh axis, along the only dim of an array."""
-    if kind == "all_gather":
-        return lax.all_gather(x, axis, tiled=True)
-    if kind == "reduce_scatter":
-        return lax.psum_scatter(x, axis, tiled=True)
-    if kind == "all_reduce":
-        return lax.psum(x, axis)
-    if kind == "permute":
-        size = lax.axis_size(axis)
-        return lax.ppermute(x, axis, [(i, (i + 1) % size) for i in range(size)])
-    return lax.all_to_all(x, axis, split_axis=0, concat_axis=0, tiled=True)
 
 
 def rate_of(kind: CollectiveKind, size: int, line: Line) -> CollectiveRate:

@@ -222,17 +222,18 @@ def _memory(num_devices: int) -> Probe:
     return _on_every_device(body, num_devices, [(MEMORY_ELEMENTS,)], {"device": num_devices})
 
 
-def _collective(kind: CollectiveKind, x: jax.Array) -> jax.Array:
+def run_collective(kind: CollectiveKind, x: jax.Array, axis: str) -> jax.Array:
+    """One collective over a mesh axis, along the only dim of an array."""
     if kind == "all_gather":
-        return lax.all_gather(x, "group", tiled=True)
+        return lax.all_gather(x, axis, tiled=True)
     if kind == "reduce_scatter":
-        return lax.psum_scatter(x, "group", tiled=True)
+        return lax.psum_scatter(x, axis, tiled=True)
     if kind == "all_reduce":
-        return lax.psum(x, "group")
+        return lax.psum(x, axis)
     if kind == "permute":
-        size = lax.axis_size("group")
-        return lax.ppermute(x, "group", [(i, (i + 1) % size) for i in range(size)])
-    return lax.all_to_all(x, "group", split_axis=0, concat_axis=0, tiled=True)
+        size = lax.axis_size(axis)
+        return lax.ppermute(x, axis, [(i, (i + 1) % size) for i in range(size)])
+    return lax.all_to_all(x, axis, split_axis=0, concat_axis=0, tiled=True)
 
 
 def _collective_probe(kind: CollectiveKind, size: int, num_devices: int, elements: int) -> Probe:
@@ -241,7 +242,7 @@ def _collective_probe(kind: CollectiveKind, size: int, num_devices: int, element
 
     def body(x: jax.Array) -> jax.Array:
         # The first entry of the result feeds the next round, so that none is dropped or reordered.
-        return lax.fori_loop(0, ROUNDS, lambda _, y: y + _collective(kind, y)[:1] * 1e-6, x)
+        return lax.fori_loop(0, ROUNDS, lambda _, y: y + run_collective(kind, y, "group")[:1] * 1e-6, x)
 
     axes = {"others": num_devices // size, "group": size}
     return _on_every_device(body, num_devices, [(local,)], axes)

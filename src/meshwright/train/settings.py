@@ -6,6 +6,7 @@ from typing import Any, Literal, get_args, get_type_hints
 
 import msgspec
 
+from meshwright.algebra.layers import ProgramOptions
 from meshwright.core.errors import InputError, nearest
 
 PYDOC = "pydoc"
@@ -146,3 +147,10 @@ def _in_words(error: msgspec.ValidationError) -> str:
     """``train.steps: expected `int`, got `str`.`` from msgspec's message with a path."""
     text, _, path = str(error).partition(" - at `$.")
     return f"train.{path.rstrip('`')}: {text[0].lower()}{text[1:]}."
+
+
+def program_options(settings: TrainSettings, *, several_documents: bool) -> ProgramOptions:
+    """What the settings ask of the program of the model; attention within one document needs no numbers of them."""
+    documents = settings.packing and several_documents
+    same = ("z_loss", "balance_loss", "router_z_loss", "capacity_factor")
+    return ProgramOptions(documents=documents, **{name: getattr(settings, name) for name in same})

@@ -8,7 +8,6 @@ import jax
 import msgspec
 from jax.sharding import AbstractMesh, Mesh
 
-from meshwright.algebra.layers import ProgramOptions
 from meshwright.core.errors import InputError
 from meshwright.core.files import cache_folder
 from meshwright.nn.weights import Params
@@ -21,7 +20,7 @@ from meshwright.train.data import Batches, Data, open_data
 from meshwright.train.evaluate import HeldOut, held_out
 from meshwright.train.muon import Places
 from meshwright.train.optimizers import make_optimizer
-from meshwright.train.settings import TrainSettings
+from meshwright.train.settings import TrainSettings, program_options
 from meshwright.train.tokenizer import load_tokenizer
 from meshwright.train.weights_file import TOKENIZER
 
@@ -87,13 +86,6 @@ def make_step(
         mesh=mesh,
     )
     return step
-
-
-def program_options(settings: TrainSettings, *, several_documents: bool) -> ProgramOptions:
-    """What the settings ask of the program of the model; attention within one document needs no numbers of them."""
-    documents = settings.packing and several_documents
-    same = ("z_loss", "balance_loss", "router_z_loss", "capacity_factor")
-    return ProgramOptions(documents=documents, **{name: getattr(settings, name) for name in same})
 
 
 def require_divides(step: TrainStep, job: Job) -> None:

@@ -16,10 +16,8 @@ from jax.sharding import AbstractMesh, Mesh
 from meshwright.core.errors import InputError
 from meshwright.core.files import write_text_whole
 from meshwright.parallel.mesh import abstract_mesh, device_mesh
-from meshwright.verify.request import Compiled, Lowered, Memory, Request
+from meshwright.verify.request import COMPILED, LOWERED, MODULE, Compiled, Lowered, Memory, Request
 from meshwright.verify.targets import Target
-
-LOWERED, COMPILED, MODULE, ERROR = "lowered.json", "compiled.json", "module.hlo", "error.json"
 
 
 class Step(Protocol):
@@ -48,7 +46,7 @@ def compile_request(request: Request, folder: Path, make_step: MakeStep) -> None
     if request.target.platform == "cpu":
         # the others' text is in what they dump; some of libtpu's programs cannot be printed afterwards
         write_text_whole(folder / MODULE, compiled.as_text() or "")
-    _write(folder / COMPILED, Compiled(seconds=time.perf_counter() - started, memory=memory, flops=_flops(compiled)))
+    _write(folder / COMPILED, Compiled(seconds=time.perf_counter() - started, memory=memory))
 
 
 def _write(path: Path, value: msgspec.Struct) -> None:
@@ -89,9 +87,3 @@ def _memory(compiled: jax.stages.Compiled) -> Memory:
         outputs=max(0, found.output_size_in_bytes - found.alias_size_in_bytes),
         peak=found.peak_memory_in_bytes,
     )
-
-
-def _flops(compiled: jax.stages.Compiled) -> float | None:
-    """The compiler's count, in which the body of a loop counts once; None where it has none."""
-    analysis = compiled.cost_analysis() or {}
-    return analysis.get("flops")

@@ -4,6 +4,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from meshwright.algebra.layers import PLAIN, ProgramOptions
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.model import Model
 from meshwright.spec.strategy import Strategy
@@ -12,13 +13,22 @@ from meshwright.verify.targets import Target
 StepKind = Literal["train", "prefill", "generate"]
 Depth = Literal["lower", "partition", "full"]
 
+REQUEST, LOWERED, COMPILED, MODULE, ERROR = (
+    "request.json",
+    "lowered.json",
+    "compiled.json",
+    "module.hlo",
+    "error.json",
+)
+"""Files of the folder in which a request is compiled."""
+
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
     """One step of a strategy.
 
     ``seq_len`` is the tokens of a sequence; to generate, the positions that the cache holds. ``settings`` are those of
-    a training run where they differ from the defaults; ``weights`` and ``cache_dtype`` are of prefill and generation.
-    ``order`` are the numbers of the chips in the order of the mesh.
+    a training run where they differ from the defaults, and ``options`` what they ask of the program; ``weights`` and
+    ``cache_dtype`` are of prefill and generation. ``order`` are the numbers of the chips in the order of the mesh.
     """
 
     model: Model
@@ -32,6 +42,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     weights: Literal["as they are", "int8"] = "as they are"
     cache_dtype: str = "bf16"
     settings: dict[str, Any] = {}
+    options: ProgramOptions = PLAIN
     order: tuple[int, ...] = ()
 
 
@@ -60,13 +71,10 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Compiled(msgspec.Struct, frozen=True, kw_only=True):
-    """What compiling shows. ``seconds`` are of the wall.
-
-    ``flops`` is the compiler's own count, in which the body of a loop counts once. ``out_of_memory`` is its message
-    where it refused the program for its size.
+    """What compiling shows: ``seconds`` of the wall; ``out_of_memory`` is what the compiler says of a program that is
+    too large.
     """
 
     seconds: float
     memory: Memory
-    flops: float | None = None
     out_of_memory: str = ""

@@ -14,15 +14,8 @@ import msgspec
 
 from meshwright.core.errors import InputError
 from meshwright.verify.dumps import BUFFERS_END, FLAGS, MODULE_END, dump_files, read_memory, read_program
-from meshwright.verify.request import Compiled, Lowered, Request
+from meshwright.verify.request import COMPILED, ERROR, LOWERED, MODULE, REQUEST, Compiled, Lowered, Request
 
-REQUEST, LOWERED, COMPILED, MODULE, ERROR = (
-    "request.json",
-    "lowered.json",
-    "compiled.json",
-    "module.hlo",
-    "error.json",
-)
 DUMP = "dump"
 POLL_S = 0.05
 _STABLE_POLLS = 3
@@ -43,7 +36,6 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     compiled: Compiled | None = None
     hlo: str = ""
     program: str = ""
-    error_kind: str = ""
     message: str = ""
     remarks: tuple[str, ...] = ()
     wall_s: float
@@ -171,7 +163,7 @@ def _outcome(
         if not error or compiled.out_of_memory:
             return Outcome(ended="stopped", compiled=compiled, hlo=files[MODULE_END].read_text(), **common)
     if error is not None:
-        return Outcome(ended="error", error_kind=error["kind"], message=_first_line(error["message"]), **common)
+        return Outcome(ended="error", message=_first_line(error["message"]), **common)
     if ended == "timeout":
         return Outcome(ended="timeout", message=f"stopped after {spent['wall_s']:.0f} s", **common)
     if status != 0:

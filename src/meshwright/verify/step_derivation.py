@@ -50,7 +50,7 @@ class StepDerivation:
         model, cache_dtype = self.request.model, self._cache_dtype
         quantised = self.request.weights == "int8"
         if self.trains:
-            return derive(transformer(model), self.strategy)
+            return derive(transformer(model, self.request.options), self.strategy)
         if self.request.step == "prefill":
             return derive_forward(prefill_program(model, cache_dtype=cache_dtype, quantised=quantised), self.strategy)
         program = generate_program(model, cache_dtype=cache_dtype, quantised=quantised)
@@ -74,7 +74,7 @@ class StepDerivation:
 
     def _slots(self, num_tokens: int) -> int:
         """Slots of one expert over all devices, each with its share; where slots stay, those that are filled."""
-        model, bound = self.request.model, float(self.request.settings.get("capacity_factor", 0.0))
+        model, bound = self.request.model, self.request.options.capacity_factor
         if not bound and not slots_move(self.derived, self.strategy.mesh):
             return num_tokens * model.experts_per_token // model.num_experts
         return expert_capacity(

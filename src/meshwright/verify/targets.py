@@ -27,15 +27,14 @@ PLUGINS = {"tpu": ("libtpu", "tpu"), "cuda": ("jax_cuda13_plugin", "gpu")}
 class Target(msgspec.Struct, frozen=True, kw_only=True):
     """A topology that a program is compiled for.
 
-    ``topology`` and ``options`` are what JAX's `get_topology_desc` takes. ``cores_per_chip`` devices stand for one
-    chip there: a mesh of chips then takes the first of each. ``note`` says what this target cannot show.
+    ``topology`` and ``options`` are what JAX's `get_topology_desc` takes; where a chip is two devices there, a mesh of
+    chips takes the first of each. ``note`` says what this target cannot show.
     """
 
     platform: Platform
     topology: str = ""
     options: dict[str, Any] = {}
     num_devices: int
-    cores_per_chip: int = 1
     note: str = ""
 
     @property
@@ -127,9 +126,8 @@ def _tpu(cluster: Cluster) -> Target:
     elif any(cluster.wraps):
         # libtpu takes three axes, also of chips that are wired in two
         options["wrap"] = (*cluster.wraps, *(False,) * (3 - len(cluster.wraps)))
-    cores = 2 if chip == "tpu7x" else 1
     note = ""
-    if cores == 2:
+    if chip == "tpu7x":
         note = (
             "a tpu7x chip is two devices to the compiler: one of each is used, and what it needs is held against the "
             "whole chip's memory"
@@ -139,7 +137,6 @@ def _tpu(cluster: Cluster) -> Target:
         topology=f"{name}:{sizes}",
         options=options,
         num_devices=cluster.num_chips,
-        cores_per_chip=cores,
         note=note,
     )
 

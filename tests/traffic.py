@@ -7,11 +7,9 @@ import msgspec
 
 from meshwright.algebra.derive import Derived
 from meshwright.algebra.schedule_ticks import TickTables
+from meshwright.verify.differences import Key
 from meshwright.verify.expected import Expected, active_axes, expected_collectives, expected_of_pipeline
 from meshwright.verify.hlo import Collective
-
-Key = tuple[str, tuple[str, ...]]
-"""(kind, mesh axes in the mesh's order)."""
 
 
 class Traffic(msgspec.Struct, frozen=True):
