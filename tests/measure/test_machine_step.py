@@ -4,33 +4,31 @@ import msgspec
 import numpy as np
 import pytest
 
-from meshwright.cost.kernels import is_product, num_kernels, tiled_share
+from meshwright.cost.host_work import Amounts, is_product, num_calls, tiled_share
+from meshwright.cost.kernels import num_kernels
 from meshwright.cost.ops import is_attention
 from meshwright.cost.train_step import estimate_step, price_strategy
 from meshwright.measure.machine import measure_machine
-from meshwright.measure.machine_step import REFERENCES, Measured, Spent, host_rates, two_rates
+from meshwright.measure.machine_step import REFERENCES, Measured, Spent, host_rates, pace
 from meshwright.measure.profile_compare import label_text
 from meshwright.spec.calibration import (
-    AttentionRate,
     Calibration,
     CollectiveRate,
     HostRates,
+    Pace,
     load_calibration,
     save_calibration,
 )
 from meshwright.spec.cluster import parse_cluster
-from meshwright.spec.strategy import Strategy, make_mesh
 
 KNOWN = HostRates(
-    product_flops_per_s=8e10,
-    product_bytes_per_s=2e10,
-    attention={
-        "attention": AttentionRate(flops_per_s=5e10, scores_per_s=4e8),
-        "attention_backward": AttentionRate(flops_per_s=6e10, scores_per_s=3e8),
+    product=Pace(flop=1 / 8e10, byte=1 / 2e10, kept_byte=1 / 3e10, call=2e-5),
+    ops={
+        "attention": Pace(flop=1 / 5e10, score=1 / 4e8, call=3e-5),
+        "attention_backward": Pace(flop=1 / 6e10, score=1 / 3e8, call=4e-5),
     },
-    op_bytes_per_s={},
-    stream_bytes_per_s=6e9,
-    loop_bytes_per_s=9e9,
+    stream=Pace(byte=1 / 6e9, kept_byte=1 / 4e9),
+    loop_byte=1 / 9e9,
 )
 
 
@@ -48,20 +46,18 @@ def calibration(host=None, size=4):
     )
 
 
-def strategy(size=4):
-    return Strategy(mesh=make_mesh({"fsdp": size}), remat="none", state="fp32")
-
-
 def priced(number, size=4, host=KNOWN):
-    model, job = REFERENCES[number]
-    cluster = parse_cluster(f"cpu:{size}")
-    return price_strategy(model, cluster, job, strategy(size), calibration=calibration(host, size))
+    one, cluster = REFERENCES[number], parse_cluster(f"cpu:{size}")
+    return price_strategy(
+        one.model, cluster, one.job_for(size), one.strategy(size), calibration=calibration(host, size)
+    )
 
 
-def measured(number, *, left_s=0.0, outside_s=0.01, size=4):
-    """A reference step whose seconds are those of the known rates."""
+def measured(number, *, left_s=0.0, size=4):
+    """A reference step whose seconds are those of the known rates, with 1 s for each 6 GB of the update besides."""
     found = priced(number, size)
-    seconds = {"outside the steps: copy": outside_s}
+    updates = sum(float(cost.hbm_bytes * cost.count) for cost in found.costs if cost.step.op == "adamw")
+    seconds = {"outside the steps: copy": updates / 6e9}
     for cost in found.costs:
         if not cost.step.is_collective:
             name = label_text(cost.step)
@@ -69,25 +65,38 @@ def measured(number, *, left_s=0.0, outside_s=0.01, size=4):
     return Measured(priced=found, seconds=seconds, gaps_s=left_s)
 
 
-def test_two_rates_are_found_again():
-    spent = [Spent(first=f, second=s, seconds=f / 7 + s / 3) for f, s in ((1, 5), (4, 2), (9, 9))]
-    assert two_rates(spent) == pytest.approx((7, 3))
+def test_a_pace_is_found_again():
+    spent = [Spent(amounts=Amounts(flop=f, byte=b), seconds=f / 7 + b / 3) for f, b in ((1, 5), (4, 2), (9, 9))]
+    found = pace(spent)
+    assert (found.flop, found.byte) == pytest.approx((1 / 7, 1 / 3))
+    assert found.score == found.call == 0
 
 
-def test_rates_are_never_negative():
-    grows = [Spent(first=f, second=1 / f, seconds=f * f) for f in (1.0, 2.0, 4.0)]
-    assert all(rate > 0 for rate in two_rates(grows))
+def test_no_part_of_a_pace_is_negative():
+    grows = [Spent(amounts=Amounts(flop=f, byte=1 / f), seconds=f * f) for f in (1.0, 2.0, 4.0)]
+    found = pace(grows)
+    assert found.flop > 0
+    assert found.byte == 0
+
+
+def test_nothing_measured_is_a_pace_of_nothing():
+    assert pace([]) == pace([Spent(amounts=Amounts(flop=1.0), seconds=0.0)]) == Pace()
 
 
 def test_known_rates_are_found_again():
-    found = host_rates([measured(0), measured(1)])
-    assert found.product_flops_per_s == pytest.approx(KNOWN.product_flops_per_s)
-    assert found.product_bytes_per_s == pytest.approx(KNOWN.product_bytes_per_s)
-    for op, rate in KNOWN.attention.items():
-        assert found.attention[op].flops_per_s == pytest.approx(rate.flops_per_s)
-        assert found.attention[op].scores_per_s == pytest.approx(rate.scores_per_s)
-    assert found.stream_bytes_per_s == pytest.approx(KNOWN.stream_bytes_per_s)
-    assert all(rate == pytest.approx(KNOWN.stream_bytes_per_s) for rate in found.op_bytes_per_s.values())
+    found = host_rates([measured(number) for number in range(len(REFERENCES))])
+    same_pace(found.product, KNOWN.product)
+    same_pace(found.stream, KNOWN.stream)
+    for op, known in KNOWN.ops.items():
+        same_pace(found.ops[op], known)
+    same_pace(found.ops["silu_mul"], KNOWN.stream)
+    same_pace(found.ops["add"], KNOWN.stream)
+    assert found.ops["adamw"].byte == pytest.approx(2 / 6e9, rel=1e-3)
+    assert found.loop_byte == pytest.approx(0, abs=1e-13)
+
+
+def same_pace(found, known):
+    assert msgspec.structs.astuple(found) == pytest.approx(msgspec.structs.astuple(known), rel=1e-6)
 
 
 def test_what_is_left_belongs_to_collectives_of_several_devices_and_to_the_ops_of_one():
@@ -104,16 +113,23 @@ def test_what_is_left_belongs_to_collectives_of_several_devices_and_to_the_ops_o
     assert alone.waits == 1
 
 
+def held(found, step):
+    block = next((b for b in found.derived.blocks if b.block.name == step.block and b.block.carry), None)
+    return block.kept if block is not None and step.phase == "forward" else ()
+
+
 def test_ops_are_priced_one_after_the_other():
-    model, job = REFERENCES[0]
-    found = priced(0)
+    one, found = REFERENCES[0], priced(0)
     for cost in found.costs:
         if not cost.step.is_collective and not is_attention(cost.step):
-            rate = KNOWN.product_bytes_per_s if is_product(cost.step) else KNOWN.stream_bytes_per_s
-            assert float(cost.local_s) == pytest.approx(float(cost.flops / 8e10 + cost.hbm_bytes / rate))
+            kept = found.sizes.total(*(a for a in (cost.step.result, *cost.step.more) if a in held(found, cost.step)))
+            seconds = cost.flops / 8e10 + cost.hbm_bytes / 2e10 + kept / 3e10 + 2e-5
+            if not is_product(cost.step):
+                seconds = cost.hbm_bytes / 6e9 + kept / 4e9
+            assert float(cost.local_s) == pytest.approx(float(seconds))
     slower = msgspec.structs.replace(KNOWN, waits=2.0, meets=3.0)
     cluster = parse_cluster("cpu:4")
-    waiting = estimate_step(model, cluster, job, strategy(), calibration=calibration(slower)).step_s
+    waiting = estimate_step(one.model, cluster, one.job, one.strategy(4), calibration=calibration(slower)).step_s
     moves = [cost for cost in found.costs if cost.step.is_collective]
     extra = sum(float((cost.network_s + cost.latency_s) * cost.count) for cost in moves)
     assert waiting - found.estimate.step_s == pytest.approx(extra)
@@ -123,12 +139,13 @@ def test_ops_are_priced_one_after_the_other():
 def test_share_of_the_tiles_that_attention_computes(length):
     from meshwright.nn.attention_staircase import tile_size
 
-    model, job = REFERENCES[0]
-    long = msgspec.structs.replace(job, seq_len=length)
-    found = price_strategy(model, parse_cluster("cpu:1"), long, strategy(1), calibration=calibration(KNOWN, 1))
+    one = REFERENCES[0]
+    long = msgspec.structs.replace(one.job, seq_len=length)
+    found = price_strategy(one.model, parse_cluster("cpu:1"), long, one.strategy(1), calibration=calibration(KNOWN, 1))
     step = next(cost.step for cost in found.costs if cost.step.op == "attention")
     ends = np.minimum(np.arange(length) // tile_size(length) * tile_size(length) + tile_size(length), length)
     assert tiled_share(step, found.sizes) == pytest.approx(ends.sum() / length**2)
+    assert num_calls(step, found.sizes) == 16 * 4 * -(-length // tile_size(length))
 
 
 def test_round_trip(tmp_path):
@@ -140,9 +157,8 @@ def test_round_trip(tmp_path):
 def test_rates_of_this_machine(tmp_path):
     found = measure_machine(4, matmul_shape=(64, 64, 64), seconds_per_figure=0.02)
     assert found.host is not None
-    assert found.host.product_flops_per_s > 1e7
-    assert set(found.host.attention) == {"attention", "attention_backward"}
-    assert {"rms_norm", "silu_mul", "adamw"} <= set(found.host.op_bytes_per_s)
+    assert 0 < found.host.product.flop < 1e-7
+    assert {"attention", "attention_backward", "rms_norm", "silu_mul", "adamw"} <= set(found.host.ops)
     assert found.sources["host"]
     save_calibration(found, tmp_path / "rates.toml")
     assert load_calibration(tmp_path / "rates.toml") == found

@@ -18,7 +18,7 @@ def rates_for(cluster: Cluster, calibration: Path | None, *, fitted: bool = Fals
     """The calibration file when one is given; for ``cpu:N`` this machine's rates; else the data sheet, which is None.
 
     Verbs that predict a whole step take the chip's ``fitted`` numbers where there are any, unless the word "datasheet"
-    is given; those that do the book's arithmetic do not. This machine is measured the first time (some ten seconds) and
+    is given; those that do the book's arithmetic do not. This machine is measured the first time (a minute or two) and
     the rates are kept in the cache folder.
     """
     if str(calibration) == DATASHEET:
@@ -36,11 +36,17 @@ def rates_for(cluster: Cluster, calibration: Path | None, *, fitted: bool = Fals
     if cluster.kind != "host":
         return fitted_calibration(cluster.chip) if fitted else None
     kept = cache_folder() / f"calibration-{cluster.short_name.replace(':', '-')}.toml"
-    if kept.exists():
-        found = load_calibration(kept)
-        if found.host and {rate.kind for rate in found.collectives} == set(get_args(CollectiveKind)):
-            return found
-    return measure(cluster, keep=kept)
+    return _kept(kept) or measure(cluster, keep=kept)
+
+
+def _kept(path: Path) -> Calibration | None:
+    """Rates of this machine that were kept; None for none, and for those of a version that measured others."""
+    try:
+        found = load_calibration(path) if path.exists() else None
+    except InputError:
+        return None
+    whole = found and found.host and {rate.kind for rate in found.collectives} == set(get_args(CollectiveKind))
+    return found if whole else None
 
 
 def measure(cluster: Cluster, *, keep: Path) -> Calibration:
@@ -48,7 +54,7 @@ def measure(cluster: Cluster, *, keep: Path) -> Calibration:
     from meshwright.measure.machine import measure_machine
     from meshwright.parallel.mesh import emulate_devices
 
-    say(f"measuring this machine as {cluster.short_name} (kept in {keep})")
+    say(f"measuring this machine as {cluster.short_name}, a minute or two (kept in {keep})")
     emulate_devices(cluster.num_chips)
     found = measure_machine(cluster.num_chips, say=lambda line: say(f"  {line}"))
     save_calibration(found, keep)

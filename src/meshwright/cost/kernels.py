@@ -5,11 +5,12 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from meshwright.algebra.notation import product
+from meshwright.algebra.notation import ShardedArray, product
 from meshwright.algebra.steps import Step
 from meshwright.core.dims import DTYPE_BYTES
-from meshwright.cost import attention_counts
+from meshwright.cost.host_work import amounts_of, num_blocks, pace_of
 from meshwright.cost.ops import OpSizes, is_attention, op_flops, op_hbm_bytes
+from meshwright.cost.slots import block_bytes, computed_share, slot_sizes
 from meshwright.spec.calibration import (
     Calibration,
     Efficiency,
@@ -92,13 +93,16 @@ def chip_rates(
     )
 
 
-def local_work(step: Step, sizes: OpSizes, rates: ChipRates) -> Work:
-    """A local step priced by itself: its products, its way through memory, and its launch."""
+def local_work(step: Step, sizes: OpSizes, rates: ChipRates, *, kept: frozenset[ShardedArray] = frozenset()) -> Work:
+    """A local step priced by itself: its products, its way through memory, and its launch.
+
+    ``kept`` are the results that its block holds, which an emulated device puts into a stack besides.
+    """
     if rates.host is not None:
-        return _host_work(step, sizes, rates.host)
+        return _host_work(step, sizes, rates.host, kept)
     if step.parts:
         return _parts_work(step, sizes, rates)
-    flops, moved = op_flops(step, sizes), op_hbm_bytes(step, sizes)
+    flops, moved = op_flops(step, sizes) * computed_share(step, sizes), moved_bytes(step, sizes)
     kernels = num_kernels(step, sizes)
     seconds: Number = 0.0
     if is_attention(step):
@@ -120,12 +124,6 @@ def local_work(step: Step, sizes: OpSizes, rates: ChipRates) -> Work:
         launch_s=kernels * rates.efficiency.kernel_s,
         num_kernels=kernels,
     )
-
-
-def num_blocks(step: Step, sizes: OpSizes) -> Number:
-    """Blocks that a collective matmul computes each of its parts in: its own, and one or two for each other device."""
-    facts = dict(step.attributes)
-    return 1 + (product(sizes.mesh[axis] for axis in facts["over"].split(",")) - 1) * int(facts["ways"])
 
 
 def _parts_work(step: Step, sizes: OpSizes, rates: ChipRates) -> Work:
@@ -152,6 +150,11 @@ def partly_hidden(first: Number, second: Number, overlap: Number | None) -> Numb
         return np.maximum(first, second)
     found: Number = (first**overlap + second**overlap) ** (1 / overlap)
     return found
+
+
+def moved_bytes(step: Step, sizes: OpSizes) -> Number:
+    """Bytes that one execution of a local step moves, with all that handling slots of experts costs."""
+    return op_hbm_bytes(step, slot_sizes(step, sizes)) + block_bytes(step, sizes)
 
 
 def num_kernels(step: Step, sizes: OpSizes) -> int:
@@ -186,59 +189,21 @@ def product_shape(step: Step, sizes: OpSizes) -> tuple[Number, Number]:
 # -- emulated devices ---------------------------------------------------------------------------------------
 
 
-TILE_ROWS, MOST_TILES = 128, 8
-"""Queries that attention on a host takes at a time, and how often at most unless they are few."""
-
-
 def _in_turn(efficiency: Efficiency) -> Efficiency:
     """Compute and memory one after the other: an exponent of 1 in `partly_hidden`."""
     return msgspec.structs.replace(efficiency, overlap=1.0)
 
 
-def _host_work(step: Step, sizes: OpSizes, host: HostRates) -> Work:
+def _host_work(step: Step, sizes: OpSizes, host: HostRates, kept: frozenset[ShardedArray]) -> Work:
     """A local step on an emulated device: compute and memory one after the other (`spec.calibration.HostRates`)."""
-    flops, moved = op_flops(step, sizes), op_hbm_bytes(step, sizes)
+    amounts, pace = amounts_of(step, sizes, kept=kept), pace_of(step, host)
+    beside = block_bytes(step, sizes)
     kernels = num_kernels(step, sizes) * (num_blocks(step, sizes) * len(step.parts) if step.parts else 1)
-    if is_attention(step):
-        rate, share = host.attention[step.op], tiled_share(step, sizes)
-        math = flops * share / rate.flops_per_s
-        memory = share * attended(step, sizes) / rate.scores_per_s
-    elif is_product(step):
-        math, memory = flops / host.product_flops_per_s, moved / host.product_bytes_per_s
-    else:
-        math, memory = 0.0, moved / host.op_bytes_per_s.get(step.op, host.stream_bytes_per_s)
     return Work(
-        flops=flops,
-        hbm_bytes=moved,
-        math_s=math,
-        hbm_s=memory,
+        flops=op_flops(step, sizes) * computed_share(step, sizes),
+        hbm_bytes=moved_bytes(step, sizes),
+        math_s=amounts.math_s(pace),
+        hbm_s=amounts.memory_s(pace) + beside * host.stream.byte,
         launch_s=kernels * host.kernel_s,
         num_kernels=kernels,
     )
-
-
-def is_product(step: Step) -> bool:
-    """Whether a local step is a matrix product, by itself or block by block, or the loss head made of some."""
-    return step.op == "einsum" or step.op.startswith("chunked_logits") or bool(step.parts)
-
-
-def attended(step: Step, sizes: OpSizes) -> Number:
-    """Scores of an attention step on one device, masked ones as well where the sizes count them."""
-    return attention_counts.score_elements(step, sizes)
-
-
-def tiled_share(step: Step, sizes: OpSizes) -> Number:
-    """The share of the scores of a square that attention on a host computes, queries taken tile by tile.
-
-    Each tile meets the keys up to its last query: (tiles + 1) / 2 tiles in the mean. With a window, or with keys of
-    several devices, nothing more is left out than is counted.
-    """
-    q, k = step.inputs[-5:-3]
-    facts = dict(step.attributes)
-    if sizes.causal or "window" in facts or "ring" in facts or q.axes_of("T") or k.axes_of("T"):
-        return 1.0
-    length = sizes.dims["T"]
-    tile = TILE_ROWS * np.ceil(np.ceil(length / MOST_TILES) / TILE_ROWS)
-    whole = np.floor(length / tile)
-    rest = length - whole * tile
-    return (tile * tile * whole * (whole + 1) / 2 + rest * length) / length**2

@@ -1,6 +1,5 @@
 """Memory of one chip in a training step, itemised, from the declared shardings and the derived steps."""
 
-from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -15,6 +14,7 @@ from meshwright.core.dims import DTYPE_BYTES
 from meshwright.core.errors import InputError
 from meshwright.cost.ops import OpSizes
 from meshwright.cost.pipeline import ONE_STAGE, Pipeline
+from meshwright.cost.slots import slots_move
 from meshwright.spec.calibration import Calibration, datasheet_calibration, memory_bytes
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.strategy import STATE_BYTES
@@ -225,13 +225,6 @@ def memory_parts(derived: Derived, sizes: OpSizes) -> MemoryParts:
             for block in blocks
         ),
     )
-
-
-def slots_move(derived: Derived, mesh: Mapping[str, Any]) -> Any:
-    """Whether slots of experts go from device to device; where they do not, only those that are filled are there."""
-    steps = (step for block in derived.blocks for step in block.forward)
-    axes = {axis for step in steps if step.is_collective and "C" in step.result.dims for axis in step.axes}
-    return product(mesh[axis] for axis in sorted(axes)) > 1
 
 
 def total_bytes(items: dict[str, Number]) -> Number:

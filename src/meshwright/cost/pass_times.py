@@ -134,7 +134,7 @@ def block_times(
         carries=tuple(bool(block.block.carry) for block in derived.blocks),
         **{name: tuple(values) for name, values in parts.items()},
         send_s=total(boundary),
-        after_s=total(_alone_s(c, rates) * c.count for c in updates if c.step.result.name not in owners),
+        after_s=total(c.time_s * c.count for c in updates if c.step.result.name not in owners),
         meetings_s=meetings_s,
         microbatch_s=rates.chip.efficiency.host_microbatch_s * (rates.software != "compiled"),
         overlap=rates.chip.efficiency.overlap if rates.overlaps and rates.software not in IN_TURN else None,
@@ -161,7 +161,7 @@ def _pass_s(costs: list[StepCost], rates: StepRates) -> Number:
     the host needs to start its kernels.
     """
     if not rates.overlaps:
-        return total(_alone_s(cost, rates) for cost in costs)
+        return total(cost.time_s for cost in costs)
     at = rates.chip.efficiency
     compute = total(cost.local_s for cost in costs)
     if rates.software != "compiled":
@@ -177,20 +177,12 @@ def _pass_s(costs: list[StepCost], rates: StepRates) -> Number:
     return np.maximum(partly_hidden(row, _links_s(behind, rates), at.overlap), links)
 
 
-def _alone_s(cost: StepCost, rates: StepRates) -> Number:
-    """One execution by itself. Devices of a host wait for each other in collectives, where that has been measured."""
-    host = rates.chip.host
-    if host is None or not cost.step.is_collective:
-        return cost.time_s
-    return cost.local_s + host.waits * (cost.network_s - cost.latency_s) + host.meets * cost.latency_s
-
-
 def _loop_s(block: BlockSteps, derived: Derived, sizes: OpSizes | None, rates: StepRates) -> tuple[Number, Number]:
     """What the loop over a block's repeats copies in a turn, forward and backward, on a host that has been measured."""
     if rates.chip.host is None or sizes is None or not block.block.carry:
         return 0.0, 0.0
     ahead, back = loop_bytes(block, derived, sizes)
-    return ahead / rates.chip.host.loop_bytes_per_s, back / rates.chip.host.loop_bytes_per_s
+    return ahead * rates.chip.host.loop_byte, back * rates.chip.host.loop_byte
 
 
 def loop_bytes(block: BlockSteps, derived: Derived, sizes: OpSizes) -> tuple[Number, Number]:
@@ -244,7 +236,7 @@ def _update_s(costs: list[StepCost], forward: list[StepCost], forward_s: Number,
     updated weights (ZeRO-1 and 2). The gather shares links with the pass's own collectives."""
     local = total(cost.local_s for cost in costs)
     if not rates.overlaps or rates.software in IN_TURN:
-        return total(_alone_s(cost, rates) for cost in costs)
+        return total(cost.time_s for cost in costs)
     both = partly_hidden(forward_s, _links_s(costs, rates), rates.chip.efficiency.overlap)
     return local + np.maximum(both, _links_s([*forward, *costs], rates)) - forward_s
 

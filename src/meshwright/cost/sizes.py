@@ -26,7 +26,7 @@ class OpSizes(msgspec.Struct, frozen=True, kw_only=True):
     and a softmax that writes them to memory. With ``causal`` attention skips keys that no query of its sees, half
     of them; else it is counted over every key. ``cache`` remembers the bytes of arrays met before.
     ``spare_slots`` is how many slots of experts there are for each that is filled, where slots move between devices:
-    a compiled program sends and holds them all.
+    a compiled program sends and holds them all. ``in_arrays`` says where they do, whatever their number.
     """
 
     dims: Mapping[str, Number]
@@ -35,6 +35,7 @@ class OpSizes(msgspec.Struct, frozen=True, kw_only=True):
     scores: Scores = "on_chip"
     causal: bool = False
     spare_slots: Number = 1.0
+    in_arrays: Number = False
     cache: dict[ShardedArray, Number] = msgspec.field(default_factory=dict)
 
     @property

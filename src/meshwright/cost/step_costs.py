@@ -15,6 +15,7 @@ from meshwright.cost.kernels import local_work, partly_hidden
 from meshwright.cost.ops import OpSizes, Scores
 from meshwright.cost.pipeline import ONE_STAGE, Pipeline
 from meshwright.cost.sizes import expert_slots, spare_slots
+from meshwright.cost.slots import slots_move
 from meshwright.cost.step_rates import Group, StepRates
 from meshwright.spec.job import Job
 from meshwright.spec.model import Model
@@ -125,7 +126,9 @@ def price_steps(
 
     Where one program runs on all stages, so do the sums over them of what every stage holds, last.
     """
+    sizes = msgspec.structs.replace(sizes, in_arrays=slots_move(derived, sizes.mesh), cache=dict(sizes.cache))
     shares = block_shares(derived, pipeline)
+    kept = kept_results(derived)
     owners = block_of_weights(derived)
     summed = _summed_gradients(derived)
     found = []
@@ -137,12 +140,18 @@ def price_steps(
             share = 1.0
         elif block and step.scope == "step":
             share = share * pipeline.sums
-        cost = price_step(step, count, sizes, rates, num_microbatches=num_microbatches)
+        held = kept.get((step.block, step.phase), frozenset())
+        cost = price_step(step, count, sizes, rates, num_microbatches=num_microbatches, kept=held)
         for made in (step, *step.parts):
             if made.result.name in summed and made.op == "einsum":
                 cost = _with_sum(cost, summed[made.result.name], sizes, rates, num_microbatches)
         found.append(msgspec.structs.replace(cost, here=count * share))
     return found
+
+
+def kept_results(derived: Derived) -> dict[tuple[str, str], frozenset[ShardedArray]]:
+    """(block, phase) -> what a layer holds of the results of its steps."""
+    return {(block.block.name, "forward"): frozenset(block.kept) for block in derived.blocks if block.block.carry}
 
 
 def _summed_gradients(derived: Derived) -> dict[str, ShardedArray]:
@@ -201,11 +210,19 @@ def block_shares(derived: Derived, pipeline: Pipeline) -> dict[str, Number]:
     }
 
 
-def price_step(step: Step, count: Number, sizes: OpSizes, rates: StepRates, *, num_microbatches: Number) -> StepCost:
-    """One execution of one step."""
+def price_step(
+    step: Step,
+    count: Number,
+    sizes: OpSizes,
+    rates: StepRates,
+    *,
+    num_microbatches: Number,
+    kept: frozenset[ShardedArray] = frozenset(),
+) -> StepCost:
+    """One execution of one step, of whose results its block holds ``kept``."""
     if step.is_collective:
         return _price_collective(step, count, sizes, rates, num_microbatches)
-    work = local_work(step, sizes, rates.chip)
+    work = local_work(step, sizes, rates.chip, kept=kept)
     return StepCost(
         step=step,
         count=count,
@@ -232,6 +249,10 @@ def _price_collective(
     # halves that go opposite ways pass at the same time where each way has its link
     one_way = sent / group.ring_links if dict(step.attributes).get("ways") == "2" else sent
     seconds = moves * rate.time(one_way)
+    latency = seconds - moves * one_way * rate.seconds_per_byte
+    if rates.chip.host is not None:  # devices that share cores wait for each other
+        by_bytes, latency = rates.chip.host.waits * (seconds - latency), rates.chip.host.meets * latency
+        seconds = by_bytes + latency
     # what is there already is read to be added to, as after a product
     adds = sizes.bytes(step.result) if dict(step.attributes).get("accumulate") == "true" else 0.0
     adds = adds * rates.chip.efficiency.eager_traffic if rates.chip.eager else adds
@@ -242,6 +263,6 @@ def _price_collective(
         hbm_s=adds / rates.chip.hbm_bytes_per_s,
         network_bytes=sent,
         network_s=seconds,
-        latency_s=seconds - moves * one_way * rate.seconds_per_byte,
+        latency_s=latency,
         level=group.level,
     )

@@ -90,15 +90,19 @@ def measure_machine(
 def _with_host_rates(found: Calibration, num_devices: int, say: Callable[[str], None]) -> Calibration:
     """The rates inside a step added."""
     host = host_rates(measure_references(found, num_devices))
-    say(f"products in a step {host.product_flops_per_s / 1e9:.3g} GFLOP/s beside {_gb(host.product_bytes_per_s)}")
-    say(f"elementwise ops in a step {_gb(host.stream_bytes_per_s)}, loops over layers {_gb(host.loop_bytes_per_s)}")
-    shapes = ", ".join(f"D {m.d_model} F {m.d_ff}, {j.batch_seqs} x {j.seq_len} tokens" for m, j in REFERENCES)
+    say(f"products in a step {_rate(host.product.flop)} GFLOP/s beside {_rate(host.product.byte)} GB/s")
+    say(f"elementwise ops in a step {_rate(host.stream.byte)}, loops {_rate(host.loop_byte)} GB/s")
+    shapes = ", ".join(
+        f"D {one.model.d_model} F {one.model.d_ff}, {one.job.batch_seqs} x {one.job.seq_len} tokens"
+        for one in REFERENCES
+    )
     source = f"steps of {shapes} under the profiler, seconds by derived step"
     return msgspec.structs.replace(found, host=host, sources={**found.sources, "host": source})
 
 
-def _gb(bytes_per_s: float) -> str:
-    return f"{bytes_per_s / 1e9:.3g} GB/s"
+def _rate(seconds: float) -> str:
+    """Billions of units a second, from the seconds of one."""
+    return f"{1e-9 / seconds:.3g}" if seconds else "any number of"
 
 
 def _group_sizes(num_devices: int) -> list[int]:

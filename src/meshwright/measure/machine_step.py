@@ -14,13 +14,15 @@ from statistics import median
 
 import jax
 import msgspec
+import numpy as np
 import optax
+from scipy.optimize import nnls
 
 from meshwright.algebra.steps import Step
-from meshwright.cost.kernels import attended, is_product, num_kernels, tiled_share
-from meshwright.cost.ops import is_attention
+from meshwright.cost.host_work import Amounts, amounts_of, is_product
+from meshwright.cost.kernels import num_kernels
 from meshwright.cost.pass_times import loop_bytes
-from meshwright.cost.step_costs import StepCost
+from meshwright.cost.step_costs import kept_results
 from meshwright.cost.train_step import PricedStrategy, price_strategy
 from meshwright.measure.profile_classes import OUTSIDE, Facts
 from meshwright.measure.profile_compare import label_text
@@ -29,24 +31,54 @@ from meshwright.measure.profile_hlo import parse_module
 from meshwright.measure.profile_run import random_rows, traced
 from meshwright.measure.profile_shared import shared_seconds
 from meshwright.parallel.train_step import TrainStep
-from meshwright.spec.calibration import AttentionRate, Calibration, HostRates
+from meshwright.spec.calibration import Calibration, HostRates, Pace
 from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.job import Job
 from meshwright.spec.model import Model
 from meshwright.spec.strategy import Strategy, make_mesh
 
-ROUNDS, STEPS_A_ROUND, WARMUP_STEPS = 4, 2, 3
-"""Both steps are profiled in turns, so that other work on the machine meets them alike; medians of all that count."""
-NARROW = Model(
-    name="narrow", family="llama", num_layers=2, d_model=256, d_ff=704, num_heads=8, num_kv_heads=4, head_dim=32,
-    vocab_size=1536,
-)  # fmt: skip
-WIDE = Model(
-    name="wide", family="llama", num_layers=2, d_model=512, d_ff=1280, num_heads=8, num_kv_heads=2, head_dim=64,
-    vocab_size=3072,
-)  # fmt: skip
-REFERENCES = ((NARROW, Job(batch_seqs=16, seq_len=128)), (WIDE, Job(batch_seqs=8, seq_len=256)))
-"""Steps of two widths, of heads too, with products of many shapes: enough for the two rates of each kind."""
+ROUNDS, STEPS_A_ROUND, WARMUP_STEPS = 3, 2, 3
+"""The steps are profiled in turns, so that other work on the machine meets them alike; medians of all that count."""
+
+
+class Reference(msgspec.Struct, frozen=True, kw_only=True):
+    """A step that the machine is measured with: its batch split over the devices, and where possible its weights."""
+
+    model: Model
+    job: Job
+    remat: str
+
+    def strategy(self, num_devices: int) -> Strategy:
+        """Weights are sharded where their widths are multiples of the devices."""
+        sharded = all(one.model.d_model % num_devices == 0 for one in REFERENCES)
+        return Strategy(mesh=make_mesh({"fsdp" if sharded else "data": num_devices}), remat=self.remat, state="fp32")
+
+    def job_for(self, num_devices: int) -> Job:
+        """The job with as many sequences for each device as for any other."""
+        rows = -(-self.job.batch_seqs // num_devices) * num_devices
+        return msgspec.structs.replace(self.job, batch_seqs=rows)
+
+
+def _model(name: str, d_model: int, d_ff: int, num_kv_heads: int, head_dim: int, vocab_size: int) -> Model:
+    return Model(
+        name=name,
+        family="llama",
+        num_layers=2,
+        num_heads=8,
+        d_model=d_model,
+        d_ff=d_ff,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        vocab_size=vocab_size,
+    )
+
+
+NARROW = Reference(model=_model("narrow", 256, 704, 4, 32, 1536), job=Job(batch_seqs=16, seq_len=128), remat="none")
+WIDE = Reference(model=_model("wide", 512, 1280, 2, 64, 3072), job=Job(batch_seqs=8, seq_len=256), remat="none")
+LONG = Reference(model=_model("long", 176, 480, 2, 32, 1024), job=Job(batch_seqs=8, seq_len=512), remat="block")
+REFERENCES = (NARROW, WIDE, LONG)
+"""Two widths, of heads too, products of many shapes, attention on few and on many keys at a time, results that are
+kept and results that are not: enough to tell the parts of every pace from each other."""
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,31 +108,20 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def measure_references(calibration: Calibration, num_devices: int) -> list[Measured]:
-    """Both reference steps run on all devices, their batch and where possible their weights split over these."""
-    strategy = Strategy(mesh=make_mesh({_axis(num_devices): num_devices}), remat="none", state="fp32")
+    """The reference steps run on all devices."""
     with tempfile.TemporaryDirectory() as folder:
         running = [
-            _Reference(model, _rows_for(job, num_devices), strategy, Path(folder) / model.name)
-            for model, job in REFERENCES
+            Running(one.model, one.job_for(num_devices), one.strategy(num_devices), Path(folder) / one.model.name)
+            for one in REFERENCES
         ]
         for number in range(ROUNDS):
-            for one in running:
-                one.profile(number)
-    return [one.measured(calibration) for one in running]
+            for step in running:
+                step.profile(number)
+    return [step.measured(calibration) for step in running]
 
 
-def _axis(num_devices: int) -> str:
-    """Weights are sharded where their widths are multiples of the devices."""
-    return "data" if any(model.d_model % num_devices for model, _ in REFERENCES) else "fsdp"
-
-
-def _rows_for(job: Job, num_devices: int) -> Job:
-    """The job with as many sequences for each device as for any other."""
-    return msgspec.structs.replace(job, batch_seqs=-(-job.batch_seqs // num_devices) * num_devices)
-
-
-class _Reference:
-    """A reference step that is compiled and warm, and what its rounds under the profiler showed."""
+class Running:
+    """A step that is compiled and warm, and what its rounds under the profiler showed."""
 
     def __init__(self, model: Model, job: Job, strategy: Strategy, folder: Path) -> None:
         self.model, self.job, self.strategy, self.folder = model, job, strategy, folder
@@ -154,15 +175,14 @@ class _Reference:
 
 
 class Spent(msgspec.Struct, frozen=True, kw_only=True):
-    """Two things that each take time by a rate, and the seconds of both."""
+    """What took some seconds: amounts of things, each of which takes time."""
 
-    first: float
-    second: float
+    amounts: Amounts
     seconds: float
 
 
 class StepSpent(Spent, frozen=True, kw_only=True):
-    """All executions of a derived step: FLOPs and bytes, of attention FLOPs and scores that are computed."""
+    """All executions of a derived step on one device."""
 
     step: Step
 
@@ -170,78 +190,63 @@ class StepSpent(Spent, frozen=True, kw_only=True):
 def host_rates(references: Sequence[Measured]) -> HostRates:
     """The rates that the reference steps ran at."""
     spent = [one for reference in references for one in _spent(reference)]
-    products = two_rates([one for one in spent if is_product(one.step)])
-    attention = {}
-    for op in ("attention", "attention_backward"):
-        flops_per_s, scores_per_s = two_rates([one for one in spent if one.step.op == op])
-        attention[op] = AttentionRate(flops_per_s=flops_per_s, scores_per_s=scores_per_s)
-    streams: dict[str, list[StepSpent]] = defaultdict(list)
+    kinds: dict[str, list[StepSpent]] = defaultdict(list)
     for one in spent:
-        if not is_product(one.step) and not is_attention(one.step) and one.second:
-            streams[one.step.op].append(one)
-    rest = [one for found in streams.values() for one in found if one.step.op != "adamw"]
-    loops = sum(_loop_bytes(reference) for reference in references)
+        if not is_product(one.step) and (one.amounts.byte or one.amounts.score):
+            kinds[one.step.op].append(one)
+    rest = [one for op, found in kinds.items() for one in found if op != "adamw" and one.amounts.byte]
+    ops = {op: pace(found) for op, found in kinds.items()}
+    outside = pace([_outside(reference, kinds["adamw"]) for reference in references])
+    ops["adamw"] = msgspec.structs.replace(ops["adamw"], byte=ops["adamw"].byte + outside.call)
     return HostRates(
-        product_flops_per_s=products[0],
-        product_bytes_per_s=products[1],
-        attention=attention,
-        op_bytes_per_s={op: _rate(found) for op, found in streams.items()},
-        stream_bytes_per_s=_rate(rest),
-        loop_bytes_per_s=loops / sum(reference.outside_s for reference in references),
+        product=pace([one for one in spent if is_product(one.step)]),
+        ops=ops,
+        stream=pace(rest),
+        loop_byte=outside.byte,
         **_gaps(references),
     )
 
 
 def _spent(reference: Measured) -> list[StepSpent]:
     """Every derived step of one device with its seconds; steps of one label are one."""
-    found: dict[str, list[StepCost]] = defaultdict(list)
+    found: dict[str, list[StepSpent]] = defaultdict(list)
+    derived, sizes = reference.priced.derived, reference.priced.sizes
+    kept = kept_results(derived)
     for cost in reference.priced.costs:
         if not cost.step.is_collective:
-            found[label_text(cost.step)].append(cost)
-    return [_together(costs, reference, reference.seconds.get(label, 0.0)) for label, costs in found.items()]
+            amounts = amounts_of(cost.step, sizes, kept=kept.get((cost.step.block, cost.step.phase), frozenset()))
+            each = {name: float(getattr(amounts, name) * cost.count) for name in Amounts.__struct_fields__}
+            found[label_text(cost.step)].append(StepSpent(step=cost.step, amounts=Amounts(**each), seconds=0.0))
+    return [
+        StepSpent(step=steps[0].step, amounts=_total(steps), seconds=reference.seconds.get(label, 0.0))
+        for label, steps in found.items()
+    ]
 
 
-def _together(costs: Sequence[StepCost], reference: Measured, seconds: float) -> StepSpent:
-    step, sizes = costs[0].step, reference.priced.sizes
-    first = sum(float(cost.flops * cost.count) for cost in costs)
-    second = sum(float(cost.hbm_bytes * cost.count) for cost in costs)
-    if is_attention(step):
-        share = float(tiled_share(step, sizes))
-        first, second = first * share, float(attended(step, sizes) * costs[0].count) * share
-    return StepSpent(step=step, first=first, second=second, seconds=seconds)
+def _total(spent: Sequence[Spent]) -> Amounts:
+    return Amounts(**{name: sum(getattr(one.amounts, name) for one in spent) for name in Amounts.__struct_fields__})
 
 
-def two_rates(spent: Sequence[Spent]) -> tuple[float, float]:
-    """Rates of the two things, of the least squares of the seconds' relative deviations weighted with the seconds."""
+def pace(spent: Sequence[Spent]) -> Pace:
+    """Seconds of a unit of each amount: the least squares of the seconds' relative deviations, weighted with the
+    seconds, none of them negative. Amounts of which there are none take no time."""
     rows = [one for one in spent if one.seconds > 0]
-    ff, fs, ss = (
-        sum(_entry(one, a) * _entry(one, b) / one.seconds for one in rows)
-        for a, b in (("first", "first"), ("first", "second"), ("second", "second"))
-    )
-    f, s = sum(one.first for one in rows), sum(one.second for one in rows)
-    if not rows:
-        return FASTEST, FASTEST
-    determinant = ff * ss - fs * fs
-    if determinant <= 1e-9 * ff * ss:  # all of one shape: nothing tells the two apart
-        return (ff / f if f else FASTEST), FASTEST
-    slow, slower = (f * ss - s * fs) / determinant, (s * ff - f * fs) / determinant
-    if slow <= 0:
-        return FASTEST, ss / s
-    return (1 / slow, 1 / slower) if slower > 0 else (ff / f, FASTEST)
+    names = [name for name in Amounts.__struct_fields__ if any(getattr(one.amounts, name) for one in rows)]
+    if not names:
+        return Pace()
+    matrix = np.array([[getattr(one.amounts, name) for name in names] for one in rows], float)
+    seconds = np.array([one.seconds for one in rows])
+    scale, weights = matrix.max(axis=0), 1 / np.sqrt(seconds)
+    found, _ = nnls(matrix / scale * weights[:, None], seconds * weights)
+    return Pace(**{name: float(each) for name, each in zip(names, found / scale, strict=True)})
 
 
-FASTEST = 1e15
-"""Per second: for what no time can be seen to be spent on."""
-
-
-def _entry(one: Spent, name: str) -> float:
-    return float(getattr(one, name))
-
-
-def _rate(spent: Sequence[Spent]) -> float:
-    """Bytes per second of some steps together."""
-    seconds = sum(one.seconds for one in spent)
-    return min(sum(one.second for one in spent) / seconds, FASTEST) if seconds else FASTEST
+def _outside(reference: Measured, updates: Sequence[StepSpent]) -> Spent:
+    """What instructions of no derived step do: as ``byte`` the copies of loops, as ``call`` the bytes of the update,
+    whose norms, copies and counters they are as well."""
+    mine = [one for one in updates if any(one.step is cost.step for cost in reference.priced.costs)]
+    amounts = Amounts(byte=_loop_bytes(reference), call=sum(one.amounts.byte for one in mine))
+    return Spent(amounts=amounts, seconds=reference.outside_s)
 
 
 def _loop_bytes(reference: Measured) -> float:
@@ -255,21 +260,22 @@ def _gaps(references: Sequence[Measured]) -> Mapping[str, float]:
 
     The devices of a collective wait for each other: as many times its latency, and the time of its bytes, in a row.
     """
-    left = sum(reference.left_s for reference in references)
     moves = [_moves(reference) for reference in references]
-    if sum(one.first for one in moves):
-        meets, waits = two_rates(moves)
-        return {"meets": 1 / meets, "waits": 1 / waits}
+    if any(one.amounts.call for one in moves):
+        found = pace(moves)
+        return {"meets": found.call, "waits": found.byte}
+    left = sum(reference.left_s for reference in references)
     sizes = references[0].priced.sizes
     costs = [cost for reference in references for cost in reference.priced.costs]
     return {"kernel_s": left / sum(float(num_kernels(cost.step, sizes) * cost.count) for cost in costs)}
 
 
 def _moves(reference: Measured) -> Spent:
-    """The collectives of a step: their latency and the time of their bytes in a row, and what is left for them."""
+    """The collectives of a step: as ``call`` their latency and as ``byte`` the time of their bytes, in a row, and what
+    is left for them."""
     costs = [cost for cost in reference.priced.costs if cost.step.is_collective]
-    return Spent(
-        first=sum(float(cost.latency_s * cost.count) for cost in costs),
-        second=sum(float((cost.network_s - cost.latency_s) * cost.count) for cost in costs),
-        seconds=reference.left_s,
+    in_a_row = Amounts(
+        call=sum(float(cost.latency_s * cost.count) for cost in costs),
+        byte=sum(float((cost.network_s - cost.latency_s) * cost.count) for cost in costs),
     )
+    return Spent(amounts=in_a_row, seconds=reference.left_s)

@@ -93,5 +93,7 @@ def backward(rule: Rule, queries: Sequence[Array], keys: Sequence[Array], query:
         # no scatter: where it takes all rows its index is empty, on which jaxlib 0.11's partitioner dies
         part = dq[..., rows] + weighed(columns[..., first:end], ds.astype(k.dtype))
         dq = lax.dynamic_update_slice_in_dim(dq, part, rows.start, axis=-1)
+    # Of a single tile the compiler would turn the product itself, whose factors would then lie the slow way round.
+    dq = lax.optimization_barrier(dq)
     turned_back = (jnp.swapaxes(dq, -1, -2) * rule.scale).astype(q.dtype)
     return (turned_back,), (jnp.concatenate(dks, axis=-2), jnp.concatenate(dvs, axis=-2))

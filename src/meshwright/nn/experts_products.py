@@ -14,9 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-BLOCK_ROWS = 128
-"""Rows of one product. Measured on two CPU cores between 32 and 256: fewer pay for reading weights more often, more
-for rows that are filled up."""
+from meshwright.algebra.kinds_experts import BLOCK_ROWS
 
 
 class Blocks(NamedTuple):

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 
+from meshwright.algebra.kinds_experts import FEW_SLOTS
 from meshwright.algebra.steps import Step
 from meshwright.nn import experts_ragged as ragged
 from meshwright.nn.context import Context, as_given
@@ -19,9 +20,6 @@ from meshwright.nn.experts_products import block_product, block_weight_gradient,
 from meshwright.nn.experts_ragged import Ragged
 
 LocalKind = Callable[..., Any]
-
-FEW_SLOTS = 1024
-"""Slots of a device, over its experts, up to which one batched product is as good as blocks."""
 
 ELEMENTWISE = ("silu_mul", "silu_mul_backward", "gelu_mul", "gelu_mul_backward", "gelu", "gelu_backward")
 

@@ -79,8 +79,13 @@ class Passes:
 
     @property
     def _is_small_program(self) -> bool:
-        """One CPU: no collectives of a loop to be counted, and memory is copied at the expense of computing."""
-        return default_platform() == "cpu" and math.prod(self.context.mesh.values()) == 1
+        """One CPU: no collectives of a loop to be counted, and memory is copied at the expense of computing.
+
+        Not where layers run again on the way back: written out, the compiler merges what they compute twice, and a
+        program of ten layers needs four times the memory of the loop.
+        """
+        again = any(step.phase == "recompute" for block in self.derived.blocks for step in block.backward)
+        return default_platform() == "cpu" and math.prod(self.context.mesh.values()) == 1 and not again
 
     def layers_forward(self, params: Params, inputs: Inputs, stream: jax.Array) -> tuple[jax.Array, tuple[Any, ...]]:
         """The stream after all layers, and what each span holds for the way back."""

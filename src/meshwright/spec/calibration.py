@@ -86,30 +86,35 @@ class Efficiency(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
                 raise ValueError(f"efficiency {name} is {share}, give a share in (0, 1]")
 
 
-class AttentionRate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One pass of attention: FLOPs and scores that are computed, masked ones left out, each at a rate of its own."""
+class Pace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Seconds that ops of one kind take, inside a step, for each unit of what they do; the sum is an op's time.
 
-    flops_per_s: float
-    scores_per_s: float
+    ``flop`` for each FLOP that is computed, ``score`` for each score of attention, ``byte`` for each byte read or
+    written, ``kept_byte`` for each of a result that is also put into the stack of what the layers hold for their
+    backward pass, ``call`` for each call of a kernel.
+    """
+
+    flop: float = 0.0
+    score: float = 0.0
+    byte: float = 0.0
+    kept_byte: float = 0.0
+    call: float = 0.0
 
 
 class HostRates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What one emulated device reaches inside a step, all others at work. Nothing hides behind anything: times add up.
 
-    A matrix product takes its FLOPs over ``product_flops_per_s`` and its operands and result over
-    ``product_bytes_per_s``. ``attention`` has a rate for each pass, by the op's name. Every other op streams its bytes
-    at ``op_bytes_per_s``, those not in it at ``stream_bytes_per_s``. Loops over layers copy what they read and keep
-    into and out of stacks at ``loop_bytes_per_s``. In a step, whose devices come one after the other, a collective
-    takes ``waits`` times the time of its bytes in a row of others and ``meets`` times their latency; ``kernel_s`` is
-    the gap before an op of one device alone.
+    ``product`` is the pace of matrix products, ``ops`` those of other kinds of ops, attention's two passes among them,
+    and ``stream`` that of kinds which are not there. Loops over layers copy what they read and keep into and out of
+    stacks, ``loop_byte`` seconds for each byte. In a step, whose devices come one after the other, a collective takes
+    ``waits`` times the time of its bytes in a row of others and ``meets`` times their latency; ``kernel_s`` is the gap
+    before an op of one device alone.
     """
 
-    product_flops_per_s: float
-    product_bytes_per_s: float
-    attention: dict[str, AttentionRate]
-    op_bytes_per_s: dict[str, float]
-    stream_bytes_per_s: float
-    loop_bytes_per_s: float
+    product: Pace
+    ops: dict[str, Pace]
+    stream: Pace
+    loop_byte: float
     waits: float = 1.0
     meets: float = 1.0
     kernel_s: float = 0.0

@@ -19,9 +19,10 @@ from meshwright.algebra.schedule_ticks import TickTables, tick_tables
 from meshwright.algebra.steps import Step
 from meshwright.algebra.transformer import transformer
 from meshwright.core.dims import DTYPE_BYTES
-from meshwright.cost.memory import slots_move, training_memory
+from meshwright.cost.memory import training_memory
 from meshwright.cost.ops import OP_ROWS, OpSizes, op_flops
 from meshwright.cost.pipeline import strategy_pipeline
+from meshwright.cost.slots import slots_move
 from meshwright.cost.step_costs import strategy_sizes
 from meshwright.cost.step_rates import attention_scores
 from meshwright.nn.experts import expert_capacity

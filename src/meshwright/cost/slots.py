@@ -1,0 +1,101 @@
+"""Slots of experts as programs compute and hold them: in blocks of rows, with or without those that nobody fills.
+
+`nn.experts_slots` says which form they have; the sizes of a step count the slots that are filled.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from meshwright.algebra.derive import Derived
+from meshwright.algebra.kinds_experts import BLOCK_ROWS, FEW_SLOTS
+from meshwright.algebra.notation import ShardedArray, product
+from meshwright.algebra.steps import Step
+from meshwright.core.dims import DTYPE_BYTES
+from meshwright.cost.sizes import OpSizes
+
+Number = Any
+"""A float, or a NumPy array with one entry per candidate."""
+
+
+def slots_move(derived: Derived, mesh: Mapping[str, Any]) -> Any:
+    """Whether slots of experts go from device to device; where they do not, only those that are filled are there."""
+    steps = (step for block in derived.blocks for step in block.forward)
+    axes = {axis for step in steps if step.is_collective and "C" in step.result.dims for axis in step.axes}
+    return product(mesh[axis] for axis in sorted(axes)) > 1
+
+
+def slot_sizes(step: Step, sizes: OpSizes) -> OpSizes:
+    """Sizes of the arrays that a local step reads and writes: every slot counts where slots are in arrays."""
+    slots = _slots(step)
+    if slots is None or np.all(np.asarray(sizes.spare_slots) == 1):
+        return sizes
+    return sizes.with_room(sizes.in_arrays | _few(slots, sizes))
+
+
+def computed_share(step: Step, sizes: OpSizes) -> Number:
+    """FLOPs that products on slots compute for each that their filled slots need.
+
+    Few slots are computed all at once. Of many, blocks that have one that is filled: from each device, and for each
+    expert, half a block more than the filled slots are, in the mean. At most all slots.
+    """
+    slots = _slots(step)
+    if slots is None or step.op != "einsum":
+        return 1.0
+    padded = 1 + sizes.dims["E"] * (BLOCK_ROWS / 2) / _filled(slots, sizes)
+    return np.where(_few(slots, sizes), sizes.spare_slots, np.minimum(padded, sizes.spare_slots))
+
+
+def num_slot_blocks(step: Step, sizes: OpSizes) -> Number:
+    """Products that a step on slots makes of its one, block by block."""
+    slots = _slots(step)
+    if slots is None:
+        return 1.0
+    rows = _filled(slots, sizes) * computed_share(step, sizes)
+    return np.where(_few(slots, sizes), 1.0, np.ceil(rows / BLOCK_ROWS))
+
+
+def num_slot_calls(step: Step, sizes: OpSizes) -> Number:
+    """Calls of kernels for a step's product: a block is taken out, multiplied, added to or chosen from what is there
+    already, and put back."""
+    blocks = num_slot_blocks(step, sizes)
+    return np.where(blocks > 1, CALLS_A_BLOCK * blocks, 1.0)
+
+
+CALLS_A_BLOCK = 4
+
+
+def block_bytes(step: Step, sizes: OpSizes) -> Number:
+    """Bytes that a product of slots in blocks moves beside its operands and its result.
+
+    Slots are read to find those that are filled. The result is cleared first, and a block of it read again for the
+    rows that are not the block's; a weight's gradient is read and written in float32 for each block, and the block's
+    part of it written and read.
+    """
+    slots = _slots(step)
+    if slots is None or step.op != "einsum":
+        return 0.0
+    at = slot_sizes(step, sizes)
+    if "C" in step.result.dims:
+        moved = at.bytes(slots) + at.bytes(step.result) + sizes.bytes(step.result)
+    else:
+        sums = DTYPE_BYTES["fp32"] * sizes.elements(step.result) / sizes.local(slots)["E"]
+        moved = at.bytes(slots) + 4 * num_slot_blocks(step, sizes) * sums
+    return np.where(_few(slots, sizes), 0.0, moved)
+
+
+def _slots(step: Step) -> ShardedArray | None:
+    arrays = (*step.inputs, step.result, *step.more)
+    return next((array for array in arrays if array.dims[:2] == ("E", "C")), None)
+
+
+def _filled(slots: ShardedArray, sizes: OpSizes) -> Number:
+    """Filled slots that one device has."""
+    local = sizes.local(slots)
+    return local["E"] * local["C"]
+
+
+def _few(slots: ShardedArray, sizes: OpSizes) -> Number:
+    """Whether a device has few slots: without any to spare it has a bound, and computes them all at once as well."""
+    return (_filled(slots, sizes) * sizes.spare_slots <= FEW_SLOTS) | (np.asarray(sizes.spare_slots) == 1)
