@@ -21,12 +21,22 @@ def test_a_short_run_is_told_and_kept(call, tmp_path):
     assert found.chip == "cpu"
     assert found.memory_bytes_per_s > 0
     assert {rate.group_size for rate in found.collectives} == {2}
-    assert "plan needs rates that it lacks: matmul. Give" in said.err
+    assert "plan needs rates that rates.toml lacks: matmul. Give" in said.err
     kept = json.loads((tmp_path / "run.json").read_text())
     assert kept["num_devices"] == 2
     assert kept["versions"]["jax"]
     assert kept["mesh"] == {"tensor": 2}
     assert [path.name for path in (tmp_path / "pictures").iterdir()] == ["collectives.png"]
+
+
+@pytest.mark.slow
+def test_plan_takes_a_calibration_of_emulated_devices(call, tmp_path):
+    said = call("bench", "matmul", "copy", "collectives", "--on", "cpu:2", "--seconds", "30", "-o", "rates.toml")
+    assert said.code == 0, said.err
+    found = load_calibration(tmp_path / "rates.toml")
+    assert {"attention", "silu_mul", "adamw"} <= set(found.host.ops)
+    plan = call("plan", "tiny", "--on", "cpu:2", "--batch", "2Ki", "--seq", "128", "--calibration", "rates.toml")
+    assert plan.code == 0, plan.err
 
 
 def test_a_tiny_budget_is_kept_and_what_is_missing_is_named(call):

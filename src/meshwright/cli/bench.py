@@ -10,7 +10,7 @@ from meshwright.algebra.notation import parse_mesh
 from meshwright.cli.output import emit_json, json_option, say
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.files import cache_folder, write_text_whole
-from meshwright.spec.calibration import CollectiveKind, save_calibration
+from meshwright.spec.calibration import Calibration, CollectiveKind, save_calibration
 from meshwright.spec.chip import chip as find_chip
 from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.toml_file import dump_toml
@@ -126,17 +126,27 @@ def _write_calibration(report: "BenchReport", output: Path) -> Path:
     found = calibration_of(report)
     if not (found.matmul_flops_per_s or found.attention_flops_per_s or found.memory_bytes_per_s or found.collectives):
         raise CannotRunError(f"{output} is not written: no rate was measured. Give more --seconds.")
+    missing = _missing(found, report.num_devices) if found.chip == "cpu" else []
+    if missing:
+        say(f"plan needs rates that {output} lacks: {', '.join(missing)}. Give more --seconds, or more parts.")
+    elif found.chip == "cpu":
+        from meshwright.measure.machine import with_host_rates
+
+        say("steps of training under the profiler, a minute or so besides: emulated devices are slower inside of one")
+        found = with_host_rates(found, report.num_devices, lambda line: say(f"  {line}"))
     save_calibration(found, output)
     say(f"wrote {output}")
-    if found.chip == "cpu":
-        missing = [name for name, value in (
-            ("matmul", found.matmul_flops_per_s), ("copy", found.memory_bytes_per_s),
-        ) if not value]  # fmt: skip
-        kinds = {rate.kind for rate in found.collectives}
-        missing += [kind for kind in get_args(CollectiveKind) if kind not in kinds and report.num_devices > 1]
-        if missing:
-            say(f"plan needs rates that it lacks: {', '.join(missing)}. Give more --seconds, or more parts.")
     return output
+
+
+def _missing(found: Calibration, num_devices: int) -> list[str]:
+    """What a calibration of emulated devices lacks for pricing a step over all of them."""
+    rates = (("matmul", found.matmul_flops_per_s), ("copy", found.memory_bytes_per_s))
+    kinds = {rate.kind for rate in found.collectives if rate.group_size == num_devices}
+    return [
+        *(name for name, value in rates if not value),
+        *(kind for kind in get_args(CollectiveKind) if kind not in kinds and num_devices > 1),
+    ]
 
 
 def _draw(report: "BenchReport", folder: Path) -> list[str]:

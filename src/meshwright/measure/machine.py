@@ -84,14 +84,17 @@ def measure_machine(
             "collectives": f"{how}; line through {SMALL_ELEMENTS * 4} and {LARGE_ELEMENTS * 4} bytes a device",
         },
     )
-    return _with_host_rates(found, num_devices, say) if in_step else found
+    return with_host_rates(found, num_devices, say) if in_step else found
 
 
-def _with_host_rates(found: Calibration, num_devices: int, say: Callable[[str], None]) -> Calibration:
-    """The rates inside a step added."""
+def with_host_rates(found: Calibration, num_devices: int, say: Callable[[str], None]) -> Calibration:
+    """A calibration of so many emulated devices with the rates inside a step added. Takes a minute or so.
+
+    Raises InputError where it lacks a rate that the steps are priced by.
+    """
     host = host_rates(measure_references(found, num_devices))
-    say(f"products in a step {_rate(host.product.flop)} GFLOP/s beside {_rate(host.product.byte)} GB/s")
-    say(f"elementwise ops in a step {_rate(host.stream.byte)}, loops {_rate(host.loop_byte)} GB/s")
+    say(f"products in a step {_rate(host.product.flop, 'GFLOP/s')} beside {_rate(host.product.byte, 'GB/s')}")
+    say(f"elementwise ops in a step {_rate(host.stream.byte, 'GB/s')}, loops {_rate(host.loop_byte, 'GB/s')}")
     shapes = ", ".join(
         f"D {one.model.d_model} F {one.model.d_ff}, {one.job.batch_seqs} x {one.job.seq_len} tokens"
         for one in REFERENCES
@@ -100,9 +103,13 @@ def _with_host_rates(found: Calibration, num_devices: int, say: Callable[[str], 
     return msgspec.structs.replace(found, host=host, sources={**found.sources, "host": source})
 
 
-def _rate(seconds: float) -> str:
-    """Billions of units a second, from the seconds of one."""
-    return f"{1e-9 / seconds:.3g}" if seconds else "any number of"
+def _rate(seconds: float, unit: str) -> str:
+    """A rate in billions a second, from the seconds of one; of some parts of a step no time is seen."""
+    return f"{1e-9 / seconds:.3g} {unit}" if seconds > IN_NO_TIME else "no time seen"
+
+
+IN_NO_TIME = 1e-13
+"""Seconds of a unit below which the least squares found none for it."""
 
 
 def _group_sizes(num_devices: int) -> list[int]:
