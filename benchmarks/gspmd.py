@@ -33,12 +33,12 @@ import msgspec
 import numpy as np
 import optax
 
+from meshwright.hlo.collectives import Collective, collectives
 from meshwright.nn.forward import logits_fn
 from meshwright.parallel.train_step import Batch, State, TrainStep
 from meshwright.report.plain_tables import Value, as_markdown
 from meshwright.spec.catalogue import model as find_model
 from meshwright.spec.strategy import Strategy, make_mesh
-from meshwright.verify.hlo import Collective, collectives
 
 MODEL = msgspec.structs.replace(find_model("tiny"), num_layers=4)
 BATCH_SEQS, SEQ_LEN = 8, 128

@@ -20,6 +20,7 @@ PRODUCTS = ("train", "serve", "verify", "measure", "simulate")
 LAYERS: tuple[tuple[str, ...], ...] = (
     *((name,) for name in PLANNING),
     *((name,) for name in RUNTIME),
+    ("hlo",),
     PRODUCTS,
     ("report",),
     ("web",),

@@ -7,9 +7,9 @@ import msgspec
 
 from meshwright.algebra.derive import Derived
 from meshwright.algebra.schedule_ticks import TickTables
+from meshwright.hlo.collectives import Collective
 from meshwright.verify.differences import Key
 from meshwright.verify.expected import Expected, active_axes, expected_collectives, expected_of_pipeline
-from meshwright.verify.hlo import Collective
 
 
 class Traffic(msgspec.Struct, frozen=True):

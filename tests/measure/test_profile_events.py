@@ -9,12 +9,12 @@ import pytest
 from meshwright.core.errors import InputError
 from meshwright.measure.profile_classes import Facts
 from meshwright.measure.profile_events import STEP, STEP_END, Window, load_trace, newest_trace, read_trace
-from meshwright.measure.profile_hlo import parse_module
+from meshwright.measure.profile_hlo import parse_program
 from meshwright.measure.profile_run import traced
 from meshwright.measure.profile_times import measure_times
 from tests.measure.test_profile_times import FACTS, PROGRAM
 
-MODULE = parse_module(PROGRAM)
+MODULE = parse_program(PROGRAM)
 
 
 def event(name, start_ns, duration_ns, **stats):
@@ -139,12 +139,12 @@ def test_a_real_trace_of_a_tiny_program(tmp_path):
         for number in range(2):
             with jax.profiler.TraceAnnotation(STEP, step=number):
                 compiled(a).block_until_ready()
-    module = parse_module(compiled.as_text())
-    found = load_trace(newest_trace(tmp_path), module)
+    program = parse_program(compiled.as_text())
+    found = load_trace(newest_trace(tmp_path), program)
     assert found.platform == "cpu"
     assert found.devices == (0,)
     assert len(found.windows) == 2
-    facts = Facts(module, ridge=1.0)
+    facts = Facts(program, ridge=1.0)
     times = measure_times(found, facts)
     assert sum(facts.of(op.name).flops * op.count for op in times.ops) == 2 * 256**3
     assert {facts.of(op.name).step for op in times.ops if facts.of(op.name).flops} == {"layer:forward:q=einsum"}

@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import pytest
 
 from meshwright.core.errors import InputError
+from meshwright.hlo.products import precision
 from meshwright.measure.profile_classes import Facts, class_of_op
-from meshwright.measure.profile_hlo import load_module, parse_module
+from meshwright.measure.profile_hlo import load_program, parse_program
 from meshwright.measure.profile_memory import temporary_owners
 
 TEXT = """HloModule jit_f, is_scheduled=true, entry_computation_layout={()->()}
@@ -39,16 +40,16 @@ ENTRY %main (a: f32[8,16], b: f32[16,32], n: s32[]) -> f32[1,32] {
   ROOT %cut = f32[1,32]{1,0} fusion(%norm, %n), kind=kLoop, calls=%moved, metadata={op_name="jit(f)/while/dynamic_slice"}
 }
 """  # noqa: E501
-MODULE = parse_module(TEXT)
-FACTS = Facts(MODULE, ridge=1.0)
+PROGRAM = parse_program(TEXT)
+FACTS = Facts(PROGRAM, ridge=1.0)
 PRODUCT_FLOPS = 2.0 * 8 * 16 * 32
 
 
 def test_products_of_every_form_have_their_flops():
     for name in ("fusion.1", "gemm", "conv"):
-        assert MODULE.flops(name) == PRODUCT_FLOPS, name
-    assert MODULE.flops("norm") == 0
-    assert MODULE.instructions["conv"].precision == "highest"
+        assert PROGRAM.flops(name) == PRODUCT_FLOPS, name
+    assert PROGRAM.flops("norm") == 0
+    assert precision(PROGRAM.instructions["conv"]) == "highest"
     assert set(FACTS.products) == {"fusion.1", "gemm", "conv"}
 
 
@@ -57,14 +58,14 @@ def test_batches_that_a_convolution_dilates_are_no_sum():
     text = TEXT.replace(
         "  ROOT %cut", f"  %x = f32[4,8,16] copy(%a)\n  %y = f32[4,16,32] copy(%b)\n  {line}\n  ROOT %cut"
     )
-    assert parse_module(text).flops("c") == 4 * PRODUCT_FLOPS
+    assert parse_program(text).flops("c") == 4 * PRODUCT_FLOPS
 
 
 def test_bytes_are_those_of_operands_and_result():
-    assert MODULE.hbm_bytes("fusion.1") == 4 * (8 * 16 + 16 * 32 + 8 * 32)
+    assert PROGRAM.hbm_bytes("fusion.1") == 4 * (8 * 16 + 16 * 32 + 8 * 32)
     # a slice reads what it gives
-    assert MODULE.hbm_bytes("cut") == 4 * (32 + 32 + 1)
-    assert MODULE.hbm_bytes("a") == 0
+    assert PROGRAM.hbm_bytes("cut") == 4 * (32 + 32 + 1)
+    assert PROGRAM.hbm_bytes("a") == 0
 
 
 def test_steps_and_kinds():
@@ -105,7 +106,7 @@ def test_derived_steps_have_the_same_classes(op, kind):
 
 
 def test_temporaries_at_the_fullest_place():
-    owners, live = temporary_owners(MODULE)
+    owners, live = temporary_owners(PROGRAM)
     # the fused product and the library's, which has scratch beside its result
     assert live == 2 * 4 * 8 * 32 + 1024
     found = {owner.name: owner.num_bytes for owner in owners}
@@ -117,12 +118,12 @@ def test_other_text_is_refused(text, tmp_path):
     file = tmp_path / "program.txt"
     file.write_text(text)
     with pytest.raises(InputError, match=r"is not the text of a compiled program.*compiled\.as_text"):
-        load_module(file)
+        load_program(file)
 
 
 def test_a_missing_file_is_refused(tmp_path):
     with pytest.raises(InputError, match=r"cannot read .*none\.txt: FileNotFoundError"):
-        load_module(tmp_path / "none.txt")
+        load_program(tmp_path / "none.txt")
 
 
 def test_a_program_of_this_compiler():
@@ -131,8 +132,8 @@ def test_a_program_of_this_compiler():
             return jnp.tanh(a @ b).sum()
 
     compiled = jax.jit(step).lower(jnp.ones((8, 16)), jnp.ones((16, 32))).compile()
-    module = parse_module(compiled.as_text())
-    assert module.name == "jit_step"
-    products = Facts(module, ridge=1.0).products
-    assert sum(module.flops(name) for name in products) == PRODUCT_FLOPS
-    assert {str(module.label(name)) for name in products} == {"layer:forward:q=einsum"}
+    program = parse_program(compiled.as_text())
+    assert program.name == "jit_step"
+    products = Facts(program, ridge=1.0).products
+    assert sum(program.flops(name) for name in products) == PRODUCT_FLOPS
+    assert {str(program.label(name)) for name in products} == {"layer:forward:q=einsum"}

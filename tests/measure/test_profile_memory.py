@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshwright.core.errors import InputError
-from meshwright.measure.profile_hlo import parse_module
+from meshwright.measure.profile_hlo import parse_program
 from meshwright.measure.profile_memory import (
     Mark,
     MemoryProfile,
@@ -51,15 +51,22 @@ ENTRY %main (a: f32[64]) -> f32[4,8] {
 
 
 def test_the_fullest_place_of_a_schedule():
-    owners, live = temporary_owners(parse_module(LOOP))
+    owners, live = temporary_owners(parse_program(LOOP))
     assert live == 4 * (1000 + 32)
     assert [owner.name for owner in owners] == ["early f32[1000]", "sum f32[4,8]"]
 
 
 def test_a_loop_needs_its_turn_beside_what_it_carries():
     """The array that the loop carries lies where it began, and is updated there."""
-    _, live = temporary_owners(parse_module(LOOP.replace("f32[1000]", "f32[40]")))
+    _, live = temporary_owners(parse_program(LOOP.replace("f32[1000]", "f32[40]")))
     assert live == 4 * (32 + 100 + 8)
+
+
+def test_a_branch_needs_its_temporaries_too():
+    run = "conditional(%zero, %start, %start), branch_computations={%body, %body}"
+    text = LOOP.replace("f32[1000]", "f32[40]").replace("while(%start), condition=%condition, body=%body", run)
+    owners, _ = temporary_owners(parse_program(text))
+    assert "layer:forward:h=rms_norm" in [owner.name for owner in owners]
 
 
 def test_owners_hold_shards():

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from meshwright.measure.profile_classes import Facts
 from meshwright.measure.profile_events import OpEvent, Trace, Window
-from meshwright.measure.profile_hlo import parse_module
+from meshwright.measure.profile_hlo import parse_program
 from meshwright.measure.profile_shared import shared_seconds, working
 from meshwright.measure.profile_times import LAUNCH_GAP_S, both, clipped, length, measure_times, union
 
@@ -28,7 +28,7 @@ ENTRY %main (a: f32[256,256], b: f32[256,256]) -> f32[256,256] {
   ROOT %call.1 = f32[256,256]{1,0} call(%add.1), to_apply=%body
 }
 """  # noqa: E501
-FACTS = Facts(parse_module(PROGRAM), ridge=10.0)
+FACTS = Facts(parse_program(PROGRAM), ridge=10.0)
 OPS = ("dot.1", "add.1", "all-gather.1", "call.1", "inner")
 
 spans = st.lists(st.tuples(st.floats(0, 10), st.floats(0, 10)).map(lambda p: (min(p), max(p))), max_size=12)
@@ -129,7 +129,7 @@ def test_an_asynchronous_collective_flies_between_its_halves():
     text = PROGRAM.replace(
         "all-gather.1 = f32[512,256]{1,0} all-gather(", "s = (f32[256,256]) all-gather-start("
     ).replace("  ROOT %call.1", "  %d = f32[512,256]{1,0} all-gather-done(%s)\n  ROOT %call.1")
-    facts = Facts(parse_module(text), ridge=10.0)
+    facts = Facts(parse_program(text), ridge=10.0)
     events = (event("s", 1, 1.1), event("dot.1", 1.1, 4), event("d", 4, 5))
     times = measure_times(trace_of(*events, platform="tpu"), facts)
     assert times.communication_s == pytest.approx(4)

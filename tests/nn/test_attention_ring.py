@@ -11,12 +11,12 @@ from jax.sharding import AxisType, PartitionSpec
 from meshwright.algebra.derive import derive
 from meshwright.algebra.program import Program, Variable, parse_block
 from meshwright.algebra.steps import num_moves
+from meshwright.hlo.collectives import collectives
 from meshwright.nn.attention import attention, attention_backward
 from meshwright.nn.attention_ring import ring_attention, ring_attention_backward
 from meshwright.nn.attention_visibility import zigzag_order
 from meshwright.nn.collectives import shift
 from meshwright.spec.strategy import Strategy
-from meshwright.verify.hlo import collectives
 
 LENGTH = 64
 

@@ -10,6 +10,7 @@ from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 
 from meshwright.core.errors import InputError
+from meshwright.hlo.collectives import collectives
 from meshwright.nn import collective_matmul
 from meshwright.nn.collective_matmul import (
     Factor,
@@ -19,7 +20,6 @@ from meshwright.nn.collective_matmul import (
     block_length,
     matmul_reduce_scatter,
 )
-from meshwright.verify.hlo import collectives
 
 SEQS, D, F = 2, 6, 8
 T_SPLIT, F_SPLIT, W_SPLIT = (PartitionSpec(*axes) for axes in ((None, "ring"), (None, None, "ring"), (None, "ring")))

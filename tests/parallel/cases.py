@@ -12,11 +12,11 @@ import optax
 
 from meshwright.algebra.kinds_experts import ROUTING_ROWS
 from meshwright.algebra.layers import PLAIN, ProgramOptions
+from meshwright.hlo.collectives import collectives
 from meshwright.nn.weights import Params, init_params
 from meshwright.parallel.train_step import State, TrainStep
 from meshwright.spec.model import Model
 from meshwright.spec.strategy import Strategy, make_mesh, standard_assignment
-from meshwright.verify.hlo import collectives
 from tests.parallel.small import BATCH_SEQS, MODEL, SEQ_LEN, batch
 from tests.traffic import Key, Traffic, compiled_traffic, derived_traffic
 

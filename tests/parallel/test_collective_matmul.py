@@ -4,9 +4,9 @@ import msgspec
 import numpy as np
 import pytest
 
+from meshwright.hlo.collectives import collectives
 from meshwright.nn.weights import init_params
 from meshwright.parallel.generate_step import GenerateStep
-from meshwright.verify.hlo import collectives
 from tests.parallel.cases import DEEP, MOE, RELATIVE, assert_equal, on_one_device, run, strategy_of
 from tests.parallel.small import MODEL
 

@@ -9,9 +9,9 @@ import pytest
 from msgspec.structs import replace
 
 from meshwright.core.errors import CannotRunError, InputError
+from meshwright.hlo.collectives import collectives
 from meshwright.nn.quantisation import dequantise_params, quantise_params
 from meshwright.parallel.generate_step import GenerateStep
-from meshwright.verify.hlo import collectives
 from tests.parallel.generate_cases import (
     DEFAULT,
     FAMILIES,

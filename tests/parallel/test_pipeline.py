@@ -10,8 +10,8 @@ from meshwright.algebra.schedule_file import read_schedule
 from meshwright.algebra.schedule_fused import fused
 from meshwright.algebra.schedule_rows import SCHEDULES, build, default_chunks
 from meshwright.algebra.schedule_ticks import tick_tables
+from meshwright.hlo.collectives import collectives
 from meshwright.parallel.mesh import device_mesh
-from meshwright.verify.hlo import collectives
 from tests.parallel.pipeline_toy import LENGTH, SEQS, WIDTH, compiled, data, gradients, lowered, plain_loss
 
 TOLERANCE = 1e-5

@@ -12,11 +12,11 @@ from meshwright.algebra.schedule_rows import SCHEDULES, build, default_chunks
 from meshwright.algebra.schedule_ticks import tick_tables
 from meshwright.algebra.transformer import transformer
 from meshwright.core.errors import CannotRunError, InputError
+from meshwright.hlo.collectives import collectives
 from meshwright.nn.context import Context
 from meshwright.parallel.pipeline_stages import Pipeline, strategy_schedule
 from meshwright.parallel.train_step import TrainStep
 from meshwright.spec.strategy import Strategy, make_mesh
-from meshwright.verify.hlo import collectives
 from tests.parallel.cases import (
     DEEP,
     DEEP_MOE,

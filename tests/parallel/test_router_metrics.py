@@ -8,9 +8,9 @@ from meshwright.algebra.kinds_experts import ROUTING_ROWS
 from meshwright.algebra.layers import ProgramOptions
 from meshwright.algebra.schedule_fused import fused
 from meshwright.algebra.schedule_ticks import tick_tables
+from meshwright.hlo.collectives import collectives
 from meshwright.parallel.pipeline_stages import strategy_schedule
 from meshwright.parallel.train_step import TrainStep
-from meshwright.verify.hlo import collectives
 from tests.parallel.cases import DEEP_MOE, MOE, RELATIVE, keep_gradients, strategy_of
 from tests.parallel.small import BATCH_SEQS, MODEL, SEQ_LEN, batch
 from tests.traffic import compiled_traffic, derived_traffic, pipeline_traffic

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from meshwright.algebra.layers import ProgramOptions
-from meshwright.verify.hlo import collectives
+from meshwright.hlo.collectives import collectives
 from tests.parallel.cases import DEEP, DEEP_MOE, MOE, assert_equal, on_one_device, run, strategy_of
 from tests.parallel.small import BATCH_SEQS, MODEL, SEQ_LEN, batch
 

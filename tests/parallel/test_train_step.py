@@ -7,9 +7,9 @@ import optax
 import pytest
 
 from meshwright.core.errors import CannotRunError
+from meshwright.hlo.collectives import collectives
 from meshwright.parallel.mesh import device_mesh
 from meshwright.parallel.train_step import State, TrainStep
-from meshwright.verify.hlo import collectives
 from tests.parallel.cases import RELATIVE, first_params, first_state, keep_gradients
 from tests.parallel.small import BATCH_SEQS, MODEL, POLICIES, SEQ_LEN, batch, meshes_of_eight, strategy
 from tests.traffic import Traffic, compiled_traffic, derived_traffic

@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
+from meshwright.hlo.graph import Graph, Node, block_graphs
+from meshwright.hlo.module import parse_module
 from meshwright.report.figure import save
 from meshwright.report.hlo_graph import BOX_PX, graph_figure
-from meshwright.verify.hlo_graph import Graph, Node, block_graphs
-from meshwright.verify.hlo_module import parse_module
 
 DATA = Path(__file__).parents[1] / "data" / "hlo"
 

@@ -3,9 +3,9 @@
 import pytest
 
 from meshwright.core.errors import InputError
+from meshwright.hlo.shapes import parse_shapes
 from meshwright.report.figure import save
 from meshwright.report.tiling import FILL, PADDING, tiling_figure
-from meshwright.verify.hlo_shapes import parse_shapes
 
 
 def figure(text: str):

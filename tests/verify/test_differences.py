@@ -3,9 +3,9 @@
 import pytest
 
 from meshwright.algebra.labels import OPTIMIZER, find_label
+from meshwright.hlo.collectives import Collective
 from meshwright.verify.differences import CLASSES, TOLERANCE, Comparison, compare, wire_bytes
 from meshwright.verify.expected import Expected
-from meshwright.verify.hlo import Collective
 
 MESH = {"data": 2, "fsdp": 4, "tensor": 2}
 ELEMENTS = 1 << 20

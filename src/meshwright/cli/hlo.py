@@ -33,7 +33,7 @@ def command(
     as_json: bool,
 ) -> None:
     """Read the compiled program in FILE: HLO text, a folder that XLA dumped into, or StableHLO."""
-    from meshwright.verify.hlo_files import StableHlo, hlo_file, read_hlo
+    from meshwright.hlo.files import StableHlo, hlo_file, read_hlo
 
     if picture and not op:
         raise InputError("--picture draws one instruction. Name it with --op.")
@@ -75,8 +75,7 @@ def _stable(path: Path, read: Any, as_json: bool) -> dict[str, Any]:
 
 def _explained(module: Any, name: str, picture: Path | None, as_json: bool) -> dict[str, Any]:
     from meshwright.cli.hlo_text import print_place
-    from meshwright.verify.hlo_shapes import parse_shapes
-    from meshwright.verify.hlo_words import explain
+    from meshwright.hlo.words import explain
 
     one = module.find(name)
     if one is None:
@@ -90,7 +89,7 @@ def _explained(module: Any, name: str, picture: Path | None, as_json: bool) -> d
         "step": str(one.label) if one.label else None,
         "source": [str(frame) for frame in module.source(one)],
         "operands": list(one.operands),
-        "shapes": [_shape(shape) for shape in parse_shapes(one.shape)],
+        "shapes": [_shape(shape) for shape in one.shapes],
         "facts": [list(fact) for fact in explained.facts],
     }
     if not as_json:
@@ -120,18 +119,17 @@ def _shape(shape: Any) -> dict[str, Any]:
 
 def _one_shape(one: Any) -> Any:
     """The array that a picture shows: the result, or the largest of a tuple."""
-    from meshwright.verify.hlo_shapes import parse_shapes
 
-    shapes = parse_shapes(one.shape)
+    shapes = one.shapes
     if not shapes:
         raise InputError(f"{one.name} makes no array to draw. Choose another instruction.")
     return max(shapes, key=lambda shape: shape.padded_bytes)
 
 
 def _drawn(module: Any, path: Path, computation: str | None, block: str | None) -> dict[str, Any]:
+    from meshwright.hlo.graph import block_graphs, computation_graph
     from meshwright.report.figure import save
     from meshwright.report.hlo_graph import graph_figure
-    from meshwright.verify.hlo_graph import block_graphs, computation_graph
 
     graphs = [computation_graph(module, computation)] if computation else block_graphs(module, block)
     what = block or ("its loops" if len(graphs) > 1 else "one computation")
@@ -147,7 +145,7 @@ def _drawn(module: Any, path: Path, computation: str | None, block: str | None) 
 
 def _summary(path: Path, module: Any, mesh_text: str | None, top: int, as_json: bool) -> dict[str, Any]:
     from meshwright.cli.hlo_text import print_summary, summary
-    from meshwright.verify.hlo_files import holds_entry
+    from meshwright.hlo.files import holds_entry
 
     found = {**summary(module, mesh_text), "whole": holds_entry(path)}
     if not as_json:

@@ -11,11 +11,11 @@ from meshwright.algebra.notation import parse_mesh
 from meshwright.cli.output import print_fact, print_table, width
 from meshwright.core.errors import InputError
 from meshwright.core.units import format_bytes
-from meshwright.verify.hlo import module_collectives
-from meshwright.verify.hlo_layout import largest, paddings, relayouts
-from meshwright.verify.hlo_loops import loops
-from meshwright.verify.hlo_module import Module
-from meshwright.verify.hlo_summary import CollectiveRow, collective_rows
+from meshwright.hlo.collectives import module_collectives
+from meshwright.hlo.layout import largest, paddings, relayouts
+from meshwright.hlo.loops import loops
+from meshwright.hlo.module import Module
+from meshwright.hlo.summary import CollectiveRow, collective_rows
 
 MIN_PADDED_BYTES = 10_000
 """Arrays below it, single numbers above all, are left out of the table of padding."""

@@ -27,7 +27,7 @@ from meshwright.cost.train_step import PricedStrategy, price_strategy
 from meshwright.measure.profile_classes import OUTSIDE, Facts
 from meshwright.measure.profile_compare import label_text
 from meshwright.measure.profile_events import STEP, load_trace, newest_trace
-from meshwright.measure.profile_hlo import parse_module
+from meshwright.measure.profile_hlo import parse_program
 from meshwright.measure.profile_run import random_rows, traced
 from meshwright.measure.profile_shared import shared_seconds
 from meshwright.parallel.train_step import TrainStep
@@ -129,7 +129,7 @@ class Running:
         self.state = step.init(0)
         self.batch = step.place(random_rows(step, job, seed=0))
         self.compiled = step.compile.lower(self.state, self.batch).compile()
-        self.facts = Facts(parse_module(self.compiled.as_text() or ""), ridge=1.0)
+        self.facts = Facts(parse_program(self.compiled.as_text() or ""), ridge=1.0)
         self.steps: list[dict[str, float]] = []
         self.gaps_s: list[float] = []
         self.traced_s: list[float] = []
@@ -153,7 +153,7 @@ class Running:
             for one in range(STEPS_A_ROUND):
                 with jax.profiler.TraceAnnotation(STEP, step=one):
                     self._run()
-        trace = load_trace(newest_trace(folder), self.facts.module)
+        trace = load_trace(newest_trace(folder), self.facts.program)
         for window in trace.windows:
             spent = shared_seconds(msgspec.structs.replace(trace, windows=(window,)), self.facts)
             self.traced_s.append(window.end_s - window.start_s)

@@ -12,7 +12,7 @@ from meshwright.measure.profile_advice import Advice, Case, advise
 from meshwright.measure.profile_classes import Facts
 from meshwright.measure.profile_compare import Comparison, ProductRow, compare, predicted_steps
 from meshwright.measure.profile_events import Platform, Trace, load_trace
-from meshwright.measure.profile_hlo import load_module
+from meshwright.measure.profile_hlo import load_program
 from meshwright.measure.profile_memory import MemoryProfile, temporary_owners
 from meshwright.measure.profile_run import Recording
 from meshwright.measure.profile_times import Times, measure_times
@@ -89,12 +89,12 @@ def analyse(plan: Plan, trace: Path, hlo: Path, recording: Recording | None = No
 
     Raises InputError for files that cannot be read, or are of different programs.
     """
-    module = load_module(hlo)
-    events = load_trace(trace, module)
+    program = load_program(hlo)
+    events = load_trace(trace, program)
     model, job, strategy, rates = plan.model, plan.job, plan.strategy, plan.calibration
     priced = price_strategy(model, plan.cluster, job, strategy, calibration=rates)
     chip = priced.rates.chip
-    facts = Facts(module, ridge=float(chip.matmul_flops_per_s) / float(chip.hbm_bytes_per_s))
+    facts = Facts(program, ridge=float(chip.matmul_flops_per_s) / float(chip.hbm_bytes_per_s))
     times = measure_times(events, facts)
     comparison = compare(events, facts, times, priced)
     profiled_s = times.mean.total_s
@@ -128,7 +128,7 @@ def analyse(plan: Plan, trace: Path, hlo: Path, recording: Recording | None = No
         times=times,
         comparison=comparison,
         advice=advise(case),
-        memory=recording.memory if recording else _memory_of(module),
+        memory=recording.memory if recording else _memory_of(program),
         predicted_memory={name: float(b) for name, b in estimate.memory.items() if b},
         notes=(
             *_trace_notes(events, times, num_devices=plan.cluster.num_chips),
@@ -140,8 +140,8 @@ def analyse(plan: Plan, trace: Path, hlo: Path, recording: Recording | None = No
     return Analysed(profile=profile, trace=events, facts=facts, priced=priced)
 
 
-def _memory_of(module: Any) -> MemoryProfile:
-    owners, live = temporary_owners(module)
+def _memory_of(program: Any) -> MemoryProfile:
+    owners, live = temporary_owners(program)
     return MemoryProfile(counted="device", owners=tuple(owners[:12]), live_bytes=live)
 
 

@@ -9,7 +9,9 @@ import msgspec
 
 from meshwright.algebra.labels import StepLabel
 from meshwright.algebra.steps import COLLECTIVE_MATMUL, COLLECTIVES
-from meshwright.measure.profile_hlo import CONTAINERS, Instruction, Module
+from meshwright.hlo.module import Instruction
+from meshwright.hlo.products import is_product
+from meshwright.measure.profile_hlo import CONTAINERS, Program, is_collective
 
 OpClass = Literal[
     "contraction", "attention", "normalisation", "elementwise", "embedding", "optimizer", "collective", "copy"
@@ -69,8 +71,8 @@ class Facts:
     ``ridge`` is the FLOPs per byte from which a chip computes for longer than it moves bytes.
     """
 
-    def __init__(self, module: Module, *, ridge: float) -> None:
-        self.module, self.ridge = module, ridge
+    def __init__(self, program: Program, *, ridge: float) -> None:
+        self.program, self.ridge = program, ridge
         self._known: dict[str, Fact] = {}
 
     def of(self, name: str) -> Fact:
@@ -81,24 +83,25 @@ class Facts:
 
     def is_work(self, name: str) -> bool:
         """Whether an event of the instruction is its own work, not that of others which it runs."""
-        return self.module.instructions[name].opcode not in CONTAINERS
+        return self.program.instructions[name].opcode not in CONTAINERS
 
     @cached_property
     def products(self) -> Mapping[str, tuple[Instruction, ...]]:
         """Matrix products by the instruction that runs them."""
-        inner = {c for one in self._all if one.opcode not in CONTAINERS for c in one.called}
-        outer = (one for name, body in self.module.computations.items() if name not in inner for one in body)
-        found = {one.name: self.module.products(one.name) for one in outer if one.opcode not in CONTAINERS}
+        inner = {c for one in self._all if one.opcode not in CONTAINERS for _, c in one.called}
+        bodies = self.program.module.computations.items()
+        outer = (one for name, body in bodies if name not in inner for one in body.instructions)
+        found = {one.name: self.program.products(one.name) for one in outer if one.opcode not in CONTAINERS}
         return {name: products for name, products in found.items() if products}
 
     @property
     def _all(self) -> tuple[Instruction, ...]:
-        return tuple(self.module.instructions.values())
+        return tuple(self.program.instructions.values())
 
     def _make(self, name: str) -> Fact:
-        one, label = self.module.instructions[name], self.module.label(name)
-        flops, moved = self.module.flops(name), self.module.hbm_bytes(name)
-        kind = _class_of(one, label, self.module)
+        one, label = self.program.instructions[name], self.program.label(name)
+        flops, moved = self.program.flops(name), self.program.hbm_bytes(name)
+        kind = _class_of(one, label, self.program)
         bound: Bound = "memory"
         if kind == "collective":
             bound = "communication"
@@ -108,16 +111,16 @@ class Facts:
         return Fact(name=name, label=label, kind=kind, bound=bound, flops=flops, hbm_bytes=moved, source=source)
 
 
-def _class_of(one: Instruction, label: StepLabel | None, module: Module) -> OpClass:
+def _class_of(one: Instruction, label: StepLabel | None, program: Program) -> OpClass:
     """The class by what the instruction does where that is plain, else by the derived step that it belongs to."""
-    if one.is_collective:
+    if is_collective(one):
         return "collective"
     kind = class_of_op(label.op) if label else "elementwise"
     if kind in ("attention", "optimizer"):
         return kind
-    if any(inner.is_product for inner in module.inside(one)):
+    if any(is_product(inner) for inner in program.inside(one)):
         return "contraction"
-    if _only_moves(one, module):
+    if _only_moves(one, program):
         return "copy"
     if one.opcode in ("gather", "scatter"):
         return "embedding"
@@ -143,12 +146,12 @@ def class_of_op(op: str) -> OpClass:
     return "embedding" if base in _LOOKUPS else "elementwise"
 
 
-def _only_moves(one: Instruction, module: Module) -> bool:
+def _only_moves(one: Instruction, program: Program) -> bool:
     """Whether an instruction puts arrays elsewhere and computes nothing on them."""
-    for inner in module.inside(one):
+    for inner in program.inside(one):
         if inner.opcode in _MOVES or (inner is one and inner.opcode == "fusion"):
             continue
-        scalar = all(shape.elements == 1 for shape in inner.shapes)
+        scalar = all(shape.num_elements == 1 for shape in inner.shapes)
         if not (scalar and inner.opcode in _PLACES):
             return False
     return True

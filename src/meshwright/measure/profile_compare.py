@@ -9,9 +9,10 @@ from meshwright.algebra.labels import OPTIMIZER, label_of
 from meshwright.algebra.steps import Step
 from meshwright.cost.step_costs import StepCost
 from meshwright.cost.train_step import PricedStrategy
+from meshwright.hlo.products import precision, product_flops
+from meshwright.hlo.shapes import Shape
 from meshwright.measure.profile_classes import CLASSES, Fact, Facts, OpClass, class_of_op, part_of
 from meshwright.measure.profile_events import Trace
-from meshwright.measure.profile_hlo import Instruction, Shape
 from meshwright.measure.profile_shared import shared_seconds
 from meshwright.measure.profile_times import Partition, Times
 
@@ -289,9 +290,9 @@ def _float32(times: Times, facts: Facts) -> tuple[ProductRow, ...]:
                     name=op.name,
                     step=facts.of(op.name).step,
                     operands=" x ".join(f"[{','.join(map(str, shape.dims))}]" for shape in shapes if shape),
-                    precision=product.precision,
+                    precision=precision(product),
                     count=op.count,
-                    flops=op.count * facts.module.product_flops(product),
+                    flops=float(op.count * product_flops(product, facts.program.instructions)),
                     seconds=op.own_s,
                 )
             )
@@ -299,5 +300,5 @@ def _float32(times: Times, facts: Facts) -> tuple[ProductRow, ...]:
 
 
 def _shape_of(name: str, facts: Facts) -> Shape | None:
-    one: Instruction | None = facts.module.instructions.get(name)
+    one = facts.program.instructions.get(name)
     return one.shapes[0] if one and one.shapes else None

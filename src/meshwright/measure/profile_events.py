@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from meshwright.core.errors import InputError
-from meshwright.measure.profile_hlo import Module
+from meshwright.measure.profile_hlo import Program, is_collective
 
 Platform = Literal["cpu", "gpu", "tpu"]
 
@@ -92,7 +92,7 @@ def newest_trace(folder: Path) -> Path:
     return found[-1]
 
 
-def load_trace(path: Path, module: Module) -> Trace:
+def load_trace(path: Path, program: Program) -> Trace:
     """The events of a program in a trace. Raises InputError where it cannot be read, or holds none of the program."""
     from jax.profiler import ProfileData
 
@@ -105,17 +105,17 @@ def load_trace(path: Path, module: Module) -> Trace:
         raise InputError(
             f"{path} is not a trace of the profiler. Give a file *{SUFFIX} of jax.profiler.trace."
         ) from error
-    return read_trace(planes, module, source=str(path))
+    return read_trace(planes, program, source=str(path))
 
 
-def read_trace(planes: Sequence[Any], module: Module, *, source: str) -> Trace:
+def read_trace(planes: Sequence[Any], program: Program, *, source: str) -> Trace:
     """The same of planes, which have names and lines of events."""
     devices = [(match, plane) for plane in planes if (match := _DEVICE.match(plane.name))]
     hosts = [plane for plane in planes if plane.name.startswith("/host:CPU")]
-    host = _Host(module)
+    host = _Host(program)
     if devices:
         platform: Platform = "gpu" if devices[0][0][1] == "GPU" else "tpu"
-        reader = _Device(platform, module)
+        reader = _Device(platform, program)
         for match, plane in devices:
             reader.read(plane, int(match[2]))
         events, unnamed = reader.events, reader.unnamed_s
@@ -126,7 +126,7 @@ def read_trace(planes: Sequence[Any], module: Module, *, source: str) -> Trace:
         events = host.events
     if not events:
         raise InputError(
-            f"{source} has no event of the program {module.name!r}. Give the text of the program that was traced."
+            f"{source} has no event of the program {program.name!r}. Give the text of the program that was traced."
         )
     windows, how = host.windows(events)
     return Trace(
@@ -142,8 +142,8 @@ def read_trace(planes: Sequence[Any], module: Module, *, source: str) -> Trace:
 class _Device:
     """What the lines of accelerators say."""
 
-    def __init__(self, platform: Platform, module: Module) -> None:
-        self.platform, self.module = platform, module
+    def __init__(self, platform: Platform, program: Program) -> None:
+        self.platform, self.program = platform, program
         self.events: list[OpEvent] = []
         self.unnamed_s = 0.0
 
@@ -165,8 +165,8 @@ class _Device:
         """The instruction: what the event says, its name up to the equals sign, or that of its kernel; else empty."""
         said = next((str(value) for name, value in event.stats if name == "hlo_op"), "")
         name = event.name.split(" = ")[0].strip().lstrip("%")
-        for known in (said, name, self.module.by_kernel.get(name, "")):
-            if known in self.module.instructions:
+        for known in (said, name, self.program.by_kernel.get(name, "")):
+            if known in self.program.instructions:
                 return known
         return ""
 
@@ -174,8 +174,8 @@ class _Device:
 class _Host:
     """What the threads of the host say: steps, and on CPU the instructions."""
 
-    def __init__(self, module: Module) -> None:
-        self.module = module
+    def __init__(self, program: Program) -> None:
+        self.program = program
         self.events: list[OpEvent] = []
         self.by_thread = False
         self.steps: list[Window] = []
@@ -196,19 +196,19 @@ class _Host:
                     self.marks.append(window.end_s)
                 elif name.startswith(_WAITS):
                     waits.append(window)
-                elif ops and name in self.module.instructions:
+                elif ops and name in self.program.instructions:
                     self._add(event, window, f"{line.name.split('/')[0]} {number}", number, found)
             self.events += _with_waits(found, waits)
 
     def _add(self, event: Any, window: Window, lane: str, number: int, found: list[tuple[OpEvent, bool]]) -> None:
         """An event of an instruction of the program itself, not of another one with the same name in it."""
         stats = dict(event.stats)
-        if "hlo_op" not in stats or stats.get("hlo_module", self.module.name) != self.module.name:
+        if "hlo_op" not in stats or stats.get("hlo_module", self.program.name) != self.program.name:
             return
         device = stats.get("device_ordinal")
         self.by_thread |= device is None
         one = OpEvent(event.name, int(number if device is None else device), lane, *window)
-        found.append((one, self.module.instructions[event.name].is_collective))
+        found.append((one, is_collective(self.program.instructions[event.name])))
         if "run_id" in stats:
             ends = self.runs.setdefault(int(stats["run_id"]), [one.start_s, one.end_s])
             ends[:] = [min(ends[0], one.start_s), max(ends[1], one.end_s)]

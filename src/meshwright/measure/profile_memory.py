@@ -13,7 +13,8 @@ from typing import Any, Literal, NamedTuple, Self
 import jax
 import msgspec
 
-from meshwright.measure.profile_hlo import CONTAINERS, Instruction, Module
+from meshwright.hlo.module import Instruction
+from meshwright.measure.profile_hlo import CONTAINERS, Program, result_bytes
 
 EVERY_S = 0.01
 MAX_OWNERS = 12
@@ -144,17 +145,17 @@ def _path(path: Sequence[Any]) -> str:
     return ".".join(str(key) for key in keys)
 
 
-def temporary_owners(module: Module) -> tuple[list[Owner], float]:
+def temporary_owners(program: Program) -> tuple[list[Owner], float]:
     """Temporaries that live at the fullest place of the schedule, added up by derived step, and their sum.
 
     An array lives from the instruction that makes it to the last one that reads it, or something that shares its place;
     a loop needs the most of its turns on top. Parameters are the state and count nothing here.
     """
-    live = _Schedule(module).peak(module.entry)
+    live = _Schedule(program).peak(program.module.entry)
     sums: dict[str, float] = {}
     for name, size in live.items():
-        label = module.label(name)
-        known = str(label) if label else _unlabelled(module.instructions[name])
+        label = program.label(name)
+        known = str(label) if label else _unlabelled(program.instructions[name])
         sums[known] = sums.get(known, 0.0) + size
     owners = [Owner(name=name, kind="temporary", num_bytes=size) for name, size in sums.items()]
     return sorted(owners, key=lambda owner: -owner.num_bytes), sum(live.values())
@@ -169,15 +170,15 @@ def _unlabelled(one: Instruction) -> str:
 class _Schedule:
     """Computations in the order in which the compiler runs them, and what lives at the fullest place of each."""
 
-    def __init__(self, module: Module) -> None:
-        self.module = module
+    def __init__(self, program: Program) -> None:
+        self.program = program
         self._known: dict[str, dict[str, float]] = {}
 
     def peak(self, computation: str) -> dict[str, float]:
         """Instruction -> bytes of its result, of those that live when most bytes do."""
         if computation not in self._known:
             self._known[computation] = {}  # a computation never calls itself
-            self._known[computation] = self._find(self.module.computations.get(computation, ()))
+            self._known[computation] = self._find(self.program.module.computations[computation].instructions)
         return self._known[computation]
 
     def _find(self, body: Sequence[Instruction]) -> dict[str, float]:
@@ -192,7 +193,7 @@ class _Schedule:
         best: dict[str, float] = {}
         for number, one in enumerate(body):
             if roots[one.name] == {one.name}:
-                live[one.name] = sum(shape.num_bytes for shape in one.shapes)
+                live[one.name] = result_bytes(one)
             inner = max((self.peak(c) for c in self._run_by(one)), key=lambda p: sum(p.values()), default={})
             if sum(live.values()) + sum(inner.values()) > sum(best.values()):
                 best = {**live, **inner}
@@ -216,8 +217,9 @@ class _Schedule:
         """Whether a result is written over an operand: updates of a slice, and fusions that end in one."""
         if one.opcode == "dynamic-update-slice":
             return True
-        inner = [i for called in one.called for i in self.module.computations.get(called, ())]
-        return one.opcode == "fusion" and any(i.is_root and i.opcode == "dynamic-update-slice" for i in inner)
+        inner = self.program.called(one) if one.opcode == "fusion" else ()
+        return any(i.is_root and i.opcode == "dynamic-update-slice" for i in inner)
 
     def _run_by(self, one: Instruction) -> tuple[str, ...]:
-        return one.called if one.opcode in CONTAINERS else ()
+        known = self.program.module.computations
+        return tuple(name for _, name in one.called if name in known) if one.opcode in CONTAINERS else ()

@@ -14,7 +14,7 @@ import numpy as np
 from meshwright.core.errors import InputError
 from meshwright.core.host_memory import keep_freed_memory
 from meshwright.measure.profile_events import STEP, STEP_END, newest_trace
-from meshwright.measure.profile_hlo import Module, parse_module
+from meshwright.measure.profile_hlo import Program, parse_program
 from meshwright.measure.profile_memory import MAX_OWNERS, MemoryProfile, Owner, Sampler, state_owners, temporary_owners
 from meshwright.parallel.train_step import State, TrainStep
 from meshwright.spec.job import Job
@@ -214,7 +214,7 @@ def _mark_end(number: int) -> None:
 
 def memory_profile(step: TrainStep, job: Job, compiled: Any, sampler: Sampler) -> MemoryProfile:
     """The samples, and who owns the peak of one device."""
-    owners, live = owners_of(step, job, parse_module(compiled.as_text() or ""))
+    owners, live = owners_of(step, job, parse_program(compiled.as_text() or ""))
     analysis = compiled.memory_analysis()
     return MemoryProfile(
         counted=sampler.counted,
@@ -227,12 +227,12 @@ def memory_profile(step: TrainStep, job: Job, compiled: Any, sampler: Sampler) -
     )
 
 
-def owners_of(step: TrainStep, job: Job, module: Module) -> tuple[tuple[Owner, ...], float]:
+def owners_of(step: TrainStep, job: Job, program: Program) -> tuple[tuple[Owner, ...], float]:
     """The largest owners of a device's bytes, and the bytes of temporaries that live at once."""
     shapes, places = step.param_shapes, step.state_shardings
     optimizer = jax.eval_shape(step.optimizer.init, shapes)
     batch = step.batch_shapes(job.batch_seqs, job.seq_len)
-    temporary, live = temporary_owners(module)
+    temporary, live = temporary_owners(program)
     every = [
         *state_owners(shapes, places.params, "weights"),
         *state_owners(optimizer, places.opt_state, "optimizer"),

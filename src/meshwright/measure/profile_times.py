@@ -266,7 +266,7 @@ def in_flight(events: Sequence[OpEvent], facts: Facts, platform: Literal["cpu", 
     sent = [event for event in events if facts.of(event.op).bound == "communication"]
     if platform != "tpu":
         return [(event.start_s, event.end_s) for event in sent]
-    instructions = facts.module.instructions
+    instructions = facts.program.instructions
     begun: dict[str, float] = {}
     found = []
     for event in sorted(sent, key=lambda event: event.start_s):

@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
+from meshwright.hlo.graph import Graph
 from meshwright.report.figure import INK, MUTED, Spec, headline, themed
-from meshwright.verify.hlo_graph import Graph
 
 COLORS = {
     "collective": "#F4C766",

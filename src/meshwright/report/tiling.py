@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 from meshwright.core.errors import InputError
 from meshwright.core.units import format_bytes
+from meshwright.hlo.layout import layout_text, tile_offset
+from meshwright.hlo.shapes import Shape
 from meshwright.report.figure import INK, MUTED, Spec, headline, themed
-from meshwright.verify.hlo_layout import layout_text, tile_offset
-from meshwright.verify.hlo_shapes import Shape
 
 MAX_TILES = (6, 6)
 """Tiles drawn down and across; those in between are left out, the last ones, which may be padded, are not."""

@@ -12,9 +12,9 @@ from collections.abc import Iterable, Mapping
 import msgspec
 
 from meshwright.algebra.labels import OPTIMIZER, StepLabel
+from meshwright.hlo.collectives import Collective
+from meshwright.hlo.shapes import ELEMENT_BITS, parse_shapes
 from meshwright.verify.expected import Expected, active_axes
-from meshwright.verify.hlo import Collective
-from meshwright.verify.hlo_shapes import ELEMENT_BITS, parse_shapes
 
 CLASSES: dict[str, str] = {
     "windowed matmul": "gathers and scatters cut into permutes that run beside the blocks of a product",

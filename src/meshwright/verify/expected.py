@@ -15,7 +15,7 @@ from meshwright.algebra.weight_gradients import counts_of, meetings
 class Expected(msgspec.Struct, frozen=True, kw_only=True):
     """One derived collective: it moves ``num_arrays`` arrays in one step, together ``full_bytes``, over ``axes``.
 
-    Bytes are of the whole array on the group, as `verify.hlo.Collective` has them; ``element_bytes`` are one element's.
+    Bytes are of the whole array on the group, as those of a `Collective` are; ``element_bytes`` are one element's.
     """
 
     label: StepLabel

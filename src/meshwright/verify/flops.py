@@ -3,19 +3,15 @@
 Kernels of attention and other custom calls state no products: attention is left out on both sides.
 """
 
-import math
-import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 
 import msgspec
 
 from meshwright.algebra.labels import StepLabel
-from meshwright.verify.hlo_loops import runs_at_most_once, trip_count
-from meshwright.verify.hlo_module import Instruction, Module, parse_module
-from meshwright.verify.hlo_shapes import parse_shapes
-
-_CONTRACTED = re.compile(r"lhs_contracting_dims=\{([0-9,]*)\}")
+from meshwright.hlo.loops import runs_at_most_once, trip_count
+from meshwright.hlo.module import Instruction, Module, parse_module
+from meshwright.hlo.products import product_flops
 
 TOLERANCE = 0.02
 """Differences up to this share are none."""
@@ -101,7 +97,7 @@ class _Count:
             computation, found = self.module.computations[name], Counter[tuple[Label, bool]]()
             for one in computation.instructions:
                 if one.opcode == "dot":
-                    found[one.label, False] += dot_flops(one, computation.by_name)
+                    found[one.label, False] += product_flops(one, computation.by_name)
                 for role, called in one.called:
                     if role != "condition" and called in self.module.computations:
                         self._add(found, one, self.of(called))
@@ -126,11 +122,3 @@ class _Count:
             return trip_count(self.module, loop)
         except ValueError:
             return None
-
-
-def dot_flops(dot: Instruction, operands: Mapping[str, Instruction]) -> int:
-    """2 x elements of the result x size of what is summed."""
-    left = parse_shapes(operands[dot.operands[0]].shape)[0]
-    match = _CONTRACTED.search(dot.attributes)
-    dims = [int(dim) for dim in match[1].split(",") if dim] if match else []
-    return 2 * math.prod(parse_shapes(dot.shape)[0].dims) * math.prod(left.dims[dim] for dim in dims)

@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from meshwright.verify.hlo_layout import changes_layout, executed, largest, layout_text, paddings, relayouts
-from meshwright.verify.hlo_module import Module, parse_module
-from meshwright.verify.hlo_shapes import parse_shapes
+from meshwright.hlo.layout import changes_layout, executed, largest, layout_text, paddings, relayouts
+from meshwright.hlo.module import Module, parse_module
+from meshwright.hlo.shapes import parse_shapes
 
 DATA = Path(__file__).parents[1] / "data" / "hlo"
 

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.verify.hlo_module import parse_module
-from meshwright.verify.hlo_shapes import parse_shapes
-from meshwright.verify.hlo_words import explain, layout_facts, order_words, padding_words, space_words, tile_words
+from meshwright.hlo.module import parse_module
+from meshwright.hlo.shapes import parse_shapes
+from meshwright.hlo.words import explain, layout_facts, order_words, padding_words, space_words, tile_words
 
 DATA = Path(__file__).parents[1] / "data" / "hlo"
 

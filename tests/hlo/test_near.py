@@ -1,6 +1,6 @@
 """Collectives that lost their label, and one whose pieces lie on both sides of a loop: as TPU programs have them."""
 
-from meshwright.verify.hlo import collectives
+from meshwright.hlo.collectives import collectives
 
 PIECE = (
     "all-gather(%s), channel_id=7, replica_groups={{0,1},{2,3}}, dimensions={0}, "

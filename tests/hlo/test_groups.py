@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from meshwright.verify.hlo_groups import axes_of, group_size, permute_pairs, replica_groups, slice_groups
+from meshwright.hlo.groups import axes_of, group_size, permute_pairs, replica_groups, slice_groups
 
 
 def as_sets(groups) -> set[frozenset[int]]:

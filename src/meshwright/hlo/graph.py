@@ -11,18 +11,17 @@ import msgspec
 from meshwright.algebra.labels import StepLabel, find_label
 from meshwright.algebra.steps import COLLECTIVES
 from meshwright.core.errors import InputError, nearest
-from meshwright.verify.hlo import KINDS
-from meshwright.verify.hlo_layout import executed
-from meshwright.verify.hlo_loops import times_run
-from meshwright.verify.hlo_module import Computation, Instruction, Module
-from meshwright.verify.hlo_shapes import parse_shapes
+from meshwright.hlo.collectives import KINDS
+from meshwright.hlo.layout import executed
+from meshwright.hlo.loops import times_run
+from meshwright.hlo.module import Computation, Instruction, Module
+from meshwright.hlo.products import is_product
+from meshwright.hlo.shapes import parse_shapes
 
 NodeKind = Literal["collective", "matmul", "attention", "loop", "other"]
 
 _CHAIN = re.compile(r'\bchain_id="(\d+)"')
-_TARGET = re.compile(r'custom_call_target="([^"]*)"')
 _ENDS = ("AsyncCollectiveStart", "AsyncCollectiveDone")
-_MATMUL_CALLS = re.compile(r"gemm|matmul|cublas\$lt", re.IGNORECASE)
 _ATTENTION = re.compile(r"attention|fmha|splash", re.IGNORECASE)
 _QUIET_CALLS = ("AllocateBuffer", "Sharding", "AssumeGatherIndicesInBound", "ConcatBitcast")
 _STRENGTH: tuple[NodeKind, ...] = ("collective", "attention", "matmul", "loop", "other")
@@ -226,14 +225,13 @@ def _kind(module: Module, one: Instruction) -> NodeKind:
         return "collective"
     if one.opcode == "send" and "megascale" in one.attributes:
         return "collective"
-    target = _TARGET.search(one.attributes) if one.opcode == "custom-call" else None
-    label = one.label
-    named = label.op if label else target[1] if target else ""
+    target, label = one.target, one.label
+    named = label.op if label else target
     if _ATTENTION.search(named) or (target and _ATTENTION.search(one.op_name)):
         return "attention"
-    if target and target[1] in _QUIET_CALLS:
+    if target in _QUIET_CALLS:
         return "other"
-    if _multiplies(module, one) or (target and _MATMUL_CALLS.search(target[1])):
+    if _multiplies(module, one):
         return "matmul"
     if label and label.op in COLLECTIVES:
         # what takes its part out of one collective for several arrays
@@ -242,7 +240,7 @@ def _kind(module: Module, one: Instruction) -> NodeKind:
 
 
 def _multiplies(module: Module, one: Instruction) -> bool:
-    if one.opcode in ("dot", "convolution"):
+    if is_product(one):
         return True
     return one.opcode == "fusion" and any(_multiplies(module, inner) for inner in _inside(module, one))
 
@@ -253,7 +251,7 @@ def _plain_text(module: Module, one: Instruction, kind: NodeKind) -> str:
     name = (inner or one).opcode.removesuffix("-start").replace("-", "_")
     if inner is not None and any(called.startswith("all-reduce-scatter") for _, called in one.called):
         name = "reduce_scatter"
-    shapes = parse_shapes((inner or one).shape) or parse_shapes("f32[]")
+    shapes = (inner or one).shapes or parse_shapes("f32[]")
     # A fusion beside a collective makes its own result first and hands the collective's buffers on behind it.
     shown = shapes[0] if _overlapped(module, one) else max(shapes, key=lambda shape: shape.num_bytes)
     words = {"matmul": "matmul", "attention": "attention", "loop": "loop", "collective": name, "other": name}

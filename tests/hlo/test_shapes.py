@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from meshwright.verify.hlo_layout import tile_offset
-from meshwright.verify.hlo_shapes import parse_shapes, shape_bytes
+from meshwright.hlo.layout import tile_offset
+from meshwright.hlo.shapes import parse_shapes, shape_bytes
 
 BUFFERS = Path(__file__).parents[1] / "data" / "hlo" / "v5e_buffers.txt"
 

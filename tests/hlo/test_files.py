@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from meshwright.core.errors import InputError
-from meshwright.verify.hlo_files import StableHlo, hlo_file, read_hlo
-from meshwright.verify.hlo_module import Module
+from meshwright.hlo.files import StableHlo, hlo_file, read_hlo
+from meshwright.hlo.module import Module
 
 DATA = Path(__file__).parents[1] / "data" / "hlo"
 STABLE = """module @jit_step attributes {mhlo.num_partitions = 8 : i32} {

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from meshwright.core.errors import InputError
-from meshwright.verify.hlo_graph import Graph, block_graphs, computation_graph
-from meshwright.verify.hlo_module import Module, parse_module
+from meshwright.hlo.graph import Graph, block_graphs, computation_graph
+from meshwright.hlo.module import Module, parse_module
 
 DATA = Path(__file__).parents[1] / "data" / "hlo"
 

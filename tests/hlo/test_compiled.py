@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.verify.hlo import Collective, collectives, module_collectives
-from meshwright.verify.hlo_loops import loops
-from meshwright.verify.hlo_module import Module, parse_module
+from meshwright.hlo.collectives import Collective, collectives, module_collectives
+from meshwright.hlo.loops import loops
+from meshwright.hlo.module import Module, parse_module
 
 DATA = Path(__file__).parents[1] / "data" / "hlo"
 FSDP_TENSOR_16 = {"fsdp": 4, "tensor": 4}

@@ -7,7 +7,8 @@ from functools import cached_property
 import msgspec
 
 from meshwright.algebra.labels import StepLabel, find_label
-from meshwright.verify.hlo_frames import Frame, Frames, read_frames
+from meshwright.hlo.frames import Frame, Frames, read_frames
+from meshwright.hlo.shapes import Shape, parse_shapes
 
 _COMPUTATION = re.compile(r"^(ENTRY\s+)?%?([\w.\-]+)\s*(?:\(.*\)\s*->.*)?\{\s*$")
 _END = re.compile(r"^\s*\}(, execution_thread=.*)?\s*$")
@@ -23,6 +24,7 @@ _CALLED = re.compile(
     r"\b(body|condition|calls|to_apply|branch_computations|called_computations|true_computation|false_computation)="
     r"(\{[^}]*\}|%?[\w.\-]+)"
 )
+_TARGET = re.compile(r'\bcustom_call_target="([^"]*)"')
 _NAMES = re.compile(r"[\w.\-]+")
 _OF_HEADER = re.compile(r"\b(num_partitions|replica_count)=(\d+)")
 
@@ -56,7 +58,7 @@ class Instruction(msgspec.Struct, frozen=True, dict=True):
         found = _OP_NAME.search(self.attributes)
         return found[1].replace('\\"', '"') if found else ""
 
-    @property
+    @cached_property
     def label(self) -> StepLabel | None:
         """The derived step that it belongs to."""
         return find_label(self.op_name)
@@ -67,6 +69,17 @@ class Instruction(msgspec.Struct, frozen=True, dict=True):
         return self.attribute("backend_config")
 
     @property
+    def target(self) -> str:
+        """The library or the kernel that a custom call goes to; the empty text for others."""
+        found = _TARGET.search(self.attributes) if self.opcode == "custom-call" else None
+        return found[1] if found else ""
+
+    @cached_property
+    def shapes(self) -> tuple[Shape, ...]:
+        """The arrays of the result."""
+        return parse_shapes(self.shape)
+
+    @cached_property
     def called(self) -> tuple[tuple[str, str], ...]:
         """(role, computation) for each computation that it calls: a loop's body and condition, a fusion's ``calls``."""
         found = _CALLED.findall(self.attributes)

@@ -8,11 +8,11 @@ from collections.abc import Iterator, Mapping
 import msgspec
 
 from meshwright.algebra.labels import StepLabel, find_label
-from meshwright.verify.hlo_groups import Groups, axes_of, group_size, permute_pairs, replica_groups, slice_groups
-from meshwright.verify.hlo_loops import runs_at_most_once, trip_count
-from meshwright.verify.hlo_module import Instruction, Module, parse_module
-from meshwright.verify.hlo_near import ending, nearest_step
-from meshwright.verify.hlo_shapes import parse_shapes, shape_bytes
+from meshwright.hlo.groups import Groups, axes_of, group_size, permute_pairs, replica_groups, slice_groups
+from meshwright.hlo.loops import runs_at_most_once, trip_count
+from meshwright.hlo.module import Instruction, Module, parse_module
+from meshwright.hlo.near import ending, nearest_step
+from meshwright.hlo.shapes import parse_shapes, shape_bytes
 
 KINDS = {
     "all-gather": "all_gather",
@@ -237,7 +237,7 @@ class _Walk:
         meeting = _MEETING.search(send.attributes)
         for one in self.module.computations[send.computation].instructions:
             if meeting and one.opcode == "recv" and meeting[0] in one.attributes:
-                return parse_shapes(one.shape)[0].num_bytes
+                return one.shapes[0].num_bytes
         return 0
 
     def is_windowed(self, one: Instruction) -> bool:

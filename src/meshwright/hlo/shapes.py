@@ -2,6 +2,7 @@
 
 import math
 import re
+from functools import lru_cache
 
 import msgspec
 
@@ -83,6 +84,7 @@ class Shape(msgspec.Struct, frozen=True):
         return f"{self.dtype}[{','.join(map(str, self.dims))}]"
 
 
+@lru_cache(maxsize=4096)  # a program writes the same shapes again and again
 def parse_shapes(text: str) -> tuple[Shape, ...]:
     """The arrays of a shape such as ``f32[2,16]{1,0:T(8,128)}``, or of all the shapes in a tuple, in order."""
     return tuple(_shape(*found) for found in _SHAPE.findall(_COMMENT.sub("", text)))

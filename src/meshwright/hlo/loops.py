@@ -6,7 +6,7 @@ from typing import NamedTuple
 import msgspec
 
 from meshwright.algebra.labels import AT_MOST_ONCE
-from meshwright.verify.hlo_module import Instruction, Module
+from meshwright.hlo.module import Instruction, Module
 
 _STATED = re.compile(r'known_trip_count[\\"]*:\s*\{\s*[\\"]*n[\\"]*:\s*[\\"]*(\d+)')
 _INDEX = re.compile(r"\bindex=(\d+)")

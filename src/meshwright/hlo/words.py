@@ -6,12 +6,11 @@ from collections import Counter
 import msgspec
 
 from meshwright.core.units import format_bytes
-from meshwright.verify.hlo_loops import times_run
-from meshwright.verify.hlo_module import Instruction, Module
-from meshwright.verify.hlo_shapes import Shape, parse_shapes
+from meshwright.hlo.loops import times_run
+from meshwright.hlo.module import Instruction, Module
+from meshwright.hlo.shapes import Shape, parse_shapes
 
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
-_TARGET = re.compile(r'custom_call_target="([^"]*)"')
 _MAX_LISTED = 6
 
 TPU_SPACES = {
@@ -69,7 +68,7 @@ class Explained(msgspec.Struct, frozen=True):
 
 def explain(module: Module, one: Instruction) -> Explained:
     """All that the module says of an instruction."""
-    shapes = parse_shapes(one.shape)
+    shapes = one.shapes
     facts = [("does", _does(module, one)), ("runs", _runs(module, one))]
     facts += _tuple_facts(shapes) if len(shapes) != 1 else []
     if shapes:
@@ -176,8 +175,8 @@ def _does(module: Module, one: Instruction) -> str:
     wrapped = module.computations.get(dict(one.called).get("calls", "")) if one.opcode == "async-start" else None
     if wrapped is not None:
         text = f"{one.opcode} of {wrapped.root.opcode}: {opcode_words(wrapped.root)}; only begins here"
-    if one.opcode == "custom-call" and (target := _TARGET.search(one.attributes)):
-        text += f" ({target[1]})"
+    if one.target:
+        text += f" ({one.target})"
     called = dict(one.called).get("calls", "") if one.opcode == "fusion" else ""
     if called in module.computations:
         inside = Counter(i.opcode for i in module.computations[called].instructions if i.opcode not in _PLAIN)

@@ -6,8 +6,8 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from meshwright.hlo.collectives import collectives, shape_bytes
 from meshwright.parallel.mesh import device_mesh
-from meshwright.verify.hlo import collectives, shape_bytes
 from tests.traffic import Traffic, compiled_traffic
 
 MESH = {"data": 2, "fsdp": 2, "tensor": 2}

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 
 from meshwright.core.errors import InputError
-from meshwright.verify.hlo_module import Module, parse_module
+from meshwright.hlo.module import Module, parse_module
 
 _OPTIMISED = re.compile(r"after_optimizations\.txt$")
 _OPERATION = re.compile(
@@ -66,7 +66,12 @@ def read_hlo(path: Path, *, stablehlo: bool = False) -> Module | StableHlo:
 
 def holds_entry(path: Path) -> bool:
     """Whether an HLO text says where the program begins; without that it is a part of one, or cut off."""
-    return _ENTRY.search(path.read_text()) is not None
+    return has_entry(path.read_text())
+
+
+def has_entry(text: str) -> bool:
+    """As `holds_entry`, of the text itself."""
+    return _ENTRY.search(text) is not None
 
 
 def _stable(text: str, path: Path) -> StableHlo:

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from meshwright.verify.hlo import Collective
+from meshwright.hlo.collectives import Collective
 
 
 class CollectiveRow(msgspec.Struct, frozen=True):

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 import msgspec
 
 from meshwright.algebra.labels import StepLabel
-from meshwright.verify.hlo_loops import times_run
-from meshwright.verify.hlo_module import Computation, Instruction, Module
-from meshwright.verify.hlo_shapes import Shape, parse_shapes
+from meshwright.hlo.loops import times_run
+from meshwright.hlo.module import Computation, Instruction, Module
+from meshwright.hlo.shapes import Shape
 
 _VIEWS = {
     *("parameter", "get-tuple-element", "tuple", "bitcast", "while", "conditional", "call", "after-all", "constant"),
@@ -189,7 +189,7 @@ def _arrays(module: Module) -> Iterator[tuple[Instruction, Shape]]:
                 continue
             if one.opcode.endswith("-done"):
                 continue
-            shapes = parse_shapes(one.shape)
+            shapes = one.shapes
             # A start's tuple also names its operands.
             made = shapes[1:2] if one.opcode.endswith("-start") and len(shapes) > 1 else shapes
             yield from (
@@ -198,9 +198,9 @@ def _arrays(module: Module) -> Iterator[tuple[Instruction, Shape]]:
 
 
 def _before_and_after(module: Module, one: Instruction) -> tuple[Shape | None, Shape | None]:
-    shapes = parse_shapes(one.shape)
+    shapes = one.shapes
     if one.opcode == "copy-start":
         return (shapes[1], shapes[0]) if len(shapes) > 1 else (None, None)
     operand = module.computations[one.computation].by_name.get(one.operands[0])
-    before = parse_shapes(operand.shape) if operand else ()
+    before = operand.shapes if operand else ()
     return (before[0], shapes[0]) if len(before) == len(shapes) == 1 else (None, None)

@@ -4,9 +4,9 @@ import time
 
 import pytest
 
-from meshwright.verify.hlo import collectives
-from meshwright.verify.hlo_loops import times_run, trip_count
-from meshwright.verify.hlo_module import Module, parse_module
+from meshwright.hlo.collectives import collectives
+from meshwright.hlo.loops import times_run, trip_count
+from meshwright.hlo.module import Module, parse_module
 
 LOOP = """
 HloModule jit_step, is_scheduled=true, num_partitions=4

@@ -1,0 +1,1 @@
+"""The text of a compiled program as data: its instructions, shapes, loops, collectives and products."""

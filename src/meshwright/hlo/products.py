@@ -1,0 +1,60 @@
+"""Matrix products of a program: which instructions are one, their FLOPs and their precision."""
+
+import math
+import re
+from collections.abc import Mapping
+
+from meshwright.hlo.module import Instruction
+from meshwright.hlo.shapes import Shape
+
+_LIBRARY = re.compile(r"gemm|matmul", re.IGNORECASE)
+_CONTRACTED = re.compile(r"lhs_contracting_dim(?:ension)?s\"?[=:]\s*[\[{]([0-9,\" ]*)[\]}]")
+_NUMBER = re.compile(r"\d+")
+_WINDOW = re.compile(r"window=\{([^}]*)\}")
+_DIM_LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
+_PRECISION = re.compile(r"operand_precision=\{(\w+),")
+
+
+def is_product(one: Instruction) -> bool:
+    """Whether it is a matrix product or a convolution, of the compiler's own or of a library (cuBLAS)."""
+    return one.opcode in ("dot", "convolution") or _LIBRARY.search(one.target) is not None
+
+
+def precision(product: Instruction) -> str:
+    """How a product treats its float32 operands: default, high or highest."""
+    found = _PRECISION.search(product.attributes)
+    return found[1] if found else "default"
+
+
+def product_flops(product: Instruction, instructions: Mapping[str, Instruction]) -> int:
+    """2 x the elements of the result x the length of the sum that makes each; 0 where no two operands are known.
+
+    ``instructions`` holds the operands by name.
+    """
+    operands = [instructions[name].shapes[:1] for name in product.operands[:2] if name in instructions]
+    if len(operands) < 2 or not all((product.shapes, *operands)):
+        return 0
+    (left,), (right,) = operands
+    return 2 * product.shapes[0].num_elements * _sum_length(product, left, right)
+
+
+def _sum_length(product: Instruction, left: Shape, right: Shape) -> int:
+    """Length of the sum behind each element of a product.
+
+    A convolution sums over the kernel without its output features; spatial dims that only carry the batch of a product
+    (dilated by the compiler, as on TPU) are no sum.
+    """
+    if product.opcode != "convolution":
+        found = _CONTRACTED.search(product.attributes)
+        dims = [int(n) for n in _NUMBER.findall(found[1])] if found else []
+        return math.prod(left.dims[dim] for dim in dims if dim < len(left.dims))
+    labels = _DIM_LABELS.search(product.attributes)
+    if labels is None:
+        return 0
+    window = _WINDOW.search(product.attributes)
+    batched = window is not None and "lhs_dilate" in window[1]
+    return math.prod(
+        size
+        for letter, size in zip(labels[2], right.dims, strict=True)
+        if letter == "i" or (letter.isdigit() and not batched)
+    )
