@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from click import Context
 
-from meshwright.cli.main import main
+from meshwright.cli.main import cli
 from tests.blocks import read_sections, run_section
 
 PAGE = (Path(__file__).parents[1] / "docs" / "exercises.md").read_text(encoding="utf-8")
@@ -34,7 +34,7 @@ def test_what_is_measured_names_a_command(title):
     commands = re.findall(r"^    meshwright (\w+) (.+)$", text, re.MULTILINE)
     assert commands
     for verb, rest in commands:
-        options = {name for option in main.get_command(Context(main), verb).params for name in option.opts}
+        options = {name for option in cli.get_command(Context(cli), verb).params for name in option.opts}
         assert set(re.findall(r"(?<=\s)--?\w[\w-]*", f" {rest}")) <= options
 
 
