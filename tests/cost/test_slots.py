@@ -10,7 +10,7 @@ from meshwright.algebra.notation import parse_array
 from meshwright.algebra.steps import Step
 from meshwright.cost.ops import op_hbm_bytes
 from meshwright.cost.sizes import OpSizes
-from meshwright.cost.slots import block_bytes, computed_share, num_slot_blocks, num_slot_calls, slot_sizes
+from meshwright.cost.slots import block_bytes, computed_share, num_slot_calls, num_slot_products, slot_sizes
 from meshwright.cost.train_step import price_strategy
 from meshwright.nn.experts_products import filled_blocks
 from meshwright.spec import catalogue
@@ -24,10 +24,10 @@ GRADIENT = Step(op="einsum", inputs=(XE, GE), result=WEIGHT.replace(name="dw"))
 SILU = Step(op="silu_mul", inputs=(GE, GE.replace(name="ue")), result=GE.replace(name="me"))
 
 
-def sizes(filled, *, spare=4.0, in_arrays=True, experts=8):
-    """Of a device with so many filled slots in each expert."""
+def sizes(filled, *, spare=4.0, in_arrays=True, experts=8, scores="in_memory"):
+    """Of a device with so many filled slots in each expert; a CPU, whose scores of attention are in memory."""
     dims = {"E": experts, "C": filled, "D": 64, "Fe": 32}
-    return OpSizes(dims=dims, mesh={}, state="bf16-adam", spare_slots=spare, in_arrays=in_arrays)
+    return OpSizes(dims=dims, mesh={}, state="bf16-adam", spare_slots=spare, in_arrays=in_arrays, scores=scores)
 
 
 def test_without_slots_to_spare_nothing_changes():
@@ -70,14 +70,24 @@ def test_arrays_hold_every_slot_and_packed_tokens_only_filled_ones():
 
 def test_bytes_of_blocks_by_hand():
     at = sizes(448)  # and 64 of padding: four blocks of each of 8 experts
-    assert num_slot_blocks(PRODUCT, at) == 32
+    assert num_slot_products(PRODUCT, at) == 32
     slots, results = 8 * 448 * 64 * 2, 8 * 448 * 32 * 2
     assert block_bytes(PRODUCT, at) == 4 * slots + 4 * results + results
     assert block_bytes(GRADIENT, at) == 4 * slots + 4 * 32 * (64 * 32 * 4)
 
 
+def test_an_accelerator_gathers_as_many_blocks_as_an_expert_has_in_the_mean():
+    at = sizes(2048, scores="on_chip")
+    rows = 2048 + BLOCK_ROWS / 2 + 15 * BLOCK_ROWS / 2
+    assert computed_share(PRODUCT, at) == rows / 2048
+    assert num_slot_products(PRODUCT, at) == 12  # of 2048 rows, for eight experts of 3072 in the mean
+    slots, results = 8 * 2048 * 64 * 2, 8 * 2048 * 32 * 2
+    assert block_bytes(PRODUCT, at) == 4 * slots + 4 * results + results + 2 * (slots + results)
+    assert block_bytes(GRADIENT, at) == 4 * slots + 4 * 12 * (64 * 32 * 4) + 2 * (slots + results)
+
+
 def test_a_step_that_moves_slots_computes_more_than_its_filled_slots():
-    """Mixtral with experts on 8 devices: half a block for each expert, of 2048 filled slots a device in each."""
+    """Mixtral with an expert on each of 8 devices: half a block from each device, and half of what a product takes."""
     model, cluster, job = catalogue.model("mixtral-8x7b"), parse_cluster("h100:8x1"), Job(batch_seqs=8, seq_len=8192)
     strategy = Strategy(mesh=make_mesh({"expert": 8}))
     room, none = (
@@ -91,5 +101,5 @@ def test_a_step_that_moves_slots_computes_more_than_its_filled_slots():
     ]
     assert pairs
     for a, b in pairs:
-        assert a.flops / b.flops == pytest.approx(1 + BLOCK_ROWS / 2 / 2048)
+        assert a.flops / b.flops == pytest.approx(1 + BLOCK_ROWS / 2 / 2048 + 63 * BLOCK_ROWS / 2 / 16384)
         assert a.hbm_bytes > b.hbm_bytes

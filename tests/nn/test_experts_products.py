@@ -32,18 +32,19 @@ def close(found, wanted):
     np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-5 * np.abs(wanted).max())
 
 
-@pytest.mark.parametrize("block_rows", [4, 64])
-def test_packed_rows_meet_their_own_expert(block_rows):
+@pytest.mark.parametrize(("block_rows", "at_once"), [(4, 1), (64, 1), (4, 2), (2, 3), (1, 64)])
+def test_packed_rows_meet_their_own_expert(block_rows, at_once):
     """Blocks that reach past their expert's rows or the end of the array, experts without rows."""
     x, dy, w = draw(ROWS, WIDTH), draw(ROWS, OUT), draw(EXPERTS, WIDTH, OUT)
+    form = {"block_rows": block_rows, "at_once": at_once}
 
     @jax.jit
     def run(x, dy, w, sizes):
         blocks = experts_products.grouped_blocks(sizes, ROWS, block_rows=block_rows)
         return (
-            experts_products.block_product(x, w, blocks, block_rows=block_rows),
-            experts_products.block_product(dy, w, blocks, transposed=True, block_rows=block_rows),
-            experts_products.block_weight_gradient(x, dy, blocks, block_rows=block_rows),
+            experts_products.block_product(x, w, blocks, **form),
+            experts_products.block_product(dy, w, blocks, transposed=True, **form),
+            experts_products.block_weight_gradient(x, dy, blocks, **form),
         )
 
     y, dx, dw = run(x, dy, w, SIZES)
@@ -52,8 +53,8 @@ def test_packed_rows_meet_their_own_expert(block_rows):
     close(dw, np.stack([left.T @ right for left, right in zip(parts(x), parts(dy), strict=True)]))
 
 
-@pytest.mark.parametrize("capacity", [8, 7])
-def test_slots_that_are_left_out_are_zeros_of_the_product(capacity):
+@pytest.mark.parametrize(("capacity", "at_once"), [(8, 1), (7, 1), (8, 3), (7, 2)])
+def test_slots_that_are_left_out_are_zeros_of_the_product(capacity, at_once):
     slots, w, dy = draw(EXPERTS, capacity, WIDTH), draw(EXPERTS, WIDTH, OUT), draw(EXPERTS, capacity, OUT)
     filled = np.array([[0, 0, 0, 0, 0, 0, 0, 0], [1, 0, 0, 0, 1, 1, 0, 0], [1] * 8, [0, 0, 0, 0, 0, 0, 1, 0], [1] * 8])
     slots *= filled[:, :capacity, None]
@@ -62,8 +63,9 @@ def test_slots_that_are_left_out_are_zeros_of_the_product(capacity):
     def run(slots, w, dy):
         blocks = experts_products.filled_blocks(slots, block_rows=4)
         rows, cotangents = slots.reshape(-1, WIDTH), dy.reshape(-1, OUT)
-        y = experts_products.block_product(rows, w, blocks, block_rows=4)
-        return blocks.num, y, experts_products.block_weight_gradient(rows, cotangents, blocks, block_rows=4)
+        form = {"block_rows": 4, "at_once": at_once}
+        y = experts_products.block_product(rows, w, blocks, **form)
+        return blocks.num, y, experts_products.block_weight_gradient(rows, cotangents, blocks, **form)
 
     num, y, dw = run(slots, w, dy)
     assert num.tolist() == [0, 2, 2, 1, 2]
@@ -119,17 +121,19 @@ PRODUCTS = {
 BLOCKS = {"D": WIDTH, "Fe": OUT, "E": EXPERTS, "C": max(SIZES)}
 
 
-@pytest.fixture
-def aware(monkeypatch):
-    """Kinds that take packed tokens, and blocks even of few slots."""
+@pytest.fixture(params=["cpu", "cuda"])
+def aware(request, monkeypatch):
+    """Kinds that take packed tokens, and blocks even of few slots; blocks one by one or several gathered."""
     monkeypatch.setattr(experts_slots, "FEW_SLOTS", 0)
+    monkeypatch.setattr(experts_products, "default_platform", lambda: request.param)
     kinds = dict.fromkeys(("bias_add", "bias_add_backward"), None)
     einsum = {"einsum": lambda context, step, lhs, rhs: contract_step(step, lhs, rhs)}
     return experts_slots.slots_aware({**kinds, **einsum, "gelu": lambda context, step, x: jnp.tanh(x)})
 
 
 def context(options=PLAIN):
-    return SimpleNamespace(options=options, constrain=as_given)
+    model = SimpleNamespace(num_experts=EXPERTS, experts_per_token=2)
+    return SimpleNamespace(options=options, constrain=as_given, model=model)
 
 
 def packed(padded):

@@ -8,6 +8,10 @@ Attributes of ``route``: ``balance`` and ``z``, the weights of the losses on how
 counts its choices, and one AllReduce in the backward pass sums the counts: the losses' gradients need them.
 """
 
+from typing import Any
+
+import numpy as np
+
 from meshwright.algebra.notation import ShardedArray
 from meshwright.algebra.program import Op
 from meshwright.algebra.trace import Trace, like, local, moved, require_whole
@@ -20,11 +24,23 @@ BLOCK_ROWS = 128
 """Rows of slots that one product of an expert takes. Measured on two CPU cores between 32 and 256: fewer pay for
 reading weights more often, more for rows that are filled up."""
 
+MOST_AT_ONCE = 64
+"""Blocks that an accelerator gathers for one product, at most: 8192 rows."""
+
 FEW_SLOTS = 1024
 """Slots of a device, over its experts, up to which one batched product is as good as blocks."""
 
 ROUTING = ShardedArray("routing", ("Er", "E"), ((), ()), dtype="fp32")
 """The counts of a microbatch over all devices, as a layer's backward pass has them."""
+
+
+def blocks_at_once(mean_rows: Any) -> Any:
+    """Blocks that an accelerator gathers for one product of an expert that has so many rows in the mean, or arrays.
+
+    As many as most experts have: each product reads the expert's weight, or reads and writes the sum of its gradient in
+    float32, which takes as long as the product of a few hundred to two thousand rows.
+    """
+    return np.clip(np.ceil(mean_rows / BLOCK_ROWS), 1, MOST_AT_ONCE)
 
 
 def _chosen(gates: ShardedArray) -> ShardedArray:

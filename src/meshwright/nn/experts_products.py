@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from meshwright.algebra.kinds_experts import BLOCK_ROWS
+from meshwright.algebra.kinds_experts import BLOCK_ROWS, blocks_at_once
+from meshwright.nn.attention_platform import default_platform
 
 
 class Blocks(NamedTuple):
@@ -47,6 +48,11 @@ def grouped_blocks(sizes: Int[Array, " E"], num_rows: int, *, block_rows: int = 
     return Blocks((ends - sizes)[:, None] + steps[None], (sizes + rows - 1) // rows, ends)
 
 
+def num_at_once(mean_rows: float) -> int:
+    """Blocks of one product, for experts that have so many rows in the mean. A CPU takes them one by one."""
+    return 1 if default_platform() == "cpu" else int(blocks_at_once(mean_rows))
+
+
 def block_product(
     rows: Float[Array, "R I"],
     weights: Float[Array, "E _ _"],
@@ -55,31 +61,46 @@ def block_product(
     transposed: bool = False,
     wide: bool = False,
     block_rows: int = BLOCK_ROWS,
+    at_once: int = 1,
 ) -> Float[Array, "R O"]:
     """``rows[r] * weights[expert of r]``, [I, O] or with ``transposed`` [O, I]; zero for a row of no block.
 
-    The result has the dtype of the rows, or float32 with ``wide``.
+    The result has the dtype of the rows, or float32 with ``wide``. ``at_once`` blocks are gathered for one product.
     """
     size = min(block_rows, rows.shape[0])
     width = weights.shape[1 if transposed else 2]
+    contracted = (1, 1 if transposed else 0)
 
     def one(expert: Array, number: Array, out: Array, weight: Array) -> Array:
         start, inside = _block(blocks, expert, number, size, rows.shape[0])
         part = jax.lax.dynamic_slice_in_dim(rows, start, size)
-        made = _dot(part, weight, (1, 1 if transposed else 0), wide=wide)
+        made = _dot(part, weight, contracted, wide=wide)
         before = jax.lax.dynamic_slice_in_dim(out, start, size)
         return jax.lax.dynamic_update_slice_in_dim(out, jnp.where(inside[:, None], made, before), start, 0)
 
+    def several(expert: Array, turn: Array, out: Array, weight: Array) -> Array:
+        row, inside = _several(blocks, expert, turn, size, rows.shape[0], at_once)
+        made = _dot(rows[row], weight, contracted, wide=wide)
+        past_the_end = rows.shape[0] + jnp.arange(row.size, dtype=jnp.int32)
+        at = jnp.where(inside, row, past_the_end)
+        return out.at[at].set(made, mode="drop", unique_indices=True)
+
     def of_expert(expert: Array, out: Array) -> Array:
         weight = jax.lax.dynamic_index_in_dim(weights, expert, 0, keepdims=False)
-        return jax.lax.fori_loop(0, blocks.num[expert], lambda number, o: one(expert, number, o, weight), out)
+        turns, turn = _turns(blocks, expert, at_once), one if at_once == 1 else several
+        return jax.lax.fori_loop(0, turns, lambda number, o: turn(expert, number, o, weight), out)
 
     zeros = jnp.zeros((rows.shape[0], width), jnp.float32 if wide else rows.dtype)
     return jax.lax.fori_loop(0, weights.shape[0], of_expert, zeros)
 
 
 def block_weight_gradient(
-    left: Float[Array, "R I"], right: Float[Array, "R O"], blocks: Blocks, *, block_rows: int = BLOCK_ROWS
+    left: Float[Array, "R I"],
+    right: Float[Array, "R O"],
+    blocks: Blocks,
+    *,
+    block_rows: int = BLOCK_ROWS,
+    at_once: int = 1,
 ) -> Float[Array, "E I O"]:
     """For each expert the sum over its rows of ``left[r]`` times ``right[r]``, added up in float32."""
     size = min(block_rows, left.shape[0])
@@ -91,11 +112,33 @@ def block_weight_gradient(
         other = jax.lax.dynamic_slice_in_dim(right, start, size)
         return total + _dot(mine, other, (0, 0), wide=True)
 
+    def several(expert: Array, turn: Array, total: Array) -> Array:
+        row, inside = _several(blocks, expert, turn, size, left.shape[0], at_once)
+        mine = jnp.where(inside[:, None], left[row], jnp.zeros((), left.dtype))
+        return total + _dot(mine, right[row], (0, 0), wide=True)
+
     def of_expert(expert: Array) -> Array:
-        total = jax.lax.fori_loop(0, blocks.num[expert], lambda number, t: one(expert, number, t), zeros)
+        turns, turn = _turns(blocks, expert, at_once), one if at_once == 1 else several
+        total = jax.lax.fori_loop(0, turns, lambda number, t: turn(expert, number, t), zeros)
         return total.astype(left.dtype)
 
     return jax.lax.map(of_expert, jnp.arange(blocks.num.shape[0], dtype=jnp.int32))
+
+
+def _turns(blocks: Blocks, expert: Array, at_once: int) -> Array:
+    """Products of one expert, each of so many of its blocks."""
+    return (blocks.num[expert] + at_once - 1) // at_once
+
+
+def _several(
+    blocks: Blocks, expert: Array, turn: Array, size: int, num_rows: int, at_once: int
+) -> tuple[Int[Array, " n"], Array]:
+    """The rows of so many blocks of an expert, and which of them are really theirs: the last product has fewer."""
+    numbers = turn * at_once + jnp.arange(at_once, dtype=jnp.int32)
+    first = blocks.starts[expert, jnp.minimum(numbers, blocks.starts.shape[1] - 1)]
+    row = first[:, None] + jnp.arange(size, dtype=jnp.int32)[None]
+    inside = (row < blocks.ends[expert]) & (numbers < blocks.num[expert])[:, None]
+    return jnp.minimum(row, num_rows - 1).reshape(-1), inside.reshape(-1)
 
 
 def _block(blocks: Blocks, expert: Array, number: Array, size: int, num_rows: int) -> tuple[Array, Array]:

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from meshwright.nn import experts
 from meshwright.nn.experts import Chosen, Gates, Stream
-from meshwright.nn.experts_products import block_product, block_weight_gradient, grouped_blocks
+from meshwright.nn.experts_products import block_product, block_weight_gradient, grouped_blocks, num_at_once
 
 
 @jax.tree_util.register_dataclass
@@ -68,13 +68,18 @@ def ragged_combine_backward(dout: Stream, slots: Ragged, gates: Gates, chosen: C
 
 def ragged_product(slots: Ragged, weights: Float[Array, "E _ _"], *, transposed: bool = False) -> Ragged:
     """Each row times its expert's matrix, [I, O] or with ``transposed`` [O, I]."""
-    blocks = grouped_blocks(slots.sizes, slots.rows.shape[0])
-    return Ragged(block_product(slots.rows, weights, blocks, transposed=transposed), slots.sizes)
+    blocks, at_once = grouped_blocks(slots.sizes, slots.rows.shape[0]), _at_once(slots)
+    return Ragged(block_product(slots.rows, weights, blocks, transposed=transposed, at_once=at_once), slots.sizes)
 
 
 def ragged_weight_gradient(left: Ragged, right: Ragged) -> Float[Array, "E I O"]:
     """For each expert the sum over its rows of left times right."""
-    return block_weight_gradient(left.rows, right.rows, grouped_blocks(left.sizes, left.rows.shape[0]))
+    blocks = grouped_blocks(left.sizes, left.rows.shape[0])
+    return block_weight_gradient(left.rows, right.rows, blocks, at_once=_at_once(left))
+
+
+def _at_once(slots: Ragged) -> int:
+    return num_at_once(slots.rows.shape[0] / slots.sizes.shape[0])
 
 
 def ragged_bias_add(slots: Ragged, bias: Float[Array, "E D"]) -> Ragged:

@@ -16,7 +16,7 @@ from meshwright.algebra.kinds_experts import FEW_SLOTS
 from meshwright.algebra.steps import Step
 from meshwright.nn import experts_ragged as ragged
 from meshwright.nn.context import Context, as_given
-from meshwright.nn.experts_products import block_product, block_weight_gradient, filled_blocks
+from meshwright.nn.experts_products import block_product, block_weight_gradient, filled_blocks, num_at_once
 from meshwright.nn.experts_ragged import Ragged
 
 LocalKind = Callable[..., Any]
@@ -78,12 +78,16 @@ def _product(kind: LocalKind) -> LocalKind:
         num_slots = 0 if isinstance(slots[0], Ragged) else slots[0].shape[0] * slots[0].shape[1]
         if num_slots and not in_blocks(context, num_slots=num_slots):
             return kind(context, step, lhs, rhs)
-        return _weight_gradient(step, lhs, rhs) if len(slots) == 2 else _slot_product(step, lhs, rhs)
+        at_once = 1
+        if num_slots:
+            at_once = num_at_once(slots[0].shape[1] * context.model.experts_per_token / context.model.num_experts)
+        form = _weight_gradient if len(slots) == 2 else _slot_product
+        return form(step, lhs, rhs, at_once)
 
     return run
 
 
-def _slot_product(step: Step, lhs: Any, rhs: Any) -> Any:
+def _slot_product(step: Step, lhs: Any, rhs: Any, at_once: int) -> Any:
     """Slots times weights: each slot times its expert's matrix, or that transposed."""
     swapped = "C" in step.inputs[1].dims
     slots, weights = (rhs, lhs) if swapped else (lhs, rhs)
@@ -91,18 +95,18 @@ def _slot_product(step: Step, lhs: Any, rhs: Any) -> Any:
     if isinstance(slots, Ragged):
         return ragged.ragged_product(slots, weights, transposed=transposed)
     wide = step.result.dtype == "fp32"
-    rows = block_product(_rows(slots), weights, filled_blocks(slots), transposed=transposed, wide=wide)
+    rows = block_product(_rows(slots), weights, filled_blocks(slots), transposed=transposed, wide=wide, at_once=at_once)
     return rows.reshape(*slots.shape[:2], -1)
 
 
-def _weight_gradient(step: Step, lhs: Any, rhs: Any) -> Any:
+def _weight_gradient(step: Step, lhs: Any, rhs: Any, at_once: int) -> Any:
     """The gradient of a weight from what it was multiplied with and the cotangent of what came out."""
     if step.result.dims[1] not in step.inputs[0].dims:
         lhs, rhs = rhs, lhs
     if isinstance(lhs, Ragged):
         return ragged.ragged_weight_gradient(lhs, rhs)
     # a slot with zeros on either side adds nothing
-    return block_weight_gradient(_rows(lhs), _rows(rhs), filled_blocks(rhs))
+    return block_weight_gradient(_rows(lhs), _rows(rhs), filled_blocks(rhs), at_once=at_once)
 
 
 def _rows(slots: jax.Array) -> jax.Array:
