@@ -179,7 +179,7 @@ LATER: dict[str, dict[str, Any]] = {
         "batch": (8, 224),
     },
 }
-"""Cases that were chosen when the model had been mended with the others before one's eyes."""
+"""Cases that were chosen after the model had been changed in view of the others."""
 
 CASES |= LATER
 
