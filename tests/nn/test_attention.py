@@ -18,7 +18,7 @@ TOLERANCE = 1e-5
 
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch):
-    monkeypatch.setattr(staircase, "TILE", 16)
+    monkeypatch.setattr(staircase, "TILE_ROWS", 16)
     monkeypatch.setattr(blocks, "QUERY_ROWS", 32)
     monkeypatch.setattr(blocks, "KEY_ROWS", 24)
 

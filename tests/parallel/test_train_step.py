@@ -206,3 +206,13 @@ def test_a_batch_without_labels_has_no_loss_and_no_gradient(form):
 def test_too_few_devices_are_named():
     with pytest.raises(CannotRunError, match="fsdp=16 needs 16 devices and there are 8"):
         device_mesh({"fsdp": 16})
+
+
+@pytest.mark.parametrize(("remat", "again"), [("none", False), ("block", True)])
+def test_one_cpu_really_computes_again_what_remat_says(remat, again):
+    """Written out, the compiler would merge the second computation of the queries with the first."""
+    step = TrainStep(MODEL, strategy({}, remat=remat), optimizer=optax.sgd(0.1))
+    state = step.init(0)
+    text = step.compile.lower(state, step.place(batch())).compile().as_text()
+    assert "layer:forward:q=einsum" in text
+    assert ("layer:recompute:q=einsum" in text) is again

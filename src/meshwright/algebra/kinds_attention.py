@@ -13,6 +13,9 @@ from meshwright.algebra.steps import Step
 from meshwright.algebra.trace import Trace, axes_beside, like, local, moved
 from meshwright.core.errors import InputError
 
+TILE_ROWS, MOST_TILES = 128, 8
+"""Queries that a CPU takes at a time where rows attend to themselves, and how often at most unless they are few."""
+
 
 class _Layout(msgspec.Struct, frozen=True, kw_only=True):
     """Where the arrays of one attention are while it is computed.

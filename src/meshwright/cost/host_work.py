@@ -5,6 +5,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from meshwright.algebra.kinds_attention import MOST_TILES, TILE_ROWS
 from meshwright.algebra.notation import ShardedArray, product
 from meshwright.algebra.steps import Step
 from meshwright.cost import attention_counts
@@ -14,9 +15,6 @@ from meshwright.spec.calibration import HostRates, Pace
 
 Number = Any
 """A float, or a NumPy array with one entry per candidate."""
-
-TILE_ROWS, MOST_TILES = 128, 8
-"""Queries that attention on a host takes at a time, and how often at most unless they are few."""
 
 
 class Amounts(msgspec.Struct, frozen=True, kw_only=True):

@@ -72,19 +72,20 @@ def num_slot_calls(step: Step, sizes: OpSizes) -> Number:
 def block_bytes(step: Step, sizes: OpSizes) -> Number:
     """Bytes that a product of slots in blocks moves beside its operands and its result.
 
-    Slots are read to find those that are filled. The result is cleared first, and a block of it read again for the
-    rows that are not the block's; a weight's gradient is read and written in float32 for each block, and the block's
-    part of it written and read. Where several blocks are gathered, their rows are written and read once more.
+    Slots in arrays are read to find those that are filled. The result is cleared first, and a block of it read again
+    for the rows that are not the block's; a weight's gradient is read and written in float32 for each block, and the
+    block's part of it written and read. Where several blocks are gathered, their rows are written and read once more.
     """
     slots = _slots(step)
     if slots is None or step.op != "einsum":
         return 0.0
     at = slot_sizes(step, sizes)
+    moved = np.where(sizes.in_arrays, at.bytes(slots), 0.0)
     if "C" in step.result.dims:
-        moved = at.bytes(slots) + at.bytes(step.result) + sizes.bytes(step.result)
+        moved = moved + at.bytes(step.result) + sizes.bytes(step.result)
     else:
         sums = DTYPE_BYTES["fp32"] * sizes.elements(step.result) / sizes.local(slots)["E"]
-        moved = at.bytes(slots) + 4 * num_slot_products(step, sizes) * sums
+        moved = moved + 4 * num_slot_products(step, sizes) * sums
     rows = sizes.total(*(array for array in (*step.inputs, step.result) if "C" in array.dims))
     gathered = np.where(_at_once(slots, sizes) > 1, 2 * rows, 0.0)
     return np.where(_few(slots, sizes), 0.0, moved + gathered)

@@ -12,20 +12,19 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
+from meshwright.algebra.kinds_attention import MOST_TILES, TILE_ROWS
 from meshwright.nn.attention_rows import Results
 from meshwright.nn.attention_scores import attend_once, finish, scaled, score_cotangents, turned, weighed
 from meshwright.nn.attention_visibility import Places, Rule, visible
 
-TILE = 128
-MOST_TILES = 8
 LONGEST = 2048
-"""Rows in a tile, tiles in a program unless rows are few, and the length from which scores would leave the cache."""
+"""The length from which scores would leave the cache."""
 
 
 def tile_size(length: int) -> int:
     """Positions per tile: 128, or an eighth of the length, rounded up to 128s."""
     eighth = -(-length // MOST_TILES)
-    return TILE * -(-eighth // TILE)
+    return TILE_ROWS * -(-eighth // TILE_ROWS)
 
 
 def _tiles(length: int) -> Iterator[tuple[int, int]]:
