@@ -63,7 +63,7 @@ def form_contestants(text: str, along: str, mesh: Any, sizes: dict[str, int], dt
     import jax.numpy as jnp
     from jax.sharding import NamedSharding
 
-    from meshwright.algebra.derive import Derived
+    from meshwright.algebra.derived import Derived
     from meshwright.algebra.einsum import einsum_steps
     from meshwright.algebra.notation import parse_einsum
     from meshwright.algebra.program import Program

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
-from meshwright.algebra.derive import Derived
+from meshwright.algebra.derived import Derived
 from meshwright.algebra.schedules.ticks import TickTables
 from meshwright.hlo.collectives import Collective
 from meshwright.verify.differences import Key

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from meshwright.algebra.derive import BlockSteps, Derived
+from meshwright.algebra.derived import BlockSteps, Derived
 from meshwright.algebra.notation import ShardedArray
 from meshwright.algebra.steps import Step
 from meshwright.calculators.sharding.blocks import block_of, execute, groups, num_devices, split
@@ -181,7 +181,7 @@ def _narrow(dout, array: ShardedArray, out: ShardedArray):
 
 def run_local(step: Step, blocks: list[np.ndarray], sizes: Mapping[str, int], rows: range) -> tuple:
     """Results of one local op on one device; ``rows`` are those of a look-up's table that it holds."""
-    window = int(dict(step.attributes).get("window", 10**9))
+    window = getattr(step.details, "window", None) or 10**9
     sinks = next((b for a, b in zip(step.inputs, blocks, strict=True) if a.name.startswith("sinks")), None)
     special = {
         "attention": lambda: attention(*blocks[-5:], window=window, sinks=sinks),
@@ -235,7 +235,7 @@ def run_steps(steps: Sequence[Step], values: Values, mesh: Mapping[str, int], si
 
 
 def _everywhere(step: Step, made: Values, mesh: Mapping[str, int], sizes: Mapping[str, int]) -> list[tuple]:
-    if "ring" in dict(step.attributes):
+    if getattr(step.details, "ring", ()):
         return _ring(step, made, mesh, sizes)
     return [
         run_local(step, [made[a][device] for a in step.inputs], sizes, _rows(step, device, mesh, sizes))
@@ -258,7 +258,7 @@ def _ring(step: Step, made: Values, mesh: Mapping[str, int], sizes: Mapping[str,
     inputs = step.inputs
     k, v = len(inputs) - 4, len(inputs) - 3
     found: list[tuple] = [()] * num_devices(mesh)
-    for group in groups(mesh, tuple(dict(step.attributes)["ring"].split(","))):
+    for group in groups(mesh, step.details.ring):
         whole = {i: np.concatenate([made[inputs[i]][device] for device in group], 1) for i in (k, v)}
         results = []
         for device in group:
@@ -276,7 +276,7 @@ def _ring(step: Step, made: Values, mesh: Mapping[str, int], sizes: Mapping[str,
 def _store(step: Step, found: list[tuple], made: Values) -> None:
     for number, array in enumerate((step.result, *step.more)):
         blocks = [np.asarray(results[number]) for results in found]
-        if number == 0 and ("accumulate", "true") in step.attributes:
+        if number == 0 and step.accumulates:
             blocks = [before + block for before, block in zip(made[array], blocks, strict=True)]
         made[array] = blocks
 

@@ -3,9 +3,8 @@
 import pytest
 from msgspec.structs import replace
 
-from meshwright.algebra.cache_table import cache_table
 from meshwright.algebra.derive import derive, derive_forward
-from meshwright.algebra.generation import generate_program, one_position, prefill_program, scales
+from meshwright.algebra.generation import cache_table, generate_program, one_position, prefill_program, scales
 from meshwright.algebra.program import Program
 from meshwright.algebra.transformer import transformer, weight_variables
 from meshwright.core.errors import InputError

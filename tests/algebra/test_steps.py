@@ -4,16 +4,16 @@ import numpy as np
 import pytest
 
 from meshwright.algebra.notation import parse_array
-from meshwright.algebra.steps import Step, num_moves
+from meshwright.algebra.steps import Round, Step, num_moves
 
 
-def permute(*attributes):
+def permute(details=None):
     return Step(
         op="permute",
         inputs=(parse_array("k[B, T_X, K, H]"),),
         result=parse_array("k[B, T_X, K, H]"),
         axes=("X",),
-        attributes=attributes,
+        details=details,
     )
 
 
@@ -35,7 +35,7 @@ def test_a_permute_sends_the_block_and_a_gather_the_whole():
     ],
 )
 def test_blocks_go_past_every_device_or_come_home(ring, window, expected):
-    step = permute(("ring", ring), *([("window", str(window))] if window else []))
+    step = permute(Round(ring=ring, window=window))
     sizes = np.array([1, 2, 4, 8])
     assert np.asarray(num_moves(step, dims={"T": 1024.0}, mesh={"X": sizes})).tolist() == expected
 

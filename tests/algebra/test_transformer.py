@@ -3,7 +3,7 @@
 import pytest
 
 from meshwright.algebra.derive import derive
-from meshwright.algebra.ops.table import KINDS
+from meshwright.algebra.ops import op_names
 from meshwright.algebra.transformer import layer_kinds, local_name, transformer, weight_variables
 from meshwright.spec.catalogue import model, models
 from meshwright.spec.strategy import Strategy, make_mesh
@@ -43,7 +43,7 @@ def test_a_program_is_a_chain_of_blocks(name):
         for number, op in enumerate(layer.ops):
             own = [n for n in op.inputs if program.variables[n].role == "activation"]
             assert set(own) <= set(made[: number + 1])
-    assert {op.kind for block in program.blocks for op in block.ops} <= set(KINDS)
+    assert {op.kind for block in program.blocks for op in block.ops} <= set(op_names())
 
 
 @pytest.mark.parametrize("name", models())

@@ -72,7 +72,7 @@ def test_of_n_blocks_the_products_of_n_minus_one_hide_moves():
     moves = [number for number, cost in enumerate(forward) if cost.goes_round]
     assert len(left) == len(moves) == 4
     for number, seconds in zip(moves, left, strict=True):
-        product = forward[number + (1 if ("ring", "past") in forward[number].step.attributes else -1)]
+        product = forward[number + (1 if forward[number].step.details.ring == "past" else -1)]
         expected = max(0.0, float(forward[number].network_s) - 7 / 8 * float(product.local_s))
         assert float(seconds) == pytest.approx(expected, abs=1e-12)
 

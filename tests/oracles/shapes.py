@@ -1,6 +1,7 @@
 """What the texts have in mind: a generic dense transformer by its letters, and meshes whose axes are torus axes."""
 
-from meshwright.algebra.derive import BlockSteps, derive
+from meshwright.algebra.derive import derive
+from meshwright.algebra.derived import BlockSteps
 from meshwright.algebra.program import Program, Variable, parse_block
 from meshwright.calculators.sharding.einsum_cost import einsum_rates
 from meshwright.cost.network.collectives import GroupRates, group_rates

@@ -3,6 +3,7 @@
 import pytest
 
 from meshwright.algebra.notation import local_shape, parse_array
+from meshwright.algebra.sizes import OpSizes
 from meshwright.calculators.chips.anatomy import PodTotals, pod_totals
 from meshwright.cost.formulas import limits
 from meshwright.cost.formulas.roofline import channel_rate
@@ -17,7 +18,7 @@ from meshwright.cost.formulas.training_budget import (
     years,
 )
 from meshwright.cost.network.collectives import collective_time
-from meshwright.cost.work.ops import OpSizes, op_flops
+from meshwright.cost.work.ops import op_flops
 from meshwright.spec.chip import chip, known, peak
 from meshwright.spec.cluster import balanced_shape, make_cluster
 from meshwright.spec.job import parse_batch

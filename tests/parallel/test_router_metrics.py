@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from meshwright.algebra.layers import ProgramOptions
-from meshwright.algebra.ops.experts import ROUTING_ROWS
+from meshwright.algebra.ops.route import ROUTING_ROWS
 from meshwright.algebra.schedules.fused import fused
 from meshwright.algebra.schedules.ticks import tick_tables
 from meshwright.hlo.collectives import collectives

@@ -4,8 +4,8 @@ import pytest
 
 from meshwright.algebra.derive import derive, derive_forward
 from meshwright.algebra.generation import generate_program, one_position, prefill_program
-from meshwright.algebra.labels import find_label, label_of
 from meshwright.algebra.transformer import transformer
+from meshwright.nn.labels import find_label, label_of
 from meshwright.spec.catalogue import model, models
 from meshwright.spec.strategy import Strategy, make_mesh
 from meshwright.verify.expected import active_axes, expected_collectives

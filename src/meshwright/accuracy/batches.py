@@ -8,7 +8,9 @@ import msgspec
 import numpy as np
 
 from meshwright.accuracy.cases import Case
-from meshwright.algebra.derive import Derived, derive
+from meshwright.algebra.derive import derive
+from meshwright.algebra.derived import Derived
+from meshwright.algebra.sizes import OpSizes
 from meshwright.algebra.transformer import transformer
 from meshwright.cost.network.collectives import leg_rates
 from meshwright.cost.network.legs import Leg, group_legs
@@ -18,7 +20,6 @@ from meshwright.cost.pipeline import Pipeline
 from meshwright.cost.step_costs import collective_groups, price_step, price_steps, strategy_sizes
 from meshwright.cost.step_rates import Group, StepRates, attention_scores, strategy_placements
 from meshwright.cost.work.kernels import ChipRates, chip_rates
-from meshwright.cost.work.sizes import OpSizes
 from meshwright.spec.calibration import Calibration, Efficiency
 from meshwright.spec.efficiency import family
 

@@ -38,7 +38,7 @@ class Op(msgspec.Struct, frozen=True):
 class Block(msgspec.Struct, frozen=True):
     """Ops that run in order, ``repeat`` times. A repeated block maps ``carry`` to ``result`` each time.
 
-    ``last_turn`` of the repeats stand in the last turn of a loop over layers (`algebra.spans`).
+    ``last_turn`` of the repeats stand in the last turn of a loop over layers (`algebra.transformer`).
     """
 
     name: str

@@ -13,8 +13,7 @@ Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all",
 Phase = Literal["forward", "recompute", "backward", "update"]
 Scope = Literal["layer", "microbatch", "step"]
 
-COLLECTIVE_MATMUL = "collective_matmul"
-"""The op of products that are computed block by block beside a permute (`algebra.rewrites.collective_matmul`)."""
+Reduction = Literal["sum", "max"]
 
 COLLECTIVES: tuple[str, ...] = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "permute")
 BOOK_NAMES: dict[str, str] = {
@@ -27,16 +26,31 @@ BOOK_NAMES: dict[str, str] = {
 }
 
 
+class Round(msgspec.Struct, frozen=True, kw_only=True):
+    """Details of a permute that sends blocks round a ring of n devices in n - 1 moves.
+
+    ``ring`` "past": every other device of the group sees the block; "home": the block begins on the first of them,
+    collects on the way and ends where it belongs. With a ``window`` of W positions only devices whose queries reach a
+    block see it, the ceil(W n / T) next ones. With ``ways`` 2 the block goes in two halves in opposite directions.
+    ``beside_products`` says that the products of a collective matmul run meanwhile.
+    """
+
+    ring: Literal["past", "home"]
+    window: int | None = None
+    ways: int = 1
+    beside_products: bool = False
+
+
 class Step(msgspec.Struct, frozen=True, kw_only=True):
     """A derived step: ``result = op(inputs)``.
 
     ``op`` is a collective, "slice" (each device keeps its part: no communication), "einsum", or another
     op kind of a program; ``more`` are further results of a local op. For a collective ``axes`` are the mesh
     axes it runs over, ``dim`` the dim that is gathered, scattered or left by an all-to-all, ``to_dim`` the
-    dim that an all-to-all splits. A permute sends a device's block to its neighbour, `num_moves` times.
-    An attribute accumulate=true adds the result to what is there already.
-    A collective matmul computes its ``parts`` together, block by block along ``dim``: its attribute ``form`` names the
-    collective that it takes the place of.
+    dim that an all-to-all splits, ``reduction`` what an all-reduce computes. A permute sends a device's block to its
+    neighbour, `num_moves` times. With ``accumulates`` the result is added to what is there already.
+    ``details`` are facts that no array holds, of the type that the op's module declares; `Round` for a permute.
+    A collective matmul computes its ``parts`` together, block by block along ``dim``.
     ``phase`` and ``scope`` say when and how often; ``critical`` whether the next matmul has to wait for it.
     """
 
@@ -47,7 +61,9 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     axes: tuple[str, ...] = ()
     dim: str = ""
     to_dim: str = ""
-    attributes: tuple[tuple[str, str], ...] = ()
+    reduction: Reduction = "sum"
+    accumulates: bool = False
+    details: Any = None
     block: str = ""
     phase: Phase = "forward"
     scope: Scope = "layer"
@@ -97,27 +113,24 @@ def sent_element_bytes(step: Step, *, width: Any, num_microbatches: Any) -> Any:
 
 
 def num_moves(step: Step, *, dims: Mapping[str, Any], mesh: Mapping[str, Any]) -> Any:
-    """How many times a permute sends its block on; sizes may be arrays, and a group of one sends nothing.
+    """How many times a permute sends its block on: n - 1 times or fewer round a ring (`Round`), else once.
 
-    The attribute ``ring`` says what goes round, n - 1 moves either way: "past" is seen by every other device of the
-    group; "home" begins on the first of them, collects on the way and leaves the last for where it belongs. With a
-    ``window`` of W positions a block is seen only by the devices whose queries reach it, the ceil(W n / T) next ones. A
-    permute without the attribute moves once.
+    Sizes may be arrays, and a group of one sends nothing round its ring.
     """
-    attributes = dict(step.attributes)
-    if "ring" not in attributes:
+    ring = step.details
+    if not isinstance(ring, Round):
         return 1
     size = product(mesh[axis] for axis in step.axes)
     moves = size - 1
-    if "window" in attributes:
-        moves = np.minimum(moves, np.ceil(int(attributes["window"]) * size / dims["T"]))
+    if ring.window is not None:
+        moves = np.minimum(moves, np.ceil(ring.window * size / dims["T"]))
     return moves
 
 
 def num_ways(step: Step, *, dims: Mapping[str, Any], mesh: Mapping[str, Any]) -> Any:
     """Pieces that go round at once, in opposite directions: 2 where a permute asks for both ways and its block can be
     cut along its dim, else 1."""
-    if dict(step.attributes).get("ways") != "2":
+    if not isinstance(step.details, Round) or step.details.ways != 2:
         return 1
     return np.minimum(2, dims[step.dim] / product(mesh[axis] for axis in step.result.axes_of(step.dim)))
 

@@ -1,35 +1,210 @@
-"""What the rules of op kinds share: the trace they add steps to, and the few moves they are made of.
+"""What rules of ops work with: declared shardings, the trace that they add steps to, and the moves they are made of.
 
 Collectives are never written in a rule: each says in which shardings it can work locally and calls `moved`
 (or `reshard`), which is where they come from.
 """
 
-from typing import Any, Protocol
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar
+
+import msgspec
 
 from meshwright.algebra.einsum import reshard
 from meshwright.algebra.notation import ShardedArray
-from meshwright.algebra.steps import Step
-from meshwright.core.errors import InputError
+from meshwright.algebra.program import Block, Op, Program
+from meshwright.algebra.steps import Phase, Scope, Step
+from meshwright.core.errors import InputError, nearest
+from meshwright.spec.strategy import Strategy, assign
+
+Details = TypeVar("Details", bound=msgspec.Struct)
+
+KEPT_NAMES: dict[str, tuple[str, ...]] = {
+    "selective": (
+        *("qr", "kr", "v", "o", "x1", "g", "u", "logits"),
+        *("r", "xe", "ge", "ue", "gs", "us", "cq", "ckv"),
+    ),
+    "matmuls": (
+        *("q", "k", "v", "a", "g", "u", "logits"),
+        *("r", "ge", "ue", "ye", "gs", "us", "ys", "cq", "ckv", "kn", "kpe"),
+    ),
+    "block": ("logits",),
+    "full": (),
+}
+"""Remat policy -> results that are kept for the backward pass, besides each block's input. "none" keeps
+every result and every gathered activation, and so do "sqrt" and "every-C" inside the segment of layers that is
+being run again. The loss head keeps all but its logits under every policy."""
 
 
-class Trace(Protocol):
-    """What a rule may do: look up declared shardings, add steps, need earlier results, hand on cotangents.
+class Shardings:
+    """The declared sharding of every variable and cotangent under one strategy."""
 
-    ``contribute(name, array)`` says that ``array`` is one addend of the cotangent of ``name``.
-    """
+    def __init__(self, program: Program, strategy: Strategy, keep_axes: Sequence[str] | None) -> None:
+        self.program, self.strategy, self.keep_axes = program, strategy, keep_axes
+        self.kept_names = kept_names(program, strategy)
+        self.keeps_logits = keeps_logits(strategy)
+        self._arrays: dict[str, ShardedArray] = {}
 
-    slice_axes: tuple[str, ...]
-    keeps_logits: bool
+    def declared(self, name: str) -> ShardedArray:
+        if name not in self._arrays:
+            variable = self.program.variables[name]
+            made = self._make(name, variable.dims, variable.role)
+            self._arrays[name] = made.replace(dtype=variable.dtype) if variable.dtype else made
+        return self._arrays[name]
 
-    @property
-    def shardings(self) -> Any:
-        """Declared shardings, with the ``strategy`` whose choices a rule may look at."""
+    def cotangent(self, name: str) -> ShardedArray:
+        variable = self.program.variables[name]
+        role = "grad" if variable.role == "weight" else variable.role
+        return self._make(f"d{name}", variable.dims, role)
 
-    def declared(self, name: str) -> ShardedArray: ...
-    def cotangent(self, name: str) -> ShardedArray: ...
-    def add(self, *steps: Step) -> None: ...
-    def need(self, *arrays: ShardedArray) -> None: ...
-    def contribute(self, name: str, array: ShardedArray) -> None: ...
+    def optimizer(self, name: str) -> ShardedArray:
+        """The part of a weight that one device updates."""
+        variable = self.program.variables[name]
+        return self._make(name, variable.dims, "optimizer" if variable.role == "weight" else variable.role)
+
+    def _make(self, name: str, dims: tuple[str, ...], role: str) -> ShardedArray:
+        axes = assign(self.strategy.rules(role), dims, keep=self.keep_axes)
+        dtype = {"input": "int32", "position": "int32"}.get(role, "")
+        return ShardedArray(name, dims, axes, dtype="fp32" if name in ("loss", "logits") else dtype)
+
+    def is_weight(self, name: str) -> bool:
+        """Whether a name is a weight or the gradient of one."""
+        variables = self.program.variables
+        return any(n in variables and variables[n].role in ("weight", "vector") for n in (name, name.removeprefix("d")))
+
+    def is_activation(self, name: str) -> bool:
+        """Whether a name is a result that a block hands to the next."""
+        return name in self.program.variables and self.program.variables[name].role == "activation"
+
+    def keeps(self, array: ShardedArray, block: Block) -> bool:
+        """Whether the saved set holds a forward result; a gathered weight only until the next block runs.
+
+        The backward pass of the block that ends in the loss follows its forward pass at once, so there
+        everything stays, the gathered table too; only logits are made again unless they are kept by name.
+        """
+        if block.ops[-1].out == "loss":
+            return array.name != "logits" or self.keeps_logits
+        if self.is_weight(array.name):
+            return False
+        if self.kept_names is None:
+            return True
+        if array.name == "lse":  # attention's backward pass needs it wherever it needs the result
+            return "o" in self.kept_names
+        declared = array.name in self.program.variables and self.declared(array.name).axes == array.axes
+        return declared and not array.unreduced and array.name in self.kept_names
+
+
+def keeps_logits(strategy: Strategy) -> bool:
+    """Whether the loss head holds its logits for the backward pass; else it makes them in chunks."""
+    kept = KEPT_NAMES.get(strategy.remat) if isinstance(strategy.remat, str) else strategy.remat
+    return kept is None or "logits" in kept
+
+
+def kept_names(program: Program, strategy: Strategy) -> tuple[str, ...] | None:
+    """Names in the saved set; None for every name. Raises InputError for a name that is not a result."""
+    if isinstance(strategy.remat, str):
+        kept = KEPT_NAMES.get(strategy.remat)
+        # without rope or a bias the products themselves enter attention
+        plain = strategy.remat == "selective" and "qr" not in program.variables
+        return (*kept, "q", "k") if kept is not None and plain else kept
+    results = {op.out for block in program.blocks for op in block.ops} | {"logits"}
+    for name in strategy.remat:
+        if name not in results:
+            raise InputError(f"remat keeps {name!r}, which is not a result of the program.{nearest(name, results)}")
+    return tuple(strategy.remat)
+
+
+class Trace:
+    """Collects the steps of one pass over one block, each result once."""
+
+    def __init__(self, shardings: Shardings, block: Block, phase: Phase, available: Iterable[ShardedArray]) -> None:
+        self.shardings, self.block, self.phase = shardings, block, phase
+        self.slice_axes = shardings.strategy.slice_axes
+        self.keeps_logits = shardings.keeps_logits
+        self.scope: Scope = "layer" if block.carry else "microbatch"
+        self.start = set(available)
+        self.available = set(self.start)
+        self.used: list[ShardedArray] = []
+        self.steps: list[Step] = []
+        self.producers: dict[ShardedArray, Step] = {}
+        self.contributions: dict[str, list[ShardedArray]] = {}
+
+    def declared(self, name: str) -> ShardedArray:
+        return self.shardings.declared(name)
+
+    def cotangent(self, name: str) -> ShardedArray:
+        return self.shardings.cotangent(name)
+
+    def add(self, *steps: Step) -> None:
+        for step in steps:
+            moves = step.is_collective or step.op == "slice"
+            if moves and step.result in self.available:
+                continue
+            self.need(*step.inputs)
+            adds = step.accumulates or (not moves and step.result in self.available)
+            self._emit(msgspec.structs.replace(step, accumulates=adds), self.phase)
+
+    def _emit(self, step: Step, phase: Phase, *, scope: Scope | None = None) -> None:
+        source = step.inputs[0] if step.inputs else step.result
+        is_weight = self.shardings.is_weight(step.result.name)
+        # a block of keys on its way round a ring passes behind the attention to the one before it
+        moves = step.is_collective and step.op != "permute"
+        waits = moves and not is_weight and (phase == "forward" or source not in self.start)
+        if phase == "recompute" and is_weight:
+            phase = "backward"
+        fields = {"block": self.block.name, "phase": phase, "scope": scope or self.scope, "critical": waits}
+        self.steps.append(msgspec.structs.replace(step, **fields))
+        for array in (step.result, *step.more):
+            self.available.add(array)
+
+    def need(self, *arrays: ShardedArray) -> None:
+        for array in arrays:
+            if array in self.start and array not in self.used:
+                self.used.append(array)
+            if array in self.available:
+                continue
+            step = self.producers.get(array)
+            if step is None:
+                raise AssertionError(f"{self.block.name}: nothing makes {array}")
+            self.need(*step.inputs)
+            self._emit(step, "recompute")
+
+    def contribute(self, name: str, array: ShardedArray) -> None:
+        addends = self.contributions.setdefault(name, [])
+        if array not in addends:
+            addends.append(array)
+        uses = sum(op.inputs.count(name) for op in self.block.ops)
+        if uses == 1 and self.shardings.is_weight(name):
+            self.finish(name)
+
+    def finish(self, name: str) -> None:
+        """Sums the contributions to a cotangent in its primal's sharding.
+
+        Contributions sharded differently are resharded one collective at a time, the one that needs most collectives
+        first, and added as soon as their shardings agree. A partial sum is no longer available to other steps.
+        """
+        addends = self.contributions.pop(name, [])
+        target = self._summed(name, addends)
+        waiting = {a: reshard(a, target) for a in addends}
+        while left := {a: steps for a, steps in waiting.items() if steps}:
+            source = max(left, key=lambda a: len(left[a]))
+            step = waiting.pop(source)[0]
+            if waiting:
+                self.available.discard(source)
+            if step.result in waiting:
+                step = msgspec.structs.replace(step, accumulates=True)
+            self._emit(step, self.phase)
+            waiting[step.result] = reshard(step.result, target)
+        if addends and self.shardings.is_weight(name):
+            for step in reshard(target, self.shardings.optimizer(name).replace(name=target.name)):
+                self._emit(step, self.phase, scope="step")
+
+    def _summed(self, name: str, addends: list[ShardedArray]) -> ShardedArray:
+        """A cotangent as its block leaves it. Of a weight's gradient, the sum over axes that do not split it waits:
+        it is done once per step, on what has accumulated over the microbatches."""
+        cotangent = self.cotangent(name)
+        later = {tuple(a for a in addend.unreduced if a not in cotangent.spread) for addend in addends}
+        wait = self.shardings.is_weight(name) and len(later) == 1
+        return cotangent.replace(unreduced=later.pop()) if wait else cotangent
 
 
 def local(op: str, inputs: tuple[ShardedArray, ...], result: ShardedArray, *more: ShardedArray, **fields: Any) -> Step:
@@ -61,3 +236,16 @@ def require_whole(array: ShardedArray, dim: str, kind: str) -> None:
             f"{kind} needs {dim} whole, and {array} splits it over {', '.join(array.axes_of(dim))}. "
             f"Assign those axes to another dim (T, for the residual stream)."
         )
+
+
+def details_of(op: Op, form: type[Details]) -> Details:
+    """The attributes of an op as the struct that its module declares; those not given have their default.
+
+    Raises InputError for an attribute that the op does not have, or a value that cannot be read.
+    """
+    try:
+        return msgspec.convert(dict(op.attributes), form, strict=False)
+    except msgspec.ValidationError as error:
+        raise InputError(
+            f"{op.out} = {op.kind}(...; {', '.join('='.join(a) for a in op.attributes)}): {error}"
+        ) from None

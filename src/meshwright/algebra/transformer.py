@@ -1,19 +1,21 @@
 """A model as a layer program: embedding, one block per kind of layer, loss head. Weight dims are read off the weight
 table."""
 
+from collections.abc import Sequence
+
 import msgspec
 
 from meshwright.algebra.layers import PLAIN, ProgramOptions, head_norm_line, layer_lines
 from meshwright.algebra.program import Block, Program, Variable, parse_block
-from meshwright.algebra.spans import spans
 from meshwright.spec.model import Model
 from meshwright.spec.weights import Weight, weight_table
 
-HEAD_CHUNK_TOKENS = 1024
-"""Tokens per device whose logits exist at once where the loss head works in chunks (remat "full")."""
-
 _SPLIT_DIMS = ("N", "K", "F", "Fe", "Fs")
 """A bias over one of these lies split as its matrix does; other vectors are whole on every device."""
+
+
+MAX_PATTERN = 16
+"""Longest pattern that is written out in one turn of a loop: what is compiled grows with it."""
 
 
 class LayerKind(msgspec.Struct, frozen=True, kw_only=True):
@@ -143,3 +145,60 @@ def _head_lines(model: Model, options: ProgramOptions) -> list[str]:
     attributes = ", ".join(f"{name}={value}" for name, value in wanted.items() if value)
     given = f"; {attributes}" if attributes else ""
     return [head_norm_line(model), f"loss[] = linear_cross_entropy(hf[B,T,D], {table}, labels[B,T]{given})"]
+
+
+# -- layers as loops ----------------------------------------------------------------------
+
+
+class Span(msgspec.Struct, frozen=True, kw_only=True):
+    """``pattern`` (names of blocks, one per layer) run ``repeats`` times.
+
+    ``starts`` says for each block of the pattern how many layers of its kind come before the span.
+    """
+
+    pattern: tuple[str, ...]
+    repeats: int
+    starts: dict[str, int]
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the whole span."""
+        return len(self.pattern) * self.repeats
+
+    def place(self, position: int) -> tuple[int, int]:
+        """Which of its kind a layer of the pattern is, and how many of that kind a turn has."""
+        kind = self.pattern[position]
+        return self.pattern[:position].count(kind), self.pattern.count(kind)
+
+
+def spans(names: Sequence[str], *, starts: dict[str, int] | None = None) -> tuple[Span, ...]:
+    """Layers as spans, in order: the shortest pattern that repeats, then what is left; else runs of equal layers."""
+    starts = dict(starts or dict.fromkeys(names, 0))
+    found: list[Span] = []
+    left = tuple(names)
+    while left:
+        pattern, repeats = _leading(left)
+        here = {name: starts[name] for name in dict.fromkeys(pattern)}
+        found.append(Span(pattern=pattern, repeats=repeats, starts=here))
+        for name in pattern:
+            starts[name] += repeats
+        left = left[len(pattern) * repeats :]
+    return tuple(found)
+
+
+def _leading(names: tuple[str, ...]) -> tuple[tuple[str, ...], int]:
+    """The pattern at the front that covers most layers, and its repeats; the shorter of two that cover as many."""
+    best, covered = (names[:1], _repeats(names, 1)), 0
+    for length in range(1, min(MAX_PATTERN, len(names)) + 1):
+        repeats = _repeats(names, length)
+        if (repeats > 1 or length == 1) and repeats * length > covered:
+            best, covered = (names[:length], repeats), repeats * length
+    return best
+
+
+def _repeats(names: tuple[str, ...], length: int) -> int:
+    """How often the first ``length`` names come one after the other."""
+    count = 1
+    while names[count * length : (count + 1) * length] == names[:length]:
+        count += 1
+    return count

@@ -20,12 +20,13 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from meshwright.algebra.notation import parse_array
+from meshwright.algebra.sizes import OpSizes
 from meshwright.algebra.steps import Step
 from meshwright.bench.machine_step import REFERENCES, host_rates, measure_references
 from meshwright.cost.network.collectives import received_share
-from meshwright.cost.work.ops import OpSizes, op_flops
+from meshwright.cost.work.ops import op_flops
+from meshwright.nn.activations import silu_mul
 from meshwright.nn.attention.choice import attention, attention_backward
-from meshwright.nn.ops.activations import silu_mul
 from meshwright.parallel.mesh import device_mesh
 from meshwright.spec.calibration import Calibration, CollectiveKind, CollectiveRate
 

@@ -5,15 +5,15 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from meshwright.algebra.derive import BlockSteps, Derived
+from meshwright.algebra.derived import BlockSteps, Derived
 from meshwright.algebra.notation import ShardedArray, product
+from meshwright.algebra.ops import kind_of
 from meshwright.algebra.rewrites.split_backward import split_backward
+from meshwright.algebra.sizes import OpSizes
 from meshwright.algebra.steps import Phase, Step
-from meshwright.algebra.transformer import HEAD_CHUNK_TOKENS
 from meshwright.core.dims import DTYPE_BYTES
 from meshwright.core.errors import InputError
 from meshwright.cost.pipeline import ONE_STAGE, Pipeline
-from meshwright.cost.work.ops import OpSizes
 from meshwright.cost.work.slots import slots_move
 from meshwright.spec.calibration import Calibration, datasheet_calibration, memory_bytes
 from meshwright.spec.cluster import Cluster
@@ -273,10 +273,14 @@ def _kept_bytes(block: BlockSteps, derived: Derived, sizes: OpSizes, *, logits: 
     """Kept results of all repeats: the logits, or all the others. Gathered weights count as communication.
 
     What is gathered or sliced over one device is the array it came from, so it counts only where there are several.
+    Of a head with joined passes, slopes become cotangents in place and count as those.
     """
+    in_place = {step.inputs[0] for step in block.backward if not step.is_collective and kind_of(step).in_place}
     made = {array: step for step in block.forward for array in (step.result, *step.more)}
     total = _zero(sizes)
     for array in block.kept:
+        if array.name != "logits" and array in in_place:
+            continue
         if (array.name == "logits") == logits and not _is_weight(array.name, derived):
             step = made.get(array)
             if step and (step.is_collective or step.op == "slice") and _is_there(step.inputs[0], block, made):
@@ -310,13 +314,8 @@ def _is_there(array: ShardedArray, block: BlockSteps, made: dict[ShardedArray, S
 
 def _chunk_bytes(derived: Derived, sizes: OpSizes) -> Number:
     """Logits of one chunk and their cotangent, where the loss head is chunked; else 0."""
-    for block in derived.blocks:
-        for step in block.forward:
-            if step.op == "chunked_logits_statistics":
-                local = sizes.local(*step.inputs[:2])
-                tokens = np.minimum(local["B"] * local["T"], HEAD_CHUNK_TOKENS)
-                return 2 * DTYPE_BYTES["fp32"] * tokens * local["V"]
-    return 0.0
+    steps = (step for block in derived.blocks for step in block.forward if not step.is_collective)
+    return sum(kind_of(step).chunk_bytes(step, sizes) for step in steps)
 
 
 def _is_weight(name: str, derived: Derived) -> bool:
@@ -352,13 +351,13 @@ def _working_set(block: BlockSteps, derived: Derived, sizes: OpSizes) -> Number:
     """Largest sum, over the steps of the backward pass, of results alive that no other item counts.
 
     A result lives from the step that makes it to its last use; only the cotangent of the logits is taken to be made in
-    place. Attention's scores in memory are counted in the step that makes them.
+    place. What exists only while a step runs (attention's scores in memory) is counted in that step.
     """
     changes: list[list[Number]] = [[] for _ in range(len(block.backward) + 1)]
     lives = _lives(block, derived)
     for step in block.backward:
-        if step.op == "logits_backward":
-            lives.pop(step.result)  # it takes the place of the logits, which nothing reads afterwards
+        if not step.is_collective and kind_of(step).in_place and step.inputs[0].name == "logits":
+            lives.pop(step.result)  # it takes the memory of the logits, which nothing reads afterwards
     for array, life in lives.items():
         for number, amount in _comes_and_goes(array, life, lives, sizes):
             changes[number].append(amount)
@@ -366,7 +365,8 @@ def _working_set(block: BlockSteps, derived: Derived, sizes: OpSizes) -> Number:
     for step, amounts in zip(block.backward, changes, strict=False):
         for amount in amounts:
             alive = alive + amount
-        largest = np.maximum(largest, alive + _scores(step, sizes))
+        scratch = 0.0 if step.is_collective else kind_of(step).scratch_bytes(step, sizes)
+        largest = np.maximum(largest, alive + scratch)
     return largest
 
 
@@ -404,16 +404,6 @@ def _lives(block: BlockSteps, derived: Derived) -> dict[ShardedArray, _Life]:
                 moves = step.is_collective or step.op == "slice"
                 lives[array] = _Life(number, number, step if moves else None)
     return lives
-
-
-def _scores(step: Step, sizes: OpSizes) -> Number:
-    """Attention's T x S arrays where no kernel keeps them on chip: scores and their cotangent, and the weights."""
-    if sizes.scores == "on_chip" or not step.op.startswith("attention"):
-        return 0.0
-    q, k = step.inputs[-5:-3]
-    rows = sizes.local(q)
-    per_element = {"attention": 4 + sizes.width, "attention_backward": 8 + sizes.width}[step.op]
-    return rows["B"] * rows["N"] * rows["T"] * sizes.local(k)["T"] * per_element
 
 
 def _zero(sizes: OpSizes) -> Number:

@@ -6,14 +6,14 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from meshwright.algebra.derive import BlockSteps, Derived
+from meshwright.algebra.derived import BlockSteps, Derived
 from meshwright.algebra.notation import ShardedArray
+from meshwright.algebra.sizes import OpSizes
 from meshwright.cost.offload import NOTHING, Offload
 from meshwright.cost.pipeline import Pipeline
 from meshwright.cost.step_costs import StepCost
 from meshwright.cost.step_rates import Group, StepRates
 from meshwright.cost.work.kernels import partly_hidden
-from meshwright.cost.work.sizes import OpSizes
 from meshwright.spec.strategy import IN_TURN
 
 Number = Any
@@ -218,7 +218,7 @@ def _left_of_rounds(costs: list[StepCost], rates: StepRates) -> list[Number]:
     left = []
     for number, cost in enumerate(costs):
         if cost.goes_round:
-            product = costs[number + (1 if dict(cost.step.attributes)["ring"] == "past" else -1)]
+            product = costs[number + (1 if cost.step.details.ring == "past" else -1)]
             size = rates.groups[cost.group].size
             hiding = product.local_s * (size - 1) / size
             both = partly_hidden(hiding, cost.network_s, rates.chip.efficiency.overlap)

@@ -6,15 +6,16 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from meshwright.algebra.derive import Derived
+from meshwright.algebra.derived import Derived
 from meshwright.algebra.notation import ShardedArray, product
+from meshwright.algebra.ops import kind_of
 from meshwright.algebra.rewrites.split_backward import counts_of, meetings, weights_of
-from meshwright.algebra.steps import COLLECTIVE_MATMUL, Step, num_moves, sent_element_bytes
+from meshwright.algebra.sizes import OpSizes, Scores
+from meshwright.algebra.steps import Round, Step, num_moves, sent_element_bytes
 from meshwright.core.dims import DTYPE_BYTES
 from meshwright.cost.pipeline import ONE_STAGE, Pipeline
 from meshwright.cost.step_rates import Group, StepRates
 from meshwright.cost.work.kernels import local_work, partly_hidden
-from meshwright.cost.work.ops import OpSizes, Scores
 from meshwright.cost.work.sizes import expert_slots, spare_slots
 from meshwright.cost.work.slots import slots_move
 from meshwright.spec.job import Job
@@ -65,7 +66,7 @@ class StepCost(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def goes_round(self) -> bool:
         """Whether it is a permute that passes behind the collective matmul beside it, and behind nothing else."""
-        return self.step.is_collective and dict(self.step.attributes).get("behind") == COLLECTIVE_MATMUL
+        return isinstance(self.step.details, Round) and self.step.details.beside_products
 
     @property
     def group(self) -> Group:
@@ -143,7 +144,7 @@ def price_steps(
         held = kept.get((step.block, step.phase), frozenset())
         cost = price_step(step, count, sizes, rates, num_microbatches=num_microbatches, kept=held)
         for made in (step, *step.parts):
-            if made.result.name in summed and made.op == "einsum":
+            if made.result.name in summed and not made.is_collective and kind_of(made).is_einsum:
                 cost = _with_sum(cost, summed[made.result.name], sizes, rates, num_microbatches)
         found.append(msgspec.structs.replace(cost, here=count * share))
     return found
@@ -247,14 +248,15 @@ def _price_collective(
     rate = group[step.op]
     moves = num_moves(step, dims=sizes.dims, mesh=sizes.mesh)
     # halves that go opposite ways pass at the same time where each way has its link
-    one_way = sent / group.ring_links if dict(step.attributes).get("ways") == "2" else sent
+    both_ways = isinstance(step.details, Round) and step.details.ways == 2
+    one_way = sent / group.ring_links if both_ways else sent
     seconds = moves * rate.time(one_way)
     latency = seconds - moves * one_way * rate.seconds_per_byte
     if rates.chip.host is not None:  # devices that share cores wait for each other
         by_bytes, latency = rates.chip.host.waits * (seconds - latency), rates.chip.host.meets * latency
         seconds = by_bytes + latency
     # what is there already is read to be added to, as after a product
-    adds = sizes.bytes(step.result) if dict(step.attributes).get("accumulate") == "true" else 0.0
+    adds = sizes.bytes(step.result) if step.accumulates else 0.0
     adds = adds * rates.chip.efficiency.eager_traffic if rates.chip.eager else adds
     return StepCost(
         step=step,

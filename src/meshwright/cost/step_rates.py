@@ -6,6 +6,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from meshwright.algebra.sizes import Scores
 from meshwright.core.errors import CannotRunError
 from meshwright.cost.network.collectives import (
     GroupRates,
@@ -17,7 +18,6 @@ from meshwright.cost.network.collectives import (
     stack_rates,
 )
 from meshwright.cost.work.kernels import ChipRates, chip_rates
-from meshwright.cost.work.ops import Scores
 from meshwright.spec.calibration import (
     Calibration,
     datasheet_calibration,

@@ -12,8 +12,10 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from meshwright.algebra.derive import Derived, derive
+from meshwright.algebra.derive import derive
+from meshwright.algebra.derived import Derived
 from meshwright.algebra.notation import product
+from meshwright.algebra.sizes import OpSizes
 from meshwright.algebra.transformer import transformer
 from meshwright.cost.memory import MemoryParts, memory_parts, total_bytes
 from meshwright.cost.network.collectives import Placement
@@ -29,7 +31,7 @@ from meshwright.cost.step_costs import (
     strategy_sizes,
 )
 from meshwright.cost.step_rates import StepRates, attention_scores, step_rates, strategy_placements
-from meshwright.cost.work.ops import OpSizes, is_attention, model_flops, op_flops, op_term
+from meshwright.cost.work.ops import is_attention, model_flops, op_flops, op_term
 from meshwright.spec.calibration import Calibration
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.job import Job

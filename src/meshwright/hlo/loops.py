@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from meshwright.algebra.labels import AT_MOST_ONCE
 from meshwright.hlo.module import Instruction, Module
+from meshwright.nn.labels import AT_MOST_ONCE
 
 _STATED = re.compile(r'known_trip_count[\\"]*:\s*\{\s*[\\"]*n[\\"]*:\s*[\\"]*(\d+)')
 _INDEX = re.compile(r"\bindex=(\d+)")
@@ -51,7 +51,7 @@ def trip_count(module: Module, loop: Instruction) -> int:
 
 
 def runs_at_most_once(module: Module, loop: Instruction) -> bool:
-    """Whether a loop is a branch that keeps its buffers in place (`algebra.labels.AT_MOST_ONCE`): one turn or none."""
+    """Whether a loop is a branch that keeps its buffers in place (`algebra.steps.AT_MOST_ONCE`): one turn or none."""
     if _STATED.search(loop.attributes) or _counted(module, loop) is not None:
         return False
     body = next((name for role, name in loop.called if role == "body"), "")

@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from meshwright.algebra.labels import label_of
 from meshwright.algebra.steps import Step
 from meshwright.nn.attention.platform import default_platform
+from meshwright.nn.labels import label_of
 
 
 def communicate(step: Step, value: jax.Array, *, leading: int = 0) -> jax.Array:
@@ -23,7 +23,7 @@ def _communicate(step: Step, value: jax.Array, leading: int) -> jax.Array:
     if step.op == "reduce_scatter":
         return lax.psum_scatter(value, axes, scatter_dimension=dim, tiled=True)
     if step.op == "all_reduce":
-        if dict(step.attributes).get("reduce") == "max":
+        if step.reduction == "max":
             return lax.pmax(lax.stop_gradient(value), axes)
         return lax.psum(value, axes)
     if step.op == "all_to_all":

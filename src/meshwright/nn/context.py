@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import jax
 
-from meshwright.algebra.derive import Derived
+from meshwright.algebra.derived import Derived
 from meshwright.algebra.layers import PLAIN, ProgramOptions
 from meshwright.algebra.notation import ShardedArray
 from meshwright.spec.model import Model

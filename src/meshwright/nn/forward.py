@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from meshwright.algebra.derive import BlockSteps, derive
+from meshwright.algebra.derive import derive
+from meshwright.algebra.derived import BlockSteps
 from meshwright.algebra.layers import ProgramOptions
-from meshwright.algebra.spans import Span, spans
-from meshwright.algebra.transformer import layer_names, transformer
+from meshwright.algebra.transformer import Span, layer_names, spans, transformer
 from meshwright.nn.context import Context
 from meshwright.nn.interpreter import run
 from meshwright.nn.weights import Params

@@ -4,12 +4,12 @@ from collections.abc import Iterable
 
 import jax
 
-from meshwright.algebra.labels import label_of
 from meshwright.algebra.notation import ShardedArray
-from meshwright.algebra.steps import Step
+from meshwright.algebra.steps import Round, Step
 from meshwright.nn.collectives import communicate
 from meshwright.nn.context import Context
-from meshwright.nn.ops.table import LOCAL
+from meshwright.nn.labels import label_of
+from meshwright.nn.ops import local_steps
 
 Environment = dict[ShardedArray, jax.Array]
 
@@ -23,7 +23,7 @@ def run(context: Context, steps: Iterable[Step], env: Environment, *, until: str
     for step in steps:
         results = run_step(context, step, [env[a] for a in step.inputs])
         for array, value in zip((step.result, *step.more), results, strict=True):
-            if array is step.result and dict(step.attributes).get("accumulate") == "true":
+            if array is step.result and step.accumulates:
                 value = env[array] + value
             if context.derived.declared.get(array.name) == array:
                 value = context.constrain(array, value)
@@ -43,9 +43,9 @@ def run_step(context: Context, step: Step, inputs: list[jax.Array]) -> tuple[jax
 
 
 def _run_step(context: Context, step: Step, inputs: list[jax.Array]) -> tuple[jax.Array, ...]:
-    if step.op == "permute" and "ring" in dict(step.attributes):
+    if isinstance(step.details, Round):
         return (inputs[0],)
-    if step.is_collective or step.op == "slice":
+    if step.is_collective:
         return (communicate(step, inputs[0]),)
-    results = LOCAL[step.op](context, step, *inputs)
+    results = local_steps()[step.op](context, step, *inputs)
     return results if isinstance(results, tuple) else (results,)

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from meshwright.algebra.derive import BlockSteps, Derived
+from meshwright.algebra.derived import BlockSteps, Derived
 from meshwright.algebra.notation import ShardedArray
 from meshwright.algebra.rewrites.split_backward import (
     cotangent_of,

@@ -11,15 +11,22 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from msgspec.structs import replace
 
-from meshwright.algebra.cache_table import CacheDtype, cache_table
-from meshwright.algebra.derive import Derived, derive_forward
-from meshwright.algebra.generation import generate_program, one_position, prefill_program, scales
+from meshwright.algebra.derive import derive_forward
+from meshwright.algebra.derived import Derived
+from meshwright.algebra.generation import (
+    CacheDtype,
+    cache_table,
+    generate_program,
+    one_position,
+    prefill_program,
+    scales,
+)
 from meshwright.algebra.notation import check
 from meshwright.algebra.transformer import weight_variables
 from meshwright.core.errors import CannotRunError, InputError, nearest
 from meshwright.nn import quantisation
 from meshwright.nn.context import Context
-from meshwright.nn.ops.cache import DTYPES
+from meshwright.nn.ops.quantised_embed import DTYPES
 from meshwright.nn.weights import Params, param_shapes
 from meshwright.parallel.generation_pass import Cache, GenerationPass
 from meshwright.parallel.mesh import device_mesh, lower, partition_spec

@@ -9,10 +9,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from meshwright.algebra.derive import BlockSteps
+from meshwright.algebra.derived import BlockSteps
 from meshwright.algebra.notation import ShardedArray
-from meshwright.algebra.spans import Span, spans
-from meshwright.algebra.transformer import layer_names
+from meshwright.algebra.transformer import Span, layer_names, spans
 from meshwright.nn.cache import LayerCache
 from meshwright.nn.context import Context
 from meshwright.nn.interpreter import run

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from meshwright.algebra.spans import Span
+from meshwright.algebra.transformer import Span
 from meshwright.nn.weights import Params
 from meshwright.parallel.blocks import BlockPasses, Inputs, Ready
 

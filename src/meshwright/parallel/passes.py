@@ -13,10 +13,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from meshwright.algebra.derive import Derived
+from meshwright.algebra.derived import Derived
 from meshwright.algebra.rewrites.split_backward import step_steps
-from meshwright.algebra.spans import Span, spans
-from meshwright.algebra.transformer import layer_names
+from meshwright.algebra.transformer import Span, layer_names, spans
 from meshwright.nn.attention.platform import default_platform
 from meshwright.nn.context import Context
 from meshwright.nn.weights import Params

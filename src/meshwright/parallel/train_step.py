@@ -13,15 +13,14 @@ from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from meshwright.algebra.derive import derive
-from meshwright.algebra.labels import OPTIMIZER
 from meshwright.algebra.layers import PLAIN, ProgramOptions
 from meshwright.algebra.notation import ShardedArray
-from meshwright.algebra.rewrites.fused_head import with_fused_head
 from meshwright.algebra.transformer import transformer, weight_variables
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.nn.attention.visibility import zigzag_order
 from meshwright.nn.context import Context
 from meshwright.nn.experts.balance import routing_metrics
+from meshwright.nn.labels import OPTIMIZER
 from meshwright.nn.weights import Params, init_params
 from meshwright.parallel.blocks import Inputs, through
 from meshwright.parallel.gradients import (
@@ -315,7 +314,7 @@ class TrainStep:
     def _context(self) -> Context:
         return Context(
             model=self.model,
-            derived=with_fused_head(self.declared),
+            derived=self.declared,
             mesh=self.strategy.mesh,
             options=self.options,
             in_order=not self._in_zigzag,
@@ -426,7 +425,7 @@ class TrainStep:
     # -- the comparison: XLA chooses the collectives --------------------------------------------------
 
     def _gspmd_gradients(self, params: Params, batch: Batch) -> tuple[jax.Array, Params, jax.Array, Params]:
-        whole = derive(self.program, _on_one_device(self.strategy))
+        whole = derive(self.program, _on_one_device(self.strategy), fused_head=False)
 
         def constrain(array: ShardedArray, value: jax.Array) -> jax.Array:
             declared = self.declared.declared[array.name]

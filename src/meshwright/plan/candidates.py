@@ -7,12 +7,12 @@ import msgspec
 import numpy as np
 
 from meshwright.algebra.notation import product
+from meshwright.algebra.sizes import OpSizes
 from meshwright.core.dims import MESH_AXES
 from meshwright.cost.memory import memory_parts, total_bytes
 from meshwright.cost.pipeline import Pipeline
 from meshwright.cost.step_costs import has_empty_slots, op_sizes
 from meshwright.cost.step_rates import attention_scores
-from meshwright.cost.work.ops import OpSizes
 from meshwright.plan.legal import MAX_IDLE_LAYERS, Facts, divisors, legal_axis_sizes, mask
 from meshwright.plan.space import Pattern, Space
 from meshwright.spec.cluster import Cluster
@@ -146,7 +146,7 @@ def _joined(parts: Sequence[Candidates]) -> Candidates:
 def _legal_somewhere(space: Space, found: Candidates, num_chips: int | None) -> np.ndarray:
     """Where at least one pattern's sizes divide."""
     # policies of remat split nothing: one pattern stands for all that split alike
-    distinct = {(pattern.splits, pattern.needs): pattern for pattern in space.patterns}
+    distinct = {(pattern.splits, pattern.needs, pattern.tensor_split): pattern for pattern in space.patterns}
     return np.logical_or.reduce([legal_in(space, pattern, found, num_chips=num_chips) for pattern in distinct.values()])
 
 
@@ -164,6 +164,8 @@ def legal_in(space: Space, pattern: Pattern, found: Candidates, *, num_chips: in
     result = np.broadcast_to(mask(rules, facts), len(found)).copy()
     if num_chips is not None:
         result &= np.asarray(product(found.mesh.values())) == num_chips
+    if pattern.tensor_split is not None:
+        result &= (found.mesh["tensor"] > 1) == pattern.tensor_split
     for axes in pattern.needs:
         result &= np.logical_or.reduce([found.mesh[axis] > 1 for axis in axes])
     return result

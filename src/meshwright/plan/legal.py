@@ -11,8 +11,10 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from meshwright.algebra.derive import Derived, derive
+from meshwright.algebra.derive import derive
+from meshwright.algebra.derived import Derived
 from meshwright.algebra.notation import product
+from meshwright.algebra.sizes import OpSizes
 from meshwright.algebra.transformer import transformer
 from meshwright.core.errors import CannotRunError
 from meshwright.core.units import format_bytes
@@ -20,7 +22,6 @@ from meshwright.cost.memory import memory_limit, total_bytes, training_memory
 from meshwright.cost.pipeline import schedule_fits, schedule_refusal, strategy_pipeline
 from meshwright.cost.step_costs import strategy_sizes
 from meshwright.cost.step_rates import attention_scores, strategy_placements
-from meshwright.cost.work.ops import OpSizes
 from meshwright.spec.calibration import Calibration
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.job import Job

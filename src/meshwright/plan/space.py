@@ -6,7 +6,10 @@ from typing import Any
 
 import msgspec
 
-from meshwright.algebra.derive import Derived, derive
+from meshwright.algebra.derive import derive
+from meshwright.algebra.derived import Derived
+from meshwright.algebra.program import Program
+from meshwright.algebra.trace import keeps_logits
 from meshwright.algebra.transformer import transformer
 from meshwright.core.dims import EMULATED_AXES, MESH_AXES
 from meshwright.plan.legal import MAX_IDLE_LAYERS, Rule, Split, size_rules, splits
@@ -65,7 +68,8 @@ def axes_to_try(cluster: Cluster, fixed: Iterable[str]) -> tuple[str, ...]:
 
 class Pattern(msgspec.Struct, frozen=True, kw_only=True):
     """One way to assign axes, derived once. It is looked at only where one of ``needs`` has several devices
-    (() for everywhere): elsewhere it is the same strategy as another pattern.
+    (() for everywhere): elsewhere it is the same strategy as another pattern. ``tensor_split`` restricts it to meshes
+    with or without several devices on ``tensor``, where the steps of the two differ (None: they do not).
     """
 
     strategy: Strategy
@@ -74,6 +78,7 @@ class Pattern(msgspec.Struct, frozen=True, kw_only=True):
     rules: tuple[Rule, ...]
     splits: tuple[Split, ...]
     needs: tuple[tuple[str, ...], ...] = ()
+    tensor_split: bool | None = None
 
 
 class Space(msgspec.Struct, frozen=True, kw_only=True):
@@ -140,16 +145,15 @@ def open_space(
         if any(all(fixed.get(axis) == 1 for axis in axes) for axes in more):
             continue
         derived = derive(program, strategy, symbolic=True)
-        patterns.append(
-            Pattern(
-                strategy=strategy,
-                rank=rank,
-                derived=derived,
-                rules=size_rules(derived),
-                splits=splits(derived),
-                needs=more,
-            )
+        pattern = Pattern(
+            strategy=strategy,
+            rank=rank,
+            derived=derived,
+            rules=size_rules(derived),
+            splits=splits(derived),
+            needs=more,
         )
+        patterns += _by_tensor(pattern, program, fixed.get("tensor")) if _fuses_head(strategy) else [pattern]
     return Space(
         model=model,
         seq_len=seq_len,
@@ -164,6 +168,22 @@ def open_space(
         calibration=calibration,
         idle_layers=0.0 if choices.equal_stages else MAX_IDLE_LAYERS,
     )
+
+
+def _fuses_head(strategy: Strategy) -> bool:
+    """Whether the loss head takes another form where a device has the whole vocabulary."""
+    return strategy.software == "compiled" and not keeps_logits(strategy)
+
+
+def _by_tensor(pattern: Pattern, program: Program, fixed: int | None) -> list[Pattern]:
+    """The pattern of meshes that split ``tensor``, and that of meshes that do not: those that the size allows."""
+    found = []
+    if fixed is None or fixed > 1:
+        found.append(msgspec.structs.replace(pattern, tensor_split=True))
+    if fixed is None or fixed == 1:
+        whole = derive(program, pattern.strategy, symbolic=True, without=("tensor",))
+        found.append(msgspec.structs.replace(pattern, derived=whole, tensor_split=False))
+    return found
 
 
 def _assignments(choices: Choices) -> list[tuple[dict[str, Any], tuple[tuple[str, ...], ...]]]:

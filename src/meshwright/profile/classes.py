@@ -7,10 +7,11 @@ from typing import Literal
 
 import msgspec
 
-from meshwright.algebra.labels import StepLabel
-from meshwright.algebra.steps import COLLECTIVE_MATMUL, COLLECTIVES
+from meshwright.algebra.ops import step_kinds
+from meshwright.algebra.steps import COLLECTIVES
 from meshwright.hlo.module import Instruction
 from meshwright.hlo.products import is_product
+from meshwright.nn.labels import StepLabel
 from meshwright.profile.hlo import CONTAINERS, Program, is_collective
 
 OpClass = Literal[
@@ -29,8 +30,6 @@ _MOVES = frozenset(
 )  # fmt: skip
 """Instructions that compute nothing; arithmetic on scalars beside them finds places."""
 _PLACES = frozenset(("add", "subtract", "multiply", "compare", "select", "clamp", "maximum", "minimum", "and", "or"))
-_LOOKUPS = ("embed", "dispatch", "combine", "pick", "cache_write")
-_NORMS = ("rms_norm", "layer_norm")
 _NUMBER = re.compile(r"[.\d]+$")
 OUTSIDE = "outside the steps"
 """Where the seconds of instructions stand that carry no label."""
@@ -129,21 +128,10 @@ def _class_of(one: Instruction, label: StepLabel | None, program: Program) -> Op
 
 
 def class_of_op(op: str) -> OpClass:
-    """The class of a derived step by its op."""
-    base = op.removesuffix("_backward").removeprefix("quantised_")
+    """The class of a derived step by its op: the group that the op states, or a collective."""
     if op in COLLECTIVES:
         return "collective"
-    if "attention" in op:
-        return "attention"
-    if op in ("optimizer", "adamw"):
-        return "optimizer"
-    if base in ("einsum", COLLECTIVE_MATMUL, "fused_head") or base.startswith("chunked_logits"):
-        return "contraction"
-    if base in ("copy", "slice"):
-        return "copy"
-    if base in _NORMS:
-        return "normalisation"
-    return "embedding" if base in _LOOKUPS else "elementwise"
+    return "optimizer" if op == "optimizer" else step_kinds()[op].group
 
 
 def _only_moves(one: Instruction, program: Program) -> bool:

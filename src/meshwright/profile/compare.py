@@ -5,12 +5,12 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
-from meshwright.algebra.labels import OPTIMIZER, label_of
 from meshwright.algebra.steps import Step
 from meshwright.cost.step_costs import StepCost
 from meshwright.cost.train_step import PricedStrategy
 from meshwright.hlo.products import precision, product_flops
 from meshwright.hlo.shapes import Shape
+from meshwright.nn.labels import OPTIMIZER, label_of
 from meshwright.profile.classes import CLASSES, Fact, Facts, OpClass, class_of_op, part_of
 from meshwright.profile.events import Trace
 from meshwright.profile.shared import shared_seconds

@@ -4,12 +4,12 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import msgspec
 
-from meshwright.algebra.derive import BlockSteps, Derived
-from meshwright.algebra.labels import StepLabel, label_of
+from meshwright.algebra.derived import BlockSteps, Derived
 from meshwright.algebra.notation import local_elements
 from meshwright.algebra.rewrites.split_backward import counts_of, meetings
 from meshwright.algebra.schedules.ticks import TickTables
 from meshwright.algebra.steps import Step, num_moves, num_ways, sent_element_bytes
+from meshwright.nn.labels import StepLabel, label_of
 
 
 class Expected(msgspec.Struct, frozen=True, kw_only=True):

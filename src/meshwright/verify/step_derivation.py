@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 from msgspec.structs import replace
 
-from meshwright.algebra.cache_table import CacheDtype, cache_table
-from meshwright.algebra.derive import Derived, derive, derive_forward
-from meshwright.algebra.generation import generate_program, one_position, prefill_program
-from meshwright.algebra.labels import StepLabel, label_of
+from meshwright.algebra.derive import derive, derive_forward
+from meshwright.algebra.derived import Derived
+from meshwright.algebra.generation import CacheDtype, cache_table, generate_program, one_position, prefill_program
 from meshwright.algebra.notation import ShardedArray, local_elements
-from meshwright.algebra.ops.experts import ROUTING_ROWS
+from meshwright.algebra.ops.route import ROUTING_ROWS
 from meshwright.algebra.schedules.fused import fused
 from meshwright.algebra.schedules.ticks import TickTables, tick_tables
+from meshwright.algebra.sizes import OpSizes
 from meshwright.algebra.steps import Step
 from meshwright.algebra.transformer import transformer
 from meshwright.core.dims import DTYPE_BYTES
@@ -23,9 +23,10 @@ from meshwright.cost.memory import training_memory
 from meshwright.cost.pipeline import strategy_pipeline
 from meshwright.cost.step_costs import strategy_sizes
 from meshwright.cost.step_rates import attention_scores
-from meshwright.cost.work.ops import OP_ROWS, OpSizes, op_flops
+from meshwright.cost.work.ops import op_flops
 from meshwright.cost.work.slots import slots_move
 from meshwright.nn.experts.rows import expert_capacity
+from meshwright.nn.labels import StepLabel, label_of
 from meshwright.parallel.pipeline.stages import strategy_schedule
 from meshwright.spec.job import Job
 from meshwright.verify.expected import Expected, expected_collectives, expected_of_pipeline, runs_in_text
@@ -112,11 +113,8 @@ class StepDerivation:
         return dict(found)
 
     def _flops(self, step: Step) -> float:
-        """FLOPs of one run of a step; what only generation has, int8 products but for their scales and look-ups, as the
-        products that they are."""
-        if step.op == "quantised_einsum":
-            step = replace(step, op="einsum", inputs=step.inputs[:2])
-        return float(np.asarray(op_flops(step, self._sizes))) if step.op in OP_ROWS else 0.0
+        """FLOPs of one run of a step."""
+        return float(np.asarray(op_flops(step, self._sizes)))
 
     def _local_steps(self) -> Iterator[tuple[Step, int]]:
         """Steps that compute, and how often each runs."""

@@ -3,7 +3,9 @@
 import pytest
 
 from meshwright.algebra.derive import derive
+from meshwright.algebra.ops.attention import Attention
 from meshwright.algebra.program import Program, Variable, parse_block
+from meshwright.algebra.steps import Round
 from meshwright.core.errors import InputError
 from meshwright.spec.strategy import Strategy
 
@@ -80,13 +82,11 @@ def test_no_way_communicates_where_positions_are_whole(way):
 
 def test_a_ring_says_what_goes_round_and_how_far():
     block = attention("ring", text=ATTENTION.replace("])\n", "]; window=64)\n"))
-    rings = {
-        step.result.name: dict(step.attributes) for step in (*block.forward, *block.backward) if step.is_collective
-    }
-    assert rings["k_passing"] == rings["v_returning"] == {"ring": "past", "window": "64"}
-    assert rings["dk"] == {"ring": "home", "window": "64"}
+    rings = {step.result.name: step.details for step in (*block.forward, *block.backward) if step.is_collective}
+    assert rings["k_passing"] == rings["v_returning"] == Round(ring="past", window=64)
+    assert rings["dk"] == Round(ring="home", window=64)
     (local,) = (step for step in block.forward if step.op == "attention")
-    assert dict(local.attributes) == {"ring": "X", "window": "64"}
+    assert local.details == Attention(ring=("X",), window=64)
 
 
 def test_ulysses_needs_heads_that_are_split_alike():

@@ -5,6 +5,7 @@ import re
 import pytest
 
 from meshwright.algebra.derive import derive
+from meshwright.algebra.ops.route import Routing
 from meshwright.algebra.program import Program, Variable, parse_block
 from meshwright.algebra.transformer import transformer
 from meshwright.core.errors import InputError
@@ -129,12 +130,12 @@ def test_the_router_is_counted_over_all_tokens_once(remat):
     assert [str(a) for a in route.more] == ["chosen[B_XZ, T_Y, Ea]", "routing[Er, E]{U_XZY}"]
     back = next(s for s in block.backward if s.op == "route_backward")
     assert back.inputs[-1] == more[0].result
-    assert back.attributes == (("balance", "0.01"), ("z", "0.001"), ("microbatches", "4"))
+    assert back.details == Routing(balance=0.01, z=0.001, microbatches=4)
 
 
 def test_without_losses_nothing_is_counted():
     block = experts()
-    assert not any("routing" in str(step) or "microbatches" in dict(step.attributes) for step in block.backward)
+    assert not any("routing" in str(step) for step in block.backward)
     assert all(len(step.more) == 1 for step in block.forward if step.op == "route")
 
 

@@ -7,8 +7,9 @@ import pytest
 from meshwright.algebra.derive import derive, derive_forward
 from meshwright.algebra.generation import generate_program, one_position
 from meshwright.algebra.notation import local_elements, parse_array
+from meshwright.algebra.ops.collective_matmul import NAME as COLLECTIVE_MATMUL
 from meshwright.algebra.rewrites.collective_matmul import with_collective_matmuls
-from meshwright.algebra.steps import COLLECTIVE_MATMUL, Step, num_moves, num_ways
+from meshwright.algebra.steps import Step, num_moves, num_ways
 from meshwright.algebra.transformer import transformer
 from meshwright.core.errors import InputError
 from meshwright.spec import catalogue
@@ -34,9 +35,9 @@ def words(steps):
     found = []
     for step in steps:
         if step.op == COLLECTIVE_MATMUL:
-            found.append(f"{dict(step.attributes)['form']}: {' '.join(p.result.name for p in step.parts)}")
+            found.append(f"{step.details.form}: {' '.join(p.result.name for p in step.parts)}")
         elif step.op == "permute":
-            found.append(f"{dict(step.attributes)['ring']} {step.inputs[0].name} -> {step.result}")
+            found.append(f"{step.details.ring} {step.inputs[0].name} -> {step.result}")
     return found
 
 
@@ -93,7 +94,7 @@ def test_generation_sums_in_blocks_of_the_weights_columns():
     derived = derive_forward(generate_program(LLAMA), one_position(strategy(collective_matmul="one-way")))
     block = next(found for found in derived.blocks if found.block.name == "layer")
     made = [step for step in block.forward if step.op == COLLECTIVE_MATMUL]
-    assert [(dict(step.attributes)["form"], step.dim) for step in made] == [("all_reduce", "D")] * 2
+    assert [(step.details.form, step.dim) for step in made] == [("all_reduce", "D")] * 2
 
 
 def runs(block):
@@ -142,7 +143,7 @@ def assert_in_order(steps):
     """Nothing is used before it is made, and sums begin before they are added to."""
     later = made(steps)
     for number, step in enumerate(steps):
-        if dict(step.attributes).get("accumulate") == "true":
+        if step.accumulates:
             assert step.result in made(steps[:number]), step
         unmade = [array for array in step.inputs if array in later and array not in made(steps[:number])]
         given = [a for a in unmade if a in made(steps[number:]) and _is_given(a, steps)]
@@ -152,14 +153,14 @@ def assert_in_order(steps):
 def _is_given(array, steps):
     """Whether the pass is given an array to which it only adds."""
     first = next(step for step in steps if array in (step.result, *step.more))
-    return dict(first.attributes).get("accumulate") == "true"
+    return first.accumulates
 
 
 def test_a_permute_stands_beside_its_products():
     for steps in runs(layer("two-way", remat="full")).values():
         for number, step in enumerate(steps):
             if step.op == "permute":
-                there = steps[number + (1 if dict(step.attributes)["ring"] == "past" else -1)]
+                there = steps[number + (1 if step.details.ring == "past" else -1)]
                 assert there.op == COLLECTIVE_MATMUL
                 assert {*step.inputs, step.result} & {*there.inputs, there.result, *there.more}
 
@@ -195,7 +196,7 @@ def test_a_sum_with_an_addend_that_is_no_product_stays():
     x, w, partial = (parse_array(t) for t in ("x[T, F_tensor]", "w[F_tensor, D]", "y[T, D]{U_tensor}"))
     steps = (
         Step(op="einsum", inputs=(x, w), result=partial),
-        Step(op="copy", inputs=(partial.replace(name="z"),), result=partial, attributes=(("accumulate", "true"),)),
+        Step(op="copy", inputs=(partial.replace(name="z"),), result=partial, accumulates=True),
         Step(op="reduce_scatter", inputs=(partial,), result=parse_array("y[T_tensor, D]"), axes=("tensor",), dim="T"),
     )
     assert with_collective_matmuls(steps, ways=1) == steps

@@ -1,7 +1,6 @@
 import pytest
 
 from meshwright.algebra.derive import derive
-from meshwright.algebra.rewrites.fused_head import with_fused_head
 from meshwright.algebra.transformer import transformer
 from meshwright.spec import catalogue
 from meshwright.spec.strategy import Strategy, make_mesh
@@ -10,9 +9,8 @@ MODEL = catalogue.model("llama3-8b")
 
 
 def head(axes, remat, *, fused):
-    derived = derive(transformer(MODEL), Strategy(mesh=make_mesh(axes), remat=remat))
-    blocks = (with_fused_head(derived) if fused else derived).blocks
-    return next(block for block in blocks if block.block.name == "head")
+    derived = derive(transformer(MODEL), Strategy(mesh=make_mesh(axes), remat=remat), fused_head=fused)
+    return next(block for block in derived.blocks if block.block.name == "head")
 
 
 def ops(steps):

@@ -132,7 +132,7 @@ def test_reduce_scatter_over_two_axes_is_major_to_minor():
 def test_all_reduce_of_sums_and_of_largest():
     total = step("all_reduce", "A[I]{U_X}", "A[I]", axes=("X",))
     assert run(total, [[1, 5], [3, 4]], {"X": 2}) == [[4, 9], [4, 9]]
-    largest = step("all_reduce", "A[I]{U_X}", "A[I]", axes=("X",), attributes=(("reduce", "max"),))
+    largest = step("all_reduce", "A[I]{U_X}", "A[I]", axes=("X",), reduction="max")
     assert run(largest, [[1, 5], [3, 4]], {"X": 2}) == [[3, 5], [3, 5]]
 
 
@@ -151,7 +151,7 @@ def test_local_ops_and_accumulation():
     left, right, out = (parse_array(t) for t in ("A[I, J]", "B[J]", "C[I]"))
     values = {left: [np.array([[1, 2], [3, 4]])], right: [np.array([10, 1])]}
     times = Step(op="einsum", inputs=(left, right), result=out)
-    again = Step(op="einsum", inputs=(left, right), result=out, attributes=(("accumulate", "true"),))
+    again = Step(op="einsum", inputs=(left, right), result=out, accumulates=True)
     copied = Step(op="copy", inputs=(out,), result=parse_array("D[I]"))
     added = Step(op="add", inputs=(out, copied.result), result=parse_array("E[I]"))
     made = execute([times, again, copied, added], values, {})

@@ -6,6 +6,8 @@ import pytest
 
 from meshwright.algebra.derive import derive
 from meshwright.algebra.notation import parse_array
+from meshwright.algebra.ops.attention import Attention
+from meshwright.algebra.sizes import OpSizes
 from meshwright.algebra.steps import Step
 from meshwright.algebra.transformer import transformer
 from meshwright.cost.step_costs import strategy_sizes
@@ -19,7 +21,7 @@ from meshwright.cost.work.kernels import (
     partly_hidden,
     product_shape,
 )
-from meshwright.cost.work.ops import OpSizes, op_flops, op_hbm_bytes
+from meshwright.cost.work.ops import op_flops, op_hbm_bytes
 from meshwright.spec import catalogue
 from meshwright.spec.calibration import Calibration, Efficiency, datasheet_calibration
 from meshwright.spec.chip import chip
@@ -57,6 +59,7 @@ ATTENTION = step(
     ["q[B, T, N, H]", "k[B, T, K, H]", "v[B, T, K, H]", "p[B, T]", "p[B, T]"],
     "a[B, T, N, H]",
     block="layer",
+    details=Attention(),
 )
 ADAMW = step("adamw", ["dw[D, F]", "w[D, F]"], "w[D, F]", phase="update")
 

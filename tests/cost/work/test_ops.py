@@ -7,11 +7,13 @@ import pytest
 
 from meshwright.algebra.derive import derive
 from meshwright.algebra.notation import parse_array
-from meshwright.algebra.rewrites.fused_head import with_fused_head
+from meshwright.algebra.ops import step_kinds
+from meshwright.algebra.ops.attention import Attention
+from meshwright.algebra.sizes import OpSizes
 from meshwright.algebra.steps import Step
 from meshwright.algebra.transformer import transformer
 from meshwright.cost.step_costs import strategy_sizes
-from meshwright.cost.work.ops import OP_ROWS, OpSizes, model_flops, num_matmul_params, op_flops, op_hbm_bytes
+from meshwright.cost.work.ops import model_flops, num_matmul_params, op_flops, op_hbm_bytes
 from meshwright.cost.work.sizes import expert_slots
 from meshwright.spec import catalogue
 from meshwright.spec.job import Job
@@ -29,6 +31,8 @@ def sizes(**changes):
 def step(op, inputs, result, *more, **fields):
     arrays = [parse_array(text) for text in (*inputs, result, *more)]
     end = len(inputs)
+    if op.startswith("attention"):
+        fields.setdefault("details", Attention())
     return Step(op=op, inputs=tuple(arrays[:end]), result=arrays[end], more=tuple(arrays[end + 1 :]), **fields)
 
 
@@ -41,7 +45,7 @@ def test_einsum_counts_every_distinct_dim_once_on_one_device():
 
 def test_a_result_that_is_added_is_read_once_more():
     inputs, result = ["h[B, T, D]", "w[D, F]"], "u[B, T, F]"
-    alone, added = (step("einsum", inputs, result, attributes=marks) for marks in ((), (("accumulate", "true"),)))
+    alone, added = (step("einsum", inputs, result, accumulates=adds) for adds in (False, True))
     assert op_hbm_bytes(added, sizes()) - op_hbm_bytes(alone, sizes()) == 2 * 8 * 16 * 64
 
 
@@ -72,9 +76,9 @@ def test_scores_in_memory_are_counted_only_there(number, per_pair):
 def test_a_window_and_a_causal_kernel_meet_fewer_keys():
     forward, backward = attention_steps()
     rows = (8 / 4) * (4 / 2) * (16 / 4)
-    near = msgspec.structs.replace(forward, attributes=(("window", "5"),))
+    near = msgspec.structs.replace(forward, details=Attention(window=5))
     assert op_flops(near, sizes()) == 4 * rows * 5 * 8
-    assert op_flops(msgspec.structs.replace(forward, attributes=(("window", "99"),)), sizes()) == op_flops(
+    assert op_flops(msgspec.structs.replace(forward, details=Attention(window=99)), sizes()) == op_flops(
         forward, sizes()
     )
     assert op_flops(backward, sizes(causal=True)) == op_flops(backward, sizes()) / 2
@@ -96,7 +100,7 @@ def test_round_a_ring_every_key_comes_by_and_queries_are_read_again():
     q, o = "q[B, T_context, N, H]", "o[B, T_context, N, H]"
     k, v = "k[B, T_context, K, H]", "v[B, T_context, K, H]"
     here, everywhere = "p[B, T_context]", "p[B, T]"
-    ring = step("attention", [k, v, q, k, v, here, everywhere], o, attributes=(("ring", "context"),))
+    ring = step("attention", [k, v, q, k, v, here, everywhere], o, details=Attention(ring=("context",)))
     whole = step("attention", [q, k.replace("_context", ""), v.replace("_context", ""), here, everywhere], o)
     assert op_flops(ring, sizes()) == op_flops(whole, sizes())
     one = 2 * 8 * (16 / 4) * 8 * (2 * 4 + 2 * 2) + 2 * 8 * (16 / 4 + 16)  # q, o, k, v and positions
@@ -236,7 +240,7 @@ def test_model_flops_without_keys_that_no_query_sees():
 def test_every_derived_local_step_has_a_row(remat):
     derived = derive(transformer(catalogue.model("tiny")), Strategy(mesh=make_mesh({"fsdp": 2}), remat=remat))
     local = {s.op for s, _ in derived.steps() if not s.is_collective}
-    assert local <= set(OP_ROWS)
+    assert local <= set(step_kinds())
     assert {"einsum", "attention_backward", "adamw", "embed_backward"} <= local
 
 
@@ -273,7 +277,7 @@ def test_executed_flops_are_the_model_s_and_what_is_made_again(axes, remat):
         parts = params_by_part(model)
         layer = parts["attention"] + parts["mlp"] - model.num_layers * model.d_model * model.d_ff
         again += 2 * layer * job.tokens_per_step + 4 * pairs_width
-    fused = any(s.op == "fused_head" for s, _ in with_fused_head(derived).steps(1))
+    fused = any(s.op == "fused_head" for s, _ in derived.steps(1))
     if remat == "full" and not fused:  # where it is, as the trainer runs it, logits are made once
         again += 2 * model.d_model * model.vocab_size * job.tokens_per_step
     assert executed == pytest.approx(model_flops(model, job) + again, rel=1e-12)

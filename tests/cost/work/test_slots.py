@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from meshwright.algebra.notation import parse_array
-from meshwright.algebra.ops.experts import BLOCK_ROWS, FEW_SLOTS
+from meshwright.algebra.ops.dispatch import BLOCK_ROWS, FEW_SLOTS
+from meshwright.algebra.sizes import OpSizes
 from meshwright.algebra.steps import Step
 from meshwright.cost.train_step import price_strategy
 from meshwright.cost.work.ops import op_hbm_bytes
-from meshwright.cost.work.sizes import OpSizes
 from meshwright.cost.work.slots import block_bytes, computed_share, num_slot_calls, num_slot_products, slot_sizes
 from meshwright.nn.experts.products import filled_blocks
 from meshwright.spec import catalogue

@@ -16,7 +16,9 @@ from meshwright.nn.experts import ragged as experts_ragged
 from meshwright.nn.experts import rows as experts
 from meshwright.nn.experts import slots as experts_slots
 from meshwright.nn.experts.ragged import Ragged
-from meshwright.nn.ops.table import contract_step
+from meshwright.nn.ops import local_steps
+from meshwright.nn.ops.einsum import contract_step
+from meshwright.nn.ops.silu_mul import over_slots
 
 ROWS, WIDTH, OUT = 23, 5, 4
 SIZES = np.array([0, 9, 1, 0, 13], np.int32)
@@ -129,9 +131,7 @@ def aware(request, monkeypatch):
     """Kinds that take packed tokens, and blocks even of few slots; blocks one by one or several gathered."""
     monkeypatch.setattr(experts_slots, "FEW_SLOTS", 0)
     monkeypatch.setattr(experts_products, "default_platform", lambda: request.param)
-    kinds = dict.fromkeys(("bias_add", "bias_add_backward"), None)
-    einsum = {"einsum": lambda context, step, lhs, rhs: contract_step(step, lhs, rhs)}
-    return experts_slots.slots_aware({**kinds, **einsum, "gelu": lambda context, step, x: jnp.tanh(x)})
+    return {**local_steps(), "gelu": over_slots(lambda context, step, x: jnp.tanh(x))}
 
 
 def context(options=PLAIN):

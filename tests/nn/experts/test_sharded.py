@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 
 from meshwright.algebra.derive import derive
 from meshwright.algebra.layers import ProgramOptions
-from meshwright.algebra.ops.experts import ROUTING
+from meshwright.algebra.ops.route import ROUTING
 from meshwright.algebra.program import Program, Variable, parse_block
 from meshwright.nn.context import Context
 from meshwright.nn.experts import slots as experts_slots

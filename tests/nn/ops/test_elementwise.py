@@ -4,15 +4,10 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from meshwright.nn.ops.elementwise import (
-    bias_add,
-    embed,
-    embed_backward,
-    embed_scale,
-    join_heads,
-    join_heads_backward,
-    token_gate,
-)
+from meshwright.nn.ops.bias_add import bias_add
+from meshwright.nn.ops.embed import embed, embed_backward, embed_scale
+from meshwright.nn.ops.join_heads import join_heads, join_heads_backward
+from meshwright.nn.ops.token_gate import token_gate
 from meshwright.spec import catalogue
 
 TOKENS = jnp.asarray([[0, 5, 9, 5], [3, 3, 8, 1]], jnp.int32)

@@ -1,1 +1,40 @@
-"""Rules of the op kinds: shardings, backward passes."""
+"""One file per op: its sharding rules forward and backward, and FLOPs, bytes and group of the steps they make.
+
+`nn.ops` has a file of the same name for each, with the JAX functions. A file that is neither an op of a program nor the
+home of a derived step does not belong here.
+"""
+
+import functools
+import pkgutil
+from importlib import import_module
+
+from meshwright.algebra.kinds import OpKind, StepKind
+from meshwright.algebra.steps import Step
+from meshwright.core.errors import InputError, nearest
+
+
+@functools.cache
+def op_names() -> tuple[str, ...]:
+    """The ops: the files of this folder."""
+    return tuple(module.name for module in pkgutil.iter_modules(__path__))
+
+
+@functools.cache
+def op_kind(name: str) -> OpKind:
+    """The kind of an op, from the file of its name. Raises InputError for a name that no file has."""
+    if name not in op_names():
+        raise InputError(f"there is no op {name!r}.{nearest(name, op_names())}")
+    found = import_module(f"{__name__}.{name}").OP
+    assert isinstance(found, OpKind)
+    return found
+
+
+@functools.cache
+def step_kinds() -> dict[str, StepKind]:
+    """Name of a local step -> its kind, for the steps of every op."""
+    return {name: kind for op in op_names() for name, kind in op_kind(op).steps.items()}
+
+
+def kind_of(step: Step) -> StepKind:
+    """The kind of a local step."""
+    return step_kinds()[step.op]

@@ -1,20 +1,81 @@
-"""Rules of attention, forward and backward: how queries meet the keys of positions on other devices.
+"""Attention: how queries meet the keys of positions on other devices.
 
 "gather" brings all keys and values to every device. "ulysses" exchanges positions for heads, so that each device has
 all positions of some heads. "ring" leaves queries where they are and sends keys and values round, block by block,
 while attention works on the block at hand.
 """
 
-import msgspec
+from typing import Any, Literal
 
-from meshwright.algebra.notation import ShardedArray
+import msgspec
+import numpy as np
+
+from meshwright.algebra.kinds import OpKind, StepKind, stream
+from meshwright.algebra.notation import ShardedArray, product
 from meshwright.algebra.program import Op
-from meshwright.algebra.steps import Step
-from meshwright.algebra.trace import Trace, axes_beside, like, local, moved
+from meshwright.algebra.sizes import Number, OpSizes
+from meshwright.algebra.steps import Round, Step
+from meshwright.algebra.trace import Trace, axes_beside, details_of, like, local, moved
 from meshwright.core.errors import InputError
 
 TILE_ROWS, MOST_TILES = 128, 8
 """Queries that a CPU takes at a time where rows attend to themselves, and how often at most unless they are few."""
+
+
+class Attention(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Details: the window in positions and the cap of scores, where there are any; the axes of the ring of keys."""
+
+    window: int | None = None
+    softcap: float | None = None
+    ring: tuple[str, ...] = ()
+
+
+class AttentionArrays(msgspec.Struct, frozen=True, kw_only=True):
+    """Operands of an attention step by role: ShardedArrays of the step, or what an interpreter holds for each.
+
+    A backward step is ``given`` the cotangent of the result, the result and its log-sum-exp. ``passing`` are the keys
+    and values that go round a ring. ``documents`` are the numbers of queries' and keys' documents.
+    """
+
+    given: tuple[Any, ...]
+    passing: tuple[Any, ...]
+    sinks: Any | None
+    documents: tuple[Any, ...]
+    q: Any
+    k: Any
+    v: Any
+    positions: Any
+    key_positions: Any
+
+    @classmethod
+    def of(cls, step: Step, values: Any = None) -> "AttentionArrays":
+        """The operands of a step, or the values given for them in the order of its inputs."""
+        held = step.inputs if values is None else tuple(values)
+        left = len(held) - _NUM_ALWAYS
+        given = 3 if step.op.endswith("_backward") else 0
+        passing = given + (2 if step.details.ring else 0)
+        documents = 2 * (sum("T" in array.dims for array in step.inputs[passing:left]) // 2)
+        q, k, v, positions, key_positions = held[left:]
+        return cls(
+            given=held[:given],
+            passing=held[given:passing],
+            sinks=held[passing] if left - documents > passing else None,
+            documents=held[left - documents : left],
+            q=q,
+            k=k,
+            v=v,
+            positions=positions,
+            key_positions=key_positions,
+        )
+
+
+_NUM_ALWAYS = 5
+"""q, k, v and the positions of queries and keys end the inputs of every attention step."""
+
+
+def queries_of(step: Step) -> ShardedArray:
+    """The queries of any attention step; those of a cache come first."""
+    return step.inputs[0] if step.op.startswith("cached") else AttentionArrays.of(step).q
 
 
 class _Layout(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,18 +152,19 @@ def _heads_for_positions(array: ShardedArray, positions: ShardedArray, axes: tup
     return array.resharded({"T": positions.axes_of("T"), heads: array.axes_of(heads) + axes})
 
 
-def _round(layout: _Layout, array: ShardedArray, result: ShardedArray, ring: str, op: Op) -> Step:
+def _round(layout: _Layout, array: ShardedArray, result: ShardedArray, ring: Literal["past", "home"], op: Op) -> Step:
     """A permute of an array round the ring, as `num_moves` reads it."""
-    attributes = (("ring", ring), *op.attributes)
-    return Step(op="permute", inputs=(array,), result=result, axes=layout.axes, attributes=attributes)
+    details = Round(ring=ring, window=details_of(op, Attention).window)
+    return Step(op="permute", inputs=(array,), result=result, axes=layout.axes, details=details)
 
 
-def _attributes(layout: _Layout, op: Op) -> tuple[tuple[str, str], ...]:
-    """Those of the op, and the axes round which its keys come by."""
-    return (*op.attributes, ("ring", ",".join(layout.axes))) if layout.way == "ring" else op.attributes
+def _details(layout: _Layout, op: Op) -> Attention:
+    """Those of the op, and the axes of the ring of its keys."""
+    found = details_of(op, Attention)
+    return msgspec.structs.replace(found, ring=layout.axes) if layout.way == "ring" else found
 
 
-def attention_forward(op: Op, trace: Trace) -> None:
+def forward(op: Op, trace: Trace) -> None:
     """Queries, keys and values where the layout has them; the result where the stream is."""
     layout, out = _layout(op, trace), trace.declared(op.out)
     for name, target in zip(op.inputs[:3], (layout.q, *layout.keys), strict=True):
@@ -113,7 +175,7 @@ def attention_forward(op: Op, trace: Trace) -> None:
         passing = tuple(key.replace(name=f"{key.name}_passing") for key in layout.keys)
         trace.add(*(_round(layout, a, b, "past", op) for a, b in zip(layout.keys, passing, strict=True)))
     result, lse = layout.statistics(out)
-    trace.add(local(op.kind, (*passing, *layout.arrays), result, lse, attributes=_attributes(layout, op)))
+    trace.add(local(op.kind, (*passing, *layout.arrays), result, lse, details=_details(layout, op)))
     moved(trace, result, out)
 
 
@@ -127,7 +189,7 @@ def _move_facts(op: Op, trace: Trace, layout: _Layout) -> None:
         moved(trace, trace.declared(sinks.name), sinks)
 
 
-def attention_backward(op: Op, trace: Trace) -> None:
+def backward(op: Op, trace: Trace) -> None:
     """Cotangents of queries, keys and values, left to be summed where each device saw a part of the queries."""
     layout = _layout(op, trace)
     dout = trace.cotangent(op.out)
@@ -146,8 +208,8 @@ def attention_backward(op: Op, trace: Trace) -> None:
     if layout.way == "ring":
         _ring_backward(op, trace, layout, given, dq, results)
     else:
-        attributes = _attributes(layout, op)
-        trace.add(local("attention_backward", (*given, *layout.arrays), dq, *results, attributes=attributes))
+        inputs = (*given, *layout.arrays)
+        trace.add(local("attention_backward", inputs, dq, *results, details=_details(layout, op)))
     names = (*op.inputs[:3], *(sinks.name for sinks in layout.sinks))
     for name, array in zip(names, (dq, *results), strict=True):
         trace.contribute(name, array)
@@ -172,6 +234,94 @@ def _ring_backward(
     collected = tuple(key.replace(name=f"{key.name}_passing") for key in dkeys)
     trace.add(*(_round(layout, a, b, "past", op) for a, b in zip(layout.keys, passing, strict=True)))
     inputs = (*given, *passing, *layout.arrays)
-    attributes = _attributes(layout, op)
-    trace.add(local("attention_backward", inputs, dq, *collected, *others, attributes=attributes))
+    trace.add(local("attention_backward", inputs, dq, *collected, *others, details=_details(layout, op)))
     trace.add(*(_round(layout, a, b, "home", op) for a, b in zip(collected, dkeys, strict=True)))
+
+
+# -- counts -----------------------------------------------------------------------------------------------
+
+
+def keys_per_query(length: Number, *, window: int | None = None, causal: bool = False) -> Number:
+    """Keys that a query of a sequence meets on average: T, or the window where that is shorter.
+
+    Causal, the first queries meet fewer: W - W^2 / 2T with W the window or T, which is T / 2 without a window.
+    """
+    keys = length if window is None else np.minimum(length, window)
+    return keys - keys**2 / (2 * length) if causal else keys
+
+
+def num_ring_blocks(step: Step, sizes: OpSizes) -> Number:
+    """Blocks of keys that attention works through one after the other: the devices of its ring, else 1."""
+    return product(sizes.mesh[axis] for axis in step.details.ring)
+
+
+def score_elements(step: Step, sizes: OpSizes) -> Number:
+    """B x N x T x S local, S the keys that a query meets; masked ones too where the sizes count them."""
+    arrays, window = AttentionArrays.of(step), step.details.window
+    rows = sizes.local(arrays.q)
+    length = sizes.local(arrays.k)["T"] * num_ring_blocks(step, sizes)
+    if window is not None or sizes.causal:
+        length = keys_per_query(length, window=window, causal=sizes.causal)
+    return rows["B"] * rows["N"] * rows["T"] * length
+
+
+def _widths(step: Step, sizes: OpSizes) -> tuple[Number, Number]:
+    """Head width of queries and keys, and of values."""
+    arrays = AttentionArrays.of(step)
+    return sizes.dims[arrays.q.dims[-1]], sizes.dims[arrays.v.dims[-1]]
+
+
+def flops(step: Step, sizes: OpSizes) -> Number:
+    """2 B T S N (H + Hv): scores and the weighted sum; 4 B T S N H where values are as wide as keys."""
+    width, value_width = _widths(step, sizes)
+    return 2.0 * score_elements(step, sizes) * (width + value_width)
+
+
+def backward_flops(step: Step, sizes: OpSizes) -> Number:
+    """2 B T S N (3 H + 2 Hv): the scores again, then the products for dV, dP, dQ and dK."""
+    width, value_width = _widths(step, sizes)
+    return 2.0 * score_elements(step, sizes) * (3 * width + 2 * value_width)
+
+
+def hbm_bytes(step: Step, sizes: OpSizes) -> Number:
+    """Inputs and results, once for every block of keys; in memory also the scores (written, read twice) and weights
+    (written, read)."""
+    moved = _stream_per_block(step, sizes)
+    if sizes.scores == "on_chip":
+        return moved
+    return moved + score_elements(step, sizes) * (3 * sizes.score_bytes + 2 * sizes.width)
+
+
+def backward_bytes(step: Step, sizes: OpSizes) -> Number:
+    """As forward; scores in memory are moved again, dP is written and read twice, dS written and read twice."""
+    moved = _stream_per_block(step, sizes)
+    if sizes.scores == "on_chip":
+        return moved
+    return moved + score_elements(step, sizes) * (6 * sizes.score_bytes + 5 * sizes.width)
+
+
+def _stream_per_block(step: Step, sizes: OpSizes) -> Number:
+    own = stream(step, sizes) - sizes.total(*AttentionArrays.of(step).passing)
+    return own * num_ring_blocks(step, sizes)
+
+
+def scratch_bytes(step: Step, sizes: OpSizes) -> Number:
+    """T x S arrays where no kernel keeps them on chip: scores in float32 and the weights; backward both cotangents."""
+    if sizes.scores == "on_chip":
+        return 0.0
+    arrays = AttentionArrays.of(step)
+    rows = sizes.local(arrays.q)
+    wide = 8 if arrays.given else 4
+    return rows["B"] * rows["N"] * rows["T"] * sizes.local(arrays.k)["T"] * (wide + sizes.width)
+
+
+OP = OpKind(
+    forward=forward,
+    backward=backward,
+    steps={
+        "attention": StepKind(flops=flops, hbm_bytes=hbm_bytes, group="attention", scratch_bytes=scratch_bytes),
+        "attention_backward": StepKind(
+            flops=backward_flops, hbm_bytes=backward_bytes, group="attention", scratch_bytes=scratch_bytes
+        ),
+    },
+)

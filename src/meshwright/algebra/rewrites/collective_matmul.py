@@ -14,15 +14,13 @@ from typing import Literal
 from msgspec.structs import replace
 
 from meshwright.algebra.notation import ShardedArray
-from meshwright.algebra.steps import COLLECTIVE_MATMUL, Step
+from meshwright.algebra.ops import kind_of
+from meshwright.algebra.ops.collective_matmul import NAME, Blocks, Form
+from meshwright.algebra.steps import Round, Step
 
 AXES = ("tensor",)
 """Mesh axes whose collectives are taken apart: those of activations within a layer."""
 
-PRODUCTS = ("einsum", "quantised_einsum")
-"""Kinds of steps that may be computed block by block."""
-
-Form = Literal["all_gather", "reduce_scatter", "all_reduce"]
 Unit = tuple[Step, ...]
 """Steps that stay next to each other: one, or a product and the round that belongs to it."""
 
@@ -87,7 +85,7 @@ def _gathering(gather: Step, parts: list[Step], ways: int, *, whole: bool) -> Un
 def _multiplies(step: Step, gather: Step) -> bool:
     """Whether a step is a product of what is gathered, each block of which makes a part of the result."""
     found = gather.result
-    if step.op not in PRODUCTS or step.inputs.count(found) != 1 or _adds(step):
+    if not _is_einsum(step) or step.inputs.count(found) != 1 or step.accumulates:
         return False
     if step.op != "einsum" and gather.dim not in step.result.dims:
         return False
@@ -103,11 +101,11 @@ def _with_sum(units: list[Unit], total: Step, ways: int, kept: Collection[Sharde
     dim = total.dim if total.op == "reduce_scatter" else along if along in partial.dims else partial.dims[-1]
     makers = [number for number, unit in enumerate(units) if any(partial in (s.result, *s.more) for s in unit)]
     users = [step for unit in units for step in unit if partial in step.inputs and step is not total]
-    if users or partial in kept or not makers or "reduce" in dict(total.attributes):
+    if users or partial in kept or not makers or total.reduction == "max":
         return units
     parts = [units[number][0] for number in makers]
-    alone = all(len(units[number]) == 1 and part.op in PRODUCTS for number, part in zip(makers, parts, strict=True))
-    in_turn = [_adds(part) for part in parts] == [False] + [True] * (len(parts) - 1)
+    alone = all(len(units[number]) == 1 and _is_einsum(part) for number, part in zip(makers, parts, strict=True))
+    in_turn = [part.accumulates for part in parts] == [False] + [True] * (len(parts) - 1)
     even = all(_split_alike(part, dim, partial.axes_of(dim)) for part in parts)
     members = {_place(units, total), *makers}
     if not (alone and in_turn and even and _is_convex(members, _before(units))):
@@ -124,7 +122,7 @@ def _summing(total: Step, parts: list[Step], dim: str, ways: int) -> Unit:
     product = _product(form, inputs, (passing,), parts, dim, ways)
     home = _round(replace(total, dim=dim), "home", passing, split, ways)
     if form == "reduce_scatter":
-        return product, replace(home, attributes=(*home.attributes, *total.attributes))
+        return product, replace(home, accumulates=total.accumulates)
     return product, home, replace(total, op="all_gather", inputs=(split,), dim=dim, critical=True)
 
 
@@ -135,9 +133,9 @@ def _round(
     collective: Step, ring: Literal["past", "home"], source: ShardedArray, result: ShardedArray, ways: int
 ) -> Step:
     """The moves of the blocks, behind the product beside them."""
-    attributes = (("ring", ring), ("behind", COLLECTIVE_MATMUL), ("ways", str(ways)))
-    moved = {"op": "permute", "inputs": (source,), "result": result, "attributes": attributes, "critical": False}
-    return replace(collective, **moved)
+    details = Round(ring=ring, ways=ways, beside_products=True)
+    moved = {"op": "permute", "inputs": (source,), "result": result, "details": details, "critical": False}
+    return replace(collective, accumulates=False, **moved)
 
 
 def _product(
@@ -151,12 +149,12 @@ def _product(
     again = all(part.phase == "recompute" for part in parts)
     last = parts[-1]
     return Step(
-        op=COLLECTIVE_MATMUL,
+        op=NAME,
         inputs=inputs,
         result=results[0],
         more=results[1:],
         dim=dim,
-        attributes=(("form", form), ("ways", str(ways)), ("over", ",".join(AXES))),
+        details=Blocks(form=form, axes=AXES, ways=ways),
         block=last.block,
         phase="recompute" if again else "backward" if last.phase == "recompute" else last.phase,
         scope=last.scope,
@@ -164,8 +162,8 @@ def _product(
     )
 
 
-def _adds(step: Step) -> bool:
-    return dict(step.attributes).get("accumulate") == "true"
+def _is_einsum(step: Step) -> bool:
+    return not step.is_collective and kind_of(step).is_einsum
 
 
 def _split_alike(step: Step, dim: str, axes: tuple[str, ...]) -> bool:
@@ -191,7 +189,7 @@ def _before(units: Sequence[Unit]) -> list[set[int]]:
     found: list[set[int]] = []
     for number, unit in enumerate(units):
         made = {a for step in unit for a in (step.result, *step.more)}
-        reads = {a for step in unit for a in step.inputs} | {step.result for step in unit if _adds(step)}
+        reads = {a for step in unit for a in step.inputs} | {step.result for step in unit if step.accumulates}
         first = {written[a] for a in reads | made if a in written}
         for array in made:
             first |= read.pop(array, set())

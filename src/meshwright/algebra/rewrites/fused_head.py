@@ -1,4 +1,4 @@
-"""The loss head of a derivation with its two passes joined, where a device has the whole vocabulary.
+"""The loss head with its two passes joined, where a device has the whole vocabulary.
 
 Derived in chunks, the head makes the logits twice: once for the loss, once on the way back. Nothing has to be reduced
 in between where the vocabulary is whole, so that one step can make the loss and its slopes: the cotangents of the
@@ -8,7 +8,7 @@ as they are.
 
 from msgspec.structs import replace
 
-from meshwright.algebra.derive import BlockSteps, Derived
+from meshwright.algebra.derived import BlockSteps
 from meshwright.algebra.notation import ShardedArray
 from meshwright.algebra.steps import Step
 
@@ -16,9 +16,9 @@ _FORWARD = ("chunked_logits_statistics", "rescale", "sum_loss")
 _BACKWARD = ("sum_loss_backward", "chunked_logits_backward")
 
 
-def with_fused_head(derived: Derived) -> Derived:
-    """The derivation with the head's two passes joined, or as it is where that cannot be."""
-    return replace(derived, blocks=tuple(_fused(block) if _can_fuse(block) else block for block in derived.blocks))
+def with_fused_head(block: BlockSteps) -> BlockSteps:
+    """The block with the head's two passes joined; as it is where it has no chunked head, or V is split."""
+    return _fused(block) if _can_fuse(block) else block
 
 
 def _steps(block: BlockSteps) -> dict[str, Step]:
@@ -42,7 +42,7 @@ def _fused(block: BlockSteps) -> BlockSteps:
     slopes = tuple(array.replace(name=f"{array.name}_slope") for array in cotangents)
     joined = replace(loss, op="fused_head", inputs=statistics.inputs, more=slopes)
     scaled = [
-        replace(back, op="scale", inputs=(steps["sum_loss_backward"].inputs[0], slope), result=array, more=())
+        replace(back, op="scale", inputs=(slope, steps["sum_loss_backward"].inputs[0]), result=array, more=())
         for slope, array in zip(slopes, cotangents, strict=True)
     ]
     forward = tuple(

@@ -2,9 +2,9 @@
 
 from typing import NamedTuple
 
-from meshwright.algebra.derive import BlockSteps, Derived
+from meshwright.algebra.derived import BlockSteps, Derived
 from meshwright.algebra.notation import ShardedArray
-from meshwright.algebra.ops.experts import ROUTING
+from meshwright.algebra.ops.route import ROUTING
 from meshwright.algebra.steps import Phase, Step
 
 

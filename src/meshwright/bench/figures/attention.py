@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import msgspec
 
+from meshwright.algebra.ops.attention import keys_per_query
 from meshwright.bench.devices import Bench, Block
 from meshwright.bench.machine import ATTENTION_SHAPE, attention_flops
 from meshwright.bench.timing import Budget, Timing, time_together
-from meshwright.cost.work.attention_counts import keys_per_query
 from meshwright.nn.attention.choice import attention, attention_backward
 
 Shape = tuple[int, int, int, int, int]

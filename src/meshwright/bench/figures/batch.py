@@ -10,7 +10,7 @@ from meshwright.bench.fit import Knee, fit_knee
 from meshwright.bench.timing import Budget, Call, Timing, time_together
 from meshwright.core.dims import DTYPE_BYTES
 from meshwright.cost.formulas.roofline import critical_batch
-from meshwright.nn.ops.activations import silu_mul
+from meshwright.nn.activations import silu_mul
 
 EMULATED_SIZES = {"D": 512, "F": 1408, "N": 8, "K": 4, "H": 64}
 SIZES = {"D": 4096, "F": 14336, "N": 32, "K": 8, "H": 128}

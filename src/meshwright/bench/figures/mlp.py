@@ -7,7 +7,7 @@ from meshwright.bench.devices import Bench, Block
 from meshwright.bench.figures.matmul import MatmulPart
 from meshwright.bench.machine import mlp_flops
 from meshwright.bench.timing import Budget, Timing, time_together
-from meshwright.nn.ops.activations import silu_mul
+from meshwright.nn.activations import silu_mul
 
 EMULATED_SHAPES = ((512, 256, 704), (1024, 512, 1408))
 SHAPES = ((4096, 4096, 14336), (16384, 4096, 14336))

@@ -122,7 +122,7 @@ def execute(
         if missing:
             raise AssertionError(f"{step}: nothing has made {', '.join(missing)}")
         blocks = _run(step, [made[a] for a in step.inputs], mesh)
-        if ("accumulate", "true") in step.attributes:
+        if step.accumulates:
             blocks = [before + block for before, block in zip(made[step.result], blocks, strict=True)]
         made[step.result] = blocks
     return made
@@ -169,7 +169,7 @@ def _exchange_in_group(step: Step, parts: list[np.ndarray]) -> list[np.ndarray]:
     if step.op == "all_to_all":
         sent = [_cut(part, number, dims.index(step.to_dim)) for part in parts]
         return [np.concatenate([pieces[n] for pieces in sent], dim) for n in range(number)]
-    largest = ("reduce", "max") in step.attributes
+    largest = step.reduction == "max"
     total = np.stack(parts).max(axis=0) if largest else sum(parts[1:], start=parts[0])
     return _cut(total, number, dim) if step.op == "reduce_scatter" else [total] * number
 

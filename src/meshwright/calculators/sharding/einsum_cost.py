@@ -7,11 +7,12 @@ import msgspec
 
 from meshwright.algebra.einsum import einsum_steps
 from meshwright.algebra.notation import ShardedArray, product
+from meshwright.algebra.sizes import OpSizes
 from meshwright.algebra.steps import Step
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.cost.network.collectives import GroupRates, collective_time, group_rates
 from meshwright.cost.network.placement import Placement, place_axes, whole_axis_placement
-from meshwright.cost.work.ops import OpSizes, op_flops, op_hbm_bytes
+from meshwright.cost.work.ops import op_flops, op_hbm_bytes
 from meshwright.spec.calibration import Calibration, datasheet_calibration, matmul_rate, memory_rate
 from meshwright.spec.chip import compute_dtype
 from meshwright.spec.cluster import Cluster

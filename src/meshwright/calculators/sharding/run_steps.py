@@ -9,7 +9,7 @@ import numpy as np
 from meshwright.algebra.notation import ShardedArray
 from meshwright.algebra.steps import Step
 from meshwright.nn.collectives import communicate
-from meshwright.nn.ops.table import contract_step as einsum
+from meshwright.nn.ops.einsum import contract_step as einsum
 from meshwright.parallel.mesh import device_mesh, named_sharding, partition_spec
 
 

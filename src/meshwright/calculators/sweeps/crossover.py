@@ -12,9 +12,11 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from meshwright.algebra.derive import Derived, derive
+from meshwright.algebra.derive import derive
+from meshwright.algebra.derived import Derived
 from meshwright.algebra.notation import product
 from meshwright.algebra.program import Program, Variable, parse_block
+from meshwright.algebra.sizes import OpSizes
 from meshwright.algebra.transformer import transformer
 from meshwright.core.dims import MESH_AXES
 from meshwright.core.errors import CannotRunError, InputError
@@ -22,7 +24,6 @@ from meshwright.cost.formulas import limits
 from meshwright.cost.network.placement import Placement, place_axes
 from meshwright.cost.step_costs import StepCost, collective_groups, op_sizes, price_step
 from meshwright.cost.step_rates import StepRates, attention_scores, step_rates
-from meshwright.cost.work.ops import OpSizes
 from meshwright.plan.legal import divisors
 from meshwright.spec.calibration import Calibration, datasheet_calibration, matmul_rate
 from meshwright.spec.cluster import Cluster

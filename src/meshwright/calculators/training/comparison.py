@@ -7,9 +7,9 @@ import math
 
 import msgspec
 
+from meshwright.algebra.ops.attention import keys_per_query
 from meshwright.cost.formulas.accounting import bytes_per_param, kv_cache_bytes, saved_bytes, train_flops_per_param
 from meshwright.cost.formulas.training_budget import Number, min_chips
-from meshwright.cost.work.attention_counts import keys_per_query
 from meshwright.spec.chip import Chip
 from meshwright.spec.model import Model
 from meshwright.spec.weights import num_active_params, num_params

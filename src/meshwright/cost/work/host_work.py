@@ -5,11 +5,13 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from meshwright.algebra.notation import ShardedArray, product
-from meshwright.algebra.ops.attention import MOST_TILES, TILE_ROWS
+from meshwright.algebra.notation import ShardedArray
+from meshwright.algebra.ops import kind_of
+from meshwright.algebra.ops.attention import MOST_TILES, TILE_ROWS, AttentionArrays, num_ring_blocks, score_elements
+from meshwright.algebra.ops.collective_matmul import num_blocks
+from meshwright.algebra.sizes import OpSizes
 from meshwright.algebra.steps import Step
-from meshwright.cost.work import attention_counts
-from meshwright.cost.work.ops import OpSizes, is_attention, op_flops, op_hbm_bytes
+from meshwright.cost.work.ops import is_attention, op_flops, op_hbm_bytes
 from meshwright.cost.work.slots import computed_share, num_slot_calls, slot_sizes
 from meshwright.spec.calibration import HostRates, Pace
 
@@ -41,7 +43,7 @@ def amounts_of(step: Step, sizes: OpSizes, *, kept: frozenset[ShardedArray] = fr
     if is_attention(step):
         share = tiled_share(step, sizes)
         return Amounts(
-            flop=op_flops(step, sizes) * share, score=attended(step, sizes) * share, call=num_calls(step, sizes)
+            flop=op_flops(step, sizes) * share, score=score_elements(step, sizes) * share, call=num_calls(step, sizes)
         )
     if is_product(step):
         flops = op_flops(step, sizes) * computed_share(step, sizes)
@@ -55,29 +57,17 @@ def pace_of(step: Step, host: HostRates) -> Pace:
     return host.product if is_product(step) else host.ops.get(step.op, host.stream)
 
 
-def num_blocks(step: Step, sizes: OpSizes) -> Number:
-    """Blocks that a collective matmul computes each of its parts in: its own, and one or two for each other device."""
-    if not step.parts:
-        return 1
-    facts = dict(step.attributes)
-    return 1 + (product(sizes.mesh[axis] for axis in facts["over"].split(",")) - 1) * int(facts["ways"])
-
-
 def is_product(step: Step) -> bool:
     """Whether a local step is a matrix product, by itself or block by block, or the loss head made of some."""
-    return step.op == "einsum" or step.op.startswith("chunked_logits") or bool(step.parts)
-
-
-def attended(step: Step, sizes: OpSizes) -> Number:
-    """Scores of an attention step on one device, masked ones as well where the sizes count them."""
-    return attention_counts.score_elements(step, sizes)
+    return kind_of(step).group == "contraction"
 
 
 def num_calls(step: Step, sizes: OpSizes) -> Number:
     """Tiles that attention on a host computes: every sequence and key head by itself, its queries tile by tile."""
-    q, k = step.inputs[-5:-3]
-    keys, length = sizes.local(k), sizes.local(q)["T"]
-    return keys["B"] * keys[k.dims[2]] * np.ceil(length / _tile(length)) * attention_counts.num_blocks(step, sizes)
+    arrays = AttentionArrays.of(step)
+    keys, length = sizes.local(arrays.k), sizes.local(arrays.q)["T"]
+    heads = keys[arrays.k.dims[2]]
+    return keys["B"] * heads * np.ceil(length / _tile(length)) * num_ring_blocks(step, sizes)
 
 
 def tiled_share(step: Step, sizes: OpSizes) -> Number:
@@ -86,9 +76,9 @@ def tiled_share(step: Step, sizes: OpSizes) -> Number:
     Each tile meets the keys up to its last query: (tiles + 1) / 2 tiles in the mean. With a window, or with keys of
     several devices, nothing more is left out than is counted.
     """
-    q, k = step.inputs[-5:-3]
-    facts = dict(step.attributes)
-    if sizes.causal or "window" in facts or "ring" in facts or q.axes_of("T") or k.axes_of("T"):
+    arrays, details = AttentionArrays.of(step), step.details
+    split = details.ring or arrays.q.axes_of("T") or arrays.k.axes_of("T")
+    if sizes.causal or details.window is not None or split:
         return 1.0
     length = sizes.dims["T"]
     tile = _tile(length)

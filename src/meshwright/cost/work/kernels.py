@@ -6,10 +6,14 @@ import msgspec
 import numpy as np
 
 from meshwright.algebra.notation import ShardedArray, product
+from meshwright.algebra.ops import kind_of
+from meshwright.algebra.ops.attention import queries_of
+from meshwright.algebra.ops.collective_matmul import num_blocks
+from meshwright.algebra.sizes import OpSizes
 from meshwright.algebra.steps import Step
 from meshwright.core.dims import DTYPE_BYTES
-from meshwright.cost.work.host_work import amounts_of, num_blocks, pace_of
-from meshwright.cost.work.ops import OpSizes, is_attention, op_flops, op_hbm_bytes
+from meshwright.cost.work.host_work import amounts_of, pace_of
+from meshwright.cost.work.ops import is_attention, op_flops, op_hbm_bytes
 from meshwright.cost.work.slots import block_bytes, computed_share, slot_sizes
 from meshwright.spec.calibration import (
     Calibration,
@@ -106,11 +110,11 @@ def local_work(step: Step, sizes: OpSizes, rates: ChipRates, *, kept: frozenset[
     kernels = num_kernels(step, sizes)
     seconds: Number = 0.0
     if is_attention(step):
-        width = sizes.dims[step.inputs[-5].dims[-1]] if len(step.inputs) >= 5 else 1.0
+        width = sizes.dims[queries_of(step).dims[-1]]
         seconds = flops / rates.attention_flops_per_s * (1 + rates.efficiency.head_half / width)
         if sizes.causal:
             seconds = seconds * (1 + rates.efficiency.rows_half / sizes.dims["T"])
-    elif step.op == "einsum":
+    elif kind_of(step).is_einsum:
         seconds, casts = _product_s(step, flops, sizes, rates)
         moved = moved + casts
     else:
@@ -159,9 +163,9 @@ def moved_bytes(step: Step, sizes: OpSizes) -> Number:
 
 def num_kernels(step: Step, sizes: OpSizes) -> int:
     """Kernels that a step starts: none for what only renames, and for the optimizer, whose kernels take all at once."""
-    if step.op in ("copy", "slice", "bias_add") or step.phase == "update":
+    if step.phase == "update":
         return 0
-    return UNFUSED_KERNELS if is_attention(step) and sizes.scores != "on_chip" else 1
+    return UNFUSED_KERNELS if is_attention(step) and sizes.scores != "on_chip" else kind_of(step).num_kernels
 
 
 def _product_s(step: Step, flops: Number, sizes: OpSizes, rates: ChipRates) -> tuple[Number, Number]:

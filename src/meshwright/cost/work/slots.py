@@ -8,12 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.algebra.derive import Derived
+from meshwright.algebra.derived import Derived
 from meshwright.algebra.notation import ShardedArray, product
-from meshwright.algebra.ops.experts import BLOCK_ROWS, FEW_SLOTS, blocks_at_once
+from meshwright.algebra.ops import kind_of
+from meshwright.algebra.ops.dispatch import BLOCK_ROWS, FEW_SLOTS, blocks_at_once
+from meshwright.algebra.sizes import OpSizes
 from meshwright.algebra.steps import Step
 from meshwright.core.dims import DTYPE_BYTES
-from meshwright.cost.work.sizes import OpSizes
 
 Number = Any
 """A float, or a NumPy array with one entry per candidate."""
@@ -45,7 +46,7 @@ def computed_share(step: Step, sizes: OpSizes) -> Number:
     product, half of what one takes is missing from the last product of each expert.
     """
     slots = _slots(step)
-    if slots is None or step.op != "einsum":
+    if slots is None or not kind_of(step).is_einsum:
         return 1.0
     filled, at_once = _filled(slots, sizes), _at_once(slots, sizes)
     rows = np.minimum(filled + sizes.dims["E"] * BLOCK_ROWS / 2, filled * sizes.spare_slots)
@@ -77,7 +78,7 @@ def block_bytes(step: Step, sizes: OpSizes) -> Number:
     block's part of it written and read. Where several blocks are gathered, their rows are written and read once more.
     """
     slots = _slots(step)
-    if slots is None or step.op != "einsum":
+    if slots is None or not kind_of(step).is_einsum:
         return 0.0
     at = slot_sizes(step, sizes)
     moved = np.where(sizes.in_arrays, at.bytes(slots), 0.0)

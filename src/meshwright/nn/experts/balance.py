@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from meshwright.algebra.ops.experts import ROUTING_ROWS
+from meshwright.algebra.ops.route import ROUTING_ROWS
 from meshwright.nn.experts.rows import Chosen, Scores, expert_numbers
 
 Routing = Float[Array, "*layers Er E"]

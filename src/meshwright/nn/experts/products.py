@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from meshwright.algebra.ops.experts import BLOCK_ROWS, blocks_at_once
+from meshwright.algebra.ops.dispatch import BLOCK_ROWS, blocks_at_once
 from meshwright.nn.attention.platform import default_platform
 
 

@@ -6,16 +6,23 @@ that a platform that sends while it computes has the next block under way during
 `MAX_WRITTEN_OUT` devices they are a loop.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
+from msgspec.structs import replace
 
+from meshwright.algebra.notation import ShardedArray
+from meshwright.algebra.steps import Step
 from meshwright.core.errors import InputError
 from meshwright.nn.collectives import shift
+from meshwright.nn.context import Context
+from meshwright.nn.ops.einsum import einsum
+from meshwright.nn.ops.quantised_einsum import quantised_einsum
 
 MAX_WRITTEN_OUT = 16
 """Devices up to which every move stands in the program by itself."""
@@ -175,3 +182,42 @@ def _with_part(result: Array, product: Product, start: Array, length: int, block
     if product.axis is None:
         return result + part
     return lax.dynamic_update_slice_in_dim(result, part, start, axis=product.axis)
+
+
+# -- the step --------------------------------------------------------------------------------
+
+_PRODUCTS: dict[str, Callable[..., Any]] = {"einsum": einsum, "quantised_einsum": quantised_einsum}
+
+
+def _collective_matmul(context: Context, step: Step, *given: jax.Array) -> tuple[jax.Array, ...]:
+    """The parts of a collective matmul block by block, and the gathered array where it is one of the results.
+
+    Sums over blocks are made in float32. What is given by no input is the array that goes round.
+    """
+    values = dict(zip(step.inputs, given, strict=True))
+    ring = Round(axes=step.details.axes, ways=step.details.ways, divergent=context.divergent)
+    products = [_block_product(context, part, step.dim, values) for part in step.parts]
+    if step.details.form != "all_gather":
+        return (matmul_reduce_scatter(products, ring, length=block_length(products, ring.size)),)
+    results = (step.result, *step.more)
+    axis, gathers = step.inputs[0].dims.index(step.dim), len(results) > len(products)
+    found = all_gather_matmul(given[0], products, ring, axis=axis, gathers=gathers)
+    return tuple(
+        array.astype(given[0].dtype) if result.dtype == "" else array
+        for result, array in zip(results, found, strict=True)
+    )
+
+
+def _block_product(context: Context, part: Step, dim: str, values: Mapping[ShardedArray, jax.Array]) -> Product:
+    def axis(array: ShardedArray) -> int | None:
+        return array.dims.index(dim) if dim in array.dims else None
+
+    sums = replace(part, result=part.result.replace(dtype="fp32")) if axis(part.result) is None else part
+    return Product(
+        apply=lambda *factors: _PRODUCTS[part.op](context, sums, *factors),
+        factors=tuple(Factor(values[a], axis(a)) if a in values else None for a in part.inputs),
+        axis=axis(part.result),
+    )
+
+
+STEPS = {"collective_matmul": _collective_matmul}

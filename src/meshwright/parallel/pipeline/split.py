@@ -15,7 +15,7 @@ from jax import lax
 
 from meshwright.algebra.notation import ShardedArray
 from meshwright.algebra.rewrites.split_backward import SplitBackward, cotangent_of, gradient_arrays, split_backward
-from meshwright.algebra.spans import Span
+from meshwright.algebra.transformer import Span
 from meshwright.nn.interpreter import run
 from meshwright.nn.weights import Params
 from meshwright.parallel.blocks import BlockPasses, Held, Inputs, Ready

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from meshwright.algebra.derive import Derived
+from meshwright.algebra.derived import Derived
 from meshwright.algebra.einsum import reshard
 from meshwright.algebra.schedules.file import read_schedule
 from meshwright.algebra.schedules.fused import fused

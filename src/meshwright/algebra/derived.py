@@ -1,0 +1,80 @@
+"""What a derivation gives: the steps of every block, of the update and of the pipeline's boundary."""
+
+from collections.abc import Iterable
+from typing import Any, Literal
+
+import msgspec
+
+from meshwright.algebra.notation import ShardedArray
+from meshwright.algebra.program import Block, Program
+from meshwright.algebra.steps import Step
+
+
+class BlockSteps(msgspec.Struct, frozen=True):
+    """Derived steps of one block, executed ``repeat`` times for every microbatch.
+
+    ``kept`` are the forward results held until the backward pass that really uses them, the block's input
+    among them. With a ``segment`` ("sqrt": of the repeats that a device holds) a backward pass begins
+    with the forward steps again: they are held for one segment, and only the input of each segment for all.
+    """
+
+    block: Block
+    forward: tuple[Step, ...]
+    backward: tuple[Step, ...]
+    kept: tuple[ShardedArray, ...]
+    segment: int | Literal["sqrt"] | None = None
+
+    @property
+    def repeat(self) -> int:
+        return self.block.repeat
+
+
+class Derived(msgspec.Struct, frozen=True):
+    """Everything that one training step does, and the declared sharding of every variable.
+
+    ``update`` are the steps after the last microbatch: the loss and the gradient norm summed over devices,
+    the optimizer. Sums of gradients over replicas, and their way to the optimizer's shards, stand in their
+    block's backward pass, with scope "step".
+    ``keeps`` lists the tags (see `tag`) that the backward pass may keep. ``boundary`` are the sends of the stream
+    and of its cotangent from one pipeline stage to the next, none without that axis; how often they run is the
+    schedule's matter. With ``ahead`` weights are gathered before their layer runs, and those of the last turn of layers
+    are not gathered again for the backward pass. ``ends`` are the sums over the pipeline, once per step, of the
+    gradients of what every stage holds: embedding and loss head.
+    """
+
+    program: Program
+    blocks: tuple[BlockSteps, ...]
+    update: tuple[Step, ...]
+    declared: dict[str, ShardedArray]
+    keeps: tuple[str, ...]
+    boundary: tuple[Step, ...] = ()
+    ahead: bool = False
+    ends: tuple[Step, ...] = ()
+
+    @property
+    def num_layers(self) -> int:
+        """Repeats of the blocks that pipeline stages share out."""
+        return sum(block.repeat for block in self.blocks if block.block.carry)
+
+    def tag(self, array: ShardedArray) -> str:
+        """How a result is named in a saved set: its name where it has its declared sharding, else all of it."""
+        return array.name if self.declared.get(array.name) == array else str(array)
+
+    def steps(self, num_microbatches: Any = 1) -> Iterable[tuple[Step, Any]]:
+        """Every step with the number of times that it runs in one training step.
+
+        Gradient sums of scope "step" and the optimizer run once for each layer, whatever the microbatches.
+        """
+        for block in self.blocks:
+            for step in (*block.forward, *block.backward):
+                times = block.repeat - self._stays(block, step)
+                yield step, times if step.scope == "step" else times * num_microbatches
+        repeats = {name: b.repeat for b in self.blocks for op in b.block.ops for name in op.inputs}
+        for step in self.update:
+            yield step, repeats.get(step.result.name, 1)
+
+    def _stays(self, block: BlockSteps, step: Step) -> int:
+        """Repeats whose weights are still there from the forward pass when a backward step would gather them."""
+        weight = self.program.variables.get(step.result.name)
+        moved = weight is not None and weight.role in ("weight", "vector") and step.phase == "backward"
+        return block.block.last_turn if self.ahead and moved and block.block.carry and block.segment is None else 0

@@ -1,0 +1,76 @@
+"""What an op states of itself: the rules of its two passes and, for each local step they make, its FLOPs, bytes, group.
+
+FLOPs are those of matrix products alone (multiply and add are 2): they are what utilisation counts. Everything else
+an op does is bounded by the memory it streams. Rules for the bytes: a product reads its operands and writes its
+result once; an elementwise op is one fusion that reads every input once and writes every result once; a fusion
+that needs a sum or maximum over its own row reads the row twice; a renamed (copy) or sliced array moves nothing.
+"""
+
+from collections.abc import Callable
+from typing import Literal
+
+import msgspec
+
+from meshwright.algebra.program import Op
+from meshwright.algebra.sizes import Number, OpSizes
+from meshwright.algebra.steps import Step
+from meshwright.algebra.trace import Trace
+
+Rule = Callable[[Op, Trace], None]
+Count = Callable[[Step, OpSizes], Number]
+
+Group = Literal["contraction", "attention", "normalisation", "elementwise", "embedding", "optimizer", "copy"]
+"""Classes of work: what prices, breakdowns and profiles add seconds up in. Collectives are a class of their own."""
+
+
+def nothing(step: Step, sizes: OpSizes) -> Number:
+    """No matrix product, or nothing moved."""
+    return 0.0
+
+
+def stream(step: Step, sizes: OpSizes) -> Number:
+    """Every input read and every result written once."""
+    return sizes.total(*step.inputs, step.result, *step.more)
+
+
+def row_stream(step: Step, sizes: OpSizes) -> Number:
+    """A reduction over each row, then an elementwise pass: the first input is read twice."""
+    return stream(step, sizes) + sizes.bytes(step.inputs[0])
+
+
+def row_stream_backward(step: Step, sizes: OpSizes) -> Number:
+    """Both the cotangent and the primal are read for the reductions and again for the result."""
+    return stream(step, sizes) + sizes.total(*step.inputs[:2])
+
+
+class StepKind(msgspec.Struct, frozen=True, kw_only=True):
+    """One kind of local step: its FLOPs, its bytes to and from memory, and the group of work that it belongs to.
+
+    ``is_einsum``: one product of two arrays, whose shape decides its rate. ``num_kernels`` is 0 for what a compiler
+    only renames or fuses into the step before. ``reads_sum``: an accumulated result is read once more. ``in_place``:
+    the result takes the memory of the first input. ``scratch_bytes`` exist only while the step runs; ``chunk_bytes``
+    are those of logits that exist one chunk at a time.
+    """
+
+    flops: Count = nothing
+    hbm_bytes: Count = stream
+    group: Group = "elementwise"
+    is_einsum: bool = False
+    num_kernels: int = 1
+    reads_sum: bool = True
+    in_place: bool = False
+    scratch_bytes: Count = nothing
+    chunk_bytes: Count = nothing
+
+
+def no_rule(op: Op, trace: Trace) -> None:
+    """Refuses the backward pass of an op that only generation has, or any rule of a step that only a rewrite makes."""
+    raise AssertionError(f"{op.kind} has no backward pass; derive it with derive_forward")
+
+
+class OpKind(msgspec.Struct, frozen=True, kw_only=True):
+    """One op kind: its rules forward and backward, and the local steps that they or a rewrite make, by name."""
+
+    forward: Rule = no_rule
+    backward: Rule = no_rule
+    steps: dict[str, StepKind]

@@ -1,0 +1,18 @@
+"""A vector added to every row."""
+
+from meshwright.algebra.kinds import OpKind, StepKind
+from meshwright.algebra.ops.add import backward, forward
+from meshwright.algebra.sizes import Number, OpSizes
+from meshwright.algebra.steps import Step
+
+
+def fused_vectors(step: Step, sizes: OpSizes) -> Number:
+    """Only the vector is read: compilers and libraries add a bias in the epilogue of the product before it."""
+    return sizes.total(*step.inputs[1:])
+
+
+OP = OpKind(
+    forward=forward,
+    backward=backward,
+    steps={"bias_add": StepKind(hbm_bytes=fused_vectors, num_kernels=0), "bias_add_backward": StepKind()},
+)

@@ -1,0 +1,18 @@
+"""Attention of new positions on a cache of latents: queries meet latents, and rotated key parts that heads share."""
+
+from meshwright.algebra.kinds import OpKind, StepKind
+from meshwright.algebra.notation import product
+from meshwright.algebra.ops.cached_attention import forward
+from meshwright.algebra.sizes import Number, OpSizes
+from meshwright.algebra.steps import Step
+
+
+def flops(step: Step, sizes: OpSizes) -> Number:
+    """2 B T N S (Rkv + Hr + Rkv): scores of both parts, and the weighted sum of latents."""
+    queries, _, latents, shared = step.inputs[:4]
+    slots = sizes.local(latents)["S"]
+    rows = product(sizes.local(queries)[dim] for dim in queries.dims[:-1])
+    return 2.0 * rows * slots * (2 * sizes.dims[latents.dims[-1]] + sizes.dims[shared.dims[-1]])
+
+
+OP = OpKind(forward=forward, steps={"cached_latent_attention": StepKind(flops=flops, group="attention")})

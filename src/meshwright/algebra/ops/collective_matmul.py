@@ -1,0 +1,33 @@
+"""Products computed block by block beside a permute. `rewrites.collective_matmul` makes it; no program names it."""
+
+from typing import Literal
+
+import msgspec
+
+from meshwright.algebra.kinds import OpKind, StepKind, nothing
+from meshwright.algebra.notation import product
+from meshwright.algebra.sizes import Number, OpSizes
+from meshwright.algebra.steps import Step
+
+NAME = "collective_matmul"
+
+Form = Literal["all_gather", "reduce_scatter", "all_reduce"]
+
+
+class Blocks(msgspec.Struct, frozen=True, kw_only=True):
+    """Details: the collective that the products take the place of, its mesh axes, and the directions of the blocks."""
+
+    form: Form
+    axes: tuple[str, ...]
+    ways: int
+
+
+def num_blocks(step: Step, sizes: OpSizes) -> Number:
+    """Blocks that a collective matmul computes each of its parts in: its own, and one or two for each other device."""
+    if not step.parts:
+        return 1
+    return 1 + (product(sizes.mesh[axis] for axis in step.details.axes) - 1) * step.details.ways
+
+
+OP = OpKind(steps={NAME: StepKind(flops=nothing, hbm_bytes=nothing, group="contraction")})
+"""FLOPs and bytes are those of the parts."""

@@ -1,0 +1,91 @@
+"""Dispatch: tokens into slots of their experts, slots to the devices of the experts.
+
+Each device sorts its own tokens into slots of every expert, xe[E, C_{axes of its tokens}, D]; the declared sharding
+has experts on devices, xe[E_expert, C, D], and moving the axis from C to E is the AllToAll.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from meshwright.algebra.kinds import OpKind, StepKind, stream
+from meshwright.algebra.notation import ShardedArray
+from meshwright.algebra.ops.route import Routing, chosen_of, token_axes
+from meshwright.algebra.program import Op
+from meshwright.algebra.sizes import Number, OpSizes
+from meshwright.algebra.steps import Step
+from meshwright.algebra.trace import Trace, details_of, local, moved, require_whole
+from meshwright.core.errors import InputError
+
+BLOCK_ROWS = 128
+"""Rows of slots that one product of an expert takes. Measured on two CPU cores between 32 and 256: fewer pay for
+reading weights more often, more for rows that are filled up."""
+
+MOST_AT_ONCE = 64
+"""Blocks that an accelerator gathers for one product, at most: 8192 rows."""
+
+FEW_SLOTS = 1024
+"""Slots of a device, over its experts, up to which one batched product is as good as blocks."""
+
+
+def blocks_at_once(mean_rows: Any) -> Any:
+    """Blocks that an accelerator gathers for one product of an expert that has so many rows in the mean, or arrays.
+
+    As many as most experts have: each product reads the expert's weight, or reads and writes the sum of its gradient in
+    float32, which takes as long as the product of a few hundred to two thousand rows.
+    """
+    return np.clip(np.ceil(mean_rows / BLOCK_ROWS), 1, MOST_AT_ONCE)
+
+
+def own_slots(slots: ShardedArray, tokens: ShardedArray) -> ShardedArray:
+    """``slots`` as one device fills them from its own tokens: every expert, and C split as the tokens are.
+
+    What the declared sharding has on E is minor in C, so that a single AllToAll moves it.
+    """
+    axes = token_axes(tokens)
+    experts = tuple(axis for axis in slots.axes_of("E") if axis in axes)
+    kept = tuple(axis for axis in slots.axes_of("C") if axis in axes)
+    others = tuple(axis for axis in axes if axis not in (*experts, *kept))
+    return slots.resharded({"E": (), "C": kept + others + experts, "D": ()})
+
+
+def forward(op: Op, trace: Trace) -> None:
+    """Tokens into slots, then slots to the devices of their experts."""
+    x, gates, out = (trace.declared(n) for n in (*op.inputs, op.out))
+    require_whole(x, "D", op.kind)
+    _require_alike(x, gates)
+    slots = own_slots(out, x)
+    trace.add(local(op.kind, (x, chosen_of(gates)), slots, details=details_of(op, Routing)))
+    moved(trace, slots, out)
+
+
+def _require_alike(x: ShardedArray, gates: ShardedArray) -> None:
+    """Raise InputError unless a device has the weights of just the tokens that it has: slots are its own tokens'."""
+    for dim in ("B", "T"):
+        if x.axes_of(dim) != gates.axes_of(dim):
+            raise InputError(f"dispatch needs {x} and {gates} split alike. Give {dim} the same axes in both.")
+
+
+def backward(op: Op, trace: Trace) -> None:
+    """Cotangents of slots brought back, then summed per token."""
+    x, gates = (trace.declared(n) for n in op.inputs)
+    dslots = moved(trace, trace.cotangent(op.out), own_slots(trace.cotangent(op.out), x))
+    dx = trace.cotangent(op.inputs[0])
+    trace.need(chosen_of(gates))
+    trace.add(local("dispatch_backward", (dslots, chosen_of(gates)), dx))
+    trace.contribute(op.inputs[0], dx)
+
+
+def hbm_bytes(step: Step, sizes: OpSizes) -> Number:
+    """One row of the stream is read for every slot that is written."""
+    return sizes.bytes(step.inputs[1]) + 2 * sizes.bytes(step.result)
+
+
+OP = OpKind(
+    forward=forward,
+    backward=backward,
+    steps={
+        "dispatch": StepKind(hbm_bytes=hbm_bytes, group="embedding"),
+        "dispatch_backward": StepKind(hbm_bytes=stream, group="embedding"),
+    },
+)

@@ -1,0 +1,38 @@
+"""A product of two arrays by the rules of one sharded einsum; its gradients are products too."""
+
+from meshwright.algebra.einsum import product_steps, reshard
+from meshwright.algebra.kinds import OpKind, StepKind
+from meshwright.algebra.notation import product
+from meshwright.algebra.program import Op
+from meshwright.algebra.sizes import Number, OpSizes
+from meshwright.algebra.steps import Step
+from meshwright.algebra.trace import Trace
+
+
+def forward(op: Op, trace: Trace) -> None:
+    """The product by the rules of one sharded einsum."""
+    lhs, rhs, out = (trace.declared(n) for n in (*op.inputs, op.out))
+    steps = product_steps(lhs, rhs, out, slice_axes=trace.slice_axes)
+    trace.add(*steps, *reshard(steps[-1].result, out))
+
+
+def backward(op: Op, trace: Trace) -> None:
+    """dB = A * dC first, then dA = dC * B, each with its primal's sharding (section 5.4.2)."""
+    lhs, rhs = op.inputs
+    dout = trace.cotangent(op.out)
+    for left, right, name in ((trace.declared(lhs), dout, rhs), (dout, trace.declared(rhs), lhs)):
+        steps = product_steps(left, right, trace.cotangent(name), slice_axes=trace.slice_axes)
+        trace.add(*steps)
+        trace.contribute(name, steps[-1].result)
+
+
+def flops(step: Step, sizes: OpSizes) -> Number:
+    """2 for every combination of the dims of both operands."""
+    return 2.0 * product(sizes.local(*step.inputs[:2]).values())
+
+
+OP = OpKind(
+    forward=forward,
+    backward=backward,
+    steps={"einsum": StepKind(flops=flops, group="contraction", is_einsum=True)},
+)

@@ -1,0 +1,58 @@
+"""Look-up of rows in a table: the product of one-hot rows and the table."""
+
+from meshwright.algebra.einsum import align, local_product, reshard
+from meshwright.algebra.kinds import OpKind, StepKind
+from meshwright.algebra.notation import ShardedArray
+from meshwright.algebra.program import Op
+from meshwright.algebra.sizes import Number, OpSizes
+from meshwright.algebra.steps import Step
+from meshwright.algebra.trace import Trace, like, local, moved
+
+
+def one_hot(numbers: ShardedArray, table: ShardedArray) -> ShardedArray:
+    """Numbers seen as rows over the table's first dim; each device makes just the part of it that it needs."""
+    rows = table.dims[0]
+    return ShardedArray(numbers.name, (*numbers.dims, rows), (*numbers.axes, table.axes_of(rows)))
+
+
+def forward(op: Op, trace: Trace) -> None:
+    """Rows of the part of the table that a device holds; further inputs (scales of rows) are split as the table is."""
+    numbers, table, *others = (trace.declared(n) for n in op.inputs)
+    out = trace.declared(op.out)
+    left, right = align(one_hot(numbers, table), table, out)
+    inputs = [moved(trace, numbers, like(numbers, left)), moved(trace, table, right)]
+    inputs += [moved(trace, other, like(other, right)) for other in others]
+    result = local_product(left, right, out)
+    trace.add(local(op.kind, tuple(inputs), result), *reshard(result, out))
+
+
+def backward(op: Op, trace: Trace) -> None:
+    """Cotangents added up per row of the table."""
+    numbers, table = (trace.declared(n) for n in op.inputs)
+    dout, dtable = trace.cotangent(op.out), trace.cotangent(op.inputs[1])
+    left, right = align(one_hot(numbers, table), dout, dtable)
+    here = like(numbers, left)
+    trace.need(numbers)
+    result = local_product(left, right, dtable)
+    trace.add(*reshard(numbers, here), *reshard(dout, right), local("embed_backward", (here, right), result))
+    trace.contribute(op.inputs[1], result)
+
+
+def row_bytes(step: Step, sizes: OpSizes) -> Number:
+    """One row is read and written for each token; the rest of the table stays where it is."""
+    return sizes.bytes(step.inputs[0]) + 2 * sizes.bytes(step.result)
+
+
+def backward_bytes(step: Step, sizes: OpSizes) -> Number:
+    """The gradient of the table is cleared, then one row is read, added to and written for each token."""
+    return sizes.total(*step.inputs, step.result) + 2 * sizes.bytes(step.inputs[1])
+
+
+OP = OpKind(
+    forward=forward,
+    backward=backward,
+    steps={
+        "embed": StepKind(hbm_bytes=row_bytes, group="embedding"),
+        "embed_backward": StepKind(hbm_bytes=backward_bytes, group="embedding"),
+    },
+)

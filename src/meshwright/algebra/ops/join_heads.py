@@ -1,0 +1,6 @@
+"""Keys of each head joined with a part that all heads share (latent attention)."""
+
+from meshwright.algebra.kinds import OpKind, StepKind
+from meshwright.algebra.ops.add import backward, forward
+
+OP = OpKind(forward=forward, backward=backward, steps={"join_heads": StepKind(), "join_heads_backward": StepKind()})

@@ -1,0 +1,6 @@
+"""Keys or values as int8 beside their scale."""
+
+from meshwright.algebra.kinds import OpKind, StepKind
+from meshwright.algebra.ops.add import forward
+
+OP = OpKind(forward=forward, steps={"kv_quantise": StepKind()})

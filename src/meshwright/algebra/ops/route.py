@@ -1,0 +1,77 @@
+"""Routing: each token's experts and their weights from the scores of all experts.
+
+With a loss on the router, or a bound on the slots, each device counts its choices, and one AllReduce in the backward
+pass sums the counts: the losses' gradients need them.
+"""
+
+import msgspec
+
+from meshwright.algebra.kinds import OpKind, StepKind
+from meshwright.algebra.notation import ShardedArray
+from meshwright.algebra.program import Op
+from meshwright.algebra.trace import Trace, details_of, local, moved
+
+ROUTING_ROWS: tuple[str, ...] = ("load", "kept", "importance", "z")
+"""Rows of the counts routing[Er, E]; what each holds is said in `nn.experts.balance`."""
+
+ROUTING = ShardedArray("routing", ("Er", "E"), ((), ()), dtype="fp32")
+"""The counts of a microbatch over all devices, as a layer's backward pass has them."""
+
+
+class Routing(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Details: weights of the losses on how the router spreads its tokens (load balance, squared log-sum of scores),
+    the bound on an expert's slots over the mean load (0: none), and the microbatches that the losses are means over."""
+
+    balance: float = 0.0
+    z: float = 0.0
+    capacity: float = 0.0
+    microbatches: int = 1
+
+
+def chosen_of(gates: ShardedArray) -> ShardedArray:
+    """Numbers of the experts that each token goes to, and its slots there."""
+    return gates.replace(name="chosen", dtype="int32")
+
+
+def _counts(op: Op, gates: ShardedArray) -> tuple[ShardedArray, ...]:
+    """What a device counts of its own tokens; nothing where the op has no attribute that needs it."""
+    return (ROUTING.replace(unreduced=token_axes(gates)),) if op.attributes else ()
+
+
+def token_axes(tokens: ShardedArray) -> tuple[str, ...]:
+    return tuple(axis for dim in ("B", "T") for axis in tokens.axes_of(dim))
+
+
+def forward(op: Op, trace: Trace) -> None:
+    """Weights of the chosen experts of each token, from the scores of all experts."""
+    gates = trace.declared(op.out)
+    scores = _scores(trace.declared(op.inputs[0]), gates)
+    moved(trace, trace.declared(op.inputs[0]), scores)
+    results = (gates, chosen_of(gates), *_counts(op, gates))
+    trace.add(local(op.kind, (scores,), *results, details=details_of(op, Routing)))
+
+
+def backward(op: Op, trace: Trace) -> None:
+    """Cotangent of the scores from that of the weights, and from the losses that the attributes ask for.
+
+    The losses are means over the microbatches, whose number the step says.
+    """
+    gates = trace.declared(op.out)
+    scores = _scores(trace.declared(op.inputs[0]), gates)
+    trace.need(scores, chosen_of(gates))
+    dscores = _scores(trace.cotangent(op.inputs[0]), gates)
+    totals = tuple(moved(trace, counts, ROUTING) for counts in _counts(op, gates))
+    details = details_of(op, Routing)
+    if op.attributes:
+        details = msgspec.structs.replace(details, microbatches=trace.shardings.strategy.num_microbatches)
+    inputs = (trace.cotangent(op.out), scores, chosen_of(gates), *totals)
+    trace.add(local("route_backward", inputs, dscores, details=details))
+    trace.contribute(op.inputs[0], dscores)
+
+
+def _scores(scores: ShardedArray, gates: ShardedArray) -> ShardedArray:
+    """Scores of all experts, split over tokens as the weights are."""
+    return scores.resharded({"E": (), **{dim: gates.axes_of(dim) for dim in ("B", "T")}})
+
+
+OP = OpKind(forward=forward, backward=backward, steps={"route": StepKind(), "route_backward": StepKind()})

@@ -1,0 +1,19 @@
+"""A product with an int8 weight, in float32, times the scale of each output channel."""
+
+from typing import Any
+
+import jax
+from msgspec.structs import replace
+
+from meshwright.algebra.steps import Step
+from meshwright.nn.context import Context
+from meshwright.nn.ops.einsum import einsum
+from meshwright.nn.quantisation import scaled_product
+
+
+def quantised_einsum(context: Context, step: Step, lhs: Any, values: jax.Array, scale: jax.Array) -> Any:
+    wide = replace(step, op="einsum", inputs=step.inputs[:2], result=step.result.replace(dtype="fp32"))
+    return scaled_product(step, lhs, values, scale, lambda left, right: einsum(context, wide, left, right))
+
+
+STEPS = {"quantised_einsum": quantised_einsum}
