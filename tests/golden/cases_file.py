@@ -51,13 +51,15 @@ def _value(name: str, text: str) -> Any:
 
 
 def each(file: str, make: Callable[[Case], Any]) -> Golden:
-    """What ``make`` gives for every case of a file. A case that raises is kept with its error."""
-    found: Golden = {}
-    for case in cases(file):
-        try:
-            found[case.name] = make(case)
-        except Exception as error:
-            first = (str(error).splitlines() or [""])[0]
-            found[case.name] = {"failed": f"{type(error).__name__}: {first}"}
-            print(f"{file}, {case.name}: {found[case.name]['failed']}", file=sys.stderr)
-    return found
+    """What ``make`` gives for every case of a file."""
+    return {case.name: made(case, make) for case in cases(file)}
+
+
+def made(case: Case, make: Callable[[Case], Any]) -> Any:
+    """What ``make`` gives for a case; the error where it raises, so that the other cases go on."""
+    try:
+        return make(case)
+    except Exception as error:
+        first = (str(error).splitlines() or [""])[0]
+        print(f"{case.name}: {type(error).__name__}: {first}", file=sys.stderr)
+        return {"failed": f"{type(error).__name__}: {first}"}
