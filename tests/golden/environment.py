@@ -3,6 +3,9 @@
 XLA's flags: eight emulated devices; optimisation level 0, which compiles three times faster; products of one device on
 one thread, so that sums do not depend on the number of cores; no instructions beyond AVX2, so that they do not depend
 on the processor; and the older emitter of fusions, as in the other tests.
+
+No compilation cache is kept: with jax 0.10.2, programs with a pipeline that come out of one begin independent
+collectives in another order on each emulated device, and wait for each other until XLA ends the process after 40 s.
 """
 
 import os
@@ -29,11 +32,10 @@ def fix() -> None:
         flags.append("--xla_cpu_use_fusion_emitters=false")
     os.environ["XLA_FLAGS"] = " ".join(flags)
     os.environ["JAX_PLATFORMS"] = "cpu"
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = str(ROOT / ".jax_cache" / "golden")
-    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
+    os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
     os.environ["COLUMNS"] = WIDTH
     os.environ["TZ"] = "UTC"
-    for name in ("MESHWRIGHT_DEBUG", "LINES"):
+    for name in ("MESHWRIGHT_DEBUG", "LINES", "JAX_COMPILATION_CACHE_DIR"):
         os.environ.pop(name, None)
 
 

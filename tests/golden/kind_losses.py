@@ -3,8 +3,7 @@
 A line of ``cases/losses.txt`` is a name, a model, mesh axes, choices of the strategy and settings of the run. Numbers
 are kept as float hex. `environment.fix` says which flags of XLA make them the same from run to run.
 
-The cases run in a process of their own. XLA's CPU devices may wait for each other for ever where independent
-collectives meet in another order, and end that process after 40 s: then another goes on where it stood.
+The cases run in a process of their own: where one ends it, another goes on with the rest.
 """
 
 import json

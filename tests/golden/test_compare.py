@@ -100,7 +100,7 @@ def test_an_entry_without_a_sentence_is_refused():
         Accepted(where=("*",), reason="noise")
 
 
-@pytest.mark.parametrize("rows", [2, 60_000])
+@pytest.mark.parametrize("rows", [2, 90_000])
 def test_files_come_back_and_are_the_same_bytes(rows, tmp_path):
     data = {"case": {"rows": list(range(rows)), "text": "é", "none": None}}
     path = write("made", data, tmp_path)
