@@ -13,13 +13,13 @@ from pathlib import Path
 import jax
 import msgspec
 
-from meshwright.cli.bench_text import print_report
+from meshwright.bench.calibration import calibration_of
+from meshwright.bench.run import BenchReport, make_bench, run_bench
+from meshwright.cli.verbs.bench_text import print_report
 from meshwright.core.files import write_text_whole
-from meshwright.measure.bench import BenchReport, make_bench, run_bench
-from meshwright.measure.bench_calibration import calibration_of
-from meshwright.nn.attention_platform import default_platform
-from meshwright.report.bench import bench_figures
+from meshwright.nn.attention.platform import default_platform
 from meshwright.report.figure import save
+from meshwright.report.machine.bench import bench_figures
 from meshwright.spec.calibration import save_calibration
 
 RESULTS = Path(__file__).parent / "results"

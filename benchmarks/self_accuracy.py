@@ -204,7 +204,7 @@ class Child:
         """The rates of the machine."""
         import msgspec
 
-        from meshwright.measure.machine import measure_machine
+        from meshwright.bench.machine import measure_machine
 
         self.calibration = measure_machine(self.devices)
         return dict(msgspec.to_builtins(self.calibration))
@@ -260,9 +260,9 @@ def stepper(name: str) -> Callable[[], float]:
     """A call that runs the next step of a case and gives its seconds."""
     import jax
 
-    from meshwright.measure.profile_run import random_rows
     from meshwright.parallel.train_step import TrainStep
-    from meshwright.train.optimizers import make_optimizer
+    from meshwright.profile.run import random_rows
+    from meshwright.train.optimizers.table import make_optimizer
     from meshwright.train.settings import settings_from_table
     from meshwright.train.setup import program_options
 

@@ -105,12 +105,12 @@ def meshwright_step(layers: int, weights: Path, remat: str | tuple[str, ...], ax
 
     from meshwright.cli.fields import parse_axes
     from meshwright.core.host_memory import keep_freed_memory
-    from meshwright.nn.hf_weights import params_from_hf
+    from meshwright.nn.hf.weights import params_from_hf
     from meshwright.parallel.mesh import emulate_devices
     from meshwright.parallel.train_step import State, TrainStep
-    from meshwright.spec.hf import model_from_config
+    from meshwright.spec.hf.read import model_from_config
     from meshwright.spec.strategy import Strategy, make_mesh, standard_assignment
-    from meshwright.train.optimizers import make_optimizer
+    from meshwright.train.optimizers.table import make_optimizer
     from meshwright.train.settings import TrainSettings
 
     keep_freed_memory()

@@ -22,15 +22,15 @@ import jax
 import msgspec
 import numpy as np
 
-from meshwright.cost.ops import model_flops
-from meshwright.nn.attention_platform import default_platform
+from meshwright.cost.work.ops import model_flops
+from meshwright.nn.attention.platform import default_platform
 from meshwright.parallel.train_step import TrainStep
 from meshwright.spec import catalogue
 from meshwright.spec.chip import chip
 from meshwright.spec.job import Job
 from meshwright.spec.model import Model
 from meshwright.spec.strategy import Strategy, make_mesh
-from meshwright.train.optimizers import make_optimizer
+from meshwright.train.optimizers.table import make_optimizer
 from meshwright.train.settings import TrainSettings
 
 CHIPS = ("a100", "h100", "h200", "b200")

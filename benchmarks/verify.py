@@ -13,8 +13,8 @@ from typing import Any
 import msgspec
 
 from meshwright.cli.machine import rates_for
-from meshwright.cli.plan import mesh_words
-from meshwright.cli.verify_request import PROGRAM, request_of
+from meshwright.cli.verbs.plan import mesh_words
+from meshwright.cli.verbs.verify_request import PROGRAM, request_of
 from meshwright.core.errors import CannotRunError
 from meshwright.plan.planner import plan
 from meshwright.spec.catalogue import model as find_model

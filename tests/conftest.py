@@ -24,6 +24,6 @@ os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
 
 from jaxtyping import install_import_hook
 
-CHECKED = ("ops", "norms", "positions", "activations")
-"""Modules of `nn` whose functions check the shapes that they are given and give."""
-install_import_hook([f"meshwright.nn.{name}" for name in CHECKED], "beartype.beartype")
+CHECKED = ("elementwise", "norms", "positions", "activations")
+"""Modules of `nn.ops` whose functions check the shapes that they are given and give."""
+install_import_hook([f"meshwright.nn.ops.{name}" for name in CHECKED], "beartype.beartype")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.measure.bench import WEIGHTS
+from meshwright.bench.run import WEIGHTS
 from tests.blocks import read_sections, run_section
 
 ROOT = Path(__file__).parents[1]

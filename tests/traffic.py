@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 import msgspec
 
 from meshwright.algebra.derive import Derived
-from meshwright.algebra.schedule_ticks import TickTables
+from meshwright.algebra.schedules.ticks import TickTables
 from meshwright.hlo.collectives import Collective
 from meshwright.verify.differences import Key
 from meshwright.verify.expected import Expected, active_axes, expected_collectives, expected_of_pipeline

@@ -11,10 +11,10 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.algebra.blocks import execute, join, split
 from meshwright.algebra.einsum import einsum_steps, reshard
 from meshwright.algebra.notation import ShardedArray
-from meshwright.algebra.ways import all_ways
+from meshwright.calculators.sharding.blocks import execute, join, split
+from meshwright.calculators.sharding.ways import all_ways
 
 SIZES = (1, 2, 3, 4)
 MOST_DEVICES = 16

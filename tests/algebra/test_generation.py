@@ -9,7 +9,7 @@ from meshwright.algebra.generation import generate_program, one_position, prefil
 from meshwright.algebra.program import Program
 from meshwright.algebra.transformer import transformer, weight_variables
 from meshwright.core.errors import InputError
-from meshwright.cost.accounting import kv_cache_bytes
+from meshwright.cost.formulas.accounting import kv_cache_bytes
 from meshwright.spec.catalogue import model, models
 from meshwright.spec.strategy import Strategy, make_mesh, standard_assignment
 

@@ -3,7 +3,7 @@
 import pytest
 
 from meshwright.algebra.derive import derive
-from meshwright.algebra.kinds import KINDS
+from meshwright.algebra.ops.table import KINDS
 from meshwright.algebra.transformer import layer_kinds, local_name, transformer, weight_variables
 from meshwright.spec.catalogue import model, models
 from meshwright.spec.strategy import Strategy, make_mesh

@@ -74,7 +74,7 @@ def test_our_own_fault_is_one_line_and_code_1(call, monkeypatch):
     def broken(name):
         raise RuntimeError("something\nwith two lines")
 
-    monkeypatch.setattr("meshwright.cli.show.chip", broken)
+    monkeypatch.setattr("meshwright.calculators.verbs.show.chip", broken)
     said = call("show", "v5e")
     assert said.code == 1
     assert said.out == ""
@@ -86,7 +86,7 @@ def test_a_full_disk_is_one_line_and_code_3(call, monkeypatch):
     def full(name):
         raise OSError(errno.ENOSPC, "No space left on device", "runs/tiny-001/metrics.jsonl")
 
-    monkeypatch.setattr("meshwright.cli.show.chip", full)
+    monkeypatch.setattr("meshwright.calculators.verbs.show.chip", full)
     said = call("show", "v5e")
     assert (said.code, said.out) == (3, "")
     assert said.err == (

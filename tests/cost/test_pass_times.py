@@ -4,9 +4,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from meshwright.algebra.schedule_fused import fused, fused_seconds
-from meshwright.algebra.schedule_rows import build
-from meshwright.algebra.schedule_simulation import simulate
+from meshwright.algebra.schedules.fused import fused, fused_seconds
+from meshwright.algebra.schedules.rows import build
+from meshwright.algebra.schedules.simulation import simulate
 from meshwright.cost.offload import Offload
 from meshwright.cost.pass_times import BlockTimes
 from meshwright.cost.pipeline import Pipeline, strategy_pipeline

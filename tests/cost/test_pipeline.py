@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from meshwright.algebra.schedule_fused import fused, fused_seconds
-from meshwright.algebra.schedule_rows import SCHEDULES, build, default_chunks
-from meshwright.algebra.schedule_simulation import simulate
-from meshwright.algebra.schedule_ticks import tick_tables
+from meshwright.algebra.schedules.fused import fused, fused_seconds
+from meshwright.algebra.schedules.rows import SCHEDULES, build, default_chunks
+from meshwright.algebra.schedules.simulation import simulate
+from meshwright.algebra.schedules.ticks import tick_tables
 from meshwright.cost.pipeline import ONE_STAGE, Pipeline, schedule_fits, schedule_refusal, strategy_pipeline
 from meshwright.spec.strategy import Strategy, make_mesh
 

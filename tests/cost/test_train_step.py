@@ -7,13 +7,13 @@ from meshwright.algebra.derive import derive
 from meshwright.algebra.transformer import transformer
 from meshwright.core.dims import MESH_AXES
 from meshwright.core.errors import CannotRunError, InputError
-from meshwright.cost import limits
-from meshwright.cost.network import place_axes
-from meshwright.cost.ops import model_flops
+from meshwright.cost.formulas import limits
+from meshwright.cost.network.collectives import place_axes
 from meshwright.cost.pipeline import Pipeline
 from meshwright.cost.step_costs import collective_groups, op_sizes, strategy_sizes
 from meshwright.cost.step_rates import attention_scores, step_rates, strategy_placements
 from meshwright.cost.train_step import estimate_many, estimate_step, price_strategy
+from meshwright.cost.work.ops import model_flops
 from meshwright.spec import catalogue
 from meshwright.spec.calibration import Calibration, CollectiveRate, Efficiency
 from meshwright.spec.cluster import parse_cluster

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from meshwright.spec.hf import model_from_config
+from meshwright.spec.hf.read import model_from_config
 from meshwright.spec.model import Model
 
 VOCAB, WINDOW = 64, 6

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from meshwright.nn.forward import logits_fn
-from meshwright.nn.hf_weights import load_params, params_from_hf, save_hf
+from meshwright.nn.hf.weights import load_params, params_from_hf, save_hf
 from meshwright.parallel.train_step import TrainStep
-from meshwright.spec.hf import model_from_config
+from meshwright.spec.hf.read import model_from_config
 from meshwright.spec.strategy import Strategy, make_mesh
 from tests.nn.families import CONFIGS, FAMILIES, VOCAB
 

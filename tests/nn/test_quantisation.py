@@ -9,8 +9,8 @@ from msgspec.structs import replace
 from meshwright.algebra.generation import scales
 from meshwright.algebra.notation import ShardedArray
 from meshwright.algebra.steps import Step
-from meshwright.nn.experts_ragged import Ragged, ragged_product
-from meshwright.nn.kinds import contract_step
+from meshwright.nn.experts.ragged import Ragged, ragged_product
+from meshwright.nn.ops.table import contract_step
 from meshwright.nn.quantisation import (
     absmax_scale,
     contracted_axes,

@@ -96,7 +96,11 @@ def _uses(module: Module, source: ast.AST) -> Iterator[Place]:
                 yield from _methods().get(node.attr, [])
 
 
-def reachable(roots: str = "meshwright.cli.") -> set[Place]:
+VERBS = ("meshwright.cli.", "meshwright.calculators.verbs.")
+
+
+@functools.cache
+def reachable(roots: str | tuple[str, ...] = VERBS) -> set[Place]:
     """Every definition that the modules under ``roots`` use, and what these use in turn."""
     waiting = [(m.name, label) for m in modules().values() if m.name.startswith(roots) for label in m.definitions]
     found: set[Place] = set()

@@ -2,8 +2,8 @@
 
 from meshwright.algebra.derive import BlockSteps, derive
 from meshwright.algebra.program import Program, Variable, parse_block
-from meshwright.cost.einsum_cost import einsum_rates
-from meshwright.cost.network import GroupRates, group_rates
+from meshwright.calculators.sharding.einsum_cost import einsum_rates
+from meshwright.cost.network.collectives import GroupRates, group_rates
 from meshwright.spec.chip import Chip, chip_from_table
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.model import Model

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from meshwright.cost.anatomy import PodTotals, num_hosts, pod_totals
+from meshwright.calculators.chips.anatomy import PodTotals, num_hosts, pod_totals
 from meshwright.spec.chip import chip
 from meshwright.spec.cluster import parse_cluster
 from tests.oracles.worked import Answers, check

@@ -4,10 +4,10 @@ import pytest
 
 from meshwright.algebra.einsum import reshard
 from meshwright.algebra.notation import Sizes, parse_array
-from meshwright.cost.einsum_cost import einsum_rates, price_einsum
-from meshwright.cost.limits import ici_intensity, reduce_after_max_shards, reduce_after_min_dim
-from meshwright.cost.network import collective_time, latency_bound_bytes
-from meshwright.cost.roofline import Channel, Work, channel_rate, chip_roofline
+from meshwright.calculators.sharding.einsum_cost import einsum_rates, price_einsum
+from meshwright.cost.formulas.limits import ici_intensity, reduce_after_max_shards, reduce_after_min_dim
+from meshwright.cost.formulas.roofline import Channel, Work, channel_rate, chip_roofline
+from meshwright.cost.network.collectives import collective_time, latency_bound_bytes
 from meshwright.spec.chip import chip, known, peak
 from meshwright.spec.cluster import Cluster, make_cluster, parse_cluster
 from tests.oracles.shapes import counting, rates

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from meshwright.cost.roofline import critical_intensity
+from meshwright.cost.formulas.roofline import critical_intensity
 from tests.oracles.worked import TOPICS, Answers, Called, called, check, row, rows
 
 TABLES: dict[str, Answers] = {
@@ -61,7 +61,7 @@ def test_an_answer_that_only_multiplies_is_found():
     given = {"peak": 6.0, "bw": 2.0}
     assert called(lambda i: math.prod(i.values()), given) == set()
     assert called(lambda i: critical_intensity(i["peak"], i["bw"]), given) == {
-        Called("meshwright.cost.roofline", "critical_intensity")
+        Called("meshwright.cost.formulas.roofline", "critical_intensity")
     }
 
 

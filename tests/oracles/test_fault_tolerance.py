@@ -2,7 +2,7 @@
 
 import pytest
 
-from meshwright.cost.failures import failures_per_day, mtbf_s
+from meshwright.calculators.training.failures import failures_per_day, mtbf_s
 from tests.oracles.worked import Answers, Inputs, check
 
 

@@ -2,13 +2,13 @@
 
 import pytest
 
-from meshwright.algebra.blocks import num_devices
 from meshwright.algebra.einsum import einsum_steps
 from meshwright.algebra.notation import parse_einsum
-from meshwright.cost.accounting import attention_equal_len, projection_equal_len, train_flops_per_param
-from meshwright.cost.ops import OpSizes, op_flops
-from meshwright.cost.roofline import Operand, einsum_work
-from meshwright.cost.training_budget import available_flops, training_flops
+from meshwright.calculators.sharding.blocks import num_devices
+from meshwright.cost.formulas.accounting import attention_equal_len, projection_equal_len, train_flops_per_param
+from meshwright.cost.formulas.roofline import Operand, einsum_work
+from meshwright.cost.formulas.training_budget import available_flops, training_flops
+from meshwright.cost.work.ops import OpSizes, op_flops
 from tests.oracles.shapes import dense, two_matmuls
 from tests.oracles.worked import Answers, Inputs, check
 

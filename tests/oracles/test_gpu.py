@@ -2,7 +2,7 @@
 
 import pytest
 
-from meshwright.cost.anatomy import (
+from meshwright.calculators.chips.anatomy import (
     GpuAnatomy,
     full_die,
     gpu_anatomy,
@@ -10,7 +10,7 @@ from meshwright.cost.anatomy import (
     ratio,
     share_after_speedup,
 )
-from meshwright.cost.roofline import Operand, einsum_work
+from meshwright.cost.formulas.roofline import Operand, einsum_work
 from meshwright.spec.chip import chip, peak
 from tests.oracles.worked import Answers, Inputs, check, row
 

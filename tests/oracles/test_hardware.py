@@ -3,8 +3,8 @@
 import pytest
 
 from meshwright.algebra.notation import parse_einsum
-from meshwright.cost.anatomy import mxu_alus, mxu_flops_per_cycle, tpu_peak_from_anatomy
-from meshwright.cost.roofline import Operand, channel_rate, einsum_work
+from meshwright.calculators.chips.anatomy import mxu_alus, mxu_flops_per_cycle, tpu_peak_from_anatomy
+from meshwright.cost.formulas.roofline import Operand, channel_rate, einsum_work
 from meshwright.spec.chip import chip, known, peak
 from tests.oracles.worked import Answers, Inputs, check, row
 

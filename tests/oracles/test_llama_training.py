@@ -2,14 +2,21 @@
 
 import pytest
 
-from meshwright.cost.limits import (
+from meshwright.cost.formulas.limits import (
     Roots,
     fsdp_max_chips,
     fsdp_roots,
     fsdp_roots_middle,
     mixed_min_tokens_per_chip,
 )
-from meshwright.cost.training_budget import days, min_chips, rescaled_days, train_seconds, training_flops, years
+from meshwright.cost.formulas.training_budget import (
+    days,
+    min_chips,
+    rescaled_days,
+    train_seconds,
+    training_flops,
+    years,
+)
 from meshwright.spec.chip import chip, known, peak
 from tests.oracles.worked import Answers, Inputs, check
 

@@ -3,7 +3,8 @@
 import pytest
 
 from meshwright.algebra.notation import local_shape, parse_array
-from meshwright.cost.accounting import (
+from meshwright.calculators.chips.anatomy import tile_expansion
+from meshwright.cost.formulas.accounting import (
     bytes_per_param,
     kv_cache_bytes,
     max_params,
@@ -12,7 +13,6 @@ from meshwright.cost.accounting import (
     state_bytes,
     zero_bytes,
 )
-from meshwright.cost.anatomy import tile_expansion
 from meshwright.spec.catalogue import model
 from meshwright.spec.chip import chip, known
 from meshwright.spec.model import Model

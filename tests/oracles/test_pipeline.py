@@ -2,8 +2,8 @@
 
 import pytest
 
-from meshwright.algebra.schedule_rows import ScheduleName, build
-from meshwright.algebra.schedule_simulation import Simulation, simulate
+from meshwright.algebra.schedules.rows import ScheduleName, build
+from meshwright.algebra.schedules.simulation import Simulation, simulate
 from tests.oracles.worked import Answers, Inputs, check
 
 

@@ -3,8 +3,8 @@
 import pytest
 
 from meshwright.algebra.notation import parse_array, parse_einsum
-from meshwright.cost.accounting import attention_work
-from meshwright.cost.roofline import (
+from meshwright.cost.formulas.accounting import attention_work
+from meshwright.cost.formulas.roofline import (
     Operand,
     Work,
     channel_rate,

@@ -2,7 +2,6 @@
 
 import pytest
 
-from meshwright.algebra.blocks import num_devices
 from meshwright.algebra.derive import derive
 from meshwright.algebra.einsum import einsum_steps, local_product, reshard
 from meshwright.algebra.notation import (
@@ -16,6 +15,7 @@ from meshwright.algebra.notation import (
 )
 from meshwright.algebra.program import Program, Variable, parse_block
 from meshwright.algebra.steps import Step
+from meshwright.calculators.sharding.blocks import num_devices
 from meshwright.spec.strategy import Strategy
 from tests.oracles.worked import Answers, Inputs, check
 

@@ -3,12 +3,10 @@
 import pytest
 
 from meshwright.algebra.notation import local_shape, parse_array
-from meshwright.cost import limits
-from meshwright.cost.anatomy import PodTotals, pod_totals
-from meshwright.cost.network import collective_time
-from meshwright.cost.ops import OpSizes, op_flops
-from meshwright.cost.roofline import channel_rate
-from meshwright.cost.training_budget import (
+from meshwright.calculators.chips.anatomy import PodTotals, pod_totals
+from meshwright.cost.formulas import limits
+from meshwright.cost.formulas.roofline import channel_rate
+from meshwright.cost.formulas.training_budget import (
     available_flops,
     global_batch,
     mfu_from_hours,
@@ -18,6 +16,8 @@ from meshwright.cost.training_budget import (
     training_flops,
     years,
 )
+from meshwright.cost.network.collectives import collective_time
+from meshwright.cost.work.ops import OpSizes, op_flops
 from meshwright.spec.chip import chip, known, peak
 from meshwright.spec.cluster import balanced_shape, make_cluster
 from meshwright.spec.job import parse_batch

@@ -10,8 +10,8 @@ import msgspec
 import numpy as np
 import optax
 
-from meshwright.algebra.kinds_experts import ROUTING_ROWS
 from meshwright.algebra.layers import PLAIN, ProgramOptions
+from meshwright.algebra.ops.experts import ROUTING_ROWS
 from meshwright.hlo.collectives import collectives
 from meshwright.nn.weights import Params, init_params
 from meshwright.parallel.train_step import State, TrainStep

@@ -9,13 +9,13 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from meshwright.algebra.schedule import Schedule
-from meshwright.algebra.schedule_fused import fused
-from meshwright.algebra.schedule_ticks import forward_tables, tick_tables
+from meshwright.algebra.schedules.fused import fused
+from meshwright.algebra.schedules.table import Schedule
+from meshwright.algebra.schedules.ticks import forward_tables, tick_tables
 from meshwright.parallel.layer_order import layer_permutation
 from meshwright.parallel.mesh import device_mesh
-from meshwright.parallel.pipeline import run_forward, run_schedule
-from meshwright.parallel.pipeline_functions import StageFunctions, Weights
+from meshwright.parallel.pipeline.executor import run_forward, run_schedule
+from meshwright.parallel.pipeline.functions import StageFunctions, Weights
 
 SEQS, LENGTH, WIDTH, WORDS, OUT = 2, 4, 8, 11, 3
 

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from meshwright.cli.launch import child_environment, free_port
+from meshwright.cli.verbs.launch import child_environment, free_port
 
 ROOT = Path(__file__).parents[2]
 LONGEST_S = 600

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from meshwright.algebra.schedule_rows import SCHEDULES, build, default_chunks
+from meshwright.algebra.schedules.rows import SCHEDULES, build, default_chunks
 from meshwright.core.errors import CannotRunError
 from meshwright.parallel.layer_order import layer_pattern, layer_permutation
 

@@ -4,12 +4,12 @@ import jax
 import numpy as np
 import pytest
 
-from meshwright.algebra.kinds_experts import ROUTING_ROWS
 from meshwright.algebra.layers import ProgramOptions
-from meshwright.algebra.schedule_fused import fused
-from meshwright.algebra.schedule_ticks import tick_tables
+from meshwright.algebra.ops.experts import ROUTING_ROWS
+from meshwright.algebra.schedules.fused import fused
+from meshwright.algebra.schedules.ticks import tick_tables
 from meshwright.hlo.collectives import collectives
-from meshwright.parallel.pipeline_stages import strategy_schedule
+from meshwright.parallel.pipeline.stages import strategy_schedule
 from meshwright.parallel.train_step import TrainStep
 from tests.parallel.cases import DEEP_MOE, MOE, RELATIVE, keep_gradients, strategy_of
 from tests.parallel.small import BATCH_SEQS, MODEL, SEQ_LEN, batch

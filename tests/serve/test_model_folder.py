@@ -7,7 +7,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from meshwright.core.errors import InputError
-from meshwright.nn.hf_weights import save_hf
+from meshwright.nn.hf.weights import save_hf
 from meshwright.serve.model_folder import NumberedText, TextStream, TokenizedText, open_model
 from tests.parallel.generate_cases import LLAMA, float_params
 

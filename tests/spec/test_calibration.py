@@ -3,6 +3,7 @@
 import pytest
 
 from meshwright.core.errors import InputError
+from meshwright.core.toml_file import dump_toml
 from meshwright.spec.calibration import (
     SHARES,
     Calibration,
@@ -17,7 +18,6 @@ from meshwright.spec.calibration import (
 from meshwright.spec.chip import chip
 from meshwright.spec.efficiency import fitted_calibration
 from meshwright.spec.plan_file import Plan, parse_plan
-from meshwright.spec.toml_file import dump_toml
 
 H100, V100 = chip("h100"), chip("v100")
 

@@ -3,8 +3,8 @@
 import msgspec
 import pytest
 
+from meshwright.accuracy.fit import PRIORS
 from meshwright.cost.train_step import estimate_step, price_strategy
-from meshwright.measure.fit import PRIORS
 from meshwright.spec import catalogue
 from meshwright.spec.calibration import SHARES, Calibration, Efficiency
 from meshwright.spec.chip import chip, chip_from_table, chips

@@ -3,13 +3,13 @@
 import pytest
 
 from meshwright.core.errors import InputError
+from meshwright.core.toml_file import dump_toml
 from meshwright.spec import catalogue
 from meshwright.spec.calibration import Calibration, CollectiveRate, datasheet_calibration
 from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.job import Job
 from meshwright.spec.plan_file import Plan, Predicted, load_plan, parse_plan, save_plan
 from meshwright.spec.strategy import Strategy, make_mesh, standard_assignment
-from meshwright.spec.toml_file import dump_toml
 
 PREDICTED = Predicted(
     step_s=1.5,

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from meshwright.spec import catalogue
-from meshwright.spec.hf import model_from_config
+from meshwright.spec.hf.read import model_from_config
 from meshwright.spec.model import FAMILIES
 from meshwright.spec.weights import num_active_params, num_params, params_by_part, weight_table
 

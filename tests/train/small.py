@@ -5,8 +5,8 @@ from pathlib import Path
 from meshwright.spec.job import Job
 from meshwright.spec.model import Model
 from meshwright.spec.strategy import Strategy, make_mesh
+from meshwright.train.data.text import read_documents
 from meshwright.train.settings import TrainSettings
-from meshwright.train.text import read_documents
 
 MODEL = Model(
     name="mini",

@@ -5,9 +5,9 @@ import pytest
 
 from meshwright.algebra.layers import ProgramOptions
 from meshwright.parallel.train_step import TrainStep
-from meshwright.train.data import Source
+from meshwright.train.data.batches import Source
+from meshwright.train.data.token_store import TokenStore
 from meshwright.train.evaluate import held_out, rows_at_once
-from meshwright.train.token_store import TokenStore
 from tests.train.small import MODEL, strategy
 
 

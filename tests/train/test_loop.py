@@ -13,9 +13,9 @@ import pytest
 
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.spec.job import Job
-from meshwright.train.data import Batches
+from meshwright.train.data.batches import Batches
 from meshwright.train.loop import train
-from meshwright.train.metrics import Predicted
+from meshwright.train.record.metrics import Predicted
 from tests.train.event_files import scalars
 from tests.train.small import JOB, MODEL, settings, strategy, write_text
 

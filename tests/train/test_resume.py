@@ -17,7 +17,7 @@ import pytest
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.train.checkpoint import Checkpoints
 from meshwright.train.loop import train
-from meshwright.train.run_folder import finished_steps, held_alone
+from meshwright.train.record.run_folder import finished_steps, held_alone
 from tests.train.small import JOB, MODEL, settings, strategy, write_text
 
 ROOT = Path(__file__).parents[2]

@@ -9,7 +9,7 @@ from safetensors.numpy import load_file
 from meshwright.core.errors import InputError
 from meshwright.nn.weights import init_params
 from meshwright.spec.weights import num_params
-from meshwright.train.tokenizer import save_tokenizer, train_tokenizer
+from meshwright.train.data.tokenizer import save_tokenizer, train_tokenizer
 from meshwright.train.weights_file import has_weights, load_model, load_run, save_weights
 from tests.train.small import MODEL as MINI
 

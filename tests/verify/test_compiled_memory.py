@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from meshwright.cli.verify_request import PROGRAM, request_of
+from meshwright.cli.verbs.verify_request import PROGRAM, request_of
 from meshwright.spec import catalogue
 from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.job import Job

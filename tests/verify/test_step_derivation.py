@@ -3,10 +3,10 @@
 import pytest
 
 from meshwright.algebra.layers import ProgramOptions
-from meshwright.algebra.schedule_fused import fused
-from meshwright.algebra.schedule_ticks import tick_tables
+from meshwright.algebra.schedules.fused import fused
+from meshwright.algebra.schedules.ticks import tick_tables
 from meshwright.cost.train_step import price_strategy
-from meshwright.parallel.pipeline_stages import strategy_schedule
+from meshwright.parallel.pipeline.stages import strategy_schedule
 from meshwright.spec.catalogue import model
 from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.job import Job

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.core.errors import CannotRunError, InputError
-from meshwright.cost.placement import Placement, place_axes
+from meshwright.cost.network.placement import Placement, place_axes
 from meshwright.spec.chip import chips
 from meshwright.spec.cluster import parse_cluster
 from meshwright.verify import targets

@@ -5,11 +5,11 @@ from typing import Any, Literal
 
 import msgspec
 
-from meshwright.algebra.collective_matmul import with_collective_matmuls
 from meshwright.algebra.einsum import reshard
-from meshwright.algebra.kinds import KINDS
 from meshwright.algebra.notation import ShardedArray
+from meshwright.algebra.ops.table import KINDS
 from meshwright.algebra.program import Block, Program
+from meshwright.algebra.rewrites.collective_matmul import with_collective_matmuls
 from meshwright.algebra.steps import Phase, Scope, Step
 from meshwright.core.errors import InputError, nearest
 from meshwright.spec.strategy import Strategy, assign

@@ -14,7 +14,7 @@ Phase = Literal["forward", "recompute", "backward", "update"]
 Scope = Literal["layer", "microbatch", "step"]
 
 COLLECTIVE_MATMUL = "collective_matmul"
-"""The op of products that are computed block by block beside a permute (`algebra.collective_matmul`)."""
+"""The op of products that are computed block by block beside a permute (`algebra.rewrites.collective_matmul`)."""
 
 COLLECTIVES: tuple[str, ...] = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "permute")
 BOOK_NAMES: dict[str, str] = {

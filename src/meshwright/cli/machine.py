@@ -51,7 +51,7 @@ def _kept(path: Path) -> Calibration | None:
 
 def measure(cluster: Cluster, *, keep: Path) -> Calibration:
     """This machine measured as ``cluster`` now, and written to ``keep``."""
-    from meshwright.measure.machine import measure_machine
+    from meshwright.bench.machine import measure_machine
     from meshwright.parallel.mesh import emulate_devices
 
     say(f"measuring this machine as {cluster.short_name}, a minute or two (kept in {keep})")

@@ -7,14 +7,14 @@ import numpy as np
 
 from meshwright.algebra.derive import BlockSteps, Derived
 from meshwright.algebra.notation import ShardedArray, product
+from meshwright.algebra.rewrites.split_backward import split_backward
 from meshwright.algebra.steps import Phase, Step
 from meshwright.algebra.transformer import HEAD_CHUNK_TOKENS
-from meshwright.algebra.weight_gradients import split_backward
 from meshwright.core.dims import DTYPE_BYTES
 from meshwright.core.errors import InputError
-from meshwright.cost.ops import OpSizes
 from meshwright.cost.pipeline import ONE_STAGE, Pipeline
-from meshwright.cost.slots import slots_move
+from meshwright.cost.work.ops import OpSizes
+from meshwright.cost.work.slots import slots_move
 from meshwright.spec.calibration import Calibration, datasheet_calibration, memory_bytes
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.strategy import STATE_BYTES

@@ -8,12 +8,12 @@ import numpy as np
 
 from meshwright.algebra.derive import BlockSteps, Derived
 from meshwright.algebra.notation import ShardedArray
-from meshwright.cost.kernels import partly_hidden
 from meshwright.cost.offload import NOTHING, Offload
 from meshwright.cost.pipeline import Pipeline
-from meshwright.cost.sizes import OpSizes
 from meshwright.cost.step_costs import StepCost
 from meshwright.cost.step_rates import Group, StepRates
+from meshwright.cost.work.kernels import partly_hidden
+from meshwright.cost.work.sizes import OpSizes
 from meshwright.spec.strategy import IN_TURN
 
 Number = Any

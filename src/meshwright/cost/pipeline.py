@@ -6,14 +6,14 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from meshwright.algebra.schedule_forms import bubble_seconds, is_legal, is_split, peak_stash, weight_copies
-from meshwright.algebra.schedule_lockstep import (
+from meshwright.algebra.schedules.forms import bubble_seconds, is_legal, is_split, peak_stash, weight_copies
+from meshwright.algebra.schedules.lockstep import (
     LockstepSlots,
     lockstep_bubble_seconds,
     lockstep_slots,
     lockstep_ticks,
 )
-from meshwright.algebra.schedule_rows import build
+from meshwright.algebra.schedules.rows import build
 from meshwright.core.errors import InputError
 from meshwright.spec.strategy import Software, Strategy
 

@@ -8,15 +8,15 @@ import numpy as np
 
 from meshwright.algebra.derive import Derived
 from meshwright.algebra.notation import ShardedArray, product
+from meshwright.algebra.rewrites.split_backward import counts_of, meetings, weights_of
 from meshwright.algebra.steps import COLLECTIVE_MATMUL, Step, num_moves, sent_element_bytes
-from meshwright.algebra.weight_gradients import counts_of, meetings, weights_of
 from meshwright.core.dims import DTYPE_BYTES
-from meshwright.cost.kernels import local_work, partly_hidden
-from meshwright.cost.ops import OpSizes, Scores
 from meshwright.cost.pipeline import ONE_STAGE, Pipeline
-from meshwright.cost.sizes import expert_slots, spare_slots
-from meshwright.cost.slots import slots_move
 from meshwright.cost.step_rates import Group, StepRates
+from meshwright.cost.work.kernels import local_work, partly_hidden
+from meshwright.cost.work.ops import OpSizes, Scores
+from meshwright.cost.work.sizes import expert_slots, spare_slots
+from meshwright.cost.work.slots import slots_move
 from meshwright.spec.job import Job
 from meshwright.spec.model import Model
 from meshwright.spec.strategy import Strategy

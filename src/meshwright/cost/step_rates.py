@@ -7,9 +7,17 @@ import msgspec
 import numpy as np
 
 from meshwright.core.errors import CannotRunError
-from meshwright.cost.kernels import ChipRates, chip_rates
-from meshwright.cost.network import GroupRates, Leg, Placement, group_legs, leg_rates, place_axes, stack_rates
-from meshwright.cost.ops import Scores
+from meshwright.cost.network.collectives import (
+    GroupRates,
+    Leg,
+    Placement,
+    group_legs,
+    leg_rates,
+    place_axes,
+    stack_rates,
+)
+from meshwright.cost.work.kernels import ChipRates, chip_rates
+from meshwright.cost.work.ops import Scores
 from meshwright.spec.calibration import (
     Calibration,
     datasheet_calibration,

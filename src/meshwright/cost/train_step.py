@@ -16,9 +16,8 @@ from meshwright.algebra.derive import Derived, derive
 from meshwright.algebra.notation import product
 from meshwright.algebra.transformer import transformer
 from meshwright.cost.memory import MemoryParts, memory_parts, total_bytes
-from meshwright.cost.network import Placement
+from meshwright.cost.network.collectives import Placement
 from meshwright.cost.offload import Offload, offloaded
-from meshwright.cost.ops import OpSizes, is_attention, model_flops, op_flops, op_term
 from meshwright.cost.pass_times import BlockTimes, block_times, largest, link_seconds, seconds_by_group, total
 from meshwright.cost.pipeline import Pipeline, strategy_pipeline
 from meshwright.cost.step_costs import (
@@ -30,6 +29,7 @@ from meshwright.cost.step_costs import (
     strategy_sizes,
 )
 from meshwright.cost.step_rates import StepRates, attention_scores, step_rates, strategy_placements
+from meshwright.cost.work.ops import OpSizes, is_attention, model_flops, op_flops, op_term
 from meshwright.spec.calibration import Calibration
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.job import Job

@@ -6,7 +6,7 @@ from jax import lax
 
 from meshwright.algebra.labels import label_of
 from meshwright.algebra.steps import Step
-from meshwright.nn.attention_platform import default_platform
+from meshwright.nn.attention.platform import default_platform
 
 
 def communicate(step: Step, value: jax.Array, *, leading: int = 0) -> jax.Array:

@@ -9,7 +9,7 @@ from meshwright.algebra.notation import ShardedArray
 from meshwright.algebra.steps import Step
 from meshwright.nn.collectives import communicate
 from meshwright.nn.context import Context
-from meshwright.nn.kinds import LOCAL
+from meshwright.nn.ops.table import LOCAL
 
 Environment = dict[ShardedArray, jax.Array]
 

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int8
 
 from meshwright.algebra.generation import scales
 from meshwright.algebra.steps import Step
-from meshwright.nn.experts_ragged import Ragged
+from meshwright.nn.experts.ragged import Ragged
 from meshwright.nn.weights import Params, rows
 from meshwright.spec.model import Model
 

@@ -9,8 +9,14 @@ import jax
 
 from meshwright.algebra.derive import BlockSteps, Derived
 from meshwright.algebra.notation import ShardedArray
+from meshwright.algebra.rewrites.split_backward import (
+    cotangent_of,
+    counts_of,
+    gradient_arrays,
+    once_per_layer,
+    weights_of,
+)
 from meshwright.algebra.steps import Step
-from meshwright.algebra.weight_gradients import cotangent_of, counts_of, gradient_arrays, once_per_layer, weights_of
 from meshwright.nn.collectives import communicate
 from meshwright.nn.context import Context
 from meshwright.nn.interpreter import Environment, run

@@ -18,8 +18,8 @@ from meshwright.algebra.notation import check
 from meshwright.algebra.transformer import weight_variables
 from meshwright.core.errors import CannotRunError, InputError, nearest
 from meshwright.nn import quantisation
-from meshwright.nn.cache_kinds import DTYPES
 from meshwright.nn.context import Context
+from meshwright.nn.ops.cache import DTYPES
 from meshwright.nn.weights import Params, param_shapes
 from meshwright.parallel.generation_pass import Cache, GenerationPass
 from meshwright.parallel.mesh import device_mesh, lower, partition_spec

@@ -15,8 +15,8 @@ from jax import lax
 from meshwright.algebra.derive import Derived
 from meshwright.algebra.labels import AT_MOST_ONCE
 from meshwright.algebra.notation import ShardedArray
-from meshwright.algebra.weight_gradients import step_steps
-from meshwright.nn.experts_balance import Routing
+from meshwright.algebra.rewrites.split_backward import step_steps
+from meshwright.nn.experts.balance import Routing
 from meshwright.nn.weights import Params
 from meshwright.parallel.blocks import Inputs, through
 from meshwright.parallel.passes import Passes

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from meshwright.algebra.schedule import Schedule
+from meshwright.algebra.schedules.table import Schedule
 from meshwright.core.errors import CannotRunError
 
 

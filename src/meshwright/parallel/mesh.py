@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from meshwright.algebra.notation import ShardedArray
 from meshwright.core.errors import CannotRunError
 from meshwright.core.host_memory import keep_freed_memory
-from meshwright.nn.attention_platform import platform_of, traced_for
+from meshwright.nn.attention.platform import platform_of, traced_for
 
 _DEVICES_FLAG = "--xla_force_host_platform_device_count"
 

@@ -14,10 +14,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from meshwright.algebra.derive import Derived
+from meshwright.algebra.rewrites.split_backward import step_steps
 from meshwright.algebra.spans import Span, spans
 from meshwright.algebra.transformer import layer_names
-from meshwright.algebra.weight_gradients import step_steps
-from meshwright.nn.attention_platform import default_platform
+from meshwright.nn.attention.platform import default_platform
 from meshwright.nn.context import Context
 from meshwright.nn.weights import Params
 from meshwright.parallel.blocks import BlockPasses, Inputs, through

@@ -13,15 +13,15 @@ from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from meshwright.algebra.derive import derive
-from meshwright.algebra.fused_head import with_fused_head
 from meshwright.algebra.labels import OPTIMIZER
 from meshwright.algebra.layers import PLAIN, ProgramOptions
 from meshwright.algebra.notation import ShardedArray
+from meshwright.algebra.rewrites.fused_head import with_fused_head
 from meshwright.algebra.transformer import transformer, weight_variables
 from meshwright.core.errors import CannotRunError, InputError
-from meshwright.nn.attention_visibility import zigzag_order
+from meshwright.nn.attention.visibility import zigzag_order
 from meshwright.nn.context import Context
-from meshwright.nn.experts_balance import routing_metrics
+from meshwright.nn.experts.balance import routing_metrics
 from meshwright.nn.weights import Params, init_params
 from meshwright.parallel.blocks import Inputs, through
 from meshwright.parallel.gradients import (
@@ -35,7 +35,7 @@ from meshwright.parallel.gradients import (
 )
 from meshwright.parallel.mesh import device_mesh, lower, named_sharding, partition_spec
 from meshwright.parallel.passes import Passes
-from meshwright.parallel.pipeline_stages import Pipeline, strategy_schedule
+from meshwright.parallel.pipeline.stages import Pipeline, strategy_schedule
 from meshwright.spec.model import Model, require_runnable
 from meshwright.spec.strategy import Strategy, require_runnable_strategy
 

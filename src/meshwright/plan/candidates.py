@@ -9,10 +9,10 @@ import numpy as np
 from meshwright.algebra.notation import product
 from meshwright.core.dims import MESH_AXES
 from meshwright.cost.memory import memory_parts, total_bytes
-from meshwright.cost.ops import OpSizes
 from meshwright.cost.pipeline import Pipeline
 from meshwright.cost.step_costs import has_empty_slots, op_sizes
 from meshwright.cost.step_rates import attention_scores
+from meshwright.cost.work.ops import OpSizes
 from meshwright.plan.legal import MAX_IDLE_LAYERS, Facts, divisors, legal_axis_sizes, mask
 from meshwright.plan.space import Pattern, Space
 from meshwright.spec.cluster import Cluster

@@ -17,10 +17,10 @@ from meshwright.algebra.transformer import transformer
 from meshwright.core.errors import CannotRunError
 from meshwright.core.units import format_bytes
 from meshwright.cost.memory import memory_limit, total_bytes, training_memory
-from meshwright.cost.ops import OpSizes
 from meshwright.cost.pipeline import schedule_fits, schedule_refusal, strategy_pipeline
 from meshwright.cost.step_costs import strategy_sizes
 from meshwright.cost.step_rates import attention_scores, strategy_placements
+from meshwright.cost.work.ops import OpSizes
 from meshwright.spec.calibration import Calibration
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.job import Job

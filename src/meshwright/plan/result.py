@@ -4,8 +4,8 @@ from typing import Any
 
 import msgspec
 
+from meshwright.cost.formulas.training_budget import cost_usd, days
 from meshwright.cost.train_step import Estimate
-from meshwright.cost.training_budget import cost_usd, days
 from meshwright.plan.search import Found
 from meshwright.spec.calibration import Calibration
 from meshwright.spec.cluster import Cluster

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from meshwright.cost.training_budget import (
+from meshwright.cost.formulas.training_budget import (
     cost_usd,
     days,
     energy_kwh,

@@ -10,10 +10,10 @@ from collections.abc import Iterator, Sequence
 import msgspec
 import numpy as np
 
-from meshwright.algebra.schedule_rows import default_chunks
+from meshwright.algebra.schedules.rows import default_chunks
 from meshwright.core.dims import MESH_AXES
 from meshwright.cost.memory import MemoryParts, memory_limit, memory_parts, total_bytes
-from meshwright.cost.network import Placement, place_axes
+from meshwright.cost.network.collectives import Placement, place_axes
 from meshwright.cost.offload import offloaded
 from meshwright.cost.pass_times import BlockTimes
 from meshwright.cost.pipeline import Pipeline, schedule_fits

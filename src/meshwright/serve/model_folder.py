@@ -8,10 +8,10 @@ from typing import Any, NamedTuple, Protocol
 from tokenizers import Tokenizer
 
 from meshwright.core.errors import InputError
-from meshwright.nn.checkpoint_files import DTYPES, CheckpointFiles
-from meshwright.nn.hf_format import places
-from meshwright.nn.hf_weights import CONFIG
-from meshwright.spec.hf import model_from_config
+from meshwright.nn.hf.files import DTYPES, CheckpointFiles
+from meshwright.nn.hf.format import places
+from meshwright.nn.hf.weights import CONFIG
+from meshwright.spec.hf.read import model_from_config
 from meshwright.spec.model import Model
 
 TOKENIZER, GENERATION, TOKENIZER_CONFIG = "tokenizer.json", "generation_config.json", "tokenizer_config.json"

@@ -9,8 +9,8 @@ import msgspec
 from meshwright.core.dims import DTYPE_BYTES
 from meshwright.core.errors import InputError
 from meshwright.core.files import write_text_whole
+from meshwright.core.toml_file import dump_toml, load_toml
 from meshwright.spec.chip import Chip, known, peak
-from meshwright.spec.toml_file import dump_toml, load_toml
 
 CollectiveKind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "permute"]
 

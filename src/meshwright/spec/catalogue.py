@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from meshwright.core.errors import InputError, nearest
-from meshwright.spec.hf import model_from_config
+from meshwright.spec.hf.read import model_from_config
 from meshwright.spec.model import Model
 
 _FOLDER = Path(__file__).parent / "data" / "models"

@@ -139,6 +139,14 @@ def known(chip: Chip, figure: str) -> float:
     return float(value)
 
 
+def vector_peak_from_anatomy(chip: Chip) -> float:
+    """FP32 FLOP/s of a GPU's lanes at the clock of its table, two for a multiply-add.
+
+    Raises InputError where the table lacks one of the figures.
+    """
+    return 2 * known(chip, "num_sms") * known(chip, "fp32_lanes_per_sm") * known(chip, "clock_hz")
+
+
 def _merge(entry: Mapping[str, Any], entries: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """The entry laid over the one it is based on; names and aliases are not inherited."""
     base_name = entry.get("base")

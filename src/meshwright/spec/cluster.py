@@ -9,6 +9,7 @@ from typing import Any, Literal
 import msgspec
 
 from meshwright.core.errors import InputError
+from meshwright.core.toml_file import TomlFile, read_toml
 from meshwright.spec.chip import Chip, chip, chip_from_table
 from meshwright.spec.cluster_shapes import (
     MAX_HOST_DEVICES,
@@ -18,7 +19,6 @@ from meshwright.spec.cluster_shapes import (
     times,
     torus_wraps,
 )
-from meshwright.spec.toml_file import TomlFile, read_toml
 
 __all__ = [
     "LEVEL_NAMES",

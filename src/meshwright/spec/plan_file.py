@@ -5,12 +5,12 @@ from pathlib import Path
 import msgspec
 
 from meshwright.core.files import write_text_whole
+from meshwright.core.toml_file import TomlFile, decode_toml, dump_toml, parse_toml, read_toml
 from meshwright.spec.calibration import Calibration
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.job import Job
 from meshwright.spec.model import Model
 from meshwright.spec.strategy import Strategy
-from meshwright.spec.toml_file import TomlFile, decode_toml, dump_toml, parse_toml, read_toml
 
 VERSION = 1
 

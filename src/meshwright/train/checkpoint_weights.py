@@ -13,7 +13,7 @@ import orbax.checkpoint as ocp
 from jax.sharding import SingleDeviceSharding
 
 from meshwright.core.errors import InputError
-from meshwright.nn.hf_weights import Fetch
+from meshwright.nn.hf.weights import Fetch
 from meshwright.nn.weights import param_shapes
 from meshwright.spec.model import Model
 from meshwright.train.checkpoint import CHECKPOINTS, POSITION, STATE

@@ -7,7 +7,7 @@ import jax
 
 from meshwright.nn.weights import Params
 from meshwright.parallel.train_step import TrainStep
-from meshwright.train.data import Batches, Source
+from meshwright.train.data.batches import Batches, Source
 
 
 class HeldOut:

@@ -9,23 +9,23 @@ import msgspec
 
 from meshwright.core.files import cache_folder
 from meshwright.core.host_memory import keep_freed_memory
+from meshwright.core.toml_file import dump_toml
 from meshwright.parallel.processes import is_first, shared, wait_for_all
 from meshwright.spec.job import Job
 from meshwright.spec.model import Model
 from meshwright.spec.strategy import Strategy
-from meshwright.spec.toml_file import dump_toml
 from meshwright.train.cache import keep_compiled_programs
 from meshwright.train.checkpoint import Checkpoints
-from meshwright.train.goodput import Stopwatch
+from meshwright.train.data.tokenizer import save_tokenizer
 from meshwright.train.interrupt import stop_on_signals
-from meshwright.train.metrics import LiveLine, Predicted
-from meshwright.train.result import TrainResult
+from meshwright.train.record.goodput import Stopwatch
+from meshwright.train.record.metrics import LiveLine, Predicted
+from meshwright.train.record.result import TrainResult
+from meshwright.train.record.run_folder import RESOLVED, RunFolder, create_run_folder, held_alone, require_same_model
+from meshwright.train.record.tracking import Tracking, require_trackers
 from meshwright.train.run import OnStep, Outputs, Run
-from meshwright.train.run_folder import RESOLVED, RunFolder, create_run_folder, held_alone, require_same_model
 from meshwright.train.settings import TrainSettings
 from meshwright.train.setup import prepare, require_same_tokenizer, start_state
-from meshwright.train.tokenizer import save_tokenizer
-from meshwright.train.tracking import Tracking, require_trackers
 from meshwright.train.weights_file import TOKENIZER
 
 

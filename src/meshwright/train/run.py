@@ -15,17 +15,17 @@ from meshwright.core.units import format_seconds
 from meshwright.nn.weights import Params
 from meshwright.parallel.train_step import Batch, State
 from meshwright.train.checkpoint import Checkpoints, Position
-from meshwright.train.data_ahead import Ahead
-from meshwright.train.divergence import where_not_finite
-from meshwright.train.goodput import Stopwatch
+from meshwright.train.data.ahead import Ahead
 from meshwright.train.interrupt import StopRequest
-from meshwright.train.metrics import EvaluationRecord, LiveLine, Predicted, StepRecord, on_host, over_layers
-from meshwright.train.optimizers import averaged
-from meshwright.train.result import MemoryUse, TrainResult, make_result, measured_memory
-from meshwright.train.run_folder import RunFolder
-from meshwright.train.schedules import learning_rate
+from meshwright.train.optimizers.schedules import learning_rate
+from meshwright.train.optimizers.table import averaged
+from meshwright.train.record.divergence import where_not_finite
+from meshwright.train.record.goodput import Stopwatch
+from meshwright.train.record.metrics import EvaluationRecord, LiveLine, Predicted, StepRecord, on_host, over_layers
+from meshwright.train.record.result import MemoryUse, TrainResult, make_result, measured_memory
+from meshwright.train.record.run_folder import RunFolder
+from meshwright.train.record.tracking import Tracking
 from meshwright.train.setup import Setup
-from meshwright.train.tracking import Tracking
 from meshwright.train.weights_file import save_weights
 
 OnStep = Callable[[StepRecord], None]

@@ -16,12 +16,12 @@ from meshwright.spec.job import Job
 from meshwright.spec.model import Model
 from meshwright.spec.strategy import Strategy
 from meshwright.train.checkpoint import Checkpoints, Position
-from meshwright.train.data import Batches, Data, open_data
+from meshwright.train.data.batches import Batches, Data, open_data
+from meshwright.train.data.tokenizer import load_tokenizer
 from meshwright.train.evaluate import HeldOut, held_out
-from meshwright.train.muon import Places
-from meshwright.train.optimizers import make_optimizer
+from meshwright.train.optimizers.muon import Places
+from meshwright.train.optimizers.table import make_optimizer
 from meshwright.train.settings import TrainSettings, program_options
-from meshwright.train.tokenizer import load_tokenizer
 from meshwright.train.weights_file import TOKENIZER
 
 

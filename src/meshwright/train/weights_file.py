@@ -5,12 +5,12 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from meshwright.core.errors import InputError
-from meshwright.nn.checkpoint_files import INDEX, SINGLE
-from meshwright.nn.hf_weights import CONFIG, load_params, save_hf
+from meshwright.nn.hf.files import INDEX, SINGLE
+from meshwright.nn.hf.weights import CONFIG, load_params, save_hf
 from meshwright.nn.weights import Params
-from meshwright.spec.hf import model_from_config
+from meshwright.spec.hf.read import model_from_config
 from meshwright.spec.model import Model
-from meshwright.train.tokenizer import load_tokenizer, open_tokenizer
+from meshwright.train.data.tokenizer import load_tokenizer, open_tokenizer
 
 WEIGHTS, TOKENIZER = SINGLE, "tokenizer.json"
 

@@ -7,9 +7,9 @@ import msgspec
 from meshwright.algebra.derive import BlockSteps, Derived
 from meshwright.algebra.labels import StepLabel, label_of
 from meshwright.algebra.notation import local_elements
-from meshwright.algebra.schedule_ticks import TickTables
+from meshwright.algebra.rewrites.split_backward import counts_of, meetings
+from meshwright.algebra.schedules.ticks import TickTables
 from meshwright.algebra.steps import Step, num_moves, num_ways, sent_element_bytes
-from meshwright.algebra.weight_gradients import counts_of, meetings
 
 
 class Expected(msgspec.Struct, frozen=True, kw_only=True):

@@ -11,22 +11,22 @@ from msgspec.structs import replace
 from meshwright.algebra.cache_table import CacheDtype, cache_table
 from meshwright.algebra.derive import Derived, derive, derive_forward
 from meshwright.algebra.generation import generate_program, one_position, prefill_program
-from meshwright.algebra.kinds_experts import ROUTING_ROWS
 from meshwright.algebra.labels import StepLabel, label_of
 from meshwright.algebra.notation import ShardedArray, local_elements
-from meshwright.algebra.schedule_fused import fused
-from meshwright.algebra.schedule_ticks import TickTables, tick_tables
+from meshwright.algebra.ops.experts import ROUTING_ROWS
+from meshwright.algebra.schedules.fused import fused
+from meshwright.algebra.schedules.ticks import TickTables, tick_tables
 from meshwright.algebra.steps import Step
 from meshwright.algebra.transformer import transformer
 from meshwright.core.dims import DTYPE_BYTES
 from meshwright.cost.memory import training_memory
-from meshwright.cost.ops import OP_ROWS, OpSizes, op_flops
 from meshwright.cost.pipeline import strategy_pipeline
-from meshwright.cost.slots import slots_move
 from meshwright.cost.step_costs import strategy_sizes
 from meshwright.cost.step_rates import attention_scores
-from meshwright.nn.experts import expert_capacity
-from meshwright.parallel.pipeline_stages import strategy_schedule
+from meshwright.cost.work.ops import OP_ROWS, OpSizes, op_flops
+from meshwright.cost.work.slots import slots_move
+from meshwright.nn.experts.rows import expert_capacity
+from meshwright.parallel.pipeline.stages import strategy_schedule
 from meshwright.spec.job import Job
 from meshwright.verify.expected import Expected, expected_collectives, expected_of_pipeline, runs_in_text
 from meshwright.verify.request import Request

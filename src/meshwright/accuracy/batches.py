@@ -1,0 +1,213 @@
+"""Many cases predicted at once: those of one pattern share derived steps, and their sizes are arrays."""
+
+from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from meshwright.accuracy.cases import Case
+from meshwright.algebra.derive import Derived, derive
+from meshwright.algebra.transformer import transformer
+from meshwright.cost.network.collectives import leg_rates
+from meshwright.cost.network.legs import Leg, group_legs
+from meshwright.cost.network.placement import Placement
+from meshwright.cost.pass_times import block_times
+from meshwright.cost.pipeline import Pipeline
+from meshwright.cost.step_costs import collective_groups, price_step, price_steps, strategy_sizes
+from meshwright.cost.step_rates import Group, StepRates, attention_scores, strategy_placements
+from meshwright.cost.work.kernels import ChipRates, chip_rates
+from meshwright.cost.work.sizes import OpSizes
+from meshwright.spec.calibration import Calibration, Efficiency
+from meshwright.spec.efficiency import family
+
+Rates = Callable[[Case], Calibration]
+
+NO_LEG: dict[str, Any] = {"size": 1, "bytes_per_s": 1.0, "wraps": False, "sharing": 1, "hops": 0, "hop_s": 0.0}
+
+
+ALIKE = ("narrow", "attention", "overlap", "low", "high", "low_experts", "high_experts")
+"""Fields of an efficiency that are in the rates of a chip already, or the same for all cases of a batch."""
+
+
+class Batch(msgspec.Struct, frozen=True, kw_only=True):
+    """Cases of one pattern, as arrays: everything that does not depend on a calibration."""
+
+    cases: tuple[Case, ...]
+    numbers: np.ndarray
+    derived: Derived
+    sizes: OpSizes
+    pipeline: Pipeline
+    legs: dict[Group, tuple[Leg, ...]]
+    fills: dict[Group, np.ndarray]
+    links: np.ndarray
+    num_hosts: np.ndarray
+
+    def seconds(self, calibrations: Mapping[str, Calibration]) -> np.ndarray:
+        """Predicted seconds of a step of each case, with the calibration of its chip."""
+        rates = self.rates([calibrations[case.cluster.chip.name] for case in self.cases])
+        count = self.pipeline.microbatches
+        costs = price_steps(self.derived, self.sizes, rates, num_microbatches=count, pipeline=self.pipeline)
+        boundary = [
+            price_step(s, 1, self.sizes, rates, num_microbatches=count).network_s for s in self.derived.boundary
+        ]
+        times = block_times(self.derived, costs, rates, boundary=boundary)
+        return np.broadcast_to(times.step_s(self.pipeline).step_s, len(self.cases))
+
+    def rates(self, calibrations: Sequence[Calibration]) -> StepRates:
+        """What each case's machine does per second."""
+        strategy = self.cases[0].strategy
+        chips = [
+            chip_rates(
+                case.cluster.chip,
+                found,
+                dtype=case.strategy.matmul_dtype,
+                state_dtype=case.strategy.state_dtype,
+                software=strategy.software,
+                attention_kernel=case.strategy.attention_kernel,
+            )
+            for case, found in zip(self.cases, calibrations, strict=True)
+        ]
+        stand_in = _stacked_calibration(calibrations)
+        groups = {group: leg_rates(legs, stand_in) for group, legs in self.legs.items()}
+        return StepRates(
+            chip=_stacked_chips(chips, stand_in.efficiency),
+            peak_flops_per_s=1.0,
+            groups=groups,
+            link_levels=("",) * len(self.links),
+            uses={group: tuple(self.fills[group] & (self.links == at.level)) for group, at in groups.items()},
+            software=strategy.software,
+            num_hosts=self.num_hosts,
+        )
+
+
+def batches(cases: Sequence[Case]) -> tuple[Batch, ...]:
+    """The cases grouped by pattern."""
+    found: dict[Any, list[int]] = {}
+    programs: dict[Any, Derived] = {}
+    for number, case in enumerate(cases):
+        key, derived = _pattern(case, programs)
+        found.setdefault(key, []).append(number)
+        programs.setdefault(key, derived)
+    return tuple(_batch(programs[key], cases, numbers) for key, numbers in found.items())
+
+
+def _pattern(case: Case, known: dict[Any, Derived]) -> tuple[Any, Derived]:
+    """What cases must have in common to be predicted together, and the steps derived from it."""
+    strategy, program = case.strategy, transformer(case.model)
+    shape = tuple((block.name, block.ops, block.carry) for block in program.blocks)
+    choices = (strategy.remat, strategy.context_attention, strategy.schedule, strategy.state, strategy.software)
+    narrow = strategy.matmul_dtype in ("fp8", "fp4", "int8")
+    rules = str(strategy.assignment)
+    # a chip without fitted numbers overlaps by the data sheet, the others by one exponent
+    fitted = family(case.cluster.chip) is not None
+    key = (shape, tuple(map(str, choices)), rules, narrow, fitted, case.cluster.kind, case.cluster.num_slices > 1)
+    return key, known.get(key) or derive(program, strategy, symbolic=True)
+
+
+def _batch(derived: Derived, cases: Sequence[Case], numbers: Sequence[int]) -> Batch:
+    chosen = tuple(cases[number] for number in numbers)
+    placements = [strategy_placements(case.cluster, case.strategy)[0] for case in chosen]
+    groups = collective_groups(derived)
+    return Batch(
+        cases=chosen,
+        numbers=np.array(numbers),
+        derived=_with_repeats(derived, chosen),
+        sizes=_stacked_sizes(chosen),
+        pipeline=Pipeline(
+            schedule=chosen[0].strategy.schedule,
+            stages=np.array([case.strategy.mesh["pipeline"] for case in chosen]),
+            chunks=np.array([case.strategy.chunks for case in chosen]),
+            microbatches=np.array([case.strategy.num_microbatches for case in chosen]),
+            software=chosen[0].strategy.software,
+        ),
+        legs={group: _stacked_legs([group_legs(placed, group) for placed in placements]) for group in groups},
+        fills={group: _filled(placements, group) for group in groups},
+        links=_links(placements),
+        num_hosts=np.array([case.cluster.num_hosts for case in chosen]),
+    )
+
+
+def _with_repeats(derived: Derived, cases: Sequence[Case]) -> Derived:
+    """The same steps with the layers of every case: repeats become arrays."""
+    programs = [transformer(case.model) for case in cases]
+    blocks = []
+    for number, steps in enumerate(derived.blocks):
+        repeats = np.array([program.blocks[number].repeat for program in programs])
+        block = msgspec.structs.replace(steps.block, repeat=repeats)
+        blocks.append(msgspec.structs.replace(steps, block=block))
+    return msgspec.structs.replace(derived, blocks=tuple(blocks))
+
+
+def _stacked_sizes(cases: Sequence[Case]) -> OpSizes:
+    scores = attention_scores(cases[0].cluster, cases[0].strategy.software)
+    every = [strategy_sizes(case.model, case.job, case.strategy, scores=scores) for case in cases]
+    dims = {dim: np.array([one.dims[dim] for one in every], dtype=float) for dim in every[0].dims}
+    mesh = {axis: np.array([one.mesh[axis] for one in every], dtype=float) for axis in every[0].mesh}
+    return OpSizes(dims=dims, mesh=mesh, state=every[0].state, scores=scores, causal=every[0].causal)
+
+
+def _stacked_legs(every: Sequence[tuple[Leg, ...]]) -> tuple[Leg, ...]:
+    """Legs whose figures are arrays: the first of each level of every case, the second, and so on."""
+    slots: dict[tuple[str, int], list[Leg | None]] = {}
+    for number, legs in enumerate(every):
+        seen: dict[str, int] = {}
+        for leg in legs:
+            place = seen.get(leg.level, 0)
+            seen[leg.level] = place + 1
+            slots.setdefault((leg.level, place), [None] * len(every))[number] = leg
+    order = {"ici": 0, "nvlink": 0, "host": 0, "network": 1, "dcn": 2}
+    return tuple(_stacked_leg(level, legs) for (level, _), legs in sorted(slots.items(), key=lambda s: order[s[0][0]]))
+
+
+def _stacked_leg(level: Any, legs: Sequence[Leg | None]) -> Leg:
+    figures: dict[str, Any] = {
+        name: np.array([default if leg is None else getattr(leg, name) for leg in legs])
+        for name, default in NO_LEG.items()
+    }
+    return Leg(level=level, **figures)
+
+
+def _filled(placements: Sequence[Placement], group: Group) -> np.ndarray:
+    """Physical axes x cases: whether the group lies on the axis. It keeps those busy whose level binds it."""
+    filled = np.zeros(_links(placements).shape, dtype=bool)
+    for number, placed in enumerate(placements):
+        on = [any(axis in group and factor > 1 for axis, factor in link.parts) for link in placed.links]
+        filled[: len(on), number] = on
+    return filled
+
+
+def _links(placements: Sequence[Placement]) -> np.ndarray:
+    """Physical axes x cases: the level of each."""
+    most = max(len(placed.links) for placed in placements)
+    return np.array([[*(link.level for link in one.links), *[""] * (most - len(one.links))] for one in placements]).T
+
+
+def _stacked_calibration(calibrations: Sequence[Calibration]) -> Any:
+    """An object with the fields of a calibration that prices read, as arrays."""
+    fields = [name for name in Efficiency.__struct_fields__ if name not in ALIKE]
+    stacked = {name: np.array([getattr(one.efficiency, name) for one in calibrations]) for name in fields}
+    hops = [one.hop_s for one in calibrations]
+    return SimpleNamespace(
+        efficiency=SimpleNamespace(**stacked, overlap=calibrations[0].efficiency.overlap),
+        hop_s=_Hops(hops),
+        collectives=(),
+    )
+
+
+class _Hops:
+    """The latency of a hop for each calibration; one that does not have it takes the link's own."""
+
+    def __init__(self, every: Sequence[Mapping[str, float]]) -> None:
+        self.every = every
+
+    def get(self, level: str, own: np.ndarray) -> np.ndarray:
+        given = np.array([one.get(level, np.nan) for one in self.every])
+        return np.where(np.isnan(given), own, given)
+
+
+def _stacked_chips(chips: Sequence[ChipRates], efficiency: Any) -> ChipRates:
+    names = ("matmul_flops_per_s", "wide_flops_per_s", "attention_flops_per_s", "hbm_bytes_per_s", "processors")
+    figures: dict[str, Any] = {name: np.array([getattr(one, name) for one in chips], dtype=float) for name in names}
+    return ChipRates(**figures, narrow=chips[0].narrow, eager=chips[0].eager, efficiency=efficiency)

@@ -1,0 +1,327 @@
+"""A published measurement as a job of this product: model, cluster, strategy, and the seconds that were measured.
+
+What a source leaves open is filled in by the rules of `docs/accuracy.md`, the same for every source.
+"""
+
+import math
+import re
+from typing import Any
+
+import msgspec
+
+from meshwright.accuracy.records import ModelShape, Record
+from meshwright.core.errors import CannotRunError, InputError
+from meshwright.cost.step_rates import strategy_placements
+from meshwright.cost.work.ops import model_flops
+from meshwright.spec.chip import Chip, chip, peak
+from meshwright.spec.cluster import Cluster, balanced_shape, make_cluster
+from meshwright.spec.job import Job
+from meshwright.spec.model import Model
+from meshwright.spec.strategy import Software, Strategy, make_mesh, standard_assignment
+
+_GIGABITS_PER_NODE = re.compile(r"(\d+) Gb/s inter-node")
+_ROPE_DIM = 64
+_MLA_HEAD = 128
+"""Widths of latent attention that records leave out: as in DeepSeek-V3's config.json."""
+
+A3_HIGH_BYTES_PER_S = 12.5e9
+"""Per GPU: four 200 Gb/s cards for the eight of an A3 High machine (Google Cloud's machine-type page)."""
+
+PRECISIONS = {
+    "bf16": "",
+    "fp16": "",
+    "unstated": "",
+    "fp8": "fp8",
+    "float8": "fp8",
+    "mxfp8": "fp8",
+    "nvfp4": "fp4",
+    "mxfp4": "fp4",
+    "fp4": "fp4",
+    "int8": "int8",
+}
+"""First word of a record's precision -> dtype of products, "" for 16 bits; what follows the word may say how."""
+
+RECOMPUTE_COUNTED = ("counts recompute", "count recompute", "recompute FLOPs", "hardware FLOPs", "96Bsl")
+"""Words of a note that say so: the rate is of FLOPs with the forward pass run twice."""
+
+COMPILED_GPU = ("maxtext",)
+"""Software on GPUs that runs a step as one compiled program; the others start it kernel by kernel."""
+
+
+WITHOUT_OVERLAP = ("MooreThreads/SimuMax",)
+"""Sources whose instructions turn off every overlap of communication with compute."""
+
+MIN_CHUNK_LAYERS = 2
+"""Layers of a pipeline chunk at least, where the number of chunks is not printed."""
+
+
+class Case(msgspec.Struct, frozen=True, kw_only=True):
+    """One record made ready to be predicted."""
+
+    record: Record
+    model: Model
+    cluster: Cluster
+    job: Job
+    strategy: Strategy
+    measured_s: float
+
+
+class Unpredicted(msgspec.Struct, frozen=True, kw_only=True):
+    """A record that is not predicted, and why."""
+
+    record: Record
+    reason: str
+
+
+def case_of(record: Record) -> Case | Unpredicted:
+    """The record as a case, or the reason why it cannot be one."""
+    if record.kind != "train":
+        return Unpredicted(record=record, reason=f"kind {record.kind}: only training is predicted in this version")
+    missing = [name for name in ("model", "seq_len", "global_batch_seqs") if not getattr(record, name)]
+    if missing or record.n_chips < 1:
+        return Unpredicted(record=record, reason=f"no {' and no '.join(missing or ['n_chips'])}")
+    try:
+        return _case(record)
+    except (InputError, CannotRunError) as error:
+        return Unpredicted(record=record, reason=str(error))
+
+
+def _case(record: Record) -> Case | Unpredicted:
+    assert record.model is not None
+    assert record.seq_len is not None
+    assert record.global_batch_seqs is not None
+    model = model_of(record.model, record.seq_len)
+    cluster = cluster_of(record)
+    job = Job(batch_seqs=max(1, round(record.global_batch_seqs)), seq_len=record.seq_len)
+    measured = measured_seconds(record, model, job, cluster.chip)
+    if measured is None:
+        return Unpredicted(record=record, reason="no step time, throughput or utilisation was measured")
+    strategy = strategy_of(record, model, cluster)
+    peak(cluster.chip, strategy.matmul_dtype)  # a dtype that the chip lacks is a reason, not a fault of the file
+    # the first: whole physical axes under mesh axes, as device meshes are made, not the best that a search finds
+    placed = strategy_placements(cluster, strategy)[0].describe()
+    strategy = msgspec.structs.replace(strategy, placement=placed)
+    return Case(record=record, model=model, cluster=cluster, job=job, strategy=strategy, measured_s=measured)
+
+
+# -- model ----------------------------------------------------------------------------------------------
+
+
+def model_of(shape: ModelShape, seq_len: int) -> Model:
+    """The model of a record: gpt2's block where the feed-forward part is not gated, else a llama's, with experts."""
+    fields: dict[str, Any] = {
+        "name": shape.name,
+        "family": "llama",
+        "num_layers": shape.layers,
+        "d_model": shape.d_model,
+        "d_ff": shape.d_ff,
+        "num_heads": shape.n_heads,
+        "num_kv_heads": shape.n_kv_heads,
+        "head_dim": shape.d_head,
+        "vocab_size": shape.vocab,
+        "max_positions": seq_len,
+    }
+    if not shape.gated_mlp:
+        biases = {"qkv_bias": True, "out_bias": True, "mlp_bias": True}
+        fields |= {"family": "gpt2", "norm": "layer_norm", "gated": False, "activation": "gelu", **biases}
+        fields |= {"learned_positions": True, "tied_embeddings": True}
+    if shape.moe:
+        moe = shape.moe
+        dense = [n for n in range(shape.layers) if n < moe.first_k_dense or (n + 1) % moe.interleave]
+        fields |= {
+            "family": "qwen3_moe",
+            "num_experts": moe.experts,
+            "experts_per_token": moe.top_k,
+            "d_ff_expert": moe.d_ff_expert,
+            "num_shared_experts": moe.n_shared,
+            "d_ff_shared": moe.n_shared * moe.d_ff_expert,
+            "dense_layers": tuple(dense),
+        }
+    if shape.attention == "mla":
+        fields |= {
+            "family": "deepseek_v3",
+            "head_dim": _MLA_HEAD + _ROPE_DIM,
+            "q_lora_rank": shape.q_lora_rank,
+            "kv_lora_rank": shape.kv_lora_rank,
+            "qk_nope_head_dim": _MLA_HEAD,
+            "qk_rope_head_dim": _ROPE_DIM,
+            "v_head_dim": _MLA_HEAD,
+        }
+    if shape.sliding_window:
+        sliding = tuple(range(0, shape.layers, 2)) if "alternating" in shape.attention else tuple(range(shape.layers))
+        fields |= {"sliding_window": shape.sliding_window, "sliding_layers": sliding}
+    return Model(**fields)
+
+
+# -- cluster --------------------------------------------------------------------------------------------
+
+
+def cluster_of(record: Record) -> Cluster:
+    """Whole domains of the chip, as many as needed; a torus as near to a cube as it gets, in its slices."""
+    found = chip_of(record)
+    if found.topology == "torus":
+        slices = record.slices or 1
+        if record.n_chips % slices:
+            raise InputError(f"{record.n_chips} chips do not divide into {slices} slices")
+        return make_cluster(found, _torus_shape(found, record.n_chips // slices), num_slices=slices)
+    # of the 72 chips of a rack a power of two is used where more than one domain is needed
+    largest = min(found.domain_chips or record.n_chips, record.n_chips)
+    domain = max(size for size in range(1, largest + 1) if record.n_chips % size == 0)
+    return make_cluster(found, (domain, record.n_chips // domain))
+
+
+def _torus_shape(chip: Chip, num_chips: int) -> tuple[int, ...]:
+    """As near to a cube as it gets; of whole cubes, which optical switches join, where there are any."""
+    axes, cube = chip.num_ici_axes or 1, chip.wrap_multiple or 1
+    if axes == 3 and num_chips % cube**axes == 0:
+        return tuple(cube * size for size in balanced_shape(num_chips // cube**axes, axes))
+    return balanced_shape(num_chips, axes)
+
+
+def chip_of(record: Record) -> Chip:
+    """The chip of the catalogue that a record names, with the network that its note states."""
+    name = record.hardware.lower().replace("_", "-")
+    for word in ("tpu-", "-sxm2-32gb", "-sxm-80gb", "-sxm", "-nvl72", "(ironwood)"):
+        name = name.replace(word, "-40gb" if (word == "-sxm" and name.endswith("-40gb")) else "")
+    name = {"a100-40gb-40gb": "a100-40gb", "v4": "v4p", "v7x": "tpu7x"}.get(name, name)
+    found = chip(name)
+    stated = _GIGABITS_PER_NODE.search(record.note)
+    rate = None
+    if stated:
+        rate = float(stated[1]) / 8 * 1e9 / (found.chips_per_host or 8)
+    elif "A3-High" in record.note:
+        rate = A3_HIGH_BYTES_PER_S
+    return found if rate is None else msgspec.structs.replace(found, nic_bytes_per_s=rate)
+
+
+# -- strategy -------------------------------------------------------------------------------------------
+
+
+def strategy_of(record: Record, model: Model, cluster: Cluster) -> Strategy:
+    """The record's parallelism as a mesh and its choices; see the rules in `docs/accuracy.md`."""
+    given = record.parallelism
+    tpu = cluster.kind == "torus"
+    sizes = {"pipeline": given.pp or 1, "context": given.cp or 1, "tensor": given.tp or 1}
+    replicas = record.n_chips // math.prod(sizes.values())
+    if replicas * math.prod(sizes.values()) != record.n_chips:
+        degrees = ", ".join(f"{axis} {size}" for axis, size in sizes.items())
+        raise InputError(f"{degrees} do not divide {record.n_chips} chips")
+    expert = math.gcd(given.ep or 1, replicas) if model.num_experts else 1
+    zero = given.zero_stage or 0
+    outer = _outer_replicas(record, cluster, replicas // expert) if zero == 3 else 1
+    sizes |= {"expert": expert}
+    sizes |= {"fsdp": replicas // expert // outer, "data": outer} if zero else {"data": replicas // expert}
+    per_step = record.global_batch_seqs or 1
+    chunks = _chunks(record, model, sizes["pipeline"])
+    software = software_of(record)
+    return Strategy(
+        mesh=make_mesh(sizes),
+        assignment=standard_assignment(zero=zero, sequence_parallel=bool(given.sp) or tpu or sizes["tensor"] == 1),
+        context_attention="ulysses" if "CP uses a2a" in record.note else "gather",
+        remat=_remat(record, software),
+        num_microbatches=_microbatches(record, replicas, per_step, tpu),
+        schedule="interleaved" if chunks > 1 else "1f1b",
+        chunks=chunks,
+        state="bf16-master-fp32-grads" if not tpu else "bf16-master",
+        precision=_precision(record, cluster.chip),
+        software=software,
+        # what is published sends the slots that are filled, or as many as its bound leaves
+        empty_slots=False,
+        attention_kernel="portable" if "ALiBi" in record.note else "tuned",
+    )
+
+
+def software_of(record: Record) -> Software:
+    """Compiled on TPUs and by MaxText; eager else, in the manner of 2021 where the precision is fp16."""
+    if record.hardware.startswith("TPU") or record.group.startswith(COMPILED_GPU):
+        return "compiled"
+    if any(name in record.source for name in WITHOUT_OVERLAP):
+        return "eager-in-turn"
+    return "eager-2021" if record.precision == "fp16" else "eager"
+
+
+def _chunks(record: Record, model: Model, stages: int) -> int:
+    """Pipeline chunks per device; where the note says that they are not printed, as many as leave two layers each."""
+    if stages == 1 or not ("VPP" in record.note and "not printed" in record.note):
+        return record.parallelism.vpp or 1
+    layers = model.num_layers // stages
+    return max((n for n in range(1, layers + 1) if layers % n == 0 and layers // n >= MIN_CHUNK_LAYERS), default=1)
+
+
+def _outer_replicas(record: Record, cluster: Cluster, replicas: int) -> int:
+    """Replicas of a fully sharded model: slices, or nodes where the note says that it is sharded inside a node."""
+    if cluster.kind == "torus":
+        return math.gcd(cluster.num_slices, replicas)
+    inside = re.search(r"FSDP (\d+) in node", record.note)
+    return replicas // int(inside[1]) if inside and replicas % int(inside[1]) == 0 else 1
+
+
+def _microbatches(record: Record, replicas: int, per_step: float, tpu: bool) -> int:
+    """Steps of accumulation; one for each sequence of a pipeline, else one in all, where it is not stated.
+
+    The batches that MaxText states are per chip, and it accumulates nothing.
+    """
+    if tpu:
+        return 1
+    pipeline = (record.parallelism.pp or 1) > 1
+    each = record.micro_batch or (1 if pipeline else per_step / replicas)
+    return max(1, round(per_step / (replicas * each)))
+
+
+def _precision(record: Record, chip: Chip) -> Any:
+    word = next((name for name in PRECISIONS if record.precision.lower().startswith(name)), None)
+    if word is None:
+        raise InputError(f"precision {record.precision!r} is not known")
+    return PRECISIONS[word] or ("" if _wide(chip) == "bf16" else "fp16")
+
+
+def _wide(chip: Chip) -> str:
+    """The 16-bit dtype of a chip's products: fp16 where it has no bf16, as a V100."""
+    return "bf16" if "bf16" in chip.peak_flops else "fp16"
+
+
+_FULL_ON_HOSTED = "every-1"
+"""Libraries that checkpoint whole layers run all of a layer again; compilers leave out what nothing needs."""
+
+
+def _remat(record: Record, software: Software) -> str | tuple[str, ...]:
+    """Results that are kept. Nothing is recomputed where it is not stated.
+
+    "selective" of 2021 makes attention's scores again, which both forms of attention here always do.
+    """
+    how, policy = record.recompute or "none", record.remat_policy or ""
+    if how == "full":
+        return "block" if software == "compiled" else _FULL_ON_HOSTED
+    if how != "selective" or software != "compiled":
+        return "none"
+    if record.hardware.startswith("TPU"):
+        if "qkv+out" in policy:
+            return ("qr", "kr", "v", "a", "logits")
+        return ("logits",) if "(offload decoder_layer_input)" in policy else ("qr", "kr", "v", "logits")
+    return "selective"
+
+
+# -- what was measured ----------------------------------------------------------------------------------
+
+
+def measured_seconds(record: Record, model: Model, job: Job, chip: Chip) -> float | None:
+    """Seconds of a step: as given, else from throughput, else from utilisation with the source's own FLOPs."""
+    found, tokens = record.measured, job.tokens_per_step
+    if found.step_s:
+        return found.step_s
+    if found.tokens_per_s:
+        return tokens / found.tokens_per_s
+    if found.tokens_per_s_per_chip:
+        return tokens / found.tokens_per_s_per_chip / record.n_chips
+    rate = found.tflops_per_chip
+    flops_per_s = rate * 1e12 if rate else (found.mfu or 0.0) * peak(chip, _wide(chip))
+    return _counted_flops(record, model, job) / flops_per_s / record.n_chips if flops_per_s else None
+
+
+def _counted_flops(record: Record, model: Model, job: Job) -> float:
+    """FLOPs of a step as the source counts them: with a recomputed forward pass where its note says so."""
+    if any(words in record.note for words in RECOMPUTE_COUNTED):
+        width, layers = model.d_model, model.num_layers
+        ends = model.vocab_size / (16 * layers * width)
+        return 96.0 * job.tokens_per_step * layers * width**2 * (1 + job.seq_len / (6 * width) + ends)
+    return model_flops(model, job)

@@ -1,0 +1,227 @@
+"""The fitted numbers made anew from published measurements, and how well they predict what they have not seen."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from meshwright.accuracy.batches import Batch, batches
+from meshwright.accuracy.cases import Case
+from meshwright.spec.calibration import Calibration, datasheet_calibration
+from meshwright.spec.efficiency import fitted_calibration
+
+PRIORS: dict[str, tuple[float, float]] = {
+    "compute.a100": (0.80, 0.08),
+    "compute.h100": (0.74, 0.08),
+    "compute.blackwell": (0.5, 0.15),
+    "compute.v4p": (0.8, 0.12),
+    "compute.v5e": (0.8, 0.12),
+    "compute.v5p": (0.8, 0.12),
+    "compute.v6e": (0.8, 0.12),
+    "narrow.fp8.h100": (0.9, 0.12),
+    "narrow.fp8.blackwell": (1.0, 0.15),
+    "narrow.fp4.blackwell": (0.7, 0.25),
+    "attention.a100": (0.5, 0.2),
+    "attention.h100": (0.45, 0.2),
+    "attention.blackwell": (0.5, 0.2),
+    "attention.tpu": (0.4, 0.3),
+    "portable.h100": (0.6, 0.25),
+    "hbm.gpu": (0.8, 0.12),
+    "hbm.tpu": (0.8, 0.15),
+    "nvlink": (0.78, 0.08),
+    "network": (0.7, 0.15),
+    "ici": (0.85, 0.1),
+    "dcn": (0.5, 0.4),
+    "hop_s.nvlink": (10e-6, 0.4),
+    "hop_s.network": (15e-6, 0.5),
+    "contraction_half.gpu": (80.0, 0.5),
+    "contraction_half.tpu": (200.0, 0.5),
+    "tile_tail": (0.3, 0.4),
+    "head_half": (32.0, 0.2),
+    "rows_half": (500.0, 0.3),
+    "kernel_s.gpu": (4.5e-6, 0.3),
+    "eager_traffic": (1.3, 0.2),
+    "host_kernel_s": (4e-5, 0.4),
+    "host_microbatch_s": (4e-3, 0.6),
+    "overlap": (1.5, 0.1),
+    "straggler": (0.005, 0.6),
+}
+"""Number -> (what is expected of it before any measurement, spread of its logarithm). Shares from kernel-level
+measurements, see `docs/accuracy.md`; seconds and shapes from the order of magnitude of a kernel launch or a tile."""
+
+ERROR_SCALE = 0.05
+"""Errors of the logarithm of a step time beyond which they count in proportion, not squared."""
+
+COVERED = (0.1, 0.9)
+"""The interval's percentiles."""
+
+
+class Problem(msgspec.Struct, frozen=True, kw_only=True):
+    """Cases with what was measured and how much each counts."""
+
+    cases: tuple[Case, ...]
+    parts: tuple[Batch, ...]
+    measured_s: np.ndarray
+    weights: np.ndarray
+
+
+def make_problem(cases: Sequence[Case]) -> Problem:
+    """The cases in batches. A large group of one source counts less for each of its records than a small one."""
+    groups = np.array([case.record.group for case in cases])
+    core = np.array([case.record.core for case in cases])
+    weights = np.ones(len(cases))
+    for group in set(groups.tolist()):
+        here = groups == group
+        num_core = int((core & here).sum())
+        weights[here] = np.sqrt(40 / here.sum()) if num_core == 0 and here.sum() > 40 else 1.0
+        weights[here & ~core] *= 0.35 if num_core else 1.0
+        size = float((weights[here] ** 2).sum())
+        weights[here] *= np.clip((15 / size) ** 0.25, 0.7, 1.6)
+    return Problem(
+        cases=tuple(cases),
+        parts=batches(cases),
+        measured_s=np.array([case.measured_s for case in cases]),
+        weights=weights,
+    )
+
+
+def calibrations(problem: Problem, numbers: Mapping[str, float]) -> dict[str, Calibration]:
+    """The calibration of every chip of the cases: the data sheet's where numbers say nothing about a chip."""
+    chips = {case.cluster.chip.name: case.cluster.chip for case in problem.cases}
+    return {name: fitted_calibration(chip, numbers) or datasheet_calibration(chip) for name, chip in chips.items()}
+
+
+class Predictor:
+    """Predicted seconds of all cases for given numbers; parts that a change does not touch are not priced again."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.chips = [sorted({case.cluster.chip.name for case in part.cases}) for part in problem.parts]
+        self.known: list[tuple[Any, np.ndarray] | None] = [None] * len(problem.parts)
+
+    def __call__(self, numbers: Mapping[str, float], *, keep: bool = True) -> np.ndarray:
+        found = calibrations(self.problem, numbers)
+        seconds = np.empty(len(self.problem.cases))
+        for index, (part, chips) in enumerate(zip(self.problem.parts, self.chips, strict=True)):
+            key = tuple((found[chip].efficiency, tuple(sorted(found[chip].hop_s.items()))) for chip in chips)
+            known = self.known[index]
+            if known is not None and known[0] == key:
+                seconds[part.numbers] = known[1]
+                continue
+            seconds[part.numbers] = part.seconds(found)
+            if keep:
+                self.known[index] = (key, seconds[part.numbers])
+        return seconds
+
+
+def fit(
+    problem: Problem,
+    chosen: np.ndarray,
+    *,
+    start: Mapping[str, float] | None = None,
+    predictor: Predictor | None = None,
+    rounds: int = 12,
+) -> dict[str, float]:
+    """The numbers that predict the chosen cases best, held near what is expected of them.
+
+    Least squares of the logarithm with errors beyond a scale counted in proportion, by Gauss-Newton steps.
+    """
+    predict = predictor or Predictor(problem)
+    names = list(PRIORS)
+    centre = np.log([PRIORS[name][0] for name in names])
+    spread = np.array([PRIORS[name][1] for name in names])
+    at = centre if start is None else np.log([start[name] for name in names])
+    damping, cost = 1e-2, np.inf
+    state: tuple[np.ndarray, np.ndarray] | None = None
+
+    def residuals(point: np.ndarray, *, keep: bool) -> np.ndarray:
+        seconds = predict(dict(zip(names, np.exp(point), strict=True)), keep=keep)
+        error = np.log(seconds / problem.measured_s)[chosen] / ERROR_SCALE
+        soft = np.sign(error) * np.sqrt(2 * (np.sqrt(1 + error**2) - 1))
+        return np.concatenate([soft * problem.weights[chosen], (point - centre) / spread])
+
+    for _ in range(rounds):
+        if state is None:
+            base = residuals(at, keep=True)
+            cost = float(base @ base)
+            slopes = np.empty((len(base), len(names)))
+            for number in range(len(names)):
+                moved = at.copy()
+                moved[number] += 1e-3
+                slopes[:, number] = (residuals(moved, keep=False) - base) / 1e-3
+            state = base, slopes
+        base, slopes = state
+        curve = slopes.T @ slopes
+        step = np.linalg.solve(curve + damping * np.diag(np.diag(curve)), -slopes.T @ base)
+        step = np.clip(step, -spread, spread)
+        tried = residuals(at + step, keep=False)
+        if float(tried @ tried) < cost:
+            gain = 1 - float(tried @ tried) / cost
+            at, damping, state = at + step, damping / 4, None
+            if gain < 1e-4:
+                break
+        else:
+            damping *= 8
+            if damping > 1e3:
+                break
+    return dict(zip(names, np.exp(at).tolist(), strict=True))
+
+
+def folds(cases: Sequence[Case], *, count: int = 5) -> np.ndarray:
+    """The fold of every case: near duplicates (one model, hardware, chips and parallelism) are in one fold."""
+    keys = [configuration(case) for case in cases]
+    order: dict[Any, int] = {}
+    for group in sorted({key[0] for key in keys}):
+        own = sorted({key for key in keys if key[0] == group}, key=str)
+        shuffled = np.random.default_rng(0).permutation(len(own))
+        first = len(order)
+        for place, number in enumerate(shuffled.tolist()):
+            order[own[number]] = (first + place) % count
+    return np.array([order[key] for key in keys])
+
+
+def configuration(case: Case) -> tuple[Any, ...]:
+    """What makes two records near duplicates."""
+    record = case.record
+    sizes = tuple(case.strategy.mesh.values())
+    return (record.group, case.model.name, case.cluster.chip.name, record.n_chips, sizes)
+
+
+def cross_validate(problem: Problem, *, rounds: int = 12) -> np.ndarray:
+    """Predicted seconds of every case by numbers fitted on the other folds.
+
+    Every fit begins at the priors: one that began at numbers fitted on all cases would stay near what they have seen.
+    """
+    number = folds(problem.cases)
+    found = np.empty(len(problem.cases))
+    for fold in range(int(number.max()) + 1):
+        held = number == fold
+        predictor = Predictor(problem)
+        found[held] = predictor(fit(problem, ~held, predictor=predictor, rounds=rounds))[held]
+    return found
+
+
+def leave_groups_out(problem: Problem, *, rounds: int = 10) -> np.ndarray:
+    """Predicted seconds of every case by numbers fitted without any case of its group, begun from the priors."""
+    groups = np.array([case.record.group for case in problem.cases])
+    found = np.empty(len(problem.cases))
+    for group in sorted(set(groups.tolist())):
+        held = groups == group
+        predictor = Predictor(problem)
+        found[held] = predictor(fit(problem, ~held, predictor=predictor, rounds=rounds))[held]
+    return found
+
+
+def interval(predicted_s: np.ndarray, measured_s: np.ndarray, weights: np.ndarray) -> tuple[float, float]:
+    """Measured over predicted at the 10th and the 90th percentile."""
+    ratio = measured_s / predicted_s
+    order = np.argsort(ratio)
+    share = np.cumsum(weights[order]) / weights.sum()
+    low, high = (float(ratio[order][np.searchsorted(share, part)]) for part in COVERED)
+    return low, high
+
+
+def rounded(numbers: Mapping[str, float], *, digits: int = 3) -> dict[str, float]:
+    """The numbers to a few digits: more would say more than the measurements do."""
+    return {name: float(f"{value:.{digits}g}") for name, value in numbers.items()}

@@ -1,0 +1,1 @@
+"""Rules of the op kinds: shardings, backward passes."""

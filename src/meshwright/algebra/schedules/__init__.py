@@ -1,0 +1,1 @@
+"""Pipeline schedules: orders, tick tables, closed forms, simulation."""

@@ -1,0 +1,1 @@
+"""Measures the devices at hand: rates, knees, a calibration."""

@@ -1,0 +1,1 @@
+"""One chip: its parts, its number formats, a systolic array."""

@@ -1,0 +1,1 @@
+"""Bytes over one or several links."""

@@ -1,0 +1,205 @@
+"""The way from one place of a cluster to another, as legs: chip to chip, host memory to chip, all to one.
+
+A route uses every link that can carry a part of the array: as many as leave the one chip, enter the other and lie
+across the way between them. Source: How to Scale Your Model, exercises 2.5 and 2.6.
+"""
+
+import itertools
+import math
+import re
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+
+from meshwright.calculators.links.transfer import TransferLeg, channel_leg
+from meshwright.core.errors import InputError
+from meshwright.cost.network.links import Link, physical_links
+from meshwright.spec.cluster import Cluster
+from meshwright.spec.cluster_shapes import times
+
+Via = Literal["ici", "dcn"]
+
+_PLACE = re.compile(r"(host:)?(?:(\d+):)?(\d+(?:,\d+)*)")
+_EXAMPLES = "3,3 (a chip), 1:0,0 (in slice 1), host:0,0 (host memory beside a chip), chips or hosts (evenly over all)"
+
+
+class Place(msgspec.Struct, frozen=True, kw_only=True):
+    """Where bytes lie: the memory of one chip or of the host beside it, or evenly spread over ``everywhere``."""
+
+    in_host: bool
+    everywhere: bool = False
+    slice_number: int = 0
+    chip: tuple[int, ...] = ()
+
+
+def parse_place(text: str, cluster: Cluster) -> Place:
+    """The place of ``"3,3"``, ``"1:0,0"``, ``"host:0,0"``, ``"chips"`` or ``"hosts"`` on the cluster.
+
+    Coordinates are in the order of the cluster's sizes; one number alone counts chips with the first size inside.
+    """
+    if text in ("chips", "hosts"):
+        return Place(in_host=text == "hosts", everywhere=True)
+    match = _PLACE.fullmatch(text.replace(" ", ""))
+    if match is None:
+        raise InputError(f"place {text!r} is not read. Write {_EXAMPLES}.")
+    host, slice_text, numbers = match.groups()
+    given, slice_number = tuple(map(int, numbers.split(","))), int(slice_text or 0)
+    chip = _unravel(given[0], cluster.shape) if len(given) == 1 else given + (0,) * (len(cluster.shape) - len(given))
+    outside = len(chip) != len(cluster.shape) or any(c >= n for c, n in zip(chip, cluster.shape, strict=True))
+    if outside or slice_number >= cluster.num_slices:
+        raise InputError(
+            f"place {text!r} is not on {cluster.short_name}: coordinates count from 0 below {times(cluster.shape)}."
+        )
+    return Place(in_host=host is not None, slice_number=slice_number, chip=chip)
+
+
+def _unravel(number: int, shape: Sequence[int]) -> tuple[int, ...]:
+    """Coordinates of chip number n, the first size innermost; the last coordinate is left too large if n is."""
+    found = []
+    for size in shape[:-1]:
+        found.append(number % size)
+        number //= size
+    return (*found, number)
+
+
+def route(cluster: Cluster, source: Place, target: Place, num_bytes: float, *, via: Via = "ici") -> list[TransferLeg]:
+    """The legs of an array from one place to another; none when it is there already.
+
+    ``via`` is how parts that lie with other hosts reach the target's: over chip links, or between the hosts.
+    """
+    if source == target:
+        return []
+    if cluster.kind == "host":
+        raise InputError(f"devices of {cluster.short_name} have no data sheet: use --axis devices, which is measured.")
+    if source.everywhere or target.everywhere:
+        if cluster.num_slices > 1:
+            raise InputError(f"{cluster.short_name}: chips and hosts are those of one slice. Name one slice's cluster.")
+        if target.everywhere:
+            return _spread(cluster, source, target, num_bytes)
+        return _collect(cluster, source, target, num_bytes, via)
+    if source.slice_number != target.slice_number:
+        return _between_slices(cluster, source, target, num_bytes)
+    legs = [_pcie(cluster, num_bytes, 1, "host memory to its chip")] if source.in_host else []
+    legs += _chip_to_chip(cluster, source.chip, target.chip, num_bytes)
+    if target.in_host:
+        legs.append(_pcie(cluster, num_bytes, 1, "chip to its host's memory"))
+    return legs
+
+
+def _spread(cluster: Cluster, source: Place, target: Place, num_bytes: float) -> list[TransferLeg]:
+    if not source.everywhere:
+        raise InputError("from one place to all is a scatter or a broadcast. Use --axis and --collective, or a --leg.")
+    return [_pcie(cluster, num_bytes, cluster.num_chips, f"PCIe of all {cluster.num_chips} chips")]
+
+
+def _collect(cluster: Cluster, source: Place, target: Place, num_bytes: float, via: Via) -> list[TransferLeg]:
+    """From everywhere into one place."""
+    chips, hosts = cluster.num_chips, cluster.num_hosts
+    if via == "dcn" and source.in_host:
+        crossing = num_bytes * (hosts - 1) / hosts
+        legs = [channel_leg(cluster.chip, "dcn", crossing, hops=1, name="what lies with other hosts into one")]
+        return legs if target.in_host else [*legs, _pcie(cluster, num_bytes, 1, "host memory to its chip")]
+    legs = [_pcie(cluster, num_bytes, chips, f"PCIe of all {chips} chips")] if source.in_host else []
+    legs += _gather_to_chip(cluster, target.chip, num_bytes)
+    return [*legs, _pcie(cluster, num_bytes, 1, "chip to its host's memory")] if target.in_host else legs
+
+
+def _pcie(cluster: Cluster, num_bytes: float, lanes: int, name: str) -> TransferLeg:
+    return channel_leg(cluster.chip, "pcie", num_bytes, lanes=lanes, name=name)
+
+
+def _link_leg(link: Link, num_bytes: float, *, lanes: int, hops: int, name: str) -> TransferLeg:
+    return TransferLeg(
+        name=name, channel=link.level, amount=num_bytes, rate=link.bytes_per_s, lanes=lanes, hops=hops, hop_s=link.hop_s
+    )
+
+
+def _between_slices(cluster: Cluster, source: Place, target: Place, num_bytes: float) -> list[TransferLeg]:
+    """Through both hosts; the memory of a host is itself an end, only chips need the way through PCIe."""
+    dcn = channel_leg(cluster.chip, "dcn", num_bytes, hops=1, name="host to host between slices")
+    away = [] if source.in_host else [_pcie(cluster, num_bytes, 1, "chip to its host's memory")]
+    into = [] if target.in_host else [_pcie(cluster, num_bytes, 1, "host memory to its chip")]
+    return [*away, dcn, *into]
+
+
+def _chip_to_chip(
+    cluster: Cluster, source: tuple[int, ...], target: tuple[int, ...], num_bytes: float
+) -> list[TransferLeg]:
+    if source == target:
+        return []
+    if cluster.kind == "torus":
+        lanes, hops = torus_lanes(cluster, source, target), torus_hops(cluster, source, target)
+        name = f"{hops} hops, {lanes} links at once"
+        return [_link_leg(physical_links(cluster)[0], num_bytes, lanes=lanes, hops=hops, name=name)]
+    used = [link for link, a, b in zip(physical_links(cluster), source, target, strict=False) if a != b]
+    crossed = [link for link in used if link.level == used[-1].level]
+    slowest = min(crossed, key=lambda link: link.bytes_per_s)
+    return [_link_leg(slowest, num_bytes, lanes=1, hops=len(crossed), name=f"through {used[-1].name}")]
+
+
+def _gather_to_chip(cluster: Cluster, target: tuple[int, ...], num_bytes: float) -> list[TransferLeg]:
+    """Everything the others hold into one chip: its own links bind, if the rest of the way is even enough."""
+    chips, links = cluster.num_chips, physical_links(cluster)
+    if chips == 1:
+        return []
+    if cluster.kind == "torus":
+        lanes, hops = sum(_ports(cluster, target)), _furthest(cluster, target)
+        name = f"{chips - 1} chips into one over its {lanes} links"
+        return [_link_leg(links[0], num_bytes * (chips - 1) / chips, lanes=lanes, hops=hops, name=name)]
+    domain = cluster.shape[0]
+    parts = ((links[0], domain - 1, "its domain into one chip"), (links[1], chips - domain, "the rest into one chip"))
+    return [
+        _link_leg(link, num_bytes * count / chips, lanes=1, hops=1, name=name) for link, count, name in parts if count
+    ]
+
+
+# -- on a torus -----------------------------------------------------------------------------------------
+
+
+def _ports(cluster: Cluster, chip: Sequence[int]) -> list[int]:
+    """Links of a chip on each axis: two of a ring or inside a line, one at its end."""
+    return [
+        0 if size == 1 else 2 if wraps else (at > 0) + (at < size - 1)
+        for at, size, wraps in zip(chip, cluster.shape, cluster.wraps, strict=True)
+    ]
+
+
+def torus_lanes(cluster: Cluster, source: Sequence[int], target: Sequence[int]) -> int:
+    """Paths between two chips that share no link: those that leave, arrive, and cross the torus between them."""
+    num_chips = math.prod(cluster.shape)
+    across = [
+        num_chips // size * (1 + wraps)
+        for a, b, size, wraps in zip(source, target, cluster.shape, cluster.wraps, strict=True)
+        if a != b
+    ]
+    return min(sum(_ports(cluster, source)), sum(_ports(cluster, target)), *across)
+
+
+def torus_hops(cluster: Cluster, source: Sequence[int], target: Sequence[int]) -> int:
+    """Links on the shortest way between two chips; a twisted axis leads around to the middle of the longer ones."""
+    steps = [abs(b - a) for a, b in zip(source, target, strict=True)]
+    rings = list(zip(steps, cluster.shape, cluster.wraps, strict=True))
+    if not cluster.twisted:
+        return sum(min(step, size - step) if wraps else step for step, size, wraps in rings)
+    longest, shift = max(cluster.shape), min(cluster.shape)
+    short = [i for i, size in enumerate(cluster.shape) if size < longest]
+    ways = []
+    for turns in itertools.product((-1, 0, 1), repeat=len(short)):
+        moved = dict(zip(short, turns, strict=True))
+        total = sum(abs(target[i] - source[i] + turn * cluster.shape[i]) for i, turn in moved.items())
+        for i in set(range(3)) - set(short):
+            step = (target[i] - source[i] + shift * sum(turns)) % longest
+            total += min(step, longest - step)
+        ways.append(total)
+    return min(ways)
+
+
+def _furthest(cluster: Cluster, chip: Sequence[int]) -> int:
+    """Hops to the chip that is furthest away."""
+    if cluster.twisted:
+        return max(torus_hops(cluster, chip, other) for other in itertools.product(*map(range, cluster.shape)))
+    return sum(
+        size // 2 if wraps else max(at, size - 1 - at)
+        for at, size, wraps in zip(chip, cluster.shape, cluster.wraps, strict=True)
+    )

@@ -1,0 +1,197 @@
+"""The ways through a chain of products: from shardings as stored, through layouts, to results as stored.
+
+Between two products only the sharding of the carried array matters, so that a chain is a path: carried array as
+stored -> moved to where blocks can be multiplied -> multiplied -> result as stored.
+Memory of a device: all inputs as stored, from beginning to end, and the largest sum of what one step has alive.
+"""
+
+from collections.abc import Iterator
+from typing import Literal
+
+import msgspec
+
+from meshwright.algebra.einsum import local_product, reduced, reshard
+from meshwright.algebra.notation import ShardedArray, local_elements
+from meshwright.algebra.steps import Step
+from meshwright.calculators.sharding.chain import Chain, Product, shardings
+from meshwright.calculators.sharding.einsum_cost import EinsumRates, StepPrice, price_einsum
+from meshwright.core.dims import DTYPE_BYTES
+
+
+class Label(msgspec.Struct, frozen=True, kw_only=True):
+    """A way to a place, or a part of one: seconds, bytes of its inputs, the most alive beside them, its history.
+
+    ``held_bytes`` stay alive at its end.
+    """
+
+    time_s: float = 0.0
+    input_bytes: float = 0.0
+    alive_bytes: float = 0.0
+    held_bytes: float = 0.0
+    arrays: tuple[ShardedArray, ...] = ()
+    steps: tuple[Step, ...] = ()
+
+    def then(self, part: "Label") -> "Label":
+        """This way, and the part after it, which counts itself all that is alive in it."""
+        return Label(
+            time_s=self.time_s + part.time_s,
+            input_bytes=self.input_bytes + part.input_bytes,
+            alive_bytes=max(self.alive_bytes, part.alive_bytes),
+            held_bytes=part.held_bytes,
+            arrays=self.arrays + part.arrays,
+            steps=self.steps + part.steps,
+        )
+
+    def matches(self, other: "Label") -> bool:
+        """Whether this one is at least as good in everything."""
+        return (
+            self.time_s <= other.time_s
+            and self.input_bytes <= other.input_bytes
+            and self.alive_bytes <= other.alive_bytes
+        )
+
+
+class Place(msgspec.Struct, frozen=True):
+    """Where a way has come to in product ``index``: its carried array as stored or moved, or the blocks multiplied.
+
+    ``stays`` says that the array is an input as stored, whose bytes are counted with the inputs.
+    """
+
+    index: int
+    stage: Literal["stored", "moved", "multiplied"]
+    array: ShardedArray
+    stays: bool = False
+
+
+class Graph:
+    """The places of one chain on one mesh and the ways between them, worked out as they are asked for."""
+
+    def __init__(self, chain: Chain, rates: EinsumRates) -> None:
+        self.chain, self.rates = chain, rates
+        self._bytes: dict[ShardedArray, float] = {}
+        self._prices: dict[Step, StepPrice] = {}
+        self._moves: dict[tuple[ShardedArray, ShardedArray, bool], Label] = {}
+        self._stored: dict[ShardedArray, list[Label]] = {}
+        self._aligned: dict[int, dict[ShardedArray, list[ShardedArray]]] = {}
+        self._edges: dict[Place, list[tuple[Place, Label]]] = {}
+        self._to_go: dict[Place, float] = {}
+        smallest = [min(map(self.bytes, chain.choices[p.other.name])) for p in chain.products]
+        self._inputs_to_go = [sum(smallest[i:]) for i in range(len(smallest) + 1)]
+
+    def bytes(self, array: ShardedArray) -> float:
+        """Bytes of the block of a device."""
+        if array not in self._bytes:
+            elements = local_elements(array, self.chain.dims, self.chain.mesh)
+            self._bytes[array] = float(elements * DTYPE_BYTES[array.dtype])
+        return self._bytes[array]
+
+    def price(self, step: Step) -> StepPrice:
+        """The price of one step."""
+        if step not in self._prices:
+            (self._prices[step],) = price_einsum((step,), self.chain.dims, self.chain.mesh, self.rates)
+        return self._prices[step]
+
+    def inputs_to_go(self, place: Place) -> float:
+        """Bytes that the inputs of later products take at least."""
+        return self._inputs_to_go[place.index + (place.stage == "multiplied")]
+
+    def time_to_go(self, place: Place) -> float:
+        """Seconds from a place to the end, memory left out."""
+        if place.index == len(self.chain.products):
+            return 0.0
+        if place not in self._to_go:
+            self._to_go[place] = min(part.time_s + self.time_to_go(after) for after, part in self.edges(place))
+        return self._to_go[place]
+
+    def starts(self) -> Iterator[tuple[Place, Label]]:
+        """The first array in each of its shardings."""
+        for array in self.chain.choices[self.chain.products[0].carried.name]:
+            yield Place(0, "stored", array, True), Label(input_bytes=self.bytes(array), arrays=(array,))
+
+    def edges(self, place: Place) -> list[tuple[Place, Label]]:
+        """Where one can go from a place, and by which part."""
+        if place.index == len(self.chain.products):
+            return []
+        if place not in self._edges:
+            ways = {"stored": self._move_carried, "moved": self._multiply, "multiplied": self._store}
+            self._edges[place] = list(ways[place.stage](place))
+        return self._edges[place]
+
+    def _move_carried(self, place: Place) -> Iterator[tuple[Place, Label]]:
+        """The carried array moved to every sharding in which blocks can be multiplied."""
+        for target in self._layouts(place.index):
+            part = self._move(place.array, target, stays=place.stays)
+            yield Place(place.index, "moved", target, place.stays and not part.steps), part
+
+    def _multiply(self, place: Place) -> Iterator[tuple[Place, Label]]:
+        """The other operand moved to match, in every layout, and the blocks multiplied."""
+        one = self.chain.products[place.index]
+        held = 0.0 if place.stays else self.bytes(place.array)
+        for other in self._layouts(place.index)[place.array]:
+            step = _product_step(one, place.array, other)
+            for moved in self._inputs(one, other):
+                both = held + moved.held_bytes + self.bytes(step.result)
+                part = Label(
+                    time_s=moved.time_s + (self.price(step).time_s or 0.0),
+                    input_bytes=moved.input_bytes,
+                    alive_bytes=max(held + moved.alive_bytes, both),
+                    arrays=moved.arrays,
+                    steps=(*moved.steps, step),
+                )
+                yield Place(place.index, "multiplied", step.result), part
+
+    def _layouts(self, index: int) -> dict[ShardedArray, list[ShardedArray]]:
+        """Shardings in which blocks of product ``index`` fit: of the carried operand, and for each of the other one.
+
+        A mesh axis splits at most one dim of the product, alike in both operands.
+        """
+        if index not in self._aligned:
+            one, found = self.chain.products[index], self._aligned.setdefault(index, {})
+            whole = ShardedArray("layout", one.dims, ((),) * len(one.dims))
+            for layout in shardings(whole, self.chain.dims, self.chain.mesh):
+                axes = dict(zip(layout.dims, layout.axes, strict=True))
+                found.setdefault(one.carried.resharded(axes), []).append(one.other.resharded(axes))
+        return self._aligned[index]
+
+    def _inputs(self, one: Product, target: ShardedArray) -> list[Label]:
+        """The ways to have the other operand in a sharding, from each that it may be stored in."""
+        if target not in self._stored:
+            self._stored[target] = [
+                Label(input_bytes=self.bytes(array), arrays=(array,)).then(self._move(array, target, stays=True))
+                for array in self.chain.choices[one.other.name]
+            ]
+        return self._stored[target]
+
+    def _store(self, place: Place) -> Iterator[tuple[Place, Label]]:
+        """The result reduced and moved to every sharding it may have; sums scattered into place or else made whole."""
+        out = self.chain.products[place.index].out
+        for array in self.chain.choices[out.name]:
+            after = Place(place.index + 1, "stored", array)
+            stored = Label(arrays=(array,))
+            yield after, stored.then(self._move(place.array, array, stays=False))
+            whole = reduced(place.array)
+            if whole not in (place.array, array):
+                summed = self._move(place.array, whole, stays=False)
+                yield after, stored.then(summed.then(self._move(whole, array, stays=False)))
+
+    def _move(self, source: ShardedArray, target: ShardedArray, *, stays: bool) -> Label:
+        """From one sharding to another; of an array that ``stays`` only the copies are counted as alive."""
+        key = (source, target, stays)
+        if key not in self._moves:
+            steps = reshard(source, target)
+            held = 0.0 if stays else self.bytes(source)
+            peak = held
+            for step in steps:
+                peak, held = max(peak, held + self.bytes(step.result)), self.bytes(step.result)
+            self._moves[key] = Label(
+                time_s=sum(self.price(step).time_s or 0.0 for step in steps),
+                alive_bytes=peak,
+                held_bytes=held,
+                steps=steps,
+            )
+        return self._moves[key]
+
+
+def _product_step(one: Product, carried: ShardedArray, other: ShardedArray) -> Step:
+    lhs, rhs = one.operands(carried, other)
+    return Step(op="einsum", inputs=(lhs, rhs), result=local_product(lhs, rhs, one.out))

@@ -1,0 +1,168 @@
+"""The fastest shardings of a chain of products under a limit on memory: best-first and exact.
+
+The time still to go from each place of the graph, memory left out, is summed from the end backwards; the search
+forwards takes the label of least time so far plus time to go. A label is dropped when others in the same place have
+at most its time and its memory: with one to find, the labels of a place are its trade of time against memory.
+"""
+
+import heapq
+import itertools
+import math
+from collections.abc import Iterator
+from typing import Literal
+
+import msgspec
+
+from meshwright.algebra.notation import ShardedArray
+from meshwright.algebra.steps import Step
+from meshwright.calculators.sharding.chain import Chain
+from meshwright.calculators.sharding.chain_graph import Graph, Label, Place
+from meshwright.calculators.sharding.einsum_cost import EinsumRates, StepPrice
+from meshwright.core.errors import CannotRunError
+from meshwright.core.units import format_bytes
+from meshwright.cost.network.collectives import collective_bound_by, group_rates
+from meshwright.spec.calibration import memory_rate
+
+Objective = Literal["time", "memory"]
+Signature = tuple[tuple[frozenset[str], ...], ...]
+
+
+class Assignment(msgspec.Struct, frozen=True, kw_only=True):
+    """A sharding for every array of the chain, and the steps of the fastest way that fits.
+
+    ``bounds`` says what binds each step; ``input_bytes`` are held from beginning to end; ``memory_bytes`` is the peak.
+    """
+
+    arrays: dict[str, ShardedArray]
+    steps: tuple[Step, ...]
+    prices: tuple[StepPrice, ...]
+    bounds: tuple[str, ...]
+    time_s: float
+    input_bytes: float
+    memory_bytes: float
+
+    @property
+    def communication_s(self) -> float:
+        """Seconds of its collectives."""
+        return sum(p.time_s or 0.0 for s, p in zip(self.steps, self.prices, strict=True) if s.is_collective)
+
+    @property
+    def bound_by(self) -> str:
+        """What binds for the largest part of the time."""
+        seconds: dict[str, float] = {}
+        for bound, price in zip(self.bounds, self.prices, strict=True):
+            seconds[bound] = seconds.get(bound, 0.0) + (price.time_s or 0.0)
+        return max(seconds, key=lambda bound: seconds[bound])
+
+
+def search_chain(
+    chain: Chain, rates: EinsumRates, *, memory_bytes: float, top: int = 1, objective: Objective = "time"
+) -> tuple[Assignment, ...]:
+    """The ``top`` fastest assignments within ``memory_bytes`` of a device, best first; least memory among equals.
+
+    Those that differ only in the names of alike mesh axes, or in the order of axes on a dim, count as one. Raises
+    CannotRunError, with the least memory that would do, when nothing fits.
+    """
+    graph = Graph(chain, rates)
+    renamings = _renamings(chain, rates)
+    found: dict[frozenset[Signature], Assignment] = {}
+    for label in _labels(graph, memory_bytes, keep=top * len(renamings), objective=objective):
+        alike = frozenset(_signature(label, renaming) for renaming in renamings)
+        found.setdefault(alike, _assignment(graph, label))
+        if len(found) == top:
+            return tuple(found.values())
+    if not found:
+        (least,) = search_chain(chain, rates, memory_bytes=float("inf"), objective="memory")
+        raise CannotRunError(
+            f"no shardings of the chain fit in {format_bytes(memory_bytes)} of a device: the least is "
+            f"{format_bytes(_rounded_up(least.memory_bytes))}. Give --memory of that or more, or a larger mesh."
+        )
+    return tuple(found.values())
+
+
+def _rounded_up(num_bytes: float) -> float:
+    """The least number of three digits that is enough."""
+    unit = 10.0 ** max(0, math.floor(math.log10(num_bytes)) - 2)
+    return math.ceil(num_bytes / unit) * unit
+
+
+def _labels(graph: Graph, memory_bytes: float, *, keep: int, objective: Objective) -> Iterator[Label]:
+    """Labels at the end of the chain, best first; ``keep`` different histories are kept in each place."""
+    counter = itertools.count()
+    queue: list[tuple[tuple[float, float], int, Place, Label]] = []
+    settled: dict[Place, list[tuple[Signature, Label]]] = {}
+
+    def push(place: Place, label: Label) -> None:
+        memory = label.input_bytes + label.alive_bytes + graph.inputs_to_go(place)
+        if memory <= memory_bytes:
+            # rounded, so that equal times summed in another order stay equal and memory decides
+            time_s = float(f"{label.time_s + graph.time_to_go(place):.12g}") if objective == "time" else label.time_s
+            key = (time_s, memory) if objective == "time" else (memory, time_s)
+            heapq.heappush(queue, (key, next(counter), place, label))
+
+    for place, label in graph.starts():
+        push(place, label)
+    while queue:
+        _, _, place, label = heapq.heappop(queue)
+        mine = _signature(label, {})
+        better = {signature for signature, other in settled.get(place, ()) if other.matches(label)}
+        if mine in better or len(better) >= keep:
+            continue
+        settled.setdefault(place, []).append((mine, label))
+        if place.index == len(graph.chain.products):
+            yield label
+        for following, part in graph.edges(place):
+            push(following, label.then(part))
+
+
+def _assignment(graph: Graph, label: Label) -> Assignment:
+    return Assignment(
+        arrays=dict(zip(graph.chain.names, label.arrays, strict=True)),
+        steps=label.steps,
+        prices=tuple(graph.price(step) for step in label.steps),
+        bounds=tuple(_bound(step, graph.price(step), graph.rates) for step in label.steps),
+        time_s=label.time_s,
+        input_bytes=label.input_bytes,
+        memory_bytes=label.input_bytes + label.alive_bytes,
+    )
+
+
+def _bound(step: Step, price: StepPrice, rates: EinsumRates) -> str:
+    """What binds one step; empty for a slice, which moves nothing."""
+    if step.is_collective:
+        group = group_rates(rates.laid, step.axes, rates.calibration)
+        return collective_bound_by(step.op, price.num_bytes, group)  # type: ignore[arg-type]
+    if not price.flops:
+        return ""
+    streamed_s = price.num_bytes / memory_rate(rates.cluster.chip, rates.calibration)
+    return "compute" if (price.time_s or 0.0) > streamed_s else "hbm"
+
+
+def _signature(label: Label, renaming: dict[str, str]) -> Signature:
+    """The shardings so far, the order of axes on a dim left out."""
+    return tuple(
+        tuple(frozenset(renaming.get(axis, axis) for axis in axes) for axes in array.axes) for array in label.arrays
+    )
+
+
+def _renamings(chain: Chain, rates: EinsumRates) -> list[dict[str, str]]:
+    """Ways to rename mesh axes that change no size, no fixed array and no rate; the first changes nothing."""
+    axes = tuple(axis for axis, size in chain.mesh.items() if size > 1)
+    fixed = {axis for name in chain.fixed for axis in chain.choices[name][0].spread}
+    found = []
+    for order in itertools.permutations(axes):
+        renaming = dict(zip(axes, order, strict=True))
+        if all(
+            chain.mesh[a] == chain.mesh[b] and (a == b or not {a, b} & fixed) for a, b in renaming.items()
+        ) and _same_rates(renaming, rates):
+            found.append(renaming)
+    return found
+
+
+def _same_rates(renaming: dict[str, str], rates: EinsumRates) -> bool:
+    groups = (g for n in range(1, len(renaming) + 1) for g in itertools.combinations(renaming, n))
+    return all(
+        group_rates(rates.laid, group, rates.calibration)
+        == group_rates(rates.laid, [renaming[axis] for axis in group], rates.calibration)
+        for group in groups
+    )

@@ -1,0 +1,127 @@
+"""What the steps of one sharded product cost on a cluster: the calculator behind `shard`."""
+
+from collections.abc import Mapping, Sequence
+from itertools import permutations
+
+import msgspec
+
+from meshwright.algebra.einsum import einsum_steps
+from meshwright.algebra.notation import ShardedArray, product
+from meshwright.algebra.steps import Step
+from meshwright.core.errors import CannotRunError, InputError
+from meshwright.cost.network.collectives import GroupRates, collective_time, group_rates
+from meshwright.cost.network.placement import Placement, place_axes, whole_axis_placement
+from meshwright.cost.work.ops import OpSizes, op_flops, op_hbm_bytes
+from meshwright.spec.calibration import Calibration, datasheet_calibration, matmul_rate, memory_rate
+from meshwright.spec.chip import compute_dtype
+from meshwright.spec.cluster import Cluster
+
+
+class StepPrice(msgspec.Struct, frozen=True, kw_only=True):
+    """FLOPs on one device, bytes (of the full array for a collective, through memory else), and seconds if known."""
+
+    flops: float
+    num_bytes: float
+    time_s: float | None
+
+
+class EinsumRates(msgspec.Struct, frozen=True, kw_only=True):
+    """A mesh of any axis names laid on a cluster."""
+
+    cluster: Cluster
+    calibration: Calibration
+    groups: dict[frozenset[str], GroupRates]
+    placement: dict[str, str]
+    laid: Placement
+
+
+def einsum_rates(cluster: Cluster, mesh: Mapping[str, int], *, calibration: Calibration | None = None) -> EinsumRates:
+    """The mesh on the cluster, whole physical axes first; on a part of the cluster when the mesh is smaller.
+
+    Raises CannotRunError when the mesh has more devices than the cluster or no part of it has its shape.
+    """
+    part = _part(cluster, mesh)
+    laid = whole_axis_placement(part, mesh) or place_axes(part, mesh)[0]
+    measured = calibration or datasheet_calibration(cluster.chip)
+    return EinsumRates(cluster=part, calibration=measured, groups={}, placement=laid.describe(), laid=laid)
+
+
+def _part(cluster: Cluster, mesh: Mapping[str, int]) -> Cluster:
+    """The cluster, or the part of it on which each mesh axis has physical axes of its own."""
+    needed = int(product(mesh.values()))
+    if needed == cluster.num_chips:
+        return cluster
+    if needed > cluster.num_chips:
+        raise CannotRunError(
+            f"the mesh has {needed} devices and {cluster.short_name} {cluster.num_chips} chips; "
+            f"name a larger cluster or a smaller mesh."
+        )
+    for shape in _sub_shapes(cluster, tuple(mesh.values())):
+        return cluster.part(shape)
+    raise InputError(
+        f"no part of {cluster.short_name} has the shape of mesh {'x'.join(map(str, mesh.values()))}; "
+        f"name a cluster of {needed} chips."
+    )
+
+
+def _sub_shapes(cluster: Cluster, sizes: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """Shapes inside the cluster that hold the mesh, each mesh axis on one physical axis where that is possible."""
+    if cluster.kind == "host":
+        return [(int(product(sizes)),)]
+    if cluster.kind == "switched":
+        rest, shape = int(product(sizes)), []
+        for size in cluster.shape:
+            shape.append(min(rest, size))
+            if rest % shape[-1]:
+                return []
+            rest //= shape[-1]
+        return [tuple(shape)] if rest == 1 else []
+    padded = (*sizes, *(1,) * (len(cluster.shape) - len(sizes)))
+    if len(padded) != len(cluster.shape):
+        return []
+    fits = [p for p in permutations(padded) if all(n <= size for n, size in zip(p, cluster.shape, strict=True))]
+    return [fits[0]] if fits else []
+
+
+def price_einsum(
+    steps: Sequence[Step], dims: Mapping[str, int], mesh: Mapping[str, int], rates: EinsumRates | None
+) -> list[StepPrice]:
+    """The price of each step by itself; without rates only FLOPs and bytes."""
+    sizes = OpSizes(dims=dims, mesh=mesh, state="bf16-adam")
+    return [_price(step, sizes, rates) for step in steps]
+
+
+def _price(step: Step, sizes: OpSizes, rates: EinsumRates | None) -> StepPrice:
+    if step.is_collective:
+        moved = sizes.bytes(step.full)
+        seconds = None
+        if rates is not None:
+            group = frozenset(step.axes)
+            if group not in rates.groups:
+                rates.groups[group] = group_rates(rates.laid, step.axes, rates.calibration)
+            seconds = float(collective_time(step.op, moved, rates.groups[group]))  # type: ignore[arg-type]
+        return StepPrice(flops=0.0, num_bytes=moved, time_s=seconds)
+    flops, moved = float(op_flops(step, sizes)), float(op_hbm_bytes(step, sizes))
+    if rates is None:
+        return StepPrice(flops=flops, num_bytes=moved, time_s=None)
+    chip = rates.cluster.chip
+    seconds = moved / memory_rate(chip, rates.calibration)
+    if flops:
+        dtype = compute_dtype(chip, *(a.dtype for a in step.inputs))
+        seconds = max(seconds, flops / matmul_rate(chip, rates.calibration, dtype))
+    return StepPrice(flops=flops, num_bytes=moved, time_s=seconds)
+
+
+def num_copies(array: ShardedArray, mesh: Mapping[str, int]) -> int:
+    """How often the mesh holds each block: the product of the axes that neither split the array nor hold addends.
+
+    Source: How to Scale Your Model, section 3.1.
+    """
+    used = (*array.spread, *array.unreduced)
+    return int(product(size for axis, size in mesh.items() if axis not in used))
+
+
+def whole_flops(factors: Sequence[ShardedArray], result: ShardedArray, dims: Mapping[str, int]) -> float:
+    """FLOPs of the product on one device that holds everything: 2 for every combination of all dims."""
+    lhs, rhs, out = (a.resharded(dict.fromkeys(a.dims, ()), unreduced=()) for a in (*factors, result))
+    return sum(price.flops for price in price_einsum(einsum_steps(lhs, rhs, out), dims, {}, None))

@@ -1,0 +1,72 @@
+"""The bandwidth of every collective over all chips of a cluster, as the cluster grows."""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from meshwright.cost.network.collectives import (
+    collective_bound_by,
+    collective_time,
+    group_rates,
+    place_axes,
+    received_share,
+)
+from meshwright.spec.calibration import Calibration, CollectiveKind
+from meshwright.spec.cluster import Cluster, make_cluster
+
+SWEPT: tuple[CollectiveKind, ...] = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
+
+
+class BandwidthPoint(msgspec.Struct, frozen=True, kw_only=True):
+    """One collective over all chips of a cluster.
+
+    ``bytes_per_s`` is what every chip receives per second: for an all-reduce, which receives everything twice, the
+    "bus bandwidth" of benchmarks. ``num_bytes`` are those of the result, of an all-to-all those of one chip's buffer.
+    """
+
+    cluster: Cluster
+    kind: CollectiveKind
+    num_bytes: float
+    seconds: float
+    bytes_per_s: float
+    bound_by: str
+
+
+def bandwidth_sweep(
+    clusters: Sequence[Cluster], num_bytes: float, *, calibration: Calibration | None = None
+) -> tuple[BandwidthPoint, ...]:
+    """Every kind of collective over every cluster of at least two chips, the clusters in order."""
+    return tuple(
+        _point(cluster, kind, num_bytes, calibration) for cluster in clusters if cluster.num_chips > 1 for kind in SWEPT
+    )
+
+
+def _point(cluster: Cluster, kind: CollectiveKind, num_bytes: float, calibration: Calibration | None) -> BandwidthPoint:
+    size = cluster.num_chips
+    # rates count the whole array on the group: an all-to-all's is the buffers of all chips together
+    whole = num_bytes * size if kind == "all_to_all" else num_bytes
+    groups = [group_rates(laid, ["data"], calibration) for laid in place_axes(cluster, {"data": size})]
+    group = min(groups, key=lambda one: collective_time(kind, whole, one))
+    seconds = float(collective_time(kind, whole, group))
+    return BandwidthPoint(
+        cluster=cluster,
+        kind=kind,
+        num_bytes=num_bytes,
+        seconds=seconds,
+        bytes_per_s=float(received_share(kind, size)) * whole / seconds,
+        bound_by=collective_bound_by(kind, whole, group),
+    )
+
+
+def growing(cluster: Cluster) -> tuple[Cluster, ...]:
+    """Clusters from two chips to all, each at most twice the one before.
+
+    Of switches the domain is filled first, then the level above it; a torus grows evenly.
+    """
+    sizes, found = [1] * len(cluster.shape), []
+    while tuple(sizes) != cluster.shape:
+        open_sizes = [i for i, most in enumerate(cluster.shape) if sizes[i] < most]
+        number = min(open_sizes, key=lambda i: (sizes[i], -i)) if cluster.kind == "torus" else open_sizes[0]
+        sizes[number] = min(2 * sizes[number], cluster.shape[number])
+        found.append(make_cluster(cluster.chip, tuple(sizes), levels=cluster.levels))
+    return (*found, cluster) if cluster.num_slices > 1 else tuple(found)

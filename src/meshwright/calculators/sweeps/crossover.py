@@ -1,0 +1,326 @@
+"""Communication against compute by batch size, for several ways of sharding, and the batch at which the two cross.
+
+What is compared is the book's: compute with every collective summed, since only then is nothing assumed of what hides
+behind what. Batches are tokens and need not be whole sequences per chip. Source: How to Scale Your Model, section 5.1.4
+and its figures 15 and 16.
+"""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from meshwright.algebra.derive import Derived, derive
+from meshwright.algebra.notation import product
+from meshwright.algebra.program import Program, Variable, parse_block
+from meshwright.algebra.transformer import transformer
+from meshwright.core.dims import MESH_AXES
+from meshwright.core.errors import CannotRunError, InputError
+from meshwright.cost.formulas import limits
+from meshwright.cost.network.placement import Placement, place_axes
+from meshwright.cost.step_costs import StepCost, collective_groups, op_sizes, price_step
+from meshwright.cost.step_rates import StepRates, attention_scores, step_rates
+from meshwright.cost.work.ops import OpSizes
+from meshwright.plan.legal import divisors
+from meshwright.spec.calibration import Calibration, datasheet_calibration, matmul_rate
+from meshwright.spec.cluster import Cluster
+from meshwright.spec.model import Model
+from meshwright.spec.strategy import Strategy, make_mesh
+
+Array = Any
+"""A NumPy array with one entry per batch."""
+
+MAX_TENSOR = 64
+MAX_WIDTH = 10**9
+_LAYER = re.compile(r"mlp:(\d+)x(\d+)")
+
+MLP_ASSIGNMENT: dict[str, dict[str, tuple[str, ...]]] = {
+    "activation": {"B": ("data", "fsdp"), "F": ("tensor",), "D": ("tensor",)},
+    "weight": {"F": ("tensor",), "D": ("fsdp",)},
+}
+"""Mixed FSDP and tensor parallelism as the book writes it: In[B_X, D_Y], Win[D_X, F_Y]."""
+
+
+class Work(msgspec.Struct, frozen=True, kw_only=True):
+    """What is priced: derived steps with symbolic sizes, the dims, and how many tokens one unit of B is.
+
+    ``whole`` prices every step of training, else the forward pass of the layers alone: it has the most communication
+    for its FLOPs.
+    """
+
+    name: str
+    derived: Derived
+    dims: dict[str, int]
+    seq_len: int
+    model: Model | None = None
+    whole: bool = False
+    d_ff: int
+
+    def sizes(self, tokens: Array, mesh: Mapping[str, Array], cluster: Cluster) -> OpSizes:
+        """Sizes of all candidates, B in units of ``seq_len`` tokens."""
+        if self.model is None:
+            return OpSizes(dims={**self.dims, "B": tokens}, mesh=mesh, state="bf16-adam")
+        return op_sizes(
+            self.model,
+            seq_len=self.seq_len,
+            microbatch_seqs=tokens / self.seq_len,
+            mesh=mesh,
+            state="bf16-adam",
+            scores=attention_scores(cluster),
+        )
+
+
+def mlp_work(text: str) -> Work | None:
+    """The book's layer of two matrices, of ``"mlp:8192x32768"`` (D x F); None for another text."""
+    match = _LAYER.fullmatch(text.strip())
+    if match is None:
+        return None
+    width, hidden = int(match[1]), int(match[2])
+    if not 1 <= min(width, hidden) <= max(width, hidden) <= MAX_WIDTH:
+        raise InputError(f"{text}: no layer has such widths. Give 1 to {MAX_WIDTH:,}, such as mlp:8192x32768.")
+    variables = {
+        "Win": Variable("Win", ("D", "F"), "weight"),
+        "Wout": Variable("Wout", ("F", "D"), "weight"),
+    }
+    lines = "Tmp[B,F] = In[B,D] * Win[D,F]\nOut[B,D] = Tmp[B,F] * Wout[F,D]"
+    block = parse_block("mlp", lines, variables, carry="In", result="Out")
+    strategy = Strategy(mesh=make_mesh({}), assignment=MLP_ASSIGNMENT, remat="none")
+    derived = derive(Program((block,), variables), strategy, symbolic=True)
+    return Work(name=text, derived=derived, dims={"D": width, "F": hidden}, seq_len=1, d_ff=hidden)
+
+
+def model_work(model: Model, *, seq_len: int, whole: bool = False, remat: str = "none") -> Work:
+    """A model's layers under the product's own assignment."""
+    derived = derive(transformer(model), Strategy(mesh=make_mesh({}), remat=remat), symbolic=True)
+    return Work(
+        name=model.name, derived=derived, dims=model.dims, seq_len=seq_len, model=model, whole=whole, d_ff=model.d_ff
+    )
+
+
+class Curve(msgspec.Struct, frozen=True, kw_only=True):
+    """One way of sharding at every batch: seconds of compute, of the collectives by mesh axes, and of all of them.
+
+    ``mesh`` is None where the best mesh differs from batch to batch; ``meshes`` then says which it is.
+    """
+
+    name: str
+    mesh: dict[str, int] | None
+    tokens: Array
+    compute_s: Array
+    comms_s: dict[str, Array]
+    meshes: tuple[dict[str, int], ...] = ()
+    shapes: tuple[str, ...] = ()
+
+    @property
+    def total_s(self) -> Array:
+        """All collectives, one after the other."""
+        return sum(self.comms_s.values(), start=np.zeros(len(self.tokens)))
+
+    @property
+    def ratio(self) -> Array:
+        """Compute over communication: above one, communication can hide. Infinite without any."""
+        with np.errstate(divide="ignore"):
+            return self.compute_s / self.total_s
+
+
+class Crossing(msgspec.Struct, frozen=True, kw_only=True):
+    """The batch from which compute takes longer than a curve's communication, and what its closed form says.
+
+    ``tokens`` is None where it never does, or always does, within the batches that were looked at.
+    """
+
+    name: str
+    tokens: float | None
+    formula: str = ""
+    closed_form: float | None = None
+
+
+# -- curves ---------------------------------------------------------------------------------------------
+
+
+def fixed_curve(
+    work: Work,
+    clusters: Sequence[Cluster],
+    axes: Mapping[str, int],
+    tokens: Array,
+    *,
+    whole_axes: bool = False,
+    calibration: Calibration | None = None,
+) -> Curve:
+    """One mesh at every batch, on the shape and the placement with the least communication."""
+    mesh = _filled(clusters[0], axes)
+    found = _priced(work, clusters, [mesh], tokens, whole_axes, calibration)
+    return _best(mesh_words(mesh), mesh, found, tokens)
+
+
+def scheme_curves(
+    work: Work,
+    clusters: Sequence[Cluster],
+    tokens: Array,
+    *,
+    whole_axes: bool = False,
+    calibration: Calibration | None = None,
+) -> tuple[Curve, ...]:
+    """FSDP alone, FSDP with each tensor size, and the best of all at every batch.
+
+    ``clusters`` are shapes of equally many chips; for every mesh the one with the least communication is taken.
+    ``whole_axes`` keeps every torus axis to one mesh axis, as the book counts them; otherwise a mesh axis may take
+    parts of several, which can be faster.
+    """
+    chips = clusters[0].num_chips
+    meshes = [
+        make_mesh({"fsdp": chips // size, "tensor": size})
+        for size in divisors(chips)
+        if size <= MAX_TENSOR and _divides(work, size)
+    ]
+    found = _priced(work, clusters, meshes, tokens, whole_axes, calibration)
+    curves = []
+    for mesh in (mesh for mesh in meshes if any(one.mesh == mesh for one in found)):
+        name = "FSDP alone" if mesh["tensor"] == 1 else f"FSDP x tensor {mesh['tensor']}"
+        curves.append(_best(name, mesh, [one for one in found if one.mesh == mesh], tokens))
+    return (*curves, _best("best mesh", None, found, tokens))
+
+
+def crossing(curve: Curve, *, formula: str = "", closed_form: float | None = None) -> Crossing:
+    """Where compute overtakes communication, between two batches by a straight line in logarithms."""
+    gap = np.log(curve.ratio)
+    found = None
+    for left in range(len(gap) - 1, 0, -1):
+        low, high = gap[left - 1], gap[left]
+        if low < 0 <= high:
+            share = -low / (high - low)
+            spot = np.log(curve.tokens[left - 1 : left + 1])
+            found = float(np.exp(spot[0] + share * (spot[1] - spot[0])))
+            break
+    return Crossing(name=curve.name, tokens=found, formula=formula, closed_form=closed_form)
+
+
+def closed_forms(work: Work, cluster: Cluster, calibration: Calibration | None = None) -> dict[str, tuple[str, float]]:
+    """The book's batches on one slice of a torus: FSDP over all axes, and the best mixture with tensor."""
+    width = cluster.chip.ici_axis_bytes_per_s
+    if cluster.kind != "torus" or width is None or cluster.num_slices > 1:
+        return {}
+    rates = calibration or datasheet_calibration(cluster.chip)
+    alpha = limits.ici_intensity(matmul_rate(cluster.chip, rates, "bf16"), width * rates.efficiency.ici)
+    count = sum(size > 1 for size in cluster.shape)
+    if count < 2:
+        return {}
+    alone = limits.data_parallel_min_batch(alpha, count, cluster.num_chips)
+    mixed = limits.mixed_min_tokens_per_chip(alpha, work.d_ff, fsdp_axes=count - 1, tensor_axes=1)
+    return {
+        "FSDP alone": (f"N alpha / {count}", float(alone)),
+        "best mesh": (f"4 N alpha^2 / ({count - 1} F)", float(mixed) * cluster.num_chips),
+    }
+
+
+# -- pricing --------------------------------------------------------------------------------------------
+
+
+class _Laid(msgspec.Struct, frozen=True, kw_only=True):
+    """One mesh on one placement at every batch."""
+
+    mesh: dict[str, int]
+    shape: str
+    compute_s: Array
+    comms_s: dict[str, Array]
+
+    @property
+    def total_s(self) -> Array:
+        return sum(self.comms_s.values(), start=np.zeros(len(self.compute_s)))
+
+
+def _priced(
+    work: Work,
+    clusters: Sequence[Cluster],
+    meshes: Sequence[dict[str, int]],
+    tokens: Array,
+    whole_axes: bool,
+    calibration: Calibration | None,
+) -> list[_Laid]:
+    """Every placement of every mesh on every shape, priced at every batch."""
+    found: list[_Laid] = []
+    groups = collective_groups(work.derived)
+    for cluster in clusters:
+        placements: list[Placement] = [
+            laid
+            for mesh in meshes
+            for laid in place_axes(cluster, mesh)
+            if not whole_axes or all(len(link.parts) <= 1 for link in laid.links)
+        ]
+        if not placements:
+            continue
+        rates = step_rates(cluster, placements, groups, dtype="bf16", calibration=calibration)
+        for number, placement in enumerate(placements):
+            mesh = {axis: float(size) for axis, size in placement.mesh.items()}
+            costs = _costs(work, work.sizes(tokens, mesh, cluster), rates.take(number))
+            found.append(_laid(placement, cluster, costs, len(tokens)))
+    if not found:
+        raise CannotRunError(f"no mesh of {work.name} can be laid on {clusters[0].short_name}. Name another shape.")
+    return found
+
+
+def _costs(work: Work, sizes: OpSizes, rates: StepRates) -> list[StepCost]:
+    if work.whole:
+        steps: Iterable[tuple[Any, Any]] = work.derived.steps(1)
+    else:
+        steps = ((step, b.repeat) for b in work.derived.blocks if b.block.carry for step in b.forward)
+    return [price_step(step, count, sizes, rates, num_microbatches=1) for step, count in steps]
+
+
+def _laid(placement: Placement, cluster: Cluster, costs: Sequence[StepCost], count: int) -> _Laid:
+    compute, comms = np.zeros(count), dict[str, Array]()
+    for cost in costs:
+        if not cost.step.is_collective:
+            compute = compute + cost.local_s * cost.count
+            continue
+        axes = [axis for axis in cost.step.axes if placement.mesh[axis] > 1]
+        if axes:
+            name = "+".join(axes)
+            comms[name] = comms.get(name, np.zeros(count)) + cost.network_s * cost.count
+    return _Laid(mesh=placement.mesh, shape=cluster.short_name, compute_s=compute, comms_s=comms)
+
+
+def _best(name: str, mesh: dict[str, int] | None, found: Sequence[_Laid], tokens: Array) -> Curve:
+    """At every batch the one with the least communication."""
+    best = np.argmin(np.stack([one.total_s for one in found]), axis=0).tolist()
+    axes = dict.fromkeys(axis for one in found for axis in one.comms_s)
+    picked = [found[number] for number in best]
+    comms = {
+        axis: np.array([one.comms_s[axis][spot] if axis in one.comms_s else 0.0 for spot, one in enumerate(picked)])
+        for axis in axes
+    }
+    return Curve(
+        name=name,
+        mesh=mesh,
+        tokens=tokens,
+        compute_s=np.array([one.compute_s[spot] for spot, one in enumerate(picked)]),
+        comms_s={axis: seconds for axis, seconds in comms.items() if seconds.any()},
+        meshes=tuple(one.mesh for one in picked),
+        shapes=tuple(one.shape for one in picked),
+    )
+
+
+def _filled(cluster: Cluster, axes: Mapping[str, int]) -> dict[str, int]:
+    """The mesh with fsdp on the chips that the given axes leave."""
+    mesh = make_mesh(axes)
+    taken = int(product(mesh.values()))
+    if "fsdp" not in axes and cluster.num_chips % taken == 0:
+        mesh["fsdp"] = cluster.num_chips // taken
+    if int(product(mesh.values())) != cluster.num_chips:
+        raise InputError(
+            f"axes {mesh_words(make_mesh(axes))} do not make up the {cluster.num_chips} chips of "
+            f"{cluster.short_name}. Leave fsdp out to let it take the rest."
+        )
+    return mesh
+
+
+def mesh_words(mesh: Mapping[str, int]) -> str:
+    return " x ".join(f"{axis} {mesh[axis]}" for axis in MESH_AXES if mesh[axis] > 1) or "one chip"
+
+
+def _divides(work: Work, tensor: int) -> bool:
+    """Whether a tensor axis divides the dims that it splits."""
+    names = ("F", "N") if work.model is not None else ("F", "D")
+    return all(work.dims[name] % tensor == 0 for name in names)

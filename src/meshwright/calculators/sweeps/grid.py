@@ -1,0 +1,101 @@
+"""The best plan of every model on every number of chips, and models of a given size in the proportions of Llama 3."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from meshwright.calculators.sweeps.sweep import SweepPoint, scaling_curve
+from meshwright.core.errors import InputError
+from meshwright.core.units import format_params, parse_count
+from meshwright.plan.space import USUAL, Choices
+from meshwright.spec.calibration import Calibration
+from meshwright.spec.cluster import Cluster
+from meshwright.spec.job import Job
+from meshwright.spec.model import Model
+from meshwright.spec.weights import num_params
+
+HEAD_DIM = 128
+KV_HEADS = 8
+VOCAB_SIZE = 128_256
+FF_OVER_WIDTH = 3.5
+WIDTH_OVER_LAYERS = 128
+"""Llama 3: 4096 / 32 in 8B, 8192 / 80 in 70B, 16384 / 126 in 405B."""
+TIED_BELOW = 4e9
+"""Parameters below which input and output embedding are one table, as in Llama 3.2 1B and 3B."""
+SMALLEST, LARGEST = 5e8, 1e14
+
+
+class Grid(msgspec.Struct, frozen=True, kw_only=True):
+    """``cells[m][c]`` is the best plan of model m on cluster c."""
+
+    models: tuple[Model, ...]
+    clusters: tuple[Cluster, ...]
+    cells: tuple[tuple[SweepPoint, ...], ...]
+
+
+def plan_grid(
+    models: Sequence[Model],
+    clusters: Sequence[Cluster],
+    job: Job,
+    *,
+    axes: Mapping[str, int] | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    choices: Choices = USUAL,
+    calibration: Calibration | None = None,
+) -> Grid:
+    """The best plan of every model on every cluster, for one batch; each model's space is opened once."""
+    fixed: dict[str, Any] = {"axes": axes, "overrides": overrides, "choices": choices, "calibration": calibration}
+    cells = tuple(scaling_curve(model, clusters, job, **fixed) for model in models)
+    return Grid(models=tuple(models), clusters=tuple(clusters), cells=cells)
+
+
+def llama_like(size: str) -> Model:
+    """A dense model of about so many parameters (``"7B"``), in the proportions of Llama 3.
+
+    D / L is near 128 and F = 3.5 D. The width is a multiple of 1024 (8 kv heads of 128), of 2048 from 8192 on; the
+    layers, in fours from 16 on so that stages can share them, make up the count to a few percent.
+    """
+    wanted = parse_count(size, what="size")
+    if not SMALLEST <= wanted <= LARGEST:
+        raise InputError(f"size {size} is out of range. Give 500M to 100T parameters, such as 7B.")
+    tied = wanted < TIED_BELOW
+    found = []
+    for width in (*range(1024, 8192, 1024), *range(8192, 2**18, 2048)):
+        layers = (wanted - (2 - tied) * VOCAB_SIZE * width) / _layer_params(width)
+        layers = round(layers) if layers < 16 else 4 * round(layers / 4)
+        if layers >= 1:
+            # twice too flat is as far off as twice too deep
+            ratio = width / layers / WIDTH_OVER_LAYERS
+            found.append((max(ratio, 1 / ratio), width, layers))
+    _, width, layers = min(found)
+    return _model(size, width, layers, tied)
+
+
+def _layer_params(width: int) -> float:
+    return width * (2 * width + 2 * KV_HEADS * HEAD_DIM + 3 * FF_OVER_WIDTH * width + 2)
+
+
+def _model(size: str, width: int, layers: int, tied: bool) -> Model:
+    return Model(
+        name=f"llama-{size}",
+        family="llama",
+        num_layers=layers,
+        d_model=width,
+        d_ff=round(FF_OVER_WIDTH * width),
+        num_heads=width // HEAD_DIM,
+        num_kv_heads=KV_HEADS,
+        head_dim=HEAD_DIM,
+        vocab_size=VOCAB_SIZE,
+        tied_embeddings=tied,
+        max_positions=131_072,
+        rope_theta=5e5,
+    )
+
+
+def describe(model: Model) -> str:
+    """``"llama-7B: 6.98 B parameters, 32 layers of width 4,096"``."""
+    return (
+        f"{model.name}: {format_params(num_params(model))} parameters, {model.num_layers} layers of width "
+        f"{model.d_model:,}"
+    )

@@ -1,0 +1,1 @@
+"""Budgets and formulas of a whole training run."""

@@ -1,0 +1,152 @@
+"""The bookkeeping of a batch: sequences per step = microbatch x accumulated microbatches x replicas.
+
+Two limits stand beside it: a batch per chip below which chips wait for memory or for links, and the critical batch of
+the optimiser (`scaling_laws`). Sources: Scaling and Parallelism (slides); How to Scale Your Model, sections 5.1 and 7,
+whose B counts tokens.
+"""
+
+import itertools
+from collections.abc import Iterator
+
+import msgspec
+
+from meshwright.core.errors import CannotRunError, InputError
+from meshwright.cost.formulas.limits import data_parallel_min_tokens_per_chip, ici_intensity
+from meshwright.cost.formulas.roofline import critical_batch
+from meshwright.cost.formulas.training_budget import global_batch, num_microbatches
+from meshwright.spec.chip import peak
+from meshwright.spec.cluster import Cluster
+
+MAX_SEQUENCES = 10**7
+"""Bound on sequences whose divisors are listed."""
+
+
+class BatchSplit(msgspec.Struct, frozen=True, kw_only=True):
+    """One way to share out a step: whole numbers whose product is ``batch_seqs``."""
+
+    microbatch_seqs: int
+    num_microbatches: int
+    data_parallel: int
+
+    @property
+    def batch_seqs(self) -> int:
+        """Sequences of a step."""
+        return int(
+            global_batch(self.microbatch_seqs, data_parallel=self.data_parallel, num_microbatches=self.num_microbatches)
+        )
+
+
+class ComputeBoundTokens(msgspec.Struct, frozen=True, kw_only=True):
+    """Tokens of a microbatch from which a chip is compute-bound; None where its figures are not known.
+
+    ``per_replica_hbm``: tokens that meet one copy of the weights, C / W_hbm for 16-bit weights, half of it for int8.
+    ``per_chip_link``: tokens per chip of plain FSDP, C / W of the links that its collectives use, over the torus axes.
+    """
+
+    per_replica_hbm: float | None
+    per_chip_link: float | None
+    link: str | None
+
+
+def solve_batch(
+    *,
+    batch_seqs: int | None = None,
+    microbatch_seqs: int | None = None,
+    accumulation: int | None = None,
+    data_parallel: int | None = None,
+) -> tuple[BatchSplit, ...]:
+    """All whole-numbered splits that agree with what is given; the fewest accumulated microbatches first.
+
+    The batch follows from the other three; else every divisor is tried for what is missing. Raises CannotRunError when
+    nothing divides, naming the nearest batch that would.
+    """
+    given = {"batch": batch_seqs, "micro": microbatch_seqs, "accumulate": accumulation, "replicas": data_parallel}
+    for name, value in given.items():
+        if value is not None and not 1 <= value <= MAX_SEQUENCES:
+            raise InputError(f"{name}={value} must be between 1 and {MAX_SEQUENCES:,}.")
+    parts = (microbatch_seqs, accumulation, data_parallel)
+    if batch_seqs is None:
+        if microbatch_seqs is None or accumulation is None or data_parallel is None:
+            raise InputError("the batch is not given, nor all of micro, accumulate and replicas. Give one more.")
+        return (
+            BatchSplit(microbatch_seqs=microbatch_seqs, num_microbatches=accumulation, data_parallel=data_parallel),
+        )
+    found = [_split(triple) for triple in _factors(batch_seqs, parts)]
+    if not found:
+        raise CannotRunError(_nothing_divides(batch_seqs, parts))
+    return tuple(sorted(found, key=lambda one: (one.num_microbatches, -one.data_parallel)))
+
+
+def _factors(batch: int, parts: tuple[int | None, ...]) -> Iterator[tuple[int, ...]]:
+    """Triples of divisors with that product, those that are given kept."""
+    divisors = [n for n in range(1, int(batch**0.5) + 1) if batch % n == 0]
+    divisors += [batch // n for n in reversed(divisors) if n * n != batch]
+    micro, accumulation, replicas = ([part] if part else divisors for part in parts)
+    for first, third in itertools.product(micro, replicas):
+        steps = num_microbatches(batch, data_parallel=third, microbatch_seqs=first)
+        if steps >= 1 and steps == int(steps) and int(steps) in accumulation:
+            yield first, int(steps), third
+
+
+def _split(triple: tuple[int, ...]) -> BatchSplit:
+    return BatchSplit(microbatch_seqs=triple[0], num_microbatches=triple[1], data_parallel=triple[2])
+
+
+def _nothing_divides(batch: int, parts: tuple[int | None, ...]) -> str:
+    product = 1
+    for part in parts:
+        product *= part or 1
+    words = " x ".join(
+        f"{name} {part}" for name, part in zip(("micro", "accumulate", "replicas"), parts, strict=True) if part
+    )
+    below, above = batch // product * product, (batch // product + 1) * product
+    near = f"{below:,} or {above:,}" if below else f"{above:,}"
+    if None not in parts:
+        return f"{words} = {product:,} sequences, not {batch:,}. Leave one of them out, or give --batch {product}seq."
+    made = words if words.count(" ") == 1 else f"{words} = {product:,}"
+    return f"{made} does not divide {batch:,} sequences. Use {near} sequences a step."
+
+
+def compute_bound_tokens(
+    cluster: Cluster, *, dtype: str, weight_bytes: float = 2, num_experts: int = 1, active_experts: int = 1
+) -> ComputeBoundTokens:
+    """The least tokens at which this cluster's chips are not kept waiting by memory or by FSDP's collectives.
+
+    ``weight_bytes`` are those of a stored weight; FSDP's own limit stays that of products as wide as its collectives.
+    With k of E experts a token, both are E / k times more: each expert's weights meet that much fewer tokens.
+    Torus: alpha over the axes of more than one chip. Switches: the NVLink domain, or what a node's network cards carry
+    together where there are several nodes. Source: How to Scale Your Model, sections 1.1 and 5.1.
+    """
+    unit, rate = cluster.chip, peak(cluster.chip, dtype)
+    hbm = None
+    if unit.hbm_bytes_per_s is not None:
+        hbm = float(
+            critical_batch(
+                rate,
+                unit.hbm_bytes_per_s,
+                weight_bytes=weight_bytes,
+                num_experts=num_experts,
+                active_experts=active_experts,
+            )
+        )
+    link, speed, axes = _links(cluster)
+    if link is None or speed is None:
+        return ComputeBoundTokens(per_replica_hbm=hbm, per_chip_link=None, link=None)
+    least = data_parallel_min_tokens_per_chip(ici_intensity(rate, speed), axes) * num_experts / active_experts
+    return ComputeBoundTokens(per_replica_hbm=hbm, per_chip_link=float(least), link=link)
+
+
+def _links(cluster: Cluster) -> tuple[str | None, float | None, int]:
+    """What FSDP's collectives cross, its bytes/s (two-way on a torus axis), and how many such axes."""
+    unit = cluster.chip
+    if cluster.num_chips == 1:
+        return None, None, 1
+    if cluster.kind == "torus":
+        axes = max(1, sum(size > 1 for size in cluster.shape))
+        return f"ICI, {axes} {'axis' if axes == 1 else 'axes'}", unit.ici_axis_bytes_per_s, axes
+    if cluster.kind == "switched" and unit.nvlink_bytes_per_s:
+        speed, link = unit.nvlink_bytes_per_s, "NVLink"
+        if cluster.nodes > 1 and unit.nic_bytes_per_s:
+            speed, link = min((speed, link), (unit.nic_bytes_per_s * cluster.domain, "network"))
+        return link, speed, 1
+    return None, None, 1

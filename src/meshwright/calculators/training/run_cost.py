@@ -1,0 +1,117 @@
+"""What a number of FLOPs takes on chips at an assumed utilisation: time, energy, money, floor.
+
+Where a plan exists its own step time is better (`plan.run_budget`); this is the estimate before there is one.
+"""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from meshwright.core.errors import InputError
+from meshwright.cost.formulas.training_budget import (
+    cost_usd,
+    days,
+    energy_kwh,
+    facility_energy_kwh,
+    floor_area_m2,
+    flops_per_dollar,
+    flops_per_joule,
+    power_w,
+    train_seconds,
+    years,
+)
+from meshwright.spec.chip import Chip, peak
+
+
+class Assumptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What is taken for granted: share of the peak, and what data sheets do not say.
+
+    ``pue`` is the building's energy over that of its machines, ``host_share`` what hosts and network take besides the
+    chips, as a share of them; ``price_usd_per_hour`` and ``watts_per_chip`` replace the catalogue's.
+    """
+
+    mfu: float = 0.4
+    pue: float = 1.0
+    host_share: float = 0.0
+    price_usd_per_hour: float | None = None
+    watts_per_chip: float | None = None
+    chips_per_rack: int | None = None
+    m2_per_rack: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Refuse shares and prices that nothing has."""
+        if not 0 < self.mfu <= 1:
+            raise InputError(f"mfu {self.mfu:g} is a share of the peak. Give a number above 0, at most 1.")
+        if self.pue < 1:
+            raise InputError(f"pue {self.pue:g} is below 1: a building takes at least what its machines do.")
+        if self.host_share < 0 or self.m2_per_rack <= 0:
+            raise InputError("the share of hosts must be 0 or more, and the floor of a rack positive.")
+        for name in ("price_usd_per_hour", "watts_per_chip", "chips_per_rack"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise InputError(f"{name.replace('_', ' ')} {value:g} must be positive. Leave it out if not known.")
+
+
+class RunCost(msgspec.Struct, frozen=True, kw_only=True):
+    """A number of FLOPs on equal chips; ``None`` where a price, a power or a rack is not known."""
+
+    chip: str
+    num_chips: int
+    dtype: str
+    peak_flops: float
+    mfu: float
+    days: float
+    years: float
+    chip_hours: float
+    power_w: float | None
+    energy_kwh: float | None
+    facility_energy_kwh: float | None
+    cost_usd: float | None
+    flops_per_dollar: float | None
+    flops_per_joule: float | None
+    floor_area_m2: float | None
+
+
+def run_cost(
+    flops: float, chip: Chip, *, num_chips: int = 1, dtype: str, given: Assumptions, useful_share: float = 1.0
+) -> RunCost:
+    """Time, energy and money of these FLOPs; ``useful_share`` is the goodput that failures leave.
+
+    Source: How to Scale Your Model, section 6.2; Scaling systems for LLMs (slides) for years, power and floor.
+    """
+    rate = peak(chip, dtype)
+    reached = given.mfu * useful_share
+    seconds = train_seconds(flops, num_chips=num_chips, peak_flops=rate, mfu=reached)
+    price = given.price_usd_per_hour or chip.price_usd_per_hour
+    watts = given.watts_per_chip or chip.power_w
+    energy = None if watts is None else energy_kwh(seconds, num_chips=num_chips, watts_per_chip=watts)
+    racks = given.chips_per_rack
+    return RunCost(
+        chip=chip.name,
+        num_chips=num_chips,
+        dtype=dtype,
+        peak_flops=rate,
+        mfu=given.mfu,
+        days=days(seconds),
+        years=years(seconds),
+        chip_hours=seconds / 3600 * num_chips,
+        power_w=None if watts is None else power_w(num_chips, watts),
+        energy_kwh=energy,
+        facility_energy_kwh=None
+        if energy is None
+        else facility_energy_kwh(energy, pue=given.pue, host_share=given.host_share),
+        cost_usd=None if price is None else cost_usd(seconds, num_chips=num_chips, price_usd_per_hour=price),
+        flops_per_dollar=None if price is None else flops_per_dollar(rate, price_usd_per_hour=price, mfu=reached),
+        flops_per_joule=None if watts is None else flops_per_joule(rate, watts_per_chip=watts, mfu=reached),
+        floor_area_m2=None
+        if racks is None
+        else floor_area_m2(num_chips, chips_per_rack=racks, m2_per_rack=given.m2_per_rack),
+    )
+
+
+def one_chip_costs(
+    flops: float, chips: Sequence[Chip], *, dtypes: Sequence[str], given: Assumptions
+) -> tuple[RunCost, ...]:
+    """The same FLOPs on one of each chip, slowest first."""
+    rows = [run_cost(flops, unit, dtype=dtype, given=given) for unit, dtype in zip(chips, dtypes, strict=True)]
+    return tuple(sorted(rows, key=lambda row: -row.years))

@@ -1,0 +1,169 @@
+"""Loss from size and data, and how to spend a compute budget: published scaling laws by name.
+
+Every law is a fit to one corpus and tokenizer: losses of different laws are not comparable with each other, and
+only differences within one law say anything. N are parameters, D tokens, C = 6 N D FLOPs.
+"""
+
+import math
+from typing import Literal
+
+import msgspec
+
+from meshwright.core.errors import InputError, nearest
+from meshwright.cost.formulas.training_budget import Number, petaflop_days, training_flops
+
+TOKENS_PER_PARAM = 20
+"""The rule of thumb that Hoffmann et al. (2022) is known by: Chinchilla's 1.4e12 tokens on 70e9 parameters."""
+
+LARGEST_BUDGET = 1e40
+"""FLOPs up to which `flops_for_loss` searches, far above any machine."""
+
+
+class Allocation(msgspec.Struct, frozen=True, kw_only=True):
+    """A way to spend a budget: parameters and tokens whose 6 N D is the budget, and the loss that follows."""
+
+    num_params: float
+    num_tokens: float
+    loss: float | None
+
+    @property
+    def tokens_per_param(self) -> float:
+        return self.num_tokens / self.num_params
+
+
+class ScalingLaw(msgspec.Struct, frozen=True, kw_only=True):
+    """L = E + A / N^alpha + B / D^beta (``form`` "sum"), or Kaplan's L = ((A / N)^(alpha/beta) + B / D)^beta ("joint").
+
+    ``params_counted`` says which N it means. Nats per token of the corpus it was fitted on.
+    """
+
+    name: str
+    source: str
+    form: Literal["sum", "joint"]
+    floor: float
+    params_scale: float
+    params_exponent: float
+    tokens_scale: float
+    tokens_exponent: float
+    params_counted: Literal["all", "without embeddings"] = "all"
+
+    def loss(self, num_params: Number, num_tokens: Number) -> Number:
+        """Loss in nats per token; sizes may be NumPy arrays."""
+        if self.form == "sum":
+            of_size = self.params_scale / num_params**self.params_exponent
+            return self.floor + of_size + self.tokens_scale / num_tokens**self.tokens_exponent
+        of_size = (self.params_scale / num_params) ** (self.params_exponent / self.tokens_exponent)
+        return (of_size + self.tokens_scale / num_tokens) ** self.tokens_exponent
+
+    def optimum(self, flops: float) -> Allocation:
+        """The N and D of least loss with 6 N D = C.
+
+        "sum": N = G (C/6)^(beta/(alpha+beta)), G = (alpha A / (beta B))^(1/(alpha+beta)), Hoffmann et al. equation 4.
+        "joint": Kaplan's own fit of early-stopped runs, N = 1.3e9 C^0.73 with C in petaflop-days, equation 1.7; the
+        loss formula describes converged runs, and its minimum is elsewhere.
+        """
+        if flops <= 0:
+            raise InputError(f"a budget of {flops:g} FLOPs trains nothing. Give for example 1e24.")
+        if self.form == "joint":
+            count = KAPLAN_PARAMS * petaflop_days(flops) ** KAPLAN_EXPONENT
+        else:
+            total = self.params_exponent + self.tokens_exponent
+            balance = self.params_exponent * self.params_scale / (self.tokens_exponent * self.tokens_scale)
+            count = balance ** (1 / total) * (flops / 6) ** (self.tokens_exponent / total)
+        return allocation(count, flops, law=self)
+
+
+LAWS: dict[str, ScalingLaw] = {
+    law.name: law
+    for law in (
+        ScalingLaw(
+            name="chinchilla",
+            source="Hoffmann et al. 2022, approach 3, constants as printed (equation 10)",
+            form="sum",
+            floor=1.69,
+            params_scale=406.4,
+            params_exponent=0.34,
+            tokens_scale=410.7,
+            tokens_exponent=0.28,
+        ),
+        ScalingLaw(
+            name="chinchilla-unrounded",
+            source="Hoffmann et al. 2022, approach 3, before rounding (TeX source, after Besiroglu et al. 2024)",
+            form="sum",
+            floor=1.6934,
+            params_scale=406.4,
+            params_exponent=0.3392,
+            tokens_scale=410.7,
+            tokens_exponent=0.2849,
+        ),
+        ScalingLaw(
+            name="epoch",
+            source="Besiroglu et al. 2024 (Epoch AI), approach 3 fitted anew to the data of Hoffmann et al.",
+            form="sum",
+            floor=1.8172,
+            params_scale=482.01,
+            params_exponent=0.3478,
+            tokens_scale=2085.43,
+            tokens_exponent=0.3658,
+        ),
+        ScalingLaw(
+            name="kaplan",
+            source="Kaplan et al. 2020, equations 1.5 and 1.7",
+            form="joint",
+            floor=0.0,
+            params_scale=6.4e13,
+            params_exponent=0.076,
+            tokens_scale=1.8e13,
+            tokens_exponent=0.103,
+            params_counted="without embeddings",
+        ),
+    )
+}
+DEFAULT_LAW = "chinchilla"
+
+KAPLAN_PARAMS = 1.3e9
+KAPLAN_EXPONENT = 0.73
+KAPLAN_BATCH_TOKENS = 2e8
+KAPLAN_BATCH_EXPONENT = 0.21
+
+
+def scaling_law(name: str) -> ScalingLaw:
+    """The law of that name; InputError with the nearest name."""
+    if name not in LAWS:
+        raise InputError(f"scaling law {name!r} is not known.{nearest(name, LAWS)}")
+    return LAWS[name]
+
+
+def allocation(num_params: float, flops: float, *, law: ScalingLaw | None = None) -> Allocation:
+    """All of a budget spent on a model of that size."""
+    num_tokens = flops / training_flops(num_params, 1)
+    loss = None if law is None else float(law.loss(num_params, num_tokens))
+    return Allocation(num_params=num_params, num_tokens=num_tokens, loss=loss)
+
+
+def fixed_ratio(flops: float, *, law: ScalingLaw, tokens_per_param: float = TOKENS_PER_PARAM) -> Allocation:
+    """A budget at so many tokens per parameter: N = sqrt(C / (6 r)), D = r N."""
+    return allocation(math.sqrt(flops / (6 * tokens_per_param)), flops, law=law)
+
+
+def flops_for_loss(law: ScalingLaw, loss: float) -> float:
+    """Least FLOPs that reach a loss, spent at the law's optimum; InputError for a loss that it never reaches."""
+    if loss <= law.floor or float(law.optimum(LARGEST_BUDGET).loss or 0) > loss:
+        raise InputError(f"no budget reaches a loss of {loss:g} by {law.name}: its floor is {law.floor:g}. Give more.")
+    low, high = 0.0, math.log10(LARGEST_BUDGET)
+    if float(law.optimum(1.0).loss or 0) < loss:
+        raise InputError(f"a loss of {loss:g} is above what {law.name} gives without training. Give less.")
+    for _ in range(100):
+        middle = (low + high) / 2
+        reached = law.optimum(10**middle).loss
+        low, high = (middle, high) if reached is None or reached > loss else (low, middle)
+    return float(10**high)
+
+
+def critical_batch_tokens(loss: Number) -> Number:
+    """Tokens per step beyond which more sequences save few steps: 2e8 / L^(1/0.21).
+
+    It grows as the loss falls; at this size a run takes twice the fewest steps and twice the least data. Source:
+    Kaplan et al. 2020, equation 5.3 (after McCandlish et al. 2018); nats on WebText2.
+    """
+    return KAPLAN_BATCH_TOKENS / loss ** (1 / KAPLAN_BATCH_EXPONENT)

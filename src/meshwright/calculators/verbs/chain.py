@@ -1,0 +1,168 @@
+"""`meshwright chain`: the shardings of a chain of products that take the least time in the memory there is."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+
+from meshwright.algebra.notation import local_shape, parse_mesh
+from meshwright.algebra.steps import BOOK_NAMES
+from meshwright.calculators.sharding.chain import Chain, parse_chain
+from meshwright.calculators.sharding.chain_search import Assignment, search_chain
+from meshwright.calculators.sharding.einsum_cost import einsum_rates
+from meshwright.cli.fields import dim_sizes
+from meshwright.cli.machine import rates_for
+from meshwright.cli.output import emit_json, json_option, print_fact, print_table
+from meshwright.core.dims import DTYPE_BYTES
+from meshwright.core.errors import InputError
+from meshwright.core.units import format_bytes, format_seconds, parse_bytes
+from meshwright.spec.calibration import datasheet_calibration
+from meshwright.spec.calibration import memory_bytes as usable_bytes
+from meshwright.spec.cluster import parse_cluster
+
+MAX_TOP = 20
+COLUMN = 18
+
+
+@click.command()
+@click.argument("products", nargs=-1, required=True)
+@click.option("--mesh", "mesh_text", required=True, help="Mesh axes, major to minor, such as X=4,Y=2.")
+@click.option("--dims", "dims_text", required=True, help="Sizes, such as B=1024,D=4096,F=16384.")
+@click.option("--on", "on", required=True, help="The cluster that runs it, such as v5e:4x4.")
+@click.option("--memory", "memory_text", help="Bytes of a device that may be used, such as 300MB; else all it has.")
+@click.option("--fixed", multiple=True, help='A sharding to keep, such as "B[J_X,K]"; more than one may be given.')
+@click.option("--dtype", default="bf16", type=click.Choice(sorted(DTYPE_BYTES)), help="Of every array (bf16).")
+@click.option("--calibration", type=click.Path(path_type=Path), help="Measured rates of that cluster (TOML).")
+@click.option("--top", default=3, type=click.IntRange(1, MAX_TOP), help="How many assignments to list (3).")
+@json_option
+def command(
+    products: tuple[str, ...],
+    mesh_text: str,
+    dims_text: str,
+    on: str,
+    memory_text: str | None,
+    fixed: tuple[str, ...],
+    dtype: str,
+    calibration: Path | None,
+    top: int,
+    as_json: bool,
+) -> None:
+    """Least time for PRODUCTS such as "A[I,J] * B[J,K] -> C[I,K]", each of which takes the result of the one before.
+
+    Every array may be sharded in any way, unless it is written with a mesh axis or named by --fixed.
+    """
+    cluster = parse_cluster(on)
+    mesh, rates_of = parse_mesh(mesh_text), rates_for(cluster, calibration)
+    chain = parse_chain(products, dims=dim_sizes(dims_text), mesh=mesh, fixed=fixed, dtype=dtype)
+    rates = einsum_rates(cluster, mesh, calibration=rates_of)
+    limit = _limit(memory_text, usable_bytes(cluster.chip, rates_of or datasheet_calibration(cluster.chip)))
+    found = search_chain(chain, rates, memory_bytes=limit, top=top)
+    result = {
+        "cluster": cluster.short_name,
+        "memory_limit_bytes": limit,
+        "placement": rates.placement,
+        "assignments": [_row(chain, one) for one in found],
+    }
+    if as_json:
+        emit_json(result)
+    else:
+        _print(result)
+
+
+def _limit(text: str | None, usable: float) -> float:
+    if text is None:
+        return usable
+    limit = parse_bytes(text)
+    if not 0 < limit <= usable:
+        raise InputError(f"--memory {text} must be more than 0 and at most the {format_bytes(usable)} of a device.")
+    return limit
+
+
+def _row(chain: Chain, one: Assignment) -> dict[str, Any]:
+    return {
+        "time_s": one.time_s,
+        "communication_s": one.communication_s,
+        "memory_bytes": one.memory_bytes,
+        "input_bytes": one.input_bytes,
+        "bound_by": one.bound_by,
+        "arrays": {
+            name: {
+                "sharding": str(array),
+                "role": "input" if name in chain.inputs else "result",
+                "fixed": name in chain.fixed,
+                "block": list(local_shape(array, chain.dims, chain.mesh)),
+            }
+            for name, array in one.arrays.items()
+        },
+        "steps": [
+            {
+                "step": str(step),
+                "op": step.op,
+                "result": str(step.result),
+                "axes": list(step.axes),
+                "flops": price.flops,
+                "bytes": price.num_bytes,
+                "time_s": price.time_s,
+                "bound_by": bound or None,
+            }
+            for step, price, bound in zip(one.steps, one.prices, one.bounds, strict=True)
+        ],
+    }
+
+
+def _print(result: Mapping[str, Any]) -> None:
+    best = result["assignments"][0]
+    rows = [
+        [
+            name,
+            array["sharding"],
+            f"{array['role']}, fixed" if array["fixed"] else array["role"],
+            " x ".join(map(str, array["block"])),
+        ]
+        for name, array in best["arrays"].items()
+    ]
+    print_table(["array", "best sharding", "role", "block of a device"], rows, _title(result))
+    steps = [
+        [
+            str(number),
+            BOOK_NAMES.get(step["op"], "multiply"),
+            step["result"],
+            format_bytes(step["bytes"]),
+            format_seconds(step["time_s"]),
+            step["bound_by"],
+        ]
+        for number, step in enumerate(best["steps"], start=1)
+    ]
+    print_table(["", "step", "result", "bytes", "time", "bound by"], steps)
+    _print_facts(result, best)
+    others = result["assignments"][1:]
+    if others:
+        click.echo()
+        # without spaces inside a name, a row breaks between arrays only
+        told = ["  ".join(a["sharding"].replace(", ", ",") for a in row["arrays"].values()) for row in others]
+        cells = [
+            [text, format_seconds(row["time_s"]), format_bytes(row["memory_bytes"])]
+            for text, row in zip(told, others, strict=True)
+        ]
+        print_table(["next best", "time", "memory"], cells)
+
+
+def _title(result: Mapping[str, Any]) -> str:
+    limit = format_bytes(result["memory_limit_bytes"])
+    return f"least time on {result['cluster']} within {limit} of a device"
+
+
+def _print_facts(result: Mapping[str, Any], best: Mapping[str, Any]) -> None:
+    where = ", ".join(f"{axis} on {place}" for axis, place in result["placement"].items())
+    products = format_seconds(best["time_s"] - best["communication_s"])
+    shared = f"products {products}, communication {format_seconds(best['communication_s'])}"
+    inputs = format_bytes(best["input_bytes"])
+    facts = {
+        "time": f"{format_seconds(best['time_s'])}, one step after the other: {shared}",
+        "bound by": f"{best['bound_by']}, which takes most of the time",
+        "memory": f"at most {format_bytes(best['memory_bytes'])} of a device, {inputs} of it the inputs, always held",
+        "mesh": where,
+    }
+    for label, text in facts.items():
+        print_fact(label, text, column=COLUMN)

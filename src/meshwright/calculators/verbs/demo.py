@@ -1,0 +1,170 @@
+"""`meshwright demo`: the whole loop on this machine: measure, plan, train, compare, draw, sample."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+import msgspec
+
+from meshwright.algebra.steps import Step
+from meshwright.calculators.verbs.shard import panel
+from meshwright.cli.machine import measure
+from meshwright.cli.output import emit_json, json_option, say
+from meshwright.cli.verbs.plan import print_plan
+from meshwright.cli.verbs.train import print_result, run_plan
+from meshwright.core.units import format_seconds
+from meshwright.cost.train_step import PricedStrategy, price_strategy
+from meshwright.plan.planner import plan
+from meshwright.spec.calibration import matmul_rate, memory_rate
+from meshwright.spec.cluster import parse_cluster
+from meshwright.spec.job import Job
+from meshwright.spec.model import Model
+from meshwright.spec.plan_file import Plan, save_plan
+
+if TYPE_CHECKING:
+    from meshwright.train.loop import TrainResult
+
+DEMO_MODEL = Model(
+    name="demo-llama",
+    family="llama",
+    num_layers=4,
+    d_model=256,
+    d_ff=704,
+    num_heads=8,
+    num_kv_heads=4,
+    head_dim=32,
+    vocab_size=1024,
+    max_positions=256,
+)
+DEMO_JOB = Job(batch_seqs=32, seq_len=128)
+CLUSTER = "cpu:8"
+PROMPT = "The statement"
+SAMPLE_TOKENS = 60
+SHOWN = {"q": "queries", "o": "attention", "g": "MLP in", "y": "MLP out", "logits": "unembedding"}
+"""Products that the roofline shows, by the name of their result."""
+
+SETTINGS = {"learning_rate": 3e-3, "warmup_steps": 4, "weight_decay": 0.01, "beta1": 0.8}
+"""Found best of those tried for a hundred steps of a small model (2026-11-21)."""
+
+
+@click.command()
+@click.option("--steps", default=100, show_default=True, help="Optimizer steps.")
+@click.option("--out", type=click.Path(path_type=Path), default=Path("runs/demo"), show_default=True)
+@json_option
+def command(steps: int, out: Path, as_json: bool) -> None:
+    """Measure this machine, plan a small llama for 8 emulated devices, train it, compare, draw, sample."""
+    out.mkdir(parents=True, exist_ok=True)
+    cluster = parse_cluster(CLUSTER)
+    say("1/5 measure")
+    calibration = measure(cluster, keep=out / "calibration.toml")
+    say("2/5 plan")
+    found = plan(DEMO_MODEL, cluster, DEMO_JOB, calibration=calibration)
+    chosen = found.plan()
+    save_plan(chosen, out / "plan.toml")
+    if not as_json:
+        print_plan(found)
+    say("3/5 train")
+    result = run_plan(chosen, {**SETTINGS, "steps": steps}, runs=out)
+    say("4/5 pictures")
+    pictures = _draw(chosen, result, out)
+    say("5/5 sample")
+    text = _sample(Path(result.run))
+    if as_json:
+        emit_json({**msgspec.to_builtins(result), "plan": str(out / "plan.toml"), "pictures": pictures, "sample": text})
+        return
+    click.echo()
+    print_result(chosen, result)
+    click.echo(f"pictures: {', '.join(pictures)}")
+    click.echo(f"sample:   {text!r}")
+
+
+def _draw(chosen: Plan, result: "TrainResult", out: Path) -> list[str]:
+    """Loss curve, roofline, who holds which block, and the step predicted beside the measured one."""
+    from meshwright.report.arrays.sharding import sharding_figure
+    from meshwright.report.bars import memory_figure, step_breakdown_figure
+    from meshwright.report.figure import save
+    from meshwright.report.plans.loss import loss_figure
+
+    tokens = [chosen.job.tokens_per_step * (i + 1) for i in range(len(result.losses))]
+    rates = chosen.calibration.describe()
+    priced = price_strategy(chosen.model, chosen.cluster, chosen.job, chosen.strategy, calibration=chosen.calibration)
+    declared = priced.derived.declared
+    dims = {**chosen.model.dims, "B": chosen.job.batch_seqs, "T": chosen.job.seq_len}
+    panels = [panel(declared[name], dims, chosen.strategy.mesh) for name in ("x", "w_up", "g")]
+    axes = ", ".join(f"{axis}={size}" for axis, size in chosen.strategy.mesh.items() if size > 1)
+    figures = {
+        "loss.png": loss_figure(result.losses, tokens, subtitle=f"{chosen.model.name} on Python's own documentation"),
+        "roofline.png": _roofline(chosen, priced, result),
+        "sharding.png": sharding_figure(panels, subtitle=f"Stream, one weight and one activation on mesh {axes}"),
+        "step.png": step_breakdown_figure(
+            {
+                "predicted": {name: s for name, s in priced.estimate.terms.items() if s > 0},
+                "measured": {"whole step": result.step_s or 0.0},
+            },
+            subtitle=f"Predicted parts by themselves; {rates}",
+        ),
+        "memory.png": memory_figure(
+            {
+                "predicted": {name: b for name, b in priced.estimate.memory.items() if b > 0},
+                "measured": _measured_memory(result),
+            },
+            subtitle="Measured: shards on one device, and the temporaries of the compiled step",
+        ),
+    }
+    return [str(save(figure, out / name)) for name, figure in figures.items()]
+
+
+def _measured_memory(result: "TrainResult") -> dict[str, float]:
+    memory = result.memory
+    if memory is None:
+        return {}
+    return {
+        "weights": memory.weights_bytes,
+        "optimizer": memory.optimizer_bytes,
+        "batch": memory.batch_bytes,
+        "temporaries": memory.temporaries_bytes or 0,
+    }
+
+
+def _roofline(chosen: Plan, priced: PricedStrategy, result: "TrainResult") -> dict[str, object]:
+    """Ops of the step where the measured rates put them, and the measured step as a whole."""
+    from meshwright.report.roofline import RooflinePoint, roofline_figure
+
+    chip, rates = chosen.cluster.chip, chosen.calibration
+    peak, memory = matmul_rate(chip, rates, "fp32"), memory_rate(chip, rates)
+    points = []
+    for cost in priced.costs:
+        flops, moved = float(cost.flops), float(cost.hbm_bytes)
+        if flops and _is_shown(cost.step):
+            rate = flops / float(cost.local_s)
+            label = SHOWN[cost.step.result.name]
+            points.append(RooflinePoint(label=label, intensity=flops / moved, flops_per_s=rate))
+    flops = sum(float(c.flops * c.count) for c in priced.costs)
+    moved = sum(float(c.hbm_bytes * c.count) for c in priced.costs)
+    if result.step_s:
+        point = RooflinePoint(
+            label=f"whole step, measured {format_seconds(result.step_s)}",
+            intensity=flops / moved,
+            flops_per_s=flops / result.step_s,
+        )
+        points.append(point)
+    return roofline_figure(
+        peak_flops_per_s=peak,
+        link_bytes_per_s={"memory": memory},
+        points=points,
+        title="One emulated device of this machine, and the products of a layer",
+    )
+
+
+def _is_shown(step: Step) -> bool:
+    return step.phase == "forward" and step.result.name in SHOWN
+
+
+def _sample(run: Path) -> str:
+    from meshwright.train.sample import generate
+    from meshwright.train.weights_file import load_run
+
+    model, params, tokenizer = load_run(run)
+    prompt = tokenizer.encode(PROMPT).ids
+    drawn = generate(model, params, prompt, num_tokens=SAMPLE_TOKENS, temperature=0.5, seed=0, window=DEMO_JOB.seq_len)
+    return tokenizer.decode([*prompt, *drawn])

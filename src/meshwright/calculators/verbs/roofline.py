@@ -1,0 +1,235 @@
+"""`meshwright roofline`: what bounds one product on one chip."""
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from meshwright.algebra.notation import ShardedArray, parse_einsum
+from meshwright.calculators.chips.anatomy import tile_expansion
+from meshwright.calculators.verbs.roofline_attention import attention_facts, draw_attention, print_attention
+from meshwright.calculators.verbs.roofline_sweep import (
+    Sweep,
+    draw_sweep,
+    parse_sweep,
+    print_sweep,
+    sweep_facts,
+    sweep_points,
+)
+from meshwright.cli.fields import dim_sizes
+from meshwright.cli.output import emit_json, json_option, print_fact, print_table, say
+from meshwright.core.errors import InputError
+from meshwright.core.units import format_bytes, format_flops, format_seconds
+from meshwright.cost.formulas.roofline import (
+    Channel,
+    Operand,
+    Roofline,
+    channel_rate,
+    chip_roofline,
+    critical_batch,
+    critical_size,
+    dtype_bytes,
+    einsum_work,
+)
+from meshwright.spec.catalogue import model as find_model
+from meshwright.spec.chip import Chip, chip, compute_dtype
+
+CHANNELS: tuple[Channel, ...] = ("hbm", "vmem", "pcie", "ici", "dcn")
+TPU_TILE = (8, 128)
+"""Rows and columns of a tile: how a TPU lays the last two dims of an array out in memory."""
+
+
+@click.command()
+@click.argument("product", required=False)
+@click.option("--dims", help="Sizes, such as B=128,D=8192,F=32768.")
+@click.option("--on", "on", required=True, help="A chip, such as v5e or h100 (meshwright show chips).")
+@click.option("--channel", type=click.Choice(CHANNELS), default="hbm", show_default=True)
+@click.option("--sweep", "sweeps", multiple=True, metavar="DIMS=SIZES",
+              help="Many sizes: B=1..4096 doubles, D,F=1024,4096 sets both; repeatable.")  # fmt: skip
+@click.option("--attention", "attention_of", metavar="MODEL", help="Instead: its attention beside its feed-forward.")
+@click.option("--batch", "batch_seqs", type=int, default=1, show_default=True, help="Sequences that generate at once.")
+@click.option("--png", type=click.Path(path_type=Path), help="Draw the roofline to this file (.png or .svg).")
+@json_option
+def command(
+    product: str | None,
+    dims: str | None,
+    on: str,
+    channel: Channel,
+    sweeps: tuple[str, ...],
+    attention_of: str | None,
+    batch_seqs: int,
+    png: Path | None,
+    as_json: bool,
+) -> None:
+    """Intensity, both bounds and what binds for a PRODUCT such as "bf16[B,D] * int8[D,F] -> bf16[B,F]"."""
+    unit, swept = chip(on), [parse_sweep(text) for text in sweeps]
+    sizes = dim_sizes(dims) if dims is not None else {}
+    if attention_of is not None:
+        if product is not None or sizes or len(swept) > 1:
+            raise InputError(
+                "--attention takes its sizes from the model. Leave PRODUCT and --dims out, --sweep T alone."
+            )
+        _attention(attention_of, unit, batch_seqs, swept[0] if swept else None, png, as_json)
+    elif product is None:
+        raise InputError("there is no product. Write bf16[B,D] * int8[D,F] -> bf16[B,F], or give --attention MODEL.")
+    elif swept:
+        _sweep(product, sizes, unit, channel, swept, png, as_json)
+    elif not sizes:
+        raise InputError("the product has no sizes. Give --dims B=128,D=8192,F=32768, or --sweep.")
+    else:
+        _one(product, sizes, unit, channel, png, as_json)
+
+
+def _attention(name: str, unit: Chip, batch_seqs: int, sweep: Sweep | None, png: Path | None, as_json: bool) -> None:
+    dtype = compute_dtype(unit, "bf16")
+    facts = attention_facts(find_model(name), unit, dtype=dtype, batch_seqs=batch_seqs, sweep=sweep)
+    if png:
+        facts["png"] = str(draw_attention(png, facts))
+    if as_json:
+        emit_json(facts)
+    else:
+        print_attention(facts)
+
+
+def _sweep(
+    product: str,
+    sizes: dict[str, int],
+    unit: Chip,
+    channel: Channel,
+    swept: list[Sweep],
+    png: Path | None,
+    as_json: bool,
+) -> None:
+    lhs, rhs, out = (Operand(a.dims, _dtype(a)) for a in parse_einsum(product))
+    dtype = compute_dtype(unit, lhs.dtype, rhs.dtype)
+    points = sweep_points((lhs, rhs), out, sizes, swept, unit=unit, dtype=dtype, channel=channel)
+    facts: dict[str, Any] = {
+        "chip": unit.name,
+        "channel": channel,
+        "compute_dtype": dtype,
+        "peak_flops": points[0].line.peak_flops,
+        "bytes_per_s": points[0].line.bytes_per_s,
+        "points": sweep_facts(swept, points),
+    }
+    if png:
+        facts["png"] = str(draw_sweep(png, product, unit, swept, points))
+    if as_json:
+        emit_json(facts)
+    else:
+        print_sweep(f"{product} on {unit.name} in {dtype}", swept, points)
+
+
+def _one(product: str, sizes: dict[str, int], unit: Chip, channel: Channel, png: Path | None, as_json: bool) -> None:
+    named = parse_einsum(product)
+    lhs, rhs, out = (Operand(a.dims, _dtype(a)) for a in named)
+    dtype = compute_dtype(unit, lhs.dtype, rhs.dtype)
+    line = chip_roofline(einsum_work((lhs, rhs), out, sizes), unit, dtype=dtype, channel=channel)
+    batch_dim = _batch_dim(lhs, rhs, product)
+    critical = critical_size(
+        (lhs, rhs), out, sizes, dim=batch_dim, peak_flops=line.peak_flops, bytes_per_s=line.bytes_per_s
+    )
+    result = {
+        **_result(line, dtype, batch_dim, critical),
+        "critical_batch_wide": _wide_batch(line, rhs, batch_dim),
+        "tile_expansion": _tiles(unit, named, sizes),
+    }
+    if png:
+        result["png"] = str(_draw(png, product, unit, line))
+    if as_json:
+        emit_json(result)
+    else:
+        _print(product, unit, result)
+
+
+def _batch_dim(lhs: Operand, rhs: Operand, product: str) -> str:
+    """The dim whose critical size is told: the first of the left array that the right one lacks."""
+    if not lhs.dims:
+        raise InputError(f"the left array of {product!r} has no dims. Write for example x[B,D] * W[D,F] -> y[B,F].")
+    return next((d for d in lhs.dims if d not in rhs.dims), lhs.dims[0])
+
+
+def _wide_batch(line: Roofline, weight: Operand, batch_dim: str) -> float | None:
+    """The critical batch were every other dim endless: only the weight's bytes count; None without a weight."""
+    if batch_dim in weight.dims:
+        return None
+    return critical_batch(line.peak_flops, line.bytes_per_s, weight_bytes=dtype_bytes(weight.dtype))
+
+
+def _tiles(unit: Chip, arrays: tuple[ShardedArray, ...], sizes: dict[str, int]) -> dict[str, float] | None:
+    """By array, memory in tiles over what its elements need; None for a chip that is no TPU."""
+    if unit.vendor != "Google":
+        return None
+    shapes = {a.name: [1] * (2 - len(a.dims)) + [sizes[d] for d in a.dims] for a in arrays}
+    return {name: tile_expansion(shape, TPU_TILE) for name, shape in shapes.items()}
+
+
+def _dtype(array: ShardedArray) -> str:
+    if array.spread or array.unreduced:
+        raise InputError(f"{array} is sharded; roofline is for one chip. Use meshwright shard for a mesh.")
+    return array.dtype or "bf16"
+
+
+def _result(line: Roofline, dtype: str, batch_dim: str, critical: float) -> dict[str, Any]:
+    return {
+        "flops": line.work.flops,
+        "bytes": line.work.num_bytes,
+        "intensity": line.work.intensity,
+        "critical_intensity": line.critical_intensity,
+        "compute_dtype": dtype,
+        "peak_flops": line.peak_flops,
+        "bytes_per_s": line.bytes_per_s,
+        "channel": line.channel,
+        "math_s": line.math_s,
+        "transfer_s": line.transfer_s,
+        "time_s_lower": line.lower_s,
+        "time_s_upper": line.upper_s,
+        "bound_by": line.bound_by,
+        "critical_dim": batch_dim,
+        "critical_batch": critical,
+        "flops_per_s": line.reached_flops_per_s,
+    }
+
+
+def _print(product: str, unit: Chip, r: dict[str, Any]) -> None:
+    channel, dim = r["channel"], r["critical_dim"]
+    batch = r["critical_batch"]
+    rows = [
+        ["compute", format_flops(r["flops"], unit="FLOP"), format_flops(r["peak_flops"]), format_seconds(r["math_s"])],
+        [channel, format_bytes(r["bytes"]), f"{format_bytes(r['bytes_per_s'])}/s", format_seconds(r["transfer_s"])],
+    ]
+    print_table(["", "amount", f"{unit.name} rate", "time"], rows, f"{product} on {unit.name} in {r['compute_dtype']}")
+    click.echo(f"intensity       {r['intensity']:,.4g} FLOPs/byte (critical {r['critical_intensity']:,.4g})")
+    click.echo(f"bound by        {r['bound_by']}")
+    click.echo(f"time            {format_seconds(r['time_s_lower'])} with perfect overlap, "
+               f"{format_seconds(r['time_s_upper'])} with none")  # fmt: skip
+    reach = f"{dim} > {batch:,.1f}" if batch != float("inf") else f"never, whatever {dim}"
+    wide = r["critical_batch_wide"]
+    near = f"; {wide:,.1f} by the weight's alone" if wide is not None and batch != float("inf") else ""
+    print_fact("compute-bound", f"{reach} (every byte counted{near})", column=16)
+    if r["tile_expansion"]:
+        padded = ", ".join(
+            f"{name} {times:,.0f}" if times >= 100 else f"{name} {times:.3g}"
+            for name, times in r["tile_expansion"].items()
+        )
+        tile = ",".join(map(str, TPU_TILE))
+        print_fact("padded memory", f"{padded} times what the elements need, in tiles of ({tile})", column=16)
+
+
+def _draw(path: Path, product: str, unit: Chip, line: Roofline) -> Path:
+    from meshwright.report.figure import save
+    from meshwright.report.roofline import RooflinePoint, roofline_figure
+
+    links = {}
+    for name in ("hbm", "vmem"):
+        try:
+            links[name.upper()] = channel_rate(unit, name)
+        except InputError:
+            continue
+    links.setdefault(line.channel.upper(), line.bytes_per_s)
+    point = RooflinePoint(label=product, intensity=line.work.intensity, flops_per_s=line.reached_flops_per_s)
+    spec = roofline_figure(
+        peak_flops_per_s=line.peak_flops, link_bytes_per_s=links, points=[point], title=f"Roofline of {unit.name}"
+    )
+    written = save(spec, path)
+    say(f"wrote {written}")
+    return written

@@ -1,0 +1,118 @@
+"""`meshwright roofline --attention MODEL`: attention beside the feed-forward block as the context grows."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from meshwright.calculators.chips.attention_roofline import BlockTimes, block_times, compute_bound_len
+from meshwright.calculators.verbs.roofline_sweep import Sweep
+from meshwright.cli.output import print_fact, print_table, say
+from meshwright.core.errors import InputError
+from meshwright.core.units import format_count
+from meshwright.cost.formulas.accounting import attention_equal_len
+from meshwright.cost.formulas.roofline import channel_rate, critical_intensity
+from meshwright.spec.chip import Chip, peak
+from meshwright.spec.model import Model
+
+LENGTHS = tuple(2**power for power in range(7, 21))
+COLUMN = 16
+
+
+def attention_facts(model: Model, unit: Chip, *, dtype: str, batch_seqs: int, sweep: Sweep | None) -> dict[str, Any]:
+    """Both phases at every length: prefill of one sequence, and generation of so many at once."""
+    if batch_seqs < 1:
+        raise InputError(f"--batch {batch_seqs} must be at least 1 sequence.")
+    if sweep is not None and sweep.dims != ("T",):
+        raise InputError(f"--sweep {sweep.name}: attention is swept over T. Write T=128..1Mi.")
+    lengths = LENGTHS if sweep is None else sweep.sizes
+    at = critical_intensity(peak(unit, dtype), channel_rate(unit, "hbm"))
+    prefill = [block_times(model, unit, keys=n, queries=n, batch_seqs=1, dtype=dtype) for n in lengths]
+    generation = [block_times(model, unit, keys=n, queries=1, batch_seqs=batch_seqs, dtype=dtype) for n in lengths]
+    return {
+        "model": model.name,
+        "chip": unit.name,
+        "compute_dtype": dtype,
+        "critical_intensity": at,
+        "queries_per_kv_head": model.num_heads // model.num_kv_heads,
+        "compute_bound_len": compute_bound_len(model, at),
+        "equal_flops_len": attention_equal_len(model),
+        "batch_seqs": batch_seqs,
+        "prefill": [_facts(one) for one in prefill],
+        "generation": [_facts(one) for one in generation],
+    }
+
+
+def _facts(one: BlockTimes) -> dict[str, Any]:
+    return {
+        "keys": one.keys,
+        "intensity": one.attention.work.intensity,
+        "attention_s": one.attention.lower_s,
+        "ffw_s": one.ffw_s,
+        "ratio": one.ratio,
+        "bound_by": one.attention.bound_by,
+    }
+
+
+def print_attention(facts: dict[str, Any]) -> None:
+    """The lengths as a table, then where attention becomes compute-bound."""
+    rows = [
+        [f"{p['keys']:,}", _number(p["intensity"]), p["bound_by"], f"{p['ratio']:.3g}",
+         f"{g['intensity']:,.3g}", g["bound_by"], f"{g['ratio']:.3g}"]
+        for p, g in zip(facts["prefill"], facts["generation"], strict=True)
+    ]  # fmt: skip
+    print_table(
+        ["context", "prefill", "bound by", "over FFW", "generation", "bound by", "over FFW"],
+        rows,
+        f"Attention of one layer of {facts['model']} on {facts['chip']}: FLOPs/byte, and its time over that of the "
+        f"feed-forward block",
+    )
+    group, at = facts["queries_per_kv_head"], facts["critical_intensity"]
+    print_fact(
+        "prefill",
+        f"compute-bound from {facts['compute_bound_len']:,.4g} positions: T G / (G + 1) > {at:,.4g} FLOPs/byte, "
+        f"G = {group}",
+        column=COLUMN,
+    )
+    count = facts["batch_seqs"]
+    never = "never compute-bound" if group <= at else "compute-bound"
+    print_fact(
+        "generation",
+        f"near G = {group} FLOPs/byte: {never}; {count:,} sequence{'s' if count > 1 else ''} at once",
+        column=COLUMN,
+    )
+    print_fact(
+        "counted",
+        "no causal discount, projections left out, keys and values in bf16; each block the larger of compute and "
+        "memory on one chip",
+        column=COLUMN,
+    )
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
+
+
+def draw_attention(path: Path, facts: dict[str, Any]) -> Path:
+    """The picture of attention's time over the feed-forward block's against the context."""
+    from meshwright.report.curves import Curve, Mark, curves_figure
+    from meshwright.report.figure import save
+
+    def curve(name: str, rows: Sequence[dict[str, Any]]) -> Curve:
+        return Curve(name=name, x=tuple(float(r["keys"]) for r in rows), y=tuple(float(r["ratio"]) for r in rows))
+
+    count = facts["batch_seqs"]
+    marks = [Mark(axis="y", value=1.0, text="as long as the feed-forward block", at="end")]
+    lengths = [r["keys"] for r in facts["prefill"]]
+    if min(lengths) < facts["compute_bound_len"] < max(lengths):
+        marks.append(Mark(axis="x", value=facts["compute_bound_len"], text="prefill compute-bound", at="end"))
+    spec = curves_figure(
+        [curve("prefill", facts["prefill"]), curve(f"generation, {format_count(count)} at once", facts["generation"])],
+        x_title="context (positions)",
+        y_title="time of attention over feed-forward",
+        title=f"Attention beside the feed-forward block: {facts['model']} on {facts['chip']}",
+        subtitle="One layer on one chip, each block the larger of compute and memory; projections left out.",
+        marks=marks,
+    )
+    written = save(spec, path)
+    say(f"wrote {written}")
+    return written

@@ -1,0 +1,208 @@
+"""`meshwright schedule`: a pipeline schedule as a table: its time, its idle devices, its memory, its timeline."""
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from meshwright.algebra.schedules.file import format_schedule, read_schedule
+from meshwright.algebra.schedules.forms import weight_copies
+from meshwright.algebra.schedules.rows import SCHEDULES, build, default_chunks
+from meshwright.algebra.schedules.simulation import Simulation
+from meshwright.algebra.schedules.table import Schedule
+from meshwright.calculators.verbs.schedule_text import print_compared, print_schedule, print_sweep
+from meshwright.calculators.verbs.schedule_times import Times, read_times
+from meshwright.cli.output import emit_json, json_option, say
+from meshwright.core.errors import InputError
+from meshwright.core.files import write_text_whole
+
+MAX_ROWS = 1_000_000
+MAX_SWEPT_STAGES = 64
+
+
+@click.command()
+@click.argument("name", required=False)
+@click.option("--stages", type=int, help="Devices of the pipeline.")
+@click.option("--microbatches", type=int, help="Microbatches of a step.")
+@click.option("--chunks", type=int, help="Virtual stages per device of the interleaved schedule.  [default: 2]")
+@click.option("--forward", default="1", show_default=True, help="Of one device; 1.2ms, or one for each virtual stage.")
+@click.option("--backward", help="The whole backward pass.  [default: twice the forward pass]")
+@click.option("--weight", help="The part of it that makes gradients of weights.  [default: half of it]")
+@click.option("--send", default="0", show_default=True, help="From one stage to the next.")
+@click.option("--table", type=click.Path(path_type=Path), help="A schedule of your own: a line per device, 0: F0 B0.")
+@click.option("--write", type=click.Path(path_type=Path), help="Write the schedule as such a file.")
+@click.option("--compare", is_flag=True, help="All named schedules beside each other.")
+@click.option("--sweep-stages", is_flag=True, help="More stages and fewer replicas on the same chips.")
+@click.option("--png", type=click.Path(path_type=Path), help="Draw the timeline to this file (.png or .svg).")
+@json_option
+def command(
+    name: str | None,
+    stages: int | None,
+    microbatches: int | None,
+    chunks: int | None,
+    forward: str,
+    backward: str | None,
+    weight: str | None,
+    send: str,
+    table: Path | None,
+    write: Path | None,
+    compare: bool,
+    sweep_stages: bool,
+    png: Path | None,
+    as_json: bool,
+) -> None:
+    """Time, idle devices and memory of the schedule NAME, such as 1f1b, or of one of your own.
+
+    NAME is naive, gpipe, 1f1b, interleaved, zb-h1, zb-h2, dualpipe or dualpipe-v. Times are of one microbatch; where
+    they carry no unit the answer is in units too.
+    """
+    times = read_times(forward=forward, backward=backward, weight=weight, send=send)
+    if not (name or table or compare):
+        raise InputError(f"no schedule is named. Give one of {', '.join(SCHEDULES)}, or --table FILE.")
+    schedule = _schedule(name, stages, microbatches, chunks, table)
+    result: dict[str, Any] = {"unit": times.unit}
+    if schedule:
+        simulation = times.simulate(schedule)
+        result |= _result(schedule, simulation, times)
+    if compare:
+        sizes = _sizes(stages, microbatches, "--compare")
+        result["compare"] = [_compared(one, sizes, chunks, times) for one in SCHEDULES]
+    if sweep_stages:
+        sizes = _sizes(stages, microbatches, "--sweep-stages")
+        result["sweep"] = _sweep(name, sizes, chunks, times)
+    if not schedule and (write or png):
+        raise InputError("--png and --write take one schedule. Name it, such as 1f1b, beside --compare.")
+    if schedule and write:
+        write_text_whole(write, format_schedule(schedule))
+        say(f"wrote {write}")
+    if schedule and png:
+        result["png"] = str(_draw(png, schedule, simulation, times))
+    if as_json:
+        emit_json(result)
+        return
+    if schedule:
+        print_schedule(schedule, simulation, result, times)
+    if compare:
+        print_compared(result["compare"], times)
+    if sweep_stages:
+        print_sweep(result["sweep"], times)
+
+
+def _schedule(
+    name: str | None, stages: int | None, microbatches: int | None, chunks: int | None, table: Path | None
+) -> Schedule | None:
+    if table is None:
+        return _build(name, _sizes(stages, microbatches, name), chunks) if name else None
+    if name or stages or microbatches or chunks:
+        raise InputError(f"{table} says what the schedule is. Leave out its name, --stages, --microbatches, --chunks.")
+    return read_schedule(table)
+
+
+def _sizes(stages: int | None, microbatches: int | None, what: str) -> tuple[int, int]:
+    if stages is None or microbatches is None:
+        raise InputError(f"{what} needs --stages and --microbatches. Write for example --stages 8 --microbatches 32.")
+    return stages, microbatches
+
+
+def _build(name: str, sizes: tuple[int, int], chunks: int | None) -> Schedule:
+    stages, microbatches = sizes
+    pieces = default_chunks(name) if chunks is None else chunks
+    if 3 * stages * microbatches * pieces > MAX_ROWS:
+        raise InputError(
+            f"{stages} stages of {pieces} chunks x {microbatches} microbatches are more than {MAX_ROWS:,} rows."
+        )
+    return build(name, stages=stages, microbatches=microbatches, chunks=pieces)
+
+
+def _result(schedule: Schedule, simulation: Simulation, times: Times) -> dict[str, Any]:
+    return {
+        "schedule": schedule.name,
+        "stages": schedule.num_devices,
+        "microbatches": schedule.num_microbatches,
+        "chunks": schedule.num_virtual_stages // schedule.num_devices,
+        "weight_copies": schedule.weight_copies,
+        "forward": times.forward,
+        "backward": times.backward,
+        "weight": times.weight,
+        "send": times.send,
+        "step": simulation.makespan_s,
+        "busy": simulation.busy_s,
+        "idle": simulation.idle_s,
+        "bubble": simulation.bubble_s,
+        "bubble_share": simulation.bubble_share,
+        "bubble_without_barrier": simulation.bubble_without_barrier_s,
+        "peak_stash": simulation.peak_stash,
+        "fused": times.in_lockstep(schedule),
+    }
+
+
+def _compared(name: str, sizes: tuple[int, int], chunks: int | None, times: Times) -> dict[str, Any]:
+    """One schedule's row; with the reason instead where it does not exist for these sizes."""
+    try:
+        schedule = _build(name, sizes, chunks if name == "interleaved" else None)
+    except InputError as error:
+        return {"schedule": name, "weight_copies": weight_copies(name), "cannot": str(error)}
+    if not times.uniform:
+        raise InputError("schedules cut the model differently: with --compare give one time per device.")
+    simulation, lockstep = times.simulate(schedule), times.in_lockstep(schedule)
+    return {
+        "schedule": name,
+        "chunks": schedule.num_virtual_stages // schedule.num_devices,
+        "weight_copies": schedule.weight_copies,
+        "step": simulation.makespan_s,
+        "bubble": simulation.bubble_s,
+        "bubble_share": simulation.bubble_share,
+        "bubble_without_barrier": simulation.bubble_without_barrier_s,
+        "peak_stash": max(simulation.peak_stash),
+        "fused_step": lockstep["step"],
+    }
+
+
+def _sweep(name: str | None, sizes: tuple[int, int], chunks: int | None, times: Times) -> list[dict[str, Any]]:
+    """The schedule with half and twice the stages, and so on, on the same chips and the same batch.
+
+    A pipeline of half as many stages has twice as many replicas: each runs half of the microbatches, and each device
+    twice the layers.
+    """
+    if name is None or not times.uniform:
+        raise InputError("--sweep-stages needs the name of a schedule, and one time per device.")
+    stages, microbatches = sizes
+    found = []
+    for swept in (2**power for power in range(1, MAX_SWEPT_STAGES.bit_length())):
+        if microbatches * swept % stages:
+            continue
+        try:
+            schedule = _build(name, (swept, microbatches * swept // stages), chunks)
+        except InputError as error:
+            found.append({"stages": swept, "microbatches": microbatches * swept // stages, "cannot": str(error)})
+            continue
+        simulation = times.scaled(stages / swept).simulate(schedule)
+        found.append(
+            {
+                "stages": swept,
+                "microbatches": schedule.num_microbatches,
+                "step": simulation.makespan_s,
+                "bubble": simulation.bubble_s,
+                "bubble_share": simulation.bubble_share,
+                "peak_stash": max(simulation.peak_stash),
+                "peak_stash_of_model": max(simulation.peak_stash) / swept,
+            }
+        )
+    return found
+
+
+def _draw(path: Path, schedule: Schedule, simulation: Simulation, times: Times) -> Path:
+    from meshwright.report.figure import save
+    from meshwright.report.plans.timeline import timeline_figure
+
+    spec = timeline_figure(
+        schedule,
+        simulation,
+        unit=times.unit,
+        title=f"{schedule.name}: {schedule.num_devices} devices, {schedule.num_microbatches} microbatches",
+        subtitle=f"step {times.show(simulation.makespan_s)}; devices are idle {simulation.bubble_share:.1%} of it; "
+        f"peak stash {max(simulation.peak_stash):.4g} whole-stage microbatches",
+    )
+    written = save(spec, path)
+    say(f"wrote {written}")
+    return written

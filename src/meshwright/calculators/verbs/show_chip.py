@@ -1,0 +1,183 @@
+"""What `meshwright show CHIP` prints: its figures with their sources, and what follows from them."""
+
+from typing import Any
+
+import click
+import msgspec
+
+from meshwright.calculators.chips import anatomy
+from meshwright.calculators.verbs.show_gpu import gpu_facts, print_gpu
+from meshwright.cli.output import emit_json, print_fact, print_table, print_text
+from meshwright.core.dims import DTYPE_BYTES
+from meshwright.core.units import format_bytes, format_flops, format_params, format_seconds
+from meshwright.cost.formulas import accounting, limits, roofline
+from meshwright.cost.network import collectives as network
+from meshwright.spec.chip import Chip
+from meshwright.spec.strategy import STATE_BYTES
+
+Row = list[Any]
+
+
+def print_chip(c: Chip, as_json: bool) -> None:
+    """One chip as one JSON object or as two tables: figures of the catalogue, then what follows from them."""
+    facts = chip_facts(c)
+    if as_json:
+        emit_json(facts)
+        return
+    _print_figures(c)
+    rows = [*_derived_rows(c, facts), *_anatomy_rows(c)]
+    if rows:
+        click.echo()
+        print_table(["", "", "formula"], rows, f"What follows, {facts['compute_dtype']} products{_links(c)}")
+    if facts["gpu"]:
+        print_gpu(c, facts["gpu"], facts["compute_dtype"])
+    if facts["max_params"]:
+        states = ", ".join(f"{state} {format_params(count)}" for state, count in facts["max_params"].items())
+        print_fact("largest model", f"whose training state alone fills one chip, in parameters: {states}")
+
+
+def chip_facts(c: Chip) -> dict[str, Any]:
+    """Every figure of a chip and what follows from it; None where a figure that it needs is not known."""
+    dtype = product_dtype(c)
+    rate = c.peak_flops[dtype] if dtype else None
+    link, hop_s = _link(c)
+    alpha = _over(limits.ici_intensity, rate, c.ici_axis_bytes_per_s)
+    memory = c.memory_bytes
+    return {
+        **msgspec.structs.asdict(c),
+        "dcn_bytes_per_s": c.dcn_bytes_per_s,
+        "compute_dtype": dtype,
+        "critical_intensity": _over(roofline.critical_intensity, rate, c.hbm_bytes_per_s),
+        "critical_batch": _critical_batches(c, dtype),
+        "critical_batch_pcie": _over(roofline.critical_batch, rate, c.pcie_bytes_per_s),
+        "critical_split_dim": _over(roofline.critical_split_dim, rate, link),
+        "ici_intensity": alpha,
+        "reduce_after_min_dim": None if alpha is None else limits.reduce_after_min_dim(alpha),
+        "latency_bound_bytes": None if link is None else network.latency_bound_bytes(link, hop_s=hop_s),
+        "gpu": gpu_facts(c, dtype),
+        "max_params": {} if memory is None else {s: accounting.max_params(memory, state=s) for s in STATE_BYTES},
+    }
+
+
+def product_dtype(c: Chip) -> str | None:
+    """The dtype in which its products are told: bf16, else fp16, else the first of its table; None without one."""
+    return next((d for d in ("bf16", "fp16", *c.peak_flops) if d in c.peak_flops), None)
+
+
+def _over(formula: Any, rate: float | None, bytes_per_s: float | None) -> float | None:
+    return None if rate is None or bytes_per_s is None else formula(rate, bytes_per_s)
+
+
+def _link(c: Chip) -> tuple[float | None, float]:
+    """One way of its fastest link to another chip, and the latency of a hop on it."""
+    if c.topology == "torus":
+        return c.ici_link_bytes_per_s, c.ici_hop_s
+    return c.nvlink_bytes_per_s, c.nvlink_hop_s
+
+
+def _critical_batches(c: Chip, dtype: str | None) -> dict[str, float]:
+    """Tokens from which [B,D] x [D,F] is compute-bound for B far below D and F, by the dtypes of the two arrays."""
+    if dtype is None or c.hbm_bytes_per_s is None:
+        return {}
+    pairs = [(dtype, dtype), *([("int8", dtype)] if DTYPE_BYTES[dtype] > 1 else [])]
+    pairs += [("int8", "int8")] if "int8" in c.peak_flops else []
+    return {
+        f"{computed} x {weight}": roofline.critical_batch(
+            c.peak_flops[computed], c.hbm_bytes_per_s, weight_bytes=DTYPE_BYTES[weight]
+        )
+        for weight, computed in pairs
+    }
+
+
+# -- text -----------------------------------------------------------------------------------------------
+
+
+def _rate(bytes_per_s: float) -> str:
+    return f"{format_bytes(bytes_per_s)}/s"
+
+
+_FIGURES: tuple[tuple[str, str, Any], ...] = (
+    ("memory", "hbm_bytes", format_bytes),
+    ("memory that programs may fill", "usable_hbm_bytes", format_bytes),
+    ("memory rate", "hbm_bytes_per_s", _rate),
+    ("on-chip memory rate", "vmem_bytes_per_s", _rate),
+    ("L2 cache", "l2_bytes", format_bytes),
+    ("L1 and shared memory of an SM", "l1_bytes_per_sm", format_bytes),
+    ("registers of an SM", "register_bytes_per_sm", format_bytes),
+    ("ICI link, one way", "ici_link_bytes_per_s", _rate),
+    ("ICI axes", "num_ici_axes", str),
+    ("NVLink or its like, one way", "nvlink_bytes_per_s", _rate),
+    ("chips of a domain", "domain_chips", str),
+    ("network, one way", "nic_bytes_per_s", _rate),
+    ("DCN of a host", "dcn_bytes_per_s_per_host", _rate),
+    ("chips of a host", "chips_per_host", str),
+    ("PCIe", "pcie_bytes_per_s", _rate),
+    ("power", "power_w", lambda v: f"{v:g} W"),
+    ("price of an hour", "price_usd_per_hour", lambda v: f"${v:g}"),
+)
+
+
+def _print_figures(c: Chip) -> None:
+    notes: list[str] = []
+
+    def note(source: str) -> str:
+        if source and source not in notes:
+            notes.append(source)
+        return f"{notes.index(source) + 1}" if source else ""
+
+    every = c.sources.get("peak_flops", "")
+    rows: list[Row] = [
+        [f"{dtype}, dense", format_flops(flops), note(c.sources.get(f"peak_flops.{dtype}", every))]
+        for dtype, flops in c.peak_flops.items()
+    ]
+    for words, key, show in _FIGURES:
+        value = getattr(c, key)
+        if value is not None:
+            rows.append([words, show(value), note(c.sources.get(key, ""))])
+    print_table(["", c.name, "source"], rows, c.full_name)
+    for number, source in enumerate(notes, 1):
+        print_text(f"{number:>2}  {source}", indent=4)
+
+
+def _derived_rows(c: Chip, facts: dict[str, Any]) -> list[Row]:
+    """What, how much, and the formula; only what is known."""
+    batches = [
+        (f"least batch, {name}", tokens, "{:.4g} tokens", _batch_formula(name))
+        for name, tokens in facts["critical_batch"].items()
+    ]
+    rows = (
+        ("memory stops binding at", facts["critical_intensity"], "{:.4g} FLOPs/byte", "peak / memory rate"),
+        *batches,
+        ("least batch, weights over PCIe", facts["critical_batch_pcie"], "{:,.0f} tokens", "peak / PCIe"),
+        ("FSDP on one ICI axis, from", facts["ici_intensity"], "{:,.0f} tokens a chip", "alpha = peak / W"),
+        ("slice and sum, no gather, from", facts["reduce_after_min_dim"], "D = {:,.0f}", "2 alpha"),
+        ("split in two along D, from", facts["critical_split_dim"], "D = {:,.0f}", "2 peak / link"),
+    )  # fmt: skip
+    shown = [[what, form.format(value), formula] for what, value, form, formula in rows if value is not None]
+    if facts["latency_bound_bytes"] is not None:
+        least, hop = format_bytes(facts["latency_bound_bytes"]), format_seconds(_link(c)[1])
+        shown.append(["latency of a hop binds below", least, f"link x {hop}"])
+    if facts["dcn_bytes_per_s"] is not None:
+        shown.append(["DCN of a chip", _rate(facts["dcn_bytes_per_s"]), "of a host / its chips"])
+    return shown
+
+
+def _links(c: Chip) -> str:
+    """What the formulas call W and link."""
+    return " (link: one way; W: a torus axis, both ways)" if c.topology == "torus" else " (link: one way)"
+
+
+def _batch_formula(name: str) -> str:
+    computed, weight = name.split(" x ")
+    half = " / 2" if DTYPE_BYTES[weight] == 1 else ""
+    return f"{'int8 ' if computed == 'int8' else ''}peak / memory rate{half}"
+
+
+def _anatomy_rows(c: Chip) -> list[Row]:
+    rows: list[Row] = []
+    if c.mxu_dim and c.mxus_per_core and c.num_cores and c.clock_hz:
+        each = anatomy.units_flops_per_s(1, anatomy.mxu_flops_per_cycle(c.mxu_dim), c.clock_hz)
+        rows.append(["one MXU", format_flops(each), f"{c.mxu_dim} x {c.mxu_dim} at {c.clock_hz / 1e9:g} GHz"])
+        what = f"{c.num_cores} cores x {c.mxus_per_core} MXUs"
+        rows.append(["all MXUs", format_flops(anatomy.tpu_peak_from_anatomy(c)), what])
+    return rows

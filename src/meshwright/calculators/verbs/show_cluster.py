@@ -1,0 +1,157 @@
+"""What `meshwright show CLUSTER` prints: its sums, and the least batches that its links allow."""
+
+import itertools
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import click
+import msgspec
+
+from meshwright.calculators.chips import anatomy
+from meshwright.calculators.verbs.show_chip import product_dtype
+from meshwright.cli.output import emit_json, format_energy, format_power, or_dash, print_table
+from meshwright.core.errors import InputError
+from meshwright.core.units import format_bytes, format_count, format_flops, format_params, format_seconds
+from meshwright.cost.formulas import limits
+from meshwright.cost.formulas.training_budget import DAY_S, energy_kwh
+from meshwright.cost.network.collectives import collective_time, group_rates
+from meshwright.cost.network.links import physical_links
+from meshwright.cost.network.placement import physical_placement
+from meshwright.spec.cluster import Cluster
+from meshwright.spec.slices import bisection_links
+
+
+def print_cluster(c: Cluster, as_json: bool) -> None:
+    """One cluster as one JSON object or as a table."""
+    facts = cluster_facts(c)
+    if as_json:
+        emit_json(facts)
+        return
+    print_table(["", c.short_name, ""], _rows(c, facts))
+    if facts["levels"] and len(facts["levels"]) > 1:
+        click.echo()
+        print_table(["level", "size", "chips inside", "a chip, one way", "a hop"], _level_rows(facts), "Levels")
+
+
+def print_slices(clusters: Sequence[Cluster], as_json: bool) -> None:
+    """Every shape that a number of chips can be had in, with the links that bind what all send to all."""
+    rows = [slice_facts(c) for c in clusters]
+    if as_json:
+        emit_json({"slices": rows})
+        return
+    shown = [[r["cluster"], r["rings"], r["bisection_links"], format_bytes(r["bisection_bytes_per_s"]) + "/s",
+              format_seconds(r["all_to_all_s"])] for r in rows]  # fmt: skip
+    title = f"{clusters[0].num_chips:,} {clusters[0].chip.name}, most links across the middle first"
+    print_table(["cluster", "rings", "links across", "one way", "AllToAll of 1 GB a chip"], shown, title)
+
+
+def slice_facts(c: Cluster) -> dict[str, Any]:
+    """Rings, links across the middle of one slice, and how long its chips take to exchange 1 GB each."""
+    placed = physical_placement(c)
+    torus = [link.name for link in placed.links if link.level == "ici"]
+    rates = group_rates(placed, torus)
+    return {
+        "cluster": c.short_name,
+        "rings": sum(c.wraps),
+        "bisection_links": bisection_links(c),
+        "bisection_bytes_per_s": bisection_links(c) * (c.chip.ici_link_bytes_per_s or 0.0),
+        "all_to_all_s": collective_time("all_to_all", 1e9 * rates.size, rates),
+    }
+
+
+def cluster_levels(c: Cluster) -> list[dict[str, Any]] | None:
+    """The levels of a switched cluster, innermost first; None for another kind or where a rate is not known."""
+    if c.kind != "switched":
+        return None
+    try:
+        links = physical_links(c)
+    except InputError:
+        return None
+    inside = itertools.accumulate(c.shape, operator.mul)
+    return [
+        {
+            "name": link.name,
+            "size": link.size,
+            "chips": chips,
+            "bytes_per_s": link.bytes_per_s if link.size > 1 else None,
+            "hop_s": link.hop_s,
+        }
+        for link, chips in zip(links, inside, strict=True)
+    ]
+
+
+def _level_rows(facts: dict[str, Any]) -> list[list[Any]]:
+    return [
+        [one["name"], one["size"], one["chips"], or_dash(one["bytes_per_s"], lambda v: f"{format_bytes(v)}/s"),
+         format_seconds(one["hop_s"])]
+        for one in facts["levels"]
+    ]  # fmt: skip
+
+
+def cluster_facts(c: Cluster) -> dict[str, Any]:
+    """Sums over the chips, and the least batches; None or left out where the chip's figures are not known."""
+    unit, dtype = c.chip, product_dtype(c.chip)
+    totals: dict[str, Any] = {"num_chips": c.num_chips, "num_hosts": c.num_hosts}
+    if dtype:
+        totals = msgspec.structs.asdict(anatomy.pod_totals(c, dtype=dtype))
+    facts: dict[str, Any] = {
+        "cluster": c.short_name,
+        "chip": unit.name,
+        "kind": c.kind,
+        "shape": list(c.shape),
+        "num_slices": c.num_slices,
+        "wraps": list(c.wraps) if c.kind == "torus" else None,
+        "twisted": c.twisted if c.kind == "torus" else None,
+        "levels": cluster_levels(c),
+        "compute_dtype": dtype,
+        **totals,
+    }
+    watts = unit.power_w
+    energy = None if watts is None else energy_kwh(DAY_S, num_chips=c.num_chips, watts_per_chip=watts)
+    peak = unit.peak_flops[dtype] if dtype else None
+    return {**facts, "energy_kwh_per_day": energy, **_least_batches(c, peak)}
+
+
+def _least_batches(c: Cluster, peak: float | None) -> dict[str, float | None]:
+    """Tokens a step (of a slice) from which plain data parallelism is not bound by the network."""
+    unit, chips = c.chip, c.num_chips // c.num_slices
+    fsdp = over_dcn = None
+    if peak and unit.ici_axis_bytes_per_s and chips > 1:
+        alpha = limits.ici_intensity(peak, unit.ici_axis_bytes_per_s)
+        fsdp = limits.data_parallel_min_batch(alpha, sum(size > 1 for size in c.shape), chips)
+    if peak and unit.dcn_bytes_per_s_per_host and unit.chips_per_host:
+        over_dcn = limits.dcn_min_batch_per_pod(peak, unit.dcn_bytes_per_s_per_host, unit.chips_per_host)
+    return {"fsdp_min_batch_tokens": fsdp, "dcn_min_batch_tokens_per_slice": over_dcn}
+
+
+def _rows(c: Cluster, facts: dict[str, Any]) -> list[list[Any]]:
+    """Label, value, and where the value comes from."""
+    show: tuple[tuple[str, str, Any, str], ...] = (
+        ("chips", "num_chips", "{:,}".format, ""),
+        ("hosts", "num_hosts", "{:,}".format, ""),
+        ("cores", "num_cores", "{:,}".format, ""),
+        ("FP32 lanes", "num_fp32_lanes", _millions, ""),
+        ("tensor cores", "num_tensor_cores", _millions, ""),
+        ("memory", "hbm_bytes", format_bytes, ""),
+        ("FLOP/s", "peak_flops", format_flops, f"dense {facts['compute_dtype']}"),
+        ("DCN of all hosts", "dcn_bytes_per_s", lambda v: f"{format_bytes(v)}/s", ""),
+        ("power", "power_w", format_power, "the chips alone"),
+        ("energy of a day", "energy_kwh_per_day", format_energy, "at that power"),
+        ("price of an hour", "price_usd_per_hour", lambda v: f"${v:,.2f}" if v < 100 else f"${v:,.0f}", ""),
+        ("least batch, FSDP", "fsdp_min_batch_tokens", lambda v: f"{format_count(v)} tokens",
+         "alpha / axes x chips"),
+        ("least batch over DCN", "dcn_min_batch_tokens_per_slice", lambda v: f"{format_count(v)} tokens",
+         "peak x host chips / DCN"),
+    )  # fmt: skip
+    rows = [["kind", c.kind, ""]]
+    if c.kind == "torus":
+        rings = ", ".join(f"{n} {'ring' if w else 'line'}" for n, w in zip(c.shape, c.wraps, strict=True) if n > 1)
+        closed = "ring: wraps around" if any(c.wraps) else ""
+        rows.append(["axes", rings or "one chip", f"{closed}, twisted" if c.twisted else closed])
+    return rows + [[words, fmt(facts[key]), source] for words, key, fmt, source in show if facts.get(key) is not None]
+
+
+def _millions(count: int) -> str:
+    """A number of units: exact while short, ``"415 M"`` when not."""
+    return f"{count:,}" if count < 1e6 else format_params(count)

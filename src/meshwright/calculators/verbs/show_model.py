@@ -1,0 +1,213 @@
+"""What `meshwright show MODEL` prints: its weights, and what it computes and holds before anything is split."""
+
+from typing import Any
+
+import click
+
+from meshwright.calculators.training.kv_cache import cache_designs
+from meshwright.cli.output import emit_json, print_fact, print_table, print_text
+from meshwright.core.dims import DTYPE_BYTES
+from meshwright.core.units import format_bytes, format_flops, format_params
+from meshwright.cost.formulas import accounting
+from meshwright.spec.catalogue import entry, models
+from meshwright.spec.model import Model
+from meshwright.spec.strategy import STATE_BYTES, Strategy
+from meshwright.spec.weights import num_active_params, num_params, params_by_part, weight_table
+
+PREFILL_POSITIONS = 4096
+MIN_SHARE = 5e-4
+"""Parts with a smaller share of the parameters are not told: they would read 0.0%."""
+
+CACHE_POSITIONS = 32768
+CACHE_DTYPES = ("bf16", "int8", "int4")
+ZERO_DEVICES = (8, 64, 1024)
+DEFAULT_STATE = Strategy(mesh={}).state
+REMATS = ("none", "selective", "matmuls", "block")
+"""Policies that differ in what a layer keeps: "full" keeps what "block" does."""
+
+
+def print_model(m: Model, as_json: bool) -> None:
+    """One model as one JSON object or as text: its weight table, then totals, state and activations."""
+    facts = model_facts(m)
+    if as_json:
+        emit_json(facts)
+        return
+    _print_weights(m)
+    _print_totals(m, facts)
+    click.echo()
+    _print_cache(m, facts["kv_cache"])
+    _print_zero(facts["zero_bytes"])
+    _print_saved(m, facts["saved_bytes_per_token"])
+
+
+def model_facts(m: Model) -> dict[str, Any]:
+    """Counts of a model."""
+    published = entry(m.name).published if m.name in models() else None
+    count = num_params(m)
+    return {
+        "name": m.name,
+        "family": m.family,
+        "runs_here": m.runs_here,
+        "dims": m.dims,
+        "params": count,
+        "active_params": num_active_params(m),
+        "params_by_part": params_by_part(m),
+        "published_params": published.params if published else None,
+        "train_flops_per_token": accounting.train_flops_per_param() * num_active_params(m),
+        "kv_cache_bytes_per_token": accounting.kv_cache_bytes(m, 1),
+        "kv_cache": _cache(m),
+        "attention_equal_len": accounting.attention_equal_len(m),
+        "projection_equal_len": accounting.projection_equal_len(m),
+        "attention_intensity": _attention_intensity(m),
+        "state_bytes": {s: accounting.state_bytes(count, state=s) for s in STATE_BYTES},
+        "zero_bytes": _zero_bytes(count),
+        "saved_bytes_per_token": _saved(m),
+        "weights": [
+            {"name": w.name, "dims": list(w.dims), "shape": list(w.shape), "repeat": w.repeat, "tied_to": w.tied_to}
+            for w in weight_table(m)
+        ],
+    }
+
+
+def _attention_intensity(m: Model) -> dict[str, float] | None:
+    """FLOPs per byte of a layer's attention in bf16; None with latent attention, whose keys are not stored."""
+    if m.latent_attention:
+        return None
+    keys = min(PREFILL_POSITIONS, m.max_positions)
+    shape = {"heads": m.num_heads, "kv_heads": m.num_kv_heads, "head_dim": m.head_dim, "keys": keys}
+    return {
+        "positions": keys,
+        "prefill": accounting.attention_work(queries=keys, **shape).intensity,
+        "generation": accounting.attention_work(queries=1, **shape).intensity,
+    }
+
+
+def _cache(m: Model) -> list[dict[str, Any]]:
+    """Bytes that each design of the cache keeps of one token, and of a sequence."""
+    return [
+        {
+            "design": design.name,
+            "own": design.own,
+            "elements_per_layer": design.elements_per_layer,
+            "layers_per_cache": design.layers_per_cache,
+            "bytes_per_token": {dtype: design.elements(1) * DTYPE_BYTES[dtype] for dtype in CACHE_DTYPES},
+            "sequence": {
+                "positions": CACHE_POSITIONS,
+                "bytes": design.elements(CACHE_POSITIONS) * DTYPE_BYTES[CACHE_DTYPES[0]],
+            },
+        }
+        for design in cache_designs(m)
+    ]
+
+
+def _zero_bytes(count: int) -> dict[str, Any]:
+    """Bytes of a device by ZeRO stage, for some numbers of data-parallel devices."""
+    return {
+        "state": DEFAULT_STATE,
+        "num_devices": list(ZERO_DEVICES),
+        "stages": {
+            str(stage): [accounting.zero_bytes(count, state=DEFAULT_STATE, stage=stage, num_shards=n)  # type: ignore[arg-type]
+                         for n in ZERO_DEVICES]
+            for stage in accounting.ZERO_SHARDS
+        },
+    }  # fmt: skip
+
+
+def _saved(m: Model) -> dict[str, Any]:
+    """By remat policy: elements that a layer keeps of a token, on average, and bytes that all layers keep."""
+    widths = {remat: accounting.saved_widths(m, remat) for remat in REMATS}
+    return {
+        remat: {
+            "results": list(kept),
+            "elements_per_layer": sum(kept.values()),
+            "bytes": accounting.saved_bytes(1, num_layers=m.num_layers, width=sum(kept.values())),
+        }
+        for remat, kept in widths.items()
+    }
+
+
+# -- text -----------------------------------------------------------------------------------------------
+
+
+def _print_weights(m: Model) -> None:
+    print_text(f"{m.name} ({m.family})  {' '.join(f'{letter}={size}' for letter, size in m.dims.items())}")
+    rows: list[list[Any]] = [
+        [w.name, f"[{','.join(w.dims)}]", " x ".join(map(str, w.shape)), w.repeat,
+         f"= {w.tied_to}" if w.tied_to else format_params(w.num_params)]
+        for w in weight_table(m)
+    ]  # fmt: skip
+    print_table(["weight", "dims", "shape", "layers", "params"], rows)
+
+
+def _print_totals(m: Model, facts: dict[str, Any]) -> None:
+    published, active = facts["published_params"], facts["active_params"]
+    if published and published.isdigit():
+        published = f"{int(published):,}"
+    said = f", published as {published}" if published else ""
+    print_fact("parameters", f"{facts['params']:,} ({format_params(facts['params'])}{said})")
+    shares = {part: count / facts["params"] for part, count in facts["params_by_part"].items()}
+    told = [f"{part.replace('_', ' ')} {share:.1%}" for part, share in shares.items() if share >= MIN_SHARE]
+    print_fact("", ", ".join(told))
+    if active != facts["params"]:
+        print_fact("active per token", f"{active:,} ({format_params(active)})")
+    print_fact("training", f"{format_flops(facts['train_flops_per_token'], unit='FLOP')} a token (6 x active)")
+    print_fact(
+        "attention",
+        f"its own products equal the layers' matmul FLOPs at {facts['attention_equal_len']:,.0f} positions, those of "
+        f"its projections at {facts['projection_equal_len']:,.0f}",
+    )
+    if facts["attention_intensity"]:
+        at = facts["attention_intensity"]
+        print_fact(
+            "",
+            f"{at['prefill']:,.4g} FLOPs/byte in bf16 in prefill and {at['generation']:.4g} in generation, at "
+            f"{at['positions']:,} positions: T S G / (T G + S)",
+        )
+    print_fact("KV cache", f"{format_bytes(facts['kv_cache_bytes_per_token'])} a token in bf16")
+    states = ", ".join(f"{s} {format_bytes(v)}" for s, v in facts["state_bytes"].items())
+    print_fact("training state", f"{states} (bf16-adam without its short-lived gradients)")
+    print_fact("here", "trains" if m.runs_here else "counted and planned; only the llama family runs in this version")
+
+
+def _print_cache(m: Model, rows: list[dict[str, Any]]) -> None:
+    table = [
+        [f"{row['design']}{' *' if row['own'] else ''}", row["elements_per_layer"],
+         *(format_bytes(size) for size in row["bytes_per_token"].values()), format_bytes(row["sequence"]["bytes"])]
+        for row in rows
+    ]  # fmt: skip
+    windows = ""
+    if m.sliding_layers and m.sliding_window:
+        windows = f"; {len(m.sliding_layers)} of {m.num_layers} layers keep {m.sliding_window:,} positions"
+    print_table(
+        ["heads", "elements", *CACHE_DTYPES, f"{CACHE_POSITIONS:,} tokens"],
+        table,
+        f"KV cache of a token: elements of a layer, bytes of all {m.num_layers}, and a sequence in bf16{windows} "
+        f"(* as it is)",
+    )
+
+
+def _print_zero(zero: dict[str, Any]) -> None:
+    parts = STATE_BYTES[zero["state"]]
+    each = ", ".join(f"{part} {parts[part]:g}" for part in ("weights", "gradients", "optimizer"))
+    rows = [
+        [f"ZeRO-{stage}{' (FSDP)' if stage == '3' else ''}",
+         ", ".join(accounting.ZERO_SHARDS[int(stage)]) or "nothing", *map(format_bytes, sizes)]
+        for stage, sizes in zero["stages"].items()
+    ]  # fmt: skip
+    print_table(
+        ["", "split over the devices", *(f"{n:,} devices" for n in zero["num_devices"])],
+        rows,
+        f"Training state of a device, {zero['state']} (bytes a parameter: {each})",
+    )
+
+
+def _print_saved(m: Model, saved: dict[str, Any]) -> None:
+    rows = [
+        [remat, row["elements_per_layer"], format_bytes(row["bytes"]), " ".join(row["results"])]
+        for remat, row in saved.items()
+    ]
+    print_table(
+        ["remat", "elements", "bytes", "results that are kept"],
+        rows,
+        f"Activations kept of a token: elements of a layer, bytes in bf16 of all {m.num_layers}",
+    )

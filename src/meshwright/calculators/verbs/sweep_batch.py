@@ -1,0 +1,201 @@
+"""`meshwright sweep batch`: communication against compute by batch size, and the batches at which they cross."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+
+from meshwright.calculators.sweeps.crossover import (
+    Crossing,
+    Curve,
+    Work,
+    closed_forms,
+    crossing,
+    fixed_curve,
+    mlp_work,
+    model_work,
+    scheme_curves,
+)
+from meshwright.calculators.verbs.sweep_options import calibration_option, draw, png_option, seq_option
+from meshwright.cli.fields import parse_axes
+from meshwright.cli.machine import rates_for
+from meshwright.cli.output import emit_json, json_option, print_table, print_text
+from meshwright.core.errors import InputError
+from meshwright.core.units import format_count, format_params, format_seconds, parse_count
+from meshwright.report.figure import Spec
+from meshwright.report.heatmap import short_mesh
+from meshwright.report.plans.comm_compute import CommsCurve, comm_compute_figure
+from meshwright.spec.catalogue import model as find_model
+from meshwright.spec.slices import parse_clusters
+
+TOKENS_PER_CHIP = (32, 32 * 1024)
+STEPS_PER_OCTAVE = 4
+
+
+@click.command()
+@click.argument("model")
+@click.option("--on", required=True, help="A cluster: v5p:16x16x16, or v5p:4096chips for any of its shapes.")
+@click.option("--axes", help="One mesh: tensor=8; fsdp takes the rest. Without: FSDP with every tensor size.")
+@seq_option
+@click.option("--batches", help="The range of tokens a step, such as 256Ki..64Mi.  [default: 32 to 32 Ki a chip]")
+@click.option("--step", "whole", is_flag=True, help="The whole training step, not the forward pass of the layers.")
+@click.option("--remat", default="none", show_default=True, help="Recomputation of the whole step.")
+@click.option("--whole-axes", is_flag=True, help="Keep each torus axis to one mesh axis, as the book counts them.")
+@calibration_option
+@png_option
+@json_option
+def command(
+    model: str,
+    on: str,
+    axes: str | None,
+    seq_len: str,
+    batches: str | None,
+    whole: bool,
+    remat: str,
+    whole_axes: bool,
+    calibration: Path | None,
+    png: Path | None,
+    as_json: bool,
+) -> None:
+    """Compute, and the collectives of each way of sharding MODEL, at every batch size.
+
+    MODEL is a name, a config.json, or mlp:8192x32768: a layer of two matrices D x F, as in the book's figures.
+    """
+    clusters = parse_clusters(on)
+    if clusters[0].num_chips == 1:
+        raise InputError(f"{on} is one chip: there is nothing to send. Give a larger cluster.")
+    rates = rates_for(clusters[0], calibration)
+    work = mlp_work(model) or model_work(
+        find_model(model), seq_len=parse_count(seq_len, what="seq"), whole=whole, remat=remat
+    )
+    if work.model is None and whole:
+        raise InputError(f"{model} is one layer without a loss: it has a forward pass only. Leave out --step.")
+    tokens = _tokens(batches, clusters[0].num_chips)
+    if axes is not None:
+        curve = fixed_curve(work, clusters, parse_axes(axes), tokens, whole_axes=whole_axes, calibration=rates)
+        curves: Sequence[Curve] = (curve,)
+    else:
+        curves = scheme_curves(work, clusters, tokens, whole_axes=whole_axes, calibration=rates)
+    told = closed_forms(work, clusters[0], rates)
+    found = [crossing(one, formula=told.get(one.name, ("", 0))[0], closed_form=_form(told, one)) for one in curves]
+    draw(png, lambda: _figure(work, on, curves, found))
+    if as_json:
+        emit_json(_as_json(work, on, curves, found))
+    else:
+        _print(work, on, curves, found)
+
+
+def _form(told: dict[str, tuple[str, float]], curve: Curve) -> float | None:
+    return told[curve.name][1] if curve.name in told else None
+
+
+def _tokens(batches: str | None, num_chips: int) -> np.ndarray:
+    """Batches by quarters of an octave."""
+    low, high = (size * num_chips for size in TOKENS_PER_CHIP)
+    if batches is not None:
+        first, dots, last = batches.partition("..")
+        low, high = parse_count(first, what="batches"), parse_count(last, what="batches") if dots else 0
+        if not 0 < low < high:
+            raise InputError(f"--batches {batches!r} is not a range. Write for example 256Ki..64Mi.")
+    count = max(2, round(np.log2(high / low) * STEPS_PER_OCTAVE) + 1)
+    return low * (high / low) ** (np.arange(count) / (count - 1))
+
+
+def _as_json(work: Work, on: str, curves: Sequence[Curve], found: Sequence[Crossing]) -> dict[str, Any]:
+    return {
+        "model": work.name,
+        "cluster": on,
+        "pass": "step" if work.whole else "forward",
+        "seq_len": work.seq_len,
+        "tokens": curves[0].tokens.tolist(),
+        "curves": [
+            {
+                "name": one.name,
+                "axes": one.mesh,
+                "compute_s": one.compute_s.tolist(),
+                "comms_s": {axis: seconds.tolist() for axis, seconds in one.comms_s.items()},
+                "total_s": one.total_s.tolist(),
+                "meshes": None if one.mesh else list(one.meshes),
+                "shapes": list(one.shapes),
+            }
+            for one in curves
+        ],
+        "crossings": list(found),
+    }
+
+
+# -- text -----------------------------------------------------------------------------------------------
+
+
+def _what(work: Work) -> str:
+    what = "the whole training step" if work.whole else "the forward pass of the layers"
+    return "one layer, forward pass" if work.model is None else what
+
+
+def _print(work: Work, on: str, curves: Sequence[Curve], found: Sequence[Crossing]) -> None:
+    print_text(f"{work.name} on {on}, {_what(work)}: collectives one after the other, nothing hidden")
+    if len(curves) == 1:
+        _print_one(curves[0])
+    else:
+        _print_schemes(curves)
+    for one in found:
+        at = "no crossing here" if one.tokens is None else f"compute-bound from {format_params(one.tokens)} tokens"
+        form = "" if one.closed_form is None else f"; in closed form {one.formula} = {format_params(one.closed_form)}"
+        print_text(f"{one.name}: {at}{form}")
+    if any(one.closed_form for one in found):
+        print_text("closed forms: How to Scale Your Model, section 5.1.4; N chips, F the width of the layer")
+    if work.model is not None:
+        print_text("batches are cut freely: below a sequence per data shard a plan needs the axis context")
+
+
+def _rows(curve: Curve) -> list[int]:
+    """Numbers of the batches that the table lists: one per octave."""
+    return list(range(0, len(curve.tokens), STEPS_PER_OCTAVE))
+
+
+def _print_one(curve: Curve) -> None:
+    rows = [
+        [_count(curve.tokens[i]), format_seconds(curve.compute_s[i]),
+         *(format_seconds(seconds[i]) for seconds in curve.comms_s.values()), format_seconds(curve.total_s[i]),
+         f"{curve.ratio[i]:.2f}"]
+        for i in _rows(curve)
+    ]  # fmt: skip
+    print_table(["tokens", "compute", *(f"{axis} comms" for axis in curve.comms_s), "all comms", "ratio"], rows)
+
+
+def _print_schemes(curves: Sequence[Curve]) -> None:
+    alone, best = curves[0], curves[-1]
+    rows = [
+        [_count(best.tokens[i]), format_seconds(best.compute_s[i]), format_seconds(alone.total_s[i]),
+         format_seconds(best.total_s[i]), f"{best.ratio[i]:.2f}", short_mesh(best.meshes[i]), best.shapes[i]]
+        for i in _rows(best)
+    ]  # fmt: skip
+    print_table(["tokens", "compute", f"{alone.name}", "best mesh", "ratio", "which", "shape"], rows)
+
+
+def _count(tokens: float) -> str:
+    return format_count(round(tokens))
+
+
+# -- picture --------------------------------------------------------------------------------------------
+
+
+def _figure(work: Work, on: str, curves: Sequence[Curve], found: Sequence[Crossing]) -> Spec:
+    drawn: list[CommsCurve] = []
+    for one, met in zip(curves, found, strict=True):
+        compute = tuple(one.compute_s.tolist())
+        if len(curves) == 1 and len(one.comms_s) > 1:
+            parts = one.comms_s.items()
+            drawn += [CommsCurve(name=f"over {axis}", seconds=tuple(s), compute_s=compute) for axis, s in parts]
+        strong, total = one is curves[-1], tuple(one.total_s.tolist())
+        drawn.append(CommsCurve(name=one.name, seconds=total, compute_s=compute, crossing=met.tokens, strong=strong))
+    crossed = {one.name: one.tokens for one in (found[0], found[-1]) if one.tokens is not None}
+    where = ", ".join(f"{name} {format_params(batch)} tokens" for name, batch in crossed.items())
+    return comm_compute_figure(
+        curves[0].tokens.tolist(),
+        drawn,
+        title=f"{work.name} on {on}: communication against compute",
+        subtitle=f"{_what(work).capitalize()}. Compute-bound from: {where or 'nowhere in this range'}.",
+    )

@@ -1,0 +1,156 @@
+"""`meshwright sweep memory`: what fills a chip against tensor degree, sequence length or recomputation."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import click
+import msgspec
+
+from meshwright.calculators.sweeps.memory_sweep import AXES, Axis, MemoryPoint, memory_sweep
+from meshwright.calculators.verbs.sweep_options import (
+    axes_option,
+    calibration_option,
+    draw,
+    png_option,
+    seq_option,
+    set_option,
+)
+from meshwright.cli.fields import parse_fields, take_axes
+from meshwright.cli.machine import rates_for
+from meshwright.cli.output import emit_json, json_option, print_table, print_text
+from meshwright.core.errors import InputError
+from meshwright.core.units import format_bytes, format_count, parse_count
+from meshwright.cost.memory import memory_limit
+from meshwright.plan.planner import FIELDS
+from meshwright.report.bars import memory_figure
+from meshwright.report.figure import si_scale
+from meshwright.report.heatmap import short_mesh
+from meshwright.report.tables import Cell
+from meshwright.spec.catalogue import model as find_model
+from meshwright.spec.cluster import parse_cluster
+from meshwright.spec.strategy import Strategy, make_mesh
+
+COLUMNS: dict[str, str] = {
+    "weights": "weights",
+    "gradients": "grads",
+    "optimizer": "optim.",
+    "activations": "activ.",
+    "logits": "logits",
+    "communication": "comms",
+    "workspace": "work",
+}
+"""Item of memory -> its column."""
+
+
+@click.command()
+@click.argument("model")
+@click.option("--on", required=True, help="The cluster, such as h100:8x8.")
+@click.option("--axis", type=click.Choice(AXES), required=True, help="What changes from bar to bar.")
+@click.option("--values", help="Its values, such as 1,2,4,8 or 4Ki,8Ki or none,block.  [default: the usual ones]")
+@seq_option
+@click.option("--micro", default="1", show_default=True, help="Sequences that a replica works on at a time.")
+@axes_option
+@set_option
+@calibration_option
+@png_option
+@json_option
+def command(
+    model: str,
+    on: str,
+    axis: str,
+    values: str | None,
+    seq_len: str,
+    micro: str,
+    axes: str | None,
+    pairs: tuple[str, ...],
+    calibration: Path | None,
+    png: Path | None,
+    as_json: bool,
+) -> None:
+    """Weights, gradients, optimizer, activations, logits and buffers of one chip as one thing changes."""
+    cluster = parse_cluster(on)
+    fields = parse_fields(pairs, sections=("strategy",))["strategy"]
+    given = take_axes(axes, fields)
+    points = memory_sweep(
+        find_model(model),
+        cluster,
+        cast(Axis, axis),
+        seq_len=parse_count(seq_len, what="seq"),
+        template=_template(fields),
+        axes=given,
+        microbatch_seqs=parse_count(micro, what="micro"),
+        values=_values(values, axis),
+    )
+    limit = memory_limit(cluster, rates_for(cluster, calibration))
+    title = f"{model} on {cluster.short_name}: memory of a chip"
+    bars = {point.label: {k.replace("_", " "): v for k, v in point.items.items()} for point in points if point.items}
+    known = None if limit == float("inf") else limit
+    draw(png, lambda: memory_figure(bars, limit_bytes=known, title=title, subtitle=_fixed_words(points, axis)))
+    if as_json:
+        emit_json({"model": model, "cluster": cluster.short_name, "axis": axis, "limit_bytes": known,
+                   "points": [_as_json(point) for point in points]})  # fmt: skip
+    else:
+        _print(title, points, limit, axis)
+
+
+def _template(fields: dict[str, Any]) -> Strategy:
+    """The strategy with the given fields, on one chip."""
+    try:
+        return msgspec.convert({**fields, "mesh": make_mesh({})}, Strategy)
+    except msgspec.ValidationError as error:
+        raise InputError(
+            f"{str(error).replace('`$.', '`strategy.').rstrip('.')}. Fields: {', '.join(FIELDS)}."
+        ) from None
+
+
+def _values(values: str | None, axis: str) -> list[str]:
+    parts = [part.strip() for part in values.split(",")] if values else []
+    return parts if axis == "remat" else [str(parse_count(part, what=axis)) for part in parts]
+
+
+def _as_json(point: MemoryPoint) -> dict[str, Any]:
+    return {
+        "label": point.label,
+        "axes": point.strategy.mesh,
+        "remat": point.strategy.remat,
+        "seq_len": point.job.seq_len,
+        "batch_seqs": point.job.batch_seqs,
+        "memory": point.items or None,
+        "hbm_bytes_per_chip": point.total_bytes if point.items else None,
+        "reason": point.reason or None,
+    }
+
+
+def _fixed_words(points: Sequence[MemoryPoint], axis: str) -> str:
+    """What stays the same."""
+    first = next(point for point in points if point.items)
+    words = []
+    if axis != "tensor":
+        words.append(short_mesh(first.strategy.mesh))
+    if axis != "seq":
+        words.append(f"sequences of {format_count(first.job.seq_len)} tokens")
+    if axis != "remat":
+        words.append(f"remat {first.strategy.remat}")
+    words.append(f"training state {first.strategy.state}")
+    if axis == "tensor":
+        words.append("fsdp on the other chips")
+    return ", ".join(words)
+
+
+def _print(title: str, points: Sequence[MemoryPoint], limit: float, axis: str) -> None:
+    unit, name = si_scale(max(point.total_bytes for point in points), "B")
+    print_text(f"{title} in {name}, {_fixed_words(points, axis)}")
+    rows = [_row(point, limit, unit) for point in points if point.items]
+    print_table([axis, *COLUMNS.values(), "total", "fits"], rows)
+    print_text(f"a chip holds {format_bytes(limit)}" if limit < float("inf") else "the memory of a chip is not known")
+    for point in points:
+        if not point.items:
+            print_text(f"{point.label}: {point.reason}")
+
+
+def _row(point: MemoryPoint, limit: float, unit: float) -> list[Cell]:
+    label = point.label.split(" ", 1)[1] if not point.label.endswith("tokens") else point.label.removesuffix(" tokens")
+    sizes = [point.items[name] for name in COLUMNS]
+    fits = "yes" if point.total_bytes <= limit else "no"
+    return [label, *(f"{size / unit:.3g}" for size in (*sizes, point.total_bytes)), fits]

@@ -1,0 +1,165 @@
+"""`meshwright systolic`: a product on a systolic array, cycle by cycle, with proof that it is right."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+import numpy as np
+
+from meshwright.calculators.chips.anatomy import units_flops_per_s
+from meshwright.calculators.chips.systolic import MAX_CELL_UPDATES, Matrix, SystolicCycles, simulate, systolic_cycles
+from meshwright.cli.output import emit_json, json_option, print_fact, print_table, say
+from meshwright.core.errors import InputError
+from meshwright.core.units import format_flops, format_seconds
+from meshwright.spec.chip import chip, known
+
+MAX_FRAMES = 200
+
+
+@click.command()
+@click.argument("shape", required=False)
+@click.option("--input", "num_inputs", type=int, required=True, help="Rows of the input: the batch that streams by.")
+@click.option("--weights", "weights_shape", help="Shape of the whole weight matrix, such as 512x256 [default: SHAPE].")
+@click.option("--on", "on", help="A TPU: its MXU gives the shape where none is given, its clock the time.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Of the integers that are multiplied.")
+@click.option("--png", type=click.Path(path_type=Path), help="Draw telling cycles to this file (.png or .svg).")
+@click.option("--frames", "folder", type=click.Path(path_type=Path), help="Draw every cycle into this folder.")
+@json_option
+def command(
+    shape: str | None,
+    num_inputs: int,
+    weights_shape: str | None,
+    on: str | None,
+    seed: int,
+    png: Path | None,
+    folder: Path | None,
+    as_json: bool,
+) -> None:
+    """Multiply on an array of SHAPE cells (rows x columns, such as 8x8): cycles, utilisation, bubble."""
+    rows, cols = _array_shape(shape, on)
+    depth, width = _shape(weights_shape, "--weights") if weights_shape else (rows, cols)
+    counted = systolic_cycles(num_inputs, depth, width, rows=rows, cols=cols)
+    found: dict[str, Any] = {
+        "rows": rows,
+        "cols": cols,
+        "inputs": num_inputs,
+        "weights": [depth, width],
+        **msgspec.structs.asdict(counted),
+        "bubble_share": 1 - counted.useful_share,
+        **_proof(counted, num_inputs, depth, width, rows, cols, seed),
+        **_speed(counted, rows, cols, on),
+    }
+    if png or folder:
+        drawn = _matrices(num_inputs, depth, width, seed, low=1)
+        found["files"] = _draw(drawn, counted, rows=rows, cols=cols, png=png, folder=folder)
+    if as_json:
+        emit_json(found)
+    else:
+        _print(found, counted)
+
+
+def _array_shape(shape: str | None, on: str | None) -> tuple[int, int]:
+    if shape is not None:
+        return _shape(shape, "SHAPE")
+    if on is None:
+        raise InputError("an array needs a shape. Give one such as 8x8, or a TPU with --on v5e.")
+    side = int(known(chip(on), "mxu_dim"))
+    return side, side
+
+
+def _shape(text: str, what: str) -> tuple[int, int]:
+    match = re.fullmatch(r"(\d{1,7})x(\d{1,7})", text.strip())
+    if match is None or "0" in match.groups():
+        raise InputError(f"{what} {text!r} is not rows x columns. Write for example 8x8.")
+    return int(match[1]), int(match[2])
+
+
+def _matrices(num_inputs: int, depth: int, width: int, seed: int, *, low: int = -9) -> tuple[Matrix, Matrix]:
+    rng = np.random.default_rng(seed)
+    return rng.integers(low, 10, (num_inputs, depth)), rng.integers(low, 10, (depth, width))
+
+
+def _proof(
+    counted: SystolicCycles, num_inputs: int, depth: int, width: int, rows: int, cols: int, seed: int
+) -> dict[str, Any]:
+    """The array run on random integers beside NumPy's product; None for what is too large to run."""
+    if counted.total * rows * cols > MAX_CELL_UPDATES or num_inputs * depth * width > MAX_CELL_UPDATES:
+        return {"simulated_cycles": None, "product_is_right": None, "busy_cells": None}
+    inputs, weights = _matrices(num_inputs, depth, width, seed)
+    done = simulate(inputs, weights, rows=rows, cols=cols)
+    right = bool((done.product == inputs @ weights).all())
+    return {"simulated_cycles": done.cycles, "product_is_right": right, "busy_cells": list(done.busy_cells)}
+
+
+def _speed(counted: SystolicCycles, rows: int, cols: int, on: str | None) -> dict[str, Any]:
+    """Seconds and FLOP/s of one array at a chip's clock."""
+    if on is None:
+        return {"chip": None, "time_s": None, "peak_flops": None, "flops_per_s": None}
+    unit = chip(on)
+    clock = known(unit, "clock_hz")
+    peak = units_flops_per_s(1, 2 * rows * cols, clock)
+    return {
+        "chip": unit.name,
+        "time_s": counted.total / clock,
+        "peak_flops": peak,
+        "flops_per_s": peak * counted.useful_share,
+    }
+
+
+def _print(found: dict[str, Any], counted: SystolicCycles) -> None:
+    rows, cols, tiles = found["rows"], found["cols"], counted.num_tiles
+    depth, width = found["weights"]
+    of = f", in {tiles:,} tiles" if tiles > 1 else ""
+    print_table(
+        ["phase", "cycles", "what happens"],
+        [
+            ["load", counted.load, "weights move down until the first column is full"],
+            ["fill", counted.fill, "inputs enter; the far corner does not work yet"],
+            ["stream", counted.stream, "inputs enter while the far corner works"],
+            ["drain", counted.drain, "none enter; the last ones reach the far corner"],
+            ["total", counted.total, f"M + (t - 1) max(B, M) + B + M + N - 2, t = {tiles:,}"],
+        ],
+        f"[{found['inputs']:,}, {depth:,}] x [{depth:,}, {width:,}] on {rows} x {cols} cells{of}",
+    )
+    print_fact("utilisation", f"{counted.useful_share:.1%} of cells x cycles; bubble {found['bubble_share']:.1%}")
+    print_fact("many tiles", f"tend to {counted.steady_share:.1%}: the next weights move in while these work")
+    if found["time_s"] is not None:
+        rate = f"{format_flops(found['flops_per_s'])} of {format_flops(found['peak_flops'])}"
+        print_fact(f"one MXU of {found['chip']}", f"{format_seconds(found['time_s'])}, {rate}")
+    if found["product_is_right"] is None:
+        print_fact("proof", "too large to run cell by cell here")
+    else:
+        how = "equal to" if found["product_is_right"] else "NOT equal to"
+        print_fact("proof", f"ran {found['simulated_cycles']:,} cycles on integers: {how} the product of the matrices")
+
+
+def _draw(
+    matrices: tuple[Matrix, Matrix],
+    counted: SystolicCycles,
+    *,
+    rows: int,
+    cols: int,
+    png: Path | None,
+    folder: Path | None,
+) -> list[str]:
+    from meshwright.calculators.chips.systolic_frames import frames, telling_cycles
+    from meshwright.report.arrays.systolic import systolic_figure
+    from meshwright.report.figure import save
+
+    if folder and counted.total > MAX_FRAMES:
+        raise InputError(f"{counted.total:,} cycles are too many pictures. Draw at most {MAX_FRAMES}, or use --png.")
+    title = f"{rows} x {cols} systolic array, {matrices[0].shape[0]} inputs"
+    written = []
+    if png:
+        chosen = frames(*matrices, rows=rows, cols=cols, cycles=telling_cycles(counted))
+        told = f"{counted.total} cycles in all, {counted.useful_share:.0%} of cells x cycles multiply"
+        written.append(save(systolic_figure(chosen, title=title, subtitle=told), png))
+    if folder:
+        folder.mkdir(parents=True, exist_ok=True)
+        for frame in frames(*matrices, rows=rows, cols=cols):
+            spec = systolic_figure([frame], title=title)
+            written.append(save(spec, folder / f"cycle_{frame.cycle + 1:03}.png"))
+    say(f"wrote {written[0]}" + (f" and {len(written) - 1} more" if len(written) > 1 else ""))
+    return [str(path) for path in written]

@@ -1,0 +1,1 @@
+"""One command a module, with what only that command prints."""

@@ -1,0 +1,160 @@
+"""`meshwright bench`: what the devices at hand really do, and a calibration to plan with."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
+
+import click
+import msgspec
+
+from meshwright.algebra.notation import parse_mesh
+from meshwright.cli.output import emit_json, json_option, say
+from meshwright.core.errors import CannotRunError, InputError
+from meshwright.core.files import cache_folder, write_text_whole
+from meshwright.core.toml_file import dump_toml
+from meshwright.spec.calibration import Calibration, CollectiveKind, save_calibration
+from meshwright.spec.chip import chip as find_chip
+from meshwright.spec.cluster import parse_cluster
+
+if TYPE_CHECKING:
+    import jax
+
+    from meshwright.bench.run import BenchReport
+
+RATES = ("matmul", "mlp", "copy", "collectives", "attention")
+"""Parts that a calibration is made of."""
+
+
+@click.command()
+@click.argument("what", nargs=-1)
+@click.option("--on", "on", help="Emulated devices, such as cpu:8; else whatever devices JAX has.")
+@click.option("--seconds", type=click.FloatRange(min=0.5), default=60.0, show_default=True, help="For everything.")
+@click.option("--dtypes", help="Element types of products, the main one first: bf16,fp8,int8.")
+@click.option("--mesh", "mesh_text", help="Measure collectives over its axes: fsdp=4,tensor=2.")
+@click.option("--chip", "chip_name", help="The chip of the catalogue that the devices are, where it is not recognised.")
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="Write a calibration (TOML) for plan.")
+@click.option("--save", type=click.Path(path_type=Path), help="Keep all figures in this file (.json or .toml).")
+@click.option("--pictures", type=click.Path(path_type=Path, file_okay=False), help="Draw into this folder.")
+@json_option
+def command(
+    what: tuple[str, ...],
+    on: str | None,
+    seconds: float,
+    dtypes: str | None,
+    mesh_text: str | None,
+    chip_name: str | None,
+    output: Path | None,
+    save: Path | None,
+    pictures: Path | None,
+    as_json: bool,
+) -> None:
+    """Measure the devices at hand: WHAT of matmul mlp elementwise contents distance copy batch collectives attention
+    overhead, all by default. Every part has a share of the seconds; what does not fit is named as not measured.
+
+    meshwright bench --on cpu:8 -o rates.toml, then meshwright plan MODEL --on cpu:8 --calibration rates.toml.
+    """
+    axes = parse_mesh(mesh_text) if mesh_text is not None else {}
+    _check_files(what, output, save)
+    if chip_name is not None:
+        find_chip(chip_name)
+    devices = _devices(on)
+    from meshwright.bench.run import check_parts, make_bench, run_bench
+    from meshwright.train.cache import keep_compiled_programs
+
+    check_parts(what)
+    wanted = [word.strip() for word in dtypes.split(",")] if dtypes is not None else []
+    bench = make_bench(devices, chip=chip_name, dtypes=wanted, axes=axes)
+    keep_compiled_programs(cache_folder())
+    report = run_bench(bench, what, seconds=seconds, say=say)
+    written = _write(report, output, save, pictures)
+    if as_json:
+        emit_json({**msgspec.to_builtins(report), **written})
+        return
+    from meshwright.cli.verbs.bench_text import print_report
+
+    print_report(report)
+
+
+def _check_files(what: tuple[str, ...], output: Path | None, save: Path | None) -> None:
+    """Refuse before minutes of measuring what could not be written after them."""
+    if output is not None and what and not set(what) & set(RATES):
+        raise InputError(f"-o needs rates, and {' '.join(what)} has none. Add one of {' '.join(RATES)}.")
+    if output is not None and output.suffix != ".toml":
+        raise InputError(f"-o {output}: a calibration is a .toml file.")
+    if save is not None and save.suffix not in (".json", ".toml"):
+        raise InputError(f"--save {save}: figures are kept in a file that ends in .json or .toml.")
+
+
+def _devices(on: str | None) -> "list[jax.Device]":
+    """The devices asked for, or all that JAX has."""
+    cluster = parse_cluster(on) if on is not None else None
+    if cluster is not None and cluster.kind != "host":
+        raise InputError(
+            f"--on {on}: bench measures the devices at hand. Leave --on out where they are {cluster.chip.name}, or "
+            f"emulate devices on the processor with cpu:8."
+        )
+    import jax
+
+    from meshwright.parallel.mesh import emulate_devices
+
+    if cluster is not None:
+        emulate_devices(cluster.num_chips)
+        return jax.devices()[: cluster.num_chips]
+    try:
+        return jax.devices()
+    except RuntimeError as error:
+        raise CannotRunError(f"JAX has no devices: {str(error).splitlines()[0]}") from None
+
+
+def _write(report: "BenchReport", output: Path | None, save: Path | None, pictures: Path | None) -> dict[str, Any]:
+    """What was written, by what it is."""
+    written: dict[str, Any] = {}
+    if output is not None:
+        written["calibration"] = str(_write_calibration(report, output))
+    if save is not None:
+        text = msgspec.json.format(msgspec.json.encode(report)).decode() + "\n"
+        write_text_whole(save, text if save.suffix == ".json" else dump_toml(report))
+        say(f"wrote {save}")
+        written["saved"] = str(save)
+    if pictures is not None:
+        written["pictures"] = _draw(report, pictures)
+    return written
+
+
+def _write_calibration(report: "BenchReport", output: Path) -> Path:
+    from meshwright.bench.calibration import calibration_of
+
+    found = calibration_of(report)
+    if not (found.matmul_flops_per_s or found.attention_flops_per_s or found.memory_bytes_per_s or found.collectives):
+        raise CannotRunError(f"{output} is not written: no rate was measured. Give more --seconds.")
+    missing = _missing(found, report.num_devices) if found.chip == "cpu" else []
+    if missing:
+        say(f"plan needs rates that {output} lacks: {', '.join(missing)}. Give more --seconds, or more parts.")
+    elif found.chip == "cpu":
+        from meshwright.bench.machine import with_host_rates
+
+        say("steps of training under the profiler, a minute or so besides: emulated devices are slower inside of one")
+        found = with_host_rates(found, report.num_devices, lambda line: say(f"  {line}"))
+    save_calibration(found, output)
+    say(f"wrote {output}")
+    return output
+
+
+def _missing(found: Calibration, num_devices: int) -> list[str]:
+    """What a calibration of emulated devices lacks for pricing a step over all of them."""
+    rates = (("matmul", found.matmul_flops_per_s), ("copy", found.memory_bytes_per_s))
+    kinds = {rate.kind for rate in found.collectives if rate.group_size == num_devices}
+    return [
+        *(name for name, value in rates if not value),
+        *(kind for kind in get_args(CollectiveKind) if kind not in kinds and num_devices > 1),
+    ]
+
+
+def _draw(report: "BenchReport", folder: Path) -> list[str]:
+    from meshwright.report.figure import save
+    from meshwright.report.machine.bench import bench_figures
+
+    folder.mkdir(parents=True, exist_ok=True)
+    drawn = [str(save(spec, folder / name)) for name, spec in bench_figures(report).items()]
+    for path in drawn:
+        say(f"wrote {path}")
+    return drawn

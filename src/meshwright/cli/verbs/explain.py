@@ -1,0 +1,195 @@
+"""`meshwright explain`: a plan in the book's notation, line by line, and the limits it stands near."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+
+from meshwright.cli.fields import check_tokens
+from meshwright.cli.output import emit_json, json_option, print_fact, print_table, print_text, say
+from meshwright.cli.verbs.explain_lead import number_words, print_lead
+from meshwright.cli.verbs.plan import (
+    collective_matmul_words,
+    mesh_words,
+    microbatch_words,
+    placement_words,
+    print_budget,
+    remat_words,
+)
+from meshwright.core.units import format_bytes, format_count, format_flops, format_seconds
+from meshwright.plan.why.bounds import Symbols
+from meshwright.plan.why.explain import Algorithm, BetweenStages, Explanation, Line, explain
+from meshwright.plan.why.torus_limits import Limit
+from meshwright.spec.plan_file import load_plan
+
+MAX_DRIFT = 1e-6
+"""Of the step time that a plan file holds from the one that its rates give."""
+
+
+@click.command()
+@click.argument("plan_file", metavar="PLAN.toml", type=click.Path(path_type=Path))
+@json_option
+def command(plan_file: Path, as_json: bool) -> None:
+    """The algorithm of one layer under a plan, with bytes and times, and the limits in closed form."""
+    plan = load_plan(plan_file)
+    check_tokens(plan.job)
+    told = explain(plan)
+    if not math.isclose(told.estimate.step_s, plan.predicted.step_s, rel_tol=MAX_DRIFT):
+        say(
+            f"{plan_file} predicts {format_seconds(plan.predicted.step_s)} a step and its own rates now give "
+            f"{format_seconds(told.estimate.step_s)}: it was changed by hand, or by another version."
+        )
+    if as_json:
+        emit_json(_as_json(told))
+    else:
+        _print(told)
+
+
+def _as_json(told: Explanation) -> dict[str, Any]:
+    plan = told.plan
+    return {
+        "model": plan.model.name,
+        "cluster": plan.cluster.short_name,
+        "job": msgspec.to_builtins(plan.job),
+        "axes": plan.strategy.mesh,
+        "terms": msgspec.to_builtins(told.terms),
+        "recomputed": told.recomputed,
+        "changes": told.changes,
+        "fsdp_case": told.fsdp,
+        "blocks": msgspec.to_builtins(told.blocks),
+        "between_stages": told.between,
+        "forward": msgspec.to_builtins(told.forward),
+        "backward": msgspec.to_builtins(told.backward),
+        "once": msgspec.to_builtins(told.once),
+        "batch": told.batch,
+        "symbols": told.symbols,
+        "limits": msgspec.to_builtins(told.limits),
+        "estimate": msgspec.to_builtins(told.estimate),
+        "training": told.training,
+    }
+
+
+def _print(told: Explanation) -> None:
+    plan = told.plan
+    rings = collective_matmul_words(plan.strategy)
+    print_text(
+        f"{plan.model.name} on {plan.cluster.short_name}: {mesh_words(plan.strategy.mesh)}, "
+        f"{remat_words(plan.strategy)}, {f'{rings}, ' if rings else ''}state {plan.strategy.state}"
+    )
+    print_fact("batch", _batch_words(told))
+    print_fact("placement", placement_words(plan.strategy.placement))
+    print_fact("times rest on", plan.calibration.describe())
+    click.echo()
+    print_lead(told)
+    for block in told.blocks:
+        _print_algorithm(block.forward)
+        _print_algorithm(block.backward)
+    if told.between is not None:
+        _print_between(told.between, told.estimate.step_s)
+    _print_algorithm(told.once)
+    _print_step(told)
+    _print_limits(told)
+
+
+def _batch_words(told: Explanation) -> str:
+    at, job = told.batch, told.plan.job
+    micro = microbatch_words(told.plan.strategy)
+    return (
+        f"{format_count(job.tokens_per_step)} tokens a step = {at.sequences:,.0f} sequences of {job.seq_len:,} = "
+        f"{at.sequences_per_microbatch:,.0f} x {at.data_parallel:,} (data x fsdp) x {micro}; "
+        f"{at.positions_per_device:,.0f} positions of a sequence on a device"
+    )
+
+
+def _print_algorithm(part: Algorithm) -> None:
+    click.echo(f"\n{part.title[0].upper()}{part.title[1:]}")
+    for line in part.lines:
+        print_text(f"{line.number:>3}. {line.text}", indent=7)
+        click.echo(f"       {_measures(line)}")
+    if part.num_left_out:
+        click.echo(f"     ({part.num_left_out} small local steps are not listed)")
+    print_text(
+        f"     compute {format_seconds(part.compute_s)}; communication that can hide {format_seconds(part.hidden_s)}, "
+        f"on the critical path {format_seconds(part.critical_s)}",
+        indent=5,
+    )
+
+
+def _print_between(between: BetweenStages, step_s: float) -> None:
+    """The sends, how often a step waits for one, and the idle time of the schedule."""
+    _print_algorithm(between.sends)
+    chunks = f" of {between.chunks} chunks" if between.chunks > 1 else ""
+    print_text(
+        f"     {between.schedule} on {between.stages} stages{chunks}, {between.microbatches} microbatches: a step "
+        f"waits for {between.num_sends:,.0f} sends, {format_seconds(between.sends_s)}, and stands idle for "
+        f"{format_seconds(between.bubble_s)}, {between.bubble_s / step_s:.1%} of it (the bubble)",
+        indent=5,
+    )
+
+
+def _measures(line: Line) -> str:
+    """FLOPs where there are any, bytes, seconds, and whether they can overlap."""
+    amounts = [format_flops(line.flops, unit="FLOP")] if line.flops else []
+    return ", ".join([*amounts, format_bytes(line.num_bytes), format_seconds(line.time_s), line.overlaps]).rstrip(", ")
+
+
+def _print_step(told: Explanation) -> None:
+    estimate = told.estimate
+    rows = [
+        [term.words, format_seconds(term.alone_s), format_seconds(max(0.0, term.added_s)), f"{term.share:.0%}"]
+        for term in told.terms
+    ]
+    click.echo()
+    print_table(["work of one step", "alone", "adds", "share"], rows)
+    lower, upper = format_seconds(estimate.step_s_lower), format_seconds(estimate.step_s_upper)
+    print_fact(
+        "step",
+        f"{format_seconds(estimate.step_s)}, between {lower} (perfect overlap) and {upper} (none: compute, memory and "
+        f"network one after the other); bound by "
+        f"{estimate.bound_by}",
+    )
+    print_fact(
+        "utilisation",
+        f"MFU {estimate.mfu:.1%} of 6ND + 12 B T^2 N H L, no causal discount; HFU {estimate.hfu:.1%}, recomputation "
+        f"counted",
+    )
+    items = ", ".join(f"{name} {format_bytes(size)}" for name, size in estimate.memory.items() if size)
+    print_fact("memory of a chip", f"{format_bytes(estimate.hbm_bytes_per_chip)}: {items}")
+    if told.training is not None:
+        print_budget(told.training, told.plan.cluster.num_chips)
+
+
+_TITLES = {"speed": "When communication hides behind compute, in closed form", "size": "What fits"}
+
+
+def _print_limits(told: Explanation) -> None:
+    for kind, title in _TITLES.items():
+        chosen = [limit for limit in told.limits if limit.kind == kind]
+        if chosen:
+            click.echo()
+            print_table(["", "formula", "bound", "here", ""], [_limit_row(x) for x in chosen], title)
+        if chosen and kind == "speed":
+            print_text(_legend(told.symbols))
+        for limit in chosen:
+            if limit.note:
+                print_text(f"{limit.name}: {limit.note}")
+
+
+def _legend(at: Symbols) -> str:
+    """What the letters of the formulas stand for."""
+    of = " of a microbatch" if at.num_microbatches > 1 else ""
+    said = [f"B = {format_count(at.batch_tokens)} tokens{of}", f"N = {at.num_chips:,} chips", f"F = {at.d_ff:,}"]
+    said.append(f"C = {format_flops(at.peak_flops)}")
+    if at.alpha is not None:
+        said.append(f"alpha = C / W of a torus axis = {at.alpha:,.4g} FLOPs/byte")
+        said.append(f"X = data x fsdp x context on Mx = {at.fsdp_axes} and tensor on My = {at.tensor_axes} torus axes")
+        said.append("root = that of the discriminant")
+    return ", ".join(said)
+
+
+def _limit_row(limit: Limit) -> list[str]:
+    verdict = {True: "met", False: "not met", None: "hint"}[limit.holds]
+    show = {"bytes": format_bytes, "s": format_seconds, "": number_words}[limit.unit]
+    return [limit.name, limit.formula, show(limit.limit), show(limit.here), verdict]

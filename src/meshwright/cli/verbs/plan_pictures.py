@@ -1,0 +1,193 @@
+"""What `plan --pareto` and `plan --breakdown` print and draw beside the ranked strategies."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+
+from meshwright.cli.output import print_table, print_text, say
+from meshwright.core.units import format_bytes, format_count, format_seconds
+from meshwright.cost.memory import memory_limit
+from meshwright.cost.train_step import price_strategy
+from meshwright.plan.pareto import Frontier, pareto, usd_per_token
+from meshwright.plan.ranking import TIE
+from meshwright.plan.result import PlanResult
+from meshwright.plan.search import Found
+from meshwright.plan.why.exposure import StepParts, Traffic, parts_of_step, traffic
+from meshwright.report.figure import Spec, save
+from meshwright.report.heatmap import short_mesh
+from meshwright.report.plans.breakdown import breakdown_figure
+from meshwright.report.plans.pareto import ParetoPoint, pareto_figure
+from meshwright.spec.calibration import Calibration
+from meshwright.spec.cluster import Cluster
+from meshwright.spec.job import Job
+from meshwright.spec.model import Model
+
+LEAST_SAVING = 0.1
+"""Share of memory that a listed plan saves over the one listed before it."""
+
+
+# -- frontiers ------------------------------------------------------------------------------------------
+
+
+def show_frontier(
+    result: PlanResult, *, axes: Mapping[str, int], overrides: Mapping[str, Any], png: Path | None, as_json: bool
+) -> dict[str, Any]:
+    """Find the frontiers of the job that was planned; draw them and, unless ``as_json``, print them. As plain data.
+
+    They are of the cluster that the plans use: all of it, or the largest part that the job divides over.
+    """
+    cluster, job, rates = result.strategies[0].cluster, result.job, result.calibration
+    found = pareto(result.model, cluster, job, axes=axes, overrides=overrides, calibration=rates)
+    if png is not None:
+        say(f"wrote {save(_frontier_figure(result.model, cluster, job, found, rates), png)}")
+    if not as_json:
+        _print_frontier(cluster, found, job)
+    return {"memory": [_as_json(one, job) for one in found.memory], "cost": [_as_json(one, job) for one in found.cost]}
+
+
+def listed(frontier: Sequence[Found]) -> list[Found]:
+    """Of a frontier, fastest first, those that hold at least a tenth less than the one listed before; of plans that
+    are equally fast the smallest.
+    """
+    kept: list[Found] = []
+    for one in frontier:
+        at = one.estimate
+        if kept and at.step_s <= (1 + TIE) * kept[-1].estimate.step_s:
+            kept[-1] = one
+        elif not kept or at.hbm_bytes_per_chip <= (1 - LEAST_SAVING) * kept[-1].estimate.hbm_bytes_per_chip:
+            kept.append(one)
+    return kept
+
+
+def _as_json(found: Found, job: Job) -> dict[str, Any]:
+    strategy, at = found.strategy, found.estimate
+    return {
+        "cluster": found.cluster.short_name,
+        "num_chips": found.cluster.num_chips,
+        "axes": dict(strategy.mesh),
+        "zero": strategy.zero,
+        "num_microbatches": strategy.num_microbatches,
+        "remat": strategy.remat if isinstance(strategy.remat, str) else list(strategy.remat),
+        "schedule": strategy.schedule,
+        "step_s": at.step_s,
+        "mfu": at.mfu,
+        "hbm_bytes_per_chip": at.hbm_bytes_per_chip,
+        "usd_per_token": usd_per_token(found, job),
+    }
+
+
+def _print_frontier(cluster: Cluster, found: Frontier, job: Job) -> None:
+    rows = listed(found.memory)
+    click.echo()
+    print_table(
+        ["#", "step", "memory", "MFU", "micro", "remat", "mesh"],
+        [
+            [number, format_seconds(one.estimate.step_s), format_bytes(one.estimate.hbm_bytes_per_chip),
+             f"{one.estimate.mfu:.0%}", one.strategy.num_microbatches, _remat(one), short_mesh(one.strategy.mesh)]
+            for number, one in enumerate(rows, 1)
+        ],
+        "Plans that nothing beats in both step time and memory",
+    )  # fmt: skip
+    left_out = len(found.memory) - len(rows)
+    if left_out:
+        print_text(f"{left_out} more that save less than {LEAST_SAVING:.0%} of memory are in --json and in --png")
+    if not found.cost:
+        print_text(f"{cluster.chip.name} has no price, so step time is not weighed against cost")
+        return
+    click.echo()
+    print_table(
+        ["chips", "step", "cost of 1 B tokens", "MFU", "mesh"],
+        [
+            [one.cluster.num_chips, format_seconds(one.estimate.step_s), _usd(one, job), f"{one.estimate.mfu:.0%}",
+             short_mesh(one.strategy.mesh)]
+            for one in found.cost
+        ],
+        f"Step time against cost, on all chips and on parts (${cluster.chip.price_usd_per_hour:,.2f} a chip and hour)",
+    )  # fmt: skip
+
+
+def _remat(found: Found) -> str:
+    return found.strategy.remat if isinstance(found.strategy.remat, str) else "+".join(found.strategy.remat)
+
+
+def _usd(found: Found, job: Job) -> str:
+    return f"${1e9 * (usd_per_token(found, job) or 0.0):,.2f}"
+
+
+def _frontier_figure(
+    model: Model, cluster: Cluster, job: Job, found: Frontier, calibration: Calibration | None
+) -> Spec:
+    numbers = {id(one): str(number) for number, one in enumerate(listed(found.memory), 1)}
+    limit = memory_limit(cluster, calibration)
+    return pareto_figure(
+        [
+            ParetoPoint(
+                step_s=one.estimate.step_s, amount=one.estimate.hbm_bytes_per_chip, label=numbers.get(id(one), "")
+            )
+            for one in found.memory
+        ],
+        [
+            ParetoPoint(
+                step_s=one.estimate.step_s,
+                amount=1e9 * (usd_per_token(one, job) or 0.0),
+                label=f"{one.cluster.num_chips:,} chips",
+            )
+            for one in found.cost
+        ],
+        limit_bytes=None if limit == float("inf") else limit,
+        title=f"{model.name} on {cluster.short_name}: plans that nothing beats",
+        subtitle=f"{format_count(job.tokens_per_step)} tokens a step. Numbers are those of the table.",
+    )
+
+
+# -- the parts of a step --------------------------------------------------------------------------------
+
+
+def show_breakdown(result: PlanResult, png: Path, *, as_json: bool) -> dict[str, Any]:
+    """Draw where the best plan's step goes and, unless ``as_json``, print its collectives. What JSON says of both."""
+    best = result.strategies[0]
+    priced = price_strategy(result.model, best.cluster, best.job, best.strategy, calibration=result.calibration)
+    parts = parts_of_step(result.model, best.job, best.strategy, priced)
+    moved = traffic(best.strategy, priced)
+    say(f"wrote {save(_breakdown_figure(result, parts), png)}")
+    if not as_json:
+        _print_traffic(parts, moved)
+    return {"parts": parts.named(), "traffic": [msgspec.to_builtins(row) for row in moved]}
+
+
+def _print_traffic(parts: StepParts, moved: Sequence[Traffic]) -> None:
+    """Every collective of a step: how often, how many bytes, alone and exposed."""
+    if not moved:
+        return
+    click.echo()
+    print_table(
+        ["collective", "over", "times", "bytes", "alone", "exposed"],
+        [
+            [row.op.replace("_", " "), ", ".join(row.axes), round(row.executions), format_bytes(row.num_bytes),
+             format_seconds(row.alone_s), format_seconds(row.exposed_s)]
+            for row in moved
+        ],
+        f"Communication of one step: {format_seconds(parts.exposed_s)} exposed ({parts.exposed_share:.0%}), "
+        f"{format_seconds(parts.hidden_s)} hidden",
+    )  # fmt: skip
+
+
+def _breakdown_figure(result: PlanResult, parts: StepParts) -> Spec:
+    best = result.strategies[0]
+    links = {name if name == "latency" else f"{name} links": seconds for name, seconds in _largest(parts.alone).items()}
+    return breakdown_figure(
+        parts.named(),
+        links,
+        title=f"{result.model.name} on {best.cluster.short_name}: where a step goes",
+        subtitle=f"{short_mesh(best.strategy.mesh)}, {format_count(best.job.tokens_per_step)} tokens a step, "
+        f"remat {best.strategy.remat}. Of the links' own time {format_seconds(parts.exposed_s)} are exposed.",
+    )
+
+
+def _largest(alone: Mapping[str, float]) -> dict[str, float]:
+    """The groups of mesh axes without those whose links are busy for less than a thousandth of the rest."""
+    total = sum(alone.values())
+    return {name.replace(",", "+"): seconds for name, seconds in alone.items() if seconds > 1e-3 * total}

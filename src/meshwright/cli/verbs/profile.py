@@ -1,0 +1,108 @@
+"""`meshwright profile`: a few steps of a plan under the profiler, each figure beside its prediction."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from meshwright.cli.output import emit_json, json_option, say
+from meshwright.cli.verbs.profile_text import print_profile, profile_json
+from meshwright.core.errors import InputError
+from meshwright.spec.model import require_runnable
+from meshwright.spec.plan_file import Plan, load_plan
+
+if TYPE_CHECKING:
+    from meshwright.parallel.train_step import TrainStep
+    from meshwright.profile.summary import Analysed
+
+
+@click.command()
+@click.argument("plan_file", metavar="PLAN.toml", type=click.Path(path_type=Path))
+@click.option("--steps", default=3, show_default=True, help="Steps under the profiler.")
+@click.option("--warmup", type=int, help="Steps before them: 3, on CPU 5.")
+@click.option("--out", type=click.Path(path_type=Path), help="Folder of the report; runs/NAME-profile by default.")
+@click.option("--trace", type=click.Path(path_type=Path), help="Read this trace (*.xplane.pb) and run nothing.")
+@click.option("--hlo", type=click.Path(path_type=Path), help="The text of the program of --trace.")
+@json_option
+def command(
+    plan_file: Path,
+    steps: int,
+    warmup: int | None,
+    out: Path | None,
+    trace: Path | None,
+    hlo: Path | None,
+    as_json: bool,
+) -> None:
+    """Run a few steps of a plan under the profiler, and say where their time goes beside the prediction.
+
+    Writes a page, pictures and a timeline that opens in Perfetto. --trace and --hlo read a trace that was taken
+    elsewhere, of the program that the plan compiles to.
+    """
+    if (trace is None) != (hlo is None):
+        raise InputError("--trace and --hlo go together: a trace names instructions whose text the other one has.")
+    if steps < 1:
+        raise InputError(f"--steps {steps} profiles nothing. Give 1 or more.")
+    if warmup is not None and warmup < 1:
+        raise InputError(f"--warmup {warmup}: the first step is slower than the others. Give 1 or more.")
+    chosen = load_plan(plan_file)
+    folder = out or Path("runs") / f"{chosen.model.name}-profile"
+    if trace is not None and hlo is not None:
+        found = _read(chosen, trace, hlo)
+    else:
+        found = _run(chosen, folder, steps=steps, warmup=warmup)
+    _show(found, folder, as_json=as_json)
+
+
+def _read(chosen: Plan, trace: Path, hlo: Path) -> "Analysed":
+    from meshwright.profile.summary import analyse
+
+    return analyse(chosen, trace, hlo)
+
+
+def _run(chosen: Plan, folder: Path, *, steps: int, warmup: int | None) -> "Analysed":
+    """The plan's step on the devices at hand."""
+    from meshwright.cli.verbs.train import require_devices
+
+    require_runnable(chosen.model)
+    require_devices(chosen)
+    import jax
+
+    from meshwright.parallel.processes import is_first
+    from meshwright.profile.run import record_steps, warmup_steps
+    from meshwright.profile.summary import analyse
+
+    step = _step_of(chosen)
+    if is_first():
+        first = warmup_steps() if warmup is None else warmup
+        say(
+            f"{chosen.model.name} on {chosen.cluster.short_name}: {first} steps to warm up, then {steps} under the "
+            "profiler"
+        )
+    # one folder each: processes on one machine would write files of the same name
+    own = "trace" if is_first() else f"trace-{jax.process_index()}"
+    recording = record_steps(step, chosen.job, folder=folder / own, steps=steps, warmup=warmup)
+    return analyse(chosen, recording.trace, recording.hlo, recording)
+
+
+def _step_of(chosen: Plan) -> "TrainStep":
+    """The step that `train` runs by the plan, with its default settings."""
+    from meshwright.train.settings import settings_from_table
+    from meshwright.train.setup import make_step, require_divides
+
+    step = make_step(chosen.model, chosen.strategy, settings_from_table({}), several_documents=False)
+    require_divides(step, chosen.job)
+    return step
+
+
+def _show(found: "Analysed", folder: Path, *, as_json: bool) -> None:
+    """Write the report and print its short form, or all of it as JSON; one process of many does."""
+    from meshwright.parallel.processes import is_first
+    from meshwright.report.machine.profile_report import write_report
+
+    if not is_first():
+        return
+    files = write_report(found, folder)
+    if as_json:
+        emit_json(profile_json(found.profile, files))
+    else:
+        print_profile(found.profile, files)

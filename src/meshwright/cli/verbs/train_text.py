@@ -1,0 +1,65 @@
+"""What `train` and `demo` print of a run: losses, each prediction beside its measurement, where the time went."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import click
+
+from meshwright.cli.output import or_dash, print_table, print_text
+from meshwright.core.files import cache_folder
+from meshwright.core.units import format_bytes, format_seconds
+from meshwright.spec.plan_file import Plan
+
+if TYPE_CHECKING:
+    from meshwright.train.record.goodput import Goodput
+    from meshwright.train.record.result import TrainResult
+
+
+def print_result(chosen: Plan, result: "TrainResult") -> None:
+    """Losses, and each prediction beside its measurement."""
+    if not result.losses:
+        click.echo(f"stopped before the first step; {result.run} holds the plan")
+        return
+    stopped = " (stopped)" if result.stopped else ""
+    held_out = or_dash(result.validation_loss, lambda loss: f"{loss:.3f}")
+    losses = f"loss {result.losses[0]:.3f} -> {result.losses[-1]:.3f}, held out {held_out}"
+    click.echo(f"{result.steps} steps{stopped}: {losses}")
+    predicted = chosen.predicted
+    memory = result.memory.total_bytes if result.memory else None
+    rows = [
+        _compared("step", predicted.step_s, result.step_s, format_seconds),
+        _compared("MFU", predicted.mfu, result.mfu, lambda share: f"{share:.1%}"),
+        _compared("HFU", predicted.hfu, result.hfu, lambda share: f"{share:.1%}"),
+        _compared("memory of a device", predicted.hbm_bytes_per_chip, memory, format_bytes),
+    ]
+    print_table(["", "predicted", "measured", "ratio"], rows)
+    if result.mfu is not None and result.mfu > 1:
+        calibration = chosen.calibration.name if chosen.calibration else "the data sheet"
+        print_text(
+            f"an MFU above 100%: the machine is faster than the rates of the plan ({calibration}) say, as after they "
+            f"were measured while it was busy. Remove them from {cache_folder()} and plan again to measure anew."
+        )
+    rate = or_dash(result.tokens_per_s, lambda tokens: f"{tokens:,.0f}")
+    click.echo(f"{rate} tokens/s; compiling took {format_seconds(result.compile_s)}; everything is in {result.run}")
+    if result.goodput:
+        print_text(goodput_words(result.goodput))
+
+
+def goodput_words(goodput: "Goodput") -> str:
+    """``goodput 83%: 12 s of 14.5 s in steps, compiling 1.2 s, ...``: the parts that took a hundredth or more."""
+    parts = {
+        "compiling": goodput.compile_s,
+        "evaluation": goodput.evaluation_s,
+        "waiting for checkpoints": goodput.checkpoint_s,
+        "waiting for data": goodput.data_s,
+        "start and files": goodput.other_s,
+        f"{goodput.lost_steps} steps done again": goodput.lost_s,
+    }
+    rest = [f"{name} {format_seconds(s)}" for name, s in parts.items() if s >= goodput.wall_s / 100]
+    in_steps = f"{format_seconds(goodput.steps_s)} of {format_seconds(goodput.wall_s)} in steps"
+    return f"goodput {goodput.share:.0%}: " + ", ".join([in_steps, *rest])
+
+
+def _compared(name: str, predicted: float, measured: float | None, show: Callable[[float], str]) -> list[str]:
+    ratio = or_dash(measured, lambda found: f"{found / predicted:.2f}")
+    return [name, show(predicted), or_dash(measured, show), ratio]

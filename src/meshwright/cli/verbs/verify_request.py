@@ -1,0 +1,86 @@
+"""What `verify` asks of the compiler for a plan: its step, and its chips as the plan lays its mesh on them."""
+
+from typing import Any, get_args
+
+from meshwright.core.errors import InputError
+from meshwright.spec.calibration import Calibration
+from meshwright.spec.cluster import Cluster
+from meshwright.spec.job import Job
+from meshwright.spec.model import Model
+from meshwright.spec.strategy import Strategy
+
+PROGRAM = "meshwright.cli.verbs.verify_child"
+"""The module that compiles, in a process of its own."""
+
+TIMEOUT_S = 600.0
+
+
+def request_of(
+    model: Model,
+    cluster: Cluster,
+    strategy: Strategy,
+    job: Job,
+    *,
+    step: str = "train",
+    depth: str = "partition",
+    platform: str | None = None,
+    weights: str = "as they are",
+    cache_dtype: str = "bf16",
+    settings: dict[str, Any] | None = None,
+    calibration: Calibration | None = None,
+) -> Any:
+    """The request that a plan makes; its chips in the order in which the strategy lies on the cluster."""
+    from meshwright.train.settings import program_options, settings_from_table
+    from meshwright.verify.request import Request, StepKind
+    from meshwright.verify.targets import mesh_order
+
+    assert step in get_args(StepKind)
+    if strategy.num_chips != cluster.num_chips:
+        raise InputError(
+            f"the mesh has {strategy.num_chips} devices and {cluster.short_name} {cluster.num_chips} chips. "
+            f"Give axes whose product is {cluster.num_chips}, or a smaller cluster."
+        )
+    order: tuple[int, ...] = ()
+    target = _target(cluster, depth, platform)
+    if target.platform != "cpu":
+        order = tuple(mesh_order(_placement(model, cluster, strategy, job, step, calibration)).ravel().tolist())
+    bounded = {"capacity_factor": strategy.imbalance} if model.num_experts and strategy.imbalance > 1 else {}
+    table = bounded | (settings or {}) if step == "train" else {}
+    return Request(
+        model=model,
+        cluster=cluster,
+        strategy=strategy,
+        target=target,
+        step=step,  # type: ignore[arg-type]
+        batch_seqs=job.batch_seqs,
+        seq_len=job.seq_len,
+        depth=depth,  # type: ignore[arg-type]
+        weights=weights,  # type: ignore[arg-type]
+        cache_dtype=cache_dtype,
+        settings=table,
+        options=program_options(settings_from_table(table), several_documents=False),
+        order=order,
+    )
+
+
+def _target(cluster: Cluster, depth: str, platform: Any) -> Any:
+    """What is asked for, else what is installed; to lower, the cluster's own needs no compiler."""
+    from meshwright.verify.targets import target_of, usable_target
+
+    if depth == "lower" and platform != "cpu":
+        own = target_of(cluster)
+        if platform in (None, own.platform):
+            return own
+    return usable_target(cluster, wanted=platform)
+
+
+def _placement(
+    model: Model, cluster: Cluster, strategy: Strategy, job: Job, step: str, calibration: Calibration | None
+) -> Any:
+    """How the mesh lies on the links: as priced to train; the first way otherwise."""
+    from meshwright.cost.step_rates import strategy_placements
+    from meshwright.cost.train_step import price_strategy
+
+    if step == "train":
+        return price_strategy(model, cluster, job, strategy, calibration=calibration).placement
+    return strategy_placements(cluster, strategy)[0]

@@ -1,0 +1,1 @@
+"""Closed formulas: rooflines, limits, budgets."""

@@ -1,0 +1,197 @@
+"""What a transformer holds and does before anything is split: FLOPs, lengths at which attention matters, bytes.
+
+Counts of one model or of a number of parameters; sizes may be NumPy arrays. Nothing here is used to price a plan:
+that is `cost.work.ops`, `cost.memory` and `cost.train_step`, from the derived steps.
+"""
+
+import math
+from fractions import Fraction
+from typing import Any, Literal
+
+import numpy as np
+
+from meshwright.algebra.derive import derive
+from meshwright.algebra.transformer import transformer
+from meshwright.core.errors import InputError, nearest
+from meshwright.cost.formulas.roofline import Work
+from meshwright.spec.model import Model
+from meshwright.spec.strategy import STATE_BYTES, Strategy
+from meshwright.spec.weights import Weight, weight_table
+
+Number = Any
+"""A float, an int or a NumPy array of them."""
+
+StatePart = Literal["weights", "gradients", "optimizer"]
+ZeroStage = Literal[0, 1, 2, 3]
+
+ZERO_SHARDS: dict[int, tuple[StatePart, ...]] = {
+    0: (),
+    1: ("optimizer",),
+    2: ("optimizer", "gradients"),
+    3: ("optimizer", "gradients", "weights"),
+}
+"""What each ZeRO stage splits over the data-parallel devices; 3 is FSDP. Source: section 5.4.1."""
+
+
+# -- FLOPs ----------------------------------------------------------------------------------------------
+
+
+def train_flops_per_param(*, recomputed_forwards: Number = 0) -> Number:
+    """FLOPs per parameter and token of training: 2 forward, 4 backward, 2 for every forward pass done again.
+
+    6 for MFU; 8 with block remat, which runs the whole forward pass twice. Source: How to Scale Your Model,
+    sections 4.2 and 4.4.
+    """
+    return 2 + 4 + 2 * recomputed_forwards
+
+
+def attention_work(
+    *,
+    queries: Number,
+    keys: Number,
+    heads: Number,
+    kv_heads: Number,
+    head_dim: Number,
+    batch_seqs: Number = 1,
+    element_bytes: Number = 2,
+) -> Work:
+    """FLOPs and bytes of one layer's dot-product attention in one kernel, without causal discount: 4 B T S N H.
+
+    q, k, v are read and the result is written once; scores stay on chip. The intensity in bf16 is T S G / (T G + S):
+    T G / (G + 1) in prefill, where T = S, and near G in generation, where T = 1. Source: exercise 4.4.
+    """
+    moved = 2 * batch_seqs * head_dim * (queries * heads + keys * kv_heads) * element_bytes
+    return Work(flops=4 * batch_seqs * queries * keys * heads * head_dim, num_bytes=moved)
+
+
+def attention_equal_len(model: Model) -> float:
+    """Sequence length at which attention's own products take as many FLOPs as all matrices of the layers.
+
+    6 P T = 6 T^2 N (H + Hv) L with P the matrix parameters that a token uses in the layers, so T = P / (N (H + Hv) L);
+    8 D with F = 4 D gated, full heads and N H = D. No causal discount. Source: section 4.3.
+    """
+    return _equal_len(model, _layer_matrices(model))
+
+
+def projection_equal_len(model: Model) -> float:
+    """Sequence length at which attention's own products take as many FLOPs as its projections.
+
+    As ``attention_equal_len`` with the attention matrices alone: 24 B T D N H = 12 B T^2 N H gives 2 D with as many
+    kv heads as heads. Source: exercise 4.5.
+    """
+    return _equal_len(model, [row for row in _layer_matrices(model) if row.part == "attention"])
+
+
+def _layer_matrices(model: Model) -> list[Weight]:
+    return [row for row in weight_table(model) if row.kind == "matrix" and row.layers]
+
+
+def _equal_len(model: Model, rows: list[Weight]) -> float:
+    value_dim = model.v_head_dim if model.latent_attention else model.head_dim
+    per_position = model.num_heads * (model.head_dim + value_dim) * model.num_layers
+    return sum(row.num_active_params for row in rows) / per_position
+
+
+# -- bytes of the training state ------------------------------------------------------------------------
+
+
+def bytes_per_param(state: str, *, part: StatePart | None = None) -> float:
+    """Bytes per parameter of a training state, or of one part of it.
+
+    Without a part it is the number that the option is known by: 10 for bf16-adam, which leaves the short-lived bf16
+    gradient out, 16, 18 or 20 with a master copy. Source: How to Scale Your Model, section 5.1.1.
+    """
+    if state not in STATE_BYTES:
+        raise InputError(f"state {state!r} is not known.{nearest(state, STATE_BYTES)}")
+    return STATE_BYTES[state][part or "counted"]
+
+
+def state_bytes(num_params: Number, *, state: str, part: StatePart | None = None, num_shards: Number = 1) -> Number:
+    """Bytes per device of the training state, or of one part, split evenly over the devices."""
+    return num_params * bytes_per_param(state, part=part) / num_shards
+
+
+def zero_bytes(num_params: Number, *, state: str, stage: ZeroStage, num_shards: Number) -> Number:
+    """Bytes per device of weights, gradients and optimizer where a ZeRO stage splits some of them.
+
+    Gradients count in every state, also where the option's own number leaves them out. Source: section 5.4.1.
+    """
+    if stage not in ZERO_SHARDS:
+        raise InputError(f"ZeRO stage {stage} does not exist. Choose 0, 1, 2 or 3.")
+    parts: tuple[StatePart, ...] = ("weights", "gradients", "optimizer")
+    split = ZERO_SHARDS[stage]
+    return sum(state_bytes(num_params, state=state, part=p, num_shards=num_shards if p in split else 1) for p in parts)
+
+
+def max_params(memory_bytes: Number, *, state: str) -> Number:
+    """Parameters of the largest model whose state fills a memory: pure data parallelism, activations left out.
+
+    Source: How to Scale Your Model, section 5.1.1.
+    """
+    return memory_bytes / bytes_per_param(state)
+
+
+# -- bytes of activations and caches --------------------------------------------------------------------
+
+
+def saved_widths(model: Model, remat: str | tuple[str, ...]) -> dict[str, Number]:
+    """Elements per token that each layer keeps for its backward pass under a remat policy, by result.
+
+    Read off the derived steps on one device: "block" keeps the layer's input alone (D), the list ("g", "u") the
+    outputs of the feed-forward matmuls as well (D + 2 F). Where layers differ it is their mean; a token has a slot
+    with each of its experts.
+    """
+    derived = derive(transformer(model), Strategy(mesh={}, remat=remat))
+    sizes: dict[str, Number] = model.dims | {"B": 1, "T": 1}
+    if model.num_experts:
+        sizes["C"] = Fraction(model.experts_per_token, model.num_experts)
+    found: dict[str, Number] = {}
+    for block in derived.blocks:
+        for array in block.kept if block.block.carry else ():
+            width = math.prod(sizes[dim] for dim in array.dims)
+            found[array.name] = found.get(array.name, 0) + Fraction(block.repeat * width, model.num_layers)
+    return {name: int(width) if width.denominator == 1 else float(width) for name, width in found.items()}
+
+
+def saved_bytes(
+    num_tokens: Number, *, num_layers: Number, width: Number, element_bytes: Number = 2, num_shards: Number = 1
+) -> Number:
+    """Bytes per device of results kept for the backward pass: tokens x layers x elements per token and layer.
+
+    ``width`` is the sum of ``saved_widths``, or k D for k results of the model's width. Source: section 4.4.
+    """
+    return num_tokens * num_layers * width * element_bytes / num_shards
+
+
+def kv_cache_bytes(model: Model, num_positions: Number, *, element_bytes: Number = 2) -> Number:
+    """Bytes of the keys and values of one sequence: 2 K H per position and layer; layers with a window stop there.
+
+    With latent attention the latent and the rotary key are kept instead: Rkv + Hr. Source: section 7.1.
+    """
+    per_position = 2 * model.num_kv_heads * model.head_dim
+    if model.latent_attention:
+        per_position = model.kv_lora_rank + model.qk_rope_head_dim
+    kept = cached_elements(
+        num_positions,
+        per_position=per_position,
+        num_layers=model.num_layers,
+        window=model.sliding_window,
+        num_local=len(model.sliding_layers),
+    )
+    return kept * element_bytes
+
+
+def cached_elements(
+    num_positions: Number, *, per_position: Number, num_layers: int, window: int | None = None, num_local: int = 0
+) -> Number:
+    """Elements that all layers keep of one sequence; ``num_local`` of them stop at the window."""
+    if window is None:
+        num_local = 0
+    kept = (num_layers - num_local) * num_positions
+    if num_local:
+        kept = kept + num_local * _smaller(num_positions, window)
+    return kept * per_position
+
+
+def _smaller(first: Number, second: Number) -> Number:
+    return np.minimum(first, second) if isinstance(first, np.ndarray) else min(first, second)

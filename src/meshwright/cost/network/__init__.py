@@ -1,0 +1,1 @@
+"""Links, placement of mesh axes on them, and seconds of collectives."""

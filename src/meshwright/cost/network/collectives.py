@@ -1,0 +1,299 @@
+"""Seconds of a collective over the links of a group: torus rings, switched domains, slices, this machine.
+
+A GROUP is one or several mesh axes that one collective uses jointly. ``array_bytes`` is the full (gathered)
+array on that group, per device that ends up with it; for a permute, what each device sends. Sizes and bytes may
+be NumPy arrays: nothing branches on them.
+Sources: How to Scale Your Model, sections 3.2 (rings, latency), 3.4 (summary), 5.1.6 (DCN).
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from meshwright.core.errors import InputError, nearest
+from meshwright.cost.network.legs import Leg, group_legs, ring
+from meshwright.cost.network.links import Level
+from meshwright.cost.network.placement import Placement, place_axes
+from meshwright.spec.calibration import Calibration, CollectiveKind, collective_rate
+
+__all__ = [
+    "KINDS",
+    "GroupRates",
+    "KindRate",
+    "Leg",
+    "Placement",
+    "collective_bound_by",
+    "collective_time",
+    "group_legs",
+    "group_rates",
+    "latency_bound_bytes",
+    "leg_rates",
+    "place_axes",
+    "received_share",
+    "ring",
+    "ring_link_share",
+    "stack_rates",
+]
+
+Number = Any
+"""A float, an int or a NumPy array of them."""
+
+KINDS: tuple[CollectiveKind, ...] = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "permute")
+
+_INNER: tuple[Level, ...] = ("ici", "nvlink", "host")
+
+
+class KindRate(msgspec.Struct, frozen=True):
+    """``time = setup_s + max(bytes x seconds_per_byte, floor_s)``."""
+
+    seconds_per_byte: Number
+    floor_s: Number = 0.0
+    setup_s: Number = 0.0
+
+    def time(self, array_bytes: Number) -> Number:
+        """Seconds for that many bytes."""
+        return self.setup_s + _larger(array_bytes * self.seconds_per_byte, self.floor_s)
+
+
+class GroupRates(msgspec.Struct, frozen=True, kw_only=True):
+    """What a group needs to be priced: its size, the level that binds, and the rate of each kind of collective.
+
+    ``ring_links`` is 2 where a device has a link to each side of its ring, so that halves sent both ways pass at the
+    same time; 1 where they share a port, or where one of the ways round a line uses all its links.
+    """
+
+    size: Number
+    level: Any
+    kinds: dict[str, KindRate]
+    ring_links: Number = 1
+
+    def __getitem__(self, kind: str) -> KindRate:
+        rate = self.kinds.get(kind)
+        if rate is None:
+            raise InputError(f"no rate of the collective {kind!r} on this group.{nearest(kind, self.kinds)}")
+        return rate
+
+    @property
+    def seconds_per_byte_all_gather(self) -> Number:
+        return self["all_gather"].seconds_per_byte
+
+    @property
+    def seconds_per_byte_all_to_all(self) -> Number:
+        return self["all_to_all"].seconds_per_byte
+
+    @property
+    def latency_s(self) -> Number:
+        """The floor of one AllGather: hops x the latency of a hop."""
+        return self["all_gather"].floor_s
+
+
+def collective_time(kind: CollectiveKind, array_bytes: Number, group: GroupRates) -> Number:
+    """Seconds of one collective: the larger of its bandwidth and its latency term.
+
+    AllReduce is a ReduceScatter and an AllGather. Source: How to Scale Your Model, section 3.2.
+    """
+    return group[kind].time(array_bytes)
+
+
+def collective_bound_by(kind: CollectiveKind, array_bytes: float, group: GroupRates) -> str:
+    """ "latency" where the hops take longer than the bytes, else the level whose bandwidth binds."""
+    rate = group[kind]
+    return "latency" if rate.floor_s > array_bytes * rate.seconds_per_byte else str(group.level)
+
+
+def group_rates(placement: Placement, axes: Iterable[str], calibration: Calibration | None = None) -> GroupRates:
+    """The rates of a group of mesh axes on a placement; the data sheet's without a calibration."""
+    return leg_rates(group_legs(placement, axes), calibration)
+
+
+def leg_rates(legs: Sequence[Leg], calibration: Calibration | None = None) -> GroupRates:
+    """The rates of a group made of these legs.
+
+    Torus axes add their bandwidths: W = 2 x one way of a ring, one way of a line, over ``sharing``. AllGather
+    is V/W with a ring, (n-1)/n V/W without. An AllToAll crosses the axes one after the other in a pipeline, each
+    with a quarter (a line: half) of what an AllGather of that axis's share takes: the longest axis binds.
+    Inside a switch: (n-1)/n V over the port. Levels work at the same time, the slowest binds: an outer one carries,
+    per chip, what all members inside it share and send on.
+    """
+    inner = [leg for leg in legs if leg.level in _INNER]
+    outer = [leg for leg in legs if leg.level not in _INNER]
+    if not legs:
+        free = KindRate(0.0)
+        return GroupRates(size=1, level="none", kinds=dict.fromkeys(KINDS, free))
+    if inner and inner[0].level == "host":
+        return _host_rates(inner[0], calibration)
+    num_inner, num_outer = _product(inner), _product(outer)
+    gather_in, exchange_in = _inner_terms(inner, num_inner, calibration)
+    gather_out, exchange_out = _outer_terms(outer, num_inner, calibration)
+    gather = _larger(gather_in, gather_out)
+    exchange = _larger(exchange_in / num_outer, exchange_out)
+    floor = sum(leg.hops * (leg.size > 1) * _hop_s(calibration, leg) for leg in legs)
+    once = KindRate(gather, floor)
+    return GroupRates(
+        size=num_inner * num_outer,
+        level=_binding(inner, outer, gather_in, gather_out),
+        kinds={
+            "all_gather": once,
+            "reduce_scatter": once,
+            "all_reduce": KindRate(2 * gather, 2 * floor),
+            "all_to_all": KindRate(exchange, floor),
+            "permute": KindRate(*_permute_terms(legs, calibration)),
+        },
+        ring_links=_ring_links(legs),
+    )
+
+
+def _outer_terms(legs: Sequence[Leg], num_inner: Number, calibration: Calibration | None) -> tuple[Number, Number]:
+    """Seconds per byte of an AllGather and an AllToAll on the slowest of the outer levels.
+
+    What a chip sends further out goes through the nearer levels too. With p members inside a level and n in the
+    group, a chip carries 1/p - 1/n of the gathered array through it, and (1 - p/n)/n of an AllToAll's.
+    """
+    size = num_inner * _product(legs)
+    inside, gather, exchange = num_inner, 0.0, 0.0
+    for leg in legs:
+        rate = leg.bytes_per_s * _efficiency(calibration, leg.level)
+        # a level that the group does not use has nothing to bind, whatever goes on further out
+        used = leg.size > 1
+        gather = _larger(gather, used * (1 / inside - 1 / size) / rate)
+        exchange = _larger(exchange, used * (1 - inside / size) / size / rate)
+        inside = inside * leg.size
+    return gather, exchange
+
+
+def _inner_terms(legs: Sequence[Leg], size: Number, calibration: Calibration | None) -> tuple[Number, Number]:
+    """Seconds per byte of an AllGather and an AllToAll over the innermost level alone."""
+    if not legs:
+        return 0.0, 0.0
+    rates = [leg.bytes_per_s * _efficiency(calibration, leg.level) / leg.sharing for leg in legs]
+    if legs[0].level == "nvlink":
+        gather = (size - 1) / size / rates[0]
+        return gather, gather / size
+    exchange: Number = 0.0
+    for leg, rate in zip(legs, rates, strict=True):
+        alone = _line_or_ring(leg.size, leg.wraps, (1 + leg.wraps) * rate * (leg.size > 1))
+        # this axis exchanges the share of the array that lies on one line of chips along it
+        exchange = _larger(exchange, alone * (0.5 - 0.25 * leg.wraps) * leg.size / size / leg.twist_gain)
+    width: Number = sum((1 + leg.wraps) * rate * (leg.size > 1) for leg, rate in zip(legs, rates, strict=True))
+    closed: Number = sum(leg.wraps * (leg.size > 1) for leg in legs) > 0
+    return _line_or_ring(size, closed, width), exchange
+
+
+def _line_or_ring(size: Number, closed: Any, width: Number) -> Number:
+    """Seconds per byte of an AllGather: 1/W of a ring, (n-1)/n of it otherwise."""
+    # a group of one has width 0 and moves nothing: its numerator is 0, and the divisor only must not be
+    return (size - 1 + closed) * (size > 1) / size / (width + (size == 1))
+
+
+def _permute_terms(legs: Sequence[Leg], calibration: Calibration | None) -> tuple[Number, Number]:
+    """Every device sends to its neighbour in a ring over the group: the slowest link of the legs, one hop on it."""
+    seconds: Number = 0.0
+    floor: Number = 0.0
+    for leg in legs:
+        rate = leg.bytes_per_s * _efficiency(calibration, leg.level) / leg.sharing
+        seconds = _larger(seconds, (leg.size > 1) / rate)
+        floor = _larger(floor, (leg.size > 1) * leg.sharing * _hop_s(calibration, leg))
+    return seconds, floor
+
+
+def _ring_links(legs: Sequence[Leg]) -> Number:
+    """Links of a device that a ring through the group can use at once: two on closed torus axes of three or more."""
+    both: Number = 1
+    for leg in legs:
+        both = both * ((leg.size == 1) | (leg.wraps & (leg.size > 2) & (leg.level == "ici")))
+    return 1 + both
+
+
+def received_share(kind: CollectiveKind, size: Number) -> Number:
+    """Bytes each device must receive, as a share of ``array_bytes``: how measured rates are counted."""
+    once = (size - 1) / size
+    if kind == "all_reduce":
+        return 2 * once
+    if kind == "all_to_all":
+        return once / size
+    return 1.0 * (size > 1) if kind == "permute" else once
+
+
+def _host_rates(leg: Leg, calibration: Calibration | None) -> GroupRates:
+    if calibration is None:
+        raise InputError("devices of this machine have no data sheet. Measure them: give a calibration.")
+    kinds = {}
+    for kind in KINDS:
+        if any(rate.kind == kind for rate in calibration.collectives):
+            measured = collective_rate(calibration, kind, leg.size)
+            kinds[str(kind)] = KindRate(received_share(kind, leg.size) / measured.bytes_per_s, 0.0, measured.latency_s)
+    if not kinds:
+        collective_rate(calibration, "all_gather", leg.size)
+    return GroupRates(size=leg.size, level="host", kinds=kinds)
+
+
+def stack_rates(rates: Sequence[GroupRates]) -> GroupRates:
+    """Many groups as one whose figures are arrays: ``collective_time`` then prices all of them at once."""
+    kinds = [kind for kind in KINDS if all(kind in one.kinds for one in rates)]
+    return GroupRates(
+        size=np.array([one.size for one in rates]),
+        level=np.array([one.level for one in rates]),
+        kinds={
+            kind: KindRate(
+                np.array([one.kinds[kind].seconds_per_byte for one in rates]),
+                np.array([one.kinds[kind].floor_s for one in rates]),
+                np.array([one.kinds[kind].setup_s for one in rates]),
+            )
+            for kind in kinds
+        },
+        ring_links=np.array([one.ring_links for one in rates]),
+    )
+
+
+def latency_bound_bytes(link_bytes_per_s: Number, *, hop_s: float = 1e-6, num_shards: Number = 1) -> Number:
+    """Array bytes below which a hop takes longer to start than to send its shard: shards x link x hop.
+
+    Source: How to Scale Your Model, sections 3.2 and 7.6.3.
+    """
+    return num_shards * link_bytes_per_s * hop_s
+
+
+def ring_link_share(kind: CollectiveKind, size: Number, *, two_way: bool) -> Number:
+    """Share of the array that crosses one link in one direction of a ring of ``size`` devices.
+
+    One way, AllGather (n-1)/n and AllToAll half of it; both directions used, a half and a quarter of that.
+    Exact on a one-way ring; for AllToAll over both directions the limit of a large ring.
+    Source: How to Scale Your Model, exercise 3.10.
+    """
+    factors: Mapping[str, tuple[float, float]] = {
+        "all_gather": (1.0, 0.5),
+        "reduce_scatter": (1.0, 0.5),
+        "all_reduce": (2.0, 1.0),
+        "all_to_all": (0.5, 0.125),
+    }
+    return factors[kind][two_way] * (size - 1) / size
+
+
+def _product(legs: Sequence[Leg]) -> Number:
+    size: Number = 1
+    for leg in legs:
+        size = size * leg.size
+    return size
+
+
+def _efficiency(calibration: Calibration | None, level: Level) -> Any:
+    return 1.0 if calibration is None else getattr(calibration.efficiency, level)
+
+
+def _hop_s(calibration: Calibration | None, leg: Leg) -> float:
+    return leg.hop_s if calibration is None else calibration.hop_s.get(leg.level, leg.hop_s)
+
+
+def _larger(first: Number, second: Number) -> Number:
+    """The larger of two numbers or arrays, without a branch on them."""
+    if isinstance(first, np.ndarray) or isinstance(second, np.ndarray):
+        return np.maximum(first, second)
+    return max(first, second)
+
+
+def _binding(inner: Sequence[Leg], outer: Sequence[Leg], inside: Number, outside: Number) -> Any:
+    names = inner[0].level if inner else "none", outer[0].level if outer else "none"
+    chosen = np.where(outside > inside, names[1], np.where(inside > 0, names[0], "none"))
+    return chosen if chosen.ndim else str(chosen)

@@ -1,0 +1,138 @@
+"""The legs of a group: which part of it lies on each physical axis, and how far its furthest shard travels."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from meshwright.core.errors import InputError, nearest
+from meshwright.cost.network.links import Level, Link
+from meshwright.cost.network.placement import Placement
+
+Number = Any
+"""A float, an int or a NumPy array of them."""
+
+TWIST_GAIN = {"k x k x 2k": 1.63, "k x 2k x 2k": 1.31}
+"""AllToAll throughput of a whole twisted torus over the plain one of its shape, as measured on TPU v4 in slices of
+4x4x8 and 4x8x8. Source: Jouppi et al., "TPU v4: An Optically Reconfigurable Supercomputer" (2023)."""
+
+
+class Leg(msgspec.Struct, frozen=True, kw_only=True):
+    """The part of a group on one physical axis.
+
+    ``bytes_per_s`` is one way and per chip; ``sharing`` is how many interleaved groups use the same links;
+    ``hops`` are the links that the furthest shard crosses; ``twist_gain`` how much more an AllToAll gets through
+    because the torus that the group fills is twisted.
+    """
+
+    level: Level
+    size: Number
+    bytes_per_s: Number
+    wraps: Any = False
+    sharing: Number = 1
+    hops: Number = 1
+    hop_s: float = 1e-6
+    twist_gain: float = 1.0
+
+
+def ring(
+    size: Number,
+    link_bytes_per_s: Number,
+    *,
+    wraps: Any = True,
+    sharing: Number = 1,
+    hop_s: float = 1e-6,
+) -> Leg:
+    """A leg on one torus axis: ``link_bytes_per_s`` one way; n/2 hops where it wraps, else n - 1."""
+    hops = sharing * (size / 2 * wraps + (size - 1) * (1 - wraps))
+    return Leg(
+        level="ici", size=size, bytes_per_s=link_bytes_per_s, wraps=wraps, sharing=sharing, hops=hops, hop_s=hop_s
+    )
+
+
+def switched(link: Link, size: Number) -> Leg:
+    """A leg on one level of switches: every chip has its own port, so that groups do not share links.
+
+    Inside a domain any chip is one hop away; across the network a shard is passed on in a tree.
+    """
+    hops = 1 if link.level in ("nvlink", "host") else tree_hops(size)
+    return Leg(level=link.level, size=size, bytes_per_s=link.bytes_per_s, hops=hops, hop_s=link.hop_s)
+
+
+def ring_hops(size: Number) -> Number:
+    """Hops in turn when each member passes on to the next: n - 1. An AllReduce takes twice as many."""
+    return size - 1
+
+
+def tree_hops(size: Number) -> Number:
+    """Hops in turn when each round doubles what has been reached: log2 n, rounded up.
+
+    Never more than ``ring_hops``. Libraries choose between the two by size: rings send (n-1)/n of the array where
+    a tree sends all of it, so that the latency of one with the bandwidth of the other is at most n/(n-1) too fast.
+    Source: Sanders, Speck and Traeff, "Two-tree algorithms" (2009), which NCCL's trees follow.
+    """
+    if isinstance(size, np.ndarray):
+        return np.ceil(np.log2(size))
+    return (int(size) - 1).bit_length()
+
+
+def group_legs(placement: Placement, axes: Iterable[str]) -> tuple[Leg, ...]:
+    """The legs of a group of mesh axes, those on the same physical axis merged.
+
+    A merged leg that reaches the outermost factor spans the whole physical axis, so it wraps where that wraps;
+    factors inside it that are not in the group are other groups on the same links (``sharing``).
+    """
+    chosen = frozenset(axes)
+    unknown = chosen.difference(placement.mesh)
+    if unknown:
+        name = min(unknown)
+        raise InputError(f"{name!r} is not an axis of the mesh.{nearest(name, placement.mesh)}")
+    closes, gain = _twist(placement.links, chosen)
+    legs = (_merged_leg(link, chosen, closes=closes, gain=gain) for link in placement.links)
+    return tuple(leg for leg in legs if leg is not None)
+
+
+def _twist(links: Sequence[Link], chosen: frozenset[str]) -> tuple[bool, float]:
+    """Whether twisted axes close into rings in this group, and what its AllToAll gains by the twist.
+
+    A twisted axis leads to the middle of the longer ones, which must then be in the group whole.
+    """
+    if not any(link.twisted for link in links):
+        return True, 1.0
+    torus = [link for link in links if link.level == "ici"]
+    whole = {link.name for link in torus if all(axis in chosen for axis, _ in link.parts)}
+    if not all(link.name in whole for link in torus if not link.twisted):
+        return False, 1.0
+    num_short = sum(link.twisted for link in torus)
+    gain = TWIST_GAIN["k x k x 2k" if num_short == 2 else "k x 2k x 2k"]
+    return True, gain if len(whole) == len(torus) else 1.0
+
+
+def _merged_leg(link: Link, chosen: frozenset[str], *, closes: bool, gain: float) -> Leg | None:
+    size = stride = between = sharing = 1
+    hops, outermost = 0, False
+    for axis, factor in reversed(link.parts):
+        outermost = axis in chosen
+        if outermost:
+            size *= factor
+            hops += (factor - 1) * stride
+            sharing = between
+        else:
+            between *= factor
+        stride *= factor
+    if size == 1:
+        return None
+    if link.level != "ici":
+        return switched(link, size)
+    wraps = link.wraps and outermost and (closes or not link.twisted)
+    return Leg(
+        level="ici",
+        size=size,
+        bytes_per_s=link.bytes_per_s,
+        wraps=wraps,
+        sharing=sharing,
+        hops=stride / 2 if wraps else hops,
+        hop_s=link.hop_s,
+        twist_gain=gain,
+    )

@@ -1,0 +1,230 @@
+"""Which physical links each mesh axis runs over: the candidates for a mesh on a cluster."""
+
+import functools
+import math
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from meshwright.core.errors import InputError
+from meshwright.cost.network.links import Link, physical_links
+from meshwright.spec.cluster import Cluster
+
+Split = tuple[int, ...]
+Layout = tuple[tuple[tuple[int, int], ...], ...]
+
+MAX_PLACEMENTS = 12
+
+
+class Placement(msgspec.Struct, frozen=True, kw_only=True):
+    """A mesh laid on the links of a cluster."""
+
+    mesh: dict[str, int]
+    links: tuple[Link, ...]
+
+    def describe(self) -> dict[str, str]:
+        """Per mesh axis, what it is made of: ``{"data": "5 of y (20) x 7 of z (28)", "tensor": "z (4)"}``."""
+        return {axis: " x ".join(self._words(axis)) or "1 chip" for axis in self.mesh}
+
+    def _words(self, axis: str) -> list[str]:
+        return [
+            f"{link.name} ({link.size})" if factor == link.size else f"{factor} of {link.name} ({link.size})"
+            for link in self.links
+            for name, factor in link.parts
+            if name == axis
+        ]
+
+
+def place_axes(cluster: Cluster, mesh: Mapping[str, int], *, limit: int = MAX_PLACEMENTS) -> tuple[Placement, ...]:
+    """Candidate placements of a mesh (axis -> size, major to minor), at most ``limit``, whole axes first.
+
+    On a torus a mesh axis is factored over the physical axes; the minor axes lie inside as contiguous blocks.
+    Those kept are not beaten on every axis by another one. On switches the minor axes fill the domain first.
+    Slices over the data-centre network take the outermost factors of the major-most axes.
+    """
+    if math.prod(mesh.values()) != cluster.num_chips:
+        shape = " x ".join(f"{axis} {size}" for axis, size in mesh.items())
+        raise InputError(
+            f"mesh {shape} has {math.prod(mesh.values())} devices and {cluster.short_name} {cluster.num_chips} chips."
+            " Make the two equal, or name a smaller cluster."
+        )
+    # axes of size 1 take no link, and leaving them out lets equal meshes share one cached search
+    names = tuple(axis for axis, size in mesh.items() if size > 1)
+    sizes = tuple(mesh[axis] for axis in names)
+    layouts = _LAYOUTS[cluster.kind](cluster, sizes, limit)
+    links = physical_links(cluster)
+    return tuple(Placement(mesh=dict(mesh), links=_named(links, layout, names)) for layout in layouts)
+
+
+def whole_axis_placement(cluster: Cluster, mesh: Mapping[str, int]) -> Placement | None:
+    """Each mesh axis on one physical axis of its own and of its size, as a person draws it; None if impossible."""
+    if cluster.kind != "torus" or cluster.num_slices > 1:
+        return None
+    free = dict(enumerate(cluster.shape))
+    taken: dict[int, tuple[tuple[int, int], ...]] = {}
+    for number, size in enumerate(mesh.values()):
+        place = next((index for index, length in free.items() if length == size), None)
+        if place is None:
+            return None
+        taken[place] = ((number, free.pop(place)),)
+    if any(length > 1 for length in free.values()):
+        return None
+    layout = tuple(taken.get(index, ()) for index in range(len(cluster.shape)))
+    return Placement(mesh=dict(mesh), links=_named(physical_links(cluster), layout, tuple(mesh)))
+
+
+def physical_placement(cluster: Cluster) -> Placement:
+    """Every physical axis or level as a mesh axis of its own: x, y, z; domain, nodes, racks; slices."""
+    links = physical_links(cluster)
+    named = tuple(msgspec.structs.replace(link, parts=((link.name, link.size),)) for link in links)
+    return Placement(mesh={link.name: link.size for link in links}, links=named)
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def _named(links: tuple[Link, ...], layout: Layout, names: tuple[str, ...]) -> tuple[Link, ...]:
+    return tuple(
+        msgspec.structs.replace(link, parts=tuple((names[index], factor) for index, factor in parts))
+        for link, parts in zip(links, layout, strict=True)
+    )
+
+
+def _torus_layouts(cluster: Cluster, sizes: Split, limit: int) -> tuple[Layout, ...]:
+    slices = _take_outermost(sizes, cluster.num_slices)
+    inside = tuple(size // outer for size, outer in zip(sizes, slices, strict=True))
+    longest = max(cluster.shape)
+    # the wraparound of a twisted axis closes no ring by itself
+    rings = tuple(
+        wraps and not (cluster.twisted and size < longest)
+        for size, wraps in zip(cluster.shape, cluster.wraps, strict=True)
+    )
+    layouts = _split_layouts(cluster.shape, rings, inside, limit)
+    if cluster.num_slices == 1:
+        return layouts
+    over_dcn = tuple((index, outer) for index, outer in enumerate(slices) if outer > 1)
+    return tuple((*layout, over_dcn) for layout in layouts)
+
+
+def _take_outermost(sizes: Split, num_slices: int) -> Split:
+    """Per axis the factor that crosses slices: as much as possible of the major-most axes."""
+    taken = []
+    for size in sizes:
+        factor = math.gcd(size, num_slices)
+        taken.append(factor)
+        num_slices //= factor
+    return tuple(taken)
+
+
+def _switched_layouts(cluster: Cluster, sizes: Split, limit: int) -> tuple[Layout, ...]:
+    return (_fill_levels(cluster.shape, sizes),)
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _fill_levels(shape: Split, sizes: Split) -> Layout:
+    """The one layout on switches: the minor axes fill the innermost level first, as far as they divide it."""
+    rest, layout = sizes, []
+    for size in shape[:-1]:
+        free = size
+        inside: list[int] = []
+        for number in reversed(rest):
+            factor = math.gcd(number, free)
+            free //= factor
+            inside.insert(0, factor)
+        layout.append(tuple(inside))
+        rest = tuple(number // factor for number, factor in zip(rest, inside, strict=True))
+    layout.append(rest)
+    return tuple(tuple((index, one) for index, one in enumerate(parts) if one > 1) for parts in layout)
+
+
+def _host_layouts(cluster: Cluster, sizes: Split, limit: int) -> tuple[Layout, ...]:
+    return (((tuple(enumerate(sizes))),),)
+
+
+_LAYOUTS = {"torus": _torus_layouts, "switched": _switched_layouts, "host": _host_layouts}
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _split_layouts(shape: Split, wraps: tuple[bool, ...], sizes: Split, limit: int) -> tuple[Layout, ...]:
+    """Layouts of the sizes (major to minor) over a torus, best first."""
+    partial: list[tuple[Split, tuple[Split, ...], tuple[float, ...]]] = [((1,) * len(shape), (), ())]
+    for index in reversed(range(len(sizes))):
+        grown = []
+        for used, splits, costs in partial:
+            # the innermost axis is the critical one: keep more ways for it
+            for split, cost in _splits(shape, wraps, used, sizes[index], 2 if not splits else 1):
+                inner = tuple(u * s for u, s in zip(used, split, strict=True))
+                grown.append((inner, (split, *splits), (cost, *costs)))
+        partial = grown
+    kept = _not_beaten([(splits, costs) for _, splits, costs in partial])
+    kept.sort(key=lambda one: (_shared_axes(one[0]), sum(one[1])))
+    return tuple(_layout(splits, len(shape)) for splits, _ in kept[:limit])
+
+
+def _shared_axes(splits: tuple[Split, ...]) -> int:
+    """Mesh axes beyond the first on each physical axis: 0 when every physical axis is whole."""
+    return sum(max(0, sum(split[i] > 1 for split in splits) - 1) for i in range(len(splits[0]))) if splits else 0
+
+
+def _layout(splits: tuple[Split, ...], num_axes: int) -> Layout:
+    return tuple(
+        tuple((index, split[i]) for index, split in enumerate(splits) if split[i] > 1) for i in range(num_axes)
+    )
+
+
+def _not_beaten(
+    found: Sequence[tuple[tuple[Split, ...], tuple[float, ...]]],
+) -> list[tuple[tuple[Split, ...], tuple[float, ...]]]:
+    """One layout per distinct cost vector that no other layout matches or betters on every axis."""
+    unique = {costs: splits for splits, costs in reversed(found)}
+    return [
+        (splits, costs)
+        for costs, splits in unique.items()
+        if not any(other != costs and all(map(float.__le__, other, costs)) for other in unique)
+    ]
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _splits(
+    shape: Split, wraps: tuple[bool, ...], used: Split, size: int, keep: int
+) -> tuple[tuple[Split, float], ...]:
+    """Ways to factor ``size`` over what is free, with the relative AllGather time of each.
+
+    The best ``keep`` for each number of physical axes, without those that differ by a symmetry of the torus.
+    """
+    free = tuple(p // u for p, u in zip(shape, used, strict=True))
+    distinct: dict[tuple[object, ...], tuple[int, float, int, Split]] = {}
+    for split in _factorings(size, free):
+        signature = tuple(sorted(zip(shape, wraps, used, split, strict=True)))
+        if signature not in distinct:
+            cost = _relative_time(shape, wraps, used, split)
+            whole = sum(s == f for s, f in zip(split, free, strict=True) if s > 1)
+            distinct[signature] = (sum(s > 1 for s in split), cost, -whole, split)
+    kept: list[tuple[Split, float]] = []
+    counts: dict[int, int] = {}
+    for num_axes, cost, _, split in sorted(distinct.values()):
+        counts[num_axes] = counts.get(num_axes, 0) + 1
+        if counts[num_axes] <= keep:
+            kept.append((split, cost))
+    return tuple(kept)
+
+
+def _factorings(size: int, free: Split) -> list[Split]:
+    if len(free) == 1:
+        return [(size,)] if free[0] % size == 0 else []
+    common = math.gcd(size, free[0])
+    return [
+        (first, *rest)
+        for first in range(1, common + 1)
+        if common % first == 0
+        for rest in _factorings(size // first, free[1:])
+    ]
+
+
+def _relative_time(shape: Split, wraps: tuple[bool, ...], used: Split, split: Split) -> float:
+    """AllGather seconds per byte in units of one link, by the rule of ``network.group_rates``."""
+    rate, ring, size = 0.0, False, math.prod(split)
+    for full, wrap, inner, factor in zip(shape, wraps, used, split, strict=True):
+        if factor > 1:
+            closes = wrap and inner * factor == full
+            rate += (2 if closes else 1) / inner
+            ring = ring or closes
+    return (1.0 if ring else (size - 1) / size) / rate if rate else 0.0

@@ -1,0 +1,1 @@
+"""FLOPs, bytes and kernels of one derived step."""

@@ -1,0 +1,101 @@
+"""What a local step does on one emulated device, in the units of its pace inside a step (`spec.calibration.Pace`)."""
+
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from meshwright.algebra.notation import ShardedArray, product
+from meshwright.algebra.ops.attention import MOST_TILES, TILE_ROWS
+from meshwright.algebra.steps import Step
+from meshwright.cost.work import attention_counts
+from meshwright.cost.work.ops import OpSizes, is_attention, op_flops, op_hbm_bytes
+from meshwright.cost.work.slots import computed_share, num_slot_calls, slot_sizes
+from meshwright.spec.calibration import HostRates, Pace
+
+Number = Any
+"""A float, or a NumPy array with one entry per candidate."""
+
+
+class Amounts(msgspec.Struct, frozen=True, kw_only=True):
+    """One execution of a step, each field in the unit of the pace's field of that name."""
+
+    flop: Number = 0.0
+    score: Number = 0.0
+    byte: Number = 0.0
+    kept_byte: Number = 0.0
+    call: Number = 0.0
+
+    def math_s(self, pace: Pace) -> Number:
+        """Seconds of what is computed, with what goes by whatever the size."""
+        return self.flop * pace.flop + self.score * pace.score + self.call * pace.call
+
+    def memory_s(self, pace: Pace) -> Number:
+        """Seconds of what is moved."""
+        return self.byte * pace.byte + self.kept_byte * pace.kept_byte
+
+
+def amounts_of(step: Step, sizes: OpSizes, *, kept: frozenset[ShardedArray] = frozenset()) -> Amounts:
+    """What one execution of a local step does; ``kept`` are the results that its block holds."""
+    held = slot_sizes(step, sizes).total(*(array for array in (step.result, *step.more) if array in kept))
+    if is_attention(step):
+        share = tiled_share(step, sizes)
+        return Amounts(
+            flop=op_flops(step, sizes) * share, score=attended(step, sizes) * share, call=num_calls(step, sizes)
+        )
+    if is_product(step):
+        flops = op_flops(step, sizes) * computed_share(step, sizes)
+        calls = num_slot_calls(step, sizes) * len(step.parts or (step,)) * num_blocks(step, sizes)
+        return Amounts(flop=flops, byte=op_hbm_bytes(step, slot_sizes(step, sizes)), kept_byte=held, call=calls)
+    return Amounts(byte=op_hbm_bytes(step, slot_sizes(step, sizes)), kept_byte=held)
+
+
+def pace_of(step: Step, host: HostRates) -> Pace:
+    """The pace of a local step's kind."""
+    return host.product if is_product(step) else host.ops.get(step.op, host.stream)
+
+
+def num_blocks(step: Step, sizes: OpSizes) -> Number:
+    """Blocks that a collective matmul computes each of its parts in: its own, and one or two for each other device."""
+    if not step.parts:
+        return 1
+    facts = dict(step.attributes)
+    return 1 + (product(sizes.mesh[axis] for axis in facts["over"].split(",")) - 1) * int(facts["ways"])
+
+
+def is_product(step: Step) -> bool:
+    """Whether a local step is a matrix product, by itself or block by block, or the loss head made of some."""
+    return step.op == "einsum" or step.op.startswith("chunked_logits") or bool(step.parts)
+
+
+def attended(step: Step, sizes: OpSizes) -> Number:
+    """Scores of an attention step on one device, masked ones as well where the sizes count them."""
+    return attention_counts.score_elements(step, sizes)
+
+
+def num_calls(step: Step, sizes: OpSizes) -> Number:
+    """Tiles that attention on a host computes: every sequence and key head by itself, its queries tile by tile."""
+    q, k = step.inputs[-5:-3]
+    keys, length = sizes.local(k), sizes.local(q)["T"]
+    return keys["B"] * keys[k.dims[2]] * np.ceil(length / _tile(length)) * attention_counts.num_blocks(step, sizes)
+
+
+def tiled_share(step: Step, sizes: OpSizes) -> Number:
+    """The share of the scores of a square that attention on a host computes, queries taken tile by tile.
+
+    Each tile meets the keys up to its last query: (tiles + 1) / 2 tiles in the mean. With a window, or with keys of
+    several devices, nothing more is left out than is counted.
+    """
+    q, k = step.inputs[-5:-3]
+    facts = dict(step.attributes)
+    if sizes.causal or "window" in facts or "ring" in facts or q.axes_of("T") or k.axes_of("T"):
+        return 1.0
+    length = sizes.dims["T"]
+    tile = _tile(length)
+    whole = np.floor(length / tile)
+    rest = length - whole * tile
+    return (tile * tile * whole * (whole + 1) / 2 + rest * length) / length**2
+
+
+def _tile(length: Number) -> Number:
+    return TILE_ROWS * np.ceil(np.ceil(length / MOST_TILES) / TILE_ROWS)

@@ -1,0 +1,209 @@
+"""Seconds of local ops on one chip: data-sheet rates, and how far shapes and launches stay behind them."""
+
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from meshwright.algebra.notation import ShardedArray, product
+from meshwright.algebra.steps import Step
+from meshwright.core.dims import DTYPE_BYTES
+from meshwright.cost.work.host_work import amounts_of, num_blocks, pace_of
+from meshwright.cost.work.ops import OpSizes, is_attention, op_flops, op_hbm_bytes
+from meshwright.cost.work.slots import block_bytes, computed_share, slot_sizes
+from meshwright.spec.calibration import (
+    Calibration,
+    Efficiency,
+    HostRates,
+    attention_rate,
+    matmul_rate,
+    memory_rate,
+    peak_known,
+)
+from meshwright.spec.chip import Chip
+from meshwright.spec.strategy import AttentionKernel, Software
+
+Number = Any
+"""A float, or a NumPy array with one entry per candidate."""
+
+TILE = 128 * 256
+"""Outputs of a matrix product that one processor (SM) of a GPU makes at a time."""
+
+UNFUSED_KERNELS = 4
+"""Kernels of attention that is not fused: scores, mask and softmax, dropout, weighted sum."""
+
+CASTS_BYTES = 2
+"""Traffic of one element that the op before also writes narrower, once as it is and once transposed."""
+
+
+class ChipRates(msgspec.Struct, frozen=True, kw_only=True):
+    """What one chip does per second; fields may be arrays, one entry per candidate.
+
+    ``wide_flops_per_s`` is the rate of products that keep 16 bits or more where others are narrower: the loss head and
+    the router. ``processors`` is the number of SMs, 0 where products are not cut into tiles over them. ``host`` prices
+    emulated devices where their steps have been measured.
+    """
+
+    matmul_flops_per_s: Number
+    wide_flops_per_s: Number
+    attention_flops_per_s: Number
+    hbm_bytes_per_s: Number
+    processors: Number = 0
+    narrow: bool = False
+    eager: bool = False
+    efficiency: Efficiency = Efficiency()
+    host: HostRates | None = None
+
+
+class Work(msgspec.Struct, frozen=True, kw_only=True):
+    """One execution of a local step on one device: what it computes and moves, and its seconds by data."""
+
+    flops: Number
+    hbm_bytes: Number
+    math_s: Number
+    hbm_s: Number
+    launch_s: Number
+    num_kernels: Number
+
+
+def chip_rates(
+    chip: Chip,
+    calibration: Calibration,
+    *,
+    dtype: str,
+    state_dtype: str,
+    software: Software = "compiled",
+    attention_kernel: AttentionKernel = "tuned",
+) -> ChipRates:
+    """The rates of a chip for products of ``dtype`` in a training state whose own width is ``state_dtype``.
+
+    Attention that is not fused, in the manner of 2021, runs at the rate of other products.
+    """
+    attention = (matmul_rate if software == "eager-2021" else attention_rate)(chip, calibration, dtype)
+    return ChipRates(
+        matmul_flops_per_s=matmul_rate(chip, calibration, dtype),
+        wide_flops_per_s=matmul_rate(chip, calibration, state_dtype if peak_known(chip, state_dtype) else dtype),
+        attention_flops_per_s=attention * (calibration.efficiency.portable if attention_kernel == "portable" else 1.0),
+        hbm_bytes_per_s=memory_rate(chip, calibration),
+        processors=chip.num_sms or 0,
+        eager=software != "compiled",
+        narrow=DTYPE_BYTES[dtype] < DTYPE_BYTES[state_dtype],
+        efficiency=_in_turn(calibration.efficiency) if calibration.host else calibration.efficiency,
+        host=calibration.host,
+    )
+
+
+def local_work(step: Step, sizes: OpSizes, rates: ChipRates, *, kept: frozenset[ShardedArray] = frozenset()) -> Work:
+    """A local step priced by itself: its products, its way through memory, and its launch.
+
+    ``kept`` are the results that its block holds, which an emulated device puts into a stack besides.
+    """
+    if rates.host is not None:
+        return _host_work(step, sizes, rates.host, kept)
+    if step.parts:
+        return _parts_work(step, sizes, rates)
+    flops, moved = op_flops(step, sizes) * computed_share(step, sizes), moved_bytes(step, sizes)
+    kernels = num_kernels(step, sizes)
+    seconds: Number = 0.0
+    if is_attention(step):
+        width = sizes.dims[step.inputs[-5].dims[-1]] if len(step.inputs) >= 5 else 1.0
+        seconds = flops / rates.attention_flops_per_s * (1 + rates.efficiency.head_half / width)
+        if sizes.causal:
+            seconds = seconds * (1 + rates.efficiency.rows_half / sizes.dims["T"])
+    elif step.op == "einsum":
+        seconds, casts = _product_s(step, flops, sizes, rates)
+        moved = moved + casts
+    else:
+        seconds = flops / rates.wide_flops_per_s
+        moved = moved * rates.efficiency.eager_traffic if rates.eager and step.phase != "update" else moved
+    return Work(
+        flops=flops,
+        hbm_bytes=moved,
+        math_s=seconds,
+        hbm_s=moved / rates.hbm_bytes_per_s,
+        launch_s=kernels * rates.efficiency.kernel_s,
+        num_kernels=kernels,
+    )
+
+
+def _parts_work(step: Step, sizes: OpSizes, rates: ChipRates) -> Work:
+    """Products block by block: each block is a smaller product, and a launch of its own."""
+    blocks = num_blocks(step, sizes)
+    flops, moved, seconds = op_flops(step, sizes), op_hbm_bytes(step, sizes), 0.0
+    small = msgspec.structs.replace(sizes, dims={**sizes.dims, step.dim: sizes.dims[step.dim] / blocks}, cache={})
+    for part in step.parts:
+        each, casts = _product_s(part, op_flops(part, small), small, rates)
+        seconds, moved = seconds + blocks * each, moved + blocks * casts
+    return Work(
+        flops=flops,
+        hbm_bytes=moved,
+        math_s=seconds,
+        hbm_s=moved / rates.hbm_bytes_per_s,
+        launch_s=blocks * len(step.parts) * rates.efficiency.kernel_s,
+        num_kernels=len(step.parts) * blocks,
+    )
+
+
+def partly_hidden(first: Number, second: Number, overlap: Number | None) -> Number:
+    """Seconds of two things that hide each other in part: (a^p + b^p)^(1/p), the longer of the two without a p."""
+    if overlap is None:
+        return np.maximum(first, second)
+    found: Number = (first**overlap + second**overlap) ** (1 / overlap)
+    return found
+
+
+def moved_bytes(step: Step, sizes: OpSizes) -> Number:
+    """Bytes that one execution of a local step moves, with all that handling slots of experts costs."""
+    return op_hbm_bytes(step, slot_sizes(step, sizes)) + block_bytes(step, sizes)
+
+
+def num_kernels(step: Step, sizes: OpSizes) -> int:
+    """Kernels that a step starts: none for what only renames, and for the optimizer, whose kernels take all at once."""
+    if step.op in ("copy", "slice", "bias_add") or step.phase == "update":
+        return 0
+    return UNFUSED_KERNELS if is_attention(step) and sizes.scores != "on_chip" else 1
+
+
+def _product_s(step: Step, flops: Number, sizes: OpSizes, rates: ChipRates) -> tuple[Number, Number]:
+    """Seconds of a matrix product, and the bytes that casting its operands to narrower ones moves.
+
+    The loss head and the router keep 16 bits.
+    """
+    outputs, contracted = product_shape(step, sizes)
+    wide = step.block == "head" or step.result.dims[-1] == "E" or any(a.dims[-1] == "E" for a in step.inputs)
+    at = rates.efficiency
+    rate = rates.wide_flops_per_s if wide else rates.matmul_flops_per_s
+    slower = (1 + at.contraction_half / contracted) * (1 + at.tile_tail * rates.processors * TILE / outputs)
+    casts = CASTS_BYTES * sizes.elements(step.inputs[0]) if rates.narrow and not wide else 0.0
+    return flops / rate * slower, casts
+
+
+def product_shape(step: Step, sizes: OpSizes) -> tuple[Number, Number]:
+    """Elements of the local result, and the local length of the sum that makes each of them."""
+    local = sizes.local(*step.inputs)
+    result = set(step.result.dims)
+    outputs = product(size for dim, size in local.items() if dim in result)
+    return outputs, product(size for dim, size in local.items() if dim not in result)
+
+
+# -- emulated devices ---------------------------------------------------------------------------------------
+
+
+def _in_turn(efficiency: Efficiency) -> Efficiency:
+    """Compute and memory one after the other: an exponent of 1 in `partly_hidden`."""
+    return msgspec.structs.replace(efficiency, overlap=1.0)
+
+
+def _host_work(step: Step, sizes: OpSizes, host: HostRates, kept: frozenset[ShardedArray]) -> Work:
+    """A local step on an emulated device: compute and memory one after the other (`spec.calibration.HostRates`)."""
+    amounts, pace = amounts_of(step, sizes, kept=kept), pace_of(step, host)
+    beside = block_bytes(step, sizes)
+    kernels = num_kernels(step, sizes) * (num_blocks(step, sizes) * len(step.parts) if step.parts else 1)
+    return Work(
+        flops=op_flops(step, sizes) * computed_share(step, sizes),
+        hbm_bytes=moved_bytes(step, sizes),
+        math_s=amounts.math_s(pace),
+        hbm_s=amounts.memory_s(pace) + beside * host.stream.byte,
+        launch_s=kernels * host.kernel_s,
+        num_kernels=kernels,
+    )

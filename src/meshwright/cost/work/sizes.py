@@ -1,0 +1,102 @@
+"""Sizes that the costs of steps are read from: dims, mesh axes and element widths, as numbers or arrays of them."""
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+
+from meshwright.algebra.notation import ShardedArray, Sizes, local_elements, product
+from meshwright.algebra.ops.experts import ROUTING_ROWS
+from meshwright.core.dims import DTYPE_BYTES
+from meshwright.spec.model import Model
+from meshwright.spec.strategy import STATE_BYTES
+
+Number = Any
+"""A float, or a NumPy array with one entry per candidate."""
+
+Scores = Literal["on_chip", "in_memory", "in_memory_16"]
+"""Scores of attention: never written, written in float32, or written in 16 bits (as Megatron-LM of 2021 does)."""
+
+
+class OpSizes(msgspec.Struct, frozen=True, kw_only=True):
+    """What the rows of op kinds need beside a step: sizes of dims (B of one microbatch) and mesh axes, element widths.
+
+    ``scores`` says whether attention is one kernel that keeps its T x S scores on chip, or a chain of products
+    and a softmax that writes them to memory. With ``causal`` attention skips keys that no query of its sees, half
+    of them; else it is counted over every key. ``cache`` remembers the bytes of arrays met before.
+    ``spare_slots`` is how many slots of experts there are for each that is filled, where slots move between devices:
+    a compiled program sends and holds them all. ``in_arrays`` says where they do, whatever their number.
+    """
+
+    dims: Mapping[str, Number]
+    mesh: Sizes
+    state: str
+    scores: Scores = "on_chip"
+    causal: bool = False
+    spare_slots: Number = 1.0
+    in_arrays: Number = False
+    cache: dict[ShardedArray, Number] = msgspec.field(default_factory=dict)
+
+    @property
+    def score_bytes(self) -> int:
+        """Bytes of one attention score in memory."""
+        return 2 if self.scores == "in_memory_16" else 4
+
+    @property
+    def width(self) -> int:
+        """Bytes of one activation, weight or communicated element: the state's weights' own."""
+        return int(STATE_BYTES[self.state]["weights"])
+
+    def elements(self, array: ShardedArray) -> Number:
+        """Elements of the block that one device holds."""
+        return local_elements(array, self.dims, self.mesh)
+
+    def bytes(self, array: ShardedArray) -> Number:
+        """Bytes of that block: the array's own dtype where it has one, else the width of the state."""
+        if array not in self.cache:
+            width = DTYPE_BYTES[array.dtype] if array.dtype else self.width
+            self.cache[array] = self.elements(array) * width
+        return self.cache[array]
+
+    def with_room(self, moving: Number) -> "OpSizes":
+        """The sizes with every slot of an expert counted, empty or not, where slots are ``moving``."""
+        if "C" not in self.dims:
+            return self
+        room = np.where(moving, self.spare_slots, 1.0)
+        return msgspec.structs.replace(self, dims={**self.dims, "C": self.dims["C"] * room}, cache={})
+
+    def total(self, *arrays: ShardedArray) -> Number:
+        """Bytes of several blocks."""
+        return sum(self.bytes(array) for array in arrays)
+
+    def local(self, *arrays: ShardedArray) -> dict[str, Number]:
+        """Local size of every dim of the arrays; an array listed later settles a dim that two share."""
+        return {
+            dim: self.dims[dim] / product(self.mesh[axis] for axis in axes)
+            for array in arrays
+            for dim, axes in zip(array.dims, array.axes, strict=True)
+        }
+
+
+def spare_slots(model: Model, *, imbalance: Number = 1.0) -> float:
+    """Slots of an expert for each that is filled on average in a compiled program, whose arrays have fixed sizes.
+
+    Without a bound every expert has one for every token: E / Ea times those that are filled. With one, which
+    ``imbalance`` above 1 stands for, there are as many as are counted already.
+    """
+    unbounded = model.num_experts > 0 and imbalance == 1.0
+    return model.num_experts / model.experts_per_token if unbounded else 1.0
+
+
+def expert_slots(model: Model, *, num_tokens: Number, imbalance: Number = 1.0) -> dict[str, Number]:
+    """The dim C, slots of one expert for the tokens of a microbatch on all devices, and Er, rows of the router's
+    counts; nothing for a dense model.
+
+    tokens x experts per token / experts, times the load of the busiest expert device over the mean: a step waits
+    for that device, so each is counted with its load.
+    """
+    if not model.num_experts:
+        return {}
+    slots = num_tokens * model.experts_per_token / model.num_experts * imbalance
+    return {"C": slots, "Er": len(ROUTING_ROWS)}

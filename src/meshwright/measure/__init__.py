@@ -1,1 +1,0 @@
-"""Measurements of the machine at hand, as a calibration that plans use."""

@@ -1,0 +1,124 @@
+"""Attention's arrays [B, T, N, H] as matrices of rows: the queries of all heads that share a key head in one matrix.
+
+Rows of queries are (position, head within the group), so that a slice of heads of one sequence is such a matrix as it
+lies in memory. A CPU takes these one after the other, so that its blocks of scores stay in cache; other devices take
+all at once.
+"""
+
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array
+
+from meshwright.nn.attention.visibility import Places
+
+HEADS_PER_STEP = (3, 2)
+"""Key heads whose operations a CPU's threads may take in any order, the first that divides their number; with six the
+scores of all leave the cache."""
+
+Results = tuple[tuple[Array, ...], tuple[Array, ...]]
+Core = Callable[[Sequence[Array], Sequence[Array], Places, Places], Results]
+"""(arrays of query rows, arrays of key rows, places of query rows, of key rows) -> results by query row, by key row.
+
+Arrays are [..., rows, width] or [..., rows]; results likewise."""
+
+
+def by_heads(
+    core: Core, queries: Sequence[Array], keys: Sequence[Array], query: Places, key: Places, *, one_by_one: bool
+) -> Results:
+    """The results of ``core`` on every sequence and key head, as [B, T, N, ...] and [B, S, K, ...].
+
+    ``queries`` are [B, T, N, ...], ``keys`` [B, S, K, ...], places [B, T] and [B, S].
+    """
+    run = _one_by_one if one_by_one else _at_once
+    return run(core, queries, keys, query, key)
+
+
+def _at_once(core: Core, queries: Sequence[Array], keys: Sequence[Array], query: Places, key: Places) -> Results:
+    length, heads = queries[0].shape[1:3]
+    num_keys, kv_heads = keys[0].shape[1:3]
+    group = heads // kv_heads
+    rows = [_heads_first(x, kv_heads) for x in queries]
+    columns = [_heads_first(x, kv_heads) for x in keys]
+    # A dim of one where the arrays have heads.
+    places = jax.tree.map(lambda x: jnp.repeat(x, group, axis=-1)[:, None], query)
+    by_query, by_key = core(rows, columns, places, jax.tree.map(lambda x: x[:, None], key))
+    return tuple(_heads_back(x, length) for x in by_query), tuple(_heads_back(x, num_keys) for x in by_key)
+
+
+def _heads_first(x: Array, kv_heads: int) -> Array:
+    batch, length, _, *rest = x.shape
+    split = x.reshape(batch, length, kv_heads, -1, *rest)
+    return jnp.moveaxis(split, 2, 1).reshape(batch, kv_heads, -1, *rest)
+
+
+def _heads_back(x: Array, length: int) -> Array:
+    batch, kv_heads, _, *rest = x.shape
+    split = x.reshape(batch, kv_heads, length, -1, *rest)
+    return jnp.moveaxis(split, 1, 2).reshape(batch, length, -1, *rest)
+
+
+def _one_by_one(core: Core, queries: Sequence[Array], keys: Sequence[Array], query: Places, key: Places) -> Results:
+    batch, length, heads = queries[0].shape[:3]
+    num_keys, kv_heads = keys[0].shape[1:3]
+    group = heads // kv_heads
+    # Numbers of rows are read inside of loops over scores: with the stride of heads these would not be vectorised.
+    queries = [x if x.ndim == 4 else _heads_first(x, kv_heads) for x in queries]
+
+    def places(row: Array) -> tuple[Places, Places]:
+        here, there = (
+            jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, row, keepdims=False), p) for p in (query, key)
+        )
+        return jax.tree.map(lambda x: jnp.repeat(x, group), here), there
+
+    def one(row: Array, head: Array, here: Places, there: Places) -> Results:
+        rows = [_take(x, row, head, group) for x in queries]
+        return core(rows, [_take(x, row, head, 1) for x in keys], here, there)
+
+    def sequence(row: Array, out: Results) -> Results:
+        here, there = places(row)
+
+        # A loop of its own over heads, to which places are whole arrays: read at an offset into those of all
+        # sequences, within the loop over scores, they would make that loop several times as slow.
+        def step(head: Array, out: Results) -> Results:
+            by_query, by_key = one(row, head, here, there)
+            return (
+                tuple(_put(x, y, row, head, group) for x, y in zip(out[0], by_query, strict=True)),
+                tuple(_put(x, y, row, head, 1) for x, y in zip(out[1], by_key, strict=True)),
+            )
+
+        return lax.fori_loop(0, kv_heads, step, out, unroll=next((n for n in HEADS_PER_STEP if kv_heads % n == 0), 1))
+
+    shapes = jax.eval_shape(lambda first: one(first, first, *places(first)), jnp.int32(0))
+    start = tuple(
+        tuple(jnp.zeros(_whole_shape(x, batch, rows, kv_heads), x.dtype) for x in part)
+        for part, rows in zip(shapes, (length, num_keys), strict=True)
+    )
+    by_query, by_key = lax.fori_loop(0, batch, sequence, start)
+    return tuple(x if x.ndim == 4 else _heads_back(x, length) for x in by_query), by_key
+
+
+def _whole_shape(x: jax.ShapeDtypeStruct, batch: int, length: int, kv_heads: int) -> tuple[int, ...]:
+    """[B, T, N, width] of rows with a width, [B, K, rows] of numbers."""
+    rows, *width = x.shape
+    return (batch, length, rows // length * kv_heads, *width) if width else (batch, kv_heads, rows)
+
+
+def _take(x: Array, row: Array, head: Array, group: int) -> Array:
+    """The rows of one sequence and key head."""
+    if x.ndim == 3:
+        return x[row, head]
+    sizes = (1, x.shape[1], group, x.shape[3])
+    return lax.dynamic_slice(x, _start(row, head, group), sizes).reshape(-1, x.shape[3])
+
+
+def _put(x: Array, value: Array, row: Array, head: Array, group: int) -> Array:
+    if x.ndim == 3:
+        return lax.dynamic_update_slice(x, value[None, None], (row, head, jnp.int32(0)))
+    return lax.dynamic_update_slice(x, value.reshape(1, x.shape[1], group, x.shape[3]), _start(row, head, group))
+
+
+def _start(row: Array, head: Array, group: int) -> tuple[Array, Array, Array, Array]:
+    return row, jnp.int32(0), head * group, jnp.int32(0)

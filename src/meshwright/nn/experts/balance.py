@@ -1,0 +1,75 @@
+"""How evenly a router spreads its tokens: what is counted, the losses on it with their gradients, the metrics.
+
+Every device counts its own tokens of a microbatch as ``routing[Er, E]``, float32, one row for each of
+`ROUTING_ROWS`; the sum over devices is what everything here is worked out from:
+
+- load: choices of each expert, those without a slot included; sums to tokens x experts per token
+- kept: choices that got a slot
+- importance: sum over tokens of the softmax over all scores, whatever the router itself makes of them
+- z: the same, each token times the square of log(sum(exp(scores))); sums to the sum of these squares
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from meshwright.algebra.ops.experts import ROUTING_ROWS
+from meshwright.nn.experts.rows import Chosen, Scores, expert_numbers
+
+Routing = Float[Array, "*layers Er E"]
+
+
+def routing_counts(scores: Scores, chosen: Chosen, *, capacity: int) -> Routing:
+    """``routing`` of one device's tokens."""
+    shares, log_total = _softmax(scores)
+    experts = expert_numbers(chosen, capacity=capacity)
+    number = jnp.arange(scores.shape[-1])[None, None]
+    asked = kept = jnp.zeros(scores.shape, jnp.float32)
+    for choice in range(chosen.shape[-1]):
+        here = (experts[..., choice, None] == number).astype(jnp.float32)
+        asked = asked + here
+        kept = kept + here * (chosen[..., choice, None] >= 0)
+    rows = {"load": asked, "kept": kept, "importance": shares, "z": shares * log_total**2}
+    return jnp.stack([jnp.sum(rows[name], axis=(0, 1)) for name in ROUTING_ROWS])
+
+
+def balance_backward(
+    scores: Scores, routing: Routing, *, experts_per_token: int, balance: float = 0.0, z: float = 0.0
+) -> Scores:
+    """Cotangent of a device's scores from ``balance`` times the balance loss and ``z`` times the z-loss, in float32.
+
+    ``routing`` is the sum over all devices. With p the softmax over all scores and N tokens, the balance loss is
+    E sum_e (load_e / N) (sum_t p_te / N), so dp_te = E load_e / N^2, the load having no derivative; of the z-loss
+    ds_te = 2 log(sum(exp(s_t))) p_te / N.
+    """
+    shares, log_total = _softmax(scores)
+    load = routing[ROUTING_ROWS.index("load")]
+    num_tokens = jnp.sum(load) / experts_per_token
+    dshares = (load * (balance * load.size) / num_tokens**2)[None, None]
+    from_balance = shares * (dshares - jnp.sum(shares * dshares, axis=-1, keepdims=True))
+    return from_balance + shares * log_total * (2 * z / num_tokens)
+
+
+def _softmax(scores: Scores) -> tuple[Scores, Float[Array, "B T 1"]]:
+    wide = scores.astype(jnp.float32)
+    return jax.nn.softmax(wide, axis=-1), jax.nn.logsumexp(wide, axis=-1, keepdims=True)
+
+
+def routing_metrics(routing: Routing, *, experts_per_token: int) -> dict[str, Float[Array, "*layers"]]:
+    """Of the counts over all devices, whatever dims stand in front (layers, microbatches):
+
+    - balance_loss: E sum_e (load_e / N) (importance_e / N); Ea where all experts are used alike, E at most.
+      Source: Switch Transformer, eq. 4, with the choices of all Ea experts of a token, as Mixtral counts them.
+    - router_z_loss: mean over tokens of log(sum(exp(scores)))^2. Source: ST-MoE, eq. 5.
+    - load_max_over_mean: the busiest expert's choices over the mean
+    - dropped_share: choices without a slot over all
+    """
+    load, kept, importance, z = (routing[..., ROUTING_ROWS.index(n), :] for n in ("load", "kept", "importance", "z"))
+    num_choices = jnp.sum(load, axis=-1)
+    num_tokens = num_choices / experts_per_token
+    return {
+        "balance_loss": load.shape[-1] * jnp.sum(load * importance, axis=-1) / num_tokens**2,
+        "router_z_loss": jnp.sum(z, axis=-1) / num_tokens,
+        "load_max_over_mean": jnp.max(load, axis=-1) / jnp.mean(load, axis=-1),
+        "dropped_share": 1 - jnp.sum(kept, axis=-1) / num_choices,
+    }

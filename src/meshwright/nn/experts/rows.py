@@ -1,0 +1,123 @@
+"""Routed experts on one device: filling their slots with tokens, bringing results back; forward and backward.
+
+Every device sorts its own tokens, in the order in which it holds them, into ``capacity`` slots of each of the E
+experts. One array says where: ``chosen[B, T, Ea]`` is ``expert * capacity + slot``, or ``-1 - expert`` where the
+expert had no slot left. Dispatch, combine and all backward functions need nothing else. Rows move by index, never by
+products with one-hot matrices.
+"""
+
+import math
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+Scores = Float[Array, "B T E"]
+Gates = Float[Array, "B T Ea"]
+Chosen = Int[Array, "B T Ea"]
+Slots = Float[Array, "E C D"]
+Stream = Float[Array, "B T D"]
+
+
+def expert_capacity(num_tokens: int, *, num_experts: int, experts_per_token: int, capacity_factor: float = 0.0) -> int:
+    """Slots that a device has for its ``num_tokens`` tokens in every expert.
+
+    ``ceil(capacity_factor * num_tokens * experts_per_token / num_experts)``, at most ``num_tokens``. The factor 0
+    drops nothing: a token goes to an expert at most once, so ``num_tokens`` slots are always enough. The result is
+    then the same on every mesh; the price is E / Ea times the slots that are filled, in memory and in the AllToAll
+    (`nn.experts.products` leaves the empty ones out of the products, `nn.experts.ragged` has none). With a factor the
+    limit is each device's own, so which tokens are dropped depends on the mesh. Source: GShard; Switch Transformer.
+    """
+    if not capacity_factor:
+        return num_tokens
+    mean_load = num_tokens * experts_per_token / num_experts
+    rounding = 1e-9  # a product of floats that should be whole may come out above it
+    return max(1, min(num_tokens, math.ceil(capacity_factor * mean_load - rounding)))
+
+
+def assign_slots(experts: Chosen, *, num_experts: int, capacity: int) -> Chosen:
+    """``chosen`` from the numbers of each token's experts: slots are given in the order of the tokens."""
+    flat = experts.reshape(-1, experts.shape[-1])
+    number = jnp.arange(num_experts)[None]
+    asked = jnp.zeros((flat.shape[0], num_experts), jnp.int32)
+    for choice in range(flat.shape[-1]):
+        asked += flat[:, choice, None] == number
+    before = jnp.cumsum(asked, axis=0) - 1
+    slot = jnp.take_along_axis(before, flat, axis=-1).reshape(experts.shape)
+    return jnp.where(slot < capacity, experts * capacity + slot, -1 - experts).astype(jnp.int32)
+
+
+def expert_numbers(chosen: Chosen, *, capacity: int) -> Chosen:
+    """The experts of each token, those that had no slot left included."""
+    return jnp.where(chosen >= 0, chosen // capacity, -1 - chosen)
+
+
+# -- tokens to slots and back ---------------------------------------------------------------------------
+
+
+def dispatch(h: Stream, chosen: Chosen, *, num_experts: int, capacity: int) -> Slots:
+    """Each token copied into its slots; zeros in slots that nobody has."""
+    return slots_of_tokens(h, chosen, num_slots=num_experts * capacity).reshape(num_experts, capacity, -1)
+
+
+def dispatch_backward(dslots: Slots, chosen: Chosen) -> Stream:
+    """The sum of the cotangents in each token's slots."""
+    return tokens_of_slots(_rows(dslots), chosen)
+
+
+def combine(slots: Slots, gates: Gates, chosen: Chosen) -> Stream:
+    """The weighted sum of what each token's experts left in its slots; a dropped choice adds nothing."""
+    return tokens_of_slots(_rows(slots), chosen, gates)
+
+
+def combine_backward(dout: Stream, slots: Slots, gates: Gates, chosen: Chosen) -> tuple[Slots, Gates]:
+    """Cotangents of the slots, zero in those that nobody has, and of the weights, zero for a dropped choice."""
+    dslots = slots_of_tokens(dout, chosen, gates, num_slots=slots.shape[0] * slots.shape[1])
+    return dslots.astype(slots.dtype).reshape(slots.shape), gates_backward(dout, _rows(slots), chosen)
+
+
+def _rows(slots: Slots) -> Float[Array, "EC D"]:
+    return slots.reshape(-1, slots.shape[-1])
+
+
+def slots_of_tokens(h: Stream, places: Chosen, gates: Gates | None = None, *, num_slots: int) -> Float[Array, "EC D"]:
+    """Row ``places[b, t, a]`` of the result is the token's, times its weight if given; other rows are zero.
+
+    The inverse of ``places`` is scattered first, 4 bytes for each, and then whole rows are gathered: CPUs scatter
+    row by row.
+    """
+    width = places.shape[-1]
+    flat = places.reshape(-1)
+    numbers = jnp.arange(flat.size, dtype=jnp.int32)
+    # a negative place would count from the end; one past the end is left out
+    at = jnp.where(flat < 0, num_slots, flat)
+    source = jnp.full(num_slots, -1, jnp.int32).at[at].set(numbers, mode="drop", unique_indices=True)
+    known = jnp.maximum(source, 0)
+    rows = h.reshape(-1, h.shape[-1])[known // width]
+    if gates is not None:
+        rows = (rows * gates.reshape(-1)[known][:, None]).astype(h.dtype)
+    return jnp.where((source >= 0)[:, None], rows, jnp.zeros((), rows.dtype))
+
+
+def tokens_of_slots(rows: Float[Array, "EC D"], places: Chosen, gates: Gates | None = None) -> Stream:
+    """The sum, weighted if weights are given, of the rows at each token's places; in float32, one choice at a time."""
+    total = jnp.zeros((*places.shape[:-1], rows.shape[-1]), jnp.float32)
+    for choice in range(places.shape[-1]):
+        weight = (places[..., choice] >= 0).astype(jnp.float32)
+        if gates is not None:
+            weight = weight * gates[..., choice].astype(jnp.float32)
+        total += _row_at(rows, places, choice) * weight[..., None]
+    return total.astype(rows.dtype)
+
+
+def gates_backward(dout: Stream, rows: Float[Array, "EC D"], places: Chosen) -> Gates:
+    """Cotangent of the weights: the product of each choice's row and the token's cotangent."""
+    wide = dout.astype(jnp.float32)
+    found = [
+        jnp.where(places[..., choice] >= 0, jnp.sum(wide * _row_at(rows, places, choice), axis=-1), 0.0)
+        for choice in range(places.shape[-1])
+    ]
+    return jnp.stack(found, axis=-1)
+
+
+def _row_at(rows: Float[Array, "EC D"], places: Chosen, choice: int) -> Stream:
+    return rows[jnp.maximum(places[..., choice], 0)].astype(jnp.float32)

@@ -1,0 +1,1 @@
+"""One executor for every pipeline schedule."""

@@ -1,0 +1,255 @@
+"""Why a plan is as it is: what matters and what would help, the numbered algorithm with its times, and the limits."""
+
+from collections.abc import Iterator, Sequence
+
+import msgspec
+
+from meshwright.algebra.steps import Step
+from meshwright.core.errors import CannotRunError
+from meshwright.cost.pipeline import strategy_pipeline
+from meshwright.cost.step_costs import StepCost, price_step
+from meshwright.cost.train_step import Estimate, PricedStrategy, price_strategy
+from meshwright.plan.legal import MEMORY_RULE, legal
+from meshwright.plan.run_budget import RunBudget, run_budget
+from meshwright.plan.why.axis_bounds import axis_limits
+from meshwright.plan.why.bounds import Batch, Symbols, batch_of, limits_of, symbols_of
+from meshwright.plan.why.reasons import FsdpCase, fsdp_case
+from meshwright.plan.why.single_changes import Setting, Tried, try_changes
+from meshwright.plan.why.step_terms import StepTerm, step_terms
+from meshwright.plan.why.torus_limits import Limit
+from meshwright.spec.plan_file import Plan
+
+MAX_FREE_SHARE = 0.002
+"""Local steps that take less of a pass than this are left out of the listing (they stay in every sum)."""
+
+
+class Line(msgspec.Struct, frozen=True, kw_only=True):
+    """One numbered line of an algorithm: a derived step, what it moves or computes, and whether it is waited for.
+
+    ``num_bytes`` are the full array's for a collective, those through memory else.
+    """
+
+    number: int
+    text: str
+    op: str
+    phase: str
+    num_bytes: float
+    flops: float
+    time_s: float
+    critical: bool
+    overlaps: str
+
+
+class Algorithm(msgspec.Struct, frozen=True, kw_only=True):
+    """One pass over a block: its lines, and the seconds of its parts."""
+
+    title: str
+    lines: tuple[Line, ...]
+    compute_s: float
+    hidden_s: float
+    critical_s: float
+    num_left_out: int
+
+
+class BlockPasses(msgspec.Struct, frozen=True, kw_only=True):
+    """Both passes over one repeat of a block of layers, of which the model has ``repeat``."""
+
+    name: str
+    repeat: int
+    forward: Algorithm
+    backward: Algorithm
+
+
+class BetweenStages(msgspec.Struct, frozen=True, kw_only=True):
+    """What a pipeline adds: the sends of one microbatch over one boundary, those a step waits for, and its bubble."""
+
+    schedule: str
+    stages: int
+    chunks: int
+    microbatches: int
+    sends: Algorithm
+    num_sends: float
+    sends_s: float
+    bubble_s: float
+
+
+class Explanation(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything `explain` shows of one plan; the estimate is computed anew from the plan's own rates.
+
+    ``terms`` add up to the step, what adds most first. ``recomputed`` is the share of all FLOPs that are done again for
+    the backward pass. ``changes`` are the single changes that were priced. ``blocks`` are those that repeat, the most
+    layers last.
+    """
+
+    plan: Plan
+    estimate: Estimate
+    terms: tuple[StepTerm, ...]
+    recomputed: float
+    changes: Tried
+    fsdp: FsdpCase | None
+    blocks: tuple[BlockPasses, ...]
+    between: BetweenStages | None
+    once: Algorithm
+    batch: Batch
+    symbols: Symbols
+    limits: tuple[Limit, ...]
+    training: RunBudget | None
+
+    @property
+    def forward(self) -> Algorithm:
+        """The forward pass of the block with the most layers."""
+        return self.blocks[-1].forward
+
+    @property
+    def backward(self) -> Algorithm:
+        """Its backward pass."""
+        return self.blocks[-1].backward
+
+
+def explain(plan: Plan) -> Explanation:
+    """The algorithm of one layer and the limits.
+
+    Raises CannotRunError when the sizes do not divide or the mesh cannot be laid out; a plan that needs more memory
+    than there is gets explained, with that limit broken.
+    """
+    for refusal in legal(plan.model, plan.cluster, plan.job, plan.strategy, calibration=plan.calibration):
+        if refusal.rule != MEMORY_RULE.name:
+            raise CannotRunError(refusal.message)
+    priced = price_strategy(plan.model, plan.cluster, plan.job, plan.strategy, calibration=plan.calibration)
+    budget = run_budget(plan, step_s=priced.estimate.step_s)
+    setting = Setting(model=plan.model, cluster=plan.cluster, job=plan.job, calibration=plan.calibration)
+    blocks, once = _passes(priced)
+    return Explanation(
+        plan=plan,
+        estimate=priced.estimate,
+        terms=step_terms(priced, plan.strategy),
+        recomputed=_recomputed(priced.costs),
+        changes=try_changes(setting, plan.strategy, priced.estimate.step_s),
+        fsdp=fsdp_case(plan),
+        blocks=blocks,
+        between=_between_stages(plan, priced),
+        once=_algorithm("once per step", once),
+        batch=batch_of(plan),
+        symbols=symbols_of(plan, priced),
+        limits=tuple(sorted((*axis_limits(plan, priced), *limits_of(plan, priced, budget)), key=_speed_first)),
+        training=budget,
+    )
+
+
+def _recomputed(costs: Sequence[StepCost]) -> float:
+    every = sum(float(c.flops * c.count) for c in costs)
+    return sum(float(c.flops * c.count) for c in costs if c.step.phase == "recompute") / every
+
+
+def _speed_first(limit: Limit) -> bool:
+    return limit.kind != "speed"
+
+
+def limit_of_term(term: StepTerm, limits: Sequence[Limit]) -> Limit | None:
+    """The limit that a term of a step is near, None where none is known."""
+    found = {limit.name: limit for limit in limits}
+    for name in _limits_of(term.name):
+        if name in found:
+            return found[name]
+    return None
+
+
+def _limits_of(name: str) -> Iterator[str]:
+    """Names of the limits that say whether a term would hide or be short, the most telling first."""
+    axes = set(name.split(","))
+    if name == "bubble":
+        yield "microbatches, bubble < 10%"
+    if axes == {"expert"}:
+        yield "expert width, AllToAll shorter"
+    if axes == {"context"}:
+        yield "positions/device, ring hides"
+    if "tensor" in axes:
+        yield "tensor"
+    if "fsdp" in axes:
+        yield "tokens/chip, weights hide"
+    if axes & {"data", "fsdp", "expert", "context"}:
+        yield from ("tokens/chip, gradients hide", "tokens/slice, over DCN")
+
+
+# -- the algorithm ----------------------------------------------------------------------------------------
+
+
+def _passes(priced: PricedStrategy) -> tuple[tuple[BlockPasses, ...], list[StepCost]]:
+    """The passes over every block of layers, the one with the most layers last; and what is done once per step."""
+    left = iter(priced.costs)
+    costs, found = [], []
+    for block in priced.derived.blocks:
+        costs.append(([next(left) for _ in block.forward], [next(left) for _ in block.backward]))
+    layers = [block for block in priced.derived.blocks if block.block.carry]
+    for block, (forward, backward) in zip(priced.derived.blocks, costs, strict=True):
+        if not block.block.carry:
+            continue
+        of = "" if len(layers) == 1 else f" ({block.block.name}, {block.repeat} of {priced.derived.num_layers})"
+        found.append(
+            BlockPasses(
+                name=block.block.name,
+                repeat=block.repeat,
+                forward=_algorithm(f"forward pass of one layer{of}", forward),
+                backward=_algorithm(f"backward pass of one layer{of}", backward),
+            )
+        )
+    return tuple(sorted(found, key=lambda one: one.repeat)), list(left)
+
+
+def _between_stages(plan: Plan, priced: PricedStrategy) -> BetweenStages | None:
+    """The boundary of two stages and the schedule; None without stages."""
+    pipeline, strategy = strategy_pipeline(plan.strategy), plan.strategy
+    if strategy.mesh.get("pipeline", 1) == 1:
+        return None
+    count = strategy.num_microbatches
+    sends = [price_step(s, 1, priced.sizes, priced.rates, num_microbatches=count) for s in priced.derived.boundary]
+    terms = priced.estimate.terms
+    return BetweenStages(
+        schedule=strategy.schedule,
+        stages=strategy.mesh["pipeline"],
+        chunks=strategy.chunks,
+        microbatches=count,
+        sends=_algorithm("between stages, one microbatch", sends),
+        num_sends=float(pipeline.num_sends),
+        sends_s=float(terms.get("pipeline", 0.0)),
+        bubble_s=float(terms.get("bubble", 0.0)),
+    )
+
+
+def _algorithm(title: str, costs: Sequence[StepCost]) -> Algorithm:
+    total = sum(float(c.time_s) for c in costs)
+    shown = [c for c in costs if c.step.is_collective or float(c.time_s) > MAX_FREE_SHARE * total]
+    return Algorithm(
+        title=title,
+        lines=tuple(_line(number, cost) for number, cost in enumerate(shown, 1)),
+        compute_s=sum(float(c.local_s) for c in costs if not c.step.is_collective),
+        hidden_s=sum(float(c.network_s) for c in costs if c.hides),
+        critical_s=sum(float(c.network_s) for c in costs if c.step.is_collective and not c.hides),
+        num_left_out=len(costs) - len(shown),
+    )
+
+
+def _line(number: int, cost: StepCost) -> Line:
+    return Line(
+        number=number,
+        text=str(cost.step),
+        op=cost.step.op,
+        phase=cost.step.phase,
+        num_bytes=float(cost.network_bytes if cost.step.is_collective else cost.hbm_bytes),
+        flops=float(cost.flops),
+        time_s=float(cost.time_s),
+        critical=cost.step.is_collective and not cost.hides,
+        overlaps=_overlap(cost.step, cost),
+    )
+
+
+def _overlap(step: Step, cost: StepCost) -> str:
+    if not step.is_collective:
+        return "recomputed" if step.phase == "recompute" else ""
+    if cost.goes_round:
+        return "behind the products beside it"
+    if cost.hides:
+        once = ", once per step" if step.scope == "step" else ""
+        ahead = "can be done ahead" if step.op == "all_gather" else "can be done behind"
+        return f"{ahead}{once}"
+    return "critical path"

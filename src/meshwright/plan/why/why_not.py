@@ -1,0 +1,280 @@
+"""Why not this strategy: the rule that refuses it, or its best completion beside the winner, term by term."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from meshwright.algebra.schedules.rows import default_chunks
+from meshwright.core.dims import MESH_AXES
+from meshwright.core.errors import CannotRunError, InputError, as_sentence, nearest
+from meshwright.cost.train_step import Estimate, PricedStrategy, price_strategy
+from meshwright.plan.candidates import axis_sizes, candidates_on_chips
+from meshwright.plan.legal import Refusal, legal
+from meshwright.plan.planner import FIELDS
+from meshwright.plan.result import PlannedStrategy, PlanResult
+from meshwright.plan.search import search
+from meshwright.plan.space import EMULATED, USUAL, Choices, Space, axes_to_try, open_space
+from meshwright.plan.why.axis_bounds import axis_limits
+from meshwright.plan.why.bounds import limits_of
+from meshwright.plan.why.step_terms import StepTerm, step_terms
+from meshwright.plan.why.torus_limits import Limit
+from meshwright.spec.calibration import Calibration, datasheet_calibration
+from meshwright.spec.cluster import Cluster
+from meshwright.spec.strategy import Strategy, make_mesh, require_runnable_strategy, standard_assignment
+
+NO_LIMIT_BYTES = 1e30
+"""Memory of a chip where only the time is asked for."""
+
+SHORT_NAMES: dict[str, str] = {"microbatches": "num_microbatches"}
+ASSIGNMENT_FIELDS = ("zero", "sequence_parallel")
+"""Fields that name a standard assignment instead of writing it out."""
+
+
+class TermDifference(msgspec.Struct, frozen=True, kw_only=True):
+    """What one kind of work adds to the winner's step and to the other's; ``share`` is of the whole difference."""
+
+    name: str
+    winner_s: float
+    other_s: float
+    share: float
+
+    @property
+    def more_s(self) -> float:
+        """Seconds that the other step is longer for it."""
+        return self.other_s - self.winner_s
+
+
+class WhyNot(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer to one question.
+
+    ``refusal`` says which rule refuses it and what would run, None where it runs. ``strategy`` is the best completion:
+    the fastest that fits, or else the one that needs least memory; None where nothing can be laid out. ``terms`` are
+    sorted by how much longer they make its step, and ``limits`` are those of speed and memory that it is beyond.
+    """
+
+    asked: dict[str, Any]
+    winner: Strategy
+    winner_estimate: Estimate
+    refusal: Refusal | None = None
+    strategy: Strategy | None = None
+    estimate: Estimate | None = None
+    terms: tuple[TermDifference, ...] = ()
+    limits: tuple[Limit, ...] = ()
+
+    @property
+    def slower_s(self) -> float | None:
+        """Seconds that the completion's step is longer; None where there is none."""
+        return None if self.estimate is None else self.estimate.step_s - self.winner_estimate.step_s
+
+
+def why_not(
+    result: PlanResult,
+    asked: Mapping[str, Any],
+    *,
+    axes: Mapping[str, int] | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    choices: Choices = USUAL,
+    calibration: Calibration | None = None,
+) -> WhyNot:
+    """What keeps a strategy from being the best of a result, on the chips of its winner.
+
+    ``asked`` are sizes of mesh axes and fields of the strategy, ``zero`` and ``microbatches`` among them; what it
+    leaves open is searched. ``axes`` and ``overrides`` are what the result itself was planned with, and stay unless
+    ``asked`` names them.
+    """
+    winner = result.strategies[0]
+    fixed, fields = split_asked(asked)
+    kept = {name.removeprefix("strategy."): value for name, value in (overrides or {}).items()}
+    space = _space(result, winner, {**(axes or {}), **fixed}, {**kept, **fields}, choices, calibration)
+    cluster, batch = winner.cluster, winner.job.batch_seqs
+    outcome = search(space, cluster, batch, top=1)
+    found = WhyNot(asked=dict(asked), winner=winner.strategy, winner_estimate=winner.estimate)
+    if outcome.found:
+        return _beside(found, result, winner, outcome.found[0].strategy, calibration)
+    if not outcome.num_meshes:
+        return msgspec.structs.replace(found, refusal=_no_mesh(space, cluster, winner, tuple(fixed)))
+    lean = _leanest(space, cluster, batch)
+    if lean is None:
+        return msgspec.structs.replace(found, refusal=_no_layout(space, cluster, winner))
+    refused = legal(result.model, cluster, winner.job, lean, calibration=calibration)
+    told = _beside(found, result, winner, lean, calibration)
+    return msgspec.structs.replace(told, refusal=refused[0] if refused else None)
+
+
+def split_asked(asked: Mapping[str, Any]) -> tuple[dict[str, int], dict[str, Any]]:
+    """Sizes of mesh axes, and fields of the strategy under their own names; InputError for anything else."""
+    fixed: dict[str, int] = {}
+    fields: dict[str, Any] = {}
+    for name, value in asked.items():
+        if name in MESH_AXES:
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise InputError(f"{name}={value} is not a size. Write for example {name}=4.")
+            fixed[name] = value
+        elif SHORT_NAMES.get(name, name) in FIELDS or name in ASSIGNMENT_FIELDS:
+            fields[SHORT_NAMES.get(name, name)] = value
+        else:
+            names = (*MESH_AXES, *FIELDS, *SHORT_NAMES, *ASSIGNMENT_FIELDS)
+            raise InputError(f"{name} is neither a mesh axis nor a field of the strategy.{nearest(name, names)}")
+    if set(ASSIGNMENT_FIELDS) & fields.keys():
+        zero, parallel = fields.pop("zero", 3), fields.pop("sequence_parallel", True)
+        fields["assignment"] = standard_assignment(zero=zero, sequence_parallel=parallel)
+    if isinstance(fields.get("offload"), str):
+        fields["offload"] = tuple(fields["offload"].split("+"))
+    return fixed, fields
+
+
+def _space(
+    result: PlanResult,
+    winner: PlannedStrategy,
+    fixed: Mapping[str, int],
+    fields: Mapping[str, Any],
+    choices: Choices,
+    calibration: Calibration | None,
+) -> Space:
+    """What is open once the asked sizes and fields are held; all else that is not searched is the winner's."""
+    now = msgspec.to_builtins(winner.strategy)
+    open_fields = {"chunks": 1, "offload": (), "placement": {}}
+    try:
+        template = msgspec.convert({**now, **open_fields, **fields, "mesh": make_mesh({})}, Strategy)
+    except msgspec.ValidationError as error:
+        where = str(error).replace("`$.", "`strategy.")
+        raise InputError(as_sentence(where)) from None
+    here = winner.cluster.kind == "host"
+    if here:
+        require_runnable_strategy(msgspec.structs.replace(template, mesh=make_mesh(fixed)))
+    return open_space(
+        result.model,
+        winner.job.seq_len,
+        template,
+        given=fields,
+        choices=EMULATED if here else choices,
+        fixed=fixed,
+        axes=axes_to_try(winner.cluster, fixed),
+        calibration=calibration,
+    )
+
+
+# -- where it runs ----------------------------------------------------------------------------------------
+
+
+def _beside(
+    found: WhyNot, result: PlanResult, winner: PlannedStrategy, strategy: Strategy, calibration: Calibration | None
+) -> WhyNot:
+    """The completion's estimate, its terms beside the winner's, and the limits that only it is beyond."""
+    setting = (result.model, winner.cluster, winner.job)
+    best = price_strategy(*setting, winner.strategy, calibration=calibration)
+    other = price_strategy(*setting, strategy, calibration=calibration)
+    holds = {limit.name: limit.holds for limit in _limits(result, winner, best, winner.strategy)}
+    beyond = [one for one in _limits(result, winner, other, strategy) if one.holds is False]
+    only = [one for one in beyond if one.unit == "bytes" or holds.get(one.name) is not False]
+    return msgspec.structs.replace(
+        found,
+        winner_estimate=best.estimate,
+        strategy=strategy,
+        estimate=other.estimate,
+        terms=compare_terms((best, winner.strategy), (other, strategy)),
+        limits=tuple(only),
+    )
+
+
+def _limits(
+    result: PlanResult, winner: PlannedStrategy, priced: PricedStrategy, strategy: Strategy
+) -> tuple[Limit, ...]:
+    """The limits beside one strategy."""
+    one = msgspec.structs.replace(winner, strategy=strategy, estimate=priced.estimate)
+    plan = result.plan(one)
+    return (*axis_limits(plan, priced), *limits_of(plan, priced))
+
+
+def compare_terms(
+    winner: tuple[PricedStrategy, Strategy], other: tuple[PricedStrategy, Strategy]
+) -> tuple[TermDifference, ...]:
+    """What every kind of work adds to the two steps, what makes the second longer first; they add up to the steps."""
+    first, second = _by_purpose(step_terms(*winner)), _by_purpose(step_terms(*other))
+    longer = other[0].estimate.step_s - winner[0].estimate.step_s
+    found = [
+        TermDifference(
+            name=name,
+            winner_s=first.get(name, 0.0),
+            other_s=second.get(name, 0.0),
+            share=(second.get(name, 0.0) - first.get(name, 0.0)) / longer if longer else 0.0,
+        )
+        for name in dict.fromkeys((*second, *first))
+    ]
+    return tuple(sorted(found, key=lambda one: -one.more_s))
+
+
+def _by_purpose(terms: Sequence[StepTerm]) -> dict[str, float]:
+    """Seconds added by each kind; groups of axes that move the same weights under different meshes count as one."""
+    found: dict[str, float] = {}
+    for term in terms:
+        axes = term.name.split(",")
+        name = next((axis for axis in ("fsdp", "data") if axis in axes), term.name)
+        found[name] = found.get(name, 0.0) + term.added_s
+    return found
+
+
+# -- where it does not ------------------------------------------------------------------------------------
+
+
+def _leanest(space: Space, cluster: Cluster, batch: int) -> Strategy | None:
+    """The completion that needs least memory, were there enough; None where no mesh can be laid out."""
+    measured = space.calibration or datasheet_calibration(cluster.chip)
+    roomy = msgspec.structs.replace(space, calibration=msgspec.structs.replace(measured, memory_bytes=NO_LIMIT_BYTES))
+    front = search(roomy, cluster, batch, top=1, frontier=True).frontier
+    return min(front, key=lambda one: one.estimate.hbm_bytes_per_chip).strategy if front else None
+
+
+def _no_mesh(space: Space, cluster: Cluster, winner: PlannedStrategy, asked: Sequence[str]) -> Refusal:
+    """Why no mesh of all chips has the asked sizes."""
+    named = " x ".join(f"{axis}={size}" for axis, size in space.fixed.items()) or "the mesh"
+    alone = msgspec.structs.replace(space.template, mesh=make_mesh(space.fixed))
+    if space.num_microbatches is None:
+        alone = msgspec.structs.replace(alone, num_microbatches=1)
+    for refusal in legal(space.model, cluster, winner.job, alone, calibration=space.calibration):
+        if refusal.rule not in ("devices", "placement", "memory", "schedule"):
+            return refusal
+    taken = math.prod(space.fixed.values())
+    if cluster.num_chips % taken:
+        advice = (
+            _advice(space, cluster, winner.job.batch_seqs, asked) or f"Use a product that divides {cluster.num_chips}."
+        )
+        return Refusal(
+            rule="devices",
+            message=f"{named} does not divide the {cluster.num_chips:,} chips of {cluster.short_name}. {advice}",
+        )
+    advice = _advice(space, cluster, winner.job.batch_seqs, asked) or "Leave another axis open."
+    return Refusal(
+        rule="devices",
+        message=f"the other {cluster.num_chips // taken:,} of {cluster.num_chips:,} chips cannot be shared out beside "
+        f"{named} over {winner.job.batch_seqs:,} sequences so that every size divides. {advice}",
+    )
+
+
+def _advice(space: Space, cluster: Cluster, batch: int, asked: Sequence[str]) -> str:
+    """For one asked axis, the sizes that a mesh of all chips may have when the others stay; "" where there are none."""
+    for axis in asked:
+        freed = {name: size for name, size in space.fixed.items() if name != axis}
+        wider = msgspec.structs.replace(space, fixed=freed)
+        if len(axis_sizes(wider, axis, wider.dims(batch))) > 1:
+            sizes = candidates_on_chips(wider, batch, num_chips=cluster.num_chips).mesh[axis]
+            if len(sizes):
+                listed = ", ".join(str(size) for size in sorted({int(size) for size in sizes}))
+                return f"Use {axis} in {{{listed}}}."
+    return ""
+
+
+def _no_layout(space: Space, cluster: Cluster, winner: PlannedStrategy) -> Refusal:
+    """Why no mesh of the asked sizes runs although they divide: its schedule, or the links."""
+    found = candidates_on_chips(space, winner.job.batch_seqs, num_chips=cluster.num_chips)
+    mesh = {axis: int(sizes[0]) for axis, sizes in found.mesh.items()}
+    chunks = space.chunks or (default_chunks(space.template.schedule) if mesh["pipeline"] > 1 else 1)
+    one = msgspec.structs.replace(
+        space.template, mesh=mesh, chunks=chunks, num_microbatches=space.num_microbatches or 1
+    )
+    for refusal in legal(space.model, cluster, winner.job, one, calibration=space.calibration):
+        return refusal
+    words = ", ".join(f"{axis} {size}" for axis, size in mesh.items() if size > 1) or "one device"
+    raise CannotRunError(f"no layout of {words} on {cluster.short_name} was found. Leave an axis open.")

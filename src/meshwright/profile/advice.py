@@ -1,0 +1,220 @@
+"""What to change for the terms of a step that are furthest from their prediction, one line each, from the figures."""
+
+from collections.abc import Callable, Mapping
+
+import msgspec
+
+from meshwright.algebra.notation import product
+from meshwright.core.units import format_bytes, format_flops, format_seconds
+from meshwright.cost.step_rates import StepRates
+from meshwright.profile.classes import OUTSIDE, OpClass
+from meshwright.profile.compare import NOTHING, ClassRow, Comparison, OpRow, PredictedStep, Row
+from meshwright.profile.times import Times
+from meshwright.spec.calibration import Calibration
+from meshwright.spec.job import Job
+from meshwright.spec.strategy import Strategy
+
+MAX_LINES = 5
+SMALL_SHARE = 0.02
+"""Of the measured step: what is nearer to its prediction needs no advice."""
+
+
+class Advice(msgspec.Struct, frozen=True, kw_only=True):
+    """A term, its seconds beyond what was predicted (less where negative), and what to change."""
+
+    term: str
+    difference_s: float
+    text: str
+
+
+class Case(msgspec.Struct, frozen=True, kw_only=True):
+    """What advice is given from."""
+
+    comparison: Comparison
+    times: Times
+    job: Job
+    strategy: Strategy
+    rates: StepRates
+    expected: Mapping[str, PredictedStep]
+    calibration: Calibration
+
+    @property
+    def seqs_per_device(self) -> float:
+        """Sequences of one microbatch on one device."""
+        split = self.strategy.assignment.get("input", {}).get("B", ())
+        devices = product(self.strategy.mesh.get(axis, 1) for axis in split)
+        return self.job.batch_seqs / devices / self.strategy.num_microbatches
+
+    def axes_of(self, op: OpRow) -> set[str]:
+        """The mesh axes of a collective, as derived; none for those of no derived step."""
+        known = self.expected.get(op.step)
+        return set(known.axes) if known else set()
+
+    def of_class(self, kind: str) -> ClassRow | None:
+        return next((row for row in self.comparison.classes if row.kind == kind), None)
+
+    def leading(self, *kinds: str) -> Row | None:
+        """The derived step of a kind of work that is furthest from its prediction."""
+        return next((row for row in self.comparison.steps if row.kind in kinds), None)
+
+
+def advise(case: Case) -> tuple[Advice, ...]:
+    """Lines for the worst terms; none where everything is as predicted."""
+    step_s = case.times.mean.total_s
+    found = []
+    for row in case.comparison.terms[:MAX_LINES]:
+        if abs(row.difference_s) < SMALL_SHARE * step_s:
+            continue
+        found.append(Advice(term=row.name, difference_s=row.difference_s, text=_line(row, case)))
+    return tuple(found)
+
+
+def _line(row: Row, case: Case) -> str:
+    if row.name.startswith("collectives"):
+        return _collectives(row, case)
+    if row.difference_s < 0:
+        return _faster(row, case)
+    return _RULES.get(row.name, _memory)(row, case)
+
+
+def _faster(row: Row, case: Case) -> str:
+    ratio = (row.measured_s or 0.0) / (row.predicted_s or 1.0)
+    return (
+        f"takes {ratio:.0%} of what the rates of {case.calibration.name!r} say: measure them again on a quiet machine "
+        f"before you trust a comparison of plans that differ in it"
+    )
+
+
+def _collectives(row: Row, case: Case) -> str:
+    strategy = case.strategy
+    axes = tuple(axis for axis in strategy.active_axes if axis in row.name.split())
+    sizes = ", ".join(f"{axis}={strategy.mesh[axis]}" for axis in axes)
+    ops = [op for op in case.comparison.ops if op.kind == "collective" and case.axes_of(op) == set(axes)]
+    exposed, whole, waited = (sum(getattr(op, name) for op in ops) for name in ("wall_s", "own_s", "waited_s"))
+    facts = f"{format_seconds(exposed)} of {format_seconds(whole)} on a device is not hidden"
+    if waited:
+        facts += f", {format_seconds(waited)} waits for other devices"
+    if row.difference_s < 0:
+        return f"{facts}; faster than predicted"
+    if not exposed:
+        return f"{facts}: it costs nothing until the compute that hides it shrinks"
+    changes = [f"more sequences per device (now {case.seqs_per_device:g})"]
+    if sizes:
+        changes.append(f"fewer devices in {sizes}")
+    if strategy.gradient_sync == "naive":
+        changes.insert(0, "strategy.gradient_sync=overlapped")
+    ahead = sum(op.wall_s for op in ops if op.step in case.expected and case.expected[op.step].gathers_weights)
+    if not strategy.prefetch and ahead > exposed / 2:
+        changes.insert(0, "strategy.prefetch=true (weights are gathered ahead)")
+    return f"{facts}: try {' or '.join(changes)}"
+
+
+def _products(row: Row, case: Case) -> str:
+    rate = _rate(row, case)
+    wanted = float(case.rates.chip.matmul_flops_per_s)
+    found, derived = case.of_class(row.name), sum(s.flops for s in case.expected.values() if s.kind == row.name)
+    if found and rate >= wanted and found.flops > derived:
+        flops, known = (format_flops(f, unit="FLOP") for f in (found.flops, derived))
+        return (
+            f"the program does {flops} on a device where {known} were derived, at no less than the rate that was "
+            f"expected: {_fewer_flops(case)}"
+        )
+    facts = f"products run at {format_flops(rate)} a device, the rates say {format_flops(wanted)}"
+    lead = case.leading("contraction")
+    if lead:
+        facts += f"; the furthest off is {lead.name}"
+    return f"{facts}: {_larger(case)} makes products larger"
+
+
+def _rate(row: Row, case: Case) -> float:
+    """FLOP/s of a device in the products of a kind of work."""
+    found = case.of_class(row.name)
+    return found.flops / row.measured_s if found and row.measured_s else 0.0
+
+
+def _fewer_flops(case: Case) -> str:
+    """What makes products that nobody asked for."""
+    if any(name.endswith("=dispatch") for name in case.expected):
+        return "a bound on the slots of experts (train.capacity_factor) leaves fewer empty ones"
+    if case.strategy.mesh.get("pipeline", 1) > 1:
+        return "fewer stages or more microbatches leave fewer passes over nothing"
+    return "look for padding in the operands of the longest ones"
+
+
+def _larger(case: Case) -> str:
+    """The change that gives a device more rows at a time."""
+    count = case.strategy.num_microbatches
+    if count > 1:
+        return f"fewer microbatches (num_microbatches={count // 2}, now {count})"
+    return f"more sequences per device (now {case.seqs_per_device:g})"
+
+
+def _attention(row: Row, case: Case) -> str:
+    rate = _rate(row, case)
+    facts = f"attention runs at {format_flops(rate)} a device" if rate else "the program does not say its FLOPs"
+    if case.strategy.attention_kernel != "tuned":
+        return f"{facts} with the portable kernel: try strategy.attention_kernel=tuned"
+    wanted = format_flops(float(case.rates.chip.attention_flops_per_s))
+    return f"{facts}, the rates say {wanted}: {_larger(case)} gives it more rows, or measure the rates again"
+
+
+def _copies(row: Row, case: Case) -> str:
+    worst = next((op for op in case.comparison.ops if op.kind == "copy"), None)
+    if worst is None:
+        return "no single copy stands out"
+    size = format_bytes(worst.hbm_bytes / max(worst.count, 1))
+    times = "once" if worst.count == 1 else f"{worst.count:g} times"
+    facts = f"no derived step copies; the longest is {worst.name} ({worst.step}), {size} {times}"
+    kept = worst.step.startswith(OUTSIDE) or "update-slice" in worst.name
+    if kept and case.strategy.remat == "none":
+        return f"{facts}: strategy.remat=block keeps, and so copies, fewer results between the passes"
+    mesh = ", ".join(f"{axis}={case.strategy.mesh[axis]}" for axis in case.strategy.active_axes)
+    return f"{facts}: the compiler changes a layout there, which another split of its dims (now {mesh}) may not need"
+
+
+def _memory(row: Row, case: Case) -> str:
+    found = case.of_class(row.name)
+    moved, seconds = found.hbm_bytes if found else 0.0, row.measured_s or 0.0
+    wanted = float(case.rates.chip.hbm_bytes_per_s)
+    rate = moved / seconds if seconds else 0.0
+    facts = (
+        f"moves {format_bytes(moved)} a device where {format_bytes((row.predicted_s or 0.0) * wanted)} take as long as "
+        f"predicted, at {format_bytes(rate)}/s of {format_bytes(wanted)}/s"
+    )
+    if rate < wanted / 2:
+        return f"{facts}: its kernels are small or strided; {_larger(case)} makes them larger"
+    longest = next((op for op in case.comparison.ops if op.kind == row.name), None)
+    which = f", {longest.name} ({longest.step}) for longest" if longest else ""
+    if case.strategy.state == "fp32" and not case.comparison.shares_cores:
+        return f"{facts}{which}: strategy.state=bf16-adam halves the bytes"
+    return f"{facts}{which}: the compiler passes over arrays more often than derived, where a fusion ends"
+
+
+def _overhead(row: Row, case: Case) -> str:
+    number = case.times.num_launches
+    each = (row.measured_s or 0.0) / max(number, 1.0)
+    facts = f"{number:,.0f} instructions a step, and {format_seconds(each)} of nothing for each"
+    return f"{facts}: {_larger(case)} makes each do more"
+
+
+def _idle(row: Row, case: Case) -> str:
+    pipeline = case.strategy.mesh.get("pipeline", 1)
+    if pipeline > 1:
+        count = case.strategy.num_microbatches
+        return f"{pipeline} stages with {count} microbatches: try num_microbatches={2 * count} or another schedule"
+    each = {device: part.idle_s for device, part in case.times.devices.items()}
+    most, least = max(each, key=lambda d: each[d]), min(each, key=lambda d: each[d])
+    return (
+        f"device {most} idles {format_seconds(each[most])}, device {least} {format_seconds(each[least])}: gaps of more "
+        f"than a launch, where the host or other work holds the device up; run it alone on the machine"
+    )
+
+
+_RULES: Mapping[OpClass | str, Callable[[Row, Case], str]] = {
+    "contraction": _products,
+    "attention": _attention,
+    "copy": _copies,
+    "overhead": _overhead,
+    NOTHING: _overhead,
+    "idle": _idle,
+}

@@ -1,0 +1,304 @@
+"""The seconds of a profile beside those that the plan expects: whole, by part, by kind of work, by derived step."""
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+
+import msgspec
+
+from meshwright.algebra.labels import OPTIMIZER, label_of
+from meshwright.algebra.steps import Step
+from meshwright.cost.step_costs import StepCost
+from meshwright.cost.train_step import PricedStrategy
+from meshwright.hlo.products import precision, product_flops
+from meshwright.hlo.shapes import Shape
+from meshwright.profile.classes import CLASSES, Fact, Facts, OpClass, class_of_op, part_of
+from meshwright.profile.events import Trace
+from meshwright.profile.shared import shared_seconds
+from meshwright.profile.times import Partition, Times
+
+NOTHING = "nothing runs"
+"""The term of instants in which no device of a machine works."""
+ROUNDING = 1e-9
+"""Share of a step below which a difference of sums is rounding."""
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True):
+    """Something with its seconds in a step, predicted and measured; None where one of them knows nothing of it."""
+
+    name: str
+    kind: OpClass | str
+    predicted_s: float | None
+    measured_s: float | None
+
+    @property
+    def difference_s(self) -> float:
+        """Measured less predicted; what is not known counts nothing."""
+        return (self.measured_s or 0.0) - (self.predicted_s or 0.0)
+
+
+class ClassRow(msgspec.Struct, frozen=True, kw_only=True):
+    """A kind of work in a mean step of a mean device; ``wall_s`` is its part of the wall time."""
+
+    kind: OpClass
+    own_s: float
+    wall_s: float
+    flops: float
+    hbm_bytes: float
+
+
+class OpRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One instruction in a mean step of a mean device, with what it came from; the seconds as in `OpTime`."""
+
+    name: str
+    kind: OpClass
+    step: str
+    count: float
+    own_s: float
+    wall_s: float
+    waited_s: float = 0.0
+    flops: float
+    hbm_bytes: float
+
+
+class ProductRow(msgspec.Struct, frozen=True, kw_only=True):
+    """A matrix product of float32 operands: its shapes, its executions, FLOPs and seconds in a step of a device."""
+
+    name: str
+    step: str
+    operands: str
+    precision: str
+    count: float
+    flops: float
+    seconds: float
+
+
+class Comparison(msgspec.Struct, frozen=True, kw_only=True):
+    """All tables of a profile; rows are sorted by the size of their difference, the worst first.
+
+    ``terms`` are kinds of work, with collectives by the mesh axes that they run over. ``shares_cores`` says that
+    measured seconds are the machine's for all devices (`profile_shared`), so that terms sum to the step; else they are
+    those of a mean device, by themselves.
+    """
+
+    predicted: Partition
+    parts: tuple[Row, ...]
+    terms: tuple[Row, ...]
+    steps: tuple[Row, ...]
+    classes: tuple[ClassRow, ...]
+    ops: tuple[OpRow, ...]
+    float32: tuple[ProductRow, ...]
+    shares_cores: bool
+
+
+class PredictedStep(msgspec.Struct, frozen=True, kw_only=True):
+    """What the plan expects of all executions of a derived step in one training step, by itself.
+
+    ``gathers_weights`` says that it is a gather which could run ahead of its pass.
+    """
+
+    seconds: float
+    flops: float
+    part: str
+    kind: OpClass
+    axes: tuple[str, ...]
+    gathers_weights: bool = False
+
+
+def label_text(step: Step) -> str:
+    """The label that a step's instructions carry; the updates of all weights are one."""
+    return OPTIMIZER if step.op == "adamw" else str(label_of(step))
+
+
+def predicted_steps(priced: PricedStrategy) -> dict[str, PredictedStep]:
+    """Label -> what is expected of it; steps with the same label are one."""
+    found: dict[str, PredictedStep] = {}
+    for cost in priced.costs:
+        name = label_text(cost.step)
+        one = _predicted(cost)
+        if name in found:
+            seconds, flops = found[name].seconds + one.seconds, found[name].flops + one.flops
+            one = msgspec.structs.replace(one, seconds=seconds, flops=flops)
+        found[name] = one
+    return found
+
+
+def _predicted(cost: StepCost) -> PredictedStep:
+    step, here = cost.step, float(cost.here)
+    part = "optimizer" if step.op == "adamw" else part_of(step.block, step.phase)
+    return PredictedStep(
+        seconds=float(cost.time_s) * here,
+        flops=float(cost.flops) * here,
+        part=part,
+        kind=class_of_op(step.op),
+        axes=step.axes if step.is_collective else (),
+        gathers_weights=step.op == "all_gather" and cost.hides,
+    )
+
+
+def predicted_partition(priced: PricedStrategy) -> Partition:
+    """The step that is expected, in the five parts of a measured one.
+
+    Local work is compute-bound or memory-bound by which takes longer, launches are overhead and the pipeline's bubble
+    is idle. What the step takes beyond these is communication that nothing hides, at most all that there is; what is
+    left is the host's and the stragglers' overhead.
+    """
+    seconds = {"compute": 0.0, "memory": 0.0, "launch": 0.0}
+    network = float(priced.estimate.terms.get("pipeline", 0.0))
+    for cost in priced.costs:
+        bound = "compute" if float(cost.math_s) > float(cost.hbm_s) else "memory"
+        seconds[bound] += float(cost.local_s - cost.launch_s) * float(cost.here)
+        seconds["launch"] += float(cost.launch_s) * float(cost.here)
+        network += float(cost.network_s) * float(cost.here)
+    idle = float(priced.estimate.terms.get("bubble", 0.0))
+    step_s = float(priced.estimate.step_s)
+    rest = max(0.0, step_s - sum(seconds.values()) - idle)
+    beyond = rest - network if rest - network > ROUNDING * step_s else 0.0
+    return Partition(
+        compute_s=seconds["compute"],
+        memory_s=seconds["memory"],
+        exposed_s=rest - beyond,
+        overhead_s=seconds["launch"] + beyond,
+        idle_s=idle,
+    )
+
+
+def compare(trace: Trace, facts: Facts, times: Times, priced: PricedStrategy) -> Comparison:
+    """Every table."""
+    shares = trace.platform == "cpu"
+    spent = shared_seconds(trace, facts) if shares else {op.name: op.own_s for op in times.ops}
+    expected = predicted_steps(priced)
+    by_step = _sums(spent, facts, lambda fact: fact.step)
+    by_part = _sums(spent, facts, lambda fact: fact.part)
+    by_term = _sums(spent, facts, lambda fact: _measured_term(fact, expected))
+    predicted_parts, predicted_terms = defaultdict(float), defaultdict(float)  # type: dict[str, float], dict[str, float]
+    for one in expected.values():
+        predicted_parts[one.part] += one.seconds
+        predicted_terms[term_of(one.kind, one.axes)] += one.seconds
+    # sends between the stages of a pipeline are no steps of a block, and their permutes carry no known label
+    predicted_terms[term_of("collective")] += float(priced.estimate.terms.get("pipeline", 0.0))
+    idle = predicted_partition(priced)
+    nothing = _machine_rests(idle, times, spent) if shares else _device_rests(idle, times)
+    terms = [*_rows(predicted_terms, by_term, lambda name: name), *nothing]
+    steps = _rows({n: one.seconds for n, one in expected.items()}, by_step, lambda n: _kind_of(n, expected))
+    return Comparison(
+        predicted=idle,
+        parts=tuple(_rows(predicted_parts, by_part, lambda name: "part")),
+        terms=tuple(_worst(terms)),
+        steps=tuple(steps),
+        classes=_classes(times, facts),
+        ops=_ops(times, facts),
+        float32=_float32(times, facts),
+        shares_cores=shares,
+    )
+
+
+def _device_rests(predicted: Partition, times: Times) -> list[Row]:
+    """What a mean device does not work, by why."""
+    mean = times.mean
+    return [
+        Row(name="overhead", kind="overhead", predicted_s=predicted.overhead_s, measured_s=mean.overhead_s),
+        Row(name="idle", kind="idle", predicted_s=predicted.idle_s, measured_s=mean.idle_s),
+    ]
+
+
+def _machine_rests(predicted: Partition, times: Times, spent: Mapping[str, float]) -> list[Row]:
+    """What no device works, where they share cores: with the seconds of the instructions it is the whole step."""
+    rest = max(0.0, times.mean.total_s - sum(spent.values()))
+    rested = predicted.overhead_s + predicted.idle_s
+    return [Row(name=NOTHING, kind="overhead", predicted_s=rested, measured_s=rest)]
+
+
+def term_of(kind: OpClass, axes: tuple[str, ...] = ()) -> str:
+    """``contraction``, ``collectives over fsdp``; ``collectives besides`` for those of no derived step."""
+    if kind != "collective":
+        return kind
+    return f"collectives over {' and '.join(axes)}" if axes else "collectives besides"
+
+
+def _measured_term(fact: Fact, expected: Mapping[str, PredictedStep]) -> str:
+    known = expected.get(fact.step)
+    return term_of(fact.kind, known.axes if known and fact.kind == "collective" else ())
+
+
+def _kind_of(step: str, expected: Mapping[str, PredictedStep]) -> str:
+    return expected[step].kind if step in expected else "not derived"
+
+
+def _sums(spent: Mapping[str, float], facts: Facts, key: Callable[[Fact], str]) -> dict[str, float]:
+    found: dict[str, float] = defaultdict(float)
+    for op, seconds in spent.items():
+        found[key(facts.of(op))] += seconds
+    return found
+
+
+def _rows(predicted: Mapping[str, float], measured: Mapping[str, float], kind: Callable[[str], str]) -> list[Row]:
+    names = dict.fromkeys([*predicted, *measured])
+    rows = (Row(name=n, kind=kind(n), predicted_s=predicted.get(n), measured_s=measured.get(n)) for n in names)
+    return _worst([row for row in rows if row.predicted_s or row.measured_s])
+
+
+def _worst(rows: list[Row]) -> list[Row]:
+    return sorted(rows, key=lambda row: -abs(row.difference_s))
+
+
+def _classes(times: Times, facts: Facts) -> tuple[ClassRow, ...]:
+    """Kinds of work that there are, most of the wall time first."""
+    rows = []
+    for kind in CLASSES:
+        ops = [(op, facts.of(op.name)) for op in times.ops if facts.of(op.name).kind == kind]
+        if ops:
+            rows.append(
+                ClassRow(
+                    kind=kind,
+                    own_s=sum(op.own_s for op, _ in ops),
+                    wall_s=sum(op.wall_s for op, _ in ops),
+                    flops=sum(op.count * fact.flops for op, fact in ops),
+                    hbm_bytes=sum(op.count * fact.hbm_bytes for op, fact in ops),
+                )
+            )
+    return tuple(sorted(rows, key=lambda row: -row.wall_s))
+
+
+def _ops(times: Times, facts: Facts) -> tuple[OpRow, ...]:
+    found = ((op, facts.of(op.name)) for op in times.ops)
+    return tuple(
+        OpRow(
+            name=op.name,
+            kind=fact.kind,
+            step=fact.step,
+            count=op.count,
+            own_s=op.own_s,
+            wall_s=op.wall_s,
+            waited_s=op.waited_s,
+            flops=fact.flops * op.count,
+            hbm_bytes=fact.hbm_bytes * op.count,
+        )
+        for op, fact in found
+    )
+
+
+def _float32(times: Times, facts: Facts) -> tuple[ProductRow, ...]:
+    """Products whose operands are float32, most seconds first. Of several in one fusion each has all of its seconds."""
+    rows = []
+    for op in times.ops:
+        for product in facts.products.get(op.name, ()):
+            shapes = [_shape_of(name, facts) for name in product.operands[:2]]
+            if not shapes or any(shape is None or shape.dtype != "f32" for shape in shapes):
+                continue
+            rows.append(
+                ProductRow(
+                    name=op.name,
+                    step=facts.of(op.name).step,
+                    operands=" x ".join(f"[{','.join(map(str, shape.dims))}]" for shape in shapes if shape),
+                    precision=precision(product),
+                    count=op.count,
+                    flops=float(op.count * product_flops(product, facts.program.instructions)),
+                    seconds=op.own_s,
+                )
+            )
+    return tuple(sorted(rows, key=lambda row: -row.seconds))
+
+
+def _shape_of(name: str, facts: Facts) -> Shape | None:
+    one = facts.program.instructions.get(name)
+    return one.shapes[0] if one and one.shapes else None

@@ -1,0 +1,246 @@
+"""What a trace of the profiler holds of a compiled program: when each instruction ran, on which device, in which step.
+
+The profiler writes planes of lines of events (XSpace). On CPU the instructions are on the threads of the host plane,
+and every event names the device that it works for. On GPU each stream of a device is a line, on TPU there is one line
+of instructions and one of asynchronous ones.
+"""
+
+import re
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+
+from meshwright.core.errors import InputError
+from meshwright.profile.hlo import Program, is_collective
+
+Platform = Literal["cpu", "gpu", "tpu"]
+
+STEP = "meshwright_step"
+"""The annotation around a profiled step."""
+STEP_END = "meshwright_step_end"
+"""The mark at the end of a step of a training run: a step lies between two of them."""
+
+SUFFIX = ".xplane.pb"
+_DEVICE = re.compile(r"/device:(GPU|TPU):(\d+)$")
+_TPU_LINES = ("XLA Ops", "Async XLA Ops")
+_WAITS = ("Wait: pending_threads", "Wait for rendezvous callback")
+_NS = 1e-9
+
+
+class Window(NamedTuple):
+    """A span on the clock of the trace, such as one step."""
+
+    start_s: float
+    end_s: float
+
+    @property
+    def seconds(self) -> float:
+        return self.end_s - self.start_s
+
+
+class OpEvent(NamedTuple):
+    """One execution of an instruction on one device; ``waits`` are the times in which a collective is known to have
+    waited for other devices, which only the CPU says."""
+
+    op: str
+    device: int
+    lane: str
+    start_s: float
+    end_s: float
+    waits: tuple[Window, ...] = ()
+
+    @property
+    def seconds(self) -> float:
+        return self.end_s - self.start_s
+
+    @property
+    def waited_s(self) -> float:
+        return sum(wait.seconds for wait in self.waits)
+
+
+class Trace(msgspec.Struct, frozen=True, kw_only=True):
+    """Events of one program, by device and start, and the steps that they belong to.
+
+    ``by_thread`` says that events named no device, so that each thread of the host counts as one. ``found_steps`` is
+    how the steps were found: annotations, marks, runs of the program, or none (all of the trace is one).
+    ``unnamed_s`` are the seconds of what runs on accelerators, all together, and names no instruction of the program.
+    """
+
+    platform: Platform
+    events: tuple[OpEvent, ...]
+    windows: tuple[Window, ...]
+    by_thread: bool
+    unnamed_s: float = 0.0
+    found_steps: Literal["annotations", "marks", "runs", "none"]
+
+    @property
+    def devices(self) -> tuple[int, ...]:
+        return tuple(sorted({event.device for event in self.events}))
+
+    def of_device(self, device: int) -> list[OpEvent]:
+        return [event for event in self.events if event.device == device]
+
+
+def newest_trace(folder: Path) -> Path:
+    """The trace that the profiler left last under a folder."""
+    found = sorted(folder.rglob(f"*{SUFFIX}"), key=lambda path: path.stat().st_mtime)
+    if not found:
+        raise InputError(f"{folder} holds no trace (*{SUFFIX}). Give a folder that jax.profiler.trace wrote.")
+    return found[-1]
+
+
+def load_trace(path: Path, program: Program) -> Trace:
+    """The events of a program in a trace. Raises InputError where it cannot be read, or holds none of the program."""
+    from jax.profiler import ProfileData
+
+    if not path.is_file():
+        raise InputError(f"there is no trace {path}. Give a file *{SUFFIX} of jax.profiler.trace.")
+    try:
+        data = ProfileData.from_file(str(path))
+        planes = list(data.planes)
+    except Exception as error:
+        raise InputError(
+            f"{path} is not a trace of the profiler. Give a file *{SUFFIX} of jax.profiler.trace."
+        ) from error
+    return read_trace(planes, program, source=str(path))
+
+
+def read_trace(planes: Sequence[Any], program: Program, *, source: str) -> Trace:
+    """The same of planes, which have names and lines of events."""
+    devices = [(match, plane) for plane in planes if (match := _DEVICE.match(plane.name))]
+    hosts = [plane for plane in planes if plane.name.startswith("/host:CPU")]
+    host = _Host(program)
+    if devices:
+        platform: Platform = "gpu" if devices[0][0][1] == "GPU" else "tpu"
+        reader = _Device(platform, program)
+        for match, plane in devices:
+            reader.read(plane, int(match[2]))
+        events, unnamed = reader.events, reader.unnamed_s
+        host.read(hosts, ops=False)
+    else:
+        platform, unnamed = "cpu", 0.0
+        host.read(hosts, ops=True)
+        events = host.events
+    if not events:
+        raise InputError(
+            f"{source} has no event of the program {program.name!r}. Give the text of the program that was traced."
+        )
+    windows, how = host.windows(events)
+    return Trace(
+        platform=platform,
+        events=tuple(sorted(events, key=lambda event: (event.device, event.start_s, -event.end_s))),
+        windows=windows,
+        by_thread=host.by_thread,
+        unnamed_s=unnamed,
+        found_steps=how,
+    )
+
+
+class _Device:
+    """What the lines of accelerators say."""
+
+    def __init__(self, platform: Platform, program: Program) -> None:
+        self.platform, self.program = platform, program
+        self.events: list[OpEvent] = []
+        self.unnamed_s = 0.0
+
+    def read(self, plane: Any, device: int) -> None:
+        """Every instruction on one accelerator: those of its streams, or those of its one line."""
+        lines = [line for line in plane.lines if line.name in _TPU_LINES or line.name.startswith("Stream")]
+        if self.platform == "gpu":
+            lines = [line for line in lines if line.name.startswith("Stream")] or lines
+        for line in lines:
+            for event in line.events:
+                op, start = self._op_of(event), event.start_ns * _NS
+                seconds = event.duration_ns * _NS
+                if op:
+                    self.events.append(OpEvent(op, device, line.name, start, start + seconds))
+                else:
+                    self.unnamed_s += seconds
+
+    def _op_of(self, event: Any) -> str:
+        """The instruction: what the event says, its name up to the equals sign, or that of its kernel; else empty."""
+        said = next((str(value) for name, value in event.stats if name == "hlo_op"), "")
+        name = event.name.split(" = ")[0].strip().lstrip("%")
+        for known in (said, name, self.program.by_kernel.get(name, "")):
+            if known in self.program.instructions:
+                return known
+        return ""
+
+
+class _Host:
+    """What the threads of the host say: steps, and on CPU the instructions."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.events: list[OpEvent] = []
+        self.by_thread = False
+        self.steps: list[Window] = []
+        self.marks: list[float] = []
+        self.runs: dict[int, list[float]] = {}
+
+    def read(self, planes: Iterable[Any], *, ops: bool) -> None:
+        """Every line of the planes; instructions where ``ops`` says so."""
+        for number, line in enumerate(line for plane in planes for line in plane.lines):
+            found: list[tuple[OpEvent, bool]] = []
+            waits: list[Window] = []
+            for event in line.events:
+                name, start = event.name, event.start_ns * _NS
+                window = Window(start, start + event.duration_ns * _NS)
+                if name == STEP:
+                    self.steps.append(window)
+                elif name == STEP_END:
+                    self.marks.append(window.end_s)
+                elif name.startswith(_WAITS):
+                    waits.append(window)
+                elif ops and name in self.program.instructions:
+                    self._add(event, window, f"{line.name.split('/')[0]} {number}", number, found)
+            self.events += _with_waits(found, waits)
+
+    def _add(self, event: Any, window: Window, lane: str, number: int, found: list[tuple[OpEvent, bool]]) -> None:
+        """An event of an instruction of the program itself, not of another one with the same name in it."""
+        stats = dict(event.stats)
+        if "hlo_op" not in stats or stats.get("hlo_module", self.program.name) != self.program.name:
+            return
+        device = stats.get("device_ordinal")
+        self.by_thread |= device is None
+        one = OpEvent(event.name, int(number if device is None else device), lane, *window)
+        found.append((one, is_collective(self.program.instructions[event.name])))
+        if "run_id" in stats:
+            ends = self.runs.setdefault(int(stats["run_id"]), [one.start_s, one.end_s])
+            ends[:] = [min(ends[0], one.start_s), max(ends[1], one.end_s)]
+
+    def windows(
+        self, events: Sequence[OpEvent]
+    ) -> tuple[tuple[Window, ...], Literal["annotations", "marks", "runs", "none"]]:
+        """The steps, from the best thing there is to tell them by."""
+        if self.steps:
+            return tuple(sorted(self.steps)), "annotations"
+        ends = sorted(self.marks)
+        if len(ends) > 1:
+            return tuple(Window(a, b) for a, b in pairwise(ends)), "marks"
+        if self.runs:
+            return tuple(sorted(Window(*ends) for ends in self.runs.values())), "runs"
+        return (Window(min(e.start_s for e in events), max(e.end_s for e in events)),), "none"
+
+
+def _with_waits(found: Sequence[tuple[OpEvent, bool]], waits: Sequence[Window]) -> list[OpEvent]:
+    """Collectives with the waits that lie in them on the same thread."""
+    if not waits:
+        return [event for event, _ in found]
+    left = sorted(waits)
+    result, at = [], 0
+    for event, collective in sorted(found, key=lambda pair: pair[0].start_s):
+        if not collective:
+            result.append(event)
+            continue
+        while at < len(left) and left[at].start_s < event.start_s:
+            at += 1
+        first = at
+        while at < len(left) and left[at].end_s <= event.end_s + _NS:
+            at += 1
+        result.append(event._replace(waits=tuple(left[first:at])))
+    return result

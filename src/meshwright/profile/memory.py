@@ -1,0 +1,225 @@
+"""Memory of the first steps: what is held over time, and whose arrays the peak is made of.
+
+Accelerators count the bytes that their allocator has handed out. On CPU the devices share the memory of the process,
+and what it has resident is sampled instead: the whole machine's figure, with the runtime and the compiler in it.
+"""
+
+import threading
+import time
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, Literal, NamedTuple, Self
+
+import jax
+import msgspec
+
+from meshwright.hlo.module import Instruction
+from meshwright.profile.hlo import CONTAINERS, Program, result_bytes
+
+EVERY_S = 0.01
+MAX_OWNERS = 12
+_ALIASES = ("get-tuple-element", "bitcast", "tuple", "while", "optimization-barrier", "copy-done")
+"""Instructions whose result lies where their operands lie."""
+
+
+class Sample(NamedTuple):
+    """Bytes held at a time after the first sample."""
+
+    at_s: float
+    num_bytes: int
+
+
+class Mark(NamedTuple):
+    """What began at a time: ``state``, ``compile``, ``step 1``."""
+
+    at_s: float
+    text: str
+
+
+class Owner(msgspec.Struct, frozen=True, kw_only=True):
+    """Something that holds bytes of one device: an array of the state, the batch, or temporaries of one step."""
+
+    name: str
+    kind: Literal["weights", "optimizer", "batch", "temporary"]
+    num_bytes: float
+
+
+class MemoryProfile(msgspec.Struct, frozen=True, kw_only=True):
+    """The timeline, and the owners of the peak on one device, the largest first.
+
+    ``counted`` says what the samples are: bytes of the first device, or the resident memory of the process.
+    ``arguments_bytes`` and ``temporaries_bytes`` are the compiler's, of one device; None where it does not say.
+    ``live_bytes`` is the largest sum of temporaries that live at once, as read from the schedule of the program: near
+    the compiler's, which puts more results in the place of operands, and rounds and leaves holes.
+    """
+
+    counted: Literal["device", "process"]
+    samples: tuple[Sample, ...] = ()
+    marks: tuple[Mark, ...] = ()
+    owners: tuple[Owner, ...] = ()
+    arguments_bytes: float | None = None
+    temporaries_bytes: float | None = None
+    live_bytes: float = 0.0
+
+    @property
+    def peak(self) -> Sample | None:
+        """The first sample with the most bytes."""
+        return max(self.samples, key=lambda sample: sample.num_bytes, default=None)
+
+
+class Sampler:
+    """Samples memory in a thread of its own, until it is left."""
+
+    def __init__(self, *, every_s: float = EVERY_S) -> None:
+        self.every_s = every_s
+        self.samples: list[Sample] = []
+        self.marks: list[Mark] = []
+        self._device = jax.local_devices()[0]
+        self._counts = bool(self._device.memory_stats())
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    @property
+    def counted(self) -> Literal["device", "process"]:
+        return "device" if self._counts else "process"
+
+    def __enter__(self) -> Self:
+        self._start_s = time.perf_counter()
+        self._sample()
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Take no more samples."""
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def mark(self, text: str) -> None:
+        """Something begins now."""
+        self.marks.append(Mark(time.perf_counter() - self._start_s, text))
+
+    def _run(self) -> None:
+        while not self._stop.wait(self.every_s):
+            self._sample()
+
+    def _sample(self) -> None:
+        held = self._device.memory_stats()["bytes_in_use"] if self._counts else resident_bytes()
+        if held is not None:
+            self.samples.append(Sample(time.perf_counter() - self._start_s, int(held)))
+
+
+def resident_bytes() -> int | None:
+    """Bytes of this process in memory; None where the system does not say (it is not Linux)."""
+    try:
+        with open("/proc/self/status", encoding="ascii") as status:
+            found = next((line for line in status if line.startswith("VmRSS:")), None)
+    except OSError:
+        return None
+    return int(found.split()[1]) * 1024 if found else None
+
+
+# -- the peak's owners ------------------------------------------------------------------------------------
+
+
+def state_owners(shapes: Any, shardings: Any, kind: Literal["weights", "optimizer", "batch"]) -> list[Owner]:
+    """Each array of a tree of shapes, with the bytes of its shard on one device."""
+    leaves = jax.tree_util.tree_leaves_with_path(shapes)
+    places = jax.tree.leaves(shardings, is_leaf=lambda leaf: isinstance(leaf, jax.sharding.Sharding))
+    found = []
+    for (path, leaf), sharding in zip(leaves, places, strict=True):
+        shard = sharding.shard_shape(leaf.shape)
+        size = leaf.dtype.itemsize
+        for n in shard:
+            size *= n
+        found.append(Owner(name=_path(path), kind=kind, num_bytes=float(size)))
+    return found
+
+
+def _path(path: Sequence[Any]) -> str:
+    """``mu.w_up`` of the keys to a leaf."""
+    keys = (getattr(key, "name", getattr(key, "key", getattr(key, "idx", key))) for key in path)
+    return ".".join(str(key) for key in keys)
+
+
+def temporary_owners(program: Program) -> tuple[list[Owner], float]:
+    """Temporaries that live at the fullest place of the schedule, added up by derived step, and their sum.
+
+    An array lives from the instruction that makes it to the last one that reads it, or something that shares its place;
+    a loop needs the most of its turns on top. Parameters are the state and count nothing here.
+    """
+    live = _Schedule(program).peak(program.module.entry)
+    sums: dict[str, float] = {}
+    for name, size in live.items():
+        label = program.label(name)
+        known = str(label) if label else _unlabelled(program.instructions[name])
+        sums[known] = sums.get(known, 0.0) + size
+    owners = [Owner(name=name, kind="temporary", num_bytes=size) for name, size in sums.items()]
+    return sorted(owners, key=lambda owner: -owner.num_bytes), sum(live.values())
+
+
+def _unlabelled(one: Instruction) -> str:
+    """``copy.12 f32[4,128]``: what a loop over layers carries, mostly."""
+    shape = one.shapes[0] if one.shapes else None
+    return f"{one.name} {shape.dtype}[{','.join(map(str, shape.dims))}]" if shape else one.name
+
+
+class _Schedule:
+    """Computations in the order in which the compiler runs them, and what lives at the fullest place of each."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self._known: dict[str, dict[str, float]] = {}
+
+    def peak(self, computation: str) -> dict[str, float]:
+        """Instruction -> bytes of its result, of those that live when most bytes do."""
+        if computation not in self._known:
+            self._known[computation] = {}  # a computation never calls itself
+            self._known[computation] = self._find(self.program.module.computations[computation].instructions)
+        return self._known[computation]
+
+    def _find(self, body: Sequence[Instruction]) -> dict[str, float]:
+        roots = self._roots(body)
+        last: dict[str, int] = {}
+        for number, one in enumerate(body):
+            ends = len(body) if one.is_root else number
+            for name in (*one.operands, one.name):
+                for root in roots.get(name, ()):
+                    last[root] = max(last.get(root, 0), ends)
+        live: dict[str, float] = {}
+        best: dict[str, float] = {}
+        for number, one in enumerate(body):
+            if roots[one.name] == {one.name}:
+                live[one.name] = result_bytes(one)
+            inner = max((self.peak(c) for c in self._run_by(one)), key=lambda p: sum(p.values()), default={})
+            if sum(live.values()) + sum(inner.values()) > sum(best.values()):
+                best = {**live, **inner}
+            for name in [name for name in live if last[name] <= number]:
+                del live[name]
+        return best
+
+    def _roots(self, body: Sequence[Instruction]) -> dict[str, set[str]]:
+        """Instruction -> the instructions whose arrays its result is; none for parameters and constants."""
+        found: dict[str, set[str]] = {}
+        for one in body:
+            if one.opcode in ("parameter", "constant"):
+                found[one.name] = set()
+            elif one.opcode in _ALIASES or self._in_place(one):
+                found[one.name] = set().union(*(found.get(name, set()) for name in one.operands))
+            else:
+                found[one.name] = {one.name}
+        return found
+
+    def _in_place(self, one: Instruction) -> bool:
+        """Whether a result is written over an operand: updates of a slice, and fusions that end in one."""
+        if one.opcode == "dynamic-update-slice":
+            return True
+        inner = self.program.called(one) if one.opcode == "fusion" else ()
+        return any(i.is_root and i.opcode == "dynamic-update-slice" for i in inner)
+
+    def _run_by(self, one: Instruction) -> tuple[str, ...]:
+        known = self.program.module.computations
+        return tuple(name for _, name in one.called if name in known) if one.opcode in CONTAINERS else ()

@@ -1,0 +1,242 @@
+"""Steps of a plan under the profiler: the trace, the program that was traced, times and memory."""
+
+import contextlib
+import statistics
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import msgspec
+import numpy as np
+
+from meshwright.core.errors import InputError
+from meshwright.core.host_memory import keep_freed_memory
+from meshwright.parallel.train_step import State, TrainStep
+from meshwright.profile.events import STEP, STEP_END, newest_trace
+from meshwright.profile.hlo import Program, parse_program
+from meshwright.profile.memory import MAX_OWNERS, MemoryProfile, Owner, Sampler, state_owners, temporary_owners
+from meshwright.spec.job import Job
+
+WARMUP_STEPS = 3
+CPU_WARMUP_STEPS = 5
+"""The first steps on CPU also fault in their memory, page by page."""
+HLO_FILE = "program.hlo.txt"
+
+
+class Recording(msgspec.Struct, frozen=True, kw_only=True):
+    """What a profiled run leaves: files in a folder, and seconds on the clock of the host.
+
+    ``step_s`` are warm steps without the profiler, ``profiled_s`` those with it. ``cores`` are the processor's cores
+    that the process kept busy in those, None where that was not measured.
+    """
+
+    trace: Path
+    hlo: Path
+    step_s: tuple[float, ...]
+    profiled_s: tuple[float, ...]
+    memory: MemoryProfile
+    cores: float | None = None
+
+    @property
+    def typical_s(self) -> float | None:
+        """The median step without the profiler; None where none was timed."""
+        return statistics.median(self.step_s) if self.step_s else None
+
+
+def warmup_steps() -> int:
+    """How many steps run before any counts."""
+    return CPU_WARMUP_STEPS if jax.default_backend() == "cpu" else WARMUP_STEPS
+
+
+def record_steps(
+    step: TrainStep, job: Job, *, folder: Path, steps: int = 3, warmup: int | None = None, seed: int = 0
+) -> Recording:
+    """Run warm-up steps and then so many under the profiler, on random tokens; the trace lies in ``folder``.
+
+    Raises InputError for no step to profile.
+    """
+    if steps < 1:
+        raise InputError(f"steps={steps} profiles nothing. Give --steps 1 or more.")
+    warmup = warmup_steps() if warmup is None else max(warmup, 1)
+    if jax.default_backend() == "cpu":
+        keep_freed_memory()
+    folder.mkdir(parents=True, exist_ok=True)
+    with Sampler() as sampler:
+        sampler.mark("state")
+        state = step.init(seed)
+        batch = step.place(random_rows(step, job, seed=seed))
+        jax.block_until_ready((state, batch))
+        sampler.mark("compile")
+        compiled = step.compile.lower(state, batch).compile()
+        write_program(compiled, folder)
+        runner = _Runner(compiled, state, batch)
+        warm = []
+        for number in range(warmup):
+            sampler.mark(f"step {number + 1}")
+            warm.append(runner.run())
+    # no samples from here: what the profiler keeps of the events is memory of the process too
+    with traced(folder):
+        busy_s = time.process_time()
+        profiled = [runner.run(number) for number in range(steps)]
+        busy_s = time.process_time() - busy_s
+    return Recording(
+        trace=newest_trace(folder),
+        hlo=folder / HLO_FILE,
+        step_s=tuple(warm[len(warm) // 2 :]) if warmup > 1 else (),
+        profiled_s=tuple(profiled),
+        memory=memory_profile(step, job, compiled, sampler),
+        cores=busy_s / sum(profiled),
+    )
+
+
+def random_rows(step: TrainStep, job: Job, *, seed: int) -> dict[str, np.ndarray]:
+    """A batch of random tokens, each the label of the one before it."""
+    shape = (job.batch_seqs, job.seq_len + 1)
+    rows = np.random.default_rng(seed).integers(0, step.model.vocab_size, shape, dtype=np.int32)
+    return {"tokens": rows[:, :-1], "labels": rows[:, 1:]}
+
+
+def write_program(compiled: Any, folder: Path) -> None:
+    """The text of a compiled program, beside its trace."""
+    (folder / HLO_FILE).write_text(compiled.as_text() or "", encoding="utf-8")
+
+
+class _Runner:
+    """A compiled step and the state that goes through it."""
+
+    def __init__(self, compiled: Any, state: State, batch: Any) -> None:
+        self.compiled, self.state, self.batch = compiled, state, batch
+
+    def run(self, number: int | None = None) -> float:
+        """Seconds of one step until its results are there; with a number, marked as a step in the trace."""
+        mark = contextlib.nullcontext() if number is None else jax.profiler.TraceAnnotation(STEP, step=number)
+        with mark:
+            start = time.perf_counter()
+            self.state, metrics = self.compiled(self.state, self.batch)
+            jax.block_until_ready((self.state, metrics))
+            return time.perf_counter() - start
+
+
+def start_trace(folder: Path) -> None:
+    """Start the profiler without its Python tracer, which would slow the host down."""
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0
+    jax.profiler.start_trace(folder, profiler_options=options)
+
+
+@contextlib.contextmanager
+def traced(folder: Path) -> Iterator[None]:
+    """Everything inside is traced into the folder."""
+    start_trace(folder)
+    try:
+        yield
+    finally:
+        jax.profiler.stop_trace()
+
+
+class TracedSteps:
+    """The steps ``first`` to ``first + steps - 1`` of a training run under the profiler, told after each step.
+
+    A step lies between the marks at the end of the one before it and its own, so that what the host does in between is
+    part of it.
+    """
+
+    def __init__(self, folder: Path, *, steps: int, warmup: int) -> None:
+        self.folder, self.steps, self.warmup = folder, steps, warmup
+        self.sampler = Sampler()
+        self.warm_s: list[float] = []
+        self.profiled_s: list[float] = []
+        self.done = 0
+        self.cores: float | None = None
+        self._tracing = False
+        self._began = (0.0, 0.0)
+
+    def __enter__(self) -> "TracedSteps":
+        self.sampler.__enter__()
+        self.sampler.mark("start")
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.close()
+
+    def step_done(self, step_s: float) -> None:
+        """One more step has ended."""
+        self.done += 1
+        if self._tracing:
+            _mark_end(self.done)
+            self.profiled_s.append(step_s)
+        elif self.done <= self.warmup:
+            self.sampler.mark(f"after step {self.done}")
+            self.warm_s.append(step_s)
+        if self.done == self.warmup:
+            self.sampler.close()
+            start_trace(self.folder)
+            self._tracing = True
+            self._began = (time.process_time(), time.perf_counter())
+            _mark_end(self.done)
+        elif self._tracing and len(self.profiled_s) == self.steps:
+            self.close()
+
+    def close(self) -> None:
+        """Stop tracing and sampling; what was traced until then is kept."""
+        if self._tracing:
+            self._tracing = False
+            busy_s, wall_s = time.process_time() - self._began[0], time.perf_counter() - self._began[1]
+            self.cores = busy_s / wall_s
+            jax.profiler.stop_trace()
+        self.sampler.close()
+
+    def recording(self, step: TrainStep, job: Job) -> Recording:
+        """What was recorded, with the step compiled once more for its text: from the cache of compiled programs."""
+        if not self.profiled_s:
+            raise InputError(f"the run ended after {self.done} steps, before one was profiled. Give it more --steps.")
+        compiled = step.lower(job.batch_seqs, job.seq_len).compile()
+        write_program(compiled, self.folder)
+        return Recording(
+            trace=newest_trace(self.folder),
+            hlo=self.folder / HLO_FILE,
+            step_s=tuple(self.warm_s[len(self.warm_s) // 2 :]),
+            profiled_s=tuple(self.profiled_s),
+            memory=memory_profile(step, job, compiled, self.sampler),
+            cores=self.cores,
+        )
+
+
+def _mark_end(number: int) -> None:
+    with jax.profiler.TraceAnnotation(STEP_END, step=number):
+        pass
+
+
+# -- memory -----------------------------------------------------------------------------------------------
+
+
+def memory_profile(step: TrainStep, job: Job, compiled: Any, sampler: Sampler) -> MemoryProfile:
+    """The samples, and who owns the peak of one device."""
+    owners, live = owners_of(step, job, parse_program(compiled.as_text() or ""))
+    analysis = compiled.memory_analysis()
+    return MemoryProfile(
+        counted=sampler.counted,
+        samples=tuple(sampler.samples),
+        marks=tuple(sampler.marks),
+        owners=owners,
+        arguments_bytes=float(analysis.argument_size_in_bytes) if analysis is not None else None,
+        temporaries_bytes=float(analysis.temp_size_in_bytes) if analysis is not None else None,
+        live_bytes=live,
+    )
+
+
+def owners_of(step: TrainStep, job: Job, program: Program) -> tuple[tuple[Owner, ...], float]:
+    """The largest owners of a device's bytes, and the bytes of temporaries that live at once."""
+    shapes, places = step.param_shapes, step.state_shardings
+    optimizer = jax.eval_shape(step.optimizer.init, shapes)
+    batch = step.batch_shapes(job.batch_seqs, job.seq_len)
+    temporary, live = temporary_owners(program)
+    every = [
+        *state_owners(shapes, places.params, "weights"),
+        *state_owners(optimizer, places.opt_state, "optimizer"),
+        *state_owners(batch, step.batch_shardings, "batch"),
+        *temporary,
+    ]
+    return tuple(sorted(every, key=lambda owner: -owner.num_bytes)[:MAX_OWNERS]), live

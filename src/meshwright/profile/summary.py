@@ -1,0 +1,215 @@
+"""A profile: everything that a trace says of a plan's step, each figure beside its prediction."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from meshwright.cost.train_step import PricedStrategy, price_strategy
+from meshwright.cost.work.ops import model_flops
+from meshwright.profile.advice import Advice, Case, advise
+from meshwright.profile.classes import Facts
+from meshwright.profile.compare import Comparison, ProductRow, compare, predicted_steps
+from meshwright.profile.events import Platform, Trace, load_trace
+from meshwright.profile.hlo import load_program
+from meshwright.profile.memory import MemoryProfile, temporary_owners
+from meshwright.profile.run import Recording
+from meshwright.profile.times import Times, measure_times
+from meshwright.spec.calibration import reference_peak
+from meshwright.spec.plan_file import Plan
+
+SAME_FLOPS = 0.02
+"""How far the FLOPs of program and derived steps may differ before the reader is told."""
+
+SLOW = "The steps under the profiler took "
+SLOWER = 1.2
+"""How much longer steps under the profiler may take before the reader is told."""
+BUSY = "The process kept "
+ENOUGH_CORES = 0.75
+"""Share of the cores below which a reader is told that the seconds are not those of a quiet machine."""
+
+
+class Profile(msgspec.Struct, frozen=True, kw_only=True):
+    """What there is to show. ``step_s`` is the step without the profiler where it was timed, else the profiled one.
+
+    ``flops`` are those of the products in the compiled program on one device, ``predicted_flops`` those of the derived
+    steps; ``notes`` are what the reader has to know of the figures.
+    """
+
+    plan: Plan
+    platform: Platform
+    step_s: float
+    profiled_s: float
+    predicted_step_s: float
+    mfu: float
+    hfu: float
+    predicted_mfu: float
+    predicted_hfu: float
+    flops: float
+    predicted_flops: float
+    times: Times
+    comparison: Comparison
+    advice: tuple[Advice, ...]
+    memory: MemoryProfile
+    predicted_memory: dict[str, float]
+    notes: tuple[str, ...]
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """The notes on whether these steps are like others: how much slower, and how much of the machine they had."""
+        return tuple(note for note in self.notes if note.startswith((SLOW, BUSY)))
+
+    @property
+    def missed(self) -> tuple[ProductRow, ...]:
+        """Products of float32 operands that the matrix units of the chip do not take at their full rate."""
+        return tuple(row for row in self.comparison.float32 if misses_units(row, self.platform))
+
+
+class Analysed(msgspec.Struct, frozen=True, kw_only=True):
+    """A profile with what it was made from, for the timeline."""
+
+    profile: Profile
+    trace: Trace
+    facts: Facts
+    priced: PricedStrategy
+
+
+def misses_units(row: ProductRow, platform: Platform) -> bool:
+    """Whether a float32 product runs below the rate of the matrix units.
+
+    A TPU rounds operands to bfloat16 unless more precision is asked for, and then multiplies three or six times; a GPU
+    takes TF32 by default, at half of the rate of bfloat16; a CPU has no such units.
+    """
+    return platform == "gpu" or (platform == "tpu" and row.precision in ("high", "highest"))
+
+
+def analyse(plan: Plan, trace: Path, hlo: Path, recording: Recording | None = None) -> Analysed:
+    """A profile from a trace and the text of the program that was traced; memory and warm steps from a recording.
+
+    Raises InputError for files that cannot be read, or are of different programs.
+    """
+    program = load_program(hlo)
+    events = load_trace(trace, program)
+    model, job, strategy, rates = plan.model, plan.job, plan.strategy, plan.calibration
+    priced = price_strategy(model, plan.cluster, job, strategy, calibration=rates)
+    chip = priced.rates.chip
+    facts = Facts(program, ridge=float(chip.matmul_flops_per_s) / float(chip.hbm_bytes_per_s))
+    times = measure_times(events, facts)
+    comparison = compare(events, facts, times, priced)
+    profiled_s = times.mean.total_s
+    step_s = (recording.typical_s if recording else None) or profiled_s
+    peak = reference_peak(plan.cluster.chip, rates, strategy.matmul_dtype) * plan.cluster.num_chips
+    mfu = model_flops(model, job) / (step_s * peak)
+    estimate = priced.estimate
+    flops = sum(row.flops for row in comparison.classes)
+    derived_flops = float(estimate.flops) / plan.cluster.num_chips
+    case = Case(
+        comparison=comparison,
+        times=times,
+        job=job,
+        strategy=strategy,
+        rates=priced.rates,
+        expected=predicted_steps(priced),
+        calibration=rates,
+    )
+    profile = Profile(
+        plan=plan,
+        platform=events.platform,
+        step_s=step_s,
+        profiled_s=profiled_s,
+        predicted_step_s=float(estimate.step_s),
+        mfu=mfu,
+        hfu=mfu * float(estimate.hfu) / float(estimate.mfu),
+        predicted_mfu=float(estimate.mfu),
+        predicted_hfu=float(estimate.hfu),
+        flops=flops,
+        predicted_flops=derived_flops,
+        times=times,
+        comparison=comparison,
+        advice=advise(case),
+        memory=recording.memory if recording else _memory_of(program),
+        predicted_memory={name: float(b) for name, b in estimate.memory.items() if b},
+        notes=(
+            *_trace_notes(events, times, num_devices=plan.cluster.num_chips),
+            *_program_notes(flops, derived_flops),
+            *_slower_notes(profiled_s, step_s),
+            *_machine_notes(events, recording),
+        ),
+    )
+    return Analysed(profile=profile, trace=events, facts=facts, priced=priced)
+
+
+def _memory_of(program: Any) -> MemoryProfile:
+    owners, live = temporary_owners(program)
+    return MemoryProfile(counted="device", owners=tuple(owners[:12]), live_bytes=live)
+
+
+def _slower_notes(profiled_s: float, step_s: float) -> tuple[str, ...]:
+    """That the steps under the profiler are not like those before them."""
+    if profiled_s <= SLOWER * step_s:
+        return ()
+    return (
+        f"{SLOW}{profiled_s / step_s:.1f} times as long as those before them, and so do "
+        "their parts: the profiler or other work slowed them down.",
+    )
+
+
+def _machine_notes(trace: Trace, recording: Recording | None) -> tuple[str, ...]:
+    """Whether emulated devices had the machine for themselves."""
+    cores = os.cpu_count() or 1
+    if trace.platform != "cpu" or recording is None or recording.cores is None:
+        return ()
+    had = f"{BUSY}{recording.cores:.1f} of {cores} cores busy in these steps"
+    if recording.cores >= ENOUGH_CORES * cores:
+        return (f"{had}.",)
+    return (f"{had}: other programs ran, or threads waited; compare seconds on a quiet machine.",)
+
+
+def _program_notes(flops: float, derived: float) -> tuple[str, ...]:
+    """How the program that runs differs from the derived steps."""
+    found: tuple[str, ...] = (
+        "A fusion's time stands with the derived step of its last operation; what the compiler adds (slices of stacked "
+        "weights, copies between loops) is outside the steps.",
+    )
+    if flops and abs(flops / derived - 1) > SAME_FLOPS:
+        found += (
+            f"The products of the program take {flops / derived:.2f} times the FLOPs of the derived steps, so that "
+            "seconds per FLOP differ by as much: libraries whose FLOPs the program does not say count nothing, while "
+            "padding, passes of a pipeline over nothing and products of experts with empty slots count.",
+        )
+    return found
+
+
+def _trace_notes(trace: Trace, times: Times, *, num_devices: int) -> tuple[str, ...]:
+    """What the reader has to know of the trace before the figures."""
+    found = []
+    if trace.platform == "cpu":
+        found.append(
+            "The devices are emulated and share the cores of one machine, so that a device computes while others "
+            "wait and a stopped thread looks busy. Seconds of single steps are therefore the machine's: the wall time "
+            "shared out over what works at each instant on any of them; kinds of work sum to the step. They can be "
+            "compared with rates that were measured with all devices busy. What a collective moves and what it waits "
+            "cannot be told apart well, nor how compute and communication would overlap on devices of their own."
+        )
+    if len(times.devices) < num_devices:
+        found.append(f"The trace has {len(times.devices)} of {num_devices} devices: those of one process.")
+    if trace.by_thread:
+        found.append("The events name no device: each thread of the host counts as one.")
+    words = {
+        "marks": "A step lies between the ends of two, so that what the host does between steps is in it.",
+        "runs": "The trace has no marks of steps: a step is one run of the program, from its first to its last event.",
+        "none": "The trace has no marks of steps: all of it counts as one.",
+    }
+    if trace.found_steps in words:
+        found.append(words[trace.found_steps])
+    named = sum(event.seconds for event in trace.events)
+    if trace.unnamed_s > 0.01 * named:
+        found.append(
+            f"{trace.unnamed_s / (trace.unnamed_s + named):.0%} of the seconds on the devices are of kernels that name "
+            "no instruction; they look idle here. CUDA graphs do that: XLA_FLAGS=--xla_gpu_enable_command_buffer= "
+            "turns them off."
+        )
+    if times.num_steps > 1:
+        found.append(f"Figures are means over {times.num_steps} steps and {len(times.devices)} devices.")
+    return tuple(found)

@@ -1,0 +1,1 @@
+"""Pictures of arrays: who holds which block, how it is tiled."""

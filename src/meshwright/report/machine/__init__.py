@@ -1,0 +1,1 @@
+"""Pictures and reports of what was measured on a machine."""

@@ -1,0 +1,175 @@
+"""Text tokenised once into a folder that is whole or absent, however many processes ask for it."""
+
+import fcntl
+import hashlib
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO, NamedTuple
+
+import msgspec
+import tokenizers
+from tokenizers import Tokenizer
+
+from meshwright.core.errors import CannotRunError, InputError
+from meshwright.core.files import write_text_whole
+from meshwright.train.data.text import Corpus
+from meshwright.train.data.token_store import START_BYTES, TokenStore
+from meshwright.train.data.tokenizer import (
+    END_ID,
+    SMALLEST_VOCAB,
+    TextTokenizer,
+    load_tokenizer,
+    num_ids,
+    save_tokenizer,
+    train_tokenizer,
+)
+from meshwright.train.data.write import Written, tokenise
+
+FORMAT = 1
+"""Part of every key: a store of another form is made anew."""
+TOKENIZER, META = "tokenizer.json", "store.json"
+TRAINED_CHARS = 2**26
+"""A tokenizer is trained on about so many characters: more change its tokens little and cost memory."""
+
+
+class Tokenised(NamedTuple):
+    """A text as tokens, the tokenizer that made them, and the token that ends each document."""
+
+    store: TokenStore
+    tokenizer: Tokenizer
+    end_id: int
+
+
+class Meta(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``store.json``: how the files of a store are read, and how long they must be."""
+
+    dtype: str
+    end_id: int
+    written: Written
+
+
+def open_store(corpus: Corpus, given: TextTokenizer | None, *, vocab_size: int, folder: Path) -> Tokenised:
+    """The documents as tokens with an end after each, tokenised by ``given`` or by a BPE trained on them.
+
+    Made once and kept in a folder named by a hash of the texts (of large ones as `FileCorpus.identity` says) and
+    the tokenizer. One process makes it while others wait; one that is stopped leaves what it has done, and the
+    next goes on from there. Nothing but a finished store ever has that name.
+    """
+    # Before any reading: the same refusal as the trainer's, but at once.
+    if given is None and vocab_size < SMALLEST_VOCAB:
+        train_tokenizer((), vocab_size=vocab_size)
+    path = folder / _key(corpus, given, vocab_size)
+    if not path.is_dir():
+        folder.mkdir(parents=True, exist_ok=True)
+        with _alone(path) as part:
+            # Another process may have made it while this one waited.
+            if not path.is_dir():
+                try:
+                    _build(corpus, given, vocab_size, part)
+                except (InputError, CannotRunError):
+                    # Nothing to go on from: text that is mended has another name.
+                    shutil.rmtree(part, ignore_errors=True)
+                    raise
+                _put(part, path)
+    return _open(path)
+
+
+def _key(corpus: Corpus, given: TextTokenizer | None, vocab_size: int) -> str:
+    if given is None:
+        encoder = f"bpe {tokenizers.__version__} {vocab_size} {TRAINED_CHARS}"
+    else:
+        encoder = f"{hashlib.sha256(given.tokenizer.to_str().encode()).hexdigest()} {given.end_id}"
+    return hashlib.sha256(f"{FORMAT} {encoder} {corpus.identity()}".encode()).hexdigest()[:24]
+
+
+def _build(corpus: Corpus, given: TextTokenizer | None, vocab_size: int, part: Path) -> None:
+    """A whole store in the folder ``part``, going on from what an earlier try left there."""
+    part.mkdir(exist_ok=True)
+    file = part / TOKENIZER
+    if given is None and not file.is_file():
+        save_tokenizer(train_tokenizer(corpus.sample(TRAINED_CHARS), vocab_size=vocab_size), file)
+    elif given is not None:
+        save_tokenizer(given.tokenizer, file)
+    encoder = given or TextTokenizer(load_tokenizer(file), END_ID)
+    # Up to 65536 tokens fit two bytes, which halves the file.
+    dtype = "uint16" if num_ids(encoder.tokenizer) <= 2**16 else "uint32"
+    written = tokenise(corpus, encoder, dtype=dtype, folder=part)
+    meta = Meta(dtype=dtype, end_id=encoder.end_id, written=written)
+    write_text_whole(part / META, msgspec.json.format(msgspec.json.encode(meta)).decode() + "\n")
+
+
+def _put(part: Path, path: Path) -> None:
+    """Give a finished store its name; where another process was first, its store stays."""
+    try:
+        os.rename(part, path)
+    except OSError:
+        if not path.is_dir():
+            raise
+        shutil.rmtree(part, ignore_errors=True)
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[Path]:
+    """Wait until no other process makes this store; comes with the folder to make it in.
+
+    The lock goes with its process, however that ends. Where the file system has no locks, processes work side by
+    side, each in a folder of its own.
+    """
+    lock = path.with_name(f".{path.name}.lock")
+    try:
+        handle = _locked(lock, path)
+    except OSError:
+        lock.unlink(missing_ok=True)
+        yield Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}."))
+        return
+    with handle:
+        try:
+            yield path.with_name(f".{path.name}.part")
+        finally:
+            lock.unlink(missing_ok=True)
+
+
+def _locked(lock: Path, path: Path) -> IO[str]:
+    """The lock's file, locked by this process, once no other holds it."""
+    while True:
+        handle = lock.open("w")
+        try:
+            _wait(handle, path)
+        except BaseException:
+            handle.close()
+            raise
+        # Whoever had it before has removed the file: what counts is the lock of the one that others will find.
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(handle.fileno()), lock.stat()):
+                return handle
+        handle.close()
+
+
+def _wait(handle: IO[str], path: Path) -> None:
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        if sys.stderr.isatty():
+            print(f"waiting for another process that tokenises the same text into {path}", file=sys.stderr)
+        fcntl.flock(handle, fcntl.LOCK_EX)
+
+
+def _open(path: Path) -> Tokenised:
+    try:
+        meta = msgspec.json.decode((path / META).read_bytes(), type=Meta)
+    except (OSError, msgspec.DecodeError):
+        raise InputError(f"{path} is not a store of tokens. Remove it, and it is made again.") from None
+    (tokens, size), (starts, index_size) = meta.written.files(path, meta.dtype)
+    # The index has the number of tokens as one more entry.
+    if not _has_size(tokens, size) or not _has_size(starts, index_size + START_BYTES):
+        raise InputError(f"{path} is damaged: its files have other than {meta.written.tokens} tokens. Remove it.")
+    return Tokenised(TokenStore.open(path, dtype=meta.dtype), load_tokenizer(path / TOKENIZER), meta.end_id)
+
+
+def _has_size(path: Path, size: int) -> bool:
+    return path.is_file() and path.stat().st_size == size

@@ -1,0 +1,1 @@
+"""Optimizers, their schedules and their state."""

@@ -1,0 +1,231 @@
+"""Optimizers of sharded weights: moments, float32 copies, rounding and running mean in one update.
+
+How to use it::
+
+    optimizer = make_optimizer(model, settings, strategy.state, places=lambda: Places(mesh, shard_specs))
+    optimizer = from_optax(optax.adamw(3e-4), state=strategy.state)  # or any of optax's
+    state = optimizer.init(params)                                   # OptState
+    params, state = optimizer.update(grads, state, params)           # new weights, not their changes
+    specs = optimizer.specs(param_shapes, param_specs)               # OptState of PartitionSpecs
+    weights = averaged(state, params)                                # what evaluation reads
+
+``params`` is the flat dict of `nn.weights.Params`. Both functions work on global arrays under `jit`: every number is
+the same on every mesh. The update of AdamW and Lion is elementwise and so needs no communication where gradients,
+weights and state are split alike; Adafactor needs small sums, Muon whole matrices.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import PartitionSpec
+from jax.tree_util import DictKey, KeyPath
+from optax import GradientTransformation
+
+from meshwright.core.errors import InputError, nearest
+from meshwright.nn.weights import Params
+from meshwright.spec.model import Model
+from meshwright.spec.strategy import STATE_BYTES
+from meshwright.train.optimizers.adafactor import scale_by_adafactor
+from meshwright.train.optimizers.average import start_average, update_average
+from meshwright.train.optimizers.matrices import MatrixAxes, model_axes
+from meshwright.train.optimizers.muon import Places, scale_by_muon
+from meshwright.train.optimizers.rounding import round_to, round_tree
+from meshwright.train.optimizers.schedules import learning_rate
+from meshwright.train.settings import Rounding, TrainSettings
+
+
+class OptState(NamedTuple):
+    """What an optimizer keeps: the number of updates done, optax's state, float32 weights where those of the model
+    have two bytes and the training state keeps them (else no entries), and the running mean (no entries without)."""
+
+    count: Any
+    inner: Any
+    master: Params
+    average: Params
+
+
+class Optimizer(NamedTuple):
+    """``init(params) -> OptState`` and ``update(grads, state, params) -> (new params, new OptState)``."""
+
+    init: Callable[[Params], OptState]
+    update: Callable[[Params, OptState, Params], tuple[Params, OptState]]
+
+    def specs(self, param_shapes: Params, param_specs: Mapping[str, PartitionSpec]) -> OptState:
+        """The sharding of each array of the state, as `TrainStep` asks for it; see `state_specs`."""
+        return state_specs(self, param_shapes, param_specs)
+
+
+def make_optimizer(
+    model: Model,
+    settings: TrainSettings,
+    strategy_state: str = "fp32",
+    *,
+    places: Callable[[], Places] | None = None,
+) -> Optimizer:
+    """The optimizer that the settings name, for a training state of `spec.strategy.STATE_BYTES`.
+
+    ``places`` says the mesh and the shards of gradients and moments, with which Muon moves much less (`muon.dealt`).
+    It is asked when the update is traced, for the step that knows them is made with its optimizer.
+    """
+    return from_optax(
+        transformation(model, settings, places),
+        state=strategy_state,
+        rounding=settings.rounding,
+        seed=settings.seed,
+        average=settings.average,
+    )
+
+
+def from_optax(
+    inner: GradientTransformation,
+    *,
+    state: str = "fp32",
+    rounding: Rounding = "nearest",
+    seed: int = 0,
+    average: float = 0.0,
+) -> Optimizer:
+    """Any optax optimizer as an `Optimizer`. It computes in float32 whatever the dtype of the weights.
+
+    Moments stay float32, but have two bytes in the state "pure-16bit". The states of name "bf16-master..." keep
+    float32 weights, of which the model's are the nearest two-byte values; otherwise two-byte weights and moments are
+    rounded as ``rounding`` says, the random bits made from ``seed``, the update and the array.
+    """
+    if state not in STATE_BYTES:
+        raise InputError(f"state {state!r} is not known.{nearest(state, STATE_BYTES)}")
+    keeps_master = state.startswith("bf16-master")
+
+    def init(params: Params) -> OptState:
+        moments = inner.init(_float32(params))
+        if state == "pure-16bit":
+            moments = _narrow_moments(moments, params)
+        copies = start_average(params) if keeps_master else {}
+        return OptState(jnp.zeros((), jnp.int32), moments, copies, start_average(params) if average else {})
+
+    def update(grads: Params, old: OptState, params: Params) -> tuple[Params, OptState]:
+        wide = old.master or _float32(params)
+        changes, moments = inner.update(_float32(grads), _float32(old.inner), wide)
+        moved: Params = jax.tree.map(jnp.add, wide, changes)
+        of_weights, of_moments = _keys(rounding, seed, old.count)
+        new = round_tree(moved, params, key=None if keeps_master else of_weights)
+        count = old.count + 1
+        mean = (
+            update_average(old.average, moved if keeps_master else new, decay=average, count=count) if average else {}
+        )
+        moments = round_tree(moments, old.inner, key=of_moments)
+        return new, OptState(count, moments, moved if keeps_master else {}, mean)
+
+    return Optimizer(init, update)
+
+
+def averaged(state: OptState, params: Params) -> Params:
+    """The running mean in the dtypes of the weights, or the weights themselves where none is kept."""
+    if not state.average:
+        return params
+    return {name: round_to(state.average[name], array.dtype) for name, array in params.items()}
+
+
+def _float32(tree: Any) -> Any:
+    """Arrays of floating point as float32; counters stay."""
+    return jax.tree.map(lambda a: a.astype(jnp.float32) if jnp.issubdtype(a.dtype, jnp.floating) else a, tree)
+
+
+def _keys(rounding: Rounding, seed: int, count: jax.Array) -> tuple[jax.Array | None, jax.Array | None]:
+    """Random keys of one update for weights and for moments; none when rounding to nearest."""
+    if rounding == "nearest":
+        return None, None
+    weights, moments = jax.random.split(jax.random.fold_in(jax.random.key(seed), count))
+    return weights, moments
+
+
+# -- what the settings name ------------------------------------------------------------------------
+
+
+def transformation(
+    model: Model, settings: TrainSettings, places: Callable[[], Places] | None = None
+) -> GradientTransformation:
+    """AdamW, Lion, Adafactor or Muon as optax writes them: scaled, decayed (matrices only), times the rate.
+
+    Muon takes the matrices of the layers; embeddings, the unembedding and vectors go to AdamW, at the same rate.
+    Sources: Loshchilov and Hutter, 2019; Chen et al., 2023; Shazeer and Stern, 2018; Jordan, 2024.
+    """
+    axes = model_axes(model)
+    if settings.optimizer == "adafactor":
+        return _chain(scale_by_adafactor(axes), settings, axes)
+    if settings.optimizer == "lion":
+        return _chain(optax.scale_by_lion(settings.beta1, settings.beta2), settings, axes)
+    adamw = _chain(optax.scale_by_adam(settings.beta1, settings.beta2, eps=settings.epsilon), settings, axes)
+    if settings.optimizer == "adamw":
+        return adamw
+    inside = {name for name, axes_here in axes.items() if axes_here.is_matrix and axes_here.batch}
+    muon = _chain(scale_by_muon(axes, momentum=settings.momentum, places=places), settings, axes)
+    return _by_name(lambda name: "muon" if name in inside else "adamw", {"muon": muon, "adamw": adamw})
+
+
+def _chain(
+    scaled: GradientTransformation, settings: TrainSettings, axes: Mapping[str, MatrixAxes]
+) -> GradientTransformation:
+    """Scaled gradients, plus the decay of matrices, times minus the rate."""
+    return optax.chain(
+        scaled,
+        optax.add_decayed_weights(settings.weight_decay, lambda params: {n: axes[n].is_matrix for n in params}),
+        optax.scale_by_learning_rate(learning_rate(settings)),
+    )
+
+
+def _by_name(choose: Callable[[str], str], parts: Mapping[str, GradientTransformation]) -> GradientTransformation:
+    """Several transformations, each of the arrays that ``choose`` gives it."""
+
+    def split(tree: Params) -> dict[str, Params]:
+        return {part: {n: a for n, a in tree.items() if choose(n) == part} for part in parts}
+
+    def init(params: Any) -> Any:
+        return {part: parts[part].init(mine) for part, mine in split(params).items()}
+
+    def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        given = split(params)
+        found = {part: parts[part].update(mine, state[part], given[part]) for part, mine in split(grads).items()}
+        changes = {name: change for mine, _ in found.values() for name, change in mine.items()}
+        return {name: changes[name] for name in grads}, {part: new for part, (_, new) in found.items()}
+
+    return GradientTransformation(init, update)
+
+
+# -- where the state lies --------------------------------------------------------------------------
+
+
+def state_specs(optimizer: Optimizer, param_shapes: Params, param_specs: Mapping[str, PartitionSpec]) -> Any:
+    """The sharding of each array of the optimizer's state, given those of the weights' shards.
+
+    An array kept for a weight (found by its name) is split as that weight in every dim that it has whole; dims of
+    size 1, over which a mean was taken, and counters lie on every device.
+    """
+    shapes = jax.eval_shape(optimizer.init, param_shapes)
+
+    def spec(path: KeyPath, leaf: Any) -> PartitionSpec:
+        name = weight_of(path, param_specs)
+        if name is None or len(leaf.shape) != len(param_shapes[name].shape):
+            return PartitionSpec()
+        parts = [*param_specs[name], *[None] * len(leaf.shape)]
+        sizes = zip(leaf.shape, param_shapes[name].shape, parts, strict=False)
+        return PartitionSpec(*(part if mine == whole else None for mine, whole, part in sizes))
+
+    return jax.tree_util.tree_map_with_path(spec, shapes)
+
+
+def weight_of(path: KeyPath, names: Mapping[str, Any]) -> str | None:
+    """The weight to which an array of a state belongs: the last key of a dict on its path that names one."""
+    keys = [key.key for key in path if isinstance(key, DictKey) and key.key in names]
+    return keys[-1] if keys else None
+
+
+def _narrow_moments(moments: Any, params: Params) -> Any:
+    """Arrays kept for a weight as bfloat16; counters and constants as they are."""
+
+    def narrow(path: KeyPath, leaf: jax.Array) -> jax.Array:
+        kept = weight_of(path, params) is not None and leaf.dtype == jnp.float32
+        return leaf.astype(jnp.bfloat16) if kept else leaf
+
+    return jax.tree_util.tree_map_with_path(narrow, moments)

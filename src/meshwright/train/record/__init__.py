@@ -1,0 +1,1 @@
+"""What a run leaves: metrics, goodput, results, its folder."""

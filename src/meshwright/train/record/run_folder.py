@@ -1,0 +1,208 @@
+"""The folder a run leaves behind. A new run never writes over another; a resumed one goes on in its own."""
+
+import fcntl
+import os
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import msgspec
+
+from meshwright.core.errors import CannotRunError, InputError
+from meshwright.core.files import write_text_whole
+from meshwright.core.toml_file import dump_toml
+from meshwright.spec.model import Model
+from meshwright.train.record.metrics import EvaluationRecord, StepRecord
+
+METRICS, EVALUATIONS, SUMMARY = "metrics.jsonl", "evaluations.jsonl", "summary.json"
+RESOLVED, PLAN = "resolved.toml", "plan.toml"
+
+
+def create_run_folder(root: Path, name: str) -> Path:
+    """``root/name-001``, or the next free number, made here and empty.
+
+    Raises CannotRunError when the folder cannot be made.
+    """
+    stem = _stem(name)
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        number = 1 + max((_number(path.name, stem) for path in root.iterdir()), default=0)
+        while True:
+            folder = root / f"{stem}-{number:03d}"
+            try:
+                folder.mkdir()
+            except FileExistsError:  # another run took the number meanwhile
+                number += 1
+            else:
+                return folder
+    except OSError as error:
+        raise CannotRunError(f"no run folder can be made in {root}: {error.strerror}. Give another folder.") from None
+
+
+@contextmanager
+def held_alone(run: Path) -> Iterator[None]:
+    """A run's folder for this process alone: two that go on with one run would write over each other.
+
+    The lock goes with its process, however that ends; where the file system has none, nothing is held. Raises
+    CannotRunError when another process holds the folder.
+    """
+    handle = os.open(run, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(handle)
+        raise CannotRunError(
+            f"{run} is in use: another process trains in it. Wait for its end, or leave --resume out for a new run."
+        ) from None
+    except OSError:
+        pass
+    try:
+        yield
+    finally:
+        os.close(handle)
+
+
+def newest_run(root: Path, name: str) -> Path:
+    """The run of this name with the highest number. Raises InputError when there is none.
+
+    One that ended before it wrote its settings has nothing to go on from, and does not count.
+    """
+    stem = _stem(name)
+    folders = [path for path in root.iterdir() if (path / RESOLVED).is_file()] if root.is_dir() else []
+    runs = {number: path for path in folders if (number := _number(path.name, stem))}
+    if not runs:
+        raise InputError(f"there is no run of {stem} in {root} to resume. Leave --resume out, or give its folder.")
+    return runs[max(runs)]
+
+
+def _stem(name: str) -> str:
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.") or "run"
+
+
+def _number(name: str, stem: str) -> int:
+    match = re.fullmatch(re.escape(stem) + r"-(\d+)", name)
+    return int(match[1]) if match else 0
+
+
+def read_resolved(run: Path) -> dict[str, Any]:
+    """The tables model, strategy, job and train that a run was last started with.
+
+    Raises InputError when the folder is not that of a run.
+    """
+    try:
+        return tomllib.loads((run / RESOLVED).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError):
+        raise InputError(f"{run} is not the folder of a run: it has no readable {RESOLVED}.") from None
+
+
+def require_same_model(run: Path, model: Model) -> None:
+    """Raise InputError that names the first field in which the run's model is another."""
+    ours = tomllib.loads(dump_toml({"model": model}))["model"]
+    theirs = read_resolved(run).get("model", {})
+    for field in sorted(ours.keys() | theirs.keys()):
+        if ours.get(field) != theirs.get(field):
+            raise InputError(
+                f"{run} trains a model with {field}={theirs.get(field)} and this one has {field}={ours.get(field)}. "
+                f"Give the plan of that run, or leave --resume out for a new run."
+            )
+
+
+def read_summary(run: Path) -> dict[str, Any]:
+    """The summary of a run that came to an end; empty for one that did not."""
+    try:
+        return msgspec.json.decode((run / SUMMARY).read_bytes(), type=dict[str, Any])
+    except (OSError, msgspec.DecodeError):
+        return {}
+
+
+def finished_steps(run: Path) -> int | None:
+    """The steps of a run that did all of them; None for one that stopped before, or broke off."""
+    summary = read_summary(run)
+    return summary["steps"] if summary and not summary["stopped"] and not summary["diverged"] else None
+
+
+class Kept(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a resumed run has of its earlier steps: the losses it keeps, and the steps it has to do again."""
+
+    losses: list[float] = []
+    lost_steps: int = 0
+    lost_s: float = 0.0
+
+
+class RunFolder:
+    """Files of one run: texts at its start, a line of metrics each step, a summary at its end.
+
+    ``step`` is where a resumed run goes on; lines of later steps, which it does again, are taken out, and so is what
+    an earlier start wrote at its end: its weights would be older than the newest checkpoint. With
+    ``writes`` False nothing is touched: of many processes one writes.
+    """
+
+    def __init__(self, path: Path, texts: Mapping[str, str], *, step: int | None = None, writes: bool = True) -> None:
+        self.path, self.writes, self.kept = path, writes, Kept()
+        if not writes:
+            return
+        for name, text in texts.items():
+            write_text_whole(path / name, text)
+        if step is not None:
+            self.kept = _kept(_cut(path / METRICS, step), step)
+            _cut(path / EVALUATIONS, step)
+            _without_end(path)
+        # Unbuffered: a run that dies leaves every finished step behind.
+        self._metrics = (path / METRICS).open("xb" if step is None else "ab", buffering=0)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
+        if self.writes:
+            self._metrics.close()
+
+    def record(self, record: StepRecord) -> None:
+        """One line of metrics; a loss that is not finite becomes null, since JSON has no NaN."""
+        if self.writes:
+            self._metrics.write(msgspec.json.encode(record) + b"\n")
+
+    def evaluated(self, record: EvaluationRecord) -> None:
+        """One line of evaluations, in place of an earlier start's of the same step."""
+        if self.writes:
+            _cut(self.path / EVALUATIONS, record.step - 1)
+            with (self.path / EVALUATIONS).open("ab", buffering=0) as file:
+                file.write(msgspec.json.encode(record) + b"\n")
+
+    def summarise(self, summary: Any) -> None:
+        """``summary.json``, whole or absent."""
+        if self.writes:
+            text = msgspec.json.format(msgspec.json.encode(summary)).decode()
+            write_text_whole(self.path / SUMMARY, text + "\n")
+
+
+def _without_end(run: Path) -> None:
+    # The summary first: without it no one takes the run for one that has ended.
+    for pattern in (SUMMARY, "config.json", "*.safetensors", "*.safetensors.index.json"):
+        for file in run.glob(pattern):
+            file.unlink()
+
+
+def _cut(path: Path, step: int) -> list[dict[str, Any]]:
+    """The lines of a file of records; the file is left with those up to ``step``. A broken last line goes too."""
+    if not path.exists():
+        return []
+    lines = []
+    for line in path.read_bytes().splitlines():
+        try:
+            lines.append((line, msgspec.json.decode(line, type=dict[str, Any])))
+        except msgspec.DecodeError:  # the process was killed while it wrote
+            break
+    text = b"".join(line + b"\n" for line, record in lines if record["step"] <= step)
+    write_text_whole(path, text.decode())
+    return [record for _, record in lines]
+
+
+def _kept(records: list[dict[str, Any]], step: int) -> Kept:
+    again = [record["step_s"] for record in records if record["step"] > step]
+    losses = [record["loss"] for record in records if record["step"] <= step]
+    return Kept(losses=losses, lost_steps=len(again), lost_s=float(sum(again)))

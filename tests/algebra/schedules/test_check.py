@@ -1,0 +1,70 @@
+"""Every named schedule can run; tables that cannot are told why."""
+
+import msgspec
+import pytest
+
+from meshwright.algebra.schedules.check import check, check_fused
+from meshwright.algebra.schedules.forms import is_legal
+from meshwright.algebra.schedules.fused import Fused, Slots, fused
+from meshwright.algebra.schedules.rows import SCHEDULES, build, default_chunks
+from meshwright.algebra.schedules.table import Op, Schedule, looped_route
+from meshwright.core.errors import InputError
+
+
+def parsed(*orders, route=None):
+    """A schedule of texts such as "F0 B0"."""
+    made = tuple(
+        tuple(Op(word[0], int(word[1:].partition("/")[0]), int(word.partition("/")[2] or 0)) for word in order.split())
+        for order in orders
+    )
+    count = 1 + max(op.microbatch for order in made for op in order)
+    return Schedule(name="mine", routes=(route or looped_route(len(made)),), route_of=(0,) * count, orders=made)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_named_schedule_can_run(name):
+    chunk_counts = (2, 3) if name == "interleaved" else (default_chunks(name),)
+    checked = 0
+    for stages in (1, 2, 3, 4, 6):
+        for microbatches in (1, 2, 3, 6, 8, 12, 13):
+            for chunks in chunk_counts:
+                if is_legal(name, stages=stages, microbatches=microbatches, chunks=chunks):
+                    made = build(name, stages=stages, microbatches=microbatches, chunks=chunks)
+                    assert check(made) is made
+                    check_fused(fused(made))
+                    checked += 1
+    assert checked >= 6
+
+
+BROKEN = [
+    (("F0 F1 B0", "F0 B0 F1 B1"), "B1 is missing on device 0. Every microbatch needs F and B"),
+    (("F0 B0 F0", "F0 B0"), "device 0, op 3: F0 stands there twice (first at device 0, op 1)"),
+    (("F0 B0", "B0 F0"), "device 1, op 1: B0 comes before F0. Write F0 earlier."),
+    (("F0 W0 B0", "F0 B0"), "device 0, op 2: W0 comes before B0."),
+    (("F0 B0/1", "F0 B0"), "device 0, op 2: B0/1 cannot run on device 0: microbatch 0 passes no chunk 1 there"),
+    # each device wants the other's second microbatch first
+    (("F0 B0 F1 B1", "F0 F1 B0 B1"), "devices wait for each other (device 0 before B0, device 1 before F1)"),
+]
+
+
+@pytest.mark.parametrize(("orders", "message"), BROKEN)
+def test_tables_that_cannot_run(orders, message):
+    with pytest.raises(InputError) as error:
+        check(parsed(*orders))
+    assert message in str(error.value)
+
+
+def test_weight_gradients_may_be_split_for_some_microbatches_only():
+    check(parsed("F0 F1 B0 B1 W1", "F0 B0 W0 F1 B1"))
+
+
+def test_a_fused_form_that_needs_what_comes_later_is_refused():
+    made = build("1f1b", stages=2, microbatches=1)
+    good = fused(made)
+    check_fused(good)
+    F, B = Op("F", 0), Op("B", 0)
+    early = Fused(schedule=made, ticks=((Slots(forward=F), Slots(forward=F, backward=B)), (Slots(backward=B), Slots())))
+    with pytest.raises(InputError, match="tick 0: F0 of virtual stage 1 needs F0 of 0, which is made in tick 0"):
+        check_fused(early)
+    with pytest.raises(InputError, match="missing on device"):
+        check_fused(msgspec.structs.replace(good, ticks=good.ticks[:-1]))

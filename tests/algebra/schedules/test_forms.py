@@ -1,0 +1,118 @@
+"""The closed forms against the simulator, over a grid of sizes and of times."""
+
+import numpy as np
+import pytest
+
+from meshwright.algebra.schedules.forms import bubble_seconds, is_legal, is_split, peak_stash, weight_copies
+from meshwright.algebra.schedules.rows import SCHEDULES, build
+from meshwright.algebra.schedules.simulation import peak_stash as simulated_stash
+from meshwright.algebra.schedules.simulation import simulate
+from meshwright.core.errors import InputError
+
+TIMES = [
+    (1, 1, 1), (1, 2, 1), (1, 2, 2), (2, 5, 2), (3, 4, 2),
+    # nothing that a transformer does, but every longest path is the longest for some of them
+    (0, 5, 5), (1, 3, 6), (7, 1, 0), (5, 1, 3), (1, 6, 4), (8, 3, 7), (2, 8, 0),
+]  # fmt: skip
+"""Forward, input gradients, weight gradients."""
+
+SIZES = [
+    (stages, microbatches, chunks)
+    for stages in (1, 2, 3, 4, 5, 8)
+    for microbatches in (1, 2, 3, 5, 7, 8, 9, 15, 16, 24)
+    for chunks in (1, 2, 3)
+]
+
+
+def legal(name):
+    return [
+        (stages, microbatches, chunks)
+        for stages, microbatches, chunks in SIZES
+        if is_legal(name, stages=stages, microbatches=microbatches, chunks=chunks)
+    ]
+
+
+def simulated(name, stages, microbatches, chunks, times):
+    made = build(name, stages=stages, microbatches=microbatches, chunks=chunks)
+    forward, backward, weight = (time * made.piece_share for time in times)
+    return simulate(made, forward_s=forward, backward_s=backward, weight_s=weight).bubble_s
+
+
+def form(name, stages, microbatches, chunks, times):
+    forward, backward, weight = times
+    return bubble_seconds(
+        name,
+        stages=stages,
+        microbatches=microbatches,
+        chunks=chunks,
+        forward_s=forward,
+        backward_s=backward,
+        weight_s=weight,
+    )
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_bubbles_are_those_of_the_simulator(name):
+    sizes = [(p, m, v) for p, m, v in legal(name) if name != "zb-h2" or m >= p]
+    assert len(sizes) >= 6
+    for size in sizes:
+        for times in TIMES:
+            assert form(name, *size, times) == pytest.approx(simulated(name, *size, times), abs=1e-9), (size, times)
+
+
+def test_zb_h2_with_few_microbatches_is_a_close_lower_bound():
+    """Fewer microbatches than stages: further paths, which are longer by less than an eighth."""
+    ratios = []
+    for stages in (2, 4, 8, 12, 24):
+        for microbatches in range(1, stages, 2):
+            for times in [*TIMES, (4, 2, 4), (4, 2, 7)]:
+                exact = simulated("zb-h2", stages, microbatches, 1, times)
+                ratios.append(form("zb-h2", stages, microbatches, 1, times) / exact)
+    assert max(ratios) == pytest.approx(1)
+    assert 1 - 1 / 8 < min(ratios) < 1
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_peak_stash_is_that_of_the_worst_device(name):
+    for stages, microbatches, chunks in legal(name):
+        made = build(name, stages=stages, microbatches=microbatches, chunks=chunks)
+        found = peak_stash(name, stages=stages, microbatches=microbatches, chunks=chunks)
+        assert found == pytest.approx(max(simulated_stash(made)))
+        assert (weight_copies(name), is_split(name)) == (made.weight_copies, made.is_split)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_legal_is_what_can_be_built(name):
+    for stages, microbatches, chunks in SIZES:
+        try:
+            build(name, stages=stages, microbatches=microbatches, chunks=chunks)
+            exists = True
+        except InputError:
+            exists = False
+        assert is_legal(name, stages=stages, microbatches=microbatches, chunks=chunks) == exists
+    assert not is_legal(name, stages=0, microbatches=8)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_arrays_are_scalars_many_times(name):
+    sizes = legal(name)
+    stages, microbatches, chunks = (np.array(size) for size in zip(*sizes, strict=True))
+    forward = np.linspace(1.0, 2.0, len(sizes))
+    many = form(name, stages, microbatches, chunks, (forward, 2.0, 1.0))
+    stashes = peak_stash(name, stages=stages, microbatches=microbatches, chunks=chunks)
+    assert many.shape == stashes.shape == stages.shape
+    for number, size in enumerate(sizes):
+        assert many[number] == pytest.approx(form(name, *size, (forward[number], 2.0, 1.0)))
+        assert stashes[number] == pytest.approx(peak_stash(name, stages=size[0], microbatches=size[1], chunks=size[2]))
+
+
+def test_gpipe_share():
+    stages, microbatches = np.array([2, 4, 8]), np.array([4, 8, 32])
+    bubble = form("gpipe", stages, microbatches, 1, (1.0, 1.0, 1.0))
+    share = bubble / (bubble + 3 * microbatches)
+    assert share == pytest.approx((stages - 1) / (microbatches + stages - 1))
+
+
+def test_an_unknown_name():
+    with pytest.raises(InputError, match="schedule 'zb' is not known"):
+        weight_copies("zb")

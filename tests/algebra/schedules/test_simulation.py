@@ -1,0 +1,154 @@
+"""The simulator: worked examples, what the papers say of their schedules, and stages that are not alike."""
+
+import time
+
+import pytest
+
+from meshwright.algebra.schedules.rows import SCHEDULES, build, default_chunks
+from meshwright.algebra.schedules.simulation import peak_stash, simulate
+from meshwright.core.errors import InputError
+
+GRID = [(2, 8), (4, 8), (4, 16), (8, 16), (8, 32)]
+
+
+def step(name, stages, microbatches, *, forward=1.0, backward=1.0, weight=1.0, chunks=None, **more):
+    """One step, times of one device's layers."""
+    made = build(name, stages=stages, microbatches=microbatches, chunks=chunks or default_chunks(name))
+    share = made.piece_share
+    return simulate(made, forward_s=forward * share, backward_s=backward * share, weight_s=weight * share, **more)
+
+
+def test_by_hand():
+    """Two devices, two microbatches: F 1, B 2, and what is sent takes 0.5."""
+    made = build("1f1b", stages=2, microbatches=2)
+    found = simulate(made, forward_s=1, backward_s=2, send_s=0.5)
+    # device 0: F0 F1 B0 B1; device 1: F0 B0 F1 B1
+    assert found.start_s == ((0, 1, 5, 8), (1.5, 2.5, 4.5, 5.5))
+    assert found.end_s == ((1, 2, 7, 10), (2.5, 4.5, 5.5, 7.5))
+    assert (found.makespan_s, found.busy_s, found.idle_s) == (10, (6, 6), (4, 4))
+    assert found.span_s == (10, 6)
+    assert (found.bubble_s, found.bubble_share, found.bubble_without_barrier_s) == (4, 0.4, 4)
+    assert found.peak_stash == (2, 1)
+
+
+@pytest.mark.parametrize(("stages", "microbatches"), GRID)
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+def test_gpipe_bubble_share(name, stages, microbatches):
+    """(K - 1) / (M + K - 1), whatever a backward pass costs. Source: GPipe; Scaling systems for LLMs."""
+    for backward in (1, 2, 3):
+        found = step(name, stages, microbatches, backward=backward)
+        assert found.bubble_share == pytest.approx((stages - 1) / (microbatches + stages - 1), rel=1e-12)
+
+
+@pytest.mark.parametrize(("stages", "microbatches"), GRID)
+@pytest.mark.parametrize("chunks", [2, 4])
+def test_interleaving_divides_the_bubble_by_the_chunks(stages, microbatches, chunks):
+    """Source: Narayanan et al. (2021), section 2.2."""
+    found = step("interleaved", stages, microbatches, chunks=chunks)
+    assert found.bubble_s == pytest.approx((stages - 1) * 3 / chunks, rel=1e-12)
+
+
+@pytest.mark.parametrize(("stages", "microbatches"), [(p, m) for p, m in GRID if m >= 2 * p - 1])
+@pytest.mark.parametrize(("forward", "backward", "weight"), [(1, 1, 1), (2, 3, 2), (3, 4, 2), (5, 5, 4)])
+def test_zero_bubble_papers_bubbles(stages, microbatches, forward, backward, weight):
+    """(p-1)(F + B - W) and (p-1)(F + B - 2W), of the largest span, with 1F1B's memory and twice as much.
+
+    B makes input gradients only. Source: Qi et al. (2023), table 2. Theirs hold where no B waits for another.
+    """
+    times = {"forward": forward, "backward": backward, "weight": weight}
+    h1, h2 = (step(name, stages, microbatches, **times) for name in ("zb-h1", "zb-h2"))
+    assert h1.bubble_without_barrier_s == pytest.approx((stages - 1) * (forward + backward - weight))
+    assert h2.bubble_without_barrier_s == pytest.approx((stages - 1) * (forward + backward - 2 * weight))
+    assert h1.peak_stash == (stages,) * stages
+    assert h2.peak_stash == (2 * stages - 1,) * stages
+    assert max(step("1f1b", stages, microbatches).peak_stash) == stages
+
+
+@pytest.mark.parametrize(("stages", "microbatches"), [(p, m) for p, m in GRID if m >= 2 * p - 1])
+def test_a_barrier_takes_the_gain_of_zb_h2(stages, microbatches):
+    """The last device cannot start before stages - 1 forward passes, so that with F = B = W both wait as long."""
+    h1, h2 = (step(name, stages, microbatches) for name in ("zb-h1", "zb-h2"))
+    assert h2.bubble_without_barrier_s == 0
+    assert h1.bubble_s == h2.bubble_s == stages - 1
+
+
+@pytest.mark.parametrize(("stages", "microbatches"), [(4, 8), (6, 16), (8, 20), (8, 32)])
+def test_dualpipe_is_better_than_the_published_bubble(stages, microbatches):
+    """The report gives (PP/2 - 1)(F&B + B - 3W), B the whole backward pass, and PP + 1 microbatches.
+
+    There a forward and a backward pass that run at once hand their results on together. As rows one after the other
+    each does when it is ready, which halves the bubble at F = B = W when F&B takes F + B.
+    """
+    whole = 2
+    found = step("dualpipe", stages, microbatches)
+    published = (stages / 2 - 1) * ((1 + whole) + whole - 3)
+    assert found.bubble_s == pytest.approx(published / 2)
+    assert found.peak_stash == (stages + 1,) * stages
+
+
+@pytest.mark.parametrize(("stages", "microbatches"), [(2, 4), (4, 10), (4, 16)])
+def test_dualpipe_v_is_half_of_a_dualpipe_of_twice_the_devices(stages, microbatches):
+    """Its pieces are half as large: the same steps, on half as many devices."""
+    half = step("dualpipe-v", stages, microbatches, backward=2.0)
+    both = step("dualpipe", 2 * stages, 2 * microbatches, backward=2.0)
+    assert half.bubble_s == pytest.approx(both.bubble_s / 2)
+    assert half.peak_stash == pytest.approx([stash / 2 for stash in both.peak_stash[:stages]])
+
+
+def test_what_is_kept_for_weight_gradients_counts():
+    made = build("zb-h1", stages=4, microbatches=8)
+    assert peak_stash(made, weight_stash=0.0) == (4, 3, 2, 1)
+    assert peak_stash(made, weight_stash=1.0) == (4, 4, 4, 4)
+    # recomputed block inputs are small, what W needs of the whole block is not: B makes room for more than it frees
+    assert peak_stash(made, weight_stash=3.0) == (6, 8, 10, 12)
+
+
+def test_a_slow_last_stage_is_the_bottleneck():
+    """A head that doubles the last stage: its work, the way there and the way back."""
+    made = build("1f1b", stages=4, microbatches=8)
+    found = simulate(made, forward_s=(1, 1, 1, 2), backward_s=(2, 2, 2, 4))
+    assert found.busy_s == (24, 24, 24, 48)
+    assert found.makespan_s == 8 * (2 + 4) + 3 * (1 + 2)
+    assert found.bubble_share == pytest.approx((3 * (57 - 24) + 9) / (4 * 57))
+
+
+def test_uneven_pieces_of_an_interleaved_schedule():
+    """Times go by virtual stage: the second chunk's pieces are those after all first ones."""
+    made = build("interleaved", stages=2, microbatches=2, chunks=2)
+    found = simulate(made, forward_s=(1, 2, 4, 8), backward_s=(1, 2, 4, 8))
+    assert found.busy_s == (2 * 2 * (1 + 4), 2 * 2 * (2 + 8))
+
+
+def test_sends_are_hidden_by_passes_in_advance():
+    """Per step of F + B + W = 3, what sends of 0.1 add: 1F1B waits in every round, schedules that run ahead do not."""
+    added = {
+        name: [step(name, 8, m, send_s=0.1).bubble_s - step(name, 8, m).bubble_s for m in (32, 64)]
+        for name in ("gpipe", "1f1b", "interleaved", "zb-h1")
+    }
+    assert added["gpipe"] == pytest.approx([1.4, 1.4])
+    assert added["1f1b"] == pytest.approx([6.8, 12.4])
+    assert added["interleaved"] == pytest.approx([3.0, 3.0])
+    assert added["zb-h1"] == pytest.approx([2.8, 2.8])
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_no_device_is_busier_than_its_ops(name):
+    found = step(name, 4, 8, backward=2.0, send_s=0.3)
+    assert found.busy_s == pytest.approx([8 * 4.0] * 4)
+    for starts, ends in zip(found.start_s, found.end_s, strict=True):
+        assert all(end <= start + 1e-12 for end, start in zip(ends, starts[1:], strict=False))
+
+
+def test_times_that_do_not_match_are_refused():
+    made = build("1f1b", stages=4, microbatches=8)
+    with pytest.raises(InputError, match=r"3 forward times for 4 virtual stages. Give one, or one for each"):
+        simulate(made, forward_s=(1, 1, 1), backward_s=2)
+    with pytest.raises(InputError, match="must be numbers of at least 0"):
+        simulate(made, forward_s=1, backward_s=-2)
+
+
+def test_a_large_table_takes_about_a_second():
+    begin = time.process_time()
+    found = step("1f1b", 64, 512)
+    assert found.bubble_s == pytest.approx(63 * 3)
+    assert time.process_time() - begin < 1.5

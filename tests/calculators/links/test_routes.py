@@ -1,0 +1,115 @@
+"""Routes through a cluster, and the links that they may use against a maximum flow."""
+
+import itertools
+from collections import deque
+
+import pytest
+
+from meshwright.calculators.links.routes import parse_place, route, torus_hops, torus_lanes
+from meshwright.calculators.links.transfer import Transfer
+from meshwright.core.errors import InputError
+from meshwright.spec.cluster import parse_cluster
+
+
+def legs(text, source, target, num_bytes=1e9, **how):
+    cluster = parse_cluster(text)
+    return route(cluster, parse_place(source, cluster), parse_place(target, cluster), num_bytes, **how)
+
+
+def summary(found):
+    return [(one.channel, one.lanes, one.hops, one.amount) for one in found]
+
+
+def neighbours(cluster, here):
+    for axis, step in itertools.product(range(len(cluster.shape)), (1, -1)):
+        there = list(here)
+        there[axis] += step
+        if cluster.wraps[axis]:
+            there[axis] %= cluster.shape[axis]
+        if 0 <= there[axis] < cluster.shape[axis] and there[axis] != here[axis]:
+            yield tuple(there)
+
+
+def max_flow(cluster, source, target):
+    """Ways that share no link, found one after the other; a way may undo a part of an earlier one."""
+    used, count = set(), 0
+    while True:
+        came, waiting = {source: None}, deque([source])
+        while waiting and target not in came:
+            here = waiting.popleft()
+            for there in neighbours(cluster, here):
+                if there not in came and (here, there) not in used:
+                    came[there] = here
+                    waiting.append(there)
+        if target not in came:
+            return count
+        there, count = target, count + 1
+        while came[there] is not None:
+            here = came[there]
+            if (there, here) in used:
+                used.remove((there, here))
+            else:
+                used.add((here, there))
+            there = here
+
+
+@pytest.mark.parametrize("text", ["v5e:4x4", "v5e:2x4", "v5e:1x4", "v5e:16x2", "v5p:2x2x4", "v5p:4x4x4"])
+def test_lanes_are_the_maximum_flow(text):
+    cluster = parse_cluster(text)
+    chips = list(itertools.product(*map(range, cluster.shape)))
+    for source, target in itertools.islice(itertools.combinations(chips, 2), 0, None, 7):
+        assert torus_lanes(cluster, source, target) == max_flow(cluster, source, target), (source, target)
+
+
+def test_hops_wrap_where_the_axis_does():
+    assert torus_hops(parse_cluster("v5e:4x4"), (0, 0), (3, 3)) == 6
+    assert torus_hops(parse_cluster("v5e:16x16"), (0, 0), (15, 9)) == 1 + 7
+
+
+def test_from_chip_to_chip():
+    assert summary(legs("v5e:4x4", "0,0", "3,3")) == [("ici", 2, 6, 1e9)]
+    assert summary(legs("h100:8x4", "0,0", "5,0")) == [("nvlink", 1, 1, 1e9)]
+    assert summary(legs("h100:8x4", "3", "8")) == [("network", 1, 1, 1e9)]
+    assert summary(legs("h100:8x2x4", "0,0,0", "0,1,1")) == [("network", 1, 2, 1e9)]
+    assert legs("v5e:4x4", "1,1", "1,1") == []
+
+
+def test_between_slices_through_the_hosts():
+    found = legs("2*v5e:4x4", "0:3,3", "1:0,0", 3e9)
+    assert [one.channel for one in found] == ["pcie", "dcn", "pcie"]
+    moved = Transfer(legs=tuple(found))
+    assert moved.bound_by == "pcie"
+    assert moved.pipelined_s == pytest.approx(3e9 / 15e9 + 1e-5)
+    assert [one.channel for one in legs("2*v5e:4x4", "host:0,0", "1:0,0")] == ["dcn", "pcie"]
+    assert [one.channel for one in legs("2*v5e:4x4", "host:0,0", "host:1:0,0")] == ["dcn"]
+
+
+def test_from_everywhere_into_one_chip():
+    """How to Scale Your Model, exercise 2.6: over PCIe of all, then 15 of 16 parts over the corner's two links."""
+    found = legs("v5e-book:4x4", "hosts", "0,0", 16e9)
+    assert summary(found) == [("pcie", 16, 0, 16e9), ("ici", 2, 6, 15e9)]
+    assert [one.send_s for one in found] == [pytest.approx(0.0667, rel=1e-2), pytest.approx(0.167, rel=1e-2)]
+    over_dcn = legs("v5e-book:4x4", "hosts", "0,0", 16e9, via="dcn")
+    assert summary(over_dcn) == [("dcn", 1, 1, 8e9), ("pcie", 1, 0, 16e9)]
+    assert summary(legs("v5p:4x4x4", "chips", "1,2,3", 64.0)) == [("ici", 6, 6, 63.0)]
+    assert summary(legs("h100:8x4", "chips", "0,0", 32.0)) == [("nvlink", 1, 1, 7.0), ("network", 1, 1, 24.0)]
+    assert summary(legs("v5e:4x4", "hosts", "chips")) == [("pcie", 16, 0, 1e9)]
+    assert [one.channel for one in legs("v5e:4x4", "hosts", "host:0,0")] == ["pcie", "ici", "pcie"]
+
+
+@pytest.mark.parametrize(
+    ("text", "source", "target", "message"),
+    [
+        ("v5e:4x4", "0,4", "0,0", "not on v5e:4x4: coordinates count from 0 below 4x4"),
+        ("v5e:4x4", "0,0,0", "0,0", "not on v5e:4x4"),
+        ("v5e:4x4", "1:0,0", "0,0", "not on v5e:4x4"),
+        ("v5e:4x4", "16", "0,0", "not on v5e:4x4"),
+        ("v5e:4x4", "TPU", "0,0", "place 'TPU' is not read"),
+        ("2*v5e:4x4", "hosts", "0,0", "those of one slice"),
+        ("v5e:4x4", "0,0", "chips", "Use --axis and --collective"),
+        ("cpu:4", "0", "1", "no data sheet"),
+    ],
+)
+def test_refusals(text, source, target, message):
+    with pytest.raises(InputError, match=message):
+        legs(text, source, target)

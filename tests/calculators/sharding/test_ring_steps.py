@@ -1,0 +1,65 @@
+"""Collectives hop by hop give the blocks that the derived steps give, in as many hops as the cost model counts."""
+
+import numpy as np
+import pytest
+
+from meshwright.algebra.notation import parse_array
+from meshwright.algebra.steps import Step
+from meshwright.calculators.sharding.blocks import execute, split
+from meshwright.calculators.sharding.ring_steps import RING_KINDS, gather_moves, run_ring
+from meshwright.core.errors import InputError
+from meshwright.cost.network.collectives import ring_link_share
+from meshwright.cost.network.legs import ring
+
+WAYS = [(True, True), (True, False), (False, True)]
+ENDS = {"all_gather": ("A[I_X,J]", "A[I,J]"), "reduce_scatter": ("A[I,J]{U_X}", "A[I_X,J]"),
+        "all_reduce": ("A[I,J]{U_X}", "A[I,J]")}  # fmt: skip
+
+
+@pytest.mark.parametrize(("wraps", "two_way"), WAYS)
+@pytest.mark.parametrize("kind", RING_KINDS)
+@pytest.mark.parametrize("size", [2, 3, 4, 7, 8])
+def test_the_blocks_of_the_derived_step(kind, size, wraps, two_way):
+    source, result = (parse_array(text) for text in ENDS[kind])
+    mesh = {"X": size}
+    value = np.arange(size * 2 * 3).reshape(size * 2, 3)
+    blocks = split(value, source, mesh)
+    dim = "" if kind == "all_reduce" else "I"
+    step = Step(op=kind, inputs=(source,), result=result, axes=("X",), dim=dim)
+    expected = execute([step], {source: blocks}, mesh)[result]
+    run = run_ring(kind, blocks, wraps=wraps, two_way=two_way)
+    for mine, wanted in zip(run.blocks, expected, strict=True):
+        assert np.array_equal(mine, wanted)
+
+
+@pytest.mark.parametrize("size", [2, 4, 8, 16])
+def test_as_many_hops_as_the_latency_counts(size):
+    for wraps in (True, False):
+        assert len(gather_moves(size, wraps=wraps)) == ring(size, 1.0, wraps=wraps).hops
+    assert len(gather_moves(size, two_way=False)) == size - 1
+
+
+@pytest.mark.parametrize("size", [3, 4, 8])
+def test_what_crosses_a_link_one_way(size):
+    """Exercise 3.10: (n - 1) / n of the array over each link of a one-way ring."""
+    crossed = [sum((m.source, m.target) == (0, 1) for m in step) for step in gather_moves(size, two_way=False)]
+    assert sum(crossed) / size == ring_link_share("all_gather", size, two_way=False)
+
+
+def test_a_step_sends_one_block_over_a_link_at_most():
+    for wraps, two_way in WAYS:
+        for step in gather_moves(6, wraps=wraps, two_way=two_way):
+            links = [(m.source, m.target) for m in step]
+            assert len(links) == len(set(links))
+
+
+def test_frames_say_whose_data_a_block_holds():
+    run = run_ring("reduce_scatter", [np.ones(4)] * 4, two_way=False)
+    assert run.frames[0].held == tuple(((d,),) * 4 for d in range(4))
+    assert [run.frames[-1].held[d][d] for d in range(4)] == [(0, 1, 2, 3)] * 4
+    assert all(not run.frames[-1].held[d][b] for d in range(4) for b in range(4) if b != d)
+
+
+def test_a_line_has_two_directions():
+    with pytest.raises(InputError, match="Use a ring"):
+        gather_moves(4, wraps=False, two_way=False)

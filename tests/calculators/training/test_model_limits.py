@@ -1,0 +1,74 @@
+"""Closed forms before a plan: the numbers of the book's sections 5.3 and 6.3, on shapes that no mesh divides."""
+
+import math
+
+import pytest
+
+from meshwright.calculators.training.model_limits import model_limits, setting
+from meshwright.core.errors import InputError
+from meshwright.spec.catalogue import model
+from meshwright.spec.cluster import parse_cluster
+from meshwright.spec.job import Job
+
+
+def found(name, on, *, seqs, seq_len, **choices):
+    m, cluster, job = model(name), parse_cluster(on), Job(batch_seqs=seqs, seq_len=seq_len)
+    at = setting(m, cluster, job, dtype="bf16", **choices)
+    return at, {limit.name: limit for limit in model_limits(m, cluster, job, at, state="bf16-adam")}
+
+
+def test_section_6_3_on_the_true_pod():
+    """468 tokens a chip: below 850 for FSDP, above 453.6 for the mixture; X between its roots, 2,048 x 4."""
+    at, rows = found("llama3-70b", "v5p:16x20x28", seqs=1024, seq_len=4096)
+    assert at.alpha == pytest.approx(2550)
+    assert rows["tokens/chip, FSDP alone"].here == pytest.approx(468, abs=0.2)
+    assert rows["tokens/chip, FSDP alone"].limit == pytest.approx(850)
+    assert rows["tokens/chip, FSDP alone"].holds is False
+    assert rows["tokens/chip, with tensor"].limit == pytest.approx(453.6, abs=0.1)
+    assert rows["tokens/chip, with tensor"].holds is True
+    # the text rounds the batch to 4.19e6 tokens and has 1927
+    assert rows["X, upper root"].limit == pytest.approx(1927, rel=0.005)
+    assert rows["X, upper root"].holds is None
+    assert math.isnan(rows["X_opt"].here)
+    assert "2,048 x tensor 4" in rows["X_opt"].note
+    assert rows["chips, FSDP of whole sequences"].limit == 1024
+
+
+def test_a_tensor_size_to_compare():
+    _, rows = found("llama3-70b", "v5p:16x20x28", seqs=1024, seq_len=4096, tensor=5)
+    assert rows["X_opt"].here == 8960 / 5
+    assert rows["X, upper root"].holds is True
+    assert rows["X, lower root"].holds is True
+    assert rows["tensor"].holds is True
+
+
+def test_pure_data_parallelism_does_not_fit():
+    """Exercise 5.3: 130 GB of state against a chip's 95 GB."""
+    _, rows = found("llama2-13b", "v5p:16x16x16", seqs=96, seq_len=32768)
+    state = rows["state on each, no FSDP"]
+    assert state.here == pytest.approx(130e9, rel=2e-3)
+    assert (state.limit, state.holds) == (95e9, False)
+    assert "X, lower root" not in rows
+
+
+def test_slices_share_the_batch():
+    one, four = (found("llama3-70b", on, seqs=1024, seq_len=4096)[1] for on in ("v5p:16x20x28", "4*v5p:16x20x28"))
+    name = "tokens/chip, FSDP alone"
+    assert four[name].here == pytest.approx(one[name].here / 4)
+    assert "tokens/slice, over DCN" not in one
+    assert four["tokens/slice, over DCN"].here == 2**20
+    assert four["tokens/slice, over DCN"].limit == pytest.approx(73440)
+
+
+@pytest.mark.parametrize(
+    ("on", "choices", "message"),
+    [
+        ("h100:8x16", {}, "torus axes"),
+        ("v5e:1x1", {}, "torus axes"),
+        ("v5p:4x4x4", {"tensor_axes": 3}, "Leave one for the data"),
+        ("v5p:4x4x4", {"tensor": 65}, "between 1 and the 64 chips"),
+    ],
+)
+def test_refused(on, choices, message):
+    with pytest.raises(InputError, match=message):
+        found("tiny", on, seqs=64, seq_len=64, **choices)

@@ -1,0 +1,102 @@
+"""`meshwright generate` on a tiny model's folder: text out, figures beside it, refusals in one line."""
+
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from meshwright.cli.verbs.generate import show
+from meshwright.nn.hf.weights import save_hf
+from meshwright.serve.generate import Completion, Generated, Pace
+from meshwright.serve.model_folder import open_model
+from meshwright.serve.sampling import LIKELIEST
+from meshwright.train.sample import generate as without_cache
+from tests.parallel.generate_cases import LLAMA, float_params
+from tests.serve.test_model_folder import byte_tokenizer
+
+MODEL = replace(LLAMA, name="bytes", vocab_size=264, d_model=16, d_ff=16)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    found = tmp_path_factory.mktemp("bytes")
+    save_hf(MODEL, float_params(MODEL), found)
+    byte_tokenizer("<pad>", "</s>").save(str(found / "tokenizer.json"))
+    return str(found)
+
+
+def expected(text: str, num_tokens: int) -> str:
+    tokenizer = byte_tokenizer("<pad>", "</s>")
+    prompt = tokenizer.encode(text).ids
+    found = without_cache(MODEL, float_params(MODEL), prompt, num_tokens=num_tokens, window=32, end_token=1)
+    return tokenizer.decode(prompt + found)
+
+
+def test_one_prompt_is_written_out_with_what_follows(call, folder):
+    said = call("generate", folder, "--prompt", "Once", "--max-tokens", "6", "--on", "cpu:2", "--axes", "tensor=2")
+    assert said.code == 0
+    assert said.out == expected("Once", 6) + "\n"
+    first, last = said.err.splitlines()
+    assert "tensor 2" in first
+    assert "of weights on each device" in first
+    assert "compiled in" in last
+    assert "tokens/s; 6 tokens" in last
+
+
+def test_several_prompts_as_one_object(call, folder, tmp_path):
+    (tmp_path / "more.txt").write_text("so\n\nand then\n")
+    said = call(
+        *("generate", folder, "--prompt", "Once", "--prompts", "more.txt", "--on", "cpu:2", "--axes", "data=2"),
+        *("--max-tokens", "4", "--int8", "--cache-int8", "--temperature", "0.8", "--top-k", "50", "--top-p", "0.9"),
+        *("--seed", "3", "--json"),
+    )
+    assert said.code == 0, said.err
+    assert said.json["mesh"] == {"data": 2}
+    assert [one["prompt"] for one in said.json["completions"]] == ["Once", "so", "and then"]
+    assert said.json["sampling"] == {"temperature": 0.8, "top_k": 50, "top_p": 0.9, "seed": 3, "number": 0}
+    for one in said.json["completions"]:
+        assert one["finish"] == "end" or len(one["tokens"]) == 4
+    assert said.json["pace"]["num_tokens"] == sum(len(one["tokens"]) for one in said.json["completions"])
+
+
+def test_several_texts_are_numbered(capsys, folder):
+    source = open_model(Path(folder))
+    prompts = ["so", "Once"]
+    tokens = [source.text.encode(text) for text in prompts]
+    found = Generated(
+        completions=tuple(Completion(tokens=tuple(source.text.encode(new)), finish="end") for new in (" it is", "!")),
+        pace=Pace(compile_s=1.0, first_token_s=0.5, tokens_per_s=None, num_tokens=7),
+    )
+    show(found, source, prompts, tokens, sampling=LIKELIEST, mesh={"data": 1}, live=False, as_json=False)
+    said = capsys.readouterr()
+    assert said.out == "[1] so it is\n[2] Once!\n"
+    assert said.err == "compiled in 1 s; first token after 500 ms; 7 tokens\n"
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "message"),
+    [
+        ([], 2, "generate needs a prompt. Write: generate runs/NAME-001 --prompt"),
+        (["--prompts", "none.txt"], 2, "none.txt cannot be read"),
+        (["--prompt", "a", "--on", "cpu:4", "--axes", "tensor=2"], 2, "tensor=2 is 2 devices and --on cpu:4 is 4"),
+        (["--prompt", "a", "--on", "cpu:8"], 2, "does not divide by tensor=8"),
+        (["--prompt", "a", "--axes", "pipeline=2"], 3, "pipeline=2 trains but does not generate"),
+        (["--prompt", "a", "--top-p", "0"], 2, "top_p=0.0 must be more than 0"),
+        (["--prompt", "a", "--on", "h200:1"], 3, "h200:1 is not this machine"),
+        (["--prompt", "", "--on", "cpu:1"], 2, "prompt 1 is empty"),
+        (["--prompt", "a", "--on", "cpu:1", "--max-tokens", "5000"], 2, "need 5,001 positions; "),
+        (["--prompt", "a\udc80"], 2, "prompt 1 is not UTF-8"),
+        (["--prompt", "a", "--axes", "tensor=64"], 3, "emulate them: --on cpu:64"),
+    ],
+)
+def test_what_cannot_be_done_is_said_in_one_line(call, folder, options, code, message):
+    said = call("generate", folder, *options)
+    assert said.code == code
+    assert message in said.err
+    assert len(said.err.splitlines()) == 1
+
+
+def test_a_folder_without_a_model_is_refused(call, tmp_path):
+    said = call("generate", str(tmp_path), "--prompt", "a")
+    assert said.code == 2
+    assert "has no config.json. Give the folder of a finished run" in said.err

@@ -1,0 +1,149 @@
+"""`train` and `demo` from the command line: what they print, what they leave, what they refuse."""
+
+import json
+import re
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from meshwright.cli.main import run
+from meshwright.cli.verbs.train import _with_slots
+from meshwright.spec.calibration import load_calibration
+from meshwright.spec.plan_file import load_plan
+from tests.cli.made_rates import write_rates
+
+SMALL = [
+    "--set", "model.num_layers=2", "--set", "model.d_model=32", "--set", "model.d_ff=64", "--set", "model.head_dim=4",
+    "--set", "model.vocab_size=512", "--batch", "8seq", "--seq", "32", "--on", "cpu:8",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def rates(tmp_path_factory):
+    return str(write_rates(tmp_path_factory.mktemp("rates")))
+
+
+def test_a_model_planned_on_the_way(rates, tmp_path, capsys):
+    arguments = ["train", "tiny", *SMALL, "--axes", "fsdp=4,tensor=2", "--steps", "4", "--calibration", rates]
+    assert run([*arguments, "--runs", str(tmp_path), "--json", "--set", "train.log_every=1"]) == 0
+    said = capsys.readouterr()
+    result = json.loads(said.out)
+    assert {"losses", "step_s", "step_s_predicted", "tokens_per_s", "mfu", "run"} <= set(result)
+    assert len(result["losses"]) == 4
+    assert result["step_s_predicted"] > 0
+    assert "step 4/4  loss" in said.err
+    assert "predicted" in said.err
+    (folder,) = tmp_path.iterdir()
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["loss"] for line in lines] == result["losses"]
+    plan = load_plan(folder / "plan.toml")
+    assert plan.strategy.mesh["fsdp"] == 4
+    assert (folder / "resolved.toml").exists()
+
+
+def test_a_plan_file_and_a_changed_field(rates, tmp_path, capsys):
+    plan_file = tmp_path / "plan.toml"
+    plan = ["plan", "tiny", *SMALL, "--calibration", rates, "-o", str(plan_file), "--set", "strategy.remat=block"]
+    assert run(plan) == 0
+    train = ["train", str(plan_file), "--steps", "3", "--runs", str(tmp_path / "runs"), "--set", "strategy.remat=none"]
+    capsys.readouterr()
+    assert run(train) == 0
+    said = capsys.readouterr()
+    assert "3 steps: loss" in said.out
+    assert "remat none" in said.err
+    rows = {line.split("  ")[0].strip() for line in said.out.splitlines()}
+    assert {"step", "MFU", "HFU", "memory of a device"} <= rows
+    assert "predicted" in said.out
+    assert re.search(r"goodput \d+%: .* of .* in steps, compiling", said.out)
+
+
+def test_a_finished_run_says_so_and_goes_on_when_asked(rates, tmp_path, capsys):
+    plan_file, runs = str(tmp_path / "plan.toml"), ["--runs", str(tmp_path / "runs")]
+    assert run(["plan", "tiny", *SMALL, "--axes", "fsdp=8", "--calibration", rates, "-o", plan_file]) == 0
+    assert run(["train", plan_file, "--steps", "3", "--set", "train.learning_rate=0.01", *runs]) == 0
+    capsys.readouterr()
+    assert run(["train", plan_file, "--resume", *runs]) == 0
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err == (
+        f"{tmp_path}/runs/tiny-001 is finished after 3 steps. Give more, such as --steps 6, or leave --resume out.\n"
+    )
+    assert run(["train", "--resume", plan_file, "--json", *runs]) == 0
+    assert json.loads(capsys.readouterr().out)["steps"] == 3
+    # Without a plan it takes its own; settings that are not given stay as they were.
+    assert run(["train", "--resume", str(tmp_path / "runs" / "tiny-001"), "--steps", "5", "--json"]) == 0
+    said = capsys.readouterr()
+    result = json.loads(said.out)
+    assert (result["steps"], result["resumed_from"], len(result["losses"])) == (5, 3, 5)
+    assert "goes on after step 3" in said.err
+    resolved = tomllib.loads((tmp_path / "runs" / "tiny-001" / "resolved.toml").read_text())
+    assert (resolved["train"]["steps"], resolved["train"]["learning_rate"]) == (5, 0.01)
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["tiny-001"]
+
+
+@pytest.mark.parametrize("measured", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_the_loop_on_this_machine(measured, rates, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    if not measured:
+        monkeypatch.setattr(
+            "meshwright.calculators.verbs.demo.measure", lambda *args, **kwargs: load_calibration(Path(rates))
+        )
+    assert run(["demo", "--steps", "3", "--out", "here", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert len(result["losses"]) == 3
+    assert isinstance(result["sample"], str)
+    for picture in result["pictures"]:
+        assert (tmp_path / picture).read_bytes().startswith(b"\x89PNG")
+    names = {picture.rsplit("/", 1)[-1] for picture in result["pictures"]}
+    assert {"loss.png", "roofline.png", "sharding.png"} <= names
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["train", "tiny", "--on", "cpu:8"], 2, "needs --batch"),
+        (["train", "tiny", *SMALL, "--axes", "fsdp=3"], 3, "does not divide"),
+        (["train", "tiny", *SMALL, "--axes", "fspd=4"], 2, "Did you mean 'fsdp'"),
+        (["train", "tiny", *SMALL, "--set", "train.leraning_rate=1"], 2, "Did you mean 'learning_rate'"),
+        (["train", "tiny", *SMALL, "--set", "strategy.remta=block"], 2, "remta"),
+        (["train", "tiny", *SMALL, "--data", "/no/such/file"], 2, "/no/such/file"),
+        (["train", "missing.toml"], 2, "missing.toml"),
+        (["train"], 2, "train needs a plan file or a model"),
+        (["train", "tiny", *SMALL, "--resume"], 2, "there is no run of tiny"),
+        (["train", "tiny", *SMALL, "--resume", "/no/such/run"], 2, "/no/such/run is not the folder of a run"),
+        (["train", "--resume", "/no/such/run"], 2, "/no/such/run is not the folder of a run"),
+        (["train", "tiny", *SMALL, "--set", "train.track=wandb"], 2, "pip install 'meshwright[wandb]'"),
+        (["train", "deepseek-v3", "--on", "cpu:8", "--batch", "8seq", "--seq", "32"], 3, "not run in this version"),
+    ],
+)
+def test_what_is_refused_in_one_line(arguments, code, words, rates, tmp_path, capsys, monkeypatch):
+    if "train.track=wandb" in arguments:
+        monkeypatch.setitem(sys.modules, "wandb", None)
+    extra = ["--calibration", rates] if arguments[1:2] == ["tiny"] else []
+    assert run([*arguments, *extra, "--runs", str(tmp_path)]) == code
+    said = capsys.readouterr()
+    assert said.out == ""
+    last = said.err.strip().splitlines()[-1]
+    assert last.startswith("meshwright: ")
+    assert words in last
+    assert "Traceback" not in said.err
+
+
+def test_a_plan_for_chips_that_are_not_here(tmp_path, capsys):
+    plan_file = tmp_path / "plan.toml"
+    plan = ["plan", "llama3-8b", "--on", "v5p:4x4x4", "--batch", "64seq", "--seq", "4096", "-o", str(plan_file)]
+    assert run(plan) == 0
+    capsys.readouterr()
+    assert run(["train", str(plan_file), "--steps", "1", "--runs", str(tmp_path)]) == 3
+    assert "64 chips of v5p and this machine has" in capsys.readouterr().err
+
+
+def test_a_bound_on_slots_is_priced_unless_another_imbalance_is_given():
+    def imbalance(train, strategy):
+        return _with_slots({"train": train, "strategy": strategy})["strategy"].get("imbalance")
+
+    assert imbalance({}, {}) is None
+    assert imbalance({"capacity_factor": 1.25}, {}) == 1.25
+    assert imbalance({"capacity_factor": 1.25}, {"imbalance": 2.0}) == 2.0

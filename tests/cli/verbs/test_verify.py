@@ -1,0 +1,170 @@
+"""`meshwright verify`: a step compiled for emulated devices, lowered for large plans, and what is refused."""
+
+import pytest
+
+from meshwright.cli.verbs.verify_request import request_of
+from meshwright.spec.catalogue import model
+from meshwright.spec.cluster import parse_cluster
+from meshwright.spec.job import Job
+from meshwright.spec.strategy import Strategy, make_mesh
+from meshwright.verify import targets
+from tests.cli.made_rates import write_rates
+
+TINY = ("verify", "tiny", "--on", "cpu:4", "--seq", "64")
+LARGE = (
+    "verify",
+    "llama3-70b",
+    "--on",
+    "v5p:16x16x32",
+    "--seq",
+    "4096",
+    "--depth",
+    "lower",
+    "--calibration",
+    "datasheet",
+)
+
+
+@pytest.fixture(autouse=True)
+def nothing_installed(monkeypatch):
+    monkeypatch.setattr(targets, "is_installed", lambda platform: platform == "cpu")
+
+
+@pytest.fixture
+def rates(tmp_path):
+    return ("--calibration", str(write_rates(tmp_path)))
+
+
+def test_a_step_on_emulated_devices(call, rates, tmp_path):
+    """The plan's own step, its collectives as derived; memory only where a compiler knows the chip."""
+    keep = tmp_path / "kept"
+    asked = (*TINY, "--batch", "8seq", "--axes", "fsdp=2,tensor=2", "--keep", str(keep), *rates)
+    said = call(*asked)
+    assert (said.code, said.err) == (0, "")
+    assert "partitioned and its buffers assigned, for 4 emulated CPU devices" in said.words
+    assert "without a name 0.00% of all bytes" in said.words
+    assert "matrix products 5.34 GFLOPs on a device, derived 5.34 GFLOPs (+0.00%)" in said.words
+    assert max(map(len, said.out.splitlines())) <= 80
+    assert (keep / "module.hlo").stat().st_size > 10_000
+
+
+def test_a_stand_in_as_json(call):
+    """Nothing of the TPU is here: what stands in for it is named, and its float32 is a difference with a name."""
+    said = call(
+        *("verify", "tiny", "--on", "v5e:2x2", "--seq", "64", "--batch", "8seq", "--axes", "data=2,tensor=2"),
+        *("--calibration", "datasheet", "--json"),
+    )
+    assert said.code == 0, said.err
+    found = said.json
+    assert (found["target"], found["runs"], found["refusal"]) == ("cpu", True, "")
+    assert 'pip install "meshwright[tpu]"' in found["note"]
+    assert "memory" not in found
+    assert found["collectives"]["remainder"] < 0.02
+    assert {one["name"] for one in found["collectives"]["differences"]} == {"float32"}
+    rows = {(row["kind"], *row["axes"]): row for row in found["collectives"]["rows"]}
+    assert rows["all_gather", "tensor"]["derived_arrays"] == rows["all_gather", "tensor"]["compiled_arrays"] > 0
+    assert found["products"]["compiled"] == found["products"]["derived"]
+
+
+def test_a_large_plan_is_lowered_without_any_compiler(call):
+    said = call(*LARGE, "--batch", "2048seq", "--axes", "fsdp=2048,tensor=4", "--json")
+    assert said.code == 0, said.err
+    assert (said.json["target"], said.json["depth"], said.json["runs"]) == ("tpu", "lower", True)
+    assert said.json["cpu_s"] < 60
+    assert "collectives" not in said.json
+
+
+def test_a_chip_without_a_compiler(call):
+    """Refused in one line, which says what can be asked for instead; that is taken at every depth."""
+    asked = ("verify", "tiny", "--on", "mi300x:8x1", "--batch", "8seq", "--seq", "64", "--step", "generate")
+    for depth in ("lower", "partition"):
+        said = call(*asked, "--axes", "data=2,tensor=4", "--depth", depth)
+        assert said.code == 3
+        assert "no compiler is known for Instinct MI300X" in said.err
+        assert "take --for cpu" in said.err
+        given = (model("tiny"), parse_cluster("mi300x:8x1"))
+        strategy = Strategy(mesh=make_mesh({"data": 2, "tensor": 4}), state="bf16-adam")
+        job = Job(batch_seqs=8, seq_len=64)
+        request = request_of(*given, strategy, job, step="generate", depth=depth, platform="cpu")
+        assert (request.target.platform, request.target.num_devices) == ("cpu", 8)
+
+
+def test_a_batch_that_does_not_divide(call, rates):
+    said = call(*TINY, "--batch", "6seq", "--axes", "fsdp=4", "--depth", "lower", *rates)
+    assert said.code == 3
+    assert len(said.err.splitlines()) == 1
+    assert "6" in said.err
+
+
+def test_no_time(call, rates):
+    said = call(*TINY, "--batch", "8seq", "--axes", "fsdp=4", "--timeout", "0.1", *rates)
+    assert said.code == 3
+    assert "the time was up" in said.err
+    assert "--timeout" in said.err
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (("--step", "generate", "--axes", "tensor=2"), "the mesh has 2 devices and cpu:4 4 chips"),
+        (("--axes", "fsdp=4", "--timeout", "0"), "--timeout 0 leaves the compiler no time"),
+        (("--axes", "fsdp=4", "--timeout", "nan"), "--timeout nan leaves the compiler no time"),
+        (("--axes", "fsdp=4", "--weights", "int8"), "Take --step generate"),
+        (("--axes", "fsdp=4", "--cache-dtype", "int8"), "Take --step generate"),
+        (("--axes", "fsdp=4", "--cache-dtype", "int4"), "'int4' is not one of"),
+        (("--axes", "fsdp=4", "--set", "train.learning_rat=1"), "train.learning_rat is not a setting"),
+        (("--step", "prefill", "--axes", "fsdp=4", "--set", "train.seed=1"), "train.seed is of training"),
+        (("--axes", "fsdp=4", "--set", "strategy.remta=full"), "strategy.remta cannot be set here"),
+        (("--axes", "fsdp=4", "--depth", "deep"), "'deep' is not one of"),
+    ],
+)
+def test_wrong_words_are_told_before_anything_is_compiled(call, rates, more, words):
+    more = more if "--step" in more else (*more, *rates)
+    said = call(*TINY, "--batch", "8seq", *more)
+    assert said.code == 2
+    assert words in " ".join(said.err.split())
+    assert len(said.err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("missing", ["--on", "--batch", "--seq"])
+def test_a_model_needs_a_cluster_and_a_job(call, missing):
+    given = {"--on": "cpu:4", "--batch": "8seq", "--seq": "64"}
+    del given[missing]
+    said = call("verify", "tiny", *(word for pair in given.items() for word in pair))
+    assert said.code == 2
+    assert f"needs {missing}" in said.err
+
+
+@pytest.mark.parametrize("option", [("--on", "cpu:4"), ("--axes", "fsdp=4"), ("--calibration", "datasheet")])
+def test_a_plan_file_says_it_all(call, tmp_path, option):
+    said = call("verify", str(tmp_path / "plan.toml"), *option)
+    assert said.code == 2
+    assert f"leave {option[0]} out" in said.err
+
+
+def test_bad_files(call, tmp_path):
+    assert call("verify", str(tmp_path / "none.toml")).code == 2
+    (tmp_path / "bad.toml").write_text("version = 1\n[model\n")
+    said = call("verify", str(tmp_path / "bad.toml"))
+    assert said.code == 2
+    assert "bad.toml" in said.err
+    (tmp_path / "bytes.toml").write_bytes(bytes(range(256)))
+    assert call("verify", str(tmp_path / "bytes.toml")).code == 2
+
+
+def test_a_plan_file_of_another_size(call, tmp_path, rates):
+    """A mesh that was changed by hand no longer covers the chips."""
+    plan = tmp_path / "plan.toml"
+    asked = ("plan", "tiny", "--on", "cpu:4", "--batch", "8seq", "--seq", "64", "--axes", "fsdp=4", "--out", str(plan))
+    assert call(*asked, *rates).code == 0
+    said = call("verify", str(plan), "--depth", "lower", "--set", "strategy.fsdp=2")
+    assert said.code == 2
+    assert "the mesh has 2 devices and cpu:4 4 chips" in said.err
+
+
+def test_a_folder_of_other_files(call, rates, tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").touch()
+    said = call(*TINY, "--batch", "8seq", "--axes", "fsdp=4", "--keep", str(tmp_path / "mine"), *rates)
+    assert said.code == 2
+    assert "holds other files" in said.err

@@ -1,0 +1,146 @@
+"""TOML with lines: every fault at once, and writing back."""
+
+import msgspec
+import pytest
+
+from meshwright.core.errors import InputError
+from meshwright.core.toml_file import decode_toml, dump_toml, load_toml, parse_toml
+from meshwright.spec.calibration import (
+    Calibration,
+    CollectiveRate,
+    Efficiency,
+    collective_rate,
+    datasheet_calibration,
+    load_calibration,
+    matmul_rate,
+    memory_bytes,
+    memory_rate,
+    reference_peak,
+    save_calibration,
+)
+from meshwright.spec.chip import chip
+
+
+class Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    size: int
+    note: str | None = None
+
+
+class Whole(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    name: str
+    rate: float = 1.0
+    mesh: dict[str, int] = {}
+    part: Part | None = None
+    parts: tuple[Part, ...] = ()
+    names: tuple[str, ...] = ()
+
+
+TEXT = """name = "a"   # a comment = with signs
+names = [
+  "x = 1", # not a key
+  "[y]",
+]
+mesh.data = 4
+[part]
+size = 3
+[[parts]]
+size = 1
+[[parts]]
+size = 2
+note = \"\"\"
+size = 9
+\"\"\"
+"""
+
+
+def test_lines_of_keys():
+    file = parse_toml(TEXT, path="f.toml")
+    assert file.lines["names",] == 2
+    assert file.lines["mesh", "data"] == 6
+    assert file.lines["part", "size"] == 8
+    assert (file.lines["parts", 0, "size"], file.lines["parts", 1, "size"]) == (10, 12)
+    assert file.where(("parts", 1, "absent")) == "f.toml:11"
+
+
+def test_round_trip():
+    whole = decode_toml(parse_toml(TEXT), Whole)
+    assert whole.parts[1].note == "size = 9\n"
+    assert decode_toml(parse_toml(dump_toml(whole)), Whole) == whole
+    odd = {"a key": 'quote " back\\slash\n\x7f é', "flag": True, "big": 1e300, "of": {"x y": [1.5, 2]}}
+    assert parse_toml(dump_toml(odd)).data == odd
+
+
+def test_all_faults_come_at_once_with_lines():
+    text = 'nam = "a"\nrate = "fast"\nmesh.data = 1.5\n[part]\nsize = "big"\n[[parts]]\nsize = 1\nsiz = 2\n'
+    with pytest.raises(InputError) as caught:
+        decode_toml(parse_toml(text, path="f.toml"), Whole)
+    message = str(caught.value)
+    for fault in (
+        "f.toml:1: unknown key 'nam'. Did you mean 'name'?",
+        "needs the key 'name'",
+        "f.toml:2: rate = 'fast'",
+        "f.toml:3: mesh.data = 1.5",
+        "f.toml:5: part.size = 'big'",
+        "f.toml:8: unknown key 'siz'. Did you mean 'size'?",
+    ):
+        assert fault in message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("a = \n", "f.toml:1: not valid TOML"), ("a = 1\na = 2\n", "f.toml:2: not valid TOML: cannot overwrite")],
+)
+def test_broken_toml_names_its_line(text, message):
+    with pytest.raises(InputError, match=message):
+        parse_toml(text, path="f.toml")
+
+
+def test_files_that_cannot_be_read(tmp_path):
+    with pytest.raises(InputError, match="there is no such file"):
+        load_toml(tmp_path / "absent.toml", Whole)
+    (tmp_path / "binary.toml").write_bytes(b"\xff\xfe")
+    with pytest.raises(InputError, match="cannot be read as text"):
+        load_toml(tmp_path / "binary.toml", Whole)
+
+
+def test_datasheet_calibration_changes_nothing():
+    sheet = datasheet_calibration(chip("v5p"))
+    assert sheet.describe() == "datasheet peaks, no calibration"
+    assert matmul_rate(chip("v5p"), sheet, "bf16") == 459e12
+    assert memory_rate(chip("v5p"), sheet) == chip("v5p").hbm_bytes_per_s
+    assert memory_bytes(chip("v5e"), sheet) == 15.75 * 2**30
+
+
+def test_measured_calibration(tmp_path):
+    made = Calibration(
+        name="here",
+        chip="cpu",
+        machine="two cores",
+        date="2025-01-02",
+        matmul_flops_per_s={"fp32": 3e10},
+        memory_bytes_per_s=4e9,
+        memory_bytes=1e9,
+        collectives=tuple(
+            CollectiveRate(kind="all_gather", group_size=n, latency_s=1e-4 * n, bytes_per_s=1e9) for n in (2, 8)
+        ),
+        efficiency=Efficiency(ici=0.9),
+        sources={"memory_bytes_per_s": "a copy of 64 MB"},
+    )
+    save_calibration(made, tmp_path / "here.toml")
+    read = load_calibration(tmp_path / "here.toml")
+    assert read == made
+    assert read.describe() == "calibration 'here' on two cores, 2025-01-02"
+    assert reference_peak(chip("cpu"), read, "fp32") == matmul_rate(chip("cpu"), read, "fp32") == 3e10
+    assert collective_rate(read, "all_gather", 5).group_size == 8
+    with pytest.raises(InputError, match="measured fp32 products, not bf16"):
+        matmul_rate(chip("cpu"), read, "bf16")
+    with pytest.raises(InputError, match="holds no all_reduce rate"):
+        collective_rate(read, "all_reduce", 2)
+
+
+def test_calibration_faults_name_their_line(tmp_path):
+    path = tmp_path / "bad.toml"
+    path.write_text('name = "x"\nchip = "cpu"\n[efficiency]\nici = 1.5\n')
+    with pytest.raises(InputError, match=r"bad.toml:.*efficiency ici is 1.5"):
+        load_calibration(path)

@@ -1,0 +1,279 @@
+"""FLOPs and bytes of every local op kind, and what a whole step executes."""
+
+import math
+
+import msgspec
+import pytest
+
+from meshwright.algebra.derive import derive
+from meshwright.algebra.notation import parse_array
+from meshwright.algebra.rewrites.fused_head import with_fused_head
+from meshwright.algebra.steps import Step
+from meshwright.algebra.transformer import transformer
+from meshwright.cost.step_costs import strategy_sizes
+from meshwright.cost.work.ops import OP_ROWS, OpSizes, model_flops, num_matmul_params, op_flops, op_hbm_bytes
+from meshwright.cost.work.sizes import expert_slots
+from meshwright.spec import catalogue
+from meshwright.spec.job import Job
+from meshwright.spec.strategy import REMAT_POLICIES, STATE_BYTES, Strategy, make_mesh
+from meshwright.spec.weights import num_active_params, num_params, params_by_part, weight_table
+
+DIMS = {"B": 8.0, "T": 16.0, "D": 32.0, "F": 64.0, "N": 4.0, "K": 2.0, "H": 8.0, "V": 128.0}
+MESH = {"data": 2, "fsdp": 2, "context": 4, "tensor": 2}
+
+
+def sizes(**changes):
+    return OpSizes(**{"dims": DIMS, "mesh": MESH, "state": "bf16-adam", **changes})
+
+
+def step(op, inputs, result, *more, **fields):
+    arrays = [parse_array(text) for text in (*inputs, result, *more)]
+    end = len(inputs)
+    return Step(op=op, inputs=tuple(arrays[:end]), result=arrays[end], more=tuple(arrays[end + 1 :]), **fields)
+
+
+def test_einsum_counts_every_distinct_dim_once_on_one_device():
+    up = step("einsum", ["h[B_{data,fsdp}, T_context, D]", "w[D, F_tensor]"], "u[B_{data,fsdp}, T_context, F_tensor]")
+    assert op_flops(up, sizes()) == 2 * (8 / 4) * (16 / 4) * 32 * (64 / 2)
+    assert op_hbm_bytes(up, sizes()) == 2 * (2 * 4 * 32 + 32 * 32 + 2 * 4 * 32)
+    assert op_hbm_bytes(up, sizes(state="fp32")) == 2 * op_hbm_bytes(up, sizes())
+
+
+def test_a_result_that_is_added_is_read_once_more():
+    inputs, result = ["h[B, T, D]", "w[D, F]"], "u[B, T, F]"
+    alone, added = (step("einsum", inputs, result, attributes=marks) for marks in ((), (("accumulate", "true"),)))
+    assert op_hbm_bytes(added, sizes()) - op_hbm_bytes(alone, sizes()) == 2 * 8 * 16 * 64
+
+
+def attention_steps():
+    q, o = "q[B_{data,fsdp}, T_context, N_tensor, H]", "o[B_{data,fsdp}, T_context, N_tensor, H]"
+    k, v = "k[B_{data,fsdp}, T, K_tensor, H]", "v[B_{data,fsdp}, T, K_tensor, H]"
+    here, everywhere = "p[B_{data,fsdp}, T_context]", "p[B_{data,fsdp}, T]"
+    forward = step("attention", [q, k, v, here, everywhere], o)
+    backward = step("attention_backward", [o, q, k, v, here, everywhere], q, k, v)
+    return forward, backward
+
+
+def test_attention_meets_every_gathered_key_without_a_causal_discount():
+    forward, backward = attention_steps()
+    pairs = (8 / 4) * (4 / 2) * (16 / 4) * 16  # B N T S on one device
+    assert op_flops(forward, sizes()) == 4 * pairs * 8
+    assert op_flops(backward, sizes()) == 10 * pairs * 8
+
+
+@pytest.mark.parametrize(("number", "per_pair"), [(0, 3 * 4 + 2 * 2), (1, 6 * 4 + 5 * 2)])
+def test_scores_in_memory_are_counted_only_there(number, per_pair):
+    chosen = attention_steps()[number]
+    pairs = (8 / 4) * (4 / 2) * (16 / 4) * 16
+    more = op_hbm_bytes(chosen, sizes(scores="in_memory")) - op_hbm_bytes(chosen, sizes())
+    assert more == pairs * per_pair
+
+
+def test_a_window_and_a_causal_kernel_meet_fewer_keys():
+    forward, backward = attention_steps()
+    rows = (8 / 4) * (4 / 2) * (16 / 4)
+    near = msgspec.structs.replace(forward, attributes=(("window", "5"),))
+    assert op_flops(near, sizes()) == 4 * rows * 5 * 8
+    assert op_flops(msgspec.structs.replace(forward, attributes=(("window", "99"),)), sizes()) == op_flops(
+        forward, sizes()
+    )
+    assert op_flops(backward, sizes(causal=True)) == op_flops(backward, sizes()) / 2
+    # the first 5 of 16 queries meet 5 / 2 keys on average, the other 11 meet 5
+    assert op_flops(near, sizes(causal=True)) == pytest.approx(4 * rows * (5 * 2.5 + 11 * 5) / 16 * 8)
+
+
+def test_values_may_be_narrower_than_keys():
+    q, k, v = "q[B, T, N, H]", "k[B, T, N, H]", "v[B, T, N, Hv]"
+    arrays = [q, k, v, "p[B, T]", "p[B, T]"]
+    counted = sizes(dims=DIMS | {"Hv": 4.0})
+    pairs = 8 * 4 * 16 * 16
+    assert op_flops(step("attention", arrays, "o[B, T, N, Hv]"), counted) == 2 * pairs * (8 + 4)
+    backward = step("attention_backward", ["o[B, T, N, Hv]", *arrays], q, k, v)
+    assert op_flops(backward, counted) == 2 * pairs * (3 * 8 + 2 * 4)
+
+
+def test_round_a_ring_every_key_comes_by_and_queries_are_read_again():
+    q, o = "q[B, T_context, N, H]", "o[B, T_context, N, H]"
+    k, v = "k[B, T_context, K, H]", "v[B, T_context, K, H]"
+    here, everywhere = "p[B, T_context]", "p[B, T]"
+    ring = step("attention", [k, v, q, k, v, here, everywhere], o, attributes=(("ring", "context"),))
+    whole = step("attention", [q, k.replace("_context", ""), v.replace("_context", ""), here, everywhere], o)
+    assert op_flops(ring, sizes()) == op_flops(whole, sizes())
+    one = 2 * 8 * (16 / 4) * 8 * (2 * 4 + 2 * 2) + 2 * 8 * (16 / 4 + 16)  # q, o, k, v and positions
+    assert op_hbm_bytes(ring, sizes()) == 4 * one
+
+
+def test_a_bias_is_added_on_the_way_out_of_its_product():
+    add = step("bias_add", ["y[B, T, F]", "b[F]"], "z[B, T, F]")
+    assert op_hbm_bytes(add, sizes()) == 2 * 64
+    back = step("bias_add_backward", ["z[B, T, F]"], "b[F]")
+    assert op_hbm_bytes(back, sizes()) == 2 * (8 * 16 * 64 + 64)
+
+
+def test_experts_move_a_row_for_every_slot():
+    """256 slots of width 32 for 128 tokens with two experts each."""
+    counted = sizes(dims=DIMS | {"E": 4.0, "C": 64.0, "Ea": 2.0})
+    slots, tokens, chosen = "xe[E, C, D]", "x[B, T, D]", "c[B, T, Ea]"
+    assert op_hbm_bytes(step("dispatch", [tokens, chosen], slots), counted) == 2 * (2 * 256 * 32 + 256)
+    back = step("dispatch_backward", [slots, chosen], tokens)
+    assert op_hbm_bytes(back, counted) == 2 * (256 * 32 + 256 + 128 * 32)
+    combine = step("combine", [slots, chosen, chosen], tokens)
+    assert op_hbm_bytes(combine, counted) == 2 * (256 * 32 + 2 * 256 + 128 * 32)
+    back = step("combine_backward", [tokens, slots, chosen, chosen], slots, chosen)
+    assert op_hbm_bytes(back, counted) == 2 * (3 * 256 * 32 + 3 * 256)
+
+
+def test_slots_are_the_tokens_sent_to_an_expert():
+    mixtral = catalogue.model("mixtral-8x7b")
+    assert expert_slots(mixtral, num_tokens=4096) == {"C": 1024, "Er": 4}
+    assert expert_slots(mixtral, num_tokens=4096, imbalance=1.5) == {"C": 1536, "Er": 4}
+    assert expert_slots(catalogue.model("tiny"), num_tokens=4096) == {}
+
+
+def test_a_look_up_moves_its_rows_and_not_the_table():
+    lookup = step("embed", ["tokens[B, T]", "embed[V, D]"], "x[B, T, D]")
+    tokens = lookup.inputs[0].replace(dtype="int32")
+    lookup = Step(op="embed", inputs=(tokens, lookup.inputs[1]), result=lookup.result)
+    assert op_flops(lookup, sizes()) == 0
+    assert op_hbm_bytes(lookup, sizes()) == 4 * 8 * 16 + 2 * 2 * 8 * 16 * 32
+
+
+def test_a_row_reduction_reads_its_row_twice_and_a_copy_moves_nothing():
+    norm = step("rms_norm", ["x[B, T, D]", "scale[D]"], "h[B, T, D]")
+    assert op_hbm_bytes(norm, sizes()) == 2 * (3 * 8 * 16 * 32 + 32)
+    assert op_hbm_bytes(step("copy", ["x[B, T, D]"], "y[B, T, D]"), sizes()) == 0
+
+
+@pytest.mark.parametrize("state", STATE_BYTES)
+def test_the_optimizer_moves_its_state(state):
+    adamw = step("adamw", ["dw[D_fsdp, F_tensor]", "w[D_fsdp, F_tensor]"], "w[D_fsdp, F_tensor]")
+    parts = STATE_BYTES[state]
+    local = 16 * 32
+    expected = local * (2 * parts["gradients"] + 2 * parts["weights"] + 2 * parts["optimizer"])
+    assert op_hbm_bytes(adamw, sizes(state=state)) == expected
+
+
+def sizes_of(model, job, mesh):
+    """Sizes of a whole batch on a mesh."""
+    dims = model.dims | {"B": job.batch_seqs, "T": job.seq_len} | expert_slots(model, num_tokens=job.tokens_per_step)
+    return OpSizes(dims={name: float(size) for name, size in dims.items()}, mesh=mesh, state="bf16-adam")
+
+
+def attention_flops(model, job, *, keys_only=False):
+    """Forward FLOPs of attention: 2 B T S N (H + Hv), of S no more than a window; the part of H alone if asked."""
+    value = 0 if keys_only else (model.v_head_dim or model.head_dim)
+    windows = [
+        model.sliding_window if layer in model.sliding_layers else job.seq_len for layer in range(model.num_layers)
+    ]
+    keys = sum(min(window, job.seq_len) for window in windows)
+    return 2 * job.batch_seqs * job.seq_len * keys * model.num_heads * (model.head_dim + value)
+
+
+def derived_flops(model, job, axes, **choices):
+    """FLOPs of the forward and of the backward pass on all devices."""
+    mesh = make_mesh(axes)
+    derived = derive(transformer(model), Strategy(mesh=mesh, remat="none", **choices))
+    counted, found = sizes_of(model, job, mesh), {"forward": 0.0, "backward": 0.0}
+    for block in derived.blocks:
+        for name in found:
+            local = (s for s in getattr(block, name) if not s.is_collective)
+            found[name] += block.repeat * sum(op_flops(s, counted) for s in local) * math.prod(mesh.values())
+    return found
+
+
+@pytest.mark.parametrize("name", catalogue.models())
+def test_every_program_has_the_flops_of_its_active_matrices(name):
+    """2 per active matrix parameter and token forward, 4 backward; the unembedding counts, the look-up does not."""
+    model, job = catalogue.model(name), Job(batch_seqs=16, seq_len=2048)
+    look_up = params_by_part(model)["embedding"] - (model.vocab_size * model.d_model if model.tied_embeddings else 0)
+    vectors = sum(w.num_active_params for w in weight_table(model) if w.kind == "vector")
+    forward = 2 * (num_active_params(model) - look_up - vectors) * job.tokens_per_step
+    attention = attention_flops(model, job)
+    found = derived_flops(model, job, {})
+    assert found["forward"] == pytest.approx(forward + attention, rel=1e-6)
+    # the scores are made once more
+    again = attention_flops(model, job, keys_only=True)
+    assert found["backward"] == pytest.approx(2 * (forward + attention) + again, rel=1e-6)
+    assert model_flops(model, job) == pytest.approx(3 * (forward + attention), rel=1e-6)
+
+
+@pytest.mark.parametrize("way", ["gather", "ring", "ulysses"])
+@pytest.mark.parametrize("name", ["gpt2", "deepseek-v2-lite", "gpt-oss-20b"])
+def test_no_split_changes_the_flops(name, way):
+    model, job = catalogue.model(name), Job(batch_seqs=16, seq_len=2048)
+    axes = {"data": 2, "fsdp": 2, "expert": 2, "context": 2, "tensor": 2}
+    alone, split = derived_flops(model, job, {}), derived_flops(model, job, axes, context_attention=way)
+    assert split["forward"] == pytest.approx(alone["forward"], rel=1e-9)
+    assert split["backward"] == pytest.approx(alone["backward"], rel=1e-9)
+
+
+@pytest.mark.parametrize("name", catalogue.models())
+def test_every_step_of_every_program_has_its_bytes(name):
+    model, job = catalogue.model(name), Job(batch_seqs=16, seq_len=2048)
+    mesh = make_mesh({"fsdp": 2, "tensor": 2})
+    derived = derive(transformer(model), Strategy(mesh=mesh))
+    counted = sizes_of(model, job, mesh)
+    for step, _ in derived.steps():
+        if not step.is_collective:
+            moved = op_hbm_bytes(step, counted)
+            assert moved >= 0
+            assert moved > 0 or step.op in ("copy", "slice", "sum_loss_backward")
+
+
+def test_model_flops_without_keys_that_no_query_sees():
+    job = Job(batch_seqs=4, seq_len=8192)
+    for name in ("llama3-8b", "deepseek-v3"):
+        model = catalogue.model(name)
+        whole, causal = (model_flops(model, job, causal=choice) for choice in (False, True))
+        assert whole - causal == pytest.approx(3 * attention_flops(model, job) / 2)
+    mistral = catalogue.model("mistral-7b")
+    whole, causal = (model_flops(mistral, job, causal=choice) for choice in (False, True))
+    # of a window of half the sequence, the first half of the queries sees half: 3/4 in all
+    assert whole - causal == pytest.approx(3 * attention_flops(mistral, job) / 4)
+
+
+@pytest.mark.parametrize("remat", REMAT_POLICIES)
+def test_every_derived_local_step_has_a_row(remat):
+    derived = derive(transformer(catalogue.model("tiny")), Strategy(mesh=make_mesh({"fsdp": 2}), remat=remat))
+    local = {s.op for s, _ in derived.steps() if not s.is_collective}
+    assert local <= set(OP_ROWS)
+    assert {"einsum", "attention_backward", "adamw", "embed_backward"} <= local
+
+
+def test_model_flops_of_llama3_70b():
+    model, job = catalogue.model("llama3-70b"), Job(batch_seqs=1024, seq_len=4096)
+    parts = params_by_part(model)
+    assert num_matmul_params(model) == num_params(model) - parts["embedding"] - parts["norm"]
+    attention = 12 * 1024 * 4096**2 * 64 * 128 * 80
+    assert model_flops(model, job) - attention == 6 * num_matmul_params(model) * 2**22
+    # 6 x 70e9 per token (How to Scale Your Model, section 6.2), which leaves attention out
+    assert (model_flops(model, job) - attention) / 2**22 == pytest.approx(4.2e11, rel=0.01)
+
+
+def test_a_tied_table_counts_once_as_the_unembedding():
+    tied = catalogue.model("llama3.2-1b")
+    assert tied.tied_embeddings
+    assert num_matmul_params(tied) == num_params(tied) - params_by_part(tied)["norm"]
+
+
+@pytest.mark.parametrize(
+    "axes", [{}, {"fsdp": 4, "tensor": 2}, {"data": 2, "context": 2, "tensor": 2}, {"data": 8}], ids=str
+)
+@pytest.mark.parametrize("remat", ["none", "block", "full"])
+def test_executed_flops_are_the_model_s_and_what_is_made_again(axes, remat):
+    """Backward makes the scores again (14 for 12 of attention); block remat all of a layer but its last product."""
+    model, job = catalogue.model("tiny"), Job(batch_seqs=16, seq_len=64)
+    strategy = Strategy(mesh=make_mesh(axes), remat=remat)
+    counted = strategy_sizes(model, job, strategy, scores="in_memory")  # which meets every key
+    derived = derive(transformer(model), strategy)
+    executed = sum(n * op_flops(s, counted) for s, n in derived.steps(1) if not s.is_collective) * strategy.num_chips
+    pairs_width = 16 * 64**2 * model.num_heads * model.head_dim * model.num_layers
+    again = 2 * pairs_width
+    if remat != "none":
+        parts = params_by_part(model)
+        layer = parts["attention"] + parts["mlp"] - model.num_layers * model.d_model * model.d_ff
+        again += 2 * layer * job.tokens_per_step + 4 * pairs_width
+    fused = any(s.op == "fused_head" for s, _ in with_fused_head(derived).steps(1))
+    if remat == "full" and not fused:  # where it is, as the trainer runs it, logits are made once
+        again += 2 * model.d_model * model.vocab_size * job.tokens_per_step
+    assert executed == pytest.approx(model_flops(model, job) + again, rel=1e-12)

@@ -1,0 +1,105 @@
+"""Slots of experts: how many a program computes and holds, against the blocks that it really works through."""
+
+import jax.numpy as jnp
+import msgspec
+import numpy as np
+import pytest
+
+from meshwright.algebra.notation import parse_array
+from meshwright.algebra.ops.experts import BLOCK_ROWS, FEW_SLOTS
+from meshwright.algebra.steps import Step
+from meshwright.cost.train_step import price_strategy
+from meshwright.cost.work.ops import op_hbm_bytes
+from meshwright.cost.work.sizes import OpSizes
+from meshwright.cost.work.slots import block_bytes, computed_share, num_slot_calls, num_slot_products, slot_sizes
+from meshwright.nn.experts.products import filled_blocks
+from meshwright.spec import catalogue
+from meshwright.spec.cluster import parse_cluster
+from meshwright.spec.job import Job
+from meshwright.spec.strategy import Strategy, make_mesh
+
+XE, WEIGHT, GE = (parse_array(text) for text in ("xe[E,C,D]", "w[E,D,Fe]", "ge[E,C,Fe]"))
+PRODUCT = Step(op="einsum", inputs=(XE, WEIGHT), result=GE)
+GRADIENT = Step(op="einsum", inputs=(XE, GE), result=WEIGHT.replace(name="dw"))
+SILU = Step(op="silu_mul", inputs=(GE, GE.replace(name="ue")), result=GE.replace(name="me"))
+
+
+def sizes(filled, *, spare=4.0, in_arrays=True, experts=8, scores="in_memory"):
+    """Of a device with so many filled slots in each expert; a CPU, whose scores of attention are in memory."""
+    dims = {"E": experts, "C": filled, "D": 64, "Fe": 32}
+    return OpSizes(dims=dims, mesh={}, state="bf16-adam", spare_slots=spare, in_arrays=in_arrays, scores=scores)
+
+
+def test_without_slots_to_spare_nothing_changes():
+    at = sizes(1000, spare=1.0)
+    for step in (PRODUCT, GRADIENT, SILU):
+        assert slot_sizes(step, at) is at
+        assert computed_share(step, at) == num_slot_calls(step, at) == 1
+        assert block_bytes(step, at) == 0
+
+
+def test_few_slots_are_computed_all_at_once():
+    at = sizes(FEW_SLOTS / 8 / 4)
+    assert computed_share(PRODUCT, at) == 4
+    assert num_slot_calls(PRODUCT, at) == 1
+    assert block_bytes(PRODUCT, at) == 0
+    assert slot_sizes(PRODUCT, msgspec.structs.replace(at, in_arrays=False)).dims["C"] == 4 * at.dims["C"]
+
+
+def test_many_slots_are_computed_in_the_blocks_that_have_any():
+    """For loads of every size up to all slots, in the mean, the rows of the blocks that the program finds filled."""
+    capacity, rows, computed = 4 * BLOCK_ROWS, [], []
+    for load in range(1, capacity + 1, 3):
+        slots = jnp.asarray(np.arange(capacity)[None, :, None] < load, jnp.float32)
+        rows.append(int(filled_blocks(slots).num[0]) * BLOCK_ROWS)
+        computed.append(float(load * computed_share(PRODUCT, sizes(load, spare=1e9, experts=1))))
+    many = [number for number, load in enumerate(range(1, capacity + 1, 3)) if load * 1e9 > FEW_SLOTS]
+    assert np.mean([computed[n] for n in many]) == pytest.approx(np.mean([rows[n] for n in many]), rel=0.02)
+
+
+def test_no_more_than_all_slots_are_computed():
+    assert computed_share(PRODUCT, sizes(40)) == 1 + 64 / 40
+    assert computed_share(PRODUCT, sizes(33, spare=2.0, experts=16)) == 2
+
+
+def test_arrays_hold_every_slot_and_packed_tokens_only_filled_ones():
+    arrays, packed = sizes(512), sizes(512, in_arrays=False)
+    assert op_hbm_bytes(SILU, slot_sizes(SILU, arrays)) == 4 * op_hbm_bytes(SILU, arrays)
+    assert slot_sizes(SILU, packed).dims["C"] == 512
+
+
+def test_bytes_of_blocks_by_hand():
+    at = sizes(448)  # and 64 of padding: four blocks of each of 8 experts
+    assert num_slot_products(PRODUCT, at) == 32
+    slots, results = 8 * 448 * 64 * 2, 8 * 448 * 32 * 2
+    assert block_bytes(PRODUCT, at) == 4 * slots + 4 * results + results
+    assert block_bytes(GRADIENT, at) == 4 * slots + 4 * 32 * (64 * 32 * 4)
+
+
+def test_an_accelerator_gathers_as_many_blocks_as_an_expert_has_in_the_mean():
+    at = sizes(2048, scores="on_chip")
+    rows = 2048 + BLOCK_ROWS / 2 + 15 * BLOCK_ROWS / 2
+    assert computed_share(PRODUCT, at) == rows / 2048
+    assert num_slot_products(PRODUCT, at) == 12  # of 2048 rows, for eight experts of 3072 in the mean
+    slots, results = 8 * 2048 * 64 * 2, 8 * 2048 * 32 * 2
+    assert block_bytes(PRODUCT, at) == 4 * slots + 4 * results + results + 2 * (slots + results)
+    assert block_bytes(GRADIENT, at) == 4 * slots + 4 * 12 * (64 * 32 * 4) + 2 * (slots + results)
+
+
+def test_a_step_that_moves_slots_computes_more_than_its_filled_slots():
+    """Mixtral with an expert on each of 8 devices: half a block from each device, and half of what a product takes."""
+    model, cluster, job = catalogue.model("mixtral-8x7b"), parse_cluster("h100:8x1"), Job(batch_seqs=8, seq_len=8192)
+    strategy = Strategy(mesh=make_mesh({"expert": 8}))
+    room, none = (
+        price_strategy(model, cluster, job, msgspec.structs.replace(strategy, empty_slots=empty))
+        for empty in (True, False)
+    )
+    pairs = [
+        (a, b)
+        for a, b in zip(room.costs, none.costs, strict=True)
+        if a.step.op == "einsum" and any("C" in x.dims for x in a.step.inputs)
+    ]
+    assert pairs
+    for a, b in pairs:
+        assert a.flops / b.flops == pytest.approx(1 + BLOCK_ROWS / 2 / 2048 + 63 * BLOCK_ROWS / 2 / 16384)
+        assert a.hbm_bytes > b.hbm_bytes

@@ -1,0 +1,174 @@
+"""Products in blocks, over slots of which many are empty and over packed tokens, against NumPy's per expert."""
+
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from meshwright.algebra.layers import PLAIN, ProgramOptions
+from meshwright.algebra.notation import parse_array
+from meshwright.algebra.steps import Step
+from meshwright.nn.context import as_given
+from meshwright.nn.experts import products as experts_products
+from meshwright.nn.experts import ragged as experts_ragged
+from meshwright.nn.experts import rows as experts
+from meshwright.nn.experts import slots as experts_slots
+from meshwright.nn.experts.ragged import Ragged
+from meshwright.nn.ops.table import contract_step
+
+ROWS, WIDTH, OUT = 23, 5, 4
+SIZES = np.array([0, 9, 1, 0, 13], np.int32)
+EXPERTS = len(SIZES)
+
+
+def draw(*shape, seed=0):
+    return np.random.default_rng(seed + sum(shape)).normal(size=shape).astype(np.float32)
+
+
+def parts(rows):
+    return np.split(rows, np.cumsum(SIZES)[:-1])
+
+
+def close(found, wanted):
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-5 * np.abs(wanted).max())
+
+
+@pytest.mark.parametrize(("block_rows", "at_once"), [(4, 1), (64, 1), (4, 2), (2, 3), (1, 64)])
+def test_packed_rows_meet_their_own_expert(block_rows, at_once):
+    """Blocks that reach past their expert's rows or the end of the array, experts without rows."""
+    x, dy, w = draw(ROWS, WIDTH), draw(ROWS, OUT), draw(EXPERTS, WIDTH, OUT)
+    form = {"block_rows": block_rows, "at_once": at_once}
+
+    @jax.jit
+    def run(x, dy, w, sizes):
+        blocks = experts_products.grouped_blocks(sizes, ROWS, block_rows=block_rows)
+        return (
+            experts_products.block_product(x, w, blocks, **form),
+            experts_products.block_product(dy, w, blocks, transposed=True, **form),
+            experts_products.block_weight_gradient(x, dy, blocks, **form),
+        )
+
+    y, dx, dw = run(x, dy, w, SIZES)
+    close(y, np.concatenate([part @ w[e] for e, part in enumerate(parts(x))]))
+    close(dx, np.concatenate([part @ w[e].T for e, part in enumerate(parts(dy))]))
+    close(dw, np.stack([left.T @ right for left, right in zip(parts(x), parts(dy), strict=True)]))
+
+
+@pytest.mark.parametrize(("capacity", "at_once"), [(8, 1), (7, 1), (8, 3), (7, 2)])
+def test_slots_that_are_left_out_are_zeros_of_the_product(capacity, at_once):
+    slots, w, dy = draw(EXPERTS, capacity, WIDTH), draw(EXPERTS, WIDTH, OUT), draw(EXPERTS, capacity, OUT)
+    filled = np.array([[0, 0, 0, 0, 0, 0, 0, 0], [1, 0, 0, 0, 1, 1, 0, 0], [1] * 8, [0, 0, 0, 0, 0, 0, 1, 0], [1] * 8])
+    slots *= filled[:, :capacity, None]
+
+    @jax.jit
+    def run(slots, w, dy):
+        blocks = experts_products.filled_blocks(slots, block_rows=4)
+        rows, cotangents = slots.reshape(-1, WIDTH), dy.reshape(-1, OUT)
+        form = {"block_rows": 4, "at_once": at_once}
+        y = experts_products.block_product(rows, w, blocks, **form)
+        return blocks.num, y, experts_products.block_weight_gradient(rows, cotangents, blocks, **form)
+
+    num, y, dw = run(slots, w, dy)
+    assert num.tolist() == [0, 2, 2, 1, 2]
+    close(y.reshape(EXPERTS, capacity, OUT), np.einsum("ecd,edf->ecf", slots, w))
+    close(dw, np.einsum("ecd,ecf->edf", slots, dy))
+
+
+# -- packed tokens ------------------------------------------------------------------------------------------
+
+
+def test_packed_tokens_come_back_as_those_in_slots():
+    tokens, chosen_of = 12, 2
+    x, gates, dy = draw(1, tokens, WIDTH), draw(1, tokens, chosen_of), draw(1, tokens, WIDTH, seed=4)
+    numbers = np.argsort(draw(1, tokens, EXPERTS), -1)[..., :chosen_of].astype(np.int32)
+
+    @jax.jit
+    def run(x, gates, dy):
+        chosen = experts.assign_slots(numbers, num_experts=EXPERTS, capacity=tokens)
+        slots = experts.dispatch(x, chosen, num_experts=EXPERTS, capacity=tokens)
+        packed = experts_ragged.ragged_dispatch(x, chosen, num_experts=EXPERTS)
+        padded = (
+            experts.combine(slots, gates, chosen),
+            experts.combine_backward(dy, slots, gates, chosen)[1],
+            experts.dispatch_backward(experts.combine_backward(dy, slots, gates, chosen)[0], chosen),
+        )
+        dpacked, dgates = experts_ragged.ragged_combine_backward(dy, packed, gates, chosen)
+        without = (
+            experts_ragged.ragged_combine(packed, gates, chosen),
+            dgates,
+            experts_ragged.ragged_dispatch_backward(dpacked, chosen),
+        )
+        return packed, padded, without
+
+    packed, padded, without = run(x, gates, dy)
+    assert packed.rows.shape == (tokens * chosen_of, WIDTH)
+    assert packed.sizes.tolist() == np.bincount(numbers.ravel(), minlength=EXPERTS).tolist()
+    in_order = [token for e in range(EXPERTS) for token in range(tokens) if e in numbers[0, token]]
+    assert np.array_equal(packed.rows, x[0, in_order])
+    for one, other in zip(without, padded, strict=True):
+        close(one, np.asarray(other))
+
+
+def step(text, *inputs):
+    return Step(op="einsum", inputs=tuple(parse_array(a) for a in inputs), result=parse_array(text))
+
+
+PRODUCTS = {
+    "forward": step("ge[E,C,Fe]", "xe[E,C,D]", "w[E,D,Fe]"),
+    "cotangent": step("dxe[E,C,D]", "dge[E,C,Fe]", "w[E,D,Fe]"),
+    "gradient": step("dw[E,D,Fe]", "xe[E,C,D]", "dge[E,C,Fe]"),
+    "gradient, the other way round": step("dw[E,D,Fe]", "dge[E,C,Fe]", "xe[E,C,D]"),
+}
+BLOCKS = {"D": WIDTH, "Fe": OUT, "E": EXPERTS, "C": max(SIZES)}
+
+
+@pytest.fixture(params=["cpu", "cuda"])
+def aware(request, monkeypatch):
+    """Kinds that take packed tokens, and blocks even of few slots; blocks one by one or several gathered."""
+    monkeypatch.setattr(experts_slots, "FEW_SLOTS", 0)
+    monkeypatch.setattr(experts_products, "default_platform", lambda: request.param)
+    kinds = dict.fromkeys(("bias_add", "bias_add_backward"), None)
+    einsum = {"einsum": lambda context, step, lhs, rhs: contract_step(step, lhs, rhs)}
+    return experts_slots.slots_aware({**kinds, **einsum, "gelu": lambda context, step, x: jnp.tanh(x)})
+
+
+def context(options=PLAIN):
+    model = SimpleNamespace(num_experts=EXPERTS, experts_per_token=2)
+    return SimpleNamespace(options=options, constrain=as_given, model=model)
+
+
+def packed(padded):
+    return Ragged(jnp.asarray(np.concatenate([p[:n] for p, n in zip(padded, SIZES, strict=True)])), jnp.asarray(SIZES))
+
+
+@pytest.mark.parametrize("product", PRODUCTS)
+def test_steps_give_the_same_with_slots_and_with_packed_tokens(product, aware):
+    product_step = PRODUCTS[product]
+    filled = np.arange(BLOCKS["C"])[None] < SIZES[:, None]
+    values = [draw(*(BLOCKS[dim] for dim in array.dims)) for array in product_step.inputs]
+    values = [v * filled[..., None] if "C" in a.dims else v for v, a in zip(values, product_step.inputs, strict=True)]
+    wanted = contract_step(product_step, *values)
+    close(jax.jit(lambda *v: aware["einsum"](context(), product_step, *v))(*values), np.asarray(wanted))
+    of_packed = [packed(v) if "C" in a.dims else v for v, a in zip(values, product_step.inputs, strict=True)]
+    found = jax.jit(lambda *v: aware["einsum"](context(), product_step, *v))(*of_packed)
+    if "C" in product_step.result.dims:
+        found, wanted = found.rows, packed(np.asarray(wanted)).rows
+    close(found, np.asarray(wanted))
+
+
+def test_biases_and_activations_of_packed_tokens(aware):
+    rows, bias = packed(draw(EXPERTS, max(SIZES), WIDTH)), draw(EXPERTS, WIDTH)
+    repeated = np.repeat(bias, SIZES, axis=0)
+    close(aware["bias_add"](context(), None, rows, bias).rows, np.asarray(rows.rows) + repeated)
+    close(aware["bias_add_backward"](context(), None, rows), np.stack([p.sum(0) for p in parts(np.asarray(rows.rows))]))
+    close(aware["gelu"](context(), None, rows).rows, np.tanh(rows.rows))
+    close((rows + rows).rows, 2 * np.asarray(rows.rows))
+
+
+def test_a_bound_on_slots_keeps_the_batched_product(aware):
+    values = [draw(EXPERTS, 4, WIDTH), draw(EXPERTS, WIDTH, OUT)]
+    for options, loops in ((PLAIN, True), (ProgramOptions(capacity_factor=1.25), False)):
+        run = jax.jit(lambda *v, options=options: aware["einsum"](context(options), PRODUCTS["forward"], *v))
+        assert ("while" in run.lower(*values).as_text()) == loops

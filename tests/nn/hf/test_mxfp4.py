@@ -1,0 +1,50 @@
+import numpy as np
+import pytest
+
+from meshwright.nn.hf.files import InMemory
+from meshwright.nn.hf.mxfp4 import VALUES, Unpacked, unpack
+
+
+def packed(*shape, seed=0):
+    rng = np.random.default_rng(seed)
+    scales = rng.integers(120, 134, shape).astype(np.uint8)
+    return rng.integers(0, 256, (*shape, 16)).astype(np.uint8), scales
+
+
+def test_values_are_those_of_the_format():
+    """Sign, two bits of exponent with bias 1, one of mantissa; exponent 0 is subnormal."""
+    for bits in range(16):
+        sign, exponent, mantissa = bits >> 3, (bits >> 1) & 3, bits & 1
+        magnitude = mantissa / 2 if exponent == 0 else (1 + mantissa / 2) * 2.0 ** (exponent - 1)
+        assert VALUES[bits] == (-1) ** sign * magnitude
+
+
+def test_the_low_half_of_a_byte_comes_first():
+    byte = np.zeros((1, 16), np.uint8)
+    byte[0, 0] = 0x2 | (0xB << 4)
+    found = unpack(byte, np.asarray([128], np.uint8)).astype(np.float32)
+    np.testing.assert_array_equal(found[:3], [2.0, -3.0, 0.0])
+
+
+def test_a_part_is_the_part_of_the_whole():
+    blocks, scales = packed(3, 5, 4)
+    tensors = Unpacked(InMemory({"w_blocks": blocks, "w_scales": scales, "b": np.zeros(3)}))
+    assert tensors.shape("w") == (3, 128, 5)
+    assert {"w", "b"} <= tensors.names
+    whole = tensors.read("w", tuple(slice(0, size) for size in (3, 128, 5)))
+    box = (slice(1, 3), slice(40, 100), slice(2, 5))
+    np.testing.assert_array_equal(tensors.read("w", box), whole[box])
+    np.testing.assert_array_equal(whole[2, :, 1], unpack(blocks[2, 1], scales[2, 1]))
+
+
+@pytest.mark.peer
+def test_transformers_reads_the_same_numbers():
+    torch = pytest.importorskip("torch", reason="torch is not installed: make test installs it")
+    pytest.importorskip("transformers")
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    blocks, scales = packed(2, 6, 3)
+    expected = convert_moe_packed_tensors(torch.tensor(blocks), torch.tensor(scales)).float().numpy()
+    tensors = Unpacked(InMemory({"w_blocks": blocks, "w_scales": scales}))
+    found = tensors.read("w", tuple(slice(0, size) for size in tensors.shape("w")))
+    np.testing.assert_array_equal(found.astype(np.float32), expected)

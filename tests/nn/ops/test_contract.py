@@ -1,0 +1,98 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from meshwright.nn.ops.contract import contract
+
+SIZES = dict(zip("abcdefgh", (2, 3, 5, 4, 7, 6, 8, 3), strict=True))
+
+TURNED = [
+    "ab,ac->bc",  # a weight's gradient: tokens are summed
+    "abe,abcd->ecd",  # several token dims, a result with heads
+    "ace,acb->eb",  # the left factor is the larger one
+    "ace,acb->be",  # the result in the other order
+    "hge,hga->hea",  # experts: a batch dim in front
+    "hgae,hgb->hbae",
+]
+PLAIN = [
+    "ab,bc->ac",
+    "ab,cb->ac",
+    "abcd,cde->abe",
+    "ba,cb->ac",  # summed first on the left, last on the right
+    "abc,bad->cd",  # summed dims in another order
+    "hab,hbc->hac",
+    "ahb,ahc->hbc",  # a batch dim that is not in front
+    "ab,ab->a",
+    "ab,ab->",
+    "ab,ac->abc",
+    "abd,ac->bc",  # a dim of one factor summed by itself
+]
+
+
+def factors(equation, dtype=np.float32, seed=0):
+    rng = np.random.default_rng(seed)
+    names = equation.split("->")[0].split(",")
+    return [jnp.asarray(rng.normal(size=[SIZES[c] for c in name]), dtype) for name in names]
+
+
+@pytest.fixture(params=["cpu", "tpu", "cuda"])
+def platform(request, monkeypatch):
+    """The platform that the program is for."""
+    monkeypatch.setattr("meshwright.nn.ops.contract.default_platform", lambda: request.param)
+    return request.param
+
+
+def transposes(equation):
+    return str(jax.make_jaxpr(lambda *a: contract(equation, *a))(*factors(equation))).count("optimization_barrier")
+
+
+@pytest.mark.parametrize("equation", TURNED + PLAIN)
+def test_the_product_is_the_sum_over_letters(equation, platform):
+    lhs, rhs = factors(equation)
+    expected = np.einsum(equation, np.asarray(lhs, np.float64), np.asarray(rhs, np.float64))
+    found = contract(equation, lhs, rhs)
+    assert found.dtype == jnp.float32
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("equation", TURNED)
+def test_only_cpu_turns_a_factor_round(equation, platform):
+    assert (transposes(equation) >= 1) == (platform == "cpu")
+
+
+@pytest.mark.parametrize("equation", PLAIN)
+def test_products_that_sum_other_dims_are_left_to_xla(equation):
+    assert transposes(equation) == 0
+
+
+def test_the_smaller_factor_is_turned_round():
+    traced = str(jax.make_jaxpr(lambda a, b: contract("te,tb->eb", a, b))(*sized((9, 7), (9, 3))))
+    assert "f32[3,9]" in traced
+    assert "f32[7,9]" not in traced
+
+
+def sized(*shapes):
+    return [jnp.ones(shape, jnp.float32) for shape in shapes]
+
+
+@pytest.mark.parametrize("equation", TURNED)
+def test_gradients_are_those_of_einsum(equation):
+    lhs, rhs = factors(equation)
+
+    def loss(product):
+        return lambda a, b: jnp.sum(jnp.sin(product(a, b)))
+
+    found = jax.grad(loss(lambda a, b: contract(equation, a, b)), argnums=(0, 1))(lhs, rhs)
+    expected = jax.grad(loss(lambda a, b: jnp.einsum(equation, a, b)), argnums=(0, 1))(lhs, rhs)
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=1e-5 * np.abs(other).max())
+
+
+def test_a_wide_result_of_narrow_factors_is_added_up_in_float32():
+    lhs, rhs = factors("abe,abcd->ecd", jnp.bfloat16)
+    found = contract("abe,abcd->ecd", lhs, rhs, dtype=jnp.float32)
+    expected = np.einsum("abe,abcd->ecd", np.asarray(lhs, np.float64), np.asarray(rhs, np.float64))
+    assert found.dtype == jnp.float32
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+    assert contract("abe,abcd->ecd", lhs, rhs).dtype == jnp.bfloat16

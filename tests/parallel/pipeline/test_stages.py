@@ -1,0 +1,179 @@
+"""A derived model in stages: the derived collectives in the compiled text, and what does not run in stages."""
+
+import jax.numpy as jnp
+import msgspec
+import numpy as np
+import pytest
+
+from meshwright.algebra.derive import derive
+from meshwright.algebra.layers import ProgramOptions
+from meshwright.algebra.schedules.fused import fused
+from meshwright.algebra.schedules.rows import SCHEDULES, build, default_chunks
+from meshwright.algebra.schedules.ticks import tick_tables
+from meshwright.algebra.transformer import transformer
+from meshwright.core.errors import CannotRunError, InputError
+from meshwright.hlo.collectives import collectives
+from meshwright.nn.context import Context
+from meshwright.parallel.pipeline.stages import Pipeline, strategy_schedule
+from meshwright.parallel.train_step import TrainStep
+from meshwright.spec.strategy import Strategy, make_mesh
+from tests.parallel.cases import (
+    DEEP,
+    DEEP_MOE,
+    RELATIVE,
+    assert_equal,
+    keep_gradients,
+    on_one_device,
+    run,
+    strategy_of,
+)
+from tests.parallel.small import BATCH_SEQS, MODEL, SEQ_LEN, batch
+from tests.traffic import pipeline_traffic
+
+TWO_KINDS = msgspec.structs.replace(
+    MODEL, name="two-kinds", num_layers=8, sliding_window=4, sliding_layers=(0, 2, 4, 6), tied_embeddings=True
+)
+
+
+def check(model, axes, schedule, *, count=4, **choices):
+    """Gradients of one device, no permute in a branch, and exactly the derived collectives, tick by tick."""
+    chunks = choices.pop("chunks", default_chunks(schedule))
+    strategy = strategy_of(axes, num_microbatches=count, schedule=schedule, chunks=chunks, **choices)
+    found = run(model, strategy)
+    assert_equal(found, on_one_device(model))
+    permutes = [c for c in collectives(found.hlo, strategy.mesh) if c.kind == "permute"]
+    assert not any(c.in_conditional for c in permutes)
+    dims = {**model.dims, "B": BATCH_SEQS, "T": SEQ_LEN, "C": BATCH_SEQS * SEQ_LEN // count}
+    tables = tick_tables(fused(strategy_schedule(strategy)))
+    derived = derive(transformer(model), strategy)
+    assert found.compiled == pipeline_traffic(derived, tables, dims, strategy.mesh, width=4)
+
+
+def test_two_kinds_of_layers_and_a_stream_that_is_sent_in_parts():
+    """Where all devices of ``tensor`` have the whole stream, each sends a part of it, and the next stage gathers it."""
+    check(TWO_KINDS, {"pipeline": 2, "tensor": 2}, "interleaved", sequence_parallel=False, remat="none")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", [name for name in SCHEDULES if not name.startswith("dualpipe")])
+def test_every_schedule_on_four_stages(schedule):
+    model = msgspec.structs.replace(TWO_KINDS, num_layers=16, sliding_layers=tuple(range(0, 16, 2)))
+    check(model, {"pipeline": 4, "data": 2}, schedule)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("axes", "schedule", "choices"),
+    [
+        ({"pipeline": 2, "data": 2, "tensor": 2}, "1f1b", {}),
+        ({"pipeline": 2, "tensor": 4}, "gpipe", {"sequence_parallel": False}),
+        ({"pipeline": 2, "fsdp": 2, "tensor": 2}, "zb-h1", {}),
+        ({"pipeline": 2, "fsdp": 2, "context": 2}, "interleaved", {"remat": "selective"}),
+        ({"pipeline": 2, "context": 2, "tensor": 2}, "zb-h2", {"context_attention": "ulysses"}),
+        ({"pipeline": 2, "fsdp": 2, "tensor": 2}, "zb-h1", {"remat": "every-4"}),
+        ({"pipeline": 2, "fsdp": 2, "tensor": 2}, "dualpipe-v", {"remat": "none"}),
+        ({"pipeline": 2, "tensor": 2}, "dualpipe", {}),
+        ({"pipeline": 2, "data": 2, "fsdp": 2}, "1f1b", {"remat": "full", "count": 2, "zero": 1}),
+    ],
+)
+def test_mixes(axes, schedule, choices):
+    check(TWO_KINDS, axes, schedule, **choices)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("axes", "schedule"), [({"pipeline": 2, "expert": 2, "tensor": 2}, "1f1b")])
+def test_experts_in_stages(axes, schedule):
+    check(msgspec.structs.replace(DEEP_MOE, num_layers=8), axes, schedule)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["interleaved", "dualpipe", "dualpipe-v"])
+def test_the_loss_alone(schedule):
+    axes = {"pipeline": 2, "fsdp": 2, "tensor": 2}
+    strategy = strategy_of(axes, num_microbatches=4, schedule=schedule, chunks=default_chunks(schedule))
+    step = TrainStep(DEEP, strategy)
+    loss = step.loss_sum(step.init(0).params, step.place(batch()))
+    assert abs(float(loss) / (BATCH_SEQS * SEQ_LEN) / on_one_device(DEEP).loss - 1) < RELATIVE
+
+
+def stepped(model, strategy, **choices):
+    """Loss and gradients, in the order of the model, of one step."""
+    step = TrainStep(model, strategy, optimizer=keep_gradients(), **choices)
+    state, metrics = step.step(step.init(0), batch())
+    return float(metrics.loss), {name: np.asarray(g) for name, g in step.to_canonical(state.opt_state).items()}
+
+
+def assert_alike(found, wanted, relative):
+    assert abs(found[0] / wanted[0] - 1) < relative
+    for name, value in wanted[1].items():
+        np.testing.assert_allclose(found[1][name], value, rtol=0, atol=relative * np.abs(value).max(), err_msg=name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_losses_that_are_made_in_the_layers(schedule):
+    """Balance losses count the tokens of a microbatch, so they are compared with the same microbatches."""
+    options = ProgramOptions(balance_loss=0.1, z_loss=1e-2)
+    stages = strategy_of({"pipeline": 2, "data": 2}, num_microbatches=4, schedule=schedule)
+    alone = strategy_of({"data": 2}, num_microbatches=4, gradient_sync="naive")
+    found, wanted = (stepped(DEEP_MOE, one, options=options) for one in (stages, alone))
+    assert_alike(found, wanted, RELATIVE)
+    plain = stepped(DEEP_MOE, alone)[1]["router"]
+    assert np.abs(plain - wanted[1]["router"]).max() > 1e-2 * np.abs(plain).max(), "the balance loss changes nothing"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_gradients_of_bf16_weights_are_summed_in_float32(schedule):
+    """As on one device, but for what bf16 rounds (2^-8) in products that are split."""
+    axes = {"pipeline": 2, "fsdp": 2}
+    stages, alone = (
+        Strategy(mesh=make_mesh(mesh), state="bf16-adam", num_microbatches=4, schedule=schedule, gradient_sync="naive")
+        for mesh in (axes, {})
+    )
+    found, wanted = stepped(DEEP, stages), stepped(DEEP, alone)
+    assert_alike(found, wanted, 2**-7)
+    for name, grad in found[1].items():
+        assert grad.dtype == np.float32
+        assert (grad != grad.astype(jnp.bfloat16).astype(np.float32)).any(), f"{name} was rounded"
+
+
+def stages_of(model, schedule, *, prefetch=False, **choices):
+    derived = derive(transformer(model), Strategy(mesh={}, state="fp32", prefetch=prefetch))
+    context = Context(model=model, derived=derived, mesh={}, **choices)
+    return Pipeline(context=context, schedule=schedule, stacked=frozenset())
+
+
+def test_what_does_not_run_in_stages():
+    with pytest.raises(CannotRunError, match=r"pipeline=8 gives stages of 1 layers that differ"):
+        stages_of(TWO_KINDS, build("1f1b", stages=8, microbatches=8))
+    with pytest.raises(CannotRunError, match="pipeline=3 with chunks=1 does not divide 4 layers"):
+        stages_of(DEEP, build("1f1b", stages=3, microbatches=4))
+    with pytest.raises(CannotRunError, match="offload of activations does not run in a pipeline"):
+        stages_of(DEEP, build("1f1b", stages=2, microbatches=4), offload=True)
+    with pytest.raises(CannotRunError, match="prefetch does not run in a pipeline"):
+        stages_of(DEEP, build("1f1b", stages=2, microbatches=4), prefetch=True)
+
+
+def test_layers_stay_where_they_are_while_they_change_places():
+    """A pipeline that is resumed puts the layers of its stages in order on the devices that hold them."""
+    strategy = strategy_of({"pipeline": 2}, num_microbatches=4, schedule="interleaved", chunks=2)
+    step = TrainStep(DEEP, strategy, optimizer=keep_gradients())
+    params = step.init(0).params
+    for moved in (step.to_canonical(params), step.from_canonical(params)):
+        assert {n: a.sharding for n, a in moved.items()} == {n: a.sharding for n, a in params.items()}
+    again = step.from_canonical(step.to_canonical(params))
+    assert all((np.asarray(again[name]) == np.asarray(params[name])).all() for name in params)
+    assert (np.asarray(moved["wq"]) != np.asarray(params["wq"])).any()
+
+
+def test_a_schedule_file(tmp_path):
+    path = tmp_path / "own.txt"
+    path.write_text("0: F0 F1 B0 B1\n1: F0 B0 F1 B1\n")
+    strategy = Strategy(mesh=make_mesh({"pipeline": 2}), num_microbatches=2, schedule=str(path))
+    assert strategy_schedule(strategy).name == "own"
+    more = msgspec.structs.replace(strategy, num_microbatches=4)
+    with pytest.raises(InputError, match="is for 2 stages and 2 microbatches, and the strategy has pipeline=2 and num"):
+        strategy_schedule(more)
+    with pytest.raises(InputError, match="schedule '1f2b' is not known"):
+        strategy_schedule(msgspec.structs.replace(strategy, schedule="1f2b"))

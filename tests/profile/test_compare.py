@@ -1,0 +1,186 @@
+"""Predictions by step, part and kind; what is advised for a difference."""
+
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+
+from meshwright.cost.train_step import price_strategy
+from meshwright.profile import summary as profile
+from meshwright.profile.advice import Case, advise
+from meshwright.profile.compare import (
+    ClassRow,
+    Comparison,
+    OpRow,
+    Row,
+    predicted_partition,
+    predicted_steps,
+)
+from meshwright.profile.times import OpTime, Partition, Times
+from meshwright.report.machine.profile_timeline import predicted_timeline
+from meshwright.spec.calibration import datasheet_calibration
+from meshwright.spec.catalogue import model
+from meshwright.spec.cluster import parse_cluster
+from meshwright.spec.job import Job
+from meshwright.spec.strategy import Strategy, make_mesh
+
+MODEL, CLUSTER = model("llama3-8b"), parse_cluster("h100:8x2")
+JOB = Job(batch_seqs=64, seq_len=4096)
+STRATEGY = Strategy(mesh=make_mesh({"fsdp": 8, "tensor": 2}), remat="block", num_microbatches=2)
+RATES = datasheet_calibration(CLUSTER.chip)
+PRICED = price_strategy(MODEL, CLUSTER, JOB, STRATEGY, calibration=RATES)
+
+
+def test_all_steps_are_in_some_part_and_kind():
+    found = predicted_steps(PRICED)
+    assert sum(one.seconds for one in found.values()) == pytest.approx(
+        sum(float(cost.time_s * cost.here) for cost in PRICED.costs)
+    )
+    assert sum(one.flops for one in found.values()) * CLUSTER.num_chips == pytest.approx(PRICED.estimate.flops)
+    assert {one.part for one in found.values()} >= {"layer forward", "layer backward", "head forward", "optimizer"}
+    assert found["layer:forward:o=attention"].kind == "attention"
+    assert any(one.axes == ("fsdp",) and one.kind == "collective" for one in found.values())
+
+
+def test_the_predicted_parts_are_the_step():
+    found = predicted_partition(PRICED)
+    assert found.total_s == pytest.approx(PRICED.estimate.step_s)
+    assert found.compute_s > found.exposed_s
+
+
+@pytest.mark.parametrize("most", [10**9, 0])
+def test_the_predicted_timeline_has_all_work(most, monkeypatch):
+    """Pass by pass, and with all repeats of a pass as one."""
+    monkeypatch.setattr("meshwright.report.machine.profile_timeline.MAX_SLICES", most)
+    slices = predicted_timeline(PRICED, num_microbatches=2)
+    laid = sum(one.seconds for one in slices if one.kind != "pass")
+    assert laid == pytest.approx(sum(float(cost.time_s * cost.here) for cost in PRICED.costs), rel=1e-6)
+    for lane in ("compute", "links"):
+        ends = 0.0
+        steps = (one for one in slices if one.lane == lane and one.kind != "pass")
+        for one in sorted(steps, key=lambda one: one.start_s):
+            assert one.start_s >= ends - 1e-9
+            ends = one.start_s + one.seconds
+
+
+def case(*terms, idle=(0.0, 0.0), ops=(), flops=1e12, **changes):
+    classes = tuple(
+        ClassRow(kind=k, own_s=1.0, wall_s=1.0, flops=flops, hbm_bytes=1e12) for k in ("contraction", "elementwise")
+    )
+    comparison = Comparison(
+        predicted=Partition(compute_s=10.0), parts=(), terms=terms, steps=(), classes=classes, ops=ops, float32=(),
+        shares_cores=False,
+    )  # fmt: skip
+    devices = {number: Partition(compute_s=9.0 - s, exposed_s=1.0, idle_s=s) for number, s in enumerate(idle)}
+    times = Times(
+        mean=Partition(compute_s=9.0, exposed_s=1.0),
+        devices=devices,
+        ops=(OpTime(name="all-gather.1", count=1, own_s=4.0, wall_s=1.0, waited_s=0.25),),
+        communication_s=4.0,
+        hidden_s=3.0,
+        num_launches=1000,
+        num_steps=3,
+    )
+    strategy = msgspec.structs.replace(STRATEGY, **changes)
+    return Case(
+        comparison=comparison,
+        times=times,
+        job=JOB,
+        strategy=strategy,
+        rates=PRICED.rates,
+        expected=predicted_steps(PRICED),
+        calibration=RATES,
+    )
+
+
+def row(name, predicted, measured):
+    return Row(name=name, kind=name, predicted_s=predicted, measured_s=measured)
+
+
+def text(*given, **more):
+    (found,) = advise(case(*given, **more))
+    return found.text
+
+
+def test_what_is_near_needs_no_advice():
+    assert advise(case(row("contraction", 1.0, 1.1), row("collectives over fsdp", 1.0, 0.9))) == ()
+
+
+def collective(step, **seconds):
+    return OpRow(name="made.1", kind="collective", step=step, count=32, flops=0.0, hbm_bytes=0.0, **seconds)
+
+
+GATHER = collective("layer:forward:w_up=all_gather", own_s=4.0, wall_s=1.0, waited_s=0.25)
+OTHER = collective("layer:forward:h=all_gather", own_s=8.0, wall_s=8.0)
+
+
+def test_communication_that_shows():
+    found = text(row("collectives over fsdp", 1.0, 4.0), ops=(GATHER, OTHER))
+    assert "1 s of 4 s on a device is not hidden, 250 ms waits for other devices" in found
+    assert "more sequences per device (now 4)" in found
+    assert "fewer devices in fsdp=8" in found
+    assert "tensor" not in found
+    assert "8 s of 8 s" in text(row("collectives over tensor", 1.0, 4.0), ops=(GATHER, OTHER))
+    assert "costs nothing" in text(row("collectives besides", 0.0, 4.0), ops=(GATHER, OTHER))
+
+
+def test_naive_gradients_are_named_first():
+    found = text(row("collectives over tensor", 1.0, 4.0), ops=(OTHER,), gradient_sync="naive")
+    assert "try strategy.gradient_sync=overlapped or" in found
+
+
+def test_gathers_of_weights_can_run_ahead():
+    ahead, over = "try strategy.prefetch=true (weights are gathered ahead) or", "collectives over"
+    assert ahead in text(row(f"{over} fsdp", 1.0, 4.0), ops=(GATHER,))
+    assert ahead not in text(row(f"{over} tensor", 1.0, 4.0), ops=(GATHER, OTHER))
+    assert ahead not in text(row(f"{over} fsdp", 1.0, 4.0), ops=(GATHER,), prefetch=True)
+
+
+def test_more_flops_than_derived():
+    """2e16 FLOPs in 2 s are above any rate, and above what was derived."""
+    found = text(row("contraction", 1.0, 2.0), flops=2e16)
+    assert "does 20 PFLOP on a device where" in found
+
+
+def test_slow_products_want_larger_ones():
+    assert "fewer microbatches (num_microbatches=1, now 2)" in text(row("contraction", 1.0, 2.0))
+    assert "more sequences per device (now 8)" in text(row("contraction", 1.0, 2.0), num_microbatches=1)
+    assert "run at 500 GFLOP/s" in text(row("contraction", 1.0, 2.0))
+
+
+def test_faster_than_the_rates_is_about_the_rates():
+    found = text(row("contraction", 4.0, 2.0))
+    assert "takes 50% of what the rates of" in found
+
+
+def test_launches_and_idle_devices():
+    assert "1,000 instructions a step, and 1 ms of nothing for each" in text(row("overhead", 0.0, 1.0))
+    assert "device 1 idles 2 s, device 0 1 s" in text(row("idle", 0.0, 1.0), idle=(1.0, 2.0))
+    stages = make_mesh({"pipeline": 4, "fsdp": 4})
+    found = text(row("idle", 0.0, 1.0), mesh=stages, num_microbatches=4, placement={})
+    assert "4 stages with 4 microbatches: try num_microbatches=8" in found
+
+
+def test_bytes_beyond_the_derived_ones():
+    found = text(row("elementwise", 0.1, 0.4))
+    assert "moves 1 TB a device where 335 GB take as long as predicted" in found
+
+
+def test_at_most_five_lines():
+    rows = [row(name, 0.0, 2.0) for name in ("copy", "overhead", "idle", "contraction", "elementwise", "attention")]
+    assert len(advise(case(*rows, idle=(1.0, 2.0)))) == 5
+
+
+def test_steps_unlike_those_before_are_named():
+    assert profile._slower_notes(1.1, 1.0) == ()
+    (note,) = profile._slower_notes(3.4, 1.0)
+    assert "3.4 times as long" in note
+
+
+@pytest.mark.parametrize(("busy", "warned"), [(0.99, False), (0.4, True)])
+def test_a_busy_machine_is_named(busy, warned, monkeypatch):
+    monkeypatch.setattr("os.cpu_count", lambda: 4)
+    (note,) = profile._machine_notes(SimpleNamespace(platform="cpu"), SimpleNamespace(cores=4 * busy))
+    assert f"{4 * busy:.1f} of 4 cores" in note
+    assert ("quiet machine" in note) is warned
+    assert profile._machine_notes(SimpleNamespace(platform="gpu"), SimpleNamespace(cores=1.0)) == ()

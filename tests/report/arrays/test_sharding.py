@@ -1,0 +1,101 @@
+import pytest
+
+from meshwright.core.errors import InputError
+from meshwright.report.arrays.sharding import ShardingPanel, devices_text, sharding_figure
+from meshwright.report.figure import save
+
+
+def sharded(num_rows, num_cols, holders, title="A[I_X, J_Y]"):
+    """An array of num_rows x num_cols blocks; ``holders(row, col)`` are the devices of a block."""
+    return ShardingPanel(
+        title=title,
+        row_labels=tuple(f"I{row}" for row in range(num_rows)),
+        col_labels=tuple(f"J{col}" for col in range(num_cols)),
+        cells=tuple(tuple(tuple(holders(row, col)) for col in range(num_cols)) for row in range(num_rows)),
+    )
+
+
+def marks(spec, panel):
+    """The rows of the stripes, of the outlines and of the texts of one panel."""
+    stripes, outlines, texts = spec["concat"][panel]["layer"]
+    return stripes["data"]["values"], outlines["data"]["values"], texts["data"]["values"]
+
+
+def test_every_block_has_its_device_and_place():
+    stripes, outlines, texts = marks(sharding_figure([sharded(4, 2, lambda row, col: [row * 2 + col])]), 0)
+    assert {(stripe["x"], stripe["y"]): stripe["device"] for stripe in stripes} == {
+        (col, row): row * 2 + col for row in range(4) for col in range(2)
+    }
+    assert len(outlines) == 8
+    assert [text["lines"] for text in texts] == [[str(device)] for device in range(8)]
+
+
+def test_a_replicated_block_has_one_stripe_per_copy():
+    stripes, outlines, texts = marks(sharding_figure([sharded(1, 2, lambda _, col: [col, col + 2])]), 0)
+    assert [(s["x"], s["x2"], s["device"]) for s in stripes] == [
+        (0.0, 0.5, 0),
+        (0.5, 1.0, 2),
+        (1.0, 1.5, 1),
+        (1.5, 2.0, 3),
+    ]
+    assert len(outlines) == 2
+    assert [text["lines"] for text in texts] == [["0,2"], ["1,3"]]
+
+
+def test_a_device_has_one_colour_in_all_panels():
+    arrays = [sharded(8, 1, lambda row, _: [row]), sharded(1, 1, lambda *_: range(4))]
+    spec = sharding_figure(arrays)
+    scales = [panel["layer"][0]["encoding"]["color"]["scale"] for panel in spec["concat"]]
+    assert scales[0] == scales[1]
+    assert scales[0]["domain"] == list(range(8))
+    assert len(set(scales[0]["range"])) == 8
+
+
+def test_a_large_array_shows_its_ends():
+    _, outlines, texts = marks(sharding_figure([sharded(64, 32, lambda row, col: [row * 32 + col])]), 0)
+    assert len(outlines) == 15 * 15
+    shown = [text["lines"][0] for text in texts]
+    assert shown.count("…") == 2 * 16 - 1
+    assert {"0", "31", "2016", "2047"} <= set(shown)
+
+
+def test_the_picture_is_written(tmp_path):
+    array = ShardingPanel(
+        title="bias[F_XY]",
+        row_labels=("",),
+        col_labels=("0", "1"),
+        cells=(((0, 1), (2, 3)),),
+        col_title="F",
+        note="4 bytes per device",
+    )
+    content = save(sharding_figure([array], title="bias"), tmp_path / "sharding.png").read_bytes()
+    assert content.startswith(b"\x89PNG")
+    assert len(content) > 5_000
+
+
+@pytest.mark.parametrize(
+    ("devices", "max_characters", "lines"),
+    [
+        ([3], 3, ["3"]),
+        ([1, 0], 10, ["0,1"]),
+        ([0, 1, 2, 3], 10, ["0-3"]),
+        ([0, 2, 3, 4, 6, 7], 10, ["0,2-4,6,7"]),
+        ([0, 2, 4, 6], 5, ["0,2,", "4,6"]),
+        (list(range(0, 64, 2)), 8, ["0…62", "(32)"]),
+        (list(range(0, 64, 2)), 3, []),
+        ([1234], 3, []),
+    ],
+)
+def test_devices_text(devices, max_characters, lines):
+    assert devices_text(devices, max_characters) == lines
+
+
+def test_bad_arrays_are_refused():
+    with pytest.raises(InputError, match="There is no array"):
+        sharding_figure([])
+    good = sharded(2, 2, lambda row, col: [row * 2 + col])
+    ragged = ShardingPanel(title="A", row_labels=good.row_labels, col_labels=("J0", "J1", "J2"), cells=good.cells)
+    with pytest.raises(InputError, match=r"A: 2 rows of \[2\] blocks do not match 2 row labels and 3 column"):
+        sharding_figure([ragged])
+    with pytest.raises(InputError, match="held by no device"):
+        sharding_figure([sharded(1, 1, lambda *_: [])])

@@ -1,0 +1,61 @@
+"""Measured against predicted: one point each, on equal axes, and one legend."""
+
+from meshwright.accuracy.errors import Prediction
+from meshwright.report.figure import PALETTE, save
+from meshwright.report.plans.accuracy import BAND, SHAPES, accuracy_figure
+
+
+def predictions(num_groups=2):
+    return [
+        Prediction(
+            id=f"{group}-{number}",
+            group=f"group {group}" if group else "",
+            core=True,
+            chip="h100",
+            fitted=True,
+            measured_s=0.1 * 10**number,
+            predicted_s=0.1 * 10**number * (1 + 0.02 * group),
+            low_s=None,
+            high_s=None,
+        )
+        for group in range(num_groups)
+        for number in range(3)
+    ]
+
+
+def figure(num_groups=2):
+    return accuracy_figure(predictions(num_groups), title="t", subtitle="s")
+
+
+def test_points_and_axes():
+    """Both axes have one domain that holds every point, so that the diagonal is where the two are equal."""
+    *_, points = figure()["layer"]
+    assert [row["id"] for row in points["data"]["values"]] == ["0-0", "0-1", "0-2", "1-0", "1-1", "1-2"]
+    assert points["data"]["values"][0]["group"] == "no group"
+    x, y = points["encoding"]["x"], points["encoding"]["y"]
+    assert x["scale"] == y["scale"]
+    low, high = x["scale"]["domain"]
+    assert low < 0.1 < 10.2 < high
+    assert "seconds" in x["title"]
+    assert "seconds" in y["title"]
+
+
+def test_the_band_is_a_fifth_to_either_side():
+    band, line, _ = figure()["layer"]
+    for row in band["data"]["values"]:
+        assert (row["low"] / row["x"], row["high"] / row["x"]) == (1 - BAND, 1 + BAND)
+    assert line["encoding"]["y"]["field"] == "y"
+
+
+def test_groups_are_told_apart():
+    """More groups than colours: colour and shape together are different, and both scales make one legend."""
+    count = len(PALETTE) + 3
+    *_, points = figure(count)["layer"]
+    color, shape = (points["encoding"][name]["scale"] for name in ("color", "shape"))
+    assert color["domain"] == shape["domain"]
+    assert len(set(zip(color["range"], shape["range"], strict=True))) == len(color["domain"]) == count
+    assert set(shape["range"]) == set(SHAPES[:2])
+
+
+def test_drawn(tmp_path):
+    assert save(figure(), tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,41 @@
+import pytest
+
+from meshwright.core.errors import InputError
+from meshwright.report.figure import INK, save
+from meshwright.report.plans.comm_compute import CommsCurve, comm_compute_figure
+
+TOKENS = (1e5, 1e6, 1e7)
+CURVES = (
+    CommsCurve(name="FSDP alone", seconds=(1.0, 1.0, 1.0), compute_s=(0.1, 1.0, 10.0), crossing=1e6),
+    CommsCurve(name="best mesh", seconds=(0.5, 0.8, 1.0), compute_s=(0.1, 1.0, 10.0), crossing=7e5, strong=True),
+    CommsCurve(name="none", seconds=(0.0, 0.0, 0.0), compute_s=(0.1, 1.0, 10.0)),
+)
+
+
+def test_times_and_ratios():
+    times, ratios = comm_compute_figure(TOKENS, CURVES, title="t")["hconcat"]
+    drawn = [(row["line"], row["y"]) for layer in times["layer"][:2] for row in layer["data"]["values"]]
+    assert drawn == [
+        *(("FSDP alone", y) for y in (1.0, 1.0, 1.0)),
+        *(("best mesh", y) for y in (0.5, 0.8, 1.0)),
+    ]
+    alone = [row["y"] for row in ratios["layer"][1]["data"]["values"]]
+    assert alone == pytest.approx([0.1, 1.0, 10.0])
+
+
+def test_crossings_lie_on_the_line_of_one():
+    ratios = comm_compute_figure(TOKENS, CURVES, title="t")["hconcat"][1]
+    assert ratios["layer"][-1]["data"]["values"] == [{"tokens": 1e6, "y": 1.0}, {"tokens": 7e5, "y": 1.0}]
+
+
+def test_the_strong_curve_is_black():
+    times = comm_compute_figure(TOKENS, CURVES, title="t")["hconcat"][0]
+    scale = times["layer"][0]["encoding"]["color"]["scale"]
+    assert dict(zip(scale["domain"], scale["range"], strict=True))["best mesh"] == INK
+    assert "none" not in scale["domain"]
+
+
+def test_it_is_drawn(tmp_path):
+    assert save(comm_compute_figure(TOKENS, CURVES, title="t"), tmp_path / "c.png").stat().st_size > 5000
+    with pytest.raises(InputError, match="no communication to draw"):
+        comm_compute_figure(TOKENS, CURVES[2:], title="t")

@@ -1,0 +1,44 @@
+import pytest
+
+from meshwright.core.errors import InputError
+from meshwright.report.figure import save
+from meshwright.report.plans.two_streams import StreamBox, StreamPair, two_streams_figure
+
+PAIR = StreamPair(
+    name="overlapped",
+    total_s=0.02,
+    boxes=(
+        StreamBox(lane="compute", what="forward", layer=0, start_s=0.0, end_s=0.01),
+        StreamBox(lane="compute", what="backward", layer=0, start_s=0.01, end_s=0.019),
+        StreamBox(lane="links", what="all-reduce", layer=0, start_s=0.015, end_s=0.02),
+        StreamBox(lane="compute", what="forward", layer=1, start_s=0.0199, end_s=0.02),
+    ),
+)
+
+
+def test_boxes_lie_on_their_lanes():
+    spec = two_streams_figure([PAIR, PAIR], title="t")
+    rows = spec["layer"][0]["data"]["values"]
+    assert [(row["lane"], row["what"], row["start"]) for row in rows[:3]] == [
+        ("0 compute", "forward", 0.0),
+        ("0 compute", "backward", 10.0),
+        ("0 links", "all-reduce", 15.0),
+    ]
+    assert {row["lane"] for row in rows[4:]} == {"1 compute", "1 links"}
+
+
+def test_passes_carry_their_layer_where_there_is_room():
+    rows = two_streams_figure([PAIR], title="t")["layer"][0]["data"]["values"]
+    assert [row["text"] for row in rows] == ["F1", "B1", "", ""]
+
+
+def test_names_and_totals(tmp_path):
+    spec = two_streams_figure([PAIR], title="t")
+    assert [row["text"] for row in spec["layer"][2]["data"]["values"]] == ["overlapped: compute", "links"]
+    assert spec["layer"][-1]["data"]["values"][0]["text"] == "20 ms"
+    assert save(spec, tmp_path / "s.png").stat().st_size > 3000
+
+
+def test_nothing_to_draw():
+    with pytest.raises(InputError, match="nothing to draw on a lane"):
+        two_streams_figure([], title="t")

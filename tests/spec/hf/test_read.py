@@ -1,0 +1,212 @@
+"""Hugging Face configs: spellings, defaults and one clear line for each thing that can be wrong."""
+
+import json
+
+import pytest
+
+from meshwright.core.errors import InputError
+from meshwright.spec.hf.read import model_from_config
+from meshwright.spec.model import RopeScaling
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' own deprecations
+
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 128,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+# What a config of the family must say itself; everything else is left to the defaults.
+REQUIRED = {
+    "llama": {},
+    "mistral": {"num_attention_heads": 8},
+    "qwen2": {"num_attention_heads": 32},
+    "qwen3": {"num_attention_heads": 32},
+    "gemma": {"num_attention_heads": 16},
+    "gemma2": {},
+    "gemma3_text": {},
+    "gpt2": {},
+    "phi3": {"pad_token_id": 0},
+    "mixtral": {"num_attention_heads": 8},
+    "qwen2_moe": {
+        "num_attention_heads": 16,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 32,
+    },
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    "deepseek_v2": {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    "deepseek_v3": {
+        "num_attention_heads": 128,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+    },
+    "gpt_oss": {"num_attention_heads": 8, "num_local_experts": 4},
+}
+
+
+@pytest.mark.parametrize("model_type", REQUIRED)
+def test_absent_keys_mean_what_transformers_means(model_type):
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    keys = {**LLAMA, **REQUIRED[model_type]}
+    keys.pop("model_type")
+    theirs = transformers.AutoConfig.for_model(model_type, **keys)
+    ours = model_from_config({"model_type": model_type, **keys})
+    assert ours.num_kv_heads == getattr(theirs, "num_key_value_heads", ours.num_heads)
+    assert ours.tied_embeddings == theirs.tie_word_embeddings
+    assert ours.max_positions == theirs.max_position_embeddings
+    assert ours.norm_eps == getattr(theirs, "rms_norm_eps", getattr(theirs, "layer_norm_epsilon", None))
+    kinds = getattr(theirs, "layer_types", None)
+    if kinds is not None:
+        assert ours.sliding_layers == tuple(i for i, kind in enumerate(kinds) if kind == "sliding_attention")
+    rope = getattr(theirs, "rope_parameters", None)
+    if model_type == "gemma3_text":
+        assert ours.rope_local_theta == rope["sliding_attention"]["rope_theta"]
+        rope = rope["full_attention"]
+    if rope is not None:
+        assert ours.rope_theta == rope["rope_theta"]
+        assert (ours.rope_scaling.kind if ours.rope_scaling else "default") == rope["rope_type"]
+
+
+def test_both_spellings_of_rope_give_the_same_model():
+    older = LLAMA | {"rope_theta": 500000.0, "rope_scaling": LLAMA3_ROPE}
+    newer = LLAMA | {"rope_parameters": {"rope_theta": 500000.0, **LLAMA3_ROPE}}
+    assert model_from_config(older) == model_from_config(newer)
+    assert model_from_config(older).rope_scaling == RopeScaling(
+        kind="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=8192
+    )
+
+
+def test_older_name_of_the_rope_type():
+    model = model_from_config(LLAMA | {"rope_scaling": {"type": "linear", "factor": 4.0}})
+    assert model.rope_scaling == RopeScaling(kind="linear", factor=4.0)
+
+
+def test_gemma3_of_the_newer_spelling_has_a_theta_per_kind_of_layer():
+    rope = {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+    }
+    text = {"hidden_size": 64, "num_hidden_layers": 12, "rope_parameters": rope}
+    model = model_from_config({"model_type": "gemma3", "text_config": text})
+    assert (model.rope_theta, model.rope_local_theta, model.rope_scaling.factor) == (1e6, 10000.0, 8.0)
+    assert model.weights_prefix == "language_model.model."
+    assert [layer for layer in range(12) if layer not in model.sliding_layers] == [5, 11]
+
+
+def test_null_differs_from_absent():
+    assert model_from_config(LLAMA | {"model_type": "mistral", "num_key_value_heads": 4}).sliding_window == 4096
+    no_window = LLAMA | {"model_type": "mistral", "num_key_value_heads": 4, "sliding_window": None}
+    assert model_from_config(no_window).sliding_window is None
+
+
+def test_qwen_windows_are_off_unless_switched_on():
+    keys = LLAMA | {"model_type": "qwen2", "num_key_value_heads": 4, "sliding_window": 16, "max_window_layers": 1}
+    assert model_from_config(keys).sliding_layers == ()
+    assert model_from_config(keys | {"use_sliding_window": True}).sliding_layers == (1,)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"model_type": "lama"}, "toy: model_type 'lama' is not known. Did you mean 'llama'?"),
+        ({"hidden_size": "64"}, "toy: hidden_size is '64'. Write a whole number instead."),
+        ({"num_hidden_layers": True}, "toy: num_hidden_layers is True. Write a whole number instead."),
+        ({"tie_word_embeddings": 1}, "toy: tie_word_embeddings is 1. Write true or false instead."),
+        ({"hidden_size": -64}, "toy: hidden_size is -64. Write a number that is not negative."),
+        (
+            {"num_attention_heads": 3},
+            "toy: num_attention_heads=3 does not divide hidden_size=64, and head_dim is not given. "
+            "Set head_dim, or a number of heads that divides 64.",
+        ),
+        ({"num_key_value_heads": 3}, "toy: num_kv_heads=3 does not divide num_heads=4. Use a divisor of 4."),
+        (
+            {"rope_scaling": {"rope_type": "lama3"}},
+            "toy: rope_type 'lama3' is not known. Did you mean 'llama3'?",
+        ),
+        (
+            {"rope_scaling": {"type": "longrope", "short_factor": ["a"]}},
+            "toy: short_factor is not a list of numbers. Write numbers only.",
+        ),
+        (
+            {"model_type": "deepseek_v2", "n_routed_experts": 2, "num_experts_per_tok": 1, "kv_lora_rank": 0}
+            | {"moe_intermediate_size": 8},
+            "toy: kv_lora_rank=0 must be at least 1.",
+        ),
+        ({"rope_scaling": "yes"}, "toy: rope_scaling is 'yes'. Write an object or null instead."),
+        (
+            {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
+            "toy: the key 'low_freq_factor' is missing. A llama config needs it: add it to the file.",
+        ),
+        (
+            {"model_type": "gpt_oss", "num_local_experts": 4, "num_key_value_heads": 4, "layer_types": ["x"]},
+            "toy: layer_types has 1 entries for num_hidden_layers=2. Give one entry per layer.",
+        ),
+    ],
+)
+def test_bad_values_are_refused_in_one_line(change, text):
+    with pytest.raises(InputError) as caught:
+        model_from_config(LLAMA | change, "toy")
+    assert str(caught.value) == text
+
+
+@pytest.mark.parametrize(
+    ("key", "given", "text"),
+    [
+        ("vocab_size", {}, "the key 'vocab_size' is missing. A llama config needs it: add it to the file."),
+        (
+            "hidden_size",
+            {"hiden_size": 64},
+            "the key 'hidden_size' is missing. The file has 'hiden_size': rename it to 'hidden_size'.",
+        ),
+        ("model_type", {}, "the key 'model_type' is missing. Add one of: llama, mistral"),
+    ],
+)
+def test_missing_keys_are_named(key, given, text):
+    keys = {name: value for name, value in LLAMA.items() if name != key} | given
+    with pytest.raises(InputError) as caught:
+        model_from_config(keys)
+    assert str(caught.value).startswith(f"config: {text}")
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        ('{"model_type": "llama",\n "hidden_size": }', r"config\.json:2:17: broken JSON \(Expecting value\)\. Repair"),
+        ("[1, 2]", r"config\.json holds no JSON object\. A config\.json begins with \{ and names a model_type\."),
+        (b"\xff\xfe\x00", r"config\.json is not text\. Give the path"),
+        ("", r"config\.json:1:1: broken JSON \(Expecting value\)"),
+    ],
+)
+def test_broken_files_say_where(tmp_path, content, text):
+    file = tmp_path / "config.json"
+    file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(InputError, match=text):
+        model_from_config(tmp_path)
+
+
+def test_missing_files_and_empty_folders(tmp_path):
+    for path in (tmp_path, tmp_path / "nothing.json"):
+        with pytest.raises(InputError, match=r"cannot be read \(No such file or directory\)\. Give the path of"):
+            model_from_config(path)
+
+
+def test_names_come_from_the_folder_or_the_file(tmp_path):
+    folder = tmp_path / "my-llama"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(LLAMA))
+    (folder / "other.json").write_text(json.dumps(LLAMA))
+    assert model_from_config(folder).name == "my-llama"
+    assert model_from_config(folder / "other.json").name == "other"
+    assert model_from_config(folder, "given").name == "given"

@@ -1,0 +1,108 @@
+import json
+import math
+
+import msgspec
+import pytest
+
+from meshwright.core.errors import CannotRunError, InputError
+from meshwright.train.record.metrics import EvaluationRecord, Predicted, StepRecord, describe, typical_step_s
+from meshwright.train.record.run_folder import RESOLVED, RunFolder, create_run_folder, newest_run
+
+RECORD = StepRecord(
+    step=3,
+    tokens=300,
+    loss=2.5,
+    grad_norm=1.0,
+    learning_rate=1e-3,
+    step_s=0.25,
+    tokens_per_s=400.0,
+    mfu=0.5,
+    predicted_step_s=0.2,
+)
+
+
+def test_runs_are_numbered_and_never_written_over(tmp_path):
+    first = create_run_folder(tmp_path, "tiny")
+    RunFolder(first, {"plan.toml": "x = 1\n"})._metrics.close()
+    second = create_run_folder(tmp_path, "tiny")
+    assert [first.name, second.name] == ["tiny-001", "tiny-002"]
+    assert create_run_folder(tmp_path, "org/my model").name == "org-my-model-001"
+    assert (first / "plan.toml").read_text() == "x = 1\n"
+    with pytest.raises(FileExistsError):
+        RunFolder(first, {})
+
+
+def test_the_newest_run_is_one_that_got_as_far_as_its_settings(tmp_path):
+    """A process killed while it makes its first weights leaves an empty folder; a restart takes the one before."""
+    with pytest.raises(InputError, match="there is no run of tiny"):
+        newest_run(tmp_path / "runs", "tiny")
+    folders = [create_run_folder(tmp_path, "tiny") for _ in range(3)]
+    with pytest.raises(InputError, match="there is no run of tiny"):
+        newest_run(tmp_path, "tiny")
+    for folder in folders[:2]:
+        RunFolder(folder, {RESOLVED: "x = 1\n"})._metrics.close()
+    assert newest_run(tmp_path, "tiny") == folders[1]
+
+
+def test_a_root_that_cannot_be_made_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CannotRunError, match=r"no run folder can be made in .*file"):
+        create_run_folder(tmp_path / "file", "tiny")
+
+
+def test_metrics_are_there_after_every_step_and_nan_is_null(tmp_path):
+    with RunFolder(tmp_path, {}) as folder:
+        folder.record(RECORD)
+        assert json.loads((tmp_path / "metrics.jsonl").read_text())["loss"] == 2.5
+        folder.record(msgspec.structs.replace(RECORD, step=4, loss=math.nan))
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["loss"] for line in lines] == [2.5, None]
+    assert set(lines[0]) == set(StepRecord.__struct_fields__)
+
+
+def test_a_step_that_is_evaluated_again_stands_there_once(tmp_path):
+    """A run that is killed between its last evaluation and its summary makes that evaluation again."""
+    for start in (None, 4):
+        with RunFolder(tmp_path, {}, step=start) as folder:
+            for step in (2, 4) if start is None else (4,):
+                folder.evaluated(EvaluationRecord(step=step, tokens=100 * step, loss=3.0 - step / 8))
+    lines = [json.loads(line) for line in (tmp_path / "evaluations.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["loss"]) for line in lines] == [(2, 2.75), (4, 2.5)]
+
+
+def test_a_summary_that_fails_leaves_none_behind(tmp_path):
+    with RunFolder(tmp_path, {}) as folder:
+        with pytest.raises(TypeError):
+            folder.summarise({"bad": object()})
+        assert sorted(p.name for p in tmp_path.iterdir()) == ["metrics.jsonl"]
+        folder.summarise({"good": 1})
+    assert json.loads((tmp_path / "summary.json").read_text()) == {"good": 1}
+
+
+def test_a_resumed_run_has_no_weights_of_its_earlier_end(tmp_path):
+    """Whoever reads the folder meanwhile takes its newest checkpoint, and not weights of some step before."""
+    RunFolder(tmp_path, {RESOLVED: "x = 1\n"})._metrics.close()
+    last = ("summary.json", "config.json", "model.safetensors", "model.safetensors.index.json")
+    for name in (*last, "tokenizer.json"):
+        (tmp_path / name).write_text("{}")
+    RunFolder(tmp_path, {}, step=0, writes=False)
+    assert all((tmp_path / name).is_file() for name in last)
+    RunFolder(tmp_path, {}, step=0)._metrics.close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", RESOLVED, "tokenizer.json"]
+
+
+def test_the_line_says_what_is_known():
+    assert describe(RECORD, 100) == ("step 3/100  loss 2.500  400 tokens/s  step 250 ms (predicted 200 ms)  MFU 50.0%")
+    bare = msgspec.structs.replace(RECORD, mfu=None, predicted_step_s=None)
+    assert describe(bare, 100) == "step 3/100  loss 2.500  400 tokens/s  step 250 ms"
+
+
+def test_the_typical_step_leaves_the_first_two_out():
+    assert typical_step_s([9.0, 8.0, 1.0, 3.0, 2.0]) == 2.0
+    assert typical_step_s([9.0, 7.0]) == 8.0
+    assert typical_step_s([]) is None
+
+
+def test_mfu_is_flops_over_time_and_peak():
+    assert Predicted(model_flops=6e9, peak_flops_per_s=1e11).mfu(0.12) == pytest.approx(0.5)
+    assert Predicted(model_flops=6e9).mfu(0.12) is None
