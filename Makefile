@@ -30,7 +30,7 @@ unexport VIRTUAL_ENV
 # Byte code kept on disk is most of what makes the second start of JAX faster than the first.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-rest test-slow test-aot test-aot-tpu check format lock setup clean
+.PHONY: help demo test test-rest test-slow test-aot test-aot-tpu same check format lock setup clean
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -53,6 +53,9 @@ test-aot: $(HAS_PACKAGE) $(HAS_TPU) $(HAS_GPU) ## compile real steps for TPUs an
 
 test-aot-tpu: $(HAS_PACKAGE) $(HAS_TPU) ## the same for TPUs alone, which CI runs last (0.6 GB)
 	$(PY) -m pytest -m aot $(IN_PARALLEL)
+
+same: $(HAS_PACKAGE) ## print every difference from the golden files (KINDS="help steps plans losses commands proofs")
+	$(PY) -m tests.golden.compare $(KINDS)
 
 check: $(HAS_PACKAGE) ## what CI runs first: format, lint, types, fast tests
 	$(PY) -m ruff format --check .
