@@ -117,10 +117,34 @@ def _lines(steps: Sequence[Any]) -> list[str]:
 def _step_lines(step: Any, indent: str = "") -> list[str]:
     more = "".join(f" & {array}" for array in step.more)
     words = [step.op, step.phase, step.scope, step.block or "-", ",".join(step.axes) or "-"]
-    words += [f"{name}={value}" for name, value in step.attributes]
+    words += _facts(step)
     words += ["critical"] if step.critical else []
     parts = [line for part in step.parts for line in _step_lines(part, f"{indent}  part ")]
     return [f"{indent}{step}{more} | {' '.join(words)}", *parts]
+
+
+def _facts(step: Any) -> list[str]:
+    """The details of a step as the golden files have them: name=value, in the order of the program's text."""
+    details = step.details
+    given = {} if details is None else msgspec.to_builtins(details)
+    kind = type(details).__name__
+    if kind == "Round":
+        order = {"ring": given["ring"], "window": given["window"]}
+        if given["beside_products"]:
+            order |= {"behind": "collective_matmul", "ways": given["ways"]}
+    elif kind == "Blocks":
+        order = {"form": given["form"], "ways": given["ways"], "over": ",".join(given["axes"])}
+    elif kind == "Attention":
+        order = {**given, "ring": ",".join(given["ring"])}
+    elif kind == "Routing" and not (given["balance"] or given["z"] or given["capacity"]):
+        order = {}
+    elif kind == "Routing" and (step.op != "route_backward"):
+        order = {name: value for name, value in given.items() if name != "microbatches"}
+    else:
+        order = {name: "true" if value is True else value for name, value in given.items()}
+    order |= {"reduce": "max"} if step.reduction == "max" else {}
+    order |= {"accumulate": "true"} if step.accumulates else {}
+    return [f"{name}={value}" for name, value in order.items() if value]
 
 
 # -- prices --------------------------------------------------------------------------------------------

@@ -123,7 +123,7 @@ def test_an_int8_cache_is_half_and_its_scales():
 
 
 def without_attention(found: StepDerivation) -> float:
-    return sum(flops for label, flops in found.products().items() if not label.op.startswith("attention"))
+    return sum(flops for label, flops in found.products().items() if "attention" not in label.op)
 
 
 @pytest.mark.parametrize("axes", [{"fsdp": 8}, {"tensor": 4}, {"data": 2, "fsdp": 2, "tensor": 2}])

@@ -20,6 +20,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from meshwright.algebra.notation import parse_array
+from meshwright.algebra.ops.attention import Attention
 from meshwright.algebra.sizes import OpSizes
 from meshwright.algebra.steps import Step
 from meshwright.bench.machine_step import REFERENCES, host_rates, measure_references
@@ -199,8 +200,8 @@ def attention_flops(shape: tuple[int, int, int, int, int]) -> float:
     sizes = OpSizes(dims=dict(zip("BTNKH", shape, strict=True)), mesh={}, state="fp32")
     q, k, positions = (parse_array(text) for text in ("q[B,T,N,H]", "k[B,T,K,H]", "positions[B,T]"))
     inputs = (q, k, k, positions, positions)
-    forward = Step(op="attention", inputs=inputs, result=q)
-    backward = Step(op="attention_backward", inputs=(q, *inputs), result=q)
+    forward = Step(op="attention", inputs=inputs, result=q, details=Attention())
+    backward = Step(op="attention_backward", inputs=(q, q, q, *inputs), result=q, details=Attention())
     return float(op_flops(forward, sizes) + op_flops(backward, sizes))
 
 

@@ -10,7 +10,7 @@ import pytest
 from meshwright.algebra.layers import PLAIN, ProgramOptions
 from meshwright.algebra.notation import parse_array
 from meshwright.algebra.steps import Step
-from meshwright.nn.context import as_given
+from meshwright.nn.context import Context
 from meshwright.nn.experts import products as experts_products
 from meshwright.nn.experts import ragged as experts_ragged
 from meshwright.nn.experts import rows as experts
@@ -136,7 +136,7 @@ def aware(request, monkeypatch):
 
 def context(options=PLAIN):
     model = SimpleNamespace(num_experts=EXPERTS, experts_per_token=2)
-    return SimpleNamespace(options=options, constrain=as_given, model=model)
+    return Context(model=model, derived=None, mesh={}, options=options)
 
 
 def packed(padded):
@@ -159,11 +159,12 @@ def test_steps_give_the_same_with_slots_and_with_packed_tokens(product, aware):
 
 
 def test_biases_and_activations_of_packed_tokens(aware):
-    rows, bias = packed(draw(EXPERTS, max(SIZES), WIDTH)), draw(EXPERTS, WIDTH)
-    repeated = np.repeat(bias, SIZES, axis=0)
-    close(aware["bias_add"](context(), None, rows, bias).rows, np.asarray(rows.rows) + repeated)
-    close(aware["bias_add_backward"](context(), None, rows), np.stack([p.sum(0) for p in parts(np.asarray(rows.rows))]))
-    close(aware["gelu"](context(), None, rows).rows, np.tanh(rows.rows))
+    rows, bias = packed(draw(EXPERTS, max(SIZES), WIDTH)), jnp.asarray(draw(EXPERTS, WIDTH))
+    repeated, of_slots = np.repeat(bias, SIZES, axis=0), PRODUCTS["forward"]
+    close(aware["bias_add"](context(), of_slots, rows, bias).rows, np.asarray(rows.rows) + repeated)
+    sums = np.stack([p.sum(0) for p in parts(np.asarray(rows.rows))])
+    close(aware["bias_add_backward"](context(), of_slots, rows), sums)
+    close(aware["gelu"](context(), PRODUCTS["forward"], rows).rows, np.tanh(rows.rows))
     close((rows + rows).rows, 2 * np.asarray(rows.rows))
 
 
