@@ -6,6 +6,7 @@ import msgspec
 
 from meshwright.algebra.derived import BlockSteps, Derived
 from meshwright.algebra.einsum import reshard
+from meshwright.algebra.kinds import Updated
 from meshwright.algebra.notation import ShardedArray
 from meshwright.algebra.ops import op_kind
 from meshwright.algebra.program import Block, Program
@@ -13,6 +14,7 @@ from meshwright.algebra.rewrites.collective_matmul import with_collective_matmul
 from meshwright.algebra.rewrites.fused_head import with_fused_head
 from meshwright.algebra.steps import Phase, Step
 from meshwright.algebra.trace import Shardings, Trace
+from meshwright.core.errors import InputError
 from meshwright.spec.strategy import Strategy
 
 
@@ -69,12 +71,14 @@ def derive(
     symbolic: bool = False,
     without: tuple[str, ...] = (),
     fused_head: bool = True,
+    optimizer: str = "adamw",
 ) -> Derived:
     """Forward, backward and update steps of a program under a strategy's assignment, as they run.
 
     Mesh axes of one device are left out, so that what is derived is exactly what runs; with ``symbolic``
     every axis stays but those of ``without``, and whoever prices the steps fills in sizes (arrays, if wanted).
-    Without ``fused_head`` a chunked loss head makes its logits in both passes, as other software does.
+    Without ``fused_head`` a chunked loss head makes its logits in both passes, as other software does. ``optimizer`` is
+    the op that updates the weights.
     Raises InputError where an assignment cannot work (conflicting axes, a norm over a split D).
     """
     keep = strategy.active_axes if not symbolic else None
@@ -97,9 +101,12 @@ def derive(
         blocks.append(with_fused_head(steps) if fused_head else steps)
     blocks = _summed_once(blocks)
     declared = {name: shardings.declared(name) for name in program.variables}
-    update, boundary = tuple(_update(program, shardings)), _boundary(program, shardings)
+    weights = _updated(program, shardings)
+    update, boundary = tuple(_update(program, shardings, weights, optimizer)), _boundary(program, shardings)
     ends = _ends(program, shardings)
-    result = Derived(program, tuple(blocks), update, declared, (), boundary, strategy.prefetch, ends)
+    result = Derived(
+        program, tuple(blocks), update, declared, (), boundary, strategy.prefetch, ends, weights, optimizer
+    )
     tags = tuple(dict.fromkeys(result.tag(a) for a in keeps))
     return msgspec.structs.replace(result, keeps=tags)
 
@@ -164,7 +171,25 @@ def _backward(block: Block, shardings: Shardings, forward: Trace, kept: list[Sha
     return trace
 
 
-def _update(program: Program, shardings: Shardings) -> list[Step]:
+def _updated(program: Program, shardings: Shardings) -> dict[str, Updated]:
+    """Every weight as its optimizer updates it."""
+    axes = shardings.strategy.mesh if shardings.keep_axes is None else shardings.keep_axes
+    stages = ("pipeline",) if "pipeline" in axes else ()
+    blocks = {name: block for block in program.blocks if block.carry for op in block.ops for name in op.inputs}
+    found = {}
+    for weight in program.of_role("weight", "vector"):
+        block = blocks.get(weight.name)
+        found[weight.name] = Updated(
+            shard=shardings.optimizer(weight.name),
+            inputs=weight.inputs,
+            batch=tuple(dim for dim in weight.dims if dim == "E" and weight.dims[0] == "E" and len(weight.dims) > 1),
+            layers=block.layers_dim if block else "",
+            layer_axes=stages if block else (),
+        )
+    return found
+
+
+def _update(program: Program, shardings: Shardings, weights: dict[str, Updated], optimizer: str) -> list[Step]:
     """The loss and the squared gradient norm summed over all devices, then the optimizer on each shard.
 
     Where the optimizer is split further than the weights, its shards are gathered afterwards (ZeRO-1 and 2).
@@ -179,8 +204,10 @@ def _update(program: Program, shardings: Shardings) -> list[Step]:
             local = ShardedArray(name, (), (), over, "fp32")
             total = local.replace(unreduced=())
             steps.append(Step(op="all_reduce", inputs=(local,), result=total, axes=over))
-    for weight in program.of_role("weight", "vector"):
-        array, shard = shardings.declared(weight.name), shardings.optimizer(weight.name)
-        adamw = Step(op="adamw", inputs=(shard.replace(name=f"d{weight.name}"), shard), result=shard)
-        steps.extend((*reshard(array, shard), adamw, *reshard(shard, array)))
+    update = op_kind(optimizer).update
+    if update is None:
+        raise InputError(f"{optimizer!r} is not an optimizer. Use adamw, adafactor, lion or muon.")
+    for name, weight in weights.items():
+        array, shard = shardings.declared(name), weight.shard
+        steps.extend((*reshard(array, shard), *update(weight), *reshard(shard, array)))
     return [msgspec.structs.replace(step, phase="update", scope="step", block="update") for step in steps]

@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from meshwright.algebra.kinds import Updated
 from meshwright.algebra.notation import ShardedArray
 from meshwright.algebra.program import Block, Program
 from meshwright.algebra.steps import Step
@@ -39,7 +40,8 @@ class Derived(msgspec.Struct, frozen=True):
     and of its cotangent from one pipeline stage to the next, none without that axis; how often they run is the
     schedule's matter. With ``ahead`` weights are gathered before their layer runs, and those of the last turn of layers
     are not gathered again for the backward pass. ``ends`` are the sums over the pipeline, once per step, of the
-    gradients of what every stage holds: embedding and loss head.
+    gradients of what every stage holds: embedding and loss head. ``weights`` are as the
+    ``optimizer`` has them.
     """
 
     program: Program
@@ -50,6 +52,13 @@ class Derived(msgspec.Struct, frozen=True):
     boundary: tuple[Step, ...] = ()
     ahead: bool = False
     ends: tuple[Step, ...] = ()
+    weights: dict[str, Updated] = {}
+    optimizer: str = "adamw"
+
+    @property
+    def shards(self) -> dict[str, ShardedArray]:
+        """Weight -> the part of it that one device updates."""
+        return {name: weight.shard for name, weight in self.weights.items()}
 
     @property
     def num_layers(self) -> int:
@@ -71,7 +80,12 @@ class Derived(msgspec.Struct, frozen=True):
                 yield step, times if step.scope == "step" else times * num_microbatches
         repeats = {name: b.repeat for b in self.blocks for op in b.block.ops for name in op.inputs}
         for step in self.update:
-            yield step, repeats.get(step.result.name, 1)
+            yield step, 1 if self.is_stacked(step) else repeats.get(step.result.name, 1)
+
+    def is_stacked(self, step: Step) -> bool:
+        """Whether a step of the update works on all layers at once: its arrays have a dim that counts them."""
+        layers = {block.block.layers_dim for block in self.blocks if block.block.carry}
+        return any(dim.removesuffix("E") in layers for array in (step.result, *step.inputs) for dim in array.dims)
 
     def _stays(self, block: BlockSteps, step: Step) -> int:
         """Repeats whose weights are still there from the forward pass when a backward step would gather them."""

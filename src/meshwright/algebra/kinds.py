@@ -11,6 +11,7 @@ from typing import Literal
 
 import msgspec
 
+from meshwright.algebra.notation import ShardedArray
 from meshwright.algebra.program import Op
 from meshwright.algebra.sizes import Number, OpSizes
 from meshwright.algebra.steps import Step
@@ -68,9 +69,40 @@ def no_rule(op: Op, trace: Trace) -> None:
     raise AssertionError(f"{op.kind} has no backward pass; derive it with derive_forward")
 
 
+class Updated(msgspec.Struct, frozen=True, kw_only=True):
+    """A weight as an optimizer updates it: the ``shard`` of one layer on one device, and which dims are what.
+
+    ``inputs`` are the dims that go into its matrices (() for a vector), ``batch`` those that count matrices: E of
+    experts. ``layers`` is the dim of the layers that have it, "" outside the layers, which lie on ``layer_axes``.
+    """
+
+    shard: ShardedArray
+    inputs: tuple[str, ...] = ()
+    batch: tuple[str, ...] = ()
+    layers: str = ""
+    layer_axes: tuple[str, ...] = ()
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """The dims that come out of its matrices; all dims of a vector but those of ``batch``."""
+        return tuple(dim for dim in self.shard.dims if dim not in (*self.inputs, *self.batch))
+
+    def stacked(self, name: str) -> ShardedArray:
+        """An array of this name like the shards of all layers, the layers in front, in float32."""
+        shard = self.shard
+        if not self.layers:
+            return shard.replace(name=name, dtype="fp32")
+        return ShardedArray(name, (self.layers, *shard.dims), (self.layer_axes, *shard.axes), dtype="fp32")
+
+
 class OpKind(msgspec.Struct, frozen=True, kw_only=True):
-    """One op kind: its rules forward and backward, and the local steps that they or a rewrite make, by name."""
+    """One op kind: its rules forward and backward, and the local steps that they or a rewrite make, by name.
+
+    An optimizer has ``update``, the steps that one weight takes, and ``moments``, what it keeps of it in its state.
+    """
 
     forward: Rule = no_rule
     backward: Rule = no_rule
+    update: Callable[[Updated], tuple[Step, ...]] | None = None
+    moments: Callable[[Updated], tuple[ShardedArray, ...]] | None = None
     steps: dict[str, StepKind]

@@ -15,12 +15,13 @@ _ARG = re.compile(r"[\w']+\s*\[[^\]]*\]")
 
 class Variable(msgspec.Struct, frozen=True):
     """A named array of a program: its dims, the role that decides how it is split, and its dtype where that is not
-    the one of the role."""
+    the one of the role. ``inputs`` are the dims of a weight that go into its matrices, () for a vector."""
 
     name: str
     dims: tuple[str, ...]
     role: str
     dtype: str = ""
+    inputs: tuple[str, ...] = ()
 
 
 class Op(msgspec.Struct, frozen=True):
@@ -47,6 +48,16 @@ class Block(msgspec.Struct, frozen=True):
     carry: str = ""
     result: str = ""
     last_turn: int = 1
+
+    @property
+    def layers_dim(self) -> str:
+        """The dim that counts the layers of this kind: L, or Lmoe, Llocal where a model has several kinds."""
+        return layers_dim(self.name)
+
+
+def layers_dim(block: str) -> str:
+    """The dim that counts the layers of a block of this name."""
+    return "L" + block.removeprefix("layer").replace("_", "")
 
 
 class Program(msgspec.Struct, frozen=True):

@@ -17,6 +17,11 @@ Scores = Literal["on_chip", "in_memory", "in_memory_16"]
 """Scores of attention: never written, written in float32, or written in 16 bits (as Megatron-LM of 2021 does)."""
 
 
+def moment_bytes(state: str) -> float:
+    """Bytes of one entry of an optimizer's moment: what the state keeps for two of them beside master weights."""
+    return 2.0 if state == "pure-16bit" else 4.0
+
+
 class OpSizes(msgspec.Struct, frozen=True, kw_only=True):
     """What the rows of op kinds need beside a step: sizes of dims (B of one microbatch) and mesh axes, element widths.
 

@@ -41,6 +41,25 @@ class Round(msgspec.Struct, frozen=True, kw_only=True):
     beside_products: bool = False
 
 
+class Dealt(msgspec.Struct, frozen=True, kw_only=True):
+    """Details of steps on matrices dealt out to the devices of ``axes``, each of which has whole ones of some layers.
+
+    The dim ``over`` counts the matrices, split over ``among`` before they are dealt out. It is filled up with zeros to
+    a multiple of the devices. ``num_inputs`` dims after it go into a matrix.
+    """
+
+    over: str
+    among: tuple[str, ...]
+    axes: tuple[str, ...]
+    num_inputs: int
+
+    def filled(self, *, dims: Mapping[str, Any], mesh: Mapping[str, Any]) -> Any:
+        """Matrices that are there for each that is wanted, at least 1; sizes may be arrays."""
+        count = dims[self.over] / product(mesh[axis] for axis in self.among)
+        devices = product(mesh[axis] for axis in self.axes)
+        return np.ceil(count / devices) * devices / count
+
+
 class Step(msgspec.Struct, frozen=True, kw_only=True):
     """A derived step: ``result = op(inputs)``.
 
@@ -125,6 +144,11 @@ def num_moves(step: Step, *, dims: Mapping[str, Any], mesh: Mapping[str, Any]) -
     if ring.window is not None:
         moves = np.minimum(moves, np.ceil(ring.window * size / dims["T"]))
     return moves
+
+
+def filled_share(step: Step, *, dims: Mapping[str, Any], mesh: Mapping[str, Any]) -> Any:
+    """How many times its array a step works on: more than once where matrices dealt out are filled up (`Dealt`)."""
+    return step.details.filled(dims=dims, mesh=mesh) if isinstance(step.details, Dealt) else 1
 
 
 def num_ways(step: Step, *, dims: Mapping[str, Any], mesh: Mapping[str, Any]) -> Any:

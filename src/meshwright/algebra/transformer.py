@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import msgspec
 
 from meshwright.algebra.layers import PLAIN, ProgramOptions, head_norm_line, layer_lines
-from meshwright.algebra.program import Block, Program, Variable, parse_block
+from meshwright.algebra.program import Block, Program, Variable, layers_dim, parse_block
 from meshwright.spec.model import Model
 from meshwright.spec.weights import Weight, weight_table
 
@@ -91,7 +91,7 @@ def transformer(model: Model, options: ProgramOptions = PLAIN) -> Program:
         "logits": Variable("logits", ("B", "T", "V"), "activation"),
     }
     for name, (weight, _) in weight_variables(model).items():
-        variables[name] = Variable(name, weight.dims, _role(weight))
+        variables[name] = Variable(name, weight.dims, _role(weight), inputs=matrix_inputs(weight))
     embed, head = _embed_lines(model), _head_lines(model, options)
     return Program(
         (
@@ -101,6 +101,23 @@ def transformer(model: Model, options: ProgramOptions = PLAIN) -> Program:
         ),
         variables,
     )
+
+
+def matrix_inputs(weight: Weight) -> tuple[str, ...]:
+    """The dims of a weight that go into its matrices, one for each layer and expert; () for a vector.
+
+    A matrix that writes into the stream ends with D and all before it are inputs; otherwise its first dim is.
+    """
+    if weight.kind == "vector":
+        return ()
+    dims = tuple(dim for dim in weight.dims if not (dim == "E" and weight.part == "experts"))
+    return dims[:-1] if dims[-1] == "D" else dims[:1]
+
+
+def layer_dims(model: Model) -> dict[str, int]:
+    """Sizes of the dims that count layers, and layers times experts, of each kind of layer."""
+    counts = {layers_dim(kind.block): len(kind.layers) for kind in layer_kinds(model)}
+    return counts | {f"{dim}E": count * max(model.num_experts, 1) for dim, count in counts.items()}
 
 
 def _role(weight: Weight) -> str:

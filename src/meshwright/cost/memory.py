@@ -7,9 +7,9 @@ import numpy as np
 
 from meshwright.algebra.derived import BlockSteps, Derived
 from meshwright.algebra.notation import ShardedArray, product
-from meshwright.algebra.ops import kind_of
-from meshwright.algebra.rewrites.split_backward import split_backward
-from meshwright.algebra.sizes import OpSizes
+from meshwright.algebra.ops import kind_of, op_kind
+from meshwright.algebra.rewrites.split_backward import gradient_arrays, split_backward
+from meshwright.algebra.sizes import OpSizes, moment_bytes
 from meshwright.algebra.steps import Phase, Step
 from meshwright.core.dims import DTYPE_BYTES
 from meshwright.core.errors import InputError
@@ -116,8 +116,10 @@ class MemoryParts(msgspec.Struct, frozen=True, kw_only=True):
         return self.layers[part] * share + pipeline.ends(self.ends[part])
 
     def optimizer_bytes(self, pipeline: Pipeline) -> Number:
-        """Optimizer state that one chip updates."""
-        return self.elements("optimizer", pipeline) * STATE_BYTES[self.state]["optimizer"]
+        """Optimizer state that one chip updates: master weights, where the state has them, and moments."""
+        moment = moment_bytes(self.state)
+        master = STATE_BYTES[self.state]["optimizer"] - 2 * moment
+        return self.elements("optimizer", pipeline) * master + self.elements("moments", pipeline) * moment
 
     def items(
         self, *, num_microbatches: Number, pipeline: Pipeline = ONE_STAGE, offload: Any = ()
@@ -247,26 +249,21 @@ def _state_elements(derived: Derived, sizes: OpSizes) -> tuple[dict[str, Number]
     """Elements per chip of weights, their gradients and what the optimizer updates: in all layers, and in each end."""
     blocks = {name: block for block in derived.blocks for op in block.block.ops for name in op.inputs}
     # a gradient is held as it enters the collectives that run once per step, whole where they scatter it
-    held = {step.inputs[0].name: step.inputs[0] for step in reversed(_once_a_step(derived))}
-    layers: dict[str, Number] = dict.fromkeys(("weights", "gradients", "optimizer"), _zero(sizes))
+    gradients = gradient_arrays(derived)
+    layers: dict[str, Number] = dict.fromkeys(("weights", "gradients", "optimizer", "moments"), _zero(sizes))
     ends: dict[str, dict[str, Number]] = {part: {} for part in layers}
-    for step in derived.update:
-        if step.op == "adamw":
-            shard = step.inputs[1]
-            block = blocks[shard.name]
-            arrays = (derived.declared[shard.name], held[f"d{shard.name}"], shard)
-            for part, array in zip(layers, arrays, strict=True):
-                size = block.repeat * sizes.elements(array)
-                if block.block.carry:
-                    layers[part] = layers[part] + size
-                else:
-                    ends[part][block.block.name] = ends[part].get(block.block.name, 0.0) + size
+    moments = op_kind(derived.optimizer).moments
+    assert moments is not None
+    for name, weight in derived.weights.items():
+        block = blocks[name]
+        arrays = ((derived.declared[name],), (gradients[name],), (weight.shard,), moments(weight))
+        for part, found in zip(layers, arrays, strict=True):
+            size = block.repeat * sum(sizes.elements(array) for array in found)
+            if block.block.carry:
+                layers[part] = layers[part] + size
+            else:
+                ends[part][block.block.name] = ends[part].get(block.block.name, 0.0) + size
     return layers, {part: list(found.values()) for part, found in ends.items()}
-
-
-def _once_a_step(derived: Derived) -> list[Step]:
-    backward = [step for block in derived.blocks for step in block.backward if step.scope == "step"]
-    return [*backward, *derived.update]
 
 
 def _kept_bytes(block: BlockSteps, derived: Derived, sizes: OpSizes, *, logits: bool) -> Number:

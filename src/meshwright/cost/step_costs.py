@@ -9,9 +9,10 @@ import numpy as np
 from meshwright.algebra.derived import Derived
 from meshwright.algebra.notation import ShardedArray, product
 from meshwright.algebra.ops import kind_of
-from meshwright.algebra.rewrites.split_backward import counts_of, meetings, weights_of
+from meshwright.algebra.rewrites.split_backward import counts_of, gradient_arrays, meetings, weights_of
 from meshwright.algebra.sizes import OpSizes, Scores
-from meshwright.algebra.steps import Round, Step, num_moves, sent_element_bytes
+from meshwright.algebra.steps import Round, Step, filled_share, num_moves, sent_element_bytes
+from meshwright.algebra.transformer import layer_dims
 from meshwright.core.dims import DTYPE_BYTES
 from meshwright.cost.pipeline import ONE_STAGE, Pipeline
 from meshwright.cost.step_rates import Group, StepRates
@@ -89,7 +90,8 @@ def op_sizes(
 
     A kernel that keeps its scores on chip also skips the keys that are masked.
     """
-    dims = {name: float(size) for name, size in model.dims.items()} | {"B": microbatch_seqs, "T": float(seq_len)}
+    known = model.dims | layer_dims(model)
+    dims = {name: float(size) for name, size in known.items()} | {"B": microbatch_seqs, "T": float(seq_len)}
     dims |= expert_slots(model, num_tokens=microbatch_seqs * seq_len, imbalance=imbalance)
     spare = spare_slots(model, imbalance=imbalance) if empty_slots else 1.0
     return OpSizes(dims=dims, mesh=mesh, state=state, scores=scores, causal=scores == "on_chip", spare_slots=spare)
@@ -157,9 +159,7 @@ def kept_results(derived: Derived) -> dict[tuple[str, str], frozenset[ShardedArr
 
 def _summed_gradients(derived: Derived) -> dict[str, ShardedArray]:
     """Gradients of weights as each microbatch leaves them, scattered or not, to be added to the sum of those before."""
-    backward = [step for block in derived.blocks for step in block.backward if step.scope == "step"]
-    first = {step.inputs[0].name: step.inputs[0] for step in reversed([*backward, *derived.update])}
-    return {name: array for name, array in first.items() if name.startswith("d")}
+    return {array.name: array for array in gradient_arrays(derived).values()}
 
 
 def _with_sum(
@@ -244,7 +244,7 @@ def _price_collective(
     element = sent_element_bytes(step, width=sizes.width, num_microbatches=num_microbatches)
     if "C" in step.full.dims:
         sizes = sizes.with_room(product(sizes.mesh[axis] for axis in step.axes) > 1)
-    sent = sizes.elements(step.full) * element
+    sent = sizes.elements(step.full) * element * filled_share(step, dims=sizes.dims, mesh=sizes.mesh)
     rate = group[step.op]
     moves = num_moves(step, dims=sizes.dims, mesh=sizes.mesh)
     # halves that go opposite ways pass at the same time where each way has its link

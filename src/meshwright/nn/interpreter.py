@@ -42,6 +42,17 @@ def run_step(context: Context, step: Step, inputs: list[jax.Array]) -> tuple[jax
         return _run_step(context, step, inputs)
 
 
+def run_update(steps: Iterable[Step], env: Environment) -> Environment:
+    """``env`` with the results of an optimizer's steps added; only collectives carry a label of their own."""
+    env = dict(env)
+    for step in steps:
+        inputs = [env[a] for a in step.inputs]
+        results = communicate(step, *inputs) if step.is_collective else local_steps()[step.op](None, step, *inputs)
+        for array, value in zip((step.result, *step.more), results if step.more else (results,), strict=True):
+            env[array] = value
+    return env
+
+
 def _run_step(context: Context, step: Step, inputs: list[jax.Array]) -> tuple[jax.Array, ...]:
     if isinstance(step.details, Round):
         return (inputs[0],)

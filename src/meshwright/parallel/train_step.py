@@ -132,9 +132,9 @@ class TrainStep:
         self.max_grad_norm = max_grad_norm
         self.mesh = mesh or device_mesh(strategy.mesh)
         self.program = transformer(model, options)
-        self.declared = derive(self.program, strategy)
+        self.declared = derive(self.program, strategy, optimizer=getattr(wrapped, "kind", "adamw"))
         self.dtype = DTYPES[strategy.state_dtype]
-        self.shards = {s.result.name: s.result for s in self.declared.update if s.op == "adamw"}
+        self.shards = self.declared.shards
         self.compile = jax.jit(
             self._step,
             in_shardings=(self.state_shardings, self.batch_shardings),
@@ -412,8 +412,9 @@ class TrainStep:
         ours = {name: [] for name in params}  # type: dict[str, list[Any]]
         done: set[str] = set()
         for step in self.declared.update:
-            done |= {step.result.name} if step.op == "adamw" else set()
-            if step.op != "adamw" and step.result.name in ours and (step.result.name not in done) == before:
+            moves = step.is_collective or step.op == "slice"
+            done |= set() if moves else {step.result.name}
+            if moves and step.result.name in ours and (step.result.name not in done) == before:
                 ours[step.result.name].append(step)
 
         def body(params: Params) -> Params:

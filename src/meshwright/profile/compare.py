@@ -106,7 +106,7 @@ class PredictedStep(msgspec.Struct, frozen=True, kw_only=True):
 
 def label_text(step: Step) -> str:
     """The label that a step's instructions carry; the updates of all weights are one."""
-    return OPTIMIZER if step.op == "adamw" else str(label_of(step))
+    return OPTIMIZER if class_of_op(step.op) == "optimizer" else str(label_of(step))
 
 
 def predicted_steps(priced: PricedStrategy) -> dict[str, PredictedStep]:
@@ -124,7 +124,7 @@ def predicted_steps(priced: PricedStrategy) -> dict[str, PredictedStep]:
 
 def _predicted(cost: StepCost) -> PredictedStep:
     step, here = cost.step, float(cost.here)
-    part = "optimizer" if step.op == "adamw" else part_of(step.block, step.phase)
+    part = "optimizer" if class_of_op(step.op) == "optimizer" else part_of(step.block, step.phase)
     return PredictedStep(
         seconds=float(cost.time_s) * here,
         flops=float(cost.flops) * here,

@@ -19,7 +19,7 @@ from meshwright.train.checkpoint import Checkpoints, Position
 from meshwright.train.data.batches import Batches, Data, open_data
 from meshwright.train.data.tokenizer import load_tokenizer
 from meshwright.train.evaluate import HeldOut, held_out
-from meshwright.train.optimizers.muon import Places
+from meshwright.train.optimizers.sharded import Places
 from meshwright.train.optimizers.table import make_optimizer
 from meshwright.train.settings import TrainSettings, program_options
 from meshwright.train.weights_file import TOKENIZER
@@ -76,11 +76,15 @@ def make_step(
     mesh: Mesh | AbstractMesh | None = None,
 ) -> TrainStep:
     """The step that a run of these settings takes; ``mesh`` is of devices that need not be there."""
+
+    def places() -> Places:
+        # Asked when the step is traced, not here, where there is none yet.
+        return Places(step.mesh, step.declared.weights)
+
     step = TrainStep(
         model,
         strategy,
-        # Asked when the step is traced, not here, where there is none yet.
-        optimizer=make_optimizer(model, settings, strategy.state, places=lambda: Places(step.mesh, step.shard_specs)),
+        optimizer=make_optimizer(model, settings, strategy.state, places=places),
         max_grad_norm=settings.max_grad_norm,
         options=program_options(settings, several_documents=several_documents),
         mesh=mesh,

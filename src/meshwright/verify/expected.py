@@ -8,7 +8,7 @@ from meshwright.algebra.derived import BlockSteps, Derived
 from meshwright.algebra.notation import local_elements
 from meshwright.algebra.rewrites.split_backward import counts_of, meetings
 from meshwright.algebra.schedules.ticks import TickTables
-from meshwright.algebra.steps import Step, num_moves, num_ways, sent_element_bytes
+from meshwright.algebra.steps import Step, filled_share, num_moves, num_ways, sent_element_bytes
 from meshwright.nn.labels import StepLabel, label_of
 
 
@@ -45,7 +45,8 @@ def expected_collectives(
         if not step.is_collective:
             continue
         element = int(sent_element_bytes(step, width=width, num_microbatches=num_microbatches))
-        size = round(float(local_elements(step.full, one, mesh) * element))
+        filled = filled_share(step, dims=one, mesh=mesh)
+        size = round(float(local_elements(step.full, one, mesh) * element * filled))
         runs = int(times) * int(num_moves(step, dims=dims, mesh=mesh)) if step.op == "permute" else int(times)
         stacked = step.phase == "update" or (step.scope == "step" and not layer_by_layer)
         arrays = 1 if stacked else runs * int(num_ways(step, dims=one, mesh=mesh))
@@ -88,7 +89,8 @@ def expected_of_pipeline(
     one = {**dims, "B": dims["B"] // count}
     for step, arrays, times in _counted(derived, tables):
         element = int(sent_element_bytes(step, width=width, num_microbatches=count))
-        size = round(float(local_elements(step.full, one, mesh) * element))
+        filled = filled_share(step, dims=one, mesh=mesh)
+        size = round(float(local_elements(step.full, one, mesh) * element * filled))
         yield _expected(step, mesh, arrays, times * size, element)
 
 

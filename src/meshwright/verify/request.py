@@ -43,6 +43,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     cache_dtype: str = "bf16"
     settings: dict[str, Any] = {}
     options: ProgramOptions = PLAIN
+    optimizer: str = "adamw"
     order: tuple[int, ...] = ()
 
 

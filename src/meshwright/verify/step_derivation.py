@@ -17,7 +17,7 @@ from meshwright.algebra.schedules.fused import fused
 from meshwright.algebra.schedules.ticks import TickTables, tick_tables
 from meshwright.algebra.sizes import OpSizes
 from meshwright.algebra.steps import Step
-from meshwright.algebra.transformer import transformer
+from meshwright.algebra.transformer import layer_dims, transformer
 from meshwright.core.dims import DTYPE_BYTES
 from meshwright.cost.memory import training_memory
 from meshwright.cost.pipeline import strategy_pipeline
@@ -52,7 +52,7 @@ class StepDerivation:
         model, cache_dtype = self.request.model, self._cache_dtype
         quantised = self.request.weights == "int8"
         if self.trains:
-            return derive(transformer(model, self.request.options), self.strategy)
+            return derive(transformer(model, self.request.options), self.strategy, optimizer=self.request.optimizer)
         if self.request.step == "prefill":
             return derive_forward(prefill_program(model, cache_dtype=cache_dtype, quantised=quantised), self.strategy)
         program = generate_program(model, cache_dtype=cache_dtype, quantised=quantised)
@@ -69,7 +69,13 @@ class StepDerivation:
         request = self.request
         count = request.strategy.num_microbatches if self.trains else 1
         length = 1 if request.step == "generate" else request.seq_len
-        sizes = {**request.model.dims, "B": request.batch_seqs, "T": length, "S": request.seq_len}
+        sizes = {
+            **request.model.dims,
+            **layer_dims(request.model),
+            "B": request.batch_seqs,
+            "T": length,
+            "S": request.seq_len,
+        }
         if request.model.num_experts:
             sizes |= {"C": self._slots(request.batch_seqs * length // count), "Er": len(ROUTING_ROWS)}
         return sizes

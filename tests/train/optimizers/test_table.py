@@ -10,12 +10,16 @@ import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from meshwright.algebra.kinds import Updated
+from meshwright.algebra.notation import ShardedArray
 from meshwright.algebra.transformer import weight_variables
 from meshwright.core.errors import InputError
+from meshwright.nn.ops.muon import newton_schulz
 from meshwright.parallel.mesh import device_mesh
 from meshwright.spec.strategy import STATE_BYTES
-from meshwright.train.optimizers.matrices import MatrixAxes, model_axes
-from meshwright.train.optimizers.muon import Places, dealt, newton_schulz, orthogonal
+from meshwright.train.optimizers.matrices import model_axes
+from meshwright.train.optimizers.muon import orthogonal
+from meshwright.train.optimizers.sharded import Places, on_one_device
 from meshwright.train.optimizers.table import averaged, from_optax, make_optimizer, state_specs
 from meshwright.train.settings import TrainSettings
 from tests.train.small import MODEL
@@ -197,6 +201,15 @@ def specs_of(axes):
     }
 
 
+def weights_of(axes):
+    """The same as the optimizers have them."""
+    found = {}
+    for name, one in on_one_device(ROUTED).weights.items():
+        split = {dim: (a,) if (a := AXES.get(dim)) in axes else () for dim in one.shard.dims}
+        found[name] = msgspec.structs.replace(one, shard=one.shard.resharded(split))
+    return found
+
+
 class OnMesh:
     """The update of one optimizer on eight devices, everything split alike and donated."""
 
@@ -239,15 +252,16 @@ def collectives(compiled):
         ("adamw", "pure-16bit", set()),
         ("lion", "fp32", set()),
         ("adafactor", "fp32", {"all-reduce"}),
-        ("muon", "fp32", {"all-reduce", "all-gather", "collective-permute"}),  # GSPMD's choice
-        ("muon dealt", "fp32", {"all-to-all"}),
+        ("muon", "fp32", {"all-to-all"}),
     ],
 )
 def test_a_mesh_gives_the_numbers_of_one_device_in_one_donated_program(kind, state, allowed):
     dtype = jnp.float32 if state == "fp32" else jnp.bfloat16
-    name, _, is_dealt = kind.partition(" ")
-    given, places = settings(optimizer=name, rounding="stochastic"), partial(Places, device_mesh(MESH), specs_of(MESH))
-    mesh = OnMesh(make_optimizer(ROUTED, given, state, places=places if is_dealt else None), dtype)
+    given, places = (
+        settings(optimizer=kind, rounding="stochastic"),
+        partial(Places, device_mesh(MESH), weights_of(MESH)),
+    )
+    mesh = OnMesh(make_optimizer(ROUTED, given, state, places=places), dtype)
     found, expected = mesh.run()[0], run(make_optimizer(ROUTED, given, state), dtype=dtype)[0]
     close(found, expected)
     header = mesh.compiled.as_text().splitlines()[0]
@@ -258,10 +272,13 @@ def test_a_mesh_gives_the_numbers_of_one_device_in_one_donated_program(kind, sta
 def test_dealing_out_whole_matrices_takes_two_all_to_alls_for_each_split_dim():
     """Five layers on eight devices: three are filled up."""
     mesh, spec = device_mesh({"fsdp": 4, "tensor": 2}), PartitionSpec(None, "tensor", None, "fsdp")
-    axes, here = MatrixAxes((0,), (1, 2), (3,)), NamedSharding(mesh, spec)
+    shard = ShardedArray("wo", ("N", "H", "D"), (("tensor",), (), ("fsdp",)))
+    weight, here = Updated(shard=shard, inputs=("N", "H"), layers="L"), NamedSharding(mesh, spec)
+    whole = msgspec.structs.replace(weight, shard=shard.resharded({"N": (), "D": ()}))
     values = jnp.asarray(np.random.default_rng(0).standard_normal((5, 2, 3, 8)), jnp.float32)
-    function = jax.jit(lambda x: dealt(x, axes, mesh, spec), in_shardings=here, out_shardings=here)
-    close({"x": function(values)}, {"x": orthogonal(values, axes)})
+    at = Places(mesh, {"wo": weight})
+    function = jax.jit(lambda x: orthogonal(x, weight, at), in_shardings=here, out_shardings=here)
+    close({"x": function(values)}, {"x": orthogonal(values, whole, Places(None, {}))})
     assert collectives(function.lower(values).compile()) == {"all-to-all": 4}
 
 

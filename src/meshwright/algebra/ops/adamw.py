@@ -1,16 +1,39 @@
-"""AdamW on one device's shard of a weight."""
+"""AdamW: two moments of each weight."""
 
-from meshwright.algebra.kinds import OpKind, StepKind
-from meshwright.algebra.sizes import Number, OpSizes
+from meshwright.algebra.kinds import OpKind, StepKind, Updated
+from meshwright.algebra.notation import ShardedArray
+from meshwright.algebra.sizes import Number, OpSizes, moment_bytes
 from meshwright.algebra.steps import Step
 from meshwright.spec.strategy import STATE_BYTES
 
 
-def hbm_bytes(step: Step, sizes: OpSizes) -> Number:
+def update(weight: Updated) -> tuple[Step, ...]:
+    """One elementwise step on the device's shard."""
+    return elementwise_update("adamw", weight)
+
+
+def elementwise_update(op: str, weight: Updated) -> tuple[Step, ...]:
+    """The step of an optimizer that works on each entry by itself."""
+    shard = weight.shard
+    return (Step(op=op, inputs=(shard.replace(name=f"d{shard.name}"), shard), result=shard),)
+
+
+def moments(weight: Updated) -> tuple[ShardedArray, ...]:
+    """The running means of the gradient and of its square."""
+    return (weight.shard, weight.shard)
+
+
+def update_bytes(step: Step, sizes: OpSizes, *, num_moments: int) -> Number:
     """Gradient read twice (its norm, its use); weights, moments and master copy read and written."""
     state = STATE_BYTES[sizes.state]
     gradient, weight = (sizes.elements(array) for array in step.inputs)
-    return 2 * gradient * state["gradients"] + 2 * weight * (state["weights"] + state["optimizer"])
+    kept = state["optimizer"] - (2 - num_moments) * moment_bytes(sizes.state)
+    return 2 * gradient * state["gradients"] + 2 * weight * (state["weights"] + kept)
 
 
-OP = OpKind(steps={"adamw": StepKind(hbm_bytes=hbm_bytes, group="optimizer", num_kernels=0)})
+def hbm_bytes(step: Step, sizes: OpSizes) -> Number:
+    """See `update_bytes`."""
+    return update_bytes(step, sizes, num_moments=2)
+
+
+OP = OpKind(update=update, moments=moments, steps={"adamw": StepKind(hbm_bytes=hbm_bytes, group="optimizer")})

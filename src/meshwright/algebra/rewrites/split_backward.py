@@ -15,7 +15,7 @@ def cotangent_of(derived: Derived, name: str) -> ShardedArray:
 
 def gradient_arrays(derived: Derived) -> dict[str, ShardedArray]:
     """Weight -> its gradient as a microbatch leaves it, before what is summed once per step."""
-    found = {step.result.name: step.inputs[0] for step in derived.update if step.op == "adamw"}
+    found = {name: shard.replace(name=f"d{name}") for name, shard in derived.shards.items()}
     first = step_steps(derived)
     return {name: first[name][0].inputs[0] if first.get(name) else array for name, array in found.items()}
 

@@ -1,20 +1,22 @@
 """Adafactor's second moments by rows and columns, for arrays that hold a matrix per layer and expert.
 
-Written here because optax's form factors the two largest dims of an array, which may be layers or heads.
+Not optax's form, which factors the two largest dims of an array: they may be layers or heads.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from meshwright.algebra.kinds import Updated
+from meshwright.algebra.ops.adafactor import update as adafactor_steps
 from meshwright.nn.weights import Params
-from meshwright.train.optimizers.matrices import MatrixAxes
+from meshwright.train.optimizers.sharded import Places, updated
 
-DECAY_POWER, CLIP_RMS, SMALLEST_SQUARE, SMALLEST_SCALE = 0.8, 1.0, 1e-30, 1e-3
-"""The paper's constants: decay 1 - t^-0.8, threshold d, epsilon 1 and epsilon 2."""
+DECAY_POWER = 0.8
+"""Of the decay 1 - t^-0.8. Source: Shazeer and Stern, 2018."""
 
 
 class FactoredState(NamedTuple):
@@ -27,53 +29,64 @@ class FactoredState(NamedTuple):
     whole: Params
 
 
-def scale_by_adafactor(axes: Mapping[str, MatrixAxes]) -> optax.GradientTransformation:
+def scale_by_adafactor(places: Callable[[], Places], weights: dict[str, Updated]) -> optax.GradientTransformation:
     """Gradients divided by the factored root of their second moments, each matrix clipped to RMS 1 and scaled by the
     RMS of its weights. Source: Shazeer and Stern, 2018, algorithms 4 and 5, section 8.
+
+    ``weights`` are those of one device: which dims make up the matrices.
     """
+
+    def left_out(name: str, kept: tuple[str, ...]) -> tuple[int, ...]:
+        """Axes of a weight's array that a mean over all other dims of its matrices lacks."""
+        weight = weights[name]
+        held = {weight.layers, *weight.batch, *kept}
+        return tuple(i for i, dim in enumerate(weight.stacked(name).dims) if dim not in held)
 
     def init(params: Params) -> FactoredState:
         def empty(name: str, over: tuple[int, ...]) -> jax.Array:
             shape = [1 if axis in over else size for axis, size in enumerate(params[name].shape)]
             return jnp.zeros(shape, jnp.float32)
 
-        matrices = [name for name in params if axes[name].is_matrix]
+        matrices = [name for name in params if weights[name].inputs]
         return FactoredState(
             jnp.zeros((), jnp.int32),
-            {name: empty(name, axes[name].outputs) for name in matrices},
-            {name: empty(name, axes[name].inputs) for name in matrices},
+            {name: empty(name, left_out(name, weights[name].inputs)) for name in matrices},
+            {name: empty(name, left_out(name, weights[name].outputs)) for name in matrices},
             {name: empty(name, ()) for name in params if name not in matrices},
         )
 
     def update(grads: Params, state: FactoredState, params: Params | None = None) -> tuple[Params, FactoredState]:
         assert params is not None
-        count = state.count + 1
+        count, at = state.count + 1, places()
         decay = 1 - count.astype(jnp.float32) ** -DECAY_POWER
-        squares = {name: jnp.square(grad) + SMALLEST_SQUARE for name, grad in grads.items()}
-
-        def moved(old: Params, over: Mapping[str, tuple[int, ...]]) -> Params:
-            return {n: decay * v + (1 - decay) * squares[n].mean(over[n], keepdims=True) for n, v in old.items()}
-
-        rows = moved(state.rows, {name: axes[name].outputs for name in state.rows})
-        columns = moved(state.columns, {name: axes[name].inputs for name in state.columns})
-        whole = moved(state.whole, dict.fromkeys(state.whole, ()))
-        scaled = {}
+        found: dict[str, tuple[jax.Array, ...]] = {}
         for name, grad in grads.items():
-            if name in rows:
-                share = rows[name] / rows[name].mean(axes[name].inputs, keepdims=True)
-                found = grad * jax.lax.rsqrt(share) * jax.lax.rsqrt(columns[name])
+            weight = at.weights[name]
+            if weight.inputs:
+                kept = ((weight.inputs, state.rows[name]), (weight.outputs, state.columns[name]))
+                means = [mean.squeeze(left_out(name, dims)) for dims, mean in kept]
             else:
-                found = grad * jax.lax.rsqrt(whole[name])
-            scaled[name] = _clipped(found, params[name], axes[name].within)
-        return scaled, FactoredState(count, rows, columns, whole)
+                means = [state.whole[name]]
+            found[name] = _updated(at, weight, (grad, params[name]), means, decay)
+        after = FactoredState(
+            count,
+            {n: jnp.expand_dims(found[n][1], left_out(n, weights[n].inputs)) for n in state.rows},
+            {n: jnp.expand_dims(found[n][2], left_out(n, weights[n].outputs)) for n in state.columns},
+            {n: found[n][1] for n in state.whole},
+        )
+        return {name: found[name][0] for name in grads}, after
 
     return optax.GradientTransformation(init, update)
 
 
-def _clipped(scaled: jax.Array, weights: jax.Array, within: tuple[int, ...]) -> jax.Array:
-    clipped = scaled / jnp.maximum(1.0, _rms(scaled, within) / CLIP_RMS)
-    return clipped * jnp.maximum(SMALLEST_SCALE, _rms(weights, within))
-
-
-def _rms(values: jax.Array, within: tuple[int, ...]) -> jax.Array:
-    return jnp.sqrt(jnp.mean(jnp.square(values), within, keepdims=True))
+def _updated(
+    places: Places, weight: Updated, values: tuple[jax.Array, jax.Array], means: list[jax.Array], decay: jax.Array
+) -> tuple[jax.Array, ...]:
+    """The change of one weight, and its running means after it."""
+    *steps, _ = adafactor_steps(weight)
+    first, keeping = steps[0], next(step for step in steps if "decay" in {array.name for array in step.inputs})
+    (own,) = next(step.inputs for step in steps if step.op == "adafactor_weights")
+    before = [array for array in keeping.inputs if array.name.endswith(".before")]
+    after = [array for array in keeping.more if array.name.endswith(".after")]
+    given = dict(zip((first.inputs[0], own, *before, keeping.inputs[-1]), (*values, *means, decay), strict=True))
+    return updated(places, steps, given, (steps[-1].result, *after))

@@ -3,7 +3,7 @@
 import math
 from typing import NamedTuple
 
-from meshwright.algebra.transformer import weight_variables
+from meshwright.algebra.transformer import matrix_inputs, weight_variables
 from meshwright.spec.model import Model
 from meshwright.spec.weights import Weight
 
@@ -40,17 +40,12 @@ class MatrixAxes(NamedTuple):
 
 
 def matrix_axes(weight: Weight) -> MatrixAxes:
-    """The axes of a row of the weight table, read off its dims.
-
-    A matrix that writes into the stream ends with D and all before it are inputs; otherwise its first dim is.
-    """
+    """The axes of a row of the weight table, read off its dims."""
     dims = weight.dims
     stacked, routed = int(bool(weight.layers)), int(weight.part == "experts")
     start, stop = stacked + routed, stacked + len(dims)
     axes = tuple(range(start, stop))
-    if weight.kind == "vector":
-        return MatrixAxes(tuple(range(start)), (), axes)
-    inputs = len(axes) - 1 if dims[-1] == "D" else 1
+    inputs = len(matrix_inputs(weight))
     return MatrixAxes(tuple(range(start)), axes[:inputs], axes[inputs:])
 
 

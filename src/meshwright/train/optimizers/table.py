@@ -11,7 +11,7 @@ How to use it::
 
 ``params`` is the flat dict of `nn.weights.Params`. Both functions work on global arrays under `jit`: every number is
 the same on every mesh. The update of AdamW and Lion is elementwise and so needs no communication where gradients,
-weights and state are split alike; Adafactor needs small sums, Muon whole matrices.
+weights and state are split alike; Adafactor needs small sums, Muon whole matrices: both run their derived steps.
 """
 
 from collections.abc import Callable, Mapping
@@ -31,9 +31,10 @@ from meshwright.spec.strategy import STATE_BYTES
 from meshwright.train.optimizers.adafactor import scale_by_adafactor
 from meshwright.train.optimizers.average import start_average, update_average
 from meshwright.train.optimizers.matrices import MatrixAxes, model_axes
-from meshwright.train.optimizers.muon import Places, scale_by_muon
+from meshwright.train.optimizers.muon import inside_layers, scale_by_muon
 from meshwright.train.optimizers.rounding import round_to, round_tree
 from meshwright.train.optimizers.schedules import learning_rate
+from meshwright.train.optimizers.sharded import Places, on_one_device
 from meshwright.train.settings import Rounding, TrainSettings
 
 
@@ -52,6 +53,7 @@ class Optimizer(NamedTuple):
 
     init: Callable[[Params], OptState]
     update: Callable[[Params, OptState, Params], tuple[Params, OptState]]
+    kind: str = "adamw"
 
     def specs(self, param_shapes: Params, param_specs: Mapping[str, PartitionSpec]) -> OptState:
         """The sharding of each array of the state, as `TrainStep` asks for it; see `state_specs`."""
@@ -67,16 +69,17 @@ def make_optimizer(
 ) -> Optimizer:
     """The optimizer that the settings name, for a training state of `spec.strategy.STATE_BYTES`.
 
-    ``places`` says the mesh and the shards of gradients and moments, with which Muon moves much less (`muon.dealt`).
+    ``places`` says the mesh and the shards on which the derived steps of Muon and Adafactor run; one device without.
     It is asked when the update is traced, for the step that knows them is made with its optimizer.
     """
-    return from_optax(
+    optimizer = from_optax(
         transformation(model, settings, places),
         state=strategy_state,
         rounding=settings.rounding,
         seed=settings.seed,
         average=settings.average,
     )
+    return optimizer._replace(kind=settings.optimizer)
 
 
 def from_optax(
@@ -151,16 +154,17 @@ def transformation(
     Muon takes the matrices of the layers; embeddings, the unembedding and vectors go to AdamW, at the same rate.
     Sources: Loshchilov and Hutter, 2019; Chen et al., 2023; Shazeer and Stern, 2018; Jordan, 2024.
     """
-    axes = model_axes(model)
+    axes, plain = model_axes(model), on_one_device(model)
+    at = places or (lambda: plain)
     if settings.optimizer == "adafactor":
-        return _chain(scale_by_adafactor(axes), settings, axes)
+        return _chain(scale_by_adafactor(at, dict(plain.weights)), settings, axes)
     if settings.optimizer == "lion":
         return _chain(optax.scale_by_lion(settings.beta1, settings.beta2), settings, axes)
     adamw = _chain(optax.scale_by_adam(settings.beta1, settings.beta2, eps=settings.epsilon), settings, axes)
     if settings.optimizer == "adamw":
         return adamw
-    inside = {name for name, axes_here in axes.items() if axes_here.is_matrix and axes_here.batch}
-    muon = _chain(scale_by_muon(axes, momentum=settings.momentum, places=places), settings, axes)
+    inside = inside_layers(plain.weights.values())
+    muon = _chain(scale_by_muon(settings.momentum, at), settings, axes)
     return _by_name(lambda name: "muon" if name in inside else "adamw", {"muon": muon, "adamw": adamw})
 
 

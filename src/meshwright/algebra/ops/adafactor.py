@@ -1,0 +1,79 @@
+"""Adafactor: second moments by the rows and columns of each matrix, whole for vectors; no first moment.
+
+Means over split dims are sums of the devices' parts: of rows and columns, of the level of the rows, and of the squares
+that clip an update and scale it by its weights.
+"""
+
+from collections.abc import Iterable
+
+from meshwright.algebra.kinds import OpKind, StepKind, Updated, stream
+from meshwright.algebra.notation import ShardedArray
+from meshwright.algebra.steps import Step
+
+
+def update(weight: Updated) -> tuple[Step, ...]:
+    """Moments, the scaled gradient, its root mean square and that of the weight, the clipped change."""
+    name = weight.shard.name
+    gradient, own = weight.stacked(f"d{name}").replace(dtype=""), weight.stacked(name).replace(dtype="")
+    decay = ShardedArray("decay", (), (), dtype="fp32")
+    counted = tuple(dim for dim in (weight.layers, *weight.batch) if dim)
+    scaled = weight.stacked(f"{name}.scaled")
+    squares, sizes_ = (_mean(scaled, f"{name}.{part}", counted) for part in ("squares", "weights"))
+    steps: list[Step] = []
+    if weight.inputs:
+        rows = _mean(scaled, f"{name}.rows", (*counted, *weight.inputs))
+        columns = _mean(scaled, f"{name}.columns", (*counted, *weight.outputs))
+        level = _mean(rows.replace(unreduced=()), f"{name}.level", counted)
+        steps.append(Step(op="adafactor_sums", inputs=(gradient,), result=rows, more=(columns,)))
+        summed = tuple(_summed(steps, array) for array in (rows, columns))
+        before = tuple(array.replace(name=f"{array.name}.before") for array in summed)
+        after = tuple(array.replace(name=f"{array.name}.after") for array in summed)
+        steps.append(Step(op="adafactor_moments", inputs=(*summed, *before, decay), result=level, more=after))
+        whole = _summed(steps, level)
+        steps.append(Step(op="adafactor_scale", inputs=(gradient, *after, whole), result=scaled, more=(squares,)))
+    else:
+        old, new = (weight.stacked(f"{name}.whole.{when}") for when in ("before", "after"))
+        steps.append(Step(op="adafactor_vector", inputs=(gradient, old, decay), result=scaled, more=(squares, new)))
+    steps.append(Step(op="adafactor_weights", inputs=(own,), result=sizes_))
+    means = [_summed(steps, array) for array in (squares, sizes_)]
+    change = weight.stacked(f"{name}.update")
+    steps.append(Step(op="adafactor", inputs=(scaled, *means), result=change))
+    shard = weight.shard
+    apply = Step(op="adafactor_apply", inputs=(shard.replace(name=change.name, dtype="fp32"), shard), result=shard)
+    return (*steps, apply)
+
+
+def _mean(array: ShardedArray, name: str, dims: Iterable[str]) -> ShardedArray:
+    """What is left of an array over some of its dims: a part of the mean where the other dims are split."""
+    kept = [dim for dim in array.dims if dim in tuple(dims)]
+    missing = tuple(axis for dim in array.dims if dim not in kept for axis in array.axes_of(dim))
+    return ShardedArray(name, tuple(kept), tuple(array.axes_of(dim) for dim in kept), missing, "fp32")
+
+
+def _summed(steps: list[Step], part: ShardedArray) -> ShardedArray:
+    """The whole mean, with the AllReduce added where devices have parts of it."""
+    whole = part.replace(unreduced=())
+    if part.unreduced:
+        steps.append(Step(op="all_reduce", inputs=(part,), result=whole, axes=part.unreduced))
+    return whole
+
+
+def moments(weight: Updated) -> tuple[ShardedArray, ...]:
+    """Rows and columns of a matrix, all of a vector, of one layer."""
+    shard = weight.shard
+    if not weight.inputs:
+        return (shard,)
+    return tuple(_mean(shard, shard.name, (*weight.batch, *dims)) for dims in (weight.inputs, weight.outputs))
+
+
+OP = OpKind(
+    update=update,
+    moments=moments,
+    steps={
+        name: StepKind(hbm_bytes=stream, group="optimizer")
+        for name in (
+            *("adafactor_sums", "adafactor_moments", "adafactor_scale", "adafactor_vector"),
+            *("adafactor_weights", "adafactor", "adafactor_apply"),
+        )
+    },
+)

@@ -1,0 +1,124 @@
+"""Muon: the momentum of each matrix of a layer orthogonalised, on devices that have whole matrices of some layers.
+
+One AllToAll per split dim brings a device's parts of all layers to whole matrices of its share of the layers, and one
+brings the results back. What is no matrix of a layer is updated by AdamW.
+"""
+
+import numpy as np
+
+from meshwright.algebra.kinds import OpKind, StepKind, Updated
+from meshwright.algebra.notation import ShardedArray, product
+from meshwright.algebra.ops import adamw
+from meshwright.algebra.sizes import Number, OpSizes
+from meshwright.algebra.steps import Dealt, Step, filled_share
+from meshwright.core.dims import DTYPE_BYTES
+
+TURNS = 5
+"""Turns of the Newton-Schulz iteration that brings singular values near 1."""
+
+
+def orthogonalises(weight: Updated) -> bool:
+    """True for matrices of layers."""
+    return bool(weight.inputs and weight.layers)
+
+
+def update(weight: Updated) -> tuple[Step, ...]:
+    """Momentum, whole matrices, orthogonalised, back to the shards, added to the weight."""
+    if not orthogonalises(weight):
+        return adamw.update(weight)
+    shard, name = weight.shard, weight.shard.name
+    gradient = weight.stacked(f"d{name}").replace(dtype="")
+    mixed = _counted_once(weight, f"{name}.momentum")
+    split = [(dim, axes) for dim, axes in zip(mixed.dims[1:], mixed.axes[1:], strict=True) if axes]
+    over, *_ = mixed.dims
+    details = Dealt(
+        over=over,
+        among=mixed.axes_of(over),
+        axes=tuple(axis for _, axes in split for axis in axes),
+        num_inputs=len(weight.inputs),
+    )
+    steps = [Step(op="muon_momentum", inputs=(gradient,), result=mixed)]
+    here = mixed
+    for dim, axes in split:
+        there = here.resharded({over: (*here.axes_of(over), *axes), dim: ()})
+        steps.append(_exchange(here, there, axes, dim=dim, to_dim=over, details=details))
+        here = there
+    whole = here.replace(name=f"{name}.update")
+    steps.append(Step(op="muon", inputs=(here,), result=whole, details=details))
+    here = whole
+    for dim, axes in reversed(split):
+        left = here.axes_of(over)[: -len(axes)]
+        there = here.resharded({over: left, dim: axes})
+        steps.append(_exchange(here, there, axes, dim=over, to_dim=dim, details=details))
+        here = there
+    change = shard.replace(name=f"{name}.update", dtype="fp32")
+    return (*steps, Step(op="muon_apply", inputs=(change, shard), result=shard))
+
+
+def _counted_once(weight: Updated, name: str) -> ShardedArray:
+    """The stacked array with layers and experts as its one first dim."""
+    stacked = weight.stacked(name)
+    counted = (weight.layers, *weight.batch)
+    axes = tuple(axis for dim in counted for axis in stacked.axes_of(dim))
+    rest = [dim for dim in stacked.dims if dim not in counted]
+    return ShardedArray(name, ("".join(counted), *rest), (axes, *(stacked.axes_of(dim) for dim in rest)), dtype="fp32")
+
+
+def _exchange(
+    here: ShardedArray, there: ShardedArray, axes: tuple[str, ...], *, dim: str, to_dim: str, details: Dealt
+) -> Step:
+    return Step(op="all_to_all", inputs=(here,), result=there, axes=axes, dim=dim, to_dim=to_dim, details=details)
+
+
+def moments(weight: Updated) -> tuple[ShardedArray, ...]:
+    """The momentum; AdamW's where AdamW updates the weight."""
+    return (weight.shard,) if orthogonalises(weight) else adamw.moments(weight)
+
+
+# -- counts -----------------------------------------------------------------------------------------------
+
+
+def _matrices(step: Step, sizes: OpSizes) -> tuple[Number, Number, Number]:
+    """Matrices that a device has, filled up, and their smaller and larger side."""
+    array = step.inputs[0]
+    local, inputs = sizes.local(array), array.dims[1 : 1 + step.details.num_inputs]
+    rows, columns = (product(local[dim] for dim in dims) for dims in (inputs, array.dims[1 + len(inputs) :]))
+    count = local[array.dims[0]] * filled_share(step, dims=sizes.dims, mesh=sizes.mesh)
+    return count, np.minimum(rows, columns), np.maximum(rows, columns)
+
+
+def flops(step: Step, sizes: OpSizes) -> Number:
+    """In each turn X X^T, its square, and their product with X: 4 n^2 m + 2 n^3 for an n x m matrix."""
+    count, small, large = _matrices(step, sizes)
+    return TURNS * count * (4 * small**2 * large + 2 * small**3)
+
+
+def hbm_bytes(step: Step, sizes: OpSizes) -> Number:
+    """In float32, in each turn: X read three times and written, X X^T written, read three times, their mix written."""
+    count, small, large = _matrices(step, sizes)
+    return DTYPE_BYTES["fp32"] * TURNS * count * (4 * small * large + 6 * small**2)
+
+
+def momentum_bytes(step: Step, sizes: OpSizes) -> Number:
+    """Gradient read twice (its norm, its use), momentum read and written, the mix of both written."""
+    return 2 * sizes.bytes(step.inputs[0]) + 3 * sizes.bytes(step.result)
+
+
+def apply_bytes(step: Step, sizes: OpSizes) -> Number:
+    """The change read; weight and master copy read and written."""
+    return sizes.bytes(step.inputs[0]) + adamw.update_bytes(step, sizes, num_moments=0) - _gradient_bytes(step, sizes)
+
+
+def _gradient_bytes(step: Step, sizes: OpSizes) -> Number:
+    return 2 * sizes.elements(step.inputs[0]) * adamw.STATE_BYTES[sizes.state]["gradients"]
+
+
+OP = OpKind(
+    update=update,
+    moments=moments,
+    steps={
+        "muon_momentum": StepKind(hbm_bytes=momentum_bytes, group="optimizer"),
+        "muon": StepKind(flops=flops, hbm_bytes=hbm_bytes, group="optimizer"),
+        "muon_apply": StepKind(hbm_bytes=apply_bytes, group="optimizer"),
+    },
+)

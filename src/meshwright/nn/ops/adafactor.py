@@ -1,0 +1,87 @@
+"""Adafactor's steps on the shards of one device; means over split dims come in parts, to be summed by an AllReduce.
+
+Source: Shazeer and Stern, 2018, algorithms 4 and 5, section 8.
+"""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from meshwright.algebra.notation import ShardedArray
+from meshwright.algebra.steps import Step
+
+CLIP_RMS, SMALLEST_SQUARE, SMALLEST_SCALE = 1.0, 1e-30, 1e-3
+"""The paper's constants: threshold d, epsilon 1 and epsilon 2."""
+
+
+def _mean_part(values: jax.Array, of: ShardedArray, over: ShardedArray) -> jax.Array:
+    """This device's part of the mean over the dims of ``of`` that ``over`` lacks."""
+    axes = tuple(i for i, dim in enumerate(of.dims) if dim not in over.dims)
+    count = math.prod(values.shape[i] for i in axes)
+    for axis in (name for i in axes for name in of.axes[i]):
+        count *= lax.axis_size(axis)
+    return jnp.sum(values, axes) / count
+
+
+def _spread(values: jax.Array, of: ShardedArray, over: ShardedArray) -> jax.Array:
+    """Values of some dims with the rank of an array, 1 where they lack its dim."""
+    return jnp.expand_dims(values, tuple(i for i, dim in enumerate(over.dims) if dim not in of.dims))
+
+
+def sums(context: Any, step: Step, grad: jax.Array) -> tuple[jax.Array, ...]:
+    """Mean squares of the gradient over outputs (rows) and over inputs (columns)."""
+    squares = jnp.square(grad) + SMALLEST_SQUARE
+    return tuple(_mean_part(squares, step.inputs[0], array) for array in (step.result, *step.more))
+
+
+def moments(
+    context: Any, step: Step, rows: jax.Array, columns: jax.Array, *before_and_decay: jax.Array
+) -> tuple[jax.Array, ...]:
+    """The level of the rows, and the running means of rows and columns."""
+    *before, decay = before_and_decay
+    after = [decay * old + (1 - decay) * new for old, new in zip(before, (rows, columns), strict=True)]
+    return _mean_part(after[0], step.more[0], step.result), *after
+
+
+def scale(
+    context: Any, step: Step, grad: jax.Array, rows: jax.Array, columns: jax.Array, level: jax.Array
+) -> tuple[jax.Array, ...]:
+    """The gradient over the factored root of its second moment, and its mean square."""
+    of_grad, of_rows, of_columns, of_level = step.inputs
+    share = _spread(rows / _spread(level, of_level, of_rows), of_rows, of_grad)
+    found = grad * lax.rsqrt(share) * lax.rsqrt(_spread(columns, of_columns, of_grad))
+    return found, _mean_part(jnp.square(found), of_grad, step.more[0])
+
+
+def vector(context: Any, step: Step, grad: jax.Array, before: jax.Array, decay: jax.Array) -> tuple[jax.Array, ...]:
+    """A vector over the root of its second moment, its mean square, and the moment."""
+    after = decay * before + (1 - decay) * (jnp.square(grad) + SMALLEST_SQUARE)
+    found = grad * lax.rsqrt(after)
+    return found, _mean_part(jnp.square(found), step.inputs[0], step.more[0]), after
+
+
+def weights(context: Any, step: Step, values: jax.Array) -> jax.Array:
+    """Mean square of the weights."""
+    return _mean_part(jnp.square(values), step.inputs[0], step.result)
+
+
+def change(context: Any, step: Step, scaled: jax.Array, squares: jax.Array, sizes: jax.Array) -> jax.Array:
+    """The change: clipped to root mean square 1 and scaled by that of the weights."""
+    of_scaled, *means = step.inputs
+    rms, size = (_spread(jnp.sqrt(v), a, of_scaled) for v, a in zip((squares, sizes), means, strict=True))
+    return scaled / jnp.maximum(1.0, rms / CLIP_RMS) * jnp.maximum(SMALLEST_SCALE, size)
+
+
+STEPS = {
+    "adafactor_sums": sums,
+    "adafactor_moments": moments,
+    "adafactor_scale": scale,
+    "adafactor_vector": vector,
+    "adafactor_weights": weights,
+    "adafactor": change,
+    "adafactor_apply": optax.apply_updates,
+}

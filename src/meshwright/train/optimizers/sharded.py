@@ -1,0 +1,72 @@
+"""Runs the derived steps of an optimizer on the shards of weights, in `shard_map` or on one device."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import jax
+from jax.sharding import AbstractMesh, Mesh
+
+from meshwright.algebra.kinds import Updated
+from meshwright.algebra.notation import ShardedArray
+from meshwright.algebra.program import layers_dim
+from meshwright.algebra.steps import Step
+from meshwright.algebra.transformer import LayerKind, layer_kinds, matrix_inputs, weight_variables
+from meshwright.nn.interpreter import run_update
+from meshwright.parallel.mesh import partition_spec
+from meshwright.spec.model import Model
+
+Arrays = dict[ShardedArray, jax.Array]
+
+
+class Places(NamedTuple):
+    """Where arrays lie: the mesh, None for one device, and every weight as its optimizer has it."""
+
+    mesh: Mesh | AbstractMesh | None
+    weights: Mapping[str, Updated]
+
+
+def on_one_device(model: Model) -> Places:
+    """Every weight of a model whole."""
+    kinds = layer_kinds(model)
+    found = {}
+    for name, (weight, _) in weight_variables(model).items():
+        kind = _kind_of(name, kinds) if weight.layers else None
+        found[name] = Updated(
+            shard=ShardedArray(name, weight.dims, ((),) * len(weight.dims)),
+            inputs=matrix_inputs(weight),
+            batch=("E",) if weight.part == "experts" else (),
+            layers=layers_dim(kind.block) if kind else "",
+        )
+    return Places(None, found)
+
+
+def _kind_of(name: str, kinds: Sequence[LayerKind]) -> LayerKind:
+    """The kind of layer that a weight's variable belongs to: that of the longest suffix."""
+    fitting = [kind for kind in kinds if len(kinds) == 1 or name.endswith(kind.suffix)]
+    return max(fitting, key=lambda kind: len(kind.suffix))
+
+
+def on_shards(
+    body: Callable[..., tuple[jax.Array, ...]],
+    places: Places,
+    given: Mapping[ShardedArray, jax.Array],
+    results: Sequence[ShardedArray],
+) -> tuple[jax.Array, ...]:
+    """``body`` of each device's blocks of the arrays ``given``, which makes blocks of ``results``."""
+    if places.mesh is None:
+        return body(*given.values())
+    specs = tuple(partition_spec(array) for array in given)
+    out = tuple(partition_spec(array) for array in results)
+    return jax.shard_map(body, mesh=places.mesh, in_specs=specs, out_specs=out, check_vma=False)(*given.values())
+
+
+def updated(
+    places: Places, steps: Sequence[Step], given: Mapping[ShardedArray, jax.Array], results: Sequence[ShardedArray]
+) -> tuple[jax.Array, ...]:
+    """Arrays that the steps make of those given."""
+
+    def body(*blocks: jax.Array) -> tuple[jax.Array, ...]:
+        env = run_update(steps, dict(zip(given, blocks, strict=True)))
+        return tuple(env[array] for array in results)
+
+    return on_shards(body, places, given, results)
