@@ -6,7 +6,7 @@ import pytest
 from meshwright.algebra.schedules.forms import bubble_seconds, is_legal
 from meshwright.algebra.schedules.fused import fused, fused_seconds
 from meshwright.algebra.schedules.lockstep import lockstep_bubble_seconds, lockstep_slots, lockstep_ticks
-from meshwright.algebra.schedules.rows import SCHEDULES, build, default_chunks
+from meshwright.algebra.schedules.registry import build, default_chunks, schedule_names
 from meshwright.algebra.schedules.ticks import Slots, tick_tables
 from meshwright.core.errors import InputError
 
@@ -23,7 +23,7 @@ def sizes(name, most_stages=6):
                     yield one
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", schedule_names())
 def test_slots_and_ticks_are_those_of_the_tables(name):
     for one in sizes(name):
         tables, found = tick_tables(fused(build(name, **one))), lockstep_slots(name, **one)
@@ -33,7 +33,7 @@ def test_slots_and_ticks_are_those_of_the_tables(name):
         }, one
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", schedule_names())
 def test_idle_time_is_the_simulation_s(name):
     for one in sizes(name):
         table = fused(build(name, **one))
@@ -47,7 +47,7 @@ def test_idle_time_is_the_simulation_s(name):
                 assert found == pytest.approx(idle), (one, given)
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", schedule_names())
 def test_lockstep_is_never_faster(name):
     """Equal where nothing runs ahead; what fills bubbles with weight gradients loses by it."""
     given = {"forward_s": 1.0, "backward_s": 1.25, "weight_s": 0.75}
@@ -58,7 +58,7 @@ def test_lockstep_is_never_faster(name):
             assert together == pytest.approx(alone)
 
 
-@pytest.mark.parametrize("name", [name for name in SCHEDULES if name != "naive"])
+@pytest.mark.parametrize("name", [name for name in schedule_names() if name != "naive"])
 def test_the_messages_of_every_tick_are_waited_for(name):
     """But for those of the first and the last, which some device does not wait for; the naive schedule is one chain."""
     for one in sizes(name, most_stages=4):

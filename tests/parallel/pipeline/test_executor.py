@@ -8,7 +8,7 @@ import pytest
 
 from meshwright.algebra.schedules.file import read_schedule
 from meshwright.algebra.schedules.fused import fused
-from meshwright.algebra.schedules.rows import SCHEDULES, build, default_chunks
+from meshwright.algebra.schedules.registry import build, default_chunks, schedule_names
 from meshwright.algebra.schedules.ticks import tick_tables
 from meshwright.hlo.collectives import collectives
 from meshwright.parallel.mesh import device_mesh
@@ -36,14 +36,14 @@ def assert_as_on_one_device(schedule, layers_each=2):
     assert_equal(grads, wanted)
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", schedule_names())
 def test_gradients_are_those_of_one_device(name):
     assert_as_on_one_device(made(name, 4))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stages", [2, 8])
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", schedule_names())
 def test_other_numbers_of_stages(name, stages):
     assert_as_on_one_device(made(name, stages, microbatches=2 * stages), layers_each=1)
 

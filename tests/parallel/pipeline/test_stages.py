@@ -8,7 +8,7 @@ import pytest
 from meshwright.algebra.derive import derive
 from meshwright.algebra.layers import ProgramOptions
 from meshwright.algebra.schedules.fused import fused
-from meshwright.algebra.schedules.rows import SCHEDULES, build, default_chunks
+from meshwright.algebra.schedules.registry import build, default_chunks, schedule_names
 from meshwright.algebra.schedules.ticks import tick_tables
 from meshwright.algebra.transformer import transformer
 from meshwright.core.errors import CannotRunError, InputError
@@ -55,7 +55,7 @@ def test_two_kinds_of_layers_and_a_stream_that_is_sent_in_parts():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", [name for name in SCHEDULES if not name.startswith("dualpipe")])
+@pytest.mark.parametrize("schedule", [name for name in schedule_names() if not name.startswith("dualpipe")])
 def test_every_schedule_on_four_stages(schedule):
     model = msgspec.structs.replace(TWO_KINDS, num_layers=16, sliding_layers=tuple(range(0, 16, 2)))
     check(model, {"pipeline": 4, "data": 2}, schedule)
