@@ -13,6 +13,7 @@ from meshwright.algebra.schedules.ticks import tick_tables
 from meshwright.hlo.collectives import collectives
 from meshwright.parallel.mesh import device_mesh
 from tests.parallel.pipeline_toy import LENGTH, SEQS, WIDTH, compiled, data, gradients, lowered, plain_loss
+from tests.schedule_toy import added_file
 
 TOLERANCE = 1e-5
 
@@ -127,3 +128,9 @@ def test_a_longer_schedule_is_the_same_program():
         text = lowered(made("1f1b", 4, microbatches), device_mesh({"pipeline": 4}), weights, inputs).as_text()
         lengths.append(len(text.splitlines()))
     assert lengths[0] == lengths[1]
+
+
+def test_a_schedule_of_one_file(tmp_path):
+    """An order that no closed form knows: the executor runs its rows as any others."""
+    with added_file(tmp_path) as name:
+        assert_as_on_one_device(made(name, 4))

@@ -28,6 +28,7 @@ from tests.parallel.cases import (
     strategy_of,
 )
 from tests.parallel.small import BATCH_SEQS, MODEL, SEQ_LEN, batch
+from tests.schedule_toy import added_file
 from tests.traffic import pipeline_traffic
 
 TWO_KINDS = msgspec.structs.replace(
@@ -165,6 +166,12 @@ def test_layers_stay_where_they_are_while_they_change_places():
     again = step.from_canonical(step.to_canonical(params))
     assert all((np.asarray(again[name]) == np.asarray(params[name])).all() for name in params)
     assert (np.asarray(moved["wq"]) != np.asarray(params["wq"])).any()
+
+
+@pytest.mark.slow
+def test_a_train_step_under_a_schedule_of_one_file(tmp_path):
+    with added_file(tmp_path) as name:
+        check(TWO_KINDS, {"pipeline": 2, "data": 2}, name)
 
 
 def test_a_schedule_file(tmp_path):
