@@ -97,7 +97,7 @@ def test_sizes_that_take_too_long_to_simulate_are_refused(toy):
     assert schedule_fits("gpipe", **sizes)
     assert schedule_refusal(toy, **sizes) == (
         "last-in-first-out has no closed forms, and 8 stages of 1 chunks x 100000 microbatches are too many passes to "
-        "simulate. Use at most 8333 microbatches."
+        "simulate. Use at most 4166 microbatches."
     )
 
 

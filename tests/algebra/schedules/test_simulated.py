@@ -1,9 +1,12 @@
 """Schedules priced by their simulation: the same as their closed forms, where they have some."""
 
+import random
+
 import numpy as np
 import pytest
 
 from meshwright.algebra.schedules.forms import bubble_seconds, is_legal, peak_stash, sends
+from meshwright.algebra.schedules.fused import fused, fused_seconds
 from meshwright.algebra.schedules.lockstep import (
     LockstepSlots,
     lockstep_bubble_seconds,
@@ -13,6 +16,8 @@ from meshwright.algebra.schedules.lockstep import (
 )
 from meshwright.algebra.schedules.registry import default_chunks, schedule_names
 from meshwright.algebra.schedules.simulated import longest_paths
+from meshwright.algebra.schedules.simulation import makespan
+from meshwright.algebra.schedules.table import Op, Schedule, looped_route
 from meshwright.cost.train_step import estimate_step
 from meshwright.spec import catalogue
 from meshwright.spec.cluster import parse_cluster
@@ -91,3 +96,35 @@ def test_all_longest_paths_are_found():
     others = [(3, 3, 2), (4, 3, 3), (2, 2, 4)]
     step = lambda *times: max(sum(a * b for a, b in zip(path, times, strict=True)) for path in longest + others)  # noqa: E731
     assert sorted(longest_paths(step)) == sorted(longest)
+
+
+def any_order(stages, count, seed):
+    """A schedule that can run, and that no one would write: each pass as soon as chance takes it."""
+    chance, orders, done = random.Random(seed), [[] for _ in range(stages)], set()
+    left = [(kind, stage, m) for kind in "FBW" for stage in range(stages) for m in range(count)]
+
+    def needs(kind, stage, m):
+        if kind == "F":
+            return {("F", stage - 1, m)} if stage else set()
+        own = {("F" if kind == "B" else "B", stage, m)}
+        return own | {("B", stage + 1, m)} if kind == "B" and stage < stages - 1 else own
+
+    while left:
+        one = chance.choice([one for one in left if needs(*one) <= done])
+        left.remove(one)
+        done.add(one)
+        orders[one[1]].append(Op(one[0], one[2]))
+    return Schedule(name="any", routes=(looped_route(stages),), route_of=(0,) * count, orders=tuple(map(tuple, orders)))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_any_order_costs_what_its_simulation_takes(seed):
+    made = any_order(*random.Random(seed).choice([(3, 5), (4, 8), (6, 10)]), seed)
+    table, rng = fused(made), np.random.default_rng(seed)
+    for step in (
+        lambda f, b, w: makespan(made, forward_s=f, backward_s=b, weight_s=w, send_s=0),
+        lambda f, b, w: fused_seconds(table, forward_s=f, backward_s=b, weight_s=w, send_s=0),
+    ):
+        paths = np.array(longest_paths(step))
+        for times in rng.random((50, 3)) ** 4:
+            assert (paths @ times).max() == pytest.approx(step(*times), rel=1e-12)

@@ -20,8 +20,8 @@ from meshwright.algebra.schedules.table import Schedule
 from meshwright.algebra.schedules.ticks import Slots, tick_tables
 from meshwright.core.errors import InputError
 
-MAX_PASSES = 200_000
-"""Most passes of a table that is priced: its simulation takes seconds."""
+MAX_PASSES = 100_000
+"""Most passes of a table that is priced, F, B and W of every stage: its simulation takes about a second."""
 
 _BITS = 20
 """Bits of a number of passes on a path."""
@@ -107,23 +107,26 @@ def longest_paths(step: Callable[[int, int, int], int]) -> list[Passes]:
     """
     found: dict[Passes, None] = {}
     asked: set[Passes] = set()
-    normals: list[Passes] = [(1, 0, 0), (0, 1, 0), (0, 0, 1)]
-    axes = len(normals)
+    axes: list[Passes] = [(1, 0, 0), (0, 1, 0), (0, 0, 1)]
+    normals = axes
     while True:
-        new = False
+        num_found = len(found)
         for one, other in itertools.combinations(normals, 2):
             times = _cross(one, other)
             if times is None or times in asked:
                 continue
+            known = [_time(path, times) for path in found]
+            # a tie of paths that are not the longest there says nothing
+            if normals is not axes and known.count(max(known)) < 2:
+                continue
             asked.add(times)
             path = _longest_path(step, times)
-            if path not in found and _time(path, times) > max((_time(p, times) for p in found), default=-1):
+            if _time(path, times) > max(known, default=-1):
                 found[path] = None
-                new = True
-        if not new:
+        if len(found) == num_found:
             return list(found)
         ties = itertools.combinations(found, 2)
-        normals = normals[:axes] + [tuple(a - b for a, b in zip(p, q, strict=True)) for p, q in ties]  # type: ignore[misc]
+        normals = axes + [(p[0] - q[0], p[1] - q[1], p[2] - q[2]) for p, q in ties]
 
 
 def _cross(one: Passes, other: Passes) -> Passes | None:
