@@ -7,7 +7,7 @@ import numpy as np
 
 from meshwright.algebra.schedules.forms import bubble_seconds, is_legal, peak_stash, sends, weight_copies
 from meshwright.algebra.schedules.lockstep import (
-    LockstepSlots,
+    Buffer,
     lockstep_bubble_seconds,
     lockstep_sends,
     lockstep_slots,
@@ -52,15 +52,15 @@ class Pipeline(msgspec.Struct, frozen=True, kw_only=True):
         """The same as a share of all layers."""
         return self.layers_held(num_layers) / num_layers
 
-    @property
-    def _slots(self) -> LockstepSlots:
-        return lockstep_slots(self.schedule, stages=self.stages, microbatches=self.microbatches, chunks=self.chunks)
+    def _slots(self, buffer: Buffer) -> Number:
+        sizes = {"stages": self.stages, "microbatches": self.microbatches, "chunks": self.chunks}
+        return lockstep_slots(self.schedule, buffer, **sizes)
 
     @property
     def stash(self) -> Number:
         """Microbatches whose kept results the fullest device holds at once, in units of all its layers."""
         if self.in_lockstep:
-            found = self._slots.stash / np.asarray(self.chunks)
+            found = self._slots("stash") / np.asarray(self.chunks)
         else:
             found = peak_stash(self.schedule, stages=self.stages, microbatches=self.microbatches, chunks=self.chunks)
         return np.where(self.is_one, 1.0, found)
@@ -76,7 +76,7 @@ class Pipeline(msgspec.Struct, frozen=True, kw_only=True):
         elsewhere it stays in the stash."""
         if not self.in_lockstep:
             return np.where(self.is_one, 0.0, 0.0)
-        return np.where(self.is_one, 0.0, self._slots.handed / np.asarray(self.chunks))
+        return np.where(self.is_one, 0.0, self._slots("handed") / np.asarray(self.chunks))
 
     @property
     def messages(self) -> tuple[Number, Number, Number]:
@@ -84,8 +84,7 @@ class Pipeline(msgspec.Struct, frozen=True, kw_only=True):
         several = ~self.is_one
         if not self.in_lockstep:
             return several * 1, several * 1, several * 0
-        slots = self._slots
-        return several * slots.x, several * slots.dx, several * slots.head
+        return several * self._slots("x"), several * self._slots("dx"), several * self._slots("head")
 
     @property
     def weight_copies(self) -> Number:

@@ -8,7 +8,6 @@ import pytest
 from meshwright.algebra.schedules.forms import bubble_seconds, is_legal, peak_stash, sends
 from meshwright.algebra.schedules.fused import fused, fused_seconds
 from meshwright.algebra.schedules.lockstep import (
-    LockstepSlots,
     lockstep_bubble_seconds,
     lockstep_sends,
     lockstep_slots,
@@ -18,6 +17,7 @@ from meshwright.algebra.schedules.registry import default_chunks, schedule_names
 from meshwright.algebra.schedules.simulated import longest_paths
 from meshwright.algebra.schedules.simulation import makespan
 from meshwright.algebra.schedules.table import Op, Schedule, looped_route
+from meshwright.algebra.schedules.ticks import Slots
 from meshwright.cost.train_step import estimate_step
 from meshwright.spec import catalogue
 from meshwright.spec.cluster import parse_cluster
@@ -43,7 +43,7 @@ def priced(name, sizes, times):
         lockstep_bubble_seconds(name, **sizes, **times),
         peak_stash(name, **sizes),
         lockstep_ticks(name, **sizes),
-        *(getattr(lockstep_slots(name, **sizes), buffer) for buffer in LockstepSlots.__struct_fields__),
+        *(lockstep_slots(name, buffer, **sizes) for buffer in Slots.__struct_fields__),
     )
 
 

@@ -7,7 +7,8 @@ elsewhere may not. From the closed forms of the schedule's own file, which equal
 arrays.
 """
 
-import msgspec
+from typing import Literal
+
 import numpy as np
 
 from meshwright.algebra.schedules.definition import Array
@@ -15,37 +16,29 @@ from meshwright.algebra.schedules.forms import peak_stash
 from meshwright.algebra.schedules.registry import definition
 from meshwright.algebra.schedules.simulated import longest_bubble, over_sizes, simulated_lockstep
 
-
-class LockstepSlots(msgspec.Struct, frozen=True, kw_only=True):
-    """Slots of each buffer, as `ticks.Slots` has them. Those of ``stash`` and ``handed`` are of one virtual stage,
-    1/chunks of a device's layers."""
-
-    x: Array
-    dx: Array
-    stash: Array
-    head: Array
-    handed: Array
+Buffer = Literal["x", "dx", "stash", "head", "handed"]
+"""The fields of `ticks.Slots`."""
 
 
-def lockstep_slots(name: str, *, stages: Array, microbatches: Array, chunks: Array = 1) -> LockstepSlots:
-    """The buffers of the worst device, which all devices have, as all run one program. Exact."""
+def lockstep_slots(name: str, buffer: Buffer, *, stages: Array, microbatches: Array, chunks: Array = 1) -> Array:
+    """Slots of a buffer of `ticks.Slots` on the worst device, which all devices have, as all run one program. Exact.
+
+    Those of ``stash`` and ``handed`` are of one virtual stage, 1/chunks of a device's layers.
+    """
     p, m, v = (np.asarray(size) for size in (stages, microbatches, chunks))
     found = definition(name)
-    if found.lockstep is None:
-        return LockstepSlots(
-            **{
-                buffer: over_sizes(lambda *size: getattr(simulated_lockstep(found, *size).slots, buffer), p, m, v)  # noqa: B023
-                for buffer in LockstepSlots.__struct_fields__
-            }
-        )
     form = found.lockstep
-    if form.stash:
-        stash = form.stash(p, m, v)
-    else:
-        stash = np.rint(v * peak_stash(name, stages=p, microbatches=m, chunks=v)).astype(int)
-    return LockstepSlots(
-        x=1 + (p > form.two_ways_from), dx=1 + 0 * p, stash=stash, head=form.head(m), handed=form.handed(p, m)
-    )
+    if form is None:
+        return over_sizes(lambda *size: getattr(simulated_lockstep(found, *size).slots, buffer), p, m, v)
+    if buffer == "stash":
+        if form.stash:
+            return form.stash(p, m, v)
+        return np.rint(v * peak_stash(name, stages=p, microbatches=m, chunks=v)).astype(int)
+    if buffer == "handed":
+        return form.handed(p, m)
+    if buffer == "head":
+        return form.head(m)
+    return 1 + (p > form.two_ways_from) if buffer == "x" else 1 + 0 * p
 
 
 def lockstep_ticks(name: str, *, stages: Array, microbatches: Array, chunks: Array = 1) -> Array:
