@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from meshwright.algebra.schedules.fused import fused, fused_seconds
-from meshwright.algebra.schedules.rows import build
+from meshwright.algebra.schedules.registry import build
 from meshwright.algebra.schedules.simulation import simulate
 from meshwright.cost.offload import Offload
 from meshwright.cost.pass_times import BlockTimes

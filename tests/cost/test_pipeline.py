@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from meshwright.algebra.schedules.fused import fused, fused_seconds
-from meshwright.algebra.schedules.rows import SCHEDULES, build, default_chunks
+from meshwright.algebra.schedules.registry import build, default_chunks, schedule_names
 from meshwright.algebra.schedules.simulation import simulate
 from meshwright.algebra.schedules.ticks import tick_tables
 from meshwright.cost.pipeline import ONE_STAGE, Pipeline, schedule_fits, schedule_refusal, strategy_pipeline
@@ -44,7 +44,7 @@ def test_interleaving_divides_the_idle_time_by_the_chunks(chunks):
     )
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", schedule_names())
 @pytest.mark.parametrize(("stages", "microbatches"), [(2, 4), (4, 8), (4, 16)])
 def test_idle_time_is_the_simulation_s(schedule, stages, microbatches):
     """Times of all layers of a device; the simulation takes those of one run of layers, weight gradients apart."""
@@ -57,7 +57,7 @@ def test_idle_time_is_the_simulation_s(schedule, stages, microbatches):
     assert one.handed == 0
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", schedule_names())
 @pytest.mark.parametrize(("stages", "microbatches"), [(2, 4), (4, 8), (4, 16)])
 def test_one_program_is_the_tables_that_run(schedule, stages, microbatches):
     """Idle time in fused ticks, and every buffer of the executor."""
@@ -71,7 +71,7 @@ def test_one_program_is_the_tables_that_run(schedule, stages, microbatches):
     assert one.messages == (slots.x, slots.dx, slots.head)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", schedule_names())
 @pytest.mark.parametrize("stages", [2, 4, 6])
 @pytest.mark.parametrize("software", ["compiled", "eager"])
 def test_sends_that_a_step_waits_for(schedule, stages, software):
@@ -100,7 +100,7 @@ def test_microbatches_in_flight():
         assert found.stash == pytest.approx((3 * 4 - 1) / 2)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", schedule_names())
 def test_one_stage_has_no_pipeline(schedule):
     one = Pipeline(schedule=schedule, microbatches=16)
     assert (one.stash, one.weight_copies, one.share(80)) == (1, 1, 1)
@@ -134,7 +134,7 @@ def test_copies_of_a_stage():
         assert [int(pipeline("dualpipe-v", software=software).copies(part)) for part in parts] == [1, 1, 1]
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", schedule_names())
 def test_fits_and_refusals_agree(schedule):
     for stages in (2, 3, 4):
         for count in (1, 4, 6, 8, 12):

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from meshwright.algebra.schedules.rows import build, default_chunks
+from meshwright.algebra.schedules.registry import build, default_chunks
 from meshwright.parallel.layer_order import layer_permutation
 from meshwright.parallel.mesh import device_mesh
 from meshwright.parallel.processes import start_processes

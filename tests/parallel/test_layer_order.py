@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from meshwright.algebra.schedules.rows import SCHEDULES, build, default_chunks
+from meshwright.algebra.schedules.registry import build, default_chunks, schedule_names
 from meshwright.core.errors import CannotRunError
 from meshwright.parallel.layer_order import layer_pattern, layer_permutation
 
@@ -19,7 +19,7 @@ def test_round_and_round_and_in_a_v():
     assert layer_permutation(made("interleaved", 2, chunks=3), 6).tolist() == [0, 2, 4, 1, 3, 5]
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", schedule_names())
 def test_one_piece_per_device_keeps_the_order(name):
     order = layer_permutation(made(name, 4), 16)
     assert sorted(order) == list(range(16))

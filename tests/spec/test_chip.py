@@ -7,7 +7,7 @@ from meshwright.core.errors import InputError
 from meshwright.spec.chip import Chip, chip, chip_from_table, chips, compute_dtype, known, peak
 
 UNSOURCED = {
-    "name", "aliases", "full_name", "vendor", "variant", "topology", "sources",
+    "name", "aliases", "family", "device_kind", "full_name", "vendor", "variant", "topology", "sources",
     "nvlink_hop_s", "network_hop_s", "dcn_hop_s",
 }  # fmt: skip
 

@@ -9,11 +9,12 @@ from meshwright.spec import catalogue
 from meshwright.spec.calibration import SHARES, Calibration, Efficiency
 from meshwright.spec.chip import chip, chip_from_table, chips
 from meshwright.spec.cluster import make_cluster, parse_cluster
-from meshwright.spec.efficiency import FAMILIES, MAX_NUMBERS, efficiency_of, family, fitted_calibration, fitted_numbers
+from meshwright.spec.efficiency import MAX_NUMBERS, efficiency_of, family, fitted_calibration, fitted_numbers
 from meshwright.spec.job import Job
 from meshwright.spec.strategy import Strategy, make_mesh
 
 NUMBERS = fitted_numbers().numbers
+FAMILIES = {name: one.family for name, one in chips().items() if one.family}
 
 
 def fitted(name: str) -> Calibration:

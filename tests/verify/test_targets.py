@@ -13,9 +13,9 @@ from meshwright.cost.network.placement import Placement, place_axes
 from meshwright.spec.chip import chips
 from meshwright.spec.cluster import parse_cluster
 from meshwright.verify import targets
-from meshwright.verify.gpu_target import gpu_targets
-from meshwright.verify.targets import MAX_CPU_DEVICES, TPU_NAMES, Target, mesh_order, target_of, usable_target
+from meshwright.verify.targets import MAX_CPU_DEVICES, Target, mesh_order, target_of, usable_target
 
+GPUS, TPUS = (tuple(n for n, one in chips().items() if getattr(one, kind)) for kind in ("xla_gpu", "libtpu"))
 AXES = ("pipeline", "data", "fsdp", "expert", "context", "tensor")
 
 
@@ -119,7 +119,7 @@ def test_a_chip_that_is_two_devices_says_so():
     assert "two devices" in target.note
 
 
-@pytest.mark.parametrize("chip", sorted(gpu_targets()))
+@pytest.mark.parametrize("chip", sorted(GPUS))
 def test_gpus(chip):
     cluster = parse_cluster(f"{chip}:8x4") if chip != "gb200" else parse_cluster("gb200:72x4")
     target = target_of(cluster)
@@ -137,8 +137,8 @@ def test_every_chip_of_the_catalogue_has_a_target_or_a_line_that_says_none():
                 with_one.add((name, target_of(parse_cluster(f"{name}:{shape}")).platform))
             except (CannotRunError, InputError) as error:
                 without[name] = str(error)
-    assert {(name, "tpu") for name in TPU_NAMES} | {(name, "cuda") for name in gpu_targets()} >= with_one
-    assert {name for name, _ in with_one} >= {*TPU_NAMES, "a100", "h100", "h200", "b200"}
+    assert {(name, "tpu") for name in TPUS} | {(name, "cuda") for name in GPUS} >= with_one
+    assert {name for name, _ in with_one} >= {*TPUS, "a100", "h100", "h200", "b200"}
     assert "take --for cpu" in without["mi300x"]
     assert not any("\n" in line for line in without.values())
 

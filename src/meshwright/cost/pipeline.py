@@ -1,20 +1,19 @@
 """What a pipeline schedule does to one training step: layers per device, microbatches in flight, idle time."""
 
-from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from meshwright.algebra.schedules.forms import bubble_seconds, is_legal, is_split, peak_stash, weight_copies
+from meshwright.algebra.schedules.forms import bubble_seconds, is_legal, peak_stash, sends, weight_copies
 from meshwright.algebra.schedules.lockstep import (
-    LockstepSlots,
+    Buffer,
     lockstep_bubble_seconds,
+    lockstep_sends,
     lockstep_slots,
-    lockstep_ticks,
 )
-from meshwright.algebra.schedules.rows import build
-from meshwright.core.errors import InputError
+from meshwright.algebra.schedules.registry import definition
+from meshwright.algebra.schedules.simulated import too_many_passes
 from meshwright.spec.strategy import Software, Strategy
 
 Number = Any
@@ -22,7 +21,7 @@ Number = Any
 
 
 class Pipeline(msgspec.Struct, frozen=True, kw_only=True):
-    """A named schedule on ``stages`` devices of ``chunks`` runs of layers each; sizes may be arrays.
+    """A schedule on ``stages`` devices of ``chunks`` runs of layers each; sizes may be arrays.
 
     Layers that do not divide are shared out so that no run is more than one layer longer than another. "compiled"
     ``software`` is one program on all devices, as the executor runs it: in lockstep, with embedding and head on every
@@ -53,15 +52,15 @@ class Pipeline(msgspec.Struct, frozen=True, kw_only=True):
         """The same as a share of all layers."""
         return self.layers_held(num_layers) / num_layers
 
-    @property
-    def _slots(self) -> LockstepSlots:
-        return lockstep_slots(self.schedule, stages=self.stages, microbatches=self.microbatches, chunks=self.chunks)
+    def _slots(self, buffer: Buffer) -> Number:
+        sizes = {"stages": self.stages, "microbatches": self.microbatches, "chunks": self.chunks}
+        return lockstep_slots(self.schedule, buffer, **sizes)
 
     @property
     def stash(self) -> Number:
         """Microbatches whose kept results the fullest device holds at once, in units of all its layers."""
         if self.in_lockstep:
-            found = self._slots.stash / np.asarray(self.chunks)
+            found = self._slots("stash") / np.asarray(self.chunks)
         else:
             found = peak_stash(self.schedule, stages=self.stages, microbatches=self.microbatches, chunks=self.chunks)
         return np.where(self.is_one, 1.0, found)
@@ -75,9 +74,9 @@ class Pipeline(msgspec.Struct, frozen=True, kw_only=True):
     def handed(self) -> Number:
         """The same of what waits for the gradients of weights, where these have a pass of their own in lockstep;
         elsewhere it stays in the stash."""
-        if not (self.in_lockstep and is_split(self.schedule)):
+        if not self.in_lockstep:
             return np.where(self.is_one, 0.0, 0.0)
-        return np.where(self.is_one, 0.0, self._slots.handed / np.asarray(self.chunks))
+        return np.where(self.is_one, 0.0, self._slots("handed") / np.asarray(self.chunks))
 
     @property
     def messages(self) -> tuple[Number, Number, Number]:
@@ -85,8 +84,7 @@ class Pipeline(msgspec.Struct, frozen=True, kw_only=True):
         several = ~self.is_one
         if not self.in_lockstep:
             return several * 1, several * 1, several * 0
-        slots = self._slots
-        return several * slots.x, several * slots.dx, several * slots.head
+        return several * self._slots("x"), several * self._slots("dx"), several * self._slots("head")
 
     @property
     def weight_copies(self) -> Number:
@@ -111,32 +109,33 @@ class Pipeline(msgspec.Struct, frozen=True, kw_only=True):
     def ends(self, sizes: list[Number]) -> Number:
         """What embedding and head add to the memory of the fullest device: both where one has both, else the larger."""
         both, larger = _sum_and_largest(sizes)
-        if self.in_lockstep or self.schedule in MEETING_ENDS:
+        if self.in_lockstep or self._ends_share is not None:
             return both
         return np.where(self.is_one, both, larger)
 
     @property
+    def _ends_share(self) -> float | None:
+        return definition(self.schedule).stage_placement.ends_share
+
+    @property
     def end_shares(self) -> tuple[Number, Number]:
         """The share of the microbatches for which the busiest device runs the embedding, and the head."""
-        shared = MEETING_ENDS.get(self.schedule)
+        shared = self._ends_share
         first, last = (0.0, 1.0) if shared is None else (shared, shared)
         return np.where(self.is_one, 1.0, first), np.where(self.is_one, 1.0, last)
 
     def ends_run(self, sizes: list[Number]) -> Number:
         """The same of what they take of each microbatch's time: half of both where two devices take turns."""
         both, larger = _sum_and_largest(sizes)
-        apart = both * MEETING_ENDS[self.schedule] if self.schedule in MEETING_ENDS else larger
+        apart = larger if self._ends_share is None else both * self._ends_share
         return np.where(self.is_one, both, apart)
 
     @property
     def num_sends(self) -> Number:
         """Sends from stage to stage that a step waits for; in lockstep those of all ticks but the first and last."""
-        stages = np.asarray(self.stages)
-        if self.in_lockstep and self.schedule != "naive":
-            sizes = {"stages": stages, "microbatches": self.microbatches, "chunks": self.chunks}
-            found = lockstep_ticks(self.schedule, **sizes) - 2
-        else:
-            found = SENDS[self.schedule](stages, self.microbatches, self.chunks)
+        found = (lockstep_sends if self.in_lockstep else sends)(
+            self.schedule, stages=np.asarray(self.stages), microbatches=self.microbatches, chunks=self.chunks
+        )
         return np.where(self.is_one, 0.0, found)
 
     def bubble_s(self, *, forward_s: Number, backward_s: Number, weight_s: Number) -> Number:
@@ -158,24 +157,6 @@ class Pipeline(msgspec.Struct, frozen=True, kw_only=True):
 
 ONE_STAGE = Pipeline()
 
-SENDS: dict[str, Callable[[Number, Number, Number], Number]] = {
-    "naive": lambda p, m, v: 2 * m * (p - 1),
-    "gpipe": lambda p, m, v: 2 * (p - 1),
-    "1f1b": lambda p, m, v: 2 * m * (p - 1) / p + 2 * (p - 2) * (p > 1),
-    "interleaved": lambda p, m, v: 2 * (p * v - 1),
-    "zb-h1": lambda p, m, v: 4 * (p - 1),
-    "zb-h2": lambda p, m, v: p - 1,
-    "dualpipe": lambda p, m, v: 2.5 * p - 3,
-    "dualpipe-v": lambda p, m, v: 4 * (p - 1),
-}
-"""Stages p, microbatches m, chunks v -> how many sends one way a step waits for, where a send is short beside a pass.
-
-Read off the simulator for equal passes and at least twice as many microbatches as stages: others pass meanwhile.
-"""
-
-MEETING_ENDS: dict[str, float] = {"dualpipe": 0.5, "dualpipe-v": 1.0}
-"""Schedules whose outer devices hold embedding and head, and for which share of the microbatches they run them."""
-
 
 def _sum_and_largest(sizes: list[Number]) -> tuple[Number, Number]:
     both: Number = 0.0
@@ -186,18 +167,16 @@ def _sum_and_largest(sizes: list[Number]) -> tuple[Number, Number]:
 
 
 def schedule_fits(schedule: str, *, stages: Number, chunks: Number, microbatches: Number) -> Any:
-    """Whether a named schedule runs with these sizes, which may be arrays; on one stage every one does."""
+    """Whether a schedule runs with these sizes, which may be arrays; on one stage every one does."""
     fits = is_legal(schedule, stages=stages, microbatches=microbatches, chunks=chunks)
     return fits | ((np.asarray(stages) == 1) & (np.asarray(chunks) == 1))
 
 
 def schedule_refusal(schedule: str, *, stages: int, chunks: int, microbatches: int) -> str:
-    """Why a named schedule does not run with these sizes."""
-    try:
-        build(schedule, stages=stages, microbatches=microbatches, chunks=chunks)
-    except InputError as error:
-        return str(error)
-    raise AssertionError(f"{schedule} has rows for {stages} stages, {microbatches} microbatches, {chunks} chunks")
+    """Why a schedule does not run with these sizes, or is not priced."""
+    found = definition(schedule)
+    refusal = found.refusal(stages, microbatches, chunks)
+    return refusal or too_many_passes(found, stages, microbatches, chunks)
 
 
 def strategy_pipeline(strategy: Strategy) -> Pipeline:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 import msgspec
 import numpy as np
 
-from meshwright.algebra.schedules.rows import default_chunks
+from meshwright.algebra.schedules.registry import definition
 from meshwright.core.dims import MESH_AXES
 from meshwright.cost.memory import MemoryParts, memory_limit, memory_parts, total_bytes
 from meshwright.cost.network.collectives import Placement, place_axes
@@ -289,8 +289,9 @@ class _Bench(msgspec.Struct, frozen=True, kw_only=True):
 
     def _chunk_counts(self, schedule: str, stages: np.ndarray, num_layers: int) -> Iterator[np.ndarray]:
         """Numbers of chunks to try, one for each candidate: as given, or for runs of one layer, of two, and so on."""
-        if self.space.chunks or schedule != "interleaved":
-            yield np.full(len(stages), self.space.chunks or default_chunks(schedule), dtype=np.int64)
+        found = definition(schedule)
+        if self.space.chunks or not found.more_chunks:
+            yield np.full(len(stages), self.space.chunks or found.chunks, dtype=np.int64)
             return
         for layers in CHUNK_LAYERS:
             count = -(-num_layers // (stages * layers))

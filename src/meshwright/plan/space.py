@@ -9,6 +9,7 @@ import msgspec
 from meshwright.algebra.derive import derive
 from meshwright.algebra.derived import Derived
 from meshwright.algebra.program import Program
+from meshwright.algebra.schedules.registry import searched_schedules
 from meshwright.algebra.trace import keeps_logits
 from meshwright.algebra.transformer import transformer
 from meshwright.core.dims import EMULATED_AXES, MESH_AXES
@@ -35,7 +36,7 @@ class Choices(msgspec.Struct, frozen=True, kw_only=True):
     zeros: tuple[int, ...] = (3, 1)
     sequence_parallel: tuple[bool, ...] = (True,)
     context_attention: tuple[str, ...] = ("ring", "ulysses")
-    schedules: tuple[str, ...] = ("1f1b", "interleaved")
+    schedules: tuple[str, ...] = searched_schedules(every=False)
     offloads: tuple[tuple[str, ...], ...] = ((),)
     equal_stages: bool = False
 
@@ -45,7 +46,7 @@ FULL = Choices(
     zeros=(3, 2, 1),
     sequence_parallel=(True, False),
     context_attention=("gather", "ring", "ulysses"),
-    schedules=("1f1b", "gpipe", "interleaved", "zb-h1", "zb-h2", "dualpipe", "dualpipe-v"),
+    schedules=searched_schedules(every=True),
     offloads=((), ("optimizer",), ("activations",), ("optimizer", "activations")),
 )
 EMULATED = Choices(

@@ -13,7 +13,35 @@ from meshwright.core.errors import InputError, nearest
 
 CATALOGUE = Path(__file__).parent / "data" / "chips"
 
+_NOT_INHERITED = ("aliases", "family", "device_kind", "libtpu", "xla_gpu")
+"""What a chip based on another does not have from it: it may be other hardware to a compiler and to measurements."""
+
 _NARROW_FLOATS = {"fp8", "fp4"}
+
+
+class LibtpuTarget(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A TPU as libtpu knows it: ``name`` before the sizes of a topology. ``note`` says what a compiled program of one
+    cannot show."""
+
+    name: str
+    chip_config_name: str = ""
+    note: str = ""
+
+
+class XlaGpuTarget(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What XLA's GPU compiler has to know of a GPU that is not there: figures of its GpuTargetConfigProto."""
+
+    description: str
+    capability: str
+    core_count: int
+    fpus_per_core: int
+    shared_memory_per_core: int
+    shared_memory_per_block_optin: int
+    device_memory_size: int
+    l2_cache_size: int
+    clock_rate_ghz: float
+    memory_bandwidth: int
+    dnn: str
 
 
 class Chip(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -22,6 +50,9 @@ class Chip(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     Peaks are dense FLOP/s. Every bandwidth is ONE way and per chip, except ``dcn_bytes_per_s_per_host``;
     ``ici_link_bytes_per_s`` is per torus axis and direction, so a ring uses twice of it. The latencies
     ``*_hop_s`` other than the ICI's are round assumptions where no source is given; a calibration replaces them.
+    ``family`` says whose fitted numbers the chip has: its own, or those of its nearest relative that was measured.
+    ``device_kind`` is a pattern of what its devices call themselves, in small letters and with spaces for - and _;
+    ``libtpu`` or ``xla_gpu`` is what programs are compiled for. A chip based on another has none of these from it.
     """
 
     name: str
@@ -30,6 +61,10 @@ class Chip(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     vendor: str = ""
     variant: Literal["datasheet", "book", "custom"] = "datasheet"
     topology: Literal["torus", "switched", "host"]
+    family: str = ""
+    device_kind: str = ""
+    libtpu: LibtpuTarget | None = None
+    xla_gpu: XlaGpuTarget | None = None
     peak_flops: dict[str, float] = {}
     vector_flops: float | None = None
     hbm_bytes: float | None = None
@@ -148,11 +183,11 @@ def vector_peak_from_anatomy(chip: Chip) -> float:
 
 
 def _merge(entry: Mapping[str, Any], entries: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """The entry laid over the one it is based on; names and aliases are not inherited."""
+    """The entry laid over the one it is based on; see `_NOT_INHERITED`."""
     base_name = entry.get("base")
     if base_name is None:
         return dict(entry)
-    merged = {key: value for key, value in entries[base_name].items() if key != "aliases"}
+    merged = {key: value for key, value in entries[base_name].items() if key not in _NOT_INHERITED}
     merged["peak_flops"] = merged.get("peak_flops", {}) | entry.get("peak_flops", {})
     merged["sources"] = merged.get("sources", {}) | entry.get("sources", {})
     kept = ("base", "peak_flops", "sources")
@@ -185,6 +220,15 @@ def chip(name: str) -> Chip:
     if found is None:
         raise InputError(f"unknown chip {name!r}.{nearest(name.lower(), _names())} See: meshwright show chips.")
     return chips()[found]
+
+
+def catalogued(chip: Chip, field: str, *, name: str | None = None) -> Any:
+    """A field of a chip, else of the catalogue's chip of its name.
+
+    Plan files of earlier versions and tables that persons write name a chip without saying everything of it.
+    """
+    found = chips().get(name or chip.name)
+    return getattr(chip, field) or (getattr(found, field) if found else None)
 
 
 def chip_from_table(table: Mapping[str, Any]) -> Chip:

@@ -12,30 +12,10 @@ from pathlib import Path
 import msgspec
 
 from meshwright.spec.calibration import Calibration, Efficiency
-from meshwright.spec.chip import Chip
+from meshwright.spec.chip import Chip, catalogued
 
 FILE = Path(__file__).parent / "data" / "efficiency.toml"
 MAX_NUMBERS = 40
-
-FAMILIES: dict[str, str] = {
-    "v100": "a100",
-    "a100": "a100",
-    "a100-40gb": "a100",
-    "h100": "h100",
-    "h100-pcie": "h100",
-    "h200": "h100",
-    "h800": "h100",
-    "b200": "blackwell",
-    "gb200": "blackwell",
-    "b300": "blackwell",
-    "gb300": "blackwell",
-    "v4p": "v4p",
-    "v5e": "v5e",
-    "v5p": "v5p",
-    "v6e": "v6e",
-    "tpu7x": "v6e",
-}
-"""Chip -> whose numbers it has. A chip that was not among the measurements has those of its nearest relative."""
 
 BLACKWELL_WATTS_PER_FLOPS = 1000 / 2250e12
 """A B200's power over its dense bf16 peak. Blackwell boards run their products as fast as their power allows: those
@@ -76,8 +56,8 @@ def fitted_calibration(chip: Chip, numbers: Mapping[str, float] | None = None) -
 
 def family(chip: Chip) -> str | None:
     """Whose numbers a chip has; None for a chip that nothing is known of, such as a CPU or a made-up one."""
-    name = chip.name.removesuffix("-custom")
-    return FAMILIES.get(name) if chip.variant != "book" else None
+    # figures changed in a file leave a chip the relative that it was
+    return catalogued(chip, "family", name=chip.name.removesuffix("-custom")) or None
 
 
 def efficiency_of(chip: Chip, base: str, values: Mapping[str, float]) -> Efficiency:

@@ -1,8 +1,6 @@
 """The description of a GPU that XLA compiles for without having one."""
 
-import functools
-import tomllib
-from importlib import resources
+from meshwright.spec.chip import XlaGpuTarget
 
 SHARED = """\
   threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
@@ -24,25 +22,17 @@ _COUNTED = (
 )
 
 
-@functools.cache
-def gpu_targets() -> dict[str, dict[str, object]]:
-    """Figures of each GPU that can be compiled for, by the name of its chip."""
-    text = resources.files("meshwright.verify").joinpath("data/gpu_targets.toml").read_text()
-    return tomllib.loads(text)
-
-
-def target_config(chip: str) -> str:
-    """XLA's GpuTargetConfigProto as text for a chip of `gpu_targets`."""
-    figures = gpu_targets()[chip]
-    capability, dnn = str(figures["capability"]), str(figures["dnn"]).split(".")
+def target_config(gpu: XlaGpuTarget) -> str:
+    """XLA's GpuTargetConfigProto as text for a GPU."""
+    capability, dnn = gpu.capability, gpu.dnn.split(".")
     major, minor = capability.rstrip("a").split(".")
     feature = " feature_extension: ACCELERATED_FEATURES" if capability.endswith("a") else ""
-    counted = " ".join(f"{name}: {figures[name]}" for name in _COUNTED)
+    counted = " ".join(f"{name}: {getattr(gpu, name)}" for name in _COUNTED)
     return (
         f"gpu_device_info {{\n{SHARED}  {counted}\n"
         f"  cuda_compute_capability {{ major: {major} minor: {minor}{feature} }}\n"
         f'  dnn_version: "{".".join(dnn)}"\n}}\n'
         f'platform_name: "CUDA"\n'
         f"dnn_version_info {{ major: {dnn[0]} minor: {dnn[1]} patch: {dnn[2]} }}\n"
-        f'device_description_str: "{figures["description"]}"\n'
+        f'device_description_str: "{gpu.description}"\n'
     )

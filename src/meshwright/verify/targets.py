@@ -9,13 +9,11 @@ import numpy as np
 
 from meshwright.core.errors import CannotRunError
 from meshwright.cost.network.collectives import Placement
+from meshwright.spec.chip import LibtpuTarget, catalogued, chips
 from meshwright.spec.cluster import Cluster
-from meshwright.verify.gpu_target import gpu_targets, target_config
+from meshwright.verify.gpu_target import target_config
 
 Platform = Literal["tpu", "cuda", "cpu"]
-
-TPU_NAMES = {"v4p": "v4", "v5e": "v5e", "v5p": "v5p", "v6e": "v6e", "tpu7x": "tpu7x"}
-"""Names of TPUs in this catalogue, and libtpu's."""
 
 MAX_CPU_DEVICES = 2048
 """XLA's CPU compiler takes a program of this many devices for one process; 4096 it refuses (measured, jax 0.10.2)."""
@@ -66,18 +64,17 @@ def target_of(cluster: Cluster) -> Target:
 
     Raises CannotRunError for a chip that no compiler here knows.
     """
-    chip = cluster.chip.name
-    if chip in TPU_NAMES:
-        return _tpu(cluster)
-    if chip in gpu_targets():
-        options = {"topology": f"1x{cluster.nodes}x{cluster.domain}", "target_config": target_config(chip)}
+    if libtpu := catalogued(cluster.chip, "libtpu"):
+        return _tpu(cluster, libtpu)
+    if gpu := catalogued(cluster.chip, "xla_gpu"):
+        options = {"topology": f"1x{cluster.nodes}x{cluster.domain}", "target_config": target_config(gpu)}
         return Target(platform="cuda", options=options, num_devices=cluster.num_chips)
     if cluster.kind == "host":
         return Target(platform="cpu", num_devices=cluster.num_chips)
-    known = ", ".join((*TPU_NAMES, *gpu_targets()))
+    known = ", ".join(name for name, one in chips().items() if one.libtpu or one.xla_gpu)
     raise CannotRunError(
-        f"no compiler is known for {cluster.chip.full_name or chip}. Programs are compiled for {known} and cpu; "
-        f"take --for cpu to see the collectives, without the memory."
+        f"no compiler is known for {cluster.chip.full_name or cluster.chip.name}. Programs are compiled for {known} "
+        f"and cpu; take --for cpu to see the collectives, without the memory."
     )
 
 
@@ -113,31 +110,24 @@ def _stand_in(cluster: Cluster, why: str) -> Target:
     return Target(platform="cpu", num_devices=cluster.num_chips, note=note)
 
 
-def _tpu(cluster: Cluster) -> Target:
-    name, chip = TPU_NAMES[cluster.chip.name], cluster.chip.name
+def _tpu(cluster: Cluster, libtpu: LibtpuTarget) -> Target:
     sizes = "x".join(str(size) for size in cluster.shape)
     options: dict[str, Any] = {}
     if cluster.num_slices > 1:
         options["num_slices"] = cluster.num_slices
-    if chip == "v4p":
-        options["chip_config_name"] = "megacore"
+    if libtpu.chip_config_name:
+        options["chip_config_name"] = libtpu.chip_config_name
     if cluster.twisted:
         sizes, options["wrap"] = f"{sizes}_twisted", (True, True, True)
     elif any(cluster.wraps):
         # libtpu takes three axes, also of chips that are wired in two
         options["wrap"] = (*cluster.wraps, *(False,) * (3 - len(cluster.wraps)))
-    note = ""
-    if chip == "tpu7x":
-        note = (
-            "a tpu7x chip is two devices to the compiler: one of each is used, and what it needs is held against the "
-            "whole chip's memory"
-        )
     return Target(
         platform="tpu",
-        topology=f"{name}:{sizes}",
+        topology=f"{libtpu.name}:{sizes}",
         options=options,
         num_devices=cluster.num_chips,
-        note=note,
+        note=libtpu.note,
     )
 
 

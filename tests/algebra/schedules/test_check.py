@@ -6,7 +6,7 @@ import pytest
 from meshwright.algebra.schedules.check import check, check_fused
 from meshwright.algebra.schedules.forms import is_legal
 from meshwright.algebra.schedules.fused import Fused, Slots, fused
-from meshwright.algebra.schedules.rows import SCHEDULES, build, default_chunks
+from meshwright.algebra.schedules.registry import build, default_chunks, schedule_names
 from meshwright.algebra.schedules.table import Op, Schedule, looped_route
 from meshwright.core.errors import InputError
 
@@ -21,7 +21,7 @@ def parsed(*orders, route=None):
     return Schedule(name="mine", routes=(route or looped_route(len(made)),), route_of=(0,) * count, orders=made)
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", schedule_names())
 def test_every_named_schedule_can_run(name):
     chunk_counts = (2, 3) if name == "interleaved" else (default_chunks(name),)
     checked = 0

@@ -3,11 +3,11 @@
 import pytest
 
 from meshwright.algebra.schedules.file import format_schedule, read_schedule
-from meshwright.algebra.schedules.rows import SCHEDULES, build, default_chunks
+from meshwright.algebra.schedules.registry import build, default_chunks, schedule_names
 from meshwright.core.errors import InputError
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", schedule_names())
 def test_named_schedules_come_back(name, tmp_path):
     made = build(name, stages=4, microbatches=12, chunks=default_chunks(name))
     path = tmp_path / f"{name}.txt"

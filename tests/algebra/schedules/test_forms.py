@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from meshwright.algebra.schedules.forms import bubble_seconds, is_legal, is_split, peak_stash, weight_copies
-from meshwright.algebra.schedules.rows import SCHEDULES, build
+from meshwright.algebra.schedules.forms import bubble_seconds, is_legal, peak_stash, weight_copies
+from meshwright.algebra.schedules.registry import build, schedule_names
 from meshwright.algebra.schedules.simulation import peak_stash as simulated_stash
 from meshwright.algebra.schedules.simulation import simulate
 from meshwright.core.errors import InputError
@@ -51,7 +51,7 @@ def form(name, stages, microbatches, chunks, times):
     )
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", schedule_names())
 def test_bubbles_are_those_of_the_simulator(name):
     sizes = [(p, m, v) for p, m, v in legal(name) if name != "zb-h2" or m >= p]
     assert len(sizes) >= 6
@@ -72,16 +72,16 @@ def test_zb_h2_with_few_microbatches_is_a_close_lower_bound():
     assert 1 - 1 / 8 < min(ratios) < 1
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", schedule_names())
 def test_peak_stash_is_that_of_the_worst_device(name):
     for stages, microbatches, chunks in legal(name):
         made = build(name, stages=stages, microbatches=microbatches, chunks=chunks)
         found = peak_stash(name, stages=stages, microbatches=microbatches, chunks=chunks)
         assert found == pytest.approx(max(simulated_stash(made)))
-        assert (weight_copies(name), is_split(name)) == (made.weight_copies, made.is_split)
+        assert weight_copies(name) == made.weight_copies
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", schedule_names())
 def test_legal_is_what_can_be_built(name):
     for stages, microbatches, chunks in SIZES:
         try:
@@ -93,7 +93,7 @@ def test_legal_is_what_can_be_built(name):
     assert not is_legal(name, stages=0, microbatches=8)
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", schedule_names())
 def test_arrays_are_scalars_many_times(name):
     sizes = legal(name)
     stages, microbatches, chunks = (np.array(size) for size in zip(*sizes, strict=True))

@@ -3,7 +3,7 @@
 import pytest
 
 from meshwright.algebra.schedules.fused import fused, fused_seconds
-from meshwright.algebra.schedules.rows import SCHEDULES, build, default_chunks
+from meshwright.algebra.schedules.registry import build, default_chunks, schedule_names
 from meshwright.algebra.schedules.simulation import peak_stash
 
 
@@ -44,7 +44,7 @@ def test_gpipe_and_naive_stay_what_they_are():
     assert peak_stash(fused(made("naive", 4, 3)).in_order) == (1,) * 4
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", schedule_names())
 def test_no_more_is_alive_than_twice_the_peak_less_one(name):
     schedule = made(name, 4, 12)
     for before, after in zip(peak_stash(schedule), peak_stash(fused(schedule).in_order), strict=True):

@@ -6,7 +6,7 @@ import pytest
 from meshwright.algebra.schedules.forms import bubble_seconds, is_legal
 from meshwright.algebra.schedules.fused import fused, fused_seconds
 from meshwright.algebra.schedules.lockstep import lockstep_bubble_seconds, lockstep_slots, lockstep_ticks
-from meshwright.algebra.schedules.rows import SCHEDULES, build, default_chunks
+from meshwright.algebra.schedules.registry import build, default_chunks, schedule_names
 from meshwright.algebra.schedules.ticks import Slots, tick_tables
 from meshwright.core.errors import InputError
 
@@ -23,17 +23,17 @@ def sizes(name, most_stages=6):
                     yield one
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", schedule_names())
 def test_slots_and_ticks_are_those_of_the_tables(name):
     for one in sizes(name):
-        tables, found = tick_tables(fused(build(name, **one))), lockstep_slots(name, **one)
+        tables = tick_tables(fused(build(name, **one)))
         assert lockstep_ticks(name, **one) == tables.num_ticks, one
-        assert {n: int(getattr(found, n)) for n in Slots.__struct_fields__} == {
+        assert {n: int(lockstep_slots(name, n, **one)) for n in Slots.__struct_fields__} == {
             n: getattr(tables.slots, n) for n in Slots.__struct_fields__
         }, one
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", schedule_names())
 def test_idle_time_is_the_simulation_s(name):
     for one in sizes(name):
         table = fused(build(name, **one))
@@ -47,7 +47,7 @@ def test_idle_time_is_the_simulation_s(name):
                 assert found == pytest.approx(idle), (one, given)
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", schedule_names())
 def test_lockstep_is_never_faster(name):
     """Equal where nothing runs ahead; what fills bubbles with weight gradients loses by it."""
     given = {"forward_s": 1.0, "backward_s": 1.25, "weight_s": 0.75}
@@ -58,7 +58,7 @@ def test_lockstep_is_never_faster(name):
             assert together == pytest.approx(alone)
 
 
-@pytest.mark.parametrize("name", [name for name in SCHEDULES if name != "naive"])
+@pytest.mark.parametrize("name", [name for name in schedule_names() if name != "naive"])
 def test_the_messages_of_every_tick_are_waited_for(name):
     """But for those of the first and the last, which some device does not wait for; the naive schedule is one chain."""
     for one in sizes(name, most_stages=4):
@@ -71,12 +71,11 @@ def test_the_messages_of_every_tick_are_waited_for(name):
 def test_many_at_once():
     given = {"stages": np.array([2, 4, 8]), "microbatches": np.array([4, 8, 32])}
     for name in ("1f1b", "zb-h2", "dualpipe"):
-        many = lockstep_slots(name, **given)
         for index in range(3):
             one = {key: int(values[index]) for key, values in given.items()}
             assert int(lockstep_ticks(name, **given)[index]) == int(lockstep_ticks(name, **one))
             for buffer in Slots.__struct_fields__:
-                assert int(getattr(many, buffer)[index]) == int(getattr(lockstep_slots(name, **one), buffer))
+                assert int(lockstep_slots(name, buffer, **given)[index]) == int(lockstep_slots(name, buffer, **one))
 
 
 def test_an_unknown_schedule():

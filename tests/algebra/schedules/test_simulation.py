@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from meshwright.algebra.schedules.rows import SCHEDULES, build, default_chunks
+from meshwright.algebra.schedules.registry import build, default_chunks, schedule_names
 from meshwright.algebra.schedules.simulation import peak_stash, simulate
 from meshwright.core.errors import InputError
 
@@ -131,7 +131,7 @@ def test_sends_are_hidden_by_passes_in_advance():
     assert added["zb-h1"] == pytest.approx([2.8, 2.8])
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", schedule_names())
 def test_no_device_is_busier_than_its_ops(name):
     found = step(name, 4, 8, backward=2.0, send_s=0.3)
     assert found.busy_s == pytest.approx([8 * 4.0] * 4)

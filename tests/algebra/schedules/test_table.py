@@ -2,7 +2,7 @@
 
 import pytest
 
-from meshwright.algebra.schedules.rows import SCHEDULES, build, default_chunks
+from meshwright.algebra.schedules.registry import build, default_chunks, schedule_names
 from meshwright.algebra.schedules.table import Place, bidirectional_routes, looped_route, v_route
 from meshwright.core.errors import InputError
 
@@ -109,7 +109,7 @@ def test_sizes_that_do_not_exist(name, sizes, message):
     assert message in str(error.value)
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", schedule_names())
 def test_rows_are_the_same_data_every_time(name):
     sizes = {"stages": 4, "microbatches": 8, "chunks": default_chunks(name)}
     assert build(name, **sizes) == build(name, **sizes)

@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 
 from meshwright.algebra.schedules.file import format_schedule, read_schedule
 from meshwright.algebra.schedules.fused import fused
-from meshwright.algebra.schedules.rows import SCHEDULES, build, default_chunks
+from meshwright.algebra.schedules.registry import build, default_chunks, schedule_names
 from meshwright.algebra.schedules.simulation import peak_stash
 from meshwright.algebra.schedules.table import Op, Schedule, bidirectional_routes, looped_route, v_route
 from meshwright.algebra.schedules.ticks import forward_tables, tick_tables
 
 BUFFERS = ("x", "dx", "stash", "head", "handed")
-SIZES = [(name, stages, m) for name in SCHEDULES for stages, m in ((2, 4), (4, 8), (4, 12), (6, 12))]
+SIZES = [(name, stages, m) for name in schedule_names() for stages, m in ((2, 4), (4, 8), (4, 12), (6, 12))]
 
 
 def made(name, stages, microbatches, chunks=None):
@@ -167,7 +167,7 @@ def test_a_schedule_that_a_person_wrote(tmp_path):
     path.write_text("placement = v\n0: F0 F1 F0/1 B0/1 F1/1 B0 W0 B1/1 B1\n1: F0 F0/1 F1 B0/1 W0/1 F1/1 B0 B1/1 B1\n")
     own = read_schedule(path)
     check(tick_tables(fused(own)))
-    for name in SCHEDULES:
+    for name in schedule_names():
         path.write_text(format_schedule(made(name, 4, 8)))
         assert tick_tables(fused(read_schedule(path))).slots == tick_tables(fused(made(name, 4, 8))).slots
 
@@ -211,7 +211,7 @@ def test_columns_are_small_integers():
     assert tables.columns.backward.microbatch.tolist() == [[-1, -1], [-1, 0], [0, 1], [1, 2], [2, 3], [3, -1]]
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", schedule_names())
 def test_whether_passes_are_split_is_read_off_the_rows(name):
     tables = tick_tables(fused(made(name, 4, 8)))
     assert tables.has_split == made(name, 4, 8).is_split

@@ -8,11 +8,12 @@ import pytest
 
 from meshwright.algebra.schedules.file import read_schedule
 from meshwright.algebra.schedules.fused import fused
-from meshwright.algebra.schedules.rows import SCHEDULES, build, default_chunks
+from meshwright.algebra.schedules.registry import build, default_chunks, schedule_names
 from meshwright.algebra.schedules.ticks import tick_tables
 from meshwright.hlo.collectives import collectives
 from meshwright.parallel.mesh import device_mesh
 from tests.parallel.pipeline_toy import LENGTH, SEQS, WIDTH, compiled, data, gradients, lowered, plain_loss
+from tests.schedule_toy import added_file
 
 TOLERANCE = 1e-5
 
@@ -36,14 +37,14 @@ def assert_as_on_one_device(schedule, layers_each=2):
     assert_equal(grads, wanted)
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", schedule_names())
 def test_gradients_are_those_of_one_device(name):
     assert_as_on_one_device(made(name, 4))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stages", [2, 8])
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", schedule_names())
 def test_other_numbers_of_stages(name, stages):
     assert_as_on_one_device(made(name, stages, microbatches=2 * stages), layers_each=1)
 
@@ -127,3 +128,9 @@ def test_a_longer_schedule_is_the_same_program():
         text = lowered(made("1f1b", 4, microbatches), device_mesh({"pipeline": 4}), weights, inputs).as_text()
         lengths.append(len(text.splitlines()))
     assert lengths[0] == lengths[1]
+
+
+def test_a_schedule_of_one_file(tmp_path):
+    """An order that no closed form knows: the executor runs its rows as any others."""
+    with added_file(tmp_path) as name:
+        assert_as_on_one_device(made(name, 4))

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from meshwright.algebra.schedules.rows import SCHEDULES
+from meshwright.algebra.schedules.registry import schedule_names
 from meshwright.train.loop import train
 from tests.parallel.cases import DEEP, DEEP_MOE, RELATIVE, on_one_device
 from tests.parallel.pipeline_train_child import DEEP as DEEPER
@@ -71,7 +71,7 @@ def test_stages_beside_other_axes_in_processes(wanted, cases, count, devices):
 @pytest.mark.slow
 @pytest.mark.parametrize(("count", "devices"), [(2, 2), (4, 1)])
 def test_every_schedule(count, devices):
-    assert_errors(["tests.parallel.pipeline_child", *SCHEDULES], SCHEDULES, count=count, devices=devices)
+    assert_errors(["tests.parallel.pipeline_child", *schedule_names()], schedule_names(), count=count, devices=devices)
 
 
 def said_by_all(*arguments, **processes):

@@ -8,7 +8,7 @@ import pytest
 from meshwright.algebra.derive import derive
 from meshwright.algebra.layers import ProgramOptions
 from meshwright.algebra.schedules.fused import fused
-from meshwright.algebra.schedules.rows import SCHEDULES, build, default_chunks
+from meshwright.algebra.schedules.registry import build, default_chunks, schedule_names
 from meshwright.algebra.schedules.ticks import tick_tables
 from meshwright.algebra.transformer import transformer
 from meshwright.core.errors import CannotRunError, InputError
@@ -28,6 +28,7 @@ from tests.parallel.cases import (
     strategy_of,
 )
 from tests.parallel.small import BATCH_SEQS, MODEL, SEQ_LEN, batch
+from tests.schedule_toy import added_file
 from tests.traffic import pipeline_traffic
 
 TWO_KINDS = msgspec.structs.replace(
@@ -55,7 +56,7 @@ def test_two_kinds_of_layers_and_a_stream_that_is_sent_in_parts():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", [name for name in SCHEDULES if not name.startswith("dualpipe")])
+@pytest.mark.parametrize("schedule", [name for name in schedule_names() if not name.startswith("dualpipe")])
 def test_every_schedule_on_four_stages(schedule):
     model = msgspec.structs.replace(TWO_KINDS, num_layers=16, sliding_layers=tuple(range(0, 16, 2)))
     check(model, {"pipeline": 4, "data": 2}, schedule)
@@ -165,6 +166,12 @@ def test_layers_stay_where_they_are_while_they_change_places():
     again = step.from_canonical(step.to_canonical(params))
     assert all((np.asarray(again[name]) == np.asarray(params[name])).all() for name in params)
     assert (np.asarray(moved["wq"]) != np.asarray(params["wq"])).any()
+
+
+@pytest.mark.slow
+def test_a_train_step_under_a_schedule_of_one_file(tmp_path):
+    with added_file(tmp_path) as name:
+        check(TWO_KINDS, {"pipeline": 2, "data": 2}, name)
 
 
 def test_a_schedule_file(tmp_path):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from meshwright.algebra.schedules.rows import build, default_chunks
+from meshwright.algebra.schedules.registry import build, default_chunks
 from meshwright.algebra.schedules.simulation import simulate
 from meshwright.core.errors import InputError
 from meshwright.report.figure import save

@@ -9,16 +9,17 @@
 placement is ``looped`` (also where it is left out), ``v`` or ``bidirectional``: see `schedule`.
 """
 
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from textwrap import wrap
 
 from meshwright.algebra.schedules.check import check
-from meshwright.algebra.schedules.table import Op, Route, Schedule, bidirectional_routes, looped_route, v_route
+from meshwright.algebra.schedules.definition import Requirement, ScheduleDefinition
+from meshwright.algebra.schedules.table import PLACEMENTS, Op, PlacementName, Schedule, microbatch_routes
 from meshwright.core.errors import InputError, nearest
 
-PLACEMENTS = ("looped", "v", "bidirectional")
 MAX_OPS = 1_000_000
 LINE_WIDTH = 100
 
@@ -31,7 +32,8 @@ class _Lines:
     """What the lines of a file say, and the line of each op."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.placement = path, "looped"
+        self.path = path
+        self.placement: PlacementName = "looped"
         self.orders: list[list[Op]] = []
         self.lines: list[list[int]] = []
 
@@ -86,32 +88,52 @@ def read_schedule(path: str | Path) -> Schedule:
     num_ops = sum(map(len, lines.orders))
     if not 1 <= num_ops <= MAX_OPS:
         raise InputError(f"{path}: {num_ops:,} ops; a schedule has between 1 and {MAX_OPS:,}, a line per device.")
-    routes = _routes(lines)
+    # of one chunk but for a looped placement, where the ops say how many
+    chunks = 1 + max(op.chunk for order in lines.orders for op in order)
+    routes = PLACEMENTS[lines.placement].routes(len(lines.orders), chunks)
     orders = tuple(tuple(order) for order in lines.orders)
     schedule = Schedule(name=path.stem, routes=routes, route_of=_route_of(lines, len(routes)), orders=orders)
     return check(schedule, lines.where)
 
 
-def _routes(lines: _Lines) -> tuple[Route, ...]:
-    devices = len(lines.orders)
-    if lines.placement == "v":
-        return (v_route(devices),)
-    if lines.placement == "bidirectional":
-        return bidirectional_routes(devices)
-    chunks = 1 + max(op.chunk for order in lines.orders for op in order)
-    return (looped_route(devices, chunks),)
-
-
 def _route_of(lines: _Lines, num_routes: int) -> tuple[int, ...]:
-    """The way of each microbatch: of two, the one whose chunk its first op is in."""
-    found: dict[int, int] = {}
-    for order in lines.orders:
-        for op in order:
-            found.setdefault(op.microbatch, min(op.chunk, num_routes - 1))
+    found = microbatch_routes(lines.orders, num_routes)
     missing = next((m for m in range(max(found) + 1) if m not in found), None)
     if missing is not None:
         raise InputError(f"{lines.path}: microbatch {missing} is missing. Number them from 0 without a gap.")
     return tuple(found[m] for m in range(max(found) + 1))
+
+
+def schedule_of_file(path: str) -> ScheduleDefinition:
+    """The schedule of a file for its one number of stages, microbatches and chunks."""
+    return _schedule_of_file(path, Path(path).stat().st_mtime_ns)
+
+
+@functools.lru_cache(maxsize=32)
+def _schedule_of_file(path: str, changed_ns: int) -> ScheduleDefinition:
+    """Read once for each change of the file: a search asks for it many times."""
+    found = read_schedule(path)
+    stages, count = found.num_devices, found.num_microbatches
+    sizes = Requirement(
+        lambda p, m, v: (p == stages) & (m == count),
+        lambda p, m, v: (
+            f"{path} is for {stages} stages and {count} microbatches, and the strategy has pipeline={p} and "
+            f"num_microbatches={m}. Change one of them."
+        ),
+    )
+    return ScheduleDefinition(
+        name=found.name,
+        year=0,
+        order=lambda device, **sizes: found.orders[device],
+        placement=_placement(found),
+        chunks=found.num_virtual_stages // stages,
+        requirements=(sizes,),
+    )
+
+
+def _placement(schedule: Schedule) -> PlacementName:
+    devices, chunks = schedule.num_devices, schedule.num_chunks
+    return next(name for name, one in PLACEMENTS.items() if one.routes(devices, chunks) == schedule.routes)
 
 
 def format_schedule(schedule: Schedule) -> str:
@@ -121,14 +143,8 @@ def format_schedule(schedule: Schedule) -> str:
 
 def _format_lines(schedule: Schedule) -> Iterator[str]:
     devices = schedule.num_devices
-    known = {
-        "looped": (looped_route(devices, schedule.num_chunks),),
-        "v": (v_route(devices),),
-        "bidirectional": bidirectional_routes(devices),
-    }
-    placement = next(name for name, routes in known.items() if routes == schedule.routes)
     yield f"# {schedule.name}: {devices} devices, {schedule.num_microbatches} microbatches"
-    yield f"placement = {placement}"
+    yield f"placement = {_placement(schedule)}"
     for device, order in enumerate(schedule.orders):
         head = f"{device}: "
         yield from wrap(" ".join(map(str, order)), LINE_WIDTH, initial_indent=head, subsequent_indent=head)

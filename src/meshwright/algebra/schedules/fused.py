@@ -138,14 +138,14 @@ def fused_seconds(
 ) -> float:
     """Seconds of a step where each tick of a device begins when its neighbours have ended the one before.
 
-    Times as in `schedule_simulation.simulate`; every tick's messages take ``send_s``.
+    Times as in `simulation.simulate`; every tick's messages take ``send_s``.
     """
     schedule = table.schedule
     seconds = op_seconds(schedule, forward_s=forward_s, backward_s=backward_s, weight_s=weight_s)
     neighbours = _neighbours(schedule)
-    end = [0.0] * schedule.num_devices
+    end: list[float] = [0] * schedule.num_devices
     for number, tick in enumerate(table.ticks):
-        sent_s = send_s if number else 0.0
+        sent_s = send_s if number else 0
         end = [
             max(end[device], *(end[other] + sent_s for other in neighbours[device]))
             + sum(seconds(device, op) for op in slots.ops())

@@ -78,6 +78,15 @@ def simulate(
     )
 
 
+def makespan(
+    schedule: Schedule, *, forward_s: Seconds, backward_s: Seconds, weight_s: Seconds = 0.0, send_s: float = 0.0
+) -> float:
+    """The time of `simulate` alone."""
+    times = _Times(schedule, forward_s=forward_s, backward_s=backward_s, weight_s=weight_s)
+    _, end = _run(schedule, times, send_s)
+    return max(ends[-1] for ends in end)
+
+
 def peak_stash(schedule: Schedule, *, weight_stash: float = 1.0) -> tuple[float, ...]:
     """Of each device, the most that is alive at once, in whole-stage microbatches.
 
@@ -120,13 +129,15 @@ class _Times:
             return self.forward_s[stage]
         if op.kind == "W":
             return self.weight_s[stage]
-        return self.backward_s[stage] + (0.0 if split else self.weight_s[stage])
+        return self.backward_s[stage] + (0 if split else self.weight_s[stage])
 
 
 def per_virtual_stage(seconds: Seconds, count: int, what: str) -> list[float]:
     """One time for each of ``count`` virtual stages."""
     # Real, not float: a scalar of NumPy is one time as well.
-    given = [float(seconds)] * count if isinstance(seconds, Real) else [float(one) for one in seconds]  # type: ignore[union-attr]
+    given = [seconds] * count if isinstance(seconds, Real) else list(seconds)  # type: ignore[arg-type]
+    # Whole numbers stay exact: `simulated` counts passes with them.
+    given = [one if isinstance(one, int) else float(one) for one in given]
     if len(given) != count:
         raise InputError(f"{len(given)} {what} times for {count} virtual stages. Give one, or one for each.")
     if any(not 0 <= one < float("inf") for one in given):
@@ -147,11 +158,11 @@ def _run(schedule: Schedule, times: _Times, send_s: float) -> tuple[list[list[fl
     waiting: dict[int, int] = {}
     start: list[list[float]] = [[] for _ in schedule.orders]
     end: list[list[float]] = [[] for _ in schedule.orders]
-    awake = list(range(schedule.num_devices))
+    awake, nothing = list(range(schedule.num_devices)), 0 * times.forward_s[0]
     while awake:
         device = awake.pop()
         order, starts, ends = schedule.orders[device], start[device], end[device]
-        now = ends[-1] if ends else 0.0
+        now = ends[-1] if ends else nothing
         while len(ends) < len(order):
             op = order[len(ends)]
             m, route = op.microbatch, schedule.route_of[op.microbatch]

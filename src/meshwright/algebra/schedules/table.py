@@ -5,7 +5,7 @@ chips, when other axes split its work too); a *virtual stage* is one of the cons
 into; a device holds one piece per *chunk*.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
 import msgspec
@@ -52,7 +52,7 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True):
 
     ``routes`` has one way through the model, or two where microbatches enter at both ends (then every virtual stage is
     held twice); ``route_of`` says which one each microbatch takes. A microbatch may have a row W for a virtual stage or
-    not: without one, its row B there is the whole backward pass. ``schedule_check.check`` says whether it can run.
+    not: without one, its row B there is the whole backward pass. `check.check` says whether it can run.
     """
 
     name: str
@@ -134,3 +134,36 @@ def bidirectional_routes(devices: int) -> tuple[Route, Route]:
     """Down the devices in chunk 0, and up them in chunk 1: device d holds the pieces d and devices - 1 - d."""
     down = tuple(Place(device, 0) for device in range(devices))
     return down, tuple(Place(device, 1) for device in reversed(range(devices)))
+
+
+class StagePlacement(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the virtual stages of a schedule live.
+
+    ``routes`` takes devices and chunks. ``ends_share`` is the share of the microbatches for which an outer device runs
+    both embedding and head; None where two devices have one of them each, for all microbatches.
+    """
+
+    routes: Callable[[int, int], tuple[Route, ...]]
+    weight_copies: int = 1
+    ends_share: float | None = None
+
+
+PlacementName = Literal["looped", "v", "bidirectional"]
+PLACEMENTS: dict[PlacementName, StagePlacement] = {
+    "looped": StagePlacement(routes=lambda devices, chunks: (looped_route(devices, chunks),)),
+    "v": StagePlacement(routes=lambda devices, chunks: (v_route(devices),), ends_share=1.0),
+    "bidirectional": StagePlacement(
+        routes=lambda devices, chunks: bidirectional_routes(devices), weight_copies=2, ends_share=0.5
+    ),
+}
+
+
+def microbatch_routes(orders: Sequence[Sequence[Op]], num_routes: int) -> dict[int, int]:
+    """The route of each microbatch: with two routes, the one whose chunk its first op is in."""
+    if num_routes == 1:
+        return dict.fromkeys((op.microbatch for order in orders for op in order), 0)
+    found: dict[int, int] = {}
+    for order in orders:
+        for op in order:
+            found.setdefault(op.microbatch, min(op.chunk, num_routes - 1))
+    return found

@@ -7,7 +7,7 @@ import click
 
 from meshwright.algebra.schedules.file import format_schedule, read_schedule
 from meshwright.algebra.schedules.forms import weight_copies
-from meshwright.algebra.schedules.rows import SCHEDULES, build, default_chunks
+from meshwright.algebra.schedules.registry import build, default_chunks, definition, schedule_names
 from meshwright.algebra.schedules.simulation import Simulation
 from meshwright.algebra.schedules.table import Schedule
 from meshwright.calculators.verbs.schedule_text import print_compared, print_schedule, print_sweep
@@ -20,7 +20,15 @@ MAX_ROWS = 1_000_000
 MAX_SWEPT_STAGES = 64
 
 
-@click.command()
+*_FIRST, _LAST = schedule_names()
+HELP = f"""Time, idle devices and memory of the schedule NAME, such as 1f1b, or of one of your own.
+
+NAME is {", ".join(_FIRST)} or {_LAST}. Times are of one microbatch; where
+they carry no unit the answer is in units too.
+"""
+
+
+@click.command(help=HELP)
 @click.argument("name", required=False)
 @click.option("--stages", type=int, help="Devices of the pipeline.")
 @click.option("--microbatches", type=int, help="Microbatches of a step.")
@@ -51,14 +59,9 @@ def command(
     png: Path | None,
     as_json: bool,
 ) -> None:
-    """Time, idle devices and memory of the schedule NAME, such as 1f1b, or of one of your own.
-
-    NAME is naive, gpipe, 1f1b, interleaved, zb-h1, zb-h2, dualpipe or dualpipe-v. Times are of one microbatch; where
-    they carry no unit the answer is in units too.
-    """
     times = read_times(forward=forward, backward=backward, weight=weight, send=send)
     if not (name or table or compare):
-        raise InputError(f"no schedule is named. Give one of {', '.join(SCHEDULES)}, or --table FILE.")
+        raise InputError(f"no schedule is named. Give one of {', '.join(schedule_names())}, or --table FILE.")
     schedule = _schedule(name, stages, microbatches, chunks, table)
     result: dict[str, Any] = {"unit": times.unit}
     if schedule:
@@ -66,7 +69,7 @@ def command(
         result |= _result(schedule, simulation, times)
     if compare:
         sizes = _sizes(stages, microbatches, "--compare")
-        result["compare"] = [_compared(one, sizes, chunks, times) for one in SCHEDULES]
+        result["compare"] = [_compared(one, sizes, chunks, times) for one in schedule_names()]
     if sweep_stages:
         sizes = _sizes(stages, microbatches, "--sweep-stages")
         result["sweep"] = _sweep(name, sizes, chunks, times)
@@ -139,7 +142,7 @@ def _result(schedule: Schedule, simulation: Simulation, times: Times) -> dict[st
 def _compared(name: str, sizes: tuple[int, int], chunks: int | None, times: Times) -> dict[str, Any]:
     """One schedule's row; with the reason instead where it does not exist for these sizes."""
     try:
-        schedule = _build(name, sizes, chunks if name == "interleaved" else None)
+        schedule = _build(name, sizes, chunks if definition(name).more_chunks else None)
     except InputError as error:
         return {"schedule": name, "weight_copies": weight_copies(name), "cannot": str(error)}
     if not times.uniform:

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,14 +11,13 @@ import numpy as np
 
 from meshwright.algebra.derived import Derived
 from meshwright.algebra.einsum import reshard
-from meshwright.algebra.schedules.file import read_schedule
 from meshwright.algebra.schedules.fused import fused
-from meshwright.algebra.schedules.rows import SCHEDULES, build
+from meshwright.algebra.schedules.registry import build
 from meshwright.algebra.schedules.table import Schedule
 from meshwright.algebra.schedules.ticks import TickTables, forward_tables, tick_tables
 from meshwright.algebra.steps import Phase, Step
 from meshwright.algebra.transformer import layer_names
-from meshwright.core.errors import CannotRunError, InputError
+from meshwright.core.errors import CannotRunError
 from meshwright.nn.context import Context
 from meshwright.nn.weights import Params
 from meshwright.parallel.blocks import Inputs, through
@@ -33,16 +31,8 @@ from meshwright.spec.strategy import Strategy
 
 def strategy_schedule(strategy: Strategy) -> Schedule:
     """The schedule that a strategy names: one of the product's own, or the path of a file that a person wrote."""
-    stages, count = strategy.mesh.get("pipeline", 1), strategy.num_microbatches
-    if strategy.schedule in SCHEDULES or not Path(strategy.schedule).is_file():
-        return build(strategy.schedule, stages=stages, microbatches=count, chunks=strategy.chunks)
-    found = read_schedule(strategy.schedule)
-    if (found.num_devices, found.num_microbatches) != (stages, count):
-        raise InputError(
-            f"{strategy.schedule} is for {found.num_devices} stages and {found.num_microbatches} microbatches, and the "
-            f"strategy has pipeline={stages} and num_microbatches={count}. Change one of them."
-        )
-    return found
+    stages = strategy.mesh.get("pipeline", 1)
+    return build(strategy.schedule, stages=stages, microbatches=strategy.num_microbatches, chunks=strategy.chunks)
 
 
 @dataclass(frozen=True, kw_only=True)

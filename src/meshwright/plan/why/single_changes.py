@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import msgspec
 
 from meshwright.algebra.derive import derive
-from meshwright.algebra.schedules.rows import default_chunks
+from meshwright.algebra.schedules.registry import default_chunks
 from meshwright.algebra.transformer import transformer
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.cost.memory import memory_limit

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from meshwright.algebra.schedules.rows import default_chunks
+from meshwright.algebra.schedules.registry import default_chunks
 from meshwright.core.dims import MESH_AXES
 from meshwright.core.errors import CannotRunError, InputError, as_sentence, nearest
 from meshwright.cost.train_step import Estimate, PricedStrategy, price_strategy

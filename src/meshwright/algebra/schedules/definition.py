@@ -1,0 +1,141 @@
+"""What the file of a pipeline schedule says: its order of passes, the sizes it exists for, and its closed forms."""
+
+from collections.abc import Callable, Iterable
+from typing import Any, Literal, Protocol
+
+import msgspec
+import numpy as np
+
+from meshwright.algebra.schedules.table import (
+    PLACEMENTS,
+    Op,
+    PlacementName,
+    Schedule,
+    StagePlacement,
+    microbatch_routes,
+)
+from meshwright.core.errors import InputError
+
+Array = Any
+"""A number or a NumPy array of them."""
+
+OfSizes = Callable[[Array, Array, Array], Array]
+"""A function of stages p, microbatches m and chunks v, each a number or an array."""
+
+
+class Order(Protocol):
+    """The passes of one device, first to last."""
+
+    def __call__(self, device: int, *, stages: int, microbatches: int, chunks: int) -> Iterable[Op]: ...
+
+
+class Requirement(msgspec.Struct, frozen=True):
+    """A condition on the sizes of a schedule. ``message`` says what to change where the sizes do not meet it."""
+
+    holds: OfSizes
+    message: Callable[[int, int, int], str]
+
+
+class ClosedForms(msgspec.Struct, frozen=True, kw_only=True):
+    """A schedule as it runs with a program for each stage: devices run ahead as far as messages let them.
+
+    ``bubble_s`` takes the seconds of F, B and W behind the sizes. ``sends`` counts the sends, one way, that a step
+    waits for where a send is short beside a pass: read off the simulator for equal passes and at least twice as many
+    microbatches as stages, as other microbatches pass meanwhile.
+    """
+
+    bubble_s: Callable[[Array, Array, Array, Array, Array, Array], Array]
+    stash: OfSizes
+    sends: OfSizes
+
+
+class LockstepForms(msgspec.Struct, frozen=True, kw_only=True):
+    """A schedule as one program runs it on all devices. The bubble is ``hops`` F and B, and ``weight_hops`` W.
+
+    The defaults are those of 1F1B. ``stash`` is in virtual stages; without it as many as `ClosedForms` has. A step
+    waits for the messages of all ticks but the first and the last, unless ``sends`` says otherwise.
+    """
+
+    hops: Callable[[Array, Array], Array] = lambda p, m: p - 1
+    weight_hops: Callable[[Array, Array], Array] = lambda p, m: p - 1
+    is_divided: bool = False
+    ticks: OfSizes = lambda p, m, v: m + 2 * (p - 1)
+    stash: OfSizes | None = None
+    handed: Callable[[Array, Array], Array] = lambda p, m: 0 * p
+    head: Callable[[Array], Array] = lambda m: 1 + 0 * m
+    two_ways_from: float = np.inf
+    sends: OfSizes | None = None
+
+
+class ScheduleDefinition(msgspec.Struct, frozen=True, kw_only=True):
+    """One pipeline schedule for all sizes.
+
+    ``year`` of publication puts the schedules in order. ``chunks`` is the fewest virtual stages of a device, the only
+    number unless ``more_chunks``. ``search`` says which searches try the schedule. A schedule without ``forms`` or
+    without ``lockstep`` is simulated instead, once for each size: see `simulated`.
+    """
+
+    name: str
+    year: int
+    order: Order
+    placement: PlacementName = "looped"
+    chunks: int = 1
+    more_chunks: bool = False
+    requirements: tuple[Requirement, ...] = ()
+    search: Literal["usual", "full", "never"] = "full"
+    forms: ClosedForms | None = None
+    lockstep: LockstepForms | None = None
+
+    @property
+    def stage_placement(self) -> StagePlacement:
+        """Where the virtual stages live."""
+        return PLACEMENTS[self.placement]
+
+    def is_legal(self, stages: Array, microbatches: Array, chunks: Array) -> Array:
+        """True where the schedule exists for these sizes."""
+        p, m, v = (np.asarray(size) for size in (stages, microbatches, chunks))
+        legal = (p >= 1) & (m >= 1) & (v >= 1)
+        # no requirement divides by a size of 0
+        p = np.maximum(p, 1)
+        for one in self._requirements:
+            legal = legal & one.holds(p, m, v)
+        return legal
+
+    def refusal(self, stages: int, microbatches: int, chunks: int) -> str | None:
+        """Why the schedule does not exist for these sizes; None where it does."""
+        for what, size in (("stages", stages), ("microbatches", microbatches), ("chunks", chunks)):
+            if size < 1:
+                return f"{what}={size} must be at least 1."
+        sizes = stages, microbatches, chunks
+        return next((one.message(*sizes) for one in self._requirements if not one.holds(*sizes)), None)
+
+    @property
+    def _requirements(self) -> tuple[Requirement, ...]:
+        return self.requirements if self.more_chunks else (self._own_chunks, *self.requirements)
+
+    @property
+    def _own_chunks(self) -> Requirement:
+        return Requirement(
+            lambda p, m, v: v == self.chunks,
+            lambda p, m, v: (
+                f"chunks={v} is not for {self.name}, whose devices hold {self.chunks}. "
+                f"Use chunks={self.chunks}, or the interleaved schedule."
+            ),
+        )
+
+    def build(self, stages: int, microbatches: int, chunks: int) -> Schedule:
+        """The rows of the schedule. Raises InputError for sizes that it does not exist for."""
+        if refusal := self.refusal(stages, microbatches, chunks):
+            raise InputError(refusal)
+        orders = tuple(
+            tuple(self.order(device, stages=stages, microbatches=microbatches, chunks=chunks))
+            for device in range(stages)
+        )
+        routes = self.stage_placement.routes(stages, chunks)
+        route_of = microbatch_routes(orders, len(routes))
+        return Schedule(
+            name=self.name,
+            routes=routes,
+            route_of=tuple(route_of.get(m, 0) for m in range(microbatches)),
+            orders=orders,
+        )

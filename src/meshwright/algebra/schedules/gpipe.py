@@ -1,0 +1,26 @@
+"""GPipe: all forward, then all backward. Source: Huang et al., GPipe (2019)."""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from meshwright.algebra.schedules.definition import ClosedForms, LockstepForms, ScheduleDefinition
+from meshwright.algebra.schedules.table import Op
+
+
+def _order(device: int, *, stages: int, microbatches: int, chunks: int) -> Iterator[Op]:
+    yield from (Op("F", m) for m in range(microbatches))
+    yield from (Op("B", m) for m in range(microbatches))
+
+
+SCHEDULE = ScheduleDefinition(
+    name="gpipe",
+    year=2019,
+    order=_order,
+    forms=ClosedForms(
+        bubble_s=lambda p, m, v, f, b, w: np.subtract(p, 1) * (f + b + w),
+        stash=lambda p, m, v: m + 0.0 * np.asarray(p),
+        sends=lambda p, m, v: 2 * (p - 1),
+    ),
+    lockstep=LockstepForms(ticks=lambda p, m, v: 2 * (m + p) - 3, head=lambda m: m),
+)

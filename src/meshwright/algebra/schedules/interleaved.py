@@ -1,0 +1,50 @@
+"""Interleaved 1F1B: groups of as many microbatches as stages, each group chunk by chunk; backward from the last chunk.
+
+Source: Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters (2021), section 2.2.
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from meshwright.algebra.schedules.definition import ClosedForms, LockstepForms, Requirement, ScheduleDefinition
+from meshwright.algebra.schedules.one_f_one_b import alternating
+from meshwright.algebra.schedules.table import Op
+
+
+def _order(device: int, *, stages: int, microbatches: int, chunks: int) -> Iterator[Op]:
+    groups = [range(first, first + stages) for first in range(0, microbatches, stages)]
+    forward = [Op("F", m, c) for group in groups for c in range(chunks) for m in group]
+    backward = [Op("B", m, c) for group in groups for c in reversed(range(chunks)) for m in group]
+    return alternating(2 * (stages - 1 - device) + (chunks - 1) * stages, forward, backward)
+
+
+def _whole_groups(stages: int, microbatches: int, chunks: int) -> str:
+    near = max(stages, stages * round(microbatches / stages))
+    return (
+        f"the interleaved schedule needs microbatches that stages={stages} divides, not {microbatches}. "
+        f"Use for example {near}."
+    )
+
+
+SCHEDULE = ScheduleDefinition(
+    name="interleaved",
+    year=2021,
+    order=_order,
+    chunks=2,
+    more_chunks=True,
+    requirements=(
+        Requirement(
+            lambda p, m, v: v >= 2,
+            lambda p, m, v: "the interleaved schedule needs chunks of at least 2. With chunks=1 use 1f1b.",
+        ),
+        Requirement(lambda p, m, v: m % p == 0, _whole_groups),
+    ),
+    search="usual",
+    forms=ClosedForms(
+        bubble_s=lambda p, m, v, f, b, w: np.subtract(p, 1) * (f + b + w) / v,
+        stash=lambda p, m, v: np.minimum(m * v, p * (v + 1) - 1) / v,
+        sends=lambda p, m, v: 2 * (p * v - 1),
+    ),
+    lockstep=LockstepForms(is_divided=True, ticks=lambda p, m, v: v * (m + p) + p - 2),
+)

@@ -1,0 +1,61 @@
+"""The pipeline schedules by name: every module of this folder with a ``SCHEDULE``, and the files that persons write."""
+
+import functools
+import importlib
+import pkgutil
+from pathlib import Path
+
+from meshwright.algebra import schedules
+from meshwright.algebra.schedules.definition import ScheduleDefinition
+from meshwright.algebra.schedules.file import schedule_of_file
+from meshwright.algebra.schedules.table import Schedule
+from meshwright.core.errors import InputError, nearest
+
+
+@functools.cache
+def definitions() -> dict[str, ScheduleDefinition]:
+    """The schedules of this folder by name, oldest first."""
+    modules = (
+        importlib.import_module(f"{schedules.__name__}.{one.name}") for one in pkgutil.iter_modules(schedules.__path__)
+    )
+    found = [module.SCHEDULE for module in modules if hasattr(module, "SCHEDULE")]
+    return {one.name: one for one in sorted(found, key=lambda one: (one.year, one.name))}
+
+
+def schedule_names() -> tuple[str, ...]:
+    """Names of all schedules, oldest first."""
+    return tuple(definitions())
+
+
+def searched_schedules(*, every: bool) -> tuple[str, ...]:
+    """The schedules that a search tries, oldest first behind the one that meshes are screened with.
+
+    Those of ``search="usual"``, and with ``every`` those of ``search="full"`` too.
+    """
+    wanted = ("usual", "full") if every else ("usual",)
+    names = [one.name for one in definitions().values() if one.search in wanted]
+    first = next(one.name for one in definitions().values() if one.search == "usual")
+    return first, *(name for name in names if name != first)
+
+
+def definition(name: str) -> ScheduleDefinition:
+    """The schedule of that name, or of the file of that path. Raises InputError where there is neither."""
+    found = definitions().get(name)
+    if found is not None:
+        return found
+    if Path(name).is_file():
+        return schedule_of_file(name)
+    raise InputError(f"schedule {name!r} is not known.{nearest(name, schedule_names())}")
+
+
+def build(name: str, *, stages: int, microbatches: int, chunks: int = 1) -> Schedule:
+    """The rows of a schedule over ``stages`` devices, each holding ``chunks`` virtual stages.
+
+    Raises InputError for sizes that the schedule does not exist for.
+    """
+    return definition(name).build(stages, microbatches, chunks)
+
+
+def default_chunks(name: str) -> int:
+    """The fewest chunks per device that a schedule exists for."""
+    return definition(name).chunks

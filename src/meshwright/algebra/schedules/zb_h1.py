@@ -1,0 +1,57 @@
+"""ZB-H1: 1F1B whose weight gradients wait for idle time, with 1F1B's memory.
+
+Source: Qi et al., Zero Bubble Pipeline Parallelism (2023), section 2.1.
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from meshwright.algebra.schedules.definition import Array, ClosedForms, LockstepForms, ScheduleDefinition
+from meshwright.algebra.schedules.table import Op
+
+
+def zero_bubble_order(warmup: int, microbatches: int, most_alive: int) -> Iterator[Op]:
+    """1F1B with W as late as ``most_alive`` stashes allow, one after each B once the forward passes are done."""
+    done_w = 0
+    warmup = min(warmup, microbatches)
+    yield from (Op("F", m) for m in range(warmup))
+    for m in range(microbatches):
+        done_f = min(warmup + m + 1, microbatches)
+        if warmup + m < microbatches:
+            yield Op("F", done_f - 1)
+        yield Op("B", m)
+        last_forward = done_f == microbatches
+        if done_w <= m and (last_forward or done_f - done_w >= most_alive):
+            yield Op("W", done_w)
+            done_w += 1
+    yield from (Op("W", m) for m in range(done_w, microbatches))
+
+
+def zero_bubble_seconds(p: Array, filling: Array, f: Array, b: Array, w: Array) -> Array:
+    """The bubble where ``filling`` W run before the first B returns, the longest of three paths: the first F down the
+    stages; down and up again, less the W that fill; or the last B up the stages."""
+    hops = np.subtract(p, 1)
+    longest = np.maximum(hops * f, hops * (f + b) - filling * w)
+    return np.maximum(longest, (hops - filling) * f + hops * b)
+
+
+def _order(device: int, *, stages: int, microbatches: int, chunks: int) -> Iterator[Op]:
+    return zero_bubble_order(stages - 1 - device, microbatches, stages)
+
+
+SCHEDULE = ScheduleDefinition(
+    name="zb-h1",
+    year=2023,
+    order=_order,
+    forms=ClosedForms(
+        bubble_s=lambda p, m, v, f, b, w: zero_bubble_seconds(p, np.minimum(m, p) - 1, f, b, w),
+        stash=lambda p, m, v: np.minimum(p, m),
+        sends=lambda p, m, v: 4 * (p - 1),
+    ),
+    lockstep=LockstepForms(
+        weight_hops=lambda p, m: np.maximum(p - m, 0),
+        stash=lambda p, m, v: np.minimum(2 * p - 1, m),
+        handed=np.minimum,
+    ),
+)
