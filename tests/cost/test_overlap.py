@@ -26,7 +26,7 @@ def priced(axes, *, cluster="h100:8x1", zero=3, efficiency=None, **fields):
     calibration = Calibration(name="x", chip="h100", efficiency=Efficiency(**(efficiency or {})))
     found = price_strategy(TINY, parse_cluster(cluster), JOB, strategy, calibration=calibration)
     times = price_parts(found.derived, found.sizes, found.rates, pipeline=strategy_pipeline(strategy)).times
-    costs = [one for one in found.costs if one.step.block == "layer"]
+    costs = [one for one in found.costs.all if one.step.block == "layer"]
     return found, times, costs
 
 
@@ -216,7 +216,7 @@ def test_sends_between_stages():
 
 def updates(found):
     """Local seconds and seconds of gathers of the update of one layer's weights."""
-    layers = [c for c in found.costs if c.step.phase == "update" and float(c.count) == TINY.num_layers]
+    layers = [c for c in found.costs.all if c.step.phase == "update" and float(c.count) == TINY.num_layers]
     return local(layers, "update"), moved(layers, "update")
 
 

@@ -34,7 +34,7 @@ PRICED = price_strategy(MODEL, CLUSTER, JOB, STRATEGY, calibration=RATES)
 def test_all_steps_are_in_some_part_and_kind():
     found = predicted_steps(PRICED)
     assert sum(one.seconds for one in found.values()) == pytest.approx(
-        sum(float(cost.time_s * cost.here) for cost in PRICED.costs)
+        sum(float(cost.time_s * cost.here) for cost in PRICED.costs.all)
     )
     assert sum(one.flops for one in found.values()) * CLUSTER.num_chips == pytest.approx(PRICED.estimate.flops)
     assert {one.part for one in found.values()} >= {"layer forward", "layer backward", "head forward", "optimizer"}
@@ -54,7 +54,7 @@ def test_the_predicted_timeline_has_all_work(most, monkeypatch):
     monkeypatch.setattr("meshwright.report.machine.profile_timeline.MAX_SLICES", most)
     slices = predicted_timeline(PRICED, num_microbatches=2)
     laid = sum(one.seconds for one in slices if one.kind != "pass")
-    assert laid == pytest.approx(sum(float(cost.time_s * cost.here) for cost in PRICED.costs), rel=1e-6)
+    assert laid == pytest.approx(sum(float(cost.time_s * cost.here) for cost in PRICED.costs.all), rel=1e-6)
     for lane in ("compute", "links"):
         ends = 0.0
         steps = (one for one in slices if one.lane == lane and one.kind != "pass")

@@ -157,7 +157,7 @@ def test_a_custom_chip_is_priced_with_its_own_figures():
     seconds = []
     for one, calibration in ((chip("h100"), fitted("h100")), (double, fitted_calibration(double))):
         model, cluster = catalogue.model("llama3-8b"), make_cluster(one, (8, 2))
-        costs = price_strategy(model, cluster, job, strategy, calibration=calibration).costs
+        costs = price_strategy(model, cluster, job, strategy, calibration=calibration).costs.all
         seconds.append(sum(cost.math_s * cost.count for cost in costs if cost.step.op == "einsum"))
     assert seconds[0] / seconds[1] == pytest.approx(2)
 

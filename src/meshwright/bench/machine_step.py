@@ -99,7 +99,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def moving(self) -> frozenset[str]:
         """Labels of the collectives."""
-        return frozenset(label_text(cost.step) for cost in self.priced.costs if cost.step.is_collective)
+        return frozenset(label_text(cost.step) for cost in self.priced.costs.all if cost.step.is_collective)
 
     @property
     def left_s(self) -> float:
@@ -212,7 +212,7 @@ def _spent(reference: Measured) -> list[StepSpent]:
     found: dict[str, list[StepSpent]] = defaultdict(list)
     derived, sizes = reference.priced.derived, reference.priced.sizes
     kept = kept_results(derived)
-    for cost in reference.priced.costs:
+    for cost in reference.priced.costs.all:
         if not cost.step.is_collective:
             amounts = amounts_of(cost.step, sizes, kept=kept.get((cost.step.block, cost.step.phase), frozenset()))
             each = {name: float(getattr(amounts, name) * cost.count) for name in Amounts.__struct_fields__}
@@ -244,7 +244,7 @@ def pace(spent: Sequence[Spent]) -> Pace:
 def _outside(reference: Measured, updates: Sequence[StepSpent]) -> Spent:
     """What instructions of no derived step do: as ``byte`` the copies of loops, as ``call`` the bytes of the update,
     whose norms, copies and counters they are as well."""
-    mine = [one for one in updates if any(one.step is cost.step for cost in reference.priced.costs)]
+    mine = [one for one in updates if any(one.step is cost.step for cost in reference.priced.costs.all)]
     amounts = Amounts(byte=_loop_bytes(reference), call=sum(one.amounts.byte for one in mine))
     return Spent(amounts=amounts, seconds=reference.outside_s)
 
@@ -266,14 +266,14 @@ def _gaps(references: Sequence[Measured]) -> Mapping[str, float]:
         return {"meets": found.call, "waits": found.byte}
     left = sum(reference.left_s for reference in references)
     sizes = references[0].priced.sizes
-    costs = [cost for reference in references for cost in reference.priced.costs]
+    costs = [cost for reference in references for cost in reference.priced.costs.all]
     return {"kernel_s": left / sum(float(num_kernels(cost.step, sizes) * cost.count) for cost in costs)}
 
 
 def _moves(reference: Measured) -> Spent:
     """The collectives of a step: as ``call`` their latency and as ``byte`` the time of their bytes, in a row, and what
     is left for them."""
-    costs = [cost for cost in reference.priced.costs if cost.step.is_collective]
+    costs = [cost for cost in reference.priced.costs.all if cost.step.is_collective]
     in_a_row = Amounts(
         call=sum(float(cost.latency_s * cost.count) for cost in costs),
         byte=sum(float((cost.network_s - cost.latency_s) * cost.count) for cost in costs),

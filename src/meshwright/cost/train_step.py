@@ -21,10 +21,10 @@ from meshwright.cost.offload import Offload, offloaded
 from meshwright.cost.pass_times import BlockTimes, block_times, largest, link_seconds, seconds_by_group, total
 from meshwright.cost.pipeline import Pipeline, strategy_pipeline
 from meshwright.cost.step_costs import (
+    Priced,
     StepCost,
     collective_groups,
     meeting_seconds,
-    price_step,
     price_steps,
     strategy_sizes,
 )
@@ -71,7 +71,7 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PricedStrategy(msgspec.Struct, frozen=True, kw_only=True):
-    """One strategy with the placement, the cost of every step in order, and the prediction, in plain numbers.
+    """One strategy with the placement, the cost of every step, and the prediction, in plain numbers.
 
     ``derived`` has the axes of several devices only: its steps are those that run.
     """
@@ -80,7 +80,7 @@ class PricedStrategy(msgspec.Struct, frozen=True, kw_only=True):
     sizes: OpSizes
     rates: StepRates
     placement: Placement
-    costs: tuple[StepCost, ...]
+    costs: Priced
     estimate: Estimate
 
 
@@ -116,7 +116,7 @@ def price_strategy(
         sizes=sizes,
         rates=rates,
         placement=placements[best],
-        costs=tuple(price_parts(derived, sizes, rates, pipeline=pipeline, memory=tried.memory).costs),
+        costs=price_parts(derived, sizes, rates, pipeline=pipeline, memory=tried.memory).costs,
         estimate=estimate_many(
             model,
             derived,
@@ -155,7 +155,7 @@ def estimate_many(
     ``memory`` is what `memory_parts` gives, where it is known already.
     """
     priced = price_parts(derived, sizes, rates, pipeline=pipeline, memory=memory)
-    costs, parts = priced.costs, priced.memory
+    costs, parts = priced.costs.all, priced.memory
     moved = offloaded(parts, rates.pcie_bytes_per_s, pipeline, offload)
     seconds = priced.times.step_s(pipeline, moved)
     expected, bubble = seconds.step_s, seconds.bubble_s
@@ -201,7 +201,7 @@ def _attends(cost: StepCost) -> bool:
 class PricedParts(msgspec.Struct, frozen=True, kw_only=True):
     """Costs of all steps, the times of the blocks and the parts of memory: what every schedule has in common."""
 
-    costs: list[StepCost]
+    costs: Priced
     times: BlockTimes
     memory: MemoryParts
 
@@ -212,23 +212,22 @@ def price_parts(
     """Everything priced; of the pipeline only the number of microbatches and the shares in ``costs`` matter."""
     count = pipeline.microbatches
     costs = price_steps(derived, sizes, rates, num_microbatches=count, pipeline=pipeline)
-    boundary = [price_step(s, 1, sizes, rates, num_microbatches=count).network_s for s in derived.boundary]
     meet = meeting_seconds(derived, sizes, rates, num_microbatches=count)
-    times = block_times(derived, costs, rates, boundary=boundary, meetings_s=meet, sizes=sizes)
+    times = block_times(derived, costs, rates, meetings_s=meet, sizes=sizes)
     return PricedParts(costs=costs, times=times, memory=memory or memory_parts(derived, sizes))
 
 
 # -- bounds and what binds ------------------------------------------------------------------------------
 
 
-def _busy_s(costs: list[StepCost], rates: StepRates) -> list[Number]:
+def _busy_s(costs: Sequence[StepCost], rates: StepRates) -> list[Number]:
     """Seconds that each resource works in one step: compute, memory, then every physical axis."""
     compute = total(cost.math_s * cost.here for cost in costs)
     memory = total(cost.hbm_s * cost.here for cost in costs)
     return [compute, memory, *link_seconds(seconds_by_group(costs, "network_s"), rates)]
 
 
-def _bound_by(costs: list[StepCost], rates: StepRates, busy: Sequence[Number], bubble: Number) -> Any:
+def _bound_by(costs: Sequence[StepCost], rates: StepRates, busy: Sequence[Number], bubble: Number) -> Any:
     """The busiest resource of each candidate: compute, hbm, a level of the network, latency, or the bubble.
 
     A link is bound by latency when more than half of its time is not explained by bytes. The bubble binds when
@@ -245,7 +244,7 @@ def _bound_by(costs: list[StepCost], rates: StepRates, busy: Sequence[Number], b
     return np.where(bubble > np.max(busy_s, axis=0), "bubble", found)
 
 
-def _terms(costs: list[StepCost]) -> dict[str, Number]:
+def _terms(costs: Sequence[StepCost]) -> dict[str, Number]:
     """Seconds of each kind of work by itself on the busiest device; latency is what collectives take beyond bytes."""
     terms: dict[str, Number] = dict.fromkeys(("matmul", "attention", "elementwise", "loss_head", "optimizer"), 0.0)
     for cost in costs:

@@ -112,7 +112,7 @@ def label_text(step: Step) -> str:
 def predicted_steps(priced: PricedStrategy) -> dict[str, PredictedStep]:
     """Label -> what is expected of it; steps with the same label are one."""
     found: dict[str, PredictedStep] = {}
-    for cost in priced.costs:
+    for cost in priced.costs.all:
         name = label_text(cost.step)
         one = _predicted(cost)
         if name in found:
@@ -144,7 +144,7 @@ def predicted_partition(priced: PricedStrategy) -> Partition:
     """
     seconds = {"compute": 0.0, "memory": 0.0, "launch": 0.0}
     network = float(priced.estimate.terms.get("pipeline", 0.0))
-    for cost in priced.costs:
+    for cost in priced.costs.all:
         bound = "compute" if float(cost.math_s) > float(cost.hbm_s) else "memory"
         seconds[bound] += float(cost.local_s - cost.launch_s) * float(cost.here)
         seconds["launch"] += float(cost.launch_s) * float(cost.here)

@@ -72,7 +72,7 @@ def test_ring_attention_against_the_priced_hop():
     one = planned("llama3-8b", "h100:8x1", 8, seq_len=65536, overrides={"context_attention": "ring"}, context=8)
     limits, priced = told(one)
     limit = limits["positions/device, ring hides"]
-    layer = [cost for cost in priced.costs if cost.step.block == "layer" and cost.step.phase == "forward"]
+    layer = [cost for cost in priced.costs.all if cost.step.block == "layer" and cost.step.phase == "forward"]
     moves = sum(cost.network_s - cost.latency_s for cost in layer if cost.step.op == "permute")
     attention = next(cost for cost in layer if cost.step.op == "attention")
     # 7 of the 8 blocks of keys arrive by a hop
@@ -100,7 +100,7 @@ def test_experts_on_a_ring_against_the_priced_exchange():
     limit = limits["expert width, AllToAll shorter"]
     chip = one.cluster.chip
     most = max_expert_ring(chip.peak_flops["bf16"] / chip.ici_axis_bytes_per_s, one.model.d_ff_expert)
-    sent = [c for c in priced.costs if c.step.op == "all_to_all" and c.step.phase == "forward"]
+    sent = [c for c in priced.costs.all if c.step.op == "all_to_all" and c.step.phase == "forward"]
     assert all(cost.latency_s < 1e-9 * cost.network_s for cost in sent)
     assert limit.here / limit.limit == pytest.approx(most / 16, rel=1e-6)
 

@@ -27,7 +27,7 @@ def test_the_parts_add_up_to_the_step():
     told = explain(one)
     priced = price_strategy(one.model, one.cluster, one.job, one.strategy)
     layer = [block.block.name for block in priced.derived.blocks if block.block.carry]
-    costs = [cost for cost in priced.costs if cost.step.block in layer and cost.step.phase != "update"]
+    costs = [cost for cost in priced.costs.all if cost.step.block in layer and cost.step.phase != "update"]
     assert costs
     local = sum(cost.local_s for cost in costs if not cost.step.is_collective)
     assert told.forward.compute_s + told.backward.compute_s == pytest.approx(local)

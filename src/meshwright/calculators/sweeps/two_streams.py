@@ -98,9 +98,11 @@ def two_streams(
     )
     priced = price_strategy(model, cluster, job, strategy, calibration=calibration)
     lanes = _Lanes(priced, way, bucket_bytes)
-    forward, backward, update = _costs(priced)
-    passes = [("forward", layer, forward) for layer in range(layers)]
-    passes += [("backward", layer, backward) for layer in reversed(range(layers))]
+    most = max(priced.costs.layers, key=lambda block: block.steps.repeat)
+    own = {name for op in most.steps.block.ops for name in op.inputs}
+    update = [cost for cost in priced.costs.once if cost.step.result.name in own]
+    passes = [("forward", layer, most.forward) for layer in range(layers)]
+    passes += [("backward", layer, most.backward) for layer in reversed(range(layers))]
     for number, (what, layer, costs) in enumerate(passes):
         ahead = passes[number + 1 : number + 2] if number else passes[:2]
         for _, other, gathers in ahead:
@@ -110,18 +112,6 @@ def two_streams(
     for layer in range(layers):
         lanes.update(layer, update)
     return Streams(name=way.name, boxes=tuple(lanes.boxes))
-
-
-def _costs(priced: PricedStrategy) -> tuple[list[StepCost], list[StepCost], list[StepCost]]:
-    """Steps of both passes over the block that repeats most, and of the update of its weights."""
-    left = iter(priced.costs)
-    passes = {}
-    for block in priced.derived.blocks:
-        passes[block.block.name] = ([next(left) for _ in block.forward], [next(left) for _ in block.backward])
-    most = max((block for block in priced.derived.blocks if block.block.carry), key=lambda block: block.repeat)
-    own = {name for op in most.block.ops for name in op.inputs}
-    forward, backward = passes[most.block.name]
-    return forward, backward, [cost for cost in left if cost.step.result.name in own]
 
 
 def _is_ahead(cost: StepCost) -> bool:

@@ -133,14 +133,14 @@ def _roofline(chosen: Plan, priced: PricedStrategy, result: "TrainResult") -> di
     chip, rates = chosen.cluster.chip, chosen.calibration
     peak, memory = matmul_rate(chip, rates, "fp32"), memory_rate(chip, rates)
     points = []
-    for cost in priced.costs:
+    for cost in priced.costs.all:
         flops, moved = float(cost.flops), float(cost.hbm_bytes)
         if flops and _is_shown(cost.step):
             rate = flops / float(cost.local_s)
             label = SHOWN[cost.step.result.name]
             points.append(RooflinePoint(label=label, intensity=flops / moved, flops_per_s=rate))
-    flops = sum(float(c.flops * c.count) for c in priced.costs)
-    moved = sum(float(c.hbm_bytes * c.count) for c in priced.costs)
+    flops = sum(float(c.flops * c.count) for c in priced.costs.all)
+    moved = sum(float(c.hbm_bytes * c.count) for c in priced.costs.all)
     if result.step_s:
         point = RooflinePoint(
             label=f"whole step, measured {format_seconds(result.step_s)}",

@@ -76,7 +76,7 @@ def _weights_hide(plan: Plan, priced: PricedStrategy) -> Iterator[Limit]:
 
     Gathers, and sums of every microbatch, behind each pass; sums that are made once a step behind the last one.
     """
-    passes = [costs for block in _layer_costs(priced) for costs in block]
+    passes = [costs for block in priced.costs.layers for costs in (block.forward, block.backward)]
     tokens = plan.job.tokens_per_step / plan.strategy.num_microbatches / _ways(plan, "pipeline", invert=True)
     if any(c.hides and c.step.op == "all_gather" for costs in passes for c in costs):
         yield _hiding("weights", tokens, priced, passes, scopes=("layer", "microbatch"))
@@ -96,15 +96,6 @@ def _hiding(
         name=f"tokens/chip, {what} hide", formula=f"> tokens x T_{what} / T_layer", limit=least, here=tokens,
         holds=tokens > least, note="of one microbatch, from this plan's own times",
     )  # fmt: skip
-
-
-def _layer_costs(priced: PricedStrategy) -> Iterator[tuple[list[StepCost], list[StepCost]]]:
-    """Forward and backward costs of every repeated block."""
-    left = iter(priced.costs)
-    for block in priced.derived.blocks:
-        forward, backward = [next(left) for _ in block.forward], [next(left) for _ in block.backward]
-        if block.block.carry:
-            yield forward, backward
 
 
 def _links_s(priced: PricedStrategy, costs: Sequence[StepCost]) -> float:
@@ -145,9 +136,8 @@ def _bubble(plan: Plan, priced: PricedStrategy) -> Iterator[Limit]:
 
 def _ring(plan: Plan, priced: PricedStrategy) -> Iterator[Limit]:
     """Only where keys and values go round: a hop's link rate is the group's own."""
-    moved = [
-        c for c in priced.costs if c.step.op == "permute" and "context" in c.step.axes and c.step.phase == "forward"
-    ]
+    permutes = (c for c in priced.costs.all if c.step.op == "permute" and c.step.phase == "forward")
+    moved = [c for c in permutes if "context" in c.step.axes]
     if not moved or plan.model.latent_attention:
         return
     moves = num_moves(moved[0].step, dims=priced.sizes.dims, mesh=priced.sizes.mesh)
@@ -188,7 +178,7 @@ def _experts(plan: Plan, priced: PricedStrategy) -> Iterator[Limit]:
 
 def _exchange(plan: Plan, priced: PricedStrategy) -> Iterator[Limit]:
     """The width of an expert that makes its products as long as the two AllToAlls; both grow with the tokens alike."""
-    block = max(_layer_costs(priced), key=lambda pair: len(pair[0]))[0]
+    block = max((block.forward for block in priced.costs.layers), key=len)
     sent = [c for c in block if c.step.op == "all_to_all" and "expert" in c.step.axes]
     products = [c for c in block if c.step.op == "einsum" and "Fe" in _dims(c)]
     if not sent or not products:

@@ -7,7 +7,7 @@ import msgspec
 from meshwright.algebra.steps import Step
 from meshwright.core.errors import CannotRunError
 from meshwright.cost.pipeline import strategy_pipeline
-from meshwright.cost.step_costs import StepCost, price_step
+from meshwright.cost.step_costs import StepCost
 from meshwright.cost.train_step import Estimate, PricedStrategy, price_strategy
 from meshwright.plan.legal import MEMORY_RULE, legal
 from meshwright.plan.run_budget import RunBudget, run_budget
@@ -118,17 +118,16 @@ def explain(plan: Plan) -> Explanation:
     priced = price_strategy(plan.model, plan.cluster, plan.job, plan.strategy, calibration=plan.calibration)
     budget = run_budget(plan, step_s=priced.estimate.step_s)
     setting = Setting(model=plan.model, cluster=plan.cluster, job=plan.job, calibration=plan.calibration)
-    blocks, once = _passes(priced)
     return Explanation(
         plan=plan,
         estimate=priced.estimate,
         terms=step_terms(priced, plan.strategy),
-        recomputed=_recomputed(priced.costs),
+        recomputed=_recomputed(priced.costs.all),
         changes=try_changes(setting, plan.strategy, priced.estimate.step_s),
         fsdp=fsdp_case(plan),
-        blocks=blocks,
+        blocks=_passes(priced),
         between=_between_stages(plan, priced),
-        once=_algorithm("once per step", once),
+        once=_algorithm("once per step", priced.costs.once),
         batch=batch_of(plan),
         symbols=symbols_of(plan, priced),
         limits=tuple(sorted((*axis_limits(plan, priced), *limits_of(plan, priced, budget)), key=_speed_first)),
@@ -174,26 +173,21 @@ def _limits_of(name: str) -> Iterator[str]:
 # -- the algorithm ----------------------------------------------------------------------------------------
 
 
-def _passes(priced: PricedStrategy) -> tuple[tuple[BlockPasses, ...], list[StepCost]]:
-    """The passes over every block of layers, the one with the most layers last; and what is done once per step."""
-    left = iter(priced.costs)
-    costs, found = [], []
-    for block in priced.derived.blocks:
-        costs.append(([next(left) for _ in block.forward], [next(left) for _ in block.backward]))
-    layers = [block for block in priced.derived.blocks if block.block.carry]
-    for block, (forward, backward) in zip(priced.derived.blocks, costs, strict=True):
-        if not block.block.carry:
-            continue
-        of = "" if len(layers) == 1 else f" ({block.block.name}, {block.repeat} of {priced.derived.num_layers})"
+def _passes(priced: PricedStrategy) -> tuple[BlockPasses, ...]:
+    """The passes over every block of layers, the one with the most layers last."""
+    layers, found = priced.costs.layers, []
+    for block in layers:
+        repeat = block.steps.repeat
+        of = "" if len(layers) == 1 else f" ({block.name}, {repeat} of {priced.derived.num_layers})"
         found.append(
             BlockPasses(
-                name=block.block.name,
-                repeat=block.repeat,
-                forward=_algorithm(f"forward pass of one layer{of}", forward),
-                backward=_algorithm(f"backward pass of one layer{of}", backward),
+                name=block.name,
+                repeat=repeat,
+                forward=_algorithm(f"forward pass of one layer{of}", block.forward),
+                backward=_algorithm(f"backward pass of one layer{of}", block.backward),
             )
         )
-    return tuple(sorted(found, key=lambda one: one.repeat)), list(left)
+    return tuple(sorted(found, key=lambda one: one.repeat))
 
 
 def _between_stages(plan: Plan, priced: PricedStrategy) -> BetweenStages | None:
@@ -202,14 +196,13 @@ def _between_stages(plan: Plan, priced: PricedStrategy) -> BetweenStages | None:
     if strategy.mesh.get("pipeline", 1) == 1:
         return None
     count = strategy.num_microbatches
-    sends = [price_step(s, 1, priced.sizes, priced.rates, num_microbatches=count) for s in priced.derived.boundary]
     terms = priced.estimate.terms
     return BetweenStages(
         schedule=strategy.schedule,
         stages=strategy.mesh["pipeline"],
         chunks=strategy.chunks,
         microbatches=count,
-        sends=_algorithm("between stages, one microbatch", sends),
+        sends=_algorithm("between stages, one microbatch", priced.costs.boundary),
         num_sends=float(pipeline.num_sends),
         sends_s=float(terms.get("pipeline", 0.0)),
         bubble_s=float(terms.get("bubble", 0.0)),

@@ -104,7 +104,7 @@ def parts_of_step(model: Model, job: Job, strategy: Strategy, priced: PricedStra
 def traffic(strategy: Strategy, priced: PricedStrategy) -> tuple[Traffic, ...]:
     """Every collective of the step by kind and mesh axes, the most exposed first."""
     found: dict[tuple[str, Group], list[StepCost]] = {}
-    for cost in priced.costs:
+    for cost in priced.costs.all:
         if cost.step.is_collective and float(cost.network_s) > 0:
             found.setdefault((cost.step.op, cost.group), []).append(cost)
     alone = {key: sum(float(cost.network_s * cost.here) for cost in costs) for key, costs in found.items()}

@@ -1,13 +1,13 @@
 """Where the seconds of a step go: what each kind of work takes by itself, and what it adds to the step."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 
 import msgspec
 
 from meshwright.cost.offload import NOTHING, Offload, offloaded
 from meshwright.cost.pass_times import block_times
 from meshwright.cost.pipeline import Pipeline, strategy_pipeline
-from meshwright.cost.step_costs import StepCost, price_step
+from meshwright.cost.step_costs import StepCost
 from meshwright.cost.train_step import PricedStrategy, price_parts
 from meshwright.cost.work.ops import op_term
 from meshwright.spec.strategy import Strategy
@@ -79,20 +79,16 @@ class _Parts:
         self.priced = priced
         self.pipeline: Pipeline = strategy_pipeline(strategy)
         parts = price_parts(priced.derived, priced.sizes, priced.rates, pipeline=self.pipeline)
-        self.costs: Sequence[StepCost] = parts.costs
+        self.costs = parts.costs
         self.offload = offloaded(parts.memory, priced.rates.pcie_bytes_per_s, self.pipeline, strategy.offload)
-        count = strategy.num_microbatches
-        self.boundary = [
-            price_step(step, 1, priced.sizes, priced.rates, num_microbatches=count).network_s
-            for step in priced.derived.boundary
-        ]
-        self.local = dict.fromkeys(_name(cost) for cost in self.costs if not cost.step.is_collective)
+        every = self.costs.all
+        self.local = dict.fromkeys(_name(cost) for cost in every if not cost.step.is_collective)
         self.network_s: dict[str, float] = {}
-        for cost in self.costs:
+        for cost in every:
             if cost.step.is_collective:
                 spent = float(cost.network_s * cost.here)
                 self.network_s[_name(cost)] = self.network_s.get(_name(cost), 0.0) + spent
-        if self.boundary:
+        if self.costs.boundary:
             between = parts.times.sends_s(self.pipeline) + parts.times.meet_s(self.pipeline)
             self.network_s["pipeline"] = self.network_s.get("pipeline", 0.0) + float(between)
         self.meetings_s = parts.times.meetings_s
@@ -105,10 +101,10 @@ class _Parts:
 
     def busy_s(self, without: Collection[str], *, sends: bool = True, offload: Offload | None = None) -> float:
         """Seconds without the bubble when the work of some terms takes no time."""
-        costs = [_free(cost) if _name(cost) in without else cost for cost in self.costs]
-        boundary = self.boundary if sends else []
+        costs = self.costs.changed(lambda cost: _free(cost) if _name(cost) in without else cost)
+        costs = costs if sends else msgspec.structs.replace(costs, boundary=())
         meet = self.meetings_s if sends else (0.0, 0.0)
-        times = block_times(self.priced.derived, costs, self.priced.rates, boundary=boundary, meetings_s=meet)
+        times = block_times(self.priced.derived, costs, self.priced.rates, meetings_s=meet)
         found = times.step_s(self.pipeline, self.offload if offload is None else offload)
         return float(found.step_s - found.bubble_s)
 

@@ -48,14 +48,12 @@ def predicted_timeline(priced: PricedStrategy, *, num_microbatches: int) -> list
 
 def _passes(priced: PricedStrategy, count: int) -> Iterator[_Pass]:
     """Every pass in order: forward and backward of each microbatch, then the update."""
-    left = iter(priced.costs)
     blocks = []
-    for block in priced.derived.blocks:
-        forward, backward = [next(left) for _ in block.forward], [next(left) for _ in block.backward]
-        here = max((float(cost.here) for cost in forward), default=0.0)
+    for block in priced.costs.blocks:
+        here = max((float(cost.here) for cost in block.forward), default=0.0)
         turns = max(1, round(here / count)) if here else 0
-        blocks.append((block.block.name, turns, forward, backward))
-    update = list(left)
+        blocks.append((block.name, turns, block.forward, block.backward))
+    update = priced.costs.once
     one_by_one = count * sum(turns * (len(f) + len(b)) for _, turns, f, b in blocks) <= MAX_SLICES
     for microbatch in range(count if one_by_one else 1):
         last = microbatch == count - 1 or not one_by_one
