@@ -6,11 +6,11 @@ import pytest
 
 from meshwright.bench.machine import measure_machine
 from meshwright.bench.machine_step import REFERENCES, Measured, Spent, host_rates, pace
+from meshwright.cost.breakdown import label_text
 from meshwright.cost.train_step import estimate_step, price_strategy
 from meshwright.cost.work.host_work import Amounts, is_product, num_calls, tiled_share
 from meshwright.cost.work.kernels import num_kernels
 from meshwright.cost.work.ops import is_attention
-from meshwright.profile.compare import label_text
 from meshwright.spec.calibration import (
     Calibration,
     CollectiveRate,

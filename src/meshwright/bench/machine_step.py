@@ -19,6 +19,7 @@ import optax
 from scipy.optimize import nnls
 
 from meshwright.algebra.steps import Step
+from meshwright.cost.breakdown import label_text
 from meshwright.cost.pass_times import loop_bytes
 from meshwright.cost.step_costs import kept_results
 from meshwright.cost.train_step import PricedStrategy, price_strategy
@@ -26,7 +27,6 @@ from meshwright.cost.work.host_work import Amounts, amounts_of, is_product
 from meshwright.cost.work.kernels import num_kernels
 from meshwright.parallel.train_step import TrainStep
 from meshwright.profile.classes import OUTSIDE, Facts
-from meshwright.profile.compare import label_text
 from meshwright.profile.events import STEP, load_trace, newest_trace
 from meshwright.profile.hlo import parse_program
 from meshwright.profile.run import random_rows, traced

@@ -14,7 +14,7 @@ from meshwright.core.dims import DTYPE_BYTES
 from meshwright.cost.pipeline import ONE_STAGE, Pipeline
 from meshwright.cost.step_rates import Group, StepRates
 from meshwright.cost.work.kernels import local_work, partly_hidden
-from meshwright.cost.work.ops import OpSizes, Scores
+from meshwright.cost.work.ops import OpSizes, Scores, op_term
 from meshwright.cost.work.sizes import expert_slots, spare_slots
 from meshwright.cost.work.slots import slots_move
 from meshwright.spec.job import Job
@@ -66,6 +66,16 @@ class StepCost(msgspec.Struct, frozen=True, kw_only=True):
     def goes_round(self) -> bool:
         """Whether it is a permute that passes behind the collective matmul beside it, and behind nothing else."""
         return self.step.is_collective and dict(self.step.attributes).get("behind") == COLLECTIVE_MATMUL
+
+    @property
+    def gathers_weights(self) -> bool:
+        """Whether it is a gather that needs nothing of its pass, so that it could run ahead of it."""
+        return self.step.op == "all_gather" and self.hides
+
+    @property
+    def term(self) -> str:
+        """The kind of local work, or the mesh axes of a collective: ``"matmul"``, ``"fsdp,context"``."""
+        return ",".join(self.step.axes) if self.step.is_collective else op_term(self.step)
 
     @property
     def group(self) -> Group:

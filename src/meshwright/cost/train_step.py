@@ -29,7 +29,7 @@ from meshwright.cost.step_costs import (
     strategy_sizes,
 )
 from meshwright.cost.step_rates import StepRates, attention_scores, step_rates, strategy_placements
-from meshwright.cost.work.ops import OpSizes, is_attention, model_flops, op_flops, op_term
+from meshwright.cost.work.ops import OpSizes, is_attention, model_flops, op_flops
 from meshwright.spec.calibration import Calibration
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.job import Job
@@ -70,18 +70,32 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
         return Estimate(**{name: _at(getattr(self, name), index) for name in self.__struct_fields__})
 
 
+class PricedParts(msgspec.Struct, frozen=True, kw_only=True):
+    """Costs of all steps, the times of the blocks and the parts of memory: what every schedule has in common."""
+
+    costs: Priced
+    times: BlockTimes
+    memory: MemoryParts
+
+
 class PricedStrategy(msgspec.Struct, frozen=True, kw_only=True):
-    """One strategy with the placement, the cost of every step, and the prediction, in plain numbers.
+    """One strategy with the placement, what its steps cost, and the prediction, in plain numbers.
 
     ``derived`` has the axes of several devices only: its steps are those that run.
     """
 
+    strategy: Strategy
     derived: Derived
     sizes: OpSizes
     rates: StepRates
     placement: Placement
-    costs: Priced
+    parts: PricedParts
     estimate: Estimate
+
+    @property
+    def costs(self) -> Priced:
+        """The cost of every step."""
+        return self.parts.costs
 
 
 def price_strategy(
@@ -112,11 +126,12 @@ def price_strategy(
     best = int(np.argmin(seconds))
     rates = every.take(best)
     return PricedStrategy(
+        strategy=strategy,
         derived=derived,
         sizes=sizes,
         rates=rates,
         placement=placements[best],
-        costs=price_parts(derived, sizes, rates, pipeline=pipeline, memory=tried.memory).costs,
+        parts=price_parts(derived, sizes, rates, pipeline=pipeline, memory=tried.memory),
         estimate=estimate_many(
             model,
             derived,
@@ -198,14 +213,6 @@ def _attends(cost: StepCost) -> bool:
     return not cost.step.is_collective and is_attention(cost.step)
 
 
-class PricedParts(msgspec.Struct, frozen=True, kw_only=True):
-    """Costs of all steps, the times of the blocks and the parts of memory: what every schedule has in common."""
-
-    costs: Priced
-    times: BlockTimes
-    memory: MemoryParts
-
-
 def price_parts(
     derived: Derived, sizes: OpSizes, rates: StepRates, *, pipeline: Pipeline, memory: MemoryParts | None = None
 ) -> PricedParts:
@@ -248,12 +255,8 @@ def _terms(costs: Sequence[StepCost]) -> dict[str, Number]:
     """Seconds of each kind of work by itself on the busiest device; latency is what collectives take beyond bytes."""
     terms: dict[str, Number] = dict.fromkeys(("matmul", "attention", "elementwise", "loss_head", "optimizer"), 0.0)
     for cost in costs:
-        if cost.step.is_collective:
-            name = ",".join(cost.step.axes)
-            terms[name] = terms.get(name, 0.0) + (cost.network_s - cost.latency_s) * cost.here
-        else:
-            name = op_term(cost.step)
-            terms[name] = terms[name] + cost.local_s * cost.here
+        spent = cost.network_s - cost.latency_s if cost.step.is_collective else cost.local_s
+        terms[cost.term] = terms.get(cost.term, 0.0) + spent * cost.here
     terms["latency"] = total(cost.latency_s * cost.here for cost in costs)
     return terms
 

@@ -8,7 +8,7 @@ from typing import Literal
 import msgspec
 
 from meshwright.algebra.labels import StepLabel
-from meshwright.algebra.steps import COLLECTIVE_MATMUL, COLLECTIVES
+from meshwright.algebra.steps import COLLECTIVE_MATMUL, COLLECTIVES, Step
 from meshwright.hlo.module import Instruction
 from meshwright.hlo.products import is_product
 from meshwright.profile.hlo import CONTAINERS, Program, is_collective
@@ -63,6 +63,11 @@ class Fact(msgspec.Struct, frozen=True, kw_only=True):
 def part_of(block: str, phase: str) -> str:
     """``layer backward``; what belongs to the whole step has the phase alone."""
     return block if block in ("optimizer", "update") else f"{block} {phase}"
+
+
+def part_of_step(step: Step) -> str:
+    """The part that a derived step belongs to; the updates of all weights are the optimizer."""
+    return "optimizer" if step.op == "adamw" else part_of(step.block, step.phase)
 
 
 class Facts:

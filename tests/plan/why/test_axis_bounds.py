@@ -3,10 +3,10 @@
 import msgspec
 import pytest
 
+from meshwright.cost.breakdown import Breakdown
 from meshwright.cost.train_step import price_strategy
 from meshwright.plan.planner import plan
 from meshwright.plan.why.axis_bounds import axis_limits, max_expert_ring, min_microbatches, ring_min_positions
-from meshwright.plan.why.step_terms import step_terms
 from meshwright.spec import catalogue
 from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.job import Job
@@ -34,7 +34,7 @@ def test_weights_hide_where_they_add_little(seq_len, holds):
     weights = limits["tokens/chip, weights hide"]
     assert weights.here == seq_len
     assert weights.holds is holds
-    terms = {term.name: term for term in step_terms(priced, one.strategy)}
+    terms = {term.name: term for term in Breakdown(priced).terms}
     assert (terms["fsdp"].added_s < terms["fsdp"].alone_s / 8) is holds
 
 

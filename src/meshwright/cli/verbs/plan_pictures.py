@@ -9,13 +9,13 @@ import msgspec
 
 from meshwright.cli.output import print_table, print_text, say
 from meshwright.core.units import format_bytes, format_count, format_seconds
+from meshwright.cost.breakdown import Breakdown
 from meshwright.cost.memory import memory_limit
 from meshwright.cost.train_step import price_strategy
 from meshwright.plan.pareto import Frontier, pareto, usd_per_token
 from meshwright.plan.ranking import TIE
 from meshwright.plan.result import PlanResult
 from meshwright.plan.search import Found
-from meshwright.plan.why.exposure import StepParts, Traffic, parts_of_step, traffic
 from meshwright.report.figure import Spec, save
 from meshwright.report.heatmap import short_mesh
 from meshwright.report.plans.breakdown import breakdown_figure
@@ -150,17 +150,16 @@ def show_breakdown(result: PlanResult, png: Path, *, as_json: bool) -> dict[str,
     """Draw where the best plan's step goes and, unless ``as_json``, print its collectives. What JSON says of both."""
     best = result.strategies[0]
     priced = price_strategy(result.model, best.cluster, best.job, best.strategy, calibration=result.calibration)
-    parts = parts_of_step(result.model, best.job, best.strategy, priced)
-    moved = traffic(best.strategy, priced)
+    parts = Breakdown(priced)
     say(f"wrote {save(_breakdown_figure(result, parts), png)}")
     if not as_json:
-        _print_traffic(parts, moved)
-    return {"parts": parts.named(), "traffic": [msgspec.to_builtins(row) for row in moved]}
+        _print_traffic(parts)
+    return {"parts": parts.named(), "traffic": [msgspec.to_builtins(row) for row in parts.traffic]}
 
 
-def _print_traffic(parts: StepParts, moved: Sequence[Traffic]) -> None:
+def _print_traffic(parts: Breakdown) -> None:
     """Every collective of a step: how often, how many bytes, alone and exposed."""
-    if not moved:
+    if not parts.traffic:
         return
     click.echo()
     print_table(
@@ -168,14 +167,14 @@ def _print_traffic(parts: StepParts, moved: Sequence[Traffic]) -> None:
         [
             [row.op.replace("_", " "), ", ".join(row.axes), round(row.executions), format_bytes(row.num_bytes),
              format_seconds(row.alone_s), format_seconds(row.exposed_s)]
-            for row in moved
+            for row in parts.traffic
         ],
         f"Communication of one step: {format_seconds(parts.exposed_s)} exposed ({parts.exposed_share:.0%}), "
         f"{format_seconds(parts.hidden_s)} hidden",
     )  # fmt: skip
 
 
-def _breakdown_figure(result: PlanResult, parts: StepParts) -> Spec:
+def _breakdown_figure(result: PlanResult, parts: Breakdown) -> Spec:
     best = result.strategies[0]
     links = {name if name == "latency" else f"{name} links": seconds for name, seconds in _largest(parts.alone).items()}
     return breakdown_figure(

@@ -9,12 +9,12 @@ from meshwright.cli.output import print_fact, print_table, print_text
 from meshwright.cli.verbs.explain_lead import limit_words
 from meshwright.core.errors import InputError
 from meshwright.core.units import format_bytes, format_seconds
+from meshwright.cost.breakdown import Term, term_words
 from meshwright.cost.memory import memory_limit
 from meshwright.plan.result import PlanResult
 from meshwright.plan.space import Choices
 from meshwright.plan.why.recipe import Recipe, recipe
 from meshwright.plan.why.setup_changes import parse_what_if
-from meshwright.plan.why.step_terms import StepTerm, term_words
 from meshwright.plan.why.what_if import WhatIf, what_if
 from meshwright.plan.why.why_not import WhyNot, why_not
 from meshwright.spec.calibration import Calibration
@@ -215,7 +215,7 @@ def _measures(estimate: Any) -> list[str]:
     ]
 
 
-def _terms(terms: Sequence[StepTerm]) -> str:
+def _terms(terms: Sequence[Term]) -> str:
     return ", ".join(f"{one.words} {one.share:.0%}" for one in terms[:MAX_TERMS] if one.share > 0.005)
 
 

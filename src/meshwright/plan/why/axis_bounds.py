@@ -13,7 +13,7 @@ from meshwright.cost.formulas.roofline import critical_batch
 from meshwright.cost.pass_times import link_seconds, seconds_by_group
 from meshwright.cost.pipeline import strategy_pipeline
 from meshwright.cost.step_costs import StepCost
-from meshwright.cost.train_step import PricedStrategy, price_parts
+from meshwright.cost.train_step import PricedStrategy
 from meshwright.plan.why.torus_limits import Limit
 from meshwright.spec.calibration import matmul_rate, memory_rate
 from meshwright.spec.plan_file import Plan
@@ -119,7 +119,7 @@ def _ways(plan: Plan, *axes: str, invert: bool = False) -> int:
 
 def _bubble(plan: Plan, priced: PricedStrategy) -> Iterator[Limit]:
     pipeline = strategy_pipeline(plan.strategy)
-    times = price_parts(priced.derived, priced.sizes, priced.rates, pipeline=pipeline).times
+    times = priced.parts.times
     share = pipeline.share(times.num_layers)
     forward, backward, weight = (float(times.layers_s(part, share)) for part in ("forward", "backward", "weight"))
     bubble = float(pipeline.bubble_s(forward_s=forward, backward_s=backward, weight_s=weight))

@@ -6,6 +6,7 @@ import msgspec
 
 from meshwright.algebra.steps import Step
 from meshwright.core.errors import CannotRunError
+from meshwright.cost.breakdown import Breakdown, Term
 from meshwright.cost.pipeline import strategy_pipeline
 from meshwright.cost.step_costs import StepCost
 from meshwright.cost.train_step import Estimate, PricedStrategy, price_strategy
@@ -15,7 +16,6 @@ from meshwright.plan.why.axis_bounds import axis_limits
 from meshwright.plan.why.bounds import Batch, Symbols, batch_of, limits_of, symbols_of
 from meshwright.plan.why.reasons import FsdpCase, fsdp_case
 from meshwright.plan.why.single_changes import Setting, Tried, try_changes
-from meshwright.plan.why.step_terms import StepTerm, step_terms
 from meshwright.plan.why.torus_limits import Limit
 from meshwright.spec.plan_file import Plan
 
@@ -83,7 +83,7 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
 
     plan: Plan
     estimate: Estimate
-    terms: tuple[StepTerm, ...]
+    terms: tuple[Term, ...]
     recomputed: float
     changes: Tried
     fsdp: FsdpCase | None
@@ -121,7 +121,7 @@ def explain(plan: Plan) -> Explanation:
     return Explanation(
         plan=plan,
         estimate=priced.estimate,
-        terms=step_terms(priced, plan.strategy),
+        terms=Breakdown(priced).terms,
         recomputed=_recomputed(priced.costs.all),
         changes=try_changes(setting, plan.strategy, priced.estimate.step_s),
         fsdp=fsdp_case(plan),
@@ -144,7 +144,7 @@ def _speed_first(limit: Limit) -> bool:
     return limit.kind != "speed"
 
 
-def limit_of_term(term: StepTerm, limits: Sequence[Limit]) -> Limit | None:
+def limit_of_term(term: Term, limits: Sequence[Limit]) -> Limit | None:
     """The limit that a term of a step is near, None where none is known."""
     found = {limit.name: limit for limit in limits}
     for name in _limits_of(term.name):

@@ -6,13 +6,13 @@ from typing import Any
 import msgspec
 
 from meshwright.core.errors import CannotRunError
+from meshwright.cost.breakdown import Breakdown, Term
 from meshwright.cost.train_step import price_strategy
 from meshwright.plan.planner import plan
 from meshwright.plan.result import PlannedStrategy, PlanResult
 from meshwright.plan.space import USUAL, Choices
 from meshwright.plan.why.setup_changes import Setup, changed_setup
 from meshwright.plan.why.single_changes import Setting
-from meshwright.plan.why.step_terms import StepTerm, step_terms
 from meshwright.spec.calibration import Calibration
 from meshwright.spec.model import Model
 
@@ -28,9 +28,9 @@ class WhatIf(msgspec.Struct, frozen=True, kw_only=True):
     asked: dict[str, float]
     changed: tuple[str, ...]
     now: PlannedStrategy
-    terms_now: tuple[StepTerm, ...]
+    terms_now: tuple[Term, ...]
     then: PlannedStrategy | None = None
-    terms: tuple[StepTerm, ...] = ()
+    terms: tuple[Term, ...] = ()
     kept_s: float | None = None
     note: str = ""
 
@@ -84,9 +84,9 @@ def what_if(
     )
 
 
-def _terms(model: Model, one: PlannedStrategy, calibration: Calibration | None) -> tuple[StepTerm, ...]:
+def _terms(model: Model, one: PlannedStrategy, calibration: Calibration | None) -> tuple[Term, ...]:
     priced = price_strategy(model, one.cluster, one.job, one.strategy, calibration=calibration)
-    return step_terms(priced, one.strategy)
+    return Breakdown(priced).terms
 
 
 def _kept(setup: Setup, now: PlannedStrategy) -> float | None:

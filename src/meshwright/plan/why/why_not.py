@@ -9,6 +9,7 @@ import msgspec
 from meshwright.algebra.schedules.rows import default_chunks
 from meshwright.core.dims import MESH_AXES
 from meshwright.core.errors import CannotRunError, InputError, as_sentence, nearest
+from meshwright.cost.breakdown import Breakdown, Term
 from meshwright.cost.train_step import Estimate, PricedStrategy, price_strategy
 from meshwright.plan.candidates import axis_sizes, candidates_on_chips
 from meshwright.plan.legal import Refusal, legal
@@ -18,7 +19,6 @@ from meshwright.plan.search import search
 from meshwright.plan.space import EMULATED, USUAL, Choices, Space, axes_to_try, open_space
 from meshwright.plan.why.axis_bounds import axis_limits
 from meshwright.plan.why.bounds import limits_of
-from meshwright.plan.why.step_terms import StepTerm, step_terms
 from meshwright.plan.why.torus_limits import Limit
 from meshwright.spec.calibration import Calibration, datasheet_calibration
 from meshwright.spec.cluster import Cluster
@@ -174,7 +174,7 @@ def _beside(
         winner_estimate=best.estimate,
         strategy=strategy,
         estimate=other.estimate,
-        terms=compare_terms((best, winner.strategy), (other, strategy)),
+        terms=compare_terms(best, other),
         limits=tuple(only),
     )
 
@@ -188,12 +188,10 @@ def _limits(
     return (*axis_limits(plan, priced), *limits_of(plan, priced))
 
 
-def compare_terms(
-    winner: tuple[PricedStrategy, Strategy], other: tuple[PricedStrategy, Strategy]
-) -> tuple[TermDifference, ...]:
+def compare_terms(winner: PricedStrategy, other: PricedStrategy) -> tuple[TermDifference, ...]:
     """What every kind of work adds to the two steps, what makes the second longer first; they add up to the steps."""
-    first, second = _by_purpose(step_terms(*winner)), _by_purpose(step_terms(*other))
-    longer = other[0].estimate.step_s - winner[0].estimate.step_s
+    first, second = _by_purpose(Breakdown(winner).terms), _by_purpose(Breakdown(other).terms)
+    longer = other.estimate.step_s - winner.estimate.step_s
     found = [
         TermDifference(
             name=name,
@@ -206,7 +204,7 @@ def compare_terms(
     return tuple(sorted(found, key=lambda one: -one.more_s))
 
 
-def _by_purpose(terms: Sequence[StepTerm]) -> dict[str, float]:
+def _by_purpose(terms: Sequence[Term]) -> dict[str, float]:
     """Seconds added by each kind; groups of axes that move the same weights under different meshes count as one."""
     found: dict[str, float] = {}
     for term in terms:
