@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from meshwright.cli.output import print_fact
 from meshwright.core.units import format_bytes, format_seconds
 from meshwright.cost.breakdown import Term
+from meshwright.cost.formulas.limit_table import Limit
 from meshwright.plan.why.explain import Explanation, limit_of_term
-from meshwright.plan.why.torus_limits import Limit
 
 MAX_TERMS = 3
 MIN_SHARE = 0.03

@@ -7,16 +7,15 @@ import msgspec
 from meshwright.algebra.steps import Step
 from meshwright.core.errors import CannotRunError
 from meshwright.cost.breakdown import Breakdown, Term
+from meshwright.cost.formulas.limit_table import Letters, Limit, limits_at
 from meshwright.cost.pipeline import strategy_pipeline
 from meshwright.cost.step_costs import StepCost
 from meshwright.cost.train_step import Estimate, PricedStrategy, price_strategy
 from meshwright.plan.legal import MEMORY_RULE, legal
 from meshwright.plan.run_budget import RunBudget, run_budget
-from meshwright.plan.why.axis_bounds import axis_limits
-from meshwright.plan.why.bounds import Batch, Symbols, batch_of, limits_of, symbols_of
+from meshwright.plan.why.bounds import Batch, batch_of, letters_of
 from meshwright.plan.why.reasons import FsdpCase, fsdp_case
 from meshwright.plan.why.single_changes import Setting, Tried, try_changes
-from meshwright.plan.why.torus_limits import Limit
 from meshwright.spec.plan_file import Plan
 
 MAX_FREE_SHARE = 0.002
@@ -91,7 +90,7 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     between: BetweenStages | None
     once: Algorithm
     batch: Batch
-    symbols: Symbols
+    symbols: Letters
     limits: tuple[Limit, ...]
     training: RunBudget | None
 
@@ -118,6 +117,7 @@ def explain(plan: Plan) -> Explanation:
     priced = price_strategy(plan.model, plan.cluster, plan.job, plan.strategy, calibration=plan.calibration)
     budget = run_budget(plan, step_s=priced.estimate.step_s)
     setting = Setting(model=plan.model, cluster=plan.cluster, job=plan.job, calibration=plan.calibration)
+    letters = letters_of(plan, priced, budget)
     return Explanation(
         plan=plan,
         estimate=priced.estimate,
@@ -129,8 +129,8 @@ def explain(plan: Plan) -> Explanation:
         between=_between_stages(plan, priced),
         once=_algorithm("once per step", priced.costs.once),
         batch=batch_of(plan),
-        symbols=symbols_of(plan, priced),
-        limits=tuple(sorted((*axis_limits(plan, priced), *limits_of(plan, priced, budget)), key=_speed_first)),
+        symbols=letters,
+        limits=tuple(sorted(limits_at(letters), key=_speed_first)),
         training=budget,
     )
 

@@ -10,6 +10,7 @@ from meshwright.algebra.schedules.rows import default_chunks
 from meshwright.core.dims import MESH_AXES
 from meshwright.core.errors import CannotRunError, InputError, as_sentence, nearest
 from meshwright.cost.breakdown import Breakdown, Term
+from meshwright.cost.formulas.limit_table import Limit
 from meshwright.cost.train_step import Estimate, PricedStrategy, price_strategy
 from meshwright.plan.candidates import axis_sizes, candidates_on_chips
 from meshwright.plan.legal import Refusal, legal
@@ -17,9 +18,7 @@ from meshwright.plan.planner import FIELDS
 from meshwright.plan.result import PlannedStrategy, PlanResult
 from meshwright.plan.search import search
 from meshwright.plan.space import EMULATED, USUAL, Choices, Space, axes_to_try, open_space
-from meshwright.plan.why.axis_bounds import axis_limits
 from meshwright.plan.why.bounds import limits_of
-from meshwright.plan.why.torus_limits import Limit
 from meshwright.spec.calibration import Calibration, datasheet_calibration
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.strategy import Strategy, make_mesh, require_runnable_strategy, standard_assignment
@@ -185,7 +184,7 @@ def _limits(
     """The limits beside one strategy."""
     one = msgspec.structs.replace(winner, strategy=strategy, estimate=priced.estimate)
     plan = result.plan(one)
-    return (*axis_limits(plan, priced), *limits_of(plan, priced))
+    return limits_of(plan, priced)
 
 
 def compare_terms(winner: PricedStrategy, other: PricedStrategy) -> tuple[TermDifference, ...]:

@@ -4,9 +4,10 @@ import msgspec
 import pytest
 
 from meshwright.cost.breakdown import Breakdown
+from meshwright.cost.formulas.limits import max_expert_ring, min_microbatches, ring_min_positions
 from meshwright.cost.train_step import price_strategy
 from meshwright.plan.planner import plan
-from meshwright.plan.why.axis_bounds import axis_limits, max_expert_ring, min_microbatches, ring_min_positions
+from meshwright.plan.why.bounds import limits_of
 from meshwright.spec import catalogue
 from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.job import Job
@@ -20,7 +21,7 @@ def planned(model, cluster, batch_seqs, *, seq_len=4096, overrides=None, **axes)
 
 def told(one):
     priced = price_strategy(one.model, one.cluster, one.job, one.strategy, calibration=one.calibration)
-    return {limit.name: limit for limit in axis_limits(one, priced)}, priced
+    return {limit.name: limit for limit in limits_of(one, priced)}, priced
 
 
 ZERO_3 = {"num_microbatches": 1, "remat": "none", "assignment": standard_assignment(zero=3)}
@@ -114,4 +115,5 @@ def test_tokens_that_meet_a_copy_of_the_experts():
 
 
 def test_one_chip_has_none():
-    assert told(planned("tiny", "v5e:1x1", 8, seq_len=64))[0] == {}
+    limits, _ = told(planned("tiny", "v5e:1x1", 8, seq_len=64))
+    assert {limit.kind for limit in limits.values()} == {"size"}
