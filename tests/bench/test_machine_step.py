@@ -7,6 +7,7 @@ import pytest
 from meshwright.bench.machine import measure_machine
 from meshwright.bench.machine_step import REFERENCES, Measured, Spent, host_rates, pace
 from meshwright.cost.breakdown import label_text
+from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import estimate_step, price_strategy
 from meshwright.cost.work.host_work import Amounts, is_product, num_calls, tiled_share
 from meshwright.cost.work.kernels import num_kernels
@@ -48,9 +49,7 @@ def calibration(host=None, size=4):
 
 def priced(number, size=4, host=KNOWN):
     one, cluster = REFERENCES[number], parse_cluster(f"cpu:{size}")
-    return price_strategy(
-        one.model, cluster, one.job_for(size), one.strategy(size), calibration=calibration(host, size)
-    )
+    return price_strategy(Setting(one.model, cluster, one.job_for(size), calibration(host, size)), one.strategy(size))
 
 
 def measured(number, *, left_s=0.0, size=4):
@@ -129,7 +128,7 @@ def test_ops_are_priced_one_after_the_other():
             assert float(cost.local_s) == pytest.approx(float(seconds))
     slower = msgspec.structs.replace(KNOWN, waits=2.0, meets=3.0)
     cluster = parse_cluster("cpu:4")
-    waiting = estimate_step(one.model, cluster, one.job, one.strategy(4), calibration=calibration(slower)).step_s
+    waiting = estimate_step(Setting(one.model, cluster, one.job, calibration(slower)), one.strategy(4)).step_s
     moves = [cost for cost in found.costs.all if cost.step.is_collective]
     extra = sum(float((cost.network_s + cost.latency_s) * cost.count) for cost in moves)
     assert waiting - found.estimate.step_s == pytest.approx(extra)
@@ -141,7 +140,7 @@ def test_share_of_the_tiles_that_attention_computes(length):
 
     one = REFERENCES[0]
     long = msgspec.structs.replace(one.job, seq_len=length)
-    found = price_strategy(one.model, parse_cluster("cpu:1"), long, one.strategy(1), calibration=calibration(KNOWN, 1))
+    found = price_strategy(Setting(one.model, parse_cluster("cpu:1"), long, calibration(KNOWN, 1)), one.strategy(1))
     step = next(cost.step for cost in found.costs.all if cost.step.op == "attention")
     ends = np.minimum(np.arange(length) // tile_size(length) * tile_size(length) + tile_size(length), length)
     assert tiled_share(step, found.sizes) == pytest.approx(ends.sum() / length**2)

@@ -4,6 +4,7 @@ import pytest
 
 from meshwright.cost.breakdown import LOCAL_TERMS, Breakdown, term_words, without
 from meshwright.cost.pipeline import strategy_pipeline
+from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import price_parts, price_strategy
 from meshwright.plan.planner import plan
 from meshwright.spec.catalogue import model
@@ -29,9 +30,7 @@ RATES = {"datasheet": None, "fitted": fitted_calibration(parse_cluster("h100:8x2
 
 
 def priced(name, rates=None):
-    return price_strategy(
-        LLAMA, parse_cluster("h100:8x2"), JOB, STRATEGIES[name], calibration=RATES[rates or "datasheet"]
-    )
+    return price_strategy(Setting(LLAMA, parse_cluster("h100:8x2"), JOB, RATES[rates or "datasheet"]), STRATEGIES[name])
 
 
 @pytest.mark.parametrize("rates", RATES)
@@ -87,7 +86,7 @@ def test_a_bubble_is_told_from_the_links():
 def test_one_chip_waits_for_nothing():
     one = model("tiny")
     job, cluster, strategy = Job(batch_seqs=8, seq_len=64), parse_cluster("h100:1x1"), Strategy(mesh=make_mesh({}))
-    parts = Breakdown(price_strategy(one, cluster, job, strategy))
+    parts = Breakdown(price_strategy(Setting(one, cluster, job), strategy))
     assert (parts.exposed_s, parts.alone, parts.exposed_share) == (0.0, {}, 0.0)
     assert parts.traffic == ()
 
@@ -107,8 +106,8 @@ def test_only_what_is_named_becomes_free():
 
 def planned(name, cluster, batch_seqs, *, overrides=None, **axes):
     job = Job(batch_seqs=batch_seqs, seq_len=4096)
-    one = plan(model(name), parse_cluster(cluster), job, axes=axes, overrides=overrides, top=1).plan()
-    return price_strategy(one.model, one.cluster, one.job, one.strategy)
+    one = plan(Setting(model(name), parse_cluster(cluster), job), axes=axes, overrides=overrides, top=1).plan()
+    return price_strategy(Setting(one.model, one.cluster, one.job), one.strategy)
 
 
 CASES = {

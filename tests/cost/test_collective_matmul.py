@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from meshwright.cost.pass_times import _left_of_rounds
+from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import price_strategy
 from meshwright.spec import catalogue
 from meshwright.spec.cluster import parse_cluster
@@ -26,7 +27,7 @@ def price(case, ways, *, sequence_parallel=True, seq_len=8192, **fields):
         assignment=standard_assignment(sequence_parallel=sequence_parallel),
         **fields,
     )
-    return price_strategy(LLAMA, found, Job(batch_seqs=batch_seqs, seq_len=seq_len), made)
+    return price_strategy(Setting(LLAMA, found, Job(batch_seqs=batch_seqs, seq_len=seq_len)), made)
 
 
 @pytest.mark.parametrize("remat", REMAT_POLICIES)

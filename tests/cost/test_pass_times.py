@@ -10,6 +10,7 @@ from meshwright.algebra.schedules.simulation import simulate
 from meshwright.cost.offload import Offload
 from meshwright.cost.pass_times import BlockTimes
 from meshwright.cost.pipeline import Pipeline, strategy_pipeline
+from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import price_parts, price_strategy
 from meshwright.spec import catalogue
 from meshwright.spec.cluster import parse_cluster
@@ -34,7 +35,7 @@ TIMES = BlockTimes(
 
 
 def priced(**fields):
-    return price_strategy(TINY, CLUSTER, JOB, Strategy(mesh=make_mesh({"pipeline": 4}), **fields))
+    return price_strategy(Setting(TINY, CLUSTER, JOB), Strategy(mesh=make_mesh({"pipeline": 4}), **fields))
 
 
 def spent(costs, block, phases, *, once=False):
@@ -145,7 +146,7 @@ def test_work_of_the_busiest_device_and_of_all():
     """FLOPs are of all layers; terms of the last stage: two layers of eight and the head."""
     found, alone = (
         priced(num_microbatches=8),
-        price_strategy(TINY, parse_cluster("v5e:1x1"), JOB, Strategy(mesh=make_mesh({}), num_microbatches=8)),
+        price_strategy(Setting(TINY, parse_cluster("v5e:1x1"), JOB), Strategy(mesh=make_mesh({}), num_microbatches=8)),
     )
     assert found.estimate.flops == pytest.approx(alone.estimate.flops)
     layers = sum(
@@ -177,7 +178,7 @@ def test_a_tied_table_is_summed_and_updated_once():
     """gpt2's table belongs to embedding and head: its gradient is summed, and it is updated, in one of them."""
     model, axes = catalogue.model("gpt2"), {"pipeline": 2, "data": 2}
     strategy = Strategy(mesh=make_mesh(axes), num_microbatches=4)
-    found = price_strategy(model, CLUSTER, JOB, strategy)
+    found = price_strategy(Setting(model, CLUSTER, JOB), strategy)
     pipeline = strategy_pipeline(strategy)
     times = price_parts(found.derived, found.sizes, found.rates, pipeline=pipeline).times
     table = next(c for c in found.costs.all if c.step.op == "adamw" and c.step.result.name == "embed")

@@ -10,9 +10,10 @@ from meshwright.core.errors import CannotRunError, InputError
 from meshwright.cost.formulas import limits
 from meshwright.cost.network.collectives import place_axes
 from meshwright.cost.pipeline import Pipeline
+from meshwright.cost.setting import Setting
 from meshwright.cost.step_costs import collective_groups, op_sizes, strategy_sizes
 from meshwright.cost.step_rates import attention_scores, step_rates, strategy_placements
-from meshwright.cost.train_step import estimate_many, estimate_step, price_strategy
+from meshwright.cost.train_step import at_candidate, estimate_many, estimate_step, price_strategy
 from meshwright.cost.work.ops import model_flops
 from meshwright.spec import catalogue
 from meshwright.spec.calibration import Calibration, CollectiveRate, Efficiency
@@ -40,7 +41,7 @@ CLUSTERS = {"v5p:4x4x4": None, "v5e:4x4": None, "2*v5e:4x4": None, "h100:8x4": N
 def price(model, cluster, axes, *, batch_seqs, seq_len, calibration=None, **fields):
     strategy = Strategy(mesh=make_mesh(axes), **fields)
     job = Job(batch_seqs=batch_seqs, seq_len=seq_len)
-    return price_strategy(model, parse_cluster(cluster), job, strategy, calibration=calibration)
+    return price_strategy(Setting(model, parse_cluster(cluster), job, calibration), strategy)
 
 
 def random_candidate(cluster, rng):
@@ -150,8 +151,8 @@ def test_scalar_equals_array(cluster, remat):
             state=state,
         )
         job = Job(batch_seqs=256, seq_len=512)
-        one = estimate_step(TINY, laid, job, strategy, calibration=CLUSTERS[cluster])
-        here = many.at(index)
+        one = estimate_step(Setting(TINY, laid, job, CLUSTERS[cluster]), strategy)
+        here = at_candidate(many, index)
         for field in ("step_s", "step_s_lower", "step_s_upper", "mfu", "hfu", "hbm_bytes_per_chip", "flops"):
             assert getattr(here, field) == pytest.approx(getattr(one, field), rel=1e-9), (field, axes)
         assert here.bound_by == one.bound_by
@@ -333,11 +334,11 @@ def test_the_placement_of_a_strategy_is_used_and_must_exist():
     assert strategy_placements(cluster, strategy) == (candidates[1],)
     times = [
         estimate_step(
-            LLAMA70B, cluster, Job(batch_seqs=1120, seq_len=4096), Strategy(mesh=mesh, placement=p.describe())
+            Setting(LLAMA70B, cluster, Job(batch_seqs=1120, seq_len=4096)), Strategy(mesh=mesh, placement=p.describe())
         )
         for p in candidates
     ]
-    best = estimate_step(LLAMA70B, cluster, Job(batch_seqs=1120, seq_len=4096), Strategy(mesh=mesh))
+    best = estimate_step(Setting(LLAMA70B, cluster, Job(batch_seqs=1120, seq_len=4096)), Strategy(mesh=mesh))
     assert best.step_s == pytest.approx(min(t.step_s for t in times))
     with pytest.raises(CannotRunError, match="tensor: w \\(9\\)"):
         strategy_placements(cluster, Strategy(mesh=mesh, placement={"tensor": "w (9)"}))

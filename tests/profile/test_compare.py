@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from meshwright.cost.breakdown import Breakdown, Partition
+from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import price_strategy
 from meshwright.profile import summary as profile
 from meshwright.profile.advice import Case, advise
@@ -28,7 +29,7 @@ MODEL, CLUSTER = model("llama3-8b"), parse_cluster("h100:8x2")
 JOB = Job(batch_seqs=64, seq_len=4096)
 STRATEGY = Strategy(mesh=make_mesh({"fsdp": 8, "tensor": 2}), remat="block", num_microbatches=2)
 RATES = datasheet_calibration(CLUSTER.chip)
-PRICED = price_strategy(MODEL, CLUSTER, JOB, STRATEGY, calibration=RATES)
+PRICED = price_strategy(Setting(MODEL, CLUSTER, JOB, RATES), STRATEGY)
 
 
 def test_all_steps_are_in_some_part_and_kind():

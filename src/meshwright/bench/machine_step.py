@@ -21,6 +21,7 @@ from scipy.optimize import nnls
 from meshwright.algebra.steps import Step
 from meshwright.cost.breakdown import label_text
 from meshwright.cost.pass_times import loop_bytes
+from meshwright.cost.setting import Setting
 from meshwright.cost.step_costs import kept_results
 from meshwright.cost.train_step import PricedStrategy, price_strategy
 from meshwright.cost.work.host_work import Amounts, amounts_of, is_product
@@ -168,7 +169,7 @@ class Running:
         names = {name for step in self.steps for name in step}
         cluster = parse_cluster(f"cpu:{self.strategy.num_chips}")
         return Measured(
-            priced=price_strategy(self.model, cluster, self.job, self.strategy, calibration=calibration),
+            priced=price_strategy(Setting(self.model, cluster, self.job, calibration), self.strategy),
             seconds={name: pace * median(step[name] for step in self.steps) for name in names},
             gaps_s=pace * median(self.gaps_s),
         )

@@ -14,12 +14,12 @@ import numpy as np
 
 from meshwright.algebra.derive import Derived, derive
 from meshwright.algebra.notation import product
-from meshwright.algebra.transformer import transformer
 from meshwright.cost.memory import MemoryParts, memory_parts, total_bytes
 from meshwright.cost.network.collectives import Placement
 from meshwright.cost.offload import Offload, offloaded
 from meshwright.cost.pass_times import BlockTimes, block_times, largest, link_seconds, seconds_by_group, total
 from meshwright.cost.pipeline import Pipeline, strategy_pipeline
+from meshwright.cost.setting import Setting
 from meshwright.cost.step_costs import (
     Priced,
     StepCost,
@@ -30,44 +30,17 @@ from meshwright.cost.step_costs import (
 )
 from meshwright.cost.step_rates import StepRates, attention_scores, step_rates, strategy_placements
 from meshwright.cost.work.ops import OpSizes, is_attention, model_flops, op_flops
-from meshwright.spec.calibration import Calibration
-from meshwright.spec.cluster import Cluster
 from meshwright.spec.job import Job
 from meshwright.spec.model import Model
+from meshwright.spec.plan_file import Prediction
 from meshwright.spec.strategy import Strategy
 
 Number = Any
 """A float, or a NumPy array with one entry per candidate."""
 
 
-class Estimate(msgspec.Struct, frozen=True, kw_only=True):
-    """One training step predicted; every number may be an array with one entry per candidate.
-
-    ``step_s_lower`` and ``step_s_upper`` are bounds by data: perfect overlap of everything, and none. ``step_s_p10``
-    and ``step_s_p90`` hold the measured time in 8 of 10 cases, as far as published measurements go; None for rates
-    that nothing has been fitted to.
-
-    ``flops`` are those that all devices execute; ``hfu`` counts attention's masked blocks too, as ``mfu`` does.
-    ``terms`` are seconds of each kind of work by itself, before any overlap: matmul, attention, elementwise, loss_head,
-    optimizer, a collective per mesh-axis group, latency.
-    """
-
-    step_s: Number
-    step_s_lower: Number
-    step_s_upper: Number
-    step_s_p10: Number | None = None
-    step_s_p90: Number | None = None
-    mfu: Number
-    hfu: Number
-    bound_by: Any
-    memory: dict[str, Number]
-    hbm_bytes_per_chip: Number
-    flops: Number
-    terms: dict[str, Number]
-
-    def at(self, index: int) -> "Estimate":
-        """The estimate of one candidate, in plain numbers."""
-        return Estimate(**{name: _at(getattr(self, name), index) for name in self.__struct_fields__})
+Estimate = Prediction[Any]
+"""A prediction whose numbers may be arrays."""
 
 
 class PricedParts(msgspec.Struct, frozen=True, kw_only=True):
@@ -98,14 +71,13 @@ class PricedStrategy(msgspec.Struct, frozen=True, kw_only=True):
         return self.parts.costs
 
 
-def price_strategy(
-    model: Model, cluster: Cluster, job: Job, strategy: Strategy, *, calibration: Calibration | None = None
-) -> PricedStrategy:
-    """A strategy priced on a cluster, on the placement that its texts describe or else the best one.
+def price_strategy(setting: Setting, strategy: Strategy) -> PricedStrategy:
+    """A strategy priced in a setting, on the placement that its texts describe or else the best one.
 
     Raises InputError or CannotRunError where the strategy cannot be derived or placed.
     """
-    derived = derive(transformer(model), strategy)
+    cluster, job = setting.cluster, setting.job
+    derived = derive(setting.program, strategy)
     placements = strategy_placements(cluster, strategy)
     groups = collective_groups(derived)
     every = step_rates(
@@ -116,9 +88,9 @@ def price_strategy(
         state_dtype=strategy.state_dtype,
         software=strategy.software,
         attention_kernel=strategy.attention_kernel,
-        calibration=calibration,
+        calibration=setting.calibration,
     )
-    sizes = strategy_sizes(model, job, strategy, scores=attention_scores(cluster, strategy.software))
+    sizes = strategy_sizes(setting.model, job, strategy, scores=attention_scores(cluster, strategy.software))
     pipeline = strategy_pipeline(strategy)
     tried = price_parts(derived, sizes, every, pipeline=pipeline)
     moved = offloaded(tried.memory, every.pcie_bytes_per_s, pipeline, strategy.offload)
@@ -132,25 +104,26 @@ def price_strategy(
         rates=rates,
         placement=placements[best],
         parts=price_parts(derived, sizes, rates, pipeline=pipeline, memory=tried.memory),
-        estimate=estimate_many(
-            model,
-            derived,
-            sizes,
-            rates,
-            batch_seqs=float(job.batch_seqs),
-            seq_len=job.seq_len,
-            pipeline=pipeline,
-            offload=strategy.offload,
-            memory=tried.memory,
-        ).at(0),
+        estimate=at_candidate(
+            estimate_many(
+                setting.model,
+                derived,
+                sizes,
+                rates,
+                batch_seqs=float(job.batch_seqs),
+                seq_len=job.seq_len,
+                pipeline=pipeline,
+                offload=strategy.offload,
+                memory=tried.memory,
+            ),
+            0,
+        ),
     )
 
 
-def estimate_step(
-    model: Model, cluster: Cluster, job: Job, strategy: Strategy, *, calibration: Calibration | None = None
-) -> Estimate:
+def estimate_step(setting: Setting, strategy: Strategy) -> Estimate:
     """The prediction alone."""
-    return price_strategy(model, cluster, job, strategy, calibration=calibration).estimate
+    return price_strategy(setting, strategy).estimate
 
 
 def estimate_many(
@@ -271,6 +244,11 @@ def _with_pipeline(
     else:
         terms.pop("pipeline", None)
     return terms | ({"pcie": moved.serial_s} if np.any(np.asarray(moved.serial_s) > 0) else {})
+
+
+def at_candidate(found: Estimate, index: int) -> Estimate:
+    """The prediction of one candidate, in plain numbers."""
+    return Prediction(**{name: _at(getattr(found, name), index) for name in found.__struct_fields__})
 
 
 def _at(value: Any, index: int) -> Any:

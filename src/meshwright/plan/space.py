@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 
 from meshwright.algebra.derive import Derived, derive
-from meshwright.algebra.transformer import transformer
 from meshwright.core.dims import EMULATED_AXES, MESH_AXES
+from meshwright.cost.setting import program_of
 from meshwright.plan.legal import MAX_IDLE_LAYERS, Rule, Split, size_rules, splits
 from meshwright.spec.calibration import Calibration
 from meshwright.spec.cluster import Cluster
@@ -125,7 +125,6 @@ def open_space(
     """The space around a strategy's own choices; those named in ``given`` stay as the template has them."""
     held = set(given)
     fixed = dict(fixed or {})
-    program = transformer(model)
     remats = (template.remat,) if "remat" in held else choices.remats
     modes = (template.context_attention,) if "context_attention" in held else choices.context_attention
     assignments: list[tuple[dict[str, Any], tuple[tuple[str, ...], ...]]]
@@ -139,7 +138,7 @@ def open_space(
         more = needs if mode == modes[0] else (*needs, ("context",))
         if any(all(fixed.get(axis) == 1 for axis in axes) for axes in more):
             continue
-        derived = derive(program, strategy, symbolic=True)
+        derived = derive(program_of(model), strategy, symbolic=True)
         patterns.append(
             Pattern(
                 strategy=strategy,

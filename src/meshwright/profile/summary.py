@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from meshwright.cost.breakdown import Breakdown
+from meshwright.cost.setting import setting_of
 from meshwright.cost.train_step import PricedStrategy, price_strategy
 from meshwright.cost.work.ops import model_flops
 from meshwright.profile.advice import Advice, Case, advise
@@ -93,7 +94,7 @@ def analyse(plan: Plan, trace: Path, hlo: Path, recording: Recording | None = No
     program = load_program(hlo)
     events = load_trace(trace, program)
     model, job, strategy, rates = plan.model, plan.job, plan.strategy, plan.calibration
-    priced = price_strategy(model, plan.cluster, job, strategy, calibration=rates)
+    priced = price_strategy(setting_of(plan), strategy)
     chip = priced.rates.chip
     facts = Facts(program, ridge=float(chip.matmul_flops_per_s) / float(chip.hbm_bytes_per_s))
     times = measure_times(events, facts)

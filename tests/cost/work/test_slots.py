@@ -8,6 +8,7 @@ import pytest
 from meshwright.algebra.notation import parse_array
 from meshwright.algebra.ops.experts import BLOCK_ROWS, FEW_SLOTS
 from meshwright.algebra.steps import Step
+from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import price_strategy
 from meshwright.cost.work.ops import op_hbm_bytes
 from meshwright.cost.work.sizes import OpSizes
@@ -91,7 +92,7 @@ def test_a_step_that_moves_slots_computes_more_than_its_filled_slots():
     model, cluster, job = catalogue.model("mixtral-8x7b"), parse_cluster("h100:8x1"), Job(batch_seqs=8, seq_len=8192)
     strategy = Strategy(mesh=make_mesh({"expert": 8}))
     room, none = (
-        price_strategy(model, cluster, job, msgspec.structs.replace(strategy, empty_slots=empty))
+        price_strategy(Setting(model, cluster, job), msgspec.structs.replace(strategy, empty_slots=empty))
         for empty in (True, False)
     )
     pairs = [

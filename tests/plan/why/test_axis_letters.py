@@ -5,6 +5,7 @@ import pytest
 
 from meshwright.cost.breakdown import Breakdown
 from meshwright.cost.formulas.limits import max_expert_ring, min_microbatches, ring_min_positions
+from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import price_strategy
 from meshwright.plan.planner import plan
 from meshwright.plan.why.bounds import limits_of
@@ -16,11 +17,13 @@ from meshwright.spec.strategy import Strategy, make_mesh, standard_assignment
 
 def planned(model, cluster, batch_seqs, *, seq_len=4096, overrides=None, **axes):
     job = Job(batch_seqs=batch_seqs, seq_len=seq_len)
-    return plan(catalogue.model(model), parse_cluster(cluster), job, axes=axes, overrides=overrides, top=1).plan()
+    return plan(
+        Setting(catalogue.model(model), parse_cluster(cluster), job), axes=axes, overrides=overrides, top=1
+    ).plan()
 
 
 def told(one):
-    priced = price_strategy(one.model, one.cluster, one.job, one.strategy, calibration=one.calibration)
+    priced = price_strategy(Setting(one.model, one.cluster, one.job, one.calibration), one.strategy)
     return {limit.name: limit for limit in limits_of(one, priced)}, priced
 
 

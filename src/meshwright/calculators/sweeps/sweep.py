@@ -10,6 +10,7 @@ from meshwright.core.errors import InputError
 from meshwright.core.units import format_bytes
 from meshwright.cost.breakdown import Breakdown
 from meshwright.cost.memory import memory_limit
+from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import price_strategy
 from meshwright.plan.planner import space_of
 from meshwright.plan.search import Found, Outcome, search
@@ -94,7 +95,7 @@ def scaling_curve(
     ``overrides`` fix choices as in `planner.plan`.
     """
     _same_chip(clusters)
-    space = space_of(model, clusters[0], job, axes or {}, overrides or {}, choices, calibration)
+    space = space_of(Setting(model, clusters[0], job, calibration), axes or {}, overrides or {}, choices)
     return tuple(best_on(space, cluster, _job_on(cluster, clusters[0], job, weak)) for cluster in clusters)
 
 
@@ -104,7 +105,7 @@ def best_on(space: Space, cluster: Cluster, job: Job) -> SweepPoint:
     if not outcome.found:
         return SweepPoint(cluster=cluster, job=job, best=None, parts=None, reason=_why_not(space, cluster, outcome))
     best = outcome.found[0]
-    priced = price_strategy(space.model, cluster, job, best.strategy, calibration=space.calibration)
+    priced = price_strategy(Setting(space.model, cluster, job, space.calibration), best.strategy)
     return SweepPoint(cluster=cluster, job=job, best=best, parts=Breakdown(priced))
 
 

@@ -12,12 +12,9 @@ import msgspec
 
 from meshwright.algebra.notation import ShardedArray
 from meshwright.cost.lanes import Lanes, Streams, joined
+from meshwright.cost.setting import Setting
 from meshwright.cost.step_costs import StepCost
 from meshwright.cost.train_step import PricedStrategy, price_strategy
-from meshwright.spec.calibration import Calibration
-from meshwright.spec.cluster import Cluster
-from meshwright.spec.job import Job
-from meshwright.spec.model import Model
 from meshwright.spec.strategy import Strategy, make_mesh, standard_assignment
 
 Send = Literal["at the end", "each", "buckets"]
@@ -44,24 +41,21 @@ WAYS: tuple[Way, ...] = (
 
 
 def two_streams(
-    model: Model,
-    cluster: Cluster,
-    job: Job,
+    setting: Setting,
     way: Way,
     *,
     layers: int = 3,
     remat: str = "none",
     bucket_bytes: float = BUCKET_BYTES,
-    calibration: Calibration | None = None,
 ) -> Streams:
     """Forward, backward and optimizer of so many layers, one microbatch, all chips data parallel.
 
     The optimizer waits for every gradient, since the norm of all of them scales each.
     """
     strategy = Strategy(
-        mesh=make_mesh({"fsdp": cluster.num_chips}), assignment=standard_assignment(zero=way.zero), remat=remat
+        mesh=make_mesh({"fsdp": setting.cluster.num_chips}), assignment=standard_assignment(zero=way.zero), remat=remat
     )
-    priced = price_strategy(model, cluster, job, strategy, calibration=calibration)
+    priced = price_strategy(setting, strategy)
     lanes = _Passes(priced, way, bucket_bytes)
     most = max(priced.costs.layers, key=lambda block: block.steps.repeat)
     own = {name for op in most.steps.block.ops for name in op.inputs}

@@ -20,6 +20,7 @@ from meshwright.cli.output import emit_json, json_option, print_table, print_tex
 from meshwright.core.errors import InputError
 from meshwright.core.units import format_bytes, format_count, format_seconds, parse_bytes
 from meshwright.cost.lanes import Streams
+from meshwright.cost.setting import Setting
 from meshwright.report.figure import Spec
 from meshwright.report.plans.two_streams import two_streams_figure
 from meshwright.spec.catalogue import model as find_model
@@ -63,12 +64,9 @@ def command(
             f"{job.batch_seqs} sequences cannot be divided over {cluster.num_chips} chips. "
             f"Use --batch {max(1, job.batch_seqs // cluster.num_chips) * cluster.num_chips}seq, or another cluster."
         )
-    rates = rates_for(cluster, calibration)
-    chosen = find_model(model)
+    setting = Setting(find_model(model), cluster, job, rates_for(cluster, calibration))
     found = [
-        two_streams(
-            chosen, cluster, job, way, layers=layers, remat=remat, bucket_bytes=parse_bytes(bucket), calibration=rates
-        )
+        two_streams(setting, way, layers=layers, remat=remat, bucket_bytes=parse_bytes(bucket))
         for way in WAYS
         if zero is None or way.zero == int(zero)
     ]

@@ -12,7 +12,6 @@ from meshwright.cli.output import emit_json, json_option, print_fact, print_tabl
 from meshwright.cli.verbs.explain_lead import number_words, print_lead
 from meshwright.cli.verbs.plan import (
     collective_matmul_words,
-    mesh_words,
     microbatch_words,
     placement_words,
     print_budget,
@@ -22,6 +21,7 @@ from meshwright.core.units import format_bytes, format_count, format_flops, form
 from meshwright.cost.formulas.limit_table import Letters, Limit
 from meshwright.plan.why.explain import Algorithm, BetweenStages, Explanation, Line, explain
 from meshwright.spec.plan_file import load_plan
+from meshwright.spec.strategy import mesh_words
 
 MAX_DRIFT = 1e-6
 """Of the step time that a plan file holds from the one that its rates give."""

@@ -10,11 +10,11 @@ import msgspec
 from meshwright.cli.fields import parse_fields, take_axes, with_fields
 from meshwright.cli.machine import rates_for
 from meshwright.cli.output import emit_json, json_option, say
-from meshwright.cli.verbs.plan import mesh_words
 from meshwright.cli.verbs.train_text import print_result
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.toml_file import dump_toml
 from meshwright.core.units import format_count, format_seconds, parse_count
+from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import estimate_step
 from meshwright.cost.work.ops import model_flops
 from meshwright.parallel.process_env import find_processes
@@ -26,6 +26,7 @@ from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.job import Job, parse_batch
 from meshwright.spec.model import require_runnable
 from meshwright.spec.plan_file import Plan, load_plan
+from meshwright.spec.strategy import mesh_words
 
 if TYPE_CHECKING:
     from meshwright.cli.verbs.profile_train import Report
@@ -210,13 +211,10 @@ def _planned(
     length = parse_count(str(seq_len), what="seq")
     job = with_fields(Job(batch_seqs=parse_batch(str(batch), seq_len=length), seq_len=length), "job", fields["job"])
     result = plan(
-        model,
-        cluster,
-        job,
+        Setting(model, cluster, job, rates_for(cluster, calibration, fitted=True)),
         axes=take_axes(axes, fields["strategy"]),
         overrides=fields["strategy"],
         top=1,
-        calibration=rates_for(cluster, calibration, fitted=True),
     )
     best = result.strategies[0]
     if best.num_chips < cluster.num_chips:
@@ -232,9 +230,7 @@ def _changed(found: Plan, fields: dict[str, dict[str, Any]]) -> Plan:
         fields["strategy"] |= {"mesh": mesh, "placement": {}}
     model, job, strategy = (with_fields(getattr(found, part), part, fields[part]) for part in parts)
     require_legal(model, found.cluster, job, strategy, calibration=found.calibration)
-    new = estimate_step(model, found.cluster, job, strategy, calibration=found.calibration)
-    numbers = {name: getattr(new, name) for name in new.__struct_fields__}
-    predicted = msgspec.structs.replace(found.predicted, **numbers, train_days=None, cost_usd=None)
+    predicted = estimate_step(Setting(model, found.cluster, job, found.calibration), strategy)
     return msgspec.structs.replace(found, model=model, job=job, strategy=strategy, predicted=predicted)
 
 

@@ -78,9 +78,10 @@ def _placement(
     model: Model, cluster: Cluster, strategy: Strategy, job: Job, step: str, calibration: Calibration | None
 ) -> Any:
     """How the mesh lies on the links: as priced to train; the first way otherwise."""
+    from meshwright.cost.setting import Setting
     from meshwright.cost.step_rates import strategy_placements
     from meshwright.cost.train_step import price_strategy
 
     if step == "train":
-        return price_strategy(model, cluster, job, strategy, calibration=calibration).placement
+        return price_strategy(Setting(model, cluster, job, calibration), strategy).placement
     return strategy_placements(cluster, strategy)[0]

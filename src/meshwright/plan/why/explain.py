@@ -9,13 +9,14 @@ from meshwright.core.errors import CannotRunError
 from meshwright.cost.breakdown import Breakdown, Term
 from meshwright.cost.formulas.limit_table import Letters, Limit, limits_at
 from meshwright.cost.pipeline import strategy_pipeline
+from meshwright.cost.setting import setting_of
 from meshwright.cost.step_costs import StepCost
 from meshwright.cost.train_step import Estimate, PricedStrategy, price_strategy
 from meshwright.plan.legal import MEMORY_RULE, legal
 from meshwright.plan.run_budget import RunBudget, run_budget
 from meshwright.plan.why.bounds import Batch, batch_of, letters_of
 from meshwright.plan.why.reasons import FsdpCase, fsdp_case
-from meshwright.plan.why.single_changes import Setting, Tried, try_changes
+from meshwright.plan.why.single_changes import Tried, try_changes
 from meshwright.spec.plan_file import Plan
 
 MAX_FREE_SHARE = 0.002
@@ -114,9 +115,9 @@ def explain(plan: Plan) -> Explanation:
     for refusal in legal(plan.model, plan.cluster, plan.job, plan.strategy, calibration=plan.calibration):
         if refusal.rule != MEMORY_RULE.name:
             raise CannotRunError(refusal.message)
-    priced = price_strategy(plan.model, plan.cluster, plan.job, plan.strategy, calibration=plan.calibration)
+    setting = setting_of(plan)
+    priced = price_strategy(setting, plan.strategy)
     budget = run_budget(plan, step_s=priced.estimate.step_s)
-    setting = Setting(model=plan.model, cluster=plan.cluster, job=plan.job, calibration=plan.calibration)
     letters = letters_of(plan, priced, budget)
     return Explanation(
         plan=plan,
