@@ -5,7 +5,7 @@ import pytest
 
 from meshwright.cost.setting import Setting
 from meshwright.plan.planner import plan
-from meshwright.plan.why.reasons import fsdp_case
+from meshwright.plan.why.explain import fsdp_case
 from meshwright.spec import catalogue
 from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.job import Job
