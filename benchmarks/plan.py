@@ -16,12 +16,14 @@ import time
 
 CASES = {"v5p:16x16x32": "the book's split", "v5p:16x20x28": "a part of the torus and the nearest batch"}
 PROGRAM = """
+from meshwright.cost.setting import Setting
 from meshwright.plan.planner import plan
 from meshwright.spec import catalogue
 from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.job import Job
 
-result = plan(catalogue.model("llama3-70b"), parse_cluster({cluster!r}), Job(batch_seqs=1024, seq_len=4096))
+job = Job(batch_seqs=1024, seq_len=4096)
+result = plan(Setting(catalogue.model("llama3-70b"), parse_cluster({cluster!r}), job))
 best = result.nearest_batch or result.strategies[0]
 axes = " x ".join(f"{{axis}} {{size}}" for axis, size in best.strategy.mesh.items() if size > 1)
 print(f"{{axes}}, {{best.job.batch_seqs}} sequences, step {{best.estimate.step_s:.4f}} s")

@@ -12,6 +12,7 @@ import resource
 import time
 
 from meshwright.core.units import format_bytes, format_seconds
+from meshwright.cost.setting import Setting
 from meshwright.plan.planner import plan
 from meshwright.plan.search import search
 from meshwright.plan.space import FULL, open_space
@@ -52,18 +53,13 @@ def full_space() -> None:
 def scaling() -> None:
     """Seconds of CPU of one plan on clusters of very different sizes, after a first one that warms the caches up."""
     chosen = model("llama3-70b")
-    plan(chosen, parse_cluster("h100:8x2"), Job(batch_seqs=64, seq_len=4096))
+    plan(Setting(chosen, parse_cluster("h100:8x2"), Job(batch_seqs=64, seq_len=4096)))
     for text in CLUSTERS:
         cluster = parse_cluster(text)
         # as many sequences as chips, so that the work divides on every cluster alike
         batch = cluster.num_chips
         started = time.process_time()
-        plan(
-            chosen,
-            cluster,
-            Job(batch_seqs=batch, seq_len=4096),
-            calibration=fitted_calibration(cluster.chip),
-        )
+        plan(Setting(chosen, cluster, Job(batch_seqs=batch, seq_len=4096), fitted_calibration(cluster.chip)))
         print(f"{text:>20} {cluster.num_chips:>9,} chips  {time.process_time() - started:6.2f} s of CPU")
 
 

@@ -219,10 +219,11 @@ class Child:
 
     def predict(self, name: str) -> float:
         """Seconds of a step of a case that `meshwright plan` expects."""
+        from meshwright.cost.setting import Setting
         from meshwright.cost.train_step import estimate_step
 
         model, cluster, job, strategy = parts_of(name)
-        return float(estimate_step(model, cluster, job, strategy, calibration=self.calibration).step_s)
+        return float(estimate_step(Setting(model, cluster, job, self.calibration), strategy).step_s)
 
     def prepare(self, name: str) -> float:
         """A case compiled and warm; the seconds that its last step took."""

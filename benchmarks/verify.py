@@ -16,6 +16,7 @@ from meshwright.cli.machine import rates_for
 from meshwright.cli.verbs.plan import mesh_words
 from meshwright.cli.verbs.verify_request import PROGRAM, request_of
 from meshwright.core.errors import CannotRunError
+from meshwright.cost.setting import Setting
 from meshwright.plan.planner import plan
 from meshwright.spec.catalogue import model as find_model
 from meshwright.spec.cluster import parse_cluster
@@ -120,7 +121,7 @@ def prove_case(case: Case) -> Proof:
     if case.planned:
         calibration = rates_for(cluster, None, fitted=True)
         found = plan(
-            model, cluster, job, axes=case.axes, overrides=case.strategy, top=1, calibration=calibration
+            Setting(model, cluster, job, calibration), axes=case.axes, overrides=case.strategy, top=1
         ).strategies[0]
         strategy, cluster, job = found.strategy, found.cluster, found.job
     else:

@@ -8,6 +8,7 @@ import pytest
 
 from meshwright.accuracy.batches import batches
 from meshwright.accuracy.cases import Case, case_of
+from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import estimate_step
 from meshwright.spec.calibration import datasheet_calibration
 from meshwright.spec.efficiency import fitted_calibration
@@ -42,7 +43,7 @@ def seconds(cases, parts, calibrations):
 
 def one_by_one(cases, calibrations):
     return [
-        estimate_step(c.model, c.cluster, c.job, c.strategy, calibration=calibrations[c.cluster.chip.name]).step_s
+        estimate_step(Setting(c.model, c.cluster, c.job, calibrations[c.cluster.chip.name]), c.strategy).step_s
         for c in cases
     ]
 

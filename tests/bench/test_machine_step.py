@@ -6,11 +6,12 @@ import pytest
 
 from meshwright.bench.machine import measure_machine
 from meshwright.bench.machine_step import REFERENCES, Measured, Spent, host_rates, pace
+from meshwright.cost.breakdown import label_text
+from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import estimate_step, price_strategy
 from meshwright.cost.work.host_work import Amounts, is_product, num_calls, tiled_share
 from meshwright.cost.work.kernels import num_kernels
 from meshwright.cost.work.ops import is_attention
-from meshwright.profile.compare import label_text
 from meshwright.spec.calibration import (
     Calibration,
     CollectiveRate,
@@ -48,17 +49,15 @@ def calibration(host=None, size=4):
 
 def priced(number, size=4, host=KNOWN):
     one, cluster = REFERENCES[number], parse_cluster(f"cpu:{size}")
-    return price_strategy(
-        one.model, cluster, one.job_for(size), one.strategy(size), calibration=calibration(host, size)
-    )
+    return price_strategy(Setting(one.model, cluster, one.job_for(size), calibration(host, size)), one.strategy(size))
 
 
 def measured(number, *, left_s=0.0, size=4):
     """A reference step whose seconds are those of the known rates, with 1 s for each 6 GB of the update besides."""
     found = priced(number, size)
-    updates = sum(float(cost.hbm_bytes * cost.count) for cost in found.costs if cost.step.op == "adamw")
+    updates = sum(float(cost.hbm_bytes * cost.count) for cost in found.costs.all if cost.step.op == "adamw")
     seconds = {"outside the steps: copy": updates / 6e9}
-    for cost in found.costs:
+    for cost in found.costs.all:
         if not cost.step.is_collective:
             name = label_text(cost.step)
             seconds[name] = seconds.get(name, 0.0) + float(cost.local_s * cost.count)
@@ -101,13 +100,13 @@ def same_pace(found, known):
 
 def test_what_is_left_belongs_to_collectives_of_several_devices_and_to_the_ops_of_one():
     steps = [priced(0), priced(1)]
-    moves = [[cost for cost in step.costs if cost.step.is_collective] for step in steps]
+    moves = [[cost for cost in step.costs.all if cost.step.is_collective] for step in steps]
     left = [sum(float((2 * c.latency_s + 3 * (c.network_s - c.latency_s)) * c.count) for c in costs) for costs in moves]
     several = host_rates([measured(0, left_s=left[0]), measured(1, left_s=left[1])])
     assert several.meets == pytest.approx(2)
     assert several.waits == pytest.approx(3)
     alone = host_rates([measured(0, left_s=0.01, size=1), measured(1, left_s=0.03, size=1)])
-    ops = [c for n in (0, 1) for c in priced(n, 1).costs]
+    ops = [c for n in (0, 1) for c in priced(n, 1).costs.all]
     kernels = sum(num_kernels(c.step, priced(0, 1).sizes) * c.count for c in ops)
     assert alone.kernel_s == pytest.approx(0.04 / kernels)
     assert alone.waits == 1
@@ -120,7 +119,7 @@ def held(found, step):
 
 def test_ops_are_priced_one_after_the_other():
     one, found = REFERENCES[0], priced(0)
-    for cost in found.costs:
+    for cost in found.costs.all:
         if not cost.step.is_collective and not is_attention(cost.step):
             kept = found.sizes.total(*(a for a in (cost.step.result, *cost.step.more) if a in held(found, cost.step)))
             seconds = cost.flops / 8e10 + cost.hbm_bytes / 2e10 + kept / 3e10 + 2e-5
@@ -129,8 +128,8 @@ def test_ops_are_priced_one_after_the_other():
             assert float(cost.local_s) == pytest.approx(float(seconds))
     slower = msgspec.structs.replace(KNOWN, waits=2.0, meets=3.0)
     cluster = parse_cluster("cpu:4")
-    waiting = estimate_step(one.model, cluster, one.job, one.strategy(4), calibration=calibration(slower)).step_s
-    moves = [cost for cost in found.costs if cost.step.is_collective]
+    waiting = estimate_step(Setting(one.model, cluster, one.job, calibration(slower)), one.strategy(4)).step_s
+    moves = [cost for cost in found.costs.all if cost.step.is_collective]
     extra = sum(float((cost.network_s + cost.latency_s) * cost.count) for cost in moves)
     assert waiting - found.estimate.step_s == pytest.approx(extra)
 
@@ -141,8 +140,8 @@ def test_share_of_the_tiles_that_attention_computes(length):
 
     one = REFERENCES[0]
     long = msgspec.structs.replace(one.job, seq_len=length)
-    found = price_strategy(one.model, parse_cluster("cpu:1"), long, one.strategy(1), calibration=calibration(KNOWN, 1))
-    step = next(cost.step for cost in found.costs if cost.step.op == "attention")
+    found = price_strategy(Setting(one.model, parse_cluster("cpu:1"), long, calibration(KNOWN, 1)), one.strategy(1))
+    step = next(cost.step for cost in found.costs.all if cost.step.op == "attention")
     ends = np.minimum(np.arange(length) // tile_size(length) * tile_size(length) + tile_size(length), length)
     assert tiled_share(step, found.sizes) == pytest.approx(ends.sum() / length**2)
     assert num_calls(step, found.sizes) == 16 * 4 * -(-length // tile_size(length))

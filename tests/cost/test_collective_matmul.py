@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from meshwright.cost.pass_times import _left_of_rounds
+from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import price_strategy
 from meshwright.spec import catalogue
 from meshwright.spec.cluster import parse_cluster
@@ -26,7 +27,7 @@ def price(case, ways, *, sequence_parallel=True, seq_len=8192, **fields):
         assignment=standard_assignment(sequence_parallel=sequence_parallel),
         **fields,
     )
-    return price_strategy(LLAMA, found, Job(batch_seqs=batch_seqs, seq_len=seq_len), made)
+    return price_strategy(Setting(LLAMA, found, Job(batch_seqs=batch_seqs, seq_len=seq_len)), made)
 
 
 @pytest.mark.parametrize("remat", REMAT_POLICIES)
@@ -43,7 +44,7 @@ def test_no_slower_and_no_more_memory_than_plain(case, ways, whole, remat):
 
 
 def rounds(priced):
-    return [cost for cost in priced.costs if cost.goes_round]
+    return [cost for cost in priced.costs.all if cost.goes_round]
 
 
 def test_a_closed_ring_carries_halves_both_ways_at_once():
@@ -59,7 +60,7 @@ def test_a_closed_ring_carries_halves_both_ways_at_once():
 def test_moves_take_what_the_collective_takes_that_they_replace():
     """On a switch n - 1 moves of a block are a ring AllGather: (n - 1) / n of the array through the port."""
     plain, found = (price(H100, ways) for ways in ("none", "one-way"))
-    gather = next(c for c in plain.costs if c.step.op == "all_gather" and c.step.axes == ("tensor",))
+    gather = next(c for c in plain.costs.all if c.step.op == "all_gather" and c.step.axes == ("tensor",))
     moves = rounds(found)[0]
     assert float(moves.network_s) == pytest.approx(float(gather.network_s), rel=1e-9)
     assert float(moves.network_bytes) == pytest.approx(float(gather.network_bytes) / 8, rel=1e-12)
@@ -67,7 +68,7 @@ def test_moves_take_what_the_collective_takes_that_they_replace():
 
 def test_of_n_blocks_the_products_of_n_minus_one_hide_moves():
     priced = price(H100, "one-way")
-    forward = list(priced.costs[slice(*_layer(priced))])
+    forward = priced.costs.layers[0].forward
     left = _left_of_rounds(forward, priced.rates)
     moves = [number for number, cost in enumerate(forward) if cost.goes_round]
     assert len(left) == len(moves) == 4
@@ -77,23 +78,14 @@ def test_of_n_blocks_the_products_of_n_minus_one_hide_moves():
         assert float(seconds) == pytest.approx(expected, abs=1e-12)
 
 
-def _layer(priced):
-    """Where the forward pass of a layer lies among the costs."""
-    start = 0
-    for block in priced.derived.blocks:
-        if block.block.carry:
-            return start, start + len(block.forward)
-        start += len(block.forward) + len(block.backward)
-    raise AssertionError("no layers")
-
-
 def test_a_product_is_priced_as_its_parts_in_blocks():
     plain, found = (price(H100, ways, remat="none") for ways in ("none", "two-way"))
     for field in ("flops", "hbm_bytes"):
         one, other = (
-            sum(float(getattr(c, field) * c.count) for c in p.costs if not c.step.is_collective) for p in (plain, found)
+            sum(float(getattr(c, field) * c.count) for c in p.costs.all if not c.step.is_collective)
+            for p in (plain, found)
         )
         assert one == pytest.approx(other, rel=1e-12)
-    made = next(c for c in found.costs if c.step.parts)
+    made = next(c for c in found.costs.all if c.step.parts)
     assert made.num_kernels == len(made.step.parts) * (1 + 2 * 7)
-    assert np.isclose(float(made.math_s), sum(c.math_s for c in plain.costs if c.step in made.step.parts))
+    assert np.isclose(float(made.math_s), sum(c.math_s for c in plain.costs.all if c.step in made.step.parts))

@@ -9,6 +9,7 @@ from meshwright.core.errors import InputError
 from meshwright.cost.memory import memory_parts
 from meshwright.cost.offload import NOTHING, offloaded
 from meshwright.cost.pipeline import ONE_STAGE, Pipeline
+from meshwright.cost.setting import Setting
 from meshwright.cost.step_costs import strategy_sizes
 from meshwright.cost.train_step import price_strategy
 from meshwright.spec import catalogue
@@ -30,7 +31,7 @@ def parts(**fields):
 
 
 def estimate(cluster=ONE_CHIP, axes=None, **fields):
-    return price_strategy(TINY, cluster, JOB, Strategy(mesh=make_mesh(axes or {}), **fields)).estimate
+    return price_strategy(Setting(TINY, cluster, JOB), Strategy(mesh=make_mesh(axes or {}), **fields)).estimate
 
 
 def test_nothing_is_moved_unless_it_is_chosen():

@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from meshwright.cost.pipeline import Pipeline, strategy_pipeline
+from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import estimate_step, price_parts, price_strategy
 from meshwright.spec import catalogue
 from meshwright.spec.calibration import Calibration, Efficiency
@@ -24,9 +25,9 @@ def priced(axes, *, cluster="h100:8x1", zero=3, efficiency=None, **fields):
     rules = standard_assignment(zero=zero)
     strategy = Strategy(mesh=make_mesh(axes), assignment=rules, **{"remat": "none", **fields})
     calibration = Calibration(name="x", chip="h100", efficiency=Efficiency(**(efficiency or {})))
-    found = price_strategy(TINY, parse_cluster(cluster), JOB, strategy, calibration=calibration)
+    found = price_strategy(Setting(TINY, parse_cluster(cluster), JOB, calibration), strategy)
     times = price_parts(found.derived, found.sizes, found.rates, pipeline=strategy_pipeline(strategy)).times
-    costs = [one for one in found.costs if one.step.block == "layer"]
+    costs = [one for one in found.costs.all if one.step.block == "layer"]
     return found, times, costs
 
 
@@ -216,7 +217,7 @@ def test_sends_between_stages():
 
 def updates(found):
     """Local seconds and seconds of gathers of the update of one layer's weights."""
-    layers = [c for c in found.costs if c.step.phase == "update" and float(c.count) == TINY.num_layers]
+    layers = [c for c in found.costs.all if c.step.phase == "update" and float(c.count) == TINY.num_layers]
     return local(layers, "update"), moved(layers, "update")
 
 
@@ -243,9 +244,7 @@ def test_gathers_share_the_links_with_the_pass_that_hides_them():
     busy = gathers + moved(costs, "forward", axis="tensor")
     assert times.update[LAYER] == pytest.approx(own + max(busy - times.forward[LAYER], 0))
     small = estimate_step(
-        TINY,
-        parse_cluster("h100:8x1"),
-        Job(batch_seqs=8, seq_len=512),
+        Setting(TINY, parse_cluster("h100:8x1"), Job(batch_seqs=8, seq_len=512)),
         Strategy(mesh=make_mesh({"fsdp": 4, "tensor": 2}), assignment=standard_assignment(zero=1), remat="none"),
     )
     assert small.step_s >= small.step_s_lower

@@ -10,6 +10,7 @@ from meshwright.algebra.schedules.simulation import simulate
 from meshwright.cost.offload import Offload
 from meshwright.cost.pass_times import BlockTimes
 from meshwright.cost.pipeline import Pipeline, strategy_pipeline
+from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import price_parts, price_strategy
 from meshwright.spec import catalogue
 from meshwright.spec.cluster import parse_cluster
@@ -34,7 +35,7 @@ TIMES = BlockTimes(
 
 
 def priced(**fields):
-    return price_strategy(TINY, CLUSTER, JOB, Strategy(mesh=make_mesh({"pipeline": 4}), **fields))
+    return price_strategy(Setting(TINY, CLUSTER, JOB), Strategy(mesh=make_mesh({"pipeline": 4}), **fields))
 
 
 def spent(costs, block, phases, *, once=False):
@@ -119,19 +120,19 @@ def test_many_at_once():
 def test_the_estimate_of_four_stages_is_the_sum_of_its_steps():
     """tiny on four chips in four stages, eight microbatches, nothing but local ops, sends and the update."""
     found = priced(num_microbatches=8, remat="none")
-    layer = [spent(found.costs, "layer", (phase,)) for phase in ("forward", "backward")]
-    head = spent(found.costs, "head", ("forward", "backward"))
-    assert head > spent(found.costs, "embed", ("forward", "backward")) > 0
+    layer = [spent(found.costs.all, "layer", (phase,)) for phase in ("forward", "backward")]
+    head = spent(found.costs.all, "head", ("forward", "backward"))
+    assert head > spent(found.costs.all, "embed", ("forward", "backward")) > 0
     sent = 2 * 4 * 512 * 256
     send = float(found.rates.groups[frozenset({"pipeline"})]["permute"].time(sent))
     assert send >= sent / (2 * CLUSTER.chip.ici_link_bytes_per_s)
     sends = Pipeline(stages=4, microbatches=8).num_sends * send
     bubble = 3 * 2 * sum(layer)
-    update = {c.step.result.name: c for c in found.costs if c.step.op == "adamw"}
+    update = {c.step.result.name: c for c in found.costs.all if c.step.op == "adamw"}
     per_layer = sum(float(c.time_s) for name, c in update.items() if c.count == 8)
     ends = [float(update[n].time_s) for n in ("embed", "unembed", "final_norm")]
-    sums = sum(float(c.time_s) for c in found.costs if c.step.is_collective and c.step.phase == "update")
-    over_stages = [c for c in found.costs if c.step.block == "stage"]
+    sums = sum(float(c.time_s) for c in found.costs.all if c.step.is_collective and c.step.phase == "update")
+    over_stages = [c for c in found.costs.all if c.step.block == "stage"]
     assert [c.network_bytes for c in over_stages] == [4 * 4096 * 256, 4 * 256, 4 * 256 * 4096]  # float32 sums
     between = sends + sum(float(c.time_s) for c in over_stages)
     wanted = 8 * (2 * sum(layer) + head) + between + bubble + 2 * per_layer + sum(ends) + sums
@@ -145,12 +146,14 @@ def test_work_of_the_busiest_device_and_of_all():
     """FLOPs are of all layers; terms of the last stage: two layers of eight and the head."""
     found, alone = (
         priced(num_microbatches=8),
-        price_strategy(TINY, parse_cluster("v5e:1x1"), JOB, Strategy(mesh=make_mesh({}), num_microbatches=8)),
+        price_strategy(Setting(TINY, parse_cluster("v5e:1x1"), JOB), Strategy(mesh=make_mesh({}), num_microbatches=8)),
     )
     assert found.estimate.flops == pytest.approx(alone.estimate.flops)
-    layers = sum(float(c.math_s * c.count) for c in alone.costs if c.step.op == "einsum" and c.step.block == "layer")
-    head = sum(float(c.math_s * c.count) for c in alone.costs if c.step.op == "einsum" and c.step.block == "head")
-    here = sum(float(c.math_s * c.here) for c in found.costs if c.step.op == "einsum")
+    layers = sum(
+        float(c.math_s * c.count) for c in alone.costs.all if c.step.op == "einsum" and c.step.block == "layer"
+    )
+    head = sum(float(c.math_s * c.count) for c in alone.costs.all if c.step.op == "einsum" and c.step.block == "head")
+    here = sum(float(c.math_s * c.here) for c in found.costs.all if c.step.op == "einsum")
     assert here == pytest.approx(layers / 4 + head)
     executed, counted = (
         found.estimate.flops,
@@ -175,12 +178,12 @@ def test_a_tied_table_is_summed_and_updated_once():
     """gpt2's table belongs to embedding and head: its gradient is summed, and it is updated, in one of them."""
     model, axes = catalogue.model("gpt2"), {"pipeline": 2, "data": 2}
     strategy = Strategy(mesh=make_mesh(axes), num_microbatches=4)
-    found = price_strategy(model, CLUSTER, JOB, strategy)
+    found = price_strategy(Setting(model, CLUSTER, JOB), strategy)
     pipeline = strategy_pipeline(strategy)
     times = price_parts(found.derived, found.sizes, found.rates, pipeline=pipeline).times
-    table = next(c for c in found.costs if c.step.op == "adamw" and c.step.result.name == "embed")
+    table = next(c for c in found.costs.all if c.step.op == "adamw" and c.step.result.name == "embed")
     assert times.update[0] > table.time_s
     assert times.update[-1] < table.time_s
-    reduced = [c for c in found.costs if c.step.scope == "step" and c.step.inputs[0].name == "dembed" and c.hides]
+    reduced = [c for c in found.costs.all if c.step.scope == "step" and c.step.inputs[0].name == "dembed" and c.hides]
     assert [c.step.block for c in reduced] == ["embed", "stage"]
     assert table.here == table.count == 1

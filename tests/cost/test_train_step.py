@@ -10,9 +10,10 @@ from meshwright.core.errors import CannotRunError, InputError
 from meshwright.cost.formulas import limits
 from meshwright.cost.network.collectives import place_axes
 from meshwright.cost.pipeline import Pipeline
+from meshwright.cost.setting import Setting
 from meshwright.cost.step_costs import collective_groups, op_sizes, strategy_sizes
 from meshwright.cost.step_rates import attention_scores, step_rates, strategy_placements
-from meshwright.cost.train_step import estimate_many, estimate_step, price_strategy
+from meshwright.cost.train_step import at_candidate, estimate_many, estimate_step, price_strategy
 from meshwright.cost.work.ops import model_flops
 from meshwright.spec import catalogue
 from meshwright.spec.calibration import Calibration, CollectiveRate, Efficiency
@@ -40,7 +41,7 @@ CLUSTERS = {"v5p:4x4x4": None, "v5e:4x4": None, "2*v5e:4x4": None, "h100:8x4": N
 def price(model, cluster, axes, *, batch_seqs, seq_len, calibration=None, **fields):
     strategy = Strategy(mesh=make_mesh(axes), **fields)
     job = Job(batch_seqs=batch_seqs, seq_len=seq_len)
-    return price_strategy(model, parse_cluster(cluster), job, strategy, calibration=calibration)
+    return price_strategy(Setting(model, parse_cluster(cluster), job, calibration), strategy)
 
 
 def random_candidate(cluster, rng):
@@ -108,9 +109,9 @@ def test_fitted_seconds_lie_between_the_bounds(cluster, software, seed):
     assert 0 < found.step_s_lower <= found.step_s * (1 + 1e-12)
     assert found.step_s <= found.step_s_upper * (1 + 1e-12)
     assert sum(found.terms.values()) <= found.step_s_upper * (1 + 1e-12)
-    work = sum(float((c.math_s + c.hbm_s + c.launch_s + c.network_s) * c.here) for c in priced.costs)
+    work = sum(float((c.math_s + c.hbm_s + c.launch_s + c.network_s) * c.here) for c in priced.costs.all)
     work += sum(found.terms.get(name, 0.0) for name in ("bubble", "pipeline", "pcie"))
-    kernels = sum(float(c.num_kernels * c.here) for c in priced.costs)
+    kernels = sum(float(c.num_kernels * c.here) for c in priced.costs.all)
     host = fields["num_microbatches"] * at.host_microbatch_s + kernels * at.host_kernel_s
     slowdown = 1 + at.straggler * np.log2(laid.num_hosts)
     assert found.step_s <= slowdown * (work + (host if software != "compiled" else 0.0))
@@ -158,8 +159,8 @@ def _compare_scalars(cluster, remat, found):
             state=state,
         )
         job = Job(batch_seqs=256, seq_len=512)
-        one = estimate_step(TINY, laid, job, strategy, calibration=CLUSTERS[cluster])
-        here = many.at(index)
+        one = estimate_step(Setting(TINY, laid, job, CLUSTERS[cluster]), strategy)
+        here = at_candidate(many, index)
         for field in ("step_s", "step_s_lower", "step_s_upper", "mfu", "hfu", "hbm_bytes_per_chip", "flops"):
             assert getattr(here, field) == pytest.approx(getattr(one, field), rel=1e-9), (field, axes)
         assert here.bound_by == one.bound_by
@@ -173,7 +174,7 @@ def test_bytes_on_the_wire_of_a_compiled_step():
     """
     found = price(LLAMA8B, "v5e:4x4", {"fsdp": 4, "tensor": 4}, batch_seqs=16, seq_len=4096)
     sent = {}
-    for cost in found.costs:
+    for cost in found.costs.all:
         if cost.step.is_collective and cost.step.block == "layer":
             key = cost.step.op, *cost.step.axes
             sent[key] = sent.get(key, 0) + 3 / 4 * cost.network_bytes * cost.count / 1e9
@@ -196,8 +197,8 @@ def test_fsdp_is_compute_bound_from_the_book_s_batch():
     chip = parse_cluster("v5p:16x16x16").chip
     alpha = limits.ici_intensity(chip.peak_flops["bf16"], chip.ici_axis_bytes_per_s)
     found = price(LLAMA70B, "v5p:16x16x16", {"fsdp": 4096}, batch_seqs=4096, seq_len=1024)
-    weights = {a.name for c in found.costs if not c.step.critical and c.step.is_collective for a in c.step.inputs}
-    math, comms = seconds(found.costs, phase="forward", names=weights)
+    weights = {a.name for c in found.costs.all if not c.step.critical and c.step.is_collective for a in c.step.inputs}
+    math, comms = seconds(found.costs.all, phase="forward", names=weights)
     wanted = limits.data_parallel_min_tokens_per_chip(alpha, 3)
     assert wanted == pytest.approx(850)
     assert comms / math == pytest.approx(wanted / 1024, rel=1e-3)
@@ -208,7 +209,7 @@ def test_tensor_parallelism_is_compute_bound_up_to_the_book_s_size():
     model, cluster = catalogue.model("llama2-7b"), parse_cluster("v5e:16x1")
     alpha = limits.ici_intensity(cluster.chip.peak_flops["bf16"], cluster.chip.ici_axis_bytes_per_s)
     found = price(model, "v5e:16x1", {"tensor": 16}, batch_seqs=1, seq_len=4096)
-    layer = [c for c in found.costs if c.step.phase == "forward" and c.step.block == "layer"]
+    layer = [c for c in found.costs.all if c.step.phase == "forward" and c.step.block == "layer"]
     names = {"w_gate", "w_up", "w_down"}
     math = sum(c.math_s for c in layer if c.step.op == "einsum" and c.step.inputs[1].name in names)
     comms = sum(c.network_s - c.latency_s for c in layer if c.step.critical and c.step.result.name in ("h1", "y"))
@@ -219,8 +220,8 @@ def test_tensor_parallelism_is_compute_bound_up_to_the_book_s_size():
 
 def test_one_device_does_its_ops_one_after_the_other():
     found = price(TINY, "v5e:1x1", {}, batch_seqs=4, seq_len=512)
-    assert not any(c.step.is_collective for c in found.costs)
-    assert found.estimate.step_s == pytest.approx(sum(max(c.math_s, c.hbm_s) * c.count for c in found.costs))
+    assert not any(c.step.is_collective for c in found.costs.all)
+    assert found.estimate.step_s == pytest.approx(sum(max(c.math_s, c.hbm_s) * c.count for c in found.costs.all))
     assert found.estimate.terms["latency"] == 0
 
 
@@ -230,7 +231,7 @@ def test_segments_run_again_cost_one_more_forward_pass(remat):
     again, none = (
         price(TINY, "v5e:1x1", {}, batch_seqs=8, seq_len=512, num_microbatches=2, remat=r) for r in (remat, "none")
     )
-    forward = [c for c in none.costs if c.step.block == "layer" and c.step.phase == "forward"]
+    forward = [c for c in none.costs.all if c.step.block == "layer" and c.step.phase == "forward"]
     assert again.estimate.step_s - none.estimate.step_s == pytest.approx(sum(c.local_s * c.count for c in forward))
     assert again.estimate.flops - none.estimate.flops == pytest.approx(sum(c.flops * c.count for c in forward))
     assert again.estimate.mfu < none.estimate.mfu
@@ -272,8 +273,8 @@ def test_emulated_devices_overlap_nothing():
     found = price(
         TINY, "cpu:8", {"fsdp": 4, "tensor": 2}, batch_seqs=32, seq_len=512, calibration=MACHINE, state="fp32"
     )
-    assert found.estimate.step_s == pytest.approx(sum(c.time_s * c.count for c in found.costs))
-    gathers = [c for c in found.costs if c.step.op == "all_gather" and c.step.result.name == "wq"]
+    assert found.estimate.step_s == pytest.approx(sum(c.time_s * c.count for c in found.costs.all))
+    gathers = [c for c in found.costs.all if c.step.op == "all_gather" and c.step.result.name == "wq"]
     whole = 256 * 256 / 2 * 4
     assert gathers[0].network_s == pytest.approx(4 * 5e-5 + 3 / 4 * whole / 1e9)
 
@@ -293,8 +294,8 @@ def test_hidden_collectives_cost_nothing_until_they_outlast_the_compute():
 
 def test_critical_collectives_are_exposed_in_full():
     found = price(LLAMA8B, "v5p:2x2x1", {"tensor": 4}, batch_seqs=4, seq_len=2048)
-    waited = sum(c.network_s * c.count for c in found.costs if c.step.critical or c.step.phase == "update")
-    local = sum(c.local_s * c.count for c in found.costs if not c.step.is_collective)
+    waited = sum(c.network_s * c.count for c in found.costs.all if c.step.critical or c.step.phase == "update")
+    local = sum(c.local_s * c.count for c in found.costs.all if not c.step.is_collective)
     assert waited > 0.1 * local
     assert found.estimate.step_s == pytest.approx(local + waited, rel=1e-6)
 
@@ -321,7 +322,7 @@ def test_utilisation_is_of_the_data_sheet_peak():
 
 def test_terms_are_the_step_without_any_overlap():
     found = price(LLAMA8B, "v5e:4x4", {"fsdp": 4, "tensor": 4}, batch_seqs=16, seq_len=4096)
-    serial = sum(c.time_s * c.count for c in found.costs)
+    serial = sum(c.time_s * c.count for c in found.costs.all)
     assert sum(found.estimate.terms.values()) == pytest.approx(serial)
     assert set(found.estimate.terms) >= {
         "matmul",
@@ -341,11 +342,11 @@ def test_the_placement_of_a_strategy_is_used_and_must_exist():
     assert strategy_placements(cluster, strategy) == (candidates[1],)
     times = [
         estimate_step(
-            LLAMA70B, cluster, Job(batch_seqs=1120, seq_len=4096), Strategy(mesh=mesh, placement=p.describe())
+            Setting(LLAMA70B, cluster, Job(batch_seqs=1120, seq_len=4096)), Strategy(mesh=mesh, placement=p.describe())
         )
         for p in candidates
     ]
-    best = estimate_step(LLAMA70B, cluster, Job(batch_seqs=1120, seq_len=4096), Strategy(mesh=mesh))
+    best = estimate_step(Setting(LLAMA70B, cluster, Job(batch_seqs=1120, seq_len=4096)), Strategy(mesh=mesh))
     assert best.step_s == pytest.approx(min(t.step_s for t in times))
     with pytest.raises(CannotRunError, match="tensor: w \\(9\\)"):
         strategy_placements(cluster, Strategy(mesh=mesh, placement={"tensor": "w (9)"}))

@@ -159,6 +159,7 @@ def priced(
     words in which it is refused; one that can be priced and not run, the names of the rules that it breaks.
     """
     from meshwright.core.errors import CannotRunError, InputError
+    from meshwright.cost.setting import Setting
     from meshwright.cost.train_step import price_strategy
     from meshwright.plan.legal import legal
     from meshwright.spec.cluster import parse_cluster
@@ -167,7 +168,7 @@ def priced(
     cluster, job = parse_cluster(cluster_text), Job(batch_seqs=batch_seqs, seq_len=seq_len)
     calibration = _rates(cluster, rates)
     try:
-        found = price_strategy(model, cluster, job, strategy, calibration=calibration)
+        found = price_strategy(Setting(model, cluster, job, calibration), strategy)
         refusals = legal(model, cluster, job, strategy, calibration=calibration)
     except (CannotRunError, InputError) as error:
         return {"refused": str(error)}
@@ -175,8 +176,8 @@ def priced(
         "estimate": msgspec.to_builtins(found.estimate),
         "placement": found.placement.describe(),
         "refusals": [refusal.rule for refusal in refusals],
-        "sent": _sent(found.costs),
-        "work": _work(found.costs),
+        "sent": _sent(found.costs.all),
+        "work": _work(found.costs.all),
     }
 
 

@@ -3,6 +3,7 @@
 import pytest
 
 from meshwright.core.errors import CannotRunError
+from meshwright.cost.setting import Setting
 from meshwright.plan.pareto import pareto, usd_per_token
 from meshwright.plan.planner import plan
 from meshwright.spec.catalogue import model
@@ -14,7 +15,7 @@ LLAMA, JOB = model("llama3-8b"), Job(batch_seqs=64, seq_len=4096)
 
 @pytest.fixture(scope="module")
 def found():
-    return pareto(LLAMA, parse_cluster("v5p:2x2x4"), JOB)
+    return pareto(Setting(LLAMA, parse_cluster("v5p:2x2x4"), JOB))
 
 
 def test_slower_plans_hold_less(found):
@@ -26,7 +27,7 @@ def test_slower_plans_hold_less(found):
 
 
 def test_the_frontier_begins_with_the_best_plan(found):
-    best = plan(LLAMA, parse_cluster("v5p:2x2x4"), JOB).strategies[0].estimate
+    best = plan(Setting(LLAMA, parse_cluster("v5p:2x2x4"), JOB)).strategies[0].estimate
     assert found.memory[0].estimate.step_s == pytest.approx(best.step_s, rel=2e-3)
 
 
@@ -42,11 +43,11 @@ def test_smaller_clusters_are_slower_and_cheaper(found):
 
 
 def test_without_a_price_there_is_no_cost():
-    found = pareto(LLAMA, parse_cluster("b200:8x1"), JOB)
+    found = pareto(Setting(LLAMA, parse_cluster("b200:8x1"), JOB))
     assert found.cost == ()
     assert usd_per_token(found.memory[0], JOB) is None
 
 
 def test_nothing_that_fits_has_no_frontier():
     with pytest.raises(CannotRunError, match="no plan of llama3-405b uses all chips of h100:8x1"):
-        pareto(model("llama3-405b"), parse_cluster("h100:8x1"), JOB)
+        pareto(Setting(model("llama3-405b"), parse_cluster("h100:8x1"), JOB))

@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from meshwright.core.errors import CannotRunError, InputError
+from meshwright.cost.setting import Setting
 from meshwright.plan.legal import legal
 from meshwright.plan.planner import plan
 from meshwright.plan.space import EMULATED
@@ -24,12 +25,13 @@ KEYS = {
 }  # fmt: skip
 
 
-def planned(model, cluster, batch_seqs, seq_len=4096, **given):
-    return plan(model, parse_cluster(cluster), Job(batch_seqs=batch_seqs, seq_len=seq_len), **given)
+def planned(model, cluster, batch_seqs, seq_len=4096, calibration=None, **given):
+    job = Job(batch_seqs=batch_seqs, seq_len=seq_len)
+    return plan(Setting(model, parse_cluster(cluster), job, calibration), **given)
 
 
 def test_json_of_a_plan():
-    result = plan(LLAMA70B, parse_cluster("v5p:16x16x32"), BIG)
+    result = plan(Setting(LLAMA70B, parse_cluster("v5p:16x16x32"), BIG))
     found = json.loads(json.dumps(result.to_json()))
     assert (found["model"], found["cluster"]) == ("llama3-70b", "v5p:16x16x32")
     assert found["job"] == {"kind": "train", "batch_seqs": 1024, "seq_len": 4096, "train_tokens": 15 * 10**12}
@@ -54,24 +56,26 @@ def test_what_is_not_known_is_null():
     unpriced = parse_cluster("v5e:4x4")
     unpriced = msgspec.structs.replace(unpriced, chip=msgspec.structs.replace(unpriced.chip, price_usd_per_hour=None))
     job = Job(batch_seqs=16, seq_len=4096, train_tokens=10**9)
-    free = plan(LLAMA8B, unpriced, job).to_json()["strategies"][0]
+    free = plan(Setting(LLAMA8B, unpriced, job)).to_json()["strategies"][0]
     assert free["train_days"] > 0
     assert free["cost_usd"] is None
-    priced = plan(LLAMA8B, parse_cluster("v5e:4x4"), job).strategies[0]
-    assert priced.cost_usd == pytest.approx(priced.train_days * 24 * 16 * priced.cluster.chip.price_usd_per_hour)
+    priced = plan(Setting(LLAMA8B, parse_cluster("v5e:4x4"), job)).strategies[0]
+    assert priced.estimate.cost_usd == pytest.approx(
+        priced.estimate.train_days * 24 * 16 * priced.cluster.chip.price_usd_per_hour
+    )
 
 
 @pytest.fixture(scope="module")
 def uneven():
     """llama3-70b with 1024 sequences on 8960 chips."""
-    return plan(LLAMA70B, parse_cluster("v5p:16x20x28"), BIG)
+    return plan(Setting(LLAMA70B, parse_cluster("v5p:16x20x28"), BIG))
 
 
 def test_chips_that_do_not_divide_the_work(uneven):
     """1024 sequences run on a part: 7168 chips in seven stages, or 4096 without if faster. 1120 use them all."""
     best = uneven.strategies[0]
-    stages = plan(LLAMA70B, parse_cluster("v5p:16x20x28"), BIG, axes={"pipeline": 7}, top=1).strategies[0]
-    alone = plan(LLAMA70B, parse_cluster("v5p:16x20x28"), BIG, axes={"pipeline": 1}, top=1).strategies[0]
+    stages = plan(Setting(LLAMA70B, parse_cluster("v5p:16x20x28"), BIG), axes={"pipeline": 7}, top=1).strategies[0]
+    alone = plan(Setting(LLAMA70B, parse_cluster("v5p:16x20x28"), BIG), axes={"pipeline": 1}, top=1).strategies[0]
     assert (stages.cluster.short_name, alone.cluster.short_name) == ("v5p:16x16x28", "v5p:16x16x16")
     assert best.estimate.step_s <= 1.001 * min(stages.estimate.step_s, alone.estimate.step_s)
     assert best.cluster in (stages.cluster, alone.cluster)
@@ -90,7 +94,7 @@ def test_chips_that_do_not_divide_the_work(uneven):
 
 
 def test_without_stages_the_part_is_smaller():
-    result = plan(LLAMA70B, parse_cluster("v5p:16x20x28"), BIG, axes={"pipeline": 1}, choices=EMULATED)
+    result = plan(Setting(LLAMA70B, parse_cluster("v5p:16x20x28"), BIG), axes={"pipeline": 1}, choices=EMULATED)
     assert {one.cluster.short_name for one in result.strategies} == {"v5p:16x16x16"}
     assert "planned on v5p:16x16x16, 4,096 chips" in result.shortfall[0]
 
@@ -256,6 +260,6 @@ def test_a_plan_file_of_what_was_planned(tmp_path):
 def test_a_word_that_is_not_known_is_refused_with_those_that_are():
     cluster, job = parse_cluster("h100:8x2"), Job(batch_seqs=64, seq_len=4096)
     with pytest.raises(InputError, match="Use compiled, eager, eager-in-turn or eager-2021"):
-        plan(LLAMA8B, cluster, job, overrides={"software": "nope"})
+        plan(Setting(LLAMA8B, cluster, job), overrides={"software": "nope"})
     with pytest.raises(InputError, match="Use gather, ring or ulysses"):
-        plan(LLAMA8B, cluster, job, overrides={"context_attention": "rng"})
+        plan(Setting(LLAMA8B, cluster, job), overrides={"context_attention": "rng"})

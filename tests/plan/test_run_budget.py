@@ -3,6 +3,7 @@
 import msgspec
 import pytest
 
+from meshwright.cost.setting import Setting
 from meshwright.plan.planner import plan
 from meshwright.plan.run_budget import run_budget
 from meshwright.spec import catalogue
@@ -12,7 +13,7 @@ from meshwright.spec.job import Job
 
 def planned(cluster, *, train_tokens):
     job = Job(batch_seqs=256, seq_len=4096, train_tokens=train_tokens)
-    return plan(catalogue.model("llama3-8b"), parse_cluster(cluster), job, top=1).plan()
+    return plan(Setting(catalogue.model("llama3-8b"), parse_cluster(cluster), job), top=1).plan()
 
 
 def test_every_number():

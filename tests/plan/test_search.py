@@ -11,6 +11,7 @@ import pytest
 
 from meshwright.algebra.derive import derive
 from meshwright.algebra.transformer import transformer
+from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import estimate_step
 from meshwright.plan.legal import legal
 from meshwright.plan.search import search
@@ -68,7 +69,7 @@ def test_what_is_found_is_legal_and_priced_as_alone(pod):
     assert any(found.strategy.mesh["pipeline"] > 1 for found in pod.found)
     for found in pod.found:
         assert legal(LLAMA70B, cluster, job, found.strategy) == ()
-        alone = estimate_step(LLAMA70B, cluster, job, found.strategy)
+        alone = estimate_step(Setting(LLAMA70B, cluster, job), found.strategy)
         for name in ("step_s", "step_s_lower", "step_s_upper", "mfu", "hfu", "hbm_bytes_per_chip", "flops"):
             assert getattr(found.estimate, name) == pytest.approx(getattr(alone, name), rel=1e-9), name
         assert found.estimate.bound_by == alone.bound_by
@@ -101,7 +102,7 @@ def one_by_one(cluster, job, choices):
                 schedule=schedule, chunks=chunks, offload=offload, num_microbatches=count,
             )  # fmt: skip
             if not legal(TINY, cluster, job, strategy):
-                found[key_of(strategy)] = estimate_step(TINY, cluster, job, strategy)
+                found[key_of(strategy)] = estimate_step(Setting(TINY, cluster, job), strategy)
     return found
 
 

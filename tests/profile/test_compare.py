@@ -5,18 +5,19 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
+from meshwright.cost.breakdown import Breakdown, Partition
+from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import price_strategy
 from meshwright.profile import summary as profile
 from meshwright.profile.advice import Case, advise
+from meshwright.profile.classes import class_of_op, part_of_step
 from meshwright.profile.compare import (
     ClassRow,
     Comparison,
     OpRow,
     Row,
-    predicted_partition,
-    predicted_steps,
 )
-from meshwright.profile.times import OpTime, Partition, Times
+from meshwright.profile.times import OpTime, Times
 from meshwright.report.machine.profile_timeline import predicted_timeline
 from meshwright.spec.calibration import datasheet_calibration
 from meshwright.spec.catalogue import model
@@ -28,22 +29,27 @@ MODEL, CLUSTER = model("llama3-8b"), parse_cluster("h100:8x2")
 JOB = Job(batch_seqs=64, seq_len=4096)
 STRATEGY = Strategy(mesh=make_mesh({"fsdp": 8, "tensor": 2}), remat="block", num_microbatches=2)
 RATES = datasheet_calibration(CLUSTER.chip)
-PRICED = price_strategy(MODEL, CLUSTER, JOB, STRATEGY, calibration=RATES)
+PRICED = price_strategy(Setting(MODEL, CLUSTER, JOB, RATES), STRATEGY)
 
 
 def test_all_steps_are_in_some_part_and_kind():
-    found = predicted_steps(PRICED)
+    found = Breakdown(PRICED).steps
     assert sum(one.seconds for one in found.values()) == pytest.approx(
-        sum(float(cost.time_s * cost.here) for cost in PRICED.costs)
+        sum(float(cost.time_s * cost.here) for cost in PRICED.costs.all)
     )
     assert sum(one.flops for one in found.values()) * CLUSTER.num_chips == pytest.approx(PRICED.estimate.flops)
-    assert {one.part for one in found.values()} >= {"layer forward", "layer backward", "head forward", "optimizer"}
-    assert found["layer:forward:o=attention"].kind == "attention"
-    assert any(one.axes == ("fsdp",) and one.kind == "collective" for one in found.values())
+    assert {part_of_step(one.step) for one in found.values()} >= {
+        "layer forward",
+        "layer backward",
+        "head forward",
+        "optimizer",
+    }
+    assert class_of_op(found["layer:forward:o=attention"].step.op) == "attention"
+    assert any(one.axes == ("fsdp",) and one.step.is_collective for one in found.values())
 
 
 def test_the_predicted_parts_are_the_step():
-    found = predicted_partition(PRICED)
+    found = Breakdown(PRICED).partition
     assert found.total_s == pytest.approx(PRICED.estimate.step_s)
     assert found.compute_s > found.exposed_s
 
@@ -54,7 +60,7 @@ def test_the_predicted_timeline_has_all_work(most, monkeypatch):
     monkeypatch.setattr("meshwright.report.machine.profile_timeline.MAX_SLICES", most)
     slices = predicted_timeline(PRICED, num_microbatches=2)
     laid = sum(one.seconds for one in slices if one.kind != "pass")
-    assert laid == pytest.approx(sum(float(cost.time_s * cost.here) for cost in PRICED.costs), rel=1e-6)
+    assert laid == pytest.approx(sum(float(cost.time_s * cost.here) for cost in PRICED.costs.all), rel=1e-6)
     for lane in ("compute", "links"):
         ends = 0.0
         steps = (one for one in slices if one.lane == lane and one.kind != "pass")
@@ -88,7 +94,7 @@ def case(*terms, idle=(0.0, 0.0), ops=(), flops=1e12, **changes):
         job=JOB,
         strategy=strategy,
         rates=PRICED.rates,
-        expected=predicted_steps(PRICED),
+        expected=Breakdown(PRICED).steps,
         calibration=RATES,
     )
 

@@ -4,6 +4,7 @@ import msgspec
 import pytest
 
 from meshwright.accuracy.fit import PRIORS
+from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import estimate_step, price_strategy
 from meshwright.spec import catalogue
 from meshwright.spec.calibration import SHARES, Calibration, Efficiency
@@ -129,8 +130,8 @@ def test_words_for_the_output():
 def test_a_fitted_step_is_slower_and_has_an_interval():
     model, cluster, job = catalogue.model("llama3-8b"), parse_cluster("h100:8x2"), Job(batch_seqs=64, seq_len=2048)
     strategy = Strategy(mesh=make_mesh({"fsdp": 16}))
-    sheet = estimate_step(model, cluster, job, strategy)
-    real = estimate_step(model, cluster, job, strategy, calibration=fitted("h100"))
+    sheet = estimate_step(Setting(model, cluster, job), strategy)
+    real = estimate_step(Setting(model, cluster, job, fitted("h100")), strategy)
     assert sheet.step_s_p10 is sheet.step_s_p90 is None
     assert real.step_s > 1.2 * sheet.step_s
     assert real.step_s_p10 == pytest.approx(real.step_s * NUMBERS["low"])
@@ -141,7 +142,7 @@ def test_models_with_experts_have_an_interval_of_their_own():
     """What was measured on dense models says little about them."""
     job, strategy = Job(batch_seqs=64, seq_len=2048), Strategy(mesh=make_mesh({"expert": 8, "fsdp": 2}))
     real = estimate_step(
-        catalogue.model("mixtral-8x7b"), parse_cluster("h100:8x2"), job, strategy, calibration=fitted("h100")
+        Setting(catalogue.model("mixtral-8x7b"), parse_cluster("h100:8x2"), job, fitted("h100")), strategy
     )
     assert real.step_s_p10 == pytest.approx(real.step_s * NUMBERS["low_experts"])
     assert real.step_s_p90 == pytest.approx(real.step_s * NUMBERS["high_experts"])
@@ -158,7 +159,7 @@ def test_a_custom_chip_is_priced_with_its_own_figures():
     seconds = []
     for one, calibration in ((chip("h100"), fitted("h100")), (double, fitted_calibration(double))):
         model, cluster = catalogue.model("llama3-8b"), make_cluster(one, (8, 2))
-        costs = price_strategy(model, cluster, job, strategy, calibration=calibration).costs
+        costs = price_strategy(Setting(model, cluster, job, calibration), strategy).costs.all
         seconds.append(sum(cost.math_s * cost.count for cost in costs if cost.step.op == "einsum"))
     assert seconds[0] / seconds[1] == pytest.approx(2)
 

@@ -8,10 +8,10 @@ from meshwright.spec import catalogue
 from meshwright.spec.calibration import Calibration, CollectiveRate, datasheet_calibration
 from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.job import Job
-from meshwright.spec.plan_file import Plan, Predicted, load_plan, parse_plan, save_plan
+from meshwright.spec.plan_file import Plan, Prediction, load_plan, parse_plan, save_plan
 from meshwright.spec.strategy import Strategy, make_mesh, standard_assignment
 
-PREDICTED = Predicted(
+PREDICTED = Prediction(
     step_s=1.5,
     step_s_lower=1.25,
     step_s_upper=1e-7,

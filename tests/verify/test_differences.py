@@ -2,8 +2,8 @@
 
 import pytest
 
+from meshwright.core.labels import OPTIMIZER, find_label
 from meshwright.hlo.collectives import Collective
-from meshwright.nn.labels import OPTIMIZER, find_label
 from meshwright.verify.differences import CLASSES, TOLERANCE, Comparison, compare, wire_bytes
 from meshwright.verify.expected import Expected
 

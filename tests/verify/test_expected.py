@@ -5,7 +5,7 @@ import pytest
 from meshwright.algebra.derive import derive, derive_forward
 from meshwright.algebra.generation import generate_program, one_position, prefill_program
 from meshwright.algebra.transformer import transformer
-from meshwright.nn.labels import find_label, label_of
+from meshwright.core.labels import find_label
 from meshwright.spec.catalogue import model, models
 from meshwright.spec.strategy import Strategy, make_mesh
 from meshwright.verify.expected import active_axes, expected_collectives
@@ -95,7 +95,7 @@ def check_labels(derived):
     steps += [s for block in derived.blocks for s in (*block.forward, *block.backward)]
     steps += [*derived.boundary, *derived.ends, *derived.update]
     for step in steps:
-        label = label_of(step)
+        label = step.label
         assert find_label(str(label)) == label
         assert find_label(f"jit(_step)/shard_map/{label}/dot_general") == label
         assert find_label(f"jit(_step)/transpose(jvp({label}))/while/body") == label

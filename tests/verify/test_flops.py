@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from meshwright.nn.labels import find_label
+from meshwright.core.labels import find_label
 from meshwright.parallel.pipeline.ticks import at_most_once
 from meshwright.verify.flops import compare_products, count_products
 

@@ -5,6 +5,7 @@ import pytest
 from meshwright.algebra.layers import ProgramOptions
 from meshwright.algebra.schedules.fused import fused
 from meshwright.algebra.schedules.ticks import tick_tables
+from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import price_strategy
 from meshwright.parallel.pipeline.stages import strategy_schedule
 from meshwright.spec.catalogue import model
@@ -89,7 +90,7 @@ def test_slots_are_of_one_microbatch():
 def test_memory_is_what_a_plan_is_priced_with(axes, more, remat):
     found = derivation(axes, remat=remat, choices=more)
     job = Job(batch_seqs=SEQS, seq_len=LENGTH)
-    priced = price_strategy(TINY, found.request.cluster, job, found.request.strategy)
+    priced = price_strategy(Setting(TINY, found.request.cluster, job), found.request.strategy)
     assert sum(found.memory().values()) == pytest.approx(sum(priced.estimate.memory.values()))
 
 

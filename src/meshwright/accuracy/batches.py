@@ -17,7 +17,7 @@ from meshwright.cost.network.legs import Leg, group_legs
 from meshwright.cost.network.placement import Placement
 from meshwright.cost.pass_times import block_times
 from meshwright.cost.pipeline import Pipeline
-from meshwright.cost.step_costs import collective_groups, price_step, price_steps, strategy_sizes
+from meshwright.cost.step_costs import collective_groups, price_steps, strategy_sizes
 from meshwright.cost.step_rates import Group, StepRates, attention_scores, strategy_placements
 from meshwright.cost.work.kernels import ChipRates, chip_rates
 from meshwright.spec.calibration import Calibration, Efficiency
@@ -50,10 +50,7 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
         rates = self.rates([calibrations[case.cluster.chip.name] for case in self.cases])
         count = self.pipeline.microbatches
         costs = price_steps(self.derived, self.sizes, rates, num_microbatches=count, pipeline=self.pipeline)
-        boundary = [
-            price_step(s, 1, self.sizes, rates, num_microbatches=count).network_s for s in self.derived.boundary
-        ]
-        times = block_times(self.derived, costs, rates, boundary=boundary)
+        times = block_times(self.derived, costs, rates)
         return np.broadcast_to(times.step_s(self.pipeline).step_s, len(self.cases))
 
     def rates(self, calibrations: Sequence[Calibration]) -> StepRates:
@@ -104,7 +101,7 @@ def _pattern(case: Case, known: dict[Any, Derived]) -> tuple[Any, Derived]:
     # a chip without fitted numbers overlaps by the data sheet, the others by one exponent
     fitted = family(case.cluster.chip) is not None
     key = (shape, tuple(map(str, choices)), rules, narrow, fitted, case.cluster.kind, case.cluster.num_slices > 1)
-    return key, known.get(key) or derive(program, strategy, symbolic=True)
+    return key, known.get(key) or derive(program, strategy, symbolic=True, fused_head=False)
 
 
 def _batch(derived: Derived, cases: Sequence[Case], numbers: Sequence[int]) -> Batch:

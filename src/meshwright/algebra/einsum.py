@@ -5,6 +5,7 @@ ways exist (`slice_axes`) the caller chooses.
 """
 
 from collections.abc import Collection
+from functools import lru_cache
 from itertools import takewhile
 
 from meshwright.algebra.notation import ShardedArray
@@ -19,6 +20,7 @@ def common_prefix(left: Axes, right: Axes) -> Axes:
     return tuple(a for a, _ in takewhile(lambda pair: pair[0] == pair[1], zip(left, right, strict=False)))
 
 
+@lru_cache(maxsize=4096)
 def reshard(array: ShardedArray, target: ShardedArray) -> tuple[Step, ...]:
     """Steps that turn ``array`` into the sharding of ``target`` (same dims): rules 4 and 5.
 

@@ -8,6 +8,7 @@ import numpy as np
 
 from meshwright.algebra.notation import ShardedArray, product
 from meshwright.core.dims import DTYPE_BYTES
+from meshwright.core.labels import StepLabel
 
 Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "permute"]
 Phase = Literal["forward", "recompute", "backward", "update"]
@@ -93,6 +94,11 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     def is_collective(self) -> bool:
         """Whether bytes move between devices."""
         return self.op in COLLECTIVES
+
+    @property
+    def label(self) -> StepLabel:
+        """The label that the step carries into the compiled program."""
+        return StepLabel(self.block, self.phase, self.result.name, self.op)
 
     @property
     def full(self) -> ShardedArray:

@@ -19,14 +19,15 @@ import optax
 from scipy.optimize import nnls
 
 from meshwright.algebra.steps import Step
+from meshwright.cost.breakdown import label_text
 from meshwright.cost.pass_times import loop_bytes
+from meshwright.cost.setting import Setting
 from meshwright.cost.step_costs import kept_results
 from meshwright.cost.train_step import PricedStrategy, price_strategy
 from meshwright.cost.work.host_work import Amounts, amounts_of, is_product
 from meshwright.cost.work.kernels import num_kernels
 from meshwright.parallel.train_step import TrainStep
 from meshwright.profile.classes import OUTSIDE, Facts
-from meshwright.profile.compare import label_text
 from meshwright.profile.events import STEP, load_trace, newest_trace
 from meshwright.profile.hlo import parse_program
 from meshwright.profile.run import random_rows, traced
@@ -99,7 +100,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def moving(self) -> frozenset[str]:
         """Labels of the collectives."""
-        return frozenset(label_text(cost.step) for cost in self.priced.costs if cost.step.is_collective)
+        return frozenset(label_text(cost.step) for cost in self.priced.costs.all if cost.step.is_collective)
 
     @property
     def left_s(self) -> float:
@@ -168,7 +169,7 @@ class Running:
         names = {name for step in self.steps for name in step}
         cluster = parse_cluster(f"cpu:{self.strategy.num_chips}")
         return Measured(
-            priced=price_strategy(self.model, cluster, self.job, self.strategy, calibration=calibration),
+            priced=price_strategy(Setting(self.model, cluster, self.job, calibration), self.strategy),
             seconds={name: pace * median(step[name] for step in self.steps) for name in names},
             gaps_s=pace * median(self.gaps_s),
         )
@@ -212,7 +213,7 @@ def _spent(reference: Measured) -> list[StepSpent]:
     found: dict[str, list[StepSpent]] = defaultdict(list)
     derived, sizes = reference.priced.derived, reference.priced.sizes
     kept = kept_results(derived)
-    for cost in reference.priced.costs:
+    for cost in reference.priced.costs.all:
         if not cost.step.is_collective:
             amounts = amounts_of(cost.step, sizes, kept=kept.get((cost.step.block, cost.step.phase), frozenset()))
             each = {name: float(getattr(amounts, name) * cost.count) for name in Amounts.__struct_fields__}
@@ -244,7 +245,7 @@ def pace(spent: Sequence[Spent]) -> Pace:
 def _outside(reference: Measured, updates: Sequence[StepSpent]) -> Spent:
     """What instructions of no derived step do: as ``byte`` the copies of loops, as ``call`` the bytes of the update,
     whose norms, copies and counters they are as well."""
-    mine = [one for one in updates if any(one.step is cost.step for cost in reference.priced.costs)]
+    mine = [one for one in updates if any(one.step is cost.step for cost in reference.priced.costs.all)]
     amounts = Amounts(byte=_loop_bytes(reference), call=sum(one.amounts.byte for one in mine))
     return Spent(amounts=amounts, seconds=reference.outside_s)
 
@@ -266,14 +267,14 @@ def _gaps(references: Sequence[Measured]) -> Mapping[str, float]:
         return {"meets": found.call, "waits": found.byte}
     left = sum(reference.left_s for reference in references)
     sizes = references[0].priced.sizes
-    costs = [cost for reference in references for cost in reference.priced.costs]
+    costs = [cost for reference in references for cost in reference.priced.costs.all]
     return {"kernel_s": left / sum(float(num_kernels(cost.step, sizes) * cost.count) for cost in costs)}
 
 
 def _moves(reference: Measured) -> Spent:
     """The collectives of a step: as ``call`` their latency and as ``byte`` the time of their bytes, in a row, and what
     is left for them."""
-    costs = [cost for cost in reference.priced.costs if cost.step.is_collective]
+    costs = [cost for cost in reference.priced.costs.all if cost.step.is_collective]
     in_a_row = Amounts(
         call=sum(float(cost.latency_s * cost.count) for cost in costs),
         byte=sum(float((cost.network_s - cost.latency_s) * cost.count) for cost in costs),

@@ -11,7 +11,7 @@ from meshwright.algebra.notation import ShardedArray
 from meshwright.algebra.sizes import OpSizes
 from meshwright.cost.offload import NOTHING, Offload
 from meshwright.cost.pipeline import Pipeline
-from meshwright.cost.step_costs import StepCost
+from meshwright.cost.step_costs import Priced, StepCost
 from meshwright.cost.step_rates import Group, StepRates
 from meshwright.cost.work.kernels import partly_hidden
 from meshwright.spec.strategy import IN_TURN
@@ -97,10 +97,9 @@ class BlockTimes(msgspec.Struct, frozen=True, kw_only=True):
 
 def block_times(
     derived: Derived,
-    costs: Sequence[StepCost],
+    priced: Priced,
     rates: StepRates,
     *,
-    boundary: Sequence[Number] = (),
     meetings_s: tuple[Number, Number] = (0.0, 0.0),
     sizes: OpSizes | None = None,
 ) -> BlockTimes:
@@ -108,33 +107,27 @@ def block_times(
 
     With ``sizes``, passes on a host that has been measured have the copies of their loops too.
     """
-    left = iter(costs)
     gradients = {f"d{variable.name}" for variable in derived.program.of_role("weight")}
+    owners = _first_blocks(derived)
     parts: dict[str, list[Number]] = {name: [] for name in ("forward", "backward", "weight", "last", "update")}
-    forwards: list[list[StepCost]] = []
-    for block in derived.blocks:
-        forward = [next(left) for _ in block.forward]
-        backward = [next(left) for _ in block.backward]
-        forwards.append(forward)
-        always = [cost for cost in backward if cost.step.scope != "step"]
-        ahead_s, back_s = _loop_s(block, derived, sizes, rates)
+    for block in priced.blocks:
+        always = [cost for cost in block.backward if cost.step.scope != "step"]
+        ahead_s, back_s = _loop_s(block.steps, derived, sizes, rates)
+        forward_s = _pass_s(block.forward, rates) + ahead_s
         back = _pass_s(always, rates) + back_s
-        parts["forward"].append(_pass_s(forward, rates) + ahead_s)
+        own = [cost for cost in priced.once if owners.get(cost.step.result.name) == block.name]
+        parts["forward"].append(forward_s)
         parts["backward"].append(back)
         parts["weight"].append(total(cost.local_s for cost in always if cost.step.result.name in gradients))
-        parts["last"].append(_pass_s(backward, rates) + back_s - back)
-    owners = _first_blocks(derived)
-    updates = list(left)
-    for block, forward, seconds in zip(derived.blocks, forwards, parts["forward"], strict=True):
-        own = [c for c in updates if owners.get(c.step.result.name) == block.block.name]
-        parts["update"].append(_update_s(own, forward, seconds, rates))
+        parts["last"].append(_pass_s(block.backward, rates) + back_s - back)
+        parts["update"].append(_update_s(own, block.forward, forward_s, rates))
     return BlockTimes(
         num_layers=derived.num_layers,
         repeats=tuple(block.repeat for block in derived.blocks),
-        carries=tuple(bool(block.block.carry) for block in derived.blocks),
+        carries=tuple(block.is_layer for block in priced.blocks),
         **{name: tuple(values) for name, values in parts.items()},
-        send_s=total(boundary),
-        after_s=total(c.time_s * c.count for c in updates if c.step.result.name not in owners),
+        send_s=total(cost.network_s for cost in priced.boundary),
+        after_s=total(c.time_s * c.count for c in priced.once if c.step.result.name not in owners),
         meetings_s=meetings_s,
         microbatch_s=rates.chip.efficiency.host_microbatch_s * (rates.software != "compiled"),
         overlap=rates.chip.efficiency.overlap if rates.overlaps and rates.software not in IN_TURN else None,
@@ -152,7 +145,7 @@ def _first_blocks(derived: Derived) -> dict[str, str]:
     return found
 
 
-def _pass_s(costs: list[StepCost], rates: StepRates) -> Number:
+def _pass_s(costs: Sequence[StepCost], rates: StepRates) -> Number:
     """One pass over one repeat of a block: compute, what it waits for, and what passes behind the two.
 
     By the data sheet compute and what is waited for are added, and the rest hides unless the busiest links take
@@ -210,7 +203,7 @@ def _gradients(block: BlockSteps, weights: set[str]) -> list[ShardedArray]:
     return list(found.values())
 
 
-def _left_of_rounds(costs: list[StepCost], rates: StepRates) -> list[Number]:
+def _left_of_rounds(costs: Sequence[StepCost], rates: StepRates) -> list[Number]:
     """Of the moves of each collective matmul, the seconds that its products do not hide.
 
     Of n blocks one is computed before the first has come, or after the last has gone: n - 1 hide the n - 1 moves.
@@ -226,12 +219,12 @@ def _left_of_rounds(costs: list[StepCost], rates: StepRates) -> list[Number]:
     return left
 
 
-def _links_s(costs: list[StepCost], rates: StepRates) -> Number:
+def _links_s(costs: Sequence[StepCost], rates: StepRates) -> Number:
     """Seconds that the busiest link works for some collectives of one pass."""
     return largest(link_seconds(seconds_by_group(costs, "network_s", 1), rates))
 
 
-def _update_s(costs: list[StepCost], forward: list[StepCost], forward_s: Number, rates: StepRates) -> Number:
+def _update_s(costs: Sequence[StepCost], forward: Sequence[StepCost], forward_s: Number, rates: StepRates) -> Number:
     """The optimizer on one repeat of a block, and what the next forward pass over it does not hide of the gather of
     updated weights (ZeRO-1 and 2). The gather shares links with the pass's own collectives."""
     local = total(cost.local_s for cost in costs)

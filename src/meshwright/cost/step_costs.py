@@ -1,12 +1,12 @@
 """What every derived step costs one device: FLOPs, bytes through memory and over links, seconds by itself."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from meshwright.algebra.derived import Derived
+from meshwright.algebra.derived import BlockSteps, Derived
 from meshwright.algebra.notation import ShardedArray, product
 from meshwright.algebra.ops import kind_of
 from meshwright.algebra.rewrites.split_backward import counts_of, gradient_arrays, meetings, weights_of
@@ -17,6 +17,7 @@ from meshwright.core.dims import DTYPE_BYTES
 from meshwright.cost.pipeline import ONE_STAGE, Pipeline
 from meshwright.cost.step_rates import Group, StepRates
 from meshwright.cost.work.kernels import local_work, partly_hidden
+from meshwright.cost.work.ops import op_term
 from meshwright.cost.work.sizes import expert_slots, spare_slots
 from meshwright.cost.work.slots import slots_move
 from meshwright.spec.job import Job
@@ -70,9 +71,79 @@ class StepCost(msgspec.Struct, frozen=True, kw_only=True):
         return isinstance(self.step.details, Round) and self.step.details.beside_products
 
     @property
+    def gathers_weights(self) -> bool:
+        """Whether it is a gather that needs nothing of its pass, so that it could run ahead of it."""
+        return self.step.op == "all_gather" and self.hides
+
+    @property
+    def term(self) -> str:
+        """The kind of local work, or the mesh axes of a collective: ``"matmul"``, ``"fsdp,context"``."""
+        return ",".join(self.step.axes) if self.step.is_collective else op_term(self.step)
+
+    @property
     def group(self) -> Group:
         """The mesh axes of a collective."""
         return frozenset(self.step.axes)
+
+
+class PricedBlock(msgspec.Struct, frozen=True, kw_only=True):
+    """The derived steps of one block and, step by step, what its two passes cost."""
+
+    steps: BlockSteps
+    forward: tuple[StepCost, ...]
+    backward: tuple[StepCost, ...]
+
+    @property
+    def name(self) -> str:
+        return self.steps.block.name
+
+    @property
+    def is_layer(self) -> bool:
+        """Whether it is a block of layers, which pipeline stages share out; embedding and head are not."""
+        return bool(self.steps.block.carry)
+
+
+class Priced(msgspec.Struct, frozen=True, kw_only=True):
+    """The costs of a training step, in the shape of its derivation.
+
+    ``update`` is the loss, the gradient norm and the optimizer; ``ends`` the sums over the pipeline of what every
+    stage holds, priced only where one program runs on all stages. ``boundary`` are the sends of one microbatch over
+    one boundary of stages: how often they run is the schedule's matter, so they are not among ``all``.
+    """
+
+    blocks: tuple[PricedBlock, ...]
+    update: tuple[StepCost, ...]
+    ends: tuple[StepCost, ...] = ()
+    boundary: tuple[StepCost, ...] = ()
+
+    @property
+    def layers(self) -> tuple[PricedBlock, ...]:
+        """The blocks of layers."""
+        return tuple(block for block in self.blocks if block.is_layer)
+
+    @property
+    def once(self) -> tuple[StepCost, ...]:
+        """Everything after the last microbatch that belongs to no pass."""
+        return (*self.update, *self.ends)
+
+    @property
+    def all(self) -> tuple[StepCost, ...]:
+        """Every cost in order: forward and backward of each block, then what runs once."""
+        return (*(cost for block in self.blocks for cost in (*block.forward, *block.backward)), *self.once)
+
+    def changed(self, change: Callable[[StepCost], StepCost]) -> "Priced":
+        """The same steps with other costs; the boundary keeps its own."""
+        return Priced(
+            blocks=tuple(
+                msgspec.structs.replace(
+                    block, forward=tuple(map(change, block.forward)), backward=tuple(map(change, block.backward))
+                )
+                for block in self.blocks
+            ),
+            update=tuple(map(change, self.update)),
+            ends=tuple(map(change, self.ends)),
+            boundary=self.boundary,
+        )
 
 
 def op_sizes(
@@ -124,19 +195,16 @@ def collective_groups(derived: Derived) -> tuple[Group, ...]:
 
 def price_steps(
     derived: Derived, sizes: OpSizes, rates: StepRates, *, num_microbatches: Number, pipeline: Pipeline = ONE_STAGE
-) -> list[StepCost]:
-    """The cost of every step in order: forward and backward of each block, then the update.
-
-    Where one program runs on all stages, so do the sums over them of what every stage holds, last.
-    """
+) -> Priced:
+    """The cost of every step. Sums over the stages of what every stage holds run where one program runs on all."""
+    plain = sizes
     sizes = msgspec.structs.replace(sizes, in_arrays=slots_move(derived, sizes.mesh), cache=dict(sizes.cache))
     shares = block_shares(derived, pipeline)
     kept = kept_results(derived)
     owners = block_of_weights(derived)
     summed = _summed_gradients(derived)
-    found = []
-    sums = ((step, 1) for step in derived.ends) if pipeline.in_lockstep else ()
-    for step, count in (*derived.steps(num_microbatches), *sums):
+
+    def priced(step: Step, count: Number) -> StepCost:
         block = step.block if step.block in shares else owners.get(step.result.name.removeprefix("d"), "")
         share = shares.get(block, 1.0)
         if step.block == "stage":
@@ -148,8 +216,25 @@ def price_steps(
         for made in (step, *step.parts):
             if made.result.name in summed and not made.is_collective and kind_of(made).is_einsum:
                 cost = _with_sum(cost, summed[made.result.name], sizes, rates, num_microbatches)
-        found.append(msgspec.structs.replace(cost, here=count * share))
-    return found
+        return msgspec.structs.replace(cost, here=count * share)
+
+    steps = iter(derived.steps(num_microbatches))
+    blocks = tuple(
+        PricedBlock(
+            steps=block,
+            forward=tuple(priced(*next(steps)) for _ in block.forward),
+            backward=tuple(priced(*next(steps)) for _ in block.backward),
+        )
+        for block in derived.blocks
+    )
+    return Priced(
+        blocks=blocks,
+        update=tuple(priced(step, count) for step, count in steps),
+        ends=tuple(priced(step, 1) for step in derived.ends) if pipeline.in_lockstep else (),
+        boundary=tuple(
+            price_step(step, 1, plain, rates, num_microbatches=num_microbatches) for step in derived.boundary
+        ),
+    )
 
 
 def kept_results(derived: Derived) -> dict[tuple[str, str], frozenset[ShardedArray]]:

@@ -24,7 +24,7 @@ from meshwright.spec.calibration import (
     reference_peak,
 )
 from meshwright.spec.cluster import Cluster
-from meshwright.spec.strategy import AttentionKernel, Software, Strategy
+from meshwright.spec.strategy import AttentionKernel, Software, Strategy, mesh_words
 
 Number = Any
 """A float, or a NumPy array with one entry per candidate."""
@@ -75,7 +75,7 @@ def strategy_placements(cluster: Cluster, strategy: Strategy) -> tuple[Placement
     wanted = strategy.placement
     chosen = tuple(p for p in found if not wanted or p.describe() == wanted)
     if not chosen:
-        shape = " x ".join(f"{axis} {size}" for axis, size in strategy.mesh.items() if size > 1)
+        shape = mesh_words(strategy.mesh, " x ")
         how = f" as {', '.join(f'{axis}: {text}' for axis, text in wanted.items())}" if found else ""
         raise CannotRunError(
             f"mesh {shape} cannot be laid on {cluster.short_name}{how}: every mesh axis must be made of whole "

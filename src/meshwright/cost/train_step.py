@@ -16,84 +16,71 @@ from meshwright.algebra.derive import derive
 from meshwright.algebra.derived import Derived
 from meshwright.algebra.notation import product
 from meshwright.algebra.sizes import OpSizes
-from meshwright.algebra.transformer import transformer
 from meshwright.cost.memory import MemoryParts, memory_parts, total_bytes
 from meshwright.cost.network.collectives import Placement
 from meshwright.cost.offload import Offload, offloaded
 from meshwright.cost.pass_times import BlockTimes, block_times, largest, link_seconds, seconds_by_group, total
 from meshwright.cost.pipeline import Pipeline, strategy_pipeline
+from meshwright.cost.setting import Setting
 from meshwright.cost.step_costs import (
+    Priced,
     StepCost,
     collective_groups,
     meeting_seconds,
-    price_step,
     price_steps,
     strategy_sizes,
 )
 from meshwright.cost.step_rates import StepRates, attention_scores, step_rates, strategy_placements
-from meshwright.cost.work.ops import is_attention, model_flops, op_flops, op_term
-from meshwright.spec.calibration import Calibration
-from meshwright.spec.cluster import Cluster
+from meshwright.cost.work.ops import is_attention, model_flops, op_flops
 from meshwright.spec.job import Job
 from meshwright.spec.model import Model
+from meshwright.spec.plan_file import Prediction
 from meshwright.spec.strategy import Strategy
 
 Number = Any
 """A float, or a NumPy array with one entry per candidate."""
 
 
-class Estimate(msgspec.Struct, frozen=True, kw_only=True):
-    """One training step predicted; every number may be an array with one entry per candidate.
+Estimate = Prediction[Any]
+"""A prediction whose numbers may be arrays."""
 
-    ``step_s_lower`` and ``step_s_upper`` are bounds by data: perfect overlap of everything, and none. ``step_s_p10``
-    and ``step_s_p90`` hold the measured time in 8 of 10 cases, as far as published measurements go; None for rates
-    that nothing has been fitted to.
 
-    ``flops`` are those that all devices execute; ``hfu`` counts attention's masked blocks too, as ``mfu`` does.
-    ``terms`` are seconds of each kind of work by itself, before any overlap: matmul, attention, elementwise, loss_head,
-    optimizer, a collective per mesh-axis group, latency.
-    """
+class PricedParts(msgspec.Struct, frozen=True, kw_only=True):
+    """Costs of all steps, the times of the blocks and the parts of memory: what every schedule has in common."""
 
-    step_s: Number
-    step_s_lower: Number
-    step_s_upper: Number
-    step_s_p10: Number | None = None
-    step_s_p90: Number | None = None
-    mfu: Number
-    hfu: Number
-    bound_by: Any
-    memory: dict[str, Number]
-    hbm_bytes_per_chip: Number
-    flops: Number
-    terms: dict[str, Number]
-
-    def at(self, index: int) -> "Estimate":
-        """The estimate of one candidate, in plain numbers."""
-        return Estimate(**{name: _at(getattr(self, name), index) for name in self.__struct_fields__})
+    costs: Priced
+    times: BlockTimes
+    memory: MemoryParts
 
 
 class PricedStrategy(msgspec.Struct, frozen=True, kw_only=True):
-    """One strategy with the placement, the cost of every step in order, and the prediction, in plain numbers.
+    """One strategy with the placement, what its steps cost, and the prediction, in plain numbers.
 
     ``derived`` has the axes of several devices only: its steps are those that run.
     """
 
+    strategy: Strategy
     derived: Derived
     sizes: OpSizes
     rates: StepRates
     placement: Placement
-    costs: tuple[StepCost, ...]
+    parts: PricedParts
     estimate: Estimate
 
+    @property
+    def costs(self) -> Priced:
+        """The cost of every step."""
+        return self.parts.costs
 
-def price_strategy(
-    model: Model, cluster: Cluster, job: Job, strategy: Strategy, *, calibration: Calibration | None = None
-) -> PricedStrategy:
-    """A strategy priced on a cluster, on the placement that its texts describe or else the best one.
+
+def price_strategy(setting: Setting, strategy: Strategy) -> PricedStrategy:
+    """A strategy priced in a setting, on the placement that its texts describe or else the best one.
 
     Raises InputError or CannotRunError where the strategy cannot be derived or placed.
     """
-    derived = derive(transformer(model), strategy)
+    cluster, job = setting.cluster, setting.job
+    fused_head = strategy.software == "compiled"
+    derived = derive(setting.program, strategy, optimizer=job.optimizer, fused_head=fused_head)
     placements = strategy_placements(cluster, strategy)
     groups = collective_groups(derived)
     every = step_rates(
@@ -104,9 +91,9 @@ def price_strategy(
         state_dtype=strategy.state_dtype,
         software=strategy.software,
         attention_kernel=strategy.attention_kernel,
-        calibration=calibration,
+        calibration=setting.calibration,
     )
-    sizes = strategy_sizes(model, job, strategy, scores=attention_scores(cluster, strategy.software))
+    sizes = strategy_sizes(setting.model, job, strategy, scores=attention_scores(cluster, strategy.software))
     pipeline = strategy_pipeline(strategy)
     tried = price_parts(derived, sizes, every, pipeline=pipeline)
     moved = offloaded(tried.memory, every.pcie_bytes_per_s, pipeline, strategy.offload)
@@ -114,30 +101,32 @@ def price_strategy(
     best = int(np.argmin(seconds))
     rates = every.take(best)
     return PricedStrategy(
+        strategy=strategy,
         derived=derived,
         sizes=sizes,
         rates=rates,
         placement=placements[best],
-        costs=tuple(price_parts(derived, sizes, rates, pipeline=pipeline, memory=tried.memory).costs),
-        estimate=estimate_many(
-            model,
-            derived,
-            sizes,
-            rates,
-            batch_seqs=float(job.batch_seqs),
-            seq_len=job.seq_len,
-            pipeline=pipeline,
-            offload=strategy.offload,
-            memory=tried.memory,
-        ).at(0),
+        parts=price_parts(derived, sizes, rates, pipeline=pipeline, memory=tried.memory),
+        estimate=at_candidate(
+            estimate_many(
+                setting.model,
+                derived,
+                sizes,
+                rates,
+                batch_seqs=float(job.batch_seqs),
+                seq_len=job.seq_len,
+                pipeline=pipeline,
+                offload=strategy.offload,
+                memory=tried.memory,
+            ),
+            0,
+        ),
     )
 
 
-def estimate_step(
-    model: Model, cluster: Cluster, job: Job, strategy: Strategy, *, calibration: Calibration | None = None
-) -> Estimate:
+def estimate_step(setting: Setting, strategy: Strategy) -> Estimate:
     """The prediction alone."""
-    return price_strategy(model, cluster, job, strategy, calibration=calibration).estimate
+    return price_strategy(setting, strategy).estimate
 
 
 def estimate_many(
@@ -157,7 +146,7 @@ def estimate_many(
     ``memory`` is what `memory_parts` gives, where it is known already.
     """
     priced = price_parts(derived, sizes, rates, pipeline=pipeline, memory=memory)
-    costs, parts = priced.costs, priced.memory
+    costs, parts = priced.costs.all, priced.memory
     moved = offloaded(parts, rates.pcie_bytes_per_s, pipeline, offload)
     seconds = priced.times.step_s(pipeline, moved)
     expected, bubble = seconds.step_s, seconds.bubble_s
@@ -200,37 +189,28 @@ def _attends(cost: StepCost) -> bool:
     return not cost.step.is_collective and is_attention(cost.step)
 
 
-class PricedParts(msgspec.Struct, frozen=True, kw_only=True):
-    """Costs of all steps, the times of the blocks and the parts of memory: what every schedule has in common."""
-
-    costs: list[StepCost]
-    times: BlockTimes
-    memory: MemoryParts
-
-
 def price_parts(
     derived: Derived, sizes: OpSizes, rates: StepRates, *, pipeline: Pipeline, memory: MemoryParts | None = None
 ) -> PricedParts:
     """Everything priced; of the pipeline only the number of microbatches and the shares in ``costs`` matter."""
     count = pipeline.microbatches
     costs = price_steps(derived, sizes, rates, num_microbatches=count, pipeline=pipeline)
-    boundary = [price_step(s, 1, sizes, rates, num_microbatches=count).network_s for s in derived.boundary]
     meet = meeting_seconds(derived, sizes, rates, num_microbatches=count)
-    times = block_times(derived, costs, rates, boundary=boundary, meetings_s=meet, sizes=sizes)
+    times = block_times(derived, costs, rates, meetings_s=meet, sizes=sizes)
     return PricedParts(costs=costs, times=times, memory=memory or memory_parts(derived, sizes))
 
 
 # -- bounds and what binds ------------------------------------------------------------------------------
 
 
-def _busy_s(costs: list[StepCost], rates: StepRates) -> list[Number]:
+def _busy_s(costs: Sequence[StepCost], rates: StepRates) -> list[Number]:
     """Seconds that each resource works in one step: compute, memory, then every physical axis."""
     compute = total(cost.math_s * cost.here for cost in costs)
     memory = total(cost.hbm_s * cost.here for cost in costs)
     return [compute, memory, *link_seconds(seconds_by_group(costs, "network_s"), rates)]
 
 
-def _bound_by(costs: list[StepCost], rates: StepRates, busy: Sequence[Number], bubble: Number) -> Any:
+def _bound_by(costs: Sequence[StepCost], rates: StepRates, busy: Sequence[Number], bubble: Number) -> Any:
     """The busiest resource of each candidate: compute, hbm, a level of the network, latency, or the bubble.
 
     A link is bound by latency when more than half of its time is not explained by bytes. The bubble binds when
@@ -247,16 +227,12 @@ def _bound_by(costs: list[StepCost], rates: StepRates, busy: Sequence[Number], b
     return np.where(bubble > np.max(busy_s, axis=0), "bubble", found)
 
 
-def _terms(costs: list[StepCost]) -> dict[str, Number]:
+def _terms(costs: Sequence[StepCost]) -> dict[str, Number]:
     """Seconds of each kind of work by itself on the busiest device; latency is what collectives take beyond bytes."""
     terms: dict[str, Number] = dict.fromkeys(("matmul", "attention", "elementwise", "loss_head", "optimizer"), 0.0)
     for cost in costs:
-        if cost.step.is_collective:
-            name = ",".join(cost.step.axes)
-            terms[name] = terms.get(name, 0.0) + (cost.network_s - cost.latency_s) * cost.here
-        else:
-            name = op_term(cost.step)
-            terms[name] = terms[name] + cost.local_s * cost.here
+        spent = cost.network_s - cost.latency_s if cost.step.is_collective else cost.local_s
+        terms[cost.term] = terms.get(cost.term, 0.0) + spent * cost.here
     terms["latency"] = total(cost.latency_s * cost.here for cost in costs)
     return terms
 
@@ -271,6 +247,11 @@ def _with_pipeline(
     else:
         terms.pop("pipeline", None)
     return terms | ({"pcie": moved.serial_s} if np.any(np.asarray(moved.serial_s) > 0) else {})
+
+
+def at_candidate(found: Estimate, index: int) -> Estimate:
+    """The prediction of one candidate, in plain numbers."""
+    return Prediction(**{name: _at(getattr(found, name), index) for name in found.__struct_fields__})
 
 
 def _at(value: Any, index: int) -> Any:

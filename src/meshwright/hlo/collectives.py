@@ -7,12 +7,12 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import msgspec
 
+from meshwright.core.labels import StepLabel, find_label
 from meshwright.hlo.groups import Groups, axes_of, group_size, permute_pairs, replica_groups, slice_groups
 from meshwright.hlo.loops import runs_at_most_once, trip_count
 from meshwright.hlo.module import Instruction, Module, parse_module
 from meshwright.hlo.near import ending, nearest_step
 from meshwright.hlo.shapes import parse_shapes, shape_bytes
-from meshwright.nn.labels import StepLabel, find_label
 
 KINDS = {
     "all-gather": "all_gather",

@@ -10,13 +10,13 @@ import msgspec
 
 from meshwright.algebra.steps import COLLECTIVES
 from meshwright.core.errors import InputError, nearest
+from meshwright.core.labels import StepLabel, find_label
 from meshwright.hlo.collectives import KINDS
 from meshwright.hlo.layout import executed
 from meshwright.hlo.loops import times_run
 from meshwright.hlo.module import Computation, Instruction, Module
 from meshwright.hlo.products import is_product
 from meshwright.hlo.shapes import parse_shapes
-from meshwright.nn.labels import StepLabel, find_label
 
 NodeKind = Literal["collective", "matmul", "attention", "loop", "other"]
 

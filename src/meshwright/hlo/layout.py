@@ -4,10 +4,10 @@ from collections.abc import Iterator
 
 import msgspec
 
+from meshwright.core.labels import StepLabel
 from meshwright.hlo.loops import times_run
 from meshwright.hlo.module import Computation, Instruction, Module
 from meshwright.hlo.shapes import Shape
-from meshwright.nn.labels import StepLabel
 
 _VIEWS = {
     *("parameter", "get-tuple-element", "tuple", "bitcast", "while", "conditional", "call", "after-all", "constant"),

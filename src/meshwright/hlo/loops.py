@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 import msgspec
 
+from meshwright.core.labels import AT_MOST_ONCE
 from meshwright.hlo.module import Instruction, Module
-from meshwright.nn.labels import AT_MOST_ONCE
 
 _STATED = re.compile(r'known_trip_count[\\"]*:\s*\{\s*[\\"]*n[\\"]*:\s*[\\"]*(\d+)')
 _INDEX = re.compile(r"\bindex=(\d+)")

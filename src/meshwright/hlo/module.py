@@ -6,9 +6,9 @@ from functools import cached_property
 
 import msgspec
 
+from meshwright.core.labels import StepLabel, find_label
 from meshwright.hlo.frames import Frame, Frames, read_frames
 from meshwright.hlo.shapes import Shape, parse_shapes
-from meshwright.nn.labels import StepLabel, find_label
 
 _COMPUTATION = re.compile(r"^(ENTRY\s+)?%?([\w.\-]+)\s*(?:\(.*\)\s*->.*)?\{\s*$")
 _END = re.compile(r"^\s*\}(, execution_thread=.*)?\s*$")

@@ -5,8 +5,8 @@ Between TPU slices it forgets all of them; where it combines gradients into one 
 
 from collections.abc import Callable, Sequence
 
+from meshwright.core.labels import StepLabel
 from meshwright.hlo.module import Instruction, Module
-from meshwright.nn.labels import StepLabel
 
 _Way = Callable[[Module, Instruction], Sequence[Instruction]]
 MAX_STEPS_AWAY = 8

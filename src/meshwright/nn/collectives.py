@@ -6,12 +6,11 @@ from jax import lax
 
 from meshwright.algebra.steps import Step
 from meshwright.nn.attention.platform import default_platform
-from meshwright.nn.labels import label_of
 
 
 def communicate(step: Step, value: jax.Array, *, leading: int = 0) -> jax.Array:
     """The result of a collective or slice step on this device's block; ``leading`` dims in front are carried along."""
-    with jax.named_scope(str(label_of(step))):
+    with jax.named_scope(str(step.label)):
         return _communicate(step, value, leading)
 
 

@@ -8,7 +8,6 @@ from meshwright.algebra.notation import ShardedArray
 from meshwright.algebra.steps import Round, Step
 from meshwright.nn.collectives import communicate
 from meshwright.nn.context import Context
-from meshwright.nn.labels import label_of
 from meshwright.nn.ops import local_steps
 
 Environment = dict[ShardedArray, jax.Array]
@@ -38,7 +37,7 @@ def run_step(context: Context, step: Step, inputs: list[jax.Array]) -> tuple[jax
 
     Blocks on their way round a ring stay what they are: attention passes them on.
     """
-    with jax.named_scope(str(label_of(step))):
+    with jax.named_scope(str(step.label)):
         return _run_step(context, step, inputs)
 
 

@@ -15,8 +15,8 @@ from jax import lax
 from meshwright.algebra.derived import Derived
 from meshwright.algebra.notation import ShardedArray
 from meshwright.algebra.rewrites.split_backward import step_steps
+from meshwright.core.labels import AT_MOST_ONCE
 from meshwright.nn.experts.balance import Routing
-from meshwright.nn.labels import AT_MOST_ONCE
 from meshwright.nn.weights import Params
 from meshwright.parallel.blocks import Inputs, through
 from meshwright.parallel.passes import Passes

@@ -17,10 +17,10 @@ from meshwright.algebra.layers import PLAIN, ProgramOptions
 from meshwright.algebra.notation import ShardedArray
 from meshwright.algebra.transformer import transformer, weight_variables
 from meshwright.core.errors import CannotRunError, InputError
+from meshwright.core.labels import OPTIMIZER
 from meshwright.nn.attention.visibility import zigzag_order
 from meshwright.nn.context import Context
 from meshwright.nn.experts.balance import routing_metrics
-from meshwright.nn.labels import OPTIMIZER
 from meshwright.nn.weights import Params, init_params
 from meshwright.parallel.blocks import Inputs, through
 from meshwright.parallel.gradients import (

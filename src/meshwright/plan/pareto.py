@@ -7,15 +7,13 @@ import msgspec
 
 from meshwright.core.errors import CannotRunError
 from meshwright.core.units import format_bytes
-from meshwright.cost.memory import memory_limit
+from meshwright.cost.setting import Setting
 from meshwright.plan.candidates import parts_of
 from meshwright.plan.planner import space_of
 from meshwright.plan.search import Found, search
 from meshwright.plan.space import USUAL, Choices, Space
-from meshwright.spec.calibration import Calibration
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.job import Job
-from meshwright.spec.model import Model
 
 MAX_HALVINGS = 12
 LEAST_CHEAPER = 2e-3
@@ -32,23 +30,21 @@ class Frontier(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def pareto(
-    model: Model,
-    cluster: Cluster,
-    job: Job,
+    setting: Setting,
     *,
     axes: Mapping[str, int] | None = None,
     overrides: Mapping[str, Any] | None = None,
     choices: Choices = USUAL,
-    calibration: Calibration | None = None,
 ) -> Frontier:
     """Both frontiers of a job; of the parts of the cluster those of half the chips, a quarter and so on.
 
     Raises CannotRunError when nothing runs on all chips.
     """
-    space = space_of(model, cluster, job, axes or {}, overrides or {}, choices, calibration)
+    model, cluster, job = setting.model, setting.cluster, setting.job
+    space = space_of(setting, axes or {}, overrides or {}, choices)
     outcome = search(space, cluster, job.batch_seqs, top=1, frontier=True)
     if not outcome.found:
-        limit = format_bytes(memory_limit(cluster, calibration))
+        limit = format_bytes(setting.memory_limit)
         need = (
             f"the best needs {format_bytes(outcome.least_bytes)} of {limit}" if outcome.num_meshes else "no mesh fits"
         )

@@ -11,17 +11,16 @@ from meshwright.core.dims import MESH_AXES
 from meshwright.core.errors import CannotRunError, InputError, as_sentence, nearest
 from meshwright.core.units import format_bytes, format_count, format_seconds
 from meshwright.cost.memory import memory_limit
+from meshwright.cost.setting import Setting
 from meshwright.cost.step_costs import has_empty_slots
 from meshwright.plan.candidates import memory_of_any_mesh, parts_of
 from meshwright.plan.legal import legal
 from meshwright.plan.result import PlanResult, planned
 from meshwright.plan.search import Found, Outcome, search
 from meshwright.plan.space import EMULATED, USUAL, Choices, Space, axes_to_try, open_space
-from meshwright.spec.calibration import Calibration, datasheet_calibration
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.job import Job
-from meshwright.spec.model import Model
-from meshwright.spec.strategy import Strategy, make_mesh, require_runnable_strategy
+from meshwright.spec.strategy import Strategy, make_mesh, mesh_words, require_runnable_strategy
 
 NEAREST_BATCH_SHARE = 0.25
 """How far from the wanted batch, as a share, one that uses all chips is looked for."""
@@ -50,16 +49,13 @@ FIELDS = (
 
 
 def plan(
-    model: Model,
-    cluster: Cluster,
-    job: Job,
+    setting: Setting,
     *,
     axes: Mapping[str, int] | None = None,
     overrides: Mapping[str, Any] | None = None,
     choices: Choices = USUAL,
     exhaustive: bool = False,
     top: int = 5,
-    calibration: Calibration | None = None,
 ) -> PlanResult:
     """The best strategies for a job on a cluster. On this machine's own devices each can be run as it stands.
 
@@ -71,14 +67,15 @@ def plan(
     """
     if top < 1:
         raise InputError(f"top={top} must be at least 1.")
+    model, cluster, job = setting.model, setting.cluster, setting.job
     if model.learned_positions and job.seq_len > model.max_positions:
         raise InputError(
             f"seq={job.seq_len} is longer than the {model.max_positions} learned positions of {model.name}. "
             f"Use at most {model.max_positions}, or --set model.max_positions={job.seq_len}."
         )
-    space = space_of(model, cluster, job, axes or {}, overrides or {}, choices, calibration)
+    space = space_of(setting, axes or {}, overrides or {}, choices)
     outcome = search(space, cluster, job.batch_seqs, top=top, exhaustive=exhaustive)
-    notes = _assumptions(space, cluster, calibration)
+    notes = _assumptions(space, setting)
     whole = outcome.found[0] if outcome.found else None
     if not outcome.found:
         if not outcome.num_meshes:
@@ -91,18 +88,15 @@ def plan(
         near = _nearest_batch(space, cluster, job)
         shortfall = _part_notes(cluster, job, outcome, whole, near)
     return PlanResult(
-        model=model,
-        cluster=cluster,
-        job=job,
-        calibration=calibration or datasheet_calibration(cluster.chip),
-        strategies=tuple(planned(found, job) for found in outcome.found),
+        setting=setting,
+        strategies=tuple(planned(found, setting) for found in outcome.found),
         notes=notes,
         shortfall=shortfall,
-        nearest_batch=None if near is None else planned(near, job),
+        nearest_batch=None if near is None else planned(near, setting),
     )
 
 
-def plan_slices(model: Model, clusters: Sequence[Cluster], job: Job, **choices: Any) -> PlanResult:
+def plan_slices(settings: Sequence[Setting], **choices: Any) -> PlanResult:
     """The plan of the shape of slice that is fastest per token, with a note of what the others take.
 
     Optical switches give the same chips different shapes. ``choices`` are those of `plan`. Raises the first shape's
@@ -110,15 +104,15 @@ def plan_slices(model: Model, clusters: Sequence[Cluster], job: Job, **choices: 
     """
     results: list[PlanResult] = []
     refused: CannotRunError | None = None
-    for cluster in clusters:
+    for setting in settings:
         try:
-            results.append(plan(model, cluster, job, **choices))
+            results.append(plan(setting, **choices))
         except CannotRunError as error:
             refused = refused or error
     if refused is not None and not results:
         raise refused
     ranked = sorted(results, key=lambda r: (r.strategies[0].cluster != r.cluster, r.strategies[0].estimate.step_s))
-    if len(clusters) == 1:
+    if len(settings) == 1:
         return ranked[0]
     times = ", ".join(f"{r.cluster.short_name} {format_seconds(r.strategies[0].estimate.step_s)}" for r in ranked)
     note = f"shapes of slice by step time: {times}"
@@ -129,13 +123,7 @@ def plan_slices(model: Model, clusters: Sequence[Cluster], job: Job, **choices: 
 
 
 def space_of(
-    model: Model,
-    cluster: Cluster,
-    job: Job,
-    axes: Mapping[str, int],
-    overrides: Mapping[str, Any],
-    choices: Choices,
-    calibration: Calibration | None,
+    setting: Setting, axes: Mapping[str, int], overrides: Mapping[str, Any], choices: Choices = USUAL
 ) -> Space:
     """What is left open once the given axes and fields are fixed."""
     make_mesh(axes)
@@ -146,19 +134,21 @@ def space_of(
     for name in given:
         if name not in FIELDS:
             raise InputError(f"strategy.{name} cannot be set here.{nearest(name, FIELDS)} Mesh axes go in axes.")
+    cluster = setting.cluster
     template = _template(cluster, given)
     here = cluster.kind == "host"
     if here:
         require_runnable_strategy(msgspec.structs.replace(template, mesh=make_mesh(axes)))
     return open_space(
-        model,
-        job.seq_len,
+        setting.model,
+        setting.job.seq_len,
         template,
         given=given,
         choices=EMULATED if here else choices,
         fixed=axes,
         axes=axes_to_try(cluster, axes),
-        calibration=calibration,
+        calibration=setting.calibration,
+        optimizer=setting.job.optimizer,
     )
 
 
@@ -181,15 +171,15 @@ def _words_of(fault: str) -> str:
     return f" Use {', '.join(known[:-1])} or {known[-1]}." if len(known) > 1 else ""
 
 
-def _assumptions(space: Space, cluster: Cluster, calibration: Calibration | None) -> tuple[str, ...]:
+def _assumptions(space: Space, setting: Setting) -> tuple[str, ...]:
     """The named conventions behind the numbers."""
-    rates = (calibration or datasheet_calibration(cluster.chip)).describe()
-    notes = [f"times rest on {rates}", "MFU counts 6ND + 12 B T^2 N H L, no causal discount"]
-    if cluster.kind != "host" and (calibration or datasheet_calibration(cluster.chip)).is_datasheet:
+    cluster = setting.cluster
+    notes = [f"times rest on {setting.rates.describe()}", "MFU counts 6ND + 12 B T^2 N H L, no causal discount"]
+    if cluster.kind != "host" and setting.rates.is_datasheet:
         notes.append("nothing is measured or fitted behind these rates: real steps take longer, see docs/accuracy.md")
     if cluster.kind != "host":
         notes.append("attention is priced as one fused kernel that keeps its scores on chip and skips what is masked")
-    if math.isinf(memory_limit(cluster, calibration)):
+    if math.isinf(setting.memory_limit):
         notes.append(f"the memory of {cluster.short_name} is not known, so it was not compared")
     if has_empty_slots(space.template) and space.model.num_experts and space.template.imbalance == 1.0:
         notes.append(
@@ -233,10 +223,6 @@ def _nearest_batch(space: Space, cluster: Cluster, job: Job) -> Found | None:
     return found[0] if found else None
 
 
-def _axes(found: Found) -> str:
-    return " x ".join(f"{axis} {size}" for axis, size in found.strategy.mesh.items() if size > 1)
-
-
 def _part_notes(
     cluster: Cluster, job: Job, outcome: Outcome, whole: Found | None, near: Found | None
 ) -> tuple[str, ...]:
@@ -246,10 +232,11 @@ def _part_notes(
         why = f"{what} cannot be divided over {chips} {cluster.short_name} in a way that fits"
     else:
         step = format_seconds(whole.estimate.step_s)
-        why = f"{what} fit {chips} {cluster.short_name} only in pipeline stages ({_axes(whole)}, {step})"
+        axes = mesh_words(whole.strategy.mesh, " x ")
+        why = f"{what} fit {chips} {cluster.short_name} only in pipeline stages ({axes}, {step})"
     notes = [f"{why}: planned on {part.short_name}, {part.num_chips:,} chips"]
     if near is not None:
-        axes = _axes(near)
+        axes = mesh_words(near.strategy.mesh, " x ")
         tokens = format_count(near.batch_seqs * job.seq_len)
         step = format_seconds(near.estimate.step_s)
         notes.append(

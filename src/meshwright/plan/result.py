@@ -5,28 +5,30 @@ from typing import Any
 import msgspec
 
 from meshwright.cost.formulas.training_budget import cost_usd, days
+from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import Estimate
 from meshwright.plan.search import Found
-from meshwright.spec.calibration import Calibration
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.job import Job
 from meshwright.spec.model import Model
-from meshwright.spec.plan_file import Plan, Predicted
+from meshwright.spec.plan_file import Plan
 from meshwright.spec.strategy import Strategy
 
 
 class PlannedStrategy(msgspec.Struct, frozen=True, kw_only=True):
-    """One strategy that runs as it stands, on the chips it uses, with its prediction.
+    """One strategy that runs as it stands, in the setting of the chips that it uses, with its prediction."""
 
-    ``train_days`` and ``cost_usd`` are None where the job's tokens or the chip's price are not known.
-    """
-
+    setting: Setting
     strategy: Strategy
-    cluster: Cluster
-    job: Job
     estimate: Estimate
-    train_days: float | None
-    cost_usd: float | None
+
+    @property
+    def cluster(self) -> Cluster:
+        return self.setting.cluster
+
+    @property
+    def job(self) -> Job:
+        return self.setting.job
 
     @property
     def num_chips(self) -> int:
@@ -57,8 +59,8 @@ class PlannedStrategy(msgspec.Struct, frozen=True, kw_only=True):
             "hbm_bytes_per_chip": found.hbm_bytes_per_chip,
             "memory": dict(found.memory),
             "bound_by": found.bound_by,
-            "train_days": self.train_days,
-            "cost_usd": self.cost_usd,
+            "train_days": found.train_days,
+            "cost_usd": found.cost_usd,
             "num_chips": self.num_chips,
             "terms": dict(found.terms),
         }
@@ -71,14 +73,23 @@ class PlanResult(msgspec.Struct, frozen=True, kw_only=True):
     fastest strategy per token on all chips, of the batches within a quarter of the wanted one.
     """
 
-    model: Model
-    cluster: Cluster
-    job: Job
-    calibration: Calibration
+    setting: Setting
     strategies: tuple[PlannedStrategy, ...]
     notes: tuple[str, ...]
     shortfall: tuple[str, ...] = ()
     nearest_batch: PlannedStrategy | None = None
+
+    @property
+    def model(self) -> Model:
+        return self.setting.model
+
+    @property
+    def cluster(self) -> Cluster:
+        return self.setting.cluster
+
+    @property
+    def job(self) -> Job:
+        return self.setting.job
 
     def to_json(self) -> dict[str, Any]:
         """One object for `plan --json`."""
@@ -101,33 +112,27 @@ class PlanResult(msgspec.Struct, frozen=True, kw_only=True):
     def plan(self, chosen: PlannedStrategy | None = None) -> Plan:
         """What the plan file holds for one of the strategies; the best when none is named."""
         one = chosen or self.strategies[0]
-        numbers = {name: getattr(one.estimate, name) for name in one.estimate.__struct_fields__}
-        predicted = Predicted(**numbers, train_days=one.train_days, cost_usd=one.cost_usd)
         return Plan(
             model=self.model,
             cluster=one.cluster,
             job=one.job,
             strategy=one.strategy,
-            calibration=self.calibration,
-            predicted=predicted,
+            calibration=self.setting.rates,
+            predicted=one.estimate,
         )
 
 
-def planned(found: Found, job: Job) -> PlannedStrategy:
+def planned(found: Found, setting: Setting) -> PlannedStrategy:
     """The strategy with days and money for all tokens of the job, at the chip's price where there is one."""
-    its_job = msgspec.structs.replace(job, batch_seqs=found.batch_seqs)
-    price = found.cluster.chip.price_usd_per_hour
-    seconds = None
+    job = msgspec.structs.replace(setting.job, batch_seqs=found.batch_seqs)
+    price, train_days, money = found.cluster.chip.price_usd_per_hour, None, None
     if job.train_tokens is not None:
-        seconds = found.estimate.step_s * job.train_tokens / its_job.tokens_per_step
-    money = None
-    if seconds is not None and price is not None:
-        money = cost_usd(seconds, num_chips=found.cluster.num_chips, price_usd_per_hour=price)
+        seconds = found.estimate.step_s * job.train_tokens / job.tokens_per_step
+        train_days = days(seconds)
+        if price is not None:
+            money = cost_usd(seconds, num_chips=found.cluster.num_chips, price_usd_per_hour=price)
     return PlannedStrategy(
+        setting=msgspec.structs.replace(setting, cluster=found.cluster, job=job),
         strategy=found.strategy,
-        cluster=found.cluster,
-        job=its_job,
-        estimate=found.estimate,
-        train_days=None if seconds is None else days(seconds),
-        cost_usd=money,
+        estimate=msgspec.structs.replace(found.estimate, train_days=train_days, cost_usd=money),
     )

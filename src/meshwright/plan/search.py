@@ -19,7 +19,7 @@ from meshwright.cost.pass_times import BlockTimes
 from meshwright.cost.pipeline import Pipeline, schedule_fits
 from meshwright.cost.step_costs import collective_groups
 from meshwright.cost.step_rates import StepRates, step_rates
-from meshwright.cost.train_step import Estimate, estimate_many, price_parts
+from meshwright.cost.train_step import Estimate, at_candidate, estimate_many, price_parts
 from meshwright.plan.candidates import (
     Candidates,
     candidate_sizes,
@@ -319,14 +319,17 @@ class _Bench(msgspec.Struct, frozen=True, kw_only=True):
             microbatches=rows.microbatches,
             software=space.template.software,
         )
-        estimate = estimate_many(
-            space.model,
-            space.patterns[one.pattern].derived,
-            candidate_sizes(space, self.cluster, rows),
-            self.rates.take(rows.laid),
-            batch_seqs=rows.batch_seqs.astype(float),
-            seq_len=space.seq_len,
-            pipeline=pipeline,
-            offload=one.offload,
-        ).at(0)
+        estimate = at_candidate(
+            estimate_many(
+                space.model,
+                space.patterns[one.pattern].derived,
+                candidate_sizes(space, self.cluster, rows),
+                self.rates.take(rows.laid),
+                batch_seqs=rows.batch_seqs.astype(float),
+                seq_len=space.seq_len,
+                pipeline=pipeline,
+                offload=one.offload,
+            ),
+            0,
+        )
         return Found(strategy=strategy, cluster=self.cluster, batch_seqs=int(rows.batch_seqs[0]), estimate=estimate)

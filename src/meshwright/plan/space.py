@@ -11,8 +11,8 @@ from meshwright.algebra.derived import Derived
 from meshwright.algebra.program import Program
 from meshwright.algebra.schedules.registry import searched_schedules
 from meshwright.algebra.trace import keeps_logits
-from meshwright.algebra.transformer import transformer
 from meshwright.core.dims import EMULATED_AXES, MESH_AXES
+from meshwright.cost.setting import program_of
 from meshwright.plan.legal import MAX_IDLE_LAYERS, Rule, Split, size_rules, splits
 from meshwright.spec.calibration import Calibration
 from meshwright.spec.cluster import Cluster
@@ -127,11 +127,11 @@ def open_space(
     fixed: Mapping[str, int] | None = None,
     axes: tuple[str, ...] = MESH_AXES,
     calibration: Calibration | None = None,
+    optimizer: str = "adamw",
 ) -> Space:
     """The space around a strategy's own choices; those named in ``given`` stay as the template has them."""
     held = set(given)
     fixed = dict(fixed or {})
-    program = transformer(model)
     remats = (template.remat,) if "remat" in held else choices.remats
     modes = (template.context_attention,) if "context_attention" in held else choices.context_attention
     assignments: list[tuple[dict[str, Any], tuple[tuple[str, ...], ...]]]
@@ -145,7 +145,8 @@ def open_space(
         more = needs if mode == modes[0] else (*needs, ("context",))
         if any(all(fixed.get(axis) == 1 for axis in axes) for axes in more):
             continue
-        derived = derive(program, strategy, symbolic=True)
+        fused = strategy.software == "compiled"
+        derived = derive(program_of(model), strategy, symbolic=True, optimizer=optimizer, fused_head=fused)
         pattern = Pattern(
             strategy=strategy,
             rank=rank,
@@ -154,7 +155,7 @@ def open_space(
             splits=splits(derived),
             needs=more,
         )
-        patterns += _by_tensor(pattern, program, fixed.get("tensor")) if _fuses_head(strategy) else [pattern]
+        patterns += _by_tensor(pattern, program_of(model), fixed.get("tensor")) if _fuses_head(strategy) else [pattern]
     return Space(
         model=model,
         seq_len=seq_len,
@@ -182,7 +183,8 @@ def _by_tensor(pattern: Pattern, program: Program, fixed: int | None) -> list[Pa
     if fixed is None or fixed > 1:
         found.append(msgspec.structs.replace(pattern, tensor_split=True))
     if fixed is None or fixed == 1:
-        whole = derive(program, pattern.strategy, symbolic=True, without=("tensor",))
+        optimizer = pattern.derived.optimizer
+        whole = derive(program, pattern.strategy, symbolic=True, without=("tensor",), optimizer=optimizer)
         found.append(msgspec.structs.replace(pattern, derived=whole, tensor_split=False))
     return found
 

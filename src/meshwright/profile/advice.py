@@ -6,9 +6,10 @@ import msgspec
 
 from meshwright.algebra.notation import product
 from meshwright.core.units import format_bytes, format_flops, format_seconds
+from meshwright.cost.breakdown import LabelledStep
 from meshwright.cost.step_rates import StepRates
-from meshwright.profile.classes import OUTSIDE, OpClass
-from meshwright.profile.compare import NOTHING, ClassRow, Comparison, OpRow, PredictedStep, Row
+from meshwright.profile.classes import OUTSIDE, OpClass, class_of_op
+from meshwright.profile.compare import NOTHING, ClassRow, Comparison, OpRow, Row
 from meshwright.profile.times import Times
 from meshwright.spec.calibration import Calibration
 from meshwright.spec.job import Job
@@ -35,7 +36,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     job: Job
     strategy: Strategy
     rates: StepRates
-    expected: Mapping[str, PredictedStep]
+    expected: Mapping[str, LabelledStep]
     calibration: Calibration
 
     @property
@@ -112,7 +113,7 @@ def _collectives(row: Row, case: Case) -> str:
 def _products(row: Row, case: Case) -> str:
     rate = _rate(row, case)
     wanted = float(case.rates.chip.matmul_flops_per_s)
-    found, derived = case.of_class(row.name), sum(s.flops for s in case.expected.values() if s.kind == row.name)
+    found, derived = case.of_class(row.name), _derived_flops(case, row.name)
     if found and rate >= wanted and found.flops > derived:
         flops, known = (format_flops(f, unit="FLOP") for f in (found.flops, derived))
         return (
@@ -130,6 +131,10 @@ def _rate(row: Row, case: Case) -> float:
     """FLOP/s of a device in the products of a kind of work."""
     found = case.of_class(row.name)
     return found.flops / row.measured_s if found and row.measured_s else 0.0
+
+
+def _derived_flops(case: Case, kind: str) -> float:
+    return sum(one.flops for one in case.expected.values() if class_of_op(one.step.op) == kind)
 
 
 def _fewer_flops(case: Case) -> str:

@@ -8,10 +8,10 @@ from typing import Literal
 import msgspec
 
 from meshwright.algebra.ops import step_kinds
-from meshwright.algebra.steps import COLLECTIVES
+from meshwright.algebra.steps import COLLECTIVES, Step
+from meshwright.core.labels import StepLabel
 from meshwright.hlo.module import Instruction
 from meshwright.hlo.products import is_product
-from meshwright.nn.labels import StepLabel
 from meshwright.profile.hlo import CONTAINERS, Program, is_collective
 
 OpClass = Literal[
@@ -62,6 +62,11 @@ class Fact(msgspec.Struct, frozen=True, kw_only=True):
 def part_of(block: str, phase: str) -> str:
     """``layer backward``; what belongs to the whole step has the phase alone."""
     return block if block in ("optimizer", "update") else f"{block} {phase}"
+
+
+def part_of_step(step: Step) -> str:
+    """The part that a derived step belongs to; the updates of all weights are the optimizer."""
+    return "optimizer" if class_of_op(step.op) == "optimizer" else part_of(step.block, step.phase)
 
 
 class Facts:

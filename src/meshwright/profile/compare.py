@@ -5,21 +5,16 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
-from meshwright.algebra.steps import Step
-from meshwright.cost.step_costs import StepCost
-from meshwright.cost.train_step import PricedStrategy
+from meshwright.cost.breakdown import Breakdown, LabelledStep, Partition
 from meshwright.hlo.products import precision, product_flops
 from meshwright.hlo.shapes import Shape
-from meshwright.nn.labels import OPTIMIZER, label_of
-from meshwright.profile.classes import CLASSES, Fact, Facts, OpClass, class_of_op, part_of
+from meshwright.profile.classes import CLASSES, Fact, Facts, OpClass, class_of_op, part_of_step
 from meshwright.profile.events import Trace
 from meshwright.profile.shared import shared_seconds
-from meshwright.profile.times import Partition, Times
+from meshwright.profile.times import Times
 
 NOTHING = "nothing runs"
 """The term of instants in which no device of a machine works."""
-ROUNDING = 1e-9
-"""Share of a step below which a difference of sums is rounding."""
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,93 +85,21 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     shares_cores: bool
 
 
-class PredictedStep(msgspec.Struct, frozen=True, kw_only=True):
-    """What the plan expects of all executions of a derived step in one training step, by itself.
-
-    ``gathers_weights`` says that it is a gather which could run ahead of its pass.
-    """
-
-    seconds: float
-    flops: float
-    part: str
-    kind: OpClass
-    axes: tuple[str, ...]
-    gathers_weights: bool = False
-
-
-def label_text(step: Step) -> str:
-    """The label that a step's instructions carry; the updates of all weights are one."""
-    return OPTIMIZER if class_of_op(step.op) == "optimizer" else str(label_of(step))
-
-
-def predicted_steps(priced: PricedStrategy) -> dict[str, PredictedStep]:
-    """Label -> what is expected of it; steps with the same label are one."""
-    found: dict[str, PredictedStep] = {}
-    for cost in priced.costs:
-        name = label_text(cost.step)
-        one = _predicted(cost)
-        if name in found:
-            seconds, flops = found[name].seconds + one.seconds, found[name].flops + one.flops
-            one = msgspec.structs.replace(one, seconds=seconds, flops=flops)
-        found[name] = one
-    return found
-
-
-def _predicted(cost: StepCost) -> PredictedStep:
-    step, here = cost.step, float(cost.here)
-    part = "optimizer" if class_of_op(step.op) == "optimizer" else part_of(step.block, step.phase)
-    return PredictedStep(
-        seconds=float(cost.time_s) * here,
-        flops=float(cost.flops) * here,
-        part=part,
-        kind=class_of_op(step.op),
-        axes=step.axes if step.is_collective else (),
-        gathers_weights=step.op == "all_gather" and cost.hides,
-    )
-
-
-def predicted_partition(priced: PricedStrategy) -> Partition:
-    """The step that is expected, in the five parts of a measured one.
-
-    Local work is compute-bound or memory-bound by which takes longer, launches are overhead and the pipeline's bubble
-    is idle. What the step takes beyond these is communication that nothing hides, at most all that there is; what is
-    left is the host's and the stragglers' overhead.
-    """
-    seconds = {"compute": 0.0, "memory": 0.0, "launch": 0.0}
-    network = float(priced.estimate.terms.get("pipeline", 0.0))
-    for cost in priced.costs:
-        bound = "compute" if float(cost.math_s) > float(cost.hbm_s) else "memory"
-        seconds[bound] += float(cost.local_s - cost.launch_s) * float(cost.here)
-        seconds["launch"] += float(cost.launch_s) * float(cost.here)
-        network += float(cost.network_s) * float(cost.here)
-    idle = float(priced.estimate.terms.get("bubble", 0.0))
-    step_s = float(priced.estimate.step_s)
-    rest = max(0.0, step_s - sum(seconds.values()) - idle)
-    beyond = rest - network if rest - network > ROUNDING * step_s else 0.0
-    return Partition(
-        compute_s=seconds["compute"],
-        memory_s=seconds["memory"],
-        exposed_s=rest - beyond,
-        overhead_s=seconds["launch"] + beyond,
-        idle_s=idle,
-    )
-
-
-def compare(trace: Trace, facts: Facts, times: Times, priced: PricedStrategy) -> Comparison:
+def compare(trace: Trace, facts: Facts, times: Times, predicted: Breakdown) -> Comparison:
     """Every table."""
     shares = trace.platform == "cpu"
     spent = shared_seconds(trace, facts) if shares else {op.name: op.own_s for op in times.ops}
-    expected = predicted_steps(priced)
+    expected = predicted.steps
     by_step = _sums(spent, facts, lambda fact: fact.step)
     by_part = _sums(spent, facts, lambda fact: fact.part)
     by_term = _sums(spent, facts, lambda fact: _measured_term(fact, expected))
     predicted_parts, predicted_terms = defaultdict(float), defaultdict(float)  # type: dict[str, float], dict[str, float]
     for one in expected.values():
-        predicted_parts[one.part] += one.seconds
-        predicted_terms[term_of(one.kind, one.axes)] += one.seconds
+        predicted_parts[part_of_step(one.step)] += one.seconds
+        predicted_terms[term_of(class_of_op(one.step.op), one.axes)] += one.seconds
     # sends between the stages of a pipeline are no steps of a block, and their permutes carry no known label
-    predicted_terms[term_of("collective")] += float(priced.estimate.terms.get("pipeline", 0.0))
-    idle = predicted_partition(priced)
+    predicted_terms[term_of("collective")] += float(predicted.priced.estimate.terms.get("pipeline", 0.0))
+    idle = predicted.partition
     nothing = _machine_rests(idle, times, spent) if shares else _device_rests(idle, times)
     terms = [*_rows(predicted_terms, by_term, lambda name: name), *nothing]
     steps = _rows({n: one.seconds for n, one in expected.items()}, by_step, lambda n: _kind_of(n, expected))
@@ -215,13 +138,13 @@ def term_of(kind: OpClass, axes: tuple[str, ...] = ()) -> str:
     return f"collectives over {' and '.join(axes)}" if axes else "collectives besides"
 
 
-def _measured_term(fact: Fact, expected: Mapping[str, PredictedStep]) -> str:
+def _measured_term(fact: Fact, expected: Mapping[str, LabelledStep]) -> str:
     known = expected.get(fact.step)
     return term_of(fact.kind, known.axes if known and fact.kind == "collective" else ())
 
 
-def _kind_of(step: str, expected: Mapping[str, PredictedStep]) -> str:
-    return expected[step].kind if step in expected else "not derived"
+def _kind_of(step: str, expected: Mapping[str, LabelledStep]) -> str:
+    return class_of_op(expected[step].step.op) if step in expected else "not derived"
 
 
 def _sums(spent: Mapping[str, float], facts: Facts, key: Callable[[Fact], str]) -> dict[str, float]:

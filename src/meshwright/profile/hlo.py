@@ -12,11 +12,11 @@ from pathlib import Path
 import msgspec
 
 from meshwright.core.errors import InputError
+from meshwright.core.labels import StepLabel
 from meshwright.hlo.collectives import KINDS
 from meshwright.hlo.files import has_entry
 from meshwright.hlo.module import Instruction, Module, parse_module
 from meshwright.hlo.products import is_product, product_flops
-from meshwright.nn.labels import StepLabel
 
 COLLECTIVES = (*KINDS, "send", "recv")
 CONTAINERS = ("while", "conditional", "call")

@@ -6,11 +6,13 @@ from typing import Any
 
 import msgspec
 
+from meshwright.cost.breakdown import Breakdown
+from meshwright.cost.setting import setting_of
 from meshwright.cost.train_step import PricedStrategy, price_strategy
 from meshwright.cost.work.ops import model_flops
 from meshwright.profile.advice import Advice, Case, advise
 from meshwright.profile.classes import Facts
-from meshwright.profile.compare import Comparison, ProductRow, compare, predicted_steps
+from meshwright.profile.compare import Comparison, ProductRow, compare
 from meshwright.profile.events import Platform, Trace, load_trace
 from meshwright.profile.hlo import load_program
 from meshwright.profile.memory import MemoryProfile, temporary_owners
@@ -92,11 +94,12 @@ def analyse(plan: Plan, trace: Path, hlo: Path, recording: Recording | None = No
     program = load_program(hlo)
     events = load_trace(trace, program)
     model, job, strategy, rates = plan.model, plan.job, plan.strategy, plan.calibration
-    priced = price_strategy(model, plan.cluster, job, strategy, calibration=rates)
+    priced = price_strategy(setting_of(plan), strategy)
     chip = priced.rates.chip
     facts = Facts(program, ridge=float(chip.matmul_flops_per_s) / float(chip.hbm_bytes_per_s))
     times = measure_times(events, facts)
-    comparison = compare(events, facts, times, priced)
+    predicted = Breakdown(priced)
+    comparison = compare(events, facts, times, predicted)
     profiled_s = times.mean.total_s
     step_s = (recording.typical_s if recording else None) or profiled_s
     peak = reference_peak(plan.cluster.chip, rates, strategy.matmul_dtype) * plan.cluster.num_chips
@@ -110,7 +113,7 @@ def analyse(plan: Plan, trace: Path, hlo: Path, recording: Recording | None = No
         job=job,
         strategy=strategy,
         rates=priced.rates,
-        expected=predicted_steps(priced),
+        expected=predicted.steps,
         calibration=rates,
     )
     profile = Profile(

@@ -19,6 +19,7 @@ from typing import Literal
 
 import msgspec
 
+from meshwright.cost.breakdown import Partition
 from meshwright.profile.classes import Bound, Facts
 from meshwright.profile.events import OpEvent, Trace, Window
 
@@ -27,31 +28,6 @@ Interval = tuple[float, float]
 LAUNCH_GAP_S = 50e-6
 """Gaps up to this are launches: several times what a kernel's launch takes (some 5 us), far less than a transfer."""
 _ORDER: tuple[Bound, ...] = ("compute", "memory", "communication")
-
-
-class Partition(msgspec.Struct, frozen=True, kw_only=True):
-    """The wall time of one step, or the mean of several, on one device or over several."""
-
-    compute_s: float = 0.0
-    memory_s: float = 0.0
-    exposed_s: float = 0.0
-    overhead_s: float = 0.0
-    idle_s: float = 0.0
-
-    @property
-    def total_s(self) -> float:
-        return self.compute_s + self.memory_s + self.exposed_s + self.overhead_s + self.idle_s
-
-    @property
-    def parts(self) -> dict[str, float]:
-        """Name -> seconds, in the order in which they are shown."""
-        return {
-            "compute": self.compute_s,
-            "memory-bound": self.memory_s,
-            "exposed communication": self.exposed_s,
-            "overhead": self.overhead_s,
-            "idle": self.idle_s,
-        }
 
 
 class OpTime(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,23 +1,32 @@
 """A job: what is to be done, before anything is split."""
 
+from typing import Literal, get_args
+
 import msgspec
 
-from meshwright.core.errors import InputError
+from meshwright.core.errors import InputError, nearest
 from meshwright.core.units import format_count, parse_count
 from meshwright.spec.strategy import MAX_SEQUENCES
 
+OptimizerKind = Literal["adamw", "adafactor", "lion", "muon"]
+OPTIMIZERS: tuple[OptimizerKind, ...] = get_args(OptimizerKind)
+
 
 class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A training job: ``batch_seqs`` sequences of ``seq_len`` tokens a step, ``train_tokens`` in all."""
+    """A training job: ``batch_seqs`` sequences of ``seq_len`` tokens a step, ``train_tokens`` in all; the ``optimizer``
+    that updates the weights."""
 
     kind: str = "train"
     batch_seqs: int
     seq_len: int
     train_tokens: int | None = None
+    optimizer: str = "adamw"
 
     def __post_init__(self) -> None:
         if self.kind != "train":
             raise InputError(f"job.kind {self.kind!r} is not known. This version plans 'train'.")
+        if self.optimizer not in OPTIMIZERS:
+            raise InputError(f"job.optimizer {self.optimizer!r} is not known.{nearest(self.optimizer, OPTIMIZERS)}")
         for name in ("batch_seqs", "seq_len"):
             if not 1 <= getattr(self, name) <= MAX_SEQUENCES:
                 raise InputError(f"job.{name}={getattr(self, name)} must be between 1 and {MAX_SEQUENCES}.")

@@ -1,6 +1,7 @@
 """The plan file: one TOML file that holds a plan whole, so that every verb can start from it."""
 
 from pathlib import Path
+from typing import Generic, TypeVar
 
 import msgspec
 
@@ -13,23 +14,35 @@ from meshwright.spec.model import Model
 from meshwright.spec.strategy import Strategy
 
 VERSION = 1
+N = TypeVar("N")
 
 
-class Predicted(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the planner predicted for one training step, in the units of the names; None is not known."""
+class Prediction(msgspec.Struct, Generic[N], frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One training step predicted, in the units of the names; every number N may be an array with one entry per
+    candidate.
 
-    step_s: float
-    step_s_lower: float
-    step_s_upper: float
-    step_s_p10: float | None = None
-    step_s_p90: float | None = None
-    mfu: float
-    hfu: float
+    ``step_s_lower`` and ``step_s_upper`` are bounds by data: perfect overlap of everything, and none. ``step_s_p10``
+    and ``step_s_p90`` hold the measured time in 8 of 10 cases, as far as published measurements go; None for rates
+    that nothing has been fitted to.
+
+    ``flops`` are those that all devices execute; ``hfu`` counts attention's masked blocks too, as ``mfu`` does.
+    ``terms`` are seconds of each kind of work by itself, before any overlap: matmul, attention, elementwise, loss_head,
+    optimizer, a collective per mesh-axis group, latency. ``train_days`` and ``cost_usd`` are of all tokens of the job,
+    None where the tokens or the chip's price are not known.
+    """
+
+    step_s: N
+    step_s_lower: N
+    step_s_upper: N
+    step_s_p10: N | None = None
+    step_s_p90: N | None = None
+    mfu: N
+    hfu: N
     bound_by: str
-    hbm_bytes_per_chip: float
-    memory: dict[str, float]
-    flops: float
-    terms: dict[str, float] = {}
+    hbm_bytes_per_chip: N
+    memory: dict[str, N]
+    flops: N
+    terms: dict[str, N] = {}
     train_days: float | None = None
     cost_usd: float | None = None
 
@@ -43,7 +56,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     job: Job
     strategy: Strategy
     calibration: Calibration
-    predicted: Predicted
+    predicted: Prediction[float]
 
 
 def save_plan(plan: Plan, path: Path) -> None:

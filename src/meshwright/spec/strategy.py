@@ -269,6 +269,11 @@ def _require_runnable_choices(strategy: Strategy) -> None:
             raise CannotRunError(f"{what} is planned but not executed in this version. Use {instead}.")
 
 
+def mesh_words(mesh: Mapping[str, int], join: str = ", ", *, alone: str = "one device") -> str:
+    """``"fsdp 1024, tensor 4"``; axes of one device are left out, and ``alone`` is said where none is left."""
+    return join.join(f"{axis} {size}" for axis, size in mesh.items() if size > 1) or alone
+
+
 def make_mesh(axes: Mapping[str, int], *, known: Iterable[str] = MESH_AXES) -> dict[str, int]:
     """The product's mesh with every axis in its order, 1 where not given.
 

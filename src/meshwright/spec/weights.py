@@ -1,6 +1,7 @@
 """The weight table: one row per array of a model. Counting, sharding, initialising and saving all read these rows."""
 
 import math
+from functools import lru_cache
 from typing import Literal
 
 import msgspec
@@ -127,6 +128,7 @@ class Weight(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return round(self.num_params * self.active_fraction)
 
 
+@lru_cache(maxsize=32)
 def weight_table(model: Model) -> tuple[Weight, ...]:
     """Every weight of the model, in the order of the forward pass.
 

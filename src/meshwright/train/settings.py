@@ -8,12 +8,12 @@ import msgspec
 
 from meshwright.algebra.layers import ProgramOptions
 from meshwright.core.errors import InputError, nearest
+from meshwright.spec.job import OptimizerKind
 
 PYDOC = "pydoc"
 """The name of the default text: the topics of Python's own documentation."""
 
 ScheduleKind = Literal["cosine", "linear", "constant", "wsd", "rsqrt"]
-OptimizerKind = Literal["adamw", "adafactor", "lion", "muon"]
 Rounding = Literal["nearest", "stochastic"]
 Tracker = Literal["tensorboard", "wandb"]
 

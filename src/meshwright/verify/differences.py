@@ -11,9 +11,9 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
+from meshwright.core.labels import OPTIMIZER, StepLabel
 from meshwright.hlo.collectives import Collective
 from meshwright.hlo.shapes import ELEMENT_BITS, parse_shapes
-from meshwright.nn.labels import OPTIMIZER, StepLabel
 from meshwright.verify.expected import Expected, active_axes
 
 CLASSES: dict[str, str] = {

@@ -9,7 +9,7 @@ from meshwright.algebra.notation import local_elements
 from meshwright.algebra.rewrites.split_backward import counts_of, meetings
 from meshwright.algebra.schedules.ticks import TickTables
 from meshwright.algebra.steps import Step, filled_share, num_moves, num_ways, sent_element_bytes
-from meshwright.nn.labels import StepLabel, label_of
+from meshwright.core.labels import StepLabel
 
 
 class Expected(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,7 +55,7 @@ def expected_collectives(
 
 def _expected(step: Step, mesh: Mapping[str, int], arrays: int, full_bytes: int, element: int) -> Expected:
     return Expected(
-        label=label_of(step),
+        label=step.label,
         kind=step.op,
         axes=active_axes(step.axes, mesh),
         num_arrays=arrays,

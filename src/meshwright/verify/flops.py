@@ -8,10 +8,10 @@ from collections.abc import Mapping
 
 import msgspec
 
+from meshwright.core.labels import StepLabel
 from meshwright.hlo.loops import runs_at_most_once, trip_count
 from meshwright.hlo.module import Instruction, Module, parse_module
 from meshwright.hlo.products import product_flops
-from meshwright.nn.labels import StepLabel
 
 TOLERANCE = 0.02
 """Differences up to this share are none."""

@@ -19,6 +19,7 @@ from meshwright.algebra.sizes import OpSizes
 from meshwright.algebra.steps import Step
 from meshwright.algebra.transformer import layer_dims, transformer
 from meshwright.core.dims import DTYPE_BYTES
+from meshwright.core.labels import StepLabel
 from meshwright.cost.memory import training_memory
 from meshwright.cost.pipeline import strategy_pipeline
 from meshwright.cost.step_costs import strategy_sizes
@@ -26,7 +27,6 @@ from meshwright.cost.step_rates import attention_scores
 from meshwright.cost.work.ops import op_flops
 from meshwright.cost.work.slots import slots_move
 from meshwright.nn.experts.rows import expert_capacity
-from meshwright.nn.labels import StepLabel, label_of
 from meshwright.parallel.pipeline.stages import strategy_schedule
 from meshwright.spec.job import Job
 from meshwright.verify.expected import Expected, expected_collectives, expected_of_pipeline, runs_in_text
@@ -115,7 +115,7 @@ class StepDerivation:
         for step, times in self._local_steps():
             flops = self._flops(step)
             if flops:
-                found[label_of(step)] += flops * times
+                found[step.label] += flops * times
         return dict(found)
 
     def _flops(self, step: Step) -> float:

@@ -6,6 +6,7 @@ import pytest
 
 from meshwright.calculators.sweeps.memory_sweep import memory_sweep
 from meshwright.core.errors import CannotRunError, InputError
+from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import estimate_step
 from meshwright.spec.catalogue import model
 from meshwright.spec.cluster import parse_cluster
@@ -21,7 +22,7 @@ def sweep(axis, *, cluster=NODE, axes=(), **more):
 
 def test_every_bar_is_what_the_estimate_says():
     for point in (*sweep("tensor"), *sweep("seq", values=["1024", "8192"]), *sweep("remat", axes={"tensor": 2})):
-        known = estimate_step(LLAMA, NODE, point.job, point.strategy)
+        known = estimate_step(Setting(LLAMA, NODE, point.job), point.strategy)
         assert point.total_bytes == pytest.approx(known.hbm_bytes_per_chip)
         assert point.items == pytest.approx(known.memory)
 

@@ -4,6 +4,7 @@ import pytest
 
 from meshwright.calculators.sweeps.sweep import node_clusters, scaling_curve, sweep_clusters
 from meshwright.core.errors import InputError
+from meshwright.cost.setting import Setting
 from meshwright.plan.planner import plan
 from meshwright.spec.catalogue import model
 from meshwright.spec.chip import chip
@@ -46,7 +47,7 @@ def test_every_point_is_the_planners_own_answer():
     rates = fitted_calibration(chip("h100"))
     points = scaling_curve(LLAMA, sweep_clusters("h100:8x1..8x2"), JOB, calibration=rates)
     for point in points:
-        best = plan(LLAMA, point.cluster, JOB, calibration=rates).strategies[0]
+        best = plan(Setting(LLAMA, point.cluster, JOB, rates)).strategies[0]
         assert point.best.estimate.step_s == pytest.approx(best.estimate.step_s, rel=1e-9)
         assert point.best.strategy.mesh == best.strategy.mesh
         assert point.tokens_per_s == pytest.approx(64 * 4096 / best.estimate.step_s)

@@ -5,6 +5,7 @@ from itertools import pairwise
 import pytest
 
 from meshwright.calculators.sweeps.two_streams import WAYS, Way, two_streams
+from meshwright.cost.setting import Setting
 from meshwright.spec.catalogue import model
 from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.job import Job
@@ -15,7 +16,7 @@ JOB = Job(batch_seqs=64, seq_len=4096)
 
 @pytest.fixture(scope="module")
 def ways():
-    return {way.name: two_streams(LLAMA, CLUSTER, JOB, way, layers=3) for way in WAYS}
+    return {way.name: two_streams(Setting(LLAMA, CLUSTER, JOB), way, layers=3) for way in WAYS}
 
 
 def test_a_lane_does_one_thing_at_a_time(ways):
@@ -52,10 +53,10 @@ def test_overlap_does_the_same_work_sooner(ways):
 
 def test_buckets_of_nothing_send_each_and_of_everything_send_at_the_end():
     way = Way(name="bucketed", zero=0, send="buckets")
-    tiny = two_streams(LLAMA, CLUSTER, JOB, way, bucket_bytes=1)
-    each = two_streams(LLAMA, CLUSTER, JOB, Way(name="each", zero=0, send="each"))
+    tiny = two_streams(Setting(LLAMA, CLUSTER, JOB), way, bucket_bytes=1)
+    each = two_streams(Setting(LLAMA, CLUSTER, JOB), Way(name="each", zero=0, send="each"))
     assert tiny.boxes == each.boxes
-    huge = two_streams(LLAMA, CLUSTER, JOB, way, bucket_bytes=1e15)
+    huge = two_streams(Setting(LLAMA, CLUSTER, JOB), way, bucket_bytes=1e15)
     assert sum(box.lane == "links" for box in huge.boxes) == 1
 
 
@@ -86,6 +87,6 @@ def test_weights_are_there_before_they_are_used(ways):
 
 def test_zero_3_waits_where_links_are_slower_than_layers():
     small = Job(batch_seqs=64, seq_len=128)
-    streams = two_streams(LLAMA, CLUSTER, small, WAYS[-1])
+    streams = two_streams(Setting(LLAMA, CLUSTER, small), WAYS[-1])
     assert streams.exposed_s > streams.compute_s
     assert streams.total_s >= streams.links_s

@@ -4,8 +4,9 @@ import math
 
 import pytest
 
-from meshwright.calculators.training.model_limits import model_limits, setting
+from meshwright.calculators.training.model_limits import letters
 from meshwright.core.errors import InputError
+from meshwright.cost.formulas.limit_table import limits_at
 from meshwright.spec.catalogue import model
 from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.job import Job
@@ -13,8 +14,8 @@ from meshwright.spec.job import Job
 
 def found(name, on, *, seqs, seq_len, **choices):
     m, cluster, job = model(name), parse_cluster(on), Job(batch_seqs=seqs, seq_len=seq_len)
-    at = setting(m, cluster, job, dtype="bf16", **choices)
-    return at, {limit.name: limit for limit in model_limits(m, cluster, job, at, state="bf16-adam")}
+    at = letters(m, cluster, job, dtype="bf16", state="bf16-adam", **choices)
+    return at, {limit.name: limit for limit in limits_at(at)}
 
 
 def test_section_6_3_on_the_true_pod():

@@ -10,6 +10,7 @@ from meshwright.algebra.ops.attention import Attention
 from meshwright.algebra.sizes import OpSizes
 from meshwright.algebra.steps import Step
 from meshwright.algebra.transformer import transformer
+from meshwright.cost.setting import Setting
 from meshwright.cost.step_costs import strategy_sizes
 from meshwright.cost.train_step import estimate_step
 from meshwright.cost.work.kernels import (
@@ -229,8 +230,8 @@ def test_a_default_efficiency_changes_nothing():
     model, cluster, job = catalogue.model("llama3-8b"), parse_cluster("h100:8x2"), Job(batch_seqs=64, seq_len=2048)
     for fields in ({}, {"num_microbatches": 4}, {"precision": "fp8"}):
         strategy = Strategy(mesh=make_mesh({"fsdp": 8, "tensor": 2}), **fields)
-        sheet = estimate_step(model, cluster, job, strategy)
+        sheet = estimate_step(Setting(model, cluster, job), strategy)
         same = estimate_step(
-            model, cluster, job, strategy, calibration=Calibration(name="x", chip="h100", efficiency=Efficiency())
+            Setting(model, cluster, job, Calibration(name="x", chip="h100", efficiency=Efficiency())), strategy
         )
         assert msgspec.to_builtins(same) == msgspec.to_builtins(sheet)

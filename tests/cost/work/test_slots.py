@@ -9,6 +9,7 @@ from meshwright.algebra.notation import parse_array
 from meshwright.algebra.ops.dispatch import BLOCK_ROWS, FEW_SLOTS
 from meshwright.algebra.sizes import OpSizes
 from meshwright.algebra.steps import Step
+from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import price_strategy
 from meshwright.cost.work.ops import op_hbm_bytes
 from meshwright.cost.work.slots import block_bytes, computed_share, num_slot_calls, num_slot_products, slot_sizes
@@ -91,12 +92,12 @@ def test_a_step_that_moves_slots_computes_more_than_its_filled_slots():
     model, cluster, job = catalogue.model("mixtral-8x7b"), parse_cluster("h100:8x1"), Job(batch_seqs=8, seq_len=8192)
     strategy = Strategy(mesh=make_mesh({"expert": 8}))
     room, none = (
-        price_strategy(model, cluster, job, msgspec.structs.replace(strategy, empty_slots=empty))
+        price_strategy(Setting(model, cluster, job), msgspec.structs.replace(strategy, empty_slots=empty))
         for empty in (True, False)
     )
     pairs = [
         (a, b)
-        for a, b in zip(room.costs, none.costs, strict=True)
+        for a, b in zip(room.costs.all, none.costs.all, strict=True)
         if a.step.op == "einsum" and any("C" in x.dims for x in a.step.inputs)
     ]
     assert pairs

@@ -4,10 +4,12 @@ import math
 
 import pytest
 
+from meshwright.cost.formulas.limit_table import limits_at
+from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import price_strategy
 from meshwright.plan.planner import plan
 from meshwright.plan.run_budget import run_budget
-from meshwright.plan.why.bounds import batch_of, limits_of, symbols_of
+from meshwright.plan.why.bounds import batch_of, letters_of
 from meshwright.spec import catalogue
 from meshwright.spec.calibration import Calibration, CollectiveRate
 from meshwright.spec.cluster import parse_cluster
@@ -29,13 +31,13 @@ CPU = Calibration(
 
 def planned(cluster, batch_seqs, *, model=LLAMA70B, seq_len=4096, tokens=None, calibration=None, **axes):
     job = Job(batch_seqs=batch_seqs, seq_len=seq_len, train_tokens=tokens)
-    return plan(model, parse_cluster(cluster), job, axes=axes, top=1, calibration=calibration).plan()
+    return plan(Setting(model, parse_cluster(cluster), job, calibration), axes=axes, top=1).plan()
 
 
 def told(one):
-    priced = price_strategy(one.model, one.cluster, one.job, one.strategy, calibration=one.calibration)
-    budget = run_budget(one, step_s=priced.estimate.step_s)
-    return {limit.name: limit for limit in limits_of(one, priced, budget)}, symbols_of(one, priced)
+    priced = price_strategy(Setting(one.model, one.cluster, one.job, one.calibration), one.strategy)
+    at = letters_of(one, priced, run_budget(one, step_s=priced.estimate.step_s))
+    return {limit.name: limit for limit in limits_at(at)}, at
 
 
 def test_a_pod_at_the_batch_of_the_book():

@@ -4,6 +4,7 @@ import msgspec
 import pytest
 
 from meshwright.core.errors import CannotRunError
+from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import price_strategy
 from meshwright.plan.planner import plan
 from meshwright.plan.why.explain import explain
@@ -14,7 +15,7 @@ from meshwright.spec.job import Job
 
 def planned(cluster="v5e:4x4", model="llama3-8b", batch_seqs=128, **axes):
     job = Job(batch_seqs=batch_seqs, seq_len=4096)
-    return plan(catalogue.model(model), parse_cluster(cluster), job, axes=axes, top=1).plan()
+    return plan(Setting(catalogue.model(model), parse_cluster(cluster), job), axes=axes, top=1).plan()
 
 
 def changed(one, **fields):
@@ -25,9 +26,9 @@ def test_the_parts_add_up_to_the_step():
     """All work of the repeated block by itself is what the two passes say, times layers and microbatches."""
     one = planned(fsdp=4, tensor=4)
     told = explain(one)
-    priced = price_strategy(one.model, one.cluster, one.job, one.strategy)
+    priced = price_strategy(Setting(one.model, one.cluster, one.job), one.strategy)
     layer = [block.block.name for block in priced.derived.blocks if block.block.carry]
-    costs = [cost for cost in priced.costs if cost.step.block in layer and cost.step.phase != "update"]
+    costs = [cost for cost in priced.costs.all if cost.step.block in layer and cost.step.phase != "update"]
     assert costs
     local = sum(cost.local_s for cost in costs if not cost.step.is_collective)
     assert told.forward.compute_s + told.backward.compute_s == pytest.approx(local)
@@ -39,7 +40,7 @@ def test_the_parts_add_up_to_the_step():
 def test_every_collective_is_listed_and_small_local_steps_are_not():
     one = planned(fsdp=4, tensor=4)
     told = explain(one)
-    priced = price_strategy(one.model, one.cluster, one.job, one.strategy)
+    priced = price_strategy(Setting(one.model, one.cluster, one.job), one.strategy)
     block = next(block for block in priced.derived.blocks if block.block.carry)
     for part, steps in ((told.forward, block.forward), (told.backward, block.backward)):
         collectives = [str(step) for step in steps if step.is_collective]

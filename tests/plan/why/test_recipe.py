@@ -2,6 +2,7 @@
 
 import pytest
 
+from meshwright.cost.setting import Setting
 from meshwright.plan.legal import legal
 from meshwright.plan.planner import plan
 from meshwright.plan.why.recipe import recipe
@@ -15,7 +16,7 @@ TEMPLATE = Strategy(mesh=make_mesh({}))
 
 def made(model, cluster, batch_seqs, seq_len):
     job = Job(batch_seqs=batch_seqs, seq_len=seq_len)
-    found = recipe(catalogue.model(model), parse_cluster(cluster), job, template=TEMPLATE)
+    found = recipe(Setting(catalogue.model(model), parse_cluster(cluster), job), template=TEMPLATE)
     return found, {step.name: step.applies for step in found.steps}
 
 
@@ -83,7 +84,7 @@ def test_the_batch_of_a_chip_is_the_largest_that_fits():
 
 def test_the_search_is_never_worse():
     job = Job(batch_seqs=2048, seq_len=8192)
-    best = plan(catalogue.model("llama3-70b"), parse_cluster("h100:8x256"), job, top=1).strategies[0]
+    best = plan(Setting(catalogue.model("llama3-70b"), parse_cluster("h100:8x256"), job), top=1).strategies[0]
     found, _ = made("llama3-70b", "h100:8x256", 2048, 8192)
     assert best.estimate.step_s < found.estimate.step_s
 

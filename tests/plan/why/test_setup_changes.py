@@ -3,7 +3,8 @@
 import pytest
 
 from meshwright.core.errors import InputError
-from meshwright.plan.why.setup_changes import Setup, changed_setup, parse_what_if, scaled_cluster
+from meshwright.cost.setting import Setting
+from meshwright.plan.why.setup_changes import changed_setting, parse_what_if, scaled_cluster
 from meshwright.spec import catalogue
 from meshwright.spec.calibration import Calibration, CollectiveRate
 from meshwright.spec.cluster import NetworkLevel, make_cluster, parse_cluster
@@ -11,7 +12,7 @@ from meshwright.spec.job import Job
 
 
 def setup_of(cluster="v5p:4x4x4", calibration=None):
-    return Setup(
+    return Setting(
         model=catalogue.model("tiny"),
         cluster=parse_cluster(cluster) if isinstance(cluster, str) else cluster,
         job=Job(batch_seqs=64, seq_len=512),
@@ -21,7 +22,7 @@ def setup_of(cluster="v5p:4x4x4", calibration=None):
 
 def test_several_at_once_in_words():
     assert parse_what_if("chip.flops=8x, network=.1x") == {"chip.flops": 8.0, "network": 0.1}
-    changed, words = changed_setup(setup_of(), {"chip.flops": 8.0, "network": 0.1})
+    changed, words = changed_setting(setup_of(), {"chip.flops": 8.0, "network": 0.1})
     now = parse_cluster("v5p:4x4x4").chip
     assert changed.cluster.chip.peak_flops == {dtype: 8 * rate for dtype, rate in now.peak_flops.items()}
     assert changed.cluster.chip.ici_link_bytes_per_s == pytest.approx(now.ici_link_bytes_per_s / 10)
@@ -30,7 +31,7 @@ def test_several_at_once_in_words():
 
 def test_memory_and_its_rate():
     now = parse_cluster("v5e:4x4").chip
-    changed, _ = changed_setup(setup_of("v5e:4x4"), {"chip.memory": 2.0, "chip.hbm": 3.0})
+    changed, _ = changed_setting(setup_of("v5e:4x4"), {"chip.memory": 2.0, "chip.hbm": 3.0})
     chip = changed.cluster.chip
     assert (chip.hbm_bytes, chip.usable_hbm_bytes) == (2 * now.hbm_bytes, 2 * now.usable_hbm_bytes)
     assert chip.hbm_bytes_per_s == 3 * now.hbm_bytes_per_s
@@ -47,7 +48,7 @@ def test_measured_rates_change_with_the_chip():
         collectives=(rate,),
     )
     factors = {"chip.flops": 2.0, "chip.hbm": 3.0, "chip.memory": 4.0, "network": 5.0}
-    changed, _ = changed_setup(setup_of("cpu:8", measured), factors)
+    changed, _ = changed_setting(setup_of("cpu:8", measured), factors)
     rates = changed.calibration
     assert rates.matmul_flops_per_s == {"fp32": 2e10}
     assert (rates.memory_bytes_per_s, rates.memory_bytes) == (3e9, 8e9)
@@ -56,15 +57,15 @@ def test_measured_rates_change_with_the_chip():
 
 def test_levels_of_a_network():
     chip = parse_cluster("h100:8x4").chip
-    changed, _ = changed_setup(setup_of("h100:8x4"), {"nvlink": 2.0})
+    changed, _ = changed_setting(setup_of("h100:8x4"), {"nvlink": 2.0})
     assert changed.cluster.chip.nvlink_bytes_per_s == 2 * chip.nvlink_bytes_per_s
     assert changed.cluster.chip.nic_bytes_per_s == chip.nic_bytes_per_s
     given = (NetworkLevel(name="domain"), NetworkLevel(name="nodes", bytes_per_s=25e9))
     own = make_cluster(chip, (8, 4), levels=given)
-    changed, _ = changed_setup(setup_of(own), {"network": 0.5})
+    changed, _ = changed_setting(setup_of(own), {"network": 0.5})
     assert [level.bytes_per_s for level in changed.cluster.levels] == [None, 12.5e9]
     assert changed.cluster.chip.nvlink_bytes_per_s == chip.nvlink_bytes_per_s / 2
-    changed, _ = changed_setup(setup_of("2*v5e:16x16"), {"dcn": 2.0})
+    changed, _ = changed_setting(setup_of("2*v5e:16x16"), {"dcn": 2.0})
     assert changed.cluster.chip.dcn_bytes_per_s_per_host == 5e10
 
 
@@ -95,7 +96,7 @@ def test_a_cluster_of_more_or_fewer_chips(cluster, factor, found):
 
 
 def test_the_work_of_a_step():
-    changed, words = changed_setup(setup_of(), {"batch": 0.5, "seq": 2.0})
+    changed, words = changed_setting(setup_of(), {"batch": 0.5, "seq": 2.0})
     assert (changed.job.batch_seqs, changed.job.seq_len) == (32, 1024)
     assert words[0] == "batch 0.5x: 64 -> 32 sequences a step, 16.4 k tokens"
     assert words[1].startswith("seq 2x: 512 -> 1,024 tokens a sequence, as many sequences a step")
@@ -129,4 +130,4 @@ def test_what_cannot_be_read(text, message):
 )
 def test_what_has_no_meaning_here(cluster, factors, message):
     with pytest.raises(InputError, match=message):
-        changed_setup(setup_of(cluster), factors)
+        changed_setting(setup_of(cluster), factors)

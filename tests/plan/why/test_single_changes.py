@@ -3,9 +3,10 @@
 import msgspec
 import pytest
 
+from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import estimate_step
 from meshwright.plan.planner import plan
-from meshwright.plan.why.single_changes import Setting, single_changes, try_changes
+from meshwright.plan.why.single_changes import fits, priced_in, single_changes, try_changes
 from meshwright.spec import catalogue
 from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.job import Job
@@ -38,22 +39,22 @@ def test_what_is_tried():
 
 def test_the_best_is_found_and_is_what_pricing_it_gives():
     setting, strategy = setting_of(), strategy_of(remat="full", fsdp=4, tensor=8)
-    now = estimate_step(setting.model, setting.cluster, setting.job, strategy)
+    now = estimate_step(setting, strategy)
     tried = try_changes(setting, strategy, now.step_s)
     assert tried.best is not None
     assert tried.gain_s == pytest.approx(now.step_s - tried.best.estimate.step_s)
     assert tried.gain_s > 0.05 * now.step_s
-    again = estimate_step(setting.model, setting.cluster, setting.job, tried.best.strategy)
+    again = estimate_step(setting, tried.best.strategy)
     assert again.step_s == tried.best.estimate.step_s
     for _, other in single_changes(setting, strategy):
-        priced = setting.priced(other)
-        if priced is not None and setting.fits(priced.estimate):
+        priced = priced_in(setting, other)
+        if priced is not None and fits(setting, priced.estimate):
             assert priced.estimate.step_s >= tried.best.estimate.step_s
 
 
 def test_a_plan_of_the_search_has_no_single_change_that_helps():
     job = Job(batch_seqs=64, seq_len=4096)
-    one = plan(catalogue.model("llama3-8b"), parse_cluster("v5e:4x4"), job, top=1).plan()
+    one = plan(Setting(catalogue.model("llama3-8b"), parse_cluster("v5e:4x4"), job), top=1).plan()
     setting = Setting(model=one.model, cluster=one.cluster, job=job)
     tried = try_changes(setting, one.strategy, one.predicted.step_s)
     assert tried.best is None
@@ -62,8 +63,8 @@ def test_a_plan_of_the_search_has_no_single_change_that_helps():
 
 def test_what_does_not_divide_or_fit_is_left_out():
     setting = setting_of(batch_seqs=32)
-    assert setting.priced(strategy_of(fsdp=32, count=3)) is None
-    assert setting.priced(strategy_of(fsdp=16)) is None
-    large = setting.priced(msgspec.structs.replace(strategy_of(data=32), remat="none"))
+    assert priced_in(setting, strategy_of(fsdp=32, count=3)) is None
+    assert priced_in(setting, strategy_of(fsdp=16)) is None
+    large = priced_in(setting, msgspec.structs.replace(strategy_of(data=32), remat="none"))
     assert large is not None
-    assert not setting.fits(large.estimate)
+    assert not fits(setting, large.estimate)

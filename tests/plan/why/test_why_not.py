@@ -5,6 +5,7 @@ import re
 import pytest
 
 from meshwright.core.errors import InputError
+from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import estimate_step
 from meshwright.plan.planner import plan
 from meshwright.plan.why.why_not import split_asked, why_not
@@ -18,7 +19,7 @@ LLAMA8B, MIXTRAL = catalogue.model("llama3-8b"), catalogue.model("mixtral-8x7b")
 
 @pytest.fixture(scope="module")
 def result():
-    return plan(LLAMA8B, parse_cluster("h100:8x4"), Job(batch_seqs=256, seq_len=4096), top=1)
+    return plan(Setting(LLAMA8B, parse_cluster("h100:8x4"), Job(batch_seqs=256, seq_len=4096)), top=1)
 
 
 @pytest.mark.parametrize(
@@ -51,7 +52,7 @@ def test_the_best_completion_beside_the_winner(result):
     told = why_not(result, {"tensor": 8})
     assert told.refusal is None
     assert told.strategy.mesh["tensor"] == 8
-    again = estimate_step(LLAMA8B, parse_cluster("h100:8x4"), result.job, told.strategy)
+    again = estimate_step(Setting(LLAMA8B, parse_cluster("h100:8x4"), result.job), told.strategy)
     assert told.estimate.step_s == pytest.approx(again.step_s)
     assert told.slower_s == pytest.approx(again.step_s - told.winner_estimate.step_s)
     assert told.winner_estimate.step_s == pytest.approx(result.strategies[0].estimate.step_s, rel=1e-6)
@@ -82,7 +83,7 @@ def test_fields_are_held(result):
 def test_what_the_result_was_planned_with_stays_unless_it_is_asked_for():
     held = {"axes": {"pipeline": 2}, "overrides": {"remat": "full"}}
     job = Job(batch_seqs=256, seq_len=4096)
-    result = plan(LLAMA8B, parse_cluster("h100:8x4"), job, top=1, **held)
+    result = plan(Setting(LLAMA8B, parse_cluster("h100:8x4"), job), top=1, **held)
     told = why_not(result, {"tensor": 4}, **held)
     assert (told.strategy.mesh["pipeline"], told.strategy.remat) == (2, "full")
     told = why_not(result, {"pipeline": 1, "remat": "block"}, **held)
@@ -97,7 +98,9 @@ def test_the_winner_itself(result):
 
 
 def test_groups_of_the_same_weights_are_compared_as_one():
-    result = plan(MIXTRAL, parse_cluster("h100:8x8"), Job(batch_seqs=512, seq_len=4096), axes={"fsdp": 64}, top=1)
+    result = plan(
+        Setting(MIXTRAL, parse_cluster("h100:8x8"), Job(batch_seqs=512, seq_len=4096)), axes={"fsdp": 64}, top=1
+    )
     told = why_not(result, {"fsdp": 8, "expert": 8})
     names = {term.name for term in told.terms}
     assert {"fsdp", "expert"} <= names

@@ -1,17 +1,17 @@
 import pytest
 
 from meshwright.core.errors import InputError
+from meshwright.cost.lanes import Slice, Streams
 from meshwright.report.figure import save
-from meshwright.report.plans.two_streams import StreamBox, StreamPair, two_streams_figure
+from meshwright.report.plans.two_streams import two_streams_figure
 
-PAIR = StreamPair(
+PAIR = Streams(
     name="overlapped",
-    total_s=0.02,
     boxes=(
-        StreamBox(lane="compute", what="forward", layer=0, start_s=0.0, end_s=0.01),
-        StreamBox(lane="compute", what="backward", layer=0, start_s=0.01, end_s=0.019),
-        StreamBox(lane="links", what="all-reduce", layer=0, start_s=0.015, end_s=0.02),
-        StreamBox(lane="compute", what="forward", layer=1, start_s=0.0199, end_s=0.02),
+        Slice(lane="compute", what="forward", layer=0, start_s=0.0, end_s=0.01),
+        Slice(lane="compute", what="backward", layer=0, start_s=0.01, end_s=0.019),
+        Slice(lane="links", what="all-reduce", layer=0, start_s=0.015, end_s=0.02),
+        Slice(lane="compute", what="forward", layer=1, start_s=0.0199, end_s=0.02),
     ),
 )
 

@@ -18,7 +18,6 @@ from meshwright.algebra.notation import product
 from meshwright.algebra.program import Program, Variable, parse_block
 from meshwright.algebra.sizes import OpSizes
 from meshwright.algebra.transformer import transformer
-from meshwright.core.dims import MESH_AXES
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.cost.formulas import limits
 from meshwright.cost.network.placement import Placement, place_axes
@@ -28,7 +27,7 @@ from meshwright.plan.legal import divisors
 from meshwright.spec.calibration import Calibration, datasheet_calibration, matmul_rate
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.model import Model
-from meshwright.spec.strategy import Strategy, make_mesh
+from meshwright.spec.strategy import Strategy, make_mesh, mesh_words
 
 Array = Any
 """A NumPy array with one entry per batch."""
@@ -153,7 +152,7 @@ def fixed_curve(
     """One mesh at every batch, on the shape and the placement with the least communication."""
     mesh = _filled(clusters[0], axes)
     found = _priced(work, clusters, [mesh], tokens, whole_axes, calibration)
-    return _best(mesh_words(mesh), mesh, found, tokens)
+    return _best(mesh_words(mesh, " x ", alone="one chip"), mesh, found, tokens)
 
 
 def scheme_curves(
@@ -310,15 +309,12 @@ def _filled(cluster: Cluster, axes: Mapping[str, int]) -> dict[str, int]:
     if "fsdp" not in axes and cluster.num_chips % taken == 0:
         mesh["fsdp"] = cluster.num_chips // taken
     if int(product(mesh.values())) != cluster.num_chips:
+        given = mesh_words(make_mesh(axes), " x ", alone="one chip")
         raise InputError(
-            f"axes {mesh_words(make_mesh(axes))} do not make up the {cluster.num_chips} chips of "
+            f"axes {given} do not make up the {cluster.num_chips} chips of "
             f"{cluster.short_name}. Leave fsdp out to let it take the rest."
         )
     return mesh
-
-
-def mesh_words(mesh: Mapping[str, int]) -> str:
-    return " x ".join(f"{axis} {mesh[axis]}" for axis in MESH_AXES if mesh[axis] > 1) or "one chip"
 
 
 def _divides(work: Work, tensor: int) -> bool:

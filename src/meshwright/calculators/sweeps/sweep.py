@@ -8,11 +8,13 @@ import msgspec
 
 from meshwright.core.errors import InputError
 from meshwright.core.units import format_bytes
+from meshwright.cost.breakdown import Breakdown
 from meshwright.cost.memory import memory_limit
+from meshwright.cost.setting import Setting
+from meshwright.cost.train_step import price_strategy
 from meshwright.plan.planner import space_of
 from meshwright.plan.search import Found, Outcome, search
 from meshwright.plan.space import USUAL, Choices, Space
-from meshwright.plan.why.exposure import StepParts, step_parts
 from meshwright.spec.calibration import Calibration
 from meshwright.spec.chip import Chip
 from meshwright.spec.cluster import Cluster, make_cluster, parse_cluster
@@ -29,7 +31,7 @@ class SweepPoint(msgspec.Struct, frozen=True, kw_only=True):
     cluster: Cluster
     job: Job
     best: Found | None
-    parts: StepParts | None
+    parts: Breakdown | None
     reason: str = ""
 
     @property
@@ -93,7 +95,7 @@ def scaling_curve(
     ``overrides`` fix choices as in `planner.plan`.
     """
     _same_chip(clusters)
-    space = space_of(model, clusters[0], job, axes or {}, overrides or {}, choices, calibration)
+    space = space_of(Setting(model, clusters[0], job, calibration), axes or {}, overrides or {}, choices)
     return tuple(best_on(space, cluster, _job_on(cluster, clusters[0], job, weak)) for cluster in clusters)
 
 
@@ -103,8 +105,8 @@ def best_on(space: Space, cluster: Cluster, job: Job) -> SweepPoint:
     if not outcome.found:
         return SweepPoint(cluster=cluster, job=job, best=None, parts=None, reason=_why_not(space, cluster, outcome))
     best = outcome.found[0]
-    parts = step_parts(space.model, cluster, job, best.strategy, calibration=space.calibration)
-    return SweepPoint(cluster=cluster, job=job, best=best, parts=parts)
+    priced = price_strategy(Setting(space.model, cluster, job, space.calibration), best.strategy)
+    return SweepPoint(cluster=cluster, job=job, best=best, parts=Breakdown(priced))
 
 
 def _why_not(space: Space, cluster: Cluster, outcome: Outcome) -> str:

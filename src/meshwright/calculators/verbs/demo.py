@@ -13,6 +13,7 @@ from meshwright.cli.output import emit_json, json_option, say
 from meshwright.cli.verbs.plan import print_plan
 from meshwright.cli.verbs.train import print_result, run_plan
 from meshwright.core.units import format_seconds
+from meshwright.cost.setting import Setting, setting_of
 from meshwright.cost.train_step import PricedStrategy, price_strategy
 from meshwright.plan.planner import plan
 from meshwright.spec.calibration import matmul_rate, memory_rate
@@ -20,6 +21,7 @@ from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.job import Job
 from meshwright.spec.model import Model
 from meshwright.spec.plan_file import Plan, save_plan
+from meshwright.spec.strategy import mesh_words
 
 if TYPE_CHECKING:
     from meshwright.train.loop import TrainResult
@@ -58,7 +60,7 @@ def command(steps: int, out: Path, as_json: bool) -> None:
     say("1/5 measure")
     calibration = measure(cluster, keep=out / "calibration.toml")
     say("2/5 plan")
-    found = plan(DEMO_MODEL, cluster, DEMO_JOB, calibration=calibration)
+    found = plan(Setting(DEMO_MODEL, cluster, DEMO_JOB, calibration))
     chosen = found.plan()
     save_plan(chosen, out / "plan.toml")
     if not as_json:
@@ -87,15 +89,16 @@ def _draw(chosen: Plan, result: "TrainResult", out: Path) -> list[str]:
 
     tokens = [chosen.job.tokens_per_step * (i + 1) for i in range(len(result.losses))]
     rates = chosen.calibration.describe()
-    priced = price_strategy(chosen.model, chosen.cluster, chosen.job, chosen.strategy, calibration=chosen.calibration)
+    priced = price_strategy(setting_of(chosen), chosen.strategy)
     declared = priced.derived.declared
     dims = {**chosen.model.dims, "B": chosen.job.batch_seqs, "T": chosen.job.seq_len}
     panels = [panel(declared[name], dims, chosen.strategy.mesh) for name in ("x", "w_up", "g")]
-    axes = ", ".join(f"{axis}={size}" for axis, size in chosen.strategy.mesh.items() if size > 1)
     figures = {
         "loss.png": loss_figure(result.losses, tokens, subtitle=f"{chosen.model.name} on Python's own documentation"),
         "roofline.png": _roofline(chosen, priced, result),
-        "sharding.png": sharding_figure(panels, subtitle=f"Stream, one weight and one activation on mesh {axes}"),
+        "sharding.png": sharding_figure(
+            panels, subtitle=f"Stream, one weight and one activation on {mesh_words(chosen.strategy.mesh)}"
+        ),
         "step.png": step_breakdown_figure(
             {
                 "predicted": {name: s for name, s in priced.estimate.terms.items() if s > 0},
@@ -133,14 +136,14 @@ def _roofline(chosen: Plan, priced: PricedStrategy, result: "TrainResult") -> di
     chip, rates = chosen.cluster.chip, chosen.calibration
     peak, memory = matmul_rate(chip, rates, "fp32"), memory_rate(chip, rates)
     points = []
-    for cost in priced.costs:
+    for cost in priced.costs.all:
         flops, moved = float(cost.flops), float(cost.hbm_bytes)
         if flops and _is_shown(cost.step):
             rate = flops / float(cost.local_s)
             label = SHOWN[cost.step.result.name]
             points.append(RooflinePoint(label=label, intensity=flops / moved, flops_per_s=rate))
-    flops = sum(float(c.flops * c.count) for c in priced.costs)
-    moved = sum(float(c.hbm_bytes * c.count) for c in priced.costs)
+    flops = sum(float(c.flops * c.count) for c in priced.costs.all)
+    moved = sum(float(c.hbm_bytes * c.count) for c in priced.costs.all)
     if result.step_s:
         point = RooflinePoint(
             label=f"whole step, measured {format_seconds(result.step_s)}",

@@ -6,11 +6,11 @@ from typing import Any
 import click
 import msgspec
 
-from meshwright.calculators.training.model_limits import Setting, model_limits, setting
+from meshwright.calculators.training.model_limits import letters
 from meshwright.cli.output import emit_json, json_option, print_table, print_text
 from meshwright.core.errors import InputError
 from meshwright.core.units import format_bytes, format_count, format_flops, format_seconds, parse_count
-from meshwright.plan.why.torus_limits import Limit
+from meshwright.cost.formulas.limit_table import Letters, Limit, limits_at
 from meshwright.spec.catalogue import model as find_model
 from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.job import Job, parse_batch
@@ -46,8 +46,8 @@ def command(
     if length < 1:
         raise InputError(f"--seq {seq_len} is no sequence. Give the tokens of one, such as 4096.")
     job = Job(batch_seqs=parse_batch(batch, seq_len=length), seq_len=length)
-    at = setting(chosen, cluster, job, dtype=dtype, tensor_axes=tensor_axes, tensor=tensor)
-    found = model_limits(chosen, cluster, job, at, state=state)
+    at = letters(chosen, cluster, job, dtype=dtype, state=state, tensor_axes=tensor_axes, tensor=tensor)
+    found = limits_at(at)
     if as_json:
         told = [msgspec.to_builtins(limit) for limit in found]
         emit_json({"model": chosen.name, "cluster": cluster.short_name, "job": job, "symbols": at, "limits": told})
@@ -72,7 +72,7 @@ def _number(value: float) -> str:
     return f"{value:,.4g}" if value < 1000 else f"{value:,.0f}" if value < 1e6 else f"{value:.3g}"
 
 
-def _print_legend(at: Setting, found: tuple[Limit, ...], num_slices: int) -> None:
+def _print_legend(at: Letters, found: tuple[Limit, ...], num_slices: int) -> None:
     for limit in found:
         if limit.note:
             print_text(f"{limit.name}: {limit.note}")

@@ -6,7 +6,7 @@ from pathlib import Path
 import click
 import msgspec
 
-from meshwright.calculators.sweeps.two_streams import WAYS, Streams, two_streams
+from meshwright.calculators.sweeps.two_streams import WAYS, two_streams
 from meshwright.calculators.verbs.sweep_options import (
     batch_option,
     calibration_option,
@@ -19,8 +19,10 @@ from meshwright.cli.machine import rates_for
 from meshwright.cli.output import emit_json, json_option, print_table, print_text
 from meshwright.core.errors import InputError
 from meshwright.core.units import format_bytes, format_count, format_seconds, parse_bytes
+from meshwright.cost.lanes import Streams
+from meshwright.cost.setting import Setting
 from meshwright.report.figure import Spec
-from meshwright.report.plans.two_streams import StreamBox, StreamPair, two_streams_figure
+from meshwright.report.plans.two_streams import two_streams_figure
 from meshwright.spec.catalogue import model as find_model
 from meshwright.spec.cluster import Cluster, parse_cluster
 from meshwright.spec.job import Job
@@ -62,12 +64,9 @@ def command(
             f"{job.batch_seqs} sequences cannot be divided over {cluster.num_chips} chips. "
             f"Use --batch {max(1, job.batch_seqs // cluster.num_chips) * cluster.num_chips}seq, or another cluster."
         )
-    rates = rates_for(cluster, calibration)
-    chosen = find_model(model)
+    setting = Setting(find_model(model), cluster, job, rates_for(cluster, calibration))
     found = [
-        two_streams(
-            chosen, cluster, job, way, layers=layers, remat=remat, bucket_bytes=parse_bytes(bucket), calibration=rates
-        )
+        two_streams(setting, way, layers=layers, remat=remat, bucket_bytes=parse_bytes(bucket))
         for way in WAYS
         if zero is None or way.zero == int(zero)
     ]
@@ -113,16 +112,8 @@ def _print(model: str, cluster: Cluster, job: Job, found: Sequence[Streams], lay
 
 
 def _figure(model: str, cluster: Cluster, job: Job, found: Sequence[Streams], layers: int) -> Spec:
-    pairs = [
-        StreamPair(
-            name=one.name,
-            total_s=one.total_s,
-            boxes=tuple(StreamBox(**msgspec.structs.asdict(box)) for box in one.boxes),
-        )
-        for one in found
-    ]
     return two_streams_figure(
-        pairs,
+        found,
         title=f"{model} on {cluster.short_name}: data parallelism on two streams",
         subtitle=f"{_what(cluster, job, layers)}; F and B are forward and backward passes over a layer.",
     )

@@ -12,17 +12,16 @@ from meshwright.cli.output import emit_json, json_option, print_fact, print_tabl
 from meshwright.cli.verbs.explain_lead import number_words, print_lead
 from meshwright.cli.verbs.plan import (
     collective_matmul_words,
-    mesh_words,
     microbatch_words,
     placement_words,
     print_budget,
     remat_words,
 )
 from meshwright.core.units import format_bytes, format_count, format_flops, format_seconds
-from meshwright.plan.why.bounds import Symbols
+from meshwright.cost.formulas.limit_table import Letters, Limit
 from meshwright.plan.why.explain import Algorithm, BetweenStages, Explanation, Line, explain
-from meshwright.plan.why.torus_limits import Limit
 from meshwright.spec.plan_file import load_plan
+from meshwright.spec.strategy import mesh_words
 
 MAX_DRIFT = 1e-6
 """Of the step time that a plan file holds from the one that its rates give."""
@@ -177,7 +176,7 @@ def _print_limits(told: Explanation) -> None:
                 print_text(f"{limit.name}: {limit.note}")
 
 
-def _legend(at: Symbols) -> str:
+def _legend(at: Letters) -> str:
     """What the letters of the formulas stand for."""
     of = " of a microbatch" if at.num_microbatches > 1 else ""
     said = [f"B = {format_count(at.batch_tokens)} tokens{of}", f"N = {at.num_chips:,} chips", f"F = {at.d_ff:,}"]

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 
 from meshwright.cli.output import print_fact
 from meshwright.core.units import format_bytes, format_seconds
+from meshwright.cost.breakdown import Term
+from meshwright.cost.formulas.limit_table import Limit
 from meshwright.plan.why.explain import Explanation, limit_of_term
-from meshwright.plan.why.step_terms import StepTerm
-from meshwright.plan.why.torus_limits import Limit
 
 MAX_TERMS = 3
 MIN_SHARE = 0.03
@@ -41,12 +41,12 @@ def _distance(limit: Limit) -> float:
     return abs(math.log(limit.here / limit.limit))
 
 
-def leading_terms(terms: tuple[StepTerm, ...]) -> list[StepTerm]:
+def leading_terms(terms: tuple[Term, ...]) -> list[Term]:
     """The two or three that add most."""
     return [one for number, one in enumerate(terms[:MAX_TERMS]) if number == 0 or one.share >= MIN_SHARE]
 
 
-def _term_words(term: StepTerm, told: Explanation) -> str:
+def _term_words(term: Term, told: Explanation) -> str:
     said = f"{term.words}: {format_seconds(term.added_s)}, {term.share:.0%} of the step"
     if term.alone_s > 1.1 * term.added_s:
         said += f" ({format_seconds(term.alone_s)} by themselves, the rest hides)"

@@ -9,12 +9,11 @@ import click
 
 from meshwright.cli.fields import parse_axes
 from meshwright.cli.output import emit_json, json_option, say
-from meshwright.cli.verbs.plan import mesh_words
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.files import cache_folder
 from meshwright.core.units import format_bytes, format_count, format_seconds
 from meshwright.spec.cluster import parse_cluster
-from meshwright.spec.strategy import Strategy, make_mesh
+from meshwright.spec.strategy import Strategy, make_mesh, mesh_words
 
 if TYPE_CHECKING:
     from meshwright.parallel.generate_step import GenerateStep

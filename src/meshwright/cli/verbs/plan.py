@@ -27,6 +27,7 @@ from meshwright.cli.verbs.plan_questions import answer, parse_questions
 from meshwright.core.errors import InputError
 from meshwright.core.units import format_bytes, format_count, format_params, format_seconds, parse_count
 from meshwright.cost.formulas.training_budget import DAY_S
+from meshwright.cost.setting import Setting
 from meshwright.plan.planner import plan_slices
 from meshwright.plan.result import PlannedStrategy, PlanResult
 from meshwright.plan.run_budget import RunBudget, run_budget
@@ -36,7 +37,7 @@ from meshwright.spec.catalogue import model as find_model
 from meshwright.spec.job import Job, parse_batch
 from meshwright.spec.plan_file import save_plan
 from meshwright.spec.slices import parse_clusters
-from meshwright.spec.strategy import COLLECTIVE_MATMULS, Strategy
+from meshwright.spec.strategy import COLLECTIVE_MATMULS, Strategy, mesh_words
 
 NUMBERS_WIDTH = 46
 """Columns that the numbers of the table need beside the strategy."""
@@ -99,21 +100,19 @@ def command(
         seq_len=length,
         train_tokens=parse_count(tokens, what="tokens") if tokens else None,
     )
+    job = check_tokens(with_fields(job, "job", fields["job"]))
     if collective_matmul is not None:
         take_option(fields["strategy"], "collective_matmul", collective_matmul)
     fixed, questions = take_axes(axes, fields["strategy"]), parse_questions(why_nots, what_ifs, recipe=recipe)
     rates = rates_for(clusters[0], calibration, fitted=True)
     choices = FULL if full else USUAL
     result = plan_slices(
-        chosen,
-        clusters,
-        check_tokens(with_fields(job, "job", fields["job"])),
+        [Setting(chosen, cluster, job, rates) for cluster in clusters],
         axes=fixed,
         overrides=fields["strategy"],
         choices=msgspec.structs.replace(choices, equal_stages=verify),
         exhaustive=full,
         top=top,
-        calibration=rates,
     )
     more: dict[str, Any] = {}
     if verify:
@@ -135,7 +134,6 @@ def command(
         axes=fixed,
         overrides=fields["strategy"],
         choices=choices,
-        calibration=rates,
         words=full_words,
         as_json=as_json,
     )
@@ -291,11 +289,6 @@ def print_budget(budget: RunBudget, num_chips: int) -> None:
 
 def _three_digits(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
-
-
-def mesh_words(mesh: Mapping[str, int]) -> str:
-    """``"fsdp 1024, tensor 4"``; axes of one device are left out."""
-    return ", ".join(f"{axis} {size}" for axis, size in mesh.items() if size > 1) or "one device"
 
 
 def placement_words(placement: Mapping[str, str]) -> str:

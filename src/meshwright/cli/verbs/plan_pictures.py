@@ -9,21 +9,19 @@ import msgspec
 
 from meshwright.cli.output import print_table, print_text, say
 from meshwright.core.units import format_bytes, format_count, format_seconds
-from meshwright.cost.memory import memory_limit
+from meshwright.cost.breakdown import Breakdown
+from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import price_strategy
 from meshwright.plan.pareto import Frontier, pareto, usd_per_token
 from meshwright.plan.ranking import TIE
 from meshwright.plan.result import PlanResult
 from meshwright.plan.search import Found
-from meshwright.plan.why.exposure import StepParts, Traffic, parts_of_step, traffic
 from meshwright.report.figure import Spec, save
 from meshwright.report.heatmap import short_mesh
 from meshwright.report.plans.breakdown import breakdown_figure
 from meshwright.report.plans.pareto import ParetoPoint, pareto_figure
-from meshwright.spec.calibration import Calibration
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.job import Job
-from meshwright.spec.model import Model
 
 LEAST_SAVING = 0.1
 """Share of memory that a listed plan saves over the one listed before it."""
@@ -39,10 +37,11 @@ def show_frontier(
 
     They are of the cluster that the plans use: all of it, or the largest part that the job divides over.
     """
-    cluster, job, rates = result.strategies[0].cluster, result.job, result.calibration
-    found = pareto(result.model, cluster, job, axes=axes, overrides=overrides, calibration=rates)
+    cluster, job = result.strategies[0].cluster, result.job
+    setting = Setting(result.model, cluster, job, result.setting.rates)
+    found = pareto(setting, axes=axes, overrides=overrides)
     if png is not None:
-        say(f"wrote {save(_frontier_figure(result.model, cluster, job, found, rates), png)}")
+        say(f"wrote {save(_frontier_figure(setting, found), png)}")
     if not as_json:
         _print_frontier(cluster, found, job)
     return {"memory": [_as_json(one, job) for one in found.memory], "cost": [_as_json(one, job) for one in found.cost]}
@@ -117,11 +116,10 @@ def _usd(found: Found, job: Job) -> str:
     return f"${1e9 * (usd_per_token(found, job) or 0.0):,.2f}"
 
 
-def _frontier_figure(
-    model: Model, cluster: Cluster, job: Job, found: Frontier, calibration: Calibration | None
-) -> Spec:
+def _frontier_figure(setting: Setting, found: Frontier) -> Spec:
+    model, cluster, job = setting.model, setting.cluster, setting.job
     numbers = {id(one): str(number) for number, one in enumerate(listed(found.memory), 1)}
-    limit = memory_limit(cluster, calibration)
+    limit = setting.memory_limit
     return pareto_figure(
         [
             ParetoPoint(
@@ -149,18 +147,17 @@ def _frontier_figure(
 def show_breakdown(result: PlanResult, png: Path, *, as_json: bool) -> dict[str, Any]:
     """Draw where the best plan's step goes and, unless ``as_json``, print its collectives. What JSON says of both."""
     best = result.strategies[0]
-    priced = price_strategy(result.model, best.cluster, best.job, best.strategy, calibration=result.calibration)
-    parts = parts_of_step(result.model, best.job, best.strategy, priced)
-    moved = traffic(best.strategy, priced)
+    rated = Setting(result.model, best.cluster, best.job, result.setting.rates)
+    parts = Breakdown(price_strategy(rated, best.strategy))
     say(f"wrote {save(_breakdown_figure(result, parts), png)}")
     if not as_json:
-        _print_traffic(parts, moved)
-    return {"parts": parts.named(), "traffic": [msgspec.to_builtins(row) for row in moved]}
+        _print_traffic(parts)
+    return {"parts": parts.named(), "traffic": [msgspec.to_builtins(row) for row in parts.traffic]}
 
 
-def _print_traffic(parts: StepParts, moved: Sequence[Traffic]) -> None:
+def _print_traffic(parts: Breakdown) -> None:
     """Every collective of a step: how often, how many bytes, alone and exposed."""
-    if not moved:
+    if not parts.traffic:
         return
     click.echo()
     print_table(
@@ -168,14 +165,14 @@ def _print_traffic(parts: StepParts, moved: Sequence[Traffic]) -> None:
         [
             [row.op.replace("_", " "), ", ".join(row.axes), round(row.executions), format_bytes(row.num_bytes),
              format_seconds(row.alone_s), format_seconds(row.exposed_s)]
-            for row in moved
+            for row in parts.traffic
         ],
         f"Communication of one step: {format_seconds(parts.exposed_s)} exposed ({parts.exposed_share:.0%}), "
         f"{format_seconds(parts.hidden_s)} hidden",
     )  # fmt: skip
 
 
-def _breakdown_figure(result: PlanResult, parts: StepParts) -> Spec:
+def _breakdown_figure(result: PlanResult, parts: Breakdown) -> Spec:
     best = result.strategies[0]
     links = {name if name == "latency" else f"{name} links": seconds for name, seconds in _largest(parts.alone).items()}
     return breakdown_figure(

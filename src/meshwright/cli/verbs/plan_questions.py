@@ -9,15 +9,13 @@ from meshwright.cli.output import print_fact, print_table, print_text
 from meshwright.cli.verbs.explain_lead import limit_words
 from meshwright.core.errors import InputError
 from meshwright.core.units import format_bytes, format_seconds
-from meshwright.cost.memory import memory_limit
+from meshwright.cost.breakdown import Term, term_words
 from meshwright.plan.result import PlanResult
 from meshwright.plan.space import Choices
 from meshwright.plan.why.recipe import Recipe, recipe
 from meshwright.plan.why.setup_changes import parse_what_if
-from meshwright.plan.why.step_terms import StepTerm, term_words
 from meshwright.plan.why.what_if import WhatIf, what_if
 from meshwright.plan.why.why_not import WhyNot, why_not
-from meshwright.spec.calibration import Calibration
 from meshwright.spec.strategy import Strategy
 
 Words = Callable[[Strategy], str]
@@ -65,19 +63,18 @@ def answer(
     axes: Mapping[str, int],
     overrides: Mapping[str, Any],
     choices: Choices,
-    calibration: Calibration | None,
     words: Words,
     as_json: bool,
 ) -> dict[str, Any]:
     """Every answer, printed unless ``as_json``; as data under the keys why_not, what_if and recipe."""
-    held = {"axes": axes, "overrides": overrides, "choices": choices, "calibration": calibration}
+    held = {"axes": axes, "overrides": overrides, "choices": choices}
     found: dict[str, Any] = {}
     if questions.why_nots:
         refused = [why_not(result, asked, **held) for asked in questions.why_nots]  # type: ignore[arg-type]
         found["why_not"] = [why_not_json(one) for one in refused]
         if not as_json:
             for one in refused:
-                print_why_not(one, result, words, calibration)
+                print_why_not(one, result, words)
     if questions.what_ifs:
         changed = [what_if(result, asked, **held) for asked in questions.what_ifs]  # type: ignore[arg-type]
         found["what_if"] = [what_if_json(one) for one in changed]
@@ -86,7 +83,7 @@ def answer(
                 print_what_if(other, words)
     if questions.recipe:
         best = result.strategies[0]
-        made = recipe(result.model, result.cluster, result.job, template=best.strategy, calibration=calibration)
+        made = recipe(result.setting, template=best.strategy)
         found["recipe"] = {**msgspec.to_builtins(made), "best_step_s": best.estimate.step_s}
         if not as_json:
             print_recipe(made, result, words)
@@ -101,7 +98,7 @@ def why_not_json(told: WhyNot) -> dict[str, Any]:
     return {**msgspec.to_builtins(told), "slower_s": told.slower_s, "runs": told.refusal is None}
 
 
-def print_why_not(told: WhyNot, result: PlanResult, words: Words, calibration: Calibration | None) -> None:
+def print_why_not(told: WhyNot, result: PlanResult, words: Words) -> None:
     """The rule that refuses it; its best completion beside the winner."""
     print_text("")
     print_text(f"Why not {', '.join(f'{name} {_value(value)}' for name, value in told.asked.items())}")
@@ -127,7 +124,7 @@ def print_why_not(told: WhyNot, result: PlanResult, words: Words, calibration: C
             "",
             "the search did not look at it: without --full it screens a large space, and tries the usual choices only",
         )
-    room = memory_limit(result.strategies[0].cluster, calibration)
+    room = result.strategies[0].setting.memory_limit
     more = other.hbm_bytes_per_chip - best.hbm_bytes_per_chip
     print_fact(
         "  memory",
@@ -215,7 +212,7 @@ def _measures(estimate: Any) -> list[str]:
     ]
 
 
-def _terms(terms: Sequence[StepTerm]) -> str:
+def _terms(terms: Sequence[Term]) -> str:
     return ", ".join(f"{one.words} {one.share:.0%}" for one in terms[:MAX_TERMS] if one.share > 0.005)
 
 

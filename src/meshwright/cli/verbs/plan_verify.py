@@ -54,12 +54,12 @@ def _prove(result: PlanResult, one: PlannedStrategy) -> "Proof":
     from meshwright.verify.proof import prove
     from meshwright.verify.running import python_program
 
-    request = request_of(result.model, one.cluster, one.strategy, one.job, calibration=result.calibration)
+    request = request_of(result.model, one.cluster, one.strategy, one.job, calibration=result.setting.rates)
     return prove(
         request,
         program=python_program(PROGRAM),
         timeout_s=TIMEOUT_S,
-        calibration=result.calibration,
+        calibration=result.setting.rates,
     )
 
 

@@ -10,11 +10,11 @@ import msgspec
 from meshwright.cli.fields import parse_fields, take_axes, with_fields
 from meshwright.cli.machine import rates_for
 from meshwright.cli.output import emit_json, json_option, say
-from meshwright.cli.verbs.plan import mesh_words
 from meshwright.cli.verbs.train_text import print_result
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.toml_file import dump_toml
 from meshwright.core.units import format_count, format_seconds, parse_count
+from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import estimate_step
 from meshwright.cost.work.ops import model_flops
 from meshwright.parallel.process_env import find_processes
@@ -26,6 +26,7 @@ from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.job import Job, parse_batch
 from meshwright.spec.model import require_runnable
 from meshwright.spec.plan_file import Plan, load_plan
+from meshwright.spec.strategy import mesh_words
 
 if TYPE_CHECKING:
     from meshwright.cli.verbs.profile_train import Report
@@ -98,7 +99,7 @@ def command(
     if what is None and resume and resume.endswith(".toml"):
         # `train --resume plan.toml`: the option took the plan for its folder.
         what, resume = resume, NEWEST
-    fields = _with_slots(parse_fields(pairs))
+    fields = _with_optimizer(_with_slots(parse_fields(pairs)))
     plan_path = _plan_path(what, resume)
     if plan_path:
         if on or axes or batch or seq_len:
@@ -110,12 +111,20 @@ def command(
         chosen = _planned(str(what), on, axes, batch, seq_len, fields, calibration)
     options = {"steps": steps, "data": data, "seed": seed}
     settings = {**fields["train"], **{k: v for k, v in options.items() if v is not None}}
+    if not resume and chosen.job.optimizer != "adamw":
+        settings.setdefault("optimizer", chosen.job.optimizer)
     if resume:
         _resume(chosen, settings, resume, runs=runs, profiled=profiled, as_json=as_json)
     elif profiled is None:
         _show(chosen, run_plan(chosen, settings, runs=runs), as_json=as_json)
     else:
         _run_profiled(chosen, settings, profiled, runs=runs, as_json=as_json)
+
+
+def _with_optimizer(fields: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The fields with the optimizer of the run as that of the job, so that the prediction is of the same update."""
+    named = fields["train"].get("optimizer")
+    return fields if named is None else {**fields, "job": {"optimizer": named, **fields["job"]}}
 
 
 def _with_slots(fields: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -210,13 +219,10 @@ def _planned(
     length = parse_count(str(seq_len), what="seq")
     job = with_fields(Job(batch_seqs=parse_batch(str(batch), seq_len=length), seq_len=length), "job", fields["job"])
     result = plan(
-        model,
-        cluster,
-        job,
+        Setting(model, cluster, job, rates_for(cluster, calibration, fitted=True)),
         axes=take_axes(axes, fields["strategy"]),
         overrides=fields["strategy"],
         top=1,
-        calibration=rates_for(cluster, calibration, fitted=True),
     )
     best = result.strategies[0]
     if best.num_chips < cluster.num_chips:
@@ -232,9 +238,7 @@ def _changed(found: Plan, fields: dict[str, dict[str, Any]]) -> Plan:
         fields["strategy"] |= {"mesh": mesh, "placement": {}}
     model, job, strategy = (with_fields(getattr(found, part), part, fields[part]) for part in parts)
     require_legal(model, found.cluster, job, strategy, calibration=found.calibration)
-    new = estimate_step(model, found.cluster, job, strategy, calibration=found.calibration)
-    numbers = {name: getattr(new, name) for name in new.__struct_fields__}
-    predicted = msgspec.structs.replace(found.predicted, **numbers, train_days=None, cost_usd=None)
+    predicted = estimate_step(Setting(model, found.cluster, job, found.calibration), strategy)
     return msgspec.structs.replace(found, model=model, job=job, strategy=strategy, predicted=predicted)
 
 

@@ -10,7 +10,7 @@ import msgspec
 from meshwright.cli.fields import check_tokens, parse_fields, take_axes, with_fields
 from meshwright.cli.machine import rates_for
 from meshwright.cli.output import emit_json, json_option, print_fact, print_table, print_text
-from meshwright.cli.verbs.plan import mesh_words, microbatch_words, remat_words
+from meshwright.cli.verbs.plan import microbatch_words, remat_words
 from meshwright.cli.verbs.verify_request import PROGRAM, TIMEOUT_S, request_of
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.units import format_bytes, format_count, format_flops, format_seconds, parse_count
@@ -20,7 +20,7 @@ from meshwright.spec.cluster import Cluster, parse_cluster
 from meshwright.spec.job import Job, parse_batch
 from meshwright.spec.model import Model
 from meshwright.spec.plan_file import load_plan
-from meshwright.spec.strategy import Strategy, make_mesh
+from meshwright.spec.strategy import Strategy, make_mesh, mesh_words
 
 if TYPE_CHECKING:
     from meshwright.verify.differences import Difference
@@ -156,6 +156,7 @@ class _Asked:
             self.strategy = with_fields(one, "strategy", fields["strategy"])
 
     def _plan(self, fixed: dict[str, int], overrides: dict[str, Any], calibration: Path | None) -> None:
+        from meshwright.cost.setting import Setting
         from meshwright.plan.planner import plan
         from meshwright.plan.space import USUAL
 
@@ -163,14 +164,11 @@ class _Asked:
         self.calibration = rates
         try:
             chosen = plan(
-                self.model,
-                self.cluster,
-                self.job,
+                Setting(self.model, self.cluster, self.job, rates),
                 axes=fixed,
                 overrides=overrides,
                 choices=msgspec.structs.replace(USUAL, equal_stages=True),
                 top=1,
-                calibration=rates,
             ).strategies[0]
         except CannotRunError:
             if math.prod(fixed.values()) != self.cluster.num_chips:

@@ -45,7 +45,8 @@ def request_of(
     if target.platform != "cpu":
         order = tuple(mesh_order(_placement(model, cluster, strategy, job, step, calibration)).ravel().tolist())
     bounded = {"capacity_factor": strategy.imbalance} if model.num_experts and strategy.imbalance > 1 else {}
-    table = bounded | (settings or {}) if step == "train" else {}
+    named = {"optimizer": job.optimizer} if job.optimizer != "adamw" else {}
+    table = named | bounded | (settings or {}) if step == "train" else {}
     return Request(
         model=model,
         cluster=cluster,
@@ -58,6 +59,7 @@ def request_of(
         weights=weights,  # type: ignore[arg-type]
         cache_dtype=cache_dtype,
         settings=table,
+        optimizer=table.get("optimizer", "adamw"),
         options=program_options(settings_from_table(table), several_documents=False),
         order=order,
     )
@@ -78,9 +80,10 @@ def _placement(
     model: Model, cluster: Cluster, strategy: Strategy, job: Job, step: str, calibration: Calibration | None
 ) -> Any:
     """How the mesh lies on the links: as priced to train; the first way otherwise."""
+    from meshwright.cost.setting import Setting
     from meshwright.cost.step_rates import strategy_placements
     from meshwright.cost.train_step import price_strategy
 
     if step == "train":
-        return price_strategy(model, cluster, job, strategy, calibration=calibration).placement
+        return price_strategy(Setting(model, cluster, job, calibration), strategy).placement
     return strategy_placements(cluster, strategy)[0]

@@ -18,6 +18,10 @@ Number = Any
 """A float, an int or a NumPy array of them."""
 
 
+MAX_BUBBLE = 0.1
+"""Share of a step that may be idle before more microbatches are asked for."""
+
+
 class Roots(msgspec.Struct, frozen=True, kw_only=True):
     """The FSDP sizes between which mixed FSDP and tensor parallelism is compute-bound; NaN when there are none."""
 
@@ -172,6 +176,34 @@ def flat_fsdp_max_chips(
 ) -> Number:
     """Devices at which the 6 N B FLOPs of a step take as long as ``flat_fsdp_comms_s``; the model cancels."""
     return 6 * batch_tokens * bytes_per_s / (peak_flops * bytes_per_param * num_collectives)
+
+
+def min_microbatches(bubble_s: float, each_s: float, max_share: float = MAX_BUBBLE) -> float:
+    """Microbatches M from which a bubble is less than a share s of a step: bubble / (M each + bubble) < s.
+
+    Of GPipe and 1F1B, whose bubble is (K - 1) x each: M > (K - 1) (1 - s) / s, nine times K - 1 for a tenth.
+    """
+    return bubble_s / each_s * (1 - max_share) / max_share
+
+
+def ring_min_positions(
+    peak_flops: float, link_bytes_per_s: float, *, num_heads: int, num_kv_heads: int, causal: bool = True
+) -> float:
+    """Query positions t of a device from which a hop of ring attention hides behind the attention of a hop.
+
+    A hop is 4 t^2 N H FLOPs, half with causal masks, and sends t positions of K heads' keys and values, 2 x 2 t K H
+    bytes in 16 bits, one way: t > C / W x K / N, twice that with causal masks. Follows from section 3.2's rules.
+    """
+    return (1 + causal) * peak_flops / link_bytes_per_s * num_kv_heads / num_heads
+
+
+def max_expert_ring(alpha: float, d_ff: float, num_matrices: int = 3) -> float:
+    """Devices of an expert axis on one two-way ring up to which its AllToAlls are shorter than the experts' products.
+
+    Forward, 2 x matrices t k D F FLOPs against two AllToAlls of 2 t k D Z bytes gathered, each at 1 / (4 W):
+    Z < 2 x matrices F / alpha. Follows from sections 3.2 and 4.4.1.
+    """
+    return 2 * num_matrices * d_ff / alpha
 
 
 def reduce_after_min_dim(alpha: Number) -> Number:

@@ -19,7 +19,7 @@ from meshwright.algebra.schedules.ticks import (
     TickTables,
     WeightColumns,
 )
-from meshwright.nn.labels import AT_MOST_ONCE
+from meshwright.core.labels import AT_MOST_ONCE
 from meshwright.parallel.gradients import apart
 from meshwright.parallel.pipeline.buffers import add, add_named, buffer, part_of, read, write, write_if_named, zeros
 from meshwright.parallel.pipeline.functions import StageFunctions, Stream, Tree, Weights, as_it_is

@@ -1,38 +1,30 @@
-"""The limits that a plan stands near: the book's closed forms, and what its chips can hold, beside its numbers."""
+"""The letters of a plan for the table of limits: from its sizes, its cluster's links and its own priced steps.
+
+Those of the weights and of the experts' AllToAll rest on the priced steps: compute grows with the tokens that a chip
+has of a microbatch, the bytes of its weights do not.
+"""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
 from meshwright.algebra.notation import product
-from meshwright.core.units import format_count, format_seconds
+from meshwright.algebra.steps import num_moves
 from meshwright.cost.formulas import limits
 from meshwright.cost.formulas.accounting import state_bytes
-from meshwright.cost.formulas.training_budget import (
-    DAY_S,
-    global_batch,
-    min_chips,
-    num_microbatches,
-    rescaled_days,
-    tokens_per_device,
-    train_seconds,
-    training_flops,
-)
+from meshwright.cost.formulas.limit_table import Letters, Limit, feed_forward_width, limits_at, sparsity
+from meshwright.cost.formulas.roofline import critical_batch
+from meshwright.cost.formulas.training_budget import global_batch, tokens_per_device
 from meshwright.cost.memory import memory_limit
 from meshwright.cost.network.placement import Placement
-from meshwright.cost.train_step import Estimate, PricedStrategy
+from meshwright.cost.pass_times import link_seconds, seconds_by_group
+from meshwright.cost.pipeline import strategy_pipeline
+from meshwright.cost.step_costs import StepCost
+from meshwright.cost.train_step import PricedStrategy
 from meshwright.plan.run_budget import RunBudget
-from meshwright.plan.why.torus_limits import (
-    Limit,
-    dcn_limit,
-    feed_forward_width,
-    fsdp_limits,
-    sparsity,
-    tensor_limit,
-    torus_limits,
-)
-from meshwright.spec.calibration import matmul_rate
+from meshwright.spec.calibration import matmul_rate, memory_rate
 from meshwright.spec.plan_file import Plan
 from meshwright.spec.weights import num_active_params, num_params
 
@@ -61,53 +53,30 @@ def batch_of(plan: Plan) -> Batch:
     )
 
 
-class Symbols(msgspec.Struct, frozen=True, kw_only=True):
-    """The letters of the closed forms, for one slice and stage: B tokens, N chips, X = data x fsdp x expert x context.
-
-    B is one microbatch: weights are gathered anew for each, so its tokens have to hide them. ``num_slices`` are those
-    that share out the batch, not the stages of a pipeline.
-
-    ``alpha`` = C / W in FLOPs per byte, W of one torus axis both ways; None away from a torus. ``tensor_axes`` is M_Y,
-    the physical axes' worth that tensor takes, and ``fsdp_axes`` is M_X, the others: whole numbers, each at least one.
-    ``sparsity`` is E / k, experts over those that a token passes: so many more tokens hide the same weights.
-    """
-
-    batch_tokens: float
-    num_microbatches: int
-    num_chips: int
-    num_stages: int
-    num_slices: int
-    d_ff: int
-    data_ways: float
-    peak_flops: float
-    alpha: float | None
-    num_axes: int
-    fsdp_axes: int
-    tensor_axes: int
-    tensor: int
-    sparsity: float
+def limits_of(plan: Plan, priced: PricedStrategy, budget: RunBudget | None = None) -> tuple[Limit, ...]:
+    """Every limit that has a meaning for a plan: those of single axes, of the whole mesh, and of size."""
+    return limits_at(letters_of(plan, priced, budget))
 
 
-def symbols_of(plan: Plan, priced: PricedStrategy) -> Symbols:
+def letters_of(plan: Plan, priced: PricedStrategy, budget: RunBudget | None = None) -> Letters:
     """The letters with this plan's numbers; C is the rate of products that its times rest on."""
-    cluster, mesh = plan.cluster, plan.strategy.mesh
-    model, at = plan.model, plan.calibration.efficiency
-    peak = matmul_rate(cluster.chip, plan.calibration, plan.strategy.matmul_dtype)
+    cluster, strategy, job, model = plan.cluster, plan.strategy, plan.job, plan.model
+    mesh, stages = strategy.mesh, strategy.mesh.get("pipeline", 1)
+    peak = matmul_rate(cluster.chip, plan.calibration, strategy.matmul_dtype)
     width = cluster.chip.ici_axis_bytes_per_s if cluster.kind == "torus" else None
-    width = None if width is None else width * at.ici
+    width = None if width is None else width * plan.calibration.efficiency.ici
     total = sum(size > 1 for size in cluster.shape)
     tensor = max(1, min(round(_axes_taken(priced.placement, "tensor")), total - 1))
-    ways = product(mesh.get(axis, 1) for axis in ("data", "fsdp", "expert", "context"))
-    stages = mesh.get("pipeline", 1)
     slices = cluster.num_slices // math.gcd(stages, cluster.num_slices)
-    return Symbols(
-        batch_tokens=plan.job.tokens_per_step / slices / plan.strategy.num_microbatches,
-        num_microbatches=plan.strategy.num_microbatches,
-        num_chips=cluster.num_chips // (slices * stages),
+    chips = cluster.num_chips // (slices * stages)
+    return Letters(
+        batch_tokens=job.tokens_per_step / slices / strategy.num_microbatches,
+        num_microbatches=strategy.num_microbatches,
+        num_chips=chips,
         num_stages=stages,
         num_slices=slices,
         d_ff=feed_forward_width(model),
-        data_ways=ways / slices,
+        data_ways=_devices(plan, "data", "fsdp", "expert", "context") / slices,
         peak_flops=peak,
         alpha=None if width is None else limits.ici_intensity(peak, width),
         num_axes=total,
@@ -115,6 +84,12 @@ def symbols_of(plan: Plan, priced: PricedStrategy) -> Symbols:
         tensor_axes=tensor,
         tensor=mesh.get("tensor", 1),
         sparsity=sparsity(model),
+        slice_tokens=job.tokens_per_step / slices if slices > 1 else None,
+        dcn_bytes_per_s_per_host=cluster.chip.dcn_bytes_per_s_per_host or None,
+        chips_per_host=cluster.chip.chips_per_host or None,
+        **(_switched(plan, peak) if chips > 1 else {}),
+        **_of_axes(plan, priced, peak),
+        **_sizes(plan, priced, budget),
     )
 
 
@@ -129,103 +104,137 @@ def _axes_taken(placement: Placement, name: str) -> float:
     return sum(shares)
 
 
-def limits_of(plan: Plan, priced: PricedStrategy, budget: RunBudget | None = None) -> tuple[Limit, ...]:
-    """Every limit that has a meaning for this plan's cluster: those of speed, then those of size."""
-    at = symbols_of(plan, priced)
-    found: list[Limit] = []
-    if at.num_chips > 1 and at.alpha is not None:
-        found += torus_limits(at, at.alpha)
-    if at.num_chips > 1 and plan.cluster.kind == "switched":
-        found += _switched(plan, at)
-    if at.num_slices > 1:
-        # gradients cross slices once per step, whatever the microbatches
-        tokens = plan.job.tokens_per_step / at.num_slices
-        found += dcn_limit(plan.cluster.chip, peak_flops=at.peak_flops, tokens_per_slice=tokens)
-    return (*found, *_sizes(plan, priced.estimate, budget))
+def _devices(plan: Plan, *axes: str) -> int:
+    """Devices of some axes together."""
+    return int(product(plan.strategy.mesh.get(axis, 1) for axis in axes))
 
 
-# -- speed, on switches and over the data-centre network ------------------------------------------------
-
-
-def _switched(plan: Plan, at: Symbols) -> Iterator[Limit]:
-    """The same bounds where the links are a switched domain and a network between domains."""
-    chip, cluster = plan.cluster.chip, plan.cluster
-    if not chip.nvlink_bytes_per_s:
-        return
-    shares = plan.calibration.efficiency
+def _switched(plan: Plan, peak: float) -> dict[str, Any]:
+    """Letters of a switched domain and the network between domains; none elsewhere."""
+    chip, cluster, shares = plan.cluster.chip, plan.cluster, plan.calibration.efficiency
+    if cluster.kind != "switched" or not chip.nvlink_bytes_per_s:
+        return {}
     nvlink = chip.nvlink_bytes_per_s * shares.nvlink
-    rate, flat, of = nvlink, nvlink, "nvlink"
+    rate, flat, link = nvlink, nvlink, "nvlink"
     if cluster.nodes > 1 and chip.nic_bytes_per_s:
         flat = chip.nic_bytes_per_s * shares.network
-        rate, of = min(rate, flat * cluster.domain), "node"
-    alpha = limits.ici_intensity(at.peak_flops, rate)
-    yield from fsdp_limits(at, alpha, num_axes=1, bound=f"C / W_{of}", chips=f"B W_{of} / C")
-    yield from _flat(plan, at, flat)
-    most = limits.tensor_max_size(at.d_ff, limits.ici_intensity(at.peak_flops, nvlink))
-    yield tensor_limit(at, most, "< F W_nvlink / C")
+        rate, link = min(rate, flat * cluster.domain), "node"
+    stages = plan.strategy.mesh.get("pipeline", 1)
+    return {
+        "link": link,
+        "link_alpha": limits.ici_intensity(peak, rate),
+        "domain_alpha": limits.ici_intensity(peak, nvlink),
+        "flat_bytes_per_s": flat,
+        "num_params": num_params(plan.model) / stages,
+        "num_active_params": num_active_params(plan.model) / stages,
+    }
 
 
-def _flat(plan: Plan, at: Symbols, rate: float) -> Iterator[Limit]:
-    """FSDP as if each chip moved all weights three times at the slowest link's rate, whatever the hierarchy."""
-    count = num_params(plan.model) / at.num_stages
-    active = num_active_params(plan.model) / at.num_stages
-    math_s = train_seconds(training_flops(active, at.batch_tokens), num_chips=at.num_chips, peak_flops=at.peak_flops)
-    comms_s = limits.flat_fsdp_comms_s(count, rate)
-    yield Limit(
-        name="FSDP at one chip's rate", formula="3 x 2 bytes x params / W < T_math", limit=math_s, here=comms_s,
-        holds=comms_s < math_s, unit="s",
-    )  # fmt: skip
-    most = limits.flat_fsdp_max_chips(at.batch_tokens * active / count, at.peak_flops, rate)
-    yield Limit(
-        name="chips, at one chip's rate",
-        formula="< B W / C x active / params" if at.sparsity > 1 else "< B W / C",
-        limit=most,
-        here=at.num_chips,
-        holds=at.num_chips < most,
-    )
-
-
-# -- size -----------------------------------------------------------------------------------------------
-
-
-def _sizes(plan: Plan, estimate: Estimate, budget: RunBudget | None) -> Iterator[Limit]:
-    job, strategy, chips = plan.job, plan.strategy, plan.cluster.num_chips
-    batch, mesh = batch_of(plan), plan.strategy.mesh
-    stages = mesh.get("pipeline", 1)
-    most = stages * limits.sequence_limit_chips(
-        job.tokens_per_step, job.seq_len, context=mesh.get("context", 1), tensor=mesh.get("tensor", 1)
-    )
-    yield Limit(
-        name="chips, a sequence each",
-        formula="<= sequences x context x tensor" + " x pipeline" * (stages > 1), limit=most, here=chips,
-        holds=chips <= most, kind="size",
-    )  # fmt: skip
-    often = num_microbatches(job.batch_seqs, data_parallel=batch.data_parallel, microbatch_seqs=1)
-    yield Limit(
-        name="microbatches", formula="<= sequences / (data x fsdp)", limit=often, here=strategy.num_microbatches,
-        holds=strategy.num_microbatches <= often, kind="size",
-    )  # fmt: skip
+def _sizes(plan: Plan, priced: PricedStrategy, budget: RunBudget | None) -> dict[str, Any]:
+    job, chips = plan.job, plan.cluster.num_chips
     room = memory_limit(plan.cluster, plan.calibration)
-    needed = float(estimate.hbm_bytes_per_chip)
-    if math.isfinite(room):
-        yield Limit(
-            name="memory of a chip", formula="<= what programs may fill", limit=room, here=needed,
-            holds=needed <= room, kind="size", unit="bytes",
-        )  # fmt: skip
-        yield _fewest_chips(plan, estimate, room, budget)
+    activations = priced.estimate.memory["activations"] * chips
+    return {
+        "all_chips": chips,
+        "step_tokens": job.tokens_per_step,
+        "seq_len": job.seq_len,
+        "context": plan.strategy.mesh.get("context", 1),
+        "batch_seqs": job.batch_seqs,
+        "replicas": batch_of(plan).data_parallel,
+        "memory_bytes": room if math.isfinite(room) else None,
+        "needed_bytes": float(priced.estimate.hbm_bytes_per_chip),
+        "shared_bytes": state_bytes(num_params(plan.model), state=plan.strategy.state) + activations,
+        "train_tokens": budget.train_tokens if budget else None,
+        "run_days": budget.days if budget else None,
+    }
 
 
-def _fewest_chips(plan: Plan, estimate: Estimate, room: float, budget: RunBudget | None) -> Limit:
-    """Chips whose memory holds one copy of the training state, and the activations that all chips keep now."""
-    chips = plan.cluster.num_chips
-    kept = state_bytes(num_params(plan.model), state=plan.strategy.state) + estimate.memory["activations"] * chips
-    fewest = min_chips(kept, room)
-    note = ""
-    if budget is not None:
-        slow_s = rescaled_days(budget.days, chips_from=chips, chips_to=fewest) * DAY_S
-        tokens = format_count(budget.train_tokens)
-        note = f"there {tokens} tokens would take {format_seconds(slow_s)} at this utilisation"
-    return Limit(
-        name="chips, by memory", formula=">= (state + activations) / memory", limit=fewest, here=chips,
-        holds=chips >= fewest, kind="size", note=note,
-    )  # fmt: skip
+# -- single axes ------------------------------------------------------------------------------------------
+
+
+def _of_axes(plan: Plan, priced: PricedStrategy, peak: float) -> dict[str, Any]:
+    """Letters of every axis that has several devices.
+
+    None on this machine's emulated devices, which do not compute while they communicate.
+    """
+    if plan.cluster.kind == "host":
+        return {}
+    mesh, count = plan.strategy.mesh, plan.strategy.num_microbatches
+    passes = [costs for block in priced.costs.layers for costs in (block.forward, block.backward)]
+    others = int(product(size for axis, size in mesh.items() if axis != "pipeline"))
+    found: dict[str, Any] = {"chip_tokens": plan.job.tokens_per_step / count / others}
+    if any(c.hides and c.step.op == "all_gather" for costs in passes for c in costs):
+        found |= _hiding("weights", priced, passes, scopes=("layer", "microbatch"))
+    if any(c.hides and c.step.scope == "step" for costs in passes for c in costs):
+        found |= _hiding("gradients", priced, passes, scopes=("step",))
+    if mesh.get("pipeline", 1) > 1:
+        found |= _bubble(plan, priced)
+    if mesh.get("context", 1) > 1:
+        found |= _ring(plan, priced)
+    if plan.model.num_experts:
+        found |= _experts(plan, priced, peak)
+    return found
+
+
+def _hiding(
+    what: str, priced: PricedStrategy, passes: Sequence[Sequence[StepCost]], *, scopes: tuple[str, ...]
+) -> dict[str, float]:
+    """Seconds of the collectives on weights, and of the rest of the pass that hides the smallest part of them.
+
+    Gathers, and sums of every microbatch, pass behind each pass; sums that are made once a step behind the last one.
+    """
+    pairs = []
+    for costs in passes:
+        moved = [c for c in costs if c.hides and c.step.scope in scopes and c.step.op != "permute"]
+        links_s = max(link_seconds(seconds_by_group(moved, "network_s", 1), priced.rates), default=0.0)
+        pairs.append((float(links_s), float(sum(c.time_s for c in costs if not c.hides))))
+    links_s, layer_s = max(pairs, key=lambda pair: pair[0] / pair[1])
+    return {f"{what}_s": links_s, f"{what}_layer_s": layer_s}
+
+
+def _bubble(plan: Plan, priced: PricedStrategy) -> dict[str, Any]:
+    pipeline, times = strategy_pipeline(plan.strategy), priced.parts.times
+    share = pipeline.share(times.num_layers)
+    forward, backward, weight = (float(times.layers_s(part, share)) for part in ("forward", "backward", "weight"))
+    bubble = float(pipeline.bubble_s(forward_s=forward, backward_s=backward, weight_s=weight))
+    return {"schedule": plan.strategy.schedule, "bubble_s": bubble, "microbatch_s": forward + backward}
+
+
+def _ring(plan: Plan, priced: PricedStrategy) -> dict[str, Any]:
+    """Letters of ring attention, where keys and values go round: a hop's link rate is the group's own."""
+    permutes = (c for c in priced.costs.all if c.step.op == "permute" and c.step.phase == "forward")
+    moved = next((c for c in permutes if "context" in c.step.axes), None)
+    if moved is None or plan.model.latent_attention:
+        return {}
+    moves = num_moves(moved.step, dims=priced.sizes.dims, mesh=priced.sizes.mesh)
+    tensor = plan.strategy.mesh.get("tensor", 1)
+    return {
+        "ring_bytes_per_s": float(moved.network_bytes / (moved.network_s - moved.latency_s) * moves),
+        "ring_positions": plan.job.seq_len / plan.strategy.mesh["context"],
+        "num_heads": plan.model.num_heads // tensor,
+        "num_kv_heads": max(1, plan.model.num_kv_heads // tensor),
+        "causal": priced.sizes.causal,
+    }
+
+
+def _experts(plan: Plan, priced: PricedStrategy, peak: float) -> dict[str, Any]:
+    """Letters of the experts, and of their AllToAlls where an axis of several devices holds them."""
+    model, bandwidth = plan.model, memory_rate(plan.cluster.chip, plan.calibration)
+    found = {
+        "num_experts": model.num_experts,
+        "experts_per_token": model.experts_per_token,
+        "hbm_tokens": critical_batch(peak, bandwidth, weight_bytes=priced.sizes.width),
+        "copy_tokens": plan.job.tokens_per_step
+        / plan.strategy.num_microbatches
+        / _devices(plan, "data", "fsdp", "context"),
+    }
+    block = max((block.forward for block in priced.costs.layers), key=len)
+    sent = [c for c in block if c.step.op == "all_to_all" and "expert" in c.step.axes]
+    products = [c for c in block if c.step.op == "einsum" and any("Fe" in array.dims for array in c.step.inputs)]
+    if plan.strategy.mesh.get("expert", 1) > 1 and sent and products:
+        found |= {
+            "expert_width": model.d_ff_expert,
+            "exchange_s": float(sum(c.network_s for c in sent)),
+            "experts_s": float(sum(c.math_s for c in products)),
+        }
+    return found

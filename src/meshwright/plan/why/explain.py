@@ -6,21 +6,47 @@ import msgspec
 
 from meshwright.algebra.steps import Step
 from meshwright.core.errors import CannotRunError
+from meshwright.core.units import format_seconds
+from meshwright.cost.breakdown import Breakdown, Term
+from meshwright.cost.formulas import limits
+from meshwright.cost.formulas.limit_table import Letters, Limit, limits_at
+from meshwright.cost.formulas.training_budget import train_seconds, training_flops
+from meshwright.cost.network.collectives import group_rates
+from meshwright.cost.network.placement import physical_placement
 from meshwright.cost.pipeline import strategy_pipeline
-from meshwright.cost.step_costs import StepCost, price_step
+from meshwright.cost.setting import setting_of
+from meshwright.cost.step_costs import StepCost
 from meshwright.cost.train_step import Estimate, PricedStrategy, price_strategy
 from meshwright.plan.legal import MEMORY_RULE, legal
 from meshwright.plan.run_budget import RunBudget, run_budget
-from meshwright.plan.why.axis_bounds import axis_limits
-from meshwright.plan.why.bounds import Batch, Symbols, batch_of, limits_of, symbols_of
-from meshwright.plan.why.reasons import FsdpCase, fsdp_case
-from meshwright.plan.why.single_changes import Setting, Tried, try_changes
-from meshwright.plan.why.step_terms import StepTerm, step_terms
-from meshwright.plan.why.torus_limits import Limit
+from meshwright.plan.why.bounds import Batch, batch_of, letters_of
+from meshwright.plan.why.single_changes import Tried, try_changes
+from meshwright.spec.calibration import matmul_rate
 from meshwright.spec.plan_file import Plan
+from meshwright.spec.strategy import STATE_BYTES
+from meshwright.spec.weights import num_active_params, num_params
 
 MAX_FREE_SHARE = 0.002
 """Local steps that take less of a pass than this are left out of the listing (they stay in every sum)."""
+
+
+ADVICE: dict[int, str] = {
+    1: "FSDP (or data parallelism) alone",
+    2: "context or tensor parallelism; not a pipeline, which needs as many microbatches as stages and so takes the "
+    "sequences back",
+    3: "pipeline stages, or tensor parallelism across nodes, so that a chip moves fewer weights",
+    4: "context or tensor parallelism for the sequences, and pipeline stages or tensor parallelism across nodes for "
+    "the weights",
+}
+"""What helps in each of the four cases."""
+
+HELPERS: dict[int, tuple[str, ...]] = {
+    1: (),
+    2: ("context", "tensor"),
+    3: ("pipeline", "tensor"),
+    4: ("context", "tensor", "pipeline"),
+}
+"""The axes that the advice of each case names."""
 
 
 class Line(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,6 +99,48 @@ class BetweenStages(msgspec.Struct, frozen=True, kw_only=True):
     bubble_s: float
 
 
+class FsdpCase(msgspec.Struct, frozen=True, kw_only=True):
+    """FSDP over all chips of a plan, as if it split nothing else, in one microbatch.
+
+    A chip needs at least one sequence; and the gathers and sums of all weights, which take as long on more chips, must
+    be shorter than the computation, which does not. Which of the two limits is passed says which other axes help.
+    Source: Horace He's lecture on machine-learning systems, "4 situations" of scaling FSDP.
+
+    ``case``: 1 neither limit is passed, 2 there are more chips than sequences, 3 communication takes longer than
+    compute, 4 both. ``max_chips_by_comms`` is where the two take equally long. ``other_axes`` are those that the plan
+    itself splits besides data and fsdp, and ``follows`` whether they are what the case asks for.
+    """
+
+    case: int
+    chips: int
+    sequences: int
+    compute_s: float
+    comms_s: float
+    max_chips_by_comms: float
+    tokens_per_chip: float
+    other_axes: tuple[str, ...]
+    follows: bool
+
+    @property
+    def advice(self) -> str:
+        """What helps."""
+        return ADVICE[self.case]
+
+    @property
+    def words(self) -> str:
+        """The case, its two limits with their numbers, the advice, and what the plan does."""
+        batch = "no more" if self.chips <= self.sequences else "more"
+        order = "longer than" if self.comms_s > self.compute_s else "hidden by"
+        taken = ", ".join(self.other_axes) or "no other axis"
+        if self.case == 1 and self.other_axes:
+            taken += ", which these limits do not ask for"
+        return (
+            f"case {self.case} of 4, FSDP alone: {batch} chips ({self.chips:,}) than sequences ({self.sequences:,}), "
+            f"communication of {format_seconds(self.comms_s)} {order} {format_seconds(self.compute_s)} of compute, "
+            f"equal on about {self.max_chips_by_comms:,.0f} chips. What helps: {self.advice}. This plan has {taken}."
+        )
+
+
 class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     """Everything `explain` shows of one plan; the estimate is computed anew from the plan's own rates.
 
@@ -83,7 +151,7 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
 
     plan: Plan
     estimate: Estimate
-    terms: tuple[StepTerm, ...]
+    terms: tuple[Term, ...]
     recomputed: float
     changes: Tried
     fsdp: FsdpCase | None
@@ -91,7 +159,7 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     between: BetweenStages | None
     once: Algorithm
     batch: Batch
-    symbols: Symbols
+    symbols: Letters
     limits: tuple[Limit, ...]
     training: RunBudget | None
 
@@ -115,23 +183,23 @@ def explain(plan: Plan) -> Explanation:
     for refusal in legal(plan.model, plan.cluster, plan.job, plan.strategy, calibration=plan.calibration):
         if refusal.rule != MEMORY_RULE.name:
             raise CannotRunError(refusal.message)
-    priced = price_strategy(plan.model, plan.cluster, plan.job, plan.strategy, calibration=plan.calibration)
+    setting = setting_of(plan)
+    priced = price_strategy(setting, plan.strategy)
     budget = run_budget(plan, step_s=priced.estimate.step_s)
-    setting = Setting(model=plan.model, cluster=plan.cluster, job=plan.job, calibration=plan.calibration)
-    blocks, once = _passes(priced)
+    letters = letters_of(plan, priced, budget)
     return Explanation(
         plan=plan,
         estimate=priced.estimate,
-        terms=step_terms(priced, plan.strategy),
-        recomputed=_recomputed(priced.costs),
+        terms=Breakdown(priced).terms,
+        recomputed=_recomputed(priced.costs.all),
         changes=try_changes(setting, plan.strategy, priced.estimate.step_s),
         fsdp=fsdp_case(plan),
-        blocks=blocks,
+        blocks=_passes(priced),
         between=_between_stages(plan, priced),
-        once=_algorithm("once per step", once),
+        once=_algorithm("once per step", priced.costs.once),
         batch=batch_of(plan),
-        symbols=symbols_of(plan, priced),
-        limits=tuple(sorted((*axis_limits(plan, priced), *limits_of(plan, priced, budget)), key=_speed_first)),
+        symbols=letters,
+        limits=tuple(sorted(limits_at(letters), key=_speed_first)),
         training=budget,
     )
 
@@ -145,7 +213,7 @@ def _speed_first(limit: Limit) -> bool:
     return limit.kind != "speed"
 
 
-def limit_of_term(term: StepTerm, limits: Sequence[Limit]) -> Limit | None:
+def limit_of_term(term: Term, limits: Sequence[Limit]) -> Limit | None:
     """The limit that a term of a step is near, None where none is known."""
     found = {limit.name: limit for limit in limits}
     for name in _limits_of(term.name):
@@ -174,26 +242,21 @@ def _limits_of(name: str) -> Iterator[str]:
 # -- the algorithm ----------------------------------------------------------------------------------------
 
 
-def _passes(priced: PricedStrategy) -> tuple[tuple[BlockPasses, ...], list[StepCost]]:
-    """The passes over every block of layers, the one with the most layers last; and what is done once per step."""
-    left = iter(priced.costs)
-    costs, found = [], []
-    for block in priced.derived.blocks:
-        costs.append(([next(left) for _ in block.forward], [next(left) for _ in block.backward]))
-    layers = [block for block in priced.derived.blocks if block.block.carry]
-    for block, (forward, backward) in zip(priced.derived.blocks, costs, strict=True):
-        if not block.block.carry:
-            continue
-        of = "" if len(layers) == 1 else f" ({block.block.name}, {block.repeat} of {priced.derived.num_layers})"
+def _passes(priced: PricedStrategy) -> tuple[BlockPasses, ...]:
+    """The passes over every block of layers, the one with the most layers last."""
+    layers, found = priced.costs.layers, []
+    for block in layers:
+        repeat = block.steps.repeat
+        of = "" if len(layers) == 1 else f" ({block.name}, {repeat} of {priced.derived.num_layers})"
         found.append(
             BlockPasses(
-                name=block.block.name,
-                repeat=block.repeat,
-                forward=_algorithm(f"forward pass of one layer{of}", forward),
-                backward=_algorithm(f"backward pass of one layer{of}", backward),
+                name=block.name,
+                repeat=repeat,
+                forward=_algorithm(f"forward pass of one layer{of}", block.forward),
+                backward=_algorithm(f"backward pass of one layer{of}", block.backward),
             )
         )
-    return tuple(sorted(found, key=lambda one: one.repeat)), list(left)
+    return tuple(sorted(found, key=lambda one: one.repeat))
 
 
 def _between_stages(plan: Plan, priced: PricedStrategy) -> BetweenStages | None:
@@ -202,14 +265,13 @@ def _between_stages(plan: Plan, priced: PricedStrategy) -> BetweenStages | None:
     if strategy.mesh.get("pipeline", 1) == 1:
         return None
     count = strategy.num_microbatches
-    sends = [price_step(s, 1, priced.sizes, priced.rates, num_microbatches=count) for s in priced.derived.boundary]
     terms = priced.estimate.terms
     return BetweenStages(
         schedule=strategy.schedule,
         stages=strategy.mesh["pipeline"],
         chunks=strategy.chunks,
         microbatches=count,
-        sends=_algorithm("between stages, one microbatch", sends),
+        sends=_algorithm("between stages, one microbatch", priced.costs.boundary),
         num_sends=float(pipeline.num_sends),
         sends_s=float(terms.get("pipeline", 0.0)),
         bubble_s=float(terms.get("bubble", 0.0)),
@@ -253,3 +315,42 @@ def _overlap(step: Step, cost: StepCost) -> str:
         ahead = "can be done ahead" if step.op == "all_gather" else "can be done behind"
         return f"{ahead}{once}"
     return "critical path"
+
+
+# -- which situation of plain data parallelism a job is in --------------------------------------------------
+
+
+def fsdp_case(plan: Plan) -> FsdpCase | None:
+    """The case of a plan's job on its cluster; None on one chip and on this machine's emulated devices.
+
+    Compute is 6 N tokens at the rate of products; communication is two gathers and a scatter of all weights over every
+    link of the cluster, at the rates that its plans are priced with.
+    """
+    cluster, job, strategy = plan.cluster, plan.job, plan.strategy
+    if cluster.num_chips == 1 or cluster.kind == "host":
+        return None
+    rate = matmul_rate(cluster.chip, plan.calibration, strategy.matmul_dtype)
+    flops = training_flops(num_active_params(plan.model), job.tokens_per_step)
+    compute = train_seconds(flops, num_chips=cluster.num_chips, peak_flops=rate)
+    placement = physical_placement(cluster)
+    gather = group_rates(placement, placement.mesh, plan.calibration).seconds_per_byte_all_gather
+    width = STATE_BYTES[strategy.state]["weights"]
+    comms = limits.flat_fsdp_comms_s(num_params(plan.model), 1 / gather, bytes_per_param=width)
+    others = tuple(axis for axis in ("pipeline", "context", "tensor") if strategy.mesh.get(axis, 1) > 1)
+    case = 1 + (cluster.num_chips > job.batch_seqs) + 2 * (comms > compute)
+    return FsdpCase(
+        case=case,
+        chips=cluster.num_chips,
+        sequences=job.batch_seqs,
+        compute_s=compute,
+        comms_s=float(comms),
+        max_chips_by_comms=float(cluster.num_chips * compute / comms),
+        tokens_per_chip=job.tokens_per_step / cluster.num_chips,
+        other_axes=others,
+        follows=_follows(case, others),
+    )
+
+
+def _follows(case: int, others: tuple[str, ...]) -> bool:
+    """Whether the axes of a plan are some that the case asks for; none beyond, in case 1."""
+    return not others if case == 1 else bool(set(HELPERS[case]) & set(others))

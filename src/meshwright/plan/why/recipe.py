@@ -15,18 +15,14 @@ import msgspec
 import numpy as np
 
 from meshwright.algebra.derive import derive
-from meshwright.algebra.transformer import transformer
 from meshwright.core.units import format_params
-from meshwright.cost.memory import memory_limit, memory_parts, total_bytes
+from meshwright.cost.memory import memory_parts, total_bytes
 from meshwright.cost.pipeline import Pipeline
+from meshwright.cost.setting import Setting
 from meshwright.cost.step_costs import op_sizes
 from meshwright.cost.step_rates import attention_scores
 from meshwright.cost.train_step import Estimate, estimate_step
 from meshwright.plan.legal import Facts, Refusal, check_rules, divisors, legal, size_rules
-from meshwright.spec.calibration import Calibration
-from meshwright.spec.cluster import Cluster
-from meshwright.spec.job import Job
-from meshwright.spec.model import Model
 from meshwright.spec.strategy import DEFAULT_ASSIGNMENT, Strategy, make_mesh
 from meshwright.spec.weights import num_params
 
@@ -65,21 +61,19 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     refusal: Refusal | None = None
 
 
-def recipe(
-    model: Model, cluster: Cluster, job: Job, *, template: Strategy, calibration: Calibration | None = None
-) -> Recipe:
+def recipe(setting: Setting, *, template: Strategy) -> Recipe:
     """The recipe for a job on all chips of a cluster; ``template`` carries state, precision and software."""
-    kitchen = _Kitchen(model, cluster, job, template, calibration)
+    kitchen = _Kitchen(setting, template)
     far = tuple(_far(kitchen))
     inner = {"context": 1, "tensor": 1, "pipeline": 1} | {axis: size for axis, size, _ in far}
     chosen, told = _data_and_stages(kitchen, inner)
     steps = (*told, *_reasons(kitchen, chosen, far))
-    refused = legal(model, cluster, job, chosen, calibration=calibration)
+    refused = legal(setting.model, setting.cluster, setting.job, chosen, calibration=setting.calibration)
     runs = all(refusal.rule == "memory" for refusal in refused)
     return Recipe(
         steps=steps,
         strategy=chosen,
-        estimate=estimate_step(model, cluster, job, chosen, calibration=calibration) if runs else None,
+        estimate=estimate_step(setting, chosen) if runs else None,
         refusal=refused[0] if refused else None,
     )
 
@@ -87,12 +81,11 @@ def recipe(
 class _Kitchen:
     """The job and the cluster, with what its chips hold."""
 
-    def __init__(
-        self, model: Model, cluster: Cluster, job: Job, template: Strategy, calibration: Calibration | None
-    ) -> None:
-        self.model, self.cluster, self.job, self.template = model, cluster, job, template
+    def __init__(self, setting: Setting, template: Strategy) -> None:
+        model, cluster, job = setting.model, setting.cluster, setting.job
+        self.setting, self.model, self.cluster, self.job, self.template = setting, model, cluster, job, template
         self.chips, self.params = cluster.num_chips, num_params(model)
-        self.limit = memory_limit(cluster, calibration)
+        self.limit = setting.memory_limit
         self.machine = min(cluster.chip.chips_per_host or MACHINE_CHIPS, self.chips)
 
     def strategy(self, mesh: Mapping[str, int], remat: str, count: int = 1) -> Strategy:
@@ -106,7 +99,7 @@ class _Kitchen:
     def fewest_microbatches(self, mesh: Mapping[str, int], remat: str) -> int | None:
         """The fewest microbatches with which a mesh fits, at least one for each stage; None where none does."""
         one = self.strategy(mesh, remat)
-        derived = derive(transformer(self.model), one)
+        derived = derive(self.setting.program, one)
         facts = Facts(
             model=self.model.name,
             cluster=self.cluster.short_name,

@@ -1,4 +1,4 @@
-"""What can be different of a setup, by a factor: its chips, its links, how many chips, how much work a step."""
+"""What can be different of a setting, by a factor: its chips, its links, how many chips, how much work a step."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -9,22 +9,12 @@ import msgspec
 
 from meshwright.core.errors import CannotRunError, InputError, nearest
 from meshwright.core.units import format_bytes, format_flops, format_params
+from meshwright.cost.setting import Setting
 from meshwright.spec.calibration import Calibration
 from meshwright.spec.cluster import Cluster, NetworkLevel, make_cluster
-from meshwright.spec.job import Job
-from meshwright.spec.model import Model
 
 _FACTOR = re.compile(r"(\d+(?:\.\d+)?|\d*\.\d+)x")
 MAX_FACTOR = 1000.0
-
-
-class Setup(msgspec.Struct, frozen=True, kw_only=True):
-    """What is planned, as far as it can be different."""
-
-    model: Model
-    cluster: Cluster
-    job: Job
-    calibration: Calibration | None
 
 
 def parse_what_if(text: str) -> dict[str, float]:
@@ -46,21 +36,21 @@ def parse_what_if(text: str) -> dict[str, float]:
     return found
 
 
-def changed_setup(setup: Setup, factors: Mapping[str, float]) -> tuple[Setup, tuple[str, ...]]:
-    """The setup with every factor applied, and each change in words, from what to what."""
+def changed_setting(setting: Setting, factors: Mapping[str, float]) -> tuple[Setting, tuple[str, ...]]:
+    """The setting with every factor applied, and each change in words, from what to what."""
     words = []
     for name, factor in factors.items():
-        setup, said = CHANGES[name](setup, factor)
+        setting, said = CHANGES[name](setting, factor)
         words.append(f"{name} {factor:g}x: {said}")
-    return setup, tuple(words)
+    return setting, tuple(words)
 
 
 # -- chips ------------------------------------------------------------------------------------------------
 
 
-def _chip_flops(setup: Setup, factor: float) -> tuple[Setup, str]:
+def _chip_flops(setting: Setting, factor: float) -> tuple[Setting, str]:
     """Matrix products, attention and vector work."""
-    chip, rates = setup.cluster.chip, setup.calibration
+    chip, rates = setting.cluster.chip, setting.calibration
     faster = {
         "peak_flops": {dtype: rate * factor for dtype, rate in chip.peak_flops.items()},
         "vector_flops": _times(chip.vector_flops, factor),
@@ -69,26 +59,26 @@ def _chip_flops(setup: Setup, factor: float) -> tuple[Setup, str]:
         products = {dtype: rate * factor for dtype, rate in rates.matmul_flops_per_s.items()}
         attention = {dtype: rate * factor for dtype, rate in rates.attention_flops_per_s.items()}
         rates = msgspec.structs.replace(rates, matmul_flops_per_s=products, attention_flops_per_s=attention)
-    known = chip.peak_flops or (setup.calibration.matmul_flops_per_s if setup.calibration else {})
+    known = chip.peak_flops or (setting.calibration.matmul_flops_per_s if setting.calibration else {})
     dtype = next((name for name in ("bf16", "fp16", "fp32") if name in known), next(iter(known), ""))
     words = f"{format_flops(known[dtype])} -> {format_flops(known[dtype] * factor)} in {dtype}" if dtype else "FLOP/s"
-    return _with_chip(setup, rates, faster), words
+    return _with_chip(setting, rates, faster), words
 
 
-def _chip_hbm(setup: Setup, factor: float) -> tuple[Setup, str]:
-    chip, rates = setup.cluster.chip, setup.calibration
+def _chip_hbm(setting: Setting, factor: float) -> tuple[Setting, str]:
+    chip, rates = setting.cluster.chip, setting.calibration
     if rates is not None:
         rates = msgspec.structs.replace(rates, memory_bytes_per_s=_times(rates.memory_bytes_per_s, factor))
     words = _from_to(chip.hbm_bytes_per_s, factor, lambda rate: f"{format_bytes(rate)}/s", "memory rate")
-    return _with_chip(setup, rates, {"hbm_bytes_per_s": _times(chip.hbm_bytes_per_s, factor)}), words
+    return _with_chip(setting, rates, {"hbm_bytes_per_s": _times(chip.hbm_bytes_per_s, factor)}), words
 
 
-def _chip_memory(setup: Setup, factor: float) -> tuple[Setup, str]:
-    chip, rates = setup.cluster.chip, setup.calibration
+def _chip_memory(setting: Setting, factor: float) -> tuple[Setting, str]:
+    chip, rates = setting.cluster.chip, setting.calibration
     if rates is not None:
         rates = msgspec.structs.replace(rates, memory_bytes=_times(rates.memory_bytes, factor))
     sizes = {name: _times(getattr(chip, name), factor) for name in ("hbm_bytes", "usable_hbm_bytes")}
-    return _with_chip(setup, rates, sizes), _from_to(chip.memory_bytes, factor, format_bytes, "memory")
+    return _with_chip(setting, rates, sizes), _from_to(chip.memory_bytes, factor, format_bytes, "memory")
 
 
 def _times(value: float | None, factor: float) -> float | None:
@@ -99,10 +89,10 @@ def _from_to(value: float | None, factor: float, show: Callable[[float], str], w
     return what if value is None else f"{show(value)} -> {show(value * factor)}"
 
 
-def _with_chip(setup: Setup, calibration: Calibration | None, figures: Mapping[str, Any]) -> Setup:
-    chip = msgspec.structs.replace(setup.cluster.chip, **figures)
+def _with_chip(setting: Setting, calibration: Calibration | None, figures: Mapping[str, Any]) -> Setting:
+    chip = msgspec.structs.replace(setting.cluster.chip, **figures)
     return msgspec.structs.replace(
-        setup, cluster=msgspec.structs.replace(setup.cluster, chip=chip), calibration=calibration
+        setting, cluster=msgspec.structs.replace(setting.cluster, chip=chip), calibration=calibration
     )
 
 
@@ -117,14 +107,14 @@ LINKS: dict[str, tuple[str, str]] = {
 """Level -> (the chip's figure, the kind of cluster that has it); nic is every level beyond the domain."""
 
 
-def _links(*levels: str) -> Callable[[Setup, float], tuple[Setup, str]]:
+def _links(*levels: str) -> Callable[[Setting, float], tuple[Setting, str]]:
     """A change of some levels' rates; those that a cluster lacks must not be all of them."""
 
-    def change(setup: Setup, factor: float) -> tuple[Setup, str]:
-        cluster, rates = setup.cluster, setup.calibration
+    def change(setting: Setting, factor: float) -> tuple[Setting, str]:
+        cluster, rates = setting.cluster, setting.calibration
         if cluster.kind == "host" and len(levels) > 1 and rates is not None:
             faster = tuple(msgspec.structs.replace(r, bytes_per_s=r.bytes_per_s * factor) for r in rates.collectives)
-            return msgspec.structs.replace(setup, calibration=msgspec.structs.replace(rates, collectives=faster)), (
+            return msgspec.structs.replace(setting, calibration=msgspec.structs.replace(rates, collectives=faster)), (
                 "the rates of every collective"
             )
         here = [level for level in levels if _has(cluster, level)]
@@ -138,9 +128,11 @@ def _links(*levels: str) -> Callable[[Setup, float], tuple[Setup, str]]:
         words = ", ".join(
             f"{level} {_from_to(getattr(cluster.chip, LINKS[level][0]), factor, _rate, 'rate')}" for level in here
         )
-        setup = _with_chip(setup, rates, figures)
+        setting = _with_chip(setting, rates, figures)
         levelled = _scaled_levels(cluster, here, factor)
-        return msgspec.structs.replace(setup, cluster=msgspec.structs.replace(setup.cluster, levels=levelled)), words
+        return msgspec.structs.replace(
+            setting, cluster=msgspec.structs.replace(setting.cluster, levels=levelled)
+        ), words
 
     return change
 
@@ -170,10 +162,12 @@ def _scaled_levels(cluster: Cluster, here: Sequence[str], factor: float) -> tupl
 # -- how many chips, how much work --------------------------------------------------------------------------
 
 
-def _chips(setup: Setup, factor: float) -> tuple[Setup, str]:
-    cluster = scaled_cluster(setup.cluster, factor)
-    words = f"{setup.cluster.short_name} -> {cluster.short_name}, {setup.cluster.num_chips:,} -> {cluster.num_chips:,}"
-    return msgspec.structs.replace(setup, cluster=cluster), words
+def _chips(setting: Setting, factor: float) -> tuple[Setting, str]:
+    cluster = scaled_cluster(setting.cluster, factor)
+    words = (
+        f"{setting.cluster.short_name} -> {cluster.short_name}, {setting.cluster.num_chips:,} -> {cluster.num_chips:,}"
+    )
+    return msgspec.structs.replace(setting, cluster=cluster), words
 
 
 def scaled_cluster(cluster: Cluster, factor: float) -> Cluster:
@@ -248,19 +242,19 @@ def _evenness(cluster: Cluster) -> tuple[int, int, tuple[int, ...]]:
     return -wraps, max(cluster.shape), cluster.shape
 
 
-def _batch(setup: Setup, factor: float) -> tuple[Setup, str]:
-    before = setup.job.batch_seqs
+def _batch(setting: Setting, factor: float) -> tuple[Setting, str]:
+    before = setting.job.batch_seqs
     after = _whole(before * factor, f"batch={factor:g}x of {before:,} sequences")
-    words = f"{before:,} -> {after:,} sequences a step, {format_params(after * setup.job.seq_len)} tokens"
-    return msgspec.structs.replace(setup, job=msgspec.structs.replace(setup.job, batch_seqs=after)), words
+    words = f"{before:,} -> {after:,} sequences a step, {format_params(after * setting.job.seq_len)} tokens"
+    return msgspec.structs.replace(setting, job=msgspec.structs.replace(setting.job, batch_seqs=after)), words
 
 
-def _seq(setup: Setup, factor: float) -> tuple[Setup, str]:
-    before = setup.job.seq_len
+def _seq(setting: Setting, factor: float) -> tuple[Setting, str]:
+    before = setting.job.seq_len
     after = _whole(before * factor, f"seq={factor:g}x of {before:,} tokens")
-    tokens = format_params(after * setup.job.batch_seqs)
+    tokens = format_params(after * setting.job.batch_seqs)
     words = f"{before:,} -> {after:,} tokens a sequence, as many sequences a step: {tokens} tokens"
-    return msgspec.structs.replace(setup, job=msgspec.structs.replace(setup.job, seq_len=after)), words
+    return msgspec.structs.replace(setting, job=msgspec.structs.replace(setting.job, seq_len=after)), words
 
 
 def _whole(value: float, what: str) -> int:
@@ -269,7 +263,7 @@ def _whole(value: float, what: str) -> int:
     return round(value)
 
 
-CHANGES: dict[str, Callable[[Setup, float], tuple[Setup, str]]] = {
+CHANGES: dict[str, Callable[[Setting, float], tuple[Setting, str]]] = {
     "chip.flops": _chip_flops,
     "chip.hbm": _chip_hbm,
     "chip.memory": _chip_memory,

@@ -6,16 +6,11 @@ import msgspec
 
 from meshwright.algebra.derive import derive
 from meshwright.algebra.schedules.registry import default_chunks
-from meshwright.algebra.transformer import transformer
 from meshwright.core.errors import CannotRunError, InputError
-from meshwright.cost.memory import memory_limit
+from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import Estimate, PricedStrategy, price_strategy
 from meshwright.plan.legal import SCHEDULE_RULE, Facts, check_rules, size_rules
 from meshwright.plan.space import FULL, axes_to_try
-from meshwright.spec.calibration import Calibration
-from meshwright.spec.cluster import Cluster
-from meshwright.spec.job import Job
-from meshwright.spec.model import Model
 from meshwright.spec.strategy import REMAT_POLICIES, Strategy, require_runnable_strategy, standard_assignment
 
 MIN_GAIN = 1e-3
@@ -42,41 +37,36 @@ class Tried(msgspec.Struct, frozen=True, kw_only=True):
     gain_s: float = 0.0
 
 
-class Setting(msgspec.Struct, frozen=True, kw_only=True):
-    """What a strategy is priced in."""
-
-    model: Model
-    cluster: Cluster
-    job: Job
-    calibration: Calibration | None = None
-
-    def priced(self, strategy: Strategy) -> PricedStrategy | None:
-        """The strategy priced, whether it fits in memory or not; None where its sizes do not divide."""
-        try:
-            if self.cluster.kind == "host":
-                require_runnable_strategy(strategy)
-            derived = derive(transformer(self.model), strategy)
-            if check_rules((*size_rules(derived), SCHEDULE_RULE), self._facts(strategy)):
-                return None
-            return price_strategy(self.model, self.cluster, self.job, strategy, calibration=self.calibration)
-        except (InputError, CannotRunError):
+def priced_in(setting: Setting, strategy: Strategy) -> PricedStrategy | None:
+    """The strategy priced, whether it fits in memory or not; None where its sizes do not divide."""
+    try:
+        if setting.cluster.kind == "host":
+            require_runnable_strategy(strategy)
+        derived = derive(setting.program, strategy)
+        if check_rules((*size_rules(derived), SCHEDULE_RULE), _facts(setting, strategy)):
             return None
+        return price_strategy(setting, strategy)
+    except (InputError, CannotRunError):
+        return None
 
-    def fits(self, estimate: Estimate) -> bool:
-        """Whether a step's memory is there."""
-        return bool(estimate.hbm_bytes_per_chip <= memory_limit(self.cluster, self.calibration))
 
-    def _facts(self, strategy: Strategy) -> Facts:
-        return Facts(
-            model=self.model.name,
-            cluster=self.cluster.short_name,
-            num_chips=self.cluster.num_chips,
-            mesh=strategy.mesh,
-            dims=self.model.dims | {"B": self.job.batch_seqs, "T": self.job.seq_len},
-            num_microbatches=strategy.num_microbatches,
-            schedule=strategy.schedule,
-            chunks=strategy.chunks,
-        )
+def fits(setting: Setting, estimate: Estimate) -> bool:
+    """Whether a step's memory is there."""
+    return bool(estimate.hbm_bytes_per_chip <= setting.memory_limit)
+
+
+def _facts(setting: Setting, strategy: Strategy) -> Facts:
+    model, cluster, job = setting.model, setting.cluster, setting.job
+    return Facts(
+        model=model.name,
+        cluster=cluster.short_name,
+        num_chips=cluster.num_chips,
+        mesh=strategy.mesh,
+        dims=model.dims | {"B": job.batch_seqs, "T": job.seq_len},
+        num_microbatches=strategy.num_microbatches,
+        schedule=strategy.schedule,
+        chunks=strategy.chunks,
+    )
 
 
 def try_changes(setting: Setting, strategy: Strategy, now_s: float) -> Tried:
@@ -84,8 +74,8 @@ def try_changes(setting: Setting, strategy: Strategy, now_s: float) -> Tried:
     num_tried, found = 0, []
     for words, other in single_changes(setting, strategy):
         num_tried += 1
-        priced = setting.priced(other)
-        if priced is not None and setting.fits(priced.estimate):
+        priced = priced_in(setting, other)
+        if priced is not None and fits(setting, priced.estimate):
             found.append(Change(words=words, strategy=other, estimate=priced.estimate))
     best = min(found, key=lambda one: one.estimate.step_s, default=None)
     if best is None or best.estimate.step_s > (1 - MIN_GAIN) * now_s:

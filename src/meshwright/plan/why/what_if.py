@@ -6,15 +6,14 @@ from typing import Any
 import msgspec
 
 from meshwright.core.errors import CannotRunError
+from meshwright.cost.breakdown import Breakdown, Term
+from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import price_strategy
 from meshwright.plan.planner import plan
 from meshwright.plan.result import PlannedStrategy, PlanResult
 from meshwright.plan.space import USUAL, Choices
-from meshwright.plan.why.setup_changes import Setup, changed_setup
-from meshwright.plan.why.single_changes import Setting
-from meshwright.plan.why.step_terms import StepTerm, step_terms
-from meshwright.spec.calibration import Calibration
-from meshwright.spec.model import Model
+from meshwright.plan.why.setup_changes import changed_setting
+from meshwright.plan.why.single_changes import fits, priced_in
 
 
 class WhatIf(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,9 +27,9 @@ class WhatIf(msgspec.Struct, frozen=True, kw_only=True):
     asked: dict[str, float]
     changed: tuple[str, ...]
     now: PlannedStrategy
-    terms_now: tuple[StepTerm, ...]
+    terms_now: tuple[Term, ...]
     then: PlannedStrategy | None = None
-    terms: tuple[StepTerm, ...] = ()
+    terms: tuple[Term, ...] = ()
     kept_s: float | None = None
     note: str = ""
 
@@ -50,49 +49,35 @@ def what_if(
     axes: Mapping[str, int] | None = None,
     overrides: Mapping[str, Any] | None = None,
     choices: Choices = USUAL,
-    calibration: Calibration | None = None,
 ) -> WhatIf:
     """A result's job planned again under the factors of ``asked``, all at once; the rest as it was planned before.
 
     Raises InputError where a change has no meaning for the cluster, such as half of 15 sequences.
     """
     now = result.strategies[0]
-    setup = Setup(model=result.model, cluster=result.cluster, job=result.job, calibration=calibration)
-    setup, changed = changed_setup(setup, asked)
-    terms_now = _terms(result.model, now, calibration)
-    found = WhatIf(asked=dict(asked), changed=changed, now=now, terms_now=terms_now)
+    setting, changed = changed_setting(result.setting, asked)
+    found = WhatIf(asked=dict(asked), changed=changed, now=now, terms_now=_terms(now))
     try:
-        again = plan(
-            setup.model,
-            setup.cluster,
-            setup.job,
-            axes=axes,
-            overrides=overrides,
-            choices=choices,
-            top=1,
-            calibration=setup.calibration,
-        )
+        again = plan(setting, axes=axes, overrides=overrides, choices=choices, top=1)
     except CannotRunError as error:
         return msgspec.structs.replace(found, note=str(error))
     then = again.strategies[0]
     return msgspec.structs.replace(
         found,
         then=then,
-        terms=_terms(setup.model, then, setup.calibration),
-        kept_s=_kept(setup, now),
+        terms=_terms(then),
+        kept_s=_kept(setting, now),
         note=" ".join(again.shortfall),
     )
 
 
-def _terms(model: Model, one: PlannedStrategy, calibration: Calibration | None) -> tuple[StepTerm, ...]:
-    priced = price_strategy(model, one.cluster, one.job, one.strategy, calibration=calibration)
-    return step_terms(priced, one.strategy)
+def _terms(one: PlannedStrategy) -> tuple[Term, ...]:
+    return Breakdown(price_strategy(one.setting, one.strategy)).terms
 
 
-def _kept(setup: Setup, now: PlannedStrategy) -> float | None:
+def _kept(setting: Setting, now: PlannedStrategy) -> float | None:
     """The step of an unchanged strategy, on its old placement where that is still there."""
-    setting = Setting(model=setup.model, cluster=setup.cluster, job=setup.job, calibration=setup.calibration)
-    if setup.cluster.num_chips != now.num_chips:
+    if setting.cluster.num_chips != now.num_chips:
         return None
-    priced = setting.priced(msgspec.structs.replace(now.strategy, placement={}))
-    return float(priced.estimate.step_s) if priced and setting.fits(priced.estimate) else None
+    priced = priced_in(setting, msgspec.structs.replace(now.strategy, placement={}))
+    return float(priced.estimate.step_s) if priced and fits(setting, priced.estimate) else None

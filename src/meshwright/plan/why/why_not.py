@@ -9,6 +9,8 @@ import msgspec
 from meshwright.algebra.schedules.registry import default_chunks
 from meshwright.core.dims import MESH_AXES
 from meshwright.core.errors import CannotRunError, InputError, as_sentence, nearest
+from meshwright.cost.breakdown import Breakdown, Term
+from meshwright.cost.formulas.limit_table import Limit
 from meshwright.cost.train_step import Estimate, PricedStrategy, price_strategy
 from meshwright.plan.candidates import axis_sizes, candidates_on_chips
 from meshwright.plan.legal import Refusal, legal
@@ -16,13 +18,10 @@ from meshwright.plan.planner import FIELDS
 from meshwright.plan.result import PlannedStrategy, PlanResult
 from meshwright.plan.search import search
 from meshwright.plan.space import EMULATED, USUAL, Choices, Space, axes_to_try, open_space
-from meshwright.plan.why.axis_bounds import axis_limits
 from meshwright.plan.why.bounds import limits_of
-from meshwright.plan.why.step_terms import StepTerm, step_terms
-from meshwright.plan.why.torus_limits import Limit
-from meshwright.spec.calibration import Calibration, datasheet_calibration
+from meshwright.spec.calibration import datasheet_calibration
 from meshwright.spec.cluster import Cluster
-from meshwright.spec.strategy import Strategy, make_mesh, require_runnable_strategy, standard_assignment
+from meshwright.spec.strategy import Strategy, make_mesh, mesh_words, require_runnable_strategy, standard_assignment
 
 NO_LIMIT_BYTES = 1e30
 """Memory of a chip where only the time is asked for."""
@@ -76,7 +75,6 @@ def why_not(
     axes: Mapping[str, int] | None = None,
     overrides: Mapping[str, Any] | None = None,
     choices: Choices = USUAL,
-    calibration: Calibration | None = None,
 ) -> WhyNot:
     """What keeps a strategy from being the best of a result, on the chips of its winner.
 
@@ -87,19 +85,19 @@ def why_not(
     winner = result.strategies[0]
     fixed, fields = split_asked(asked)
     kept = {name.removeprefix("strategy."): value for name, value in (overrides or {}).items()}
-    space = _space(result, winner, {**(axes or {}), **fixed}, {**kept, **fields}, choices, calibration)
+    space = _space(winner, {**(axes or {}), **fixed}, {**kept, **fields}, choices)
     cluster, batch = winner.cluster, winner.job.batch_seqs
     outcome = search(space, cluster, batch, top=1)
     found = WhyNot(asked=dict(asked), winner=winner.strategy, winner_estimate=winner.estimate)
     if outcome.found:
-        return _beside(found, result, winner, outcome.found[0].strategy, calibration)
+        return _beside(found, result, winner, outcome.found[0].strategy)
     if not outcome.num_meshes:
         return msgspec.structs.replace(found, refusal=_no_mesh(space, cluster, winner, tuple(fixed)))
     lean = _leanest(space, cluster, batch)
     if lean is None:
         return msgspec.structs.replace(found, refusal=_no_layout(space, cluster, winner))
-    refused = legal(result.model, cluster, winner.job, lean, calibration=calibration)
-    told = _beside(found, result, winner, lean, calibration)
+    refused = legal(result.model, cluster, winner.job, lean, calibration=result.setting.calibration)
+    told = _beside(found, result, winner, lean)
     return msgspec.structs.replace(told, refusal=refused[0] if refused else None)
 
 
@@ -125,14 +123,7 @@ def split_asked(asked: Mapping[str, Any]) -> tuple[dict[str, int], dict[str, Any
     return fixed, fields
 
 
-def _space(
-    result: PlanResult,
-    winner: PlannedStrategy,
-    fixed: Mapping[str, int],
-    fields: Mapping[str, Any],
-    choices: Choices,
-    calibration: Calibration | None,
-) -> Space:
+def _space(winner: PlannedStrategy, fixed: Mapping[str, int], fields: Mapping[str, Any], choices: Choices) -> Space:
     """What is open once the asked sizes and fields are held; all else that is not searched is the winner's."""
     now = msgspec.to_builtins(winner.strategy)
     open_fields = {"chunks": 1, "offload": (), "placement": {}}
@@ -145,27 +136,25 @@ def _space(
     if here:
         require_runnable_strategy(msgspec.structs.replace(template, mesh=make_mesh(fixed)))
     return open_space(
-        result.model,
-        winner.job.seq_len,
+        winner.setting.model,
+        winner.setting.job.seq_len,
         template,
         given=fields,
         choices=EMULATED if here else choices,
         fixed=fixed,
         axes=axes_to_try(winner.cluster, fixed),
-        calibration=calibration,
+        calibration=winner.setting.calibration,
+        optimizer=winner.setting.job.optimizer,
     )
 
 
 # -- where it runs ----------------------------------------------------------------------------------------
 
 
-def _beside(
-    found: WhyNot, result: PlanResult, winner: PlannedStrategy, strategy: Strategy, calibration: Calibration | None
-) -> WhyNot:
+def _beside(found: WhyNot, result: PlanResult, winner: PlannedStrategy, strategy: Strategy) -> WhyNot:
     """The completion's estimate, its terms beside the winner's, and the limits that only it is beyond."""
-    setting = (result.model, winner.cluster, winner.job)
-    best = price_strategy(*setting, winner.strategy, calibration=calibration)
-    other = price_strategy(*setting, strategy, calibration=calibration)
+    best = price_strategy(winner.setting, winner.strategy)
+    other = price_strategy(winner.setting, strategy)
     holds = {limit.name: limit.holds for limit in _limits(result, winner, best, winner.strategy)}
     beyond = [one for one in _limits(result, winner, other, strategy) if one.holds is False]
     only = [one for one in beyond if one.unit == "bytes" or holds.get(one.name) is not False]
@@ -174,7 +163,7 @@ def _beside(
         winner_estimate=best.estimate,
         strategy=strategy,
         estimate=other.estimate,
-        terms=compare_terms((best, winner.strategy), (other, strategy)),
+        terms=compare_terms(best, other),
         limits=tuple(only),
     )
 
@@ -185,15 +174,13 @@ def _limits(
     """The limits beside one strategy."""
     one = msgspec.structs.replace(winner, strategy=strategy, estimate=priced.estimate)
     plan = result.plan(one)
-    return (*axis_limits(plan, priced), *limits_of(plan, priced))
+    return limits_of(plan, priced)
 
 
-def compare_terms(
-    winner: tuple[PricedStrategy, Strategy], other: tuple[PricedStrategy, Strategy]
-) -> tuple[TermDifference, ...]:
+def compare_terms(winner: PricedStrategy, other: PricedStrategy) -> tuple[TermDifference, ...]:
     """What every kind of work adds to the two steps, what makes the second longer first; they add up to the steps."""
-    first, second = _by_purpose(step_terms(*winner)), _by_purpose(step_terms(*other))
-    longer = other[0].estimate.step_s - winner[0].estimate.step_s
+    first, second = _by_purpose(Breakdown(winner).terms), _by_purpose(Breakdown(other).terms)
+    longer = other.estimate.step_s - winner.estimate.step_s
     found = [
         TermDifference(
             name=name,
@@ -206,7 +193,7 @@ def compare_terms(
     return tuple(sorted(found, key=lambda one: -one.more_s))
 
 
-def _by_purpose(terms: Sequence[StepTerm]) -> dict[str, float]:
+def _by_purpose(terms: Sequence[Term]) -> dict[str, float]:
     """Seconds added by each kind; groups of axes that move the same weights under different meshes count as one."""
     found: dict[str, float] = {}
     for term in terms:
@@ -276,5 +263,5 @@ def _no_layout(space: Space, cluster: Cluster, winner: PlannedStrategy) -> Refus
     )
     for refusal in legal(space.model, cluster, winner.job, one, calibration=space.calibration):
         return refusal
-    words = ", ".join(f"{axis} {size}" for axis, size in mesh.items() if size > 1) or "one device"
+    words = mesh_words(mesh)
     raise CannotRunError(f"no layout of {words} on {cluster.short_name} was found. Leave an axis open.")

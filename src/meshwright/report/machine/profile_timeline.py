@@ -1,26 +1,17 @@
 """The timeline of a training step as it is predicted: what one device computes, and what its links carry meanwhile."""
 
 from collections.abc import Iterator, Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from meshwright.algebra.steps import Phase
+from meshwright.cost.breakdown import label_text
+from meshwright.cost.lanes import Lanes, Slice
 from meshwright.cost.step_costs import StepCost
 from meshwright.cost.train_step import PricedStrategy
 from meshwright.profile.classes import class_of_op
-from meshwright.profile.compare import label_text
 
 MAX_SLICES = 50_000
 """Slices up to which every layer and microbatch has its own; beyond, one pass stands for all repeats of it."""
-
-
-class Slice(NamedTuple):
-    """Something that takes time on one of the two lanes; a pass holds the steps in it."""
-
-    lane: Literal["compute", "links"]
-    name: str
-    kind: str
-    start_s: float
-    seconds: float
 
 
 class _Pass(NamedTuple):
@@ -37,25 +28,23 @@ def predicted_timeline(priced: PricedStrategy, *, num_microbatches: int) -> list
     A collective that nothing waits for begins when the links are free, and its pass ends with it at the latest. Passes
     run for one microbatch after the other, as often as on the busiest device of a pipeline; its bubble comes last.
     """
-    lanes = _Lanes(overlaps=priced.rates.overlaps)
+    lanes = _Passes(overlaps=priced.rates.overlaps)
     for one in _passes(priced, num_microbatches):
         lanes.run(one)
     bubble = float(priced.estimate.terms.get("bubble", 0.0))
     if bubble:
-        lanes.found.append(Slice("compute", "pipeline bubble", "idle", lanes.at, bubble))
-    return lanes.found
+        lanes.compute("pipeline bubble", bubble, kind="idle")
+    return lanes.slices
 
 
 def _passes(priced: PricedStrategy, count: int) -> Iterator[_Pass]:
     """Every pass in order: forward and backward of each microbatch, then the update."""
-    left = iter(priced.costs)
     blocks = []
-    for block in priced.derived.blocks:
-        forward, backward = [next(left) for _ in block.forward], [next(left) for _ in block.backward]
-        here = max((float(cost.here) for cost in forward), default=0.0)
+    for block in priced.costs.blocks:
+        here = max((float(cost.here) for cost in block.forward), default=0.0)
         turns = max(1, round(here / count)) if here else 0
-        blocks.append((block.block.name, turns, forward, backward))
-    update = list(left)
+        blocks.append((block.name, turns, block.forward, block.backward))
+    update = priced.costs.once
     one_by_one = count * sum(turns * (len(f) + len(b)) for _, turns, f, b in blocks) <= MAX_SLICES
     for microbatch in range(count if one_by_one else 1):
         last = microbatch == count - 1 or not one_by_one
@@ -85,34 +74,31 @@ def _turns(
         yield _Pass(f"{block}{f' {number}' if turns > 1 else ''} {phase}{which}", costs, [1.0] * len(costs))
 
 
-class _Lanes:
-    """Both lanes while passes are laid down."""
+class _Passes(Lanes):
+    """Passes laid on both lanes, each with the steps in it."""
 
     def __init__(self, *, overlaps: bool) -> None:
+        super().__init__()
         self.overlaps = overlaps
-        self.at = self.links = 0.0
-        self.found: list[Slice] = []
 
     def run(self, one: _Pass) -> None:
-        """One pass and its steps."""
-        begin = self.at
-        self.links = max(self.links, begin)
-        inside: list[Slice] = []
+        """One pass and its steps; collectives that nothing waits for begin at once, and the pass ends with them."""
+        begin, number = self.chip_s, len(self.slices)
+        self.links_s = max(self.links_s, begin)
         for cost, times in zip(one.costs, one.times, strict=True):
             seconds = float(cost.time_s) * times
             if seconds > 0:
-                inside.append(self._step(cost, seconds))
-        self.at = max(self.at, self.links)
-        if self.at > begin:
-            self.found += [Slice("compute", one.name, "pass", begin, self.at - begin), *inside]
+                self._step(cost, seconds)
+        self.chip_s = max(self.chip_s, self.links_s)
+        if self.chip_s > begin:
+            whole = Slice(lane="compute", what=one.name, kind="pass", start_s=begin, end_s=self.chip_s)
+            self.slices.insert(number, whole)
 
-    def _step(self, cost: StepCost, seconds: float) -> Slice:
+    def _step(self, cost: StepCost, seconds: float) -> None:
         name, kind = label_text(cost.step), class_of_op(cost.step.op)
         if not cost.step.is_collective:
-            self.at += seconds
-            return Slice("compute", name, kind, self.at - seconds, seconds)
-        hides = cost.hides and self.overlaps
-        start = self.links if hides else max(self.links, self.at)
-        self.links = start + seconds
-        self.at = self.at if hides else self.links
-        return Slice("links", name, kind, start, seconds)
+            self.compute(name, seconds, kind=kind)
+        elif cost.hides and self.overlaps:
+            self.send(name, seconds, kind=kind)
+        else:
+            self.chip_s = self.send(name, seconds, kind=kind, when=self.chip_s)

@@ -53,7 +53,7 @@ def predicted_events(priced: PricedStrategy, *, num_microbatches: int) -> list[T
     slices = predicted_timeline(priced, num_microbatches=num_microbatches)
     return [
         *_names(PREDICTED_PID, "predicted", LANES, order=0),
-        *(_slice(PREDICTED_PID, 1 + LANES.index(s.lane), s.name, s.kind, s.start_s, s.seconds) for s in slices),
+        *(_slice(PREDICTED_PID, 1 + LANES.index(s.lane), s.what, s.kind, s.start_s, s.seconds) for s in slices),
     ]
 
 

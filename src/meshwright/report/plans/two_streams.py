@@ -2,10 +2,9 @@
 
 from collections.abc import Sequence
 
-import msgspec
-
 from meshwright.core.errors import InputError
 from meshwright.core.units import format_seconds
+from meshwright.cost.lanes import Streams
 from meshwright.report.figure import INK, Spec, headline, si_scale, text_layers, themed
 
 WIDTH_PX = 900
@@ -27,25 +26,7 @@ SHORT = {"forward": "F", "backward": "B"}
 DARK = ("backward", "reduce-scatter", "all-reduce", "optimizer")
 
 
-class StreamBox(msgspec.Struct, frozen=True, kw_only=True):
-    """One box: what is done, on "compute" or "links", for which layer (counted from 0)."""
-
-    lane: str
-    what: str
-    layer: int
-    start_s: float
-    end_s: float
-
-
-class StreamPair(msgspec.Struct, frozen=True, kw_only=True):
-    """Both lanes of one way of doing a step."""
-
-    name: str
-    boxes: tuple[StreamBox, ...]
-    total_s: float
-
-
-def two_streams_figure(pairs: Sequence[StreamPair], *, title: str, subtitle: str = "") -> Spec:
+def two_streams_figure(pairs: Sequence[Streams], *, title: str, subtitle: str = "") -> Spec:
     """A pair of lanes per way, on one axis of time; each pair's total at its end. Colours say what a box is."""
     if not pairs or not all(pair.boxes for pair in pairs):
         raise InputError("There is nothing to draw on a lane. Give at least one way with its boxes.")
@@ -97,13 +78,13 @@ def two_streams_figure(pairs: Sequence[StreamPair], *, title: str, subtitle: str
     )
 
 
-def _rows(number: int, pair: StreamPair, scale: float, longest: float) -> list[Spec]:
+def _rows(number: int, pair: Streams, scale: float, longest: float) -> list[Spec]:
     """The boxes of one pair; passes carry their letter and layer where that fits."""
     found = []
     for box in pair.boxes:
         letter = SHORT.get(box.what)
         text = f"{letter}{box.layer + 1}" if letter else ""
-        wide = (box.end_s - box.start_s) / longest * WIDTH_PX > DIGIT_PX * len(text) + 4
+        wide = box.seconds / longest * WIDTH_PX > DIGIT_PX * len(text) + 4
         found.append(
             {
                 "lane": f"{number} {box.lane}",
@@ -118,7 +99,7 @@ def _rows(number: int, pair: StreamPair, scale: float, longest: float) -> list[S
     return found
 
 
-def _names(pairs: Sequence[StreamPair], y: Spec) -> list[Spec]:
+def _names(pairs: Sequence[Streams], y: Spec) -> list[Spec]:
     """The name of each pair and of its lanes, left of the axis."""
     rows = [{"lane": f"{number} compute", "text": f"{pair.name}: compute"} for number, pair in enumerate(pairs)]
     rows += [{"lane": f"{number} links", "text": "links"} for number in range(len(pairs))]
@@ -128,7 +109,7 @@ def _names(pairs: Sequence[StreamPair], y: Spec) -> list[Spec]:
     ]
 
 
-def _totals(pairs: Sequence[StreamPair], y: Spec, scale: float) -> list[Spec]:
+def _totals(pairs: Sequence[Streams], y: Spec, scale: float) -> list[Spec]:
     rows = [
         {"lane": f"{number} compute", "middle": pair.total_s / scale, "text": format_seconds(pair.total_s)}
         for number, pair in enumerate(pairs)

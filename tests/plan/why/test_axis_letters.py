@@ -3,10 +3,12 @@
 import msgspec
 import pytest
 
+from meshwright.cost.breakdown import Breakdown
+from meshwright.cost.formulas.limits import max_expert_ring, min_microbatches, ring_min_positions
+from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import price_strategy
 from meshwright.plan.planner import plan
-from meshwright.plan.why.axis_bounds import axis_limits, max_expert_ring, min_microbatches, ring_min_positions
-from meshwright.plan.why.step_terms import step_terms
+from meshwright.plan.why.bounds import limits_of
 from meshwright.spec import catalogue
 from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.job import Job
@@ -15,12 +17,14 @@ from meshwright.spec.strategy import Strategy, make_mesh, standard_assignment
 
 def planned(model, cluster, batch_seqs, *, seq_len=4096, overrides=None, **axes):
     job = Job(batch_seqs=batch_seqs, seq_len=seq_len)
-    return plan(catalogue.model(model), parse_cluster(cluster), job, axes=axes, overrides=overrides, top=1).plan()
+    return plan(
+        Setting(catalogue.model(model), parse_cluster(cluster), job), axes=axes, overrides=overrides, top=1
+    ).plan()
 
 
 def told(one):
-    priced = price_strategy(one.model, one.cluster, one.job, one.strategy, calibration=one.calibration)
-    return {limit.name: limit for limit in axis_limits(one, priced)}, priced
+    priced = price_strategy(Setting(one.model, one.cluster, one.job, one.calibration), one.strategy)
+    return {limit.name: limit for limit in limits_of(one, priced)}, priced
 
 
 ZERO_3 = {"num_microbatches": 1, "remat": "none", "assignment": standard_assignment(zero=3)}
@@ -34,7 +38,7 @@ def test_weights_hide_where_they_add_little(seq_len, holds):
     weights = limits["tokens/chip, weights hide"]
     assert weights.here == seq_len
     assert weights.holds is holds
-    terms = {term.name: term for term in step_terms(priced, one.strategy)}
+    terms = {term.name: term for term in Breakdown(priced).terms}
     assert (terms["fsdp"].added_s < terms["fsdp"].alone_s / 8) is holds
 
 
@@ -72,7 +76,7 @@ def test_ring_attention_against_the_priced_hop():
     one = planned("llama3-8b", "h100:8x1", 8, seq_len=65536, overrides={"context_attention": "ring"}, context=8)
     limits, priced = told(one)
     limit = limits["positions/device, ring hides"]
-    layer = [cost for cost in priced.costs if cost.step.block == "layer" and cost.step.phase == "forward"]
+    layer = [cost for cost in priced.costs.all if cost.step.block == "layer" and cost.step.phase == "forward"]
     moves = sum(cost.network_s - cost.latency_s for cost in layer if cost.step.op == "permute")
     attention = next(cost for cost in layer if cost.step.op == "attention")
     # 7 of the 8 blocks of keys arrive by a hop
@@ -100,7 +104,7 @@ def test_experts_on_a_ring_against_the_priced_exchange():
     limit = limits["expert width, AllToAll shorter"]
     chip = one.cluster.chip
     most = max_expert_ring(chip.peak_flops["bf16"] / chip.ici_axis_bytes_per_s, one.model.d_ff_expert)
-    sent = [c for c in priced.costs if c.step.op == "all_to_all" and c.step.phase == "forward"]
+    sent = [c for c in priced.costs.all if c.step.op == "all_to_all" and c.step.phase == "forward"]
     assert all(cost.latency_s < 1e-9 * cost.network_s for cost in sent)
     assert limit.here / limit.limit == pytest.approx(most / 16, rel=1e-6)
 
@@ -114,4 +118,5 @@ def test_tokens_that_meet_a_copy_of_the_experts():
 
 
 def test_one_chip_has_none():
-    assert told(planned("tiny", "v5e:1x1", 8, seq_len=64))[0] == {}
+    limits, _ = told(planned("tiny", "v5e:1x1", 8, seq_len=64))
+    assert {limit.kind for limit in limits.values()} == {"size"}

@@ -3,8 +3,9 @@
 import msgspec
 import pytest
 
+from meshwright.cost.setting import Setting
 from meshwright.plan.planner import plan
-from meshwright.plan.why.reasons import fsdp_case
+from meshwright.plan.why.explain import fsdp_case
 from meshwright.spec import catalogue
 from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.job import Job
@@ -17,7 +18,7 @@ LLAMA70B = catalogue.model("llama3-70b")
 def case_of(cluster, batch_seqs, seq_len, *, model=LLAMA70B, **axes):
     """The case of a strategy that runs on a cluster: the mesh as given, or else the search's."""
     job = Job(batch_seqs=batch_seqs, seq_len=seq_len)
-    one = plan(model, parse_cluster(cluster), job, axes=axes, top=1).plan()
+    one = plan(Setting(model, parse_cluster(cluster), job), axes=axes, top=1).plan()
     return fsdp_case(one)
 
 
@@ -48,7 +49,7 @@ def lecture(num_gpus, tokens, seq_len):
         h100, peak_flops={"bf16": 200e12}, nic_bytes_per_s=200e9 / 8, nvlink_bytes_per_s=1e14, variant="custom"
     )
     cluster = msgspec.structs.replace(parse_cluster(f"h100:8x{num_gpus // 8}"), chip=chip)
-    small = plan(model, parse_cluster("h100:8x32"), Job(batch_seqs=256, seq_len=2048), top=1).plan()
+    small = plan(Setting(model, parse_cluster("h100:8x32"), Job(batch_seqs=256, seq_len=2048)), top=1).plan()
     return msgspec.structs.replace(
         small,
         cluster=cluster,

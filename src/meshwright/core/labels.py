@@ -4,8 +4,6 @@ import re
 
 import msgspec
 
-from meshwright.algebra.steps import Phase, Step
-
 _LABEL = re.compile(r"(\w*):(forward|recompute|backward|update):([\w.']+)=(\w+)")
 
 OPTIMIZER = "optimizer:update:weights=optimizer"
@@ -22,17 +20,12 @@ class StepLabel(msgspec.Struct, frozen=True):
     """
 
     block: str
-    phase: Phase
+    phase: str
     result: str
     op: str
 
     def __str__(self) -> str:
         return f"{self.block}:{self.phase}:{self.result}={self.op}"
-
-
-def label_of(step: Step) -> StepLabel:
-    """The label that a step carries into the program."""
-    return StepLabel(step.block, step.phase, step.result.name, step.op)
 
 
 def find_label(op_name: str) -> StepLabel | None:

@@ -1,10 +1,12 @@
-"""Where a step goes: parts that add up, and collectives that share what is exposed."""
+"""Where a step goes: parts and terms that add up, collectives that share what is exposed; what hides adds nothing."""
 
 import pytest
 
+from meshwright.cost.breakdown import LOCAL_TERMS, Breakdown, term_words, without
 from meshwright.cost.pipeline import strategy_pipeline
+from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import price_parts, price_strategy
-from meshwright.plan.why.exposure import LOCAL_TERMS, parts_of_step, step_parts, traffic, without
+from meshwright.plan.planner import plan
 from meshwright.spec.catalogue import model
 from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.efficiency import fitted_calibration
@@ -28,15 +30,13 @@ RATES = {"datasheet": None, "fitted": fitted_calibration(parse_cluster("h100:8x2
 
 
 def priced(name, rates=None):
-    return price_strategy(
-        LLAMA, parse_cluster("h100:8x2"), JOB, STRATEGIES[name], calibration=RATES[rates or "datasheet"]
-    )
+    return price_strategy(Setting(LLAMA, parse_cluster("h100:8x2"), JOB, RATES[rates or "datasheet"]), STRATEGIES[name])
 
 
 @pytest.mark.parametrize("rates", RATES)
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_the_parts_add_up_to_the_step(name, rates):
-    found = parts_of_step(LLAMA, JOB, STRATEGIES[name], priced(name, rates))
+    found = Breakdown(priced(name, rates))
     whole = sum(found.local.values()) + found.exposed_s + found.bubble_s + found.other_s
     assert whole == pytest.approx(found.step_s, rel=1e-6)
     assert found.step_s == pytest.approx(priced(name, rates).estimate.step_s)
@@ -48,8 +48,8 @@ def test_the_parts_add_up_to_the_step(name, rates):
 @pytest.mark.parametrize("name", ["fsdp x tensor", "pipeline", "zero 1", "in turn"])
 def test_collectives_share_what_is_exposed(name, rates):
     at = priced(name, rates)
-    rows = traffic(STRATEGIES[name], at)
-    parts = parts_of_step(LLAMA, JOB, STRATEGIES[name], at)
+    rows = Breakdown(at).traffic
+    parts = Breakdown(at)
     pipeline = strategy_pipeline(STRATEGIES[name])
     times = price_parts(at.derived, at.sizes, at.rates, pipeline=pipeline).times
     sends = float(times.sends_s(pipeline))  # boundaries between stages are no step of a layer
@@ -61,9 +61,7 @@ def test_collectives_share_what_is_exposed(name, rates):
 
 def test_an_exponent_leaves_something_of_every_collective_standing():
     """By the data sheet gathers of weights hide, but for the last sums; fitted numbers leave more, and never all."""
-    sheet, fitted = (
-        parts_of_step(LLAMA, JOB, STRATEGIES["fsdp"], priced("fsdp", rates)) for rates in ("datasheet", "fitted")
-    )
+    sheet, fitted = (Breakdown(priced("fsdp", rates)) for rates in ("datasheet", "fitted"))
     assert sheet.exposed_s < 0.05 * sum(sheet.alone.values())
     assert 0.05 * sum(fitted.alone.values()) < fitted.exposed_s < sum(fitted.alone.values())
 
@@ -71,26 +69,26 @@ def test_an_exponent_leaves_something_of_every_collective_standing():
 @pytest.mark.parametrize("name", ["in turn", "2021"])
 def test_communication_in_turn_is_exposed_whole(name):
     """Software that waits for every collective: what is exposed is what the links take."""
-    parts = parts_of_step(LLAMA, JOB, STRATEGIES[name], priced(name))
+    parts = Breakdown(priced(name))
     assert parts.exposed_s == pytest.approx(sum(parts.alone.values()))
     assert parts.hidden_s == pytest.approx(0.0, abs=1e-9)
 
 
 def test_a_bubble_is_told_from_the_links():
     """Four stages of 16 microbatches idle for 3 / 19 of a step whose passes are all that it does."""
-    parts = parts_of_step(LLAMA, JOB, STRATEGIES["pipeline"], priced("pipeline"))
+    parts = Breakdown(priced("pipeline"))
     free = parts.step_s - parts.exposed_s
     assert 0 < parts.bubble_s < 3 / 19 * free
     assert parts.named()["bubble"] == parts.bubble_s
-    assert "bubble" not in parts_of_step(LLAMA, JOB, STRATEGIES["fsdp"], priced("fsdp")).named()
+    assert "bubble" not in Breakdown(priced("fsdp")).named()
 
 
 def test_one_chip_waits_for_nothing():
     one = model("tiny")
     job, cluster, strategy = Job(batch_seqs=8, seq_len=64), parse_cluster("h100:1x1"), Strategy(mesh=make_mesh({}))
-    parts = step_parts(one, cluster, job, strategy)
+    parts = Breakdown(price_strategy(Setting(one, cluster, job), strategy))
     assert (parts.exposed_s, parts.alone, parts.exposed_share) == (0.0, {}, 0.0)
-    assert traffic(strategy, price_strategy(one, cluster, job, strategy)) == ()
+    assert parts.traffic == ()
 
 
 def test_only_what_is_named_becomes_free():
@@ -101,3 +99,57 @@ def test_only_what_is_named_becomes_free():
     assert freed.groups[group]["reduce_scatter"] == rates.groups[group]["reduce_scatter"]
     assert freed.groups[frozenset({"fsdp"})] == rates.groups[frozenset({"fsdp"})]
     assert all(rate.time(1e9) == 0 for found in without(rates).groups.values() for rate in found.kinds.values())
+
+
+# -- terms ------------------------------------------------------------------------------------------------
+
+
+def planned(name, cluster, batch_seqs, *, overrides=None, **axes):
+    job = Job(batch_seqs=batch_seqs, seq_len=4096)
+    one = plan(Setting(model(name), parse_cluster(cluster), job), axes=axes, overrides=overrides, top=1).plan()
+    return price_strategy(Setting(one.model, one.cluster, one.job), one.strategy)
+
+
+CASES = {
+    "fsdp": ("llama3-8b", "h100:8x4", 256, {"fsdp": 32}),
+    "fsdp and tensor": ("llama3-8b", "v5e:4x4", 128, {"fsdp": 4, "tensor": 4}),
+    "experts": ("mixtral-8x7b", "h100:8x8", 256, {"expert": 8, "pipeline": 1}),
+    "stages": ("llama3-8b", "h100:8x4", 256, {"pipeline": 4, "data": 8}),
+    "one chip": ("tiny", "v5e:1x1", 8, {}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_terms_add_up_to_the_step(name):
+    which, cluster, batch, axes = CASES[name]
+    one = planned(which, cluster, batch, **axes)
+    terms = Breakdown(one).terms
+    assert sum(term.added_s for term in terms) == pytest.approx(one.estimate.step_s, rel=1e-9)
+    assert sum(term.share for term in terms) == pytest.approx(1)
+    assert all(term.added_s >= -1e-9 * one.estimate.step_s for term in terms)
+    assert [term.added_s for term in terms] == sorted((term.added_s for term in terms), reverse=True)
+
+
+def test_weights_that_hide_add_less_than_they_take():
+    one = planned("llama3-8b", "h100:8x4", 256, fsdp=32)
+    terms = {term.name: term for term in Breakdown(one).terms}
+    assert terms["fsdp"].alone_s > 10 * terms["fsdp"].added_s
+    assert terms["matmul"].added_s == pytest.approx(one.estimate.terms["matmul"])
+
+
+def test_what_is_waited_for_adds_what_it_takes():
+    one = planned("llama3-8b", "v5e:4x4", 128, fsdp=4, tensor=4)
+    terms = {term.name: term for term in Breakdown(one).terms}
+    assert terms["tensor"].added_s == pytest.approx(terms["tensor"].alone_s, rel=0.05)
+
+
+def test_the_bubble_and_the_host_link():
+    one = planned("llama3-8b", "h100:8x4", 256, pipeline=4, data=8, overrides={"offload": ("optimizer",)})
+    terms = {term.name: term for term in Breakdown(one).terms}
+    assert terms["bubble"].added_s == pytest.approx(one.estimate.terms["bubble"])
+    assert terms["pcie"].added_s == pytest.approx(one.estimate.terms["pcie"])
+
+
+def test_words():
+    assert term_words("fsdp,context") == "collectives over fsdp and context"
+    assert term_words("bubble") == "pipeline bubble"

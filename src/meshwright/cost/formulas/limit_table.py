@@ -1,0 +1,406 @@
+"""The table of limits: what bounds a plan, or a model on a cluster, in the letters of the book.
+
+A row applies where its letters are known. Explanations of plans, the question why-not and the verb `limits` fill in
+the letters that they have and read the same rows.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, Literal
+
+import msgspec
+
+from meshwright.core.units import format_count, format_seconds
+from meshwright.cost.formulas import limits
+from meshwright.cost.formulas.training_budget import (
+    DAY_S,
+    min_chips,
+    num_microbatches,
+    rescaled_days,
+    train_seconds,
+    training_flops,
+)
+from meshwright.spec.model import Model
+
+
+class Limit(msgspec.Struct, frozen=True, kw_only=True):
+    """A bound beside this plan's number. ``holds`` is None where it is a hint, not a bound.
+
+    ``kind`` says what is lost where it does not hold: "speed" (communication no longer hides behind compute) or
+    "size" (the plan cannot run). ``unit`` is that of ``limit`` and ``here``: bytes, s, or a plain number.
+    """
+
+    name: str
+    formula: str
+    limit: float
+    here: float
+    holds: bool | None
+    kind: Literal["speed", "size"] = "speed"
+    unit: Literal["", "bytes", "s"] = ""
+    note: str = ""
+
+
+class Letters(msgspec.Struct, frozen=True, kw_only=True):
+    """What the forms are made of, for one slice and stage; None is not known, or has no meaning there.
+
+    B is ``batch_tokens`` of one microbatch: weights are gathered anew for each, so its tokens have to hide them. N is
+    ``num_chips``, X ``data_ways`` = data x fsdp x expert x context, Y ``tensor``, F ``d_ff``, C ``peak_flops``, alpha
+    C / W in FLOPs per byte with W of one torus axis both ways. M_X and M_Y are the torus axes of X and Y: whole
+    numbers, each at least one. ``sparsity`` is E / k: so many more tokens hide the same weights. ``num_slices`` are
+    those that share out the batch, not the stages of a pipeline.
+    """
+
+    batch_tokens: float
+    num_microbatches: int = 1
+    num_chips: int
+    num_stages: int = 1
+    num_slices: int = 1
+    d_ff: int
+    data_ways: float | None = None
+    peak_flops: float
+    alpha: float | None = None
+    num_axes: int
+    fsdp_axes: int = 1
+    tensor_axes: int = 1
+    tensor: int | None = None
+    sparsity: float = 1.0
+
+    # links of a switched cluster: C / W of the domain or node, C / W of a domain, and the slowest link of a chip
+    link: str = ""
+    link_alpha: float | None = None
+    domain_alpha: float | None = None
+    flat_bytes_per_s: float | None = None
+    num_params: float | None = None
+    num_active_params: float | None = None
+
+    # the data-centre network; its gradients cross once per step, whatever the microbatches
+    slice_tokens: float | None = None
+    dcn_bytes_per_s_per_host: float | None = None
+    chips_per_host: int | None = None
+
+    # from the priced steps of a plan, for the pass that needs the most tokens
+    chip_tokens: float | None = None
+    weights_s: float | None = None
+    weights_layer_s: float | None = None
+    gradients_s: float | None = None
+    gradients_layer_s: float | None = None
+    schedule: str = ""
+    bubble_s: float | None = None
+    microbatch_s: float | None = None
+    ring_bytes_per_s: float | None = None
+    ring_positions: float | None = None
+    num_heads: int = 1
+    num_kv_heads: int = 1
+    causal: bool = True
+    num_experts: int = 0
+    experts_per_token: int = 1
+    copy_tokens: float | None = None
+    hbm_tokens: float | None = None
+    expert_width: int | None = None
+    exchange_s: float | None = None
+    experts_s: float | None = None
+
+    # sizes, of the whole cluster
+    all_chips: int
+    step_tokens: float
+    seq_len: int
+    context: int | None = None
+    batch_seqs: int | None = None
+    replicas: int | None = None
+    memory_bytes: float | None = None
+    needed_bytes: float | None = None
+    shared_bytes: float | None = None
+    state_bytes: float | None = None
+    train_tokens: int | None = None
+    run_days: float | None = None
+
+    @property
+    def fsdp_alpha(self) -> float | None:
+        """C / W of the links that FSDP uses; None for one chip."""
+        return self.link_alpha if self.alpha is None else self.alpha if self.num_chips > 1 else None
+
+    @property
+    def fsdp_links(self) -> int:
+        """Torus axes that FSDP alone uses at once; one switched link."""
+        return 1 if self.alpha is None else self.num_axes
+
+    @property
+    def tensor_most(self) -> float | None:
+        """The size up to which tensor collectives hide."""
+        if self.alpha is not None:
+            most = limits.tensor_max_size(self.d_ff, self.alpha, self.tensor_axes)
+            return None if self.mixed_alpha is None else most
+        return None if self.domain_alpha is None else limits.tensor_max_size(self.d_ff, self.domain_alpha)
+
+    @property
+    def tokens_per_chip(self) -> float:
+        return self.batch_tokens / self.num_chips
+
+    @property
+    def mixed_alpha(self) -> float | None:
+        """C / W for the mixture of FSDP and tensor parallelism of a dense model on a torus; None elsewhere."""
+        return self.alpha if self.sparsity == 1 and self.num_chips > 1 else None
+
+    @property
+    def roots(self) -> limits.Roots | None:
+        """The sizes X between which the mixture is compute-bound; None where there are none."""
+        if self.mixed_alpha is None:
+            return None
+        found: limits.Roots = self.mixture(limits.fsdp_roots)
+        return None if math.isnan(found.lower) else found
+
+    def mixture(self, form: Callable[..., Any]) -> Any:
+        """A closed form of the mixture of FSDP and tensor parallelism, at these letters."""
+        axes = {"fsdp_axes": self.fsdp_axes, "tensor_axes": self.tensor_axes}
+        return form(self.batch_tokens, self.d_ff, self.num_chips, self.mixed_alpha, **axes)
+
+
+def feed_forward_width(model: Model) -> int:
+    """F: of a dense block, or of all the experts that a token passes."""
+    return model.experts_per_token * model.d_ff_expert + model.d_ff_shared if model.num_experts else model.d_ff
+
+
+def sparsity(model: Model) -> float:
+    """E / k, experts over those that a token passes: so many more tokens hide the same weights. 1 without experts."""
+    return model.num_experts / model.experts_per_token if model.num_experts else 1.0
+
+
+Value = Callable[..., float]
+
+
+class _Row(msgspec.Struct, frozen=True, kw_only=True):
+    """One limit: it applies where none of ``needs`` is None. Without a relation it is a hint."""
+
+    name: str
+    needs: tuple[str, ...]
+    formula: str | Callable[[Letters], str]
+    limit: Value
+    here: Value
+    relation: Literal[">", "<", ">=", "<=", ""]
+    kind: Literal["speed", "size"] = "speed"
+    unit: Literal["", "bytes", "s"] = ""
+    note: str | Callable[[Letters], str] = ""
+    if_not: tuple[str, ...] = ()
+
+    def at(self, at: Letters) -> Limit | None:
+        """The limit with the letters' numbers; None where it does not apply."""
+        known = all(getattr(at, name) is not None for name in self.needs)
+        if not known or any(getattr(at, name) is not None for name in self.if_not):
+            return None
+        limit, here = self.limit(at), self.here(at)
+        return Limit(
+            name=self.name,
+            formula=self.formula if isinstance(self.formula, str) else self.formula(at),
+            limit=limit,
+            here=here,
+            holds=None if not self.relation or math.isnan(here) else _HOLDS[self.relation](here, limit),
+            kind=self.kind,
+            unit=self.unit,
+            note=self.note if isinstance(self.note, str) else self.note(at),
+        )
+
+
+_HOLDS: dict[str, Callable[[float, float], bool]] = {
+    ">": lambda here, limit: here > limit,
+    "<": lambda here, limit: here < limit,
+    ">=": lambda here, limit: here >= limit,
+    "<=": lambda here, limit: here <= limit,
+}
+
+
+def limits_at(at: Letters) -> tuple[Limit, ...]:
+    """Every limit that applies: those of single axes, then those of the whole mesh, then those of size."""
+    return tuple(found for row in LIMITS if (found := row.at(at)) is not None)
+
+
+def _open(value: float | None) -> float:
+    """A number that takes a choice: NaN where none was made."""
+    return math.nan if value is None else value
+
+
+def _best(at: Letters) -> float:
+    """X_opt."""
+    sizes = (at.batch_tokens, at.d_ff, at.num_chips)
+    return float(limits.fsdp_best_size(*sizes, fsdp_axes=at.fsdp_axes, tensor_axes=at.tensor_axes))
+
+
+def _split_words(at: Letters) -> str:
+    split = limits.round_split(_best(at), at.num_chips)
+    return f"in powers of two: {split.fsdp:,} x tensor {split.tensor:,}"
+
+
+def _bubble_words(at: Letters) -> str:
+    idle = at.bubble_s / (at.bubble_s + at.num_microbatches * at.microbatch_s)  # type: ignore[operator]
+    return f"the {at.schedule} bubble is {idle:.1%} of its passes"
+
+
+def _fewest_words(at: Letters) -> str:
+    """How long the run would take on the fewest chips, where its length is known."""
+    if at.run_days is None or at.train_tokens is None:
+        return ""
+    fewest = min_chips(_open(at.shared_bytes), _open(at.memory_bytes))
+    slow_s = rescaled_days(at.run_days, chips_from=at.all_chips, chips_to=fewest) * DAY_S
+    tokens = format_count(at.train_tokens)
+    return f"there {tokens} tokens would take {format_seconds(slow_s)} at this utilisation"
+
+
+def _fsdp_words(at: Letters) -> str:
+    bound = f"C / W_{at.link}" if at.alpha is None else f"alpha / {at.num_axes}"
+    return f"> {bound}{' x E/k' if at.sparsity > 1 else ''}"
+
+
+def _fsdp_chips_words(at: Letters) -> str:
+    most = f"B W_{at.link} / C" if at.alpha is None else f"{at.num_axes} B / alpha"
+    return f"< {most}{' x k/E' if at.sparsity > 1 else ''}"
+
+
+LIMITS: tuple[_Row, ...] = (
+    # single axes, from the plan's own priced steps
+    _Row(
+        name="tokens/chip, weights hide", needs=("chip_tokens", "weights_s"),
+        formula="> tokens x T_weights / T_layer", relation=">",
+        limit=lambda at: at.chip_tokens * at.weights_s / at.weights_layer_s, here=lambda at: at.chip_tokens,
+        note="of one microbatch, from this plan's own times",
+    ),
+    _Row(
+        name="tokens/chip, gradients hide", needs=("chip_tokens", "gradients_s"),
+        formula="> tokens x T_gradients / T_layer", relation=">",
+        limit=lambda at: at.chip_tokens * at.gradients_s / at.gradients_layer_s, here=lambda at: at.chip_tokens,
+        note="of one microbatch, from this plan's own times",
+    ),
+    _Row(
+        name="microbatches, bubble < 10%", needs=("chip_tokens", "bubble_s"),
+        formula="> 9 T_bubble / T_microbatch", relation=">",
+        limit=lambda at: limits.min_microbatches(at.bubble_s, at.microbatch_s), here=lambda at: at.num_microbatches,
+        note=_bubble_words,
+    ),
+    _Row(
+        name="positions/device, ring hides", needs=("chip_tokens", "ring_bytes_per_s"),
+        formula=lambda at: "> 2 C/W x K/N" if at.causal else "> C/W x K/N", relation=">",
+        limit=lambda at: limits.ring_min_positions(
+            at.peak_flops, at.ring_bytes_per_s, num_heads=at.num_heads, num_kv_heads=at.num_kv_heads, causal=at.causal
+        ),
+        here=lambda at: at.ring_positions, note="W one way between neighbours of the ring",
+    ),
+    _Row(
+        name="tokens/copy of the experts", needs=("chip_tokens", "hbm_tokens"),
+        formula="> E/k x C/W_hbm", relation=">",
+        limit=lambda at: at.hbm_tokens * at.num_experts / at.experts_per_token, here=lambda at: at.copy_tokens,
+        note="fewer leave the experts' products waiting for their weights",
+    ),
+    _Row(
+        name="expert width, AllToAll shorter", needs=("chip_tokens", "exchange_s"),
+        formula="> Fe x T_AllToAll / T_experts", relation=">",
+        limit=lambda at: at.expert_width * at.exchange_s / at.experts_s, here=lambda at: at.expert_width,
+        note="the AllToAlls are waited for",
+    ),
+    # FSDP alone, on a torus or on switches
+    _Row(
+        name="tokens/chip, FSDP alone", needs=("fsdp_alpha",), formula=_fsdp_words, relation=">",
+        limit=lambda at: limits.data_parallel_min_tokens_per_chip(at.fsdp_alpha, at.fsdp_links) * at.sparsity,
+        here=lambda at: at.tokens_per_chip,
+    ),
+    _Row(
+        name="chips, FSDP alone", needs=("fsdp_alpha",), formula=_fsdp_chips_words, relation="<",
+        limit=lambda at: limits.fsdp_max_chips(at.batch_tokens / at.sparsity, at.fsdp_alpha, at.fsdp_links),
+        here=lambda at: at.num_chips,
+    ),
+    # the mixture of FSDP and tensor parallelism
+    _Row(
+        name="tokens/chip, with tensor", needs=("mixed_alpha",), formula="> 4 alpha^2 / (Mx My F)", relation=">",
+        limit=lambda at: limits.mixed_min_tokens_per_chip(
+            at.mixed_alpha, at.d_ff, fsdp_axes=at.fsdp_axes, tensor_axes=at.tensor_axes
+        ),
+        here=lambda at: at.tokens_per_chip,
+    ),
+    _Row(
+        name="T_math/T_comms at X_opt", needs=("mixed_alpha",), formula="sqrt(BF MxMy/N)/(2 alpha)", relation=">",
+        limit=lambda at: 1.0, here=lambda at: at.mixture(limits.mixed_math_over_comms),
+    ),
+    _Row(
+        name="discriminant", needs=("mixed_alpha",), formula="(BF/alpha)^2 - 4FBN/MxMy", relation=">",
+        limit=lambda at: 0.0, here=lambda at: at.mixture(limits.mixed_discriminant),
+    ),
+    _Row(
+        name="X, lower root", needs=("roots",), formula="> Mx(BF/alpha - root)/2F", relation=">",
+        limit=lambda at: at.roots.lower, here=lambda at: _open(at.data_ways),
+    ),
+    _Row(
+        name="X, upper root", needs=("roots",), formula="< Mx(BF/alpha + root)/2F", relation="<",
+        limit=lambda at: at.roots.upper, here=lambda at: _open(at.data_ways),
+    ),
+    _Row(
+        name="X_opt", needs=("mixed_alpha",), formula="sqrt(B/F x Mx/My x N)", relation="",
+        limit=_best, here=lambda at: _open(at.data_ways), note=_split_words,
+    ),
+    # FSDP as if each chip moved all weights three times at the slowest link's rate, whatever the hierarchy
+    _Row(
+        name="FSDP at one chip's rate", needs=("flat_bytes_per_s",),
+        formula="3 x 2 bytes x params / W < T_math", relation="<", unit="s",
+        limit=lambda at: train_seconds(
+            training_flops(at.num_active_params, at.batch_tokens), num_chips=at.num_chips, peak_flops=at.peak_flops
+        ),
+        here=lambda at: limits.flat_fsdp_comms_s(at.num_params, at.flat_bytes_per_s),
+    ),
+    _Row(
+        name="chips, at one chip's rate", needs=("flat_bytes_per_s",), relation="<",
+        formula=lambda at: "< B W / C x active / params" if at.sparsity > 1 else "< B W / C",
+        limit=lambda at: limits.flat_fsdp_max_chips(
+            at.batch_tokens * at.num_active_params / at.num_params, at.peak_flops, at.flat_bytes_per_s
+        ),
+        here=lambda at: at.num_chips,
+    ),
+    _Row(
+        name="tensor", needs=("tensor_most",), relation="<",
+        formula=lambda at: "< F W_nvlink / C" if at.alpha is None else "< My F / alpha",
+        limit=lambda at: at.tensor_most, here=lambda at: _open(at.tensor),
+    ),
+    _Row(
+        name="tokens/slice, over DCN", needs=("slice_tokens", "dcn_bytes_per_s_per_host", "chips_per_host"),
+        formula="> C x host chips / W_dcn", relation=">",
+        limit=lambda at: limits.dcn_min_batch_per_pod(at.peak_flops, at.dcn_bytes_per_s_per_host, at.chips_per_host),
+        here=lambda at: at.slice_tokens,
+    ),
+    # size, of a plan
+    _Row(
+        name="chips, a sequence each", needs=("context",), kind="size", relation="<=",
+        formula=lambda at: "<= sequences x context x tensor" + " x pipeline" * (at.num_stages > 1),
+        limit=lambda at: at.num_stages * limits.sequence_limit_chips(
+            at.step_tokens, at.seq_len, context=at.context, tensor=at.tensor
+        ),
+        here=lambda at: at.all_chips,
+    ),
+    _Row(
+        name="microbatches", needs=("batch_seqs",), kind="size", relation="<=",
+        formula="<= sequences / (data x fsdp)",
+        limit=lambda at: num_microbatches(at.batch_seqs, data_parallel=at.replicas, microbatch_seqs=1),
+        here=lambda at: at.num_microbatches,
+    ),
+    _Row(
+        name="memory of a chip", needs=("memory_bytes", "needed_bytes"), kind="size", unit="bytes", relation="<=",
+        formula="<= what programs may fill", limit=lambda at: at.memory_bytes, here=lambda at: at.needed_bytes,
+    ),
+    _Row(
+        name="chips, by memory", needs=("memory_bytes", "shared_bytes"), kind="size", relation=">=",
+        formula=">= (state + activations) / memory",
+        limit=lambda at: min_chips(at.shared_bytes, at.memory_bytes), here=lambda at: at.all_chips,
+        note=_fewest_words,
+    ),
+    # size, before there is a plan
+    _Row(
+        name="chips, FSDP of whole sequences", needs=(), if_not=("context",), kind="size", relation="<=",
+        formula="<= sequences",
+        limit=lambda at: limits.sequence_limit_chips(at.step_tokens, at.seq_len), here=lambda at: at.all_chips,
+    ),
+    _Row(
+        name="state on each, no FSDP", needs=("memory_bytes", "state_bytes"), kind="size", unit="bytes",
+        relation="<=", formula="<= memory of a chip",
+        limit=lambda at: at.memory_bytes, here=lambda at: at.state_bytes,
+    ),
+    _Row(
+        name="chips, by state alone", needs=("memory_bytes", "state_bytes"), kind="size", relation=">=",
+        formula=">= state / memory",
+        limit=lambda at: min_chips(at.state_bytes, at.memory_bytes), here=lambda at: at.all_chips,
+    ),
+)  # fmt: skip
+"""Every limit. Sources: How to Scale Your Model, sections 3.2, 4.4.1, 5 and 6.3, and what follows from its rules."""

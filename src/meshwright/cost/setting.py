@@ -1,0 +1,57 @@
+"""The setting of a question: what is trained, on which chips, how much of it, and at which rates."""
+
+from functools import cached_property, lru_cache
+
+import msgspec
+
+from meshwright.algebra.program import Program
+from meshwright.algebra.transformer import transformer
+from meshwright.cost.memory import memory_limit
+from meshwright.spec.calibration import Calibration, datasheet_calibration
+from meshwright.spec.cluster import Cluster
+from meshwright.spec.job import Job
+from meshwright.spec.model import Model
+from meshwright.spec.plan_file import Plan
+
+
+class Setting(msgspec.Struct, frozen=True, dict=True):
+    """What strategies are priced in. A verb makes one and hands it on whole.
+
+    Without a ``calibration`` links and kernels take the rates of the data sheet. What follows from the four is made
+    when it is first asked for, and kept; the program is shared by all settings of one model.
+    """
+
+    model: Model
+    cluster: Cluster
+    job: Job
+    calibration: Calibration | None = None
+
+    @property
+    def program(self) -> Program:
+        """The model's training step in blocks of ops."""
+        return program_of(self.model)
+
+    @cached_property
+    def rates(self) -> Calibration:
+        """The calibration, or that of the chip's data sheet."""
+        return self.calibration or datasheet_calibration(self.cluster.chip)
+
+    @cached_property
+    def memory_limit(self) -> float:
+        """Bytes of a chip that programs may fill; infinity where that is not known."""
+        return memory_limit(self.cluster, self.calibration)
+
+    def on(self, cluster: Cluster) -> "Setting":
+        """The same job on another cluster."""
+        return self if cluster == self.cluster else msgspec.structs.replace(self, cluster=cluster)
+
+
+@lru_cache(maxsize=32)
+def program_of(model: Model) -> Program:
+    """The program of a model, made once."""
+    return transformer(model)
+
+
+def setting_of(plan: Plan) -> Setting:
+    """The setting of a plan file."""
+    return Setting(plan.model, plan.cluster, plan.job, plan.calibration)

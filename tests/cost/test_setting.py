@@ -1,0 +1,32 @@
+"""A setting is made once: what follows from it is made once too."""
+
+import msgspec
+
+from meshwright.cost.setting import Setting, program_of
+from meshwright.cost.train_step import price_strategy
+from meshwright.plan.planner import plan
+from meshwright.spec.catalogue import model
+from meshwright.spec.cluster import parse_cluster
+from meshwright.spec.job import Job
+from meshwright.spec.weights import weight_table
+
+
+def test_the_weight_table_and_the_program_are_made_once_per_model():
+    weight_table.cache_clear()
+    program_of.cache_clear()
+    setting = Setting(model("llama3-8b"), parse_cluster("h100:8x4"), Job(batch_seqs=256, seq_len=4096))
+    result = plan(setting)
+    for one in result.strategies:
+        price_strategy(one.setting, one.strategy)
+    assert weight_table.cache_info().misses == 1
+    assert program_of.cache_info().misses == 1
+    assert weight_table.cache_info().hits > 1
+
+
+def test_what_is_kept_is_of_its_own_setting():
+    one = Setting(model("tiny"), parse_cluster("v5e:4x4"), Job(batch_seqs=8, seq_len=64))
+    assert one.memory_limit == 15.75 * 2**30
+    other = msgspec.structs.replace(one, cluster=parse_cluster("h100:8"))
+    assert other.memory_limit == 80e9
+    assert other.rates.chip == "h100"
+    assert other.program is one.program
