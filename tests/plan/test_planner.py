@@ -34,7 +34,13 @@ def test_json_of_a_plan():
     result = plan(Setting(LLAMA70B, parse_cluster("v5p:16x16x32"), BIG))
     found = json.loads(json.dumps(result.to_json()))
     assert (found["model"], found["cluster"]) == ("llama3-70b", "v5p:16x16x32")
-    assert found["job"] == {"kind": "train", "batch_seqs": 1024, "seq_len": 4096, "train_tokens": 15 * 10**12}
+    assert found["job"] == {
+        "kind": "train",
+        "batch_seqs": 1024,
+        "seq_len": 4096,
+        "train_tokens": 15 * 10**12,
+        "optimizer": "adamw",
+    }
     assert found["nearest_batch"] is None
     assert any("datasheet peaks" in note for note in found["notes"])
     assert len(found["strategies"]) == 5

@@ -4,6 +4,7 @@ import msgspec
 import pytest
 
 from meshwright.bench.chip import chip_of_kind
+from meshwright.cost.setting import Setting
 from meshwright.plan.planner import plan
 from meshwright.spec import catalogue
 from meshwright.spec import chip as chip_module
@@ -53,7 +54,7 @@ def check(cluster, tmp_path):
     calibration = fitted_calibration(new)
     h100 = fitted_calibration(chip("h100"))
     assert calibration.efficiency == h100.efficiency
-    best = plan(catalogue.model("llama3-8b"), cluster, JOB, calibration=calibration).plan()
+    best = plan(Setting(catalogue.model("llama3-8b"), cluster, JOB, calibration)).plan()
     assert best.cluster == cluster
     save_plan(best, tmp_path / "plan.toml")
     for one in (cluster, load_plan(tmp_path / "plan.toml").cluster):

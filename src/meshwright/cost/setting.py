@@ -4,6 +4,8 @@ from functools import cached_property, lru_cache
 
 import msgspec
 
+from meshwright.algebra.derive import derive
+from meshwright.algebra.derived import Derived
 from meshwright.algebra.program import Program
 from meshwright.algebra.transformer import transformer
 from meshwright.cost.memory import memory_limit
@@ -12,6 +14,7 @@ from meshwright.spec.cluster import Cluster
 from meshwright.spec.job import Job
 from meshwright.spec.model import Model
 from meshwright.spec.plan_file import Plan
+from meshwright.spec.strategy import Strategy
 
 
 class Setting(msgspec.Struct, frozen=True, dict=True):
@@ -40,6 +43,11 @@ class Setting(msgspec.Struct, frozen=True, dict=True):
     def memory_limit(self) -> float:
         """Bytes of a chip that programs may fill; infinity where that is not known."""
         return memory_limit(self.cluster, self.calibration)
+
+    def derived(self, strategy: Strategy) -> Derived:
+        """The steps of a training step under a strategy, as its software runs them."""
+        fused_head = strategy.software == "compiled"
+        return derive(self.program, strategy, optimizer=self.job.optimizer, fused_head=fused_head)
 
     def on(self, cluster: Cluster) -> "Setting":
         """The same job on another cluster."""

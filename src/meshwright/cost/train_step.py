@@ -12,7 +12,6 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from meshwright.algebra.derive import derive
 from meshwright.algebra.derived import Derived
 from meshwright.algebra.notation import product
 from meshwright.algebra.sizes import OpSizes
@@ -79,8 +78,7 @@ def price_strategy(setting: Setting, strategy: Strategy) -> PricedStrategy:
     Raises InputError or CannotRunError where the strategy cannot be derived or placed.
     """
     cluster, job = setting.cluster, setting.job
-    fused_head = strategy.software == "compiled"
-    derived = derive(setting.program, strategy, optimizer=job.optimizer, fused_head=fused_head)
+    derived = setting.derived(strategy)
     placements = strategy_placements(cluster, strategy)
     groups = collective_groups(derived)
     every = step_rates(

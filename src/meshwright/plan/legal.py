@@ -11,15 +11,14 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from meshwright.algebra.derive import derive
 from meshwright.algebra.derived import Derived
 from meshwright.algebra.notation import product
 from meshwright.algebra.sizes import OpSizes
-from meshwright.algebra.transformer import transformer
 from meshwright.core.errors import CannotRunError
 from meshwright.core.units import format_bytes
 from meshwright.cost.memory import memory_limit, total_bytes, training_memory
 from meshwright.cost.pipeline import schedule_fits, schedule_refusal, strategy_pipeline
+from meshwright.cost.setting import Setting
 from meshwright.cost.step_costs import strategy_sizes
 from meshwright.cost.step_rates import attention_scores, strategy_placements
 from meshwright.spec.calibration import Calibration
@@ -143,7 +142,7 @@ def legal(
             require_runnable_strategy(strategy)
         except CannotRunError as error:
             return (Refusal(rule="executed", message=str(error)),)
-    derived = derive(transformer(model), strategy)
+    derived = Setting(model, cluster, job, calibration).derived(strategy)
     facts = _facts(model, cluster, job, strategy)
     refused = check_rules((*size_rules(derived), SCHEDULE_RULE), facts)
     if not refused:
@@ -348,9 +347,9 @@ def _with_remedy(
     if refusal.rule != MEMORY_RULE.name:
         return refusal
     shards = int(product(strategy.mesh.get(axis, 1) for axis in ("data", "fsdp", "expert")))
-    program, scores = transformer(model), attention_scores(cluster, strategy.software)
+    setting, scores = Setting(model, cluster, job), attention_scores(cluster, strategy.software)
     changed = {remat: msgspec.structs.replace(strategy, remat=remat) for remat in REMAT_POLICIES}
-    derived = {remat: derive(program, other) for remat, other in changed.items()}
+    derived = {remat: setting.derived(other) for remat, other in changed.items()}
     for count in divisors(max(1, job.batch_seqs // shards)):
         if not SCHEDULE_RULE.holds(msgspec.structs.replace(facts, num_microbatches=count)):
             continue

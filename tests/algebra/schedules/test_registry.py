@@ -10,6 +10,7 @@ from meshwright.algebra.schedules.simulation import simulate
 from meshwright.algebra.schedules.ticks import tick_tables
 from meshwright.core.errors import InputError
 from meshwright.cost.pipeline import Pipeline, schedule_fits, schedule_refusal
+from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import estimate_step
 from meshwright.plan.legal import legal
 from meshwright.plan.planner import plan
@@ -80,13 +81,13 @@ def test_it_is_priced_by_its_simulation(toy):
 
 def test_it_is_planned_and_explained(toy):
     choices = msgspec.structs.replace(USUAL, schedules=(*USUAL.schedules, toy))
-    found = plan(MODEL, CLUSTER, JOB, axes={"pipeline": 2}, choices=choices, overrides={"schedule": toy})
+    found = plan(Setting(MODEL, CLUSTER, JOB), axes={"pipeline": 2}, choices=choices, overrides={"schedule": toy})
     best = found.strategies[0]
     assert best.strategy.schedule == toy
     assert legal(MODEL, CLUSTER, JOB, best.strategy) == ()
-    alone = estimate_step(MODEL, CLUSTER, JOB, best.strategy)
+    alone = estimate_step(Setting(MODEL, CLUSTER, JOB), best.strategy)
     assert alone.step_s == pytest.approx(best.estimate.step_s)
-    gpipe = estimate_step(MODEL, CLUSTER, JOB, msgspec.structs.replace(best.strategy, schedule="gpipe"))
+    gpipe = estimate_step(Setting(MODEL, CLUSTER, JOB), msgspec.structs.replace(best.strategy, schedule="gpipe"))
     assert gpipe.hbm_bytes_per_chip <= alone.hbm_bytes_per_chip
     assert explain(found.plan()).between.schedule == toy
 

@@ -18,6 +18,7 @@ from meshwright.algebra.schedules.simulated import longest_paths
 from meshwright.algebra.schedules.simulation import makespan
 from meshwright.algebra.schedules.table import Op, Schedule, looped_route
 from meshwright.algebra.schedules.ticks import Slots
+from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import estimate_step
 from meshwright.spec import catalogue
 from meshwright.spec.cluster import parse_cluster
@@ -83,9 +84,9 @@ def test_a_whole_step_costs_the_same(name):
             schedule=name,
             chunks=default_chunks(name),
         )
-        wanted = estimate_step(model, cluster, job, one)
+        wanted = estimate_step(Setting(model, cluster, job), one)
         with without_forms(name):
-            found = estimate_step(model, cluster, job, one)
+            found = estimate_step(Setting(model, cluster, job), one)
         assert found.step_s == pytest.approx(wanted.step_s, rel=1e-12)
         assert found.hbm_bytes_per_chip == wanted.hbm_bytes_per_chip
 

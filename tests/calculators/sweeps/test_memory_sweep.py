@@ -49,7 +49,7 @@ def test_activations_grow_with_the_sequence():
 def test_recomputation_keeps_less():
     kept = {point.strategy.remat: point.items["activations"] for point in sweep("remat")}
     assert tuple(kept) == REMAT_POLICIES
-    assert kept["none"] > kept["selective"] > kept["matmuls"] > kept["sqrt"] > kept["block"] == kept["full"]
+    assert kept["none"] > kept["selective"] > kept["matmuls"] > kept["sqrt"] > kept["block"] > kept["full"]
 
 
 def test_microbatches_are_as_many_as_asked_for():

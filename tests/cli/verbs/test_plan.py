@@ -18,7 +18,13 @@ KEYS = {
 def test_the_keys_of_json(call):
     found = call(*LLAMA, "--on", "v5p:16x16x32", "--tokens", "15T", "--json").json
     assert (found["model"], found["cluster"]) == ("llama3-70b", "v5p:16x16x32")
-    assert found["job"] == {"kind": "train", "batch_seqs": 1024, "seq_len": 4096, "train_tokens": 15 * 10**12}
+    assert found["job"] == {
+        "kind": "train",
+        "batch_seqs": 1024,
+        "seq_len": 4096,
+        "train_tokens": 15 * 10**12,
+        "optimizer": "adamw",
+    }
     for one in found["strategies"]:
         assert set(one) >= KEYS
         assert one["step_s_lower"] <= one["step_s"] * (1 + 1e-9)

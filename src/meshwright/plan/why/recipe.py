@@ -14,7 +14,6 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from meshwright.algebra.derive import derive
 from meshwright.core.units import format_params
 from meshwright.cost.memory import memory_parts, total_bytes
 from meshwright.cost.pipeline import Pipeline
@@ -99,7 +98,7 @@ class _Kitchen:
     def fewest_microbatches(self, mesh: Mapping[str, int], remat: str) -> int | None:
         """The fewest microbatches with which a mesh fits, at least one for each stage; None where none does."""
         one = self.strategy(mesh, remat)
-        derived = derive(self.setting.program, one)
+        derived = self.setting.derived(one)
         facts = Facts(
             model=self.model.name,
             cluster=self.cluster.short_name,

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 
 import msgspec
 
-from meshwright.algebra.derive import derive
 from meshwright.algebra.schedules.registry import default_chunks
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.cost.setting import Setting
@@ -42,7 +41,7 @@ def priced_in(setting: Setting, strategy: Strategy) -> PricedStrategy | None:
     try:
         if setting.cluster.kind == "host":
             require_runnable_strategy(strategy)
-        derived = derive(setting.program, strategy)
+        derived = setting.derived(strategy)
         if check_rules((*size_rules(derived), SCHEDULE_RULE), _facts(setting, strategy)):
             return None
         return price_strategy(setting, strategy)

@@ -1,0 +1,78 @@
+"""The steps that a plan prices are the steps that the trainer runs, and a compiled update holds their collectives."""
+
+import itertools
+
+import msgspec
+import pytest
+
+from meshwright.algebra.transformer import layer_dims, layer_kinds
+from meshwright.cost.setting import Setting
+from meshwright.cost.train_step import price_strategy
+from meshwright.hlo.collectives import collectives
+from meshwright.spec.cluster import parse_cluster
+from meshwright.spec.job import OPTIMIZERS, Job
+from meshwright.spec.strategy import Strategy, make_mesh, standard_assignment
+from meshwright.train.settings import TrainSettings
+from meshwright.train.setup import make_step
+from tests.nn.families import FAMILIES
+from tests.parallel.small import BATCH_SEQS, MODEL, SEQ_LEN
+from tests.traffic import compiled_traffic, derived_traffic
+
+CLUSTER = parse_cluster("h100:8x1")
+STRATEGIES = {
+    "fsdp, tensor": {"mesh": {"fsdp": 4, "tensor": 2}},
+    "full remat, whole vocabulary": {"mesh": {"data": 2, "fsdp": 4}, "remat": "full"},
+    "ZeRO-1": {"mesh": {"data": 2, "fsdp": 4}, "assignment": standard_assignment(zero=1)},
+    "ring": {"mesh": {"context": 2, "fsdp": 4}, "context_attention": "ring"},
+    "collective matmul": {"mesh": {"fsdp": 4, "tensor": 2}, "collective_matmul": "two-way"},
+    "prefetch": {"mesh": {"fsdp": 8}, "prefetch": True},
+    "pipeline": {"mesh": {"pipeline": 3, "fsdp": 2}, "num_microbatches": 3, "schedule": "zb-h1", "remat": "full"},
+}
+
+
+def strategy_of(choices):
+    return Strategy(**{**choices, "mesh": make_mesh(choices["mesh"]), "state": "fp32"})
+
+
+def executed(model, strategy, optimizer):
+    settings = TrainSettings(optimizer=optimizer, balance_loss=0.0)
+    return make_step(model, strategy, settings, several_documents=False)
+
+
+def cases():
+    """Every family, strategy and optimizer that run together; the default tier has one optimizer of each pair."""
+    families = [name for name in FAMILIES if name != "deepseek_v3"]
+    for place, (family, strategy, optimizer) in enumerate(itertools.product(families, STRATEGIES, OPTIMIZERS)):
+        stages_differ = "pipeline" in STRATEGIES[strategy]["mesh"] and len(layer_kinds(FAMILIES[family])) > 1
+        pair, number = divmod(place, len(OPTIMIZERS))
+        if not stages_differ:
+            sampled = number == pair % len(OPTIMIZERS)
+            yield pytest.param(family, strategy, optimizer, marks=() if sampled else pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("family", "strategy", "optimizer"), cases())
+def test_priced_steps_are_executed_steps(family, strategy, optimizer):
+    model, chosen = FAMILIES[family], strategy_of(STRATEGIES[strategy])
+    job = Job(batch_seqs=24, seq_len=32, optimizer=optimizer)
+    priced = price_strategy(Setting(model, CLUSTER, job), chosen)
+    step = executed(model, chosen, optimizer)
+    context = step.pipeline.context if step.pipeline else step._passes.context
+    assert context.derived is step.declared
+    assert [cost.step for cost in (*priced.costs.all, *priced.costs.boundary)] == [
+        *(one for one, _ in step.declared.steps(chosen.num_microbatches)),
+        *step.declared.ends,
+        *step.declared.boundary,
+    ]
+
+
+@pytest.mark.parametrize("axes", [{"data": 2, "fsdp": 2, "tensor": 2}, {"fsdp": 8}], ids=str)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_compiled_collectives_of_an_update_are_the_derived_ones(optimizer, axes):
+    """Three layers do not divide by the devices that share a matrix: Muon fills them up."""
+    model, mesh = msgspec.structs.replace(MODEL, num_layers=3), make_mesh(axes)
+    step = executed(model, Strategy(mesh=mesh, state="fp32", remat="block"), optimizer)
+    compiled = step.lower(BATCH_SEQS, SEQ_LEN).compile()
+    dims = {**model.dims, **layer_dims(model), "B": BATCH_SEQS, "T": SEQ_LEN}
+    found = compiled_traffic(collectives(compiled.as_text(), mesh), mesh)
+    assert found == derived_traffic(step.declared, dims, mesh, num_microbatches=1, width=4)
+    assert (optimizer == "muon") == any(kind == "all_to_all" for kind, _ in found)
