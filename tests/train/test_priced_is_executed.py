@@ -50,7 +50,7 @@ def cases():
             yield pytest.param(family, strategy, optimizer, marks=() if sampled else pytest.mark.slow)
 
 
-@pytest.mark.parametrize(("family", "strategy", "optimizer"), cases())
+@pytest.mark.parametrize(("family", "strategy", "optimizer"), list(cases()))
 def test_priced_steps_are_executed_steps(family, strategy, optimizer):
     model, chosen = FAMILIES[family], strategy_of(STRATEGIES[strategy])
     job = Job(batch_seqs=24, seq_len=32, optimizer=optimizer)
