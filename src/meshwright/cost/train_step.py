@@ -1,4 +1,4 @@
-"""Seconds of one training step from its derived steps: bounds, the expected value between them, and what binds.
+"""Seconds of one step of a job from its derived steps: bounds, the expected value between them, and what binds.
 
 Local ops take the larger of their FLOPs at the matmul rate and their bytes at the memory rate. Within one pass
 over a block, collectives on weights and weight gradients hide behind compute and behind collectives on other
@@ -12,11 +12,10 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from meshwright.algebra.derive import derive
 from meshwright.algebra.derived import Derived
+from meshwright.algebra.generation import AS_WRITTEN, Storage, derive_job, job_strategy
 from meshwright.algebra.notation import product
 from meshwright.algebra.sizes import OpSizes
-from meshwright.algebra.transformer import transformer
 from meshwright.cost.memory import MemoryParts, memory_parts, total_bytes
 from meshwright.cost.network.collectives import Placement
 from meshwright.cost.offload import Offload, offloaded
@@ -43,7 +42,7 @@ Number = Any
 
 
 class Estimate(msgspec.Struct, frozen=True, kw_only=True):
-    """One training step predicted; every number may be an array with one entry per candidate.
+    """One step predicted; every number may be an array with one entry per candidate.
 
     ``step_s_lower`` and ``step_s_upper`` are bounds by data: perfect overlap of everything, and none. ``step_s_p10``
     and ``step_s_p90`` hold the measured time in 8 of 10 cases, as far as published measurements go; None for rates
@@ -87,13 +86,21 @@ class PricedStrategy(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def price_strategy(
-    model: Model, cluster: Cluster, job: Job, strategy: Strategy, *, calibration: Calibration | None = None
+    model: Model,
+    cluster: Cluster,
+    job: Job,
+    strategy: Strategy,
+    *,
+    calibration: Calibration | None = None,
+    storage: Storage = AS_WRITTEN,
 ) -> PricedStrategy:
-    """A strategy priced on a cluster, on the placement that its texts describe or else the best one.
+    """A step of the job priced on a cluster, on the placement that the strategy's texts describe or else the best one.
 
+    ``storage`` is of prefill and decode steps, which have no backward pass, update, gradients or optimizer.
     Raises InputError or CannotRunError where the strategy cannot be derived or placed.
     """
-    derived = derive(transformer(model), strategy)
+    strategy = job_strategy(job, strategy)
+    derived = derive_job(model, job, strategy, storage=storage)
     placements = strategy_placements(cluster, strategy)
     groups = collective_groups(derived)
     every = step_rates(
@@ -106,7 +113,8 @@ def price_strategy(
         attention_kernel=strategy.attention_kernel,
         calibration=calibration,
     )
-    sizes = strategy_sizes(model, job, strategy, scores=attention_scores(cluster, strategy.software))
+    scores = attention_scores(cluster, strategy.software)
+    sizes = strategy_sizes(model, job, strategy, scores=scores, storage=storage)
     pipeline = strategy_pipeline(strategy)
     tried = price_parts(derived, sizes, every, pipeline=pipeline)
     moved = offloaded(tried.memory, every.pcie_bytes_per_s, pipeline, strategy.offload)
@@ -129,15 +137,14 @@ def price_strategy(
             pipeline=pipeline,
             offload=strategy.offload,
             memory=tried.memory,
+            kind=job.kind,
         ).at(0),
     )
 
 
-def estimate_step(
-    model: Model, cluster: Cluster, job: Job, strategy: Strategy, *, calibration: Calibration | None = None
-) -> Estimate:
-    """The prediction alone."""
-    return price_strategy(model, cluster, job, strategy, calibration=calibration).estimate
+def estimate_step(model: Model, cluster: Cluster, job: Job, strategy: Strategy, **options: Any) -> Estimate:
+    """The prediction alone; ``options`` are those of `price_strategy`."""
+    return price_strategy(model, cluster, job, strategy, **options).estimate
 
 
 def estimate_many(
@@ -151,10 +158,11 @@ def estimate_many(
     pipeline: Pipeline,
     offload: tuple[str, ...] = (),
     memory: MemoryParts | None = None,
+    kind: str = "train",
 ) -> Estimate:
     """The prediction for every candidate at once: arrays of sizes, of placements' rates and of microbatches.
 
-    ``memory`` is what `memory_parts` gives, where it is known already.
+    ``memory`` is what `memory_parts` gives, where it is known already; ``kind`` is the job's.
     """
     priced = price_parts(derived, sizes, rates, pipeline=pipeline, memory=memory)
     costs, parts = priced.costs, priced.memory
@@ -168,7 +176,7 @@ def estimate_many(
     share = num_chips / sizes.mesh.get("pipeline", 1)
     flops = total(cost.flops * cost.count for cost in costs) * share
     counted = flops + _masked_flops(costs, sizes) * share
-    needed = model_flops(model, Job(batch_seqs=1, seq_len=seq_len)) * batch_seqs
+    needed = model_flops(model, Job(kind=kind, batch_seqs=1, seq_len=seq_len)) * batch_seqs
     available = rates.peak_flops_per_s * num_chips * expected
     serial = total((cost.math_s + cost.hbm_s + cost.launch_s + cost.network_s) * cost.here for cost in costs)
     serial = serial + bubble + moved.serial_s + priced.times.sends_s(pipeline) + priced.times.meet_s(pipeline)

@@ -19,7 +19,7 @@ from meshwright.plan.search import Found, Outcome, search
 from meshwright.plan.space import EMULATED, USUAL, Choices, Space, axes_to_try, open_space
 from meshwright.spec.calibration import Calibration, datasheet_calibration
 from meshwright.spec.cluster import Cluster
-from meshwright.spec.job import Job
+from meshwright.spec.job import Job, require_training
 from meshwright.spec.model import Model
 from meshwright.spec.strategy import Strategy, make_mesh, require_runnable_strategy
 
@@ -71,6 +71,7 @@ def plan(
     """
     if top < 1:
         raise InputError(f"top={top} must be at least 1.")
+    require_training(job, "plan")
     if model.learned_positions and job.seq_len > model.max_positions:
         raise InputError(
             f"seq={job.seq_len} is longer than the {model.max_positions} learned positions of {model.name}. "

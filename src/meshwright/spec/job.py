@@ -1,14 +1,25 @@
 """A job: what is to be done, before anything is split."""
 
+from typing import Literal, get_args
+
 import msgspec
 
-from meshwright.core.errors import InputError
+from meshwright.core.errors import InputError, nearest
 from meshwright.core.units import format_count, parse_count
 from meshwright.spec.strategy import MAX_SEQUENCES
 
 
+JobKind = Literal["train", "prefill", "decode"]
+JOB_KINDS: tuple[str, ...] = get_args(JobKind)
+
+
 class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A training job: ``batch_seqs`` sequences of ``seq_len`` tokens a step, ``train_tokens`` in all."""
+    """What one step does with ``batch_seqs`` sequences.
+
+    A step of kind "train" trains on ``seq_len`` tokens of each, ``train_tokens`` in all steps. "prefill" runs prompts of
+    ``seq_len`` tokens and leaves their keys and values in a cache. "decode" runs one more token of each sequence against
+    a cache of ``seq_len`` positions.
+    """
 
     kind: str = "train"
     batch_seqs: int
@@ -16,16 +27,40 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     train_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        if self.kind != "train":
-            raise InputError(f"job.kind {self.kind!r} is not known. This version plans 'train'.")
+        if self.kind not in JOB_KINDS:
+            options = ", ".join(JOB_KINDS)
+            raise InputError(
+                f"job.kind {self.kind!r} is not known.{nearest(self.kind, JOB_KINDS)} Use one of {options}."
+            )
+        if self.kind != "train" and self.train_tokens is not None:
+            raise InputError(f"job.train_tokens is of training; leave it out of a job of kind {self.kind}.")
         for name in ("batch_seqs", "seq_len"):
             if not 1 <= getattr(self, name) <= MAX_SEQUENCES:
                 raise InputError(f"job.{name}={getattr(self, name)} must be between 1 and {MAX_SEQUENCES}.")
 
     @property
+    def trains(self) -> bool:
+        """Whether a step has a backward pass and an update."""
+        return self.kind == "train"
+
+    @property
+    def step_len(self) -> int:
+        """Positions of each sequence that one step runs."""
+        return 1 if self.kind == "decode" else self.seq_len
+
+    @property
     def tokens_per_step(self) -> int:
-        """Tokens of one global batch."""
-        return self.batch_seqs * self.seq_len
+        """Tokens that one step runs in all sequences."""
+        return self.batch_seqs * self.step_len
+
+
+def require_training(job: Job, verb: str) -> None:
+    """Raise InputError for a job that ``verb`` does not take because it is not training."""
+    if not job.trains:
+        raise InputError(
+            f"{verb} takes jobs of kind train, and this one is of kind {job.kind}. `verify` and `profile` take it with "
+            f"--step {job.kind}, and `meshwright.cost.train_step.price_strategy` prices it."
+        )
 
 
 def parse_batch(text: str, *, seq_len: int) -> int:

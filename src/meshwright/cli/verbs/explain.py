@@ -22,6 +22,7 @@ from meshwright.core.units import format_bytes, format_count, format_flops, form
 from meshwright.plan.why.bounds import Symbols
 from meshwright.plan.why.explain import Algorithm, BetweenStages, Explanation, Line, explain
 from meshwright.plan.why.torus_limits import Limit
+from meshwright.spec.job import require_training
 from meshwright.spec.plan_file import load_plan
 
 MAX_DRIFT = 1e-6
@@ -34,7 +35,7 @@ MAX_DRIFT = 1e-6
 def command(plan_file: Path, as_json: bool) -> None:
     """The algorithm of one layer under a plan, with bytes and times, and the limits in closed form."""
     plan = load_plan(plan_file)
-    check_tokens(plan.job)
+    require_training(check_tokens(plan.job), "explain")
     told = explain(plan)
     if not math.isclose(told.estimate.step_s, plan.predicted.step_s, rel_tol=MAX_DRIFT):
         say(
