@@ -15,6 +15,7 @@ import msgspec
 from meshwright.algebra.derive import derive, derive_forward
 from meshwright.algebra.derived import Derived
 from meshwright.algebra.layers import PLAIN, ProgramOptions
+from meshwright.algebra.ops.cached_attention import slots_kept
 from meshwright.algebra.program import Block, Op, Program, Variable
 from meshwright.algebra.transformer import LayerKind, layer_kinds, transformer, weight_variables
 from meshwright.core.dims import DTYPE_BYTES
@@ -80,7 +81,7 @@ def generate_program(
 def derive_job(
     model: Model, job: Job, strategy: Strategy, *, storage: Storage = AS_WRITTEN, options: ProgramOptions = PLAIN
 ) -> Derived:
-    """The step of a job: forward, backward and update to train, the forward pass of its program to prefill or decode."""
+    """The step of a job: all passes and the update to train, the forward pass of its program to prefill or decode."""
     strategy = job_strategy(job, strategy)
     if job.trains:
         return derive(transformer(model, options), strategy)
@@ -314,11 +315,12 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
 
 LAYOUTS: dict[str, Layout] = {
     "contiguous": Layout(dims=("B", "S")),
-    "ring": Layout(dims=("B", "W")),
+    "ring": Layout(dims=("B", "S")),
     "paged": Layout(dims=("Pg", "Pl"), index=("B", "Bp"), attributes=(("paged", "true"),)),
 }
-"""contiguous: position p of a sequence is in its slot p of S. ring: in its slot p mod W, the positions of a window.
-paged: in slot p mod Pl of the page that ``pages[B, Bp]`` names for p // Pl, of Pg pages that all sequences share."""
+"""contiguous: position p of a sequence is in its slot p of S. ring: in its slot p mod S, with S at most a window.
+paged: in slot p mod Pl of the page that ``pages[B, Bp]`` names for p // Pl, one of Pg pages that all sequences share.
+"""
 
 
 class CacheArray(msgspec.Struct, frozen=True, kw_only=True):
@@ -372,12 +374,13 @@ def layout_of(model: Model, kind: LayerKind, storage: Storage) -> Layout:
     return LAYOUTS[layout_name(model, kind, storage)]
 
 
-def cache_sizes(model: Model, *, batch_seqs: int, max_len: int, storage: Storage = AS_WRITTEN) -> dict[str, int]:
+def cache_sizes(*, batch_seqs: int, max_len: int, storage: Storage = AS_WRITTEN) -> dict[str, int]:
     """Sizes of the dims that only caches have, for sequences of up to ``max_len`` positions.
 
-    The window of a ring is no longer than a sequence. Of pages there are so many that every sequence can be full.
+    S is that of contiguous arrays; see `slots_kept` for rings. Of pages there are so many that every sequence can be
+    full, unless the storage says how many.
     """
-    found = {"S": max_len, "W": min(max_len, model.sliding_window or max_len)}
+    found = {"S": max_len}
     if storage.page_len:
         each = -(-max_len // storage.page_len)
         found |= {"Pl": storage.page_len, "Bp": each, "Pg": storage.num_pages or batch_seqs * each}
@@ -393,17 +396,18 @@ def cache_table(
     Raises InputError for a dtype that is none of `CACHE_DTYPES`.
     """
     storage = storage or Storage(cache_dtype=dtype)
-    cache = cache_sizes(model, batch_seqs=batch_seqs, max_len=max_len, storage=storage)
+    cache = cache_sizes(batch_seqs=batch_seqs, max_len=max_len, storage=storage)
     sizes = {**model.dims, "B": batch_seqs, **cache}
     rows = []
     for kind in layer_kinds(model):
         layout = layout_name(model, kind, storage)
+        slots = slots_kept(max_len, model.sliding_window if layout == "ring" else None)
         for letter, own in cached_dims(model).items():
             dims = (*LAYOUTS[layout].dims, *own)
             array = CacheArray(
                 name=cache_name(model, kind, letter),
                 dims=dims,
-                shape=tuple(sizes[dim] for dim in dims),
+                shape=tuple(slots if dim == "S" else sizes[dim] for dim in dims),
                 dtype=storage.cache_dtype,
                 num_layers=len(kind.layers),
                 layout=layout,

@@ -4,7 +4,6 @@ LEGEND: dict[str, str] = {
     "B": "sequences in the batch",
     "T": "query positions",
     "S": "key positions",
-    "W": "key positions within a window",
     "D": "model width",
     "F": "feed-forward width",
     "N": "query heads",

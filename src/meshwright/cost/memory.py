@@ -8,6 +8,7 @@ import numpy as np
 from meshwright.algebra.derived import BlockSteps, Derived
 from meshwright.algebra.notation import ShardedArray, product
 from meshwright.algebra.ops import kind_of
+from meshwright.algebra.ops.cached_attention import slots_kept
 from meshwright.algebra.rewrites.split_backward import split_backward
 from meshwright.algebra.sizes import OpSizes
 from meshwright.algebra.steps import Phase, Step
@@ -221,7 +222,7 @@ def memory_parts(derived: Derived, sizes: OpSizes) -> MemoryParts:
         passing=tuple(
             Passing(
                 is_layer=bool(block.block.carry),
-                gathered_bytes=_gathered_bytes(block, derived, sizes) + zero,
+                gathered_bytes=_gathered_bytes(block, derived, sizes) + zero if derived.trains else zero,
                 working_bytes=_working_set(block, derived, sizes) + zero,
             )
             for block in blocks
@@ -268,7 +269,7 @@ def _state_elements(derived: Derived, sizes: OpSizes) -> tuple[dict[str, Number]
 
 
 def _given_elements(derived: Derived, sizes: OpSizes) -> tuple[dict[str, Number], dict[str, list[Number]]]:
-    """The same of a step without an optimizer: weights alone, elements of other widths counted as those of the state's."""
+    """Elements of weights in a step without an optimizer; those of another width count by their bytes."""
     blocks = {name: block for block in derived.blocks for op in block.block.ops for name in op.inputs}
     layers, ends = _zero(sizes), dict[str, Number]()
     for name, block in blocks.items():
@@ -288,8 +289,10 @@ def _cache_bytes(derived: Derived, sizes: OpSizes) -> Number:
     for block in derived.blocks:
         made = {op.out for op in block.block.ops}
         read = dict.fromkeys(name for op in block.block.ops for name in op.inputs if name not in made)
-        for name in (name for name in read if derived.program.variables[name].role == "cache"):
-            total = total + block.repeat * sizes.bytes(derived.declared[name])
+        caches = [derived.declared[name] for name in read if _has_role(name, derived, "cache")]
+        windows = [int(value) for op in block.block.ops for name, value in op.attributes if name == "window"]
+        ring = slots_kept(sizes.dims["S"], windows[0]) / sizes.dims["S"] if caches and windows else 1.0
+        total = total + block.repeat * ring * sizes.total(*caches)
     return total
 
 
@@ -347,10 +350,13 @@ def _chunk_bytes(derived: Derived, sizes: OpSizes) -> Number:
     return sum(kind_of(step).chunk_bytes(step, sizes) for step in steps)
 
 
-def _is_weight(name: str, derived: Derived, *roles: str) -> bool:
-    """Whether a variable is a weight, or has one of the other ``roles``."""
+def _is_weight(name: str, derived: Derived) -> bool:
+    return _has_role(name, derived, "weight", "vector")
+
+
+def _has_role(name: str, derived: Derived, *roles: str) -> bool:
     variable = derived.program.variables.get(name)
-    return variable is not None and variable.role in ("weight", "vector", *roles)
+    return variable is not None and variable.role in roles
 
 
 def _moves(step: Step, sizes: OpSizes) -> Any:
@@ -380,8 +386,9 @@ class _Life(msgspec.Struct):
 def _working_set(block: BlockSteps, derived: Derived, sizes: OpSizes) -> Number:
     """Largest sum, over the steps of the backward pass, of results alive that no other item counts.
 
-    Of a step without one, over those of the forward pass. A result lives from the step that makes it to its last use; only the cotangent of the logits is taken to be made in
-    place. What exists only while a step runs (attention's scores in memory) is counted in that step.
+    Of a step without one, over those of the forward pass. A result lives from the step that makes it to its last use;
+    only the cotangent of the logits is taken to be made in place. What exists only while a step runs (attention's
+    scores in memory) is counted in that step.
     """
     steps = block.backward if derived.trains else block.forward
     changes: list[list[Number]] = [[] for _ in range(len(steps) + 1)]
@@ -419,8 +426,16 @@ def _comes_and_goes(
 
 
 def _lives(steps: tuple[Step, ...], block: BlockSteps, derived: Derived) -> dict[ShardedArray, _Life]:
-    """The passing results of a pass; weights, caches, kept results and sums of gradients count elsewhere."""
+    """The passing results of a pass; weights, caches, kept results and sums of gradients count elsewhere.
+
+    Training gathers the weights of a whole repeat ahead; a forward pass alone gathers each for its product.
+    """
     elsewhere = {*block.kept, *(derived.declared.values() if derived.trains else ())}
+
+    def is_state(array: ShardedArray) -> bool:
+        given = derived.trains or array == derived.declared.get(array.name)
+        return _has_role(array.name, derived, "cache") or (given and _is_weight(array.name, derived))
+
     lives: dict[ShardedArray, _Life] = {}
     for number, step in enumerate(steps):
         if step.scope == "step":
@@ -428,10 +443,10 @@ def _lives(steps: tuple[Step, ...], block: BlockSteps, derived: Derived) -> dict
         for array in step.inputs:
             if array in lives:
                 lives[array].end = number
-            elif array not in elsewhere and not _is_weight(array.name, derived, "cache"):
+            elif array not in elsewhere and not is_state(array):
                 lives[array] = _Life(0, number)  # the cotangent or the stream that the block is given
         for array in (step.result, *step.more):
-            if array not in lives and array not in block.kept and not _is_weight(array.name, derived, "cache"):
+            if array not in lives and array not in block.kept and not is_state(array):
                 moves = step.is_collective or step.op == "slice"
                 lives[array] = _Life(number, number, step if moves else None)
     return lives

@@ -115,7 +115,7 @@ def strategy_sizes(
     )
     if job.trains:
         return found
-    cache = cache_sizes(model, batch_seqs=job.batch_seqs, max_len=job.seq_len, storage=storage)
+    cache = cache_sizes(batch_seqs=job.batch_seqs, max_len=job.seq_len, storage=storage)
     causal = found.causal and job.kind != "decode"
     return msgspec.structs.replace(found, dims={**found.dims, **cache}, causal=causal)
 

@@ -71,9 +71,9 @@ class GenerateStep:
         )
         # room for a prompt of any length up to max_len, filled up to what the axes divide
         self.cache_len = -(-max_len // self._prompt_parts) * self._prompt_parts
-        sizes = {"batch_seqs": batch_seqs, "max_len": self.cache_len}
-        self.table = cache_table(model, **sizes, storage=self.storage)
-        self.cache_sizes = cache_sizes(model, **sizes, storage=self.storage)
+        room = self.cache_len
+        self.table = cache_table(model, batch_seqs=batch_seqs, max_len=room, storage=self.storage)
+        self.cache_sizes = cache_sizes(batch_seqs=batch_seqs, max_len=room, storage=self.storage)
         self._require_even_splits()
         self.mesh = mesh or device_mesh(strategy.mesh)
         self._compiled: dict[int, jax.stages.Compiled] = {}
@@ -195,17 +195,26 @@ class GenerateStep:
         ``tokens`` [B, T] are padded behind ``lengths`` [B], 1 at least; each T is compiled once, and `padded_length`
         gives few. ``pages`` [B, Bp] are the pages of each row, by default those of `init_pages`.
         """
-        tokens, lengths = np.asarray(tokens, np.int32), np.asarray(lengths, np.int32)
-        self._require_prompts(tokens, lengths)
-        rows = {"tokens": tokens, "last": lengths - 1, **self._pages(pages)}
-        return self.compiled(tokens.shape[1])(params, cache, self._place(rows, self.prefill_declared))
+        given = self.prefill_inputs(tokens, lengths, pages)
+        return self.compiled(given["tokens"].shape[1])(params, cache, given)
 
     def generate(
         self, params: Params, cache: Cache, tokens: Any, positions: Any, pages: Any = None
     ) -> tuple[jax.Array, Cache]:
         """Logits [B, V] after one more token of each row: ``tokens`` [B] at ``positions`` [B]."""
+        return self.compiled(0)(params, cache, self.decode_inputs(tokens, positions, pages))
+
+    def prefill_inputs(self, tokens: Any, lengths: Any, pages: Any = None) -> dict[str, jax.Array]:
+        """What the program of `prefill` is given besides weights and cache, on its devices."""
+        tokens, lengths = np.asarray(tokens, np.int32), np.asarray(lengths, np.int32)
+        self._require_prompts(tokens, lengths)
+        rows = {"tokens": tokens, "last": lengths - 1, **self._pages(pages)}
+        return self._place(rows, self.prefill_declared)
+
+    def decode_inputs(self, tokens: Any, positions: Any, pages: Any = None) -> dict[str, jax.Array]:
+        """What the program of `generate` is given besides weights and cache, on its devices."""
         rows = {"tokens": tokens, "positions": positions, **self._pages(pages)}
-        return self.compiled(0)(params, cache, self._place(rows, self.generate_declared, one=True))
+        return self._place(rows, self.generate_declared, one=True)
 
     def _pages(self, pages: Any) -> dict[str, Any]:
         """The page table as an input of the programs; nothing where no cache has pages."""

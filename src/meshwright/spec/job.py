@@ -8,7 +8,6 @@ from meshwright.core.errors import InputError, nearest
 from meshwright.core.units import format_count, parse_count
 from meshwright.spec.strategy import MAX_SEQUENCES
 
-
 JobKind = Literal["train", "prefill", "decode"]
 JOB_KINDS: tuple[str, ...] = get_args(JobKind)
 
@@ -16,9 +15,9 @@ JOB_KINDS: tuple[str, ...] = get_args(JobKind)
 class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What one step does with ``batch_seqs`` sequences.
 
-    A step of kind "train" trains on ``seq_len`` tokens of each, ``train_tokens`` in all steps. "prefill" runs prompts of
-    ``seq_len`` tokens and leaves their keys and values in a cache. "decode" runs one more token of each sequence against
-    a cache of ``seq_len`` positions.
+    A step of kind "train" trains on ``seq_len`` tokens of each, ``train_tokens`` in all steps. "prefill" runs prompts
+    of ``seq_len`` tokens and leaves their keys and values in a cache. "decode" runs one more token of each sequence
+    against a cache of ``seq_len`` positions.
     """
 
     kind: str = "train"

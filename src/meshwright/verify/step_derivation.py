@@ -51,7 +51,7 @@ class StepDerivation:
         """Sizes of all dims for the whole batch; the slots of an expert are those that are made: one for each token, or
         as many as a bound leaves."""
         request = self.request
-        cache = cache_sizes(request.model, batch_seqs=request.batch_seqs, max_len=request.seq_len)
+        cache = cache_sizes(batch_seqs=request.batch_seqs, max_len=request.seq_len)
         sizes = {**request.model.dims, "B": request.batch_seqs, "T": self.job.step_len, **cache}
         if request.model.num_experts:
             slots = self._slots(self.job.tokens_per_step // self.strategy.num_microbatches)

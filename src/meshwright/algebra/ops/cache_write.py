@@ -14,7 +14,7 @@ from meshwright.algebra.trace import Trace, details_of, like, local, moved, requ
 
 
 class CacheWrite(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Details: whether all positions of a prompt are written, or one more of each row; whether a page table says where."""
+    """Details: whether all positions of a prompt are written or one more of each row, and whether into pages."""
 
     prompt: bool = False
     paged: bool = False

@@ -1,5 +1,7 @@
 """Attention of new positions on the keys and values of a cache."""
 
+import numpy as np
+
 from meshwright.algebra.kinds import OpKind, StepKind, stream
 from meshwright.algebra.notation import ShardedArray, product
 from meshwright.algebra.ops.attention import Attention
@@ -31,32 +33,39 @@ def forward(op: Op, trace: Trace) -> None:
     moved(trace, result, out)
 
 
-def slots_met(cache: ShardedArray, step: Step, sizes: OpSizes) -> Number:
+def slots_kept(slots: Number, window: int | None) -> Number:
+    """Slots of one sequence where there is room for so many positions: a window keeps no more than it sees."""
+    return slots if window is None else np.minimum(slots, window).item()
+
+
+def slots_met(step: Step, sizes: OpSizes) -> Number:
     """Slots of one sequence: those of its pages, or of its own part of the cache."""
-    return sizes.dims["Bp"] * sizes.dims["Pl"] if step.details.paged else sizes.local(cache)[cache.dims[1]]
+    if step.details.paged:
+        return sizes.dims["Bp"] * sizes.dims["Pl"]
+    return slots_kept(sizes.dims["S"], step.details.window)
 
 
 def flops(step: Step, sizes: OpSizes) -> Number:
     """2 B T N S (H + Hv), S the slots of the cache: every slot is multiplied, whether it is visible or not."""
-    queries, keys, values = step.inputs[:3]
+    queries, _, values = step.inputs[:3]
     rows = product(sizes.local(queries)[dim] for dim in queries.dims[:-1])
-    return 2.0 * rows * slots_met(keys, step, sizes) * (sizes.dims[queries.dims[-1]] + sizes.dims[values.dims[-1]])
+    return 2.0 * rows * slots_met(step, sizes) * (sizes.dims[queries.dims[-1]] + sizes.dims[values.dims[-1]])
 
 
 def hbm_bytes(step: Step, sizes: OpSizes) -> Number:
-    """Every input read and the result written once, the whole cache among them.
+    """Every input read and the result written once, the whole cache of the sequences among them.
 
     Pages of the sequences are gathered first: read, written side by side, and read again. Other pages are not touched.
     """
-    pools = [array for array in step.inputs if "Pg" in array.dims]
-    rows = sizes.local(step.inputs[0])["B"] * slots_met(step.inputs[1], step, sizes)
-    gathered = sum(sizes.bytes(pool) / sizes.elements(_slots_of(pool)) for pool in pools)
-    return stream(step, sizes) - sizes.total(*pools) + 3 * rows * gathered
+    caches = [array for array in step.inputs if array.dims[1:2] in (("S",), ("Pl",))]
+    slots = sizes.local(step.inputs[0])["B"] * slots_met(step, sizes)
+    each = sum(sizes.bytes(array) / sizes.elements(_slots_of(array)) for array in caches)
+    return stream(step, sizes) - sizes.total(*caches) + (3 if step.details.paged else 1) * slots * each
 
 
-def _slots_of(pool: ShardedArray) -> ShardedArray:
-    """The slots of a pool of pages, without what lies in each."""
-    return pool.replace(dims=pool.dims[:2], axes=pool.axes[:2])
+def _slots_of(cache: ShardedArray) -> ShardedArray:
+    """The slots of a cache, without what each holds."""
+    return cache.replace(dims=cache.dims[:2], axes=cache.axes[:2])
 
 
 OP = OpKind(
