@@ -75,9 +75,12 @@ def command(
     from meshwright.verify.running import python_program
 
     fields = parse_fields(pairs)
+    given = {"--on": on, "--batch": batch, "--seq": seq_len, "--axes": axes, "--calibration": str(calibration or "")}
+    named = [option for option, value in given.items() if value]
+    if what.endswith(".toml") and named:
+        raise InputError(f"{what} says the cluster, axes, batch and seq; leave {', '.join(named)} out.")
     step = _step(what, step, fields["job"])
     _check_options(step, fields["train"], weights=weights, cache_dtype=cache_dtype, timeout=timeout)
-    given = {"--on": on, "--batch": batch, "--seq": seq_len, "--axes": axes, "--calibration": str(calibration or "")}
     found = _Asked(what, given, fields, step, calibration)
     request = request_of(
         found.model,
@@ -134,9 +137,6 @@ class _Asked:
     ) -> None:
         self.calibration: Calibration | None
         if what.endswith(".toml"):
-            named = [option for option, value in given.items() if value]
-            if named:
-                raise InputError(f"{what} says the cluster, axes, batch and seq; leave {', '.join(named)} out.")
             plan = load_plan(Path(what))
             self.model: Model = with_fields(plan.model, "model", fields["model"])
             self.cluster: Cluster = plan.cluster
