@@ -262,7 +262,7 @@ def stepper(name: str) -> Callable[[], float]:
     import jax
 
     from meshwright.parallel.train_step import TrainStep
-    from meshwright.profile.run import random_rows
+    from meshwright.profile.subjects import random_rows
     from meshwright.train.optimizers.table import make_optimizer
     from meshwright.train.settings import settings_from_table
     from meshwright.train.setup import program_options

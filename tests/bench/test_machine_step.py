@@ -21,6 +21,7 @@ from meshwright.spec.calibration import (
     save_calibration,
 )
 from meshwright.spec.cluster import parse_cluster
+from meshwright.spec.strategy import Strategy, make_mesh
 
 KNOWN = HostRates(
     product=Pace(flop=1 / 8e10, byte=1 / 2e10, kept_byte=1 / 3e10, call=2e-5),
@@ -161,3 +162,15 @@ def test_rates_of_this_machine(tmp_path):
     assert found.sources["host"]
     save_calibration(found, tmp_path / "rates.toml")
     assert load_calibration(tmp_path / "rates.toml") == found
+
+
+def test_attention_on_a_cache_is_two_products():
+    """Priced as matrix products are: FLOPs, bytes and two calls."""
+    one, cluster = REFERENCES[0], parse_cluster("cpu:4")
+    job = msgspec.structs.replace(one.job, kind="decode")
+    strategy = Strategy(mesh=make_mesh({"tensor": 4}), state="fp32")
+    found = price_strategy(one.model, cluster, job, strategy, calibration=calibration(KNOWN))
+    cost = next(cost for cost in found.costs if cost.step.op == "cached_attention")
+    product = KNOWN.product
+    assert cost.time_s == pytest.approx(product.flop * cost.flops + product.byte * cost.hbm_bytes + 2 * product.call)
+    assert found.estimate.step_s > 0

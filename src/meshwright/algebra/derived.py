@@ -61,6 +61,11 @@ class Derived(msgspec.Struct, frozen=True):
         return {name: weight.shard for name, weight in self.weights.items()}
 
     @property
+    def trains(self) -> bool:
+        """Whether there is a backward pass; the programs of generation have none."""
+        return any(block.backward for block in self.blocks)
+
+    @property
     def num_layers(self) -> int:
         """Repeats of the blocks that pipeline stages share out."""
         return sum(block.repeat for block in self.blocks if block.block.carry)

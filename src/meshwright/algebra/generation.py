@@ -1,7 +1,7 @@
-"""A model as the two programs of generation, made of the same ops as its training program.
+"""A model as the two programs of generation, made of the same ops as its training program, and the caches they share.
 
 ``prefill`` runs whole prompts and leaves their keys and values in a cache; its queries meet the keys of their own
-prompt. ``generate`` runs one position of each sequence, whose query meets the cache. Both end in the logits of one
+prompt. ``decode`` runs one position of each sequence, whose query meets the cache. Both end in the logits of one
 position of each row. With latent attention the cache holds latents, and generation works on them as they are: queries
 go through the keys' projection instead of the keys (DeepSeek-V2, section 2.1.2).
 """
@@ -12,30 +12,104 @@ from typing import Literal, get_args
 
 import msgspec
 
+from meshwright.algebra.derive import derive, derive_forward
+from meshwright.algebra.derived import Derived
+from meshwright.algebra.layers import PLAIN, ProgramOptions
+from meshwright.algebra.ops.cached_attention import slots_kept
 from meshwright.algebra.program import Block, Op, Program, Variable
 from meshwright.algebra.transformer import LayerKind, layer_kinds, transformer, weight_variables
 from meshwright.core.dims import DTYPE_BYTES
-from meshwright.core.errors import InputError, nearest
+from meshwright.core.errors import CannotRunError, InputError, nearest
+from meshwright.spec.job import Job
 from meshwright.spec.model import Model
 from meshwright.spec.strategy import Rules, Strategy
 
-Pass = Literal["prefill", "generate"]
+Pass = Literal["prefill", "decode"]
 CacheDtype = Literal["bf16", "fp32", "int8"]
 CACHE_DTYPES: tuple[str, ...] = get_args(CacheDtype)
 
 
-def prefill_program(model: Model, *, cache_dtype: CacheDtype = "bf16", quantised: bool = False) -> Program:
+def require_cache_dtype(dtype: str) -> None:
+    """Raise InputError unless keys and values can be kept so."""
+    if dtype not in CACHE_DTYPES:
+        options = ", ".join(CACHE_DTYPES)
+        raise InputError(f"cache dtype {dtype!r} is not known.{nearest(dtype, CACHE_DTYPES)} Use one of {options}.")
+
+
+class Storage(msgspec.Struct, frozen=True, kw_only=True):
+    """How generation stores weights and caches.
+
+    ``quantised`` weights are int8 with a scale for each output channel. With a ``page_len`` layers that keep every
+    position keep them in pages of so many positions, of which there are ``num_pages`` (0: enough for every sequence).
+    """
+
+    cache_dtype: CacheDtype = "bf16"
+    quantised: bool = False
+    page_len: int = 0
+    num_pages: int = 0
+
+    def __post_init__(self) -> None:
+        require_cache_dtype(self.cache_dtype)
+        if self.page_len < 0 or self.num_pages < 0:
+            raise InputError(f"page_len={self.page_len} and num_pages={self.num_pages} must be at least 0.")
+
+
+AS_WRITTEN = Storage()
+"""Weights in the dtype of the state, caches in bfloat16, sequences without pages."""
+
+
+def prefill_program(
+    model: Model, *, cache_dtype: CacheDtype = "bf16", quantised: bool = False, page_len: int = 0
+) -> Program:
     """tokens[B,T] at positions[B,T], and ``last``[B], the index of each row's last token -> logits[B,V] there.
 
-    Padding behind a row's last token leaves nothing that is ever read. ``quantised`` weights are int8 with a scale for
-    each output channel.
+    Padding behind a row's last token leaves nothing that is ever read.
     """
-    return _program(model, "prefill", cache_dtype, quantised=quantised)
+    return _program(model, "prefill", Storage(cache_dtype=cache_dtype, quantised=quantised, page_len=page_len))
 
 
-def generate_program(model: Model, *, cache_dtype: CacheDtype = "bf16", quantised: bool = False) -> Program:
+def generate_program(
+    model: Model, *, cache_dtype: CacheDtype = "bf16", quantised: bool = False, page_len: int = 0
+) -> Program:
     """One token of each row: T is 1. The token's own key is written before it is read."""
-    return _program(model, "generate", cache_dtype, quantised=quantised)
+    return _program(model, "decode", Storage(cache_dtype=cache_dtype, quantised=quantised, page_len=page_len))
+
+
+# -- the step of a job ----------------------------------------------------------------------------------
+
+
+def derive_job(
+    model: Model,
+    job: Job,
+    strategy: Strategy,
+    *,
+    storage: Storage = AS_WRITTEN,
+    options: ProgramOptions = PLAIN,
+    fused_head: bool = True,
+) -> Derived:
+    """The step of a job: all passes and the update to train, the forward pass of its program to prefill or decode."""
+    strategy = job_strategy(job, strategy)
+    if job.trains:
+        return derive(transformer(model, options), strategy, optimizer=job.optimizer, fused_head=fused_head)
+    if job.kind == "prefill":
+        return derive_forward(_program(model, "prefill", storage), strategy)
+    return derive_forward(_program(model, "decode", storage), one_position(strategy))
+
+
+def job_strategy(job: Job, strategy: Strategy) -> Strategy:
+    """The strategy as the step of a job runs it.
+
+    Generation has one microbatch and nothing to offload. Its caches have every position of their rows, so that keys are
+    gathered over ``context`` whatever form training has. Raises CannotRunError for pipeline stages.
+    """
+    if job.trains:
+        return strategy
+    if strategy.mesh.get("pipeline", 1) > 1:
+        raise CannotRunError(
+            f"pipeline={strategy.mesh['pipeline']} trains but does not generate in this version. "
+            f"Use its devices as tensor, data or fsdp."
+        )
+    return msgspec.structs.replace(strategy, context_attention="gather", num_microbatches=1, offload=())
 
 
 def one_position(strategy: Strategy) -> Strategy:
@@ -61,7 +135,7 @@ def scales(model: Model) -> dict[str, Variable]:
     of positions.
     """
     table = weight_variables(model)
-    plain = (_program(model, phase, "bf16", quantised=False) for phase in ("prefill", "generate"))
+    plain = (_program(model, phase, AS_WRITTEN) for phase in get_args(Pass))
     summed: dict[str, set[str]] = {}
     for program in plain:
         for op in (op for block in program.blocks for op in block.ops if op.kind in ("einsum", "embed")):
@@ -98,21 +172,20 @@ def _quantised(model: Model, program: Program) -> Program:
 # -- programs -------------------------------------------------------------------------------------------
 
 
-def _program(model: Model, phase: Pass, cache_dtype: CacheDtype, *, quantised: bool) -> Program:
-    require_cache_dtype(cache_dtype)
+def _program(model: Model, phase: Pass, storage: Storage) -> Program:
     training = transformer(model)
-    writer = _Writer(model, phase, cache_dtype, dict(training.variables))
+    writer = _Writer(model, phase, storage, dict(training.variables))
     blocks = tuple(writer.block(block) for block in training.blocks)
     used = {name for block in blocks for op in block.ops for name in (*op.inputs, op.out)}
     program = Program(blocks, {name: v for name, v in writer.variables.items() if name in used})
-    return _quantised(model, program) if quantised else program
+    return _quantised(model, program) if storage.quantised else program
 
 
 class _Writer:
     """Blocks of a training program rewritten for one pass, and every variable that they name."""
 
-    def __init__(self, model: Model, phase: Pass, cache_dtype: CacheDtype, variables: dict[str, Variable]) -> None:
-        self.model, self.phase, self.cache_dtype = model, phase, cache_dtype
+    def __init__(self, model: Model, phase: Pass, storage: Storage, variables: dict[str, Variable]) -> None:
+        self.model, self.phase, self.storage = model, phase, storage
         self.variables = variables
         self.kinds = {kind.block: kind for kind in layer_kinds(model)}
         self.ops: list[Op] = []
@@ -163,38 +236,49 @@ class _Writer:
         if self.model.latent_attention:
             own, shared = made_by[k].inputs
             sources = {"c": made_by[own].inputs[0], "p": shared}
-        where = "last" if self.phase == "prefill" else positions
+        kind = self.kinds[block.name]
+        layout = layout_of(self.model, kind, self.storage)
+        index = self._index(layout)
+        where = ("last" if self.phase == "prefill" else positions, *index)
         cached, cached_scales = [], []
         for letter in cached_dims(self.model):
-            name = cache_name(self.model, self.kinds[block.name], letter)
-            array, its_scales = self._write(name, sources[letter], where)
+            array, its_scales = self._write(cache_name(self.model, kind, letter), sources[letter], where, layout)
             cached.append(array)
             cached_scales += its_scales
+        inputs = (*cached, positions, *index, *cached_scales)
         if self.phase == "prefill":
             self.ops.append(op)
-        elif self.model.latent_attention:
+            return
+        op = msgspec.structs.replace(op, attributes=(*op.attributes, *layout.attributes))
+        if self.model.latent_attention:
             weights = made_by[made_by[k].inputs[0]].inputs[1], made_by[v].inputs[1]
-            self._absorbed(op, weights, (*cached, positions, *cached_scales))
+            self._absorbed(op, weights, inputs)
         else:
-            inputs = (q, *cached, positions, *cached_scales, *others)
-            self.ops.append(msgspec.structs.replace(op, kind="cached_attention", inputs=inputs))
+            self.ops.append(msgspec.structs.replace(op, kind="cached_attention", inputs=(q, *inputs, *others)))
 
-    def _write(self, cache: str, source: str, where: str) -> tuple[str, list[str]]:
+    def _index(self, layout: "Layout") -> tuple[str, ...]:
+        """The input that says where the positions of a sequence lie, for layouts that need one."""
+        if not layout.index:
+            return ()
+        self.variables[PAGES] = Variable(PAGES, layout.index, "position")
+        return (PAGES,)
+
+    def _write(self, cache: str, source: str, where: tuple[str, ...], layout: "Layout") -> tuple[str, list[str]]:
         """The cache after a write, and that of its scales."""
-        dims = self.variables[source].dims
-        if self.cache_dtype != "int8":
-            return self._written(cache, source, where, self.cache_dtype), []
+        dims, dtype = self.variables[source].dims, self.storage.cache_dtype
+        if dtype != "int8":
+            return self._written(cache, source, where, layout, dtype), []
         scale = self._add("kv_scale", (source,), scale_name(source), dims[:-1], dtype="fp32")
         values = self._add("kv_quantise", (source, scale), f"{source}_int8", dims, dtype="int8")
-        return self._written(cache, values, where, "int8"), [self._written(scale_name(cache), scale, where, "fp32")]
+        written = self._written(cache, values, where, layout, "int8")
+        return written, [self._written(scale_name(cache), scale, where, layout, "fp32")]
 
-    def _written(self, cache: str, source: str, where: str, dtype: str) -> str:
-        batch, _, *others = self.variables[source].dims
-        dims = (batch, "S", *others)
+    def _written(self, cache: str, source: str, where: tuple[str, ...], layout: "Layout", dtype: str) -> str:
+        dims = (*layout.dims, *self.variables[source].dims[2:])
         self.variables[cache] = Variable(cache, dims, "cache", dtype)
         attributes = (("prompt", "true"),) if self.phase == "prefill" else ()
-        out = self._add("cache_write", (cache, source, where), f"{cache}'", dims, role="cache", dtype=dtype,
-                        attributes=attributes)  # fmt: skip
+        out = self._add("cache_write", (cache, source, *where), f"{cache}'", dims, role="cache", dtype=dtype,
+                        attributes=(*attributes, *layout.attributes))  # fmt: skip
         self.outputs.append(out)
         return out
 
@@ -218,7 +302,31 @@ def _used(ops: list[Op], outputs: list[str]) -> tuple[Op, ...]:
     return tuple(reversed(kept))
 
 
-# -- the cache: a table of state, a row per kind of layer and array ----------------------------------------
+# -- the cache: declared arrays, a row per kind of layer and array ------------------------------------------
+
+PAGES = "pages"
+"""The variable of the page table: for each sequence the numbers of its pages, in the pool of its own devices."""
+
+
+class Layout(msgspec.Struct, frozen=True, kw_only=True):
+    """How a cache array holds the positions of sequences: its leading dims, and the dims of the input that finds them.
+
+    ``attributes`` are what ops on such an array have to say of it.
+    """
+
+    dims: tuple[str, str]
+    index: tuple[str, ...] = ()
+    attributes: tuple[tuple[str, str], ...] = ()
+
+
+LAYOUTS: dict[str, Layout] = {
+    "contiguous": Layout(dims=("B", "S")),
+    "ring": Layout(dims=("B", "S")),
+    "paged": Layout(dims=("Pg", "Pl"), index=("B", "Bp"), attributes=(("paged", "true"),)),
+}
+"""contiguous: position p of a sequence is in its slot p of S. ring: in its slot p mod S, with S at most a window.
+paged: in slot p mod Pl of the page that ``pages[B, Bp]`` names for p // Pl, one of Pg pages that all sequences share.
+"""
 
 
 class CacheArray(msgspec.Struct, frozen=True, kw_only=True):
@@ -229,6 +337,7 @@ class CacheArray(msgspec.Struct, frozen=True, kw_only=True):
     shape: tuple[int, ...]
     dtype: str
     num_layers: int
+    layout: str = "contiguous"
 
     @property
     def stacked_shape(self) -> tuple[int, ...]:
@@ -259,40 +368,58 @@ def scale_name(name: str) -> str:
     return f"{name}_scale"
 
 
-def num_slots(model: Model, kind: LayerKind, *, max_len: int) -> int:
-    """Positions that a layer keeps of a sequence: all of them, or as many as its window sees.
+def layout_name(model: Model, kind: LayerKind, storage: Storage) -> str:
+    """A ring for layers with a window, which need no more; else pages, or a place for each position."""
+    if kind.sliding and model.sliding_window:
+        return "ring"
+    return "paged" if storage.page_len else "contiguous"
 
-    Position p lies in slot p modulo their number.
+
+def layout_of(model: Model, kind: LayerKind, storage: Storage) -> Layout:
+    """The layout of the arrays of a kind of layer."""
+    return LAYOUTS[layout_name(model, kind, storage)]
+
+
+def cache_sizes(*, batch_seqs: int, max_len: int, storage: Storage = AS_WRITTEN) -> dict[str, int]:
+    """Sizes of the dims that only caches have, for sequences of up to ``max_len`` positions.
+
+    S is that of contiguous arrays; see `slots_kept` for rings. Of pages there are so many that every sequence can be
+    full, unless the storage says how many.
     """
-    return min(max_len, model.sliding_window) if kind.sliding and model.sliding_window else max_len
+    found = {"S": max_len}
+    if storage.page_len:
+        each = -(-max_len // storage.page_len)
+        found |= {"Pl": storage.page_len, "Bp": each, "Pg": storage.num_pages or batch_seqs * each}
+    return found
 
 
-def cache_table(model: Model, *, batch_seqs: int, max_len: int, dtype: CacheDtype = "bf16") -> tuple[CacheArray, ...]:
+def cache_table(
+    model: Model, *, batch_seqs: int, max_len: int, dtype: CacheDtype = "bf16", storage: Storage | None = None
+) -> tuple[CacheArray, ...]:
     """Rows of the cache of ``batch_seqs`` sequences of up to ``max_len`` positions.
 
-    int8 keeps a float32 scale beside each token and head. Raises InputError for a dtype that is none of `CACHE_DTYPES`.
+    int8 keeps a float32 scale beside each token and head. ``storage`` stands for ``dtype`` where it is given.
+    Raises InputError for a dtype that is none of `CACHE_DTYPES`.
     """
-    require_cache_dtype(dtype)
+    storage = storage or Storage(cache_dtype=dtype)
+    cache = cache_sizes(batch_seqs=batch_seqs, max_len=max_len, storage=storage)
+    sizes = {**model.dims, "B": batch_seqs, **cache}
     rows = []
     for kind in layer_kinds(model):
-        slots = num_slots(model, kind, max_len=max_len)
-        for letter, dims in cached_dims(model).items():
+        layout = layout_name(model, kind, storage)
+        slots = slots_kept(max_len, model.sliding_window if layout == "ring" else None)
+        for letter, own in cached_dims(model).items():
+            dims = (*LAYOUTS[layout].dims, *own)
             array = CacheArray(
                 name=cache_name(model, kind, letter),
-                dims=("B", "S", *dims),
-                shape=(batch_seqs, slots, *(model.dims[dim] for dim in dims)),
-                dtype=dtype,
+                dims=dims,
+                shape=tuple(slots if dim == "S" else sizes[dim] for dim in dims),
+                dtype=storage.cache_dtype,
                 num_layers=len(kind.layers),
+                layout=layout,
             )
-            rows += [array, _scales(array)] if dtype == "int8" else [array]
+            rows += [array, _scales(array)] if storage.cache_dtype == "int8" else [array]
     return tuple(rows)
-
-
-def require_cache_dtype(dtype: str) -> None:
-    """Raise InputError unless keys and values can be kept so."""
-    if dtype not in CACHE_DTYPES:
-        options = ", ".join(CACHE_DTYPES)
-        raise InputError(f"cache dtype {dtype!r} is not known.{nearest(dtype, CACHE_DTYPES)} Use one of {options}.")
 
 
 def _scales(array: CacheArray) -> CacheArray:

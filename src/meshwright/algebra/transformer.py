@@ -2,6 +2,7 @@
 table."""
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import msgspec
 
@@ -80,6 +81,7 @@ def weight_variables(model: Model) -> dict[str, tuple[Weight, int]]:
     return found
 
 
+@lru_cache(maxsize=64)
 def transformer(model: Model, options: ProgramOptions = PLAIN) -> Program:
     """The training program of a model: embed, layers, head."""
     documents = {"documents": Variable("documents", ("B", "T"), "position")} if options.documents else {}

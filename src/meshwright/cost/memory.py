@@ -1,4 +1,4 @@
-"""Memory of one chip in a training step, itemised, from the declared shardings and the derived steps."""
+"""Memory of one chip in a step, itemised, from the declared shardings and the derived steps."""
 
 from typing import Any
 
@@ -8,6 +8,7 @@ import numpy as np
 from meshwright.algebra.derived import BlockSteps, Derived
 from meshwright.algebra.notation import ShardedArray, product
 from meshwright.algebra.ops import kind_of, op_kind
+from meshwright.algebra.ops.cached_attention import slots_kept
 from meshwright.algebra.rewrites.split_backward import gradient_arrays, split_backward
 from meshwright.algebra.sizes import OpSizes, moment_bytes
 from meshwright.algebra.steps import Phase, Step
@@ -93,6 +94,7 @@ class MemoryParts(msgspec.Struct, frozen=True, kw_only=True):
     """What one chip holds, before layers are shared out over a pipeline: computed once, for any schedule.
 
     ``layers`` and ``ends`` are elements of weights, gradients and optimizer in the layers, and in embedding and head.
+    ``cache_bytes`` are keys and values of all layers, in a step that generates.
     """
 
     state: str
@@ -105,6 +107,7 @@ class MemoryParts(msgspec.Struct, frozen=True, kw_only=True):
     chunk_bytes: Number
     boundary_bytes: list[Number]
     passing: tuple[Passing, ...]
+    cache_bytes: Number = 0.0
 
     def moved_bytes(self, pipeline: Pipeline) -> Number:
         """What one repeat of the layers leaves for the backward pass of one microbatch; the most where they differ."""
@@ -162,7 +165,7 @@ class MemoryParts(msgspec.Struct, frozen=True, kw_only=True):
                 (one.segment_bytes(share) for one in self.kept), start=saved + waiting + self.kept_ends_bytes
             ),
             "logits": at_peak["logits"],
-            "kv_cache": 0.0 * at_peak["workspace"],
+            "kv_cache": self.cache_bytes + 0.0 * at_peak["workspace"],
             "communication": sum((count * size for count, size in messages), start=at_peak["gathered"]),
             "workspace": at_peak["workspace"],
         }
@@ -195,7 +198,7 @@ def _most(blocks: list[Passing]) -> tuple[Number, Number]:
 def memory_parts(derived: Derived, sizes: OpSizes) -> MemoryParts:
     """The parts of a chip's memory that do not depend on the schedule."""
     sizes = sizes.with_room(slots_move(derived, sizes.mesh))
-    layers, ends = _state_elements(derived, sizes)
+    layers, ends = _state_elements(derived, sizes) if derived.trains else _given_elements(derived, sizes)
     blocks, zero = derived.blocks, _zero(sizes)
     kept = {block.block.name: _kept_bytes(block, derived, sizes, logits=False) for block in blocks}
     return MemoryParts(
@@ -212,7 +215,7 @@ def memory_parts(derived: Derived, sizes: OpSizes) -> MemoryParts:
                 segment=block.segment,
             )
             for block in blocks
-            if block.block.carry
+            if block.block.carry and derived.trains
         ),
         kept_ends_bytes=sum((kept[block.block.name] for block in blocks if not block.block.carry), start=zero),
         logits_bytes=[_kept_bytes(block, derived, sizes, logits=True) for block in blocks],
@@ -221,11 +224,12 @@ def memory_parts(derived: Derived, sizes: OpSizes) -> MemoryParts:
         passing=tuple(
             Passing(
                 is_layer=bool(block.block.carry),
-                gathered_bytes=_gathered_bytes(block, derived, sizes) + zero,
+                gathered_bytes=_gathered_bytes(block, derived, sizes) + zero if derived.trains else zero,
                 working_bytes=_working_set(block, derived, sizes) + zero,
             )
             for block in blocks
         ),
+        cache_bytes=_cache_bytes(derived, sizes),
     )
 
 
@@ -264,6 +268,35 @@ def _state_elements(derived: Derived, sizes: OpSizes) -> tuple[dict[str, Number]
             else:
                 ends[part][block.block.name] = ends[part].get(block.block.name, 0.0) + size
     return layers, {part: list(found.values()) for part, found in ends.items()}
+
+
+def _given_elements(derived: Derived, sizes: OpSizes) -> tuple[dict[str, Number], dict[str, list[Number]]]:
+    """Elements of weights in a step without an optimizer; those of another width count by their bytes."""
+    blocks = {name: block for block in derived.blocks for op in block.block.ops for name in op.inputs}
+    layers, ends = _zero(sizes), dict[str, Number]()
+    for name, block in blocks.items():
+        if _is_weight(name, derived):
+            size = block.repeat * sizes.bytes(derived.declared[name]) / sizes.width
+            if block.block.carry:
+                layers = layers + size
+            else:
+                ends[block.block.name] = ends.get(block.block.name, 0.0) + size
+    absent = ("gradients", "optimizer", "moments")
+    found = {"weights": list(ends.values()), **{part: list[Number]() for part in absent}}
+    return {"weights": layers, **dict.fromkeys(absent, _zero(sizes))}, found
+
+
+def _cache_bytes(derived: Derived, sizes: OpSizes) -> Number:
+    """Keys and values of all layers; what a step writes takes the place of what it was given."""
+    total = _zero(sizes)
+    for block in derived.blocks:
+        made = {op.out for op in block.block.ops}
+        read = dict.fromkeys(name for op in block.block.ops for name in op.inputs if name not in made)
+        caches = [derived.declared[name] for name in read if _has_role(name, derived, "cache")]
+        windows = [int(value) for op in block.block.ops for name, value in op.attributes if name == "window"]
+        ring = slots_kept(sizes.dims["S"], windows[0]) / sizes.dims["S"] if caches and windows else 1.0
+        total = total + block.repeat * ring * sizes.total(*caches)
+    return total
 
 
 def _kept_bytes(block: BlockSteps, derived: Derived, sizes: OpSizes, *, logits: bool) -> Number:
@@ -316,8 +349,12 @@ def _chunk_bytes(derived: Derived, sizes: OpSizes) -> Number:
 
 
 def _is_weight(name: str, derived: Derived) -> bool:
+    return _has_role(name, derived, "weight", "vector")
+
+
+def _has_role(name: str, derived: Derived, *roles: str) -> bool:
     variable = derived.program.variables.get(name)
-    return variable is not None and variable.role in ("weight", "vector")
+    return variable is not None and variable.role in roles
 
 
 def _moves(step: Step, sizes: OpSizes) -> Any:
@@ -347,19 +384,21 @@ class _Life(msgspec.Struct):
 def _working_set(block: BlockSteps, derived: Derived, sizes: OpSizes) -> Number:
     """Largest sum, over the steps of the backward pass, of results alive that no other item counts.
 
-    A result lives from the step that makes it to its last use; only the cotangent of the logits is taken to be made in
-    place. What exists only while a step runs (attention's scores in memory) is counted in that step.
+    Of a step without one, over those of the forward pass. A result lives from the step that makes it to its last use;
+    only the cotangent of the logits is taken to be made in place. What exists only while a step runs (attention's
+    scores in memory) is counted in that step.
     """
-    changes: list[list[Number]] = [[] for _ in range(len(block.backward) + 1)]
-    lives = _lives(block, derived)
-    for step in block.backward:
+    steps = block.backward if derived.trains else block.forward
+    changes: list[list[Number]] = [[] for _ in range(len(steps) + 1)]
+    lives = _lives(steps, block, derived)
+    for step in steps:
         if not step.is_collective and kind_of(step).in_place and step.inputs[0].name == "logits":
             lives.pop(step.result)  # it takes the memory of the logits, which nothing reads afterwards
     for array, life in lives.items():
         for number, amount in _comes_and_goes(array, life, lives, sizes):
             changes[number].append(amount)
     alive, largest = _zero(sizes), _zero(sizes)
-    for step, amounts in zip(block.backward, changes, strict=False):
+    for step, amounts in zip(steps, changes, strict=False):
         for amount in amounts:
             alive = alive + amount
         scratch = 0.0 if step.is_collective else kind_of(step).scratch_bytes(step, sizes)
@@ -384,20 +423,28 @@ def _comes_and_goes(
     return [(life.start, moved), (source.end + 1, size - moved), (life.end + 1, -size)]
 
 
-def _lives(block: BlockSteps, derived: Derived) -> dict[ShardedArray, _Life]:
-    """The passing results of a backward pass; weights, kept results and sums of gradients count elsewhere."""
-    elsewhere = {*block.kept, *derived.declared.values()}
+def _lives(steps: tuple[Step, ...], block: BlockSteps, derived: Derived) -> dict[ShardedArray, _Life]:
+    """The passing results of a pass; weights, caches, kept results and sums of gradients count elsewhere.
+
+    Training gathers the weights of a whole repeat ahead; a forward pass alone gathers each for its product.
+    """
+    elsewhere = {*block.kept, *(derived.declared.values() if derived.trains else ())}
+
+    def is_state(array: ShardedArray) -> bool:
+        given = derived.trains or array == derived.declared.get(array.name)
+        return _has_role(array.name, derived, "cache") or (given and _is_weight(array.name, derived))
+
     lives: dict[ShardedArray, _Life] = {}
-    for number, step in enumerate(block.backward):
+    for number, step in enumerate(steps):
         if step.scope == "step":
             continue
         for array in step.inputs:
             if array in lives:
                 lives[array].end = number
-            elif array not in elsewhere and not _is_weight(array.name, derived):
-                lives[array] = _Life(0, number)  # the cotangent that the block is given
+            elif array not in elsewhere and not is_state(array):
+                lives[array] = _Life(0, number)  # the cotangent or the stream that the block is given
         for array in (step.result, *step.more):
-            if array not in lives and array not in block.kept and not _is_weight(array.name, derived):
+            if array not in lives and array not in block.kept and not is_state(array):
                 moves = step.is_collective or step.op == "slice"
                 lives[array] = _Life(number, number, step if moves else None)
     return lives

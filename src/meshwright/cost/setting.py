@@ -4,8 +4,8 @@ from functools import cached_property, lru_cache
 
 import msgspec
 
-from meshwright.algebra.derive import derive
 from meshwright.algebra.derived import Derived
+from meshwright.algebra.generation import AS_WRITTEN, Storage, derive_job
 from meshwright.algebra.program import Program
 from meshwright.algebra.transformer import transformer
 from meshwright.cost.memory import memory_limit
@@ -28,6 +28,7 @@ class Setting(msgspec.Struct, frozen=True, dict=True):
     cluster: Cluster
     job: Job
     calibration: Calibration | None = None
+    storage: Storage = AS_WRITTEN
 
     @property
     def program(self) -> Program:
@@ -45,9 +46,9 @@ class Setting(msgspec.Struct, frozen=True, dict=True):
         return memory_limit(self.cluster, self.calibration)
 
     def derived(self, strategy: Strategy) -> Derived:
-        """The steps of a training step under a strategy, as its software runs them."""
+        """The steps of the job under a strategy, as its software runs them."""
         fused_head = strategy.software == "compiled"
-        return derive(self.program, strategy, optimizer=self.job.optimizer, fused_head=fused_head)
+        return derive_job(self.model, self.job, strategy, storage=self.storage, fused_head=fused_head)
 
     def on(self, cluster: Cluster) -> "Setting":
         """The same job on another cluster."""
@@ -60,6 +61,6 @@ def program_of(model: Model) -> Program:
     return transformer(model)
 
 
-def setting_of(plan: Plan) -> Setting:
-    """The setting of a plan file."""
-    return Setting(plan.model, plan.cluster, plan.job, plan.calibration)
+def setting_of(plan: Plan, storage: Storage = AS_WRITTEN) -> Setting:
+    """The setting of a plan file, for weights and caches stored so."""
+    return Setting(plan.model, plan.cluster, plan.job, plan.calibration, storage)

@@ -7,6 +7,7 @@ import msgspec
 import numpy as np
 
 from meshwright.algebra.derived import BlockSteps, Derived
+from meshwright.algebra.generation import AS_WRITTEN, Storage, cache_sizes
 from meshwright.algebra.notation import ShardedArray, product
 from meshwright.algebra.ops import kind_of
 from meshwright.algebra.rewrites.split_backward import counts_of, gradient_arrays, meetings, weights_of
@@ -168,11 +169,16 @@ def op_sizes(
     return OpSizes(dims=dims, mesh=mesh, state=state, scores=scores, causal=scores == "on_chip", spare_slots=spare)
 
 
-def strategy_sizes(model: Model, job: Job, strategy: Strategy, *, scores: Scores = "on_chip") -> OpSizes:
-    """Sizes of one microbatch of a job under one strategy."""
-    return op_sizes(
+def strategy_sizes(
+    model: Model, job: Job, strategy: Strategy, *, scores: Scores = "on_chip", storage: Storage = AS_WRITTEN
+) -> OpSizes:
+    """Sizes of one microbatch of a job under one strategy; of caches too, in a job that generates.
+
+    A query that meets a cache meets every slot of it: nothing is skipped.
+    """
+    found = op_sizes(
         model,
-        seq_len=job.seq_len,
+        seq_len=job.step_len,
         microbatch_seqs=job.batch_seqs / strategy.num_microbatches,
         mesh=strategy.mesh,
         state=strategy.state,
@@ -180,6 +186,11 @@ def strategy_sizes(model: Model, job: Job, strategy: Strategy, *, scores: Scores
         imbalance=strategy.imbalance,
         empty_slots=has_empty_slots(strategy),
     )
+    if job.trains:
+        return found
+    cache = cache_sizes(batch_seqs=job.batch_seqs, max_len=job.seq_len, storage=storage)
+    causal = found.causal and job.kind != "decode"
+    return msgspec.structs.replace(found, dims={**found.dims, **cache}, causal=causal)
 
 
 def has_empty_slots(strategy: Strategy) -> bool:

@@ -1,4 +1,4 @@
-"""Seconds of one training step from its derived steps: bounds, the expected value between them, and what binds.
+"""Seconds of one step of a job from its derived steps: bounds, the expected value between them, and what binds.
 
 Local ops take the larger of their FLOPs at the matmul rate and their bytes at the memory rate. Within one pass
 over a block, collectives on weights and weight gradients hide behind compute and behind collectives on other
@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 
 from meshwright.algebra.derived import Derived
+from meshwright.algebra.generation import job_strategy
 from meshwright.algebra.notation import product
 from meshwright.algebra.sizes import OpSizes
 from meshwright.cost.memory import MemoryParts, memory_parts, total_bytes
@@ -73,11 +74,13 @@ class PricedStrategy(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def price_strategy(setting: Setting, strategy: Strategy) -> PricedStrategy:
-    """A strategy priced in a setting, on the placement that its texts describe or else the best one.
+    """A step of the job priced in a setting, on the placement that its texts describe or else the best one.
 
+    ``storage`` is of prefill and decode steps, which have no backward pass, update, gradients or optimizer.
     Raises InputError or CannotRunError where the strategy cannot be derived or placed.
     """
     cluster, job = setting.cluster, setting.job
+    strategy = job_strategy(job, strategy)
     derived = setting.derived(strategy)
     placements = strategy_placements(cluster, strategy)
     groups = collective_groups(derived)
@@ -91,7 +94,8 @@ def price_strategy(setting: Setting, strategy: Strategy) -> PricedStrategy:
         attention_kernel=strategy.attention_kernel,
         calibration=setting.calibration,
     )
-    sizes = strategy_sizes(setting.model, job, strategy, scores=attention_scores(cluster, strategy.software))
+    scores = attention_scores(cluster, strategy.software)
+    sizes = strategy_sizes(setting.model, job, strategy, scores=scores, storage=setting.storage)
     pipeline = strategy_pipeline(strategy)
     tried = price_parts(derived, sizes, every, pipeline=pipeline)
     moved = offloaded(tried.memory, every.pcie_bytes_per_s, pipeline, strategy.offload)
@@ -116,6 +120,7 @@ def price_strategy(setting: Setting, strategy: Strategy) -> PricedStrategy:
                 pipeline=pipeline,
                 offload=strategy.offload,
                 memory=tried.memory,
+                kind=job.kind,
             ),
             0,
         ),
@@ -138,10 +143,11 @@ def estimate_many(
     pipeline: Pipeline,
     offload: tuple[str, ...] = (),
     memory: MemoryParts | None = None,
+    kind: str = "train",
 ) -> Estimate:
     """The prediction for every candidate at once: arrays of sizes, of placements' rates and of microbatches.
 
-    ``memory`` is what `memory_parts` gives, where it is known already.
+    ``memory`` is what `memory_parts` gives, where it is known already; ``kind`` is the job's.
     """
     priced = price_parts(derived, sizes, rates, pipeline=pipeline, memory=memory)
     costs, parts = priced.costs.all, priced.memory
@@ -155,7 +161,7 @@ def estimate_many(
     share = num_chips / sizes.mesh.get("pipeline", 1)
     flops = total(cost.flops * cost.count for cost in costs) * share
     counted = flops + _masked_flops(costs, sizes) * share
-    needed = model_flops(model, Job(batch_seqs=1, seq_len=seq_len)) * batch_seqs
+    needed = model_flops(model, Job(kind=kind, batch_seqs=1, seq_len=seq_len)) * batch_seqs
     available = rates.peak_flops_per_s * num_chips * expected
     serial = total((cost.math_s + cost.hbm_s + cost.launch_s + cost.network_s) * cost.here for cost in costs)
     serial = serial + bubble + moved.serial_s + priced.times.sends_s(pipeline) + priced.times.meet_s(pipeline)

@@ -2,7 +2,8 @@
 
 A layer of S slots has the last S positions of each sequence, position p in slot p modulo S. Nothing has to say which
 slots are filled: seen from a query at position p, slot s holds position p - (p - s) mod S, and that is negative as long
-as nothing has been written there.
+as nothing has been written there. That is a ring where S is a window, and contiguous where S is the longest sequence.
+Pages of Pl slots, taken in the order of a sequence's row of the page table, are the contiguous slots of that sequence.
 """
 
 from collections.abc import Sequence
@@ -13,6 +14,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+Pages = Int[Array, "B Bp"]
+"""The page table: the pages of each sequence, in the order of its positions."""
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -22,9 +26,17 @@ class LayerCache:
     stack: Array
     layer: Int[Array, ""]
 
-    def read(self) -> Array:
-        """The layer itself, [B, S, ...]."""
-        return jax.lax.dynamic_index_in_dim(self.stack, self.layer, keepdims=False)
+    def read(self, pages: Pages | None = None) -> Array:
+        """The layer itself, [B, S, ...]; with a page table the slots of each sequence's pages side by side."""
+        layer = jax.lax.dynamic_index_in_dim(self.stack, self.layer, keepdims=False)
+        if pages is None:
+            return layer
+        return layer[pages].reshape(pages.shape[0], self.num_slots(pages), *layer.shape[2:])
+
+    def num_slots(self, pages: Pages | None = None) -> int:
+        """Slots of one sequence."""
+        each = self.stack.shape[2]
+        return each if pages is None else pages.shape[1] * each
 
 
 def write_prompt(cache: LayerCache, values: Array, last: Int[Array, " B"]) -> LayerCache:
@@ -48,6 +60,15 @@ def write_position(cache: LayerCache, values: Array, positions: Int[Array, "B 1"
     slots = positions[:, 0] % cache.stack.shape[2]
     stack = cache.stack.at[cache.layer, rows, slots].set(values[:, 0].astype(cache.stack.dtype), mode="drop")
     return LayerCache(stack, cache.layer)
+
+
+def write_pages(cache: LayerCache, values: Array, positions: Int[Array, "B T"], pages: Pages) -> LayerCache:
+    """Positions of each row, values[B, T, ...], into the pages that the table names for them; negative ones nowhere."""
+    num_pages, page_len = cache.stack.shape[1:3]
+    page = jnp.take_along_axis(pages, jnp.maximum(positions, 0) // page_len, axis=1)
+    page = jnp.where(positions < 0, num_pages, page)
+    at = cache.stack.at[cache.layer, page, positions % page_len]
+    return LayerCache(at.set(values.astype(cache.stack.dtype), mode="drop"), cache.layer)
 
 
 def held_positions(last: Int[Array, " B"], num_slots: int) -> Int[Array, "B S"]:

@@ -9,27 +9,28 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
-from msgspec.structs import replace
 
-from meshwright.algebra.derive import derive_forward
 from meshwright.algebra.derived import Derived
 from meshwright.algebra.generation import (
+    PAGES,
     CacheDtype,
+    Storage,
+    cache_sizes,
     cache_table,
-    generate_program,
-    one_position,
-    prefill_program,
+    derive_job,
+    job_strategy,
     scales,
 )
 from meshwright.algebra.notation import check
 from meshwright.algebra.transformer import weight_variables
-from meshwright.core.errors import CannotRunError, InputError, nearest
+from meshwright.core.errors import InputError, nearest
 from meshwright.nn import quantisation
 from meshwright.nn.context import Context
 from meshwright.nn.ops.quantised_embed import DTYPES
 from meshwright.nn.weights import Params, param_shapes
 from meshwright.parallel.generation_pass import Cache, GenerationPass
 from meshwright.parallel.mesh import device_mesh, lower, partition_spec
+from meshwright.spec.job import Job
 from meshwright.spec.model import Model, require_runnable
 from meshwright.spec.strategy import Strategy, require_runnable_strategy
 
@@ -41,7 +42,8 @@ class GenerateStep:
 
     ``prefill`` and ``generate`` take the cache and give the next one: the one given is consumed. Weights of
     ``weights="int8"`` are quantised where they lie by `place`. Rotations that change with the length of a sequence
-    take ``max_len`` for it.
+    take ``max_len`` for it. With a ``page_len`` layers without a window keep their positions in pages, of which a table
+    says whose they are: `init_pages` gives every sequence its own.
     """
 
     def __init__(
@@ -53,29 +55,35 @@ class GenerateStep:
         batch_seqs: int,
         cache_dtype: CacheDtype = "bf16",
         weights: Weights = "as they are",
+        page_len: int = 0,
         mesh: Mesh | AbstractMesh | None = None,
     ) -> None:
         _require_can_generate(model, strategy, max_len=max_len, weights=weights)
-        # a cache has every position of its rows, so that keys are gathered over context whatever way training has
-        strategy = replace(strategy, context_attention="gather")
-        self.model, self.strategy, self.max_len, self.batch_seqs = model, strategy, max_len, batch_seqs
+        self.prefill_job, self.decode_job = (
+            Job(kind=kind, batch_seqs=batch_seqs, seq_len=max_len) for kind in ("prefill", "decode")
+        )
+        self.strategy = job_strategy(self.decode_job, strategy)
+        self.model, self.max_len, self.batch_seqs = model, max_len, batch_seqs
         self.quantised = weights == "int8"
-        asked: dict[str, Any] = {"cache_dtype": cache_dtype, "quantised": self.quantised}
-        self.prefill_declared = derive_forward(prefill_program(model, **asked), strategy)
+        self.storage = Storage(cache_dtype=cache_dtype, quantised=self.quantised, page_len=page_len)
+        self.prefill_declared, self.generate_declared = (
+            derive_job(model, job, strategy, storage=self.storage) for job in (self.prefill_job, self.decode_job)
+        )
         # room for a prompt of any length up to max_len, filled up to what the axes divide
         self.cache_len = -(-max_len // self._prompt_parts) * self._prompt_parts
-        self.table = cache_table(model, batch_seqs=batch_seqs, max_len=self.cache_len, dtype=cache_dtype)
-        self.generate_declared = derive_forward(generate_program(model, **asked), one_position(strategy))
+        room = self.cache_len
+        self.table = cache_table(model, batch_seqs=batch_seqs, max_len=room, storage=self.storage)
+        self.cache_sizes = cache_sizes(batch_seqs=batch_seqs, max_len=room, storage=self.storage)
         self._require_even_splits()
         self.mesh = mesh or device_mesh(strategy.mesh)
         self._compiled: dict[int, jax.stages.Compiled] = {}
 
     def _require_even_splits(self) -> None:
         """Raise InputError unless every array divides: heads and widths over ``tensor``, sequences over the rest."""
-        sizes = {**self.model.dims, "B": self.batch_seqs}
+        sizes = {**self.model.dims, "B": self.batch_seqs, **self.cache_sizes}
         for name, array in self.prefill_declared.declared.items():
             if self.prefill_declared.program.variables[name].role in ("weight", "vector", "cache", "output"):
-                check(array, {**sizes, "S": self.cache_len}, self.strategy.mesh)
+                check(array, sizes, self.strategy.mesh)
 
     @property
     def _prompt_parts(self) -> int:
@@ -161,27 +169,58 @@ class GenerateStep:
 
         return jax.jit(empty, out_shardings=self.cache_shardings)()
 
+    @property
+    def has_pages(self) -> bool:
+        """Whether some array of the cache is a pool of pages."""
+        return any(row.layout == "paged" for row in self.table)
+
+    def init_pages(self) -> np.ndarray:
+        """A table of pages [B, Bp] that gives every sequence pages of its own, in its own device's part of the pool."""
+        split = self.generate_declared.declared["last"].axes_of("B")
+        rows = self.batch_seqs // math.prod(self.strategy.mesh[axis] for axis in split)
+        each = self.cache_sizes["Bp"]
+        return ((np.arange(self.batch_seqs) % rows)[:, None] * each + np.arange(each)).astype(np.int32)
+
     def padded_length(self, length: int) -> int:
         """The smallest length of prompts that is compiled: a power of two, at least 8, that every axis divides; at
         most what the cache holds."""
         parts = self._prompt_parts
         return min(parts * max(1, 2 ** math.ceil(math.log2(max(length, 8) / parts))), self.cache_len)
 
-    def prefill(self, params: Params, cache: Cache, tokens: Any, lengths: Any) -> tuple[jax.Array, Cache]:
+    def prefill(
+        self, params: Params, cache: Cache, tokens: Any, lengths: Any, pages: Any = None
+    ) -> tuple[jax.Array, Cache]:
         """Logits [B, V] after each row's last token, and the cache with its keys and values.
 
         ``tokens`` [B, T] are padded behind ``lengths`` [B], 1 at least; each T is compiled once, and `padded_length`
-        gives few.
+        gives few. ``pages`` [B, Bp] are the pages of each row, by default those of `init_pages`.
         """
+        given = self.prefill_inputs(tokens, lengths, pages)
+        return self.compiled(given["tokens"].shape[1])(params, cache, given)
+
+    def generate(
+        self, params: Params, cache: Cache, tokens: Any, positions: Any, pages: Any = None
+    ) -> tuple[jax.Array, Cache]:
+        """Logits [B, V] after one more token of each row: ``tokens`` [B] at ``positions`` [B]."""
+        return self.compiled(0)(params, cache, self.decode_inputs(tokens, positions, pages))
+
+    def prefill_inputs(self, tokens: Any, lengths: Any, pages: Any = None) -> dict[str, jax.Array]:
+        """What the program of `prefill` is given besides weights and cache, on its devices."""
         tokens, lengths = np.asarray(tokens, np.int32), np.asarray(lengths, np.int32)
         self._require_prompts(tokens, lengths)
-        given = self._place({"tokens": tokens, "last": lengths - 1}, self.prefill_declared)
-        return self.compiled(tokens.shape[1])(params, cache, given)
+        rows = {"tokens": tokens, "last": lengths - 1, **self._pages(pages)}
+        return self._place(rows, self.prefill_declared)
 
-    def generate(self, params: Params, cache: Cache, tokens: Any, positions: Any) -> tuple[jax.Array, Cache]:
-        """Logits [B, V] after one more token of each row: ``tokens`` [B] at ``positions`` [B]."""
-        given = self._place({"tokens": tokens, "positions": positions}, self.generate_declared, one=True)
-        return self.compiled(0)(params, cache, given)
+    def decode_inputs(self, tokens: Any, positions: Any, pages: Any = None) -> dict[str, jax.Array]:
+        """What the program of `generate` is given besides weights and cache, on its devices."""
+        rows = {"tokens": tokens, "positions": positions, **self._pages(pages)}
+        return self._place(rows, self.generate_declared, one=True)
+
+    def _pages(self, pages: Any) -> dict[str, Any]:
+        """The page table as an input of the programs; nothing where no cache has pages."""
+        if not self.has_pages:
+            return {}
+        return {PAGES: self.init_pages() if pages is None else pages}
 
     def compiled(self, length: int) -> jax.stages.Compiled:
         """The program for prompts of a padded length, or for 0 that for one more token; compiled when first asked
@@ -200,6 +239,8 @@ class GenerateStep:
         rows = jax.ShapeDtypeStruct((self.batch_seqs,), jnp.int32)
         tokens = jax.ShapeDtypeStruct((self.batch_seqs, length), jnp.int32)
         given = {"tokens": tokens, "last": rows} if length else {"tokens": rows, "positions": rows}
+        if self.has_pages:
+            given[PAGES] = jax.ShapeDtypeStruct((self.batch_seqs, self.cache_sizes["Bp"]), jnp.int32)
         program = self._prefill if length else self._generate
         return lower(program, self.mesh, self.param_shapes, self.cache_shapes, given, platform=platform)
 
@@ -226,7 +267,7 @@ class GenerateStep:
     def _place(self, given: Mapping[str, Any], derived: Derived, *, one: bool = False) -> dict[str, jax.Array]:
         """Rows on their devices; ``one``: of one position each."""
         rows = PartitionSpec(partition_spec(derived.declared["last"])[0])
-        specs = dict.fromkeys(given, rows) if one else {n: partition_spec(derived.declared[n]) for n in given}
+        specs = {n: rows if one and n != PAGES else partition_spec(derived.declared[n]) for n in given}
         arrays = {n: a if isinstance(a, jax.Array) else np.asarray(a, np.int32) for n, a in given.items()}
         return jax.device_put(arrays, self._shardings(specs))
 
@@ -243,7 +284,8 @@ class GenerateStep:
     @cached_property
     def _prefill(self) -> Any:
         derived = self.prefill_declared
-        specs = self._specs(derived, "tokens", "positions", "last")
+        table = (PAGES,) if self.has_pages else ()
+        specs = self._specs(derived, "tokens", "positions", "last", *table)
         mapped = self._mapped(self._pass(derived).run, specs, derived)
 
         def prefill(params: Params, cache: Cache, given: dict[str, jax.Array]) -> tuple[jax.Array, Cache]:
@@ -251,19 +293,21 @@ class GenerateStep:
             positions = jnp.broadcast_to(jnp.arange(shape[1], dtype=jnp.int32)[None], shape)
             return mapped(params, cache, {**given, "positions": positions})
 
-        return self._jitted(prefill, self._specs(derived, "tokens", "last"))
+        return self._jitted(prefill, self._specs(derived, "tokens", "last", *table))
 
     @cached_property
     def _generate(self) -> Any:
         derived = self.generate_declared
-        specs = self._specs(derived, "tokens", "positions", "last")
+        table = (PAGES,) if self.has_pages else ()
+        specs = self._specs(derived, "tokens", "positions", "last", *table)
         mapped = self._mapped(self._pass(derived).run, specs, derived)
 
         def generate(params: Params, cache: Cache, given: dict[str, jax.Array]) -> tuple[jax.Array, Cache]:
-            columns = {name: rows[:, None] for name, rows in given.items()}
+            columns = {name: rows if name == PAGES else rows[:, None] for name, rows in given.items()}
             return mapped(params, cache, {**columns, "last": jnp.zeros_like(given["tokens"])})
 
-        return self._jitted(generate, dict.fromkeys(("tokens", "positions"), specs["last"]))
+        rows = dict.fromkeys(("tokens", "positions"), specs["last"])
+        return self._jitted(generate, rows | {name: specs[name] for name in table})
 
     def _mapped(self, body: Callable[..., Any], specs: Any, derived: Derived) -> Callable[..., Any]:
         out = (partition_spec(derived.declared["logits"]), self.cache_specs)
@@ -277,14 +321,9 @@ class GenerateStep:
 
 
 def _require_can_generate(model: Model, strategy: Strategy, *, max_len: int, weights: str) -> None:
-    """Raise InputError or CannotRunError for what cannot generate."""
+    """Raise InputError or CannotRunError for what cannot generate, whatever its mesh."""
     require_runnable(model)
     require_runnable_strategy(strategy)
-    if strategy.mesh.get("pipeline", 1) > 1:
-        raise CannotRunError(
-            f"pipeline={strategy.mesh['pipeline']} trains but does not generate in this version. "
-            f"Use its devices as tensor, data or fsdp."
-        )
     if weights not in get_args(Weights):
         raise InputError(f"weights {weights!r} are not known.{nearest(weights, get_args(Weights))}")
     if max_len < 1:

@@ -19,7 +19,7 @@ from meshwright.plan.result import PlanResult, planned
 from meshwright.plan.search import Found, Outcome, search
 from meshwright.plan.space import EMULATED, USUAL, Choices, Space, axes_to_try, open_space
 from meshwright.spec.cluster import Cluster
-from meshwright.spec.job import Job
+from meshwright.spec.job import Job, require_training
 from meshwright.spec.strategy import Strategy, make_mesh, mesh_words, require_runnable_strategy
 
 NEAREST_BATCH_SHARE = 0.25
@@ -68,6 +68,7 @@ def plan(
     if top < 1:
         raise InputError(f"top={top} must be at least 1.")
     model, cluster, job = setting.model, setting.cluster, setting.job
+    require_training(job, "plan")
     if model.learned_positions and job.seq_len > model.max_positions:
         raise InputError(
             f"seq={job.seq_len} is longer than the {model.max_positions} learned positions of {model.name}. "

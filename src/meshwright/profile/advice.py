@@ -102,10 +102,11 @@ def _collectives(row: Row, case: Case) -> str:
     changes = [f"more sequences per device (now {case.seqs_per_device:g})"]
     if sizes:
         changes.append(f"fewer devices in {sizes}")
-    if strategy.gradient_sync == "naive":
+    trains = case.job.trains
+    if trains and strategy.gradient_sync == "naive":
         changes.insert(0, "strategy.gradient_sync=overlapped")
     ahead = sum(op.wall_s for op in ops if op.step in case.expected and case.expected[op.step].gathers_weights)
-    if not strategy.prefetch and ahead > exposed / 2:
+    if trains and not strategy.prefetch and ahead > exposed / 2:
         changes.insert(0, "strategy.prefetch=true (weights are gathered ahead)")
     return f"{facts}: try {' or '.join(changes)}"
 
@@ -171,7 +172,7 @@ def _copies(row: Row, case: Case) -> str:
     times = "once" if worst.count == 1 else f"{worst.count:g} times"
     facts = f"no derived step copies; the longest is {worst.name} ({worst.step}), {size} {times}"
     kept = worst.step.startswith(OUTSIDE) or "update-slice" in worst.name
-    if kept and case.strategy.remat == "none":
+    if kept and case.job.trains and case.strategy.remat == "none":
         return f"{facts}: strategy.remat=block keeps, and so copies, fewer results between the passes"
     mesh = ", ".join(f"{axis}={case.strategy.mesh[axis]}" for axis in case.strategy.active_axes)
     return f"{facts}: the compiler changes a layout there, which another split of its dims (now {mesh}) may not need"

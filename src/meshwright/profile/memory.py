@@ -40,7 +40,7 @@ class Owner(msgspec.Struct, frozen=True, kw_only=True):
     """Something that holds bytes of one device: an array of the state, the batch, or temporaries of one step."""
 
     name: str
-    kind: Literal["weights", "optimizer", "batch", "temporary"]
+    kind: Literal["weights", "optimizer", "cache", "batch", "temporary"]
     num_bytes: float
 
 
@@ -125,7 +125,7 @@ def resident_bytes() -> int | None:
 # -- the peak's owners ------------------------------------------------------------------------------------
 
 
-def state_owners(shapes: Any, shardings: Any, kind: Literal["weights", "optimizer", "batch"]) -> list[Owner]:
+def state_owners(shapes: Any, shardings: Any, kind: Literal["weights", "optimizer", "cache", "batch"]) -> list[Owner]:
     """Each array of a tree of shapes, with the bytes of its shard on one device."""
     leaves = jax.tree_util.tree_leaves_with_path(shapes)
     places = jax.tree.leaves(shardings, is_leaf=lambda leaf: isinstance(leaf, jax.sharding.Sharding))

@@ -9,14 +9,15 @@ from typing import Any
 
 import jax
 import msgspec
-import numpy as np
 
 from meshwright.core.errors import InputError
 from meshwright.core.host_memory import keep_freed_memory
-from meshwright.parallel.train_step import State, TrainStep
+from meshwright.parallel.generate_step import GenerateStep
+from meshwright.parallel.train_step import TrainStep
 from meshwright.profile.events import STEP, STEP_END, newest_trace
-from meshwright.profile.hlo import Program, parse_program
-from meshwright.profile.memory import MAX_OWNERS, MemoryProfile, Owner, Sampler, state_owners, temporary_owners
+from meshwright.profile.hlo import parse_program
+from meshwright.profile.memory import MAX_OWNERS, MemoryProfile, Sampler, temporary_owners
+from meshwright.profile.subjects import Subject, subject_of
 from meshwright.spec.job import Job
 
 WARMUP_STEPS = 3
@@ -51,7 +52,13 @@ def warmup_steps() -> int:
 
 
 def record_steps(
-    step: TrainStep, job: Job, *, folder: Path, steps: int = 3, warmup: int | None = None, seed: int = 0
+    step: TrainStep | GenerateStep,
+    job: Job,
+    *,
+    folder: Path,
+    steps: int = 3,
+    warmup: int | None = None,
+    seed: int = 0,
 ) -> Recording:
     """Run warm-up steps and then so many under the profiler, on random tokens; the trace lies in ``folder``.
 
@@ -63,39 +70,30 @@ def record_steps(
     if jax.default_backend() == "cpu":
         keep_freed_memory()
     folder.mkdir(parents=True, exist_ok=True)
+    subject = subject_of(step, job)
     with Sampler() as sampler:
         sampler.mark("state")
-        state = step.init(seed)
-        batch = step.place(random_rows(step, job, seed=seed))
-        jax.block_until_ready((state, batch))
+        subject.begin(seed)
         sampler.mark("compile")
-        compiled = step.compile.lower(state, batch).compile()
+        compiled = subject.compile()
         write_program(compiled, folder)
-        runner = _Runner(compiled, state, batch)
         warm = []
         for number in range(warmup):
             sampler.mark(f"step {number + 1}")
-            warm.append(runner.run())
+            warm.append(_timed(subject, compiled))
     # no samples from here: what the profiler keeps of the events is memory of the process too
     with traced(folder):
         busy_s = time.process_time()
-        profiled = [runner.run(number) for number in range(steps)]
+        profiled = [_timed(subject, compiled, number) for number in range(steps)]
         busy_s = time.process_time() - busy_s
     return Recording(
         trace=newest_trace(folder),
         hlo=folder / HLO_FILE,
         step_s=tuple(warm[len(warm) // 2 :]) if warmup > 1 else (),
         profiled_s=tuple(profiled),
-        memory=memory_profile(step, job, compiled, sampler),
+        memory=memory_profile(subject, compiled, sampler),
         cores=busy_s / sum(profiled),
     )
-
-
-def random_rows(step: TrainStep, job: Job, *, seed: int) -> dict[str, np.ndarray]:
-    """A batch of random tokens, each the label of the one before it."""
-    shape = (job.batch_seqs, job.seq_len + 1)
-    rows = np.random.default_rng(seed).integers(0, step.model.vocab_size, shape, dtype=np.int32)
-    return {"tokens": rows[:, :-1], "labels": rows[:, 1:]}
 
 
 def write_program(compiled: Any, folder: Path) -> None:
@@ -103,20 +101,13 @@ def write_program(compiled: Any, folder: Path) -> None:
     (folder / HLO_FILE).write_text(compiled.as_text() or "", encoding="utf-8")
 
 
-class _Runner:
-    """A compiled step and the state that goes through it."""
-
-    def __init__(self, compiled: Any, state: State, batch: Any) -> None:
-        self.compiled, self.state, self.batch = compiled, state, batch
-
-    def run(self, number: int | None = None) -> float:
-        """Seconds of one step until its results are there; with a number, marked as a step in the trace."""
-        mark = contextlib.nullcontext() if number is None else jax.profiler.TraceAnnotation(STEP, step=number)
-        with mark:
-            start = time.perf_counter()
-            self.state, metrics = self.compiled(self.state, self.batch)
-            jax.block_until_ready((self.state, metrics))
-            return time.perf_counter() - start
+def _timed(subject: Subject, compiled: Any, number: int | None = None) -> float:
+    """Seconds of one step until its results are there; with a number, marked as a step in the trace."""
+    mark = contextlib.nullcontext() if number is None else jax.profiler.TraceAnnotation(STEP, step=number)
+    with mark:
+        start = time.perf_counter()
+        subject.advance(compiled)
+        return time.perf_counter() - start
 
 
 def start_trace(folder: Path) -> None:
@@ -199,7 +190,7 @@ class TracedSteps:
             hlo=self.folder / HLO_FILE,
             step_s=tuple(self.warm_s[len(self.warm_s) // 2 :]),
             profiled_s=tuple(self.profiled_s),
-            memory=memory_profile(step, job, compiled, self.sampler),
+            memory=memory_profile(subject_of(step, job), compiled, self.sampler),
             cores=self.cores,
         )
 
@@ -212,31 +203,17 @@ def _mark_end(number: int) -> None:
 # -- memory -----------------------------------------------------------------------------------------------
 
 
-def memory_profile(step: TrainStep, job: Job, compiled: Any, sampler: Sampler) -> MemoryProfile:
+def memory_profile(subject: Subject, compiled: Any, sampler: Sampler) -> MemoryProfile:
     """The samples, and who owns the peak of one device."""
-    owners, live = owners_of(step, job, parse_program(compiled.as_text() or ""))
+    temporary, live = temporary_owners(parse_program(compiled.as_text() or ""))
+    owners = sorted([*subject.owners(), *temporary], key=lambda owner: -owner.num_bytes)
     analysis = compiled.memory_analysis()
     return MemoryProfile(
         counted=sampler.counted,
         samples=tuple(sampler.samples),
         marks=tuple(sampler.marks),
-        owners=owners,
+        owners=tuple(owners[:MAX_OWNERS]),
         arguments_bytes=float(analysis.argument_size_in_bytes) if analysis is not None else None,
         temporaries_bytes=float(analysis.temp_size_in_bytes) if analysis is not None else None,
         live_bytes=live,
     )
-
-
-def owners_of(step: TrainStep, job: Job, program: Program) -> tuple[tuple[Owner, ...], float]:
-    """The largest owners of a device's bytes, and the bytes of temporaries that live at once."""
-    shapes, places = step.param_shapes, step.state_shardings
-    optimizer = jax.eval_shape(step.optimizer.init, shapes)
-    batch = step.batch_shapes(job.batch_seqs, job.seq_len)
-    temporary, live = temporary_owners(program)
-    every = [
-        *state_owners(shapes, places.params, "weights"),
-        *state_owners(optimizer, places.opt_state, "optimizer"),
-        *state_owners(batch, step.batch_shardings, "batch"),
-        *temporary,
-    ]
-    return tuple(sorted(every, key=lambda owner: -owner.num_bytes)[:MAX_OWNERS]), live

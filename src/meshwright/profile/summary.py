@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from meshwright.algebra.generation import AS_WRITTEN, Storage, job_strategy
 from meshwright.cost.breakdown import Breakdown
 from meshwright.cost.setting import setting_of
 from meshwright.cost.train_step import PricedStrategy, price_strategy
@@ -86,15 +87,19 @@ def misses_units(row: ProductRow, platform: Platform) -> bool:
     return platform == "gpu" or (platform == "tpu" and row.precision in ("high", "highest"))
 
 
-def analyse(plan: Plan, trace: Path, hlo: Path, recording: Recording | None = None) -> Analysed:
+def analyse(
+    plan: Plan, trace: Path, hlo: Path, recording: Recording | None = None, *, storage: Storage = AS_WRITTEN
+) -> Analysed:
     """A profile from a trace and the text of the program that was traced; memory and warm steps from a recording.
 
-    Raises InputError for files that cannot be read, or are of different programs.
+    The step is one of the plan's job; ``storage`` is of prefill and decode steps. Raises InputError for files that
+    cannot be read, or are of different programs.
     """
     program = load_program(hlo)
     events = load_trace(trace, program)
-    model, job, strategy, rates = plan.model, plan.job, plan.strategy, plan.calibration
-    priced = price_strategy(setting_of(plan), strategy)
+    model, job, rates = plan.model, plan.job, plan.calibration
+    strategy = job_strategy(job, plan.strategy)
+    priced = price_strategy(setting_of(plan, storage), strategy)
     chip = priced.rates.chip
     facts = Facts(program, ridge=float(chip.matmul_flops_per_s) / float(chip.hbm_bytes_per_s))
     times = measure_times(events, facts)

@@ -11,10 +11,18 @@ from meshwright.spec.strategy import MAX_SEQUENCES
 OptimizerKind = Literal["adamw", "adafactor", "lion", "muon"]
 OPTIMIZERS: tuple[OptimizerKind, ...] = get_args(OptimizerKind)
 
+JobKind = Literal["train", "prefill", "decode"]
+JOB_KINDS: tuple[str, ...] = get_args(JobKind)
+
 
 class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A training job: ``batch_seqs`` sequences of ``seq_len`` tokens a step, ``train_tokens`` in all; the ``optimizer``
-    that updates the weights."""
+    """What one step does with ``batch_seqs`` sequences.
+
+    A step of kind "train" trains on ``seq_len`` tokens of each, ``train_tokens`` in all steps, and updates the weights
+    by the ``optimizer``. "prefill" runs prompts
+    of ``seq_len`` tokens and leaves their keys and values in a cache. "decode" runs one more token of each sequence
+    against a cache of ``seq_len`` positions.
+    """
 
     kind: str = "train"
     batch_seqs: int
@@ -23,8 +31,13 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     optimizer: str = "adamw"
 
     def __post_init__(self) -> None:
-        if self.kind != "train":
-            raise InputError(f"job.kind {self.kind!r} is not known. This version plans 'train'.")
+        if self.kind not in JOB_KINDS:
+            options = ", ".join(JOB_KINDS)
+            raise InputError(
+                f"job.kind {self.kind!r} is not known.{nearest(self.kind, JOB_KINDS)} Use one of {options}."
+            )
+        if self.kind != "train" and self.train_tokens is not None:
+            raise InputError(f"job.train_tokens is of training; leave it out of a job of kind {self.kind}.")
         if self.optimizer not in OPTIMIZERS:
             raise InputError(f"job.optimizer {self.optimizer!r} is not known.{nearest(self.optimizer, OPTIMIZERS)}")
         for name in ("batch_seqs", "seq_len"):
@@ -32,9 +45,28 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
                 raise InputError(f"job.{name}={getattr(self, name)} must be between 1 and {MAX_SEQUENCES}.")
 
     @property
+    def trains(self) -> bool:
+        """Whether a step has a backward pass and an update."""
+        return self.kind == "train"
+
+    @property
+    def step_len(self) -> int:
+        """Positions of each sequence that one step runs."""
+        return 1 if self.kind == "decode" else self.seq_len
+
+    @property
     def tokens_per_step(self) -> int:
-        """Tokens of one global batch."""
-        return self.batch_seqs * self.seq_len
+        """Tokens that one step runs in all sequences."""
+        return self.batch_seqs * self.step_len
+
+
+def require_training(job: Job, verb: str) -> None:
+    """Raise InputError for a job that ``verb`` does not take because it is not training."""
+    if not job.trains:
+        raise InputError(
+            f"{verb} takes jobs of kind train, and this one is of kind {job.kind}. `verify` and `profile` take it with "
+            f"--step {job.kind}, and `meshwright.cost.train_step.price_strategy` prices it."
+        )
 
 
 def parse_batch(text: str, *, seq_len: int) -> int:

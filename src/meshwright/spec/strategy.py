@@ -102,7 +102,7 @@ def _weight_rules(axes: tuple[str, ...]) -> Rules:
 
 
 GENERATION_RULES: dict[str, Rules] = {
-    "cache": {"B": ("data", "fsdp", "expert"), "K": ("tensor",)},
+    "cache": {"B": ("data", "fsdp", "expert"), "Pg": ("data", "fsdp", "expert"), "K": ("tensor",)},
     "output": {"B": ("data", "fsdp", "expert")},
 }
 """How generation splits keys and values that it keeps, and logits that it hands out, where an assignment does not say:

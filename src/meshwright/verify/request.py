@@ -4,13 +4,16 @@ from typing import Any, Literal
 
 import msgspec
 
+from meshwright.algebra.generation import Storage
 from meshwright.algebra.layers import PLAIN, ProgramOptions
 from meshwright.spec.cluster import Cluster
+from meshwright.spec.job import Job
 from meshwright.spec.model import Model
 from meshwright.spec.strategy import Strategy
 from meshwright.verify.targets import Target
 
-StepKind = Literal["train", "prefill", "generate"]
+StepKind = Literal["train", "prefill", "decode", "generate"]
+"""Steps as they are asked for: "generate" is another word for "decode"."""
 Depth = Literal["lower", "partition", "full"]
 
 REQUEST, LOWERED, COMPILED, MODULE, ERROR = (
@@ -45,6 +48,17 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     options: ProgramOptions = PLAIN
     optimizer: str = "adamw"
     order: tuple[int, ...] = ()
+
+    @property
+    def job(self) -> Job:
+        """The job of which the step is one."""
+        kind = "decode" if self.step == "generate" else self.step
+        return Job(kind=kind, batch_seqs=self.batch_seqs, seq_len=self.seq_len, optimizer=self.optimizer)
+
+    @property
+    def storage(self) -> Storage:
+        """How the step stores weights and caches."""
+        return Storage(cache_dtype=self.cache_dtype, quantised=self.weights == "int8")  # type: ignore[arg-type]
 
 
 class Lowered(msgspec.Struct, frozen=True, kw_only=True):

@@ -3,24 +3,20 @@
 from collections import defaultdict
 from collections.abc import Iterator
 from functools import cached_property
-from typing import Any
 
 import numpy as np
-from msgspec.structs import replace
 
-from meshwright.algebra.derive import derive, derive_forward
 from meshwright.algebra.derived import Derived
-from meshwright.algebra.generation import CacheDtype, cache_table, generate_program, one_position, prefill_program
-from meshwright.algebra.notation import ShardedArray, local_elements
+from meshwright.algebra.generation import cache_sizes, derive_job, job_strategy
 from meshwright.algebra.ops.route import ROUTING_ROWS
 from meshwright.algebra.schedules.fused import fused
 from meshwright.algebra.schedules.ticks import TickTables, tick_tables
 from meshwright.algebra.sizes import OpSizes
 from meshwright.algebra.steps import Step
-from meshwright.algebra.transformer import layer_dims, transformer
+from meshwright.algebra.transformer import layer_dims
 from meshwright.core.dims import DTYPE_BYTES
 from meshwright.core.labels import StepLabel
-from meshwright.cost.memory import training_memory
+from meshwright.cost.memory import memory_parts
 from meshwright.cost.pipeline import strategy_pipeline
 from meshwright.cost.step_costs import strategy_sizes
 from meshwright.cost.step_rates import attention_scores
@@ -28,7 +24,7 @@ from meshwright.cost.work.ops import op_flops
 from meshwright.cost.work.slots import slots_move
 from meshwright.nn.experts.rows import expert_capacity
 from meshwright.parallel.pipeline.stages import strategy_schedule
-from meshwright.spec.job import Job
+from meshwright.spec.strategy import Strategy
 from meshwright.verify.expected import Expected, expected_collectives, expected_of_pipeline, runs_in_text
 from meshwright.verify.request import Request
 
@@ -37,47 +33,31 @@ class StepDerivation:
     """The derived step of a request, counted."""
 
     def __init__(self, request: Request) -> None:
-        self.request = request
-        self.trains = request.step == "train"
+        self.request, self.job = request, request.job
+        self.trains = self.job.trains
 
     @cached_property
-    def strategy(self) -> Any:
-        """The strategy as it is derived; generation has keys gathered over context."""
-        given = self.request.strategy
-        return given if self.trains else replace(given, context_attention="gather")
+    def strategy(self) -> Strategy:
+        """The strategy as the step runs it."""
+        return job_strategy(self.job, self.request.strategy)
 
     @cached_property
     def derived(self) -> Derived:
         """The steps of the program."""
-        model, cache_dtype = self.request.model, self._cache_dtype
-        quantised = self.request.weights == "int8"
-        if self.trains:
-            return derive(transformer(model, self.request.options), self.strategy, optimizer=self.request.optimizer)
-        if self.request.step == "prefill":
-            return derive_forward(prefill_program(model, cache_dtype=cache_dtype, quantised=quantised), self.strategy)
-        program = generate_program(model, cache_dtype=cache_dtype, quantised=quantised)
-        return derive_forward(program, one_position(self.strategy))
-
-    @property
-    def _cache_dtype(self) -> CacheDtype:
-        return self.request.cache_dtype  # type: ignore[return-value]
+        request = self.request
+        return derive_job(request.model, self.job, self.strategy, storage=request.storage, options=request.options)
 
     @cached_property
     def dims(self) -> dict[str, int]:
         """Sizes of all dims for the whole batch; the slots of an expert are those that are made: one for each token, or
         as many as a bound leaves."""
         request = self.request
-        count = request.strategy.num_microbatches if self.trains else 1
-        length = 1 if request.step == "generate" else request.seq_len
-        sizes = {
-            **request.model.dims,
-            **layer_dims(request.model),
-            "B": request.batch_seqs,
-            "T": length,
-            "S": request.seq_len,
-        }
+        cache = cache_sizes(batch_seqs=request.batch_seqs, max_len=request.seq_len)
+        known = request.model.dims | layer_dims(request.model)
+        sizes = {**known, "B": request.batch_seqs, "T": self.job.step_len, **cache}
         if request.model.num_experts:
-            sizes |= {"C": self._slots(request.batch_seqs * length // count), "Er": len(ROUTING_ROWS)}
+            slots = self._slots(self.job.tokens_per_step // self.strategy.num_microbatches)
+            sizes |= {"C": slots, "Er": len(ROUTING_ROWS)}
         return sizes
 
     def _slots(self, num_tokens: int) -> int:
@@ -103,7 +83,7 @@ class StepDerivation:
                 self.derived,
                 self.dims,
                 mesh,
-                num_microbatches=strategy.num_microbatches if self.trains else 1,
+                num_microbatches=strategy.num_microbatches,
                 width=width,
                 layer_by_layer=strategy.gradient_sync == "overlapped",
             )
@@ -125,7 +105,7 @@ class StepDerivation:
     def _local_steps(self) -> Iterator[tuple[Step, int]]:
         """Steps that compute, and how often each runs."""
         if self._tables is None:
-            count = self.strategy.num_microbatches if self.trains else 1
+            count = self.strategy.num_microbatches
             yield from ((step, int(times)) for step, times in self.derived.steps(count) if not step.is_collective)
             return
         for block in self.derived.blocks:
@@ -143,53 +123,17 @@ class StepDerivation:
     @cached_property
     def _sizes(self) -> OpSizes:
         """Sizes of one microbatch, every slot of an expert counted; attention over every key."""
-        count = self.strategy.num_microbatches if self.trains else 1
-        dims = {**self.dims, "B": self.request.batch_seqs / count}
+        dims = {**self.dims, "B": self.request.batch_seqs / self.strategy.num_microbatches}
         return OpSizes(dims=dims, mesh=self.strategy.mesh, state=self.strategy.state)
 
     def memory(self) -> dict[str, float]:
         """Bytes on one device by item, as `cost` predicts them."""
-        return self._training_memory() if self.trains else self._generation_memory()
-
-    def _training_memory(self) -> dict[str, float]:
-        request = self.request
-        job = Job(batch_seqs=request.batch_seqs, seq_len=request.seq_len)
-        scores = attention_scores(request.cluster, request.strategy.software)
-        sizes = strategy_sizes(request.model, job, request.strategy, scores=scores)
-        items = training_memory(
-            self.derived,
-            sizes,
-            num_microbatches=request.strategy.num_microbatches,
-            pipeline=strategy_pipeline(request.strategy),
-            offload=request.strategy.offload,
+        request, strategy = self.request, self.strategy
+        scores = attention_scores(request.cluster, strategy.software)
+        sizes = strategy_sizes(request.model, self.job, strategy, scores=scores, storage=request.storage)
+        items = memory_parts(self.derived, sizes).items(
+            num_microbatches=strategy.num_microbatches,
+            pipeline=strategy_pipeline(strategy),
+            offload=strategy.offload,
         )
         return {name: float(np.asarray(value)) for name, value in items.items()}
-
-    def _generation_memory(self) -> dict[str, float]:
-        """Weights and cache where they lie, and the largest results of one step of the program with what it reads."""
-        request, program = self.request, self.derived.program
-        found = dict.fromkeys(("weights", "kv_cache", "workspace"), 0.0)
-        layers = {name: block.repeat for block in self.derived.blocks for op in block.block.ops for name in op.inputs}
-        rows = {
-            row.name: row.num_layers
-            for row in cache_table(
-                request.model, batch_seqs=request.batch_seqs, max_len=request.seq_len, dtype=self._cache_dtype
-            )
-        }
-        for name, variable in program.variables.items():
-            if variable.role in ("weight", "vector"):
-                found["weights"] += layers.get(name, 1) * self._bytes(self.derived.declared[name])
-            elif name in rows:
-                found["kv_cache"] += rows[name] * self._bytes(self.derived.declared[name])
-        found["workspace"] = max(
-            (self._made(step.result, *step.more) for block in self.derived.blocks for step in block.forward),
-            default=0.0,
-        )
-        return found
-
-    def _made(self, *results: ShardedArray) -> float:
-        return sum(self._bytes(array) for array in results if not array.name.startswith("cache"))
-
-    def _bytes(self, array: ShardedArray) -> float:
-        width = DTYPE_BYTES[array.dtype] if array.dtype else DTYPE_BYTES[self.strategy.state_dtype]
-        return float(local_elements(array, self.dims, self.strategy.mesh)) * float(width)

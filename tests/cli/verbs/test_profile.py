@@ -171,6 +171,52 @@ def test_a_training_run_profiles_its_own_steps(plan_file, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
+    ("asked", "kind"),
+    [
+        (("--step", "decode"), "decode"),
+        (("--step", "prefill", "--weights", "int8", "--cache-dtype", "int8"), "prefill"),
+    ],
+)
+def test_a_step_that_generates(plan_file, call, tmp_path, asked, kind):
+    """As a training step: every derived step is found, the FLOPs are the derived ones, work has its classes."""
+    said = call("profile", str(plan_file), "--steps", "2", "--warmup", "2", "--out", str(tmp_path), *asked, "--json")
+    assert said.code == 0, said.err
+    assert f"tiny on cpu:8, {kind}: 2 steps to warm up" in said.err
+    found = said.json
+    assert found["flops"] == pytest.approx(found["flops_predicted"], rel=1e-6)
+    assert found["step_s_predicted"] > 0
+    attention = "layer forward o=cached_attention" if kind == "decode" else "layer forward o=attention"
+    row = next(row for row in found["steps"] if row["name"].replace(":", " ") == attention)
+    assert row["predicted_s"] > 0
+    assert row["measured_s"] > 0
+    both = {row["name"] for row in found["terms"] if row["predicted_s"] and row["measured_s"]}
+    assert {"contraction", "attention", "collectives over fsdp", "collectives over tensor"} <= both
+    assert {part["name"] for part in found["parts"] if part["predicted_s"]} == {
+        *("embed forward", "layer forward", "head forward")
+    }
+    assert found["memory"]["predicted"]["kv_cache"] > 0
+    assert "optimizer" not in found["memory"]["predicted"]
+    if kind == "decode":  # an int8 cache is too small to be among the largest
+        assert {"weights", "cache"} <= {owner["kind"] for owner in found["memory"]["owners"]}
+
+
+def test_training_stores_nothing_otherwise(plan_file, call):
+    said = call("profile", str(plan_file), "--cache-dtype", "int8")
+    assert said.code == 2
+    assert "Take --step generate" in said.err
+
+
+def test_jobs_that_generate_are_not_planned_or_trained(plan_file, call, tmp_path):
+    path = tmp_path / "decode.toml"
+    path.write_text(plan_file.read_text().replace('kind = "train"', 'kind = "decode"'))
+    for verb in (("train", str(path)), ("explain", str(path)), ("plan", "tiny", *SMALL, "--set", "job.kind=decode")):
+        said = call(*verb)
+        assert said.code == 2
+        assert f"{verb[0]} takes jobs of kind train, and this one is of kind decode" in said.err
+        assert len(said.err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (["--steps", "0"], "--steps 0 profiles nothing. Give 1 or more."),

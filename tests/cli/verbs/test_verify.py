@@ -48,6 +48,19 @@ def test_a_step_on_emulated_devices(call, rates, tmp_path):
     assert (keep / "module.hlo").stat().st_size > 10_000
 
 
+@pytest.mark.parametrize(
+    "asked", [("--step", "decode"), ("--step", "generate"), ("--set", "job.kind=decode"), ("--step", "prefill")]
+)
+def test_a_step_that_generates(call, asked):
+    """Decode is asked for by either word, or by the kind of the job."""
+    said = call(*TINY, "--batch", "8seq", "--axes", "fsdp=2,tensor=2", *asked, "--json")
+    assert said.code == 0, said.err
+    found = said.json
+    assert found["step"] == (asked[1] if asked[0] == "--step" else "decode")
+    assert found["collectives"]["remainder"] == 0
+    assert found["products"]["compiled"] == pytest.approx(found["products"]["derived"])
+
+
 def test_a_stand_in_as_json(call):
     """Nothing of the TPU is here: what stands in for it is named, and its float32 is a difference with a name."""
     said = call(

@@ -1,6 +1,7 @@
 """Keys or values of new positions written into a cache, in place.
 
-A cache[B,S,K,H] stays on its devices: S is never split, and queries must have the heads that lie beside them.
+A cache[B,S,K,H] stays on its devices: S is never split, and queries must have the heads that lie beside them. A pool of
+pages[Pg,Pl,K,H] is split as the sequences are, so that a device finds the pages of its own sequences in its own part.
 """
 
 import msgspec
@@ -13,24 +14,29 @@ from meshwright.algebra.trace import Trace, details_of, like, local, moved, requ
 
 
 class CacheWrite(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Details: whether all positions of a prompt are written, or one more of each row."""
+    """Details: whether all positions of a prompt are written or one more of each row, and whether into pages."""
 
     prompt: bool = False
+    paged: bool = False
 
 
 def forward(op: Op, trace: Trace) -> None:
-    """``cache_write(cache[B,S,..], values[B,T,..], where)``: every position of the values, on the cache's devices."""
-    cache, values, where, out = (trace.declared(n) for n in (*op.inputs, op.out))
-    require_whole(cache, "S", op.kind)
-    here = like(values, cache).resharded({"T": ()})
+    """``cache_write(cache[B,S,..], values[B,T,..], where)``: every position of the values, on the cache's devices.
+
+    A page table is a fourth input.
+    """
+    cache, values, *where = (trace.declared(n) for n in op.inputs)
+    require_whole(cache, cache.dims[1], op.kind)
+    rows = {"B": cache.axes_of(cache.dims[0])}
+    here = like(values, cache).resharded({"T": (), **rows})
     moved(trace, values, here)
-    place = moved(trace, where, like(where, cache))
-    trace.add(local(op.kind, (cache, here, place), out, details=details_of(op, CacheWrite)))
+    places = [moved(trace, one, one.resharded(rows)) for one in where]
+    trace.add(local(op.kind, (cache, here, *places), trace.declared(op.out), details=details_of(op, CacheWrite)))
 
 
 def hbm_bytes(step: Step, sizes: OpSizes) -> Number:
     """The new positions are read and written; the rest of the cache stays as it is."""
-    return 2 * sizes.bytes(step.inputs[1]) + sizes.bytes(step.inputs[2])
+    return 2 * sizes.bytes(step.inputs[1]) + sizes.total(*step.inputs[2:])
 
 
 OP = OpKind(forward=forward, steps={"cache_write": StepKind(hbm_bytes=hbm_bytes, group="embedding", in_place=True)})

@@ -1,7 +1,9 @@
 """Attention of new positions on the keys and values of a cache."""
 
-from meshwright.algebra.kinds import OpKind, StepKind
-from meshwright.algebra.notation import product
+import numpy as np
+
+from meshwright.algebra.kinds import OpKind, StepKind, stream
+from meshwright.algebra.notation import ShardedArray, product
 from meshwright.algebra.ops.attention import Attention
 from meshwright.algebra.program import Op
 from meshwright.algebra.sizes import Number, OpSizes
@@ -10,25 +12,63 @@ from meshwright.algebra.trace import Trace, details_of, like, local, moved
 from meshwright.core.errors import InputError
 
 
+class CachedAttention(Attention, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Details: those of any attention, and whether the cache is a pool of pages, whose table follows the positions."""
+
+    paged: bool = False
+
+
 def forward(op: Op, trace: Trace) -> None:
     """Queries beside the heads of their cache; the result in the sharding that the product after it wants."""
     first, *others = (trace.declared(n) for n in op.inputs)
     for array in others:
         if array.axes_of("K") != first.axes_of("N") and "K" in array.dims:
             raise InputError(f"attention of {first} with {array}: heads must be split alike.")
+        if "Pg" in array.dims and array.axes_of("Pg") != first.axes_of("B"):
+            raise InputError(f"attention of {first} with {array}: pages must be split as their sequences are.")
     inputs = (first, *(moved(trace, array, like(array, first)) for array in others))
     out = trace.declared(op.out)
     result = like(out, first)
-    trace.add(local(op.kind, inputs, result, details=details_of(op, Attention)))
+    trace.add(local(op.kind, inputs, result, details=details_of(op, CachedAttention)))
     moved(trace, result, out)
+
+
+def slots_kept(slots: Number, window: int | None) -> Number:
+    """Slots of one sequence where there is room for so many positions: a window keeps no more than it sees."""
+    return slots if window is None else np.minimum(slots, window).item()
+
+
+def slots_met(step: Step, sizes: OpSizes) -> Number:
+    """Slots of one sequence: those of its pages, or of its own part of the cache."""
+    if step.details.paged:
+        return sizes.dims["Bp"] * sizes.dims["Pl"]
+    return slots_kept(sizes.dims["S"], step.details.window)
 
 
 def flops(step: Step, sizes: OpSizes) -> Number:
     """2 B T N S (H + Hv), S the slots of the cache: every slot is multiplied, whether it is visible or not."""
-    queries, keys, values = step.inputs[:3]
-    slots = sizes.local(keys)["S"]
+    queries, _, values = step.inputs[:3]
     rows = product(sizes.local(queries)[dim] for dim in queries.dims[:-1])
-    return 2.0 * rows * slots * (sizes.dims[queries.dims[-1]] + sizes.dims[values.dims[-1]])
+    return 2.0 * rows * slots_met(step, sizes) * (sizes.dims[queries.dims[-1]] + sizes.dims[values.dims[-1]])
 
 
-OP = OpKind(forward=forward, steps={"cached_attention": StepKind(flops=flops, group="attention")})
+def hbm_bytes(step: Step, sizes: OpSizes) -> Number:
+    """Every input read and the result written once, the whole cache of the sequences among them.
+
+    Pages of the sequences are gathered first: read, written side by side, and read again. Other pages are not touched.
+    """
+    caches = [array for array in step.inputs if array.dims[1:2] in (("S",), ("Pl",))]
+    slots = sizes.local(step.inputs[0])["B"] * slots_met(step, sizes)
+    each = sum(sizes.bytes(array) / sizes.elements(_slots_of(array)) for array in caches)
+    return stream(step, sizes) - sizes.total(*caches) + (3 if step.details.paged else 1) * slots * each
+
+
+def _slots_of(cache: ShardedArray) -> ShardedArray:
+    """The slots of a cache, without what each holds."""
+    return cache.replace(dims=cache.dims[:2], axes=cache.axes[:2])
+
+
+OP = OpKind(
+    forward=forward,
+    steps={"cached_attention": StepKind(flops=flops, hbm_bytes=hbm_bytes, group="attention")},
+)

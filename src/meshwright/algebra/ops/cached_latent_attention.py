@@ -2,7 +2,7 @@
 
 from meshwright.algebra.kinds import OpKind, StepKind
 from meshwright.algebra.notation import product
-from meshwright.algebra.ops.cached_attention import forward
+from meshwright.algebra.ops.cached_attention import forward, hbm_bytes, slots_met
 from meshwright.algebra.sizes import Number, OpSizes
 from meshwright.algebra.steps import Step
 
@@ -10,9 +10,11 @@ from meshwright.algebra.steps import Step
 def flops(step: Step, sizes: OpSizes) -> Number:
     """2 B T N S (Rkv + Hr + Rkv): scores of both parts, and the weighted sum of latents."""
     queries, _, latents, shared = step.inputs[:4]
-    slots = sizes.local(latents)["S"]
     rows = product(sizes.local(queries)[dim] for dim in queries.dims[:-1])
-    return 2.0 * rows * slots * (2 * sizes.dims[latents.dims[-1]] + sizes.dims[shared.dims[-1]])
+    return 2.0 * rows * slots_met(step, sizes) * (2 * sizes.dims[latents.dims[-1]] + sizes.dims[shared.dims[-1]])
 
 
-OP = OpKind(forward=forward, steps={"cached_latent_attention": StepKind(flops=flops, group="attention")})
+OP = OpKind(
+    forward=forward,
+    steps={"cached_latent_attention": StepKind(flops=flops, hbm_bytes=hbm_bytes, group="attention")},
+)

@@ -20,6 +20,7 @@ from meshwright.cli.verbs.plan import (
 from meshwright.core.units import format_bytes, format_count, format_flops, format_seconds
 from meshwright.cost.formulas.limit_table import Letters, Limit
 from meshwright.plan.why.explain import Algorithm, BetweenStages, Explanation, Line, explain
+from meshwright.spec.job import require_training
 from meshwright.spec.plan_file import load_plan
 from meshwright.spec.strategy import mesh_words
 
@@ -33,7 +34,7 @@ MAX_DRIFT = 1e-6
 def command(plan_file: Path, as_json: bool) -> None:
     """The algorithm of one layer under a plan, with bytes and times, and the limits in closed form."""
     plan = load_plan(plan_file)
-    check_tokens(plan.job)
+    require_training(check_tokens(plan.job), "explain")
     told = explain(plan)
     if not math.isclose(told.estimate.step_s, plan.predicted.step_s, rel_tol=MAX_DRIFT):
         say(

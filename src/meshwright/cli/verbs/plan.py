@@ -34,7 +34,7 @@ from meshwright.plan.run_budget import RunBudget, run_budget
 from meshwright.plan.space import FULL, USUAL
 from meshwright.report.tables import Cell
 from meshwright.spec.catalogue import model as find_model
-from meshwright.spec.job import Job, parse_batch
+from meshwright.spec.job import Job, parse_batch, require_training
 from meshwright.spec.plan_file import save_plan
 from meshwright.spec.slices import parse_clusters
 from meshwright.spec.strategy import COLLECTIVE_MATMULS, Strategy, mesh_words
@@ -101,6 +101,7 @@ def command(
         train_tokens=parse_count(tokens, what="tokens") if tokens else None,
     )
     job = check_tokens(with_fields(job, "job", fields["job"]))
+    require_training(job, "plan")
     if collective_matmul is not None:
         take_option(fields["strategy"], "collective_matmul", collective_matmul)
     fixed, questions = take_axes(axes, fields["strategy"]), parse_questions(why_nots, what_ifs, recipe=recipe)

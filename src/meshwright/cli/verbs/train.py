@@ -23,7 +23,7 @@ from meshwright.plan.planner import plan
 from meshwright.spec.calibration import reference_peak
 from meshwright.spec.catalogue import model as find_model
 from meshwright.spec.cluster import parse_cluster
-from meshwright.spec.job import Job, parse_batch
+from meshwright.spec.job import Job, parse_batch, require_training
 from meshwright.spec.model import require_runnable
 from meshwright.spec.plan_file import Plan, load_plan
 from meshwright.spec.strategy import mesh_words
@@ -107,6 +107,7 @@ def command(
                 f"{plan_path} says the cluster, axes, batch and seq; leave --on, --axes, --batch and --seq out."
             )
         chosen = _changed(load_plan(plan_path), fields)
+        require_training(chosen.job, "train")
     else:
         chosen = _planned(str(what), on, axes, batch, seq_len, fields, calibration)
     options = {"steps": steps, "data": data, "seed": seed}

@@ -6,10 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 import msgspec
+from click.core import ParameterSource
 
 from meshwright.cli.fields import check_tokens, parse_fields, take_axes, with_fields
 from meshwright.cli.machine import rates_for
 from meshwright.cli.output import emit_json, json_option, print_fact, print_table, print_text
+from meshwright.cli.verbs.job_steps import CACHE_DTYPES, STEPS, job_of_step, require_storage
 from meshwright.cli.verbs.plan import microbatch_words, remat_words
 from meshwright.cli.verbs.verify_request import PROGRAM, TIMEOUT_S, request_of
 from meshwright.core.errors import CannotRunError, InputError
@@ -27,10 +29,8 @@ if TYPE_CHECKING:
     from meshwright.verify.flops import Products
     from meshwright.verify.proof import Proof
 
-STEPS = ("train", "prefill", "generate")
 DEPTHS = ("lower", "partition", "full")
 PLATFORMS = ("tpu", "cuda", "cpu")
-CACHE_DTYPES = ("bf16", "fp32", "int8")
 
 
 @click.command()
@@ -75,8 +75,12 @@ def command(
     from meshwright.verify.running import python_program
 
     fields = parse_fields(pairs)
-    _check_options(step, fields["train"], weights=weights, cache_dtype=cache_dtype, timeout=timeout)
     given = {"--on": on, "--batch": batch, "--seq": seq_len, "--axes": axes, "--calibration": str(calibration or "")}
+    named = [option for option, value in given.items() if value]
+    if what.endswith(".toml") and named:
+        raise InputError(f"{what} says the cluster, axes, batch and seq; leave {', '.join(named)} out.")
+    step = _step(what, step, fields["job"])
+    _check_options(step, fields["train"], weights=weights, cache_dtype=cache_dtype, timeout=timeout)
     found = _Asked(what, given, fields, step, calibration)
     request = request_of(
         found.model,
@@ -106,6 +110,13 @@ def command(
         raise CannotRunError(proof.refusal)
 
 
+def _step(what: str, step: str, job: dict[str, Any]) -> str:
+    """The step that is asked for; without one it is of the job's kind."""
+    if click.get_current_context().get_parameter_source("step") is not ParameterSource.DEFAULT:
+        return step
+    return str(job.get("kind") or (load_plan(Path(what)).job.kind if what.endswith(".toml") else step))
+
+
 def _check_options(step: str, settings: dict[str, Any], *, weights: str, cache_dtype: str, timeout: float) -> None:
     """Raises InputError for a setting that is none, and for an option that has no part in the step."""
     from meshwright.train.settings import settings_from_table
@@ -115,8 +126,7 @@ def _check_options(step: str, settings: dict[str, Any], *, weights: str, cache_d
     if step != "train" and settings:
         raise InputError(f"--set train.{next(iter(settings))} is of training. Leave it out, or take --step train.")
     settings_from_table(settings)
-    if step == "train" and (weights, cache_dtype) != ("as they are", "bf16"):
-        raise InputError("--weights and --cache-dtype are of prefill and generation. Take --step generate.")
+    require_storage(step, weights=weights, cache_dtype=cache_dtype)
 
 
 class _Asked:
@@ -127,13 +137,10 @@ class _Asked:
     ) -> None:
         self.calibration: Calibration | None
         if what.endswith(".toml"):
-            named = [option for option, value in given.items() if value]
-            if named:
-                raise InputError(f"{what} says the cluster, axes, batch and seq; leave {', '.join(named)} out.")
             plan = load_plan(Path(what))
             self.model: Model = with_fields(plan.model, "model", fields["model"])
             self.cluster: Cluster = plan.cluster
-            self.job: Job = with_fields(plan.job, "job", fields["job"])
+            self.job: Job = job_of_step(with_fields(plan.job, "job", fields["job"]), step)
             self.strategy: Strategy = with_fields(plan.strategy, "strategy", fields["strategy"])
             self.calibration = plan.calibration
             return
@@ -146,7 +153,8 @@ class _Asked:
         self.cluster = parse_cluster(str(given["--on"]))
         length = parse_count(str(given["--seq"]), what="seq")
         seqs = parse_batch(str(given["--batch"]), seq_len=length)
-        self.job = check_tokens(with_fields(Job(batch_seqs=seqs, seq_len=length), "job", fields["job"]))
+        made = with_fields(Job(batch_seqs=seqs, seq_len=length), "job", fields["job"])
+        self.job = check_tokens(job_of_step(made, step))
         fixed = take_axes(given["--axes"], fields["strategy"])
         if step == "train":
             self._plan(fixed, fields["strategy"], calibration)

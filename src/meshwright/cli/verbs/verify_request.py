@@ -2,6 +2,7 @@
 
 from typing import Any, get_args
 
+from meshwright.cli.verbs.job_steps import job_of_step
 from meshwright.core.errors import InputError
 from meshwright.spec.calibration import Calibration
 from meshwright.spec.cluster import Cluster
@@ -79,11 +80,8 @@ def _target(cluster: Cluster, depth: str, platform: Any) -> Any:
 def _placement(
     model: Model, cluster: Cluster, strategy: Strategy, job: Job, step: str, calibration: Calibration | None
 ) -> Any:
-    """How the mesh lies on the links: as priced to train; the first way otherwise."""
+    """How the mesh lies on the links, as the step is priced."""
     from meshwright.cost.setting import Setting
-    from meshwright.cost.step_rates import strategy_placements
     from meshwright.cost.train_step import price_strategy
 
-    if step == "train":
-        return price_strategy(Setting(model, cluster, job, calibration), strategy).placement
-    return strategy_placements(cluster, strategy)[0]
+    return price_strategy(Setting(model, cluster, job_of_step(job, step), calibration), strategy).placement

@@ -8,6 +8,7 @@ import numpy as np
 from meshwright.algebra.notation import ShardedArray
 from meshwright.algebra.ops import kind_of
 from meshwright.algebra.ops.attention import MOST_TILES, TILE_ROWS, AttentionArrays, num_ring_blocks, score_elements
+from meshwright.algebra.ops.cached_attention import CachedAttention
 from meshwright.algebra.ops.collective_matmul import num_blocks
 from meshwright.algebra.sizes import OpSizes
 from meshwright.algebra.steps import Step
@@ -40,6 +41,8 @@ class Amounts(msgspec.Struct, frozen=True, kw_only=True):
 def amounts_of(step: Step, sizes: OpSizes, *, kept: frozenset[ShardedArray] = frozenset()) -> Amounts:
     """What one execution of a local step does; ``kept`` are the results that its block holds."""
     held = slot_sizes(step, sizes).total(*(array for array in (step.result, *step.more) if array in kept))
+    if reads_cache(step):
+        return Amounts(flop=op_flops(step, sizes), byte=op_hbm_bytes(step, sizes), call=2.0)
     if is_attention(step):
         share = tiled_share(step, sizes)
         return Amounts(
@@ -54,7 +57,12 @@ def amounts_of(step: Step, sizes: OpSizes, *, kept: frozenset[ShardedArray] = fr
 
 def pace_of(step: Step, host: HostRates) -> Pace:
     """The pace of a local step's kind."""
-    return host.product if is_product(step) else host.ops.get(step.op, host.stream)
+    return host.product if is_product(step) or reads_cache(step) else host.ops.get(step.op, host.stream)
+
+
+def reads_cache(step: Step) -> bool:
+    """Whether a local step is attention on a cache: two products, of queries with keys and of weights with values."""
+    return isinstance(step.details, CachedAttention)
 
 
 def is_product(step: Step) -> bool:

@@ -47,21 +47,28 @@ def is_attention(step: Step) -> bool:
 
 
 def model_flops(model: Model, job: Job, *, causal: bool = False) -> float:
-    """FLOPs of one training step that the model needs, recomputation left out: what MFU counts.
+    """FLOPs of one step of a job that the model needs, recomputation left out: what MFU counts.
 
-    6 x matrix parameters x tokens + 12 B T S N H L: the unembedding counts, the embedding look-up is free. Only
-    chosen experts count. S are the keys that a query meets: T, or the window in layers that have one, and half of
-    it with ``causal``; without, there is no causal discount. With latent attention 2 H is H + Hv.
+    To train 6 x matrix parameters x tokens + 12 B T S N H L: the unembedding counts, the embedding look-up is free.
+    Only chosen experts count. Prefill and decode take a third, with the unembedding of one position of each sequence;
+    the query of a decode step meets the whole cache. S are the keys that a query meets: T, or the window in layers that
+    have one, and half of it with ``causal``; without, there is no causal discount. With latent attention 2 H is H + Hv.
     Source: How to Scale Your Model, section 4.
     """
     width = model.head_dim + (model.v_head_dim if model.latent_attention else model.head_dim)
     num_sliding = len(model.sliding_layers)
     length = job.seq_len
+    causal = causal and job.kind != "decode"
     keys = (model.num_layers - num_sliding) * keys_per_query(length, causal=causal)
     if num_sliding:
         keys += num_sliding * float(keys_per_query(length, window=model.sliding_window, causal=causal))
-    attention = 6 * job.batch_seqs * length * keys * model.num_heads * width
-    return 6.0 * num_matmul_params(model) * job.tokens_per_step + attention
+    passes = 3 if job.trains else 1
+    attention = 2 * passes * job.tokens_per_step * keys * model.num_heads * width
+    matrices = num_matmul_params(model)
+    if job.trains:
+        return 6.0 * matrices * job.tokens_per_step + attention
+    head = model.d_model * model.vocab_size
+    return 2.0 * ((matrices - head) * job.tokens_per_step + head * job.batch_seqs) + attention
 
 
 def num_matmul_params(model: Model) -> int:

@@ -1,0 +1,112 @@
+"""What runs under the profiler: a training step, or a prefill or decode step, by the same four calls."""
+
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+
+from meshwright.nn.weights import init_params
+from meshwright.parallel.generate_step import GenerateStep
+from meshwright.parallel.train_step import TrainStep
+from meshwright.profile.memory import Owner, state_owners
+from meshwright.spec.job import Job
+
+
+class Subject(Protocol):
+    """A step of a job with what it works on."""
+
+    def begin(self, seed: int) -> None:
+        """Makes the state and random tokens, on their devices."""
+
+    def compile(self) -> Any:
+        """The compiled program."""
+
+    def advance(self, compiled: Any) -> None:
+        """One step, until its results are there."""
+
+    def owners(self) -> list[Owner]:
+        """Arrays that the step is given, with their bytes on one device."""
+
+
+def subject_of(step: TrainStep | GenerateStep, job: Job) -> Subject:
+    """The step of a job, ready to be profiled."""
+    return _Training(step, job) if isinstance(step, TrainStep) else _Generation(step, job)
+
+
+def random_rows(step: TrainStep, job: Job, *, seed: int) -> dict[str, np.ndarray]:
+    """A batch of random tokens, each the label of the one before it."""
+    rows = _random_tokens(step.model.vocab_size, (job.batch_seqs, job.seq_len + 1), seed)
+    return {"tokens": rows[:, :-1], "labels": rows[:, 1:]}
+
+
+def _random_tokens(vocab_size: int, shape: tuple[int, ...], seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, vocab_size, shape, dtype=np.int32)
+
+
+class _Training:
+    """The same batch again and again."""
+
+    def __init__(self, step: TrainStep, job: Job) -> None:
+        self.step, self.job = step, job
+        self._given: tuple[Any, Any] = ()  # type: ignore[assignment]
+
+    def begin(self, seed: int) -> None:
+        self._given = self.step.init(seed), self.step.place(random_rows(self.step, self.job, seed=seed))
+        jax.block_until_ready(self._given)
+
+    def compile(self) -> Any:
+        return self.step.compile.lower(*self._given).compile()
+
+    def advance(self, compiled: Any) -> None:
+        state, metrics = compiled(*self._given)
+        self._given = state, self._given[1]
+        jax.block_until_ready((state, metrics))
+
+    def owners(self) -> list[Owner]:
+        step, shapes, places = self.step, self.step.param_shapes, self.step.state_shardings
+        return [
+            *state_owners(shapes, places.params, "weights"),
+            *state_owners(jax.eval_shape(step.optimizer.init, shapes), places.opt_state, "optimizer"),
+            *state_owners(step.batch_shapes(self.job.batch_seqs, self.job.seq_len), step.batch_shardings, "batch"),
+        ]
+
+
+class _Generation:
+    """Prompts of the whole length, or one more token of each sequence at the last position of a full cache."""
+
+    def __init__(self, step: GenerateStep, job: Job) -> None:
+        self.step, self.job = step, job
+        self._given: tuple[Any, Any, Any] = ()  # type: ignore[assignment]
+
+    @property
+    def _length(self) -> int:
+        return 0 if self.job.kind == "decode" else self.job.seq_len
+
+    def begin(self, seed: int) -> None:
+        step, job = self.step, self.job
+        params = step.place(init_params(step.model, seed))
+        last = np.full(job.batch_seqs, job.seq_len - 1, np.int32)
+        if job.kind == "decode":
+            tokens = _random_tokens(step.model.vocab_size, (job.batch_seqs,), seed)
+            given = step.decode_inputs(tokens, last)
+        else:
+            tokens = _random_tokens(step.model.vocab_size, (job.batch_seqs, job.seq_len), seed)
+            given = step.prefill_inputs(tokens, last + 1)
+        self._given = params, step.init_cache(), given
+        jax.block_until_ready(self._given)
+
+    def compile(self) -> Any:
+        return self.step.compiled(self._length)
+
+    def advance(self, compiled: Any) -> None:
+        params, cache, given = self._given
+        logits, cache = compiled(params, cache, given)
+        self._given = params, cache, given
+        jax.block_until_ready((logits, cache))
+
+    def owners(self) -> list[Owner]:
+        step = self.step
+        return [
+            *state_owners(step.param_shapes, step.param_shardings, "weights"),
+            *state_owners(step.cache_shapes, step.cache_shardings, "cache"),
+        ]
