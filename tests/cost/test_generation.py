@@ -7,6 +7,7 @@ from meshwright.algebra.generation import Storage, cache_table, derive_job
 from meshwright.algebra.ops import kind_of
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.cost.formulas.accounting import attention_work
+from meshwright.cost.setting import Setting
 from meshwright.cost.step_costs import strategy_sizes
 from meshwright.cost.train_step import price_strategy
 from meshwright.cost.work.ops import model_flops, op_flops, op_hbm_bytes
@@ -24,7 +25,7 @@ def strategy_of(axes) -> Strategy:
 
 
 def priced(given, on, job, axes, **options):
-    return price_strategy(given, parse_cluster(on), job, strategy_of(axes), **options)
+    return price_strategy(Setting(given, parse_cluster(on), job, **options), strategy_of(axes))
 
 
 def decode(batch_seqs, seq_len) -> Job:
@@ -200,7 +201,7 @@ def test_stages_do_not_generate():
 def test_microbatches_and_offload_are_of_training():
     given = replace(strategy_of({"tensor": 8}), num_microbatches=4, offload=("optimizer",))
     plain, other = (
-        price_strategy(LLAMA, parse_cluster("v5p:2x2x2"), decode(8, 1024), s).estimate
+        price_strategy(Setting(LLAMA, parse_cluster("v5p:2x2x2"), decode(8, 1024)), s).estimate
         for s in (strategy_of({"tensor": 8}), given)
     )
     assert plain == other

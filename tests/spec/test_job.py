@@ -3,6 +3,7 @@
 import pytest
 
 from meshwright.core.errors import InputError
+from meshwright.cost.setting import Setting
 from meshwright.plan.planner import plan
 from meshwright.spec.catalogue import model
 from meshwright.spec.cluster import parse_cluster
@@ -35,4 +36,4 @@ def test_what_takes_training_alone_says_what_takes_the_others():
     require_training(Job(batch_seqs=8, seq_len=512), "train")
     job = Job(kind="decode", batch_seqs=8, seq_len=512)
     with pytest.raises(InputError, match=r"plan takes jobs of kind train.*of kind decode.*--step decode"):
-        plan(model("tiny"), parse_cluster("v5e:2x2"), job)
+        plan(Setting(model("tiny"), parse_cluster("v5e:2x2"), job))
