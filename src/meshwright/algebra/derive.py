@@ -13,6 +13,7 @@ from meshwright.algebra.rewrites.collective_matmul import with_collective_matmul
 from meshwright.algebra.rewrites.fused_head import with_fused_head
 from meshwright.algebra.steps import Phase, Step
 from meshwright.algebra.trace import Shardings, Trace
+from meshwright.core.errors import CannotRunError
 from meshwright.spec.strategy import Strategy
 
 
@@ -31,7 +32,7 @@ def _boundary(program: Program, shardings: Shardings) -> tuple[Step, ...]:
     """
     axes = shardings.strategy.mesh if shardings.keep_axes is None else shardings.keep_axes
     stream = next((block.carry for block in program.blocks if block.carry), "")
-    if "pipeline" not in axes or not stream:
+    if "pipeline" not in axes or not stream or len(program.stacks) > 1:
         return ()
     steps: list[Step] = []
     sides: tuple[tuple[Phase, ShardedArray], ...] = (
@@ -75,8 +76,11 @@ def derive(
     Mesh axes of one device are left out, so that what is derived is exactly what runs; with ``symbolic``
     every axis stays but those of ``without``, and whoever prices the steps fills in sizes (arrays, if wanted).
     Without ``fused_head`` a chunked loss head makes its logits in both passes, as other software does.
-    Raises InputError where an assignment cannot work (conflicting axes, a norm over a split D).
+    Raises InputError where an assignment cannot work (conflicting axes, a norm over a split D), and CannotRunError for
+    several stacks in a pipeline.
     """
+    if len(program.stacks) > 1 and strategy.mesh.get("pipeline", 1) > 1:
+        raise CannotRunError("an encoder with a decoder does not run in a pipeline in this version. Use pipeline=1.")
     keep = strategy.active_axes if not symbolic else None
     if symbolic and without:
         keep = tuple(axis for axis in strategy.mesh if axis not in without)
@@ -88,7 +92,8 @@ def derive(
         kept = [a for s in forward.steps for a in (s.result, *s.more) if shardings.keeps(a, block)]
         backward = _backward(block, shardings, forward, kept)
         keeps.extend(kept)
-        held = tuple(a for a in backward.used if a in kept or shardings.is_activation(a.name))
+        given = {shardings.declared(name) for name in program.further(block.name)}
+        held = tuple(a for a in backward.used if a not in given and (a in kept or shardings.is_activation(a.name)))
         segment = strategy.segment if block.carry else None
         there = _in_blocks(forward.steps, shardings, held)
         again = () if segment is None else tuple(_again(step, shardings) for step in there)
@@ -156,6 +161,10 @@ def _backward(block: Block, shardings: Shardings, forward: Trace, kept: list[Sha
     trace = Trace(shardings, block, "backward", start)
     trace.producers = forward.producers
     trace.available.add(shardings.cotangent(block.ops[-1].out))
+    for name in shardings.program.further(block.name):  # added to what the repeats after this one have left
+        so_far = shardings.cotangent(name)
+        trace.available.add(so_far)
+        trace.contribute(name, so_far)
     for op in reversed(block.ops):
         trace.finish(op.out)
         op_kind(op.kind).backward(op, trace)

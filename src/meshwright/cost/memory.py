@@ -8,7 +8,7 @@ import numpy as np
 from meshwright.algebra.derived import BlockSteps, Derived
 from meshwright.algebra.notation import ShardedArray, product
 from meshwright.algebra.ops import kind_of
-from meshwright.algebra.rewrites.split_backward import split_backward
+from meshwright.algebra.rewrites.split_backward import cotangent_of, split_backward
 from meshwright.algebra.sizes import OpSizes
 from meshwright.algebra.steps import Phase, Step
 from meshwright.core.dims import DTYPE_BYTES
@@ -212,7 +212,9 @@ def memory_parts(derived: Derived, sizes: OpSizes) -> MemoryParts:
             for block in blocks
             if block.block.carry
         ),
-        kept_ends_bytes=sum((kept[block.block.name] for block in blocks if not block.block.carry), start=zero),
+        kept_ends_bytes=sum(
+            (kept[block.block.name] for block in blocks if not block.block.carry), start=_further_bytes(derived, sizes)
+        ),
         logits_bytes=[_kept_bytes(block, derived, sizes, logits=True) for block in blocks],
         chunk_bytes=_chunk_bytes(derived, sizes),
         boundary_bytes=[_boundary_bytes(derived, sizes, phase) + zero for phase in ("forward", "backward")],
@@ -288,6 +290,12 @@ def _kept_bytes(block: BlockSteps, derived: Derived, sizes: OpSizes, *, logits: 
             else:
                 total = total + sizes.bytes(array)
     return block.repeat * total
+
+
+def _further_bytes(derived: Derived, sizes: OpSizes) -> Number:
+    """What layers read of earlier stacks, once for all of them, and the sum of its cotangents."""
+    names = dict.fromkeys(name for stack in derived.program.stacks for name in stack.inputs)
+    return sum((2 * sizes.bytes(derived.declared[name]) for name in names), start=_zero(sizes))
 
 
 def _handed_bytes(block: BlockSteps, derived: Derived, sizes: OpSizes) -> Number:
@@ -389,7 +397,8 @@ def _comes_and_goes(
 
 def _lives(block: BlockSteps, derived: Derived) -> dict[ShardedArray, _Life]:
     """The passing results of a backward pass; weights, kept results and sums of gradients count elsewhere."""
-    elsewhere = {*block.kept, *derived.declared.values()}
+    held = {*block.kept, *(cotangent_of(derived, name) for name in derived.program.further(block.block.name))}
+    elsewhere = {*held, *derived.declared.values()}
     lives: dict[ShardedArray, _Life] = {}
     for number, step in enumerate(block.backward):
         if step.scope == "step":
@@ -400,7 +409,7 @@ def _lives(block: BlockSteps, derived: Derived) -> dict[ShardedArray, _Life]:
             elif array not in elsewhere and not _is_weight(array.name, derived):
                 lives[array] = _Life(0, number)  # the cotangent that the block is given
         for array in (step.result, *step.more):
-            if array not in lives and array not in block.kept and not _is_weight(array.name, derived):
+            if array not in lives and array not in held and not _is_weight(array.name, derived):
                 moves = step.is_collective or step.op == "slice"
                 lives[array] = _Life(number, number, step if moves else None)
     return lives

@@ -38,7 +38,7 @@ def op_hbm_bytes(step: Step, sizes: OpSizes) -> Number:
 
 def op_term(step: Step) -> Term:
     """The term of the step time that a local step belongs to; everything in the loss head is one term."""
-    return "loss_head" if step.block == "head" else _TERMS.get(kind_of(step).group, "elementwise")
+    return "loss_head" if step.role == "head" else _TERMS.get(kind_of(step).group, "elementwise")
 
 
 def is_attention(step: Step) -> bool:
@@ -61,7 +61,24 @@ def model_flops(model: Model, job: Job, *, causal: bool = False) -> float:
     if num_sliding:
         keys += num_sliding * float(keys_per_query(length, window=model.sliding_window, causal=causal))
     attention = 6 * job.batch_seqs * length * keys * model.num_heads * width
-    return 6.0 * num_matmul_params(model) * job.tokens_per_step + attention
+    products = 6.0 * num_matmul_params(model) * job.tokens_per_step
+    return products + attention + _encoder_flops(model, job, width) if model.encoder else products + attention
+
+
+def _encoder_flops(model: Model, job: Job, width: int) -> float:
+    """What an encoder adds: its own products and those of the keys and values that are made of its result, for its
+    positions in place of the decoder's; the scores of every key in its layers and in cross-attention."""
+    assert model.encoder is not None
+    length = model.encoder.length
+    of_encoder = (row for row in weight_table(model) if row.kind == "matrix" and _reads_encoder(row.name))
+    extra = sum(row.num_active_params for row in of_encoder) * (length - job.seq_len)
+    scores = length * length * model.encoder.num_layers + job.seq_len * length * model.num_layers
+    return 6.0 * job.batch_seqs * (extra + scores * model.num_heads * width)
+
+
+def _reads_encoder(name: str) -> bool:
+    """Whether a weight of the layers is multiplied with the positions of the encoder."""
+    return name.startswith("encoder.") or name in ("layers.cross_wk", "layers.cross_wv")
 
 
 def num_matmul_params(model: Model) -> int:
