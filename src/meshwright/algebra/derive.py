@@ -12,7 +12,7 @@ from meshwright.algebra.program import Block, Program
 from meshwright.algebra.rewrites.collective_matmul import with_collective_matmuls
 from meshwright.algebra.rewrites.fused_head import with_fused_head
 from meshwright.algebra.steps import Phase, Step
-from meshwright.algebra.trace import Shardings, Trace
+from meshwright.algebra.trace import Shardings, SharedInput, Trace, moved
 from meshwright.core.errors import CannotRunError
 from meshwright.spec.strategy import Strategy
 
@@ -85,6 +85,7 @@ def derive(
     if symbolic and without:
         keep = tuple(axis for axis in strategy.mesh if axis not in without)
     shardings = Shardings(program, strategy, keep)
+    shardings.shared = _shared_inputs(program, shardings)
     blocks: list[BlockSteps] = []
     keeps: list[ShardedArray] = []
     for block in program.blocks:
@@ -92,8 +93,8 @@ def derive(
         kept = [a for s in forward.steps for a in (s.result, *s.more) if shardings.keeps(a, block)]
         backward = _backward(block, shardings, forward, kept)
         keeps.extend(kept)
-        given = {shardings.declared(name) for name in program.further(block.name)}
-        held = tuple(a for a in backward.used if a not in given and (a in kept or shardings.is_activation(a.name)))
+        given = program.further(block.name)
+        held = tuple(a for a in backward.used if a.name not in given and (a in kept or shardings.is_activation(a.name)))
         segment = strategy.segment if block.carry else None
         there = _in_blocks(forward.steps, shardings, held)
         again = () if segment is None else tuple(_again(step, shardings) for step in there)
@@ -104,7 +105,8 @@ def derive(
     declared = {name: shardings.declared(name) for name in program.variables}
     update, boundary = tuple(_update(program, shardings)), _boundary(program, shardings)
     ends = _ends(program, shardings)
-    result = Derived(program, tuple(blocks), update, declared, (), boundary, strategy.prefetch, ends)
+    ahead, shared = strategy.prefetch, shardings.shared
+    result = Derived(program, tuple(blocks), update, declared, (), boundary, ahead, ends, shared)
     tags = tuple(dict.fromkeys(result.tag(a) for a in keeps))
     return msgspec.structs.replace(result, keeps=tags)
 
@@ -145,13 +147,17 @@ def _inputs(block: Block, shardings: Shardings) -> set[ShardedArray]:
     """What is there before a block starts: weights, inputs of the job, and the stream."""
     made = {op.out for op in block.ops}
     used = {name for op in block.ops for name in op.inputs}
-    return {shardings.declared(name) for name in used - made}
+    given = {shardings.shared[name].given for name in used - made if name in shardings.shared}
+    return {shardings.declared(name) for name in used - made} | given
 
 
 def _forward(block: Block, shardings: Shardings) -> Trace:
     trace = Trace(shardings, block, "forward", _inputs(block, shardings))
     for op in block.ops:
         op_kind(op.kind).forward(op, trace)
+    result = block.ops[-1].out
+    if result in shardings.shared:
+        moved(trace, trace.declared(result), shardings.shared[result].given)
     trace.producers = {a: s for s in trace.steps for a in (s.result, *s.more)}
     return trace
 
@@ -160,17 +166,40 @@ def _backward(block: Block, shardings: Shardings, forward: Trace, kept: list[Sha
     start = {*_inputs(block, shardings), *kept}
     trace = Trace(shardings, block, "backward", start)
     trace.producers = forward.producers
-    trace.available.add(shardings.cotangent(block.ops[-1].out))
-    for name in shardings.program.further(block.name):  # added to what the repeats after this one have left
-        so_far = shardings.cotangent(name)
-        trace.available.add(so_far)
-        trace.contribute(name, so_far)
+    result, shared = block.ops[-1].out, shardings.shared
+    if result in shared:
+        trace.available.add(shared[result].cotangent)
+        trace.contribute(result, shared[result].cotangent)
+    else:
+        trace.available.add(shardings.cotangent(result))
+    further = [name for name in shardings.program.further(block.name) if name in shared]
+    # what the layers after this one have left is added to
+    trace.available.update(shared[name].cotangent for name in further)
     for op in reversed(block.ops):
         trace.finish(op.out)
         op_kind(op.kind).backward(op, trace)
-    for name in list(trace.contributions):
+    for name in (name for name in list(trace.contributions) if name not in further):
         trace.finish(name)
     return trace
+
+
+def _shared_inputs(program: Program, shardings: Shardings) -> dict[str, SharedInput]:
+    """How layers want what they read of earlier stacks, so that it is brought there once for all of them; and the
+    cotangent as each layer leaves it before any sum over devices, which is done once too."""
+    found = {}
+    for stack in program.stacks:
+        for name in stack.inputs:
+            blocks = [block for block in program.blocks if block.name in stack.layers]
+            read, left = set[ShardedArray](), set[ShardedArray]()
+            for block in blocks:
+                forward = _forward(block, shardings)
+                backward = _backward(block, shardings, forward, [])
+                both = (*forward.steps, *backward.steps)
+                read |= {a for s in both if not s.is_collective for a in s.inputs if a.name == name}
+                left |= {s.result for s in backward.steps if not s.is_collective and s.result.name == f"d{name}"}
+            assert len(read) == len(left) == 1, f"layers read {name} as {read} and leave {left}"
+            found[name] = SharedInput(given=read.pop(), cotangent=left.pop())
+    return found
 
 
 def _update(program: Program, shardings: Shardings) -> list[Step]:

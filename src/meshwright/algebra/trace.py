@@ -35,6 +35,14 @@ every result and every gathered activation, and so do "sqrt" and "every-C" insid
 being run again. The loss head keeps all but its logits under every policy."""
 
 
+class SharedInput(msgspec.Struct, frozen=True, kw_only=True):
+    """What every layer of a stack reads of an earlier one: how it lies when they do, and its cotangent as they add to
+    it, which may be left to be summed over devices until all of them have."""
+
+    given: ShardedArray
+    cotangent: ShardedArray
+
+
 ENCODER, CROSS = "encoder_", "cross_"
 """What names of an encoder's variables and of cross-attention's begin with; the rest is as in a decoder's layer."""
 
@@ -46,6 +54,7 @@ class Shardings:
         self.program, self.strategy, self.keep_axes = program, strategy, keep_axes
         self.kept_names = kept_names(program, strategy)
         self.keeps_logits = keeps_logits(strategy)
+        self.shared: dict[str, SharedInput] = {}
         self._arrays: dict[str, ShardedArray] = {}
 
     def declared(self, name: str) -> ShardedArray:

@@ -8,7 +8,7 @@ import numpy as np
 from meshwright.algebra.derived import BlockSteps, Derived
 from meshwright.algebra.notation import ShardedArray, product
 from meshwright.algebra.ops import kind_of
-from meshwright.algebra.rewrites.split_backward import cotangent_of, split_backward
+from meshwright.algebra.rewrites.split_backward import split_backward
 from meshwright.algebra.sizes import OpSizes
 from meshwright.algebra.steps import Phase, Step
 from meshwright.core.dims import DTYPE_BYTES
@@ -295,7 +295,8 @@ def _kept_bytes(block: BlockSteps, derived: Derived, sizes: OpSizes, *, logits: 
 def _further_bytes(derived: Derived, sizes: OpSizes) -> Number:
     """What layers read of earlier stacks, once for all of them, and the sum of its cotangents."""
     names = dict.fromkeys(name for stack in derived.program.stacks for name in stack.inputs)
-    return sum((2 * sizes.bytes(derived.declared[name]) for name in names), start=_zero(sizes))
+    shared = (derived.shared[name] for name in names)
+    return sum((sizes.total(one.given, one.cotangent) for one in shared), start=_zero(sizes))
 
 
 def _handed_bytes(block: BlockSteps, derived: Derived, sizes: OpSizes) -> Number:
@@ -397,7 +398,8 @@ def _comes_and_goes(
 
 def _lives(block: BlockSteps, derived: Derived) -> dict[ShardedArray, _Life]:
     """The passing results of a backward pass; weights, kept results and sums of gradients count elsewhere."""
-    held = {*block.kept, *(cotangent_of(derived, name) for name in derived.program.further(block.block.name))}
+    shared = (derived.shared[name] for name in derived.program.further(block.block.name))
+    held = {*block.kept, *(array for one in shared for array in (one.given, one.cotangent))}
     elsewhere = {*held, *derived.declared.values()}
     lives: dict[ShardedArray, _Life] = {}
     for number, step in enumerate(block.backward):

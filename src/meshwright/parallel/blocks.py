@@ -92,7 +92,8 @@ class BlockPasses:
     def _environment(self, weights: Mapping[str, jax.Array], inputs: Inputs, ready: Ready | None = None) -> Environment:
         declared = self.derived.declared
         env = {declared[name]: weights[name] for name in self.weights}
-        env |= {declared[name]: value for name, value in inputs.items() if name in declared}
+        given = declared | {name: shared.given for name, shared in self.derived.shared.items()}
+        env |= {given[name]: value for name, value in inputs.items() if name in declared}
         if ready is not None:
             env |= {step.result: value for step, value in zip(self.gathers, ready, strict=True)}
         return env
@@ -148,8 +149,10 @@ class BlockPasses:
         self, weights: Params, inputs: Inputs, held: Held, cotangents: Cotangents, ready: Ready | None
     ) -> tuple[jax.Array | None, Inputs, Params]:
         env = self._environment(weights, inputs, ready) | self.recalled(held)
-        env[cotangent_of(self.derived, self.result)] = cotangents.stream
-        sums = {name: cotangent_of(self.derived, name) for name in self.further}
+        shared = self.derived.shared
+        whole = shared[self.result].cotangent if self.result in shared else cotangent_of(self.derived, self.result)
+        env[whole] = cotangents.stream
+        sums = {name: shared[name].cotangent for name in self.further}
         env |= {sums[name]: value for name, value in cotangents.further.items()}
         env = run(self.context, self._left(self.backward_steps, ready), env)
         arrays = gradient_arrays(self.derived)
