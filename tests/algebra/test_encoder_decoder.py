@@ -12,6 +12,7 @@ from meshwright.cost.memory import memory_parts
 from meshwright.cost.step_costs import strategy_sizes
 from meshwright.cost.train_step import price_strategy
 from meshwright.cost.work.ops import model_flops, op_flops
+from meshwright.plan.planner import plan
 from meshwright.spec.catalogue import model
 from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.job import Job
@@ -143,3 +144,9 @@ def _without_inputs(program):
 def test_no_pipeline():
     with pytest.raises(CannotRunError, match="an encoder with a decoder does not run in a pipeline"):
         derived(axes={"pipeline": 2})
+
+
+def test_plans_have_no_pipeline():
+    found = plan(BOTH, parse_cluster("v5e:2x4"), JOB)
+    assert found.strategies
+    assert all(one.strategy.mesh.get("pipeline", 1) == 1 for one in found.strategies)

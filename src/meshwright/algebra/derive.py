@@ -13,8 +13,10 @@ from meshwright.algebra.rewrites.collective_matmul import with_collective_matmul
 from meshwright.algebra.rewrites.fused_head import with_fused_head
 from meshwright.algebra.steps import Phase, Step
 from meshwright.algebra.trace import Shardings, SharedInput, Trace, moved
-from meshwright.core.errors import CannotRunError
+from meshwright.core.errors import CannotRunError, InputError
 from meshwright.spec.strategy import Strategy
+
+NO_PIPELINE = "an encoder with a decoder does not run in a pipeline in this version. Use pipeline=1."
 
 
 def _again(step: Step, shardings: Shardings) -> Step:
@@ -52,7 +54,7 @@ def _boundary(program: Program, shardings: Shardings) -> tuple[Step, ...]:
 def _ends(program: Program, shardings: Shardings) -> tuple[Step, ...]:
     """Gradients of the weights outside the layers, which come from the first and the last stage, summed over all."""
     axes = shardings.strategy.mesh if shardings.keep_axes is None else shardings.keep_axes
-    if "pipeline" not in axes:
+    if "pipeline" not in axes or len(program.stacks) > 1:
         return ()
     outside = dict.fromkeys(n for block in program.blocks if not block.carry for op in block.ops for n in op.inputs)
     steps = []
@@ -80,7 +82,7 @@ def derive(
     several stacks in a pipeline.
     """
     if len(program.stacks) > 1 and strategy.mesh.get("pipeline", 1) > 1:
-        raise CannotRunError("an encoder with a decoder does not run in a pipeline in this version. Use pipeline=1.")
+        raise CannotRunError(NO_PIPELINE)
     keep = strategy.active_axes if not symbolic else None
     if symbolic and without:
         keep = tuple(axis for axis in strategy.mesh if axis not in without)
@@ -194,10 +196,11 @@ def _shared_inputs(program: Program, shardings: Shardings) -> dict[str, SharedIn
             for block in blocks:
                 forward = _forward(block, shardings)
                 backward = _backward(block, shardings, forward, [])
-                both = (*forward.steps, *backward.steps)
-                read |= {a for s in both if not s.is_collective for a in s.inputs if a.name == name}
-                left |= {s.result for s in backward.steps if not s.is_collective and s.result.name == f"d{name}"}
-            assert len(read) == len(left) == 1, f"layers read {name} as {read} and leave {left}"
+                used = [s for s in (*forward.steps, *backward.steps) if not (s.is_collective or s.op == "slice")]
+                read |= {array for step in used for array in step.inputs if array.name == name}
+                left |= {step.result for step in used if step.result.name == f"d{name}"}
+            if len(read) != 1 or len(left) != 1:
+                raise InputError(f"layers want {', '.join(map(str, read | left))}; split heads and widths alike.")
             found[name] = SharedInput(given=read.pop(), cotangent=left.pop())
     return found
 
