@@ -50,8 +50,6 @@ def plain(model):
 )
 def test_loss_and_gradients_are_those_of_plain_jax(model, axes, choices):
     """The cotangent of the encoder's result is summed over the decoder's layers, then goes back through the encoder."""
-    if choices.get("context_attention") == "ring" and not model.relative_buckets:
-        pytest.skip("causal attention round a ring has tests of its own")
     step = TrainStep(model, strategy_of(axes, **choices), optimizer=keep_gradients())
     params = jax.device_put(params_of(model), step.state_shardings.params)
     loss, gradients = step.gradients(params, batch(model))
