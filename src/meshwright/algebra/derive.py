@@ -13,9 +13,11 @@ from meshwright.algebra.program import Block, Program
 from meshwright.algebra.rewrites.collective_matmul import with_collective_matmuls
 from meshwright.algebra.rewrites.fused_head import with_fused_head
 from meshwright.algebra.steps import Phase, Step
-from meshwright.algebra.trace import Shardings, Trace
-from meshwright.core.errors import InputError
+from meshwright.algebra.trace import Shardings, SharedInput, Trace, moved
+from meshwright.core.errors import CannotRunError, InputError
 from meshwright.spec.strategy import Strategy
+
+NO_PIPELINE = "an encoder with a decoder does not run in a pipeline in this version. Use pipeline=1."
 
 
 def _again(step: Step, shardings: Shardings) -> Step:
@@ -33,7 +35,7 @@ def _boundary(program: Program, shardings: Shardings) -> tuple[Step, ...]:
     """
     axes = shardings.strategy.mesh if shardings.keep_axes is None else shardings.keep_axes
     stream = next((block.carry for block in program.blocks if block.carry), "")
-    if "pipeline" not in axes or not stream:
+    if "pipeline" not in axes or not stream or len(program.stacks) > 1:
         return ()
     steps: list[Step] = []
     sides: tuple[tuple[Phase, ShardedArray], ...] = (
@@ -53,7 +55,7 @@ def _boundary(program: Program, shardings: Shardings) -> tuple[Step, ...]:
 def _ends(program: Program, shardings: Shardings) -> tuple[Step, ...]:
     """Gradients of the weights outside the layers, which come from the first and the last stage, summed over all."""
     axes = shardings.strategy.mesh if shardings.keep_axes is None else shardings.keep_axes
-    if "pipeline" not in axes:
+    if "pipeline" not in axes or len(program.stacks) > 1:
         return ()
     outside = dict.fromkeys(n for block in program.blocks if not block.carry for op in block.ops for n in op.inputs)
     steps = []
@@ -79,12 +81,16 @@ def derive(
     every axis stays but those of ``without``, and whoever prices the steps fills in sizes (arrays, if wanted).
     Without ``fused_head`` a chunked loss head makes its logits in both passes, as other software does. ``optimizer`` is
     the op that updates the weights.
-    Raises InputError where an assignment cannot work (conflicting axes, a norm over a split D).
+    Raises InputError where an assignment cannot work (conflicting axes, a norm over a split D), and CannotRunError for
+    several stacks in a pipeline.
     """
+    if len(program.stacks) > 1 and strategy.mesh.get("pipeline", 1) > 1:
+        raise CannotRunError(NO_PIPELINE)
     keep = strategy.active_axes if not symbolic else None
     if symbolic and without:
         keep = tuple(axis for axis in strategy.mesh if axis not in without)
     shardings = Shardings(program, strategy, keep)
+    shardings.shared = _shared_inputs(program, shardings)
     blocks: list[BlockSteps] = []
     keeps: list[ShardedArray] = []
     for block in program.blocks:
@@ -92,7 +98,8 @@ def derive(
         kept = [a for s in forward.steps for a in (s.result, *s.more) if shardings.keeps(a, block)]
         backward = _backward(block, shardings, forward, kept)
         keeps.extend(kept)
-        held = tuple(a for a in backward.used if a in kept or shardings.is_activation(a.name))
+        given = program.further(block.name)
+        held = tuple(a for a in backward.used if a.name not in given and (a in kept or shardings.is_activation(a.name)))
         segment = strategy.segment if block.carry else None
         there = _in_blocks(forward.steps, shardings, held)
         again = () if segment is None else tuple(_again(step, shardings) for step in there)
@@ -104,9 +111,8 @@ def derive(
     weights = _updated(program, shardings)
     update, boundary = tuple(_update(program, shardings, weights, optimizer)), _boundary(program, shardings)
     ends = _ends(program, shardings)
-    result = Derived(
-        program, tuple(blocks), update, declared, (), boundary, strategy.prefetch, ends, weights, optimizer
-    )
+    ahead, shared = strategy.prefetch, shardings.shared
+    result = Derived(program, tuple(blocks), update, declared, (), boundary, ahead, ends, shared, weights, optimizer)
     tags = tuple(dict.fromkeys(result.tag(a) for a in keeps))
     return msgspec.structs.replace(result, keeps=tags)
 
@@ -147,13 +153,17 @@ def _inputs(block: Block, shardings: Shardings) -> set[ShardedArray]:
     """What is there before a block starts: weights, inputs of the job, and the stream."""
     made = {op.out for op in block.ops}
     used = {name for op in block.ops for name in op.inputs}
-    return {shardings.declared(name) for name in used - made}
+    given = {shardings.shared[name].given for name in used - made if name in shardings.shared}
+    return {shardings.declared(name) for name in used - made} | given
 
 
 def _forward(block: Block, shardings: Shardings) -> Trace:
     trace = Trace(shardings, block, "forward", _inputs(block, shardings))
     for op in block.ops:
         op_kind(op.kind).forward(op, trace)
+    result = block.ops[-1].out
+    if result in shardings.shared:
+        moved(trace, trace.declared(result), shardings.shared[result].given)
     trace.producers = {a: s for s in trace.steps for a in (s.result, *s.more)}
     return trace
 
@@ -162,13 +172,41 @@ def _backward(block: Block, shardings: Shardings, forward: Trace, kept: list[Sha
     start = {*_inputs(block, shardings), *kept}
     trace = Trace(shardings, block, "backward", start)
     trace.producers = forward.producers
-    trace.available.add(shardings.cotangent(block.ops[-1].out))
+    result, shared = block.ops[-1].out, shardings.shared
+    if result in shared:
+        trace.available.add(shared[result].cotangent)
+        trace.contribute(result, shared[result].cotangent)
+    else:
+        trace.available.add(shardings.cotangent(result))
+    further = [name for name in shardings.program.further(block.name) if name in shared]
+    # what the layers after this one have left is added to
+    trace.available.update(shared[name].cotangent for name in further)
     for op in reversed(block.ops):
         trace.finish(op.out)
         op_kind(op.kind).backward(op, trace)
-    for name in list(trace.contributions):
+    for name in (name for name in list(trace.contributions) if name not in further):
         trace.finish(name)
     return trace
+
+
+def _shared_inputs(program: Program, shardings: Shardings) -> dict[str, SharedInput]:
+    """How layers want what they read of earlier stacks, so that it is brought there once for all of them; and the
+    cotangent as each layer leaves it before any sum over devices, which is done once too."""
+    found = {}
+    for stack in program.stacks:
+        for name in stack.inputs:
+            blocks = [block for block in program.blocks if block.name in stack.layers]
+            read, left = set[ShardedArray](), set[ShardedArray]()
+            for block in blocks:
+                forward = _forward(block, shardings)
+                backward = _backward(block, shardings, forward, [])
+                used = [s for s in (*forward.steps, *backward.steps) if not (s.is_collective or s.op == "slice")]
+                read |= {array for step in used for array in step.inputs if array.name == name}
+                left |= {step.result for step in used if step.result.name == f"d{name}"}
+            if len(read) != 1 or len(left) != 1:
+                raise InputError(f"layers want {', '.join(map(str, read | left))}; split heads and widths alike.")
+            found[name] = SharedInput(given=read.pop(), cotangent=left.pop())
+    return found
 
 
 def _updated(program: Program, shardings: Shardings) -> dict[str, Updated]:

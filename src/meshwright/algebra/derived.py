@@ -9,6 +9,7 @@ from meshwright.algebra.kinds import Updated
 from meshwright.algebra.notation import ShardedArray
 from meshwright.algebra.program import Block, Program
 from meshwright.algebra.steps import Step
+from meshwright.algebra.trace import SharedInput
 
 
 class BlockSteps(msgspec.Struct, frozen=True):
@@ -40,8 +41,8 @@ class Derived(msgspec.Struct, frozen=True):
     and of its cotangent from one pipeline stage to the next, none without that axis; how often they run is the
     schedule's matter. With ``ahead`` weights are gathered before their layer runs, and those of the last turn of layers
     are not gathered again for the backward pass. ``ends`` are the sums over the pipeline, once per step, of the
-    gradients of what every stage holds: embedding and loss head. ``weights`` are as the
-    ``optimizer`` has them.
+    gradients of what every stage holds: embedding and loss head. ``shared`` are what layers read of earlier stacks,
+    ``weights`` are as the ``optimizer`` has them.
     """
 
     program: Program
@@ -52,6 +53,7 @@ class Derived(msgspec.Struct, frozen=True):
     boundary: tuple[Step, ...] = ()
     ahead: bool = False
     ends: tuple[Step, ...] = ()
+    shared: dict[str, SharedInput] = {}
     weights: dict[str, Updated] = {}
     optimizer: str = "adamw"
 

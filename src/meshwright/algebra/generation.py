@@ -166,27 +166,32 @@ def _quantised(model: Model, program: Program) -> Program:
         return msgspec.structs.replace(op, kind=f"quantised_{op.kind}", inputs=inputs)
 
     blocks = tuple(msgspec.structs.replace(b, ops=tuple(with_scale(op) for op in b.ops)) for b in program.blocks)
-    return Program(blocks, variables)
+    return Program(blocks, variables, program.stacks)
 
 
 # -- programs -------------------------------------------------------------------------------------------
 
 
 def _program(model: Model, phase: Pass, storage: Storage) -> Program:
+    if model.encoder or model.relative_buckets:
+        raise CannotRunError(
+            f"{model.name} has an encoder or relative positions and does not generate in this version."
+        )
     training = transformer(model)
-    writer = _Writer(model, phase, storage, dict(training.variables))
+    writer = _Writer(model, phase, storage, training)
     blocks = tuple(writer.block(block) for block in training.blocks)
     used = {name for block in blocks for op in block.ops for name in (*op.inputs, op.out)}
-    program = Program(blocks, {name: v for name, v in writer.variables.items() if name in used})
+    variables = {name: v for name, v in writer.variables.items() if name in used}
+    program = Program(blocks, variables, training.stacks)
     return _quantised(model, program) if storage.quantised else program
 
 
 class _Writer:
     """Blocks of a training program rewritten for one pass, and every variable that they name."""
 
-    def __init__(self, model: Model, phase: Pass, storage: Storage, variables: dict[str, Variable]) -> None:
+    def __init__(self, model: Model, phase: Pass, storage: Storage, training: Program) -> None:
         self.model, self.phase, self.storage = model, phase, storage
-        self.variables = variables
+        self.training, self.variables = training, dict(training.variables)
         self.kinds = {kind.block: kind for kind in layer_kinds(model)}
         self.ops: list[Op] = []
         self.outputs: list[str] = []
@@ -194,9 +199,10 @@ class _Writer:
     def block(self, block: Block) -> Block:
         """The block of the same name; ops whose results nobody uses any more are left out."""
         self.ops, self.outputs = [], []
-        if block.name == "head":
+        is_head = self.training.role(block.name) == "head"
+        if is_head:
             self._head(block)
-        for op in block.ops if block.name != "head" else ():
+        for op in block.ops if not is_head else ():
             if op.kind == "attention":
                 self._attention(op, block)
             else:

@@ -36,15 +36,42 @@ def layer_lines(model: Model, *, sliding: bool, routed: bool, options: ProgramOp
         attention = latent_attention_lines(model, documents=documents)
     else:
         attention = attention_lines(model, sliding=sliding, documents=documents)
-    after_attention, a = _after("a", model, bias="bo", norm="post_attn_norm", has_bias=model.out_bias)
-    lines = [
-        _norm(model, "h", "x", "attn_norm"),
-        *attention,
-        *after_attention,
-        f"x1[B,T,D] = add(x[B,T,D], {a}[B,T,D])",
-        _norm(model, "h1", "x1", "mlp_norm"),
-    ]
+    cross = _cross_lines(model) if model.encoder else []
+    lines = _attention_part(model, attention, result="x0" if cross else "x1")
+    lines += [*cross, _norm(model, "h1", "x1", "mlp_norm")]
     return [*lines, *(_expert_lines(model, options) if routed else _dense_lines(model))]
+
+
+def encoder_layer_lines(model: Model) -> Lines:
+    """One layer of the encoder: every position sees every other, and the feed-forward is dense."""
+    lines = _attention_part(model, attention_lines(model, sliding=False, causal=False), result="x1")
+    return [*lines, _norm(model, "h1", "x1", "mlp_norm"), *_dense_lines(model)]
+
+
+def _attention_part(model: Model, attention: Lines, *, result: str) -> Lines:
+    """The stream after self-attention."""
+    after, a = _after("a", model, bias="bo", norm="post_attn_norm", has_bias=model.out_bias)
+    lines = [_norm(model, "h", "x", "attn_norm"), *attention, *after]
+    return [*lines, f"{result}[B,T,D] = add(x[B,T,D], {a}[B,T,D])"]
+
+
+def _cross_lines(model: Model) -> Lines:
+    """Queries of the stream on keys and values of the encoder's result, from x0 to x1."""
+    projections = [("q", "cross_h[B,T,D]", "N"), ("k", "encoded[B,S,D]", "K"), ("v", "encoded[B,S,D]", "K")]
+    lines = [_norm(model, "cross_h", "x0", "cross_norm")]
+    for name, source, heads in projections:
+        dims, out = f"{source[source.index('B') : -2]}{heads},H", f"cross_{name}"
+        lines.append(f"{out}{'0' * model.qkv_bias}[{dims}] = {source} * cross_w{name}[D,{heads},H]")
+        lines += [f"{out}[{dims}] = bias_add({out}0[{dims}], cross_b{name}[{heads},H])"] if model.qkv_bias else []
+    has_bias = model.out_bias
+    capped = f", softcap={model.attention_softcap}" if model.attention_softcap else ""
+    return [
+        *lines,
+        f"cross_o[B,T,N,H] = attention(cross_q[B,T,N,H], cross_k[B,S,K,H], cross_v[B,S,K,H]; sees_all{capped})",
+        "cross_a[B,T,D] = cross_o[B,T,N,H] * cross_wo[N,H,D]",
+        *(["cross_ab[B,T,D] = bias_add(cross_a[B,T,D], cross_bo[D])"] if has_bias else []),
+        f"x1[B,T,D] = add(x0[B,T,D], cross_a{'b' * has_bias}[B,T,D])",
+    ]
 
 
 def _norm(model: Model, out: str, source: str, name: str) -> str:
@@ -72,7 +99,7 @@ def _after(out: str, model: Model, *, bias: str, norm: str, has_bias: bool) -> t
 # -- attention --------------------------------------------------------------------------------------
 
 
-def attention_lines(model: Model, *, sliding: bool, documents: bool = False) -> Lines:
+def attention_lines(model: Model, *, sliding: bool, documents: bool = False, causal: bool = True) -> Lines:
     """Projections, what is done to queries and keys on the way, attention, and the projection back."""
     query, q = _on_the_way(model, "q", "N")
     key, k = _on_the_way(model, "k", "K")
@@ -86,13 +113,13 @@ def attention_lines(model: Model, *, sliding: bool, documents: bool = False) -> 
     ]
     if model.qkv_bias:
         lines.append("v[B,T,K,H] = bias_add(v0[B,T,K,H], bv[K,H])")
-    lines += _attention_line(model, q, k, sliding=sliding, documents=documents)
+    lines += _attention_line(model, q, k, sliding=sliding, documents=documents, causal=causal)
     return [*lines, "a[B,T,D] = o[B,T,N,H] * wo[N,H,D]"]
 
 
 def _on_the_way(model: Model, name: str, heads: str) -> tuple[Lines, str]:
     """Bias, norm and rotation of queries or keys, those that the model has; the last result is qr or kr."""
-    rotates = not model.learned_positions and model.family != "gpt2"
+    rotates = not (model.learned_positions or model.relative_buckets) and model.family != "gpt2"
     stages = [
         (model.qkv_bias, f"{name}b", "bias_add", f"b{name}[{heads},H]"),
         (model.qk_norm, f"{name}n", "rms_norm", f"{name}_norm[H]"),
@@ -108,14 +135,19 @@ def _on_the_way(model: Model, name: str, heads: str) -> tuple[Lines, str]:
     return lines, source
 
 
-def _attention_line(model: Model, q: str, k: str, *, sliding: bool, documents: bool) -> Lines:
-    arrays = [f"{q}[B,T,N,H]", f"{k}[B,T,K,H]", "v[B,T,K,H]", "positions[B,T]"]
+def _attention_line(model: Model, q: str, k: str, *, sliding: bool, documents: bool, causal: bool) -> Lines:
+    relative = model.relative_buckets > 0
+    arrays = [f"{q}[B,T,N,H]", f"{k}[B,T,K,H]", "v[B,T,K,H]"]
+    arrays += ["positions[B,T]"] if causal or relative else []
     arrays += ["documents[B,T]"] if documents else []
-    arrays += ["sinks[N]"] if model.attention_sinks else []
-    attributes = [f"window={model.sliding_window}"] if sliding else []
+    arrays += ["sinks[N]"] if model.attention_sinks and causal else []
+    arrays += ["relative_bias[R,N]"] if relative else []
+    attributes = [] if causal else ["sees_all"]
+    attributes += [f"window={model.sliding_window}"] if sliding else []
     attributes += [f"softcap={model.attention_softcap}"] if model.attention_softcap else []
+    attributes += [f"distance={model.relative_distance}"] if relative else []
     given = f"; {', '.join(attributes)}" if attributes else ""
-    return [f"o[B,T,N,H] = attention({', '.join(arrays)}{given})"]
+    return [f"o[B,T,N,H] = {'relative_' * relative}attention({', '.join(arrays)}{given})"]
 
 
 def latent_attention_lines(model: Model, *, documents: bool = False) -> Lines:

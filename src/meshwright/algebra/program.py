@@ -6,6 +6,7 @@ from collections.abc import Mapping
 import msgspec
 
 from meshwright.algebra.notation import parse_array
+from meshwright.algebra.steps import Role
 from meshwright.core.errors import InputError
 
 _LINE = re.compile(r"\s*(?P<out>[^=]+?)\s*=\s*(?P<rest>.+?)\s*")
@@ -60,11 +61,43 @@ def layers_dim(block: str) -> str:
     return "L" + block.removeprefix("layer").replace("_", "")
 
 
+class Stack(msgspec.Struct, frozen=True, kw_only=True):
+    """Layers that hand on one stream, by the names of their blocks.
+
+    ``first`` makes the stream ``carry``, ``layers`` are the blocks of the layers in order, one name for each, and
+    ``last`` ends the stream. ``inputs`` are what earlier stacks end in, and what every layer of this one reads.
+    """
+
+    first: str
+    layers: tuple[str, ...]
+    last: str
+    carry: str
+    inputs: tuple[str, ...] = ()
+
+
 class Program(msgspec.Struct, frozen=True):
-    """Blocks in order, and every variable they name. Plain data: no sizes, no shardings."""
+    """Blocks in order, every variable they name, and the stacks that the blocks make up: one of a decoder, two of an
+    encoder and a decoder. Plain data: no sizes, no shardings.
+
+    Blocks alone make a program too, which is derived and priced; what runs whole models goes by the stacks.
+    """
 
     blocks: tuple[Block, ...]
     variables: dict[str, Variable]
+    stacks: tuple[Stack, ...] = ()
+
+    def role(self, block: str) -> Role:
+        """What a block is in its stack; the last block of the last stack is the head."""
+        for stack in self.stacks:
+            if block == stack.first:
+                return "first"
+            if block == stack.last:
+                return "head" if stack is self.stacks[-1] else "last"
+        return "layer"
+
+    def further(self, block: str) -> tuple[str, ...]:
+        """What a block reads of earlier stacks, in every repeat."""
+        return next((stack.inputs for stack in self.stacks if block in stack.layers), ())
 
     def of_role(self, *roles: str) -> tuple[Variable, ...]:
         """Variables of the roles, in order of first use."""

@@ -13,6 +13,9 @@ from meshwright.core.labels import StepLabel
 Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "permute"]
 Phase = Literal["forward", "recompute", "backward", "update"]
 Scope = Literal["layer", "microbatch", "step"]
+Role = Literal["first", "layer", "last", "head"]
+"""What a block is in its stack of layers: it makes the stream, hands it on, or ends it; the head ends that of the
+last stack."""
 
 Reduction = Literal["sum", "max"]
 
@@ -71,7 +74,8 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     neighbour, `num_moves` times. With ``accumulates`` the result is added to what is there already.
     ``details`` are facts that no array holds, of the type that the op's module declares; `Round` for a permute.
     A collective matmul computes its ``parts`` together, block by block along ``dim``.
-    ``phase`` and ``scope`` say when and how often; ``critical`` whether the next matmul has to wait for it.
+    ``role`` is that of the block. ``phase`` and ``scope`` say when and how often; ``critical`` whether the next matmul
+    has to wait for it.
     """
 
     op: str
@@ -85,6 +89,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     accumulates: bool = False
     details: Any = None
     block: str = ""
+    role: Role = "layer"
     phase: Phase = "forward"
     scope: Scope = "layer"
     critical: bool = False

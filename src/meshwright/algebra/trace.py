@@ -35,6 +35,18 @@ every result and every gathered activation, and so do "sqrt" and "every-C" insid
 being run again. The loss head keeps all but its logits under every policy."""
 
 
+class SharedInput(msgspec.Struct, frozen=True, kw_only=True):
+    """What every layer of a stack reads of an earlier one: how it lies when they do, and its cotangent as they add to
+    it, which may be left to be summed over devices until all of them have."""
+
+    given: ShardedArray
+    cotangent: ShardedArray
+
+
+ENCODER, CROSS = "encoder_", "cross_"
+"""What names of an encoder's variables and of cross-attention's begin with; the rest is as in a decoder's layer."""
+
+
 class Shardings:
     """The declared sharding of every variable and cotangent under one strategy."""
 
@@ -42,6 +54,7 @@ class Shardings:
         self.program, self.strategy, self.keep_axes = program, strategy, keep_axes
         self.kept_names = kept_names(program, strategy)
         self.keeps_logits = keeps_logits(strategy)
+        self.shared: dict[str, SharedInput] = {}
         self._arrays: dict[str, ShardedArray] = {}
 
     def declared(self, name: str) -> ShardedArray:
@@ -62,7 +75,10 @@ class Shardings:
         return self._make(name, variable.dims, "optimizer" if variable.role == "weight" else variable.role)
 
     def _make(self, name: str, dims: tuple[str, ...], role: str) -> ShardedArray:
-        axes = assign(self.strategy.rules(role), dims, keep=self.keep_axes)
+        rules = self.strategy.rules(role)
+        if "S" in dims and "S" not in rules and "T" in rules:  # positions of an encoder are split as a decoder's are
+            rules = {**rules, "S": rules["T"]}
+        axes = assign(rules, dims, keep=self.keep_axes)
         dtype = {"input": "int32", "position": "int32"}.get(role, "")
         return ShardedArray(name, dims, axes, dtype="fp32" if name in ("loss", "logits") else dtype)
 
@@ -87,10 +103,16 @@ class Shardings:
             return False
         if self.kept_names is None:
             return True
-        if array.name == "lse":  # attention's backward pass needs it wherever it needs the result
+        name = plain_name(array.name)
+        if name == "lse":  # attention's backward pass needs it wherever it needs the result
             return "o" in self.kept_names
         declared = array.name in self.program.variables and self.declared(array.name).axes == array.axes
-        return declared and not array.unreduced and array.name in self.kept_names
+        return declared and not array.unreduced and (name in self.kept_names or array.name in self.kept_names)
+
+
+def plain_name(name: str) -> str:
+    """The name of a result where there is one stack: an encoder and cross-attention have names of their own."""
+    return name.removeprefix(ENCODER).removeprefix(CROSS)
 
 
 def keeps_logits(strategy: Strategy) -> bool:
@@ -121,6 +143,7 @@ class Trace:
         self.slice_axes = shardings.strategy.slice_axes
         self.keeps_logits = shardings.keeps_logits
         self.scope: Scope = "layer" if block.carry else "microbatch"
+        self.role = shardings.program.role(block.name)
         self.start = set(available)
         self.available = set(self.start)
         self.used: list[ShardedArray] = []
@@ -151,7 +174,13 @@ class Trace:
         waits = moves and not is_weight and (phase == "forward" or source not in self.start)
         if phase == "recompute" and is_weight:
             phase = "backward"
-        fields = {"block": self.block.name, "phase": phase, "scope": scope or self.scope, "critical": waits}
+        fields = {
+            "block": self.block.name,
+            "role": self.role,
+            "phase": phase,
+            "scope": scope or self.scope,
+            "critical": waits,
+        }
         self.steps.append(msgspec.structs.replace(step, **fields))
         for array in (step.result, *step.more):
             self.available.add(array)

@@ -1,13 +1,16 @@
-"""A model as a layer program: embedding, one block per kind of layer, loss head. Weight dims are read off the weight
-table."""
+"""A model as a layer program: embedding, one block per kind of layer, loss head; before them, where the model has one,
+the same of its encoder. Weight dims are read off the weight table."""
 
+import re
 from collections.abc import Sequence
 from functools import lru_cache
 
 import msgspec
 
-from meshwright.algebra.layers import PLAIN, ProgramOptions, head_norm_line, layer_lines
-from meshwright.algebra.program import Block, Program, Variable, layers_dim, parse_block
+from meshwright.algebra.layers import PLAIN, ProgramOptions, encoder_layer_lines, head_norm_line, layer_lines
+from meshwright.algebra.program import Block, Program, Stack, Variable, layers_dim, parse_block
+from meshwright.algebra.trace import ENCODER
+from meshwright.core.errors import InputError
 from meshwright.spec.model import Model
 from meshwright.spec.weights import Weight, weight_table
 
@@ -57,7 +60,8 @@ def layer_names(model: Model) -> tuple[str, ...]:
 
 
 def local_name(weight: Weight) -> str:
-    """The name of a weight inside its block: ``layers.wq`` -> ``wq``, ``layers.experts.w_up`` -> ``experts_w_up``."""
+    """The name of a weight inside its block: ``layers.wq`` -> ``wq``, ``layers.experts.w_up`` -> ``experts_w_up``,
+    ``encoder.wq`` -> ``encoder_wq``."""
     return weight.name.removeprefix("layers.").replace(".", "_")
 
 
@@ -71,8 +75,8 @@ def weight_variables(model: Model) -> dict[str, tuple[Weight, int]]:
     for weight in weight_table(model):
         if weight.tied_to:
             continue
-        if not weight.layers:
-            found[local_name(weight)] = (weight, 1)
+        if not weight.layers or local_name(weight).startswith(ENCODER):
+            found[local_name(weight)] = (weight, weight.repeat)
             continue
         for kind in kinds:
             repeat = len(set(kind.layers) & set(weight.layers))
@@ -83,7 +87,9 @@ def weight_variables(model: Model) -> dict[str, tuple[Weight, int]]:
 
 @lru_cache(maxsize=64)
 def transformer(model: Model, options: ProgramOptions = PLAIN) -> Program:
-    """The training program of a model: embed, layers, head."""
+    """The training program of a model: embed, layers, head; an encoder's stack before them."""
+    if model.encoder and options.documents:
+        raise InputError("rows of an encoder and a decoder hold one document each. Leave documents out.")
     documents = {"documents": Variable("documents", ("B", "T"), "position")} if options.documents else {}
     variables = {
         **documents,
@@ -94,15 +100,46 @@ def transformer(model: Model, options: ProgramOptions = PLAIN) -> Program:
     }
     for name, (weight, _) in weight_variables(model).items():
         variables[name] = Variable(name, weight.dims, _role(weight), inputs=matrix_inputs(weight))
+    encoder = _encoder_blocks(model, variables) if model.encoder else ()
     embed, head = _embed_lines(model), _head_lines(model, options)
-    return Program(
-        (
-            parse_block("embed", "\n".join(embed), variables),
-            *(_layer_block(model, kind, variables, options) for kind in layer_kinds(model)),
-            parse_block("head", "\n".join(head), variables),
-        ),
-        variables,
+    blocks = (
+        parse_block("embed", "\n".join(embed), variables),
+        *(_layer_block(model, kind, variables, options) for kind in layer_kinds(model)),
+        parse_block("head", "\n".join(head), variables),
     )
+    inputs = ("encoded",) if encoder else ()
+    decoder = Stack(first="embed", layers=layer_names(model), last="head", carry="x", inputs=inputs)
+    return Program((*encoder, *blocks), variables, (*_encoder_stack(model), decoder))
+
+
+def _encoder_blocks(model: Model, variables: dict[str, Variable]) -> tuple[Block, ...]:
+    """The encoder: its text is a decoder's with other names, over positions S."""
+    assert model.encoder is not None
+    count = model.encoder.num_layers
+    for name, role in (("tokens", "input"), ("positions", "position")):
+        variables[f"{ENCODER}{name}"] = Variable(f"{ENCODER}{name}", ("B", "S"), role)
+    texts = {"embed": _embed_lines(model), "layer": encoder_layer_lines(model), "end": [head_norm_line(model)]}
+    lines = {name: _of_encoder("\n".join(text)) for name, text in texts.items()}
+    return (
+        parse_block(f"{ENCODER}embed", lines["embed"], variables),
+        parse_block(
+            f"{ENCODER}layer", lines["layer"], variables, repeat=count, carry=f"{ENCODER}x", result=f"{ENCODER}x2"
+        ),
+        parse_block(f"{ENCODER}end", lines["end"], variables, renamed={f"{ENCODER}hf": "encoded"}),
+    )
+
+
+def _encoder_stack(model: Model) -> tuple[Stack, ...]:
+    if model.encoder is None:
+        return ()
+    layers = (f"{ENCODER}layer",) * model.encoder.num_layers
+    return (Stack(first=f"{ENCODER}embed", layers=layers, last=f"{ENCODER}end", carry=f"{ENCODER}x"),)
+
+
+def _of_encoder(text: str) -> str:
+    """Lines of a decoder with the names and dims of the encoder's; the table of tokens is one for both."""
+    names = re.sub(r"(\w+)\[", lambda found: f"{'' if found[1] == 'embed' else ENCODER}{found[1]}[", text)
+    return names.replace("[B,T", "[B,S").replace("[P,", "[Ps,")
 
 
 def matrix_inputs(weight: Weight) -> tuple[str, ...]:

@@ -217,7 +217,9 @@ def memory_parts(derived: Derived, sizes: OpSizes) -> MemoryParts:
             for block in blocks
             if block.block.carry and derived.trains
         ),
-        kept_ends_bytes=sum((kept[block.block.name] for block in blocks if not block.block.carry), start=zero),
+        kept_ends_bytes=sum(
+            (kept[block.block.name] for block in blocks if not block.block.carry), start=_further_bytes(derived, sizes)
+        ),
         logits_bytes=[_kept_bytes(block, derived, sizes, logits=True) for block in blocks],
         chunk_bytes=_chunk_bytes(derived, sizes),
         boundary_bytes=[_boundary_bytes(derived, sizes, phase) + zero for phase in ("forward", "backward")],
@@ -318,6 +320,13 @@ def _kept_bytes(block: BlockSteps, derived: Derived, sizes: OpSizes, *, logits: 
             else:
                 total = total + sizes.bytes(array)
     return block.repeat * total
+
+
+def _further_bytes(derived: Derived, sizes: OpSizes) -> Number:
+    """What layers read of earlier stacks, once for all of them, and the sum of its cotangents."""
+    names = dict.fromkeys(name for stack in derived.program.stacks for name in stack.inputs)
+    shared = (derived.shared[name] for name in names)
+    return sum((sizes.total(one.given, one.cotangent) for one in shared), start=_zero(sizes))
 
 
 def _handed_bytes(block: BlockSteps, derived: Derived, sizes: OpSizes) -> Number:
@@ -428,7 +437,9 @@ def _lives(steps: tuple[Step, ...], block: BlockSteps, derived: Derived) -> dict
 
     Training gathers the weights of a whole repeat ahead; a forward pass alone gathers each for its product.
     """
-    elsewhere = {*block.kept, *(derived.declared.values() if derived.trains else ())}
+    shared = (derived.shared[name] for name in derived.program.further(block.block.name))
+    held = {*block.kept, *(array for one in shared for array in (one.given, one.cotangent))}
+    elsewhere = {*held, *(derived.declared.values() if derived.trains else ())}
 
     def is_state(array: ShardedArray) -> bool:
         given = derived.trains or array == derived.declared.get(array.name)
@@ -444,7 +455,7 @@ def _lives(steps: tuple[Step, ...], block: BlockSteps, derived: Derived) -> dict
             elif array not in elsewhere and not is_state(array):
                 lives[array] = _Life(0, number)  # the cotangent or the stream that the block is given
         for array in (step.result, *step.more):
-            if array not in lives and array not in block.kept and not is_state(array):
+            if array not in lives and array not in held and not is_state(array):
                 moves = step.is_collective or step.op == "slice"
                 lives[array] = _Life(number, number, step if moves else None)
     return lives

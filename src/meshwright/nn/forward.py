@@ -10,7 +10,7 @@ from jax import lax
 from meshwright.algebra.derive import derive
 from meshwright.algebra.derived import BlockSteps
 from meshwright.algebra.layers import ProgramOptions
-from meshwright.algebra.transformer import Span, layer_names, spans, transformer
+from meshwright.algebra.transformer import Span, spans, transformer
 from meshwright.nn.context import Context
 from meshwright.nn.interpreter import run
 from meshwright.nn.weights import Params
@@ -19,23 +19,37 @@ from meshwright.spec.strategy import Strategy, make_mesh
 
 
 def logits_fn(model: Model) -> Callable[..., jax.Array]:
-    """(params, tokens[B,T], documents[B,T] or None) -> logits[B,T,V] in float32."""
+    """(params, tokens[B,T], documents[B,T] or None, tokens of the encoder or None) -> logits[B,T,V] in float32."""
     require_runnable(model)
 
-    def logits(params: Params, tokens: jax.Array, documents: jax.Array | None = None) -> jax.Array:
+    def logits(
+        params: Params,
+        tokens: jax.Array,
+        documents: jax.Array | None = None,
+        encoder_tokens: jax.Array | None = None,
+    ) -> jax.Array:
         options = ProgramOptions(documents=documents is not None)
         # Keeping every result leaves the logits whole: other policies may compute the loss in chunks.
         derived = derive(transformer(model, options), Strategy(mesh=make_mesh({}), remat="none"))
         context = Context(model=model, derived=derived, mesh=make_mesh({}), options=options)
-        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
-        given: dict[str, Any] = {"tokens": tokens, "positions": positions, "documents": documents}
+        given: dict[str, Any] = {"tokens": tokens, "positions": _places(tokens), "documents": documents}
+        if encoder_tokens is not None:
+            given |= {"encoder_tokens": encoder_tokens, "encoder_positions": _places(encoder_tokens)}
         blocks = {steps.block.name: steps for steps in derived.blocks}
-        x = _run(context, blocks["embed"], {**given, **params}, "x")
-        for span in spans(layer_names(model)):
-            x = _span(context, blocks, span, x, params, given)
-        return _capped(model, _run(context, blocks["head"], {**params, "x": x}, "logits"))
+        for stack in derived.program.stacks:
+            x = _run(context, blocks[stack.first], {**given, **params}, stack.carry)
+            for span in spans(stack.layers):
+                x = _span(context, blocks, span, stack.carry, x, params, given)
+            result = "logits" if stack is derived.program.stacks[-1] else blocks[stack.last].block.ops[-1].out
+            given[result] = _run(context, blocks[stack.last], {**params, stack.carry: x}, result)
+        return _capped(model, given["logits"])
 
     return logits
+
+
+def _places(tokens: jax.Array) -> jax.Array:
+    """The position of each token in its row."""
+    return jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
 
 
 def _capped(model: Model, logits: jax.Array) -> jax.Array:
@@ -54,9 +68,15 @@ def _run(context: Context, steps: BlockSteps, values: dict[str, Any], result: st
 
 
 def _span(
-    context: Context, blocks: dict[str, BlockSteps], span: Span, x: jax.Array, params: Params, given: dict[str, Any]
+    context: Context,
+    blocks: dict[str, BlockSteps],
+    span: Span,
+    carry: str,
+    x: jax.Array,
+    params: Params,
+    given: dict[str, Any],
 ) -> jax.Array:
-    """The stream after a run of layers."""
+    """The stream ``carry`` after a run of layers."""
 
     def turn(stream: jax.Array, number: jax.Array) -> tuple[jax.Array, None]:
         for position, kind in enumerate(span.pattern):
@@ -64,7 +84,7 @@ def _span(
             layer = span.starts[kind] + number * per_turn + place
             used = {name for op in blocks[kind].block.ops for name in op.inputs}
             own = {n: lax.dynamic_index_in_dim(p, layer, keepdims=False) for n, p in params.items() if n in used}
-            stream = _run(context, blocks[kind], {**given, **own, "x": stream}, blocks[kind].block.result)
+            stream = _run(context, blocks[kind], {**given, **own, carry: stream}, blocks[kind].block.result)
         return stream, None
 
     return lax.scan(turn, x, jnp.arange(span.repeats))[0]

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 from msgspec.structs import replace
 
+from meshwright.algebra.trace import ENCODER
 from meshwright.algebra.transformer import layer_kinds, local_name, weight_variables
 from meshwright.spec.model import Model
 from meshwright.spec.weights import Weight
@@ -13,7 +14,7 @@ Params = dict[str, jax.Array]
 """Variable of the program -> array; the weights of layers are stacked over those of their kind, [L, ...]."""
 
 INIT_STD = 0.02
-_INTO_STREAM = ("wo", "w_down", "experts_w_down", "shared_w_down")
+_INTO_STREAM = ("wo", "w_down", "experts_w_down", "shared_w_down", "cross_wo", "encoder_wo", "encoder_w_down")
 
 
 def rows(model: Model) -> dict[str, Weight]:
@@ -25,7 +26,10 @@ def rows(model: Model) -> dict[str, Weight]:
     layers_of = {kind.suffix if len(kinds) > 1 else "": kind.layers for kind in kinds}
     found = {}
     for name, (weight, _) in weight_variables(model).items():
-        of_kind = layers_of[name.removeprefix(local_name(weight))] if weight.layers else ()
+        if not weight.layers or name.startswith(ENCODER):
+            found[name] = weight
+            continue
+        of_kind = layers_of[name.removeprefix(local_name(weight))]
         found[name] = replace(weight, layers=tuple(layer for layer in of_kind if layer in set(weight.layers)))
     return found
 

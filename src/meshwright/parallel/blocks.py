@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -23,13 +23,21 @@ from meshwright.nn.interpreter import Environment, run
 from meshwright.nn.weights import Params
 
 Inputs = dict[str, jax.Array]
-"""What a job gives to the blocks of a microbatch by name: tokens, labels, positions, documents."""
+"""What a job gives to the blocks of a microbatch by name: tokens, labels, positions, documents; and what earlier stacks
+have ended in, for the layers that read it."""
 
 Held = tuple[jax.Array, ...]
 """The forward results that a backward pass is given, in the order of the derivation."""
 
 Ready = tuple[jax.Array, ...]
 """Weights of a block gathered ahead, in the order of `BlockPasses.gathers`."""
+
+
+class Cotangents(NamedTuple):
+    """The cotangent of the stream, and of what layers read of earlier stacks by name, summed over layers so far."""
+
+    stream: jax.Array
+    further: Inputs
 
 
 @dataclass(frozen=True)
@@ -59,7 +67,12 @@ class BlockPasses:
         made = {op.out for op in self.steps.block.ops}
         used = {name for op in self.steps.block.ops for name in op.inputs} - made
         streams = [n for n in used if self.derived.program.variables[n].role == "activation"]
-        return streams[0] if streams else ""
+        return next((name for name in streams if name not in self.further), "")
+
+    @cached_property
+    def further(self) -> tuple[str, ...]:
+        """What the block reads of earlier stacks."""
+        return self.derived.program.further(self.steps.block.name)
 
     @cached_property
     def counts(self) -> dict[str, ShardedArray]:
@@ -79,7 +92,8 @@ class BlockPasses:
     def _environment(self, weights: Mapping[str, jax.Array], inputs: Inputs, ready: Ready | None = None) -> Environment:
         declared = self.derived.declared
         env = {declared[name]: weights[name] for name in self.weights}
-        env |= {declared[name]: value for name, value in inputs.items() if name in declared}
+        given = declared | {name: shared.given for name, shared in self.derived.shared.items()}
+        env |= {given[name]: value for name, value in inputs.items() if name in declared}
         if ready is not None:
             env |= {step.result: value for step, value in zip(self.gathers, ready, strict=True)}
         return env
@@ -120,13 +134,31 @@ class BlockPasses:
     ) -> tuple[jax.Array | None, Params]:
         """Cotangent of the entering stream (None for the first block), and gradients as `gradient_arrays` says; among
         them `counts`, which add up over microbatches as gradients do."""
+        stream, _, grads = self._backward(weights, inputs, held, Cotangents(cotangent, {}), ready)
+        return stream, grads
+
+    def layer_backward(
+        self, weights: Params, inputs: Inputs, held: Held, cotangents: Cotangents, *, ready: Ready | None = None
+    ) -> tuple[Cotangents, Params]:
+        """The same of a layer, which adds to the cotangents of what it reads of earlier stacks."""
+        stream, further, grads = self._backward(weights, inputs, held, cotangents, ready)
+        assert stream is not None
+        return Cotangents(stream, further), grads
+
+    def _backward(
+        self, weights: Params, inputs: Inputs, held: Held, cotangents: Cotangents, ready: Ready | None
+    ) -> tuple[jax.Array | None, Inputs, Params]:
         env = self._environment(weights, inputs, ready) | self.recalled(held)
-        env[cotangent_of(self.derived, self.result)] = cotangent
+        shared = self.derived.shared
+        whole = shared[self.result].cotangent if self.result in shared else cotangent_of(self.derived, self.result)
+        env[whole] = cotangents.stream
+        sums = {name: shared[name].cotangent for name in self.further}
+        env |= {sums[name]: value for name, value in cotangents.further.items()}
         env = run(self.context, self._left(self.backward_steps, ready), env)
         arrays = gradient_arrays(self.derived)
         grads = {name: env[arrays[name]] for name in self.weights} | {n: env[a] for n, a in self.counts.items()}
         stream = env[cotangent_of(self.derived, self.entering)] if self.entering else None
-        return stream, grads
+        return stream, {name: env[array] for name, array in sums.items()}, grads
 
 
 def through(steps: Sequence[Step], value: jax.Array, *, leading: int = 0) -> jax.Array:

@@ -11,7 +11,8 @@ from jax import lax
 
 from meshwright.algebra.derived import BlockSteps
 from meshwright.algebra.notation import ShardedArray
-from meshwright.algebra.transformer import Span, layer_names, spans
+from meshwright.algebra.program import Stack
+from meshwright.algebra.transformer import Span, spans
 from meshwright.nn.cache import LayerCache
 from meshwright.nn.context import Context
 from meshwright.nn.interpreter import run
@@ -34,11 +35,17 @@ class GenerationPass:
 
     def run(self, params: Params, cache: Cache, given: Mapping[str, Any]) -> tuple[jax.Array, Cache]:
         """Logits and the cache after, from what the job gives by name: tokens, positions, last."""
-        x, _ = self._block(self._blocks["embed"], {**given, **params}, {})
-        for span in spans(layer_names(self.context.model)):
+        stack = self._stack
+        x, _ = self._block(self._blocks[stack.first], {**given, **params}, {})
+        for span in spans(stack.layers):
             x, cache = self._span(span, x, cache, params, given)
-        logits, _ = self._block(self._blocks["head"], {**given, **params, "x": x}, {})
+        logits, _ = self._block(self._blocks[stack.last], {**given, **params, stack.carry: x}, {})
         return logits, cache
+
+    @property
+    def _stack(self) -> Stack:
+        (stack,) = self.context.derived.program.stacks
+        return stack
 
     def _span(
         self, span: Span, x: jax.Array, cache: Cache, params: Params, given: Mapping[str, Any]
@@ -59,7 +66,7 @@ class GenerationPass:
         used = {name for op in steps.block.ops for name in op.inputs}
         own = {n: lax.dynamic_index_in_dim(p, layer, keepdims=False) for n, p in params.items() if n in used}
         held = {name: LayerCache(stack, layer) for name, stack in cache.items() if name in used}
-        x, written = self._block(steps, {**given, **own, "x": x}, held)
+        x, written = self._block(steps, {**given, **own, self._stack.carry: x}, held)
         return x, {**cache, **written}
 
     def _block(

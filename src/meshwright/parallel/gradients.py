@@ -18,7 +18,7 @@ from meshwright.algebra.rewrites.split_backward import step_steps
 from meshwright.core.labels import AT_MOST_ONCE
 from meshwright.nn.experts.balance import Routing
 from meshwright.nn.weights import Params
-from meshwright.parallel.blocks import Inputs, through
+from meshwright.parallel.blocks import Cotangents, Inputs, through
 from meshwright.parallel.passes import Passes
 
 Microbatch = Callable[[Params, Inputs, Params | None], tuple[jax.Array, Params]]
@@ -39,16 +39,25 @@ def microbatch_gradients(
     They are as a microbatch leaves them; with ``overlapped``, added to ``earlier`` ones and as a step leaves them, each
     layer's as soon as they are made.
     """
-    stream, embed_held = passes.embed.forward(params, inputs, None)
-    stream, held = passes.layers_forward(params, inputs, stream)
-    loss, head_held = passes.head.forward(params, inputs, stream)
-    cotangent, grads = passes.head.backward(params, inputs, head_held, dloss)
-    assert cotangent is not None
-    cotangent, of_layers = passes.layers_backward(
-        params, inputs, held, cotangent, earlier=earlier, overlapped=overlapped
-    )
-    _, of_embed = passes.embed.backward(params, inputs, embed_held, cotangent)
-    ends = summed(grads, of_embed)
+    results, held = dict(inputs), []
+    for stack in passes.stacks:
+        stream, embed_held = stack.embed.forward(params, results, None)
+        stream, of_turns = stack.layers_forward(params, results, stream)
+        results[stack.head.result], head_held = stack.head.forward(params, results, stream)
+        held.append((embed_held, of_turns, head_held))
+    cotangents, ends, of_layers = {passes.head.result: dloss}, Params(), Params()
+    for stack, (embed_held, of_turns, head_held) in reversed(list(zip(passes.stacks, held, strict=True))):
+        cotangent, of_head = stack.head.backward(params, results, head_held, cotangents[stack.head.result])
+        assert cotangent is not None
+        # layers add to the cotangents of what they read
+        further = {name: jnp.zeros_like(results[name]) for name in stack.stack.inputs}
+        (cotangent, further), grads = stack.stack_backward(
+            params, results, of_turns, Cotangents(cotangent, further), earlier=earlier, overlapped=overlapped
+        )
+        _, of_embed = stack.embed.backward(params, results, embed_held, cotangent)
+        cotangents = summed(cotangents, further)
+        ends, of_layers = summed(ends, of_head, of_embed), of_layers | grads
+    loss = results[passes.head.result]
     if overlapped:
         ends = summed(ends, {n: g for n, g in (earlier or {}).items() if n in ends})
         ends = once_per_step(passes.derived, ends, stacked=frozenset())
@@ -57,9 +66,12 @@ def microbatch_gradients(
 
 def microbatch_loss(passes: Passes, params: Params, inputs: Inputs) -> jax.Array:
     """The summed loss alone."""
-    stream, _ = passes.embed.forward(params, inputs, None)
-    stream, _ = passes.layers_forward(params, inputs, stream)
-    return passes.head.forward(params, inputs, stream)[0]
+    results = dict(inputs)
+    for stack in passes.stacks:
+        stream, _ = stack.embed.forward(params, results, None)
+        stream, _ = stack.layers_forward(params, results, stream)
+        results[stack.head.result], _ = stack.head.forward(params, results, stream)
+    return results[passes.head.result]
 
 
 def summed(*parts: Params) -> Params:

@@ -16,7 +16,7 @@ from jax import lax
 
 from meshwright.algebra.transformer import Span
 from meshwright.nn.weights import Params
-from meshwright.parallel.blocks import BlockPasses, Inputs, Ready
+from meshwright.parallel.blocks import BlockPasses, Cotangents, Inputs, Ready
 
 MAX_WRITTEN_OUT = 16
 """Turns of a loop that are worth the time of compiling each: on two cores a step of 8 layers of 1.8M weights compiles
@@ -65,18 +65,19 @@ class TurnPasses:
         self,
         weights: Turn,
         held: tuple[Any, ...],
-        cotangent: jax.Array,
+        cotangent: Cotangents,
         earlier: Turn | None,
         ready: tuple[Ready, ...] | None = None,
-    ) -> tuple[jax.Array, Turn]:
-        """The cotangent of what entered the turn, and its gradients."""
+    ) -> tuple[Cotangents, Turn]:
+        """The cotangents of what entered the turn, and its gradients."""
         found: list[Params] = []
         for number, kind in reversed(list(enumerate(self.span.pattern))):
             at_hand = ready[number] if ready is not None else None
             block = self._of(kind)
-            stream, grads = block.backward(weights[number], self.inputs, held[number], cotangent, ready=at_hand)
-            assert stream is not None
-            cotangent, found = stream, [grads, *found]
+            cotangent, grads = block.layer_backward(
+                weights[number], self.inputs, held[number], cotangent, ready=at_hand
+            )
+            found = [grads, *found]
         return cotangent, self.finish(tuple(found), earlier)
 
 
@@ -85,8 +86,8 @@ class LayerLoop(Protocol):
 
     def forward(self, turns: TurnPasses, weights: Turn, stream: jax.Array) -> tuple[jax.Array, Any]: ...
     def backward(
-        self, turns: TurnPasses, weights: Turn, held: Any, cotangent: jax.Array, earlier: Turn | None
-    ) -> tuple[jax.Array, Turn]: ...
+        self, turns: TurnPasses, weights: Turn, held: Any, cotangent: Cotangents, earlier: Turn | None
+    ) -> tuple[Cotangents, Turn]: ...
 
 
 @dataclass(frozen=True)
@@ -103,9 +104,9 @@ class PlainLoop:
         return lax.scan(lambda x, own: turns.forward(own, x), stream, weights, unroll=self._unroll(turns))
 
     def backward(
-        self, turns: TurnPasses, weights: Turn, held: Any, cotangent: jax.Array, earlier: Turn | None
-    ) -> tuple[jax.Array, Turn]:
-        def back(cotangent: jax.Array, given: Any) -> tuple[jax.Array, Turn]:
+        self, turns: TurnPasses, weights: Turn, held: Any, cotangent: Cotangents, earlier: Turn | None
+    ) -> tuple[Cotangents, Turn]:
+        def back(cotangent: Cotangents, given: Any) -> tuple[Cotangents, Turn]:
             own, kept, before = given
             return turns.backward(own, kept, cotangent, before)
 
@@ -129,9 +130,9 @@ class SegmentLoop:
         return stream, held
 
     def backward(
-        self, turns: TurnPasses, weights: Turn, held: Any, cotangent: jax.Array, earlier: Turn | None
-    ) -> tuple[jax.Array, Turn]:
-        def segment(cotangent: jax.Array, given: Any) -> tuple[jax.Array, Turn]:
+        self, turns: TurnPasses, weights: Turn, held: Any, cotangent: Cotangents, earlier: Turn | None
+    ) -> tuple[Cotangents, Turn]:
+        def segment(cotangent: Cotangents, given: Any) -> tuple[Cotangents, Turn]:
             own, stream, before = given
             _, kept = lax.scan(lambda x, w: turns.forward(w, x), stream, own)
             return PlainLoop().backward(turns, own, kept, cotangent, before)
@@ -176,8 +177,8 @@ class AheadLoop:
         return stream, (held, kept, ready)
 
     def backward(
-        self, turns: TurnPasses, weights: Turn, held: Any, cotangent: jax.Array, earlier: Turn | None
-    ) -> tuple[jax.Array, Turn]:
+        self, turns: TurnPasses, weights: Turn, held: Any, cotangent: Cotangents, earlier: Turn | None
+    ) -> tuple[Cotangents, Turn]:
         def back(carry: Any, given: Any) -> tuple[Any, Turn]:
             cotangent, ready = carry
             own, previous, kept, before = given

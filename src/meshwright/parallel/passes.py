@@ -1,11 +1,11 @@
-"""The forward and the backward pass of a whole microbatch: blocks in the order of the model, layers in loops.
+"""The forward and the backward pass of a microbatch through a stack: first block, layers in loops, last block.
 
 Nothing here is differentiated: the backward pass runs the derived backward steps on what the forward pass held.
 """
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -14,12 +14,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from meshwright.algebra.derived import Derived
+from meshwright.algebra.program import Stack
 from meshwright.algebra.rewrites.split_backward import step_steps
-from meshwright.algebra.transformer import Span, layer_names, spans
+from meshwright.algebra.transformer import Span, spans
 from meshwright.nn.attention.platform import default_platform
 from meshwright.nn.context import Context
 from meshwright.nn.weights import Params
-from meshwright.parallel.blocks import BlockPasses, Inputs, through
+from meshwright.parallel.blocks import BlockPasses, Cotangents, Inputs, through
 from meshwright.parallel.layer_loops import (
     AheadLoop,
     LayerLoop,
@@ -34,15 +35,16 @@ from meshwright.parallel.layer_loops import (
 
 @dataclass(frozen=True)
 class Passes:
-    """Forward and backward of one derivation, over all layers of the model or over those of a pipeline stage.
+    """Forward and backward of one derivation, over all layers of a stack or over those of a pipeline stage.
 
-    ``names`` are the blocks of the layers in order; None stands for all of the model's. With ``ahead`` the weights of
-    the next layer are gathered while one computes.
+    ``names`` are the blocks of the layers in order; None stands for all of the stack's. With ``ahead`` the weights of
+    the next layer are gathered while one computes. ``number`` is that of the stack.
     """
 
     context: Context
     names: tuple[str, ...] | None = None
     ahead: bool = False
+    number: int = -1
 
     @property
     def derived(self) -> Derived:
@@ -53,19 +55,29 @@ class Passes:
         return {steps.block.name: BlockPasses(self.context, steps) for steps in self.derived.blocks}
 
     @property
+    def stack(self) -> Stack:
+        """The stack of the program."""
+        return self.derived.program.stacks[self.number]
+
+    @cached_property
+    def stacks(self) -> tuple["Passes", ...]:
+        """The passes of every stack of the program, in order."""
+        return tuple(replace(self, number=number) for number in range(len(self.derived.program.stacks)))
+
+    @property
     def embed(self) -> BlockPasses:
         """The first block: tokens to the stream."""
-        return self._blocks["embed"]
+        return self._blocks[self.stack.first]
 
     @property
     def head(self) -> BlockPasses:
-        """The last block: the stream to the loss."""
-        return self._blocks["head"]
+        """The last block: the stream to the loss, or to what later stacks read."""
+        return self._blocks[self.stack.last]
 
     @cached_property
     def spans(self) -> tuple[Span, ...]:
         """The layers as loops."""
-        return spans(self.names if self.names is not None else layer_names(self.context.model))
+        return spans(self.names if self.names is not None else self.stack.layers)
 
     @cached_property
     def loop(self) -> LayerLoop:
@@ -105,7 +117,25 @@ class Passes:
         earlier: Params | None = None,
         overlapped: bool = False,
     ) -> tuple[jax.Array, Params]:
-        """The cotangent of what entered the first layer, and gradients stacked as the weights are.
+        """`stack_backward` where layers read nothing of other stacks."""
+        cotangents = Cotangents(cotangent, {})
+        (cotangent, _), grads = self.stack_backward(
+            params, inputs, held, cotangents, earlier=earlier, overlapped=overlapped
+        )
+        return cotangent, grads
+
+    def stack_backward(
+        self,
+        params: Params,
+        inputs: Inputs,
+        held: Sequence[Any],
+        cotangent: Cotangents,
+        *,
+        earlier: Params | None = None,
+        overlapped: bool = False,
+    ) -> tuple[Cotangents, Params]:
+        """The cotangents of what entered the first layer and, summed over all layers, of what they read of earlier
+        stacks; and gradients stacked as the weights are.
 
         ``overlapped``: each layer's gradients, with what ``earlier`` microbatches left, go through their steps of scope
         "step" as soon as they are made.

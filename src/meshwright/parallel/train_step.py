@@ -167,7 +167,7 @@ class TrainStep:
     @cached_property
     def batch_specs(self) -> dict[str, PartitionSpec]:
         """How the arrays of a batch lie."""
-        names = ("tokens", "labels", "positions", *(("documents",) if self.options.documents else ()))
+        names = (variable.name for variable in self.program.of_role("input", "position"))
         arrays = {name: partition_spec(self.declared.declared[name]) for name in names}
         return {**arrays, "num_labels": PartitionSpec()}
 
@@ -219,12 +219,18 @@ class TrainStep:
         """A global batch on the devices, in the order of positions that the step wants, with its default parts."""
         rows = {n: np.asarray(a) for n, a in batch.items() if n != "num_labels"}
         shape = rows["tokens"].shape
-        rows.setdefault("positions", np.broadcast_to(np.arange(shape[1], dtype=np.int32), shape))
+        for name in (name for name in self.batch_specs if name.endswith("positions")):
+            like = rows[name.replace("positions", "tokens")].shape
+            rows.setdefault(name, np.broadcast_to(np.arange(like[1], dtype=np.int32), like))
         if self.options.documents:
             rows.setdefault("documents", np.zeros(shape, np.int32))
         order = self.token_order(shape[1])
         counted = batch.get("num_labels", np.count_nonzero(rows["labels"] >= 0))
-        placed = {n: a if order is None else a[:, order] for n, a in rows.items() if n in self.batch_specs}
+        placed = {
+            n: a if order is None or "T" not in self.program.variables[n].dims else a[:, order]
+            for n, a in rows.items()
+            if n in self.batch_specs
+        }
         return jax.device_put({**placed, "num_labels": np.float32(counted)}, self.batch_shardings)
 
     # -- what a user calls -------------------------------------------------------------------------
@@ -264,8 +270,10 @@ class TrainStep:
 
     def batch_shapes(self, batch_seqs: int, seq_len: int) -> dict[str, jax.ShapeDtypeStruct]:
         """Global shapes and dtypes of a batch."""
-        rows = jax.ShapeDtypeStruct((batch_seqs, seq_len), jnp.int32)
-        return {n: jax.ShapeDtypeStruct((), jnp.float32) if n == "num_labels" else rows for n in self.batch_specs}
+        dims = {**self.model.dims, "B": batch_seqs, "T": seq_len}
+        arrays = {v.name: tuple(dims[dim] for dim in v.dims) for v in self.program.of_role("input", "position")}
+        rows = {name: jax.ShapeDtypeStruct(shape, jnp.int32) for name, shape in arrays.items()}
+        return {**rows, "num_labels": jax.ShapeDtypeStruct((), jnp.float32)}
 
     def lower(self, batch_seqs: int, seq_len: int, *, platform: str = "") -> jax.stages.Lowered:
         """The step traced for a batch size without any data; on an abstract mesh for the ``platform`` named."""

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from meshwright.algebra.derive import NO_PIPELINE
 from meshwright.algebra.derived import Derived
 from meshwright.algebra.notation import product
 from meshwright.algebra.sizes import OpSizes
@@ -105,6 +106,8 @@ def size_rules(derived: Derived) -> tuple[Rule, ...]:
     rules = [Rule("devices", lambda f: product(f.mesh.values()) == f.num_chips, _devices_message)]
     layers = derived.num_layers
     rules += [Rule("stages", lambda f: _places_used(f, layers), lambda f: _stages_message(f, layers))]
+    if len(derived.program.stacks) > 1:
+        rules.append(Rule("stacks", lambda f: np.asarray(_stages(f)) == 1, lambda f: NO_PIPELINE))
     rules += [Rule("experts", _experts_divide, lambda f: _experts_message(f, int(f.dims.get("E", 0))))]
     rules += [_split_rule(dim, axes, found) for dim, axes in found]
     if not any(dim == "B" for dim, _ in found):

@@ -63,16 +63,25 @@ def yarn_mscale(factor: float, weight: float = 1.0) -> float:
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 
+class Encoder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The encoder beside a decoder, of the same widths: its layers, and the positions of a row that it reads."""
+
+    num_layers: int
+    length: int
+
+
 MAX_LAYERS = 10_000
 """Far above any model: the weight table names every layer."""
 
 
 class Model(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Sizes and switches of one decoder. Defaults are those of a plain llama; 0 or () means the part is absent.
+    """Sizes and switches of one decoder, and of the encoder that it may have. Defaults are those of a plain llama; 0,
+    () or None means the part is absent.
 
     ``d_ff`` is the width of dense feed-forward layers, ``d_ff_expert`` of one routed expert and
     ``d_ff_shared`` of all shared experts together. With latent attention (``kv_lora_rank`` > 0) ``head_dim``
-    is the width of a query, ``qk_nope_head_dim + qk_rope_head_dim``.
+    is the width of a query, ``qk_nope_head_dim + qk_rope_head_dim``. With ``relative_buckets`` positions are known from
+    a bias of each head for each bucket of distances (T5), up to ``relative_distance``.
     """
 
     name: str
@@ -134,6 +143,10 @@ class Model(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     qk_rope_head_dim: int = 0
     v_head_dim: int = 0
 
+    encoder: Encoder | None = None
+    relative_buckets: int = 0
+    relative_distance: int = 128
+
     def __post_init__(self) -> None:
         """Refuse sizes that no model can have, in one line."""
         for field in self._positive_fields():
@@ -146,6 +159,8 @@ class Model(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
                 f"{self.name}: num_kv_heads={self.num_kv_heads} does not divide num_heads={self.num_heads}. "
                 f"Use a divisor of {self.num_heads}."
             )
+        if self.encoder and (self.latent_attention or min(self.encoder.num_layers, self.encoder.length) < 1):
+            raise InputError(f"{self.name}: an encoder needs at least one layer and position, and plain attention.")
         if self.num_experts and not 1 <= self.experts_per_token <= self.num_experts:
             raise InputError(
                 f"{self.name}: experts_per_token={self.experts_per_token} of num_experts={self.num_experts}. "
@@ -162,7 +177,8 @@ class Model(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     @property
     def dims(self) -> dict[str, int]:
-        """Letter to size. Experts add E, Ea (of one token), Fe, Fs (shared); latent attention Rq, Rkv, Hn, Hr, Hv."""
+        """Letter to size. Experts add E, Ea (of one token), Fe, Fs (shared); latent attention Rq, Rkv, Hn, Hr, Hv; an
+        encoder S, its positions, and Ps, those of its table; relative positions R."""
         sizes = {
             "D": self.d_model,
             "F": self.d_ff,
@@ -184,6 +200,9 @@ class Model(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             "Hr": self.qk_rope_head_dim,
             "Hv": self.v_head_dim,
             "P": self.max_positions if self.learned_positions else 0,
+            "S": self.encoder.length if self.encoder else 0,
+            "Ps": self.encoder.length if self.encoder and self.learned_positions else 0,
+            "R": self.relative_buckets,
         }
         return sizes | {letter: size for letter, size in optional.items() if size}
 

@@ -23,6 +23,7 @@ _LLAMA_NAMES = {
     "q_norm": "self_attn.q_norm.weight",
     "k_norm": "self_attn.k_norm.weight",
     "sinks": "self_attn.sinks",
+    "relative_bias": "self_attn.relative_attention_bias.weight",
     "wq_a": "self_attn.q_a_proj.weight",
     "q_a_norm": "self_attn.q_a_layernorm.weight",
     "wq_b": "self_attn.q_b_proj.weight",
@@ -138,8 +139,10 @@ def weight_table(model: Model) -> tuple[Weight, ...]:
     every = tuple(range(model.num_layers))
     moe = model.moe_layers
     dense = every if not moe else model.dense_layers
-    rows = [*_embedding(model), *_norms(model, ("attn_norm",), every), *_attention(model, every)]
+    rows = [*_embedding(model), *(_encoder(model) if model.encoder else [])]
+    rows += [*_norms(model, ("attn_norm",), every), *_attention(model, every)]
     rows += _norms(model, ("post_attn_norm",) if model.post_norms else (), every)
+    rows += _cross_attention(model, every) if model.encoder else []
     rows += _norms(model, ("mlp_norm",), every)
     rows += _dense_mlp(model, dense) if dense else []
     rows += _experts(model, moe) if moe else []
@@ -207,6 +210,7 @@ def _attention(model: Model, layers: tuple[int, ...]) -> list[Weight]:
     biases += [("bo", "D")] if model.out_bias else []
     biases += [("sinks", "N")] if model.attention_sinks else []
     norms = [("q_norm", "H"), ("k_norm", "H")] if model.qk_norm else []
+    biases += [("relative_bias", "R N")] if model.relative_buckets else []
     return (
         [_weight(model, name, dims, "attention", layers=layers) for name, dims in [*rows, ("wo", "N H D")]]
         + [_weight(model, name, dims, "attention", layers=layers, vector=True) for name, dims in biases]
@@ -230,6 +234,42 @@ def _latent_attention(model: Model, layers: tuple[int, ...]) -> list[Weight]:
             for name, dims in [*norms, ("kv_a_norm", "Rkv")]
         ]
     )
+
+
+def _cross_attention(model: Model, layers: tuple[int, ...]) -> list[Weight]:
+    """Queries of the decoder, keys and values of the encoder's result; no positions."""
+    of_attention = ("wq", "wk", "wv", "bq", "bk", "bv", "bo", "wo")
+    norms = _norms(model, ("attn_norm",), layers)
+    rows = [row for row in _attention(model, layers) if row.name.removeprefix("layers.") in of_attention]
+    return [
+        msgspec.structs.replace(
+            row,
+            name=f"layers.cross_{row.name.removeprefix('layers.').removeprefix('attn_')}",
+            hf_name=row.hf_name.replace("{layer}.", "{layer}.cross."),
+        )
+        for row in (*norms, *rows)
+    ]
+
+
+def _encoder(model: Model) -> list[Weight]:
+    """The encoder's layers, as a dense decoder's are, its last norm, and its table of positions."""
+    assert model.encoder is not None
+    every = tuple(range(model.encoder.num_layers))
+    plain = msgspec.structs.replace(model, attention_sinks=False, num_experts=0)
+    rows = [*_norms(plain, ("attn_norm",), every), *_attention(plain, every)]
+    rows += _norms(plain, ("post_attn_norm",) if plain.post_norms else (), every)
+    rows += [*_norms(plain, ("mlp_norm",), every), *_dense_mlp(plain, every)]
+    rows += _norms(plain, ("post_mlp_norm",) if plain.post_norms else (), every)
+    suffixes = ("", "_bias") if model.norm == "layer_norm" else ("",)
+    tables = ["encoder_position_table"] if model.learned_positions else []
+    return [
+        *(_outside(model, name, "encoder.positions", "Ps D", "embedding") for name in tables),
+        *(
+            msgspec.structs.replace(row, name=row.name.replace("layers.", "encoder."), hf_name=f"encoder.{row.hf_name}")
+            for row in rows
+        ),
+        *(_outside(model, f"encoder_final_norm{s}", f"encoder.norm{s}", "D", "norm") for s in suffixes),
+    ]
 
 
 def _dense_mlp(model: Model, layers: tuple[int, ...]) -> list[Weight]:

@@ -50,7 +50,7 @@ def rates(*, dtype="bf16", software="compiled", kernel="tuned", of=H100, **effic
 
 
 UP = step("einsum", ["h[B_{data,fsdp}, T, D]", "w[D, F_tensor]"], "u[B_{data,fsdp}, T, F_tensor]", block="layer")
-HEAD = step("einsum", ["h[B, T, D]", "w[D, V]"], "z[B, T, V]", block="head")
+HEAD = step("einsum", ["h[B, T, D]", "w[D, V]"], "z[B, T, V]", block="head", role="head")
 ROUTER = step("einsum", ["h[B, T, D]", "w[D, E]"], "g[B, T, E]", block="layer")
 ROUTER_BACK = step("einsum", ["dg[B, T, E]", "w[D, E]"], "dh[B, T, D]", block="layer")
 EXPERT = step("einsum", ["x[E_expert, B, D]", "w[E_expert, D, F]"], "y[E_expert, B, F]", block="layer")

@@ -156,6 +156,7 @@ def _product(
         dim=dim,
         details=Blocks(form=form, axes=AXES, ways=ways),
         block=last.block,
+        role=last.role,
         phase="recompute" if again else "backward" if last.phase == "recompute" else last.phase,
         scope=last.scope,
         parts=tuple(parts),

@@ -7,7 +7,14 @@ import numpy as np
 
 from meshwright.algebra.notation import ShardedArray
 from meshwright.algebra.ops import kind_of
-from meshwright.algebra.ops.attention import MOST_TILES, TILE_ROWS, AttentionArrays, num_ring_blocks, score_elements
+from meshwright.algebra.ops.attention import (
+    MOST_TILES,
+    TILE_ROWS,
+    AttentionArrays,
+    num_ring_blocks,
+    positions_of,
+    score_elements,
+)
 from meshwright.algebra.ops.cached_attention import CachedAttention
 from meshwright.algebra.ops.collective_matmul import num_blocks
 from meshwright.algebra.sizes import OpSizes
@@ -73,7 +80,7 @@ def is_product(step: Step) -> bool:
 def num_calls(step: Step, sizes: OpSizes) -> Number:
     """Tiles that attention on a host computes: every sequence and key head by itself, its queries tile by tile."""
     arrays = AttentionArrays.of(step)
-    keys, length = sizes.local(arrays.k), sizes.local(arrays.q)["T"]
+    keys, length = sizes.local(arrays.k), sizes.local(arrays.q)[positions_of(arrays.q)]
     heads = keys[arrays.k.dims[2]]
     return keys["B"] * heads * np.ceil(length / _tile(length)) * num_ring_blocks(step, sizes)
 
@@ -85,10 +92,10 @@ def tiled_share(step: Step, sizes: OpSizes) -> Number:
     several devices, nothing more is left out than is counted.
     """
     arrays, details = AttentionArrays.of(step), step.details
-    split = details.ring or arrays.q.axes_of("T") or arrays.k.axes_of("T")
-    if sizes.causal or details.window is not None or split:
+    split = details.ring or any(array.axes_of(positions_of(array)) for array in (arrays.q, arrays.k))
+    if sizes.causal or details.sees_all or details.window is not None or split:
         return 1.0
-    length = sizes.dims["T"]
+    length = sizes.dims[positions_of(arrays.q)]
     tile = _tile(length)
     whole = np.floor(length / tile)
     rest = length - whole * tile

@@ -112,7 +112,7 @@ def local_work(step: Step, sizes: OpSizes, rates: ChipRates, *, kept: frozenset[
     if is_attention(step):
         width = sizes.dims[queries_of(step).dims[-1]]
         seconds = flops / rates.attention_flops_per_s * (1 + rates.efficiency.head_half / width)
-        if sizes.causal:
+        if sizes.causal and (step.details is None or not step.details.sees_all):
             seconds = seconds * (1 + rates.efficiency.rows_half / sizes.dims["T"])
     elif kind_of(step).is_einsum:
         seconds, casts = _product_s(step, flops, sizes, rates)
@@ -174,7 +174,7 @@ def _product_s(step: Step, flops: Number, sizes: OpSizes, rates: ChipRates) -> t
     The loss head and the router keep 16 bits.
     """
     outputs, contracted = product_shape(step, sizes)
-    wide = step.block == "head" or step.result.dims[-1] == "E" or any(a.dims[-1] == "E" for a in step.inputs)
+    wide = step.role == "head" or step.result.dims[-1] == "E" or any(a.dims[-1] == "E" for a in step.inputs)
     at = rates.efficiency
     rate = rates.wide_flops_per_s if wide else rates.matmul_flops_per_s
     slower = (1 + at.contraction_half / contracted) * (1 + at.tile_tail * rates.processors * TILE / outputs)

@@ -38,7 +38,7 @@ def op_hbm_bytes(step: Step, sizes: OpSizes) -> Number:
 
 def op_term(step: Step) -> Term:
     """The term of the step time that a local step belongs to; everything in the loss head is one term."""
-    return "loss_head" if step.block == "head" else _TERMS.get(kind_of(step).group, "elementwise")
+    return "loss_head" if step.role == "head" else _TERMS.get(kind_of(step).group, "elementwise")
 
 
 def is_attention(step: Step) -> bool:
@@ -65,10 +65,27 @@ def model_flops(model: Model, job: Job, *, causal: bool = False) -> float:
     passes = 3 if job.trains else 1
     attention = 2 * passes * job.tokens_per_step * keys * model.num_heads * width
     matrices = num_matmul_params(model)
-    if job.trains:
-        return 6.0 * matrices * job.tokens_per_step + attention
-    head = model.d_model * model.vocab_size
-    return 2.0 * ((matrices - head) * job.tokens_per_step + head * job.batch_seqs) + attention
+    if not job.trains:
+        head = model.d_model * model.vocab_size
+        return 2.0 * ((matrices - head) * job.tokens_per_step + head * job.batch_seqs) + attention
+    needed = 6.0 * matrices * job.tokens_per_step + attention
+    return needed + _encoder_flops(model, job, width) if model.encoder else needed
+
+
+def _encoder_flops(model: Model, job: Job, width: int) -> float:
+    """What an encoder adds: its own products and those of the keys and values that are made of its result, for its
+    positions in place of the decoder's; the scores of every key in its layers and in cross-attention."""
+    assert model.encoder is not None
+    length = model.encoder.length
+    of_encoder = (row for row in weight_table(model) if row.kind == "matrix" and _reads_encoder(row.name))
+    extra = sum(row.num_active_params for row in of_encoder) * (length - job.seq_len)
+    scores = length * length * model.encoder.num_layers + job.seq_len * length * model.num_layers
+    return 6.0 * job.batch_seqs * (extra + scores * model.num_heads * width)
+
+
+def _reads_encoder(name: str) -> bool:
+    """Whether a weight of the layers is multiplied with the positions of the encoder."""
+    return name.startswith("encoder.") or name in ("layers.cross_wk", "layers.cross_wv")
 
 
 def num_matmul_params(model: Model) -> int:

@@ -8,6 +8,7 @@ from meshwright.algebra.ops.attention import AttentionArrays
 from meshwright.algebra.steps import Step
 from meshwright.nn.attention import choice as kernels
 from meshwright.nn.attention import ring as rings
+from meshwright.nn.attention.visibility import Rule
 from meshwright.nn.context import Context
 
 
@@ -33,9 +34,18 @@ def _ring_facts(context: Context, axes: tuple[str, ...]) -> dict[str, Any]:
     return {"axes": axes, "dealt": dealt, "divergent": context.divergent}
 
 
+def _all_seen(context: Context, step: Step, arrays: AttentionArrays) -> dict[str, Any]:
+    """The rule and the sight where every key is seen."""
+    scale = context.model.attention_scale
+    rule = Rule(scale=scale, window=None, softcap=step.details.softcap)
+    return {"rule": rule, "sight": kernels.all_seen(arrays.q, arrays.k)}
+
+
 def attention(context: Context, step: Step, *given: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The result and its log-sum-exp."""
     arrays, axes = AttentionArrays.of(step, given), step.details.ring
+    if step.details.sees_all:
+        return kernels.look(arrays.q, arrays.k, arrays.v, arrays.sinks, **_all_seen(context, step, arrays))
     facts = _facts(context, step, arrays)
     if axes:
         del facts["in_order"]
@@ -47,8 +57,10 @@ def attention_backward(context: Context, step: Step, *given: jax.Array) -> tuple
     """Cotangents of queries, keys and values and, where there are any, sinks."""
     arrays, axes = AttentionArrays.of(step, given), step.details.ring
     dout, o, lse = arrays.given
-    facts = _facts(context, step, arrays)
     q, k, v = arrays.q, arrays.k, arrays.v
+    if step.details.sees_all:
+        return tuple(kernels.look_back(dout, o, lse, q, k, v, **_all_seen(context, step, arrays)))
+    facts = _facts(context, step, arrays)
     if axes:
         del facts["in_order"]
         ring = _ring_facts(context, axes)

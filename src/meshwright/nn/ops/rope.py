@@ -167,7 +167,7 @@ def _turned_pairs(x: Array, cos: Array, sin: Array, *, interleaved: bool) -> Arr
 
 def _rotation(context: Context, step: Step) -> Callable[[jax.Array], Rotation]:
     """The rotation for positions whose local part is given: some scalings depend on the length of the sequence."""
-    ways = math.prod(context.mesh[axis] for axis in step.inputs[1].axes_of("T"))
+    ways = math.prod(context.mesh[axis] for axis in step.inputs[1].axes_of(step.inputs[1].dims[1]))
     local = step.block.endswith("_local")
     return lambda here: rotation(context.model, local=local, seq_len=context.seq_len or here.shape[1] * ways)
 

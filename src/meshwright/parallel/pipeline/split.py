@@ -18,7 +18,7 @@ from meshwright.algebra.rewrites.split_backward import SplitBackward, cotangent_
 from meshwright.algebra.transformer import Span
 from meshwright.nn.interpreter import run
 from meshwright.nn.weights import Params
-from meshwright.parallel.blocks import BlockPasses, Held, Inputs, Ready
+from meshwright.parallel.blocks import BlockPasses, Cotangents, Held, Inputs, Ready
 from meshwright.parallel.layer_loops import Turn, TurnPasses
 from meshwright.parallel.passes import Passes, _stacked
 
@@ -66,14 +66,15 @@ class SplitTurns(TurnPasses):
         self,
         weights: Turn,
         held: tuple[Any, ...],
-        cotangent: jax.Array,
+        cotangent: Cotangents,
         earlier: Turn | None,
         ready: tuple[Ready, ...] | None = None,
-    ) -> tuple[jax.Array, Any]:
+    ) -> tuple[Cotangents, Any]:
         handed: list[Any] = []
         for number, kind in reversed(list(enumerate(self.span.pattern))):
             block = SplitBlock(self.blocks[kind])
-            cotangent, found = block.input_backward(weights[number], self.inputs, held[number], cotangent)
+            stream, found = block.input_backward(weights[number], self.inputs, held[number], cotangent.stream)
+            cotangent = Cotangents(stream, {})
             handed.insert(0, found)
         return cotangent, tuple(handed)
 
@@ -95,7 +96,8 @@ class SplitPasses(Passes):
         handed: list[Any] = []
         for span, kept in reversed(list(zip(self.spans, held, strict=True))):
             turns = SplitTurns(span, self._blocks, inputs)
-            cotangent, found = self.loop.backward(turns, self._turns(span, params), kept, cotangent, None)
+            given = Cotangents(cotangent, {})
+            (cotangent, _), found = self.loop.backward(turns, self._turns(span, params), kept, given, None)
             handed.insert(0, found)
         return cotangent, tuple(handed)
 

@@ -16,7 +16,6 @@ from meshwright.algebra.schedules.registry import build
 from meshwright.algebra.schedules.table import Schedule
 from meshwright.algebra.schedules.ticks import TickTables, forward_tables, tick_tables
 from meshwright.algebra.steps import Phase, Step
-from meshwright.algebra.transformer import layer_names
 from meshwright.core.errors import CannotRunError
 from meshwright.nn.context import Context
 from meshwright.nn.weights import Params
@@ -53,7 +52,13 @@ class Pipeline:
             raise CannotRunError("prefetch does not run in a pipeline. Leave it out, or use pipeline=1.")
         # Devices of other stages run other passes at the same time.
         object.__setattr__(self, "context", replace(self.context, divergent=True))
-        layer_pattern(self.schedule, layer_names(self.context.model))
+        layer_pattern(self.schedule, self._layers)
+
+    @property
+    def _layers(self) -> tuple[str, ...]:
+        """The block of every layer of the one stack that stages share out."""
+        (stack,) = self.context.derived.program.stacks
+        return stack.layers
 
     @cached_property
     def tables(self) -> TickTables:
@@ -105,7 +110,7 @@ class Pipeline:
 
     def stages(self, dloss: jax.Array) -> StageFunctions:
         """The derived steps of one stage; ``dloss`` is the cotangent of the summed loss."""
-        names = layer_pattern(self.schedule, layer_names(self.context.model))
+        names = layer_pattern(self.schedule, self._layers)
         passes, split = Passes(self.context, names), SplitPasses(self.context, names)
         derived = self.context.derived
 

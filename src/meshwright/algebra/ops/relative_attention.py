@@ -1,0 +1,56 @@
+"""Attention whose scores have a bias of each head for each bucket of distances (T5); positions are known from it alone.
+
+Rules are those of attention; the table of biases goes where the heads are, as sinks do. Its scores are whole in memory:
+the bias, and its gradient, want them there. Keys never go round a ring.
+"""
+
+from functools import partial
+
+import msgspec
+
+from meshwright.algebra.kinds import Count, OpKind, StepKind
+from meshwright.algebra.ops import attention
+from meshwright.algebra.ops.attention import Attention
+from meshwright.algebra.sizes import Number, OpSizes
+from meshwright.algebra.steps import Step
+
+
+class RelativeAttention(Attention, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Details besides attention's: the ``distance`` from which on all share the last bucket."""
+
+    distance: int = 128
+
+    @property
+    def can_ring(self) -> bool:
+        """Never: every block of keys would need its own part of the bias."""
+        return False
+
+
+def _with_scores(count: Count) -> Count:
+    """A count of attention as it is where scores are written to memory."""
+
+    def counted(step: Step, sizes: OpSizes) -> Number:
+        scores = "in_memory" if sizes.scores == "on_chip" else sizes.scores
+        return count(step, msgspec.structs.replace(sizes, scores=scores, causal=False))
+
+    return counted
+
+
+OP = OpKind(
+    forward=partial(attention.forward, form=RelativeAttention),
+    backward=partial(attention.backward, form=RelativeAttention),
+    steps={
+        "relative_attention": StepKind(
+            flops=_with_scores(attention.flops),
+            hbm_bytes=_with_scores(attention.hbm_bytes),
+            group="attention",
+            scratch_bytes=_with_scores(attention.scratch_bytes),
+        ),
+        "relative_attention_backward": StepKind(
+            flops=_with_scores(attention.backward_flops),
+            hbm_bytes=_with_scores(attention.backward_bytes),
+            group="attention",
+            scratch_bytes=_with_scores(attention.scratch_bytes),
+        ),
+    },
+)

@@ -1,0 +1,98 @@
+"""An encoder and a decoder with cross-attention: what runs on one device and on meshes, beside plain JAX."""
+
+from functools import lru_cache, partial
+
+import jax
+import msgspec
+import numpy as np
+import pytest
+
+from meshwright.algebra.generation import generate_program
+from meshwright.algebra.layers import ProgramOptions
+from meshwright.algebra.transformer import transformer
+from meshwright.core.errors import CannotRunError, InputError
+from meshwright.nn.forward import logits_fn
+from meshwright.nn.weights import init_params
+from meshwright.parallel.train_step import TrainStep
+from tests.parallel.cases import RELATIVE, keep_gradients, run, strategy_of
+from tests.parallel.plain_encoder_decoder import T5, WHISPER, batch, plain_loss
+
+MESH = {"data": 2, "fsdp": 2, "tensor": 2}
+
+
+@lru_cache
+def params_of(model):
+    """Weights of which none is zero, so that biases matter."""
+    draw = np.random.default_rng(2).normal
+    return {n: np.asarray(a + 0.1 * draw(size=a.shape), np.float32) for n, a in init_params(model, 0).items()}
+
+
+@lru_cache
+def plain(model):
+    """Loss and gradients of plain JAX."""
+    with jax.numpy_rank_promotion("allow"):
+        loss, gradients = jax.jit(jax.value_and_grad(partial(plain_loss, model)))(params_of(model), batch(model))
+    return float(loss), {name: np.asarray(value) for name, value in gradients.items()}
+
+
+@pytest.mark.parametrize("model", [T5, WHISPER], ids=lambda model: model.name)
+@pytest.mark.parametrize(
+    ("axes", "choices"),
+    [
+        ({}, {}),
+        (MESH, {}),
+        (MESH, {"remat": "none", "num_microbatches": 2, "zero": 1, "sequence_parallel": False}),
+        ({"fsdp": 2, "context": 2, "tensor": 2}, {"remat": "selective", "context_attention": "ulysses"}),
+        ({"context": 4, "tensor": 2}, {"remat": "every-2", "context_attention": "ring"}),
+        (MESH, {"prefetch": True, "collective_matmul": "one-way"}),
+    ],
+    ids=["one", "mesh", "whole-stream", "ulysses", "segments", "ahead"],
+)
+def test_loss_and_gradients_are_those_of_plain_jax(model, axes, choices):
+    """The cotangent of the encoder's result is summed over the decoder's layers, then goes back through the encoder."""
+    step = TrainStep(model, strategy_of(axes, **choices), optimizer=keep_gradients())
+    params = jax.device_put(params_of(model), step.state_shardings.params)
+    loss, gradients = step.gradients(params, batch(model))
+    expected, of_plain = plain(model)
+    assert abs(float(loss) / expected - 1) < RELATIVE
+    assert gradients.keys() == of_plain.keys()
+    for name, value in of_plain.items():
+        # what all keys have in common changes no weight: the bias of keys has a gradient of nothing but rounding
+        scale = np.abs(of_plain[name.replace("bk", "bv")] if name.endswith("bk") else value).max()
+        assert scale > 0, f"{name} has no gradient"
+        np.testing.assert_allclose(np.asarray(gradients[name]), value, rtol=0, atol=RELATIVE * scale, err_msg=name)
+
+
+def test_compiled_collectives_are_the_derived_ones():
+    """But for the table of tokens, which both stacks gather, forward and backward, and the compiler once each way."""
+    found = run(T5, strategy_of(MESH), given=batch(T5))
+    gathers = ("all_gather", ("fsdp",))
+    compiled, derived = found.compiled.pop(gathers), found.derived.pop(gathers)
+    assert found.compiled == found.derived
+    table_bytes = T5.vocab_size // MESH["tensor"] * T5.d_model * 4
+    assert derived.num_arrays - compiled.num_arrays == 2
+    assert derived.full_bytes - compiled.full_bytes == 2 * table_bytes
+
+
+def test_logits_see_the_whole_row_of_the_encoder_and_nothing_later_of_their_own():
+    given = batch(T5)
+    logits = jax.jit(logits_fn(T5))
+    first = logits(params_of(T5), given["tokens"], None, given["encoder_tokens"])
+    later = {name: given[name].copy() for name in ("tokens", "encoder_tokens")}
+    later["tokens"][:, 9:] += 1
+    moved = logits(params_of(T5), later["tokens"] % T5.vocab_size, None, given["encoder_tokens"])
+    np.testing.assert_array_equal(first[:, :9], moved[:, :9])
+    later["encoder_tokens"][:, -1] += 1
+    moved = logits(params_of(T5), given["tokens"], None, later["encoder_tokens"] % T5.vocab_size)
+    assert np.abs(first - moved)[:, 0].max() > 0, "the first position sees the last of the encoder"
+
+
+def test_what_does_not_run_says_so():
+    with pytest.raises(CannotRunError, match="encoder with a decoder does not run in a pipeline"):
+        TrainStep(T5, strategy_of({"pipeline": 2}, num_microbatches=2))
+    with pytest.raises(CannotRunError, match="does not generate in this version"):
+        generate_program(T5)
+    with pytest.raises(InputError, match="hold one document each"):
+        transformer(T5, ProgramOptions(documents=True))
+    with pytest.raises(InputError, match="an encoder needs at least one layer"):
+        msgspec.structs.replace(T5, encoder=msgspec.structs.replace(T5.encoder, length=0))
