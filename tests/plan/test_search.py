@@ -138,7 +138,7 @@ def derived_once():
         return known[key]
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in ("cost.setting",):
+        for module in ("algebra.generation",):
             patch.setattr(f"meshwright.{module}.derive", known_steps)
         yield
 

@@ -18,7 +18,6 @@ from tests.nn.families import FAMILIES
 from tests.parallel.small import BATCH_SEQS, MODEL, SEQ_LEN
 from tests.traffic import compiled_traffic, derived_traffic
 
-CLUSTER = parse_cluster("h100:8x1")
 STRATEGIES = {
     "fsdp, tensor": {"mesh": {"fsdp": 4, "tensor": 2}},
     "full remat, whole vocabulary": {"mesh": {"data": 2, "fsdp": 4}, "remat": "full"},
@@ -43,7 +42,8 @@ def cases():
     """Every family, strategy and optimizer that run together; the default tier has one optimizer of each pair."""
     families = [name for name in FAMILIES if name != "deepseek_v3"]
     for place, (family, strategy, optimizer) in enumerate(itertools.product(families, STRATEGIES, OPTIMIZERS)):
-        stages_differ = "pipeline" in STRATEGIES[strategy]["mesh"] and len(layer_kinds(FAMILIES[family])) > 1
+        model, stages = FAMILIES[family], STRATEGIES[strategy]["mesh"].get("pipeline", 1)
+        stages_differ = stages > 1 and (len(layer_kinds(model)) > 1 or model.num_layers % stages > 0)
         pair, number = divmod(place, len(OPTIMIZERS))
         if not stages_differ:
             sampled = number == pair % len(OPTIMIZERS)
@@ -54,7 +54,7 @@ def cases():
 def test_priced_steps_are_executed_steps(family, strategy, optimizer):
     model, chosen = FAMILIES[family], strategy_of(STRATEGIES[strategy])
     job = Job(batch_seqs=24, seq_len=32, optimizer=optimizer)
-    priced = price_strategy(Setting(model, CLUSTER, job), chosen)
+    priced = price_strategy(Setting(model, parse_cluster(f"h100:{chosen.num_chips}x1"), job), chosen)
     step = executed(model, chosen, optimizer)
     context = step.pipeline.context if step.pipeline else step._passes.context
     assert context.derived is step.declared
