@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from meshwright.algebra.ops import step_kinds
+
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "meshwright"
 SOURCE = ROOT / "src" / PACKAGE
@@ -174,6 +176,36 @@ def test_folders_are_small():
     sizes = Counter(path.parent for path in source_modules().values() if path.stem != "__init__")
     large = {str(folder): size for folder, size in sizes.items() if size > MOST_MODULES}
     assert not {name: size for name, size in large.items() if Path(name).name not in REGISTRIES}
+
+
+OF_OPS = ("meshwright.algebra.ops", "meshwright.nn.ops", "meshwright.algebra.rewrites")
+"""Folders that may tell local steps by the names of their ops; everyone else asks for what an op states of itself."""
+
+
+def ops_named_in(source: str, names: set[str]) -> list[int]:
+    """Lines that compare an attribute ``op`` with the name of a local step."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Compare):
+            sides = [node.left, *node.comparators]
+            words = {one.value for side in sides for one in ast.walk(side) if isinstance(one, ast.Constant)}
+            if any(isinstance(side, ast.Attribute) and side.attr == "op" for side in sides) and words & names:
+                found.append(node.lineno)
+    return found
+
+
+def test_local_steps_are_told_by_what_their_op_states():
+    names = set(step_kinds())
+    faults = {
+        module: lines
+        for module, path in source_modules().items()
+        if not module.startswith(OF_OPS) and (lines := ops_named_in(path.read_text(), names))
+    }
+    # "slice" is the move that no link takes: the step itself says so (`Step.only_moves`)
+    assert faults.keys() <= {"meshwright.algebra.steps", "meshwright.nn.collectives"}
+    assert ops_named_in(
+        "if step.op in ('copy', 'add'): pass\nif a.op == b: pass\nif step.op != 'einsum': pass", names
+    ) == [1, 3]
 
 
 def test_no_import_rings():

@@ -200,7 +200,7 @@ def _shared_inputs(program: Program, shardings: Shardings) -> dict[str, SharedIn
             for block in blocks:
                 forward = _forward(block, shardings)
                 backward = _backward(block, shardings, forward, [])
-                used = [s for s in (*forward.steps, *backward.steps) if not (s.is_collective or s.op == "slice")]
+                used = [s for s in (*forward.steps, *backward.steps) if not s.only_moves]
                 read |= {array for step in used for array in step.inputs if array.name == name}
                 left |= {step.result for step in used if step.result.name == f"d{name}"}
             if len(read) != 1 or len(left) != 1:

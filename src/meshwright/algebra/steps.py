@@ -19,6 +19,9 @@ last stack."""
 
 Reduction = Literal["sum", "max"]
 
+PRODUCTS: tuple[str, ...] = ("einsum",)
+"""Ops that are written as a product, ``A * B``."""
+
 COLLECTIVES: tuple[str, ...] = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "permute")
 BOOK_NAMES: dict[str, str] = {
     "all_gather": "AllGather",
@@ -101,6 +104,11 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
         return self.op in COLLECTIVES
 
     @property
+    def only_moves(self) -> bool:
+        """Whether nothing is computed: a collective, or the part of an array that a device keeps."""
+        return self.is_collective or self.op == "slice"
+
+    @property
     def label(self) -> StepLabel:
         """The label that the step carries into the compiled program."""
         return StepLabel(self.block, self.phase, self.result.name, self.op)
@@ -123,10 +131,10 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
         if self.op in BOOK_NAMES:
             over = _subscript(self)
             return f"{self.result} = {BOOK_NAMES[self.op]}{over}({self.inputs[0]})"
-        if self.op == "einsum":
-            return f"{self.result} = {' * '.join(str(a) for a in self.inputs)}"
         if self.parts:
             return f"{'; '.join(str(part) for part in self.parts)}, in blocks of {self.dim} as they go round"
+        if self.op in PRODUCTS:
+            return f"{self.result} = {' * '.join(str(a) for a in self.inputs)}"
         return f"{self.result} = {self.op}({', '.join(str(a) for a in self.inputs)})"
 
 

@@ -159,7 +159,7 @@ class Trace:
 
     def add(self, *steps: Step) -> None:
         for step in steps:
-            moves = step.is_collective or step.op == "slice"
+            moves = step.only_moves
             if moves and step.result in self.available:
                 continue
             self.need(*step.inputs)

@@ -315,7 +315,7 @@ def _kept_bytes(block: BlockSteps, derived: Derived, sizes: OpSizes, *, logits: 
             continue
         if (array.name == "logits") == logits and not _is_weight(array.name, derived):
             step = made.get(array)
-            if step and (step.is_collective or step.op == "slice") and _is_there(step.inputs[0], block, made):
+            if step and step.only_moves and _is_there(step.inputs[0], block, made):
                 total = total + sizes.bytes(array) * _moves(step, sizes)
             else:
                 total = total + sizes.bytes(array)
@@ -336,7 +336,7 @@ def _handed_bytes(block: BlockSteps, derived: Derived, sizes: OpSizes) -> Number
     total = _zero(sizes)
     for array in parts.handed:
         step = steps.get(array)
-        moved = step is not None and (step.is_collective or step.op == "slice") and step.inputs[0] in parts.handed
+        moved = step is not None and step.only_moves and step.inputs[0] in parts.handed
         total = total + sizes.bytes(array) * (_moves(step, sizes) if step is not None and moved else 1)
     return block.repeat * total
 
@@ -456,7 +456,7 @@ def _lives(steps: tuple[Step, ...], block: BlockSteps, derived: Derived) -> dict
                 lives[array] = _Life(0, number)  # the cotangent or the stream that the block is given
         for array in (step.result, *step.more):
             if array not in lives and array not in held and not is_state(array):
-                moves = step.is_collective or step.op == "slice"
+                moves = step.only_moves
                 lives[array] = _Life(number, number, step if moves else None)
     return lives
 

@@ -11,6 +11,7 @@ from jax import lax
 
 from meshwright.algebra.derived import BlockSteps
 from meshwright.algebra.notation import ShardedArray
+from meshwright.algebra.ops.cache_write import CacheWrite
 from meshwright.algebra.program import Stack
 from meshwright.algebra.transformer import Span, spans
 from meshwright.nn.cache import LayerCache
@@ -77,5 +78,5 @@ class GenerationPass:
         used = {name for op in steps.block.ops for name in op.inputs}
         given = {declared[n]: value for n, value in {**values, **held}.items() if n in used}
         env: dict[ShardedArray, Any] = dict(run(self.context, steps.forward, given))
-        written = {s.inputs[0].name: env[s.result].stack for s in steps.forward if s.op == "cache_write"}
+        written = {s.inputs[0].name: env[s.result].stack for s in steps.forward if isinstance(s.details, CacheWrite)}
         return env[declared[steps.block.result or steps.block.ops[-1].out]], written

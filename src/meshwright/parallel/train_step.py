@@ -379,7 +379,7 @@ class TrainStep:
 
     def _over_devices(self, name: str, value: jax.Array) -> jax.Array:
         """A number summed over the devices that hold a part of it, as derived."""
-        steps = [s for s in self.declared.update if s.op == "all_reduce" and s.result.name == name]
+        steps = [s for s in self.declared.update if s.is_collective and s.result.name == name]
         return through(steps, value)
 
     def _gradients(self, params: Params, batch: Batch) -> tuple[jax.Array, Params, jax.Array, Params]:
@@ -420,9 +420,8 @@ class TrainStep:
         ours = {name: [] for name in params}  # type: dict[str, list[Any]]
         done: set[str] = set()
         for step in self.declared.update:
-            moves = step.is_collective or step.op == "slice"
-            done |= set() if moves else {step.result.name}
-            if moves and step.result.name in ours and (step.result.name not in done) == before:
+            done |= set() if step.only_moves else {step.result.name}
+            if step.only_moves and step.result.name in ours and (step.result.name not in done) == before:
                 ours[step.result.name].append(step)
 
         def body(params: Params) -> Params:

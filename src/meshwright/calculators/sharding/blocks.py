@@ -4,7 +4,7 @@ A device's number is its place in row-major order over the mesh's axes as they a
 This is the plainest possible execution of derived steps, against which faster ones are checked.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -129,24 +129,31 @@ def execute(
 
 
 def _run(step: Step, inputs: Sequence[Blocks], mesh: Mesh) -> list[np.ndarray]:
-    if step.is_collective or step.op == "slice":
+    if step.only_moves:
         return _exchange(step, inputs[0], mesh)
     return [_local(step, [blocks[device] for blocks in inputs]) for device in range(num_devices(mesh))]
 
 
 def _local(step: Step, blocks: list[np.ndarray]) -> np.ndarray:
-    if step.op == "einsum":
-        letters = {d: n for n, d in enumerate(dict.fromkeys(d for a in step.inputs for d in a.dims))}
-        pairs: list[Any] = []
-        for array, block in zip(step.inputs, blocks, strict=True):
-            pairs += [block, [letters[d] for d in array.dims]]
-        # The search for a contraction order brings in BLAS, and costs more than a small product.
-        return np.einsum(*pairs, [letters[d] for d in step.result.dims], optimize=max(b.size for b in blocks) > 4096)
-    if step.op == "add":
-        return sum(blocks[1:], start=blocks[0])
-    if step.op == "copy":
-        return blocks[0]
-    raise AssertionError(f"{step.op} is not executed on NumPy blocks")
+    if step.op not in _LOCAL:
+        raise AssertionError(f"{step.op} is not executed on NumPy blocks")
+    return _LOCAL[step.op](step, blocks)
+
+
+def _einsum(step: Step, blocks: list[np.ndarray]) -> np.ndarray:
+    letters = {d: n for n, d in enumerate(dict.fromkeys(d for a in step.inputs for d in a.dims))}
+    pairs: list[Any] = []
+    for array, block in zip(step.inputs, blocks, strict=True):
+        pairs += [block, [letters[d] for d in array.dims]]
+    # The search for a contraction order brings in BLAS, and costs more than a small product.
+    return np.einsum(*pairs, [letters[d] for d in step.result.dims], optimize=max(b.size for b in blocks) > 4096)
+
+
+_LOCAL: dict[str, Callable[[Step, list[np.ndarray]], np.ndarray]] = {
+    "einsum": _einsum,
+    "add": lambda step, blocks: sum(blocks[1:], start=blocks[0]),
+    "copy": lambda step, blocks: blocks[0],
+}
 
 
 def _exchange(step: Step, blocks: Blocks, mesh: Mesh) -> list[np.ndarray]:

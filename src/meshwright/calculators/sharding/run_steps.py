@@ -25,7 +25,7 @@ def run_steps(
         env = dict(zip(arrays, blocks, strict=True))
         for step in steps:
             inputs = [env[a] for a in step.inputs]
-            env[step.result] = einsum(step, *inputs) if step.op == "einsum" else communicate(step, inputs[0])
+            env[step.result] = communicate(step, inputs[0]) if step.only_moves else einsum(step, *inputs)
         return env[result]
 
     mapped = jax.shard_map(

@@ -63,7 +63,7 @@ def _steps(layout: Layout, lhs: ShardedArray, rhs: ShardedArray, out: ShardedArr
 
 
 def _name(steps: tuple[Step, ...]) -> str:
-    words = [_words(step) for step in steps if step.op != "einsum"]
+    words = [_words(step) for step in steps if step.only_moves]
     return "; ".join(words) if words else "no communication"
 
 

@@ -230,7 +230,7 @@ def _experts(plan: Plan, priced: PricedStrategy, peak: float) -> dict[str, Any]:
     }
     block = max((block.forward for block in priced.costs.layers), key=len)
     sent = [c for c in block if c.step.op == "all_to_all" and "expert" in c.step.axes]
-    products = [c for c in block if c.step.op == "einsum" and any("Fe" in array.dims for array in c.step.inputs)]
+    products = [c for c in block if c.flops and any("Fe" in array.dims for array in c.step.inputs)]
     if plan.strategy.mesh.get("expert", 1) > 1 and sent and products:
         found |= {
             "expert_width": model.d_ff_expert,

@@ -85,7 +85,7 @@ def _updated(
     """The change of one weight, and its running means after it."""
     *steps, _ = adafactor_steps(weight)
     first, keeping = steps[0], next(step for step in steps if "decay" in {array.name for array in step.inputs})
-    (own,) = next(step.inputs for step in steps if step.op == "adafactor_weights")
+    (own,) = next(step.inputs for step in steps if step.result.name.endswith(".weights"))
     before = [array for array in keeping.inputs if array.name.endswith(".before")]
     after = [array for array in keeping.more if array.name.endswith(".after")]
     given = dict(zip((first.inputs[0], own, *before, keeping.inputs[-1]), (*values, *means, decay), strict=True))
