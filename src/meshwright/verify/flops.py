@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 import msgspec
 
+from meshwright.algebra.ops import step_kinds
 from meshwright.core.labels import StepLabel
 from meshwright.hlo.loops import runs_at_most_once, trip_count
 from meshwright.hlo.module import Instruction, Module, parse_module
@@ -67,7 +68,8 @@ def compare_products(program: str, derived: Mapping[StepLabel, float]) -> Produc
 
 
 def _attends(label: Label) -> bool:
-    return label is not None and "attention" in label.op
+    kind = step_kinds().get(label.op) if label is not None else None
+    return kind is not None and kind.group == "attention"
 
 
 def count_products(program: str) -> Counted:
