@@ -9,6 +9,7 @@ from meshwright.algebra.derive import derive
 from meshwright.algebra.transformer import transformer
 from meshwright.core.errors import CannotRunError
 from meshwright.cost.memory import memory_parts
+from meshwright.cost.setting import Setting
 from meshwright.cost.step_costs import strategy_sizes
 from meshwright.cost.train_step import price_strategy
 from meshwright.cost.work.ops import model_flops, op_flops
@@ -126,7 +127,7 @@ def test_it_is_priced():
     """One encoder's result and the sum of its cotangents are held, whatever the layers of the decoder."""
     cluster = parse_cluster("v5e:2x4")
     strategy = Strategy(mesh=make_mesh({"data": 2, "fsdp": 2, "tensor": 2}))
-    priced = price_strategy(BOTH, cluster, JOB, strategy)
+    priced = price_strategy(Setting(BOTH, cluster, JOB), strategy)
     assert priced.estimate.step_s > 0
     assert 0 < priced.estimate.mfu < 1
     parts = memory_parts(priced.derived, priced.sizes)
@@ -147,6 +148,6 @@ def test_no_pipeline():
 
 
 def test_plans_have_no_pipeline():
-    found = plan(BOTH, parse_cluster("v5e:2x4"), JOB)
+    found = plan(Setting(BOTH, parse_cluster("v5e:2x4"), JOB))
     assert found.strategies
     assert all(one.strategy.mesh.get("pipeline", 1) == 1 for one in found.strategies)

@@ -169,8 +169,8 @@ def test_attention_on_a_cache_is_two_products():
     one, cluster = REFERENCES[0], parse_cluster("cpu:4")
     job = msgspec.structs.replace(one.job, kind="decode")
     strategy = Strategy(mesh=make_mesh({"tensor": 4}), state="fp32")
-    found = price_strategy(one.model, cluster, job, strategy, calibration=calibration(KNOWN))
-    cost = next(cost for cost in found.costs if cost.step.op == "cached_attention")
+    found = price_strategy(Setting(one.model, cluster, job, calibration(KNOWN)), strategy)
+    cost = next(cost for cost in found.costs.all if cost.step.op == "cached_attention")
     product = KNOWN.product
     assert cost.time_s == pytest.approx(product.flop * cost.flops + product.byte * cost.hbm_bytes + 2 * product.call)
     assert found.estimate.step_s > 0

@@ -130,7 +130,7 @@ def test_the_least_time_is_weights_and_cache_over_the_bandwidth():
         table = LLAMA.vocab_size * (LLAMA.d_model + 4 if storage.quantised else 2 * LLAMA.d_model) / 8
         read = memory["weights"] - table + memory["kv_cache"]  # a few rows of the table are looked up
         groups = {"contraction": 0.0, "attention": 0.0}
-        for cost in (cost for cost in found.costs if not cost.step.is_collective):
+        for cost in (cost for cost in found.costs.all if not cost.step.is_collective):
             group = kind_of(cost.step).group
             groups[group] = groups.get(group, 0.0) + float(cost.hbm_bytes * cost.here)
         assert groups.pop("attention") == pytest.approx(memory["kv_cache"], rel=0.001)
@@ -166,7 +166,7 @@ def test_training_alone_has_gradients_and_an_optimizer():
         found = priced(LLAMA, "v5p:2x2x2", job, {"fsdp": 4, "tensor": 2})
         memory, terms = found.estimate.memory, found.estimate.terms
         assert memory["gradients"] == memory["optimizer"] == memory["activations"] == terms["optimizer"] == 0
-        assert {cost.step.phase for cost in found.costs} == {"forward"}
+        assert {cost.step.phase for cost in found.costs.all} == {"forward"}
         assert 8 * memory["kv_cache"] == sum(r.num_bytes for r in cache_table(LLAMA, batch_seqs=16, max_len=1024))
 
 

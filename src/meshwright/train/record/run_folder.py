@@ -1,5 +1,6 @@
 """The folder a run leaves behind. A new run never writes over another; a resumed one goes on in its own."""
 
+import contextlib
 import fcntl
 import os
 import re
@@ -100,15 +101,24 @@ def read_resolved(run: Path) -> dict[str, Any]:
 
 
 def require_same_model(run: Path, model: Model) -> None:
-    """Raise InputError that names the first field in which the run's model is another."""
-    ours = tomllib.loads(dump_toml({"model": model}))["model"]
+    """Raise InputError that names the first field in which the run's model is another.
+
+    A field that the run's version did not have yet counts as its default.
+    """
+    ours = _table_of(model)
     theirs = read_resolved(run).get("model", {})
+    with contextlib.suppress(msgspec.ValidationError):
+        theirs = _table_of(msgspec.convert(theirs, Model))
     for field in sorted(ours.keys() | theirs.keys()):
         if ours.get(field) != theirs.get(field):
             raise InputError(
                 f"{run} trains a model with {field}={theirs.get(field)} and this one has {field}={ours.get(field)}. "
                 f"Give the plan of that run, or leave --resume out for a new run."
             )
+
+
+def _table_of(model: Model) -> dict[str, Any]:
+    return dict(tomllib.loads(dump_toml({"model": model}))["model"])
 
 
 def read_summary(run: Path) -> dict[str, Any]:
