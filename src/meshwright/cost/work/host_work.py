@@ -5,6 +5,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from meshwright.algebra.kinds import nothing
 from meshwright.algebra.notation import ShardedArray
 from meshwright.algebra.ops import kind_of
 from meshwright.algebra.ops.attention import (
@@ -74,7 +75,8 @@ def reads_cache(step: Step) -> bool:
 
 def is_product(step: Step) -> bool:
     """Whether a local step is a matrix product, by itself or block by block, or the loss head made of some."""
-    return kind_of(step).group == "contraction"
+    kind = kind_of(step)
+    return kind.group == "contraction" or (kind.group == "optimizer" and kind.flops is not nothing)
 
 
 def num_calls(step: Step, sizes: OpSizes) -> Number:

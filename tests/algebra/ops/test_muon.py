@@ -1,0 +1,51 @@
+"""Muon's derived steps: where matrices go, what fills them up, and what the iteration costs."""
+
+import numpy as np
+import pytest
+
+from meshwright.algebra.kinds import Updated
+from meshwright.algebra.notation import ShardedArray
+from meshwright.algebra.ops import kind_of
+from meshwright.algebra.ops.muon import update
+from meshwright.algebra.sizes import OpSizes
+from meshwright.algebra.steps import filled_share
+from meshwright.cost.work.host_work import amounts_of
+
+WQ = Updated(
+    shard=ShardedArray("wq", ("D", "N", "H"), (("fsdp",), ("tensor",), ())), inputs=("D",), layers="L", layer_axes=()
+)
+SIZES = OpSizes(dims={"L": 5.0, "D": 64.0, "N": 4.0, "H": 8.0}, mesh={"fsdp": 4, "tensor": 2}, state="fp32")
+
+
+def steps_of(op):
+    return [step for step in update(WQ) if step.op == op]
+
+
+def test_one_exchange_a_split_dim_there_and_back():
+    there, further, back, home = steps_of("all_to_all")
+    assert [step.axes for step in (there, further, back, home)] == [("fsdp",), ("tensor",), ("tensor",), ("fsdp",)]
+    assert str(further.result) == "wq.momentum[L_{fsdp,tensor}, D, N, H]"
+    assert str(home.result) == "wq.update[L, D_fsdp, N_tensor, H]"
+    assert update(WQ)[-1].result == WQ.shard
+
+
+@pytest.mark.parametrize(("layers", "share"), [(5, 8 / 5), (8, 1), (9, 16 / 9), (32, 1)])
+def test_layers_are_filled_up_to_the_devices_that_share_a_matrix(layers, share):
+    (step,) = steps_of("muon")
+    assert filled_share(step, dims={**SIZES.dims, "L": layers}, mesh=SIZES.mesh) == pytest.approx(share)
+    many = filled_share(step, dims={"L": np.array([5, 8])}, mesh=SIZES.mesh)
+    assert many == pytest.approx([8 / 5, 1])
+
+
+def test_flops_of_the_iteration_by_hand():
+    """Five layers on eight devices: one matrix of 64 x 32 each, five turns of 4 n^2 m + 2 n^3."""
+    (step,) = steps_of("muon")
+    by_hand = 5 * (4 * 32**2 * 64 + 2 * 32**3)
+    assert kind_of(step).flops(step, SIZES) == pytest.approx(by_hand)
+    assert amounts_of(step, SIZES).flop == pytest.approx(by_hand)
+
+
+def test_vectors_and_what_is_outside_the_layers_go_to_adamw():
+    norm = Updated(shard=ShardedArray("attn_norm", ("D",), ((),)), layers="L")
+    table = Updated(shard=ShardedArray("embed", ("V", "D"), ((), ("fsdp",))), inputs=("V",))
+    assert [step.op for weight in (norm, table) for step in update(weight)] == ["adamw", "adamw"]
