@@ -19,9 +19,6 @@ last stack."""
 
 Reduction = Literal["sum", "max"]
 
-PRODUCTS: tuple[str, ...] = ("einsum",)
-"""Ops that are written as a product, ``A * B``."""
-
 COLLECTIVES: tuple[str, ...] = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "permute")
 BOOK_NAMES: dict[str, str] = {
     "all_gather": "AllGather",
@@ -133,7 +130,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
             return f"{self.result} = {BOOK_NAMES[self.op]}{over}({self.inputs[0]})"
         if self.parts:
             return f"{'; '.join(str(part) for part in self.parts)}, in blocks of {self.dim} as they go round"
-        if self.op in PRODUCTS:
+        if self.op == "einsum":
             return f"{self.result} = {' * '.join(str(a) for a in self.inputs)}"
         return f"{self.result} = {self.op}({', '.join(str(a) for a in self.inputs)})"
 

@@ -1,6 +1,5 @@
 """Which axes of a weight array make up its matrices: layers and experts count them, the rest goes in or comes out."""
 
-import math
 from typing import NamedTuple
 
 from meshwright.algebra.transformer import matrix_inputs, weight_variables
@@ -22,21 +21,6 @@ class MatrixAxes(NamedTuple):
     def is_matrix(self) -> bool:
         """Whether there is something to factor or to orthogonalise."""
         return bool(self.inputs)
-
-    @property
-    def within(self) -> tuple[int, ...]:
-        """The axes inside one matrix or vector."""
-        return self.inputs + self.outputs
-
-    def counted_once(self) -> "MatrixAxes":
-        """The axes of the same array with layers and experts as its one first dim."""
-        less = len(self.batch) - 1
-        return MatrixAxes((0,), *(tuple(axis - less for axis in axes) for axes in (self.inputs, self.outputs)))
-
-    def flat_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """``shape`` with the inputs as one dim and the outputs as one dim; layers and experts stay."""
-        sizes = [math.prod(shape[axis] for axis in axes) for axes in (self.inputs, self.outputs)]
-        return (*(shape[axis] for axis in self.batch), *sizes)
 
 
 def matrix_axes(weight: Weight) -> MatrixAxes:
