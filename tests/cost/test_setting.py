@@ -2,7 +2,8 @@
 
 import msgspec
 
-from meshwright.cost.setting import Setting, program_of
+from meshwright.algebra.transformer import transformer
+from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import price_strategy
 from meshwright.plan.planner import plan
 from meshwright.spec.catalogue import model
@@ -13,13 +14,13 @@ from meshwright.spec.weights import weight_table
 
 def test_the_weight_table_and_the_program_are_made_once_per_model():
     weight_table.cache_clear()
-    program_of.cache_clear()
+    transformer.cache_clear()
     setting = Setting(model("llama3-8b"), parse_cluster("h100:8x4"), Job(batch_seqs=256, seq_len=4096))
     result = plan(setting)
     for one in result.strategies:
         price_strategy(one.setting, one.strategy)
     assert weight_table.cache_info().misses == 1
-    assert program_of.cache_info().misses == 1
+    assert transformer.cache_info().misses == 1
     assert weight_table.cache_info().hits > 1
 
 

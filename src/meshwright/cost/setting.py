@@ -1,11 +1,12 @@
 """The setting of a question: what is trained, on which chips, how much of it, and at which rates."""
 
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 import msgspec
 
 from meshwright.algebra.derived import Derived
 from meshwright.algebra.generation import AS_WRITTEN, Storage, derive_job
+from meshwright.algebra.layers import PLAIN
 from meshwright.algebra.program import Program
 from meshwright.algebra.transformer import transformer
 from meshwright.cost.memory import memory_limit
@@ -33,7 +34,7 @@ class Setting(msgspec.Struct, frozen=True, dict=True):
     @property
     def program(self) -> Program:
         """The model's training step in blocks of ops."""
-        return program_of(self.model)
+        return transformer(self.model, PLAIN)
 
     @cached_property
     def rates(self) -> Calibration:
@@ -53,12 +54,6 @@ class Setting(msgspec.Struct, frozen=True, dict=True):
     def on(self, cluster: Cluster) -> "Setting":
         """The same job on another cluster."""
         return self if cluster == self.cluster else msgspec.structs.replace(self, cluster=cluster)
-
-
-@lru_cache(maxsize=32)
-def program_of(model: Model) -> Program:
-    """The program of a model, made once."""
-    return transformer(model)
 
 
 def setting_of(plan: Plan, storage: Storage = AS_WRITTEN) -> Setting:

@@ -77,11 +77,16 @@ class Optimizer(Protocol):
     def specs(self) -> Callable[[Any, Any], Any]:
         """(shapes of the weights, their PartitionSpecs) -> PartitionSpecs of the state."""
 
+    @property
+    def kind(self) -> str:
+        """The op of `algebra.ops` whose steps the update runs."""
+
 
 class FromOptax(NamedTuple):
-    """An optax transformation as an `Optimizer`."""
+    """An optax transformation as an `Optimizer`. Its update counts as AdamW's: elementwise, without communication."""
 
     transformation: optax.GradientTransformation
+    kind: str = "adamw"
 
     def init(self, params: Params) -> Any:
         return self.transformation.init(params)
@@ -132,7 +137,7 @@ class TrainStep:
         self.max_grad_norm = max_grad_norm
         self.mesh = mesh or device_mesh(strategy.mesh)
         self.program = transformer(model, options)
-        self.declared = derive(self.program, strategy, optimizer=getattr(wrapped, "kind", "adamw"))
+        self.declared = derive(self.program, strategy, optimizer=wrapped.kind)
         self.dtype = DTYPES[strategy.state_dtype]
         self.shards = self.declared.shards
         self.compile = jax.jit(

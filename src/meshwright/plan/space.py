@@ -8,11 +8,12 @@ import msgspec
 
 from meshwright.algebra.derive import derive
 from meshwright.algebra.derived import Derived
+from meshwright.algebra.layers import PLAIN
 from meshwright.algebra.program import Program
 from meshwright.algebra.schedules.registry import searched_schedules
 from meshwright.algebra.trace import keeps_logits
+from meshwright.algebra.transformer import transformer
 from meshwright.core.dims import EMULATED_AXES, MESH_AXES
-from meshwright.cost.setting import program_of
 from meshwright.plan.legal import MAX_IDLE_LAYERS, Rule, Split, size_rules, splits
 from meshwright.spec.calibration import Calibration
 from meshwright.spec.cluster import Cluster
@@ -146,7 +147,7 @@ def open_space(
         if any(all(fixed.get(axis) == 1 for axis in axes) for axes in more):
             continue
         fused = strategy.software == "compiled"
-        derived = derive(program_of(model), strategy, symbolic=True, optimizer=optimizer, fused_head=fused)
+        derived = derive(transformer(model, PLAIN), strategy, symbolic=True, optimizer=optimizer, fused_head=fused)
         pattern = Pattern(
             strategy=strategy,
             rank=rank,
@@ -155,7 +156,9 @@ def open_space(
             splits=splits(derived),
             needs=more,
         )
-        patterns += _by_tensor(pattern, program_of(model), fixed.get("tensor")) if _fuses_head(strategy) else [pattern]
+        patterns += (
+            _by_tensor(pattern, transformer(model, PLAIN), fixed.get("tensor")) if _fuses_head(strategy) else [pattern]
+        )
     return Space(
         model=model,
         seq_len=seq_len,

@@ -17,7 +17,6 @@ from meshwright.core.errors import InputError
 from meshwright.nn.ops.muon import newton_schulz
 from meshwright.parallel.mesh import device_mesh
 from meshwright.spec.strategy import STATE_BYTES
-from meshwright.train.optimizers.matrices import model_axes
 from meshwright.train.optimizers.muon import orthogonal
 from meshwright.train.optimizers.sharded import Places, on_one_device
 from meshwright.train.optimizers.table import averaged, from_optax, make_optimizer, state_specs
@@ -111,7 +110,7 @@ def test_lion_is_the_formula():
 
 
 def every_matrix(tree):
-    """(name, layer, expert) -> one matrix [in, out] or vector, cut without `model_axes`."""
+    """(name, layer, expert) -> one matrix [in, out] or vector, cut by the rows of the weight table alone."""
     found = {}
     for name, (weight, _) in weights().items():
         lead = bool(weight.layers) + (weight.part == "experts")
@@ -142,10 +141,10 @@ def test_adafactor_is_optaxs_on_each_matrix_of_each_layer_and_expert():
 
 def test_muon_is_optaxs_on_the_matrices_of_layers_and_the_rest_is_adamw():
     given = settings(optimizer="muon", **STEADY)
-    axes, inside = model_axes(ROUTED), ("wq", "wo", "experts_w_up", "experts_w_down")
-    numbers = {n: optax.contrib.MuonDimensionNumbers(axes[n].inputs, axes[n].outputs) for n in inside}
-    assert numbers["wo"] == ((1, 2), (3,))
-    assert numbers["experts_w_up"] == ((2,), (3,))
+    # wq [layer, D, N, H], wo [layer, N, H, D], experts [layer, E, in, out]
+    axes = {"wq": ((1,), (2, 3)), "wo": ((1, 2), (3,)), "experts_w_up": ((2,), (3,)), "experts_w_down": ((2,), (3,))}
+    inside = tuple(axes)
+    numbers = {name: optax.contrib.MuonDimensionNumbers(*pair) for name, pair in axes.items()}
     theirs = optax.contrib.muon(
         given.learning_rate,
         beta=given.momentum,

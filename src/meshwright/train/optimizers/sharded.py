@@ -6,14 +6,15 @@ from typing import NamedTuple
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
+from meshwright.algebra.derive import derive
 from meshwright.algebra.kinds import Updated
 from meshwright.algebra.notation import ShardedArray
-from meshwright.algebra.program import layers_dim
 from meshwright.algebra.steps import Step
-from meshwright.algebra.transformer import LayerKind, layer_kinds, matrix_inputs, weight_variables
+from meshwright.algebra.transformer import transformer
 from meshwright.nn.interpreter import run_update
 from meshwright.parallel.mesh import partition_spec
 from meshwright.spec.model import Model
+from meshwright.spec.strategy import Strategy
 
 Arrays = dict[ShardedArray, jax.Array]
 
@@ -27,23 +28,7 @@ class Places(NamedTuple):
 
 def on_one_device(model: Model) -> Places:
     """Every weight of a model whole."""
-    kinds = layer_kinds(model)
-    found = {}
-    for name, (weight, _) in weight_variables(model).items():
-        kind = _kind_of(name, kinds) if weight.layers else None
-        found[name] = Updated(
-            shard=ShardedArray(name, weight.dims, ((),) * len(weight.dims)),
-            inputs=matrix_inputs(weight),
-            batch=("E",) if weight.part == "experts" else (),
-            layers=layers_dim(kind.block) if kind else "",
-        )
-    return Places(None, found)
-
-
-def _kind_of(name: str, kinds: Sequence[LayerKind]) -> LayerKind:
-    """The kind of layer that a weight's variable belongs to: that of the longest suffix."""
-    fitting = [kind for kind in kinds if len(kinds) == 1 or name.endswith(kind.suffix)]
-    return max(fitting, key=lambda kind: len(kind.suffix))
+    return Places(None, derive(transformer(model), Strategy(mesh={})).weights)
 
 
 def on_shards(

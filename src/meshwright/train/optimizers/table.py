@@ -14,7 +14,7 @@ the same on every mesh. The update of AdamW and Lion is elementwise and so needs
 weights and state are split alike; Adafactor needs small sums, Muon whole matrices: both run their derived steps.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -30,7 +30,6 @@ from meshwright.spec.model import Model
 from meshwright.spec.strategy import STATE_BYTES
 from meshwright.train.optimizers.adafactor import scale_by_adafactor
 from meshwright.train.optimizers.average import start_average, update_average
-from meshwright.train.optimizers.matrices import MatrixAxes, model_axes
 from meshwright.train.optimizers.muon import inside_layers, scale_by_muon
 from meshwright.train.optimizers.rounding import round_to, round_tree
 from meshwright.train.optimizers.schedules import learning_rate
@@ -154,27 +153,28 @@ def transformation(
     Muon takes the matrices of the layers; embeddings, the unembedding and vectors go to AdamW, at the same rate.
     Sources: Loshchilov and Hutter, 2019; Chen et al., 2023; Shazeer and Stern, 2018; Jordan, 2024.
     """
-    axes, plain = model_axes(model), on_one_device(model)
+    plain = on_one_device(model)
+    matrices = frozenset(name for name, weight in plain.weights.items() if weight.inputs)
     at = places or (lambda: plain)
     if settings.optimizer == "adafactor":
-        return _chain(scale_by_adafactor(at, dict(plain.weights)), settings, axes)
+        return _chain(scale_by_adafactor(at, dict(plain.weights)), settings, matrices)
     if settings.optimizer == "lion":
-        return _chain(optax.scale_by_lion(settings.beta1, settings.beta2), settings, axes)
-    adamw = _chain(optax.scale_by_adam(settings.beta1, settings.beta2, eps=settings.epsilon), settings, axes)
+        return _chain(optax.scale_by_lion(settings.beta1, settings.beta2), settings, matrices)
+    adamw = _chain(optax.scale_by_adam(settings.beta1, settings.beta2, eps=settings.epsilon), settings, matrices)
     if settings.optimizer == "adamw":
         return adamw
     inside = inside_layers(plain.weights.values())
-    muon = _chain(scale_by_muon(settings.momentum, at), settings, axes)
+    muon = _chain(scale_by_muon(settings.momentum, at), settings, matrices)
     return _by_name(lambda name: "muon" if name in inside else "adamw", {"muon": muon, "adamw": adamw})
 
 
 def _chain(
-    scaled: GradientTransformation, settings: TrainSettings, axes: Mapping[str, MatrixAxes]
+    scaled: GradientTransformation, settings: TrainSettings, matrices: Collection[str]
 ) -> GradientTransformation:
     """Scaled gradients, plus the decay of matrices, times minus the rate."""
     return optax.chain(
         scaled,
-        optax.add_decayed_weights(settings.weight_decay, lambda params: {n: axes[n].is_matrix for n in params}),
+        optax.add_decayed_weights(settings.weight_decay, lambda params: {n: n in matrices for n in params}),
         optax.scale_by_learning_rate(learning_rate(settings)),
     )
 
