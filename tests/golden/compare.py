@@ -64,6 +64,8 @@ def report(
         say(f"accepted {count:5d}  {' '.join(entry.where)}: {entry.reason}")
     for entry in verdict.stale:
         say(f"stale: nothing differs at {' '.join(entry.where)} ({entry.reason})")
+    for entry, digest in verdict.moved:
+        say(f"changed: {' '.join(entry.where)} had other differences when it was accepted; digest is {digest} now")
     for difference in verdict.refused:
         say(str(difference))
     say(

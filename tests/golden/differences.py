@@ -2,6 +2,7 @@
 
 import difflib
 import fnmatch
+import hashlib
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -89,13 +90,15 @@ class Accepted(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     ``where`` are patterns over kind/case/path, in which ``*`` stands for any text. A difference must match one of them
     and every further condition: ``within``, the largest change of a number relative to the old one; ``text``, a
-    regular expression that is searched in ``- line``, ``+ line`` or ``old -> new``. ``reason`` is a sentence.
+    regular expression that is searched in ``- line``, ``+ line`` or ``old -> new``. With a ``digest`` the entry stands
+    for exactly the differences that were looked at: of any others it takes none. ``reason`` is a sentence.
     """
 
     where: tuple[str, ...]
     reason: str
     within: float | None = None
     text: str = ""
+    digest: str = ""
 
     def __post_init__(self) -> None:
         if len(self.reason.split()) < 3:
@@ -109,6 +112,12 @@ class Accepted(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         if self.text and not re.search(self.text, difference.text):
             return False
         return self.within is None or _relative(difference.old, difference.new) <= self.within
+
+
+def digest_of(differences: Sequence[Difference]) -> str:
+    """Sixteen digits that stand for these differences: the places and what is found there now."""
+    lines = sorted(f"{one.where}: {one.new!r}" for one in differences)
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 
 def _relative(old: Any, new: Any) -> float:
@@ -136,30 +145,31 @@ def read_accepted(path: Path) -> tuple[Accepted, ...]:
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
-    """Differences that nobody has accepted, how many each entry takes, and entries that take none."""
+    """Differences that nobody has accepted, how many each entry takes, entries that take none, and those whose digest
+    is another one now."""
 
     refused: tuple[Difference, ...]
     counts: tuple[tuple[Accepted, int], ...]
     stale: tuple[Accepted, ...]
+    moved: tuple[tuple[Accepted, str], ...]
 
 
 def judge(differences: Sequence[Difference], accepted: Sequence[Accepted], kinds: Sequence[str]) -> Verdict:
     """Each difference goes to the first entry that takes it. An entry is stale where it takes none and one of its
     patterns speaks of a kind that was compared."""
-    counts = [0] * len(accepted)
+    taken: list[list[Difference]] = [[] for _ in accepted]
     refused = []
     for difference in differences:
         number = next((n for n, entry in enumerate(accepted) if entry.takes(difference)), None)
-        if number is None:
-            refused.append(difference)
-        else:
-            counts[number] += 1
-    pairs = list(zip(accepted, counts, strict=True))
-    asked = [(entry, count) for entry, count in pairs if _speaks_of(entry, kinds)]
+        (refused if number is None else taken[number]).append(difference)
+    asked = [pair for pair in zip(accepted, taken, strict=True) if _speaks_of(pair[0], kinds)]
+    moved = [(entry, found) for entry, found in asked if found and entry.digest not in ("", digest_of(found))]
+    refused.extend(difference for _, found in moved for difference in found)
     return Verdict(
         refused=tuple(refused),
-        counts=tuple((entry, count) for entry, count in pairs if count),
-        stale=tuple(entry for entry, count in asked if not count),
+        counts=tuple((entry, len(found)) for entry, found in asked if found),
+        stale=tuple(entry for entry, found in asked if not found),
+        moved=tuple((entry, digest_of(found)) for entry, found in moved),
     )
 
 

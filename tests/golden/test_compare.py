@@ -83,6 +83,16 @@ def test_an_entry_may_ask_for_the_text_of_a_line(tmp_path):
     assert lines[1:3] == ["plans/small/steps/-3: - c = y", "plans/small/steps/+2: + c = z"]
 
 
+def test_an_entry_with_a_digest_takes_exactly_what_was_looked_at(tmp_path):
+    entry = '[[accepted]]\nwhere = ["plans/*"]\ndigest = "{}"\nreason = "The head is priced as it runs."\n'
+    code, lines = told(changed(step_s=2.2), entry.format("0" * 16), tmp_path=tmp_path)
+    assert code == 1
+    assert lines[2] == "plans/small/step_s: 2.0 -> 2.2"
+    digest = lines[1].removesuffix(" now").split()[-1]
+    assert told(changed(step_s=2.2), entry.format(digest), tmp_path=tmp_path)[0] == 0
+    assert told(changed(step_s=2.3), entry.format(digest), tmp_path=tmp_path)[0] == 1
+
+
 def test_an_entry_that_takes_nothing_is_stale_where_its_kind_was_compared(tmp_path):
     entry = '[[accepted]]\nwhere = ["plans/none/*"]\nreason = "It was so once."\n'
     assert told(OLD, entry, tmp_path=tmp_path)[1][0] == "stale: nothing differs at plans/none/* (It was so once.)"
