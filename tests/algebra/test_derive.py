@@ -408,7 +408,11 @@ def test_between_stages_the_stream_goes_on_and_its_cotangent_back():
 def test_stages_split_no_array():
     """A pipeline leaves the steps of every layer as they are; only the sums over all devices name its axis."""
     split, whole = llama(pipeline=2, fsdp=2), llama(fsdp=2)
-    assert split.blocks == whole.blocks
+    assert [(b.forward, b.backward, b.kept) for b in split.blocks] == [
+        (b.forward, b.backward, b.kept) for b in whole.blocks
+    ]
+    assert [b.split is None for b in split.blocks] == [True, False, True]
+    assert all(b.split is None for b in whole.blocks)
     assert split.num_layers == whole.num_layers == model("tiny").num_layers
     over = {s.result.name for s in split.update if "pipeline" in s.axes}
     assert over == {"loss", "grad_norm"}

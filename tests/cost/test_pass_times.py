@@ -26,7 +26,8 @@ TIMES = BlockTimes(
     carries=(False, True, False),
     forward=(0.5, 1.0, 3.0),
     backward=(0.25, 2.0, 5.0),
-    weight=(0.0, 0.75, 1.0),
+    inputs=(0.0, 1.25, 0.0),
+    weight=(0.0, 0.75, 0.0),
     last=(0.1, 0.2, 0.3),
     update=(0.4, 0.05, 0.6),
     send_s=0.125,
@@ -81,7 +82,8 @@ def test_interleaving_halves_the_idle_time():
 def test_a_step_of_layers_alone_is_the_simulation(schedule):
     """Without ends, sends and once-a-step work: the makespan of the schedule's rows."""
     none = {"last": (0.0, 0.0, 0.0), "update": (0.0, 0.0, 0.0), "send_s": 0.0, "after_s": 0.0}
-    alone = {"forward": (0.0, 1.0, 0.0), "backward": (0.0, 2.0, 0.0), "weight": (0.0, 0.75, 0.0)}
+    alone = {"forward": (0.0, 1.0, 0.0), "backward": (0.0, 2.0, 0.0)}
+    alone |= {"inputs": (0.0, 1.25, 0.0), "weight": (0.0, 0.75, 0.0)}
     times = BlockTimes(num_layers=8, repeats=(1, 8, 1), carries=(False, True, False), **none, **alone)
     rows, passes = build(schedule, stages=4, microbatches=8), {"forward_s": 2, "backward_s": 2.5, "weight_s": 1.5}
     apart = times.step_s(Pipeline(schedule=schedule, stages=4, microbatches=8, software="eager"))

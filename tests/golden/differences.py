@@ -115,8 +115,10 @@ class Accepted(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 def digest_of(differences: Sequence[Difference]) -> str:
-    """Sixteen digits that stand for these differences: the places and what is found there now."""
-    lines = sorted(f"{one.where}: {one.new!r}" for one in differences)
+    """Sixteen digits that stand for these differences: the places and what is found there now, numbers to nine
+    digits."""
+    found = ((one.where, f"{one.new:.9g}" if isinstance(one.new, float) else repr(one.new)) for one in differences)
+    lines = sorted(f"{where}: {new}" for where, new in found)
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 

@@ -12,6 +12,7 @@ from meshwright.algebra.ops import op_kind
 from meshwright.algebra.program import Block, Program
 from meshwright.algebra.rewrites.collective_matmul import with_collective_matmuls
 from meshwright.algebra.rewrites.fused_head import with_fused_head
+from meshwright.algebra.rewrites.split_backward import with_split_backward
 from meshwright.algebra.steps import Phase, Step
 from meshwright.algebra.trace import Shardings, SharedInput, Trace, moved
 from meshwright.core.errors import CannotRunError, InputError
@@ -114,7 +115,8 @@ def derive(
     ahead, shared = strategy.prefetch, shardings.shared
     result = Derived(program, tuple(blocks), update, declared, (), boundary, ahead, ends, shared, weights, optimizer)
     tags = tuple(dict.fromkeys(result.tag(a) for a in keeps))
-    return msgspec.structs.replace(result, keeps=tags)
+    result = msgspec.structs.replace(result, keeps=tags)
+    return with_split_backward(result) if boundary else result
 
 
 def derive_forward(program: Program, strategy: Strategy, *, symbolic: bool = False) -> Derived:

@@ -12,12 +12,26 @@ from meshwright.algebra.steps import Step
 from meshwright.algebra.trace import SharedInput
 
 
+class SplitBackward(msgspec.Struct, frozen=True):
+    """A layer's backward pass in two parts, for schedules whose weight gradients have a pass of their own.
+
+    ``inputs`` and ``weights`` are places in the backward steps, every one that runs for each microbatch in one of the
+    two: first what the cotangent of the entering stream comes from, then the rest. ``handed`` is what the second takes
+    from the first: operands of its products, gathered activations as they are, and gradients that came on the way.
+    """
+
+    inputs: tuple[int, ...]
+    weights: tuple[int, ...]
+    handed: tuple[ShardedArray, ...]
+
+
 class BlockSteps(msgspec.Struct, frozen=True):
     """Derived steps of one block, executed ``repeat`` times for every microbatch.
 
     ``kept`` are the forward results held until the backward pass that really uses them, the block's input
     among them. With a ``segment`` ("sqrt": of the repeats that a device holds) a backward pass begins
-    with the forward steps again: they are held for one segment, and only the input of each segment for all.
+    with the forward steps again: they are held for one segment, and only the input of each segment for all. Layers of
+    a pipeline know their backward pass in two parts, ``split``; its schedule says which microbatches run it so.
     """
 
     block: Block
@@ -25,10 +39,16 @@ class BlockSteps(msgspec.Struct, frozen=True):
     backward: tuple[Step, ...]
     kept: tuple[ShardedArray, ...]
     segment: int | Literal["sqrt"] | None = None
+    split: SplitBackward | None = None
 
     @property
     def repeat(self) -> int:
         return self.block.repeat
+
+    @property
+    def num_again(self) -> int:
+        """How many steps of the backward pass, its first, are a segment's second run."""
+        return len(self.forward) if self.segment is not None else 0
 
 
 class Derived(msgspec.Struct, frozen=True):

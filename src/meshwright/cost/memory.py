@@ -9,7 +9,7 @@ from meshwright.algebra.derived import BlockSteps, Derived
 from meshwright.algebra.notation import ShardedArray, product
 from meshwright.algebra.ops import kind_of, op_kind
 from meshwright.algebra.ops.cached_attention import slots_kept
-from meshwright.algebra.rewrites.split_backward import gradient_arrays, split_backward
+from meshwright.algebra.rewrites.split_backward import gradient_arrays
 from meshwright.algebra.sizes import OpSizes, moment_bytes
 from meshwright.algebra.steps import Phase, Step
 from meshwright.core.dims import DTYPE_BYTES
@@ -332,11 +332,10 @@ def _further_bytes(derived: Derived, sizes: OpSizes) -> Number:
 def _handed_bytes(block: BlockSteps, derived: Derived, sizes: OpSizes) -> Number:
     """What all repeats hand from the gradients of their inputs to those of their weights."""
     steps = {array: step for step in (*block.forward, *block.backward) for array in (step.result, *step.more)}
-    parts = split_backward(derived, block, block.block.carry)
-    total = _zero(sizes)
-    for array in parts.handed:
+    total, handed = _zero(sizes), block.split.handed if block.split else ()
+    for array in handed:
         step = steps.get(array)
-        moved = step is not None and step.only_moves and step.inputs[0] in parts.handed
+        moved = step is not None and step.only_moves and step.inputs[0] in handed
         total = total + sizes.bytes(array) * (_moves(step, sizes) if step is not None and moved else 1)
     return block.repeat * total
 

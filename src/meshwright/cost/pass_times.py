@@ -1,7 +1,7 @@
 """Seconds of the passes over each block, and of one training step made of them on the busiest device of a pipeline."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -27,11 +27,20 @@ class StepSeconds(msgspec.Struct, frozen=True, kw_only=True):
     bubble_s: Number
 
 
+class LayerPasses(NamedTuple):
+    """Seconds of a microbatch in the layers of one device, forward and backward, and those idle in a step."""
+
+    forward_s: Number
+    backward_s: Number
+    bubble_s: Number
+
+
 class BlockTimes(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds of one repeat of each block for one microbatch, and what is done once: nothing about a schedule.
 
     ``backward`` leaves out collectives that run once per step; ``last`` is what they add to the last microbatch.
-    ``weight`` is the part of ``backward`` that makes gradients of weights, ``update`` the optimizer. ``send_s`` is one
+    ``inputs`` and ``weight`` are what takes its place where gradients of weights have a pass of their own, which
+    together may take longer than one pass. ``update`` is the optimizer. ``send_s`` is one
     boundary of stages, there and back; ``meetings_s`` what the layers of two stages on one device take to be brought
     together and apart, by the bytes of all layers and besides; ``after_s`` what belongs to no block; ``microbatch_s``
     what a host adds to each microbatch; ``slowdown`` that of stragglers.
@@ -42,6 +51,7 @@ class BlockTimes(msgspec.Struct, frozen=True, kw_only=True):
     carries: tuple[bool, ...]
     forward: tuple[Number, ...]
     backward: tuple[Number, ...]
+    inputs: tuple[Number, ...]
     weight: tuple[Number, ...]
     last: tuple[Number, ...]
     update: tuple[Number, ...]
@@ -79,15 +89,26 @@ class BlockTimes(msgspec.Struct, frozen=True, kw_only=True):
         """Seconds that a step waits for the stream and its cotangents to be sent on."""
         return pipeline.num_sends * self.send_s / 2
 
+    def layer_passes(self, pipeline: Pipeline, at_least: Number = 0.0) -> LayerPasses:
+        """The passes of one microbatch over the layers of a device, and the bubble that their schedule leaves.
+
+        Where only some microbatches run the backward pass in two parts, the bubble is that of all doing so.
+        """
+        share, split = pipeline.share(self.num_layers), pipeline.split_share
+        forward, backward = self.layers_s("forward", share, at_least), self.layers_s("backward", share, at_least)
+        if not np.any(split > 0):
+            return LayerPasses(forward, backward, pipeline.bubble_s(forward, backward, 0.0))
+        inputs, weight = self.layers_s("inputs", share, at_least), self.layers_s("weight", share)
+        bubble = pipeline.bubble_s(forward, np.where(split > 0, inputs, backward), np.where(split > 0, weight, 0.0))
+        return LayerPasses(forward, backward + split * (inputs + weight - backward), bubble)
+
     def step_s(self, pipeline: Pipeline, offload: Offload = NOTHING) -> StepSeconds:
         """All microbatches through the busiest device, its once-per-step collectives and the update, and the bubble.
 
         A pass takes at least as long as its kept results take over PCIe, where they are offloaded.
         """
-        share, moved = pipeline.share(self.num_layers), offload.activations_s
-        forward, backward = self.layers_s("forward", share, moved), self.layers_s("backward", share, moved)
+        forward, backward, bubble = self.layer_passes(pipeline, offload.activations_s)
         each = forward + backward + self.ends_s(pipeline, "forward", "backward") + self.microbatch_s
-        bubble = pipeline.bubble_s(forward_s=forward, backward_s=backward, weight_s=self.layers_s("weight", share))
         passes, sends = pipeline.microbatches * each, self.sends_s(pipeline)
         passes = passes + sends if self.overlap is None else partly_hidden(passes, sends, self.overlap)
         busy = passes + self.once_s(pipeline)
@@ -107,9 +128,10 @@ def block_times(
 
     With ``sizes``, passes on a host that has been measured have the copies of their loops too.
     """
-    gradients = {f"d{variable.name}" for variable in derived.program.of_role("weight")}
     owners = _first_blocks(derived)
-    parts: dict[str, list[Number]] = {name: [] for name in ("forward", "backward", "weight", "last", "update")}
+    parts: dict[str, list[Number]] = {
+        name: [] for name in ("forward", "backward", "inputs", "weight", "last", "update")
+    }
     for block in priced.blocks:
         always = [cost for cost in block.backward if cost.step.scope != "step"]
         ahead_s, back_s = _loop_s(block.steps, derived, sizes, rates)
@@ -118,7 +140,11 @@ def block_times(
         own = [cost for cost in priced.once if owners.get(cost.step.result.name) == block.name]
         parts["forward"].append(forward_s)
         parts["backward"].append(back)
-        parts["weight"].append(total(cost.local_s for cost in always if cost.step.result.name in gradients))
+        split = block.steps.split
+        both = ((), ()) if split is None else (split.inputs, split.weights)
+        inputs_s, weight_s = (_pass_s([block.backward[place] for place in places], rates) for places in both)
+        parts["inputs"].append(inputs_s + back_s)
+        parts["weight"].append(weight_s)
         parts["last"].append(_pass_s(block.backward, rates) + back_s - back)
         parts["update"].append(_update_s(own, block.forward, forward_s, rates))
     return BlockTimes(

@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from meshwright.algebra.schedules.forms import bubble_seconds, is_legal, peak_stash, sends, weight_copies
+from meshwright.algebra.schedules.forms import bubble_seconds, is_legal, peak_stash, sends, split_passes, weight_copies
 from meshwright.algebra.schedules.lockstep import (
     Buffer,
     lockstep_bubble_seconds,
@@ -138,10 +138,16 @@ class Pipeline(msgspec.Struct, frozen=True, kw_only=True):
         )
         return np.where(self.is_one, 0.0, found)
 
-    def bubble_s(self, *, forward_s: Number, backward_s: Number, weight_s: Number) -> Number:
+    @property
+    def split_share(self) -> Number:
+        """The share of the microbatches whose backward pass is two passes, on the device with most of them."""
+        sizes = {"stages": self.stages, "microbatches": self.microbatches, "chunks": self.chunks}
+        return np.where(self.is_one, 0.0, split_passes(self.schedule, **sizes) / np.asarray(self.microbatches))
+
+    def bubble_s(self, forward_s: Number, backward_s: Number, weight_s: Number) -> Number:
         """Idle seconds of a step, for seconds that one microbatch takes in all layers of a device.
 
-        ``weight_s`` is the part of ``backward_s`` that makes gradients of weights.
+        ``backward_s`` are those for the gradients of inputs, ``weight_s`` for those of weights.
         """
         found = (lockstep_bubble_seconds if self.in_lockstep else bubble_seconds)(
             self.schedule,
@@ -149,7 +155,7 @@ class Pipeline(msgspec.Struct, frozen=True, kw_only=True):
             microbatches=self.microbatches,
             chunks=self.chunks,
             forward_s=forward_s,
-            backward_s=backward_s - weight_s,
+            backward_s=backward_s,
             weight_s=weight_s,
         )
         return np.where(self.is_one, 0.0, found)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from meshwright.algebra.schedules.forms import bubble_seconds, is_legal, peak_stash, weight_copies
+from meshwright.algebra.schedules.forms import bubble_seconds, is_legal, peak_stash, split_passes, weight_copies
 from meshwright.algebra.schedules.registry import build, schedule_names
 from meshwright.algebra.schedules.simulation import peak_stash as simulated_stash
 from meshwright.algebra.schedules.simulation import simulate
@@ -79,6 +79,15 @@ def test_peak_stash_is_that_of_the_worst_device(name):
         found = peak_stash(name, stages=stages, microbatches=microbatches, chunks=chunks)
         assert found == pytest.approx(max(simulated_stash(made)))
         assert weight_copies(name) == made.weight_copies
+
+
+@pytest.mark.parametrize("name", schedule_names())
+def test_split_passes_are_those_of_the_rows(name):
+    for stages, microbatches, chunks in legal(name):
+        if stages > 1:
+            rows = build(name, stages=stages, microbatches=microbatches, chunks=chunks).orders
+            apart = max(sum(op.kind == "W" for op in row) for row in rows) / chunks
+            assert split_passes(name, stages=stages, microbatches=microbatches, chunks=chunks) == apart
 
 
 @pytest.mark.parametrize("name", schedule_names())

@@ -22,7 +22,7 @@ from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.job import Job
 from tests.schedule_toy import added_file
 
-TIMES = {"forward_s": 1.0, "backward_s": 2.25, "weight_s": 1.0}
+TIMES = {"forward_s": 1.0, "backward_s": 1.25, "weight_s": 1.0}
 MODEL, CLUSTER, JOB = catalogue.model("llama3-8b"), parse_cluster("h100:8x2"), Job(batch_seqs=64, seq_len=4096)
 
 

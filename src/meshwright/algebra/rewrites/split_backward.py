@@ -1,8 +1,8 @@
 """Gradients of weights in a derivation: as a microbatch leaves them, their sums once per step, a pass of their own."""
 
-from typing import NamedTuple
+import msgspec
 
-from meshwright.algebra.derived import BlockSteps, Derived
+from meshwright.algebra.derived import BlockSteps, Derived, SplitBackward
 from meshwright.algebra.notation import ShardedArray
 from meshwright.algebra.ops.route import ROUTING
 from meshwright.algebra.steps import Phase, Step
@@ -60,42 +60,36 @@ def meetings(derived: Derived) -> tuple[Step, ...]:
     )
 
 
-class SplitBackward(NamedTuple):
-    """A block's backward pass in two parts, for schedules whose weight gradients have a pass of their own.
-
-    ``handed`` is what the second takes from the first: operands of its products, gathered activations as they are, and
-    gradients that came on the way.
-    """
-
-    input_steps: tuple[Step, ...]
-    weight_steps: tuple[Step, ...]
-    handed: tuple[ShardedArray, ...]
-
-
 def once_per_layer(block: BlockSteps) -> tuple[Step, ...]:
     """Backward steps of one layer and microbatch: sums over the step wait, a segment's second run is not of a layer."""
-    again = len(block.forward) if block.segment is not None else 0
-    return tuple(step for step in block.backward[again:] if step.scope != "step")
+    return tuple(step for step in block.backward[block.num_again :] if step.scope != "step")
 
 
-def split_backward(derived: Derived, block: BlockSteps, entering: str) -> SplitBackward:
-    """First what the cotangent of the stream ``entering`` comes from, then all the others, both in the derived order.
+def with_split_backward(derived: Derived) -> Derived:
+    """The derivation whose layers know their backward pass in two parts."""
+    blocks = (
+        msgspec.structs.replace(block, split=_split(derived, block)) if block.block.carry else block
+        for block in derived.blocks
+    )
+    return msgspec.structs.replace(derived, blocks=tuple(blocks))
 
-    Gathers of weights that both parts need run in both: gathered weights are not kept.
-    """
-    steps, weights, gradients = once_per_layer(block), weights_of(derived, block), gradient_arrays(derived)
-    needed, first = {cotangent_of(derived, entering)}, set[Step]()
-    for step in reversed(steps):
+
+def _split(derived: Derived, block: BlockSteps) -> SplitBackward:
+    """First what the cotangent of the stream comes from, then all the others, both in the derived order."""
+    places = [n for n, step in enumerate(block.backward) if step.scope != "step"]
+    needed, first = {cotangent_of(derived, block.block.carry)}, list(range(block.num_again))
+    for place in reversed(places[block.num_again :]):
+        step = block.backward[place]
         if needed & {step.result, *step.more}:
             needed.update(step.inputs)
-            first.add(step)
-    own = tuple(step for step in steps if step not in first)
-    gathered = {a for s in own for a in s.inputs if a.name in weights and a != derived.declared[a.name]}
-    shared = tuple(step for step in steps if step in first and step.result in gathered)
-    made = {array for step in (*shared, *own) for array in (step.result, *step.more)}
-    used = (*(array for step in (*shared, *own) for array in step.inputs), *(gradients[name] for name in weights))
-    handed = tuple(a for a in dict.fromkeys(used) if a not in made and not _is_given(derived, a))
-    return SplitBackward(tuple(step for step in steps if step in first), (*shared, *own), handed)
+            first.append(place)
+    own = tuple(place for place in places if place not in first)
+    steps = [block.backward[place] for place in own]
+    made = {array for step in steps for array in (step.result, *step.more)}
+    gradients = gradient_arrays(derived)
+    used = (*(a for step in steps for a in step.inputs), *(gradients[name] for name in weights_of(derived, block)))
+    handed = tuple(array for array in dict.fromkeys(used) if array not in made and not _is_given(derived, array))
+    return SplitBackward(tuple(sorted(first)), own, handed)
 
 
 def _is_given(derived: Derived, array: ShardedArray) -> bool:

@@ -41,12 +41,14 @@ class ClosedForms(msgspec.Struct, frozen=True, kw_only=True):
 
     ``bubble_s`` takes the seconds of F, B and W behind the sizes. ``sends`` counts the sends, one way, that a step
     waits for where a send is short beside a pass: read off the simulator for equal passes and at least twice as many
-    microbatches as stages, as other microbatches pass meanwhile.
+    microbatches as stages, as other microbatches pass meanwhile. ``split`` counts the microbatches whose weight
+    gradients have a pass of their own in a device's layers, on the device with most of them.
     """
 
     bubble_s: Callable[[Array, Array, Array, Array, Array, Array], Array]
     stash: OfSizes
     sends: OfSizes
+    split: OfSizes = lambda p, m, v: 0 * m
 
 
 class LockstepForms(msgspec.Struct, frozen=True, kw_only=True):

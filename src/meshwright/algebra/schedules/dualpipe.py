@@ -117,6 +117,7 @@ SCHEDULE = ScheduleDefinition(
         bubble_s=lambda p, m, v, f, b, w: dual_bubble_seconds(np.divide(p, 2) - 1, f, b, w),
         stash=lambda p, m, v: np.add(p, 1),
         sends=lambda p, m, v: 2.5 * p - 3,
+        split=lambda p, m, v: p - 1 + 0 * m,
     ),
     lockstep=LockstepForms(
         hops=lambda p, m: p - 2,

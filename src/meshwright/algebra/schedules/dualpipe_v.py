@@ -30,6 +30,7 @@ SCHEDULE = ScheduleDefinition(
         bubble_s=lambda p, m, v, f, b, w: 0.5 * dual_bubble_seconds(np.subtract(p, 1), f, b, w),
         stash=lambda p, m, v: np.add(p, 0.5),
         sends=lambda p, m, v: 4 * (p - 1),
+        split=lambda p, m, v: p - 0.5 + 0 * m,
     ),
     lockstep=LockstepForms(
         ticks=lambda p, m, v: 2 * m + 4 * p - 2,

@@ -60,6 +60,14 @@ def sends(name: str, *, stages: Array, microbatches: Array, chunks: Array = 1) -
     return over_sizes(lambda *size: simulated_size(found, *size).sends, stages, microbatches, chunks)
 
 
+def split_passes(name: str, *, stages: Array, microbatches: Array, chunks: Array = 1) -> Array:
+    """Microbatches whose weight gradients have a pass of their own in the layers of the device with most of them."""
+    found = definition(name)
+    if found.forms:
+        return found.forms.split(stages, microbatches, chunks)
+    return over_sizes(lambda *size: simulated_size(found, *size).split, stages, microbatches, chunks)
+
+
 def is_legal(name: str, *, stages: Array, microbatches: Array, chunks: Array = 1) -> Array:
     """True where the schedule exists for these sizes, `registry.build` makes its rows, and they can be priced."""
     found = definition(name)

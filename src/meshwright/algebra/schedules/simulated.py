@@ -40,6 +40,7 @@ class SimulatedSize(msgspec.Struct, frozen=True, kw_only=True):
     paths: np.ndarray
     stash: float
     sends: int
+    split: float
 
 
 class SimulatedLockstep(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,6 +64,7 @@ def simulated_size(definition: ScheduleDefinition, stages: int, microbatches: in
         stash=round(max(peak_stash(schedule)) / schedule.piece_share) / chunks,
         # sends of one unit beside equal passes of very many: those that no path avoids
         sends=step(*(3 * (1 << _BITS,)), 1) % (1 << _BITS),
+        split=max(sum(op.kind == "W" for op in order) for order in schedule.orders) / chunks,
     )
 
 

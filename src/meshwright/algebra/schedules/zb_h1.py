@@ -48,6 +48,7 @@ SCHEDULE = ScheduleDefinition(
         bubble_s=lambda p, m, v, f, b, w: zero_bubble_seconds(p, np.minimum(m, p) - 1, f, b, w),
         stash=lambda p, m, v: np.minimum(p, m),
         sends=lambda p, m, v: 4 * (p - 1),
+        split=lambda p, m, v: m,
     ),
     lockstep=LockstepForms(
         weight_hops=lambda p, m: np.maximum(p - m, 0),

@@ -25,6 +25,7 @@ SCHEDULE = ScheduleDefinition(
         bubble_s=lambda p, m, v, f, b, w: zero_bubble_seconds(p, np.minimum(m, 2 * p - 1) - 1, f, b, w),
         stash=lambda p, m, v: np.minimum(2 * np.asarray(p) - 1, m),
         sends=lambda p, m, v: p - 1,
+        split=lambda p, m, v: m,
     ),
     lockstep=LockstepForms(
         # with more microbatches than stages and fewer than 2 p - 1 an upper bound

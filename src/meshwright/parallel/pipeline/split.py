@@ -6,15 +6,16 @@ takes from the first is handed on, gathered activations as they are: no collecti
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from meshwright.algebra.derived import SplitBackward
 from meshwright.algebra.notation import ShardedArray
-from meshwright.algebra.rewrites.split_backward import SplitBackward, cotangent_of, gradient_arrays, split_backward
+from meshwright.algebra.rewrites.split_backward import cotangent_of, gradient_arrays
+from meshwright.algebra.steps import Step
 from meshwright.algebra.transformer import Span
 from meshwright.nn.interpreter import run
 from meshwright.nn.weights import Params
@@ -29,10 +30,16 @@ class SplitBlock:
 
     block: BlockPasses
 
-    @cached_property
+    @property
     def parts(self) -> SplitBackward:
-        """The derived steps of the two passes."""
-        return split_backward(self.block.derived, self.block.steps, self.block.entering)
+        """Which steps run in which pass."""
+        assert self.block.steps.split is not None
+        return self.block.steps.split
+
+    def _steps(self, places: Sequence[int]) -> tuple[Step, ...]:
+        """The steps at some places of the backward pass; a segment's second run is the loop's."""
+        steps = self.block.steps
+        return tuple(steps.backward[place] for place in places if place >= steps.num_again)
 
     @property
     def handed(self) -> tuple[ShardedArray, ...]:
@@ -47,13 +54,13 @@ class SplitBlock:
         block = self.block
         env = block._environment(weights, inputs) | block.recalled(held)
         env[cotangent_of(block.derived, block.result)] = cotangent
-        env = run(block.context, self.parts.input_steps, env)
+        env = run(block.context, self._steps(self.parts.inputs), env)
         return env[cotangent_of(block.derived, block.entering)], tuple(env[array] for array in self.handed)
 
     def weight_backward(self, weights: Params, inputs: Inputs, handed: Sequence[jax.Array]) -> Params:
         """Gradients of the block's weights, and its `counts`, as its whole backward pass leaves them."""
         env = self.block._environment(weights, inputs) | dict(zip(self.handed, handed, strict=True))
-        env = run(self.block.context, self.parts.weight_steps, env)
+        env = run(self.block.context, self._steps(self.parts.weights), env)
         arrays = gradient_arrays(self.block.derived)
         counts = {name: env[array] for name, array in self.block.counts.items()}
         return {name: env[arrays[name]] for name in self.block.weights} | counts

@@ -193,11 +193,12 @@ def _hiding(
 
 
 def _bubble(plan: Plan, priced: PricedStrategy) -> dict[str, Any]:
-    pipeline, times = strategy_pipeline(plan.strategy), priced.parts.times
-    share = pipeline.share(times.num_layers)
-    forward, backward, weight = (float(times.layers_s(part, share)) for part in ("forward", "backward", "weight"))
-    bubble = float(pipeline.bubble_s(forward_s=forward, backward_s=backward, weight_s=weight))
-    return {"schedule": plan.strategy.schedule, "bubble_s": bubble, "microbatch_s": forward + backward}
+    forward, backward, bubble = priced.parts.times.layer_passes(strategy_pipeline(plan.strategy))
+    return {
+        "schedule": plan.strategy.schedule,
+        "bubble_s": float(bubble),
+        "microbatch_s": float(forward + backward),
+    }
 
 
 def _ring(plan: Plan, priced: PricedStrategy) -> dict[str, Any]:
