@@ -1,0 +1,5 @@
+"""``python -m meshwright``: the command."""
+
+from meshwright.cli.main import main
+
+main()
