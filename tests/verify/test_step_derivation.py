@@ -1,5 +1,6 @@
 """What the algebra says of a request: sizes, memory by item, FLOPs of products, collectives of stages."""
 
+import msgspec
 import pytest
 
 from meshwright.algebra.layers import ProgramOptions
@@ -11,6 +12,7 @@ from meshwright.parallel.pipeline.stages import strategy_schedule
 from meshwright.spec.catalogue import model
 from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.job import Job
+from meshwright.spec.model import Encoder
 from meshwright.spec.strategy import Strategy, make_mesh
 from meshwright.verify.expected import expected_collectives, expected_of_pipeline
 from meshwright.verify.request import Request
@@ -49,8 +51,16 @@ def matmul_params(given) -> int:
 
 def test_sizes_of_the_whole_batch():
     dims = derivation({"fsdp": 8}).dims
-    assert (dims["B"], dims["T"], dims["S"]) == (SEQS, LENGTH, LENGTH)
+    assert (dims["B"], dims["T"]) == (SEQS, LENGTH)
     assert "C" not in dims
+
+
+def test_products_of_an_encoder_have_its_length():
+    """Of each layer of the encoder w_up, forward and twice backward: 6 D F for each of its positions."""
+    both = msgspec.structs.replace(TINY, encoder=Encoder(num_layers=3, length=96))
+    found = derivation({"fsdp": 8}, given=both).products()
+    up = sum(flops for label, flops in found.items() if label.result in ("encoder_u", "dencoder_w_up"))
+    assert up == 3 * 4 * TINY.d_model * TINY.d_ff * 96 * SEQS / 8
 
 
 def test_generation_has_one_new_position():

@@ -22,6 +22,11 @@ def moment_bytes(state: str) -> float:
     return 2.0 if state == "pure-16bit" else 4.0
 
 
+def master_bytes(state: str) -> float:
+    """Bytes of one entry of the float32 copy of the weights, 0 in a state that keeps none."""
+    return STATE_BYTES[state]["optimizer"] - 2 * moment_bytes(state)
+
+
 class OpSizes(msgspec.Struct, frozen=True, kw_only=True):
     """What the rows of op kinds need beside a step: sizes of dims (B of one microbatch) and mesh axes, element widths.
 

@@ -10,7 +10,7 @@ from meshwright.algebra.notation import ShardedArray, product
 from meshwright.algebra.ops import kind_of, op_kind
 from meshwright.algebra.ops.cached_attention import slots_kept
 from meshwright.algebra.rewrites.split_backward import gradient_arrays
-from meshwright.algebra.sizes import OpSizes, moment_bytes
+from meshwright.algebra.sizes import OpSizes, master_bytes, moment_bytes
 from meshwright.algebra.steps import Phase, Step
 from meshwright.core.dims import DTYPE_BYTES
 from meshwright.core.errors import InputError
@@ -121,7 +121,7 @@ class MemoryParts(msgspec.Struct, frozen=True, kw_only=True):
     def optimizer_bytes(self, pipeline: Pipeline) -> Number:
         """Optimizer state that one chip updates: master weights, where the state has them, and moments."""
         moment = moment_bytes(self.state)
-        master = STATE_BYTES[self.state]["optimizer"] - 2 * moment
+        master = master_bytes(self.state)
         return self.elements("optimizer", pipeline) * master + self.elements("moments", pipeline) * moment
 
     def items(

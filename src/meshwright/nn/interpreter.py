@@ -3,8 +3,11 @@
 from collections.abc import Iterable
 
 import jax
+import msgspec
 
+from meshwright.algebra.kinds import nothing
 from meshwright.algebra.notation import ShardedArray
+from meshwright.algebra.ops import kind_of
 from meshwright.algebra.steps import Round, Step
 from meshwright.nn.collectives import communicate
 from meshwright.nn.context import Context
@@ -42,11 +45,19 @@ def run_step(context: Context, step: Step, inputs: list[jax.Array]) -> tuple[jax
 
 
 def run_update(steps: Iterable[Step], env: Environment) -> Environment:
-    """``env`` with the results of an optimizer's steps added; only collectives carry a label of their own."""
+    """``env`` with the results of an optimizer's steps added; collectives and products carry labels of their own, the
+    rest is one label's."""
     env = dict(env)
     for step in steps:
         inputs = [env[a] for a in step.inputs]
-        results = communicate(step, *inputs) if step.is_collective else local_steps()[step.op](None, step, *inputs)
+        if step.is_collective:
+            results = communicate(step, *inputs)
+        elif kind_of(step).flops is nothing:
+            results = local_steps()[step.op](None, step, *inputs)
+        else:
+            label = msgspec.structs.replace(step.label, block="update", phase="update")
+            with jax.named_scope(str(label)):
+                results = local_steps()[step.op](None, step, *inputs)
         for array, value in zip((step.result, *step.more), results if step.more else (results,), strict=True):
             env[array] = value
     return env

@@ -88,9 +88,13 @@ Split = tuple[str, tuple[str, ...]]
 
 
 def splits(derived: Derived) -> tuple[Split, ...]:
-    """Every dim with the axes that split it in some array; those contained in a larger split are left out."""
+    """Every dim with the axes that split it in some array; those contained in a larger split are left out.
+
+    Whole matrices of layers are dealt out to any number of devices, so an update of all layers asks for nothing.
+    """
     found: dict[Split, None] = {}
-    for step, _ in derived.steps():
+    passes = (step for block in derived.blocks for step in (*block.forward, *block.backward))
+    for step in (*passes, *(step for step in derived.update if not derived.is_stacked(step))):
         for array in (*step.inputs, step.result, *step.more):
             for dim, axes in zip(array.dims, array.axes, strict=True):
                 if axes and dim != "C":  # tokens of an expert need not divide: their number is a mean

@@ -34,9 +34,13 @@ def subject_of(step: TrainStep | GenerateStep, job: Job) -> Subject:
 
 
 def random_rows(step: TrainStep, job: Job, *, seed: int) -> dict[str, np.ndarray]:
-    """A batch of random tokens, each the label of the one before it."""
-    rows = _random_tokens(step.model.vocab_size, (job.batch_seqs, job.seq_len + 1), seed)
-    return {"tokens": rows[:, :-1], "labels": rows[:, 1:]}
+    """A batch of random tokens, each the label of the one before it; for an encoder random tokens of its length."""
+    vocab_size, encoder = step.model.vocab_size, step.model.encoder
+    rows = _random_tokens(vocab_size, (job.batch_seqs, job.seq_len + 1), seed)
+    found = {"tokens": rows[:, :-1], "labels": rows[:, 1:]}
+    if encoder:
+        found["encoder_tokens"] = _random_tokens(vocab_size, (job.batch_seqs, encoder.length), seed + 1)
+    return found
 
 
 def _random_tokens(vocab_size: int, shape: tuple[int, ...], seed: int) -> np.ndarray:

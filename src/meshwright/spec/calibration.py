@@ -8,6 +8,7 @@ import msgspec
 
 from meshwright.core.dims import DTYPE_BYTES
 from meshwright.core.errors import InputError
+from meshwright.core.figures import check_figures
 from meshwright.core.files import write_text_whole
 from meshwright.core.toml_file import dump_toml, load_toml
 from meshwright.spec.chip import Chip, known, peak
@@ -25,6 +26,9 @@ class CollectiveRate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     group_size: int
     latency_s: float
     bytes_per_s: float
+
+    def __post_init__(self) -> None:
+        check_figures(self, f"{self.kind} over {self.group_size}", may_be_zero=("latency_s",))
 
 
 SHARES = ("compute", "attention", "hbm", "ici", "nvlink", "network", "dcn")
@@ -84,6 +88,19 @@ class Efficiency(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             share = getattr(self, name)
             if share is not None and not 0 < share <= 1:
                 raise ValueError(f"efficiency {name} is {share}, give a share in (0, 1]")
+        needed = (
+            *SHARES,
+            "narrow",
+            "portable",
+            "eager_traffic",
+            "overlap",
+            "low",
+            "high",
+            "low_experts",
+            "high_experts",
+        )
+        others = [name for name in self.__struct_fields__ if name not in needed]
+        check_figures(self, "efficiency", may_be_zero=others)
 
 
 class Pace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -140,6 +157,9 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     efficiency: Efficiency = Efficiency()
     host: HostRates | None = None
     sources: dict[str, str] = {}
+
+    def __post_init__(self) -> None:
+        check_figures(self, f"calibration {self.name!r}", may_be_zero=("hop_s",))
 
     @property
     def is_datasheet(self) -> bool:

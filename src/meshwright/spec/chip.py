@@ -1,7 +1,7 @@
 """One accelerator: its peaks, memory, links and anatomy, each figure with its source."""
 
 import functools
-import math
+import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,11 +10,14 @@ from typing import Any, Literal
 import msgspec
 
 from meshwright.core.errors import InputError, nearest
+from meshwright.core.figures import check_figures
 
 CATALOGUE = Path(__file__).parent / "data" / "chips"
 
 _NOT_INHERITED = ("aliases", "family", "device_kind", "libtpu", "xla_gpu")
 """What a chip based on another does not have from it: it may be other hardware to a compiler and to measurements."""
+
+_MAY_BE_ZERO = ("ici_hop_s", "nvlink_hop_s", "network_hop_s", "dcn_hop_s", "price_usd_per_hour", "power_w")
 
 _NARROW_FLOATS = {"fp8", "fp4"}
 
@@ -112,6 +115,13 @@ class Chip(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     tensor_cores_per_sm: int | None = None
     tensor_core_flops_per_cycle: int | None = None
     sources: dict[str, str] = {}
+
+    def __post_init__(self) -> None:
+        check_figures(self, "the chip", may_be_zero=_MAY_BE_ZERO)
+        try:
+            re.compile(self.device_kind)
+        except re.error as error:
+            raise ValueError(f"device_kind {self.device_kind!r} is no regular expression: {error}") from None
 
     @property
     def ici_axis_bytes_per_s(self) -> float | None:
@@ -244,9 +254,12 @@ def chip_from_table(table: Mapping[str, Any]) -> Chip:
         made = msgspec.convert(merged, Chip)
     except msgspec.ValidationError as error:
         raise InputError(f"chip {merged.get('name', '')!r}: {error}.{_hint(error, merged)}") from None
-    for dtype, rate in made.peak_flops.items():
-        if not (math.isfinite(rate) and rate > 0):
-            raise InputError(f"peak_flops.{dtype} of chip {made.name!r} is {rate}; give a positive FLOP/s.")
+    families = sorted({one.family for one in chips().values() if one.family})
+    if made.family and made.family not in families:
+        raise InputError(
+            f"family {made.family!r} of chip {made.name!r} has no fitted numbers.{nearest(made.family, families)} "
+            f"Leave it out for the rates of the data sheet."
+        )
     return made
 
 

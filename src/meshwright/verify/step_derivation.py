@@ -52,9 +52,10 @@ class StepDerivation:
         """Sizes of all dims for the whole batch; the slots of an expert are those that are made: one for each token, or
         as many as a bound leaves."""
         request = self.request
-        cache = cache_sizes(batch_seqs=request.batch_seqs, max_len=request.seq_len)
         known = request.model.dims | layer_dims(request.model)
-        sizes = {**known, "B": request.batch_seqs, "T": self.job.step_len, **cache}
+        sizes = {**known, "B": request.batch_seqs, "T": self.job.step_len}
+        if not self.trains:
+            sizes |= cache_sizes(batch_seqs=request.batch_seqs, max_len=request.seq_len)
         if request.model.num_experts:
             slots = self._slots(self.job.tokens_per_step // self.strategy.num_microbatches)
             sizes |= {"C": slots, "Er": len(ROUTING_ROWS)}

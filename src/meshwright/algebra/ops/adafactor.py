@@ -8,6 +8,8 @@ from collections.abc import Iterable
 
 from meshwright.algebra.kinds import OpKind, StepKind, Updated, stream
 from meshwright.algebra.notation import ShardedArray
+from meshwright.algebra.ops.adamw import apply_bytes, gradient_bytes
+from meshwright.algebra.sizes import Number, OpSizes, master_bytes
 from meshwright.algebra.steps import Step
 
 
@@ -66,14 +68,36 @@ def moments(weight: Updated) -> tuple[ShardedArray, ...]:
     return tuple(_mean(shard, shard.name, (*weight.batch, *dims)) for dims in (weight.inputs, weight.outputs))
 
 
+def gradient_stream(step: Step, sizes: OpSizes) -> Number:
+    """Every input read and every result written once, the gradient as the training state keeps it."""
+    gradient = step.inputs[0]
+    return stream(step, sizes) - sizes.bytes(gradient) + gradient_bytes(gradient, sizes)
+
+
+def first_stream(step: Step, sizes: OpSizes) -> Number:
+    """The same, the gradient read once more, for its norm."""
+    return gradient_stream(step, sizes) + gradient_bytes(step.inputs[0], sizes)
+
+
+def weights_stream(step: Step, sizes: OpSizes) -> Number:
+    """The weights read: their float32 copy, where there is one."""
+    (weight,) = step.inputs
+    return sizes.elements(weight) * (master_bytes(sizes.state) or sizes.width) + sizes.bytes(step.result)
+
+
 OP = OpKind(
     update=update,
     moments=moments,
     steps={
-        name: StepKind(hbm_bytes=stream, group="optimizer")
-        for name in (
-            *("adafactor_sums", "adafactor_moments", "adafactor_scale", "adafactor_vector"),
-            *("adafactor_weights", "adafactor", "adafactor_apply"),
-        )
+        name: StepKind(hbm_bytes=count, group="optimizer")
+        for name, count in {
+            "adafactor_sums": first_stream,
+            "adafactor_moments": stream,
+            "adafactor_scale": gradient_stream,
+            "adafactor_vector": first_stream,
+            "adafactor_weights": weights_stream,
+            "adafactor": stream,
+            "adafactor_apply": apply_bytes,
+        }.items()
     },
 )

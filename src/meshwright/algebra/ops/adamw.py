@@ -2,7 +2,7 @@
 
 from meshwright.algebra.kinds import OpKind, StepKind, Updated
 from meshwright.algebra.notation import ShardedArray
-from meshwright.algebra.sizes import Number, OpSizes, moment_bytes
+from meshwright.algebra.sizes import Number, OpSizes, master_bytes, moment_bytes
 from meshwright.algebra.steps import Step
 from meshwright.spec.strategy import STATE_BYTES
 
@@ -25,10 +25,20 @@ def moments(weight: Updated) -> tuple[ShardedArray, ...]:
 
 def update_bytes(step: Step, sizes: OpSizes, *, num_moments: int) -> Number:
     """Gradient read twice (its norm, its use); weights, moments and master copy read and written."""
-    state = STATE_BYTES[sizes.state]
-    gradient, weight = (sizes.elements(array) for array in step.inputs)
-    kept = state["optimizer"] - (2 - num_moments) * moment_bytes(sizes.state)
-    return 2 * gradient * state["gradients"] + 2 * weight * (state["weights"] + kept)
+    gradient, weight = step.inputs
+    kept = sizes.width + master_bytes(sizes.state) + num_moments * moment_bytes(sizes.state)
+    return 2 * gradient_bytes(gradient, sizes) + 2 * sizes.elements(weight) * kept
+
+
+def gradient_bytes(gradient: ShardedArray, sizes: OpSizes) -> Number:
+    """A gradient as the training state keeps it."""
+    return sizes.elements(gradient) * STATE_BYTES[sizes.state]["gradients"]
+
+
+def apply_bytes(step: Step, sizes: OpSizes) -> Number:
+    """A change in float32 read; weights and master copy read and written."""
+    change, weight = step.inputs
+    return sizes.bytes(change) + 2 * sizes.elements(weight) * (sizes.width + master_bytes(sizes.state))
 
 
 def hbm_bytes(step: Step, sizes: OpSizes) -> Number:

@@ -101,16 +101,7 @@ def hbm_bytes(step: Step, sizes: OpSizes) -> Number:
 
 def momentum_bytes(step: Step, sizes: OpSizes) -> Number:
     """Gradient read twice (its norm, its use), momentum read and written, the mix of both written."""
-    return 2 * sizes.bytes(step.inputs[0]) + 3 * sizes.bytes(step.result)
-
-
-def apply_bytes(step: Step, sizes: OpSizes) -> Number:
-    """The change read; weight and master copy read and written."""
-    return sizes.bytes(step.inputs[0]) + adamw.update_bytes(step, sizes, num_moments=0) - _gradient_bytes(step, sizes)
-
-
-def _gradient_bytes(step: Step, sizes: OpSizes) -> Number:
-    return 2 * sizes.elements(step.inputs[0]) * adamw.STATE_BYTES[sizes.state]["gradients"]
+    return 2 * adamw.gradient_bytes(step.inputs[0], sizes) + 3 * sizes.bytes(step.result)
 
 
 OP = OpKind(
@@ -119,6 +110,6 @@ OP = OpKind(
     steps={
         "muon_momentum": StepKind(hbm_bytes=momentum_bytes, group="optimizer"),
         "muon": StepKind(flops=flops, hbm_bytes=hbm_bytes, group="optimizer"),
-        "muon_apply": StepKind(hbm_bytes=apply_bytes, group="optimizer"),
+        "muon_apply": StepKind(hbm_bytes=adamw.apply_bytes, group="optimizer"),
     },
 )
