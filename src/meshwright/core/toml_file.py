@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 from msgspec import inspect
 
-from meshwright.core.errors import InputError, nearest
+from meshwright.core.errors import InputError, as_sentence, nearest
 
 T = TypeVar("T")
 Key = tuple[str | int, ...]
@@ -153,8 +153,7 @@ def _literal(values: Iterable[Any]) -> Any:
 
 
 def _reason(error: Exception) -> str:
-    text = str(error).split(" - at `")[0]
-    return f"{text[:1].lower()}{text[1:]}."
+    return as_sentence(str(error).split(" - at `")[0])
 
 
 def _shown(value: Any) -> str:

@@ -82,8 +82,8 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         """Refuse sizes that no cluster has, such as those of an edited plan file."""
         if not self.shape or min(*self.shape, self.num_slices) < 1:
             raise InputError(
-                f"cluster of {self.num_slices} slices of {times(self.shape)} {self.chip.name}: every size must be "
-                f"at least 1."
+                f"cluster of {self.num_slices} slices of {times(self.shape) or 'no'} {self.chip.name}: every size "
+                "must be at least 1."
             )
         if self.twisted and not can_twist(self.chip, self.shape):
             raise InputError(

@@ -73,6 +73,9 @@ class Encoder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 MAX_LAYERS = 10_000
 """Far above any model: the weight table names every layer."""
 
+MAX_SIZE = 2**40
+"""Far above any size of a model, so that products of sizes stay floats."""
+
 
 class Model(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Sizes and switches of one decoder, and of the encoder that it may have. Defaults are those of a plain llama; 0,
@@ -152,6 +155,10 @@ class Model(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         for field in self._positive_fields():
             if getattr(self, field) < 1:
                 raise InputError(f"{self.name}: {field}={getattr(self, field)} must be at least 1.")
+        for field in self.__struct_fields__:
+            if isinstance(size := getattr(self, field), int) and not 0 <= size <= MAX_SIZE:
+                raise InputError(f"{self.name}: {field} must be at least 0 and at most 2^40.")
+        self._check_positions()
         if self.num_layers > MAX_LAYERS:
             raise InputError(f"{self.name}: num_layers={self.num_layers} must be at most {MAX_LAYERS}.")
         if self.num_heads % self.num_kv_heads:
@@ -166,6 +173,19 @@ class Model(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
                 f"{self.name}: experts_per_token={self.experts_per_token} of num_experts={self.num_experts}. "
                 f"Use 1 to {self.num_experts}."
             )
+
+    def _check_positions(self) -> None:
+        """Refuse rotations and layers that are not there."""
+        for field in ("rope_theta", "rope_local_theta"):
+            theta = getattr(self, field)
+            if theta is not None and not (math.isfinite(theta) and theta > 0):
+                raise InputError(f"{self.name}: {field}={theta:g} must be a positive number, such as 10000.")
+        if self.relative_distance < 1:
+            raise InputError(f"{self.name}: relative_distance={self.relative_distance} must be at least 1.")
+        for field in ("sliding_layers", "dense_layers"):
+            beyond = [layer for layer in getattr(self, field) if not 0 <= layer < self.num_layers]
+            if beyond:
+                raise InputError(f"{self.name}: {field} has layer {beyond[0]} of {self.num_layers}, counted from 0.")
 
     def _positive_fields(self) -> tuple[str, ...]:
         """Sizes that must not be 0, given the parts this model has."""

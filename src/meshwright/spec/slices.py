@@ -8,7 +8,7 @@ import math
 import re
 from collections.abc import Iterator
 
-from meshwright.core.errors import CannotRunError
+from meshwright.core.errors import CannotRunError, InputError
 from meshwright.spec.chip import Chip, chip
 from meshwright.spec.cluster import Cluster, make_cluster, parse_cluster
 from meshwright.spec.cluster_shapes import Shape, can_twist
@@ -31,6 +31,8 @@ def slice_shapes(chip: Chip, num_chips: int) -> tuple[Cluster, ...]:
     below a cube a box inside one; two-axis chips a rectangle in a pod; more chips than a pod holds several equal
     slices, as few as possible. Switches give whole domains. Raises CannotRunError where no shape has that number.
     """
+    if num_chips < 1:
+        raise InputError(f"{chip.name}:{num_chips}chips has no chip. Name at least one.")
     if chip.topology == "host":
         return (make_cluster(chip, (num_chips,)),)
     if chip.topology == "switched":

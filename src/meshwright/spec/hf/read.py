@@ -97,6 +97,8 @@ def _load(file: Path) -> Mapping[str, Any]:
         ) from None
     except UnicodeDecodeError:
         raise InputError(f"{file} is not text. Give the path of a config.json or of its folder.") from None
+    except RecursionError:
+        raise InputError(f"{file} is nested too deeply to be a config.json. Name another file.") from None
     except json.JSONDecodeError as error:
         raise InputError(
             f"{file}:{error.lineno}:{error.colno}: broken JSON ({error.msg}). Repair this place in the file."
