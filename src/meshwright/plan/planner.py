@@ -19,7 +19,7 @@ from meshwright.plan.result import PlanResult, planned
 from meshwright.plan.search import Found, Outcome, search
 from meshwright.plan.space import EMULATED, USUAL, Choices, Space, axes_to_try, open_space
 from meshwright.spec.cluster import Cluster
-from meshwright.spec.job import Job, require_training
+from meshwright.spec.job import Job, optimizer_words, require_training
 from meshwright.spec.strategy import Strategy, make_mesh, mesh_words, require_runnable_strategy
 
 NEAREST_BATCH_SHARE = 0.25
@@ -187,7 +187,7 @@ def _assumptions(space: Space, setting: Setting) -> tuple[str, ...]:
             "an expert has a slot for every token where slots move between devices; a bound, as of "
             "strategy.imbalance=1.25 and train.capacity_factor=1.25, sends and holds fewer"
         )
-    notes.append(f"training state {space.template.state}")
+    notes.append(f"training state {space.template.state}{optimizer_words(setting.job)}")
     return tuple(notes)
 
 

@@ -69,6 +69,11 @@ def require_training(job: Job, verb: str) -> None:
         )
 
 
+def optimizer_words(job: Job) -> str:
+    """What follows the name of the training state where the optimizer is not AdamW."""
+    return f", optimizer {job.optimizer}" if job.trains and job.optimizer != "adamw" else ""
+
+
 def parse_batch(text: str, *, seq_len: int) -> int:
     """Sequences per step from ``"4Mi"`` (tokens) or ``"1024seq"``.
 

@@ -61,7 +61,7 @@ def command(
     clusters = sweep_clusters(on)
     rates = rates_for(clusters[-1], calibration, fitted=True)
     fixed, overrides = read_choices(axes, pairs)
-    job = read_job(batch, seq_len)
+    job = read_job(batch, seq_len, pairs)
     points = scaling_curve(
         find_model(model), clusters, job, weak=weak, axes=fixed, overrides=overrides, calibration=rates
     )

@@ -64,7 +64,7 @@ def command(
 ) -> None:
     """The best mesh and its MFU for every model and number of nodes, at one batch."""
     chosen, clusters = _models(models, sizes), _clusters(chip, nodes, on)
-    job = read_job(batch, seq_len)
+    job = read_job(batch, seq_len, pairs)
     fixed, overrides = read_choices(axes, pairs)
     rates = rates_for(clusters[-1], calibration, fitted=True)
     grid = plan_grid(chosen, clusters, job, axes=fixed, overrides=overrides, calibration=rates)

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from meshwright.cli.fields import parse_fields, take_axes
+from meshwright.cli.fields import parse_fields, take_axes, with_fields
 from meshwright.cli.output import say
 from meshwright.core.units import parse_count
 from meshwright.report.figure import Spec, save
@@ -17,6 +17,9 @@ png_option = click.option(
 )
 batch_option = click.option("--batch", required=True, help="Tokens a step (4Mi) or sequences (1024seq).")
 seq_option = click.option("--seq", "seq_len", default="4096", show_default=True, help="Tokens of a sequence.")
+SECTIONS = ("strategy", "job")
+"""What ``--set`` of a sweep names."""
+
 axes_option = click.option("--axes", help="Mesh axes to keep fixed, such as tensor=8.")
 set_option = click.option("--set", "pairs", multiple=True, metavar="KEY=VALUE", help="A field: strategy.remat=block.")
 calibration_option = click.option(
@@ -24,15 +27,16 @@ calibration_option = click.option(
 )
 
 
-def read_job(batch: str, seq_len: str) -> Job:
-    """The job of ``--batch`` and ``--seq``."""
+def read_job(batch: str, seq_len: str, pairs: tuple[str, ...] = ()) -> Job:
+    """The job of ``--batch`` and ``--seq``, with fields of ``--set``."""
     length = parse_count(seq_len, what="seq")
-    return Job(batch_seqs=parse_batch(batch, seq_len=length), seq_len=length)
+    job = Job(batch_seqs=parse_batch(batch, seq_len=length), seq_len=length)
+    return with_fields(job, "job", parse_fields(pairs, sections=SECTIONS)["job"])
 
 
 def read_choices(axes: str | None, pairs: tuple[str, ...]) -> tuple[Mapping[str, int], Mapping[str, Any]]:
     """Fixed mesh axes, and fixed fields of the strategy, of ``--axes`` and ``--set``."""
-    fields = parse_fields(pairs, sections=("strategy",))["strategy"]
+    fields = parse_fields(pairs, sections=SECTIONS)["strategy"]
     return take_axes(axes, fields), fields
 
 

@@ -20,7 +20,7 @@ from meshwright.cli.verbs.plan import (
 from meshwright.core.units import format_bytes, format_count, format_flops, format_seconds
 from meshwright.cost.formulas.limit_table import Letters, Limit
 from meshwright.plan.why.explain import Algorithm, BetweenStages, Explanation, Line, explain
-from meshwright.spec.job import require_training
+from meshwright.spec.job import optimizer_words, require_training
 from meshwright.spec.plan_file import load_plan
 from meshwright.spec.strategy import mesh_words
 
@@ -74,9 +74,10 @@ def _as_json(told: Explanation) -> dict[str, Any]:
 def _print(told: Explanation) -> None:
     plan = told.plan
     rings = collective_matmul_words(plan.strategy)
+    state = f"state {plan.strategy.state}{optimizer_words(plan.job)}"
     print_text(
         f"{plan.model.name} on {plan.cluster.short_name}: {mesh_words(plan.strategy.mesh)}, "
-        f"{remat_words(plan.strategy)}, {f'{rings}, ' if rings else ''}state {plan.strategy.state}"
+        f"{remat_words(plan.strategy)}, {f'{rings}, ' if rings else ''}{state}"
     )
     print_fact("batch", _batch_words(told))
     print_fact("placement", placement_words(plan.strategy.placement))
@@ -132,7 +133,9 @@ def _print_between(between: BetweenStages, step_s: float) -> None:
 def _measures(line: Line) -> str:
     """FLOPs where there are any, bytes, seconds, and whether they can overlap."""
     amounts = [format_flops(line.flops, unit="FLOP")] if line.flops else []
-    return ", ".join([*amounts, format_bytes(line.num_bytes), format_seconds(line.time_s), line.overlaps]).rstrip(", ")
+    often = f"{line.times:,.4g} times" if line.times != 1 else ""
+    words = (*amounts, format_bytes(line.num_bytes), format_seconds(line.time_s), often, line.overlaps)
+    return ", ".join(word for word in words if word)
 
 
 def _print_step(told: Explanation) -> None:

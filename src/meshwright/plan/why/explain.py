@@ -52,7 +52,8 @@ HELPERS: dict[int, tuple[str, ...]] = {
 class Line(msgspec.Struct, frozen=True, kw_only=True):
     """One numbered line of an algorithm: a derived step, what it moves or computes, and whether it is waited for.
 
-    ``num_bytes`` are the full array's for a collective, those through memory else.
+    ``num_bytes`` are the full array's for a collective, those through memory else. In the list of what is done once a
+    step a line of a layer's weights runs ``times``, once for each layer of a device.
     """
 
     number: int
@@ -64,6 +65,7 @@ class Line(msgspec.Struct, frozen=True, kw_only=True):
     time_s: float
     critical: bool
     overlaps: str
+    times: float = 1.0
 
 
 class Algorithm(msgspec.Struct, frozen=True, kw_only=True):
@@ -196,7 +198,7 @@ def explain(plan: Plan) -> Explanation:
         fsdp=fsdp_case(plan),
         blocks=_passes(priced),
         between=_between_stages(plan, priced),
-        once=_algorithm("once per step", priced.costs.once),
+        once=_algorithm("once per step", priced.costs.once, of_layers=True),
         batch=batch_of(plan),
         symbols=letters,
         limits=tuple(sorted(limits_at(letters), key=_speed_first)),
@@ -278,20 +280,22 @@ def _between_stages(plan: Plan, priced: PricedStrategy) -> BetweenStages | None:
     )
 
 
-def _algorithm(title: str, costs: Sequence[StepCost]) -> Algorithm:
+def _algorithm(title: str, costs: Sequence[StepCost], *, of_layers: bool = False) -> Algorithm:
+    """The lines of one pass and their sums; ``of_layers``, each as often as it runs on the busiest device."""
+    every = [(cost, float(cost.here) if of_layers else 1.0) for cost in costs]
     total = sum(float(c.time_s) for c in costs)
-    shown = [c for c in costs if c.step.is_collective or float(c.time_s) > MAX_FREE_SHARE * total]
+    shown = [(c, n) for c, n in every if c.step.is_collective or float(c.time_s) > MAX_FREE_SHARE * total]
     return Algorithm(
         title=title,
-        lines=tuple(_line(number, cost) for number, cost in enumerate(shown, 1)),
-        compute_s=sum(float(c.local_s) for c in costs if not c.step.is_collective),
-        hidden_s=sum(float(c.network_s) for c in costs if c.hides),
-        critical_s=sum(float(c.network_s) for c in costs if c.step.is_collective and not c.hides),
+        lines=tuple(_line(number, cost, times) for number, (cost, times) in enumerate(shown, 1)),
+        compute_s=sum(float(c.local_s) * n for c, n in every if not c.step.is_collective),
+        hidden_s=sum(float(c.network_s) * n for c, n in every if c.hides),
+        critical_s=sum(float(c.network_s) * n for c, n in every if c.step.is_collective and not c.hides),
         num_left_out=len(costs) - len(shown),
     )
 
 
-def _line(number: int, cost: StepCost) -> Line:
+def _line(number: int, cost: StepCost, times: float) -> Line:
     return Line(
         number=number,
         text=str(cost.step),
@@ -302,6 +306,7 @@ def _line(number: int, cost: StepCost) -> Line:
         time_s=float(cost.time_s),
         critical=cost.step.is_collective and not cost.hides,
         overlaps=_overlap(cost.step, cost),
+        times=times,
     )
 
 
