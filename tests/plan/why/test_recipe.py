@@ -41,7 +41,7 @@ def test_its_meshes(model, cluster, batch_seqs, seq_len, mesh):
     assert mesh_of(found) == mesh
     assert found.refusal is None
     job = Job(batch_seqs=batch_seqs, seq_len=seq_len)
-    assert legal(catalogue.model(model), parse_cluster(cluster), job, found.strategy) == ()
+    assert legal(Setting(catalogue.model(model), parse_cluster(cluster), job), found.strategy) == ()
     assert found.estimate.step_s > 0
     assert found.strategy.zero == 3
 
@@ -78,7 +78,7 @@ def test_the_batch_of_a_chip_is_the_largest_that_fits():
     assert count > 1
     fewer = Strategy(mesh=found.strategy.mesh, remat="none", num_microbatches=count // 2, context_attention="ring")
     job = Job(batch_seqs=256, seq_len=4096)
-    refused = legal(catalogue.model("llama3-8b"), parse_cluster("h100:8x4"), job, fewer)
+    refused = legal(Setting(catalogue.model("llama3-8b"), parse_cluster("h100:8x4"), job), fewer)
     assert [refusal.rule for refusal in refused] == ["memory"]
 
 

@@ -6,11 +6,12 @@ from typing import Any
 
 import click
 
-from meshwright.cli.fields import parse_fields, take_axes
+from meshwright.cli.fields import parse_fields, take_axes, with_fields
 from meshwright.cli.output import say
 from meshwright.core.units import parse_count
 from meshwright.report.figure import Spec, save
 from meshwright.spec.job import Job, parse_batch
+from meshwright.spec.strategy import AS_RUN, Assumptions
 
 png_option = click.option(
     "--png", type=click.Path(path_type=Path), help="Draw the figures to this file (.png or .svg)."
@@ -30,10 +31,11 @@ def read_job(batch: str, seq_len: str) -> Job:
     return Job(batch_seqs=parse_batch(batch, seq_len=length), seq_len=length)
 
 
-def read_choices(axes: str | None, pairs: tuple[str, ...]) -> tuple[Mapping[str, int], Mapping[str, Any]]:
-    """Fixed mesh axes, and fixed fields of the strategy, of ``--axes`` and ``--set``."""
-    fields = parse_fields(pairs, sections=("strategy",))["strategy"]
-    return take_axes(axes, fields), fields
+def read_choices(axes: str | None, pairs: tuple[str, ...]) -> tuple[Mapping[str, int], Mapping[str, Any], Assumptions]:
+    """Fixed mesh axes, fixed fields of the strategy, and assumptions, of ``--axes`` and ``--set``."""
+    fields = parse_fields(pairs, sections=("strategy", "assumptions"))
+    assumed = with_fields(AS_RUN, "assumptions", fields["assumptions"])
+    return take_axes(axes, fields["strategy"]), fields["strategy"], assumed
 
 
 def draw(png: Path | None, figure: Callable[[], Spec]) -> None:
