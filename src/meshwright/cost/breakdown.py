@@ -328,7 +328,8 @@ class _Work:
         costs = self.priced.costs.changed(lambda cost: _free(cost) if cost.term in without else cost)
         costs = costs if sends else msgspec.structs.replace(costs, boundary=())
         meet = self.meetings_s if sends else (0.0, 0.0)
-        times = block_times(self.priced.derived, costs, self.priced.rates, meetings_s=meet)
+        priced = self.priced
+        times = block_times(priced.derived, costs, priced.rates, meetings_s=meet, sizes=priced.sizes)
         found = times.step_s(self.pipeline, self.offload if offload is None else offload)
         return float(found.step_s - found.bubble_s)
 
