@@ -105,7 +105,7 @@ class _Kitchen:
         counts = np.array([count for count in divisors(local) if count >= stages or stages == 1])
         if not len(counts):
             return None
-        assumed = msgspec.structs.replace(self.setting.assumptions, empty_slots=False)
+        assumed = self.setting.assumptions
         sizes = op_sizes(
             self.model,
             seq_len=self.job.seq_len,
