@@ -2,6 +2,7 @@
 
 import re
 
+import msgspec
 import pytest
 
 from meshwright.core.errors import InputError
@@ -166,6 +167,13 @@ def test_a_file_that_is_no_plan(tmp_path):
         parse_plan("version = 1\n[model\n", path="plan.toml")
     with pytest.raises(InputError, match="needs the key 'model'"):
         parse_plan("version = 1\n", path="plan.toml")
+
+
+def test_utilisation_is_flops_over_time_and_peak():
+    """Twice as long is half of it, whatever FLOPs and peak: those of the prediction."""
+    slow = msgspec.structs.replace(PREDICTED, step_s=0.06, mfu=1.0, hfu=1.2)
+    assert slow.measured(0.12) == pytest.approx((0.5, 0.6))
+    assert slow.measured(slow.step_s) == (slow.mfu, slow.hfu)
 
 
 # -- assumptions ------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """The plan file: one TOML file that holds a plan whole, so that every verb can start from it."""
 
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
@@ -45,6 +45,11 @@ class Prediction(msgspec.Struct, Generic[N], frozen=True, kw_only=True, forbid_u
     terms: dict[str, N] = {}
     train_days: float | None = None
     cost_usd: float | None = None
+
+    def measured(self, step_s: float) -> "tuple[N, N]":
+        """MFU and HFU of the step where it took so long."""
+        found: Prediction[Any] = self
+        return found.mfu * found.step_s / step_s, found.hfu * found.step_s / step_s
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

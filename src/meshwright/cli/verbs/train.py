@@ -16,11 +16,9 @@ from meshwright.core.toml_file import dump_toml
 from meshwright.core.units import format_count, format_seconds, parse_count
 from meshwright.cost.setting import Setting, setting_of
 from meshwright.cost.train_step import estimate_step
-from meshwright.cost.work.ops import model_flops
 from meshwright.parallel.process_env import find_processes
 from meshwright.plan.legal import require_legal
 from meshwright.plan.planner import plan
-from meshwright.spec.calibration import reference_peak
 from meshwright.spec.catalogue import model as find_model
 from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.job import Job, parse_batch, require_training
@@ -30,7 +28,6 @@ from meshwright.spec.strategy import AS_RUN, mesh_words, require_runnable_assump
 
 if TYPE_CHECKING:
     from meshwright.cli.verbs.profile_train import Report
-    from meshwright.train.record.metrics import Predicted
     from meshwright.train.record.result import TrainResult
     from meshwright.train.run import OnStep
 
@@ -245,22 +242,6 @@ def _changed(found: Plan, fields: dict[str, dict[str, Any]]) -> Plan:
     return msgspec.structs.replace(found, predicted=estimate_step(setting, found.strategy))
 
 
-def predicted_of(chosen: Plan) -> "Predicted":
-    """What the plan expects of a step, and what MFU is a share of."""
-    from meshwright.train.record.metrics import Predicted
-
-    peak = reference_peak(chosen.cluster.chip, chosen.calibration, chosen.strategy.matmul_dtype)
-    return Predicted(
-        step_s=chosen.predicted.step_s,
-        step_s_lower=chosen.predicted.step_s_lower,
-        step_s_upper=chosen.predicted.step_s_upper,
-        model_flops=model_flops(chosen.model, chosen.job),
-        hardware_flops=model_flops(chosen.model, chosen.job) * chosen.predicted.hfu / chosen.predicted.mfu,
-        peak_flops_per_s=peak * chosen.cluster.num_chips,
-        hbm_bytes_per_chip=chosen.predicted.hbm_bytes_per_chip,
-    )
-
-
 def run_plan(
     chosen: Plan,
     settings: dict[str, Any],
@@ -293,7 +274,7 @@ def run_plan(
         resolved,
         run_root=runs,
         resume=resume,
-        predicted=predicted_of(chosen),
+        predicted=chosen.predicted,
         on_step=on_step,
         texts={"plan.toml": dump_toml(chosen)},
     )
