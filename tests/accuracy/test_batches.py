@@ -8,7 +8,6 @@ import pytest
 
 from meshwright.accuracy.batches import batches
 from meshwright.accuracy.cases import Case, case_of
-from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import estimate_step
 from meshwright.spec.calibration import datasheet_calibration
 from meshwright.spec.efficiency import fitted_calibration
@@ -29,7 +28,7 @@ def sample_batches():
 
 
 def rates(cases, *, fitted):
-    chips = {one.cluster.chip.name: one.cluster.chip for one in cases}
+    chips = {one.setting.cluster.chip.name: one.setting.cluster.chip for one in cases}
     found = {name: fitted_calibration(chip) if fitted else None for name, chip in chips.items()}
     return {name: found[name] or datasheet_calibration(chip) for name, chip in chips.items()}
 
@@ -42,10 +41,10 @@ def seconds(cases, parts, calibrations):
 
 
 def one_by_one(cases, calibrations):
-    return [
-        estimate_step(Setting(c.model, c.cluster, c.job, calibrations[c.cluster.chip.name]), c.strategy).step_s
-        for c in cases
+    settings = [
+        msgspec.structs.replace(c.setting, calibration=calibrations[c.setting.cluster.chip.name]) for c in cases
     ]
+    return [estimate_step(at, c.strategy).step_s for at, c in zip(settings, cases, strict=True)]
 
 
 def test_the_sample_has_every_source_and_kind_of_chip():
@@ -53,8 +52,8 @@ def test_the_sample_has_every_source_and_kind_of_chip():
     unpredicted = {"korthikanti-fig1-mem"}
     assert {c.record.group for c in cases} == {one.group for one in published()} - unpredicted
     assert {c.record.hardware for c in cases} == {one.hardware for one in published()}
-    assert {c.strategy.software for c in cases} == {"compiled", "eager", "eager-in-turn", "eager-2021"}
-    assert {c.strategy.attention_kernel for c in cases} == {"tuned", "portable"}
+    assert {c.setting.assumptions.software for c in cases} == {"compiled", "eager", "eager-in-turn", "eager-2021"}
+    assert {c.setting.assumptions.attention_kernel for c in cases} == {"tuned", "portable"}
 
 
 @pytest.mark.parametrize("fitted", [True, False])
@@ -134,7 +133,7 @@ def test_the_level_that_binds_follows_the_calibration():
     """Slices apart and close together: which links a gradient sum keeps busy depends on the measured shares."""
     cases = [case(hardware="TPU-v4", n_chips=512, slices=8, global_batch_seqs=512)]
     for dcn, ici in ((1.0, 0.01), (0.01, 1.0)):
-        own = datasheet_calibration(cases[0].cluster.chip)
+        own = datasheet_calibration(cases[0].setting.cluster.chip)
         shares = msgspec.structs.replace(own.efficiency, dcn=dcn, ici=ici)
         calibrations = {"v4p": msgspec.structs.replace(own, efficiency=shares)}
         found = seconds(cases, batches(cases), calibrations).tolist()

@@ -16,6 +16,10 @@ def strategy(**fields):
     return case(**fields).strategy
 
 
+def assumed(**fields):
+    return case(**fields).setting.assumptions
+
+
 def split(**fields):
     """Mesh axes of more than one device."""
     return {axis: size for axis, size in strategy(**fields).mesh.items() if size > 1}
@@ -64,7 +68,7 @@ def test_parameters_that_one_token_uses(name, billions):
 
 
 def test_a_block_without_a_gate_is_gpt2_s():
-    gpt, llama = case(model=GPT).model, case().model
+    gpt, llama = case(model=GPT).setting.model, case().setting.model
     assert (gpt.family, gpt.norm, gpt.gated, gpt.tied_embeddings, gpt.learned_positions) == (
         *("gpt2", "layer_norm", False),
         *(True, True),
@@ -74,23 +78,25 @@ def test_a_block_without_a_gate_is_gpt2_s():
 
 def test_layers_with_experts():
     """The first are dense, then every second has experts: layers 2, 4, ... counted from 1."""
-    model = case(model=LLAMA | {"layers": 8, "moe": MOE | {"first_k_dense": 3, "interleave": 2, "n_shared": 2}}).model
+    model = case(
+        model=LLAMA | {"layers": 8, "moe": MOE | {"first_k_dense": 3, "interleave": 2, "n_shared": 2}}
+    ).setting.model
     assert model.dense_layers == (0, 1, 2, 4, 6)
     assert (model.num_experts, model.experts_per_token, model.d_ff_expert, model.d_ff_shared) == (64, 2, 2048, 4096)
 
 
 def test_latent_attention():
     shape = LLAMA | {"moe": MOE, "attention": "mla", "q_lora_rank": 1536, "kv_lora_rank": 512, "n_kv_heads": 32}
-    model = case(model=shape).model
+    model = case(model=shape).setting.model
     assert model.latent_attention
     assert (model.head_dim, model.v_head_dim, model.kv_lora_rank) == (192, 128, 512)
 
 
 def test_windows_on_every_or_every_second_layer():
     shape = LLAMA | {"layers": 4, "sliding_window": 128}
-    assert case(model=shape).model.sliding_layers == (0, 1, 2, 3)
-    assert case(model=shape | {"attention": "alternating sliding/full"}).model.sliding_layers == (0, 2)
-    assert case().model.sliding_layers == ()
+    assert case(model=shape).setting.model.sliding_layers == (0, 1, 2, 3)
+    assert case(model=shape | {"attention": "alternating sliding/full"}).setting.model.sliding_layers == (0, 2)
+    assert case().setting.model.sliding_layers == ()
 
 
 # -- clusters -------------------------------------------------------------------------------------------
@@ -236,19 +242,19 @@ def test_policies_of_maxtext(policy, kept):
 
 def test_software():
     """Compiled on TPUs and by MaxText; fp16 marks the stacks of 2021, and one source turns every overlap off."""
-    assert strategy().software == "eager"
-    assert strategy(precision="fp16").software == "eager-2021"
-    assert strategy(hardware="TPU-v5e").software == strategy(group="maxtext-a3").software == "compiled"
-    assert strategy(source="MooreThreads/SimuMax docs/a100.md").software == "eager-in-turn"
-    assert strategy(source="MooreThreads/SimuMax docs", precision="fp16").software == "eager-in-turn"
+    assert assumed().software == "eager"
+    assert assumed(precision="fp16").software == "eager-2021"
+    assert assumed(hardware="TPU-v5e").software == assumed(group="maxtext-a3").software == "compiled"
+    assert assumed(source="MooreThreads/SimuMax docs/a100.md").software == "eager-in-turn"
+    assert assumed(source="MooreThreads/SimuMax docs", precision="fp16").software == "eager-in-turn"
 
 
 def test_attention_with_alibi_is_portable():
     """Its kernels were written in Triton for all chips in 2023."""
-    assert strategy().attention_kernel == "tuned"
-    assert strategy(note="ALiBi positions; x").attention_kernel == "portable"
+    assert assumed().attention_kernel == "tuned"
+    assert assumed(note="ALiBi positions; x").attention_kernel == "portable"
     cases = [one for one in map(case_of, published()) if isinstance(one, Case)]
-    assert {c.record.group for c in cases if c.strategy.attention_kernel == "portable"} == {"llm-foundry"}
+    assert {c.record.group for c in cases if c.setting.assumptions.attention_kernel == "portable"} == {"llm-foundry"}
 
 
 @pytest.mark.parametrize(
@@ -351,14 +357,16 @@ def test_seconds_from_utilisation():
     matrices = 32 * 12 * 4096**2 + 50304 * 4096
     flops = 6 * matrices * TOKENS + 12 * 64 * 2048**2 * 32 * 128 * 32
     assert gpt.measured_s == pytest.approx(flops / 400e12 / 16)
-    assert flops == model_flops(gpt.model, gpt.job)
+    assert flops == model_flops(gpt.setting.model, gpt.setting.job)
     by_share = case(model=GPT, measured={"mfu": 0.4})
     assert by_share.measured_s == pytest.approx(flops / (0.4 * 989.4e12) / 16)
 
 
 def test_utilisation_of_a_chip_without_bf16():
     v100 = case(model=GPT, measured={"mfu": 0.4}, hardware="V100-SXM2-32GB", precision="fp16")
-    assert v100.measured_s == pytest.approx(model_flops(v100.model, v100.job) / (0.4 * peak(chip("v100"), "fp16")) / 16)
+    assert v100.measured_s == pytest.approx(
+        model_flops(v100.setting.model, v100.setting.job) / (0.4 * peak(chip("v100"), "fp16")) / 16
+    )
 
 
 def test_flops_that_count_recomputation():

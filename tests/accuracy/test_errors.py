@@ -136,9 +136,9 @@ def test_the_constant_utilisation_that_a_model_must_beat():
     cases = [case for case in map(case_of, published()) if getattr(case, "record", None) and case.record.id in measured]
     kinds: dict[object, list[tuple[float, float]]] = {}
     for one in cases:
-        key = one.cluster.chip.name, one.strategy.matmul_dtype
+        key = one.setting.cluster.chip.name, one.strategy.matmul_dtype
         kinds.setdefault(key, []).append(
-            (model_flops(one.model, one.job) / one.cluster.num_chips, measured[one.record.id])
+            (model_flops(one.setting.model, one.setting.job) / one.setting.cluster.num_chips, measured[one.record.id])
         )
     errors = []
     for pairs in kinds.values():

@@ -6,7 +6,7 @@ import pytest
 
 from meshwright.bench.machine import measure_machine
 from meshwright.bench.machine_step import REFERENCES, Measured, Spent, host_rates, pace
-from meshwright.cost.breakdown import label_text
+from meshwright.cost.breakdown import Breakdown, label_text
 from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import estimate_step, price_strategy
 from meshwright.cost.work.host_work import Amounts, is_product, num_calls, tiled_share
@@ -51,6 +51,12 @@ def calibration(host=None, size=4):
 def priced(number, size=4, host=KNOWN):
     one, cluster = REFERENCES[number], parse_cluster(f"cpu:{size}")
     return price_strategy(Setting(one.model, cluster, one.job_for(size), calibration(host, size)), one.strategy(size))
+
+
+def test_what_a_step_is_made_of_adds_up_with_the_copies_of_its_loops():
+    for number in range(len(REFERENCES)):
+        found = priced(number)
+        assert sum(term.added_s for term in Breakdown(found).terms) == pytest.approx(found.estimate.step_s, rel=1e-9)
 
 
 def measured(number, *, left_s=0.0, size=4):

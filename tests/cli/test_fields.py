@@ -6,7 +6,7 @@ from meshwright.cli.fields import check_tokens, dim_sizes, parse_axes, parse_fie
 from meshwright.core.errors import InputError
 from meshwright.spec.catalogue import model
 from meshwright.spec.job import Job
-from meshwright.spec.strategy import Strategy, standard_assignment
+from meshwright.spec.strategy import AS_RUN, Strategy, standard_assignment
 
 
 def test_values_are_toml_or_plain_text():
@@ -43,6 +43,23 @@ def test_a_zero_stage_is_an_assignment():
             parse_fields([f"strategy.{pair}"])
     with pytest.raises(InputError, match="say the same"):
         parse_fields(["strategy.zero=1", "strategy.assignment={}"])
+
+
+def test_assumptions_are_taken_in_the_strategy_too():
+    for section in ("strategy", "assumptions"):
+        found = parse_fields([f"{section}.software=eager", "strategy.imbalance=1.5", "strategy.remat=block"])
+        assert (found["strategy"], found["assumptions"]) == (
+            {"remat": "block"},
+            {"software": "eager", "imbalance": 1.5},
+        )
+    assert with_fields(AS_RUN, "assumptions", found["assumptions"]).software == "eager"
+    for wrong, words in (
+        ({"software": "egar"}, r"assumptions\.software`\. Use compiled, eager, eager-in-turn or eager-2021\.$"),
+        ({"sofware": "eager"}, r"^assumptions\.sofware is not a field\. Did you mean 'software'\?$"),
+        ({"imbalance": 0.5}, r"^assumptions\.imbalance=0\.5 must be at least 1\.$"),
+    ):
+        with pytest.raises(InputError, match=words):
+            with_fields(AS_RUN, "assumptions", wrong)
 
 
 def test_fields_of_a_model():

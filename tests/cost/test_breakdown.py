@@ -3,7 +3,6 @@
 import pytest
 
 from meshwright.cost.breakdown import LOCAL_TERMS, Breakdown, term_words, without
-from meshwright.cost.pipeline import strategy_pipeline
 from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import price_parts, price_strategy
 from meshwright.plan.planner import plan
@@ -11,7 +10,7 @@ from meshwright.spec.catalogue import model
 from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.efficiency import fitted_calibration
 from meshwright.spec.job import Job
-from meshwright.spec.strategy import Strategy, make_mesh, standard_assignment
+from meshwright.spec.strategy import Assumptions, Strategy, make_mesh, standard_assignment
 
 LLAMA = model("llama3-8b")
 JOB = Job(batch_seqs=64, seq_len=4096)
@@ -22,15 +21,16 @@ STRATEGIES = {
     "pipeline": Strategy(mesh=make_mesh({"pipeline": 4, "tensor": 4}), num_microbatches=16),
     "zero 1": Strategy(mesh=make_mesh({"fsdp": 16}), assignment=standard_assignment(zero=1), num_microbatches=2),
     "offloaded": Strategy(mesh=make_mesh({"fsdp": 16}), offload=("optimizer",)),
-    "eager": Strategy(mesh=make_mesh({"fsdp": 2, "tensor": 8}), software="eager"),
-    "in turn": Strategy(mesh=make_mesh({"fsdp": 2, "tensor": 8}), software="eager-in-turn"),
-    "2021": Strategy(mesh=make_mesh({"fsdp": 2, "tensor": 8}), software="eager-2021"),
+    **dict.fromkeys(("eager", "in turn", "2021"), Strategy(mesh=make_mesh({"fsdp": 2, "tensor": 8}))),
 }
+SOFTWARE = {"eager": "eager", "in turn": "eager-in-turn", "2021": "eager-2021"}
 RATES = {"datasheet": None, "fitted": fitted_calibration(parse_cluster("h100:8x2").chip)}
 
 
 def priced(name, rates=None):
-    return price_strategy(Setting(LLAMA, parse_cluster("h100:8x2"), JOB, RATES[rates or "datasheet"]), STRATEGIES[name])
+    assumed = Assumptions(software=SOFTWARE.get(name, "compiled"))
+    setting = Setting(LLAMA, parse_cluster("h100:8x2"), JOB, RATES[rates or "datasheet"], assumptions=assumed)
+    return price_strategy(setting, STRATEGIES[name])
 
 
 @pytest.mark.parametrize("rates", RATES)
@@ -50,9 +50,8 @@ def test_collectives_share_what_is_exposed(name, rates):
     at = priced(name, rates)
     rows = Breakdown(at).traffic
     parts = Breakdown(at)
-    pipeline = strategy_pipeline(STRATEGIES[name])
-    times = price_parts(at.derived, at.sizes, at.rates, pipeline=pipeline).times
-    sends = float(times.sends_s(pipeline))  # boundaries between stages are no step of a layer
+    times = price_parts(at.derived, at.sizes, at.rates, pipeline=at.pipeline).times
+    sends = float(times.sends_s(at.pipeline))  # boundaries between stages are no step of a layer
     assert parts.exposed_s - sends <= sum(row.exposed_s for row in rows) * (1 + 1e-6) + 1e-9
     assert sum(row.exposed_s for row in rows) <= parts.exposed_s * (1 + 1e-6)
     assert [row.exposed_s for row in rows] == sorted((row.exposed_s for row in rows), reverse=True)

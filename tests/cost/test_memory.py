@@ -27,12 +27,14 @@ MESHES = (
 )
 
 
-def memory(axes, *, model=TINY, batch_seqs=32, seq_len=512, symbolic=False, scores="on_chip", **fields):
+def memory(
+    axes, *, model=TINY, batch_seqs=32, seq_len=512, symbolic=False, scores="on_chip", software="compiled", **fields
+):
     strategy = Strategy(mesh=make_mesh(axes), **fields)
     without = ("tensor",) if symbolic and axes.get("tensor", 1) == 1 else ()
     derived = derive(transformer(model), strategy, symbolic=symbolic, without=without)
     sizes = strategy_sizes(model, Job(batch_seqs=batch_seqs, seq_len=seq_len), strategy, scores=scores)
-    count, pipeline = strategy.num_microbatches, strategy_pipeline(strategy)
+    count, pipeline = strategy.num_microbatches, strategy_pipeline(strategy, software)
     return training_memory(derived, sizes, num_microbatches=count, pipeline=pipeline, offload=strategy.offload)
 
 

@@ -5,14 +5,14 @@ import math
 import msgspec
 import pytest
 
-from meshwright.cost.pipeline import Pipeline, strategy_pipeline
+from meshwright.cost.pipeline import Pipeline
 from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import estimate_step, price_parts, price_strategy
 from meshwright.spec import catalogue
 from meshwright.spec.calibration import Calibration, Efficiency
 from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.job import Job
-from meshwright.spec.strategy import IN_TURN, Strategy, make_mesh, standard_assignment
+from meshwright.spec.strategy import IN_TURN, Assumptions, Strategy, make_mesh, standard_assignment
 
 TINY = catalogue.model("tiny")
 JOB = Job(batch_seqs=64, seq_len=512)
@@ -20,13 +20,14 @@ LAYER = 1
 """The number of the block that layers repeat: the embedding comes before, the head after it."""
 
 
-def priced(axes, *, cluster="h100:8x1", zero=3, efficiency=None, **fields):
+def priced(axes, *, cluster="h100:8x1", zero=3, efficiency=None, software="compiled", **fields):
     """Costs by phase of one layer, and the times of the blocks."""
     rules = standard_assignment(zero=zero)
     strategy = Strategy(mesh=make_mesh(axes), assignment=rules, **{"remat": "none", **fields})
     calibration = Calibration(name="x", chip="h100", efficiency=Efficiency(**(efficiency or {})))
-    found = price_strategy(Setting(TINY, parse_cluster(cluster), JOB, calibration), strategy)
-    times = price_parts(found.derived, found.sizes, found.rates, pipeline=strategy_pipeline(strategy)).times
+    setting = Setting(TINY, parse_cluster(cluster), JOB, calibration, assumptions=Assumptions(software=software))
+    found = price_strategy(setting, strategy)
+    times = price_parts(found.derived, found.sizes, found.rates, pipeline=found.pipeline).times
     costs = [one for one in found.costs.all if one.step.block == "layer"]
     return found, times, costs
 

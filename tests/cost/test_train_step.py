@@ -20,7 +20,7 @@ from meshwright.spec.calibration import Calibration, CollectiveRate, Efficiency
 from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.efficiency import fitted_calibration
 from meshwright.spec.job import Job
-from meshwright.spec.strategy import REMAT_POLICIES, STATE_BYTES, Strategy, make_mesh, standard_assignment
+from meshwright.spec.strategy import REMAT_POLICIES, STATE_BYTES, Assumptions, Strategy, make_mesh, standard_assignment
 from meshwright.spec.weights import num_params, params_by_part
 
 TINY, LLAMA8B, LLAMA70B = (catalogue.model(name) for name in ("tiny", "llama3-8b", "llama3-70b"))
@@ -38,10 +38,11 @@ MACHINE = Calibration(
 CLUSTERS = {"v5p:4x4x4": None, "v5e:4x4": None, "2*v5e:4x4": None, "h100:8x4": None, "cpu:8": MACHINE}
 
 
-def price(model, cluster, axes, *, batch_seqs, seq_len, calibration=None, **fields):
+def price(model, cluster, axes, *, batch_seqs, seq_len, calibration=None, software="compiled", **fields):
     strategy = Strategy(mesh=make_mesh(axes), **fields)
     job = Job(batch_seqs=batch_seqs, seq_len=seq_len)
-    return price_strategy(Setting(model, parse_cluster(cluster), job, calibration), strategy)
+    assumed = Assumptions(software=software)
+    return price_strategy(Setting(model, parse_cluster(cluster), job, calibration, assumptions=assumed), strategy)
 
 
 def random_candidate(cluster, rng):

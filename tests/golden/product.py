@@ -55,15 +55,23 @@ def find_model(name: str) -> Any:
     return catalogue.model(name)
 
 
-def make_strategy(axes: Mapping[str, int], choices: Mapping[str, Any]) -> Any:
-    """A strategy; ``zero`` and ``sequence_parallel`` among its choices pick the assignment."""
-    from meshwright.spec.strategy import Strategy, make_mesh, standard_assignment
+class Chosen(NamedTuple):
+    """A strategy, and what is assumed where it is priced."""
+
+    strategy: Any
+    assumptions: Any
+
+
+def make_strategy(axes: Mapping[str, int], choices: Mapping[str, Any]) -> Chosen:
+    """``zero`` and ``sequence_parallel`` among the choices of a strategy pick the assignment; some are assumptions."""
+    from meshwright.spec.strategy import Assumptions, Strategy, make_mesh, standard_assignment
 
     fields = dict(choices)
+    assumed = {name: fields.pop(name) for name in Assumptions.__struct_fields__ if name in fields}
     assignment = standard_assignment(
         zero=fields.pop("zero", 3), sequence_parallel=fields.pop("sequence_parallel", True)
     )
-    return Strategy(mesh=make_mesh(axes), assignment=assignment, **fields)
+    return Chosen(Strategy(mesh=make_mesh(axes), assignment=assignment, **fields), Assumptions(**assumed))
 
 
 def make_options(choices: Mapping[str, Any]) -> Any:
@@ -76,23 +84,24 @@ def make_options(choices: Mapping[str, Any]) -> Any:
 # -- derived steps -------------------------------------------------------------------------------------
 
 
-def training_steps(model: Any, strategy: Any, options: Any) -> dict[str, list[str]]:
+def training_steps(model: Any, chosen: Chosen, options: Any) -> dict[str, list[str]]:
     """Section -> its derived steps, one line each, and what is kept."""
     from meshwright.algebra.derive import derive
     from meshwright.algebra.transformer import transformer
 
-    return _sections(derive(transformer(model, options), strategy))
+    return _sections(derive(transformer(model, options), chosen.strategy))
 
 
-def generation_steps(model: Any, strategy: Any, *, which: str, cache_dtype: str, quantised: bool) -> dict[str, Any]:
+def generation_steps(model: Any, chosen: Chosen, *, which: str, cache_dtype: str, quantised: bool) -> dict[str, Any]:
     """The same of a pass of generation: ``prefill``, or ``generate`` (one position of each row)."""
     from meshwright.algebra.derive import derive_forward
     from meshwright.algebra.generation import generate_program, one_position, prefill_program
 
     if which == "prefill":
-        return _sections(derive_forward(prefill_program(model, cache_dtype=cache_dtype, quantised=quantised), strategy))
+        program = prefill_program(model, cache_dtype=cache_dtype, quantised=quantised)
+        return _sections(derive_forward(program, chosen.strategy))
     program = generate_program(model, cache_dtype=cache_dtype, quantised=quantised)
-    return _sections(derive_forward(program, one_position(strategy)))
+    return _sections(derive_forward(program, one_position(chosen.strategy)))
 
 
 def _sections(derived: Any) -> dict[str, list[str]]:
@@ -151,7 +160,7 @@ def _facts(step: Any) -> list[str]:
 
 
 def priced(
-    model: Any, cluster_text: str, *, batch_seqs: int, seq_len: int, strategy: Any, rates: str
+    model: Any, cluster_text: str, *, batch_seqs: int, seq_len: int, strategy: Chosen, rates: str
 ) -> dict[str, Plain]:
     """Every field of the prediction of one strategy, where its axes lie, and its bytes and work by kind.
 
@@ -166,10 +175,10 @@ def priced(
     from meshwright.spec.job import Job
 
     cluster, job = parse_cluster(cluster_text), Job(batch_seqs=batch_seqs, seq_len=seq_len)
-    calibration = _rates(cluster, rates)
+    setting = Setting(model, cluster, job, _rates(cluster, rates), assumptions=strategy.assumptions)
     try:
-        found = price_strategy(Setting(model, cluster, job, calibration), strategy)
-        refusals = legal(model, cluster, job, strategy, calibration=calibration)
+        found = price_strategy(setting, strategy.strategy)
+        refusals = legal(setting, strategy.strategy)
     except (CannotRunError, InputError) as error:
         return {"refused": str(error)}
     return {
@@ -227,7 +236,7 @@ class Trained(NamedTuple):
 
 
 def train_steps(
-    model: Any, strategy: Any, settings: Mapping[str, Any], batches: Sequence[Mapping[str, Any]]
+    model: Any, chosen: Chosen, settings: Mapping[str, Any], batches: Sequence[Mapping[str, Any]]
 ) -> list[Trained]:
     """The step that a run of these settings takes, once for each batch, from the weights of seed 0."""
     import numpy as np
@@ -236,7 +245,7 @@ def train_steps(
     from meshwright.train.setup import make_step
 
     made = TrainSettings(**{"steps": len(batches), "warmup_steps": 1, "learning_rate": 1e-2, **settings})
-    step = make_step(model, strategy, made, several_documents="documents" in batches[0])
+    step = make_step(model, chosen.strategy, made, several_documents="documents" in batches[0])
     state, found = step.init(0), []
     for batch in batches:
         state, metrics = step.step(state, batch)

@@ -3,10 +3,12 @@
 import itertools
 import math
 
+import msgspec
 import numpy as np
 import pytest
 
 from meshwright.core.dims import MESH_AXES
+from meshwright.cost.setting import Setting
 from meshwright.plan.candidates import (
     axis_sizes,
     candidates_on_any_chips,
@@ -21,14 +23,18 @@ from meshwright.plan.search import search
 from meshwright.plan.space import Choices, open_space
 from meshwright.spec import catalogue
 from meshwright.spec.cluster import parse_cluster
+from meshwright.spec.job import Job
 from meshwright.spec.strategy import Strategy, make_mesh, standard_assignment
 
 LLAMA70B, LLAMA8B, TINY = (catalogue.model(name) for name in ("llama3-70b", "llama3-8b", "tiny"))
+OPEN = Strategy(mesh=make_mesh({}))
 PLAIN = Choices(zeros=(3,), context_attention=("gather",))
 
 
-def space(model=LLAMA70B, seq_len=4096, **choices):
-    return open_space(model, seq_len, Strategy(mesh=make_mesh({})), **choices)
+def space(model=LLAMA70B, seq_len=4096, template=OPEN, **choices):
+    return open_space(
+        Setting(model, parse_cluster("v5p:4x4x4"), Job(batch_seqs=64, seq_len=seq_len)), template, **choices
+    )
 
 
 def meshes(found):
@@ -72,7 +78,8 @@ def test_sizes_of_an_axis():
     assert max(axis_sizes(where, "data", dims)) == 1024
     assert axis_sizes(where, "pipeline", dims)[-1] == 80
     assert axis_sizes(space(fixed={"tensor": 2}), "tensor", dims) == (2,)
-    assert axis_sizes(space(axes=("data", "fsdp", "context", "tensor")), "pipeline", dims) == (1,)
+    no_stages = msgspec.structs.replace(where, axes=("data", "fsdp", "context", "tensor"))
+    assert axis_sizes(no_stages, "pipeline", dims) == (1,)
     experts = space(catalogue.model("mixtral-8x7b"))
     assert axis_sizes(experts, "expert", experts.dims(1024)) == (1, 2, 4, 8)
 
@@ -107,7 +114,7 @@ def test_microbatches_leave_whole_sequences_to_every_shard():
     assert set(some.microbatches[some.batch_shards == 1].tolist()) == {1, 6, 24}
     assert set(two.microbatches[two.batch_shards == 1].tolist()) == {1, 24}
     fixed = with_microbatches(
-        open_space(TINY, 64, Strategy(mesh={}, num_microbatches=3), given=("num_microbatches",)), found
+        space(TINY, 64, Strategy(mesh={}, num_microbatches=3), given=("num_microbatches",)), found
     )
     assert set(fixed.microbatches.tolist()) == {3}
 
@@ -143,7 +150,7 @@ def test_parts_of_a_cluster():
 
 
 def test_memory_of_any_mesh_falls_with_chips_that_shard():
-    needs = memory_of_any_mesh(space(LLAMA8B), parse_cluster("v5p:4x4x4"), 64)
+    needs = memory_of_any_mesh(space(LLAMA8B), 64)
     assert needs[1] > 8e10 > needs[64]
     powers = [needs[2**n] for n in range(10)]
     assert powers == sorted(powers, reverse=True)
@@ -155,7 +162,7 @@ def test_memory_of_any_mesh_falls_with_chips_that_shard():
 def test_memory_of_any_mesh_is_the_least_of_all_strategies(choices):
     """Only the fewest and the most microbatches are tried, and that loses nothing."""
     where = space(LLAMA8B, choices=choices)
-    needs = memory_of_any_mesh(where, parse_cluster("v5p:4x4x4"), 64)
+    needs = memory_of_any_mesh(where, 64)
     assert search(where, parse_cluster("v5p:4x4x4"), 64, exhaustive=True).least_bytes == pytest.approx(
         needs[64], rel=1e-9
     )
@@ -174,11 +181,11 @@ def test_memory_of_any_mesh_is_the_least_of_all_strategies(choices):
 def test_replicas_that_could_shard_are_never_the_leanest(model, given, monkeypatch):
     """They are left out to save time: with them the least memory on every number of chips is the same."""
     choices = Choices(**{"zeros": (3,), "context_attention": ("gather",)} | given)
-    where, cluster = space(catalogue.model(model), 4096, choices=choices), parse_cluster("v5p:4x4x4")
-    few = memory_of_any_mesh(where, cluster, 12)
+    where = space(catalogue.model(model), 4096, choices=choices)
+    few = memory_of_any_mesh(where, 12)
     looked_at = []
     monkeypatch.setattr("meshwright.plan.candidates._shards_what_replicas_split", lambda pattern: looked_at.append(1))
-    assert memory_of_any_mesh(where, cluster, 12) == few
+    assert memory_of_any_mesh(where, 12) == few
     assert looked_at
 
 
@@ -189,9 +196,9 @@ def test_replicas_stay_where_weights_are_split_over_them(monkeypatch):
     """
     own = standard_assignment() | {"weight": {"D": ("data",), "F": ("tensor",)}}
     template = Strategy(mesh=make_mesh({}), assignment=own)
-    where = open_space(TINY, 512, template, given=("assignment",), choices=PLAIN)
-    right = memory_of_any_mesh(where, parse_cluster("v5p:4x4x4"), 8)
+    where = space(TINY, 512, template, given=("assignment",), choices=PLAIN)
+    right = memory_of_any_mesh(where, 8)
     monkeypatch.setattr("meshwright.plan.candidates._shards_what_replicas_split", lambda pattern: True)
-    wrong = memory_of_any_mesh(where, parse_cluster("v5p:4x4x4"), 8)
+    wrong = memory_of_any_mesh(where, 8)
     assert all(wrong[count] >= right[count] for count in right)
     assert wrong[8] > right[8]

@@ -8,6 +8,7 @@ from meshwright.algebra.derive import derive
 from meshwright.algebra.transformer import transformer
 from meshwright.core.dims import MESH_AXES
 from meshwright.core.errors import CannotRunError
+from meshwright.cost.setting import Setting
 from meshwright.plan.legal import (
     PLACEMENT_RULE,
     SCHEDULE_RULE,
@@ -30,7 +31,7 @@ JOB = Job(batch_seqs=1024, seq_len=4096)
 
 
 def refusals(axes, *, model=LLAMA70B, cluster="v5p:16x16x32", job=JOB, **fields):
-    found = legal(model, parse_cluster(cluster), job, Strategy(mesh=make_mesh(axes), **fields))
+    found = legal(Setting(model, parse_cluster(cluster), job), Strategy(mesh=make_mesh(axes), **fields))
     return {refusal.rule: refusal.message for refusal in found}
 
 
@@ -188,7 +189,7 @@ def test_a_remedy_for_memory_keeps_to_the_schedule():
 def test_require_legal_raises_the_first_reason():
     strategy = Strategy(mesh=make_mesh({"fsdp": 512, "tensor": 16}))
     with pytest.raises(CannotRunError, match="tensor=16 does not divide K=8 kv heads of llama3-70b"):
-        require_legal(LLAMA70B, parse_cluster("v5p:16x16x32"), JOB, strategy)
+        require_legal(Setting(LLAMA70B, parse_cluster("v5p:16x16x32"), JOB), strategy)
 
 
 def test_rules_are_read_off_the_steps():

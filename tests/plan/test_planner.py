@@ -133,7 +133,7 @@ def test_every_strategy_offered_can_run(uneven):
     for result in (uneven, planned(LLAMA8B, "h100:8x3", 16)):
         near = () if result.nearest_batch is None else (result.nearest_batch,)
         for one in (*result.strategies, *near):
-            assert legal(result.model, one.cluster, one.job, one.strategy) == ()
+            assert legal(one.setting, one.strategy) == ()
 
 
 def test_given_axes_are_kept_or_refused_in_words():
@@ -265,7 +265,7 @@ def test_a_plan_file_of_what_was_planned(tmp_path):
 
 def test_a_word_that_is_not_known_is_refused_with_those_that_are():
     cluster, job = parse_cluster("h100:8x2"), Job(batch_seqs=64, seq_len=4096)
-    with pytest.raises(InputError, match="Use compiled, eager, eager-in-turn or eager-2021"):
-        plan(Setting(LLAMA8B, cluster, job), overrides={"software": "nope"})
+    with pytest.raises(InputError, match="Use bf16, fp16, fp8, fp4, int8 or fp32"):
+        plan(Setting(LLAMA8B, cluster, job), overrides={"precision": "nope"})
     with pytest.raises(InputError, match="Use gather, ring or ulysses"):
         plan(Setting(LLAMA8B, cluster, job), overrides={"context_attention": "rng"})

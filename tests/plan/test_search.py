@@ -26,7 +26,11 @@ OPEN = Strategy(mesh=make_mesh({}))
 
 
 def space(model=LLAMA70B, seq_len=4096, **choices):
-    return open_space(model, seq_len, OPEN, **choices)
+    return open_space(setting(model, seq_len), OPEN, **choices)
+
+
+def setting(model, seq_len):
+    return Setting(model, parse_cluster("v5p:4x4x4"), Job(batch_seqs=64, seq_len=seq_len))
 
 
 def split(found):
@@ -68,7 +72,7 @@ def test_what_is_found_is_legal_and_priced_as_alone(pod):
     job, cluster = Job(batch_seqs=1024, seq_len=4096), parse_cluster("v5p:16x16x32")
     assert any(found.strategy.mesh["pipeline"] > 1 for found in pod.found)
     for found in pod.found:
-        assert legal(LLAMA70B, cluster, job, found.strategy) == ()
+        assert legal(Setting(LLAMA70B, cluster, job), found.strategy) == ()
         alone = estimate_step(Setting(LLAMA70B, cluster, job), found.strategy)
         for name in ("step_s", "step_s_lower", "step_s_upper", "mfu", "hfu", "hbm_bytes_per_chip", "flops"):
             assert getattr(found.estimate, name) == pytest.approx(getattr(alone, name), rel=1e-9), name
@@ -101,7 +105,7 @@ def one_by_one(cluster, job, choices):
                 mesh=mesh, remat=remat, assignment=standard_assignment(zero=zero), context_attention=mode,
                 schedule=schedule, chunks=chunks, offload=offload, num_microbatches=count,
             )  # fmt: skip
-            if not legal(TINY, cluster, job, strategy):
+            if not legal(Setting(TINY, cluster, job), strategy):
                 found[key_of(strategy)] = estimate_step(Setting(TINY, cluster, job), strategy)
     return found
 
@@ -245,7 +249,10 @@ def test_equally_fast_prefers_fsdp_and_few_microbatches():
 def test_fixed_axes_remat_and_microbatches_stay():
     template = Strategy(mesh=make_mesh({}), remat="block", num_microbatches=2)
     narrow = open_space(
-        LLAMA8B, 4096, template, given=("remat", "num_microbatches"), fixed={"tensor": 4, "context": 1, "pipeline": 1}
+        setting(LLAMA8B, 4096),
+        template,
+        given=("remat", "num_microbatches"),
+        fixed={"tensor": 4, "context": 1, "pipeline": 1},
     )
     outcome = search(narrow, parse_cluster("v5p:4x4x4"), 256, top=5)
     assert outcome.found
@@ -256,7 +263,7 @@ def test_fixed_axes_remat_and_microbatches_stay():
 
 def test_a_given_schedule_is_the_only_one():
     template = Strategy(mesh=make_mesh({}), schedule="interleaved", chunks=4)
-    narrow = open_space(LLAMA8B, 4096, template, given=("schedule", "chunks"), fixed={"pipeline": 4})
+    narrow = open_space(setting(LLAMA8B, 4096), template, given=("schedule", "chunks"), fixed={"pipeline": 4})
     found = search(narrow, parse_cluster("v5p:4x4x4"), 256).found
     assert found
     assert {(one.strategy.schedule, one.strategy.chunks) for one in found} == {("interleaved", 4)}
@@ -270,7 +277,7 @@ def test_every_schedule_can_be_searched(schedule):
     outcome = search(space(TINY, 256, choices=choices, fixed={"pipeline": 2}), parse_cluster("v5p:2x2x1"), 64, top=1)
     found = outcome.found[0].strategy
     assert (found.schedule, found.mesh["pipeline"]) == (schedule, 2)
-    assert legal(TINY, parse_cluster("v5p:2x2x1"), Job(batch_seqs=64, seq_len=256), found) == ()
+    assert legal(setting(TINY, 256).on(parse_cluster("v5p:2x2x1")), found) == ()
 
 
 def test_one_stage_is_searched_whatever_the_schedule():

@@ -2,8 +2,11 @@
 
 import pytest
 
+from meshwright.cost.setting import Setting
 from meshwright.plan.space import EMULATED, FULL, USUAL, Choices, open_space
 from meshwright.spec import catalogue
+from meshwright.spec.cluster import parse_cluster
+from meshwright.spec.job import Job
 from meshwright.spec.strategy import REMAT_POLICIES, Strategy, make_mesh
 
 TINY = catalogue.model("tiny")
@@ -11,7 +14,7 @@ OPEN = Strategy(mesh=make_mesh({}))
 
 
 def space(template=OPEN, **choices):
-    return open_space(TINY, 256, template, **choices)
+    return open_space(Setting(TINY, parse_cluster("v5e:4x4"), Job(batch_seqs=64, seq_len=256)), template, **choices)
 
 
 def kinds(where):

@@ -1,5 +1,8 @@
 """The plan file: whole, versioned, and with a line for every fault."""
 
+import re
+
+import msgspec
 import pytest
 
 from meshwright.core.errors import InputError
@@ -9,7 +12,7 @@ from meshwright.spec.calibration import Calibration, CollectiveRate, datasheet_c
 from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.job import Job
 from meshwright.spec.plan_file import Plan, Prediction, load_plan, parse_plan, save_plan
-from meshwright.spec.strategy import Strategy, make_mesh, standard_assignment
+from meshwright.spec.strategy import AS_RUN, Assumptions, Strategy, make_mesh, standard_assignment
 
 PREDICTED = Prediction(
     step_s=1.5,
@@ -26,7 +29,7 @@ PREDICTED = Prediction(
 )
 
 
-def make(cluster="v5p:16x20x28", model="llama3.1-70b", calibration=None, **fields):
+def make(cluster="v5p:16x20x28", model="llama3.1-70b", calibration=None, assumptions=AS_RUN, **fields):
     laid = parse_cluster(cluster)
     mesh = make_mesh({"data": 35, "fsdp": 32, "context": 2, "tensor": 4})
     strategy = Strategy(mesh=mesh, placement={"data": "5 of y (20) x 7 of z (28)", "tensor": "z (4)"}, **fields)
@@ -35,6 +38,7 @@ def make(cluster="v5p:16x20x28", model="llama3.1-70b", calibration=None, **field
         cluster=laid,
         job=Job(batch_seqs=1120, seq_len=4096, train_tokens=15 * 10**12),
         strategy=strategy,
+        assumptions=assumptions,
         calibration=calibration or datasheet_calibration(laid.chip),
         predicted=PREDICTED,
     )
@@ -69,7 +73,7 @@ MEASURED = Calibration(
             state="bf16-master",
             precision="fp8",
             offload=("optimizer", "activations"),
-            imbalance=1.25,
+            assumptions=Assumptions(imbalance=1.25),
         ),
     ],
     ids=["torus", "slices", "switched", "measured", "every field"],
@@ -163,3 +167,61 @@ def test_a_file_that_is_no_plan(tmp_path):
         parse_plan("version = 1\n[model\n", path="plan.toml")
     with pytest.raises(InputError, match="needs the key 'model'"):
         parse_plan("version = 1\n", path="plan.toml")
+
+
+def test_utilisation_is_flops_over_time_and_peak():
+    """Twice as long is half of it, whatever FLOPs and peak: those of the prediction."""
+    slow = msgspec.structs.replace(PREDICTED, step_s=0.06, mfu=1.0, hfu=1.2)
+    assert slow.measured(0.12) == pytest.approx((0.5, 0.6))
+    assert slow.measured(slow.step_s) == (slow.mfu, slow.hfu)
+
+
+# -- assumptions ------------------------------------------------------------------------------------------
+
+
+def test_assumptions_have_a_table_of_their_own():
+    plan = make(assumptions=Assumptions(software="eager", imbalance=1.5))
+    text = dump_toml(plan)
+    assert text.partition("[assumptions]")[2].lstrip().startswith('software = "eager"\nattention_kernel = "tuned"\n')
+    assert parse_plan(text) == plan
+
+
+def test_a_file_from_before_has_them_in_the_strategy():
+    plan = make(assumptions=Assumptions(software="eager", attention_kernel="portable", imbalance=1.5))
+    assert parse_plan(older(plan)) == plan
+    some = older(make()).replace('software = "compiled"\n', "").replace("imbalance = 1.0", "imbalance = 2.0")
+    assert parse_plan(some).assumptions == Assumptions(imbalance=2.0)
+
+
+def older(plan):
+    """The text as it was written before assumptions had a table."""
+    before, table, after = dump_toml(plan).partition("[assumptions]\n")
+    fields, gap, rest = after.partition("\n\n")
+    assert table
+    assert gap
+    return f"{before.rstrip()}\n\n{rest}".replace("[strategy]\n", f"[strategy]\n{fields}\n")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (lambda: older(make()).replace('"compiled"', '"compild"'), r"<text>:\d+: assumptions\.software = 'compild': "),
+        (
+            lambda: dump_toml(make()).replace("[strategy]\n", '[strategy]\nsoftware = "eager"\n'),
+            r"<text>:\d+: unknown key 'software'\.",
+        ),
+        (
+            lambda: dump_toml(make()).replace("[assumptions]\n", "[assumptions]\nsoftwares = 1\n"),
+            r"<text>:\d+: unknown key 'softwares'\. Did you mean 'software'\?$",
+        ),
+    ],
+    ids=["a wrong word", "in both places", "an unknown key"],
+)
+def test_a_wrong_assumption_is_said_in_one_line(text, words):
+    written = text()
+    with pytest.raises(InputError) as raised:
+        parse_plan(written)
+    assert re.match(words, str(raised.value))
+    assert "\n" not in str(raised.value)
+    line = int(str(raised.value).split(":")[1])
+    assert "software" in written.splitlines()[line - 1]

@@ -8,9 +8,11 @@ from meshwright.spec.strategy import (
     DEFAULT_ASSIGNMENT,
     REMAT_POLICIES,
     STATE_BYTES,
+    Assumptions,
     Strategy,
     assign,
     make_mesh,
+    require_runnable_assumptions,
     require_runnable_strategy,
     standard_assignment,
 )
@@ -107,7 +109,6 @@ def test_the_dtype_of_products(state, precision, dtype):
         ({"remat": "every-0"}, "remat 'every-0' is not a policy."),
         ({"remat": "every-"}, "remat 'every-' is not a policy."),
         ({"chunks": 0}, "strategy.chunks=0 must be at least 1."),
-        ({"imbalance": 0.5}, "strategy.imbalance=0.5 must be at least 1."),
         ({"num_microbatches": 0}, "num_microbatches=0 must be between 1 and"),
         ({"state": "bf16-adm"}, "state 'bf16-adm' is not known. Did you mean 'bf16-adam'?"),
         ({"assignment": {"weights": {}}}, "strategy.assignment has the unknown role 'weights'. Did you mean 'weight'?"),
@@ -120,14 +121,25 @@ def test_what_no_strategy_has(fields, words):
     assert str(raised.value).startswith(words)
 
 
+def test_no_device_has_less_than_the_mean():
+    with pytest.raises(InputError, match=r"assumptions\.imbalance=0\.5 must be at least 1\."):
+        Assumptions(imbalance=0.5)
+
+
 @pytest.mark.parametrize(
     "fields",
-    [{"context_attention": "rings"}, {"precision": "fp7"}, {"offload": ["optimiser"]}, {"software": "lazy"}],
+    [{"context_attention": "rings"}, {"precision": "fp7"}, {"offload": ["optimiser"]}],
     ids=str,
 )
 def test_words_of_a_plan_file_are_checked(fields):
     with pytest.raises(msgspec.ValidationError):
         msgspec.convert({"mesh": {"data": 1}, **fields}, Strategy)
+
+
+@pytest.mark.parametrize("fields", [{"software": "lazy"}, {"attention_kernel": "own"}, {"remat": "block"}], ids=str)
+def test_words_of_assumptions_are_checked(fields):
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.convert(fields, Assumptions)
 
 
 def test_bytes_that_a_state_counts():
@@ -149,6 +161,17 @@ def test_what_runs(remat, state):
     require_runnable_strategy(strategy(state=state, precision=own))
 
 
+def test_other_software_is_priced_and_does_not_run():
+    require_runnable_assumptions(Assumptions(imbalance=1.25, empty_slots=False))
+    for fields, words in (
+        ({"software": "eager"}, "software 'eager' is planned but not executed in this version. Use compiled."),
+        ({"attention_kernel": "portable"}, "attention_kernel 'portable' is planned but not executed in this version."),
+    ):
+        with pytest.raises(CannotRunError) as raised:
+            require_runnable_assumptions(Assumptions(**fields))
+        assert str(raised.value).startswith(words)
+
+
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 def test_every_stage_of_zero_runs(zero, sequence_parallel):
@@ -160,7 +183,6 @@ def test_every_stage_of_zero_runs(zero, sequence_parallel):
     ("axes", "fields", "words"),
     [
         ({}, {"state": "fp32", "precision": "bf16"}, "precision 'bf16' is planned but not executed in this version."),
-        ({}, {"software": "eager"}, "software 'eager' is planned but not executed in this version. Use compiled."),
         (
             {},
             {"assignment": {**standard_assignment(), "weight": {"D": ("data",)}}},

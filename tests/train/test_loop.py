@@ -13,9 +13,9 @@ import pytest
 
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.spec.job import Job
+from meshwright.spec.plan_file import Prediction
 from meshwright.train.data.batches import Batches
 from meshwright.train.loop import train
-from meshwright.train.record.metrics import Predicted
 from tests.train.event_files import scalars
 from tests.train.small import JOB, MODEL, settings, strategy, write_text
 
@@ -23,6 +23,11 @@ FILES = [
     *("checkpoints", "config.json", "metrics.jsonl", "model.safetensors"),
     *("resolved.toml", "summary.json", "tokenizer.json"),
 ]
+
+PREDICTED = Prediction(
+    step_s=0.1, step_s_lower=0.05, step_s_upper=0.2, mfu=0.01, hfu=0.015, bound_by="compute", hbm_bytes_per_chip=1e6,
+    memory={}, flops=1.5e9,
+)  # fmt: skip
 
 STEADY = {"steps": 30, "learning_rate": 3e-3}
 """A rate at which the loss has no spikes: on the text of some Python versions 1e-2 has one, which makes 400 times as
@@ -70,7 +75,7 @@ def finished(tmp_path_factory, text):
         JOB,
         settings(text, **STEADY, checkpoint_every=10, keep_every=20, evaluate_every=10, track=("tensorboard",)),
         run_root=tmp_path_factory.mktemp("runs"),
-        predicted=Predicted(step_s=0.1, model_flops=1e9, hardware_flops=1.5e9, peak_flops_per_s=1e12),
+        predicted=PREDICTED,
         on_step=on_step,
         texts={"plan.toml": "version = 1\n"},
     )

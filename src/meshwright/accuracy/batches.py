@@ -8,17 +8,15 @@ import msgspec
 import numpy as np
 
 from meshwright.accuracy.cases import Case
-from meshwright.algebra.derive import derive
 from meshwright.algebra.derived import Derived
 from meshwright.algebra.sizes import OpSizes
-from meshwright.algebra.transformer import transformer
 from meshwright.cost.network.collectives import leg_rates
 from meshwright.cost.network.legs import Leg, group_legs
 from meshwright.cost.network.placement import Placement
 from meshwright.cost.pass_times import block_times
 from meshwright.cost.pipeline import Pipeline
-from meshwright.cost.step_costs import collective_groups, price_steps, strategy_sizes
-from meshwright.cost.step_rates import Group, StepRates, attention_scores, strategy_placements
+from meshwright.cost.step_costs import collective_groups, price_steps
+from meshwright.cost.step_rates import Group, StepRates, strategy_placements
 from meshwright.cost.work.kernels import ChipRates, chip_rates
 from meshwright.spec.calibration import Calibration, Efficiency
 from meshwright.spec.efficiency import family
@@ -47,7 +45,7 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
 
     def seconds(self, calibrations: Mapping[str, Calibration]) -> np.ndarray:
         """Predicted seconds of a step of each case, with the calibration of its chip."""
-        rates = self.rates([calibrations[case.cluster.chip.name] for case in self.cases])
+        rates = self.rates([calibrations[case.setting.cluster.chip.name] for case in self.cases])
         count = self.pipeline.microbatches
         costs = price_steps(self.derived, self.sizes, rates, num_microbatches=count, pipeline=self.pipeline)
         times = block_times(self.derived, costs, rates)
@@ -55,15 +53,13 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
 
     def rates(self, calibrations: Sequence[Calibration]) -> StepRates:
         """What each case's machine does per second."""
-        strategy = self.cases[0].strategy
         chips = [
             chip_rates(
-                case.cluster.chip,
+                case.setting.cluster.chip,
                 found,
                 dtype=case.strategy.matmul_dtype,
                 state_dtype=case.strategy.state_dtype,
-                software=strategy.software,
-                attention_kernel=case.strategy.attention_kernel,
+                assumptions=case.setting.assumptions,
             )
             for case, found in zip(self.cases, calibrations, strict=True)
         ]
@@ -75,7 +71,7 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
             groups=groups,
             link_levels=("",) * len(self.links),
             uses={group: tuple(self.fills[group] & (self.links == at.level)) for group, at in groups.items()},
-            software=strategy.software,
+            software=self.pipeline.software,
             num_hosts=self.num_hosts,
         )
 
@@ -93,20 +89,21 @@ def batches(cases: Sequence[Case]) -> tuple[Batch, ...]:
 
 def _pattern(case: Case, known: dict[Any, Derived]) -> tuple[Any, Derived]:
     """What cases must have in common to be predicted together, and the steps derived from it."""
-    strategy, program = case.strategy, transformer(case.model)
-    shape = tuple((block.name, block.ops, block.carry) for block in program.blocks)
-    choices = (strategy.remat, strategy.context_attention, strategy.schedule, strategy.state, strategy.software)
+    strategy, setting, cluster = case.strategy, case.setting, case.setting.cluster
+    shape = tuple((block.name, block.ops, block.carry) for block in setting.program.blocks)
+    software = setting.assumptions.software
+    choices = (strategy.remat, strategy.context_attention, strategy.schedule, strategy.state, software)
     narrow = strategy.matmul_dtype in ("fp8", "fp4", "int8")
     rules = str(strategy.assignment)
     # a chip without fitted numbers overlaps by the data sheet, the others by one exponent
-    fitted = family(case.cluster.chip) is not None
-    key = (shape, tuple(map(str, choices)), rules, narrow, fitted, case.cluster.kind, case.cluster.num_slices > 1)
-    return key, known.get(key) or derive(program, strategy, symbolic=True, fused_head=False)
+    fitted = family(cluster.chip) is not None
+    key = (shape, tuple(map(str, choices)), rules, narrow, fitted, cluster.kind, cluster.num_slices > 1)
+    return key, known.get(key) or setting.symbolic(strategy)
 
 
 def _batch(derived: Derived, cases: Sequence[Case], numbers: Sequence[int]) -> Batch:
     chosen = tuple(cases[number] for number in numbers)
-    placements = [strategy_placements(case.cluster, case.strategy)[0] for case in chosen]
+    placements = [strategy_placements(case.setting.cluster, case.strategy)[0] for case in chosen]
     groups = collective_groups(derived)
     return Batch(
         cases=chosen,
@@ -118,18 +115,18 @@ def _batch(derived: Derived, cases: Sequence[Case], numbers: Sequence[int]) -> B
             stages=np.array([case.strategy.mesh["pipeline"] for case in chosen]),
             chunks=np.array([case.strategy.chunks for case in chosen]),
             microbatches=np.array([case.strategy.num_microbatches for case in chosen]),
-            software=chosen[0].strategy.software,
+            software=chosen[0].setting.assumptions.software,
         ),
         legs={group: _stacked_legs([group_legs(placed, group) for placed in placements]) for group in groups},
         fills={group: _filled(placements, group) for group in groups},
         links=_links(placements),
-        num_hosts=np.array([case.cluster.num_hosts for case in chosen]),
+        num_hosts=np.array([case.setting.cluster.num_hosts for case in chosen]),
     )
 
 
 def _with_repeats(derived: Derived, cases: Sequence[Case]) -> Derived:
     """The same steps with the layers of every case: repeats become arrays."""
-    programs = [transformer(case.model) for case in cases]
+    programs = [case.setting.program for case in cases]
     blocks = []
     for number, steps in enumerate(derived.blocks):
         repeats = np.array([program.blocks[number].repeat for program in programs])
@@ -139,11 +136,10 @@ def _with_repeats(derived: Derived, cases: Sequence[Case]) -> Derived:
 
 
 def _stacked_sizes(cases: Sequence[Case]) -> OpSizes:
-    scores = attention_scores(cases[0].cluster, cases[0].strategy.software)
-    every = [strategy_sizes(case.model, case.job, case.strategy, scores=scores) for case in cases]
+    every = [case.setting.sizes(case.strategy) for case in cases]
     dims = {dim: np.array([one.dims[dim] for one in every], dtype=float) for dim in every[0].dims}
     mesh = {axis: np.array([one.mesh[axis] for one in every], dtype=float) for axis in every[0].mesh}
-    return OpSizes(dims=dims, mesh=mesh, state=every[0].state, scores=scores, causal=every[0].causal)
+    return msgspec.structs.replace(every[0], dims=dims, mesh=mesh)
 
 
 def _stacked_legs(every: Sequence[tuple[Leg, ...]]) -> tuple[Leg, ...]:

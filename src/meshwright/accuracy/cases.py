@@ -11,13 +11,14 @@ import msgspec
 
 from meshwright.accuracy.records import ModelShape, Record
 from meshwright.core.errors import CannotRunError, InputError
+from meshwright.cost.setting import Setting
 from meshwright.cost.step_rates import strategy_placements
 from meshwright.cost.work.ops import model_flops
 from meshwright.spec.chip import Chip, chip, peak
 from meshwright.spec.cluster import Cluster, balanced_shape, make_cluster
 from meshwright.spec.job import Job
 from meshwright.spec.model import Model
-from meshwright.spec.strategy import Software, Strategy, make_mesh, standard_assignment
+from meshwright.spec.strategy import Assumptions, AttentionKernel, Software, Strategy, make_mesh, standard_assignment
 
 _GIGABITS_PER_NODE = re.compile(r"(\d+) Gb/s inter-node")
 _ROPE_DIM = 64
@@ -59,9 +60,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     """One record made ready to be predicted."""
 
     record: Record
-    model: Model
-    cluster: Cluster
-    job: Job
+    setting: Setting
     strategy: Strategy
     measured_s: float
 
@@ -101,7 +100,8 @@ def _case(record: Record) -> Case | Unpredicted:
     # the first: whole physical axes under mesh axes, as device meshes are made, not the best that a search finds
     placed = strategy_placements(cluster, strategy)[0].describe()
     strategy = msgspec.structs.replace(strategy, placement=placed)
-    return Case(record=record, model=model, cluster=cluster, job=job, strategy=strategy, measured_s=measured)
+    setting = Setting(model, cluster, job, assumptions=assumptions_of(record))
+    return Case(record=record, setting=setting, strategy=strategy, measured_s=measured)
 
 
 # -- model ----------------------------------------------------------------------------------------------
@@ -213,25 +213,26 @@ def strategy_of(record: Record, model: Model, cluster: Cluster) -> Strategy:
     sizes |= {"fsdp": replicas // expert // outer, "data": outer} if zero else {"data": replicas // expert}
     per_step = record.global_batch_seqs or 1
     chunks = _chunks(record, model, sizes["pipeline"])
-    software = software_of(record)
     return Strategy(
         mesh=make_mesh(sizes),
         assignment=standard_assignment(zero=zero, sequence_parallel=bool(given.sp) or tpu or sizes["tensor"] == 1),
         context_attention="ulysses" if "CP uses a2a" in record.note else "gather",
-        remat=_remat(record, software),
+        remat=_remat(record),
         num_microbatches=_microbatches(record, replicas, per_step, tpu),
         schedule="interleaved" if chunks > 1 else "1f1b",
         chunks=chunks,
         state="bf16-master-fp32-grads" if not tpu else "bf16-master",
         precision=_precision(record, cluster.chip),
-        software=software,
-        # what is published sends the slots that are filled, or as many as its bound leaves
-        empty_slots=False,
-        attention_kernel="portable" if "ALiBi" in record.note else "tuned",
     )
 
 
-def software_of(record: Record) -> Software:
+def assumptions_of(record: Record) -> Assumptions:
+    """What ran the record's step: what is published sends the slots that are filled, or as many as its bound leaves."""
+    kernel: AttentionKernel = "portable" if "ALiBi" in record.note else "tuned"
+    return Assumptions(software=_software(record), attention_kernel=kernel, empty_slots=False)
+
+
+def _software(record: Record) -> Software:
     """Compiled on TPUs and by MaxText; eager else, in the manner of 2021 where the precision is fp16."""
     if record.hardware.startswith("TPU") or record.group.startswith(COMPILED_GPU):
         return "compiled"
@@ -284,15 +285,15 @@ _FULL_ON_HOSTED = "every-1"
 """Libraries that checkpoint whole layers run all of a layer again; compilers leave out what nothing needs."""
 
 
-def _remat(record: Record, software: Software) -> str | tuple[str, ...]:
+def _remat(record: Record) -> str | tuple[str, ...]:
     """Results that are kept. Nothing is recomputed where it is not stated.
 
     "selective" of 2021 makes attention's scores again, which both forms of attention here always do.
     """
-    how, policy = record.recompute or "none", record.remat_policy or ""
+    how, policy, compiled = record.recompute or "none", record.remat_policy or "", _software(record) == "compiled"
     if how == "full":
-        return "block" if software == "compiled" else _FULL_ON_HOSTED
-    if how != "selective" or software != "compiled":
+        return "block" if compiled else _FULL_ON_HOSTED
+    if how != "selective" or not compiled:
         return "none"
     if record.hardware.startswith("TPU"):
         if "qkv+out" in policy:

@@ -115,7 +115,7 @@ def accuracy(records: Sequence[Record], *, datasheet: bool = False) -> Accuracy:
     cases, unpredicted = cases_of(records)
     found: dict[str, Calibration] = {}
     for case in cases:
-        chip = case.cluster.chip
+        chip = case.setting.cluster.chip
         fitted = None if datasheet else fitted_calibration(chip)
         found[chip.name] = fitted or datasheet_calibration(chip)
     seconds = np.empty(len(cases))
@@ -123,7 +123,8 @@ def accuracy(records: Sequence[Record], *, datasheet: bool = False) -> Accuracy:
         seconds[part.numbers] = part.seconds(found)
     return Accuracy(
         predictions=tuple(
-            predicted(case, s, found[case.cluster.chip.name]) for case, s in zip(cases, seconds.tolist(), strict=True)
+            predicted(case, s, found[case.setting.cluster.chip.name])
+            for case, s in zip(cases, seconds.tolist(), strict=True)
         ),
         unpredicted=unpredicted,
     )
@@ -131,14 +132,14 @@ def accuracy(records: Sequence[Record], *, datasheet: bool = False) -> Accuracy:
 
 def predicted(case: Case, seconds: float, calibration: Calibration) -> Prediction:
     """A case with its prediction and the interval of its calibration."""
-    low, high = calibration.efficiency.interval(has_experts=case.model.num_experts > 0)
+    low, high = calibration.efficiency.interval(has_experts=case.setting.model.num_experts > 0)
     if not math.isfinite(seconds) or seconds <= 0:
         raise AssertionError(f"{case.record.id}: predicted {seconds} s")
     return Prediction(
         id=case.record.id,
         group=case.record.group,
         core=case.record.core,
-        chip=case.cluster.chip.name,
+        chip=case.setting.cluster.chip.name,
         fitted=not calibration.is_datasheet,
         measured_s=case.measured_s,
         predicted_s=seconds,

@@ -88,7 +88,7 @@ def make_problem(cases: Sequence[Case]) -> Problem:
 
 def calibrations(problem: Problem, numbers: Mapping[str, float]) -> dict[str, Calibration]:
     """The calibration of every chip of the cases: the data sheet's where numbers say nothing about a chip."""
-    chips = {case.cluster.chip.name: case.cluster.chip for case in problem.cases}
+    chips = {case.setting.cluster.chip.name: case.setting.cluster.chip for case in problem.cases}
     return {name: fitted_calibration(chip, numbers) or datasheet_calibration(chip) for name, chip in chips.items()}
 
 
@@ -97,7 +97,7 @@ class Predictor:
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
-        self.chips = [sorted({case.cluster.chip.name for case in part.cases}) for part in problem.parts]
+        self.chips = [sorted({case.setting.cluster.chip.name for case in part.cases}) for part in problem.parts]
         self.known: list[tuple[Any, np.ndarray] | None] = [None] * len(problem.parts)
 
     def __call__(self, numbers: Mapping[str, float], *, keep: bool = True) -> np.ndarray:
@@ -185,7 +185,7 @@ def configuration(case: Case) -> tuple[Any, ...]:
     """What makes two records near duplicates."""
     record = case.record
     sizes = tuple(case.strategy.mesh.values())
-    return (record.group, case.model.name, case.cluster.chip.name, record.n_chips, sizes)
+    return (record.group, case.setting.model.name, case.setting.cluster.chip.name, record.n_chips, sizes)
 
 
 def cross_validate(problem: Problem, *, rounds: int = 12) -> np.ndarray:

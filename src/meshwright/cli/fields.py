@@ -8,11 +8,12 @@ import msgspec
 
 from meshwright.algebra.notation import parse_dims, parse_mesh
 from meshwright.core.dims import MESH_AXES
-from meshwright.core.errors import InputError, as_sentence, nearest
+from meshwright.core.errors import InputError, nearest
+from meshwright.core.fields import convert_fields
 from meshwright.spec.job import Job
-from meshwright.spec.strategy import standard_assignment
+from meshwright.spec.strategy import Assumptions, standard_assignment
 
-SECTIONS: tuple[str, ...] = ("model", "job", "strategy", "train")
+SECTIONS: tuple[str, ...] = ("model", "job", "strategy", "assumptions", "train")
 MAX_SIZE = 10**15
 """Of one dim: products of a few of them stay finite and readable."""
 MAX_TRAIN_TOKENS = 10**24
@@ -24,8 +25,9 @@ def parse_fields(pairs: Sequence[str], *, sections: Sequence[str] = SECTIONS) ->
     """Section -> key -> value of texts such as ``strategy.remat=block``; values are TOML or else plain text.
 
     Sizes of mesh axes (``strategy.tensor=4``) are gathered in ``found["strategy"]["mesh"]``, and ``strategy.zero=1``
-    and ``strategy.sequence_parallel=false`` become the assignment that they stand for. Raises InputError for a text
-    without section, key or value, naming the nearest section.
+    and ``strategy.sequence_parallel=false`` become the assignment that they stand for. Assumptions are taken in the
+    section ``strategy`` too, where they once stood. Raises InputError for a text without section, key or value, naming
+    the nearest section.
     """
     found: dict[str, dict[str, Any]] = {name: {} for name in sections}
     for pair in pairs:
@@ -36,6 +38,8 @@ def parse_fields(pairs: Sequence[str], *, sections: Sequence[str] = SECTIONS) ->
         if section not in found:
             raise InputError(f"--set {key}: there is no section {section!r} here.{nearest(section, sections)}")
         value, axis = _value(text.strip()), name.removeprefix("mesh.")
+        if section == "strategy" and name in Assumptions.__struct_fields__:
+            section = "assumptions"
         if section == "strategy" and axis in MESH_AXES:
             name, value = "mesh", {axis: value}
         if section == "strategy" and name == "mesh":
@@ -81,11 +85,7 @@ def with_fields(thing: Thing, section: str, changes: Mapping[str, Any]) -> Thing
     now = msgspec.to_builtins(thing)
     if isinstance(changes.get("mesh"), dict):
         changes = {**changes, "mesh": {**now["mesh"], **changes["mesh"]}}
-    try:
-        return msgspec.convert({**now, **changes}, type(thing))
-    except msgspec.ValidationError as error:
-        where = str(error).replace("`$.", f"`{section}.")
-        raise InputError(as_sentence(where)) from None
+    return convert_fields({**now, **changes}, type(thing), section=section)
 
 
 def parse_axes(text: str | None) -> dict[str, int]:

@@ -11,7 +11,6 @@ from meshwright.core.labels import OPTIMIZER
 from meshwright.cost.network.collectives import KindRate
 from meshwright.cost.offload import NOTHING, Offload, offloaded
 from meshwright.cost.pass_times import block_times
-from meshwright.cost.pipeline import Pipeline, strategy_pipeline
 from meshwright.cost.step_costs import StepCost
 from meshwright.cost.step_rates import Group, StepRates
 from meshwright.cost.train_step import PricedStrategy, price_parts
@@ -180,11 +179,11 @@ class Breakdown(msgspec.Struct, frozen=True, dict=True):
     @cached_property
     def _free(self) -> tuple[float, float]:
         """Seconds of the step, and of its bubble, if links took no time."""
-        priced, pipeline = self.priced, strategy_pipeline(self.priced.strategy)
+        priced, pipeline = self.priced, self.priced.pipeline
         free = price_parts(
             priced.derived, priced.sizes, without(priced.rates), pipeline=pipeline, memory=priced.parts.memory
         )
-        found = free.times.step_s(pipeline, _offload(priced, pipeline))
+        found = free.times.step_s(pipeline, _offload(priced))
         return float(found.step_s), float(found.bubble_s) if pipeline.stages > 1 else 0.0
 
     @property
@@ -258,8 +257,8 @@ class Breakdown(msgspec.Struct, frozen=True, dict=True):
 
     def _saved_in_turn(self, order: Sequence[tuple[str, Group]]) -> dict[tuple[str, Group], float]:
         """Seconds that each collective saves when it becomes free, those before it being free already."""
-        priced, pipeline = self.priced, strategy_pipeline(self.priced.strategy)
-        memory, moved = priced.parts.memory, _offload(priced, pipeline)
+        priced, pipeline = self.priced, self.priced.pipeline
+        memory, moved = priced.parts.memory, _offload(priced)
         saved, before = {}, priced.estimate.step_s
         for number, key in enumerate(order, 1):
             rates = without(priced.rates, order[:number])
@@ -298,17 +297,15 @@ class Breakdown(msgspec.Struct, frozen=True, dict=True):
         )
 
 
-def _offload(priced: PricedStrategy, pipeline: Pipeline) -> Offload:
-    return offloaded(priced.parts.memory, priced.rates.pcie_bytes_per_s, pipeline, priced.strategy.offload)
+def _offload(priced: PricedStrategy) -> Offload:
+    return offloaded(priced.parts.memory, priced.rates.pcie_bytes_per_s, priced.pipeline, priced.strategy.offload)
 
 
 class _Work:
     """A priced step whose work can be left out piece by piece."""
 
     def __init__(self, priced: PricedStrategy) -> None:
-        self.priced = priced
-        self.pipeline = strategy_pipeline(priced.strategy)
-        self.offload = _offload(priced, self.pipeline)
+        self.priced, self.pipeline, self.offload = priced, priced.pipeline, _offload(priced)
         every, times = priced.costs.all, priced.parts.times
         self.local = dict.fromkeys(cost.term for cost in every if not cost.step.is_collective)
         self.network_s: dict[str, float] = {}
@@ -331,7 +328,8 @@ class _Work:
         costs = self.priced.costs.changed(lambda cost: _free(cost) if cost.term in without else cost)
         costs = costs if sends else msgspec.structs.replace(costs, boundary=())
         meet = self.meetings_s if sends else (0.0, 0.0)
-        times = block_times(self.priced.derived, costs, self.priced.rates, meetings_s=meet)
+        priced = self.priced
+        times = block_times(priced.derived, costs, priced.rates, meetings_s=meet, sizes=priced.sizes)
         found = times.step_s(self.pipeline, self.offload if offload is None else offload)
         return float(found.step_s - found.bubble_s)
 

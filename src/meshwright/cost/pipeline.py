@@ -185,12 +185,12 @@ def schedule_refusal(schedule: str, *, stages: int, chunks: int, microbatches: i
     return refusal or too_many_passes(found, stages, microbatches, chunks)
 
 
-def strategy_pipeline(strategy: Strategy) -> Pipeline:
-    """The pipeline of one strategy."""
+def strategy_pipeline(strategy: Strategy, software: Software = "compiled") -> Pipeline:
+    """The pipeline of one strategy, as software runs it."""
     return Pipeline(
         schedule=strategy.schedule,
         stages=strategy.mesh.get("pipeline", 1),
         chunks=strategy.chunks,
         microbatches=strategy.num_microbatches,
-        software=strategy.software,
+        software=software,
     )

@@ -4,25 +4,37 @@ from functools import cached_property
 
 import msgspec
 
+from meshwright.algebra.derive import derive
 from meshwright.algebra.derived import Derived
 from meshwright.algebra.generation import AS_WRITTEN, Storage, derive_job
 from meshwright.algebra.layers import PLAIN
 from meshwright.algebra.program import Program
+from meshwright.algebra.sizes import OpSizes, Scores
 from meshwright.algebra.transformer import transformer
 from meshwright.cost.memory import memory_limit
+from meshwright.cost.pipeline import Pipeline, strategy_pipeline
+from meshwright.cost.step_costs import strategy_sizes
+from meshwright.cost.step_rates import attention_scores
 from meshwright.spec.calibration import Calibration, datasheet_calibration
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.job import Job
 from meshwright.spec.model import Model
 from meshwright.spec.plan_file import Plan
-from meshwright.spec.strategy import Strategy
+from meshwright.spec.strategy import (
+    AS_RUN,
+    Assumptions,
+    Strategy,
+    require_runnable_assumptions,
+    require_runnable_strategy,
+)
 
 
 class Setting(msgspec.Struct, frozen=True, dict=True):
     """What strategies are priced in. A verb makes one and hands it on whole.
 
-    Without a ``calibration`` links and kernels take the rates of the data sheet. What follows from the four is made
-    when it is first asked for, and kept; the program is shared by all settings of one model.
+    Without a ``calibration`` links and kernels take the rates of the data sheet. ``assumptions`` say whose software
+    runs the step. What follows from the fields is made when it is first asked for, and kept; the program is shared by
+    all settings of one model.
     """
 
     model: Model
@@ -30,6 +42,7 @@ class Setting(msgspec.Struct, frozen=True, dict=True):
     job: Job
     calibration: Calibration | None = None
     storage: Storage = AS_WRITTEN
+    assumptions: Assumptions = AS_RUN
 
     @property
     def program(self) -> Program:
@@ -46,10 +59,43 @@ class Setting(msgspec.Struct, frozen=True, dict=True):
         """Bytes of a chip that programs may fill; infinity where that is not known."""
         return memory_limit(self.cluster, self.calibration)
 
+    @property
+    def scores(self) -> Scores:
+        """Where attention's scores go."""
+        return attention_scores(self.cluster, self.assumptions)
+
     def derived(self, strategy: Strategy) -> Derived:
-        """The steps of the job under a strategy, as its software runs them."""
-        fused_head = strategy.software == "compiled"
+        """The steps of the job under a strategy, as the assumed software runs them."""
+        fused_head = self.assumptions.fused_head
         return derive_job(self.model, self.job, strategy, storage=self.storage, fused_head=fused_head)
+
+    def symbolic(self, strategy: Strategy, *, without: tuple[str, ...] = ()) -> Derived:
+        """The same of training on every mesh without some axes: sizes are filled in when the steps are priced."""
+        optimizer, fused_head = self.job.optimizer, self.assumptions.fused_head
+        return derive(
+            self.program, strategy, symbolic=True, without=without, optimizer=optimizer, fused_head=fused_head
+        )
+
+    def sizes(self, strategy: Strategy) -> OpSizes:
+        """Sizes of one microbatch under a strategy."""
+        return strategy_sizes(
+            self.model,
+            self.job,
+            strategy,
+            scores=self.scores,
+            storage=self.storage,
+            assumptions=self.assumptions,
+        )
+
+    def pipeline(self, strategy: Strategy) -> Pipeline:
+        """The pipeline of a strategy."""
+        return strategy_pipeline(strategy, self.assumptions.software)
+
+    def require_runnable(self, strategy: Strategy) -> None:
+        """Raise CannotRunError for what this machine's own devices would not run in this version."""
+        if self.cluster.kind == "host":
+            require_runnable_strategy(strategy)
+            require_runnable_assumptions(self.assumptions)
 
     def on(self, cluster: Cluster) -> "Setting":
         """The same job on another cluster."""
@@ -58,4 +104,4 @@ class Setting(msgspec.Struct, frozen=True, dict=True):
 
 def setting_of(plan: Plan, storage: Storage = AS_WRITTEN) -> Setting:
     """The setting of a plan file, for weights and caches stored so."""
-    return Setting(plan.model, plan.cluster, plan.job, plan.calibration, storage)
+    return Setting(plan.model, plan.cluster, plan.job, plan.calibration, storage, plan.assumptions)

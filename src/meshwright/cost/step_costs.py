@@ -23,7 +23,7 @@ from meshwright.cost.work.sizes import expert_slots, spare_slots
 from meshwright.cost.work.slots import slots_move
 from meshwright.spec.job import Job
 from meshwright.spec.model import Model
-from meshwright.spec.strategy import Strategy
+from meshwright.spec.strategy import AS_RUN, Assumptions, Strategy
 
 Number = Any
 """A float, or a NumPy array with one entry per candidate."""
@@ -155,8 +155,7 @@ def op_sizes(
     mesh: Mapping[str, Number],
     state: str,
     scores: Scores = "on_chip",
-    imbalance: float = 1.0,
-    empty_slots: bool = False,
+    assumptions: Assumptions = AS_RUN,
 ) -> OpSizes:
     """Sizes of one microbatch; its sequences and the mesh sizes may be arrays, one entry per candidate.
 
@@ -164,13 +163,19 @@ def op_sizes(
     """
     known = model.dims | layer_dims(model)
     dims = {name: float(size) for name, size in known.items()} | {"B": microbatch_seqs, "T": float(seq_len)}
-    dims |= expert_slots(model, num_tokens=microbatch_seqs * seq_len, imbalance=imbalance)
-    spare = spare_slots(model, imbalance=imbalance) if empty_slots else 1.0
+    dims |= expert_slots(model, num_tokens=microbatch_seqs * seq_len, imbalance=assumptions.imbalance)
+    spare = spare_slots(model, imbalance=assumptions.imbalance) if assumptions.holds_empty_slots else 1.0
     return OpSizes(dims=dims, mesh=mesh, state=state, scores=scores, causal=scores == "on_chip", spare_slots=spare)
 
 
 def strategy_sizes(
-    model: Model, job: Job, strategy: Strategy, *, scores: Scores = "on_chip", storage: Storage = AS_WRITTEN
+    model: Model,
+    job: Job,
+    strategy: Strategy,
+    *,
+    scores: Scores = "on_chip",
+    storage: Storage = AS_WRITTEN,
+    assumptions: Assumptions = AS_RUN,
 ) -> OpSizes:
     """Sizes of one microbatch of a job under one strategy; of caches too, in a job that generates.
 
@@ -183,19 +188,13 @@ def strategy_sizes(
         mesh=strategy.mesh,
         state=strategy.state,
         scores=scores,
-        imbalance=strategy.imbalance,
-        empty_slots=has_empty_slots(strategy),
+        assumptions=assumptions,
     )
     if job.trains:
         return found
     cache = cache_sizes(batch_seqs=job.batch_seqs, max_len=job.seq_len, storage=storage)
     causal = found.causal and job.kind != "decode"
     return msgspec.structs.replace(found, dims={**found.dims, **cache}, causal=causal)
-
-
-def has_empty_slots(strategy: Strategy) -> bool:
-    """Whether its software holds and sends slots of experts that nobody fills: libraries size arrays by the load."""
-    return strategy.empty_slots and strategy.software == "compiled"
 
 
 def collective_groups(derived: Derived) -> tuple[Group, ...]:

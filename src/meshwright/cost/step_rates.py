@@ -24,7 +24,7 @@ from meshwright.spec.calibration import (
     reference_peak,
 )
 from meshwright.spec.cluster import Cluster
-from meshwright.spec.strategy import AttentionKernel, Software, Strategy, mesh_words
+from meshwright.spec.strategy import AS_RUN, Assumptions, Software, Strategy, mesh_words
 
 Number = Any
 """A float, or a NumPy array with one entry per candidate."""
@@ -39,7 +39,7 @@ class StepRates(msgspec.Struct, frozen=True, kw_only=True):
     ``peak_flops_per_s`` is what utilisation is a share of. ``link_levels`` are the levels of the physical axes and
     ``uses``, per group, for each of them whether the group keeps it busy: groups that do so at once compete.
     ``overlaps`` is false where communication runs on the cores that compute (emulated devices). ``software`` is the
-    strategy's: whether a host starts every kernel, and whether communication overlaps compute.
+    assumed one: whether a host starts every kernel, and whether communication overlaps compute.
     """
 
     chip: ChipRates
@@ -59,11 +59,11 @@ class StepRates(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, groups=groups, uses=uses)
 
 
-def attention_scores(cluster: Cluster, software: Software = "compiled") -> Scores:
+def attention_scores(cluster: Cluster, assumptions: Assumptions = AS_RUN) -> Scores:
     """Where attention's scores go: accelerators fuse it into one kernel, CPUs and stacks of 2021 write them out."""
     if cluster.kind == "host":
         return "in_memory"
-    return "in_memory_16" if software == "eager-2021" else "on_chip"
+    return "in_memory_16" if assumptions.software == "eager-2021" else "on_chip"
 
 
 def strategy_placements(cluster: Cluster, strategy: Strategy) -> tuple[Placement, ...]:
@@ -91,8 +91,7 @@ def step_rates(
     *,
     dtype: str,
     state_dtype: str = "",
-    software: Software = "compiled",
-    attention_kernel: AttentionKernel = "tuned",
+    assumptions: Assumptions = AS_RUN,
     calibration: Calibration | None = None,
 ) -> StepRates:
     """The rates of one placement, or arrays of them with one entry for each placement.
@@ -110,15 +109,14 @@ def step_rates(
             measured,
             dtype=dtype,
             state_dtype=state_dtype or dtype,
-            software=software,
-            attention_kernel=attention_kernel,
+            assumptions=assumptions,
         ),
         peak_flops_per_s=reference_peak(cluster.chip, measured, dtype),
         groups=rates,
         link_levels=tuple(link.level for link in laid[0].links),
         uses=uses,
         overlaps=cluster.kind != "host",
-        software=software,
+        software=assumptions.software,
         num_hosts=cluster.num_hosts,
         pcie_bytes_per_s=cluster.chip.pcie_bytes_per_s,
     )

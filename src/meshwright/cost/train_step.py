@@ -20,7 +20,7 @@ from meshwright.cost.memory import MemoryParts, memory_parts, total_bytes
 from meshwright.cost.network.collectives import Placement
 from meshwright.cost.offload import Offload, offloaded
 from meshwright.cost.pass_times import BlockTimes, block_times, largest, link_seconds, seconds_by_group, total
-from meshwright.cost.pipeline import Pipeline, strategy_pipeline
+from meshwright.cost.pipeline import Pipeline
 from meshwright.cost.setting import Setting
 from meshwright.cost.step_costs import (
     Priced,
@@ -28,9 +28,8 @@ from meshwright.cost.step_costs import (
     collective_groups,
     meeting_seconds,
     price_steps,
-    strategy_sizes,
 )
-from meshwright.cost.step_rates import StepRates, attention_scores, step_rates, strategy_placements
+from meshwright.cost.step_rates import StepRates, step_rates, strategy_placements
 from meshwright.cost.work.ops import is_attention, model_flops, op_flops
 from meshwright.spec.job import Job
 from meshwright.spec.model import Model
@@ -63,6 +62,7 @@ class PricedStrategy(msgspec.Struct, frozen=True, kw_only=True):
     derived: Derived
     sizes: OpSizes
     rates: StepRates
+    pipeline: Pipeline
     placement: Placement
     parts: PricedParts
     estimate: Estimate
@@ -90,13 +90,10 @@ def price_strategy(setting: Setting, strategy: Strategy) -> PricedStrategy:
         groups,
         dtype=strategy.matmul_dtype,
         state_dtype=strategy.state_dtype,
-        software=strategy.software,
-        attention_kernel=strategy.attention_kernel,
+        assumptions=setting.assumptions,
         calibration=setting.calibration,
     )
-    scores = attention_scores(cluster, strategy.software)
-    sizes = strategy_sizes(setting.model, job, strategy, scores=scores, storage=setting.storage)
-    pipeline = strategy_pipeline(strategy)
+    sizes, pipeline = setting.sizes(strategy), setting.pipeline(strategy)
     tried = price_parts(derived, sizes, every, pipeline=pipeline)
     moved = offloaded(tried.memory, every.pcie_bytes_per_s, pipeline, strategy.offload)
     seconds = np.broadcast_to(tried.times.step_s(pipeline, moved).step_s, len(placements))
@@ -107,6 +104,7 @@ def price_strategy(setting: Setting, strategy: Strategy) -> PricedStrategy:
         derived=derived,
         sizes=sizes,
         rates=rates,
+        pipeline=pipeline,
         placement=placements[best],
         parts=price_parts(derived, sizes, rates, pipeline=pipeline, memory=tried.memory),
         estimate=at_candidate(

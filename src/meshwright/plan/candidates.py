@@ -11,8 +11,7 @@ from meshwright.algebra.sizes import OpSizes
 from meshwright.core.dims import MESH_AXES
 from meshwright.cost.memory import memory_parts, total_bytes
 from meshwright.cost.pipeline import Pipeline
-from meshwright.cost.step_costs import has_empty_slots, op_sizes
-from meshwright.cost.step_rates import attention_scores
+from meshwright.cost.step_costs import op_sizes
 from meshwright.plan.legal import MAX_IDLE_LAYERS, Facts, divisors, legal_axis_sizes, mask
 from meshwright.plan.space import Pattern, Space
 from meshwright.spec.cluster import Cluster
@@ -96,10 +95,10 @@ def axis_sizes(space: Space, axis: str, dims: Mapping[str, int]) -> tuple[int, .
     if axis == "pipeline":
         layers = space.patterns[0].derived.num_layers
         return stage_counts(layers, idle=space.idle_layers) if space.pipelines else (1,)
-    if axis not in space.axes or (axis == "expert" and not space.model.num_experts):
+    if axis not in space.axes or (axis == "expert" and not space.setting.model.num_experts):
         return (1,)
     if axis == "expert":
-        return divisors(space.model.num_experts)
+        return divisors(space.setting.model.num_experts)
     found = (legal_axis_sizes(pattern.splits, axis, dims) for pattern in space.patterns)
     return tuple(sorted({size for sizes in found for size in sizes}))
 
@@ -153,7 +152,7 @@ def _legal_somewhere(space: Space, found: Candidates, num_chips: int | None) -> 
 def legal_in(space: Space, pattern: Pattern, found: Candidates, *, num_chips: int | None = None) -> np.ndarray:
     """Where a pattern's sizes divide and it differs from the patterns before it."""
     facts = Facts(
-        model=space.model.name,
+        model=space.setting.model.name,
         cluster="",
         num_chips=num_chips or 0,
         mesh=found.mesh,
@@ -192,17 +191,17 @@ def _some(counts: Sequence[int], most: int | None) -> Sequence[int]:
     return [counts[round(number * (len(counts) - 1) / (most - 1))] for number in range(most)]
 
 
-def candidate_sizes(space: Space, cluster: Cluster, found: Candidates) -> OpSizes:
+def candidate_sizes(space: Space, found: Candidates) -> OpSizes:
     """Sizes of one microbatch of every candidate."""
+    setting = space.setting
     return op_sizes(
-        space.model,
-        seq_len=space.seq_len,
+        setting.model,
+        seq_len=setting.job.seq_len,
         microbatch_seqs=found.batch_seqs / found.microbatches,
         mesh={axis: sizes.astype(float) for axis, sizes in found.mesh.items()},
         state=space.template.state,
-        scores=attention_scores(cluster, space.template.software),
-        imbalance=space.template.imbalance,
-        empty_slots=has_empty_slots(space.template),
+        scores=setting.scores,
+        assumptions=setting.assumptions,
     )
 
 
@@ -258,7 +257,7 @@ def _in_fewer_replicas(found: Candidates) -> np.ndarray:
     return np.array([with_one in there for with_one in joined], dtype=bool) & (found.mesh["data"] > 1)
 
 
-def memory_of_any_mesh(space: Space, cluster: Cluster, batch: int) -> Mapping[int, float]:
+def memory_of_any_mesh(space: Space, batch: int) -> Mapping[int, float]:
     """Number of chips -> the least memory per chip of any legal strategy on so many chips, 1F1B where it has stages."""
     every = candidates_on_any_chips(space, batch)
     if all(map(_shards_what_replicas_split, space.patterns)):
@@ -269,8 +268,8 @@ def memory_of_any_mesh(space: Space, cluster: Cluster, batch: int) -> Mapping[in
     for pattern in _leanest(space.patterns):
         here = np.flatnonzero(legal_in(space, pattern, found))
         rows = found.take(here)
-        parts = memory_parts(pattern.derived, candidate_sizes(space, cluster, rows))
-        software = space.template.software
+        parts = memory_parts(pattern.derived, candidate_sizes(space, rows))
+        software = space.setting.assumptions.software
         pipeline = Pipeline(stages=rows.mesh["pipeline"], microbatches=rows.microbatches, software=software)
         for offload in space.offloads:
             items = parts.items(num_microbatches=rows.microbatches, pipeline=pipeline, offload=offload)

@@ -14,19 +14,13 @@ import numpy as np
 from meshwright.algebra.derive import NO_PIPELINE
 from meshwright.algebra.derived import Derived
 from meshwright.algebra.notation import product
-from meshwright.algebra.sizes import OpSizes
 from meshwright.core.errors import CannotRunError
 from meshwright.core.units import format_bytes
-from meshwright.cost.memory import memory_limit, total_bytes, training_memory
-from meshwright.cost.pipeline import schedule_fits, schedule_refusal, strategy_pipeline
+from meshwright.cost.memory import total_bytes, training_memory
+from meshwright.cost.pipeline import schedule_fits, schedule_refusal
 from meshwright.cost.setting import Setting
-from meshwright.cost.step_costs import strategy_sizes
-from meshwright.cost.step_rates import attention_scores, strategy_placements
-from meshwright.spec.calibration import Calibration
-from meshwright.spec.cluster import Cluster
-from meshwright.spec.job import Job
-from meshwright.spec.model import Model
-from meshwright.spec.strategy import REMAT_POLICIES, Strategy, require_runnable_strategy
+from meshwright.cost.step_rates import strategy_placements
+from meshwright.spec.strategy import REMAT_POLICIES, Strategy
 
 Number = Any
 """An int or float, or a NumPy array with one entry per candidate."""
@@ -136,40 +130,33 @@ PLACEMENT_RULE = Rule("placement", lambda f: f.num_placements > 0, lambda f: _pl
 MEMORY_RULE = Rule("memory", lambda f: f.hbm_bytes <= f.hbm_limit_bytes, lambda f: _memory_message(f))
 
 
-def legal(
-    model: Model, cluster: Cluster, job: Job, strategy: Strategy, *, calibration: Calibration | None = None
-) -> tuple[Refusal, ...]:
-    """Every reason why a strategy cannot be planned on a cluster, in words; () when it can.
+def legal(setting: Setting, strategy: Strategy) -> tuple[Refusal, ...]:
+    """Every reason why a strategy cannot be planned in a setting, in words; () when it can.
 
     Placement and memory are looked at only when the sizes divide. On this machine's own devices what is not
     executed in this version is refused too. Raises InputError for an assignment that cannot be derived at all.
     """
-    if cluster.kind == "host":
-        try:
-            require_runnable_strategy(strategy)
-        except CannotRunError as error:
-            return (Refusal(rule="executed", message=str(error)),)
-    derived = Setting(model, cluster, job, calibration).derived(strategy)
-    facts = _facts(model, cluster, job, strategy)
+    try:
+        setting.require_runnable(strategy)
+    except CannotRunError as error:
+        return (Refusal(rule="executed", message=str(error)),)
+    derived, facts = setting.derived(strategy), facts_of(setting, strategy)
     refused = check_rules((*size_rules(derived), SCHEDULE_RULE), facts)
     if not refused:
         try:
-            placements = strategy_placements(cluster, strategy)
+            placements = strategy_placements(setting.cluster, strategy)
         except CannotRunError as error:
             return (Refusal(rule="placement", message=str(error)),)
-        limit = memory_limit(cluster, calibration)
-        sizes = strategy_sizes(model, job, strategy, scores=attention_scores(cluster, strategy.software))
-        memory = strategy_memory(derived, sizes, strategy)
+        memory = strategy_memory(setting, strategy, derived)
+        limit = setting.memory_limit
         facts = msgspec.structs.replace(facts, num_placements=len(placements), memory=memory, hbm_limit_bytes=limit)
         refused = check_rules((PLACEMENT_RULE, MEMORY_RULE), facts)
-    return tuple(_with_remedy(r, model, cluster, job, strategy, facts) for r in refused)
+    return tuple(_with_remedy(r, setting, strategy, facts) for r in refused)
 
 
-def require_legal(
-    model: Model, cluster: Cluster, job: Job, strategy: Strategy, *, calibration: Calibration | None = None
-) -> None:
+def require_legal(setting: Setting, strategy: Strategy) -> None:
     """Raise CannotRunError with the first reason unless the strategy can run."""
-    for refusal in legal(model, cluster, job, strategy, calibration=calibration):
+    for refusal in legal(setting, strategy):
         raise CannotRunError(refusal.message)
 
 
@@ -201,7 +188,9 @@ def legal_axis_sizes(found: Sequence[Split], axis: str, dims: Mapping[str, int])
 # -- the sentences --------------------------------------------------------------------------------------
 
 
-def _facts(model: Model, cluster: Cluster, job: Job, strategy: Strategy) -> Facts:
+def facts_of(setting: Setting, strategy: Strategy) -> Facts:
+    """What the rules on sizes look at."""
+    model, cluster, job = setting.model, setting.cluster, setting.job
     return Facts(
         model=model.name,
         cluster=cluster.short_name,
@@ -214,10 +203,15 @@ def _facts(model: Model, cluster: Cluster, job: Job, strategy: Strategy) -> Fact
     )
 
 
-def strategy_memory(derived: Derived, sizes: OpSizes, strategy: Strategy) -> dict[str, Number]:
-    """Bytes per chip of each item under one strategy."""
-    count, pipeline = strategy.num_microbatches, strategy_pipeline(strategy)
-    return training_memory(derived, sizes, num_microbatches=count, pipeline=pipeline, offload=strategy.offload)
+def strategy_memory(setting: Setting, strategy: Strategy, derived: Derived | None = None) -> dict[str, Number]:
+    """Bytes per chip of each item under one strategy, whose steps may be derived already."""
+    return training_memory(
+        derived or setting.derived(strategy),
+        setting.sizes(strategy),
+        num_microbatches=strategy.num_microbatches,
+        pipeline=setting.pipeline(strategy),
+        offload=strategy.offload,
+    )
 
 
 def _experts_divide(facts: Facts) -> Any:
@@ -347,23 +341,19 @@ def _memory_message(facts: Facts) -> str:
     )
 
 
-def _with_remedy(
-    refusal: Refusal, model: Model, cluster: Cluster, job: Job, strategy: Strategy, facts: Facts
-) -> Refusal:
+def _with_remedy(refusal: Refusal, setting: Setting, strategy: Strategy, facts: Facts) -> Refusal:
     """A memory refusal with the least change of remat and microbatches that fits."""
     if refusal.rule != MEMORY_RULE.name:
         return refusal
     shards = int(product(strategy.mesh.get(axis, 1) for axis in ("data", "fsdp", "expert")))
-    setting, scores = Setting(model, cluster, job), attention_scores(cluster, strategy.software)
     changed = {remat: msgspec.structs.replace(strategy, remat=remat) for remat in REMAT_POLICIES}
     derived = {remat: setting.derived(other) for remat, other in changed.items()}
-    for count in divisors(max(1, job.batch_seqs // shards)):
+    for count in divisors(max(1, setting.job.batch_seqs // shards)):
         if not SCHEDULE_RULE.holds(msgspec.structs.replace(facts, num_microbatches=count)):
             continue
         for remat, other in changed.items():
             with_count = msgspec.structs.replace(other, num_microbatches=count)
-            sizes = strategy_sizes(model, job, with_count, scores=scores)
-            need = float(total_bytes(strategy_memory(derived[remat], sizes, with_count)))
+            need = float(total_bytes(strategy_memory(setting, with_count, derived[remat])))
             if need <= facts.hbm_limit_bytes:
                 advice = f"Use remat={remat} with num_microbatches={count} ({format_bytes(need)})."
                 return msgspec.structs.replace(refusal, message=f"{refusal.message} {advice}")

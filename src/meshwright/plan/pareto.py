@@ -12,7 +12,6 @@ from meshwright.plan.candidates import parts_of
 from meshwright.plan.planner import space_of
 from meshwright.plan.search import Found, search
 from meshwright.plan.space import USUAL, Choices, Space
-from meshwright.spec.cluster import Cluster
 from meshwright.spec.job import Job
 
 MAX_HALVINGS = 12
@@ -53,7 +52,7 @@ def pareto(
             f"Name another cluster or batch; without --pareto the largest part that runs is planned."
         )
     priced = cluster.chip.price_usd_per_hour is not None
-    smaller = _on_parts(space, cluster, job) if priced else []
+    smaller = _on_parts(space) if priced else []
     return Frontier(memory=outcome.frontier, cost=_cheaper([outcome.found[0], *smaller]) if priced else ())
 
 
@@ -65,8 +64,9 @@ def usd_per_token(found: Found, job: Job) -> float | None:
     return price * found.cluster.num_chips / 3600 * found.estimate.step_s / (found.batch_seqs * job.seq_len)
 
 
-def _on_parts(space: Space, cluster: Cluster, job: Job) -> list[Found]:
+def _on_parts(space: Space) -> list[Found]:
     """The best plan on half the chips, a quarter and so on, until one does not run."""
+    cluster, job = space.setting.cluster, space.setting.job
     found: list[Found] = []
     chips = cluster.num_chips
     for _ in range(MAX_HALVINGS):

@@ -3,24 +3,23 @@
 import math
 from collections.abc import Mapping, Sequence
 from itertools import islice
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 import msgspec
 
 from meshwright.core.dims import MESH_AXES
-from meshwright.core.errors import CannotRunError, InputError, as_sentence, nearest
+from meshwright.core.errors import CannotRunError, InputError, nearest
+from meshwright.core.fields import convert_fields
 from meshwright.core.units import format_bytes, format_count, format_seconds
-from meshwright.cost.memory import memory_limit
 from meshwright.cost.setting import Setting
-from meshwright.cost.step_costs import has_empty_slots
 from meshwright.plan.candidates import memory_of_any_mesh, parts_of
 from meshwright.plan.legal import legal
 from meshwright.plan.result import PlanResult, planned
 from meshwright.plan.search import Found, Outcome, search
-from meshwright.plan.space import EMULATED, USUAL, Choices, Space, axes_to_try, open_space
+from meshwright.plan.space import USUAL, Choices, Space, open_space
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.job import Job, optimizer_words, require_training
-from meshwright.spec.strategy import Strategy, make_mesh, mesh_words, require_runnable_strategy
+from meshwright.spec.strategy import Assumptions, Strategy, make_mesh, mesh_words
 
 NEAREST_BATCH_SHARE = 0.25
 """How far from the wanted batch, as a share, one that uses all chips is looked for."""
@@ -38,10 +37,6 @@ FIELDS = (
     "offload",
     "context_attention",
     "collective_matmul",
-    "imbalance",
-    "empty_slots",
-    "software",
-    "attention_kernel",
     "assignment",
     "slice_axes",
 )
@@ -80,13 +75,13 @@ def plan(
     whole = outcome.found[0] if outcome.found else None
     if not outcome.found:
         if not outcome.num_meshes:
-            _refuse_given(space, cluster, job)
-        outcome = _largest_part(space, cluster, job, top)
-    outcome = _without_stages(space, cluster, job, top, outcome)
+            _refuse_given(space)
+        outcome = _largest_part(space, top)
+    outcome = _without_stages(space, top, outcome)
     near = None
     shortfall: tuple[str, ...] = ()
     if outcome.found[0].cluster != cluster:
-        near = _nearest_batch(space, cluster, job)
+        near = _nearest_batch(space)
         shortfall = _part_notes(cluster, job, outcome, whole, near)
     return PlanResult(
         setting=setting,
@@ -134,42 +129,12 @@ def space_of(
     given = {name.removeprefix("strategy."): value for name, value in overrides.items()}
     for name in given:
         if name not in FIELDS:
-            raise InputError(f"strategy.{name} cannot be set here.{nearest(name, FIELDS)} Mesh axes go in axes.")
-    cluster = setting.cluster
-    template = _template(cluster, given)
-    here = cluster.kind == "host"
-    if here:
-        require_runnable_strategy(msgspec.structs.replace(template, mesh=make_mesh(axes)))
-    return open_space(
-        setting.model,
-        setting.job.seq_len,
-        template,
-        given=given,
-        choices=EMULATED if here else choices,
-        fixed=axes,
-        axes=axes_to_try(cluster, axes),
-        calibration=setting.calibration,
-        optimizer=setting.job.optimizer,
-    )
-
-
-def _template(cluster: Cluster, given: Mapping[str, Any]) -> Strategy:
-    """The strategy with the given fields, on one chip. CPUs train in float32 unless told otherwise."""
-    fields = {"state": "fp32" if cluster.kind == "host" else "bf16-adam", **given, "mesh": make_mesh({})}
-    try:
-        return msgspec.convert(fields, Strategy)
-    except msgspec.ValidationError as error:
-        where = str(error).replace("`$.", "`strategy.")
-        raise InputError(f"{as_sentence(where)}{_words_of(where)}") from None
-
-
-def _words_of(fault: str) -> str:
-    """The words that a field takes, where a fault is about a field of words: " Use compiled, eager or ...."."""
-    name = fault.rpartition("`strategy.")[2].partition("`")[0].partition("[")[0]
-    declared = get_type_hints(Strategy).get(name)
-    words = [word for part in (declared, *get_args(declared)) for word in get_args(part) if isinstance(word, str)]
-    known = list(dict.fromkeys(word for word in words if word))
-    return f" Use {', '.join(known[:-1])} or {known[-1]}." if len(known) > 1 else ""
+            known = nearest(name, (*FIELDS, *Assumptions.__struct_fields__))
+            raise InputError(f"strategy.{name} cannot be set here.{known} Mesh axes go in axes.")
+    # CPUs train in float32 unless told otherwise
+    state = "fp32" if setting.cluster.kind == "host" else "bf16-adam"
+    template = convert_fields({"state": state, **given, "mesh": make_mesh({})}, Strategy, section="strategy")
+    return open_space(setting, template, given=given, choices=choices, fixed=axes)
 
 
 def _assumptions(space: Space, setting: Setting) -> tuple[str, ...]:
@@ -182,7 +147,8 @@ def _assumptions(space: Space, setting: Setting) -> tuple[str, ...]:
         notes.append("attention is priced as one fused kernel that keeps its scores on chip and skips what is masked")
     if math.isinf(setting.memory_limit):
         notes.append(f"the memory of {cluster.short_name} is not known, so it was not compared")
-    if has_empty_slots(space.template) and space.model.num_experts and space.template.imbalance == 1.0:
+    assumed = setting.assumptions
+    if assumed.holds_empty_slots and setting.model.num_experts and assumed.imbalance == 1.0:
         notes.append(
             "an expert has a slot for every token where slots move between devices; a bound, as of "
             "strategy.imbalance=1.25 and train.capacity_factor=1.25, sends and holds fewer"
@@ -194,33 +160,34 @@ def _assumptions(space: Space, setting: Setting) -> tuple[str, ...]:
 # -- when the chips do not divide the work -------------------------------------------------------------
 
 
-def _largest_part(space: Space, cluster: Cluster, job: Job, top: int) -> Outcome:
+def _largest_part(space: Space, top: int) -> Outcome:
     """The plans of the most chips inside the cluster on which the job runs. Raises CannotRunError for none."""
-    limit = memory_limit(cluster, space.calibration)
-    needs = memory_of_any_mesh(space, cluster, job.batch_seqs)
+    cluster, job, limit = space.setting.cluster, space.setting.job, space.setting.memory_limit
+    needs = memory_of_any_mesh(space, job.batch_seqs)
     counts = [n for n in sorted(needs, reverse=True) if n < cluster.num_chips and needs[n] <= limit]
     for part in islice((part for count in counts for part in parts_of(cluster, count)[:1]), MAX_PARTS):
         outcome = search(space, part, job.batch_seqs, top=top)
         if outcome.found:
             return outcome
-    raise CannotRunError(_nothing_fits(space, cluster, job, needs, limit))
+    raise CannotRunError(_nothing_fits(space, needs))
 
 
-def _without_stages(space: Space, cluster: Cluster, job: Job, top: int, outcome: Outcome) -> Outcome:
+def _without_stages(space: Space, top: int, outcome: Outcome) -> Outcome:
     """The same, or the plans of fewer chips without stages: where none fits the chips without, and those are faster."""
     if outcome.fits_without_stages or "pipeline" in space.fixed:
         return outcome
     alone = msgspec.structs.replace(space, fixed={**space.fixed, "pipeline": 1})
     try:
-        fewer = _largest_part(alone, cluster, job, top)
+        fewer = _largest_part(alone, top)
     except CannotRunError:
         return outcome
     return min(outcome, fewer, key=lambda one: one.found[0].estimate.step_s)
 
 
-def _nearest_batch(space: Space, cluster: Cluster, job: Job) -> Found | None:
+def _nearest_batch(space: Space) -> Found | None:
     """The fastest strategy per token on all chips, over batches within reach of the wanted one (not the nearest)."""
-    found = search(space, cluster, job.batch_seqs, reach=NEAREST_BATCH_SHARE, top=1).found
+    setting = space.setting
+    found = search(space, setting.cluster, setting.job.batch_seqs, reach=NEAREST_BATCH_SHARE, top=1).found
     return found[0] if found else None
 
 
@@ -247,9 +214,9 @@ def _part_notes(
     return tuple(notes)
 
 
-def _refuse_given(space: Space, cluster: Cluster, job: Job) -> None:
+def _refuse_given(space: Space) -> None:
     """Raise CannotRunError when what is given cannot run whatever else is chosen."""
-    total = math.prod(space.fixed.values())
+    cluster, total = space.setting.cluster, math.prod(space.fixed.values())
     named = " x ".join(f"{axis}={size}" for axis, size in space.fixed.items())
     devices = f"{named} = {total} devices does" if len(space.fixed) > 1 else f"{named} does"
     if cluster.num_chips % total or (total != cluster.num_chips and len(space.fixed) == len(MESH_AXES)):
@@ -258,14 +225,16 @@ def _refuse_given(space: Space, cluster: Cluster, job: Job) -> None:
             f"Use axes whose product divides {cluster.num_chips}."
         )
     alone = msgspec.structs.replace(space.template, mesh=make_mesh(space.fixed))
-    for refusal in legal(space.model, cluster, job, alone, calibration=space.calibration):
+    for refusal in legal(space.setting, alone):
         if refusal.rule not in ("devices", "placement", "memory"):
             raise CannotRunError(refusal.message)
 
 
-def _nothing_fits(space: Space, cluster: Cluster, job: Job, needs: Mapping[int, float], limit: float) -> str:
+def _nothing_fits(space: Space, needs: Mapping[int, float]) -> str:
     """Why no strategy runs, and the fewest chips on which one would."""
-    what = f"{space.model.name} with {job.batch_seqs} sequences of {job.seq_len}"
+    setting = space.setting
+    cluster, job, limit = setting.cluster, setting.job, setting.memory_limit
+    what = f"{setting.model.name} with {job.batch_seqs} sequences of {job.seq_len}"
     if space.fixed:
         what += " and " + " x ".join(f"{axis}={size}" for axis, size in space.fixed.items())
     here = {count: need for count, need in needs.items() if count <= cluster.num_chips}

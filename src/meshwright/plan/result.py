@@ -117,6 +117,7 @@ class PlanResult(msgspec.Struct, frozen=True, kw_only=True):
             cluster=one.cluster,
             job=one.job,
             strategy=one.strategy,
+            assumptions=self.setting.assumptions,
             calibration=self.setting.rates,
             predicted=one.estimate,
         )

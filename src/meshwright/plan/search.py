@@ -12,7 +12,7 @@ import numpy as np
 
 from meshwright.algebra.schedules.registry import definition
 from meshwright.core.dims import MESH_AXES
-from meshwright.cost.memory import MemoryParts, memory_limit, memory_parts, total_bytes
+from meshwright.cost.memory import MemoryParts, memory_parts, total_bytes
 from meshwright.cost.network.collectives import Placement, place_axes
 from meshwright.cost.offload import offloaded
 from meshwright.cost.pass_times import BlockTimes
@@ -184,7 +184,7 @@ def _laid(cluster: Cluster, meshes: Candidates, *, most: int | None = None) -> t
 
 def _bench(space: Space, cluster: Cluster, placements: Sequence[Placement]) -> "_Bench":
     rates = _rates(space, cluster, placements)
-    return _Bench(space=space, cluster=cluster, rates=rates, limit=memory_limit(cluster, space.calibration))
+    return _Bench(space=space, cluster=cluster, rates=rates, limit=space.setting.on(cluster).memory_limit)
 
 
 def _rates(space: Space, cluster: Cluster, placements: Sequence[Placement]) -> StepRates:
@@ -196,9 +196,8 @@ def _rates(space: Space, cluster: Cluster, placements: Sequence[Placement]) -> S
         groups,
         dtype=template.matmul_dtype,
         state_dtype=template.state_dtype,
-        software=template.software,
-        attention_kernel=template.attention_kernel,
-        calibration=space.calibration,
+        assumptions=space.setting.assumptions,
+        calibration=space.setting.calibration,
     )
 
 
@@ -219,8 +218,8 @@ class _Bench(msgspec.Struct, frozen=True, kw_only=True):
         rows = every.take(legal_in(space, pattern, every))
         if not len(rows):
             return
-        sizes = candidate_sizes(space, self.cluster, rows)
-        software = space.template.software
+        sizes = candidate_sizes(space, rows)
+        software = space.setting.assumptions.software
         plain = Pipeline(stages=rows.mesh["pipeline"], microbatches=rows.microbatches, software=software)
         held = memory_parts(pattern.derived, sizes)
         priced: BlockTimes | None = None
@@ -317,16 +316,16 @@ class _Bench(msgspec.Struct, frozen=True, kw_only=True):
             stages=rows.mesh["pipeline"],
             chunks=one.chunks,
             microbatches=rows.microbatches,
-            software=space.template.software,
+            software=space.setting.assumptions.software,
         )
         estimate = at_candidate(
             estimate_many(
-                space.model,
+                space.setting.model,
                 space.patterns[one.pattern].derived,
-                candidate_sizes(space, self.cluster, rows),
+                candidate_sizes(space, rows),
                 self.rates.take(rows.laid),
                 batch_seqs=rows.batch_seqs.astype(float),
-                seq_len=space.seq_len,
+                seq_len=space.setting.job.seq_len,
                 pipeline=pipeline,
                 offload=one.offload,
             ),

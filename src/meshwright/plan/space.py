@@ -6,21 +6,17 @@ from typing import Any
 
 import msgspec
 
-from meshwright.algebra.derive import derive
 from meshwright.algebra.derived import Derived
-from meshwright.algebra.layers import PLAIN
-from meshwright.algebra.program import Program
 from meshwright.algebra.schedules.registry import searched_schedules
 from meshwright.algebra.trace import keeps_logits
-from meshwright.algebra.transformer import transformer
 from meshwright.core.dims import EMULATED_AXES, MESH_AXES
+from meshwright.cost.setting import Setting
 from meshwright.plan.legal import MAX_IDLE_LAYERS, Rule, Split, size_rules, splits
-from meshwright.spec.calibration import Calibration
 from meshwright.spec.cluster import Cluster
-from meshwright.spec.model import Model
 from meshwright.spec.strategy import (
     REMAT_POLICIES,
     Strategy,
+    make_mesh,
     standard_assignment,
 )
 
@@ -84,15 +80,14 @@ class Pattern(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Space(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that is searched.
+    """Everything that is searched, for jobs and clusters that are the setting's but for their size.
 
     ``fixed`` are mesh axes whose size is given; ``num_microbatches`` and ``chunks`` are None for any that divide.
     ``template`` carries the choices that are the same for all; ``idle_layers`` is the share of a pipeline's places for
     layers that may stay empty.
     """
 
-    model: Model
-    seq_len: int
+    setting: Setting
     template: Strategy
     patterns: tuple[Pattern, ...]
     schedules: tuple[str, ...]
@@ -101,7 +96,6 @@ class Space(msgspec.Struct, frozen=True, kw_only=True):
     chunks: int | None = None
     fixed: dict[str, int] = {}
     axes: tuple[str, ...] = MESH_AXES
-    calibration: Calibration | None = None
     idle_layers: float = MAX_IDLE_LAYERS
 
     @property
@@ -111,7 +105,7 @@ class Space(msgspec.Struct, frozen=True, kw_only=True):
 
     def dims(self, batch_seqs: Any) -> dict[str, Any]:
         """Sizes of all dims, B of the whole batch."""
-        return self.model.dims | {"B": batch_seqs, "T": self.seq_len}
+        return self.setting.model.dims | {"B": batch_seqs, "T": self.setting.job.seq_len}
 
     @property
     def derived(self) -> tuple[Derived, ...]:
@@ -119,20 +113,21 @@ class Space(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def open_space(
-    model: Model,
-    seq_len: int,
+    setting: Setting,
     template: Strategy,
     *,
     given: Iterable[str] = (),
     choices: Choices = USUAL,
     fixed: Mapping[str, int] | None = None,
-    axes: tuple[str, ...] = MESH_AXES,
-    calibration: Calibration | None = None,
-    optimizer: str = "adamw",
 ) -> Space:
-    """The space around a strategy's own choices; those named in ``given`` stay as the template has them."""
+    """The space around a strategy's own choices; those named in ``given`` stay as the template has them.
+
+    Raises CannotRunError on this machine's own devices for a template that they would not run.
+    """
     held = set(given)
     fixed = dict(fixed or {})
+    setting.require_runnable(msgspec.structs.replace(template, mesh=make_mesh(fixed)))
+    choices = EMULATED if setting.cluster.kind == "host" else choices
     remats = (template.remat,) if "remat" in held else choices.remats
     modes = (template.context_attention,) if "context_attention" in held else choices.context_attention
     assignments: list[tuple[dict[str, Any], tuple[tuple[str, ...], ...]]]
@@ -146,8 +141,7 @@ def open_space(
         more = needs if mode == modes[0] else (*needs, ("context",))
         if any(all(fixed.get(axis) == 1 for axis in axes) for axes in more):
             continue
-        fused = strategy.software == "compiled"
-        derived = derive(transformer(model, PLAIN), strategy, symbolic=True, optimizer=optimizer, fused_head=fused)
+        derived = setting.symbolic(strategy)
         pattern = Pattern(
             strategy=strategy,
             rank=rank,
@@ -156,12 +150,11 @@ def open_space(
             splits=splits(derived),
             needs=more,
         )
-        patterns += (
-            _by_tensor(pattern, transformer(model, PLAIN), fixed.get("tensor")) if _fuses_head(strategy) else [pattern]
-        )
+        # the loss head takes another form where a device has the whole vocabulary
+        forms = setting.assumptions.fused_head and not keeps_logits(strategy)
+        patterns += _by_tensor(pattern, setting, fixed.get("tensor")) if forms else [pattern]
     return Space(
-        model=model,
-        seq_len=seq_len,
+        setting=setting,
         template=template,
         patterns=tuple(patterns),
         schedules=(template.schedule,) if "schedule" in held else choices.schedules,
@@ -169,25 +162,18 @@ def open_space(
         num_microbatches=template.num_microbatches if "num_microbatches" in held else None,
         chunks=template.chunks if "chunks" in held else None,
         fixed=fixed,
-        axes=axes,
-        calibration=calibration,
+        axes=axes_to_try(setting.cluster, fixed),
         idle_layers=0.0 if choices.equal_stages else MAX_IDLE_LAYERS,
     )
 
 
-def _fuses_head(strategy: Strategy) -> bool:
-    """Whether the loss head takes another form where a device has the whole vocabulary."""
-    return strategy.software == "compiled" and not keeps_logits(strategy)
-
-
-def _by_tensor(pattern: Pattern, program: Program, fixed: int | None) -> list[Pattern]:
+def _by_tensor(pattern: Pattern, setting: Setting, fixed: int | None) -> list[Pattern]:
     """The pattern of meshes that split ``tensor``, and that of meshes that do not: those that the size allows."""
     found = []
     if fixed is None or fixed > 1:
         found.append(msgspec.structs.replace(pattern, tensor_split=True))
     if fixed is None or fixed == 1:
-        optimizer = pattern.derived.optimizer
-        whole = derive(program, pattern.strategy, symbolic=True, without=("tensor",), optimizer=optimizer)
+        whole = setting.symbolic(pattern.strategy, without=("tensor",))
         found.append(msgspec.structs.replace(pattern, derived=whole, tensor_split=False))
     return found
 

@@ -158,8 +158,6 @@ def _larger(case: Case) -> str:
 def _attention(row: Row, case: Case) -> str:
     rate = _rate(row, case)
     facts = f"attention runs at {format_flops(rate)} a device" if rate else "the program does not say its FLOPs"
-    if case.strategy.attention_kernel != "tuned":
-        return f"{facts} with the portable kernel: try strategy.attention_kernel=tuned"
     wanted = format_flops(float(case.rates.chip.attention_flops_per_s))
     return f"{facts}, the rates say {wanted}: {_larger(case)} gives it more rows, or measure the rates again"
 

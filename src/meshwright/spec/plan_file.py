@@ -1,7 +1,7 @@
 """The plan file: one TOML file that holds a plan whole, so that every verb can start from it."""
 
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
@@ -11,7 +11,7 @@ from meshwright.spec.calibration import Calibration
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.job import Job
 from meshwright.spec.model import Model
-from meshwright.spec.strategy import Strategy
+from meshwright.spec.strategy import AS_RUN, Assumptions, Strategy
 
 VERSION = 1
 N = TypeVar("N")
@@ -46,15 +46,21 @@ class Prediction(msgspec.Struct, Generic[N], frozen=True, kw_only=True, forbid_u
     train_days: float | None = None
     cost_usd: float | None = None
 
+    def measured(self, step_s: float) -> "tuple[N, N]":
+        """MFU and HFU of the step where it took so long."""
+        found: Prediction[Any] = self
+        return found.mfu * found.step_s / step_s, found.hfu * found.step_s / step_s
+
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A model, the chips it runs on, the job, how it is split, the rates that were used, and the prediction."""
+    """A model, the chips it runs on, the job, how it is split, and the prediction with its rates and assumptions."""
 
     version: int = VERSION
     model: Model
     cluster: Cluster
     job: Job
     strategy: Strategy
+    assumptions: Assumptions = AS_RUN
     calibration: Calibration
     predicted: Prediction[float]
 
@@ -87,4 +93,15 @@ def _decode(file: TomlFile) -> Plan:
             f"plan version {version!r} is not known; this meshwright reads version {VERSION}. "
             f"Make the plan again with plan -o.",
         )
+    _move_assumptions(file)
     return decode_toml(file, Plan)
+
+
+def _move_assumptions(file: TomlFile) -> None:
+    """Assumptions of a file from before they had a table of their own: they stood in that of the strategy."""
+    strategy = file.data.get("strategy")
+    if "assumptions" in file.data or not isinstance(strategy, dict):
+        return
+    names = [name for name in Assumptions.__struct_fields__ if name in strategy]
+    file.data["assumptions"] = {name: strategy.pop(name) for name in names}
+    file.lines.update({("assumptions", name): file.lines["strategy", name] for name in names})

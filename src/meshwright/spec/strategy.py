@@ -32,16 +32,6 @@ one way, or in halves both ways."""
 
 COLLECTIVE_MATMULS: tuple[CollectiveMatmul, ...] = get_args(CollectiveMatmul)
 
-Software = Literal["compiled", "eager", "eager-in-turn", "eager-2021"]
-"""How the step is run: as one compiled program; kernel by kernel from a host that stays ahead, attention fused and
-communication overlapped; the same with communication in turn; or as in 2021, attention in separate kernels too."""
-
-AttentionKernel = Literal["tuned", "portable"]
-"""Fused attention written for the chip, or once for all chips (Triton in 2023, needed for ALiBi then)."""
-
-IN_TURN: tuple[str, ...] = ("eager-in-turn", "eager-2021")
-"""Software in which nothing passes behind compute."""
-
 STATE_BYTES: dict[str, dict[str, float]] = {
     "bf16-adam": {"weights": 2, "gradients": 2, "optimizer": 8, "counted": 10},
     "bf16-master": {"weights": 2, "gradients": 2, "optimizer": 12, "counted": 16},
@@ -124,9 +114,7 @@ class Strategy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     ``prefetch`` the weights of the next layer are gathered while one computes, and those of the last layer stay
     gathered until its backward pass. ``collective_matmul`` says how products of a layer hide the collectives of
     activations over ``tensor``. ``offload`` names what lives in host memory. ``precision`` is the dtype of matrix
-    products, or "" for the state's own. ``imbalance`` is the load of the busiest expert device over the mean, and
-    ``empty_slots`` whether an expert without a bound has a slot for every token, which arrays of fixed size need where
-    slots move between devices.
+    products, or "" for the state's own.
     """
 
     mesh: dict[str, int]
@@ -145,10 +133,6 @@ class Strategy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     collective_matmul: CollectiveMatmul = "none"
     precision: Precision | Literal[""] = ""
     offload: tuple[Offload, ...] = ()
-    imbalance: float = 1.0
-    empty_slots: bool = True
-    software: Software = "compiled"
-    attention_kernel: AttentionKernel = "tuned"
 
     def __post_init__(self) -> None:
         for role in self.assignment:
@@ -159,7 +143,7 @@ class Strategy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                 f"remat {self.remat!r} is not a policy.{nearest(self.remat, REMAT_POLICIES)} "
                 f"every-C and a list of result names are also taken."
             )
-        for name in ("chunks", "imbalance", "bucket_bytes"):
+        for name in ("chunks", "bucket_bytes"):
             if not 1 <= getattr(self, name) <= MAX_SEQUENCES:
                 raise InputError(f"strategy.{name}={getattr(self, name)} must be at least 1.")
         if self.state not in STATE_BYTES:
@@ -229,6 +213,49 @@ class Strategy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return self.assignment.get(role, self.assignment.get(fallback, GENERATION_RULES.get(role, {})))
 
 
+Software = Literal["compiled", "eager", "eager-in-turn", "eager-2021"]
+"""How the step is run: as one compiled program; kernel by kernel from a host that stays ahead, attention fused and
+communication overlapped; the same with communication in turn; or as in 2021, attention in separate kernels too."""
+
+AttentionKernel = Literal["tuned", "portable"]
+"""Fused attention written for the chip, or once for all chips (Triton in 2023, needed for ALiBi then)."""
+
+IN_TURN: tuple[str, ...] = ("eager-in-turn", "eager-2021")
+"""Software in which nothing passes behind compute."""
+
+
+class Assumptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a prediction takes for granted beside the strategy: no run reads it.
+
+    ``software`` and ``attention_kernel`` are what runs the step. ``imbalance`` is the load of the busiest expert device
+    over the mean. ``empty_slots`` says that compiled software gives an expert without a bound a slot for every token,
+    as arrays of fixed size need where slots move between devices.
+    """
+
+    software: Software = "compiled"
+    attention_kernel: AttentionKernel = "tuned"
+    imbalance: float = 1.0
+    empty_slots: bool = True
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.imbalance <= MAX_SEQUENCES:
+            raise InputError(f"assumptions.imbalance={self.imbalance} must be at least 1.")
+
+    @property
+    def fused_head(self) -> bool:
+        """Whether the software joins both passes of a chunked loss head; others make its logits in each."""
+        return self.software == "compiled"
+
+    @property
+    def holds_empty_slots(self) -> bool:
+        """Whether slots of experts that nobody fills are held and sent: libraries size arrays by the load."""
+        return self.empty_slots and self.software == "compiled"
+
+
+AS_RUN = Assumptions()
+"""Those of this product's own programs."""
+
+
 def require_runnable_strategy(strategy: Strategy) -> None:
     """Raise CannotRunError for what is derived and counted but not executed in this version.
 
@@ -238,7 +265,8 @@ def require_runnable_strategy(strategy: Strategy) -> None:
     for axis in strategy.mesh:
         if axis not in MESH_AXES:
             raise CannotRunError(f"mesh axis {axis!r} is not one that runs.{nearest(axis, MESH_AXES)}")
-    _require_runnable_choices(strategy)
+    if strategy.precision not in ("", strategy.state_dtype):
+        _refuse("precision", strategy.precision, f"{strategy.state_dtype!r}, the state's own")
     if strategy.zero is None:
         differing = next(
             role
@@ -256,17 +284,15 @@ def require_runnable_strategy(strategy: Strategy) -> None:
             )
 
 
-def _require_runnable_choices(strategy: Strategy) -> None:
-    """Raise CannotRunError for a choice beside the mesh that is planned but not executed in this version."""
-    own = strategy.state_dtype
-    wrong = {
-        f"precision {strategy.precision!r}": (strategy.precision not in ("", own), f"{own!r}, the state's own"),
-        f"attention_kernel {strategy.attention_kernel!r}": (strategy.attention_kernel != "tuned", "tuned"),
-        f"software {strategy.software!r}": (strategy.software != "compiled", "compiled"),
-    }
-    for what, (refused, instead) in wrong.items():
-        if refused:
-            raise CannotRunError(f"{what} is planned but not executed in this version. Use {instead}.")
+def require_runnable_assumptions(assumptions: Assumptions) -> None:
+    """Raise CannotRunError for software that is priced and is not this one."""
+    for name, own in (("attention_kernel", "tuned"), ("software", "compiled")):
+        if getattr(assumptions, name) != own:
+            _refuse(name, getattr(assumptions, name), own)
+
+
+def _refuse(name: str, value: str, instead: str) -> None:
+    raise CannotRunError(f"{name} {value!r} is planned but not executed in this version. Use {instead}.")
 
 
 def mesh_words(mesh: Mapping[str, int], join: str = ", ", *, alone: str = "one device") -> str:

@@ -13,13 +13,14 @@ from meshwright.core.toml_file import dump_toml
 from meshwright.parallel.processes import is_first, shared, wait_for_all
 from meshwright.spec.job import Job
 from meshwright.spec.model import Model
+from meshwright.spec.plan_file import Prediction
 from meshwright.spec.strategy import Strategy
 from meshwright.train.cache import keep_compiled_programs
 from meshwright.train.checkpoint import Checkpoints
 from meshwright.train.data.tokenizer import save_tokenizer
 from meshwright.train.interrupt import stop_on_signals
 from meshwright.train.record.goodput import Stopwatch
-from meshwright.train.record.metrics import LiveLine, Predicted
+from meshwright.train.record.metrics import LiveLine
 from meshwright.train.record.result import TrainResult
 from meshwright.train.record.run_folder import RESOLVED, RunFolder, create_run_folder, held_alone, require_same_model
 from meshwright.train.record.tracking import Tracking, require_trackers
@@ -37,7 +38,7 @@ def train(
     *,
     run_root: Path,
     resume: Path | None = None,
-    predicted: Predicted | None = None,
+    predicted: Prediction[float] | None = None,
     on_step: OnStep | None = None,
     texts: Mapping[str, str] | None = None,
 ) -> TrainResult:
@@ -74,7 +75,7 @@ def train(
         if is_first():
             save_tokenizer(setup.data.tokenizer, path / TOKENIZER)
         outputs = Outputs(folder, live, tracking, kept, watch)
-        run = Run(setup, outputs, request, predicted or Predicted())
+        run = Run(setup, outputs, request, predicted)
         run.begin(position, state, resumed=bool(resume))
         run.steps(on_step)
         result = run.finish()

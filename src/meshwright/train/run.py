@@ -14,6 +14,7 @@ from meshwright.core.errors import CannotRunError
 from meshwright.core.units import format_seconds
 from meshwright.nn.weights import Params
 from meshwright.parallel.train_step import Batch, State
+from meshwright.spec.plan_file import Prediction
 from meshwright.train.checkpoint import Checkpoints, Position
 from meshwright.train.data.ahead import Ahead
 from meshwright.train.interrupt import StopRequest
@@ -21,7 +22,7 @@ from meshwright.train.optimizers.schedules import learning_rate
 from meshwright.train.optimizers.table import averaged
 from meshwright.train.record.divergence import where_not_finite
 from meshwright.train.record.goodput import Stopwatch
-from meshwright.train.record.metrics import EvaluationRecord, LiveLine, Predicted, StepRecord, on_host, over_layers
+from meshwright.train.record.metrics import EvaluationRecord, LiveLine, StepRecord, on_host, over_layers
 from meshwright.train.record.result import MemoryUse, TrainResult, make_result, measured_memory
 from meshwright.train.record.run_folder import RunFolder
 from meshwright.train.record.tracking import Tracking
@@ -64,7 +65,9 @@ def steps_ahead() -> int:
 class Run:
     """Everything that changes while a run goes on."""
 
-    def __init__(self, setup: Setup, outputs: Outputs, request: StopRequest, predicted: Predicted) -> None:
+    def __init__(
+        self, setup: Setup, outputs: Outputs, request: StopRequest, predicted: Prediction[float] | None
+    ) -> None:
         self.setup, self.outputs, self.request, self.predicted = setup, outputs, request, predicted
         self.job, self.settings, self.watch = setup.job, setup.settings, outputs.watch
         self.step_s: list[float] = []
@@ -160,6 +163,7 @@ class Run:
             samples=self.position.samples + self.job.batch_seqs,
             tokens=self.position.tokens + tokens,
         )
+        mfu, hfu = self.predicted.measured(step_s) if self.predicted else (None, None)
         return StepRecord(
             step=flight.number,
             tokens=self.position.tokens,
@@ -168,9 +172,9 @@ class Run:
             learning_rate=float(self.rates[flight.number - 1]),
             step_s=step_s,
             tokens_per_s=tokens / step_s,
-            mfu=self.predicted.mfu(step_s),
-            hfu=self.predicted.hfu(step_s),
-            predicted_step_s=self.predicted.step_s,
+            mfu=mfu,
+            hfu=hfu,
+            predicted_step_s=self.predicted.step_s if self.predicted else None,
             extras=over_layers(found.extras),
         )
 

@@ -9,7 +9,7 @@ from meshwright.algebra.layers import PLAIN, ProgramOptions
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.job import Job
 from meshwright.spec.model import Model
-from meshwright.spec.strategy import Strategy
+from meshwright.spec.strategy import AS_RUN, Assumptions, Strategy
 from meshwright.verify.targets import Target
 
 StepKind = Literal["train", "prefill", "decode", "generate"]
@@ -37,6 +37,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     model: Model
     cluster: Cluster
     strategy: Strategy
+    assumptions: Assumptions = AS_RUN
     target: Target
     step: StepKind = "train"
     batch_seqs: int

@@ -17,9 +17,7 @@ from meshwright.algebra.transformer import layer_dims
 from meshwright.core.dims import DTYPE_BYTES
 from meshwright.core.labels import StepLabel
 from meshwright.cost.memory import memory_parts
-from meshwright.cost.pipeline import strategy_pipeline
-from meshwright.cost.step_costs import strategy_sizes
-from meshwright.cost.step_rates import attention_scores
+from meshwright.cost.setting import Setting
 from meshwright.cost.work.ops import op_flops
 from meshwright.cost.work.slots import slots_move
 from meshwright.nn.experts.rows import expert_capacity
@@ -130,11 +128,10 @@ class StepDerivation:
     def memory(self) -> dict[str, float]:
         """Bytes on one device by item, as `cost` predicts them."""
         request, strategy = self.request, self.strategy
-        scores = attention_scores(request.cluster, strategy.software)
-        sizes = strategy_sizes(request.model, self.job, strategy, scores=scores, storage=request.storage)
-        items = memory_parts(self.derived, sizes).items(
+        setting = Setting(request.model, request.cluster, self.job, None, request.storage, request.assumptions)
+        items = memory_parts(self.derived, setting.sizes(strategy)).items(
             num_microbatches=strategy.num_microbatches,
-            pipeline=strategy_pipeline(strategy),
+            pipeline=setting.pipeline(strategy),
             offload=strategy.offload,
         )
         return {name: float(np.asarray(value)) for name, value in items.items()}

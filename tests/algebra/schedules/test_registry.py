@@ -84,7 +84,7 @@ def test_it_is_planned_and_explained(toy):
     found = plan(Setting(MODEL, CLUSTER, JOB), axes={"pipeline": 2}, choices=choices, overrides={"schedule": toy})
     best = found.strategies[0]
     assert best.strategy.schedule == toy
-    assert legal(MODEL, CLUSTER, JOB, best.strategy) == ()
+    assert legal(Setting(MODEL, CLUSTER, JOB), best.strategy) == ()
     alone = estimate_step(Setting(MODEL, CLUSTER, JOB), best.strategy)
     assert alone.step_s == pytest.approx(best.estimate.step_s)
     gpipe = estimate_step(Setting(MODEL, CLUSTER, JOB), msgspec.structs.replace(best.strategy, schedule="gpipe"))

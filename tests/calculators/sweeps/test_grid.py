@@ -5,6 +5,7 @@ import pytest
 from meshwright.calculators.sweeps.grid import describe, llama_like, plan_grid
 from meshwright.calculators.sweeps.sweep import node_clusters, scaling_curve
 from meshwright.core.errors import InputError
+from meshwright.cost.setting import Setting
 from meshwright.spec.catalogue import model
 from meshwright.spec.chip import chip
 from meshwright.spec.job import Job
@@ -38,7 +39,8 @@ def test_sizes_out_of_range():
 def test_cells_are_curves_of_each_model():
     models, clusters = [llama_like("1B"), model("llama3-70b")], node_clusters(chip("h100"), (1, 2))
     job = Job(batch_seqs=64, seq_len=4096)
-    grid = plan_grid(models, clusters, job)
+    settings = [Setting(one, clusters[0], job) for one in models]
+    grid = plan_grid(settings, clusters)
     assert [[cell.best is not None for cell in row] for row in grid.cells] == [[True, True], [False, True]]
-    (alone, _) = scaling_curve(models[0], clusters, job)
+    (alone, _) = scaling_curve(settings[0], clusters)
     assert grid.cells[0][0].best.estimate == alone.best.estimate

@@ -10,7 +10,7 @@ from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import estimate_step
 from meshwright.spec.catalogue import model
 from meshwright.spec.cluster import parse_cluster
-from meshwright.spec.strategy import REMAT_POLICIES, Strategy, make_mesh
+from meshwright.spec.strategy import REMAT_POLICIES, Assumptions, Strategy, make_mesh
 
 LLAMA, NODE = model("llama3-8b"), parse_cluster("h100:8x1")
 PLAIN = Strategy(mesh=make_mesh({}))
@@ -24,6 +24,13 @@ def test_every_bar_is_what_the_estimate_says():
     for point in (*sweep("tensor"), *sweep("seq", values=["1024", "8192"]), *sweep("remat", axes={"tensor": 2})):
         known = estimate_step(Setting(LLAMA, NODE, point.job), point.strategy)
         assert point.total_bytes == pytest.approx(known.hbm_bytes_per_chip)
+        assert point.items == pytest.approx(known.memory)
+
+
+def test_bars_are_of_the_software_that_is_assumed():
+    eager = Assumptions(software="eager")
+    for point in sweep("remat", values=["none", "full"], assumptions=eager):
+        known = estimate_step(Setting(LLAMA, NODE, point.job, assumptions=eager), point.strategy)
         assert point.items == pytest.approx(known.memory)
 
 

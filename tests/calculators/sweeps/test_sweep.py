@@ -16,6 +16,10 @@ LLAMA = model("llama3-8b")
 JOB = Job(batch_seqs=64, seq_len=4096)
 
 
+def curve(clusters, *, of=LLAMA, job=JOB, rates=None, **held):
+    return scaling_curve(Setting(of, clusters[0], job, rates), clusters, **held)
+
+
 def names(text):
     return [cluster.short_name.partition(":")[2] for cluster in sweep_clusters(text)]
 
@@ -45,7 +49,7 @@ def test_nodes_are_whole_domains():
 
 def test_every_point_is_the_planners_own_answer():
     rates = fitted_calibration(chip("h100"))
-    points = scaling_curve(LLAMA, sweep_clusters("h100:8x1..8x2"), JOB, calibration=rates)
+    points = curve(sweep_clusters("h100:8x1..8x2"), rates=rates)
     for point in points:
         best = plan(Setting(LLAMA, point.cluster, JOB, rates)).strategies[0]
         assert point.best.estimate.step_s == pytest.approx(best.estimate.step_s, rel=1e-9)
@@ -56,36 +60,36 @@ def test_every_point_is_the_planners_own_answer():
 
 
 def test_weak_scaling_keeps_the_batch_per_chip():
-    points = scaling_curve(LLAMA, sweep_clusters("h100:8x2..8x4"), JOB, weak=True)
+    points = curve(sweep_clusters("h100:8x2..8x4"), weak=True)
     assert [point.job.batch_seqs for point in points] == [64, 128]
     steps = [point.best.estimate.step_s for point in points]
     assert steps[1] == pytest.approx(steps[0], rel=0.05)
 
 
 def test_where_nothing_runs_the_reason_is_said():
-    small, large = scaling_curve(model("llama3-70b"), sweep_clusters("h100:8x1,h100:8x4"), JOB)
+    small, large = curve(sweep_clusters("h100:8x1,h100:8x4"), of=model("llama3-70b"))
     assert small.best is None
     assert small.reason.startswith("does not fit: ")
     assert large.best is not None
     assert small.to_json()["mfu"] is None
-    (odd,) = scaling_curve(LLAMA, [parse_cluster("h100:7x1")], JOB, axes={"tensor": 7})
+    (odd,) = curve([parse_cluster("h100:7x1")], axes={"tensor": 7})
     assert odd.reason == "does not divide"
 
 
 def test_axes_and_fields_stay_as_given():
-    (point,) = scaling_curve(LLAMA, [parse_cluster("h100:8x2")], JOB, axes={"tensor": 4}, overrides={"remat": "block"})
+    (point,) = curve([parse_cluster("h100:8x2")], axes={"tensor": 4}, overrides={"remat": "block"})
     assert (point.best.strategy.mesh["tensor"], point.best.strategy.remat) == (4, "block")
 
 
 def test_what_a_token_costs():
-    (point,) = scaling_curve(LLAMA, [parse_cluster("v5p:2x2x2")], JOB)
+    (point,) = curve([parse_cluster("v5p:2x2x2")])
     hours = point.best.estimate.step_s / 3600
     assert point.usd_per_token == pytest.approx(8 * hours * 4.2 / (64 * 4096))
 
 
 def test_what_is_refused():
     with pytest.raises(InputError, match="a sweep is over clusters of one chip, not of h100 and v5p"):
-        scaling_curve(LLAMA, sweep_clusters("h100:8x1,v5p:4x4x4"), JOB)
+        curve(sweep_clusters("h100:8x1,v5p:4x4x4"))
     odd = Job(batch_seqs=63, seq_len=4096)
     with pytest.raises(InputError, match="are no whole number on 8 chips"):
-        scaling_curve(LLAMA, (parse_cluster("h100:8x2"), parse_cluster("h100:8x1")), odd, weak=True)
+        curve((parse_cluster("h100:8x2"), parse_cluster("h100:8x1")), job=odd, weak=True)

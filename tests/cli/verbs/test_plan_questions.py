@@ -51,6 +51,20 @@ def test_as_json(call):
     assert found["recipe"]["estimate"]["step_s"] >= best["step_s"]
 
 
+def test_assumptions_stand_with_the_strategies_as_before(call):
+    asked = (*BASE, "--set", "strategy.software=eager", "--why-not", "software=eager-2021,tensor=8", "--recipe")
+    found = call(*asked, "--json").json
+    (told,) = found["why_not"]
+    assert told["winner"]["software"] == found["recipe"]["strategy"]["software"] == "eager"
+    assert told["strategy"]["software"] == "eager-2021"
+    assert found == call(*(text.replace("strategy.software", "assumptions.software") for text in asked), "--json").json
+    assert found["strategies"] != call(*BASE, "--json").json["strategies"]
+    # the same strategy under other software is another answer
+    same = call(*BASE, "--axes", "fsdp=32", "--set", "strategy.remat=block", "--why-not", "software=eager-2021")
+    assert "Why not software eager-2021 best completion" in same.words
+    assert "longer than the best's" in same.words
+
+
 def test_a_question_without_an_answer_is_absent(call):
     found = call(*BASE, "--json").json
     assert not {"why_not", "what_if", "recipe"} & found.keys()

@@ -141,9 +141,22 @@ def test_a_plan_for_chips_that_are_not_here(tmp_path, capsys):
 
 
 def test_a_bound_on_slots_is_priced_unless_another_imbalance_is_given():
-    def imbalance(train, strategy):
-        return _with_slots({"train": train, "strategy": strategy})["strategy"].get("imbalance")
+    def imbalance(train, assumptions):
+        return _with_slots({"train": train, "assumptions": assumptions})["assumptions"].get("imbalance")
 
     assert imbalance({}, {}) is None
     assert imbalance({"capacity_factor": 1.25}, {}) == 1.25
     assert imbalance({"capacity_factor": 1.25}, {"imbalance": 2.0}) == 2.0
+
+
+def test_a_plan_of_other_software_does_not_run(tmp_path, capsys):
+    plan_file = tmp_path / "plan.toml"
+    plan = ["plan", "llama3-8b", "--on", "v5p:4x4x4", "--batch", "64seq", "--seq", "4096", "-o", str(plan_file)]
+    assert run([*plan, "--set", "assumptions.software=eager"]) == 0
+    assert 'software = "eager"' in plan_file.read_text().partition("[assumptions]")[2]
+    capsys.readouterr()
+    for verb in (["train", "--runs", str(tmp_path)], ["verify"], ["profile"]):
+        assert run([verb[0], str(plan_file), *verb[1:]]) == 3
+        assert capsys.readouterr().err.strip() == (
+            "meshwright: software 'eager' is planned but not executed in this version. Use compiled."
+        )

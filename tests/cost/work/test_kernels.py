@@ -28,7 +28,7 @@ from meshwright.spec.calibration import Calibration, Efficiency, datasheet_calib
 from meshwright.spec.chip import chip
 from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.job import Job
-from meshwright.spec.strategy import Strategy, make_mesh
+from meshwright.spec.strategy import Assumptions, Strategy, make_mesh
 
 H100, V5E = chip("h100"), chip("v5e")
 DIMS = {"B": 8.0, "T": 512.0, "D": 1024.0, "F": 4096.0, "N": 8.0, "K": 8.0, "H": 64.0, "V": 32000.0, "E": 16.0}
@@ -46,7 +46,8 @@ def step(op, inputs, result, **fields):
 
 def rates(*, dtype="bf16", software="compiled", kernel="tuned", of=H100, **efficiency):
     found = Calibration(name="x", chip=of.name, efficiency=Efficiency(**efficiency))
-    return chip_rates(of, found, dtype=dtype, state_dtype="bf16", software=software, attention_kernel=kernel)
+    assumed = Assumptions(software=software, attention_kernel=kernel)
+    return chip_rates(of, found, dtype=dtype, state_dtype="bf16", assumptions=assumed)
 
 
 UP = step("einsum", ["h[B_{data,fsdp}, T, D]", "w[D, F_tensor]"], "u[B_{data,fsdp}, T, F_tensor]", block="layer")
@@ -190,7 +191,8 @@ def test_kernels():
 def test_products_of_a_gpu_that_has_only_fp16():
     """A V100 keeps its 16-bit rate where the state says bf16, which is not in its table."""
     v100 = chip("v100")
-    found = chip_rates(v100, datasheet_calibration(v100), dtype="fp16", state_dtype="bf16", software="eager-2021")
+    assumed = Assumptions(software="eager-2021")
+    found = chip_rates(v100, datasheet_calibration(v100), dtype="fp16", state_dtype="bf16", assumptions=assumed)
     assert found.matmul_flops_per_s == found.wide_flops_per_s == v100.peak_flops["fp16"]
     assert not found.narrow
 

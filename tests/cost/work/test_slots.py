@@ -17,7 +17,7 @@ from meshwright.nn.experts.products import filled_blocks
 from meshwright.spec import catalogue
 from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.job import Job
-from meshwright.spec.strategy import Strategy, make_mesh
+from meshwright.spec.strategy import Assumptions, Strategy, make_mesh
 
 XE, WEIGHT, GE = (parse_array(text) for text in ("xe[E,C,D]", "w[E,D,Fe]", "ge[E,C,Fe]"))
 PRODUCT = Step(op="einsum", inputs=(XE, WEIGHT), result=GE)
@@ -92,7 +92,7 @@ def test_a_step_that_moves_slots_computes_more_than_its_filled_slots():
     model, cluster, job = catalogue.model("mixtral-8x7b"), parse_cluster("h100:8x1"), Job(batch_seqs=8, seq_len=8192)
     strategy = Strategy(mesh=make_mesh({"expert": 8}))
     room, none = (
-        price_strategy(Setting(model, cluster, job), msgspec.structs.replace(strategy, empty_slots=empty))
+        price_strategy(Setting(model, cluster, job, assumptions=Assumptions(empty_slots=empty)), strategy)
         for empty in (True, False)
     )
     pairs = [

@@ -5,14 +5,14 @@ import pytest
 
 from meshwright.cost.breakdown import Breakdown
 from meshwright.cost.formulas.limits import max_expert_ring, min_microbatches, ring_min_positions
-from meshwright.cost.setting import Setting
+from meshwright.cost.setting import Setting, setting_of
 from meshwright.cost.train_step import price_strategy
 from meshwright.plan.planner import plan
 from meshwright.plan.why.bounds import limits_of
 from meshwright.spec import catalogue
 from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.job import Job
-from meshwright.spec.strategy import Strategy, make_mesh, standard_assignment
+from meshwright.spec.strategy import Assumptions, Strategy, make_mesh, standard_assignment
 
 
 def planned(model, cluster, batch_seqs, *, seq_len=4096, overrides=None, **axes):
@@ -23,7 +23,7 @@ def planned(model, cluster, batch_seqs, *, seq_len=4096, overrides=None, **axes)
 
 
 def told(one):
-    priced = price_strategy(Setting(one.model, one.cluster, one.job, one.calibration), one.strategy)
+    priced = price_strategy(setting_of(one), one.strategy)
     return {limit.name: limit for limit in limits_of(one, priced)}, priced
 
 
@@ -97,8 +97,9 @@ def test_experts_on_a_ring_against_the_priced_exchange():
         model=model,
         cluster=parse_cluster("v5e:16x1"),
         job=Job(batch_seqs=64, seq_len=4096),
+        strategy=Strategy(mesh=make_mesh({"expert": 16})),
         # only slots that are filled are sent, as the rule has it
-        strategy=Strategy(mesh=make_mesh({"expert": 16}), empty_slots=False),
+        assumptions=Assumptions(empty_slots=False),
     )
     limits, priced = told(one)
     limit = limits["expert width, AllToAll shorter"]

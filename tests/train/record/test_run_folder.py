@@ -5,7 +5,7 @@ import msgspec
 import pytest
 
 from meshwright.core.errors import CannotRunError, InputError
-from meshwright.train.record.metrics import EvaluationRecord, Predicted, StepRecord, describe, typical_step_s
+from meshwright.train.record.metrics import EvaluationRecord, StepRecord, describe, typical_step_s
 from meshwright.train.record.run_folder import RESOLVED, RunFolder, create_run_folder, newest_run
 
 RECORD = StepRecord(
@@ -101,8 +101,3 @@ def test_the_typical_step_leaves_the_first_two_out():
     assert typical_step_s([9.0, 8.0, 1.0, 3.0, 2.0]) == 2.0
     assert typical_step_s([9.0, 7.0]) == 8.0
     assert typical_step_s([]) is None
-
-
-def test_mfu_is_flops_over_time_and_peak():
-    assert Predicted(model_flops=6e9, peak_flops_per_s=1e11).mfu(0.12) == pytest.approx(0.5)
-    assert Predicted(model_flops=6e9).mfu(0.12) is None

@@ -27,7 +27,7 @@ from meshwright.plan.legal import divisors
 from meshwright.spec.calibration import Calibration, datasheet_calibration, matmul_rate
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.model import Model
-from meshwright.spec.strategy import Strategy, make_mesh, mesh_words
+from meshwright.spec.strategy import Assumptions, Strategy, make_mesh, mesh_words
 
 Array = Any
 """A NumPy array with one entry per batch."""
@@ -69,6 +69,7 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
             mesh=mesh,
             state="bf16-adam",
             scores=attention_scores(cluster),
+            assumptions=Assumptions(empty_slots=False),  # as the closed forms beside it count
         )
 
 

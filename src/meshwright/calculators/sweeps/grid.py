@@ -8,10 +8,8 @@ import msgspec
 from meshwright.calculators.sweeps.sweep import SweepPoint, scaling_curve
 from meshwright.core.errors import InputError
 from meshwright.core.units import format_params, parse_count
-from meshwright.plan.space import USUAL, Choices
-from meshwright.spec.calibration import Calibration
+from meshwright.cost.setting import Setting
 from meshwright.spec.cluster import Cluster
-from meshwright.spec.job import Job
 from meshwright.spec.model import Model
 from meshwright.spec.weights import num_params
 
@@ -35,19 +33,15 @@ class Grid(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def plan_grid(
-    models: Sequence[Model],
+    settings: Sequence[Setting],
     clusters: Sequence[Cluster],
-    job: Job,
     *,
     axes: Mapping[str, int] | None = None,
     overrides: Mapping[str, Any] | None = None,
-    choices: Choices = USUAL,
-    calibration: Calibration | None = None,
 ) -> Grid:
-    """The best plan of every model on every cluster, for one batch; each model's space is opened once."""
-    fixed: dict[str, Any] = {"axes": axes, "overrides": overrides, "choices": choices, "calibration": calibration}
-    cells = tuple(scaling_curve(model, clusters, job, **fixed) for model in models)
-    return Grid(models=tuple(models), clusters=tuple(clusters), cells=cells)
+    """The best plan of every setting's model on every cluster; each model's space is opened once."""
+    cells = tuple(scaling_curve(setting, clusters, axes=axes, overrides=overrides) for setting in settings)
+    return Grid(models=tuple(setting.model for setting in settings), clusters=tuple(clusters), cells=cells)
 
 
 def llama_like(size: str) -> Model:

@@ -1,25 +1,20 @@
 """What fills a chip's memory as one thing changes: the tensor axis, the sequence length, or what is recomputed."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import msgspec
 
-from meshwright.algebra.derive import derive
 from meshwright.algebra.notation import product
-from meshwright.algebra.transformer import transformer
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.units import format_count
-from meshwright.cost.memory import training_memory
-from meshwright.cost.pipeline import strategy_pipeline
-from meshwright.cost.step_costs import strategy_sizes
-from meshwright.cost.step_rates import attention_scores
+from meshwright.cost.setting import Setting
 from meshwright.plan.candidates import SPLIT_BATCH
-from meshwright.plan.legal import MEMORY_RULE, divisors, legal
+from meshwright.plan.legal import MEMORY_RULE, divisors, legal, strategy_memory
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.job import Job
 from meshwright.spec.model import Model
-from meshwright.spec.strategy import REMAT_POLICIES, Strategy, make_mesh
+from meshwright.spec.strategy import AS_RUN, REMAT_POLICIES, Assumptions, Strategy, make_mesh
 
 Axis = Literal["tensor", "seq", "remat"]
 AXES: tuple[str, ...] = get_args(Axis)
@@ -52,6 +47,7 @@ def memory_sweep(
     axes: Mapping[str, int],
     microbatch_seqs: int = 1,
     values: Sequence[str] = (),
+    assumptions: Assumptions = AS_RUN,
 ) -> tuple[MemoryPoint, ...]:
     """Memory per chip of a strategy with one thing changed at a time.
 
@@ -71,7 +67,12 @@ def memory_sweep(
         else:
             strategy = msgspec.structs.replace(template, remat=value)
         label = {"tensor": f"tensor {value}", "seq": f"{format_count(length)} tokens", "remat": f"remat {value}"}[axis]
-        points.append(_point(model, cluster, label, _meshed(cluster, strategy, given), length, microbatch_seqs))
+        strategy = _meshed(cluster, strategy, given)
+        if length > MAX_SEQUENCE:
+            raise InputError(f"sequences of {length:,} tokens are too long to count. Give at most {MAX_SEQUENCE:,}.")
+        replicas = int(product(strategy.mesh[name] for name in SPLIT_BATCH))
+        job = Job(batch_seqs=microbatch_seqs * replicas * strategy.num_microbatches, seq_len=length)
+        points.append(_point(label, Setting(model, cluster, job, assumptions=assumptions), strategy))
     if not any(point.items for point in points):
         raise CannotRunError(f"no point of the sweep can be had on {cluster.short_name}: {points[0].reason}")
     return tuple(points)
@@ -101,26 +102,9 @@ def _meshed(cluster: Cluster, strategy: Strategy, axes: Mapping[str, int]) -> St
     return msgspec.structs.replace(strategy, mesh=mesh)
 
 
-def _point(
-    model: Model, cluster: Cluster, label: str, strategy: Strategy, seq_len: int, microbatch_seqs: int
-) -> MemoryPoint:
-    if seq_len > MAX_SEQUENCE:
-        raise InputError(f"sequences of {seq_len:,} tokens are too long to count. Give at most {MAX_SEQUENCE:,}.")
-    replicas = int(product(strategy.mesh[name] for name in SPLIT_BATCH))
-    job = Job(batch_seqs=microbatch_seqs * replicas * strategy.num_microbatches, seq_len=seq_len)
-    for refusal in legal(model, cluster, job, strategy):
-        if refusal.rule != MEMORY_RULE.name:
-            return MemoryPoint(label=label, strategy=strategy, job=job, items={}, reason=refusal.message)
-    return MemoryPoint(label=label, strategy=strategy, job=job, items=items_of(model, cluster, job, strategy))
-
-
-def items_of(model: Model, cluster: Cluster, job: Job, strategy: Strategy) -> dict[str, float]:
-    """Bytes per chip of each item of one strategy."""
-    items: dict[str, Any] = training_memory(
-        derive(transformer(model), strategy),
-        strategy_sizes(model, job, strategy, scores=attention_scores(cluster, strategy.software)),
-        num_microbatches=strategy.num_microbatches,
-        pipeline=strategy_pipeline(strategy),
-        offload=strategy.offload,
-    )
-    return {name: float(size) for name, size in items.items()}
+def _point(label: str, setting: Setting, strategy: Strategy) -> MemoryPoint:
+    items: dict[str, float] = {}
+    reason = next((one.message for one in legal(setting, strategy) if one.rule != MEMORY_RULE.name), "")
+    if not reason:
+        items = {name: float(size) for name, size in strategy_memory(setting, strategy).items()}
+    return MemoryPoint(label=label, strategy=strategy, job=setting.job, items=items, reason=reason)

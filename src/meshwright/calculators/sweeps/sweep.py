@@ -9,17 +9,14 @@ import msgspec
 from meshwright.core.errors import InputError
 from meshwright.core.units import format_bytes
 from meshwright.cost.breakdown import Breakdown
-from meshwright.cost.memory import memory_limit
 from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import price_strategy
 from meshwright.plan.planner import space_of
 from meshwright.plan.search import Found, Outcome, search
 from meshwright.plan.space import USUAL, Choices, Space
-from meshwright.spec.calibration import Calibration
 from meshwright.spec.chip import Chip
 from meshwright.spec.cluster import Cluster, make_cluster, parse_cluster
 from meshwright.spec.job import Job
-from meshwright.spec.model import Model
 
 MAX_CLUSTERS = 64
 _RANGE = re.compile(r"(?P<first>[^,]+?)\.\.(?P<last>[^,]+)")
@@ -79,24 +76,22 @@ class SweepPoint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def scaling_curve(
-    model: Model,
+    setting: Setting,
     clusters: Sequence[Cluster],
-    job: Job,
     *,
     weak: bool = False,
     axes: Mapping[str, int] | None = None,
     overrides: Mapping[str, Any] | None = None,
     choices: Choices = USUAL,
-    calibration: Calibration | None = None,
 ) -> tuple[SweepPoint, ...]:
     """The best plan on every cluster. All search one space, opened once.
 
-    Strong scaling keeps the job's batch; ``weak`` keeps the sequences per chip of the first cluster. ``axes`` and
+    Strong scaling keeps the setting's batch; ``weak`` keeps the sequences per chip of the first cluster. ``axes`` and
     ``overrides`` fix choices as in `planner.plan`.
     """
     _same_chip(clusters)
-    space = space_of(Setting(model, clusters[0], job, calibration), axes or {}, overrides or {}, choices)
-    return tuple(best_on(space, cluster, _job_on(cluster, clusters[0], job, weak)) for cluster in clusters)
+    space = space_of(setting.on(clusters[0]), axes or {}, overrides or {}, choices)
+    return tuple(best_on(space, cluster, _job_on(cluster, clusters[0], setting.job, weak)) for cluster in clusters)
 
 
 def best_on(space: Space, cluster: Cluster, job: Job) -> SweepPoint:
@@ -105,7 +100,7 @@ def best_on(space: Space, cluster: Cluster, job: Job) -> SweepPoint:
     if not outcome.found:
         return SweepPoint(cluster=cluster, job=job, best=None, parts=None, reason=_why_not(space, cluster, outcome))
     best = outcome.found[0]
-    priced = price_strategy(Setting(space.model, cluster, job, space.calibration), best.strategy)
+    priced = price_strategy(msgspec.structs.replace(space.setting, cluster=cluster, job=job), best.strategy)
     return SweepPoint(cluster=cluster, job=job, best=best, parts=Breakdown(priced))
 
 
@@ -114,7 +109,7 @@ def _why_not(space: Space, cluster: Cluster, outcome: Outcome) -> str:
         return "does not divide"
     if outcome.least_bytes == float("inf"):
         return "cannot be laid"
-    limit = memory_limit(cluster, space.calibration)
+    limit = space.setting.on(cluster).memory_limit
     return f"does not fit: {format_bytes(outcome.least_bytes)} of {format_bytes(limit)}"
 
 

@@ -22,6 +22,7 @@ from meshwright.cli.output import emit_json, json_option, print_table, print_tex
 from meshwright.core.errors import CannotRunError
 from meshwright.core.units import format_bytes, format_count, format_params, format_seconds
 from meshwright.cost.memory import memory_limit
+from meshwright.cost.setting import Setting
 from meshwright.report.figure import Spec
 from meshwright.report.heatmap import short_mesh
 from meshwright.report.scaling import ScalingPoint, scaling_figure
@@ -60,11 +61,10 @@ def command(
     """Step time, tokens per second, MFU, exposed communication and memory of MODEL's best plan on each cluster."""
     clusters = sweep_clusters(on)
     rates = rates_for(clusters[-1], calibration, fitted=True)
-    fixed, overrides = read_choices(axes, pairs)
+    fixed, overrides, assumed = read_choices(axes, pairs)
     job = read_job(batch, seq_len, pairs)
-    points = scaling_curve(
-        find_model(model), clusters, job, weak=weak, axes=fixed, overrides=overrides, calibration=rates
-    )
+    setting = Setting(find_model(model), clusters[0], job, rates, assumptions=assumed)
+    points = scaling_curve(setting, clusters, weak=weak, axes=fixed, overrides=overrides)
     if all(point.best is None for point in points):
         raise CannotRunError(
             f"{model} runs on none of the {len(points)} clusters: {points[-1].reason} on {clusters[-1].short_name}."

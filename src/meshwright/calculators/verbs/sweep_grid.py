@@ -22,6 +22,7 @@ from meshwright.cli.machine import rates_for
 from meshwright.cli.output import emit_json, json_option, print_table, print_text, width
 from meshwright.core.errors import InputError
 from meshwright.core.units import format_count, format_params, parse_count
+from meshwright.cost.setting import Setting
 from meshwright.report.figure import Spec
 from meshwright.report.heatmap import HeatCell, heatmap_figure, short_mesh
 from meshwright.spec.catalogue import model as find_model
@@ -65,9 +66,10 @@ def command(
     """The best mesh and its MFU for every model and number of nodes, at one batch."""
     chosen, clusters = _models(models, sizes), _clusters(chip, nodes, on)
     job = read_job(batch, seq_len, pairs)
-    fixed, overrides = read_choices(axes, pairs)
+    fixed, overrides, assumed = read_choices(axes, pairs)
     rates = rates_for(clusters[-1], calibration, fitted=True)
-    grid = plan_grid(chosen, clusters, job, axes=fixed, overrides=overrides, calibration=rates)
+    settings = [Setting(one, clusters[0], job, rates, assumptions=assumed) for one in chosen]
+    grid = plan_grid(settings, clusters, axes=fixed, overrides=overrides)
     draw(png, lambda: _figure(grid, job, by_nodes=on is None))
     if as_json:
         emit_json(_as_json(grid, job))

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import click
-import msgspec
 
 from meshwright.calculators.sweeps.memory_sweep import AXES, Axis, MemoryPoint, memory_sweep
 from meshwright.calculators.verbs.sweep_options import (
@@ -13,16 +12,15 @@ from meshwright.calculators.verbs.sweep_options import (
     calibration_option,
     draw,
     png_option,
+    read_choices,
     seq_option,
     set_option,
 )
-from meshwright.cli.fields import parse_fields, take_axes
+from meshwright.cli.fields import with_fields
 from meshwright.cli.machine import rates_for
 from meshwright.cli.output import emit_json, json_option, print_table, print_text
-from meshwright.core.errors import InputError
 from meshwright.core.units import format_bytes, format_count, parse_count
 from meshwright.cost.memory import memory_limit
-from meshwright.plan.planner import FIELDS
 from meshwright.report.bars import memory_figure
 from meshwright.report.figure import si_scale
 from meshwright.report.heatmap import short_mesh
@@ -70,17 +68,17 @@ def command(
 ) -> None:
     """Weights, gradients, optimizer, activations, logits and buffers of one chip as one thing changes."""
     cluster = parse_cluster(on)
-    fields = parse_fields(pairs, sections=("strategy",))["strategy"]
-    given = take_axes(axes, fields)
+    fixed, fields, assumed = read_choices(axes, pairs)
     points = memory_sweep(
         find_model(model),
         cluster,
         cast(Axis, axis),
         seq_len=parse_count(seq_len, what="seq"),
-        template=_template(fields),
-        axes=given,
+        template=with_fields(Strategy(mesh=make_mesh({})), "strategy", fields),
+        axes=fixed,
         microbatch_seqs=parse_count(micro, what="micro"),
         values=_values(values, axis),
+        assumptions=assumed,
     )
     limit = memory_limit(cluster, rates_for(cluster, calibration))
     title = f"{model} on {cluster.short_name}: memory of a chip"
@@ -92,16 +90,6 @@ def command(
                    "points": [_as_json(point) for point in points]})  # fmt: skip
     else:
         _print(title, points, limit, axis)
-
-
-def _template(fields: dict[str, Any]) -> Strategy:
-    """The strategy with the given fields, on one chip."""
-    try:
-        return msgspec.convert({**fields, "mesh": make_mesh({})}, Strategy)
-    except msgspec.ValidationError as error:
-        raise InputError(
-            f"{str(error).replace('`$.', '`strategy.').rstrip('.')}. Fields: {', '.join(FIELDS)}."
-        ) from None
 
 
 def _values(values: str | None, axis: str) -> list[str]:

@@ -11,13 +11,14 @@ from meshwright.cli.output import say
 from meshwright.core.units import parse_count
 from meshwright.report.figure import Spec, save
 from meshwright.spec.job import Job, parse_batch
+from meshwright.spec.strategy import AS_RUN, Assumptions
 
 png_option = click.option(
     "--png", type=click.Path(path_type=Path), help="Draw the figures to this file (.png or .svg)."
 )
 batch_option = click.option("--batch", required=True, help="Tokens a step (4Mi) or sequences (1024seq).")
 seq_option = click.option("--seq", "seq_len", default="4096", show_default=True, help="Tokens of a sequence.")
-SECTIONS = ("strategy", "job")
+SECTIONS = ("strategy", "assumptions", "job")
 """What ``--set`` of a sweep names."""
 
 axes_option = click.option("--axes", help="Mesh axes to keep fixed, such as tensor=8.")
@@ -34,10 +35,11 @@ def read_job(batch: str, seq_len: str, pairs: tuple[str, ...] = ()) -> Job:
     return with_fields(job, "job", parse_fields(pairs, sections=SECTIONS)["job"])
 
 
-def read_choices(axes: str | None, pairs: tuple[str, ...]) -> tuple[Mapping[str, int], Mapping[str, Any]]:
-    """Fixed mesh axes, and fixed fields of the strategy, of ``--axes`` and ``--set``."""
-    fields = parse_fields(pairs, sections=SECTIONS)["strategy"]
-    return take_axes(axes, fields), fields
+def read_choices(axes: str | None, pairs: tuple[str, ...]) -> tuple[Mapping[str, int], Mapping[str, Any], Assumptions]:
+    """Fixed mesh axes, fixed fields of the strategy, and assumptions, of ``--axes`` and ``--set``."""
+    fields = parse_fields(pairs, sections=SECTIONS)
+    assumed = with_fields(AS_RUN, "assumptions", fields["assumptions"])
+    return take_axes(axes, fields["strategy"]), fields["strategy"], assumed
 
 
 def draw(png: Path | None, figure: Callable[[], Spec]) -> None:

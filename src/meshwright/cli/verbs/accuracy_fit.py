@@ -69,7 +69,7 @@ def validate(records: tuple[Record, ...], *, out: Path | None, page: Path | None
 
 def _intervals(problem: Problem, predicted_s: np.ndarray) -> dict[str, float]:
     """Percentiles of measured over predicted for dense models and for those with experts, where there are enough."""
-    experts = np.array([case.model.num_experts > 0 for case in problem.cases])
+    experts = np.array([case.setting.model.num_experts > 0 for case in problem.cases])
     found: dict[str, float] = {}
     for suffix, chosen in (("", ~experts), ("_experts", experts)):
         if chosen.sum() >= NUM_FOLDS:
@@ -82,7 +82,7 @@ def _accuracy(problem: Problem, seconds: np.ndarray, numbers: dict[str, float], 
     found = calibrations(problem, numbers)
     return Accuracy(
         predictions=tuple(
-            predicted(case, s, found[case.cluster.chip.name])
+            predicted(case, s, found[case.setting.cluster.chip.name])
             for case, s in zip(problem.cases, seconds.tolist(), strict=True)
         ),
         unpredicted=unpredicted,

@@ -48,7 +48,9 @@ def command(plan_file: Path, as_json: bool) -> None:
 
 
 def _as_json(told: Explanation) -> dict[str, Any]:
-    plan = told.plan
+    plan, changes = told.plan, msgspec.to_builtins(told.changes)
+    if changes["best"]:
+        changes["best"]["strategy"] |= msgspec.to_builtins(plan.assumptions)
     return {
         "model": plan.model.name,
         "cluster": plan.cluster.short_name,
@@ -56,7 +58,7 @@ def _as_json(told: Explanation) -> dict[str, Any]:
         "axes": plan.strategy.mesh,
         "terms": msgspec.to_builtins(told.terms),
         "recomputed": told.recomputed,
-        "changes": told.changes,
+        "changes": changes,
         "fsdp_case": told.fsdp,
         "blocks": msgspec.to_builtins(told.blocks),
         "between_stages": told.between,

@@ -37,7 +37,7 @@ from meshwright.spec.catalogue import model as find_model
 from meshwright.spec.job import Job, parse_batch, require_training
 from meshwright.spec.plan_file import save_plan
 from meshwright.spec.slices import parse_clusters
-from meshwright.spec.strategy import COLLECTIVE_MATMULS, Strategy, mesh_words
+from meshwright.spec.strategy import AS_RUN, COLLECTIVE_MATMULS, Strategy, mesh_words
 
 NUMBERS_WIDTH = 46
 """Columns that the numbers of the table need beside the strategy."""
@@ -91,7 +91,7 @@ def command(
     as_json: bool,
 ) -> None:
     """Find how to split the training of MODEL (a name or a config.json) over a cluster."""
-    fields = parse_fields(pairs, sections=("model", "job", "strategy"))
+    fields = parse_fields(pairs, sections=("model", "job", "strategy", "assumptions"))
     chosen = with_fields(find_model(model), "model", fields["model"])
     clusters = parse_clusters(on)
     length = parse_count(seq_len, what="seq")
@@ -106,9 +106,10 @@ def command(
         take_option(fields["strategy"], "collective_matmul", collective_matmul)
     fixed, questions = take_axes(axes, fields["strategy"]), parse_questions(why_nots, what_ifs, recipe=recipe)
     rates = rates_for(clusters[0], calibration, fitted=True)
+    assumed = with_fields(AS_RUN, "assumptions", fields["assumptions"])
     choices = FULL if full else USUAL
     result = plan_slices(
-        [Setting(chosen, cluster, job, rates) for cluster in clusters],
+        [Setting(chosen, cluster, job, rates, assumptions=assumed) for cluster in clusters],
         axes=fixed,
         overrides=fields["strategy"],
         choices=msgspec.structs.replace(choices, equal_stages=verify),

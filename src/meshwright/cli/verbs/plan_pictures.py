@@ -38,7 +38,7 @@ def show_frontier(
     They are of the cluster that the plans use: all of it, or the largest part that the job divides over.
     """
     cluster, job = result.strategies[0].cluster, result.job
-    setting = Setting(result.model, cluster, job, result.setting.rates)
+    setting = result.setting.on(cluster)
     found = pareto(setting, axes=axes, overrides=overrides)
     if png is not None:
         say(f"wrote {save(_frontier_figure(setting, found), png)}")
@@ -147,8 +147,7 @@ def _frontier_figure(setting: Setting, found: Frontier) -> Spec:
 def show_breakdown(result: PlanResult, png: Path, *, as_json: bool) -> dict[str, Any]:
     """Draw where the best plan's step goes and, unless ``as_json``, print its collectives. What JSON says of both."""
     best = result.strategies[0]
-    rated = Setting(result.model, best.cluster, best.job, result.setting.rates)
-    parts = Breakdown(price_strategy(rated, best.strategy))
+    parts = Breakdown(price_strategy(best.setting, best.strategy))
     say(f"wrote {save(_breakdown_figure(result, parts), png)}")
     if not as_json:
         _print_traffic(parts)

@@ -71,7 +71,7 @@ def answer(
     found: dict[str, Any] = {}
     if questions.why_nots:
         refused = [why_not(result, asked, **held) for asked in questions.why_nots]  # type: ignore[arg-type]
-        found["why_not"] = [why_not_json(one) for one in refused]
+        found["why_not"] = [why_not_json(one, result) for one in refused]
         if not as_json:
             for one in refused:
                 print_why_not(one, result, words)
@@ -85,6 +85,7 @@ def answer(
         best = result.strategies[0]
         made = recipe(result.setting, template=best.strategy)
         found["recipe"] = {**msgspec.to_builtins(made), "best_step_s": best.estimate.step_s}
+        found["recipe"]["strategy"] |= msgspec.to_builtins(result.setting.assumptions)
         if not as_json:
             print_recipe(made, result, words)
     return found
@@ -93,9 +94,14 @@ def answer(
 # -- why not ----------------------------------------------------------------------------------------------
 
 
-def why_not_json(told: WhyNot) -> dict[str, Any]:
-    """The answer as plain data."""
-    return {**msgspec.to_builtins(told), "slower_s": told.slower_s, "runs": told.refusal is None}
+def why_not_json(told: WhyNot, result: PlanResult) -> dict[str, Any]:
+    """The answer as plain data; each strategy with what is assumed for it."""
+    found = {**msgspec.to_builtins(told), "slower_s": told.slower_s, "runs": told.refusal is None}
+    assumed = msgspec.to_builtins(result.setting.assumptions)
+    found["winner"] |= assumed
+    if told.strategy is not None:
+        found["strategy"] |= {name: told.asked.get(name, value) for name, value in assumed.items()}
+    return found
 
 
 def print_why_not(told: WhyNot, result: PlanResult, words: Words) -> None:
@@ -109,7 +115,7 @@ def print_why_not(told: WhyNot, result: PlanResult, words: Words) -> None:
     best, other = told.winner_estimate, told.estimate
     label = "  best completion" if told.refusal is None else "  least memory"
     print_fact(label, words(told.strategy))
-    if told.strategy == told.winner:
+    if told.strategy == told.winner and not told.slower_s:
         print_fact("", "that is the best of the list itself")
         return
     side = "longer" if told.slower_s >= 0 else "shorter"

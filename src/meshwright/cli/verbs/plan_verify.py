@@ -54,12 +54,15 @@ def _prove(result: PlanResult, one: PlannedStrategy) -> "Proof":
     from meshwright.verify.proof import prove
     from meshwright.verify.running import python_program
 
-    request = request_of(result.model, one.cluster, one.strategy, one.job, calibration=result.setting.rates)
+    setting = result.setting
+    request = request_of(
+        setting.model, one.cluster, one.strategy, one.job, calibration=setting.rates, assumptions=setting.assumptions
+    )
     return prove(
         request,
         program=python_program(PROGRAM),
         timeout_s=TIMEOUT_S,
-        calibration=result.setting.rates,
+        calibration=setting.rates,
     )
 
 

@@ -14,23 +14,20 @@ from meshwright.cli.verbs.train_text import print_result
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.toml_file import dump_toml
 from meshwright.core.units import format_count, format_seconds, parse_count
-from meshwright.cost.setting import Setting
+from meshwright.cost.setting import Setting, setting_of
 from meshwright.cost.train_step import estimate_step
-from meshwright.cost.work.ops import model_flops
 from meshwright.parallel.process_env import find_processes
 from meshwright.plan.legal import require_legal
 from meshwright.plan.planner import plan
-from meshwright.spec.calibration import reference_peak
 from meshwright.spec.catalogue import model as find_model
 from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.job import Job, parse_batch, require_training
 from meshwright.spec.model import require_runnable
 from meshwright.spec.plan_file import Plan, load_plan
-from meshwright.spec.strategy import mesh_words
+from meshwright.spec.strategy import AS_RUN, mesh_words, require_runnable_assumptions
 
 if TYPE_CHECKING:
     from meshwright.cli.verbs.profile_train import Report
-    from meshwright.train.record.metrics import Predicted
     from meshwright.train.record.result import TrainResult
     from meshwright.train.run import OnStep
 
@@ -131,7 +128,7 @@ def _with_optimizer(fields: dict[str, dict[str, Any]]) -> dict[str, dict[str, An
 def _with_slots(fields: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Fields in which a bound on the slots of experts is priced: each has that many, empty or not."""
     bound = fields["train"].get("capacity_factor")
-    return {**fields, "strategy": {"imbalance": bound, **fields["strategy"]}} if bound else fields
+    return {**fields, "assumptions": {"imbalance": bound, **fields["assumptions"]}} if bound else fields
 
 
 def _plan_path(what: str | None, resume: str | None) -> Path | None:
@@ -219,8 +216,9 @@ def _planned(
     cluster = parse_cluster(str(on))
     length = parse_count(str(seq_len), what="seq")
     job = with_fields(Job(batch_seqs=parse_batch(str(batch), seq_len=length), seq_len=length), "job", fields["job"])
+    assumed = with_fields(AS_RUN, "assumptions", fields["assumptions"])
     result = plan(
-        Setting(model, cluster, job, rates_for(cluster, calibration, fitted=True)),
+        Setting(model, cluster, job, rates_for(cluster, calibration, fitted=True), assumptions=assumed),
         axes=take_axes(axes, fields["strategy"]),
         overrides=fields["strategy"],
         top=1,
@@ -233,30 +231,15 @@ def _planned(
 
 def _changed(found: Plan, fields: dict[str, dict[str, Any]]) -> Plan:
     """A plan with fields set on the command line, checked and predicted again: a file may have been edited."""
-    parts = ("model", "job", "strategy")
+    parts = ("model", "job", "strategy", "assumptions")
     if "mesh" in fields["strategy"]:
         mesh = {**found.strategy.mesh, **fields["strategy"]["mesh"]}
         fields["strategy"] |= {"mesh": mesh, "placement": {}}
-    model, job, strategy = (with_fields(getattr(found, part), part, fields[part]) for part in parts)
-    require_legal(model, found.cluster, job, strategy, calibration=found.calibration)
-    predicted = estimate_step(Setting(model, found.cluster, job, found.calibration), strategy)
-    return msgspec.structs.replace(found, model=model, job=job, strategy=strategy, predicted=predicted)
-
-
-def predicted_of(chosen: Plan) -> "Predicted":
-    """What the plan expects of a step, and what MFU is a share of."""
-    from meshwright.train.record.metrics import Predicted
-
-    peak = reference_peak(chosen.cluster.chip, chosen.calibration, chosen.strategy.matmul_dtype)
-    return Predicted(
-        step_s=chosen.predicted.step_s,
-        step_s_lower=chosen.predicted.step_s_lower,
-        step_s_upper=chosen.predicted.step_s_upper,
-        model_flops=model_flops(chosen.model, chosen.job),
-        hardware_flops=model_flops(chosen.model, chosen.job) * chosen.predicted.hfu / chosen.predicted.mfu,
-        peak_flops_per_s=peak * chosen.cluster.num_chips,
-        hbm_bytes_per_chip=chosen.predicted.hbm_bytes_per_chip,
-    )
+    changed = {part: with_fields(getattr(found, part), part, fields[part]) for part in parts}
+    found = msgspec.structs.replace(found, **changed)
+    setting = setting_of(found)
+    require_legal(setting, found.strategy)
+    return msgspec.structs.replace(found, predicted=estimate_step(setting, found.strategy))
 
 
 def run_plan(
@@ -291,14 +274,18 @@ def run_plan(
         resolved,
         run_root=runs,
         resume=resume,
-        predicted=predicted_of(chosen),
+        predicted=chosen.predicted,
         on_step=on_step,
         texts={"plan.toml": dump_toml(chosen)},
     )
 
 
 def require_devices(chosen: Plan) -> None:
-    """Join the other processes, emulate devices where the plan says so, and count what there is."""
+    """Join the other processes, emulate devices where the plan says so, and count what there is.
+
+    Raises CannotRunError for a plan of other people's software too: its prediction is not of what would run.
+    """
+    require_runnable_assumptions(chosen.assumptions)
     from meshwright.parallel.mesh import emulate_devices
     from meshwright.parallel.processes import start_processes
 

@@ -22,7 +22,7 @@ from meshwright.spec.cluster import Cluster, parse_cluster
 from meshwright.spec.job import Job, parse_batch
 from meshwright.spec.model import Model
 from meshwright.spec.plan_file import load_plan
-from meshwright.spec.strategy import Strategy, make_mesh, mesh_words
+from meshwright.spec.strategy import AS_RUN, Strategy, make_mesh, mesh_words
 
 if TYPE_CHECKING:
     from meshwright.verify.differences import Difference
@@ -94,6 +94,7 @@ def command(
         cache_dtype=cache_dtype,
         settings=fields["train"],
         calibration=found.calibration,
+        assumptions=found.assumptions,
     )
     proof = prove(
         request,
@@ -142,6 +143,7 @@ class _Asked:
             self.cluster: Cluster = plan.cluster
             self.job: Job = job_of_step(with_fields(plan.job, "job", fields["job"]), step)
             self.strategy: Strategy = with_fields(plan.strategy, "strategy", fields["strategy"])
+            self.assumptions = with_fields(plan.assumptions, "assumptions", fields["assumptions"])
             self.calibration = plan.calibration
             return
         for option in ("--on", "--batch", "--seq"):
@@ -155,6 +157,7 @@ class _Asked:
         seqs = parse_batch(str(given["--batch"]), seq_len=length)
         made = with_fields(Job(batch_seqs=seqs, seq_len=length), "job", fields["job"])
         self.job = check_tokens(job_of_step(made, step))
+        self.assumptions = with_fields(AS_RUN, "assumptions", fields["assumptions"])
         fixed = take_axes(given["--axes"], fields["strategy"])
         if step == "train":
             self._plan(fixed, fields["strategy"], calibration)
@@ -172,7 +175,7 @@ class _Asked:
         self.calibration = rates
         try:
             chosen = plan(
-                Setting(self.model, self.cluster, self.job, rates),
+                Setting(self.model, self.cluster, self.job, rates, assumptions=self.assumptions),
                 axes=fixed,
                 overrides=overrides,
                 choices=msgspec.structs.replace(USUAL, equal_stages=True),

@@ -8,7 +8,7 @@ from meshwright.spec.calibration import Calibration
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.job import Job
 from meshwright.spec.model import Model
-from meshwright.spec.strategy import Strategy
+from meshwright.spec.strategy import AS_RUN, Assumptions, Strategy, require_runnable_assumptions
 
 PROGRAM = "meshwright.cli.verbs.verify_child"
 """The module that compiles, in a process of its own."""
@@ -29,6 +29,7 @@ def request_of(
     cache_dtype: str = "bf16",
     settings: dict[str, Any] | None = None,
     calibration: Calibration | None = None,
+    assumptions: Assumptions = AS_RUN,
 ) -> Any:
     """The request that a plan makes; its chips in the order in which the strategy lies on the cluster."""
     from meshwright.train.settings import program_options, settings_from_table
@@ -36,6 +37,7 @@ def request_of(
     from meshwright.verify.targets import mesh_order
 
     assert step in get_args(StepKind)
+    require_runnable_assumptions(assumptions)
     if strategy.num_chips != cluster.num_chips:
         raise InputError(
             f"the mesh has {strategy.num_chips} devices and {cluster.short_name} {cluster.num_chips} chips. "
@@ -45,13 +47,14 @@ def request_of(
     target = _target(cluster, depth, platform)
     if target.platform != "cpu":
         order = tuple(mesh_order(_placement(model, cluster, strategy, job, step, calibration)).ravel().tolist())
-    bounded = {"capacity_factor": strategy.imbalance} if model.num_experts and strategy.imbalance > 1 else {}
+    bounded = {"capacity_factor": assumptions.imbalance} if model.num_experts and assumptions.imbalance > 1 else {}
     named = {"optimizer": job.optimizer} if job.optimizer != "adamw" else {}
     table = named | bounded | (settings or {}) if step == "train" else {}
     return Request(
         model=model,
         cluster=cluster,
         strategy=strategy,
+        assumptions=assumptions,
         target=target,
         step=step,  # type: ignore[arg-type]
         batch_seqs=job.batch_seqs,

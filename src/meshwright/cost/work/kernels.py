@@ -25,7 +25,7 @@ from meshwright.spec.calibration import (
     peak_known,
 )
 from meshwright.spec.chip import Chip
-from meshwright.spec.strategy import AttentionKernel, Software
+from meshwright.spec.strategy import AS_RUN, Assumptions
 
 Number = Any
 """A float, or a NumPy array with one entry per candidate."""
@@ -76,21 +76,22 @@ def chip_rates(
     *,
     dtype: str,
     state_dtype: str,
-    software: Software = "compiled",
-    attention_kernel: AttentionKernel = "tuned",
+    assumptions: Assumptions = AS_RUN,
 ) -> ChipRates:
     """The rates of a chip for products of ``dtype`` in a training state whose own width is ``state_dtype``.
 
     Attention that is not fused, in the manner of 2021, runs at the rate of other products.
     """
-    attention = (matmul_rate if software == "eager-2021" else attention_rate)(chip, calibration, dtype)
+    attention = (matmul_rate if assumptions.software == "eager-2021" else attention_rate)(chip, calibration, dtype)
+    if assumptions.attention_kernel == "portable":
+        attention *= calibration.efficiency.portable
     return ChipRates(
         matmul_flops_per_s=matmul_rate(chip, calibration, dtype),
         wide_flops_per_s=matmul_rate(chip, calibration, state_dtype if peak_known(chip, state_dtype) else dtype),
-        attention_flops_per_s=attention * (calibration.efficiency.portable if attention_kernel == "portable" else 1.0),
+        attention_flops_per_s=attention,
         hbm_bytes_per_s=memory_rate(chip, calibration),
         processors=chip.num_sms or 0,
-        eager=software != "compiled",
+        eager=assumptions.software != "compiled",
         narrow=DTYPE_BYTES[dtype] < DTYPE_BYTES[state_dtype],
         efficiency=_in_turn(calibration.efficiency) if calibration.host else calibration.efficiency,
         host=calibration.host,

@@ -20,7 +20,6 @@ from meshwright.cost.formulas.training_budget import global_batch, tokens_per_de
 from meshwright.cost.memory import memory_limit
 from meshwright.cost.network.placement import Placement
 from meshwright.cost.pass_times import link_seconds, seconds_by_group
-from meshwright.cost.pipeline import strategy_pipeline
 from meshwright.cost.step_costs import StepCost
 from meshwright.cost.train_step import PricedStrategy
 from meshwright.plan.run_budget import RunBudget
@@ -193,7 +192,7 @@ def _hiding(
 
 
 def _bubble(plan: Plan, priced: PricedStrategy) -> dict[str, Any]:
-    forward, backward, bubble = priced.parts.times.layer_passes(strategy_pipeline(plan.strategy))
+    forward, backward, bubble = priced.parts.times.layer_passes(priced.pipeline)
     return {
         "schedule": plan.strategy.schedule,
         "bubble_s": float(bubble),

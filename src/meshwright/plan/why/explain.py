@@ -13,7 +13,6 @@ from meshwright.cost.formulas.limit_table import Letters, Limit, limits_at
 from meshwright.cost.formulas.training_budget import train_seconds, training_flops
 from meshwright.cost.network.collectives import group_rates
 from meshwright.cost.network.placement import physical_placement
-from meshwright.cost.pipeline import strategy_pipeline
 from meshwright.cost.setting import setting_of
 from meshwright.cost.step_costs import StepCost
 from meshwright.cost.train_step import Estimate, PricedStrategy, price_strategy
@@ -182,10 +181,10 @@ def explain(plan: Plan) -> Explanation:
     Raises CannotRunError when the sizes do not divide or the mesh cannot be laid out; a plan that needs more memory
     than there is gets explained, with that limit broken.
     """
-    for refusal in legal(plan.model, plan.cluster, plan.job, plan.strategy, calibration=plan.calibration):
+    setting = setting_of(plan)
+    for refusal in legal(setting, plan.strategy):
         if refusal.rule != MEMORY_RULE.name:
             raise CannotRunError(refusal.message)
-    setting = setting_of(plan)
     priced = price_strategy(setting, plan.strategy)
     budget = run_budget(plan, step_s=priced.estimate.step_s)
     letters = letters_of(plan, priced, budget)
@@ -263,7 +262,7 @@ def _passes(priced: PricedStrategy) -> tuple[BlockPasses, ...]:
 
 def _between_stages(plan: Plan, priced: PricedStrategy) -> BetweenStages | None:
     """The boundary of two stages and the schedule; None without stages."""
-    pipeline, strategy = strategy_pipeline(plan.strategy), plan.strategy
+    strategy = plan.strategy
     if strategy.mesh.get("pipeline", 1) == 1:
         return None
     count = strategy.num_microbatches
@@ -274,7 +273,7 @@ def _between_stages(plan: Plan, priced: PricedStrategy) -> BetweenStages | None:
         chunks=strategy.chunks,
         microbatches=count,
         sends=_algorithm("between stages, one microbatch", priced.costs.boundary),
-        num_sends=float(pipeline.num_sends),
+        num_sends=float(priced.pipeline.num_sends),
         sends_s=float(terms.get("pipeline", 0.0)),
         bubble_s=float(terms.get("bubble", 0.0)),
     )

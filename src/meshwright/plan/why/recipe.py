@@ -19,9 +19,8 @@ from meshwright.cost.memory import memory_parts, total_bytes
 from meshwright.cost.pipeline import Pipeline
 from meshwright.cost.setting import Setting
 from meshwright.cost.step_costs import op_sizes
-from meshwright.cost.step_rates import attention_scores
 from meshwright.cost.train_step import Estimate, estimate_step
-from meshwright.plan.legal import Facts, Refusal, check_rules, divisors, legal, size_rules
+from meshwright.plan.legal import Refusal, check_rules, divisors, facts_of, legal, size_rules
 from meshwright.spec.strategy import DEFAULT_ASSIGNMENT, Strategy, make_mesh
 from meshwright.spec.weights import num_params
 
@@ -61,13 +60,13 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def recipe(setting: Setting, *, template: Strategy) -> Recipe:
-    """The recipe for a job on all chips of a cluster; ``template`` carries state, precision and software."""
+    """The recipe for a job on all chips of a cluster; ``template`` carries state and precision."""
     kitchen = _Kitchen(setting, template)
     far = tuple(_far(kitchen))
     inner = {"context": 1, "tensor": 1, "pipeline": 1} | {axis: size for axis, size, _ in far}
     chosen, told = _data_and_stages(kitchen, inner)
     steps = (*told, *_reasons(kitchen, chosen, far))
-    refused = legal(setting.model, setting.cluster, setting.job, chosen, calibration=setting.calibration)
+    refused = legal(setting, chosen)
     runs = all(refusal.rule == "memory" for refusal in refused)
     return Recipe(
         steps=steps,
@@ -99,32 +98,25 @@ class _Kitchen:
         """The fewest microbatches with which a mesh fits, at least one for each stage; None where none does."""
         one = self.strategy(mesh, remat)
         derived = self.setting.derived(one)
-        facts = Facts(
-            model=self.model.name,
-            cluster=self.cluster.short_name,
-            num_chips=self.chips,
-            mesh=one.mesh,
-            dims=self.model.dims | {"B": self.job.batch_seqs, "T": self.job.seq_len},
-        )
-        if check_rules(size_rules(derived), facts):
+        if check_rules(size_rules(derived), facts_of(self.setting, one)):
             return None
         local = self.job.batch_seqs // (one.mesh["data"] * one.mesh["fsdp"])
         stages = one.mesh["pipeline"]
         counts = np.array([count for count in divisors(local) if count >= stages or stages == 1])
         if not len(counts):
             return None
+        assumed = self.setting.assumptions
         sizes = op_sizes(
             self.model,
             seq_len=self.job.seq_len,
             microbatch_seqs=self.job.batch_seqs / counts,
             mesh=one.mesh,
             state=one.state,
-            scores=attention_scores(self.cluster, one.software),
-            imbalance=one.imbalance,
+            scores=self.setting.scores,
+            assumptions=assumed,
         )
-        items = memory_parts(derived, sizes).items(
-            num_microbatches=counts, pipeline=Pipeline(stages=stages, microbatches=counts, software=one.software)
-        )
+        pipeline = Pipeline(stages=stages, microbatches=counts, software=assumed.software)
+        items = memory_parts(derived, sizes).items(num_microbatches=counts, pipeline=pipeline)
         fits = np.flatnonzero(np.broadcast_to(total_bytes(items), counts.shape) <= self.limit)
         return int(counts[fits[0]]) if len(fits) else None
 

@@ -8,9 +8,9 @@ from meshwright.algebra.schedules.registry import default_chunks
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import Estimate, PricedStrategy, price_strategy
-from meshwright.plan.legal import SCHEDULE_RULE, Facts, check_rules, size_rules
+from meshwright.plan.legal import SCHEDULE_RULE, check_rules, facts_of, size_rules
 from meshwright.plan.space import FULL, axes_to_try
-from meshwright.spec.strategy import REMAT_POLICIES, Strategy, require_runnable_strategy, standard_assignment
+from meshwright.spec.strategy import REMAT_POLICIES, Strategy, standard_assignment
 
 MIN_GAIN = 1e-3
 """Share of a step below which a change counts as no help."""
@@ -39,10 +39,9 @@ class Tried(msgspec.Struct, frozen=True, kw_only=True):
 def priced_in(setting: Setting, strategy: Strategy) -> PricedStrategy | None:
     """The strategy priced, whether it fits in memory or not; None where its sizes do not divide."""
     try:
-        if setting.cluster.kind == "host":
-            require_runnable_strategy(strategy)
+        setting.require_runnable(strategy)
         derived = setting.derived(strategy)
-        if check_rules((*size_rules(derived), SCHEDULE_RULE), _facts(setting, strategy)):
+        if check_rules((*size_rules(derived), SCHEDULE_RULE), facts_of(setting, strategy)):
             return None
         return price_strategy(setting, strategy)
     except (InputError, CannotRunError):
@@ -52,20 +51,6 @@ def priced_in(setting: Setting, strategy: Strategy) -> PricedStrategy | None:
 def fits(setting: Setting, estimate: Estimate) -> bool:
     """Whether a step's memory is there."""
     return bool(estimate.hbm_bytes_per_chip <= setting.memory_limit)
-
-
-def _facts(setting: Setting, strategy: Strategy) -> Facts:
-    model, cluster, job = setting.model, setting.cluster, setting.job
-    return Facts(
-        model=model.name,
-        cluster=cluster.short_name,
-        num_chips=cluster.num_chips,
-        mesh=strategy.mesh,
-        dims=model.dims | {"B": job.batch_seqs, "T": job.seq_len},
-        num_microbatches=strategy.num_microbatches,
-        schedule=strategy.schedule,
-        chunks=strategy.chunks,
-    )
 
 
 def try_changes(setting: Setting, strategy: Strategy, now_s: float) -> Tried:

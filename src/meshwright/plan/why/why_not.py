@@ -8,20 +8,20 @@ import msgspec
 
 from meshwright.algebra.schedules.registry import default_chunks
 from meshwright.core.dims import MESH_AXES
-from meshwright.core.errors import CannotRunError, InputError, as_sentence, nearest
+from meshwright.core.errors import CannotRunError, InputError, nearest
+from meshwright.core.fields import convert_fields
 from meshwright.cost.breakdown import Breakdown, Term
 from meshwright.cost.formulas.limit_table import Limit
+from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import Estimate, PricedStrategy, price_strategy
 from meshwright.plan.candidates import axis_sizes, candidates_on_chips
 from meshwright.plan.legal import Refusal, legal
 from meshwright.plan.planner import FIELDS
 from meshwright.plan.result import PlannedStrategy, PlanResult
 from meshwright.plan.search import search
-from meshwright.plan.space import EMULATED, USUAL, Choices, Space, axes_to_try, open_space
+from meshwright.plan.space import USUAL, Choices, Space, open_space
 from meshwright.plan.why.bounds import limits_of
-from meshwright.spec.calibration import datasheet_calibration
-from meshwright.spec.cluster import Cluster
-from meshwright.spec.strategy import Strategy, make_mesh, mesh_words, require_runnable_strategy, standard_assignment
+from meshwright.spec.strategy import Assumptions, Strategy, make_mesh, mesh_words, standard_assignment
 
 NO_LIMIT_BYTES = 1e30
 """Memory of a chip where only the time is asked for."""
@@ -29,6 +29,7 @@ NO_LIMIT_BYTES = 1e30
 SHORT_NAMES: dict[str, str] = {"microbatches": "num_microbatches"}
 ASSIGNMENT_FIELDS = ("zero", "sequence_parallel")
 """Fields that name a standard assignment instead of writing it out."""
+ASSUMED = Assumptions.__struct_fields__
 
 
 class TermDifference(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,31 +79,30 @@ def why_not(
 ) -> WhyNot:
     """What keeps a strategy from being the best of a result, on the chips of its winner.
 
-    ``asked`` are sizes of mesh axes and fields of the strategy, ``zero`` and ``microbatches`` among them; what it
-    leaves open is searched. ``axes`` and ``overrides`` are what the result itself was planned with, and stay unless
-    ``asked`` names them.
+    ``asked`` are sizes of mesh axes, fields of the strategy, ``zero`` and ``microbatches`` among them, and assumptions;
+    what it leaves open is searched. ``axes`` and ``overrides`` are what the result itself was planned with, and stay
+    unless ``asked`` names them.
     """
     winner = result.strategies[0]
     fixed, fields = split_asked(asked)
     kept = {name.removeprefix("strategy."): value for name, value in (overrides or {}).items()}
     space = _space(winner, {**(axes or {}), **fixed}, {**kept, **fields}, choices)
-    cluster, batch = winner.cluster, winner.job.batch_seqs
-    outcome = search(space, cluster, batch, top=1)
+    outcome = search(space, winner.cluster, winner.job.batch_seqs, top=1)
     found = WhyNot(asked=dict(asked), winner=winner.strategy, winner_estimate=winner.estimate)
     if outcome.found:
-        return _beside(found, result, winner, outcome.found[0].strategy)
+        return _beside(found, result, space.setting, outcome.found[0].strategy)
     if not outcome.num_meshes:
-        return msgspec.structs.replace(found, refusal=_no_mesh(space, cluster, winner, tuple(fixed)))
-    lean = _leanest(space, cluster, batch)
+        return msgspec.structs.replace(found, refusal=_no_mesh(space, tuple(fixed)))
+    lean = _leanest(space)
     if lean is None:
-        return msgspec.structs.replace(found, refusal=_no_layout(space, cluster, winner))
-    refused = legal(result.model, cluster, winner.job, lean, calibration=result.setting.calibration)
-    told = _beside(found, result, winner, lean)
+        return msgspec.structs.replace(found, refusal=_no_layout(space))
+    refused = legal(space.setting, lean)
+    told = _beside(found, result, space.setting, lean)
     return msgspec.structs.replace(told, refusal=refused[0] if refused else None)
 
 
 def split_asked(asked: Mapping[str, Any]) -> tuple[dict[str, int], dict[str, Any]]:
-    """Sizes of mesh axes, and fields of the strategy under their own names; InputError for anything else."""
+    """Sizes of mesh axes, and the fields and assumptions under their own names; InputError for anything else."""
     fixed: dict[str, int] = {}
     fields: dict[str, Any] = {}
     for name, value in asked.items():
@@ -110,10 +110,10 @@ def split_asked(asked: Mapping[str, Any]) -> tuple[dict[str, int], dict[str, Any
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise InputError(f"{name}={value} is not a size. Write for example {name}=4.")
             fixed[name] = value
-        elif SHORT_NAMES.get(name, name) in FIELDS or name in ASSIGNMENT_FIELDS:
+        elif SHORT_NAMES.get(name, name) in (*FIELDS, *ASSUMED, *ASSIGNMENT_FIELDS):
             fields[SHORT_NAMES.get(name, name)] = value
         else:
-            names = (*MESH_AXES, *FIELDS, *SHORT_NAMES, *ASSIGNMENT_FIELDS)
+            names = (*MESH_AXES, *FIELDS, *ASSUMED, *SHORT_NAMES, *ASSIGNMENT_FIELDS)
             raise InputError(f"{name} is neither a mesh axis nor a field of the strategy.{nearest(name, names)}")
     if set(ASSIGNMENT_FIELDS) & fields.keys():
         zero, parallel = fields.pop("zero", 3), fields.pop("sequence_parallel", True)
@@ -125,36 +125,29 @@ def split_asked(asked: Mapping[str, Any]) -> tuple[dict[str, int], dict[str, Any
 
 def _space(winner: PlannedStrategy, fixed: Mapping[str, int], fields: Mapping[str, Any], choices: Choices) -> Space:
     """What is open once the asked sizes and fields are held; all else that is not searched is the winner's."""
-    now = msgspec.to_builtins(winner.strategy)
-    open_fields = {"chunks": 1, "offload": (), "placement": {}}
-    try:
-        template = msgspec.convert({**now, **open_fields, **fields, "mesh": make_mesh({})}, Strategy)
-    except msgspec.ValidationError as error:
-        where = str(error).replace("`$.", "`strategy.")
-        raise InputError(as_sentence(where)) from None
-    here = winner.cluster.kind == "host"
-    if here:
-        require_runnable_strategy(msgspec.structs.replace(template, mesh=make_mesh(fixed)))
+    assumed = msgspec.to_builtins(winner.setting.assumptions)
+    assumed |= {name: value for name, value in fields.items() if name in ASSUMED}
+    held = {name: value for name, value in fields.items() if name not in ASSUMED}
+    now = msgspec.to_builtins(winner.strategy) | {"chunks": 1, "offload": (), "placement": {}, "mesh": make_mesh({})}
     return open_space(
-        winner.setting.model,
-        winner.setting.job.seq_len,
-        template,
-        given=fields,
-        choices=EMULATED if here else choices,
+        msgspec.structs.replace(
+            winner.setting, assumptions=convert_fields(assumed, Assumptions, section="assumptions")
+        ),
+        convert_fields({**now, **held}, Strategy, section="strategy"),
+        given=held,
+        choices=choices,
         fixed=fixed,
-        axes=axes_to_try(winner.cluster, fixed),
-        calibration=winner.setting.calibration,
-        optimizer=winner.setting.job.optimizer,
     )
 
 
 # -- where it runs ----------------------------------------------------------------------------------------
 
 
-def _beside(found: WhyNot, result: PlanResult, winner: PlannedStrategy, strategy: Strategy) -> WhyNot:
+def _beside(found: WhyNot, result: PlanResult, setting: Setting, strategy: Strategy) -> WhyNot:
     """The completion's estimate, its terms beside the winner's, and the limits that only it is beyond."""
+    winner = result.strategies[0]
     best = price_strategy(winner.setting, winner.strategy)
-    other = price_strategy(winner.setting, strategy)
+    other = price_strategy(setting, strategy)
     holds = {limit.name: limit.holds for limit in _limits(result, winner, best, winner.strategy)}
     beyond = [one for one in _limits(result, winner, other, strategy) if one.holds is False]
     only = [one for one in beyond if one.unit == "bytes" or holds.get(one.name) is not False]
@@ -206,62 +199,64 @@ def _by_purpose(terms: Sequence[Term]) -> dict[str, float]:
 # -- where it does not ------------------------------------------------------------------------------------
 
 
-def _leanest(space: Space, cluster: Cluster, batch: int) -> Strategy | None:
+def _leanest(space: Space) -> Strategy | None:
     """The completion that needs least memory, were there enough; None where no mesh can be laid out."""
-    measured = space.calibration or datasheet_calibration(cluster.chip)
-    roomy = msgspec.structs.replace(space, calibration=msgspec.structs.replace(measured, memory_bytes=NO_LIMIT_BYTES))
-    front = search(roomy, cluster, batch, top=1, frontier=True).frontier
+    setting = space.setting
+    rates = msgspec.structs.replace(setting.rates, memory_bytes=NO_LIMIT_BYTES)
+    roomy = msgspec.structs.replace(space, setting=msgspec.structs.replace(setting, calibration=rates))
+    front = search(roomy, setting.cluster, setting.job.batch_seqs, top=1, frontier=True).frontier
     return min(front, key=lambda one: one.estimate.hbm_bytes_per_chip).strategy if front else None
 
 
-def _no_mesh(space: Space, cluster: Cluster, winner: PlannedStrategy, asked: Sequence[str]) -> Refusal:
+def _no_mesh(space: Space, asked: Sequence[str]) -> Refusal:
     """Why no mesh of all chips has the asked sizes."""
+    cluster, batch = space.setting.cluster, space.setting.job.batch_seqs
     named = " x ".join(f"{axis}={size}" for axis, size in space.fixed.items()) or "the mesh"
     alone = msgspec.structs.replace(space.template, mesh=make_mesh(space.fixed))
     if space.num_microbatches is None:
         alone = msgspec.structs.replace(alone, num_microbatches=1)
-    for refusal in legal(space.model, cluster, winner.job, alone, calibration=space.calibration):
+    for refusal in legal(space.setting, alone):
         if refusal.rule not in ("devices", "placement", "memory", "schedule"):
             return refusal
     taken = math.prod(space.fixed.values())
     if cluster.num_chips % taken:
-        advice = (
-            _advice(space, cluster, winner.job.batch_seqs, asked) or f"Use a product that divides {cluster.num_chips}."
-        )
+        advice = _advice(space, asked) or f"Use a product that divides {cluster.num_chips}."
         return Refusal(
             rule="devices",
             message=f"{named} does not divide the {cluster.num_chips:,} chips of {cluster.short_name}. {advice}",
         )
-    advice = _advice(space, cluster, winner.job.batch_seqs, asked) or "Leave another axis open."
+    advice = _advice(space, asked) or "Leave another axis open."
     return Refusal(
         rule="devices",
         message=f"the other {cluster.num_chips // taken:,} of {cluster.num_chips:,} chips cannot be shared out beside "
-        f"{named} over {winner.job.batch_seqs:,} sequences so that every size divides. {advice}",
+        f"{named} over {batch:,} sequences so that every size divides. {advice}",
     )
 
 
-def _advice(space: Space, cluster: Cluster, batch: int, asked: Sequence[str]) -> str:
+def _advice(space: Space, asked: Sequence[str]) -> str:
     """For one asked axis, the sizes that a mesh of all chips may have when the others stay; "" where there are none."""
+    batch, num_chips = space.setting.job.batch_seqs, space.setting.cluster.num_chips
     for axis in asked:
         freed = {name: size for name, size in space.fixed.items() if name != axis}
         wider = msgspec.structs.replace(space, fixed=freed)
         if len(axis_sizes(wider, axis, wider.dims(batch))) > 1:
-            sizes = candidates_on_chips(wider, batch, num_chips=cluster.num_chips).mesh[axis]
+            sizes = candidates_on_chips(wider, batch, num_chips=num_chips).mesh[axis]
             if len(sizes):
                 listed = ", ".join(str(size) for size in sorted({int(size) for size in sizes}))
                 return f"Use {axis} in {{{listed}}}."
     return ""
 
 
-def _no_layout(space: Space, cluster: Cluster, winner: PlannedStrategy) -> Refusal:
+def _no_layout(space: Space) -> Refusal:
     """Why no mesh of the asked sizes runs although they divide: its schedule, or the links."""
-    found = candidates_on_chips(space, winner.job.batch_seqs, num_chips=cluster.num_chips)
+    cluster = space.setting.cluster
+    found = candidates_on_chips(space, space.setting.job.batch_seqs, num_chips=cluster.num_chips)
     mesh = {axis: int(sizes[0]) for axis, sizes in found.mesh.items()}
     chunks = space.chunks or (default_chunks(space.template.schedule) if mesh["pipeline"] > 1 else 1)
     one = msgspec.structs.replace(
         space.template, mesh=mesh, chunks=chunks, num_microbatches=space.num_microbatches or 1
     )
-    for refusal in legal(space.model, cluster, winner.job, one, calibration=space.calibration):
+    for refusal in legal(space.setting, one):
         return refusal
     words = mesh_words(mesh)
     raise CannotRunError(f"no layout of {words} on {cluster.short_name} was found. Leave an axis open.")

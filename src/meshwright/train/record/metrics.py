@@ -24,36 +24,6 @@ WARMUP_STEPS_UNTIMED = 2
 BAR_WIDTH = 12
 
 
-class Predicted(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a plan expects of each step; None for what it does not know.
-
-    ``model_flops`` is the work of one step that MFU counts, ``hardware_flops`` that which the devices do, with what
-    is computed again; ``peak_flops_per_s`` is what all devices together could do:
-    MFU = model_flops / (step_s * peak_flops_per_s), and HFU the same with hardware_flops.
-    """
-
-    step_s: float | None = None
-    step_s_lower: float | None = None
-    step_s_upper: float | None = None
-    model_flops: float | None = None
-    hardware_flops: float | None = None
-    peak_flops_per_s: float | None = None
-    hbm_bytes_per_chip: float | None = None
-
-    def mfu(self, step_s: float) -> float | None:
-        """Model FLOPs utilisation of a measured step; None without FLOPs or a peak."""
-        return self._utilisation(self.model_flops, step_s)
-
-    def hfu(self, step_s: float) -> float | None:
-        """Hardware FLOPs utilisation of a measured step; None without FLOPs or a peak."""
-        return self._utilisation(self.hardware_flops, step_s)
-
-    def _utilisation(self, flops: float | None, step_s: float) -> float | None:
-        if flops is None or self.peak_flops_per_s is None:
-            return None
-        return flops / (step_s * self.peak_flops_per_s)
-
-
 class StepRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One line of metrics.jsonl: steps count from 1, loss is the mean per counted label of the global batch.
 

@@ -7,8 +7,9 @@ from typing import Any
 import jax
 import msgspec
 
+from meshwright.spec.plan_file import Prediction
 from meshwright.train.record.goodput import Goodput
-from meshwright.train.record.metrics import EvaluationRecord, Predicted, typical_step_s
+from meshwright.train.record.metrics import EvaluationRecord, typical_step_s
 
 
 class MemoryUse(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -86,7 +87,7 @@ def make_result(
     tokens_per_step: int,
     losses: Sequence[float],
     step_s: Sequence[float],
-    predicted: Predicted,
+    predicted: Prediction[float] | None,
     goodput: Goodput,
     memory: MemoryUse | None,
     evaluations: Sequence[EvaluationRecord],
@@ -94,6 +95,7 @@ def make_result(
 ) -> TrainResult:
     """The result after ``done`` of ``wanted`` steps: ``losses`` of all of them, ``step_s`` of those of this start."""
     typical = typical_step_s(step_s)
+    mfu, hfu = predicted.measured(typical) if predicted and typical else (None, None)
     return TrainResult(
         run=str(run),
         steps=done,
@@ -101,10 +103,10 @@ def make_result(
         losses=list(losses),
         validation_loss=evaluations[-1].loss if evaluations and evaluations[-1].step == done else None,
         step_s=typical,
-        step_s_predicted=predicted.step_s,
+        step_s_predicted=predicted.step_s if predicted else None,
         tokens_per_s=tokens_per_step / typical if typical else None,
-        mfu=predicted.mfu(typical) if typical else None,
-        hfu=predicted.hfu(typical) if typical else None,
+        mfu=mfu,
+        hfu=hfu,
         compile_s=goodput.compile_s,
         memory=with_peak(memory),
         goodput=goodput,
