@@ -9,7 +9,8 @@ from meshwright.algebra.generation import generate_program, one_position
 from meshwright.algebra.notation import local_elements, parse_array
 from meshwright.algebra.ops.collective_matmul import NAME as COLLECTIVE_MATMUL
 from meshwright.algebra.rewrites.collective_matmul import with_collective_matmuls
-from meshwright.algebra.steps import Step, num_moves, num_ways
+from meshwright.algebra.rewrites.rings import num_moves, num_ways
+from meshwright.algebra.steps import Step
 from meshwright.algebra.transformer import transformer
 from meshwright.core.errors import InputError
 from meshwright.spec import catalogue

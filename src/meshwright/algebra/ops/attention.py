@@ -16,8 +16,9 @@ import numpy as np
 from meshwright.algebra.kinds import OpKind, StepKind, stream
 from meshwright.algebra.notation import ShardedArray, product
 from meshwright.algebra.program import Op
+from meshwright.algebra.rewrites.rings import Round
 from meshwright.algebra.sizes import Number, OpSizes
-from meshwright.algebra.steps import Round, Step
+from meshwright.algebra.steps import Step
 from meshwright.algebra.trace import Trace, axes_beside, details_of, like, local, moved
 from meshwright.core.errors import InputError
 

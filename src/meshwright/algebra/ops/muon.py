@@ -4,17 +4,44 @@ One AllToAll per split dim brings a device's parts of all layers to whole matric
 brings the results back. What is no matrix of a layer is updated by AdamW.
 """
 
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
 import numpy as np
 
 from meshwright.algebra.kinds import OpKind, StepKind, Updated
 from meshwright.algebra.notation import ShardedArray, product
 from meshwright.algebra.ops import adamw
 from meshwright.algebra.sizes import Number, OpSizes
-from meshwright.algebra.steps import Dealt, Step, filled_share
+from meshwright.algebra.steps import Step
 from meshwright.core.dims import DTYPE_BYTES
 
 TURNS = 5
 """Turns of the Newton-Schulz iteration that brings singular values near 1."""
+
+
+class Dealt(msgspec.Struct, frozen=True, kw_only=True):
+    """Details of steps on matrices dealt out to the devices of ``axes``, each of which has whole ones of some layers.
+
+    The dim ``over`` counts the matrices, split over ``among`` before they are dealt out. It is filled up with zeros to
+    a multiple of the devices. ``num_inputs`` dims after it go into a matrix.
+    """
+
+    over: str
+    among: tuple[str, ...]
+    axes: tuple[str, ...]
+    num_inputs: int
+
+
+def filled_share(step: Step, *, dims: Mapping[str, Any], mesh: Mapping[str, Any]) -> Any:
+    """How many times its array a step works on: more than once where matrices dealt out are filled up (`Dealt`)."""
+    dealt = step.details
+    if not isinstance(dealt, Dealt):
+        return 1
+    count = dims[dealt.over] / product(mesh[axis] for axis in dealt.among)
+    devices = product(mesh[axis] for axis in dealt.axes)
+    return np.ceil(count / devices) * devices / count
 
 
 def orthogonalises(weight: Updated) -> bool:

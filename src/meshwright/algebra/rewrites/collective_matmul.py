@@ -16,7 +16,8 @@ from msgspec.structs import replace
 from meshwright.algebra.notation import ShardedArray
 from meshwright.algebra.ops import kind_of
 from meshwright.algebra.ops.collective_matmul import NAME, Blocks, Form
-from meshwright.algebra.steps import Round, Step
+from meshwright.algebra.rewrites.rings import Round
+from meshwright.algebra.steps import Step
 
 AXES = ("tensor",)
 """Mesh axes whose collectives are taken apart: those of activations within a layer."""
