@@ -1,4 +1,4 @@
-"""Sharded arrays in the book's notation: ``A[I_XY, J]{U_Z}``, parsed, printed and measured."""
+"""Sharded arrays in the book's notation: ``A[I_XY, J]{U_Z}``, parsed and printed."""
 
 import re
 from collections.abc import Mapping
@@ -17,8 +17,6 @@ _DTYPE = re.compile(r"(?:bf|fp|tf|u?int|float|f|e[0-9]m)[0-9]+\w*")
 _DIM = re.compile(r"\s*([A-Za-z][A-Za-z0-9']*)(?:_(\{[^{}]*\}|[A-Za-z][A-Za-z0-9]*))?\s*")
 _LETTERS = re.compile(r"(?:[A-Z][0-9]*)+")
 _AXIS = re.compile(r"[A-Za-z]\w*")
-_ARROW = re.compile(r"\s*(?:->|→)\s*")
-_TIMES = re.compile(r"\]\s*(\{[^\]]*?\})?\s*[*.@·]\s*")
 
 
 class ShardedArray(msgspec.Struct, frozen=True):
@@ -144,60 +142,6 @@ def _split_dims(inner: str) -> list[str]:
     return re.split(r",(?![^{}]*\})", inner) if inner.strip() else []
 
 
-def parse_einsum(text: str) -> tuple[ShardedArray, ShardedArray, ShardedArray]:
-    """(lhs, rhs, out) of ``In[B_X,D_Y] * Win[D_X,F_Y] -> Tmp[B_X,F_Y]``; the product sign may be * . @ or ·."""
-    sides = _ARROW.split(text.strip())
-    if len(sides) != 2:
-        raise InputError(f"{text.strip()!r} is not one product. Write A[I,J] * B[J,K] -> C[I,K].")
-    cut = _TIMES.search(sides[0])
-    if cut is None:
-        raise InputError(f"{sides[0]!r} is not a product of two arrays. Write A[I,J] * B[J,K] before the arrow.")
-    lhs = parse_array(sides[0][: cut.start() + 1] + (cut.group(1) or ""))
-    rhs, out = parse_array(sides[0][cut.end() :]), parse_array(sides[1])
-    for dim in out.dims:
-        if dim not in lhs.dims and dim not in rhs.dims:
-            raise InputError(f"dim {dim} of {out} is in neither {lhs} nor {rhs}; an output dim comes from an input.")
-    return _distinct_names(lhs, rhs, out)
-
-
-def _distinct_names(*arrays: ShardedArray) -> tuple[ShardedArray, ShardedArray, ShardedArray]:
-    """Arrays named by their dtype, or all alike, get the names A, B, C."""
-    names = [a.name for a in arrays]
-    if len(set(names)) == 3 and not any(a.dtype for a in arrays):
-        return arrays[0], arrays[1], arrays[2]
-    lhs, rhs, out = (a.replace(name=n) for a, n in zip(arrays, ("A", "B", "C"), strict=True))
-    return lhs, rhs, out
-
-
-def parse_mesh(text: str) -> dict[str, int]:
-    """``"X=4,Y=2"`` -> {"X": 4, "Y": 2}, in the order given. Raises InputError when a size is not >= 1."""
-    return _parse_sizes(text, what="mesh axis", example="X=4,Y=2")
-
-
-def parse_dims(text: str) -> dict[str, int]:
-    """``"B=1024,D=4096"`` -> sizes of dims."""
-    return _parse_sizes(text, what="dim", example="B=1024,D=4096")
-
-
-def _parse_sizes(text: str, *, what: str, example: str) -> dict[str, int]:
-    from meshwright.core.units import parse_count
-
-    sizes: dict[str, int] = {}
-    for part in filter(None, (p.strip() for p in text.split(","))):
-        name, sep, value = part.partition("=")
-        if not sep or not name.strip():
-            raise InputError(f"{part!r} is not a {what} size. Write {example}.")
-        size = parse_count(value, what=f"size of {what} {name.strip()}")
-        if size < 1:
-            raise InputError(f"{what} {name.strip()}={size} must be at least 1. Leave it out if it is not wanted.")
-        if name.strip() in sizes:
-            raise InputError(f"{what} {name.strip()} is given twice in {text!r}.")
-        sizes[name.strip()] = size
-    if not sizes:
-        raise InputError(f"no {what} sizes in {text!r}. Write {example}.")
-    return sizes
-
-
 def check(array: ShardedArray, dims: Sizes, mesh: Sizes) -> None:
     """Raise InputError unless every dim and axis has a size and every split is even."""
     for axis in (*array.spread, *array.unreduced):
@@ -222,22 +166,6 @@ def product(values: Any) -> Any:
     return result
 
 
-def local_shape(array: ShardedArray, dims: Sizes, mesh: Sizes) -> tuple[int, ...]:
-    """Shape of the block that one device holds. Raises InputError when a split is uneven."""
-    check(array, dims, mesh)
-    return tuple(dims[d] // product(mesh[a] for a in axes) for d, axes in zip(array.dims, array.axes, strict=True))
-
-
 def local_elements(array: ShardedArray, dims: Sizes, mesh: Sizes) -> Any:
     """Elements that one device holds; sizes may be NumPy arrays, and nothing is checked."""
     return product(dims[d] for d in array.dims) / product(mesh[a] for a in array.spread)
-
-
-def bytes_per_device(array: ShardedArray, dims: Sizes, mesh: Sizes, *, element_bytes: float) -> float:
-    """Bytes of the block that one device holds."""
-    return product(local_shape(array, dims, mesh)) * element_bytes
-
-
-def bytes_total(array: ShardedArray, dims: Sizes, mesh: Sizes, *, element_bytes: float) -> float:
-    """Bytes over all devices of the mesh, copies counted (How to Scale Your Model, section 3.1)."""
-    return bytes_per_device(array, dims, mesh, element_bytes=element_bytes) * product(mesh.values())
