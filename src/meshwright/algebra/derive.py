@@ -11,7 +11,8 @@ from meshwright.algebra.notation import ShardedArray
 from meshwright.algebra.ops import op_kind
 from meshwright.algebra.program import Block, Program
 from meshwright.algebra.rewrites.collective_matmul import with_collective_matmuls
-from meshwright.algebra.rewrites.fused_head import with_fused_head
+from meshwright.algebra.rewrites.fused_head import with_chunked_head, with_fused_head
+from meshwright.algebra.rewrites.remat import Saved, run_again
 from meshwright.algebra.rewrites.split_backward import with_split_backward
 from meshwright.algebra.steps import Phase, Step
 from meshwright.algebra.trace import Shardings, SharedInput, Trace, moved
@@ -19,14 +20,6 @@ from meshwright.core.errors import CannotRunError, InputError
 from meshwright.spec.strategy import Strategy
 
 NO_PIPELINE = "an encoder with a decoder does not run in a pipeline in this version. Use pipeline=1."
-
-
-def _again(step: Step, shardings: Shardings) -> Step:
-    """A forward step as a segment's second run has it: only gathers of weights count as the backward pass's own."""
-    gathers = step.is_collective and shardings.is_weight(step.result.name)
-    phase: Phase = "backward" if gathers else "recompute"
-    parts = tuple(msgspec.structs.replace(part, phase=phase) for part in step.parts)
-    return msgspec.structs.replace(step, phase=phase, parts=parts)
 
 
 def _boundary(program: Program, shardings: Shardings) -> tuple[Step, ...]:
@@ -91,21 +84,24 @@ def derive(
     if symbolic and without:
         keep = tuple(axis for axis in strategy.mesh if axis not in without)
     shardings = Shardings(program, strategy, keep)
+    saved = Saved(shardings)
     shardings.shared = _shared_inputs(program, shardings)
     blocks: list[BlockSteps] = []
     keeps: list[ShardedArray] = []
     for block in program.blocks:
         forward = _forward(block, shardings)
-        kept = [a for s in forward.steps for a in (s.result, *s.more) if shardings.keeps(a, block)]
+        kept = [a for s in forward.steps for a in (s.result, *s.more) if saved.keeps(a, block)]
         backward = _backward(block, shardings, forward, kept)
         keeps.extend(kept)
         given = program.further(block.name)
         held = tuple(a for a in backward.used if a.name not in given and (a in kept or shardings.is_activation(a.name)))
         segment = strategy.segment if block.carry else None
-        there = _in_blocks(forward.steps, shardings, held)
-        again = () if segment is None else tuple(_again(step, shardings) for step in there)
-        back = _in_blocks(backward.steps, shardings)
-        steps = BlockSteps(block, there, (*again, *back), held, segment)
+        steps = BlockSteps(block, tuple(forward.steps), tuple(backward.steps), held, segment)
+        if not saved.keeps_logits:
+            steps = with_chunked_head(steps)
+        there, back = _in_blocks(steps.forward, shardings, steps.kept), _in_blocks(steps.backward, shardings)
+        again = () if segment is None else run_again(there, shardings)
+        steps = msgspec.structs.replace(steps, forward=there, backward=(*again, *back))
         blocks.append(with_fused_head(steps) if fused_head else steps)
     blocks = _summed_once(blocks)
     declared = {name: shardings.declared(name) for name in program.variables}
@@ -114,7 +110,7 @@ def derive(
     ends = _ends(program, shardings)
     ahead, shared = strategy.prefetch, shardings.shared
     result = Derived(program, tuple(blocks), update, declared, (), boundary, ahead, ends, shared, weights, optimizer)
-    tags = tuple(dict.fromkeys(result.tag(a) for a in keeps))
+    tags = tuple(dict.fromkeys(result.tag(a) for a in keeps if saved.keeps_logits or a.name != "logits"))
     result = msgspec.structs.replace(result, keeps=tags)
     return with_split_backward(result) if boundary else result
 
@@ -122,7 +118,7 @@ def derive(
 def derive_forward(program: Program, strategy: Strategy, *, symbolic: bool = False) -> Derived:
     """Forward steps of a program that is never differentiated: no backward pass, no update, nothing held."""
     keep = None if symbolic else strategy.active_axes
-    shardings = Shardings(program, msgspec.structs.replace(strategy, remat="none"), keep)
+    shardings = Shardings(program, strategy, keep)
     passes = ((block, _in_blocks(_forward(block, shardings).steps, shardings)) for block in program.blocks)
     blocks = tuple(BlockSteps(block, steps, (), ()) for block, steps in passes)
     return Derived(program, blocks, (), {name: shardings.declared(name) for name in program.variables}, ())

@@ -10,8 +10,8 @@ from meshwright.algebra.derive import derive
 from meshwright.algebra.derived import Derived
 from meshwright.algebra.layers import PLAIN
 from meshwright.algebra.program import Program
+from meshwright.algebra.rewrites.remat import keeps_logits
 from meshwright.algebra.schedules.registry import searched_schedules
-from meshwright.algebra.trace import keeps_logits
 from meshwright.algebra.transformer import transformer
 from meshwright.core.dims import EMULATED_AXES, MESH_AXES
 from meshwright.plan.legal import MAX_IDLE_LAYERS, Rule, Split, size_rules, splits
