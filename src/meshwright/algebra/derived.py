@@ -8,8 +8,8 @@ import msgspec
 from meshwright.algebra.kinds import Updated
 from meshwright.algebra.notation import ShardedArray
 from meshwright.algebra.program import Block, Program
+from meshwright.algebra.rewrites.stacks import SharedInput
 from meshwright.algebra.steps import Step
-from meshwright.algebra.trace import SharedInput
 
 
 class SplitBackward(msgspec.Struct, frozen=True):

@@ -12,6 +12,7 @@ import msgspec
 from meshwright.algebra.einsum import reshard
 from meshwright.algebra.notation import ShardedArray
 from meshwright.algebra.program import Block, Op, Program
+from meshwright.algebra.rewrites.stacks import SharedInput
 from meshwright.algebra.steps import Phase, Scope, Step
 from meshwright.core.errors import InputError
 from meshwright.spec.strategy import Strategy, assign
@@ -19,19 +20,12 @@ from meshwright.spec.strategy import Strategy, assign
 Details = TypeVar("Details", bound=msgspec.Struct)
 
 
-class SharedInput(msgspec.Struct, frozen=True, kw_only=True):
-    """What every layer of a stack reads of an earlier one: how it lies when they do, and its cotangent as they add to
-    it, which may be left to be summed over devices until all of them have."""
-
-    given: ShardedArray
-    cotangent: ShardedArray
-
-
 class Shardings:
     """The declared sharding of every variable and cotangent under one strategy."""
 
     def __init__(self, program: Program, strategy: Strategy, keep_axes: Sequence[str] | None) -> None:
         self.program, self.strategy, self.keep_axes = program, strategy, keep_axes
+        self.axes = tuple(strategy.mesh if keep_axes is None else keep_axes)
         self.shared: dict[str, SharedInput] = {}
         self._arrays: dict[str, ShardedArray] = {}
 
@@ -51,6 +45,14 @@ class Shardings:
         """The part of a weight that one device updates."""
         variable = self.program.variables[name]
         return self._make(name, variable.dims, "optimizer" if variable.role == "weight" else variable.role)
+
+    def as_read(self, name: str) -> tuple[ShardedArray, ...]:
+        """A result as declared, and as layers of a later stack read it."""
+        return (self.declared(name), *([self.shared[name].given] if name in self.shared else []))
+
+    def as_left(self, name: str) -> ShardedArray:
+        """The cotangent of a result as the blocks that read it leave it."""
+        return self.shared[name].cotangent if name in self.shared else self.cotangent(name)
 
     def _make(self, name: str, dims: tuple[str, ...], role: str) -> ShardedArray:
         rules = self.strategy.rules(role)

@@ -18,12 +18,25 @@ from meshwright.algebra.ops import kind_of
 from meshwright.algebra.ops.collective_matmul import NAME, Blocks, Form
 from meshwright.algebra.rewrites.rings import Round
 from meshwright.algebra.steps import Step
+from meshwright.algebra.trace import Shardings
 
 AXES = ("tensor",)
 """Mesh axes whose collectives are taken apart: those of activations within a layer."""
 
 Unit = tuple[Step, ...]
 """Steps that stay next to each other: one, or a product and the round that belongs to it."""
+
+
+def in_blocks(steps: Sequence[Step], shardings: Shardings, kept: Collection[ShardedArray] = ()) -> tuple[Step, ...]:
+    """The steps of one pass, with collective matmuls where the strategy asks for them.
+
+    Where the strategy splits no positions (rows of one, in generation) sums are not cut along them either.
+    """
+    ways, along = shardings.strategy.ring_ways, "T" if "T" in shardings.strategy.rules("activation") else ""
+    weights = {variable.name for variable in shardings.program.of_role("weight", "vector")}
+    if not ways:
+        return tuple(steps)
+    return with_collective_matmuls(steps, ways=ways, kept=kept, weights=weights, along=along)
 
 
 def with_collective_matmuls(
