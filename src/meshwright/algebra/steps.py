@@ -6,6 +6,7 @@ import msgspec
 
 from meshwright.algebra.notation import ShardedArray
 from meshwright.core.labels import StepLabel
+from meshwright.core.notation import join_axes
 
 Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "permute"]
 Phase = Literal["forward", "recompute", "backward", "update"]
@@ -17,14 +18,8 @@ last stack."""
 Reduction = Literal["sum", "max"]
 
 COLLECTIVES: tuple[str, ...] = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "permute")
-BOOK_NAMES: dict[str, str] = {
-    "all_gather": "AllGather",
-    "reduce_scatter": "ReduceScatter",
-    "all_reduce": "AllReduce",
-    "all_to_all": "AllToAll",
-    "permute": "Permute",
-    "slice": "Slice",
-}
+BOOK_NAMES: dict[str, str] = {op: op.title().replace("_", "") for op in (*COLLECTIVES, "slice")}
+"""Move -> its name in the book: AllGather, ReduceScatter."""
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,17 +85,10 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
 
     def __str__(self) -> str:
         if self.op in BOOK_NAMES:
-            over = _subscript(self)
-            return f"{self.result} = {BOOK_NAMES[self.op]}{over}({self.inputs[0]})"
+            dims = f":{self.dim}->{self.to_dim}" if self.to_dim else ""
+            return f"{self.result} = {BOOK_NAMES[self.op]}_{join_axes(self.axes)}{dims}({self.inputs[0]})"
         if self.parts:
             return f"{'; '.join(str(part) for part in self.parts)}, in blocks of {self.dim} as they go round"
         if self.op == "einsum":
             return f"{self.result} = {' * '.join(str(a) for a in self.inputs)}"
         return f"{self.result} = {self.op}({', '.join(str(a) for a in self.inputs)})"
-
-
-def _subscript(step: Step) -> str:
-    axes = step.axes
-    joined = "".join(axes) if all(len(a) == 1 for a in axes) else ",".join(axes)
-    braces = f"{{{joined}}}" if len(axes) > 1 and "," in joined else joined
-    return f"_{braces}:{step.dim}->{step.to_dim}" if step.op == "all_to_all" else f"_{braces}"
