@@ -15,7 +15,7 @@ from meshwright.algebra.steps import Phase, Step
 from meshwright.core.dims import DTYPE_BYTES
 from meshwright.core.errors import InputError
 from meshwright.cost.pipeline import ONE_STAGE, Pipeline
-from meshwright.cost.work.slots import slots_move
+from meshwright.cost.work.slots import slots_move, with_room
 from meshwright.spec.calibration import Calibration, datasheet_calibration, memory_bytes
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.strategy import STATE_BYTES
@@ -197,7 +197,7 @@ def _most(blocks: list[Passing]) -> tuple[Number, Number]:
 
 def memory_parts(derived: Derived, sizes: OpSizes) -> MemoryParts:
     """The parts of a chip's memory that do not depend on the schedule."""
-    sizes = sizes.with_room(slots_move(derived, sizes.mesh))
+    sizes = with_room(sizes, slots_move(derived, sizes.mesh))
     layers, ends = _state_elements(derived, sizes) if derived.trains else _given_elements(derived, sizes)
     blocks, zero = derived.blocks, _zero(sizes)
     kept = {block.block.name: _kept_bytes(block, derived, sizes, logits=False) for block in blocks}

@@ -22,7 +22,7 @@ from meshwright.cost.step_rates import Group, StepRates
 from meshwright.cost.work.kernels import local_work, partly_hidden
 from meshwright.cost.work.ops import op_term
 from meshwright.cost.work.sizes import expert_slots, spare_slots
-from meshwright.cost.work.slots import slots_move
+from meshwright.cost.work.slots import slots_move, with_room
 from meshwright.spec.job import Job
 from meshwright.spec.model import Model
 from meshwright.spec.strategy import Strategy
@@ -353,7 +353,7 @@ def _price_collective(
     group = rates.groups[frozenset(step.axes)]
     element = sent_element_bytes(step, width=sizes.width, num_microbatches=num_microbatches)
     if "C" in step.full.dims:
-        sizes = sizes.with_room(product(sizes.mesh[axis] for axis in step.axes) > 1)
+        sizes = with_room(sizes, product(sizes.mesh[axis] for axis in step.axes) > 1)
     sent = sizes.elements(step.full) * element * filled_share(step, dims=sizes.dims, mesh=sizes.mesh)
     rate = group[step.op]
     moves = num_moves(step, dims=sizes.dims, mesh=sizes.mesh)
