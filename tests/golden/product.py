@@ -86,8 +86,7 @@ def training_steps(model: Any, strategy: Any, options: Any) -> dict[str, list[st
 
 def generation_steps(model: Any, strategy: Any, *, which: str, cache_dtype: str, quantised: bool) -> dict[str, Any]:
     """The same of a pass of generation: ``prefill``, or ``generate`` (one position of each row)."""
-    from meshwright.algebra.derive import derive_forward
-    from meshwright.algebra.generation import generate_program, one_position, prefill_program
+    from meshwright.algebra.generation import derive_forward, generate_program, one_position, prefill_program
 
     if which == "prefill":
         return _sections(derive_forward(prefill_program(model, cache_dtype=cache_dtype, quantised=quantised), strategy))

@@ -11,7 +11,7 @@ from meshwright.algebra.program import Block, Program
 from meshwright.algebra.rewrites.collective_matmul import in_blocks
 from meshwright.algebra.rewrites.fused_head import with_chunked_head, with_fused_head
 from meshwright.algebra.rewrites.pipeline import boundary, ends, require_stages
-from meshwright.algebra.rewrites.remat import Saved, run_again
+from meshwright.algebra.rewrites.remat import Saved, in_segments
 from meshwright.algebra.rewrites.split_backward import with_split_backward
 from meshwright.algebra.rewrites.stacks import shared_inputs
 from meshwright.algebra.steps import Step
@@ -48,19 +48,16 @@ def derive(
     blocks: list[BlockSteps] = []
     keeps: list[ShardedArray] = []
     for block in program.blocks:
-        forward = _forward(block, shardings)
+        forward = forward_pass(block, shardings)
         kept = [a for s in forward.steps for a in (s.result, *s.more) if saved.keeps(a, block)]
         backward = _backward(block, shardings, forward, kept)
         keeps.extend(kept)
         given = program.further(block.name)
         held = tuple(a for a in backward.used if a.name not in given and (a in kept or shardings.is_activation(a.name)))
-        segment = strategy.segment if block.carry else None
-        steps = BlockSteps(block, tuple(forward.steps), tuple(backward.steps), held, segment)
+        steps = BlockSteps(block, tuple(forward.steps), tuple(backward.steps), held)
         if not saved.keeps_logits:
             steps = with_chunked_head(steps)
-        there, back = in_blocks(steps.forward, shardings, steps.kept), in_blocks(steps.backward, shardings)
-        again = () if segment is None else run_again(there, shardings)
-        steps = msgspec.structs.replace(steps, forward=there, backward=(*again, *back))
+        steps = in_segments(in_blocks(steps, shardings), shardings)
         blocks.append(with_fused_head(steps) if fused_head else steps)
     blocks = _summed_once(blocks)
     declared = {name: shardings.declared(name) for name in program.variables}
@@ -83,15 +80,6 @@ def derive(
     return with_split_backward(result) if result.boundary else result
 
 
-def derive_forward(program: Program, strategy: Strategy, *, symbolic: bool = False) -> Derived:
-    """Forward steps of a program that is never differentiated: no backward pass, no update, nothing held."""
-    keep = None if symbolic else strategy.active_axes
-    shardings = Shardings(program, strategy, keep)
-    passes = ((block, in_blocks(_forward(block, shardings).steps, shardings)) for block in program.blocks)
-    blocks = tuple(BlockSteps(block, steps, (), ()) for block, steps in passes)
-    return Derived(program, blocks, (), {name: shardings.declared(name) for name in program.variables}, ())
-
-
 def _summed_once(blocks: list[BlockSteps]) -> list[BlockSteps]:
     """A weight of several blocks (tied embeddings) is summed over its replicas once, when its first block is done."""
     result, owners = [], dict[str, str]()
@@ -110,7 +98,8 @@ def _inputs(block: Block, shardings: Shardings) -> set[ShardedArray]:
     return {array for name in used - made for array in shardings.as_read(name)}
 
 
-def _forward(block: Block, shardings: Shardings) -> Trace:
+def forward_pass(block: Block, shardings: Shardings) -> Trace:
+    """The forward steps of one block, and which of them makes each result."""
     trace = Trace(shardings, block, "forward", _inputs(block, shardings))
     for op in block.ops:
         op_kind(op.kind).forward(op, trace)
@@ -136,7 +125,7 @@ def _backward(block: Block, shardings: Shardings, forward: Trace, kept: list[Sha
 
 
 def _both_passes(block: Block, shardings: Shardings) -> list[Step]:
-    forward = _forward(block, shardings)
+    forward = forward_pass(block, shardings)
     return [*forward.steps, *_backward(block, shardings, forward, []).steps]
 
 

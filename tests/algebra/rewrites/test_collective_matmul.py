@@ -4,8 +4,8 @@ from collections import Counter
 
 import pytest
 
-from meshwright.algebra.derive import derive, derive_forward
-from meshwright.algebra.generation import generate_program, one_position
+from meshwright.algebra.derive import derive
+from meshwright.algebra.generation import derive_forward, generate_program, one_position
 from meshwright.algebra.notation import local_elements, parse_array
 from meshwright.algebra.ops.collective_matmul import NAME as COLLECTIVE_MATMUL
 from meshwright.algebra.rewrites.collective_matmul import with_collective_matmuls

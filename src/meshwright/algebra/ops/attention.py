@@ -97,95 +97,77 @@ def positions_of(array: ShardedArray) -> str:
     return array.dims[1]
 
 
-class _Layout(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the arrays of one attention are while it is computed.
-
-    ``targets`` are the inputs of the op as a device needs them for its own queries. ``partial`` are the mesh axes over
-    which cotangents of keys and values are left to be summed, ``ring`` those that keys go round.
-    """
-
-    arrays: AttentionArrays
-    targets: tuple[ShardedArray, ...]
-    partial: tuple[str, ...]
-    ring: tuple[str, ...]
-
-    def statistics(self, out: ShardedArray) -> tuple[ShardedArray, ShardedArray]:
-        """The result, and the logarithm of each query's sum of exponentials, as the device makes them."""
-        result, rows = like(out, self.arrays.q), out.dims[:3]
-        axes = tuple(self.arrays.q.axes_of(dim) for dim in rows)
-        return result, ShardedArray(f"{out.name.removesuffix('o')}lse", rows, axes, dtype="fp32")
-
-    def steps(self, step: Step) -> tuple[Step, ...]:
-        """A step of attention as it is, or on keys that come round."""
-        return in_ring(step, (self.arrays.k, self.arrays.v), self.ring) if self.ring else (step,)
-
-
-def _layout(op: Op, trace: Trace, details: Attention) -> _Layout:
+def _layout(op: Op, trace: Trace, form: type[Attention]) -> tuple[Attention, AttentionArrays, tuple[ShardedArray, ...]]:
+    """Details; the arrays of one attention while it is computed; and the op's inputs as a device needs them for its own
+    queries."""
+    details = details_of(op, form)
     q, k, v, *others = (trace.declared(n) for n in op.inputs)
-    roles = [trace.shardings.program.variables[n].role for n in op.inputs[3:]]
-    places = [array for array, role in zip(others[:1], roles, strict=False) if role == "position"]
+    placed = bool(others) and trace.shardings.program.variables[op.inputs[3]].role == "position"
     for key in (k, v):
         if key.axes_of(key.dims[2]) != q.axes_of(q.dims[2]) or key.axes_of("B") != q.axes_of("B"):
             raise InputError(f"attention of {q} with {key}: heads and sequences must be split alike.")
-    there = places[0].axes_of(positions_of(q)) if places else ()
+    there = others[0].axes_of(positions_of(q)) if placed else ()
     axes = tuple(a for a in q.axes_of(positions_of(q)) if a not in there)
     way = trace.shardings.strategy.context_attention if axes else "gather"
-    if way == "ring" and details.can_ring and any(key.axes_of("T") != q.axes_of("T") for key in (k, v)):
-        raise InputError(f"ring attention of {q} with {k}: positions must be split alike.")
-    gathers = way == "gather" or (way == "ring" and not details.can_ring)
-    if gathers:
-        k, v = (key.resharded({positions_of(key): there}) for key in (k, v))
+    if way == "ring" and details.can_ring:
+        if any(key.axes_of("T") != q.axes_of("T") for key in (k, v)):
+            raise InputError(f"ring attention of {q} with {k}: positions must be split alike.")
+        details = msgspec.structs.replace(details, ring=axes)
     elif way == "ulysses":
         q, k, v = (heads_for_positions(array, axes, there) for array in (q, k, v))
+    else:
+        k, v = (key.resharded({positions_of(key): there}) for key in (k, v))
     here = [like(other, q) for other in others]
     rows = [pair for pair in zip(here, others, strict=True) if "B" in pair[1].dims]
-    sinks = [array for array in here if "B" not in array.dims]
-    positions, key_positions = rows.pop(0) if places else (None, None)
-    return _Layout(
-        arrays=AttentionArrays(
-            sinks=sinks[0] if sinks else None,
-            documents=tuple(array for pair in rows for array in pair),
-            q=q,
-            k=k,
-            v=v,
-            positions=positions,
-            key_positions=key_positions,
-        ),
-        targets=(q, k, v, *here),
-        partial=axes if gathers else (),
-        ring=axes if way == "ring" and not gathers else (),
+    positions, key_positions = rows.pop(0) if placed else (None, None)
+    arrays = AttentionArrays(
+        sinks=next((array for array in here if "B" not in array.dims), None),
+        documents=tuple(array for pair in rows for array in pair),
+        q=q,
+        k=k,
+        v=v,
+        positions=positions,
+        key_positions=key_positions,
     )
+    return details, arrays, (q, k, v, *here)
+
+
+def _statistics(out: ShardedArray, q: ShardedArray) -> tuple[ShardedArray, ShardedArray]:
+    """The result, and the logarithm of each query's sum of exponentials, as the device makes them."""
+    rows = out.dims[:3]
+    axes = tuple(q.axes_of(dim) for dim in rows)
+    return like(out, q), ShardedArray(f"{out.name.removesuffix('o')}lse", rows, axes, dtype="fp32")
 
 
 def forward(op: Op, trace: Trace, form: type[Attention] = Attention) -> None:
-    """Queries, keys and values where the layout has them; the result where the stream is. ``form`` are the details."""
-    details = details_of(op, form)
-    layout, out = _layout(op, trace, details), trace.declared(op.out)
-    for name, target in zip(op.inputs, layout.targets, strict=True):
-        moved(trace, trace.declared(name), target)
-    result, lse = layout.statistics(out)
-    trace.add(*layout.steps(local(op.kind, layout.arrays.inputs, result, lse, details=details)))
+    """Queries, keys and values where they meet; the result where the stream is. ``form`` are the details."""
+    details, arrays, needed = _layout(op, trace, form)
+    for name, array in zip(op.inputs, needed, strict=True):
+        moved(trace, trace.declared(name), array)
+    out = trace.declared(op.out)
+    result, lse = _statistics(out, arrays.q)
+    trace.add(*in_ring(local(op.kind, arrays.inputs, result, lse, details=details), (arrays.k, arrays.v)))
     moved(trace, result, out)
 
 
 def backward(op: Op, trace: Trace, form: type[Attention] = Attention) -> None:
     """Cotangents of queries, keys and values, left to be summed where each device saw a part of the queries."""
-    details = details_of(op, form)
-    layout = _layout(op, trace, details)
-    q, *keys = layout.targets[:3]
+    details, arrays, needed = _layout(op, trace, form)
+    q, keys = arrays.q, (arrays.k, arrays.v)
     dout = trace.cotangent(op.out)
     dout = moved(trace, dout, like(dout, q))
-    o, lse = layout.statistics(trace.declared(op.out))
-    trace.need(*layout.arrays.inputs, lse)
+    o, lse = _statistics(trace.declared(op.out), q)
+    trace.need(*arrays.inputs, lse)
     # where the result is kept, it is kept as the product after it wants it
     moved(trace, trace.declared(op.out), o)
-    names = [*op.inputs[:3], *(array.name for array in layout.targets[3:] if "B" not in array.dims)]
+    partial = tuple(a for a in q.axes_of(positions_of(q)) if a not in arrays.k.axes_of(positions_of(arrays.k)))
+    names = [*op.inputs[:3], *(array.name for array in needed[3:] if "B" not in array.dims)]
     dq, *cotangents = (trace.cotangent(name) for name in names)
     dq = like(dq, q)
-    results = [like(d, key).replace(unreduced=layout.partial) for d, key in zip(cotangents[:2], keys, strict=True)]
+    results = [like(d, key).replace(unreduced=partial) for d, key in zip(cotangents[:2], keys, strict=True)]
     results += [like(d, dq).replace(unreduced=axes_beside(dq, d)) for d in cotangents[2:]]
-    inputs = msgspec.structs.replace(layout.arrays, given=(dout, o, lse)).inputs
-    trace.add(*layout.steps(local(f"{op.kind}_backward", inputs, dq, *results, details=details)))
+    inputs = msgspec.structs.replace(arrays, given=(dout, o, lse)).inputs
+    trace.add(*in_ring(local(f"{op.kind}_backward", inputs, dq, *results, details=details), keys))
     for name, array in zip(names, (dq, *results), strict=True):
         trace.contribute(name, array)
 

@@ -86,13 +86,12 @@ def backward(op: Op, trace: Trace) -> None:
     trace.add(local("logits_backward", inputs, dlogits, details=head.details))
     dx, dtable = (trace.cotangent(n) for n in op.inputs[:2])
     token_axes = tuple(a for d in ("B", "T") for a in head.logits.axes_of(d))
-    for left, right, source, name, result in (
-        (head.left, dlogits, head.x, op.inputs[1], like(dtable, head.right).replace(unreduced=token_axes)),
-        (dlogits, head.right, head.table, op.inputs[0], like(dx, head.left).replace(unreduced=head.split)),
-    ):
-        trace.add(*reshard(source, left if right is dlogits else right))
-        trace.add(Step(op="einsum", inputs=(left, right), result=result))
-        trace.contribute(name, result)
+    dtable = like(dtable, head.right).replace(unreduced=token_axes)
+    trace.add(*reshard(head.x, head.left), Step(op="einsum", inputs=(head.left, dlogits), result=dtable))
+    trace.contribute(op.inputs[1], dtable)
+    dx = like(dx, head.left).replace(unreduced=head.split)
+    trace.add(*reshard(head.table, head.right), Step(op="einsum", inputs=(dlogits, head.right), result=dx))
+    trace.contribute(op.inputs[0], dx)
 
 
 OP = OpKind(

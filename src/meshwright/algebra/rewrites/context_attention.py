@@ -20,11 +20,14 @@ def heads_for_positions(array: ShardedArray, axes: tuple[str, ...], positions: t
     return array.resharded({rows: positions, heads: array.axes_of(heads) + axes})
 
 
-def in_ring(step: Step, keys: Sequence[ShardedArray], axes: tuple[str, ...]) -> tuple[Step, ...]:
-    """A step of attention, forward or backward, on ``keys`` (and values) that come round the devices of ``axes``.
+def in_ring(step: Step, keys: Sequence[ShardedArray]) -> tuple[Step, ...]:
+    """A step of attention, forward or backward, on ``keys`` (and values) that come round the ring of its details; the
+    step as it is where they name none.
 
     In the backward pass they go round once more, and with them their cotangents, which come home in the end.
     """
+    if not step.details.ring:
+        return (step,)
     forward = not step.op.endswith("_backward")
     given = 0 if forward else 3
     passing = tuple(key.replace(name=f"{key.name}_{'passing' if forward else 'returning'}") for key in keys)
@@ -34,16 +37,13 @@ def in_ring(step: Step, keys: Sequence[ShardedArray], axes: tuple[str, ...]) -> 
         step,
         inputs=(*step.inputs[:given], *passing, *step.inputs[given:]),
         more=(*collected, *step.more[len(collected) :]),
-        details=replace(step.details, ring=axes),
     )
-    past = (_round(step, axes, *pair, ring="past") for pair in zip(keys, passing, strict=True))
-    home = (_round(step, axes, *pair, ring="home") for pair in zip(collected, results, strict=True))
+    past = (_round(step, *pair, ring="past") for pair in zip(keys, passing, strict=True))
+    home = (_round(step, *pair, ring="home") for pair in zip(collected, results, strict=True))
     return (*past, attention, *home)
 
 
-def _round(
-    step: Step, axes: tuple[str, ...], array: ShardedArray, result: ShardedArray, *, ring: Literal["past", "home"]
-) -> Step:
+def _round(step: Step, array: ShardedArray, result: ShardedArray, *, ring: Literal["past", "home"]) -> Step:
     """A permute of an array round the ring, as far as the window of the attention asks for."""
     moves = Round(ring=ring, window=step.details.window)
-    return Step(op="permute", inputs=(array,), result=result, axes=axes, details=moves)
+    return Step(op="permute", inputs=(array,), result=result, axes=step.details.ring, details=moves)

@@ -1,10 +1,9 @@
 """Rematerialisation: the forward results that a strategy keeps for the backward pass, by name, and segments of layers
 that run again. What is not kept the backward pass makes again where it needs it (`Trace.need`)."""
 
-from collections.abc import Sequence
-
 import msgspec
 
+from meshwright.algebra.derived import BlockSteps
 from meshwright.algebra.layers import CROSS, ENCODER
 from meshwright.algebra.notation import ShardedArray
 from meshwright.algebra.program import Block, Program
@@ -81,9 +80,14 @@ def _kept_names(program: Program, strategy: Strategy) -> tuple[str, ...] | None:
     return tuple(strategy.remat)
 
 
-def run_again(steps: Sequence[Step], shardings: Shardings) -> tuple[Step, ...]:
-    """Forward steps as a segment's second run has them: only gathers of weights count as the backward pass's own."""
-    return tuple(_again(step, shardings) for step in steps)
+def in_segments(steps: BlockSteps, shardings: Shardings) -> BlockSteps:
+    """The steps of layers whose segments run again, where the strategy has any: the backward pass begins with the
+    forward steps, of which only gathers of weights count as its own."""
+    segment = shardings.strategy.segment
+    if segment is None or not steps.block.carry:
+        return steps
+    again = tuple(_again(step, shardings) for step in steps.forward)
+    return msgspec.structs.replace(steps, backward=(*again, *steps.backward), segment=segment)
 
 
 def _again(step: Step, shardings: Shardings) -> Step:
