@@ -7,7 +7,7 @@ from meshwright.algebra.einsum import reshard
 from meshwright.algebra.kinds import Updated
 from meshwright.algebra.notation import ShardedArray
 from meshwright.algebra.ops import op_kind
-from meshwright.algebra.program import Block, Program
+from meshwright.algebra.program import Block, Program, layers_dim
 from meshwright.algebra.rewrites.collective_matmul import in_blocks
 from meshwright.algebra.rewrites.fused_head import with_chunked_head, with_fused_head
 from meshwright.algebra.rewrites.pipeline import boundary, ends, require_stages
@@ -51,7 +51,7 @@ def derive(
         forward = forward_pass(block, shardings)
         kept = [a for s in forward.steps for a in (s.result, *s.more) if saved.keeps(a, block)]
         backward = _backward(block, shardings, forward, kept)
-        keeps.extend(kept)
+        keeps.extend(a for a in kept if saved.keeps_logits or a.name != "logits")
         given = program.further(block.name)
         held = tuple(a for a in backward.used if a.name not in given and (a in kept or shardings.is_activation(a.name)))
         steps = BlockSteps(block, tuple(forward.steps), tuple(backward.steps), held)
@@ -59,7 +59,6 @@ def derive(
             steps = with_chunked_head(steps)
         steps = in_segments(in_blocks(steps, shardings), shardings)
         blocks.append(with_fused_head(steps) if fused_head else steps)
-    blocks = _summed_once(blocks)
     declared = {name: shardings.declared(name) for name in program.variables}
     weights = _updated(program, shardings)
     result = Derived(
@@ -67,7 +66,7 @@ def derive(
         tuple(blocks),
         update=tuple(_update(program, shardings, weights, optimizer)),
         declared=declared,
-        keeps=(),
+        keeps=tuple(dict.fromkeys(a.name if declared.get(a.name) == a else str(a) for a in keeps)),
         boundary=boundary(program, shardings),
         ahead=strategy.prefetch,
         ends=ends(program, shardings),
@@ -75,20 +74,7 @@ def derive(
         weights=weights,
         optimizer=optimizer,
     )
-    tags = tuple(dict.fromkeys(result.tag(a) for a in keeps if saved.keeps_logits or a.name != "logits"))
-    result = msgspec.structs.replace(result, keeps=tags)
     return with_split_backward(result) if result.boundary else result
-
-
-def _summed_once(blocks: list[BlockSteps]) -> list[BlockSteps]:
-    """A weight of several blocks (tied embeddings) is summed over its replicas once, when its first block is done."""
-    result, owners = [], dict[str, str]()
-    for block in blocks:
-        for name in (name for op in block.block.ops for name in op.inputs):
-            owners.setdefault(f"d{name}", block.block.name)
-        kept = tuple(s for s in block.backward if s.scope != "step" or owners.get(s.result.name) == block.block.name)
-        result.append(msgspec.structs.replace(block, backward=kept))
-    return result
 
 
 def _inputs(block: Block, shardings: Shardings) -> set[ShardedArray]:
@@ -140,7 +126,7 @@ def _updated(program: Program, shardings: Shardings) -> dict[str, Updated]:
             shard=shardings.optimizer(weight.name),
             inputs=weight.inputs,
             batch=tuple(dim for dim in weight.dims if dim == "E" and weight.dims[0] == "E" and len(weight.dims) > 1),
-            layers=block.layers_dim if block else "",
+            layers=layers_dim(block.name) if block else "",
             layer_axes=stages if block else (),
         )
     return found

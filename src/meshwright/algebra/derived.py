@@ -7,7 +7,7 @@ import msgspec
 
 from meshwright.algebra.kinds import Updated
 from meshwright.algebra.notation import ShardedArray
-from meshwright.algebra.program import Block, Program
+from meshwright.algebra.program import Block, Program, layers_dim
 from meshwright.algebra.rewrites.stacks import SharedInput
 from meshwright.algebra.steps import Step
 
@@ -57,12 +57,12 @@ class Derived(msgspec.Struct, frozen=True):
     ``update`` are the steps after the last microbatch: the loss and the gradient norm summed over devices,
     the optimizer. Sums of gradients over replicas, and their way to the optimizer's shards, stand in their
     block's backward pass, with scope "step".
-    ``keeps`` lists the tags (see `tag`) that the backward pass may keep. ``boundary`` are the sends of the stream
-    and of its cotangent from one pipeline stage to the next, none without that axis; how often they run is the
-    schedule's matter. With ``ahead`` weights are gathered before their layer runs, and those of the last turn of layers
-    are not gathered again for the backward pass. ``ends`` are the sums over the pipeline, once per step, of the
-    gradients of what every stage holds: embedding and loss head. ``shared`` are what layers read of earlier stacks,
-    ``weights`` are as the ``optimizer`` has them.
+    ``keeps`` lists what the backward pass may keep: names, or whole arrays that are not split as declared.
+    ``boundary`` are the sends of the stream and of its cotangent from one pipeline stage to the next, none without that
+    axis; how often they run is the schedule's matter. With ``ahead`` weights are gathered before their layer runs, and
+    those of the last turn of layers are not gathered again for the backward pass. ``ends`` are the sums over the
+    pipeline, once per step, of the gradients of what every stage holds: embedding and loss head. ``shared`` are what
+    layers read of earlier stacks, ``weights`` are as the ``optimizer`` has them.
     """
 
     program: Program
@@ -92,10 +92,6 @@ class Derived(msgspec.Struct, frozen=True):
         """Repeats of the blocks that pipeline stages share out."""
         return sum(block.repeat for block in self.blocks if block.block.carry)
 
-    def tag(self, array: ShardedArray) -> str:
-        """How a result is named in a saved set: its name where it has its declared sharding, else all of it."""
-        return array.name if self.declared.get(array.name) == array else str(array)
-
     def steps(self, num_microbatches: Any = 1) -> Iterable[tuple[Step, Any]]:
         """Every step with the number of times that it runs in one training step.
 
@@ -111,7 +107,7 @@ class Derived(msgspec.Struct, frozen=True):
 
     def is_stacked(self, step: Step) -> bool:
         """Whether a step of the update works on all layers at once: its arrays have a dim that counts them."""
-        layers = {block.block.layers_dim for block in self.blocks if block.block.carry}
+        layers = {layers_dim(block.block.name) for block in self.blocks if block.block.carry}
         return any(dim.removesuffix("E") in layers for array in (step.result, *step.inputs) for dim in array.dims)
 
     def _stays(self, block: BlockSteps, step: Step) -> int:

@@ -101,15 +101,6 @@ def _slice(array: ShardedArray, target: ShardedArray) -> Step | None:
     return None
 
 
-def _without(array: ShardedArray, axis: str) -> ShardedArray:
-    """The array after giving up ``axis``, and with it whatever is minor to it on the same dim."""
-    dim = array.dim_on(axis)
-    if dim is None:
-        return array
-    have = array.axes_of(dim)
-    return array.resharded({dim: have[: have.index(axis)]})
-
-
 def _resolve_conflicts(lhs: ShardedArray, rhs: ShardedArray, out: ShardedArray) -> tuple[ShardedArray, ShardedArray]:
     """Rule 1: of two dims that one axis splits, the one that the output does not keep on it yields."""
     for axis in lhs.spread:
@@ -117,11 +108,12 @@ def _resolve_conflicts(lhs: ShardedArray, rhs: ShardedArray, out: ShardedArray) 
         if left is None or right is None or left == right:
             continue
         keeps_left, keeps_right = axis in out.axes_of(left), axis in out.axes_of(right)
-        if keeps_left != keeps_right:
-            lhs_yields = keeps_right
+        lhs_yields = keeps_right if keeps_left != keeps_right else left not in out.dims or right in out.dims
+        # an axis is given up with whatever is minor to it on the same dim
+        if lhs_yields:
+            lhs = lhs.resharded({left: lhs.axes_of(left)[: lhs.axes_of(left).index(axis)]})
         else:
-            lhs_yields = left not in out.dims or right in out.dims
-        lhs, rhs = (_without(lhs, axis), rhs) if lhs_yields else (lhs, _without(rhs, axis))
+            rhs = rhs.resharded({right: rhs.axes_of(right)[: rhs.axes_of(right).index(axis)]})
     return lhs, rhs
 
 
@@ -171,16 +163,11 @@ def local_product(lhs: ShardedArray, rhs: ShardedArray, out: ShardedArray) -> Sh
     return out.replace(axes=axes, unreduced=tuple(unreduced))
 
 
-def reduced(array: ShardedArray) -> ShardedArray:
-    """The same sharding with nothing left to sum."""
-    return array.replace(unreduced=())
-
-
 def product_steps(
     lhs: ShardedArray, rhs: ShardedArray, out: ShardedArray, *, slice_axes: Collection[str] = ()
 ) -> tuple[Step, ...]:
     """Steps up to and with the local contraction, its result not yet reduced or moved."""
-    left, right = align(reduced(lhs), reduced(rhs), out, slice_axes=slice_axes)
+    left, right = align(lhs.replace(unreduced=()), rhs.replace(unreduced=()), out, slice_axes=slice_axes)
     before = (*reshard(lhs, left), *reshard(rhs, right))
     result = local_product(left, right, out)
     return (*before, Step(op="einsum", inputs=(left, right), result=result))

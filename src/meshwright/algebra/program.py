@@ -41,14 +41,9 @@ class Block(msgspec.Struct, frozen=True):
     result: str = ""
     last_turn: int = 1
 
-    @property
-    def layers_dim(self) -> str:
-        """The dim that counts the layers of this kind: L, or Lmoe, Llocal where a model has several kinds."""
-        return layers_dim(self.name)
-
 
 def layers_dim(block: str) -> str:
-    """The dim that counts the layers of a block of this name."""
+    """The dim that counts the layers of a block: L, or Lmoe, Llocal where a model has several kinds."""
     return "L" + block.removeprefix("layer").replace("_", "")
 
 

@@ -27,24 +27,21 @@ class Shardings:
         self.program, self.strategy, self.keep_axes = program, strategy, keep_axes
         self.axes = tuple(strategy.mesh if keep_axes is None else keep_axes)
         self.shared: dict[str, SharedInput] = {}
+        self.first_use = {n: b.name for b in reversed(program.blocks) for op in b.ops for n in op.inputs}
         self._arrays: dict[str, ShardedArray] = {}
 
     def declared(self, name: str) -> ShardedArray:
         if name not in self._arrays:
-            variable = self.program.variables[name]
-            made = self._make(name, variable.dims, variable.role)
-            self._arrays[name] = made.replace(dtype=variable.dtype) if variable.dtype else made
+            made, dtype = self._make(name, name, "weight"), self.program.variables[name].dtype
+            self._arrays[name] = made.replace(dtype=dtype) if dtype else made
         return self._arrays[name]
 
     def cotangent(self, name: str) -> ShardedArray:
-        variable = self.program.variables[name]
-        role = "grad" if variable.role == "weight" else variable.role
-        return self._make(f"d{name}", variable.dims, role)
+        return self._make(f"d{name}", name, "grad")
 
     def optimizer(self, name: str) -> ShardedArray:
         """The part of a weight that one device updates."""
-        variable = self.program.variables[name]
-        return self._make(name, variable.dims, "optimizer" if variable.role == "weight" else variable.role)
+        return self._make(name, name, "optimizer")
 
     def as_read(self, name: str) -> tuple[ShardedArray, ...]:
         """A result as declared, and as layers of a later stack read it."""
@@ -54,7 +51,9 @@ class Shardings:
         """The cotangent of a result as the blocks that read it leave it."""
         return self.shared[name].cotangent if name in self.shared else self.cotangent(name)
 
-    def _make(self, name: str, dims: tuple[str, ...], role: str) -> ShardedArray:
+    def _make(self, name: str, variable: str, weight_role: str) -> ShardedArray:
+        dims, role = self.program.variables[variable].dims, self.program.variables[variable].role
+        role = weight_role if role == "weight" else role
         rules = self.strategy.rules(role)
         if "S" in dims and "S" not in rules and "T" in rules:  # positions of an encoder are split as a decoder's are
             rules = {**rules, "S": rules["T"]}
@@ -159,7 +158,9 @@ class Trace:
                 step = msgspec.structs.replace(step, accumulates=True)
             self._emit(step, self.phase)
             waiting[step.result] = reshard(step.result, target)
-        if addends and self.shardings.is_weight(name):
+        # a weight of several blocks (tied embeddings) is summed over its replicas once, when its first block is done
+        is_first = self.shardings.first_use.get(name) == self.block.name
+        if addends and is_first and self.shardings.is_weight(name):
             for step in reshard(target, self.shardings.optimizer(name).replace(name=target.name)):
                 self._emit(step, self.phase, scope="step")
 

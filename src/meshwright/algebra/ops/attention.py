@@ -62,7 +62,8 @@ class AttentionArrays(msgspec.Struct, frozen=True, kw_only=True):
     def of(cls, step: Step, values: Any = None) -> "AttentionArrays":
         """The operands of a step, or the values given for them in the order of its inputs."""
         held = step.inputs if values is None else tuple(values)
-        placed = len(step.inputs[-1].dims) == _DIMS_OF_POSITIONS
+        # q, k and v, of four dims, end the inputs, or positions of queries and keys after them
+        placed = len(step.inputs[-1].dims) == 2
         left = len(held) - (5 if placed else 3)
         given = 3 if step.op.endswith("_backward") else 0
         passing = given + (2 if step.details.ring else 0)
@@ -86,10 +87,6 @@ class AttentionArrays(msgspec.Struct, frozen=True, kw_only=True):
         sinks = () if self.sinks is None else (self.sinks,)
         positions = () if self.positions is None else (self.positions, self.key_positions)
         return (*self.given, *self.passing, *sinks, *self.documents, self.q, self.k, self.v, *positions)
-
-
-_DIMS_OF_POSITIONS = 2
-"""q, k and v, of four dims, end the inputs of every attention step, or the positions of queries and keys after them."""
 
 
 def positions_of(array: ShardedArray) -> str:

@@ -52,7 +52,7 @@ def orthogonalises(weight: Updated) -> bool:
 def update(weight: Updated) -> tuple[Step, ...]:
     """Momentum, whole matrices, orthogonalised, back to the shards, added to the weight."""
     if not orthogonalises(weight):
-        return adamw.update(weight)
+        return adamw.elementwise_update("adamw", weight)
     shard, name = weight.shard, weight.shard.name
     gradient = weight.stacked(f"d{name}").replace(dtype="")
     mixed = _counted_once(weight, f"{name}.momentum")
