@@ -8,21 +8,9 @@ import msgspec
 from meshwright.algebra.kinds import Updated
 from meshwright.algebra.notation import ShardedArray
 from meshwright.algebra.program import Block, Program, layers_dim
+from meshwright.algebra.rewrites.pipeline import SplitBackward
 from meshwright.algebra.rewrites.stacks import SharedInput
 from meshwright.algebra.steps import Step
-
-
-class SplitBackward(msgspec.Struct, frozen=True):
-    """A layer's backward pass in two parts, for schedules whose weight gradients have a pass of their own.
-
-    ``inputs`` and ``weights`` are places in the backward steps, every one that runs for each microbatch in one of the
-    two: first what the cotangent of the entering stream comes from, then the rest. ``handed`` is what the second takes
-    from the first: operands of its products, gathered activations as they are, and gradients that came on the way.
-    """
-
-    inputs: tuple[int, ...]
-    weights: tuple[int, ...]
-    handed: tuple[ShardedArray, ...]
 
 
 class BlockSteps(msgspec.Struct, frozen=True):
@@ -81,11 +69,6 @@ class Derived(msgspec.Struct, frozen=True):
     def shards(self) -> dict[str, ShardedArray]:
         """Weight -> the part of it that one device updates."""
         return {name: weight.shard for name, weight in self.weights.items()}
-
-    @property
-    def trains(self) -> bool:
-        """Whether there is a backward pass; the programs of generation have none."""
-        return any(block.backward for block in self.blocks)
 
     @property
     def num_layers(self) -> int:

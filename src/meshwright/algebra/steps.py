@@ -15,8 +15,6 @@ Role = Literal["first", "layer", "last", "head"]
 """What a block is in its stack of layers: it makes the stream, hands it on, or ends it; the head ends that of the
 last stack."""
 
-Reduction = Literal["sum", "max"]
-
 COLLECTIVES: tuple[str, ...] = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "permute")
 BOOK_NAMES: dict[str, str] = {op: op.title().replace("_", "") for op in (*COLLECTIVES, "slice")}
 """Move -> its name in the book: AllGather, ReduceScatter."""
@@ -44,7 +42,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     axes: tuple[str, ...] = ()
     dim: str = ""
     to_dim: str = ""
-    reduction: Reduction = "sum"
+    reduction: Literal["sum", "max"] = "sum"
     accumulates: bool = False
     details: Any = None
     block: str = ""

@@ -1,5 +1,7 @@
-"""What stages of a pipeline send each other, beside the steps of blocks; `schedules` say when."""
+"""What stages of a pipeline send each other, beside the steps of blocks, and a backward pass in two parts; `schedules`
+say when."""
 
+import msgspec
 from msgspec.structs import replace
 
 from meshwright.algebra.einsum import reshard
@@ -11,6 +13,19 @@ from meshwright.core.errors import CannotRunError
 from meshwright.spec.strategy import Strategy
 
 NO_PIPELINE = "an encoder with a decoder does not run in a pipeline in this version. Use pipeline=1."
+
+
+class SplitBackward(msgspec.Struct, frozen=True):
+    """A layer's backward pass in two parts, for schedules whose weight gradients have a pass of their own.
+
+    ``inputs`` and ``weights`` are places in the backward steps, every one that runs for each microbatch in one of the
+    two: first what the cotangent of the entering stream comes from, then the rest. ``handed`` is what the second takes
+    from the first: operands of its products, gathered activations as they are, and gradients that came on the way.
+    """
+
+    inputs: tuple[int, ...]
+    weights: tuple[int, ...]
+    handed: tuple[ShardedArray, ...]
 
 
 def require_stages(program: Program, strategy: Strategy) -> None:
