@@ -32,12 +32,6 @@ def gradient_bytes(gradient: ShardedArray, sizes: OpSizes) -> Number:
     return sizes.elements(gradient) * STATE_BYTES[sizes.state]["gradients"]
 
 
-def apply_bytes(step: Step, sizes: OpSizes) -> Number:
-    """A change in float32 read; weights and master copy read and written."""
-    change, weight = step.inputs
-    return sizes.bytes(change) + 2 * sizes.elements(weight) * (sizes.width + master_bytes(sizes.state))
-
-
 OP = OpKind(
     update=partial(elementwise_update, "adamw"),
     moments=moments,

@@ -13,6 +13,7 @@ import numpy as np
 from meshwright.algebra.kinds import OpKind, StepKind, Updated
 from meshwright.algebra.notation import ShardedArray, product
 from meshwright.algebra.ops import adamw
+from meshwright.algebra.ops.adafactor import apply_bytes, stacked
 from meshwright.algebra.sizes import Number, OpSizes
 from meshwright.algebra.steps import Step
 from meshwright.core.dims import DTYPE_BYTES
@@ -54,7 +55,7 @@ def update(weight: Updated) -> tuple[Step, ...]:
     if not orthogonalises(weight):
         return adamw.elementwise_update("adamw", weight)
     shard, name = weight.shard, weight.shard.name
-    gradient = weight.stacked(f"d{name}").replace(dtype="")
+    gradient = stacked(weight, f"d{name}").replace(dtype="")
     mixed = _counted_once(weight, f"{name}.momentum")
     split = [(dim, axes) for dim, axes in zip(mixed.dims[1:], mixed.axes[1:], strict=True) if axes]
     over, *_ = mixed.dims
@@ -84,11 +85,11 @@ def update(weight: Updated) -> tuple[Step, ...]:
 
 def _counted_once(weight: Updated, name: str) -> ShardedArray:
     """The stacked array with layers and experts as its one first dim."""
-    stacked = weight.stacked(name)
+    array = stacked(weight, name)
     counted = (weight.layers, *weight.batch)
-    axes = tuple(axis for dim in counted for axis in stacked.axes_of(dim))
-    rest = [dim for dim in stacked.dims if dim not in counted]
-    return ShardedArray(name, ("".join(counted), *rest), (axes, *(stacked.axes_of(dim) for dim in rest)), dtype="fp32")
+    axes = tuple(axis for dim in counted for axis in array.axes_of(dim))
+    rest = [dim for dim in array.dims if dim not in counted]
+    return ShardedArray(name, ("".join(counted), *rest), (axes, *(array.axes_of(dim) for dim in rest)), dtype="fp32")
 
 
 def _exchange(
@@ -137,6 +138,6 @@ OP = OpKind(
     steps={
         "muon_momentum": StepKind(hbm_bytes=momentum_bytes, group="optimizer"),
         "muon": StepKind(flops=flops, hbm_bytes=hbm_bytes, group="optimizer"),
-        "muon_apply": StepKind(hbm_bytes=adamw.apply_bytes, group="optimizer"),
+        "muon_apply": StepKind(hbm_bytes=apply_bytes, group="optimizer"),
     },
 )
