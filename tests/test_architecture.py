@@ -11,7 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.algebra.ops import step_kinds
+from meshwright.algebra.derive import derive
+from meshwright.algebra.ops import op_kind, op_names, step_kinds
+from meshwright.algebra.transformer import transformer
+from meshwright.spec import catalogue
+from meshwright.spec.strategy import Strategy
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "meshwright"
@@ -204,6 +208,41 @@ def test_local_steps_are_told_by_what_their_op_states():
     assert faults.keys() <= {"meshwright.algebra.steps"}, "which writes a product as A * B"
     example = "if step.op in ('copy', 'add'): pass\nif a.op == b: pass\nif step.op != 'einsum': pass"
     assert ops_named_in(example, names) == [1, 3]
+
+
+MOST_CORE_LINES = 1_800
+"""Of what somebody reads to follow `derive` on a dense Llama from end to end."""
+
+BESIDE_THE_CORE = ("meshwright.algebra.rewrites", "meshwright.algebra.schedules")
+"""What works on derived steps, or on the order of passes; a derivation is understood without."""
+
+
+def core_modules() -> dict[str, int]:
+    """Module -> lines: all of `algebra` that `derive` imports, and the ops that a dense Llama and AdamW are made of."""
+    derived = derive(transformer(catalogue.model("llama3-8b")), Strategy(mesh={}), fused_head=False)
+    kinds = {op.kind for block in derived.program.blocks for op in block.ops}
+    made_by = {step: op for op in op_names() for step in op_kind(op).steps}
+    ops = {*kinds, *(made_by[step.op] for step, _ in derived.steps())}
+    graph, modules, found = import_graph(), source_modules(), dict[str, int]()
+    left = ["meshwright.algebra", "meshwright.algebra.derive", *(f"meshwright.algebra.ops.{op}" for op in ops)]
+    while left:
+        module = left.pop()
+        if module not in found and folder_of(module) == "algebra" and not module.startswith(BESIDE_THE_CORE):
+            found[module] = len(modules[module].read_text().splitlines())
+            left += graph[module]
+    return found
+
+
+def test_the_core_of_the_algebra_is_small():
+    core = core_modules()
+    listed = "\n".join(f"{lines:5} {module}" for module, lines in sorted(core.items(), key=lambda row: -row[1]))
+    assert sum(core.values()) <= MOST_CORE_LINES, f"{sum(core.values())} lines:\n{listed}"
+
+
+def test_the_core_is_named_in_its_reading_order():
+    order = (SOURCE / "algebra" / "__init__.py").read_text()
+    unnamed = {module for module in core_modules() if f"`{module.removeprefix('meshwright.algebra.')}`" not in order}
+    assert unnamed <= {"meshwright.algebra"}
 
 
 def test_no_import_rings():

@@ -7,8 +7,9 @@ from itertools import product as every
 import pytest
 
 from meshwright.algebra.derive import derive
+from meshwright.algebra.layers import parse_block
 from meshwright.algebra.notation import local_elements
-from meshwright.algebra.program import Program, Variable, parse_block
+from meshwright.algebra.program import Program, Variable
 from meshwright.algebra.transformer import transformer
 from meshwright.core.errors import InputError
 from meshwright.spec.catalogue import model

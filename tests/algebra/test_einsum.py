@@ -3,7 +3,8 @@
 import pytest
 
 from meshwright.algebra.einsum import align, einsum_steps, product_steps, reshard
-from meshwright.algebra.notation import parse_array, parse_einsum
+from meshwright.algebra.notation import parse_array
+from meshwright.calculators.sharding.parsing import parse_einsum
 from meshwright.core.errors import InputError
 
 

@@ -3,8 +3,15 @@
 import pytest
 from msgspec.structs import replace
 
-from meshwright.algebra.derive import derive, derive_forward
-from meshwright.algebra.generation import cache_table, generate_program, one_position, prefill_program, scales
+from meshwright.algebra.derive import derive
+from meshwright.algebra.generation import (
+    cache_table,
+    derive_forward,
+    generate_program,
+    one_position,
+    prefill_program,
+    scales,
+)
 from meshwright.algebra.program import Program
 from meshwright.algebra.transformer import transformer, weight_variables
 from meshwright.core.errors import InputError

@@ -2,7 +2,8 @@
 
 import pytest
 
-from meshwright.algebra.program import Op, Program, Variable, parse_block
+from meshwright.algebra.layers import parse_block
+from meshwright.algebra.program import Op, Program, Variable
 from meshwright.core.errors import InputError
 
 

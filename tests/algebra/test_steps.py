@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from meshwright.algebra.notation import parse_array
-from meshwright.algebra.steps import Round, Step, num_moves
+from meshwright.algebra.rewrites.rings import Round, num_moves
+from meshwright.algebra.steps import Step
 
 
 def permute(details=None):

@@ -94,8 +94,7 @@ def training_steps(model: Any, chosen: Chosen, options: Any) -> dict[str, list[s
 
 def generation_steps(model: Any, chosen: Chosen, *, which: str, cache_dtype: str, quantised: bool) -> dict[str, Any]:
     """The same of a pass of generation: ``prefill``, or ``generate`` (one position of each row)."""
-    from meshwright.algebra.derive import derive_forward
-    from meshwright.algebra.generation import generate_program, one_position, prefill_program
+    from meshwright.algebra.generation import derive_forward, generate_program, one_position, prefill_program
 
     if which == "prefill":
         program = prefill_program(model, cache_dtype=cache_dtype, quantised=quantised)

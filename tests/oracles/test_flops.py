@@ -3,9 +3,9 @@
 import pytest
 
 from meshwright.algebra.einsum import einsum_steps
-from meshwright.algebra.notation import parse_einsum
 from meshwright.algebra.sizes import OpSizes
 from meshwright.calculators.sharding.blocks import num_devices
+from meshwright.calculators.sharding.parsing import parse_einsum
 from meshwright.cost.formulas.accounting import attention_equal_len, projection_equal_len, train_flops_per_param
 from meshwright.cost.formulas.roofline import Operand, einsum_work
 from meshwright.cost.formulas.training_budget import available_flops, training_flops

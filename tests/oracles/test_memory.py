@@ -2,8 +2,9 @@
 
 import pytest
 
-from meshwright.algebra.notation import local_shape, parse_array
+from meshwright.algebra.notation import parse_array
 from meshwright.calculators.chips.anatomy import tile_expansion
+from meshwright.calculators.sharding.parsing import local_shape
 from meshwright.cost.formulas.accounting import (
     bytes_per_param,
     kv_cache_bytes,

@@ -2,7 +2,8 @@
 
 import pytest
 
-from meshwright.algebra.notation import parse_array, parse_einsum
+from meshwright.algebra.notation import parse_array
+from meshwright.calculators.sharding.parsing import parse_einsum
 from meshwright.cost.formulas.accounting import attention_work
 from meshwright.cost.formulas.roofline import (
     Operand,

@@ -2,9 +2,10 @@
 
 import pytest
 
-from meshwright.algebra.notation import local_shape, parse_array
+from meshwright.algebra.notation import parse_array
 from meshwright.algebra.sizes import OpSizes
 from meshwright.calculators.chips.anatomy import PodTotals, pod_totals
+from meshwright.calculators.sharding.parsing import local_shape
 from meshwright.cost.formulas import limits
 from meshwright.cost.formulas.roofline import channel_rate
 from meshwright.cost.formulas.training_budget import (

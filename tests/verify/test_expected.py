@@ -2,8 +2,8 @@
 
 import pytest
 
-from meshwright.algebra.derive import derive, derive_forward
-from meshwright.algebra.generation import generate_program, one_position, prefill_program
+from meshwright.algebra.derive import derive
+from meshwright.algebra.generation import derive_forward, generate_program, one_position, prefill_program
 from meshwright.algebra.transformer import transformer
 from meshwright.core.labels import find_label
 from meshwright.spec.catalogue import model, models

@@ -1,8 +1,10 @@
 """Sharding notation, the sharded einsum, transformer programs and the derivation of their steps.
 
-To read it, in this order: `notation` (arrays and the axes that split them), `einsum` (the rules of a sharded product),
-`steps` (what a derivation is made of), `program` (a model as ops over named dims), `kinds` (what an op states of
-itself), `ops.einsum`, `ops.add` and `ops.rms_norm` (three ops), `trace` (what rules work with), `derive` (all of it put
-together). Then, as wanted: the other `ops`, `rewrites` of derived steps, `transformer` and `generation` (models as
-programs), `schedules` of pipelines.
+To read it, in this order: `notation` (arrays and the axes that split them), `steps` (what a derivation is made of),
+`einsum` (the rules of a sharded product), `program` (a model as ops over named dims), `kinds` and `sizes` (what an op
+states of itself, and the sizes that its counts are read from), `trace` (what rules work with), `ops.einsum`, `ops.add`,
+`ops.copy` and `ops.rms_norm` (four ops), `ops` (how they are found), `derived` and `derive` (all of it put together).
+The other ops of a dense Llama and its optimizer are `ops.embed`, `ops.rope`, `ops.attention`, `ops.silu_mul`,
+`ops.linear_cross_entropy` and `ops.adamw`. Then, as wanted: `rewrites` of derived steps, ops of other families,
+`transformer` and `generation` (models as programs), `schedules` of pipelines.
 """

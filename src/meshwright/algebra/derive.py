@@ -1,7 +1,5 @@
 """`derive(program, strategy)`: the one place where the steps of a program, collectives included, come from."""
 
-from collections.abc import Sequence
-
 import msgspec
 
 from meshwright.algebra.derived import BlockSteps, Derived
@@ -9,62 +7,17 @@ from meshwright.algebra.einsum import reshard
 from meshwright.algebra.kinds import Updated
 from meshwright.algebra.notation import ShardedArray
 from meshwright.algebra.ops import op_kind
-from meshwright.algebra.program import Block, Program
-from meshwright.algebra.rewrites.collective_matmul import with_collective_matmuls
-from meshwright.algebra.rewrites.fused_head import with_fused_head
+from meshwright.algebra.program import Block, Program, layers_dim
+from meshwright.algebra.rewrites.collective_matmul import in_blocks
+from meshwright.algebra.rewrites.fused_head import with_chunked_head, with_fused_head
+from meshwright.algebra.rewrites.pipeline import boundary, ends, require_stages
+from meshwright.algebra.rewrites.remat import Saved, in_segments
 from meshwright.algebra.rewrites.split_backward import with_split_backward
-from meshwright.algebra.steps import Phase, Step
-from meshwright.algebra.trace import Shardings, SharedInput, Trace, moved
-from meshwright.core.errors import CannotRunError, InputError
+from meshwright.algebra.rewrites.stacks import shared_inputs
+from meshwright.algebra.steps import Step
+from meshwright.algebra.trace import Shardings, Trace, moved
+from meshwright.core.errors import InputError
 from meshwright.spec.strategy import Strategy
-
-NO_PIPELINE = "an encoder with a decoder does not run in a pipeline in this version. Use pipeline=1."
-
-
-def _again(step: Step, shardings: Shardings) -> Step:
-    """A forward step as a segment's second run has it: only gathers of weights count as the backward pass's own."""
-    gathers = step.is_collective and shardings.is_weight(step.result.name)
-    phase: Phase = "backward" if gathers else "recompute"
-    parts = tuple(msgspec.structs.replace(part, phase=phase) for part in step.parts)
-    return msgspec.structs.replace(step, phase=phase, parts=parts)
-
-
-def _boundary(program: Program, shardings: Shardings) -> tuple[Step, ...]:
-    """The stream sent to the next stage, and its cotangent sent back.
-
-    Where the stream is whole over ``tensor`` each of its devices sends a part, which the next stage gathers.
-    """
-    axes = shardings.strategy.mesh if shardings.keep_axes is None else shardings.keep_axes
-    stream = next((block.carry for block in program.blocks if block.carry), "")
-    if "pipeline" not in axes or not stream or len(program.stacks) > 1:
-        return ()
-    steps: list[Step] = []
-    sides: tuple[tuple[Phase, ShardedArray], ...] = (
-        ("forward", shardings.declared(stream)),
-        ("backward", shardings.cotangent(stream)),
-    )
-    for phase, whole in sides:
-        apart = whole
-        if "tensor" in axes and "tensor" not in whole.spread and "T" in whole.dims:
-            apart = whole.resharded({"T": (*whole.axes_of("T"), "tensor")})
-        sent = Step(op="permute", inputs=(apart,), result=apart, axes=("pipeline",))
-        for step in (sent, *reshard(apart, whole)):
-            steps.append(msgspec.structs.replace(step, block="stage", phase=phase, critical=True))
-    return tuple(steps)
-
-
-def _ends(program: Program, shardings: Shardings) -> tuple[Step, ...]:
-    """Gradients of the weights outside the layers, which come from the first and the last stage, summed over all."""
-    axes = shardings.strategy.mesh if shardings.keep_axes is None else shardings.keep_axes
-    if "pipeline" not in axes or len(program.stacks) > 1:
-        return ()
-    outside = dict.fromkeys(n for block in program.blocks if not block.carry for op in block.ops for n in op.inputs)
-    steps = []
-    for name in (n for n in outside if shardings.is_weight(n)):
-        total = shardings.optimizer(name).replace(name=f"d{name}")
-        part = total.replace(unreduced=("pipeline",))
-        steps.append(Step(op="all_reduce", inputs=(part,), result=total, axes=("pipeline",), scope="step"))
-    return tuple(msgspec.structs.replace(s, block="stage", phase="backward") for s in steps)
 
 
 def derive(
@@ -85,104 +38,70 @@ def derive(
     Raises InputError where an assignment cannot work (conflicting axes, a norm over a split D), and CannotRunError for
     several stacks in a pipeline.
     """
-    if len(program.stacks) > 1 and strategy.mesh.get("pipeline", 1) > 1:
-        raise CannotRunError(NO_PIPELINE)
+    require_stages(program, strategy)
     keep = strategy.active_axes if not symbolic else None
     if symbolic and without:
         keep = tuple(axis for axis in strategy.mesh if axis not in without)
     shardings = Shardings(program, strategy, keep)
-    shardings.shared = _shared_inputs(program, shardings)
+    saved = Saved(shardings)
+    shardings.shared = shared_inputs(program, lambda block: _both_passes(block, shardings))
     blocks: list[BlockSteps] = []
     keeps: list[ShardedArray] = []
     for block in program.blocks:
-        forward = _forward(block, shardings)
-        kept = [a for s in forward.steps for a in (s.result, *s.more) if shardings.keeps(a, block)]
+        forward = forward_pass(block, shardings)
+        kept = [a for s in forward.steps for a in (s.result, *s.more) if saved.keeps(a, block)]
         backward = _backward(block, shardings, forward, kept)
-        keeps.extend(kept)
+        keeps.extend(a for a in kept if saved.keeps_logits or a.name != "logits")
         given = program.further(block.name)
         held = tuple(a for a in backward.used if a.name not in given and (a in kept or shardings.is_activation(a.name)))
-        segment = strategy.segment if block.carry else None
-        there = _in_blocks(forward.steps, shardings, held)
-        again = () if segment is None else tuple(_again(step, shardings) for step in there)
-        back = _in_blocks(backward.steps, shardings)
-        steps = BlockSteps(block, there, (*again, *back), held, segment)
+        steps = BlockSteps(block, tuple(forward.steps), tuple(backward.steps), held)
+        if not saved.keeps_logits:
+            steps = with_chunked_head(steps)
+        steps = in_segments(in_blocks(steps, shardings), shardings)
         blocks.append(with_fused_head(steps) if fused_head else steps)
-    blocks = _summed_once(blocks)
     declared = {name: shardings.declared(name) for name in program.variables}
     weights = _updated(program, shardings)
-    update, boundary = tuple(_update(program, shardings, weights, optimizer)), _boundary(program, shardings)
-    ends = _ends(program, shardings)
-    ahead, shared = strategy.prefetch, shardings.shared
-    result = Derived(program, tuple(blocks), update, declared, (), boundary, ahead, ends, shared, weights, optimizer)
-    tags = tuple(dict.fromkeys(result.tag(a) for a in keeps))
-    result = msgspec.structs.replace(result, keeps=tags)
-    return with_split_backward(result) if boundary else result
-
-
-def derive_forward(program: Program, strategy: Strategy, *, symbolic: bool = False) -> Derived:
-    """Forward steps of a program that is never differentiated: no backward pass, no update, nothing held."""
-    keep = None if symbolic else strategy.active_axes
-    shardings = Shardings(program, msgspec.structs.replace(strategy, remat="none"), keep)
-    passes = ((block, _in_blocks(_forward(block, shardings).steps, shardings)) for block in program.blocks)
-    blocks = tuple(BlockSteps(block, steps, (), ()) for block, steps in passes)
-    return Derived(program, blocks, (), {name: shardings.declared(name) for name in program.variables}, ())
-
-
-def _in_blocks(steps: Sequence[Step], shardings: Shardings, kept: tuple[ShardedArray, ...] = ()) -> tuple[Step, ...]:
-    """The steps of one pass, with collective matmuls where the strategy asks for them.
-
-    Where the strategy splits no positions (rows of one, in generation) sums are not cut along them either.
-    """
-    ways, along = shardings.strategy.ring_ways, "T" if "T" in shardings.strategy.rules("activation") else ""
-    weights = {variable.name for variable in shardings.program.of_role("weight", "vector")}
-    if not ways:
-        return tuple(steps)
-    return with_collective_matmuls(steps, ways=ways, kept=kept, weights=weights, along=along)
-
-
-def _summed_once(blocks: list[BlockSteps]) -> list[BlockSteps]:
-    """A weight of several blocks (tied embeddings) is summed over its replicas once, when its first block is done."""
-    result, owners = [], dict[str, str]()
-    for block in blocks:
-        for name in (name for op in block.block.ops for name in op.inputs):
-            owners.setdefault(f"d{name}", block.block.name)
-        kept = tuple(s for s in block.backward if s.scope != "step" or owners.get(s.result.name) == block.block.name)
-        result.append(msgspec.structs.replace(block, backward=kept))
-    return result
+    result = Derived(
+        program,
+        tuple(blocks),
+        update=tuple(_update(program, shardings, weights, optimizer)),
+        declared=declared,
+        keeps=tuple(dict.fromkeys(a.name if declared.get(a.name) == a else str(a) for a in keeps)),
+        boundary=boundary(program, shardings),
+        ahead=strategy.prefetch,
+        ends=ends(program, shardings),
+        shared=shardings.shared,
+        weights=weights,
+        optimizer=optimizer,
+    )
+    return with_split_backward(result) if result.boundary else result
 
 
 def _inputs(block: Block, shardings: Shardings) -> set[ShardedArray]:
     """What is there before a block starts: weights, inputs of the job, and the stream."""
     made = {op.out for op in block.ops}
     used = {name for op in block.ops for name in op.inputs}
-    given = {shardings.shared[name].given for name in used - made if name in shardings.shared}
-    return {shardings.declared(name) for name in used - made} | given
+    return {array for name in used - made for array in shardings.as_read(name)}
 
 
-def _forward(block: Block, shardings: Shardings) -> Trace:
+def forward_pass(block: Block, shardings: Shardings) -> Trace:
+    """The forward steps of one block, and which of them makes each result."""
     trace = Trace(shardings, block, "forward", _inputs(block, shardings))
     for op in block.ops:
         op_kind(op.kind).forward(op, trace)
-    result = block.ops[-1].out
-    if result in shardings.shared:
-        moved(trace, trace.declared(result), shardings.shared[result].given)
+    for array in shardings.as_read(block.ops[-1].out):
+        moved(trace, trace.declared(array.name), array)
     trace.producers = {a: s for s in trace.steps for a in (s.result, *s.more)}
     return trace
 
 
 def _backward(block: Block, shardings: Shardings, forward: Trace, kept: list[ShardedArray]) -> Trace:
-    start = {*_inputs(block, shardings), *kept}
-    trace = Trace(shardings, block, "backward", start)
+    trace = Trace(shardings, block, "backward", {*_inputs(block, shardings), *kept})
     trace.producers = forward.producers
-    result, shared = block.ops[-1].out, shardings.shared
-    if result in shared:
-        trace.available.add(shared[result].cotangent)
-        trace.contribute(result, shared[result].cotangent)
-    else:
-        trace.available.add(shardings.cotangent(result))
-    further = [name for name in shardings.program.further(block.name) if name in shared]
     # what the layers after this one have left is added to
-    trace.available.update(shared[name].cotangent for name in further)
+    further = [name for name in shardings.program.further(block.name) if name in shardings.shared]
+    trace.available.update(shardings.as_left(name) for name in (block.ops[-1].out, *further))
+    trace.contribute(block.ops[-1].out, shardings.as_left(block.ops[-1].out))
     for op in reversed(block.ops):
         trace.finish(op.out)
         op_kind(op.kind).backward(op, trace)
@@ -191,30 +110,14 @@ def _backward(block: Block, shardings: Shardings, forward: Trace, kept: list[Sha
     return trace
 
 
-def _shared_inputs(program: Program, shardings: Shardings) -> dict[str, SharedInput]:
-    """How layers want what they read of earlier stacks, so that it is brought there once for all of them; and the
-    cotangent as each layer leaves it before any sum over devices, which is done once too."""
-    found = {}
-    for stack in program.stacks:
-        for name in stack.inputs:
-            blocks = [block for block in program.blocks if block.name in stack.layers]
-            read, left = set[ShardedArray](), set[ShardedArray]()
-            for block in blocks:
-                forward = _forward(block, shardings)
-                backward = _backward(block, shardings, forward, [])
-                used = [s for s in (*forward.steps, *backward.steps) if not s.only_moves]
-                read |= {array for step in used for array in step.inputs if array.name == name}
-                left |= {step.result for step in used if step.result.name == f"d{name}"}
-            if len(read) != 1 or len(left) != 1:
-                raise InputError(f"layers want {', '.join(map(str, read | left))}; split heads and widths alike.")
-            found[name] = SharedInput(given=read.pop(), cotangent=left.pop())
-    return found
+def _both_passes(block: Block, shardings: Shardings) -> list[Step]:
+    forward = forward_pass(block, shardings)
+    return [*forward.steps, *_backward(block, shardings, forward, []).steps]
 
 
 def _updated(program: Program, shardings: Shardings) -> dict[str, Updated]:
     """Every weight as its optimizer updates it."""
-    axes = shardings.strategy.mesh if shardings.keep_axes is None else shardings.keep_axes
-    stages = ("pipeline",) if "pipeline" in axes else ()
+    stages = ("pipeline",) if "pipeline" in shardings.axes else ()
     blocks = {name: block for block in program.blocks if block.carry for op in block.ops for name in op.inputs}
     found = {}
     for weight in program.of_role("weight", "vector"):
@@ -223,7 +126,7 @@ def _updated(program: Program, shardings: Shardings) -> dict[str, Updated]:
             shard=shardings.optimizer(weight.name),
             inputs=weight.inputs,
             batch=tuple(dim for dim in weight.dims if dim == "E" and weight.dims[0] == "E" and len(weight.dims) > 1),
-            layers=block.layers_dim if block else "",
+            layers=layers_dim(block.name) if block else "",
             layer_axes=stages if block else (),
         )
     return found
@@ -234,8 +137,7 @@ def _update(program: Program, shardings: Shardings, weights: dict[str, Updated],
 
     Where the optimizer is split further than the weights, its shards are gathered afterwards (ZeRO-1 and 2).
     """
-    axes = tuple(shardings.strategy.mesh if shardings.keep_axes is None else shardings.keep_axes)
-    steps: list[Step] = []
+    steps, axes = list[Step](), shardings.axes
     stream = next((shardings.declared(block.carry).spread for block in program.blocks if block.carry), axes)
     # each device has the loss of its own tokens (the last stage, in a pipeline), and its own part of every gradient
     of_loss = tuple(a for a in axes if a in stream or a == "pipeline")

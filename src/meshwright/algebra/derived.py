@@ -7,22 +7,10 @@ import msgspec
 
 from meshwright.algebra.kinds import Updated
 from meshwright.algebra.notation import ShardedArray
-from meshwright.algebra.program import Block, Program
+from meshwright.algebra.program import Block, Program, layers_dim
+from meshwright.algebra.rewrites.pipeline import SplitBackward
+from meshwright.algebra.rewrites.stacks import SharedInput
 from meshwright.algebra.steps import Step
-from meshwright.algebra.trace import SharedInput
-
-
-class SplitBackward(msgspec.Struct, frozen=True):
-    """A layer's backward pass in two parts, for schedules whose weight gradients have a pass of their own.
-
-    ``inputs`` and ``weights`` are places in the backward steps, every one that runs for each microbatch in one of the
-    two: first what the cotangent of the entering stream comes from, then the rest. ``handed`` is what the second takes
-    from the first: operands of its products, gathered activations as they are, and gradients that came on the way.
-    """
-
-    inputs: tuple[int, ...]
-    weights: tuple[int, ...]
-    handed: tuple[ShardedArray, ...]
 
 
 class BlockSteps(msgspec.Struct, frozen=True):
@@ -57,12 +45,12 @@ class Derived(msgspec.Struct, frozen=True):
     ``update`` are the steps after the last microbatch: the loss and the gradient norm summed over devices,
     the optimizer. Sums of gradients over replicas, and their way to the optimizer's shards, stand in their
     block's backward pass, with scope "step".
-    ``keeps`` lists the tags (see `tag`) that the backward pass may keep. ``boundary`` are the sends of the stream
-    and of its cotangent from one pipeline stage to the next, none without that axis; how often they run is the
-    schedule's matter. With ``ahead`` weights are gathered before their layer runs, and those of the last turn of layers
-    are not gathered again for the backward pass. ``ends`` are the sums over the pipeline, once per step, of the
-    gradients of what every stage holds: embedding and loss head. ``shared`` are what layers read of earlier stacks,
-    ``weights`` are as the ``optimizer`` has them.
+    ``keeps`` lists what the backward pass may keep: names, or whole arrays that are not split as declared.
+    ``boundary`` are the sends of the stream and of its cotangent from one pipeline stage to the next, none without that
+    axis; how often they run is the schedule's matter. With ``ahead`` weights are gathered before their layer runs, and
+    those of the last turn of layers are not gathered again for the backward pass. ``ends`` are the sums over the
+    pipeline, once per step, of the gradients of what every stage holds: embedding and loss head. ``shared`` are what
+    layers read of earlier stacks, ``weights`` are as the ``optimizer`` has them.
     """
 
     program: Program
@@ -83,18 +71,9 @@ class Derived(msgspec.Struct, frozen=True):
         return {name: weight.shard for name, weight in self.weights.items()}
 
     @property
-    def trains(self) -> bool:
-        """Whether there is a backward pass; the programs of generation have none."""
-        return any(block.backward for block in self.blocks)
-
-    @property
     def num_layers(self) -> int:
         """Repeats of the blocks that pipeline stages share out."""
         return sum(block.repeat for block in self.blocks if block.block.carry)
-
-    def tag(self, array: ShardedArray) -> str:
-        """How a result is named in a saved set: its name where it has its declared sharding, else all of it."""
-        return array.name if self.declared.get(array.name) == array else str(array)
 
     def steps(self, num_microbatches: Any = 1) -> Iterable[tuple[Step, Any]]:
         """Every step with the number of times that it runs in one training step.
@@ -111,7 +90,7 @@ class Derived(msgspec.Struct, frozen=True):
 
     def is_stacked(self, step: Step) -> bool:
         """Whether a step of the update works on all layers at once: its arrays have a dim that counts them."""
-        layers = {block.block.layers_dim for block in self.blocks if block.block.carry}
+        layers = {layers_dim(block.block.name) for block in self.blocks if block.block.carry}
         return any(dim.removesuffix("E") in layers for array in (step.result, *step.inputs) for dim in array.dims)
 
     def _stays(self, block: BlockSteps, step: Step) -> int:

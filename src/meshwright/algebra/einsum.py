@@ -4,8 +4,8 @@ Source of the rules: How to Scale Your Model, section 3. The algebra never decid
 ways exist (`slice_axes`) the caller chooses.
 """
 
-from collections.abc import Collection
-from functools import lru_cache
+from collections.abc import Callable, Collection
+from functools import lru_cache, partial
 from itertools import takewhile
 
 from meshwright.algebra.notation import ShardedArray
@@ -35,135 +35,86 @@ def reshard(array: ShardedArray, target: ShardedArray) -> tuple[Step, ...]:
             f"Leave {{U_...}} out of what is wanted."
         )
     steps: list[Step] = []
-    current = _reduce(array, target, steps)
-    current = _move(current, target, steps)
-    current = _gather(current, target, steps)
-    _slice(current, target, steps)
+
+    def follow(rule: Callable[[ShardedArray, ShardedArray], Step | None]) -> None:
+        while step := rule(steps[-1].result if steps else array, target):
+            steps.append(step)
+
+    follow(_reduce)
+    follow(_move)
+    current = steps[-1].result if steps else array
+    # Axes that the target has nowhere go first: they may stand where another axis only has to move to.
+    for dim in sorted(array.dims, key=lambda d: not set(target.spread).isdisjoint(_surplus(current, target, d))):
+        follow(partial(_gather, dim))
+        follow(_move)
+    follow(_slice)
     return tuple(steps)
 
 
-def _add(steps: list[Step], op: str, source: ShardedArray, result: ShardedArray, **fields: object) -> ShardedArray:
-    steps.append(Step(op=op, inputs=(source,), result=result, **fields))  # type: ignore[arg-type]
-    return result
+def _reduce(array: ShardedArray, target: ShardedArray) -> Step | None:
+    pending = tuple(a for a in array.unreduced if a not in target.unreduced)
+    for dim, have in zip(array.dims, array.axes, strict=True):
+        want = target.axes_of(dim)
+        run = tuple(takewhile(pending.__contains__, want[len(have) :])) if want[: len(have)] == have else ()
+        if run:
+            left = tuple(a for a in array.unreduced if a not in run)
+            result = array.resharded({dim: have + run}, unreduced=left)
+            return Step(op="reduce_scatter", inputs=(array,), result=result, axes=run, dim=dim)
+    if not pending:
+        return None
+    left = tuple(a for a in array.unreduced if a not in pending)
+    return Step(op="all_reduce", inputs=(array,), result=array.replace(unreduced=left), axes=pending)
 
 
-def _reduce(current: ShardedArray, target: ShardedArray, steps: list[Step]) -> ShardedArray:
-    pending = [a for a in current.unreduced if a not in target.unreduced]
-    scattered = True
-    while pending and scattered:
-        scattered = False
-        for dim, have in zip(current.dims, current.axes, strict=True):
-            want = target.axes_of(dim)
-            if want[: len(have)] != have:
-                continue
-            run = tuple(takewhile(pending.__contains__, want[len(have) :]))
-            if not run:
-                continue
-            pending = [a for a in pending if a not in run]
-            left = tuple(a for a in current.unreduced if a not in run)
-            result = current.resharded({dim: have + run}, unreduced=left)
-            current = _add(steps, "reduce_scatter", current, result, axes=run, dim=dim)
-            scattered = True
-    if pending:
-        left = tuple(a for a in current.unreduced if a not in pending)
-        current = _add(steps, "all_reduce", current, current.replace(unreduced=left), axes=tuple(pending))
-    return current
-
-
-def _surplus(current: ShardedArray, target: ShardedArray, dim: str) -> Axes:
-    have = current.axes_of(dim)
+def _surplus(array: ShardedArray, target: ShardedArray, dim: str) -> Axes:
+    have = array.axes_of(dim)
     return have[len(common_prefix(have, target.axes_of(dim))) :]
 
 
-def _move(current: ShardedArray, target: ShardedArray, steps: list[Step]) -> ShardedArray:
-    """All-to-alls of what the target has, next in order, on another dim: as many minor axes at once as can go."""
-    move = _next_move(current, target)
-    while move:
-        dim, to_dim, axes = move
-        kept = current.axes_of(dim)[: -len(axes)]
-        result = current.resharded({dim: kept, to_dim: current.axes_of(to_dim) + axes})
-        current = _add(steps, "all_to_all", current, result, axes=axes, dim=dim, to_dim=to_dim)
-        move = _next_move(current, target)
-    return current
-
-
-def _next_move(current: ShardedArray, target: ShardedArray) -> tuple[str, str, Axes] | None:
-    for dim in current.dims:
-        surplus = _surplus(current, target, dim)
+def _move(array: ShardedArray, target: ShardedArray) -> Step | None:
+    """An all-to-all of what the target has, next in order, on another dim: as many minor axes at once as can go."""
+    for dim in array.dims:
+        surplus = _surplus(array, target, dim)
         for axes in (surplus[n:] for n in range(len(surplus))):
-            for to_dim in current.dims:
-                have, want = current.axes_of(to_dim), target.axes_of(to_dim)
+            for to_dim in array.dims:
+                have, want = array.axes_of(to_dim), target.axes_of(to_dim)
                 if to_dim != dim and want[: len(have) + len(axes)] == have + axes:
-                    return dim, to_dim, axes
+                    result = array.resharded({dim: array.axes_of(dim)[: -len(axes)], to_dim: have + axes})
+                    return Step(op="all_to_all", inputs=(array,), result=result, axes=axes, dim=dim, to_dim=to_dim)
     return None
 
 
-def _gather(current: ShardedArray, target: ShardedArray, steps: list[Step]) -> ShardedArray:
-    # Axes that the target has nowhere go first: they may stand where another axis only has to move to.
-    for dim in sorted(current.dims, key=lambda d: not set(target.spread).isdisjoint(_surplus(current, target, d))):
-        surplus = _surplus(current, target, dim)
-        if surplus:
-            kept = current.axes_of(dim)[: -len(surplus)]
-            current = _add(steps, "all_gather", current, current.resharded({dim: kept}), axes=surplus, dim=dim)
-            current = _move(current, target, steps)
-    return current
+def _gather(dim: str, array: ShardedArray, target: ShardedArray) -> Step | None:
+    surplus = _surplus(array, target, dim)
+    if not surplus:
+        return None
+    result = array.resharded({dim: array.axes_of(dim)[: -len(surplus)]})
+    return Step(op="all_gather", inputs=(array,), result=result, axes=surplus, dim=dim)
 
 
-def _slice(current: ShardedArray, target: ShardedArray, steps: list[Step]) -> ShardedArray:
-    for dim in current.dims:
-        missing = target.axes_of(dim)[len(current.axes_of(dim)) :]
+def _slice(array: ShardedArray, target: ShardedArray) -> Step | None:
+    for dim in array.dims:
+        missing = target.axes_of(dim)[len(array.axes_of(dim)) :]
         if missing:
-            result = current.resharded({dim: target.axes_of(dim)})
-            current = _add(steps, "slice", current, result, axes=missing, dim=dim)
-    return current
-
-
-def _conflicts(lhs: ShardedArray, rhs: ShardedArray) -> list[tuple[str, str, str]]:
-    """(axis, dim of lhs, dim of rhs) for every axis that splits different dims of the two."""
-    found = []
-    for axis in lhs.spread:
-        left, right = lhs.dim_on(axis), rhs.dim_on(axis)
-        if left is not None and right is not None and left != right:
-            found.append((axis, left, right))
-    return found
-
-
-def _without(array: ShardedArray, axis: str) -> ShardedArray:
-    """The array after giving up ``axis``, and with it whatever is minor to it on the same dim."""
-    dim = array.dim_on(axis)
-    if dim is None:
-        return array
-    have = array.axes_of(dim)
-    return array.resharded({dim: have[: have.index(axis)]})
+            result = array.resharded({dim: target.axes_of(dim)})
+            return Step(op="slice", inputs=(array,), result=result, axes=missing, dim=dim)
+    return None
 
 
 def _resolve_conflicts(lhs: ShardedArray, rhs: ShardedArray, out: ShardedArray) -> tuple[ShardedArray, ShardedArray]:
     """Rule 1: of two dims that one axis splits, the one that the output does not keep on it yields."""
-    for axis, left, right in _conflicts(lhs, rhs):
-        if lhs.dim_on(axis) != left or rhs.dim_on(axis) != right:
+    for axis in lhs.spread:
+        left, right = lhs.dim_on(axis), rhs.dim_on(axis)
+        if left is None or right is None or left == right:
             continue
         keeps_left, keeps_right = axis in out.axes_of(left), axis in out.axes_of(right)
-        if keeps_left != keeps_right:
-            lhs_yields = keeps_right
+        lhs_yields = keeps_right if keeps_left != keeps_right else left not in out.dims or right in out.dims
+        # an axis is given up with whatever is minor to it on the same dim
+        if lhs_yields:
+            lhs = lhs.resharded({left: lhs.axes_of(left)[: lhs.axes_of(left).index(axis)]})
         else:
-            lhs_yields = left not in out.dims or right in out.dims
-        lhs, rhs = (_without(lhs, axis), rhs) if lhs_yields else (lhs, _without(rhs, axis))
+            rhs = rhs.resharded({right: rhs.axes_of(right)[: rhs.axes_of(right).index(axis)]})
     return lhs, rhs
-
-
-def _align_shared(
-    lhs: ShardedArray, rhs: ShardedArray, dim: str, *, lhs_takes: bool, rhs_takes: bool
-) -> tuple[ShardedArray, ShardedArray]:
-    """Both operands with the same axes on a dim they share; a side takes the other's axes or they are gathered."""
-    left, right = lhs.axes_of(dim), rhs.axes_of(dim)
-    if left == right:
-        return lhs, rhs
-    if lhs_takes and right[: len(left)] == left:
-        return lhs.resharded({dim: right}), rhs
-    if rhs_takes and left[: len(right)] == right:
-        return lhs, rhs.resharded({dim: left})
-    kept = common_prefix(left, right)
-    return lhs.resharded({dim: kept}), rhs.resharded({dim: kept})
 
 
 def align(
@@ -177,27 +128,27 @@ def align(
     are in ``slice_axes``.
     """
     left, right = _resolve_conflicts(lhs, rhs, out)
-    for dim in (d for d in lhs.dims if d in rhs.dims):
-        only_left = left.axes_of(dim)[len(common_prefix(left.axes_of(dim), right.axes_of(dim))) :]
-        only_right = right.axes_of(dim)[len(common_prefix(left.axes_of(dim), right.axes_of(dim))) :]
-        left, right = _align_shared(
-            left,
-            right,
-            dim,
-            lhs_takes=_may_take(lhs, left, out, dim, only_right, slice_axes),
-            rhs_takes=_may_take(rhs, right, out, dim, only_left, slice_axes),
-        )
+    for dim in (d for d in lhs.dims if d in rhs.dims and left.axes_of(d) != right.axes_of(d)):
+        of_left, of_right = left.axes_of(dim), right.axes_of(dim)
+        if _may_take(lhs, left, out, dim, of_right, slice_axes):
+            of_left = of_right
+        elif _may_take(rhs, right, out, dim, of_left, slice_axes):
+            of_right = of_left
+        else:
+            of_left = of_right = common_prefix(of_left, of_right)
+        left, right = left.resharded({dim: of_left}), right.resharded({dim: of_right})
     return left, right
 
 
 def _may_take(
-    before: ShardedArray, now: ShardedArray, out: ShardedArray, dim: str, axes: Axes, slice_axes: Collection[str]
+    before: ShardedArray, now: ShardedArray, out: ShardedArray, dim: str, wanted: Axes, slice_axes: Collection[str]
 ) -> bool:
-    if not axes or any(a in now.spread for a in axes):
+    have = now.axes_of(dim)
+    axes = wanted[len(have) :]
+    if not axes or wanted[: len(have)] != have or any(a in now.spread for a in axes):
         return False
     gave_up = all(a in before.spread for a in axes)
-    kept = now.axes_of(dim) + axes
-    kept_by_output = dim in out.dims and out.axes_of(dim)[: len(kept)] == kept
+    kept_by_output = dim in out.dims and out.axes_of(dim)[: len(wanted)] == wanted
     left_unreduced = dim not in out.dims and all(a in out.unreduced for a in axes)
     return gave_up or kept_by_output or left_unreduced or all(a in slice_axes for a in axes)
 
@@ -212,16 +163,11 @@ def local_product(lhs: ShardedArray, rhs: ShardedArray, out: ShardedArray) -> Sh
     return out.replace(axes=axes, unreduced=tuple(unreduced))
 
 
-def reduced(array: ShardedArray) -> ShardedArray:
-    """The same sharding with nothing left to sum."""
-    return array.replace(unreduced=())
-
-
 def product_steps(
     lhs: ShardedArray, rhs: ShardedArray, out: ShardedArray, *, slice_axes: Collection[str] = ()
 ) -> tuple[Step, ...]:
     """Steps up to and with the local contraction, its result not yet reduced or moved."""
-    left, right = align(reduced(lhs), reduced(rhs), out, slice_axes=slice_axes)
+    left, right = align(lhs.replace(unreduced=()), rhs.replace(unreduced=()), out, slice_axes=slice_axes)
     before = (*reshard(lhs, left), *reshard(rhs, right))
     result = local_product(left, right, out)
     return (*before, Step(op="einsum", inputs=(left, right), result=result))

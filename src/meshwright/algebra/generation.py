@@ -12,11 +12,13 @@ from typing import Literal, get_args
 
 import msgspec
 
-from meshwright.algebra.derive import derive, derive_forward
-from meshwright.algebra.derived import Derived
+from meshwright.algebra.derive import derive, forward_pass
+from meshwright.algebra.derived import BlockSteps, Derived
 from meshwright.algebra.layers import PLAIN, ProgramOptions
 from meshwright.algebra.ops.cached_attention import slots_kept
 from meshwright.algebra.program import Block, Op, Program, Variable
+from meshwright.algebra.rewrites.collective_matmul import in_blocks
+from meshwright.algebra.trace import Shardings
 from meshwright.algebra.transformer import LayerKind, layer_kinds, transformer, weight_variables
 from meshwright.core.dims import DTYPE_BYTES
 from meshwright.core.errors import CannotRunError, InputError, nearest
@@ -56,6 +58,20 @@ class Storage(msgspec.Struct, frozen=True, kw_only=True):
 
 AS_WRITTEN = Storage()
 """Weights in the dtype of the state, caches in bfloat16, sequences without pages."""
+
+
+def derive_forward(program: Program, strategy: Strategy, *, symbolic: bool = False) -> Derived:
+    """Forward steps of a program that is never differentiated: no backward pass, no update, nothing held."""
+    keep = None if symbolic else strategy.active_axes
+    shardings = Shardings(program, strategy, keep)
+    blocks = [BlockSteps(block, tuple(forward_pass(block, shardings).steps), (), ()) for block in program.blocks]
+    return Derived(
+        program,
+        tuple(in_blocks(block, shardings) for block in blocks),
+        (),
+        {name: shardings.declared(name) for name in program.variables},
+        (),
+    )
 
 
 def prefill_program(

@@ -82,18 +82,6 @@ class Updated(msgspec.Struct, frozen=True, kw_only=True):
     layers: str = ""
     layer_axes: tuple[str, ...] = ()
 
-    @property
-    def outputs(self) -> tuple[str, ...]:
-        """The dims that come out of its matrices; all dims of a vector but those of ``batch``."""
-        return tuple(dim for dim in self.shard.dims if dim not in (*self.inputs, *self.batch))
-
-    def stacked(self, name: str) -> ShardedArray:
-        """An array of this name like the shards of all layers, the layers in front, in float32."""
-        shard = self.shard
-        if not self.layers:
-            return shard.replace(name=name, dtype="fp32")
-        return ShardedArray(name, (self.layers, *shard.dims), (self.layer_axes, *shard.axes), dtype="fp32")
-
 
 class OpKind(msgspec.Struct, frozen=True, kw_only=True):
     """One op kind: its rules forward and backward, and the local steps that they or a rewrite make, by name.

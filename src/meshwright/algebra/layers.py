@@ -1,14 +1,27 @@
 """The lines of one transformer layer, for every family: attention with its norms, then dense or routed feed-forward.
 
 Names say what a remat policy may keep: q, k, a, g, u, y and their like are what a matrix product leaves; qr, kr, v
-and o are what attention takes and gives, whatever was done to them on the way.
+and o are what attention takes and gives, whatever was done to them on the way. `parse_block` reads such lines.
 """
+
+import re
+from collections.abc import Mapping
 
 import msgspec
 
+from meshwright.algebra.notation import parse_array
+from meshwright.algebra.program import Block, Op, Variable
+from meshwright.core.errors import InputError
 from meshwright.spec.model import Model
 
 Lines = list[str]
+
+ENCODER, CROSS = "encoder_", "cross_"
+"""What names of an encoder's variables and of cross-attention's begin with; the rest is as in a decoder's layer."""
+
+_LINE = re.compile(r"\s*(?P<out>[^=]+?)\s*=\s*(?P<rest>.+?)\s*")
+_CALL = re.compile(r"(?P<kind>[a-z_]+)\((?P<args>[^;]*)(?:;(?P<attributes>.*))?\)")
+_ARG = re.compile(r"[\w']+\s*\[[^\]]*\]")
 
 
 class ProgramOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -268,3 +281,58 @@ def _shared_lines(model: Model) -> tuple[Lines, Lines]:
     if not model.shared_expert_gate:
         return lines, ["ys"]
     return [*lines, "ysg[B,T,D] = token_gate(ys[B,T,D], h1[B,T,D], shared_gate[D])"], ["ysg"]
+
+
+# -- lines read -----------------------------------------------------------------------------------------------
+
+
+def parse_block(
+    name: str,
+    text: str,
+    variables: dict[str, Variable],
+    *,
+    repeat: int = 1,
+    last_turn: int = 1,
+    carry: str = "",
+    result: str = "",
+    renamed: Mapping[str, str] = {},
+) -> Block:
+    """The block written as lines ``q[B,T,N,H] = h[B,T,D] * wq[D,N,H]`` or ``o[..] = attention(q[..], ..; window=8)``.
+
+    Every variable is entered in ``variables`` as an activation unless it is there already with its role.
+    ``renamed`` gives names of the text another name in the program: weights of two blocks are two variables.
+    Raises InputError when a line cannot be read or a variable is used with other dims than before.
+    """
+    ops = [_parse_line(line, variables, renamed) for line in text.strip().splitlines() if line.strip()]
+    return Block(name, tuple(ops), repeat, carry, result, last_turn)
+
+
+def _parse_line(line: str, variables: dict[str, Variable], renamed: Mapping[str, str]) -> Op:
+    match = _LINE.fullmatch(line)
+    if match is None:
+        raise InputError(f"program line {line.strip()!r} is not 'out[dims] = ...'.")
+    rest = match["rest"]
+    call = _CALL.fullmatch(rest)
+    kind, args = (call["kind"], call["args"]) if call else ("einsum", rest)
+    inputs = tuple(_enter(found, variables, renamed) for found in _ARG.findall(args))
+    if kind == "einsum" and len(inputs) != 2:
+        raise InputError(f"program line {line.strip()!r} is not a product of two arrays.")
+    attributes = _parse_attributes(call["attributes"] or "") if call else ()
+    return Op(kind, inputs, _enter(match["out"], variables, renamed), attributes)
+
+
+def _parse_attributes(text: str) -> tuple[tuple[str, str], ...]:
+    """``"window=128, sinks"`` -> (("window", "128"), ("sinks", "true"))."""
+    pairs = (part.strip().partition("=") for part in text.split(",") if part.strip())
+    return tuple((name.strip(), value.strip() or "true") for name, _, value in pairs)
+
+
+def _enter(text: str, variables: dict[str, Variable], renamed: Mapping[str, str]) -> str:
+    array = parse_array(text)
+    name = renamed.get(array.name, array.name)
+    known = variables.get(name)
+    if known is None:
+        variables[name] = Variable(name, array.dims, "activation")
+    elif known.dims != array.dims:
+        raise InputError(f"{name} has dims {list(known.dims)} and is used as {text.strip()}.")
+    return name

@@ -1,24 +1,16 @@
-"""Sharded arrays in the book's notation: ``A[I_XY, J]{U_Z}``, parsed, printed and measured."""
+"""Sharded arrays in the book's notation: ``A[I_XY, J]{U_Z}``, parsed and printed."""
 
-import re
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
-from meshwright.core.dims import DTYPE_BYTES
 from meshwright.core.errors import InputError, nearest
+from meshwright.core.notation import join_axes, read_array
 
 Sizes = Mapping[str, Any]
 """Name of a dim or of a mesh axis -> its size: an int, or a NumPy array with one entry per candidate."""
-
-_ARRAY = re.compile(r"\s*([A-Za-z][\w']*)?\s*\[([^\[\]]*)\]\s*(?:\{\s*U_([^{}]*|\{[^{}]*\})\s*\})?\s*")
-_DTYPE = re.compile(r"(?:bf|fp|tf|u?int|float|f|e[0-9]m)[0-9]+\w*")
-_DIM = re.compile(r"\s*([A-Za-z][A-Za-z0-9']*)(?:_(\{[^{}]*\}|[A-Za-z][A-Za-z0-9]*))?\s*")
-_LETTERS = re.compile(r"(?:[A-Z][0-9]*)+")
-_AXIS = re.compile(r"[A-Za-z]\w*")
-_ARROW = re.compile(r"\s*(?:->|→)\s*")
-_TIMES = re.compile(r"\]\s*(\{[^\]]*?\})?\s*[*.@·]\s*")
 
 
 class ShardedArray(msgspec.Struct, frozen=True):
@@ -40,9 +32,9 @@ class ShardedArray(msgspec.Struct, frozen=True):
 
     def __str__(self) -> str:
         inner = ", ".join(
-            dim + (f"_{_join(axes)}" if axes else "") for dim, axes in zip(self.dims, self.axes, strict=True)
+            dim + (f"_{join_axes(axes)}" if axes else "") for dim, axes in zip(self.dims, self.axes, strict=True)
         )
-        tail = f"{{U_{_join(self.unreduced)}}}" if self.unreduced else ""
+        tail = f"{{U_{join_axes(self.unreduced)}}}" if self.unreduced else ""
         return f"{self.name}[{inner}]{tail}"
 
     def axes_of(self, dim: str) -> tuple[str, ...]:
@@ -71,13 +63,6 @@ class ShardedArray(msgspec.Struct, frozen=True):
         return tuple(axis for axes in self.axes for axis in axes)
 
 
-def _join(axes: tuple[str, ...]) -> str:
-    if all(_LETTERS.fullmatch(a) and len(a) == 1 for a in axes):
-        return "".join(axes)
-    bare = len(axes) == 1 and axes[0].isalnum() and parse_axes(axes[0]) == axes
-    return axes[0] if bare else "{" + ",".join(axes) + "}"
-
-
 def _refuse_impossible(array: ShardedArray) -> None:
     seen: dict[str, str] = {}
     for dim, axes in zip(array.dims, array.axes, strict=True):
@@ -96,23 +81,9 @@ def _refuse_impossible(array: ShardedArray) -> None:
                 f"it can only be one of the two."
             )
     if len(set(array.unreduced)) != len(array.unreduced):
-        raise InputError(f"{array.name}[...] is unreduced over {_join(array.unreduced)}; name each axis once.")
+        raise InputError(f"{array.name}[...] is unreduced over {join_axes(array.unreduced)}; name each axis once.")
     if len(set(array.dims)) != len(array.dims):
         raise InputError(f"{array.name}[{', '.join(array.dims)}] names a dim twice; give each dim its own name.")
-
-
-def parse_axes(text: str) -> tuple[str, ...]:
-    """Axes of a subscript: ``XY`` -> (X, Y), ``tensor`` -> (tensor,), ``{data,fsdp}`` -> (data, fsdp)."""
-    body = text.strip()
-    if body.startswith("{"):
-        axes = tuple(part.strip() for part in body[1:-1].split(","))
-    elif _LETTERS.fullmatch(body):
-        axes = tuple(re.findall(r"[A-Z][0-9]*", body))
-    else:
-        axes = (body,)
-    if not all(_AXIS.fullmatch(axis) for axis in axes):
-        raise InputError(f"{body!r} does not name mesh axes. Write X, XY, tensor or {{data,fsdp}}.")
-    return axes
 
 
 def parse_array(text: str) -> ShardedArray:
@@ -120,82 +91,7 @@ def parse_array(text: str) -> ShardedArray:
 
     Raises InputError for anything that is not this notation, and for impossible shardings.
     """
-    match = _ARRAY.fullmatch(text)
-    if match is None:
-        raise InputError(f"{text.strip()!r} is not a sharded array. Write for example A[I_X, J] or W[D_{{fsdp}}, F_Y].")
-    name, inner, unreduced = match.groups()
-    dims, axes = [], []
-    for part in _split_dims(inner):
-        dim = _DIM.fullmatch(part)
-        if dim is None:
-            raise InputError(
-                f"{part.strip()!r} in {text.strip()!r} is not a dim. Write D, D_X, D_XY or D_{{fsdp,tensor}}."
-            )
-        dims.append(dim.group(1))
-        axes.append(parse_axes(dim.group(2)) if dim.group(2) else ())
-    if name and _DTYPE.fullmatch(name) and name not in DTYPE_BYTES:
-        raise InputError(f"{name!r} in {text.strip()!r} is not a dtype.{nearest(name, DTYPE_BYTES)}")
-    dtype = name if name in DTYPE_BYTES else ""
-    left = () if unreduced is None else parse_axes(unreduced)
-    return ShardedArray(name or "A", tuple(dims), tuple(axes), left, dtype)
-
-
-def _split_dims(inner: str) -> list[str]:
-    return re.split(r",(?![^{}]*\})", inner) if inner.strip() else []
-
-
-def parse_einsum(text: str) -> tuple[ShardedArray, ShardedArray, ShardedArray]:
-    """(lhs, rhs, out) of ``In[B_X,D_Y] * Win[D_X,F_Y] -> Tmp[B_X,F_Y]``; the product sign may be * . @ or ·."""
-    sides = _ARROW.split(text.strip())
-    if len(sides) != 2:
-        raise InputError(f"{text.strip()!r} is not one product. Write A[I,J] * B[J,K] -> C[I,K].")
-    cut = _TIMES.search(sides[0])
-    if cut is None:
-        raise InputError(f"{sides[0]!r} is not a product of two arrays. Write A[I,J] * B[J,K] before the arrow.")
-    lhs = parse_array(sides[0][: cut.start() + 1] + (cut.group(1) or ""))
-    rhs, out = parse_array(sides[0][cut.end() :]), parse_array(sides[1])
-    for dim in out.dims:
-        if dim not in lhs.dims and dim not in rhs.dims:
-            raise InputError(f"dim {dim} of {out} is in neither {lhs} nor {rhs}; an output dim comes from an input.")
-    return _distinct_names(lhs, rhs, out)
-
-
-def _distinct_names(*arrays: ShardedArray) -> tuple[ShardedArray, ShardedArray, ShardedArray]:
-    """Arrays named by their dtype, or all alike, get the names A, B, C."""
-    names = [a.name for a in arrays]
-    if len(set(names)) == 3 and not any(a.dtype for a in arrays):
-        return arrays[0], arrays[1], arrays[2]
-    lhs, rhs, out = (a.replace(name=n) for a, n in zip(arrays, ("A", "B", "C"), strict=True))
-    return lhs, rhs, out
-
-
-def parse_mesh(text: str) -> dict[str, int]:
-    """``"X=4,Y=2"`` -> {"X": 4, "Y": 2}, in the order given. Raises InputError when a size is not >= 1."""
-    return _parse_sizes(text, what="mesh axis", example="X=4,Y=2")
-
-
-def parse_dims(text: str) -> dict[str, int]:
-    """``"B=1024,D=4096"`` -> sizes of dims."""
-    return _parse_sizes(text, what="dim", example="B=1024,D=4096")
-
-
-def _parse_sizes(text: str, *, what: str, example: str) -> dict[str, int]:
-    from meshwright.core.units import parse_count
-
-    sizes: dict[str, int] = {}
-    for part in filter(None, (p.strip() for p in text.split(","))):
-        name, sep, value = part.partition("=")
-        if not sep or not name.strip():
-            raise InputError(f"{part!r} is not a {what} size. Write {example}.")
-        size = parse_count(value, what=f"size of {what} {name.strip()}")
-        if size < 1:
-            raise InputError(f"{what} {name.strip()}={size} must be at least 1. Leave it out if it is not wanted.")
-        if name.strip() in sizes:
-            raise InputError(f"{what} {name.strip()} is given twice in {text!r}.")
-        sizes[name.strip()] = size
-    if not sizes:
-        raise InputError(f"no {what} sizes in {text!r}. Write {example}.")
-    return sizes
+    return ShardedArray(*read_array(text))
 
 
 def check(array: ShardedArray, dims: Sizes, mesh: Sizes) -> None:
@@ -216,28 +112,9 @@ def check(array: ShardedArray, dims: Sizes, mesh: Sizes) -> None:
 
 def product(values: Any) -> Any:
     """Product of ints or arrays; 1 for none."""
-    result: Any = 1
-    for value in values:
-        result = result * value
-    return result
-
-
-def local_shape(array: ShardedArray, dims: Sizes, mesh: Sizes) -> tuple[int, ...]:
-    """Shape of the block that one device holds. Raises InputError when a split is uneven."""
-    check(array, dims, mesh)
-    return tuple(dims[d] // product(mesh[a] for a in axes) for d, axes in zip(array.dims, array.axes, strict=True))
+    return math.prod(values)
 
 
 def local_elements(array: ShardedArray, dims: Sizes, mesh: Sizes) -> Any:
     """Elements that one device holds; sizes may be NumPy arrays, and nothing is checked."""
     return product(dims[d] for d in array.dims) / product(mesh[a] for a in array.spread)
-
-
-def bytes_per_device(array: ShardedArray, dims: Sizes, mesh: Sizes, *, element_bytes: float) -> float:
-    """Bytes of the block that one device holds."""
-    return product(local_shape(array, dims, mesh)) * element_bytes
-
-
-def bytes_total(array: ShardedArray, dims: Sizes, mesh: Sizes, *, element_bytes: float) -> float:
-    """Bytes over all devices of the mesh, copies counted (How to Scale Your Model, section 3.1)."""
-    return bytes_per_device(array, dims, mesh, element_bytes=element_bytes) * product(mesh.values())

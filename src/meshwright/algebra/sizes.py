@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 import msgspec
-import numpy as np
 
 from meshwright.algebra.notation import ShardedArray, Sizes, local_elements, product
 from meshwright.core.dims import DTYPE_BYTES
@@ -66,13 +65,6 @@ class OpSizes(msgspec.Struct, frozen=True, kw_only=True):
             width = DTYPE_BYTES[array.dtype] if array.dtype else self.width
             self.cache[array] = self.elements(array) * width
         return self.cache[array]
-
-    def with_room(self, moving: Number) -> "OpSizes":
-        """The sizes with every slot of an expert counted, empty or not, where slots are ``moving``."""
-        if "C" not in self.dims:
-            return self
-        room = np.where(moving, self.spare_slots, 1.0)
-        return msgspec.structs.replace(self, dims={**self.dims, "C": self.dims["C"] * room}, cache={})
 
     def total(self, *arrays: ShardedArray) -> Number:
         """Bytes of several blocks."""

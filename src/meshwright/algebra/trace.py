@@ -12,39 +12,12 @@ import msgspec
 from meshwright.algebra.einsum import reshard
 from meshwright.algebra.notation import ShardedArray
 from meshwright.algebra.program import Block, Op, Program
+from meshwright.algebra.rewrites.stacks import SharedInput
 from meshwright.algebra.steps import Phase, Scope, Step
-from meshwright.core.errors import InputError, nearest
+from meshwright.core.errors import InputError
 from meshwright.spec.strategy import Strategy, assign
 
 Details = TypeVar("Details", bound=msgspec.Struct)
-
-KEPT_NAMES: dict[str, tuple[str, ...]] = {
-    "selective": (
-        *("qr", "kr", "v", "o", "x1", "g", "u", "logits"),
-        *("r", "xe", "ge", "ue", "gs", "us", "cq", "ckv"),
-    ),
-    "matmuls": (
-        *("q", "k", "v", "a", "g", "u", "logits"),
-        *("r", "ge", "ue", "ye", "gs", "us", "ys", "cq", "ckv", "kn", "kpe"),
-    ),
-    "block": ("logits",),
-    "full": (),
-}
-"""Remat policy -> results that are kept for the backward pass, besides each block's input. "none" keeps
-every result and every gathered activation, and so do "sqrt" and "every-C" inside the segment of layers that is
-being run again. The loss head keeps all but its logits under every policy."""
-
-
-class SharedInput(msgspec.Struct, frozen=True, kw_only=True):
-    """What every layer of a stack reads of an earlier one: how it lies when they do, and its cotangent as they add to
-    it, which may be left to be summed over devices until all of them have."""
-
-    given: ShardedArray
-    cotangent: ShardedArray
-
-
-ENCODER, CROSS = "encoder_", "cross_"
-"""What names of an encoder's variables and of cross-attention's begin with; the rest is as in a decoder's layer."""
 
 
 class Shardings:
@@ -52,29 +25,35 @@ class Shardings:
 
     def __init__(self, program: Program, strategy: Strategy, keep_axes: Sequence[str] | None) -> None:
         self.program, self.strategy, self.keep_axes = program, strategy, keep_axes
-        self.kept_names = kept_names(program, strategy)
-        self.keeps_logits = keeps_logits(strategy)
+        self.axes = tuple(strategy.mesh if keep_axes is None else keep_axes)
         self.shared: dict[str, SharedInput] = {}
+        self.first_use = {n: b.name for b in reversed(program.blocks) for op in b.ops for n in op.inputs}
         self._arrays: dict[str, ShardedArray] = {}
 
     def declared(self, name: str) -> ShardedArray:
         if name not in self._arrays:
-            variable = self.program.variables[name]
-            made = self._make(name, variable.dims, variable.role)
-            self._arrays[name] = made.replace(dtype=variable.dtype) if variable.dtype else made
+            made, dtype = self._make(name, name, "weight"), self.program.variables[name].dtype
+            self._arrays[name] = made.replace(dtype=dtype) if dtype else made
         return self._arrays[name]
 
     def cotangent(self, name: str) -> ShardedArray:
-        variable = self.program.variables[name]
-        role = "grad" if variable.role == "weight" else variable.role
-        return self._make(f"d{name}", variable.dims, role)
+        return self._make(f"d{name}", name, "grad")
 
     def optimizer(self, name: str) -> ShardedArray:
         """The part of a weight that one device updates."""
-        variable = self.program.variables[name]
-        return self._make(name, variable.dims, "optimizer" if variable.role == "weight" else variable.role)
+        return self._make(name, name, "optimizer")
 
-    def _make(self, name: str, dims: tuple[str, ...], role: str) -> ShardedArray:
+    def as_read(self, name: str) -> tuple[ShardedArray, ...]:
+        """A result as declared, and as layers of a later stack read it."""
+        return (self.declared(name), *([self.shared[name].given] if name in self.shared else []))
+
+    def as_left(self, name: str) -> ShardedArray:
+        """The cotangent of a result as the blocks that read it leave it."""
+        return self.shared[name].cotangent if name in self.shared else self.cotangent(name)
+
+    def _make(self, name: str, variable: str, weight_role: str) -> ShardedArray:
+        dims, role = self.program.variables[variable].dims, self.program.variables[variable].role
+        role = weight_role if role == "weight" else role
         rules = self.strategy.rules(role)
         if "S" in dims and "S" not in rules and "T" in rules:  # positions of an encoder are split as a decoder's are
             rules = {**rules, "S": rules["T"]}
@@ -91,49 +70,6 @@ class Shardings:
         """Whether a name is a result that a block hands to the next."""
         return name in self.program.variables and self.program.variables[name].role == "activation"
 
-    def keeps(self, array: ShardedArray, block: Block) -> bool:
-        """Whether the saved set holds a forward result; a gathered weight only until the next block runs.
-
-        The backward pass of the block that ends in the loss follows its forward pass at once, so there
-        everything stays, the gathered table too; only logits are made again unless they are kept by name.
-        """
-        if block.ops[-1].out == "loss":
-            return array.name != "logits" or self.keeps_logits
-        if self.is_weight(array.name):
-            return False
-        if self.kept_names is None:
-            return True
-        name = plain_name(array.name)
-        if name == "lse":  # attention's backward pass needs it wherever it needs the result
-            return "o" in self.kept_names
-        declared = array.name in self.program.variables and self.declared(array.name).axes == array.axes
-        return declared and not array.unreduced and (name in self.kept_names or array.name in self.kept_names)
-
-
-def plain_name(name: str) -> str:
-    """The name of a result where there is one stack: an encoder and cross-attention have names of their own."""
-    return name.removeprefix(ENCODER).removeprefix(CROSS)
-
-
-def keeps_logits(strategy: Strategy) -> bool:
-    """Whether the loss head holds its logits for the backward pass; else it makes them in chunks."""
-    kept = KEPT_NAMES.get(strategy.remat) if isinstance(strategy.remat, str) else strategy.remat
-    return kept is None or "logits" in kept
-
-
-def kept_names(program: Program, strategy: Strategy) -> tuple[str, ...] | None:
-    """Names in the saved set; None for every name. Raises InputError for a name that is not a result."""
-    if isinstance(strategy.remat, str):
-        kept = KEPT_NAMES.get(strategy.remat)
-        # without rope or a bias the products themselves enter attention
-        plain = strategy.remat == "selective" and "qr" not in program.variables
-        return (*kept, "q", "k") if kept is not None and plain else kept
-    results = {op.out for block in program.blocks for op in block.ops} | {"logits"}
-    for name in strategy.remat:
-        if name not in results:
-            raise InputError(f"remat keeps {name!r}, which is not a result of the program.{nearest(name, results)}")
-    return tuple(strategy.remat)
-
 
 class Trace:
     """Collects the steps of one pass over one block, each result once."""
@@ -141,7 +77,6 @@ class Trace:
     def __init__(self, shardings: Shardings, block: Block, phase: Phase, available: Iterable[ShardedArray]) -> None:
         self.shardings, self.block, self.phase = shardings, block, phase
         self.slice_axes = shardings.strategy.slice_axes
-        self.keeps_logits = shardings.keeps_logits
         self.scope: Scope = "layer" if block.carry else "microbatch"
         self.role = shardings.program.role(block.name)
         self.start = set(available)
@@ -223,7 +158,9 @@ class Trace:
                 step = msgspec.structs.replace(step, accumulates=True)
             self._emit(step, self.phase)
             waiting[step.result] = reshard(step.result, target)
-        if addends and self.shardings.is_weight(name):
+        # a weight of several blocks (tied embeddings) is summed over its replicas once, when its first block is done
+        is_first = self.shardings.first_use.get(name) == self.block.name
+        if addends and is_first and self.shardings.is_weight(name):
             for step in reshard(target, self.shardings.optimizer(name).replace(name=target.name)):
                 self._emit(step, self.phase, scope="step")
 

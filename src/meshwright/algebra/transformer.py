@@ -7,9 +7,16 @@ from functools import lru_cache
 
 import msgspec
 
-from meshwright.algebra.layers import PLAIN, ProgramOptions, encoder_layer_lines, head_norm_line, layer_lines
-from meshwright.algebra.program import Block, Program, Stack, Variable, layers_dim, parse_block
-from meshwright.algebra.trace import ENCODER
+from meshwright.algebra.layers import (
+    ENCODER,
+    PLAIN,
+    ProgramOptions,
+    encoder_layer_lines,
+    head_norm_line,
+    layer_lines,
+    parse_block,
+)
+from meshwright.algebra.program import Block, Program, Stack, Variable, layers_dim
 from meshwright.core.errors import InputError
 from meshwright.spec.model import Model
 from meshwright.spec.weights import Weight, weight_table

@@ -6,10 +6,10 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from meshwright.algebra.notation import parse_dims, parse_mesh
 from meshwright.core.dims import MESH_AXES
 from meshwright.core.errors import InputError, nearest
 from meshwright.core.fields import convert_fields
+from meshwright.core.units import parse_count
 from meshwright.spec.job import Job
 from meshwright.spec.strategy import Assumptions, standard_assignment
 
@@ -86,6 +86,33 @@ def with_fields(thing: Thing, section: str, changes: Mapping[str, Any]) -> Thing
     if isinstance(changes.get("mesh"), dict):
         changes = {**changes, "mesh": {**now["mesh"], **changes["mesh"]}}
     return convert_fields({**now, **changes}, type(thing), section=section)
+
+
+def parse_mesh(text: str) -> dict[str, int]:
+    """``"X=4,Y=2"`` -> {"X": 4, "Y": 2}, in the order given. Raises InputError when a size is not >= 1."""
+    return _parse_sizes(text, what="mesh axis", example="X=4,Y=2")
+
+
+def parse_dims(text: str) -> dict[str, int]:
+    """``"B=1024,D=4096"`` -> sizes of dims."""
+    return _parse_sizes(text, what="dim", example="B=1024,D=4096")
+
+
+def _parse_sizes(text: str, *, what: str, example: str) -> dict[str, int]:
+    sizes: dict[str, int] = {}
+    for part in filter(None, (p.strip() for p in text.split(","))):
+        name, sep, value = part.partition("=")
+        if not sep or not name.strip():
+            raise InputError(f"{part!r} is not a {what} size. Write {example}.")
+        size = parse_count(value, what=f"size of {what} {name.strip()}")
+        if size < 1:
+            raise InputError(f"{what} {name.strip()}={size} must be at least 1. Leave it out if it is not wanted.")
+        if name.strip() in sizes:
+            raise InputError(f"{what} {name.strip()} is given twice in {text!r}.")
+        sizes[name.strip()] = size
+    if not sizes:
+        raise InputError(f"no {what} sizes in {text!r}. Write {example}.")
+    return sizes
 
 
 def parse_axes(text: str | None) -> dict[str, int]:

@@ -15,7 +15,7 @@ from meshwright.algebra.steps import Phase, Step
 from meshwright.core.dims import DTYPE_BYTES
 from meshwright.core.errors import InputError
 from meshwright.cost.pipeline import ONE_STAGE, Pipeline
-from meshwright.cost.work.slots import slots_move
+from meshwright.cost.work.slots import slots_move, with_room
 from meshwright.spec.calibration import Calibration, datasheet_calibration, memory_bytes
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.strategy import STATE_BYTES
@@ -197,8 +197,8 @@ def _most(blocks: list[Passing]) -> tuple[Number, Number]:
 
 def memory_parts(derived: Derived, sizes: OpSizes) -> MemoryParts:
     """The parts of a chip's memory that do not depend on the schedule."""
-    sizes = sizes.with_room(slots_move(derived, sizes.mesh))
-    layers, ends = _state_elements(derived, sizes) if derived.trains else _given_elements(derived, sizes)
+    sizes = with_room(sizes, slots_move(derived, sizes.mesh))
+    layers, ends = _state_elements(derived, sizes) if _trains(derived) else _given_elements(derived, sizes)
     blocks, zero = derived.blocks, _zero(sizes)
     kept = {block.block.name: _kept_bytes(block, derived, sizes, logits=False) for block in blocks}
     return MemoryParts(
@@ -215,7 +215,7 @@ def memory_parts(derived: Derived, sizes: OpSizes) -> MemoryParts:
                 segment=block.segment,
             )
             for block in blocks
-            if block.block.carry and derived.trains
+            if block.block.carry and _trains(derived)
         ),
         kept_ends_bytes=sum(
             (kept[block.block.name] for block in blocks if not block.block.carry), start=_further_bytes(derived, sizes)
@@ -226,7 +226,7 @@ def memory_parts(derived: Derived, sizes: OpSizes) -> MemoryParts:
         passing=tuple(
             Passing(
                 is_layer=bool(block.block.carry),
-                gathered_bytes=_gathered_bytes(block, derived, sizes) + zero if derived.trains else zero,
+                gathered_bytes=_gathered_bytes(block, derived, sizes) + zero if _trains(derived) else zero,
                 working_bytes=_working_set(block, derived, sizes) + zero,
             )
             for block in blocks
@@ -270,6 +270,11 @@ def _state_elements(derived: Derived, sizes: OpSizes) -> tuple[dict[str, Number]
             else:
                 ends[part][block.block.name] = ends[part].get(block.block.name, 0.0) + size
     return layers, {part: list(found.values()) for part, found in ends.items()}
+
+
+def _trains(derived: Derived) -> bool:
+    """Whether there is a backward pass; the programs of generation have none."""
+    return any(block.backward for block in derived.blocks)
 
 
 def _given_elements(derived: Derived, sizes: OpSizes) -> tuple[dict[str, Number], dict[str, list[Number]]]:
@@ -396,7 +401,7 @@ def _working_set(block: BlockSteps, derived: Derived, sizes: OpSizes) -> Number:
     only the cotangent of the logits is taken to be made in place. What exists only while a step runs (attention's
     scores in memory) is counted in that step.
     """
-    steps = block.backward if derived.trains else block.forward
+    steps = block.backward if _trains(derived) else block.forward
     changes: list[list[Number]] = [[] for _ in range(len(steps) + 1)]
     lives = _lives(steps, block, derived)
     for step in steps:
@@ -438,10 +443,10 @@ def _lives(steps: tuple[Step, ...], block: BlockSteps, derived: Derived) -> dict
     """
     shared = (derived.shared[name] for name in derived.program.further(block.block.name))
     held = {*block.kept, *(array for one in shared for array in (one.given, one.cotangent))}
-    elsewhere = {*held, *(derived.declared.values() if derived.trains else ())}
+    elsewhere = {*held, *(derived.declared.values() if _trains(derived) else ())}
 
     def is_state(array: ShardedArray) -> bool:
-        given = derived.trains or array == derived.declared.get(array.name)
+        given = _trains(derived) or array == derived.declared.get(array.name)
         return _has_role(array.name, derived, "cache") or (given and _is_weight(array.name, derived))
 
     lives: dict[ShardedArray, _Life] = {}

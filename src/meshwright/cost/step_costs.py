@@ -10,9 +10,11 @@ from meshwright.algebra.derived import BlockSteps, Derived
 from meshwright.algebra.generation import AS_WRITTEN, Storage, cache_sizes
 from meshwright.algebra.notation import ShardedArray, product
 from meshwright.algebra.ops import kind_of
+from meshwright.algebra.ops.muon import filled_share
+from meshwright.algebra.rewrites.rings import Round, num_moves
 from meshwright.algebra.rewrites.split_backward import counts_of, gradient_arrays, meetings, weights_of
 from meshwright.algebra.sizes import OpSizes, Scores
-from meshwright.algebra.steps import Round, Step, filled_share, num_moves, sent_element_bytes
+from meshwright.algebra.steps import Step
 from meshwright.algebra.transformer import layer_dims
 from meshwright.core.dims import DTYPE_BYTES
 from meshwright.cost.pipeline import ONE_STAGE, Pipeline
@@ -20,7 +22,7 @@ from meshwright.cost.step_rates import Group, StepRates
 from meshwright.cost.work.kernels import local_work, partly_hidden
 from meshwright.cost.work.ops import op_term
 from meshwright.cost.work.sizes import expert_slots, spare_slots
-from meshwright.cost.work.slots import slots_move
+from meshwright.cost.work.slots import slots_move, with_room
 from meshwright.spec.job import Job
 from meshwright.spec.model import Model
 from meshwright.spec.strategy import AS_RUN, Assumptions, Strategy
@@ -332,13 +334,25 @@ def price_step(
     )
 
 
+def sent_element_bytes(step: Step, *, width: Any, num_microbatches: Any) -> Any:
+    """Bytes of one element of a collective; ``width`` is that of the state's weights. Microbatches may be an array.
+
+    Gradients that go out once per step have been summed in float32 when there was more than one microbatch.
+    """
+    if step.full.dtype:
+        return DTYPE_BYTES[step.full.dtype]
+    if step.scope != "step" or step.phase == "update":
+        return width
+    return np.where(np.asarray(num_microbatches) > 1, DTYPE_BYTES["fp32"], width)
+
+
 def _price_collective(
     step: Step, count: Number, sizes: OpSizes, rates: StepRates, num_microbatches: Number
 ) -> StepCost:
     group = rates.groups[frozenset(step.axes)]
     element = sent_element_bytes(step, width=sizes.width, num_microbatches=num_microbatches)
     if "C" in step.full.dims:
-        sizes = sizes.with_room(product(sizes.mesh[axis] for axis in step.axes) > 1)
+        sizes = with_room(sizes, product(sizes.mesh[axis] for axis in step.axes) > 1)
     sent = sizes.elements(step.full) * element * filled_share(step, dims=sizes.dims, mesh=sizes.mesh)
     rate = group[step.op]
     moves = num_moves(step, dims=sizes.dims, mesh=sizes.mesh)

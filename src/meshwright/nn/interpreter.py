@@ -8,7 +8,8 @@ import msgspec
 from meshwright.algebra.kinds import nothing
 from meshwright.algebra.notation import ShardedArray
 from meshwright.algebra.ops import kind_of
-from meshwright.algebra.steps import Round, Step
+from meshwright.algebra.rewrites.rings import Round
+from meshwright.algebra.steps import Step
 from meshwright.nn.collectives import communicate
 from meshwright.nn.context import Context
 from meshwright.nn.ops import local_steps

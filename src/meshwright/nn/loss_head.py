@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from meshwright.algebra.ops.linear_cross_entropy import CHUNK_TOKENS
+from meshwright.algebra.ops.fused_head import CHUNK_TOKENS
 from meshwright.nn.contract import contract
 
 Statistics = tuple[Float[Array, "B T"], Float[Array, "B T"], Float[Array, "B T"]]

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 from msgspec.structs import replace
 
-from meshwright.algebra.trace import ENCODER
+from meshwright.algebra.layers import ENCODER
 from meshwright.algebra.transformer import layer_kinds, local_name, weight_variables
 from meshwright.spec.model import Model
 from meshwright.spec.weights import Weight

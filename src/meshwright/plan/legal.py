@@ -11,9 +11,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from meshwright.algebra.derive import NO_PIPELINE
 from meshwright.algebra.derived import Derived
 from meshwright.algebra.notation import product
+from meshwright.algebra.rewrites.pipeline import NO_PIPELINE
 from meshwright.core.errors import CannotRunError
 from meshwright.core.units import format_bytes
 from meshwright.cost.memory import total_bytes, training_memory

@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 
 from meshwright.algebra.derived import Derived
+from meshwright.algebra.rewrites.remat import keeps_logits
 from meshwright.algebra.schedules.registry import searched_schedules
-from meshwright.algebra.trace import keeps_logits
 from meshwright.core.dims import EMULATED_AXES, MESH_AXES
 from meshwright.cost.setting import Setting
 from meshwright.plan.legal import MAX_IDLE_LAYERS, Rule, Split, size_rules, splits

@@ -6,10 +6,13 @@ import msgspec
 
 from meshwright.algebra.derived import BlockSteps, Derived
 from meshwright.algebra.notation import local_elements
+from meshwright.algebra.ops.muon import filled_share
+from meshwright.algebra.rewrites.rings import num_moves, num_ways
 from meshwright.algebra.rewrites.split_backward import counts_of, meetings
 from meshwright.algebra.schedules.ticks import TickTables
-from meshwright.algebra.steps import Step, filled_share, num_moves, num_ways, sent_element_bytes
+from meshwright.algebra.steps import Step
 from meshwright.core.labels import StepLabel
+from meshwright.cost.step_costs import sent_element_bytes
 
 
 class Expected(msgspec.Struct, frozen=True, kw_only=True):

@@ -6,9 +6,8 @@ import pytest
 from meshwright.algebra.kinds import Updated
 from meshwright.algebra.notation import ShardedArray
 from meshwright.algebra.ops import kind_of
-from meshwright.algebra.ops.muon import update
+from meshwright.algebra.ops.muon import filled_share, update
 from meshwright.algebra.sizes import OpSizes
-from meshwright.algebra.steps import filled_share
 from meshwright.cost.work.host_work import amounts_of
 
 WQ = Updated(

@@ -4,12 +4,13 @@ from collections import Counter
 
 import pytest
 
-from meshwright.algebra.derive import derive, derive_forward
-from meshwright.algebra.generation import generate_program, one_position
+from meshwright.algebra.derive import derive
+from meshwright.algebra.generation import derive_forward, generate_program, one_position
 from meshwright.algebra.notation import local_elements, parse_array
 from meshwright.algebra.ops.collective_matmul import NAME as COLLECTIVE_MATMUL
 from meshwright.algebra.rewrites.collective_matmul import with_collective_matmuls
-from meshwright.algebra.steps import Step, num_moves, num_ways
+from meshwright.algebra.rewrites.rings import num_moves, num_ways
+from meshwright.algebra.steps import Step
 from meshwright.algebra.transformer import transformer
 from meshwright.core.errors import InputError
 from meshwright.spec import catalogue

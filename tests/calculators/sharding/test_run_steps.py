@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from meshwright.algebra.einsum import einsum_steps
-from meshwright.algebra.notation import parse_einsum
+from meshwright.calculators.sharding.parsing import parse_einsum
 from meshwright.calculators.sharding.run_steps import run_steps
 from meshwright.calculators.sharding.ways import all_ways
 

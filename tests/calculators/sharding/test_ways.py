@@ -3,7 +3,7 @@
 import pytest
 
 from meshwright.algebra.einsum import einsum_steps
-from meshwright.algebra.notation import parse_einsum
+from meshwright.calculators.sharding.parsing import parse_einsum
 from meshwright.calculators.sharding.ways import all_ways
 
 

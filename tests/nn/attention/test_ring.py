@@ -9,8 +9,9 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 from meshwright.algebra.derive import derive
-from meshwright.algebra.program import Program, Variable, parse_block
-from meshwright.algebra.steps import num_moves
+from meshwright.algebra.layers import parse_block
+from meshwright.algebra.program import Program, Variable
+from meshwright.algebra.rewrites.rings import num_moves
 from meshwright.hlo.collectives import collectives
 from meshwright.nn.attention.choice import attention, attention_backward
 from meshwright.nn.attention.ring import ring_attention, ring_attention_backward

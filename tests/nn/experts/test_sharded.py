@@ -11,9 +11,9 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from meshwright.algebra.derive import derive
-from meshwright.algebra.layers import ProgramOptions
+from meshwright.algebra.layers import ProgramOptions, parse_block
 from meshwright.algebra.ops.route import ROUTING
-from meshwright.algebra.program import Program, Variable, parse_block
+from meshwright.algebra.program import Program, Variable
 from meshwright.nn.context import Context
 from meshwright.nn.experts import slots as experts_slots
 from meshwright.nn.experts.balance import routing_metrics

@@ -8,23 +8,36 @@ from collections.abc import Iterable
 
 from meshwright.algebra.kinds import OpKind, StepKind, Updated, stream
 from meshwright.algebra.notation import ShardedArray
-from meshwright.algebra.ops.adamw import apply_bytes, gradient_bytes
+from meshwright.algebra.ops.adamw import gradient_bytes
 from meshwright.algebra.sizes import Number, OpSizes, master_bytes
 from meshwright.algebra.steps import Step
+
+
+def outputs(weight: Updated) -> tuple[str, ...]:
+    """The dims that come out of a weight's matrices; all dims of a vector but those of ``batch``."""
+    return tuple(dim for dim in weight.shard.dims if dim not in (*weight.inputs, *weight.batch))
+
+
+def stacked(weight: Updated, name: str) -> ShardedArray:
+    """An array of this name like a weight's shards of all layers, the layers in front, in float32."""
+    shard = weight.shard
+    if not weight.layers:
+        return shard.replace(name=name, dtype="fp32")
+    return ShardedArray(name, (weight.layers, *shard.dims), (weight.layer_axes, *shard.axes), dtype="fp32")
 
 
 def update(weight: Updated) -> tuple[Step, ...]:
     """Moments, the scaled gradient, its root mean square and that of the weight, the clipped change."""
     name = weight.shard.name
-    gradient, own = weight.stacked(f"d{name}").replace(dtype=""), weight.stacked(name).replace(dtype="")
+    gradient, own = stacked(weight, f"d{name}").replace(dtype=""), stacked(weight, name).replace(dtype="")
     decay = ShardedArray("decay", (), (), dtype="fp32")
     counted = tuple(dim for dim in (weight.layers, *weight.batch) if dim)
-    scaled = weight.stacked(f"{name}.scaled")
+    scaled = stacked(weight, f"{name}.scaled")
     squares, sizes_ = (_mean(scaled, f"{name}.{part}", counted) for part in ("squares", "weights"))
     steps: list[Step] = []
     if weight.inputs:
         rows = _mean(scaled, f"{name}.rows", (*counted, *weight.inputs))
-        columns = _mean(scaled, f"{name}.columns", (*counted, *weight.outputs))
+        columns = _mean(scaled, f"{name}.columns", (*counted, *outputs(weight)))
         level = _mean(rows.replace(unreduced=()), f"{name}.level", counted)
         steps.append(Step(op="adafactor_sums", inputs=(gradient,), result=rows, more=(columns,)))
         summed = tuple(_summed(steps, array) for array in (rows, columns))
@@ -34,11 +47,11 @@ def update(weight: Updated) -> tuple[Step, ...]:
         whole = _summed(steps, level)
         steps.append(Step(op="adafactor_scale", inputs=(gradient, *after, whole), result=scaled, more=(squares,)))
     else:
-        old, new = (weight.stacked(f"{name}.whole.{when}") for when in ("before", "after"))
+        old, new = (stacked(weight, f"{name}.whole.{when}") for when in ("before", "after"))
         steps.append(Step(op="adafactor_vector", inputs=(gradient, old, decay), result=scaled, more=(squares, new)))
     steps.append(Step(op="adafactor_weights", inputs=(own,), result=sizes_))
     means = [_summed(steps, array) for array in (squares, sizes_)]
-    change = weight.stacked(f"{name}.update")
+    change = stacked(weight, f"{name}.update")
     steps.append(Step(op="adafactor", inputs=(scaled, *means), result=change))
     shard = weight.shard
     apply = Step(op="adafactor_apply", inputs=(shard.replace(name=change.name, dtype="fp32"), shard), result=shard)
@@ -65,7 +78,7 @@ def moments(weight: Updated) -> tuple[ShardedArray, ...]:
     shard = weight.shard
     if not weight.inputs:
         return (shard,)
-    return tuple(_mean(shard, shard.name, (*weight.batch, *dims)) for dims in (weight.inputs, weight.outputs))
+    return tuple(_mean(shard, shard.name, (*weight.batch, *dims)) for dims in (weight.inputs, outputs(weight)))
 
 
 def gradient_stream(step: Step, sizes: OpSizes) -> Number:
@@ -83,6 +96,12 @@ def weights_stream(step: Step, sizes: OpSizes) -> Number:
     """The weights read: their float32 copy, where there is one."""
     (weight,) = step.inputs
     return sizes.elements(weight) * (master_bytes(sizes.state) or sizes.width) + sizes.bytes(step.result)
+
+
+def apply_bytes(step: Step, sizes: OpSizes) -> Number:
+    """A change in float32 read; weights and master copy read and written."""
+    change, weight = step.inputs
+    return sizes.bytes(change) + 2 * sizes.elements(weight) * (sizes.width + master_bytes(sizes.state))
 
 
 OP = OpKind(

@@ -1,15 +1,12 @@
 """AdamW: two moments of each weight."""
 
+from functools import partial
+
 from meshwright.algebra.kinds import OpKind, StepKind, Updated
 from meshwright.algebra.notation import ShardedArray
 from meshwright.algebra.sizes import Number, OpSizes, master_bytes, moment_bytes
 from meshwright.algebra.steps import Step
 from meshwright.spec.strategy import STATE_BYTES
-
-
-def update(weight: Updated) -> tuple[Step, ...]:
-    """One elementwise step on the device's shard."""
-    return elementwise_update("adamw", weight)
 
 
 def elementwise_update(op: str, weight: Updated) -> tuple[Step, ...]:
@@ -35,15 +32,8 @@ def gradient_bytes(gradient: ShardedArray, sizes: OpSizes) -> Number:
     return sizes.elements(gradient) * STATE_BYTES[sizes.state]["gradients"]
 
 
-def apply_bytes(step: Step, sizes: OpSizes) -> Number:
-    """A change in float32 read; weights and master copy read and written."""
-    change, weight = step.inputs
-    return sizes.bytes(change) + 2 * sizes.elements(weight) * (sizes.width + master_bytes(sizes.state))
-
-
-def hbm_bytes(step: Step, sizes: OpSizes) -> Number:
-    """See `update_bytes`."""
-    return update_bytes(step, sizes, num_moments=2)
-
-
-OP = OpKind(update=update, moments=moments, steps={"adamw": StepKind(hbm_bytes=hbm_bytes, group="optimizer")})
+OP = OpKind(
+    update=partial(elementwise_update, "adamw"),
+    moments=moments,
+    steps={"adamw": StepKind(hbm_bytes=partial(update_bytes, num_moments=2), group="optimizer")},
+)

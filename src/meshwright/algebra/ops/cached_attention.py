@@ -4,7 +4,7 @@ import numpy as np
 
 from meshwright.algebra.kinds import OpKind, StepKind, stream
 from meshwright.algebra.notation import ShardedArray, product
-from meshwright.algebra.ops.attention import Attention
+from meshwright.algebra.ops.attention import Attention, AttentionArrays
 from meshwright.algebra.program import Op
 from meshwright.algebra.sizes import Number, OpSizes
 from meshwright.algebra.steps import Step
@@ -16,6 +16,11 @@ class CachedAttention(Attention, frozen=True, kw_only=True, forbid_unknown_field
     """Details: those of any attention, and whether the cache is a pool of pages, whose table follows the positions."""
 
     paged: bool = False
+
+
+def queries_of(step: Step) -> ShardedArray:
+    """The queries of any attention step; those of a cache come first."""
+    return step.inputs[0] if isinstance(step.details, CachedAttention) else AttentionArrays.of(step).q
 
 
 def forward(op: Op, trace: Trace) -> None:

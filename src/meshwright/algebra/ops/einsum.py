@@ -1,6 +1,6 @@
 """A product of two arrays by the rules of one sharded einsum; its gradients are products too."""
 
-from meshwright.algebra.einsum import product_steps, reshard
+from meshwright.algebra.einsum import einsum_steps, product_steps
 from meshwright.algebra.kinds import OpKind, StepKind
 from meshwright.algebra.notation import product
 from meshwright.algebra.program import Op
@@ -12,8 +12,7 @@ from meshwright.algebra.trace import Trace
 def forward(op: Op, trace: Trace) -> None:
     """The product by the rules of one sharded einsum."""
     lhs, rhs, out = (trace.declared(n) for n in (*op.inputs, op.out))
-    steps = product_steps(lhs, rhs, out, slice_axes=trace.slice_axes)
-    trace.add(*steps, *reshard(steps[-1].result, out))
+    trace.add(*einsum_steps(lhs, rhs, out, slice_axes=trace.slice_axes))
 
 
 def backward(op: Op, trace: Trace) -> None:

@@ -1,30 +1,63 @@
-"""The loss head with both passes joined: loss and slopes from the same logits. `rewrites.fused_head` makes it."""
+"""The loss head in chunks, and with both passes joined: loss and slopes from the same logits. `rewrites.fused_head`
+makes them; no program names them."""
 
 from meshwright.algebra.kinds import OpKind, StepKind, stream
-from meshwright.algebra.ops.linear_cross_entropy import chunk_bytes, chunked_flops, local_logits, num_chunks
+from meshwright.algebra.notation import product
 from meshwright.algebra.sizes import Number, OpSizes
 from meshwright.algebra.steps import Step
 from meshwright.core.dims import DTYPE_BYTES
 
-PASSES = 7
-"""Of the logits: written, read twice for the statistics and once for their cotangent, which is written and read by two
-products."""
+CHUNK_TOKENS = 1024
+"""Tokens per device whose logits exist at once where the loss head works in chunks (remat "full")."""
+
+PASSES = {"chunked_logits_statistics": 3, "chunked_logits_backward": 6, "fused_head": 7}
+"""Of the logits. For the statistics they are written and read twice, as those that are kept; on the way back they and
+their cotangent are written and read. Joined: written, read twice for the statistics and once for their cotangent, which
+is written and read by two products."""
 
 
 def flops(step: Step, sizes: OpSizes) -> Number:
+    """The product of the stream and the table."""
+    return 2.0 * product(sizes.local(*step.inputs[:2]).values())
+
+
+def backward_flops(step: Step, sizes: OpSizes) -> Number:
     """The logits, and the products for the stream and for the table."""
-    return 3 * chunked_flops(step, sizes)
+    return 3 * flops(step, sizes)
+
+
+def local_logits(step: Step, sizes: OpSizes) -> Number:
+    """Local logits of a step, which exist one chunk at a time."""
+    local = sizes.local(*step.inputs[:2])
+    return local["B"] * local["T"] * local["V"]
+
+
+def num_chunks(step: Step, sizes: OpSizes) -> Number:
+    """Chunks of a loss head on one device; not rounded up, so that sizes may be arrays."""
+    local = sizes.local(*step.inputs[:2])
+    chunks = local["B"] * local["T"] / CHUNK_TOKENS
+    return (chunks + 1 + abs(chunks - 1)) / 2  # the larger of chunks and 1
 
 
 def hbm_bytes(step: Step, sizes: OpSizes) -> Number:
-    """The stream and its slope; the table and its slope once for every chunk; passes over the float32 logits."""
-    again = (num_chunks(step, sizes) - 1) * sizes.total(step.inputs[1], step.more[1])
-    return stream(step, sizes) + again + PASSES * DTYPE_BYTES["fp32"] * local_logits(step, sizes)
+    """The arrays; the table, and its gradient or slope, once for every chunk; passes over the float32 logits."""
+    tables = step.inputs[1:2] if step.op == "chunked_logits_statistics" else (step.inputs[1], step.more[-1])
+    again = (num_chunks(step, sizes) - 1) * sizes.total(*tables)
+    return stream(step, sizes) + again + PASSES[step.op] * DTYPE_BYTES["fp32"] * local_logits(step, sizes)
+
+
+def chunk_bytes(step: Step, sizes: OpSizes) -> Number:
+    """Logits of one chunk and their cotangent, in float32."""
+    return 2 * DTYPE_BYTES["fp32"] * local_logits(step, sizes) / num_chunks(step, sizes)
 
 
 OP = OpKind(
     steps={
-        "fused_head": StepKind(flops=flops, hbm_bytes=hbm_bytes, group="contraction", chunk_bytes=chunk_bytes),
+        "chunked_logits_statistics": StepKind(
+            flops=flops, hbm_bytes=hbm_bytes, group="contraction", chunk_bytes=chunk_bytes
+        ),
+        "chunked_logits_backward": StepKind(flops=backward_flops, hbm_bytes=hbm_bytes, group="contraction"),
+        "fused_head": StepKind(flops=backward_flops, hbm_bytes=hbm_bytes, group="contraction", chunk_bytes=chunk_bytes),
         "scale": StepKind(in_place=True),
     }
 )

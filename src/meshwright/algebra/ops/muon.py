@@ -4,17 +4,45 @@ One AllToAll per split dim brings a device's parts of all layers to whole matric
 brings the results back. What is no matrix of a layer is updated by AdamW.
 """
 
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
 import numpy as np
 
 from meshwright.algebra.kinds import OpKind, StepKind, Updated
 from meshwright.algebra.notation import ShardedArray, product
 from meshwright.algebra.ops import adamw
+from meshwright.algebra.ops.adafactor import apply_bytes, stacked
 from meshwright.algebra.sizes import Number, OpSizes
-from meshwright.algebra.steps import Dealt, Step, filled_share
+from meshwright.algebra.steps import Step
 from meshwright.core.dims import DTYPE_BYTES
 
 TURNS = 5
 """Turns of the Newton-Schulz iteration that brings singular values near 1."""
+
+
+class Dealt(msgspec.Struct, frozen=True, kw_only=True):
+    """Details of steps on matrices dealt out to the devices of ``axes``, each of which has whole ones of some layers.
+
+    The dim ``over`` counts the matrices, split over ``among`` before they are dealt out. It is filled up with zeros to
+    a multiple of the devices. ``num_inputs`` dims after it go into a matrix.
+    """
+
+    over: str
+    among: tuple[str, ...]
+    axes: tuple[str, ...]
+    num_inputs: int
+
+
+def filled_share(step: Step, *, dims: Mapping[str, Any], mesh: Mapping[str, Any]) -> Any:
+    """How many times its array a step works on: more than once where matrices dealt out are filled up (`Dealt`)."""
+    dealt = step.details
+    if not isinstance(dealt, Dealt):
+        return 1
+    count = dims[dealt.over] / product(mesh[axis] for axis in dealt.among)
+    devices = product(mesh[axis] for axis in dealt.axes)
+    return np.ceil(count / devices) * devices / count
 
 
 def orthogonalises(weight: Updated) -> bool:
@@ -25,9 +53,9 @@ def orthogonalises(weight: Updated) -> bool:
 def update(weight: Updated) -> tuple[Step, ...]:
     """Momentum, whole matrices, orthogonalised, back to the shards, added to the weight."""
     if not orthogonalises(weight):
-        return adamw.update(weight)
+        return adamw.elementwise_update("adamw", weight)
     shard, name = weight.shard, weight.shard.name
-    gradient = weight.stacked(f"d{name}").replace(dtype="")
+    gradient = stacked(weight, f"d{name}").replace(dtype="")
     mixed = _counted_once(weight, f"{name}.momentum")
     split = [(dim, axes) for dim, axes in zip(mixed.dims[1:], mixed.axes[1:], strict=True) if axes]
     over, *_ = mixed.dims
@@ -57,11 +85,11 @@ def update(weight: Updated) -> tuple[Step, ...]:
 
 def _counted_once(weight: Updated, name: str) -> ShardedArray:
     """The stacked array with layers and experts as its one first dim."""
-    stacked = weight.stacked(name)
+    array = stacked(weight, name)
     counted = (weight.layers, *weight.batch)
-    axes = tuple(axis for dim in counted for axis in stacked.axes_of(dim))
-    rest = [dim for dim in stacked.dims if dim not in counted]
-    return ShardedArray(name, ("".join(counted), *rest), (axes, *(stacked.axes_of(dim) for dim in rest)), dtype="fp32")
+    axes = tuple(axis for dim in counted for axis in array.axes_of(dim))
+    rest = [dim for dim in array.dims if dim not in counted]
+    return ShardedArray(name, ("".join(counted), *rest), (axes, *(array.axes_of(dim) for dim in rest)), dtype="fp32")
 
 
 def _exchange(
@@ -110,6 +138,6 @@ OP = OpKind(
     steps={
         "muon_momentum": StepKind(hbm_bytes=momentum_bytes, group="optimizer"),
         "muon": StepKind(flops=flops, hbm_bytes=hbm_bytes, group="optimizer"),
-        "muon_apply": StepKind(hbm_bytes=adamw.apply_bytes, group="optimizer"),
+        "muon_apply": StepKind(hbm_bytes=apply_bytes, group="optimizer"),
     },
 )

@@ -36,21 +36,14 @@ def _with_scores(count: Count) -> Count:
     return counted
 
 
+COUNTS = StepKind(
+    flops=_with_scores(attention.flops),
+    hbm_bytes=_with_scores(attention.hbm_bytes),
+    group="attention",
+    scratch_bytes=_with_scores(attention.scratch_bytes),
+)
 OP = OpKind(
     forward=partial(attention.forward, form=RelativeAttention),
     backward=partial(attention.backward, form=RelativeAttention),
-    steps={
-        "relative_attention": StepKind(
-            flops=_with_scores(attention.flops),
-            hbm_bytes=_with_scores(attention.hbm_bytes),
-            group="attention",
-            scratch_bytes=_with_scores(attention.scratch_bytes),
-        ),
-        "relative_attention_backward": StepKind(
-            flops=_with_scores(attention.backward_flops),
-            hbm_bytes=_with_scores(attention.backward_bytes),
-            group="attention",
-            scratch_bytes=_with_scores(attention.scratch_bytes),
-        ),
-    },
+    steps={"relative_attention": COUNTS, "relative_attention_backward": COUNTS},
 )

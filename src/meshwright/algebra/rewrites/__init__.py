@@ -1,1 +1,1 @@
-"""Rewrites of derived steps."""
+"""Rewrites of derived steps: what a strategy, a pipeline or several stacks ask for beside the plain derivation."""

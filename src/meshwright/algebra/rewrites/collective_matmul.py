@@ -13,16 +13,35 @@ from typing import Literal
 
 from msgspec.structs import replace
 
+from meshwright.algebra.derived import BlockSteps
 from meshwright.algebra.notation import ShardedArray
 from meshwright.algebra.ops import kind_of
 from meshwright.algebra.ops.collective_matmul import NAME, Blocks, Form
-from meshwright.algebra.steps import Round, Step
+from meshwright.algebra.rewrites.rings import Round
+from meshwright.algebra.steps import Step
+from meshwright.algebra.trace import Shardings
 
 AXES = ("tensor",)
 """Mesh axes whose collectives are taken apart: those of activations within a layer."""
 
 Unit = tuple[Step, ...]
 """Steps that stay next to each other: one, or a product and the round that belongs to it."""
+
+
+def in_blocks(steps: BlockSteps, shardings: Shardings) -> BlockSteps:
+    """The steps of a block, with collective matmuls where the strategy asks for them.
+
+    Where the strategy splits no positions (rows of one, in generation) sums are not cut along them either.
+    """
+    ways, along = shardings.strategy.ring_ways, "T" if "T" in shardings.strategy.rules("activation") else ""
+    if not ways:
+        return steps
+    weights = {variable.name for variable in shardings.program.of_role("weight", "vector")}
+    passes = ((steps.forward, steps.kept), (steps.backward, ()))
+    forward, backward = (
+        with_collective_matmuls(of_pass, ways=ways, kept=kept, weights=weights, along=along) for of_pass, kept in passes
+    )
+    return replace(steps, forward=forward, backward=backward)
 
 
 def with_collective_matmuls(

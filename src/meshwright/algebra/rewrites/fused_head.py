@@ -1,9 +1,10 @@
-"""The loss head with its two passes joined, where a device has the whole vocabulary.
+"""The loss head in chunks, where its logits are not kept; with its two passes joined, where a device has the whole
+vocabulary.
 
-Derived in chunks, the head makes the logits twice: once for the loss, once on the way back. Nothing has to be reduced
-in between where the vocabulary is whole, so that one step can make the loss and its slopes: the cotangents of the
-stream and of the table for a loss whose own is 1. What is left for the backward pass is to scale them. Collectives stay
-as they are.
+In chunks, the head makes the logits twice: once for the loss, once on the way back. Nothing has to be reduced in
+between where the vocabulary is whole, so that one step can make the loss and its slopes: the cotangents of the stream
+and of the table for a loss whose own is 1. What is left for the backward pass is to scale them. Collectives stay as
+they are.
 """
 
 from msgspec.structs import replace
@@ -14,6 +15,33 @@ from meshwright.algebra.steps import Step
 
 _FORWARD = ("chunked_logits_statistics", "rescale", "sum_loss")
 _BACKWARD = ("sum_loss_backward", "chunked_logits_backward")
+
+
+def with_chunked_head(block: BlockSteps) -> BlockSteps:
+    """The block with the logits made chunk by chunk in both passes, and not kept; as it is where it is no loss head."""
+    made = {step.op: step for step in (*block.forward, *block.backward)}
+    if "logits_statistics" not in made:
+        return block
+    statistics, back = made["logits_statistics"], made["logits_backward"]
+    logits, dlogits = statistics.inputs[0], back.result
+    product = next(step for step in block.forward if step.result == logits)
+    of_table, of_stream = (step for step in block.backward if dlogits in step.inputs)
+    chunked = replace(statistics, op="chunked_logits_statistics", inputs=(*product.inputs, *statistics.inputs[1:]))
+    joined = replace(
+        back,
+        op="chunked_logits_backward",
+        inputs=(of_table.inputs[0], of_stream.inputs[1], *back.inputs[1:]),
+        result=of_stream.result,
+        more=(of_table.result,),
+    )
+    return replace(
+        block,
+        forward=tuple(chunked if step is statistics else step for step in block.forward if step is not product),
+        backward=tuple(
+            joined if step is back else step for step in block.backward if step not in (of_table, of_stream)
+        ),
+        kept=tuple(array for array in block.kept if array != logits),
+    )
 
 
 def with_fused_head(block: BlockSteps) -> BlockSteps:

@@ -2,9 +2,10 @@
 
 import msgspec
 
-from meshwright.algebra.derived import BlockSteps, Derived, SplitBackward
+from meshwright.algebra.derived import BlockSteps, Derived
 from meshwright.algebra.notation import ShardedArray
 from meshwright.algebra.ops.route import ROUTING
+from meshwright.algebra.rewrites.pipeline import SplitBackward
 from meshwright.algebra.steps import Phase, Step
 
 

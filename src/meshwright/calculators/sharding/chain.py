@@ -5,7 +5,8 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from meshwright.algebra.notation import ShardedArray, Sizes, check, parse_array, parse_einsum, product
+from meshwright.algebra.notation import ShardedArray, Sizes, check, parse_array, product
+from meshwright.calculators.sharding.parsing import parse_einsum
 from meshwright.core.errors import InputError, nearest
 
 MAX_AXES = 3

@@ -10,11 +10,12 @@ from typing import Literal
 
 import msgspec
 
-from meshwright.algebra.einsum import local_product, reduced, reshard
+from meshwright.algebra.einsum import local_product, reshard
 from meshwright.algebra.notation import ShardedArray, local_elements
 from meshwright.algebra.steps import Step
 from meshwright.calculators.sharding.chain import Chain, Product, shardings
 from meshwright.calculators.sharding.einsum_cost import EinsumRates, StepPrice, price_einsum
+from meshwright.calculators.sharding.ways import reduced
 from meshwright.core.dims import DTYPE_BYTES
 
 

@@ -8,12 +8,17 @@ from itertools import product
 
 import msgspec
 
-from meshwright.algebra.einsum import einsum_steps, local_product, reduced, reshard
+from meshwright.algebra.einsum import einsum_steps, local_product, reshard
 from meshwright.algebra.notation import ShardedArray
 from meshwright.algebra.steps import Step
 
 Layout = dict[str, tuple[str, ...]]
 """Dim -> the mesh axes that split it during the local product, in both operands alike."""
+
+
+def reduced(array: ShardedArray) -> ShardedArray:
+    """The same sharding with nothing left to sum."""
+    return array.replace(unreduced=())
 
 
 class Way(msgspec.Struct, frozen=True, kw_only=True):

@@ -14,8 +14,9 @@ import numpy as np
 
 from meshwright.algebra.derive import derive
 from meshwright.algebra.derived import Derived
+from meshwright.algebra.layers import parse_block
 from meshwright.algebra.notation import product
-from meshwright.algebra.program import Program, Variable, parse_block
+from meshwright.algebra.program import Program, Variable
 from meshwright.algebra.sizes import OpSizes
 from meshwright.algebra.transformer import transformer
 from meshwright.core.errors import CannotRunError, InputError

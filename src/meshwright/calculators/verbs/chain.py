@@ -6,12 +6,12 @@ from typing import Any
 
 import click
 
-from meshwright.algebra.notation import local_shape, parse_mesh
 from meshwright.algebra.steps import BOOK_NAMES
 from meshwright.calculators.sharding.chain import Chain, parse_chain
 from meshwright.calculators.sharding.chain_search import Assignment, search_chain
 from meshwright.calculators.sharding.einsum_cost import einsum_rates
-from meshwright.cli.fields import dim_sizes
+from meshwright.calculators.sharding.parsing import local_shape
+from meshwright.cli.fields import dim_sizes, parse_mesh
 from meshwright.cli.machine import rates_for
 from meshwright.cli.output import emit_json, json_option, print_fact, print_table
 from meshwright.core.dims import DTYPE_BYTES

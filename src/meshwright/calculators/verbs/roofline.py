@@ -5,8 +5,9 @@ from typing import Any
 
 import click
 
-from meshwright.algebra.notation import ShardedArray, parse_einsum
+from meshwright.algebra.notation import ShardedArray
 from meshwright.calculators.chips.anatomy import tile_expansion
+from meshwright.calculators.sharding.parsing import parse_einsum
 from meshwright.calculators.verbs.roofline_attention import attention_facts, draw_attention, print_attention
 from meshwright.calculators.verbs.roofline_sweep import (
     Sweep,

@@ -10,14 +10,7 @@ from typing import Any
 
 import click
 
-from meshwright.algebra.notation import (
-    ShardedArray,
-    bytes_per_device,
-    bytes_total,
-    check,
-    local_shape,
-    parse_mesh,
-)
+from meshwright.algebra.notation import ShardedArray, check
 from meshwright.algebra.steps import Step
 from meshwright.calculators.sharding.blocks import holders
 from meshwright.calculators.sharding.einsum_cost import (
@@ -28,11 +21,12 @@ from meshwright.calculators.sharding.einsum_cost import (
     price_einsum,
     whole_flops,
 )
+from meshwright.calculators.sharding.parsing import bytes_per_device, bytes_total, local_shape
 from meshwright.calculators.sharding.ways import Way, all_ways
 from meshwright.calculators.verbs.shard_asked import Asked, parse_asked
 from meshwright.calculators.verbs.shard_run import run_ways
 from meshwright.calculators.verbs.shard_text import print_shard
-from meshwright.cli.fields import dim_sizes
+from meshwright.cli.fields import dim_sizes, parse_mesh
 from meshwright.cli.machine import rates_for
 from meshwright.cli.output import emit_json, json_option, say
 from meshwright.core.dims import DTYPE_BYTES

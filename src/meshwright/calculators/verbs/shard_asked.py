@@ -5,8 +5,9 @@ import re
 import msgspec
 
 from meshwright.algebra.einsum import einsum_steps, reshard
-from meshwright.algebra.notation import ShardedArray, parse_array, parse_einsum
+from meshwright.algebra.notation import ShardedArray, parse_array
 from meshwright.algebra.steps import Step
+from meshwright.calculators.sharding.parsing import parse_einsum
 from meshwright.core.errors import InputError
 
 _ARROW = re.compile(r"\s*(?:->|→)\s*")

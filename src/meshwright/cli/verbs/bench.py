@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import click
 import msgspec
 
-from meshwright.algebra.notation import parse_mesh
+from meshwright.cli.fields import parse_mesh
 from meshwright.cli.output import emit_json, json_option, say
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.files import cache_folder, write_text_whole

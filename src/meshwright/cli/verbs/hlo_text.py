@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from meshwright.algebra.notation import parse_mesh
+from meshwright.cli.fields import parse_mesh
 from meshwright.cli.output import print_fact, print_table, width
 from meshwright.core.errors import InputError
 from meshwright.core.units import format_bytes

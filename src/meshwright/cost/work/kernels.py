@@ -7,7 +7,7 @@ import numpy as np
 
 from meshwright.algebra.notation import ShardedArray, product
 from meshwright.algebra.ops import kind_of
-from meshwright.algebra.ops.attention import queries_of
+from meshwright.algebra.ops.cached_attention import queries_of
 from meshwright.algebra.ops.collective_matmul import num_blocks
 from meshwright.algebra.sizes import OpSizes
 from meshwright.algebra.steps import Step

@@ -6,6 +6,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from meshwright.algebra.derived import Derived
@@ -35,7 +36,15 @@ def slot_sizes(step: Step, sizes: OpSizes) -> OpSizes:
     slots = _slots(step)
     if slots is None or np.all(np.asarray(sizes.spare_slots) == 1):
         return sizes
-    return sizes.with_room(sizes.in_arrays | _few(slots, sizes))
+    return with_room(sizes, sizes.in_arrays | _few(slots, sizes))
+
+
+def with_room(sizes: OpSizes, moving: Number) -> OpSizes:
+    """The sizes with every slot of an expert counted, empty or not, where slots are ``moving``."""
+    if "C" not in sizes.dims:
+        return sizes
+    room = np.where(moving, sizes.spare_slots, 1.0)
+    return msgspec.structs.replace(sizes, dims={**sizes.dims, "C": sizes.dims["C"] * room}, cache={})
 
 
 def computed_share(step: Step, sizes: OpSizes) -> Number:

@@ -10,27 +10,16 @@ from meshwright.nn.collectives import first_index
 from meshwright.nn.context import Context
 
 
-def _facts(step: Step, position: int, value: jax.Array) -> dict[str, Any]:
+def facts(step: Step, position: int, value: jax.Array) -> dict[str, Any]:
     """First row of the vocabulary on this device, from the step's input that has V, and the cap of the logits."""
     array = step.inputs[position]
     first_row = first_index(array.axes_of("V"), value.shape[array.dims.index("V")])
     return {"first_row": first_row, "softcap": step.details.softcap}
 
 
-def wide_table(step: Step, position: int, table: jax.Array) -> jax.Array:
-    return table if step.inputs[position].dims == ("D", "V") else table.T
-
-
 def logits_statistics(context: Context, step: Step, logits: jax.Array, labels: jax.Array) -> head.Statistics:
     """Peak, sum of exponentials and picked logit of each token over the local part of V."""
-    return head.logits_statistics(logits, labels, **_facts(step, 0, logits))
-
-
-def chunked_logits_statistics(
-    context: Context, step: Step, x: jax.Array, table: jax.Array, labels: jax.Array
-) -> head.Statistics:
-    """The same from the stream and the table, chunk by chunk."""
-    return head.chunked_logits_statistics(x, wide_table(step, 1, table), labels, **_facts(step, 1, table))
+    return head.logits_statistics(logits, labels, **facts(step, 0, logits))
 
 
 def rescale(context: Context, step: Step, total: jax.Array, local_peak: jax.Array, peak: jax.Array) -> jax.Array:
@@ -51,22 +40,12 @@ def sum_loss_backward(context: Context, step: Step, *given: jax.Array) -> tuple[
 def logits_backward(context: Context, step: Step, *given: jax.Array) -> jax.Array:
     """Cotangent of the logits."""
     logits, labels, _, peak, dscaled, dpicked = given
-    return head.logits_backward(logits, labels, peak, dscaled, dpicked, **_facts(step, 0, logits))
-
-
-def chunked_logits_backward(context: Context, step: Step, *given: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Cotangents of the stream and of the table, chunk by chunk."""
-    x, table, labels, _, peak, dscaled, dpicked = given
-    wide = wide_table(step, 1, table)
-    dx, dwide = head.chunked_logits_backward(x, wide, labels, peak, dscaled, dpicked, **_facts(step, 1, table))
-    return dx, dwide if wide is table else dwide.T
+    return head.logits_backward(logits, labels, peak, dscaled, dpicked, **facts(step, 0, logits))
 
 
 STEPS = {
     "logits_statistics": logits_statistics,
     "logits_backward": logits_backward,
-    "chunked_logits_statistics": chunked_logits_statistics,
-    "chunked_logits_backward": chunked_logits_backward,
     "rescale": rescale,
     "sum_loss": sum_loss,
     "sum_loss_backward": sum_loss_backward,

@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from meshwright.algebra.derived import SplitBackward
 from meshwright.algebra.notation import ShardedArray
+from meshwright.algebra.rewrites.pipeline import SplitBackward
 from meshwright.algebra.rewrites.split_backward import cotangent_of, gradient_arrays
 from meshwright.algebra.steps import Step
 from meshwright.algebra.transformer import Span

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from meshwright.algebra.notation import product
-from meshwright.algebra.steps import num_moves
+from meshwright.algebra.rewrites.rings import num_moves
 from meshwright.cost.formulas import limits
 from meshwright.cost.formulas.accounting import state_bytes
 from meshwright.cost.formulas.limit_table import Letters, Limit, feed_forward_width, limits_at, sparsity

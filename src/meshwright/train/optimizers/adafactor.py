@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from meshwright.algebra.kinds import Updated
+from meshwright.algebra.ops.adafactor import outputs, stacked
 from meshwright.algebra.ops.adafactor import update as adafactor_steps
 from meshwright.nn.weights import Params
 from meshwright.train.optimizers.sharded import Places, updated
@@ -40,7 +41,7 @@ def scale_by_adafactor(places: Callable[[], Places], weights: dict[str, Updated]
         """Axes of a weight's array that a mean over all other dims of its matrices lacks."""
         weight = weights[name]
         held = {weight.layers, *weight.batch, *kept}
-        return tuple(i for i, dim in enumerate(weight.stacked(name).dims) if dim not in held)
+        return tuple(i for i, dim in enumerate(stacked(weight, name).dims) if dim not in held)
 
     def init(params: Params) -> FactoredState:
         def empty(name: str, over: tuple[int, ...]) -> jax.Array:
@@ -51,7 +52,7 @@ def scale_by_adafactor(places: Callable[[], Places], weights: dict[str, Updated]
         return FactoredState(
             jnp.zeros((), jnp.int32),
             {name: empty(name, left_out(name, weights[name].inputs)) for name in matrices},
-            {name: empty(name, left_out(name, weights[name].outputs)) for name in matrices},
+            {name: empty(name, left_out(name, outputs(weights[name]))) for name in matrices},
             {name: empty(name, ()) for name in params if name not in matrices},
         )
 
@@ -63,7 +64,7 @@ def scale_by_adafactor(places: Callable[[], Places], weights: dict[str, Updated]
         for name, grad in grads.items():
             weight = at.weights[name]
             if weight.inputs:
-                kept = ((weight.inputs, state.rows[name]), (weight.outputs, state.columns[name]))
+                kept = ((weight.inputs, state.rows[name]), (outputs(weight), state.columns[name]))
                 means = [mean.squeeze(left_out(name, dims)) for dims, mean in kept]
             else:
                 means = [state.whole[name]]
@@ -71,7 +72,7 @@ def scale_by_adafactor(places: Callable[[], Places], weights: dict[str, Updated]
         after = FactoredState(
             count,
             {n: jnp.expand_dims(found[n][1], left_out(n, weights[n].inputs)) for n in state.rows},
-            {n: jnp.expand_dims(found[n][2], left_out(n, weights[n].outputs)) for n in state.columns},
+            {n: jnp.expand_dims(found[n][2], left_out(n, outputs(weights[n]))) for n in state.columns},
             {n: found[n][1] for n in state.whole},
         )
         return {name: found[name][0] for name in grads}, after

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from meshwright.algebra.kinds import Updated
+from meshwright.algebra.ops.adafactor import stacked
 from meshwright.algebra.ops.muon import update as muon_steps
 from meshwright.nn.interpreter import run_update
 from meshwright.nn.ops.muon import momentum
@@ -49,7 +50,7 @@ def orthogonal(values: jax.Array, weight: Updated, places: Places) -> jax.Array:
     not need. GSPMD would gather whole arrays in every turn of the iteration instead.
     """
     steps = muon_steps(weight)[1:-1]
-    array, (first, last) = weight.stacked(weight.shard.name), (steps[0].inputs[0], steps[-1].result)
+    array, (first, last) = stacked(weight, weight.shard.name), (steps[0].inputs[0], steps[-1].result)
     counted = 1 + len(weight.batch)
     devices = math.prod(places.mesh.shape[axis] for axis in steps[0].details.axes) if places.mesh is not None else 1
 

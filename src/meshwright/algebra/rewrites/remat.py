@@ -1,0 +1,97 @@
+"""Rematerialisation: the forward results that a strategy keeps for the backward pass, by name, and segments of layers
+that run again. What is not kept the backward pass makes again where it needs it (`Trace.need`)."""
+
+import msgspec
+
+from meshwright.algebra.derived import BlockSteps
+from meshwright.algebra.layers import CROSS, ENCODER
+from meshwright.algebra.notation import ShardedArray
+from meshwright.algebra.program import Block, Program
+from meshwright.algebra.steps import Phase, Step
+from meshwright.algebra.trace import Shardings
+from meshwright.core.errors import InputError, nearest
+from meshwright.spec.strategy import Strategy
+
+KEPT_NAMES: dict[str, tuple[str, ...]] = {
+    "selective": (
+        *("qr", "kr", "v", "o", "x1", "g", "u", "logits"),
+        *("r", "xe", "ge", "ue", "gs", "us", "cq", "ckv"),
+    ),
+    "matmuls": (
+        *("q", "k", "v", "a", "g", "u", "logits"),
+        *("r", "ge", "ue", "ye", "gs", "us", "ys", "cq", "ckv", "kn", "kpe"),
+    ),
+    "block": ("logits",),
+    "full": (),
+}
+"""Remat policy -> results that are kept for the backward pass, besides each block's input. "none" keeps
+every result and every gathered activation, and so do "sqrt" and "every-C" inside the segment of layers that is
+being run again. The loss head keeps all but its logits under every policy."""
+
+
+class Saved:
+    """The saved set of a strategy: what `keeps` says of each result of the forward pass.
+
+    Raises InputError for a name that is not a result of the program.
+    """
+
+    def __init__(self, shardings: Shardings) -> None:
+        self.shardings = shardings
+        self.names = _kept_names(shardings.program, shardings.strategy)
+        self.keeps_logits = keeps_logits(shardings.strategy)
+
+    def keeps(self, array: ShardedArray, block: Block) -> bool:
+        """Whether the saved set holds a forward result; a gathered weight only until the next block runs.
+
+        The backward pass of the block that ends in the loss follows its forward pass at once, so there everything
+        stays, the gathered table too; `rewrites.fused_head` leaves out logits that are not kept by name.
+        """
+        if block.ops[-1].out == "loss":
+            return True
+        if self.shardings.is_weight(array.name):
+            return False
+        if self.names is None:
+            return True
+        name = array.name.removeprefix(ENCODER).removeprefix(CROSS)
+        if name == "lse":  # attention's backward pass needs it wherever it needs the result
+            return "o" in self.names
+        variables = self.shardings.program.variables
+        declared = array.name in variables and self.shardings.declared(array.name).axes == array.axes
+        return declared and not array.unreduced and (name in self.names or array.name in self.names)
+
+
+def keeps_logits(strategy: Strategy) -> bool:
+    """Whether the loss head holds its logits for the backward pass; else it makes them in chunks."""
+    kept = KEPT_NAMES.get(strategy.remat) if isinstance(strategy.remat, str) else strategy.remat
+    return kept is None or "logits" in kept
+
+
+def _kept_names(program: Program, strategy: Strategy) -> tuple[str, ...] | None:
+    """Names in the saved set; None for every name. Raises InputError for a name that is not a result."""
+    if isinstance(strategy.remat, str):
+        kept = KEPT_NAMES.get(strategy.remat)
+        # without rope or a bias the products themselves enter attention
+        plain = strategy.remat == "selective" and "qr" not in program.variables
+        return (*kept, "q", "k") if kept is not None and plain else kept
+    results = {op.out for block in program.blocks for op in block.ops} | {"logits"}
+    for name in strategy.remat:
+        if name not in results:
+            raise InputError(f"remat keeps {name!r}, which is not a result of the program.{nearest(name, results)}")
+    return tuple(strategy.remat)
+
+
+def in_segments(steps: BlockSteps, shardings: Shardings) -> BlockSteps:
+    """The steps of layers whose segments run again, where the strategy has any: the backward pass begins with the
+    forward steps, of which only gathers of weights count as its own."""
+    segment = shardings.strategy.segment
+    if segment is None or not steps.block.carry:
+        return steps
+    again = tuple(_again(step, shardings) for step in steps.forward)
+    return msgspec.structs.replace(steps, backward=(*again, *steps.backward), segment=segment)
+
+
+def _again(step: Step, shardings: Shardings) -> Step:
+    gathers = step.is_collective and shardings.is_weight(step.result.name)
+    phase: Phase = "backward" if gathers else "recompute"
+    parts = tuple(msgspec.structs.replace(part, phase=phase) for part in step.parts)
+    return msgspec.structs.replace(step, phase=phase, parts=parts)

@@ -1,0 +1,48 @@
+"""Permutes that send blocks round a ring of devices, as the rewrites of attention and of products make them."""
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+
+from meshwright.algebra.notation import product
+from meshwright.algebra.steps import Step
+
+
+class Round(msgspec.Struct, frozen=True, kw_only=True):
+    """Details of a permute that sends blocks round a ring of n devices in n - 1 moves.
+
+    ``ring`` "past": every other device of the group sees the block; "home": the block begins on the first of them,
+    collects on the way and ends where it belongs. With a ``window`` of W positions only devices whose queries reach a
+    block see it, the ceil(W n / T) next ones. With ``ways`` 2 the block goes in two halves in opposite directions.
+    ``beside_products`` says that the products of a collective matmul run meanwhile.
+    """
+
+    ring: Literal["past", "home"]
+    window: int | None = None
+    ways: int = 1
+    beside_products: bool = False
+
+
+def num_moves(step: Step, *, dims: Mapping[str, Any], mesh: Mapping[str, Any]) -> Any:
+    """How many times a permute sends its block on: n - 1 times or fewer round a ring (`Round`), else once.
+
+    Sizes may be arrays, and a group of one sends nothing round its ring.
+    """
+    ring = step.details
+    if not isinstance(ring, Round):
+        return 1
+    size = product(mesh[axis] for axis in step.axes)
+    moves = size - 1
+    if ring.window is not None:
+        moves = np.minimum(moves, np.ceil(ring.window * size / dims["T"]))
+    return moves
+
+
+def num_ways(step: Step, *, dims: Mapping[str, Any], mesh: Mapping[str, Any]) -> Any:
+    """Pieces that go round at once, in opposite directions: 2 where a permute asks for both ways and its block can be
+    cut along its dim, else 1."""
+    if not isinstance(step.details, Round) or step.details.ways != 2:
+        return 1
+    return np.minimum(2, dims[step.dim] / product(mesh[axis] for axis in step.result.axes_of(step.dim)))

@@ -1,0 +1,35 @@
+"""What layers read of an earlier stack, as a decoder reads its encoder's result: brought once to where all of them read
+it, and its cotangent summed over devices once, after all of them have added to it."""
+
+from collections.abc import Callable, Iterable
+
+import msgspec
+
+from meshwright.algebra.notation import ShardedArray
+from meshwright.algebra.program import Block, Program
+from meshwright.algebra.steps import Step
+from meshwright.core.errors import InputError
+
+
+class SharedInput(msgspec.Struct, frozen=True, kw_only=True):
+    """What every layer of a stack reads of an earlier one: how it lies when they do, and its cotangent as they add to
+    it, which may be left to be summed over devices until all of them have."""
+
+    given: ShardedArray
+    cotangent: ShardedArray
+
+
+def shared_inputs(program: Program, steps_of: Callable[[Block], Iterable[Step]]) -> dict[str, SharedInput]:
+    """Every such input by name, from ``steps_of`` each block that reads it by itself: how its layers want the input,
+    and the cotangent as each leaves it before any sum over devices."""
+    found = {}
+    for stack in program.stacks:
+        for name in stack.inputs:
+            steps = [s for block in program.blocks if block.name in stack.layers for s in steps_of(block)]
+            used = [step for step in steps if not step.only_moves]
+            read = {array for step in used for array in step.inputs if array.name == name}
+            left = {step.result for step in used if step.result.name == f"d{name}"}
+            if len(read) != 1 or len(left) != 1:
+                raise InputError(f"layers want {', '.join(map(str, read | left))}; split heads and widths alike.")
+            found[name] = SharedInput(given=read.pop(), cotangent=left.pop())
+    return found
