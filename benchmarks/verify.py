@@ -21,7 +21,7 @@ from meshwright.plan.planner import plan
 from meshwright.spec.catalogue import model as find_model
 from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.job import Job
-from meshwright.spec.strategy import Strategy, make_mesh
+from meshwright.spec.strategy import AS_RUN, Assumptions, Strategy, make_mesh
 from meshwright.verify.proof import Proof, prove
 from meshwright.verify.running import python_program
 from meshwright.verify.targets import is_installed, target_of
@@ -40,6 +40,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     seq_len: int
     axes: dict[str, int] = {}
     strategy: dict[str, Any] = {}
+    assumptions: Assumptions = AS_RUN
     step: str = "train"
     weights: str = "as they are"
     planned: bool = True
@@ -66,7 +67,7 @@ CASES = (
         cluster="h100:8x8",
         batch_seqs=256,
         seq_len=4096,
-        strategy={"imbalance": 1.25},
+        assumptions=Assumptions(imbalance=1.25),
     ),
     Case(
         name="70b-h100-stages",
@@ -117,16 +118,16 @@ def prove_case(case: Case) -> Proof:
     """The proof of a case at partition depth."""
     model, cluster = find_model(case.model), parse_cluster(case.cluster)
     job = Job(batch_seqs=case.batch_seqs, seq_len=case.seq_len)
-    calibration = None
+    calibration, assumptions = None, case.assumptions
     if case.planned:
         calibration = rates_for(cluster, None, fitted=True)
-        found = plan(
-            Setting(model, cluster, job, calibration), axes=case.axes, overrides=case.strategy, top=1
-        ).strategies[0]
+        setting = Setting(model, cluster, job, calibration, assumptions=assumptions)
+        found = plan(setting, axes=case.axes, overrides=case.strategy, top=1).strategies[0]
         strategy, cluster, job = found.strategy, found.cluster, found.job
     else:
         strategy = Strategy(mesh=make_mesh(case.axes), state="bf16-adam", **case.strategy)
-    request = request_of(model, cluster, strategy, job, step=case.step, weights=case.weights, calibration=calibration)
+    asked = {"step": case.step, "weights": case.weights}
+    request = request_of(model, cluster, strategy, job, **asked, calibration=calibration, assumptions=assumptions)
     return prove(request, program=python_program(PROGRAM), timeout_s=TIMEOUT_S, calibration=calibration)
 
 

@@ -2,9 +2,11 @@
 
 import pytest
 
+from meshwright.calculators.verbs.sweep_options import read_job
 from meshwright.cli.fields import check_tokens, dim_sizes, parse_axes, parse_fields, take_axes, with_fields
 from meshwright.core.errors import InputError
 from meshwright.spec.catalogue import model
+from meshwright.spec.catalogue import model as find_model
 from meshwright.spec.job import Job
 from meshwright.spec.strategy import AS_RUN, Strategy, standard_assignment
 
@@ -87,3 +89,14 @@ def test_dim_sizes():
     assert dim_sizes("B=4Mi,D=8") == {"B": 2**22, "D": 8}
     with pytest.raises(InputError, match="larger than any array"):
         dim_sizes("B=1E")
+
+
+def test_a_model_of_fewer_layers_keeps_those_that_are_left():
+    small = with_fields(find_model("gpt-oss-20b"), "model", {"num_layers": 3})
+    assert (small.num_layers, small.sliding_layers) == (3, (0, 2))
+
+
+@pytest.mark.parametrize("pair", ["job.kind=decode", "job.nonsense=3"])
+def test_a_sweep_takes_training_jobs_alone(pair):
+    with pytest.raises(InputError, match=r"decode|nonsense"):
+        read_job("64seq", "512", (pair,))

@@ -7,7 +7,7 @@ from meshwright.cli.verbs.verify_request import PROGRAM, request_of
 from meshwright.spec.catalogue import model
 from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.job import Job
-from meshwright.spec.strategy import Strategy, make_mesh
+from meshwright.spec.strategy import Assumptions, Strategy, make_mesh
 from meshwright.verify.differences import TOLERANCE
 from meshwright.verify.proof import Proof, prove
 from meshwright.verify.running import python_program
@@ -87,7 +87,7 @@ def test_training(on, axes, memory):
     ("on", "axes"), [("v5e:2x2", {"fsdp": 2, "expert": 2}), ("h100:8x1", {"fsdp": 4, "expert": 2})]
 )
 def test_experts_with_a_bound(on, axes):
-    check(proof_of(axes, on, given=EXPERTS, choices={"imbalance": 1.25}), memory=0.25)
+    check(proof_of(axes, on, given=EXPERTS, assumptions=Assumptions(imbalance=1.25)), memory=0.25)
 
 
 def test_stages():

@@ -7,7 +7,7 @@ from meshwright.cli.verbs.verify_request import PROGRAM, request_of
 from meshwright.spec import catalogue
 from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.job import Job
-from meshwright.spec.strategy import Strategy, make_mesh, standard_assignment
+from meshwright.spec.strategy import AS_RUN, Assumptions, Strategy, make_mesh, standard_assignment
 from meshwright.verify.proof import prove
 from meshwright.verify.running import python_program
 from meshwright.verify.targets import is_installed
@@ -56,7 +56,7 @@ WAYS = {
 EXPERT_WAYS = {
     "experts": ({"expert": 8}, {}),
     "experts and fsdp": ({"expert": 4, "fsdp": 2}, {"num_microbatches": 2}),
-    "experts with a bound": ({"expert": 2, "tensor": 2, "fsdp": 2}, {"imbalance": 1.5}),
+    "experts with a bound": ({"expert": 2, "tensor": 2, "fsdp": 2}, {"assumptions": Assumptions(imbalance=1.5)}),
     "experts that stay": ({"fsdp": 8}, {}),
     "experts in stages": ({"pipeline": 2, "expert": 4}, {"num_microbatches": 4}),
 }
@@ -69,8 +69,11 @@ TARGETS = {"v5p:2x2x2": "tpu", "h100:8x1": "cuda"}
 def test_compiled_is_derived(cluster, model, axes, choices):
     if not is_installed(TARGETS[cluster]):
         pytest.skip(f"the compiler for {TARGETS[cluster]} is missing: make test-aot")
-    strategy = Strategy(mesh=make_mesh(axes), state="bf16-adam", **choices)
-    request = request_of(model, parse_cluster(cluster), strategy, Job(batch_seqs=64, seq_len=1024))
+    assumptions = choices.get("assumptions", AS_RUN)
+    fields = {name: value for name, value in choices.items() if name != "assumptions"}
+    strategy = Strategy(mesh=make_mesh(axes), state="bf16-adam", **fields)
+    job = Job(batch_seqs=64, seq_len=1024)
+    request = request_of(model, parse_cluster(cluster), strategy, job, assumptions=assumptions)
     proof = prove(request, program=python_program(PROGRAM), timeout_s=150)
     assert proof.runs, proof.refusal
     assert proof.traffic is not None, proof.traffic_error

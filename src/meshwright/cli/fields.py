@@ -11,6 +11,7 @@ from meshwright.core.errors import InputError, nearest
 from meshwright.core.fields import convert_fields
 from meshwright.core.units import parse_count
 from meshwright.spec.job import Job
+from meshwright.spec.model import Model
 from meshwright.spec.strategy import Assumptions, standard_assignment
 
 SECTIONS: tuple[str, ...] = ("model", "job", "strategy", "assumptions", "train")
@@ -38,7 +39,7 @@ def parse_fields(pairs: Sequence[str], *, sections: Sequence[str] = SECTIONS) ->
         if section not in found:
             raise InputError(f"--set {key}: there is no section {section!r} here.{nearest(section, sections)}")
         value, axis = _value(text.strip()), name.removeprefix("mesh.")
-        if section == "strategy" and name in Assumptions.__struct_fields__:
+        if section == "strategy" and "assumptions" in found and name in Assumptions.__struct_fields__:
             section = "assumptions"
         if section == "strategy" and axis in MESH_AXES:
             name, value = "mesh", {axis: value}
@@ -83,6 +84,11 @@ def with_fields(thing: Thing, section: str, changes: Mapping[str, Any]) -> Thing
         if isinstance(changes[name], int) and changes[name] > MAX_SIZE:
             raise InputError(f"{section}.{name}={changes[name]:.3g} is too large. Give at most {MAX_SIZE:.0e}.")
     now = msgspec.to_builtins(thing)
+    if isinstance(thing, Model) and "num_layers" in changes:
+        kept = {"sliding_layers": thing.sliding_layers, "dense_layers": thing.dense_layers}
+        below = changes["num_layers"]
+        if isinstance(below, int):  # of fewer layers those that are left
+            changes = {**{name: [n for n in layers if n < below] for name, layers in kept.items()}, **changes}
     if isinstance(changes.get("mesh"), dict):
         changes = {**changes, "mesh": {**now["mesh"], **changes["mesh"]}}
     return convert_fields({**now, **changes}, type(thing), section=section)

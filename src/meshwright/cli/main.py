@@ -87,10 +87,6 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """What a disk that is full, a quota that is used up and a limit on the size of files say."""
 
 
-NO_PLACE = (errno.ENOENT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR)
-"""What a folder that is not there, or not ours to write in, says."""
-
-
 def main() -> None:
     """Run the command line. Exit codes: 0 done, 2 bad input, 3 nothing fits or can run, 1 our fault."""
     sys.exit(run(sys.argv[1:]))
@@ -111,8 +107,6 @@ def run(args: list[str]) -> int:
     except BrokenPipeError:
         return 0
     except OSError as error:
-        if error.filename and error.errno in NO_PLACE:
-            return _fail(f"{error.filename}: {os.strerror(error.errno)}. Name another place.", 2)
         if error.errno not in NO_ROOM:
             return _our_fault(error)
         where = f" writing {error.filename}" if error.filename else ""

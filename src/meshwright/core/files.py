@@ -1,9 +1,15 @@
 """Files that are whole or absent, and the folder where things are kept between runs."""
 
+import errno
 import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+
+from meshwright.core.errors import InputError
+
+NOT_WRITABLE = (errno.ENOENT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)
+"""What a folder says that is not there or not ours to write in."""
 
 
 def cache_folder() -> Path:
@@ -13,9 +19,17 @@ def cache_folder() -> Path:
 
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:
-    """Write a file through a temporary one beside it, so that ``path`` is never half written."""
+    """Write a file through a temporary one beside it, so that ``path`` is never half written.
+
+    Raises InputError for a folder that cannot be written in.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=path.suffix)
+    try:
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=path.suffix)
+    except OSError as error:
+        if error.errno not in NOT_WRITABLE:
+            raise
+        raise InputError(f"{path} cannot be written ({error.strerror}). Name another file.") from None
     os.close(handle)
     try:
         write(Path(name))

@@ -71,7 +71,7 @@ def plan(
         )
     space = space_of(setting, axes or {}, overrides or {}, choices)
     outcome = search(space, cluster, job.batch_seqs, top=top, exhaustive=exhaustive)
-    notes = _assumptions(space, setting)
+    notes = _notes(space, setting)
     whole = outcome.found[0] if outcome.found else None
     if not outcome.found:
         if not outcome.num_meshes:
@@ -129,15 +129,18 @@ def space_of(
     given = {name.removeprefix("strategy."): value for name, value in overrides.items()}
     for name in given:
         if name not in FIELDS:
-            known = nearest(name, (*FIELDS, *Assumptions.__struct_fields__))
-            raise InputError(f"strategy.{name} cannot be set here.{known} Mesh axes go in axes.")
+            if name in Assumptions.__struct_fields__:
+                raise InputError(
+                    f"{name} is assumed, not chosen: give Setting(..., assumptions=Assumptions({name}=...))."
+                )
+            raise InputError(f"strategy.{name} cannot be set here.{nearest(name, FIELDS)} Mesh axes go in axes.")
     # CPUs train in float32 unless told otherwise
     state = "fp32" if setting.cluster.kind == "host" else "bf16-adam"
     template = convert_fields({"state": state, **given, "mesh": make_mesh({})}, Strategy, section="strategy")
     return open_space(setting, template, given=given, choices=choices, fixed=axes)
 
 
-def _assumptions(space: Space, setting: Setting) -> tuple[str, ...]:
+def _notes(space: Space, setting: Setting) -> tuple[str, ...]:
     """The named conventions behind the numbers."""
     cluster = setting.cluster
     notes = [f"times rest on {setting.rates.describe()}", "MFU counts 6ND + 12 B T^2 N H L, no causal discount"]

@@ -104,4 +104,5 @@ def _move_assumptions(file: TomlFile) -> None:
         return
     names = [name for name in Assumptions.__struct_fields__ if name in strategy]
     file.data["assumptions"] = {name: strategy.pop(name) for name in names}
-    file.lines.update({("assumptions", name): file.lines["strategy", name] for name in names})
+    lines = {("assumptions", name): file.lines.get(("strategy", name)) for name in names}
+    file.lines.update({key: line for key, line in lines.items() if line is not None})

@@ -7,6 +7,7 @@ import click
 
 from meshwright.calculators.sweeps.sweep import SweepPoint, scaling_curve, sweep_clusters
 from meshwright.calculators.verbs.sweep_options import (
+    OF_JOBS,
     axes_option,
     batch_option,
     calibration_option,
@@ -61,7 +62,7 @@ def command(
     """Step time, tokens per second, MFU, exposed communication and memory of MODEL's best plan on each cluster."""
     clusters = sweep_clusters(on)
     rates = rates_for(clusters[-1], calibration, fitted=True)
-    fixed, overrides, assumed = read_choices(axes, pairs)
+    fixed, overrides, assumed = read_choices(axes, pairs, sections=OF_JOBS)
     job = read_job(batch, seq_len, pairs)
     setting = Setting(find_model(model), clusters[0], job, rates, assumptions=assumed)
     points = scaling_curve(setting, clusters, weak=weak, axes=fixed, overrides=overrides)

@@ -8,6 +8,7 @@ import click
 from meshwright.calculators.sweeps.grid import Grid, describe, llama_like, plan_grid
 from meshwright.calculators.sweeps.sweep import SweepPoint, node_clusters, sweep_clusters
 from meshwright.calculators.verbs.sweep_options import (
+    OF_JOBS,
     axes_option,
     batch_option,
     calibration_option,
@@ -66,7 +67,7 @@ def command(
     """The best mesh and its MFU for every model and number of nodes, at one batch."""
     chosen, clusters = _models(models, sizes), _clusters(chip, nodes, on)
     job = read_job(batch, seq_len, pairs)
-    fixed, overrides, assumed = read_choices(axes, pairs)
+    fixed, overrides, assumed = read_choices(axes, pairs, sections=OF_JOBS)
     rates = rates_for(clusters[-1], calibration, fitted=True)
     settings = [Setting(one, clusters[0], job, rates, assumptions=assumed) for one in chosen]
     grid = plan_grid(settings, clusters, axes=fixed, overrides=overrides)

@@ -10,7 +10,7 @@ from meshwright.cli.fields import parse_fields, take_axes, with_fields
 from meshwright.cli.output import say
 from meshwright.core.units import parse_count
 from meshwright.report.figure import Spec, save
-from meshwright.spec.job import Job, parse_batch
+from meshwright.spec.job import Job, parse_batch, require_training
 from meshwright.spec.strategy import AS_RUN, Assumptions
 
 png_option = click.option(
@@ -18,9 +18,6 @@ png_option = click.option(
 )
 batch_option = click.option("--batch", required=True, help="Tokens a step (4Mi) or sequences (1024seq).")
 seq_option = click.option("--seq", "seq_len", default="4096", show_default=True, help="Tokens of a sequence.")
-SECTIONS = ("strategy", "assumptions", "job")
-"""What ``--set`` of a sweep names."""
-
 axes_option = click.option("--axes", help="Mesh axes to keep fixed, such as tensor=8.")
 set_option = click.option("--set", "pairs", multiple=True, metavar="KEY=VALUE", help="A field: strategy.remat=block.")
 calibration_option = click.option(
@@ -28,16 +25,24 @@ calibration_option = click.option(
 )
 
 
+OF_JOBS = ("strategy", "assumptions", "job")
+"""What ``--set`` names in sweeps over plans of one job."""
+
+
 def read_job(batch: str, seq_len: str, pairs: tuple[str, ...] = ()) -> Job:
     """The job of ``--batch`` and ``--seq``, with fields of ``--set``."""
     length = parse_count(seq_len, what="seq")
     job = Job(batch_seqs=parse_batch(batch, seq_len=length), seq_len=length)
-    return with_fields(job, "job", parse_fields(pairs, sections=SECTIONS)["job"])
+    job = with_fields(job, "job", parse_fields(pairs, sections=OF_JOBS)["job"])
+    require_training(job, "sweep")
+    return job
 
 
-def read_choices(axes: str | None, pairs: tuple[str, ...]) -> tuple[Mapping[str, int], Mapping[str, Any], Assumptions]:
+def read_choices(
+    axes: str | None, pairs: tuple[str, ...], *, sections: tuple[str, ...] = ("strategy", "assumptions")
+) -> tuple[Mapping[str, int], Mapping[str, Any], Assumptions]:
     """Fixed mesh axes, fixed fields of the strategy, and assumptions, of ``--axes`` and ``--set``."""
-    fields = parse_fields(pairs, sections=SECTIONS)
+    fields = parse_fields(pairs, sections=sections)
     assumed = with_fields(AS_RUN, "assumptions", fields["assumptions"])
     return take_axes(axes, fields["strategy"]), fields["strategy"], assumed
 

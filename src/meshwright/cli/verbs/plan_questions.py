@@ -1,5 +1,6 @@
 """The questions of `plan`: why not another strategy, what if the machine were different, what the recipe would do."""
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -52,7 +53,8 @@ def parse_why_not(text: str) -> dict[str, Any]:
         if name in found:
             raise InputError(f"--why-not {text!r} gives {name} twice. Leave one out.")
         words = {"true": True, "false": False}
-        found[name] = int(value) if value.isdecimal() else words.get(value, value)
+        number = float(value) if re.fullmatch(r"\d*\.\d+", value) else words.get(value, value)
+        found[name] = int(value) if value.isdecimal() else number
     return found
 
 

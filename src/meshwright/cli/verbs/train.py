@@ -128,7 +128,9 @@ def _with_optimizer(fields: dict[str, dict[str, Any]]) -> dict[str, dict[str, An
 def _with_slots(fields: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Fields in which a bound on the slots of experts is priced: each has that many, empty or not."""
     bound = fields["train"].get("capacity_factor")
-    return {**fields, "assumptions": {"imbalance": bound, **fields["assumptions"]}} if bound else fields
+    if not isinstance(bound, int | float) or bound < 1:
+        return fields
+    return {**fields, "assumptions": {"imbalance": bound, **fields["assumptions"]}}
 
 
 def _plan_path(what: str | None, resume: str | None) -> Path | None:

@@ -46,7 +46,11 @@ def request_of(
     order: tuple[int, ...] = ()
     target = _target(cluster, depth, platform)
     if target.platform != "cpu":
-        order = tuple(mesh_order(_placement(model, cluster, strategy, job, step, calibration)).ravel().tolist())
+        order = tuple(
+            mesh_order(_placement(model, cluster, strategy, job_of_step(job, step), calibration, assumptions))
+            .ravel()
+            .tolist()
+        )
     bounded = {"capacity_factor": assumptions.imbalance} if model.num_experts and assumptions.imbalance > 1 else {}
     named = {"optimizer": job.optimizer} if job.optimizer != "adamw" else {}
     table = named | bounded | (settings or {}) if step == "train" else {}
@@ -81,10 +85,16 @@ def _target(cluster: Cluster, depth: str, platform: Any) -> Any:
 
 
 def _placement(
-    model: Model, cluster: Cluster, strategy: Strategy, job: Job, step: str, calibration: Calibration | None
+    model: Model,
+    cluster: Cluster,
+    strategy: Strategy,
+    job: Job,
+    calibration: Calibration | None,
+    assumptions: Assumptions,
 ) -> Any:
     """How the mesh lies on the links, as the step is priced."""
     from meshwright.cost.setting import Setting
     from meshwright.cost.train_step import price_strategy
 
-    return price_strategy(Setting(model, cluster, job_of_step(job, step), calibration), strategy).placement
+    setting = Setting(model, cluster, job, calibration, assumptions=assumptions)
+    return price_strategy(setting, strategy).placement
