@@ -9,6 +9,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from meshwright.core.errors import InputError
@@ -78,12 +79,19 @@ def nothing_is_left(tmp_path, monkeypatch):
 
 
 def test_done_on_a_cpu():
-    found = run("lowered(); compiled(); (folder / 'module.hlo').write_text('HloModule x')", target=CPU)
+    found = run("lowered(); compiled(); (folder / 'module.hlo').write_text('HloModule x'); time.sleep(0.3)", target=CPU)
     assert (found.ended, found.hlo, found.lowered.seconds) == ("done", "HloModule x", 0.5)
     assert found.compiled.memory.needed == 3
     assert found.wall_s > 0
     assert found.cpu_s > 0
     assert found.max_rss_bytes > 1e6
+
+
+def test_peak_memory_is_that_of_the_compiler_below_a_large_process():
+    """Linux counts the peak of the process that starts another one among the other's own."""
+    large = np.ones(300_000_000, np.uint8)
+    found = run("lowered(); compiled(); (folder / 'module.hlo').write_text('x'); time.sleep(0.3)", target=CPU)
+    assert 1e6 < found.max_rss_bytes < large.nbytes
 
 
 def test_done_at_full_depth_takes_what_was_dumped():

@@ -1,6 +1,8 @@
 """Compiles a request in a process of its own: with a time limit, quietly, and surviving whatever becomes of it."""
 
 import os
+import re
+import resource
 import signal
 import subprocess
 import sys
@@ -89,17 +91,19 @@ def _run(request: Request, folder: Path, program: Sequence[str], timeout_s: floa
         early = request.target.platform != "cpu" and request.depth == "partition"
         stop_early = dumps if early else None
         try:
-            ended, status, usage = _wait(process, started + timeout_s, stop_early)
+            ended, status, usage, seen_kb = _wait(process, started + timeout_s, stop_early)
         except BaseException:
             # Ctrl-C does not reach it in a session of its own
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
             raise
     text = log.read_text(errors="replace")
+    # Linux starts a program's ru_maxrss at the peak of the process that started it, so that up to there it says nothing.
+    inherited = usage.ru_maxrss <= resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     spent = {
         "wall_s": time.monotonic() - started,
         "cpu_s": usage.ru_utime + usage.ru_stime,
-        "max_rss_bytes": usage.ru_maxrss * 1024,
+        "max_rss_bytes": (seen_kb if inherited and seen_kb else usage.ru_maxrss) * 1024,
     }
     return _outcome(folder, ended, status, text, spent, dumps, request.target.platform == "cpu")
 
@@ -116,16 +120,21 @@ def _environment(request: Request, dumps: Path | None) -> dict[str, str]:
     return found
 
 
-def _wait(process: "subprocess.Popen[bytes]", deadline: float, dumps: Path | None) -> tuple[str, int, Any]:
-    """(how it ended, exit status, resource usage). Kills it at the deadline, or when the dump holds what is wanted."""
+def _wait(process: "subprocess.Popen[bytes]", deadline: float, dumps: Path | None) -> tuple[str, int, Any, int]:
+    """Waits for a process, and kills it at the deadline, or when the dump holds what is wanted.
+
+    Returns how it ended, its exit status, its resource usage, and the last peak of its memory seen in KiB (0: none).
+    """
     sizes: tuple[int, ...] = ()
     steady = 0
+    peak_kb = 0
     ended = "exit"
     while True:
+        peak_kb = max(peak_kb, _peak_kb(process.pid))
         pid, status, usage = os.wait4(process.pid, os.WNOHANG)
         if pid:
             process.returncode = os.waitstatus_to_exitcode(status)
-            return ended, process.returncode, usage
+            return ended, process.returncode, usage, peak_kb
         if time.monotonic() > deadline and ended == "exit":
             ended = "timeout"
             os.killpg(process.pid, signal.SIGKILL)
@@ -138,6 +147,15 @@ def _wait(process: "subprocess.Popen[bytes]", deadline: float, dumps: Path | Non
                 ended = "stopped"
                 os.killpg(process.pid, signal.SIGKILL)
         time.sleep(POLL_S)
+
+
+def _peak_kb(pid: int) -> int:
+    """Most memory that a process has had so far, in KiB; 0 where the system does not say."""
+    try:
+        found = re.search(r"VmHWM:\s*(\d+)", Path(f"/proc/{pid}/status").read_text())
+    except OSError:
+        return 0
+    return int(found[1]) if found else 0
 
 
 def _outcome(
