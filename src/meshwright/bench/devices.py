@@ -1,27 +1,26 @@
-"""The devices that are measured, all of them busy at once, and the data they are given."""
+"""The devices that are measured, all of them busy at once, the data they are given, and the seconds of a part."""
 
 import math
 import os
 import platform
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
 import msgspec
 import numpy as np
-from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from meshwright.bench.timing import Call
+from meshwright.bench.results import Contents, MatmulPart, Timing
+from meshwright.bench.timing import MAX_REPEATS, Budget, Call, time_together
+from meshwright.core.errors import InputError
 from meshwright.nn.attention.platform import platform_of
 from meshwright.parallel.mesh import device_mesh
-from meshwright.spec.chip import Chip
-
-Contents = Literal["zeros", "ones", "uniform", "normal"]
-CONTENTS: tuple[Contents, ...] = ("zeros", "ones", "uniform", "normal")
+from meshwright.spec.chip import Chip, chips
 
 JAX_DTYPES: dict[str, Any] = {
     "fp32": jnp.float32,
@@ -40,9 +39,11 @@ DEFAULT_DTYPES: dict[str, tuple[str, ...]] = {
     "tpu": ("bf16", "int8", "fp8", "fp32"),
 }
 
-
 DRAWN = 2**20
-"""Random numbers that the host draws for one block."""
+"""Random numbers that are drawn for one block, which repeats them: those of a large one took seconds."""
+
+
+Item = TypeVar("Item")
 
 
 class Block(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,6 +53,24 @@ class Block(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str = "fp32"
     contents: Contents = "normal"
     scale: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A program of every device: what it does to its blocks, and the FLOPs or bytes that one of its rounds counts.
+
+    ``arrays`` are the same in each repeat, or new ones, or the first of them takes the result in its own memory: a
+    machine that hands out fresh pages needs longer for them than for a little arithmetic. Then the program is launched
+    ``launches`` times, each on the result of the one before.
+    """
+
+    body: Callable[..., Any]
+    blocks: tuple[Block, ...]
+    work: float
+    rounds: int = 1
+    axes: Mapping[str, int] | None = None
+    arrays: Literal["same", "new", "in place"] = "same"
+    launches: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +98,14 @@ class Bench:
         return self.dtypes[0]
 
     @property
+    def name(self) -> str:
+        """``"8 cpu devices emulated on x86_64, 2 cores"`` or ``"1 NVIDIA H200"``."""
+        if self.emulated:
+            several = "device" if len(self.devices) == 1 else "devices"
+            return f"{len(self.devices)} cpu {several} emulated on {platform.machine()}, {os.cpu_count()} cores"
+        return f"{len(self.devices)} {self.devices[0].device_kind}"
+
+    @property
     def memory_bytes(self) -> float:
         """Bytes that a device may fill: its share of the machine's, or what the backend offers."""
         if self.emulated:
@@ -89,148 +116,143 @@ class Bench:
     @property
     def cache_bytes(self) -> float:
         """Bytes of the last cache before memory, a device's share of it; 0 where it is not known."""
-        if self.emulated:
-            return _last_cache_bytes() / len(self.devices)
-        return self.chip.l2_bytes or 0.0
+        if not self.emulated:
+            return self.chip.l2_bytes or 0.0
+        texts = (path.read_text().strip() for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"))
+        return max((float(text[:-1]) * 1024 for text in texts if text.endswith("K")), default=0.0) / len(self.devices)
 
-    def mesh(self, axes: Mapping[str, int] | None = None) -> Mesh:
+    def share_of_peak(self, flops_per_s: float, dtype: str) -> float | None:
+        """A rate over the data sheet's of an element type; None where it has none."""
+        peak = self.chip.peak_flops.get(dtype)
+        return flops_per_s / peak if peak else None
+
+    def mesh(self, axes: Mapping[str, int] | None) -> Mesh:
+        """The devices as a mesh of those axes, or of one."""
         return device_mesh(axes or {"device": len(self.devices)}, self.devices)
 
-    def program(
-        self, body: Callable[..., Any], axes: Mapping[str, int] | None = None, *, in_place: bool = False
-    ) -> Callable[..., Any]:
-        """A body run on every device at once, each with its own blocks; results are split along their first dim.
-
-        ``in_place`` gives the memory of the first array to the result.
-        """
-        mesh = self.mesh(axes)
+    def program(self, case: Case) -> Callable[..., Any]:
+        """The body on every device at once, each with its own blocks; results are split along their first dim."""
+        mesh = self.mesh(case.axes)
         spec = PartitionSpec(mesh.axis_names)
-        mapped = jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
-        return jax.jit(mapped, donate_argnums=(0,) if in_place else ())
+        mapped = jax.shard_map(case.body, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+        return jax.jit(mapped, donate_argnums=(0,) if case.arrays == "in place" else ())
 
-    def data(
-        self, blocks: Sequence[Block], axes: Mapping[str, int] | None = None
-    ) -> Callable[[int], tuple[jax.Array, ...]]:
-        """A function of a number that makes those blocks on every device, others for each number.
+    def data(self, case: Case, number: int) -> tuple[jax.Array, ...]:
+        """The blocks of a case, all devices' alike and others for each number."""
+        mesh, rng = self.mesh(case.axes), np.random.default_rng((self.seed, number))
+        sharding = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+        made = []
+        for block in case.blocks:
+            values = _numbers(block, rng)
+            if self.emulated:
+                # A program that repeats them takes longer to compile than most of those that are measured.
+                values = _repeated(values, block.shape)
+            # Emulated devices would share the memory of one array otherwise, and its place in the cache.
+            parts = [jax.device_put(values, device, may_alias=False) for device in mesh.devices.flat]
+            if not self.emulated:
+                parts = [_repeated_there(part, block.shape) for part in parts]
+            shape = (len(parts) * block.shape[0], *block.shape[1:])
+            made.append(jax.make_array_from_single_device_arrays(shape, sharding, parts))
+        return tuple(made)
 
-        Emulated devices get one block from the host, all the same: a program that draws numbers takes longer to
-        compile than most of those that are measured.
-        """
-        mesh = self.mesh(axes)
-        if self.emulated:
-            return lambda number: _drawn_by_host(blocks, mesh, seed=(self.seed, number))
-        spec = PartitionSpec(mesh.axis_names)
-
-        def make(seed: jax.Array) -> tuple[jax.Array, ...]:
-            key = jax.random.fold_in(jax.random.key(self.seed, impl="rbg"), seed)
-            for axis in mesh.axis_names:
-                key = jax.random.fold_in(key, lax.axis_index(axis))
-            keys = jax.random.split(key, len(blocks))
-            return tuple(_filled(block, one) for block, one in zip(blocks, keys, strict=True))
-
-        made = jax.jit(jax.shard_map(make, mesh=mesh, in_specs=PartitionSpec(), out_specs=spec, check_vma=False))
-        return lambda number: made(jnp.int32(number))
-
-    def call(
-        self,
-        body: Callable[..., Any],
-        blocks: Sequence[Block],
-        *,
-        axes: Mapping[str, int] | None = None,
-        fresh: bool = False,
-    ) -> Call:
-        """The body on random blocks of every device, the same in each repeat unless they are to be ``fresh``."""
-        make = self.data(blocks, axes)
-        kept: list[tuple[jax.Array, ...]] = []
+    def call(self, case: Case, kept: list[jax.Array] | None = None) -> Call:
+        """The case as it is timed. ``kept`` are arrays that several cases in place work on, made by the first."""
+        run, held = self.program(case), [] if kept is None else kept
 
         def arguments(repeat: int) -> tuple[jax.Array, ...]:
-            if fresh:
-                return make(repeat)
-            if not kept:
-                kept.append(make(0))
-            return kept[0]
-
-        return Call(run=self.program(body, axes), arguments=arguments)
-
-
-class KeptArrays:
-    """Arrays of every device that several programs work on, the first of which is replaced by each result in its own
-    memory: a machine that hands out fresh pages needs longer for them than for a little arithmetic."""
-
-    def __init__(self, bench: Bench, blocks: Sequence[Block]) -> None:
-        self._bench = bench
-        self._make = bench.data(blocks)
-        self._kept: list[jax.Array] = []
-
-    def call(self, body: Callable[..., Any], *, launches: int = 1) -> Call:
-        """A body launched so many times, each on the result of the one before."""
-        run = self._bench.program(body, in_place=True)
-
-        def arguments(repeat: int) -> tuple[jax.Array, ...]:
+            if case.arrays == "new":
+                return self.data(case, repeat)
             # A program that failed may have taken the memory with it.
-            if not self._kept or self._kept[0].is_deleted():
-                self._kept = list(self._make(0))
-            return tuple(self._kept)
+            if not held or held[0].is_deleted():
+                held[:] = self.data(case, 0)
+            return tuple(held)
 
-        def launch(first: jax.Array, *others: jax.Array) -> jax.Array:
-            for _ in range(launches):
+        def in_place(first: jax.Array, *others: jax.Array) -> jax.Array:
+            for _ in range(case.launches):
                 first = run(first, *others)
-            self._kept[0] = first
+            held[0] = first
             return first
 
-        return Call(run=launch, arguments=arguments)
-
-
-def _filled(block: Block, key: jax.Array) -> jax.Array:
-    dtype = JAX_DTYPES[block.dtype]
-    if block.contents == "zeros":
-        return jnp.zeros(block.shape, dtype)
-    if block.contents == "ones":
-        return jnp.ones(block.shape, dtype)
-    if block.dtype == "int8":
-        low = 0 if block.contents == "uniform" else -127
-        return jax.random.randint(key, block.shape, low, 127, dtype)
-    draw = jax.random.uniform if block.contents == "uniform" else jax.random.normal
-    wide = jnp.bfloat16 if block.dtype == "fp8" else dtype
-    return (draw(key, block.shape, wide) * jnp.asarray(block.scale, wide)).astype(dtype)
-
-
-def _drawn_by_host(blocks: Sequence[Block], mesh: Mesh, *, seed: tuple[int, int]) -> tuple[jax.Array, ...]:
-    rng = np.random.default_rng(seed)
-    sharding = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
-    made = []
-    for block in blocks:
-        values = _numbers(block, rng)
-        parts = [jax.device_put(values, device) for device in mesh.devices.flat]
-        shape = (len(parts) * block.shape[0], *block.shape[1:])
-        made.append(jax.make_array_from_single_device_arrays(shape, sharding, parts))
-    return tuple(made)
+        return Call(run=in_place if case.arrays == "in place" else run, arguments=arguments, rounds=case.rounds)
 
 
 def _numbers(block: Block, rng: np.random.Generator) -> np.ndarray:
-    """The block, of which the first ``DRAWN`` numbers are drawn and then repeated: a large one took seconds."""
-    dtype = JAX_DTYPES[block.dtype]
+    """The numbers of a block, a few of them: it repeats what is missing."""
+    dtype, drawn = JAX_DTYPES[block.dtype], min(DRAWN, math.prod(block.shape))
     if block.contents in ("zeros", "ones"):
-        return np.full(block.shape, block.contents == "ones", dtype)
-    drawn = min(DRAWN, math.prod(block.shape))
+        return np.full(drawn, block.contents == "ones", dtype)
     if block.dtype == "int8":
-        return np.resize(rng.integers(0 if block.contents == "uniform" else -127, 127, drawn, np.int8), block.shape)
+        return rng.integers(0 if block.contents == "uniform" else -127, 127, drawn, np.int8)
     draw = rng.random if block.contents == "uniform" else rng.standard_normal
-    return np.resize((draw(drawn, np.float32) * np.float32(block.scale)).astype(dtype), block.shape)
+    return (draw(drawn, np.float32) * np.float32(block.scale)).astype(dtype)
 
 
-def machine_name(bench: Bench) -> str:
-    """``"8 cpu devices emulated on x86_64, 2 cores"`` or ``"1 NVIDIA H200"``."""
-    if bench.emulated:
-        several = "device" if len(bench.devices) == 1 else "devices"
-        return f"{len(bench.devices)} cpu {several} emulated on {platform.machine()}, {os.cpu_count()} cores"
-    return f"{len(bench.devices)} {bench.devices[0].device_kind}"
+def _repeated(values: Any, shape: tuple[int, ...]) -> Any:
+    """NumPy's or JAX's numbers repeated until they fill a shape."""
+    size = math.prod(shape)
+    xp = np if isinstance(values, np.ndarray) else jnp
+    return xp.broadcast_to(values, (-(-size // len(values)), len(values))).ravel()[:size].reshape(shape)
 
 
-def _last_cache_bytes() -> float:
-    """Of this machine's processors, as the kernel lists it; 0 where it does not."""
-    sizes = [0.0]
-    for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
-        text = path.read_text().strip()
-        sizes.append(float(text.removesuffix("K")) * 1024 if text.endswith("K") else 0.0)
-    return max(sizes)
+_repeated_there = jax.jit(_repeated, static_argnums=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Runner:
+    """What a part is measured with: devices, seconds, and the parts before it; what cannot be is in ``left_out``."""
+
+    bench: Bench
+    budget: Budget
+    found: Mapping[str, Any] = field(default_factory=dict)
+    left_out: list[str] = field(default_factory=list)
+
+    @property
+    def left_s(self) -> float:
+        """Seconds that are left."""
+        return self.budget.left_s
+
+    def share(self, part: float) -> "Runner":
+        """The same within a part of the seconds that are left."""
+        return replace(self, budget=self.budget.share(part))
+
+    def each(self, items: Sequence[Item]) -> Iterator[tuple[Item, "Runner"]]:
+        """Every item with an equal share of what the ones before it left."""
+        for number, item in enumerate(items):
+            yield item, self.share(1 / (len(items) - number))
+
+    def time(
+        self, calls: Mapping[Any, Case | Call], left_out: str = "{}", *, max_repeats: int = MAX_REPEATS
+    ) -> dict[Any, Timing]:
+        """Cases in turns. ``left_out`` is what is said of one that could not be measured, with its name filled in."""
+        ready = {key: self.bench.call(one) if isinstance(one, Case) else one for key, one in calls.items()}
+        times = time_together(ready, self.budget, max_repeats=max_repeats)
+        reasons: dict[str, str] = {}
+        for key, why in times.why_not.items():
+            reasons.setdefault(left_out.format(key), why)
+        self.left_out.extend(f"{what}: {why}" for what, why in reasons.items())
+        return times.found
+
+    def time_one(self, call: Case | Call, left_out: str, *, max_repeats: int = MAX_REPEATS) -> Timing | None:
+        """One case; None where it could not be measured."""
+        return self.time({"": call}, left_out, max_repeats=max_repeats).get("")
+
+    def product_rate(self, dtype: str) -> float | None:
+        """FLOP/s of the fastest product, or the data sheet's; None where neither is known."""
+        part: MatmulPart | None = self.found.get("matmul")
+        best = part.best(dtype) if part else None
+        return best.flops_per_s if best else self.bench.chip.peak_flops.get(dtype)
+
+
+def chip_of_kind(device_kind: str) -> Chip:
+    """The chip whose ``device_kind`` matches most of the text; an InputError for a device of none."""
+    # "A100-SXM4-80GB": what stands between the words does not matter.
+    words = device_kind.strip().lower().replace("-", " ").replace("_", " ")
+    known = (one for one in chips().values() if one.device_kind)
+    found = [(match[0], one) for one in known if (match := re.search(one.device_kind, words))]
+    if found:
+        # "h100 pcie" is longer than "h100", which matches too
+        return max(found, key=lambda pair: len(pair[0]))[1]
+    raise InputError(
+        f"the devices call themselves {device_kind!r}, which is no chip of the catalogue. Name the chip that they are "
+        f"like: --chip h200 (see meshwright show chips)."
+    )

@@ -51,24 +51,20 @@ class Knee(msgspec.Struct, frozen=True, kw_only=True):
 def fit_knee(xs: Sequence[float], ys: Sequence[float]) -> Knee | None:
     """The knee of the least sum of |log (y / max(floor, slope x))|; None where the points lie on one side of it.
 
-    The best floor goes through one of the points and so does the best slope: all pairs are tried.
+    The best floor goes through one of the points and so does the best slope: all pairs are tried, after all flat lines
+    and all that come from the origin.
     """
     points = sorted(zip(xs, ys, strict=True))
 
     def distances(floor: float, slope: float) -> list[float]:
         return [abs(math.log(y / max(floor, slope * x))) for x, y in points]
 
-    tried = [(floor, y / x) for _, floor in points for x, y in points]
-    inside = [(floor, slope) for floor, slope in tried if points[0][0] < floor / slope < points[-1][0]]
-    if not inside:
+    flat, straight = [(y, 0.0) for _, y in points], [(0.0, y / x) for x, y in points]
+    pairs = [(floor, slope) for floor, _ in flat for _, slope in straight]
+    floor, slope = min([*flat, *straight, *pairs], key=lambda one: sum(distances(*one)), default=(0.0, 0.0))
+    if not slope or not points[0][0] < floor / slope < points[-1][0]:
         return None
-    floor, slope = min(inside, key=lambda one: sum(distances(*one)))
-    flat = min(sum(distances(y, 0.0)) for _, y in points)
-    straight = min(sum(distances(0.0, y / x)) for x, y in points)
-    away = distances(floor, slope)
-    if sum(away) >= min(flat, straight):
-        return None
-    return Knee(at=floor / slope, floor=floor, slope=slope, error=statistics.median(away))
+    return Knee(at=floor / slope, floor=floor, slope=slope, error=statistics.median(distances(floor, slope)))
 
 
 def crossing(xs: Sequence[float], ys: Sequence[float], level: float) -> float | None:

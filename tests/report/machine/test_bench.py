@@ -3,13 +3,22 @@
 import msgspec
 import pytest
 
-from meshwright.bench.figures.batch import BatchPart, LayerTime
-from meshwright.bench.figures.collectives import Collective, CollectivesPart, CollectiveTime, Group
-from meshwright.bench.figures.copy import Copy, CopyPart
-from meshwright.bench.figures.elementwise import Chain, ElementwisePart
-from meshwright.bench.figures.matmul import MatmulPart, Product
 from meshwright.bench.fit import fit_knee
-from meshwright.bench.run import BenchReport
+from meshwright.bench.results import (
+    BatchPart,
+    BenchReport,
+    Chain,
+    Collective,
+    CollectivesPart,
+    CollectiveTime,
+    Copy,
+    CopyPart,
+    ElementwisePart,
+    Group,
+    LayerTime,
+    MatmulPart,
+    Product,
+)
 from meshwright.bench.timing import timing_of
 from meshwright.report.figure import save
 from meshwright.report.machine.bench import bench_figures

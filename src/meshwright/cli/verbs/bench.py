@@ -18,7 +18,7 @@ from meshwright.spec.cluster import parse_cluster
 if TYPE_CHECKING:
     import jax
 
-    from meshwright.bench.run import BenchReport
+    from meshwright.bench.results import BenchReport
 
 RATES = ("matmul", "mlp", "copy", "collectives", "attention")
 """Parts that a calibration is made of."""

@@ -10,7 +10,7 @@ from meshwright.cli.output import or_dash, print_fact, print_table, print_text
 from meshwright.core.units import format_bytes, format_flops, format_seconds
 
 if TYPE_CHECKING:
-    from meshwright.bench.run import BenchReport
+    from meshwright.bench.results import BenchReport
 
 BUSY = "all devices busy, figures of one"
 

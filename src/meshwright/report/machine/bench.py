@@ -4,10 +4,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from meshwright.bench.figures.batch import BatchPart, layer_flops, weight_blocks
-from meshwright.bench.figures.elementwise import ELEMENT_BYTES, FLOPS_EACH
-from meshwright.bench.figures.matmul import Product
-from meshwright.bench.run import BenchReport
+from meshwright.bench.cases import ELEMENT_BYTES, FLOPS_EACH, layer_flops, weight_blocks
+from meshwright.bench.results import BatchPart, BenchReport, Product
 from meshwright.core.dims import DTYPE_BYTES
 from meshwright.core.units import format_count, format_flops
 from meshwright.report.curves import Curve, Mark, curves_figure

@@ -1,0 +1,267 @@
+"""The table of what is timed: for each op and its sizes a program, what it is given, and what is counted of it."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from meshwright.algebra.ops.attention import keys_per_query
+from meshwright.bench.devices import JAX_DTYPES, Bench, Block, Case
+from meshwright.bench.results import Contents, CopyKind, Group
+from meshwright.nn.activations import silu_mul
+from meshwright.nn.attention.choice import attention, attention_backward
+from meshwright.spec.calibration import CollectiveKind
+
+ELEMENT_BYTES = 4
+FLOPS_EACH = 2
+"""A multiplication and an addition."""
+ROUNDS = 10
+"""Collectives in a call, one after the other."""
+LAYER_ROUNDS = 4
+"""Layers in a call, one after the other, all of the same weights."""
+EPSILON = 1e-6
+
+MlpShape = tuple[int, int, int]
+"""Tokens, model width and feed-forward width."""
+AttentionShape = tuple[int, int, int, int, int]
+"""B, T, N, K, H of a device."""
+EMULATED_MLPS: tuple[MlpShape, ...] = ((512, 256, 704), (1024, 512, 1408))
+EMULATED_ATTENTION: AttentionShape = (4, 128, 8, 4, 32)
+SILU_BYTES = 2**22
+FORWARD_PRODUCTS, ALL_PRODUCTS = 2, 7
+"""Products over queries and keys: scores and mix forward; backward the scores again and four of cotangents."""
+
+
+# -- products ---------------------------------------------------------------------------------------------
+
+
+def product_flops(m: int, k: int, n: int) -> float:
+    """2 m k n: a multiplication and an addition for each pair."""
+    return 2.0 * m * k * n
+
+
+def product_case(bench: Bench, dtype: str, size: int, rounds: int, *, contents: Contents | None = None) -> Case:
+    """``rounds`` products of two square blocks, normal numbers that stay or given contents that are made anew.
+
+    All have the same operands but for one element, which comes from the result before: none can be left out. Sums of
+    int8 are in int32, of fp8 in 16 bits. float32 is at the highest precision where the default one is narrower; "tf32"
+    is that default.
+    """
+    result = {"int8": jnp.int32, "fp8": jnp.bfloat16}.get(dtype, JAX_DTYPES[dtype])
+    exact = dtype == "fp32" and not bench.emulated
+    precision = lax.Precision.HIGHEST if exact else lax.Precision.DEFAULT
+
+    def product(a: jax.Array, b: jax.Array) -> jax.Array:
+        return jnp.matmul(a, b, preferred_element_type=result, precision=precision)
+
+    def body(a: jax.Array, b: jax.Array) -> jax.Array:
+        def again(_: Any, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            a, _out = carry
+            out = product(a, b)
+            # Clipped, so that it stays finite however often it is multiplied.
+            corner = jnp.clip(out[:1, :1], -1, 1).astype(a.dtype)
+            return lax.dynamic_update_slice(a, corner, (0, 0)), out
+
+        return lax.fori_loop(0, rounds, again, (a, jnp.zeros_like(product(a, b))))[1]
+
+    block = Block(shape=(size, size), dtype=dtype, contents=contents or "normal")
+    return Case(
+        body=body, blocks=(block, block), work=product_flops(size, size, size), rounds=rounds,
+        arrays="new" if contents else "same",
+    )  # fmt: skip
+
+
+def mlp_case(shape: MlpShape, dtype: str) -> Case:
+    """A gated MLP forward and backward, as a training step runs it, transposes and copies included.
+
+    Three products forward, twice that backward; results are the output and the gradients of input and weights.
+    """
+    m, k, n = shape
+
+    def forward(x: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+        return silu_mul((x @ gate)[None], (x @ up)[None])[0] @ down
+
+    def body(*given: jax.Array) -> tuple[jax.Array, ...]:
+        out, backward = jax.vjp(forward, *given[:-1])
+        return out, *backward(given[-1])
+
+    sizes = ((m, k), (k, n), (k, n), (n, k), (m, k))
+    scales = (1.0, k**-0.5, k**-0.5, n**-0.5, 1.0)
+    blocks = tuple(Block(shape=size, dtype=dtype, scale=scale) for size, scale in zip(sizes, scales, strict=True))
+    return Case(body=body, blocks=blocks, work=3 * 3 * product_flops(m, k, n))
+
+
+def attention_case(shape: AttentionShape, dtype: str, *, both: bool) -> Case:
+    """The attention that programs run, forward or in both passes."""
+    batch, length, heads, kv_heads, width = shape
+
+    def body(q: jax.Array, k: jax.Array, v: jax.Array, cotangent: jax.Array) -> Any:
+        positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch, length))
+        facts: dict[str, Any] = {
+            "positions": positions,
+            "key_positions": positions,
+            "scale": width**-0.5,
+            "in_order": True,
+        }
+        o, lse = attention(q, k, v, **facts)
+        return (o, *attention_backward(cotangent, o, lse, q, k, v, **facts)) if both else o
+
+    query, key = (batch, length, heads, width), (batch, length, kv_heads, width)
+    blocks = tuple(Block(shape=size, dtype=dtype) for size in (query, key, key, query))
+    products = ALL_PRODUCTS if both else FORWARD_PRODUCTS
+    return Case(body=body, blocks=blocks, work=2.0 * products * batch * length**2 * heads * width)
+
+
+def seen_share(shape: AttentionShape, *, causal: bool) -> float:
+    """The share of all pairs of positions that attention computes."""
+    return float(keys_per_query(shape[1], causal=causal)) / shape[1]
+
+
+def weight_blocks(sizes: Mapping[str, int], dtype: str) -> tuple[Block, ...]:
+    """Wq, Wk, Wv, Wo, gate, up and down of one layer."""
+    width, ff = sizes["D"], sizes["F"]
+    heads, kv = sizes["N"] * sizes["H"], sizes["K"] * sizes["H"]
+    shapes = ((width, heads), (width, kv), (width, kv), (heads, width), (width, ff), (width, ff), (ff, width))
+    return tuple(Block(shape=shape, dtype=dtype, scale=shape[0] ** -0.5) for shape in shapes)
+
+
+def layer_flops(sizes: Mapping[str, int], tokens: int) -> float:
+    """2 for every weight and token."""
+    return sum(product_flops(tokens, *block.shape) for block in weight_blocks(sizes, "fp32"))
+
+
+def layer_case(sizes: Mapping[str, int], tokens: int, dtype: str) -> Case:
+    """Layers with the products of attention and of a gated MLP, with norms.
+
+    Heads are not mixed: the mean of queries, keys and values stands in for attention.
+    """
+
+    def norm(x: jax.Array) -> jax.Array:
+        wide = x.astype(jnp.float32)
+        return (wide * lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + EPSILON)).astype(x.dtype)
+
+    def layer(x: jax.Array, *weights: jax.Array) -> jax.Array:
+        query, key, value, out, gate, up, down = weights
+        h = norm(x)
+        group = query.shape[1] // key.shape[1]
+        mixed = h @ query + jnp.tile(h @ key + h @ value, (1, group))
+        x = x + mixed @ out
+        h = norm(x)
+        return norm(x + silu_mul((h @ gate)[None], (h @ up)[None])[0] @ down)
+
+    def body(x: jax.Array, *weights: jax.Array) -> jax.Array:
+        return lax.fori_loop(0, LAYER_ROUNDS, lambda _, y: layer(y, *weights), x)
+
+    stream = Block(shape=(tokens, sizes["D"]), dtype=dtype)
+    blocks = (stream, *weight_blocks(sizes, dtype))
+    return Case(body=body, blocks=blocks, work=layer_flops(sizes, tokens), rounds=LAYER_ROUNDS)
+
+
+# -- no products ------------------------------------------------------------------------------------------
+
+
+def log_space(a: jax.Array, b: jax.Array) -> jax.Array:
+    """log of the product of exp a and exp b."""
+    return jax.nn.logsumexp(a[:, :, None] + b[None, :, :], axis=1)
+
+
+def l1_distance(a: jax.Array, b: jax.Array) -> jax.Array:
+    """Sum of the magnitudes of differences between rows of a and columns of b."""
+    return jnp.sum(jnp.abs(a[:, :, None] - b[None, :, :]), axis=1)
+
+
+DISTANCES: dict[str, tuple[Callable[[jax.Array, jax.Array], jax.Array], int | None]] = {
+    "matmul": (lambda a, b: jnp.matmul(a, b, precision=lax.Precision.HIGHEST), None),
+    "log-space": (log_space, 6),
+    "L1 distance": (l1_distance, 3),
+}
+"""Ways to combine [m,k] and [k,n], and their vector operations for each of the m k n pairs. Log-space: add and maximum,
+then add again, subtract, exponential, add; L1: subtract, magnitude, add. An exponential counts as one, though it takes
+several."""
+
+
+def distance_case(what: str, size: int) -> Case:
+    """Two square blocks combined, counted as their product would be."""
+    block = Block(shape=(size, size))
+    return Case(body=DISTANCES[what][0], blocks=(block, block), work=product_flops(size, size, size))
+
+
+def chain_case(elements: int, repeats: int, *, fused: bool = True) -> Case:
+    """x = a x + b again and again, with a and b that the compiler does not know, in one kernel or in one each."""
+
+    def body(x: jax.Array, ab: jax.Array) -> jax.Array:
+        factor, added = ab[0] * 1e-3, ab[1]
+        for _ in range(repeats if fused else 1):
+            x = x * factor + added
+        return x
+
+    blocks = (Block(shape=(elements,)), Block(shape=(2,), contents="uniform"))
+    work = float(FLOPS_EACH * repeats * elements)
+    return Case(body=body, blocks=blocks, work=work, arrays="in place", launches=1 if fused else repeats)
+
+
+def copy_case(kind: CopyKind, array_bytes: int, rounds: int) -> Case:
+    """An array read and written ``rounds`` times; the addition keeps the compiler from leaving any out.
+
+    A silu, the exponential of softmax and activations on the way, is written anew, as a layer's results are; large
+    arrays are copied in their own memory.
+    """
+
+    def once(_: Any, x: jax.Array) -> jax.Array:
+        return jax.nn.silu(x) + 0.5 if kind == "silu" else x + 1.0
+
+    return Case(
+        body=lambda x: lax.fori_loop(0, rounds, once, x),
+        blocks=(Block(shape=(array_bytes // ELEMENT_BYTES,)),),
+        work=2.0 * array_bytes,
+        rounds=rounds,
+        arrays="same" if kind == "silu" else "in place",
+    )
+
+
+# -- collectives ------------------------------------------------------------------------------------------
+
+
+def _next_device(x: jax.Array, axis: str) -> jax.Array:
+    size = lax.axis_size(axis)
+    return lax.ppermute(x, axis, [(i, (i + 1) % size) for i in range(size)])
+
+
+COLLECTIVES: dict[CollectiveKind, Callable[[jax.Array, str], jax.Array]] = {
+    "all_gather": lambda x, axis: lax.all_gather(x, axis, tiled=True),
+    "reduce_scatter": lambda x, axis: lax.psum_scatter(x, axis, tiled=True),
+    "all_reduce": lax.psum,
+    "all_to_all": lambda x, axis: lax.all_to_all(x, axis, split_axis=0, concat_axis=0, tiled=True),
+    "permute": _next_device,
+}
+"""Collectives over a mesh axis, along the only dim of an array."""
+
+
+def groups_of(num_devices: int, axes: Mapping[str, int]) -> list[Group]:
+    """The axes of a mesh, or every power of two that divides the number of devices; the largest first."""
+    if axes:
+        groups = [Group(axis=axis, size=size, mesh=dict(axes)) for axis, size in axes.items() if size > 1]
+    else:
+        sizes = [2**power for power in range(1, num_devices.bit_length()) if num_devices % 2**power == 0]
+        groups = [Group(axis="group", size=size, mesh={"others": num_devices // size, "group": size}) for size in sizes]
+    return sorted(groups, key=lambda group: -group.size)
+
+
+def collective_case(kind: CollectiveKind, group: Group, array_bytes: int) -> Case:
+    """Collectives in a row, for an array of so many bytes on the group (what a device sends, in a permute)."""
+
+    def again(_: Any, y: jax.Array) -> jax.Array:
+        # The first entry of the result feeds the next round, so that none is dropped or reordered.
+        return y + COLLECTIVES[kind](y, group.axis)[:1] * 1e-6
+
+    whole = array_bytes // ELEMENT_BYTES
+    local = whole if kind in ("reduce_scatter", "all_reduce", "permute") else whole // group.size
+    return Case(
+        body=lambda x: lax.fori_loop(0, ROUNDS, again, x),
+        blocks=(Block(shape=(local,)),),
+        work=array_bytes,
+        rounds=ROUNDS,
+        axes=group.mesh,
+    )

@@ -1,0 +1,239 @@
+"""Matrix products on every device at once: sizes, tile edges, contents, and what is made of products."""
+
+from meshwright.bench.cases import (
+    EMULATED_ATTENTION,
+    EMULATED_MLPS,
+    AttentionShape,
+    attention_case,
+    layer_case,
+    mlp_case,
+    product_case,
+    product_flops,
+    seen_share,
+)
+from meshwright.bench.devices import Bench, Runner
+from meshwright.bench.fit import fit_knee
+from meshwright.bench.results import (
+    AttentionPart,
+    AttentionTime,
+    BatchPart,
+    Contents,
+    ContentsPart,
+    CopyPart,
+    Edge,
+    LayerTime,
+    MatmulPart,
+    Mlp,
+    MlpPart,
+    Product,
+    Timing,
+)
+from meshwright.bench.timing import rounds_for
+from meshwright.core.dims import DTYPE_BYTES
+from meshwright.core.units import format_bytes, format_seconds
+from meshwright.cost.formulas.roofline import critical_batch
+
+SIZES = tuple(2**power for power in range(9, 16))
+"""512 to 32768."""
+FEELER = 128
+"""Side of the product that tells how long those of the sweep will take."""
+MAX_MEMORY_SHARE = 0.6
+CALLS = 5
+"""Calls that a size must leave time for: compiling, warming up and three that count."""
+CONTENTS: tuple[Contents, ...] = ("zeros", "ones", "uniform", "normal")
+
+
+def measure_matmul(runner: Runner) -> MatmulPart:
+    """The sweep of the main element type, then tile edges, then the sweeps of the others."""
+    main, *others = runner.bench.dtypes
+    sweep = _sweep(runner.share(0.45), main)
+    edges = _edges(runner.share(0.35), max((p.flops_per_s for p in sweep), default=None))
+    for dtype, mine in runner.each(others):
+        sweep += _sweep(mine, dtype)
+    return MatmulPart(sweep=tuple(sweep), edges=tuple(edges))
+
+
+def _sweep(runner: Runner, dtype: str) -> list[Product]:
+    """Growing sizes of one element type, as far as memory and the budget allow."""
+    found: list[Product] = []
+    rate = _feel(runner, dtype, f"{dtype} products")
+    if rate is None:
+        return found
+    for size in SIZES:
+        each_s, left_out = product_flops(size, size, size) / rate, f"{dtype} products of {size} and more"
+        why = _too_large(runner, dtype, size, each_s)
+        if why:
+            runner.left_out.append(f"{left_out}: {why}")
+            break
+        case = product_case(runner.bench, dtype, size, rounds_for(each_s, target_s=min(0.02, runner.left_s / 20)))
+        seconds = runner.share(0.4).time_one(case, left_out, max_repeats=10)
+        if not seconds:
+            break
+        found.append(_product(runner.bench, dtype, size, seconds))
+        rate = max(rate, found[-1].flops_per_s)
+    return found
+
+
+def _feel(runner: Runner, dtype: str, left_out: str) -> float | None:
+    """FLOP/s of a small product."""
+    case = product_case(runner.bench, dtype, FEELER, 2 if runner.bench.emulated else 64)
+    seconds = runner.time_one(case, left_out, max_repeats=3)
+    return case.work / seconds.median_s if seconds else None
+
+
+def _too_large(runner: Runner, dtype: str, size: int, each_s: float) -> str:
+    """Why two operands and a result, which exists twice, do not fit, or take too long; nothing where they do not."""
+    result = 4 if dtype in ("int8", "fp32", "tf32") else 2
+    needed = size * size * (3 * DTYPE_BYTES[dtype] + 2 * result)
+    room, left_s = runner.bench.memory_bytes * MAX_MEMORY_SHARE, runner.left_s
+    if needed > room:
+        return f"{format_bytes(needed)} of {format_bytes(room)} that a device has for it"
+    if each_s * CALLS > left_s:
+        return f"about {format_seconds(each_s)} each, and {format_seconds(left_s)} are left for them"
+    return ""
+
+
+def _product(bench: Bench, dtype: str, size: int, seconds: Timing, contents: Contents = "normal") -> Product:
+    rate = product_flops(size, size, size) / seconds.median_s
+    return Product(
+        dtype=dtype, m=size, k=size, n=size, contents=contents, seconds=seconds, flops_per_s=rate,
+        share_of_peak=bench.share_of_peak(rate, dtype),
+    )  # fmt: skip
+
+
+def _edges(runner: Runner, rate: float | None) -> list[Edge]:
+    """Sides one below, at and one above a multiple of 128 and of 256, measured in turns; relative to the multiple."""
+    if rate is None:
+        runner.left_out.append("tile edges: no product was measured")
+        return []
+    bench, dtype = runner.bench, runner.bench.main_dtype
+    fitting = [
+        n for n in ((512, 1024) if bench.emulated else (1024, 2048, 4096))
+        if 6 * CALLS * product_flops(n, n, n) / rate < runner.left_s / 2
+    ]  # fmt: skip
+    side = fitting[-1] if fitting else 256
+    # A processor's tiles are small: one multiple shows as much as two.
+    wholes = ((256, side),) if bench.emulated else ((256, side), (128, side + 128))
+    beside = {n: (tile, whole) for tile, whole in wholes for n in (whole - 1, whole, whole + 1)}
+    rounds = rounds_for(product_flops(side, side, side) / rate, target_s=min(0.02, runner.left_s / 60))
+    times = runner.time({n: product_case(bench, dtype, n, rounds) for n in beside}, "side {}", max_repeats=15)
+    products = {n: _product(bench, dtype, n, seconds) for n, seconds in times.items()}
+    return [
+        Edge(
+            product=products[n],
+            tile=tile,
+            relative=products[n].flops_per_s / products[whole].flops_per_s,
+            predicted=filled_share(n, tile),
+        )
+        for n, (tile, whole) in sorted(beside.items())
+        if n in products and whole in products
+    ]
+
+
+def filled_share(n: int, tile: int) -> float:
+    """Share of the work that counts when all three sides are filled up to whole tiles: (n / n filled up)^3."""
+    return float((n / (-(-n // tile) * tile)) ** 3)
+
+
+def measure_contents(runner: Runner) -> ContentsPart:
+    """Products in long rows, so that a chip which must save power has the time to do so."""
+    bench, products = runner.bench, []
+    size = 512 if bench.emulated else 8192
+    for dtype, mine in runner.each(bench.dtypes[: 1 if bench.emulated else 2]):
+        rate = runner.product_rate(dtype) or _feel(mine, dtype, dtype)
+        if rate:
+            rounds = rounds_for(product_flops(size, size, size) / rate, target_s=min(0.1, mine.left_s / 40))
+            cases = {what: product_case(bench, dtype, size, rounds, contents=what) for what in CONTENTS}
+            times = mine.time(cases, f"{dtype} of {{}}")
+            products += [_product(bench, dtype, size, seconds, what) for what, seconds in times.items()]
+    return ContentsPart(products=tuple(products))
+
+
+MLPS = ((4096, 4096, 14336), (16384, 4096, 14336))
+
+
+def measure_mlp(runner: Runner) -> MlpPart:
+    """Every shape forward and backward, the smallest first."""
+    dtype, found = runner.bench.main_dtype, []
+    best = (runner.found.get("matmul") or MatmulPart()).best(dtype)
+    for shape, mine in runner.each(EMULATED_MLPS if runner.bench.emulated else MLPS):
+        case = mlp_case(shape, dtype)
+        seconds = mine.time_one(case, f"MLP of {' x '.join(map(str, shape))}")
+        if seconds:
+            rate = case.work / seconds.median_s
+            found.append(
+                Mlp(
+                    dtype=dtype, tokens=shape[0], d_model=shape[1], d_ff=shape[2], seconds=seconds, flops_per_s=rate,
+                    mfu=runner.bench.share_of_peak(rate, dtype), of_matmul=rate / best.flops_per_s if best else None,
+                )
+            )  # fmt: skip
+    return MlpPart(mlps=tuple(found))
+
+
+EMULATED_LENGTHS = (128, 256, 512)
+LENGTHS = (1024, 2048, 4096, 8192, 16384)
+TOKENS = 16384
+
+
+def attention_shapes(bench: Bench) -> list[AttentionShape]:
+    """Sequences of growing length, together as many tokens."""
+    if bench.emulated:
+        batch, length, heads, kv_heads, width = EMULATED_ATTENTION
+        return [(max(1, batch * length // t), t, heads, kv_heads, width) for t in EMULATED_LENGTHS]
+    return [(TOKENS // t, t, 32, 8, 128) for t in LENGTHS]
+
+
+def measure_attention(runner: Runner) -> AttentionPart:
+    """As many tokens for every length, forward alone and both passes in turns."""
+    bench, dtype, found = runner.bench, runner.bench.main_dtype, []
+    for shape, mine in runner.each(attention_shapes(bench)):
+        cases = {both: attention_case(shape, dtype, both=both) for both in (False, True)}
+        times = mine.time(cases, f"attention over {shape[1]} positions", max_repeats=15)
+        if len(times) == len(cases):
+            share = seen_share(shape, causal=not bench.emulated)
+            forward, both = (cases[one].work * share / times[one].median_s for one in (False, True))
+            found.append(
+                AttentionTime(
+                    batch=shape[0], length=shape[1], num_heads=shape[2], num_kv_heads=shape[3], head_dim=shape[4],
+                    forward=times[False], both=times[True], forward_flops_per_s=forward, both_flops_per_s=both,
+                    share_of_peak=bench.share_of_peak(both, dtype),
+                )
+            )  # fmt: skip
+    return AttentionPart(dtype=dtype, times=tuple(found))
+
+
+EMULATED_LAYER = {"D": 512, "F": 1408, "N": 8, "K": 4, "H": 64}
+LAYER = {"D": 4096, "F": 14336, "N": 32, "K": 8, "H": 128}
+EMULATED_BATCHES = tuple(2**power for power in range(11))
+BATCHES = tuple(2**power for power in range(14))
+
+
+def measure_batch(runner: Runner) -> BatchPart:
+    """Doubling batches: where the time of a layer begins to grow with the tokens, beside the critical batch."""
+    bench, dtype = runner.bench, runner.bench.main_dtype
+    sizes = EMULATED_LAYER if bench.emulated else LAYER
+    batches = EMULATED_BATCHES if bench.emulated else BATCHES
+    found: list[LayerTime] = []
+    for number, tokens in enumerate(batches):
+        case, mine = layer_case(sizes, tokens, dtype), runner.share(2 / (len(batches) - number + 1))
+        seconds = mine.time_one(case, f"batches of {tokens} tokens and more", max_repeats=10)
+        if not seconds:
+            break
+        found.append(
+            LayerTime(
+                tokens=tokens,
+                seconds=seconds,
+                tokens_per_us=tokens / seconds.median_s * 1e-6,
+                flops_per_s=case.work / seconds.median_s,
+            )
+        )
+    copies: CopyPart | None = runner.found.get("copy")
+    largest = copies.largest() if copies else None
+    rates = runner.product_rate(dtype), largest.bytes_per_s if largest else bench.chip.hbm_bytes_per_s
+    return BatchPart(
+        sizes=dict(sizes),
+        dtype=dtype,
+        layers=tuple(found),
+        knee=fit_knee([layer.tokens for layer in found], [layer.seconds.median_s for layer in found]),
+        predicted_knee=critical_batch(*rates, weight_bytes=DTYPE_BYTES[dtype]) if all(rates) else None,
+    )
