@@ -9,12 +9,11 @@ from jax import lax
 
 from meshwright.algebra.ops.attention import keys_per_query
 from meshwright.bench.devices import JAX_DTYPES, Bench, Block, Case
-from meshwright.bench.results import Contents, CopyKind, Group
+from meshwright.bench.results import ELEMENT_BYTES, Contents, CopyKind, Group
 from meshwright.nn.activations import silu_mul
 from meshwright.nn.attention.choice import attention, attention_backward
 from meshwright.spec.calibration import CollectiveKind
 
-ELEMENT_BYTES = 4
 FLOPS_EACH = 2
 """A multiplication and an addition."""
 ROUNDS = 10

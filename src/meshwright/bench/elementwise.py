@@ -7,7 +7,6 @@ import jax
 
 from meshwright.bench.cases import (
     DISTANCES,
-    ELEMENT_BYTES,
     FLOPS_EACH,
     SILU_BYTES,
     chain_case,
@@ -17,7 +16,17 @@ from meshwright.bench.cases import (
 )
 from meshwright.bench.devices import Bench, Case, Runner
 from meshwright.bench.fit import crossing
-from meshwright.bench.results import Chain, Copy, CopyKind, CopyPart, Distance, DistancePart, ElementwisePart, Timing
+from meshwright.bench.results import (
+    ELEMENT_BYTES,
+    Chain,
+    Copy,
+    CopyKind,
+    CopyPart,
+    Distance,
+    DistancePart,
+    ElementwisePart,
+    Timing,
+)
 from meshwright.bench.timing import rounds_for
 from meshwright.core.errors import InputError
 from meshwright.core.units import format_bytes

@@ -9,6 +9,8 @@ from meshwright.spec.calibration import CollectiveKind, CollectiveRate
 
 Contents = Literal["zeros", "ones", "uniform", "normal"]
 CopyKind = Literal["copy", "silu"]
+ELEMENT_BYTES = 4
+"""Of the arrays that are copied, and of those of chains and collectives."""
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from meshwright.bench.cases import ELEMENT_BYTES, FLOPS_EACH, layer_flops, weight_blocks
-from meshwright.bench.results import BatchPart, BenchReport, Product
+from meshwright.bench.cases import FLOPS_EACH, layer_flops, weight_blocks
+from meshwright.bench.results import ELEMENT_BYTES, BatchPart, BenchReport, Product
 from meshwright.core.dims import DTYPE_BYTES
 from meshwright.core.units import format_count, format_flops
 from meshwright.report.curves import Curve, Mark, curves_figure
