@@ -80,7 +80,6 @@ class Bench:
     devices: tuple[jax.Device, ...]
     chip: Chip
     dtypes: tuple[str, ...]
-    seed: int = 0
     axes: Mapping[str, int] = field(default_factory=dict)
 
     @property
@@ -139,7 +138,7 @@ class Bench:
 
     def data(self, case: Case, number: int) -> tuple[jax.Array, ...]:
         """The blocks of a case, all devices' alike and others for each number."""
-        mesh, rng = self.mesh(case.axes), np.random.default_rng((self.seed, number))
+        mesh, rng = self.mesh(case.axes), np.random.default_rng(number)
         sharding = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
         made = []
         for block in case.blocks:

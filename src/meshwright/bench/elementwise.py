@@ -39,9 +39,7 @@ def measure_distance(runner: Runner) -> DistancePart:
     size = 128 if runner.bench.emulated else 1024
     elementwise: ElementwisePart | None = runner.found.get("elementwise")
     vector = (elementwise and elementwise.vector_flops_per_s) or vector_peak(runner.bench.chip)
-    predicted = predicted_seconds(
-        size, matmul=runner.product_rate("fp32"), vector=vector or vector_peak(runner.bench.chip)
-    )
+    predicted = predicted_seconds(size, matmul=runner.product_rate("fp32"), vector=vector)
     times = runner.time({what: distance_case(what, size) for what in DISTANCES}, max_repeats=15)
     product, base = times.get("matmul"), predicted["matmul"]
     found = []

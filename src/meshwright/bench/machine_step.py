@@ -44,6 +44,8 @@ ROUNDS, STEPS_A_ROUND, WARMUP_STEPS = 3, 2, 3
 """The steps are profiled in turns, so that other work on the machine meets them alike; medians of all that count."""
 PRODUCTS = "products"
 """Stands for the ops that are matrix products, which have one pace."""
+GAPS = "gaps"
+"""Stands for the time in which no device works."""
 
 
 class Reference(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,20 +92,19 @@ kept and results that are not: enough to tell the parts of every pace from each 
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
-    """One reference step: its prices by `cost`, seconds by derived step, and those in which no device works.
+    """One reference step: its prices by `cost`, and seconds by derived step; in ``GAPS`` no device works.
 
     All for one execution of the step, as the machine spends them for all devices together.
     """
 
     priced: PricedStrategy
     seconds: dict[str, float]
-    gaps_s: float
 
     @property
     def left_s(self) -> float:
         """What is left of the step beside the work of single devices: collectives and gaps."""
         moving = {label_text(cost.step) for cost in self.priced.costs.all if cost.step.is_collective}
-        return self.gaps_s + sum(self.seconds.get(name, 0.0) for name in moving)
+        return sum(self.seconds.get(name, 0.0) for name in (GAPS, *moving))
 
 
 def measure_references(calibration: Calibration, num_devices: int) -> list[Measured]:
@@ -128,8 +129,6 @@ class Running:
         self.compiled = self.subject.compile()
         self.facts = Facts(parse_program(self.compiled.as_text() or ""), ridge=1.0)
         self.steps: list[dict[str, float]] = []
-        self.gaps_s: list[float] = []
-        self.traced_s: list[float] = []
         self.plain_s: list[float] = []
         for _ in range(WARMUP_STEPS):
             self.subject.advance(self.compiled)
@@ -149,21 +148,19 @@ class Running:
         trace = load_trace(newest_trace(folder), self.facts.program)
         for window in trace.windows:
             spent = shared_seconds(msgspec.structs.replace(trace, windows=(window,)), self.facts)
-            self.traced_s.append(window.end_s - window.start_s)
-            self.gaps_s.append(self.traced_s[-1] - sum(spent.values()))
-            self.steps.append(defaultdict(float))
+            step = defaultdict(float, {GAPS: window.end_s - window.start_s - sum(spent.values())})
             for op, seconds in spent.items():
-                self.steps[-1][self.facts.of(op).step] += seconds
+                step[self.facts.of(op).step] += seconds
+            self.steps.append(step)
 
     def measured(self, calibration: Calibration) -> Measured:
         """The medians over all steps, at the pace of those that ran without the profiler."""
-        pace = median(self.plain_s) / median(self.traced_s)
+        pace = median(self.plain_s) / median(sum(step.values()) for step in self.steps)
         names = {name for step in self.steps for name in step}
         cluster = parse_cluster(f"cpu:{self.strategy.num_chips}")
         return Measured(
             priced=price_strategy(Setting(self.model, cluster, self.job, calibration), self.strategy),
             seconds={name: pace * median(step[name] for step in self.steps) for name in names},
-            gaps_s=pace * median(self.gaps_s),
         )
 
 

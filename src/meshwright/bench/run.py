@@ -53,7 +53,6 @@ def make_bench(
     chip: str | None = None,
     dtypes: Sequence[str] = (),
     axes: Mapping[str, int] | None = None,
-    seed: int = 0,
 ) -> Bench:
     """The devices with their data sheet: the chip named, or that which the devices say they are."""
     for dtype in dtypes:
@@ -68,7 +67,7 @@ def make_bench(
             f"mesh {shape} has {size} devices and there are {len(devices)}. Give a mesh of {len(devices)}."
         )
     chosen = tuple(dict.fromkeys(dtypes)) or DEFAULT_DTYPES.get(platform_of(devices[0]), ("fp32",))
-    return Bench(devices=tuple(devices), chip=found, dtypes=chosen, seed=seed, axes=axes)
+    return Bench(devices=tuple(devices), chip=found, dtypes=chosen, axes=axes)
 
 
 def check_parts(what: Sequence[str]) -> None:
