@@ -5,6 +5,7 @@ import msgspec
 import pytest
 
 from meshwright.bench.calibration import calibration_of
+from meshwright.bench.devices import EMULATED
 from meshwright.bench.results import (
     AttentionPart,
     AttentionTime,
@@ -58,7 +59,7 @@ def measured():
     """All that a plan needs; the seconds are more than it takes, so that a busy machine measures everything too."""
     bench = make_bench(jax.devices()[:2], dtypes=["fp32"])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("meshwright.bench.products.EMULATED_MLPS", ((512, 256, 704),))
+        patch.setattr("meshwright.bench.devices.EMULATED", msgspec.structs.replace(EMULATED, mlps=EMULATED.mlps[:1]))
         return run_bench(bench, ["mlp", "copy", "collectives"], seconds=60)
 
 

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import jax
 import pytest
 
+from meshwright.bench.devices import EMULATED
 from meshwright.bench.elementwise import chain_elements
 from meshwright.bench.timing import (
     MIN_REPEATS,
@@ -130,6 +131,6 @@ def test_longer_budgets_leave_more_grace():
 
 
 def test_little_time_makes_smaller_arrays():
-    devices = SimpleNamespace(emulated=True, devices=(0,) * 8, cache_bytes=64e6, memory_bytes=1e10)
+    devices = SimpleNamespace(emulated=True, sizes=EMULATED, devices=(0,) * 8, cache_bytes=64e6, memory_bytes=1e10)
     much, little = (chain_elements(devices, seconds) for seconds in (100.0, 0.6))
     assert (much, little) == (2**25, 2**21)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from meshwright.algebra.ops.attention import keys_per_query
-from meshwright.bench.devices import JAX_DTYPES, Bench, Block, Case
+from meshwright.bench.devices import JAX_DTYPES, AttentionShape, Bench, Block, Case, MlpShape
 from meshwright.bench.results import ELEMENT_BYTES, Contents, CopyKind, Group
 from meshwright.nn.activations import silu_mul
 from meshwright.nn.attention.choice import attention, attention_backward
@@ -22,12 +22,6 @@ LAYER_ROUNDS = 4
 """Layers in a call, one after the other, all of the same weights."""
 EPSILON = 1e-6
 
-MlpShape = tuple[int, int, int]
-"""Tokens, model width and feed-forward width."""
-AttentionShape = tuple[int, int, int, int, int]
-"""B, T, N, K, H of a device."""
-EMULATED_MLPS: tuple[MlpShape, ...] = ((512, 256, 704), (1024, 512, 1408))
-EMULATED_ATTENTION: AttentionShape = (4, 128, 8, 4, 32)
 SILU_BYTES = 2**22
 FORWARD_PRODUCTS, ALL_PRODUCTS = 2, 7
 """Products over queries and keys: scores and mix forward; backward the scores again and four of cotangents."""

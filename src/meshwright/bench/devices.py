@@ -43,7 +43,67 @@ DRAWN = 2**20
 """Random numbers that are drawn for one block, which repeats them: those of a large one took seconds."""
 
 
+MlpShape = tuple[int, int, int]
+"""Tokens, model width and feed-forward width."""
+AttentionShape = tuple[int, int, int, int, int]
+"""B, T, N, K, H of a device."""
 Item = TypeVar("Item")
+
+
+class Sizes(msgspec.Struct, frozen=True, kw_only=True):
+    """What is measured on a kind of device: sizes, counts of rounds, and how many element types."""
+
+    feeler_rounds: int
+    edge_sides: tuple[int, ...]
+    tiles: tuple[int, ...]
+    contents: int
+    contents_dtypes: int
+    mlps: tuple[MlpShape, ...]
+    attention: tuple[AttentionShape, ...]
+    layer: dict[str, int]
+    batches: tuple[int, ...]
+    distance: int
+    chain_bytes: int
+    eager: tuple[int, ...]
+    largest_copy: int
+    collective_bytes: tuple[int, ...]
+
+
+EMULATED = Sizes(
+    feeler_rounds=2,
+    edge_sides=(512, 1024),
+    # A processor's tiles are small: one multiple shows as much as two.
+    tiles=(256,),
+    contents=512,
+    contents_dtypes=1,
+    mlps=((512, 256, 704), (1024, 512, 1408)),
+    attention=tuple((512 // length, length, 8, 4, 32) for length in (128, 256, 512)),
+    layer={"D": 512, "F": 1408, "N": 8, "K": 4, "H": 64},
+    batches=tuple(2**power for power in range(11)),
+    distance=128,
+    chain_bytes=2**24,
+    eager=(1, 2, 4),
+    largest_copy=64,
+    collective_bytes=tuple(2**power for power in (12, 15, 18, 19, 20)),
+)
+ACCELERATOR = Sizes(
+    feeler_rounds=64,
+    edge_sides=(1024, 2048, 4096),
+    tiles=(256, 128),
+    contents=8192,
+    contents_dtypes=2,
+    mlps=((4096, 4096, 14336), (16384, 4096, 14336)),
+    attention=tuple((16384 // length, length, 32, 8, 128) for length in (1024, 2048, 4096, 8192, 16384)),
+    layer={"D": 4096, "F": 14336, "N": 32, "K": 8, "H": 128},
+    batches=tuple(2**power for power in range(14)),
+    distance=1024,
+    chain_bytes=2**28,
+    eager=(1, 2, 4, 8),
+    largest_copy=8,
+    collective_bytes=tuple(2**power for power in (14, 18, 22, 25, 27, 29)),
+)
+"""Sequences of all lengths have as many tokens together. The largest copy is that part of the memory. Collectives have
+more large sizes than small ones: they settle the rate, which is what most of a step's collectives wait for."""
 
 
 class Block(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,6 +151,11 @@ class Bench:
     def emulated(self) -> bool:
         """Whether the devices share the cores and the memory of this machine."""
         return self.platform == "cpu"
+
+    @property
+    def sizes(self) -> Sizes:
+        """What is measured on such devices."""
+        return EMULATED if self.emulated else ACCELERATOR
 
     @property
     def main_dtype(self) -> str:

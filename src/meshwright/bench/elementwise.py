@@ -36,7 +36,7 @@ from meshwright.spec.chip import Chip, vector_peak_from_anatomy
 
 def measure_distance(runner: Runner) -> DistancePart:
     """All three in turns in float32, with predictions from rates that were measured (or else the data sheet's)."""
-    size = 128 if runner.bench.emulated else 1024
+    size = runner.bench.sizes.distance
     elementwise: ElementwisePart | None = runner.found.get("elementwise")
     vector = (elementwise and elementwise.vector_flops_per_s) or vector_peak(runner.bench.chip)
     predicted = predicted_seconds(size, matmul=runner.product_rate("fp32"), vector=vector)
@@ -64,8 +64,6 @@ def predicted_seconds(size: int, *, matmul: float | None, vector: float | None) 
 
 
 FUSED = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
-EAGER = (1, 2, 4, 8)
-FEW_EAGER = (1, 2, 4)
 ENOUGH = 6.0
 """Times the time of one multiply-add from which the sweep is over."""
 MADE_BYTES_PER_S = 1e9
@@ -87,7 +85,7 @@ def measure_elementwise(runner: Runner) -> ElementwisePart:
         fused.append(_chain(case, repeats, seconds, fused=True))
         if seconds.median_s > ENOUGH * fused[0].seconds.median_s:
             break
-    eager = {n: chain_case(elements, n, fused=False) for n in (FEW_EAGER if bench.emulated else EAGER)}
+    eager = {n: chain_case(elements, n, fused=False) for n in bench.sizes.eager}
     times = runner.time({n: bench.call(case, array) for n, case in eager.items()}, "{} op by op", max_repeats=10)
     chains = [_chain(eager[n], n, seconds, fused=False) for n, seconds in times.items()]
     return ElementwisePart(
@@ -100,7 +98,7 @@ def chain_elements(bench: Bench, seconds: float) -> int:
 
     Emulated devices get fewer where the host would take more than a sixth of the seconds to make all their arrays.
     """
-    wanted = max(4 * bench.cache_bytes, 2.0**24 if bench.emulated else 2.0**28)
+    wanted = max(4 * bench.cache_bytes, bench.sizes.chain_bytes)
     if bench.emulated:
         wanted = min(wanted, max(2.0**20, MADE_BYTES_PER_S * seconds / 6 / len(bench.devices)))
     elements = int(min(wanted, bench.memory_bytes / 20)) // ELEMENT_BYTES
@@ -164,7 +162,7 @@ LEAST_ROUNDS = 8
 
 def measure_copy(runner: Runner) -> CopyPart:
     """Sizes by fours as far as memory and the budget allow, and a silu over a few MiB, as layers have."""
-    most = min(LARGEST, runner.bench.memory_bytes / (64 if runner.bench.emulated else 8))
+    most = min(LARGEST, runner.bench.memory_bytes / runner.bench.sizes.largest_copy)
     sizes = [SMALLEST * 4**power for power in range(16) if SMALLEST * 4**power <= most]
     return CopyPart(copies=(*_copies(runner.share(0.3), "silu", [SILU_BYTES]), *_copies(runner, "copy", sizes)))
 

@@ -15,9 +15,6 @@ from meshwright.cost.network.collectives import collective_time, group_rates, pl
 from meshwright.spec.calibration import CollectiveKind, CollectiveRate
 from meshwright.spec.cluster import make_cluster
 
-EMULATED_BYTES = tuple(2**power for power in (12, 15, 18, 19, 20))
-BYTES = tuple(2**power for power in (14, 18, 22, 25, 27, 29))
-"""More large sizes than small ones: they settle the rate, which is what most of a step's collectives wait for."""
 MIN_SIZES = 5
 LEAST_LATENCY_S = 1e-7
 MOST_BYTES_PER_S = 1e15
@@ -34,7 +31,7 @@ def measure_collectives(runner: Runner) -> CollectivesPart:
 
 
 def _collective(runner: Runner, kind: CollectiveKind, group: Group) -> Collective | None:
-    cases = {n: collective_case(kind, group, n) for n in (EMULATED_BYTES if runner.bench.emulated else BYTES)}
+    cases = {n: collective_case(kind, group, n) for n in runner.bench.sizes.collective_bytes}
     times = time_together({n: runner.bench.call(case) for n, case in cases.items()}, runner.budget, max_repeats=15)
     if len(times.found) < MIN_SIZES:
         why = f"{len(times.found)} of the {MIN_SIZES} sizes that a line needs ({next(iter(times.why_not.values()))})"

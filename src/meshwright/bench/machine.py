@@ -14,18 +14,15 @@ import msgspec
 
 from meshwright.bench.cases import (
     COLLECTIVES,
-    EMULATED_ATTENTION,
-    EMULATED_MLPS,
     ROUNDS,
     SILU_BYTES,
-    MlpShape,
     attention_case,
     collective_case,
     copy_case,
     groups_of,
     mlp_case,
 )
-from meshwright.bench.devices import Bench, Case
+from meshwright.bench.devices import EMULATED, Bench, Case, MlpShape
 from meshwright.bench.fit import Line
 from meshwright.bench.links import rate_of
 from meshwright.bench.machine_step import REFERENCES, host_rates, measure_references
@@ -40,7 +37,7 @@ DTYPE = "fp32"
 def measure_machine(
     num_devices: int,
     *,
-    matmul_shape: MlpShape = EMULATED_MLPS[0],
+    matmul_shape: MlpShape = EMULATED.mlps[0],
     seconds_per_figure: float = 0.3,
     in_step: bool = True,
     say: Callable[[str], None] = lambda line: None,
@@ -54,7 +51,7 @@ def measure_machine(
     bench = Bench(devices=tuple(jax.devices()[:num_devices]), chip=chip("cpu"), dtypes=(DTYPE,))
     cases: dict[str, Case] = {
         "matmul": mlp_case(matmul_shape, DTYPE),
-        "attention": attention_case(EMULATED_ATTENTION, DTYPE, both=True),
+        "attention": attention_case(EMULATED.attention[0], DTYPE, both=True),
         "memory": copy_case("silu", SILU_BYTES, ROUNDS),
     }
     moves = [(kind, group) for group in reversed(groups_of(num_devices, {})) for kind in COLLECTIVES]
@@ -88,7 +85,7 @@ def measure_machine(
         collectives=tuple(rates),
         sources={
             "matmul_flops_per_s": f"{how}; gated MLP with gradients, m k n = {matmul_shape}",
-            "attention_flops_per_s": f"{how}; forward and backward, B T N K H = {EMULATED_ATTENTION}",
+            "attention_flops_per_s": f"{how}; forward and backward, B T N K H = {EMULATED.attention[0]}",
             "memory_bytes_per_s": f"{how}; silu over {SILU_BYTES} bytes, read and written once",
             "memory_bytes": "physical memory of the machine, shared equally",
             "collectives": f"{how}; line through {SMALL_BYTES} and {LARGE_BYTES} bytes a device",

@@ -1,9 +1,6 @@
 """Matrix products on every device at once: sizes, tile edges, contents, and what is made of products."""
 
 from meshwright.bench.cases import (
-    EMULATED_ATTENTION,
-    EMULATED_MLPS,
-    AttentionShape,
     attention_case,
     layer_case,
     mlp_case,
@@ -76,7 +73,7 @@ def _sweep(runner: Runner, dtype: str) -> list[Product]:
 
 def _feel(runner: Runner, dtype: str, left_out: str) -> float | None:
     """FLOP/s of a small product."""
-    case = product_case(runner.bench, dtype, FEELER, 2 if runner.bench.emulated else 64)
+    case = product_case(runner.bench, dtype, FEELER, runner.bench.sizes.feeler_rounds)
     seconds = runner.time_one(case, left_out, max_repeats=3)
     return case.work / seconds.median_s if seconds else None
 
@@ -108,12 +105,11 @@ def _edges(runner: Runner, rate: float | None) -> list[Edge]:
         return []
     bench, dtype = runner.bench, runner.bench.main_dtype
     fitting = [
-        n for n in ((512, 1024) if bench.emulated else (1024, 2048, 4096))
+        n for n in bench.sizes.edge_sides
         if 6 * CALLS * product_flops(n, n, n) / rate < runner.left_s / 2
     ]  # fmt: skip
     side = fitting[-1] if fitting else 256
-    # A processor's tiles are small: one multiple shows as much as two.
-    wholes = ((256, side),) if bench.emulated else ((256, side), (128, side + 128))
+    wholes = [(tile, side + 256 - tile) for tile in bench.sizes.tiles]
     beside = {n: (tile, whole) for tile, whole in wholes for n in (whole - 1, whole, whole + 1)}
     rounds = rounds_for(product_flops(side, side, side) / rate, target_s=min(0.02, runner.left_s / 60))
     times = runner.time({n: product_case(bench, dtype, n, rounds) for n in beside}, "side {}", max_repeats=15)
@@ -137,9 +133,8 @@ def filled_share(n: int, tile: int) -> float:
 
 def measure_contents(runner: Runner) -> ContentsPart:
     """Products in long rows, so that a chip which must save power has the time to do so."""
-    bench, products = runner.bench, []
-    size = 512 if bench.emulated else 8192
-    for dtype, mine in runner.each(bench.dtypes[: 1 if bench.emulated else 2]):
+    bench, products, size = runner.bench, [], runner.bench.sizes.contents
+    for dtype, mine in runner.each(bench.dtypes[: bench.sizes.contents_dtypes]):
         rate = runner.product_rate(dtype) or _feel(mine, dtype, dtype)
         if rate:
             rounds = rounds_for(product_flops(size, size, size) / rate, target_s=min(0.1, mine.left_s / 40))
@@ -149,14 +144,11 @@ def measure_contents(runner: Runner) -> ContentsPart:
     return ContentsPart(products=tuple(products))
 
 
-MLPS = ((4096, 4096, 14336), (16384, 4096, 14336))
-
-
 def measure_mlp(runner: Runner) -> MlpPart:
     """Every shape forward and backward, the smallest first."""
     dtype, found = runner.bench.main_dtype, []
     best = (runner.found.get("matmul") or MatmulPart()).best(dtype)
-    for shape, mine in runner.each(EMULATED_MLPS if runner.bench.emulated else MLPS):
+    for shape, mine in runner.each(runner.bench.sizes.mlps):
         case = mlp_case(shape, dtype)
         seconds = mine.time_one(case, f"MLP of {' x '.join(map(str, shape))}")
         if seconds:
@@ -170,23 +162,10 @@ def measure_mlp(runner: Runner) -> MlpPart:
     return MlpPart(mlps=tuple(found))
 
 
-EMULATED_LENGTHS = (128, 256, 512)
-LENGTHS = (1024, 2048, 4096, 8192, 16384)
-TOKENS = 16384
-
-
-def attention_shapes(bench: Bench) -> list[AttentionShape]:
-    """Sequences of growing length, together as many tokens."""
-    if bench.emulated:
-        batch, length, heads, kv_heads, width = EMULATED_ATTENTION
-        return [(max(1, batch * length // t), t, heads, kv_heads, width) for t in EMULATED_LENGTHS]
-    return [(TOKENS // t, t, 32, 8, 128) for t in LENGTHS]
-
-
 def measure_attention(runner: Runner) -> AttentionPart:
     """As many tokens for every length, forward alone and both passes in turns."""
     bench, dtype, found = runner.bench, runner.bench.main_dtype, []
-    for shape, mine in runner.each(attention_shapes(bench)):
+    for shape, mine in runner.each(bench.sizes.attention):
         cases = {both: attention_case(shape, dtype, both=both) for both in (False, True)}
         times = mine.time(cases, f"attention over {shape[1]} positions", max_repeats=15)
         if len(times) == len(cases):
@@ -202,17 +181,10 @@ def measure_attention(runner: Runner) -> AttentionPart:
     return AttentionPart(dtype=dtype, times=tuple(found))
 
 
-EMULATED_LAYER = {"D": 512, "F": 1408, "N": 8, "K": 4, "H": 64}
-LAYER = {"D": 4096, "F": 14336, "N": 32, "K": 8, "H": 128}
-EMULATED_BATCHES = tuple(2**power for power in range(11))
-BATCHES = tuple(2**power for power in range(14))
-
-
 def measure_batch(runner: Runner) -> BatchPart:
     """Doubling batches: where the time of a layer begins to grow with the tokens, beside the critical batch."""
     bench, dtype = runner.bench, runner.bench.main_dtype
-    sizes = EMULATED_LAYER if bench.emulated else LAYER
-    batches = EMULATED_BATCHES if bench.emulated else BATCHES
+    sizes, batches = bench.sizes.layer, bench.sizes.batches
     found: list[LayerTime] = []
     for number, tokens in enumerate(batches):
         case, mine = layer_case(sizes, tokens, dtype), runner.share(2 / (len(batches) - number + 1))
