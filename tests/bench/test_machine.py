@@ -2,8 +2,8 @@
 
 import pytest
 
-from meshwright.bench.cases import COLLECTIVES
 from meshwright.bench.machine import measure_machine
+from meshwright.bench.workloads import COLLECTIVES
 from meshwright.spec.calibration import load_calibration, save_calibration
 
 

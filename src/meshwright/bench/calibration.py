@@ -1,4 +1,4 @@
-"""A calibration, which `plan` prices with, from what was measured."""
+"""Turns the report of a benchmark into a calibration that `plan` prices with."""
 
 import msgspec
 
@@ -11,15 +11,15 @@ SHORTEST_HOP_S = 1e-8
 
 
 def calibration_of(report: BenchReport) -> Calibration:
-    """Rates per device, each with its source. What was not measured has the numbers fitted for the chip, or falls back
-    on its data sheet."""
+    """Returns rates per device, each with its source. What was not measured falls back on the chip's fitted
+    numbers, or on its data sheet."""
     unit = chip(report.chip)
     base = fitted_calibration(unit) or Calibration(name="", chip=unit.name)
     collectives = report.collectives.collectives if report.collectives else ()
     efficiency, hops = _links(collectives, unit, base)
     matmul, matmul_source = matmul_rates(report, base.efficiency)
     attended, attention_source = attention_rates(report, base.efficiency)
-    # On emulated devices a silu over a few MiB, as their layers have; else the copy of the largest array.
+    # Layers on emulated devices read and write a few MiB with a silu; elsewhere the largest copy shows the rate.
     copied = report.copy.largest("silu" if report.platform == "cpu" else "copy") if report.copy else None
     sizes = [time.array_bytes for time in collectives[0].times] if collectives else []
     texts = {
@@ -49,10 +49,10 @@ def calibration_of(report: BenchReport) -> Calibration:
 
 
 def matmul_rates(report: BenchReport, efficiency: Efficiency) -> tuple[dict[str, float], str]:
-    """By element type the fastest square product; of the main one an MLP with its gradients where there is one.
+    """Returns the rate of the fastest square product by element type; of the main one that of an MLP, if measured.
 
-    On emulated devices that is the smaller MLP, whose sizes are like those of the jobs that they can run. float32 on
-    NVIDIA GPUs is what programs get there by default, tf32. Rates are those of endless contractions.
+    Emulated devices use the smallest MLP, whose sizes are typical of their jobs. float32 on NVIDIA GPUs means tf32, the
+    default there. Rates are extrapolated to infinite contractions.
     """
     rates, texts = {}, {}
     half = efficiency.contraction_half
@@ -65,8 +65,8 @@ def matmul_rates(report: BenchReport, efficiency: Efficiency) -> tuple[dict[str,
     mlps = report.mlp.mlps if report.mlp else ()
     if mlps:
         one = mlps[0] if report.platform == "cpu" else max(mlps, key=lambda mlp: mlp.flops_per_s)
-        # The mean of 1 + half / K over nine products of equal FLOPs: K is the model width in three, the feed-forward
-        # width in three, the tokens in three.
+        # The mean of 1 + half / K over nine products of equal FLOPs: K is the model width in three of them, the
+        # feed-forward width in three, and the number of tokens in three.
         rates[one.dtype] = one.flops_per_s * (1 + half * (1 / one.d_model + 1 / one.d_ff + 1 / one.tokens) / 3)
         texts[one.dtype] = f"gated MLP with gradients, {one.tokens} x {one.d_model} x {one.d_ff}"
     if "tf32" in rates:
@@ -76,9 +76,9 @@ def matmul_rates(report: BenchReport, efficiency: Efficiency) -> tuple[dict[str,
 
 
 def attention_rates(report: BenchReport, efficiency: Efficiency) -> tuple[dict[str, float], str]:
-    """Both passes together: on emulated devices of the shortest sequences, else of the fastest length.
+    """Returns the rate of both passes: of the shortest sequences on emulated devices, else of the fastest length.
 
-    Without what `cost` adds for the width of heads and for short sequences.
+    The overheads that `cost` adds for narrow heads and short sequences are taken out.
     """
     part = report.attention
     if part is None or not part.times:
@@ -92,7 +92,7 @@ def attention_rates(report: BenchReport, efficiency: Efficiency) -> tuple[dict[s
 
 
 def _slowest(collectives: tuple[Collective, ...]) -> tuple[CollectiveRate, ...]:
-    """One rate for every kind and size of group; of two axes of one size the slower."""
+    """Returns one rate for every kind and group size: the slowest of all axes of that size."""
     slowest: dict[tuple[str, int], CollectiveRate] = {}
     for one in collectives:
         before = slowest.setdefault((one.kind, one.group.size), one.rate)
@@ -101,9 +101,9 @@ def _slowest(collectives: tuple[Collective, ...]) -> tuple[CollectiveRate, ...]:
 
 
 def _links(collectives: tuple[Collective, ...], unit: Chip, base: Calibration) -> tuple[Efficiency, dict[str, float]]:
-    """The share of its NVLink's rate that the largest AllGather reached, and its seconds for a hop.
+    """Returns the share of NVLink's rate that the largest AllGather reached, and the seconds of a hop.
 
-    `cost` prices the links of accelerators by these two, not by the collectives themselves.
+    `cost` prices links of accelerators by these two, not by the rates of collectives.
     """
     gathers = [one.rate for one in collectives if one.kind == "all_gather"]
     if not gathers or unit.topology != "switched" or unit.nvlink_bytes_per_s is None:

@@ -1,4 +1,4 @@
-"""The devices that are measured, all of them busy at once, the data they are given, and the seconds of a part."""
+"""The devices under test, all busy at once: their workloads, their input data, and the runner that times them."""
 
 import math
 import os
@@ -40,7 +40,7 @@ DEFAULT_DTYPES: dict[str, tuple[str, ...]] = {
 }
 
 DRAWN = 2**20
-"""Random numbers that are drawn for one block, which repeats them: those of a large one took seconds."""
+"""Random numbers drawn for one shard, which repeats them: drawing all of a large shard took seconds."""
 
 
 MlpShape = tuple[int, int, int]
@@ -51,7 +51,7 @@ Item = TypeVar("Item")
 
 
 class Sizes(msgspec.Struct, frozen=True, kw_only=True):
-    """What is measured on a kind of device: sizes, counts of rounds, and how many element types."""
+    """The sizes, numbers of rounds and numbers of element types that a kind of device is measured with."""
 
     feeler_rounds: int
     edge_sides: tuple[int, ...]
@@ -102,12 +102,13 @@ ACCELERATOR = Sizes(
     largest_copy=8,
     collective_bytes=tuple(2**power for power in (14, 18, 22, 25, 27, 29)),
 )
-"""Sequences of all lengths have as many tokens together. The largest copy is that part of the memory. Collectives have
-more large sizes than small ones: they settle the rate, which is what most of a step's collectives wait for."""
+"""Every sequence length has the same number of tokens. The largest copy is 1 / ``largest_copy`` of the memory.
+Collectives have more large sizes than small ones: these determine the rate, on which most collectives of a
+step depend."""
 
 
-class Block(msgspec.Struct, frozen=True, kw_only=True):
-    """The part of an array that one device has."""
+class Shard(msgspec.Struct, frozen=True, kw_only=True):
+    """The part of an array on one device: shape, element type, and the numbers that fill it."""
 
     shape: tuple[int, ...]
     dtype: str = "fp32"
@@ -116,16 +117,16 @@ class Block(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
-    """A program of every device: what it does to its blocks, and the FLOPs or bytes that one of its rounds counts.
+class Workload:
+    """A program that every device runs on its shards; ``work`` is the FLOPs or bytes of one of its rounds.
 
-    ``arrays`` are the same in each repeat, or new ones, or the first of them takes the result in its own memory: a
-    machine that hands out fresh pages needs longer for them than for a little arithmetic. Then the program is launched
-    ``launches`` times, each on the result of the one before.
+    ``arrays`` says whether repeats get the same inputs or new ones, or whether the result overwrites the first input
+    ("in place"): allocating fresh pages takes longer than a little arithmetic. In place, a call launches the program
+    ``launches`` times, each on the result of the launch before.
     """
 
     body: Callable[..., Any]
-    blocks: tuple[Block, ...]
+    shards: tuple[Shard, ...]
     work: float
     rounds: int = 1
     axes: Mapping[str, int] | None = None
@@ -135,7 +136,7 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class Bench:
-    """What is measured: devices of one kind, their data sheet, and element types, that of the main figures first."""
+    """The devices under test, all of one kind, with their data sheet and element types, the main one first."""
 
     devices: tuple[jax.Device, ...]
     chip: Chip
@@ -154,7 +155,7 @@ class Bench:
 
     @property
     def sizes(self) -> Sizes:
-        """What is measured on such devices."""
+        """The row of the table of sizes for such devices."""
         return EMULATED if self.emulated else ACCELERATOR
 
     @property
@@ -171,7 +172,7 @@ class Bench:
 
     @property
     def memory_bytes(self) -> float:
-        """Bytes that a device may fill: its share of the machine's, or what the backend offers."""
+        """Bytes that a program may fill on one device: its share of the host's memory, or what the backend offers."""
         if self.emulated:
             return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / len(self.devices)
         offered = (self.devices[0].memory_stats() or {}).get("bytes_limit")
@@ -179,80 +180,80 @@ class Bench:
 
     @property
     def cache_bytes(self) -> float:
-        """Bytes of the last cache before memory, a device's share of it; 0 where it is not known."""
+        """One device's share of the last-level cache in bytes; 0 if unknown."""
         if not self.emulated:
             return self.chip.l2_bytes or 0.0
         texts = (path.read_text().strip() for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"))
         return max((float(text[:-1]) * 1024 for text in texts if text.endswith("K")), default=0.0) / len(self.devices)
 
     def share_of_peak(self, flops_per_s: float, dtype: str) -> float | None:
-        """A rate over the data sheet's of an element type; None where it has none."""
+        """A rate as a share of the data sheet's peak for an element type; None without such a peak."""
         peak = self.chip.peak_flops.get(dtype)
         return flops_per_s / peak if peak else None
 
     def mesh(self, axes: Mapping[str, int] | None) -> Mesh:
-        """The devices as a mesh of those axes, or of one."""
+        """Returns a mesh of the devices with the given axes, or with one axis."""
         return device_mesh(axes or {"device": len(self.devices)}, self.devices)
 
-    def program(self, case: Case) -> Callable[..., Any]:
-        """The body on every device at once, each with its own blocks; results are split along their first dim."""
-        mesh = self.mesh(case.axes)
+    def program(self, workload: Workload) -> Callable[..., Any]:
+        """Returns the body for all devices at once, each on its shards; results are sharded along their first dim."""
+        mesh = self.mesh(workload.axes)
         spec = PartitionSpec(mesh.axis_names)
-        mapped = jax.shard_map(case.body, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
-        return jax.jit(mapped, donate_argnums=(0,) if case.arrays == "in place" else ())
+        mapped = jax.shard_map(workload.body, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+        return jax.jit(mapped, donate_argnums=(0,) if workload.arrays == "in place" else ())
 
-    def data(self, case: Case, number: int) -> tuple[jax.Array, ...]:
-        """The blocks of a case, all devices' alike and others for each number."""
-        mesh, rng = self.mesh(case.axes), np.random.default_rng(number)
+    def data(self, workload: Workload, number: int) -> tuple[jax.Array, ...]:
+        """Returns the inputs of a workload: equal shards on all devices, different for each ``number``."""
+        mesh, rng = self.mesh(workload.axes), np.random.default_rng(number)
         sharding = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
         made = []
-        for block in case.blocks:
-            values = _numbers(block, rng)
+        for shard in workload.shards:
+            values = _numbers(shard, rng)
             if self.emulated:
-                # A program that repeats them takes longer to compile than most of those that are measured.
-                values = _repeated(values, block.shape)
-            # Emulated devices would share the memory of one array otherwise, and its place in the cache.
+                # On the host: compiling a program that repeats the numbers takes longer than most measurements.
+                values = _repeated(values, shard.shape)
+            # Copied, because emulated devices would otherwise read one array, which then stays in the shared cache.
             parts = [jax.device_put(values, device, may_alias=False) for device in mesh.devices.flat]
             if not self.emulated:
-                parts = [_repeated_there(part, block.shape) for part in parts]
-            shape = (len(parts) * block.shape[0], *block.shape[1:])
+                parts = [_repeated_there(part, shard.shape) for part in parts]
+            shape = (len(parts) * shard.shape[0], *shard.shape[1:])
             made.append(jax.make_array_from_single_device_arrays(shape, sharding, parts))
         return tuple(made)
 
-    def call(self, case: Case, kept: list[jax.Array] | None = None) -> Call:
-        """The case as it is timed. ``kept`` are arrays that several cases in place work on, made by the first."""
-        run, held = self.program(case), [] if kept is None else kept
+    def call(self, workload: Workload, kept: list[jax.Array] | None = None) -> Call:
+        """Returns the call that times a workload. Workloads in place share their inputs through one list ``kept``."""
+        run, held = self.program(workload), [] if kept is None else kept
 
         def arguments(repeat: int) -> tuple[jax.Array, ...]:
-            if case.arrays == "new":
-                return self.data(case, repeat)
-            # A program that failed may have taken the memory with it.
+            if workload.arrays == "new":
+                return self.data(workload, repeat)
+            # A program that failed may have deleted its donated input.
             if not held or held[0].is_deleted():
-                held[:] = self.data(case, 0)
+                held[:] = self.data(workload, 0)
             return tuple(held)
 
         def in_place(first: jax.Array, *others: jax.Array) -> jax.Array:
-            for _ in range(case.launches):
+            for _ in range(workload.launches):
                 first = run(first, *others)
             held[0] = first
             return first
 
-        return Call(run=in_place if case.arrays == "in place" else run, arguments=arguments, rounds=case.rounds)
+        return Call(run=in_place if workload.arrays == "in place" else run, arguments=arguments, rounds=workload.rounds)
 
 
-def _numbers(block: Block, rng: np.random.Generator) -> np.ndarray:
-    """The numbers of a block, a few of them: it repeats what is missing."""
-    dtype, drawn = JAX_DTYPES[block.dtype], min(DRAWN, math.prod(block.shape))
-    if block.contents in ("zeros", "ones"):
-        return np.full(drawn, block.contents == "ones", dtype)
-    if block.dtype == "int8":
-        return rng.integers(0 if block.contents == "uniform" else -127, 127, drawn, np.int8)
-    draw = rng.random if block.contents == "uniform" else rng.standard_normal
-    return (draw(drawn, np.float32) * np.float32(block.scale)).astype(dtype)
+def _numbers(shard: Shard, rng: np.random.Generator) -> np.ndarray:
+    """Draws the numbers of a shard, at most ``DRAWN`` of them."""
+    dtype, drawn = JAX_DTYPES[shard.dtype], min(DRAWN, math.prod(shard.shape))
+    if shard.contents in ("zeros", "ones"):
+        return np.full(drawn, shard.contents == "ones", dtype)
+    if shard.dtype == "int8":
+        return rng.integers(0 if shard.contents == "uniform" else -127, 127, drawn, np.int8)
+    draw = rng.random if shard.contents == "uniform" else rng.standard_normal
+    return (draw(drawn, np.float32) * np.float32(shard.scale)).astype(dtype)
 
 
 def _repeated(values: Any, shape: tuple[int, ...]) -> Any:
-    """NumPy's or JAX's numbers repeated until they fill a shape."""
+    """Repeats NumPy's or JAX's numbers until they fill a shape."""
     size = math.prod(shape)
     xp = np if isinstance(values, np.ndarray) else jnp
     return xp.broadcast_to(values, (-(-size // len(values)), len(values))).ravel()[:size].reshape(shape)
@@ -263,7 +264,7 @@ _repeated_there = jax.jit(_repeated, static_argnums=1)
 
 @dataclass(frozen=True, kw_only=True)
 class Runner:
-    """What a part is measured with: devices, seconds, and the parts before it; what cannot be is in ``left_out``."""
+    """Times the workloads of a part within a budget. ``found`` holds earlier parts, ``left_out`` what was not timed."""
 
     bench: Bench
     budget: Budget
@@ -272,23 +273,23 @@ class Runner:
 
     @property
     def left_s(self) -> float:
-        """Seconds that are left."""
+        """Seconds left of the budget."""
         return self.budget.left_s
 
     def share(self, part: float) -> "Runner":
-        """The same within a part of the seconds that are left."""
+        """Returns a runner whose budget is this share of the seconds left."""
         return replace(self, budget=self.budget.share(part))
 
     def each(self, items: Sequence[Item]) -> Iterator[tuple[Item, "Runner"]]:
-        """Every item with an equal share of what the ones before it left."""
+        """Yields every item with a runner that may use an equal share of the seconds left at that moment."""
         for number, item in enumerate(items):
             yield item, self.share(1 / (len(items) - number))
 
     def time(
-        self, calls: Mapping[Any, Case | Call], left_out: str = "{}", *, max_repeats: int = MAX_REPEATS
+        self, calls: Mapping[Any, Workload | Call], left_out: str = "{}", *, max_repeats: int = MAX_REPEATS
     ) -> dict[Any, Timing]:
-        """Cases in turns. ``left_out`` is what is said of one that could not be measured, with its name filled in."""
-        ready = {key: self.bench.call(one) if isinstance(one, Case) else one for key, one in calls.items()}
+        """Times workloads in alternation. ``left_out`` names those that fail in messages; ``{}`` stands for the key."""
+        ready = {key: self.bench.call(one) if isinstance(one, Workload) else one for key, one in calls.items()}
         times = time_together(ready, self.budget, max_repeats=max_repeats)
         reasons: dict[str, str] = {}
         for key, why in times.why_not.items():
@@ -296,20 +297,20 @@ class Runner:
         self.left_out.extend(f"{what}: {why}" for what, why in reasons.items())
         return times.found
 
-    def time_one(self, call: Case | Call, left_out: str, *, max_repeats: int = MAX_REPEATS) -> Timing | None:
-        """One case; None where it could not be measured."""
+    def time_one(self, call: Workload | Call, left_out: str, *, max_repeats: int = MAX_REPEATS) -> Timing | None:
+        """Times one workload; None if that was not possible."""
         return self.time({"": call}, left_out, max_repeats=max_repeats).get("")
 
     def product_rate(self, dtype: str) -> float | None:
-        """FLOP/s of the fastest product, or the data sheet's; None where neither is known."""
+        """FLOP/s of the fastest product measured, else of the data sheet; None if neither is known."""
         part: MatmulPart | None = self.found.get("matmul")
         best = part.best(dtype) if part else None
         return best.flops_per_s if best else self.bench.chip.peak_flops.get(dtype)
 
 
 def chip_of_kind(device_kind: str) -> Chip:
-    """The chip whose ``device_kind`` matches most of the text; an InputError for a device of none."""
-    # "A100-SXM4-80GB": what stands between the words does not matter.
+    """Returns the chip whose ``device_kind`` matches most of the text; raises InputError if none does."""
+    # "A100-SXM4-80GB": separators between the words do not matter.
     words = device_kind.strip().lower().replace("-", " ").replace("_", " ")
     known = (one for one in chips().values() if one.device_kind)
     found = [(match[0], one) for one in known if (match := re.search(one.device_kind, words))]

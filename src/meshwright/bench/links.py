@@ -1,15 +1,15 @@
-"""What joins devices, and the host with them: collectives per group and size, and launches."""
+"""Parts that measure what connects devices: collectives by group and size, and launches from the host."""
 
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from meshwright.bench.cases import COLLECTIVES, collective_case, groups_of
 from meshwright.bench.devices import Bench, Runner
-from meshwright.bench.fit import Line, fit_line
+from meshwright.bench.fit import FittedLine, fit_line
 from meshwright.bench.results import Collective, CollectivesPart, CollectiveTime, Group, Launch, OverheadPart
 from meshwright.bench.timing import Call, time_together
+from meshwright.bench.workloads import COLLECTIVES, collective_workload, groups_of
 from meshwright.core.errors import InputError
 from meshwright.cost.network.collectives import collective_time, group_rates, place_axes, received_share
 from meshwright.spec.calibration import CollectiveKind, CollectiveRate
@@ -21,7 +21,7 @@ MOST_BYTES_PER_S = 1e15
 
 
 def measure_collectives(runner: Runner) -> CollectivesPart:
-    """The largest group first, so that a short budget leaves at least one rate of every kind."""
+    """Measures the largest group first, so that a short budget still gives one rate of every kind."""
     groups = groups_of(len(runner.bench.devices), runner.bench.axes)
     if not groups:
         runner.left_out.append("collectives: one device has none")
@@ -31,8 +31,10 @@ def measure_collectives(runner: Runner) -> CollectivesPart:
 
 
 def _collective(runner: Runner, kind: CollectiveKind, group: Group) -> Collective | None:
-    cases = {n: collective_case(kind, group, n) for n in runner.bench.sizes.collective_bytes}
-    times = time_together({n: runner.bench.call(case) for n, case in cases.items()}, runner.budget, max_repeats=15)
+    workloads = {n: collective_workload(kind, group, n) for n in runner.bench.sizes.collective_bytes}
+    times = time_together(
+        {n: runner.bench.call(workload) for n, workload in workloads.items()}, runner.budget, max_repeats=15
+    )
     if len(times.found) < MIN_SIZES:
         why = f"{len(times.found)} of the {MIN_SIZES} sizes that a line needs ({next(iter(times.why_not.values()))})"
         runner.left_out.append(f"{kind} over {group.axis}={group.size}: {why}")
@@ -50,8 +52,8 @@ def _collective(runner: Runner, kind: CollectiveKind, group: Group) -> Collectiv
     return Collective(kind=kind, group=group, times=rows, rate=rate_of(kind, group.size, line), fit_error=line.error)
 
 
-def rate_of(kind: CollectiveKind, size: int, line: Line) -> CollectiveRate:
-    """Latency, and the bytes/s that a device receives, of a line over the bytes of the array."""
+def rate_of(kind: CollectiveKind, size: int, line: FittedLine) -> CollectiveRate:
+    """Turns a line over bytes of the array into a latency and the bytes/s that a device receives."""
     per_byte = max(line.slope / received_share(kind, size), 1 / MOST_BYTES_PER_S)
     return CollectiveRate(
         kind=kind, group_size=size, latency_s=max(line.start, LEAST_LATENCY_S), bytes_per_s=1 / per_byte
@@ -59,7 +61,7 @@ def rate_of(kind: CollectiveKind, size: int, line: Line) -> CollectiveRate:
 
 
 def datasheet_seconds(bench: Bench, kind: CollectiveKind, group: Group, array_bytes: float) -> float | None:
-    """What the chip's links would take for an array, on one switched domain; None on anything else."""
+    """Returns the data sheet's seconds for an array in one switched domain; None for other topologies."""
     if bench.chip.topology != "switched" or bench.chip.nvlink_bytes_per_s is None:
         return None
     try:
@@ -74,8 +76,8 @@ LAUNCHES = 20
 
 
 def measure_overhead(runner: Runner) -> OverheadPart:
-    """A program that does next to nothing, with all numbers of arguments in turns, in rows of launches and one at a
-    time; on the first device alone."""
+    """Measures a nearly empty program by number of arguments, in alternation: many launches before one wait, and a
+    single launch. Runs on the first device only."""
     calls = {}
     for count in NUM_ARGUMENTS:
         arrays = tuple(jax.device_put(jnp.float32(number), runner.bench.devices[0]) for number in range(count))
@@ -92,7 +94,7 @@ def measure_overhead(runner: Runner) -> OverheadPart:
 
 
 def _launches(arrays: tuple[jax.Array, ...], launches: int) -> Call:
-    # A new program each time: one that was launched with other arguments looks for its code first.
+    # A new program each time: one that was compiled for other numbers of arguments looks its code up at each launch.
     program = jax.jit(lambda *given: given[0] + 1)
 
     def run(*given: jax.Array) -> Any:

@@ -1,7 +1,7 @@
-"""Rates of the devices at hand, measured with every device busy at once, as a training step keeps them.
+"""Measures the rates of this machine with all its emulated devices busy, as in a training step.
 
-Emulated devices share the cores and the memory of one machine, so a rate measured on one of them alone
-would be one that a step never sees.
+Emulated devices share the cores and the memory of one machine, so a step never reaches the rates of a single busy
+device.
 """
 
 import datetime
@@ -12,21 +12,21 @@ from collections.abc import Callable
 import jax
 import msgspec
 
-from meshwright.bench.cases import (
-    COLLECTIVES,
-    ROUNDS,
-    SILU_BYTES,
-    attention_case,
-    collective_case,
-    copy_case,
-    groups_of,
-    mlp_case,
-)
-from meshwright.bench.devices import EMULATED, Bench, Case, MlpShape
-from meshwright.bench.fit import Line
+from meshwright.bench.devices import EMULATED, Bench, MlpShape, Workload
+from meshwright.bench.fit import FittedLine
 from meshwright.bench.links import rate_of
 from meshwright.bench.machine_step import REFERENCES, host_rates, measure_references
 from meshwright.bench.timing import SWEEPS, sweep_medians
+from meshwright.bench.workloads import (
+    COLLECTIVES,
+    ROUNDS,
+    SILU_BYTES,
+    attention_workload,
+    collective_workload,
+    copy_workload,
+    groups_of,
+    mlp_workload,
+)
 from meshwright.spec.calibration import Calibration
 from meshwright.spec.chip import chip
 
@@ -42,29 +42,31 @@ def measure_machine(
     in_step: bool = True,
     say: Callable[[str], None] = lambda line: None,
 ) -> Calibration:
-    """Matmul, memory and collective rates per device.
+    """Measures matmul, attention, memory and collective rates per device.
 
     ``matmul_shape`` (m, k, n) should be like the products of the job: rates of small products are lower. Collectives
-    are measured over groups of every power of two, all groups at the same time. ``in_step`` adds the rates inside a
-    training step (`machine_step`), which takes some twenty seconds more; without, steps are priced by the others.
+    run over groups of every power of two, all groups of a size at once. ``in_step`` adds the rates inside a training
+    step (`machine_step`), which takes some twenty seconds; without them, the other rates price steps.
     """
     bench = Bench(devices=tuple(jax.devices()[:num_devices]), chip=chip("cpu"), dtypes=(DTYPE,))
-    cases: dict[str, Case] = {
-        "matmul": mlp_case(matmul_shape, DTYPE),
-        "attention": attention_case(EMULATED.attention[0], DTYPE, both=True),
-        "memory": copy_case("silu", SILU_BYTES, ROUNDS),
+    workloads: dict[str, Workload] = {
+        "matmul": mlp_workload(matmul_shape, DTYPE),
+        "attention": attention_workload(EMULATED.attention[0], DTYPE, both=True),
+        "memory": copy_workload("silu", SILU_BYTES, ROUNDS),
     }
     moves = [(kind, group) for group in reversed(groups_of(num_devices, {})) for kind in COLLECTIVES]
     for kind, group in moves:
         for size in (SMALL_BYTES, LARGE_BYTES):
-            cases[f"{kind} {group.size} {size}"] = collective_case(kind, group, size)
-    seconds = sweep_medians({name: bench.call(case) for name, case in cases.items()}, seconds_each=seconds_per_figure)
-    matmul, attended, memory = (cases[name].work / seconds[name] for name in ("matmul", "attention", "memory"))
+            workloads[f"{kind} {group.size} {size}"] = collective_workload(kind, group, size)
+    seconds = sweep_medians(
+        {name: bench.call(workload) for name, workload in workloads.items()}, seconds_each=seconds_per_figure
+    )
+    matmul, attended, memory = (workloads[name].work / seconds[name] for name in ("matmul", "attention", "memory"))
     rates = []
     for kind, group in moves:
         small, large = (seconds[f"{kind} {group.size} {size}"] for size in (SMALL_BYTES, LARGE_BYTES))
         slope = max(0.0, (large - small) / (LARGE_BYTES - SMALL_BYTES))
-        rates.append(rate_of(kind, group.size, Line(start=small - slope * SMALL_BYTES, slope=slope, error=0.0)))
+        rates.append(rate_of(kind, group.size, FittedLine(start=small - slope * SMALL_BYTES, slope=slope, error=0.0)))
     say(f"matmul {matmul / 1e9:.3g} GFLOP/s a device in {DTYPE}, {num_devices} at once")
     say(f"attention {attended / 1e9:.3g} GFLOP/s a device")
     say(f"memory {memory / 1e9:.3g} GB/s a device")
@@ -95,9 +97,9 @@ def measure_machine(
 
 
 def with_host_rates(found: Calibration, num_devices: int, say: Callable[[str], None]) -> Calibration:
-    """A calibration of so many emulated devices with the rates inside a step added. Takes a minute or so.
+    """Returns a calibration with the rates inside a step added, which takes about a minute.
 
-    Raises InputError where it lacks a rate that the steps are priced by.
+    Raises InputError if it lacks a rate that prices the reference steps.
     """
     host = host_rates(measure_references(found, num_devices))
     say(f"products in a step {_rate(host.product.flop, 'GFLOP/s')} beside {_rate(host.product.byte, 'GB/s')}")
@@ -111,9 +113,9 @@ def with_host_rates(found: Calibration, num_devices: int, say: Callable[[str], N
 
 
 def _rate(seconds: float, unit: str) -> str:
-    """A rate in billions a second, from the seconds of one; of some parts of a step no time is seen."""
+    """Formats seconds per unit as billions of units a second; the fit finds no time for some parts of a step."""
     return f"{1e-9 / seconds:.3g} {unit}" if seconds > IN_NO_TIME else "no time seen"
 
 
 IN_NO_TIME = 1e-13
-"""Seconds of a unit below which the least squares found none for it."""
+"""Seconds per unit below which the fit found no time."""

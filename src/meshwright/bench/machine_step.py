@@ -1,8 +1,8 @@
-"""Rates of emulated devices as they are inside a training step: small reference steps under the profiler.
+"""Measures the rates of emulated devices inside training steps: small reference steps under the profiler.
 
-What single calls reach says little of a step on a host: layers lie in loops, operands come from memory that other
-devices fill as well, and the compiler joins ops as it likes. So the seconds of the reference steps are laid to the
-derived steps that they come from (`profile_shared`), and compared with what `cost` counts for these.
+Rates of single calls say little about a step on a host: layers run in loops, all devices share caches and memory, and
+the compiler fuses ops. So the seconds of reference steps are attributed to derived steps (`profile.shared`), and fitted
+to the amounts that `cost` counts for these.
 """
 
 import itertools
@@ -41,27 +41,27 @@ from meshwright.spec.model import Model
 from meshwright.spec.strategy import Strategy, make_mesh
 
 ROUNDS, STEPS_A_ROUND, WARMUP_STEPS = 3, 2, 3
-"""The steps are profiled in turns, so that other work on the machine meets them alike; medians of all that count."""
+"""Steps are profiled in alternation, so that other load affects all alike; rates use medians over all rounds."""
 PRODUCTS = "products"
-"""Stands for the ops that are matrix products, which have one pace."""
+"""The kind of all matrix products, which share one pace."""
 GAPS = "gaps"
-"""Stands for the time in which no device works."""
+"""The entry of the time in which no device works."""
 
 
 class Reference(msgspec.Struct, frozen=True, kw_only=True):
-    """A step that the machine is measured with: its batch split over the devices, and where possible its weights."""
+    """A training step that the machine is measured with."""
 
     model: Model
     job: Job
     remat: str
 
     def strategy(self, num_devices: int) -> Strategy:
-        """Weights are sharded where their widths are multiples of the devices."""
+        """Returns FSDP if the number of devices divides the width of every reference, else data parallelism."""
         sharded = all(one.model.d_model % num_devices == 0 for one in REFERENCES)
         return Strategy(mesh=make_mesh({"fsdp" if sharded else "data": num_devices}), remat=self.remat, state="fp32")
 
     def job_for(self, num_devices: int) -> Job:
-        """The job with as many sequences for each device as for any other."""
+        """Returns the job with its batch rounded up to a multiple of the devices."""
         rows = -(-self.job.batch_seqs // num_devices) * num_devices
         return msgspec.structs.replace(self.job, batch_seqs=rows)
 
@@ -87,14 +87,14 @@ REFERENCES = (
         remat="block",
     ),
 )
-"""Two widths, of heads too, products of many shapes, attention on few and on many keys at a time, results that are
-kept and results that are not: enough to tell the parts of every pace from each other."""
+"""The references differ in widths, head widths, numbers of keys and in which results are kept, enough for the fit to
+separate the parts of every pace."""
 
 
-class Measured(msgspec.Struct, frozen=True, kw_only=True):
-    """One reference step: its prices by `cost`, and seconds by derived step; in ``GAPS`` no device works.
+class MeasuredStep(msgspec.Struct, frozen=True, kw_only=True):
+    """One reference step: its price by `cost`, and measured seconds by derived step and for ``GAPS``.
 
-    All for one execution of the step, as the machine spends them for all devices together.
+    Seconds are wall time of one execution, shared out over the work of all devices.
     """
 
     priced: PricedStrategy
@@ -102,23 +102,23 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def left_s(self) -> float:
-        """What is left of the step beside the work of single devices: collectives and gaps."""
+        """Seconds in which no device computes: collectives and gaps."""
         moving = {label_text(cost.step) for cost in self.priced.costs.all if cost.step.is_collective}
         return sum(self.seconds.get(name, 0.0) for name in (GAPS, *moving))
 
 
-def measure_references(calibration: Calibration, num_devices: int) -> list[Measured]:
-    """The reference steps run on all devices."""
+def measure_references(calibration: Calibration, num_devices: int) -> list[MeasuredStep]:
+    """Runs and profiles the reference steps on all devices."""
     with tempfile.TemporaryDirectory() as folder:
-        running = [Running(one, num_devices, Path(folder) / one.model.name) for one in REFERENCES]
+        running = [RunningStep(one, num_devices, Path(folder) / one.model.name) for one in REFERENCES]
         for number in range(ROUNDS):
             for step in running:
                 step.profile(number)
     return [step.measured(calibration) for step in running]
 
 
-class Running:
-    """A step that is compiled and warm, and what its rounds under the profiler showed."""
+class RunningStep:
+    """A reference step, compiled and warm, with the times of its profiled rounds."""
 
     def __init__(self, reference: Reference, num_devices: int, folder: Path) -> None:
         self.model, self.job = reference.model, reference.job_for(num_devices)
@@ -134,7 +134,7 @@ class Running:
             self.subject.advance(self.compiled)
 
     def profile(self, number: int) -> None:
-        """So many steps by the clock, after one that is not counted, and as many under the profiler."""
+        """Times some steps without the profiler, after one that does not count, and as many with it."""
         folder = self.folder / str(number)
         self.subject.advance(self.compiled)
         for _ in range(STEPS_A_ROUND):
@@ -153,27 +153,27 @@ class Running:
                 step[self.facts.of(op).step] += seconds
             self.steps.append(step)
 
-    def measured(self, calibration: Calibration) -> Measured:
-        """The medians over all steps, at the pace of those that ran without the profiler."""
+    def measured(self, calibration: Calibration) -> MeasuredStep:
+        """Returns medians over all profiled steps, scaled to the time of steps without the profiler."""
         pace = median(self.plain_s) / median(sum(step.values()) for step in self.steps)
         names = {name for step in self.steps for name in step}
         cluster = parse_cluster(f"cpu:{self.strategy.num_chips}")
-        return Measured(
+        return MeasuredStep(
             priced=price_strategy(Setting(self.model, cluster, self.job, calibration), self.strategy),
             seconds={name: pace * median(step[name] for step in self.steps) for name in names},
         )
 
 
 class Spent(msgspec.Struct, frozen=True, kw_only=True):
-    """What took some seconds: amounts of things, each of which takes time, in all executions of an op."""
+    """Measured seconds, and the amounts of work that explain them; of a derived step, for all its executions."""
 
     amounts: Amounts
     seconds: float
     kind: str = ""
 
 
-def host_rates(references: Sequence[Measured]) -> HostRates:
-    """The rates that the reference steps ran at."""
+def host_rates(references: Sequence[MeasuredStep]) -> HostRates:
+    """Fits the rates inside a step to the reference steps."""
     spent = [_spent(reference) for reference in references]
     kinds: dict[str, list[Spent]] = defaultdict(list)
     for one in itertools.chain(*spent):
@@ -187,8 +187,8 @@ def host_rates(references: Sequence[Measured]) -> HostRates:
     return HostRates(product=product, ops=ops, stream=pace(rest), loop_byte=outside.byte, **_gaps(references))
 
 
-def _spent(reference: Measured) -> list[Spent]:
-    """Every derived step of one device with its seconds; steps of one label are one."""
+def _spent(reference: MeasuredStep) -> list[Spent]:
+    """Returns amounts and seconds of the local derived steps; steps with the same label are added up."""
     amounts: dict[str, np.ndarray] = defaultdict(lambda: np.zeros(len(Amounts.__struct_fields__)))
     of_label: dict[str, str] = {}
     derived, sizes = reference.priced.derived, reference.priced.sizes
@@ -210,8 +210,10 @@ def _named(values: np.ndarray) -> dict[str, float]:
 
 
 def pace(spent: Sequence[Spent]) -> Pace:
-    """Seconds of a unit of each amount: the least squares of the seconds' relative deviations, weighted with the
-    seconds, none of them negative. Amounts of which there are none take no time."""
+    """Fits seconds per unit of each amount, none negative: least squares of relative deviations, weighted by seconds.
+
+    Amounts that are zero everywhere take no time.
+    """
     rows = [one for one in spent if one.seconds > 0]
     if not rows:
         return Pace()
@@ -223,9 +225,9 @@ def pace(spent: Sequence[Spent]) -> Pace:
     return Pace(**_named(found / scale))
 
 
-def _outside(reference: Measured, spent: Sequence[Spent]) -> Spent:
-    """What instructions of no derived step do: as ``byte`` the copies of loops, as ``call`` the bytes of the update,
-    whose norms, copies and counters they are as well."""
+def _outside(reference: MeasuredStep, spent: Sequence[Spent]) -> Spent:
+    """Returns what explains instructions of no derived step: as ``byte`` the copies of loops over layers, as ``call``
+    the bytes of the optimizer, whose norms, copies and counters are among them."""
     derived, sizes = reference.priced.derived, reference.priced.sizes
     copied = [block.repeat * sum(loop_bytes(block, derived, sizes)) for block in derived.blocks if block.block.carry]
     updated = sum(one.amounts.byte for one in spent if one.kind == "adamw")
@@ -233,11 +235,11 @@ def _outside(reference: Measured, spent: Sequence[Spent]) -> Spent:
     return Spent(amounts=Amounts(byte=float(sum(copied)), call=updated), seconds=seconds)
 
 
-def _gaps(references: Sequence[Measured]) -> dict[str, float]:
-    """What is left beside the work of devices: for several by their collectives, for one by its ops.
+def _gaps(references: Sequence[MeasuredStep]) -> dict[str, float]:
+    """Attributes the time in which no device computes to collectives, or on a single device to gaps between kernels.
 
-    The devices of a collective wait for each other: as many times its latency (``call``), and the time of its bytes
-    (``byte``), in a row.
+    Devices wait for each other in a collective: the fit gives multiples of its measured latency (``call``) and of the
+    measured time of its bytes (``byte``).
     """
     moves = []
     for reference in references:

@@ -1,13 +1,5 @@
-"""Matrix products on every device at once: sizes, tile edges, contents, and what is made of products."""
+"""Parts that measure matrix products: sizes, partial tiles, contents, MLPs, attention and layers."""
 
-from meshwright.bench.cases import (
-    attention_case,
-    layer_case,
-    mlp_case,
-    product_case,
-    product_flops,
-    seen_share,
-)
 from meshwright.bench.devices import Bench, Runner
 from meshwright.bench.fit import fit_knee
 from meshwright.bench.results import (
@@ -26,6 +18,14 @@ from meshwright.bench.results import (
     Timing,
 )
 from meshwright.bench.timing import rounds_for
+from meshwright.bench.workloads import (
+    attention_workload,
+    layer_workload,
+    mlp_workload,
+    product_flops,
+    product_workload,
+    seen_share,
+)
 from meshwright.core.dims import DTYPE_BYTES
 from meshwright.core.units import format_bytes, format_seconds
 from meshwright.cost.formulas.roofline import critical_batch
@@ -33,15 +33,15 @@ from meshwright.cost.formulas.roofline import critical_batch
 SIZES = tuple(2**power for power in range(9, 16))
 """512 to 32768."""
 FEELER = 128
-"""Side of the product that tells how long those of the sweep will take."""
+"""Side of the product from which the times of the sweep are estimated."""
 MAX_MEMORY_SHARE = 0.6
 CALLS = 5
-"""Calls that a size must leave time for: compiling, warming up and three that count."""
+"""Calls that must fit into the seconds left: compiling, warming up and three that count."""
 CONTENTS: tuple[Contents, ...] = ("zeros", "ones", "uniform", "normal")
 
 
 def measure_matmul(runner: Runner) -> MatmulPart:
-    """The sweep of the main element type, then tile edges, then the sweeps of the others."""
+    """Measures the sizes of the main element type, then partial tiles, then the sizes of other element types."""
     main, *others = runner.bench.dtypes
     sweep = _sweep(runner.share(0.45), main)
     edges = _edges(runner.share(0.35), max((p.flops_per_s for p in sweep), default=None))
@@ -51,7 +51,7 @@ def measure_matmul(runner: Runner) -> MatmulPart:
 
 
 def _sweep(runner: Runner, dtype: str) -> list[Product]:
-    """Growing sizes of one element type, as far as memory and the budget allow."""
+    """Measures increasing sizes of one element type, up to what memory and budget allow."""
     found: list[Product] = []
     rate = _feel(runner, dtype, f"{dtype} products")
     if rate is None:
@@ -62,8 +62,10 @@ def _sweep(runner: Runner, dtype: str) -> list[Product]:
         if why:
             runner.left_out.append(f"{left_out}: {why}")
             break
-        case = product_case(runner.bench, dtype, size, rounds_for(each_s, target_s=min(0.02, runner.left_s / 20)))
-        seconds = runner.share(0.4).time_one(case, left_out, max_repeats=10)
+        workload = product_workload(
+            runner.bench, dtype, size, rounds_for(each_s, target_s=min(0.02, runner.left_s / 20))
+        )
+        seconds = runner.share(0.4).time_one(workload, left_out, max_repeats=10)
         if not seconds:
             break
         found.append(_product(runner.bench, dtype, size, seconds))
@@ -72,14 +74,14 @@ def _sweep(runner: Runner, dtype: str) -> list[Product]:
 
 
 def _feel(runner: Runner, dtype: str, left_out: str) -> float | None:
-    """FLOP/s of a small product."""
-    case = product_case(runner.bench, dtype, FEELER, runner.bench.sizes.feeler_rounds)
-    seconds = runner.time_one(case, left_out, max_repeats=3)
-    return case.work / seconds.median_s if seconds else None
+    """Returns the FLOP/s of a small product."""
+    workload = product_workload(runner.bench, dtype, FEELER, runner.bench.sizes.feeler_rounds)
+    seconds = runner.time_one(workload, left_out, max_repeats=3)
+    return workload.work / seconds.median_s if seconds else None
 
 
 def _too_large(runner: Runner, dtype: str, size: int, each_s: float) -> str:
-    """Why two operands and a result, which exists twice, do not fit, or take too long; nothing where they do not."""
+    """Returns why two operands and a result, which exists twice, do not fit into memory or budget; else no text."""
     result = 4 if dtype in ("int8", "fp32", "tf32") else 2
     needed = size * size * (3 * DTYPE_BYTES[dtype] + 2 * result)
     room, left_s = runner.bench.memory_bytes * MAX_MEMORY_SHARE, runner.left_s
@@ -99,7 +101,7 @@ def _product(bench: Bench, dtype: str, size: int, seconds: Timing, contents: Con
 
 
 def _edges(runner: Runner, rate: float | None) -> list[Edge]:
-    """Sides one below, at and one above a multiple of 128 and of 256, measured in turns; relative to the multiple."""
+    """Measures, in alternation, sides of a multiple of the tile, one less and one more, relative to the multiple."""
     if rate is None:
         runner.left_out.append("tile edges: no product was measured")
         return []
@@ -112,7 +114,7 @@ def _edges(runner: Runner, rate: float | None) -> list[Edge]:
     wholes = [(tile, side + 256 - tile) for tile in bench.sizes.tiles]
     beside = {n: (tile, whole) for tile, whole in wholes for n in (whole - 1, whole, whole + 1)}
     rounds = rounds_for(product_flops(side, side, side) / rate, target_s=min(0.02, runner.left_s / 60))
-    times = runner.time({n: product_case(bench, dtype, n, rounds) for n in beside}, "side {}", max_repeats=15)
+    times = runner.time({n: product_workload(bench, dtype, n, rounds) for n in beside}, "side {}", max_repeats=15)
     products = {n: _product(bench, dtype, n, seconds) for n, seconds in times.items()}
     return [
         Edge(
@@ -127,32 +129,32 @@ def _edges(runner: Runner, rate: float | None) -> list[Edge]:
 
 
 def filled_share(n: int, tile: int) -> float:
-    """Share of the work that counts when all three sides are filled up to whole tiles: (n / n filled up)^3."""
+    """Returns the share of useful work when all three sides are padded to whole tiles: (n / padded n)^3."""
     return float((n / (-(-n // tile) * tile)) ** 3)
 
 
 def measure_contents(runner: Runner) -> ContentsPart:
-    """Products in long rows, so that a chip which must save power has the time to do so."""
+    """Measures many consecutive products per call, so that a chip at its power limit has time to slow down."""
     bench, products, size = runner.bench, [], runner.bench.sizes.contents
     for dtype, mine in runner.each(bench.dtypes[: bench.sizes.contents_dtypes]):
         rate = runner.product_rate(dtype) or _feel(mine, dtype, dtype)
         if rate:
             rounds = rounds_for(product_flops(size, size, size) / rate, target_s=min(0.1, mine.left_s / 40))
-            cases = {what: product_case(bench, dtype, size, rounds, contents=what) for what in CONTENTS}
-            times = mine.time(cases, f"{dtype} of {{}}")
+            workloads = {what: product_workload(bench, dtype, size, rounds, contents=what) for what in CONTENTS}
+            times = mine.time(workloads, f"{dtype} of {{}}")
             products += [_product(bench, dtype, size, seconds, what) for what, seconds in times.items()]
     return ContentsPart(products=tuple(products))
 
 
 def measure_mlp(runner: Runner) -> MlpPart:
-    """Every shape forward and backward, the smallest first."""
+    """Measures every shape forward and backward, smallest first."""
     dtype, found = runner.bench.main_dtype, []
     best = (runner.found.get("matmul") or MatmulPart()).best(dtype)
     for shape, mine in runner.each(runner.bench.sizes.mlps):
-        case = mlp_case(shape, dtype)
-        seconds = mine.time_one(case, f"MLP of {' x '.join(map(str, shape))}")
+        workload = mlp_workload(shape, dtype)
+        seconds = mine.time_one(workload, f"MLP of {' x '.join(map(str, shape))}")
         if seconds:
-            rate = case.work / seconds.median_s
+            rate = workload.work / seconds.median_s
             found.append(
                 Mlp(
                     dtype=dtype, tokens=shape[0], d_model=shape[1], d_ff=shape[2], seconds=seconds, flops_per_s=rate,
@@ -163,14 +165,14 @@ def measure_mlp(runner: Runner) -> MlpPart:
 
 
 def measure_attention(runner: Runner) -> AttentionPart:
-    """As many tokens for every length, forward alone and both passes in turns."""
+    """Measures each length, forward and both passes in alternation."""
     bench, dtype, found = runner.bench, runner.bench.main_dtype, []
     for shape, mine in runner.each(bench.sizes.attention):
-        cases = {both: attention_case(shape, dtype, both=both) for both in (False, True)}
-        times = mine.time(cases, f"attention over {shape[1]} positions", max_repeats=15)
-        if len(times) == len(cases):
+        workloads = {both: attention_workload(shape, dtype, both=both) for both in (False, True)}
+        times = mine.time(workloads, f"attention over {shape[1]} positions", max_repeats=15)
+        if len(times) == len(workloads):
             share = seen_share(shape, causal=not bench.emulated)
-            forward, both = (cases[one].work * share / times[one].median_s for one in (False, True))
+            forward, both = (workloads[one].work * share / times[one].median_s for one in (False, True))
             found.append(
                 AttentionTime(
                     batch=shape[0], length=shape[1], num_heads=shape[2], num_kv_heads=shape[3], head_dim=shape[4],
@@ -182,13 +184,13 @@ def measure_attention(runner: Runner) -> AttentionPart:
 
 
 def measure_batch(runner: Runner) -> BatchPart:
-    """Doubling batches: where the time of a layer begins to grow with the tokens, beside the critical batch."""
+    """Measures doubling batches, and compares the knee of the layer's time with the critical batch."""
     bench, dtype = runner.bench, runner.bench.main_dtype
     sizes, batches = bench.sizes.layer, bench.sizes.batches
     found: list[LayerTime] = []
     for number, tokens in enumerate(batches):
-        case, mine = layer_case(sizes, tokens, dtype), runner.share(2 / (len(batches) - number + 1))
-        seconds = mine.time_one(case, f"batches of {tokens} tokens and more", max_repeats=10)
+        workload, mine = layer_workload(sizes, tokens, dtype), runner.share(2 / (len(batches) - number + 1))
+        seconds = mine.time_one(workload, f"batches of {tokens} tokens and more", max_repeats=10)
         if not seconds:
             break
         found.append(
@@ -196,7 +198,7 @@ def measure_batch(runner: Runner) -> BatchPart:
                 tokens=tokens,
                 seconds=seconds,
                 tokens_per_us=tokens / seconds.median_s * 1e-6,
-                flops_per_s=case.work / seconds.median_s,
+                flops_per_s=workload.work / seconds.median_s,
             )
         )
     copies: CopyPart | None = runner.found.get("copy")

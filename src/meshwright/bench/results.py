@@ -1,30 +1,30 @@
-"""What a benchmark measured: rows of figures, the parts that hold them, and the record of a run."""
+"""The results of a benchmark: measurements, the parts that hold them, and the report of a run."""
 
 from typing import Literal
 
 import msgspec
 
-from meshwright.bench.fit import Knee, Line
+from meshwright.bench.fit import FittedLine, Knee
 from meshwright.spec.calibration import CollectiveKind, CollectiveRate
 
 Contents = Literal["zeros", "ones", "uniform", "normal"]
 CopyKind = Literal["copy", "silu"]
 ELEMENT_BYTES = 4
-"""Of the arrays that are copied, and of those of chains and collectives."""
+"""Bytes of an element in copies, multiply-add chains and collectives: float32."""
 
 
-class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """One measured thing."""
+class Measurement(msgspec.Struct, frozen=True, kw_only=True):
+    """A row of a part."""
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True):
-    """The rows of one part, and what was left out and why."""
+    """The measurements of one part, and a line for each thing that was not measured, with the reason."""
 
     left_out: tuple[str, ...] = ()
 
 
-class Timing(Row, frozen=True):
-    """Seconds: the median of some repeats, and the quartiles around it."""
+class Timing(Measurement, frozen=True):
+    """Seconds of one round: the median over repeats, and both quartiles."""
 
     median_s: float
     low_s: float
@@ -33,12 +33,12 @@ class Timing(Row, frozen=True):
 
     @property
     def spread(self) -> float:
-        """Distance of the quartiles, as a share of the median."""
+        """Distance between the quartiles, as a share of the median."""
         return (self.high_s - self.low_s) / self.median_s
 
 
-class Product(Row, frozen=True):
-    """One product [m,k] x [k,n] of a device. ``share_of_peak`` is the HFU: of the data sheet's dense peak."""
+class Product(Measurement, frozen=True):
+    """One product [m,k] x [k,n] per device. ``share_of_peak`` is the HFU: the share of the data sheet's dense peak."""
 
     dtype: str
     m: int
@@ -50,9 +50,9 @@ class Product(Row, frozen=True):
     share_of_peak: float | None
 
 
-class Edge(Row, frozen=True):
-    """A product at or beside a multiple of the tile; ``predicted`` is what filling up to whole tiles leaves of its
-    rate."""
+class Edge(Measurement, frozen=True):
+    """A product whose side is a multiple of the tile, or one more or less. ``predicted`` is its rate relative to the
+    multiple if partial tiles cost as much as whole ones."""
 
     product: Product
     tile: int
@@ -61,7 +61,7 @@ class Edge(Row, frozen=True):
 
 
 class MatmulPart(Part, frozen=True):
-    """The sweep of each element type, and what lies beside whole tiles."""
+    """Square products of each element type, and the effect of partial tiles."""
 
     sweep: tuple[Product, ...] = ()
     edges: tuple[Edge, ...] = ()
@@ -71,9 +71,9 @@ class MatmulPart(Part, frozen=True):
         return max((p for p in self.sweep if p.dtype == dtype), key=lambda p: p.flops_per_s, default=None)
 
 
-class Mlp(Row, frozen=True):
-    """An MLP of a device. ``mfu`` counts its model FLOPs against the data sheet's peak, ``of_matmul`` against the
-    fastest square product."""
+class Mlp(Measurement, frozen=True):
+    """An MLP per device. ``mfu`` relates its FLOP/s to the data sheet's peak, ``of_matmul`` to the fastest square
+    product."""
 
     dtype: str
     tokens: int
@@ -86,13 +86,13 @@ class Mlp(Row, frozen=True):
 
 
 class MlpPart(Part, frozen=True):
-    """A gated MLP forward and backward: what of the rate of plain products is left in a layer of a training step."""
+    """Gated MLPs forward and backward: the rate of products inside a layer of a training step."""
 
     mlps: tuple[Mlp, ...] = ()
 
 
-class Chain(Row, frozen=True):
-    """``repeats`` multiply-adds of every element: as one kernel, or as one kernel each."""
+class ChainTime(Measurement, frozen=True):
+    """``repeats`` multiply-adds of every element: fused into one kernel, or one kernel each."""
 
     repeats: int
     fused: bool
@@ -102,7 +102,7 @@ class Chain(Row, frozen=True):
 
 
 class ElementwisePart(Part, frozen=True):
-    """Chains of growing length, and how long they may be before one takes twice the time of a single multiply-add.
+    """Chains of multiply-adds, and the length at which a fused chain takes twice the time of one multiply-add.
 
     Predicted as 2 x C x bytes / (W x FLOPs) under perfect overlap, with C the vector FLOP/s of ``vector_source`` and W
     the bytes/s of the shortest chain.
@@ -110,7 +110,7 @@ class ElementwisePart(Part, frozen=True):
 
     elements: int
     cache_bytes: float
-    chains: tuple[Chain, ...] = ()
+    chains: tuple[ChainTime, ...] = ()
     doubles_at: float | None = None
     predicted_at: float | None = None
     vector_flops_per_s: float | None = None
@@ -118,14 +118,14 @@ class ElementwisePart(Part, frozen=True):
 
 
 class ContentsPart(Part, frozen=True):
-    """The same product of zeros, ones, uniform and normal numbers, new ones in every repeat, measured in turns."""
+    """The same product of zeros, ones, uniform and normal numbers, drawn anew in every repeat, in alternation."""
 
     products: tuple[Product, ...] = ()
 
 
-class Distance(Row, frozen=True):
-    """One way to combine [m,k] and [k,n]. ``flops_per_s`` counts 2 m k n for all of them; ``ratio`` is the time over
-    that of the product. Predicted from the matrix and the vector rates, None where they are not known."""
+class Distance(Measurement, frozen=True):
+    """One way to combine [m,k] and [k,n]. ``flops_per_s`` counts 2 m k n for each; ``ratio`` is its time over the
+    product's. Predictions come from the matrix and vector rates and are None if these are unknown."""
 
     what: str
     m: int
@@ -139,13 +139,13 @@ class Distance(Row, frozen=True):
 
 
 class DistancePart(Part, frozen=True):
-    """Product, log-space product and L1 distance."""
+    """A product, a log-space product and L1 distances of the same sizes."""
 
     distances: tuple[Distance, ...] = ()
 
 
-class Copy(Row, frozen=True):
-    """An array of a device read and written once; ``bytes_per_s`` counts both. "silu" has an exponential on the way."""
+class Copy(Measurement, frozen=True):
+    """An array read and written once per device; ``bytes_per_s`` counts both. "silu" also computes an exponential."""
 
     kind: CopyKind
     array_bytes: int
@@ -154,17 +154,17 @@ class Copy(Row, frozen=True):
 
 
 class CopyPart(Part, frozen=True):
-    """Arrays of growing size."""
+    """Copies of arrays of increasing size, and one silu."""
 
     copies: tuple[Copy, ...] = ()
 
     def largest(self, kind: CopyKind = "copy") -> Copy | None:
-        """The copy of the largest array."""
+        """The largest array of a kind; None without any."""
         return max((c for c in self.copies if c.kind == kind), key=lambda c: c.array_bytes, default=None)
 
 
-class LayerTime(Row, frozen=True):
-    """One layer forward with so many tokens on a device."""
+class LayerTime(Measurement, frozen=True):
+    """One layer forward with this many tokens per device."""
 
     tokens: int
     seconds: Timing
@@ -173,7 +173,7 @@ class LayerTime(Row, frozen=True):
 
 
 class BatchPart(Part, frozen=True):
-    """Times over batches; the fitted knee, and the critical batch that the measured rates predict: C/W x bytes/2."""
+    """Layer times by batch; the fitted knee, and the critical batch predicted from measured rates: C/W x bytes/2."""
 
     sizes: dict[str, int]
     dtype: str
@@ -182,17 +182,16 @@ class BatchPart(Part, frozen=True):
     predicted_knee: float | None = None
 
 
-class Group(Row, frozen=True):
-    """Devices that one collective joins: an axis of a mesh whose other axes all run the same at the same time."""
+class Group(Measurement, frozen=True):
+    """The devices of one collective: a mesh axis; along other axes the same collective runs concurrently."""
 
     axis: str
     size: int
     mesh: dict[str, int]
 
 
-class CollectiveTime(Row, frozen=True):
-    """Seconds of an array of so many bytes, as the fitted line has it, and as the data sheet has it where there is
-    one."""
+class CollectiveTime(Measurement, frozen=True):
+    """Seconds for an array of this size: measured, by the fitted line, and by the data sheet if there is one."""
 
     array_bytes: int
     seconds: Timing
@@ -200,8 +199,8 @@ class CollectiveTime(Row, frozen=True):
     datasheet_s: float | None
 
 
-class Collective(Row, frozen=True):
-    """One kind over one group: times per size, and the line through them."""
+class Collective(Measurement, frozen=True):
+    """One kind over one group: a time for each size, and the line fitted to them."""
 
     kind: CollectiveKind
     group: Group
@@ -216,9 +215,9 @@ class CollectivesPart(Part, frozen=True):
     collectives: tuple[Collective, ...] = ()
 
 
-class AttentionTime(Row, frozen=True):
-    """Attention of one shape. FLOPs are those that `cost` counts: on accelerators without the keys that are masked, on
-    emulated devices, whose attention is priced with its scores in memory, with them."""
+class AttentionTime(Measurement, frozen=True):
+    """Attention of one shape. FLOPs are counted as `cost` does: without masked keys on accelerators, with them on
+    emulated devices, whose attention is priced with its scores in memory."""
 
     batch: int
     length: int
@@ -233,14 +232,14 @@ class AttentionTime(Row, frozen=True):
 
 
 class AttentionPart(Part, frozen=True):
-    """The attention that programs run, over sequence lengths."""
+    """The attention that training runs, by sequence length."""
 
     dtype: str
     times: tuple[AttentionTime, ...] = ()
 
 
-class Launch(Row, frozen=True):
-    """Host seconds of a launch: until the next one can follow (``launch``), until its result is there (``wait``)."""
+class Launch(Measurement, frozen=True):
+    """Host seconds of a launch: until the next can start (``launch``), and until its result is ready (``wait``)."""
 
     num_arguments: int
     launch: Timing
@@ -248,16 +247,16 @@ class Launch(Row, frozen=True):
 
 
 class OverheadPart(Part, frozen=True):
-    """Launches by the number of arrays that the program takes, and the line through them."""
+    """Launches by number of arguments, and the line fitted to them."""
 
     launches: tuple[Launch, ...] = ()
-    line: Line | None = None
+    line: FittedLine | None = None
 
 
 class BenchReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What was measured, on what, and when. A part that was not asked for is None.
+    """All parts measured, with device, date and versions. A part that was not requested is None.
 
-    ``load`` is the mean number of threads that wanted to run in the minute before (Unix's load average).
+    ``load`` is the load average of the minute before the run.
     """
 
     machine: str

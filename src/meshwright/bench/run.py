@@ -1,4 +1,4 @@
-"""All parts of a benchmark within a number of seconds, and the record that is kept of them."""
+"""Runs the parts of a benchmark within a number of seconds and makes the report."""
 
 import datetime
 import math
@@ -40,11 +40,11 @@ PARTS: dict[str, tuple[float, Callable[[Runner], Part]]] = {
     "collectives": (5, measure_collectives),
     "attention": (2, measure_attention),
 }
-"""Parts in the order in which they are measured, with their shares of the seconds. Later ones are predicted from rates
-that earlier ones found."""
+"""Parts in the order of measuring, with their shares of the seconds. Predictions of later parts use rates of earlier
+ones."""
 
 LEAST_REST = 0.1
-"""Share of the seconds that must be left for measuring parts again that ran out of theirs."""
+"""Share of the seconds that must be left to repeat a part that ran out of time."""
 
 
 def make_bench(
@@ -54,7 +54,7 @@ def make_bench(
     dtypes: Sequence[str] = (),
     axes: Mapping[str, int] | None = None,
 ) -> Bench:
-    """The devices with their data sheet: the chip named, or that which the devices say they are."""
+    """Returns the devices with the data sheet of the named chip, or of the chip they report."""
     for dtype in dtypes:
         if dtype not in JAX_DTYPES:
             raise InputError(f"{dtype!r} is no element type of products.{nearest(dtype, JAX_DTYPES)}")
@@ -71,7 +71,7 @@ def make_bench(
 
 
 def check_parts(what: Sequence[str]) -> None:
-    """Refuse a part that there is not."""
+    """Raises InputError for an unknown part."""
     for name in what:
         if name not in PARTS:
             raise InputError(f"bench has no part {name!r}.{nearest(name, PARTS)}")
@@ -80,16 +80,16 @@ def check_parts(what: Sequence[str]) -> None:
 def run_bench(
     bench: Bench, what: Sequence[str] = (), *, seconds: float = 60.0, say: Callable[[str], None] = lambda line: None
 ) -> BenchReport:
-    """Every part asked for (all of them by default), each within its share of the seconds that are left.
+    """Measures the requested parts (default: all), each within its share of the seconds left.
 
-    Parts that ran out of time are measured once more with what the others left; the one that holds more is kept.
+    Parts that ran out of time are repeated with the seconds that others left over; the result with more rows is kept.
     """
     check_parts(what)
     budget, started, load = budget_of(seconds), time.perf_counter(), os.getloadavg()[0]
     found: dict[str, Any] = {}
 
     def measure(names: Sequence[str]) -> Part:
-        """The first of some parts that share what is left."""
+        """Measures the first of the parts that share the seconds left."""
         share = PARTS[names[0]][0] / sum(PARTS[name][0] for name in names)
         runner = Runner(bench=bench, budget=budget.share(share), found=found)
         part = PARTS[names[0]][1](runner)
@@ -125,6 +125,6 @@ def run_bench(
 
 
 def num_rows(part: Part) -> int:
-    """Rows that a part holds, those of what was left out aside."""
+    """Returns the number of measurements of a part."""
     values = (value for name, value in msgspec.structs.asdict(part).items() if name != "left_out")
     return sum(len(value) for value in values if isinstance(value, tuple))

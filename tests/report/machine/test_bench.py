@@ -7,7 +7,7 @@ from meshwright.bench.fit import fit_knee
 from meshwright.bench.results import (
     BatchPart,
     BenchReport,
-    Chain,
+    ChainTime,
     Collective,
     CollectivesPart,
     CollectiveTime,
@@ -54,7 +54,7 @@ def chains():
     fused = [(k, True, max(1.0, k / 60)) for k in (1, 2, 4, 8, 16, 32, 64, 128, 256)]
     eager = [(k, False, float(k)) for k in (1, 2, 4, 8)]
     return tuple(
-        Chain(repeats=k, fused=one, seconds=timing_of([s * 1e-4]), flops_per_s=k * 1e12 / s, bytes_per_s=4e12 / s)
+        ChainTime(repeats=k, fused=one, seconds=timing_of([s * 1e-4]), flops_per_s=k * 1e12 / s, bytes_per_s=4e12 / s)
         for k, one, s in fused + eager
     )
 

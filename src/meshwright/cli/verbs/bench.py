@@ -1,4 +1,4 @@
-"""`meshwright bench`: what the devices at hand really do, and a calibration to plan with."""
+"""`meshwright bench`: measures the devices at hand and writes a calibration to plan with."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from meshwright.bench.results import BenchReport
 
 RATES = ("matmul", "mlp", "copy", "collectives", "attention")
-"""Parts that a calibration is made of."""
+"""Parts whose rates a calibration holds."""
 
 
 @click.command()
@@ -75,7 +75,7 @@ def command(
 
 
 def _check_files(what: tuple[str, ...], output: Path | None, save: Path | None) -> None:
-    """Refuse before minutes of measuring what could not be written after them."""
+    """Refuses, before minutes of measuring, files that could not be written afterwards."""
     if output is not None and what and not set(what) & set(RATES):
         raise InputError(f"-o needs rates, and {' '.join(what)} has none. Add one of {' '.join(RATES)}.")
     if output is not None and output.suffix != ".toml":
@@ -85,7 +85,7 @@ def _check_files(what: tuple[str, ...], output: Path | None, save: Path | None) 
 
 
 def _devices(on: str | None) -> "list[jax.Device]":
-    """The devices asked for, or all that JAX has."""
+    """Returns the requested devices, or all that JAX has."""
     cluster = parse_cluster(on) if on is not None else None
     if cluster is not None and cluster.kind != "host":
         raise InputError(
@@ -106,7 +106,7 @@ def _devices(on: str | None) -> "list[jax.Device]":
 
 
 def _write(report: "BenchReport", output: Path | None, save: Path | None, pictures: Path | None) -> dict[str, Any]:
-    """What was written, by what it is."""
+    """Writes the requested files; returns their paths by kind."""
     written: dict[str, Any] = {}
     if output is not None:
         save_calibration(_calibration(report, output), output)
@@ -129,7 +129,7 @@ def _write(report: "BenchReport", output: Path | None, save: Path | None, pictur
 
 
 def _calibration(report: "BenchReport", output: Path) -> Calibration:
-    """The rates for plan; of emulated devices with those inside a step, where it could price one over all of them."""
+    """Returns the calibration; of emulated devices with rates inside a step, if nothing is missing to price one."""
     from meshwright.bench.calibration import calibration_of
 
     found = calibration_of(report)

@@ -1,4 +1,4 @@
-"""What `bench` prints: a table for each part, and what was not measured."""
+"""Prints the report of `bench`: a table for each part, and what was not measured."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -15,13 +15,13 @@ BUSY = "all devices busy, figures of one"
 
 Value = str | Callable[[Any], Any]
 Column = tuple[str, Value] | tuple[str, Value, Callable[[Any], str]]
-"""A heading, what it shows of a row (an attribute, or a function of the row), and how."""
+"""A heading, the value of a row (an attribute path or a function), and its format."""
 
 number, share, percent = "{:.3g}".format, "{:.1%}".format, "{:.0%}".format
 
 
 def rate(value: float) -> str:
-    """Bytes in a second."""
+    """Formats bytes per second."""
     return f"{format_bytes(value)}/s"
 
 
@@ -31,7 +31,7 @@ FLOPS: Column = ("rate", "flops_per_s", format_flops)
 
 
 def print_report(report: results.BenchReport) -> None:
-    """Every part that was asked for, in the order of measuring."""
+    """Prints every measured part, in the order of measuring."""
     print_fact("measured", f"{report.machine}, {report.date}; {BUSY}")
     versions = ", ".join(f"{name} {number}" for name, number in report.versions.items())
     print_fact("with", f"{versions}; {report.took_s:.0f} s of {report.seconds:.0f}")
@@ -50,7 +50,7 @@ def print_report(report: results.BenchReport) -> None:
 
 
 def left_out_lines(lines: Sequence[str]) -> list[str]:
-    """What was not measured, things with the same reason together."""
+    """Returns a line for each reason, with everything that was not measured for it."""
     reasons: dict[str, list[str]] = {}
     for line in lines:
         thing, _, why = line.rpartition(": ")
@@ -59,7 +59,7 @@ def left_out_lines(lines: Sequence[str]) -> list[str]:
 
 
 def _print(title: str, rows: Sequence[Any], *columns: Column) -> None:
-    """Prints a table without the columns in which nothing is known, or its title where there are no rows."""
+    """Prints a table without columns of unknown values; without rows its title alone."""
     known = []
     for heading, what, *show in columns:
         values = [(attrgetter(what) if isinstance(what, str) else what)(row) for row in rows]
@@ -108,7 +108,7 @@ def _mlp(part: results.MlpPart) -> list[str]:
 def _elementwise(part: results.ElementwisePart) -> list[str]:
     fused, eager = ({c.repeats: c for c in part.chains if c.fused == one} for one in (True, False))
 
-    def of(chains: dict[int, results.Chain], name: str) -> Callable[[int], Any]:
+    def of(chains: dict[int, results.ChainTime], name: str) -> Callable[[int], Any]:
         return lambda repeats: attrgetter(name)(chains[repeats]) if repeats in chains else None
 
     def ratio(repeats: int) -> float | None:
@@ -222,4 +222,4 @@ SHOWN: dict[str, Callable[[Any], list[str]]] = {
     "attention": _attention,
     "overhead": _overhead,
 }
-"""Part -> what prints its table and gives the notes under it."""
+"""Part -> function that prints its table and returns the notes under it."""

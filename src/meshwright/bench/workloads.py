@@ -1,4 +1,4 @@
-"""The table of what is timed: for each op and its sizes a program, what it is given, and what is counted of it."""
+"""The table of workloads: for each op and its sizes the program, its inputs, and the FLOPs or bytes that it counts."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from meshwright.algebra.ops.attention import keys_per_query
-from meshwright.bench.devices import JAX_DTYPES, AttentionShape, Bench, Block, Case, MlpShape
+from meshwright.bench.devices import JAX_DTYPES, AttentionShape, Bench, MlpShape, Shard, Workload
 from meshwright.bench.results import ELEMENT_BYTES, Contents, CopyKind, Group
 from meshwright.nn.activations import silu_mul
 from meshwright.nn.attention.choice import attention, attention_backward
@@ -17,30 +17,31 @@ from meshwright.spec.calibration import CollectiveKind
 FLOPS_EACH = 2
 """A multiplication and an addition."""
 ROUNDS = 10
-"""Collectives in a call, one after the other."""
+"""Consecutive collectives in a call."""
 LAYER_ROUNDS = 4
-"""Layers in a call, one after the other, all of the same weights."""
+"""Consecutive layers in a call, all with the same weights."""
 EPSILON = 1e-6
 
 SILU_BYTES = 2**22
 FORWARD_PRODUCTS, ALL_PRODUCTS = 2, 7
-"""Products over queries and keys: scores and mix forward; backward the scores again and four of cotangents."""
+"""Products over queries and keys: scores and the weighted sum forward; backward the scores again and four products of
+cotangents."""
 
 
 # -- products ---------------------------------------------------------------------------------------------
 
 
 def product_flops(m: int, k: int, n: int) -> float:
-    """2 m k n: a multiplication and an addition for each pair."""
+    """Returns 2 m k n: a multiplication and an addition for each pair."""
     return 2.0 * m * k * n
 
 
-def product_case(bench: Bench, dtype: str, size: int, rounds: int, *, contents: Contents | None = None) -> Case:
-    """``rounds`` products of two square blocks, normal numbers that stay or given contents that are made anew.
+def product_workload(bench: Bench, dtype: str, size: int, rounds: int, *, contents: Contents | None = None) -> Workload:
+    """``rounds`` products of two square shards: normal numbers, or given ``contents`` that every repeat draws anew.
 
-    All have the same operands but for one element, which comes from the result before: none can be left out. Sums of
-    int8 are in int32, of fp8 in 16 bits. float32 is at the highest precision where the default one is narrower; "tf32"
-    is that default.
+    One element of an operand comes from the result before, so that the compiler cannot drop a product. int8 is summed
+    in int32, fp8 in 16 bits. float32 runs at the highest precision where the default is narrower; "tf32" is that
+    default.
     """
     result = {"int8": jnp.int32, "fp8": jnp.bfloat16}.get(dtype, JAX_DTYPES[dtype])
     exact = dtype == "fp32" and not bench.emulated
@@ -53,23 +54,23 @@ def product_case(bench: Bench, dtype: str, size: int, rounds: int, *, contents: 
         def again(_: Any, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             a, _out = carry
             out = product(a, b)
-            # Clipped, so that it stays finite however often it is multiplied.
+            # Clipped to stay finite through many products.
             corner = jnp.clip(out[:1, :1], -1, 1).astype(a.dtype)
             return lax.dynamic_update_slice(a, corner, (0, 0)), out
 
         return lax.fori_loop(0, rounds, again, (a, jnp.zeros_like(product(a, b))))[1]
 
-    block = Block(shape=(size, size), dtype=dtype, contents=contents or "normal")
-    return Case(
-        body=body, blocks=(block, block), work=product_flops(size, size, size), rounds=rounds,
+    shard = Shard(shape=(size, size), dtype=dtype, contents=contents or "normal")
+    return Workload(
+        body=body, shards=(shard, shard), work=product_flops(size, size, size), rounds=rounds,
         arrays="new" if contents else "same",
     )  # fmt: skip
 
 
-def mlp_case(shape: MlpShape, dtype: str) -> Case:
-    """A gated MLP forward and backward, as a training step runs it, transposes and copies included.
+def mlp_workload(shape: MlpShape, dtype: str) -> Workload:
+    """A gated MLP forward and backward as in a training step, with its transposes and copies.
 
-    Three products forward, twice that backward; results are the output and the gradients of input and weights.
+    It has three products forward and six backward, and returns the output and the gradients of input and weights.
     """
     m, k, n = shape
 
@@ -82,12 +83,12 @@ def mlp_case(shape: MlpShape, dtype: str) -> Case:
 
     sizes = ((m, k), (k, n), (k, n), (n, k), (m, k))
     scales = (1.0, k**-0.5, k**-0.5, n**-0.5, 1.0)
-    blocks = tuple(Block(shape=size, dtype=dtype, scale=scale) for size, scale in zip(sizes, scales, strict=True))
-    return Case(body=body, blocks=blocks, work=3 * 3 * product_flops(m, k, n))
+    shards = tuple(Shard(shape=size, dtype=dtype, scale=scale) for size, scale in zip(sizes, scales, strict=True))
+    return Workload(body=body, shards=shards, work=3 * 3 * product_flops(m, k, n))
 
 
-def attention_case(shape: AttentionShape, dtype: str, *, both: bool) -> Case:
-    """The attention that programs run, forward or in both passes."""
+def attention_workload(shape: AttentionShape, dtype: str, *, both: bool) -> Workload:
+    """The attention of training, forward or in both passes."""
     batch, length, heads, kv_heads, width = shape
 
     def body(q: jax.Array, k: jax.Array, v: jax.Array, cotangent: jax.Array) -> Any:
@@ -102,33 +103,33 @@ def attention_case(shape: AttentionShape, dtype: str, *, both: bool) -> Case:
         return (o, *attention_backward(cotangent, o, lse, q, k, v, **facts)) if both else o
 
     query, key = (batch, length, heads, width), (batch, length, kv_heads, width)
-    blocks = tuple(Block(shape=size, dtype=dtype) for size in (query, key, key, query))
+    shards = tuple(Shard(shape=size, dtype=dtype) for size in (query, key, key, query))
     products = ALL_PRODUCTS if both else FORWARD_PRODUCTS
-    return Case(body=body, blocks=blocks, work=2.0 * products * batch * length**2 * heads * width)
+    return Workload(body=body, shards=shards, work=2.0 * products * batch * length**2 * heads * width)
 
 
 def seen_share(shape: AttentionShape, *, causal: bool) -> float:
-    """The share of all pairs of positions that attention computes."""
+    """Returns the share of all pairs of positions that attention computes."""
     return float(keys_per_query(shape[1], causal=causal)) / shape[1]
 
 
-def weight_blocks(sizes: Mapping[str, int], dtype: str) -> tuple[Block, ...]:
-    """Wq, Wk, Wv, Wo, gate, up and down of one layer."""
+def weight_shards(sizes: Mapping[str, int], dtype: str) -> tuple[Shard, ...]:
+    """Returns Wq, Wk, Wv, Wo, gate, up and down of one layer."""
     width, ff = sizes["D"], sizes["F"]
     heads, kv = sizes["N"] * sizes["H"], sizes["K"] * sizes["H"]
     shapes = ((width, heads), (width, kv), (width, kv), (heads, width), (width, ff), (width, ff), (ff, width))
-    return tuple(Block(shape=shape, dtype=dtype, scale=shape[0] ** -0.5) for shape in shapes)
+    return tuple(Shard(shape=shape, dtype=dtype, scale=shape[0] ** -0.5) for shape in shapes)
 
 
 def layer_flops(sizes: Mapping[str, int], tokens: int) -> float:
-    """2 for every weight and token."""
-    return sum(product_flops(tokens, *block.shape) for block in weight_blocks(sizes, "fp32"))
+    """Returns 2 FLOPs for every weight and token."""
+    return sum(product_flops(tokens, *shard.shape) for shard in weight_shards(sizes, "fp32"))
 
 
-def layer_case(sizes: Mapping[str, int], tokens: int, dtype: str) -> Case:
-    """Layers with the products of attention and of a gated MLP, with norms.
+def layer_workload(sizes: Mapping[str, int], tokens: int, dtype: str) -> Workload:
+    """Layers with norms and the products of attention and of a gated MLP.
 
-    Heads are not mixed: the mean of queries, keys and values stands in for attention.
+    No scores are computed: the sum of queries, keys and values stands in for attention.
     """
 
     def norm(x: jax.Array) -> jax.Array:
@@ -147,21 +148,21 @@ def layer_case(sizes: Mapping[str, int], tokens: int, dtype: str) -> Case:
     def body(x: jax.Array, *weights: jax.Array) -> jax.Array:
         return lax.fori_loop(0, LAYER_ROUNDS, lambda _, y: layer(y, *weights), x)
 
-    stream = Block(shape=(tokens, sizes["D"]), dtype=dtype)
-    blocks = (stream, *weight_blocks(sizes, dtype))
-    return Case(body=body, blocks=blocks, work=layer_flops(sizes, tokens), rounds=LAYER_ROUNDS)
+    stream = Shard(shape=(tokens, sizes["D"]), dtype=dtype)
+    shards = (stream, *weight_shards(sizes, dtype))
+    return Workload(body=body, shards=shards, work=layer_flops(sizes, tokens), rounds=LAYER_ROUNDS)
 
 
 # -- no products ------------------------------------------------------------------------------------------
 
 
 def log_space(a: jax.Array, b: jax.Array) -> jax.Array:
-    """log of the product of exp a and exp b."""
+    """Returns the log of the product of exp a and exp b."""
     return jax.nn.logsumexp(a[:, :, None] + b[None, :, :], axis=1)
 
 
 def l1_distance(a: jax.Array, b: jax.Array) -> jax.Array:
-    """Sum of the magnitudes of differences between rows of a and columns of b."""
+    """Returns the sums of absolute differences between rows of a and columns of b."""
     return jnp.sum(jnp.abs(a[:, :, None] - b[None, :, :]), axis=1)
 
 
@@ -175,14 +176,14 @@ then add again, subtract, exponential, add; L1: subtract, magnitude, add. An exp
 several."""
 
 
-def distance_case(what: str, size: int) -> Case:
-    """Two square blocks combined, counted as their product would be."""
-    block = Block(shape=(size, size))
-    return Case(body=DISTANCES[what][0], blocks=(block, block), work=product_flops(size, size, size))
+def distance_workload(what: str, size: int) -> Workload:
+    """Two square shards combined; counts the FLOPs of their product."""
+    shard = Shard(shape=(size, size))
+    return Workload(body=DISTANCES[what][0], shards=(shard, shard), work=product_flops(size, size, size))
 
 
-def chain_case(elements: int, repeats: int, *, fused: bool = True) -> Case:
-    """x = a x + b again and again, with a and b that the compiler does not know, in one kernel or in one each."""
+def chain_workload(elements: int, repeats: int, *, fused: bool = True) -> Workload:
+    """``repeats`` times x = a x + b, with a and b unknown to the compiler, fused into one kernel or one kernel each."""
 
     def body(x: jax.Array, ab: jax.Array) -> jax.Array:
         factor, added = ab[0] * 1e-3, ab[1]
@@ -190,24 +191,24 @@ def chain_case(elements: int, repeats: int, *, fused: bool = True) -> Case:
             x = x * factor + added
         return x
 
-    blocks = (Block(shape=(elements,)), Block(shape=(2,), contents="uniform"))
+    shards = (Shard(shape=(elements,)), Shard(shape=(2,), contents="uniform"))
     work = float(FLOPS_EACH * repeats * elements)
-    return Case(body=body, blocks=blocks, work=work, arrays="in place", launches=1 if fused else repeats)
+    return Workload(body=body, shards=shards, work=work, arrays="in place", launches=1 if fused else repeats)
 
 
-def copy_case(kind: CopyKind, array_bytes: int, rounds: int) -> Case:
-    """An array read and written ``rounds`` times; the addition keeps the compiler from leaving any out.
+def copy_workload(kind: CopyKind, array_bytes: int, rounds: int) -> Workload:
+    """An array read and written ``rounds`` times; the addition keeps the compiler from dropping any.
 
-    A silu, the exponential of softmax and activations on the way, is written anew, as a layer's results are; large
-    arrays are copied in their own memory.
+    "silu" also computes an exponential, as softmax and activations do, and writes a new array, as layers do. "copy"
+    works in place, so that arrays may be large.
     """
 
     def once(_: Any, x: jax.Array) -> jax.Array:
         return jax.nn.silu(x) + 0.5 if kind == "silu" else x + 1.0
 
-    return Case(
+    return Workload(
         body=lambda x: lax.fori_loop(0, rounds, once, x),
-        blocks=(Block(shape=(array_bytes // ELEMENT_BYTES,)),),
+        shards=(Shard(shape=(array_bytes // ELEMENT_BYTES,)),),
         work=2.0 * array_bytes,
         rounds=rounds,
         arrays="same" if kind == "silu" else "in place",
@@ -233,7 +234,7 @@ COLLECTIVES: dict[CollectiveKind, Callable[[jax.Array, str], jax.Array]] = {
 
 
 def groups_of(num_devices: int, axes: Mapping[str, int]) -> list[Group]:
-    """The axes of a mesh, or every power of two that divides the number of devices; the largest first."""
+    """Returns the axes of a mesh, or groups of every power of two that divides the number of devices, largest first."""
     if axes:
         groups = [Group(axis=axis, size=size, mesh=dict(axes)) for axis, size in axes.items() if size > 1]
     else:
@@ -242,18 +243,18 @@ def groups_of(num_devices: int, axes: Mapping[str, int]) -> list[Group]:
     return sorted(groups, key=lambda group: -group.size)
 
 
-def collective_case(kind: CollectiveKind, group: Group, array_bytes: int) -> Case:
-    """Collectives in a row, for an array of so many bytes on the group (what a device sends, in a permute)."""
+def collective_workload(kind: CollectiveKind, group: Group, array_bytes: int) -> Workload:
+    """Consecutive collectives on ``array_bytes`` over the group (the bytes that a device sends, in a permute)."""
 
     def again(_: Any, y: jax.Array) -> jax.Array:
-        # The first entry of the result feeds the next round, so that none is dropped or reordered.
+        # The first element of the result feeds the next round, so that none is dropped or reordered.
         return y + COLLECTIVES[kind](y, group.axis)[:1] * 1e-6
 
     whole = array_bytes // ELEMENT_BYTES
     local = whole if kind in ("reduce_scatter", "all_reduce", "permute") else whole // group.size
-    return Case(
+    return Workload(
         body=lambda x: lax.fori_loop(0, ROUNDS, again, x),
-        blocks=(Block(shape=(local,)),),
+        shards=(Shard(shape=(local,)),),
         work=array_bytes,
         rounds=ROUNDS,
         axes=group.mesh,

@@ -11,31 +11,31 @@ from meshwright.algebra.notation import parse_array
 from meshwright.algebra.ops.attention import Attention
 from meshwright.algebra.sizes import OpSizes
 from meshwright.algebra.steps import Step
-from meshwright.bench.cases import (
-    COLLECTIVES,
-    LAYER_ROUNDS,
-    ROUNDS,
-    attention_case,
-    chain_case,
-    collective_case,
-    copy_case,
-    distance_case,
-    groups_of,
-    layer_case,
-    layer_flops,
-    mlp_case,
-    product_case,
-    product_flops,
-    seen_share,
-    weight_blocks,
-)
-from meshwright.bench.devices import Bench, Block, Case, chip_of_kind
+from meshwright.bench.devices import Bench, Shard, Workload, chip_of_kind
 from meshwright.bench.elementwise import doubling_repeats, predicted_seconds, vector_peak
 from meshwright.bench.fit import fit_line
 from meshwright.bench.links import datasheet_seconds, rate_of
 from meshwright.bench.products import filled_share
 from meshwright.bench.results import BenchReport, Group
 from meshwright.bench.run import PARTS, make_bench
+from meshwright.bench.workloads import (
+    COLLECTIVES,
+    LAYER_ROUNDS,
+    ROUNDS,
+    attention_workload,
+    chain_workload,
+    collective_workload,
+    copy_workload,
+    distance_workload,
+    groups_of,
+    layer_flops,
+    layer_workload,
+    mlp_workload,
+    product_flops,
+    product_workload,
+    seen_share,
+    weight_shards,
+)
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.cost.work.ops import op_flops
 from meshwright.spec.chip import chip
@@ -62,34 +62,34 @@ def test_flops_of_a_product_are_those_that_xla_counts():
 
 def test_flops_of_a_layer_are_those_of_its_products():
     sizes = {"D": 32, "F": 64, "N": 4, "K": 2, "H": 8}
-    shapes = [block.shape for block in weight_blocks(sizes, "fp32")]
+    shapes = [shard.shape for shard in weight_shards(sizes, "fp32")]
     products = [counted(lambda a, b: a @ b, (16, shape[0]), shape) for shape in shapes]
-    case = layer_case(sizes, 16, "fp32")
-    assert case.work == layer_flops(sizes, 16) == sum(products)
-    assert [block.shape for block in case.blocks] == [(16, 32), *shapes]
-    assert jax.eval_shape(case.body, *shaped(case)).shape == (16, 32)
-    assert case.rounds == LAYER_ROUNDS > 1
+    workload = layer_workload(sizes, 16, "fp32")
+    assert workload.work == layer_flops(sizes, 16) == sum(products)
+    assert [shard.shape for shard in workload.shards] == [(16, 32), *shapes]
+    assert jax.eval_shape(workload.body, *shaped(workload)).shape == (16, 32)
+    assert workload.rounds == LAYER_ROUNDS > 1
 
 
-def shaped(case):
-    return [jax.ShapeDtypeStruct(block.shape, jnp.float32) for block in case.blocks]
+def shaped(workload):
+    return [jax.ShapeDtypeStruct(shard.shape, jnp.float32) for shard in workload.shards]
 
 
 def test_an_mlp_gives_its_output_and_all_gradients():
-    case = mlp_case((16, 8, 32), "fp32")
-    assert [one.shape for one in jax.eval_shape(case.body, *shaped(case))] == [
+    workload = mlp_workload((16, 8, 32), "fp32")
+    assert [one.shape for one in jax.eval_shape(workload.body, *shaped(workload))] == [
         (16, 8),
         (16, 8),
         (8, 32),
         (8, 32),
         (32, 8),
     ]
-    assert case.work == 9 * product_flops(16, 8, 32)
+    assert workload.work == 9 * product_flops(16, 8, 32)
 
 
 def test_attention_counts_what_cost_counts():
     shape = (2, 128, 8, 4, 32)
-    both, forward = (attention_case(shape, "fp32", both=one) for one in (True, False))
+    both, forward = (attention_workload(shape, "fp32", both=one) for one in (True, False))
     assert both.work == 14 * 2 * 128 * 128 * 8 * 32
     assert seen_share(shape, causal=False) == 1
     assert seen_share(shape, causal=True) == 1 / 2
@@ -104,8 +104,8 @@ def test_attention_counts_what_cost_counts():
 
 def test_rounds_of_a_product_stay_in_the_loop(two):
     """A product that the compiler takes out of the loop is made once, whatever the number of rounds."""
-    case = product_case(two, "fp32", 64, 5)
-    text = jax.jit(case.body).lower(*shaped(case)).compile().as_text()
+    workload = product_workload(two, "fp32", 64, 5)
+    text = jax.jit(workload.body).lower(*shaped(workload)).compile().as_text()
     inside = text[: text.index("ENTRY")]
     assert "while(" in text
     assert inside.count(" dot(") + inside.count("custom-call(") >= 1
@@ -113,7 +113,7 @@ def test_rounds_of_a_product_stay_in_the_loop(two):
 
 @pytest.mark.parametrize("dtype", ["fp32", "int8"])
 def test_the_product_is_the_product(two, dtype):
-    call = two.call(product_case(two, dtype, 32, 1))
+    call = two.call(product_workload(two, dtype, 32, 1))
     a, b = call.arguments(0)
     out = np.asarray(call.run(a, b)).reshape(2, 32, 32)
     wide = np.int64 if dtype == "int8" else np.float64
@@ -121,23 +121,23 @@ def test_the_product_is_the_product(two, dtype):
     np.testing.assert_allclose(out, expected, rtol=1e-4, atol=1e-4)
 
 
-def data(bench, number, *blocks):
-    return [np.asarray(x) for x in bench.data(Case(body=None, blocks=blocks, work=0.0), number)]
+def data(bench, number, *shards):
+    return [np.asarray(x) for x in bench.data(Workload(body=None, shards=shards, work=0.0), number)]
 
 
 @pytest.mark.parametrize("emulated", [True, False])
 def test_data_is_as_asked_and_new_for_every_number(two, emulated, monkeypatch):
     """Repeated by the host for emulated devices, on the devices for others."""
     monkeypatch.setattr(Bench, "emulated", emulated)
-    blocks = [Block(shape=(256, 8), contents=what) for what in ("zeros", "ones", "uniform", "normal")]
-    zeros, ones, uniform, normal = data(two, 1, *blocks)
+    shards = [Shard(shape=(256, 8), contents=what) for what in ("zeros", "ones", "uniform", "normal")]
+    zeros, ones, uniform, normal = data(two, 1, *shards)
     assert zeros.shape == (512, 8)
     assert not zeros.any()
     assert (ones == 1).all()
     assert 0 <= uniform.min() < uniform.max() < 1
     assert abs(normal.std() - 1) < 0.1
-    assert (data(two, 2, *blocks)[3] != normal).any()
-    whole, narrow = (Block(shape=(64, 8), dtype=dtype) for dtype in ("int8", "fp8"))
+    assert (data(two, 2, *shards)[3] != normal).any()
+    whole, narrow = (Shard(shape=(64, 8), dtype=dtype) for dtype in ("int8", "fp8"))
     integers, eighths = data(two, 0, whole, narrow)
     assert integers.dtype == np.int8
     assert integers.min() < -100 < 100 < integers.max()
@@ -148,22 +148,22 @@ def test_data_is_as_asked_and_new_for_every_number(two, emulated, monkeypatch):
 def test_large_blocks_repeat_what_was_drawn(two, emulated, monkeypatch):
     monkeypatch.setattr(Bench, "emulated", emulated)
     monkeypatch.setattr("meshwright.bench.devices.DRAWN", 5)
-    (found,) = data(two, 0, Block(shape=(4, 3)))
+    (found,) = data(two, 0, Shard(shape=(4, 3)))
     np.testing.assert_array_equal(found[:4].ravel(), np.resize(found[:4].ravel()[:5], 12))
     np.testing.assert_array_equal(found[:4], found[4:])
     assert len(set(found.ravel())) == 5
 
 
 def test_results_in_place_are_the_next_arguments(two):
-    case = chain_case(8, 2, fused=False)
+    workload = chain_workload(8, 2, fused=False)
     kept: list = []
-    call = two.call(case, kept)
+    call = two.call(workload, kept)
     x, ab = (np.asarray(one) for one in call.arguments(0))
     out = np.asarray(call.run(*call.arguments(0)))
     factor, added = ab[0] * np.float32(1e-3), ab[1]
     np.testing.assert_allclose(out, (x * factor + added) * factor + added, rtol=1e-6)
     assert kept[0] is call.arguments(1)[0]
-    assert case.work == 2 * 2 * 8
+    assert workload.work == 2 * 2 * 8
 
 
 def test_a_chain_is_that_many_multiply_adds():
@@ -171,15 +171,15 @@ def test_a_chain_is_that_many_multiply_adds():
     expected = np.arange(4.0)
     for _ in range(3):
         expected = expected * 0.5 + 3
-    np.testing.assert_allclose(chain_case(4, 3).body(x, ab), expected, rtol=1e-6)
-    assert counted(chain_case(1000, 7).body, (1000,), (2,)) == pytest.approx(7 * 2 * 1000, rel=0.01)
+    np.testing.assert_allclose(chain_workload(4, 3).body(x, ab), expected, rtol=1e-6)
+    assert counted(chain_workload(1000, 7).body, (1000,), (2,)) == pytest.approx(7 * 2 * 1000, rel=0.01)
 
 
 def test_copies_are_made_in_every_round():
     zeros = jnp.zeros(4)
-    np.testing.assert_array_equal(copy_case("copy", 16, 5).body(zeros), np.full(4, 5.0))
-    assert copy_case("copy", 16, 5).work == 2 * 16
-    assert copy_case("silu", 16, 5).arrays == "same"
+    np.testing.assert_array_equal(copy_workload("copy", 16, 5).body(zeros), np.full(4, 5.0))
+    assert copy_workload("copy", 16, 5).work == 2 * 16
+    assert copy_workload("silu", 16, 5).arrays == "same"
 
 
 def test_multiply_adds_that_double_the_time():
@@ -196,7 +196,7 @@ def test_vector_rates_of_data_sheets():
 
 def test_distances_and_their_predictions():
     a, b = (np.random.default_rng(seed).standard_normal((8, 8)).astype(np.float32) for seed in (0, 1))
-    log_space, l1_distance = (distance_case(what, 8).body(a, b) for what in ("log-space", "L1 distance"))
+    log_space, l1_distance = (distance_workload(what, 8).body(a, b) for what in ("log-space", "L1 distance"))
     np.testing.assert_allclose(log_space, np.log(np.exp(a) @ np.exp(b)), rtol=1e-5)
     np.testing.assert_allclose(l1_distance, np.abs(a[:, :, None] - b[None]).sum(1), rtol=1e-5)
     found = predicted_seconds(100, matmul=1e9, vector=1e8)
@@ -213,15 +213,15 @@ def test_whole_tiles():
 def test_collectives_are_over_arrays_of_the_size_they_are_priced_by(kind):
     bench = make_bench(jax.devices()[:4])
     group = Group(axis="group", size=2, mesh={"others": 2, "group": 2})
-    case = collective_case(kind, group, 4096)
-    once = replace(case, body=lambda x: COLLECTIVES[kind](x, "group"))
-    (given,) = bench.data(case, 0)
+    workload = collective_workload(kind, group, 4096)
+    once = replace(workload, body=lambda x: COLLECTIVES[kind](x, "group"))
+    (given,) = bench.data(workload, 0)
     out = bench.program(once)(given)
     whole = {"all_gather": out, "reduce_scatter": given, "all_reduce": out, "all_to_all": out, "permute": out}[kind]
     each = whole.nbytes / 4 * (2 if kind == "all_to_all" else 1)
     assert each == 4096
-    assert bench.program(case)(given).shape == given.shape
-    assert case.rounds == ROUNDS
+    assert bench.program(workload)(given).shape == given.shape
+    assert workload.rounds == ROUNDS
 
 
 def test_collectives_of_switched_chips_are_predicted_by_their_data_sheet():
