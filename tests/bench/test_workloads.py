@@ -1,30 +1,43 @@
 """What the programs of a benchmark compute: FLOPs as counted, every round of it, and predictions worked out by hand."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from meshwright.bench.chip import chip_of_kind
-from meshwright.bench.devices import Bench, Block
-from meshwright.bench.figures.attention import counted_flops
-from meshwright.bench.figures.batch import ROUNDS, _layers, layer_flops, weight_blocks
-from meshwright.bench.figures.collectives import (
-    Group,
-    datasheet_seconds,
-    groups_of,
-    local_elements,
-    rate_of,
-    repeated,
-    run_collective,
-)
-from meshwright.bench.figures.distance import l1_distance, log_space, predicted_seconds
-from meshwright.bench.figures.elementwise import doubling_repeats, multiply_adds, vector_peak
-from meshwright.bench.figures.matmul import filled_share, product_flops, repeated_product
+from meshwright.algebra.notation import parse_array
+from meshwright.algebra.ops.attention import Attention
+from meshwright.algebra.sizes import OpSizes
+from meshwright.algebra.steps import Step
+from meshwright.bench.devices import Bench, Shard, Workload, chip_of_kind
+from meshwright.bench.elementwise import doubling_repeats, predicted_seconds, vector_peak
 from meshwright.bench.fit import fit_line
-from meshwright.bench.machine import COLLECTIVES
-from meshwright.bench.run import MEASURES, WEIGHTS, BenchReport, make_bench
+from meshwright.bench.links import datasheet_seconds, rate_of
+from meshwright.bench.products import filled_share
+from meshwright.bench.results import BenchReport, Group
+from meshwright.bench.run import PARTS, make_bench
+from meshwright.bench.workloads import (
+    COLLECTIVES,
+    LAYER_ROUNDS,
+    ROUNDS,
+    attention_workload,
+    chain_workload,
+    collective_workload,
+    copy_workload,
+    distance_workload,
+    groups_of,
+    layer_flops,
+    layer_workload,
+    mlp_workload,
+    product_flops,
+    product_workload,
+    seen_share,
+    weight_shards,
+)
 from meshwright.core.errors import CannotRunError, InputError
+from meshwright.cost.work.ops import op_flops
 from meshwright.spec.chip import chip
 
 
@@ -33,9 +46,8 @@ def two():
     return make_bench(jax.devices()[:2])
 
 
-def test_every_part_has_a_share_a_place_and_a_measure():
-    assert set(WEIGHTS) == set(MEASURES)
-    assert set(WEIGHTS) <= set(BenchReport.__struct_fields__)
+def test_every_part_has_its_place_in_the_report():
+    assert set(PARTS) <= set(BenchReport.__struct_fields__)
 
 
 def counted(body, *shapes):
@@ -50,24 +62,50 @@ def test_flops_of_a_product_are_those_that_xla_counts():
 
 def test_flops_of_a_layer_are_those_of_its_products():
     sizes = {"D": 32, "F": 64, "N": 4, "K": 2, "H": 8}
-    shapes = [block.shape for block in weight_blocks(sizes, "fp32")]
+    shapes = [shard.shape for shard in weight_shards(sizes, "fp32")]
     products = [counted(lambda a, b: a @ b, (16, shape[0]), shape) for shape in shapes]
-    assert layer_flops(sizes, 16) == sum(products)
-    out = jax.eval_shape(_layers, *(jax.ShapeDtypeStruct(s, jnp.float32) for s in [(16, 32), *shapes]))
-    assert out.shape == (16, 32)
-    assert ROUNDS > 1
+    workload = layer_workload(sizes, 16, "fp32")
+    assert workload.work == layer_flops(sizes, 16) == sum(products)
+    assert [shard.shape for shard in workload.shards] == [(16, 32), *shapes]
+    assert jax.eval_shape(workload.body, *shaped(workload)).shape == (16, 32)
+    assert workload.rounds == LAYER_ROUNDS > 1
 
 
-def test_attention_counts_the_keys_that_are_seen():
-    whole = 14 * 2 * 128 * 128 * 8 * 32
-    assert counted_flops((2, 128, 8, 4, 32), causal=False) == whole
-    assert counted_flops((2, 128, 8, 4, 32), causal=True) == whole / 2
+def shaped(workload):
+    return [jax.ShapeDtypeStruct(shard.shape, jnp.float32) for shard in workload.shards]
+
+
+def test_an_mlp_gives_its_output_and_all_gradients():
+    workload = mlp_workload((16, 8, 32), "fp32")
+    assert [one.shape for one in jax.eval_shape(workload.body, *shaped(workload))] == [
+        (16, 8),
+        (16, 8),
+        (8, 32),
+        (8, 32),
+        (32, 8),
+    ]
+    assert workload.work == 9 * product_flops(16, 8, 32)
+
+
+def test_attention_counts_what_cost_counts():
+    shape = (2, 128, 8, 4, 32)
+    both, forward = (attention_workload(shape, "fp32", both=one) for one in (True, False))
+    assert both.work == 14 * 2 * 128 * 128 * 8 * 32
+    assert seen_share(shape, causal=False) == 1
+    assert seen_share(shape, causal=True) == 1 / 2
+    sizes = OpSizes(dims=dict(zip("BTNKH", shape, strict=True)), mesh={}, state="fp32")
+    q, k, positions = (parse_array(text) for text in ("q[B,T,N,H]", "k[B,T,K,H]", "positions[B,T]"))
+    inputs = (q, k, k, positions, positions)
+    step = Step(op="attention", inputs=inputs, result=q, details=Attention())
+    backward = Step(op="attention_backward", inputs=(q, q, q, *inputs), result=q, details=Attention())
+    assert forward.work == op_flops(step, sizes)
+    assert both.work == op_flops(step, sizes) + op_flops(backward, sizes)
 
 
 def test_rounds_of_a_product_stay_in_the_loop(two):
     """A product that the compiler takes out of the loop is made once, whatever the number of rounds."""
-    shape = jax.ShapeDtypeStruct((64, 64), jnp.float32)
-    text = jax.jit(repeated_product("fp32", "cpu", 5)).lower(shape, shape).compile().as_text()
+    workload = product_workload(two, "fp32", 64, 5)
+    text = jax.jit(workload.body).lower(*shaped(workload)).compile().as_text()
     inside = text[: text.index("ENTRY")]
     assert "while(" in text
     assert inside.count(" dot(") + inside.count("custom-call(") >= 1
@@ -75,7 +113,7 @@ def test_rounds_of_a_product_stay_in_the_loop(two):
 
 @pytest.mark.parametrize("dtype", ["fp32", "int8"])
 def test_the_product_is_the_product(two, dtype):
-    call = two.call(repeated_product(dtype, "cpu", 1), [Block(shape=(32, 32), dtype=dtype)] * 2)
+    call = two.call(product_workload(two, dtype, 32, 1))
     a, b = call.arguments(0)
     out = np.asarray(call.run(a, b)).reshape(2, 32, 32)
     wide = np.int64 if dtype == "int8" else np.float64
@@ -83,23 +121,49 @@ def test_the_product_is_the_product(two, dtype):
     np.testing.assert_allclose(out, expected, rtol=1e-4, atol=1e-4)
 
 
+def data(bench, number, *shards):
+    return [np.asarray(x) for x in bench.data(Workload(body=None, shards=shards, work=0.0), number)]
+
+
 @pytest.mark.parametrize("emulated", [True, False])
 def test_data_is_as_asked_and_new_for_every_number(two, emulated, monkeypatch):
-    """Drawn by the host for emulated devices, on the devices for others."""
+    """Repeated by the host for emulated devices, on the devices for others."""
     monkeypatch.setattr(Bench, "emulated", emulated)
-    blocks = [Block(shape=(256, 8), contents=what) for what in ("zeros", "ones", "uniform", "normal")]
-    zeros, ones, uniform, normal = (np.asarray(x) for x in two.data(blocks)(1))
+    shards = [Shard(shape=(256, 8), contents=what) for what in ("zeros", "ones", "uniform", "normal")]
+    zeros, ones, uniform, normal = data(two, 1, *shards)
     assert zeros.shape == (512, 8)
     assert not zeros.any()
     assert (ones == 1).all()
     assert 0 <= uniform.min() < uniform.max() < 1
     assert abs(normal.std() - 1) < 0.1
-    assert (np.asarray(two.data(blocks)(2)[3]) != normal).any()
-    whole, narrow = (Block(shape=(64, 8), dtype=dtype) for dtype in ("int8", "fp8"))
-    integers, eighths = (np.asarray(x) for x in two.data([whole, narrow])(0))
+    assert (data(two, 2, *shards)[3] != normal).any()
+    whole, narrow = (Shard(shape=(64, 8), dtype=dtype) for dtype in ("int8", "fp8"))
+    integers, eighths = data(two, 0, whole, narrow)
     assert integers.dtype == np.int8
     assert integers.min() < -100 < 100 < integers.max()
     assert 0.8 < eighths.astype(np.float32).std() < 1.2
+
+
+@pytest.mark.parametrize("emulated", [True, False])
+def test_large_blocks_repeat_what_was_drawn(two, emulated, monkeypatch):
+    monkeypatch.setattr(Bench, "emulated", emulated)
+    monkeypatch.setattr("meshwright.bench.devices.DRAWN", 5)
+    (found,) = data(two, 0, Shard(shape=(4, 3)))
+    np.testing.assert_array_equal(found[:4].ravel(), np.resize(found[:4].ravel()[:5], 12))
+    np.testing.assert_array_equal(found[:4], found[4:])
+    assert len(set(found.ravel())) == 5
+
+
+def test_results_in_place_are_the_next_arguments(two):
+    workload = chain_workload(8, 2, fused=False)
+    kept: list = []
+    call = two.call(workload, kept)
+    x, ab = (np.asarray(one) for one in call.arguments(0))
+    out = np.asarray(call.run(*call.arguments(0)))
+    factor, added = ab[0] * np.float32(1e-3), ab[1]
+    np.testing.assert_allclose(out, (x * factor + added) * factor + added, rtol=1e-6)
+    assert kept[0] is call.arguments(1)[0]
+    assert workload.work == 2 * 2 * 8
 
 
 def test_a_chain_is_that_many_multiply_adds():
@@ -107,8 +171,15 @@ def test_a_chain_is_that_many_multiply_adds():
     expected = np.arange(4.0)
     for _ in range(3):
         expected = expected * 0.5 + 3
-    np.testing.assert_allclose(multiply_adds(3)(x, ab), expected, rtol=1e-6)
-    assert counted(multiply_adds(7), (1000,), (2,)) == pytest.approx(7 * 2 * 1000, rel=0.01)
+    np.testing.assert_allclose(chain_workload(4, 3).body(x, ab), expected, rtol=1e-6)
+    assert counted(chain_workload(1000, 7).body, (1000,), (2,)) == pytest.approx(7 * 2 * 1000, rel=0.01)
+
+
+def test_copies_are_made_in_every_round():
+    zeros = jnp.zeros(4)
+    np.testing.assert_array_equal(copy_workload("copy", 16, 5).body(zeros), np.full(4, 5.0))
+    assert copy_workload("copy", 16, 5).work == 2 * 16
+    assert copy_workload("silu", 16, 5).arrays == "same"
 
 
 def test_multiply_adds_that_double_the_time():
@@ -125,8 +196,9 @@ def test_vector_rates_of_data_sheets():
 
 def test_distances_and_their_predictions():
     a, b = (np.random.default_rng(seed).standard_normal((8, 8)).astype(np.float32) for seed in (0, 1))
-    np.testing.assert_allclose(log_space(a, b), np.log(np.exp(a) @ np.exp(b)), rtol=1e-5)
-    np.testing.assert_allclose(l1_distance(a, b), np.abs(a[:, :, None] - b[None]).sum(1), rtol=1e-5)
+    log_space, l1_distance = (distance_workload(what, 8).body(a, b) for what in ("log-space", "L1 distance"))
+    np.testing.assert_allclose(log_space, np.log(np.exp(a) @ np.exp(b)), rtol=1e-5)
+    np.testing.assert_allclose(l1_distance, np.abs(a[:, :, None] - b[None]).sum(1), rtol=1e-5)
     found = predicted_seconds(100, matmul=1e9, vector=1e8)
     assert found == {"matmul": 2e-3, "log-space": pytest.approx(0.12), "L1 distance": pytest.approx(0.06)}
     assert predicted_seconds(100, matmul=None, vector=None)["log-space"] is None
@@ -141,21 +213,24 @@ def test_whole_tiles():
 def test_collectives_are_over_arrays_of_the_size_they_are_priced_by(kind):
     bench = make_bench(jax.devices()[:4])
     group = Group(axis="group", size=2, mesh={"others": 2, "group": 2})
-    block = Block(shape=(local_elements(kind, 2, 4096),))
-    (given,) = bench.data([block], group.mesh)(0)
-    out = bench.program(lambda x: run_collective(kind, x, "group"), group.mesh)(given)
+    workload = collective_workload(kind, group, 4096)
+    once = replace(workload, body=lambda x: COLLECTIVES[kind](x, "group"))
+    (given,) = bench.data(workload, 0)
+    out = bench.program(once)(given)
     whole = {"all_gather": out, "reduce_scatter": given, "all_reduce": out, "all_to_all": out, "permute": out}[kind]
     each = whole.nbytes / 4 * (2 if kind == "all_to_all" else 1)
     assert each == 4096
-    assert bench.program(repeated(kind, group), group.mesh)(given).shape == given.shape
+    assert bench.program(workload)(given).shape == given.shape
+    assert workload.rounds == ROUNDS
 
 
 def test_collectives_of_switched_chips_are_predicted_by_their_data_sheet():
     bench = make_bench(jax.devices()[:8], chip="h100")
     (group, *_) = groups_of(8, {})
-    seconds = datasheet_seconds(bench, "all_gather", group)
-    assert seconds(8e9) == pytest.approx(7 / 8 * 8e9 / chip("h100").nvlink_bytes_per_s)
-    assert datasheet_seconds(make_bench(jax.devices()[:8]), "all_gather", group)(8e9) is None
+    assert datasheet_seconds(bench, "all_gather", group, 8e9) == pytest.approx(
+        7 / 8 * 8e9 / chip("h100").nvlink_bytes_per_s
+    )
+    assert datasheet_seconds(make_bench(jax.devices()[:8]), "all_gather", group, 8e9) is None
 
 
 def test_groups_are_powers_of_two_or_the_axes_of_a_mesh():
