@@ -9,6 +9,7 @@ from typing import Any, Literal
 import msgspec
 
 from meshwright.core.errors import InputError
+from meshwright.core.fields import check_figures
 from meshwright.core.toml_file import TomlFile, read_toml
 from meshwright.spec.chip import Chip, chip, chip_from_table
 from meshwright.spec.cluster_shapes import (
@@ -55,13 +56,7 @@ class NetworkLevel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     oversubscription: float = 1.0
 
     def __post_init__(self) -> None:
-        """Refuse rates that no link has."""
-        given = {"bytes_per_s": self.bytes_per_s, "oversubscription": self.oversubscription}
-        for name, value in given.items():
-            if value is not None and not (math.isfinite(value) and value > 0):
-                raise InputError(f"level {self.name!r}: {name} is {value}. Give a positive number.")
-        if self.hop_s is not None and not (math.isfinite(self.hop_s) and self.hop_s >= 0):
-            raise InputError(f"level {self.name!r}: hop_s is {self.hop_s}. Give seconds, 0 or more.")
+        check_figures(self, f"level {self.name!r}:", may_be_zero=("hop_s",))
 
 
 class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
