@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import msgspec
+import tomli_w
 from msgspec import inspect
 
 from meshwright.core.errors import InputError, as_sentence, nearest
@@ -18,7 +19,6 @@ _HEADER = re.compile(r"\s*(\[\[?)\s*([^\[\]#]+?)\s*\]\]?\s*(?:#.*)?$")
 _ASSIGN = re.compile(r"""\s*((?:[A-Za-z0-9_-]+|"[^"]*"|'[^']*')(?:\s*\.\s*(?:[A-Za-z0-9_-]+|"[^"]*"|'[^']*'))*)\s*=""")
 _PART = re.compile(r"""[A-Za-z0-9_-]+|"[^"]*"|'[^']*'""")
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"|\'[^\']*\'')
-_BARE = re.compile(r"[A-Za-z0-9_-]+")
 
 
 class TomlFile(msgspec.Struct, frozen=True, kw_only=True):
@@ -220,45 +220,10 @@ def _enter(parts: tuple[str, ...], is_array: bool, counts: dict[Key, int]) -> Ke
 
 def dump_toml(value: Any) -> str:
     """TOML text of a Struct or dict; ``None`` is left out, which reads back as the default."""
-    table = msgspec.to_builtins(value)
-    out: list[str] = []
-    _write_table(out, table, ())
-    return "\n".join(out).strip("\n") + "\n"
+    return tomli_w.dumps(_without_none(msgspec.to_builtins(value)))
 
 
-def _write_table(out: list[str], table: Mapping[str, Any], at: tuple[str, ...]) -> None:
-    nested = {key: item for key, item in table.items() if _is_table(item) or _is_table_array(item)}
-    for key, item in table.items():
-        if item is not None and key not in nested:
-            out.append(f"{_name(key)} = {_value(item)}")
-    for key, item in nested.items():
-        path = (*at, key)
-        title = ".".join(map(_name, path))
-        for one in item if isinstance(item, list | tuple) else [item]:
-            out += ["", f"[[{title}]]" if isinstance(item, list | tuple) else f"[{title}]"]
-            _write_table(out, one, path)
-
-
-def _is_table(item: Any) -> bool:
-    return isinstance(item, Mapping)
-
-
-def _is_table_array(item: Any) -> bool:
-    return isinstance(item, list | tuple) and len(item) > 0 and all(map(_is_table, item))
-
-
-def _name(key: str) -> str:
-    return key if _BARE.fullmatch(key) else _value(key)
-
-
-def _value(item: Any) -> str:
-    if isinstance(item, bool):
-        return "true" if item else "false"
-    if isinstance(item, str):
-        # JSON's string escapes are a subset of TOML's basic strings, but for DEL
-        return msgspec.json.encode(item).decode().replace("\x7f", "\\u007F")
-    if isinstance(item, list | tuple):
-        return f"[{', '.join(_value(one) for one in item)}]"
-    if isinstance(item, Mapping):
-        return f"{{{', '.join(f'{_name(key)} = {_value(one)}' for key, one in item.items())}}}"
-    return repr(item)
+def _without_none(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_none(one) for key, one in value.items() if one is not None}
+    return [_without_none(one) for one in value] if isinstance(value, list | tuple) else value
