@@ -2,7 +2,8 @@
 
 import pytest
 
-from meshwright.bench.machine import COLLECTIVES, measure_machine
+from meshwright.bench.machine import measure_machine
+from meshwright.core.dims import COLLECTIVES
 from meshwright.spec.calibration import load_calibration, save_calibration
 
 

@@ -18,8 +18,8 @@ from meshwright.cost.pipeline import Pipeline
 from meshwright.cost.step_costs import collective_groups, price_steps
 from meshwright.cost.step_rates import Group, StepRates, strategy_placements
 from meshwright.cost.work.kernels import ChipRates, chip_rates
-from meshwright.spec.calibration import Calibration, Efficiency
-from meshwright.spec.efficiency import family
+from meshwright.spec.calibration import Calibration, Efficiency, datasheet_calibration
+from meshwright.spec.efficiency import family, fitted_calibration
 
 Rates = Callable[[Case], Calibration]
 
@@ -74,6 +74,18 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
             software=self.pipeline.software,
             num_hosts=self.num_hosts,
         )
+
+
+def calibrations(
+    cases: Sequence[Case], numbers: Mapping[str, float] | None = None, *, datasheet: bool = False
+) -> dict[str, Calibration]:
+    """The calibration of every chip of the cases, from the product's numbers where none are given.
+
+    The data sheet's where numbers say nothing about a chip, or where it is asked for.
+    """
+    chips = {case.setting.cluster.chip.name: case.setting.cluster.chip for case in cases}
+    fitted = {name: None if datasheet else fitted_calibration(chip, numbers) for name, chip in chips.items()}
+    return {name: fitted[name] or datasheet_calibration(chip) for name, chip in chips.items()}
 
 
 def batches(cases: Sequence[Case]) -> tuple[Batch, ...]:

@@ -24,14 +24,14 @@ from meshwright.algebra.ops.attention import Attention
 from meshwright.algebra.sizes import OpSizes
 from meshwright.algebra.steps import Step
 from meshwright.bench.machine_step import REFERENCES, host_rates, measure_references
+from meshwright.core.dims import COLLECTIVES, CollectiveKind
 from meshwright.cost.network.collectives import received_share
 from meshwright.cost.work.ops import op_flops
 from meshwright.nn.activations import silu_mul
 from meshwright.nn.attention.choice import attention, attention_backward
 from meshwright.parallel.mesh import device_mesh
-from meshwright.spec.calibration import Calibration, CollectiveKind, CollectiveRate
+from meshwright.spec.calibration import Calibration, CollectiveRate
 
-COLLECTIVES: tuple[CollectiveKind, ...] = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "permute")
 SMALL_ELEMENTS, LARGE_ELEMENTS, MEMORY_ELEMENTS = 2**10, 2**18, 2**20
 ROUNDS, SWEEPS = 10, 4
 ATTENTION_SHAPE = (4, 128, 8, 4, 32)

@@ -2,18 +2,15 @@
 
 import math
 from pathlib import Path
-from typing import Literal
 
 import msgspec
 
-from meshwright.core.dims import DTYPE_BYTES
+from meshwright.core.dims import DTYPE_BYTES, CollectiveKind
 from meshwright.core.errors import InputError
 from meshwright.core.fields import check_figures
 from meshwright.core.files import write_text_whole
 from meshwright.core.toml_file import dump_toml, load_toml
 from meshwright.spec.chip import Chip, known, peak
-
-CollectiveKind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "permute"]
 
 
 class CollectiveRate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -22,8 +22,8 @@ from meshwright.bench.figures.distance import l1_distance, log_space, predicted_
 from meshwright.bench.figures.elementwise import doubling_repeats, multiply_adds, vector_peak
 from meshwright.bench.figures.matmul import filled_share, product_flops, repeated_product
 from meshwright.bench.fit import fit_line
-from meshwright.bench.machine import COLLECTIVES
 from meshwright.bench.run import MEASURES, WEIGHTS, BenchReport, make_bench
+from meshwright.core.dims import COLLECTIVES
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.spec.chip import chip
 

@@ -9,11 +9,12 @@ from jax import lax
 
 from meshwright.bench.devices import Bench, Block
 from meshwright.bench.fit import Line, fit_line
-from meshwright.bench.machine import COLLECTIVES, run_collective
+from meshwright.bench.machine import run_collective
 from meshwright.bench.timing import Budget, Timing, time_together
+from meshwright.core.dims import COLLECTIVES, CollectiveKind
 from meshwright.core.errors import InputError
 from meshwright.cost.network.collectives import collective_time, group_rates, place_axes, received_share
-from meshwright.spec.calibration import CollectiveKind, CollectiveRate
+from meshwright.spec.calibration import CollectiveRate
 from meshwright.spec.cluster import make_cluster
 
 EMULATED_BYTES = tuple(2**power for power in (12, 15, 18, 19, 20))

@@ -11,12 +11,12 @@ from meshwright.calculators.links.transfer import Transfer, TransferLeg, array_b
 from meshwright.calculators.verbs.transfer_frames import draw_frames
 from meshwright.cli.machine import rates_for
 from meshwright.cli.output import emit_json, json_option, or_dash, print_fact, print_table, print_text
+from meshwright.core.dims import COLLECTIVES, CollectiveKind
 from meshwright.core.errors import InputError
 from meshwright.core.units import format_bytes, format_flops, format_seconds
-from meshwright.cost.network.collectives import KINDS, GroupRates, collective_bound_by, collective_time, leg_rates
+from meshwright.cost.network.collectives import GroupRates, collective_bound_by, collective_time, leg_rates
 from meshwright.cost.network.legs import Leg, group_legs, ring_hops, tree_hops
 from meshwright.cost.network.placement import physical_placement
-from meshwright.spec.calibration import CollectiveKind
 from meshwright.spec.cluster import Cluster, parse_cluster
 
 COLUMN = 14
@@ -30,7 +30,7 @@ COLUMN = 14
 @click.option("--via", type=click.Choice(("ici", "dcn")), default="ici", show_default=True, help="From hosts: how.")
 @click.option("--leg", "extra", multiple=True, help="A further leg: hbm, pcie*16, 15GB@ici*2:6hops, 275GFLOP@compute.")
 @click.option("--axis", help="Price collectives instead, over these links: x, or x,y, or domain,nodes.")
-@click.option("--collective", type=click.Choice(KINDS), help="One collective instead of all.")
+@click.option("--collective", type=click.Choice(COLLECTIVES), help="One collective instead of all.")
 @click.option("--one-way", is_flag=True, help="The ring of --axis used in one direction only.")
 @click.option("--frames", type=click.Path(path_type=Path), metavar="PATH",
               help="Draw --collective hop by hop: one picture (.png), or a picture a step in a folder.")  # fmt: skip
@@ -166,7 +166,7 @@ def collective_facts(
     """Seconds of each collective over whole physical axes, for an array of so many bytes when gathered."""
     if rates.size == 1:
         raise InputError(f"axis {','.join(axes)} of {cluster.short_name} has one chip: there is nothing to send.")
-    kinds = [kind for kind in KINDS if kind in rates.kinds and only in (None, kind)]
+    kinds = [kind for kind in COLLECTIVES if kind in rates.kinds and only in (None, kind)]
     return {
         "cluster": cluster.short_name,
         "axes": list(axes),

@@ -1,17 +1,18 @@
 """`meshwright bench`: what the devices at hand really do, and a calibration to plan with."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 import click
 import msgspec
 
 from meshwright.cli.fields import parse_mesh
 from meshwright.cli.output import emit_json, json_option, say
+from meshwright.core.dims import COLLECTIVES
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.files import cache_folder, write_text_whole
 from meshwright.core.toml_file import dump_toml
-from meshwright.spec.calibration import Calibration, CollectiveKind, save_calibration
+from meshwright.spec.calibration import Calibration, save_calibration
 from meshwright.spec.chip import chip as find_chip
 from meshwright.spec.cluster import parse_cluster
 
@@ -145,7 +146,7 @@ def _missing(found: Calibration, num_devices: int) -> list[str]:
     kinds = {rate.kind for rate in found.collectives if rate.group_size == num_devices}
     return [
         *(name for name, value in rates if not value),
-        *(kind for kind in get_args(CollectiveKind) if kind not in kinds and num_devices > 1),
+        *(kind for kind in COLLECTIVES if kind not in kinds and num_devices > 1),
     ]
 
 
