@@ -8,6 +8,7 @@ from typing import Literal, get_args
 
 import msgspec
 
+from meshwright.spec.hf.families import formats
 from meshwright.spec.model import Model
 
 Part = Literal["embedding", "attention", "mlp", "norm", "router", "experts", "shared_experts", "unembedding"]
@@ -89,46 +90,6 @@ _ENCODER_ROWS: tuple[Row, ...] = (
 
 _VECTOR = re.compile(r"(^|\.)b|_bias$|^sinks$|^shared\.gate$")
 """Names of vectors besides norms."""
-
-_FUSED = dict.fromkeys(("wq", "wk", "wv"), "self_attn.qkv_proj.weight")
-_FAMILY_NAMES: dict[str, dict[str, str]] = {
-    "phi3": _FUSED | dict.fromkeys(("w_gate", "w_up"), "mlp.gate_up_proj.weight"),
-    "mixtral": {
-        "router": "block_sparse_moe.gate.weight",
-        "experts.w_gate": "block_sparse_moe.experts.{expert}.w1.weight",
-        "experts.w_up": "block_sparse_moe.experts.{expert}.w3.weight",
-        "experts.w_down": "block_sparse_moe.experts.{expert}.w2.weight",
-    },
-    "qwen2_moe": {f"shared.w_{part}": f"mlp.shared_expert.{part}_proj.weight" for part in ("gate", "up", "down")},
-    "gpt_oss": {
-        "router": "mlp.router.weight",
-        "router_bias": "mlp.router.bias",
-        "experts.w_gate": "mlp.experts.gate_up_proj",
-        "experts.w_up": "mlp.experts.gate_up_proj",
-        "experts.w_down": "mlp.experts.down_proj",
-        "experts.b_gate": "mlp.experts.gate_up_proj_bias",
-        "experts.b_up": "mlp.experts.gate_up_proj_bias",
-        "experts.b_down": "mlp.experts.down_proj_bias",
-    },
-    "gpt2": {
-        "embed": "{prefix}wte.weight",
-        "position_table": "{prefix}wpe.weight",
-        "final_norm": "{prefix}ln_f.weight",
-        "final_norm_bias": "{prefix}ln_f.bias",
-        "attn_norm": "ln_1.weight",
-        "attn_norm_bias": "ln_1.bias",
-        "mlp_norm": "ln_2.weight",
-        "mlp_norm_bias": "ln_2.bias",
-        **{f"w{letter}": "attn.c_attn.weight" for letter in "qkv"},
-        **{f"b{letter}": "attn.c_attn.bias" for letter in "qkv"},
-        "wo": "attn.c_proj.weight",
-        "bo": "attn.c_proj.bias",
-        "w_up": "mlp.c_fc.weight",
-        "b_up": "mlp.c_fc.bias",
-        "w_down": "mlp.c_proj.weight",
-        "b_down": "mlp.c_proj.bias",
-    },
-}
 
 
 class Weight(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -218,7 +179,7 @@ def _rows(model: Model, table: tuple[Row, ...], *, layers: Mapping[str, tuple[in
         "latent_queries": model.latent_attention and model.q_lora_rank > 0,
     }
     met = {name if holds else f"!{name}" for name, holds in facts.items()}
-    names = _FAMILY_NAMES.get(model.family, {})
+    names = formats()[model.family].weights
     block = f"{{prefix}}{'h' if model.family == 'gpt2' else 'layers'}.{{layer}}." if layers else ""
     return [
         Weight(

@@ -1,6 +1,6 @@
 """Hugging Face ``config.json`` to `Model`, for every family in `meshwright.spec.model.FAMILIES`.
 
-A key that is absent means what transformers means by it: the defaults in `hf.families` are those of its
+A key that is absent means what transformers means by it: the defaults in ``data/families.toml`` are those of its
 configuration classes, so that a published file is read unchanged. Sizes that decide the parameter count have
 no default, except where published files leave them out (gpt2, gemma3).
 """
@@ -12,18 +12,10 @@ from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
 from meshwright.core.errors import InputError, nearest
-from meshwright.spec.hf.families import ALIASES, COMMON, FORMATS, GROUP_KEYS, KEYS, KNOWN_KEYS, NULLABLE, ROPE_KEYS
+from meshwright.spec.hf.families import GROUP_KEYS, ROPE_KEYS, aliases, formats, known_keys
 from meshwright.spec.model import FAMILIES, Model, RopeScaling
 
 ROPE_KINDS = {"linear", "dynamic", "yarn", "longrope", "llama3"}
-GPT_OSS_ROPE = {
-    "rope_type": "yarn",
-    "factor": 32.0,
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-    "truncate": False,
-    "original_max_position_embeddings": 4096,
-}
 _NEEDS: dict[type, tuple[tuple[type, ...], str]] = {
     int: ((int,), "a whole number"),
     float: ((int, float), "a number"),
@@ -47,8 +39,8 @@ class _Config:
     """The keys of one config, its rotary settings among them, with transformers' defaults behind them."""
 
     def __init__(self, given: Mapping[str, Any], *, family: str, what: str) -> None:
-        self.family, self.what, self.given = family, what, given
-        self.keys = COMMON | FORMATS[family].defaults | {ALIASES.get(key, key): value for key, value in given.items()}
+        self.family, self.what, self.given, self.form = family, what, given, formats()[family]
+        self.keys = self.form.defaults | {aliases().get(key, key): value for key, value in given.items()}
         self.rope = self._rope()
         self.keys |= {key: value for key, value in self.rope.items() if value is not None}
 
@@ -61,7 +53,7 @@ class _Config:
             self.keys["rope_local_base_freq"] = local["rope_theta"]
         if isinstance(found.get("full_attention"), Mapping):
             return dict(found["full_attention"])
-        return GPT_OSS_ROPE if not found and self.family == "gpt_oss" else found
+        return found or self.form.rope
 
     def read(self, key: str, kind: type) -> Any:
         """The value of a key, which must be there and of the kind; whole numbers must not be negative."""
@@ -78,7 +70,7 @@ class _Config:
 
     def fields(self, keys: Mapping[str, str]) -> dict[str, Any]:
         """Field -> value of rows; a field whose key may be null, and is, is left out."""
-        present = {field: key for field, key in keys.items() if key not in NULLABLE or self.has(key)}
+        present = {field: key for field, key in keys.items() if key not in self.form.nullable or self.has(key)}
         return {field: self.read(key, _TYPES[field]) for field, key in present.items()}
 
     def has(self, key: str) -> bool:
@@ -88,7 +80,7 @@ class _Config:
         return range(self.read("num_hidden_layers", int))
 
     def _missing_hint(self, key: str) -> str:
-        misspelt = difflib.get_close_matches(key, {*self.given, *self.keys} - KNOWN_KEYS, n=1, cutoff=0.8)
+        misspelt = difflib.get_close_matches(key, {*self.given, *self.keys} - known_keys(), n=1, cutoff=0.8)
         if misspelt:
             return f"The file has {misspelt[0]!r}: rename it to {key!r}."
         return f"A {self.family} config needs it: add it to the file."
@@ -138,7 +130,7 @@ def _from_keys(keys: Mapping[str, Any], name: str, what: str) -> Model:
         family = "gemma3"
         if isinstance(keys.get("text_config"), Mapping):
             keys, prefix = keys["text_config"], "language_model.model."
-    if family not in FORMATS:
+    if family not in FAMILIES:
         raise InputError(f"{what}: model_type {family!r} is not known.{nearest(family, FAMILIES)}")
     fields = _fields(_Config(keys, family=family, what=what))
     return Model(name=name, family=family, weights_prefix=prefix, **fields)  # type: ignore[arg-type]
@@ -146,13 +138,12 @@ def _from_keys(keys: Mapping[str, Any], name: str, what: str) -> Model:
 
 def _fields(config: _Config) -> dict[str, Any]:
     """Fields of the rows, fixed fields, and those that follow from several keys."""
-    family, form = config.family, FORMATS[config.family]
+    family, form = config.family, config.form
     for key, value in form.only.items():
         if config.keys.get(key, value) != value:
             raise InputError(f"{config.what}: {key} is {config.keys[key]!r}. Only {value!r} is known here.")
-    rows = KEYS | {"rope_fraction": "partial_rotary_factor"} | form.keys
-    if family == "deepseek_v2" and config.read("topk_method", str) == "group_limited_greedy":
-        rows |= GROUP_KEYS
+    in_groups = family == "deepseek_v2" and config.read("topk_method", str) == "group_limited_greedy"
+    rows = form.keys | (GROUP_KEYS if in_groups else {})
     fields = {"rope_scaling": _rope_scaling(config)} | config.fields(rows) | _window(config) | form.fixed
     fields.setdefault("d_ff", 4 * fields["d_model"])
     fields.setdefault("num_kv_heads", fields["num_heads"])

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from meshwright.spec.hf.families import ALIASES, FORMATS, KEYS, NULLABLE, ROPE_KEYS
+from meshwright.spec.hf.families import ROPE_KEYS, formats
 from meshwright.spec.model import Model, RopeScaling
 
 TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -18,7 +18,7 @@ def config_from_model(model: Model) -> dict[str, Any]:
 
     A decoder that was nested in a model of several kinds of input is written as the text model it is (`text_model`).
     """
-    form = FORMATS[model.family]
+    form = formats()[model.family]
     camel = model.family.title().replace("_", "")
     config: dict[str, Any] = {
         "architectures": ["GPT2LMHeadModel" if model.family == "gpt2" else f"{camel}ForCausalLM"],
@@ -26,11 +26,11 @@ def config_from_model(model: Model) -> dict[str, Any]:
         # Left out, these would be the numbers of the published tokenizer.
         **dict.fromkeys(TOKEN_KEYS),
     }
-    spelled = {ALIASES[alias]: alias for alias in form.aliases}
-    for field, key in (KEYS | form.keys).items():
+    spelled = {key: alias for alias, key in form.aliases.items()}
+    for field, key in form.keys.items():
         if field not in form.fixed and field not in form.unwritten:
             value = getattr(model, field)
-            config.setdefault(spelled.get(key, key), (value or None) if key in NULLABLE else value)
+            config.setdefault(spelled.get(key, key), (value or None) if key in form.nullable else value)
     if model.family != "gpt2":
         config |= _rope(model)
     return config | {key: _COMPUTED[key](model) for key in form.computed}
