@@ -12,26 +12,7 @@ from meshwright.core.errors import InputError
 from meshwright.core.fields import check_figures
 from meshwright.core.toml_file import TomlFile, read_toml
 from meshwright.spec.chip import Chip, chip, chip_from_table
-from meshwright.spec.cluster_shapes import (
-    MAX_HOST_DEVICES,
-    balanced_shape,
-    can_twist,
-    complete_shape,
-    times,
-    torus_wraps,
-)
-
-__all__ = [
-    "LEVEL_NAMES",
-    "MAX_HOST_DEVICES",
-    "Cluster",
-    "NetworkLevel",
-    "balanced_shape",
-    "make_cluster",
-    "parse_cluster",
-    "read_cluster",
-    "torus_wraps",
-]
+from meshwright.spec.cluster_shapes import can_twist, complete_shape, times, torus_wraps
 
 Topology = Literal["torus", "switched", "host"]
 
