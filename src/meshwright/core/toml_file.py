@@ -4,6 +4,7 @@ import operator
 import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cached_property, reduce
 from itertools import chain
 from pathlib import Path
@@ -34,6 +35,16 @@ class TomlFile(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     def error(self, key: Key, message: str) -> InputError:
         """An InputError that starts with ``path:line:`` of the key, or of the table that holds it."""
         return InputError(f"{self.where(key)}: {message}")
+
+    @contextmanager
+    def at(self, key: Key, prefix: str = "") -> Iterator[None]:
+        """Give an error of what is made from the key its ``path:line``, with the prefix before the message."""
+        try:
+            yield
+        except (msgspec.ValidationError, InputError) as error:
+            raise self.error(
+                key, f"{prefix}{str(error).rstrip('.')}{'' if str(error).endswith('?') else '.'}"
+            ) from None
 
     def where(self, key: Key) -> str:
         """``path:line`` of the key or of the nearest table above it."""

@@ -23,6 +23,13 @@ _TEXT = re.compile(r"(?:(\d+)\*)?([A-Za-z][\w.-]*):(\d+(?:x\d+)*)(_twisted)?")
 _CHIPS = re.compile(r"[A-Za-z][\w.-]*:\d+chips")
 _EXAMPLES = "v5p:16x20x28, v5e:4x4, 4*v5e:16x16, v4p:4x4x8_twisted, h100:8x256 (domain x nodes) or cpu:8"
 
+_FIELDS: dict[str, tuple[Any, str]] = {
+    "shape": (tuple[int, ...], "a list of whole numbers"),
+    "num_slices": (int, "a whole number"),
+    "twisted": (bool, "true or false"),
+}
+"""Fields of a cluster file besides its tables, and what they take."""
+
 
 class NetworkLevel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Figures of one level of a switched cluster; None takes the chip's own.
@@ -185,35 +192,24 @@ def read_cluster(path: Path) -> Cluster:
     file.check_keys(("chip", "shape", "num_slices", "twisted", "levels"), required=("chip", sized))
     if {"levels", "shape"} <= file.data.keys():
         raise file.error(("shape",), "the sizes stand in [[levels]]: leave out shape, or leave out the levels.")
-    found = _chip_of(file)
-    shape, levels = _sized_levels(file) if sized == "levels" else (_field(file, "shape", tuple[int, ...]), ())
-    num_slices = _field(file, "num_slices", int) if "num_slices" in file.data else 1
-    twisted = _field(file, "twisted", bool) if "twisted" in file.data else False
-    return _at_line(
-        file,
-        (sized,),
-        lambda: make_cluster(found, shape, num_slices=num_slices, twisted=twisted, levels=levels),
-    )
-
-
-def _field(file: TomlFile, key: str, kind: Any) -> Any:
-    try:
-        return msgspec.convert(file.data[key], kind)
-    except msgspec.ValidationError as error:
-        what = {"shape": "a list of whole numbers", "num_slices": "a whole number", "twisted": "true or false"}[key]
-        raise file.error((key,), f"{key} is {what}: {error}.") from None
-
-
-def _chip_of(file: TomlFile) -> Chip:
+    given = {key: _field(file, key) for key in _FIELDS if key in file.data}
+    if sized == "levels":
+        given["shape"], given["levels"] = _sized_levels(file)
     named = file.data["chip"]
-    if isinstance(named, str):
-        found: Chip = _at_line(file, ("chip",), lambda: chip(named))
-    elif isinstance(named, dict):
+    if isinstance(named, dict):
         file.check_keys((*Chip.__struct_fields__, "base"), at=("chip",))
-        found = _at_line(file, ("chip",), lambda: chip_from_table(named))
-    else:
+    elif not isinstance(named, str):
         raise file.error(("chip",), "chip is a name in quotes or a table [chip] of figures.")
-    return found
+    with file.at(("chip",)):
+        found = chip(named) if isinstance(named, str) else chip_from_table(named)
+    with file.at((sized,)):
+        return make_cluster(found, **given)
+
+
+def _field(file: TomlFile, key: str) -> Any:
+    kind, words = _FIELDS[key]
+    with file.at((key,), f"{key} is {words}: "):
+        return msgspec.convert(file.data[key], kind)
 
 
 def _sized_levels(file: TomlFile) -> tuple[tuple[int, ...], tuple[NetworkLevel, ...]]:
@@ -228,16 +224,7 @@ def _sized_levels(file: TomlFile) -> tuple[tuple[int, ...], tuple[NetworkLevel, 
         at = ("levels", number)
         file.check_keys((*NetworkLevel.__struct_fields__, "size"), required=("size",), at=at)
         rest = {key: value for key, value in table.items() if key != "size"}
-        try:
+        with file.at(at, f"level {number + 1}: "):
             sizes.append(msgspec.convert(table["size"], int))
             levels.append(msgspec.convert({"name": LEVEL_NAMES[number], **rest}, NetworkLevel))
-        except (msgspec.ValidationError, InputError) as error:
-            raise file.error(at, f"level {number + 1}: {error}.".replace("..", ".")) from None
     return tuple(sizes), tuple(levels)
-
-
-def _at_line(file: TomlFile, key: tuple[str, ...], make: Any) -> Any:
-    try:
-        return make()
-    except InputError as error:
-        raise file.error(key, str(error)) from None

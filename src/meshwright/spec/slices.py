@@ -78,9 +78,7 @@ def _tori(chip: Chip, num_chips: int) -> list[Shape]:
     if cube is not None and num_chips % cube**3 == 0:
         return [tuple(cube * size for size in one) for one in _boxes(num_chips // cube**3, axes)]
     longest = cube or max(chip.pod_shape, default=num_chips)
-    return [
-        one for one in _boxes(num_chips, axes) if one[-1] <= longest and all(size.bit_count() == 1 for size in one)
-    ]
+    return [one for one in _boxes(num_chips, axes) if one[-1] <= longest and all(size.bit_count() == 1 for size in one)]
 
 
 def _boxes(volume: int, num_axes: int, least: int = 1) -> list[Shape]:
