@@ -43,15 +43,16 @@ def fitted_calibration(chip: Chip, numbers: Mapping[str, float] | None = None) -
     base = family(chip)
     if base is None:
         return None
-    stored = fitted_numbers() if numbers is None else None
-    values = dict(numbers or {}) if stored is None else stored.numbers
+    given = FittedNumbers(date="", source="given numbers", numbers=dict(numbers or {}))
+    stored = fitted_numbers() if numbers is None else given
+    values = stored.numbers
     return Calibration(
         name="fitted",
         chip=chip.name,
-        date=stored.date if stored else None,
+        date=stored.date or None,
         efficiency=efficiency_of(chip, base, values),
         hop_s={level: values[f"hop_s.{level}"] for level in ("nvlink", "network") if f"hop_s.{level}" in values},
-        sources={"efficiency": stored.source if stored else "given numbers"},
+        sources={"efficiency": stored.source},
     )
 
 
