@@ -83,6 +83,11 @@ def format_bytes(num_bytes: float) -> str:
     return _scaled(num_bytes, "B", (*"EPTGMk", ""))
 
 
+def format_rate(bytes_per_s: float) -> str:
+    """``"95 GB/s"``: powers of ten, three significant digits."""
+    return f"{format_bytes(bytes_per_s)}/s"
+
+
 def format_flops(flops: float, *, unit: str = "FLOP/s") -> str:
     """``"459 TFLOP/s"``: powers of ten, three significant digits (``unit="FLOP"`` for an amount)."""
     return _scaled(flops, unit, (*"EPTGM", ""))
