@@ -19,7 +19,7 @@ from meshwright.bench.products import filled_share
 from meshwright.bench.results import BenchReport, Group
 from meshwright.bench.run import PARTS, make_bench
 from meshwright.bench.workloads import (
-    COLLECTIVES,
+    COLLECTIVE_FUNCTIONS,
     LAYER_ROUNDS,
     ROUNDS,
     attention_workload,
@@ -209,12 +209,12 @@ def test_whole_tiles():
     assert filled_share(257, 128) == pytest.approx((257 / 384) ** 3)
 
 
-@pytest.mark.parametrize("kind", COLLECTIVES)
+@pytest.mark.parametrize("kind", COLLECTIVE_FUNCTIONS)
 def test_collectives_are_over_arrays_of_the_size_they_are_priced_by(kind):
     bench = make_bench(jax.devices()[:4])
     group = Group(axis="group", size=2, mesh={"others": 2, "group": 2})
     workload = collective_workload(kind, group, 4096)
-    once = replace(workload, body=lambda x: COLLECTIVES[kind](x, "group"))
+    once = replace(workload, body=lambda x: COLLECTIVE_FUNCTIONS[kind](x, "group"))
     (given,) = bench.data(workload, 0)
     out = bench.program(once)(given)
     whole = {"all_gather": out, "reduce_scatter": given, "all_reduce": out, "all_to_all": out, "permute": out}[kind]

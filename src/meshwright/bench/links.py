@@ -9,10 +9,11 @@ from meshwright.bench.devices import Bench, Runner
 from meshwright.bench.fit import FittedLine, fit_line
 from meshwright.bench.results import Collective, CollectivesPart, CollectiveTime, Group, Launch, OverheadPart
 from meshwright.bench.timing import Call, time_together
-from meshwright.bench.workloads import COLLECTIVES, collective_workload, groups_of
+from meshwright.bench.workloads import COLLECTIVE_FUNCTIONS, collective_workload, groups_of
+from meshwright.core.dims import CollectiveKind
 from meshwright.core.errors import InputError
 from meshwright.cost.network.collectives import collective_time, group_rates, place_axes, received_share
-from meshwright.spec.calibration import CollectiveKind, CollectiveRate
+from meshwright.spec.calibration import CollectiveRate
 from meshwright.spec.cluster import make_cluster
 
 MIN_SIZES = 5
@@ -25,7 +26,7 @@ def measure_collectives(runner: Runner) -> CollectivesPart:
     groups = groups_of(len(runner.bench.devices), runner.bench.axes)
     if not groups:
         runner.left_out.append("collectives: one device has none")
-    wanted = [(group, kind) for group in groups for kind in COLLECTIVES]
+    wanted = [(group, kind) for group in groups for kind in COLLECTIVE_FUNCTIONS]
     found = [_collective(mine, kind, group) for (group, kind), mine in runner.each(wanted)]
     return CollectivesPart(collectives=tuple(one for one in found if one))
 

@@ -18,7 +18,7 @@ from meshwright.bench.links import rate_of
 from meshwright.bench.machine_step import REFERENCES, host_rates, measure_references
 from meshwright.bench.timing import SWEEPS, sweep_medians
 from meshwright.bench.workloads import (
-    COLLECTIVES,
+    COLLECTIVE_FUNCTIONS,
     ROUNDS,
     SILU_BYTES,
     attention_workload,
@@ -54,7 +54,7 @@ def measure_machine(
         "attention": attention_workload(EMULATED.attention[0], DTYPE, both=True),
         "memory": copy_workload("silu", SILU_BYTES, ROUNDS),
     }
-    moves = [(kind, group) for group in reversed(groups_of(num_devices, {})) for kind in COLLECTIVES]
+    moves = [(kind, group) for group in reversed(groups_of(num_devices, {})) for kind in COLLECTIVE_FUNCTIONS]
     for kind, group in moves:
         for size in (SMALL_BYTES, LARGE_BYTES):
             workloads[f"{kind} {group.size} {size}"] = collective_workload(kind, group, size)

@@ -5,7 +5,8 @@ from typing import Literal
 import msgspec
 
 from meshwright.bench.fit import FittedLine, Knee
-from meshwright.spec.calibration import CollectiveKind, CollectiveRate
+from meshwright.core.dims import CollectiveKind
+from meshwright.spec.calibration import CollectiveRate
 
 Contents = Literal["zeros", "ones", "uniform", "normal"]
 CopyKind = Literal["copy", "silu"]

@@ -10,9 +10,9 @@ from jax import lax
 from meshwright.algebra.ops.attention import keys_per_query
 from meshwright.bench.devices import JAX_DTYPES, AttentionShape, Bench, MlpShape, Shard, Workload
 from meshwright.bench.results import ELEMENT_BYTES, Contents, CopyKind, Group
+from meshwright.core.dims import CollectiveKind
 from meshwright.nn.activations import silu_mul
 from meshwright.nn.attention.choice import attention, attention_backward
-from meshwright.spec.calibration import CollectiveKind
 
 FLOPS_EACH = 2
 """A multiplication and an addition."""
@@ -223,7 +223,7 @@ def _next_device(x: jax.Array, axis: str) -> jax.Array:
     return lax.ppermute(x, axis, [(i, (i + 1) % size) for i in range(size)])
 
 
-COLLECTIVES: dict[CollectiveKind, Callable[[jax.Array, str], jax.Array]] = {
+COLLECTIVE_FUNCTIONS: dict[CollectiveKind, Callable[[jax.Array, str], jax.Array]] = {
     "all_gather": lambda x, axis: lax.all_gather(x, axis, tiled=True),
     "reduce_scatter": lambda x, axis: lax.psum_scatter(x, axis, tiled=True),
     "all_reduce": lax.psum,
@@ -248,7 +248,7 @@ def collective_workload(kind: CollectiveKind, group: Group, array_bytes: int) ->
 
     def again(_: Any, y: jax.Array) -> jax.Array:
         # The first element of the result feeds the next round, so that none is dropped or reordered.
-        return y + COLLECTIVES[kind](y, group.axis)[:1] * 1e-6
+        return y + COLLECTIVE_FUNCTIONS[kind](y, group.axis)[:1] * 1e-6
 
     whole = array_bytes // ELEMENT_BYTES
     local = whole if kind in ("reduce_scatter", "all_reduce", "permute") else whole // group.size

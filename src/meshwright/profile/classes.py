@@ -8,7 +8,8 @@ from typing import Literal
 import msgspec
 
 from meshwright.algebra.ops import step_kinds
-from meshwright.algebra.steps import COLLECTIVES, Step
+from meshwright.algebra.steps import Step
+from meshwright.core.dims import COLLECTIVES
 from meshwright.core.labels import StepLabel
 from meshwright.hlo.module import Instruction
 from meshwright.hlo.products import is_product

@@ -1,17 +1,18 @@
 """`meshwright bench`: measures the devices at hand and writes a calibration to plan with."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 import click
 import msgspec
 
 from meshwright.cli.fields import parse_mesh
 from meshwright.cli.output import emit_json, json_option, say
+from meshwright.core.dims import COLLECTIVES
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.files import cache_folder, write_text_whole
 from meshwright.core.toml_file import dump_toml
-from meshwright.spec.calibration import Calibration, CollectiveKind, save_calibration
+from meshwright.spec.calibration import Calibration, save_calibration
 from meshwright.spec.chip import chip as find_chip
 from meshwright.spec.cluster import parse_cluster
 
@@ -139,7 +140,7 @@ def _calibration(report: "BenchReport", output: Path) -> Calibration:
         return found
     rates = (("matmul", found.matmul_flops_per_s), ("copy", found.memory_bytes_per_s))
     kinds = {rate.kind for rate in found.collectives if rate.group_size == report.num_devices}
-    needed = get_args(CollectiveKind) if report.num_devices > 1 else ()
+    needed = COLLECTIVES if report.num_devices > 1 else ()
     missing = [*(name for name, value in rates if not value), *(kind for kind in needed if kind not in kinds)]
     if missing:
         say(f"plan needs rates that {output} lacks: {', '.join(missing)}. Give more --seconds, or more parts.")

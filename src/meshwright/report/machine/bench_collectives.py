@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 
 from meshwright.bench.results import Collective, CollectivesPart
-from meshwright.bench.workloads import COLLECTIVES
+from meshwright.core.dims import COLLECTIVES
 from meshwright.report.figure import PALETTE, Spec, headline, themed
 
 PANEL_PX = 250
