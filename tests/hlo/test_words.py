@@ -42,7 +42,7 @@ def facts_of(name: str, instruction: str) -> dict[str, str]:
     module = parse_module((DATA / f"{name}.hlo").read_text())
     one = module.find(instruction)
     assert one is not None
-    return dict(explain(module, one).facts)
+    return dict(explain(module, one))
 
 
 def test_an_instruction_of_a_labelled_program():
@@ -70,7 +70,7 @@ def test_a_source_line_and_its_callers():
 def test_what_it_does(instruction, words):
     module = parse_module((DATA / "h200_step.hlo").read_text())
     one = module.find(instruction) or next(i for i in module if i.opcode == instruction)
-    assert words in dict(explain(module, one).facts)["does"]
+    assert words in dict(explain(module, one))["does"]
 
 
 def test_what_begins_here():
@@ -88,6 +88,6 @@ ENTRY %main (x: f32[8]) -> f32[4] {
 }
 """
     read = parse_module(text)
-    facts = dict(explain(read, read.find("start")).facts)
+    facts = dict(explain(read, read.find("start")))
     assert facts["does"] == "async-start of slice: takes a part of an array; only begins here"
-    assert "another operation" in dict(explain(read, read.find("done")).facts)["does"]
+    assert "another operation" in dict(explain(read, read.find("done")))["does"]

@@ -3,8 +3,9 @@
 import pytest
 
 from meshwright.core.labels import OPTIMIZER, find_label
+from meshwright.cost.network.collectives import received_share
 from meshwright.hlo.collectives import Collective
-from meshwright.verify.differences import CLASSES, TOLERANCE, Comparison, compare, wire_bytes
+from meshwright.verify.differences import CLASSES, TOLERANCE, Comparison, compare
 from meshwright.verify.expected import Expected
 
 MESH = {"data": 2, "fsdp": 4, "tensor": 2}
@@ -229,7 +230,7 @@ def test_a_collective_between_slices_adds_bytes_and_no_array():
     [("all_gather", 75), ("reduce_scatter", 75), ("all_reduce", 150), ("all_to_all", 18.75), ("permute", 100)],
 )
 def test_bytes_on_the_wire_of_a_ring_of_four(kind, wanted):
-    assert wire_bytes(kind, 100, 4) == wanted
+    assert 100 * received_share(kind, 4) == wanted
 
 
 def test_axes_of_one_device_move_nothing():

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.verify.dumps import (
+from meshwright.verify.running import (
     BUFFERS_END,
     LAST_END,
     MODULE_END,

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from meshwright.spec.chip import chips
-from meshwright.verify.gpu_target import target_config
+from meshwright.verify.targets import target_config
 
 GPUS = {name: one.xla_gpu for name, one in chips().items() if one.xla_gpu}
 

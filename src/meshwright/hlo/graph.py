@@ -2,15 +2,14 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from functools import cache
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
 
 from meshwright.algebra.steps import COLLECTIVES
 from meshwright.core.errors import InputError, nearest
-from meshwright.core.labels import StepLabel, find_label
+from meshwright.core.labels import StepLabel
 from meshwright.hlo.collectives import KINDS
 from meshwright.hlo.layout import executed
 from meshwright.hlo.loops import times_run
@@ -20,7 +19,6 @@ from meshwright.hlo.shapes import parse_shapes
 
 NodeKind = Literal["collective", "matmul", "attention", "loop", "other"]
 
-_CHAIN = re.compile(r'\bchain_id="(\d+)"')
 _ENDS = ("AsyncCollectiveStart", "AsyncCollectiveDone")
 _ATTENTION = re.compile(r"attention|fmha|splash", re.IGNORECASE)
 _QUIET_CALLS = ("AllocateBuffer", "Sharding", "AssumeGatherIndicesInBound", "ConcatBitcast")
@@ -73,7 +71,9 @@ def block_graphs(module: Module, block: str | None) -> tuple[Graph, ...]:
     if not blocks:
         return _loop_graphs(module)
     chosen = block or blocks.most_common(1)[0][0]
-    graphs = [_graph(module, one, chosen) for one in executed(module) if not _inside_step(module, one)]
+    # A loop inside one step, such as the blocks of attention, is not drawn: the step is, whole.
+    inside_steps = {name for name, caller in module.callers.items() if caller.label}
+    graphs = [_graph(module, one, chosen) for one in executed(module) if one.name not in inside_steps]
     # Steps that the compiler took out of a loop stand alone, with nothing to draw between them.
     joined = [graph for graph in graphs if graph.edges] or [graph for graph in graphs if graph.nodes]
     return _without_copies(sorted(joined, key=lambda graph: _first(module, graph)))
@@ -101,17 +101,8 @@ def _loop_graphs(module: Module) -> tuple[Graph, ...]:
 
 def _first(module: Module, graph: Graph) -> int:
     """Where in the entry the loop that runs a computation stands."""
-    name = graph.name
-    while (caller := module.callers.get(name)) is not None and caller.computation != module.entry:
-        name = caller.computation
-    order = [one.name for one in module.computations[module.entry].instructions]
-    return order.index(caller.name) if caller else -1
-
-
-def _inside_step(module: Module, computation: Computation) -> bool:
-    """Whether a computation is a loop inside one step, such as the blocks of attention: the step is drawn whole."""
-    caller = module.callers.get(computation.name)
-    return caller is not None and caller.label is not None
+    callers, order = list(module.around(graph.name)), list(module.computations[module.entry].by_name)
+    return order.index(callers[-1].name) if callers and callers[-1].name in order else -1
 
 
 def _graph(module: Module, computation: Computation, block: str | None) -> Graph:
@@ -136,7 +127,7 @@ def _graph(module: Module, computation: Computation, block: str | None) -> Graph
         edges |= {(source, key) for source in sources if source != key}
         # What a fusion only hands on, of a collective that runs beside it, comes from the collective.
         reached[one.name] = frozenset({key}) | (sources & hidden)
-    kinds = {key: _strongest(module, group) for key, group in members.items()}
+    kinds = {key: min((_kind(module, one) for one in group), key=_STRENGTH.index) for key, group in members.items()}
     number = {one.name: at for at, one in enumerate(computation.instructions)}
     place = {key: number[_main(module, group, kinds[key], fed).name] for key, group in members.items()}
     order = sorted(members, key=lambda key: place[key])
@@ -168,55 +159,38 @@ def _key(module: Module, computation: Computation, one: Instruction, block: str 
     # Outside its loops a block has only the steps that say so.
     if kind == "other" or (block and computation.name == module.entry):
         return "", ""
-    chain = _chain(module, one)
-    return chain or one.name, _plain_text(module, one, kind)
+    return _chain(module, one) or one.name, _plain_text(module, one, kind)
 
 
 def _label(module: Module, one: Instruction) -> StepLabel | None:
     """The label of an instruction; of a piece of an asynchronous collective, that of the collective."""
     inner = _collective_inside(module, one)
-    return find_label(inner.op_name) if inner and _chain(module, one) else one.label
+    return inner.label if inner and _chain(module, one) else one.label
 
 
 def _chain(module: Module, one: Instruction) -> str:
     """The asynchronous collective that a fusion starts or ends; the empty text where it is none of the two."""
     inner = _collective_inside(module, one)
-    if inner is None or "async_collective_fusion_config" not in inner.attributes:
+    if inner is None or not inner.async_key:
         return ""
-    ends = any(t in i.attributes for i in _inside(module, one) for t in _ENDS if i.opcode == "custom-call")
-    return _chain_key(inner) if ends else ""
+    return inner.async_key if any(end in i.target for i in _inside(module, one) for end in _ENDS) else ""
 
 
 def _overlapped(module: Module, one: Instruction) -> frozenset[str]:
     """The collectives that run beside a fusion's own work: it hands their buffers on and does not need them."""
     if _chain(module, one) or one.opcode != "fusion":
         return frozenset()
-    found = [i for i in _inside(module, one) if "async_collective_fusion_config" in i.attributes]
-    return frozenset(_chain_key(i) for i in found) | frozenset(str(i.label) for i in found if i.label)
-
-
-def _chain_key(collective: Instruction) -> str:
-    chain = _CHAIN.search(collective.attributes)
-    return f"{collective.opcode} {collective.attribute('channel_id')} {chain[1] if chain else ''}"
+    found = [i for i in _inside(module, one) if i.async_key]
+    return frozenset(i.async_key for i in found) | frozenset(str(i.label) for i in found if i.label)
 
 
 def _collective_inside(module: Module, one: Instruction) -> Instruction | None:
-    if one.opcode.removesuffix("-start") in KINDS:
-        return one
-    return next((i for i in _inside(module, one) if i.opcode.removesuffix("-start") in KINDS), None)
+    return next((i for i in (one, *_inside(module, one)) if i.opcode.removesuffix("-start") in KINDS), None)
 
 
-def _inside(module: Module, one: Instruction) -> Iterator[Instruction]:
+def _inside(module: Module, one: Instruction) -> Sequence[Instruction]:
     """What a fusion, or what only begins here, calls."""
-    if one.opcode != "fusion" and not one.opcode.endswith("-start"):
-        return
-    for _, name in one.called:
-        computation = module.computations.get(name)
-        yield from computation.instructions if computation else ()
-
-
-def _strongest(module: Module, group: list[Instruction]) -> NodeKind:
-    return min((_kind(module, one) for one in group), key=_STRENGTH.index)
+    return module.inside(one) if one.opcode == "fusion" or one.opcode.endswith("-start") else ()
 
 
 def _kind(module: Module, one: Instruction) -> NodeKind:
@@ -254,8 +228,7 @@ def _plain_text(module: Module, one: Instruction, kind: NodeKind) -> str:
     shapes = (inner or one).shapes or parse_shapes("f32[]")
     # A fusion beside a collective makes its own result first and hands the collective's buffers on behind it.
     shown = shapes[0] if _overlapped(module, one) else max(shapes, key=lambda shape: shape.num_bytes)
-    words = {"matmul": "matmul", "attention": "attention", "loop": "loop", "collective": name, "other": name}
-    return f"{words[kind]} {shown}"
+    return f"{name if kind in ('collective', 'other') else kind} {shown}"
 
 
 def _reduced(edges: set[tuple[str, str]], order: list[str]) -> tuple[tuple[str, str], ...]:
@@ -264,12 +237,9 @@ def _reduced(edges: set[tuple[str, str]], order: list[str]) -> tuple[tuple[str, 
     for a, b in edges:
         after[a].append(b)
 
-    @cache
-    def reach(key: str) -> frozenset[str]:
-        return frozenset(after[key]).union(*(reach(follower) for follower in after[key]))
-
+    reached: dict[str, frozenset[str]] = {}
     for key in reversed(order):
-        reach(key)
+        reached[key] = frozenset(after[key]).union(*(reached[follower] for follower in after[key]))
     place = {key: number for number, key in enumerate(order)}
-    kept = [(a, b) for a, b in edges if not any(b in reach(c) for c in after[a] if c != b)]
+    kept = [(a, b) for a, b in edges if not any(b in reached[c] for c in after[a] if c != b)]
     return tuple(sorted(kept, key=lambda edge: (place[edge[0]], place[edge[1]])))

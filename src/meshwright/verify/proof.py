@@ -10,10 +10,9 @@ from meshwright.cost.memory import memory_limit
 from meshwright.hlo.collectives import collectives
 from meshwright.spec.calibration import Calibration
 from meshwright.verify.differences import Comparison, compare
-from meshwright.verify.dumps import available_bytes
 from meshwright.verify.flops import Products, compare_products
 from meshwright.verify.request import Compiled, Request
-from meshwright.verify.running import Outcome, run_request
+from meshwright.verify.running import Outcome, available_bytes, run_request
 from meshwright.verify.step_derivation import StepDerivation
 
 ARGUMENTS = ("weights", "optimizer", "kv_cache")

@@ -9,9 +9,8 @@ import numpy as np
 
 from meshwright.core.errors import CannotRunError
 from meshwright.cost.network.collectives import Placement
-from meshwright.spec.chip import LibtpuTarget, catalogued, chips
+from meshwright.spec.chip import LibtpuTarget, XlaGpuTarget, catalogued, chips
 from meshwright.spec.cluster import Cluster
-from meshwright.verify.gpu_target import target_config
 
 Platform = Literal["tpu", "cuda", "cpu"]
 
@@ -141,3 +140,33 @@ def mesh_order(placement: Placement) -> np.ndarray:
     numbers = np.arange(math.prod(placement.mesh.values())).reshape([factor for _, factor in parts])
     order = [index for name in placement.mesh for index, (axis, _) in enumerate(parts) if axis == name]
     return numbers.transpose(order).reshape(tuple(placement.mesh.values()))
+
+
+# -- GPUs ---------------------------------------------------------------------------------------------
+
+SHARED = """\
+  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
+  shared_memory_per_block: 49152 registers_per_core_limit: 65536 registers_per_block_limit: 65536
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
+"""
+"""What every NVIDIA GPU since Ampere has alike."""
+
+
+def target_config(gpu: XlaGpuTarget) -> str:
+    """XLA's GpuTargetConfigProto as text for a GPU."""
+    capability, dnn = gpu.capability, gpu.dnn.split(".")
+    major, minor = capability.rstrip("a").split(".")
+    feature = " feature_extension: ACCELERATED_FEATURES" if capability.endswith("a") else ""
+    figures = msgspec.structs.asdict(gpu)
+    counted = " ".join(
+        f"{name}: {n}" for name, n in figures.items() if name not in ("description", "capability", "dnn")
+    )
+    return (
+        f"gpu_device_info {{\n{SHARED}  {counted}\n"
+        f"  cuda_compute_capability {{ major: {major} minor: {minor}{feature} }}\n"
+        f'  dnn_version: "{".".join(dnn)}"\n}}\n'
+        f'platform_name: "CUDA"\n'
+        f"dnn_version_info {{ major: {dnn[0]} minor: {dnn[1]} patch: {dnn[2]} }}\n"
+        f'device_description_str: "{gpu.description}"\n'
+    )

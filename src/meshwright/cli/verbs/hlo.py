@@ -80,7 +80,7 @@ def _explained(module: Any, name: str, picture: Path | None, as_json: bool) -> d
     one = module.find(name)
     if one is None:
         raise InputError(f"{module.name} has no instruction {name!r}.{nearest(name, (i.name for i in module))}")
-    explained = explain(module, one)
+    facts = explain(module, one)
     found: dict[str, Any] = {
         "name": one.name,
         "opcode": one.opcode,
@@ -90,11 +90,11 @@ def _explained(module: Any, name: str, picture: Path | None, as_json: bool) -> d
         "source": [str(frame) for frame in module.source(one)],
         "operands": list(one.operands),
         "shapes": [_shape(shape) for shape in one.shapes],
-        "facts": [list(fact) for fact in explained.facts],
+        "facts": [list(fact) for fact in facts],
     }
     if not as_json:
         click.echo(one.name)
-        for what, text in explained.facts:
+        for what, text in facts:
             print_place(f"  {what}", text, column=13)
     if picture:
         from meshwright.report.arrays.tiling import tiling_figure
@@ -145,9 +145,9 @@ def _drawn(module: Any, path: Path, computation: str | None, block: str | None) 
 
 def _summary(path: Path, module: Any, mesh_text: str | None, top: int, as_json: bool) -> dict[str, Any]:
     from meshwright.cli.verbs.hlo_text import print_summary, summary
-    from meshwright.hlo.files import holds_entry
+    from meshwright.hlo.files import has_entry
 
-    found = {**summary(module, mesh_text), "whole": holds_entry(path)}
+    found = {**summary(module, mesh_text), "whole": has_entry(path.read_text())}
     if not as_json:
         print_summary(found, top)
     return {"file": path, **found}
