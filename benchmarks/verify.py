@@ -128,7 +128,7 @@ def prove_case(case: Case) -> Proof:
         strategy = Strategy(mesh=make_mesh(case.axes), state="bf16-adam", **case.strategy)
     asked = {"step": case.step, "weights": case.weights}
     request = request_of(model, cluster, strategy, job, **asked, calibration=calibration, assumptions=assumptions)
-    return prove(request, program=python_program(PROGRAM), timeout_s=TIMEOUT_S, calibration=calibration)
+    return prove(request, program=python_program(PROGRAM), timeout_s=TIMEOUT_S)
 
 
 def lines_of(case: Case, proof: Proof) -> list[str]:

@@ -13,8 +13,10 @@ import numpy as np
 import pytest
 
 from meshwright.core.errors import InputError
+from meshwright.cost.setting import Setting
 from meshwright.spec.catalogue import model
 from meshwright.spec.cluster import parse_cluster
+from meshwright.spec.job import Job
 from meshwright.spec.strategy import Strategy, make_mesh
 from meshwright.verify.request import Request
 from meshwright.verify.running import run_request
@@ -45,9 +47,8 @@ CPU = Target(platform="cpu", num_devices=4)
 def request(target=TPU, **fields) -> Request:
     strategy = Strategy(mesh=make_mesh({"fsdp": 4}), state="bf16-adam")
     cluster = parse_cluster("v5e:2x2")
-    return Request(
-        model=model("tiny"), cluster=cluster, strategy=strategy, target=target, batch_seqs=8, seq_len=64, **fields
-    )
+    setting = Setting(model("tiny"), cluster, Job(batch_seqs=8, seq_len=64))
+    return Request(setting=setting, strategy=strategy, target=target, **fields)
 
 
 def run(body: str, *, timeout_s: float = 20.0, target=TPU, keep=None, **fields):

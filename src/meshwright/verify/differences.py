@@ -324,7 +324,7 @@ def _name_of(label: StepLabel | None, sides: _Sides) -> str:
         return "scattered all-reduce"
     if set(sides.derived) != set(sides.compiled):
         return ""
-    return _of_size(*(sum(side.values(), NOTHING) for side in (sides.derived, sides.compiled)), derived)
+    return _of_size(sum(sides.derived.values(), NOTHING), sum(sides.compiled.values(), NOTHING), derived)
 
 
 def _of_size(derived: Amount, compiled: Amount, kinds: set[str]) -> str:

@@ -6,9 +6,7 @@ from typing import Any
 
 import msgspec
 
-from meshwright.cost.memory import memory_limit
 from meshwright.hlo.collectives import collectives
-from meshwright.spec.calibration import Calibration
 from meshwright.verify.differences import Comparison, compare
 from meshwright.verify.flops import Products, compare_products
 from meshwright.verify.request import Compiled, Request
@@ -73,14 +71,7 @@ class Proof(msgspec.Struct, frozen=True, kw_only=True):
         return not self.refusal
 
 
-def prove(
-    request: Request,
-    *,
-    program: Sequence[str],
-    timeout_s: float,
-    keep: Path | None = None,
-    calibration: Calibration | None = None,
-) -> Proof:
+def prove(request: Request, *, program: Sequence[str], timeout_s: float, keep: Path | None = None) -> Proof:
     """Compile the step of a request in a process of its own and hold it against the derivation."""
     outcome = run_request(request, program=program, timeout_s=timeout_s, keep=keep)
     refusal = _refusal(request, outcome)
@@ -89,7 +80,7 @@ def prove(
     derivation = StepDerivation(request)
     memory = None
     if request.target.platform != "cpu":
-        memory = _memory(request, outcome.compiled, derivation, calibration)
+        memory = _memory(request, outcome.compiled, derivation)
         refusal = refusal or _does_not_fit(request, memory)
     traffic, trouble = None, ""
     try:
@@ -112,10 +103,7 @@ def prove(
     )
 
 
-def _memory(
-    request: Request, compiled: Compiled, derivation: StepDerivation, calibration: Calibration | None
-) -> MemoryComparison:
-    offered = available_bytes(compiled.out_of_memory)
+def _memory(request: Request, compiled: Compiled, derivation: StepDerivation) -> MemoryComparison:
     found = compiled.memory
     return MemoryComparison(
         items=derivation.memory(),
@@ -123,7 +111,7 @@ def _memory(
         temporaries=found.temporaries + found.outputs,
         needed=found.needed,
         peak=found.peak,
-        available=offered or memory_limit(request.cluster, calibration),
+        available=available_bytes(compiled.out_of_memory) or request.setting.memory_limit,
     )
 
 
@@ -135,7 +123,7 @@ def _refusal(request: Request, outcome: Outcome) -> str:
     how = {"crash": "the compiler died", "timeout": "the time was up"}.get(outcome.ended)
     message = f"{how}: {outcome.message}" if how else outcome.message
     more = " Give more time with --timeout." if outcome.ended == "timeout" else ""
-    return f"the {request.step} step of {request.model.name} could not be {where}: {message.rstrip('.')}.{more}"
+    return f"the {request.step} step of {request.setting.model.name} could not be {where}: {message.rstrip('.')}.{more}"
 
 
 def _does_not_fit(request: Request, memory: MemoryComparison) -> str:
@@ -143,8 +131,8 @@ def _does_not_fit(request: Request, memory: MemoryComparison) -> str:
         return ""
     needed, has = memory.needed / 1e9, memory.available / 1e9
     return (
-        f"the {request.step} step of {request.model.name} needs {needed:.1f} GB on each chip of "
-        f"{request.cluster.short_name}, which has {has:.1f} GB for it "
+        f"the {request.step} step of {request.setting.model.name} needs {needed:.1f} GB on each chip of "
+        f"{request.setting.cluster.short_name}, which has {has:.1f} GB for it "
         f"({needed / has:.2g} times as much). Use more chips, more remat, or fewer sequences at a time."
     )
 
@@ -153,8 +141,8 @@ def proof_table(proof: Proof) -> dict[str, Any]:
     """Plain data, the keys of `verify --json`."""
     request, outcome = proof.request, proof.outcome
     found: dict[str, Any] = {
-        "model": request.model.name,
-        "cluster": request.cluster.short_name,
+        "model": request.setting.model.name,
+        "cluster": request.setting.cluster.short_name,
         "step": request.step,
         "axes": dict(request.strategy.mesh),
         "depth": request.depth,

@@ -158,10 +158,8 @@ def target_config(gpu: XlaGpuTarget) -> str:
     capability, dnn = gpu.capability, gpu.dnn.split(".")
     major, minor = capability.rstrip("a").split(".")
     feature = " feature_extension: ACCELERATED_FEATURES" if capability.endswith("a") else ""
-    figures = msgspec.structs.asdict(gpu)
-    counted = " ".join(
-        f"{name}: {n}" for name, n in figures.items() if name not in ("description", "capability", "dnn")
-    )
+    texts = ("description", "capability", "dnn")
+    counted = " ".join(f"{name}: {value}" for name, value in msgspec.structs.asdict(gpu).items() if name not in texts)
     return (
         f"gpu_device_info {{\n{SHARED}  {counted}\n"
         f"  cuda_compute_capability {{ major: {major} minor: {minor}{feature} }}\n"

@@ -58,12 +58,7 @@ def _prove(result: PlanResult, one: PlannedStrategy) -> "Proof":
     request = request_of(
         setting.model, one.cluster, one.strategy, one.job, calibration=setting.rates, assumptions=setting.assumptions
     )
-    return prove(
-        request,
-        program=python_program(PROGRAM),
-        timeout_s=TIMEOUT_S,
-        calibration=setting.rates,
-    )
+    return prove(request, program=python_program(PROGRAM), timeout_s=TIMEOUT_S)
 
 
 def _words(proof: "Proof") -> str:

@@ -96,13 +96,7 @@ def command(
         calibration=found.calibration,
         assumptions=found.assumptions,
     )
-    proof = prove(
-        request,
-        program=python_program(PROGRAM),
-        timeout_s=timeout,
-        keep=keep,
-        calibration=found.calibration,
-    )
+    proof = prove(request, program=python_program(PROGRAM), timeout_s=timeout, keep=keep)
     if as_json:
         emit_json(proof_table(proof))
     else:
@@ -203,11 +197,11 @@ HOW = {
 def print_proof(proof: "Proof") -> None:
     """Who compiled it and how far, the memory, and the collectives with their differences."""
     request, outcome = proof.request, proof.outcome
-    strategy = request.strategy
-    what = f"{request.model.name} on {request.cluster.short_name}, {request.step}: {mesh_words(strategy.mesh)}"
+    strategy, setting = request.strategy, request.setting
+    what = f"{setting.model.name} on {setting.cluster.short_name}, {request.step}: {mesh_words(strategy.mesh)}"
     if request.step == "train":
         what += f"; {microbatch_words(strategy)}, {remat_words(strategy)}"
-    print_text(f"{what}; {format_count(request.batch_seqs)} sequences of {format_count(request.seq_len)}")
+    print_text(f"{what}; {format_count(setting.job.batch_seqs)} sequences of {format_count(setting.job.seq_len)}")
     if outcome.lowered is not None and proof.runs:
         print_fact("compiled", f"{HOW[request.depth]}, for {_target_words(proof)}")
     print_fact(
@@ -228,7 +222,7 @@ def print_proof(proof: "Proof") -> None:
 
 
 def _target_words(proof: "Proof") -> str:
-    target, cluster = proof.request.target, proof.request.cluster
+    target, cluster = proof.request.target, proof.request.setting.cluster
     if target.platform == "cpu":
         return f"{target.num_devices:,} emulated CPU devices"
     return f"{cluster.num_chips:,} x {cluster.chip.full_name or cluster.chip.name}"

@@ -2,6 +2,9 @@
 
 from typing import Any, get_args
 
+import msgspec
+
+from meshwright.algebra.generation import Storage
 from meshwright.cli.verbs.job_steps import job_of_step
 from meshwright.core.errors import InputError
 from meshwright.spec.calibration import Calibration
@@ -32,6 +35,7 @@ def request_of(
     assumptions: Assumptions = AS_RUN,
 ) -> Any:
     """The request that a plan makes; its chips in the order in which the strategy lies on the cluster."""
+    from meshwright.cost.setting import Setting
     from meshwright.train.settings import program_options, settings_from_table
     from meshwright.verify.request import Request, StepKind
     from meshwright.verify.targets import mesh_order
@@ -54,20 +58,15 @@ def request_of(
     bounded = {"capacity_factor": assumptions.imbalance} if model.num_experts and assumptions.imbalance > 1 else {}
     named = {"optimizer": job.optimizer} if job.optimizer != "adamw" else {}
     table = named | bounded | (settings or {}) if step == "train" else {}
+    asked = msgspec.structs.replace(job_of_step(job, step), optimizer=table.get("optimizer", "adamw"))
+    storage = Storage(cache_dtype=cache_dtype, quantised=weights == "int8")  # type: ignore[arg-type]
     return Request(
-        model=model,
-        cluster=cluster,
+        setting=Setting(model, cluster, asked, calibration, storage, assumptions),
         strategy=strategy,
-        assumptions=assumptions,
         target=target,
         step=step,  # type: ignore[arg-type]
-        batch_seqs=job.batch_seqs,
-        seq_len=job.seq_len,
         depth=depth,  # type: ignore[arg-type]
-        weights=weights,  # type: ignore[arg-type]
-        cache_dtype=cache_dtype,
         settings=table,
-        optimizer=table.get("optimizer", "adamw"),
         options=program_options(settings_from_table(table), several_documents=False),
         order=order,
     )
