@@ -14,7 +14,6 @@ from meshwright.profile.classes import class_of_op, part_of_step
 from meshwright.profile.compare import (
     ClassRow,
     Comparison,
-    OpRow,
     Row,
 )
 from meshwright.profile.times import OpTime, Times
@@ -74,14 +73,19 @@ def case(*terms, idle=(0.0, 0.0), ops=(), flops=1e12, **changes):
         ClassRow(kind=k, own_s=1.0, wall_s=1.0, flops=flops, hbm_bytes=1e12) for k in ("contraction", "elementwise")
     )
     comparison = Comparison(
-        predicted=Partition(compute_s=10.0), parts=(), terms=terms, steps=(), classes=classes, ops=ops, float32=(),
+        predicted=Partition(compute_s=10.0),
+        parts=(),
+        terms=terms,
+        steps=(),
+        classes=classes,
+        float32=(),
         shares_cores=False,
-    )  # fmt: skip
+    )
     devices = {number: Partition(compute_s=9.0 - s, exposed_s=1.0, idle_s=s) for number, s in enumerate(idle)}
     times = Times(
         mean=Partition(compute_s=9.0, exposed_s=1.0),
         devices=devices,
-        ops=(OpTime(name="all-gather.1", count=1, own_s=4.0, wall_s=1.0, waited_s=0.25),),
+        ops=ops,
         communication_s=4.0,
         hidden_s=3.0,
         num_launches=1000,
@@ -113,7 +117,7 @@ def test_what_is_near_needs_no_advice():
 
 
 def collective(step, **seconds):
-    return OpRow(name="made.1", kind="collective", step=step, count=32, flops=0.0, hbm_bytes=0.0, **seconds)
+    return OpTime(name="made.1", kind="collective", step=step, count=32, flops=0.0, hbm_bytes=0.0, **seconds)
 
 
 GATHER = collective("layer:forward:w_up=all_gather", own_s=4.0, wall_s=1.0, waited_s=0.25)

@@ -1,6 +1,4 @@
-"""Interval arithmetic, and the partition of a step's wall time, on made-up events."""
-
-from itertools import pairwise
+"""Segments of a window, and the partition of a step's wall time, on made-up events."""
 
 import pytest
 from hypothesis import given
@@ -9,8 +7,7 @@ from hypothesis import strategies as st
 from meshwright.profile.classes import Facts
 from meshwright.profile.events import OpEvent, Trace, Window
 from meshwright.profile.hlo import parse_program
-from meshwright.profile.shared import shared_seconds, working
-from meshwright.profile.times import LAUNCH_GAP_S, both, clipped, length, measure_times, union
+from meshwright.profile.times import LAUNCH_GAP_S, measure_times, segments, shared_seconds, working
 
 PROGRAM = """HloModule made, is_scheduled=true
 
@@ -45,28 +42,18 @@ def event(op, start, end, *, device=0, waits=()):
     return OpEvent(op, device, "lane", start, end, tuple(Window(*w) for w in waits))
 
 
-def is_in(at, intervals):
-    return any(start <= at <= end for start, end in intervals)
-
-
-@given(spans, st.floats(0, 10))
-def test_a_union_has_the_same_instants_once(intervals, at):
-    found = union(intervals)
-    assert all(a[1] < b[0] for a, b in pairwise(found))
-    proper = [i for i in intervals if i[1] > i[0]]
-    assert is_in(at, found) == is_in(at, proper)
-
-
-@given(spans, spans)
-def test_what_two_share_and_what_they_have_add_up(first, second):
-    one, two = union(first), union(second)
-    assert length(both(one, two)) + length(union([*one, *two])) == pytest.approx(length(one) + length(two))
-
-
 @given(spans, st.tuples(st.floats(0, 10), st.floats(0, 10)).map(lambda p: (min(p), max(p))))
-def test_clipping_is_sharing_with_the_window(intervals, window):
-    found = union(clipped(intervals, window))
-    assert length(found) == pytest.approx(length(both(union(intervals), union([window]))))
+def test_segments_are_the_window_in_order_with_what_covers_each(intervals, window):
+    found = list(segments([(start, end, number) for number, (start, end) in enumerate(intervals)], Window(*window)))
+    edges = [edge for piece, _ in found for edge in piece]
+    assert edges == sorted(edges)
+    assert edges[1:-1:2] == edges[2::2]
+    assert (edges[:1], edges[-1:]) == (([window[0]], [window[1]]) if window[0] < window[1] else ([], []))
+    for (start, end), names in found:
+        middle = (start + end) / 2
+        covering = [n for n, (first, last) in enumerate(intervals) if first <= middle <= last and first < last]
+        assert start < end
+        assert middle in (start, end) or sorted(names) == covering
 
 
 made = st.builds(
@@ -87,7 +74,11 @@ def test_the_parts_of_a_step_are_its_wall_time(events):
     busy = times.mean.compute_s + times.mean.memory_s + times.mean.exposed_s
     # what instructions have of the wall time is the time in which any runs
     assert sum(op.wall_s for op in times.ops) == pytest.approx(busy)
-    assert 0 <= times.hidden_s <= times.communication_s + 1e-9
+    sent = [[e for e in events if e.device == device and e.op == "all-gather.1"] for device in times.devices]
+    pieces = [segments([(e.start_s, e.end_s, e) for e in own], Window(0.0, 10.0)) for own in sent]
+    flown = sum(piece.seconds for own in pieces for piece, flying in own if flying)
+    assert times.communication_s == pytest.approx(flown / len(sent))
+    assert times.hidden_s == pytest.approx(times.communication_s - times.mean.exposed_s)
 
 
 def test_each_instant_is_the_first_of_the_five_that_holds():
@@ -151,5 +142,6 @@ def test_waiting_is_no_work():
 @given(st.lists(made, min_size=1, max_size=25))
 def test_shared_seconds_are_the_time_in_which_anyone_works(events):
     found = shared_seconds(trace_of(*events), FACTS)
-    work = union(clipped([(e.start_s, e.end_s) for e in events if FACTS.is_work(e.op)], (0.0, 10.0)))
-    assert sum(found.values()) == pytest.approx(length(work), abs=1e-9)
+    work = [(e.start_s, e.end_s, e.op) for e in events if FACTS.is_work(e.op)]
+    anyone = sum(piece.seconds for piece, ops in segments(work, Window(0.0, 10.0)) if ops)
+    assert sum(found.values()) == pytest.approx(anyone, abs=1e-9)

@@ -31,8 +31,8 @@ from meshwright.profile.classes import OUTSIDE, Facts
 from meshwright.profile.events import STEP, load_trace, newest_trace
 from meshwright.profile.hlo import parse_program
 from meshwright.profile.run import traced
-from meshwright.profile.shared import shared_seconds
 from meshwright.profile.subjects import random_rows
+from meshwright.profile.times import shared_seconds
 from meshwright.spec.calibration import Calibration, HostRates, Pace
 from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.job import Job

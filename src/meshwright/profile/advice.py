@@ -9,8 +9,8 @@ from meshwright.core.units import format_bytes, format_flops, format_seconds
 from meshwright.cost.breakdown import LabelledStep
 from meshwright.cost.step_rates import StepRates
 from meshwright.profile.classes import OUTSIDE, OpClass, class_of_op
-from meshwright.profile.compare import NOTHING, ClassRow, Comparison, OpRow, Row
-from meshwright.profile.times import Times
+from meshwright.profile.compare import NOTHING, ClassRow, Comparison, Row
+from meshwright.profile.times import OpTime, Times
 from meshwright.spec.calibration import Calibration
 from meshwright.spec.job import Job
 from meshwright.spec.strategy import Strategy
@@ -46,7 +46,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
         devices = product(self.strategy.mesh.get(axis, 1) for axis in split)
         return self.job.batch_seqs / devices / self.strategy.num_microbatches
 
-    def axes_of(self, op: OpRow) -> set[str]:
+    def axes_of(self, op: OpTime) -> set[str]:
         """The mesh axes of a collective, as derived; none for those of no derived step."""
         known = self.expected.get(op.step)
         return set(known.axes) if known else set()
@@ -54,20 +54,15 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     def of_class(self, kind: str) -> ClassRow | None:
         return next((row for row in self.comparison.classes if row.kind == kind), None)
 
-    def leading(self, *kinds: str) -> Row | None:
-        """The derived step of a kind of work that is furthest from its prediction."""
-        return next((row for row in self.comparison.steps if row.kind in kinds), None)
-
 
 def advise(case: Case) -> tuple[Advice, ...]:
     """Lines for the worst terms; none where everything is as predicted."""
     step_s = case.times.mean.total_s
-    found = []
-    for row in case.comparison.terms[:MAX_LINES]:
-        if abs(row.difference_s) < SMALL_SHARE * step_s:
-            continue
-        found.append(Advice(term=row.name, difference_s=row.difference_s, text=_line(row, case)))
-    return tuple(found)
+    return tuple(
+        Advice(term=row.name, difference_s=row.difference_s, text=_line(row, case))
+        for row in case.comparison.terms[:MAX_LINES]
+        if abs(row.difference_s) >= SMALL_SHARE * step_s
+    )
 
 
 def _line(row: Row, case: Case) -> str:
@@ -90,7 +85,7 @@ def _collectives(row: Row, case: Case) -> str:
     strategy = case.strategy
     axes = tuple(axis for axis in strategy.active_axes if axis in row.name.split())
     sizes = ", ".join(f"{axis}={strategy.mesh[axis]}" for axis in axes)
-    ops = [op for op in case.comparison.ops if op.kind == "collective" and case.axes_of(op) == set(axes)]
+    ops = [op for op in case.times.ops if op.kind == "collective" and case.axes_of(op) == set(axes)]
     exposed, whole, waited = (sum(getattr(op, name) for op in ops) for name in ("wall_s", "own_s", "waited_s"))
     facts = f"{format_seconds(exposed)} of {format_seconds(whole)} on a device is not hidden"
     if waited:
@@ -114,7 +109,8 @@ def _collectives(row: Row, case: Case) -> str:
 def _products(row: Row, case: Case) -> str:
     rate = _rate(row, case)
     wanted = float(case.rates.chip.matmul_flops_per_s)
-    found, derived = case.of_class(row.name), _derived_flops(case, row.name)
+    found = case.of_class(row.name)
+    derived = sum(one.flops for one in case.expected.values() if class_of_op(one.step.op) == row.name)
     if found and rate >= wanted and found.flops > derived:
         flops, known = (format_flops(f, unit="FLOP") for f in (found.flops, derived))
         return (
@@ -122,7 +118,7 @@ def _products(row: Row, case: Case) -> str:
             f"expected: {_fewer_flops(case)}"
         )
     facts = f"products run at {format_flops(rate)} a device, the rates say {format_flops(wanted)}"
-    lead = case.leading("contraction")
+    lead = next((row for row in case.comparison.steps if row.kind == "contraction"), None)
     if lead:
         facts += f"; the furthest off is {lead.name}"
     return f"{facts}: {_larger(case)} makes products larger"
@@ -132,10 +128,6 @@ def _rate(row: Row, case: Case) -> float:
     """FLOP/s of a device in the products of a kind of work."""
     found = case.of_class(row.name)
     return found.flops / row.measured_s if found and row.measured_s else 0.0
-
-
-def _derived_flops(case: Case, kind: str) -> float:
-    return sum(one.flops for one in case.expected.values() if class_of_op(one.step.op) == kind)
 
 
 def _fewer_flops(case: Case) -> str:
@@ -163,7 +155,7 @@ def _attention(row: Row, case: Case) -> str:
 
 
 def _copies(row: Row, case: Case) -> str:
-    worst = next((op for op in case.comparison.ops if op.kind == "copy"), None)
+    worst = next((op for op in case.times.ops if op.kind == "copy"), None)
     if worst is None:
         return "no single copy stands out"
     size = format_bytes(worst.hbm_bytes / max(worst.count, 1))
@@ -187,7 +179,7 @@ def _memory(row: Row, case: Case) -> str:
     )
     if rate < wanted / 2:
         return f"{facts}: its kernels are small or strided; {_larger(case)} makes them larger"
-    longest = next((op for op in case.comparison.ops if op.kind == row.name), None)
+    longest = next((op for op in case.times.ops if op.kind == row.name), None)
     which = f", {longest.name} ({longest.step}) for longest" if longest else ""
     if case.strategy.state == "fp32" and not case.comparison.shares_cores:
         return f"{facts}{which}: strategy.state=bf16-adam halves the bytes"

@@ -38,7 +38,6 @@ OUTSIDE = "outside the steps"
 class Fact(msgspec.Struct, frozen=True, kw_only=True):
     """What a profile knows of one instruction: FLOPs and bytes are those of one execution on one device."""
 
-    name: str
     label: StepLabel | None
     kind: OpClass
     bound: Bound
@@ -92,15 +91,10 @@ class Facts:
     @cached_property
     def products(self) -> Mapping[str, tuple[Instruction, ...]]:
         """Matrix products by the instruction that runs them."""
-        inner = {c for one in self._all if one.opcode not in CONTAINERS for _, c in one.called}
-        bodies = self.program.module.computations.items()
-        outer = (one for name, body in bodies if name not in inner for one in body.instructions)
-        found = {one.name: self.program.products(one.name) for one in outer if one.opcode not in CONTAINERS}
+        work = [one for one in self.program.module if one.opcode not in CONTAINERS]
+        fused = {name for one in work for _, name in one.called}
+        found = {one.name: self.program.products(one.name) for one in work if one.computation not in fused}
         return {name: products for name, products in found.items() if products}
-
-    @property
-    def _all(self) -> tuple[Instruction, ...]:
-        return tuple(self.program.instructions.values())
 
     def _make(self, name: str) -> Fact:
         one, label = self.program.instructions[name], self.program.label(name)
@@ -112,7 +106,7 @@ class Facts:
         elif flops >= self.ridge * moved > 0 or (kind == "attention" and one.opcode == "custom-call"):
             bound = "compute"
         source = _NUMBER.sub("", one.op_name.rsplit("/", 1)[-1]) or _NUMBER.sub("", one.name)
-        return Fact(name=name, label=label, kind=kind, bound=bound, flops=flops, hbm_bytes=moved, source=source)
+        return Fact(label=label, kind=kind, bound=bound, flops=flops, hbm_bytes=moved, source=source)
 
 
 def _class_of(one: Instruction, label: StepLabel | None, program: Program) -> OpClass:

@@ -7,11 +7,9 @@ import msgspec
 
 from meshwright.cost.breakdown import Breakdown, LabelledStep, Partition
 from meshwright.hlo.products import precision, product_flops
-from meshwright.hlo.shapes import Shape
 from meshwright.profile.classes import CLASSES, Fact, Facts, OpClass, class_of_op, part_of_step
 from meshwright.profile.events import Trace
-from meshwright.profile.shared import shared_seconds
-from meshwright.profile.times import Times
+from meshwright.profile.times import Times, shared_seconds
 
 NOTHING = "nothing runs"
 """The term of instants in which no device of a machine works."""
@@ -41,20 +39,6 @@ class ClassRow(msgspec.Struct, frozen=True, kw_only=True):
     hbm_bytes: float
 
 
-class OpRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One instruction in a mean step of a mean device, with what it came from; the seconds as in `OpTime`."""
-
-    name: str
-    kind: OpClass
-    step: str
-    count: float
-    own_s: float
-    wall_s: float
-    waited_s: float = 0.0
-    flops: float
-    hbm_bytes: float
-
-
 class ProductRow(msgspec.Struct, frozen=True, kw_only=True):
     """A matrix product of float32 operands: its shapes, its executions, FLOPs and seconds in a step of a device."""
 
@@ -71,7 +55,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     """All tables of a profile; rows are sorted by the size of their difference, the worst first.
 
     ``terms`` are kinds of work, with collectives by the mesh axes that they run over. ``shares_cores`` says that
-    measured seconds are the machine's for all devices (`profile_shared`), so that terms sum to the step; else they are
+    measured seconds are the machine's for all devices (`shared_seconds`), so that terms sum to the step; else they are
     those of a mean device, by themselves.
     """
 
@@ -80,7 +64,6 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     terms: tuple[Row, ...]
     steps: tuple[Row, ...]
     classes: tuple[ClassRow, ...]
-    ops: tuple[OpRow, ...]
     float32: tuple[ProductRow, ...]
     shares_cores: bool
 
@@ -99,17 +82,16 @@ def compare(trace: Trace, facts: Facts, times: Times, predicted: Breakdown) -> C
         predicted_terms[term_of(class_of_op(one.step.op), one.axes)] += one.seconds
     # sends between the stages of a pipeline are no steps of a block, and their permutes carry no known label
     predicted_terms[term_of("collective")] += float(predicted.priced.estimate.terms.get("pipeline", 0.0))
-    idle = predicted.partition
-    nothing = _machine_rests(idle, times, spent) if shares else _device_rests(idle, times)
+    whole = predicted.partition
+    nothing = _machine_rests(whole, times, spent) if shares else _device_rests(whole, times)
     terms = [*_rows(predicted_terms, by_term, lambda name: name), *nothing]
     steps = _rows({n: one.seconds for n, one in expected.items()}, by_step, lambda n: _kind_of(n, expected))
     return Comparison(
-        predicted=idle,
+        predicted=whole,
         parts=tuple(_rows(predicted_parts, by_part, lambda name: "part")),
         terms=tuple(_worst(terms)),
         steps=tuple(steps),
-        classes=_classes(times, facts),
-        ops=_ops(times, facts),
+        classes=_classes(times),
         float32=_float32(times, facts),
         shares_cores=shares,
     )
@@ -164,40 +146,15 @@ def _worst(rows: list[Row]) -> list[Row]:
     return sorted(rows, key=lambda row: -abs(row.difference_s))
 
 
-def _classes(times: Times, facts: Facts) -> tuple[ClassRow, ...]:
+def _classes(times: Times) -> tuple[ClassRow, ...]:
     """Kinds of work that there are, most of the wall time first."""
     rows = []
     for kind in CLASSES:
-        ops = [(op, facts.of(op.name)) for op in times.ops if facts.of(op.name).kind == kind]
+        ops = [op for op in times.ops if op.kind == kind]
         if ops:
-            rows.append(
-                ClassRow(
-                    kind=kind,
-                    own_s=sum(op.own_s for op, _ in ops),
-                    wall_s=sum(op.wall_s for op, _ in ops),
-                    flops=sum(op.count * fact.flops for op, fact in ops),
-                    hbm_bytes=sum(op.count * fact.hbm_bytes for op, fact in ops),
-                )
-            )
+            names = ("own_s", "wall_s", "flops", "hbm_bytes")
+            rows.append(ClassRow(kind=kind, **{name: sum(getattr(op, name) for op in ops) for name in names}))
     return tuple(sorted(rows, key=lambda row: -row.wall_s))
-
-
-def _ops(times: Times, facts: Facts) -> tuple[OpRow, ...]:
-    found = ((op, facts.of(op.name)) for op in times.ops)
-    return tuple(
-        OpRow(
-            name=op.name,
-            kind=fact.kind,
-            step=fact.step,
-            count=op.count,
-            own_s=op.own_s,
-            wall_s=op.wall_s,
-            waited_s=op.waited_s,
-            flops=fact.flops * op.count,
-            hbm_bytes=fact.hbm_bytes * op.count,
-        )
-        for op, fact in found
-    )
 
 
 def _float32(times: Times, facts: Facts) -> tuple[ProductRow, ...]:
@@ -205,14 +162,15 @@ def _float32(times: Times, facts: Facts) -> tuple[ProductRow, ...]:
     rows = []
     for op in times.ops:
         for product in facts.products.get(op.name, ()):
-            shapes = [_shape_of(name, facts) for name in product.operands[:2]]
+            known = (facts.program.instructions.get(name) for name in product.operands[:2])
+            shapes = [one.shapes[0] if one and one.shapes else None for one in known]
             if not shapes or any(shape is None or shape.dtype != "f32" for shape in shapes):
                 continue
             rows.append(
                 ProductRow(
                     name=op.name,
-                    step=facts.of(op.name).step,
-                    operands=" x ".join(f"[{','.join(map(str, shape.dims))}]" for shape in shapes if shape),
+                    step=op.step,
+                    operands=" x ".join(str(shape).removeprefix("f32") for shape in shapes),
                     precision=precision(product),
                     count=op.count,
                     flops=float(op.count * product_flops(product, facts.program.instructions)),
@@ -220,8 +178,3 @@ def _float32(times: Times, facts: Facts) -> tuple[ProductRow, ...]:
                 )
             )
     return tuple(sorted(rows, key=lambda row: -row.seconds))
-
-
-def _shape_of(name: str, facts: Facts) -> Shape | None:
-    one = facts.program.instructions.get(name)
-    return one.shapes[0] if one and one.shapes else None

@@ -80,9 +80,6 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True):
     def devices(self) -> tuple[int, ...]:
         return tuple(sorted({event.device for event in self.events}))
 
-    def of_device(self, device: int) -> list[OpEvent]:
-        return [event for event in self.events if event.device == device]
-
 
 def newest_trace(folder: Path) -> Path:
     """The trace that the profiler left last under a folder."""

@@ -44,18 +44,11 @@ class Program(msgspec.Struct, frozen=True, dict=True):
         """Instructions by the names of their GPU kernels, which hold no dots and dashes."""
         return {name.replace(".", "_").replace("-", "_"): name for name in self.instructions}
 
-    def called(self, one: Instruction) -> tuple[Instruction, ...]:
-        """The instructions of the computations that an instruction calls."""
-        if not one.called:
-            return ()
-        bodies = (self.module.computations.get(name) for _, name in one.called)
-        return tuple(inner for body in bodies if body for inner in body.instructions)
-
     def inside(self, one: Instruction) -> Iterator[Instruction]:
         """The instruction and, of a fusion, everything that was fused, to any depth."""
         yield one
         if one.opcode not in CONTAINERS:
-            for inner in self.called(one):
+            for inner in self.module.inside(one):
                 yield from self.inside(inner)
 
     def products(self, name: str) -> tuple[Instruction, ...]:

@@ -217,7 +217,7 @@ class _Schedule:
         """Whether a result is written over an operand: updates of a slice, and fusions that end in one."""
         if one.opcode == "dynamic-update-slice":
             return True
-        inner = self.program.called(one) if one.opcode == "fusion" else ()
+        inner = self.program.module.inside(one) if one.opcode == "fusion" else ()
         return any(i.is_root and i.opcode == "dynamic-update-slice" for i in inner)
 
     def _run_by(self, one: Instruction) -> tuple[str, ...]:

@@ -184,10 +184,10 @@ def _ops(profile: Profile) -> str:
             f"{op.wall_s / whole:.1%}",
             format_flops(op.flops / op.own_s) if op.flops and op.own_s else None,
         ]
-        for op in profile.comparison.ops[:MAX_OPS]
+        for op in profile.times.ops[:MAX_OPS]
     ]
     text = as_markdown(["instruction", "kind", "derived step", "times", "by itself", "share", "FLOP/s"], rows)
-    return text + f"\nThe longest {len(rows)} of {len(profile.comparison.ops)} instructions of a mean device.\n"
+    return text + f"\nThe longest {len(rows)} of {len(profile.times.ops)} instructions of a mean device.\n"
 
 
 _UNITS = {
