@@ -4,8 +4,10 @@ Accelerators count the bytes that their allocator has handed out. On CPU the dev
 and what it has resident is sampled instead: the whole machine's figure, with the runtime and the compiler in it.
 """
 
+import math
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Literal, NamedTuple, Self
@@ -36,11 +38,14 @@ class Mark(NamedTuple):
     text: str
 
 
+OwnerKind = Literal["weights", "optimizer", "cache", "batch", "temporary"]
+
+
 class Owner(msgspec.Struct, frozen=True, kw_only=True):
     """Something that holds bytes of one device: an array of the state, the batch, or temporaries of one step."""
 
     name: str
-    kind: Literal["weights", "optimizer", "cache", "batch", "temporary"]
+    kind: OwnerKind
     num_bytes: float
 
 
@@ -125,24 +130,16 @@ def resident_bytes() -> int | None:
 # -- the peak's owners ------------------------------------------------------------------------------------
 
 
-def state_owners(shapes: Any, shardings: Any, kind: Literal["weights", "optimizer", "cache", "batch"]) -> list[Owner]:
+def state_owners(shapes: Any, shardings: Any, kind: OwnerKind) -> list[Owner]:
     """Each array of a tree of shapes, with the bytes of its shard on one device."""
     leaves = jax.tree_util.tree_leaves_with_path(shapes)
     places = jax.tree.leaves(shardings, is_leaf=lambda leaf: isinstance(leaf, jax.sharding.Sharding))
     found = []
     for (path, leaf), sharding in zip(leaves, places, strict=True):
-        shard = sharding.shard_shape(leaf.shape)
-        size = leaf.dtype.itemsize
-        for n in shard:
-            size *= n
-        found.append(Owner(name=_path(path), kind=kind, num_bytes=float(size)))
+        size = math.prod((leaf.dtype.itemsize, *sharding.shard_shape(leaf.shape)))
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        found.append(Owner(name=name, kind=kind, num_bytes=float(size)))
     return found
-
-
-def _path(path: Sequence[Any]) -> str:
-    """``mu.w_up`` of the keys to a leaf."""
-    keys = (getattr(key, "name", getattr(key, "key", getattr(key, "idx", key))) for key in path)
-    return ".".join(str(key) for key in keys)
 
 
 def temporary_owners(program: Program) -> tuple[list[Owner], float]:
@@ -152,19 +149,13 @@ def temporary_owners(program: Program) -> tuple[list[Owner], float]:
     a loop needs the most of its turns on top. Parameters are the state and count nothing here.
     """
     live = _Schedule(program).peak(program.module.entry)
-    sums: dict[str, float] = {}
+    sums: dict[str, float] = defaultdict(float)
     for name, size in live.items():
-        label = program.label(name)
-        known = str(label) if label else _unlabelled(program.instructions[name])
-        sums[known] = sums.get(known, 0.0) + size
+        # mostly what a loop over layers carries has no label
+        shapes, label = program.instructions[name].shapes, program.label(name)
+        sums[str(label) if label else f"{name} {shapes[0]}" if shapes else name] += size
     owners = [Owner(name=name, kind="temporary", num_bytes=size) for name, size in sums.items()]
     return sorted(owners, key=lambda owner: -owner.num_bytes), sum(live.values())
-
-
-def _unlabelled(one: Instruction) -> str:
-    """``copy.12 f32[4,128]``: what a loop over layers carries, mostly."""
-    shape = one.shapes[0] if one.shapes else None
-    return f"{one.name} {shape.dtype}[{','.join(map(str, shape.dims))}]" if shape else one.name
 
 
 class _Schedule:

@@ -2,7 +2,6 @@
 
 import os
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -15,8 +14,8 @@ from meshwright.profile.advice import Advice, Case, advise
 from meshwright.profile.classes import Facts
 from meshwright.profile.compare import Comparison, ProductRow, compare
 from meshwright.profile.events import Platform, Trace, load_trace
-from meshwright.profile.hlo import load_program
-from meshwright.profile.memory import MemoryProfile, temporary_owners
+from meshwright.profile.hlo import Program, load_program
+from meshwright.profile.memory import MAX_OWNERS, MemoryProfile, temporary_owners
 from meshwright.profile.run import Recording
 from meshwright.profile.times import Times, measure_times
 from meshwright.spec.calibration import reference_peak
@@ -25,23 +24,25 @@ from meshwright.spec.plan_file import Plan
 SAME_FLOPS = 0.02
 """How far the FLOPs of program and derived steps may differ before the reader is told."""
 
-SLOW = "The steps under the profiler took "
 SLOWER = 1.2
 """How much longer steps under the profiler may take before the reader is told."""
-BUSY = "The process kept "
 ENOUGH_CORES = 0.75
 """Share of the cores below which a reader is told that the seconds are not those of a quiet machine."""
 
 
 class Profile(msgspec.Struct, frozen=True, kw_only=True):
-    """What there is to show. ``step_s`` is the step without the profiler where it was timed, else the profiled one.
+    """What there is to show, and what it was made from. ``step_s`` is the step without the profiler where it was timed,
+    else the profiled one.
 
     ``flops`` are those of the products in the compiled program on one device, ``predicted_flops`` those of the derived
-    steps; ``notes`` are what the reader has to know of the figures.
+    steps. ``notes`` are what the reader has to know of the figures; ``warnings`` those of them on whether these steps
+    are like others: how much slower, and how much of the machine they had.
     """
 
     plan: Plan
-    platform: Platform
+    trace: Trace
+    facts: Facts
+    priced: PricedStrategy
     step_s: float
     profiled_s: float
     predicted_step_s: float
@@ -57,25 +58,16 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     memory: MemoryProfile
     predicted_memory: dict[str, float]
     notes: tuple[str, ...]
+    warnings: tuple[str, ...]
 
     @property
-    def warnings(self) -> tuple[str, ...]:
-        """The notes on whether these steps are like others: how much slower, and how much of the machine they had."""
-        return tuple(note for note in self.notes if note.startswith((SLOW, BUSY)))
+    def platform(self) -> Platform:
+        return self.trace.platform
 
     @property
     def missed(self) -> tuple[ProductRow, ...]:
         """Products of float32 operands that the matrix units of the chip do not take at their full rate."""
         return tuple(row for row in self.comparison.float32 if misses_units(row, self.platform))
-
-
-class Analysed(msgspec.Struct, frozen=True, kw_only=True):
-    """A profile with what it was made from, for the timeline."""
-
-    profile: Profile
-    trace: Trace
-    facts: Facts
-    priced: PricedStrategy
 
 
 def misses_units(row: ProductRow, platform: Platform) -> bool:
@@ -89,7 +81,7 @@ def misses_units(row: ProductRow, platform: Platform) -> bool:
 
 def analyse(
     plan: Plan, trace: Path, hlo: Path, recording: Recording | None = None, *, storage: Storage = AS_WRITTEN
-) -> Analysed:
+) -> Profile:
     """A profile from a trace and the text of the program that was traced; memory and warm steps from a recording.
 
     The step is one of the plan's job; ``storage`` is of prefill and decode steps. Raises InputError for files that
@@ -97,7 +89,7 @@ def analyse(
     """
     program = load_program(hlo)
     events = load_trace(trace, program)
-    model, job, rates = plan.model, plan.job, plan.calibration
+    job, rates, num_chips = plan.job, plan.calibration, plan.cluster.num_chips
     strategy = job_strategy(job, plan.strategy)
     priced = price_strategy(setting_of(plan, storage), strategy)
     chip = priced.rates.chip
@@ -107,11 +99,12 @@ def analyse(
     comparison = compare(events, facts, times, predicted)
     profiled_s = times.mean.total_s
     step_s = (recording.typical_s if recording else None) or profiled_s
-    peak = reference_peak(plan.cluster.chip, rates, strategy.matmul_dtype) * plan.cluster.num_chips
-    mfu = model_flops(model, job) / (step_s * peak)
+    peak = reference_peak(plan.cluster.chip, rates, strategy.matmul_dtype) * num_chips
+    mfu = model_flops(plan.model, job) / (step_s * peak)
     estimate = priced.estimate
     flops = sum(row.flops for row in comparison.classes)
-    derived_flops = float(estimate.flops) / plan.cluster.num_chips
+    derived_flops = float(estimate.flops) / num_chips
+    warnings = (*_slower_notes(profiled_s, step_s), *_machine_notes(events, recording))
     case = Case(
         comparison=comparison,
         times=times,
@@ -121,9 +114,11 @@ def analyse(
         expected=predicted.steps,
         calibration=rates,
     )
-    profile = Profile(
+    return Profile(
         plan=plan,
-        platform=events.platform,
+        trace=events,
+        facts=facts,
+        priced=priced,
         step_s=step_s,
         profiled_s=profiled_s,
         predicted_step_s=float(estimate.step_s),
@@ -139,18 +134,17 @@ def analyse(
         memory=recording.memory if recording else _memory_of(program),
         predicted_memory={name: float(b) for name, b in estimate.memory.items() if b},
         notes=(
-            *_trace_notes(events, times, num_devices=plan.cluster.num_chips),
+            *_trace_notes(events, times, num_devices=num_chips),
             *_program_notes(flops, derived_flops),
-            *_slower_notes(profiled_s, step_s),
-            *_machine_notes(events, recording),
+            *warnings,
         ),
+        warnings=warnings,
     )
-    return Analysed(profile=profile, trace=events, facts=facts, priced=priced)
 
 
-def _memory_of(program: Any) -> MemoryProfile:
+def _memory_of(program: Program) -> MemoryProfile:
     owners, live = temporary_owners(program)
-    return MemoryProfile(counted="device", owners=tuple(owners[:12]), live_bytes=live)
+    return MemoryProfile(counted="device", owners=tuple(owners[:MAX_OWNERS]), live_bytes=live)
 
 
 def _slower_notes(profiled_s: float, step_s: float) -> tuple[str, ...]:
@@ -158,7 +152,7 @@ def _slower_notes(profiled_s: float, step_s: float) -> tuple[str, ...]:
     if profiled_s <= SLOWER * step_s:
         return ()
     return (
-        f"{SLOW}{profiled_s / step_s:.1f} times as long as those before them, and so do "
+        f"The steps under the profiler took {profiled_s / step_s:.1f} times as long as those before them, and so do "
         "their parts: the profiler or other work slowed them down.",
     )
 
@@ -168,7 +162,7 @@ def _machine_notes(trace: Trace, recording: Recording | None) -> tuple[str, ...]
     cores = os.cpu_count() or 1
     if trace.platform != "cpu" or recording is None or recording.cores is None:
         return ()
-    had = f"{BUSY}{recording.cores:.1f} of {cores} cores busy in these steps"
+    had = f"The process kept {recording.cores:.1f} of {cores} cores busy in these steps"
     if recording.cores >= ENOUGH_CORES * cores:
         return (f"{had}.",)
     return (f"{had}: other programs ran, or threads waited; compare seconds on a quiet machine.",)

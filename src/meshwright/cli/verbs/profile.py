@@ -17,7 +17,7 @@ from meshwright.spec.plan_file import Plan, load_plan
 if TYPE_CHECKING:
     from meshwright.parallel.generate_step import GenerateStep
     from meshwright.parallel.train_step import TrainStep
-    from meshwright.profile.summary import Analysed
+    from meshwright.profile.summary import Profile
 
 
 @click.command()
@@ -67,13 +67,13 @@ def command(
     _show(found, folder, as_json=as_json)
 
 
-def _read(chosen: Plan, storage: Storage, trace: Path, hlo: Path) -> "Analysed":
+def _read(chosen: Plan, storage: Storage, trace: Path, hlo: Path) -> "Profile":
     from meshwright.profile.summary import analyse
 
     return analyse(chosen, trace, hlo, storage=storage)
 
 
-def _run(chosen: Plan, storage: Storage, folder: Path, *, steps: int, warmup: int | None) -> "Analysed":
+def _run(chosen: Plan, storage: Storage, folder: Path, *, steps: int, warmup: int | None) -> "Profile":
     """The step on the devices at hand."""
     from meshwright.cli.verbs.train import require_devices
 
@@ -120,7 +120,7 @@ def _step_of(chosen: Plan, storage: Storage) -> "TrainStep | GenerateStep":
     return step
 
 
-def _show(found: "Analysed", folder: Path, *, as_json: bool) -> None:
+def _show(found: "Profile", folder: Path, *, as_json: bool) -> None:
     """Write the report and print its short form, or all of it as JSON; one process of many does."""
     from meshwright.parallel.processes import is_first
     from meshwright.report.machine.profile_report import write_report
@@ -129,6 +129,6 @@ def _show(found: "Analysed", folder: Path, *, as_json: bool) -> None:
         return
     files = write_report(found, folder)
     if as_json:
-        emit_json(profile_json(found.profile, files))
+        emit_json(profile_json(found, files))
     else:
-        print_profile(found.profile, files)
+        print_profile(found, files)

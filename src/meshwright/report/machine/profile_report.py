@@ -6,7 +6,7 @@ from pathlib import Path
 from meshwright.core.files import write_text_whole
 from meshwright.core.units import format_bytes, format_flops, format_seconds
 from meshwright.profile.compare import Row
-from meshwright.profile.summary import Analysed, Profile
+from meshwright.profile.summary import Profile
 from meshwright.report.figure import save
 from meshwright.report.machine.profile_figures import memory_timeline_figure, parts_figure, where_figure
 from meshwright.report.machine.profile_trace import save_trace
@@ -19,9 +19,8 @@ MAX_OPS = 30
 MAX_PRODUCTS = 12
 
 
-def write_report(found: Analysed, folder: Path) -> list[Path]:
+def write_report(profile: Profile, folder: Path) -> list[Path]:
     """The files that were written, the page first."""
-    profile = found.profile
     folder.mkdir(parents=True, exist_ok=True)
     how = f"{profile.plan.model.name} on {profile.plan.cluster.short_name}; {profile.plan.calibration.describe()}"
     written = [save(where_figure(profile), folder / WHERE)]
@@ -30,7 +29,7 @@ def write_report(found: Analysed, folder: Path) -> list[Path]:
     )
     if profile.memory.samples:
         written.append(save(memory_timeline_figure(profile.memory), folder / MEMORY))
-    written.append(save_trace(found, folder / TIMELINE))
+    written.append(save_trace(profile, folder / TIMELINE))
     write_text_whole(folder / REPORT, report_text(profile))
     return [folder / REPORT, *written]
 

@@ -14,7 +14,7 @@ from meshwright.core.files import write_whole
 from meshwright.cost.train_step import PricedStrategy
 from meshwright.profile.classes import Facts
 from meshwright.profile.events import OpEvent, Trace, Window
-from meshwright.profile.summary import Analysed
+from meshwright.profile.summary import Profile
 from meshwright.report.machine.profile_timeline import predicted_timeline
 
 PREDICTED_PID = 1
@@ -25,18 +25,18 @@ _US = 1e6
 TraceEvent = dict[str, Any]
 
 
-def trace_events(found: Analysed) -> list[TraceEvent]:
+def trace_events(found: Profile) -> list[TraceEvent]:
     """Both timelines: one mean predicted step, and the measured steps, from the same zero."""
-    count = found.profile.plan.strategy.num_microbatches
+    count = found.plan.strategy.num_microbatches
     return [*predicted_events(found.priced, num_microbatches=count), *measured_events(found.trace, found.facts)]
 
 
-def save_trace(found: Analysed, path: Path) -> Path:
+def save_trace(found: Profile, path: Path) -> Path:
     """The path, after the trace was written to it, gzipped."""
     document = {
         "traceEvents": trace_events(found),
         "displayTimeUnit": "ms",
-        "otherData": {"model": found.profile.plan.model.name, "cluster": found.profile.plan.cluster.short_name},
+        "otherData": {"model": found.plan.model.name, "cluster": found.plan.cluster.short_name},
     }
     content = gzip.compress(json.dumps(document, separators=(",", ":")).encode())
     write_whole(path, lambda part: part.write_bytes(content))
