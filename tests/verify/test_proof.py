@@ -14,7 +14,7 @@ from meshwright.spec.job import Job
 from meshwright.spec.strategy import Strategy, make_mesh
 from meshwright.verify import proof
 from meshwright.verify.proof import MemoryComparison, proof_table, prove
-from meshwright.verify.request import Compiled, Lowered, Memory, Request
+from meshwright.verify.request import Memory, Request
 from meshwright.verify.running import Outcome
 from meshwright.verify.targets import Target
 
@@ -56,10 +56,10 @@ def request(target="tpu", **fields) -> Request:
     )
 
 
-def compiled(gigabytes=1.0, *, out_of_memory="") -> Compiled:
+def compiled(gigabytes=1.0, *, out_of_memory=""):
     whole = round(gigabytes * 1e9)
     memory = Memory(arguments=whole // 2, temporaries=whole - whole // 2, outputs=0)
-    return Compiled(seconds=1.0, memory=memory, out_of_memory=out_of_memory)
+    return {"memory": memory, "out_of_memory": out_of_memory}
 
 
 @pytest.fixture
@@ -68,7 +68,7 @@ def proved(monkeypatch):
 
     def run(ended="stopped", *, target="tpu", **fields):
         outcome = Outcome(
-            **{"ended": ended, "hlo": HLO, "lowered": Lowered(seconds=0.1), **fields},
+            **{"ended": ended, "hlo": HLO, "lowered": True, **fields},
             wall_s=1.0,
             cpu_s=0.5,
             max_rss_bytes=10**9,
@@ -82,14 +82,14 @@ def proved(monkeypatch):
 
 
 def test_what_fits_runs(proved):
-    found = proved(compiled=compiled(1.0))
+    found = proved(**compiled(1.0))
     assert (found.runs, found.refusal, found.memory.fits) == (True, "", True)
     assert found.memory.available == memory_limit(parse_cluster("v5e:2x2"))
     assert found.memory.needed == 1e9
 
 
 def test_what_does_not_fit_is_refused_with_bytes(proved):
-    found = proved(compiled=compiled(40.0))
+    found = proved(**compiled(40.0))
     assert not found.runs
     assert "needs 40.0 GB on each chip of v5e:2x2, which has 16.9 GB" in found.refusal
     assert "2.4 times" in found.refusal
@@ -98,7 +98,7 @@ def test_what_does_not_fit_is_refused_with_bytes(proved):
 
 def test_the_compilers_own_limit_counts(proved):
     said = "RESOURCE_EXHAUSTED: Used 20.0G of 14.00G hbm."
-    found = proved(compiled=compiled(16.0, out_of_memory=said))
+    found = proved(**compiled(16.0, out_of_memory=said))
     assert found.memory.available == 14 * 2**30
     assert not found.runs
 
@@ -122,7 +122,7 @@ def test_items_are_arguments_or_temporaries():
 
 
 def test_emulated_devices_have_no_memory_to_compare(proved):
-    found = proved("done", target="cpu", compiled=compiled(4000.0))
+    found = proved("done", target="cpu", **compiled(4000.0))
     assert (found.memory, found.runs) == (None, True)
     assert found.traffic is not None
 
@@ -130,7 +130,11 @@ def test_emulated_devices_have_no_memory_to_compare(proved):
 @pytest.mark.parametrize(
     ("ended", "fields", "words"),
     [
-        ("error", {"message": "B=7 is no multiple of 4.", "lowered": None}, "could not be lowered: B=7 is no multiple"),
+        (
+            "error",
+            {"message": "B=7 is no multiple of 4.", "lowered": False},
+            "could not be lowered: B=7 is no multiple",
+        ),
         ("error", {"message": "INTERNAL: no"}, "could not be compiled: INTERNAL: no."),
         ("crash", {"message": "signal SIGSEGV"}, "compiled: the compiler died: signal SIGSEGV."),
         (
@@ -156,7 +160,7 @@ def test_lowering_alone_runs(proved):
 @pytest.mark.parametrize("text", [LOST_LOOP, ""])
 def test_a_program_that_cannot_be_read_says_so(proved, text):
     """Memory is still told."""
-    found = proved(compiled=compiled(1.0), hlo=text)
+    found = proved(**compiled(1.0), hlo=text)
     assert found.traffic is None
     assert found.traffic_error
     assert found.memory.fits
@@ -164,13 +168,13 @@ def test_a_program_that_cannot_be_read_says_so(proved, text):
 
 def test_a_missing_collective_is_a_remainder(proved):
     """A program without any collective, where gathers and sums are derived."""
-    found = proved(compiled=compiled(1.0))
+    found = proved(**compiled(1.0))
     assert found.traffic.remainder == 1.0
     assert found.traffic.compiled_bytes == 0
 
 
 def test_the_table_has_what_a_reader_asks_for(proved):
-    table = proof_table(proved(compiled=compiled(40.0)))
+    table = proof_table(proved(**compiled(40.0)))
     assert table["memory"]["fits"] is False
     assert table["memory"]["error"] == pytest.approx(table["memory"]["predicted"] / 40e9 - 1)
     assert table["collectives"]["remainder"] == 1.0

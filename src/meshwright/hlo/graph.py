@@ -1,7 +1,7 @@
 """The graph of a layer in a compiled program: what feeds what, with all instructions of a derived step as one node."""
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import Literal
 
@@ -13,7 +13,7 @@ from meshwright.core.labels import StepLabel
 from meshwright.hlo.collectives import KINDS
 from meshwright.hlo.layout import executed
 from meshwright.hlo.loops import times_run
-from meshwright.hlo.module import Computation, Instruction, Module
+from meshwright.hlo.module import NO_WORK, Computation, Instruction, Module
 from meshwright.hlo.products import is_product
 from meshwright.hlo.shapes import parse_shapes
 
@@ -107,29 +107,38 @@ def _first(module: Module, graph: Graph) -> int:
 
 def _graph(module: Module, computation: Computation, block: str | None) -> Graph:
     """Nodes are steps and heavy instructions; all between them are the edges."""
-    members: dict[str, list[Instruction]] = {}
+    roles = {one.name: _role(module, one) for one in computation.instructions if one.opcode not in NO_WORK}
+    members: dict[str, list[str]] = defaultdict(list)
     texts: dict[str, str] = {}
     reached: dict[str, frozenset[str]] = {}
     edges: set[tuple[str, str]] = set()
-    beside: dict[str, set[str]] = {}
+    beside: dict[str, set[str]] = defaultdict(set)
     fed: set[str] = set()
     for one in computation.instructions:
         sources = frozenset[str]().union(*(reached.get(name, frozenset()) for name in one.operands))
-        key, text = _key(module, computation, one, block)
+        begun = one
+        while begun.opcode.endswith("-done") and begun.operands:
+            begun = computation.by_name[begun.operands[0]]
+        # Outside its loops a block has only the steps that say so.
+        key, text = _node(begun.name, roles.get(begun.name), block, labelled=computation.name == module.entry)
         if not key:
             reached[one.name] = sources
             continue
-        members.setdefault(key, []).append(one)
+        members[key].append(one.name)
         texts.setdefault(key, text)
         fed |= {one.name} if sources else set()
-        hidden = _overlapped(module, one)
-        beside.setdefault(key, set()).update(hidden)
+        hidden = roles[one.name].beside
+        beside[key] |= hidden
         edges |= {(source, key) for source in sources if source != key}
         # What a fusion only hands on, of a collective that runs beside it, comes from the collective.
         reached[one.name] = frozenset({key}) | (sources & hidden)
-    kinds = {key: min((_kind(module, one) for one in group), key=_STRENGTH.index) for key, group in members.items()}
+    kinds = {key: min((roles[name].kind for name in group), key=_STRENGTH.index) for key, group in members.items()}
     number = {one.name: at for at, one in enumerate(computation.instructions)}
-    place = {key: number[_main(module, group, kinds[key], fed).name] for key, group in members.items()}
+    place = {}
+    for key, group in members.items():
+        # A step runs neither where the zeros are made that it begins with, nor where something tidies up behind it.
+        able = [name for name in group if name in fed] or group
+        place[key] = number[next((name for name in able if roles[name].kind == kinds[key]), able[0])]
     order = sorted(members, key=lambda key: place[key])
     apart = {(a, b) for a, b in edges if a not in beside[b] and b not in beside[a]}
     forward = {(a, b) for a, b in apart if place[a] < place[b]}
@@ -137,98 +146,67 @@ def _graph(module: Module, computation: Computation, block: str | None) -> Graph
     return Graph(computation.name, times_run(module, computation.name), tuple(nodes), _reduced(forward, order))
 
 
-def _main(module: Module, group: list[Instruction], kind: NodeKind, fed: set[str]) -> Instruction:
-    """The instruction of a step that says when it runs: not the zeros that it begins with, or what tidies up behind."""
-    able = [one for one in group if one.name in fed] or group
-    return next((one for one in able if _kind(module, one) == kind), able[0])
+class _Role(msgspec.Struct, frozen=True):
+    """What an instruction is to a graph, and its text where no label says what it is.
+
+    The pieces that start and end an asynchronous collective of a TPU have its ``chain``. A fusion that runs ``beside``
+    some hands their buffers on and does not need them.
+    """
+
+    kind: NodeKind
+    text: str
+    label: StepLabel | None
+    chain: str
+    beside: frozenset[str]
 
 
-def _key(module: Module, computation: Computation, one: Instruction, block: str | None) -> tuple[str, str]:
+def _node(name: str, role: _Role | None, block: str | None, *, labelled: bool) -> tuple[str, str]:
     """(node, its text) of an instruction; empty where it is none."""
-    if one.opcode in ("parameter", "get-tuple-element", "tuple", "constant", "bitcast"):
+    if role is None:
         return "", ""
-    if one.opcode.endswith("-done") and one.operands:
-        return _key(module, computation, computation.by_name[one.operands[0]], block)
-    label = _label(module, one)
-    if label:
+    if label := role.label:
         wanted = block is None or label.block == block
-        again = " again" if label.phase == "recompute" else ""
-        text = f"{label.result} = {label.op}{again}" if block else f"{label.block}: {label.result} = {label.op}{again}"
-        return (str(label), text) if wanted else ("", "")
-    kind = _kind(module, one)
-    # Outside its loops a block has only the steps that say so.
-    if kind == "other" or (block and computation.name == module.entry):
-        return "", ""
-    return _chain(module, one) or one.name, _plain_text(module, one, kind)
+        text = f"{label.result} = {label.op}{' again' if label.phase == 'recompute' else ''}"
+        return (str(label), text if block else f"{label.block}: {text}") if wanted else ("", "")
+    return ("", "") if role.kind == "other" or (block and labelled) else (role.chain or name, role.text)
 
 
-def _label(module: Module, one: Instruction) -> StepLabel | None:
-    """The label of an instruction; of a piece of an asynchronous collective, that of the collective."""
-    inner = _collective_inside(module, one)
-    return inner.label if inner and _chain(module, one) else one.label
+def _role(module: Module, one: Instruction) -> _Role:
+    inside = module.inside(one) if one.opcode == "fusion" or one.opcode.endswith("-start") else ()
+    collective = next((i for i in (one, *inside) if i.opcode.removesuffix("-start") in KINDS), None)
+    ends = any(end in i.target for i in inside for end in _ENDS)
+    chain = collective.async_key if collective and ends else ""
+    hidden = [i for i in inside if i.async_key] if one.opcode == "fusion" and not chain else []
+    beside = frozenset(i.async_key for i in hidden) | frozenset(str(i.label) for i in hidden if i.label)
+    multiplies = any(is_product(i) for i in (module.fused(one) if one.opcode == "fusion" else (one,)))
+    if collective is not None and (collective is one or chain or not multiplies):
+        kind: NodeKind = "collective"
+        name = collective.opcode.removesuffix("-start").replace("-", "_")
+        if any(called.startswith("all-reduce-scatter") for _, called in one.called):
+            name = "reduce_scatter"
+    else:
+        collective, kind = None, _kind(one, multiplies)
+        name = kind if kind in ("matmul", "attention", "loop") else one.opcode.removesuffix("-start").replace("-", "_")
+    shapes = (collective or one).shapes or parse_shapes("f32[]")
+    # A fusion beside a collective makes its own result first and hands the collective's buffers on behind it.
+    shown = shapes[0] if beside else max(shapes, key=lambda shape: shape.num_bytes)
+    return _Role(kind, f"{name} {shown}", collective.label if collective and chain else one.label, chain, beside)
 
 
-def _chain(module: Module, one: Instruction) -> str:
-    """The asynchronous collective that a fusion starts or ends; the empty text where it is none of the two."""
-    inner = _collective_inside(module, one)
-    if inner is None or not inner.async_key:
-        return ""
-    return inner.async_key if any(end in i.target for i in _inside(module, one) for end in _ENDS) else ""
-
-
-def _overlapped(module: Module, one: Instruction) -> frozenset[str]:
-    """The collectives that run beside a fusion's own work: it hands their buffers on and does not need them."""
-    if _chain(module, one) or one.opcode != "fusion":
-        return frozenset()
-    found = [i for i in _inside(module, one) if i.async_key]
-    return frozenset(i.async_key for i in found) | frozenset(str(i.label) for i in found if i.label)
-
-
-def _collective_inside(module: Module, one: Instruction) -> Instruction | None:
-    return next((i for i in (one, *_inside(module, one)) if i.opcode.removesuffix("-start") in KINDS), None)
-
-
-def _inside(module: Module, one: Instruction) -> Sequence[Instruction]:
-    """What a fusion, or what only begins here, calls."""
-    return module.inside(one) if one.opcode == "fusion" or one.opcode.endswith("-start") else ()
-
-
-def _kind(module: Module, one: Instruction) -> NodeKind:
-    inner = _collective_inside(module, one)
-    if inner is not None and (inner is one or _chain(module, one) or not _multiplies(module, one)):
-        return "collective"
+def _kind(one: Instruction, multiplies: bool) -> NodeKind:
+    target, label = one.target, one.label
     if one.opcode == "send" and "megascale" in one.attributes:
         return "collective"
-    target, label = one.target, one.label
-    named = label.op if label else target
-    if _ATTENTION.search(named) or (target and _ATTENTION.search(one.op_name)):
+    if _ATTENTION.search(label.op if label else target) or (target and _ATTENTION.search(one.op_name)):
         return "attention"
     if target in _QUIET_CALLS:
         return "other"
-    if _multiplies(module, one):
+    if multiplies:
         return "matmul"
     if label and label.op in COLLECTIVES:
         # what takes its part out of one collective for several arrays
         return "collective"
     return "loop" if one.opcode == "while" and not label else "other"
-
-
-def _multiplies(module: Module, one: Instruction) -> bool:
-    if is_product(one):
-        return True
-    return one.opcode == "fusion" and any(_multiplies(module, inner) for inner in _inside(module, one))
-
-
-def _plain_text(module: Module, one: Instruction, kind: NodeKind) -> str:
-    """The text of an instruction without a label: what it is and the array that it makes."""
-    inner = _collective_inside(module, one) if kind == "collective" else None
-    name = (inner or one).opcode.removesuffix("-start").replace("-", "_")
-    if inner is not None and any(called.startswith("all-reduce-scatter") for _, called in one.called):
-        name = "reduce_scatter"
-    shapes = (inner or one).shapes or parse_shapes("f32[]")
-    # A fusion beside a collective makes its own result first and hands the collective's buffers on behind it.
-    shown = shapes[0] if _overlapped(module, one) else max(shapes, key=lambda shape: shape.num_bytes)
-    return f"{name if kind in ('collective', 'other') else kind} {shown}"
 
 
 def _reduced(edges: set[tuple[str, str]], order: list[str]) -> tuple[tuple[str, str], ...]:

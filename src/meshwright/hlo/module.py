@@ -30,6 +30,11 @@ _CHAIN = re.compile(r'\bchain_id="(\d+)"')
 _ROW = re.compile(r'^(\d+) (?:"(.*)"|\{(.*)\})\s*$')
 _FIELD = re.compile(r"(\w+)=(\d+)")
 
+CONTAINERS = ("while", "conditional", "call")
+"""Instructions that only run others."""
+NO_WORK = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast")
+"""Instructions that compute nothing and move nothing."""
+
 
 class Frame(msgspec.Struct, frozen=True):
     """One line of Python source."""
@@ -178,6 +183,13 @@ class Module(msgspec.Struct, frozen=True, dict=True):
         """The instructions of all computations that an instruction calls."""
         bodies = (self.computations.get(name) for _, name in one.called)
         return tuple(inner for body in bodies if body for inner in body.instructions)
+
+    def fused(self, one: Instruction) -> Iterator[Instruction]:
+        """The instruction and all that was fused into it, to any depth."""
+        yield one
+        if one.opcode not in CONTAINERS:
+            for inner in self.inside(one):
+                yield from self.fused(inner)
 
     def find(self, name: str) -> Instruction | None:
         """The instruction of this name; that of the entry computation where several have it."""

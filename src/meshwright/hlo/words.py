@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from meshwright.core.units import format_bytes
 from meshwright.hlo.loops import times_run
-from meshwright.hlo.module import Instruction, Module
+from meshwright.hlo.module import NO_WORK, Instruction, Module
 from meshwright.hlo.shapes import Shape
 
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
@@ -172,12 +172,9 @@ def _does(module: Module, one: Instruction) -> str:
     if one.target:
         text += f" ({one.target})"
     if called and one.opcode == "fusion":
-        inside = Counter(i.opcode for i in called.instructions if i.opcode not in _PLAIN)
+        inside = Counter(i.opcode for i in called.instructions if i.opcode not in NO_WORK)
         text += f"; of {', '.join(f'{count} {opcode}' for opcode, count in inside.most_common(8))}"
     return text
-
-
-_PLAIN = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast")
 
 
 def _named(found: Iterable[Instruction | None]) -> str:

@@ -10,9 +10,9 @@ import msgspec
 from meshwright.algebra.ops import step_kinds
 from meshwright.algebra.steps import COLLECTIVES, Step
 from meshwright.core.labels import StepLabel
-from meshwright.hlo.module import Instruction
+from meshwright.hlo.module import CONTAINERS, Instruction
 from meshwright.hlo.products import is_product
-from meshwright.profile.hlo import CONTAINERS, Program, is_collective
+from meshwright.profile.hlo import Program, is_collective
 
 OpClass = Literal[
     "contraction", "attention", "normalisation", "elementwise", "embedding", "optimizer", "collective", "copy"
@@ -116,7 +116,7 @@ def _class_of(one: Instruction, label: StepLabel | None, program: Program) -> Op
     kind = class_of_op(label.op) if label else "elementwise"
     if kind in ("attention", "optimizer"):
         return kind
-    if any(is_product(inner) for inner in program.inside(one)):
+    if any(is_product(inner) for inner in program.module.fused(one)):
         return "contraction"
     if _only_moves(one, program):
         return "copy"
@@ -135,7 +135,7 @@ def class_of_op(op: str) -> OpClass:
 
 def _only_moves(one: Instruction, program: Program) -> bool:
     """Whether an instruction puts arrays elsewhere and computes nothing on them."""
-    for inner in program.inside(one):
+    for inner in program.module.fused(one):
         if inner.opcode in _MOVES or (inner is one and inner.opcode == "fusion"):
             continue
         scalar = all(shape.num_elements == 1 for shape in inner.shapes)

@@ -5,7 +5,6 @@ its products and the bytes that it reads and writes.
 """
 
 from collections import Counter
-from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 
@@ -15,13 +14,11 @@ from meshwright.core.errors import InputError
 from meshwright.core.labels import StepLabel
 from meshwright.hlo.collectives import KINDS
 from meshwright.hlo.files import has_entry
-from meshwright.hlo.module import Instruction, Module, parse_module
+from meshwright.hlo.module import CONTAINERS, NO_WORK, Instruction, Module, parse_module
 from meshwright.hlo.products import is_product, product_flops
 
 COLLECTIVES = (*KINDS, "send", "recv")
-CONTAINERS = ("while", "conditional", "call")
-"""Instructions that only run others: their own events hold those of what they run."""
-_FREE = ("parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", *CONTAINERS)
+_FREE = (*NO_WORK, "after-all", *CONTAINERS)
 
 
 class Program(msgspec.Struct, frozen=True, dict=True):
@@ -44,16 +41,9 @@ class Program(msgspec.Struct, frozen=True, dict=True):
         """Instructions by the names of their GPU kernels, which hold no dots and dashes."""
         return {name.replace(".", "_").replace("-", "_"): name for name in self.instructions}
 
-    def inside(self, one: Instruction) -> Iterator[Instruction]:
-        """The instruction and, of a fusion, everything that was fused, to any depth."""
-        yield one
-        if one.opcode not in CONTAINERS:
-            for inner in self.module.inside(one):
-                yield from self.inside(inner)
-
     def products(self, name: str) -> tuple[Instruction, ...]:
         """The matrix products that an instruction is, or holds."""
-        return tuple(one for one in self.inside(self.instructions[name]) if is_product(one))
+        return tuple(one for one in self.module.fused(self.instructions[name]) if is_product(one))
 
     def flops(self, name: str) -> float:
         """FLOPs of the products in one execution of an instruction; elementwise work counts nothing."""
@@ -70,7 +60,7 @@ class Program(msgspec.Struct, frozen=True, dict=True):
             return 0.0
         own = result_bytes(one)
         read = [result_bytes(self.instructions[operand]) for operand in one.operands if operand in self.instructions]
-        kinds = {inner.opcode for inner in self.inside(one)}
+        kinds = {inner.opcode for inner in self.module.fused(one)}
         if "dynamic-update-slice" in kinds:
             # the largest operand is the array that is updated where it lies
             rest = sum(read) - max(read, default=0.0)
@@ -85,7 +75,7 @@ class Program(msgspec.Struct, frozen=True, dict=True):
         own = one.label
         if own is not None or one.opcode in CONTAINERS:
             return own
-        found = Counter(label for inner in self.inside(one) if (label := inner.label))
+        found = Counter(label for inner in self.module.fused(one) if (label := inner.label))
         return found.most_common(1)[0][0] if found else None
 
 

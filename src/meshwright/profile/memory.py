@@ -15,8 +15,8 @@ from typing import Any, Literal, NamedTuple, Self
 import jax
 import msgspec
 
-from meshwright.hlo.module import Instruction
-from meshwright.profile.hlo import CONTAINERS, Program, result_bytes
+from meshwright.hlo.module import CONTAINERS, Instruction
+from meshwright.profile.hlo import Program, result_bytes
 
 EVERY_S = 0.01
 MAX_OWNERS = 12

@@ -9,7 +9,7 @@ import msgspec
 from meshwright.hlo.collectives import collectives
 from meshwright.verify.differences import Comparison, compare
 from meshwright.verify.flops import Products, compare_products
-from meshwright.verify.request import Compiled, Request
+from meshwright.verify.request import Memory, Request
 from meshwright.verify.running import Outcome, available_bytes, run_request
 from meshwright.verify.step_derivation import StepDerivation
 
@@ -75,12 +75,12 @@ def prove(request: Request, *, program: Sequence[str], timeout_s: float, keep: P
     """Compile the step of a request in a process of its own and hold it against the derivation."""
     outcome = run_request(request, program=program, timeout_s=timeout_s, keep=keep)
     refusal = _refusal(request, outcome)
-    if outcome.compiled is None:
+    if outcome.memory is None:
         return Proof(request=request, outcome=outcome, refusal=refusal)
     derivation = StepDerivation(request)
-    memory = None
+    memory, offered = None, available_bytes(outcome.out_of_memory)
     if request.target.platform != "cpu":
-        memory = _memory(request, outcome.compiled, derivation)
+        memory = _compared(derivation.memory(), outcome.memory, offered or request.setting.memory_limit)
         refusal = refusal or _does_not_fit(request, memory)
     traffic, trouble = None, ""
     try:
@@ -103,15 +103,14 @@ def prove(request: Request, *, program: Sequence[str], timeout_s: float, keep: P
     )
 
 
-def _memory(request: Request, compiled: Compiled, derivation: StepDerivation) -> MemoryComparison:
-    found = compiled.memory
+def _compared(items: dict[str, float], found: Memory, available: float) -> MemoryComparison:
     return MemoryComparison(
-        items=derivation.memory(),
+        items=items,
         arguments=found.arguments,
         temporaries=found.temporaries + found.outputs,
         needed=found.needed,
         peak=found.peak,
-        available=available_bytes(compiled.out_of_memory) or request.setting.memory_limit,
+        available=available,
     )
 
 
@@ -119,7 +118,7 @@ def _refusal(request: Request, outcome: Outcome) -> str:
     """Why nothing was compiled, in one line."""
     if outcome.ended in ("done", "stopped"):
         return ""
-    where = "lowered" if outcome.lowered is None else "compiled"
+    where = "compiled" if outcome.lowered else "lowered"
     how = {"crash": "the compiler died", "timeout": "the time was up"}.get(outcome.ended)
     message = f"{how}: {outcome.message}" if how else outcome.message
     more = " Give more time with --timeout." if outcome.ended == "timeout" else ""

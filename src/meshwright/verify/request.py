@@ -13,13 +13,7 @@ StepKind = Literal["train", "prefill", "decode", "generate"]
 """Steps as they are asked for: "generate" is another word for "decode"."""
 Depth = Literal["lower", "partition", "full"]
 
-REQUEST, LOWERED, COMPILED, MODULE, ERROR = (
-    "request.json",
-    "lowered.json",
-    "compiled.json",
-    "module.hlo",
-    "error.json",
-)
+REQUEST, LOWERED, MEMORY, MODULE, ERROR = "request.json", "lowered", "memory.json", "module.hlo", "error.json"
 """Files of the folder in which a request is compiled."""
 
 
@@ -40,12 +34,6 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     order: tuple[int, ...] = ()
 
 
-class Lowered(msgspec.Struct, frozen=True, kw_only=True):
-    """The step has been traced, every array divides and every type agrees. ``seconds`` are of the wall."""
-
-    seconds: float
-
-
 class Memory(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes on one device as the compiler assigned them.
 
@@ -62,13 +50,3 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
     def needed(self) -> int:
         """What the program fills: arguments, temporaries and new results."""
         return self.arguments + self.temporaries + self.outputs
-
-
-class Compiled(msgspec.Struct, frozen=True, kw_only=True):
-    """What compiling shows: ``seconds`` of the wall; ``out_of_memory`` is what the compiler says of a program that is
-    too large.
-    """
-
-    seconds: float
-    memory: Memory
-    out_of_memory: str = ""

@@ -20,7 +20,7 @@ from typing import Any, Literal
 import msgspec
 
 from meshwright.core.errors import InputError
-from meshwright.verify.request import COMPILED, ERROR, LOWERED, MODULE, REQUEST, Compiled, Lowered, Memory, Request
+from meshwright.verify.request import ERROR, LOWERED, MEMORY, MODULE, REQUEST, Memory, Request
 
 DUMP = "dump"
 POLL_S = 0.05
@@ -43,14 +43,17 @@ Ended = Literal["done", "stopped", "error", "crash", "timeout"]
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """What became of a compilation.
 
-    ``ended``: "done"; "stopped" once buffers were assigned (all that the partition depth wants); "error" with the
-    compiler's ``message``; "crash" with the last it said; "timeout". ``program`` is the HLO that the compiler was
-    given, ``hlo`` what it made of it. ``cpu_s`` and ``max_rss_bytes`` are the process's.
+    ``lowered``: the step has been traced, every array divides and every type agrees. ``ended``: "done"; "stopped" once
+    buffers were assigned (all that the partition depth wants); "error" with the compiler's ``message``; "crash" with
+    the last it said; "timeout". ``memory`` is what was assigned, ``out_of_memory`` what the compiler says of a program
+    that is too large. ``program`` is the HLO that the compiler was given, ``hlo`` what it made of it. ``cpu_s`` and
+    ``max_rss_bytes`` are the process's.
     """
 
     ended: Ended
-    lowered: Lowered | None = None
-    compiled: Compiled | None = None
+    lowered: bool = False
+    memory: Memory | None = None
+    out_of_memory: str = ""
     hlo: str = ""
     program: str = ""
     message: str = ""
@@ -79,7 +82,7 @@ def _take_folder(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         if any(folder.iterdir()) and not (folder / REQUEST).is_file():
             raise InputError(f"{folder} holds other files, which could be lost. Name a new or an empty folder.")
-        for name in (LOWERED, COMPILED, MODULE, ERROR):
+        for name in (LOWERED, MEMORY, MODULE, ERROR):
             (folder / name).unlink(missing_ok=True)
         for old in (folder / DUMP).glob("*"):
             if old.is_file():
@@ -174,21 +177,19 @@ def _peak_kb(pid: int) -> int:
 
 
 def _outcome(folder: Path, ended: str, status: int, log: str, spent: dict[str, Any], *, on_cpu: bool) -> Outcome:
-    lowered, compiled = _read(folder / LOWERED, Lowered), _read(folder / COMPILED, Compiled)
-    error, files = _read(folder / ERROR, dict), None if on_cpu else dump_files(folder / DUMP)
-    found = partial(Outcome, lowered=lowered, remarks=_remarks(log), program=read_program(folder / DUMP), **spent)
+    memory, error = _read(folder / MEMORY, Memory), _read(folder / ERROR, dict)
+    files = None if on_cpu else dump_files(folder / DUMP)
+    lowered, program = (folder / LOWERED).is_file(), read_program(folder / DUMP)
+    found = partial(Outcome, lowered=lowered, remarks=_remarks(log), program=program, **spent)
     if files is not None:
-        memory, hlo = read_memory(files[BUFFERS_END].read_text()), files[MODULE_END].read_text()
-        if compiled is not None and ended == "exit":
+        assigned, hlo = read_memory(files[BUFFERS_END].read_text()), files[MODULE_END].read_text()
+        if memory is not None and ended == "exit":
             # what lies where, without what the compiler's own summary counts twice
-            memory = msgspec.structs.replace(memory, peak=compiled.memory.peak)
-            return found(ended="done", compiled=msgspec.structs.replace(compiled, memory=memory), hlo=hlo)
+            return found(ended="done", memory=msgspec.structs.replace(assigned, peak=memory.peak), hlo=hlo)
         message = error["message"] if error else ""
         out_of_memory = message if "RESOURCE_EXHAUSTED" in message else ""
         if out_of_memory or (ended == "stopped" and not error):
-            seconds = spent["wall_s"] - (lowered.seconds if lowered else 0.0)
-            compiled = Compiled(seconds=seconds, memory=memory, out_of_memory=out_of_memory)
-            return found(ended="stopped", compiled=compiled, hlo=hlo)
+            return found(ended="stopped", memory=assigned, out_of_memory=out_of_memory, hlo=hlo)
     if error is not None:
         first = error["message"].strip().splitlines() or ["no message"]
         return found(ended="error", message=first[0])
@@ -197,7 +198,7 @@ def _outcome(folder: Path, ended: str, status: int, log: str, spent: dict[str, A
     if status != 0:
         return found(ended="crash", message=_last_words(status, log))
     hlo = (folder / MODULE).read_text() if (folder / MODULE).is_file() else ""
-    return found(ended="done", compiled=compiled, hlo=hlo)
+    return found(ended="done", memory=memory, hlo=hlo)
 
 
 def _read(path: Path, kind: Any) -> Any:

@@ -202,7 +202,7 @@ def print_proof(proof: "Proof") -> None:
     if request.step == "train":
         what += f"; {microbatch_words(strategy)}, {remat_words(strategy)}"
     print_text(f"{what}; {format_count(setting.job.batch_seqs)} sequences of {format_count(setting.job.seq_len)}")
-    if outcome.lowered is not None and proof.runs:
+    if outcome.lowered and proof.runs:
         print_fact("compiled", f"{HOW[request.depth]}, for {_target_words(proof)}")
     print_fact(
         "took",
