@@ -64,8 +64,6 @@ class Collective(msgspec.Struct, frozen=True):
     windowed: bool = False
     dcn: bool = False
     label: StepLabel | None = None
-    computation: str = ""
-    op_name: str = ""
     near: StepLabel | None = None
 
     @property
@@ -204,8 +202,6 @@ class _Walk:
             windowed=kind == "permute" and self.is_windowed(one),
             dcn=one.opcode == "send",
             label=label,
-            computation=around.computation,
-            op_name=op_name,
             near=None if label else nearest_step(self.module, self.running(one, around), kind=kind),
         )
 

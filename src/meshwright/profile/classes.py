@@ -3,7 +3,7 @@
 import re
 from collections.abc import Mapping
 from functools import cached_property
-from typing import Literal
+from typing import Literal, get_args
 
 import msgspec
 
@@ -17,9 +17,7 @@ from meshwright.profile.hlo import Program, is_collective
 OpClass = Literal[
     "contraction", "attention", "normalisation", "elementwise", "embedding", "optimizer", "collective", "copy"
 ]
-CLASSES: tuple[OpClass, ...] = (
-    "contraction", "attention", "normalisation", "elementwise", "embedding", "optimizer", "collective", "copy",
-)  # fmt: skip
+CLASSES: tuple[OpClass, ...] = get_args(OpClass)
 
 Bound = Literal["compute", "memory", "communication"]
 
@@ -80,8 +78,18 @@ class Facts:
 
     def of(self, name: str) -> Fact:
         """The facts of one instruction."""
-        if name not in self._known:
-            self._known[name] = self._make(name)
+        if name in self._known:
+            return self._known[name]
+        one, label = self.program.instructions[name], self.program.label(name)
+        flops, moved = self.program.flops(name), self.program.hbm_bytes(name)
+        kind = _class_of(one, label, self.program)
+        bound: Bound = "memory"
+        if kind == "collective":
+            bound = "communication"
+        elif flops >= self.ridge * moved > 0 or (kind == "attention" and one.opcode == "custom-call"):
+            bound = "compute"
+        source = _NUMBER.sub("", one.op_name.rsplit("/", 1)[-1]) or _NUMBER.sub("", one.name)
+        self._known[name] = Fact(label=label, kind=kind, bound=bound, flops=flops, hbm_bytes=moved, source=source)
         return self._known[name]
 
     def is_work(self, name: str) -> bool:
@@ -95,18 +103,6 @@ class Facts:
         fused = {name for one in work for _, name in one.called}
         found = {one.name: self.program.products(one.name) for one in work if one.computation not in fused}
         return {name: products for name, products in found.items() if products}
-
-    def _make(self, name: str) -> Fact:
-        one, label = self.program.instructions[name], self.program.label(name)
-        flops, moved = self.program.flops(name), self.program.hbm_bytes(name)
-        kind = _class_of(one, label, self.program)
-        bound: Bound = "memory"
-        if kind == "collective":
-            bound = "communication"
-        elif flops >= self.ridge * moved > 0 or (kind == "attention" and one.opcode == "custom-call"):
-            bound = "compute"
-        source = _NUMBER.sub("", one.op_name.rsplit("/", 1)[-1]) or _NUMBER.sub("", one.name)
-        return Fact(label=label, kind=kind, bound=bound, flops=flops, hbm_bytes=moved, source=source)
 
 
 def _class_of(one: Instruction, label: StepLabel | None, program: Program) -> OpClass:

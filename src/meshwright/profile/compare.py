@@ -5,9 +5,9 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
-from meshwright.cost.breakdown import Breakdown, LabelledStep, Partition
+from meshwright.cost.breakdown import Breakdown, Partition
 from meshwright.hlo.products import precision, product_flops
-from meshwright.profile.classes import CLASSES, Fact, Facts, OpClass, class_of_op, part_of_step
+from meshwright.profile.classes import CLASSES, Facts, OpClass, class_of_op, part_of_step
 from meshwright.profile.events import Trace
 from meshwright.profile.times import Times, shared_seconds
 
@@ -73,44 +73,42 @@ def compare(trace: Trace, facts: Facts, times: Times, predicted: Breakdown) -> C
     shares = trace.platform == "cpu"
     spent = shared_seconds(trace, facts) if shares else {op.name: op.own_s for op in times.ops}
     expected = predicted.steps
-    by_step = _sums(spent, facts, lambda fact: fact.step)
-    by_part = _sums(spent, facts, lambda fact: fact.part)
-    by_term = _sums(spent, facts, lambda fact: _measured_term(fact, expected))
-    predicted_parts, predicted_terms = defaultdict(float), defaultdict(float)  # type: dict[str, float], dict[str, float]
+    by_step, by_part, by_term, parts, terms = (defaultdict[str, float](float) for _ in range(5))
+    for op, seconds in spent.items():
+        fact = facts.of(op)
+        known = expected.get(fact.step) if fact.kind == "collective" else None
+        by_step[fact.step] += seconds
+        by_part[fact.part] += seconds
+        by_term[term_of(fact.kind, known.axes if known else ())] += seconds
     for one in expected.values():
-        predicted_parts[part_of_step(one.step)] += one.seconds
-        predicted_terms[term_of(class_of_op(one.step.op), one.axes)] += one.seconds
+        parts[part_of_step(one.step)] += one.seconds
+        terms[term_of(class_of_op(one.step.op), one.axes)] += one.seconds
     # sends between the stages of a pipeline are no steps of a block, and their permutes carry no known label
-    predicted_terms[term_of("collective")] += float(predicted.priced.estimate.terms.get("pipeline", 0.0))
+    terms[term_of("collective")] += float(predicted.priced.estimate.terms.get("pipeline", 0.0))
     whole = predicted.partition
-    nothing = _machine_rests(whole, times, spent) if shares else _device_rests(whole, times)
-    terms = [*_rows(predicted_terms, by_term, lambda name: name), *nothing]
-    steps = _rows({n: one.seconds for n, one in expected.items()}, by_step, lambda n: _kind_of(n, expected))
+    rows = [*_rows(terms, by_term, lambda name: name), *_rests(whole, times, spent if shares else None)]
+    steps = {name: one.seconds for name, one in expected.items()}
+    kinds = {name: class_of_op(one.step.op) for name, one in expected.items()}
     return Comparison(
         predicted=whole,
-        parts=tuple(_rows(predicted_parts, by_part, lambda name: "part")),
-        terms=tuple(_worst(terms)),
-        steps=tuple(steps),
+        parts=tuple(_rows(parts, by_part, lambda name: "part")),
+        terms=tuple(_worst(rows)),
+        steps=tuple(_rows(steps, by_step, lambda name: kinds.get(name, "not derived"))),
         classes=_classes(times),
         float32=_float32(times, facts),
         shares_cores=shares,
     )
 
 
-def _device_rests(predicted: Partition, times: Times) -> list[Row]:
-    """What a mean device does not work, by why."""
-    mean = times.mean
-    return [
-        Row(name="overhead", kind="overhead", predicted_s=predicted.overhead_s, measured_s=mean.overhead_s),
-        Row(name="idle", kind="idle", predicted_s=predicted.idle_s, measured_s=mean.idle_s),
-    ]
-
-
-def _machine_rests(predicted: Partition, times: Times, spent: Mapping[str, float]) -> list[Row]:
-    """What no device works, where they share cores: with the seconds of the instructions it is the whole step."""
-    rest = max(0.0, times.mean.total_s - sum(spent.values()))
-    rested = predicted.overhead_s + predicted.idle_s
-    return [Row(name=NOTHING, kind="overhead", predicted_s=rested, measured_s=rest)]
+def _rests(predicted: Partition, times: Times, spent: Mapping[str, float] | None) -> list[Row]:
+    """What a mean device does not work, by why; where devices share cores (``spent``) what no device works, which is
+    the whole step with the seconds of the instructions."""
+    found = {"overhead": (predicted.overhead_s, times.mean.overhead_s), "idle": (predicted.idle_s, times.mean.idle_s)}
+    if spent is not None:
+        rest = max(0.0, times.mean.total_s - sum(spent.values()))
+        found = {NOTHING: (predicted.overhead_s + predicted.idle_s, rest)}
+    kinds = {NOTHING: "overhead"}
+    return [Row(name=n, kind=kinds.get(n, n), predicted_s=p, measured_s=m) for n, (p, m) in found.items()]
 
 
 def term_of(kind: OpClass, axes: tuple[str, ...] = ()) -> str:
@@ -118,22 +116,6 @@ def term_of(kind: OpClass, axes: tuple[str, ...] = ()) -> str:
     if kind != "collective":
         return kind
     return f"collectives over {' and '.join(axes)}" if axes else "collectives besides"
-
-
-def _measured_term(fact: Fact, expected: Mapping[str, LabelledStep]) -> str:
-    known = expected.get(fact.step)
-    return term_of(fact.kind, known.axes if known and fact.kind == "collective" else ())
-
-
-def _kind_of(step: str, expected: Mapping[str, LabelledStep]) -> str:
-    return class_of_op(expected[step].step.op) if step in expected else "not derived"
-
-
-def _sums(spent: Mapping[str, float], facts: Facts, key: Callable[[Fact], str]) -> dict[str, float]:
-    found: dict[str, float] = defaultdict(float)
-    for op, seconds in spent.items():
-        found[key(facts.of(op))] += seconds
-    return found
 
 
 def _rows(predicted: Mapping[str, float], measured: Mapping[str, float], kind: Callable[[str], str]) -> list[Row]:

@@ -6,6 +6,7 @@ of instructions and one of asynchronous ones.
 """
 
 import re
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -226,18 +227,11 @@ class _Host:
 
 def _with_waits(found: Sequence[tuple[OpEvent, bool]], waits: Sequence[Window]) -> list[OpEvent]:
     """Collectives with the waits that lie in them on the same thread."""
-    if not waits:
-        return [event for event, _ in found]
-    left = sorted(waits)
-    result, at = [], 0
-    for event, collective in sorted(found, key=lambda pair: pair[0].start_s):
-        if not collective:
-            result.append(event)
-            continue
-        while at < len(left) and left[at].start_s < event.start_s:
-            at += 1
-        first = at
-        while at < len(left) and left[at].end_s <= event.end_s + _NS:
-            at += 1
-        result.append(event._replace(waits=tuple(left[first:at])))
+    waits = sorted(waits)
+    starts, result = [wait.start_s for wait in waits], []
+    for event, collective in found:
+        first = last = bisect_left(starts, event.start_s)
+        while collective and last < len(waits) and waits[last].end_s <= event.end_s + _NS:
+            last += 1
+        result.append(event._replace(waits=tuple(waits[first:last])))
     return result

@@ -212,6 +212,6 @@ def _trace_notes(trace: Trace, times: Times, *, num_devices: int) -> tuple[str, 
             "no instruction; they look idle here. CUDA graphs do that: XLA_FLAGS=--xla_gpu_enable_command_buffer= "
             "turns them off."
         )
-    if times.num_steps > 1:
-        found.append(f"Figures are means over {times.num_steps} steps and {len(times.devices)} devices.")
+    if len(trace.windows) > 1:
+        found.append(f"Figures are means over {len(trace.windows)} steps and {len(times.devices)} devices.")
     return tuple(found)

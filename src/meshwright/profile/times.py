@@ -48,15 +48,18 @@ class OpTime(msgspec.Struct, frozen=True, kw_only=True):
 
 class Times(msgspec.Struct, frozen=True, kw_only=True):
     """All that the events of the steps add up to; ``communication_s`` is that of a mean step and device, hidden or not,
-    ``hidden_s`` the part of it in which the same device computes. ``num_launches`` counts instructions."""
+    ``hidden_s`` the part of it in which the same device computes."""
 
     mean: Partition
     devices: dict[int, Partition]
     ops: tuple[OpTime, ...]
     communication_s: float
     hidden_s: float
-    num_launches: float
-    num_steps: int
+
+    @property
+    def num_launches(self) -> float:
+        """Instructions of a mean step and device."""
+        return sum(op.count for op in self.ops)
 
     @property
     def waited_s(self) -> float:
@@ -172,15 +175,12 @@ def measure_times(trace: Trace, facts: Facts) -> Times:
         flights = in_flight(events, facts, trace.platform)
         partitions[device] = _mean([sums.step(window, events, flights) for window in trace.windows])
     shares = len(trace.windows) * len(trace.devices)
-    ops = sums.ops(shares)
     return Times(
         mean=_mean(list(partitions.values())),
         devices=partitions,
-        ops=ops,
+        ops=sums.ops(shares),
         communication_s=sums.communication_s / shares,
         hidden_s=sums.hidden_s / shares,
-        num_launches=sum(op.count for op in ops),
-        num_steps=len(trace.windows),
     )
 
 
