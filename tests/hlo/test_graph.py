@@ -1,18 +1,11 @@
 """The graph of a layer: steps as nodes, dataflow as edges."""
 
-from pathlib import Path
-
 import pytest
 
 from meshwright.core.errors import InputError
 from meshwright.hlo.graph import Graph, block_graphs, computation_graph
-from meshwright.hlo.module import Module, parse_module
-
-DATA = Path(__file__).parents[1] / "data" / "hlo"
-
-
-def module(name: str) -> Module:
-    return parse_module((DATA / f"{name}.hlo").read_text())
+from meshwright.hlo.module import parse_module
+from tests.hlo.programs import module
 
 
 def texts(graph: Graph) -> set[tuple[str, str]]:

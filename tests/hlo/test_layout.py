@@ -1,12 +1,9 @@
 """Relayouts, padding and largest arrays of compiled programs."""
 
-from pathlib import Path
-
 from meshwright.hlo.layout import changes_layout, executed, largest, layout_text, paddings, relayouts
-from meshwright.hlo.module import Module, parse_module
+from meshwright.hlo.module import parse_module
 from meshwright.hlo.shapes import parse_shapes
-
-DATA = Path(__file__).parents[1] / "data" / "hlo"
+from tests.hlo.programs import module
 
 SMALL = """HloModule m
 
@@ -24,10 +21,6 @@ ENTRY %main (a: f32[64,8]) -> f32[64,8] {
   ROOT %f = f32[64,8]{0,1:T(8,128)} fusion(%a), kind=kLoop, calls=%inside
 }
 """
-
-
-def module(name: str) -> Module:
-    return parse_module((DATA / f"{name}.hlo").read_text())
 
 
 def test_copies_that_change_a_layout():

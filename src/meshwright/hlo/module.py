@@ -212,19 +212,19 @@ class Module(msgspec.Struct, frozen=True, dict=True):
 
 def parse_module(text: str) -> Module:
     """The module that an HLO text describes. Raises ValueError where the text has no computation."""
-    computations: dict[str, list[Instruction]] = {}
-    entry = ""
-    lines = text.splitlines()
+    computations: dict[str, Computation] = {}
+    entry, lines = "", text.splitlines()
     for name, is_entry, written in _bodies(lines):
-        computations[name] = [one for line in written if (one := _instruction(line, name))]
+        if body := tuple(one for line in written if (one := _instruction(line, name))):
+            computations[name] = Computation(name, body)
         entry = name if is_entry else entry
-    if not any(computations.values()):
+    if not computations:
         raise ValueError("the text holds no HLO computation.")
     header = next((line for line in lines if line.startswith("HloModule")), "HloModule ?")
     sizes = dict(_OF_HEADER.findall(header))
     return Module(
         name=header.split()[1].rstrip(","),
-        computations={name: Computation(name, tuple(body)) for name, body in computations.items() if body},
+        computations=computations,
         entry=entry or list(computations)[-1],
         num_partitions=int(sizes.get("num_partitions", 1)),
         num_replicas=int(sizes.get("replica_count", 1)),
