@@ -4,12 +4,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.profile.classes import Facts
 from meshwright.profile.events import OpEvent, Trace, Window
 from meshwright.profile.hlo import parse_program
 from meshwright.profile.times import LAUNCH_GAP_S, measure_times, segments, shared_seconds, working
 
-PROGRAM = """HloModule made, is_scheduled=true
+TEXT = """HloModule made, is_scheduled=true
 
 %body (p: f32[256,256]) -> f32[256,256] {
   %p = f32[256,256]{1,0} parameter(0)
@@ -25,7 +24,7 @@ ENTRY %main (a: f32[256,256], b: f32[256,256]) -> f32[256,256] {
   ROOT %call.1 = f32[256,256]{1,0} call(%add.1), to_apply=%body
 }
 """  # noqa: E501
-FACTS = Facts(parse_program(PROGRAM), ridge=10.0)
+PROGRAM = parse_program(TEXT, ridge=10.0)
 OPS = ("dot.1", "add.1", "all-gather.1", "call.1", "inner")
 
 spans = st.lists(st.tuples(st.floats(0, 10), st.floats(0, 10)).map(lambda p: (min(p), max(p))), max_size=12)
@@ -67,7 +66,7 @@ made = st.builds(
 
 @given(st.lists(made, min_size=1, max_size=25))
 def test_the_parts_of_a_step_are_its_wall_time(events):
-    times = measure_times(trace_of(*events), FACTS)
+    times = measure_times(trace_of(*events), PROGRAM)
     for partition in [times.mean, *times.devices.values()]:
         assert partition.total_s == pytest.approx(10.0)
         assert min(partition.parts.values()) >= 0
@@ -90,7 +89,7 @@ def test_each_instant_is_the_first_of_the_five_that_holds():
             event("add.1", 6 + LAUNCH_GAP_S / 2, 7),
             event("add.1", 8, 9),
         ),
-        FACTS,
+        PROGRAM,
     )
     found = times.mean
     assert found.compute_s == pytest.approx(2)  # 1-3
@@ -104,25 +103,25 @@ def test_each_instant_is_the_first_of_the_five_that_holds():
 
 
 def test_containers_are_no_work():
-    times = measure_times(trace_of(event("call.1", 1, 9), event("inner", 2, 4)), FACTS)
+    times = measure_times(trace_of(event("call.1", 1, 9), event("inner", 2, 4)), PROGRAM)
     assert times.mean.memory_s == pytest.approx(2)
     assert [op.name for op in times.ops] == ["inner"]
 
 
 def test_means_are_over_devices():
-    times = measure_times(trace_of(event("dot.1", 0, 10), event("dot.1", 0, 4, device=1)), FACTS)
+    times = measure_times(trace_of(event("dot.1", 0, 10), event("dot.1", 0, 4, device=1)), PROGRAM)
     assert times.mean.compute_s == pytest.approx(7)
     assert times.devices[1].compute_s == pytest.approx(4)
     assert times.ops[0].own_s == pytest.approx(7)
 
 
 def test_an_asynchronous_collective_flies_between_its_halves():
-    text = PROGRAM.replace(
-        "all-gather.1 = f32[512,256]{1,0} all-gather(", "s = (f32[256,256]) all-gather-start("
-    ).replace("  ROOT %call.1", "  %d = f32[512,256]{1,0} all-gather-done(%s)\n  ROOT %call.1")
-    facts = Facts(parse_program(text), ridge=10.0)
+    text = TEXT.replace("all-gather.1 = f32[512,256]{1,0} all-gather(", "s = (f32[256,256]) all-gather-start(").replace(
+        "  ROOT %call.1", "  %d = f32[512,256]{1,0} all-gather-done(%s)\n  ROOT %call.1"
+    )
+    program = parse_program(text, ridge=10.0)
     events = (event("s", 1, 1.1), event("dot.1", 1.1, 4), event("d", 4, 5))
-    times = measure_times(trace_of(*events, platform="tpu"), facts)
+    times = measure_times(trace_of(*events, platform="tpu"), program)
     assert times.communication_s == pytest.approx(4)
     assert times.overlap == pytest.approx(2.9 / 4)
     assert times.mean.exposed_s == pytest.approx(1.1)
@@ -134,14 +133,14 @@ def test_an_asynchronous_collective_flies_between_its_halves():
 def test_waiting_is_no_work():
     assert list(working(event("all-gather.1", 0, 10, waits=[(1, 3), (3, 9)]))) == [(0, 1), (9, 10)]
     found = shared_seconds(
-        trace_of(event("all-gather.1", 0, 10, waits=[(1, 9)]), event("dot.1", 1, 9, device=1)), FACTS
+        trace_of(event("all-gather.1", 0, 10, waits=[(1, 9)]), event("dot.1", 1, 9, device=1)), PROGRAM
     )
     assert found == {"all-gather.1": pytest.approx(2), "dot.1": pytest.approx(8)}
 
 
 @given(st.lists(made, min_size=1, max_size=25))
 def test_shared_seconds_are_the_time_in_which_anyone_works(events):
-    found = shared_seconds(trace_of(*events), FACTS)
-    work = [(e.start_s, e.end_s, e.op) for e in events if FACTS.is_work(e.op)]
+    found = shared_seconds(trace_of(*events), PROGRAM)
+    work = [(e.start_s, e.end_s, e.op) for e in events if PROGRAM.is_work(e.op)]
     anyone = sum(piece.seconds for piece, ops in segments(work, Window(0.0, 10.0)) if ops)
     assert sum(found.values()) == pytest.approx(anyone, abs=1e-9)

@@ -27,7 +27,7 @@ from meshwright.cost.train_step import PricedStrategy, price_strategy
 from meshwright.cost.work.host_work import Amounts, amounts_of, is_product
 from meshwright.cost.work.kernels import num_kernels
 from meshwright.parallel.train_step import TrainStep
-from meshwright.profile.classes import OUTSIDE, Facts
+from meshwright.profile.classes import OUTSIDE
 from meshwright.profile.events import STEP, load_trace, newest_trace
 from meshwright.profile.hlo import parse_program
 from meshwright.profile.run import traced
@@ -131,7 +131,7 @@ class Running:
         self.state = step.init(0)
         self.batch = step.place(random_rows(step, job, seed=0))
         self.compiled = step.compile.lower(self.state, self.batch).compile()
-        self.facts = Facts(parse_program(self.compiled.as_text() or ""), ridge=1.0)
+        self.program = parse_program(self.compiled.as_text() or "")
         self.steps: list[dict[str, float]] = []
         self.gaps_s: list[float] = []
         self.traced_s: list[float] = []
@@ -155,14 +155,14 @@ class Running:
             for one in range(STEPS_A_ROUND):
                 with jax.profiler.TraceAnnotation(STEP, step=one):
                     self._run()
-        trace = load_trace(newest_trace(folder), self.facts.program)
+        trace = load_trace(newest_trace(folder), self.program)
         for window in trace.windows:
-            spent = shared_seconds(msgspec.structs.replace(trace, windows=(window,)), self.facts)
+            spent = shared_seconds(msgspec.structs.replace(trace, windows=(window,)), self.program)
             self.traced_s.append(window.end_s - window.start_s)
             self.gaps_s.append(self.traced_s[-1] - sum(spent.values()))
             self.steps.append(defaultdict(float))
             for op, seconds in spent.items():
-                self.steps[-1][self.facts.of(op).step] += seconds
+                self.steps[-1][self.program.fact(op).step] += seconds
 
     def measured(self, calibration: Calibration) -> Measured:
         """The medians over all steps, at the pace of those that ran without the profiler."""

@@ -7,8 +7,9 @@ import msgspec
 
 from meshwright.cost.breakdown import Breakdown, Partition
 from meshwright.hlo.products import precision, product_flops
-from meshwright.profile.classes import CLASSES, Facts, OpClass, class_of_op, part_of_step
+from meshwright.profile.classes import CLASSES, OpClass, class_of_op, part_of_step
 from meshwright.profile.events import Trace
+from meshwright.profile.hlo import TracedProgram
 from meshwright.profile.times import Times, shared_seconds
 
 NOTHING = "nothing runs"
@@ -68,14 +69,14 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     shares_cores: bool
 
 
-def compare(trace: Trace, facts: Facts, times: Times, predicted: Breakdown) -> Comparison:
+def compare(trace: Trace, program: TracedProgram, times: Times, predicted: Breakdown) -> Comparison:
     """Every table."""
     shares = trace.platform == "cpu"
-    spent = shared_seconds(trace, facts) if shares else {op.name: op.own_s for op in times.ops}
+    spent = shared_seconds(trace, program) if shares else {op.name: op.own_s for op in times.ops}
     expected = predicted.steps
     by_step, by_part, by_term, parts, terms = (defaultdict[str, float](float) for _ in range(5))
     for op, seconds in spent.items():
-        fact = facts.of(op)
+        fact = program.fact(op)
         known = expected.get(fact.step) if fact.kind == "collective" else None
         by_step[fact.step] += seconds
         by_part[fact.part] += seconds
@@ -95,7 +96,7 @@ def compare(trace: Trace, facts: Facts, times: Times, predicted: Breakdown) -> C
         terms=tuple(_worst(rows)),
         steps=tuple(_rows(steps, by_step, lambda name: kinds.get(name, "not derived"))),
         classes=_classes(times),
-        float32=_float32(times, facts),
+        float32=_float32(times, program),
         shares_cores=shares,
     )
 
@@ -139,12 +140,12 @@ def _classes(times: Times) -> tuple[ClassRow, ...]:
     return tuple(sorted(rows, key=lambda row: -row.wall_s))
 
 
-def _float32(times: Times, facts: Facts) -> tuple[ProductRow, ...]:
+def _float32(times: Times, program: TracedProgram) -> tuple[ProductRow, ...]:
     """Products whose operands are float32, most seconds first. Of several in one fusion each has all of its seconds."""
     rows = []
     for op in times.ops:
-        for product in facts.products.get(op.name, ()):
-            known = (facts.program.instructions.get(name) for name in product.operands[:2])
+        for product in program.products.get(op.name, ()):
+            known = (program.instructions.get(name) for name in product.operands[:2])
             shapes = [one.shapes[0] if one and one.shapes else None for one in known]
             if not shapes or any(shape is None or shape.dtype != "f32" for shape in shapes):
                 continue
@@ -155,7 +156,7 @@ def _float32(times: Times, facts: Facts) -> tuple[ProductRow, ...]:
                     operands=" x ".join(str(shape).removeprefix("f32") for shape in shapes),
                     precision=precision(product),
                     count=op.count,
-                    flops=float(op.count * product_flops(product, facts.program.instructions)),
+                    flops=float(op.count * product_flops(product, program.instructions)),
                     seconds=op.own_s,
                 )
             )

@@ -15,7 +15,8 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from meshwright.core.errors import InputError
-from meshwright.profile.hlo import Program, is_collective
+from meshwright.profile.classes import is_collective
+from meshwright.profile.hlo import TracedProgram
 
 Platform = Literal["cpu", "gpu", "tpu"]
 
@@ -90,7 +91,7 @@ def newest_trace(folder: Path) -> Path:
     return found[-1]
 
 
-def load_trace(path: Path, program: Program) -> Trace:
+def load_trace(path: Path, program: TracedProgram) -> Trace:
     """The events of a program in a trace. Raises InputError where it cannot be read, or holds none of the program."""
     from jax.profiler import ProfileData
 
@@ -106,7 +107,7 @@ def load_trace(path: Path, program: Program) -> Trace:
     return read_trace(planes, program, source=str(path))
 
 
-def read_trace(planes: Sequence[Any], program: Program, *, source: str) -> Trace:
+def read_trace(planes: Sequence[Any], program: TracedProgram, *, source: str) -> Trace:
     """The same of planes, which have names and lines of events."""
     devices = [(match, plane) for plane in planes if (match := _DEVICE.match(plane.name))]
     hosts = [plane for plane in planes if plane.name.startswith("/host:CPU")]
@@ -140,7 +141,7 @@ def read_trace(planes: Sequence[Any], program: Program, *, source: str) -> Trace
 class _Device:
     """What the lines of accelerators say."""
 
-    def __init__(self, platform: Platform, program: Program) -> None:
+    def __init__(self, platform: Platform, program: TracedProgram) -> None:
         self.platform, self.program = platform, program
         self.events: list[OpEvent] = []
         self.unnamed_s = 0.0
@@ -172,7 +173,7 @@ class _Device:
 class _Host:
     """What the threads of the host say: steps, and on CPU the instructions."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: TracedProgram) -> None:
         self.program = program
         self.events: list[OpEvent] = []
         self.by_thread = False

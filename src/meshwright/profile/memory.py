@@ -16,7 +16,7 @@ import jax
 import msgspec
 
 from meshwright.hlo.module import CONTAINERS, Instruction
-from meshwright.profile.hlo import Program, result_bytes
+from meshwright.profile.hlo import TracedProgram, result_bytes
 
 EVERY_S = 0.01
 MAX_OWNERS = 12
@@ -142,7 +142,7 @@ def state_owners(shapes: Any, shardings: Any, kind: OwnerKind) -> list[Owner]:
     return found
 
 
-def temporary_owners(program: Program) -> tuple[list[Owner], float]:
+def temporary_owners(program: TracedProgram) -> tuple[list[Owner], float]:
     """Temporaries that live at the fullest place of the schedule, added up by derived step, and their sum.
 
     An array lives from the instruction that makes it to the last one that reads it, or something that shares its place;
@@ -161,7 +161,7 @@ def temporary_owners(program: Program) -> tuple[list[Owner], float]:
 class _Schedule:
     """Computations in the order in which the compiler runs them, and what lives at the fullest place of each."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: TracedProgram) -> None:
         self.program = program
         self._known: dict[str, dict[str, float]] = {}
 

@@ -11,10 +11,9 @@ from meshwright.cost.setting import setting_of
 from meshwright.cost.train_step import PricedStrategy, price_strategy
 from meshwright.cost.work.ops import model_flops
 from meshwright.profile.advice import Advice, Case, advise
-from meshwright.profile.classes import Facts
 from meshwright.profile.compare import Comparison, ProductRow, compare
 from meshwright.profile.events import Platform, Trace, load_trace
-from meshwright.profile.hlo import Program, load_program
+from meshwright.profile.hlo import TracedProgram, load_program
 from meshwright.profile.memory import MAX_OWNERS, MemoryProfile, temporary_owners
 from meshwright.profile.run import Recording
 from meshwright.profile.times import Times, measure_times
@@ -41,7 +40,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
 
     plan: Plan
     trace: Trace
-    facts: Facts
+    program: TracedProgram
     priced: PricedStrategy
     step_s: float
     profiled_s: float
@@ -93,10 +92,10 @@ def analyse(
     strategy = job_strategy(job, plan.strategy)
     priced = price_strategy(setting_of(plan, storage), strategy)
     chip = priced.rates.chip
-    facts = Facts(program, ridge=float(chip.matmul_flops_per_s) / float(chip.hbm_bytes_per_s))
-    times = measure_times(events, facts)
+    program = msgspec.structs.replace(program, ridge=float(chip.matmul_flops_per_s) / float(chip.hbm_bytes_per_s))
+    times = measure_times(events, program)
     predicted = Breakdown(priced)
-    comparison = compare(events, facts, times, predicted)
+    comparison = compare(events, program, times, predicted)
     profiled_s = times.mean.total_s
     step_s = (recording.typical_s if recording else None) or profiled_s
     peak = reference_peak(plan.cluster.chip, rates, strategy.matmul_dtype) * num_chips
@@ -117,7 +116,7 @@ def analyse(
     return Profile(
         plan=plan,
         trace=events,
-        facts=facts,
+        program=program,
         priced=priced,
         step_s=step_s,
         profiled_s=profiled_s,
@@ -142,7 +141,7 @@ def analyse(
     )
 
 
-def _memory_of(program: Program) -> MemoryProfile:
+def _memory_of(program: TracedProgram) -> MemoryProfile:
     owners, live = temporary_owners(program)
     return MemoryProfile(counted="device", owners=tuple(owners[:MAX_OWNERS]), live_bytes=live)
 

@@ -15,13 +15,14 @@ that run at the same instant share it, and a collective that something hides has
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 import msgspec
 
 from meshwright.cost.breakdown import Partition
-from meshwright.profile.classes import Bound, Facts, OpClass
-from meshwright.profile.events import OpEvent, Trace, Window
+from meshwright.profile.classes import Bound, OpClass
+from meshwright.profile.events import OpEvent, Platform, Trace, Window
+from meshwright.profile.hlo import TracedProgram
 
 Interval = tuple[float, float]
 What = TypeVar("What")
@@ -101,8 +102,8 @@ def segments(spans: Iterable[tuple[float, float, What]], window: Window) -> Iter
 class _Sums:
     """What the steps of all devices add up to."""
 
-    def __init__(self, facts: Facts) -> None:
-        self.facts = facts
+    def __init__(self, program: TracedProgram) -> None:
+        self.program = program
         self.count, self.own_s, self.wall_s, self.waited_s = (defaultdict[str, float](float) for _ in range(4))
         self.communication_s = self.hidden_s = 0.0
 
@@ -118,13 +119,13 @@ class _Sums:
         spans: list[tuple[float, float, str]] = [(event.start_s, event.end_s, event.op) for event in inside]
         for piece, covered in segments([*spans, *((*flight, "") for flight in flights)], window):
             ops = [op for op in covered if op]
-            bound = min((self.facts.of(op).bound for op in ops), key=_ORDER.index, default=None)
+            bound = min((self.program.fact(op).bound for op in ops), key=_ORDER.index, default=None)
             if len(ops) < len(covered):
                 self.communication_s += piece.seconds
                 self.hidden_s += piece.seconds if bound in ("compute", "memory") else 0.0
             if bound is not None:
                 seconds[bound] += piece.seconds
-                sharing = [op for op in ops if self.facts.of(op).bound == bound]
+                sharing = [op for op in ops if self.program.fact(op).bound == bound]
                 for op in sharing:
                     self.wall_s[op] += piece.seconds / len(sharing)
             elif gaps and gaps[-1].end_s == piece.start_s:
@@ -151,7 +152,7 @@ class _Sums:
         """Means of every instruction, those with most of the wall time first."""
         found = []
         for op in self.wall_s.keys() | self.own_s.keys():
-            fact, count = self.facts.of(op), self.count[op] / shares
+            fact, count = self.program.fact(op), self.count[op] / shares
             one = OpTime(
                 name=op,
                 kind=fact.kind,
@@ -167,12 +168,12 @@ class _Sums:
         return tuple(sorted(found, key=lambda op: (-op.wall_s, op.name)))
 
 
-def measure_times(trace: Trace, facts: Facts) -> Times:
+def measure_times(trace: Trace, program: TracedProgram) -> Times:
     """Everything, as means over the steps and the devices of a trace."""
-    sums, partitions = _Sums(facts), {}
+    sums, partitions = _Sums(program), {}
     for device in trace.devices:
-        events = [event for event in trace.events if event.device == device and facts.is_work(event.op)]
-        flights = in_flight(events, facts, trace.platform)
+        events = [event for event in trace.events if event.device == device and program.is_work(event.op)]
+        flights = in_flight(events, program, trace.platform)
         partitions[device] = _mean([sums.step(window, events, flights) for window in trace.windows])
     shares = len(trace.windows) * len(trace.devices)
     return Times(
@@ -189,16 +190,16 @@ def _mean(found: Sequence[Partition]) -> Partition:
     return Partition(**{n: sum(getattr(p, n) for p in found) / max(len(found), 1) for n in names})
 
 
-def in_flight(events: Sequence[OpEvent], facts: Facts, platform: Literal["cpu", "gpu", "tpu"]) -> list[Interval]:
+def in_flight(events: Sequence[OpEvent], program: TracedProgram, platform: Platform) -> list[Interval]:
     """When bytes are on their way between devices: while a collective runs.
 
     On TPU the two halves of an asynchronous one are instructions of their own, and it flies from the start of the first
     to the end of the second; on GPU its kernel stands with the first half.
     """
-    sent = [event for event in events if facts.of(event.op).bound == "communication"]
+    sent = [event for event in events if program.fact(event.op).bound == "communication"]
     if platform != "tpu":
         return [(event.start_s, event.end_s) for event in sent]
-    instructions = facts.program.instructions
+    instructions = program.instructions
     begun: dict[str, float] = {}
     found = []
     for event in sorted(sent, key=lambda event: event.start_s):
@@ -213,7 +214,7 @@ def in_flight(events: Sequence[OpEvent], facts: Facts, platform: Literal["cpu", 
 # -- cores that emulated devices share --------------------------------------------------------------------
 
 
-def shared_seconds(trace: Trace, facts: Facts) -> dict[str, float]:
+def shared_seconds(trace: Trace, program: TracedProgram) -> dict[str, float]:
     """Instruction -> seconds of a mean step that the machine spends on it, where emulated devices share its cores.
 
     What one device computes while the others wait for it in a collective runs on all cores, and what all compute at
@@ -223,7 +224,7 @@ def shared_seconds(trace: Trace, facts: Facts) -> dict[str, float]:
     Waiting in a collective is no work; an instant in which nobody works belongs to nothing.
     """
     found: dict[str, float] = defaultdict(float)
-    spans = [(*span, event.op) for event in trace.events if facts.is_work(event.op) for span in working(event)]
+    spans = [(*span, event.op) for event in trace.events if program.is_work(event.op) for span in working(event)]
     for window in trace.windows:
         for piece, ops in segments(spans, window):
             for op in ops:
