@@ -80,13 +80,9 @@ class Sampler:
         self.samples: list[Sample] = []
         self.marks: list[Mark] = []
         self._device = jax.local_devices()[0]
-        self._counts = bool(self._device.memory_stats())
+        self.counted: Literal["device", "process"] = "device" if self._device.memory_stats() else "process"
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
-
-    @property
-    def counted(self) -> Literal["device", "process"]:
-        return "device" if self._counts else "process"
 
     def __enter__(self) -> Self:
         self._start_s = time.perf_counter()
@@ -112,7 +108,7 @@ class Sampler:
             self._sample()
 
     def _sample(self) -> None:
-        held = self._device.memory_stats()["bytes_in_use"] if self._counts else resident_bytes()
+        held = self._device.memory_stats()["bytes_in_use"] if self.counted == "device" else resident_bytes()
         if held is not None:
             self.samples.append(Sample(time.perf_counter() - self._start_s, int(held)))
 
@@ -173,7 +169,7 @@ class _Schedule:
         return self._known[computation]
 
     def _find(self, body: Sequence[Instruction]) -> dict[str, float]:
-        roots = self._roots(body)
+        roots, known = self._roots(body), self.program.module.computations
         last: dict[str, int] = {}
         for number, one in enumerate(body):
             ends = len(body) if one.is_root else number
@@ -185,7 +181,8 @@ class _Schedule:
         for number, one in enumerate(body):
             if roots[one.name] == {one.name}:
                 live[one.name] = result_bytes(one)
-            inner = max((self.peak(c) for c in self._run_by(one)), key=lambda p: sum(p.values()), default={})
+            run = [name for _, name in one.called if name in known] if one.opcode in CONTAINERS else []
+            inner = max(map(self.peak, run), key=lambda peak: sum(peak.values()), default={})
             if sum(live.values()) + sum(inner.values()) > sum(best.values()):
                 best = {**live, **inner}
             for name in [name for name in live if last[name] <= number]:
@@ -210,7 +207,3 @@ class _Schedule:
             return True
         inner = self.program.module.inside(one) if one.opcode == "fusion" else ()
         return any(i.is_root and i.opcode == "dynamic-update-slice" for i in inner)
-
-    def _run_by(self, one: Instruction) -> tuple[str, ...]:
-        known = self.program.module.computations
-        return tuple(name for _, name in one.called if name in known) if one.opcode in CONTAINERS else ()
