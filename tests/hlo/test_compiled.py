@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from meshwright.hlo.collectives import Collective, module_collectives
+from meshwright.hlo.collectives import CompiledCollective, module_collectives
 from meshwright.hlo.loops import loops
 from tests.hlo.programs import module
 
@@ -17,11 +17,11 @@ H_BYTES = 16 * 512 * 1024 * BF16
 WEIGHT_BYTES = 1024 * 4096 * BF16
 
 
-def found(name: str, mesh: dict[str, int]) -> tuple[Collective, ...]:
+def found(name: str, mesh: dict[str, int]) -> tuple[CompiledCollective, ...]:
     return module_collectives(module(name), mesh)
 
 
-def counted(collected: tuple[Collective, ...]) -> Counter[tuple[str, tuple[str, ...], int, int]]:
+def counted(collected: tuple[CompiledCollective, ...]) -> Counter[tuple[str, tuple[str, ...], int, int]]:
     return Counter((c.kind, c.axes, c.full_bytes, c.trips) for c in collected if c.full_bytes > 8)
 
 

@@ -3,12 +3,12 @@
 import pytest
 
 from meshwright.core.errors import InputError
-from meshwright.hlo.graph import Graph, block_graphs, computation_graph
+from meshwright.hlo.graph import ComputationGraph, block_graphs, computation_graph
 from meshwright.hlo.module import parse_module
 from tests.hlo.programs import module
 
 
-def texts(graph: Graph) -> set[tuple[str, str]]:
+def texts(graph: ComputationGraph) -> set[tuple[str, str]]:
     named = {node.key: node.text for node in graph.nodes}
     return {(named[a], named[b]) for a, b in graph.edges}
 

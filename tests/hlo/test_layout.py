@@ -1,6 +1,6 @@
 """Relayouts, padding and largest arrays of compiled programs."""
 
-from meshwright.hlo.layout import changes_layout, executed, largest, layout_text, paddings, relayouts
+from meshwright.hlo.layout import changes_layout, executed, largest_arrays, layout_text, paddings, relayouts
 from meshwright.hlo.module import parse_module
 from meshwright.hlo.shapes import parse_shapes
 from tests.hlo.programs import module
@@ -42,10 +42,10 @@ def test_padding_by_shape_and_layout():
 
 
 def test_largest_arrays_name_no_views():
-    names = [one.name for one in largest(parse_module(SMALL))]
+    names = [one.name for one in largest_arrays(parse_module(SMALL))]
     assert sorted(names) == ["a", "b", "f", "fetched"]
-    first = largest(module("v5e_forward"))[0]
-    assert first.padded_bytes == max(one.padded_bytes for one in largest(module("v5e_forward")))
+    first = largest_arrays(module("v5e_forward"))[0]
+    assert first.padded_bytes == max(one.padded_bytes for one in largest_arrays(module("v5e_forward")))
     # both weights of 5 layers, split 16 ways
     assert first.padded_bytes >= 5 * 1024 * 4096 * 2 // 16
 

@@ -4,7 +4,7 @@ import pytest
 
 from meshwright.hlo.module import parse_module
 from meshwright.hlo.shapes import parse_shapes
-from meshwright.hlo.words import explain, layout_facts, order_words, padding_words, space_words, tile_words
+from meshwright.hlo.words import explain_instruction, layout_facts, order_words, padding_words, space_words, tile_words
 from tests.hlo.programs import module
 
 
@@ -37,7 +37,7 @@ def test_small_and_plain_layouts():
 
 def facts_of(name: str, instruction: str) -> dict[str, str]:
     read = module(name)
-    return dict(explain(read, read.find(instruction)))
+    return dict(explain_instruction(read, read.find(instruction)))
 
 
 def test_an_instruction_of_a_labelled_program():
@@ -65,7 +65,7 @@ def test_a_source_line_and_its_callers():
 def test_what_it_does(instruction, words):
     read = module("h200_step")
     one = read.find(instruction) or next(i for i in read if i.opcode == instruction)
-    assert words in dict(explain(read, one))["does"]
+    assert words in dict(explain_instruction(read, one))["does"]
 
 
 def test_what_begins_here():
@@ -83,6 +83,6 @@ ENTRY %main (x: f32[8]) -> f32[4] {
 }
 """
     read = parse_module(text)
-    facts = dict(explain(read, read.find("start")))
+    facts = dict(explain_instruction(read, read.find("start")))
     assert facts["does"] == "async-start of slice: takes a part of an array; only begins here"
-    assert "another operation" in dict(explain(read, read.find("done")))["does"]
+    assert "another operation" in dict(explain_instruction(read, read.find("done")))["does"]

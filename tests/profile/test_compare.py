@@ -9,14 +9,14 @@ from meshwright.cost.breakdown import Breakdown, Partition
 from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import price_strategy
 from meshwright.profile import summary as profile
-from meshwright.profile.advice import Case, advise
+from meshwright.profile.advice import AdviceCase, advise
 from meshwright.profile.classes import class_of_op, part_of_step
 from meshwright.profile.compare import (
     ClassRow,
-    Comparison,
-    Row,
+    ProfileComparison,
+    TimeRow,
 )
-from meshwright.profile.times import OpTime, Times
+from meshwright.profile.times import OpTime, StepTimes
 from meshwright.report.machine.profile_timeline import predicted_timeline
 from meshwright.spec.calibration import datasheet_calibration
 from meshwright.spec.catalogue import model
@@ -72,7 +72,7 @@ def case(*terms, idle=(0.0, 0.0), ops=(), flops=1e12, **changes):
     classes = tuple(
         ClassRow(kind=k, own_s=1.0, wall_s=1.0, flops=flops, hbm_bytes=1e12) for k in ("contraction", "elementwise")
     )
-    comparison = Comparison(
+    comparison = ProfileComparison(
         predicted=Partition(compute_s=10.0),
         parts=(),
         terms=terms,
@@ -82,7 +82,7 @@ def case(*terms, idle=(0.0, 0.0), ops=(), flops=1e12, **changes):
         shares_cores=False,
     )
     devices = {number: Partition(compute_s=9.0 - s, exposed_s=1.0, idle_s=s) for number, s in enumerate(idle)}
-    times = Times(
+    times = StepTimes(
         mean=Partition(compute_s=9.0, exposed_s=1.0),
         devices=devices,
         ops=ops,
@@ -90,7 +90,7 @@ def case(*terms, idle=(0.0, 0.0), ops=(), flops=1e12, **changes):
         hidden_s=3.0,
     )
     strategy = msgspec.structs.replace(STRATEGY, **changes)
-    return Case(
+    return AdviceCase(
         comparison=comparison,
         times=times,
         job=JOB,
@@ -102,7 +102,7 @@ def case(*terms, idle=(0.0, 0.0), ops=(), flops=1e12, **changes):
 
 
 def row(name, predicted, measured):
-    return Row(name=name, kind=name, predicted_s=predicted, measured_s=measured)
+    return TimeRow(name=name, kind=name, predicted_s=predicted, measured_s=measured)
 
 
 def text(*given, **more):

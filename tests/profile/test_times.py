@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.profile.events import OpEvent, Trace, Window
+from meshwright.profile.events import DeviceTrace, OpEvent, Window
 from meshwright.profile.hlo import parse_program
 from meshwright.profile.times import LAUNCH_GAP_S, measure_times, segments, shared_seconds, working
 
@@ -32,7 +32,7 @@ spans = st.lists(st.tuples(st.floats(0, 10), st.floats(0, 10)).map(lambda p: (mi
 
 def trace_of(*events, end=10.0, platform="gpu"):
     found = tuple(sorted(events, key=lambda e: (e.device, e.start_s, -e.end_s)))
-    return Trace(
+    return DeviceTrace(
         platform=platform, events=found, windows=(Window(0.0, end),), by_thread=False, found_steps="annotations"
     )
 

@@ -15,7 +15,7 @@ from meshwright.spec.strategy import Strategy, make_mesh
 from meshwright.verify import proof
 from meshwright.verify.proof import MemoryComparison, proof_table, prove
 from meshwright.verify.request import Memory, Request
-from meshwright.verify.running import Outcome
+from meshwright.verify.running import CompileOutcome
 from meshwright.verify.targets import Target
 
 HLO = """HloModule jit__step, num_partitions=4
@@ -67,7 +67,7 @@ def proved(monkeypatch):
     """The proof of a request whose compilation ends as given."""
 
     def run(ended="stopped", *, target="tpu", **fields):
-        outcome = Outcome(
+        outcome = CompileOutcome(
             **{"ended": ended, "hlo": HLO, "lowered": True, **fields},
             wall_s=1.0,
             cpu_s=0.5,

@@ -37,7 +37,7 @@ MAX_STEPS_AWAY = 8
 """Instructions without a label that are looked through, in a row."""
 
 
-class Collective(msgspec.Struct, frozen=True):
+class CompiledCollective(msgspec.Struct, frozen=True):
     """One collective of a program.
 
     ``full_bytes`` are those of the whole array on the group, per device: the result of an all-gather, the
@@ -89,7 +89,7 @@ class Collective(msgspec.Struct, frozen=True):
         return f"{'' if self.label else 'near '}{label.block}:{label.phase}:{label.result}" if label else ""
 
 
-def collectives(hlo_text: str, mesh: Mapping[str, int]) -> tuple[Collective, ...]:
+def collectives(hlo_text: str, mesh: Mapping[str, int]) -> tuple[CompiledCollective, ...]:
     """Every collective of an optimised HLO module, with the trip counts of the loops around it.
 
     ``mesh`` maps axis to size, major to minor; the module's device numbers are taken to run over it
@@ -99,7 +99,7 @@ def collectives(hlo_text: str, mesh: Mapping[str, int]) -> tuple[Collective, ...
     return module_collectives(parse_module(hlo_text), mesh)
 
 
-def module_collectives(module: Module, mesh: Mapping[str, int]) -> tuple[Collective, ...]:
+def module_collectives(module: Module, mesh: Mapping[str, int]) -> tuple[CompiledCollective, ...]:
     """As `collectives`, of a module that is parsed; an empty ``mesh`` leaves the axes empty."""
     walk = _Walk(module, mesh)
     return tuple(walk.computation(_Around(computation=module.entry)))
@@ -132,7 +132,7 @@ class _Walk:
                 self.begun[one.async_key].add(one.computation)
         self.permutes = Counter(one.op_name for one in module if one.opcode in _PERMUTES)
 
-    def computation(self, around: _Around) -> Iterator[Collective]:
+    def computation(self, around: _Around) -> Iterator[CompiledCollective]:
         for one in self.module.computations[around.computation].instructions:
             # What began with a start is counted there.
             if one.opcode.endswith(("-done", "-update")):
@@ -173,7 +173,7 @@ class _Walk:
             )
         return self.reaching[name]
 
-    def collective(self, one: Instruction, around: _Around) -> Iterator[Collective]:
+    def collective(self, one: Instruction, around: _Around) -> Iterator[CompiledCollective]:
         key = one.async_key
         if key:
             if key in around.seen or (key in self.begun and one.computation not in self.begun[key]):
@@ -187,7 +187,7 @@ class _Walk:
         size, given = group_size(groups), self.given(one)
         full_bytes, num_arrays = self.bytes_and_arrays(one, given, kind, size)
         largest = max(parse_shapes(";".join(given) or one.shape), key=lambda shape: shape.num_bytes)
-        yield Collective(
+        yield CompiledCollective(
             kind=kind,
             full_bytes=full_bytes,
             axes=axes_of(groups, self.mesh),
@@ -358,7 +358,7 @@ class CollectiveRow(msgspec.Struct, frozen=True):
     """Labels of the derived steps that they came from, or that are near, without what makes them."""
 
 
-def collective_rows(found: Iterable[Collective]) -> tuple[CollectiveRow, ...]:
+def collective_rows(found: Iterable[CompiledCollective]) -> tuple[CollectiveRow, ...]:
     """One row for collectives that are alike, most bytes first."""
     alike = defaultdict(list)
     for one in found:

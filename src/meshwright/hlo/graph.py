@@ -34,7 +34,7 @@ class Node(msgspec.Struct, frozen=True):
     num_instructions: int
 
 
-class Graph(msgspec.Struct, frozen=True):
+class ComputationGraph(msgspec.Struct, frozen=True):
     """Nodes in the order in which they run, and edges (from, to) by key; all edges lead forward in that order.
 
     ``alike`` are further computations with the same nodes and edges, whose runs ``times`` counts too.
@@ -47,7 +47,7 @@ class Graph(msgspec.Struct, frozen=True):
     alike: tuple[str, ...] = ()
 
 
-def computation_graph(module: Module, name: str) -> Graph:
+def computation_graph(module: Module, name: str) -> ComputationGraph:
     """The graph of one computation. Raises InputError for a name that the module does not have."""
     computation = module.computations.get(name.removeprefix("%"))
     if computation is None:
@@ -58,7 +58,7 @@ def computation_graph(module: Module, name: str) -> Graph:
     return graph
 
 
-def block_graphs(module: Module, block: str | None) -> tuple[Graph, ...]:
+def block_graphs(module: Module, block: str | None) -> tuple[ComputationGraph, ...]:
     """A graph for each computation that runs a block of the model: a layer's forward pass, then its backward pass.
 
     Without a block: the one with most steps; in a program without labels, the loops with most to draw. Raises
@@ -79,9 +79,9 @@ def block_graphs(module: Module, block: str | None) -> tuple[Graph, ...]:
     return _without_copies(sorted(joined, key=lambda graph: _first(module, graph)))
 
 
-def _without_copies(graphs: Sequence[Graph]) -> tuple[Graph, ...]:
+def _without_copies(graphs: Sequence[ComputationGraph]) -> tuple[ComputationGraph, ...]:
     """Graphs that look the same as one: the loop of a layer is there once for each microbatch and group of layers."""
-    found: dict[tuple[object, ...], Graph] = {}
+    found: dict[tuple[object, ...], ComputationGraph] = {}
     for graph in graphs:
         key = (tuple((node.text, node.kind) for node in graph.nodes), graph.edges)
         first = found.setdefault(key, graph)
@@ -91,7 +91,7 @@ def _without_copies(graphs: Sequence[Graph]) -> tuple[Graph, ...]:
     return tuple(found.values())
 
 
-def _loop_graphs(module: Module) -> tuple[Graph, ...]:
+def _loop_graphs(module: Module) -> tuple[ComputationGraph, ...]:
     graphs = [_graph(module, one, None) for one in executed(module) if one.name != module.entry]
     drawn = sorted((graph for graph in graphs if graph.nodes), key=lambda graph: -len(graph.nodes))[:2]
     if not drawn:
@@ -99,13 +99,13 @@ def _loop_graphs(module: Module) -> tuple[Graph, ...]:
     return tuple(sorted(drawn, key=lambda graph: _first(module, graph)))
 
 
-def _first(module: Module, graph: Graph) -> int:
+def _first(module: Module, graph: ComputationGraph) -> int:
     """Where in the entry the loop that runs a computation stands."""
     callers, order = list(module.around(graph.name)), list(module.computations[module.entry].by_name)
     return order.index(callers[-1].name) if callers and callers[-1].name in order else -1
 
 
-def _graph(module: Module, computation: Computation, block: str | None) -> Graph:
+def _graph(module: Module, computation: Computation, block: str | None) -> ComputationGraph:
     """Nodes are steps and heavy instructions; all between them are the edges."""
     roles = {one.name: _role(module, one) for one in computation.instructions if one.opcode not in NO_WORK}
     members: dict[str, list[str]] = defaultdict(list)
@@ -143,7 +143,9 @@ def _graph(module: Module, computation: Computation, block: str | None) -> Graph
     apart = {(a, b) for a, b in edges if a not in beside[b] and b not in beside[a]}
     forward = {(a, b) for a, b in apart if place[a] < place[b]}
     nodes = [Node(key, texts[key], kinds[key], len(members[key])) for key in order]
-    return Graph(computation.name, times_run(module, computation.name), tuple(nodes), _reduced(forward, order))
+    return ComputationGraph(
+        computation.name, times_run(module, computation.name), tuple(nodes), _reduced(forward, order)
+    )
 
 
 class _Role(msgspec.Struct, frozen=True):

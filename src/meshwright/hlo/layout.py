@@ -131,7 +131,7 @@ def relayouts(module: Module) -> tuple[Relayout, ...]:
     return tuple(sorted(found, key=lambda one: one.total_bytes, reverse=True))
 
 
-def largest(module: Module) -> tuple[Largest, ...]:
+def largest_arrays(module: Module) -> tuple[Largest, ...]:
     """Arrays that the program makes or is given, those with most bytes in memory first."""
     found = [
         Largest(

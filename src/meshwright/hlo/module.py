@@ -36,7 +36,7 @@ NO_WORK = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast")
 """Instructions that compute nothing and move nothing."""
 
 
-class Frame(msgspec.Struct, frozen=True):
+class SourceLine(msgspec.Struct, frozen=True):
     """One line of Python source."""
 
     file: str
@@ -147,7 +147,7 @@ class Module(msgspec.Struct, frozen=True, dict=True):
     entry: str
     num_partitions: int
     num_replicas: int
-    frames: Mapping[int, tuple[Frame, int]]
+    frames: Mapping[int, tuple[SourceLine, int]]
     """Line of source by number, and the number of the one that called it (0: none)."""
 
     @property
@@ -197,13 +197,13 @@ class Module(msgspec.Struct, frozen=True, dict=True):
         ordered = [self.computations[self.entry], *self.computations.values()] if self.entry else []
         return next((c.by_name[wanted] for c in ordered if wanted in c.by_name), None)
 
-    def source(self, instruction: Instruction) -> tuple[Frame, ...]:
+    def source(self, instruction: Instruction) -> tuple[SourceLine, ...]:
         """Where in the Python source it was made, innermost call first; empty where the module does not say."""
         written = _SOURCE.search(instruction.attributes)
         if written:
-            return (Frame(file=written[1], line=int(written[2] or 0)),)
+            return (SourceLine(file=written[1], line=int(written[2] or 0)),)
         found = _FRAME_ID.search(instruction.attributes)
-        number, stack = int(found[1]) if found else 0, dict[int, Frame]()
+        number, stack = int(found[1]) if found else 0, dict[int, SourceLine]()
         while number in self.frames and number not in stack:
             stack[number], parent = self.frames[number]
             number = parent
@@ -232,7 +232,7 @@ def parse_module(text: str) -> Module:
     )
 
 
-def _frames(lines: Sequence[str]) -> dict[int, tuple[Frame, int]]:
+def _frames(lines: Sequence[str]) -> dict[int, tuple[SourceLine, int]]:
     """The tables at the head of a module; none where it has none."""
     tables: dict[str, dict[int, Any]] = {
         name: {} for name in ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
@@ -249,7 +249,7 @@ def _frames(lines: Sequence[str]) -> dict[int, tuple[Frame, int]]:
     for number, row in stack.items():
         at = locations.get(row.get("file_location_id", 0), {})
         file = files.get(at.get("file_name_id", 0), "?")
-        frame = Frame(file, at.get("line", 0), functions.get(at.get("function_name_id", 0), ""))
+        frame = SourceLine(file, at.get("line", 0), functions.get(at.get("function_name_id", 0), ""))
         # Parents are written one higher than the frames are numbered: 1 is none.
         found[number] = frame, row.get("parent_frame_id", 1) - 1
     return found

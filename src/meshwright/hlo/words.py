@@ -58,7 +58,7 @@ OPCODES = {
 """Opcode -> what it does."""
 
 
-def explain(module: Module, one: Instruction) -> tuple[tuple[str, str], ...]:
+def explain_instruction(module: Module, one: Instruction) -> tuple[tuple[str, str], ...]:
     """All that the module says of an instruction: (what, text) line by line."""
     shapes = one.shapes
     times = times_run(module, one.computation)

@@ -28,14 +28,14 @@ OUTSIDE = "outside the steps"
 """Where the seconds of instructions stand that carry no label."""
 
 
-def part_of(block: str, phase: str) -> str:
+def part_name(block: str, phase: str) -> str:
     """``layer backward``; what belongs to the whole step has the phase alone."""
     return block if block in ("optimizer", "update") else f"{block} {phase}"
 
 
 def part_of_step(step: Step) -> str:
     """The part that a derived step belongs to; the updates of all weights are the optimizer."""
-    return "optimizer" if class_of_op(step.op) == "optimizer" else part_of(step.block, step.phase)
+    return "optimizer" if class_of_op(step.op) == "optimizer" else part_name(step.block, step.phase)
 
 
 def is_collective(one: Instruction) -> bool:

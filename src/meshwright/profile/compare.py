@@ -8,15 +8,15 @@ import msgspec
 from meshwright.cost.breakdown import Breakdown, Partition
 from meshwright.hlo.products import precision, product_flops
 from meshwright.profile.classes import CLASSES, OpClass, class_of_op, part_of_step
-from meshwright.profile.events import Trace
+from meshwright.profile.events import DeviceTrace
 from meshwright.profile.hlo import TracedProgram
-from meshwright.profile.times import Times, shared_seconds
+from meshwright.profile.times import StepTimes, shared_seconds
 
 NOTHING = "nothing runs"
 """The term of instants in which no device of a machine works."""
 
 
-class Row(msgspec.Struct, frozen=True, kw_only=True):
+class TimeRow(msgspec.Struct, frozen=True, kw_only=True):
     """Something with its seconds in a step, predicted and measured; None where one of them knows nothing of it."""
 
     name: str
@@ -52,7 +52,7 @@ class ProductRow(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
 
 
-class Comparison(msgspec.Struct, frozen=True, kw_only=True):
+class ProfileComparison(msgspec.Struct, frozen=True, kw_only=True):
     """All tables of a profile; rows are sorted by the size of their difference, the worst first.
 
     ``terms`` are kinds of work, with collectives by the mesh axes that they run over. ``shares_cores`` says that
@@ -61,15 +61,17 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     predicted: Partition
-    parts: tuple[Row, ...]
-    terms: tuple[Row, ...]
-    steps: tuple[Row, ...]
+    parts: tuple[TimeRow, ...]
+    terms: tuple[TimeRow, ...]
+    steps: tuple[TimeRow, ...]
     classes: tuple[ClassRow, ...]
     float32: tuple[ProductRow, ...]
     shares_cores: bool
 
 
-def compare(trace: Trace, program: TracedProgram, times: Times, predicted: Breakdown) -> Comparison:
+def compare_times(
+    trace: DeviceTrace, program: TracedProgram, times: StepTimes, predicted: Breakdown
+) -> ProfileComparison:
     """Every table."""
     shares = trace.platform == "cpu"
     spent = shared_seconds(trace, program) if shares else {op.name: op.own_s for op in times.ops}
@@ -90,7 +92,7 @@ def compare(trace: Trace, program: TracedProgram, times: Times, predicted: Break
     rows = [*_rows(terms, by_term, lambda name: name), *_rests(whole, times, spent if shares else None)]
     steps = {name: one.seconds for name, one in expected.items()}
     kinds = {name: class_of_op(one.step.op) for name, one in expected.items()}
-    return Comparison(
+    return ProfileComparison(
         predicted=whole,
         parts=tuple(_rows(parts, by_part, lambda name: "part")),
         terms=tuple(_worst(rows)),
@@ -101,7 +103,7 @@ def compare(trace: Trace, program: TracedProgram, times: Times, predicted: Break
     )
 
 
-def _rests(predicted: Partition, times: Times, spent: Mapping[str, float] | None) -> list[Row]:
+def _rests(predicted: Partition, times: StepTimes, spent: Mapping[str, float] | None) -> list[TimeRow]:
     """What a mean device does not work, by why; where devices share cores (``spent``) what no device works, which is
     the whole step with the seconds of the instructions."""
     found = {"overhead": (predicted.overhead_s, times.mean.overhead_s), "idle": (predicted.idle_s, times.mean.idle_s)}
@@ -109,7 +111,7 @@ def _rests(predicted: Partition, times: Times, spent: Mapping[str, float] | None
         rest = max(0.0, times.mean.total_s - sum(spent.values()))
         found = {NOTHING: (predicted.overhead_s + predicted.idle_s, rest)}
     kinds = {NOTHING: "overhead"}
-    return [Row(name=n, kind=kinds.get(n, n), predicted_s=p, measured_s=m) for n, (p, m) in found.items()]
+    return [TimeRow(name=n, kind=kinds.get(n, n), predicted_s=p, measured_s=m) for n, (p, m) in found.items()]
 
 
 def term_of(kind: OpClass, axes: tuple[str, ...] = ()) -> str:
@@ -119,17 +121,17 @@ def term_of(kind: OpClass, axes: tuple[str, ...] = ()) -> str:
     return f"collectives over {' and '.join(axes)}" if axes else "collectives besides"
 
 
-def _rows(predicted: Mapping[str, float], measured: Mapping[str, float], kind: Callable[[str], str]) -> list[Row]:
+def _rows(predicted: Mapping[str, float], measured: Mapping[str, float], kind: Callable[[str], str]) -> list[TimeRow]:
     names = dict.fromkeys([*predicted, *measured])
-    rows = (Row(name=n, kind=kind(n), predicted_s=predicted.get(n), measured_s=measured.get(n)) for n in names)
+    rows = (TimeRow(name=n, kind=kind(n), predicted_s=predicted.get(n), measured_s=measured.get(n)) for n in names)
     return _worst([row for row in rows if row.predicted_s or row.measured_s])
 
 
-def _worst(rows: list[Row]) -> list[Row]:
+def _worst(rows: list[TimeRow]) -> list[TimeRow]:
     return sorted(rows, key=lambda row: -abs(row.difference_s))
 
 
-def _classes(times: Times) -> tuple[ClassRow, ...]:
+def _classes(times: StepTimes) -> tuple[ClassRow, ...]:
     """Kinds of work that there are, most of the wall time first."""
     rows = []
     for kind in CLASSES:
@@ -140,7 +142,7 @@ def _classes(times: Times) -> tuple[ClassRow, ...]:
     return tuple(sorted(rows, key=lambda row: -row.wall_s))
 
 
-def _float32(times: Times, program: TracedProgram) -> tuple[ProductRow, ...]:
+def _float32(times: StepTimes, program: TracedProgram) -> tuple[ProductRow, ...]:
     """Products whose operands are float32, most seconds first. Of several in one fusion each has all of its seconds."""
     rows = []
     for op in times.ops:

@@ -18,7 +18,7 @@ from meshwright.core.errors import InputError
 from meshwright.profile.classes import is_collective
 from meshwright.profile.hlo import TracedProgram
 
-Platform = Literal["cpu", "gpu", "tpu"]
+TracePlatform = Literal["cpu", "gpu", "tpu"]
 
 STEP = "meshwright_step"
 """The annotation around a profiled step."""
@@ -63,7 +63,7 @@ class OpEvent(NamedTuple):
         return sum(wait.seconds for wait in self.waits)
 
 
-class Trace(msgspec.Struct, frozen=True, kw_only=True):
+class DeviceTrace(msgspec.Struct, frozen=True, kw_only=True):
     """Events of one program, by device and start, and the steps that they belong to.
 
     ``by_thread`` says that events named no device, so that each thread of the host counts as one. ``found_steps`` is
@@ -71,7 +71,7 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True):
     ``unnamed_s`` are the seconds of what runs on accelerators, all together, and names no instruction of the program.
     """
 
-    platform: Platform
+    platform: TracePlatform
     events: tuple[OpEvent, ...]
     windows: tuple[Window, ...]
     by_thread: bool
@@ -91,7 +91,7 @@ def newest_trace(folder: Path) -> Path:
     return found[-1]
 
 
-def load_trace(path: Path, program: TracedProgram) -> Trace:
+def load_trace(path: Path, program: TracedProgram) -> DeviceTrace:
     """The events of a program in a trace. Raises InputError where it cannot be read, or holds none of the program."""
     from jax.profiler import ProfileData
 
@@ -107,13 +107,13 @@ def load_trace(path: Path, program: TracedProgram) -> Trace:
     return read_trace(planes, program, source=str(path))
 
 
-def read_trace(planes: Sequence[Any], program: TracedProgram, *, source: str) -> Trace:
+def read_trace(planes: Sequence[Any], program: TracedProgram, *, source: str) -> DeviceTrace:
     """The same of planes, which have names and lines of events."""
     devices = [(match, plane) for plane in planes if (match := _DEVICE.match(plane.name))]
     hosts = [plane for plane in planes if plane.name.startswith("/host:CPU")]
     host = _Host(program)
     if devices:
-        platform: Platform = "gpu" if devices[0][0][1] == "GPU" else "tpu"
+        platform: TracePlatform = "gpu" if devices[0][0][1] == "GPU" else "tpu"
         reader = _Device(platform, program)
         for match, plane in devices:
             reader.read(plane, int(match[2]))
@@ -128,7 +128,7 @@ def read_trace(planes: Sequence[Any], program: TracedProgram, *, source: str) ->
             f"{source} has no event of the program {program.name!r}. Give the text of the program that was traced."
         )
     windows, how = host.windows(events)
-    return Trace(
+    return DeviceTrace(
         platform=platform,
         events=tuple(sorted(events, key=lambda event: (event.device, event.start_s, -event.end_s))),
         windows=windows,
@@ -141,7 +141,7 @@ def read_trace(planes: Sequence[Any], program: TracedProgram, *, source: str) ->
 class _Device:
     """What the lines of accelerators say."""
 
-    def __init__(self, platform: Platform, program: TracedProgram) -> None:
+    def __init__(self, platform: TracePlatform, program: TracedProgram) -> None:
         self.platform, self.program = platform, program
         self.events: list[OpEvent] = []
         self.unnamed_s = 0.0

@@ -16,7 +16,7 @@ from meshwright.core.labels import StepLabel
 from meshwright.hlo.files import has_entry
 from meshwright.hlo.module import CONTAINERS, NO_WORK, Instruction, Module, parse_module
 from meshwright.hlo.products import is_product, product_flops
-from meshwright.profile.classes import OUTSIDE, Bound, OpClass, class_of, part_of
+from meshwright.profile.classes import OUTSIDE, Bound, OpClass, class_of, part_name
 
 _NUMBER = re.compile(r"[.\d]+$")
 _FREE = (*NO_WORK, "after-all", *CONTAINERS)
@@ -37,7 +37,7 @@ class Fact(msgspec.Struct, frozen=True, kw_only=True):
         """Block and phase: ``layer backward``, ``optimizer``."""
         if self.label is None:
             return OUTSIDE
-        return part_of(self.label.block, self.label.phase)
+        return part_name(self.label.block, self.label.phase)
 
     @property
     def step(self) -> str:

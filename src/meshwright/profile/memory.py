@@ -31,7 +31,7 @@ class Sample(NamedTuple):
     num_bytes: int
 
 
-class Mark(NamedTuple):
+class MemoryMark(NamedTuple):
     """What began at a time: ``state``, ``compile``, ``step 1``."""
 
     at_s: float
@@ -60,7 +60,7 @@ class MemoryProfile(msgspec.Struct, frozen=True, kw_only=True):
 
     counted: Literal["device", "process"]
     samples: tuple[Sample, ...] = ()
-    marks: tuple[Mark, ...] = ()
+    marks: tuple[MemoryMark, ...] = ()
     owners: tuple[Owner, ...] = ()
     arguments_bytes: float | None = None
     temporaries_bytes: float | None = None
@@ -78,7 +78,7 @@ class Sampler:
     def __init__(self, *, every_s: float = EVERY_S) -> None:
         self.every_s = every_s
         self.samples: list[Sample] = []
-        self.marks: list[Mark] = []
+        self.marks: list[MemoryMark] = []
         self._device = jax.local_devices()[0]
         self.counted: Literal["device", "process"] = "device" if self._device.memory_stats() else "process"
         self._stop = threading.Event()
@@ -101,7 +101,7 @@ class Sampler:
 
     def mark(self, text: str) -> None:
         """Something begins now."""
-        self.marks.append(Mark(time.perf_counter() - self._start_s, text))
+        self.marks.append(MemoryMark(time.perf_counter() - self._start_s, text))
 
     def _run(self) -> None:
         while not self._stop.wait(self.every_s):

@@ -10,13 +10,13 @@ from meshwright.cost.breakdown import Breakdown
 from meshwright.cost.setting import setting_of
 from meshwright.cost.train_step import PricedStrategy, price_strategy
 from meshwright.cost.work.ops import model_flops
-from meshwright.profile.advice import Advice, Case, advise
-from meshwright.profile.compare import Comparison, ProductRow, compare
-from meshwright.profile.events import Platform, Trace, load_trace
+from meshwright.profile.advice import Advice, AdviceCase, advise
+from meshwright.profile.compare import ProductRow, ProfileComparison, compare_times
+from meshwright.profile.events import DeviceTrace, TracePlatform, load_trace
 from meshwright.profile.hlo import TracedProgram, load_program
 from meshwright.profile.memory import MAX_OWNERS, MemoryProfile, temporary_owners
 from meshwright.profile.run import Recording
-from meshwright.profile.times import Times, measure_times
+from meshwright.profile.times import StepTimes, measure_times
 from meshwright.spec.calibration import reference_peak
 from meshwright.spec.plan_file import Plan
 
@@ -39,7 +39,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     plan: Plan
-    trace: Trace
+    trace: DeviceTrace
     program: TracedProgram
     priced: PricedStrategy
     step_s: float
@@ -51,8 +51,8 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     predicted_hfu: float
     flops: float
     predicted_flops: float
-    times: Times
-    comparison: Comparison
+    times: StepTimes
+    comparison: ProfileComparison
     advice: tuple[Advice, ...]
     memory: MemoryProfile
     predicted_memory: dict[str, float]
@@ -60,7 +60,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     warnings: tuple[str, ...]
 
     @property
-    def platform(self) -> Platform:
+    def platform(self) -> TracePlatform:
         return self.trace.platform
 
     @property
@@ -69,7 +69,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(row for row in self.comparison.float32 if misses_units(row, self.platform))
 
 
-def misses_units(row: ProductRow, platform: Platform) -> bool:
+def misses_units(row: ProductRow, platform: TracePlatform) -> bool:
     """Whether a float32 product runs below the rate of the matrix units.
 
     A TPU rounds operands to bfloat16 unless more precision is asked for, and then multiplies three or six times; a GPU
@@ -95,7 +95,7 @@ def analyse(
     program = msgspec.structs.replace(program, ridge=float(chip.matmul_flops_per_s) / float(chip.hbm_bytes_per_s))
     times = measure_times(events, program)
     predicted = Breakdown(priced)
-    comparison = compare(events, program, times, predicted)
+    comparison = compare_times(events, program, times, predicted)
     profiled_s = times.mean.total_s
     step_s = (recording.typical_s if recording else None) or profiled_s
     peak = reference_peak(plan.cluster.chip, rates, strategy.matmul_dtype) * num_chips
@@ -104,7 +104,7 @@ def analyse(
     flops = sum(row.flops for row in comparison.classes)
     derived_flops = float(estimate.flops) / num_chips
     warnings = (*_slower_notes(profiled_s, step_s), *_machine_notes(events, recording))
-    case = Case(
+    case = AdviceCase(
         comparison=comparison,
         times=times,
         job=job,
@@ -156,7 +156,7 @@ def _slower_notes(profiled_s: float, step_s: float) -> tuple[str, ...]:
     )
 
 
-def _machine_notes(trace: Trace, recording: Recording | None) -> tuple[str, ...]:
+def _machine_notes(trace: DeviceTrace, recording: Recording | None) -> tuple[str, ...]:
     """Whether emulated devices had the machine for themselves."""
     cores = os.cpu_count() or 1
     if trace.platform != "cpu" or recording is None or recording.cores is None:
@@ -182,7 +182,7 @@ def _program_notes(flops: float, derived: float) -> tuple[str, ...]:
     return found
 
 
-def _trace_notes(trace: Trace, times: Times, *, num_devices: int) -> tuple[str, ...]:
+def _trace_notes(trace: DeviceTrace, times: StepTimes, *, num_devices: int) -> tuple[str, ...]:
     """What the reader has to know of the trace before the figures."""
     found = []
     if trace.platform == "cpu":

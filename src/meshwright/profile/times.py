@@ -21,7 +21,7 @@ import msgspec
 
 from meshwright.cost.breakdown import Partition
 from meshwright.profile.classes import Bound, OpClass
-from meshwright.profile.events import OpEvent, Platform, Trace, Window
+from meshwright.profile.events import DeviceTrace, OpEvent, TracePlatform, Window
 from meshwright.profile.hlo import TracedProgram
 
 Interval = tuple[float, float]
@@ -47,7 +47,7 @@ class OpTime(msgspec.Struct, frozen=True, kw_only=True):
     hbm_bytes: float
 
 
-class Times(msgspec.Struct, frozen=True, kw_only=True):
+class StepTimes(msgspec.Struct, frozen=True, kw_only=True):
     """All that the events of the steps add up to; ``communication_s`` is that of a mean step and device, hidden or not,
     ``hidden_s`` the part of it in which the same device computes."""
 
@@ -168,7 +168,7 @@ class _Sums:
         return tuple(sorted(found, key=lambda op: (-op.wall_s, op.name)))
 
 
-def measure_times(trace: Trace, program: TracedProgram) -> Times:
+def measure_times(trace: DeviceTrace, program: TracedProgram) -> StepTimes:
     """Everything, as means over the steps and the devices of a trace."""
     sums, partitions = _Sums(program), {}
     for device in trace.devices:
@@ -176,7 +176,7 @@ def measure_times(trace: Trace, program: TracedProgram) -> Times:
         flights = in_flight(events, program, trace.platform)
         partitions[device] = _mean([sums.step(window, events, flights) for window in trace.windows])
     shares = len(trace.windows) * len(trace.devices)
-    return Times(
+    return StepTimes(
         mean=_mean(list(partitions.values())),
         devices=partitions,
         ops=sums.ops(shares),
@@ -190,7 +190,7 @@ def _mean(found: Sequence[Partition]) -> Partition:
     return Partition(**{n: sum(getattr(p, n) for p in found) / max(len(found), 1) for n in names})
 
 
-def in_flight(events: Sequence[OpEvent], program: TracedProgram, platform: Platform) -> list[Interval]:
+def in_flight(events: Sequence[OpEvent], program: TracedProgram, platform: TracePlatform) -> list[Interval]:
     """When bytes are on their way between devices: while a collective runs.
 
     On TPU the two halves of an asynchronous one are instructions of their own, and it flies from the start of the first
@@ -214,7 +214,7 @@ def in_flight(events: Sequence[OpEvent], program: TracedProgram, platform: Platf
 # -- cores that emulated devices share --------------------------------------------------------------------
 
 
-def shared_seconds(trace: Trace, program: TracedProgram) -> dict[str, float]:
+def shared_seconds(trace: DeviceTrace, program: TracedProgram) -> dict[str, float]:
     """Instruction -> seconds of a mean step that the machine spends on it, where emulated devices share its cores.
 
     What one device computes while the others wait for it in a collective runs on all cores, and what all compute at

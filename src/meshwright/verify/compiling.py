@@ -20,13 +20,13 @@ from meshwright.verify.request import LOWERED, MEMORY, MODULE, Memory, Request
 from meshwright.verify.targets import Target
 
 
-class Step(Protocol):
+class CompilableStep(Protocol):
     """What the builders of `parallel` make."""
 
     def lower(self, *sizes: int, platform: str = "") -> jax.stages.Lowered: ...
 
 
-MakeStep = Callable[[Request, Mesh | AbstractMesh], tuple[Step, tuple[int, ...]]]
+MakeStep = Callable[[Request, Mesh | AbstractMesh], tuple[CompilableStep, tuple[int, ...]]]
 """The step of a request on a mesh, and what its `lower` takes."""
 
 

@@ -13,7 +13,7 @@ import msgspec
 
 from meshwright.core.labels import OPTIMIZER, StepLabel
 from meshwright.cost.network.collectives import received_share
-from meshwright.hlo.collectives import Collective
+from meshwright.hlo.collectives import CompiledCollective
 from meshwright.hlo.shapes import ELEMENT_BITS, parse_shapes
 from meshwright.verify.expected import Expected, active_axes
 
@@ -35,8 +35,8 @@ CLASSES: dict[str, str] = {
 TOLERANCE = 0.02
 """Differences up to this share of a row's bytes need no name, and numbers of elements this close are the same."""
 
-Axes = tuple[str, ...]
-Key = tuple[str, Axes]
+_Axes = tuple[str, ...]
+TrafficKey = tuple[str, _Axes]
 """(kind, mesh axes in the mesh's order)."""
 
 _REPEATED = ".remat"
@@ -60,14 +60,14 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
         return self.compiled_bytes - self.derived_bytes
 
 
-class Row(msgspec.Struct, frozen=True, kw_only=True):
+class TrafficRow(msgspec.Struct, frozen=True, kw_only=True):
     """One kind of collective over some axes: arrays and bytes on the wire per device, derived and compiled.
 
     ``named_bytes`` of the difference have a name.
     """
 
     kind: str
-    axes: Axes
+    axes: _Axes
     derived_arrays: int
     compiled_arrays: int
     derived_bytes: float
@@ -80,10 +80,10 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
         return self.compiled_bytes - self.derived_bytes - self.named_bytes
 
 
-class Comparison(msgspec.Struct, frozen=True, kw_only=True):
+class TrafficComparison(msgspec.Struct, frozen=True, kw_only=True):
     """All rows, the most bytes first, and the named differences."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[TrafficRow, ...]
     differences: tuple[Difference, ...]
 
     @property
@@ -116,26 +116,26 @@ class Amount(msgspec.Struct, frozen=True):
 
 
 NOTHING = Amount()
-Amounts = Mapping[Key, Amount]
+_Amounts = Mapping[TrafficKey, Amount]
 
 
 class _Sides:
     """Both sides of one label, or of all that labels do not explain, by kind and axes."""
 
     def __init__(self) -> None:
-        self.derived: dict[Key, Amount] = defaultdict(Amount)
-        self.compiled: dict[Key, Amount] = defaultdict(Amount)
-        self.repeated_bytes: dict[Key, float] = defaultdict(float)
+        self.derived: dict[TrafficKey, Amount] = defaultdict(Amount)
+        self.compiled: dict[TrafficKey, Amount] = defaultdict(Amount)
+        self.repeated_bytes: dict[TrafficKey, float] = defaultdict(float)
         self.windowed = False
 
 
-def compare(
+def compare_traffic(
     expected: Iterable[Expected],
-    found: Iterable[Collective],
+    found: Iterable[CompiledCollective],
     mesh: Mapping[str, int],
     *,
     remarks: Iterable[str] = (),
-) -> Comparison:
+) -> TrafficComparison:
     """Both beside each other, with a name for every difference that can be shown to be one of `CLASSES`.
 
     ``remarks`` are lines of the partitioner about arrays that it copied whole.
@@ -151,7 +151,7 @@ def compare(
 
 
 def _sides(
-    expected: Iterable[Expected], found: Iterable[Collective], mesh: Mapping[str, int]
+    expected: Iterable[Expected], found: Iterable[CompiledCollective], mesh: Mapping[str, int]
 ) -> tuple[dict[StepLabel | None, _Sides], _Sides]:
     labels: dict[StepLabel | None, _Sides] = defaultdict(_Sides)
     rows = _Sides()
@@ -173,7 +173,7 @@ def _sides(
     return labels, rows
 
 
-def _amount_of(found: Collective, size: int) -> Amount:
+def _amount_of(found: CompiledCollective, size: int) -> Amount:
     """What a collective over axes of ``size`` devices moves.
 
     One over axes that reach across slices is compiled as one inside of them and one between them: the latter adds its
@@ -205,15 +205,15 @@ class _Table:
     def __init__(self, rows: _Sides, mesh: Mapping[str, int], copied: int) -> None:
         self.rows, self.mesh, self.copied = rows, mesh, copied
         self.taken: set[StepLabel | None] = set()
-        self.named: dict[Key, float] = defaultdict(float)
+        self.named: dict[TrafficKey, float] = defaultdict(float)
         self.differences: list[Difference] = []
-        self.left: dict[Key, Amount] = defaultdict(Amount)
+        self.left: dict[TrafficKey, Amount] = defaultdict(Amount)
         for key, amount in rows.compiled.items():
             self.left[key] += amount
         for key, amount in rows.derived.items():
             self.left[key] += -amount
 
-    def is_even(self, key: Key) -> bool:
+    def is_even(self, key: TrafficKey) -> bool:
         """Whether the row needs no name any more."""
         return abs(self.left[key].wire) <= TOLERANCE / 4 * self.rows.derived[key].wire
 
@@ -224,7 +224,7 @@ class _Table:
         if name := _name_of(label, sides):
             self._name(name, str(label), sides.derived, sides.compiled)
 
-    def take_joined(self, key: Key, labels: Mapping[StepLabel | None, _Sides]) -> None:
+    def take_joined(self, key: TrafficKey, labels: Mapping[StepLabel | None, _Sides]) -> None:
         """Name together what several steps differ in where the compiler has combined them under one's label."""
         of_row = [
             (label, sides)
@@ -240,7 +240,7 @@ class _Table:
             self.taken |= {label for label, _ in of_row}
             self._name(name, _words(key), {key: derived}, {key: compiled})
 
-    def _name(self, name: str, where: str, derived: Amounts, compiled: Amounts) -> None:
+    def _name(self, name: str, where: str, derived: _Amounts, compiled: _Amounts) -> None:
         for key in {**derived, **compiled}:
             extra = compiled.get(key, NOTHING) + -derived.get(key, NOTHING)
             self.named[key] += extra.wire
@@ -270,14 +270,14 @@ class _Table:
             elif key[0] == "permute" and left.arrays < 0 and self._is_one_round(key, left):
                 self._name("dropped", _words(key), {key: -left}, {})
 
-    def _is_one_round(self, key: Key, left: Amount) -> bool:
+    def _is_one_round(self, key: TrafficKey, left: Amount) -> bool:
         """Whether what a row lacks are whole arrays of the size of its own, one of a ring's n - 1 rounds at most."""
         derived, compiled = self.rows.derived[key], self.rows.compiled[key]
         rounds = math.prod(self.mesh[axis] for axis in key[1]) - 1
         whole = _same(left.elements / left.arrays, derived.elements / derived.arrays)
         return whole and compiled.arrays > 0 and -left.arrays * rounds <= derived.arrays
 
-    def _pair(self, scattered: Key, whole: Key) -> None:
+    def _pair(self, scattered: TrafficKey, whole: TrafficKey) -> None:
         """A reduce-scatter that is compiled as an all-reduce; over more axes it has also summed the replicas."""
         derived = {scattered: -self.left[scattered]}
         rest = "all_reduce", tuple(axis for axis in whole[1] if axis not in scattered[1])
@@ -286,9 +286,9 @@ class _Table:
             derived[rest] = -replicas
         self._name("full all-reduce", _words(scattered), derived, {whole: self.left[whole]})
 
-    def result(self) -> Comparison:
+    def result(self) -> TrafficComparison:
         rows = [
-            Row(
+            TrafficRow(
                 kind=key[0],
                 axes=key[1],
                 derived_arrays=self.rows.derived[key].arrays,
@@ -299,13 +299,13 @@ class _Table:
             )
             for key in dict.fromkeys((*self.rows.derived, *self.rows.compiled))
         ]
-        return Comparison(
+        return TrafficComparison(
             rows=tuple(sorted(rows, key=lambda row: -max(row.compiled_bytes, row.derived_bytes))),
             differences=tuple(sorted(self.differences, key=lambda one: -abs(one.extra_bytes))),
         )
 
 
-def _words(key: Key) -> str:
+def _words(key: TrafficKey) -> str:
     return f"{key[0]} over {','.join(key[1])}"
 
 

@@ -47,12 +47,12 @@ def expected_collectives(
     return _expected(counted, dims, mesh, num_microbatches=num_microbatches, width=width)
 
 
-Counted = tuple[Step, int, int]
+_Counted = tuple[Step, int, int]
 """A step, how many arrays it moves, and how often the bytes of one of the step's own."""
 
 
 def _expected(
-    counted: Iterable[Counted], dims: Mapping[str, int], mesh: Mapping[str, int], *, num_microbatches: int, width: int
+    counted: Iterable[_Counted], dims: Mapping[str, int], mesh: Mapping[str, int], *, num_microbatches: int, width: int
 ) -> Iterator[Expected]:
     one = {**dims, "B": dims["B"] // num_microbatches}
     for step, arrays, times in counted:
@@ -70,7 +70,7 @@ def _expected(
 
 def _counted(
     derived: Derived, dims: Mapping[str, int], mesh: Mapping[str, int], *, num_microbatches: int, layer_by_layer: bool
-) -> Iterator[Counted]:
+) -> Iterator[_Counted]:
     one = {**dims, "B": dims["B"] // num_microbatches}
     for step, times in derived.steps(num_microbatches):
         if step.is_collective:
@@ -101,7 +101,7 @@ def expected_of_pipeline(
     return _expected(_counted_in_text(derived, tables), dims, mesh, num_microbatches=count, width=width)
 
 
-def _counted_in_text(derived: Derived, tables: TickTables) -> Iterator[Counted]:
+def _counted_in_text(derived: Derived, tables: TickTables) -> Iterator[_Counted]:
     used = ((block, name) for block in derived.blocks for op in block.block.ops for name in op.inputs)
     counted = ((block, name) for block in derived.blocks for name in counts_of(block))
     rows = {name: _rows(block, tables) for block, name in (*used, *counted)}

@@ -18,7 +18,7 @@ from meshwright.hlo.products import product_flops
 TOLERANCE = 0.02
 """Differences up to this share are none."""
 
-Label = StepLabel | None
+_Label = StepLabel | None
 
 
 class StepProducts(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,11 +41,11 @@ class Products(msgspec.Struct, frozen=True, kw_only=True):
     by_data: tuple[str, ...] = ()
 
 
-class Counted(msgspec.Struct, frozen=True, kw_only=True):
+class ProductCount(msgspec.Struct, frozen=True, kw_only=True):
     """Products of a program by the step that they came from, and the steps in loops that depend on data."""
 
-    flops: dict[Label, float]
-    by_data: frozenset[Label]
+    flops: dict[_Label, float]
+    by_data: frozenset[_Label]
 
 
 def compare_products(program: str, derived: Mapping[StepLabel, float]) -> Products:
@@ -68,12 +68,12 @@ def compare_products(program: str, derived: Mapping[StepLabel, float]) -> Produc
     )
 
 
-def _attends(label: Label) -> bool:
+def _attends(label: _Label) -> bool:
     kind = step_kinds().get(label.op) if label is not None else None
     return kind is not None and kind.group == "attention"
 
 
-def count_products(program: str) -> Counted:
+def count_products(program: str) -> ProductCount:
     """FLOPs of all products in one call of a program, on one device: 2 n k for n results that sum over k.
 
     Bodies of loops count as often as they run.
@@ -81,9 +81,9 @@ def count_products(program: str) -> Counted:
     module = parse_module(program)
 
     @cache
-    def products(name: str) -> Counter[tuple[Label, bool]]:
+    def products(name: str) -> Counter[tuple[_Label, bool]]:
         """Those of a computation and all that it calls, by label and whether a loop around them depends on data."""
-        computation, found = module.computations[name], Counter[tuple[Label, bool]]()
+        computation, found = module.computations[name], Counter[tuple[_Label, bool]]()
         for one in computation.instructions:
             if one.opcode == "dot":
                 found[one.label, False] += product_flops(one, computation.by_name)
@@ -96,8 +96,8 @@ def count_products(program: str) -> Counted:
                     found[label or one.label, depends or times is None] += (times or 1) * flops
         return found
 
-    flops: dict[Label, float] = defaultdict(float)
+    flops: dict[_Label, float] = defaultdict(float)
     for (label, _), number in products(module.entry).items():
         flops[label] += number
     by_data = frozenset(label for label, depends in products(module.entry) if depends)
-    return Counted(flops=dict(flops), by_data=by_data)
+    return ProductCount(flops=dict(flops), by_data=by_data)

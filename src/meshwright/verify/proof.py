@@ -7,10 +7,10 @@ from typing import Any
 import msgspec
 
 from meshwright.hlo.collectives import collectives
-from meshwright.verify.differences import Comparison, compare
+from meshwright.verify.differences import TrafficComparison, compare_traffic
 from meshwright.verify.flops import Products, compare_products
 from meshwright.verify.request import Memory, Request
-from meshwright.verify.running import Outcome, available_bytes, run_request
+from meshwright.verify.running import CompileOutcome, available_bytes, run_request
 from meshwright.verify.step_derivation import StepDerivation
 
 ARGUMENTS = ("weights", "optimizer", "kv_cache")
@@ -58,10 +58,10 @@ class Proof(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     request: Request
-    outcome: Outcome
+    outcome: CompileOutcome
     refusal: str = ""
     memory: MemoryComparison | None = None
-    traffic: Comparison | None = None
+    traffic: TrafficComparison | None = None
     traffic_error: str = ""
     products: Products | None = None
 
@@ -84,7 +84,7 @@ def prove(request: Request, *, program: Sequence[str], timeout_s: float, keep: P
         refusal = refusal or _does_not_fit(request, memory)
     traffic, trouble = None, ""
     try:
-        traffic = compare(
+        traffic = compare_traffic(
             derivation.expected(),
             collectives(outcome.hlo, request.strategy.mesh),
             request.strategy.mesh,
@@ -114,7 +114,7 @@ def _compared(items: dict[str, float], found: Memory, available: float) -> Memor
     )
 
 
-def _refusal(request: Request, outcome: Outcome) -> str:
+def _refusal(request: Request, outcome: CompileOutcome) -> str:
     """Why nothing was compiled, in one line."""
     if outcome.ended in ("done", "stopped"):
         return ""

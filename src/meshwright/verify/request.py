@@ -9,7 +9,7 @@ from meshwright.cost.setting import Setting
 from meshwright.spec.strategy import Strategy
 from meshwright.verify.targets import Target
 
-StepKind = Literal["train", "prefill", "decode", "generate"]
+AskedStep = Literal["train", "prefill", "decode", "generate"]
 """Steps as they are asked for: "generate" is another word for "decode"."""
 Depth = Literal["lower", "partition", "full"]
 
@@ -27,7 +27,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     setting: Setting
     strategy: Strategy
     target: Target
-    step: StepKind = "train"
+    step: AskedStep = "train"
     depth: Depth = "partition"
     settings: dict[str, Any] = {}
     options: ProgramOptions = PLAIN

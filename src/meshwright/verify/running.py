@@ -40,7 +40,7 @@ _UNIT = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 Ended = Literal["done", "stopped", "error", "crash", "timeout"]
 
 
-class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+class CompileOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """What became of a compilation.
 
     ``lowered``: the step has been traced, every array divides and every type agrees. ``ended``: "done"; "stopped" once
@@ -63,7 +63,9 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     max_rss_bytes: int
 
 
-def run_request(request: Request, *, program: Sequence[str], timeout_s: float, keep: Path | None = None) -> Outcome:
+def run_request(
+    request: Request, *, program: Sequence[str], timeout_s: float, keep: Path | None = None
+) -> CompileOutcome:
     """Compile a request with ``program``, which takes the folder of the request as its last argument.
 
     ``keep`` is where the compiler's files stay; without it they are gone afterwards. Raises InputError for a folder
@@ -92,7 +94,7 @@ def _take_folder(folder: Path) -> None:
         raise InputError(f"nothing can be kept in {folder}: {error.strerror}. Name a folder to write to.") from None
 
 
-def _run(request: Request, folder: Path, program: Sequence[str], timeout_s: float) -> Outcome:
+def _run(request: Request, folder: Path, program: Sequence[str], timeout_s: float) -> CompileOutcome:
     dumps = folder / DUMP
     (folder / REQUEST).write_bytes(msgspec.json.encode(request))
     dumped = request.depth != "lower"
@@ -176,11 +178,11 @@ def _peak_kb(pid: int) -> int:
     return int(found[1]) if found else 0
 
 
-def _outcome(folder: Path, ended: str, status: int, log: str, spent: dict[str, Any], *, on_cpu: bool) -> Outcome:
+def _outcome(folder: Path, ended: str, status: int, log: str, spent: dict[str, Any], *, on_cpu: bool) -> CompileOutcome:
     memory, error = _read(folder / MEMORY, Memory), _read(folder / ERROR, dict)
     files = None if on_cpu else dump_files(folder / DUMP)
     lowered, program = (folder / LOWERED).is_file(), read_program(folder / DUMP)
-    found = partial(Outcome, lowered=lowered, remarks=_remarks(log), program=program, **spent)
+    found = partial(CompileOutcome, lowered=lowered, remarks=_remarks(log), program=program, **spent)
     if files is not None:
         assigned, hlo = read_memory(files[BUFFERS_END].read_text()), files[MODULE_END].read_text()
         if memory is not None and ended == "exit":

@@ -12,7 +12,7 @@ from meshwright.cost.network.collectives import Placement
 from meshwright.spec.chip import LibtpuTarget, XlaGpuTarget, catalogued, chips
 from meshwright.spec.cluster import Cluster
 
-Platform = Literal["tpu", "cuda", "cpu"]
+CompilerPlatform = Literal["tpu", "cuda", "cpu"]
 
 MAX_CPU_DEVICES = 2048
 """XLA's CPU compiler takes a program of this many devices for one process; 4096 it refuses (measured, jax 0.10.2)."""
@@ -28,7 +28,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
     chips takes the first of each. ``note`` says what this target cannot show.
     """
 
-    platform: Platform
+    platform: CompilerPlatform
     topology: str = ""
     options: dict[str, Any] = {}
     num_devices: int
@@ -53,7 +53,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
         return {**quiet, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flag}
 
 
-def is_installed(platform: Platform) -> bool:
+def is_installed(platform: CompilerPlatform) -> bool:
     """Whether this Python has the compiler for a platform; that for the CPU is part of JAX."""
     return platform == "cpu" or importlib.util.find_spec(PLUGINS[platform][0]) is not None
 
@@ -77,7 +77,7 @@ def target_of(cluster: Cluster) -> Target:
     )
 
 
-def usable_target(cluster: Cluster, *, wanted: Platform | None = None) -> Target:
+def usable_target(cluster: Cluster, *, wanted: CompilerPlatform | None = None) -> Target:
     """The target to use: the cluster's own where its compiler is installed, else emulated CPU devices, with a note.
 
     Raises CannotRunError where the platform that is asked for is not installed, or nothing takes so many devices.

@@ -75,12 +75,12 @@ def _stable(path: Path, read: Any, as_json: bool) -> dict[str, Any]:
 
 def _explained(module: Any, name: str, picture: Path | None, as_json: bool) -> dict[str, Any]:
     from meshwright.cli.verbs.hlo_text import print_place
-    from meshwright.hlo.words import explain
+    from meshwright.hlo.words import explain_instruction
 
     one = module.find(name)
     if one is None:
         raise InputError(f"{module.name} has no instruction {name!r}.{nearest(name, (i.name for i in module))}")
-    facts = explain(module, one)
+    facts = explain_instruction(module, one)
     found: dict[str, Any] = {
         "name": one.name,
         "opcode": one.opcode,

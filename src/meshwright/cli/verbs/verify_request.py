@@ -37,10 +37,10 @@ def request_of(
     """The request that a plan makes; its chips in the order in which the strategy lies on the cluster."""
     from meshwright.cost.setting import Setting
     from meshwright.train.settings import program_options, settings_from_table
-    from meshwright.verify.request import Request, StepKind
+    from meshwright.verify.request import AskedStep, Request
     from meshwright.verify.targets import mesh_order
 
-    assert step in get_args(StepKind)
+    assert step in get_args(AskedStep)
     require_runnable_assumptions(assumptions)
     if strategy.num_chips != cluster.num_chips:
         raise InputError(

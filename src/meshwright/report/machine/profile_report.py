@@ -5,7 +5,7 @@ from pathlib import Path
 
 from meshwright.core.files import write_text_whole
 from meshwright.core.units import format_bytes, format_flops, format_seconds
-from meshwright.profile.compare import Row
+from meshwright.profile.compare import TimeRow
 from meshwright.profile.summary import Profile
 from meshwright.report.figure import save
 from meshwright.report.machine.profile_figures import memory_timeline_figure, parts_figure, where_figure
@@ -115,12 +115,12 @@ def _seconds(value: float | None) -> str | None:
     return None if value is None else format_seconds(value)
 
 
-def difference(row: Row) -> str:
+def difference(row: TimeRow) -> str:
     """``+12.3 ms``."""
     return f"{'-' if row.difference_s < 0 else '+'}{format_seconds(abs(row.difference_s))}"
 
 
-def _rows(rows: Sequence[Row], what: str) -> str:
+def _rows(rows: Sequence[TimeRow], what: str) -> str:
     cells = [[row.name, _seconds(row.predicted_s), _seconds(row.measured_s), difference(row)] for row in rows]
     return as_markdown([what, "predicted", "measured", "difference"], cells)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from meshwright.core.files import write_whole
 from meshwright.cost.train_step import PricedStrategy
-from meshwright.profile.events import OpEvent, Trace, Window
+from meshwright.profile.events import DeviceTrace, OpEvent, Window
 from meshwright.profile.hlo import TracedProgram
 from meshwright.profile.summary import Profile
 from meshwright.report.machine.profile_timeline import predicted_timeline
@@ -60,7 +60,7 @@ def predicted_events(priced: PricedStrategy, *, num_microbatches: int) -> list[T
 # -- measured -----------------------------------------------------------------------------------------------
 
 
-def measured_events(trace: Trace, program: TracedProgram) -> list[TraceEvent]:
+def measured_events(trace: DeviceTrace, program: TracedProgram) -> list[TraceEvent]:
     """Every device as a process with one thread per stream or host thread, the steps as slices of their own thread."""
     zero = trace.windows[0].start_s
     end = trace.windows[-1].end_s
