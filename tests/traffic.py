@@ -8,7 +8,7 @@ import msgspec
 from meshwright.algebra.derived import Derived
 from meshwright.algebra.schedules.ticks import TickTables
 from meshwright.hlo.collectives import CompiledCollective
-from meshwright.verify.differences import TrafficKey
+from meshwright.verify.differences import TrafficKey as Key
 from meshwright.verify.expected import Expected, active_axes, expected_collectives, expected_of_pipeline
 
 
@@ -27,7 +27,7 @@ def derived_traffic(
     num_microbatches: int,
     width: int,
     layer_by_layer: bool = True,
-) -> dict[TrafficKey, Traffic]:
+) -> dict[Key, Traffic]:
     """Traffic of one step as derived; see `expected_collectives`."""
     return expected_traffic(
         expected_collectives(
@@ -38,23 +38,23 @@ def derived_traffic(
 
 def pipeline_traffic(
     derived: Derived, tables: TickTables, dims: Mapping[str, int], mesh: Mapping[str, int], *, width: int
-) -> dict[TrafficKey, Traffic]:
+) -> dict[Key, Traffic]:
     """Traffic of one training step, each slot of a tick counted in all ticks; see `expected_of_pipeline`."""
     return expected_traffic(expected_of_pipeline(derived, tables, dims, mesh, width=width))
 
 
-def expected_traffic(expected: Iterable[Expected]) -> dict[TrafficKey, Traffic]:
+def expected_traffic(expected: Iterable[Expected]) -> dict[Key, Traffic]:
     """Derived collectives by kind and axes."""
     return _summed(((e.kind, e.axes), e.num_arrays, e.full_bytes) for e in expected)
 
 
-def compiled_traffic(found: Iterable[CompiledCollective], mesh: Mapping[str, int]) -> dict[TrafficKey, Traffic]:
+def compiled_traffic(found: Iterable[CompiledCollective], mesh: Mapping[str, int]) -> dict[Key, Traffic]:
     """Traffic of one call of a compiled program, from its collectives."""
     return _summed(((c.kind, active_axes(c.axes, mesh)), c.trips * c.num_arrays, c.total_bytes) for c in found)
 
 
-def _summed(entries: Iterable[tuple[TrafficKey, int, int]]) -> dict[TrafficKey, Traffic]:
-    counts: dict[TrafficKey, list[int]] = defaultdict(lambda: [0, 0])
+def _summed(entries: Iterable[tuple[Key, int, int]]) -> dict[Key, Traffic]:
+    counts: dict[Key, list[int]] = defaultdict(lambda: [0, 0])
     for key, arrays, size in entries:
         counts[key][0] += arrays
         counts[key][1] += size
