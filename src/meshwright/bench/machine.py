@@ -10,7 +10,6 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +27,7 @@ from meshwright.cost.network.collectives import received_share
 from meshwright.cost.work.ops import op_flops
 from meshwright.nn.activations import silu_mul
 from meshwright.nn.attention.choice import attention, attention_backward
+from meshwright.nn.attention.visibility import AttentionCall, Places
 from meshwright.parallel.mesh import device_mesh
 from meshwright.spec.calibration import Calibration, CollectiveKind, CollectiveRate
 
@@ -210,16 +210,10 @@ def _attention(num_devices: int) -> Probe:
     batch, length, heads, kv_heads, width = ATTENTION_SHAPE
 
     def body(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch, length))
-
-        facts: dict[str, Any] = {
-            "positions": positions,
-            "key_positions": positions,
-            "scale": width**-0.5,
-            "in_order": True,
-        }
-        o, lse = attention(q, k, v, **facts)
-        grads = attention_backward(2 * o, o, lse, q, k, v, **facts)
+        places = Places(jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch, length)))
+        call = AttentionCall(scale=width**-0.5, query=places, key=places, order="rows")
+        o, lse = attention(call, q, k, v)
+        grads = attention_backward(call, (2 * o, o, lse), q, k, v)
         return sum((jnp.sum(g, axis=(1, 2, 3)) for g in grads), jnp.zeros(batch))
 
     key = (batch, length, kv_heads, width)

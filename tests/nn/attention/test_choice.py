@@ -10,6 +10,7 @@ import pytest
 
 from meshwright.nn.attention import blocks, staircase
 from meshwright.nn.attention.choice import attention, attention_backward
+from meshwright.nn.attention.visibility import AttentionCall, Places, order_of
 
 SCALE = 0.3
 TOLERANCE = 1e-5
@@ -88,15 +89,20 @@ def plain(arrays, places, *, scale, window=None, softcap=None):
     return jnp.einsum("bnts,bsnh->btnh", weights, wide[1])
 
 
-def ours(arrays, places, rule, *, in_order, platform="cpu"):
+def call_of(arrays, places, rule, *, in_order, platform="cpu"):
+    here, there = (Places(*(places.get(key + name) for name in ("positions", "documents"))) for key in ("", "key_"))
+    facts = {"query": here, "key": there, "sinks": arrays.get("sinks"), "platform": platform}
+    return AttentionCall(**facts, **rule, order=order_of(arrays["q"], arrays["k"], in_order=in_order))
+
+
+def ours(arrays, places, rule, **options):
     """(o, lse, cotangents by name) of both passes, compiled."""
 
     @jax.jit
     def both(arrays, places):
-        facts = {**places, **rule, "sinks": arrays.get("sinks"), "in_order": in_order, "platform": platform}
-        qkv = [arrays[n] for n in "qkv"]
-        o, lse = attention(*qkv, **facts)
-        return o, lse, attention_backward(arrays["dout"], o, lse, *qkv, **facts)
+        call, qkv = call_of(arrays, places, rule, **options), [arrays[n] for n in "qkv"]
+        o, lse = attention(call, *qkv)
+        return o, lse, attention_backward(call, (arrays["dout"], o, lse), *qkv)
 
     o, lse, found = both(arrays, places)
     return o, lse, dict(zip(("q", "k", "v", "sinks"), found, strict=False))
@@ -234,12 +240,14 @@ def test_bfloat16_is_summed_in_float32():
 
 def test_the_masked_half_is_not_computed():
     """Products in order, counted in the traced program: those of the tiles on and below the diagonal, and no more."""
-    arrays, places, _ = case(T=128, N=1, K=1)
+    arrays, places, rule = case(T=128, N=1, K=1)
     tiles = 128 // staircase.tile_size(128)
 
     def count(window):
+        call = call_of(arrays, places, {**rule, "window": window}, in_order=True, platform="other")
+
         def run(q, k, v):
-            return attention(q, k, v, **places, scale=SCALE, window=window, in_order=True, platform="other")[0]
+            return attention(call, q, k, v)[0]
 
         jaxpr = jax.make_jaxpr(run)(arrays["q"], arrays["k"], arrays["v"]).jaxpr
         sizes = [e.outvars[0].aval.shape for e in _dots(jaxpr)]

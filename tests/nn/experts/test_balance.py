@@ -6,13 +6,14 @@ import numpy as np
 import pytest
 
 from meshwright.nn.experts.balance import balance_backward, routing_counts, routing_metrics
-from meshwright.nn.experts.router import RouterForm, route
+from meshwright.nn.experts.router import route
+from meshwright.spec import catalogue
 
 from . import plain_experts
 
 BATCH, LENGTH, EXPERTS, CHOSEN = 2, 10, 6, 2
 TOKENS = BATCH * LENGTH
-FORM = RouterForm(CHOSEN)
+MODEL = catalogue.model("mixtral-8x7b")
 
 
 def draw_scores():
@@ -21,7 +22,7 @@ def draw_scores():
 
 
 def counts(scores, capacity):
-    return routing_counts(scores, route(scores, FORM, capacity=capacity)[1], capacity=capacity)
+    return routing_counts(scores, route(scores, MODEL, capacity=capacity)[1], capacity=capacity)
 
 
 COUNTS = jax.jit(counts, static_argnums=1)

@@ -15,7 +15,7 @@ from meshwright.algebra.layers import ProgramOptions, parse_block
 from meshwright.algebra.ops.route import ROUTING
 from meshwright.algebra.program import Program, Variable
 from meshwright.nn.context import Context
-from meshwright.nn.experts import slots as experts_slots
+from meshwright.nn.experts import products
 from meshwright.nn.experts.balance import routing_metrics
 from meshwright.nn.interpreter import run
 from meshwright.parallel.mesh import device_mesh, partition_spec
@@ -169,7 +169,7 @@ LOSSES = ProgramOptions(balance_loss=20.0, router_z_loss=3.0)
 @pytest.fixture
 def in_blocks(monkeypatch):
     """Blocks, and packed tokens where they stay at home, for the few slots of these tests."""
-    monkeypatch.setattr(experts_slots, "FEW_SLOTS", 0)
+    monkeypatch.setattr(products, "FEW_SLOTS", 0)
 
 
 def check(found, wanted):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from meshwright.nn.ops.rope import Rotation, rope, rope_backward, rotation
+from meshwright.nn.ops.rope import Rotation, rope, rotation
 from meshwright.spec import catalogue
 from meshwright.spec.model import Model, RopeScaling
 
@@ -72,7 +72,7 @@ def test_backward_is_the_transpose(interleaved, last):
     how = Rotation(np.asarray([1.0, 0.3, 0.1], np.float32), factor=1.3, interleaved=interleaved, last=last)
     x, dout = heads(8), heads(8, seed=1)
     expected = jax.vjp(lambda a: rope(a, POSITIONS, how), x)[1](dout)[0]
-    np.testing.assert_allclose(rope_backward(dout, POSITIONS, how), expected, rtol=0, atol=1e-5)
+    np.testing.assert_allclose(rope(dout, POSITIONS, how, direction=-1.0), expected, rtol=0, atol=1e-5)
 
 
 def test_sliding_layers_of_gemma3_have_a_theta_of_their_own_and_no_stretch():

@@ -12,6 +12,7 @@ from meshwright.bench.devices import Bench, Block
 from meshwright.bench.machine import ATTENTION_SHAPE, attention_flops
 from meshwright.bench.timing import Budget, Timing, time_together
 from meshwright.nn.attention.choice import attention, attention_backward
+from meshwright.nn.attention.visibility import AttentionCall, Places
 
 Shape = tuple[int, int, int, int, int]
 """B, T, N, K, H of a device."""
@@ -82,15 +83,10 @@ def _body(shape: Shape, *, both: bool) -> Callable[..., Any]:
     batch, length, _, _, width = shape
 
     def body(q: jax.Array, k: jax.Array, v: jax.Array, cotangent: jax.Array) -> Any:
-        positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch, length))
-        facts: dict[str, Any] = {
-            "positions": positions,
-            "key_positions": positions,
-            "scale": width**-0.5,
-            "in_order": True,
-        }
-        o, lse = attention(q, k, v, **facts)
-        return (o, *attention_backward(cotangent, o, lse, q, k, v, **facts)) if both else o
+        places = Places(jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch, length)))
+        call = AttentionCall(scale=width**-0.5, query=places, key=places, order="rows")
+        o, lse = attention(call, q, k, v)
+        return (o, *attention_backward(call, (cotangent, o, lse), q, k, v)) if both else o
 
     return body
 

@@ -3,7 +3,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from meshwright.nn.norms import RmsForm, layer_norm, layer_norm_backward, rms_form, rms_norm, rms_norm_backward
+from meshwright.nn.ops.layer_norm import layer_norm, layer_norm_backward
+from meshwright.nn.ops.rms_norm import RmsForm, rms_form, rms_norm, rms_norm_backward
 from meshwright.spec import catalogue
 
 FORMS = [RmsForm(1e-5), RmsForm(1e-6, unit_offset=True, wide_scale=True), RmsForm(1e-5, wide_scale=True)]
