@@ -21,6 +21,7 @@ from meshwright.nn.quantisation import (
     scaled_product,
 )
 from meshwright.nn.weights import param_shapes as float_shapes
+from tests.nn.arrays import close
 from tests.parallel.generate_cases import FAMILIES, dequantise, dequantise_params, float_params
 
 
@@ -82,7 +83,7 @@ def test_a_product_is_off_by_no_more_than_the_rounding_of_its_weight(name):
     assert np.all(error <= np.asarray(bound) * (1 + 1e-4))
     assert error.max() > 0
     stored = product(step, jnp.asarray(x), dequantise(values, scale, axes))
-    np.testing.assert_allclose(found, stored, rtol=0, atol=1e-5 * np.abs(stored).max())
+    close(found, stored)
 
 
 def test_narrow_streams_take_values_as_they_are():
@@ -115,7 +116,7 @@ def test_tokens_packed_by_expert_meet_their_own_scales():
     of_row = np.repeat(np.arange(3), [2, 4, 1])
     whole = np.asarray(dequantise(values, scale, (1,)))
     expected = np.einsum("rd,rdf->rf", np.asarray(rows.rows), whole[of_row])
-    np.testing.assert_allclose(found.rows, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+    close(found.rows, expected)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

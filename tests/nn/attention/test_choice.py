@@ -11,9 +11,9 @@ import pytest
 from meshwright.nn.attention import blocks, staircase
 from meshwright.nn.attention.choice import attention, attention_backward
 from meshwright.nn.attention.visibility import AttentionCall, Places, order_of
+from tests.nn.arrays import close
 
 SCALE = 0.3
-TOLERANCE = 1e-5
 
 
 @pytest.fixture(autouse=True)
@@ -108,11 +108,6 @@ def ours(arrays, places, rule, **options):
     return o, lse, dict(zip(("q", "k", "v", "sinks"), found, strict=False))
 
 
-def assert_near(found, expected, what=""):
-    expected = np.asarray(expected)
-    np.testing.assert_allclose(found, expected, rtol=0, atol=TOLERANCE * np.abs(expected).max(), err_msg=what)
-
-
 CASES = {
     "heads": {"K": 4},
     "grouped": {"K": 2, "T": 41},
@@ -147,13 +142,13 @@ def test_values_and_gradients(in_order, name):
     o, lse, found = ours(arrays, places, rule, in_order=in_order)
     expected_o, expected_lse = formula(arrays, places, **rule)
     assert lse.dtype == jnp.float32
-    assert_near(o, expected_o, "o")
-    assert_near(lse, expected_lse, "lse")
+    close(o, expected_o, what="o")
+    close(lse, expected_lse, what="lse")
 
     wanted = {n: a for n, a in arrays.items() if n != "dout"}
     slopes = jax.jit(jax.grad(lambda x: jnp.sum(plain(x, places, **rule) * arrays["dout"])))(wanted)
     for which, slope in slopes.items():
-        assert_near(found[which], slope, f"d{which}")
+        close(found[which], slope, what=f"d{which}")
 
 
 @pytest.mark.parametrize("name", ["grouped", "all"])
@@ -177,12 +172,12 @@ def test_queries_that_are_a_slice_of_the_rows(rule):
     arrays, places, facts = case(T=20, S=100, first=60, **rule)
     o, lse, found = ours(arrays, places, facts, in_order=True)
     expected = formula(arrays, places, **facts)
-    assert_near(o, expected[0])
-    assert_near(lse, expected[1])
+    close(o, expected[0])
+    close(lse, expected[1])
     slopes = jax.jit(jax.grad(lambda k: jnp.sum(plain({**arrays, "k": k}, places, **facts) * arrays["dout"])))(
         arrays["k"]
     )
-    assert_near(found["k"], slopes)
+    close(found["k"], slopes)
 
 
 @pytest.mark.parametrize("sinks", [False, True])
@@ -198,7 +193,7 @@ def test_rows_that_see_nothing_are_zero_and_not_nan(sinks):
     assert blind.any()
     assert not blind.all()
     assert np.all(np.asarray(o)[blind] == 0)
-    assert_near(o, expected_o)
+    close(o, expected_o)
     np.testing.assert_allclose(lse, expected_lse, rtol=1e-5)
     assert all(np.all(np.isfinite(x)) for x in found.values())
     assert np.all(np.asarray(found["q"])[blind] == 0)
@@ -210,7 +205,7 @@ def test_scores_far_apart_do_not_overflow():
     o, lse, found = ours(arrays, places, rule, in_order=True)
     assert all(np.all(np.isfinite(x)) for x in (o, lse, *found.values()))
     later, _, _ = ours(arrays, places, rule, in_order=False)
-    assert_near(later, o)
+    close(later, o)
 
 
 def test_all_heads_at_once_give_the_same():
@@ -219,9 +214,9 @@ def test_all_heads_at_once_give_the_same():
     for in_order in (True, False):
         o, _, found = ours(arrays, places, rule, in_order=in_order, platform="other")
         expected_o, _, expected = ours(arrays, places, rule, in_order=in_order)
-        assert_near(o, expected_o)
+        close(o, expected_o)
         for which in expected:
-            assert_near(found[which], expected[which], which)
+            close(found[which], expected[which], what=which)
 
 
 def test_bfloat16_is_summed_in_float32():

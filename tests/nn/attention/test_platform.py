@@ -11,6 +11,7 @@ import pytest
 from meshwright.nn.attention import splash as attention_splash
 from meshwright.nn.attention.choice import attention, attention_backward, kernel_of
 from meshwright.nn.attention.visibility import AttentionCall, Places
+from tests.nn.arrays import close
 
 CASE = {"dtype": "bfloat16", "T": 4096, "S": 4096, "H": 128, "Hv": 128}
 
@@ -107,7 +108,7 @@ def test_splash_gives_what_the_own_form_gives(monkeypatch, rule, documents, sink
 
     given = [arrays[n] for n in ("dout", "q", "k", "v")]
     for found, expected in zip(both("tpu", *given), both("cpu", *given), strict=True):
-        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * float(jnp.abs(expected).max()))
+        close(found, expected)
 
 
 def test_private_parts_of_jax_are_where_they_are_looked_for():

@@ -18,6 +18,7 @@ from meshwright.nn.attention.ring import KeyRing, ring_attention, ring_attention
 from meshwright.nn.attention.visibility import AttentionCall, Places, zigzag_order
 from meshwright.nn.collectives import Ring
 from meshwright.spec.strategy import Strategy
+from tests.nn.arrays import close
 
 LENGTH = 64
 
@@ -102,7 +103,7 @@ def test_a_ring_gives_what_one_device_gives(name):
     o, lse = forward(places, *qkv)
     found = (o, lse, *backward(places, arrays["dout"], o, lse, *qkv))
     for value, wanted, which in zip(found, expected, ("o", "lse", "dq", "dk", "dv", "dsinks"), strict=False):
-        np.testing.assert_allclose(value, wanted, rtol=0, atol=1e-5 * float(jnp.abs(wanted).max()), err_msg=which)
+        close(value, wanted, what=which)
     assert len(found) == len(expected)
 
 

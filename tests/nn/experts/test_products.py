@@ -17,6 +17,7 @@ from meshwright.nn.experts.slots import Ragged
 from meshwright.nn.ops import local_steps
 from meshwright.nn.ops.einsum import contract_step
 from meshwright.nn.ops.silu_mul import over_slots
+from tests.nn.arrays import close, draw
 
 ROWS, WIDTH, OUT = 23, 5, 4
 SIZES = np.array([0, 9, 1, 0, 13], np.int32)
@@ -24,16 +25,8 @@ EXPERTS = len(SIZES)
 MODEL = SimpleNamespace(num_experts=EXPERTS, experts_per_token=2)
 
 
-def draw(*shape, seed=0):
-    return np.random.default_rng(seed + sum(shape)).normal(size=shape).astype(np.float32)
-
-
 def parts(rows):
     return np.split(rows, np.cumsum(SIZES)[:-1])
-
-
-def close(found, wanted):
-    np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-5 * np.abs(wanted).max())
 
 
 def blocks_of(slots, *, block_rows, at_once):

@@ -10,28 +10,15 @@ from msgspec.structs import replace
 
 from meshwright.nn.experts import slots as experts
 from meshwright.nn.experts.router import route, route_backward
-from meshwright.spec.model import Model
+from tests.nn.arrays import close, draw
+from tests.nn.families import FAMILIES
 
 from . import plain_experts
 
 BATCH, LENGTH, WIDTH, HIDDEN, EXPERTS, CHOSEN = 2, 6, 8, 10, 8, 3
 TOKENS = BATCH * LENGTH
 
-MODEL = Model(
-    name="router",
-    family="mixtral",
-    num_layers=1,
-    d_model=WIDTH,
-    d_ff=HIDDEN,
-    num_heads=1,
-    num_kv_heads=1,
-    head_dim=WIDTH,
-    vocab_size=8,
-    num_experts=EXPERTS,
-    experts_per_token=CHOSEN,
-    d_ff_expert=HIDDEN,
-    gates_sum_to_one=True,
-)
+MODEL = replace(FAMILIES["mixtral"], num_experts=EXPERTS, experts_per_token=CHOSEN)
 GROUPS = {"expert_groups": 4, "groups_per_token": 2}
 FORMS = {
     "mixtral": MODEL,
@@ -52,18 +39,9 @@ def plain_form(form):
     }
 
 
-def draw(*shape, seed=0):
-    return np.random.default_rng(seed + sum(shape)).normal(size=shape).astype(np.float32)
-
-
 def weights():
     shapes = ((WIDTH, EXPERTS), (EXPERTS, WIDTH, HIDDEN), (EXPERTS, WIDTH, HIDDEN), (EXPERTS, HIDDEN, WIDTH))
     return [draw(*shape, seed=number) / 2 for number, shape in enumerate(shapes)]
-
-
-def close(found, wanted):
-    """Within 1e-5 of the largest entry."""
-    np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-5 * np.abs(wanted).max())
 
 
 def through_slots(x, router, gate, up, down, *, form, capacity):

@@ -16,6 +16,7 @@ from meshwright.nn.ops.linear_cross_entropy import (
     sum_loss,
     sum_loss_backward,
 )
+from tests.nn.arrays import close
 
 BATCH, LENGTH, WIDTH, VOCABULARY = 3, 7, 5, 24
 OPTIONS = [{}, {"softcap": 4.0}, {"z_loss": 0.05}, {"softcap": 4.0, "z_loss": 0.05}]
@@ -66,10 +67,6 @@ def formula(case, *, softcap=0.0, z_loss=0.0):
         dlogits[row, label] -= 1
     draw = dlogits * (1 - np.tanh(raw / softcap) ** 2) if softcap else dlogits
     return Answer(loss, (draw @ table.T).reshape(case.x.shape), x.T @ draw)
-
-
-def close(found, expected):
-    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
 
 
 def arrays(case):

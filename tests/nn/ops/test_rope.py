@@ -8,20 +8,10 @@ from msgspec.structs import replace
 
 from meshwright.nn.ops.rope import Rotation, rope, rotation
 from meshwright.spec import catalogue
-from meshwright.spec.model import Model, RopeScaling
+from meshwright.spec.model import RopeScaling
+from tests.nn.families import LLAMA
 
-BASE = Model(
-    name="rope",
-    family="llama",
-    num_layers=1,
-    d_model=16,
-    d_ff=16,
-    num_heads=2,
-    num_kv_heads=2,
-    head_dim=16,
-    vocab_size=8,
-    max_positions=64,
-)
+BASE = replace(LLAMA, d_model=16, num_heads=2, head_dim=16)
 POSITIONS = jnp.asarray([[0, 1, 2, 3, 4], [7, 9, 0, 1, 63]], jnp.int32)
 
 

@@ -9,9 +9,7 @@ A device that holds all experts needs no empty slots: T x Ea rows sorted by expe
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -50,20 +48,6 @@ def rows_of(slots: Slots) -> Rows:
 def with_rows(slots: Slots, rows: Rows) -> Slots:
     """``rows`` in the form of the slots."""
     return Ragged(rows, slots.sizes) if isinstance(slots, Ragged) else rows.reshape(*slots.shape[:2], -1)
-
-
-def over_rows(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function`` of blocks, on the rows where it is given packed ones; elementwise functions, to which the dims in
-    front are all alike."""
-
-    def run(*given: Any) -> Any:
-        packed = [value for value in given if isinstance(value, Ragged)]
-        if not packed:
-            return function(*given)
-        results = function(*(value.rows if isinstance(value, Ragged) else value for value in given))
-        return jax.tree.map(lambda rows: Ragged(rows, packed[0].sizes), results)
-
-    return run
 
 
 def expert_capacity(model: Model, num_tokens: int, capacity_factor: float = 0.0) -> int:
