@@ -19,7 +19,7 @@ from meshwright.core.labels import StepLabel
 from meshwright.cost.memory import memory_parts
 from meshwright.cost.work.ops import op_flops
 from meshwright.cost.work.slots import slots_move
-from meshwright.nn.experts.rows import expert_capacity
+from meshwright.nn.experts.slots import expert_capacity
 from meshwright.parallel.pipeline.stages import strategy_schedule
 from meshwright.spec.strategy import Strategy
 from meshwright.verify.expected import Expected, expected_collectives, expected_of_pipeline, runs_in_text
@@ -61,12 +61,7 @@ class StepDerivation:
         model, bound = self.setting.model, self.request.options.capacity_factor
         if not bound and not slots_move(self.derived, self.strategy.mesh):
             return num_tokens * model.experts_per_token // model.num_experts
-        return expert_capacity(
-            num_tokens,
-            num_experts=model.num_experts,
-            experts_per_token=model.experts_per_token,
-            capacity_factor=bound,
-        )
+        return expert_capacity(model, num_tokens, bound)
 
     def expected(self) -> list[Expected]:
         """Collectives of one step. Those of a pipeline are as its text has them: of every branch, in every tick."""
