@@ -15,7 +15,7 @@ from meshwright.algebra.rewrites.remat import Saved, in_segments
 from meshwright.algebra.rewrites.split_backward import with_split_backward
 from meshwright.algebra.rewrites.stacks import shared_inputs
 from meshwright.algebra.steps import Step
-from meshwright.algebra.trace import Shardings, Trace, moved
+from meshwright.algebra.trace import Shardings, Trace
 from meshwright.core.errors import InputError
 from meshwright.spec.strategy import Strategy
 
@@ -87,10 +87,10 @@ def _inputs(block: Block, shardings: Shardings) -> set[ShardedArray]:
 def forward_pass(block: Block, shardings: Shardings) -> Trace:
     """The forward steps of one block, and which of them makes each result."""
     trace = Trace(shardings, block, "forward", _inputs(block, shardings))
-    for op in block.ops:
-        op_kind(op.kind).forward(op, trace)
+    for trace.op in block.ops:
+        op_kind(trace.op.kind).forward(trace)
     for array in shardings.as_read(block.ops[-1].out):
-        moved(trace, trace.declared(array.name), array)
+        trace.move(trace.declared(array.name), array)
     trace.producers = {a: s for s in trace.steps for a in (s.result, *s.more)}
     return trace
 
@@ -102,9 +102,9 @@ def _backward(block: Block, shardings: Shardings, forward: Trace, kept: list[Sha
     further = [name for name in shardings.program.further(block.name) if name in shardings.shared]
     trace.available.update(shardings.as_left(name) for name in (block.ops[-1].out, *further))
     trace.contribute(block.ops[-1].out, shardings.as_left(block.ops[-1].out))
-    for op in reversed(block.ops):
-        trace.finish(op.out)
-        op_kind(op.kind).backward(op, trace)
+    for trace.op in reversed(block.ops):
+        trace.finish(trace.op.out)
+        op_kind(trace.op.kind).backward(trace)
     for name in (name for name in list(trace.contributions) if name not in further):
         trace.finish(name)
     return trace

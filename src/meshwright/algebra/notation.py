@@ -53,6 +53,10 @@ class ShardedArray(msgspec.Struct, frozen=True):
         left = self.unreduced if unreduced is None else unreduced
         return msgspec.structs.replace(self, axes=axes, unreduced=left)
 
+    def like(self, other: "ShardedArray") -> "ShardedArray":
+        """The same array with the axes that ``other`` has on the dims they share."""
+        return self.resharded({d: other.axes_of(d) for d in self.dims if d in other.dims})
+
     def replace(self, **changes: Any) -> "ShardedArray":
         """The same array with some fields replaced."""
         return msgspec.structs.replace(self, **changes)

@@ -1,11 +1,11 @@
 """What rules of ops work with: declared shardings, the trace that they add steps to, and the moves they are made of.
 
-Collectives are never written in a rule: each says in which shardings it can work locally and calls `moved`
+Collectives are never written in a rule: each says in which shardings it can work locally and calls `Trace.move`
 (or `reshard`), which is where they come from.
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 
@@ -72,12 +72,13 @@ class Shardings:
 
 
 class Trace:
-    """Collects the steps of one pass over one block, each result once."""
+    """Collects the steps of one pass over one block, each result once. ``op`` is the one whose rule is at work."""
+
+    op: Op
 
     def __init__(self, shardings: Shardings, block: Block, phase: Phase, available: Iterable[ShardedArray]) -> None:
         self.shardings, self.block, self.phase = shardings, block, phase
         self.slice_axes = shardings.strategy.slice_axes
-        self.scope: Scope = "layer" if block.carry else "microbatch"
         self.role = shardings.program.role(block.name)
         self.start = set(available)
         self.available = set(self.start)
@@ -92,13 +93,76 @@ class Trace:
     def cotangent(self, name: str) -> ShardedArray:
         return self.shardings.cotangent(name)
 
+    @property
+    def inputs(self) -> tuple[ShardedArray, ...]:
+        """Inputs of the op as declared."""
+        return tuple(map(self.declared, self.op.inputs))
+
+    @property
+    def out(self) -> ShardedArray:
+        """The result of the op as declared."""
+        return self.declared(self.op.out)
+
+    @property
+    def dout(self) -> ShardedArray:
+        """The cotangent of the result."""
+        return self.cotangent(self.op.out)
+
+    @property
+    def dinputs(self) -> tuple[ShardedArray, ...]:
+        """Cotangents of the inputs."""
+        return tuple(map(self.cotangent, self.op.inputs))
+
+    def details(self, form: type[Details]) -> Details:
+        """The attributes of the op as the struct that its module declares; those not given have their default.
+
+        Raises InputError for an attribute that the op does not have, or a value that cannot be read.
+        """
+        op = self.op
+        try:
+            return msgspec.convert(dict(op.attributes), form, strict=False)
+        except msgspec.ValidationError as error:
+            raise InputError(
+                f"{op.out} = {op.kind}(...; {', '.join('='.join(a) for a in op.attributes)}): {error}"
+            ) from None
+
+    def move(self, array: ShardedArray, target: ShardedArray) -> ShardedArray:
+        """``target``, with the steps added that lead from ``array`` to it."""
+        self.add(*reshard(array, target))
+        return target
+
+    def run(
+        self,
+        name: str,
+        inputs: Iterable[ShardedArray],
+        *results: ShardedArray,
+        details: msgspec.Struct | None = None,
+    ) -> None:
+        """Adds a step on one device's blocks."""
+        self.add(Step(op=name, inputs=tuple(inputs), result=results[0], more=results[1:], details=details))
+
+    def run_backward(
+        self,
+        inputs: Iterable[ShardedArray],
+        cotangents: Iterable[tuple[str, ShardedArray]],
+        *,
+        dout: ShardedArray | None = None,
+        details: msgspec.Struct | None = None,
+    ) -> None:
+        """Adds the op's backward step, from the cotangent of the result and ``inputs`` to cotangents by their name."""
+        names, results = zip(*cotangents, strict=True)
+        self.run(f"{self.op.kind}_backward", (dout or self.dout, *inputs), *results, details=details)
+        for name, cotangent in zip(names, results, strict=True):
+            self.contribute(name, cotangent)
+
     def add(self, *steps: Step) -> None:
+        """Adds steps, after those that make what they need; a move whose result is there already is left out."""
         for step in steps:
-            moves = step.only_moves
-            if moves and step.result in self.available:
+            is_there = step.result in self.available
+            if step.only_moves and is_there:
                 continue
             self.need(*step.inputs)
-            adds = step.accumulates or (not moves and step.result in self.available)
+            adds = step.accumulates or (not step.only_moves and is_there)
             self._emit(msgspec.structs.replace(step, accumulates=adds), self.phase)
 
     def _emit(self, step: Step, phase: Phase, *, scope: Scope | None = None) -> None:
@@ -106,21 +170,19 @@ class Trace:
         is_weight = self.shardings.is_weight(step.result.name)
         # a block of keys on its way round a ring passes behind the attention to the one before it
         moves = step.is_collective and step.op != "permute"
-        waits = moves and not is_weight and (phase == "forward" or source not in self.start)
-        if phase == "recompute" and is_weight:
-            phase = "backward"
-        fields = {
-            "block": self.block.name,
-            "role": self.role,
-            "phase": phase,
-            "scope": scope or self.scope,
-            "critical": waits,
-        }
-        self.steps.append(msgspec.structs.replace(step, **fields))
-        for array in (step.result, *step.more):
-            self.available.add(array)
+        emitted = msgspec.structs.replace(
+            step,
+            block=self.block.name,
+            role=self.role,
+            phase="backward" if phase == "recompute" and is_weight else phase,
+            scope=scope or ("layer" if self.block.carry else "microbatch"),
+            critical=moves and not is_weight and (phase == "forward" or source not in self.start),
+        )
+        self.steps.append(emitted)
+        self.available.update((step.result, *step.more))
 
     def need(self, *arrays: ShardedArray) -> None:
+        """Makes again, with all that leads to them, those results of the forward pass that are not held."""
         for array in arrays:
             if array in self.start and array not in self.used:
                 self.used.append(array)
@@ -173,22 +235,6 @@ class Trace:
         return cotangent.replace(unreduced=later.pop()) if wait else cotangent
 
 
-def local(op: str, inputs: tuple[ShardedArray, ...], result: ShardedArray, *more: ShardedArray, **fields: Any) -> Step:
-    """A step on one device's blocks."""
-    return Step(op=op, inputs=inputs, result=result, more=more, **fields)
-
-
-def moved(trace: Trace, array: ShardedArray, target: ShardedArray) -> ShardedArray:
-    """``target``, with the steps added that lead from ``array`` to it."""
-    trace.add(*reshard(array, target))
-    return target
-
-
-def like(array: ShardedArray, other: ShardedArray) -> ShardedArray:
-    """``array`` with the axes that ``other`` has on the dims they share."""
-    return array.resharded({d: other.axes_of(d) for d in array.dims if d in other.dims})
-
-
 def axes_beside(array: ShardedArray, other: ShardedArray) -> tuple[str, ...]:
     """Mesh axes on the dims of ``array`` that ``other`` lacks: where ``other`` is broadcast, its cotangent is a sum
     over them."""
@@ -202,16 +248,3 @@ def require_whole(array: ShardedArray, dim: str, kind: str) -> None:
             f"{kind} needs {dim} whole, and {array} splits it over {', '.join(array.axes_of(dim))}. "
             f"Assign those axes to another dim (T, for the residual stream)."
         )
-
-
-def details_of(op: Op, form: type[Details]) -> Details:
-    """The attributes of an op as the struct that its module declares; those not given have their default.
-
-    Raises InputError for an attribute that the op does not have, or a value that cannot be read.
-    """
-    try:
-        return msgspec.convert(dict(op.attributes), form, strict=False)
-    except msgspec.ValidationError as error:
-        raise InputError(
-            f"{op.out} = {op.kind}(...; {', '.join('='.join(a) for a in op.attributes)}): {error}"
-        ) from None

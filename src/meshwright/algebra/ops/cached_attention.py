@@ -5,10 +5,9 @@ import numpy as np
 from meshwright.algebra.kinds import OpKind, StepKind, stream
 from meshwright.algebra.notation import ShardedArray, product
 from meshwright.algebra.ops.attention import Attention, AttentionArrays
-from meshwright.algebra.program import Op
 from meshwright.algebra.sizes import Number, OpSizes
 from meshwright.algebra.steps import Step
-from meshwright.algebra.trace import Trace, details_of, like, local, moved
+from meshwright.algebra.trace import Trace
 from meshwright.core.errors import InputError
 
 
@@ -23,19 +22,18 @@ def queries_of(step: Step) -> ShardedArray:
     return step.inputs[0] if isinstance(step.details, CachedAttention) else AttentionArrays.of(step).q
 
 
-def forward(op: Op, trace: Trace) -> None:
+def forward(trace: Trace) -> None:
     """Queries beside the heads of their cache; the result in the sharding that the product after it wants."""
-    first, *others = (trace.declared(n) for n in op.inputs)
+    first, *others = trace.inputs
     for array in others:
         if array.axes_of("K") != first.axes_of("N") and "K" in array.dims:
             raise InputError(f"attention of {first} with {array}: heads must be split alike.")
         if "Pg" in array.dims and array.axes_of("Pg") != first.axes_of("B"):
             raise InputError(f"attention of {first} with {array}: pages must be split as their sequences are.")
-    inputs = (first, *(moved(trace, array, like(array, first)) for array in others))
-    out = trace.declared(op.out)
-    result = like(out, first)
-    trace.add(local(op.kind, inputs, result, details=details_of(op, CachedAttention)))
-    moved(trace, result, out)
+    inputs = (first, *(trace.move(array, array.like(first)) for array in others))
+    result = trace.out.like(first)
+    trace.run(trace.op.kind, inputs, result, details=trace.details(CachedAttention))
+    trace.move(result, trace.out)
 
 
 def slots_kept(slots: Number, window: int | None) -> Number:
