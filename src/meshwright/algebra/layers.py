@@ -42,185 +42,197 @@ class ProgramOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 PLAIN = ProgramOptions()
 
 
+class _Lines(list[str]):
+    """The lines of a block, written in order."""
+
+    def through(self, name: str, dims: str, *changes: tuple[bool, str, str, str]) -> str:
+        """Adds the changes of an array that the model has, and returns the name of the last.
+
+        A change is whether the model has it, the name of its result, the kind of its op, and its further inputs.
+        """
+        for applies, out, kind, others in changes:
+            if applies:
+                self.append(f"{out}[{dims}] = {kind}({name}[{dims}], {others})")
+                name = out
+        return name
+
+    def norm(self, model: Model, out: str, source: str, name: str) -> None:
+        """Adds a norm of the stream."""
+        self.through(source, "B,T,D", (True, out, *_norm(model, name)))
+
+    def into_stream(self, model: Model, name: str, *, bias: str, norm: str, has_bias: bool) -> str:
+        """Adds the bias and the norm of a product that writes into the stream; the name that it has then."""
+        changes = (has_bias, f"{name}b", "bias_add", f"{bias}[D]"), (model.post_norms, f"{name}n", *_norm(model, norm))
+        return self.through(name, "B,T,D", *changes)
+
+
+def _norm(model: Model, name: str) -> tuple[str, str]:
+    """The kind of a model's norms, and the vectors of the one of this name."""
+    return model.norm, f"{name}[D], {name}_bias[D]" if model.norm == "layer_norm" else f"{name}[D]"
+
+
 def layer_lines(model: Model, *, sliding: bool, routed: bool, options: ProgramOptions = PLAIN) -> Lines:
     """One layer from x to x2; ``sliding`` limits its attention to the window, ``routed`` gives it experts."""
-    documents = options.documents
-    if model.latent_attention:
-        attention = latent_attention_lines(model, documents=documents)
+    lines = _Lines()
+    _self_attention(lines, model, "x0" if model.encoder else "x1", sliding=sliding, documents=options.documents)
+    if model.encoder:
+        _cross_attention(lines, model)
+    lines.norm(model, "h1", "x1", "mlp_norm")
+    if routed:
+        _experts(lines, model, options)
     else:
-        attention = attention_lines(model, sliding=sliding, documents=documents)
-    cross = _cross_lines(model) if model.encoder else []
-    lines = _attention_part(model, attention, result="x0" if cross else "x1")
-    lines += [*cross, _norm(model, "h1", "x1", "mlp_norm")]
-    return [*lines, *(_expert_lines(model, options) if routed else _dense_lines(model))]
+        _dense(lines, model)
+    return lines
 
 
 def encoder_layer_lines(model: Model) -> Lines:
     """One layer of the encoder: every position sees every other, and the feed-forward is dense."""
-    lines = _attention_part(model, attention_lines(model, sliding=False, causal=False), result="x1")
-    return [*lines, _norm(model, "h1", "x1", "mlp_norm"), *_dense_lines(model)]
-
-
-def _attention_part(model: Model, attention: Lines, *, result: str) -> Lines:
-    """The stream after self-attention."""
-    after, a = _after("a", model, bias="bo", norm="post_attn_norm", has_bias=model.out_bias)
-    lines = [_norm(model, "h", "x", "attn_norm"), *attention, *after]
-    return [*lines, f"{result}[B,T,D] = add(x[B,T,D], {a}[B,T,D])"]
-
-
-def _cross_lines(model: Model) -> Lines:
-    """Queries of the stream on keys and values of the encoder's result, from x0 to x1."""
-    projections = [("q", "cross_h[B,T,D]", "N"), ("k", "encoded[B,S,D]", "K"), ("v", "encoded[B,S,D]", "K")]
-    lines = [_norm(model, "cross_h", "x0", "cross_norm")]
-    for name, source, heads in projections:
-        dims, out = f"{source[source.index('B') : -2]}{heads},H", f"cross_{name}"
-        lines.append(f"{out}{'0' * model.qkv_bias}[{dims}] = {source} * cross_w{name}[D,{heads},H]")
-        lines += [f"{out}[{dims}] = bias_add({out}0[{dims}], cross_b{name}[{heads},H])"] if model.qkv_bias else []
-    has_bias = model.out_bias
-    capped = f", softcap={model.attention_softcap}" if model.attention_softcap else ""
-    return [
-        *lines,
-        f"cross_o[B,T,N,H] = attention(cross_q[B,T,N,H], cross_k[B,S,K,H], cross_v[B,S,K,H]; sees_all{capped})",
-        "cross_a[B,T,D] = cross_o[B,T,N,H] * cross_wo[N,H,D]",
-        *(["cross_ab[B,T,D] = bias_add(cross_a[B,T,D], cross_bo[D])"] if has_bias else []),
-        f"x1[B,T,D] = add(x0[B,T,D], cross_a{'b' * has_bias}[B,T,D])",
-    ]
-
-
-def _norm(model: Model, out: str, source: str, name: str) -> str:
-    vectors = f"{name}[D], {name}_bias[D]" if model.norm == "layer_norm" else f"{name}[D]"
-    return f"{out}[B,T,D] = {model.norm}({source}[B,T,D], {vectors})"
+    lines = _Lines()
+    _self_attention(lines, model, "x1", causal=False)
+    lines.norm(model, "h1", "x1", "mlp_norm")
+    _dense(lines, model)
+    return lines
 
 
 def head_norm_line(model: Model) -> str:
     """The norm before the loss head."""
-    return _norm(model, "hf", "x", "final_norm")
+    lines = _Lines()
+    lines.norm(model, "hf", "x", "final_norm")
+    return lines[0]
 
 
-def _after(out: str, model: Model, *, bias: str, norm: str, has_bias: bool) -> tuple[Lines, str]:
-    """What a product that writes into the stream goes through, and the name it has then."""
-    lines, name = [], out
-    if has_bias:
-        lines.append(f"{out}b[B,T,D] = bias_add({name}[B,T,D], {bias}[D])")
-        name = f"{out}b"
-    if model.post_norms:
-        lines.append(_norm(model, f"{out}n", name, norm))
-        name = f"{out}n"
-    return lines, name
+def given_attributes(**attributes: float | bool | None) -> str:
+    """The end of a call: those attributes that the model has, " ; window=128"; a flag by its name alone."""
+    found = (name if value is True else f"{name}={value}" for name, value in attributes.items() if value)
+    text = ", ".join(found)
+    return f"; {text}" if text else ""
 
 
 # -- attention --------------------------------------------------------------------------------------
 
 
-def attention_lines(model: Model, *, sliding: bool, documents: bool = False, causal: bool = True) -> Lines:
+def _self_attention(
+    lines: _Lines, model: Model, result: str, *, sliding: bool = False, documents: bool = False, causal: bool = True
+) -> None:
+    """From the stream x to the result in the stream."""
+    lines.norm(model, "h", "x", "attn_norm")
+    if model.latent_attention:
+        _latent_attention(lines, model, documents=documents)
+    else:
+        _plain_attention(lines, model, sliding=sliding, documents=documents, causal=causal)
+    a = lines.into_stream(model, "a", bias="bo", norm="post_attn_norm", has_bias=model.out_bias)
+    lines.append(f"{result}[B,T,D] = add(x[B,T,D], {a}[B,T,D])")
+
+
+def _cross_attention(lines: _Lines, model: Model) -> None:
+    """Queries of the stream on keys and values of the encoder's result, from x0 to x1."""
+    lines.norm(model, "cross_h", "x0", "cross_norm")
+    for name, source, heads in (
+        ("q", "cross_h[B,T,D]", "N"),
+        ("k", "encoded[B,S,D]", "K"),
+        ("v", "encoded[B,S,D]", "K"),
+    ):
+        dims = f"B,{'T' if name == 'q' else 'S'},{heads},H"
+        made = f"cross_{name}{'0' * model.qkv_bias}"
+        lines.append(f"{made}[{dims}] = {source} * cross_w{name}[D,{heads},H]")
+        lines.through(made, dims, (model.qkv_bias, f"cross_{name}", "bias_add", f"cross_b{name}[{heads},H]"))
+    given = given_attributes(sees_all=True, softcap=model.attention_softcap)
+    lines.append(f"cross_o[B,T,N,H] = attention(cross_q[B,T,N,H], cross_k[B,S,K,H], cross_v[B,S,K,H]{given})")
+    lines.append("cross_a[B,T,D] = cross_o[B,T,N,H] * cross_wo[N,H,D]")
+    a = lines.through("cross_a", "B,T,D", (model.out_bias, "cross_ab", "bias_add", "cross_bo[D]"))
+    lines.append(f"x1[B,T,D] = add(x0[B,T,D], {a}[B,T,D])")
+
+
+def _plain_attention(lines: _Lines, model: Model, *, sliding: bool, documents: bool, causal: bool) -> None:
     """Projections, what is done to queries and keys on the way, attention, and the projection back."""
-    query, q = _on_the_way(model, "q", "N")
-    key, k = _on_the_way(model, "k", "K")
     value = "v0" if model.qkv_bias else "v"
-    lines = [
+    lines += [
         "q[B,T,N,H] = h[B,T,D] * wq[D,N,H]",
         "k[B,T,K,H] = h[B,T,D] * wk[D,K,H]",
         f"{value}[B,T,K,H] = h[B,T,D] * wv[D,K,H]",
-        *query,
-        *key,
     ]
-    if model.qkv_bias:
-        lines.append("v[B,T,K,H] = bias_add(v0[B,T,K,H], bv[K,H])")
-    lines += _attention_line(model, q, k, sliding=sliding, documents=documents, causal=causal)
-    return [*lines, "a[B,T,D] = o[B,T,N,H] * wo[N,H,D]"]
+    q, k = (_rotated(lines, model, *one) for one in (("q", "N"), ("k", "K")))
+    lines.through(value, "B,T,K,H", (model.qkv_bias, "v", "bias_add", "bv[K,H]"))
+    relative = model.relative_buckets > 0
+    others = {
+        "positions[B,T]": causal or relative,
+        "documents[B,T]": documents,
+        "sinks[N]": model.attention_sinks and causal,
+        "relative_bias[R,N]": relative,
+    }
+    arrays = [
+        f"{q}[B,T,N,H]",
+        f"{k}[B,T,K,H]",
+        "v[B,T,K,H]",
+        *(array for array, is_there in others.items() if is_there),
+    ]
+    given = given_attributes(
+        sees_all=not causal,
+        window=model.sliding_window if sliding else None,
+        softcap=model.attention_softcap,
+        distance=model.relative_distance if relative else None,
+    )
+    lines.append(f"o[B,T,N,H] = {'relative_' * relative}attention({', '.join(arrays)}{given})")
+    lines.append("a[B,T,D] = o[B,T,N,H] * wo[N,H,D]")
 
 
-def _on_the_way(model: Model, name: str, heads: str) -> tuple[Lines, str]:
+def _rotated(lines: _Lines, model: Model, name: str, heads: str) -> str:
     """Bias, norm and rotation of queries or keys, those that the model has; the last result is qr or kr."""
     rotates = not (model.learned_positions or model.relative_buckets) and model.family != "gpt2"
-    stages = [
-        (model.qkv_bias, f"{name}b", "bias_add", f"b{name}[{heads},H]"),
-        (model.qk_norm, f"{name}n", "rms_norm", f"{name}_norm[H]"),
+    return lines.through(
+        name,
+        f"B,T,{heads},H",
+        (model.qkv_bias, f"{name}{'b' if model.qk_norm or rotates else 'r'}", "bias_add", f"b{name}[{heads},H]"),
+        (model.qk_norm, f"{name}{'n' if rotates else 'r'}", "rms_norm", f"{name}_norm[H]"),
         (rotates, f"{name}r", "rope", "positions[B,T]"),
-    ]
-    used = [(out, kind, other) for has, out, kind, other in stages if has]
-    if used:
-        used[-1] = (f"{name}r", *used[-1][1:])
-    lines, source = [], name
-    for out, kind, other in used:
-        lines.append(f"{out}[B,T,{heads},H] = {kind}({source}[B,T,{heads},H], {other})")
-        source = out
-    return lines, source
+    )
 
 
-def _attention_line(model: Model, q: str, k: str, *, sliding: bool, documents: bool, causal: bool) -> Lines:
-    relative = model.relative_buckets > 0
-    arrays = [f"{q}[B,T,N,H]", f"{k}[B,T,K,H]", "v[B,T,K,H]"]
-    arrays += ["positions[B,T]"] if causal or relative else []
-    arrays += ["documents[B,T]"] if documents else []
-    arrays += ["sinks[N]"] if model.attention_sinks and causal else []
-    arrays += ["relative_bias[R,N]"] if relative else []
-    attributes = [] if causal else ["sees_all"]
-    attributes += [f"window={model.sliding_window}"] if sliding else []
-    attributes += [f"softcap={model.attention_softcap}"] if model.attention_softcap else []
-    attributes += [f"distance={model.relative_distance}"] if relative else []
-    given = f"; {', '.join(attributes)}" if attributes else ""
-    return [f"o[B,T,N,H] = {'relative_' * relative}attention({', '.join(arrays)}{given})"]
-
-
-def latent_attention_lines(model: Model, *, documents: bool = False) -> Lines:
+def _latent_attention(lines: _Lines, model: Model, *, documents: bool) -> None:
     """Queries, keys and values through low-rank latents; one rotated key part is shared by all heads.
 
     Source: DeepSeek-V2, section 2.1.
     """
     has_bias = model.qkv_bias
-    more = ", documents[B,T]" if documents else ""
-    query = ["q[B,T,N,H] = h[B,T,D] * wq[D,N,H]"]
     if model.q_lora_rank:
-        query = [
-            "cq[B,T,Rq] = h[B,T,D] * wq_a[D,Rq]",
-            *_bias("cq", "Rq", "bq_a", has_bias=has_bias),
-            f"cqn[B,T,Rq] = rms_norm({_biased('cq', has_bias)}[B,T,Rq], q_a_norm[Rq])",
-            "q[B,T,N,H] = cqn[B,T,Rq] * wq_b[Rq,N,H]",
-        ]
-    return [
-        *query,
-        "ckv[B,T,Rkv] = h[B,T,D] * wkv_a[D,Rkv]",
-        *_bias("ckv", "Rkv", "bkv_a", has_bias=has_bias),
-        f"ckvn[B,T,Rkv] = rms_norm({_biased('ckv', has_bias)}[B,T,Rkv], kv_a_norm[Rkv])",
-        "kp[B,T,Hr] = h[B,T,D] * wk_rope[D,Hr]",
-        *_bias("kp", "Hr", "bk_rope", has_bias=has_bias),
+        lines.append("cq[B,T,Rq] = h[B,T,D] * wq_a[D,Rq]")
+        bias = (has_bias, "cqb", "bias_add", "bq_a[Rq]")
+        lines.through("cq", "B,T,Rq", bias, (True, "cqn", "rms_norm", "q_a_norm[Rq]"))
+        lines.append("q[B,T,N,H] = cqn[B,T,Rq] * wq_b[Rq,N,H]")
+    else:
+        lines.append("q[B,T,N,H] = h[B,T,D] * wq[D,N,H]")
+    lines.append("ckv[B,T,Rkv] = h[B,T,D] * wkv_a[D,Rkv]")
+    bias = (has_bias, "ckvb", "bias_add", "bkv_a[Rkv]")
+    lines.through("ckv", "B,T,Rkv", bias, (True, "ckvn", "rms_norm", "kv_a_norm[Rkv]"))
+    lines.append("kp[B,T,Hr] = h[B,T,D] * wk_rope[D,Hr]")
+    kp = lines.through("kp", "B,T,Hr", (has_bias, "kpb", "bias_add", "bk_rope[Hr]"))
+    lines += [
         "kn[B,T,N,Hn] = ckvn[B,T,Rkv] * wk_b[Rkv,N,Hn]",
         "v[B,T,N,Hv] = ckvn[B,T,Rkv] * wv_b[Rkv,N,Hv]",
         "qr[B,T,N,H] = rope(q[B,T,N,H], positions[B,T])",
-        f"kpr[B,T,Hr] = rope({_biased('kp', has_bias)}[B,T,Hr], positions[B,T])",
+        f"kpr[B,T,Hr] = rope({kp}[B,T,Hr], positions[B,T])",
         "kr[B,T,N,H] = join_heads(kn[B,T,N,Hn], kpr[B,T,Hr])",
-        f"o[B,T,N,Hv] = attention(qr[B,T,N,H], kr[B,T,N,H], v[B,T,N,Hv], positions[B,T]{more})",
+        "o[B,T,N,Hv] = attention(qr[B,T,N,H], kr[B,T,N,H], v[B,T,N,Hv], positions[B,T]"
+        f"{', documents[B,T]' * documents})",
         "a[B,T,D] = o[B,T,N,Hv] * wo[N,Hv,D]",
     ]
-
-
-def _biased(name: str, has_bias: bool) -> str:
-    return f"{name}b" if has_bias else name
-
-
-def _bias(name: str, dim: str, bias: str, *, has_bias: bool) -> Lines:
-    return [f"{name}b[B,T,{dim}] = bias_add({name}[B,T,{dim}], {bias}[{dim}])"] if has_bias else []
 
 
 # -- feed-forward -----------------------------------------------------------------------------------
 
 
-def _dense_lines(model: Model) -> Lines:
+def _dense(lines: _Lines, model: Model) -> None:
+    """The feed-forward of every token, from h1 to x2."""
     has_bias = model.mlp_bias
-    after, y = _after("y", model, bias="b_down", norm="post_mlp_norm", has_bias=has_bias)
-    gate = ["g[B,T,F] = h1[B,T,D] * w_gate[D,F]"] if model.gated else []
-    gate_bias = _bias("g", "F", "b_gate", has_bias=has_bias) if model.gated else []
-    return [
-        *gate,
-        "u[B,T,F] = h1[B,T,D] * w_up[D,F]",
-        *gate_bias,
-        *_bias("u", "F", "b_up", has_bias=has_bias),
-        _activation(model, "m", _biased("g", has_bias), _biased("u", has_bias), "B,T,F"),
-        "y[B,T,D] = m[B,T,F] * w_down[F,D]",
-        *after,
-        f"x2[B,T,D] = add(x1[B,T,D], {y}[B,T,D])",
-    ]
+    if model.gated:
+        lines.append("g[B,T,F] = h1[B,T,D] * w_gate[D,F]")
+    lines.append("u[B,T,F] = h1[B,T,D] * w_up[D,F]")
+    gate = lines.through("g", "B,T,F", (has_bias and model.gated, "gb", "bias_add", "b_gate[F]"))
+    up = lines.through("u", "B,T,F", (has_bias, "ub", "bias_add", "b_up[F]"))
+    lines.append(_activation(model, "m", gate, up, "B,T,F"))
+    lines.append("y[B,T,D] = m[B,T,F] * w_down[F,D]")
+    y = lines.into_stream(model, "y", bias="b_down", norm="post_mlp_norm", has_bias=has_bias)
+    lines.append(f"x2[B,T,D] = add(x1[B,T,D], {y}[B,T,D])")
 
 
 def _activation(model: Model, out: str, gate: str, up: str, dims: str) -> str:
@@ -231,56 +243,39 @@ def _activation(model: Model, out: str, gate: str, up: str, dims: str) -> str:
     return f"{out}[{dims}] = gelu({up}[{dims}])"
 
 
-def _expert_lines(model: Model, options: ProgramOptions) -> Lines:
+def _experts(lines: _Lines, model: Model, options: ProgramOptions) -> None:
     """Routed experts, E of C slots each, beside the shared ones that see every token."""
-    has_bias = model.mlp_bias
-    shared, outputs = _shared_lines(model) if model.d_ff_shared else ([], [])
-    after, y = _after("y", model, bias="", norm="post_mlp_norm", has_bias=False)
-    return [
-        *_router_lines(model, options),
-        f"xe[E,C,D] = dispatch(h1[B,T,D], gates[B,T,Ea]{_given(capacity=options.capacity_factor)})",
+    has_bias, capacity = model.mlp_bias, options.capacity_factor
+    lines.append("r[B,T,E] = h1[B,T,D] * router[D,E]")
+    r = lines.through("r", "B,T,E", (model.router_bias, "rb", "bias_add", "router_bias[E]"))
+    given = given_attributes(balance=options.balance_loss, z=options.router_z_loss, capacity=capacity)
+    lines += [
+        f"gates[B,T,Ea] = route({r}[B,T,E]{given})",
+        f"xe[E,C,D] = dispatch(h1[B,T,D], gates[B,T,Ea]{given_attributes(capacity=capacity)})",
         "ge[E,C,Fe] = xe[E,C,D] * experts_w_gate[E,D,Fe]",
         "ue[E,C,Fe] = xe[E,C,D] * experts_w_up[E,D,Fe]",
-        *_expert_bias("ge", "Fe", "experts_b_gate", has_bias=has_bias),
-        *_expert_bias("ue", "Fe", "experts_b_up", has_bias=has_bias),
-        _activation(model, "me", _biased("ge", has_bias), _biased("ue", has_bias), "E,C,Fe"),
-        "ye[E,C,D] = me[E,C,Fe] * experts_w_down[E,Fe,D]",
-        *_expert_bias("ye", "D", "experts_b_down", has_bias=has_bias),
-        f"y[B,T,D] = combine({_biased('ye', has_bias)}[E,C,D], gates[B,T,Ea])",
-        *shared,
-        *after,
-        f"x2[B,T,D] = add({', '.join(f'{name}[B,T,D]' for name in ('x1', y, *outputs))})",
     ]
+    gate = lines.through("ge", "E,C,Fe", (has_bias, "geb", "bias_add", "experts_b_gate[E,Fe]"))
+    up = lines.through("ue", "E,C,Fe", (has_bias, "ueb", "bias_add", "experts_b_up[E,Fe]"))
+    lines.append(_activation(model, "me", gate, up, "E,C,Fe"))
+    lines.append("ye[E,C,D] = me[E,C,Fe] * experts_w_down[E,Fe,D]")
+    ye = lines.through("ye", "E,C,D", (has_bias, "yeb", "bias_add", "experts_b_down[E,D]"))
+    lines.append(f"y[B,T,D] = combine({ye}[E,C,D], gates[B,T,Ea])")
+    shared = _shared_experts(lines, model) if model.d_ff_shared else ""
+    y = lines.into_stream(model, "y", bias="", norm="post_mlp_norm", has_bias=False)
+    lines.append(f"x2[B,T,D] = add(x1[B,T,D], {y}[B,T,D]{f', {shared}[B,T,D]' if shared else ''})")
 
 
-def _router_lines(model: Model, options: ProgramOptions) -> Lines:
-    given = _given(balance=options.balance_loss, z=options.router_z_loss, capacity=options.capacity_factor)
-    scores = ["r[B,T,E] = h1[B,T,D] * router[D,E]"]
-    scores += _bias("r", "E", "router_bias", has_bias=model.router_bias)
-    return [*scores, f"gates[B,T,Ea] = route({_biased('r', model.router_bias)}[B,T,E]{given})"]
-
-
-def _given(**attributes: float) -> str:
-    """Those that are not 0, as they stand at the end of a call."""
-    found = ", ".join(f"{name}={value}" for name, value in attributes.items() if value)
-    return f"; {found}" if found else ""
-
-
-def _expert_bias(name: str, dim: str, bias: str, *, has_bias: bool) -> Lines:
-    return [f"{name}b[E,C,{dim}] = bias_add({name}[E,C,{dim}], {bias}[E,{dim}])"] if has_bias else []
-
-
-def _shared_lines(model: Model) -> tuple[Lines, Lines]:
-    """The shared experts as one dense feed-forward of their joint width, and the name of what they give."""
-    lines = [
+def _shared_experts(lines: _Lines, model: Model) -> str:
+    """The shared experts as one dense feed-forward of their joint width; the name of what they give."""
+    lines += [
         "gs[B,T,Fs] = h1[B,T,D] * shared_w_gate[D,Fs]",
         "us[B,T,Fs] = h1[B,T,D] * shared_w_up[D,Fs]",
         _activation(model, "ms", "gs", "us", "B,T,Fs"),
         "ys[B,T,D] = ms[B,T,Fs] * shared_w_down[Fs,D]",
     ]
-    if not model.shared_expert_gate:
-        return lines, ["ys"]
-    return [*lines, "ysg[B,T,D] = token_gate(ys[B,T,D], h1[B,T,D], shared_gate[D])"], ["ysg"]
+    gate = (model.shared_expert_gate, "ysg", "token_gate", "h1[B,T,D], shared_gate[D]")
+    return lines.through("ys", "B,T,D", gate)
 
 
 # -- lines read -----------------------------------------------------------------------------------------------
@@ -288,7 +283,7 @@ def _shared_lines(model: Model) -> tuple[Lines, Lines]:
 
 def parse_block(
     name: str,
-    text: str,
+    lines: str | Lines,
     variables: dict[str, Variable],
     *,
     repeat: int = 1,
@@ -303,7 +298,8 @@ def parse_block(
     ``renamed`` gives names of the text another name in the program: weights of two blocks are two variables.
     Raises InputError when a line cannot be read or a variable is used with other dims than before.
     """
-    ops = [_parse_line(line, variables, renamed) for line in text.strip().splitlines() if line.strip()]
+    text = lines if isinstance(lines, str) else "\n".join(lines)
+    ops = [_parse_line(line, variables, renamed) for line in text.splitlines() if line.strip()]
     return Block(name, tuple(ops), repeat, carry, result, last_turn)
 
 

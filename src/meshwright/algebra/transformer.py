@@ -12,6 +12,7 @@ from meshwright.algebra.layers import (
     PLAIN,
     ProgramOptions,
     encoder_layer_lines,
+    given_attributes,
     head_norm_line,
     layer_lines,
     parse_block,
@@ -108,11 +109,10 @@ def transformer(model: Model, options: ProgramOptions = PLAIN) -> Program:
     for name, (weight, _) in weight_variables(model).items():
         variables[name] = Variable(name, weight.dims, _role(weight), inputs=matrix_inputs(weight))
     encoder = _encoder_blocks(model, variables) if model.encoder else ()
-    embed, head = _embed_lines(model), _head_lines(model, options)
     blocks = (
-        parse_block("embed", "\n".join(embed), variables),
+        parse_block("embed", _embed_lines(model), variables),
         *(_layer_block(model, kind, variables, options) for kind in layer_kinds(model)),
-        parse_block("head", "\n".join(head), variables),
+        parse_block("head", _head_lines(model, options), variables),
     )
     inputs = ("encoded",) if encoder else ()
     decoder = Stack(first="embed", layers=layer_names(model), last="head", carry="x", inputs=inputs)
@@ -122,17 +122,17 @@ def transformer(model: Model, options: ProgramOptions = PLAIN) -> Program:
 def _encoder_blocks(model: Model, variables: dict[str, Variable]) -> tuple[Block, ...]:
     """The encoder: its text is a decoder's with other names, over positions S."""
     assert model.encoder is not None
-    count = model.encoder.num_layers
     for name, role in (("tokens", "input"), ("positions", "position")):
         variables[f"{ENCODER}{name}"] = Variable(f"{ENCODER}{name}", ("B", "S"), role)
-    texts = {"embed": _embed_lines(model), "layer": encoder_layer_lines(model), "end": [head_norm_line(model)]}
-    lines = {name: _of_encoder("\n".join(text)) for name, text in texts.items()}
+    embed, layer, end = (
+        _of_encoder("\n".join(lines))
+        for lines in (_embed_lines(model), encoder_layer_lines(model), [head_norm_line(model)])
+    )
+    x, x2 = f"{ENCODER}x", f"{ENCODER}x2"
     return (
-        parse_block(f"{ENCODER}embed", lines["embed"], variables),
-        parse_block(
-            f"{ENCODER}layer", lines["layer"], variables, repeat=count, carry=f"{ENCODER}x", result=f"{ENCODER}x2"
-        ),
-        parse_block(f"{ENCODER}end", lines["end"], variables, renamed={f"{ENCODER}hf": "encoded"}),
+        parse_block(f"{ENCODER}embed", embed, variables),
+        parse_block(f"{ENCODER}layer", layer, variables, repeat=model.encoder.num_layers, carry=x, result=x2),
+        parse_block(f"{ENCODER}end", end, variables, renamed={f"{ENCODER}hf": "encoded"}),
     )
 
 
@@ -181,7 +181,7 @@ def _layer_block(model: Model, kind: LayerKind, variables: dict[str, Variable], 
     ends = spans(layer_names(model))
     return parse_block(
         kind.block,
-        "\n".join(layer_lines(model, sliding=kind.sliding, routed=kind.routed, options=options)),
+        layer_lines(model, sliding=kind.sliding, routed=kind.routed, options=options),
         variables,
         repeat=len(kind.layers),
         last_turn=sum(span.pattern.count(kind.block) for span in ends),
@@ -204,9 +204,7 @@ def _embed_lines(model: Model) -> list[str]:
 
 def _head_lines(model: Model, options: ProgramOptions) -> list[str]:
     table = "embed[V,D]" if model.tied_embeddings else "unembed[D,V]"
-    wanted = {"softcap": model.logit_softcap, "z_loss": options.z_loss}
-    attributes = ", ".join(f"{name}={value}" for name, value in wanted.items() if value)
-    given = f"; {attributes}" if attributes else ""
+    given = given_attributes(softcap=model.logit_softcap, z_loss=options.z_loss)
     return [head_norm_line(model), f"loss[] = linear_cross_entropy(hf[B,T,D], {table}, labels[B,T]{given})"]
 
 
