@@ -7,7 +7,7 @@ import msgspec
 
 from meshwright.algebra.kinds import Updated
 from meshwright.algebra.notation import ShardedArray
-from meshwright.algebra.program import Block, Program, layers_dim
+from meshwright.algebra.program import WEIGHTS, Block, Program, layers_dim
 from meshwright.algebra.rewrites.pipeline import SplitBackward
 from meshwright.algebra.rewrites.stacks import SharedInput
 from meshwright.algebra.steps import Step
@@ -96,5 +96,5 @@ class Derived(msgspec.Struct, frozen=True):
     def _stays(self, block: BlockSteps, step: Step) -> int:
         """Repeats whose weights are still there from the forward pass when a backward step would gather them."""
         weight = self.program.variables.get(step.result.name)
-        moved = weight is not None and weight.role in ("weight", "vector") and step.phase == "backward"
+        moved = weight is not None and weight.role in WEIGHTS and step.phase == "backward"
         return block.block.last_turn if self.ahead and moved and block.block.carry and block.segment is None else 0

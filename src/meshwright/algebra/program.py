@@ -4,6 +4,9 @@ import msgspec
 
 from meshwright.algebra.steps import Role
 
+WEIGHTS = ("weight", "vector")
+"""Roles of variables that training updates."""
+
 
 class Variable(msgspec.Struct, frozen=True):
     """A named array of a program: its dims, the role that decides how it is split, and its dtype where that is not

@@ -5,13 +5,13 @@ Collectives are never written in a rule: each says in which shardings it can wor
 """
 
 from collections.abc import Iterable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
 from meshwright.algebra.einsum import reshard
 from meshwright.algebra.notation import ShardedArray
-from meshwright.algebra.program import Block, Op, Program
+from meshwright.algebra.program import WEIGHTS, Block, Op, Program
 from meshwright.algebra.rewrites.stacks import SharedInput
 from meshwright.algebra.steps import Phase, Scope, Step
 from meshwright.core.errors import InputError
@@ -23,25 +23,23 @@ Details = TypeVar("Details", bound=msgspec.Struct)
 class Shardings:
     """The declared sharding of every variable and cotangent under one strategy."""
 
-    def __init__(self, program: Program, strategy: Strategy, keep_axes: Sequence[str] | None) -> None:
-        self.program, self.strategy, self.keep_axes = program, strategy, keep_axes
-        self.axes = tuple(strategy.mesh if keep_axes is None else keep_axes)
+    def __init__(self, program: Program, strategy: Strategy, axes: Sequence[str]) -> None:
+        self.program, self.strategy, self.axes = program, strategy, tuple(axes)
         self.shared: dict[str, SharedInput] = {}
         self.first_use = {n: b.name for b in reversed(program.blocks) for op in b.ops for n in op.inputs}
-        self._arrays: dict[str, ShardedArray] = {}
+        self._arrays: dict[tuple[str, str], ShardedArray] = {}
 
     def declared(self, name: str) -> ShardedArray:
-        if name not in self._arrays:
-            made, dtype = self._make(name, name, "weight"), self.program.variables[name].dtype
-            self._arrays[name] = made.replace(dtype=dtype) if dtype else made
-        return self._arrays[name]
+        """A variable as it is declared."""
+        return self._array(name, "weight")
 
     def cotangent(self, name: str) -> ShardedArray:
-        return self._make(f"d{name}", name, "grad")
+        """The gradient of a variable as it is declared."""
+        return self._array(name, "grad")
 
     def optimizer(self, name: str) -> ShardedArray:
         """The part of a weight that one device updates."""
-        return self._make(name, name, "optimizer")
+        return self._array(name, "optimizer")
 
     def as_read(self, name: str) -> tuple[ShardedArray, ...]:
         """A result as declared, and as layers of a later stack read it."""
@@ -51,20 +49,27 @@ class Shardings:
         """The cotangent of a result as the blocks that read it leave it."""
         return self.shared[name].cotangent if name in self.shared else self.cotangent(name)
 
-    def _make(self, name: str, variable: str, weight_role: str) -> ShardedArray:
-        dims, role = self.program.variables[variable].dims, self.program.variables[variable].role
-        role = weight_role if role == "weight" else role
+    def _array(self, name: str, weight_role: str) -> ShardedArray:
+        """A variable by its role, or a weight by that of its gradient or of its optimizer."""
+        if (name, weight_role) in self._arrays:
+            return self._arrays[name, weight_role]
+        variable = self.program.variables[name]
+        role, dims = weight_role if variable.role == "weight" else variable.role, variable.dims
         rules = self.strategy.rules(role)
         if "S" in dims and "S" not in rules and "T" in rules:  # positions of an encoder are split as a decoder's are
             rules = {**rules, "S": rules["T"]}
-        axes = assign(rules, dims, keep=self.keep_axes)
-        dtype = {"input": "int32", "position": "int32"}.get(role, "")
-        return ShardedArray(name, dims, axes, dtype="fp32" if name in ("loss", "logits") else dtype)
+        own = f"d{name}" if weight_role == "grad" else name
+        dtype = "fp32" if own in ("loss", "logits") else "int32" if role in ("input", "position") else ""
+        if weight_role == "weight":
+            dtype = variable.dtype or dtype
+        array = ShardedArray(own, dims, assign(rules, dims, keep=self.axes), dtype=dtype)
+        self._arrays[name, weight_role] = array
+        return array
 
     def is_weight(self, name: str) -> bool:
         """Whether a name is a weight or the gradient of one."""
         variables = self.program.variables
-        return any(n in variables and variables[n].role in ("weight", "vector") for n in (name, name.removeprefix("d")))
+        return any(n in variables and variables[n].role in WEIGHTS for n in (name, name.removeprefix("d")))
 
     def is_activation(self, name: str) -> bool:
         """Whether a name is a result that a block hands to the next."""
@@ -72,9 +77,11 @@ class Shardings:
 
 
 class Trace:
-    """Collects the steps of one pass over one block, each result once. ``op`` is the one whose rule is at work."""
+    """Collects the steps of one pass over one block, each result once. A rule is given it `at` an op."""
 
     op: Op
+    inputs: list[ShardedArray]
+    dinputs: list[ShardedArray]
 
     def __init__(self, shardings: Shardings, block: Block, phase: Phase, available: Iterable[ShardedArray]) -> None:
         self.shardings, self.block, self.phase = shardings, block, phase
@@ -93,51 +100,29 @@ class Trace:
     def cotangent(self, name: str) -> ShardedArray:
         return self.shardings.cotangent(name)
 
-    @property
-    def inputs(self) -> tuple[ShardedArray, ...]:
-        """Inputs of the op as declared."""
-        return tuple(map(self.declared, self.op.inputs))
-
-    @property
-    def out(self) -> ShardedArray:
-        """The result of the op as declared."""
-        return self.declared(self.op.out)
-
-    @property
-    def dout(self) -> ShardedArray:
-        """The cotangent of the result."""
-        return self.cotangent(self.op.out)
-
-    @property
-    def dinputs(self) -> tuple[ShardedArray, ...]:
-        """Cotangents of the inputs."""
-        return tuple(map(self.cotangent, self.op.inputs))
+    def at(self, op: Op) -> "Trace":
+        """The trace at the next op: its inputs and result as declared, and their cotangents."""
+        self.op, self.out, self.dout = op, self.declared(op.out), self.cotangent(op.out)
+        self.inputs, self.dinputs = ([of(name) for name in op.inputs] for of in (self.declared, self.cotangent))
+        return self
 
     def details(self, form: type[Details]) -> Details:
         """The attributes of the op as the struct that its module declares; those not given have their default.
 
         Raises InputError for an attribute that the op does not have, or a value that cannot be read.
         """
-        op = self.op
         try:
-            return msgspec.convert(dict(op.attributes), form, strict=False)
+            return msgspec.convert(dict(self.op.attributes), form, strict=False)
         except msgspec.ValidationError as error:
-            raise InputError(
-                f"{op.out} = {op.kind}(...; {', '.join('='.join(a) for a in op.attributes)}): {error}"
-            ) from None
+            given = ", ".join(map("=".join, self.op.attributes))
+            raise InputError(f"{self.op.out} = {self.op.kind}(...; {given}): {error}") from None
 
     def move(self, array: ShardedArray, target: ShardedArray) -> ShardedArray:
         """``target``, with the steps added that lead from ``array`` to it."""
         self.add(*reshard(array, target))
         return target
 
-    def run(
-        self,
-        name: str,
-        inputs: Iterable[ShardedArray],
-        *results: ShardedArray,
-        details: msgspec.Struct | None = None,
-    ) -> None:
+    def run(self, name: str, inputs: Iterable[ShardedArray], *results: ShardedArray, details: Any = None) -> None:
         """Adds a step on one device's blocks."""
         self.add(Step(op=name, inputs=tuple(inputs), result=results[0], more=results[1:], details=details))
 
@@ -147,7 +132,7 @@ class Trace:
         cotangents: Iterable[tuple[str, ShardedArray]],
         *,
         dout: ShardedArray | None = None,
-        details: msgspec.Struct | None = None,
+        details: Any = None,
     ) -> None:
         """Adds the op's backward step, from the cotangent of the result and ``inputs`` to cotangents by their name."""
         names, results = zip(*cotangents, strict=True)

@@ -3,7 +3,7 @@
 import pytest
 
 from meshwright.algebra.schedules.registry import build, default_chunks, schedule_names
-from meshwright.algebra.schedules.table import Place, bidirectional_routes, looped_route, v_route
+from meshwright.algebra.schedules.table import PLACEMENTS, Place
 from meshwright.core.errors import InputError
 
 
@@ -13,9 +13,10 @@ def order(name, device, *, stages, microbatches, chunks=1):
 
 
 def test_placements():
-    assert looped_route(2, 2) == (Place(0), Place(1), Place(0, 1), Place(1, 1))
-    assert v_route(2) == (Place(0), Place(1), Place(1, 1), Place(0, 1))
-    down, up = bidirectional_routes(3)
+    looped, v, bidirectional = (PLACEMENTS[name].routes for name in ("looped", "v", "bidirectional"))
+    assert looped(2, 2) == ((Place(0), Place(1), Place(0, 1), Place(1, 1)),)
+    assert v(2, 2) == ((Place(0), Place(1), Place(1, 1), Place(0, 1)),)
+    down, up = bidirectional(3, 1)
     assert down == (Place(0), Place(1), Place(2))
     assert up == (Place(2, 1), Place(1, 1), Place(0, 1))
 

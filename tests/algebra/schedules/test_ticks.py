@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from meshwright.algebra.schedules.file import format_schedule, read_schedule
 from meshwright.algebra.schedules.registry import build, default_chunks, schedule_names
 from meshwright.algebra.schedules.simulation import peak_stash
-from meshwright.algebra.schedules.table import Op, Schedule, bidirectional_routes, looped_route, v_route
+from meshwright.algebra.schedules.table import PLACEMENTS, Op, Schedule
 from meshwright.algebra.schedules.ticks import forward_tables, lockstep_seconds, tick_tables
 
 BUFFERS = ("x", "dx", "stash", "head", "handed")
@@ -138,8 +138,7 @@ def test_forward_passes_alone(name, stages, microbatches):
 def any_schedule(draw):
     """Any order that can run: op after op, each one that has what it needs, on routes of every form."""
     devices, microbatches = draw(st.integers(2, 4)), draw(st.integers(1, 5))
-    forms = ((looped_route(devices, draw(st.integers(1, 3))),), (v_route(devices),), bidirectional_routes(devices))
-    routes = draw(st.sampled_from(forms))
+    routes = PLACEMENTS[draw(st.sampled_from(sorted(PLACEMENTS)))].routes(devices, draw(st.integers(1, 3)))
     route_of = tuple(draw(st.integers(0, len(routes) - 1)) for _ in range(microbatches))
     last, orders = len(routes[0]) - 1, [[] for _ in range(devices)]
     ready = [("F", 0, m) for m in range(microbatches)]

@@ -5,6 +5,7 @@ import msgspec
 from meshwright.algebra.einsum import align, local_product
 from meshwright.algebra.kinds import OpKind, StepKind, row_stream
 from meshwright.algebra.notation import ShardedArray
+from meshwright.algebra.rewrites.remat import keeps_logits
 from meshwright.algebra.steps import Step
 from meshwright.algebra.trace import Trace
 from meshwright.core.errors import InputError
@@ -42,6 +43,7 @@ class _Head:
         self.whole_peak = self.peak.replace(unreduced=())
         self.scaled = self.total.replace(name="scaled")
         self.details = trace.details(LossHead)
+        self.in_chunks = not keeps_logits(trace.shardings.strategy)
 
     def per_token(self, array: ShardedArray) -> ShardedArray:
         """The statistic reduced, and split over tokens as the residual stream is."""
@@ -54,8 +56,12 @@ def forward(trace: Trace) -> None:
     x, table, here = (
         trace.move(*pair) for pair in ((head.x, head.left), (head.table, head.right), (head.labels, head.here))
     )
-    trace.run("einsum", (x, table), head.logits)
-    trace.run("logits_statistics", (head.logits, here), head.peak, head.total, head.picked, details=head.details)
+    statistics = (head.peak, head.total, head.picked)
+    if head.in_chunks:
+        trace.run("chunked_logits_statistics", (x, table, here), *statistics, details=head.details)
+    else:
+        trace.run("einsum", (x, table), head.logits)
+        trace.run("logits_statistics", (head.logits, here), *statistics, details=head.details)
     if head.split:
         largest = Step(op="all_reduce", inputs=(head.peak,), result=head.whole_peak, axes=head.split, reduction="max")
         trace.add(largest)
@@ -73,17 +79,22 @@ def backward(trace: Trace) -> None:
     given = (trace.dout, peak, scaled, head.own_labels)
     trace.run("sum_loss_backward", given, dscaled, dpicked, details=head.details)
     rows = [trace.move(a, head.whole_peak.replace(name=a.name)) for a in (dscaled, dpicked)]
+    dx, dtable = trace.dinputs[0].like(head.left), trace.dinputs[1].like(head.right)
+    dx, dtable = dx.replace(unreduced=head.split), dtable.replace(unreduced=head.peak.spread)
     trace.need(head.peak, head.whole_peak)
+    each = (head.here, head.peak, head.whole_peak, *rows)
+    if head.in_chunks:
+        trace.need(head.here)
+        trace.run("chunked_logits_backward", (head.left, head.right, *each), dx, dtable, details=head.details)
+        trace.contribute(trace.op.inputs[1], dtable)
+        trace.contribute(trace.op.inputs[0], dx)
+        return
     # as narrow as the state: the products that take it run at the rate of the stream's own
     dlogits = head.logits.replace(name="dlogits", dtype="")
-    inputs = (head.logits, head.here, head.peak, head.whole_peak, *rows)
-    trace.run("logits_backward", inputs, dlogits, details=head.details)
-    dx, dtable, _ = trace.dinputs
-    dtable = dtable.like(head.right).replace(unreduced=head.peak.spread)
+    trace.run("logits_backward", (head.logits, *each), dlogits, details=head.details)
     trace.move(head.x, head.left)
     trace.run("einsum", (head.left, dlogits), dtable)
     trace.contribute(trace.op.inputs[1], dtable)
-    dx = dx.like(head.left).replace(unreduced=head.split)
     trace.move(head.table, head.right)
     trace.run("einsum", (dlogits, head.right), dx)
     trace.contribute(trace.op.inputs[0], dx)

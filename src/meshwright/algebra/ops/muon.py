@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from meshwright.algebra.einsum import reshard
 from meshwright.algebra.kinds import OpKind, StepKind, Updated
 from meshwright.algebra.notation import ShardedArray, product
 from meshwright.algebra.ops import adamw
@@ -57,30 +58,21 @@ def update(weight: Updated) -> tuple[Step, ...]:
     shard, name = weight.shard, weight.shard.name
     gradient = stacked(weight, f"d{name}").replace(dtype="")
     mixed = _counted_once(weight, f"{name}.momentum")
-    split = [(dim, axes) for dim, axes in zip(mixed.dims[1:], mixed.axes[1:], strict=True) if axes]
-    over, *_ = mixed.dims
-    details = Dealt(
-        over=over,
-        among=mixed.axes_of(over),
-        axes=tuple(axis for _, axes in split for axis in axes),
-        num_inputs=len(weight.inputs),
+    over, *others = mixed.dims
+    axes = tuple(axis for dim in others for axis in mixed.axes_of(dim))
+    details = Dealt(over=over, among=mixed.axes_of(over), axes=axes, num_inputs=len(weight.inputs))
+    whole = mixed.resharded({**dict.fromkeys(others, ()), over: (*mixed.axes_of(over), *axes)})
+    update, change = f"{name}.update", shard.replace(name=f"{name}.update", dtype="fp32")
+    dealt = (
+        *reshard(mixed, whole),
+        Step(op="muon", inputs=(whole,), result=whole.replace(name=update)),
+        *reshard(whole.replace(name=update), mixed.replace(name=update)),
     )
-    steps = [Step(op="muon_momentum", inputs=(gradient,), result=mixed)]
-    here = mixed
-    for dim, axes in split:
-        there = here.resharded({over: (*here.axes_of(over), *axes), dim: ()})
-        steps.append(_exchange(here, there, axes, dim=dim, to_dim=over, details=details))
-        here = there
-    whole = here.replace(name=f"{name}.update")
-    steps.append(Step(op="muon", inputs=(here,), result=whole, details=details))
-    here = whole
-    for dim, axes in reversed(split):
-        left = here.axes_of(over)[: -len(axes)]
-        there = here.resharded({over: left, dim: axes})
-        steps.append(_exchange(here, there, axes, dim=over, to_dim=dim, details=details))
-        here = there
-    change = shard.replace(name=f"{name}.update", dtype="fp32")
-    return (*steps, Step(op="muon_apply", inputs=(change, shard), result=shard))
+    return (
+        Step(op="muon_momentum", inputs=(gradient,), result=mixed),
+        *(msgspec.structs.replace(step, details=details) for step in dealt),
+        Step(op="muon_apply", inputs=(change, shard), result=shard),
+    )
 
 
 def _counted_once(weight: Updated, name: str) -> ShardedArray:
@@ -90,12 +82,6 @@ def _counted_once(weight: Updated, name: str) -> ShardedArray:
     axes = tuple(axis for dim in counted for axis in array.axes_of(dim))
     rest = [dim for dim in array.dims if dim not in counted]
     return ShardedArray(name, ("".join(counted), *rest), (axes, *(array.axes_of(dim) for dim in rest)), dtype="fp32")
-
-
-def _exchange(
-    here: ShardedArray, there: ShardedArray, axes: tuple[str, ...], *, dim: str, to_dim: str, details: Dealt
-) -> Step:
-    return Step(op="all_to_all", inputs=(here,), result=there, axes=axes, dim=dim, to_dim=to_dim, details=details)
 
 
 def moments(weight: Updated) -> tuple[ShardedArray, ...]:

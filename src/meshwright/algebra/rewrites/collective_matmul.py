@@ -17,6 +17,7 @@ from meshwright.algebra.derived import BlockSteps
 from meshwright.algebra.notation import ShardedArray
 from meshwright.algebra.ops import kind_of
 from meshwright.algebra.ops.collective_matmul import NAME, Blocks, Form
+from meshwright.algebra.program import WEIGHTS
 from meshwright.algebra.rewrites.rings import Round
 from meshwright.algebra.steps import Step
 from meshwright.algebra.trace import Shardings
@@ -36,7 +37,7 @@ def in_blocks(steps: BlockSteps, shardings: Shardings) -> BlockSteps:
     ways, along = shardings.strategy.ring_ways, "T" if "T" in shardings.strategy.rules("activation") else ""
     if not ways:
         return steps
-    weights = {variable.name for variable in shardings.program.of_role("weight", "vector")}
+    weights = {variable.name for variable in shardings.program.of_role(*WEIGHTS)}
     passes = ((steps.forward, steps.kept), (steps.backward, ()))
     forward, backward = (
         with_collective_matmuls(of_pass, ways=ways, kept=kept, weights=weights, along=along) for of_pass, kept in passes

@@ -38,13 +38,12 @@ class Saved:
     def __init__(self, shardings: Shardings) -> None:
         self.shardings = shardings
         self.names = _kept_names(shardings.program, shardings.strategy)
-        self.keeps_logits = keeps_logits(shardings.strategy)
 
     def keeps(self, array: ShardedArray, block: Block) -> bool:
         """Whether the saved set holds a forward result; a gathered weight only until the next block runs.
 
         The backward pass of the block that ends in the loss follows its forward pass at once, so there everything
-        stays, the gathered table too; `rewrites.fused_head` leaves out logits that are not kept by name.
+        stays, the gathered table too; a head that does not keep its logits never has them whole.
         """
         if block.ops[-1].out == "loss":
             return True

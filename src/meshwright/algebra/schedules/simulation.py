@@ -1,5 +1,6 @@
 """One simulator for every schedule: times of each op, idle time of each device, and the most it keeps alive."""
 
+import itertools
 from collections.abc import Iterable, Sequence
 from numbers import Real
 
@@ -131,25 +132,21 @@ def _of_each(seconds: Seconds, count: int, what: str) -> list[float]:
     return given
 
 
-def peak_stash(schedule: Schedule, *, weight_stash: float = 1.0) -> tuple[float, ...]:
+def peak_stash(schedule: Schedule) -> tuple[float, ...]:
     """Of each device, the most that is alive at once, in whole-stage microbatches.
 
     One is what the backward pass of one microbatch needs of a device that holds ``1 / num_devices`` of the model.
     A microbatch's stash lives from the start of F to the end of B. Where B only makes input gradients, what W needs
-    (inputs of the products and gradients of their results) stays until W ends: ``weight_stash`` of a stash, which is
-    near 1 where results are saved and above it where they are recomputed. Depends on the order only, not on times.
+    (inputs of the products and gradients of their results) stays until W ends, and is as large: results are saved.
+    Depends on the order only, not on times.
     """
-    return tuple(schedule.piece_share * most_alive(tasks, weight_stash) for tasks in schedule.tasks)
+    return tuple(schedule.piece_share * most_alive(tasks) for tasks in schedule.tasks)
 
 
-def most_alive(tasks: Iterable[Task], weight_stash: float = 1.0) -> float:
+def most_alive(tasks: Iterable[Task]) -> float:
     """The most stashes of one virtual stage that are alive at once while a device runs its tasks."""
-    changes = {"F": 1, "B": weight_stash - 1, "W": -weight_stash, "BW": -1}
-    alive = most = 0.0
-    for task in tasks:
-        alive += changes[task.takes]
-        most = max(most, alive)
-    return most
+    changes = {"F": 1.0, "B": 0.0, "W": -1.0, "BW": -1.0}
+    return max(itertools.accumulate(changes[task.takes] for task in tasks), default=0.0)
 
 
 def _require_finished(schedule: Schedule, end: Sequence[Sequence[float]]) -> None:

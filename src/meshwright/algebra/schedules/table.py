@@ -141,23 +141,6 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return tuple(found)
 
 
-def looped_route(devices: int, chunks: int = 1) -> Route:
-    """Virtual stage ``chunk * devices + device``: round and round, as interleaved schedules want it."""
-    return tuple(Place(device, chunk) for chunk in range(chunks) for device in range(devices))
-
-
-def v_route(devices: int) -> Route:
-    """Down the devices in chunk 0 and up again in chunk 1: device 0 holds the first piece and the last."""
-    down = tuple(Place(device, 0) for device in range(devices))
-    return down + tuple(Place(device, 1) for device in reversed(range(devices)))
-
-
-def bidirectional_routes(devices: int) -> tuple[Route, Route]:
-    """Down the devices in chunk 0, and up them in chunk 1: device d holds the pieces d and devices - 1 - d."""
-    down = tuple(Place(device, 0) for device in range(devices))
-    return down, tuple(Place(device, 1) for device in reversed(range(devices)))
-
-
 class StagePlacement(msgspec.Struct, frozen=True, kw_only=True):
     """Where the virtual stages of a schedule live.
 
@@ -172,12 +155,19 @@ class StagePlacement(msgspec.Struct, frozen=True, kw_only=True):
 
 PlacementName = Literal["looped", "v", "bidirectional"]
 PLACEMENTS: dict[PlacementName, StagePlacement] = {
-    "looped": StagePlacement(routes=lambda devices, chunks: (looped_route(devices, chunks),)),
-    "v": StagePlacement(routes=lambda devices, chunks: (v_route(devices),), ends_share=1.0),
+    "looped": StagePlacement(routes=lambda devices, chunks: (sum((_down(devices, c) for c in range(chunks)), ()),)),
+    "v": StagePlacement(routes=lambda devices, chunks: (_down(devices, 0) + _down(devices, 1)[::-1],), ends_share=1.0),
     "bidirectional": StagePlacement(
-        routes=lambda devices, chunks: bidirectional_routes(devices), weight_copies=2, ends_share=0.5
+        routes=lambda devices, chunks: (_down(devices, 0), _down(devices, 1)[::-1]), weight_copies=2, ends_share=0.5
     ),
 }
+"""looped: virtual stage ``chunk * devices + device``, round and round, as interleaved schedules want it. v: down the
+devices in chunk 0 and up again in chunk 1, so that device 0 holds the first piece and the last. bidirectional: down the
+devices in chunk 0, and up them in chunk 1: device d holds the pieces d and devices - 1 - d."""
+
+
+def _down(devices: int, chunk: int) -> Route:
+    return tuple(Place(device, chunk) for device in range(devices))
 
 
 def microbatch_routes(orders: Sequence[Sequence[Op]], num_routes: int) -> dict[int, int]:
