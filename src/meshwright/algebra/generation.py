@@ -10,6 +10,7 @@ import math
 from typing import Literal, get_args
 
 import msgspec
+from msgspec.structs import replace
 
 from meshwright.algebra.derive import derive, forward_pass
 from meshwright.algebra.derived import BlockSteps, Derived
@@ -106,7 +107,7 @@ def job_strategy(job: Job, strategy: Strategy) -> Strategy:
             f"pipeline={strategy.mesh['pipeline']} trains but does not generate in this version. "
             f"Use its devices as tensor, data or fsdp."
         )
-    return msgspec.structs.replace(strategy, context_attention="gather", num_microbatches=1, offload=())
+    return replace(strategy, context_attention="gather", num_microbatches=1, offload=())
 
 
 def one_position(strategy: Strategy) -> Strategy:
@@ -117,7 +118,7 @@ def one_position(strategy: Strategy) -> Strategy:
         if "C" in kept and "B" in kept:
             kept["C"] = tuple(axis for axis in kept["C"] if axis in kept["B"])
         assignment[role] = kept
-    return msgspec.structs.replace(strategy, assignment=assignment)
+    return replace(strategy, assignment=assignment)
 
 
 # -- quantised weights ----------------------------------------------------------------------------------
@@ -163,16 +164,16 @@ def generation_program(model: Model, phase: GenerationPhase, storage: Storage = 
     if not storage.quantised:
         return program
     found = scales(model)
-    variables = {n: msgspec.structs.replace(v, dtype="int8") if n in found else v for n, v in program.variables.items()}
+    variables = {n: replace(v, dtype="int8") if n in found else v for n, v in program.variables.items()}
     variables |= {scale.name: scale for scale in found.values()}
 
     def with_scale(op: Op) -> Op:
         if op.kind not in QUANTISED or op.inputs[1] not in found:
             return op
         inputs = (*op.inputs, found[op.inputs[1]].name)
-        return msgspec.structs.replace(op, kind=f"quantised_{op.kind}", inputs=inputs)
+        return replace(op, kind=f"quantised_{op.kind}", inputs=inputs)
 
-    blocks = tuple(msgspec.structs.replace(b, ops=tuple(map(with_scale, b.ops))) for b in program.blocks)
+    blocks = tuple(replace(b, ops=tuple(map(with_scale, b.ops))) for b in program.blocks)
     return Program(blocks, variables, program.stacks)
 
 
@@ -214,7 +215,7 @@ class _Writer:
             if op.out in needed:
                 needed.update(op.inputs)
                 kept.insert(0, op)
-        return msgspec.structs.replace(block, ops=tuple(kept))
+        return replace(block, ops=tuple(kept))
 
     def _add(self, kind: str, inputs: tuple[str, ...], made: Variable, attributes: Attributes = ()) -> str:
         """Adds an op, and the variable that it makes; its name."""
@@ -288,7 +289,7 @@ class _Writer:
         for name, array, own, width in writes:
             before = Variable(name, (*CACHE_DIMS[layout], *own[2:]), "cache", width)
             self.variables[name] = before
-            after = msgspec.structs.replace(before, name=f"{name}'")
+            after = replace(before, name=f"{name}'")
             written.append(self._add("cache_write", (name, array, *where), after, (*prompt, *paged)))
         self.outputs += written
         return written
@@ -385,8 +386,6 @@ def cache_table(
             rows.append(array)
             if array.dtype == "int8":
                 dims, shape = array.dims[:-1], array.shape[:-1]
-                scale = msgspec.structs.replace(
-                    array, name=scale_name(array.name), dims=dims, shape=shape, dtype="fp32"
-                )
+                scale = replace(array, name=scale_name(array.name), dims=dims, shape=shape, dtype="fp32")
                 rows.append(scale)
     return tuple(rows)

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
 import msgspec
+from msgspec.structs import replace
 
 from meshwright.algebra.einsum import reshard
 from meshwright.algebra.notation import ShardedArray
@@ -148,14 +149,14 @@ class Trace:
                 continue
             self.need(*step.inputs)
             adds = step.accumulates or (not step.only_moves and is_there)
-            self._emit(msgspec.structs.replace(step, accumulates=adds), self.phase)
+            self._emit(replace(step, accumulates=adds), self.phase)
 
     def _emit(self, step: Step, phase: Phase, *, scope: Scope | None = None) -> None:
         source = step.inputs[0] if step.inputs else step.result
         is_weight = self.shardings.is_weight(step.result.name)
         # a block of keys on its way round a ring passes behind the attention to the one before it
         moves = step.is_collective and step.op != "permute"
-        emitted = msgspec.structs.replace(
+        emitted = replace(
             step,
             block=self.block.name,
             role=self.role,
@@ -202,7 +203,7 @@ class Trace:
             if waiting:
                 self.available.discard(source)
             if step.result in waiting:
-                step = msgspec.structs.replace(step, accumulates=True)
+                step = replace(step, accumulates=True)
             self._emit(step, self.phase)
             waiting[step.result] = reshard(step.result, target)
         # a weight of several blocks (tied embeddings) is summed over its replicas once, when its first block is done

@@ -44,27 +44,25 @@ class LayerKind(msgspec.Struct, frozen=True, kw_only=True):
         return self.block.removeprefix("layer")
 
 
+@lru_cache(maxsize=256)
 def layer_kinds(model: Model) -> tuple[LayerKind, ...]:
     """Kinds of layers in order of their first layer: "layer", then _moe with routed experts, _local with a window."""
-    sliding, routed = set(model.sliding_layers), set(model.moe_layers)
     found: dict[tuple[bool, bool], list[int]] = {}
     for layer in range(model.num_layers):
-        found.setdefault((layer in sliding, layer in routed), []).append(layer)
+        found.setdefault((layer in model.sliding_layers, layer in model.moe_layers), []).append(layer)
     return tuple(
         LayerKind(
-            block=f"layer{'_moe' * is_routed}{'_local' * is_sliding}",
-            layers=tuple(layers),
-            sliding=is_sliding,
-            routed=is_routed,
+            block=f"layer{'_moe' * routed}{'_local' * sliding}", layers=tuple(layers), sliding=sliding, routed=routed
         )
-        for (is_sliding, is_routed), layers in found.items()
+        for (sliding, routed), layers in found.items()
     )
 
 
 def layer_names(model: Model) -> tuple[str, ...]:
     """The block of every layer, first to last."""
-    block_of = {layer: kind.block for kind in layer_kinds(model) for layer in kind.layers}
-    return tuple(block_of[layer] for layer in range(model.num_layers))
+    return tuple(
+        block for _, block in sorted((layer, kind.block) for kind in layer_kinds(model) for layer in kind.layers)
+    )
 
 
 def local_name(weight: Weight) -> str:
@@ -78,18 +76,15 @@ def weight_variables(model: Model) -> dict[str, tuple[Weight, int]]:
 
     Where layers are of several kinds, the weights of one kind are variables of their own: ``wq``, ``wq_moe``.
     """
-    kinds = layer_kinds(model)
     found: dict[str, tuple[Weight, int]] = {}
-    for weight in weight_table(model):
-        if weight.tied_to:
-            continue
+    for weight in (weight for weight in weight_table(model) if not weight.tied_to):
         if not weight.layers or local_name(weight).startswith(ENCODER):
             found[local_name(weight)] = (weight, weight.repeat)
             continue
-        for kind in kinds:
+        for kind in layer_kinds(model):
             repeat = len(set(kind.layers) & set(weight.layers))
             if repeat:
-                found[_variable(weight, kind, kinds)] = (weight, repeat)
+                found[_variable(model, weight, kind)] = (weight, repeat)
     return found
 
 
@@ -98,14 +93,10 @@ def transformer(model: Model, options: ProgramOptions = PLAIN) -> Program:
     """The training program of a model: embed, layers, head; an encoder's stack before them."""
     if model.encoder and options.documents:
         raise InputError("rows of an encoder and a decoder hold one document each. Leave documents out.")
-    documents = {"documents": Variable("documents", ("B", "T"), "position")} if options.documents else {}
-    variables = {
-        **documents,
-        "tokens": Variable("tokens", ("B", "T"), "input"),
-        "labels": Variable("labels", ("B", "T"), "input"),
-        "positions": Variable("positions", ("B", "T"), "position"),
-        "logits": Variable("logits", ("B", "T", "V"), "activation"),
-    }
+    roles = {"documents": "position"} if options.documents else {}
+    roles |= {"tokens": "input", "labels": "input", "positions": "position"}
+    variables = {name: Variable(name, ("B", "T"), role) for name, role in roles.items()}
+    variables["logits"] = Variable("logits", ("B", "T", "V"), "activation")
     for name, (weight, _) in weight_variables(model).items():
         variables[name] = Variable(name, weight.dims, _role(weight), inputs=matrix_inputs(weight))
     encoder = _encoder_blocks(model, variables) if model.encoder else ()
@@ -172,22 +163,20 @@ def _role(weight: Weight) -> str:
     return "vector"
 
 
-def _variable(weight: Weight, kind: LayerKind, kinds: tuple[LayerKind, ...]) -> str:
-    return local_name(weight) + (kind.suffix if len(kinds) > 1 else "")
+def _variable(model: Model, weight: Weight, kind: LayerKind) -> str:
+    return local_name(weight) + (kind.suffix if len(layer_kinds(model)) > 1 else "")
 
 
 def _layer_block(model: Model, kind: LayerKind, variables: dict[str, Variable], options: ProgramOptions) -> Block:
-    kinds = layer_kinds(model)
-    ends = spans(layer_names(model))
     return parse_block(
         kind.block,
         layer_lines(model, sliding=kind.sliding, routed=kind.routed, options=options),
         variables,
         repeat=len(kind.layers),
-        last_turn=sum(span.pattern.count(kind.block) for span in ends),
+        last_turn=sum(span.pattern.count(kind.block) for span in spans(layer_names(model))),
         carry="x",
         result="x2",
-        renamed={local_name(w): _variable(w, kind, kinds) for w in weight_table(model) if w.layers},
+        renamed={local_name(w): _variable(model, w, kind) for w in weight_table(model) if w.layers},
     )
 
 

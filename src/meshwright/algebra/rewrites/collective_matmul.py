@@ -166,19 +166,17 @@ def _product(
     dim: str,
     ways: int,
 ) -> Step:
-    again = all(part.phase == "recompute" for part in parts)
-    last = parts[-1]
-    return Step(
+    last, again = parts[-1], all(part.phase == "recompute" for part in parts)
+    return replace(
+        last,
         op=NAME,
         inputs=inputs,
         result=results[0],
         more=results[1:],
         dim=dim,
+        accumulates=False,
         details=Blocks(form=form, axes=AXES, ways=ways),
-        block=last.block,
-        role=last.role,
-        phase="recompute" if again else "backward" if last.phase == "recompute" else last.phase,
-        scope=last.scope,
+        phase="backward" if last.phase == "recompute" and not again else last.phase,
         parts=tuple(parts),
     )
 
@@ -221,16 +219,19 @@ def _before(units: Sequence[Unit]) -> list[set[int]]:
     return found
 
 
+def _after(members: set[int], before: Sequence[set[int]]) -> set[int]:
+    """The units outside that must come after one of the members."""
+    found: set[int] = set()
+    for number, first in enumerate(before):
+        if number not in members and first & (members | found):
+            found.add(number)
+    return found
+
+
 def _is_convex(members: set[int], before: Sequence[set[int]]) -> bool:
     """Whether nothing outside comes after one member and before another: then they can be one unit."""
-    after: set[int] = set()
-    for number, first in enumerate(before):
-        if number in members:
-            if first & after:
-                return False
-        elif first & (members | after):
-            after.add(number)
-    return True
+    after = _after(members, before)
+    return not any(before[number] & after for number in members)
 
 
 def _joined(units: list[Unit], members: set[int], unit: Unit) -> list[Unit]:
@@ -239,15 +240,7 @@ def _joined(units: list[Unit], members: set[int], unit: Unit) -> list[Unit]:
     What it does not need keeps its order.
     """
     before = _before(units)
-    needed = {*range(min(members)), *(first for number in members for first in before[number])} - members
-    order, done, left = list[Unit](), set[int](), [number for number in range(len(units)) if number not in members]
-    while left or not members <= done:
-        if needed <= done and not members <= done:
-            order.append(unit)
-            done |= members
-            continue
-        number = next(number for number in left if before[number] <= done)
-        left.remove(number)
-        order.append(units[number])
-        done.add(number)
-    return order
+    outside = {*range(len(units))} - members
+    needed = {min(members) - 1, *(number for member in members for number in before[member] & outside)}
+    first = {number for number in outside - _after(members, before) if number <= max(needed)}
+    return [*(units[number] for number in sorted(first)), unit, *(units[number] for number in sorted(outside - first))]

@@ -1,7 +1,7 @@
 """Rematerialisation: the forward results that a strategy keeps for the backward pass, by name, and segments of layers
 that run again. What is not kept the backward pass makes again where it needs it (`Trace.need`)."""
 
-import msgspec
+from msgspec.structs import replace
 
 from meshwright.algebra.derived import BlockSteps
 from meshwright.algebra.layers import CROSS, ENCODER
@@ -86,11 +86,11 @@ def in_segments(steps: BlockSteps, shardings: Shardings) -> BlockSteps:
     if segment is None or not steps.block.carry:
         return steps
     again = tuple(_again(step, shardings) for step in steps.forward)
-    return msgspec.structs.replace(steps, backward=(*again, *steps.backward), segment=segment)
+    return replace(steps, backward=(*again, *steps.backward), segment=segment)
 
 
 def _again(step: Step, shardings: Shardings) -> Step:
     gathers = step.is_collective and shardings.is_weight(step.result.name)
     phase: Phase = "backward" if gathers else "recompute"
-    parts = tuple(msgspec.structs.replace(part, phase=phase) for part in step.parts)
-    return msgspec.structs.replace(step, phase=phase, parts=parts)
+    parts = tuple(replace(part, phase=phase) for part in step.parts)
+    return replace(step, phase=phase, parts=parts)

@@ -1,5 +1,7 @@
 """What the file of a pipeline schedule says: its order of passes, the sizes it exists for, and its closed forms."""
 
+import functools
+import operator
 from collections.abc import Callable, Iterable
 from typing import Any, Literal, Protocol
 
@@ -108,12 +110,9 @@ class ScheduleDefinition(msgspec.Struct, frozen=True, kw_only=True):
     def is_legal(self, stages: Array, microbatches: Array, chunks: Array) -> Array:
         """True where the schedule exists for these sizes."""
         p, m, v = (np.asarray(size) for size in (stages, microbatches, chunks))
-        legal = (p >= 1) & (m >= 1) & (v >= 1)
         # no requirement divides by a size of 0
-        p = np.maximum(p, 1)
-        for one in self._requirements:
-            legal = legal & one.holds(p, m, v)
-        return legal
+        holds = [(p >= 1) & (m >= 1) & (v >= 1), *(one.holds(np.maximum(p, 1), m, v) for one in self._requirements)]
+        return functools.reduce(operator.and_, holds)
 
     def refusal(self, stages: int, microbatches: int, chunks: int) -> str | None:
         """Why the schedule does not exist for these sizes; None where it does."""
@@ -125,17 +124,14 @@ class ScheduleDefinition(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def _requirements(self) -> tuple[Requirement, ...]:
-        return self.requirements if self.more_chunks else (self._own_chunks, *self.requirements)
-
-    @property
-    def _own_chunks(self) -> Requirement:
-        return Requirement(
+        own_chunks = Requirement(
             lambda p, m, v: v == self.chunks,
             lambda p, m, v: (
                 f"chunks={v} is not for {self.name}, whose devices hold {self.chunks}. "
                 f"Use chunks={self.chunks}, or the interleaved schedule."
             ),
         )
+        return self.requirements if self.more_chunks else (own_chunks, *self.requirements)
 
     def build(self, stages: int, microbatches: int, chunks: int) -> Schedule:
         """The rows of the schedule. Raises InputError for sizes that it does not exist for."""

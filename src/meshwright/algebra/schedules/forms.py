@@ -16,7 +16,7 @@ import functools
 import itertools
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import numpy as np
@@ -183,31 +183,22 @@ def _simulated_forms(
     form: type[AnyForms],
     simulated: Callable[[ScheduleDefinition, Size], dict[str, Any]],
 ) -> AnyForms:
-    """Forms that simulate each size; 0 for one stage, which has nothing to wait for."""
+    """Forms that simulate each size once; 0 for one stage, which has nothing to wait for."""
 
-    def bubble_s(p: Array, m: Array, v: Array, *times: Array) -> np.ndarray:
-        given = np.broadcast_arrays(p, m, v, *times)
-        sizes, which = _different(given[:3])
-        seconds = np.stack([array.reshape(-1) for array in given[3:]]).astype(float)
-        found = np.zeros(which.shape)
-        for number, size in enumerate(sizes):
-            if size[0] > 1:
-                here = which == number
-                found[here] = (simulated(definition, size)["paths"] @ seconds[:, here]).max(axis=0)
+    def read(name: str, *arrays: Array) -> np.ndarray:
+        """A value of each size, or of paths the longest with these times."""
+        given = np.broadcast_arrays(*arrays)
+        sizes = np.stack([array.reshape(-1) for array in given[:3]], axis=-1).astype(np.int64)
+        different, which = np.unique(sizes, axis=0, return_inverse=True)
+        found = np.zeros(len(sizes))
+        for number, (p, m, v) in enumerate(different.tolist()):
+            if p > 1:
+                here, value = which.reshape(-1) == number, simulated(definition, (p, m, v))[name]
+                if name == "paths":
+                    value = (value @ np.stack([times.reshape(-1)[here] for times in given[3:]])).max(axis=0)
+                found[here] = value
         return found.reshape(given[0].shape)
 
-    def value(name: str, p: Array, m: Array, v: Array) -> np.ndarray:
-        given = np.broadcast_arrays(p, m, v)
-        sizes, which = _different(given)
-        values = [0 if size[0] == 1 else simulated(definition, size)[name] for size in sizes]
-        return np.array(values)[which].reshape(given[0].shape)
-
     names = (name for name in form.__struct_fields__ if name not in ("bubble_s", "waits"))
-    return form(bubble_s=bubble_s, **{name: functools.partial(value, name) for name in names})
-
-
-def _different(sizes: Sequence[np.ndarray]) -> tuple[list[Size], np.ndarray]:
-    """The different sizes of arrays of one shape, and which of them each entry is."""
-    rows = np.stack([np.asarray(one).reshape(-1) for one in sizes], axis=-1).astype(np.int64)
-    different, which = np.unique(rows, axis=0, return_inverse=True)
-    return [tuple(row) for row in different.tolist()], which.reshape(-1)
+    values = {name: functools.partial(read, name) for name in names}
+    return form(bubble_s=functools.partial(read, "paths"), **values)
