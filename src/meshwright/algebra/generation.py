@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from meshwright.algebra.derive import derive, forward_pass
 from meshwright.algebra.derived import BlockSteps, Derived
-from meshwright.algebra.layers import PLAIN, ProgramOptions
+from meshwright.algebra.layers import PLAIN, ProgramOptions, parse_block
 from meshwright.algebra.ops.cached_attention import slots_kept
 from meshwright.algebra.program import Block, Op, Program, Variable
 from meshwright.algebra.rewrites.collective_matmul import in_blocks
@@ -226,16 +226,21 @@ class _Writer:
     def _head(self, block: Block) -> None:
         """Logits of one position."""
         norm, loss = block.ops
-        x, *vectors = norm.inputs
-        self.variables["last"] = Variable("last", ("B",), "position")
-        row = self._add("pick", (x, "last"), Variable("xl", ("B", "D"), "activation"))
-        row = self._add(norm.kind, (row, *vectors), Variable("hl", ("B", "D"), "activation"))
-        logits = Variable("logits", ("B", "V"), "output", "fp32")
-        if self.model.logit_softcap:
-            uncapped = Variable("uncapped", ("B", "V"), "activation", "fp32")
-            self._add("softcap", (self._add("einsum", (row, loss.inputs[1]), uncapped),), logits)
-        else:
-            self._add("einsum", (row, loss.inputs[1]), logits)
+        table, softcap = self.variables[loss.inputs[1]], self.model.logit_softcap
+        vectors = ", ".join(f"{name}[D]" for name in norm.inputs[1:])
+        lines = [
+            "xl[B,D] = pick(x[B,T,D], last[B])",
+            f"hl[B,D] = {norm.kind}(xl[B,D], {vectors})",
+            f"{'uncapped' if softcap else 'logits'}[B,V] = hl[B,D] * {table.name}[{','.join(table.dims)}]",
+            *(["logits[B,V] = softcap(uncapped[B,V])"] if softcap else []),
+        ]
+        for name, dims, role, dtype in (
+            ("last", ("B",), "position", ""),
+            ("uncapped", ("B", "V"), "activation", "fp32"),
+            ("logits", ("B", "V"), "output", "fp32"),
+        ):
+            self.variables[name] = Variable(name, dims, role, dtype)
+        self.ops += parse_block(block.name, lines, self.variables).ops
 
     def _attention(self, op: Op, block: Block) -> None:
         """Keys and values, or latents, written into the cache; attention of decode on the cache instead."""

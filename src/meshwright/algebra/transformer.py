@@ -99,7 +99,7 @@ def transformer(model: Model, options: ProgramOptions = PLAIN) -> Program:
     variables["logits"] = Variable("logits", ("B", "T", "V"), "activation")
     for name, (weight, _) in weight_variables(model).items():
         variables[name] = Variable(name, weight.dims, _role(weight), inputs=matrix_inputs(weight))
-    encoder = _encoder_blocks(model, variables) if model.encoder else ()
+    encoder, stacks = _encoder(model, variables)
     blocks = (
         parse_block("embed", _embed_lines(model), variables),
         *(_layer_block(model, kind, variables, options) for kind in layer_kinds(model)),
@@ -107,31 +107,24 @@ def transformer(model: Model, options: ProgramOptions = PLAIN) -> Program:
     )
     inputs = ("encoded",) if encoder else ()
     decoder = Stack(first="embed", layers=layer_names(model), last="head", carry="x", inputs=inputs)
-    return Program((*encoder, *blocks), variables, (*_encoder_stack(model), decoder))
+    return Program((*encoder, *blocks), variables, (*stacks, decoder))
 
 
-def _encoder_blocks(model: Model, variables: dict[str, Variable]) -> tuple[Block, ...]:
-    """The encoder: its text is a decoder's with other names, over positions S."""
-    assert model.encoder is not None
+def _encoder(model: Model, variables: dict[str, Variable]) -> tuple[tuple[Block, ...], tuple[Stack, ...]]:
+    """The blocks of an encoder and their stack: its text is a decoder's with other names, over positions S."""
+    if model.encoder is None:
+        return (), ()
     for name, role in (("tokens", "input"), ("positions", "position")):
         variables[f"{ENCODER}{name}"] = Variable(f"{ENCODER}{name}", ("B", "S"), role)
-    embed, layer, end = (
-        _of_encoder("\n".join(lines))
-        for lines in (_embed_lines(model), encoder_layer_lines(model), [head_norm_line(model)])
+    first, layer, last, x = (f"{ENCODER}{name}" for name in ("embed", "layer", "end", "x"))
+    count, texts = model.encoder.num_layers, (_embed_lines(model), encoder_layer_lines(model), [head_norm_line(model)])
+    embed, layers, end = (_of_encoder("\n".join(lines)) for lines in texts)
+    blocks = (
+        parse_block(first, embed, variables),
+        parse_block(layer, layers, variables, repeat=count, carry=x, result=f"{x}2"),
+        parse_block(last, end, variables, renamed={f"{ENCODER}hf": "encoded"}),
     )
-    x, x2 = f"{ENCODER}x", f"{ENCODER}x2"
-    return (
-        parse_block(f"{ENCODER}embed", embed, variables),
-        parse_block(f"{ENCODER}layer", layer, variables, repeat=model.encoder.num_layers, carry=x, result=x2),
-        parse_block(f"{ENCODER}end", end, variables, renamed={f"{ENCODER}hf": "encoded"}),
-    )
-
-
-def _encoder_stack(model: Model) -> tuple[Stack, ...]:
-    if model.encoder is None:
-        return ()
-    layers = (f"{ENCODER}layer",) * model.encoder.num_layers
-    return (Stack(first=f"{ENCODER}embed", layers=layers, last=f"{ENCODER}end", carry=f"{ENCODER}x"),)
+    return blocks, (Stack(first=first, layers=(layer,) * count, last=last, carry=x),)
 
 
 def _of_encoder(text: str) -> str:

@@ -86,7 +86,7 @@ def _counted_once(weight: Updated, name: str) -> ShardedArray:
 
 def moments(weight: Updated) -> tuple[ShardedArray, ...]:
     """The momentum; AdamW's where AdamW updates the weight."""
-    return (weight.shard,) if orthogonalises(weight) else adamw.moments(weight)
+    return (weight.shard,) * (1 if orthogonalises(weight) else 2)
 
 
 # -- counts -----------------------------------------------------------------------------------------------
