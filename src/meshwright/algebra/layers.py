@@ -42,240 +42,204 @@ class ProgramOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 PLAIN = ProgramOptions()
 
 
-class _Lines(list[str]):
-    """The lines of a block, written in order."""
+# -- the text of every family -------------------------------------------------------------------------------
 
-    def through(self, name: str, dims: str, *changes: tuple[bool, str, str, str]) -> str:
-        """Adds the changes of an array that the model has, and returns the name of the last.
+ATTENTION = """
+    h[B,T,D] = norm(x[B,T,D], attn_norm[D])
+    q[B,T,N,H] = h[B,T,D] * wq[D,N,H]
+    k[B,T,K,H] = h[B,T,D] * wk[D,K,H]
+    v{zero}[B,T,K,H] = h[B,T,D] * wv[D,K,H]
+    q~{b}[B,T,N,H] = bias_add(q~[B,T,N,H], bq[N,H]) if qkv_bias
+    q~{n}[B,T,N,H] = rms_norm(q~[B,T,N,H], q_norm[H]) if qk_norm
+    q~r[B,T,N,H] = rope(q~[B,T,N,H], positions[B,T]) if rotates
+    k~{b}[B,T,K,H] = bias_add(k~[B,T,K,H], bk[K,H]) if qkv_bias
+    k~{n}[B,T,K,H] = rms_norm(k~[B,T,K,H], k_norm[H]) if qk_norm
+    k~r[B,T,K,H] = rope(k~[B,T,K,H], positions[B,T]) if rotates
+    v[B,T,K,H] = bias_add(v0[B,T,K,H], bv[K,H]) if qkv_bias
+    o[B,T,N,H] = {attention}(q~[B,T,N,H], k~[B,T,K,H], v[B,T,K,H]{others})
+    a[B,T,D] = o[B,T,N,H] * wo[N,H,D]
+"""
 
-        A change is whether the model has it, the name of its result, the kind of its op, and its further inputs.
-        """
-        for applies, out, kind, others in changes:
-            if applies:
-                self.append(f"{out}[{dims}] = {kind}({name}[{dims}], {others})")
-                name = out
-        return name
+LATENT_ATTENTION = """
+    h[B,T,D] = norm(x[B,T,D], attn_norm[D])
+    q[B,T,N,H] = h[B,T,D] * wq[D,N,H] if !q_lora_rank
+    cq[B,T,Rq] = h[B,T,D] * wq_a[D,Rq] if q_lora_rank
+    cq~b[B,T,Rq] = bias_add(cq~[B,T,Rq], bq_a[Rq]) if q_lora_rank qkv_bias
+    cqn[B,T,Rq] = rms_norm(cq~[B,T,Rq], q_a_norm[Rq]) if q_lora_rank
+    q[B,T,N,H] = cqn[B,T,Rq] * wq_b[Rq,N,H] if q_lora_rank
+    ckv[B,T,Rkv] = h[B,T,D] * wkv_a[D,Rkv]
+    ckv~b[B,T,Rkv] = bias_add(ckv~[B,T,Rkv], bkv_a[Rkv]) if qkv_bias
+    ckvn[B,T,Rkv] = rms_norm(ckv~[B,T,Rkv], kv_a_norm[Rkv])
+    kp[B,T,Hr] = h[B,T,D] * wk_rope[D,Hr]
+    kp~b[B,T,Hr] = bias_add(kp~[B,T,Hr], bk_rope[Hr]) if qkv_bias
+    kn[B,T,N,Hn] = ckvn[B,T,Rkv] * wk_b[Rkv,N,Hn]
+    v[B,T,N,Hv] = ckvn[B,T,Rkv] * wv_b[Rkv,N,Hv]
+    qr[B,T,N,H] = rope(q[B,T,N,H], positions[B,T])
+    kpr[B,T,Hr] = rope(kp~[B,T,Hr], positions[B,T])
+    kr[B,T,N,H] = join_heads(kn[B,T,N,Hn], kpr[B,T,Hr])
+    o[B,T,N,Hv] = attention(qr[B,T,N,H], kr[B,T,N,H], v[B,T,N,Hv], positions[B,T]{documents})
+    a[B,T,D] = o[B,T,N,Hv] * wo[N,Hv,D]
+"""
+"""Queries, keys and values through low-rank latents; one rotated key part is shared by all heads.
 
-    def norm(self, model: Model, out: str, source: str, name: str) -> None:
-        """Adds a norm of the stream."""
-        self.through(source, "B,T,D", (True, out, *_norm(model, name)))
+Source: DeepSeek-V2, section 2.1."""
 
-    def into_stream(self, model: Model, name: str, *, bias: str, norm: str, has_bias: bool) -> str:
-        """Adds the bias and the norm of a product that writes into the stream; the name that it has then."""
-        changes = (has_bias, f"{name}b", "bias_add", f"{bias}[D]"), (model.post_norms, f"{name}n", *_norm(model, norm))
-        return self.through(name, "B,T,D", *changes)
+AFTER_ATTENTION = """
+    a~b[B,T,D] = bias_add(a~[B,T,D], bo[D]) if out_bias
+    a~n[B,T,D] = norm(a~[B,T,D], post_attn_norm[D]) if post_norms
+    {x1}[B,T,D] = add(x[B,T,D], a~[B,T,D])
+"""
+
+CROSS_ATTENTION = """
+    cross_h[B,T,D] = norm(x0[B,T,D], cross_norm[D])
+    cross_q{zero}[B,T,N,H] = cross_h[B,T,D] * cross_wq[D,N,H]
+    cross_q[B,T,N,H] = bias_add(cross_q0[B,T,N,H], cross_bq[N,H]) if qkv_bias
+    cross_k{zero}[B,S,K,H] = encoded[B,S,D] * cross_wk[D,K,H]
+    cross_k[B,S,K,H] = bias_add(cross_k0[B,S,K,H], cross_bk[K,H]) if qkv_bias
+    cross_v{zero}[B,S,K,H] = encoded[B,S,D] * cross_wv[D,K,H]
+    cross_v[B,S,K,H] = bias_add(cross_v0[B,S,K,H], cross_bv[K,H]) if qkv_bias
+    cross_o[B,T,N,H] = attention(cross_q[B,T,N,H], cross_k[B,S,K,H], cross_v[B,S,K,H]{given})
+    cross_a[B,T,D] = cross_o[B,T,N,H] * cross_wo[N,H,D]
+    cross_a~b[B,T,D] = bias_add(cross_a~[B,T,D], cross_bo[D]) if out_bias
+    x1[B,T,D] = add(x0[B,T,D], cross_a~[B,T,D])
+"""
+"""Queries of the stream on keys and values of the encoder's result."""
+
+DENSE = """
+    h1[B,T,D] = norm(x1[B,T,D], mlp_norm[D])
+    g[B,T,F] = h1[B,T,D] * w_gate[D,F] if gated
+    u[B,T,F] = h1[B,T,D] * w_up[D,F]
+    g~b[B,T,F] = bias_add(g~[B,T,F], b_gate[F]) if gated mlp_bias
+    u~b[B,T,F] = bias_add(u~[B,T,F], b_up[F]) if mlp_bias
+    m[B,T,F] = {activation}_mul(g~[B,T,F], u~[B,T,F]) if gated
+    m[B,T,F] = gelu(u~[B,T,F]) if !gated
+    y[B,T,D] = m[B,T,F] * w_down[F,D]
+    y~b[B,T,D] = bias_add(y~[B,T,D], b_down[D]) if mlp_bias
+    y~n[B,T,D] = norm(y~[B,T,D], post_mlp_norm[D]) if post_norms
+    x2[B,T,D] = add(x1[B,T,D], y~[B,T,D])
+"""
+
+EXPERTS = """
+    h1[B,T,D] = norm(x1[B,T,D], mlp_norm[D])
+    r[B,T,E] = h1[B,T,D] * router[D,E]
+    r~b[B,T,E] = bias_add(r~[B,T,E], router_bias[E]) if router_bias
+    gates[B,T,Ea] = route(r~[B,T,E]{routing})
+    xe[E,C,D] = dispatch(h1[B,T,D], gates[B,T,Ea]{capacity})
+    ge[E,C,Fe] = xe[E,C,D] * experts_w_gate[E,D,Fe]
+    ue[E,C,Fe] = xe[E,C,D] * experts_w_up[E,D,Fe]
+    ge~b[E,C,Fe] = bias_add(ge~[E,C,Fe], experts_b_gate[E,Fe]) if mlp_bias
+    ue~b[E,C,Fe] = bias_add(ue~[E,C,Fe], experts_b_up[E,Fe]) if mlp_bias
+    me[E,C,Fe] = {activation}_mul(ge~[E,C,Fe], ue~[E,C,Fe]) if gated
+    me[E,C,Fe] = gelu(ue~[E,C,Fe]) if !gated
+    ye[E,C,D] = me[E,C,Fe] * experts_w_down[E,Fe,D]
+    ye~b[E,C,D] = bias_add(ye~[E,C,D], experts_b_down[E,D]) if mlp_bias
+    y[B,T,D] = combine(ye~[E,C,D], gates[B,T,Ea])
+    gs[B,T,Fs] = h1[B,T,D] * shared_w_gate[D,Fs] if d_ff_shared
+    us[B,T,Fs] = h1[B,T,D] * shared_w_up[D,Fs] if d_ff_shared
+    ms[B,T,Fs] = {activation}_mul(gs[B,T,Fs], us[B,T,Fs]) if d_ff_shared gated
+    ms[B,T,Fs] = gelu(us[B,T,Fs]) if d_ff_shared !gated
+    ys[B,T,D] = ms[B,T,Fs] * shared_w_down[Fs,D] if d_ff_shared
+    ys~g[B,T,D] = token_gate(ys~[B,T,D], h1[B,T,D], shared_gate[D]) if d_ff_shared shared_expert_gate
+    y~n[B,T,D] = norm(y~[B,T,D], post_mlp_norm[D]) if post_norms
+    x2[B,T,D] = add(x1[B,T,D], y~[B,T,D]) if !d_ff_shared
+    x2[B,T,D] = add(x1[B,T,D], y~[B,T,D], ys~[B,T,D]) if d_ff_shared
+"""
+"""Routed experts, E of C slots each; shared ones, which see every token, are one feed-forward of their joint width."""
+
+HEAD_NORM = "hf[B,T,D] = norm(x[B,T,D], final_norm[D])"
 
 
-def _norm(model: Model, name: str) -> tuple[str, str]:
-    """The kind of a model's norms, and the vectors of the one of this name."""
-    return model.norm, f"{name}[D], {name}_bias[D]" if model.norm == "layer_norm" else f"{name}[D]"
+def written(model: Model, text: str, **names: str | bool) -> Lines:
+    """The lines of a text that a model has.
+
+    Those are all without ``if``, and those after whose ``if`` stand fields of the model, or flags among ``names``, that
+    hold; ``!`` is not. ``{name}`` is one of ``names``. ``q~b`` is qb, the next that becomes of q; ``q~`` the last that
+    did. A norm is the model's, with its vectors.
+    """
+    last: dict[str, str] = {}
+    lines = []
+    for line in filter(None, map(str.strip, text.splitlines())):
+        content, _, condition = line.partition(" if ")
+        words = ((word.removeprefix("!"), not word.startswith("!")) for word in condition.split())
+        if not all(bool(names[word] if word in names else getattr(model, word)) == wanted for word, wanted in words):
+            continue
+        out, rest = content.format(**names).split(" = ")
+        rest = re.sub(r"(\w+)~", lambda found: last.get(found[1], found[1]), rest)
+        if model.norm == "layer_norm":
+            rest = re.sub(r"\bnorm\((.*), (\w+)\[D\]", r"norm(\1, \2[D], \2_bias[D]", rest)
+        name, dims = out.replace("~", "").split("[")
+        last[out.split("~")[0]] = name
+        lines.append(f"{name}[{dims} = {re.sub(r'^norm', model.norm, rest)}")
+    return lines
 
 
 def layer_lines(model: Model, *, sliding: bool, routed: bool, options: ProgramOptions = PLAIN) -> Lines:
     """One layer from x to x2; ``sliding`` limits its attention to the window, ``routed`` gives it experts."""
-    lines = _Lines()
-    _self_attention(lines, model, "x0" if model.encoder else "x1", sliding=sliding, documents=options.documents)
-    if model.encoder:
-        _cross_attention(lines, model)
-    lines.norm(model, "h1", "x1", "mlp_norm")
-    if routed:
-        _experts(lines, model, options)
+    if model.latent_attention:
+        documents = ", documents[B,T]" * options.documents
+        lines = written(model, LATENT_ATTENTION + AFTER_ATTENTION, documents=documents, x1="x1")
     else:
-        _dense(lines, model)
-    return lines
+        lines = _attention(model, "x0" if model.encoder else "x1", sliding=sliding, documents=options.documents)
+    if model.encoder:
+        given = given_attributes(sees_all=True, softcap=model.attention_softcap)
+        lines += written(model, CROSS_ATTENTION, zero="0" * model.qkv_bias, given=given)
+    if not routed:
+        return lines + _dense(model)
+    capacity = options.capacity_factor
+    routing = given_attributes(balance=options.balance_loss, z=options.router_z_loss, capacity=capacity)
+    given = given_attributes(capacity=capacity)
+    return lines + written(model, EXPERTS, activation=_activation(model), routing=routing, capacity=given)
 
 
 def encoder_layer_lines(model: Model) -> Lines:
     """One layer of the encoder: every position sees every other, and the feed-forward is dense."""
-    lines = _Lines()
-    _self_attention(lines, model, "x1", causal=False)
-    lines.norm(model, "h1", "x1", "mlp_norm")
-    _dense(lines, model)
-    return lines
+    return _attention(model, "x1", causal=False) + _dense(model)
 
 
-def head_norm_line(model: Model) -> str:
-    """The norm before the loss head."""
-    lines = _Lines()
-    lines.norm(model, "hf", "x", "final_norm")
-    return lines[0]
-
-
-def given_attributes(**attributes: float | bool | None) -> str:
-    """The end of a call: those attributes that the model has, " ; window=128"; a flag by its name alone."""
-    found = (name if value is True else f"{name}={value}" for name, value in attributes.items() if value)
-    text = ", ".join(found)
-    return f"; {text}" if text else ""
-
-
-# -- attention --------------------------------------------------------------------------------------
-
-
-def _self_attention(
-    lines: _Lines, model: Model, result: str, *, sliding: bool = False, documents: bool = False, causal: bool = True
-) -> None:
-    """From the stream x to the result in the stream."""
-    lines.norm(model, "h", "x", "attn_norm")
-    if model.latent_attention:
-        _latent_attention(lines, model, documents=documents)
-    else:
-        _plain_attention(lines, model, sliding=sliding, documents=documents, causal=causal)
-    a = lines.into_stream(model, "a", bias="bo", norm="post_attn_norm", has_bias=model.out_bias)
-    lines.append(f"{result}[B,T,D] = add(x[B,T,D], {a}[B,T,D])")
-
-
-def _cross_attention(lines: _Lines, model: Model) -> None:
-    """Queries of the stream on keys and values of the encoder's result, from x0 to x1."""
-    lines.norm(model, "cross_h", "x0", "cross_norm")
-    for name, source, heads in (
-        ("q", "cross_h[B,T,D]", "N"),
-        ("k", "encoded[B,S,D]", "K"),
-        ("v", "encoded[B,S,D]", "K"),
-    ):
-        dims = f"B,{'T' if name == 'q' else 'S'},{heads},H"
-        made = f"cross_{name}{'0' * model.qkv_bias}"
-        lines.append(f"{made}[{dims}] = {source} * cross_w{name}[D,{heads},H]")
-        lines.through(made, dims, (model.qkv_bias, f"cross_{name}", "bias_add", f"cross_b{name}[{heads},H]"))
-    given = given_attributes(sees_all=True, softcap=model.attention_softcap)
-    lines.append(f"cross_o[B,T,N,H] = attention(cross_q[B,T,N,H], cross_k[B,S,K,H], cross_v[B,S,K,H]{given})")
-    lines.append("cross_a[B,T,D] = cross_o[B,T,N,H] * cross_wo[N,H,D]")
-    a = lines.through("cross_a", "B,T,D", (model.out_bias, "cross_ab", "bias_add", "cross_bo[D]"))
-    lines.append(f"x1[B,T,D] = add(x0[B,T,D], {a}[B,T,D])")
-
-
-def _plain_attention(lines: _Lines, model: Model, *, sliding: bool, documents: bool, causal: bool) -> None:
-    """Projections, what is done to queries and keys on the way, attention, and the projection back."""
-    value = "v0" if model.qkv_bias else "v"
-    lines += [
-        "q[B,T,N,H] = h[B,T,D] * wq[D,N,H]",
-        "k[B,T,K,H] = h[B,T,D] * wk[D,K,H]",
-        f"{value}[B,T,K,H] = h[B,T,D] * wv[D,K,H]",
-    ]
-    q, k = (_rotated(lines, model, *one) for one in (("q", "N"), ("k", "K")))
-    lines.through(value, "B,T,K,H", (model.qkv_bias, "v", "bias_add", "bv[K,H]"))
+def _attention(
+    model: Model, result: str, *, sliding: bool = False, documents: bool = False, causal: bool = True
+) -> Lines:
+    """From the stream x to the result in the stream; what enters attention is qr, kr and v."""
+    rotates = not (model.learned_positions or model.relative_buckets) and model.family != "gpt2"
     relative = model.relative_buckets > 0
     others = {
-        "positions[B,T]": causal or relative,
-        "documents[B,T]": documents,
-        "sinks[N]": model.attention_sinks and causal,
-        "relative_bias[R,N]": relative,
+        ", positions[B,T]": causal or relative,
+        ", documents[B,T]": documents,
+        ", sinks[N]": model.attention_sinks and causal,
+        ", relative_bias[R,N]": relative,
     }
-    arrays = [
-        f"{q}[B,T,N,H]",
-        f"{k}[B,T,K,H]",
-        "v[B,T,K,H]",
-        *(array for array, is_there in others.items() if is_there),
-    ]
     given = given_attributes(
         sees_all=not causal,
         window=model.sliding_window if sliding else None,
         softcap=model.attention_softcap,
         distance=model.relative_distance if relative else None,
     )
-    lines.append(f"o[B,T,N,H] = {'relative_' * relative}attention({', '.join(arrays)}{given})")
-    lines.append("a[B,T,D] = o[B,T,N,H] * wo[N,H,D]")
-
-
-def _rotated(lines: _Lines, model: Model, name: str, heads: str) -> str:
-    """Bias, norm and rotation of queries or keys, those that the model has; the last result is qr or kr."""
-    rotates = not (model.learned_positions or model.relative_buckets) and model.family != "gpt2"
-    return lines.through(
-        name,
-        f"B,T,{heads},H",
-        (model.qkv_bias, f"{name}{'b' if model.qk_norm or rotates else 'r'}", "bias_add", f"b{name}[{heads},H]"),
-        (model.qk_norm, f"{name}{'n' if rotates else 'r'}", "rms_norm", f"{name}_norm[H]"),
-        (rotates, f"{name}r", "rope", "positions[B,T]"),
+    return written(
+        model,
+        ATTENTION + AFTER_ATTENTION,
+        zero="0" * model.qkv_bias,
+        b="b" if model.qk_norm or rotates else "r",
+        n="n" if rotates else "r",
+        rotates=rotates,
+        attention=f"{'relative_' * relative}attention",
+        others="".join(text for text, is_there in others.items() if is_there) + given,
+        x1=result,
     )
 
 
-def _latent_attention(lines: _Lines, model: Model, *, documents: bool) -> None:
-    """Queries, keys and values through low-rank latents; one rotated key part is shared by all heads.
-
-    Source: DeepSeek-V2, section 2.1.
-    """
-    has_bias = model.qkv_bias
-    if model.q_lora_rank:
-        lines.append("cq[B,T,Rq] = h[B,T,D] * wq_a[D,Rq]")
-        bias = (has_bias, "cqb", "bias_add", "bq_a[Rq]")
-        lines.through("cq", "B,T,Rq", bias, (True, "cqn", "rms_norm", "q_a_norm[Rq]"))
-        lines.append("q[B,T,N,H] = cqn[B,T,Rq] * wq_b[Rq,N,H]")
-    else:
-        lines.append("q[B,T,N,H] = h[B,T,D] * wq[D,N,H]")
-    lines.append("ckv[B,T,Rkv] = h[B,T,D] * wkv_a[D,Rkv]")
-    bias = (has_bias, "ckvb", "bias_add", "bkv_a[Rkv]")
-    lines.through("ckv", "B,T,Rkv", bias, (True, "ckvn", "rms_norm", "kv_a_norm[Rkv]"))
-    lines.append("kp[B,T,Hr] = h[B,T,D] * wk_rope[D,Hr]")
-    kp = lines.through("kp", "B,T,Hr", (has_bias, "kpb", "bias_add", "bk_rope[Hr]"))
-    lines += [
-        "kn[B,T,N,Hn] = ckvn[B,T,Rkv] * wk_b[Rkv,N,Hn]",
-        "v[B,T,N,Hv] = ckvn[B,T,Rkv] * wv_b[Rkv,N,Hv]",
-        "qr[B,T,N,H] = rope(q[B,T,N,H], positions[B,T])",
-        f"kpr[B,T,Hr] = rope({kp}[B,T,Hr], positions[B,T])",
-        "kr[B,T,N,H] = join_heads(kn[B,T,N,Hn], kpr[B,T,Hr])",
-        "o[B,T,N,Hv] = attention(qr[B,T,N,H], kr[B,T,N,H], v[B,T,N,Hv], positions[B,T]"
-        f"{', documents[B,T]' * documents})",
-        "a[B,T,D] = o[B,T,N,Hv] * wo[N,Hv,D]",
-    ]
+def _dense(model: Model) -> Lines:
+    return written(model, DENSE, activation=_activation(model))
 
 
-# -- feed-forward -----------------------------------------------------------------------------------
-
-
-def _dense(lines: _Lines, model: Model) -> None:
-    """The feed-forward of every token, from h1 to x2."""
-    has_bias = model.mlp_bias
-    if model.gated:
-        lines.append("g[B,T,F] = h1[B,T,D] * w_gate[D,F]")
-    lines.append("u[B,T,F] = h1[B,T,D] * w_up[D,F]")
-    gate = lines.through("g", "B,T,F", (has_bias and model.gated, "gb", "bias_add", "b_gate[F]"))
-    up = lines.through("u", "B,T,F", (has_bias, "ub", "bias_add", "b_up[F]"))
-    lines.append(_activation(model, "m", gate, up, "B,T,F"))
-    lines.append("y[B,T,D] = m[B,T,F] * w_down[F,D]")
-    y = lines.into_stream(model, "y", bias="b_down", norm="post_mlp_norm", has_bias=has_bias)
-    lines.append(f"x2[B,T,D] = add(x1[B,T,D], {y}[B,T,D])")
-
-
-def _activation(model: Model, out: str, gate: str, up: str, dims: str) -> str:
+def _activation(model: Model) -> str:
     """Every activation but silu is priced as gelu: both stream their inputs once."""
-    kind = "silu" if model.activation == "silu" else "gelu"
-    if model.gated:
-        return f"{out}[{dims}] = {kind}_mul({gate}[{dims}], {up}[{dims}])"
-    return f"{out}[{dims}] = gelu({up}[{dims}])"
+    return "silu" if model.activation == "silu" else "gelu"
 
 
-def _experts(lines: _Lines, model: Model, options: ProgramOptions) -> None:
-    """Routed experts, E of C slots each, beside the shared ones that see every token."""
-    has_bias, capacity = model.mlp_bias, options.capacity_factor
-    lines.append("r[B,T,E] = h1[B,T,D] * router[D,E]")
-    r = lines.through("r", "B,T,E", (model.router_bias, "rb", "bias_add", "router_bias[E]"))
-    given = given_attributes(balance=options.balance_loss, z=options.router_z_loss, capacity=capacity)
-    lines += [
-        f"gates[B,T,Ea] = route({r}[B,T,E]{given})",
-        f"xe[E,C,D] = dispatch(h1[B,T,D], gates[B,T,Ea]{given_attributes(capacity=capacity)})",
-        "ge[E,C,Fe] = xe[E,C,D] * experts_w_gate[E,D,Fe]",
-        "ue[E,C,Fe] = xe[E,C,D] * experts_w_up[E,D,Fe]",
-    ]
-    gate = lines.through("ge", "E,C,Fe", (has_bias, "geb", "bias_add", "experts_b_gate[E,Fe]"))
-    up = lines.through("ue", "E,C,Fe", (has_bias, "ueb", "bias_add", "experts_b_up[E,Fe]"))
-    lines.append(_activation(model, "me", gate, up, "E,C,Fe"))
-    lines.append("ye[E,C,D] = me[E,C,Fe] * experts_w_down[E,Fe,D]")
-    ye = lines.through("ye", "E,C,D", (has_bias, "yeb", "bias_add", "experts_b_down[E,D]"))
-    lines.append(f"y[B,T,D] = combine({ye}[E,C,D], gates[B,T,Ea])")
-    shared = _shared_experts(lines, model) if model.d_ff_shared else ""
-    y = lines.into_stream(model, "y", bias="", norm="post_mlp_norm", has_bias=False)
-    lines.append(f"x2[B,T,D] = add(x1[B,T,D], {y}[B,T,D]{f', {shared}[B,T,D]' if shared else ''})")
-
-
-def _shared_experts(lines: _Lines, model: Model) -> str:
-    """The shared experts as one dense feed-forward of their joint width; the name of what they give."""
-    lines += [
-        "gs[B,T,Fs] = h1[B,T,D] * shared_w_gate[D,Fs]",
-        "us[B,T,Fs] = h1[B,T,D] * shared_w_up[D,Fs]",
-        _activation(model, "ms", "gs", "us", "B,T,Fs"),
-        "ys[B,T,D] = ms[B,T,Fs] * shared_w_down[Fs,D]",
-    ]
-    gate = (model.shared_expert_gate, "ysg", "token_gate", "h1[B,T,D], shared_gate[D]")
-    return lines.through("ys", "B,T,D", gate)
+def given_attributes(**attributes: float | bool | None) -> str:
+    """The end of a call: those attributes that there are, "; window=128"; a flag by its name alone."""
+    text = ", ".join(name if value is True else f"{name}={value}" for name, value in attributes.items() if value)
+    return f"; {text}" if text else ""
 
 
 # -- lines read -----------------------------------------------------------------------------------------------

@@ -9,13 +9,14 @@ import msgspec
 
 from meshwright.algebra.layers import (
     ENCODER,
+    HEAD_NORM,
     PLAIN,
     ProgramOptions,
     encoder_layer_lines,
     given_attributes,
-    head_norm_line,
     layer_lines,
     parse_block,
+    written,
 )
 from meshwright.algebra.program import Block, Program, Stack, Variable, layers_dim
 from meshwright.core.errors import InputError
@@ -117,7 +118,10 @@ def _encoder(model: Model, variables: dict[str, Variable]) -> tuple[tuple[Block,
     for name, role in (("tokens", "input"), ("positions", "position")):
         variables[f"{ENCODER}{name}"] = Variable(f"{ENCODER}{name}", ("B", "S"), role)
     first, layer, last, x = (f"{ENCODER}{name}" for name in ("embed", "layer", "end", "x"))
-    count, texts = model.encoder.num_layers, (_embed_lines(model), encoder_layer_lines(model), [head_norm_line(model)])
+    count, texts = (
+        model.encoder.num_layers,
+        (_embed_lines(model), encoder_layer_lines(model), written(model, HEAD_NORM)),
+    )
     embed, layers, end = (_of_encoder("\n".join(lines)) for lines in texts)
     blocks = (
         parse_block(first, embed, variables),
@@ -187,7 +191,7 @@ def _embed_lines(model: Model) -> list[str]:
 def _head_lines(model: Model, options: ProgramOptions) -> list[str]:
     table = "embed[V,D]" if model.tied_embeddings else "unembed[D,V]"
     given = given_attributes(softcap=model.logit_softcap, z_loss=options.z_loss)
-    return [head_norm_line(model), f"loss[] = linear_cross_entropy(hf[B,T,D], {table}, labels[B,T]{given})"]
+    return [*written(model, HEAD_NORM), f"loss[] = linear_cross_entropy(hf[B,T,D], {table}, labels[B,T]{given})"]
 
 
 # -- layers as loops ----------------------------------------------------------------------
