@@ -6,6 +6,7 @@ time share a slot, so that the buffers are as large as the most that is alive at
 """
 
 import itertools
+from collections import Counter
 from heapq import heappop, heappush
 from typing import Any, NamedTuple, TypeVar
 
@@ -220,7 +221,7 @@ class _Builder:
             columns=columns,
             x_channels=x_channels,
             dx_channels=dx_channels,
-            live={name: tuple(most.get(d, 0) for d in range(self.shape[1])) for name, (_, most) in found.items()},
+            live={name: tuple(used[d] for d in range(self.shape[1])) for name, (_, used) in found.items()},
         )
 
     def _values(self) -> dict[str, list[_Value]]:
@@ -272,22 +273,22 @@ class _Builder:
         return column
 
 
-def _coloured(values: list[_Value]) -> tuple[dict[tuple[int, int], int], dict[int, int]]:
+def _coloured(values: list[_Value]) -> tuple[dict[tuple[int, int], int], Counter[int]]:
     """A slot for each value, the lowest that is free; and how many slots each device uses.
 
     Taken in the order in which they are written, values need as many slots as are alive at once, and no more.
     """
     slot_of: dict[tuple[int, int], int] = {}
-    used: dict[int, int] = {}
-    free: dict[int, list[int]] = {}
-    busy: dict[int, list[tuple[int, int]]] = {}
-    for value in sorted(values, key=lambda value: value.written):
-        mine, waiting = free.setdefault(value.device, []), busy.setdefault(value.device, [])
-        while waiting and waiting[0][0] < value.written:
-            heappush(mine, heappop(waiting)[1])
-        if not mine:
-            heappush(mine, used.get(value.device, 0))
-            used[value.device] = used.get(value.device, 0) + 1
-        slot_of[value.key] = slot = heappop(mine)
-        heappush(waiting, (value.read, slot))
+    used = Counter[int]()
+    in_order = sorted(values, key=lambda value: (value.device, value.written))
+    for device, own in itertools.groupby(in_order, key=lambda value: value.device):
+        free, busy = list[int](), list[tuple[int, int]]()
+        for value in own:
+            while busy and busy[0][0] < value.written:
+                heappush(free, heappop(busy)[1])
+            if not free:
+                free.append(used[device])
+                used[device] += 1
+            slot_of[value.key] = slot = heappop(free)
+            heappush(busy, (value.read, slot))
     return slot_of, used
