@@ -1,4 +1,4 @@
-"""`derive(program, strategy)`: the one place where the steps of a program, collectives included, come from."""
+"""`derive(program, strategy)` makes every step of a program, collectives included."""
 
 import msgspec
 
@@ -74,7 +74,7 @@ def derive(
 
 
 def _inputs(block: Block, shardings: Shardings) -> set[ShardedArray]:
-    """What is there before a block starts: weights, inputs of the job, and the stream."""
+    """Returns the arrays that exist before a block starts: weights, inputs of the job, and the stream."""
     made = {op.out for op in block.ops}
     used = {name for op in block.ops for name in op.inputs}
     return {array for name in used - made for array in shardings.as_read(name)}

@@ -1,4 +1,4 @@
-"""A model as the two programs of generation, made of the same ops as its training program, and the caches they share.
+"""The two programs of generation, made of the ops of a model's training program, and the caches that they share.
 
 ``prefill`` runs whole prompts and leaves their keys and values in a cache; its queries meet the keys of their own
 prompt. ``decode`` runs one position of each sequence, whose query meets the cache. Both end in the logits of one
@@ -66,7 +66,8 @@ AS_WRITTEN = Storage()
 
 
 def derive_forward(program: Program, strategy: Strategy) -> Derived:
-    """Forward steps of a program that is never differentiated: no backward pass, no update, nothing held."""
+    """Derives the forward steps of a program that is never differentiated: no backward pass, no update, nothing
+    kept."""
     shardings = Shardings(program, strategy, strategy.active_axes)
     blocks = [BlockSteps(block, tuple(forward_pass(block, shardings).steps), (), ()) for block in program.blocks]
     declared = {name: shardings.declared(name) for name in program.variables}
@@ -125,7 +126,7 @@ def one_position(strategy: Strategy) -> Strategy:
 
 
 def scales(model: Model) -> dict[str, Variable]:
-    """Each weight that int8 may hold -> the variable of its scales, over its dims that no product sums over.
+    """Maps each weight that int8 may hold to the variable of its scales, over its dims that no product sums over.
 
     These are matrices of products and the table of tokens, not routers, which choose by small differences, nor tables
     of positions. Scales are split as their weight is, but whole over axes that only split what a weight is gathered
@@ -200,7 +201,7 @@ class _Writer:
         self.outputs: list[str] = []
 
     def block(self, block: Block) -> Block:
-        """The block of the same name; ops whose results nobody uses any more are left out."""
+        """Returns the rewritten block under its name, without ops whose results are no longer used."""
         self.ops, self.outputs = [], []
         if self.training.role(block.name) == "head":
             self._head(block)
@@ -307,7 +308,7 @@ PAGES = "pages"
 
 
 class CacheArray(msgspec.Struct, frozen=True, kw_only=True):
-    """One array of the cache, the same in each of ``num_layers``; ``dims`` and ``shape`` are those of one layer."""
+    """One array of the cache of each of ``num_layers`` layers; ``dims`` and ``shape`` are of one layer."""
 
     name: str
     dims: tuple[str, ...]
@@ -328,8 +329,8 @@ class CacheArray(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def cached_dims(model: Model) -> dict[str, tuple[str, ...]]:
-    """What a layer keeps of each position, by its letter: keys and values, or with latent attention the latent ``c``
-    and the rotated key part ``p`` that all heads share."""
+    """Maps a letter to the dims that a layer caches for each position: keys and values, or with latent attention the
+    latent ``c`` and the rotated key part ``p`` that all heads share."""
     if model.latent_attention:
         return {"c": ("Rkv",), "p": ("Hr",)}
     return {"k": ("K", "H"), "v": ("K", "H")}
@@ -341,12 +342,13 @@ def cache_name(model: Model, kind: LayerKind, letter: str) -> str:
 
 
 def scale_name(name: str) -> str:
-    """The variable beside an int8 array that holds its scales."""
+    """Returns the name of the variable that holds the scales of an int8 array."""
     return f"{name}_scale"
 
 
 def layout_of(model: Model, kind: LayerKind, storage: Storage) -> CacheLayout:
-    """A ring for layers with a window, which need no more; else pages, or a place for each position."""
+    """Returns the layout of a layer's cache: a ring where the layer has a window, else pages, or a slot for each
+    position."""
     if kind.sliding and model.sliding_window:
         return "ring"
     return "paged" if storage.page_len else "contiguous"

@@ -1,4 +1,4 @@
-"""What an op states of itself: the rules of its two passes and, for each local step they make, its FLOPs, bytes, group.
+"""The facts that an op states of itself: rules of its two passes; FLOPs, bytes and group of each local step.
 
 FLOPs are those of matrix products alone (multiply and add are 2): they are what utilisation counts. Everything else
 an op does is bounded by the memory it streams. Rules for the bytes: a product reads its operands and writes its

@@ -17,7 +17,7 @@ from meshwright.spec.model import Model
 Lines = list[str]
 
 ENCODER, CROSS = "encoder_", "cross_"
-"""What names of an encoder's variables and of cross-attention's begin with; the rest is as in a decoder's layer."""
+"""Prefixes of the variables of an encoder and of cross-attention; the rest of a name is as in a decoder's layer."""
 
 _LINE = re.compile(r"\s*(?P<out>[^=]+?)\s*=\s*(?P<rest>.+?)\s*")
 _CALL = re.compile(r"(?P<kind>[a-z_]+)\((?P<args>[^;]*)(?:;(?P<attributes>.*))?\)")
@@ -25,7 +25,7 @@ _ARG = re.compile(r"[\w']+\s*\[[^\]]*\]")
 
 
 class ProgramOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a job asks of the program of its model.
+    """Options of a job that change the program of its model.
 
     ``documents``: rows hold several documents, and attention stays inside each. ``z_loss``, ``balance_loss`` and
     ``router_z_loss`` are the weights of these losses beside the cross entropy. ``capacity_factor`` bounds the slots
@@ -237,7 +237,8 @@ def _activation(model: Model) -> str:
 
 
 def given_attributes(**attributes: float | bool | None) -> str:
-    """The end of a call: those attributes that there are, "; window=128"; a flag by its name alone."""
+    """Writes the attributes at the end of a call, "; window=128", without those that are unset; a flag by its name
+    alone."""
     text = ", ".join(name if value is True else f"{name}={value}" for name, value in attributes.items() if value)
     return f"; {text}" if text else ""
 

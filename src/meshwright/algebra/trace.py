@@ -1,4 +1,4 @@
-"""What rules of ops work with: declared shardings, the trace that they add steps to, and the moves they are made of.
+"""Declared shardings, and the trace that rules of ops add their steps to.
 
 Collectives are never written in a rule: each says in which shardings it can work locally and calls `Trace.move`
 (or `reshard`), which is where they come from.
@@ -51,7 +51,8 @@ class Shardings:
         return self.shared[name].cotangent if name in self.shared else self.cotangent(name)
 
     def _array(self, name: str, weight_role: str) -> ShardedArray:
-        """A variable by its role, or a weight by that of its gradient or of its optimizer."""
+        """Returns the array of a variable by its role; of a weight by the role of the weight, its gradient or its
+        optimizer shard."""
         if (name, weight_role) in self._arrays:
             return self._arrays[name, weight_role]
         variable = self.program.variables[name]
@@ -73,7 +74,7 @@ class Shardings:
         return any(n in variables and variables[n].role in WEIGHTS for n in (name, name.removeprefix("d")))
 
     def is_activation(self, name: str) -> bool:
-        """Whether a name is a result that a block hands to the next."""
+        """True if a name is an activation."""
         return name in self.program.variables and self.program.variables[name].role == "activation"
 
 
@@ -108,7 +109,8 @@ class Trace:
         return self
 
     def details(self, form: type[Details]) -> Details:
-        """The attributes of the op as the struct that its module declares; those not given have their default.
+        """Returns the attributes of the op as the struct that its module declares, with defaults where they are not
+        given.
 
         Raises InputError for an attribute that the op does not have, or a value that cannot be read.
         """
@@ -119,7 +121,7 @@ class Trace:
             raise InputError(f"{self.op.out} = {self.op.kind}(...; {given}): {error}") from None
 
     def move(self, array: ShardedArray, target: ShardedArray) -> ShardedArray:
-        """``target``, with the steps added that lead from ``array`` to it."""
+        """Adds the steps that reshard ``array`` to ``target`` and returns ``target``."""
         self.add(*reshard(array, target))
         return target
 
@@ -142,7 +144,7 @@ class Trace:
             self.contribute(name, cotangent)
 
     def add(self, *steps: Step) -> None:
-        """Adds steps, after those that make what they need; a move whose result is there already is left out."""
+        """Adds steps after the steps that make what they need, and skips a move whose result exists."""
         for step in steps:
             is_there = step.result in self.available
             if step.only_moves and is_there:
@@ -168,7 +170,7 @@ class Trace:
         self.available.update((step.result, *step.more))
 
     def need(self, *arrays: ShardedArray) -> None:
-        """Makes again, with all that leads to them, those results of the forward pass that are not held."""
+        """Adds the forward steps that remake arrays which are not kept, and the steps that those need."""
         for array in arrays:
             if array in self.start and array not in self.used:
                 self.used.append(array)

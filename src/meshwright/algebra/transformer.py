@@ -1,5 +1,5 @@
-"""A model as a layer program: embedding, one block per kind of layer, loss head; before them, where the model has one,
-the same of its encoder. Weight dims are read off the weight table."""
+"""A model as a layer program: embedding, one block per kind of layer, loss head, and before them the blocks of its
+encoder if it has one. Dims of weights are read off the weight table."""
 
 import re
 from collections.abc import Sequence
@@ -24,15 +24,15 @@ from meshwright.spec.model import Model
 from meshwright.spec.weights import Weight, weight_table
 
 _SPLIT_DIMS = ("N", "K", "F", "Fe", "Fs")
-"""A bias over one of these lies split as its matrix does; other vectors are whole on every device."""
+"""A bias over one of these dims is sharded as its matrix is; other vectors are whole on every device."""
 
 
 MAX_PATTERN = 16
-"""Longest pattern that is written out in one turn of a loop: what is compiled grows with it."""
+"""Longest pattern of layers in one iteration of a loop: the compiled program grows with it."""
 
 
 class LayerKind(msgspec.Struct, frozen=True, kw_only=True):
-    """The layers of one kind: they run the same block, whatever their order in the model."""
+    """The layers of one kind, which run one block, whatever their order in the model."""
 
     block: str
     layers: tuple[int, ...]
@@ -41,7 +41,7 @@ class LayerKind(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def suffix(self) -> str:
-        """What tells the weights of this block from those of the others."""
+        """Suffix of the names of this block's weights."""
         return self.block.removeprefix("layer")
 
 
@@ -213,7 +213,7 @@ class Span(msgspec.Struct, frozen=True, kw_only=True):
         return len(self.pattern) * self.repeats
 
     def place(self, position: int) -> tuple[int, int]:
-        """Which of its kind a layer of the pattern is, and how many of that kind a turn has."""
+        """Returns the index of a layer of the pattern within its kind, and the number of that kind in an iteration."""
         kind = self.pattern[position]
         return self.pattern[:position].count(kind), self.pattern.count(kind)
 

@@ -16,7 +16,7 @@ from meshwright.algebra.steps import Step
 
 
 def outputs(weight: Updated) -> tuple[str, ...]:
-    """The dims that come out of a weight's matrices; all dims of a vector but those of ``batch``."""
+    """Returns the output dims of a weight's matrices; of a vector all dims that do not count matrices."""
     return tuple(dim for dim in weight.shard.dims if dim not in (*weight.inputs, *weight.batch))
 
 
@@ -29,7 +29,8 @@ def stacked(weight: Updated, name: str) -> ShardedArray:
 
 
 def update(weight: Updated) -> tuple[Step, ...]:
-    """Moments, the scaled gradient, its root mean square and that of the weight, the clipped change."""
+    """Steps of the moments, the scaled gradient, the root mean squares of it and of the weight, and the clipped
+    change."""
     shard, name, steps = weight.shard, weight.shard.name, list[Step]()
 
     def run(op: str, inputs: tuple[ShardedArray, ...], result: ShardedArray, *more: ShardedArray) -> None:
@@ -68,7 +69,7 @@ def update(weight: Updated) -> tuple[Step, ...]:
 
 
 def _mean(array: ShardedArray, name: str, dims: Iterable[str]) -> ShardedArray:
-    """What is left of an array over some of its dims: a part of the mean where the other dims are split."""
+    """Returns the mean of an array over all dims but ``dims``: unreduced where the averaged dims are split."""
     kept = [dim for dim in array.dims if dim in tuple(dims)]
     missing = tuple(axis for dim in array.dims if dim not in kept for axis in array.axes_of(dim))
     return ShardedArray(name, tuple(kept), tuple(array.axes_of(dim) for dim in kept), missing, "fp32")
@@ -89,7 +90,7 @@ def gradient_stream(step: Step, sizes: OpSizes, *, reads: int = 1) -> Number:
 
 
 def weights_stream(step: Step, sizes: OpSizes) -> Number:
-    """The weights read: their float32 copy, where there is one."""
+    """Bytes of the weights read, from their float32 copy where the state keeps one."""
     (weight,) = step.inputs
     return sizes.elements(weight) * (master_bytes(sizes.state) or sizes.width) + sizes.bytes(step.result)
 

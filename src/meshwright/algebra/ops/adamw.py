@@ -28,7 +28,7 @@ def gradient_bytes(gradient: ShardedArray, sizes: OpSizes) -> Number:
 
 
 def elementwise_optimizer(name: str, *, num_moments: int) -> OpKind:
-    """The kind of an optimizer that works on each entry by itself, and keeps so many running means of it."""
+    """Returns the kind of an elementwise optimizer that keeps ``num_moments`` running means."""
     count = partial(update_bytes, num_moments=num_moments)
     return OpKind(
         update=partial(elementwise_update, name),

@@ -6,13 +6,13 @@ from meshwright.algebra.trace import Trace, axes_beside
 
 
 def forward(trace: Trace) -> None:
-    """Inputs brought to the sharding of the result; one that lacks a dim is broadcast."""
+    """Reshards inputs to the sharding of the result; an input that lacks a dim is broadcast."""
     out = trace.out
     trace.run(trace.op.kind, [trace.move(array, array.like(out)) for array in trace.inputs], out)
 
 
 def backward(trace: Trace) -> None:
-    """An input as wide as the result gets its cotangent, a broadcast one a sum of it."""
+    """Gives an input as wide as the result its cotangent, and a broadcast input a sum of it."""
     dout, narrow = trace.dout, list[tuple[str, ShardedArray]]()
     for name, cotangent in local_cotangents(trace, dout):
         if cotangent.dims != dout.dims:

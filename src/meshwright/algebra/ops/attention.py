@@ -1,4 +1,4 @@
-"""Attention: how queries meet the keys of positions on other devices.
+"""Attention, and how it reads keys of positions on other devices.
 
 Every device has its own queries, and all keys and values are gathered, unless the strategy asks for one of the ways of
 `rewrites.context_attention`. Where every key is seen they are gathered in place of a ring.
@@ -40,7 +40,7 @@ class Attention(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class AttentionArrays(msgspec.Struct, frozen=True, kw_only=True):
-    """Operands of an attention step by role: ShardedArrays of the step, or what an interpreter holds for each.
+    """Operands of an attention step by role: ShardedArrays of the step, or the values that an interpreter has for them.
 
     A backward step is ``given`` the cotangent of the result, the result and its log-sum-exp. ``passing`` are the keys
     and values that go round a ring. ``documents`` are the numbers of queries' and keys' documents. ``sinks``, or
@@ -137,7 +137,7 @@ def _statistics(out: ShardedArray, q: ShardedArray) -> tuple[ShardedArray, Shard
 
 
 def forward(trace: Trace, form: type[Attention] = Attention) -> None:
-    """Queries, keys and values where they meet; the result where the stream is. ``form`` are the details."""
+    """Reshards queries, keys and values so that attention is local, then its result; ``form`` types the details."""
     details, arrays, needed = _layout(trace, form)
     for array, target in zip(trace.inputs, needed, strict=True):
         trace.move(array, target)
@@ -173,7 +173,7 @@ def backward(trace: Trace, form: type[Attention] = Attention) -> None:
 
 
 def keys_per_query(length: Number, *, window: int | None = None, causal: bool = False) -> Number:
-    """Keys that a query of a sequence meets on average: T, or the window where that is shorter.
+    """Returns the keys that a query attends to on average: T, or the window where that is shorter.
 
     Causal, the first queries meet fewer: W - W^2 / 2T with W the window or T, which is T / 2 without a window.
     """
@@ -187,7 +187,7 @@ def num_ring_blocks(step: Step, sizes: OpSizes) -> Number:
 
 
 def score_elements(step: Step, sizes: OpSizes) -> Number:
-    """B x N x T x S local, S the keys that a query meets; masked ones too where the sizes count them."""
+    """Returns local B x N x T x S, S the keys that a query attends to; masked ones too where the sizes count them."""
     arrays, window = AttentionArrays.of(step), step.details.window
     rows = sizes.local(arrays.q)
     length = sizes.local(arrays.k)[positions_of(arrays.k)] * num_ring_blocks(step, sizes)

@@ -1,4 +1,4 @@
-"""Keys or values of new positions written into a cache, in place.
+"""Writes keys or values of new positions into a cache, in place.
 
 A cache[B,S,K,H] stays on its devices: S is never split, and queries must have the heads that lie beside them. A pool of
 pages[Pg,Pl,K,H] is split as the sequences are, so that a device finds the pages of its own sequences in its own part.

@@ -9,7 +9,7 @@ from meshwright.algebra.trace import Trace
 
 
 def forward(trace: Trace) -> None:
-    """Results brought back to their tokens' devices, then summed per token with the weights."""
+    """Moves results back to their tokens' devices and sums them per token with the weights."""
     slots, gates = trace.inputs
     own, here = trace.move(slots, own_slots(slots, gates)), trace.out.like(gates)
     trace.run("combine", (own, gates, chosen_of(gates)), here)
@@ -17,7 +17,7 @@ def forward(trace: Trace) -> None:
 
 
 def backward(trace: Trace) -> None:
-    """Cotangents of slots, which go to their experts' devices, and of the weights."""
+    """Makes the cotangents of slots, which are moved to their experts' devices, and of the weights."""
     (slots, gates), (dslots, dgates) = trace.inputs, trace.dinputs
     dout = trace.move(trace.dout, trace.dout.like(gates))
     cotangents = zip(trace.op.inputs, (own_slots(dslots, gates), dgates), strict=True)

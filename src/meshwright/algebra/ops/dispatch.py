@@ -28,7 +28,7 @@ FEW_SLOTS = 1024
 
 
 def blocks_at_once(mean_rows: Any) -> Any:
-    """Blocks that an accelerator gathers for one product of an expert that has so many rows in the mean, or arrays.
+    """Returns the blocks that an accelerator gathers for one product of an expert with ``mean_rows`` rows on average.
 
     As many as most experts have: each product reads the expert's weight, or reads and writes the sum of its gradient in
     float32, which takes as long as the product of a few hundred to two thousand rows.
@@ -49,7 +49,7 @@ def own_slots(slots: ShardedArray, tokens: ShardedArray) -> ShardedArray:
 
 
 def forward(trace: Trace) -> None:
-    """Tokens into slots, then slots to the devices of their experts."""
+    """Sorts tokens into slots and moves the slots to the devices of their experts."""
     x, gates = trace.inputs
     require_whole(x, "D", "dispatch")
     for dim in ("B", "T"):
@@ -62,7 +62,7 @@ def forward(trace: Trace) -> None:
 
 
 def backward(trace: Trace) -> None:
-    """Cotangents of slots brought back, then summed per token."""
+    """Moves cotangents of slots back and sums them per token."""
     x, gates = trace.inputs
     dslots = trace.move(trace.dout, own_slots(trace.dout, x))
     trace.run_backward((chosen_of(gates),), [(trace.op.inputs[0], trace.dinputs[0])], dout=dslots)

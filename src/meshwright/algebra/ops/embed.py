@@ -15,7 +15,7 @@ def one_hot(numbers: ShardedArray, table: ShardedArray) -> ShardedArray:
 
 
 def forward(trace: Trace) -> None:
-    """Rows of the part of the table that a device holds; further inputs (scales of rows) are split as the table is."""
+    """Looks rows up in each device's part of the table; further inputs (scales of rows) are sharded as the table is."""
     numbers, table, *others = trace.inputs
     left, right = align(one_hot(numbers, table), table, trace.out)
     inputs = [trace.move(numbers, numbers.like(left)), trace.move(table, right)]
@@ -26,7 +26,7 @@ def forward(trace: Trace) -> None:
 
 
 def backward(trace: Trace) -> None:
-    """Cotangents added up per row of the table."""
+    """Adds cotangents up per row of the table."""
     numbers, table = trace.inputs
     dtable = trace.dinputs[1]
     left, right = align(one_hot(numbers, table), trace.dout, dtable)

@@ -20,7 +20,7 @@ from meshwright.algebra.steps import Step
 from meshwright.core.dims import DTYPE_BYTES
 
 TURNS = 5
-"""Turns of the Newton-Schulz iteration that brings singular values near 1."""
+"""Newton-Schulz iterations, which bring singular values near 1."""
 
 
 class Dealt(msgspec.Struct, frozen=True, kw_only=True):
@@ -102,13 +102,14 @@ def _matrices(step: Step, sizes: OpSizes) -> tuple[Number, Number, Number]:
 
 
 def flops(step: Step, sizes: OpSizes) -> Number:
-    """In each turn X X^T, its square, and their product with X: 4 n^2 m + 2 n^3 for an n x m matrix."""
+    """Each iteration makes X X^T, its square, and their product with X: 4 n^2 m + 2 n^3 for an n x m matrix."""
     count, small, large = _matrices(step, sizes)
     return TURNS * count * (4 * small**2 * large + 2 * small**3)
 
 
 def hbm_bytes(step: Step, sizes: OpSizes) -> Number:
-    """In float32, in each turn: X read three times and written, X X^T written, read three times, their mix written."""
+    """Each iteration, in float32, reads X three times and writes it, writes X X^T and reads it three times, and writes
+    their mix."""
     count, small, large = _matrices(step, sizes)
     return DTYPE_BYTES["fp32"] * TURNS * count * (4 * small * large + 6 * small**2)
 

@@ -5,13 +5,13 @@ from meshwright.algebra.trace import Trace
 
 
 def forward(trace: Trace) -> None:
-    """Each position rotated on the device that has it."""
+    """Rotates each position on the device that has it."""
     x, positions = trace.inputs
     trace.run("rope", (x, trace.move(positions, positions.like(x))), trace.out)
 
 
 def backward(trace: Trace) -> None:
-    """The cotangent rotated back."""
+    """Rotates the cotangent back."""
     x, positions = trace.inputs
     trace.run_backward((positions.like(x),), [(trace.op.inputs[0], trace.dinputs[0])])
 

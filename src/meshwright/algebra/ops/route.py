@@ -28,7 +28,7 @@ class Routing(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 def chosen_of(gates: ShardedArray) -> ShardedArray:
-    """Numbers of the experts that each token goes to, and its slots there."""
+    """Returns the array of each token's experts and of its slots there."""
     return gates.replace(name="chosen", dtype="int32")
 
 
@@ -37,7 +37,7 @@ def token_axes(tokens: ShardedArray) -> tuple[str, ...]:
 
 
 def _counts(trace: Trace) -> tuple[ShardedArray, ...]:
-    """What a device counts of its own tokens; nothing where the op has no attribute that needs it."""
+    """Returns the counts that a device makes of its own tokens; none where no attribute of the op needs them."""
     return (ROUTING.replace(unreduced=token_axes(trace.out)),) if trace.op.attributes else ()
 
 
@@ -49,7 +49,7 @@ def forward(trace: Trace) -> None:
 
 
 def backward(trace: Trace) -> None:
-    """Cotangent of the scores from that of the weights, and from the losses that the attributes ask for.
+    """Makes the cotangent of the scores from the cotangent of the weights and from the losses that the attributes name.
 
     The losses are means over the microbatches, whose number the step says.
     """

@@ -23,7 +23,7 @@ from meshwright.algebra.steps import Step
 from meshwright.algebra.trace import Shardings
 
 AXES = ("tensor",)
-"""Mesh axes whose collectives are taken apart: those of activations within a layer."""
+"""Mesh axes whose collectives of activations within a layer are decomposed."""
 
 Unit = tuple[Step, ...]
 """Steps that stay next to each other: one, or a product and the round that belongs to it."""
@@ -53,7 +53,7 @@ def with_collective_matmuls(
     weights: Collection[str] = (),
     along: str = "T",
 ) -> tuple[Step, ...]:
-    """The steps of one pass with every collective over ``tensor`` that stands beside products taken apart.
+    """Returns the steps of one pass with every collective over ``tensor`` that is next to products decomposed.
 
     With ``ways`` 2 a block goes round in two halves, one each way. ``kept`` are arrays that are used after the pass:
     one that was gathered is put together from its blocks, as for any later step that is not in the round. ``weights``
@@ -76,7 +76,8 @@ def with_collective_matmuls(
 
 
 def _with_gather(units: list[Unit], gather: Step, ways: int, kept: Collection[ShardedArray]) -> list[Unit]:
-    """One round for all products of what is gathered, those too that sum over the gathered dim (gradients of weights).
+    """Joins a gather and all products of its result, also products that sum over the gathered dim (gradients of
+    weights).
 
     A product that needs what another of the round makes stays outside, and takes the array put together.
     """
@@ -152,7 +153,7 @@ def _summing(total: Step, parts: list[Step], dim: str, ways: int) -> Unit:
 def _round(
     collective: Step, ring: Literal["past", "home"], source: ShardedArray, result: ShardedArray, ways: int
 ) -> Step:
-    """The moves of the blocks, behind the product beside them."""
+    """Returns the permute of the blocks, which overlaps with the product next to it."""
     details = Round(ring=ring, ways=ways, beside_products=True)
     moved = {"op": "permute", "inputs": (source,), "result": result, "details": details, "critical": False}
     return replace(collective, accumulates=False, **moved)
@@ -186,7 +187,7 @@ def _is_einsum(step: Step) -> bool:
 
 
 def _split_alike(step: Step, dim: str, axes: tuple[str, ...]) -> bool:
-    """Whether every array with the dim has the same of it, so that blocks of one are blocks of all.
+    """True if every array shards ``dim`` over the same axes, so that a block of one is a block of all.
 
     Slots of experts are left alone: their products skip empty blocks of their own.
     """
@@ -202,7 +203,7 @@ def _place(units: Sequence[Unit], step: Step) -> int:
 
 
 def _before(units: Sequence[Unit]) -> list[set[int]]:
-    """For each unit those that must come first: that make or add to what it reads, or read what it changes."""
+    """Returns for each unit the units that must come before it: they write what it reads, or read what it changes."""
     written: dict[ShardedArray, int] = {}
     read: dict[ShardedArray, set[int]] = {}
     found: list[set[int]] = []
@@ -235,7 +236,7 @@ def _is_convex(members: set[int], before: Sequence[set[int]]) -> bool:
 
 
 def _joined(units: list[Unit], members: set[int], unit: Unit) -> list[Unit]:
-    """The units with some replaced by one, at the place of the first of them or after the last that it needs.
+    """Replaces units by one, at the position of the first of them or after the last unit that it needs.
 
     What it does not need keeps its order.
     """

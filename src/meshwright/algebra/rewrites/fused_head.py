@@ -13,7 +13,7 @@ from meshwright.algebra.derived import BlockSteps
 from meshwright.algebra.steps import Step
 
 _FORWARD = ("chunked_logits_statistics", "rescale")
-"""Steps before the loss that the fused head takes the place of."""
+"""Steps before the loss that the fused head replaces."""
 
 
 def with_fused_head(block: BlockSteps) -> BlockSteps:

@@ -40,7 +40,7 @@ class Saved:
         self.names = _kept_names(shardings.program, shardings.strategy)
 
     def keeps(self, array: ShardedArray, block: Block) -> bool:
-        """Whether the saved set holds a forward result; a gathered weight only until the next block runs.
+        """True if the saved set has a forward result; a gathered weight only until the next block runs.
 
         The backward pass of the block that ends in the loss follows its forward pass at once, so there everything
         stays, the gathered table too; a head that does not keep its logits never has them whole.
@@ -60,7 +60,7 @@ class Saved:
 
 
 def keeps_logits(strategy: Strategy) -> bool:
-    """Whether the loss head holds its logits for the backward pass; else it makes them in chunks."""
+    """True if the loss head keeps its logits for the backward pass; else it makes them in chunks."""
     kept = KEPT_NAMES.get(strategy.remat) if isinstance(strategy.remat, str) else strategy.remat
     return kept is None or "logits" in kept
 

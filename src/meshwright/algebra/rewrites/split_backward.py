@@ -25,7 +25,7 @@ def gradient_arrays(derived: Derived) -> dict[str, ShardedArray]:
 
 
 def step_steps(derived: Derived) -> dict[str, tuple[Step, ...]]:
-    """Weight -> the steps that its gradient goes through once per step, after the last microbatch."""
+    """Maps a weight to the steps that run once per step on its gradient, after the last microbatch."""
     found: dict[str, tuple[Step, ...]] = {}
     for step in (step for block in derived.blocks for step in block.backward if step.scope == "step"):
         name = step.result.name.removeprefix("d")
@@ -40,15 +40,15 @@ def weights_of(derived: Derived, block: BlockSteps) -> tuple[str, ...]:
 
 
 def counts_of(block: BlockSteps) -> dict[str, ShardedArray]:
-    """What the backward pass knows of a block's router besides gradients, by a name that no weight has: what the
-    experts of the layer were asked for, summed over all devices. Empty where no loss and no bound has it counted."""
+    """Returns the router's counts of a block, summed over all devices, by a name that no weight has. Empty where no
+    loss and no bound on slots needs them."""
     counted = any(ROUTING in step.inputs for step in block.backward)
     return {f"{ROUTING.name} of {block.block.name}": ROUTING} if counted else {}
 
 
 def meetings(derived: Derived) -> tuple[Step, ...]:
-    """Where a device holds the layers of two stages: the weights go to the device at the other end of the pipeline
-    before a step, and their gradients, summed in float32, come back after it; with them what routers counted."""
+    """Returns the exchanges of devices that hold the layers of two stages: weights are sent to the device at the other
+    end of the pipeline before a step, and their gradients, summed in float32, and router counts back after it."""
     gradients = gradient_arrays(derived)
     arrays: list[tuple[ShardedArray, Phase]] = []
     for name in dict.fromkeys(n for block in derived.blocks if block.block.carry for n in weights_of(derived, block)):

@@ -10,11 +10,11 @@ from meshwright.algebra.schedules.table import Op, Pass, Result, Schedule
 from meshwright.core.errors import InputError
 
 Where = Callable[[int, int], str]
-"""What an op is called in messages, from its device and its place in the device's order."""
+"""Returns the name of an op in messages, from its device and its index in the device's order."""
 
 
 def check(schedule: Schedule, where: Where | None = None) -> Schedule:
-    """The same schedule, when it can run.
+    """Returns the schedule if it can run. Raises InputError if it cannot.
 
     Every F and B stands once, every W at most once, on the device that holds the virtual stage; B after its F and W
     after its B; and no devices wait for each other in a ring. One op per device at a time is what an order means.

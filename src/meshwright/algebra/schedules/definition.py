@@ -1,4 +1,4 @@
-"""What the file of a pipeline schedule says: its order of passes, the sizes it exists for, and its closed forms."""
+"""The definition of a pipeline schedule: its order of passes, the sizes it exists for, and its closed forms."""
 
 import functools
 import operator
@@ -79,7 +79,8 @@ class LockstepForms(msgspec.Struct, frozen=True, kw_only=True):
     waits: OfSizes | None = None
 
     def sends(self, p: Array, m: Array, v: Array) -> Array:
-        """Sends, one way, that a step waits for: the messages of all ticks but the first and the last, or fewer."""
+        """Returns the sends in one direction that a step waits for: of all ticks but the first and the last, or
+        fewer."""
         return self.waits(p, m, v) if self.waits else self.ticks(p, m, v) - 2
 
 

@@ -48,7 +48,7 @@ def dual_order(distance: int, depth: int, per_stream: int, streams: Streams) -> 
 
 
 def dual_bubble_seconds(hops: Array, f: Array, b: Array, w: Array) -> Array:
-    """The bubble of one stream that turns after ``hops`` steps, times per virtual stage."""
+    """Returns the bubble of one stream that turns back after ``hops`` stages, for times per virtual stage."""
     longest = np.maximum(hops * f, hops * (f + b - w))
     longest = np.maximum(longest, hops * (2 * f - w - np.minimum(b, w)))
     return np.maximum(longest, hops * (b + np.maximum(b - w, 0)) - f)

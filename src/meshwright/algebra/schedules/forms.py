@@ -1,4 +1,5 @@
-"""What a schedule comes to for uniform stages, as functions of its sizes: what the search multiplies a million times.
+"""Bubble, stash, sends and buffers of a schedule with uniform stages, as functions of its sizes; the search reads them
+for a million candidates.
 
 `stage_forms` is a schedule with a program for each stage, which runs ahead as far as messages let it; `lockstep_forms`
 one program on all devices, which take part in every tick (see `fused`): a message takes a tick each way, so that more

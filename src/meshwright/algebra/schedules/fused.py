@@ -34,7 +34,7 @@ def fused_ticks(schedule: Schedule) -> Iterator[Tick]:
 
 
 class _Queue:
-    """What a device has yet to do, kind by kind."""
+    """The tasks that a device has yet to run, kind by kind."""
 
     def __init__(self, tasks: tuple[Task, ...], limit: int) -> None:
         self._tasks: dict[Pass, list[Task]] = {kind: [] for kind in PASSES}

@@ -1,4 +1,4 @@
-"""The naive schedule: one microbatch at a time, there and back. Source: Dean et al., Large Scale Distributed Deep
+"""The naive schedule: one microbatch at a time, forward and backward. Source: Dean et al., Large Scale Distributed Deep
 Networks (2012), section 3."""
 
 from collections.abc import Iterator

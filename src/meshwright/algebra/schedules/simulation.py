@@ -14,7 +14,7 @@ Seconds = float | Sequence[float]
 
 
 class Simulation(msgspec.Struct, frozen=True, kw_only=True):
-    """What one step of a schedule takes. The unit of time is the caller's; seconds in the product.
+    """Times of one step of a schedule. The unit of time is the caller's; seconds in the product.
 
     ``start_s`` and ``end_s`` have the shape of the schedule's ``orders``.
     """
@@ -59,7 +59,7 @@ class Simulation(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def bubble_share(self) -> float:
-        """Idle time of all devices over the time they are held; (K - 1) / (M + K - 1) for GPipe."""
+        """Idle time of all devices over their total time; (K - 1) / (M + K - 1) for GPipe."""
         return sum(self.idle_s) / (self.schedule.num_devices * self.makespan_s)
 
     @property
@@ -112,7 +112,7 @@ def simulate(
 def pass_times(
     schedule: Schedule, *, forward_s: Seconds, backward_s: Seconds, weight_s: Seconds
 ) -> dict[str, list[float]]:
-    """What a task takes in each virtual stage, by its ``takes``."""
+    """Maps ``takes`` of a task to its seconds in each virtual stage."""
     count = schedule.num_virtual_stages
     forward = _of_each(forward_s, count, "forward")
     backward, weight = _of_each(backward_s, count, "backward"), _of_each(weight_s, count, "weight")

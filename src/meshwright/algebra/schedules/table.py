@@ -27,7 +27,7 @@ class Op(msgspec.Struct, frozen=True):
 
 
 class Result(NamedTuple):
-    """What a pass of a microbatch through a virtual stage makes."""
+    """The result of a pass of a microbatch through a virtual stage."""
 
     kind: Pass
     stage: int
@@ -55,7 +55,7 @@ class Place(msgspec.Struct, frozen=True):
 
 
 Route = tuple[Place, ...]
-"""Places of the virtual stages, first to last: the way of a microbatch through the devices."""
+"""Places of the virtual stages, first to last: the path of a microbatch through the devices."""
 
 
 class Schedule(msgspec.Struct, frozen=True, kw_only=True, dict=True):
@@ -93,7 +93,7 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @property
     def weight_copies(self) -> int:
-        """How often the weights are held by the devices together: one per route."""
+        """Copies of the weights on all devices together: one per route."""
         return len(self.routes)
 
     @property

@@ -76,7 +76,7 @@ class Columns(NamedTuple):
 
 
 class Channel(msgspec.Struct, frozen=True):
-    """Messages that go the same way in a tick: from each first device of ``pairs`` to the second.
+    """Messages of one direction in a tick: from each first device of ``pairs`` to the second.
 
     ``offset`` is the way, modulo the number of devices; with 0 they stay where they are.
     """
@@ -86,8 +86,8 @@ class Channel(msgspec.Struct, frozen=True):
 
 
 class Slots(msgspec.Struct, frozen=True, kw_only=True):
-    """Slots of each buffer, on the worst device: messages both ways, what B needs, results that wait for the loss
-    head, and what W needs."""
+    """Slots of each buffer on the worst device: messages in both directions, stashes that B needs, results that wait
+    for the loss head, and arrays that W needs."""
 
     x: int
     dx: int
@@ -124,7 +124,7 @@ class TickTables(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_permutes(self) -> int:
-        """Sends between devices in every tick, both ways together."""
+        """Sends between devices in every tick, in both directions."""
         return sum(channel.offset != 0 for channel in (*self.x_channels, *self.dx_channels))
 
     @property
@@ -147,7 +147,7 @@ class TickTables(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def tick_tables(schedule: Schedule) -> TickTables:
-    """The tables of a schedule; its slots are the fewest that hold what is alive."""
+    """Returns the tables of a schedule, with the fewest slots that all live values fit in."""
     return _Builder(schedule).tables()
 
 
@@ -225,7 +225,7 @@ class _Builder:
         )
 
     def _values(self) -> dict[str, list[_Value]]:
-        """What waits in each buffer, from the pass that makes it to the pass that needs it."""
+        """Returns the values of each buffer, each live from the pass that makes it to the pass that needs it."""
         found: dict[str, list[_Value]] = {name: [] for name in Slots.__struct_fields__}
         for m, stage in itertools.product(range(self.schedule.num_microbatches), range(self.last + 1)):
             forward, backward, weight = (Result(kind, stage, m) for kind in PASSES)
