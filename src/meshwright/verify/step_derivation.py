@@ -9,7 +9,6 @@ import numpy as np
 from meshwright.algebra.derived import Derived
 from meshwright.algebra.generation import cache_sizes, derive_job, job_strategy
 from meshwright.algebra.ops.route import ROUTING_ROWS
-from meshwright.algebra.schedules.fused import fused
 from meshwright.algebra.schedules.ticks import TickTables, tick_tables
 from meshwright.algebra.sizes import OpSizes
 from meshwright.algebra.steps import Step
@@ -100,7 +99,7 @@ class StepDerivation:
         """Ticks of a pipeline; None without one."""
         if not self.job.trains or self.strategy.mesh.get("pipeline", 1) == 1:
             return None
-        return tick_tables(fused(strategy_schedule(self.strategy)))
+        return tick_tables(strategy_schedule(self.strategy))
 
     @cached_property
     def _sizes(self) -> OpSizes:
