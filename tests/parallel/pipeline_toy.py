@@ -12,10 +12,9 @@ from jax.sharding import Mesh, PartitionSpec
 from meshwright.algebra.schedules.fused import fused
 from meshwright.algebra.schedules.table import Schedule
 from meshwright.algebra.schedules.ticks import forward_tables, tick_tables
-from meshwright.parallel.layer_order import layer_permutation
 from meshwright.parallel.mesh import device_mesh
-from meshwright.parallel.pipeline.executor import run_forward, run_schedule
-from meshwright.parallel.pipeline.functions import StageFunctions, Weights
+from meshwright.parallel.pipeline.executor import StageFunctions, Weights, run_schedule
+from meshwright.parallel.pipeline.stages import layer_permutation
 
 SEQS, LENGTH, WIDTH, WORDS, OUT = 2, 4, 8, 11, 3
 
@@ -117,7 +116,7 @@ def lowered(schedule: Schedule, mesh: Mesh, weights: Weights, inputs: dict, *, a
         return lax.psum(sums, "pipeline"), grads._replace(ends=lax.psum(grads.ends, "pipeline"))
 
     def loss(weights, inputs):
-        return lax.psum(run_forward(tables, STAGES, weights, inputs), "pipeline")
+        return lax.psum(run_schedule(tables, STAGES, weights, inputs)[0], "pipeline")
 
     body, out = (loss, PartitionSpec()) if alone else (step, (PartitionSpec(), SPECS))
     mapped = jax.shard_map(body, mesh=mesh, in_specs=(SPECS, PartitionSpec()), out_specs=out, check_vma=False)

@@ -1,4 +1,9 @@
-"""One block of a program run forward and backward: what is held between the passes, and the gradients that come out."""
+"""One block of a program run forward and backward: what is held between the passes, and the gradients that come out.
+
+Where a schedule gives weight gradients a pass of their own, the backward pass has two parts: the derived steps that the
+stream's cotangent needs, then all others. What the second takes from the first is handed on, gathered activations as
+they are: no collective runs twice.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,6 +14,7 @@ import jax
 
 from meshwright.algebra.derived import BlockSteps, Derived
 from meshwright.algebra.notation import ShardedArray
+from meshwright.algebra.rewrites.pipeline import SplitBackward
 from meshwright.algebra.rewrites.split_backward import (
     cotangent_of,
     counts_of,
@@ -36,7 +42,7 @@ Ready = tuple[jax.Array, ...]
 class Cotangents(NamedTuple):
     """The cotangent of the stream, and of what layers read of earlier stacks by name, summed over layers so far."""
 
-    stream: jax.Array
+    stream: Any
     further: Inputs
 
 
@@ -89,30 +95,16 @@ class BlockPasses:
         env = run(self.context, self.gathers, {self.derived.declared[n]: weights[n] for n in self.weights})
         return tuple(env[step.result] for step in self.gathers)
 
-    def _environment(self, weights: Mapping[str, jax.Array], inputs: Inputs, ready: Ready | None = None) -> Environment:
+    def _environment(self, weights: Mapping[str, jax.Array], inputs: Inputs) -> Environment:
         declared = self.derived.declared
-        env = {declared[name]: weights[name] for name in self.weights}
         given = declared | {name: shared.given for name, shared in self.derived.shared.items()}
-        env |= {given[name]: value for name, value in inputs.items() if name in declared}
-        if ready is not None:
-            env |= {step.result: value for step, value in zip(self.gathers, ready, strict=True)}
-        return env
+        env = {declared[name]: weights[name] for name in self.weights}
+        return env | {given[name]: value for name, value in inputs.items() if name in declared}
 
-    def _left(self, steps: Sequence[Step], ready: Ready | None) -> tuple[Step, ...]:
-        """The steps without what is ready."""
-        there = {step.result for step in self.gathers} if ready is not None else set()
-        return tuple(step for step in steps if step.result not in there)
-
-    def forward(
-        self, weights: Params, inputs: Inputs, stream: jax.Array | None, *, ready: Ready | None = None
-    ) -> tuple[jax.Array, Held]:
-        """The block's result, and what its backward pass will be given."""
-        env = self._environment(weights, inputs, ready)
-        if stream is not None:
-            env[self.derived.declared[self.entering]] = stream
-        env = run(self.context, self._left(self.steps.forward, ready), env)
-        held = tuple(env[array] for array in self.steps.kept)
-        return env[self.steps.forward[-1].result], self._moved(held, jax.memory.Space.Host)
+    def _run(self, steps: Sequence[Step], env: Environment, ready: Ready | None) -> Environment:
+        """The results of the steps without those that are ``ready``."""
+        there = {} if ready is None else dict(zip((step.result for step in self.gathers), ready, strict=True))
+        return run(self.context, [step for step in steps if step.result not in there], env | there)
 
     def _moved(self, held: Held, space: Any) -> Held:
         """What a layer holds, brought to host memory or back where the strategy says so."""
@@ -120,45 +112,66 @@ class BlockPasses:
             return held
         return tuple(jax.device_put(array, space) for array in held)
 
-    def recalled(self, held: Held) -> Environment:
-        """What the forward pass has held, where the backward pass can use it."""
-        return dict(zip(self.steps.kept, self._moved(held, jax.memory.Space.Device), strict=True))
-
-    @cached_property
-    def backward_steps(self) -> tuple[Step, ...]:
-        """What runs once per layer and microbatch: sums over the step wait, a segment's second run is the loop's."""
-        return once_per_layer(self.steps)
+    def forward(
+        self, weights: Params, inputs: Inputs, stream: jax.Array | None, *, ready: Ready | None = None
+    ) -> tuple[jax.Array, Held]:
+        """The block's result, and what its backward pass will be given."""
+        env = self._environment(weights, inputs)
+        if stream is not None:
+            env[self.derived.declared[self.entering]] = stream
+        env = self._run(self.steps.forward, env, ready)
+        held = tuple(env[array] for array in self.steps.kept)
+        return env[self.steps.forward[-1].result], self._moved(held, jax.memory.Space.Host)
 
     def backward(
-        self, weights: Params, inputs: Inputs, held: Held, cotangent: jax.Array, *, ready: Ready | None = None
-    ) -> tuple[jax.Array | None, Params]:
-        """Cotangent of the entering stream (None for the first block), and gradients as `gradient_arrays` says; among
-        them `counts`, which add up over microbatches as gradients do."""
-        stream, _, grads = self._backward(weights, inputs, held, Cotangents(cotangent, {}), ready)
-        return stream, grads
-
-    def layer_backward(
-        self, weights: Params, inputs: Inputs, held: Held, cotangents: Cotangents, *, ready: Ready | None = None
-    ) -> tuple[Cotangents, Params]:
-        """The same of a layer, which adds to the cotangents of what it reads of earlier stacks."""
-        stream, further, grads = self._backward(weights, inputs, held, cotangents, ready)
-        assert stream is not None
-        return Cotangents(stream, further), grads
-
-    def _backward(
-        self, weights: Params, inputs: Inputs, held: Held, cotangents: Cotangents, ready: Ready | None
-    ) -> tuple[jax.Array | None, Inputs, Params]:
-        env = self._environment(weights, inputs, ready) | self.recalled(held)
-        shared = self.derived.shared
+        self,
+        weights: Params,
+        inputs: Inputs,
+        held: Held,
+        cotangents: Cotangents,
+        *,
+        ready: Ready | None = None,
+        split: bool = False,
+    ) -> tuple[Cotangents, Any]:
+        """Cotangents of the entering stream (None for the first block) and of what the block reads of earlier stacks,
+        and its gradients; with ``split`` what `weight_backward` makes these from."""
+        steps, shared = self.steps, self.derived.shared
+        env = self._environment(weights, inputs)
+        env |= zip(steps.kept, self._moved(held, jax.memory.Space.Device), strict=True)
         whole = shared[self.result].cotangent if self.result in shared else cotangent_of(self.derived, self.result)
-        env[whole] = cotangents.stream
         sums = {name: shared[name].cotangent for name in self.further}
-        env |= {sums[name]: value for name, value in cotangents.further.items()}
-        env = run(self.context, self._left(self.backward_steps, ready), env)
-        arrays = gradient_arrays(self.derived)
-        grads = {name: env[arrays[name]] for name in self.weights} | {n: env[a] for n, a in self.counts.items()}
+        env |= {whole: cotangents.stream} | {sums[name]: value for name, value in cotangents.further.items()}
+        env = self._run(self._backward_at(self._split.inputs) if split else once_per_layer(steps), env, ready)
         stream = env[cotangent_of(self.derived, self.entering)] if self.entering else None
-        return stream, {name: env[array] for name, array in sums.items()}, grads
+        left = tuple(env[array] for array in self.handed) if split else self._gradients(env)
+        return Cotangents(stream, {name: env[array] for name, array in sums.items()}), left
+
+    def _gradients(self, env: Environment) -> Params:
+        """Gradients as `gradient_arrays` says; among them `counts`, which add up over microbatches as gradients do."""
+        arrays = gradient_arrays(self.derived)
+        return {name: env[arrays[name]] for name in self.weights} | {n: env[a] for n, a in self.counts.items()}
+
+    # -- the backward pass in two parts -------------------------------------------------------------
+
+    @property
+    def _split(self) -> SplitBackward:
+        assert self.steps.split is not None
+        return self.steps.split
+
+    def _backward_at(self, places: Sequence[int]) -> tuple[Step, ...]:
+        """The backward steps at some places; a segment's second run is the loop's."""
+        return tuple(self.steps.backward[place] for place in places if place >= self.steps.num_again)
+
+    @property
+    def handed(self) -> tuple[ShardedArray, ...]:
+        """What the second pass is given by the first; the counts of a router go with the gradients that it makes."""
+        counts = (array for array in self.counts.values() if array not in self._split.handed)
+        return (*self._split.handed, *counts)
+
+    def weight_backward(self, weights: Params, inputs: Inputs, handed: Sequence[jax.Array]) -> Params:
+        """Gradients as the whole backward pass leaves them, from what its first part has left."""
+        env = self._environment(weights, inputs) | dict(zip(self.handed, handed, strict=True))
+        return self._gradients(self._run(self._backward_at(self._split.weights), env, None))
 
 
 def through(steps: Sequence[Step], value: jax.Array, *, leading: int = 0) -> jax.Array:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Literal, get_args
 
 import jax
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from meshwright.algebra.derived import Derived
+from meshwright.algebra.derived import BlockSteps, Derived
 from meshwright.algebra.generation import (
     PAGES,
     CacheDtype,
@@ -22,19 +22,23 @@ from meshwright.algebra.generation import (
     scales,
 )
 from meshwright.algebra.notation import check
+from meshwright.algebra.ops.cache_write import CacheWrite
 from meshwright.algebra.transformer import weight_variables
 from meshwright.core.errors import InputError, nearest
 from meshwright.nn import quantisation
+from meshwright.nn.cache import LayerCache
 from meshwright.nn.context import Context
+from meshwright.nn.forward import over_layers, run_block
 from meshwright.nn.ops.quantised_embed import DTYPES
 from meshwright.nn.weights import Params, param_shapes
-from meshwright.parallel.generation_pass import Cache, GenerationPass
-from meshwright.parallel.mesh import device_mesh, lower, partition_spec
+from meshwright.parallel.mesh import device_mesh, lower, partition_spec, shardings
 from meshwright.spec.job import Job
 from meshwright.spec.model import Model, require_runnable
 from meshwright.spec.strategy import Strategy, require_runnable_strategy
 
 Weights = Literal["as they are", "int8"]
+Cache = dict[str, jax.Array]
+"""Row of the cache table -> its array, the layers of its kind in front."""
 
 
 class GenerateStep:
@@ -109,20 +113,15 @@ class GenerateStep:
         """How the cache lies."""
         return {row.name: partition_spec(self.generate_declared.declared[row.name], stacked=True) for row in self.table}
 
-    def _shardings(self, specs: Any) -> Any:
-        return jax.tree.map(
-            lambda spec: NamedSharding(self.mesh, spec), specs, is_leaf=lambda s: isinstance(s, PartitionSpec)
-        )
-
     @cached_property
     def param_shardings(self) -> dict[str, NamedSharding]:
         """Where each weight lies; float weights are loaded into the ones of their names."""
-        return self._shardings(self.param_specs)
+        return shardings(self.mesh, self.param_specs)
 
     @cached_property
     def cache_shardings(self) -> dict[str, NamedSharding]:
         """Where each array of the cache lies."""
-        return self._shardings(self.cache_specs)
+        return shardings(self.mesh, self.cache_specs)
 
     @property
     def logits_sharding(self) -> NamedSharding:
@@ -209,12 +208,12 @@ class GenerateStep:
         tokens, lengths = np.asarray(tokens, np.int32), np.asarray(lengths, np.int32)
         self._require_prompts(tokens, lengths)
         rows = {"tokens": tokens, "last": lengths - 1, **self._pages(pages)}
-        return self._place(rows, self.prefill_declared)
+        return self._place(rows, self._prefill_specs)
 
     def decode_inputs(self, tokens: Any, positions: Any, pages: Any = None) -> dict[str, jax.Array]:
         """What the program of `generate` is given besides weights and cache, on its devices."""
         rows = {"tokens": tokens, "positions": positions, **self._pages(pages)}
-        return self._place(rows, self.generate_declared, one=True)
+        return self._place(rows, self._decode_specs)
 
     def _pages(self, pages: Any) -> dict[str, Any]:
         """The page table as an input of the programs; nothing where no cache has pages."""
@@ -261,17 +260,66 @@ class GenerateStep:
             self.strategy.mesh,
         )
 
-    def _specs(self, derived: Derived, *names: str) -> dict[str, PartitionSpec]:
+    @property
+    def _prefill_specs(self) -> dict[str, PartitionSpec]:
+        """How what `prefill` is given lies."""
+        specs = self._specs(self.prefill_declared)
+        return {name: spec for name, spec in specs.items() if name != "positions"}
+
+    @property
+    def _decode_specs(self) -> dict[str, PartitionSpec]:
+        """How what `generate` is given lies: rows of one position each."""
+        specs = self._specs(self.generate_declared)
+        rows = specs.pop("last")
+        return specs | {"tokens": rows, "positions": rows}
+
+    def _specs(self, derived: Derived) -> dict[str, PartitionSpec]:
+        """How the inputs of a derived program lie."""
+        names = ("tokens", "positions", "last", *((PAGES,) if self.has_pages else ()))
         return {name: partition_spec(derived.declared[name]) for name in names}
 
-    def _place(self, given: Mapping[str, Any], derived: Derived, *, one: bool = False) -> dict[str, jax.Array]:
-        """Rows on their devices; ``one``: of one position each."""
-        rows = PartitionSpec(partition_spec(derived.declared["last"])[0])
-        specs = {n: rows if one and n != PAGES else partition_spec(derived.declared[n]) for n in given}
+    def _place(self, given: Mapping[str, Any], specs: Mapping[str, PartitionSpec]) -> dict[str, jax.Array]:
         arrays = {n: a if isinstance(a, jax.Array) else np.asarray(a, np.int32) for n, a in given.items()}
-        return jax.device_put(arrays, self._shardings(specs))
+        return jax.device_put(arrays, shardings(self.mesh, {name: specs[name] for name in arrays}))
 
-    def _pass(self, derived: Derived) -> GenerationPass:
+    @cached_property
+    def _prefill(self) -> Any:
+        mapped = self._mapped(self.prefill_declared)
+
+        def prefill(params: Params, cache: Cache, given: dict[str, jax.Array]) -> tuple[jax.Array, Cache]:
+            shape = given["tokens"].shape
+            positions = jnp.broadcast_to(jnp.arange(shape[1], dtype=jnp.int32)[None], shape)
+            return mapped(params, cache, {**given, "positions": positions})
+
+        return self._jitted(prefill, self._prefill_specs)
+
+    @cached_property
+    def _generate(self) -> Any:
+        mapped = self._mapped(self.generate_declared)
+
+        def generate(params: Params, cache: Cache, given: dict[str, jax.Array]) -> tuple[jax.Array, Cache]:
+            columns = {name: rows if name == PAGES else rows[:, None] for name, rows in given.items()}
+            return mapped(params, cache, {**columns, "last": jnp.zeros_like(given["tokens"])})
+
+        return self._jitted(generate, self._decode_specs)
+
+    def _mapped(self, derived: Derived) -> Callable[..., Any]:
+        """`_run` of a derived program on every device."""
+        out = (partition_spec(derived.declared["logits"]), self.cache_specs)
+        arguments = (self.param_specs, self.cache_specs, self._specs(derived))
+        body = partial(self._run, derived)
+        return jax.shard_map(body, mesh=self.mesh, in_specs=arguments, out_specs=out, check_vma=False)
+
+    def _jitted(self, body: Callable[..., Any], specs: Any) -> Any:
+        arguments = shardings(self.mesh, (self.param_specs, self.cache_specs, specs))
+        results = (self.logits_sharding, self.cache_shardings)
+        return jax.jit(body, in_shardings=arguments, out_shardings=results, donate_argnums=1)
+
+    def _run(self, derived: Derived, params: Params, cache: Cache, given: Mapping[str, Any]) -> tuple[jax.Array, Cache]:
+        """Logits and the cache after, on one device's blocks, from what the job gives by name: tokens, positions, last.
+
+        The loops over layers carry caches whole, so that a step changes what it writes and copies nothing.
+        """
         context = Context(
             model=self.model,
             derived=derived,
@@ -279,45 +327,23 @@ class GenerateStep:
             seq_len=self.max_len,
             dtype=self.strategy.state_dtype,
         )
-        return GenerationPass(context)
+        (stack,) = derived.program.stacks
 
-    @cached_property
-    def _prefill(self) -> Any:
-        derived = self.prefill_declared
-        table = (PAGES,) if self.has_pages else ()
-        specs = self._specs(derived, "tokens", "positions", "last", *table)
-        mapped = self._mapped(self._pass(derived).run, specs, derived)
+        def layer(
+            steps: BlockSteps, number: jax.Array, own: Params, carry: tuple[jax.Array, Cache]
+        ) -> tuple[jax.Array, Cache]:
+            stream, cache = carry
+            held = {name: LayerCache(array, number) for name, array in cache.items()}
+            stream, env = run_block(context, steps, {**given, **own, **held, stack.carry: stream})
+            writes = (step for step in steps.forward if isinstance(step.details, CacheWrite))
+            written: Any = {step.inputs[0].name: env[step.result] for step in writes}
+            return stream, {**cache, **{name: held.stack for name, held in written.items()}}
 
-        def prefill(params: Params, cache: Cache, given: dict[str, jax.Array]) -> tuple[jax.Array, Cache]:
-            shape = given["tokens"].shape
-            positions = jnp.broadcast_to(jnp.arange(shape[1], dtype=jnp.int32)[None], shape)
-            return mapped(params, cache, {**given, "positions": positions})
-
-        return self._jitted(prefill, self._specs(derived, "tokens", "last", *table))
-
-    @cached_property
-    def _generate(self) -> Any:
-        derived = self.generate_declared
-        table = (PAGES,) if self.has_pages else ()
-        specs = self._specs(derived, "tokens", "positions", "last", *table)
-        mapped = self._mapped(self._pass(derived).run, specs, derived)
-
-        def generate(params: Params, cache: Cache, given: dict[str, jax.Array]) -> tuple[jax.Array, Cache]:
-            columns = {name: rows if name == PAGES else rows[:, None] for name, rows in given.items()}
-            return mapped(params, cache, {**columns, "last": jnp.zeros_like(given["tokens"])})
-
-        rows = dict.fromkeys(("tokens", "positions"), specs["last"])
-        return self._jitted(generate, rows | {name: specs[name] for name in table})
-
-    def _mapped(self, body: Callable[..., Any], specs: Any, derived: Derived) -> Callable[..., Any]:
-        out = (partition_spec(derived.declared["logits"]), self.cache_specs)
-        arguments = (self.param_specs, self.cache_specs, specs)
-        return jax.shard_map(body, mesh=self.mesh, in_specs=arguments, out_specs=out, check_vma=False)
-
-    def _jitted(self, body: Callable[..., Any], specs: Any) -> Any:
-        arguments = self._shardings((self.param_specs, self.cache_specs, specs))
-        results = (self.logits_sharding, self.cache_shardings)
-        return jax.jit(body, in_shardings=arguments, out_shardings=results, donate_argnums=1)
+        blocks = {steps.block.name: steps for steps in derived.blocks}
+        x, _ = run_block(context, blocks[stack.first], {**given, **params})
+        x, cache = over_layers(derived, stack, params, layer, (x, cache))
+        logits, _ = run_block(context, blocks[stack.last], {**given, **params, stack.carry: x})
+        return logits, cache
 
 
 def _require_can_generate(model: Model, strategy: Strategy, *, max_len: int, weights: str) -> None:

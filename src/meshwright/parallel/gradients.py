@@ -4,7 +4,7 @@ The routers' counts go with the gradients as `BlockPasses.counts` names them: st
 microbatches like these, and complete on every device without any further sum.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -16,13 +16,10 @@ from meshwright.algebra.derived import Derived
 from meshwright.algebra.notation import ShardedArray
 from meshwright.algebra.rewrites.split_backward import step_steps
 from meshwright.core.labels import AT_MOST_ONCE
-from meshwright.nn.experts.balance import Routing
 from meshwright.nn.weights import Params
 from meshwright.parallel.blocks import Cotangents, Inputs, through
 from meshwright.parallel.passes import Passes
-
-Microbatch = Callable[[Params, Inputs, Params | None], tuple[jax.Array, Params]]
-"""(weights, rows, what earlier microbatches left) -> summed loss and gradients; without the third nothing is added."""
+from meshwright.spec.strategy import Strategy
 
 
 def microbatch_gradients(
@@ -47,14 +44,14 @@ def microbatch_gradients(
         held.append((embed_held, of_turns, head_held))
     cotangents, ends, of_layers = {passes.head.result: dloss}, Params(), Params()
     for stack, (embed_held, of_turns, head_held) in reversed(list(zip(passes.stacks, held, strict=True))):
-        cotangent, of_head = stack.head.backward(params, results, head_held, cotangents[stack.head.result])
-        assert cotangent is not None
+        of_result = Cotangents(cotangents[stack.head.result], {})
+        (cotangent, _), of_head = stack.head.backward(params, results, head_held, of_result)
         # layers add to the cotangents of what they read
         further = {name: jnp.zeros_like(results[name]) for name in stack.stack.inputs}
-        (cotangent, further), grads = stack.stack_backward(
+        (cotangent, further), grads = stack.layers_backward(
             params, results, of_turns, Cotangents(cotangent, further), earlier=earlier, overlapped=overlapped
         )
-        _, of_embed = stack.embed.backward(params, results, embed_held, cotangent)
+        _, of_embed = stack.embed.backward(params, results, embed_held, Cotangents(cotangent, {}))
         cotangents = summed(cotangents, further)
         ends, of_layers = summed(ends, of_head, of_embed), of_layers | grads
     loss = results[passes.head.result]
@@ -83,29 +80,51 @@ def summed(*parts: Params) -> Params:
     return total
 
 
-def over_microbatches(
-    one: Microbatch, last: Microbatch, params: Params, inputs: Inputs, *, count: int, wide: bool = False
+def step_gradients(
+    passes: Passes, params: Params, inputs: Inputs, dloss: jax.Array, *, strategy: Strategy, stacked: frozenset[str]
 ) -> tuple[jax.Array, Params]:
-    """Loss and gradients of ``count`` microbatches one after the other, in float32 if more than one or ``wide``.
+    """Summed loss of all microbatches, and gradients of ``dloss`` times it as a step leaves them.
 
-    ``last`` is run for the last of them, on what ``one`` has left for the others.
+    They are added up in float32 if there are several, or the training state asks for it.
     """
+    sync = strategy.gradient_sync
+    loss, grads = _over_microbatches(
+        passes, params, inputs, dloss, count=strategy.num_microbatches, overlapped=sync == "overlapped"
+    )
+    if strategy.state == "bf16-master-fp32-grads":
+        grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
+    if sync == "naive":
+        grads = once_per_step(passes.derived, grads, stacked=stacked)
+    elif sync == "bucketed":
+        grads = in_buckets(passes.derived, grads, stacked=stacked, bucket_bytes=strategy.bucket_bytes)
+    return loss, grads
+
+
+def _over_microbatches(
+    passes: Passes, params: Params, inputs: Inputs, dloss: jax.Array, *, count: int, overlapped: bool
+) -> tuple[jax.Array, Params]:
+    """Loss and gradients of ``count`` microbatches one after the other; where ``overlapped``, the last of them adds
+    what the others have left."""
+
+    def one(weights: Params, rows: Inputs) -> tuple[jax.Array, Params]:
+        return microbatch_gradients(passes, weights, rows, dloss)
+
+    def last(weights: Params, rows: Inputs, earlier: Params | None) -> tuple[jax.Array, Params]:
+        return microbatch_gradients(passes, weights, rows, dloss, earlier=earlier, overlapped=overlapped)
+
     if count == 1:
-        loss, grads = last(params, inputs, None)
-        return loss, jax.tree.map(lambda g: g.astype(jnp.float32), grads) if wide else grads
+        return last(params, inputs, None)
     parts = {n: a.reshape(count, a.shape[0] // count, *a.shape[1:]) for n, a in inputs.items()}
 
     def body(carry: tuple[jax.Array, Params], part: Inputs) -> tuple[tuple[jax.Array, Params], None]:
         # Ties the weights to the microbatch: otherwise XLA hoists some gathers out of the loop, not all.
-        weights, rows = lax.optimization_barrier((params, part))
-        loss, grads = one(weights, rows, None)
+        loss, grads = one(*lax.optimization_barrier((params, part)))
         return (carry[0] + loss, jax.tree.map(jnp.add, carry[1], apart(grads))), None
 
-    shapes = jax.eval_shape(lambda p: one(params, p, None)[1], jax.tree.map(lambda a: a[0], parts))
+    shapes = jax.eval_shape(lambda part: one(params, part)[1], jax.tree.map(lambda a: a[0], parts))
     zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, jnp.float32), shapes)
-    if one is last:
-        total, _ = lax.scan(body, (jnp.zeros(()), zeros), parts)
-        return total
+    if not overlapped:
+        return lax.scan(body, (jnp.zeros(()), zeros), parts)[0]
     (before, grads), _ = lax.scan(body, (jnp.zeros(()), zeros), jax.tree.map(lambda a: a[:-1], parts))
     final = (params, jax.tree.map(lambda a: a[-1], parts), grads)
     loss, grads = _once_after(grads, lambda given: last(*given), final)
@@ -135,13 +154,6 @@ def _once_after(grads: Params, run: Callable[[Any], Any], given: Any) -> Any:
 
     with jax.named_scope(AT_MOST_ONCE):
         return lax.fori_loop(0, 1 - never, turn, empty)
-
-
-def without_counts(grads: Params, names: Collection[str]) -> tuple[Params, Routing | None]:
-    """Gradients of the weights ``names``, and what else goes with them: the routers' counts of all layers with experts,
-    [layers, Er, E], those of a kind together. None where nothing was counted."""
-    counts = [grads[name] for name in sorted(grads.keys() - set(names))]
-    return {name: grads[name] for name in names}, jnp.concatenate(counts) if counts else None
 
 
 def once_per_step(derived: Derived, grads: Params, *, stacked: frozenset[str]) -> Params:

@@ -69,3 +69,8 @@ def partition_spec(array: ShardedArray, *, stacked: bool = False, layers: str | 
 def named_sharding(mesh: Mesh | AbstractMesh, array: ShardedArray, *, stacked: bool = False) -> NamedSharding:
     """The same, on a mesh."""
     return NamedSharding(mesh, partition_spec(array, stacked=stacked))
+
+
+def shardings(mesh: Mesh | AbstractMesh, specs: Any) -> Any:
+    """Every PartitionSpec of a tree on a mesh."""
+    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda s: isinstance(s, PartitionSpec))

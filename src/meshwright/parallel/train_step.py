@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from functools import cached_property, partial
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,24 +15,19 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from meshwright.algebra.derive import derive
 from meshwright.algebra.layers import PLAIN, ProgramOptions
 from meshwright.algebra.notation import ShardedArray
+from meshwright.algebra.steps import Step
 from meshwright.algebra.transformer import transformer, weight_variables
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.labels import OPTIMIZER
 from meshwright.nn.attention.visibility import zigzag_order
 from meshwright.nn.context import Context
 from meshwright.nn.experts.balance import routing_metrics
+from meshwright.nn.ops.quantised_embed import DTYPES
 from meshwright.nn.weights import Params, init_params
 from meshwright.parallel.blocks import Inputs, through
-from meshwright.parallel.gradients import (
-    in_buckets,
-    microbatch_gradients,
-    microbatch_loss,
-    once_per_step,
-    over_microbatches,
-    squared_norm,
-    without_counts,
-)
-from meshwright.parallel.mesh import device_mesh, lower, named_sharding, partition_spec
+from meshwright.parallel.gradients import microbatch_loss, once_per_step, squared_norm, step_gradients
+from meshwright.parallel.mesh import device_mesh, lower, named_sharding, partition_spec, shardings
+from meshwright.parallel.optimizer import Optimizer, plain_optimizer
 from meshwright.parallel.passes import Passes
 from meshwright.parallel.pipeline.stages import Pipeline, strategy_schedule
 from meshwright.spec.model import Model, require_runnable
@@ -42,8 +37,6 @@ Form = Literal["shard_map", "gspmd"]
 Batch = dict[str, jax.Array]
 """tokens and labels, both [B, T] int32 (a label of -1 counts nothing); positions and documents too where rows hold
 several documents; num_labels, a float32 scalar: the labels of the whole batch that count (none: the loss is 0)."""
-
-DTYPES = {"fp32": jnp.float32, "bf16": jnp.bfloat16}
 
 
 class State(NamedTuple):
@@ -64,45 +57,6 @@ class Metrics(NamedTuple):
     loss: Any
     grad_norm: Any
     extras: Any
-
-
-class Optimizer(Protocol):
-    """What updates the weights, on global arrays: ``update(grads, state, params) -> (params, state)``."""
-
-    @property
-    def init(self) -> Callable[[Params], Any]: ...
-    @property
-    def update(self) -> Callable[[Params, Any, Params], tuple[Params, Any]]: ...
-    @property
-    def specs(self) -> Callable[[Any, Any], Any]:
-        """(shapes of the weights, their PartitionSpecs) -> PartitionSpecs of the state."""
-
-    @property
-    def kind(self) -> str:
-        """The op of `algebra.ops` whose steps the update runs."""
-
-
-class FromOptax(NamedTuple):
-    """An optax transformation as an `Optimizer`. Its update counts as AdamW's: elementwise, without communication."""
-
-    transformation: optax.GradientTransformation
-    kind: str = "adamw"
-
-    def init(self, params: Params) -> Any:
-        return self.transformation.init(params)
-
-    def update(self, grads: Params, state: Any, params: Params) -> tuple[Params, Any]:
-        updates, state = self.transformation.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    def specs(self, shapes: Any, specs: Any) -> Any:
-        return optax.tree.map_params(
-            self.transformation,
-            lambda _, spec: spec,
-            jax.eval_shape(self.transformation.init, shapes),
-            specs,
-            transform_non_params=lambda _: PartitionSpec(),
-        )
 
 
 class TrainStep:
@@ -131,13 +85,12 @@ class TrainStep:
             raise CannotRunError("a pipeline does not run in the GSPMD form. Leave the form out, or use pipeline=1.")
         if optimizer is None and strategy.state != "fp32":
             raise AssertionError("optax.adamw keeps its moments in the weights' dtype: give an optimizer")
-        optimizer = optimizer if optimizer is not None else optax.adamw(3e-4)
-        wrapped = FromOptax(optimizer) if isinstance(optimizer, optax.GradientTransformation) else optimizer
-        self.optimizer: Optimizer = wrapped
+        given = optimizer if optimizer is not None else optax.adamw(3e-4)
+        self.optimizer = plain_optimizer(given) if isinstance(given, optax.GradientTransformation) else given
         self.max_grad_norm = max_grad_norm
         self.mesh = mesh or device_mesh(strategy.mesh)
         self.program = transformer(model, options)
-        self.declared = derive(self.program, strategy, optimizer=wrapped.kind)
+        self.declared = derive(self.program, strategy, optimizer=self.optimizer.kind)
         self.dtype = DTYPES[strategy.state_dtype]
         self.shards = self.declared.shards
         self.compile = jax.jit(
@@ -181,23 +134,18 @@ class TrainStep:
         """Global shapes and dtypes of the weights."""
         return jax.eval_shape(partial(init_params, self.model, dtype=self.dtype), 0)
 
-    def _shardings(self, specs: Any) -> Any:
-        return jax.tree.map(
-            lambda spec: NamedSharding(self.mesh, spec), specs, is_leaf=lambda s: isinstance(s, PartitionSpec)
-        )
-
     @cached_property
     def state_shardings(self) -> State:
         """Where each array of the state lies."""
-        found = self._shardings(self.optimizer.specs(self.param_shapes, self.shard_specs))
+        found = shardings(self.mesh, self.optimizer.specs(self.param_shapes, self.shard_specs))
         if "optimizer" in self.strategy.offload:
             found = jax.tree.map(lambda sharding: sharding.with_memory_kind("pinned_host"), found)
-        return State(self._shardings(self.param_specs), found)
+        return State(shardings(self.mesh, self.param_specs), found)
 
     @cached_property
     def batch_shardings(self) -> dict[str, NamedSharding]:
         """Where each row and position of a global batch goes."""
-        return self._shardings(self.batch_specs)
+        return shardings(self.mesh, self.batch_specs)
 
     def token_order(self, seq_len: int) -> np.ndarray | None:
         """The position that each place of a row holds, where that is not its own number.
@@ -300,7 +248,7 @@ class TrainStep:
             return step.loss_sum
 
         def local(params: Params, batch: Batch) -> jax.Array:
-            inputs = self._inputs(batch)
+            inputs = _inputs(batch)
             if self.pipeline:
                 return self._over_devices("loss", self.pipeline.loss(params, inputs))
             return self._over_devices("loss", microbatch_loss(self._passes, params, inputs))
@@ -334,53 +282,30 @@ class TrainStep:
             offload="activations" in self.strategy.offload,
         )
 
-    def _inputs(self, batch: Batch) -> Inputs:
-        return {name: array for name, array in batch.items() if name != "num_labels"}
-
     def _local_gradients(self, params: Params, batch: Batch) -> tuple[jax.Array, Params, jax.Array, Params]:
         """Global loss, reduced gradients, global squared norm and the routers' metrics, from one device's blocks."""
         dloss = _per_label(batch)
         if self.pipeline:
-            loss, grads = self.pipeline.gradients(params, self._inputs(batch), dloss)
+            loss, grads = self.pipeline.gradients(params, _inputs(batch), dloss)
             grads = once_per_step(self.declared, grads, stacked=self.stacked)
         else:
-            loss, grads = self._summed(self._passes, params, self._inputs(batch), dloss)
+            loss, grads = self._summed(self._passes, params, batch, dloss)
         grads, extras = self._apart(grads)
         squared = squared_norm(self.shards, grads, self.strategy.mesh, stacked=self.stacked)
         norm = self._over_devices("grad_norm", squared)
         return self._over_devices("loss", loss) * dloss, grads, norm, extras
 
     def _apart(self, grads: Params) -> tuple[Params, Params]:
-        """Gradients, and the routers' metrics from the counts that went with them."""
-        grads, counts = without_counts(grads, self.shards)
-        if counts is None:
-            return grads, {}
-        return grads, routing_metrics(counts, experts_per_token=self.model.experts_per_token)
+        """Gradients, and the routers' metrics from the counts that went with them: those of all layers with experts,
+        [layers, Er, E], layers of a kind together."""
+        counts = [grads[name] for name in sorted(grads.keys() - self.shards.keys())]
+        of_weights = {name: grads[name] for name in self.shards}
+        if not counts:
+            return of_weights, {}
+        return of_weights, routing_metrics(jnp.concatenate(counts), experts_per_token=self.model.experts_per_token)
 
-    def _summed(self, passes: Passes, params: Params, inputs: Inputs, dloss: jax.Array) -> tuple[jax.Array, Params]:
-        """Loss and gradients over all microbatches, gradients as a step leaves them."""
-        sync = self.strategy.gradient_sync
-
-        def one(params: Params, part: Inputs, earlier: Params | None) -> tuple[jax.Array, Params]:
-            return microbatch_gradients(passes, params, part, dloss)
-
-        def last(params: Params, part: Inputs, earlier: Params | None) -> tuple[jax.Array, Params]:
-            return microbatch_gradients(passes, params, part, dloss, earlier=earlier, overlapped=True)
-
-        loss, grads = over_microbatches(
-            one,
-            last if sync == "overlapped" else one,
-            params,
-            inputs,
-            count=self.strategy.num_microbatches,
-            wide=self.strategy.state == "bf16-master-fp32-grads",
-        )
-        if sync == "naive":
-            grads = once_per_step(passes.derived, grads, stacked=self.stacked)
-        elif sync == "bucketed":
-            bucket_bytes = self.strategy.bucket_bytes
-            grads = in_buckets(passes.derived, grads, stacked=self.stacked, bucket_bytes=bucket_bytes)
-        return loss, grads
+    def _summed(self, passes: Passes, params: Params, batch: Batch, dloss: jax.Array) -> tuple[jax.Array, Params]:
+        return step_gradients(passes, params, _inputs(batch), dloss, strategy=self.strategy, stacked=self.stacked)
 
     def _over_devices(self, name: str, value: jax.Array) -> jax.Array:
         """A number summed over the devices that hold a part of it, as derived."""
@@ -422,47 +347,44 @@ class TrainStep:
         """Weights brought to the optimizer's shards before its update, or back after it (ZeRO-1 and 2)."""
         if self.param_specs == self.shard_specs or self.form == "gspmd":
             return params
-        ours = {name: [] for name in params}  # type: dict[str, list[Any]]
+        moves: dict[str, list[Step]] = {name: [] for name in params}
         done: set[str] = set()
         for step in self.declared.update:
-            done |= set() if step.only_moves else {step.result.name}
-            if step.only_moves and step.result.name in ours and (step.result.name not in done) == before:
-                ours[step.result.name].append(step)
+            name = step.result.name
+            if not step.only_moves:
+                done.add(name)
+            elif name in moves and (name not in done) == before:
+                moves[name].append(step)
 
         def body(params: Params) -> Params:
-            return {n: through(ours[n], p, leading=int(n in self.stacked)) for n, p in params.items()}
+            return {n: through(moves[n], p, leading=int(n in self.stacked)) for n, p in params.items()}
 
-        specs = (self.param_specs, self.shard_specs)
-        return self._mapped(body, (specs[0] if before else specs[1],), specs[1] if before else specs[0])(params)
+        source, target = (self.param_specs, self.shard_specs)[:: 1 if before else -1]
+        return self._mapped(body, (source,), target)(params)
 
     # -- the comparison: XLA chooses the collectives --------------------------------------------------
 
     def _gspmd_gradients(self, params: Params, batch: Batch) -> tuple[jax.Array, Params, jax.Array, Params]:
-        whole = derive(self.program, _on_one_device(self.strategy), fused_head=False)
+        given, mesh = self.strategy, dict.fromkeys(self.strategy.mesh, 1)
+        alone = Strategy(mesh=mesh, remat=given.remat, num_microbatches=given.num_microbatches, state=given.state)
+        whole = derive(self.program, alone, fused_head=False)
 
         def constrain(array: ShardedArray, value: jax.Array) -> jax.Array:
             declared = self.declared.declared[array.name]
             return lax.with_sharding_constraint(value, named_sharding(self.mesh, declared))
 
-        mesh = dict.fromkeys(self.strategy.mesh, 1)
         context = Context(model=self.model, derived=whole, mesh=mesh, options=self.options, constrain=constrain)
         dloss = _per_label(batch)
-        loss, grads = self._summed(Passes(context), params, self._inputs(batch), dloss)
+        loss, grads = self._summed(Passes(context), params, batch, dloss)
         grads, extras = self._apart(grads)
-        grads = lax.with_sharding_constraint(grads, self._shardings(self.shard_specs))
-        squared = sum((jnp.sum(jnp.square(g.astype(jnp.float32))) for g in grads.values()), jnp.zeros(()))
-        return loss * dloss, grads, squared, extras
+        grads = lax.with_sharding_constraint(grads, shardings(self.mesh, self.shard_specs))
+        return loss * dloss, grads, squared_norm(self.shards, grads, {}, stacked=self.stacked), extras
+
+
+def _inputs(batch: Batch) -> Inputs:
+    return {name: array for name, array in batch.items() if name != "num_labels"}
 
 
 def _per_label(batch: Batch) -> jax.Array:
     """What the summed loss is multiplied by for the mean; without any label the loss and its gradients are 0."""
     return 1.0 / jnp.maximum(batch["num_labels"], 1.0)
-
-
-def _on_one_device(strategy: Strategy) -> Strategy:
-    return Strategy(
-        mesh=dict.fromkeys(strategy.mesh, 1),
-        remat=strategy.remat,
-        num_microbatches=strategy.num_microbatches,
-        state=strategy.state,
-    )
