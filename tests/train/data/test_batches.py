@@ -8,11 +8,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from meshwright.core.errors import InputError
 from meshwright.parallel.mesh import device_mesh
-from meshwright.train.data.ahead import Ahead
-from meshwright.train.data.batches import Batches, Source, open_data
-from meshwright.train.data.text import read_documents
+from meshwright.train.data.batches import Ahead, Batches, Source, open_data
 from meshwright.train.data.token_store import TokenStore
 from meshwright.train.settings import TrainSettings
+from tests.train.small import read_documents
 
 SEQ_LEN, BATCH_SEQS = 16, 8
 NUM_ROWS = 21

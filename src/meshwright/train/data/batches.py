@@ -1,9 +1,15 @@
-"""The batches of a run: a pure function of the seed and the number of the first sample."""
+"""The batches of a run: a pure function of the seed and the number of the first sample.
 
-from collections.abc import Mapping
+Rows of a fixed length are cut from a store of tokens; what each position sees, predicts and counts as goes with it.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import TracebackType
+from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 import grain
 import jax
@@ -12,14 +18,135 @@ from jax.sharding import Sharding
 from tokenizers import Tokenizer
 
 from meshwright.core.errors import InputError
-from meshwright.train.data.ahead import Ahead
-from meshwright.train.data.packing import PackedRows, Row, Rows, WindowRows
-from meshwright.train.data.split import split
 from meshwright.train.data.store import open_store
 from meshwright.train.data.text import open_corpus
-from meshwright.train.data.token_store import TokenStore
+from meshwright.train.data.token_store import TokenStore, split
 from meshwright.train.data.tokenizer import open_tokenizer
 from meshwright.train.settings import TrainSettings
+
+T = TypeVar("T")
+
+NO_LABEL = -1
+"""Label of a position that predicts nothing."""
+PADDING = 0
+"""Token after the end of the last row; it has no label, and a document number of its own."""
+
+
+class Row(NamedTuple):
+    """Some positions of a row, each array int32: the token, the token it predicts, its place in its document's
+    piece and the number of that piece in the row."""
+
+    tokens: np.ndarray
+    labels: np.ndarray
+    positions: np.ndarray
+    documents: np.ndarray
+
+
+class PackedRows:
+    """Documents one after the other, cut every ``seq_len`` tokens: each token is in exactly one row.
+
+    A row says which document each position is of, so that attention stays within it; positions count from the
+    start of the document's piece in the row. The last token of a document (its end-of-text token) has no label;
+    the last token of a row does, where its document goes on in the next row. The last row is padded; it is left
+    out where it would have no label, so that no batch is without any. Fewer tokens than one row give no rows.
+    """
+
+    def __init__(self, store: TokenStore, seq_len: int) -> None:
+        self.store, self.seq_len = store, seq_len
+        whole, rest = divmod(len(store), seq_len)
+        self._length = whole + (whole > 0 and rest > 0 and self.num_labels(whole) > 0)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def read(self, number: int, positions: np.ndarray) -> Row:
+        """These positions of a row; only they are read from disk."""
+        start = number * self.seq_len
+        inner = self.store.boundaries(start, start + self.seq_len) - start
+        documents = np.searchsorted(inner, positions, side="right")
+        begins = np.concatenate([[0], inner])[documents]
+        # Padding and last tokens read some token that lies within the store, and are masked.
+        places, last = start + positions, len(self.store) - 1
+        tokens = np.where(places <= last, self.store.read(np.minimum(places, last)), PADDING)
+        following = self.store.read(np.minimum(places + 1, last))
+        goes_on = (np.searchsorted(inner, positions + 1, side="right") == documents) & (places < last)
+        return _row(tokens, np.where(goes_on, following, NO_LABEL), positions - begins, documents)
+
+    def num_labels(self, number: int) -> int:
+        """Positions whose document goes on after them."""
+        start, stop = number * self.seq_len, min((number + 1) * self.seq_len, len(self.store))
+        return stop - start - len(self.store.boundaries(start, stop))
+
+
+class WindowRows:
+    """Plain windows of ``seq_len`` tokens, blind to documents: every position has the next token as its label.
+
+    Windows do not overlap; the last label of one is the first token of the next. Tokens that fill no window are
+    left out.
+    """
+
+    def __init__(self, store: TokenStore, seq_len: int) -> None:
+        self.store, self.seq_len = store, seq_len
+
+    def __len__(self) -> int:
+        return max(0, len(self.store) - 1) // self.seq_len
+
+    def read(self, number: int, positions: np.ndarray) -> Row:
+        """These positions of a window; only they are read from disk."""
+        places = number * self.seq_len + positions
+        return _row(self.store.read(places), self.store.read(places + 1), positions, np.zeros_like(positions))
+
+    def num_labels(self, number: int) -> int:
+        """All positions."""
+        return self.seq_len
+
+
+def _row(*arrays: np.ndarray) -> Row:
+    return Row(*(np.asarray(array, np.int32) for array in arrays))
+
+
+class Ahead(Generic[T]):
+    """``(number, make(number))`` for start, start + stride, ... without end, in this order.
+
+    A context manager, within which one thread keeps ``depth`` items ready; at its end the thread is gone and what
+    it made is dropped. An error of ``make`` is raised where its item is asked for.
+    """
+
+    def __init__(self, make: Callable[[int], T], *, start: int, stride: int, depth: int = 2) -> None:
+        self._make, self._next, self._stride, self._depth = make, start, stride, depth
+        self._ready: deque[tuple[int, Future[T]]] = deque()
+        # One worker, so that items are made in order and `make` need not be safe for several threads.
+        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="read-ahead")
+
+    def __enter__(self) -> Self:
+        self._fill()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._ready.clear()
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the next item is there without a wait."""
+        return bool(self._ready) and self._ready[0][1].done()
+
+    def __iter__(self) -> Iterator[tuple[int, T]]:
+        return self
+
+    def __next__(self) -> tuple[int, T]:
+        self._fill()
+        number, item = self._ready.popleft()
+        self._fill()
+        return number, item.result()
+
+    def _fill(self) -> None:
+        while len(self._ready) < self._depth:
+            self._ready.append((self._next, self._pool.submit(self._make, self._next)))
+            self._next += self._stride
+
+
+# -- batches ---------------------------------------------------------------------------------------------
 
 
 class Source(NamedTuple):
@@ -28,7 +155,7 @@ class Source(NamedTuple):
     store: TokenStore
     packing: bool = True
 
-    def rows(self, seq_len: int) -> Rows:
+    def rows(self, seq_len: int) -> "PackedRows | WindowRows":
         """The rows of ``seq_len`` tokens, numbered in the order of the text."""
         return PackedRows(self.store, seq_len) if self.packing else WindowRows(self.store, seq_len)
 

@@ -1,4 +1,7 @@
-"""Text tokenised once into a folder that is whole or absent, however many processes ask for it."""
+"""Text tokenised once into a folder that is whole or absent, however many processes ask for it.
+
+Documents are tokenised as a stream, with progress, from where an earlier try was stopped.
+"""
 
 import fcntl
 import hashlib
@@ -6,19 +9,24 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from itertools import islice
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO, BinaryIO, NamedTuple
 
 import msgspec
+import numpy as np
 import tokenizers
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from tokenizers import Tokenizer
 
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.files import write_text_whole
-from meshwright.train.data.text import Corpus
-from meshwright.train.data.token_store import START_BYTES, TokenStore
+from meshwright.core.units import format_count
+from meshwright.train.data.text import Corpus, Piece
+from meshwright.train.data.token_store import START_BYTES, STARTS, TOKENS, TokenStore
 from meshwright.train.data.tokenizer import (
     END_ID,
     SMALLEST_VOCAB,
@@ -28,13 +36,15 @@ from meshwright.train.data.tokenizer import (
     save_tokenizer,
     train_tokenizer,
 )
-from meshwright.train.data.write import Written, tokenise
 
 FORMAT = 1
 """Part of every key: a store of another form is made anew."""
 TOKENIZER, META = "tokenizer.json", "store.json"
 TRAINED_CHARS = 2**26
 """A tokenizer is trained on about so many characters: more change its tokens little and cost memory."""
+JOURNAL = "journal.json"
+BATCH_CHARS = 2**22
+"""Text given to the tokenizer's threads at once; what an interruption loses at most."""
 
 
 class Tokenised(NamedTuple):
@@ -43,6 +53,20 @@ class Tokenised(NamedTuple):
     store: TokenStore
     tokenizer: Tokenizer
     end_id: int
+
+
+class Written(msgspec.Struct, kw_only=True):
+    """What is in the files: tokens and documents, and the pieces of text that they come from."""
+
+    tokens: int = 0
+    documents: int = 0
+    pieces: int = 0
+    in_document: bool = False
+
+    def files(self, folder: Path, dtype: str) -> tuple[tuple[Path, int], tuple[Path, int]]:
+        """The two files, and how many bytes these tokens and starts take."""
+        tokens = self.tokens * np.dtype(dtype).itemsize
+        return (folder / TOKENS, tokens), (folder / STARTS, self.documents * START_BYTES)
 
 
 class Meta(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -75,7 +99,13 @@ def open_store(corpus: Corpus, given: TextTokenizer | None, *, vocab_size: int, 
                     # Nothing to go on from: text that is mended has another name.
                     shutil.rmtree(part, ignore_errors=True)
                     raise
-                _put(part, path)
+                try:
+                    os.rename(part, path)
+                except OSError:
+                    # Where another process was first, its store stays.
+                    if not path.is_dir():
+                        raise
+                    shutil.rmtree(part, ignore_errors=True)
     return _open(path)
 
 
@@ -101,16 +131,6 @@ def _build(corpus: Corpus, given: TextTokenizer | None, vocab_size: int, part: P
     written = tokenise(corpus, encoder, dtype=dtype, folder=part)
     meta = Meta(dtype=dtype, end_id=encoder.end_id, written=written)
     write_text_whole(part / META, msgspec.json.format(msgspec.json.encode(meta)).decode() + "\n")
-
-
-def _put(part: Path, path: Path) -> None:
-    """Give a finished store its name; where another process was first, its store stays."""
-    try:
-        os.rename(part, path)
-    except OSError:
-        if not path.is_dir():
-            raise
-        shutil.rmtree(part, ignore_errors=True)
 
 
 @contextmanager
@@ -166,10 +186,93 @@ def _open(path: Path) -> Tokenised:
         raise InputError(f"{path} is not a store of tokens. Remove it, and it is made again.") from None
     (tokens, size), (starts, index_size) = meta.written.files(path, meta.dtype)
     # The index has the number of tokens as one more entry.
-    if not _has_size(tokens, size) or not _has_size(starts, index_size + START_BYTES):
+    sizes = {tokens: size, starts: index_size + START_BYTES}
+    if not all(file.is_file() and file.stat().st_size == size for file, size in sizes.items()):
         raise InputError(f"{path} is damaged: its files have other than {meta.written.tokens} tokens. Remove it.")
     return Tokenised(TokenStore.open(path, dtype=meta.dtype), load_tokenizer(path / TOKENIZER), meta.end_id)
 
 
-def _has_size(path: Path, size: int) -> bool:
-    return path.is_file() and path.stat().st_size == size
+# -- the files of a store --------------------------------------------------------------------------------
+
+
+def tokenise(corpus: Corpus, encoder: TextTokenizer, *, dtype: str, folder: Path) -> Written:
+    """Write all documents, each with an end-of-text token, and say what was written.
+
+    Goes on from where an earlier call for the same folder was stopped, however it was.
+    """
+    written = _journal(folder, dtype)
+    with ExitStack() as stack:
+        tokens, starts = (stack.enter_context(_opened(*file)) for file in written.files(folder, dtype))
+        show = stack.enter_context(_progress(corpus.total_bytes))
+        for pieces in _batches(islice(corpus.pieces(), written.pieces, None)):
+            texts = [piece.text for piece in pieces]
+            encodings = encoder.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+            for piece, encoding in zip(pieces, encodings, strict=True):
+                if not written.in_document:
+                    starts.write(np.uint64(written.tokens).tobytes())
+                    written.documents += 1
+                ids = [*encoding.ids, encoder.end_id] if piece.ends_document else encoding.ids
+                tokens.write(np.array(ids, dtype).tobytes())
+                written.tokens += len(ids)
+                written.pieces += 1
+                written.in_document = not piece.ends_document
+            # The files must reach as far as the journal says.
+            tokens.flush()
+            starts.flush()
+            write_text_whole(folder / JOURNAL, msgspec.json.encode(written).decode())
+            show(pieces[-1].bytes_read, written.tokens)
+        # The index ends with the number of tokens.
+        starts.write(np.uint64(written.tokens).tobytes())
+        for file in (tokens, starts):
+            file.flush()
+            # The folder gets its name by a rename, which must not reach the disk before what it names.
+            os.fsync(file.fileno())
+    (folder / JOURNAL).unlink(missing_ok=True)
+    return written
+
+
+def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+    batch: list[Piece] = []
+    chars = 0
+    for piece in pieces:
+        batch.append(piece)
+        chars += len(piece.text)
+        if chars >= BATCH_CHARS:
+            yield batch
+            batch, chars = [], 0
+    if batch:
+        yield batch
+
+
+def _journal(folder: Path, dtype: str) -> Written:
+    """What an earlier try has done; nothing where its files do not reach that far, as after a loss of power."""
+    try:
+        found = msgspec.json.decode((folder / JOURNAL).read_bytes(), type=Written)
+    except (OSError, msgspec.DecodeError):
+        return Written()
+    reached = all(path.is_file() and path.stat().st_size >= size for path, size in found.files(folder, dtype))
+    return found if reached else Written()
+
+
+def _opened(path: Path, size: int) -> BinaryIO:
+    """A file to append to after its first ``size`` bytes: a killed process may have written more."""
+    file = path.open("r+b" if path.is_file() else "w+b")
+    file.truncate(size)
+    file.seek(size)
+    return file
+
+
+@contextmanager
+def _progress(total_bytes: int) -> Iterator[Callable[[int, int], None]]:
+    """A bar on stderr where that is a terminal, else nothing."""
+    if not sys.stderr.isatty():
+        yield lambda bytes_read, tokens: None
+        return
+    columns = (TextColumn("tokenising"), BarColumn(), TextColumn("{task.fields[tokens]} tokens"), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=max(total_bytes, 1), tokens="0")
+
+        def show(bytes_read: int, tokens: int) -> None:
+            bar.update(task, completed=bytes_read, tokens=format_count(tokens))
+
+        yield show
