@@ -1,7 +1,8 @@
-"""Device meshes, and the notation turned into JAX's PartitionSpec."""
+"""Device meshes, the notation turned into JAX's PartitionSpec, and JAX's cache of compiled programs."""
 
 import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -31,6 +32,22 @@ def emulate_devices(count: int) -> None:
         raise CannotRunError(
             f"{count} devices are needed and JAX has {len(jax.devices())}. Set XLA_FLAGS={_DEVICES_FLAG}={count}."
         )
+
+
+def keep_compiled_programs(folder: Path) -> None:
+    """Let JAX keep what it compiles in ``folder/xla``; a cache that is set already is left alone.
+
+    A folder that cannot be written only costs the time of compiling again.
+    """
+    if jax.config.values["jax_compilation_cache_dir"]:
+        return
+    target = folder / "xla"
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return
+    jax.config.update("jax_compilation_cache_dir", str(target))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
 
 def device_mesh(axes: Mapping[str, int], devices: Sequence[jax.Device] | None = None) -> Mesh:

@@ -10,18 +10,17 @@ import msgspec
 from meshwright.core.files import cache_folder
 from meshwright.core.host_memory import keep_freed_memory
 from meshwright.core.toml_file import dump_toml
+from meshwright.parallel.mesh import keep_compiled_programs
 from meshwright.parallel.processes import is_first, shared, wait_for_all
 from meshwright.spec.job import Job
 from meshwright.spec.model import Model
 from meshwright.spec.plan_file import Prediction
 from meshwright.spec.strategy import Strategy
-from meshwright.train.cache import keep_compiled_programs
 from meshwright.train.checkpoint import Checkpoints
 from meshwright.train.data.tokenizer import save_tokenizer
 from meshwright.train.interrupt import stop_on_signals
-from meshwright.train.record.goodput import Stopwatch
 from meshwright.train.record.metrics import LiveLine
-from meshwright.train.record.result import TrainResult
+from meshwright.train.record.result import Stopwatch, TrainResult
 from meshwright.train.record.run_folder import RESOLVED, RunFolder, create_run_folder, held_alone, require_same_model
 from meshwright.train.record.tracking import Tracking, require_trackers
 from meshwright.train.run import OnStep, Outputs, Run
@@ -63,7 +62,13 @@ def train(
     resolved = {"model": model, "strategy": strategy, "job": job, "train": settings}
     texts = {RESOLVED: dump_toml(resolved), **(texts or {})}
     with ExitStack() as stack:
-        _hold(path, stack)
+
+        def hold() -> str:
+            stack.enter_context(held_alone(path))
+            return ""
+
+        # Process 0 keeps other runs out of the folder for all, before anything in it is touched.
+        shared(hold)
         kept = stack.enter_context(Checkpoints(path, keep=settings.keep_checkpoints, keep_every=settings.keep_every))
         position, state = start_state(setup, kept)
         step = position.step if resume else None
@@ -74,20 +79,16 @@ def train(
         request = stack.enter_context(stop_on_signals(live.say))
         if is_first():
             save_tokenizer(setup.data.tokenizer, path / TOKENIZER)
-        outputs = Outputs(folder, live, tracking, kept, watch)
-        run = Run(setup, outputs, request, predicted)
-        run.begin(position, state, resumed=bool(resume))
+        run = Run(
+            setup=setup,
+            outputs=Outputs(folder, live, tracking, kept, watch),
+            request=request,
+            predicted=predicted,
+            position=position,
+            state=state,
+            resumed_from=step,
+        )
         run.steps(on_step)
         result = run.finish()
     wait_for_all("the end of the run")
     return result
-
-
-def _hold(run: Path, stack: ExitStack) -> None:
-    """Keep other runs out of the folder, in whose name process 0 asks for all; before anything in it is touched."""
-
-    def hold() -> str:
-        stack.enter_context(held_alone(run))
-        return ""
-
-    shared(hold)

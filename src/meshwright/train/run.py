@@ -4,6 +4,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
@@ -16,14 +17,20 @@ from meshwright.nn.weights import Params
 from meshwright.parallel.train_step import Batch, State
 from meshwright.spec.plan_file import Prediction
 from meshwright.train.checkpoint import Checkpoints, Position
-from meshwright.train.data.ahead import Ahead
+from meshwright.train.data.batches import Ahead
 from meshwright.train.interrupt import StopRequest
 from meshwright.train.optimizers.schedules import learning_rate
 from meshwright.train.optimizers.table import averaged
-from meshwright.train.record.divergence import where_not_finite
-from meshwright.train.record.goodput import Stopwatch
-from meshwright.train.record.metrics import EvaluationRecord, LiveLine, StepRecord, on_host, over_layers
-from meshwright.train.record.result import MemoryUse, TrainResult, make_result, measured_memory
+from meshwright.train.record.health import where_not_finite
+from meshwright.train.record.metrics import (
+    EvaluationRecord,
+    LiveLine,
+    StepRecord,
+    on_host,
+    over_layers,
+    typical_step_s,
+)
+from meshwright.train.record.result import MemoryUse, Stopwatch, TrainResult, measured_memory, peak_bytes
 from meshwright.train.record.run_folder import RunFolder
 from meshwright.train.record.tracking import Tracking
 from meshwright.train.setup import Setup
@@ -62,24 +69,26 @@ def steps_ahead() -> int:
     return 0 if jax.devices()[0].platform == "cpu" else 1
 
 
+@dataclass(kw_only=True)
 class Run:
-    """Everything that changes while a run goes on."""
+    """Everything that changes while a run goes on; it takes over at ``position``, where an earlier start left off if
+    ``resumed_from`` says its step."""
 
-    def __init__(
-        self, setup: Setup, outputs: Outputs, request: StopRequest, predicted: Prediction[float] | None
-    ) -> None:
-        self.setup, self.outputs, self.request, self.predicted = setup, outputs, request, predicted
-        self.job, self.settings, self.watch = setup.job, setup.settings, outputs.watch
-        self.step_s: list[float] = []
-        self.evaluations: list[EvaluationRecord] = []
-        self.memory: MemoryUse | None = None
-        self.last_end = 0.0
-        self.rates = learning_rate(setup.settings)(np.arange(setup.settings.steps))
+    setup: Setup
+    outputs: Outputs
+    request: StopRequest
+    predicted: Prediction[float] | None
+    position: Position
+    state: State
+    resumed_from: int | None
+    step_s: list[float] = field(default_factory=list)
+    evaluations: list[EvaluationRecord] = field(default_factory=list)
+    memory: MemoryUse | None = None
+    last_end: float = 0.0
 
-    def begin(self, position: Position, state: State, *, resumed: bool) -> None:
-        """Take over where an earlier start, if any, left off."""
-        self.position, self.state = position, state
-        self.resumed_from = position.step if resumed else None
+    def __post_init__(self) -> None:
+        self.job, self.settings, self.watch = self.setup.job, self.setup.settings, self.outputs.watch
+        self.rates = learning_rate(self.settings)(np.arange(self.settings.steps))
         self.losses = list(self.outputs.folder.kept.losses)
 
     # -- steps ---------------------------------------------------------------------------------------
@@ -182,9 +191,8 @@ class Run:
 
     def _pauses_after(self, number: int) -> bool:
         """Whether something looks at the state after this step, which the step after it consumes."""
-        return self._is_due(number, self.settings.checkpoint_every) or self._is_due(
-            number, self.settings.evaluate_every
-        )
+        every = (self.settings.checkpoint_every, self.settings.evaluate_every)
+        return any(self._is_due(number, each) for each in every)
 
     def _is_due(self, number: int, every: int) -> bool:
         # The last step's are made when the run ends.
@@ -198,7 +206,7 @@ class Run:
 
     def _save(self) -> None:
         with self.watch.timed("checkpoint"):
-            self.outputs.checkpoints.save(self.state, self.position, to_canonical=self.setup.to_canonical)
+            self.outputs.checkpoints.save(self.state, self.position, to_canonical=self.setup.step.to_canonical)
 
     def _evaluated_weights(self) -> Params:
         return _averaged(self.state) if self.settings.average else self.state.params
@@ -227,27 +235,35 @@ class Run:
             self._save()
             with self.watch.timed("checkpoint"):
                 self.outputs.checkpoints.wait()
-        weights = self.setup.to_canonical(self._evaluated_weights())
-        save_weights(self.setup.model, weights, self.outputs.folder.path)
+        weights = self.setup.step.to_canonical(self._evaluated_weights())
+        save_weights(self.setup.step.model, weights, self.outputs.folder.path)
         result = self._result()
         self.outputs.folder.summarise({**msgspec.to_builtins(result), "diverged": False})
         return result
 
     def _result(self) -> TrainResult:
-        kept = self.outputs.folder.kept
+        kept, done, typical = self.outputs.folder.kept, self.position.step, typical_step_s(self.step_s)
+        mfu, hfu = self.predicted.measured(typical) if self.predicted and typical else (None, None)
         goodput = self.watch.goodput(steps_s=sum(self.step_s), lost_steps=kept.lost_steps, lost_s=kept.lost_s)
-        return make_result(
-            self.outputs.folder.path,
-            done=self.position.step,
-            wanted=self.settings.steps,
-            tokens_per_step=self.job.tokens_per_step,
-            losses=self.losses,
-            step_s=self.step_s,
-            predicted=self.predicted,
+        evaluated = bool(self.evaluations) and self.evaluations[-1].step == done
+        peak = peak_bytes()
+        return TrainResult(
+            run=str(self.outputs.folder.path),
+            steps=done,
+            stopped=done < self.settings.steps,
+            losses=list(self.losses),
+            validation_loss=self.evaluations[-1].loss if evaluated else None,
+            step_s=typical,
+            step_s_predicted=self.predicted.step_s if self.predicted else None,
+            tokens_per_s=self.job.tokens_per_step / typical if typical else None,
+            mfu=mfu,
+            hfu=hfu,
+            compile_s=goodput.compile_s,
+            memory=msgspec.structs.replace(self.memory, peak_bytes=peak) if self.memory and peak else self.memory,
             goodput=goodput,
-            memory=self.memory,
-            evaluations=self.evaluations,
+            evaluations=list(self.evaluations),
             resumed_from=self.resumed_from,
+            processes=jax.process_count(),
         )
 
     def _give_up(self, flight: _Flight, record: StepRecord) -> None:
@@ -256,7 +272,7 @@ class Run:
         what = f"the loss is {record.loss}"
         if math.isfinite(record.loss):
             what = f"the loss is {record.loss:.4g} and the norm of the gradient {record.grad_norm}"
-        where = where_not_finite(self.setup.step, self.state, flight.batch, model=self.setup.model)
+        where = where_not_finite(self.setup.step, self.state, flight.batch)
         settings, steps = self.settings, self.outputs.checkpoints.steps()
         kept = f"the checkpoint of step {steps[-1]} and the metrics are" if steps else "the metrics are"
         raise CannotRunError(

@@ -1,7 +1,7 @@
 """Settings of a training run: plain data, checked where it is made."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, get_args, get_type_hints
 
 import msgspec
@@ -17,13 +17,19 @@ ScheduleKind = Literal["cosine", "linear", "constant", "wsd", "rsqrt"]
 Rounding = Literal["nearest", "stochastic"]
 Tracker = Literal["tensorboard", "wandb"]
 
-_AT_LEAST_ONE = ("steps", "log_every", "keep_checkpoints", "evaluate_batches")
 _NOT_NEGATIVE = (
     *("seed", "warmup_steps", "weight_decay", "min_learning_rate_ratio", "z_loss", "balance_loss", "router_z_loss"),
     *("capacity_factor", "checkpoint_every", "keep_every", "evaluate_every"),
 )
-_ABOVE_ZERO = ("learning_rate", "max_grad_norm", "epsilon")
-_BELOW_ONE = ("beta1", "beta2", "momentum", "average", "held_out")
+_BOUNDS: tuple[tuple[tuple[str, ...], Callable[[float], bool], str], ...] = (
+    (("steps", "log_every", "keep_checkpoints", "evaluate_batches"), lambda n: n >= 1, "be at least 1"),
+    (_NOT_NEGATIVE, lambda n: 0 <= n < math.inf, "not be negative"),
+    (("seed",), lambda n: n < 2**31, f"be less than 2**31 = {2**31}"),
+    (("learning_rate", "max_grad_norm", "epsilon"), lambda n: 0 < n < math.inf, "be a number above 0"),
+    (("beta1", "beta2", "momentum", "average", "held_out"), lambda n: 0 <= n < 1, "be at least 0 and less than 1"),
+    (("decay_fraction",), lambda n: 0 < n <= 1, "be above 0 and at most 1"),
+)
+"""Names of numbers, whether one is allowed, and what it must."""
 
 
 class TrainSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -87,27 +93,15 @@ class TrainSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     def __post_init__(self) -> None:
         for name, known in _WORDS.items():
             _require_words(name, getattr(self, name), known)
-        for name in _AT_LEAST_ONE:
-            if getattr(self, name) < 1:
-                raise InputError(f"train.{name}={getattr(self, name)} must be at least 1.")
-        for name in _NOT_NEGATIVE:
-            if not 0 <= getattr(self, name) < math.inf:
-                raise InputError(f"train.{name}={getattr(self, name)} must not be negative.")
-        if self.seed >= 2**31:
-            raise InputError(f"train.seed={self.seed} must be less than 2**31 = {2**31}.")
-        for name in _ABOVE_ZERO:
-            if not 0 < getattr(self, name) < math.inf:
-                raise InputError(f"train.{name}={getattr(self, name)} must be a number above 0.")
-        for name in _BELOW_ONE:
-            if not 0 <= getattr(self, name) < 1:
-                raise InputError(f"train.{name}={getattr(self, name)} must be at least 0 and less than 1.")
-        if not 0 < self.decay_fraction <= 1:
-            raise InputError(f"train.decay_fraction={self.decay_fraction} must be above 0 and at most 1.")
+        for names, is_allowed, what in _BOUNDS:
+            for name in names:
+                if not is_allowed(getattr(self, name)):
+                    raise InputError(f"train.{name}={getattr(self, name)} must {what}.")
 
 
-def _require_words(name: str, given: str | tuple[str, ...], known: tuple[str, ...]) -> None:
-    for word in (given,) if isinstance(given, str) else given:
-        if word not in known:
+def _require_words(name: str, given: Any, known: tuple[str, ...]) -> None:
+    for word in given if isinstance(given, list | tuple) else (given,):
+        if isinstance(word, str) and word not in known:
             raise InputError(f"train.{name} {word!r} is not known.{nearest(word, known)}")
 
 
@@ -132,21 +126,17 @@ def settings_from_table(table: Mapping[str, Any]) -> TrainSettings:
             raise InputError(f"train.{key} is not a setting.{nearest(key, TrainSettings.__struct_fields__)}")
     if isinstance(given.get("track"), str):
         given["track"] = [word.strip() for word in given["track"].split(",") if word.strip()]
-    for key in _WORDS.keys() & given.keys():
-        # Before the conversion, whose message for a wrong word names no other.
-        words = given[key] if isinstance(given[key], list | tuple) else (given[key],)
-        _require_words(key, tuple(word for word in words if isinstance(word, str)), _WORDS[key])
     try:
         return msgspec.convert(given, TrainSettings)
     except msgspec.ValidationError as error:
-        cause = error.__cause__
-        raise InputError(str(cause) if isinstance(cause, InputError) else _in_words(error)) from None
-
-
-def _in_words(error: msgspec.ValidationError) -> str:
-    """``train.steps: expected `int`, got `str`.`` from msgspec's message with a path."""
-    text, _, path = str(error).partition(" - at `$.")
-    return f"train.{path.rstrip('`')}: {text[0].lower()}{text[1:]}."
+        if isinstance(error.__cause__, InputError):
+            raise InputError(str(error.__cause__)) from None
+        for key in _WORDS.keys() & given.keys():
+            # msgspec's message for a wrong word names no other.
+            _require_words(key, given[key], _WORDS[key])
+        # "train.steps: expected `int`, got `str`." from a message with a path.
+        text, _, path = str(error).partition(" - at `$.")
+        raise InputError(f"train.{path.rstrip('`')}: {text[0].lower()}{text[1:]}.") from None
 
 
 def program_options(settings: TrainSettings, *, several_documents: bool) -> ProgramOptions:

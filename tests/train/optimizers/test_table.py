@@ -19,7 +19,7 @@ from meshwright.parallel.mesh import device_mesh
 from meshwright.spec.strategy import STATE_BYTES
 from meshwright.train.optimizers.muon import orthogonal
 from meshwright.train.optimizers.sharded import Places, on_one_device
-from meshwright.train.optimizers.table import averaged, from_optax, make_optimizer, state_specs
+from meshwright.train.optimizers.table import averaged, from_optax, make_optimizer
 from meshwright.train.settings import TrainSettings
 from tests.train.small import MODEL
 
@@ -284,15 +284,15 @@ def test_dealing_out_whole_matrices_takes_two_all_to_alls_for_each_split_dim():
 def test_the_state_lies_as_the_weights_do():
     specs, shapes = specs_of(("fsdp", "tensor")), jax.eval_shape(first_weights)
     adamw = make_optimizer(ROUTED, settings(average=0.9), "bf16-master")
-    found = state_specs(adamw, shapes, specs)
+    found = adamw.specs(shapes, specs)
     assert found.master == found.average == found.inner[0].mu == found.inner[0].nu == specs
     assert found.count == found.inner[0].count == PartitionSpec()
-    factored = state_specs(make_optimizer(ROUTED, settings(optimizer="adafactor")), shapes, specs).inner[0]
+    factored = make_optimizer(ROUTED, settings(optimizer="adafactor")).specs(shapes, specs).inner[0]
     assert factored.rows["wq"] == PartitionSpec(None, "fsdp", None, None)
     assert factored.columns["wq"] == PartitionSpec(None, None, "tensor", None)
     assert factored.whole["attn_norm"] == specs["attn_norm"]
     # What optax's own form keeps is of another rank: it lies whole everywhere.
-    theirs = state_specs(from_optax(optax.adafactor(1e-2, min_dim_size_to_factor=1)), shapes, specs)
+    theirs = from_optax(optax.adafactor(1e-2, min_dim_size_to_factor=1)).specs(shapes, specs)
     assert theirs.inner[0].v_row["wq"] == PartitionSpec()
 
 

@@ -11,8 +11,7 @@ from meshwright.core.units import format_bytes, format_seconds
 from meshwright.spec.plan_file import Plan
 
 if TYPE_CHECKING:
-    from meshwright.train.record.goodput import Goodput
-    from meshwright.train.record.result import TrainResult
+    from meshwright.train.record.result import Goodput, TrainResult
 
 
 def print_result(chosen: Plan, result: "TrainResult") -> None:

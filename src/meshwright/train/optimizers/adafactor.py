@@ -13,8 +13,9 @@ import optax
 from meshwright.algebra.kinds import Updated
 from meshwright.algebra.ops.adafactor import outputs, stacked
 from meshwright.algebra.ops.adafactor import update as adafactor_steps
+from meshwright.nn.interpreter import run_update
 from meshwright.nn.weights import Params
-from meshwright.train.optimizers.sharded import Places, updated
+from meshwright.train.optimizers.sharded import Places, on_shards
 
 DECAY_POWER = 0.8
 """Of the decay 1 - t^-0.8. Source: Shazeer and Stern, 2018."""
@@ -90,4 +91,10 @@ def _updated(
     before = [array for array in keeping.inputs if array.name.endswith(".before")]
     after = [array for array in keeping.more if array.name.endswith(".after")]
     given = dict(zip((first.inputs[0], own, *before, keeping.inputs[-1]), (*values, *means, decay), strict=True))
-    return updated(places, steps, given, (steps[-1].result, *after))
+    results = (steps[-1].result, *after)
+
+    def body(*blocks: jax.Array) -> tuple[jax.Array, ...]:
+        env = run_update(steps, dict(zip(given, blocks, strict=True)))
+        return tuple(env[array] for array in results)
+
+    return on_shards(body, places, given, results)

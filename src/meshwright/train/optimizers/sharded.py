@@ -9,14 +9,10 @@ from jax.sharding import AbstractMesh, Mesh
 from meshwright.algebra.derive import derive
 from meshwright.algebra.kinds import Updated
 from meshwright.algebra.notation import ShardedArray
-from meshwright.algebra.steps import Step
 from meshwright.algebra.transformer import transformer
-from meshwright.nn.interpreter import run_update
 from meshwright.parallel.mesh import partition_spec
 from meshwright.spec.model import Model
 from meshwright.spec.strategy import Strategy
-
-Arrays = dict[ShardedArray, jax.Array]
 
 
 class Places(NamedTuple):
@@ -43,15 +39,3 @@ def on_shards(
     specs = tuple(partition_spec(array) for array in given)
     out = tuple(partition_spec(array) for array in results)
     return jax.shard_map(body, mesh=places.mesh, in_specs=specs, out_specs=out, check_vma=False)(*given.values())
-
-
-def updated(
-    places: Places, steps: Sequence[Step], given: Mapping[ShardedArray, jax.Array], results: Sequence[ShardedArray]
-) -> tuple[jax.Array, ...]:
-    """Arrays that the steps make of those given."""
-
-    def body(*blocks: jax.Array) -> tuple[jax.Array, ...]:
-        env = run_update(steps, dict(zip(given, blocks, strict=True)))
-        return tuple(env[array] for array in results)
-
-    return on_shards(body, places, given, results)

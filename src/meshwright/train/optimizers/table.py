@@ -20,16 +20,15 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import PartitionSpec
-from jax.tree_util import DictKey, KeyPath
+from jax.tree_util import KeyPath
 from optax import GradientTransformation
 
 from meshwright.core.errors import InputError, nearest
 from meshwright.nn.weights import Params
+from meshwright.parallel.optimizer import Optimizer, weight_of
 from meshwright.spec.model import Model
 from meshwright.spec.strategy import STATE_BYTES
 from meshwright.train.optimizers.adafactor import scale_by_adafactor
-from meshwright.train.optimizers.average import start_average, update_average
 from meshwright.train.optimizers.muon import inside_layers, scale_by_muon
 from meshwright.train.optimizers.rounding import round_to, round_tree
 from meshwright.train.optimizers.schedules import learning_rate
@@ -45,18 +44,6 @@ class OptState(NamedTuple):
     inner: Any
     master: Params
     average: Params
-
-
-class Optimizer(NamedTuple):
-    """``init(params) -> OptState`` and ``update(grads, state, params) -> (new params, new OptState)``."""
-
-    init: Callable[[Params], OptState]
-    update: Callable[[Params, OptState, Params], tuple[Params, OptState]]
-    kind: str = "adamw"
-
-    def specs(self, param_shapes: Params, param_specs: Mapping[str, PartitionSpec]) -> OptState:
-        """The sharding of each array of the state, as `TrainStep` asks for it; see `state_specs`."""
-        return state_specs(self, param_shapes, param_specs)
 
 
 def make_optimizer(
@@ -142,6 +129,38 @@ def _keys(rounding: Rounding, seed: int, count: jax.Array) -> tuple[jax.Array | 
     return weights, moments
 
 
+def _narrow_moments(moments: Any, params: Params) -> Any:
+    """Arrays kept for a weight as bfloat16; counters and constants as they are."""
+
+    def narrow(path: KeyPath, leaf: jax.Array) -> jax.Array:
+        kept = weight_of(path, params) is not None and leaf.dtype == jnp.float32
+        return leaf.astype(jnp.bfloat16) if kept else leaf
+
+    return jax.tree_util.tree_map_with_path(narrow, moments)
+
+
+def start_average(params: Params) -> Params:
+    """The mean before the first update: the weights themselves, in buffers of their own."""
+    # A copy, because `jit` hands an array that it did not change back as the same buffer, which could not be donated.
+    return {name: jnp.copy(array).astype(jnp.float32) for name, array in params.items()}
+
+
+def average_decay(decay: float, count: Any) -> Any:
+    """Decay at update ``count`` (from 1): min(decay, (1 + count) / (10 + count)).
+
+    Without this warm-up the first, untrained weights would stay in the mean for some 1 / (1 - decay) updates; with
+    it the mean needs no correction where it is read. Source: TensorFlow's ExponentialMovingAverage (num_updates).
+    """
+    number = jnp.asarray(count, jnp.float32)
+    return jnp.minimum(decay, (1 + number) / (10 + number))
+
+
+def update_average(average: Params, params: Params, *, decay: float, count: Any) -> Params:
+    """The mean moved towards the new weights by 1 - `average_decay`."""
+    share = 1 - average_decay(decay, count)
+    return jax.tree.map(lambda mean, new: mean + share * (new.astype(jnp.float32) - mean), average, params)
+
+
 # -- what the settings name ------------------------------------------------------------------------
 
 
@@ -195,41 +214,3 @@ def _by_name(choose: Callable[[str], str], parts: Mapping[str, GradientTransform
         return {name: changes[name] for name in grads}, {part: new for part, (_, new) in found.items()}
 
     return GradientTransformation(init, update)
-
-
-# -- where the state lies --------------------------------------------------------------------------
-
-
-def state_specs(optimizer: Optimizer, param_shapes: Params, param_specs: Mapping[str, PartitionSpec]) -> Any:
-    """The sharding of each array of the optimizer's state, given those of the weights' shards.
-
-    An array kept for a weight (found by its name) is split as that weight in every dim that it has whole; dims of
-    size 1, over which a mean was taken, and counters lie on every device.
-    """
-    shapes = jax.eval_shape(optimizer.init, param_shapes)
-
-    def spec(path: KeyPath, leaf: Any) -> PartitionSpec:
-        name = weight_of(path, param_specs)
-        if name is None or len(leaf.shape) != len(param_shapes[name].shape):
-            return PartitionSpec()
-        parts = [*param_specs[name], *[None] * len(leaf.shape)]
-        sizes = zip(leaf.shape, param_shapes[name].shape, parts, strict=False)
-        return PartitionSpec(*(part if mine == whole else None for mine, whole, part in sizes))
-
-    return jax.tree_util.tree_map_with_path(spec, shapes)
-
-
-def weight_of(path: KeyPath, names: Mapping[str, Any]) -> str | None:
-    """The weight to which an array of a state belongs: the last key of a dict on its path that names one."""
-    keys = [key.key for key in path if isinstance(key, DictKey) and key.key in names]
-    return keys[-1] if keys else None
-
-
-def _narrow_moments(moments: Any, params: Params) -> Any:
-    """Arrays kept for a weight as bfloat16; counters and constants as they are."""
-
-    def narrow(path: KeyPath, leaf: jax.Array) -> jax.Array:
-        kept = weight_of(path, params) is not None and leaf.dtype == jnp.float32
-        return leaf.astype(jnp.bfloat16) if kept else leaf
-
-    return jax.tree_util.tree_map_with_path(narrow, moments)

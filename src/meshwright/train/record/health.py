@@ -1,4 +1,4 @@
-"""Which array first held a value that is no number, found on the devices in one small program."""
+"""Why a step has no finite loss or gradient: the first array that is not finite, found on the devices."""
 
 from collections.abc import Mapping
 from functools import lru_cache
@@ -8,10 +8,28 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jax.tree_util import DictKey, KeyPath
+from jax.tree_util import KeyPath
 
 from meshwright.algebra.transformer import layer_kinds, local_name, weight_variables
+from meshwright.parallel.optimizer import weight_of
+from meshwright.parallel.train_step import State, TrainStep
 from meshwright.spec.model import Model
+
+
+def where_not_finite(step: TrainStep, state: State, batch: Any) -> str:
+    """What is not finite after a step whose loss or gradient was not: a weight, a gradient, or the loss alone.
+
+    Weights are looked at first. Where they are finite, the step's own batch gives the gradients once more; where
+    those are finite too the weights have moved on since, and the loss alone is known to have been bad. Layers are
+    numbered as in the model, in whatever order the stages of a pipeline hold them.
+    """
+    weights = non_finite(step.to_canonical(state.params), step.model)
+    if weights:
+        return f"in the weights after it, {weights}"
+    gradients = non_finite(step.to_canonical(step.gradients(state.params, batch)[1]), step.model)
+    if gradients:
+        return f"all weights are finite; in its gradients, {gradients}"
+    return "weights and gradients are finite"
 
 
 def non_finite(tree: Any, model: Model) -> str | None:
@@ -22,16 +40,18 @@ def non_finite(tree: Any, model: Model) -> str | None:
     """
     layers = _layers(model)
     order = {name: place for place, name in enumerate(layers)}
-    found = [(path, leaf) for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0] if _is_float(leaf)]
-    if not found:
+    arrays = [
+        (weight_of(path, order), path, leaf)
+        for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]
+        if jnp.issubdtype(leaf.dtype, jnp.floating)
+    ]
+    if not arrays:
         return None
-    found.sort(key=lambda item: order.get(_weight(item[0], order) or "", len(order)))
-    names = [_weight(path, order) for path, _ in found]
-    stacked = tuple(
-        bool(name and layers[name][1]) and leaf.ndim > 0 for name, (_, leaf) in zip(names, found, strict=True)
-    )
-    flags = _flags_on(_mesh(found[0][1]))([leaf for _, leaf in found], stacked)
-    for (path, _), name, flag in zip(found, names, flags, strict=True):
+    arrays.sort(key=lambda array: order.get(array[0] or "", len(order)))
+    stacked = tuple(bool(name and layers[name][1]) and leaf.ndim > 0 for name, _, leaf in arrays)
+    mesh = getattr(getattr(arrays[0][2], "sharding", None), "mesh", None)
+    flags = _flags_on(mesh if isinstance(mesh, Mesh) else None)([leaf for *_, leaf in arrays], stacked)
+    for (name, path, _), flag in zip(arrays, flags, strict=True):
         nan, infinite = np.asarray(flag)
         bad = nan | infinite
         if bad.any():
@@ -53,18 +73,9 @@ def _layers(model: Model) -> dict[str, tuple[str, tuple[int, ...]]]:
     return found
 
 
-def _is_float(leaf: Any) -> bool:
-    return jnp.issubdtype(leaf.dtype, jnp.floating)
-
-
-def _weight(path: KeyPath, known: Mapping[str, Any]) -> str | None:
-    keys = [key.key for key in path if isinstance(key, DictKey) and key.key in known]
-    return keys[-1] if keys else None
-
-
 def _words(path: KeyPath, name: str | None, layers: Mapping[str, tuple[str, tuple[int, ...]]], index: int) -> str:
     """``inner.mu: layers.wq of layer 3``, without what stands before the weight where nothing does."""
-    keys = [str(next(getattr(key, part) for part in ("key", "name", "idx") if hasattr(key, part))) for key in path]
+    keys = [jax.tree_util.keystr((key,), simple=True) for key in path]
     if name is None:
         return ".".join(keys)
     before, (weight, mine) = ".".join(key for key in keys if key != name), layers[name]
@@ -84,8 +95,3 @@ def _flags(arrays: list[jax.Array], stacked: tuple[bool, ...]) -> list[jax.Array
         return jnp.stack([jnp.isnan(array).any(over).reshape(-1), jnp.isinf(array).any(over).reshape(-1)])
 
     return [flags(array, by_layer) for array, by_layer in zip(arrays, stacked, strict=True)]
-
-
-def _mesh(array: Any) -> Mesh | None:
-    mesh = getattr(getattr(array, "sharding", None), "mesh", None)
-    return mesh if isinstance(mesh, Mesh) else None

@@ -1,15 +1,15 @@
-"""What a run came to: losses, times, memory."""
+"""What a run came to: losses, times, memory; and where its wall time went."""
 
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
 
 import jax
 import msgspec
 
-from meshwright.spec.plan_file import Prediction
-from meshwright.train.record.goodput import Goodput
-from meshwright.train.record.metrics import EvaluationRecord, typical_step_s
+from meshwright.train.record.metrics import EvaluationRecord
 
 
 class MemoryUse(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -29,6 +29,35 @@ class MemoryUse(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     def total_bytes(self) -> int:
         """All of it; what the compiler did not say counts nothing."""
         return self.weights_bytes + self.optimizer_bytes + self.batch_bytes + (self.temporaries_bytes or 0)
+
+
+class Goodput(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Seconds of one start of a run, from the first thing it did to its summary.
+
+    ``steps_s`` is the time in training steps; ``checkpoint_s`` what steps waited for checkpoints, not the writing
+    that went on beside them; ``data_s`` what they waited for batches. ``lost_s`` are steps that an earlier start did
+    and this one repeats, since no checkpoint held them. The rest of ``wall_s`` is start-up, logging and files.
+    """
+
+    wall_s: float
+    steps_s: float
+    compile_s: float = 0.0
+    checkpoint_s: float = 0.0
+    evaluation_s: float = 0.0
+    data_s: float = 0.0
+    lost_steps: int = 0
+    lost_s: float = 0.0
+
+    @property
+    def share(self) -> float:
+        """Goodput: the time in steps over the wall time."""
+        return self.steps_s / self.wall_s
+
+    @property
+    def other_s(self) -> float:
+        """What no part accounts for."""
+        counted = self.steps_s + self.compile_s + self.checkpoint_s + self.evaluation_s + self.data_s
+        return max(0.0, self.wall_s - counted)
 
 
 class TrainResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -73,44 +102,41 @@ def measured_memory(state: Any, batch: Any, compiled: Any) -> MemoryUse:
     )
 
 
-def with_peak(memory: MemoryUse | None) -> MemoryUse | None:
-    """The same with the most that the device held until now, where it counts that."""
+def peak_bytes() -> int | None:
+    """The most that the first device of this process held until now, where it counts that."""
     counted = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
-    return msgspec.structs.replace(memory, peak_bytes=int(counted)) if memory and counted else memory
+    return int(counted) if counted else None
 
 
-def make_result(
-    run: Path,
-    *,
-    done: int,
-    wanted: int,
-    tokens_per_step: int,
-    losses: Sequence[float],
-    step_s: Sequence[float],
-    predicted: Prediction[float] | None,
-    goodput: Goodput,
-    memory: MemoryUse | None,
-    evaluations: Sequence[EvaluationRecord],
-    resumed_from: int | None,
-) -> TrainResult:
-    """The result after ``done`` of ``wanted`` steps: ``losses`` of all of them, ``step_s`` of those of this start."""
-    typical = typical_step_s(step_s)
-    mfu, hfu = predicted.measured(typical) if predicted and typical else (None, None)
-    return TrainResult(
-        run=str(run),
-        steps=done,
-        stopped=done < wanted,
-        losses=list(losses),
-        validation_loss=evaluations[-1].loss if evaluations and evaluations[-1].step == done else None,
-        step_s=typical,
-        step_s_predicted=predicted.step_s if predicted else None,
-        tokens_per_s=tokens_per_step / typical if typical else None,
-        mfu=mfu,
-        hfu=hfu,
-        compile_s=goodput.compile_s,
-        memory=with_peak(memory),
-        goodput=goodput,
-        evaluations=list(evaluations),
-        resumed_from=resumed_from,
-        processes=jax.process_count(),
-    )
+Part = Literal["compile", "checkpoint", "evaluation", "data"]
+
+
+class Stopwatch:
+    """Adds up the seconds of each part from the moment it is made."""
+
+    def __init__(self) -> None:
+        self._start = time.perf_counter()
+        self._spent: Counter[Part] = Counter()
+
+    @contextmanager
+    def timed(self, part: Part) -> Iterator[None]:
+        """Count the time inside as ``part``."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.add(part, time.perf_counter() - start)
+
+    def add(self, part: Part, seconds: float) -> None:
+        """Count these seconds as ``part``."""
+        self._spent[part] += seconds  # type: ignore[assignment]
+
+    def seconds(self, part: Part) -> float:
+        """What has been counted as ``part`` until now."""
+        return self._spent[part]
+
+    def goodput(self, *, steps_s: float, lost_steps: int = 0, lost_s: float = 0.0) -> Goodput:
+        """All of it until now."""
+        parts = {f"{part}_s": float(seconds) for part, seconds in self._spent.items()}
+        wall = time.perf_counter() - self._start
+        return Goodput(wall_s=wall, steps_s=steps_s, lost_steps=lost_steps, lost_s=lost_s, **parts)

@@ -2,6 +2,7 @@
 
 import secrets
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,10 +25,8 @@ class TensorBoard:
     """Event files in the folder ``tensorboard`` of a run."""
 
     def __init__(self, run: Path) -> None:
-        try:
-            from tensorboardX import SummaryWriter
-        except ImportError:
-            raise _missing("tensorboard", "tensorboardX") from None
+        from tensorboardX import SummaryWriter
+
         self._writer = SummaryWriter(logdir=str(run / "tensorboard"))
 
     def log(self, numbers: Mapping[str, float], step: int) -> None:
@@ -46,10 +45,8 @@ class WeightsAndBiases:
     """
 
     def __init__(self, run: Path, config: Mapping[str, Any]) -> None:
-        try:
-            import wandb
-        except ImportError:
-            raise _missing("wandb", "wandb") from None
+        import wandb
+
         file = run / WANDB_ID
         if not file.is_file():
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -74,9 +71,9 @@ class Tracking:
     """All trackers that ``train.track`` names, opened when it is made. None of them is needed by the run."""
 
     def __init__(self, names: Sequence[str], run: Path, config: Mapping[str, Any]) -> None:
-        self._trackers: list[Tracker] = []
-        for name in names:
-            self._trackers.append(TensorBoard(run) if name == "tensorboard" else WeightsAndBiases(run, config))
+        self._trackers: list[Tracker] = [
+            TensorBoard(run) if name == "tensorboard" else WeightsAndBiases(run, config) for name in names
+        ]
 
     def __enter__(self) -> "Tracking":
         return self
@@ -101,15 +98,9 @@ class Tracking:
 
 def require_trackers(names: Sequence[str]) -> None:
     """Raise InputError in one line for a tracker whose package is not installed, before anything is written."""
-    from importlib.util import find_spec
-
     for name, package in (("tensorboard", "tensorboardX"), ("wandb", "wandb")):
         if name in names and find_spec(package) is None:
-            raise _missing(name, package)
-
-
-def _missing(name: str, package: str) -> InputError:
-    return InputError(
-        f"train.track={name} needs the package {package}, which is not installed. "
-        f"Install it with: pip install 'meshwright[{name}]', or leave {name} out."
-    )
+            raise InputError(
+                f"train.track={name} needs the package {package}, which is not installed. "
+                f"Install it with: pip install 'meshwright[{name}]', or leave {name} out."
+            )
