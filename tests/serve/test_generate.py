@@ -7,8 +7,7 @@ import pytest
 from meshwright.core.errors import InputError
 from meshwright.serve.generate import generate, padded
 from meshwright.serve.sampling import Sampling, draw
-from meshwright.train.sample import generate as without_cache
-from tests.parallel.generate_cases import LLAMA, float_params, step_of
+from tests.parallel.generate_cases import LLAMA, float_params, likeliest, step_of
 
 PROMPTS = [[5, 9, 60, 2, 7, 7, 1, 8, 30], [3], [11, 12, 13]]
 NUM_TOKENS = 8
@@ -29,8 +28,8 @@ def tokens_of(step, params, prompts, **options) -> list[list[int]]:
     return [list(one.tokens) for one in found.completions]
 
 
-def expected(params, prompt: list[int], **options) -> list[int]:
-    return without_cache(LLAMA, params, prompt, num_tokens=NUM_TOKENS, window=32, **options)
+def expected(params, prompt: list[int]) -> list[int]:
+    return likeliest(LLAMA, params, prompt, NUM_TOKENS)
 
 
 def test_the_likeliest_tokens_are_those_of_the_sampler_without_a_cache(step, params):

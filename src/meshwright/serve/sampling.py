@@ -4,14 +4,14 @@ A draw depends on nothing but its own sequence's logits, choices and place: neve
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import msgspec
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int, UInt
+from jaxtyping import Array, Bool, Float, Int
 
 from meshwright.core.errors import InputError
 
@@ -43,25 +43,15 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 LIKELIEST = Sampling()
 
 
-class Choices(NamedTuple):
-    """`Sampling` of every row of a batch, as arrays."""
+Choices = dict[str, Any]
+"""`Sampling` of every row of a batch: an array [B] for each field."""
 
-    temperature: Float[Array, " B"] | np.ndarray
-    top_k: Int[Array, " B"] | np.ndarray
-    top_p: Float[Array, " B"] | np.ndarray
-    seed: UInt[Array, " B"] | np.ndarray
-    number: Int[Array, " B"] | np.ndarray
+_DTYPES = {"temperature": np.float32, "top_k": np.int32, "top_p": np.float32, "seed": np.uint32, "number": np.int32}
 
 
 def choices(rows: Sequence[Sampling]) -> Choices:
     """The choices of a batch, row by row."""
-    return Choices(
-        np.array([row.temperature for row in rows], np.float32),
-        np.array([row.top_k for row in rows], np.int32),
-        np.array([row.top_p for row in rows], np.float32),
-        np.array([row.seed for row in rows], np.uint32),
-        np.array([row.number for row in rows], np.int32),
-    )
+    return {name: np.array([getattr(row, name) for row in rows], dtype) for name, dtype in _DTYPES.items()}
 
 
 @jax.jit
@@ -70,14 +60,13 @@ def draw(logits: Float[Array, "B V"], rows: Choices, counts: Int[Array, " B"] | 
 
     The largest of logit / temperature plus Gumbel noise is a draw from their softmax.
     """
-    scaled = logits / jnp.where(rows.temperature > 0, rows.temperature, 1.0)[:, None]
-    limited = jnp.any((rows.top_k > 0) | (rows.top_p < 1))
-    top_k, top_p = jnp.asarray(rows.top_k), jnp.asarray(rows.top_p)
+    temperature, top_k, top_p, seed, number = (jnp.asarray(rows[name]) for name in _DTYPES)
+    scaled = logits / jnp.where(temperature > 0, temperature, 1.0)[:, None]
+    limited = jnp.any((top_k > 0) | (top_p < 1))
     kept = lax.cond(limited, lambda: kept_tokens(scaled, top_k, top_p), lambda: jnp.ones(scaled.shape, bool))
-    seeds, numbers, drawn_before = (jnp.asarray(x) for x in (rows.seed, rows.number, counts))
-    noise = jax.vmap(_noise, in_axes=(0, 0, 0, None))(seeds, numbers, drawn_before, logits.shape[1])
+    noise = jax.vmap(_noise, in_axes=(0, 0, 0, None))(seed, number, jnp.asarray(counts), logits.shape[1])
     drawn = jnp.argmax(jnp.where(kept, scaled + noise, -jnp.inf), axis=-1)
-    return jnp.where(rows.temperature > 0, drawn, jnp.argmax(logits, axis=-1)).astype(jnp.int32)
+    return jnp.where(temperature > 0, drawn, jnp.argmax(logits, axis=-1)).astype(jnp.int32)
 
 
 def _noise(seed: Array, number: Array, count: Array, size: int) -> Float[Array, " V"]:

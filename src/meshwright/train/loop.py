@@ -10,6 +10,7 @@ import msgspec
 from meshwright.core.files import cache_folder
 from meshwright.core.host_memory import keep_freed_memory
 from meshwright.core.toml_file import dump_toml
+from meshwright.nn.hf.tokenizer import TOKENIZER
 from meshwright.parallel.mesh import keep_compiled_programs
 from meshwright.parallel.processes import is_first, shared, wait_for_all
 from meshwright.spec.job import Job
@@ -26,7 +27,6 @@ from meshwright.train.record.tracking import Tracking, require_trackers
 from meshwright.train.run import OnStep, Outputs, Run
 from meshwright.train.settings import TrainSettings
 from meshwright.train.setup import prepare, require_same_tokenizer, start_state
-from meshwright.train.weights_file import TOKENIZER
 
 
 def train(

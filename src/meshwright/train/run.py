@@ -34,7 +34,7 @@ from meshwright.train.record.result import MemoryUse, Stopwatch, TrainResult, me
 from meshwright.train.record.run_folder import RunFolder
 from meshwright.train.record.tracking import Tracking
 from meshwright.train.setup import Setup
-from meshwright.train.weights_file import save_weights
+from meshwright.train.weights import save_weights
 
 OnStep = Callable[[StepRecord], None]
 POLL_S = 0.001

@@ -10,6 +10,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.files import cache_folder
+from meshwright.nn.hf.tokenizer import TOKENIZER
 from meshwright.nn.weights import Params
 from meshwright.parallel.train_step import State, TrainStep
 from meshwright.spec.job import Job
@@ -21,7 +22,6 @@ from meshwright.train.data.tokenizer import load_tokenizer
 from meshwright.train.optimizers.sharded import Places
 from meshwright.train.optimizers.table import make_optimizer
 from meshwright.train.settings import TrainSettings, program_options
-from meshwright.train.weights_file import TOKENIZER
 
 
 class HeldOut:

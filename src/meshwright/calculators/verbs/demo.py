@@ -21,7 +21,7 @@ from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.job import Job
 from meshwright.spec.model import Model
 from meshwright.spec.plan_file import Plan, save_plan
-from meshwright.spec.strategy import mesh_words
+from meshwright.spec.strategy import Strategy, make_mesh, mesh_words
 
 if TYPE_CHECKING:
     from meshwright.train.loop import TrainResult
@@ -164,10 +164,16 @@ def _is_shown(step: Step) -> bool:
 
 
 def _sample(run: Path) -> str:
-    from meshwright.train.sample import generate
-    from meshwright.train.weights_file import load_run
+    from meshwright.nn.hf.weights import load_params
+    from meshwright.parallel.generate_step import GenerateStep
+    from meshwright.serve.generate import generate
+    from meshwright.serve.model_folder import open_model
+    from meshwright.serve.sampling import Sampling
 
-    model, params, tokenizer = load_run(run)
-    prompt = tokenizer.encode(PROMPT).ids
-    drawn = generate(model, params, prompt, num_tokens=SAMPLE_TOKENS, temperature=0.5, seed=0, window=DEMO_JOB.seq_len)
-    return tokenizer.decode([*prompt, *drawn])
+    source = open_model(run)
+    prompt = source.text.encode(PROMPT)
+    strategy = Strategy(mesh=make_mesh({}), state="fp32")
+    step = GenerateStep(source.model, strategy, max_len=DEMO_JOB.seq_len, batch_seqs=1, cache_dtype="fp32")
+    params = step.place(load_params(source.model, run))
+    found = generate(step, params, [prompt], max_tokens=SAMPLE_TOKENS, sampling=Sampling(temperature=0.5))
+    return source.text.decode([*prompt, *found.completions[0].tokens])

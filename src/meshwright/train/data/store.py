@@ -25,6 +25,7 @@ from tokenizers import Tokenizer
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.files import write_text_whole
 from meshwright.core.units import format_count
+from meshwright.nn.hf.tokenizer import TOKENIZER
 from meshwright.train.data.text import Corpus, Piece
 from meshwright.train.data.token_store import START_BYTES, STARTS, TOKENS, TokenStore
 from meshwright.train.data.tokenizer import (
@@ -39,7 +40,7 @@ from meshwright.train.data.tokenizer import (
 
 FORMAT = 1
 """Part of every key: a store of another form is made anew."""
-TOKENIZER, META = "tokenizer.json", "store.json"
+META = "store.json"
 TRAINED_CHARS = 2**26
 """A tokenizer is trained on about so many characters: more change its tokens little and cost memory."""
 JOURNAL = "journal.json"
