@@ -99,10 +99,10 @@ def test_one_token_has_no_pace_after_it(step, params):
 def test_nothing_is_compiled_after_the_first_tokens(step, params):
     draw.clear_cache()
     tokens_of(step, params, PROMPTS)
-    compiled, drawn = step.num_compiled, draw._cache_size()
+    compiled, drawn = len(step._compiled), draw._cache_size()
     assert drawn == 1
     tokens_of(step, params, [PROMPTS[2] * 3, PROMPTS[0]], sampling=Sampling(temperature=1.0, top_p=0.5))
-    assert (step.num_compiled, draw._cache_size()) == (compiled, drawn)
+    assert (len(step._compiled), draw._cache_size()) == (compiled, drawn)
 
 
 def test_rows_without_a_prompt_have_a_token(step):

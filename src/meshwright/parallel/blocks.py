@@ -70,10 +70,8 @@ class BlockPasses:
     @cached_property
     def entering(self) -> str:
         """The stream that the block is given; "" for the first block."""
-        made = {op.out for op in self.steps.block.ops}
-        used = {name for op in self.steps.block.ops for name in op.inputs} - made
-        streams = [n for n in used if self.derived.program.variables[n].role == "activation"]
-        return next((name for name in streams if name not in self.further), "")
+        stacks, name = self.derived.program.stacks, self.steps.block.name
+        return next((stack.carry for stack in stacks if name in (*stack.layers, stack.last)), "")
 
     @cached_property
     def further(self) -> tuple[str, ...]:

@@ -1,7 +1,7 @@
 """Prefill and generation of a strategy: derived steps inside `shard_map`, each compiled once, the cache in place."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cached_property, partial
 from typing import Any, Literal, get_args
 
@@ -63,21 +63,18 @@ class GenerateStep:
         mesh: Mesh | AbstractMesh | None = None,
     ) -> None:
         _require_can_generate(model, strategy, max_len=max_len, weights=weights)
-        self.prefill_job, self.decode_job = (
-            Job(kind=kind, batch_seqs=batch_seqs, seq_len=max_len) for kind in ("prefill", "decode")
-        )
-        self.strategy = job_strategy(self.decode_job, strategy)
+        prefill, decode = (Job(kind=kind, batch_seqs=batch_seqs, seq_len=max_len) for kind in ("prefill", "decode"))
+        self.strategy = job_strategy(decode, strategy)
         self.model, self.max_len, self.batch_seqs = model, max_len, batch_seqs
         self.quantised = weights == "int8"
-        self.storage = Storage(cache_dtype=cache_dtype, quantised=self.quantised, page_len=page_len)
+        storage = Storage(cache_dtype=cache_dtype, quantised=self.quantised, page_len=page_len)
         self.prefill_declared, self.generate_declared = (
-            derive_job(model, job, strategy, storage=self.storage) for job in (self.prefill_job, self.decode_job)
+            derive_job(model, job, strategy, storage=storage) for job in (prefill, decode)
         )
         # room for a prompt of any length up to max_len, filled up to what the axes divide
         self.cache_len = -(-max_len // self._prompt_parts) * self._prompt_parts
-        room = self.cache_len
-        self.table = cache_table(model, batch_seqs=batch_seqs, max_len=room, storage=self.storage)
-        self.cache_sizes = cache_sizes(batch_seqs=batch_seqs, max_len=room, storage=self.storage)
+        self.table = cache_table(model, batch_seqs=batch_seqs, max_len=self.cache_len, storage=storage)
+        self.cache_sizes = cache_sizes(batch_seqs=batch_seqs, max_len=self.cache_len, storage=storage)
         self._require_even_splits()
         self.mesh = mesh or device_mesh(strategy.mesh)
         self._compiled: dict[int, jax.stages.Compiled] = {}
@@ -99,14 +96,13 @@ class GenerateStep:
     @cached_property
     def param_specs(self) -> dict[str, PartitionSpec]:
         """How the weights lie, scales beside int8 ones."""
-        specs = {}
+        declared = self.generate_declared.declared | self.prefill_declared.declared
         named = scales(self.model) if self.quantised else {}
-        for name, (weight, _) in weight_variables(self.model).items():
-            for each in (name, *([named[name].name] if name in named else [])):
-                declared = self.prefill_declared.declared.get(each, self.generate_declared.declared.get(each))
-                assert declared is not None, f"no program uses {each}"
-                specs[each] = partition_spec(declared, stacked=bool(weight.layers))
-        return specs
+        return {
+            each: partition_spec(declared[each], stacked=bool(weight.layers))
+            for name, (weight, _) in weight_variables(self.model).items()
+            for each in (name, *([named[name].name] if name in named else []))
+        }
 
     @cached_property
     def cache_specs(self) -> dict[str, PartitionSpec]:
@@ -161,12 +157,11 @@ class GenerateStep:
 
     def init_cache(self) -> Cache:
         """An empty cache, made where it lies."""
-        shapes = self.cache_shapes
-
-        def empty() -> Cache:
-            return {name: jnp.zeros(s.shape, s.dtype) for name, s in shapes.items()}
-
-        return jax.jit(empty, out_shardings=self.cache_shardings)()
+        shapes = self.cache_shapes.items()
+        empty = jax.jit(
+            lambda: {name: jnp.zeros(s.shape, s.dtype) for name, s in shapes}, out_shardings=self.cache_shardings
+        )
+        return empty()
 
     @property
     def has_pages(self) -> bool:
@@ -208,12 +203,12 @@ class GenerateStep:
         tokens, lengths = np.asarray(tokens, np.int32), np.asarray(lengths, np.int32)
         self._require_prompts(tokens, lengths)
         rows = {"tokens": tokens, "last": lengths - 1, **self._pages(pages)}
-        return self._place(rows, self._prefill_specs)
+        return self._place(rows, self._given_specs(1))
 
     def decode_inputs(self, tokens: Any, positions: Any, pages: Any = None) -> dict[str, jax.Array]:
         """What the program of `generate` is given besides weights and cache, on its devices."""
         rows = {"tokens": tokens, "positions": positions, **self._pages(pages)}
-        return self._place(rows, self._decode_specs)
+        return self._place(rows, self._given_specs(0))
 
     def _pages(self, pages: Any) -> dict[str, Any]:
         """The page table as an input of the programs; nothing where no cache has pages."""
@@ -228,11 +223,6 @@ class GenerateStep:
             self._compiled[length] = self.lower(length).compile()
         return self._compiled[length]
 
-    @property
-    def num_compiled(self) -> int:
-        """Programs compiled so far."""
-        return len(self._compiled)
-
     def lower(self, length: int, *, platform: str = "") -> jax.stages.Lowered:
         """The program traced, without any data; on an abstract mesh for the ``platform`` named."""
         rows = jax.ShapeDtypeStruct((self.batch_seqs,), jnp.int32)
@@ -240,8 +230,7 @@ class GenerateStep:
         given = {"tokens": tokens, "last": rows} if length else {"tokens": rows, "positions": rows}
         if self.has_pages:
             given[PAGES] = jax.ShapeDtypeStruct((self.batch_seqs, self.cache_sizes["Bp"]), jnp.int32)
-        program = self._prefill if length else self._generate
-        return lower(program, self.mesh, self.param_shapes, self.cache_shapes, given, platform=platform)
+        return lower(self._program(length), self.mesh, self.param_shapes, self.cache_shapes, given, platform=platform)
 
     # -- the programs ------------------------------------------------------------------------------
 
@@ -260,18 +249,11 @@ class GenerateStep:
             self.strategy.mesh,
         )
 
-    @property
-    def _prefill_specs(self) -> dict[str, PartitionSpec]:
-        """How what `prefill` is given lies."""
-        specs = self._specs(self.prefill_declared)
-        return {name: spec for name, spec in specs.items() if name != "positions"}
-
-    @property
-    def _decode_specs(self) -> dict[str, PartitionSpec]:
-        """How what `generate` is given lies: rows of one position each."""
-        specs = self._specs(self.generate_declared)
-        rows = specs.pop("last")
-        return specs | {"tokens": rows, "positions": rows}
+    def _given_specs(self, length: int) -> dict[str, PartitionSpec]:
+        """How what a program is given besides weights and cache lies: prompts, or for 0 rows of one position each."""
+        specs = self._specs(self.prefill_declared if length else self.generate_declared)
+        rows = specs.pop("positions" if length else "last")
+        return specs if length else specs | {"tokens": rows, "positions": rows}
 
     def _specs(self, derived: Derived) -> dict[str, PartitionSpec]:
         """How the inputs of a derived program lie."""
@@ -282,38 +264,32 @@ class GenerateStep:
         arrays = {n: a if isinstance(a, jax.Array) else np.asarray(a, np.int32) for n, a in given.items()}
         return jax.device_put(arrays, shardings(self.mesh, {name: specs[name] for name in arrays}))
 
-    @cached_property
-    def _prefill(self) -> Any:
-        mapped = self._mapped(self.prefill_declared)
+    def _program(self, length: int) -> Any:
+        """Jitted: (weights, cache, what is given) -> logits and cache; for 0 one more token."""
+        derived = self.prefill_declared if length else self.generate_declared
+        mapped = jax.shard_map(
+            partial(self._run, derived),
+            mesh=self.mesh,
+            in_specs=(self.param_specs, self.cache_specs, self._specs(derived)),
+            out_specs=(partition_spec(derived.declared["logits"]), self.cache_specs),
+            check_vma=False,
+        )
 
         def prefill(params: Params, cache: Cache, given: dict[str, jax.Array]) -> tuple[jax.Array, Cache]:
             shape = given["tokens"].shape
             positions = jnp.broadcast_to(jnp.arange(shape[1], dtype=jnp.int32)[None], shape)
             return mapped(params, cache, {**given, "positions": positions})
 
-        return self._jitted(prefill, self._prefill_specs)
-
-    @cached_property
-    def _generate(self) -> Any:
-        mapped = self._mapped(self.generate_declared)
-
         def generate(params: Params, cache: Cache, given: dict[str, jax.Array]) -> tuple[jax.Array, Cache]:
             columns = {name: rows if name == PAGES else rows[:, None] for name, rows in given.items()}
             return mapped(params, cache, {**columns, "last": jnp.zeros_like(given["tokens"])})
 
-        return self._jitted(generate, self._decode_specs)
-
-    def _mapped(self, derived: Derived) -> Callable[..., Any]:
-        """`_run` of a derived program on every device."""
-        out = (partition_spec(derived.declared["logits"]), self.cache_specs)
-        arguments = (self.param_specs, self.cache_specs, self._specs(derived))
-        body = partial(self._run, derived)
-        return jax.shard_map(body, mesh=self.mesh, in_specs=arguments, out_specs=out, check_vma=False)
-
-    def _jitted(self, body: Callable[..., Any], specs: Any) -> Any:
-        arguments = shardings(self.mesh, (self.param_specs, self.cache_specs, specs))
-        results = (self.logits_sharding, self.cache_shardings)
-        return jax.jit(body, in_shardings=arguments, out_shardings=results, donate_argnums=1)
+        return jax.jit(
+            prefill if length else generate,
+            in_shardings=shardings(self.mesh, (self.param_specs, self.cache_specs, self._given_specs(length))),
+            out_shardings=(self.logits_sharding, self.cache_shardings),
+            donate_argnums=1,
+        )
 
     def _run(self, derived: Derived, params: Params, cache: Cache, given: Mapping[str, Any]) -> tuple[jax.Array, Cache]:
         """Logits and the cache after, on one device's blocks, from what the job gives by name: tokens, positions, last.

@@ -36,12 +36,7 @@ def microbatch_gradients(
     They are as a microbatch leaves them; with ``overlapped``, added to ``earlier`` ones and as a step leaves them, each
     layer's as soon as they are made.
     """
-    results, held = dict(inputs), []
-    for stack in passes.stacks:
-        stream, embed_held = stack.embed.forward(params, results, None)
-        stream, of_turns = stack.layers_forward(params, results, stream)
-        results[stack.head.result], head_held = stack.head.forward(params, results, stream)
-        held.append((embed_held, of_turns, head_held))
+    results, held = _forward(passes, params, inputs)
     cotangents, ends, of_layers = {passes.head.result: dloss}, Params(), Params()
     for stack, (embed_held, of_turns, head_held) in reversed(list(zip(passes.stacks, held, strict=True))):
         of_result = Cotangents(cotangents[stack.head.result], {})
@@ -63,12 +58,18 @@ def microbatch_gradients(
 
 def microbatch_loss(passes: Passes, params: Params, inputs: Inputs) -> jax.Array:
     """The summed loss alone."""
-    results = dict(inputs)
+    return _forward(passes, params, inputs)[0][passes.head.result]
+
+
+def _forward(passes: Passes, params: Params, inputs: Inputs) -> tuple[Inputs, list[Any]]:
+    """The inputs with what every stack ends in, and what is held of each stack: first block, layers, last block."""
+    results, held = dict(inputs), []
     for stack in passes.stacks:
-        stream, _ = stack.embed.forward(params, results, None)
-        stream, _ = stack.layers_forward(params, results, stream)
-        results[stack.head.result], _ = stack.head.forward(params, results, stream)
-    return results[passes.head.result]
+        stream, of_embed = stack.embed.forward(params, results, None)
+        stream, of_layers = stack.layers_forward(params, results, stream)
+        results[stack.head.result], of_head = stack.head.forward(params, results, stream)
+        held.append((of_embed, of_layers, of_head))
+    return results, held
 
 
 def summed(*parts: Params) -> Params:

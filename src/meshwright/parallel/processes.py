@@ -76,22 +76,17 @@ def shared(make: Callable[[], str]) -> str:
     """What ``make`` says in process 0, in every process; an InputError or CannotRunError is raised in all."""
     if jax.process_count() == 1:
         return make()
-    said = _broadcast(_said(make) if is_first() else "")
-    kind, text = said[:1], said[1:]
-    if kind == "I":
-        raise InputError(text)
-    if kind == "C":
-        raise CannotRunError(text)
-    return text
-
-
-def _said(make: Callable[[], str]) -> str:
-    try:
-        return "=" + make()
-    except InputError as error:
-        return "I" + str(error)
-    except CannotRunError as error:
-        return "C" + str(error)
+    said = ""
+    if is_first():
+        try:
+            said = "=" + make()
+        except (InputError, CannotRunError) as error:
+            said = type(error).__name__[0] + str(error)
+    said = _broadcast(said)
+    for kind in (InputError, CannotRunError):
+        if said[0] == kind.__name__[0]:
+            raise kind(said[1:])
+    return said[1:]
 
 
 def _broadcast(text: str) -> str:

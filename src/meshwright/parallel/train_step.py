@@ -1,7 +1,7 @@
 """The training step of a strategy: derived steps inside `shard_map`, or the GSPMD form for comparison."""
 
 from collections.abc import Callable, Mapping
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -23,7 +23,7 @@ from meshwright.nn.attention.visibility import zigzag_order
 from meshwright.nn.context import Context
 from meshwright.nn.experts.balance import routing_metrics
 from meshwright.nn.ops.quantised_embed import DTYPES
-from meshwright.nn.weights import Params, init_params
+from meshwright.nn.weights import Params, init_params, param_shapes
 from meshwright.parallel.blocks import Inputs, through
 from meshwright.parallel.gradients import microbatch_loss, once_per_step, squared_norm, step_gradients
 from meshwright.parallel.mesh import device_mesh, lower, named_sharding, partition_spec, shardings
@@ -132,7 +132,7 @@ class TrainStep:
     @cached_property
     def param_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Global shapes and dtypes of the weights."""
-        return jax.eval_shape(partial(init_params, self.model, dtype=self.dtype), 0)
+        return param_shapes(self.model, dtype=self.dtype)
 
     @cached_property
     def state_shardings(self) -> State:

@@ -2,8 +2,8 @@
 
 import logging
 import shutil
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,6 @@ CHECKPOINTS = "checkpoints"
 STATE, POSITION = "state", "position"
 UNFINISHED = ".orbax-checkpoint-tmp"
 WRITE_TIMEOUT_S = 3600
-_NOT_WRITTEN = (OSError, ValueError)
-"""What Orbax raises where a disk is full: the second for arrays."""
 
 Reorder = Callable[[dict[str, jax.Array]], dict[str, jax.Array]]
 """Weights by name, or what an optimizer keeps of each, with their layers in another order."""
@@ -87,37 +85,36 @@ class Checkpoints:
         """The steps that can be restored, oldest first."""
         return sorted(self._manager.all_steps())
 
-    def save(self, state: Any, position: Position, *, to_canonical: Reorder = unchanged) -> float:
-        """Start to write the state after ``position.step``; the seconds that the caller was held up.
+    def save(self, state: Any, position: Position, *, to_canonical: Reorder = unchanged) -> None:
+        """Start to write the state after ``position.step``; nothing is done for a step that is there.
 
         The arrays are copied to the host before this returns, so that the next step may reuse their memory; it
-        waits for the checkpoint before, when that is still being written. Nothing is done for a step that is there.
+        waits for the checkpoint before, when that is still being written.
         """
-        start = time.perf_counter()
         if position.step in self._manager.all_steps():
-            return 0.0
+            return
         tree = _reordered(state, to_canonical)
-        stored = _Stored(position=position, arrays=describe_arrays(tree))
-        try:
-            self._manager.save(
-                position.step,
-                args=ocp.args.Composite(
-                    **{STATE: ocp.args.StandardSave(tree), POSITION: ocp.args.JsonSave(msgspec.to_builtins(stored))}
-                ),
-                force=True,
-            )
-        except _NOT_WRITTEN as error:
-            raise _cannot_write(self.folder, error) from None
-        return time.perf_counter() - start
+        stored = msgspec.to_builtins(_Stored(position=position, arrays=describe_arrays(tree)))
+        parts = {STATE: ocp.args.StandardSave(tree), POSITION: ocp.args.JsonSave(stored)}
+        with self._writing():
+            self._manager.save(position.step, args=ocp.args.Composite(**parts), force=True)
 
-    def wait(self) -> float:
-        """Until all that was saved is whole on disk; the seconds it took."""
-        start = time.perf_counter()
-        try:
+    def wait(self) -> None:
+        """Return when all that was saved is whole on disk."""
+        with self._writing():
             self._manager.wait_until_finished()
-        except _NOT_WRITTEN as error:
-            raise _cannot_write(self.folder, error) from None
-        return time.perf_counter() - start
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, ValueError) as error:  # what Orbax raises where a disk is full: the second for arrays
+            said = (str(error).splitlines() or [type(error).__name__])[0]
+            # The reason stands last, behind the names of files.
+            why = getattr(error, "strerror", None) or said.rpartition(": ")[2].rstrip(".")
+            raise CannotRunError(
+                f"no checkpoint can be written in {self.folder}: {why}. Make room there, and resume."
+            ) from None
 
     def position(self) -> Position | None:
         """Of the newest checkpoint; None where there is none. Raises CannotRunError when its files are damaged."""
@@ -196,10 +193,3 @@ def _reordered(state: Any, reorder: Reorder) -> Any:
         return isinstance(part, dict) and bool(part) and set(part) <= names
 
     return jax.tree.map(lambda part: reorder(part) if is_like_params(part) else part, state, is_leaf=is_like_params)
-
-
-def _cannot_write(folder: Path, error: Exception) -> CannotRunError:
-    said = (str(error).splitlines() or [type(error).__name__])[0]
-    # The reason stands last, behind the names of files.
-    why = getattr(error, "strerror", None) or said.rpartition(": ")[2].rstrip(".")
-    return CannotRunError(f"no checkpoint can be written in {folder}: {why}. Make room there, and resume.")

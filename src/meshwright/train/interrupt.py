@@ -12,27 +12,22 @@ from meshwright.parallel.processes import stop_is_agreed
 
 
 class StopRequest:
-    """Whether somebody wants the run to stop."""
+    """Whether somebody wants the run to stop; ``asked`` is of this process, the others may not know yet."""
 
     def __init__(self) -> None:
-        self._many = jax.process_count() > 1
-        self._asked = False
+        self.many = jax.process_count() > 1
+        self.asked = False
 
     def ask(self) -> None:
         """Stop after the step in progress, or after the first step that all processes can agree on."""
-        if self._many and not self._asked:
+        if self.many and not self.asked:
             # JAX listens for this signal, and finds the step at which no process is behind another.
             os.kill(os.getpid(), signal.SIGTERM)
-        self._asked = True
-
-    @property
-    def asked(self) -> bool:
-        """Whether this process was asked; the others may not know yet."""
-        return self._asked
+        self.asked = True
 
     def stops_after(self, step: int) -> bool:
         """Whether the run ends with this step. Every process asks once a step, in order."""
-        return stop_is_agreed(step) if self._many else self._asked
+        return stop_is_agreed(step) if self.many else self.asked
 
 
 @contextmanager

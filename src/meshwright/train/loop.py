@@ -24,7 +24,7 @@ from meshwright.train.record.metrics import LiveLine
 from meshwright.train.record.result import Stopwatch, TrainResult
 from meshwright.train.record.run_folder import RESOLVED, RunFolder, create_run_folder, held_alone, require_same_model
 from meshwright.train.record.tracking import Tracking, require_trackers
-from meshwright.train.run import OnStep, Outputs, Run
+from meshwright.train.run import OnStep, Run
 from meshwright.train.settings import TrainSettings
 from meshwright.train.setup import prepare, require_same_tokenizer, start_state
 
@@ -62,13 +62,8 @@ def train(
     resolved = {"model": model, "strategy": strategy, "job": job, "train": settings}
     texts = {RESOLVED: dump_toml(resolved), **(texts or {})}
     with ExitStack() as stack:
-
-        def hold() -> str:
-            stack.enter_context(held_alone(path))
-            return ""
-
         # Process 0 keeps other runs out of the folder for all, before anything in it is touched.
-        shared(hold)
+        shared(lambda: str(stack.enter_context(held_alone(path))))
         kept = stack.enter_context(Checkpoints(path, keep=settings.keep_checkpoints, keep_every=settings.keep_every))
         position, state = start_state(setup, kept)
         step = position.step if resume else None
@@ -81,14 +76,19 @@ def train(
             save_tokenizer(setup.data.tokenizer, path / TOKENIZER)
         run = Run(
             setup=setup,
-            outputs=Outputs(folder, live, tracking, kept, watch),
+            folder=folder,
+            live=live,
+            tracking=tracking,
+            checkpoints=kept,
+            watch=watch,
             request=request,
             predicted=predicted,
+            on_step=on_step,
             position=position,
             state=state,
             resumed_from=step,
         )
-        run.steps(on_step)
+        run.steps()
         result = run.finish()
     wait_for_all("the end of the run")
     return result

@@ -40,16 +40,6 @@ OnStep = Callable[[StepRecord], None]
 POLL_S = 0.001
 
 
-class Outputs(NamedTuple):
-    """Where things go while a run goes on."""
-
-    folder: RunFolder
-    live: LiveLine
-    tracking: Tracking
-    checkpoints: Checkpoints
-    watch: Stopwatch
-
-
 class _Flight(NamedTuple):
     """A step that was handed to the devices; ``end`` where it was seen to end before its loss is read."""
 
@@ -75,46 +65,51 @@ class Run:
     ``resumed_from`` says its step."""
 
     setup: Setup
-    outputs: Outputs
+    folder: RunFolder
+    live: LiveLine
+    tracking: Tracking
+    checkpoints: Checkpoints
+    watch: Stopwatch
     request: StopRequest
     predicted: Prediction[float] | None
+    on_step: OnStep | None
     position: Position
     state: State
     resumed_from: int | None
+    flying: deque[_Flight] = field(default_factory=deque)
     step_s: list[float] = field(default_factory=list)
     evaluations: list[EvaluationRecord] = field(default_factory=list)
     memory: MemoryUse | None = None
     last_end: float = 0.0
 
     def __post_init__(self) -> None:
-        self.job, self.settings, self.watch = self.setup.job, self.setup.settings, self.outputs.watch
+        self.job, self.settings = self.setup.job, self.setup.settings
         self.rates = learning_rate(self.settings)(np.arange(self.settings.steps))
-        self.losses = list(self.outputs.folder.kept.losses)
+        self.losses = list(self.folder.kept.losses)
 
     # -- steps ---------------------------------------------------------------------------------------
 
-    def steps(self, on_step: OnStep | None) -> None:
+    def steps(self) -> None:
         """Compile the step once, then run steps until the last, a request to stop, or one that is not finite."""
         shardings = self.setup.step.batch_shardings
-        flying: deque[_Flight] = deque()
         with self.setup.batches.ahead(self.position.samples, shardings) as reader:
             if self.position.step >= self.settings.steps:
                 return
-            batch = self._read(reader, flying)
+            batch = self._read(reader)
             compiled = self._compile(batch)
             for number in range(self.position.step + 1, self.settings.steps + 1):
                 start = time.perf_counter()
                 self.state, metrics = compiled(self.state, batch)
-                flying.append(_Flight(number, start, batch, metrics))
-                pause = self._pauses_after(number)
-                self._land(flying, 0 if pause else steps_ahead(), on_step)
+                self.flying.append(_Flight(number, start, batch, metrics))
+                due = self._due(number)
+                self._land(0 if due else steps_ahead())
                 if self.request.stops_after(number):
                     break
-                if pause:
-                    self._pause(number)
+                for act in due:
+                    act()
                 if number < self.settings.steps:
-                    batch = self._read(reader, flying)
-            self._land(flying, 0, on_step)
+                    batch = self._read(reader)
+            self._land(0)
 
     def _compile(self, batch: Batch) -> Any:
         with self.watch.timed("compile"):
@@ -124,35 +119,35 @@ class Run:
         self.memory = measured_memory(self.state, batch, compiled)
         start = f"goes on after step {self.position.step}, " if self.position.step else ""
         seconds = format_seconds(self.watch.seconds("compile"))
-        self.outputs.live.say(f"{self.outputs.folder.path}: {start}compiled in {seconds}")
+        self.live.say(f"{self.folder.path}: {start}compiled in {seconds}")
         return compiled
 
-    def _read(self, reader: Ahead[Batch], flying: deque[_Flight]) -> Batch:
+    def _read(self, reader: Ahead[Batch]) -> Batch:
         """The next batch; the wait for it counts from when the devices have nothing else to do, and in no step."""
-        while flying and not reader.is_ready and not flying[-1].metrics.loss.is_ready():
+        while self.flying and not reader.is_ready and not self.flying[-1].metrics.loss.is_ready():
             time.sleep(POLL_S)
         start = time.perf_counter()
-        idle = not flying or flying[-1].metrics.loss.is_ready()
-        if flying and idle:
-            flying[-1] = flying[-1]._replace(end=start)
+        idle = not self.flying or self.flying[-1].metrics.loss.is_ready()
+        if self.flying and idle:
+            self.flying[-1] = self.flying[-1]._replace(end=start)
         _, batch = next(reader)
         if idle:
             self.watch.add("data", time.perf_counter() - start)
         return batch
 
-    def _land(self, flying: deque[_Flight], remaining: int, on_step: OnStep | None) -> None:
+    def _land(self, remaining: int) -> None:
         """Wait for the oldest steps until ``remaining`` are left, and say what each came to."""
-        while len(flying) > remaining:
-            flight = flying.popleft()
+        while len(self.flying) > remaining:
+            flight = self.flying.popleft()
             record = self._record(flight)
-            self.outputs.folder.record(record)
-            self.outputs.live.show(record)
-            self.outputs.tracking.record(record)
+            self.folder.record(record)
+            self.live.show(record)
+            self.tracking.record(record)
             if not (math.isfinite(record.loss) and math.isfinite(record.grad_norm)):
                 self._give_up(flight, record)
             try:
-                if on_step:
-                    on_step(record)
+                if self.on_step:
+                    self.on_step(record)
             except KeyboardInterrupt:
                 # Between steps the state is whole, so this ends like a Ctrl-C that the handler saw.
                 self.request.ask()
@@ -189,24 +184,14 @@ class Run:
 
     # -- between steps -------------------------------------------------------------------------------
 
-    def _pauses_after(self, number: int) -> bool:
-        """Whether something looks at the state after this step, which the step after it consumes."""
-        every = (self.settings.checkpoint_every, self.settings.evaluate_every)
-        return any(self._is_due(number, each) for each in every)
-
-    def _is_due(self, number: int, every: int) -> bool:
-        # The last step's are made when the run ends.
-        return every > 0 and number % every == 0 and number < self.settings.steps
-
-    def _pause(self, number: int) -> None:
-        if self._is_due(number, self.settings.checkpoint_every):
-            self._save()
-        if self._is_due(number, self.settings.evaluate_every):
-            self._evaluate()
+    def _due(self, number: int) -> list[Callable[[], None]]:
+        """What looks at the state after this step, which the step after it consumes; the end looks at the last."""
+        asked = ((self.settings.checkpoint_every, self._save), (self.settings.evaluate_every, self._evaluate))
+        return [act for every, act in asked if every and number % every == 0 and number < self.settings.steps]
 
     def _save(self) -> None:
         with self.watch.timed("checkpoint"):
-            self.outputs.checkpoints.save(self.state, self.position, to_canonical=self.setup.step.to_canonical)
+            self.checkpoints.save(self.state, self.position, to_canonical=self.setup.step.to_canonical)
 
     def _evaluated_weights(self) -> Params:
         return _averaged(self.state) if self.settings.average else self.state.params
@@ -218,10 +203,10 @@ class Run:
             loss = self.setup.held_out.loss(self._evaluated_weights())
         record = EvaluationRecord(step=self.position.step, tokens=self.position.tokens, loss=loss)
         self.evaluations.append(record)
-        self.outputs.folder.evaluated(record)
-        self.outputs.tracking.evaluated(record)
+        self.folder.evaluated(record)
+        self.tracking.evaluated(record)
         if record.step < self.settings.steps:  # the last one stands in the result
-            self.outputs.live.say(f"step {record.step}: held-out loss {loss:.3f}")
+            self.live.say(f"step {record.step}: held-out loss {loss:.3f}")
 
     # -- the end -------------------------------------------------------------------------------------
 
@@ -234,21 +219,21 @@ class Run:
         if self.position.step:
             self._save()
             with self.watch.timed("checkpoint"):
-                self.outputs.checkpoints.wait()
+                self.checkpoints.wait()
         weights = self.setup.step.to_canonical(self._evaluated_weights())
-        save_weights(self.setup.step.model, weights, self.outputs.folder.path)
+        save_weights(self.setup.step.model, weights, self.folder.path)
         result = self._result()
-        self.outputs.folder.summarise({**msgspec.to_builtins(result), "diverged": False})
+        self.folder.summarise({**msgspec.to_builtins(result), "diverged": False})
         return result
 
     def _result(self) -> TrainResult:
-        kept, done, typical = self.outputs.folder.kept, self.position.step, typical_step_s(self.step_s)
+        kept, done, typical = self.folder.kept, self.position.step, typical_step_s(self.step_s)
         mfu, hfu = self.predicted.measured(typical) if self.predicted and typical else (None, None)
         goodput = self.watch.goodput(steps_s=sum(self.step_s), lost_steps=kept.lost_steps, lost_s=kept.lost_s)
         evaluated = bool(self.evaluations) and self.evaluations[-1].step == done
         peak = peak_bytes()
         return TrainResult(
-            run=str(self.outputs.folder.path),
+            run=str(self.folder.path),
             steps=done,
             stopped=done < self.settings.steps,
             losses=list(self.losses),
@@ -268,17 +253,17 @@ class Run:
 
     def _give_up(self, flight: _Flight, record: StepRecord) -> None:
         """End a run that has no finite loss or gradient, with the array named."""
-        self.outputs.folder.summarise({**msgspec.to_builtins(self._result()), "diverged": True})
+        self.folder.summarise({**msgspec.to_builtins(self._result()), "diverged": True})
         what = f"the loss is {record.loss}"
         if math.isfinite(record.loss):
             what = f"the loss is {record.loss:.4g} and the norm of the gradient {record.grad_norm}"
         where = where_not_finite(self.setup.step, self.state, flight.batch)
-        settings, steps = self.settings, self.outputs.checkpoints.steps()
+        settings, steps = self.settings, self.checkpoints.steps()
         kept = f"the checkpoint of step {steps[-1]} and the metrics are" if steps else "the metrics are"
         raise CannotRunError(
             f"{what} at step {record.step} with learning_rate={settings.learning_rate:g} and "
             f"warmup_steps={settings.warmup_steps}: {where}. Use a lower rate or a longer warmup; "
-            f"{kept} in {self.outputs.folder.path}."
+            f"{kept} in {self.folder.path}."
         )
 
 

@@ -43,21 +43,26 @@ class StageFunctions:
     """What the passes do, as pure functions that run inside `shard_map`; static shapes, no permutes.
 
     ``layers`` are the weights of one virtual stage, ``ends`` those outside the layers, ``inputs`` those of one
-    microbatch. Gradients of the ends are dicts by name, of the weights that a function uses. ``forward`` and
-    ``head_forward`` come with what their backward passes need. A B without W runs ``backward``; with one it runs
-    ``input_backward``, which hands on what ``weight_backward`` needs. ``head_forward`` gives a pytree of sums over
-    the microbatch, the loss among them. ``send`` is what a device passes on of the stream where all of a group have
-    the same, ``receive`` makes it whole again.
+    microbatch; gradients of the ends are dicts by name, of the weights that a function uses:
+
+        embed(ends, inputs) -> stream                    embed_backward(ends, inputs, dx) -> gradients
+        forward(layers, inputs, stream) -> stream, held  backward(layers, inputs, held, dy) -> dx, gradients
+        head_forward(ends, inputs, stream) -> sums, held head_backward(ends, inputs, held) -> dy, gradients
+
+    A B without W runs ``backward``; with one it runs ``input_backward`` -> dx, handed, and W runs
+    ``weight_backward(layers, inputs, handed)`` -> gradients. The sums are a pytree over the microbatch, the loss among
+    them. ``send`` is what a device passes on of the stream where all of a group have the same, ``receive`` makes it
+    whole again.
     """
 
-    embed: Callable[[Tree, Tree], Stream]
-    embed_backward: Callable[[Tree, Tree, Stream], dict[str, jax.Array]]
-    forward: Callable[[Tree, Tree, Stream], tuple[Stream, Tree]]
-    backward: Callable[[Tree, Tree, Tree, Stream], tuple[Stream, Tree]]
-    input_backward: Callable[[Tree, Tree, Tree, Stream], tuple[Stream, Tree]]
-    weight_backward: Callable[[Tree, Tree, Tree], Tree]
-    head_forward: Callable[[Tree, Tree, Stream], tuple[Tree, Tree]]
-    head_backward: Callable[[Tree, Tree, Tree], tuple[Stream, dict[str, jax.Array]]]
+    embed: Callable[..., Any]
+    embed_backward: Callable[..., Any]
+    forward: Callable[..., Any]
+    backward: Callable[..., Any]
+    input_backward: Callable[..., Any]
+    weight_backward: Callable[..., Any]
+    head_forward: Callable[..., Any]
+    head_backward: Callable[..., Any]
     send: Callable[[Stream], Stream] = as_it_is
     receive: Callable[[Stream], Stream] = as_it_is
     send_back: Callable[[Stream], Stream] = as_it_is
@@ -138,7 +143,7 @@ class TickExecutor:
     def __init__(self, tables: TickTables, stages: StageFunctions, weights: Weights, inputs: Tree) -> None:
         self.tables, self.stages, self.weights, self.inputs = tables, stages, weights, inputs
         self.num_chunks = tables.schedule.num_chunks
-        one, piece = jax.eval_shape(self._of_microbatch, 0), jax.eval_shape(self._piece, 0)
+        one, piece = jax.eval_shape(read, self.inputs, 0), jax.eval_shape(self._piece, 0)
         self.stream = jax.eval_shape(stages.embed, weights.ends, one)
         y, self.held = jax.eval_shape(stages.forward, piece, one, self.stream)
         assert (y.shape, y.dtype) == (self.stream.shape, self.stream.dtype), f"a stage turns {self.stream} into {y}"
@@ -164,12 +169,12 @@ class TickExecutor:
             lambda a: jnp.zeros((self.num_chunks * a.shape[0], *a.shape[1:]), jnp.float32), self.grads.layers
         )
         return State(
-            x=buffer(max(slots.x, 1), self.sent),
-            dx=buffer(max(slots.dx, 1), self.sent_back),
-            head=buffer(slots.head, self.stream),
-            stash=buffer(slots.stash, self.held),
-            handed=buffer(slots.handed, self.handed),
-            grads=Weights(layers, zeros(self.grads.ends, jnp.float32)),
+            x=zeros(self.sent, max(slots.x, 1)),
+            dx=zeros(self.sent_back, max(slots.dx, 1)),
+            head=zeros(self.stream, slots.head),
+            stash=zeros(self.held, slots.stash),
+            handed=zeros(self.handed, slots.handed),
+            grads=Weights(layers, zeros(self.grads.ends, dtype=jnp.float32)),
             sums=zeros(self.sums),
         )
 
@@ -190,9 +195,6 @@ class TickExecutor:
     def _exchange(self, value: Stream, channels: Sequence[Channel]) -> list[Stream]:
         return [lax.ppermute(value, AXIS, channel.pairs) if channel.offset else value for channel in channels]
 
-    def _of_microbatch(self, number: Any) -> Tree:
-        return read(self.inputs, number)
-
     def _piece(self, chunk: Any) -> Tree:
         """Weights of one virtual stage of this device."""
         if self.num_chunks == 1:
@@ -200,7 +202,7 @@ class TickExecutor:
         return jax.tree.map(lambda a: part_of(a, chunk, self.num_chunks), self.weights.layers)
 
     def _forward(self, state: State, row: ForwardColumns) -> tuple[State, Stream]:
-        stages, ends, inputs = self.stages, self.weights.ends, self._of_microbatch(row.microbatch)
+        stages, ends, inputs = self.stages, self.weights.ends, read(self.inputs, row.microbatch)
         x = lax.switch(
             # idle, from another stage, or from the embedding
             jnp.where(row.microbatch >= 0, 1 + (row.x_slot < 0), 0),
@@ -227,7 +229,7 @@ class TickExecutor:
         return state._replace(stash=stash, head=head, sums=sums), stages.send(y)
 
     def _backward(self, state: State, row: BackwardColumns) -> tuple[State, Stream]:
-        stages, ends, inputs = self.stages, self.weights.ends, self._of_microbatch(row.microbatch)
+        stages, ends, inputs = self.stages, self.weights.ends, read(self.inputs, row.microbatch)
         state, dy = self._cotangent(state, row, inputs)
 
         def given() -> tuple[Tree, Tree, Tree, Stream]:
@@ -277,7 +279,7 @@ class TickExecutor:
             return state
 
         def run(grads: Tree) -> tuple[Tree]:
-            piece, inputs = self._piece(row.chunk), self._of_microbatch(row.microbatch)
+            piece, inputs = self._piece(row.chunk), read(self.inputs, row.microbatch)
             handed = read(state.handed, row.handed_slot)
             return (self._added(grads, row.chunk, self.stages.weight_backward(piece, inputs, handed)),)
 
@@ -322,14 +324,9 @@ def write_if_named(buffer: Tree, slot: jax.Array, value: Tree) -> Tree:
     return write(buffer, place, jax.tree.map(lambda new, old: jnp.where(slot >= 0, new, old), value, kept))
 
 
-def buffer(slots: int, like: Tree) -> Tree:
-    """Empty slots for values of some shape."""
-    return jax.tree.map(lambda a: jnp.zeros((slots, *a.shape), a.dtype), like)
-
-
-def zeros(like: Tree, dtype: Any = None) -> Tree:
-    """Zeros of some shape: what an idle pass leaves."""
-    return jax.tree.map(lambda a: jnp.zeros(a.shape, dtype or a.dtype), like)
+def zeros(like: Tree, *slots: int, dtype: Any = None) -> Tree:
+    """Zeros of some shape: what an idle pass leaves, or empty slots."""
+    return jax.tree.map(lambda a: jnp.zeros((*slots, *a.shape), dtype or a.dtype), like)
 
 
 def add(total: Tree, part: Tree) -> Tree:
@@ -338,8 +335,8 @@ def add(total: Tree, part: Tree) -> Tree:
 
 
 def add_named(total: dict[str, jax.Array], part: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """The same for the names that a part has."""
-    return {name: t + part[name].astype(t.dtype) if name in part else t for name, t in total.items()}
+    """The sum for the names that a part has."""
+    return total | add({name: total[name] for name in part}, part)
 
 
 def part_of(array: jax.Array, number: Any, count: int) -> jax.Array:

@@ -49,23 +49,13 @@ class Pipeline:
             raise CannotRunError("prefetch does not run in a pipeline. Leave it out, or use pipeline=1.")
         # Devices of other stages run other passes at the same time.
         object.__setattr__(self, "context", replace(self.context, divergent=True))
-        layer_pattern(self.schedule, self._layers)
+        _ = self.pattern  # refuses layers that do not make equal stages
 
-    @property
-    def _layers(self) -> tuple[str, ...]:
-        """The block of every layer of the one stack that stages share out."""
+    @cached_property
+    def pattern(self) -> tuple[str, ...]:
+        """The blocks of one virtual stage, of the one stack that stages share out."""
         (stack,) = self.context.derived.program.stacks
-        return stack.layers
-
-    @cached_property
-    def tables(self) -> TickTables:
-        """What runs in a training step."""
-        return tick_tables(fused(self.schedule))
-
-    @cached_property
-    def forward_tables(self) -> TickTables:
-        """What runs for the loss alone."""
-        return forward_tables(self.schedule)
+        return layer_pattern(self.schedule, stack.layers)
 
     def stored(self, params: Params) -> Params:
         """Global arrays of weights, the layers in the order in which the stages hold them."""
@@ -86,12 +76,12 @@ class Pipeline:
         Both are this device's part: what is summed once per step, over the pipeline too, is left to do. The counts of
         its own layers' routers go with the gradients.
         """
-        loss, grads = self._run(self.tables, params, inputs, dloss)
+        loss, grads = self._run(tick_tables(fused(self.schedule)), params, inputs, dloss)
         return loss, grads.layers | grads.ends
 
     def loss(self, params: Params, inputs: Inputs) -> jax.Array:
         """The summed loss alone, on the stage that has the loss head."""
-        return self._run(self.forward_tables, params, inputs, jnp.ones(()))[0]
+        return self._run(forward_tables(self.schedule), params, inputs, jnp.ones(()))[0]
 
     def _run(self, tables: TickTables, params: Params, inputs: Inputs, dloss: jax.Array) -> tuple[Any, Weights]:
         layers = {name: array for name, array in params.items() if name in self.stacked}
@@ -102,7 +92,7 @@ class Pipeline:
 
     def stages(self, dloss: jax.Array) -> StageFunctions:
         """The derived steps of one stage; ``dloss`` is the cotangent of the summed loss."""
-        passes = Passes(self.context, layer_pattern(self.schedule, self._layers))
+        passes = Passes(self.context, self.pattern)
         (send, receive), (send_back, receive_back) = (
             _boundary(self.context.derived, phase) for phase in ("forward", "backward")
         )

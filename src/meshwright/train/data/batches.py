@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property, lru_cache
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 import grain
@@ -122,7 +121,7 @@ class Ahead(Generic[T]):
         self._fill()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)
         self._ready.clear()
 
@@ -168,19 +167,8 @@ class Data(NamedTuple):
     """What a run reads: ``held_out`` shares no document with ``train``, and is None where nothing is held out."""
 
     tokenizer: Tokenizer
-    end_id: int
     train: Source
     held_out: Source | None
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens that are trained on, with the end-of-text token of each document."""
-        return len(self.train.store)
-
-    @property
-    def num_documents(self) -> int:
-        """Documents that are trained on."""
-        return self.train.store.num_documents
 
     @property
     def several_documents(self) -> bool:
@@ -200,7 +188,7 @@ def open_data(settings: TrainSettings, *, vocab_size: int, folder: Path) -> Data
     found = open_store(corpus, given, vocab_size=vocab_size, folder=folder)
     train, held_out = split(found.store, settings.held_out)
     rest = Source(held_out, settings.packing) if len(held_out) else None
-    return Data(found.tokenizer, found.end_id, Source(train, settings.packing), rest)
+    return Data(found.tokenizer, Source(train, settings.packing), rest)
 
 
 class Batches:

@@ -158,26 +158,19 @@ def _alone(path: Path) -> Iterator[Path]:
 def _locked(lock: Path, path: Path) -> IO[str]:
     """The lock's file, locked by this process, once no other holds it."""
     while True:
-        handle = lock.open("w")
-        try:
-            _wait(handle, path)
-        except BaseException:
-            handle.close()
-            raise
-        # Whoever had it before has removed the file: what counts is the lock of the one that others will find.
-        with suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(handle.fileno()), lock.stat()):
-                return handle
-        handle.close()
-
-
-def _wait(handle: IO[str], path: Path) -> None:
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        if sys.stderr.isatty():
-            print(f"waiting for another process that tokenises the same text into {path}", file=sys.stderr)
-        fcntl.flock(handle, fcntl.LOCK_EX)
+        with ExitStack() as stack:
+            handle = stack.enter_context(lock.open("w"))
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if sys.stderr.isatty():
+                    print(f"waiting for another process that tokenises the same text into {path}", file=sys.stderr)
+                fcntl.flock(handle, fcntl.LOCK_EX)
+            # Whoever had it before has removed the file: what counts is the lock of the one that others will find.
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(handle.fileno()), lock.stat()):
+                    stack.pop_all()
+                    return handle
 
 
 def _open(path: Path) -> Tokenised:

@@ -1,7 +1,7 @@
 """Muon: the momentum of each matrix orthogonalised, for arrays that hold a matrix per layer and expert."""
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -61,8 +61,3 @@ def orthogonal(values: jax.Array, weight: Updated, places: Places) -> jax.Array:
         return (run_update(steps, {first: whole})[last][:count].reshape(here.shape),)
 
     return on_shards(body, places, {array: values}, (array,))[0]
-
-
-def inside_layers(weights: Collection[Updated]) -> frozenset[str]:
-    """Names of the matrices of layers, which Muon updates."""
-    return frozenset(weight.shard.name for weight in weights if weight.inputs and weight.layers)

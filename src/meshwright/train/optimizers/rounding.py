@@ -36,12 +36,9 @@ def round_to(values: jax.Array, dtype: Any, *, words: jax.Array | None = None) -
 def round_tree(tree: Any, like: Any, *, key: jax.Array | None = None) -> Any:
     """Every array of ``tree`` in the dtype of its partner in ``like``; each has its own random bits."""
     values, structure = jax.tree.flatten(tree)
-    dtypes = [leaf.dtype for leaf in jax.tree.leaves(like)]
-    if key is None:
-        return jax.tree.unflatten(structure, [v.astype(d) for v, d in zip(values, dtypes, strict=True)])
-    words = jax.random.bits(key, (len(values), 2), jnp.uint32)
-    rounded = [round_to(v, d, words=words[i]) for i, (v, d) in enumerate(zip(values, dtypes, strict=True))]
-    return jax.tree.unflatten(structure, rounded)
+    words = [None] * len(values) if key is None else list(jax.random.bits(key, (len(values), 2), jnp.uint32))
+    partners = zip(values, jax.tree.leaves(like), words, strict=True)
+    return jax.tree.unflatten(structure, [round_to(value, leaf.dtype, words=word) for value, leaf, word in partners])
 
 
 def random_bits(shape: tuple[int, ...], words: jax.Array) -> jax.Array:

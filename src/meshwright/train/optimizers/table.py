@@ -14,7 +14,7 @@ the same on every mesh. The update of AdamW and Lion is elementwise and so needs
 weights and state are split alike; Adafactor needs small sums, Muon whole matrices: both run their derived steps.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import jax
@@ -23,13 +23,14 @@ import optax
 from jax.tree_util import KeyPath
 from optax import GradientTransformation
 
+from meshwright.algebra.ops.muon import orthogonalises
 from meshwright.core.errors import InputError, nearest
 from meshwright.nn.weights import Params
 from meshwright.parallel.optimizer import Optimizer, weight_of
 from meshwright.spec.model import Model
 from meshwright.spec.strategy import STATE_BYTES
 from meshwright.train.optimizers.adafactor import scale_by_adafactor
-from meshwright.train.optimizers.muon import inside_layers, scale_by_muon
+from meshwright.train.optimizers.muon import scale_by_muon
 from meshwright.train.optimizers.rounding import round_to, round_tree
 from meshwright.train.optimizers.schedules import learning_rate
 from meshwright.train.optimizers.sharded import Places, on_one_device
@@ -97,12 +98,12 @@ def from_optax(
         wide = old.master or _float32(params)
         changes, moments = inner.update(_float32(grads), _float32(old.inner), wide)
         moved: Params = jax.tree.map(jnp.add, wide, changes)
-        of_weights, of_moments = _keys(rounding, seed, old.count)
+        of_weights = of_moments = None
+        if rounding == "stochastic":
+            of_weights, of_moments = jax.random.split(jax.random.fold_in(jax.random.key(seed), old.count))
         new = round_tree(moved, params, key=None if keeps_master else of_weights)
-        count = old.count + 1
-        mean = (
-            update_average(old.average, moved if keeps_master else new, decay=average, count=count) if average else {}
-        )
+        count, exact = old.count + 1, moved if keeps_master else new
+        mean = update_average(old.average, exact, decay=average, count=count) if average else {}
         moments = round_tree(moments, old.inner, key=of_moments)
         return new, OptState(count, moments, moved if keeps_master else {}, mean)
 
@@ -119,14 +120,6 @@ def averaged(state: OptState, params: Params) -> Params:
 def _float32(tree: Any) -> Any:
     """Arrays of floating point as float32; counters stay."""
     return jax.tree.map(lambda a: a.astype(jnp.float32) if jnp.issubdtype(a.dtype, jnp.floating) else a, tree)
-
-
-def _keys(rounding: Rounding, seed: int, count: jax.Array) -> tuple[jax.Array | None, jax.Array | None]:
-    """Random keys of one update for weights and for moments; none when rounding to nearest."""
-    if rounding == "nearest":
-        return None, None
-    weights, moments = jax.random.split(jax.random.fold_in(jax.random.key(seed), count))
-    return weights, moments
 
 
 def _narrow_moments(moments: Any, params: Params) -> Any:
@@ -182,9 +175,8 @@ def transformation(
     adamw = _chain(optax.scale_by_adam(settings.beta1, settings.beta2, eps=settings.epsilon), settings, matrices)
     if settings.optimizer == "adamw":
         return adamw
-    inside = inside_layers(plain.weights.values())
     muon = _chain(scale_by_muon(settings.momentum, at), settings, matrices)
-    return _by_name(lambda name: "muon" if name in inside else "adamw", {"muon": muon, "adamw": adamw})
+    return _of_layers(frozenset(n for n, weight in plain.weights.items() if orthogonalises(weight)), muon, adamw)
 
 
 def _chain(
@@ -198,11 +190,14 @@ def _chain(
     )
 
 
-def _by_name(choose: Callable[[str], str], parts: Mapping[str, GradientTransformation]) -> GradientTransformation:
-    """Several transformations, each of the arrays that ``choose`` gives it."""
+def _of_layers(
+    inside: Collection[str], muon: GradientTransformation, adamw: GradientTransformation
+) -> GradientTransformation:
+    """Muon of the weights ``inside`` and AdamW of all others."""
+    parts = {"muon": muon, "adamw": adamw}
 
     def split(tree: Params) -> dict[str, Params]:
-        return {part: {n: a for n, a in tree.items() if choose(n) == part} for part in parts}
+        return {part: {n: a for n, a in tree.items() if (n in inside) == (part == "muon")} for part in parts}
 
     def init(params: Any) -> Any:
         return {part: parts[part].init(mine) for part, mine in split(params).items()}

@@ -4,7 +4,6 @@ import statistics
 import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
-from types import TracebackType
 from typing import Any, Self
 
 import jax
@@ -89,7 +88,7 @@ class LiveLine:
             self._live.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._live:
             self._live.stop()
 

@@ -8,7 +8,6 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import msgspec
@@ -158,16 +157,22 @@ class RunFolder:
         for name, text in texts.items():
             write_text_whole(path / name, text)
         if step is not None:
-            self.kept = _kept(_cut(path / METRICS, step), step)
+            records = _cut(path / METRICS, step)
+            again = [record["step_s"] for record in records if record["step"] > step]
+            losses = [record["loss"] for record in records if record["step"] <= step]
+            self.kept = Kept(losses=losses, lost_steps=len(again), lost_s=float(sum(again)))
             _cut(path / EVALUATIONS, step)
-            _without_end(path)
+            # The summary first: without it no one takes the run for one that has ended.
+            for pattern in (SUMMARY, "config.json", "*.safetensors", "*.safetensors.index.json"):
+                for file in path.glob(pattern):
+                    file.unlink()
         # Unbuffered: a run that dies leaves every finished step behind.
         self._metrics = (path / METRICS).open("xb" if step is None else "ab", buffering=0)
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         if self.writes:
             self._metrics.close()
 
@@ -190,13 +195,6 @@ class RunFolder:
             write_text_whole(self.path / SUMMARY, text + "\n")
 
 
-def _without_end(run: Path) -> None:
-    # The summary first: without it no one takes the run for one that has ended.
-    for pattern in (SUMMARY, "config.json", "*.safetensors", "*.safetensors.index.json"):
-        for file in run.glob(pattern):
-            file.unlink()
-
-
 def _cut(path: Path, step: int) -> list[dict[str, Any]]:
     """The lines of a file of records; the file is left with those up to ``step``. A broken last line goes too."""
     if not path.exists():
@@ -210,9 +208,3 @@ def _cut(path: Path, step: int) -> list[dict[str, Any]]:
     text = b"".join(line + b"\n" for line, record in lines if record["step"] <= step)
     write_text_whole(path, text.decode())
     return [record for _, record in lines]
-
-
-def _kept(records: list[dict[str, Any]], step: int) -> Kept:
-    again = [record["step_s"] for record in records if record["step"] > step]
-    losses = [record["loss"] for record in records if record["step"] <= step]
-    return Kept(losses=losses, lost_steps=len(again), lost_s=float(sum(again)))

@@ -1,10 +1,10 @@
 """Metrics sent to TensorBoard or Weights & Biases, besides the files of the run."""
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from meshwright.core.errors import InputError
 from meshwright.core.files import write_text_whole
@@ -14,57 +14,44 @@ WANDB_ID = Path("wandb", "id")
 SHOWN = ("loss", "grad_norm", "learning_rate", "step_s", "tokens_per_s", "mfu", "hfu")
 
 
-class Tracker(Protocol):
-    """Where numbers of a step go; ``close`` writes what is still held back."""
-
-    def log(self, numbers: Mapping[str, float], step: int) -> None: ...
-    def close(self) -> None: ...
+Tracker = tuple[Callable[[Mapping[str, float], int], None], Callable[[], None]]
+"""Where numbers of a step go, and what writes those that are still held back."""
 
 
-class TensorBoard:
+def _tensorboard(run: Path) -> Tracker:
     """Event files in the folder ``tensorboard`` of a run."""
+    from tensorboardX import SummaryWriter
 
-    def __init__(self, run: Path) -> None:
-        from tensorboardX import SummaryWriter
+    writer = SummaryWriter(logdir=str(run / "tensorboard"))
 
-        self._writer = SummaryWriter(logdir=str(run / "tensorboard"))
-
-    def log(self, numbers: Mapping[str, float], step: int) -> None:
+    def log(numbers: Mapping[str, float], step: int) -> None:
         for name, value in numbers.items():
-            self._writer.add_scalar(name, value, step)
+            writer.add_scalar(name, value, step)
 
-    def close(self) -> None:
-        self._writer.close()
+    return log, writer.close
 
 
-class WeightsAndBiases:
+def _weights_and_biases(run: Path, config: Mapping[str, Any]) -> Tracker:
     """A run of the project ``meshwright``, named as its folder; a resumed run goes on in it.
 
     Its id is made up at the first start and kept in the run's folder: names such as tiny-001 come again in every
     folder of runs, and one id for two runs would join them.
     """
+    import wandb
 
-    def __init__(self, run: Path, config: Mapping[str, Any]) -> None:
-        import wandb
-
-        file = run / WANDB_ID
-        if not file.is_file():
-            file.parent.mkdir(parents=True, exist_ok=True)
-            write_text_whole(file, f"{run.name}-{secrets.token_hex(4)}\n")
-        self._run = wandb.init(
-            project="meshwright",
-            name=run.name,
-            id=file.read_text(encoding="utf-8").strip(),
-            resume="allow",
-            dir=str(run),
-            config=dict(config),
-        )
-
-    def log(self, numbers: Mapping[str, float], step: int) -> None:
-        self._run.log(dict(numbers), step=step)
-
-    def close(self) -> None:
-        self._run.finish()
+    file = run / WANDB_ID
+    if not file.is_file():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_text_whole(file, f"{run.name}-{secrets.token_hex(4)}\n")
+    there = wandb.init(
+        project="meshwright",
+        name=run.name,
+        id=file.read_text(encoding="utf-8").strip(),
+        resume="allow",
+        dir=str(run),
+        config=dict(config),
+    )
+    return lambda numbers, step: there.log(dict(numbers), step=step), there.finish
 
 
 class Tracking:
@@ -72,15 +59,15 @@ class Tracking:
 
     def __init__(self, names: Sequence[str], run: Path, config: Mapping[str, Any]) -> None:
         self._trackers: list[Tracker] = [
-            TensorBoard(run) if name == "tensorboard" else WeightsAndBiases(run, config) for name in names
+            _tensorboard(run) if name == "tensorboard" else _weights_and_biases(run, config) for name in names
         ]
 
     def __enter__(self) -> "Tracking":
         return self
 
     def __exit__(self, *error: object) -> None:
-        for tracker in self._trackers:
-            tracker.close()
+        for _, close in self._trackers:
+            close()
 
     def record(self, record: StepRecord) -> None:
         """The numbers of a step, those that are known."""
@@ -92,8 +79,8 @@ class Tracking:
         self._log({"evaluation_loss": record.loss}, record.step)
 
     def _log(self, numbers: Mapping[str, float], step: int) -> None:
-        for tracker in self._trackers:
-            tracker.log(numbers, step)
+        for log, _ in self._trackers:
+            log(numbers, step)
 
 
 def require_trackers(names: Sequence[str]) -> None:
