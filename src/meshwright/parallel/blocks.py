@@ -1,8 +1,8 @@
-"""One block of a program run forward and backward: what is held between the passes, and the gradients that come out.
+"""Runs one block of a program forward and backward.
 
 Where a schedule gives weight gradients a pass of their own, the backward pass has two parts: the derived steps that the
-stream's cotangent needs, then all others. What the second takes from the first is handed on, gathered activations as
-they are: no collective runs twice.
+stream's cotangent needs, then all others. The second part receives its operands from the first, gathered activations
+among them, so that no collective runs twice.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,18 +29,18 @@ from meshwright.nn.interpreter import Environment, run
 from meshwright.nn.weights import Params
 
 Inputs = dict[str, jax.Array]
-"""What a job gives to the blocks of a microbatch by name: tokens, labels, positions, documents; and what earlier stacks
-have ended in, for the layers that read it."""
+"""Inputs of the blocks of a microbatch by name: tokens, labels, positions, documents; and the results of earlier
+stacks."""
 
-Held = tuple[jax.Array, ...]
-"""The forward results that a backward pass is given, in the order of the derivation."""
+Saved = tuple[jax.Array, ...]
+"""Forward results that the backward pass reads, in the order of the derivation."""
 
 Ready = tuple[jax.Array, ...]
-"""Weights of a block gathered ahead, in the order of `BlockPasses.gathers`."""
+"""Gathered weights of a block, in the order of `BlockPasses.gathers`."""
 
 
 class Cotangents(NamedTuple):
-    """The cotangent of the stream, and of what layers read of earlier stacks by name, summed over layers so far."""
+    """Cotangents of the stream (None before the first block) and, summed over layers, of results of earlier stacks."""
 
     stream: Any
     further: Inputs
@@ -48,7 +48,7 @@ class Cotangents(NamedTuple):
 
 @dataclass(frozen=True)
 class BlockPasses:
-    """A block under one derivation. Streams and gradients are one device's blocks."""
+    """The passes of a block under one derivation. Arrays are one device's shards."""
 
     context: Context
     steps: BlockSteps
@@ -64,32 +64,32 @@ class BlockPasses:
 
     @cached_property
     def result(self) -> str:
-        """What the block makes: the stream, or the loss."""
+        """The result of the block: the stream, or the loss."""
         return self.steps.block.result or self.steps.block.ops[-1].out
 
     @cached_property
     def entering(self) -> str:
-        """The stream that the block is given; "" for the first block."""
+        """The stream that enters the block; "" for the first block."""
         stacks, name = self.derived.program.stacks, self.steps.block.name
         return next((stack.carry for stack in stacks if name in (*stack.layers, stack.last)), "")
 
     @cached_property
     def further(self) -> tuple[str, ...]:
-        """What the block reads of earlier stacks."""
+        """Results of earlier stacks that the block reads."""
         return self.derived.program.further(self.steps.block.name)
 
     @cached_property
     def counts(self) -> dict[str, ShardedArray]:
-        """What the backward pass knows of the router besides gradients: see `counts_of`."""
+        """The router's counts, which the backward pass returns with the gradients; see `counts_of`."""
         return counts_of(self.steps)
 
     @cached_property
     def gathers(self) -> tuple[Step, ...]:
-        """Forward steps that only move weights: what can be done before the stream arrives."""
+        """Forward steps that only move weights, and so can run before the stream arrives."""
         return tuple(s for s in self.steps.forward if s.result.name in self.weights)
 
     def gather(self, weights: Mapping[str, jax.Array]) -> Ready:
-        """The weights as the block's products want them."""
+        """Runs the steps of `gathers`."""
         env = run(self.context, self.gathers, {self.derived.declared[n]: weights[n] for n in self.weights})
         return tuple(env[step.result] for step in self.gathers)
 
@@ -100,42 +100,42 @@ class BlockPasses:
         return env | {given[name]: value for name, value in inputs.items() if name in declared}
 
     def _run(self, steps: Sequence[Step], env: Environment, ready: Ready | None) -> Environment:
-        """The results of the steps without those that are ``ready``."""
+        """Runs the steps, except those whose results are ``ready``."""
         there = {} if ready is None else dict(zip((step.result for step in self.gathers), ready, strict=True))
         return run(self.context, [step for step in steps if step.result not in there], env | there)
 
-    def _moved(self, held: Held, space: Any) -> Held:
-        """What a layer holds, brought to host memory or back where the strategy says so."""
+    def _moved(self, saved: Saved, space: Any) -> Saved:
+        """Moves the saved activations of a layer to host memory or back, where the strategy offloads them."""
         if not (self.context.offload and self.steps.block.carry):
-            return held
-        return tuple(jax.device_put(array, space) for array in held)
+            return saved
+        return tuple(jax.device_put(array, space) for array in saved)
 
     def forward(
         self, weights: Params, inputs: Inputs, stream: jax.Array | None, *, ready: Ready | None = None
-    ) -> tuple[jax.Array, Held]:
-        """The block's result, and what its backward pass will be given."""
+    ) -> tuple[jax.Array, Saved]:
+        """Returns the block's result, and the activations that its backward pass reads."""
         env = self._environment(weights, inputs)
         if stream is not None:
             env[self.derived.declared[self.entering]] = stream
         env = self._run(self.steps.forward, env, ready)
-        held = tuple(env[array] for array in self.steps.kept)
-        return env[self.steps.forward[-1].result], self._moved(held, jax.memory.Space.Host)
+        saved = tuple(env[array] for array in self.steps.kept)
+        return env[self.steps.forward[-1].result], self._moved(saved, jax.memory.Space.Host)
 
     def backward(
         self,
         weights: Params,
         inputs: Inputs,
-        held: Held,
+        saved: Saved,
         cotangents: Cotangents,
         *,
         ready: Ready | None = None,
         split: bool = False,
     ) -> tuple[Cotangents, Any]:
-        """Cotangents of the entering stream (None for the first block) and of what the block reads of earlier stacks,
-        and its gradients; with ``split`` what `weight_backward` makes these from."""
+        """Returns the cotangents of the block's inputs, and its gradients; with ``split`` the operands of
+        `weight_backward` instead of gradients."""
         steps, shared = self.steps, self.derived.shared
         env = self._environment(weights, inputs)
-        env |= zip(steps.kept, self._moved(held, jax.memory.Space.Device), strict=True)
+        env |= zip(steps.kept, self._moved(saved, jax.memory.Space.Device), strict=True)
         whole = shared[self.result].cotangent if self.result in shared else cotangent_of(self.derived, self.result)
         sums = {name: shared[name].cotangent for name in self.further}
         env |= {whole: cotangents.stream} | {sums[name]: value for name, value in cotangents.further.items()}
@@ -145,7 +145,7 @@ class BlockPasses:
         return Cotangents(stream, {name: env[array] for name, array in sums.items()}), left
 
     def _gradients(self, env: Environment) -> Params:
-        """Gradients as `gradient_arrays` says; among them `counts`, which add up over microbatches as gradients do."""
+        """Returns the gradients of `gradient_arrays`, and `counts`, which microbatches sum as they sum gradients."""
         arrays = gradient_arrays(self.derived)
         return {name: env[arrays[name]] for name in self.weights} | {n: env[a] for n, a in self.counts.items()}
 
@@ -157,23 +157,23 @@ class BlockPasses:
         return self.steps.split
 
     def _backward_at(self, places: Sequence[int]) -> tuple[Step, ...]:
-        """The backward steps at some places; a segment's second run is the loop's."""
+        """Returns the backward steps of these indices, without recomputation, which belongs to the loop."""
         return tuple(self.steps.backward[place] for place in places if place >= self.steps.num_again)
 
     @property
     def handed(self) -> tuple[ShardedArray, ...]:
-        """What the second pass is given by the first; the counts of a router go with the gradients that it makes."""
+        """Operands of the second pass that the first computes, and the counts of a router, which it returns."""
         counts = (array for array in self.counts.values() if array not in self._split.handed)
         return (*self._split.handed, *counts)
 
     def weight_backward(self, weights: Params, inputs: Inputs, handed: Sequence[jax.Array]) -> Params:
-        """Gradients as the whole backward pass leaves them, from what its first part has left."""
+        """Returns the gradients from what `backward` returned with ``split``."""
         env = self._environment(weights, inputs) | dict(zip(self.handed, handed, strict=True))
         return self._gradients(self._run(self._backward_at(self._split.weights), env, None))
 
 
-def through(steps: Sequence[Step], value: jax.Array, *, leading: int = 0) -> jax.Array:
-    """A value after collectives and slices, one after the other."""
+def apply_collectives(steps: Sequence[Step], value: jax.Array, *, leading: int = 0) -> jax.Array:
+    """Returns a value after a sequence of collectives and slices."""
     for step in steps:
         value = communicate(step, value, leading=leading)
     return value

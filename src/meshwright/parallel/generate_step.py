@@ -36,18 +36,18 @@ from meshwright.spec.job import Job
 from meshwright.spec.model import Model, require_runnable
 from meshwright.spec.strategy import Strategy, require_runnable_strategy
 
-Weights = Literal["as they are", "int8"]
+WeightStorage = Literal["as they are", "int8"]
 Cache = dict[str, jax.Array]
 """Row of the cache table -> its array, the layers of its kind in front."""
 
 
 class GenerateStep:
-    """One strategy of one model made to generate up to ``batch_seqs`` sequences of at most ``max_len`` positions.
+    """Generates with a model under a strategy: up to ``batch_seqs`` sequences of at most ``max_len`` positions.
 
-    ``prefill`` and ``generate`` take the cache and give the next one: the one given is consumed. Weights of
-    ``weights="int8"`` are quantised where they lie by `place`. Rotations that change with the length of a sequence
-    take ``max_len`` for it. With a ``page_len`` layers without a window keep their positions in pages, of which a table
-    says whose they are: `init_pages` gives every sequence its own.
+    ``prefill`` and ``generate`` consume the cache and return the next one. With ``weights="int8"``, `place` quantises
+    weights on their devices. Rotations that depend on the length of a sequence use ``max_len``. With a ``page_len``
+    layers without a window keep their positions in pages, which a table assigns to sequences: `init_pages` gives every
+    sequence its own.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class GenerateStep:
         max_len: int,
         batch_seqs: int,
         cache_dtype: CacheDtype = "bf16",
-        weights: Weights = "as they are",
+        weights: WeightStorage = "as they are",
         page_len: int = 0,
         mesh: Mesh | AbstractMesh | None = None,
     ) -> None:
@@ -88,14 +88,14 @@ class GenerateStep:
 
     @property
     def _prompt_parts(self) -> int:
-        """Parts into which the positions of a prompt are split."""
+        """Number of shards of the positions of a prompt."""
         return math.prod(self.strategy.mesh[axis] for axis in self.prefill_declared.declared["x"].axes_of("T"))
 
-    # -- where things lie --------------------------------------------------------------------------
+    # -- shapes and shardings ----------------------------------------------------------------------
 
     @cached_property
     def param_specs(self) -> dict[str, PartitionSpec]:
-        """How the weights lie, scales beside int8 ones."""
+        """Shardings of the weights, and of the scales of int8 ones."""
         declared = self.generate_declared.declared | self.prefill_declared.declared
         named = scales(self.model) if self.quantised else {}
         return {
@@ -106,22 +106,22 @@ class GenerateStep:
 
     @cached_property
     def cache_specs(self) -> dict[str, PartitionSpec]:
-        """How the cache lies."""
+        """Shardings of the cache."""
         return {row.name: partition_spec(self.generate_declared.declared[row.name], stacked=True) for row in self.table}
 
     @cached_property
     def param_shardings(self) -> dict[str, NamedSharding]:
-        """Where each weight lies; float weights are loaded into the ones of their names."""
+        """The sharding of each weight on the mesh; float weights are loaded with those of their names."""
         return shardings(self.mesh, self.param_specs)
 
     @cached_property
     def cache_shardings(self) -> dict[str, NamedSharding]:
-        """Where each array of the cache lies."""
+        """The sharding of each array of the cache on the mesh."""
         return shardings(self.mesh, self.cache_specs)
 
     @property
     def logits_sharding(self) -> NamedSharding:
-        """Where logits [B, V] lie."""
+        """The sharding of logits [B, V]."""
         return NamedSharding(self.mesh, partition_spec(self.generate_declared.declared["logits"]))
 
     @property
@@ -143,8 +143,7 @@ class GenerateStep:
     # -- what a user calls -------------------------------------------------------------------------
 
     def place(self, params: Mapping[str, Any]) -> Params:
-        """Float weights on their devices in the step's dtype, quantised there if it wants int8; quantised ones as
-        they are."""
+        """Puts weights on their devices in the step's dtype; quantises float weights there if the step uses int8."""
         if "embed_scale" in params or not self.quantised:
             placed = {name: jnp.asarray(array, self.param_shapes[name].dtype) for name, array in params.items()}
             return jax.device_put(placed, {name: self.param_shardings[name] for name in placed})
@@ -156,7 +155,7 @@ class GenerateStep:
         return quantise(placed)
 
     def init_cache(self) -> Cache:
-        """An empty cache, made where it lies."""
+        """Returns an empty cache, made on its devices."""
         shapes = self.cache_shapes.items()
         empty = jax.jit(
             lambda: {name: jnp.zeros(s.shape, s.dtype) for name, s in shapes}, out_shardings=self.cache_shardings
@@ -165,26 +164,26 @@ class GenerateStep:
 
     @property
     def has_pages(self) -> bool:
-        """Whether some array of the cache is a pool of pages."""
+        """True if some array of the cache is a pool of pages."""
         return any(row.layout == "paged" for row in self.table)
 
     def init_pages(self) -> np.ndarray:
-        """A table of pages [B, Bp] that gives every sequence pages of its own, in its own device's part of the pool."""
+        """Returns a table of pages [B, Bp] that gives every sequence its own, in its device's shard of the pool."""
         split = self.generate_declared.declared["last"].axes_of("B")
         rows = self.batch_seqs // math.prod(self.strategy.mesh[axis] for axis in split)
         each = self.cache_sizes["Bp"]
         return ((np.arange(self.batch_seqs) % rows)[:, None] * each + np.arange(each)).astype(np.int32)
 
     def padded_length(self, length: int) -> int:
-        """The smallest length of prompts that is compiled: a power of two, at least 8, that every axis divides; at
-        most what the cache holds."""
+        """Returns the length for which a prompt's program is compiled: a power of two, at least 8, times the shards of
+        positions; at most the length of the cache."""
         parts = self._prompt_parts
         return min(parts * max(1, 2 ** math.ceil(math.log2(max(length, 8) / parts))), self.cache_len)
 
     def prefill(
         self, params: Params, cache: Cache, tokens: Any, lengths: Any, pages: Any = None
     ) -> tuple[jax.Array, Cache]:
-        """Logits [B, V] after each row's last token, and the cache with its keys and values.
+        """Returns logits [B, V] after each row's last token, and the cache with its keys and values.
 
         ``tokens`` [B, T] are padded behind ``lengths`` [B], 1 at least; each T is compiled once, and `padded_length`
         gives few. ``pages`` [B, Bp] are the pages of each row, by default those of `init_pages`.
@@ -195,36 +194,35 @@ class GenerateStep:
     def generate(
         self, params: Params, cache: Cache, tokens: Any, positions: Any, pages: Any = None
     ) -> tuple[jax.Array, Cache]:
-        """Logits [B, V] after one more token of each row: ``tokens`` [B] at ``positions`` [B]."""
+        """Returns logits [B, V] after one more token of a row, ``tokens`` [B] at ``positions`` [B], and the cache."""
         return self.compiled(0)(params, cache, self.decode_inputs(tokens, positions, pages))
 
     def prefill_inputs(self, tokens: Any, lengths: Any, pages: Any = None) -> dict[str, jax.Array]:
-        """What the program of `prefill` is given besides weights and cache, on its devices."""
+        """Returns the inputs of the program of `prefill` besides weights and cache, on its devices."""
         tokens, lengths = np.asarray(tokens, np.int32), np.asarray(lengths, np.int32)
         self._require_prompts(tokens, lengths)
         rows = {"tokens": tokens, "last": lengths - 1, **self._pages(pages)}
         return self._place(rows, self._given_specs(1))
 
     def decode_inputs(self, tokens: Any, positions: Any, pages: Any = None) -> dict[str, jax.Array]:
-        """What the program of `generate` is given besides weights and cache, on its devices."""
+        """Returns the inputs of the program of `generate` besides weights and cache, on its devices."""
         rows = {"tokens": tokens, "positions": positions, **self._pages(pages)}
         return self._place(rows, self._given_specs(0))
 
     def _pages(self, pages: Any) -> dict[str, Any]:
-        """The page table as an input of the programs; nothing where no cache has pages."""
+        """Returns the page table as an input of the programs; nothing where no cache has pages."""
         if not self.has_pages:
             return {}
         return {PAGES: self.init_pages() if pages is None else pages}
 
     def compiled(self, length: int) -> jax.stages.Compiled:
-        """The program for prompts of a padded length, or for 0 that for one more token; compiled when first asked
-        for."""
+        """Returns the program for prompts of a padded length, or for one more token where it is 0; compiles it once."""
         if length not in self._compiled:
             self._compiled[length] = self.lower(length).compile()
         return self._compiled[length]
 
     def lower(self, length: int, *, platform: str = "") -> jax.stages.Lowered:
-        """The program traced, without any data; on an abstract mesh for the ``platform`` named."""
+        """Traces the program without data; on an abstract mesh for ``platform``."""
         rows = jax.ShapeDtypeStruct((self.batch_seqs,), jnp.int32)
         tokens = jax.ShapeDtypeStruct((self.batch_seqs, length), jnp.int32)
         given = {"tokens": tokens, "last": rows} if length else {"tokens": rows, "positions": rows}
@@ -250,13 +248,13 @@ class GenerateStep:
         )
 
     def _given_specs(self, length: int) -> dict[str, PartitionSpec]:
-        """How what a program is given besides weights and cache lies: prompts, or for 0 rows of one position each."""
+        """Returns the shardings of `prefill_inputs`, or for 0 of `decode_inputs`: rows of one position each."""
         specs = self._specs(self.prefill_declared if length else self.generate_declared)
         rows = specs.pop("positions" if length else "last")
         return specs if length else specs | {"tokens": rows, "positions": rows}
 
     def _specs(self, derived: Derived) -> dict[str, PartitionSpec]:
-        """How the inputs of a derived program lie."""
+        """Returns the shardings of the inputs of a derived program."""
         names = ("tokens", "positions", "last", *((PAGES,) if self.has_pages else ()))
         return {name: partition_spec(derived.declared[name]) for name in names}
 
@@ -292,7 +290,7 @@ class GenerateStep:
         )
 
     def _run(self, derived: Derived, params: Params, cache: Cache, given: Mapping[str, Any]) -> tuple[jax.Array, Cache]:
-        """Logits and the cache after, on one device's blocks, from what the job gives by name: tokens, positions, last.
+        """Returns logits and the next cache, on one device's shards; ``given`` are tokens, positions and last by name.
 
         The loops over layers carry caches whole, so that a step changes what it writes and copies nothing.
         """
@@ -326,8 +324,8 @@ def _require_can_generate(model: Model, strategy: Strategy, *, max_len: int, wei
     """Raise InputError or CannotRunError for what cannot generate, whatever its mesh."""
     require_runnable(model)
     require_runnable_strategy(strategy)
-    if weights not in get_args(Weights):
-        raise InputError(f"weights {weights!r} are not known.{nearest(weights, get_args(Weights))}")
+    if weights not in get_args(WeightStorage):
+        raise InputError(f"weights {weights!r} are not known.{nearest(weights, get_args(WeightStorage))}")
     if max_len < 1:
         raise InputError(f"max_len={max_len} must be at least 1.")
     if model.learned_positions and max_len > model.max_positions:

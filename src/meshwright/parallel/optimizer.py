@@ -1,4 +1,4 @@
-"""What a training step asks of an optimizer: an update of global arrays, and where its state lies."""
+"""The interface of an optimizer to a training step: an update of global arrays, and the sharding of its state."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -22,10 +22,10 @@ class Optimizer(NamedTuple):
     kind: str = "adamw"
 
     def specs(self, param_shapes: Mapping[str, Any], param_specs: Mapping[str, PartitionSpec]) -> Any:
-        """The sharding of each array of the state, given those of the weights' shards.
+        """Returns the sharding of each array of the state, given the shapes and shardings of the weights.
 
-        An array kept for a weight (found by its name) is split as that weight in every dim that it has whole; dims of
-        size 1, over which a mean was taken, and counters lie on every device.
+        An array that belongs to a weight (by its name) is sharded as that weight in every dim of equal size; dims of
+        size 1, over which a mean was taken, and counters are replicated.
         """
 
         def spec(path: KeyPath, leaf: Any) -> PartitionSpec:
@@ -40,7 +40,7 @@ class Optimizer(NamedTuple):
 
 
 def plain_optimizer(transformation: optax.GradientTransformation) -> Optimizer:
-    """An optax transformation as it is. Its update counts as AdamW's: elementwise, without communication."""
+    """Wraps an optax transformation as it is. Its update counts as AdamW's: elementwise, without communication."""
 
     def update(grads: Params, state: Any, params: Params) -> tuple[Params, Any]:
         updates, state = transformation.update(grads, state, params)
@@ -50,6 +50,6 @@ def plain_optimizer(transformation: optax.GradientTransformation) -> Optimizer:
 
 
 def weight_of(path: KeyPath, names: Mapping[str, Any]) -> str | None:
-    """The weight to which an array of a state belongs: the last key of a dict on its path that names one."""
+    """Returns the weight to which an array of a state belongs: the last dict key on its path that names a weight."""
     keys = [key.key for key in path if isinstance(key, DictKey) and key.key in names]
     return keys[-1] if keys else None

@@ -1,6 +1,6 @@
 """The forward and the backward pass of a microbatch through a stack: first block, layers in loops, last block.
 
-Nothing here is differentiated: the backward pass runs the derived backward steps on what the forward pass held.
+Nothing here is differentiated: the backward pass runs the derived backward steps on what the forward pass saved.
 """
 
 import math
@@ -20,12 +20,12 @@ from meshwright.algebra.transformer import Span, spans
 from meshwright.nn.attention.platform import default_platform
 from meshwright.nn.context import Context
 from meshwright.nn.weights import Params
-from meshwright.parallel.blocks import BlockPasses, Cotangents, Inputs, through
-from meshwright.parallel.layer_loops import AheadLoop, LayerLoop, SegmentLoop, Turn
+from meshwright.parallel.blocks import BlockPasses, Cotangents, Inputs, apply_collectives
+from meshwright.parallel.layer_loops import AheadLoop, IterationParams, LayerLoop, SegmentLoop
 
 MAX_WRITTEN_OUT = 16
-"""Turns of a loop that are worth the time of compiling each: on two cores a step of 8 layers of 1.8M weights compiles
-in 12 s in place of 7 and runs a tenth faster, as nothing is copied into and out of stacks (2026-11-21)."""
+"""Most iterations that a loop is unrolled for: on two cores a step of 8 layers of 1.8M weights compiles in 12 s instead
+of 7 and runs a tenth faster, since nothing is copied into and out of stacked arrays (2026-11-21)."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Passes:
         return spans(self.names if self.names is not None else self.stack.layers)
 
     def _loop(self, span: Span, inputs: Inputs, **choices: Any) -> LayerLoop:
-        """How the turns of a span are run; a segment "sqrt" has the square root of the layers that a device holds."""
+        """Returns the loop over a span. A segment "sqrt" has the square root of the layers that a device holds."""
         given: dict[str, Any] = {"span": span, "blocks": self._blocks, "inputs": inputs, **choices}
         segment = next(block.segment for block in self.derived.blocks if block.block.carry)
         if segment == "sqrt":
@@ -89,104 +89,104 @@ class Passes:
 
     @property
     def _is_small_program(self) -> bool:
-        """One CPU: no collectives of a loop to be counted, and memory is copied at the expense of computing.
+        """True on one CPU device, where copies cost compute time and no loop holds collectives that are counted.
 
-        Not where layers run again on the way back: written out, the compiler merges what they compute twice, and a
-        program of ten layers needs four times the memory of the loop.
+        False where layers are recomputed: in an unrolled loop the compiler merges both computations, and a program of
+        ten layers needs four times the memory of the loop.
         """
         again = any(step.phase == "recompute" for block in self.derived.blocks for step in block.backward)
         return default_platform() == "cpu" and math.prod(self.context.mesh.values()) == 1 and not again
 
     def layers_forward(self, params: Params, inputs: Inputs, stream: jax.Array) -> tuple[jax.Array, tuple[Any, ...]]:
-        """The stream after all layers, and what each span holds for the way back."""
-        held = []
+        """Returns the stream after all layers, and the activations that each span saves."""
+        saved = []
         for span in self.spans:
-            stream, kept = self._loop(span, inputs).forward(self._turns(span, params), stream)
-            held.append(kept)
-        return stream, tuple(held)
+            stream, kept = self._loop(span, inputs).forward(self._iterations(span, params), stream)
+            saved.append(kept)
+        return stream, tuple(saved)
 
     def layers_backward(
         self,
         params: Params,
         inputs: Inputs,
-        held: Sequence[Any],
+        saved: Sequence[Any],
         cotangents: Cotangents,
         *,
         earlier: Params | None = None,
         overlapped: bool = False,
     ) -> tuple[Cotangents, Params]:
-        """The cotangents of what entered the first layer and, summed over all layers, of what they read of earlier
-        stacks; and gradients stacked as the weights are.
+        """Returns the cotangents of the stream that entered the first layer and, summed over layers, of the results of
+        earlier stacks; and gradients stacked as the weights are.
 
-        ``overlapped``: each layer's gradients, with what ``earlier`` microbatches left, go through their steps of scope
-        "step" as soon as they are made.
+        With ``overlapped`` each layer adds its gradients to those of ``earlier`` microbatches and runs their
+        collectives of scope "step" as soon as it has computed them.
         """
         finish = self._finish if overlapped else None
-        cotangents, found = self._backward(params, inputs, held, cotangents, earlier, finish=finish)
+        cotangents, found = self._backward(params, inputs, saved, cotangents, earlier, finish=finish)
         return cotangents, _stacked(found)
 
     def input_backward(
-        self, params: Params, inputs: Inputs, held: Sequence[Any], cotangents: Cotangents
+        self, params: Params, inputs: Inputs, saved: Sequence[Any], cotangents: Cotangents
     ) -> tuple[Cotangents, tuple[Any, ...]]:
-        """The cotangents of what entered the first layer, and what each span hands on to `weight_backward`."""
-        return self._backward(params, inputs, held, cotangents, None, split=True)
+        """Returns the cotangents of the stream that entered the first layer, and the operands of `weight_backward`."""
+        return self._backward(params, inputs, saved, cotangents, None, split=True)
 
     def weight_backward(self, params: Params, inputs: Inputs, handed: Sequence[Any]) -> Params:
-        """Gradients stacked as the weights are."""
+        """Returns gradients stacked as the weights are."""
         parts = zip(self.spans, handed, strict=True)
         return _stacked(
-            [self._loop(span, inputs).weight_backward(self._turns(span, params), left) for span, left in parts]
+            [self._loop(span, inputs).weight_backward(self._iterations(span, params), left) for span, left in parts]
         )
 
     def _backward(
         self,
         params: Params,
         inputs: Inputs,
-        held: Sequence[Any],
+        saved: Sequence[Any],
         cotangents: Cotangents,
         earlier: Params | None,
         **choices: Any,
     ) -> tuple[Cotangents, tuple[Any, ...]]:
-        """The cotangents, and what the way back through each span leaves."""
+        """Returns the cotangents, and for each span gradients or the operands of `weight_backward`."""
         found: tuple[Any, ...] = ()
-        for span, kept in reversed(list(zip(self.spans, held, strict=True))):
-            before = None if earlier is None else self._turns(span, earlier)
+        for span, kept in reversed(list(zip(self.spans, saved, strict=True))):
+            before = None if earlier is None else self._iterations(span, earlier)
             loop = self._loop(span, inputs, **choices)
-            cotangents, left = loop.backward(self._turns(span, params), kept, cotangents, before)
+            cotangents, left = loop.backward(self._iterations(span, params), kept, cotangents, before)
             found = (left, *found)
         return cotangents, found
 
-    def _finish(self, grads: Turn, earlier: Turn | None) -> Turn:
+    def _finish(self, grads: IterationParams, earlier: IterationParams | None) -> IterationParams:
         steps = step_steps(self.derived)
         total = grads if earlier is None else jax.tree.map(jnp.add, earlier, grads)
-        return tuple({name: through(steps.get(name, ()), g) for name, g in layer.items()} for layer in total)
+        return tuple({name: apply_collectives(steps.get(name, ()), g) for name, g in layer.items()} for layer in total)
 
-    def _turns(self, span: Span, params: Params) -> Turn:
-        """Weights of a span, [repeats, ...] in front, one dict for each layer of the pattern."""
+    def _iterations(self, span: Span, params: Params) -> IterationParams:
+        """Returns the weights of a span, [repeats, ...], a dict for each layer of its pattern."""
         return tuple(self._of_layer(span, i, params) for i in range(len(span.pattern)))
 
     def _of_layer(self, span: Span, position: int, params: Params) -> Params:
         kind = span.pattern[position]
-        place, per_turn = span.place(position)
-        start, count = span.starts[kind], per_turn * span.repeats
+        place, per_iteration = span.place(position)
+        start, count = span.starts[kind], per_iteration * span.repeats
 
         def part(array: jax.Array) -> jax.Array:
-            if start == 0 and count == array.shape[0] and per_turn == 1:
+            if start == 0 and count == array.shape[0] and per_iteration == 1:
                 return array
             own = lax.slice_in_dim(array, start, start + count)
-            return own.reshape(span.repeats, per_turn, *array.shape[1:])[:, place]
+            return own.reshape(span.repeats, per_iteration, *array.shape[1:])[:, place]
 
         block = self._blocks[kind]
         return {name: part(params[name]) for name in (*block.weights, *block.counts) if name in params}
 
 
-def _stacked(spans: Sequence[Turn]) -> Params:
-    """Gradients of all spans as the weights lie: layers of a kind in order, [layers, ...]."""
+def _stacked(spans: Sequence[IterationParams]) -> Params:
+    """Returns the gradients of all spans, stacked as the weights are: the layers of a kind in order, [layers, ...]."""
     found: dict[str, list[jax.Array]] = {}
-    for turns in reversed(spans):
-        names = dict.fromkeys(name for grads in turns for name in grads)
+    for iterations in reversed(spans):
+        names = dict.fromkeys(name for grads in iterations for name in grads)
         for name in names:
-            parts = [grads[name] for grads in turns if name in grads]
+            parts = [grads[name] for grads in iterations if name in grads]
             whole = parts[0] if len(parts) == 1 else jnp.stack(parts, 1).reshape(-1, *parts[0].shape[1:])
             found[name] = [whole, *found.get(name, [])]
     return {name: parts[0] if len(parts) == 1 else jnp.concatenate(parts) for name, parts in found.items()}

@@ -1,4 +1,4 @@
-"""Who this process is among many, read from the variables that launchers set. No JAX here."""
+"""Which process this is of many, read from the variables that launchers set. No JAX here."""
 
 import zlib
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ import msgspec
 
 from meshwright.core.errors import InputError
 
-Source = Literal["meshwright", "Kubernetes", "RANK and WORLD_SIZE", "Open MPI", "SLURM"]
+Launcher = Literal["meshwright", "Kubernetes", "RANK and WORLD_SIZE", "Open MPI", "SLURM"]
 
 COORDINATOR, PROCESSES, PROCESS = "MESHWRIGHT_COORDINATOR", "MESHWRIGHT_PROCESSES", "MESHWRIGHT_PROCESS"
 KUBERNETES_INDEX = "JOB_COMPLETION_INDEX"
@@ -24,7 +24,7 @@ class Processes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     accelerators of this host that are this process's own, None for all that it sees.
     """
 
-    source: Source
+    source: Launcher
     count: int
     index: int
     coordinator: str | None
@@ -32,10 +32,10 @@ class Processes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 def find_processes(env: Mapping[str, str]) -> Processes | None:
-    """What a launcher has said about processes; None for one process alone.
+    """Returns what a launcher says about processes; None for a single process.
 
-    Asked in this order: our own variables (on Kubernetes the index is the Job's), RANK and WORLD_SIZE as
-    torchrun sets them, Open MPI 5, SLURM. Raises InputError that names the variable that is missing or wrong.
+    Reads, in this order, our own variables (on Kubernetes the index is the Job's), RANK and WORLD_SIZE as
+    torchrun sets them, those of Open MPI 5, of SLURM. Raises InputError that names a missing or wrong variable.
     """
     if any(name in env for name in (COORDINATOR, PROCESSES, PROCESS)):
         found = _own(env)
@@ -58,7 +58,7 @@ def _own(env: Mapping[str, str]) -> Processes:
     for name in (PROCESSES, index, COORDINATOR):
         if not env.get(name):
             raise InputError(f"{name} is not set. Set {PROCESSES}, {PROCESS} and {COORDINATOR} together, or none.")
-    source: Source = "Kubernetes" if on_kubernetes else "meshwright"
+    source: Launcher = "Kubernetes" if on_kubernetes else "meshwright"
     return _processes(env, source, count=PROCESSES, index=index, coordinator=env[COORDINATOR])
 
 
@@ -91,7 +91,7 @@ def _open_mpi(env: Mapping[str, str]) -> Processes:
 
 def _processes(
     env: Mapping[str, str],
-    source: Source,
+    source: Launcher,
     *,
     count: str,
     index: str,

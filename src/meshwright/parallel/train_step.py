@@ -24,7 +24,7 @@ from meshwright.nn.context import Context
 from meshwright.nn.experts.balance import routing_metrics
 from meshwright.nn.ops.quantised_embed import DTYPES
 from meshwright.nn.weights import Params, init_params, param_shapes
-from meshwright.parallel.blocks import Inputs, through
+from meshwright.parallel.blocks import Inputs, apply_collectives
 from meshwright.parallel.gradients import microbatch_loss, once_per_step, squared_norm, step_gradients
 from meshwright.parallel.mesh import device_mesh, lower, named_sharding, partition_spec, shardings
 from meshwright.parallel.optimizer import Optimizer, plain_optimizer
@@ -40,7 +40,7 @@ several documents; num_labels, a float32 scalar: the labels of the whole batch t
 
 
 class State(NamedTuple):
-    """Weights (`Params`) and the optimizer's state; or, in their place, their shardings."""
+    """Weights (`Params`) and the optimizer's state, or their shardings."""
 
     params: Any
     opt_state: Any
@@ -60,11 +60,11 @@ class Metrics(NamedTuple):
 
 
 class TrainStep:
-    """One strategy of one model made runnable: `init`, and `step(state, batch) -> (state, metrics)`.
+    """Trains a model under a strategy: `init`, and `step(state, batch) -> (state, metrics)`.
 
     ``options`` are what the job asks of the program (documents, further losses). ``form="shard_map"`` runs exactly the
-    derived steps. ``form="gspmd"`` gives XLA the declared shardings as constraints and lets it choose; it is kept as
-    the comparison.
+    derived steps. ``form="gspmd"`` gives XLA the declared shardings as constraints and lets it choose the collectives,
+    for comparison.
     """
 
     def __init__(
@@ -100,11 +100,11 @@ class TrainStep:
             donate_argnums=0,
         )
 
-    # -- where things lie --------------------------------------------------------------------------
+    # -- shapes and shardings ----------------------------------------------------------------------
 
     @cached_property
     def stacked(self) -> frozenset[str]:
-        """Weights of the layers: the layers of their kind are in front."""
+        """Weights of layers, whose first dim is the layers of their kind."""
         return frozenset(name for name, (weight, _) in weight_variables(self.model).items() if weight.layers)
 
     def _specs(self, arrays: Mapping[str, ShardedArray]) -> dict[str, PartitionSpec]:
@@ -114,17 +114,17 @@ class TrainStep:
 
     @cached_property
     def param_specs(self) -> dict[str, PartitionSpec]:
-        """How the weights lie between steps."""
+        """Shardings of the weights between steps."""
         return self._specs(self.declared.declared)
 
     @cached_property
     def shard_specs(self) -> dict[str, PartitionSpec]:
-        """How the optimizer's state, and the gradients given to it, lie."""
+        """Shardings of the optimizer's state, and of the gradients given to it."""
         return self._specs(self.shards)
 
     @cached_property
     def batch_specs(self) -> dict[str, PartitionSpec]:
-        """How the arrays of a batch lie."""
+        """Shardings of the arrays of a batch."""
         names = (variable.name for variable in self.program.of_role("input", "position"))
         arrays = {name: partition_spec(self.declared.declared[name]) for name in names}
         return {**arrays, "num_labels": PartitionSpec()}
@@ -136,7 +136,7 @@ class TrainStep:
 
     @cached_property
     def state_shardings(self) -> State:
-        """Where each array of the state lies."""
+        """The sharding of each array of the state on the mesh."""
         found = shardings(self.mesh, self.optimizer.specs(self.param_shapes, self.shard_specs))
         if "optimizer" in self.strategy.offload:
             found = jax.tree.map(lambda sharding: sharding.with_memory_kind("pinned_host"), found)
@@ -144,14 +144,14 @@ class TrainStep:
 
     @cached_property
     def batch_shardings(self) -> dict[str, NamedSharding]:
-        """Where each row and position of a global batch goes."""
+        """The sharding of each array of a global batch on the mesh."""
         return shardings(self.mesh, self.batch_specs)
 
     def token_order(self, seq_len: int) -> np.ndarray | None:
-        """The position that each place of a row holds, where that is not its own number.
+        """Returns the position at each index of a row, None where that is the index itself.
 
-        Round a ring, positions are dealt out in zigzag, so that causal attention gives each device the same work. With
-        windows they stay in order: then a block of keys need not go all the way round.
+        Ring attention shards positions in zigzag, so that causal attention gives each device equal work. With windows
+        they stay in order, since a block of keys then passes only some of the devices.
         """
         if not self._in_zigzag:
             return None
@@ -169,7 +169,7 @@ class TrainStep:
         return rings and not self.model.sliding_layers
 
     def place(self, batch: Mapping[str, Any]) -> Batch:
-        """A global batch on the devices, in the order of positions that the step wants, with its default parts."""
+        """Puts a global batch on the devices in `token_order`; adds positions, documents and num_labels."""
         rows = {n: np.asarray(a) for n, a in batch.items() if n != "num_labels"}
         shape = rows["tokens"].shape
         for name in (name for name in self.batch_specs if name.endswith("positions")):
@@ -201,16 +201,16 @@ class TrainStep:
         return jax.jit(make, out_shardings=self.state_shardings.params)
 
     def from_canonical(self, params: Params) -> Params:
-        """Weights, or what is kept for each of them, with layers in the order in which the stages of a pipeline hold
-        them, from the order of the model."""
+        """Reorders the layers of weights, or of arrays like them, from the order of the model to that of a pipeline's
+        stages."""
         return self.pipeline.stored(params) if self.pipeline else params
 
     def to_canonical(self, params: Params) -> Params:
-        """The other way."""
+        """Reorders layers from the order of a pipeline's stages to that of the model."""
         return self.pipeline.in_order(params) if self.pipeline else params
 
     def init_optimizer(self, params: Params) -> Any:
-        """The optimizer's state for given weights."""
+        """Returns the first state of the optimizer for given weights."""
         return jax.jit(self.optimizer.init, out_shardings=self.state_shardings.opt_state)(params)
 
     def step(self, state: State, batch: Mapping[str, Any]) -> tuple[State, Metrics]:
@@ -218,29 +218,29 @@ class TrainStep:
         return self.compile(state, self.placed(batch))
 
     def placed(self, batch: Mapping[str, Any]) -> Batch:
-        """The batch itself if it has every part that the step takes, else `place` of it."""
+        """Returns the batch if it has every array that the step takes, else `place` of it."""
         return dict(batch) if set(batch) == set(self.batch_specs) else self.place(batch)
 
     def batch_shapes(self, batch_seqs: int, seq_len: int) -> dict[str, jax.ShapeDtypeStruct]:
-        """Global shapes and dtypes of a batch."""
+        """Returns the global shapes and dtypes of a batch."""
         dims = {**self.model.dims, "B": batch_seqs, "T": seq_len}
         arrays = {v.name: tuple(dims[dim] for dim in v.dims) for v in self.program.of_role("input", "position")}
         rows = {name: jax.ShapeDtypeStruct(shape, jnp.int32) for name, shape in arrays.items()}
         return {**rows, "num_labels": jax.ShapeDtypeStruct((), jnp.float32)}
 
     def lower(self, batch_seqs: int, seq_len: int, *, platform: str = "") -> jax.stages.Lowered:
-        """The step traced for a batch size without any data; on an abstract mesh for the ``platform`` named."""
+        """Traces the step for a batch size without data; on an abstract mesh for ``platform``."""
         state = State(self.param_shapes, jax.eval_shape(self.optimizer.init, self.param_shapes))
         return lower(self.compile, self.mesh, state, self.batch_shapes(batch_seqs, seq_len), platform=platform)
 
     def gradients(self, params: Params, batch: Mapping[str, Any]) -> tuple[jax.Array, Params]:
-        """Mean loss and its gradients for a global batch, laid out as the optimizer takes them (no update)."""
+        """Returns the mean loss of a global batch and its gradients, sharded for the optimizer (no update)."""
         return jax.jit(lambda p, b: self._gradients(p, b)[:2])(params, self.placed(batch))
 
     @cached_property
     def loss_sum(self) -> Callable[[Params, Batch], jax.Array]:
-        """Jitted (params, placed batch) -> the cross entropy summed over the counted labels, whatever further losses
-        are trained on; nothing is held for a backward pass."""
+        """Jitted (params, placed batch) -> the cross entropy summed over the counted labels, without further losses;
+        nothing is saved for a backward pass."""
         if self.options.z_loss:
             bare = msgspec.structs.replace(self.options, z_loss=0.0)
             model, strategy = self.model, self.strategy
@@ -266,7 +266,7 @@ class TrainStep:
 
     @cached_property
     def pipeline(self) -> Pipeline | None:
-        """The stages, where layers are split over any."""
+        """The pipeline, where the strategy has stages."""
         if self.strategy.mesh.get("pipeline", 1) == 1:
             return None
         return Pipeline(context=self._context, schedule=strategy_schedule(self.strategy), stacked=self.stacked)
@@ -283,7 +283,7 @@ class TrainStep:
         )
 
     def _local_gradients(self, params: Params, batch: Batch) -> tuple[jax.Array, Params, jax.Array, Params]:
-        """Global loss, reduced gradients, global squared norm and the routers' metrics, from one device's blocks."""
+        """Returns global loss, reduced gradients, squared norm and the routers' metrics, from one device's shards."""
         dloss = _per_label(batch)
         if self.pipeline:
             loss, grads = self.pipeline.gradients(params, _inputs(batch), dloss)
@@ -296,8 +296,7 @@ class TrainStep:
         return self._over_devices("loss", loss) * dloss, grads, norm, extras
 
     def _apart(self, grads: Params) -> tuple[Params, Params]:
-        """Gradients, and the routers' metrics from the counts that went with them: those of all layers with experts,
-        [layers, Er, E], layers of a kind together."""
+        """Separates gradients from the counts of routers, [layers, Er, E], and returns these as metrics."""
         counts = [grads[name] for name in sorted(grads.keys() - self.shards.keys())]
         of_weights = {name: grads[name] for name in self.shards}
         if not counts:
@@ -308,9 +307,9 @@ class TrainStep:
         return step_gradients(passes, params, _inputs(batch), dloss, strategy=self.strategy, stacked=self.stacked)
 
     def _over_devices(self, name: str, value: jax.Array) -> jax.Array:
-        """A number summed over the devices that hold a part of it, as derived."""
+        """Sums a scalar over the devices that have a part of it, as derived."""
         steps = [s for s in self.declared.update if s.is_collective and s.result.name == name]
-        return through(steps, value)
+        return apply_collectives(steps, value)
 
     def _gradients(self, params: Params, batch: Batch) -> tuple[jax.Array, Params, jax.Array, Params]:
         if self.form == "gspmd":
@@ -331,10 +330,10 @@ class TrainStep:
         return State(self._moved(shards, before=False), opt_state), Metrics(loss, norm, extras)
 
     def _updated(self, grads: Params, opt_state: Any, shards: Params, finite: jax.Array) -> tuple[Params, Any]:
-        """The optimizer's update; its state comes from host memory and goes back there where the strategy says so.
+        """Runs the optimizer's update, with its state in host memory where the strategy offloads it.
 
-        Without ``finite`` nothing changes: clipping would spread one bad gradient to every weight, and what the step
-        was given could no longer be looked at.
+        Nothing changes unless ``finite``: clipping would spread one bad gradient to every weight, and the weights
+        before the step could no longer be inspected.
         """
         offloaded = "optimizer" in self.strategy.offload
         before = jax.device_put(opt_state, jax.memory.Space.Device) if offloaded else opt_state
@@ -344,7 +343,7 @@ class TrainStep:
         return shards, jax.device_put(opt_state, jax.memory.Space.Host) if offloaded else opt_state
 
     def _moved(self, params: Params, *, before: bool) -> Params:
-        """Weights brought to the optimizer's shards before its update, or back after it (ZeRO-1 and 2)."""
+        """Reshards weights as the optimizer's state before its update, or back after it (ZeRO-1 and 2)."""
         if self.param_specs == self.shard_specs or self.form == "gspmd":
             return params
         moves: dict[str, list[Step]] = {name: [] for name in params}
@@ -357,7 +356,7 @@ class TrainStep:
                 moves[name].append(step)
 
         def body(params: Params) -> Params:
-            return {n: through(moves[n], p, leading=int(n in self.stacked)) for n, p in params.items()}
+            return {n: apply_collectives(moves[n], p, leading=int(n in self.stacked)) for n, p in params.items()}
 
         source, target = (self.param_specs, self.shard_specs)[:: 1 if before else -1]
         return self._mapped(body, (source,), target)(params)
@@ -386,5 +385,5 @@ def _inputs(batch: Batch) -> Inputs:
 
 
 def _per_label(batch: Batch) -> jax.Array:
-    """What the summed loss is multiplied by for the mean; without any label the loss and its gradients are 0."""
+    """Returns the factor from the summed to the mean loss; without any label the loss and its gradients are 0."""
     return 1.0 / jnp.maximum(batch["num_labels"], 1.0)

@@ -1,4 +1,4 @@
-"""Prompts continued token by token on a `GenerateStep`, all in one batch from the first to the last."""
+"""Continues prompts token by token on a `GenerateStep`, all in one batch."""
 
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -14,19 +14,19 @@ from meshwright.parallel.generate_step import Cache, GenerateStep
 from meshwright.serve.sampling import LIKELIEST, Choices, Sampling, choices, draw
 
 OnToken = Callable[[int, int], None]
-"""Called with the number of a prompt and its next token, the end token left out."""
+"""Called with the number of a prompt and its next token, except the end token."""
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
-    """The tokens that continue one prompt; ``finish`` says whether an end token came or the length was reached."""
+    """The tokens after one prompt; ``finish`` is "end" after an end token, "length" at the limit."""
 
     tokens: tuple[int, ...]
     finish: Literal["end", "length"]
 
 
 class Pace(msgspec.Struct, frozen=True, kw_only=True):
-    """How fast it went. ``first_token_s`` runs from the prompts to every row's first token, without compilation;
-    ``tokens_per_s`` counts what all rows got after it, None where nothing came after it."""
+    """The speed of a generation. ``first_token_s`` is the time to every row's first token, without compilation;
+    ``tokens_per_s`` is the rate of all rows after it, None without further tokens."""
 
     compile_s: float
     first_token_s: float
@@ -35,7 +35,7 @@ class Pace(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Generated(msgspec.Struct, frozen=True, kw_only=True):
-    """A completion for each prompt, and the pace of all."""
+    """A completion for each prompt, and the pace of the batch."""
 
     completions: tuple[Completion, ...]
     pace: Pace
@@ -51,9 +51,9 @@ def generate(
     end_tokens: Collection[int] = (),
     on_token: OnToken | None = None,
 ) -> Generated:
-    """Up to ``max_tokens`` tokens after each prompt; a prompt that is given several times is drawn anew each time.
+    """Generates up to ``max_tokens`` tokens after each prompt; equal prompts get different samples.
 
-    ``sampling`` is that of all prompts, or one for each. Raises InputError for prompts that the step has no room for.
+    ``sampling`` is for all prompts, or one for each. Raises InputError for prompts that do not fit the step.
     """
     require_prompts(step, prompts, max_tokens=max_tokens)
     rows = choices(_of_rows(prompts, sampling, step.batch_seqs))
@@ -97,7 +97,7 @@ def generate(
 
 
 def require_prompts(step: GenerateStep, prompts: Sequence[Sequence[int]], *, max_tokens: int) -> None:
-    """Raise InputError for no or too many prompts, empty or too long ones, and tokens that the model does not have."""
+    """Raises InputError for no or too many prompts, empty or too long ones, and tokens outside the vocabulary."""
     if not 1 <= len(prompts) <= step.batch_seqs:
         raise InputError(f"{len(prompts)} prompts; the step takes 1 to {step.batch_seqs}.")
     if max_tokens < 1:
@@ -119,7 +119,7 @@ def require_prompts(step: GenerateStep, prompts: Sequence[Sequence[int]], *, max
 def _of_rows(
     prompts: Sequence[Sequence[int]], sampling: Sampling | Sequence[Sampling], num_rows: int
 ) -> list[Sampling]:
-    """A choice for each row; the same prompt given again is the next number of its seed."""
+    """Returns the sampling of each row; a repeated prompt has the next sample number of its seed."""
     given = [sampling] * len(prompts) if isinstance(sampling, Sampling) else list(sampling)
     seen: dict[tuple[int, ...], int] = {}
     found = []
@@ -131,7 +131,7 @@ def _of_rows(
 
 
 def padded(step: GenerateStep, prompts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
-    """The prompts as rows of equal length with zeros behind, and how long each is; rows without a prompt have one
+    """Pads the prompts to rows of equal length, and returns them with their lengths; rows without a prompt have one
     token."""
     longest = max(len(prompt) for prompt in prompts)
     tokens = np.zeros((step.batch_seqs, step.padded_length(longest)), np.int32)
@@ -145,8 +145,8 @@ def padded(step: GenerateStep, prompts: Sequence[Sequence[int]]) -> tuple[np.nda
 def _drawn(
     step: GenerateStep, params: Params, cache: Cache, given: tuple[np.ndarray, np.ndarray, Choices], max_tokens: int
 ) -> Iterator[np.ndarray]:
-    """The next token of every row, ``max_tokens`` times. Each step is sent off before the token that it goes on from is
-    looked at, so that devices do not wait for the host; what comes after the last end token is thrown away."""
+    """Yields the next token of every row, ``max_tokens`` times. Each step is dispatched before the host reads its input
+    token, so that devices do not wait for the host; a step after the last end token is discarded."""
     tokens, lengths, rows = given
     logits, cache = step.prefill(params, cache, tokens, lengths)
     drawn = draw(logits, rows, np.zeros(step.batch_seqs, np.int32))

@@ -1,4 +1,4 @@
-"""A folder to generate from: a finished run, or a model as Hugging Face publishes it."""
+"""Opens a folder to generate from: a finished run, or a Hugging Face model."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +18,7 @@ GENERATION = "generation_config.json"
 
 
 class TokenizedText(NamedTuple):
-    """Text to tokens and back by the model's own tokenizer."""
+    """Encodes and decodes text with the model's tokenizer."""
 
     tokenizer: Tokenizer
 
@@ -30,7 +30,7 @@ class TokenizedText(NamedTuple):
 
 
 class NumberedText(NamedTuple):
-    """Token numbers as they are, where a folder has no tokenizer: ``"17 4 230"``."""
+    """Reads and writes token numbers, ``"17 4 230"``, for a folder without a tokenizer."""
 
     def encode(self, text: str) -> list[int]:
         try:
@@ -49,8 +49,7 @@ Text = TokenizedText | NumberedText
 
 
 class ModelFolder(NamedTuple):
-    """What a folder says of its model, its weights unread. ``dtype`` is that of the weights: fp32, or bf16 for
-    anything narrower."""
+    """A model without its weights. ``dtype`` is that of the weights: fp32, or bf16 for anything narrower."""
 
     folder: Path
     model: Model
@@ -60,7 +59,7 @@ class ModelFolder(NamedTuple):
 
 
 def open_model(folder: Path) -> ModelFolder:
-    """The model of a folder, its tokenizer and end tokens. Raises InputError for what is missing or cannot be read."""
+    """Opens a folder. Raises InputError for a file that is missing or cannot be read."""
     folder = folder.expanduser()
     if not (folder / CONFIG).is_file():
         raise InputError(
@@ -76,7 +75,7 @@ def open_model(folder: Path) -> ModelFolder:
 
 
 def _dtype(model: Model, files: CheckpointFiles) -> str:
-    """That of the table of tokens; a checkpoint without it is refused where its weights are read."""
+    """Returns the dtype of the embedding; a checkpoint without one is refused when its weights are read."""
     first = next(places(model, files.names))
     if first.tensor not in files.names:
         return "fp32"
@@ -85,7 +84,7 @@ def _dtype(model: Model, files: CheckpointFiles) -> str:
 
 
 def _end_tokens(folder: Path, text: Text) -> frozenset[int]:
-    """``eos_token_id`` of the generation config or the config, else the end that the tokenizer names, if any."""
+    """Returns ``eos_token_id`` of the generation config or the config, else the tokenizer's end token, if any."""
     for name in (GENERATION, CONFIG):
         found = read_table(folder / name, remedy="fetch it again").get("eos_token_id")
         if found is not None:
@@ -98,22 +97,21 @@ def _end_tokens(folder: Path, text: Text) -> frozenset[int]:
 
 
 class TextStream:
-    """Tokens of one sequence turned into text as they come, characters of several tokens held back until they are
-    whole."""
+    """Decodes the tokens of one sequence one by one; a character of several tokens comes with its last one."""
 
     def __init__(self, text: Text, prompt: Sequence[int]) -> None:
         self.text = text
         self.tokens = list(prompt)
-        # some tokenizers decode a token by what stands before it, so a few that are shown already go along
+        # Some tokenizers decode a token by its context, so a few earlier tokens are decoded again.
         self.start, self.shown = max(0, len(prompt) - 8), len(prompt)
 
     def push(self, token: int) -> str:
-        """The text that a token adds."""
+        """Returns the text that a token adds."""
         self.tokens.append(token)
         return self._new()
 
     def finish(self) -> str:
-        """What was held back."""
+        """Returns the rest of the text."""
         return self._new(last=True)
 
     def _new(self, *, last: bool = False) -> str:

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: written while it goes on, whole or absent, read back onto any mesh and process count."""
+"""Checkpoints of a run: written in the background, whole or absent, restored on any mesh and process count."""
 
 import logging
 import shutil
@@ -22,18 +22,18 @@ UNFINISHED = ".orbax-checkpoint-tmp"
 WRITE_TIMEOUT_S = 3600
 
 Reorder = Callable[[dict[str, jax.Array]], dict[str, jax.Array]]
-"""Weights by name, or what an optimizer keeps of each, with their layers in another order."""
+"""Returns weights, or an optimizer's arrays by their names, with the layers in another order."""
 
 
 def unchanged(named: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """The order of layers that is stored is the one they are held in."""
+    """Returns the arrays; for layers that are in the order of the model."""
     return named
 
 
 class Position(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where a run is: optimizer steps done, samples and tokens that went in. The data continue at ``samples``.
+    """Progress of a run: optimizer steps done, samples and tokens consumed. The data continue at ``samples``.
 
-    ``model`` and ``settings`` are plain tables of what the run was started with.
+    ``model`` and ``settings`` are those of the run as plain tables.
     """
 
     step: int
@@ -44,7 +44,7 @@ class Position(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class _Stored(msgspec.Struct, frozen=True, kw_only=True):
-    """What lies beside the arrays: enough to refuse arrays that do not fit before any is read."""
+    """The part stored beside the arrays: it lets a mismatch be refused before any array is read."""
 
     position: Position
     arrays: dict[str, str]
@@ -53,12 +53,12 @@ class _Stored(msgspec.Struct, frozen=True, kw_only=True):
 class Checkpoints:
     """The checkpoints of one run folder: the newest ``keep`` of them, and every ``keep_every``-th step for good.
 
-    State and position are one unit that is there or not: a process killed at any moment leaves the one before.
-    With several processes every one of them calls every method, in the same order.
+    State and position are one unit, whole or absent: a process killed at any moment leaves the previous one. With
+    several processes every process calls every method, in the same order.
     """
 
     def __init__(self, run: Path, *, keep: int = 2, keep_every: int = 0) -> None:
-        # Orbax warns of things that are as they should be, such as a first start in an empty folder.
+        # Orbax warns of normal conditions, such as a first start in an empty folder.
         logging.getLogger("absl").setLevel(logging.ERROR)
         kept: list[Any] = [LatestN(keep)]
         if keep_every:
@@ -69,7 +69,7 @@ class Checkpoints:
         )
         self.folder = run.absolute() / CHECKPOINTS
         if is_first():
-            # Orbax passes over those that were killed in their first moments, and then cannot write them anew.
+            # Orbax skips checkpoints killed at their start, and then cannot write those steps again.
             for left in self.folder.glob(f"*{UNFINISHED}*"):
                 shutil.rmtree(left)
         wait_for_all("old checkpoints are cleared")
@@ -82,14 +82,14 @@ class Checkpoints:
         self.close()
 
     def steps(self) -> list[int]:
-        """The steps that can be restored, oldest first."""
+        """Returns the steps that can be restored, oldest first."""
         return sorted(self._manager.all_steps())
 
     def save(self, state: Any, position: Position, *, to_canonical: Reorder = unchanged) -> None:
-        """Start to write the state after ``position.step``; nothing is done for a step that is there.
+        """Starts to write the state after ``position.step``; does nothing for a step that exists.
 
-        The arrays are copied to the host before this returns, so that the next step may reuse their memory; it
-        waits for the checkpoint before, when that is still being written.
+        Copies the arrays to the host before it returns, so that the next step may reuse their memory; waits for the
+        previous checkpoint, if that is still being written.
         """
         if position.step in self._manager.all_steps():
             return
@@ -100,7 +100,7 @@ class Checkpoints:
             self._manager.save(position.step, args=ocp.args.Composite(**parts), force=True)
 
     def wait(self) -> None:
-        """Return when all that was saved is whole on disk."""
+        """Waits until everything that was saved is whole on disk."""
         with self._writing():
             self._manager.wait_until_finished()
 
@@ -117,12 +117,12 @@ class Checkpoints:
             ) from None
 
     def position(self) -> Position | None:
-        """Of the newest checkpoint; None where there is none. Raises CannotRunError when its files are damaged."""
+        """Returns that of the newest checkpoint, None without one. Raises CannotRunError when its files are damaged."""
         stored = self._stored()
         return stored.position if stored else None
 
     def restore(self, shapes: Any, shardings: Any, *, from_canonical: Reorder = unchanged) -> Any:
-        """The newest state, laid out as ``shardings`` say, whatever mesh it was saved from.
+        """Returns the newest state with these ``shardings``, whatever mesh it was saved from.
 
         ``shapes`` is the state's tree of `jax.ShapeDtypeStruct`. Raises InputError when the checkpoint holds other
         arrays, CannotRunError when its files are damaged.
@@ -139,7 +139,7 @@ class Checkpoints:
         return _reordered(state, from_canonical)
 
     def close(self) -> None:
-        """Finish what is being written and let go of the folder."""
+        """Finishes writing and releases the folder."""
         self._manager.close()
 
     def _stored(self) -> _Stored | None:
@@ -168,7 +168,7 @@ class Checkpoints:
 
 
 def describe_arrays(tree: Any) -> dict[str, str]:
-    """Path of each array -> dtype and shape, such as ``.params['wq'] -> float32[2,32,4,8]``."""
+    """Returns path of each array -> dtype and shape, such as ``.params['wq'] -> float32[2,32,4,8]``."""
     return {
         jax.tree_util.keystr(path): f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
@@ -186,7 +186,7 @@ def _require_same_arrays(stored: Mapping[str, str], wanted: Mapping[str, str], w
 
 
 def _reordered(state: Any, reorder: Reorder) -> Any:
-    """The state with ``reorder`` applied to the weights and to each part of it that is named like them."""
+    """Applies ``reorder`` to the weights and to each dict of the state with their names."""
     names = set(state.params)
 
     def is_like_params(part: Any) -> bool:

@@ -1,4 +1,4 @@
-"""The training loop: batches in, metrics out, and a run folder from which it can go on wherever it stops."""
+"""Trains a model and leaves a run folder from which training can be resumed."""
 
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -41,12 +41,12 @@ def train(
     on_step: OnStep | None = None,
     texts: Mapping[str, str] | None = None,
 ) -> TrainResult:
-    """Train, and leave a run folder under ``run_root``. Standard output is never written to.
+    """Trains, and leaves a run folder under ``run_root``. Writes nothing to standard output.
 
-    ``resume`` is the folder of an earlier run instead, which goes on after its newest checkpoint. ``texts`` are
-    further files for the folder by name: the plan, the whole resolved configuration. Ctrl-C or SIGTERM ends the run
-    after the step in progress with everything written. Raises CannotRunError, with the metrics written, when the
-    loss or the gradient is not finite; the newest checkpoint is of a step before that.
+    ``resume`` is the folder of an earlier run instead, which continues after its newest checkpoint. ``texts`` are
+    further files for the folder by name: the plan, the resolved configuration. Ctrl-C or SIGTERM ends the run after the
+    current step with everything written. Raises CannotRunError, with the metrics written, when the loss or the gradient
+    is not finite; the newest checkpoint is of an earlier step.
     """
     watch = Stopwatch()
     keep_compiled_programs(cache_folder())
@@ -62,7 +62,7 @@ def train(
     resolved = {"model": model, "strategy": strategy, "job": job, "train": settings}
     texts = {RESOLVED: dump_toml(resolved), **(texts or {})}
     with ExitStack() as stack:
-        # Process 0 keeps other runs out of the folder for all, before anything in it is touched.
+        # Process 0 locks the folder for all before any file in it changes.
         shared(lambda: str(stack.enter_context(held_alone(path))))
         kept = stack.enter_context(Checkpoints(path, keep=settings.keep_checkpoints, keep_every=settings.keep_every))
         position, state = start_state(setup, kept)

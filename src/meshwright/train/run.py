@@ -1,4 +1,4 @@
-"""The steps of one run: handed to the devices, waited for, written down, and what is done between them."""
+"""Runs the steps of a training run: dispatch, wait, record; and checkpoints and evaluations between them."""
 
 import math
 import time
@@ -41,7 +41,7 @@ POLL_S = 0.001
 
 
 class _Flight(NamedTuple):
-    """A step that was handed to the devices; ``end`` where it was seen to end before its loss is read."""
+    """A step in flight; ``end`` is known if it was seen to end before its loss is read."""
 
     number: int
     start: float
@@ -51,18 +51,17 @@ class _Flight(NamedTuple):
 
 
 def steps_ahead() -> int:
-    """How many steps the devices have in hand beside the one that runs.
+    """Returns the number of steps that are dispatched beyond the one that runs.
 
-    One, so that they do not wait for the host to read a loss. None on CPU, where host and devices are the same
-    cores, and where two programs with collectives at once may wait for each other's threads.
+    One, so that devices do not wait for the host to read a loss. None on CPU, where host and devices share cores, and
+    where two programs with collectives may wait for each other's threads.
     """
     return 0 if jax.devices()[0].platform == "cpu" else 1
 
 
 @dataclass(kw_only=True)
 class Run:
-    """Everything that changes while a run goes on; it takes over at ``position``, where an earlier start left off if
-    ``resumed_from`` says its step."""
+    """The state of a run. It starts at ``position``; ``resumed_from`` is that step where the run was resumed."""
 
     setup: Setup
     folder: RunFolder
@@ -90,7 +89,7 @@ class Run:
     # -- steps ---------------------------------------------------------------------------------------
 
     def steps(self) -> None:
-        """Compile the step once, then run steps until the last, a request to stop, or one that is not finite."""
+        """Compiles the step, then runs steps until the last, a request to stop, or one that is not finite."""
         shardings = self.setup.step.batch_shardings
         with self.setup.batches.ahead(self.position.samples, shardings) as reader:
             if self.position.step >= self.settings.steps:
@@ -123,7 +122,7 @@ class Run:
         return compiled
 
     def _read(self, reader: Ahead[Batch]) -> Batch:
-        """The next batch; the wait for it counts from when the devices have nothing else to do, and in no step."""
+        """Returns the next batch. The wait for it counts from when the devices are idle, and belongs to no step."""
         while self.flying and not reader.is_ready and not self.flying[-1].metrics.loss.is_ready():
             time.sleep(POLL_S)
         start = time.perf_counter()
@@ -136,7 +135,7 @@ class Run:
         return batch
 
     def _land(self, remaining: int) -> None:
-        """Wait for the oldest steps until ``remaining`` are left, and say what each came to."""
+        """Waits for the oldest steps until ``remaining`` are in flight, and records each."""
         while len(self.flying) > remaining:
             flight = self.flying.popleft()
             record = self._record(flight)
@@ -149,13 +148,13 @@ class Run:
                 if self.on_step:
                     self.on_step(record)
             except KeyboardInterrupt:
-                # Between steps the state is whole, so this ends like a Ctrl-C that the handler saw.
+                # The state is whole between steps, so this ends like a Ctrl-C that the handler received.
                 self.request.ask()
 
     def _record(self, flight: _Flight) -> StepRecord:
         found = on_host(flight.metrics)
         end = flight.end or time.perf_counter()
-        # Handed over while the step before it ran, it began when that one ended.
+        # A step dispatched while the previous one ran began when that one ended.
         step_s = end - max(flight.start, self.last_end)
         self.last_end = end
         tokens = self.job.tokens_per_step
@@ -185,7 +184,7 @@ class Run:
     # -- between steps -------------------------------------------------------------------------------
 
     def _due(self, number: int) -> list[Callable[[], None]]:
-        """What looks at the state after this step, which the step after it consumes; the end looks at the last."""
+        """Returns what reads the state after this step, before the next step consumes it; `finish` reads the last."""
         asked = ((self.settings.checkpoint_every, self._save), (self.settings.evaluate_every, self._evaluate))
         return [act for every, act in asked if every and number % every == 0 and number < self.settings.steps]
 
@@ -211,10 +210,10 @@ class Run:
     # -- the end -------------------------------------------------------------------------------------
 
     def finish(self) -> TrainResult:
-        """The last evaluation, checkpoint and weights; the summary is written when they are there."""
+        """Makes the last evaluation, checkpoint and weights, then the summary."""
         stopped = self.position.step < self.settings.steps
         if not stopped and self.position.step:
-            # Whoever asked to stop is not kept waiting for the held-out text.
+            # A request to stop does not wait for the evaluation.
             self._evaluate()
         if self.position.step:
             self._save()
@@ -252,7 +251,7 @@ class Run:
         )
 
     def _give_up(self, flight: _Flight, record: StepRecord) -> None:
-        """End a run that has no finite loss or gradient, with the array named."""
+        """Ends a run without a finite loss or gradient; the error names the array."""
         self.folder.summarise({**msgspec.to_builtins(self._result()), "diverged": True})
         what = f"the loss is {record.loss}"
         if math.isfinite(record.loss):

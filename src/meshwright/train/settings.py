@@ -1,4 +1,4 @@
-"""Settings of a training run: plain data, checked where it is made."""
+"""Settings of a training run: plain data, validated on creation."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -15,7 +15,7 @@ PYDOC = "pydoc"
 
 ScheduleKind = Literal["cosine", "linear", "constant", "wsd", "rsqrt"]
 Rounding = Literal["nearest", "stochastic"]
-Tracker = Literal["tensorboard", "wandb"]
+TrackerKind = Literal["tensorboard", "wandb"]
 
 _NOT_NEGATIVE = (
     *("seed", "warmup_steps", "weight_decay", "min_learning_rate_ratio", "z_loss", "balance_loss", "router_z_loss"),
@@ -29,11 +29,11 @@ _BOUNDS: tuple[tuple[tuple[str, ...], Callable[[float], bool], str], ...] = (
     (("beta1", "beta2", "momentum", "average", "held_out"), lambda n: 0 <= n < 1, "be at least 0 and less than 1"),
     (("decay_fraction",), lambda n: 0 < n <= 1, "be above 0 and at most 1"),
 )
-"""Names of numbers, whether one is allowed, and what it must."""
+"""Names of settings, the test of a value, and the words of its error."""
 
 
 class TrainSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a run does besides its model, strategy and job.
+    """Choices of a run besides its model, strategy and job.
 
     Data: ``data`` is "pydoc", a file or a folder of them; ``tokenizer`` a tokenizer's file, "" for one that is
     trained on the text; with ``packing`` no attention crosses from one document into the next, and every token is in
@@ -88,7 +88,7 @@ class TrainSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     evaluate_every: int = 0
     evaluate_batches: int = 16
     log_every: int = 10
-    track: tuple[Tracker, ...] = ()
+    track: tuple[TrackerKind, ...] = ()
 
     def __post_init__(self) -> None:
         for name, known in _WORDS.items():
@@ -106,7 +106,7 @@ def _require_words(name: str, given: Any, known: tuple[str, ...]) -> None:
 
 
 def _words(declared: Any) -> tuple[str, ...]:
-    """The words that a field of a Literal, or of a tuple of Literals, takes; none for another field."""
+    """Returns the words that a field of a Literal, or of a tuple of Literals, takes; none for another field."""
     inner = next((part for part in get_args(declared) if get_args(part)), declared)
     return tuple(word for word in get_args(inner) if isinstance(word, str))
 
@@ -115,7 +115,7 @@ _WORDS = {name: _words(kind) for name, kind in get_type_hints(TrainSettings).ite
 
 
 def settings_from_table(table: Mapping[str, Any]) -> TrainSettings:
-    """Settings from keys and values such as a ``[train]`` table; keys left out have their default.
+    """Returns settings from keys and values such as a ``[train]`` table; omitted keys have their defaults.
 
     ``track`` may be one text, "tensorboard,wandb". Raises InputError that names an unknown key or word with the
     nearest known one, or a value of the wrong type.
@@ -140,7 +140,7 @@ def settings_from_table(table: Mapping[str, Any]) -> TrainSettings:
 
 
 def program_options(settings: TrainSettings, *, several_documents: bool) -> ProgramOptions:
-    """What the settings ask of the program of the model; attention within one document needs no numbers of them."""
+    """Returns the options of the model's program. With one document per row attention needs no document numbers."""
     documents = settings.packing and several_documents
     same = ("z_loss", "balance_loss", "router_z_loss", "capacity_factor")
     return ProgramOptions(documents=documents, **{name: getattr(settings, name) for name in same})

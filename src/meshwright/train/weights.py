@@ -1,4 +1,4 @@
-"""The weights of a run: as a Hugging Face folder, and alone out of a checkpoint, array by array."""
+"""Writes the weights of a run as a Hugging Face folder, and reads the weights alone from a checkpoint."""
 
 import logging
 from collections.abc import Iterator
@@ -23,11 +23,11 @@ from meshwright.train.checkpoint import CHECKPOINTS, POSITION, STATE
 from meshwright.train.data.tokenizer import open_tokenizer
 
 _ARRAYS_AT_ONCE = 4
-"""A stored tensor holds parts of up to three arrays (q, k and v in one), and they come in turn."""
+"""A tensor of the output may need up to three arrays (q, k and v)."""
 
 
 class CheckpointWeights(NamedTuple):
-    """The model of a checkpoint, the step it was made after, its weights one by one, and their dtypes."""
+    """A checkpoint's model, its step, a function that reads one weight, and the dtypes of the weights."""
 
     model: Model
     step: int
@@ -36,16 +36,16 @@ class CheckpointWeights(NamedTuple):
 
 
 def checkpoint_steps(run: Path) -> list[int]:
-    """Steps of the checkpoints of a run's folder, oldest first; none where there are none."""
+    """Returns the steps of the checkpoints of a run's folder, oldest first."""
     folder = run / CHECKPOINTS
     return sorted(int(path.name) for path in folder.iterdir() if path.name.isdigit()) if folder.is_dir() else []
 
 
 @contextmanager
 def open_checkpoint(run: Path, step: int | None = None) -> Iterator[CheckpointWeights]:
-    """What one checkpoint of a run holds, by default the newest; the run may go on meanwhile.
+    """Opens one checkpoint of a run, by default the newest; the run may go on meanwhile.
 
-    An array is read when it is first asked for, and the last few are kept. Raises InputError for a step that has none.
+    Arrays are read on demand, and the last few are cached. Raises InputError for a step without a checkpoint.
     """
     steps = checkpoint_steps(run)
     if not steps:
@@ -53,7 +53,7 @@ def open_checkpoint(run: Path, step: int | None = None) -> Iterator[CheckpointWe
     chosen = steps[-1] if step is None else step
     if chosen not in steps:
         raise InputError(f"{run} has no checkpoint of step {step}. It has: {', '.join(map(str, steps))}.")
-    # It warns of what reading alone means for options that nobody gave.
+    # Orbax warns about default options when a folder is opened for reading only.
     logging.getLogger("absl").setLevel(logging.ERROR)
     options = ocp.CheckpointManagerOptions(read_only=True)
     with closing(ocp.CheckpointManager((run / CHECKPOINTS).absolute(), options=options)) as manager:
@@ -80,17 +80,17 @@ def open_checkpoint(run: Path, step: int | None = None) -> Iterator[CheckpointWe
 
 
 def save_weights(model: Model, params: Params, folder: Path) -> None:
-    """``model.safetensors`` (several with an index where it is large) and ``config.json`` in a run's folder."""
+    """Writes ``model.safetensors`` (several files with an index if large) and ``config.json`` in a run's folder."""
     save_hf(model, params, folder, config=end_of_text(model, folder))
 
 
 def end_of_text(model: Model, folder: Path) -> dict[str, int]:
-    """The key of config.json that says where a generated text ends, by the tokenizer that lies in the folder."""
+    """Returns the key of config.json that names the end token, by the tokenizer of the folder."""
     if not (folder / TOKENIZER).is_file():
         return {}
     return {"eos_token_id": open_tokenizer(folder, vocab_size=model.vocab_size).end_id}
 
 
 def has_weights(folder: Path) -> bool:
-    """Whether a folder holds weights that can be read."""
+    """True if a folder has weights that can be read."""
     return (folder / CONFIG).is_file() and ((folder / INDEX).is_file() or any(folder.glob("*.safetensors")))

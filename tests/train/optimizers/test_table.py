@@ -18,7 +18,7 @@ from meshwright.nn.ops.muon import newton_schulz
 from meshwright.parallel.mesh import device_mesh
 from meshwright.spec.strategy import STATE_BYTES
 from meshwright.train.optimizers.muon import orthogonal
-from meshwright.train.optimizers.sharded import Places, on_one_device
+from meshwright.train.optimizers.sharded import WeightLayout, on_one_device
 from meshwright.train.optimizers.table import averaged, from_optax, make_optimizer
 from meshwright.train.settings import TrainSettings
 from tests.train.small import MODEL
@@ -256,11 +256,11 @@ def collectives(compiled):
 )
 def test_a_mesh_gives_the_numbers_of_one_device_in_one_donated_program(kind, state, allowed):
     dtype = jnp.float32 if state == "fp32" else jnp.bfloat16
-    given, places = (
+    given, layout = (
         settings(optimizer=kind, rounding="stochastic"),
-        partial(Places, device_mesh(MESH), weights_of(MESH)),
+        partial(WeightLayout, device_mesh(MESH), weights_of(MESH)),
     )
-    mesh = OnMesh(make_optimizer(ROUTED, given, state, places=places), dtype)
+    mesh = OnMesh(make_optimizer(ROUTED, given, state, layout=layout), dtype)
     found, expected = mesh.run()[0], run(make_optimizer(ROUTED, given, state), dtype=dtype)[0]
     close(found, expected)
     header = mesh.compiled.as_text().splitlines()[0]
@@ -275,9 +275,9 @@ def test_dealing_out_whole_matrices_takes_two_all_to_alls_for_each_split_dim():
     weight, here = Updated(shard=shard, inputs=("N", "H"), layers="L"), NamedSharding(mesh, spec)
     whole = msgspec.structs.replace(weight, shard=shard.resharded({"N": (), "D": ()}))
     values = jnp.asarray(np.random.default_rng(0).standard_normal((5, 2, 3, 8)), jnp.float32)
-    at = Places(mesh, {"wo": weight})
+    at = WeightLayout(mesh, {"wo": weight})
     function = jax.jit(lambda x: orthogonal(x, weight, at), in_shardings=here, out_shardings=here)
-    close({"x": function(values)}, {"x": orthogonal(values, whole, Places(None, {}))})
+    close({"x": function(values)}, {"x": orthogonal(values, whole, WeightLayout(None, {}))})
     assert collectives(function.lower(values).compile()) == {"all-to-all": 4}
 
 

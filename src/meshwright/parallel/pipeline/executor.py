@@ -1,9 +1,9 @@
 """One executor for every pipeline schedule: a scan over the ticks of its table, inside `shard_map`.
 
-In a tick each device runs F, B and W where its row names them, then messages move. Sends stand outside every branch:
-all devices take part in each of them, and what no one waits for is not written down. What writes to a large buffer only
-in some ticks stands in a loop of no turn or one (`at_most_once`): XLA keeps the buffers of loops in place, and on GPUs
-copies those that go through a branch.
+In a tick each device runs F, B and W where its row names them, then sends. Sends are outside of every branch: all
+devices take part in each, and a message that no device needs is dropped. Code that writes to a large buffer in some
+ticks only is in a loop of zero or one iteration (`at_most_once`): XLA updates the buffers of loops in place, and on
+GPUs copies those of branches.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,14 +24,14 @@ from meshwright.algebra.schedules.ticks import (
     WeightColumns,
 )
 from meshwright.core.labels import AT_MOST_ONCE
-from meshwright.parallel.gradients import apart
+from meshwright.parallel.gradients import barrier
 
 AXIS = "pipeline"
 Tree = Any
 """A pytree of arrays."""
 
 Stream = jax.Array
-"""What one virtual stage hands to the next, [B, T, D] on a device; and its cotangent."""
+"""The activation that one virtual stage sends to the next, [B, T, D] on a device; or its cotangent."""
 
 
 def as_it_is(value: Any) -> Any:
@@ -40,19 +40,18 @@ def as_it_is(value: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class StageFunctions:
-    """What the passes do, as pure functions that run inside `shard_map`; static shapes, no permutes.
+    """The passes of a virtual stage as pure functions that run inside `shard_map`; static shapes, no permutes.
 
     ``layers`` are the weights of one virtual stage, ``ends`` those outside the layers, ``inputs`` those of one
     microbatch; gradients of the ends are dicts by name, of the weights that a function uses:
 
         embed(ends, inputs) -> stream                    embed_backward(ends, inputs, dx) -> gradients
-        forward(layers, inputs, stream) -> stream, held  backward(layers, inputs, held, dy) -> dx, gradients
-        head_forward(ends, inputs, stream) -> sums, held head_backward(ends, inputs, held) -> dy, gradients
+        forward(layers, inputs, stream) -> stream, saved  backward(layers, inputs, saved, dy) -> dx, gradients
+        head_forward(ends, inputs, stream) -> sums, saved head_backward(ends, inputs, saved) -> dy, gradients
 
     A B without W runs ``backward``; with one it runs ``input_backward`` -> dx, handed, and W runs
     ``weight_backward(layers, inputs, handed)`` -> gradients. The sums are a pytree over the microbatch, the loss among
-    them. ``send`` is what a device passes on of the stream where all of a group have the same, ``receive`` makes it
-    whole again.
+    them. Where all devices of a group have the same stream, ``send`` takes a part of it and ``receive`` gathers it.
     """
 
     embed: Callable[..., Any]
@@ -69,15 +68,17 @@ class StageFunctions:
     receive_back: Callable[[Stream], Stream] = as_it_is
 
 
-class Weights(NamedTuple):
+class StageWeights(NamedTuple):
     """Arrays of a device: ``layers`` with all its layers in front, ``ends`` by name; or their gradients."""
 
     layers: Tree
     ends: dict[str, jax.Array]
 
 
-def run_schedule(tables: TickTables, stages: StageFunctions, weights: Weights, inputs: Tree) -> tuple[Tree, Weights]:
-    """Sums over this device's microbatches (the loss among them), and gradients of its weights, summed in float32.
+def run_schedule(
+    tables: TickTables, stages: StageFunctions, weights: StageWeights, inputs: Tree
+) -> tuple[Tree, StageWeights]:
+    """Returns sums over this device's microbatches (the loss among them), and gradients of its weights in float32.
 
     Of `forward_tables` there are the sums alone: nothing is kept for a backward pass. ``inputs`` have the microbatches
     in front, ``weights.layers`` the layers of this device, chunk by chunk (see `stages.layer_permutation`). Sums and
@@ -90,7 +91,7 @@ def run_schedule(tables: TickTables, stages: StageFunctions, weights: Weights, i
     stacked = jnp.asarray(np.stack(leaves, axis=-1))
     rows = lax.dynamic_index_in_dim(stacked, lax.axis_index(AXIS), axis=1, keepdims=False)
 
-    def tick(state: State, row: jax.Array) -> tuple[State, None]:
+    def tick(state: TickState, row: jax.Array) -> tuple[TickState, None]:
         return run.tick(state, jax.tree.unflatten(structure, [row[i] for i in range(len(leaves))])), None
 
     state, _ = lax.scan(tick, run.start(), rows)
@@ -105,8 +106,8 @@ def _mirror(tables: TickTables, value: Tree) -> Tree:
     return lax.ppermute(value, AXIS, [(device, last - device) for device in range(last + 1)])
 
 
-def _with_mirror(tables: TickTables, weights: Weights) -> Weights:
-    """Layers of the device at the other end behind its own, where microbatches enter at both ends."""
+def _with_mirror(tables: TickTables, weights: StageWeights) -> StageWeights:
+    """Appends the layers of the device at the other end, where microbatches enter at both ends."""
     if tables.schedule.weight_copies == 1:
         return weights
     other = _mirror(tables, weights.layers)
@@ -114,8 +115,8 @@ def _with_mirror(tables: TickTables, weights: Weights) -> Weights:
     return weights._replace(layers=layers)
 
 
-def _without_mirror(tables: TickTables, grads: Weights) -> Weights:
-    """Gradients of both copies summed where the weights are at home."""
+def _without_mirror(tables: TickTables, grads: StageWeights) -> StageWeights:
+    """Adds the gradients of both copies on the device that owns the weights."""
     if tables.schedule.weight_copies == 1:
         return grads
     own, other = (jax.tree.map(lambda a, n=number: part_of(a, n, 2), grads.layers) for number in (0, 1))
@@ -125,61 +126,61 @@ def _without_mirror(tables: TickTables, grads: Weights) -> Weights:
 # -- one tick on one device -----------------------------------------------------------------------------
 
 
-class State(NamedTuple):
-    """What goes from tick to tick. Buffers have their slots in front."""
+class TickState(NamedTuple):
+    """The carry of the scan over ticks. Slots are the first dim of a buffer."""
 
     x: Tree
     dx: Tree
     head: Tree
     stash: Tree
     handed: Tree
-    grads: Weights
+    grads: StageWeights
     sums: Tree
 
 
 class TickExecutor:
-    """The slots of one tick on one device, and the shapes of what they pass on."""
+    """Runs one tick on one device."""
 
-    def __init__(self, tables: TickTables, stages: StageFunctions, weights: Weights, inputs: Tree) -> None:
+    def __init__(self, tables: TickTables, stages: StageFunctions, weights: StageWeights, inputs: Tree) -> None:
         self.tables, self.stages, self.weights, self.inputs = tables, stages, weights, inputs
         self.num_chunks = tables.schedule.num_chunks
         one, piece = jax.eval_shape(read, self.inputs, 0), jax.eval_shape(self._piece, 0)
         self.stream = jax.eval_shape(stages.embed, weights.ends, one)
-        y, self.held = jax.eval_shape(stages.forward, piece, one, self.stream)
+        y, self.saved = jax.eval_shape(stages.forward, piece, one, self.stream)
         assert (y.shape, y.dtype) == (self.stream.shape, self.stream.dtype), f"a stage turns {self.stream} into {y}"
-        self.sums, head_held = jax.eval_shape(stages.head_forward, weights.ends, one, y)
+        self.sums, head_saved = jax.eval_shape(stages.head_forward, weights.ends, one, y)
         self.sent = jax.eval_shape(stages.send, y)
         self.sent_back = jax.eval_shape(stages.send_back, y)
         self.handed: Tree = None
-        self.grads = Weights({}, {})
+        self.grads = StageWeights({}, {})
         if not tables.has_backward:
             return
         if tables.has_split:
-            _, self.handed = jax.eval_shape(stages.input_backward, piece, one, self.held, self.stream)
+            _, self.handed = jax.eval_shape(stages.input_backward, piece, one, self.saved, self.stream)
             layers = jax.eval_shape(stages.weight_backward, piece, one, self.handed)
         else:
-            _, layers = jax.eval_shape(stages.backward, piece, one, self.held, self.stream)
-        _, head = jax.eval_shape(stages.head_backward, weights.ends, one, head_held)
-        self.grads = Weights(layers, head | jax.eval_shape(stages.embed_backward, weights.ends, one, self.stream))
+            _, layers = jax.eval_shape(stages.backward, piece, one, self.saved, self.stream)
+        _, head = jax.eval_shape(stages.head_backward, weights.ends, one, head_saved)
+        self.grads = StageWeights(layers, head | jax.eval_shape(stages.embed_backward, weights.ends, one, self.stream))
 
-    def start(self) -> State:
-        """Empty buffers and zero sums."""
+    def start(self) -> TickState:
+        """Returns empty buffers and zero sums."""
         slots = self.tables.slots
         layers = jax.tree.map(
             lambda a: jnp.zeros((self.num_chunks * a.shape[0], *a.shape[1:]), jnp.float32), self.grads.layers
         )
-        return State(
+        return TickState(
             x=zeros(self.sent, max(slots.x, 1)),
             dx=zeros(self.sent_back, max(slots.dx, 1)),
             head=zeros(self.stream, slots.head),
-            stash=zeros(self.held, slots.stash),
+            stash=zeros(self.saved, slots.stash),
             handed=zeros(self.handed, slots.handed),
-            grads=Weights(layers, zeros(self.grads.ends, dtype=jnp.float32)),
+            grads=StageWeights(layers, zeros(self.grads.ends, dtype=jnp.float32)),
             sums=zeros(self.sums),
         )
 
-    def tick(self, state: State, row: Columns) -> State:
-        """F, B and W, each where the row names a microbatch, then the messages of all devices."""
+    def tick(self, state: TickState, row: Columns) -> TickState:
+        """Runs F, B and W, each where the row names a microbatch, and exchanges the streams of all devices."""
         state, y = self._forward(state, row.forward)
         arriving = self._exchange(y, self.tables.x_channels)
         if self.tables.has_backward:
@@ -196,12 +197,12 @@ class TickExecutor:
         return [lax.ppermute(value, AXIS, channel.pairs) if channel.offset else value for channel in channels]
 
     def _piece(self, chunk: Any) -> Tree:
-        """Weights of one virtual stage of this device."""
+        """Returns the weights of one virtual stage of this device."""
         if self.num_chunks == 1:
             return self.weights.layers
         return jax.tree.map(lambda a: part_of(a, chunk, self.num_chunks), self.weights.layers)
 
-    def _forward(self, state: State, row: ForwardColumns) -> tuple[State, Stream]:
+    def _forward(self, state: TickState, row: ForwardColumns) -> tuple[TickState, Stream]:
         stages, ends, inputs = self.stages, self.weights.ends, read(self.inputs, row.microbatch)
         x = lax.switch(
             # idle, from another stage, or from the embedding
@@ -214,10 +215,10 @@ class TickExecutor:
         )
 
         def run(_: Stream, stash: Tree, head: Tree) -> tuple[Stream, Tree, Tree]:
-            y, held = stages.forward(self._piece(row.chunk), inputs, x)
+            y, saved = stages.forward(self._piece(row.chunk), inputs, x)
             if not self.tables.has_backward:
                 return y, stash, head
-            return y, write(stash, row.stash_slot, held), write_if_named(head, row.head_slot, y)
+            return y, write(stash, row.stash_slot, saved), write_if_named(head, row.head_slot, y)
 
         y, stash, head = at_most_once(row.microbatch >= 0, run, zeros(self.stream), state.stash, state.head)
         sums = state.sums
@@ -228,7 +229,7 @@ class TickExecutor:
             )
         return state._replace(stash=stash, head=head, sums=sums), stages.send(y)
 
-    def _backward(self, state: State, row: BackwardColumns) -> tuple[State, Stream]:
+    def _backward(self, state: TickState, row: BackwardColumns) -> tuple[TickState, Stream]:
         stages, ends, inputs = self.stages, self.weights.ends, read(self.inputs, row.microbatch)
         state, dy = self._cotangent(state, row, inputs)
 
@@ -251,19 +252,19 @@ class TickExecutor:
             dx, handed = at_most_once(is_split, split, dx, handed)
         (of_ends,) = at_most_once(
             row.is_first > 0,
-            lambda total: (add_named(total, apart(stages.embed_backward(ends, inputs, dx))),),
+            lambda total: (add_named(total, barrier(stages.embed_backward(ends, inputs, dx))),),
             state.grads.ends,
         )
-        return state._replace(grads=Weights(layers, of_ends), handed=handed), stages.send_back(dx)
+        return state._replace(grads=StageWeights(layers, of_ends), handed=handed), stages.send_back(dx)
 
-    def _cotangent(self, state: State, row: BackwardColumns, inputs: Tree) -> tuple[State, Stream]:
-        """That of a stage's result: as it arrived, or from the loss head, which runs both ways here."""
+    def _cotangent(self, state: TickState, row: BackwardColumns, inputs: Tree) -> tuple[TickState, Stream]:
+        """Returns the cotangent of a stage's result: received, or from the loss head, whose two passes run here."""
         stages, ends = self.stages, self.weights.ends
 
         def from_head(_: Stream, grads: dict[str, jax.Array], sums: Tree) -> tuple[Stream, dict[str, jax.Array], Tree]:
-            part, held = stages.head_forward(ends, inputs, read(state.head, row.head_slot))
-            dy, of_head = stages.head_backward(ends, inputs, held)
-            return dy, add_named(grads, apart(of_head)), add(sums, part)
+            part, saved = stages.head_forward(ends, inputs, read(state.head, row.head_slot))
+            dy, of_head = stages.head_backward(ends, inputs, saved)
+            return dy, add_named(grads, barrier(of_head)), add(sums, part)
 
         runs, arrived = row.microbatch >= 0, row.dx_slot >= 0
         dy = lax.cond(
@@ -274,7 +275,7 @@ class TickExecutor:
         dy, of_ends, sums = at_most_once(runs & ~arrived, from_head, dy, state.grads.ends, state.sums)
         return state._replace(grads=state.grads._replace(ends=of_ends), sums=sums), dy
 
-    def _weight(self, state: State, row: WeightColumns) -> State:
+    def _weight(self, state: TickState, row: WeightColumns) -> TickState:
         if not self.tables.has_split:
             return state
 
@@ -287,7 +288,7 @@ class TickExecutor:
         return state._replace(grads=state.grads._replace(layers=layers))
 
     def _added(self, grads: Tree, chunk: jax.Array, part: Tree) -> Tree:
-        part = apart(part)
+        part = barrier(part)
         if self.num_chunks == 1:
             return add(grads, part)
 
@@ -299,7 +300,7 @@ class TickExecutor:
 
 
 def at_most_once(runs: jax.Array, body: Callable[..., tuple[Any, ...]], *values: Any) -> tuple[Any, ...]:
-    """``body`` of the values where it ``runs``, else the values themselves: a loop of one turn or none."""
+    """Returns ``body`` of the values where it ``runs``, else the values: a loop of one iteration or none."""
     with jax.named_scope(AT_MOST_ONCE):
         return lax.fori_loop(0, runs.astype(jnp.int32), lambda _, given: body(*given), values)
 
@@ -308,38 +309,38 @@ def at_most_once(runs: jax.Array, body: Callable[..., tuple[Any, ...]], *values:
 
 
 def read(buffer: Tree, slot: jax.Array) -> Tree:
-    """What is in a slot."""
+    """Returns the value in a slot."""
     return jax.tree.map(lambda b: lax.dynamic_index_in_dim(b, slot, keepdims=False), buffer)
 
 
 def write(buffer: Tree, slot: jax.Array, value: Tree) -> Tree:
-    """The buffer with a value in a slot."""
+    """Returns the buffer with a value in a slot."""
     return jax.tree.map(lambda b, v: lax.dynamic_update_index_in_dim(b, v, slot, 0), buffer, value)
 
 
 def write_if_named(buffer: Tree, slot: jax.Array, value: Tree) -> Tree:
-    """The same where the slot may be idle: then slot 0 is written back as it is."""
+    """Writes a value unless the slot is negative; then slot 0 is rewritten with its own value."""
     place = jnp.maximum(slot, 0)
     kept = read(buffer, place)
     return write(buffer, place, jax.tree.map(lambda new, old: jnp.where(slot >= 0, new, old), value, kept))
 
 
 def zeros(like: Tree, *slots: int, dtype: Any = None) -> Tree:
-    """Zeros of some shape: what an idle pass leaves, or empty slots."""
+    """Returns zeros of the shapes of a tree: the result of an idle pass, or empty slots."""
     return jax.tree.map(lambda a: jnp.zeros((*slots, *a.shape), dtype or a.dtype), like)
 
 
 def add(total: Tree, part: Tree) -> Tree:
-    """The sum, in the dtype of the total."""
+    """Adds two trees in the dtypes of the total."""
     return jax.tree.map(lambda t, p: t + p.astype(t.dtype), total, part)
 
 
 def add_named(total: dict[str, jax.Array], part: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """The sum for the names that a part has."""
+    """Adds the arrays that the part has by name."""
     return total | add({name: total[name] for name in part}, part)
 
 
 def part_of(array: jax.Array, number: Any, count: int) -> jax.Array:
-    """One of ``count`` equal parts along the first dim."""
+    """Returns one of ``count`` equal parts along the first dim."""
     size = array.shape[0] // count
     return lax.dynamic_slice_in_dim(array, number * size, size)

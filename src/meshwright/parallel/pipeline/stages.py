@@ -19,23 +19,23 @@ from meshwright.algebra.steps import Phase
 from meshwright.core.errors import CannotRunError
 from meshwright.nn.context import Context
 from meshwright.nn.weights import Params
-from meshwright.parallel.blocks import Cotangents, Inputs, through
+from meshwright.parallel.blocks import Cotangents, Inputs, apply_collectives
 from meshwright.parallel.passes import Passes
-from meshwright.parallel.pipeline.executor import StageFunctions, Stream, Tree, Weights, run_schedule
+from meshwright.parallel.pipeline.executor import StageFunctions, StageWeights, Stream, Tree, run_schedule
 from meshwright.spec.strategy import Strategy
 
 
 def strategy_schedule(strategy: Strategy) -> Schedule:
-    """The schedule that a strategy names: one of the product's own, or the path of a file that a person wrote."""
+    """Returns the schedule that a strategy names: a built-in one, or one read from a file."""
     stages = strategy.mesh.get("pipeline", 1)
     return build(strategy.schedule, stages=stages, microbatches=strategy.num_microbatches, chunks=strategy.chunks)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pipeline:
-    """One model on one pipeline. ``stacked`` are the weights of layers; the others lie whole on every stage.
+    """One model on one pipeline. ``stacked`` are the weights of layers; the others are replicated over stages.
 
-    Raises CannotRunError for layers that do not make equal stages, and for what does not run in stages.
+    Raises CannotRunError for layers that do not make equal stages, and for options that do not run in stages.
     """
 
     context: Context
@@ -53,16 +53,16 @@ class Pipeline:
 
     @cached_property
     def pattern(self) -> tuple[str, ...]:
-        """The blocks of one virtual stage, of the one stack that stages share out."""
+        """The blocks of one virtual stage; stages divide the layers of the one stack."""
         (stack,) = self.context.derived.program.stacks
         return layer_pattern(self.schedule, stack.layers)
 
     def stored(self, params: Params) -> Params:
-        """Global arrays of weights, the layers in the order in which the stages hold them."""
+        """Reorders global arrays of weights from the order of the model to that of the stages."""
         return self._reordered(params, lambda count: layer_permutation(self.schedule, count))
 
     def in_order(self, params: Params) -> Params:
-        """Global arrays as the stages hold them, weights or their gradients, with the layers in the model's order."""
+        """Reorders weights or gradients from the order of the stages to that of the model."""
         return self._reordered(params, lambda count: np.argsort(layer_permutation(self.schedule, count)))
 
     def _reordered(self, params: Params, order: Callable[[int], np.ndarray]) -> Params:
@@ -71,43 +71,42 @@ class Pipeline:
         return params | _taken({name: params[name] for name in moved}, moved)
 
     def gradients(self, params: Params, inputs: Inputs, dloss: jax.Array) -> tuple[jax.Array, Params]:
-        """Summed loss of this device's rows, and gradients of ``dloss`` times it, summed over its microbatches.
+        """Returns the summed loss of this device's rows, and gradients of ``dloss`` times it, summed over microbatches.
 
-        Both are this device's part: what is summed once per step, over the pipeline too, is left to do. The counts of
-        its own layers' routers go with the gradients.
+        The collectives of a step, over the pipeline too, have yet to run. Gradients include the counts of routers.
         """
         loss, grads = self._run(tick_tables(fused(self.schedule)), params, inputs, dloss)
         return loss, grads.layers | grads.ends
 
     def loss(self, params: Params, inputs: Inputs) -> jax.Array:
-        """The summed loss alone, on the stage that has the loss head."""
+        """Returns the summed loss alone, on the stage that has the loss head."""
         return self._run(forward_tables(self.schedule), params, inputs, jnp.ones(()))[0]
 
-    def _run(self, tables: TickTables, params: Params, inputs: Inputs, dloss: jax.Array) -> tuple[Any, Weights]:
+    def _run(self, tables: TickTables, params: Params, inputs: Inputs, dloss: jax.Array) -> tuple[Any, StageWeights]:
         layers = {name: array for name, array in params.items() if name in self.stacked}
         ends = {name: array for name, array in params.items() if name not in self.stacked}
         count = self.schedule.num_microbatches
         parts = {n: a.reshape(count, a.shape[0] // count, *a.shape[1:]) for n, a in inputs.items()}
-        return run_schedule(tables, self.stages(dloss), Weights(layers, ends), parts)
+        return run_schedule(tables, self.stages(dloss), StageWeights(layers, ends), parts)
 
     def stages(self, dloss: jax.Array) -> StageFunctions:
-        """The derived steps of one stage; ``dloss`` is the cotangent of the summed loss."""
+        """Returns the passes of one stage; ``dloss`` is the cotangent of the summed loss."""
         passes = Passes(self.context, self.pattern)
         (send, receive), (send_back, receive_back) = (
             _boundary(self.context.derived, phase) for phase in ("forward", "backward")
         )
 
         def embed_backward(ends: Params, inputs: Inputs, dx: Stream) -> Params:
-            held = passes.embed.forward(ends, inputs, None)[1] if passes.embed.steps.kept else ()
-            return passes.embed.backward(ends, inputs, held, Cotangents(dx, {}))[1]
+            saved = passes.embed.forward(ends, inputs, None)[1] if passes.embed.steps.kept else ()
+            return passes.embed.backward(ends, inputs, saved, Cotangents(dx, {}))[1]
 
-        def head_backward(ends: Params, inputs: Inputs, held: tuple[jax.Array, ...]) -> tuple[Stream, Params]:
-            cotangents, grads = passes.head.backward(ends, inputs, held, Cotangents(dloss, {}))
+        def head_backward(ends: Params, inputs: Inputs, saved: tuple[jax.Array, ...]) -> tuple[Stream, Params]:
+            cotangents, grads = passes.head.backward(ends, inputs, saved, Cotangents(dloss, {}))
             return cotangents.stream, grads
 
         def of_stream(back: Callable[..., tuple[Cotangents, Tree]]) -> Callable[..., tuple[Stream, Tree]]:
-            def run(layers: Params, inputs: Inputs, held: Tree, dy: Stream) -> tuple[Stream, Tree]:
-                cotangents, left = back(layers, inputs, held, Cotangents(dy, {}))
+            def run(layers: Params, inputs: Inputs, saved: Tree, dy: Stream) -> tuple[Stream, Tree]:
+                cotangents, left = back(layers, inputs, saved, Cotangents(dy, {}))
                 return cotangents.stream, left
 
             return run
@@ -129,7 +128,7 @@ class Pipeline:
 
 
 def _taken(arrays: Params, orders: dict[str, np.ndarray]) -> Params:
-    """Arrays with their first dim in another order; those that lie on devices stay split as they were."""
+    """Reorders the first dim of arrays; those on devices keep their shardings."""
 
     def take(arrays: Params) -> Params:
         return {name: array[orders[name]] for name, array in arrays.items()}
@@ -142,21 +141,21 @@ def _taken(arrays: Params, orders: dict[str, np.ndarray]) -> Params:
 
 
 def _boundary(derived: Derived, phase: Phase) -> tuple[Callable[[Stream], Stream], Callable[[Stream], Stream]]:
-    """What a stage sends of a stream that lies as its own, a part of it where others of its group have the same; and
-    what the next stage does with what it is sent."""
+    """Returns two functions: from a stage's stream to the message that it sends, a part of the stream where other
+    devices of its group have the same; and from the message to the next stage's stream."""
     sent, *steps = (step for step in derived.boundary if step.phase == phase)
     before = reshard(steps[-1].result if steps else sent.result, sent.result)
-    return lambda stream: through(before, stream), lambda part: through(steps, part)
+    return lambda stream: apply_collectives(before, stream), lambda part: apply_collectives(steps, part)
 
 
 # -- which layers a device holds -------------------------------------------------------------------------
 
 
 def layer_permutation(schedule: Schedule, num_layers: int) -> np.ndarray:
-    """The layer at each place of the stored order: places shared out evenly are what each device holds, chunk by chunk.
+    """Returns the layer at each index of the stored order, which gives equal parts to the devices, chunk by chunk.
 
-    0, 1, 2, ... where a device holds one piece. Where microbatches enter at both ends it is that of the first way: the
-    second copy of the weights is not stored. For layers of one kind among several, ``num_layers`` is theirs.
+    The order is 0, 1, 2, ... where a device has one chunk. Where microbatches enter at both ends it is that of the
+    first direction: the second copy of the weights is not stored. ``num_layers`` counts the layers of one kind.
     """
     size = layers_per_stage(schedule, num_layers)
     places = sorted((place.device, place.chunk, stage) for stage, place in enumerate(schedule.routes[0]))
@@ -164,7 +163,7 @@ def layer_permutation(schedule: Schedule, num_layers: int) -> np.ndarray:
 
 
 def layers_per_stage(schedule: Schedule, num_layers: int) -> int:
-    """Layers of every virtual stage. Raises CannotRunError where they are not equally many."""
+    """Returns the number of layers of every virtual stage. Raises CannotRunError where it is not the same."""
     size, left = divmod(num_layers, schedule.num_virtual_stages)
     if left or not size:
         stages, chunks = schedule.num_devices, schedule.num_virtual_stages // schedule.num_devices
@@ -178,7 +177,7 @@ def layers_per_stage(schedule: Schedule, num_layers: int) -> int:
 
 
 def layer_pattern(schedule: Schedule, names: Sequence[str]) -> tuple[str, ...]:
-    """The blocks of one virtual stage, the same in each, from the block of every layer.
+    """Returns the blocks of one virtual stage, the same in each, from the block of every layer.
 
     Raises CannotRunError where stages differ: every device runs one program.
     """

@@ -1,6 +1,6 @@
 """The batches of a run: a pure function of the seed and the number of the first sample.
 
-Rows of a fixed length are cut from a store of tokens; what each position sees, predicts and counts as goes with it.
+Rows of a fixed length are cut from a store of tokens, with the label, the position and the document of each token.
 """
 
 from collections import deque
@@ -26,14 +26,14 @@ from meshwright.train.settings import TrainSettings
 T = TypeVar("T")
 
 NO_LABEL = -1
-"""Label of a position that predicts nothing."""
+"""Label of a position without a prediction."""
 PADDING = 0
 """Token after the end of the last row; it has no label, and a document number of its own."""
 
 
 class Row(NamedTuple):
-    """Some positions of a row, each array int32: the token, the token it predicts, its place in its document's
-    piece and the number of that piece in the row."""
+    """Some positions of a row, each array int32: tokens, their labels, positions within the document's piece, and the
+    number of that piece in the row."""
 
     tokens: np.ndarray
     labels: np.ndarray
@@ -42,12 +42,12 @@ class Row(NamedTuple):
 
 
 class PackedRows:
-    """Documents one after the other, cut every ``seq_len`` tokens: each token is in exactly one row.
+    """Concatenated documents, cut every ``seq_len`` tokens: each token is in exactly one row.
 
-    A row says which document each position is of, so that attention stays within it; positions count from the
-    start of the document's piece in the row. The last token of a document (its end-of-text token) has no label;
-    the last token of a row does, where its document goes on in the next row. The last row is padded; it is left
-    out where it would have no label, so that no batch is without any. Fewer tokens than one row give no rows.
+    Document numbers keep attention within documents; positions count from the start of the document's piece in the
+    row. The last token of a document (its end-of-text token) has no label; the last token of a row has one if its
+    document continues in the next row. The last row is padded, and omitted if it has no label. Fewer tokens than one
+    row give no rows.
     """
 
     def __init__(self, store: TokenStore, seq_len: int) -> None:
@@ -59,7 +59,7 @@ class PackedRows:
         return self._length
 
     def read(self, number: int, positions: np.ndarray) -> Row:
-        """These positions of a row; only they are read from disk."""
+        """Reads these positions of a row, and no others, from disk."""
         start = number * self.seq_len
         inner = self.store.boundaries(start, start + self.seq_len) - start
         documents = np.searchsorted(inner, positions, side="right")
@@ -72,16 +72,16 @@ class PackedRows:
         return _row(tokens, np.where(goes_on, following, NO_LABEL), positions - begins, documents)
 
     def num_labels(self, number: int) -> int:
-        """Positions whose document goes on after them."""
+        """Counts positions whose document continues after them."""
         start, stop = number * self.seq_len, min((number + 1) * self.seq_len, len(self.store))
         return stop - start - len(self.store.boundaries(start, stop))
 
 
 class WindowRows:
-    """Plain windows of ``seq_len`` tokens, blind to documents: every position has the next token as its label.
+    """Windows of ``seq_len`` tokens that ignore documents: every position has the next token as its label.
 
-    Windows do not overlap; the last label of one is the first token of the next. Tokens that fill no window are
-    left out.
+    Windows do not overlap; the last label of one is the first token of the next. Tokens that do not fill a window are
+    omitted.
     """
 
     def __init__(self, store: TokenStore, seq_len: int) -> None:
@@ -91,12 +91,12 @@ class WindowRows:
         return max(0, len(self.store) - 1) // self.seq_len
 
     def read(self, number: int, positions: np.ndarray) -> Row:
-        """These positions of a window; only they are read from disk."""
+        """Reads these positions of a window, and no others, from disk."""
         places = number * self.seq_len + positions
         return _row(self.store.read(places), self.store.read(places + 1), positions, np.zeros_like(positions))
 
     def num_labels(self, number: int) -> int:
-        """All positions."""
+        """Counts all positions."""
         return self.seq_len
 
 
@@ -105,10 +105,10 @@ def _row(*arrays: np.ndarray) -> Row:
 
 
 class Ahead(Generic[T]):
-    """``(number, make(number))`` for start, start + stride, ... without end, in this order.
+    """Iterates over ``(number, make(number))`` for start, start + stride, ... without end.
 
-    A context manager, within which one thread keeps ``depth`` items ready; at its end the thread is gone and what
-    it made is dropped. An error of ``make`` is raised where its item is asked for.
+    Within its context one thread keeps ``depth`` items ready; at its end the thread and its items are gone. An error of
+    ``make`` is raised where its item is read.
     """
 
     def __init__(self, make: Callable[[int], T], *, start: int, stride: int, depth: int = 2) -> None:
@@ -127,7 +127,7 @@ class Ahead(Generic[T]):
 
     @property
     def is_ready(self) -> bool:
-        """Whether the next item is there without a wait."""
+        """True if the next item is ready."""
         return bool(self._ready) and self._ready[0][1].done()
 
     def __iter__(self) -> Iterator[tuple[int, T]]:
@@ -149,22 +149,22 @@ class Ahead(Generic[T]):
 
 
 class Source(NamedTuple):
-    """Tokens, and whether they are packed by document (`PackedRows`) or cut blindly (`WindowRows`)."""
+    """Tokens, and how they are cut into rows: packed by document (`PackedRows`) or not (`WindowRows`)."""
 
     store: TokenStore
     packing: bool = True
 
     def rows(self, seq_len: int) -> "PackedRows | WindowRows":
-        """The rows of ``seq_len`` tokens, numbered in the order of the text."""
+        """Returns the rows of ``seq_len`` tokens, in the order of the text."""
         return PackedRows(self.store, seq_len) if self.packing else WindowRows(self.store, seq_len)
 
     def num_samples(self, seq_len: int) -> int:
-        """Rows of ``seq_len`` tokens; 0 where the text does not fill one."""
+        """Counts rows of ``seq_len`` tokens; 0 if the text does not fill one."""
         return len(self.rows(seq_len))
 
 
 class Data(NamedTuple):
-    """What a run reads: ``held_out`` shares no document with ``train``, and is None where nothing is held out."""
+    """The data of a run: ``held_out`` shares no document with ``train``, and is None where nothing is held out."""
 
     tokenizer: Tokenizer
     train: Source
@@ -172,15 +172,15 @@ class Data(NamedTuple):
 
     @property
     def several_documents(self) -> bool:
-        """Whether any row, held out or not, may hold more than one."""
+        """True if a row of either part may have more than one."""
         parts = (self.train, self.held_out) if self.held_out else (self.train,)
         return any(part.store.num_documents > 1 for part in parts)
 
 
 def open_data(settings: TrainSettings, *, vocab_size: int, folder: Path) -> Data:
-    """The text of ``settings.data`` as tokens, made once and kept in ``folder``.
+    """Tokenises the text of ``settings.data``, once, and keeps the tokens in ``folder``.
 
-    Safe to call from many processes at once: one makes the store, the others wait for it.
+    Safe to call from many processes at once: one makes the store while the others wait.
     Raises InputError for data or a tokenizer that cannot be read, or that ``vocab_size`` does not fit.
     """
     corpus = open_corpus(settings.data)
@@ -192,12 +192,12 @@ def open_data(settings: TrainSettings, *, vocab_size: int, folder: Path) -> Data
 
 
 class Batches:
-    """The global batches of a run. Its only state is a number: how many samples were taken before.
+    """The global batches of a run. The only state of a run is the number of samples before a batch.
 
     A sample is a row of the source. Every epoch has its own shuffled order of all rows, and sample i of the run is
-    row ``i mod num_samples`` of epoch ``i // num_samples``, across the ends of epochs where batches do not divide
-    them. Neither mesh nor process nor batch size enters, so a run goes on exactly from its count of samples on any
-    other mesh, number of processes or batch size. Another seed, text or ``seq_len`` gives other samples.
+    row ``i mod num_samples`` of epoch ``i // num_samples``; batches may span epochs. Samples do not depend on mesh,
+    processes or batch size, so a run continues exactly from its count of samples on any others. Another seed, text or
+    ``seq_len`` gives other samples.
 
     ``order`` permutes the positions of every array before it is sharded (zigzag, for ring attention).
     """
@@ -218,7 +218,7 @@ class Batches:
 
     @property
     def num_samples(self) -> int:
-        """Samples of one epoch."""
+        """Number of samples in an epoch."""
         return len(self.source)
 
     @cached_property
@@ -231,32 +231,29 @@ class Batches:
         return grain.MapDataset.range(self.num_samples).shuffle(seed=seed).repeat()
 
     def row_numbers(self, first_sample: int, row_slice: slice = slice(None)) -> list[int]:
-        """Numbers of the source's rows in the global batch that starts at ``first_sample``."""
+        """Returns the source's rows in the global batch that starts at ``first_sample``, by number."""
         return [int(self.samples[first_sample + row]) for row in range(self.batch_seqs)[row_slice]]
 
     def rows(
         self, first_sample: int, row_slice: slice = slice(None), position_slice: slice = slice(None)
     ) -> dict[str, np.ndarray]:
-        """``tokens``, ``labels``, ``positions`` and ``documents`` [rows, positions] int32 of a part of a batch.
-
-        Only that part is read from disk.
-        """
+        """Reads ``tokens``, ``labels``, ``positions``, ``documents`` [rows, positions] int32 of a part of a batch."""
         positions = self.order[position_slice]
         parts = [self.source.read(number, positions) for number in self.row_numbers(first_sample, row_slice)]
         return {name: np.stack(arrays) for name, arrays in zip(Row._fields, zip(*parts, strict=True), strict=True)}
 
     def num_labels(self, first_sample: int) -> int:
-        """Labels in the whole global batch, counted from the index of documents alone."""
+        """Counts the labels of the whole global batch, from the index of documents alone."""
         return sum(map(self.source.num_labels, self.row_numbers(first_sample)))
 
     def global_batch(self, first_sample: int, shardings: Mapping[str, Sharding]) -> dict[str, jax.Array]:
-        """The arrays that ``shardings`` names, each device given its own rows and positions.
+        """Makes the arrays that ``shardings`` names; each device reads its own rows and positions.
 
         ``tokens``, ``labels``, ``positions`` and ``documents`` are int32 [batch_seqs, seq_len]; ``num_labels`` is
         a float32 scalar, the labels of the whole batch on every process.
         """
         shape = (self.batch_seqs, self.seq_len)
-        # Four arrays, and replicas of one shard, share what was read.
+        # The four arrays, and replicas of a shard, share one read.
         read = lru_cache(maxsize=None)(lambda a, b, c, d: self.rows(first_sample, slice(a, b), slice(c, d)))
 
         def part(name: str, index: Any) -> np.ndarray:
@@ -272,5 +269,5 @@ class Batches:
         return {name: whole(name, sharding) for name, sharding in shardings.items()}
 
     def ahead(self, first_sample: int, shardings: Mapping[str, Sharding]) -> Ahead[dict[str, jax.Array]]:
-        """Global batches from ``first_sample`` on, in order, each read while the one before is worked on."""
+        """Returns global batches from ``first_sample`` on, each read while the previous one is in use."""
         return Ahead(lambda first: self.global_batch(first, shardings), start=first_sample, stride=self.batch_seqs)

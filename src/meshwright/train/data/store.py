@@ -1,6 +1,6 @@
-"""Text tokenised once into a folder that is whole or absent, however many processes ask for it.
+"""Tokenises text once into a folder that is whole or absent, however many processes ask for it.
 
-Documents are tokenised as a stream, with progress, from where an earlier try was stopped.
+Documents are tokenised as a stream, with a progress bar; an interrupted build is continued.
 """
 
 import fcntl
@@ -39,17 +39,17 @@ from meshwright.train.data.tokenizer import (
 )
 
 FORMAT = 1
-"""Part of every key: a store of another form is made anew."""
+"""Part of every key: stores of other formats are not read."""
 META = "store.json"
 TRAINED_CHARS = 2**26
-"""A tokenizer is trained on about so many characters: more change its tokens little and cost memory."""
+"""Characters that a tokenizer is trained on: more change its tokens little and cost memory."""
 JOURNAL = "journal.json"
 BATCH_CHARS = 2**22
-"""Text given to the tokenizer's threads at once; what an interruption loses at most."""
+"""Characters per call of the tokenizer's threads; the most work that an interruption loses."""
 
 
 class Tokenised(NamedTuple):
-    """A text as tokens, the tokenizer that made them, and the token that ends each document."""
+    """A text as tokens, its tokenizer, and the token that ends each document."""
 
     store: TokenStore
     tokenizer: Tokenizer
@@ -57,7 +57,7 @@ class Tokenised(NamedTuple):
 
 
 class Written(msgspec.Struct, kw_only=True):
-    """What is in the files: tokens and documents, and the pieces of text that they come from."""
+    """Counts of the tokens and documents in the files, and of the pieces of text that they come from."""
 
     tokens: int = 0
     documents: int = 0
@@ -65,13 +65,13 @@ class Written(msgspec.Struct, kw_only=True):
     in_document: bool = False
 
     def files(self, folder: Path, dtype: str) -> tuple[tuple[Path, int], tuple[Path, int]]:
-        """The two files, and how many bytes these tokens and starts take."""
+        """Returns the two files, and the bytes of these tokens and starts."""
         tokens = self.tokens * np.dtype(dtype).itemsize
         return (folder / TOKENS, tokens), (folder / STARTS, self.documents * START_BYTES)
 
 
 class Meta(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``store.json``: how the files of a store are read, and how long they must be."""
+    """``store.json``: the dtype of the tokens, the end token, and the expected counts."""
 
     dtype: str
     end_id: int
@@ -79,13 +79,13 @@ class Meta(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 def open_store(corpus: Corpus, given: TextTokenizer | None, *, vocab_size: int, folder: Path) -> Tokenised:
-    """The documents as tokens with an end after each, tokenised by ``given`` or by a BPE trained on them.
+    """Tokenises documents, each with an end token, by ``given`` or by a BPE trained on them.
 
-    Made once and kept in a folder named by a hash of the texts (of large ones as `FileCorpus.identity` says) and
-    the tokenizer. One process makes it while others wait; one that is stopped leaves what it has done, and the
-    next goes on from there. Nothing but a finished store ever has that name.
+    The store is made once, in a folder named by a hash of the texts (`FileCorpus.identity`) and the tokenizer. One
+    process makes it while others wait; if it is stopped, the next one continues its work. Only a finished store has
+    that name.
     """
-    # Before any reading: the same refusal as the trainer's, but at once.
+    # The trainer's own refusal, before any file is read.
     if given is None and vocab_size < SMALLEST_VOCAB:
         train_tokenizer((), vocab_size=vocab_size)
     path = folder / _key(corpus, given, vocab_size)
@@ -97,13 +97,13 @@ def open_store(corpus: Corpus, given: TextTokenizer | None, *, vocab_size: int, 
                 try:
                     _build(corpus, given, vocab_size, part)
                 except (InputError, CannotRunError):
-                    # Nothing to go on from: text that is mended has another name.
+                    # Useless for a later try: the store of a corrected text has another name.
                     shutil.rmtree(part, ignore_errors=True)
                     raise
                 try:
                     os.rename(part, path)
                 except OSError:
-                    # Where another process was first, its store stays.
+                    # Another process was faster: its store stays.
                     if not path.is_dir():
                         raise
                     shutil.rmtree(part, ignore_errors=True)
@@ -119,7 +119,7 @@ def _key(corpus: Corpus, given: TextTokenizer | None, vocab_size: int) -> str:
 
 
 def _build(corpus: Corpus, given: TextTokenizer | None, vocab_size: int, part: Path) -> None:
-    """A whole store in the folder ``part``, going on from what an earlier try left there."""
+    """Builds a whole store in the folder ``part``, and continues an earlier try there."""
     part.mkdir(exist_ok=True)
     file = part / TOKENIZER
     if given is None and not file.is_file():
@@ -136,10 +136,9 @@ def _build(corpus: Corpus, given: TextTokenizer | None, vocab_size: int, part: P
 
 @contextmanager
 def _alone(path: Path) -> Iterator[Path]:
-    """Wait until no other process makes this store; comes with the folder to make it in.
+    """Waits until no other process makes this store; yields the folder to make it in.
 
-    The lock goes with its process, however that ends. Where the file system has no locks, processes work side by
-    side, each in a folder of its own.
+    The lock ends with its process. On a file system without locks each process works in a folder of its own.
     """
     lock = path.with_name(f".{path.name}.lock")
     try:
@@ -156,7 +155,7 @@ def _alone(path: Path) -> Iterator[Path]:
 
 
 def _locked(lock: Path, path: Path) -> IO[str]:
-    """The lock's file, locked by this process, once no other holds it."""
+    """Waits for the lock and returns its file."""
     while True:
         with ExitStack() as stack:
             handle = stack.enter_context(lock.open("w"))
@@ -166,7 +165,7 @@ def _locked(lock: Path, path: Path) -> IO[str]:
                 if sys.stderr.isatty():
                     print(f"waiting for another process that tokenises the same text into {path}", file=sys.stderr)
                 fcntl.flock(handle, fcntl.LOCK_EX)
-            # Whoever had it before has removed the file: what counts is the lock of the one that others will find.
+            # The previous owner has removed the file: only a lock on the file that others will open counts.
             with suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(handle.fileno()), lock.stat()):
                     stack.pop_all()
@@ -179,7 +178,7 @@ def _open(path: Path) -> Tokenised:
     except (OSError, msgspec.DecodeError):
         raise InputError(f"{path} is not a store of tokens. Remove it, and it is made again.") from None
     (tokens, size), (starts, index_size) = meta.written.files(path, meta.dtype)
-    # The index has the number of tokens as one more entry.
+    # The last entry of the index is the number of tokens.
     sizes = {tokens: size, starts: index_size + START_BYTES}
     if not all(file.is_file() and file.stat().st_size == size for file, size in sizes.items()):
         raise InputError(f"{path} is damaged: its files have other than {meta.written.tokens} tokens. Remove it.")
@@ -190,9 +189,9 @@ def _open(path: Path) -> Tokenised:
 
 
 def tokenise(corpus: Corpus, encoder: TextTokenizer, *, dtype: str, folder: Path) -> Written:
-    """Write all documents, each with an end-of-text token, and say what was written.
+    """Writes all documents, each with an end-of-text token, and returns the counts.
 
-    Goes on from where an earlier call for the same folder was stopped, however it was.
+    Continues an earlier call for the same folder that was stopped at any point.
     """
     written = _journal(folder, dtype)
     with ExitStack() as stack:
@@ -210,7 +209,7 @@ def tokenise(corpus: Corpus, encoder: TextTokenizer, *, dtype: str, folder: Path
                 written.tokens += len(ids)
                 written.pieces += 1
                 written.in_document = not piece.ends_document
-            # The files must reach as far as the journal says.
+            # The journal must not claim more than the files have.
             tokens.flush()
             starts.flush()
             write_text_whole(folder / JOURNAL, msgspec.json.encode(written).decode())
@@ -219,7 +218,7 @@ def tokenise(corpus: Corpus, encoder: TextTokenizer, *, dtype: str, folder: Path
         starts.write(np.uint64(written.tokens).tobytes())
         for file in (tokens, starts):
             file.flush()
-            # The folder gets its name by a rename, which must not reach the disk before what it names.
+            # The rename of the folder must not reach the disk before its files.
             os.fsync(file.fileno())
     (folder / JOURNAL).unlink(missing_ok=True)
     return written
@@ -239,7 +238,7 @@ def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
 
 
 def _journal(folder: Path, dtype: str) -> Written:
-    """What an earlier try has done; nothing where its files do not reach that far, as after a loss of power."""
+    """Reads the journal of an earlier try; zero where its files are shorter, as after a loss of power."""
     try:
         found = msgspec.json.decode((folder / JOURNAL).read_bytes(), type=Written)
     except (OSError, msgspec.DecodeError):
@@ -249,7 +248,7 @@ def _journal(folder: Path, dtype: str) -> Written:
 
 
 def _opened(path: Path, size: int) -> BinaryIO:
-    """A file to append to after its first ``size`` bytes: a killed process may have written more."""
+    """Opens a file to append after its first ``size`` bytes: a killed process may have written more."""
     file = path.open("r+b" if path.is_file() else "w+b")
     file.truncate(size)
     file.seek(size)
@@ -258,7 +257,7 @@ def _opened(path: Path, size: int) -> BinaryIO:
 
 @contextmanager
 def _progress(total_bytes: int) -> Iterator[Callable[[int, int], None]]:
-    """A bar on stderr where that is a terminal, else nothing."""
+    """Shows a progress bar on stderr if that is a terminal."""
     if not sys.stderr.isatty():
         yield lambda bytes_read, tokens: None
         return

@@ -1,4 +1,4 @@
-"""The documents a run learns from, as pieces of bounded size: Python's own documentation, a file, or a folder of files.
+"""The documents of a run in pieces of bounded size: Python's own documentation, a file, or a folder of files.
 
 Files are plain text, JSON lines or Parquet.
 """
@@ -19,11 +19,11 @@ from meshwright.train.settings import PYDOC
 
 TEXT_SUFFIXES = (".md", ".py", ".rst", ".txt")
 RECORD_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
-"""Files of many documents. Any other file given by name is read as one text."""
+"""Suffixes of files of many documents. Any other file given by name is one document."""
 SUFFIXES = (*TEXT_SUFFIXES, *RECORD_SUFFIXES)
-"""Files that are read from a folder; a file given by name may have any suffix."""
+"""Suffixes that are read from a folder; a file given by name may have any."""
 PIECE_CHARS = 2**18
-"""A longer document is tokenised in pieces of about this size, so that no file is ever whole in memory."""
+"""Size of the pieces of longer documents: no file is ever whole in memory."""
 PARQUET_ROWS, PARQUET_BYTES = 64, 2**20
 """Rows and bytes read at once: a column of a row group may be larger than memory."""
 FIELD = "text"
@@ -33,7 +33,7 @@ _WHAT = f"Give a text, .jsonl or .parquet file, a folder of them, or {PYDOC!r}."
 
 
 class Piece(NamedTuple):
-    """Some text of a document, whether the document ends with it, and how much of the file has been read."""
+    """A piece of a document, whether it is the last, and the bytes of the file read so far."""
 
     text: str
     ends_document: bool
@@ -41,7 +41,7 @@ class Piece(NamedTuple):
 
 
 class FileCorpus(NamedTuple):
-    """Files in a fixed order, read as a stream, with the name of the field that holds the text of a record."""
+    """Files in a fixed order, read as a stream, and the field of a record that has its text."""
 
     data: str
     folder: Path
@@ -50,13 +50,13 @@ class FileCorpus(NamedTuple):
 
     @property
     def total_bytes(self) -> int:
-        """Size of all files, as they are on disk."""
+        """Size of all files on disk."""
         return sum(file.stat().st_size for file in self.files)
 
     def identity(self) -> str:
-        """A digest of names and contents of the files; above `HASHED_BYTES`, of names, sizes and times of change.
+        """Returns a digest of names and contents; above `HASHED_BYTES`, of names, sizes and times of change.
 
-        So a large file that is rewritten with the same size and time is taken for the same.
+        A large file that is rewritten with equal size and time is not noticed.
         """
         digest = hashlib.sha256(self.field.encode())
         whole = self.total_bytes <= HASHED_BYTES
@@ -67,7 +67,7 @@ class FileCorpus(NamedTuple):
         return digest.hexdigest()
 
     def pieces(self) -> Iterator[Piece]:
-        """All documents; ``bytes_read`` counts from the first file on. Raises InputError when none holds any text."""
+        """Yields all documents; ``bytes_read`` counts over all files. Raises InputError when none has text."""
         before, found = 0, False
         for file in self.files:
             for piece in read_pieces(file, self.field):
@@ -78,7 +78,7 @@ class FileCorpus(NamedTuple):
             raise InputError(f"data {self.data!r} holds no text. {_WHAT}")
 
     def sample(self, max_chars: int) -> Iterator[str]:
-        """About ``max_chars`` characters from the starts of all files, each in proportion to its size."""
+        """Yields about ``max_chars`` characters from the starts of all files, in proportion to their sizes."""
         share = max_chars / max(self.total_bytes, 1)
         for file in self.files:
             left = max_chars if share >= 1 else share * file.stat().st_size
@@ -116,7 +116,7 @@ Corpus = FileCorpus | PydocCorpus
 
 
 def open_corpus(data: str) -> Corpus:
-    """The documents that ``TrainSettings.data`` names: "pydoc", a file, or a folder that is searched for files.
+    """Opens the documents that ``TrainSettings.data`` names: "pydoc", a file, or a folder that is searched for files.
 
     ``path#name`` names the field of JSON records or the column of Parquet files that holds the text ("text" where
     left out). Raises InputError for a path that is missing or a folder without such files.
@@ -158,7 +158,7 @@ def _files(path: Path) -> list[Path]:
 
 
 def read_pieces(file: Path, field: str) -> Iterator[Piece]:
-    """The documents of a file in order, without those that hold only white space.
+    """Yields the documents of a file in order, except blank ones.
 
     A text file is one document. Of JSON lines and Parquet each record is one, in ``field``. Raises InputError
     for what is not UTF-8, not JSON, or without the field.
@@ -176,9 +176,9 @@ def read_pieces(file: Path, field: str) -> Iterator[Piece]:
 
 
 def in_pieces(chunks: Iterable[str]) -> Iterator[tuple[str, bool]]:
-    """One document's text cut after ends of lines into pieces of at most about 2 x `PIECE_CHARS`.
+    """Cuts a document after ends of lines into pieces of at most about 2 x `PIECE_CHARS`; True marks the last.
 
-    True goes with the last. Nothing comes of a short text that is blank.
+    A short blank text has no pieces.
     """
     held, first = "", True
     for chunk in chunks:
@@ -200,7 +200,7 @@ def _text(file: Path) -> Iterator[Piece]:
 
 
 def _decoded(raw: BinaryIO, file: Path) -> Iterator[str]:
-    """Text of a file with every end of line as one "\\n"."""
+    """Yields the text of a file with every end of line as "\\n"."""
     utf8 = codecs.getincrementaldecoder("utf-8")()
     lines = io.IncrementalNewlineDecoder(utf8, translate=True)
     while True:
@@ -241,7 +241,7 @@ def _field(record: dict[str, Any], field: str, where: str) -> str:
 
 
 def _unpacked(file: Path, raw: BinaryIO) -> Any:
-    """The lines of a file that may be compressed."""
+    """Opens a file that may be compressed."""
     name = file.name.lower()
     if name.endswith(".gz"):
         return gzip.GzipFile(fileobj=raw)

@@ -26,16 +26,16 @@ SMALLEST_VOCAB = 257
 
 
 class TextTokenizer(NamedTuple):
-    """A tokenizer, and the token that it puts after each document."""
+    """A tokenizer, and the token that follows each document."""
 
     tokenizer: Tokenizer
     end_id: int
 
 
 def train_tokenizer(documents: Iterable[str], *, vocab_size: int) -> Tokenizer:
-    """A tokenizer of at most ``vocab_size`` tokens: any text comes back unchanged, the same for the same texts.
+    """Trains a tokenizer of at most ``vocab_size`` tokens: it is lossless, and deterministic for the same texts.
 
-    Fewer tokens when the texts have no more pairs that occur twice. Raises InputError when ``vocab_size`` has no
+    It has fewer tokens if no more pairs occur twice. Raises InputError when ``vocab_size`` has no
     room for every byte.
     """
     if vocab_size < SMALLEST_VOCAB:
@@ -59,24 +59,24 @@ def train_tokenizer(documents: Iterable[str], *, vocab_size: int) -> Tokenizer:
 
 
 def save_tokenizer(tokenizer: Tokenizer, path: Path) -> None:
-    """``tokenizer.json`` as `tokenizers` and transformers read it."""
+    """Writes ``tokenizer.json`` as `tokenizers` and transformers read it."""
     write_whole(path, lambda part: tokenizer.save(str(part)))
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
-    """The tokenizer of a run. Raises InputError when the file is missing or is not a tokenizer."""
+    """Reads the tokenizer of a run. Raises InputError when the file is missing or is not a tokenizer."""
     if not path.is_file():
         raise InputError(f"{path} is not there. Give the folder of a finished run.")
     return read_tokenizer(path)
 
 
 def num_ids(tokenizer: Tokenizer) -> int:
-    """One more than the largest token number, which may have gaps below it."""
+    """Returns the largest token number plus one; smaller numbers may be unused."""
     return max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
 
 def open_tokenizer(path: Path, *, vocab_size: int) -> TextTokenizer:
-    """A given ``tokenizer.json``, or the folder that holds it, and its end-of-text token.
+    """Reads a ``tokenizer.json``, or that of a folder, with its end-of-text token.
 
     That token is the ``eos_token`` of a ``tokenizer_config.json`` beside the file, else the first of `END_NAMES`
     that it has. Raises InputError where it has none, or more tokens than a model of ``vocab_size`` embeds.

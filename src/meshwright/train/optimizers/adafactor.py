@@ -15,15 +15,15 @@ from meshwright.algebra.ops.adafactor import outputs, stacked
 from meshwright.algebra.ops.adafactor import update as adafactor_steps
 from meshwright.nn.interpreter import run_update
 from meshwright.nn.weights import Params
-from meshwright.train.optimizers.sharded import Places, on_shards
+from meshwright.train.optimizers.sharded import WeightLayout, on_shards
 
 DECAY_POWER = 0.8
 """Of the decay 1 - t^-0.8. Source: Shazeer and Stern, 2018."""
 
 
 class FactoredState(NamedTuple):
-    """Updates done; running means of squared gradients over the outputs and over the inputs of matrices, and whole
-    for vectors. Means keep the dims they were taken over, with size 1."""
+    """Number of updates; running means of squared gradients over the outputs and over the inputs of matrices, and
+    unreduced for vectors. Reduced dims have size 1."""
 
     count: Any
     rows: Params
@@ -31,16 +31,15 @@ class FactoredState(NamedTuple):
     whole: Params
 
 
-def scale_by_adafactor(places: Callable[[], Places], weights: dict[str, Updated]) -> optax.GradientTransformation:
-    """Gradients divided by the factored root of their second moments, each matrix clipped to RMS 1 and scaled by the
+def scale_by_adafactor(layout: Callable[[], WeightLayout], weights: dict[str, Updated]) -> optax.GradientTransformation:
+    """Divides gradients by the factored root of their second moments; clips each matrix to RMS 1 and scales it by the
     RMS of its weights. Source: Shazeer and Stern, 2018, algorithms 4 and 5, section 8.
 
-    ``weights`` are those of one device: which dims make up the matrices.
+    ``weights`` are unsharded; they say which dims make up the matrices.
     """
 
     def left_out(name: str) -> tuple[tuple[int, ...], ...]:
-        """For each mean of a weight the axes of its array that it lacks: over the outputs and over the inputs of
-        matrices, none for vectors."""
+        """Returns the axes that each mean of a weight reduces: outputs and inputs of matrices, none of vectors."""
         weight = weights[name]
         if not weight.inputs:
             return ((),)
@@ -66,7 +65,7 @@ def scale_by_adafactor(places: Callable[[], Places], weights: dict[str, Updated]
 
     def update(grads: Params, old: FactoredState, params: Params | None = None) -> tuple[Params, FactoredState]:
         assert params is not None
-        count, at = old.count + 1, places()
+        count, at = old.count + 1, layout()
         decay = 1 - count.astype(jnp.float32) ** -DECAY_POWER
         changes, after = Params(), dict[str, list[jax.Array]]()
         for name, grad in grads.items():
@@ -81,9 +80,9 @@ def scale_by_adafactor(places: Callable[[], Places], weights: dict[str, Updated]
 
 
 def _updated(
-    places: Places, weight: Updated, values: tuple[jax.Array, jax.Array], means: list[jax.Array], decay: jax.Array
+    layout: WeightLayout, weight: Updated, values: tuple[jax.Array, jax.Array], means: list[jax.Array], decay: jax.Array
 ) -> tuple[jax.Array, ...]:
-    """The change of one weight, and its running means after it."""
+    """Returns the change of one weight, and its new running means."""
     *steps, _ = adafactor_steps(weight)
     first, keeping = steps[0], next(step for step in steps if "decay" in {array.name for array in step.inputs})
     (own,) = next(step.inputs for step in steps if step.result.name.endswith(".weights"))
@@ -96,4 +95,4 @@ def _updated(
         env = run_update(steps, dict(zip(given, blocks, strict=True)))
         return tuple(env[array] for array in results)
 
-    return on_shards(body, places, given, results)
+    return on_shards(body, layout, given, results)

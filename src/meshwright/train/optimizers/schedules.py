@@ -14,10 +14,10 @@ Rate = Callable[[Any], Any]
 
 
 def learning_rate(settings: TrainSettings) -> Rate:
-    """The rate of update ``count``, counted from 0; an array of JAX gives one, anything else gives NumPy's.
+    """Returns the rate as a function of the update, counted from 0; JAX arrays give JAX arrays, all else NumPy's.
 
-    It rises in a line to the peak at update ``warmup_steps - 1`` and follows the schedule from there. The first
-    update has rate peak / warmup_steps and not 0, which would waste its step.
+    It rises linearly to the peak at update ``warmup_steps - 1`` and follows the schedule from there. The first update
+    has rate peak / warmup_steps and not 0, which would waste a step.
     """
 
     def rate(count: Any) -> Any:
@@ -31,7 +31,7 @@ def learning_rate(settings: TrainSettings) -> Rate:
 
 
 def _share_of_peak(number: Any, settings: TrainSettings, xp: Any) -> Any:
-    """The schedule after the warm-up.
+    """Returns the schedule after the warm-up, as a share of the peak.
 
     "rsqrt" is sqrt(warmup / update), which meets the warm-up at its end. Source: Vaswani et al., section 5.3. "wsd"
     (warm-up, stable, decay) stays at the peak until the last ``decay_fraction`` of the steps. Source: Hu et al.,

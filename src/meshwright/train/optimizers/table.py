@@ -1,8 +1,8 @@
-"""Optimizers of sharded weights: moments, float32 copies, rounding and running mean in one update.
+"""Optimizers of sharded weights: moments, float32 weights, rounding and running mean in one update.
 
 How to use it::
 
-    optimizer = make_optimizer(model, settings, strategy.state, places=lambda: Places(mesh, shard_specs))
+    optimizer = make_optimizer(model, settings, strategy.state, layout=lambda: WeightLayout(mesh, shard_specs))
     optimizer = from_optax(optax.adamw(3e-4), state=strategy.state)  # or any of optax's
     state = optimizer.init(params)                                   # OptState
     params, state = optimizer.update(grads, state, params)           # new weights, not their changes
@@ -33,13 +33,13 @@ from meshwright.train.optimizers.adafactor import scale_by_adafactor
 from meshwright.train.optimizers.muon import scale_by_muon
 from meshwright.train.optimizers.rounding import round_to, round_tree
 from meshwright.train.optimizers.schedules import learning_rate
-from meshwright.train.optimizers.sharded import Places, on_one_device
+from meshwright.train.optimizers.sharded import WeightLayout, on_one_device
 from meshwright.train.settings import Rounding, TrainSettings
 
 
 class OptState(NamedTuple):
-    """What an optimizer keeps: the number of updates done, optax's state, float32 weights where those of the model
-    have two bytes and the training state keeps them (else no entries), and the running mean (no entries without)."""
+    """The state of an optimizer: the number of updates, optax's state, float32 weights where the training state keeps
+    them beside two-byte ones (else empty), and the running mean (else empty)."""
 
     count: Any
     inner: Any
@@ -52,15 +52,15 @@ def make_optimizer(
     settings: TrainSettings,
     strategy_state: str = "fp32",
     *,
-    places: Callable[[], Places] | None = None,
+    layout: Callable[[], WeightLayout] | None = None,
 ) -> Optimizer:
-    """The optimizer that the settings name, for a training state of `spec.strategy.STATE_BYTES`.
+    """Returns the optimizer that the settings name, for a training state of `spec.strategy.STATE_BYTES`.
 
-    ``places`` says the mesh and the shards on which the derived steps of Muon and Adafactor run; one device without.
-    It is asked when the update is traced, for the step that knows them is made with its optimizer.
+    ``layout`` gives the mesh and the shards for the derived steps of Muon and Adafactor, by default one device.
+    It is called when the update is traced, since the step that knows them is made with its optimizer.
     """
     optimizer = from_optax(
-        transformation(model, settings, places),
+        transformation(model, settings, layout),
         state=strategy_state,
         rounding=settings.rounding,
         seed=settings.seed,
@@ -77,7 +77,7 @@ def from_optax(
     seed: int = 0,
     average: float = 0.0,
 ) -> Optimizer:
-    """Any optax optimizer as an `Optimizer`. It computes in float32 whatever the dtype of the weights.
+    """Wraps any optax optimizer as an `Optimizer` that computes in float32 whatever the dtype of the weights.
 
     Moments stay float32, but have two bytes in the state "pure-16bit". The states of name "bf16-master..." keep
     float32 weights, of which the model's are the nearest two-byte values; otherwise two-byte weights and moments are
@@ -111,19 +111,19 @@ def from_optax(
 
 
 def averaged(state: OptState, params: Params) -> Params:
-    """The running mean in the dtypes of the weights, or the weights themselves where none is kept."""
+    """Returns the running mean in the dtypes of the weights, or the weights where none is kept."""
     if not state.average:
         return params
     return {name: round_to(state.average[name], array.dtype) for name, array in params.items()}
 
 
 def _float32(tree: Any) -> Any:
-    """Arrays of floating point as float32; counters stay."""
+    """Casts arrays of floating point to float32; counters stay."""
     return jax.tree.map(lambda a: a.astype(jnp.float32) if jnp.issubdtype(a.dtype, jnp.floating) else a, tree)
 
 
 def _narrow_moments(moments: Any, params: Params) -> Any:
-    """Arrays kept for a weight as bfloat16; counters and constants as they are."""
+    """Casts the arrays of weights to bfloat16; counters and constants stay."""
 
     def narrow(path: KeyPath, leaf: jax.Array) -> jax.Array:
         kept = weight_of(path, params) is not None and leaf.dtype == jnp.float32
@@ -133,23 +133,23 @@ def _narrow_moments(moments: Any, params: Params) -> Any:
 
 
 def start_average(params: Params) -> Params:
-    """The mean before the first update: the weights themselves, in buffers of their own."""
-    # A copy, because `jit` hands an array that it did not change back as the same buffer, which could not be donated.
+    """Returns the mean before the first update: a copy of the weights."""
+    # Without a copy `jit` would return the same buffer, which could then not be donated.
     return {name: jnp.copy(array).astype(jnp.float32) for name, array in params.items()}
 
 
 def average_decay(decay: float, count: Any) -> Any:
-    """Decay at update ``count`` (from 1): min(decay, (1 + count) / (10 + count)).
+    """Returns the decay at update ``count`` (from 1): min(decay, (1 + count) / (10 + count)).
 
-    Without this warm-up the first, untrained weights would stay in the mean for some 1 / (1 - decay) updates; with
-    it the mean needs no correction where it is read. Source: TensorFlow's ExponentialMovingAverage (num_updates).
+    Without this warm-up the untrained weights would stay in the mean for about 1 / (1 - decay) updates; with it the
+    mean needs no bias correction. Source: TensorFlow's ExponentialMovingAverage (num_updates).
     """
     number = jnp.asarray(count, jnp.float32)
     return jnp.minimum(decay, (1 + number) / (10 + number))
 
 
 def update_average(average: Params, params: Params, *, decay: float, count: Any) -> Params:
-    """The mean moved towards the new weights by 1 - `average_decay`."""
+    """Moves the mean towards the new weights by 1 - `average_decay`."""
     share = 1 - average_decay(decay, count)
     return jax.tree.map(lambda mean, new: mean + share * (new.astype(jnp.float32) - mean), average, params)
 
@@ -158,16 +158,16 @@ def update_average(average: Params, params: Params, *, decay: float, count: Any)
 
 
 def transformation(
-    model: Model, settings: TrainSettings, places: Callable[[], Places] | None = None
+    model: Model, settings: TrainSettings, layout: Callable[[], WeightLayout] | None = None
 ) -> GradientTransformation:
-    """AdamW, Lion, Adafactor or Muon as optax writes them: scaled, decayed (matrices only), times the rate.
+    """Returns AdamW, Lion, Adafactor or Muon as an optax chain: scaled, decayed (matrices only), times the rate.
 
-    Muon takes the matrices of the layers; embeddings, the unembedding and vectors go to AdamW, at the same rate.
+    Muon updates the matrices of layers; AdamW updates embeddings, the unembedding and vectors, at the same rate.
     Sources: Loshchilov and Hutter, 2019; Chen et al., 2023; Shazeer and Stern, 2018; Jordan, 2024.
     """
     plain = on_one_device(model)
     matrices = frozenset(name for name, weight in plain.weights.items() if weight.inputs)
-    at = places or (lambda: plain)
+    at = layout or (lambda: plain)
     if settings.optimizer == "adafactor":
         return _chain(scale_by_adafactor(at, dict(plain.weights)), settings, matrices)
     if settings.optimizer == "lion":
@@ -182,7 +182,7 @@ def transformation(
 def _chain(
     scaled: GradientTransformation, settings: TrainSettings, matrices: Collection[str]
 ) -> GradientTransformation:
-    """Scaled gradients, plus the decay of matrices, times minus the rate."""
+    """Chains scaled gradients, the decay of matrices, and the negative rate."""
     return optax.chain(
         scaled,
         optax.add_decayed_weights(settings.weight_decay, lambda params: {n: n in matrices for n in params}),
@@ -193,7 +193,7 @@ def _chain(
 def _of_layers(
     inside: Collection[str], muon: GradientTransformation, adamw: GradientTransformation
 ) -> GradientTransformation:
-    """Muon of the weights ``inside`` and AdamW of all others."""
+    """Applies ``muon`` to the weights ``inside`` and ``adamw`` to all others."""
     parts = {"muon": muon, "adamw": adamw}
 
     def split(tree: Params) -> dict[str, Params]:

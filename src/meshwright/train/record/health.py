@@ -1,4 +1,4 @@
-"""Why a step has no finite loss or gradient: the first array that is not finite, found on the devices."""
+"""Finds the first array with a value that is not finite, on the devices."""
 
 from collections.abc import Mapping
 from functools import lru_cache
@@ -17,11 +17,11 @@ from meshwright.spec.model import Model
 
 
 def where_not_finite(step: TrainStep, state: State, batch: Any) -> str:
-    """What is not finite after a step whose loss or gradient was not: a weight, a gradient, or the loss alone.
+    """Explains a step without a finite loss or gradient: names a weight, a gradient, or the loss alone.
 
-    Weights are looked at first. Where they are finite, the step's own batch gives the gradients once more; where
-    those are finite too the weights have moved on since, and the loss alone is known to have been bad. Layers are
-    numbered as in the model, in whatever order the stages of a pipeline hold them.
+    Checks the weights first; if they are finite, computes the gradients of the batch again. If those are finite too,
+    the weights have changed since, and only the loss is known to have been bad. Layers are numbered as in the model,
+    whatever their order in the stages of a pipeline.
     """
     weights = non_finite(step.to_canonical(state.params), step.model)
     if weights:
@@ -33,10 +33,9 @@ def where_not_finite(step: TrainStep, state: State, batch: Any) -> str:
 
 
 def non_finite(tree: Any, model: Model) -> str | None:
-    """The first array with a NaN or an infinity: "layers.wq of layer 3 holds NaN"; None when all are finite.
+    """Returns the first array with a NaN or an infinity, "layers.wq of layer 3 holds NaN"; None when all are finite.
 
-    ``tree`` is any tree of arrays; those under the name of a weight come first, in the order of the program, and
-    those of the layers are told apart by layer.
+    Arrays with the name of a weight come first, in the order of the program, and layers are named one by one.
     """
     layers = _layers(model)
     order = {name: place for place, name in enumerate(layers)}
@@ -61,7 +60,7 @@ def non_finite(tree: Any, model: Model) -> str | None:
 
 
 def _layers(model: Model) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Variable of the program, in its order -> the weight's name and the layers that are stacked in it."""
+    """Returns variable of the program, in order -> the weight's name and the layers that it stacks."""
     kinds = layer_kinds(model)
     found: dict[str, tuple[str, tuple[int, ...]]] = {}
     for variable, (weight, _) in weight_variables(model).items():
@@ -74,7 +73,7 @@ def _layers(model: Model) -> dict[str, tuple[str, tuple[int, ...]]]:
 
 
 def _words(path: KeyPath, name: str | None, layers: Mapping[str, tuple[str, tuple[int, ...]]], index: int) -> str:
-    """``inner.mu: layers.wq of layer 3``, without what stands before the weight where nothing does."""
+    """Returns ``inner.mu: layers.wq of layer 3``; without a prefix for a weight at the root."""
     keys = [jax.tree_util.keystr((key,), simple=True) for key in path]
     if name is None:
         return ".".join(keys)
@@ -84,7 +83,7 @@ def _words(path: KeyPath, name: str | None, layers: Mapping[str, tuple[str, tupl
 
 @lru_cache
 def _flags_on(mesh: Mesh | None) -> Any:
-    """Jitted (arrays, which are stacked) -> [2, layers or 1] booleans each, NaN and infinity, on every device."""
+    """Jitted (arrays, which are stacked) -> [2, layers or 1] booleans for each, NaN and infinity, replicated."""
     everywhere = None if mesh is None else NamedSharding(mesh, PartitionSpec())
     return jax.jit(_flags, static_argnums=1, out_shardings=everywhere)
 

@@ -1,4 +1,4 @@
-"""What a run came to: losses, times, memory; and where its wall time went."""
+"""The result of a run: losses, times, memory, and the parts of its wall time."""
 
 import time
 from collections import Counter
@@ -13,10 +13,10 @@ from meshwright.train.record.metrics import EvaluationRecord
 
 
 class MemoryUse(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Bytes on one device: shards of what the step is given, and what the compiler adds while it runs.
+    """Bytes on one device: shards of the step's arguments, and the compiler's temporaries.
 
-    ``temporaries_bytes`` are activations, gathered weights, gradients and buffers of collectives; None where
-    the backend does not say. ``peak_bytes`` is the most that the device ever held, where it counts that.
+    ``temporaries_bytes`` are activations, gathered weights, gradients and buffers of collectives; None if the backend
+    does not report them. ``peak_bytes`` is the device's peak memory, if it reports that.
     """
 
     weights_bytes: int
@@ -27,16 +27,16 @@ class MemoryUse(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     @property
     def total_bytes(self) -> int:
-        """All of it; what the compiler did not say counts nothing."""
+        """Sum of all; unreported temporaries count 0."""
         return self.weights_bytes + self.optimizer_bytes + self.batch_bytes + (self.temporaries_bytes or 0)
 
 
 class Goodput(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Seconds of one start of a run, from the first thing it did to its summary.
 
-    ``steps_s`` is the time in training steps; ``checkpoint_s`` what steps waited for checkpoints, not the writing
-    that went on beside them; ``data_s`` what they waited for batches. ``lost_s`` are steps that an earlier start did
-    and this one repeats, since no checkpoint held them. The rest of ``wall_s`` is start-up, logging and files.
+    ``steps_s`` is the time in training steps; ``checkpoint_s`` the time that steps waited for checkpoints, without
+    writing in the background; ``data_s`` the time that they waited for batches. ``lost_s`` are steps of an earlier
+    start that this one repeats, since no checkpoint has them. The rest of ``wall_s`` is start-up, logging and files.
     """
 
     wall_s: float
@@ -55,13 +55,13 @@ class Goodput(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     @property
     def other_s(self) -> float:
-        """What no part accounts for."""
+        """Wall time outside of the counted parts."""
         counted = self.steps_s + self.compile_s + self.checkpoint_s + self.evaluation_s + self.data_s
         return max(0.0, self.wall_s - counted)
 
 
 class TrainResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a run came to. ``step_s`` is the median after the first two steps; compiling is in ``compile_s``.
+    """The result of a run. ``step_s`` is the median after the first two steps; compiling is in ``compile_s``.
 
     ``steps`` and ``losses`` are of the whole run, ``resumed_from`` the step at which this start took over (None for
     the first); times and ``goodput`` are of this start.
@@ -86,7 +86,7 @@ class TrainResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 def measured_memory(state: Any, batch: Any, compiled: Any) -> MemoryUse:
-    """What the first device of this process holds for a compiled step."""
+    """Measures the memory of a compiled step on the first device of this process."""
     device = jax.local_devices()[0]
 
     def held(tree: Any) -> int:
@@ -103,7 +103,7 @@ def measured_memory(state: Any, batch: Any, compiled: Any) -> MemoryUse:
 
 
 def peak_bytes() -> int | None:
-    """The most that the first device of this process held until now, where it counts that."""
+    """Returns the peak memory of the first device of this process, if it reports that."""
     counted = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
     return int(counted) if counted else None
 
@@ -112,7 +112,7 @@ Part = Literal["compile", "checkpoint", "evaluation", "data"]
 
 
 class Stopwatch:
-    """Adds up the seconds of each part from the moment it is made."""
+    """Adds up the seconds of each part, from its creation on."""
 
     def __init__(self) -> None:
         self._start = time.perf_counter()
@@ -120,7 +120,7 @@ class Stopwatch:
 
     @contextmanager
     def timed(self, part: Part) -> Iterator[None]:
-        """Count the time inside as ``part``."""
+        """Counts the time of its context as ``part``."""
         start = time.perf_counter()
         try:
             yield
@@ -128,15 +128,15 @@ class Stopwatch:
             self.add(part, time.perf_counter() - start)
 
     def add(self, part: Part, seconds: float) -> None:
-        """Count these seconds as ``part``."""
+        """Counts these seconds as ``part``."""
         self._spent[part] += seconds  # type: ignore[assignment]
 
     def seconds(self, part: Part) -> float:
-        """What has been counted as ``part`` until now."""
+        """Returns the seconds of ``part`` so far."""
         return self._spent[part]
 
     def goodput(self, *, steps_s: float, lost_steps: int = 0, lost_s: float = 0.0) -> Goodput:
-        """All of it until now."""
+        """Returns all parts so far."""
         parts = {f"{part}_s": float(seconds) for part, seconds in self._spent.items()}
         wall = time.perf_counter() - self._start
         return Goodput(wall_s=wall, steps_s=steps_s, lost_steps=lost_steps, lost_s=lost_s, **parts)

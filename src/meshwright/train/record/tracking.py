@@ -1,4 +1,4 @@
-"""Metrics sent to TensorBoard or Weights & Biases, besides the files of the run."""
+"""Sends metrics to TensorBoard or Weights & Biases, besides the files of the run."""
 
 import secrets
 from collections.abc import Callable, Mapping, Sequence
@@ -15,11 +15,11 @@ SHOWN = ("loss", "grad_norm", "learning_rate", "step_s", "tokens_per_s", "mfu", 
 
 
 Tracker = tuple[Callable[[Mapping[str, float], int], None], Callable[[], None]]
-"""Where numbers of a step go, and what writes those that are still held back."""
+"""(log numbers of a step, close)."""
 
 
 def _tensorboard(run: Path) -> Tracker:
-    """Event files in the folder ``tensorboard`` of a run."""
+    """Writes event files in the folder ``tensorboard`` of a run."""
     from tensorboardX import SummaryWriter
 
     writer = SummaryWriter(logdir=str(run / "tensorboard"))
@@ -32,10 +32,10 @@ def _tensorboard(run: Path) -> Tracker:
 
 
 def _weights_and_biases(run: Path, config: Mapping[str, Any]) -> Tracker:
-    """A run of the project ``meshwright``, named as its folder; a resumed run goes on in it.
+    """Logs to a run of the project ``meshwright``, named as its folder; a resumed run continues it.
 
-    Its id is made up at the first start and kept in the run's folder: names such as tiny-001 come again in every
-    folder of runs, and one id for two runs would join them.
+    Its id is random, and kept in the run's folder: names such as tiny-001 occur in every folder of runs, and one id for
+    two runs would join them.
     """
     import wandb
 
@@ -55,7 +55,7 @@ def _weights_and_biases(run: Path, config: Mapping[str, Any]) -> Tracker:
 
 
 class Tracking:
-    """All trackers that ``train.track`` names, opened when it is made. None of them is needed by the run."""
+    """All trackers that ``train.track`` names."""
 
     def __init__(self, names: Sequence[str], run: Path, config: Mapping[str, Any]) -> None:
         self._trackers: list[Tracker] = [
@@ -70,12 +70,12 @@ class Tracking:
             close()
 
     def record(self, record: StepRecord) -> None:
-        """The numbers of a step, those that are known."""
+        """Logs the known numbers of a step."""
         known = {name: value for name in SHOWN if (value := getattr(record, name)) is not None}
         self._log({**known, **record.extras}, record.step)
 
     def evaluated(self, record: EvaluationRecord) -> None:
-        """The loss on held-out text."""
+        """Logs the loss on held-out text."""
         self._log({"evaluation_loss": record.loss}, record.step)
 
     def _log(self, numbers: Mapping[str, float], step: int) -> None:
@@ -84,7 +84,7 @@ class Tracking:
 
 
 def require_trackers(names: Sequence[str]) -> None:
-    """Raise InputError in one line for a tracker whose package is not installed, before anything is written."""
+    """Raises InputError for a tracker whose package is not installed, before anything is written."""
     for name, package in (("tensorboard", "tensorboardX"), ("wandb", "wandb")):
         if name in names and find_spec(package) is None:
             raise InputError(
