@@ -1,5 +1,7 @@
 """Tiny models of every family, and one run of prompts with a cache beside the same rows without one."""
 
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import jax
@@ -195,6 +197,20 @@ def without_cache(model: Model, params: Params, *, num_steps: int = NUM_STEPS) -
     every = np.asarray(jax.jit(logits_fn(model))(params, jnp.asarray(rows_of(model))))
     numbers = np.arange(len(LENGTHS))
     return np.stack([every[numbers, LENGTHS - 1 + count] for count in range(1 + num_steps)])
+
+
+def likeliest(model: Model, params: Params, prompt: Sequence[int], num_tokens: int) -> list[int]:
+    """The likeliest tokens after a prompt, each from a forward pass over all before it."""
+    tokens = list(prompt)
+    for _ in range(num_tokens):
+        padded = jnp.asarray([tokens + [0] * (32 - len(tokens))], jnp.int32)
+        tokens.append(int(jnp.argmax(_logits(model)(params, padded)[0, len(tokens) - 1])))
+    return tokens[len(prompt) :]
+
+
+@lru_cache
+def _logits(model: Model) -> Callable[..., jax.Array]:
+    return jax.jit(logits_fn(model))
 
 
 def assert_close(found: np.ndarray, expected: np.ndarray) -> None:

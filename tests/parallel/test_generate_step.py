@@ -151,7 +151,7 @@ def test_each_program_is_compiled_once():
         for count in range(2):
             tokens = jnp.argmax(logits, axis=-1) if count else rows[:, length]
             logits, cache = step.generate(params, cache, tokens, np.full(len(LENGTHS), length + count))
-    assert step.num_compiled == 2
+    assert len(step._compiled) == 2
 
 
 def test_lengths_of_prompts_are_few():
