@@ -20,6 +20,7 @@ from meshwright.profile.memory import (
     temporary_owners,
 )
 from meshwright.report.machine.profile_figures import MAX_SAMPLES, memory_timeline_figure
+from tests.charts import marks
 
 LOOP = """HloModule loop, is_scheduled=true
 
@@ -98,11 +99,11 @@ def test_the_picture_keeps_the_peak():
     samples = tuple(Sample(float(at), 10**9 + (at == 4321) * 10**8) for at in range(10_000))
     memory = MemoryProfile(counted="process", samples=samples, marks=(Mark(0.0, "state"), Mark(1.0, "compile")))
     figure = memory_timeline_figure(memory)
-    drawn = figure["layer"][0]["data"]["values"]
+    drawn = marks(figure, "area")[0]["rows"]
     assert len(drawn) <= 2 * MAX_SAMPLES
-    assert max(row["held"] for row in drawn) == pytest.approx(1.1)
+    assert max(row["y"] for row in drawn) == pytest.approx(1.1)
     # words that would lie on each other are left out, their lines are not
-    assert [len(layer["data"]["values"]) for layer in figure["layer"][1:3]] == [2, 1]
+    assert [len(marks(figure, kind)[0]["rows"]) for kind in ("rule", "text")] == [2, 1]
 
 
 def test_without_samples_there_is_no_picture():

@@ -16,9 +16,9 @@ from meshwright.plan.pareto import Frontier, pareto, usd_per_token
 from meshwright.plan.ranking import TIE
 from meshwright.plan.result import PlanResult
 from meshwright.plan.search import Found
+from meshwright.report.bars import breakdown_figure
 from meshwright.report.figure import Spec, save
 from meshwright.report.heatmap import short_mesh
-from meshwright.report.plans.breakdown import breakdown_figure
 from meshwright.report.plans.pareto import ParetoPoint, pareto_figure
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.job import Job

@@ -4,7 +4,9 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 from meshwright.hlo.graph import Graph
-from meshwright.report.figure import INK, MUTED, Spec, headline, themed
+from meshwright.report.arrays.canvas import Canvas, cell
+from meshwright.report.figure import INK, MUTED, Layer, Spec, alt, headline, themed
+from meshwright.report.marks import color_by, plot
 
 COLORS = {
     "collective": "#F4C766",
@@ -25,42 +27,40 @@ SWEEPS = 12
 
 def graph_figure(graphs: Sequence[Graph], *, title: str) -> Spec:
     """A panel per computation, side by side, under one legend."""
-    panels = [_panel(graph, legend=number == 0) for number, graph in enumerate(graphs)]
     told = "arrows lead to what needs a result; those that follow from others are left out"
-    return themed({"title": headline(title, told), "hconcat": panels, "spacing": 60})
+    return themed(alt.hconcat(*map(_panel, graphs), spacing=60), title, told)
 
 
-def _panel(graph: Graph, *, legend: bool) -> Spec:
+def _panel(graph: Graph) -> Layer:
     rows = _rows(graph)
     lanes, ways = _with_bends(graph, rows)
     _order(lanes, ways)
-    boxes = {node.key for node in graph.nodes}
-    size = (max(_width(lane, boxes) for lane in lanes), len(lanes) * (BOX_PX[1] + GAP_PX[1]))
-    centre = _centres(lanes, boxes, size[0])
-    scale = {
-        "x": {"field": "x", "type": "quantitative", "axis": None, "scale": {"domain": [0, size[0]], "nice": False}},
-        "y": {
-            "field": "y",
-            "type": "quantitative",
-            "axis": None,
-            "scale": {"domain": [0, size[1]], "nice": False, "reverse": True},
-        },
-    }
+    keys = {node.key for node in graph.nodes}
+    width, height = max(_width(lane, keys) for lane in lanes), len(lanes) * (BOX_PX[1] + GAP_PX[1])
+    centre = _centres(lanes, keys, width)
+    corner = {key: (x - BOX_PX[0] / 2, y - BOX_PX[1] / 2) for key, (x, y) in centre.items()}
+    boxes = [
+        cell(*corner[node.key], *BOX_PX, kind=node.kind, text=_cut(node.text, MAX_CHARACTERS)) for node in graph.nodes
+    ]
+    heads = [{"x": centre[key][0], "y": corner[key][1] - 4} for key in {way[-1]: None for way in ways}]
+    canvas = Canvas((0, width), (0, height))
+    color = color_by("kind", COLORS, orient="top", symbolType="square", symbolSize=140)
+    chart = alt.layer(
+        _lines(ways, centre, canvas),
+        canvas.points(heads, shape="triangle-down", color=MUTED, size=30),
+        canvas.boxes(boxes, cornerRadius=4, stroke="#B0B0B0", strokeWidth=0.8).encode(color=color),
+        canvas.words(boxes, fontSize=11, fill=INK),
+    )
     steps = sum(node.num_instructions for node in graph.nodes)
     often = "once" if graph.times == 1 else f"{graph.times:,} times"
     told = f"{len(graph.nodes)} nodes of {steps:,} instructions, runs {often}"
     told += f" with {len(graph.alike)} alike" if graph.alike else ""
-    name = graph.name if len(graph.name) <= 60 else f"{graph.name[:57]}..."
-    return {
-        "title": {**headline(name, told), "fontSize": 13, "offset": 8},
-        "width": size[0],
-        "height": size[1],
-        "layer": [
-            _lines(ways, centre, scale),
-            _heads(graph, ways, centre, scale),
-            *_boxes(graph, centre, scale, legend),
-        ],
-    }
+    heading = headline(_cut(graph.name, 60), told, fontSize=13, offset=8)
+    return chart.properties(title=heading, width=width, height=height)
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
 def _width(lane: Sequence[str], boxes: set[str]) -> int:
@@ -137,67 +137,14 @@ def _mean(values: Sequence[float], otherwise: float) -> float:
     return sum(values) / len(values) if values else otherwise
 
 
-def _lines(ways: Sequence[Sequence[str]], centre: Mapping[str, tuple[float, float]], scale: Spec) -> Spec:
+def _lines(ways: Sequence[Sequence[str]], centre: Mapping[str, tuple[float, float]], canvas: Canvas) -> Layer:
+    """A line from below a box through the middle of its bends to just above the box that it feeds."""
     rows = []
+    half = BOX_PX[1] / 2
     for number, way in enumerate(ways):
-        for step, key in enumerate(way):
-            x, y = centre[key]
-            ends = (
-                [y + BOX_PX[1] / 2]
-                if step == 0
-                else [y - BOX_PX[1] / 2 - 5]
-                if step == len(way) - 1
-                else [y - 12, y + 12]
-            )
-            rows += [{"way": number, "step": 2 * step + n, "x": x, "y": end} for n, end in enumerate(ends)]
-    mark = {"type": "line", "color": MUTED, "strokeWidth": 1.1, "opacity": 0.75, "interpolate": "linear"}
-    order = {"field": "step", "type": "quantitative"}
-    return {
-        "data": {"values": rows},
-        "mark": mark,
-        "encoding": {**scale, "detail": {"field": "way", "type": "nominal"}, "order": order},
-    }
-
-
-def _heads(graph: Graph, ways: Sequence[Sequence[str]], centre: Mapping[str, tuple[float, float]], scale: Spec) -> Spec:
-    fed = {way[-1] for way in ways}
-    rows = [
-        {"x": centre[node.key][0], "y": centre[node.key][1] - BOX_PX[1] / 2 - 4}
-        for node in graph.nodes
-        if node.key in fed
-    ]
-    mark = {"type": "point", "shape": "triangle-down", "filled": True, "color": MUTED, "size": 30, "opacity": 1}
-    return {"data": {"values": rows}, "mark": mark, "encoding": scale}
-
-
-def _boxes(graph: Graph, centre: Mapping[str, tuple[float, float]], scale: Spec, legend: bool) -> list[Spec]:
-    rows = [
-        {
-            "x": centre[node.key][0] - BOX_PX[0] / 2,
-            "x2": centre[node.key][0] + BOX_PX[0] / 2,
-            "y": centre[node.key][1] - BOX_PX[1] / 2,
-            "y2": centre[node.key][1] + BOX_PX[1] / 2,
-            "mid_x": centre[node.key][0],
-            "mid_y": centre[node.key][1],
-            "kind": node.kind,
-            "text": node.text if len(node.text) <= MAX_CHARACTERS else f"{node.text[: MAX_CHARACTERS - 2]}...",
-        }
-        for node in graph.nodes
-    ]
-    color = {
-        "field": "kind",
-        "type": "nominal",
-        "scale": {"domain": list(COLORS), "range": list(COLORS.values())},
-        "legend": {"orient": "top", "title": None, "symbolType": "square", "symbolSize": 140} if legend else None,
-    }
-    spans = {**scale, "x2": {"field": "x2"}, "y2": {"field": "y2"}}
-    middle = {"x": {**scale["x"], "field": "mid_x"}, "y": {**scale["y"], "field": "mid_y"}}
-    text = {"type": "text", "fontSize": 11, "baseline": "middle", "fill": INK}
-    return [
-        {
-            "data": {"values": rows},
-            "mark": {"type": "rect", "cornerRadius": 4, "stroke": "#B0B0B0", "strokeWidth": 0.8},
-            "encoding": {**spans, "color": color},
-        },
-        {"data": {"values": rows}, "mark": text, "encoding": {**middle, "text": {"field": "text"}}},
-    ]
+        points = [(x, y + dy) for x, y in (centre[key] for key in way) for dy in (-12, 12)]
+        points[:2] = [(centre[way[0]][0], centre[way[0]][1] + half)]
+        points[-2:] = [(centre[way[-1]][0], centre[way[-1]][1] - half - 5)]
+        rows += [{"way": number, "step": step, "x": x, "y": y} for step, (x, y) in enumerate(points)]
+    mark = plot(rows).mark_line(color=MUTED, strokeWidth=1.1, opacity=0.75)
+    return mark.encode(**canvas.at(), detail="way:N", order="step:Q")

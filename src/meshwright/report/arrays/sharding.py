@@ -1,12 +1,13 @@
 """The picture of who holds which block: one panel per array, one rectangle per block, one stripe per holder."""
 
-import json
 from collections.abc import Sequence
 
 import msgspec
 
 from meshwright.core.errors import InputError
-from meshwright.report.figure import PALETTE, Spec, headline, text_layers, themed
+from meshwright.report.arrays.canvas import Canvas, cell, names
+from meshwright.report.figure import PALETTE, Channel, Layer, Spec, alt, headline, themed
+from meshwright.report.marks import Row, labels
 
 MAX_BLOCKS_SHOWN = 16
 MAX_STRIPES = 16
@@ -48,16 +49,9 @@ def sharding_figure(
         _check(array)
     last = max(device for array in arrays for row in array.cells for cell in row for device in cell)
     panels = [_panel(array, _color(last + 1)) for array in arrays]
-    widest = max(panel["width"] for panel in panels) + 90
-    return themed(
-        {
-            "title": headline(title, subtitle),
-            "columns": max(1, min(len(panels), ROW_OF_PANELS_PX // widest)),
-            "spacing": 40,
-            "align": "each",
-            "concat": panels,
-        }
-    )
+    fitting = ROW_OF_PANELS_PX // (max(panel.width for panel in panels) + 90)
+    chart = alt.concat(*panels, columns=max(1, min(len(panels), fitting)), spacing=40, align="each")
+    return themed(chart, title, subtitle)
 
 
 def devices_text(devices: Sequence[int], max_characters: int) -> list[str]:
@@ -103,12 +97,12 @@ def _check(array: ShardingPanel) -> None:
         raise InputError(f"{array.title}: a block is held by no device. Give at least one id per block.")
 
 
-def _color(num_devices: int) -> Spec:
-    shared: Spec = {"field": "device", "legend": None}
+def _color(num_devices: int) -> Channel:
     if num_devices <= MAX_NAMED_COLORS:
-        scale = {"domain": list(range(num_devices)), "range": list(PALETTE[:num_devices])}
-        return {**shared, "type": "nominal", "scale": scale}
-    return {**shared, "type": "quantitative", "scale": {"scheme": "viridis", "domain": [0, num_devices - 1]}}
+        scale = alt.Scale(domain=list(range(num_devices)), range=PALETTE[:num_devices])
+        return alt.Color("device:N", scale=scale, legend=None)
+    scale = alt.Scale(scheme="viridis", domain=[0, num_devices - 1])
+    return alt.Color("device:Q", scale=scale, legend=None)
 
 
 def _shown(num_blocks: int) -> list[int | None]:
@@ -119,84 +113,45 @@ def _shown(num_blocks: int) -> list[int | None]:
     return [*range(half), None, *range(num_blocks - half + 1, num_blocks)]
 
 
-def _panel(array: ShardingPanel, color: Spec) -> Spec:
+def _panel(array: ShardingPanel, color: Channel) -> Layer:
     rows, cols = _shown(len(array.row_labels)), _shown(len(array.col_labels))
     cell_px = (max(38, min(110, PANEL_PX[0] // len(cols))), max(24, min(56, PANEL_PX[1] // len(rows))))
+    col_names = ["…" if col is None else array.col_labels[col] for col in cols]
+    row_names = ["…" if row is None else array.row_labels[row] for row in rows]
+    upright = max(map(len, col_names)) * CHARACTER_PX > cell_px[0]
+    turned = {"labelAngle": -60, "labelAlign": "left"} if upright else {"labelAngle": 0, "labelAlign": "center"}
+    above = names(col_names, array.col_title, orient="top", titlePadding=4, **turned)
+    beside = names(row_names, array.row_title, titleAngle=0, titleAlign="right", titlePadding=4)
+    canvas = Canvas((0, len(cols)), (0, len(rows)), above, beside)
     stripes, outlines, texts = _blocks(array, rows, cols, cell_px)
-    x = _axis("x", cols, array.col_labels, array.col_title, cell_px[0])
-    y = _axis("y", rows, array.row_labels, array.row_title, cell_px[1])
-    spans = {"x": x, "x2": {"field": "x2"}, "y": y, "y2": {"field": "y2"}}
-    fill = {
-        "data": {"values": stripes},
-        "mark": {"type": "rect", "opacity": 0.65},
-        "encoding": {**spans, "color": color},
-    }
-    frame = {
-        "data": {"values": outlines},
-        "mark": {"type": "rect", "filled": False, "stroke": "white", "strokeWidth": 2},
-        "encoding": spans,
-    }
-    place = {"x": x, "y": y, "text": {"field": "lines"}}
-    mark = {"fontSize": 11, "lineHeight": LINE_PX, "baseline": "middle"}
-    return {
-        "title": {**headline(array.title, array.note), "fontSize": 13, "subtitleFontSize": 11, "offset": 8},
-        "width": len(cols) * cell_px[0],
-        "height": len(rows) * cell_px[1],
-        "layer": [fill, frame, *text_layers(texts, place, **mark)],
-    }
+    chart = alt.layer(
+        canvas.boxes(stripes, opacity=0.65).encode(color=color),
+        canvas.boxes(outlines, filled=False, stroke="white", strokeWidth=2),
+        labels(texts, **canvas.at(), fontSize=11, lineHeight=LINE_PX, baseline="middle"),
+    )
+    heading = headline(array.title, array.note, fontSize=13, subtitleFontSize=11, offset=8)
+    return chart.properties(title=heading, width=len(cols) * cell_px[0], height=len(rows) * cell_px[1])
 
 
 def _blocks(
     array: ShardingPanel, rows: Sequence[int | None], cols: Sequence[int | None], cell_px: tuple[int, int]
-) -> tuple[list[Spec], list[Spec], list[Spec]]:
+) -> tuple[list[Row], list[Row], list[Row]]:
     """Rows for the stripes, the outlines and the texts; the position of a block is its number in the panel."""
-    stripes: list[Spec] = []
-    outlines: list[Spec] = []
-    texts: list[Spec] = []
+    stripes, outlines, texts = [], [], []
     for y, row in enumerate(rows):
         for x, col in enumerate(cols):
-            centre = {"x": x + 0.5, "y": y + 0.5}
             if row is None or col is None:
-                texts.append({**centre, "lines": ["…"]})
+                texts.append({"x": x + 0.5, "y": y + 0.5, "text": ["…"]})
                 continue
-            devices = array.cells[row][col]
-            stripes += _stripes(devices, x, y)
-            outlines.append({"x": x, "x2": x + 1, "y": y, "y2": y + 1})
-            lines = devices_text(devices, int((cell_px[0] - 4) / CHARACTER_PX))
+            devices = sorted(array.cells[row][col])
+            if len(devices) > MAX_STRIPES:
+                devices = [devices[i * (len(devices) - 1) // (MAX_STRIPES - 1)] for i in range(MAX_STRIPES)]
+            width = 1 / len(devices)
+            stripes += [cell(x + i * width, y, width, device=device) for i, device in enumerate(devices)]
+            outlines.append(cell(x, y))
+            lines = devices_text(array.cells[row][col], int((cell_px[0] - 4) / CHARACTER_PX))
             if lines and len(lines) * LINE_PX <= cell_px[1] - 4:
                 # Vega puts the first of several lines on the point: half of the others go above it.
                 raised = (len(lines) - 1) * LINE_PX / 2 / cell_px[1]
-                texts.append({**centre, "y": y + 0.5 - raised, "lines": lines})
+                texts.append({"x": x + 0.5, "y": y + 0.5 - raised, "text": lines})
     return stripes, outlines, texts
-
-
-def _stripes(devices: Sequence[int], x: int, y: int) -> list[Spec]:
-    ids = sorted(devices)
-    if len(ids) > MAX_STRIPES:
-        ids = [ids[i * (len(ids) - 1) // (MAX_STRIPES - 1)] for i in range(MAX_STRIPES)]
-    width = 1 / len(ids)
-    return [
-        {"x": x + i * width, "x2": x + (i + 1) * width, "y": y, "y2": y + 1, "device": device}
-        for i, device in enumerate(ids)
-    ]
-
-
-def _axis(channel: str, shown: Sequence[int | None], labels: Sequence[str], title: str, cell_px: int) -> Spec:
-    names = ["…" if index is None else labels[index] for index in shown]
-    axis: Spec = {
-        "title": title or None,
-        "titlePadding": 4,
-        "values": [i + 0.5 for i in range(len(names))],
-        "labelExpr": f"{json.dumps(names)}[floor(datum.value)]",
-        "labelOverlap": False,
-        "grid": False,
-        "domain": False,
-        "ticks": False,
-    }
-    if channel == "x":
-        upright = max(map(len, names)) * CHARACTER_PX > cell_px
-        axis |= {"orient": "top", "labelAngle": -60 if upright else 0, "labelAlign": "left" if upright else "center"}
-    else:
-        axis |= {"titleAngle": 0, "titleAlign": "right"}
-    scale = {"domain": [0, len(names)], "nice": False, "reverse": channel == "y", "zero": False}
-    return {"field": channel, "type": "quantitative", "scale": scale, "axis": axis}

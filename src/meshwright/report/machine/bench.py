@@ -3,47 +3,46 @@
 from collections.abc import Sequence
 
 import msgspec
+import numpy as np
 
 from meshwright.bench.figures.batch import BatchPart, layer_flops, weight_blocks
+from meshwright.bench.figures.collectives import Collective
 from meshwright.bench.figures.elementwise import ELEMENT_BYTES, FLOPS_EACH
 from meshwright.bench.figures.matmul import Product
+from meshwright.bench.machine import COLLECTIVES
 from meshwright.bench.run import BenchReport
 from meshwright.core.dims import DTYPE_BYTES
 from meshwright.core.units import format_count, format_flops
-from meshwright.report.curves import Curve, Mark, curves_figure
-from meshwright.report.figure import Spec, si_scale
-from meshwright.report.machine.bench_collectives import collectives_figure
+from meshwright.report.curves import curves_figure
+from meshwright.report.figure import PALETTE, Channel, Layer, Spec, alt, headline, si_scale, themed
+from meshwright.report.marks import Curve, Mark, color_by, lines, log_axis, plot
 from meshwright.report.roofline import RooflinePoint, roofline_figure
 from meshwright.spec.chip import chip
 
-__all__ = ["bench_figures"]
+PANEL_PX = {"width": 250, "height": 300}
+COLUMNS = 3
+LINE_POINTS = 40
+NAMES = {
+    "all_gather": "AllGather",
+    "reduce_scatter": "ReduceScatter",
+    "all_reduce": "AllReduce",
+    "all_to_all": "AllToAll",
+    "permute": "Permute",
+}
 
 
 def bench_figures(report: BenchReport) -> dict[str, Spec]:
     """File name -> picture, for every part that has enough points."""
-    made = {
-        "roofline.png": _roofline(report),
-        "matmul.png": _matmul(report),
-        "elementwise.png": _elementwise(report),
-        "batch.png": _batch_times(report),
-        "throughput.png": _throughput(report),
-        "collectives.png": collectives_figure(report.collectives, subtitle=_where(report))
-        if report.collectives and report.collectives.collectives
-        else None,
+    parts = {
+        "roofline.png": _roofline,
+        "matmul.png": _matmul,
+        "elementwise.png": _elementwise,
+        "batch.png": _batch_times,
+        "throughput.png": _throughput,
+        "collectives.png": _collectives,
     }
-    return {name: spec for name, spec in made.items() if spec is not None}
-
-
-def _with_ticks(spec: Spec, values: Sequence[float]) -> Spec:
-    """A picture of curves whose horizontal axis is labelled at the sizes that were measured."""
-    axis = spec["layer"][0]["encoding"]["x"]["axis"]
-    axis |= {
-        "values": sorted({*values}),
-        "labelExpr": "format(datum.value, ',d')",
-        "labelOverlap": True,
-        "labelFlush": False,
-    }
-    return spec
+    made = {name: draw(report) for name, draw in parts.items()}
+    return {name: figure for name, figure in made.items() if figure is not None}
 
 
 def _where(report: BenchReport) -> str:
@@ -118,107 +117,149 @@ def _matmul(report: BenchReport) -> Spec | None:
     sweep = report.matmul.sweep if report.matmul else ()
     if not sweep:
         return None
+    by_dtype: dict[str, list[Product]] = {}
+    for product in sweep:
+        by_dtype.setdefault(product.dtype, []).append(product)
     curves = [
-        Curve(
-            name=dtype,
-            x=tuple(p.n for p in sweep if p.dtype == dtype),
-            y=tuple(p.flops_per_s for p in sweep if p.dtype == dtype),
-        )
-        for dtype in dict.fromkeys(p.dtype for p in sweep)
+        Curve(name=dtype, x=tuple(p.n for p in products), y=tuple(p.flops_per_s for p in products))
+        for dtype, products in by_dtype.items()
     ]
-    peaks = chip(report.chip).peak_flops
-    marks = [
-        Mark(axis="y", value=peaks[c.name], text=f"{c.name} peak {format_flops(peaks[c.name])}")
-        for c in curves
-        if c.name in peaks
-    ]
-    spec = curves_figure(
-        curves, x_title="side of a square product", y_title="FLOP/s of a device", title="Square products",
-        subtitle=_where(report), marks=_apart(marks),
-    )  # fmt: skip
-    return _with_ticks(spec, [p.n for p in sweep])
-
-
-def _apart(marks: list[Mark]) -> list[Mark]:
-    """One mark for peaks that are alike, whose words would lie on each other."""
-    kept: list[Mark] = []
-    for mark in marks:
-        near = next((i for i, other in enumerate(kept) if abs(other.value / mark.value - 1) < 0.25), None)
+    peaks = {dtype: peak for dtype, peak in chip(report.chip).peak_flops.items() if dtype in by_dtype}
+    marks: list[Mark] = []
+    for dtype in (dtype for dtype in by_dtype if dtype in peaks):
+        near = next((mark for mark in marks if abs(mark.value / peaks[dtype] - 1) < 0.25), None)
         if near is None:
-            kept.append(mark)
+            marks.append(Mark(axis="y", value=peaks[dtype], text=f"{dtype} peak {format_flops(peaks[dtype])}"))
         else:
-            text = f"{mark.text.split()[0]}, {kept[near].text}"
-            kept[near] = msgspec.structs.replace(kept[near], text=text)
-    return kept
+            # One mark for peaks that are alike, whose words would lie on each other.
+            marks[marks.index(near)] = msgspec.structs.replace(near, text=f"{dtype}, {near.text}")
+    return curves_figure(
+        curves,
+        x_title="side of a square product",
+        y_title="FLOP/s of a device",
+        title="Square products",
+        subtitle=_where(report),
+        marks=marks,
+        x_ticks=[p.n for p in sweep],
+    )
 
 
 def _elementwise(report: BenchReport) -> Spec | None:
     part = report.elementwise
-    if part is None or len([c for c in part.chains if c.fused]) < 2:
+    chains = part.chains if part else ()
+    fused, eager = ([chain for chain in chains if chain.fused is wanted] for wanted in (True, False))
+    if part is None or len(fused) < 2:
         return None
-    scale, unit = si_scale(max(c.seconds.median_s for c in part.chains), "s")
+    scale, unit = si_scale(max(chain.seconds.median_s for chain in chains), "s")
     curves = [
         Curve(
             name=name,
-            x=tuple(c.repeats for c in part.chains if c.fused == fused),
-            y=tuple(c.seconds.median_s / scale for c in part.chains if c.fused == fused),
+            x=tuple(chain.repeats for chain in chosen),
+            y=tuple(chain.seconds.median_s / scale for chain in chosen),
         )
-        for name, fused in (("one kernel", True), ("op by op", False))
-        if any(c.fused == fused for c in part.chains)
+        for name, chosen in (("one kernel", fused), ("op by op", eager))
+        if chosen
     ]
     marks = []
-    most = max(curves[0].x)
     if part.doubles_at:
         marks.append(Mark(axis="x", value=part.doubles_at, text=f"time doubles at {part.doubles_at:.3g}"))
-    if part.predicted_at and 1 < part.predicted_at < most:
+    if part.predicted_at and 1 < part.predicted_at < max(curves[0].x):
         marks.append(Mark(axis="x", value=part.predicted_at, text=f"predicted {part.predicted_at:.3g}", at="end"))
-    spec = curves_figure(
-        curves, x_title="multiply-adds of every element", y_title=f"time ({unit})",
-        title="How many multiply-adds fit before the time doubles", subtitle=_where(report), marks=marks,
-    )  # fmt: skip
-    return _with_ticks(spec, curves[0].x)
-
-
-def _knee_marks(part: BatchPart) -> list[Mark]:
-    marks = []
-    first, last = part.layers[0].tokens, part.layers[-1].tokens
-    if part.knee:
-        marks.append(Mark(axis="x", value=part.knee.at, text=f"knee {part.knee.at:.3g}"))
-    if part.predicted_knee and first < part.predicted_knee < last:
-        text = f"critical batch {part.predicted_knee:.3g}"
-        marks.append(Mark(axis="x", value=part.predicted_knee, text=text, at="end"))
-    return marks
+    return curves_figure(
+        curves,
+        x_title="multiply-adds of every element",
+        y_title=f"time ({unit})",
+        title="How many multiply-adds fit before the time doubles",
+        subtitle=_where(report),
+        marks=marks,
+        x_ticks=curves[0].x,
+    )
 
 
 def _batch_times(report: BenchReport) -> Spec | None:
-    part = report.batch
-    if part is None or len(part.layers) < 2:
-        return None
-    scale, unit = si_scale(max(layer.seconds.median_s for layer in part.layers), "s")
-    tokens = tuple(float(layer.tokens) for layer in part.layers)
-    curves = [Curve(name="measured", x=tokens, y=tuple(layer.seconds.median_s / scale for layer in part.layers))]
-    knee = part.knee
+    layers = report.batch.layers if report.batch else ()
+    scale, unit = si_scale(max((layer.seconds.median_s for layer in layers), default=0.0), "s")
+    tokens = tuple(float(layer.tokens) for layer in layers)
+    curves = [Curve(name="measured", x=tokens, y=tuple(layer.seconds.median_s / scale for layer in layers))]
+    knee = report.batch.knee if report.batch else None
     if knee:
         xs = tuple(sorted({*tokens, knee.at}))
         curves.append(Curve(name="fitted", x=xs, y=tuple(max(knee.floor, knee.slope * x) / scale for x in xs)))
-    spec = curves_figure(
-        curves, x_title="tokens of a device", y_title=f"time of a layer ({unit})",
-        title="Time of a layer against the batch", subtitle=_where(report), marks=_knee_marks(part),
-    )  # fmt: skip
-    return _with_ticks(spec, [layer.tokens for layer in part.layers])
+    return _over_batch(report, curves, f"time of a layer ({unit})", "Time of a layer against the batch")
 
 
 def _throughput(report: BenchReport) -> Spec | None:
+    layers = report.batch.layers if report.batch else ()
+    name = f"{report.batch.dtype} layer" if report.batch else ""
+    curve = Curve(name=name, x=tuple(one.tokens for one in layers), y=tuple(one.tokens_per_us for one in layers))
+    return _over_batch(report, [curve], "tokens per us", "Tokens per us of a layer")
+
+
+def _over_batch(report: BenchReport, curves: Sequence[Curve], y_title: str, title: str) -> Spec | None:
+    """Curves over the tokens of a device with the measured and the predicted knee; None for less than two layers."""
     part = report.batch
     if part is None or len(part.layers) < 2:
         return None
-    curve = Curve(
-        name=f"{part.dtype} layer",
-        x=tuple(layer.tokens for layer in part.layers),
-        y=tuple(layer.tokens_per_us for layer in part.layers),
+    tokens = [layer.tokens for layer in part.layers]
+    marks = []
+    if part.knee:
+        marks.append(Mark(axis="x", value=part.knee.at, text=f"knee {part.knee.at:.3g}"))
+    if part.predicted_knee and tokens[0] < part.predicted_knee < tokens[-1]:
+        text = f"critical batch {part.predicted_knee:.3g}"
+        marks.append(Mark(axis="x", value=part.predicted_knee, text=text, at="end"))
+    return curves_figure(
+        curves,
+        x_title="tokens of a device",
+        y_title=y_title,
+        title=title,
+        subtitle=_where(report),
+        marks=marks,
+        x_ticks=tokens,
     )
-    spec = curves_figure(
-        [curve], x_title="tokens of a device", y_title="tokens per us", title="Tokens per us of a layer",
-        subtitle=_where(report), marks=_knee_marks(part),
-    )  # fmt: skip
-    return _with_ticks(spec, [layer.tokens for layer in part.layers])
+
+
+# -- collectives ----------------------------------------------------------------------------------------
+
+
+def _collectives(report: BenchReport) -> Spec | None:
+    """Seconds over bytes, points with the fitted lines; a panel of equal axes for each group of devices."""
+    found = report.collectives.collectives if report.collectives else ()
+    if not found:
+        return None
+    sizes = [time.array_bytes for one in found for time in one.times]
+    # An axis of microseconds: the smallest collectives take a few, the largest some thousands.
+    times = [us for one in found for time in one.times for us in (time.seconds.median_s * 1e6, time.fitted_s * 1e6)]
+    x = log_axis(alt.X, "x", (min(sizes) / 1.5, max(sizes) * 1.5), "bytes of the array")
+    groups: dict[tuple[str, int], list[Collective]] = {}
+    for one in found:
+        groups.setdefault((one.group.axis, one.group.size), []).append(one)
+    panels = []
+    for number, own in enumerate(groups.values()):
+        title = None if number % COLUMNS else "time (us)"
+        y = log_axis(alt.Y, "y", (min(times) / 1.5, max(times) * 1.5), title)
+        panels.append(_panel(own, x, y))
+    title = "Collectives: measured, and the fitted latency and rate"
+    return themed(alt.concat(*panels, columns=COLUMNS), title, _where(report))
+
+
+def _panel(found: Sequence[Collective], x: Channel, y: Channel) -> Layer:
+    group = found[0].group
+    points = [
+        {"name": NAMES[one.kind], "x": time.array_bytes, "y": time.seconds.median_s * 1e6}
+        for one in found
+        for time in one.times
+    ]
+    colors = dict(zip((NAMES[kind] for kind in COLLECTIVES), PALETTE, strict=False))
+    color = color_by("name", colors, orient="bottom", symbolType="circle", symbolOpacity=1)
+    dots = plot(points).mark_point(filled=True, size=45, opacity=0.9).encode(x=x, y=y, color=color)
+    name = f"{group.size} devices" if group.axis == "group" else f"{group.axis}, {group.size} devices"
+    chart = alt.layer(*lines([_fitted(one) for one in found], x, y, color, strokeWidth=1.8), dots)
+    return chart.properties(title=headline(name, fontSize=13, anchor="middle", offset=6), **PANEL_PX)
+
+
+def _fitted(one: Collective) -> Curve:
+    """The fitted line between the smallest and the largest size: of latency and rate, so that it bends on log axes."""
+    first, last = one.times[0], one.times[-1]
+    sizes = np.geomspace(first.array_bytes, last.array_bytes, LINE_POINTS + 1)
+    seconds = np.interp(sizes, (first.array_bytes, last.array_bytes), (first.fitted_s, last.fitted_s))
+    return Curve(name=NAMES[one.kind], x=tuple(sizes.tolist()), y=tuple((1e6 * seconds).tolist()))

@@ -1,0 +1,55 @@
+"""Panels on which boxes, words and points are placed in cells: to the right and downwards."""
+
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+
+from meshwright.report.figure import Layer, alt
+from meshwright.report.marks import Row, plot
+
+
+def cell(x: float, y: float, width: float = 1, height: float = 1, **fields: Any) -> Row:
+    """A row of `Canvas.boxes`, and of `Canvas.words` in the middle of that box; without a size a point."""
+    middle = {"mid_x": x + width / 2, "mid_y": y + height / 2}
+    return {"x": x, "x2": x + width, "y": y, "y2": y + height, **middle, **fields}
+
+
+def names(texts: Sequence[str], title: str, **style: Any) -> Any:
+    """An axis of a `Canvas` with a text for each of its columns or rows, and no line."""
+    plain = {"labelOverlap": False, "grid": False, "domain": False, "ticks": False}
+    middles = [number + 0.5 for number in range(len(texts))]
+    shown = f"{json.dumps(texts)}[floor(datum.value)]"
+    return alt.Axis(**{"title": title or None, "values": middles, "labelExpr": shown, **plain, **style})
+
+
+class Canvas(msgspec.Struct, frozen=True):
+    """The columns and rows that a panel shows, each from the first number to the second, and axes that name them."""
+
+    columns: tuple[float, float]
+    rows: tuple[float, float]
+    column_names: Any = None
+    row_names: Any = None
+
+    def at(self, x: str = "x", y: str = "y") -> dict[str, Any]:
+        """Both positions, of these fields."""
+        across = alt.Scale(domain=list(self.columns), nice=False, zero=False)
+        down = alt.Scale(domain=list(self.rows), nice=False, zero=False, reverse=True)
+        return {
+            "x": alt.X(f"{x}:Q", axis=self.column_names, scale=across),
+            "y": alt.Y(f"{y}:Q", axis=self.row_names, scale=down),
+        }
+
+    def boxes(self, rows: Iterable[Row], **style: Any) -> Layer:
+        """Rectangles; with ``filled=False`` their edges alone."""
+        return plot(rows).mark_rect(**style).encode(**self.at(), x2="x2", y2="y2")
+
+    def words(self, rows: Iterable[Row], **style: Any) -> Layer:
+        """The field ``text`` of each row."""
+        mark = {"baseline": "middle", **style}
+        return plot(rows).mark_text(**mark).encode(**self.at("mid_x", "mid_y"), text="text:N")
+
+    def points(self, rows: Iterable[Row], **style: Any) -> Layer:
+        """Filled symbols."""
+        return plot(rows).mark_point(filled=True, opacity=1, **style).encode(**self.at())

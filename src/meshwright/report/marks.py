@@ -1,0 +1,141 @@
+"""Marks that several pictures are made of: lines, boxes on bands, outlined text, reference lines, and their axes."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import cycle
+from typing import Any, Literal
+
+import msgspec
+
+from meshwright.report.figure import INK, MUTED, PALETTE, Channel, Layer, alt
+
+Row = dict[str, Any]
+
+DASHES = (5, 4)
+TICK_LABEL = "datum.value < 1 ? toString(datum.value) : format(datum.value, '~s')"
+"""The SI prefixes below one ("100m") are hard to read."""
+WHOLE_NUMBERS = "format(datum.value, ',d')"
+DARK_BELOW = 136
+"""Brightness, of 255, below which text on a colour is white."""
+
+
+class Curve(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A named line through points, x rising; non-finite values leave a gap. ``style``: options of Altair's line."""
+
+    name: str
+    x: tuple[float, ...]
+    y: tuple[float, ...]
+    style: dict[str, Any] = {}
+
+
+class Mark(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A dashed line across the picture where ``axis`` has this value, with a word at its start or its end."""
+
+    axis: Literal["x", "y"]
+    value: float
+    text: str = ""
+    at: Literal["start", "end"] = "start"
+    color: str = INK
+
+
+def plot(rows: Iterable[Row]) -> Layer:
+    """A chart of these rows, still without a mark."""
+    return alt.Chart(alt.InlineData(values=tuple(rows)))
+
+
+def labels(rows: Iterable[Row], x: Any, y: Any, **style: Any) -> Layer:
+    """The field ``text`` over whatever lies below it: once with a wide white outline, once in its colour."""
+    chart = plot(rows).encode(x=x, y=y, text="text:N")
+    outline = chart.mark_text(**style, stroke="white", strokeWidth=4, strokeJoin="round", opacity=0.85)
+    return alt.layer(outline, chart.mark_text(**style))
+
+
+def color_by(field: str, colors: Mapping[str, str], **legend: Any) -> Channel:
+    """Colours by name, with a legend in their order."""
+    scale = alt.Scale(domain=list(colors), range=list(colors.values()))
+    return alt.Color(f"{field}:N", scale=scale, legend=alt.Legend(title=legend.pop("title", None), **legend))
+
+
+def stroke_colors(curves: Iterable[Curve], **legend: Any) -> Channel:
+    """The palette's colours by curve, with strokes in the legend."""
+    return color_by("name", palette_of(curve.name for curve in curves), symbolType="stroke", **legend)
+
+
+def palette_of(names: Iterable[str]) -> dict[str, str]:
+    """A colour for each name; a thirteenth begins the palette again, as its legend shows."""
+    return dict(zip(dict.fromkeys(names), cycle(PALETTE), strict=False))
+
+
+def ink_on(color: str) -> str:
+    """White on dark colours, ink on light ones."""
+    red, green, blue = (int(color[at : at + 2], 16) for at in (1, 3, 5))
+    return "white" if 0.299 * red + 0.587 * green + 0.114 * blue < DARK_BELOW else INK
+
+
+# -- lines ----------------------------------------------------------------------------------------------
+
+
+def lines(curves: Sequence[Curve], x: Channel, y: Channel, color: Channel, **style: Any) -> list[Layer]:
+    """A layer per curve; the axes read the fields ``x`` and ``y``, the colour ``name``."""
+    layers = []
+    for curve in curves:
+        # JSON has no NaN, and a diverged run should show where it broke.
+        rows = [
+            {"name": curve.name, "x": a, "y": b if math.isfinite(b) else None}
+            for a, b in zip(curve.x, curve.y, strict=True)
+        ]
+        mark = {"strokeWidth": 2, "invalid": "break-paths-show-domains", **style, **curve.style}
+        layers.append(plot(rows).mark_line(**mark).encode(x=x, y=y, color=color))
+    return layers
+
+
+def reference(mark: Mark) -> Layer:
+    """A dashed line from edge to edge, with its text along it."""
+    flat, first = mark.axis == "y", mark.at == "start"
+    if flat:
+        ends = {"x": alt.XValue(0 if first else "width"), "y": alt.YDatum(mark.value)}
+        place: dict[str, Any] = {"dy": -7}
+    else:
+        ends = {"x": alt.XDatum(mark.value), "y": alt.YValue("height" if first else 0)}
+        place = {"dy": 11, "angle": 270}
+    rows = [{"text": mark.text}]
+    rule = plot(rows).mark_rule(strokeDash=DASHES, color=MUTED).encode(ends[mark.axis])
+    align, away = ("left", 6) if first else ("right", -6)
+    return alt.layer(rule, labels(rows, **ends, fontSize=11, fill=mark.color, align=align, dx=away, **place))
+
+
+def log_axis(channel: Any, field: str, domain: Sequence[float], title: str | None, **axis: Any) -> Any:
+    """A logarithmic axis over exactly this domain: ``channel`` is ``alt.X`` or ``alt.Y``."""
+    options = {"values": log_ticks(*domain), "labelExpr": TICK_LABEL, **axis}
+    scale = alt.Scale(type="log", domain=list(domain), nice=False)
+    return channel(f"{field}:Q", title=title, scale=scale, axis=alt.Axis(**options))
+
+
+def log_ticks(low: float, high: float) -> list[float]:
+    """Powers of ten between two numbers; over at most four decades 2 and 5 times them too."""
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    # One or two labels would not tell the scale.
+    steps = (1,) if len(decades) > 4 else (1, 2, 5)
+    ticks = [float(f"{step * 10.0**power:.3g}") for power in decades for step in steps]
+    return [tick for tick in ticks if low <= tick <= high]
+
+
+# -- boxes on bands -------------------------------------------------------------------------------------
+
+
+def span(start: float, end: float, text: str, color: str, px: float, *, font: int = 11, **fields: Any) -> Row:
+    """A row of `spans`: its text is left out where ``px`` pixels per unit of the axis leave no room for it."""
+    fits = (end - start) * px >= 0.56 * font * len(text) + 2
+    drawn = {"text": text if fits else "", "ink": ink_on(color)}
+    return {"start": start, "end": end, "middle": (start + end) / 2, **drawn, **fields}
+
+
+def spans(rows: Sequence[Row], *, y: Any, x: Any, color: Any, band: float, edge: float = 1, font: int = 11) -> Layer:
+    """Boxes from `start` to `end` in a share of their band, each with its text in its middle."""
+    named = plot(row for row in rows if row["text"])
+    boxes = plot(rows).mark_bar(height=alt.RelativeBandSize(band=band), stroke="white", strokeWidth=edge)
+    texts = named.mark_text(fontSize=font, baseline="middle")
+    return alt.layer(
+        boxes.encode(y=y, x=x, x2="end", color=color),
+        texts.encode(y=y, x="middle:Q", text="text:N", color=alt.Color("ink:N", scale=None)),
+    )
