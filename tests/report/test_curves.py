@@ -3,21 +3,21 @@
 import pytest
 
 from meshwright.core.errors import InputError
-from meshwright.report.curves import Curve, Mark, curves_figure
+from meshwright.report.curves import curves_figure
 from meshwright.report.figure import save
-from meshwright.report.marks import log_ticks
+from meshwright.report.marks import ReferenceLine, log_ticks
 from tests.charts import marks, texts
 
-LINE = Curve(name="one", x=(1.0, 10.0, 100.0), y=(2.0, 20.0, 30.0))
+LINE = [(1.0, 2.0), (10.0, 20.0), (100.0, 30.0)]
 
 
-def figure(*curves, marks=()):
-    return curves_figure(curves, x_title="B", y_title="rate", title="t", marks=marks)
+def figure(curves, references=()):
+    return curves_figure(curves, x_title="B", y_title="rate", title="t", references=references)
 
 
 def test_points_names_and_marks(tmp_path):
-    peak, here = Mark(axis="y", value=50.0, text="peak"), Mark(axis="x", value=5.0, text="here", at="end")
-    chart = figure(LINE, Curve(name="two", x=(1.0,), y=(3.0,)), marks=[peak, here])
+    peak, here = ReferenceLine(axis="y", value=50.0, text="peak"), ReferenceLine(axis="x", value=5.0, text="here")
+    chart = figure({"one": LINE, "two": [(1.0, 3.0)]}, [peak, here])
     _, two = marks(chart, "line")
     assert two["rows"] == [{"name": "two", "x": 1.0, "y": 3.0}]
     assert two["encoding"]["color"]["scale"]["domain"] == ["one", "two"]
@@ -29,7 +29,7 @@ def test_points_names_and_marks(tmp_path):
 
 
 def test_one_point_has_an_axis(tmp_path):
-    (line,) = marks(figure(Curve(name="dot", x=(8.0,), y=(2.0,))))
+    (line,) = marks(figure({"dot": [(8.0, 2.0)]}))
     low, high = line["encoding"]["x"]["scale"]["domain"]
     assert low < 8 < high
 
@@ -37,14 +37,14 @@ def test_one_point_has_an_axis(tmp_path):
 @pytest.mark.parametrize(
     ("curves", "message"),
     [
-        ((), "no curve"),
-        ((Curve(name="a", x=(1.0, 2.0), y=(1.0,)),), "2 places do not go with 1 values"),
-        ((Curve(name="a", x=(1.0,), y=(0.0,)),), "logarithmic axis"),
+        ({}, "no curve"),
+        ({"a": [(1.0, 1.0)], "b": []}, "no curve"),
+        ({"a": [(1.0, 0.0)]}, "a: 0 cannot be drawn on a logarithmic axis"),
     ],
 )
 def test_refused(curves, message):
     with pytest.raises(InputError, match=message):
-        figure(*curves)
+        figure(curves)
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,13 @@
 
 import math
 from collections.abc import Mapping
+from itertools import accumulate
 from typing import Literal
 
 from meshwright.core.errors import InputError
 from meshwright.core.units import format_bytes, format_seconds
 from meshwright.report.figure import INK, PALETTE, Layer, Spec, alt, si_scale, themed
-from meshwright.report.marks import DASHES, Row, color_by, labels, palette_of, plot, span, spans
+from meshwright.report.marks import DASHES, color_by, labels, palette_of, plot, span, spans
 
 Bars = Mapping[str, Mapping[str, float]]
 """Bar -> part -> amount. Bars keep their order from top to bottom, parts theirs from left to right."""
@@ -76,22 +77,22 @@ def _stacked(
     # Parts that are zero everywhere would only lengthen the legend.
     drawn = dict.fromkeys(part for parts in bars.values() for part, amount in parts.items() if amount > 0)
     colors = {part: color for part, color in (colors or palette_of(drawn)).items() if part in drawn}
-    rows: list[Row] = []
-    for bar, parts in bars.items():
-        start = 0.0
-        for part, amount in parts.items():
-            end = start + amount / scale
-            if amount > 0:
-                px = WIDTH_PX * scale / longest if longest else 0.0
-                rows.append(span(start, end, show(amount), colors[part], px, bar=bar, part=part))
-            start = end
+    px = WIDTH_PX * scale / longest if longest else 0.0
+    rows = [
+        span(end - amount / scale, end, show(amount), colors[part], px, bar=bar, part=part)
+        for bar, parts in bars.items()
+        for (part, amount), end in zip(parts.items(), accumulate(v / scale for v in parts.values()), strict=True)
+        if amount > 0
+    ]
     y = alt.Y("bar:N", sort=list(bars), title=None, axis=alt.Axis(ticks=False))
     x = alt.X("start:Q", title=f"{what} ({unit_name})", axis=alt.Axis(tickCount=7))
     color = color_by("part", colors, orient="bottom", columns=4, symbolType="square")
     sums = [{"bar": bar, "end": total / scale, "text": show(total)} for bar, total in totals.items()]
     layers = [spans(rows, y=y, x=x, color=color, band=0.68)]
     if limit is not None:
-        layers += _limit(limit, scale)
+        end = [{"limit": limit / scale, "text": f"limit {show(limit)}"}]
+        rule = plot(end).mark_rule(strokeDash=DASHES, strokeWidth=1.5, color=PALETTE[5])
+        layers += [rule.encode(x="limit:Q"), labels(end, "limit:Q", alt.YValue(-8), align="center", fill=PALETTE[5])]
     layers.append(labels(sums, "end:Q", y, align="left", baseline="middle", dx=6, fill=INK, fontWeight="bold"))
     return alt.layer(*layers).properties(width=WIDTH_PX, height=BAR_PX * len(bars))
 
@@ -103,9 +104,3 @@ def _check(bars: Bars) -> None:
         bad = [f"{part} {amount:g}" for part, amount in parts.items() if not (math.isfinite(amount) and amount >= 0)]
         if bad:
             raise InputError(f"Bar {name!r} has amounts that cannot be drawn: {', '.join(bad)}. Give numbers >= 0.")
-
-
-def _limit(limit_bytes: float, scale: float) -> list[Layer]:
-    rows = [{"limit": limit_bytes / scale, "text": f"limit {format_bytes(limit_bytes)}"}]
-    rule = plot(rows).mark_rule(strokeDash=DASHES, strokeWidth=1.5, color=PALETTE[5]).encode(x="limit:Q")
-    return [rule, labels(rows, "limit:Q", alt.YValue(-8), align="center", fill=PALETTE[5])]

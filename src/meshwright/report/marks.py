@@ -19,16 +19,11 @@ DARK_BELOW = 136
 """Brightness, of 255, below which text on a colour is white."""
 
 
-class Curve(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A named line through points, x rising; non-finite values leave a gap. ``style``: options of Altair's line."""
-
-    name: str
-    x: tuple[float, ...]
-    y: tuple[float, ...]
-    style: dict[str, Any] = {}
+Points = Sequence[tuple[float, float]]
+"""(x, y) of a line, x rising."""
 
 
-class Mark(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ReferenceLine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A dashed line across the picture where ``axis`` has this value, with a word at its start or its end."""
 
     axis: Literal["x", "y"]
@@ -56,9 +51,9 @@ def color_by(field: str, colors: Mapping[str, str], **legend: Any) -> Channel:
     return alt.Color(f"{field}:N", scale=scale, legend=alt.Legend(title=legend.pop("title", None), **legend))
 
 
-def stroke_colors(curves: Iterable[Curve], **legend: Any) -> Channel:
-    """The palette's colours by curve, with strokes in the legend."""
-    return color_by("name", palette_of(curve.name for curve in curves), symbolType="stroke", **legend)
+def stroke_colors(names: Iterable[str], **legend: Any) -> Channel:
+    """The palette's colours by the name of a line, with strokes in the legend."""
+    return color_by("name", palette_of(names), symbolType="stroke", **legend)
 
 
 def palette_of(names: Iterable[str]) -> dict[str, str]:
@@ -75,33 +70,30 @@ def ink_on(color: str) -> str:
 # -- lines ----------------------------------------------------------------------------------------------
 
 
-def lines(curves: Sequence[Curve], x: Channel, y: Channel, color: Channel, **style: Any) -> list[Layer]:
-    """A layer per curve; the axes read the fields ``x`` and ``y``, the colour ``name``."""
+def lines(curves: Mapping[str, Points], x: Channel, y: Channel, color: Channel, **style: Any) -> list[Layer]:
+    """A layer per curve, each under its name; the axes read the fields ``x`` and ``y``, the colour ``name``."""
+    mark = {"strokeWidth": 2, "invalid": "break-paths-show-domains", **style}
     layers = []
-    for curve in curves:
+    for name, points in curves.items():
         # JSON has no NaN, and a diverged run should show where it broke.
-        rows = [
-            {"name": curve.name, "x": a, "y": b if math.isfinite(b) else None}
-            for a, b in zip(curve.x, curve.y, strict=True)
-        ]
-        mark = {"strokeWidth": 2, "invalid": "break-paths-show-domains", **style, **curve.style}
+        rows = [{"name": name, "x": a, "y": b if math.isfinite(b) else None} for a, b in points]
         layers.append(plot(rows).mark_line(**mark).encode(x=x, y=y, color=color))
     return layers
 
 
-def reference(mark: Mark) -> Layer:
+def reference(line: ReferenceLine) -> Layer:
     """A dashed line from edge to edge, with its text along it."""
-    flat, first = mark.axis == "y", mark.at == "start"
+    flat, first = line.axis == "y", line.at == "start"
     if flat:
-        ends = {"x": alt.XValue(0 if first else "width"), "y": alt.YDatum(mark.value)}
+        ends = {"x": alt.XValue(0 if first else "width"), "y": alt.YDatum(line.value)}
         place: dict[str, Any] = {"dy": -7}
     else:
-        ends = {"x": alt.XDatum(mark.value), "y": alt.YValue("height" if first else 0)}
+        ends = {"x": alt.XDatum(line.value), "y": alt.YValue("height" if first else 0)}
         place = {"dy": 11, "angle": 270}
-    rows = [{"text": mark.text}]
-    rule = plot(rows).mark_rule(strokeDash=DASHES, color=MUTED).encode(ends[mark.axis])
+    rows = [{"text": line.text}]
+    rule = plot(rows).mark_rule(strokeDash=DASHES, color=MUTED).encode(ends[line.axis])
     align, away = ("left", 6) if first else ("right", -6)
-    return alt.layer(rule, labels(rows, **ends, fontSize=11, fill=mark.color, align=align, dx=away, **place))
+    return alt.layer(rule, labels(rows, **ends, fontSize=11, fill=line.color, align=align, dx=away, **place))
 
 
 def log_axis(channel: Any, field: str, domain: Sequence[float], title: str | None, **axis: Any) -> Any:

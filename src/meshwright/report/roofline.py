@@ -8,7 +8,7 @@ import msgspec
 from meshwright.core.errors import InputError
 from meshwright.core.units import format_bytes, format_flops
 from meshwright.report.figure import INK, MUTED, PALETTE, Spec, alt, themed
-from meshwright.report.marks import Curve, Row, labels, lines, log_axis, plot, stroke_colors
+from meshwright.report.marks import Points, Row, labels, lines, log_axis, plot, stroke_colors
 
 WIDTH_PX = 640
 HEIGHT_PX = 400
@@ -16,7 +16,7 @@ CHARACTER_PX = 6.4
 LINE_PX = 15
 
 
-class RooflinePoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class RooflinePoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One operation: FLOPs per byte over the link, and the rate it reaches (measured, or its bound)."""
 
     label: str
@@ -68,12 +68,12 @@ def roofline_figure(
     frame = _frame(peak_flops_per_s, link_bytes_per_s, critical, points)
     x = log_axis(alt.X, "x", frame.x, "arithmetic intensity (FLOPs per byte)")
     y = log_axis(alt.Y, "y", frame.y, "rate (FLOP/s)")
-    roofs = []
+    roofs: dict[str, Points] = {}
     for name, rate in link_bytes_per_s.items():
         # Starting on the floor keeps slow links inside the picture.
         start = max(frame.x[0], frame.y[0] / rate)
-        x_of, y_of = (start, critical[name], frame.x[1]), (start * rate, peak_flops_per_s, peak_flops_per_s)
-        roofs.append(Curve(name=f"{name}  {format_bytes(rate)}/s", x=x_of, y=y_of))
+        flat = [(critical[name], peak_flops_per_s), (frame.x[1], peak_flops_per_s)]
+        roofs[f"{name}  {format_bytes(rate)}/s"] = [(start, start * rate), *flat]
     color = stroke_colors(roofs, title="links", orient="right", symbolStrokeWidth=3)
     bends = [
         {"x": value, "y": frame.y[0], "top": peak_flops_per_s, "text": f"{name} {value:.4g}"}

@@ -6,13 +6,12 @@ import msgspec
 
 from meshwright.core.errors import InputError
 from meshwright.report.figure import MUTED, PALETTE, Channel, Layer, Spec, alt, si_scale, themed
-from meshwright.report.marks import DASHES, WHOLE_NUMBERS, Curve, color_by, lines, log_axis, palette_of, stroke_colors
+from meshwright.report.marks import DASHES, WHOLE_NUMBERS, Points, color_by, lines, log_axis, palette_of, stroke_colors
 
 PANEL_PX = (300, 240)
 MIN_SHARE = 5e-3
 """A bubble that never takes more of a step is not drawn."""
 PERFECT, LIMIT = "perfect scaling", "what a chip holds"
-REFERENCE = {"strokeDash": DASHES, "strokeWidth": 1.5}
 
 
 class ScalingPoint(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,27 +56,24 @@ def _panel(
 ) -> Layer:
     """A line with dots per series over chips, references dashed and without dots."""
     scale, unit_name = (1.0, "") if unit == "%" else si_scale(max(map(max, series.values())), unit)
-    curves = [
-        Curve(
-            name=name,
-            x=tuple(chips),
-            y=tuple(value / scale for value in values),
-            style=REFERENCE if name in (PERFECT, LIMIT) else {"point": {"size": 40}},
-        )
-        for name, values in series.items()
-    ]
-    ys, title = [value for curve in curves for value in curve.y], y_title.format(unit_name or "1")
+    curves: dict[str, Points] = {
+        name: list(zip(chips, (value / scale for value in values), strict=True)) for name, values in series.items()
+    }
+    ys, title = [y for points in curves.values() for _, y in points], y_title.format(unit_name or "1")
     if log:
         y = log_axis(alt.Y, "y", (min(ys) / 1.2, max(ys) * 1.2), title)
     elif unit == "%":
         y = alt.Y("y:Q", title=title, scale=alt.Scale(domain=[0, 1]), axis=alt.Axis(format=".0%", tickCount=5))
     else:
         y = alt.Y("y:Q", title=title, axis=alt.Axis(tickCount=5))
-    colors = palette_of(series) | {name: MUTED for name in (PERFECT, LIMIT) if name in series}
+    references = [name for name in (PERFECT, LIMIT) if name in series]
+    colors = palette_of(series) | dict.fromkeys(references, MUTED)
     several = color_by("name", colors, orient="top", symbolType="stroke", columns=3)
     color = several if len(curves) > 1 else alt.ColorValue(PALETTE[0])
-    # References first: under the lines that are compared with them.
-    layers = lines(sorted(curves, key=lambda one: one.style is not REFERENCE), chips_axis(chips), y, color)
+    x = chips_axis(chips)
+    # Below the lines that are compared with them.
+    layers = lines({name: curves.pop(name) for name in references}, x, y, color, strokeDash=DASHES, strokeWidth=1.5)
+    layers += lines(curves, x, y, color, point={"size": 40})
     return alt.layer(*layers).properties(width=PANEL_PX[0], height=PANEL_PX[1])
 
 
@@ -99,11 +95,8 @@ def bandwidth_figure(rates: Mapping[str, Sequence[tuple[int, float]]], *, title:
     if not any(merged):
         raise InputError("There is no point to draw. Give clusters of several chips.")
     scale, unit = si_scale(max(rate for points in merged for _, rate in points), "B")
-    curves = [
-        Curve(name=name, x=tuple(chips for chips, _ in points), y=tuple(rate / scale for _, rate in points))
-        for points, name in merged.items()
-    ]
-    x = chips_axis([chips for curve in curves for chips in curve.x])
+    curves = {name: [(chips, rate / scale) for chips, rate in points] for points, name in merged.items()}
+    x = chips_axis([chips for points in merged for chips, _ in points])
     y = alt.Y("y:Q", title=f"{unit}/s and chip", scale=alt.Scale(zero=True))
     color = stroke_colors(curves, orient="top", columns=2, symbolStrokeWidth=3)
     chart = alt.layer(*lines(curves, x, y, color, point={"size": 44}))

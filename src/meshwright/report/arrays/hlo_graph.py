@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from statistics import fmean
 
 from meshwright.hlo.graph import Graph
 from meshwright.report.arrays.canvas import Canvas, cell
@@ -130,11 +131,9 @@ def _order(lanes: list[list[str]], ways: Sequence[Sequence[str]]) -> None:
             # Places count from the middle of a row, as rows are drawn.
             at = {key: number - len(beside) / 2 for number, key in enumerate(beside)}
             own = {key: number - len(lanes[row]) / 2 for number, key in enumerate(lanes[row])}
-            lanes[row].sort(key=lambda key: _mean([at[one] for one in neighbours.get(key, []) if one in at], own[key]))
-
-
-def _mean(values: Sequence[float], otherwise: float) -> float:
-    return sum(values) / len(values) if values else otherwise
+            near = {key: [at[one] for one in neighbours.get(key, []) if one in at] for key in lanes[row]}
+            middle = {key: fmean(places or [own[key]]) for key, places in near.items()}
+            lanes[row].sort(key=middle.__getitem__)
 
 
 def _lines(ways: Sequence[Sequence[str]], centre: Mapping[str, tuple[float, float]], canvas: Canvas) -> Layer:

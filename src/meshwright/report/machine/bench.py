@@ -1,11 +1,12 @@
 """Pictures of a benchmark: the roofline with what was measured, sweeps of sizes, the knee of the batch."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Literal
 
 import msgspec
 import numpy as np
 
-from meshwright.bench.figures.batch import BatchPart, layer_flops, weight_blocks
+from meshwright.bench.figures.batch import layer_flops, weight_blocks
 from meshwright.bench.figures.collectives import Collective
 from meshwright.bench.figures.elementwise import ELEMENT_BYTES, FLOPS_EACH
 from meshwright.bench.figures.matmul import Product
@@ -15,7 +16,7 @@ from meshwright.core.dims import DTYPE_BYTES
 from meshwright.core.units import format_count, format_flops
 from meshwright.report.curves import curves_figure
 from meshwright.report.figure import PALETTE, Channel, Layer, Spec, alt, headline, si_scale, themed
-from meshwright.report.marks import Curve, Mark, color_by, lines, log_axis, plot
+from meshwright.report.marks import Points, ReferenceLine, color_by, lines, log_axis, plot
 from meshwright.report.roofline import RooflinePoint, roofline_figure
 from meshwright.spec.chip import chip
 
@@ -58,7 +59,7 @@ def _roofline(report: BenchReport) -> Spec | None:
     if not main or largest is None:
         return None
     sheet = chip(report.chip)
-    points = [*_product_points(main), *_chain_points(report), *_layer_points(report.batch)]
+    points = _points(report, main)
     peak, memory, whose = sheet.peak_flops.get(main[0].dtype), sheet.hbm_bytes_per_s, "the data sheet"
     if peak is None or memory is None:
         peak, memory, whose = max(point.flops_per_s for point in points), largest.bytes_per_s, "this run"
@@ -67,69 +68,42 @@ def _roofline(report: BenchReport) -> Spec | None:
     return roofline_figure(peak_flops_per_s=peak, link_bytes_per_s={"memory": memory}, points=points, title=title)
 
 
-def _product_points(products: list[Product]) -> list[RooflinePoint]:
-    """The smallest and the largest of a sweep."""
-    return [
-        RooflinePoint(
-            label=f"{p.dtype} product of {p.n}",
-            intensity=2 * p.n**3 / (3 * p.n**2 * DTYPE_BYTES[p.dtype]),
-            flops_per_s=p.flops_per_s,
-        )
-        for p in ([products[0], products[-1]] if len(products) > 1 else products)
-    ]
-
-
-def _chain_points(report: BenchReport) -> list[RooflinePoint]:
-    chains = [c for c in report.elementwise.chains if c.fused] if report.elementwise else []
-    return [
-        RooflinePoint(
-            label="1 multiply-add" if c.repeats == 1 else f"{c.repeats} fused",
-            intensity=FLOPS_EACH * c.repeats / (2 * ELEMENT_BYTES),
-            flops_per_s=c.flops_per_s,
-        )
-        for c in chains[::2]
-    ]
-
-
-def _layer_points(part: BatchPart | None) -> list[RooflinePoint]:
-    layers = part.layers if part else ()
-    if not layers or part is None:
-        return []
-    chosen = {0: layers[0], len(layers) // 2: layers[len(layers) // 2], len(layers) - 1: layers[-1]}
-    return [
-        RooflinePoint(
-            label=f"layer, {format_count(layer.tokens)} token{'s' if layer.tokens > 1 else ''}",
-            intensity=layer_flops(part.sizes, layer.tokens) / _layer_bytes(part, layer.tokens),
-            flops_per_s=layer.flops_per_s,
-        )
-        for layer in chosen.values()
-    ]
-
-
-def _layer_bytes(part: BatchPart, tokens: int) -> float:
-    """Operands and results of every product of a layer."""
-    shapes = [block.shape for block in weight_blocks(part.sizes, part.dtype)]
-    elements = sum(rows * columns + tokens * (rows + columns) for rows, columns in shapes)
-    return elements * DTYPE_BYTES[part.dtype]
+def _points(report: BenchReport, products: Sequence[Product]) -> list[RooflinePoint]:
+    """The smallest and the largest product, every second fused chain, and the first, the middle and the last layer."""
+    found = []
+    for product in dict.fromkeys((products[0], products[-1])):
+        intensity = 2 * product.n / (3 * DTYPE_BYTES[product.dtype])
+        found.append(RooflinePoint(f"{product.dtype} product of {product.n}", intensity, product.flops_per_s))
+    for chain in [chain for chain in report.elementwise.chains if chain.fused][::2] if report.elementwise else []:
+        label = "1 multiply-add" if chain.repeats == 1 else f"{chain.repeats} fused"
+        found.append(RooflinePoint(label, FLOPS_EACH * chain.repeats / (2 * ELEMENT_BYTES), chain.flops_per_s))
+    part = report.batch
+    if part is None or not part.layers:
+        return found
+    for layer in dict.fromkeys((part.layers[0], part.layers[len(part.layers) // 2], part.layers[-1])):
+        tokens = layer.tokens
+        # Operands and results of every product.
+        shapes = [block.shape for block in weight_blocks(part.sizes, part.dtype)]
+        elements = sum(rows * columns + tokens * (rows + columns) for rows, columns in shapes)
+        intensity = layer_flops(part.sizes, tokens) / (elements * DTYPE_BYTES[part.dtype])
+        label = f"layer, {format_count(tokens)} token{'s' if tokens > 1 else ''}"
+        found.append(RooflinePoint(label, intensity, layer.flops_per_s))
+    return found
 
 
 def _matmul(report: BenchReport) -> Spec | None:
     sweep = report.matmul.sweep if report.matmul else ()
     if not sweep:
         return None
-    by_dtype: dict[str, list[Product]] = {}
+    curves: dict[str, list[tuple[float, float]]] = {}
     for product in sweep:
-        by_dtype.setdefault(product.dtype, []).append(product)
-    curves = [
-        Curve(name=dtype, x=tuple(p.n for p in products), y=tuple(p.flops_per_s for p in products))
-        for dtype, products in by_dtype.items()
-    ]
-    peaks = {dtype: peak for dtype, peak in chip(report.chip).peak_flops.items() if dtype in by_dtype}
-    marks: list[Mark] = []
-    for dtype in (dtype for dtype in by_dtype if dtype in peaks):
+        curves.setdefault(product.dtype, []).append((product.n, product.flops_per_s))
+    peaks = chip(report.chip).peak_flops
+    marks: list[ReferenceLine] = []
+    for dtype in (dtype for dtype in curves if dtype in peaks):
         near = next((mark for mark in marks if abs(mark.value / peaks[dtype] - 1) < 0.25), None)
         if near is None:
-            marks.append(Mark(axis="y", value=peaks[dtype], text=f"{dtype} peak {format_flops(peaks[dtype])}"))
+            marks.append(ReferenceLine(axis="y", value=peaks[dtype], text=f"{dtype} peak {format_flops(peaks[dtype])}"))
         else:
             # One mark for peaks that are alike, whose words would lie on each other.
             marks[marks.index(near)] = msgspec.structs.replace(near, text=f"{dtype}, {near.text}")
@@ -139,7 +113,7 @@ def _matmul(report: BenchReport) -> Spec | None:
         y_title="FLOP/s of a device",
         title="Square products",
         subtitle=_where(report),
-        marks=marks,
+        references=marks,
         x_ticks=[p.n for p in sweep],
     )
 
@@ -151,51 +125,50 @@ def _elementwise(report: BenchReport) -> Spec | None:
     if part is None or len(fused) < 2:
         return None
     scale, unit = si_scale(max(chain.seconds.median_s for chain in chains), "s")
-    curves = [
-        Curve(
-            name=name,
-            x=tuple(chain.repeats for chain in chosen),
-            y=tuple(chain.seconds.median_s / scale for chain in chosen),
-        )
+    curves = {
+        name: [(chain.repeats, chain.seconds.median_s / scale) for chain in chosen]
         for name, chosen in (("one kernel", fused), ("op by op", eager))
         if chosen
-    ]
+    }
     marks = []
     if part.doubles_at:
-        marks.append(Mark(axis="x", value=part.doubles_at, text=f"time doubles at {part.doubles_at:.3g}"))
-    if part.predicted_at and 1 < part.predicted_at < max(curves[0].x):
-        marks.append(Mark(axis="x", value=part.predicted_at, text=f"predicted {part.predicted_at:.3g}", at="end"))
+        marks.append(_at(part.doubles_at, "time doubles at"))
+    if part.predicted_at and 1 < part.predicted_at < fused[-1].repeats:
+        marks.append(_at(part.predicted_at, "predicted", "end"))
     return curves_figure(
         curves,
         x_title="multiply-adds of every element",
         y_title=f"time ({unit})",
         title="How many multiply-adds fit before the time doubles",
         subtitle=_where(report),
-        marks=marks,
-        x_ticks=curves[0].x,
+        references=marks,
+        x_ticks=[chain.repeats for chain in fused],
     )
+
+
+def _at(value: float, what: str, at: Literal["start", "end"] = "start") -> ReferenceLine:
+    return ReferenceLine(axis="x", value=value, text=f"{what} {value:.3g}", at=at)
 
 
 def _batch_times(report: BenchReport) -> Spec | None:
     layers = report.batch.layers if report.batch else ()
     scale, unit = si_scale(max((layer.seconds.median_s for layer in layers), default=0.0), "s")
-    tokens = tuple(float(layer.tokens) for layer in layers)
-    curves = [Curve(name="measured", x=tokens, y=tuple(layer.seconds.median_s / scale for layer in layers))]
+    curves = {"measured": [(float(layer.tokens), layer.seconds.median_s / scale) for layer in layers]}
     knee = report.batch.knee if report.batch else None
     if knee:
-        xs = tuple(sorted({*tokens, knee.at}))
-        curves.append(Curve(name="fitted", x=xs, y=tuple(max(knee.floor, knee.slope * x) / scale for x in xs)))
+        tokens = sorted({knee.at, *(float(layer.tokens) for layer in layers)})
+        curves["fitted"] = [(at, max(knee.floor, knee.slope * at) / scale) for at in tokens]
     return _over_batch(report, curves, f"time of a layer ({unit})", "Time of a layer against the batch")
 
 
 def _throughput(report: BenchReport) -> Spec | None:
     layers = report.batch.layers if report.batch else ()
     name = f"{report.batch.dtype} layer" if report.batch else ""
-    curve = Curve(name=name, x=tuple(one.tokens for one in layers), y=tuple(one.tokens_per_us for one in layers))
-    return _over_batch(report, [curve], "tokens per us", "Tokens per us of a layer")
+    curves = {name: [(layer.tokens, layer.tokens_per_us) for layer in layers]}
+    return _over_batch(report, curves, "tokens per us", "Tokens per us of a layer")
 
 
-def _over_batch(report: BenchReport, curves: Sequence[Curve], y_title: str, title: str) -> Spec | None:
+def _over_batch(report: BenchReport, curves: Mapping[str, Points], y_title: str, title: str) -> Spec | None:
     """Curves over the tokens of a device with the measured and the predicted knee; None for less than two layers."""
     part = report.batch
     if part is None or len(part.layers) < 2:
@@ -203,17 +176,16 @@ def _over_batch(report: BenchReport, curves: Sequence[Curve], y_title: str, titl
     tokens = [layer.tokens for layer in part.layers]
     marks = []
     if part.knee:
-        marks.append(Mark(axis="x", value=part.knee.at, text=f"knee {part.knee.at:.3g}"))
+        marks.append(_at(part.knee.at, "knee"))
     if part.predicted_knee and tokens[0] < part.predicted_knee < tokens[-1]:
-        text = f"critical batch {part.predicted_knee:.3g}"
-        marks.append(Mark(axis="x", value=part.predicted_knee, text=text, at="end"))
+        marks.append(_at(part.predicted_knee, "critical batch", "end"))
     return curves_figure(
         curves,
         x_title="tokens of a device",
         y_title=y_title,
         title=title,
         subtitle=_where(report),
-        marks=marks,
+        references=marks,
         x_ticks=tokens,
     )
 
@@ -253,13 +225,13 @@ def _panel(found: Sequence[Collective], x: Channel, y: Channel) -> Layer:
     color = color_by("name", colors, orient="bottom", symbolType="circle", symbolOpacity=1)
     dots = plot(points).mark_point(filled=True, size=45, opacity=0.9).encode(x=x, y=y, color=color)
     name = f"{group.size} devices" if group.axis == "group" else f"{group.axis}, {group.size} devices"
-    chart = alt.layer(*lines([_fitted(one) for one in found], x, y, color, strokeWidth=1.8), dots)
+    chart = alt.layer(*lines({NAMES[one.kind]: _fitted(one) for one in found}, x, y, color, strokeWidth=1.8), dots)
     return chart.properties(title=headline(name, fontSize=13, anchor="middle", offset=6), **PANEL_PX)
 
 
-def _fitted(one: Collective) -> Curve:
+def _fitted(one: Collective) -> Points:
     """The fitted line between the smallest and the largest size: of latency and rate, so that it bends on log axes."""
     first, last = one.times[0], one.times[-1]
     sizes = np.geomspace(first.array_bytes, last.array_bytes, LINE_POINTS + 1)
     seconds = np.interp(sizes, (first.array_bytes, last.array_bytes), (first.fitted_s, last.fitted_s))
-    return Curve(name=NAMES[one.kind], x=tuple(sizes.tolist()), y=tuple((1e6 * seconds).tolist()))
+    return list(zip(sizes.tolist(), (1e6 * seconds).tolist(), strict=True))

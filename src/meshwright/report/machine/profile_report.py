@@ -1,6 +1,7 @@
 """A profile as a page of Markdown with its pictures and its timeline: what `meshwright profile` leaves in a folder."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from meshwright.core.files import write_text_whole
@@ -67,34 +68,21 @@ def _section(title: str, text: str) -> str:
 
 
 def _summary(profile: Profile) -> str:
-    rows: list[list[Value]] = [
-        [
-            "step",
-            format_seconds(profile.predicted_step_s),
-            format_seconds(profile.step_s),
-            _ratio_of(profile.step_s, profile.predicted_step_s),
-        ],
-        [
-            "step under the profiler",
-            None,
-            format_seconds(profile.profiled_s),
-            _ratio_of(profile.profiled_s, profile.predicted_step_s),
-        ],
-        ["MFU", f"{profile.predicted_mfu:.1%}", f"{profile.mfu:.1%}", _ratio_of(profile.mfu, profile.predicted_mfu)],
-        ["HFU", f"{profile.predicted_hfu:.1%}", f"{profile.hfu:.1%}", _ratio_of(profile.hfu, profile.predicted_hfu)],
-        [
-            "FLOPs of products on a device",
-            format_flops(profile.predicted_flops, unit="FLOP"),
-            format_flops(profile.flops, unit="FLOP"),
-            _ratio_of(profile.flops, profile.predicted_flops),
-        ],
-        [
-            "communication hidden behind compute",
-            _share(predicted_overlap(profile)),
-            _share(profile.times.overlap),
-            None,
-        ],
+    flops, percent = partial(format_flops, unit="FLOP"), "{:.1%}".format
+    compared: list[tuple[str, float, float, Callable[[float], str]]] = [
+        ("step", profile.predicted_step_s, profile.step_s, format_seconds),
+        ("step under the profiler", profile.predicted_step_s, profile.profiled_s, format_seconds),
+        ("MFU", profile.predicted_mfu, profile.mfu, percent),
+        ("HFU", profile.predicted_hfu, profile.hfu, percent),
+        ("FLOPs of products on a device", profile.predicted_flops, profile.flops, flops),
     ]
+    rows: list[list[Value]] = [
+        [name, show(predicted), show(measured), f"{measured / predicted:.2f}" if predicted else "-"]
+        for name, predicted, measured, show in compared
+    ]
+    rows[1][1] = None
+    hidden = [_known(share, "{:.0%}".format) for share in (predicted_overlap(profile), profile.times.overlap)]
+    rows.append(["communication hidden behind compute", *hidden, None])
     return as_markdown(["", "predicted", "measured", "ratio"], rows)
 
 
@@ -104,25 +92,16 @@ def predicted_overlap(profile: Profile) -> float | None:
     return max(0.0, 1 - profile.comparison.predicted.exposed_s / spent) if spent else None
 
 
-def _share(value: float | None) -> str | None:
-    return None if value is None else f"{value:.0%}"
-
-
-def _ratio_of(measured: float, predicted: float) -> str:
-    return f"{measured / predicted:.2f}" if predicted else "-"
-
-
-def _seconds(value: float | None) -> str | None:
-    return None if value is None else format_seconds(value)
-
-
 def difference(row: Row) -> str:
     """``+12.3 ms``."""
     return f"{'-' if row.difference_s < 0 else '+'}{format_seconds(abs(row.difference_s))}"
 
 
 def _rows(rows: Sequence[Row], what: str) -> str:
-    cells = [[row.name, _seconds(row.predicted_s), _seconds(row.measured_s), difference(row)] for row in rows]
+    cells = [
+        [row.name, _known(row.predicted_s, format_seconds), _known(row.measured_s, format_seconds), difference(row)]
+        for row in rows
+    ]
     return as_markdown([what, "predicted", "measured", "difference"], cells)
 
 

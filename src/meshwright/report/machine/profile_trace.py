@@ -11,14 +11,18 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.core.files import write_whole
+from meshwright.cost.breakdown import label_text
+from meshwright.cost.lanes import Lanes, Slice
+from meshwright.cost.step_costs import StepCost
 from meshwright.cost.train_step import PricedStrategy
-from meshwright.profile.classes import Facts
+from meshwright.profile.classes import Facts, class_of_op
 from meshwright.profile.events import OpEvent, Trace, Window
 from meshwright.profile.summary import Analysed
-from meshwright.report.machine.profile_timeline import predicted_timeline
 
 PREDICTED_PID = 1
-MAX_SLICES = 200_000
+MAX_SLICES = 50_000
+"""Predicted slices up to which every layer and microbatch has its own; beyond, one pass stands for all its repeats."""
+MAX_EVENTS = 200_000
 """Slices of measured devices that are written; the shortest are left out beyond it."""
 _US = 1e6
 
@@ -57,6 +61,67 @@ def predicted_events(priced: PricedStrategy, *, num_microbatches: int) -> list[T
     ]
 
 
+def predicted_timeline(priced: PricedStrategy, *, num_microbatches: int) -> list[Slice]:
+    """One step as it is expected: local steps one after the other, collectives beside them or in their way.
+
+    A collective that nothing waits for begins when the links are free, and its pass ends with it at the latest. Passes
+    run for one microbatch after the other, as often as on the busiest device of a pipeline; its bubble comes last.
+    """
+    lanes = Lanes()
+    for name, steps in _passes(priced, num_microbatches):
+        begin, number = lanes.chip_s, len(lanes.slices)
+        lanes.links_s = max(lanes.links_s, begin)
+        for cost, times in steps:
+            seconds = float(cost.time_s) * times
+            if seconds > 0:
+                _add_step(lanes, cost, seconds, overlaps=priced.rates.overlaps)
+        lanes.chip_s = max(lanes.chip_s, lanes.links_s)
+        if lanes.chip_s > begin:
+            whole = Slice(lane="compute", what=name, kind="pass", start_s=begin, end_s=lanes.chip_s)
+            lanes.slices.insert(number, whole)
+    bubble = float(priced.estimate.terms.get("bubble", 0.0))
+    if bubble:
+        lanes.compute("pipeline bubble", bubble, kind="idle")
+    return lanes.slices
+
+
+def _passes(priced: PricedStrategy, count: int) -> Iterator[tuple[str, list[tuple[StepCost, float]]]]:
+    """Every pass in order, with its steps and how often each counts: of each microbatch forward and backward, then the
+    update.
+    """
+    blocks = []
+    for block in priced.costs.blocks:
+        here = max((float(cost.here) for cost in block.forward), default=0.0)
+        blocks.append((block, max(1, round(here / count)) if here else 0))
+    slices = count * sum(repeats * (len(block.forward) + len(block.backward)) for block, repeats in blocks)
+    one_by_one = slices <= MAX_SLICES
+    for microbatch in range(count) if one_by_one else [count - 1]:
+        which = f", microbatch {microbatch}" if count > 1 else ""
+        forward = [(block.name, "forward", repeats, block.forward) for block, repeats in blocks]
+        backward = [(block.name, "backward", repeats, block.backward) for block, repeats in reversed(blocks)]
+        for name, phase, repeats, costs in forward + backward:
+            if phase == "backward" and microbatch < count - 1:
+                costs = tuple(cost for cost in costs if cost.step.scope != "step")
+            if not one_by_one:
+                times = [repeats * (1.0 if cost.step.scope == "step" else count) for cost in costs]
+                yield f"{name} {phase}, {repeats} x {count} microbatches", list(zip(costs, times, strict=True))
+                continue
+            for number in range(repeats) if phase == "forward" else reversed(range(repeats)):
+                own = f" {number}" if repeats > 1 else ""
+                yield f"{name}{own} {phase}{which}", [(cost, 1.0) for cost in costs]
+    yield "update", [(cost, float(cost.here)) for cost in priced.costs.once]
+
+
+def _add_step(lanes: Lanes, cost: StepCost, seconds: float, *, overlaps: bool) -> None:
+    name, kind = label_text(cost.step), class_of_op(cost.step.op)
+    if not cost.step.is_collective:
+        lanes.compute(name, seconds, kind=kind)
+    elif cost.hides and overlaps:
+        lanes.send(name, seconds, kind=kind)
+    else:
+        lanes.chip_s = lanes.send(name, seconds, kind=kind, when=lanes.chip_s)
+
+
 # -- measured -----------------------------------------------------------------------------------------------
 
 
@@ -65,8 +130,8 @@ def measured_events(trace: Trace, facts: Facts) -> list[TraceEvent]:
     zero = trace.windows[0].start_s
     end = trace.windows[-1].end_s
     inside = [event for event in trace.events if event.start_s >= zero and event.end_s <= end]
-    if len(inside) > MAX_SLICES:
-        inside = sorted(inside, key=lambda event: -event.seconds)[:MAX_SLICES]
+    if len(inside) > MAX_EVENTS:
+        inside = sorted(inside, key=lambda event: -event.seconds)[:MAX_EVENTS]
     found: list[TraceEvent] = []
     for device in trace.devices:
         own = sorted(

@@ -9,7 +9,7 @@ import msgspec
 
 from meshwright.core.errors import InputError
 from meshwright.report.figure import INK, MUTED, PALETTE, Channel, Layer, Spec, alt, si_scale, themed
-from meshwright.report.marks import Curve, Mark, color_by, labels, lines, log_axis, plot, reference
+from meshwright.report.marks import Points, ReferenceLine, color_by, labels, lines, log_axis, plot, reference
 
 PANEL_PX = {"width": 420, "height": 320}
 MIN_SHARE = 1e-3
@@ -52,7 +52,7 @@ def _times(tokens: Sequence[float], curves: Sequence[CommsCurve], x: Channel, co
     scale, unit = si_scale(largest, "s")
     low, high = min(floor, max(compute_s)) / scale / 1.3, largest / scale * 1.3
     y = log_axis(alt.Y, "y", (low, high), f"time ({unit})")
-    shown = [_curve(one, tokens, [s / scale for s in one.seconds], (low, high)) for one in curves]
+    shown = [(one, [(batch, s / scale) for batch, s in zip(tokens, one.seconds, strict=True)]) for one in curves]
     work = [
         {"x": batch, "y": s / scale, "text": "compute"}
         for batch, s in zip(tokens, compute_s, strict=True)
@@ -60,26 +60,29 @@ def _times(tokens: Sequence[float], curves: Sequence[CommsCurve], x: Channel, co
     ]
     dashed = plot(work).mark_line(strokeDash=(6, 4), strokeWidth=2, color="black").encode(x=x, y=y)
     label = labels(work[-1:], x, y, align="right", dx=-8, dy=-8, fill="black")
-    return alt.layer(*lines(shown, x, y, color, clip=True), dashed, label).properties(**PANEL_PX)
+    return alt.layer(*_lines(shown, (low, high), x, y, color), dashed, label).properties(**PANEL_PX)
 
 
 def _ratios(tokens: Sequence[float], curves: Sequence[CommsCurve], x: Channel, color: Channel) -> Layer:
-    ratios = [
-        [work / s if s > 0 else float("inf") for work, s in zip(one.compute_s, one.seconds, strict=True)]
+    shown = [
+        (one, [(batch, work / s) for batch, work, s in zip(tokens, one.compute_s, one.seconds, strict=True) if s > 0])
         for one in curves
     ]
-    finite = [ratio for row in ratios for ratio in row if ratio < float("inf")]
-    domain = max(RATIOS[0], min(finite)) / 1.2, min(RATIOS[1], max(finite)) * 1.2
+    ratios = [ratio for _, points in shown for _, ratio in points]
+    domain = max(RATIOS[0], min(ratios)) / 1.2, min(RATIOS[1], max(ratios)) * 1.2
     y = log_axis(alt.Y, "y", domain, "compute / communication")
-    shown = [_curve(one, tokens, row, domain) for one, row in zip(curves, ratios, strict=True)]
     crossings = plot({"x": one.crossing, "y": 1.0} for one in curves if one.crossing)
     rings = crossings.mark_point(size=60, filled=False, color="black", opacity=1).encode(x=x, y=y)
-    even = reference(Mark(axis="y", value=1.0, text="above: compute-bound", color=MUTED))
-    return alt.layer(*lines(shown, x, y, color, clip=True), even, rings).properties(**PANEL_PX)
+    even = reference(ReferenceLine(axis="y", value=1.0, text="above: compute-bound", color=MUTED))
+    return alt.layer(*_lines(shown, domain, x, y, color), even, rings).properties(**PANEL_PX)
 
 
-def _curve(one: CommsCurve, tokens: Sequence[float], values: Sequence[float], domain: tuple[float, float]) -> Curve:
-    """The part of a curve that lies inside the domain; strong ones are wide."""
-    inside = [(b, v) for b, v in zip(tokens, values, strict=True) if domain[0] <= v <= domain[1]]
-    x, y = zip(*inside, strict=True) if inside else ((), ())
-    return Curve(name=one.name, x=x, y=y, style={"strokeWidth": 3.2 if one.strong else 1.8})
+def _lines(
+    shown: Sequence[tuple[CommsCurve, Points]], domain: tuple[float, float], x: Channel, y: Channel, color: Channel
+) -> list[Layer]:
+    """The parts of curves that lie inside the domain; strong ones are wide."""
+    layers = []
+    for one, points in shown:
+        inside = [(batch, value) for batch, value in points if domain[0] <= value <= domain[1]]
+        layers += lines({one.name: inside}, x, y, color, clip=True, strokeWidth=3.2 if one.strong else 1.8)
+    return layers

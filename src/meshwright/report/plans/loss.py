@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from meshwright.core.errors import InputError
 from meshwright.report.figure import INK, MUTED, PALETTE, Spec, alt, si_scale, themed
-from meshwright.report.marks import Curve, color_by, labels, lines, plot
+from meshwright.report.marks import color_by, labels, lines, plot
 
 MEAN_FRACTION = 0.05
 
@@ -20,20 +20,20 @@ def loss_figure(
     if len(losses) != len(tokens) or not losses:
         raise InputError(f"{len(losses)} losses do not go with {len(tokens)} token counts. Give one of each per step.")
     scale, unit = si_scale(max(tokens), "")
-    seen = tuple(count / scale for count in tokens)
+    seen = [count / scale for count in tokens]
     reach = int(len(losses) * MEAN_FRACTION / 2)
-    pale = {"strokeWidth": 1.2, "opacity": 0.8} if reach else {}
-    curves = [Curve(name="loss of a step", x=seen, y=tuple(losses), style=pale)]
-    if reach:
-        curves.append(Curve(name=f"mean over {2 * reach + 1} steps", x=seen, y=_centred_mean(losses, reach)))
     x = alt.X("x:Q", title=f"tokens ({unit})" if unit else "tokens", axis=alt.Axis(tickCount=7))
     zero = alt.Scale(zero=False)
     y = alt.Y("y:Q", title="cross-entropy (nats per token)", scale=zero, axis=alt.Axis(tickCount=6))
-    colors = dict(zip([curve.name for curve in reversed(curves)], (PALETTE[0], PALETTE[4]), strict=False))
-    order = {curve.name: colors[curve.name] for curve in curves}
-    color = color_by("name", order, orient="top-right", symbolType="stroke", symbolStrokeWidth=3)
+    single, mean = "loss of a step", f"mean over {2 * reach + 1} steps"
+    colors = {single: PALETTE[4], mean: PALETTE[0]} if reach else {single: PALETTE[0]}
+    color = color_by("name", colors, orient="top-right", symbolType="stroke", symbolStrokeWidth=3)
     # A single step is a point, which a line alone would not show.
-    layers = lines(curves, x, y, color, strokeWidth=2.4, point=len(losses) == 1)
+    strong = {"strokeWidth": 2.4, "point": len(losses) == 1}
+    pale = {"strokeWidth": 1.2, "opacity": 0.8}
+    layers = lines({single: list(zip(seen, losses, strict=True))}, x, y, color, **(pale if reach else strong))
+    if reach:
+        layers += lines({mean: list(zip(seen, _centred_mean(losses, reach), strict=True))}, x, y, color, **strong)
     if math.isfinite(losses[-1]):
         end = [{"x": seen[-1], "y": losses[-1], "text": f"{losses[-1]:.3f}"}]
         layers.append(plot(end).mark_circle(size=60, color=MUTED, opacity=1).encode(x="x:Q", y="y:Q"))
@@ -41,7 +41,7 @@ def loss_figure(
     return themed(alt.layer(*layers), title, subtitle, width=600, height=340)
 
 
-def _centred_mean(losses: Sequence[float], reach: int) -> tuple[float, ...]:
+def _centred_mean(losses: Sequence[float], reach: int) -> list[float]:
     """The mean over ``reach`` steps before and after each; the ends reach less far, alike on both sides.
 
     A mean over past steps alone would lie above a falling curve. Not finite where a step within reach is not.
@@ -51,4 +51,4 @@ def _centred_mean(losses: Sequence[float], reach: int) -> tuple[float, ...]:
         near = min(reach, step, len(losses) - 1 - step)
         window = losses[step - near : step + near + 1]
         means.append(math.fsum(window) / len(window) if all(map(math.isfinite, window)) else math.nan)
-    return tuple(means)
+    return means

@@ -8,7 +8,7 @@ import msgspec
 from meshwright.core.errors import InputError
 from meshwright.core.units import format_bytes
 from meshwright.report.figure import INK, MUTED, PALETTE, Layer, Spec, alt, si_scale, themed
-from meshwright.report.marks import Mark, Row, labels, log_axis, plot, reference
+from meshwright.report.marks import ReferenceLine, Row, labels, log_axis, plot, reference
 
 PANEL_PX = (430, 320)
 LABEL_PX = (16, 13)
@@ -39,7 +39,7 @@ def pareto_figure(
     limit = []
     if limit_bytes is not None:
         text = f"what a chip holds: {format_bytes(limit_bytes)}"
-        limit.append(Mark(axis="y", value=limit_bytes / scale, text=text, at="end", color=MUTED))
+        limit.append(ReferenceLine(axis="y", value=limit_bytes / scale, text=text, at="end", color=MUTED))
     # By steps: between two plans only the slower one's memory is had.
     panels = [_panel(memory, scale, f"memory of a chip ({unit})", "step-after", limit)]
     if len(cost) > 1:
@@ -47,11 +47,13 @@ def pareto_figure(
     return themed(alt.hconcat(*panels, spacing=36), title, subtitle)
 
 
-def _panel(points: Sequence[ParetoPoint], scale: float, y_title: str, interpolate: str, limit: Sequence[Mark]) -> Layer:
+def _panel(
+    points: Sequence[ParetoPoint], scale: float, y_title: str, interpolate: str, limit: Sequence[ReferenceLine]
+) -> Layer:
     """Dots joined by a line, under the limit where there is one."""
     x_scale, x_unit = si_scale(max(point.step_s for point in points), "s")
     rows: list[Row] = [{"x": p.step_s / x_scale, "y": p.amount / scale, "text": p.label} for p in points]
-    top = 1.08 * max([*(mark.value for mark in limit), *(row["y"] for row in rows)])
+    top = 1.08 * max([*(line.value for line in limit), *(row["y"] for row in rows)])
     low, high = min(row["x"] for row in rows), max(row["x"] for row in rows)
     log, x_title = high > LOG_FROM * low, f"time per step ({x_unit})"
     if log:
