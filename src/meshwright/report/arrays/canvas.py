@@ -16,12 +16,31 @@ def cell(x: float, y: float, width: float = 1, height: float = 1, **fields: Any)
     return {"x": x, "x2": x + width, "y": y, "y2": y + height, **middle, **fields}
 
 
-def names(texts: Sequence[str], title: str, **style: Any) -> Any:
-    """An axis of a `Canvas` with a text for each of its columns or rows, and no line."""
+def shown(count: int, most: int, last: int = 1) -> list[int | None]:
+    """The numbers from 0 that are drawn, at most ``most``: the first ones, None for a gap, and the ``last`` ones."""
+    return list(range(count)) if count <= most else [*range(most - 1 - last), None, *range(count - last, count)]
+
+
+def grid(
+    rows: Sequence[int | None], columns: Sequence[int | None]
+) -> tuple[list[tuple[int, int, int, int]], list[Row]]:
+    """(x, y, row, column) of every cell that is drawn, and rows of `Canvas.words` for those in a gap."""
+    cells, gaps = [], []
+    for y, row in enumerate(rows):
+        for x, column in enumerate(columns):
+            if row is None or column is None:
+                gaps.append(cell(x, y, text="…"))
+            else:
+                cells.append((x, y, row, column))
+    return cells, gaps
+
+
+def names(texts: Sequence[str | None], title: str, **style: Any) -> Any:
+    """An axis of a `Canvas` with a text for each of its columns or rows, None for a gap, and no line."""
     plain = {"labelOverlap": False, "grid": False, "domain": False, "ticks": False}
     middles = [number + 0.5 for number in range(len(texts))]
-    shown = f"{json.dumps(texts)}[floor(datum.value)]"
-    return alt.Axis(**{"title": title or None, "values": middles, "labelExpr": shown, **plain, **style})
+    text = f"{json.dumps(['…' if text is None else text for text in texts])}[floor(datum.value)]"
+    return alt.Axis(**{"title": title or None, "values": middles, "labelExpr": text, **plain, **style})
 
 
 class Canvas(msgspec.Struct, frozen=True):

@@ -5,11 +5,12 @@ from collections.abc import Sequence
 import msgspec
 
 from meshwright.core.errors import InputError
-from meshwright.report.arrays.canvas import Canvas, cell, names
+from meshwright.report.arrays.canvas import Canvas, cell, grid, names, shown
 from meshwright.report.figure import PALETTE, Channel, Layer, Spec, alt, headline, themed
 from meshwright.report.marks import Row, labels
 
 MAX_BLOCKS_SHOWN = 16
+LAST_BLOCKS = 7
 MAX_STRIPES = 16
 MAX_NAMED_COLORS = 8
 PANEL_PX = (360, 240)
@@ -105,20 +106,12 @@ def _color(num_devices: int) -> Channel:
     return alt.Color("device:Q", scale=scale, legend=None)
 
 
-def _shown(num_blocks: int) -> list[int | None]:
-    """Indices of the blocks that are drawn, None for the gap."""
-    if num_blocks <= MAX_BLOCKS_SHOWN:
-        return list(range(num_blocks))
-    half = MAX_BLOCKS_SHOWN // 2
-    return [*range(half), None, *range(num_blocks - half + 1, num_blocks)]
-
-
 def _panel(array: ShardingPanel, color: Channel) -> Layer:
-    rows, cols = _shown(len(array.row_labels)), _shown(len(array.col_labels))
+    rows, cols = (shown(len(found), MAX_BLOCKS_SHOWN, LAST_BLOCKS) for found in (array.row_labels, array.col_labels))
     cell_px = (max(38, min(110, PANEL_PX[0] // len(cols))), max(24, min(56, PANEL_PX[1] // len(rows))))
-    col_names = ["…" if col is None else array.col_labels[col] for col in cols]
-    row_names = ["…" if row is None else array.row_labels[row] for row in rows]
-    upright = max(map(len, col_names)) * CHARACTER_PX > cell_px[0]
+    col_names = [None if col is None else array.col_labels[col] for col in cols]
+    row_names = [None if row is None else array.row_labels[row] for row in rows]
+    upright = max(len(name or "") for name in col_names) * CHARACTER_PX > cell_px[0]
     turned = {"labelAngle": -60, "labelAlign": "left"} if upright else {"labelAngle": 0, "labelAlign": "center"}
     above = names(col_names, array.col_title, orient="top", titlePadding=4, **turned)
     beside = names(row_names, array.row_title, titleAngle=0, titleAlign="right", titlePadding=4)
@@ -127,7 +120,7 @@ def _panel(array: ShardingPanel, color: Channel) -> Layer:
     chart = alt.layer(
         canvas.boxes(stripes, opacity=0.65).encode(color=color),
         canvas.boxes(outlines, filled=False, stroke="white", strokeWidth=2),
-        labels(texts, **canvas.at(), fontSize=11, lineHeight=LINE_PX, baseline="middle"),
+        labels(texts, **canvas.at("mid_x", "mid_y"), fontSize=11, lineHeight=LINE_PX, baseline="middle"),
     )
     heading = headline(array.title, array.note, fontSize=13, subtitleFontSize=11, offset=8)
     return chart.properties(title=heading, width=len(cols) * cell_px[0], height=len(rows) * cell_px[1])
@@ -137,21 +130,18 @@ def _blocks(
     array: ShardingPanel, rows: Sequence[int | None], cols: Sequence[int | None], cell_px: tuple[int, int]
 ) -> tuple[list[Row], list[Row], list[Row]]:
     """Rows for the stripes, the outlines and the texts; the position of a block is its number in the panel."""
-    stripes, outlines, texts = [], [], []
-    for y, row in enumerate(rows):
-        for x, col in enumerate(cols):
-            if row is None or col is None:
-                texts.append({"x": x + 0.5, "y": y + 0.5, "text": ["…"]})
-                continue
-            devices = sorted(array.cells[row][col])
-            if len(devices) > MAX_STRIPES:
-                devices = [devices[i * (len(devices) - 1) // (MAX_STRIPES - 1)] for i in range(MAX_STRIPES)]
-            width = 1 / len(devices)
-            stripes += [cell(x + i * width, y, width, device=device) for i, device in enumerate(devices)]
-            outlines.append(cell(x, y))
-            lines = devices_text(array.cells[row][col], int((cell_px[0] - 4) / CHARACTER_PX))
-            if lines and len(lines) * LINE_PX <= cell_px[1] - 4:
-                # Vega puts the first of several lines on the point: half of the others go above it.
-                raised = (len(lines) - 1) * LINE_PX / 2 / cell_px[1]
-                texts.append({"x": x + 0.5, "y": y + 0.5 - raised, "text": lines})
+    cells, texts = grid(rows, cols)
+    stripes, outlines = [], []
+    for x, y, row, col in cells:
+        devices = sorted(array.cells[row][col])
+        if len(devices) > MAX_STRIPES:
+            devices = [devices[i * (len(devices) - 1) // (MAX_STRIPES - 1)] for i in range(MAX_STRIPES)]
+        width = 1 / len(devices)
+        stripes += [cell(x + i * width, y, width, device=device) for i, device in enumerate(devices)]
+        outlines.append(cell(x, y))
+        lines = devices_text(array.cells[row][col], int((cell_px[0] - 4) / CHARACTER_PX))
+        if lines and len(lines) * LINE_PX <= cell_px[1] - 4:
+            # Vega puts the first of several lines on the point: half of the others go above it.
+            raised = (len(lines) - 1) * LINE_PX / 2 / cell_px[1]
+            texts.append(cell(x, y - raised, text=lines))
     return stripes, outlines, texts

@@ -8,7 +8,7 @@ from meshwright.core.errors import InputError
 from meshwright.core.units import format_bytes
 from meshwright.hlo.layout import layout_text, tile_offset
 from meshwright.hlo.shapes import Shape
-from meshwright.report.arrays.canvas import Canvas, cell, names
+from meshwright.report.arrays.canvas import Canvas, cell, grid, names, shown
 from meshwright.report.figure import INK, MUTED, Layer, Spec, alt, headline, themed
 
 MAX_TILES = (6, 6)
@@ -59,26 +59,15 @@ def _plane(shape: Shape) -> _Plane:
     return _Plane(own, (rows, sizes[-1]), (tile[0], tile[1]), math.prod(sizes) // (rows * sizes[-1]))
 
 
-def _shown(count: int, most: int) -> list[int | None]:
-    """Numbers of the tiles that are drawn, None for a gap."""
-    return list(range(count)) if count <= most else [*range(most - 2), None, count - 1]
-
-
 def _tiles_panel(plane: _Plane) -> Layer:
     counts = [math.ceil(size / tile) for size, tile in zip(plane.sizes, plane.tile, strict=True)]
-    downs, acrosses = (_shown(count, most) for count, most in zip(counts, MAX_TILES, strict=True))
-    tiles, used, gaps = [], [], []
-    for y, down in enumerate(downs):
-        for x, across in enumerate(acrosses):
-            if down is None or across is None:
-                gaps.append(cell(x, y, text="..."))
-                continue
-            height, width = (
-                min(1.0, (size - number * tile) / tile)
-                for size, tile, number in zip(plane.sizes, plane.tile, (down, across), strict=True)
-            )
-            tiles.append(cell(x + 0.02, y + 0.03, 0.96, 0.94))
-            used.append(cell(x + 0.02, y + 0.03, 0.96 * width, 0.94 * height))
+    downs, acrosses = (shown(count, most) for count, most in zip(counts, MAX_TILES, strict=True))
+    cells, gaps = grid(downs, acrosses)
+    tiles, used = [], []
+    for x, y, *tile in cells:
+        height, width = (min(1.0, size / span - n) for size, span, n in zip(plane.sizes, plane.tile, tile, strict=True))
+        tiles.append(cell(x + 0.02, y + 0.03, 0.96, 0.94))
+        used.append(cell(x + 0.02, y + 0.03, 0.96 * width, 0.94 * height))
     columns = [_range_label(number, plane.sizes[1], plane.tile[1]) for number in acrosses]
     rows = [_range_label(number, plane.sizes[0], plane.tile[0]) for number in downs]
     across_title = f"{plane.names[1]} ({plane.sizes[1]:,})"
@@ -111,18 +100,15 @@ def _legend(canvas: Canvas, bottom: int) -> list[Layer]:
 
 def _tile_panel(shape: Shape, plane: _Plane) -> Layer:
     tiles = shape.tiles
-    downs, acrosses = (_shown(count, most) for count, most in zip(plane.tile, MAX_CELLS, strict=True))
+    downs, acrosses = (shown(count, most) for count, most in zip(plane.tile, MAX_CELLS, strict=True))
     together = math.prod(tiles[-1]) if len(tiles) > 1 and tiles[-1][-1] == 1 else 1
-    cells, gaps = [], []
-    for y, down in enumerate(downs):
-        for x, across in enumerate(acrosses):
-            if down is None or across is None:
-                gaps.append(cell(x, y, text="..."))
-                continue
-            offset = tile_offset(tiles, (down, across)[-len(tiles[0]) :])
-            shade = SHADES[(offset // together) % 2 if together > 1 else 0]
-            cells.append(cell(x, y, text=str(offset), shade=shade))
-    columns, rows = (["..." if n is None else str(n) for n in numbers] for numbers in (acrosses, downs))
+    numbered, gaps = grid(downs, acrosses)
+    cells = []
+    for x, y, *position in numbered:
+        offset = tile_offset(tiles, tuple(position[-len(tiles[0]) :]))
+        shade = SHADES[(offset // together) % 2 if together > 1 else 0]
+        cells.append(cell(x, y, text=str(offset), shade=shade))
+    columns, rows = ([None if n is None else str(n) for n in numbers] for numbers in (acrosses, downs))
     canvas = _canvas(columns, rows, "column of the tile", "row of the tile")
     boxes = canvas.boxes(cells, stroke="white", strokeWidth=1).encode(color=alt.Color("shade:N", scale=None))
     packed = f"; {together} of one shade share a {together * shape.element_bits}-bit word" if together > 1 else ""
@@ -131,7 +117,7 @@ def _tile_panel(shape: Shape, plane: _Plane) -> Layer:
     return _panel(layers, "inside a tile", told, CELL_PX[1] * len(columns), CELL_PX[0] * len(rows))
 
 
-def _canvas(columns: Sequence[str], rows: Sequence[str], across_title: str, down_title: str) -> Canvas:
+def _canvas(columns: Sequence[str | None], rows: Sequence[str | None], across_title: str, down_title: str) -> Canvas:
     """Names of the columns above and of the rows to the left, and what they count."""
     style = {"labelFontSize": 10, "labelColor": MUTED, "labelPadding": 6}
     above = names(columns, across_title, orient="top", labelAngle=0, **style)
@@ -142,8 +128,8 @@ def _panel(layers: Sequence[Layer], name: str, told: str, width: int, height: in
     return alt.layer(*layers).properties(title=headline(name, told, fontSize=13), width=width, height=height)
 
 
-def _range_label(number: int | None, size: int, tile: int) -> str:
+def _range_label(number: int | None, size: int, tile: int) -> str | None:
     if number is None:
-        return "..."
+        return None
     last = min((number + 1) * tile, size) - 1
     return f"{number * tile}" if last == number * tile else f"{number * tile}-{last}"
