@@ -82,6 +82,11 @@ def format_bytes(num_bytes: float) -> str:
     return _scaled(num_bytes, steps, "B", 3)
 
 
+def format_rate(bytes_per_s: float) -> str:
+    """``"95 GB/s"``: powers of ten, three significant digits."""
+    return f"{format_bytes(bytes_per_s)}/s"
+
+
 def format_flops(flops: float, *, unit: str = "FLOP/s") -> str:
     """``"459 TFLOP/s"``: powers of ten, three significant digits (``unit="FLOP"`` for an amount)."""
     return _scaled(flops, [(1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1.0, "")], unit, 3)

@@ -98,7 +98,7 @@ def _run(request: Request, folder: Path, program: Sequence[str], timeout_s: floa
             process.wait()
             raise
     text = log.read_text(errors="replace")
-    # Linux starts a program's ru_maxrss at the peak of the process that started it, so that up to there it says nothing.
+    # Linux starts a program's ru_maxrss at the peak of the process that started it: up to there it says nothing.
     inherited = usage.ru_maxrss <= resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     spent = {
         "wall_s": time.monotonic() - started,

@@ -3,7 +3,8 @@
 from pathlib import Path
 from typing import get_args
 
-from meshwright.cli.output import say
+import click
+
 from meshwright.core.errors import InputError
 from meshwright.core.files import cache_folder
 from meshwright.spec.calibration import Calibration, CollectiveKind, load_calibration, save_calibration
@@ -54,8 +55,8 @@ def measure(cluster: Cluster, *, keep: Path) -> Calibration:
     from meshwright.bench.machine import measure_machine
     from meshwright.parallel.mesh import emulate_devices
 
-    say(f"measuring this machine as {cluster.short_name}, a minute or two (kept in {keep})")
+    click.echo(f"measuring this machine as {cluster.short_name}, a minute or two (kept in {keep})", err=True)
     emulate_devices(cluster.num_chips)
-    found = measure_machine(cluster.num_chips, say=lambda line: say(f"  {line}"))
+    found = measure_machine(cluster.num_chips, say=lambda line: click.echo(f"  {line}", err=True))
     save_calibration(found, keep)
     return found
