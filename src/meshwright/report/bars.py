@@ -7,16 +7,16 @@ from typing import Literal
 
 from meshwright.core.errors import InputError
 from meshwright.core.units import format_bytes, format_seconds
-from meshwright.report.figure import INK, PALETTE, Layer, Spec, alt, si_scale, themed
+from meshwright.report.figure import INK, PALETTE, Figure, Layer, alt, si_scale, themed
 from meshwright.report.marks import DASHES, color_by, labels, palette_of, plot, span, spans
 
 Bars = Mapping[str, Mapping[str, float]]
-"""Bar -> part -> amount. Bars keep their order from top to bottom, parts theirs from left to right."""
+"""Bar -> part -> amount: bars from top to bottom, parts from left to right."""
 
 WIDTH_PX = 600
 BAR_PX = 46
 
-# Blues for work on the chip, warm colours for waiting, greens for the links: Okabe and Ito's hues.
+# Okabe and Ito's hues: blue for work on the chip, warm for exposed time, green for the links.
 COLORS: dict[str, str] = {
     "matmul": "#0072B2",
     "attention": "#56B4E9",
@@ -30,27 +30,27 @@ COLORS: dict[str, str] = {
 LINK_COLORS = ("#009E73", "#44AA99", "#7FCDB5", "#B5DFC9", "#117733", "#DDCC77", "#999933", "#CC79A7")
 
 
-def step_breakdown_figure(step_s: Bars, *, title: str = "Where a step goes", subtitle: str = "") -> Spec:
-    """One bar per estimate or measurement, such as ``{"predicted": {"compute": 0.2}, "measured": {"step": 0.25}}``.
+def step_breakdown_figure(step_s: Bars, *, title: str = "Where a step goes", subtitle: str = "") -> Figure:
+    """Draws a bar per estimate or measurement: ``{"predicted": {"compute": 0.2}, "measured": {"step": 0.25}}``.
 
-    Amounts are seconds; the sum of a bar stands at its end.
+    Amounts are seconds; the total is printed at the end of a bar.
     """
     return themed(_stacked(step_s, "time per step", "s"), title, subtitle)
 
 
 def memory_figure(
     memory_bytes: Bars, *, limit_bytes: float | None = None, title: str = "Memory per device", subtitle: str = ""
-) -> Spec:
-    """One bar per estimate or measurement of a device's memory, in bytes, and the limit as a dashed line."""
+) -> Figure:
+    """Draws a bar per estimate or measurement of a device's memory in bytes, and the limit as a dashed line."""
     return themed(_stacked(memory_bytes, "memory", "B", limit=limit_bytes), title, subtitle)
 
 
 def breakdown_figure(
     parts_s: Mapping[str, float], links_s: Mapping[str, float], *, title: str, subtitle: str = ""
-) -> Spec:
-    """Two bars on one axis: the parts that add up to the step, and the seconds of the collectives by themselves.
+) -> Figure:
+    """Draws two bars on one axis: the parts of the step, and the collectives by themselves.
 
-    ``links_s`` are by mesh axes. What of the second bar the first does not show as exposed is hidden behind compute.
+    ``links_s`` is by mesh axes. Communication in the second bar that is not exposed in the first is overlapped.
     """
     bars = {"step": parts_s, "links alone": links_s} if any(links_s.values()) else {"step": parts_s}
     bad = [name for bar in bars.values() for name, value in bar.items() if not (math.isfinite(value) and value >= 0)]
@@ -68,13 +68,13 @@ def _stacked(
     colors: Mapping[str, str] | None = None,
     limit: float | None = None,
 ) -> Layer:
-    """A bar of labelled parts per row with its sum at its end; ``colors`` are in the order of the legend."""
+    """Draws bars of labelled parts with their totals at the ends; ``colors`` is in the order of the legend."""
     _check(bars)
     totals = {name: sum(parts.values()) for name, parts in bars.items()}
     longest = max([*totals.values(), limit or 0.0])
     scale, unit_name = si_scale(longest, unit)
     show = format_seconds if unit == "s" else format_bytes
-    # Parts that are zero everywhere would only lengthen the legend.
+    # Parts that are zero in every bar would only extend the legend.
     drawn = dict.fromkeys(part for parts in bars.values() for part, amount in parts.items() if amount > 0)
     colors = {part: color for part, color in (colors or palette_of(drawn)).items() if part in drawn}
     px = WIDTH_PX * scale / longest if longest else 0.0

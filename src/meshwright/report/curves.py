@@ -1,10 +1,10 @@
-"""Curves over one number: the rate of a product against its batch, the cost of a block against the context."""
+"""Curves on two logarithmic axes, such as the rate of a product over its batch size."""
 
 import math
 from collections.abc import Mapping, Sequence
 
 from meshwright.core.errors import InputError
-from meshwright.report.figure import Spec, alt, themed
+from meshwright.report.figure import Figure, alt, themed
 from meshwright.report.marks import WHOLE_NUMBERS, Points, ReferenceLine, lines, log_axis, reference, stroke_colors
 
 
@@ -17,10 +17,10 @@ def curves_figure(
     subtitle: str = "",
     references: Sequence[ReferenceLine] = (),
     x_ticks: Sequence[float] = (),
-) -> Spec:
-    """All curves by name on two logarithmic axes with a legend, and dashed lines across.
+) -> Figure:
+    """Draws all curves with a legend, and dashed reference lines.
 
-    ``x_ticks`` are whole numbers that label the horizontal axis instead of powers of ten.
+    ``x_ticks`` are whole numbers that replace powers of ten as labels of the horizontal axis.
     """
     if not curves or not all(curves.values()):
         raise InputError("There is no curve to draw. Give at least one point.")

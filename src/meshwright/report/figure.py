@@ -1,4 +1,4 @@
-"""What all pictures share: Altair, the theme, the colours, and writing a chart to a file."""
+"""Altair, the theme and colours of all pictures, and writing a chart to a file."""
 
 import json
 import math
@@ -9,24 +9,24 @@ from meshwright.core.errors import InputError
 from meshwright.core.files import write_whole
 
 if TYPE_CHECKING:
-    from altair import TopLevelMixin as Spec
+    from altair import TopLevelMixin as Figure
 else:
-    Spec = Any
+    Figure = Any
 
 Layer = Any
-"""A chart, or several over each other, as part of a picture: Altair's own types refuse options gathered in a dict."""
-Channel = Any
-"""An axis or a colour with the field that it shows."""
+"""A chart or layered chart, as part of a picture. Altair's own types reject options gathered in a dict."""
+Encoding = Any
+"""An encoding: an axis or a colour, with its field."""
 
 
 class _Altair:
-    """Altair, imported when the first chart is made: tables and text start without it."""
+    """Imports Altair at the first use of one of its names: tables and text do without its 0.4 s."""
 
     def __getattr__(self, name: str) -> Any:
         import altair
         from altair.utils import schemapi
 
-        # It would hold every object against a schema of 2 MB as it is made: tests do so with whole charts.
+        # Validating every object against the 2 MB schema takes seconds; tests validate whole charts.
         schemapi.disable_debug_mode()
         return getattr(altair, name)
 
@@ -74,20 +74,20 @@ _THEME: dict[str, Any] = {
 }
 
 
-def themed(chart: Layer, title: str, subtitle: str = "", **properties: Any) -> Spec:
-    """The chart under its title in the theme of all pictures, ready for `save`."""
+def themed(chart: Layer, title: str, subtitle: str = "", **properties: Any) -> Figure:
+    """Returns the chart with its title and the theme of all pictures, ready for `save`."""
     return chart.properties(title=headline(title, subtitle), background="white", **properties).configure(**_THEME)
 
 
 def headline(title: str, subtitle: str = "", **style: Any) -> Any:
-    """A title with its line of explanation; without one, the title alone."""
+    """Returns a title with a line of explanation, if there is one."""
     return alt.TitleParams(title, subtitle=subtitle or alt.Undefined, **style)
 
 
 def si_scale(largest: float, unit: str) -> tuple[float, str]:
-    """Divisor and name of the unit in which ``largest`` is between 1 and 1000: (1e-3, "ms") for 0.02 s.
+    """Returns divisor and name of the unit in which ``largest`` is between 1 and 1000: (1e-3, "ms") for 0.02 s.
 
-    Whole axes are labelled in one unit, so the largest value decides. Zero and non-finite keep the bare unit.
+    An axis has one unit, so its largest value decides. Zero and non-finite values keep the bare unit.
     """
     prefixes = {-3: "n", -2: "u", -1: "m", 0: "", 1: "k", 2: "M", 3: "G", 4: "T", 5: "P", 6: "E"}
     if not math.isfinite(largest) or largest <= 0:
@@ -98,8 +98,8 @@ def si_scale(largest: float, unit: str) -> tuple[float, str]:
     return 1000.0**power, prefixes[power] + unit
 
 
-def save(figure: Spec, path: str | Path) -> Path:
-    """The path, after the picture was written to it: PNG, SVG or its Vega-Lite spec, by the suffix.
+def save(figure: Figure, path: str | Path) -> Path:
+    """Writes the picture as PNG, SVG or Vega-Lite spec, by the suffix, and returns its path.
 
     The file appears whole or not at all: a page that polls the folder never reads half a picture.
     """
@@ -117,7 +117,7 @@ def save(figure: Spec, path: str | Path) -> Path:
 def _rendered(spec: dict[str, Any], suffix: str) -> bytes:
     if suffix == ".json":
         return (json.dumps(spec, indent=2, allow_nan=False) + "\n").encode()
-    # Imported here: it is 50 MB of shared library, and tables need none of it.
+    # Imported late: it is 50 MB of shared library.
     import vl_convert
 
     # No base URL is allowed: a picture never waits for the network.

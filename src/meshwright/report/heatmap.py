@@ -1,11 +1,11 @@
-"""The heatmap of best plans: model by number of chips, MFU as colour, the mesh written into each cell."""
+"""The heatmap of best plans: model by number of chips, MFU as colour, the mesh as text of a cell."""
 
 from collections.abc import Mapping, Sequence
 
 import msgspec
 
 from meshwright.core.errors import InputError
-from meshwright.report.figure import INK, MUTED, Spec, alt, themed
+from meshwright.report.figure import INK, MUTED, Figure, alt, themed
 from meshwright.report.marks import plot
 
 SHORT: dict[str, str] = {
@@ -16,19 +16,19 @@ SHORT: dict[str, str] = {
     "context": "cp",
     "tensor": "tp",
 }
-"""Mesh axis -> how it is written where there is little room."""
+"""Mesh axis -> its abbreviation."""
 
 CELL_PX = (84, 74)
 LINE_PX = 13
 SCHEME = ("#F7FBFF", "#D6E6F4", "#ABCFE6", "#6FB0D7", "#3787C0", "#105BA4")
 DARK_FROM = 0.6
-"""Share of the colour range from which text on it is white."""
+"""Share of the colour range above which text is white."""
 EMPTY = "#EFEFEF"
 MAX_CELLS = 600
 
 
 class HeatCell(msgspec.Struct, frozen=True, kw_only=True):
-    """One cell: a share (of 1) as its colour and headline, and lines below it. ``value`` None: nothing runs."""
+    """One cell: a share (of 1) as colour and headline, and lines below it. ``value`` is None if nothing runs."""
 
     row: str
     column: str
@@ -37,14 +37,14 @@ class HeatCell(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def short_mesh(mesh: Mapping[str, int], separator: str = " ") -> str:
-    """``"dp8 fsdp64 tp4"``: axes of several devices, major to minor; ``"1 chip"`` without any."""
+    """Returns ``"dp8 fsdp64 tp4"``: axes larger than 1, major to minor; ``"1 chip"`` without any."""
     return separator.join(f"{SHORT[axis]}{size}" for axis, size in mesh.items() if size > 1) or "1 chip"
 
 
 def heatmap_figure(
     cells: Sequence[HeatCell], *, row_title: str, column_title: str, value_title: str, title: str, subtitle: str = ""
-) -> Spec:
-    """Rows from top to bottom and columns from left to right in the order of the cells."""
+) -> Figure:
+    """Draws rows from top to bottom and columns from left to right, in the order of the cells."""
     if not cells:
         raise InputError("There is no cell to draw. Give at least one.")
     if len(cells) > MAX_CELLS:

@@ -1,4 +1,4 @@
-"""Marks that several pictures are made of: lines, boxes on bands, outlined text, reference lines, and their axes."""
+"""Marks that several pictures share: lines, boxes on bands, outlined text, reference lines, and their axes."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -7,24 +7,24 @@ from typing import Any, Literal
 
 import msgspec
 
-from meshwright.report.figure import INK, MUTED, PALETTE, Channel, Layer, alt
+from meshwright.report.figure import INK, MUTED, PALETTE, Encoding, Layer, alt
 
-Row = dict[str, Any]
+Datum = dict[str, Any]
 
 DASHES = (5, 4)
 TICK_LABEL = "datum.value < 1 ? toString(datum.value) : format(datum.value, '~s')"
-"""The SI prefixes below one ("100m") are hard to read."""
+"""Labels below one have no SI prefix: "100m" is hard to read."""
 WHOLE_NUMBERS = "format(datum.value, ',d')"
 DARK_BELOW = 136
-"""Brightness, of 255, below which text on a colour is white."""
+"""Brightness (of 255) of a colour below which text on it is white."""
 
 
 Points = Sequence[tuple[float, float]]
-"""(x, y) of a line, x rising."""
+"""(x, y) of a line in order of x."""
 
 
 class ReferenceLine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A dashed line across the picture where ``axis`` has this value, with a word at its start or its end."""
+    """A dashed line across the picture at a value of one axis, with a text at its start or end."""
 
     axis: Literal["x", "y"]
     value: float
@@ -33,36 +33,36 @@ class ReferenceLine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     color: str = INK
 
 
-def plot(rows: Iterable[Row]) -> Layer:
-    """A chart of these rows, still without a mark."""
+def plot(rows: Iterable[Datum]) -> Layer:
+    """Returns a chart of these rows without a mark."""
     return alt.Chart(alt.InlineData(values=tuple(rows)))
 
 
-def labels(rows: Iterable[Row], x: Any, y: Any, **style: Any) -> Layer:
-    """The field ``text`` over whatever lies below it: once with a wide white outline, once in its colour."""
+def labels(rows: Iterable[Datum], x: Any, y: Any, **style: Any) -> Layer:
+    """Draws the field ``text`` with a wide white outline, so that it can be read on any background."""
     chart = plot(rows).encode(x=x, y=y, text="text:N")
     outline = chart.mark_text(**style, stroke="white", strokeWidth=4, strokeJoin="round", opacity=0.85)
     return alt.layer(outline, chart.mark_text(**style))
 
 
-def color_by(field: str, colors: Mapping[str, str], **legend: Any) -> Channel:
-    """Colours by name, with a legend in their order."""
+def color_by(field: str, colors: Mapping[str, str], **legend: Any) -> Encoding:
+    """Returns an encoding of names as these colours, with a legend in their order."""
     scale = alt.Scale(domain=list(colors), range=list(colors.values()))
     return alt.Color(f"{field}:N", scale=scale, legend=alt.Legend(title=legend.pop("title", None), **legend))
 
 
-def stroke_colors(names: Iterable[str], **legend: Any) -> Channel:
-    """The palette's colours by the name of a line, with strokes in the legend."""
+def stroke_colors(names: Iterable[str], **legend: Any) -> Encoding:
+    """Returns an encoding of the names of lines as colours of the palette."""
     return color_by("name", palette_of(names), symbolType="stroke", **legend)
 
 
 def palette_of(names: Iterable[str]) -> dict[str, str]:
-    """A colour for each name; a thirteenth begins the palette again, as its legend shows."""
+    """Returns a colour per name; the palette repeats after twelve."""
     return dict(zip(dict.fromkeys(names), cycle(PALETTE), strict=False))
 
 
 def ink_on(color: str) -> str:
-    """White on dark colours, ink on light ones."""
+    """Returns the colour of text on a background: white on dark colours, ink on light ones."""
     red, green, blue = (int(color[at : at + 2], 16) for at in (1, 3, 5))
     return "white" if 0.299 * red + 0.587 * green + 0.114 * blue < DARK_BELOW else INK
 
@@ -70,19 +70,19 @@ def ink_on(color: str) -> str:
 # -- lines ----------------------------------------------------------------------------------------------
 
 
-def lines(curves: Mapping[str, Points], x: Channel, y: Channel, color: Channel, **style: Any) -> list[Layer]:
-    """A layer per curve, each under its name; the axes read the fields ``x`` and ``y``, the colour ``name``."""
+def lines(curves: Mapping[str, Points], x: Encoding, y: Encoding, color: Encoding, **style: Any) -> list[Layer]:
+    """Draws a layer per curve; its rows have the fields ``x``, ``y`` and ``name``. Non-finite values leave a gap."""
     mark = {"strokeWidth": 2, "invalid": "break-paths-show-domains", **style}
     layers = []
     for name, points in curves.items():
-        # JSON has no NaN, and a diverged run should show where it broke.
+        # JSON has no NaN; null breaks the line.
         rows = [{"name": name, "x": a, "y": b if math.isfinite(b) else None} for a, b in points]
         layers.append(plot(rows).mark_line(**mark).encode(x=x, y=y, color=color))
     return layers
 
 
 def reference(line: ReferenceLine) -> Layer:
-    """A dashed line from edge to edge, with its text along it."""
+    """Draws a reference line from edge to edge, with its text along it."""
     flat, first = line.axis == "y", line.at == "start"
     if flat:
         ends = {"x": alt.XValue(0 if first else "width"), "y": alt.YDatum(line.value)}
@@ -97,16 +97,16 @@ def reference(line: ReferenceLine) -> Layer:
 
 
 def log_axis(channel: Any, field: str, domain: Sequence[float], title: str | None, **axis: Any) -> Any:
-    """A logarithmic axis over exactly this domain: ``channel`` is ``alt.X`` or ``alt.Y``."""
+    """Returns a logarithmic axis over exactly this domain; ``channel`` is ``alt.X`` or ``alt.Y``."""
     options = {"values": log_ticks(*domain), "labelExpr": TICK_LABEL, **axis}
     scale = alt.Scale(type="log", domain=list(domain), nice=False)
     return channel(f"{field}:Q", title=title, scale=scale, axis=alt.Axis(**options))
 
 
 def log_ticks(low: float, high: float) -> list[float]:
-    """Powers of ten between two numbers; over at most four decades 2 and 5 times them too."""
+    """Returns the powers of ten between two numbers; over at most four decades also their multiples by 2 and 5."""
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    # One or two labels would not tell the scale.
+    # One or two labels do not show that the scale is logarithmic.
     steps = (1,) if len(decades) > 4 else (1, 2, 5)
     ticks = [float(f"{step * 10.0**power:.3g}") for power in decades for step in steps]
     return [tick for tick in ticks if low <= tick <= high]
@@ -115,15 +115,15 @@ def log_ticks(low: float, high: float) -> list[float]:
 # -- boxes on bands -------------------------------------------------------------------------------------
 
 
-def span(start: float, end: float, text: str, color: str, px: float, *, font: int = 11, **fields: Any) -> Row:
-    """A row of `spans`: its text is left out where ``px`` pixels per unit of the axis leave no room for it."""
+def span(start: float, end: float, text: str, color: str, px: float, *, font: int = 11, **fields: Any) -> Datum:
+    """Returns a row for `spans`; its text is empty if it does not fit at ``px`` pixels per unit of the axis."""
     fits = (end - start) * px >= 0.56 * font * len(text) + 2
     drawn = {"text": text if fits else "", "ink": ink_on(color)}
     return {"start": start, "end": end, "middle": (start + end) / 2, **drawn, **fields}
 
 
-def spans(rows: Sequence[Row], *, y: Any, x: Any, color: Any, band: float, edge: float = 1, font: int = 11) -> Layer:
-    """Boxes from `start` to `end` in a share of their band, each with its text in its middle."""
+def spans(rows: Sequence[Datum], *, y: Any, x: Any, color: Any, band: float, edge: float = 1, font: int = 11) -> Layer:
+    """Draws boxes from ``start`` to ``end`` over a share of their band, each with its text in the middle."""
     named = plot(row for row in rows if row["text"])
     boxes = plot(rows).mark_bar(height=alt.RelativeBandSize(band=band), stroke="white", strokeWidth=edge)
     texts = named.mark_text(fontSize=font, baseline="middle")

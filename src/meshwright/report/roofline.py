@@ -1,4 +1,4 @@
-"""The roofline picture: what rate each link allows at an arithmetic intensity, and where the operations lie."""
+"""The roofline picture: the rate that each link allows over arithmetic intensity, and the operations."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -7,8 +7,8 @@ import msgspec
 
 from meshwright.core.errors import InputError
 from meshwright.core.units import format_bytes, format_flops
-from meshwright.report.figure import INK, MUTED, PALETTE, Spec, alt, themed
-from meshwright.report.marks import Points, Row, labels, lines, log_axis, plot, stroke_colors
+from meshwright.report.figure import INK, MUTED, PALETTE, Figure, alt, themed
+from meshwright.report.marks import Datum, Points, labels, lines, log_axis, plot, stroke_colors
 
 WIDTH_PX = 640
 HEIGHT_PX = 400
@@ -17,7 +17,7 @@ LINE_PX = 15
 
 
 class RooflinePoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One operation: FLOPs per byte over the link, and the rate it reaches (measured, or its bound)."""
+    """One operation: its FLOPs per byte over the link, and its rate (measured, or its bound)."""
 
     label: str
     intensity: float
@@ -25,7 +25,7 @@ class RooflinePoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _Frame(msgspec.Struct, frozen=True, kw_only=True):
-    """The data range of both logarithmic axes, and the place of a value in pixels."""
+    """The data range of both logarithmic axes; converts values to pixels."""
 
     x: tuple[float, float]
     y: tuple[float, float]
@@ -55,8 +55,8 @@ def roofline_figure(
     link_bytes_per_s: Mapping[str, float],
     points: Sequence[RooflinePoint] = (),
     title: str = "Roofline",
-) -> Spec:
-    """A log-log picture: min(peak, intensity * bandwidth) per link, critical intensities, and the points.
+) -> Figure:
+    """Draws min(peak, intensity * bandwidth) per link, critical intensities, and the points on logarithmic axes.
 
     The critical intensity of a link is peak_flops_per_s / link_bytes_per_s: right of it the peak binds.
     Source: How to Scale Your Model, section 1.
@@ -70,7 +70,7 @@ def roofline_figure(
     y = log_axis(alt.Y, "y", frame.y, "rate (FLOP/s)")
     roofs: dict[str, Points] = {}
     for name, rate in link_bytes_per_s.items():
-        # Starting on the floor keeps slow links inside the picture.
+        # Starting at the bottom keeps slow links inside the picture.
         start = max(frame.x[0], frame.y[0] / rate)
         flat = [(critical[name], peak_flops_per_s), (frame.x[1], peak_flops_per_s)]
         roofs[f"{name}  {format_bytes(rate)}/s"] = [(start, start * rate), *flat]
@@ -79,7 +79,7 @@ def roofline_figure(
         {"x": value, "y": frame.y[0], "top": peak_flops_per_s, "text": f"{name} {value:.4g}"}
         for name, value in critical.items()
     ]
-    # Along the dashed line, so that neighbouring critical intensities do not write over each other.
+    # Along the dashed line, so that labels of neighbouring critical intensities do not overlap.
     along = {"angle": 270, "align": "left", "dx": 8, "dy": 11, "fill": MUTED, "fontSize": 11}
     peak = [{"x": frame.x[0], "y": peak_flops_per_s, "text": f"peak {format_flops(peak_flops_per_s)}"}]
     layers = [
@@ -114,15 +114,15 @@ def _frame(
     intensities = [*critical.values(), *(point.intensity for point in points)] or [1.0]
     left, right = min(intensities) / 8, max(intensities) * 8
     rates = [point.flops_per_s for point in points]
-    # A slow link alone would stretch the picture far below anything that is drawn as a point.
+    # A slow link would otherwise extend the axis far below every point.
     slopes = max(min([left * rate for rate in links.values()] or [peak]), peak / 1e5)
     return _Frame(
         x=(left, right), y=(min([slopes, peak / 100, *(rate / 3 for rate in rates)]), max([peak, *rates]) * 3)
     )
 
 
-def _label_rows(points: Sequence[RooflinePoint], taken: Sequence[_Box], frame: _Frame) -> list[Row]:
-    """Labels beside their points where nothing is in the way, else further down, tied by a thin line."""
+def _label_rows(points: Sequence[RooflinePoint], taken: Sequence[_Box], frame: _Frame) -> list[Datum]:
+    """Returns labels beside their points where that is free, else further down, connected by a thin line."""
     dots = [frame.pixel(point.intensity, point.flops_per_s) for point in points]
     boxes = [*taken, *(_Box(x - 6, x + 6, y, 6) for x, y in dots)]
     rows = []
@@ -135,7 +135,7 @@ def _label_rows(points: Sequence[RooflinePoint], taken: Sequence[_Box], frame: _
 
 
 def _free_box(label: str, x: float, y: float, taken: Sequence[_Box]) -> _Box:
-    """The first free place for a label: below right of (x, y), above left, right, left, then further down."""
+    """Returns the first free position of a label: below right of (x, y), above left, right, left, then further down."""
     width = len(label) * CHARACTER_PX
     right, left = min(x + 9, WIDTH_PX - width), x - 9 - width
     down = [(right, y + 12 + LINE_PX * line) for line in range(len(taken) + 2)]

@@ -1,21 +1,21 @@
-"""Scaling curves against the number of chips: throughput, where the time goes, memory."""
+"""Curves over the number of chips: throughput, step time, shares of a step, memory, collective bandwidth."""
 
 from collections.abc import Mapping, Sequence
 
 import msgspec
 
 from meshwright.core.errors import InputError
-from meshwright.report.figure import MUTED, PALETTE, Channel, Layer, Spec, alt, si_scale, themed
+from meshwright.report.figure import MUTED, PALETTE, Encoding, Figure, Layer, alt, si_scale, themed
 from meshwright.report.marks import DASHES, WHOLE_NUMBERS, Points, color_by, lines, log_axis, palette_of, stroke_colors
 
 PANEL_PX = (300, 240)
 MIN_SHARE = 5e-3
-"""A bubble that never takes more of a step is not drawn."""
+"""Share of a step up to which the bubble is not drawn."""
 PERFECT, LIMIT = "perfect scaling", "what a chip holds"
 
 
 class ScalingPoint(msgspec.Struct, frozen=True, kw_only=True):
-    """One number of chips. Shares are of the step; ``limit_bytes`` is what a chip holds, None where not known."""
+    """One number of chips. Shares are of the step; ``limit_bytes`` is a chip's memory, None if not known."""
 
     num_chips: int
     step_s: float
@@ -27,8 +27,8 @@ class ScalingPoint(msgspec.Struct, frozen=True, kw_only=True):
     limit_bytes: float | None = None
 
 
-def scaling_figure(points: Sequence[ScalingPoint], *, title: str, subtitle: str = "") -> Spec:
-    """Four panels over chips: tokens per second beside perfect scaling, time per step, shares of a step, memory."""
+def scaling_figure(points: Sequence[ScalingPoint], *, title: str, subtitle: str = "") -> Figure:
+    """Draws tokens per second with perfect scaling, time per step, shares of a step, and memory over chips."""
     if not points:
         raise InputError("There is no point to draw: nothing runs on any of the clusters.")
     first, limit = points[0], points[0].limit_bytes
@@ -54,7 +54,7 @@ def scaling_figure(points: Sequence[ScalingPoint], *, title: str, subtitle: str 
 def _panel(
     chips: Sequence[int], series: Mapping[str, Sequence[float]], y_title: str, *, unit: str = "", log: bool = False
 ) -> Layer:
-    """A line with dots per series over chips, references dashed and without dots."""
+    """Draws a line with dots per series over chips; references are dashed and have no dots."""
     scale, unit_name = (1.0, "") if unit == "%" else si_scale(max(map(max, series.values())), unit)
     curves: dict[str, Points] = {
         name: list(zip(chips, (value / scale for value in values), strict=True)) for name, values in series.items()
@@ -71,25 +71,25 @@ def _panel(
     several = color_by("name", colors, orient="top", symbolType="stroke", columns=3)
     color = several if len(curves) > 1 else alt.ColorValue(PALETTE[0])
     x = chips_axis(chips)
-    # Below the lines that are compared with them.
+    # References are below the lines.
     layers = lines({name: curves.pop(name) for name in references}, x, y, color, strokeDash=DASHES, strokeWidth=1.5)
     layers += lines(curves, x, y, color, point={"size": 40})
     return alt.layer(*layers).properties(width=PANEL_PX[0], height=PANEL_PX[1])
 
 
-def chips_axis(chips: Sequence[float]) -> Channel:
-    """A logarithmic axis whose labels are the numbers of chips themselves, as many as fit."""
+def chips_axis(chips: Sequence[float]) -> Encoding:
+    """Returns a logarithmic axis labelled with the given numbers of chips, as many as fit."""
     numbers = sorted(set(chips))
     domain = (numbers[0], numbers[-1]) if len(numbers) > 1 else (1, 2 * numbers[0])
     axis = {"values": numbers[:: -(-len(numbers) // 7)], "labelExpr": WHOLE_NUMBERS}
     return log_axis(alt.X, "x", domain, "chips", labelOverlap=False, grid=False, **axis)
 
 
-def bandwidth_figure(rates: Mapping[str, Sequence[tuple[int, float]]], *, title: str, subtitle: str = "") -> Spec:
-    """Bytes per second against chips, a line per collective; lines that coincide share one."""
+def bandwidth_figure(rates: Mapping[str, Sequence[tuple[int, float]]], *, title: str, subtitle: str = "") -> Figure:
+    """Draws bytes per second over chips, a line per collective; collectives with equal rates share a line."""
     merged: dict[tuple[tuple[int, float], ...], str] = {}
     for name, points in rates.items():
-        # to three digits: what cannot be told apart in the picture
+        # Rates are equal if three digits are: the picture shows no more.
         key = tuple((chips, float(f"{rate:.3g}")) for chips, rate in points)
         merged[key] = f"{merged[key]}, {name}" if key in merged else name
     if not any(merged):

@@ -33,7 +33,7 @@ def test_a_long_line_bends_beside_the_boxes_that_it_passes():
     nodes = tuple(Node(key, key, "other", 1) for key in "abc")
     graph = Graph("body", 3, nodes, (("a", "b"), ("b", "c"), ("a", "c")))
     (panel,) = panels(graph_figure([graph], title="t"))
-    long = [row for row in marks(panel, "line")[0]["rows"] if row["way"] == 2]
+    long = [row for row in marks(panel, "line")[0]["rows"] if row["path"] == 2]
     box = boxes_of(panel)["b"]
     beside = [row["x"] for row in long if box["y"] <= row["y"] <= box["y2"]]
     assert beside

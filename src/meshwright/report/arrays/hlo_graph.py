@@ -1,4 +1,4 @@
-"""The picture of a compiled layer: boxes from the first to the last that runs, lines for what feeds what."""
+"""The picture of a compiled layer: a box per node in order of dependence, a line per edge."""
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -6,7 +6,7 @@ from statistics import fmean
 
 from meshwright.hlo.graph import Graph
 from meshwright.report.arrays.canvas import Canvas, cell
-from meshwright.report.figure import INK, MUTED, Layer, Spec, alt, headline, themed
+from meshwright.report.figure import INK, MUTED, Figure, Layer, alt, headline, themed
 from meshwright.report.marks import color_by, plot
 
 COLORS = {
@@ -21,21 +21,21 @@ COLORS = {
 BOX_PX = (202, 30)
 GAP_PX = (14, 28)
 BEND_PX = 26
-"""Width that a line takes where it passes between boxes."""
+"""Width of a line that passes between boxes."""
 MAX_CHARACTERS = 34
 SWEEPS = 12
 
 
-def graph_figure(graphs: Sequence[Graph], *, title: str) -> Spec:
-    """A panel per computation, side by side, under one legend."""
-    told = "arrows lead to what needs a result; those that follow from others are left out"
-    return themed(alt.hconcat(*map(_panel, graphs), spacing=60), title, told)
+def graph_figure(graphs: Sequence[Graph], *, title: str) -> Figure:
+    """Draws a panel per computation, side by side, with one legend."""
+    note = "arrows lead to what needs a result; those that follow from others are left out"
+    return themed(alt.hconcat(*map(_panel, graphs), spacing=60), title, note)
 
 
 def _panel(graph: Graph) -> Layer:
     rows = _rows(graph)
-    lanes, ways = _with_bends(graph, rows)
-    _order(lanes, ways)
+    lanes, paths = _with_bends(graph, rows)
+    _order(lanes, paths)
     keys = {node.key for node in graph.nodes}
     width, height = max(_width(lane, keys) for lane in lanes), len(lanes) * (BOX_PX[1] + GAP_PX[1])
     centre = _centres(lanes, keys, width)
@@ -43,20 +43,20 @@ def _panel(graph: Graph) -> Layer:
     boxes = [
         cell(*corner[node.key], *BOX_PX, kind=node.kind, text=_cut(node.text, MAX_CHARACTERS)) for node in graph.nodes
     ]
-    heads = [{"x": centre[key][0], "y": corner[key][1] - 4} for key in {way[-1]: None for way in ways}]
+    heads = [{"x": centre[key][0], "y": corner[key][1] - 4} for key in {path[-1]: None for path in paths}]
     canvas = Canvas((0, width), (0, height))
     color = color_by("kind", COLORS, orient="top", symbolType="square", symbolSize=140)
     chart = alt.layer(
-        _lines(ways, centre, canvas),
+        _lines(paths, centre, canvas),
         canvas.points(heads, shape="triangle-down", color=MUTED, size=30),
         canvas.boxes(boxes, cornerRadius=4, stroke="#B0B0B0", strokeWidth=0.8).encode(color=color),
         canvas.words(boxes, fontSize=11, fill=INK),
     )
     steps = sum(node.num_instructions for node in graph.nodes)
-    often = "once" if graph.times == 1 else f"{graph.times:,} times"
-    told = f"{len(graph.nodes)} nodes of {steps:,} instructions, runs {often}"
-    told += f" with {len(graph.alike)} alike" if graph.alike else ""
-    heading = headline(_cut(graph.name, 60), told, fontSize=13, offset=8)
+    runs = "once" if graph.times == 1 else f"{graph.times:,} times"
+    note = f"{len(graph.nodes)} nodes of {steps:,} instructions, runs {runs}"
+    note += f" with {len(graph.alike)} alike" if graph.alike else ""
+    heading = headline(_cut(graph.name, 60), note, fontSize=13, offset=8)
     return chart.properties(title=heading, width=width, height=height)
 
 
@@ -69,7 +69,7 @@ def _width(lane: Sequence[str], boxes: set[str]) -> int:
 
 
 def _centres(lanes: Sequence[Sequence[str]], boxes: set[str], width: int) -> dict[str, tuple[float, float]]:
-    """Pixels of the middle of each box and bend; narrower rows are centred."""
+    """Returns the centre of each box and bend in pixels; rows are centred."""
     found = {}
     for row, lane in enumerate(lanes):
         x = (width - _width(lane, boxes)) / 2
@@ -81,7 +81,7 @@ def _centres(lanes: Sequence[Sequence[str]], boxes: set[str], width: int) -> dic
 
 
 def _rows(graph: Graph) -> dict[str, int]:
-    """The row of each node: below all that feed it, and one that nothing feeds just above what it feeds."""
+    """Returns the row of each node: below all its inputs; a node without inputs is just above its first user."""
     before: dict[str, list[str]] = {node.key: [] for node in graph.nodes}
     after: dict[str, list[str]] = {node.key: [] for node in graph.nodes}
     for a, b in graph.edges:
@@ -98,28 +98,28 @@ def _rows(graph: Graph) -> dict[str, int]:
 
 
 def _with_bends(graph: Graph, rows: Mapping[str, int]) -> tuple[list[list[str]], list[list[str]]]:
-    """(boxes and bends of each row, the way of each line): a line has a bend in every row that it crosses."""
+    """Returns (boxes and bends of each row, points of each line): a line has a bend in every row that it crosses."""
     lanes: list[list[str]] = [[] for _ in range(max(rows.values()) + 1)]
     for key, row in rows.items():
         lanes[row].append(key)
-    ways = []
+    paths = []
     for a, b in graph.edges:
         bends = [f"{a}>{b}@{row}" for row in range(rows[a] + 1, rows[b])]
         for row, bend in enumerate(bends, rows[a] + 1):
             lanes[row].append(bend)
-        ways.append([a, *bends, b])
-    return lanes, ways
+        paths.append([a, *bends, b])
+    return lanes, paths
 
 
-def _order(lanes: list[list[str]], ways: Sequence[Sequence[str]]) -> None:
-    """Order boxes and bends within their rows by the mean place of their neighbours, down and up a few times.
+def _order(lanes: list[list[str]], paths: Sequence[Sequence[str]]) -> None:
+    """Sorts boxes and bends within their rows by the mean position of their neighbours, in alternating sweeps.
 
     Source: the barycentre heuristic of Sugiyama, Tagawa and Toda (1981).
     """
     above: dict[str, list[str]] = {}
     below: dict[str, list[str]] = {}
-    for way in ways:
-        for a, b in pairwise(way):
+    for path in paths:
+        for a, b in pairwise(path):
             above.setdefault(b, []).append(a)
             below.setdefault(a, []).append(b)
     for sweep in range(SWEEPS):
@@ -128,7 +128,7 @@ def _order(lanes: list[list[str]], ways: Sequence[Sequence[str]]) -> None:
         order = range(1, len(lanes)) if down else range(len(lanes) - 2, -1, -1)
         for row in order:
             beside = lanes[row - 1 if down else row + 1]
-            # Places count from the middle of a row, as rows are drawn.
+            # Positions count from the middle of a row, as rows are centred.
             at = {key: number - len(beside) / 2 for number, key in enumerate(beside)}
             own = {key: number - len(lanes[row]) / 2 for number, key in enumerate(lanes[row])}
             near = {key: [at[one] for one in neighbours.get(key, []) if one in at] for key in lanes[row]}
@@ -136,14 +136,14 @@ def _order(lanes: list[list[str]], ways: Sequence[Sequence[str]]) -> None:
             lanes[row].sort(key=middle.__getitem__)
 
 
-def _lines(ways: Sequence[Sequence[str]], centre: Mapping[str, tuple[float, float]], canvas: Canvas) -> Layer:
-    """A line from below a box through the middle of its bends to just above the box that it feeds."""
+def _lines(paths: Sequence[Sequence[str]], centre: Mapping[str, tuple[float, float]], canvas: Canvas) -> Layer:
+    """Draws lines from the bottom of a box through the bends to just above the box at the other end."""
     rows = []
     half = BOX_PX[1] / 2
-    for number, way in enumerate(ways):
-        points = [(x, y + dy) for x, y in (centre[key] for key in way) for dy in (-12, 12)]
-        points[:2] = [(centre[way[0]][0], centre[way[0]][1] + half)]
-        points[-2:] = [(centre[way[-1]][0], centre[way[-1]][1] - half - 5)]
-        rows += [{"way": number, "step": step, "x": x, "y": y} for step, (x, y) in enumerate(points)]
+    for number, path in enumerate(paths):
+        points = [(x, y + dy) for x, y in (centre[key] for key in path) for dy in (-12, 12)]
+        points[:2] = [(centre[path[0]][0], centre[path[0]][1] + half)]
+        points[-2:] = [(centre[path[-1]][0], centre[path[-1]][1] - half - 5)]
+        rows += [{"path": number, "step": step, "x": x, "y": y} for step, (x, y) in enumerate(points)]
     mark = plot(rows).mark_line(color=MUTED, strokeWidth=1.1, opacity=0.75)
-    return mark.encode(**canvas.at(), detail="way:N", order="step:Q")
+    return mark.encode(**canvas.at(), detail="path:N", order="step:Q")

@@ -1,4 +1,4 @@
-"""The picture of a collective along a ring: one panel per step, a row per device, a column per block."""
+"""The picture of a collective along a ring: a panel per step, a row per device, a column per block."""
 
 from collections.abc import Sequence
 from typing import Literal
@@ -7,21 +7,21 @@ import msgspec
 
 from meshwright.core.errors import InputError
 from meshwright.report.arrays.canvas import Canvas, cell, names
-from meshwright.report.figure import INK, MUTED, PALETTE, Layer, Spec, alt, headline, themed
-from meshwright.report.marks import Row, plot
+from meshwright.report.figure import INK, MUTED, PALETTE, Figure, Layer, alt, headline, themed
+from meshwright.report.marks import Datum, plot
 
 MAX_DEVICES = 16
 PANEL_PX = 250
 COLUMNS = 4
 MIN_SIDE_WITH_ARROWS_PX = 24
 SHADES = ("#E8F1F8", "#0072B2")
-"""Of a block that holds one device's data, and of one that holds all of it."""
+"""Colours of a block with one addend and with all of them."""
 WHITE_FROM = 0.6
-"""Share of the addends from which a block's word is white."""
+"""Share of addends above which the text of a block is white."""
 
 
 class Move(msgspec.Struct, frozen=True, kw_only=True):
-    """One block on its way from a device to its neighbour."""
+    """A block that a device sends to its neighbour."""
 
     source: int
     target: int
@@ -29,10 +29,10 @@ class Move(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RingFrame(msgspec.Struct, frozen=True, kw_only=True):
-    """What all devices hold after a step, and the moves of that step; the first frame has none.
+    """The blocks of all devices after a step, and the moves of that step; the first frame has none.
 
-    ``held[device][block]`` are the devices whose data is in that block there: itself for a gathered block, several
-    for a sum, () for nothing.
+    ``held[device][block]`` are the devices whose data is in that block: one for a gathered block, several for a sum,
+    () for an absent block.
     """
 
     step: int
@@ -41,11 +41,11 @@ class RingFrame(msgspec.Struct, frozen=True, kw_only=True):
     phase: Literal["start", "gather", "reduce"]
 
 
-def ring_figure(frames: Sequence[RingFrame], *, title: str, subtitle: str = "", sums: bool = False) -> Spec:
-    """One panel per frame: which device holds which block, how much of a sum it is, and what has just come.
+def ring_figure(frames: Sequence[RingFrame], *, title: str, subtitle: str = "", sums: bool = False) -> Figure:
+    """Draws a panel per frame: the blocks of each device, and the moves of the step.
 
-    A block that came in this step has a dark edge and an arrow from its sender; the words say whose data it is. With
-    ``sums`` a block is the darker the more of its addends are in it.
+    A block received in this step has a dark edge and an arrow from its sender; its text names the source of its data.
+    With ``sums`` a block with more addends is darker.
     """
     if not frames:
         raise InputError("There is no step to draw. Give at least one.")
@@ -70,26 +70,26 @@ def _panel(frame: RingFrame, size: int, *, sums: bool) -> Layer:
         if held
     ]
     shade = alt.Color("share:Q", scale=alt.Scale(domain=[1 / size, 1], range=SHADES), legend=None)
-    came = [cell(move.block, move.target) for move in frame.moves]
+    received = [cell(move.block, move.target) for move in frame.moves]
     words = canvas.words(rows, fontSize=10 if with_arrows else 8).encode(color=alt.Color("ink:N", scale=None))
     chart = alt.layer(
         canvas.boxes([cell(0, 0, size, size)], filled=False, stroke="#D0D0D0", strokeWidth=1),
         canvas.boxes(rows, stroke="white", strokeWidth=1).encode(color=shade if sums else alt.ColorValue(PALETTE[4])),
-        canvas.boxes(came, filled=False, stroke=INK, strokeWidth=1.8),
+        canvas.boxes(received, filled=False, stroke=INK, strokeWidth=1.8),
         *(_arrows(frame.moves, size, canvas) if with_arrows and frame.moves else []),
         words,
     )
     done = "added to what is there" if frame.phase == "reduce" else "passed on"
-    name, told = f"step {frame.step}", f"{len(frame.moves)} blocks {done}"
+    name, note = f"step {frame.step}", f"{len(frame.moves)} blocks {done}"
     if frame.phase == "start":
-        name, told = "start", "before anything is sent"
-    heading = headline(name, told, fontSize=13, subtitleFontSize=11, offset=6)
+        name, note = "start", "before anything is sent"
+    heading = headline(name, note, fontSize=13, subtitleFontSize=11, offset=6)
     chart = chart.resolve_scale(color="independent")
     return chart.properties(title=heading, width=size * side, height=size * side)
 
 
-def _block(block: int, device: int, held: tuple[int, ...], size: int, *, sums: bool) -> Row:
-    """The block with whose data it is: its number, "sum" for that of all, else how many there are in it."""
+def _block(block: int, device: int, held: tuple[int, ...], size: int, *, sums: bool) -> Datum:
+    """Returns the cell of a block, labelled with its source device, "sum", or its number of addends."""
     share = len(held) / size
     text = f"{len(held)} of {size}" if size <= 6 else str(len(held))
     if len(held) == 1:
@@ -100,12 +100,12 @@ def _block(block: int, device: int, held: tuple[int, ...], size: int, *, sums: b
 
 
 def _arrows(moves: Sequence[Move], size: int, canvas: Canvas) -> list[Layer]:
-    """A line from each sender's row to the receiver's, with a head; round the ring it leaves by the edge."""
+    """Draws an arrow from each sender's row to the receiver's; moves that wrap around leave at the edge."""
     rows, heads = [], []
     for move in moves:
         wraps = abs(move.target - move.source) > 1
         down = (move.target > move.source) != wraps
-        # Blocks that go both ways from one device would else lie on one line.
+        # Blocks sent in both directions get lines beside each other.
         across = move.block + (0.86 if down else 0.14)
         start = move.source + 0.5
         end = move.target + (0.2 if down else 0.8)

@@ -1,4 +1,4 @@
-"""The picture of who holds which block: one panel per array, one rectangle per block, one stripe per holder."""
+"""The picture of a sharding: a panel per array, a rectangle per block, a stripe per device that has the block."""
 
 from collections.abc import Sequence
 
@@ -6,8 +6,8 @@ import msgspec
 
 from meshwright.core.errors import InputError
 from meshwright.report.arrays.canvas import Canvas, cell, grid, names, shown
-from meshwright.report.figure import PALETTE, Channel, Layer, Spec, alt, headline, themed
-from meshwright.report.marks import Row, labels
+from meshwright.report.figure import PALETTE, Encoding, Figure, Layer, alt, headline, themed
+from meshwright.report.marks import Datum, labels
 
 MAX_BLOCKS_SHOWN = 16
 LAST_BLOCKS = 7
@@ -20,7 +20,7 @@ LINE_PX = 14
 
 
 class ShardingPanel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The blocks of one array: ``cells[row][col]`` are the ids of the devices that hold that block.
+    """The blocks of one array: ``cells[row][col]`` are the ids of the devices that have the block.
 
     A 1-D array is one row with the label ``""``; the caller flattens leading dims of larger arrays into rows.
     """
@@ -39,8 +39,8 @@ def sharding_figure(
     *,
     title: str = "Who holds which block",
     subtitle: str = "A block carries the ids of its devices; several stripes are copies of the same block.",
-) -> Spec:
-    """One panel per array; every device has one colour in all panels, and every copy of a block one stripe.
+) -> Figure:
+    """Draws a panel per array; a device has one colour in all panels, and every copy of a block is a stripe.
 
     A dim of more than 16 blocks shows its first and last ones, with a gap between.
     """
@@ -56,9 +56,9 @@ def sharding_figure(
 
 
 def devices_text(devices: Sequence[int], max_characters: int) -> list[str]:
-    """Lines that name the devices: ``["0-3"]``, ``["0,2,", "4,6"]``, or first, last and count when too many.
+    """Returns lines that name the devices: ``["0-3"]``, ``["0,2,", "4,6"]``, or first, last and count of many.
 
-    The empty list when not even that fits into a line of ``max_characters``.
+    The list is empty if none of these fits into ``max_characters``.
     """
     text = ",".join(_ranges(sorted(devices)))
     if len(text) <= max_characters:
@@ -98,7 +98,7 @@ def _check(array: ShardingPanel) -> None:
         raise InputError(f"{array.title}: a block is held by no device. Give at least one id per block.")
 
 
-def _color(num_devices: int) -> Channel:
+def _color(num_devices: int) -> Encoding:
     if num_devices <= MAX_NAMED_COLORS:
         scale = alt.Scale(domain=list(range(num_devices)), range=PALETTE[:num_devices])
         return alt.Color("device:N", scale=scale, legend=None)
@@ -106,7 +106,7 @@ def _color(num_devices: int) -> Channel:
     return alt.Color("device:Q", scale=scale, legend=None)
 
 
-def _panel(array: ShardingPanel, color: Channel) -> Layer:
+def _panel(array: ShardingPanel, color: Encoding) -> Layer:
     rows, cols = (shown(len(found), MAX_BLOCKS_SHOWN, LAST_BLOCKS) for found in (array.row_labels, array.col_labels))
     cell_px = (max(38, min(110, PANEL_PX[0] // len(cols))), max(24, min(56, PANEL_PX[1] // len(rows))))
     col_names = [None if col is None else array.col_labels[col] for col in cols]
@@ -128,8 +128,8 @@ def _panel(array: ShardingPanel, color: Channel) -> Layer:
 
 def _blocks(
     array: ShardingPanel, rows: Sequence[int | None], cols: Sequence[int | None], cell_px: tuple[int, int]
-) -> tuple[list[Row], list[Row], list[Row]]:
-    """Rows for the stripes, the outlines and the texts; the position of a block is its number in the panel."""
+) -> tuple[list[Datum], list[Datum], list[Datum]]:
+    """Returns the rows of the stripes, the outlines and the texts."""
     cells, texts = grid(rows, cols)
     stripes, outlines = [], []
     for x, y, row, col in cells:
@@ -141,7 +141,7 @@ def _blocks(
         outlines.append(cell(x, y))
         lines = devices_text(array.cells[row][col], int((cell_px[0] - 4) / CHARACTER_PX))
         if lines and len(lines) * LINE_PX <= cell_px[1] - 4:
-            # Vega puts the first of several lines on the point: half of the others go above it.
+            # Vega puts the first of several lines on the point: moving it up centres all of them.
             raised = (len(lines) - 1) * LINE_PX / 2 / cell_px[1]
             texts.append(cell(x, y - raised, text=lines))
     return stripes, outlines, texts

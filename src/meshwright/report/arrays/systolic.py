@@ -1,4 +1,4 @@
-"""The picture of a systolic array at work: one panel per cycle, weights from above, inputs from the left."""
+"""The picture of a systolic array: a panel per cycle, weights enter from above, inputs from the left."""
 
 from collections.abc import Sequence
 
@@ -6,8 +6,8 @@ import msgspec
 
 from meshwright.core.errors import InputError
 from meshwright.report.arrays.canvas import Canvas, cell
-from meshwright.report.figure import MUTED, Layer, Spec, alt, headline, themed
-from meshwright.report.marks import Row, color_by
+from meshwright.report.figure import MUTED, Figure, Layer, alt, headline, themed
+from meshwright.report.marks import Datum, color_by
 
 MAX_CELLS_A_SIDE = 32
 MAX_SIDE_WITH_NUMBERS = 12
@@ -22,42 +22,42 @@ KINDS: dict[str, str] = {
     "result leaves": "#F4C766",
     "empty": "#F0F0F0",
 }
-"""What a cell may be, and its colour."""
+"""State of a cell -> its colour."""
 
 REACH = 2
-"""Cells around the array in which numbers that come and go are shown."""
+"""Width of the border around the array in which entering and leaving numbers are shown, in cells."""
 
 
-class Passing(msgspec.Struct, frozen=True, kw_only=True):
-    """A number outside the array: in which row or column, and how many cells from its edge (1 is next to it)."""
+class BoundaryValue(msgspec.Struct, frozen=True, kw_only=True):
+    """A number outside the array: its row or column, and its distance from the edge in cells (1 is adjacent)."""
 
     lane: int
     distance: int
     value: int
 
 
-class Frame(msgspec.Struct, frozen=True, kw_only=True):
-    """The array in one cycle.
+class SystolicFrame(msgspec.Struct, frozen=True, kw_only=True):
+    """The state of the array in one cycle.
 
-    ``weights[r][c]`` is None before a weight is there, ``activations[r][c]`` where the cell does not multiply.
-    ``inputs`` wait at the left (lane = row), ``coming`` weights above and ``results`` below (lane = column).
+    ``weights[r][c]`` is None before a weight arrives, ``activations[r][c]`` while the cell does not multiply.
+    ``inputs`` are left of the array (lane = row), ``coming`` weights above and ``results`` below (lane = column).
     """
 
     cycle: int
     weights: tuple[tuple[int | None, ...], ...]
     activations: tuple[tuple[int | None, ...], ...]
-    inputs: tuple[Passing, ...]
-    coming: tuple[Passing, ...]
-    results: tuple[Passing, ...]
+    inputs: tuple[BoundaryValue, ...]
+    coming: tuple[BoundaryValue, ...]
+    results: tuple[BoundaryValue, ...]
 
     @property
     def num_busy(self) -> int:
-        """Cells that multiply in this cycle."""
+        """Number of cells that multiply in this cycle."""
         return sum(value is not None for row in self.activations for value in row)
 
 
-def systolic_figure(frames: Sequence[Frame], *, title: str, subtitle: str = "") -> Spec:
-    """One panel per frame; numbers are written into the cells of small arrays, "3·2" where a cell multiplies.
+def systolic_figure(frames: Sequence[SystolicFrame], *, title: str, subtitle: str = "") -> Figure:
+    """Draws a panel per frame; cells of small arrays carry their numbers, "3·2" for a cell that multiplies.
 
     Raises InputError for an array of more than 32 rows or columns.
     """
@@ -70,7 +70,7 @@ def systolic_figure(frames: Sequence[Frame], *, title: str, subtitle: str = "") 
     return themed(alt.concat(*panels, columns=min(COLUMNS, len(frames)), spacing=26), title, subtitle)
 
 
-def _panel(frame: Frame, rows: int, cols: int) -> Layer:
+def _panel(frame: SystolicFrame, rows: int, cols: int) -> Layer:
     side = max(8, min(36, PANEL_PX // (max(rows, cols) + REACH)))
     canvas = Canvas((-REACH, cols), (-REACH, rows + REACH))
     cells = _cells(frame, rows)
@@ -80,13 +80,13 @@ def _panel(frame: Frame, rows: int, cols: int) -> Layer:
         canvas.boxes([cell(0, 0, cols, rows)], filled=False, stroke=MUTED, strokeWidth=1.5),
         *([canvas.words(cells, fontSize=10)] if max(rows, cols) <= MAX_SIDE_WITH_NUMBERS else []),
     )
-    told = f"{frame.num_busy} of {rows * cols} cells multiply"
-    heading = headline(f"cycle {frame.cycle + 1}", told, fontSize=13, offset=4)
+    note = f"{frame.num_busy} of {rows * cols} cells multiply"
+    heading = headline(f"cycle {frame.cycle + 1}", note, fontSize=13, offset=4)
     return chart.properties(title=heading, width=(cols + REACH) * side, height=(rows + 2 * REACH) * side)
 
 
-def _cells(frame: Frame, rows: int) -> list[Row]:
-    """One row of data per cell inside and around the array."""
+def _cells(frame: SystolicFrame, rows: int) -> list[Datum]:
+    """Returns a row for every cell inside and around the array."""
     found = []
     for row, (weights, activations) in enumerate(zip(frame.weights, frame.activations, strict=True)):
         for col, (weight, activation) in enumerate(zip(weights, activations, strict=True)):

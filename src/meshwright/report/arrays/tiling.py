@@ -1,4 +1,4 @@
-"""The picture of a layout: which elements of an array share a tile, where padding lies, the order inside a tile."""
+"""The picture of a layout: the tiles of an array, their padding, and the order of elements inside a tile."""
 
 import math
 from collections.abc import Sequence
@@ -9,12 +9,12 @@ from meshwright.core.units import format_bytes
 from meshwright.hlo.layout import layout_text, tile_offset
 from meshwright.hlo.shapes import Shape
 from meshwright.report.arrays.canvas import Canvas, cell, grid, names, shown
-from meshwright.report.figure import INK, MUTED, Layer, Spec, alt, headline, themed
+from meshwright.report.figure import INK, MUTED, Figure, Layer, alt, headline, themed
 
 MAX_TILES = (6, 6)
-"""Tiles drawn down and across; those in between are left out, the last ones, which may be padded, are not."""
+"""Number of tiles drawn down and across: the first ones, and the last one, which may be padded."""
 MAX_CELLS = (8, 12)
-"""Elements of a tile drawn down and across."""
+"""Number of elements of a tile drawn down and across."""
 TILE_PX = (44, 92)
 CELL_PX = (28, 46)
 FILL = "#CFE5F3"
@@ -23,7 +23,7 @@ SHADES = ("#DCEDF8", "#A9D4EF")
 
 
 class _Plane(NamedTuple):
-    """The two dims that lie innermost in memory, in elements: their names, sizes, and the tile over them."""
+    """The two innermost dims in memory: their names, their sizes in elements, and the tile over them."""
 
     names: tuple[str, str]
     sizes: tuple[int, int]
@@ -31,8 +31,8 @@ class _Plane(NamedTuple):
     copies: int
 
 
-def tiling_figure(shape: Shape, *, name: str) -> Spec:
-    """Two panels: the tiles over the array's innermost dims with their padding, and the order of elements in a tile.
+def tiling_figure(shape: Shape, *, name: str) -> Figure:
+    """Draws the tiles over the array's innermost dims with their padding, and the order of elements in a tile.
 
     Raises InputError for an array without tiles.
     """
@@ -43,9 +43,9 @@ def tiling_figure(shape: Shape, *, name: str) -> Spec:
     plane = _plane(shape)
     waste = 1 - shape.num_bytes / shape.padded_bytes
     numbers, memory = format_bytes(shape.num_bytes), format_bytes(shape.padded_bytes)
-    told = f"{numbers} of numbers, {memory} in memory ({waste:.1%} padding)"
+    note = f"{numbers} of numbers, {memory} in memory ({waste:.1%} padding)"
     chart = alt.hconcat(_tiles_panel(plane), _tile_panel(shape, plane), spacing=48)
-    return themed(chart.resolve_scale(color="independent"), f"{name}: {layout_text(shape)}", told)
+    return themed(chart.resolve_scale(color="independent"), f"{name}: {layout_text(shape)}", note)
 
 
 def _plane(shape: Shape) -> _Plane:
@@ -83,12 +83,12 @@ def _tiles_panel(plane: _Plane) -> Layer:
     total = counts[0] * counts[1] * plane.copies
     times = f", {plane.copies:,} times over for the other dims" if plane.copies > 1 else ""
     name = f"{total:,} {'tile' if total == 1 else 'tiles'} of {plane.tile[0]} x {plane.tile[1]}"
-    told = f"{counts[0]:,} down, {counts[1]:,} across{times}"
-    return _panel(layers, name, told, TILE_PX[1] * len(columns), TILE_PX[0] * len(rows))
+    note = f"{counts[0]:,} down, {counts[1]:,} across{times}"
+    return _panel(layers, name, note, TILE_PX[1] * len(columns), TILE_PX[0] * len(rows))
 
 
 def _legend(canvas: Canvas, bottom: int) -> list[Layer]:
-    """What the colours are, below the tiles."""
+    """Returns the legend below the tiles."""
     rows = [
         cell(0.1, bottom, 0, 0, color=FILL, text="elements"),
         cell(1.1, bottom, 0, 0, color=PADDING, text="padding"),
@@ -112,20 +112,20 @@ def _tile_panel(shape: Shape, plane: _Plane) -> Layer:
     canvas = _canvas(columns, rows, "column of the tile", "row of the tile")
     boxes = canvas.boxes(cells, stroke="white", strokeWidth=1).encode(color=alt.Color("shade:N", scale=None))
     packed = f"; {together} of one shade share a {together * shape.element_bits}-bit word" if together > 1 else ""
-    told = f"each element's place in memory{packed}"
+    note = f"each element's place in memory{packed}"
     layers = [boxes, canvas.words([*cells, *gaps], fontSize=10, fill=INK)]
-    return _panel(layers, "inside a tile", told, CELL_PX[1] * len(columns), CELL_PX[0] * len(rows))
+    return _panel(layers, "inside a tile", note, CELL_PX[1] * len(columns), CELL_PX[0] * len(rows))
 
 
 def _canvas(columns: Sequence[str | None], rows: Sequence[str | None], across_title: str, down_title: str) -> Canvas:
-    """Names of the columns above and of the rows to the left, and what they count."""
+    """Returns a canvas with named columns above and named rows to the left."""
     style = {"labelFontSize": 10, "labelColor": MUTED, "labelPadding": 6}
     above = names(columns, across_title, orient="top", labelAngle=0, **style)
     return Canvas((0, len(columns)), (0, len(rows)), above, names(rows, down_title, **style))
 
 
-def _panel(layers: Sequence[Layer], name: str, told: str, width: int, height: int) -> Layer:
-    return alt.layer(*layers).properties(title=headline(name, told, fontSize=13), width=width, height=height)
+def _panel(layers: Sequence[Layer], name: str, note: str, width: int, height: int) -> Layer:
+    return alt.layer(*layers).properties(title=headline(name, note, fontSize=13), width=width, height=height)
 
 
 def _range_label(number: int | None, size: int, tile: int) -> str | None:

@@ -1,4 +1,4 @@
-"""Pictures of a benchmark: the roofline with what was measured, sweeps of sizes, the knee of the batch."""
+"""Pictures of a benchmark: the measured roofline, sweeps of sizes, the knee of the batch, collectives."""
 
 from collections.abc import Mapping, Sequence
 from typing import Literal
@@ -15,7 +15,7 @@ from meshwright.bench.run import BenchReport
 from meshwright.core.dims import DTYPE_BYTES
 from meshwright.core.units import format_count, format_flops
 from meshwright.report.curves import curves_figure
-from meshwright.report.figure import PALETTE, Channel, Layer, Spec, alt, headline, si_scale, themed
+from meshwright.report.figure import PALETTE, Encoding, Figure, Layer, alt, headline, si_scale, themed
 from meshwright.report.marks import Points, ReferenceLine, color_by, lines, log_axis, plot
 from meshwright.report.roofline import RooflinePoint, roofline_figure
 from meshwright.spec.chip import chip
@@ -32,8 +32,8 @@ NAMES = {
 }
 
 
-def bench_figures(report: BenchReport) -> dict[str, Spec]:
-    """File name -> picture, for every part that has enough points."""
+def bench_figures(report: BenchReport) -> dict[str, Figure]:
+    """Returns file name -> picture for every part of the report that has enough points."""
     parts = {
         "roofline.png": _roofline,
         "matmul.png": _matmul,
@@ -50,9 +50,8 @@ def _where(report: BenchReport) -> str:
     return f"{report.machine}, {report.date[:10]}"
 
 
-def _roofline(report: BenchReport) -> Spec | None:
-    """Products, chains of multiply-adds and layers over their FLOPs per byte, under the data sheet's rates, or those of
-    this run where there are none."""
+def _roofline(report: BenchReport) -> Figure | None:
+    """Draws products, multiply-add chains and layers under the data sheet's rates, or under this run's without any."""
     products = report.matmul.sweep if report.matmul else ()
     largest = report.copy.largest() if report.copy else None
     main = [p for p in products if p.dtype == products[0].dtype]
@@ -69,7 +68,7 @@ def _roofline(report: BenchReport) -> Spec | None:
 
 
 def _points(report: BenchReport, products: Sequence[Product]) -> list[RooflinePoint]:
-    """The smallest and the largest product, every second fused chain, and the first, the middle and the last layer."""
+    """Returns the smallest and largest product, every second fused chain, and the first, middle and last layer."""
     found = []
     for product in dict.fromkeys((products[0], products[-1])):
         intensity = 2 * product.n / (3 * DTYPE_BYTES[product.dtype])
@@ -82,7 +81,7 @@ def _points(report: BenchReport, products: Sequence[Product]) -> list[RooflinePo
         return found
     for layer in dict.fromkeys((part.layers[0], part.layers[len(part.layers) // 2], part.layers[-1])):
         tokens = layer.tokens
-        # Operands and results of every product.
+        # Operands and results of every product are moved once.
         shapes = [block.shape for block in weight_blocks(part.sizes, part.dtype)]
         elements = sum(rows * columns + tokens * (rows + columns) for rows, columns in shapes)
         intensity = layer_flops(part.sizes, tokens) / (elements * DTYPE_BYTES[part.dtype])
@@ -91,7 +90,7 @@ def _points(report: BenchReport, products: Sequence[Product]) -> list[RooflinePo
     return found
 
 
-def _matmul(report: BenchReport) -> Spec | None:
+def _matmul(report: BenchReport) -> Figure | None:
     sweep = report.matmul.sweep if report.matmul else ()
     if not sweep:
         return None
@@ -105,7 +104,7 @@ def _matmul(report: BenchReport) -> Spec | None:
         if near is None:
             marks.append(ReferenceLine(axis="y", value=peaks[dtype], text=f"{dtype} peak {format_flops(peaks[dtype])}"))
         else:
-            # One mark for peaks that are alike, whose words would lie on each other.
+            # Labels of similar peaks would overlap: they share a line.
             marks[marks.index(near)] = msgspec.structs.replace(near, text=f"{dtype}, {near.text}")
     return curves_figure(
         curves,
@@ -118,7 +117,7 @@ def _matmul(report: BenchReport) -> Spec | None:
     )
 
 
-def _elementwise(report: BenchReport) -> Spec | None:
+def _elementwise(report: BenchReport) -> Figure | None:
     part = report.elementwise
     chains = part.chains if part else ()
     fused, eager = ([chain for chain in chains if chain.fused is wanted] for wanted in (True, False))
@@ -150,7 +149,7 @@ def _at(value: float, what: str, at: Literal["start", "end"] = "start") -> Refer
     return ReferenceLine(axis="x", value=value, text=f"{what} {value:.3g}", at=at)
 
 
-def _batch_times(report: BenchReport) -> Spec | None:
+def _batch_times(report: BenchReport) -> Figure | None:
     layers = report.batch.layers if report.batch else ()
     scale, unit = si_scale(max((layer.seconds.median_s for layer in layers), default=0.0), "s")
     curves = {"measured": [(float(layer.tokens), layer.seconds.median_s / scale) for layer in layers]}
@@ -161,15 +160,15 @@ def _batch_times(report: BenchReport) -> Spec | None:
     return _over_batch(report, curves, f"time of a layer ({unit})", "Time of a layer against the batch")
 
 
-def _throughput(report: BenchReport) -> Spec | None:
+def _throughput(report: BenchReport) -> Figure | None:
     layers = report.batch.layers if report.batch else ()
     name = f"{report.batch.dtype} layer" if report.batch else ""
     curves = {name: [(layer.tokens, layer.tokens_per_us) for layer in layers]}
     return _over_batch(report, curves, "tokens per us", "Tokens per us of a layer")
 
 
-def _over_batch(report: BenchReport, curves: Mapping[str, Points], y_title: str, title: str) -> Spec | None:
-    """Curves over the tokens of a device with the measured and the predicted knee; None for less than two layers."""
+def _over_batch(report: BenchReport, curves: Mapping[str, Points], y_title: str, title: str) -> Figure | None:
+    """Draws curves over tokens per device with the measured and predicted knee; None for fewer than two layers."""
     part = report.batch
     if part is None or len(part.layers) < 2:
         return None
@@ -193,13 +192,13 @@ def _over_batch(report: BenchReport, curves: Mapping[str, Points], y_title: str,
 # -- collectives ----------------------------------------------------------------------------------------
 
 
-def _collectives(report: BenchReport) -> Spec | None:
-    """Seconds over bytes, points with the fitted lines; a panel of equal axes for each group of devices."""
+def _collectives(report: BenchReport) -> Figure | None:
+    """Draws measured time over bytes with the fitted lines: a panel per group of devices, on equal axes."""
     found = report.collectives.collectives if report.collectives else ()
     if not found:
         return None
     sizes = [time.array_bytes for one in found for time in one.times]
-    # An axis of microseconds: the smallest collectives take a few, the largest some thousands.
+    # In microseconds: times range from a few to some thousands.
     times = [us for one in found for time in one.times for us in (time.seconds.median_s * 1e6, time.fitted_s * 1e6)]
     x = log_axis(alt.X, "x", (min(sizes) / 1.5, max(sizes) * 1.5), "bytes of the array")
     groups: dict[tuple[str, int], list[Collective]] = {}
@@ -214,7 +213,7 @@ def _collectives(report: BenchReport) -> Spec | None:
     return themed(alt.concat(*panels, columns=COLUMNS), title, _where(report))
 
 
-def _panel(found: Sequence[Collective], x: Channel, y: Channel) -> Layer:
+def _panel(found: Sequence[Collective], x: Encoding, y: Encoding) -> Layer:
     group = found[0].group
     points = [
         {"name": NAMES[one.kind], "x": time.array_bytes, "y": time.seconds.median_s * 1e6}
@@ -230,7 +229,7 @@ def _panel(found: Sequence[Collective], x: Channel, y: Channel) -> Layer:
 
 
 def _fitted(one: Collective) -> Points:
-    """The fitted line between the smallest and the largest size: of latency and rate, so that it bends on log axes."""
+    """Returns points of latency + bytes / rate between the smallest and largest size: bent on logarithmic axes."""
     first, last = one.times[0], one.times[-1]
     sizes = np.geomspace(first.array_bytes, last.array_bytes, LINE_POINTS + 1)
     seconds = np.interp(sizes, (first.array_bytes, last.array_bytes), (first.fitted_s, last.fitted_s))

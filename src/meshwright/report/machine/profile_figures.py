@@ -1,4 +1,4 @@
-"""The pictures of a profile: where the time goes, predicted beside measured, memory over time."""
+"""Pictures of a profile: where the time goes, predicted beside measured, memory over time."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,7 +9,7 @@ from meshwright.profile.compare import Row
 from meshwright.profile.memory import MemoryProfile
 from meshwright.profile.summary import Profile
 from meshwright.report.bars import step_breakdown_figure
-from meshwright.report.figure import INK, MUTED, PALETTE, Channel, Layer, Spec, alt, si_scale, themed
+from meshwright.report.figure import INK, MUTED, PALETTE, Encoding, Figure, Layer, alt, si_scale, themed
 from meshwright.report.marks import color_by, labels, plot
 
 MAX_DEVICES = 8
@@ -20,8 +20,8 @@ MEMORY_PX = {"width": 640, "height": 300}
 MAX_SAMPLES = 1500
 
 
-def where_figure(profile: Profile) -> Spec:
-    """One bar per device beside the predicted one: compute, memory-bound, exposed communication, overhead, idle."""
+def where_figure(profile: Profile) -> Figure:
+    """Draws the predicted bar and one per device: compute, memory-bound, exposed communication, overhead, idle."""
     devices = list(profile.times.devices.items())
     bars = {"predicted": profile.comparison.predicted.parts, "mean": profile.times.mean.parts}
     if len(devices) > 1:
@@ -31,8 +31,8 @@ def where_figure(profile: Profile) -> Spec:
     return step_breakdown_figure(bars, title="Where the time of a step goes", subtitle=subtitle)
 
 
-def parts_figure(rows: Sequence[Row], *, title: str, subtitle: str = "") -> Spec:
-    """Two bars for each row, predicted above measured, the longest first."""
+def parts_figure(rows: Sequence[Row], *, title: str, subtitle: str = "") -> Figure:
+    """Draws two bars per row, predicted above measured, longest rows first."""
     chosen = sorted(rows, key=lambda row: -max(row.predicted_s or 0.0, row.measured_s or 0.0))[:MAX_ROWS]
     if not chosen:
         raise InputError("there is nothing to compare. Give a trace with events of the program.")
@@ -58,15 +58,15 @@ def parts_figure(rows: Sequence[Row], *, title: str, subtitle: str = "") -> Spec
     return themed(chart, title, subtitle, width=WIDTH_PX, height=ROW_PX * len(chosen))
 
 
-def memory_timeline_figure(memory: MemoryProfile) -> Spec:
-    """Bytes over the time of the first steps, with what began when, and the peak."""
+def memory_timeline_figure(memory: MemoryProfile) -> Figure:
+    """Draws bytes over the time of the first steps, with the start of each phase and the peak."""
     peak = memory.peak
     if peak is None:
         raise InputError("no memory was sampled. Profile steps on this machine, without --trace.")
     scale, unit = si_scale(peak.num_bytes, "B")
     end_s = memory.samples[-1].at_s
     time_scale, time_unit = si_scale(end_s, "s")
-    # At most so many samples as a picture can show, the peak among them.
+    # No more samples than pixels can show, but always the peak.
     stride = max(1, len(memory.samples) // MAX_SAMPLES)
     kept = sorted({*memory.samples[::stride], peak, memory.samples[-1]})
     rows = [{"x": sample.at_s / time_scale, "y": sample.num_bytes / scale} for sample in kept]
@@ -86,8 +86,8 @@ def memory_timeline_figure(memory: MemoryProfile) -> Spec:
     return themed(chart, "Memory of the first steps", f"Bytes {what}; the peak is marked", **MEMORY_PX)
 
 
-def _mark_layers(memory: MemoryProfile, x: Channel, time_scale: float) -> list[Layer]:
-    """Dashed lines where something began; words where they do not lie on each other."""
+def _mark_layers(memory: MemoryProfile, x: Encoding, time_scale: float) -> list[Layer]:
+    """Returns a dashed line per mark; labels that would overlap are left out."""
     rows = [{"x": mark.at_s / time_scale, "text": mark.text} for mark in memory.marks]
     apart = memory.samples[-1].at_s / time_scale * 0.02
     named: list[dict[str, Any]] = []

@@ -1,4 +1,4 @@
-"""A profile as a page of Markdown with its pictures and its timeline: what `meshwright profile` leaves in a folder."""
+"""Writes the folder of `meshwright profile`: a page of Markdown, its pictures and the timeline."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -23,7 +23,7 @@ Columns = list[str | tuple[str, Show]]
 
 
 def write_report(found: Analysed, folder: Path) -> list[Path]:
-    """The files that were written, the page first."""
+    """Writes all files of the report and returns their paths, the page first."""
     profile = found.profile
     folder.mkdir(parents=True, exist_ok=True)
     how = f"{profile.plan.model.name} on {profile.plan.cluster.short_name}; {profile.plan.calibration.describe()}"
@@ -39,7 +39,7 @@ def write_report(found: Analysed, folder: Path) -> list[Path]:
 
 
 def report_text(profile: Profile) -> str:
-    """The page."""
+    """Returns the page as Markdown."""
     plan = profile.plan
     sections = [
         f"# Profile of {plan.model.name} on {plan.cluster.short_name}\n",
@@ -89,13 +89,13 @@ def _summary(profile: Profile) -> str:
 
 
 def predicted_overlap(profile: Profile) -> float | None:
-    """Share of the predicted communication that does not lengthen the step; None without any."""
+    """Returns the share of predicted communication that is overlapped; None without communication."""
     spent = sum(row.predicted_s or 0.0 for row in profile.comparison.terms if row.name.startswith("collective"))
     return max(0.0, 1 - profile.comparison.predicted.exposed_s / spent) if spent else None
 
 
 def difference(row: Row) -> str:
-    """``+12.3 ms``."""
+    """Returns ``+12.3 ms``."""
     return f"{'-' if row.difference_s < 0 else '+'}{format_seconds(abs(row.difference_s))}"
 
 
@@ -118,7 +118,7 @@ def _terms(profile: Profile) -> str:
 
 
 def difference_words(seconds: float) -> str:
-    """``12 ms more than predicted``."""
+    """Returns ``12 ms more than predicted``."""
     return f"{format_seconds(abs(seconds))} {'less' if seconds < 0 else 'more'} than predicted"
 
 

@@ -1,4 +1,4 @@
-"""A profile as a Chrome trace: the predicted timeline as one process, every measured device as one below it.
+"""Writes a profile as a Chrome trace: the predicted timeline is one process, every measured device another.
 
 Trace Event Format: complete events (``ph`` X) with times in microseconds, which nest by time inside one thread, and
 metadata events (M) with the names of processes and threads. Perfetto and chrome://tracing open it, gzipped too.
@@ -21,22 +21,22 @@ from meshwright.profile.summary import Analysed
 
 PREDICTED_PID = 1
 MAX_SLICES = 50_000
-"""Predicted slices up to which every layer and microbatch has its own; beyond, one pass stands for all its repeats."""
+"""Number of predicted slices above which one pass stands for all its layers and microbatches."""
 MAX_EVENTS = 200_000
-"""Slices of measured devices that are written; the shortest are left out beyond it."""
+"""Number of measured events that are written; the shortest are dropped above it."""
 _US = 1e6
 
 TraceEvent = dict[str, Any]
 
 
 def trace_events(found: Analysed) -> list[TraceEvent]:
-    """Both timelines: one mean predicted step, and the measured steps, from the same zero."""
+    """Returns both timelines, one predicted step and the measured steps, from the same zero."""
     count = found.profile.plan.strategy.num_microbatches
     return [*predicted_events(found.priced, num_microbatches=count), *measured_events(found.trace, found.facts)]
 
 
 def save_trace(found: Analysed, path: Path) -> Path:
-    """The path, after the trace was written to it, gzipped."""
+    """Writes the gzipped trace and returns its path."""
     document = {
         "traceEvents": trace_events(found),
         "displayTimeUnit": "ms",
@@ -53,7 +53,7 @@ LANES = ("compute", "links")
 
 
 def predicted_events(priced: PricedStrategy, *, num_microbatches: int) -> list[TraceEvent]:
-    """One step as it is expected, with a thread for what a device computes and one for its links."""
+    """Returns the events of one predicted step: a thread for computation and one for the links."""
     slices = predicted_timeline(priced, num_microbatches=num_microbatches)
     return [
         *_names(PREDICTED_PID, "predicted", LANES, order=0),
@@ -62,10 +62,10 @@ def predicted_events(priced: PricedStrategy, *, num_microbatches: int) -> list[T
 
 
 def predicted_timeline(priced: PricedStrategy, *, num_microbatches: int) -> list[Slice]:
-    """One step as it is expected: local steps one after the other, collectives beside them or in their way.
+    """Returns the slices of one predicted step: local steps in sequence, collectives overlapped or exposed.
 
-    A collective that nothing waits for begins when the links are free, and its pass ends with it at the latest. Passes
-    run for one microbatch after the other, as often as on the busiest device of a pipeline; its bubble comes last.
+    An overlapped collective starts when the links are free and finishes before its pass does. Passes run for one
+    microbatch after the other, as often as on the busiest device of a pipeline; the pipeline bubble comes last.
     """
     lanes = Lanes()
     for name, steps in _passes(priced, num_microbatches):
@@ -86,9 +86,7 @@ def predicted_timeline(priced: PricedStrategy, *, num_microbatches: int) -> list
 
 
 def _passes(priced: PricedStrategy, count: int) -> Iterator[tuple[str, list[tuple[StepCost, float]]]]:
-    """Every pass in order, with its steps and how often each counts: of each microbatch forward and backward, then the
-    update.
-    """
+    """Yields (name, [(step, repeats)]) of every pass in order: forward and backward per microbatch, then the update."""
     blocks = []
     for block in priced.costs.blocks:
         here = max((float(cost.here) for cost in block.forward), default=0.0)
@@ -126,7 +124,7 @@ def _add_step(lanes: Lanes, cost: StepCost, seconds: float, *, overlaps: bool) -
 
 
 def measured_events(trace: Trace, facts: Facts) -> list[TraceEvent]:
-    """Every device as a process with one thread per stream or host thread, the steps as slices of their own thread."""
+    """Returns a process per device with a thread per stream or host thread, and one thread for the steps."""
     zero = trace.windows[0].start_s
     end = trace.windows[-1].end_s
     inside = [event for event in trace.events if event.start_s >= zero and event.end_s <= end]
@@ -161,9 +159,9 @@ def _device(
 
 
 def _nested(events: Iterable[OpEvent]) -> list[tuple[str, list[OpEvent]]]:
-    """(name, events) of threads on which every event lies inside the open one or behind it.
+    """Returns (name, events) of threads on which events are nested or disjoint.
 
-    Events of one line that overlap otherwise, as asynchronous ones may, get a further thread.
+    Events of a stream that overlap otherwise, as asynchronous ones do, move to a further thread.
     """
     found: dict[tuple[str, int], tuple[list[OpEvent], list[float]]] = {}
     for event in events:
@@ -179,13 +177,13 @@ def _nested(events: Iterable[OpEvent]) -> list[tuple[str, list[OpEvent]]]:
 
 
 def _slice(pid: int, tid: int, name: str, kind: str, start_s: float, seconds: float) -> TraceEvent:
-    """One complete event; both ends are rounded, so that what nests in seconds nests in microseconds."""
+    """Returns a complete event; both ends are rounded, so that nested slices stay nested in microseconds."""
     start, end = round(start_s * _US, 3), round((start_s + seconds) * _US, 3)
     return {"ph": "X", "pid": pid, "tid": tid, "name": name, "cat": kind, "ts": start, "dur": round(end - start, 3)}
 
 
 def _names(pid: int, process: str, threads: Sequence[str], *, order: int) -> Iterator[TraceEvent]:
-    """Metadata: what a process and its threads are called, and where they stand."""
+    """Yields the metadata events: names and order of a process and its threads."""
     yield {"ph": "M", "pid": pid, "tid": 0, "name": "process_name", "args": {"name": process}}
     yield {"ph": "M", "pid": pid, "tid": 0, "name": "process_sort_index", "args": {"sort_index": order}}
     for tid, name in enumerate(threads, start=1):

@@ -1,19 +1,19 @@
-"""Measured against predicted step times: one point per measurement, on two logarithmic axes."""
+"""The scatter plot of predicted over measured step times, on two logarithmic axes."""
 
 from collections.abc import Sequence
 
 from meshwright.accuracy.errors import Prediction
-from meshwright.report.figure import MUTED, PALETTE, Spec, alt, themed
+from meshwright.report.figure import MUTED, PALETTE, Figure, alt, themed
 from meshwright.report.marks import log_axis, plot
 
 SHAPES = ("circle", "triangle-up", "square")
 SIDE_PX = 460
 BAND = 0.2
-"""The shaded band: predictions within a fifth of the measurement."""
+"""Relative error up to which predictions are in the shaded band."""
 
 
-def accuracy_figure(predictions: Sequence[Prediction], *, title: str, subtitle: str) -> Spec:
-    """A scatter of predictions over measurements in seconds, the diagonal, and a band of 20% around it."""
+def accuracy_figure(predictions: Sequence[Prediction], *, title: str, subtitle: str) -> Figure:
+    """Draws predictions over measurements in seconds, the diagonal, and a band of 20% around it."""
     points = [
         {"measured": one.measured_s, "predicted": one.predicted_s, "group": one.group or "no group", "id": one.id}
         for one in predictions
@@ -23,7 +23,7 @@ def accuracy_figure(predictions: Sequence[Prediction], *, title: str, subtitle: 
     x = log_axis(alt.X, "measured", ends, "measured seconds of a step")
     y = log_axis(alt.Y, "predicted", ends, "predicted seconds of a step")
     equal = plot({"measured": end, "predicted": end, "low": end * (1 - BAND), "high": end * (1 + BAND)} for end in ends)
-    # More groups than colours: a second round of colours has another shape. Of one domain, both share a legend.
+    # With more groups than colours, colours repeat with another shape. Equal domains merge both into one legend.
     groups = list(dict.fromkeys(point["group"] for point in points))
     colors = [PALETTE[number % len(PALETTE)] for number in range(len(groups))]
     shapes = [SHAPES[number // len(PALETTE) % len(SHAPES)] for number in range(len(groups))]

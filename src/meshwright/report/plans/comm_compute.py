@@ -8,20 +8,20 @@ from collections.abc import Sequence
 import msgspec
 
 from meshwright.core.errors import InputError
-from meshwright.report.figure import INK, MUTED, PALETTE, Channel, Layer, Spec, alt, si_scale, themed
+from meshwright.report.figure import INK, MUTED, PALETTE, Encoding, Figure, Layer, alt, si_scale, themed
 from meshwright.report.marks import Points, ReferenceLine, color_by, labels, lines, log_axis, plot, reference
 
 PANEL_PX = {"width": 420, "height": 320}
 MIN_SHARE = 1e-3
-"""Curves that stay below this share of the largest are not drawn: they would stretch the axis."""
+"""Times below this share of the largest do not extend the axis."""
 RATIOS = (1e-2, 1e2)
-"""Ratios beyond which curves are cut."""
+"""Range of the ratio axis; curves are clipped to it."""
 
 
 class CommsCurve(msgspec.Struct, frozen=True, kw_only=True):
-    """One line: seconds of communication at every batch, and of the compute beside it, which can differ by mesh.
+    """Seconds of communication and of compute at every batch size; the compute can differ by mesh.
 
-    ``crossing`` is the batch from which compute takes longer, where there is one.
+    ``crossing`` is the batch size above which compute takes longer; None without a crossing.
     """
 
     name: str
@@ -33,8 +33,8 @@ class CommsCurve(msgspec.Struct, frozen=True, kw_only=True):
 
 def comm_compute_figure(
     tokens: Sequence[float], curves: Sequence[CommsCurve], *, title: str, subtitle: str = ""
-) -> Spec:
-    """Left, times over batch, the last curve's compute dashed; right, compute over communication, crossings marked."""
+) -> Figure:
+    """Draws times over batch (the last curve's compute dashed), and compute / communication with marked crossings."""
     drawn = [curve for curve in curves if max(curve.seconds, default=0.0) > 0]
     if not drawn:
         raise InputError("There is no communication to draw: the mesh has one device.")
@@ -45,7 +45,7 @@ def comm_compute_figure(
     return themed(chart.resolve_scale(color="shared"), title, subtitle)
 
 
-def _times(tokens: Sequence[float], curves: Sequence[CommsCurve], x: Channel, color: Channel) -> Layer:
+def _times(tokens: Sequence[float], curves: Sequence[CommsCurve], x: Encoding, color: Encoding) -> Layer:
     compute_s = curves[-1].compute_s
     largest = max(max(compute_s), *(max(curve.seconds) for curve in curves))
     floor = max(MIN_SHARE * max(max(c.seconds) for c in curves), min(s for c in curves for s in c.seconds if s > 0))
@@ -63,7 +63,7 @@ def _times(tokens: Sequence[float], curves: Sequence[CommsCurve], x: Channel, co
     return alt.layer(*_lines(shown, (low, high), x, y, color), dashed, label).properties(**PANEL_PX)
 
 
-def _ratios(tokens: Sequence[float], curves: Sequence[CommsCurve], x: Channel, color: Channel) -> Layer:
+def _ratios(tokens: Sequence[float], curves: Sequence[CommsCurve], x: Encoding, color: Encoding) -> Layer:
     shown = [
         (one, [(batch, work / s) for batch, work, s in zip(tokens, one.compute_s, one.seconds, strict=True) if s > 0])
         for one in curves
@@ -78,9 +78,9 @@ def _ratios(tokens: Sequence[float], curves: Sequence[CommsCurve], x: Channel, c
 
 
 def _lines(
-    shown: Sequence[tuple[CommsCurve, Points]], domain: tuple[float, float], x: Channel, y: Channel, color: Channel
+    shown: Sequence[tuple[CommsCurve, Points]], domain: tuple[float, float], x: Encoding, y: Encoding, color: Encoding
 ) -> list[Layer]:
-    """The parts of curves that lie inside the domain; strong ones are wide."""
+    """Returns a layer per curve, clipped to the domain; strong curves are wide."""
     layers = []
     for one, points in shown:
         inside = [(batch, value) for batch, value in points if domain[0] <= value <= domain[1]]

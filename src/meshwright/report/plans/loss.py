@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 
 from meshwright.core.errors import InputError
-from meshwright.report.figure import INK, MUTED, PALETTE, Spec, alt, si_scale, themed
+from meshwright.report.figure import INK, MUTED, PALETTE, Figure, alt, si_scale, themed
 from meshwright.report.marks import color_by, labels, lines, plot
 
 MEAN_FRACTION = 0.05
@@ -12,10 +12,10 @@ MEAN_FRACTION = 0.05
 
 def loss_figure(
     losses: Sequence[float], tokens: Sequence[float], *, title: str = "Training loss", subtitle: str = ""
-) -> Spec:
-    """The loss of every step against the tokens seen until then; non-finite losses leave a gap.
+) -> Figure:
+    """Draws the loss of every step over the tokens seen so far; non-finite losses leave a gap.
 
-    From 40 steps on, each step's loss is drawn pale under a mean centred on the step, over 5% of all steps.
+    From 40 steps on, single losses are pale and a centred mean over 5% of all steps is drawn above them.
     """
     if len(losses) != len(tokens) or not losses:
         raise InputError(f"{len(losses)} losses do not go with {len(tokens)} token counts. Give one of each per step.")
@@ -28,7 +28,7 @@ def loss_figure(
     single, mean = "loss of a step", f"mean over {2 * reach + 1} steps"
     colors = {single: PALETTE[4], mean: PALETTE[0]} if reach else {single: PALETTE[0]}
     color = color_by("name", colors, orient="top-right", symbolType="stroke", symbolStrokeWidth=3)
-    # A single step is a point, which a line alone would not show.
+    # A line through a single step is invisible: it gets a point.
     strong = {"strokeWidth": 2.4, "point": len(losses) == 1}
     pale = {"strokeWidth": 1.2, "opacity": 0.8}
     layers = lines({single: list(zip(seen, losses, strict=True))}, x, y, color, **(pale if reach else strong))
@@ -42,9 +42,9 @@ def loss_figure(
 
 
 def _centred_mean(losses: Sequence[float], reach: int) -> list[float]:
-    """The mean over ``reach`` steps before and after each; the ends reach less far, alike on both sides.
+    """Returns the mean over ``reach`` steps before and after each step; windows shrink symmetrically at the ends.
 
-    A mean over past steps alone would lie above a falling curve. Not finite where a step within reach is not.
+    A trailing mean would be above a falling curve. Windows with a non-finite loss give NaN.
     """
     means = []
     for step in range(len(losses)):

@@ -1,4 +1,4 @@
-"""Frontiers: plans by step time against memory and, where a price is known, against what their chips cost."""
+"""Pareto frontiers: plans by step time against memory and, where prices are known, against cost."""
 
 import math
 from collections.abc import Sequence
@@ -7,17 +7,17 @@ import msgspec
 
 from meshwright.core.errors import InputError
 from meshwright.core.units import format_bytes
-from meshwright.report.figure import INK, MUTED, PALETTE, Layer, Spec, alt, si_scale, themed
-from meshwright.report.marks import ReferenceLine, Row, labels, log_axis, plot, reference
+from meshwright.report.figure import INK, MUTED, PALETTE, Figure, Layer, alt, si_scale, themed
+from meshwright.report.marks import Datum, ReferenceLine, labels, log_axis, plot, reference
 
 PANEL_PX = (430, 320)
 LABEL_PX = (16, 13)
 LOG_FROM = 5.0
-"""Ratio of the longest to the shortest step from which the axis of time is logarithmic."""
+"""Ratio of the longest to the shortest step above which the time axis is logarithmic."""
 
 
 class ParetoPoint(msgspec.Struct, frozen=True, kw_only=True):
-    """One plan: its step time, the other amount, and a label (empty: a dot alone)."""
+    """One plan: its step time, its memory or cost, and a label (empty: a small dot)."""
 
     step_s: float
     amount: float
@@ -31,8 +31,8 @@ def pareto_figure(
     limit_bytes: float | None = None,
     title: str,
     subtitle: str = "",
-) -> Spec:
-    """Memory (bytes) against step time and, given at least two points, dollars per billion tokens against it."""
+) -> Figure:
+    """Draws memory (bytes) over step time and, given at least two points, dollars per billion tokens over step time."""
     if not memory:
         raise InputError("There is no plan to draw. Give at least one.")
     scale, unit = si_scale(max([limit_bytes or 0.0, *(point.amount for point in memory)]), "B")
@@ -40,7 +40,7 @@ def pareto_figure(
     if limit_bytes is not None:
         text = f"what a chip holds: {format_bytes(limit_bytes)}"
         limit.append(ReferenceLine(axis="y", value=limit_bytes / scale, text=text, at="end", color=MUTED))
-    # By steps: between two plans only the slower one's memory is had.
+    # A step function: between two step times the memory of the faster plan is needed.
     panels = [_panel(memory, scale, f"memory of a chip ({unit})", "step-after", limit)]
     if len(cost) > 1:
         panels.append(_panel(cost, 1.0, "cost of a billion tokens ($)", "linear", []))
@@ -50,9 +50,9 @@ def pareto_figure(
 def _panel(
     points: Sequence[ParetoPoint], scale: float, y_title: str, interpolate: str, limit: Sequence[ReferenceLine]
 ) -> Layer:
-    """Dots joined by a line, under the limit where there is one."""
+    """Draws dots joined by a line, and the limit as a reference line."""
     x_scale, x_unit = si_scale(max(point.step_s for point in points), "s")
-    rows: list[Row] = [{"x": p.step_s / x_scale, "y": p.amount / scale, "text": p.label} for p in points]
+    rows: list[Datum] = [{"x": p.step_s / x_scale, "y": p.amount / scale, "text": p.label} for p in points]
     top = 1.08 * max([*(line.value for line in limit), *(row["y"] for row in rows)])
     low, high = min(row["x"] for row in rows), max(row["x"] for row in rows)
     log, x_title = high > LOG_FROM * low, f"time per step ({x_unit})"
@@ -66,22 +66,23 @@ def _panel(
         x = alt.X("x:Q", title=x_title, scale=alt.Scale(domain=list(domain), nice=False), axis=axis)
     y = alt.Y("y:Q", title=y_title, scale=alt.Scale(domain=[0, top], nice=False), axis=alt.Axis(tickCount=6))
     named = [row for row in rows if row["text"]]
+    legible = _without_overlaps(named, domain, top, log=log)
     every, chosen = (plot(some).encode(x=x, y=y) for some in (rows, named))
     chart = alt.layer(
         every.mark_line(interpolate=interpolate, strokeWidth=1.5, color=PALETTE[0], opacity=0.6),
         every.mark_circle(size=26, opacity=1, color=PALETTE[4]),
         chosen.mark_circle(size=60, opacity=1, color=PALETTE[0]),
         *map(reference, limit),
-        labels(_apart(named, domain, top, log=log), x, y, align="left", baseline="bottom", dx=5, dy=-4, fill=INK),
+        labels(legible, x, y, align="left", baseline="bottom", dx=5, dy=-4, fill=INK),
     )
     return chart.properties(width=PANEL_PX[0], height=PANEL_PX[1])
 
 
-def _apart(rows: Sequence[Row], domain: tuple[float, float], top: float, *, log: bool) -> list[Row]:
-    """The rows whose labels stay clear of those before them."""
+def _without_overlaps(rows: Sequence[Datum], domain: tuple[float, float], top: float, *, log: bool) -> list[Datum]:
+    """Returns the rows whose labels overlap none of the rows before them."""
     on_axis = math.log if log else float
     low, high = map(on_axis, domain)
-    kept: list[tuple[float, float, Row]] = []
+    kept: list[tuple[float, float, Datum]] = []
     for row in rows:
         left, up = (on_axis(row["x"]) - low) / (high - low) * PANEL_PX[0], row["y"] / top * PANEL_PX[1]
         if all(abs(left - x) > LABEL_PX[0] or abs(up - y) > LABEL_PX[1] for x, y, _ in kept):

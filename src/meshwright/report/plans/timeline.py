@@ -1,14 +1,14 @@
-"""The timeline of a pipeline schedule: a row per device, a box per pass; as a picture and as text."""
+"""Draws and prints the timeline of a pipeline schedule: a row per device, a box per pass."""
 
 from collections.abc import Iterator
 
 from meshwright.algebra.schedules.simulation import Simulation
 from meshwright.algebra.schedules.table import Op, Schedule
 from meshwright.core.errors import InputError
-from meshwright.report.figure import Spec, alt, si_scale, themed
+from meshwright.report.figure import Figure, alt, si_scale, themed
 from meshwright.report.marks import color_by, plot, span, spans
 
-# The hues of the DeepSeek-V3 report's figure: forward orange, backward green, what is split off from it blue.
+# The hues of the figure in the DeepSeek-V3 report: forward orange, backward green, split backward passes blue.
 COLORS: dict[str, str] = {
     "forward": "#E69F00",
     "backward": "#009E73",
@@ -20,16 +20,16 @@ IDLE = "#F0F0F0"
 MAX_OPS = 20_000
 WIDTH_PX = (640, 1700)
 OP_PX = 15
-"""What the shortest pass is given where there is room."""
+"""Width of the shortest pass if the picture has room."""
 LEAST_ROW_WITH_NUMBERS_PX = 14
 
 
 def timeline_figure(
     schedule: Schedule, simulation: Simulation, *, unit: str = "s", title: str = "", subtitle: str = ""
-) -> Spec:
-    """One row per device over time; a box is one pass, with the number of its microbatch where that fits.
+) -> Figure:
+    """Draws one row per device over time; a box is one pass, with the number of its microbatch if that fits.
 
-    Later chunks of a device are paler. ``unit`` is "s" or what the times are counted in.
+    Later chunks of a device are paler. ``unit`` is "s" or the unit of the simulation's times.
     """
     passes = list(_timed(schedule, simulation))
     if len(passes) > MAX_OPS:
@@ -70,22 +70,22 @@ def timeline_figure(
 
 
 def _timed(schedule: Schedule, simulation: Simulation) -> Iterator[tuple[int, Op, float, float]]:
-    """(device, pass, start, end) of every pass."""
+    """Yields (device, pass, start, end) of every pass."""
     for device, times in enumerate(zip(schedule.orders, simulation.start_s, simulation.end_s, strict=True)):
         for op, start, end in zip(*times, strict=True):
             yield device, op, start, end
 
 
 def _paler(color: str, share: float) -> str:
-    """The colour with a share of white in it."""
+    """Mixes the colour with a share of white."""
     parts = (int(color[at : at + 2], 16) for at in (1, 3, 5))
     return "#" + "".join(f"{round(part + (255 - part) * share):02X}" for part in parts)
 
 
 def timeline_text(schedule: Schedule, simulation: Simulation, *, width: int) -> str:
-    """The timeline in letters, at most ``width`` wide; empty where the shortest pass would have no column.
+    """Returns the timeline as text of at most ``width`` columns; empty if the shortest pass would have no column.
 
-    A pass is its letter and microbatch, then dashes to its end; odd chunks have small letters; dots are idle time.
+    A pass is its letter and microbatch, then dashes to its end; odd chunks have lower-case letters; dots are idle.
     """
     label = len(str(schedule.num_devices - 1)) + 2
     shortest = min((end - start for _, _, start, end in _timed(schedule, simulation) if end > start), default=0.0)

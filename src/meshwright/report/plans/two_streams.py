@@ -1,11 +1,11 @@
-"""Timelines with two lanes: what the chip computes, and below it what its links carry."""
+"""Timelines with two lanes: computation of a chip, and communication on its links below."""
 
 from collections.abc import Sequence
 
 from meshwright.core.errors import InputError
 from meshwright.core.units import format_seconds
 from meshwright.cost.lanes import Streams
-from meshwright.report.figure import INK, Spec, alt, si_scale, themed
+from meshwright.report.figure import INK, Figure, alt, si_scale, themed
 from meshwright.report.marks import color_by, labels, plot, span, spans
 
 WIDTH_PX = 900
@@ -25,8 +25,8 @@ COLORS: dict[str, str] = {
 SHORT = {"forward": "F", "backward": "B"}
 
 
-def two_streams_figure(pairs: Sequence[Streams], *, title: str, subtitle: str = "") -> Spec:
-    """A pair of lanes per way, on one axis of time; each pair's total at its end. Colours say what a box is."""
+def two_streams_figure(pairs: Sequence[Streams], *, title: str, subtitle: str = "") -> Figure:
+    """Draws a pair of lanes per data-parallel variant on one time axis, with the total time at the end of each pair."""
     if not pairs or not all(pair.boxes for pair in pairs):
         raise InputError("There is nothing to draw on a lane. Give at least one way with its boxes.")
     longest = max(pair.total_s for pair in pairs)
@@ -34,7 +34,7 @@ def two_streams_figure(pairs: Sequence[Streams], *, title: str, subtitle: str = 
     rows, names, totals = [], [], []
     for number, pair in enumerate(pairs):
         for box in pair.boxes:
-            # Passes carry their letter and layer.
+            # Only passes are labelled: with their letter and layer.
             text = f"{SHORT[box.what]}{box.layer + 1}" if box.what in SHORT else ""
             start, end, px = box.start_s / scale, box.end_s / scale, WIDTH_PX * scale / longest
             rows.append(span(start, end, text, COLORS[box.what], px, lane=f"{number} {box.lane}", what=box.what))
@@ -43,7 +43,7 @@ def two_streams_figure(pairs: Sequence[Streams], *, title: str, subtitle: str = 
         totals.append({"lane": f"{number} compute", "end": pair.total_s / scale, "text": format_seconds(pair.total_s)})
     whats = {row["what"] for row in rows}
     shown = {what: color for what, color in COLORS.items() if what in whats}
-    # A band of its own between two pairs keeps them apart.
+    # An empty band separates the pairs.
     lanes = [f"{number} {lane}" for number in range(len(pairs)) for lane in ("compute", "links", "gap")][:-1]
     y = alt.Y("lane:N", sort=lanes, scale=alt.Scale(domain=lanes), axis=None)
     domain = alt.Scale(domain=[0, longest / scale * 1.08], nice=False)
