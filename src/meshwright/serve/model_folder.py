@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 from tokenizers import Tokenizer
 
 from meshwright.core.errors import InputError
-from meshwright.nn.hf.files import DTYPES, CheckpointFiles
+from meshwright.nn.hf.files import DTYPES, Tensors, open_checkpoint
 from meshwright.nn.hf.format import places
 from meshwright.nn.hf.weights import CONFIG
 from meshwright.spec.hf.read import model_from_config
@@ -75,18 +75,17 @@ def open_model(folder: Path) -> ModelFolder:
         )
     model = model_from_config(folder / CONFIG, folder.resolve().name)
     text = _text(folder / TOKENIZER)
-    with CheckpointFiles(folder) as files:
-        dtype = _dtype(model, files)
+    with open_checkpoint(folder) as tensors:
+        dtype = _dtype(model, tensors)
     return ModelFolder(folder, model, text, _end_tokens(folder, text), dtype)
 
 
-def _dtype(model: Model, files: CheckpointFiles) -> str:
+def _dtype(model: Model, tensors: Tensors) -> str:
     """That of the table of tokens; a checkpoint without it is refused where its weights are read."""
-    first = next(places(model, files.names))
-    if first.tensor not in files.names:
+    first = next(places(model, tensors))
+    if first.tensor not in tensors:
         return "fp32"
-    one = files.read(first.tensor, tuple(slice(0, 1) for _ in files.shape(first.tensor)))
-    return "fp32" if one.dtype.itemsize == DTYPES["fp32"].itemsize else "bf16"
+    return "fp32" if tensors[first.tensor].dtype.itemsize == DTYPES["fp32"].itemsize else "bf16"
 
 
 def _text(path: Path) -> Text:

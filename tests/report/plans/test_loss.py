@@ -16,6 +16,7 @@ def test_a_short_run_shows_its_losses_alone():
     figure = loss_figure([5.0, 4.5, 4.0], [512, 1024, 1536])
     assert line(figure, 0) == [(0.512, 5.0), (1.024, 4.5), (1.536, 4.0)]
     assert marks(figure)[0]["encoding"]["x"]["title"] == "tokens (k)"
+    assert marks(figure)[0]["encoding"]["x"]["scale"] == {"zero": True}
     assert line(figure, 1) == [(1.536, 4.0)]
 
 

@@ -105,13 +105,12 @@ def _from_files(source: Path, folder: Path, *, dtype: str | None, max_bytes: int
 def _from_checkpoint(
     found: "CheckpointWeights", source: Path, folder: Path, *, dtype: str | None, max_bytes: int
 ) -> Converted:
-    from meshwright.nn.hf.files import DTYPES
     from meshwright.nn.hf.weights import write_hf
     from meshwright.train.weights_file import end_of_text
 
-    wanted = dict.fromkeys(found.dtypes, DTYPES[dtype]) if dtype else found.dtypes
     config = end_of_text(found.model, source)
-    files = write_hf(found.model, found.fetch, wanted, folder, max_shard_bytes=max_bytes, config=config)
+    options: dict[str, Any] = {"dtype": dtype, "max_shard_bytes": max_bytes, "config": config}
+    files = write_hf(found.model, found.fetch, found.dtypes, folder, **options)
     return _done(found.model, source, folder, files, step=found.step)
 
 

@@ -11,7 +11,6 @@ import numpy as np
 
 from meshwright.algebra.derived import Derived
 from meshwright.algebra.einsum import reshard
-from meshwright.algebra.schedules.fused import fused
 from meshwright.algebra.schedules.registry import build
 from meshwright.algebra.schedules.table import Schedule
 from meshwright.algebra.schedules.ticks import TickTables, forward_tables, tick_tables
@@ -63,7 +62,7 @@ class Pipeline:
     @cached_property
     def tables(self) -> TickTables:
         """What runs in a training step."""
-        return tick_tables(fused(self.schedule))
+        return tick_tables(self.schedule)
 
     @cached_property
     def forward_tables(self) -> TickTables:

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from statistics import fmean
 
-from meshwright.hlo.graph import Graph
+from meshwright.hlo.graph import ComputationGraph
 from meshwright.report.arrays.canvas import Canvas, cell
 from meshwright.report.figure import INK, MUTED, Figure, Layer, alt, headline, themed
 from meshwright.report.marks import color_by, plot
@@ -26,13 +26,13 @@ MAX_CHARACTERS = 34
 SWEEPS = 12
 
 
-def graph_figure(graphs: Sequence[Graph], *, title: str) -> Figure:
+def graph_figure(graphs: Sequence[ComputationGraph], *, title: str) -> Figure:
     """Draws a panel per computation, side by side, with one legend."""
     note = "arrows lead to what needs a result; those that follow from others are left out"
     return themed(alt.hconcat(*map(_panel, graphs), spacing=60), title, note)
 
 
-def _panel(graph: Graph) -> Layer:
+def _panel(graph: ComputationGraph) -> Layer:
     rows = _rows(graph)
     lanes, paths = _with_bends(graph, rows)
     _order(lanes, paths)
@@ -80,7 +80,7 @@ def _centres(lanes: Sequence[Sequence[str]], boxes: set[str], width: int) -> dic
     return found
 
 
-def _rows(graph: Graph) -> dict[str, int]:
+def _rows(graph: ComputationGraph) -> dict[str, int]:
     """Returns the row of each node: below all its inputs; a node without inputs is just above its first user."""
     before: dict[str, list[str]] = {node.key: [] for node in graph.nodes}
     after: dict[str, list[str]] = {node.key: [] for node in graph.nodes}
@@ -97,7 +97,7 @@ def _rows(graph: Graph) -> dict[str, int]:
     return {key: row - lowest for key, row in rows.items()}
 
 
-def _with_bends(graph: Graph, rows: Mapping[str, int]) -> tuple[list[list[str]], list[list[str]]]:
+def _with_bends(graph: ComputationGraph, rows: Mapping[str, int]) -> tuple[list[list[str]], list[list[str]]]:
     """Returns (boxes and bends of each row, points of each line): a line has a bend in every row that it crosses."""
     lanes: list[list[str]] = [[] for _ in range(max(rows.values()) + 1)]
     for key, row in rows.items():

@@ -6,13 +6,9 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-from meshwright.bench.figures.batch import layer_flops, weight_blocks
-from meshwright.bench.figures.collectives import Collective
-from meshwright.bench.figures.elementwise import ELEMENT_BYTES, FLOPS_EACH
-from meshwright.bench.figures.matmul import Product
-from meshwright.bench.machine import COLLECTIVES
-from meshwright.bench.run import BenchReport
-from meshwright.core.dims import DTYPE_BYTES
+from meshwright.bench.results import ELEMENT_BYTES, BenchReport, Collective, Product
+from meshwright.bench.workloads import FLOPS_EACH, layer_flops, weight_shards
+from meshwright.core.dims import COLLECTIVES, DTYPE_BYTES
 from meshwright.core.units import format_count, format_flops
 from meshwright.report.curves import curves_figure
 from meshwright.report.figure import PALETTE, Encoding, Figure, Layer, alt, headline, si_scale, themed
@@ -82,7 +78,7 @@ def _points(report: BenchReport, products: Sequence[Product]) -> list[RooflinePo
     for layer in dict.fromkeys((part.layers[0], part.layers[len(part.layers) // 2], part.layers[-1])):
         tokens = layer.tokens
         # Operands and results of every product are moved once.
-        shapes = [block.shape for block in weight_blocks(part.sizes, part.dtype)]
+        shapes = [shard.shape for shard in weight_shards(part.sizes, part.dtype)]
         elements = sum(rows * columns + tokens * (rows + columns) for rows, columns in shapes)
         intensity = layer_flops(part.sizes, tokens) / (elements * DTYPE_BYTES[part.dtype])
         label = f"layer, {format_count(tokens)} token{'s' if tokens > 1 else ''}"

@@ -5,7 +5,7 @@ from typing import Any
 
 from meshwright.core.errors import InputError
 from meshwright.core.units import format_bytes
-from meshwright.profile.compare import Row
+from meshwright.profile.compare import TimeRow
 from meshwright.profile.memory import MemoryProfile
 from meshwright.profile.summary import Profile
 from meshwright.report.bars import step_breakdown_figure
@@ -31,7 +31,7 @@ def where_figure(profile: Profile) -> Figure:
     return step_breakdown_figure(bars, title="Where the time of a step goes", subtitle=subtitle)
 
 
-def parts_figure(rows: Sequence[Row], *, title: str, subtitle: str = "") -> Figure:
+def parts_figure(rows: Sequence[TimeRow], *, title: str, subtitle: str = "") -> Figure:
     """Draws two bars per row, predicted above measured, longest rows first."""
     chosen = sorted(rows, key=lambda row: -max(row.predicted_s or 0.0, row.measured_s or 0.0))[:MAX_ROWS]
     if not chosen:

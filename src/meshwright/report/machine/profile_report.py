@@ -6,8 +6,8 @@ from pathlib import Path
 
 from meshwright.core.files import write_text_whole
 from meshwright.core.units import format_bytes, format_flops, format_seconds
-from meshwright.profile.compare import Row
-from meshwright.profile.summary import Analysed, Profile
+from meshwright.profile.compare import TimeRow
+from meshwright.profile.summary import Profile
 from meshwright.report.answer import Show, Table, as_markdown
 from meshwright.report.figure import save
 from meshwright.report.machine.profile_figures import memory_timeline_figure, parts_figure, where_figure
@@ -22,9 +22,8 @@ PERCENT = "{:.1%}".format
 Columns = list[str | tuple[str, Show]]
 
 
-def write_report(found: Analysed, folder: Path) -> list[Path]:
+def write_report(profile: Profile, folder: Path) -> list[Path]:
     """Writes all files of the report and returns their paths, the page first."""
-    profile = found.profile
     folder.mkdir(parents=True, exist_ok=True)
     how = f"{profile.plan.model.name} on {profile.plan.cluster.short_name}; {profile.plan.calibration.describe()}"
     written = [save(where_figure(profile), folder / WHERE)]
@@ -33,7 +32,7 @@ def write_report(found: Analysed, folder: Path) -> list[Path]:
     )
     if profile.memory.samples:
         written.append(save(memory_timeline_figure(profile.memory), folder / MEMORY))
-    written.append(save_trace(found, folder / TIMELINE))
+    written.append(save_trace(profile, folder / TIMELINE))
     write_text_whole(folder / REPORT, report_text(profile))
     return [folder / REPORT, *written]
 
@@ -94,12 +93,12 @@ def predicted_overlap(profile: Profile) -> float | None:
     return max(0.0, 1 - profile.comparison.predicted.exposed_s / spent) if spent else None
 
 
-def difference(row: Row) -> str:
+def difference(row: TimeRow) -> str:
     """Returns ``+12.3 ms``."""
     return f"{'-' if row.difference_s < 0 else '+'}{format_seconds(abs(row.difference_s))}"
 
 
-def _rows(rows: Sequence[Row], what: str) -> str:
+def _rows(rows: Sequence[TimeRow], what: str) -> str:
     columns: Columns = [what, ("predicted", format_seconds), ("measured", format_seconds), "difference"]
     return as_markdown(Table(columns, [[row.name, row.predicted_s, row.measured_s, difference(row)] for row in rows]))
 
@@ -162,10 +161,10 @@ def _ops(profile: Profile) -> str:
             *(op.name, op.kind, op.step, op.count, op.own_s, op.wall_s / whole),
             op.flops / op.own_s if op.flops and op.own_s else None,
         ]
-        for op in profile.comparison.ops[:MAX_OPS]
+        for op in profile.times.ops[:MAX_OPS]
     ]
     columns: Columns = ["instruction", "kind", "derived step", COUNT, OWN, ("share", PERCENT), ("FLOP/s", format_flops)]
-    shown = f"\nThe longest {len(rows)} of {len(profile.comparison.ops)} instructions of a mean device.\n"
+    shown = f"\nThe longest {len(rows)} of {len(profile.times.ops)} instructions of a mean device.\n"
     return as_markdown(Table(columns, rows)) + shown
 
 

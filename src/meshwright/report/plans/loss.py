@@ -22,9 +22,9 @@ def loss_figure(
     scale, unit = si_scale(max(tokens), "")
     seen = [count / scale for count in tokens]
     reach = int(len(losses) * MEAN_FRACTION / 2)
-    x = alt.X("x:Q", title=f"tokens ({unit})" if unit else "tokens", axis=alt.Axis(tickCount=7))
-    zero = alt.Scale(zero=False)
-    y = alt.Y("y:Q", title="cross-entropy (nats per token)", scale=zero, axis=alt.Axis(tickCount=6))
+    from_zero, near = alt.Scale(zero=True), alt.Scale(zero=False)
+    x = alt.X("x:Q", title=f"tokens ({unit})" if unit else "tokens", scale=from_zero, axis=alt.Axis(tickCount=7))
+    y = alt.Y("y:Q", title="cross-entropy (nats per token)", scale=near, axis=alt.Axis(tickCount=6))
     single, mean = "loss of a step", f"mean over {2 * reach + 1} steps"
     colors = {single: PALETTE[4], mean: PALETTE[0]} if reach else {single: PALETTE[0]}
     color = color_by("name", colors, orient="top-right", symbolType="stroke", symbolStrokeWidth=3)
