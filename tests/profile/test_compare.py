@@ -17,7 +17,7 @@ from meshwright.profile.compare import (
     TimeRow,
 )
 from meshwright.profile.times import OpTime, StepTimes
-from meshwright.report.machine.profile_timeline import predicted_timeline
+from meshwright.report.machine.profile_trace import predicted_timeline
 from meshwright.spec.calibration import datasheet_calibration
 from meshwright.spec.catalogue import model
 from meshwright.spec.cluster import parse_cluster
@@ -56,7 +56,7 @@ def test_the_predicted_parts_are_the_step():
 @pytest.mark.parametrize("most", [10**9, 0])
 def test_the_predicted_timeline_has_all_work(most, monkeypatch):
     """Pass by pass, and with all repeats of a pass as one."""
-    monkeypatch.setattr("meshwright.report.machine.profile_timeline.MAX_SLICES", most)
+    monkeypatch.setattr("meshwright.report.machine.profile_trace.MAX_SLICES", most)
     slices = predicted_timeline(PRICED, num_microbatches=2)
     laid = sum(one.seconds for one in slices if one.kind != "pass")
     assert laid == pytest.approx(sum(float(cost.time_s * cost.here) for cost in PRICED.costs.all), rel=1e-6)

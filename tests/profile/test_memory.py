@@ -20,6 +20,7 @@ from meshwright.profile.memory import (
     temporary_owners,
 )
 from meshwright.report.machine.profile_figures import MAX_SAMPLES, memory_timeline_figure
+from tests.charts import marks
 
 LOOP = """HloModule loop, is_scheduled=true
 
@@ -100,11 +101,11 @@ def test_the_picture_keeps_the_peak():
         counted="process", samples=samples, marks=(MemoryMark(0.0, "state"), MemoryMark(1.0, "compile"))
     )
     figure = memory_timeline_figure(memory)
-    drawn = figure["layer"][0]["data"]["values"]
+    drawn = marks(figure, "area")[0]["rows"]
     assert len(drawn) <= 2 * MAX_SAMPLES
-    assert max(row["held"] for row in drawn) == pytest.approx(1.1)
+    assert max(row["y"] for row in drawn) == pytest.approx(1.1)
     # words that would lie on each other are left out, their lines are not
-    assert [len(layer["data"]["values"]) for layer in figure["layer"][1:3]] == [2, 1]
+    assert [len(marks(figure, kind)[0]["rows"]) for kind in ("rule", "text")] == [2, 1]
 
 
 def test_without_samples_there_is_no_picture():

@@ -1,46 +1,45 @@
 import pytest
 
 from meshwright.core.errors import InputError
-from meshwright.report.bars import memory_figure, step_breakdown_figure
+from meshwright.report.bars import COLORS, breakdown_figure, memory_figure, step_breakdown_figure
 from meshwright.report.figure import save
+from tests.charts import marks, texts
 
 STEP = {"predicted": {"compute": 0.2, "ici": 0.05, "hbm": 0.0}, "measured": {"step": 0.3}}
+PARTS = {"matmul": 0.3, "attention": 0.01, "exposed communication": 0.1, "optimizer": 0.0}
+LINKS = {"fsdp links": 0.2, "tensor links": 0.1}
 
 
-def values(spec, layer):
-    return spec["layer"][layer]["data"]["values"]
+def boxes(figure):
+    (bars,) = marks(figure, "bar")
+    return bars["encoding"], [(row["bar"], row["part"], row["start"], row["end"]) for row in bars["rows"]]
 
 
 def test_parts_are_stacked_in_order_in_one_unit():
-    spec = step_breakdown_figure(STEP)
-    drawn = [(row["bar"], row["part"], row["start"], row["end"]) for row in values(spec, 0)]
+    encoding, drawn = boxes(step_breakdown_figure(STEP))
     assert drawn == [
         ("predicted", "compute", 0.0, pytest.approx(200)),
         ("predicted", "ici", pytest.approx(200), pytest.approx(250)),
         ("measured", "step", 0.0, pytest.approx(300)),
     ]
-    encoding = spec["layer"][0]["encoding"]
     assert encoding["x"]["title"] == "time per step (ms)"
     assert encoding["color"]["scale"]["domain"] == ["compute", "ici", "step"]
     assert encoding["y"]["sort"] == ["predicted", "measured"]
 
 
 def test_totals_stand_at_the_ends():
-    totals = values(step_breakdown_figure(STEP), 1)
-    assert [(row["bar"], row["total"]) for row in totals] == [("predicted", "250 ms"), ("measured", "300 ms")]
+    totals = marks(step_breakdown_figure(STEP), "text")[-1]["rows"]
+    assert [(row["bar"], row["text"]) for row in totals] == [("predicted", "250 ms"), ("measured", "300 ms")]
 
 
 def test_the_memory_limit_is_a_line_in_the_axis_unit(tmp_path):
-    spec = memory_figure({"plan": {"weights": 2e9, "optimizer": 8e9}}, limit_bytes=16e9)
-    assert spec["layer"][0]["encoding"]["x"]["title"] == "memory (GB)"
-    assert values(spec, 1) == [{"limit": 16.0, "text": "limit 16 GB"}]
-    assert save(spec, tmp_path / "memory.png").stat().st_size > 5_000
-
-
-def test_without_a_limit_there_is_no_line():
-    spec = memory_figure({"plan": {"weights": 2e6}})
-    assert len(spec["layer"]) == 2
-    assert spec["layer"][0]["encoding"]["x"]["title"] == "memory (MB)"
+    figure = memory_figure({"plan": {"weights": 2e9, "optimizer": 8e9}}, limit_bytes=16e9)
+    assert boxes(figure)[0]["x"]["title"] == "memory (GB)"
+    assert marks(figure, "rule")[0]["rows"] == [{"limit": 16.0, "text": "limit 16 GB"}]
+    assert save(figure, tmp_path / "memory.png").stat().st_size > 5_000
+    without = memory_figure({"plan": {"weights": 2e6}})
+    assert not marks(without, "rule")
+    assert boxes(without)[0]["x"]["title"] == "memory (MB)"
 
 
 @pytest.mark.parametrize("bad", [-1.0, float("nan"), float("inf")])
@@ -52,3 +51,32 @@ def test_amounts_that_cannot_be_drawn_are_refused(bad):
 def test_no_bar_is_refused():
     with pytest.raises(InputError, match="There is no bar"):
         memory_figure({})
+
+
+def test_the_parts_of_a_step_and_its_links_on_one_axis():
+    figure = breakdown_figure(PARTS, LINKS, title="t")
+    encoding, drawn = boxes(figure)
+    assert drawn == [
+        ("step", "matmul", 0.0, pytest.approx(300)),
+        ("step", "attention", pytest.approx(300), pytest.approx(310)),
+        ("step", "exposed communication", pytest.approx(310), pytest.approx(410)),
+        ("links alone", "fsdp links", 0.0, pytest.approx(200)),
+        ("links alone", "tensor links", pytest.approx(200), pytest.approx(300)),
+    ]
+    # parts keep their colours, and small ones have no label
+    scale = encoding["color"]["scale"]
+    assert scale["domain"] == ["matmul", "attention", "exposed communication", "fsdp links", "tensor links"]
+    assert scale["range"][0] == COLORS["matmul"]
+    assert texts(figure) == ["300 ms", "100 ms", "200 ms", "410 ms"]
+
+
+def test_one_chip_has_one_bar(tmp_path):
+    figure = breakdown_figure({"matmul": 0.3}, {}, title="t")
+    assert boxes(figure)[0]["y"]["sort"] == ["step"]
+    assert save(figure, tmp_path / "b.png").stat().st_size > 2000
+
+
+@pytest.mark.parametrize("parts", [{}, {"matmul": 0.0}, {"matmul": float("nan")}, {"matmul": -1.0}])
+def test_what_is_no_step(parts):
+    with pytest.raises(InputError, match="There is no step to draw"):
+        breakdown_figure(parts, {}, title="t")

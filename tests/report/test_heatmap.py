@@ -4,6 +4,7 @@ from meshwright.core.errors import InputError
 from meshwright.report.figure import save
 from meshwright.report.heatmap import HeatCell, heatmap_figure, short_mesh
 from meshwright.spec.strategy import make_mesh
+from tests.charts import marks
 
 CELLS = (
     HeatCell(row="8B", column="1", value=0.5, lines=("fsdp8",)),
@@ -15,18 +16,17 @@ TITLES = {"row_title": "model", "column_title": "nodes", "value_title": "MFU", "
 
 
 def test_rows_and_columns_keep_their_order():
-    spec = heatmap_figure(CELLS, **TITLES)
-    empty, filled = spec["layer"]
+    empty, filled = marks(heatmap_figure(CELLS, **TITLES), "rect")
     assert (filled["encoding"]["x"]["sort"], filled["encoding"]["y"]["sort"]) == (["1", "2"], ["8B", "70B"])
-    assert empty["data"]["values"] == [{"row": "70B", "column": "1", "text": "does not fit"}]
-    rows = {(row["row"], row["column"]): row for row in filled["data"]["values"]}
+    assert empty["rows"] == [{"row": "70B", "column": "1", "text": "does not fit"}]
+    rows = {(row["row"], row["column"]): row for row in filled["rows"]}
     assert rows["70B", "2"]["headline"] == "40%"
     assert rows["70B", "2"]["text"] == "pp2\ntp8"
 
 
 def test_text_is_white_on_dark_cells_alone():
-    rows = heatmap_figure(CELLS, **TITLES)["layer"][1]["data"]["values"]
-    assert [row["ink"] == "white" for row in rows] == [True, False, True]
+    _, filled = marks(heatmap_figure(CELLS, **TITLES), "rect")
+    assert [row["ink"] == "white" for row in filled["rows"]] == [True, False, True]
 
 
 def test_it_is_drawn(tmp_path):

@@ -13,39 +13,37 @@ from meshwright.report.roofline import (
     _label_rows,
     roofline_figure,
 )
+from tests.charts import marks, said
 
 # A made-up chip: 100 TFLOP/s, so that the critical intensities are 100 and 1000 FLOPs per byte.
 PEAK = 1e14
 LINKS = {"HBM": 1e12, "ICI": 1e11}
 
 
-def rows(spec, layer):
-    return spec["layer"][layer]["data"]["values"]
-
-
 def test_lines_rise_with_the_bandwidth_and_bend_at_the_critical_intensity():
-    spec = roofline_figure(peak_flops_per_s=PEAK, link_bytes_per_s=LINKS)
-    hbm = [row for row in rows(spec, 0) if row["link"].startswith("HBM")]
-    assert hbm[0]["flops_per_s"] / hbm[0]["intensity"] == pytest.approx(LINKS["HBM"])
-    assert (hbm[1]["intensity"], hbm[1]["flops_per_s"]) == (100.0, PEAK)
-    assert hbm[2]["flops_per_s"] == PEAK
-    assert hbm[2]["intensity"] > 1000
-    assert [row["text"] for row in rows(spec, 1)] == ["HBM 100", "ICI 1000"]
+    figure = roofline_figure(peak_flops_per_s=PEAK, link_bytes_per_s=LINKS)
+    start, bend, end = marks(figure, "line")[0]["rows"]
+    assert start["name"].startswith("HBM")
+    assert start["y"] / start["x"] == pytest.approx(LINKS["HBM"])
+    assert (bend["x"], bend["y"]) == (100.0, PEAK)
+    assert end["y"] == PEAK
+    assert end["x"] > 1000
+    assert [row["text"] for row in marks(figure, "rule")[0]["rows"]] == ["HBM 100", "ICI 1000"]
 
 
 def test_points_are_drawn_where_they_are(tmp_path):
     point = RooflinePoint(label="B=32", intensity=32.0, flops_per_s=3.2e13)
-    spec = roofline_figure(peak_flops_per_s=PEAK, link_bytes_per_s=LINKS, points=[point], title="matmul")
-    drawn = [row for layer in spec["layer"] for row in layer["data"]["values"] if row.get("label") == "B=32"]
-    assert {"label": "B=32", "intensity": 32.0, "flops_per_s": 3.2e13} in drawn
-    assert spec["title"]["text"] == "matmul"
-    assert save(spec, tmp_path / "roofline.png").stat().st_size > 10_000
+    figure = roofline_figure(peak_flops_per_s=PEAK, link_bytes_per_s=LINKS, points=[point], title="matmul")
+    (dot,) = marks(figure, "circle")[0]["rows"]
+    assert (dot["text"], dot["x"], dot["y"]) == ("B=32", 32.0, 3.2e13)
+    assert said(figure)["title"]["text"] == "matmul"
+    assert save(figure, tmp_path / "roofline.png").stat().st_size > 10_000
 
 
 def test_a_point_far_below_stays_inside_the_axes():
     point = RooflinePoint(label="slow", intensity=1e-3, flops_per_s=10.0)
-    spec = roofline_figure(peak_flops_per_s=PEAK, link_bytes_per_s=LINKS, points=[point])
-    encoding = spec["layer"][0]["encoding"]
+    figure = roofline_figure(peak_flops_per_s=PEAK, link_bytes_per_s=LINKS, points=[point])
+    encoding = marks(figure)[0]["encoding"]
     assert encoding["x"]["scale"]["domain"][0] < 1e-3
     assert encoding["y"]["scale"]["domain"][0] < 10.0
 

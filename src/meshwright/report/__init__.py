@@ -1,1 +1,1 @@
-"""Tables and pictures. Every function takes plain data, so that any verb and the page can call it."""
+"""Tables, text and pictures from plain data; nothing here computes what it shows."""

@@ -2,109 +2,105 @@
 
 import math
 from collections.abc import Mapping
+from itertools import accumulate
+from typing import Literal
 
 from meshwright.core.errors import InputError
 from meshwright.core.units import format_bytes, format_seconds
-from meshwright.report.figure import INK, PALETTE, Spec, headline, si_scale, text_layers, themed
+from meshwright.report.figure import INK, PALETTE, Figure, Layer, alt, si_scale, themed
+from meshwright.report.marks import DASHES, color_by, labels, palette_of, plot, span, spans
 
 Bars = Mapping[str, Mapping[str, float]]
-"""Bar -> part -> amount. Bars keep their order from top to bottom, parts theirs from left to right."""
+"""Bar -> part -> amount: bars from top to bottom, parts from left to right."""
 
-WIDTH_PX = 560
-BAR_PX = 44
+WIDTH_PX = 600
+BAR_PX = 46
+
+# Okabe and Ito's hues: blue for work on the chip, warm for exposed time, green for the links.
+COLORS: dict[str, str] = {
+    "matmul": "#0072B2",
+    "attention": "#56B4E9",
+    "elementwise": "#A6D3F0",
+    "loss head": "#332288",
+    "optimizer": "#8C7AC0",
+    "exposed communication": "#D55E00",
+    "bubble": "#E69F00",
+    "other": "#999999",
+}
+LINK_COLORS = ("#009E73", "#44AA99", "#7FCDB5", "#B5DFC9", "#117733", "#DDCC77", "#999933", "#CC79A7")
 
 
-def step_breakdown_figure(step_s: Bars, *, title: str = "Where a step goes", subtitle: str = "") -> Spec:
-    """One bar per estimate or measurement, such as ``{"predicted": {"compute": 0.2}, "measured": {"step": 0.25}}``.
+def step_breakdown_figure(step_s: Bars, *, title: str = "Where a step goes", subtitle: str = "") -> Figure:
+    """Draws a bar per estimate or measurement: ``{"predicted": {"compute": 0.2}, "measured": {"step": 0.25}}``.
 
-    Amounts are seconds; the sum of a bar stands at its end.
+    Amounts are seconds; the total is printed at the end of a bar.
     """
-    totals = _totals(step_s)
-    scale, unit = si_scale(max(totals.values()), "s")
-    ends = {name: format_seconds(total) for name, total in totals.items()}
-    layers = _bar_layers(step_s, scale, f"time per step ({unit})", ends)
-    return _figure(layers, step_s, headline(title, subtitle))
+    return themed(_stacked(step_s, "time per step", "s"), title, subtitle)
 
 
 def memory_figure(
     memory_bytes: Bars, *, limit_bytes: float | None = None, title: str = "Memory per device", subtitle: str = ""
-) -> Spec:
-    """One bar per estimate or measurement of a device's memory, in bytes, and the limit as a dashed line."""
-    totals = _totals(memory_bytes)
-    scale, unit = si_scale(max([*totals.values(), limit_bytes or 0.0]), "B")
-    ends = {name: format_bytes(total) for name, total in totals.items()}
-    layers = _bar_layers(memory_bytes, scale, f"memory ({unit})", ends)
-    if limit_bytes is not None:
-        # Over the bars, under the totals.
-        layers[1:1] = _limit_layers(limit_bytes, scale)
-    return _figure(layers, memory_bytes, headline(title, subtitle))
+) -> Figure:
+    """Draws a bar per estimate or measurement of a device's memory in bytes, and the limit as a dashed line."""
+    return themed(_stacked(memory_bytes, "memory", "B", limit=limit_bytes), title, subtitle)
 
 
-def _totals(bars: Bars) -> dict[str, float]:
+def breakdown_figure(
+    parts_s: Mapping[str, float], links_s: Mapping[str, float], *, title: str, subtitle: str = ""
+) -> Figure:
+    """Draws two bars on one axis: the parts of the step, and the collectives by themselves.
+
+    ``links_s`` is by mesh axes. Communication in the second bar that is not exposed in the first is overlapped.
+    """
+    bars = {"step": parts_s, "links alone": links_s} if any(links_s.values()) else {"step": parts_s}
+    bad = [name for bar in bars.values() for name, value in bar.items() if not (math.isfinite(value) and value >= 0)]
+    if bad or not any(parts_s.values()):
+        raise InputError(f"There is no step to draw: {', '.join(bad) or 'every part'} is not a time. Give seconds > 0.")
+    links = {name: LINK_COLORS[number % len(LINK_COLORS)] for number, name in enumerate(links_s)}
+    return themed(_stacked(bars, "time", "s", colors=COLORS | links), title, subtitle)
+
+
+def _stacked(
+    bars: Bars,
+    what: str,
+    unit: Literal["s", "B"],
+    *,
+    colors: Mapping[str, str] | None = None,
+    limit: float | None = None,
+) -> Layer:
+    """Draws bars of labelled parts with their totals at the ends; ``colors`` is in the order of the legend."""
+    _check(bars)
+    totals = {name: sum(parts.values()) for name, parts in bars.items()}
+    longest = max([*totals.values(), limit or 0.0])
+    scale, unit_name = si_scale(longest, unit)
+    show = format_seconds if unit == "s" else format_bytes
+    # Parts that are zero in every bar would only extend the legend.
+    drawn = dict.fromkeys(part for parts in bars.values() for part, amount in parts.items() if amount > 0)
+    colors = {part: color for part, color in (colors or palette_of(drawn)).items() if part in drawn}
+    px = WIDTH_PX * scale / longest if longest else 0.0
+    rows = [
+        span(end - amount / scale, end, show(amount), colors[part], px, bar=bar, part=part)
+        for bar, parts in bars.items()
+        for (part, amount), end in zip(parts.items(), accumulate(v / scale for v in parts.values()), strict=True)
+        if amount > 0
+    ]
+    y = alt.Y("bar:N", sort=list(bars), title=None, axis=alt.Axis(ticks=False))
+    x = alt.X("start:Q", title=f"{what} ({unit_name})", axis=alt.Axis(tickCount=7))
+    color = color_by("part", colors, orient="bottom", columns=4, symbolType="square")
+    sums = [{"bar": bar, "end": total / scale, "text": show(total)} for bar, total in totals.items()]
+    layers = [spans(rows, y=y, x=x, color=color, band=0.68)]
+    if limit is not None:
+        end = [{"limit": limit / scale, "text": f"limit {show(limit)}"}]
+        rule = plot(end).mark_rule(strokeDash=DASHES, strokeWidth=1.5, color=PALETTE[5])
+        layers += [rule.encode(x="limit:Q"), labels(end, "limit:Q", alt.YValue(-8), align="center", fill=PALETTE[5])]
+    layers.append(labels(sums, "end:Q", y, align="left", baseline="middle", dx=6, fill=INK, fontWeight="bold"))
+    return alt.layer(*layers).properties(width=WIDTH_PX, height=BAR_PX * len(bars))
+
+
+def _check(bars: Bars) -> None:
     if not bars:
         raise InputError("There is no bar to draw. Give at least one.")
     for name, parts in bars.items():
         bad = [f"{part} {amount:g}" for part, amount in parts.items() if not (math.isfinite(amount) and amount >= 0)]
         if bad:
             raise InputError(f"Bar {name!r} has amounts that cannot be drawn: {', '.join(bad)}. Give numbers >= 0.")
-    return {name: sum(parts.values()) for name, parts in bars.items()}
-
-
-def _figure(layers: list[Spec], bars: Bars, title: Spec) -> Spec:
-    return themed({"title": title, "width": WIDTH_PX, "height": BAR_PX * len(bars), "layer": layers})
-
-
-def _bar_layers(bars: Bars, scale: float, axis_title: str, ends: Mapping[str, str]) -> list[Spec]:
-    # Parts that are zero everywhere would only lengthen the legend.
-    parts = list(dict.fromkeys(part for row in bars.values() for part, amount in row.items() if amount > 0))
-    y = {"field": "bar", "type": "nominal", "sort": list(bars), "title": None, "axis": {"ticks": False}}
-    stacked = {
-        "data": {"values": _segments(bars, scale)},
-        "mark": {"type": "bar", "height": {"band": 0.66}, "stroke": "white", "strokeWidth": 1},
-        "encoding": {
-            "y": y,
-            "x": {"field": "start", "type": "quantitative", "title": axis_title, "axis": {"tickCount": 6}},
-            "x2": {"field": "end"},
-            "color": _part_colors(parts),
-        },
-    }
-    totals = [{"bar": name, "end": sum(row.values()) / scale, "total": ends[name]} for name, row in bars.items()]
-    place = {"y": y, "x": {"field": "end", "type": "quantitative"}, "text": {"field": "total"}}
-    return [stacked, *text_layers(totals, place, align="left", baseline="middle", dx=6, fill=INK)]
-
-
-def _segments(bars: Bars, scale: float) -> list[Spec]:
-    segments = []
-    for name, parts in bars.items():
-        start = 0.0
-        for part, amount in parts.items():
-            if amount == 0:
-                continue
-            end = start + amount / scale
-            segments.append({"bar": name, "part": part, "amount": amount, "start": start, "end": end})
-            start = end
-    return segments
-
-
-def _part_colors(parts: list[str]) -> Spec:
-    """Colours in the order of the parts; a thirteenth part begins the palette again, as its legend shows."""
-    colors = [PALETTE[index % len(PALETTE)] for index in range(len(parts))]
-    legend = {"title": None, "orient": "bottom", "columns": 4, "symbolType": "square"}
-    return {
-        "field": "part",
-        "type": "nominal",
-        "scale": {"domain": parts, "range": colors},
-        "legend": legend,
-    }
-
-
-def _limit_layers(limit_bytes: float, scale: float) -> list[Spec]:
-    row = {"limit": limit_bytes / scale, "text": f"limit {format_bytes(limit_bytes)}"}
-    x = {"field": "limit", "type": "quantitative"}
-    rule = {
-        "data": {"values": [row]},
-        "mark": {"type": "rule", "strokeDash": [5, 4], "strokeWidth": 1.5, "color": PALETTE[5]},
-        "encoding": {"x": x},
-    }
-    place = {"x": x, "y": {"value": -8}, "text": {"field": "text"}}
-    return [rule, *text_layers([row], place, align="center", fill=PALETTE[5])]

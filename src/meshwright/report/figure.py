@@ -1,42 +1,50 @@
-"""What all pictures share: the theme, the colours, and writing a Vega-Lite spec to a file.
-
-A picture is a Vega-Lite spec in a dict: the same dict becomes a PNG or SVG here and is drawn live on the page.
-"""
+"""Altair, the theme and colours of all pictures, and writing a chart to a file."""
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from meshwright.core.errors import InputError
 from meshwright.core.files import write_whole
 
-Spec = dict[str, Any]
+if TYPE_CHECKING:
+    from altair import TopLevelMixin as Figure
+else:
+    Figure = Any
 
-VEGA_LITE_VERSION = "5.21"
+Layer = Any
+"""A chart or layered chart, as part of a picture. Altair's own types reject options gathered in a dict."""
+Encoding = Any
+"""An encoding: an axis or a colour, with its field."""
+
+
+class _Altair:
+    """Imports Altair at the first use of one of its names: tables and text do without its 0.4 s."""
+
+    def __getattr__(self, name: str) -> Any:
+        import altair
+        from altair.utils import schemapi
+
+        # Validating every object against the 2 MB schema takes seconds; tests validate whole charts.
+        schemapi.disable_debug_mode()
+        return getattr(altair, name)
+
+
+alt: Any = _Altair()
+
 PNG_SCALE = 2.0
 
 # Okabe and Ito, "Color Universal Design" (2008): told apart with every kind of colour blindness. The last four,
 # for pictures of many parts, are from Paul Tol's "muted" scheme (2021).
 PALETTE: tuple[str, ...] = (
-    "#0072B2",
-    "#E69F00",
-    "#009E73",
-    "#CC79A7",
-    "#56B4E9",
-    "#D55E00",
-    "#F0E442",
-    "#999999",
-    "#332288",
-    "#882255",
-    "#44AA99",
-    "#DDCC77",
+    *("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#999999"),
+    *("#332288", "#882255", "#44AA99", "#DDCC77"),
 )
 INK = "#222222"
 MUTED = "#767676"
 
-_THEME: Spec = {
+_THEME: dict[str, Any] = {
     "font": "sans-serif",
     "padding": 14,
     "view": {"stroke": None},
@@ -63,36 +71,23 @@ _THEME: Spec = {
     },
     "legend": {"labelFontSize": 12, "titleFontSize": 12, "titleFontWeight": "normal", "labelLimit": 300},
     "text": {"fontSize": 12, "fill": INK},
-    "range": {"category": list(PALETTE)},
 }
 
 
-def themed(spec: Mapping[str, Any]) -> Spec:
-    """The spec with the house's schema, background and theme, ready for `save` or the page."""
-    return {
-        "$schema": "https://vega.github.io/schema/vega-lite/v5.json",
-        "background": "white",
-        "config": _THEME,
-        **spec,
-    }
+def themed(chart: Layer, title: str, subtitle: str = "", **properties: Any) -> Figure:
+    """Returns the chart with its title and the theme of all pictures, ready for `save`."""
+    return chart.properties(title=headline(title, subtitle), background="white", **properties).configure(**_THEME)
 
 
-def headline(title: str, subtitle: str = "") -> Spec:
-    """A Vega-Lite title with its line of explanation; without one, the title alone."""
-    return {"text": title, "subtitle": subtitle} if subtitle else {"text": title}
-
-
-def text_layers(rows: Sequence[Spec], encoding: Mapping[str, Any], **mark: Any) -> list[Spec]:
-    """Text over whatever lies below it: once with a wide white outline, once in its colour."""
-    halo = {"stroke": "white", "strokeWidth": 4, "strokeJoin": "round", "opacity": 0.85}
-    layers = [{"mark": {"type": "text", **mark, **extra}} for extra in (halo, {})]
-    return [{"data": {"values": list(rows)}, "encoding": dict(encoding), "layer": layers}]
+def headline(title: str, subtitle: str = "", **style: Any) -> Any:
+    """Returns a title with a line of explanation, if there is one."""
+    return alt.TitleParams(title, subtitle=subtitle or alt.Undefined, **style)
 
 
 def si_scale(largest: float, unit: str) -> tuple[float, str]:
-    """Divisor and name of the unit in which ``largest`` is between 1 and 1000: (1e-3, "ms") for 0.02 s.
+    """Returns divisor and name of the unit in which ``largest`` is between 1 and 1000: (1e-3, "ms") for 0.02 s.
 
-    Whole axes are labelled in one unit, so the largest value decides. Zero and non-finite keep the bare unit.
+    An axis has one unit, so its largest value decides. Zero and non-finite values keep the bare unit.
     """
     prefixes = {-3: "n", -2: "u", -1: "m", 0: "", 1: "k", 2: "M", 3: "G", 4: "T", 5: "P", 6: "E"}
     if not math.isfinite(largest) or largest <= 0:
@@ -103,39 +98,30 @@ def si_scale(largest: float, unit: str) -> tuple[float, str]:
     return 1000.0**power, prefixes[power] + unit
 
 
-def save(spec: Mapping[str, Any], path: str | Path) -> Path:
-    """The path, after the picture was written to it: PNG, SVG or the spec itself, by the suffix.
+def save(figure: Figure, path: str | Path) -> Path:
+    """Writes the picture as PNG, SVG or Vega-Lite spec, by the suffix, and returns its path.
 
     The file appears whole or not at all: a page that polls the folder never reads half a picture.
     """
     path = Path(path)
-    renderer = _RENDERERS.get(path.suffix.lower())
-    if renderer is None:
+    suffix = path.suffix.lower()
+    if suffix not in (".png", ".svg", ".json"):
         raise InputError(f"Cannot write a picture as {path.name!r}. Use a name that ends in .png, .svg or .json.")
     if not path.parent.is_dir():
         raise InputError(f"Cannot write {path}: the folder {path.parent} does not exist. Make it first.")
-    content = renderer(dict(spec))
+    content = _rendered(figure.to_dict(validate=False), suffix)
     write_whole(path, lambda part: part.write_bytes(content))
     return path
 
 
-def _png(spec: Spec) -> bytes:
-    # Imported here: it is 50 MB of shared library, and tables need none of it.
+def _rendered(spec: dict[str, Any], suffix: str) -> bytes:
+    if suffix == ".json":
+        return (json.dumps(spec, indent=2, allow_nan=False) + "\n").encode()
+    # Imported late: it is 50 MB of shared library.
     import vl_convert
 
     # No base URL is allowed: a picture never waits for the network.
-    return vl_convert.vegalite_to_png(spec, vl_version=VEGA_LITE_VERSION, scale=PNG_SCALE, allowed_base_urls=[])
-
-
-def _svg(spec: Spec) -> bytes:
-    import vl_convert
-
-    text: str = vl_convert.vegalite_to_svg(spec, vl_version=VEGA_LITE_VERSION, allowed_base_urls=[])
-    return text.encode()
-
-
-def _json(spec: Spec) -> bytes:
-    return (json.dumps(spec, indent=2, allow_nan=False) + "\n").encode()
-
-
-_RENDERERS: dict[str, Callable[[Spec], bytes]] = {".png": _png, ".svg": _svg, ".json": _json}
+    options = {"vl_version": alt.SCHEMA_VERSION[1:].rpartition(".")[0], "allowed_base_urls": []}
+    if suffix == ".svg":
+        return vl_convert.vegalite_to_svg(spec, **options).encode()
+    return vl_convert.vegalite_to_png(spec, scale=PNG_SCALE, **options)

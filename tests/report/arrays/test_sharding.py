@@ -3,6 +3,7 @@ import pytest
 from meshwright.core.errors import InputError
 from meshwright.report.arrays.sharding import ShardingPanel, devices_text, sharding_figure
 from meshwright.report.figure import save
+from tests.charts import marks, panels
 
 
 def sharded(num_rows, num_cols, holders, title="A[I_X, J_Y]"):
@@ -15,23 +16,23 @@ def sharded(num_rows, num_cols, holders, title="A[I_X, J_Y]"):
     )
 
 
-def marks(spec, panel):
-    """The rows of the stripes, of the outlines and of the texts of one panel."""
-    stripes, outlines, texts = spec["concat"][panel]["layer"]
-    return stripes["data"]["values"], outlines["data"]["values"], texts["data"]["values"]
+def drawn(array):
+    """The rows of the stripes, of the outlines and of the texts of one array."""
+    stripes, outlines, texts, _ = marks(sharding_figure([array]))
+    return stripes["rows"], outlines["rows"], texts["rows"]
 
 
 def test_every_block_has_its_device_and_place():
-    stripes, outlines, texts = marks(sharding_figure([sharded(4, 2, lambda row, col: [row * 2 + col])]), 0)
+    stripes, outlines, texts = drawn(sharded(4, 2, lambda row, col: [row * 2 + col]))
     assert {(stripe["x"], stripe["y"]): stripe["device"] for stripe in stripes} == {
         (col, row): row * 2 + col for row in range(4) for col in range(2)
     }
     assert len(outlines) == 8
-    assert [text["lines"] for text in texts] == [[str(device)] for device in range(8)]
+    assert [text["text"] for text in texts] == [[str(device)] for device in range(8)]
 
 
 def test_a_replicated_block_has_one_stripe_per_copy():
-    stripes, outlines, texts = marks(sharding_figure([sharded(1, 2, lambda _, col: [col, col + 2])]), 0)
+    stripes, outlines, texts = drawn(sharded(1, 2, lambda _, col: [col, col + 2]))
     assert [(s["x"], s["x2"], s["device"]) for s in stripes] == [
         (0.0, 0.5, 0),
         (0.5, 1.0, 2),
@@ -39,22 +40,21 @@ def test_a_replicated_block_has_one_stripe_per_copy():
         (1.5, 2.0, 3),
     ]
     assert len(outlines) == 2
-    assert [text["lines"] for text in texts] == [["0,2"], ["1,3"]]
+    assert [text["text"] for text in texts] == [["0,2"], ["1,3"]]
 
 
 def test_a_device_has_one_colour_in_all_panels():
     arrays = [sharded(8, 1, lambda row, _: [row]), sharded(1, 1, lambda *_: range(4))]
-    spec = sharding_figure(arrays)
-    scales = [panel["layer"][0]["encoding"]["color"]["scale"] for panel in spec["concat"]]
+    scales = [marks(panel)[0]["encoding"]["color"]["scale"] for panel in panels(sharding_figure(arrays))]
     assert scales[0] == scales[1]
     assert scales[0]["domain"] == list(range(8))
     assert len(set(scales[0]["range"])) == 8
 
 
 def test_a_large_array_shows_its_ends():
-    _, outlines, texts = marks(sharding_figure([sharded(64, 32, lambda row, col: [row * 32 + col])]), 0)
+    _, outlines, texts = drawn(sharded(64, 32, lambda row, col: [row * 32 + col]))
     assert len(outlines) == 15 * 15
-    shown = [text["lines"][0] for text in texts]
+    shown = [text["text"][0] for text in texts]
     assert shown.count("…") == 2 * 16 - 1
     assert {"0", "31", "2016", "2047"} <= set(shown)
 

@@ -23,6 +23,7 @@ from meshwright.bench.timing import timing_of
 from meshwright.report.figure import save
 from meshwright.report.machine.bench import bench_figures
 from meshwright.spec.calibration import CollectiveRate
+from tests.charts import marks, panels, said, texts
 
 FACTS = {
     "machine": "8 NVIDIA H200", "device_kind": "NVIDIA H200", "platform": "cuda", "num_devices": 8, "chip": "h200",
@@ -108,34 +109,32 @@ def test_nothing_measured_draws_nothing():
 
 
 def test_the_knee_of_the_layers_is_drawn_where_it_is(full):
-    layers = bench_figures(full)["batch.png"]["layer"]
-    texts = [row.get("text", "") for layer in layers for row in layer["data"]["values"]]
-    assert "knee 200" in texts
-    assert "critical batch 170" in texts
+    assert texts(bench_figures(full)["batch.png"]) == ["knee 200", "critical batch 170"]
 
 
 def test_points_and_lines_of_collectives(full):
-    panels = bench_figures(full)["collectives.png"]["concat"]
-    assert [panel["title"]["text"] for panel in panels] == ["8 devices", "4 devices", "2 devices"]
-    lines, points = (layer["data"]["values"] for layer in panels[0]["layer"])
-    assert len(points) == 5 * 6
-    last = [row for row in lines if row["kind"] == "AllReduce"][-1]
-    assert last["bytes"] == pytest.approx(2**29)
-    assert last["us"] == pytest.approx(1e6 * (3e-5 + 3 * 2**29 / 3e11))
+    found = panels(bench_figures(full)["collectives.png"])
+    assert [panel["title"]["text"] for panel in found] == ["8 devices", "4 devices", "2 devices"]
+    (points,) = marks(found[0], "point")
+    assert len(points["rows"]) == 5 * 6
+    last = [row for line in marks(found[0], "line") for row in line["rows"] if row["name"] == "AllReduce"][-1]
+    assert last["x"] == pytest.approx(2**29)
+    assert last["y"] == pytest.approx(1e6 * (3e-5 + 3 * 2**29 / 3e11))
 
 
 def test_the_roofline_is_the_data_sheets_where_there_is_one(full):
-    spec = bench_figures(full)["roofline.png"]
-    assert spec["title"]["text"] == "Measured on one NVIDIA H200, under the rates of the data sheet"
-    assert {row["link"] for row in spec["layer"][0]["data"]["values"]} == {"memory  4.8 TB/s"}
-    assert max(row["flops_per_s"] for row in spec["layer"][0]["data"]["values"]) == 989e12
+    figure = bench_figures(full)["roofline.png"]
+    assert said(figure)["title"]["text"] == "Measured on one NVIDIA H200, under the rates of the data sheet"
+    (roof,) = marks(figure, "line")
+    assert {row["name"] for row in roof["rows"]} == {"memory  4.8 TB/s"}
+    assert max(row["y"] for row in roof["rows"]) == 989e12
 
 
 def test_the_roofline_of_a_machine_without_data_sheet_is_what_it_reached(full):
     here = msgspec.structs.replace(full, chip="cpu", platform="cpu", device_kind="cpu")
-    spec = bench_figures(here)["roofline.png"]
-    assert spec["title"]["text"] == "Measured on an emulated device, under the rates of this run"
-    assert {row["link"] for row in spec["layer"][0]["data"]["values"]} == {"memory  4.2 TB/s"}
+    figure = bench_figures(here)["roofline.png"]
+    assert said(figure)["title"]["text"] == "Measured on an emulated device, under the rates of this run"
+    assert {row["name"] for row in marks(figure, "line")[0]["rows"]} == {"memory  4.2 TB/s"}
 
 
 def test_they_can_be_written(full, tmp_path):

@@ -3,6 +3,7 @@
 from meshwright.accuracy.errors import Prediction
 from meshwright.report.figure import PALETTE, save
 from meshwright.report.plans.accuracy import BAND, SHAPES, accuracy_figure
+from tests.charts import marks
 
 
 def predictions(num_groups=2):
@@ -29,9 +30,9 @@ def figure(num_groups=2):
 
 def test_points_and_axes():
     """Both axes have one domain that holds every point, so that the diagonal is where the two are equal."""
-    *_, points = figure()["layer"]
-    assert [row["id"] for row in points["data"]["values"]] == ["0-0", "0-1", "0-2", "1-0", "1-1", "1-2"]
-    assert points["data"]["values"][0]["group"] == "no group"
+    *_, points = marks(figure())
+    assert [row["id"] for row in points["rows"]] == ["0-0", "0-1", "0-2", "1-0", "1-1", "1-2"]
+    assert points["rows"][0]["group"] == "no group"
     x, y = points["encoding"]["x"], points["encoding"]["y"]
     assert x["scale"] == y["scale"]
     low, high = x["scale"]["domain"]
@@ -41,16 +42,17 @@ def test_points_and_axes():
 
 
 def test_the_band_is_a_fifth_to_either_side():
-    band, line, _ = figure()["layer"]
-    for row in band["data"]["values"]:
-        assert (row["low"] / row["x"], row["high"] / row["x"]) == (1 - BAND, 1 + BAND)
-    assert line["encoding"]["y"]["field"] == "y"
+    band, line, _ = marks(figure())
+    for row in band["rows"]:
+        assert (row["low"] / row["measured"], row["high"] / row["measured"]) == (1 - BAND, 1 + BAND)
+        assert row["predicted"] == row["measured"]
+    assert line["encoding"]["y"]["field"] == "predicted"
 
 
 def test_groups_are_told_apart():
     """More groups than colours: colour and shape together are different, and both scales make one legend."""
     count = len(PALETTE) + 3
-    *_, points = figure(count)["layer"]
+    *_, points = marks(figure(count))
     color, shape = (points["encoding"][name]["scale"] for name in ("color", "shape"))
     assert color["domain"] == shape["domain"]
     assert len(set(zip(color["range"], shape["range"], strict=True))) == len(color["domain"]) == count

@@ -3,6 +3,7 @@ import pytest
 from meshwright.core.errors import InputError
 from meshwright.report.figure import INK, save
 from meshwright.report.plans.comm_compute import CommsCurve, comm_compute_figure
+from tests.charts import marks, panels
 
 TOKENS = (1e5, 1e6, 1e7)
 CURVES = (
@@ -13,24 +14,23 @@ CURVES = (
 
 
 def test_times_and_ratios():
-    times, ratios = comm_compute_figure(TOKENS, CURVES, title="t")["hconcat"]
-    drawn = [(row["line"], row["y"]) for layer in times["layer"][:2] for row in layer["data"]["values"]]
+    times, ratios = panels(comm_compute_figure(TOKENS, CURVES, title="t"))
+    drawn = [(row["name"], row["y"]) for line in marks(times, "line")[:2] for row in line["rows"]]
     assert drawn == [
         *(("FSDP alone", y) for y in (1.0, 1.0, 1.0)),
         *(("best mesh", y) for y in (0.5, 0.8, 1.0)),
     ]
-    alone = [row["y"] for row in ratios["layer"][1]["data"]["values"]]
+    alone = [row["y"] for row in marks(ratios, "line")[0]["rows"]]
     assert alone == pytest.approx([0.1, 1.0, 10.0])
 
 
 def test_crossings_lie_on_the_line_of_one():
-    ratios = comm_compute_figure(TOKENS, CURVES, title="t")["hconcat"][1]
-    assert ratios["layer"][-1]["data"]["values"] == [{"tokens": 1e6, "y": 1.0}, {"tokens": 7e5, "y": 1.0}]
+    _, ratios = panels(comm_compute_figure(TOKENS, CURVES, title="t"))
+    assert marks(ratios, "point")[0]["rows"] == [{"x": 1e6, "y": 1.0}, {"x": 7e5, "y": 1.0}]
 
 
 def test_the_strong_curve_is_black():
-    times = comm_compute_figure(TOKENS, CURVES, title="t")["hconcat"][0]
-    scale = times["layer"][0]["encoding"]["color"]["scale"]
+    scale = marks(comm_compute_figure(TOKENS, CURVES, title="t"))[0]["encoding"]["color"]["scale"]
     assert dict(zip(scale["domain"], scale["range"], strict=True))["best mesh"] == INK
     assert "none" not in scale["domain"]
 

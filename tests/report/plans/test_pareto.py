@@ -3,6 +3,7 @@ import pytest
 from meshwright.core.errors import InputError
 from meshwright.report.figure import save
 from meshwright.report.plans.pareto import ParetoPoint, pareto_figure
+from tests.charts import marks, panels, texts
 
 MEMORY = (
     ParetoPoint(step_s=1.0, amount=70e9, label="1"),
@@ -14,27 +15,26 @@ COST = (ParetoPoint(step_s=1.0, amount=200.0, label="16 chips"), ParetoPoint(ste
 
 
 def test_memory_is_drawn_by_steps_and_cost_by_a_line():
-    memory, cost = pareto_figure(MEMORY, COST, limit_bytes=80e9, title="t")["hconcat"]
-    marks = [layer.get("mark", {}).get("interpolate") for panel in (memory, cost) for layer in panel["layer"]]
-    assert [mark for mark in marks if mark] == ["step-after", "linear"]
-    assert memory["layer"][0]["data"]["values"] == [{"y": 80.0, "text": "what a chip holds: 80 GB"}]
+    figure = pareto_figure(MEMORY, COST, limit_bytes=80e9, title="t")
+    assert [line["mark"]["interpolate"] for line in marks(figure, "line")] == ["step-after", "linear"]
+    (limit,) = marks(figure, "rule")
+    assert limit["encoding"]["y"] == {"datum": 80.0}
+    assert limit["rows"] == [{"text": "what a chip holds: 80 GB"}]
 
 
 def test_labels_that_would_collide_are_left_out():
-    (memory,) = pareto_figure(MEMORY, title="t")["hconcat"]
-    assert [row["label"] for row in memory["layer"][-1]["data"]["values"]] == ["1", "2"]
-    assert len(memory["layer"][2]["data"]["values"]) == 3
+    figure = pareto_figure(MEMORY, title="t")
+    assert texts(figure) == ["1", "2"]
+    assert [len(dots["rows"]) for dots in marks(figure, "circle")] == [4, 3]
 
 
 def test_the_axis_of_time_is_logarithmic_over_a_wide_range():
-    (wide,) = pareto_figure(MEMORY, title="t")["hconcat"]
-    (narrow,) = pareto_figure(MEMORY[:2], title="t")["hconcat"]
-    scales = [panel["layer"][0]["encoding"]["x"]["scale"].get("type") for panel in (wide, narrow)]
-    assert scales == ["log", None]
+    figures = [pareto_figure(points, title="t") for points in (MEMORY, MEMORY[:2])]
+    assert [marks(figure)[0]["encoding"]["x"]["scale"].get("type") for figure in figures] == ["log", None]
 
 
 def test_one_cost_is_no_frontier():
-    assert len(pareto_figure(MEMORY, COST[:1], title="t")["hconcat"]) == 1
+    assert len(panels(pareto_figure(MEMORY, COST[:1], title="t"))) == 1
 
 
 def test_it_is_drawn(tmp_path):

@@ -7,6 +7,7 @@ from meshwright.algebra.schedules.simulation import simulate
 from meshwright.core.errors import InputError
 from meshwright.report.figure import save
 from meshwright.report.plans.timeline import COLORS, IDLE, timeline_figure, timeline_text
+from tests.charts import marks
 
 
 def run(name, stages=4, microbatches=8):
@@ -16,8 +17,8 @@ def run(name, stages=4, microbatches=8):
 
 
 def layers(figure):
-    idle, boxes, numbers = figure["layer"]
-    return idle["data"]["values"], boxes["data"]["values"], numbers["data"]["values"], boxes["encoding"]["color"]
+    idle, boxes, numbers = marks(figure)
+    return idle["rows"], boxes["rows"], numbers["rows"], boxes["encoding"]
 
 
 @pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb-h1", "dualpipe", "dualpipe-v"])
@@ -35,10 +36,10 @@ def test_every_op_is_a_box_where_it_runs(name):
 
 
 def test_passes_have_their_colours_and_chunks_their_shades():
-    color = layers(timeline_figure(*run("zb-h1")))[3]
+    color = layers(timeline_figure(*run("zb-h1")))[3]["color"]
     wanted = ["forward", "input gradients", "weight gradients"]
     assert dict(zip(color["scale"]["domain"], color["scale"]["range"], strict=True)) == {n: COLORS[n] for n in wanted}
-    color = layers(timeline_figure(*run("interleaved")))[3]
+    color = layers(timeline_figure(*run("interleaved")))[3]["color"]
     shades = dict(zip(color["scale"]["domain"], color["scale"]["range"], strict=True))
     assert list(shades) == [f"{what}, chunk {chunk}" for what in ("forward", "backward") for chunk in (0, 1)]
     assert shades["forward, chunk 0"] == COLORS["forward"]
@@ -49,8 +50,8 @@ def test_passes_have_their_colours_and_chunks_their_shades():
 def test_seconds_are_shown_in_one_unit():
     made = build("1f1b", stages=2, microbatches=2)
     figure = timeline_figure(made, simulate(made, forward_s=1e-3, backward_s=2e-3))
-    _, boxes, _, _ = layers(figure)
-    assert figure["layer"][1]["encoding"]["x"]["title"] == "time (ms)"
+    _, boxes, _, encoding = layers(figure)
+    assert encoding["x"]["title"] == "time (ms)"
     assert max(box["end"] for box in boxes) == pytest.approx(9)
 
 

@@ -4,6 +4,7 @@ from meshwright.core.errors import InputError
 from meshwright.cost.lanes import Slice, Streams
 from meshwright.report.figure import save
 from meshwright.report.plans.two_streams import two_streams_figure
+from tests.charts import marks, texts
 
 PAIR = Streams(
     name="overlapped",
@@ -17,8 +18,7 @@ PAIR = Streams(
 
 
 def test_boxes_lie_on_their_lanes():
-    spec = two_streams_figure([PAIR, PAIR], title="t")
-    rows = spec["layer"][0]["data"]["values"]
+    rows = marks(two_streams_figure([PAIR, PAIR], title="t"), "bar")[0]["rows"]
     assert [(row["lane"], row["what"], row["start"]) for row in rows[:3]] == [
         ("0 compute", "forward", 0.0),
         ("0 compute", "backward", 10.0),
@@ -28,15 +28,14 @@ def test_boxes_lie_on_their_lanes():
 
 
 def test_passes_carry_their_layer_where_there_is_room():
-    rows = two_streams_figure([PAIR], title="t")["layer"][0]["data"]["values"]
+    rows = marks(two_streams_figure([PAIR], title="t"), "bar")[0]["rows"]
     assert [row["text"] for row in rows] == ["F1", "B1", "", ""]
 
 
 def test_names_and_totals(tmp_path):
-    spec = two_streams_figure([PAIR], title="t")
-    assert [row["text"] for row in spec["layer"][2]["data"]["values"]] == ["overlapped: compute", "links"]
-    assert spec["layer"][-1]["data"]["values"][0]["text"] == "20 ms"
-    assert save(spec, tmp_path / "s.png").stat().st_size > 3000
+    figure = two_streams_figure([PAIR], title="t")
+    assert texts(figure) == ["F1", "B1", "overlapped: compute", "links", "20 ms"]
+    assert save(figure, tmp_path / "s.png").stat().st_size > 3000
 
 
 def test_nothing_to_draw():

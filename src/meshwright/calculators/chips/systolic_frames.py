@@ -3,7 +3,7 @@
 from collections.abc import Collection
 
 from meshwright.calculators.chips.systolic import Matrix, SystolicArray, SystolicCycles
-from meshwright.report.arrays.systolic import REACH, Frame, Passing
+from meshwright.report.arrays.systolic import REACH, BoundaryValue, SystolicFrame
 
 
 def telling_cycles(counted: SystolicCycles, *, count: int = 9) -> tuple[int, ...]:
@@ -19,10 +19,10 @@ def telling_cycles(counted: SystolicCycles, *, count: int = 9) -> tuple[int, ...
 
 def frames(
     inputs: Matrix, weights: Matrix, *, rows: int, cols: int, cycles: Collection[int] | None = None
-) -> tuple[Frame, ...]:
+) -> tuple[SystolicFrame, ...]:
     """The array in these cycles, or in all of them; cycle 0 is the first in which a weight enters."""
     array = SystolicArray(inputs, weights, rows=rows, cols=cols)
-    found: list[Frame] = []
+    found: list[SystolicFrame] = []
     left: list[tuple[int, int, int]] = []
     for cycle in range(array.last_cycle):
         array.step()
@@ -32,18 +32,18 @@ def frames(
     return tuple(found)
 
 
-def _frame(array: SystolicArray, cycle: int, left: list[tuple[int, int, int]]) -> Frame:
+def _frame(array: SystolicArray, cycle: int, left: list[tuple[int, int, int]]) -> SystolicFrame:
     inside = [(row, col) for row in range(array.rows) for col in range(array.cols)]
     weight = {at: _weight(array, cycle, *at) for at in inside}
     busy = {at: int(array.activation[at]) if array.tag[at] >= 0 else None for at in inside}
-    return Frame(
+    return SystolicFrame(
         cycle=cycle,
         weights=tuple(tuple(weight[row, col] for col in range(array.cols)) for row in range(array.rows)),
         activations=tuple(tuple(busy[row, col] for col in range(array.cols)) for row in range(array.rows)),
         inputs=tuple(_waiting(array, cycle)),
         coming=tuple(_coming(array, cycle)),
         results=tuple(
-            Passing(lane=col, distance=cycle - at, value=value) for at, col, value in left if cycle - at <= REACH
+            BoundaryValue(lane=col, distance=cycle - at, value=value) for at, col, value in left if cycle - at <= REACH
         ),
     )
 
@@ -55,21 +55,21 @@ def _weight(array: SystolicArray, cycle: int, row: int, col: int) -> int | None:
     return int(array.moving[row, col]) if cycle >= row + col else None
 
 
-def _waiting(array: SystolicArray, cycle: int) -> list[Passing]:
+def _waiting(array: SystolicArray, cycle: int) -> list[BoundaryValue]:
     found = []
     for row in range(array.rows):
         for distance in range(1, REACH + 1):
             value = array.input_at(cycle + distance, row)
             if value is not None:
-                found.append(Passing(lane=row, distance=distance, value=value))
+                found.append(BoundaryValue(lane=row, distance=distance, value=value))
     return found
 
 
-def _coming(array: SystolicArray, cycle: int) -> list[Passing]:
+def _coming(array: SystolicArray, cycle: int) -> list[BoundaryValue]:
     found = []
     for col in range(array.cols):
         for distance in range(1, REACH + 1):
             value = array.weight_at(cycle + distance, col)
             if value is not None:
-                found.append(Passing(lane=col, distance=distance, value=value))
+                found.append(BoundaryValue(lane=col, distance=distance, value=value))
     return found

@@ -26,6 +26,7 @@ from meshwright.spec.plan_file import Plan, save_plan
 from meshwright.spec.strategy import make_mesh, mesh_words
 
 if TYPE_CHECKING:
+    from meshwright.report.figure import Figure
     from meshwright.train.loop import TrainResult
 
 DEMO_MODEL = Model(
@@ -129,7 +130,7 @@ def _measured_memory(result: "TrainResult") -> dict[str, float]:
     }
 
 
-def _roofline(chosen: Plan, priced: PricedStrategy, result: "TrainResult") -> dict[str, object]:
+def _roofline(chosen: Plan, priced: PricedStrategy, result: "TrainResult") -> "Figure":
     """Ops of the step where the measured rates put them, and the measured step as a whole."""
     from meshwright.report.roofline import RooflinePoint, roofline_figure
 

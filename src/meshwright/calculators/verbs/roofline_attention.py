@@ -102,21 +102,25 @@ def _number(value: float) -> str:
 
 def _figure(facts: dict[str, Any]) -> Any:
     """Attention's time over the feed-forward block's against the context."""
-    from meshwright.report.curves import Curve, Mark, curves_figure
+    from meshwright.report.curves import curves_figure
+    from meshwright.report.marks import Points, ReferenceLine
 
-    def curve(name: str, rows: Sequence[dict[str, Any]]) -> Curve:
-        return Curve(name=name, x=tuple(float(r["keys"]) for r in rows), y=tuple(float(r["ratio"]) for r in rows))
+    def ratios(rows: Sequence[dict[str, Any]]) -> Points:
+        return [(float(row["keys"]), float(row["ratio"])) for row in rows]
 
     count = facts["batch_seqs"]
-    marks = [Mark(axis="y", value=1.0, text="as long as the feed-forward block", at="end")]
+    marks = [ReferenceLine(axis="y", value=1.0, text="as long as the feed-forward block", at="end")]
     lengths = [r["keys"] for r in facts["prefill"]]
     if min(lengths) < facts["compute_bound_len"] < max(lengths):
-        marks.append(Mark(axis="x", value=facts["compute_bound_len"], text="prefill compute-bound", at="end"))
+        marks.append(ReferenceLine(axis="x", value=facts["compute_bound_len"], text="prefill compute-bound", at="end"))
     return curves_figure(
-        [curve("prefill", facts["prefill"]), curve(f"generation, {format_count(count)} at once", facts["generation"])],
+        {
+            "prefill": ratios(facts["prefill"]),
+            f"generation, {format_count(count)} at once": ratios(facts["generation"]),
+        },
         x_title="context (positions)",
         y_title="time of attention over feed-forward",
         title=f"Attention beside the feed-forward block: {facts['model']} on {facts['chip']}",
         subtitle="One layer on one chip, each block the larger of compute and memory; projections left out.",
-        marks=marks,
+        references=marks,
     )

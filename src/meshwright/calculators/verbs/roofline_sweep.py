@@ -143,19 +143,18 @@ def drawn(png: Path | None) -> dict[str, str]:
 
 def _figure(title: str, unit: Chip, sweeps: Sequence[Sweep], points: Sequence[Point]) -> Any:
     """FLOP/s against the first sweep, a curve for each choice of the others, and the peak."""
-    from meshwright.report.curves import Curve, Mark, curves_figure
+    from meshwright.report.curves import curves_figure
+    from meshwright.report.marks import ReferenceLine
 
     grouped: dict[tuple[int, ...], list[Point]] = {}
     for point in points:
         grouped.setdefault(point.chosen[1:], []).append(point)
-    curves = [
-        Curve(
-            name=", ".join(f"{one.name} = {size:,}" for one, size in zip(sweeps[1:], others, strict=True)) or unit.name,
-            x=tuple(float(p.chosen[0]) for p in group),
-            y=tuple(float(p.line.reached_flops_per_s) for p in group),
-        )
+    curves = {
+        ", ".join(f"{one.name} = {size:,}" for one, size in zip(sweeps[1:], others, strict=True)) or unit.name: [
+            (float(p.chosen[0]), float(p.line.reached_flops_per_s)) for p in group
+        ]
         for others, group in grouped.items()
-    ]
+    }
     top = points[0].line.peak_flops
     return curves_figure(
         curves,
@@ -163,5 +162,5 @@ def _figure(title: str, unit: Chip, sweeps: Sequence[Sweep], points: Sequence[Po
         y_title="rate (FLOP/s)",
         title=title,
         subtitle="The rate that a roofline allows, perfect overlap.",
-        marks=[Mark(axis="y", value=float(top), text=f"peak {format_flops(top)}")],
+        references=[ReferenceLine(axis="y", value=float(top), text=f"peak {format_flops(top)}")],
     )

@@ -11,7 +11,7 @@ from meshwright.cli.verb import Options, option, verb
 from meshwright.core.errors import InputError
 from meshwright.core.units import format_bytes, parse_bytes
 from meshwright.report.answer import Answer, Piece, Table
-from meshwright.report.figure import Spec
+from meshwright.report.figure import Figure
 from meshwright.report.scaling import bandwidth_figure
 from meshwright.report.tables import Cell
 
@@ -68,7 +68,7 @@ def _text(points: Sequence[BandwidthPoint], num_bytes: float, rests_on: str) -> 
     yield f"an all-reduce receives everything twice; times rest on {rests_on}"
 
 
-def _figure(points: Sequence[BandwidthPoint], num_bytes: float) -> Spec:
+def _figure(points: Sequence[BandwidthPoint], num_bytes: float) -> Figure:
     lines = {
         name: [(point.cluster.num_chips, point.bytes_per_s) for point in points if point.kind == kind]
         for kind, name in NAMES.items()

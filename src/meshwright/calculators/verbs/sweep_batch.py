@@ -24,7 +24,7 @@ from meshwright.cli.verb import Count, Options, argument, option, verb
 from meshwright.core.errors import InputError
 from meshwright.core.units import format_count, format_params, format_seconds, parse_count
 from meshwright.report.answer import Answer, Piece, Table
-from meshwright.report.figure import Spec
+from meshwright.report.figure import Figure
 from meshwright.report.heatmap import short_mesh
 from meshwright.report.plans.comm_compute import CommsCurve, comm_compute_figure
 from meshwright.spec.catalogue import model as find_model
@@ -174,7 +174,7 @@ def _count(tokens: float) -> str:
 # -- picture --------------------------------------------------------------------------------------------
 
 
-def _figure(work: Work, on: str, curves: Sequence[Curve], found: Sequence[Crossing]) -> Spec:
+def _figure(work: Work, on: str, curves: Sequence[Curve], found: Sequence[Crossing]) -> Figure:
     drawn: list[CommsCurve] = []
     for one, met in zip(curves, found, strict=True):
         compute = tuple(one.compute_s.tolist())

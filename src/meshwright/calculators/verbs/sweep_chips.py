@@ -13,7 +13,7 @@ from meshwright.core.units import format_bytes, format_count, format_params, for
 from meshwright.cost.memory import memory_limit
 from meshwright.cost.setting import Setting
 from meshwright.report.answer import Answer, Piece, Table
-from meshwright.report.figure import Spec
+from meshwright.report.figure import Figure
 from meshwright.report.heatmap import short_mesh
 from meshwright.report.scaling import ScalingPoint, scaling_figure
 from meshwright.report.tables import Cell
@@ -101,7 +101,7 @@ def _batch_words(points: Sequence[SweepPoint], job: Job, weak: bool) -> str:
     return f"{format_count(job.tokens_per_step)} tokens a step in sequences of {job.seq_len:,}"
 
 
-def _figure(model: str, points: Sequence[SweepPoint], job: Job, weak: bool, rates: Calibration | None) -> Spec:
+def _figure(model: str, points: Sequence[SweepPoint], job: Job, weak: bool, rates: Calibration | None) -> Figure:
     limit = memory_limit(points[0].cluster, rates)
     drawn = [
         ScalingPoint(

@@ -13,7 +13,7 @@ from meshwright.core.errors import InputError
 from meshwright.core.units import format_count, format_params, parse_count
 from meshwright.cost.setting import Setting
 from meshwright.report.answer import Answer, Piece, Table
-from meshwright.report.figure import Spec
+from meshwright.report.figure import Figure
 from meshwright.report.heatmap import HeatCell, heatmap_figure, short_mesh
 from meshwright.spec.catalogue import model as find_model
 from meshwright.spec.chip import chip as find_chip
@@ -132,7 +132,7 @@ def _mesh_lines(point: SweepPoint, most: int) -> Iterator[str]:
     yield line
 
 
-def _figure(grid: Grid, job: Job, *, by_nodes: bool) -> Spec:
+def _figure(grid: Grid, job: Job, *, by_nodes: bool) -> Figure:
     cells = [
         HeatCell(
             row=f"{model.name} ({format_params(num_params(model))})",

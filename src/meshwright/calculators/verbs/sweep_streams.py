@@ -15,7 +15,7 @@ from meshwright.core.units import format_bytes, format_count, format_seconds, pa
 from meshwright.cost.lanes import Streams
 from meshwright.cost.setting import Setting
 from meshwright.report.answer import Answer, Piece, Table
-from meshwright.report.figure import Spec
+from meshwright.report.figure import Figure
 from meshwright.report.plans.two_streams import two_streams_figure
 from meshwright.spec.catalogue import model as find_model
 from meshwright.spec.cluster import Cluster, parse_cluster
@@ -101,7 +101,7 @@ def _text(
     )
 
 
-def _figure(model: str, cluster: Cluster, job: Job, found: Sequence[Streams], layers: int) -> Spec:
+def _figure(model: str, cluster: Cluster, job: Job, found: Sequence[Streams], layers: int) -> Figure:
     return two_streams_figure(
         found,
         title=f"{model} on {cluster.short_name}: data parallelism on two streams",

@@ -13,9 +13,9 @@ from meshwright.plan.ranking import TIE
 from meshwright.plan.result import PlanResult
 from meshwright.plan.search import Found
 from meshwright.report.answer import Answer, Piece, Table
-from meshwright.report.figure import Spec
+from meshwright.report.bars import breakdown_figure
+from meshwright.report.figure import Figure
 from meshwright.report.heatmap import short_mesh
-from meshwright.report.plans.breakdown import breakdown_figure
 from meshwright.report.plans.pareto import ParetoPoint, pareto_figure
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.job import Job
@@ -111,7 +111,7 @@ def _usd(found: Found, job: Job) -> str:
     return f"${1e9 * (usd_per_token(found, job) or 0.0):,.2f}"
 
 
-def _frontier_figure(setting: Setting, found: Frontier) -> Spec:
+def _frontier_figure(setting: Setting, found: Frontier) -> Figure:
     model, cluster, job = setting.model, setting.cluster, setting.job
     numbers = {id(one): str(number) for number, one in enumerate(listed(found.memory), 1)}
     limit = setting.memory_limit
@@ -164,7 +164,7 @@ def _traffic_text(parts: Breakdown) -> Iterator[Piece]:
     )  # fmt: skip
 
 
-def _breakdown_figure(result: PlanResult, parts: Breakdown) -> Spec:
+def _breakdown_figure(result: PlanResult, parts: Breakdown) -> Figure:
     best = result.strategies[0]
     links = {name if name == "latency" else f"{name} links": seconds for name, seconds in _largest(parts.alone).items()}
     return breakdown_figure(

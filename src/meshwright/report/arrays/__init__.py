@@ -1,1 +1,1 @@
-"""Pictures of arrays: who holds which block, how it is tiled."""
+"""Pictures made of cells: shardings, rings, systolic arrays, tilings, graphs of compiled programs."""

@@ -1,14 +1,16 @@
-"""The picture of who holds which block: one panel per array, one rectangle per block, one stripe per holder."""
+"""The picture of a sharding: a panel per array, a rectangle per block, a stripe per device that has the block."""
 
-import json
 from collections.abc import Sequence
 
 import msgspec
 
 from meshwright.core.errors import InputError
-from meshwright.report.figure import PALETTE, Spec, headline, text_layers, themed
+from meshwright.report.arrays.canvas import Canvas, cell, grid, names, shown
+from meshwright.report.figure import PALETTE, Encoding, Figure, Layer, alt, headline, themed
+from meshwright.report.marks import Datum, labels
 
 MAX_BLOCKS_SHOWN = 16
+LAST_BLOCKS = 7
 MAX_STRIPES = 16
 MAX_NAMED_COLORS = 8
 PANEL_PX = (360, 240)
@@ -18,7 +20,7 @@ LINE_PX = 14
 
 
 class ShardingPanel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The blocks of one array: ``cells[row][col]`` are the ids of the devices that hold that block.
+    """The blocks of one array: ``cells[row][col]`` are the ids of the devices that have the block.
 
     A 1-D array is one row with the label ``""``; the caller flattens leading dims of larger arrays into rows.
     """
@@ -37,8 +39,8 @@ def sharding_figure(
     *,
     title: str = "Who holds which block",
     subtitle: str = "A block carries the ids of its devices; several stripes are copies of the same block.",
-) -> Spec:
-    """One panel per array; every device has one colour in all panels, and every copy of a block one stripe.
+) -> Figure:
+    """Draws a panel per array; a device has one colour in all panels, and every copy of a block is a stripe.
 
     A dim of more than 16 blocks shows its first and last ones, with a gap between.
     """
@@ -48,22 +50,15 @@ def sharding_figure(
         _check(array)
     last = max(device for array in arrays for row in array.cells for cell in row for device in cell)
     panels = [_panel(array, _color(last + 1)) for array in arrays]
-    widest = max(panel["width"] for panel in panels) + 90
-    return themed(
-        {
-            "title": headline(title, subtitle),
-            "columns": max(1, min(len(panels), ROW_OF_PANELS_PX // widest)),
-            "spacing": 40,
-            "align": "each",
-            "concat": panels,
-        }
-    )
+    fitting = ROW_OF_PANELS_PX // (max(panel.width for panel in panels) + 90)
+    chart = alt.concat(*panels, columns=max(1, min(len(panels), fitting)), spacing=40, align="each")
+    return themed(chart, title, subtitle)
 
 
 def devices_text(devices: Sequence[int], max_characters: int) -> list[str]:
-    """Lines that name the devices: ``["0-3"]``, ``["0,2,", "4,6"]``, or first, last and count when too many.
+    """Returns lines that name the devices: ``["0-3"]``, ``["0,2,", "4,6"]``, or first, last and count of many.
 
-    The empty list when not even that fits into a line of ``max_characters``.
+    The list is empty if none of these fits into ``max_characters``.
     """
     text = ",".join(_ranges(sorted(devices)))
     if len(text) <= max_characters:
@@ -103,100 +98,50 @@ def _check(array: ShardingPanel) -> None:
         raise InputError(f"{array.title}: a block is held by no device. Give at least one id per block.")
 
 
-def _color(num_devices: int) -> Spec:
-    shared: Spec = {"field": "device", "legend": None}
+def _color(num_devices: int) -> Encoding:
     if num_devices <= MAX_NAMED_COLORS:
-        scale = {"domain": list(range(num_devices)), "range": list(PALETTE[:num_devices])}
-        return {**shared, "type": "nominal", "scale": scale}
-    return {**shared, "type": "quantitative", "scale": {"scheme": "viridis", "domain": [0, num_devices - 1]}}
+        scale = alt.Scale(domain=list(range(num_devices)), range=PALETTE[:num_devices])
+        return alt.Color("device:N", scale=scale, legend=None)
+    scale = alt.Scale(scheme="viridis", domain=[0, num_devices - 1])
+    return alt.Color("device:Q", scale=scale, legend=None)
 
 
-def _shown(num_blocks: int) -> list[int | None]:
-    """Indices of the blocks that are drawn, None for the gap."""
-    if num_blocks <= MAX_BLOCKS_SHOWN:
-        return list(range(num_blocks))
-    half = MAX_BLOCKS_SHOWN // 2
-    return [*range(half), None, *range(num_blocks - half + 1, num_blocks)]
-
-
-def _panel(array: ShardingPanel, color: Spec) -> Spec:
-    rows, cols = _shown(len(array.row_labels)), _shown(len(array.col_labels))
+def _panel(array: ShardingPanel, color: Encoding) -> Layer:
+    rows, cols = (shown(len(found), MAX_BLOCKS_SHOWN, LAST_BLOCKS) for found in (array.row_labels, array.col_labels))
     cell_px = (max(38, min(110, PANEL_PX[0] // len(cols))), max(24, min(56, PANEL_PX[1] // len(rows))))
+    col_names = [None if col is None else array.col_labels[col] for col in cols]
+    row_names = [None if row is None else array.row_labels[row] for row in rows]
+    upright = max(len(name or "") for name in col_names) * CHARACTER_PX > cell_px[0]
+    turned = {"labelAngle": -60, "labelAlign": "left"} if upright else {"labelAngle": 0, "labelAlign": "center"}
+    above = names(col_names, array.col_title, orient="top", titlePadding=4, **turned)
+    beside = names(row_names, array.row_title, titleAngle=0, titleAlign="right", titlePadding=4)
+    canvas = Canvas((0, len(cols)), (0, len(rows)), above, beside)
     stripes, outlines, texts = _blocks(array, rows, cols, cell_px)
-    x = _axis("x", cols, array.col_labels, array.col_title, cell_px[0])
-    y = _axis("y", rows, array.row_labels, array.row_title, cell_px[1])
-    spans = {"x": x, "x2": {"field": "x2"}, "y": y, "y2": {"field": "y2"}}
-    fill = {
-        "data": {"values": stripes},
-        "mark": {"type": "rect", "opacity": 0.65},
-        "encoding": {**spans, "color": color},
-    }
-    frame = {
-        "data": {"values": outlines},
-        "mark": {"type": "rect", "filled": False, "stroke": "white", "strokeWidth": 2},
-        "encoding": spans,
-    }
-    place = {"x": x, "y": y, "text": {"field": "lines"}}
-    mark = {"fontSize": 11, "lineHeight": LINE_PX, "baseline": "middle"}
-    return {
-        "title": {**headline(array.title, array.note), "fontSize": 13, "subtitleFontSize": 11, "offset": 8},
-        "width": len(cols) * cell_px[0],
-        "height": len(rows) * cell_px[1],
-        "layer": [fill, frame, *text_layers(texts, place, **mark)],
-    }
+    chart = alt.layer(
+        canvas.boxes(stripes, opacity=0.65).encode(color=color),
+        canvas.boxes(outlines, filled=False, stroke="white", strokeWidth=2),
+        labels(texts, **canvas.at("mid_x", "mid_y"), fontSize=11, lineHeight=LINE_PX, baseline="middle"),
+    )
+    heading = headline(array.title, array.note, fontSize=13, subtitleFontSize=11, offset=8)
+    return chart.properties(title=heading, width=len(cols) * cell_px[0], height=len(rows) * cell_px[1])
 
 
 def _blocks(
     array: ShardingPanel, rows: Sequence[int | None], cols: Sequence[int | None], cell_px: tuple[int, int]
-) -> tuple[list[Spec], list[Spec], list[Spec]]:
-    """Rows for the stripes, the outlines and the texts; the position of a block is its number in the panel."""
-    stripes: list[Spec] = []
-    outlines: list[Spec] = []
-    texts: list[Spec] = []
-    for y, row in enumerate(rows):
-        for x, col in enumerate(cols):
-            centre = {"x": x + 0.5, "y": y + 0.5}
-            if row is None or col is None:
-                texts.append({**centre, "lines": ["…"]})
-                continue
-            devices = array.cells[row][col]
-            stripes += _stripes(devices, x, y)
-            outlines.append({"x": x, "x2": x + 1, "y": y, "y2": y + 1})
-            lines = devices_text(devices, int((cell_px[0] - 4) / CHARACTER_PX))
-            if lines and len(lines) * LINE_PX <= cell_px[1] - 4:
-                # Vega puts the first of several lines on the point: half of the others go above it.
-                raised = (len(lines) - 1) * LINE_PX / 2 / cell_px[1]
-                texts.append({**centre, "y": y + 0.5 - raised, "lines": lines})
+) -> tuple[list[Datum], list[Datum], list[Datum]]:
+    """Returns the rows of the stripes, the outlines and the texts."""
+    cells, texts = grid(rows, cols)
+    stripes, outlines = [], []
+    for x, y, row, col in cells:
+        devices = sorted(array.cells[row][col])
+        if len(devices) > MAX_STRIPES:
+            devices = [devices[i * (len(devices) - 1) // (MAX_STRIPES - 1)] for i in range(MAX_STRIPES)]
+        width = 1 / len(devices)
+        stripes += [cell(x + i * width, y, width, device=device) for i, device in enumerate(devices)]
+        outlines.append(cell(x, y))
+        lines = devices_text(array.cells[row][col], int((cell_px[0] - 4) / CHARACTER_PX))
+        if lines and len(lines) * LINE_PX <= cell_px[1] - 4:
+            # Vega puts the first of several lines on the point: moving it up centres all of them.
+            raised = (len(lines) - 1) * LINE_PX / 2 / cell_px[1]
+            texts.append(cell(x, y - raised, text=lines))
     return stripes, outlines, texts
-
-
-def _stripes(devices: Sequence[int], x: int, y: int) -> list[Spec]:
-    ids = sorted(devices)
-    if len(ids) > MAX_STRIPES:
-        ids = [ids[i * (len(ids) - 1) // (MAX_STRIPES - 1)] for i in range(MAX_STRIPES)]
-    width = 1 / len(ids)
-    return [
-        {"x": x + i * width, "x2": x + (i + 1) * width, "y": y, "y2": y + 1, "device": device}
-        for i, device in enumerate(ids)
-    ]
-
-
-def _axis(channel: str, shown: Sequence[int | None], labels: Sequence[str], title: str, cell_px: int) -> Spec:
-    names = ["…" if index is None else labels[index] for index in shown]
-    axis: Spec = {
-        "title": title or None,
-        "titlePadding": 4,
-        "values": [i + 0.5 for i in range(len(names))],
-        "labelExpr": f"{json.dumps(names)}[floor(datum.value)]",
-        "labelOverlap": False,
-        "grid": False,
-        "domain": False,
-        "ticks": False,
-    }
-    if channel == "x":
-        upright = max(map(len, names)) * CHARACTER_PX > cell_px
-        axis |= {"orient": "top", "labelAngle": -60 if upright else 0, "labelAlign": "left" if upright else "center"}
-    else:
-        axis |= {"titleAngle": 0, "titleAlign": "right"}
-    scale = {"domain": [0, len(names)], "nice": False, "reverse": channel == "y", "zero": False}
-    return {"field": channel, "type": "quantitative", "scale": scale, "axis": axis}

@@ -1,16 +1,18 @@
-"""The picture of a systolic array at work: one panel per cycle, weights from above, inputs from the left."""
+"""The picture of a systolic array: a panel per cycle, weights enter from above, inputs from the left."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import msgspec
 
 from meshwright.core.errors import InputError
-from meshwright.report.figure import MUTED, Spec, headline, themed
+from meshwright.report.arrays.canvas import Canvas, cell
+from meshwright.report.figure import MUTED, Figure, Layer, alt, headline, themed
+from meshwright.report.marks import Datum, color_by
 
 MAX_CELLS_A_SIDE = 32
 MAX_SIDE_WITH_NUMBERS = 12
 PANEL_PX = 300
+COLUMNS = 3
 
 KINDS: dict[str, str] = {
     "weight": "#A9D4EF",
@@ -20,43 +22,42 @@ KINDS: dict[str, str] = {
     "result leaves": "#F4C766",
     "empty": "#F0F0F0",
 }
-"""What a cell may be, and its colour."""
-
+"""State of a cell -> its colour."""
 
 REACH = 2
-"""Cells around the array in which numbers that come and go are shown."""
+"""Width of the border around the array in which entering and leaving numbers are shown, in cells."""
 
 
-class Passing(msgspec.Struct, frozen=True, kw_only=True):
-    """A number outside the array: in which row or column, and how many cells from its edge (1 is next to it)."""
+class BoundaryValue(msgspec.Struct, frozen=True, kw_only=True):
+    """A number outside the array: its row or column, and its distance from the edge in cells (1 is adjacent)."""
 
     lane: int
     distance: int
     value: int
 
 
-class Frame(msgspec.Struct, frozen=True, kw_only=True):
-    """The array in one cycle.
+class SystolicFrame(msgspec.Struct, frozen=True, kw_only=True):
+    """The state of the array in one cycle.
 
-    ``weights[r][c]`` is None before a weight is there, ``activations[r][c]`` where the cell does not multiply.
-    ``inputs`` wait at the left (lane = row), ``coming`` weights above and ``results`` below (lane = column).
+    ``weights[r][c]`` is None before a weight arrives, ``activations[r][c]`` while the cell does not multiply.
+    ``inputs`` are left of the array (lane = row), ``coming`` weights above and ``results`` below (lane = column).
     """
 
     cycle: int
     weights: tuple[tuple[int | None, ...], ...]
     activations: tuple[tuple[int | None, ...], ...]
-    inputs: tuple[Passing, ...]
-    coming: tuple[Passing, ...]
-    results: tuple[Passing, ...]
+    inputs: tuple[BoundaryValue, ...]
+    coming: tuple[BoundaryValue, ...]
+    results: tuple[BoundaryValue, ...]
 
     @property
     def num_busy(self) -> int:
-        """Cells that multiply in this cycle."""
+        """Number of cells that multiply in this cycle."""
         return sum(value is not None for row in self.activations for value in row)
 
 
-def systolic_figure(frames: Sequence[Frame], *, title: str, subtitle: str = "", columns: int = 3) -> Spec:
-    """One panel per frame; numbers are written into the cells of small arrays, "3·2" where a cell multiplies.
+def systolic_figure(frames: Sequence[SystolicFrame], *, title: str, subtitle: str = "") -> Figure:
+    """Draws a panel per frame; cells of small arrays carry their numbers, "3·2" for a cell that multiplies.
 
     Raises InputError for an array of more than 32 rows or columns.
     """
@@ -65,84 +66,37 @@ def systolic_figure(frames: Sequence[Frame], *, title: str, subtitle: str = "", 
     rows, cols = len(frames[0].weights), len(frames[0].weights[0])
     if max(rows, cols) > MAX_CELLS_A_SIDE:
         raise InputError(f"a picture of {rows}x{cols} cells shows nothing. Draw at most {MAX_CELLS_A_SIDE} a side.")
-    return themed(
-        {
-            "title": headline(title, subtitle),
-            "columns": min(columns, len(frames)),
-            "spacing": 26,
-            "concat": [_panel(frame, rows, cols) for frame in frames],
-        }
-    )
+    panels = [_panel(frame, rows, cols) for frame in frames]
+    return themed(alt.concat(*panels, columns=min(COLUMNS, len(frames)), spacing=26), title, subtitle)
 
 
-def _panel(frame: Frame, rows: int, cols: int) -> Spec:
+def _panel(frame: SystolicFrame, rows: int, cols: int) -> Layer:
     side = max(8, min(36, PANEL_PX // (max(rows, cols) + REACH)))
-    x = _axis("x", [-REACH, cols])
-    y = _axis("y", [-REACH, rows + REACH], reverse=True)
-    cells = {
-        "mark": {"type": "rect", "stroke": "white", "strokeWidth": 1.5},
-        "encoding": {
-            "x": x,
-            "x2": {"field": "x2"},
-            "y": y,
-            "y2": {"field": "y2"},
-            "color": {
-                "field": "kind",
-                "type": "nominal",
-                "scale": {"domain": list(KINDS), "range": list(KINDS.values())},
-                "legend": {"orient": "top", "title": None, "symbolType": "square", "symbolSize": 140},
-            },
-        },
-    }
-    edge = {"x": 0, "x2": cols, "y": 0, "y2": rows}
-    outline = {
-        "data": {"values": [edge]},
-        "mark": {"type": "rect", "filled": False, "stroke": MUTED, "strokeWidth": 1.5},
-        "encoding": {"x": x, "x2": {"field": "x2"}, "y": y, "y2": {"field": "y2"}},
-    }
-    layers: list[Spec] = [cells, outline]
-    if max(rows, cols) <= MAX_SIDE_WITH_NUMBERS:
-        at = {"x": {**x, "field": "centre_x"}, "y": {**y, "field": "centre_y"}}
-        layers.append({"mark": {"type": "text", "fontSize": 10}, "encoding": {**at, "text": {"field": "text"}}})
-    return {
-        "title": {**headline(f"cycle {frame.cycle + 1}", _words(frame, rows * cols)), "fontSize": 13, "offset": 4},
-        "width": (cols + REACH) * side,
-        "height": (rows + 2 * REACH) * side,
-        "data": {"values": _cells(frame, rows, cols)},
-        "layer": layers,
-    }
+    canvas = Canvas((-REACH, cols), (-REACH, rows + REACH))
+    cells = _cells(frame, rows)
+    color = color_by("kind", KINDS, orient="top", symbolType="square", symbolSize=140)
+    chart = alt.layer(
+        canvas.boxes(cells, stroke="white", strokeWidth=1.5).encode(color=color),
+        canvas.boxes([cell(0, 0, cols, rows)], filled=False, stroke=MUTED, strokeWidth=1.5),
+        *([canvas.words(cells, fontSize=10)] if max(rows, cols) <= MAX_SIDE_WITH_NUMBERS else []),
+    )
+    note = f"{frame.num_busy} of {rows * cols} cells multiply"
+    heading = headline(f"cycle {frame.cycle + 1}", note, fontSize=13, offset=4)
+    return chart.properties(title=heading, width=(cols + REACH) * side, height=(rows + 2 * REACH) * side)
 
 
-def _words(frame: Frame, num_cells: int) -> str:
-    return f"{frame.num_busy} of {num_cells} cells multiply"
-
-
-def _cells(frame: Frame, rows: int, cols: int) -> list[dict[str, Any]]:
-    """One row of data per cell inside and around the array."""
+def _cells(frame: SystolicFrame, rows: int) -> list[Datum]:
+    """Returns a row for every cell inside and around the array."""
     found = []
-    for row in range(rows):
-        for col in range(cols):
-            weight, activation = frame.weights[row][col], frame.activations[row][col]
+    for row, (weights, activations) in enumerate(zip(frame.weights, frame.activations, strict=True)):
+        for col, (weight, activation) in enumerate(zip(weights, activations, strict=True)):
             if activation is not None:
-                found.append(_cell(col, row, "multiplies", f"{activation}·{weight}"))
+                found.append(cell(col, row, kind="multiplies", text=f"{activation}·{weight}"))
+            elif weight is not None:
+                found.append(cell(col, row, kind="weight", text=str(weight)))
             else:
-                found.append(_cell(col, row, "empty" if weight is None else "weight", _text(weight)))
-    found += [_cell(-one.distance, one.lane, "input waits", str(one.value)) for one in frame.inputs]
-    found += [_cell(one.lane, -one.distance, "weight comes", str(one.value)) for one in frame.coming]
-    found += [_cell(one.lane, rows - 1 + one.distance, "result leaves", str(one.value)) for one in frame.results]
-    return found
-
-
-def _text(value: int | None) -> str:
-    return "" if value is None else str(value)
-
-
-def _cell(x: int, y: int, kind: str, text: str) -> dict[str, Any]:
-    return {
-        "x": x, "x2": x + 1, "y": y, "y2": y + 1, "centre_x": x + 0.5, "centre_y": y + 0.5, "kind": kind, "text": text,
-    }  # fmt: skip
-
-
-def _axis(channel: str, domain: list[int], *, reverse: bool = False) -> Spec:
-    scale = {"domain": domain, "nice": False, "reverse": reverse}
-    return {"field": channel, "type": "quantitative", "axis": None, "scale": scale}
+                found.append(cell(col, row, kind="empty", text=""))
+    found += [cell(-one.distance, one.lane, kind="input waits", text=str(one.value)) for one in frame.inputs]
+    found += [cell(one.lane, -one.distance, kind="weight comes", text=str(one.value)) for one in frame.coming]
+    results = [(one.lane, rows - 1 + one.distance, one.value) for one in frame.results]
+    return found + [cell(x, y, kind="result leaves", text=str(value)) for x, y, value in results]

@@ -1,1 +1,1 @@
-"""Pictures and reports of what was measured on a machine."""
+"""Pictures and reports of benchmarks and profiles."""

@@ -1,63 +1,60 @@
-"""Pictures of a benchmark: the roofline with what was measured, sweeps of sizes, the knee of the batch."""
+"""Pictures of a benchmark: the measured roofline, sweeps of sizes, the knee of the batch, collectives."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Literal
 
 import msgspec
+import numpy as np
 
-from meshwright.bench.results import ELEMENT_BYTES, BatchPart, BenchReport, Product
+from meshwright.bench.results import ELEMENT_BYTES, BenchReport, Collective, Product
 from meshwright.bench.workloads import FLOPS_EACH, layer_flops, weight_shards
-from meshwright.core.dims import DTYPE_BYTES
+from meshwright.core.dims import COLLECTIVES, DTYPE_BYTES
 from meshwright.core.units import format_count, format_flops
-from meshwright.report.curves import Curve, Mark, curves_figure
-from meshwright.report.figure import Spec, si_scale
-from meshwright.report.machine.bench_collectives import collectives_figure
+from meshwright.report.curves import curves_figure
+from meshwright.report.figure import PALETTE, Encoding, Figure, Layer, alt, headline, si_scale, themed
+from meshwright.report.marks import Points, ReferenceLine, color_by, lines, log_axis, plot
 from meshwright.report.roofline import RooflinePoint, roofline_figure
 from meshwright.spec.chip import chip
 
-__all__ = ["bench_figures"]
+PANEL_PX = {"width": 250, "height": 300}
+COLUMNS = 3
+LINE_POINTS = 40
+NAMES = {
+    "all_gather": "AllGather",
+    "reduce_scatter": "ReduceScatter",
+    "all_reduce": "AllReduce",
+    "all_to_all": "AllToAll",
+    "permute": "Permute",
+}
 
 
-def bench_figures(report: BenchReport) -> dict[str, Spec]:
-    """File name -> picture, for every part that has enough points."""
-    made = {
-        "roofline.png": _roofline(report),
-        "matmul.png": _matmul(report),
-        "elementwise.png": _elementwise(report),
-        "batch.png": _batch_times(report),
-        "throughput.png": _throughput(report),
-        "collectives.png": collectives_figure(report.collectives, subtitle=_where(report))
-        if report.collectives and report.collectives.collectives
-        else None,
+def bench_figures(report: BenchReport) -> dict[str, Figure]:
+    """Returns file name -> picture for every part of the report that has enough points."""
+    parts = {
+        "roofline.png": _roofline,
+        "matmul.png": _matmul,
+        "elementwise.png": _elementwise,
+        "batch.png": _batch_times,
+        "throughput.png": _throughput,
+        "collectives.png": _collectives,
     }
-    return {name: spec for name, spec in made.items() if spec is not None}
-
-
-def _with_ticks(spec: Spec, values: Sequence[float]) -> Spec:
-    """A picture of curves whose horizontal axis is labelled at the sizes that were measured."""
-    axis = spec["layer"][0]["encoding"]["x"]["axis"]
-    axis |= {
-        "values": sorted({*values}),
-        "labelExpr": "format(datum.value, ',d')",
-        "labelOverlap": True,
-        "labelFlush": False,
-    }
-    return spec
+    made = {name: draw(report) for name, draw in parts.items()}
+    return {name: figure for name, figure in made.items() if figure is not None}
 
 
 def _where(report: BenchReport) -> str:
     return f"{report.machine}, {report.date[:10]}"
 
 
-def _roofline(report: BenchReport) -> Spec | None:
-    """Products, chains of multiply-adds and layers over their FLOPs per byte, under the data sheet's rates, or those of
-    this run where there are none."""
+def _roofline(report: BenchReport) -> Figure | None:
+    """Draws products, multiply-add chains and layers under the data sheet's rates, or under this run's without any."""
     products = report.matmul.sweep if report.matmul else ()
     largest = report.copy.largest() if report.copy else None
     main = [p for p in products if p.dtype == products[0].dtype]
     if not main or largest is None:
         return None
     sheet = chip(report.chip)
-    points = [*_product_points(main), *_chain_points(report), *_layer_points(report.batch)]
+    points = _points(report, main)
     peak, memory, whose = sheet.peak_flops.get(main[0].dtype), sheet.hbm_bytes_per_s, "the data sheet"
     if peak is None or memory is None:
         peak, memory, whose = max(point.flops_per_s for point in points), largest.bytes_per_s, "this run"
@@ -66,157 +63,170 @@ def _roofline(report: BenchReport) -> Spec | None:
     return roofline_figure(peak_flops_per_s=peak, link_bytes_per_s={"memory": memory}, points=points, title=title)
 
 
-def _product_points(products: list[Product]) -> list[RooflinePoint]:
-    """The smallest and the largest of a sweep."""
-    return [
-        RooflinePoint(
-            label=f"{p.dtype} product of {p.n}",
-            intensity=2 * p.n**3 / (3 * p.n**2 * DTYPE_BYTES[p.dtype]),
-            flops_per_s=p.flops_per_s,
-        )
-        for p in ([products[0], products[-1]] if len(products) > 1 else products)
-    ]
+def _points(report: BenchReport, products: Sequence[Product]) -> list[RooflinePoint]:
+    """Returns the smallest and largest product, every second fused chain, and the first, middle and last layer."""
+    found = []
+    for product in dict.fromkeys((products[0], products[-1])):
+        intensity = 2 * product.n / (3 * DTYPE_BYTES[product.dtype])
+        found.append(RooflinePoint(f"{product.dtype} product of {product.n}", intensity, product.flops_per_s))
+    for chain in [chain for chain in report.elementwise.chains if chain.fused][::2] if report.elementwise else []:
+        label = "1 multiply-add" if chain.repeats == 1 else f"{chain.repeats} fused"
+        found.append(RooflinePoint(label, FLOPS_EACH * chain.repeats / (2 * ELEMENT_BYTES), chain.flops_per_s))
+    part = report.batch
+    if part is None or not part.layers:
+        return found
+    for layer in dict.fromkeys((part.layers[0], part.layers[len(part.layers) // 2], part.layers[-1])):
+        tokens = layer.tokens
+        # Operands and results of every product are moved once.
+        shapes = [shard.shape for shard in weight_shards(part.sizes, part.dtype)]
+        elements = sum(rows * columns + tokens * (rows + columns) for rows, columns in shapes)
+        intensity = layer_flops(part.sizes, tokens) / (elements * DTYPE_BYTES[part.dtype])
+        label = f"layer, {format_count(tokens)} token{'s' if tokens > 1 else ''}"
+        found.append(RooflinePoint(label, intensity, layer.flops_per_s))
+    return found
 
 
-def _chain_points(report: BenchReport) -> list[RooflinePoint]:
-    chains = [c for c in report.elementwise.chains if c.fused] if report.elementwise else []
-    return [
-        RooflinePoint(
-            label="1 multiply-add" if c.repeats == 1 else f"{c.repeats} fused",
-            intensity=FLOPS_EACH * c.repeats / (2 * ELEMENT_BYTES),
-            flops_per_s=c.flops_per_s,
-        )
-        for c in chains[::2]
-    ]
-
-
-def _layer_points(part: BatchPart | None) -> list[RooflinePoint]:
-    layers = part.layers if part else ()
-    if not layers or part is None:
-        return []
-    chosen = {0: layers[0], len(layers) // 2: layers[len(layers) // 2], len(layers) - 1: layers[-1]}
-    return [
-        RooflinePoint(
-            label=f"layer, {format_count(layer.tokens)} token{'s' if layer.tokens > 1 else ''}",
-            intensity=layer_flops(part.sizes, layer.tokens) / _layer_bytes(part, layer.tokens),
-            flops_per_s=layer.flops_per_s,
-        )
-        for layer in chosen.values()
-    ]
-
-
-def _layer_bytes(part: BatchPart, tokens: int) -> float:
-    """Operands and results of every product of a layer."""
-    shapes = [shard.shape for shard in weight_shards(part.sizes, part.dtype)]
-    elements = sum(rows * columns + tokens * (rows + columns) for rows, columns in shapes)
-    return elements * DTYPE_BYTES[part.dtype]
-
-
-def _matmul(report: BenchReport) -> Spec | None:
+def _matmul(report: BenchReport) -> Figure | None:
     sweep = report.matmul.sweep if report.matmul else ()
     if not sweep:
         return None
-    curves = [
-        Curve(
-            name=dtype,
-            x=tuple(p.n for p in sweep if p.dtype == dtype),
-            y=tuple(p.flops_per_s for p in sweep if p.dtype == dtype),
-        )
-        for dtype in dict.fromkeys(p.dtype for p in sweep)
-    ]
+    curves: dict[str, list[tuple[float, float]]] = {}
+    for product in sweep:
+        curves.setdefault(product.dtype, []).append((product.n, product.flops_per_s))
     peaks = chip(report.chip).peak_flops
-    marks = [
-        Mark(axis="y", value=peaks[c.name], text=f"{c.name} peak {format_flops(peaks[c.name])}")
-        for c in curves
-        if c.name in peaks
-    ]
-    spec = curves_figure(
-        curves, x_title="side of a square product", y_title="FLOP/s of a device", title="Square products",
-        subtitle=_where(report), marks=_apart(marks),
-    )  # fmt: skip
-    return _with_ticks(spec, [p.n for p in sweep])
-
-
-def _apart(marks: list[Mark]) -> list[Mark]:
-    """One mark for peaks that are alike, whose words would lie on each other."""
-    kept: list[Mark] = []
-    for mark in marks:
-        near = next((i for i, other in enumerate(kept) if abs(other.value / mark.value - 1) < 0.25), None)
+    marks: list[ReferenceLine] = []
+    for dtype in (dtype for dtype in curves if dtype in peaks):
+        near = next((mark for mark in marks if abs(mark.value / peaks[dtype] - 1) < 0.25), None)
         if near is None:
-            kept.append(mark)
+            marks.append(ReferenceLine(axis="y", value=peaks[dtype], text=f"{dtype} peak {format_flops(peaks[dtype])}"))
         else:
-            text = f"{mark.text.split()[0]}, {kept[near].text}"
-            kept[near] = msgspec.structs.replace(kept[near], text=text)
-    return kept
-
-
-def _elementwise(report: BenchReport) -> Spec | None:
-    part = report.elementwise
-    if part is None or len([c for c in part.chains if c.fused]) < 2:
-        return None
-    scale, unit = si_scale(max(c.seconds.median_s for c in part.chains), "s")
-    curves = [
-        Curve(
-            name=name,
-            x=tuple(c.repeats for c in part.chains if c.fused == fused),
-            y=tuple(c.seconds.median_s / scale for c in part.chains if c.fused == fused),
-        )
-        for name, fused in (("one kernel", True), ("op by op", False))
-        if any(c.fused == fused for c in part.chains)
-    ]
-    marks = []
-    most = max(curves[0].x)
-    if part.doubles_at:
-        marks.append(Mark(axis="x", value=part.doubles_at, text=f"time doubles at {part.doubles_at:.3g}"))
-    if part.predicted_at and 1 < part.predicted_at < most:
-        marks.append(Mark(axis="x", value=part.predicted_at, text=f"predicted {part.predicted_at:.3g}", at="end"))
-    spec = curves_figure(
-        curves, x_title="multiply-adds of every element", y_title=f"time ({unit})",
-        title="How many multiply-adds fit before the time doubles", subtitle=_where(report), marks=marks,
-    )  # fmt: skip
-    return _with_ticks(spec, curves[0].x)
-
-
-def _knee_marks(part: BatchPart) -> list[Mark]:
-    marks = []
-    first, last = part.layers[0].tokens, part.layers[-1].tokens
-    if part.knee:
-        marks.append(Mark(axis="x", value=part.knee.at, text=f"knee {part.knee.at:.3g}"))
-    if part.predicted_knee and first < part.predicted_knee < last:
-        text = f"critical batch {part.predicted_knee:.3g}"
-        marks.append(Mark(axis="x", value=part.predicted_knee, text=text, at="end"))
-    return marks
-
-
-def _batch_times(report: BenchReport) -> Spec | None:
-    part = report.batch
-    if part is None or len(part.layers) < 2:
-        return None
-    scale, unit = si_scale(max(layer.seconds.median_s for layer in part.layers), "s")
-    tokens = tuple(float(layer.tokens) for layer in part.layers)
-    curves = [Curve(name="measured", x=tokens, y=tuple(layer.seconds.median_s / scale for layer in part.layers))]
-    knee = part.knee
-    if knee:
-        xs = tuple(sorted({*tokens, knee.at}))
-        curves.append(Curve(name="fitted", x=xs, y=tuple(max(knee.floor, knee.slope * x) / scale for x in xs)))
-    spec = curves_figure(
-        curves, x_title="tokens of a device", y_title=f"time of a layer ({unit})",
-        title="Time of a layer against the batch", subtitle=_where(report), marks=_knee_marks(part),
-    )  # fmt: skip
-    return _with_ticks(spec, [layer.tokens for layer in part.layers])
-
-
-def _throughput(report: BenchReport) -> Spec | None:
-    part = report.batch
-    if part is None or len(part.layers) < 2:
-        return None
-    curve = Curve(
-        name=f"{part.dtype} layer",
-        x=tuple(layer.tokens for layer in part.layers),
-        y=tuple(layer.tokens_per_us for layer in part.layers),
+            # Labels of similar peaks would overlap: they share a line.
+            marks[marks.index(near)] = msgspec.structs.replace(near, text=f"{dtype}, {near.text}")
+    return curves_figure(
+        curves,
+        x_title="side of a square product",
+        y_title="FLOP/s of a device",
+        title="Square products",
+        subtitle=_where(report),
+        references=marks,
+        x_ticks=[p.n for p in sweep],
     )
-    spec = curves_figure(
-        [curve], x_title="tokens of a device", y_title="tokens per us", title="Tokens per us of a layer",
-        subtitle=_where(report), marks=_knee_marks(part),
-    )  # fmt: skip
-    return _with_ticks(spec, [layer.tokens for layer in part.layers])
+
+
+def _elementwise(report: BenchReport) -> Figure | None:
+    part = report.elementwise
+    chains = part.chains if part else ()
+    fused, eager = ([chain for chain in chains if chain.fused is wanted] for wanted in (True, False))
+    if part is None or len(fused) < 2:
+        return None
+    scale, unit = si_scale(max(chain.seconds.median_s for chain in chains), "s")
+    curves = {
+        name: [(chain.repeats, chain.seconds.median_s / scale) for chain in chosen]
+        for name, chosen in (("one kernel", fused), ("op by op", eager))
+        if chosen
+    }
+    marks = []
+    if part.doubles_at:
+        marks.append(_at(part.doubles_at, "time doubles at"))
+    if part.predicted_at and 1 < part.predicted_at < fused[-1].repeats:
+        marks.append(_at(part.predicted_at, "predicted", "end"))
+    return curves_figure(
+        curves,
+        x_title="multiply-adds of every element",
+        y_title=f"time ({unit})",
+        title="How many multiply-adds fit before the time doubles",
+        subtitle=_where(report),
+        references=marks,
+        x_ticks=[chain.repeats for chain in fused],
+    )
+
+
+def _at(value: float, what: str, at: Literal["start", "end"] = "start") -> ReferenceLine:
+    return ReferenceLine(axis="x", value=value, text=f"{what} {value:.3g}", at=at)
+
+
+def _batch_times(report: BenchReport) -> Figure | None:
+    layers = report.batch.layers if report.batch else ()
+    scale, unit = si_scale(max((layer.seconds.median_s for layer in layers), default=0.0), "s")
+    curves = {"measured": [(float(layer.tokens), layer.seconds.median_s / scale) for layer in layers]}
+    knee = report.batch.knee if report.batch else None
+    if knee:
+        tokens = sorted({knee.at, *(float(layer.tokens) for layer in layers)})
+        curves["fitted"] = [(at, max(knee.floor, knee.slope * at) / scale) for at in tokens]
+    return _over_batch(report, curves, f"time of a layer ({unit})", "Time of a layer against the batch")
+
+
+def _throughput(report: BenchReport) -> Figure | None:
+    layers = report.batch.layers if report.batch else ()
+    name = f"{report.batch.dtype} layer" if report.batch else ""
+    curves = {name: [(layer.tokens, layer.tokens_per_us) for layer in layers]}
+    return _over_batch(report, curves, "tokens per us", "Tokens per us of a layer")
+
+
+def _over_batch(report: BenchReport, curves: Mapping[str, Points], y_title: str, title: str) -> Figure | None:
+    """Draws curves over tokens per device with the measured and predicted knee; None for fewer than two layers."""
+    part = report.batch
+    if part is None or len(part.layers) < 2:
+        return None
+    tokens = [layer.tokens for layer in part.layers]
+    marks = []
+    if part.knee:
+        marks.append(_at(part.knee.at, "knee"))
+    if part.predicted_knee and tokens[0] < part.predicted_knee < tokens[-1]:
+        marks.append(_at(part.predicted_knee, "critical batch", "end"))
+    return curves_figure(
+        curves,
+        x_title="tokens of a device",
+        y_title=y_title,
+        title=title,
+        subtitle=_where(report),
+        references=marks,
+        x_ticks=tokens,
+    )
+
+
+# -- collectives ----------------------------------------------------------------------------------------
+
+
+def _collectives(report: BenchReport) -> Figure | None:
+    """Draws measured time over bytes with the fitted lines: a panel per group of devices, on equal axes."""
+    found = report.collectives.collectives if report.collectives else ()
+    if not found:
+        return None
+    sizes = [time.array_bytes for one in found for time in one.times]
+    # In microseconds: times range from a few to some thousands.
+    times = [us for one in found for time in one.times for us in (time.seconds.median_s * 1e6, time.fitted_s * 1e6)]
+    x = log_axis(alt.X, "x", (min(sizes) / 1.5, max(sizes) * 1.5), "bytes of the array")
+    groups: dict[tuple[str, int], list[Collective]] = {}
+    for one in found:
+        groups.setdefault((one.group.axis, one.group.size), []).append(one)
+    panels = []
+    for number, own in enumerate(groups.values()):
+        title = None if number % COLUMNS else "time (us)"
+        y = log_axis(alt.Y, "y", (min(times) / 1.5, max(times) * 1.5), title)
+        panels.append(_panel(own, x, y))
+    title = "Collectives: measured, and the fitted latency and rate"
+    return themed(alt.concat(*panels, columns=COLUMNS), title, _where(report))
+
+
+def _panel(found: Sequence[Collective], x: Encoding, y: Encoding) -> Layer:
+    group = found[0].group
+    points = [
+        {"name": NAMES[one.kind], "x": time.array_bytes, "y": time.seconds.median_s * 1e6}
+        for one in found
+        for time in one.times
+    ]
+    colors = dict(zip((NAMES[kind] for kind in COLLECTIVES), PALETTE, strict=False))
+    color = color_by("name", colors, orient="bottom", symbolType="circle", symbolOpacity=1)
+    dots = plot(points).mark_point(filled=True, size=45, opacity=0.9).encode(x=x, y=y, color=color)
+    name = f"{group.size} devices" if group.axis == "group" else f"{group.axis}, {group.size} devices"
+    chart = alt.layer(*lines({NAMES[one.kind]: _fitted(one) for one in found}, x, y, color, strokeWidth=1.8), dots)
+    return chart.properties(title=headline(name, fontSize=13, anchor="middle", offset=6), **PANEL_PX)
+
+
+def _fitted(one: Collective) -> Points:
+    """Returns points of latency + bytes / rate between the smallest and largest size: bent on logarithmic axes."""
+    first, last = one.times[0], one.times[-1]
+    sizes = np.geomspace(first.array_bytes, last.array_bytes, LINE_POINTS + 1)
+    seconds = np.interp(sizes, (first.array_bytes, last.array_bytes), (first.fitted_s, last.fitted_s))
+    return list(zip(sizes.tolist(), (1e6 * seconds).tolist(), strict=True))

@@ -1,26 +1,29 @@
-"""A profile as a page of Markdown with its pictures and its timeline: what `meshwright profile` leaves in a folder."""
+"""Writes the folder of `meshwright profile`: a page of Markdown, its pictures and the timeline."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from meshwright.core.files import write_text_whole
 from meshwright.core.units import format_bytes, format_flops, format_seconds
 from meshwright.profile.compare import TimeRow
 from meshwright.profile.summary import Profile
+from meshwright.report.answer import Show, Table, as_markdown
 from meshwright.report.figure import save
 from meshwright.report.machine.profile_figures import memory_timeline_figure, parts_figure, where_figure
 from meshwright.report.machine.profile_trace import save_trace
-from meshwright.report.plain_tables import Value, as_markdown
 
 REPORT, TIMELINE = "profile.md", "trace.json.gz"
 WHERE, PARTS, MEMORY = "where.png", "parts.png", "memory-timeline.png"
 MAX_STEPS = 40
 MAX_OPS = 30
 MAX_PRODUCTS = 12
+PERCENT = "{:.1%}".format
+Columns = list[str | tuple[str, Show]]
 
 
 def write_report(profile: Profile, folder: Path) -> list[Path]:
-    """The files that were written, the page first."""
+    """Writes all files of the report and returns their paths, the page first."""
     folder.mkdir(parents=True, exist_ok=True)
     how = f"{profile.plan.model.name} on {profile.plan.cluster.short_name}; {profile.plan.calibration.describe()}"
     written = [save(where_figure(profile), folder / WHERE)]
@@ -35,7 +38,7 @@ def write_report(profile: Profile, folder: Path) -> list[Path]:
 
 
 def report_text(profile: Profile) -> str:
-    """The page."""
+    """Returns the page as Markdown."""
     plan = profile.plan
     sections = [
         f"# Profile of {plan.model.name} on {plan.cluster.short_name}\n",
@@ -66,63 +69,38 @@ def _section(title: str, text: str) -> str:
 
 
 def _summary(profile: Profile) -> str:
-    rows: list[list[Value]] = [
-        [
-            "step",
-            format_seconds(profile.predicted_step_s),
-            format_seconds(profile.step_s),
-            _ratio_of(profile.step_s, profile.predicted_step_s),
-        ],
-        [
-            "step under the profiler",
-            None,
-            format_seconds(profile.profiled_s),
-            _ratio_of(profile.profiled_s, profile.predicted_step_s),
-        ],
-        ["MFU", f"{profile.predicted_mfu:.1%}", f"{profile.mfu:.1%}", _ratio_of(profile.mfu, profile.predicted_mfu)],
-        ["HFU", f"{profile.predicted_hfu:.1%}", f"{profile.hfu:.1%}", _ratio_of(profile.hfu, profile.predicted_hfu)],
-        [
-            "FLOPs of products on a device",
-            format_flops(profile.predicted_flops, unit="FLOP"),
-            format_flops(profile.flops, unit="FLOP"),
-            _ratio_of(profile.flops, profile.predicted_flops),
-        ],
-        [
-            "communication hidden behind compute",
-            _share(predicted_overlap(profile)),
-            _share(profile.times.overlap),
-            None,
-        ],
+    flops = partial(format_flops, unit="FLOP")
+    compared: list[tuple[str, float, float, Show]] = [
+        ("step", profile.predicted_step_s, profile.step_s, format_seconds),
+        ("step under the profiler", profile.predicted_step_s, profile.profiled_s, format_seconds),
+        ("MFU", profile.predicted_mfu, profile.mfu, PERCENT),
+        ("HFU", profile.predicted_hfu, profile.hfu, PERCENT),
+        ("FLOPs of products on a device", profile.predicted_flops, profile.flops, flops),
     ]
-    return as_markdown(["", "predicted", "measured", "ratio"], rows)
+    rows = [
+        [name, show(predicted), show(measured), f"{measured / predicted:.2f}" if predicted else "-"]
+        for name, predicted, measured, show in compared
+    ]
+    rows[1][1] = None
+    hidden = [None if s is None else f"{s:.0%}" for s in (predicted_overlap(profile), profile.times.overlap)]
+    rows.append(["communication hidden behind compute", *hidden, None])
+    return as_markdown(Table(["", "predicted", "measured", "ratio"], rows))
 
 
 def predicted_overlap(profile: Profile) -> float | None:
-    """Share of the predicted communication that does not lengthen the step; None without any."""
+    """Returns the share of predicted communication that is overlapped; None without communication."""
     spent = sum(row.predicted_s or 0.0 for row in profile.comparison.terms if row.name.startswith("collective"))
     return max(0.0, 1 - profile.comparison.predicted.exposed_s / spent) if spent else None
 
 
-def _share(value: float | None) -> str | None:
-    return None if value is None else f"{value:.0%}"
-
-
-def _ratio_of(measured: float, predicted: float) -> str:
-    return f"{measured / predicted:.2f}" if predicted else "-"
-
-
-def _seconds(value: float | None) -> str | None:
-    return None if value is None else format_seconds(value)
-
-
 def difference(row: TimeRow) -> str:
-    """``+12.3 ms``."""
+    """Returns ``+12.3 ms``."""
     return f"{'-' if row.difference_s < 0 else '+'}{format_seconds(abs(row.difference_s))}"
 
 
 def _rows(rows: Sequence[TimeRow], what: str) -> str:
-    cells = [[row.name, _seconds(row.predicted_s), _seconds(row.measured_s), difference(row)] for row in rows]
-    return as_markdown([what, "predicted", "measured", "difference"], cells)
+    columns: Columns = [what, ("predicted", format_seconds), ("measured", format_seconds), "difference"]
+    return as_markdown(Table(columns, [[row.name, row.predicted_s, row.measured_s, difference(row)] for row in rows]))
 
 
 def _more(profile: Profile) -> str:
@@ -139,18 +117,16 @@ def _terms(profile: Profile) -> str:
 
 
 def difference_words(seconds: float) -> str:
-    """``12 ms more than predicted``."""
+    """Returns ``12 ms more than predicted``."""
     return f"{format_seconds(abs(seconds))} {'less' if seconds < 0 else 'more'} than predicted"
 
 
 def _where(profile: Profile) -> str:
-    mean, predicted, whole = profile.times.mean, profile.comparison.predicted, profile.times.mean.total_s
-    rows: list[list[Value]] = [
-        [name, format_seconds(predicted.parts[name]), format_seconds(s), f"{s / whole:.1%}"]
-        for name, s in mean.parts.items()
-    ]
-    rows.append(["whole step", format_seconds(predicted.total_s), format_seconds(whole), "100.0%"])
-    return as_markdown(["", "predicted", "mean device", "share"], rows)
+    mean, predicted = profile.times.mean, profile.comparison.predicted
+    rows = [(name, predicted.parts[name], seconds) for name, seconds in mean.parts.items()]
+    rows.append(("whole step", predicted.total_s, mean.total_s))
+    columns: Columns = ["", ("predicted", format_seconds), ("mean device", format_seconds), ("share", PERCENT)]
+    return as_markdown(Table(columns, [[*row, row[-1] / mean.total_s] for row in rows]))
 
 
 def _classes(profile: Profile) -> str:
@@ -158,35 +134,38 @@ def _classes(profile: Profile) -> str:
     rows = [
         [
             row.kind,
-            format_seconds(row.own_s),
-            format_seconds(row.wall_s),
-            f"{row.wall_s / whole:.1%}",
-            f"{row.flops / flops:.1%}" if flops else None,
-            format_flops(row.flops / row.own_s) if row.flops and row.own_s else None,
-            f"{format_bytes(row.hbm_bytes / row.own_s)}/s" if row.own_s else None,
+            row.own_s,
+            row.wall_s,
+            row.wall_s / whole,
+            row.flops / flops if flops else None,
+            row.flops / row.own_s if row.flops and row.own_s else None,
+            row.hbm_bytes / row.own_s if row.own_s else None,
         ]
         for row in profile.comparison.classes
     ]
-    text = as_markdown(["kind", "by itself", "of the wall time", "share", "FLOP share", "FLOP/s", "bytes/s"], rows)
+    seconds = [("by itself", format_seconds), ("of the wall time", format_seconds)]
+    shares = [("share", PERCENT), ("FLOP share", PERCENT)]
+    rates = [("FLOP/s", format_flops), ("bytes/s", lambda rate: f"{format_bytes(rate)}/s")]
+    text = as_markdown(Table(["kind", *seconds, *shares, *rates], rows))
     return text + "\nOf a mean device. Instructions that run at the same instant share it in the wall time.\n"
+
+
+COUNT = ("times", "{:g}".format)
+OWN = ("by itself", format_seconds)
 
 
 def _ops(profile: Profile) -> str:
     whole = profile.times.mean.total_s
     rows = [
         [
-            op.name,
-            op.kind,
-            op.step,
-            f"{op.count:g}",
-            format_seconds(op.own_s),
-            f"{op.wall_s / whole:.1%}",
-            format_flops(op.flops / op.own_s) if op.flops and op.own_s else None,
+            *(op.name, op.kind, op.step, op.count, op.own_s, op.wall_s / whole),
+            op.flops / op.own_s if op.flops and op.own_s else None,
         ]
         for op in profile.times.ops[:MAX_OPS]
     ]
-    text = as_markdown(["instruction", "kind", "derived step", "times", "by itself", "share", "FLOP/s"], rows)
-    return text + f"\nThe longest {len(rows)} of {len(profile.times.ops)} instructions of a mean device.\n"
+    columns: Columns = ["instruction", "kind", "derived step", COUNT, OWN, ("share", PERCENT), ("FLOP/s", format_flops)]
+    shown = f"\nThe longest {len(rows)} of {len(profile.times.ops)} instructions of a mean device.\n"
+    return as_markdown(Table(columns, rows)) + shown
 
 
 _UNITS = {
@@ -203,14 +182,11 @@ def _float32(profile: Profile) -> str:
     if not rows:
         return "None: no product of the program takes float32 operands.\n"
     flops = sum(row.flops for row in rows)
-    cells = [
-        [row.name, row.step, row.operands, row.precision, f"{row.count:g}", format_seconds(row.seconds)]
-        for row in rows[:MAX_PRODUCTS]
-    ]
     missed = f" {len(profile.missed)} of them miss the matrix units." if profile.platform != "cpu" else ""
     head = f"{len(rows)} products take float32 operands, {flops / profile.flops:.0%} of the FLOPs.{missed} "
-    table = as_markdown(["instruction", "derived step", "operands", "precision", "times", "by itself"], cells)
-    return head + _UNITS[profile.platform] + "\n\n" + table
+    columns = {"instruction": "name", "derived step": "step", "operands": "operands", "precision": "precision"}
+    shown = Table.of(rows[:MAX_PRODUCTS], columns | {"times": ("count", COUNT[1]), "by itself": ("seconds", OWN[1])})
+    return head + _UNITS[profile.platform] + "\n\n" + as_markdown(shown)
 
 
 def _memory(profile: Profile) -> str:
@@ -222,18 +198,13 @@ def _memory(profile: Profile) -> str:
             "the first device" if memory.counted == "device" else "the process, all emulated devices and the runtime"
         )
         lines.append(f"Peak {format_bytes(peak.num_bytes)} after {format_seconds(peak.at_s)}, of {whose}.\n")
-    predicted = sum(profile.predicted_memory.values())
-    rows: list[list[Value]] = [
-        ["predicted, all items", format_bytes(predicted)],
-        ["compiler: arguments", _known(memory.arguments_bytes, format_bytes)],
-        ["compiler: temporaries", _known(memory.temporaries_bytes, format_bytes)],
-        ["temporaries that live at once, by the schedule", format_bytes(memory.live_bytes)],
+    rows = [
+        ("predicted, all items", sum(profile.predicted_memory.values())),
+        ("compiler: arguments", memory.arguments_bytes),
+        ("compiler: temporaries", memory.temporaries_bytes),
+        ("temporaries that live at once, by the schedule", memory.live_bytes),
     ]
-    lines.append(as_markdown(["one device", "bytes"], rows))
-    owners = [[owner.name, owner.kind, format_bytes(owner.num_bytes)] for owner in memory.owners]
-    lines.append("Who owns the peak, on one device:\n\n" + as_markdown(["array or step", "kind", "bytes"], owners))
+    lines.append(as_markdown(Table(["one device", ("bytes", format_bytes)], rows)))
+    owners = Table.of(memory.owners, {"array or step": "name", "kind": "kind", "bytes": ("num_bytes", format_bytes)})
+    lines.append("Who owns the peak, on one device:\n\n" + as_markdown(owners))
     return "\n".join(lines)
-
-
-def _known(value: float | None, show: Callable[[float], str]) -> str | None:
-    return None if value is None else show(value)

@@ -1,4 +1,4 @@
-"""A profile as a Chrome trace: the predicted timeline as one process, every measured device as one below it.
+"""Writes a profile as a Chrome trace: the predicted timeline is one process, every measured device another.
 
 Trace Event Format: complete events (``ph`` X) with times in microseconds, which nest by time inside one thread, and
 metadata events (M) with the names of processes and threads. Perfetto and chrome://tracing open it, gzipped too.
@@ -11,28 +11,33 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.core.files import write_whole
+from meshwright.cost.breakdown import label_text
+from meshwright.cost.lanes import Lanes, Slice
+from meshwright.cost.step_costs import StepCost
 from meshwright.cost.train_step import PricedStrategy
+from meshwright.profile.classes import class_of_op
 from meshwright.profile.events import DeviceTrace, OpEvent, Window
 from meshwright.profile.hlo import TracedProgram
 from meshwright.profile.summary import Profile
-from meshwright.report.machine.profile_timeline import predicted_timeline
 
 PREDICTED_PID = 1
-MAX_SLICES = 200_000
-"""Slices of measured devices that are written; the shortest are left out beyond it."""
+MAX_SLICES = 50_000
+"""Number of predicted slices above which one pass stands for all its layers and microbatches."""
+MAX_EVENTS = 200_000
+"""Number of measured events that are written; the shortest are dropped above it."""
 _US = 1e6
 
 TraceEvent = dict[str, Any]
 
 
 def trace_events(found: Profile) -> list[TraceEvent]:
-    """Both timelines: one mean predicted step, and the measured steps, from the same zero."""
+    """Returns both timelines, one predicted step and the measured steps, from the same zero."""
     count = found.plan.strategy.num_microbatches
     return [*predicted_events(found.priced, num_microbatches=count), *measured_events(found.trace, found.program)]
 
 
 def save_trace(found: Profile, path: Path) -> Path:
-    """The path, after the trace was written to it, gzipped."""
+    """Writes the gzipped trace and returns its path."""
     document = {
         "traceEvents": trace_events(found),
         "displayTimeUnit": "ms",
@@ -49,7 +54,7 @@ LANES = ("compute", "links")
 
 
 def predicted_events(priced: PricedStrategy, *, num_microbatches: int) -> list[TraceEvent]:
-    """One step as it is expected, with a thread for what a device computes and one for its links."""
+    """Returns the events of one predicted step: a thread for computation and one for the links."""
     slices = predicted_timeline(priced, num_microbatches=num_microbatches)
     return [
         *_names(PREDICTED_PID, "predicted", LANES, order=0),
@@ -57,16 +62,75 @@ def predicted_events(priced: PricedStrategy, *, num_microbatches: int) -> list[T
     ]
 
 
+def predicted_timeline(priced: PricedStrategy, *, num_microbatches: int) -> list[Slice]:
+    """Returns the slices of one predicted step: local steps in sequence, collectives overlapped or exposed.
+
+    An overlapped collective starts when the links are free and finishes before its pass does. Passes run for one
+    microbatch after the other, as often as on the busiest device of a pipeline; the pipeline bubble comes last.
+    """
+    lanes = Lanes()
+    for name, steps in _passes(priced, num_microbatches):
+        begin, number = lanes.chip_s, len(lanes.slices)
+        lanes.links_s = max(lanes.links_s, begin)
+        for cost, times in steps:
+            seconds = float(cost.time_s) * times
+            if seconds > 0:
+                _add_step(lanes, cost, seconds, overlaps=priced.rates.overlaps)
+        lanes.chip_s = max(lanes.chip_s, lanes.links_s)
+        if lanes.chip_s > begin:
+            whole = Slice(lane="compute", what=name, kind="pass", start_s=begin, end_s=lanes.chip_s)
+            lanes.slices.insert(number, whole)
+    bubble = float(priced.estimate.terms.get("bubble", 0.0))
+    if bubble:
+        lanes.compute("pipeline bubble", bubble, kind="idle")
+    return lanes.slices
+
+
+def _passes(priced: PricedStrategy, count: int) -> Iterator[tuple[str, list[tuple[StepCost, float]]]]:
+    """Yields (name, [(step, repeats)]) of every pass in order: forward and backward per microbatch, then the update."""
+    blocks = []
+    for block in priced.costs.blocks:
+        here = max((float(cost.here) for cost in block.forward), default=0.0)
+        blocks.append((block, max(1, round(here / count)) if here else 0))
+    slices = count * sum(repeats * (len(block.forward) + len(block.backward)) for block, repeats in blocks)
+    one_by_one = slices <= MAX_SLICES
+    for microbatch in range(count) if one_by_one else [count - 1]:
+        which = f", microbatch {microbatch}" if count > 1 else ""
+        forward = [(block.name, "forward", repeats, block.forward) for block, repeats in blocks]
+        backward = [(block.name, "backward", repeats, block.backward) for block, repeats in reversed(blocks)]
+        for name, phase, repeats, costs in forward + backward:
+            if phase == "backward" and microbatch < count - 1:
+                costs = tuple(cost for cost in costs if cost.step.scope != "step")
+            if not one_by_one:
+                times = [repeats * (1.0 if cost.step.scope == "step" else count) for cost in costs]
+                yield f"{name} {phase}, {repeats} x {count} microbatches", list(zip(costs, times, strict=True))
+                continue
+            for number in range(repeats) if phase == "forward" else reversed(range(repeats)):
+                own = f" {number}" if repeats > 1 else ""
+                yield f"{name}{own} {phase}{which}", [(cost, 1.0) for cost in costs]
+    yield "update", [(cost, float(cost.here)) for cost in priced.costs.once]
+
+
+def _add_step(lanes: Lanes, cost: StepCost, seconds: float, *, overlaps: bool) -> None:
+    name, kind = label_text(cost.step), class_of_op(cost.step.op)
+    if not cost.step.is_collective:
+        lanes.compute(name, seconds, kind=kind)
+    elif cost.hides and overlaps:
+        lanes.send(name, seconds, kind=kind)
+    else:
+        lanes.chip_s = lanes.send(name, seconds, kind=kind, when=lanes.chip_s)
+
+
 # -- measured -----------------------------------------------------------------------------------------------
 
 
 def measured_events(trace: DeviceTrace, program: TracedProgram) -> list[TraceEvent]:
-    """Every device as a process with one thread per stream or host thread, the steps as slices of their own thread."""
+    """Returns a process per device with a thread per stream or host thread, and one thread for the steps."""
     zero = trace.windows[0].start_s
     end = trace.windows[-1].end_s
     inside = [event for event in trace.events if event.start_s >= zero and event.end_s <= end]
-    if len(inside) > MAX_SLICES:
-        inside = sorted(inside, key=lambda event: -event.seconds)[:MAX_SLICES]
+    if len(inside) > MAX_EVENTS:
+        inside = sorted(inside, key=lambda event: -event.seconds)[:MAX_EVENTS]
     found: list[TraceEvent] = []
     for device in trace.devices:
         own = sorted(
@@ -96,9 +160,9 @@ def _device(
 
 
 def _nested(events: Iterable[OpEvent]) -> list[tuple[str, list[OpEvent]]]:
-    """(name, events) of threads on which every event lies inside the open one or behind it.
+    """Returns (name, events) of threads on which events are nested or disjoint.
 
-    Events of one line that overlap otherwise, as asynchronous ones may, get a further thread.
+    Events of a stream that overlap otherwise, as asynchronous ones do, move to a further thread.
     """
     found: dict[tuple[str, int], tuple[list[OpEvent], list[float]]] = {}
     for event in events:
@@ -114,13 +178,13 @@ def _nested(events: Iterable[OpEvent]) -> list[tuple[str, list[OpEvent]]]:
 
 
 def _slice(pid: int, tid: int, name: str, kind: str, start_s: float, seconds: float) -> TraceEvent:
-    """One complete event; both ends are rounded, so that what nests in seconds nests in microseconds."""
+    """Returns a complete event; both ends are rounded, so that nested slices stay nested in microseconds."""
     start, end = round(start_s * _US, 3), round((start_s + seconds) * _US, 3)
     return {"ph": "X", "pid": pid, "tid": tid, "name": name, "cat": kind, "ts": start, "dur": round(end - start, 3)}
 
 
 def _names(pid: int, process: str, threads: Sequence[str], *, order: int) -> Iterator[TraceEvent]:
-    """Metadata: what a process and its threads are called, and where they stand."""
+    """Yields the metadata events: names and order of a process and its threads."""
     yield {"ph": "M", "pid": pid, "tid": 0, "name": "process_name", "args": {"name": process}}
     yield {"ph": "M", "pid": pid, "tid": 0, "name": "process_sort_index", "args": {"sort_index": order}}
     for tid, name in enumerate(threads, start=1):

@@ -3,23 +3,25 @@
 After figures 15 and 16 of "How to Scale Your Model".
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
 from meshwright.core.errors import InputError
-from meshwright.report.figure import INK, MUTED, PALETTE, Spec, headline, si_scale, text_layers, themed
-from meshwright.report.scaling import log_ticks
+from meshwright.report.figure import INK, MUTED, PALETTE, Encoding, Figure, Layer, alt, si_scale, themed
+from meshwright.report.marks import Points, ReferenceLine, color_by, labels, lines, log_axis, plot, reference
 
-PANEL_PX = (420, 320)
+PANEL_PX = {"width": 420, "height": 320}
 MIN_SHARE = 1e-3
-"""Curves that stay below this share of the largest are not drawn: they would stretch the axis."""
+"""Times below this share of the largest do not extend the axis."""
+RATIOS = (1e-2, 1e2)
+"""Range of the ratio axis; curves are clipped to it."""
 
 
 class CommsCurve(msgspec.Struct, frozen=True, kw_only=True):
-    """One line: seconds of communication at every batch, and of the compute beside it, which can differ by mesh.
+    """Seconds of communication and of compute at every batch size; the compute can differ by mesh.
 
-    ``crossing`` is the batch from which compute takes longer, where there is one.
+    ``crossing`` is the batch size above which compute takes longer; None without a crossing.
     """
 
     name: str
@@ -31,103 +33,56 @@ class CommsCurve(msgspec.Struct, frozen=True, kw_only=True):
 
 def comm_compute_figure(
     tokens: Sequence[float], curves: Sequence[CommsCurve], *, title: str, subtitle: str = ""
-) -> Spec:
-    """Left, times over batch, the last curve's compute dashed; right, compute over communication, crossings marked."""
+) -> Figure:
+    """Draws times over batch (the last curve's compute dashed), and compute / communication with marked crossings."""
     drawn = [curve for curve in curves if max(curve.seconds, default=0.0) > 0]
     if not drawn:
         raise InputError("There is no communication to draw: the mesh has one device.")
     colors = {curve.name: INK if curve.strong else PALETTE[number % 8] for number, curve in enumerate(drawn)}
-    spec = {
-        "title": headline(title, subtitle),
-        "hconcat": [_times(tokens, drawn, colors), _ratios(tokens, drawn, colors)],
-        "spacing": 36,
-    }
-    return themed({**spec, "resolve": {"scale": {"color": "shared"}}})
+    color = color_by("name", colors, title="communication", orient="right", symbolType="stroke", symbolStrokeWidth=3)
+    x = log_axis(alt.X, "x", (min(tokens), max(tokens)), "batch (tokens)", grid=False)
+    chart = alt.hconcat(_times(tokens, drawn, x, color), _ratios(tokens, drawn, x, color), spacing=36)
+    return themed(chart.resolve_scale(color="shared"), title, subtitle)
 
 
-def _times(tokens: Sequence[float], curves: Sequence[CommsCurve], colors: Mapping[str, str]) -> Spec:
+def _times(tokens: Sequence[float], curves: Sequence[CommsCurve], x: Encoding, color: Encoding) -> Layer:
     compute_s = curves[-1].compute_s
     largest = max(max(compute_s), *(max(curve.seconds) for curve in curves))
     floor = max(MIN_SHARE * max(max(c.seconds) for c in curves), min(s for c in curves for s in c.seconds if s > 0))
     scale, unit = si_scale(largest, "s")
     low, high = min(floor, max(compute_s)) / scale / 1.3, largest / scale * 1.3
-    rows = [
-        {"tokens": batch, "y": value / scale, "line": curve.name}
-        for curve in curves
-        for batch, value in zip(tokens, curve.seconds, strict=True)
-        if value / scale >= low
+    y = log_axis(alt.Y, "y", (low, high), f"time ({unit})")
+    shown = [(one, [(batch, s / scale) for batch, s in zip(tokens, one.seconds, strict=True)]) for one in curves]
+    work = [
+        {"x": batch, "y": s / scale, "text": "compute"}
+        for batch, s in zip(tokens, compute_s, strict=True)
+        if s / scale >= low
     ]
-    work = [{"tokens": b, "y": s / scale} for b, s in zip(tokens, compute_s, strict=True) if s / scale >= low]
-    place = {"x": tokens_axis(tokens), "y": _log_y(low, high, f"time ({unit})")}
-    dashed = {"type": "line", "strokeDash": [6, 4], "strokeWidth": 2, "color": "black"}
-    label = {"tokens": work[-1]["tokens"], "y": work[-1]["y"], "text": "compute"}
-    return {
-        "width": PANEL_PX[0],
-        "height": PANEL_PX[1],
-        "layer": [
-            *_curves(rows, curves, place, colors),
-            {"data": {"values": work}, "mark": dashed, "encoding": place},
-            *text_layers([label], {**place, "text": {"field": "text"}}, align="right", dx=-8, dy=-8, fill="black"),
-        ],
-    }
+    dashed = plot(work).mark_line(strokeDash=(6, 4), strokeWidth=2, color="black").encode(x=x, y=y)
+    label = labels(work[-1:], x, y, align="right", dx=-8, dy=-8, fill="black")
+    return alt.layer(*_lines(shown, (low, high), x, y, color), dashed, label).properties(**PANEL_PX)
 
 
-def _ratios(tokens: Sequence[float], curves: Sequence[CommsCurve], colors: Mapping[str, str]) -> Spec:
-    rows: list[Spec] = [
-        {"tokens": batch, "y": work / value, "line": curve.name}
-        for curve in curves
-        for batch, work, value in zip(tokens, curve.compute_s, curve.seconds, strict=True)
-        if value > 0
+def _ratios(tokens: Sequence[float], curves: Sequence[CommsCurve], x: Encoding, color: Encoding) -> Layer:
+    shown = [
+        (one, [(batch, work / s) for batch, work, s in zip(tokens, one.compute_s, one.seconds, strict=True) if s > 0])
+        for one in curves
     ]
-    low, high = max(1e-2, min(row["y"] for row in rows)) / 1.2, min(1e2, max(row["y"] for row in rows)) * 1.2
-    kept = [row for row in rows if low <= row["y"] <= high]
-    place = {"x": tokens_axis(tokens), "y": _log_y(low, high, "compute / communication")}
-    rule = {"type": "rule", "strokeDash": [4, 4], "color": MUTED, "strokeWidth": 1.5}
-    words = [{"tokens": tokens[0], "y": 1.0, "text": "above: compute-bound"}]
-    return {
-        "width": PANEL_PX[0],
-        "height": PANEL_PX[1],
-        "layer": [
-            {"data": {"values": [{"y": 1.0}]}, "mark": rule, "encoding": {"y": place["y"]}},
-            *_curves(kept, curves, place, colors),
-            *text_layers(words, {**place, "text": {"field": "text"}}, align="left", dx=4, dy=-8, fill=MUTED),
-            {
-                "data": {"values": [{"tokens": curve.crossing, "y": 1.0} for curve in curves if curve.crossing]},
-                "mark": {"type": "point", "size": 60, "filled": False, "color": "black", "opacity": 1},
-                "encoding": place,
-            },
-        ],
-    }
+    ratios = [ratio for _, points in shown for _, ratio in points]
+    domain = max(RATIOS[0], min(ratios)) / 1.2, min(RATIOS[1], max(ratios)) * 1.2
+    y = log_axis(alt.Y, "y", domain, "compute / communication")
+    crossings = plot({"x": one.crossing, "y": 1.0} for one in curves if one.crossing)
+    rings = crossings.mark_point(size=60, filled=False, color="black", opacity=1).encode(x=x, y=y)
+    even = reference(ReferenceLine(axis="y", value=1.0, text="above: compute-bound", color=MUTED))
+    return alt.layer(*_lines(shown, domain, x, y, color), even, rings).properties(**PANEL_PX)
 
 
-def _curves(rows: Sequence[Spec], curves: Sequence[CommsCurve], place: Spec, colors: Mapping[str, str]) -> list[Spec]:
-    """All lines in their colours; the strong ones wide."""
-    names = [curve.name for curve in curves]
-    color = {
-        "field": "line",
-        "type": "nominal",
-        "scale": {"domain": names, "range": [colors[name] for name in names]},
-        "legend": {"title": "communication", "orient": "right", "symbolType": "stroke", "symbolStrokeWidth": 3},
-    }
-    strong = {curve.name for curve in curves if curve.strong}
+def _lines(
+    shown: Sequence[tuple[CommsCurve, Points]], domain: tuple[float, float], x: Encoding, y: Encoding, color: Encoding
+) -> list[Layer]:
+    """Returns a layer per curve, clipped to the domain; strong curves are wide."""
     layers = []
-    for wanted, stroke in ((False, 1.8), (True, 3.2)):
-        chosen = [row for row in rows if (row["line"] in strong) is wanted]
-        if chosen:
-            mark = {"type": "line", "strokeWidth": stroke, "clip": True}
-            layers.append({"data": {"values": chosen}, "mark": mark, "encoding": {**place, "color": color}})
+    for one, points in shown:
+        inside = [(batch, value) for batch, value in points if domain[0] <= value <= domain[1]]
+        layers += lines({one.name: inside}, x, y, color, clip=True, strokeWidth=3.2 if one.strong else 1.8)
     return layers
-
-
-def tokens_axis(tokens: Sequence[float]) -> Spec:
-    """A logarithmic axis of tokens, labelled 1M, 2M, 5M."""
-    low, high = min(tokens), max(tokens)
-    axis = {"values": log_ticks(low, high), "format": "~s", "grid": False}
-    scale = {"type": "log", "domain": [low, high], "nice": False}
-    return {"field": "tokens", "type": "quantitative", "title": "batch (tokens)", "scale": scale, "axis": axis}
-
-
-def _log_y(low: float, high: float, title: str) -> Spec:
-    axis = {"values": log_ticks(low, high), "format": "~g"}
-    scale = {"type": "log", "domain": [low, high], "nice": False}
-    return {"field": "y", "type": "quantitative", "title": title, "scale": scale, "axis": axis}

@@ -1,4 +1,4 @@
-"""Frontiers: plans by step time against memory and, where a price is known, against what their chips cost."""
+"""Pareto frontiers: plans by step time against memory and, where prices are known, against cost."""
 
 import math
 from collections.abc import Sequence
@@ -7,17 +7,17 @@ import msgspec
 
 from meshwright.core.errors import InputError
 from meshwright.core.units import format_bytes
-from meshwright.report.figure import INK, MUTED, PALETTE, Spec, headline, si_scale, text_layers, themed
-from meshwright.report.scaling import log_ticks
+from meshwright.report.figure import INK, MUTED, PALETTE, Figure, Layer, alt, si_scale, themed
+from meshwright.report.marks import Datum, ReferenceLine, labels, log_axis, plot, reference
 
 PANEL_PX = (430, 320)
 LABEL_PX = (16, 13)
 LOG_FROM = 5.0
-"""Ratio of the longest to the shortest step from which the axis of time is logarithmic."""
+"""Ratio of the longest to the shortest step above which the time axis is logarithmic."""
 
 
 class ParetoPoint(msgspec.Struct, frozen=True, kw_only=True):
-    """One plan: its step time, the other amount, and a label (empty: a dot alone)."""
+    """One plan: its step time, its memory or cost, and a label (empty: a small dot)."""
 
     step_s: float
     amount: float
@@ -31,88 +31,60 @@ def pareto_figure(
     limit_bytes: float | None = None,
     title: str,
     subtitle: str = "",
-) -> Spec:
-    """Memory (bytes) against step time and, given at least two points, dollars per billion tokens against it."""
+) -> Figure:
+    """Draws memory (bytes) over step time and, given at least two points, dollars per billion tokens over step time."""
     if not memory:
         raise InputError("There is no plan to draw. Give at least one.")
     scale, unit = si_scale(max([limit_bytes or 0.0, *(point.amount for point in memory)]), "B")
-    panels = [_panel(memory, scale, f"memory of a chip ({unit})", steps=True, limit=limit_bytes)]
+    limit = []
+    if limit_bytes is not None:
+        text = f"what a chip holds: {format_bytes(limit_bytes)}"
+        limit.append(ReferenceLine(axis="y", value=limit_bytes / scale, text=text, at="end", color=MUTED))
+    # A step function: between two step times the memory of the faster plan is needed.
+    panels = [_panel(memory, scale, f"memory of a chip ({unit})", "step-after", limit)]
     if len(cost) > 1:
-        panels.append(_panel(cost, 1.0, "cost of a billion tokens ($)", steps=False))
-    return themed({"title": headline(title, subtitle), "hconcat": panels, "spacing": 36})
+        panels.append(_panel(cost, 1.0, "cost of a billion tokens ($)", "linear", []))
+    return themed(alt.hconcat(*panels, spacing=36), title, subtitle)
 
 
 def _panel(
-    points: Sequence[ParetoPoint], scale: float, y_title: str, *, steps: bool, limit: float | None = None
-) -> Spec:
-    """Dots joined by a line; with ``steps`` by steps, since between two plans only the slower one's memory is had."""
+    points: Sequence[ParetoPoint], scale: float, y_title: str, interpolate: str, limit: Sequence[ReferenceLine]
+) -> Layer:
+    """Draws dots joined by a line, and the limit as a reference line."""
     x_scale, x_unit = si_scale(max(point.step_s for point in points), "s")
-    rows: list[Spec] = [{"x": p.step_s / x_scale, "y": p.amount / scale, "label": p.label} for p in points]
-    x = _time_axis([row["x"] for row in rows], f"time per step ({x_unit})")
-    most = max([0.0 if limit is None else limit / scale, *(row["y"] for row in rows)])
-    y: Spec = {
-        "field": "y",
-        "type": "quantitative",
-        "title": y_title,
-        "scale": {"domain": [0, most * 1.08], "nice": False},
-        "axis": {"tickCount": 6},
-    }
-    interpolate = "step-after" if steps else "linear"
-    line = {"type": "line", "interpolate": interpolate, "strokeWidth": 1.5, "color": PALETTE[0], "opacity": 0.6}
-    place = {"x": x, "y": y}
-    named = [row for row in rows if row["label"]]
-    told = _apart(named, x["scale"], most * 1.08)
-    layers: list[Spec] = [
-        {"data": {"values": rows}, "mark": line, "encoding": place},
-        {
-            "data": {"values": rows},
-            "mark": {"type": "circle", "size": 26, "opacity": 1, "color": PALETTE[4]},
-            "encoding": place,
-        },
-        {
-            "data": {"values": named},
-            "mark": {"type": "circle", "size": 60, "opacity": 1, "color": PALETTE[0]},
-            "encoding": place,
-        },
-        *text_layers(
-            told, {**place, "text": {"field": "label"}}, align="left", baseline="bottom", dx=5, dy=-4, fill=INK
-        ),
-    ]
-    if limit is not None:
-        layers = [*_limit_layers(limit, scale, y, x), *layers]
-    return {"width": PANEL_PX[0], "height": PANEL_PX[1], "layer": layers}
+    rows: list[Datum] = [{"x": p.step_s / x_scale, "y": p.amount / scale, "text": p.label} for p in points]
+    top = 1.08 * max([*(line.value for line in limit), *(row["y"] for row in rows)])
+    low, high = min(row["x"] for row in rows), max(row["x"] for row in rows)
+    log, x_title = high > LOG_FROM * low, f"time per step ({x_unit})"
+    if log:
+        domain = low / 1.1, high * 1.25
+        x = log_axis(alt.X, "x", domain, x_title, grid=False)
+    else:
+        room = 0.08 * (high - low) or 0.1 * high
+        domain = max(0.0, low - room), high + 2 * room
+        axis = alt.Axis(tickCount=6, grid=False)
+        x = alt.X("x:Q", title=x_title, scale=alt.Scale(domain=list(domain), nice=False), axis=axis)
+    y = alt.Y("y:Q", title=y_title, scale=alt.Scale(domain=[0, top], nice=False), axis=alt.Axis(tickCount=6))
+    named = [row for row in rows if row["text"]]
+    legible = _without_overlaps(named, domain, top, log=log)
+    every, chosen = (plot(some).encode(x=x, y=y) for some in (rows, named))
+    chart = alt.layer(
+        every.mark_line(interpolate=interpolate, strokeWidth=1.5, color=PALETTE[0], opacity=0.6),
+        every.mark_circle(size=26, opacity=1, color=PALETTE[4]),
+        chosen.mark_circle(size=60, opacity=1, color=PALETTE[0]),
+        *map(reference, limit),
+        labels(legible, x, y, align="left", baseline="bottom", dx=5, dy=-4, fill=INK),
+    )
+    return chart.properties(width=PANEL_PX[0], height=PANEL_PX[1])
 
 
-def _apart(rows: Sequence[Spec], x_scale: Spec, top: float) -> list[Spec]:
-    """The rows whose labels stay clear of those before them."""
-    low, high = (math.log(v) if x_scale.get("type") == "log" else v for v in x_scale["domain"])
-    kept: list[tuple[float, float, Spec]] = []
+def _without_overlaps(rows: Sequence[Datum], domain: tuple[float, float], top: float, *, log: bool) -> list[Datum]:
+    """Returns the rows whose labels overlap none of the rows before them."""
+    on_axis = math.log if log else float
+    low, high = map(on_axis, domain)
+    kept: list[tuple[float, float, Datum]] = []
     for row in rows:
-        across = ((math.log(row["x"]) if x_scale.get("type") == "log" else row["x"]) - low) / (high - low)
-        spot = across * PANEL_PX[0], row["y"] / top * PANEL_PX[1]
-        if all(abs(spot[0] - x) > LABEL_PX[0] or abs(spot[1] - y) > LABEL_PX[1] for x, y, _ in kept):
-            kept.append((*spot, row))
+        left, up = (on_axis(row["x"]) - low) / (high - low) * PANEL_PX[0], row["y"] / top * PANEL_PX[1]
+        if all(abs(left - x) > LABEL_PX[0] or abs(up - y) > LABEL_PX[1] for x, y, _ in kept):
+            kept.append((left, up, row))
     return [row for _, _, row in kept]
-
-
-def _time_axis(values: Sequence[float], title: str) -> Spec:
-    low, high = min(values), max(values)
-    axis: Spec = {"field": "x", "type": "quantitative", "title": title}
-    if high > LOG_FROM * low:
-        low, high = low / 1.1, high * 1.25
-        scale = {"type": "log", "domain": [low, high], "nice": False}
-        return axis | {"scale": scale, "axis": {"values": log_ticks(low, high), "format": "~g", "grid": False}}
-    room = 0.08 * (high - low) or 0.1 * high
-    scale = {"domain": [max(0.0, low - room), high + 2 * room], "nice": False}
-    return axis | {"scale": scale, "axis": {"tickCount": 6, "grid": False}}
-
-
-def _limit_layers(limit: float, scale: float, y: Spec, x: Spec) -> list[Spec]:
-    """What a chip holds, as a dashed line with its name at the right."""
-    row = {"y": limit / scale, "text": f"what a chip holds: {format_bytes(limit)}"}
-    rule = {"type": "rule", "strokeDash": [5, 4], "strokeWidth": 1.5, "color": MUTED}
-    place = {"y": y, "x": {"value": PANEL_PX[0] - 4}, "text": {"field": "text"}}
-    return [
-        {"data": {"values": [row]}, "mark": rule, "encoding": {"y": y}},
-        *text_layers([row], place, align="right", baseline="bottom", dy=-4, fill=MUTED),
-    ]

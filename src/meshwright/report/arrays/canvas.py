@@ -1,0 +1,74 @@
+"""Panels whose coordinates are cells, to the right and downwards."""
+
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+
+from meshwright.report.figure import Layer, alt
+from meshwright.report.marks import Datum, plot
+
+
+def cell(x: float, y: float, width: float = 1, height: float = 1, **fields: Any) -> Datum:
+    """Returns a row for `Canvas.boxes`, and for `Canvas.words` in the middle of the box; without a size a point."""
+    middle = {"mid_x": x + width / 2, "mid_y": y + height / 2}
+    return {"x": x, "x2": x + width, "y": y, "y2": y + height, **middle, **fields}
+
+
+def shown(count: int, most: int, last: int = 1) -> list[int | None]:
+    """Returns at most ``most`` numbers below ``count``: the first ones, None for a gap, and the ``last`` ones."""
+    return list(range(count)) if count <= most else [*range(most - 1 - last), None, *range(count - last, count)]
+
+
+def grid(
+    rows: Sequence[int | None], columns: Sequence[int | None]
+) -> tuple[list[tuple[int, int, int, int]], list[Datum]]:
+    """Returns (x, y, row, column) of every cell, and the rows of `Canvas.words` for the gaps."""
+    cells, gaps = [], []
+    for y, row in enumerate(rows):
+        for x, column in enumerate(columns):
+            if row is None or column is None:
+                gaps.append(cell(x, y, text="…"))
+            else:
+                cells.append((x, y, row, column))
+    return cells, gaps
+
+
+def names(texts: Sequence[str | None], title: str, **style: Any) -> Any:
+    """Returns an axis without a line that names the columns or rows of a `Canvas`; None is a gap."""
+    plain = {"labelOverlap": False, "grid": False, "domain": False, "ticks": False}
+    middles = [number + 0.5 for number in range(len(texts))]
+    text = f"{json.dumps(['…' if text is None else text for text in texts])}[floor(datum.value)]"
+    return alt.Axis(**{"title": title or None, "values": middles, "labelExpr": text, **plain, **style})
+
+
+class Canvas(msgspec.Struct, frozen=True):
+    """A panel's range of columns and of rows, each from the first number to the second, and axes that name them."""
+
+    columns: tuple[float, float]
+    rows: tuple[float, float]
+    column_names: Any = None
+    row_names: Any = None
+
+    def at(self, x: str = "x", y: str = "y") -> dict[str, Any]:
+        """Returns both positions, encoding these fields."""
+        across = alt.Scale(domain=list(self.columns), nice=False, zero=False)
+        down = alt.Scale(domain=list(self.rows), nice=False, zero=False, reverse=True)
+        return {
+            "x": alt.X(f"{x}:Q", axis=self.column_names, scale=across),
+            "y": alt.Y(f"{y}:Q", axis=self.row_names, scale=down),
+        }
+
+    def boxes(self, rows: Iterable[Datum], **style: Any) -> Layer:
+        """Draws rectangles; with ``filled=False`` only their edges."""
+        return plot(rows).mark_rect(**style).encode(**self.at(), x2="x2", y2="y2")
+
+    def words(self, rows: Iterable[Datum], **style: Any) -> Layer:
+        """Draws the field ``text`` of each row."""
+        mark = {"baseline": "middle", **style}
+        return plot(rows).mark_text(**mark).encode(**self.at("mid_x", "mid_y"), text="text:N")
+
+    def points(self, rows: Iterable[Datum], **style: Any) -> Layer:
+        """Draws filled symbols."""
+        return plot(rows).mark_point(filled=True, opacity=1, **style).encode(**self.at())

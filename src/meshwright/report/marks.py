@@ -1,0 +1,133 @@
+"""Marks that several pictures share: lines, boxes on bands, outlined text, reference lines, and their axes."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import cycle
+from typing import Any, Literal
+
+import msgspec
+
+from meshwright.report.figure import INK, MUTED, PALETTE, Encoding, Layer, alt
+
+Datum = dict[str, Any]
+
+DASHES = (5, 4)
+TICK_LABEL = "datum.value < 1 ? toString(datum.value) : format(datum.value, '~s')"
+"""Labels below one have no SI prefix: "100m" is hard to read."""
+WHOLE_NUMBERS = "format(datum.value, ',d')"
+DARK_BELOW = 136
+"""Brightness (of 255) of a colour below which text on it is white."""
+
+
+Points = Sequence[tuple[float, float]]
+"""(x, y) of a line in order of x."""
+
+
+class ReferenceLine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A dashed line across the picture at a value of one axis, with a text at its start or end."""
+
+    axis: Literal["x", "y"]
+    value: float
+    text: str = ""
+    at: Literal["start", "end"] = "start"
+    color: str = INK
+
+
+def plot(rows: Iterable[Datum]) -> Layer:
+    """Returns a chart of these rows without a mark."""
+    return alt.Chart(alt.InlineData(values=tuple(rows)))
+
+
+def labels(rows: Iterable[Datum], x: Any, y: Any, **style: Any) -> Layer:
+    """Draws the field ``text`` with a wide white outline, so that it can be read on any background."""
+    chart = plot(rows).encode(x=x, y=y, text="text:N")
+    outline = chart.mark_text(**style, stroke="white", strokeWidth=4, strokeJoin="round", opacity=0.85)
+    return alt.layer(outline, chart.mark_text(**style))
+
+
+def color_by(field: str, colors: Mapping[str, str], **legend: Any) -> Encoding:
+    """Returns an encoding of names as these colours, with a legend in their order."""
+    scale = alt.Scale(domain=list(colors), range=list(colors.values()))
+    return alt.Color(f"{field}:N", scale=scale, legend=alt.Legend(title=legend.pop("title", None), **legend))
+
+
+def stroke_colors(names: Iterable[str], **legend: Any) -> Encoding:
+    """Returns an encoding of the names of lines as colours of the palette."""
+    return color_by("name", palette_of(names), symbolType="stroke", **legend)
+
+
+def palette_of(names: Iterable[str]) -> dict[str, str]:
+    """Returns a colour per name; the palette repeats after twelve."""
+    return dict(zip(dict.fromkeys(names), cycle(PALETTE), strict=False))
+
+
+def ink_on(color: str) -> str:
+    """Returns the colour of text on a background: white on dark colours, ink on light ones."""
+    red, green, blue = (int(color[at : at + 2], 16) for at in (1, 3, 5))
+    return "white" if 0.299 * red + 0.587 * green + 0.114 * blue < DARK_BELOW else INK
+
+
+# -- lines ----------------------------------------------------------------------------------------------
+
+
+def lines(curves: Mapping[str, Points], x: Encoding, y: Encoding, color: Encoding, **style: Any) -> list[Layer]:
+    """Draws a layer per curve; its rows have the fields ``x``, ``y`` and ``name``. Non-finite values leave a gap."""
+    mark = {"strokeWidth": 2, "invalid": "break-paths-show-domains", **style}
+    layers = []
+    for name, points in curves.items():
+        # JSON has no NaN; null breaks the line.
+        rows = [{"name": name, "x": a, "y": b if math.isfinite(b) else None} for a, b in points]
+        layers.append(plot(rows).mark_line(**mark).encode(x=x, y=y, color=color))
+    return layers
+
+
+def reference(line: ReferenceLine) -> Layer:
+    """Draws a reference line from edge to edge, with its text along it."""
+    flat, first = line.axis == "y", line.at == "start"
+    if flat:
+        ends = {"x": alt.XValue(0 if first else "width"), "y": alt.YDatum(line.value)}
+        place: dict[str, Any] = {"dy": -7}
+    else:
+        ends = {"x": alt.XDatum(line.value), "y": alt.YValue("height" if first else 0)}
+        place = {"dy": 11, "angle": 270}
+    rows = [{"text": line.text}]
+    rule = plot(rows).mark_rule(strokeDash=DASHES, color=MUTED).encode(ends[line.axis])
+    align, away = ("left", 6) if first else ("right", -6)
+    return alt.layer(rule, labels(rows, **ends, fontSize=11, fill=line.color, align=align, dx=away, **place))
+
+
+def log_axis(channel: Any, field: str, domain: Sequence[float], title: str | None, **axis: Any) -> Any:
+    """Returns a logarithmic axis over exactly this domain; ``channel`` is ``alt.X`` or ``alt.Y``."""
+    options = {"values": log_ticks(*domain), "labelExpr": TICK_LABEL, **axis}
+    scale = alt.Scale(type="log", domain=list(domain), nice=False)
+    return channel(f"{field}:Q", title=title, scale=scale, axis=alt.Axis(**options))
+
+
+def log_ticks(low: float, high: float) -> list[float]:
+    """Returns the powers of ten between two numbers; over at most four decades also their multiples by 2 and 5."""
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    # One or two labels do not show that the scale is logarithmic.
+    steps = (1,) if len(decades) > 4 else (1, 2, 5)
+    ticks = [float(f"{step * 10.0**power:.3g}") for power in decades for step in steps]
+    return [tick for tick in ticks if low <= tick <= high]
+
+
+# -- boxes on bands -------------------------------------------------------------------------------------
+
+
+def span(start: float, end: float, text: str, color: str, px: float, *, font: int = 11, **fields: Any) -> Datum:
+    """Returns a row for `spans`; its text is empty if it does not fit at ``px`` pixels per unit of the axis."""
+    fits = (end - start) * px >= 0.56 * font * len(text) + 2
+    drawn = {"text": text if fits else "", "ink": ink_on(color)}
+    return {"start": start, "end": end, "middle": (start + end) / 2, **drawn, **fields}
+
+
+def spans(rows: Sequence[Datum], *, y: Any, x: Any, color: Any, band: float, edge: float = 1, font: int = 11) -> Layer:
+    """Draws boxes from ``start`` to ``end`` over a share of their band, each with its text in the middle."""
+    named = plot(row for row in rows if row["text"])
+    boxes = plot(rows).mark_bar(height=alt.RelativeBandSize(band=band), stroke="white", strokeWidth=edge)
+    texts = named.mark_text(fontSize=font, baseline="middle")
+    return alt.layer(
+        boxes.encode(y=y, x=x, x2="end", color=color),
+        texts.encode(y=y, x="middle:Q", text="text:N", color=alt.Color("ink:N", scale=None)),
+    )
