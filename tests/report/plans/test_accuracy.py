@@ -1,13 +1,13 @@
 """Measured against predicted: one point each, on equal axes, and one legend."""
 
-from meshwright.accuracy.errors import Prediction
+from meshwright.accuracy.errors import Comparison
 from meshwright.report.figure import PALETTE, save
 from meshwright.report.plans.accuracy import BAND, SHAPES, accuracy_figure
 
 
 def predictions(num_groups=2):
     return [
-        Prediction(
+        Comparison(
             id=f"{group}-{number}",
             group=f"group {group}" if group else "",
             core=True,

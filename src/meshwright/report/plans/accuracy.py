@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from meshwright.accuracy.errors import Prediction
+from meshwright.accuracy.errors import Comparison
 from meshwright.report.figure import PALETTE, Spec, headline, themed
 
 SHAPES = ("circle", "triangle-up", "square")
@@ -11,7 +11,7 @@ BAND = 0.2
 """The shaded band: predictions within a fifth of the measurement."""
 
 
-def accuracy_figure(predictions: Sequence[Prediction], *, title: str, subtitle: str) -> Spec:
+def accuracy_figure(predictions: Sequence[Comparison], *, title: str, subtitle: str) -> Spec:
     """A scatter of predictions over measurements in seconds, the diagonal, and a band of 20% around it."""
     points = [
         {"measured": one.measured_s, "predicted": one.predicted_s, "group": one.group or "no group", "id": one.id}
@@ -61,7 +61,7 @@ def accuracy_figure(predictions: Sequence[Prediction], *, title: str, subtitle: 
     return themed({"title": headline(title, subtitle), "width": SIDE, "height": SIDE, "layer": layers})
 
 
-def _marks(predictions: Sequence[Prediction]) -> Spec:
+def _marks(predictions: Sequence[Comparison]) -> Spec:
     """Colour and shape of each group: with more groups than colours, a second round of colours has another shape.
 
     Both have the same domain, so that they share one legend.
