@@ -28,12 +28,12 @@ from meshwright.cost.train_step import PricedStrategy, price_strategy
 from meshwright.cost.work.host_work import Amounts, amounts_of, is_product
 from meshwright.cost.work.kernels import num_kernels
 from meshwright.parallel.train_step import TrainStep
-from meshwright.profile.classes import OUTSIDE, Facts
+from meshwright.profile.classes import OUTSIDE
 from meshwright.profile.events import STEP, load_trace, newest_trace
 from meshwright.profile.hlo import parse_program
 from meshwright.profile.run import traced
-from meshwright.profile.shared import shared_seconds
 from meshwright.profile.subjects import subject_of
+from meshwright.profile.times import shared_seconds
 from meshwright.spec.calibration import Calibration, HostRates, Pace
 from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.job import Job
@@ -127,7 +127,7 @@ class RunningStep:
         self.subject = subject_of(step, self.job)
         self.subject.begin(0)
         self.compiled = self.subject.compile()
-        self.facts = Facts(parse_program(self.compiled.as_text() or ""), ridge=1.0)
+        self.program = parse_program(self.compiled.as_text() or "")
         self.steps: list[dict[str, float]] = []
         self.plain_s: list[float] = []
         for _ in range(WARMUP_STEPS):
@@ -145,12 +145,12 @@ class RunningStep:
             for one in range(STEPS_A_ROUND):
                 with jax.profiler.TraceAnnotation(STEP, step=one):
                     self.subject.advance(self.compiled)
-        trace = load_trace(newest_trace(folder), self.facts.program)
+        trace = load_trace(newest_trace(folder), self.program)
         for window in trace.windows:
-            spent = shared_seconds(msgspec.structs.replace(trace, windows=(window,)), self.facts)
+            spent = shared_seconds(msgspec.structs.replace(trace, windows=(window,)), self.program)
             step = defaultdict(float, {GAPS: window.end_s - window.start_s - sum(spent.values())})
             for op, seconds in spent.items():
-                step[self.facts.of(op).step] += seconds
+                step[self.program.fact(op).step] += seconds
             self.steps.append(step)
 
     def measured(self, calibration: Calibration) -> MeasuredStep:

@@ -204,7 +204,7 @@ def _ring_links(legs: Sequence[Leg]) -> Number:
     return 1 + both
 
 
-def received_share(kind: CollectiveKind, size: Number) -> Number:
+def received_share(kind: str, size: Number) -> Number:
     """Bytes each device must receive, as a share of ``array_bytes``: how measured rates are counted."""
     once = (size - 1) / size
     if kind == "all_reduce":
