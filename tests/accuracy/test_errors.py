@@ -5,7 +5,7 @@ from functools import cache
 import pytest
 
 from meshwright.accuracy.cases import case_of
-from meshwright.accuracy.errors import Accuracy, Prediction, accuracy, summarise
+from meshwright.accuracy.errors import Accuracy, Comparison, accuracy, summarise
 from tests.accuracy.recorded import published, record
 
 GROUP_FIGURES = {"n", "mape", "median", "bias", "coverage"}
@@ -16,14 +16,14 @@ def fitted() -> Accuracy:
     return accuracy(published())
 
 
-def core(one: Prediction) -> bool:
+def core(one: Comparison) -> bool:
     return one.core
 
 
 def prediction(predicted_s, **fields):
     plain = {"id": "x", "group": "g", "core": True, "chip": "h100", "fitted": True, "measured_s": 10.0}
     bounds = {"low_s": 0.9 * predicted_s, "high_s": 1.2 * predicted_s}
-    return Prediction(**plain | {"predicted_s": predicted_s} | bounds | fields)
+    return Comparison(**plain | {"predicted_s": predicted_s} | bounds | fields)
 
 
 # -- sums by hand ---------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Many cases predicted at once: those of one pattern share derived steps, and their sizes are arrays."""
+"""Predicts many cases at once: cases of one pattern share derived steps, and their sizes are arrays."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from types import SimpleNamespace
@@ -28,8 +28,8 @@ ALIKE = ("narrow", "attention", "overlap", "low", "high", "low_experts", "high_e
 """Fields of an efficiency that are in the rates of a chip already, or the same for all cases of a batch."""
 
 
-class Batch(msgspec.Struct, frozen=True, kw_only=True):
-    """Cases of one pattern, as arrays: everything that does not depend on a calibration."""
+class CaseBatch(msgspec.Struct, frozen=True, kw_only=True):
+    """Cases of one pattern as arrays, without anything that depends on a calibration."""
 
     cases: tuple[Case, ...]
     numbers: np.ndarray
@@ -42,7 +42,7 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
     num_hosts: np.ndarray
 
     def seconds(self, calibrations: Mapping[str, Calibration]) -> np.ndarray:
-        """Predicted seconds of a step of each case, with the calibration of its chip."""
+        """Predicts seconds of a step of each case with the calibration of its chip."""
         rates = self.rates([calibrations[case.setting.cluster.chip.name] for case in self.cases])
         count = self.pipeline.microbatches
         costs = price_steps(self.derived, self.sizes, rates, num_microbatches=count, pipeline=self.pipeline)
@@ -50,7 +50,7 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
         return np.broadcast_to(times.step_s(self.pipeline).step_s, len(self.cases))
 
     def rates(self, calibrations: Sequence[Calibration]) -> StepRates:
-        """What each case's machine does per second."""
+        """Returns the rates of each case's machine."""
         chips = [
             chip_rates(
                 case.setting.cluster.chip,
@@ -77,17 +77,17 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
 def calibrations(
     cases: Sequence[Case], numbers: Mapping[str, float] | None = None, *, datasheet: bool = False
 ) -> dict[str, Calibration]:
-    """The calibration of every chip of the cases, from the product's numbers where none are given.
+    """Returns the calibration of every chip of the cases, from the shipped numbers if none are given.
 
-    The data sheet's where numbers say nothing about a chip, or where it is asked for.
+    Falls back on the data sheet for chips without numbers, or if asked to.
     """
     chips = {case.setting.cluster.chip.name: case.setting.cluster.chip for case in cases}
     fitted = {name: None if datasheet else fitted_calibration(chip, numbers) for name, chip in chips.items()}
     return {name: fitted[name] or datasheet_calibration(chip) for name, chip in chips.items()}
 
 
-def batches(cases: Sequence[Case]) -> tuple[Batch, ...]:
-    """The cases grouped by pattern."""
+def batches(cases: Sequence[Case]) -> tuple[CaseBatch, ...]:
+    """Groups the cases by pattern."""
     found: dict[Any, list[int]] = {}
     programs: dict[Any, Derived] = {}
     for number, case in enumerate(cases):
@@ -98,7 +98,7 @@ def batches(cases: Sequence[Case]) -> tuple[Batch, ...]:
 
 
 def _pattern(case: Case, known: dict[Any, Derived]) -> tuple[Any, Derived]:
-    """What cases must have in common to be predicted together, and the steps derived from it."""
+    """Returns the key that cases of one batch share, and their derived steps."""
     strategy, setting, cluster = case.strategy, case.setting, case.setting.cluster
     shape = tuple((block.name, block.ops, block.carry) for block in setting.program.blocks)
     software = setting.assumptions.software
@@ -111,11 +111,11 @@ def _pattern(case: Case, known: dict[Any, Derived]) -> tuple[Any, Derived]:
     return key, known.get(key) or setting.symbolic(strategy)
 
 
-def _batch(derived: Derived, cases: Sequence[Case], numbers: Sequence[int]) -> Batch:
+def _batch(derived: Derived, cases: Sequence[Case], numbers: Sequence[int]) -> CaseBatch:
     chosen = tuple(cases[number] for number in numbers)
     placements = [strategy_placements(case.setting.cluster, case.strategy)[0] for case in chosen]
     groups = collective_groups(derived)
-    return Batch(
+    return CaseBatch(
         cases=chosen,
         numbers=np.array(numbers),
         derived=_with_repeats(derived, chosen),
@@ -135,7 +135,7 @@ def _batch(derived: Derived, cases: Sequence[Case], numbers: Sequence[int]) -> B
 
 
 def _with_repeats(derived: Derived, cases: Sequence[Case]) -> Derived:
-    """The same steps with the layers of every case: repeats become arrays."""
+    """Returns the steps with the repeats of every case as arrays."""
     programs = [case.setting.program for case in cases]
     blocks = []
     for number, steps in enumerate(derived.blocks):
@@ -153,7 +153,7 @@ def _stacked_sizes(cases: Sequence[Case]) -> OpSizes:
 
 
 def _stacked_legs(every: Sequence[tuple[Leg, ...]]) -> tuple[Leg, ...]:
-    """Legs whose figures are arrays: the first of each level of every case, the second, and so on."""
+    """Stacks the legs of all cases: the n-th leg of a level becomes one leg of arrays."""
     slots: dict[tuple[str, int], list[Leg | None]] = {}
     for number, legs in enumerate(every):
         seen: dict[str, int] = {}
@@ -170,12 +170,12 @@ def _stacked_leg(level: Any, legs: Sequence[Leg | None]) -> Leg:
 
 
 def _arrays(every: Sequence[Any], names: Iterable[str]) -> dict[str, Any]:
-    """Attribute -> its values, one for each of the things."""
+    """Stacks attributes of several objects into arrays."""
     return {name: np.array([getattr(one, name) for one in every]) for name in names}
 
 
 def _filled(placements: Sequence[Placement], group: Group) -> np.ndarray:
-    """Physical axes x cases: whether the group lies on the axis. It keeps those busy whose level binds it."""
+    """Returns physical axes x cases: True if the group uses the axis."""
     filled = np.zeros(_links(placements).shape, dtype=bool)
     for number, placed in enumerate(placements):
         on = [any(axis in group and factor > 1 for axis, factor in link.parts) for link in placed.links]
@@ -184,13 +184,13 @@ def _filled(placements: Sequence[Placement], group: Group) -> np.ndarray:
 
 
 def _links(placements: Sequence[Placement]) -> np.ndarray:
-    """Physical axes x cases: the level of each."""
+    """Returns physical axes x cases: the level of each axis."""
     most = max(len(placed.links) for placed in placements)
     return np.array([[*(link.level for link in one.links), *[""] * (most - len(one.links))] for one in placements]).T
 
 
 def _stacked_calibration(calibrations: Sequence[Calibration]) -> Any:
-    """An object with the fields of a calibration that prices read, as arrays."""
+    """Returns an object with those fields of a calibration that prices read, as arrays."""
     fields = [name for name in Efficiency.__struct_fields__ if name not in ALIKE]
     stacked = _arrays([one.efficiency for one in calibrations], fields)
     efficiency = SimpleNamespace(**stacked, overlap=calibrations[0].efficiency.overlap)
@@ -198,7 +198,7 @@ def _stacked_calibration(calibrations: Sequence[Calibration]) -> Any:
 
 
 class _Hops:
-    """The latency of a hop for each calibration; one that does not have it takes the link's own."""
+    """Hop latencies of several calibrations; one without a latency uses the link's."""
 
     def __init__(self, every: Sequence[Mapping[str, float]]) -> None:
         self.every = every

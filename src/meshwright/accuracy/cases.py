@@ -44,7 +44,7 @@ PRECISIONS = {
 """First word of a record's precision -> dtype of products, "" for 16 bits; what follows the word may say how."""
 
 RECOMPUTE_COUNTED = ("counts recompute", "count recompute", "recompute FLOPs", "hardware FLOPs", "96Bsl")
-"""Words of a note that say so: the rate is of FLOPs with the forward pass run twice."""
+"""Words of a note which say that the rate counts the recomputed forward pass."""
 
 COMPILED_GPU = ("maxtext",)
 """Software on GPUs that runs a step as one compiled program; the others start it kernel by kernel."""
@@ -58,7 +58,7 @@ MIN_CHUNK_LAYERS = 2
 
 
 class Case(msgspec.Struct, frozen=True, kw_only=True):
-    """One record made ready to be predicted."""
+    """One record, ready to be predicted."""
 
     record: Record
     setting: Setting
@@ -74,7 +74,7 @@ class Unpredicted(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def case_of(record: Record) -> Case | Unpredicted:
-    """The record as a case, or the reason why it cannot be one."""
+    """Converts a record to a case, or returns the reason why it cannot."""
     if record.kind != "train":
         return Unpredicted(record=record, reason=f"kind {record.kind}: only training is predicted in this version")
     missing = [name for name in ("model", "seq_len", "global_batch_seqs") if not getattr(record, name)]
@@ -109,7 +109,7 @@ def _case(record: Record) -> Case | Unpredicted:
 
 
 def model_of(shape: ModelShape, seq_len: int) -> Model:
-    """The model of a record: gpt2's block where the feed-forward part is not gated, else a llama's, with experts."""
+    """Builds a record's model: a gpt2 block if the feed-forward part is not gated, else llama's, with experts."""
     fields: dict[str, Any] = {
         "name": shape.name,
         "family": "llama",
@@ -158,7 +158,7 @@ def model_of(shape: ModelShape, seq_len: int) -> Model:
 
 
 def cluster_of(record: Record) -> Cluster:
-    """Whole domains of the chip, as many as needed; a torus as near to a cube as it gets, in its slices."""
+    """Builds a record's cluster: as many whole domains as needed, or slices of nearly cubic tori."""
     found = chip_of(record)
     if found.topology == "torus":
         slices = record.slices or 1
@@ -172,7 +172,7 @@ def cluster_of(record: Record) -> Cluster:
 
 
 def _torus_shape(chip: Chip, num_chips: int) -> tuple[int, ...]:
-    """As near to a cube as it gets; of whole cubes, which optical switches join, where there are any."""
+    """Returns the shape closest to a cube, made of whole optically switched cubes where possible."""
     axes, cube = chip.num_ici_axes or 1, chip.wrap_multiple or 1
     if axes == 3 and num_chips % cube**axes == 0:
         return tuple(cube * size for size in balanced_shape(num_chips // cube**axes, axes))
@@ -228,7 +228,7 @@ def strategy_of(record: Record, model: Model, cluster: Cluster) -> Strategy:
 
 
 def assumptions_of(record: Record) -> Assumptions:
-    """What ran the record's step: what is published sends the slots that are filled, or as many as its bound leaves."""
+    """Returns the assumptions for a record's step: published software sends filled expert slots only."""
     kernel: AttentionKernel = "portable" if "ALiBi" in record.note else "tuned"
     return Assumptions(software=_software(record), attention_kernel=kernel, empty_slots=False)
 
@@ -287,7 +287,7 @@ _FULL_ON_HOSTED = "every-1"
 
 
 def _remat(record: Record) -> str | tuple[str, ...]:
-    """Results that are kept. Nothing is recomputed where it is not stated.
+    """Returns the remat policy of a record; nothing is recomputed unless stated.
 
     "selective" of 2021 makes attention's scores again, which both forms of attention here always do.
     """
@@ -307,7 +307,7 @@ def _remat(record: Record) -> str | tuple[str, ...]:
 
 
 def measured_seconds(record: Record, model: Model, job: Job, chip: Chip) -> float | None:
-    """Seconds of a step: as given, else from throughput, else from utilisation with the source's own FLOPs."""
+    """Returns seconds of a step: as given, else from throughput, else from utilisation with the source's own FLOPs."""
     found, tokens = record.measured, job.tokens_per_step
     if found.step_s:
         return found.step_s
@@ -321,7 +321,7 @@ def measured_seconds(record: Record, model: Model, job: Job, chip: Chip) -> floa
 
 
 def _counted_flops(record: Record, model: Model, job: Job) -> float:
-    """FLOPs of a step as the source counts them: with a recomputed forward pass where its note says so."""
+    """Counts FLOPs of a step as the source does, including recomputation if its note says so."""
     if any(words in record.note for words in RECOMPUTE_COUNTED):
         width, layers = model.d_model, model.num_layers
         ends = model.vocab_size / (16 * layers * width)

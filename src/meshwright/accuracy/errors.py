@@ -13,7 +13,7 @@ from meshwright.accuracy.records import Record
 from meshwright.spec.calibration import Calibration
 
 
-class Prediction(msgspec.Struct, frozen=True, kw_only=True):
+class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     """One measured step and its prediction, in seconds; the interval is from the 10th to the 90th percentile.
 
     ``fitted`` is whether fitted numbers were used; data-sheet rates come without an interval.
@@ -36,7 +36,7 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def covered(self) -> bool | None:
-        """Whether the measurement lies in the interval; None without one."""
+        """True if the measurement is inside the interval; None without an interval."""
         if self.low_s is None or self.high_s is None:
             return None
         return self.low_s <= self.measured_s <= self.high_s
@@ -53,27 +53,27 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Accuracy(msgspec.Struct, frozen=True, kw_only=True):
-    """Every record of a file: predicted, or named with the reason why not."""
+    """Every record of a file: its comparison, or the reason why it is not predicted."""
 
-    predictions: tuple[Prediction, ...]
+    predictions: tuple[Comparison, ...]
     unpredicted: tuple[Unpredicted, ...]
 
     @property
     def groups(self) -> tuple[str, ...]:
-        """Groups in order of their first record, those without any prediction too."""
+        """Groups in order of their first record, including those without a prediction."""
         found = [one.group for one in self.predictions] + [one.record.group for one in self.unpredicted]
         return tuple(dict.fromkeys(found))
 
-    def summary(self, chosen: Callable[[Prediction], bool] = lambda one: True) -> Summary:
-        """The errors of the chosen predictions."""
+    def summary(self, chosen: Callable[[Comparison], bool] = lambda one: True) -> Summary:
+        """Summarises the errors of the chosen predictions."""
         return summarise([one for one in self.predictions if chosen(one)])
 
     def of_group(self, group: str) -> Summary:
-        """The errors of one group's predictions."""
+        """Summarises the errors of one group."""
         return self.summary(lambda one: one.group == group)
 
     def reasons(self) -> dict[str, list[str]]:
-        """Reason -> ids of the records that are not predicted for it."""
+        """Maps each reason to the ids of the records it excludes."""
         found: dict[str, list[str]] = {}
         for one in self.unpredicted:
             found.setdefault(one.reason, []).append(one.record.id)
@@ -87,8 +87,8 @@ class Accuracy(msgspec.Struct, frozen=True, kw_only=True):
         return counted | {"unpredicted": self.reasons()}
 
 
-def summarise(predictions: Sequence[Prediction]) -> Summary:
-    """The errors of some predictions; None for numbers of nothing."""
+def summarise(predictions: Sequence[Comparison]) -> Summary:
+    """Summarises errors; numbers of no predictions are None."""
     if not predictions:
         return Summary(n=0, mape=None, median=None, bias=None, coverage=None)
     errors = np.array([one.error for one in predictions])
@@ -103,14 +103,14 @@ def summarise(predictions: Sequence[Prediction]) -> Summary:
 
 
 def cases_of(records: Sequence[Record]) -> tuple[tuple[Case, ...], tuple[Unpredicted, ...]]:
-    """The records that can be predicted, and the others with their reasons."""
+    """Splits records into cases, and those that cannot be predicted with their reasons."""
     every = [case_of(record) for record in records]
     cases = tuple(one for one in every if isinstance(one, Case))
     return cases, tuple(one for one in every if isinstance(one, Unpredicted))
 
 
 def accuracy(records: Sequence[Record], *, datasheet: bool = False) -> Accuracy:
-    """All records predicted with the fitted numbers, or with data-sheet rates alone."""
+    """Predicts all records with the fitted numbers, or with data-sheet rates alone."""
     cases, unpredicted = cases_of(records)
     found = calibrations(cases, datasheet=datasheet)
     seconds = np.empty(len(cases))
@@ -125,7 +125,7 @@ def accuracy_of(
     calibrations: Mapping[str, Calibration],
     unpredicted: Sequence[Unpredicted],
 ) -> Accuracy:
-    """The cases with their predicted seconds, each with the interval of its chip's calibration."""
+    """Compares cases with their predicted seconds; intervals come from the calibrations."""
     pairs = zip(cases, seconds.tolist(), strict=True)
     return Accuracy(
         predictions=tuple(_predicted(case, s, calibrations[case.setting.cluster.chip.name]) for case, s in pairs),
@@ -133,11 +133,11 @@ def accuracy_of(
     )
 
 
-def _predicted(case: Case, seconds: float, calibration: Calibration) -> Prediction:
+def _predicted(case: Case, seconds: float, calibration: Calibration) -> Comparison:
     low, high = calibration.efficiency.interval(has_experts=case.setting.model.num_experts > 0)
     if not math.isfinite(seconds) or seconds <= 0:
         raise AssertionError(f"{case.record.id}: predicted {seconds} s")
-    return Prediction(
+    return Comparison(
         id=case.record.id,
         group=case.record.group,
         core=case.record.core,

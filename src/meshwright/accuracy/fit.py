@@ -1,4 +1,4 @@
-"""The fitted numbers made anew from published measurements, and how well they predict what they have not seen."""
+"""Fits the numbers to published measurements, and cross-validates them."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 from scipy.optimize import least_squares
 
-from meshwright.accuracy.batches import Batch, batches, calibrations
+from meshwright.accuracy.batches import CaseBatch, batches, calibrations
 from meshwright.accuracy.cases import Case
 
 PRIORS: dict[str, tuple[float, float]] = {
@@ -46,27 +46,27 @@ PRIORS: dict[str, tuple[float, float]] = {
     "overlap": (1.5, 0.1),
     "straggler": (0.005, 0.6),
 }
-"""Number -> (what is expected of it before any measurement, spread of its logarithm). Shares from kernel-level
+"""Number -> (prior value, spread of its logarithm). Shares from kernel-level
 measurements, see `docs/accuracy.md`; seconds and shapes from the order of magnitude of a kernel launch or a tile."""
 
 ERROR_SCALE = 0.05
-"""Errors of the logarithm of a step time beyond which they count in proportion, not squared."""
+"""Errors of log step time above this count linearly instead of squared."""
 
 COVERED = (0.1, 0.9)
 """The interval's percentiles."""
 
 
 class Problem(msgspec.Struct, frozen=True, kw_only=True):
-    """Cases with what was measured and how much each counts."""
+    """Cases with their measured seconds and weights."""
 
     cases: tuple[Case, ...]
-    parts: tuple[Batch, ...]
+    parts: tuple[CaseBatch, ...]
     measured_s: np.ndarray
     weights: np.ndarray
 
 
 def make_problem(cases: Sequence[Case]) -> Problem:
-    """The cases in batches. A large group of one source counts less for each of its records than a small one."""
+    """Batches the cases and weighs them: a record of a large group counts less than one of a small group."""
     groups = np.array([case.record.group for case in cases])
     core = np.array([case.record.core for case in cases])
     weights = np.ones(len(cases))
@@ -86,7 +86,7 @@ def make_problem(cases: Sequence[Case]) -> Problem:
 
 
 class Predictor:
-    """Predicted seconds of all cases for given numbers; parts that a change does not touch are not priced again."""
+    """Predicts seconds of all cases for given numbers; reprices only batches whose numbers changed."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
@@ -116,9 +116,9 @@ def fit(
     predictor: Predictor | None = None,
     rounds: int = 12,
 ) -> dict[str, float]:
-    """The numbers that predict the chosen cases best, held near what is expected of them.
+    """Returns the numbers that predict the chosen cases best, regularised by their priors.
 
-    Least squares of the logarithm with errors beyond a scale counted in proportion.
+    Minimises squared errors of log step times; those above `ERROR_SCALE` count linearly.
     """
     predict = predictor or Predictor(problem)
     names = list(PRIORS)
@@ -141,7 +141,7 @@ def fit(
 
 
 def folds(cases: Sequence[Case], *, count: int = 5) -> np.ndarray:
-    """The fold of every case: near duplicates (one model, hardware, chips and parallelism) are in one fold."""
+    """Assigns every case to a fold; near duplicates (same model, hardware, chips, parallelism) share one."""
     keys = [configuration(case) for case in cases]
     order: dict[Any, int] = {}
     for group in sorted({key[0] for key in keys}):
@@ -154,26 +154,26 @@ def folds(cases: Sequence[Case], *, count: int = 5) -> np.ndarray:
 
 
 def configuration(case: Case) -> tuple[Any, ...]:
-    """What makes two records near duplicates."""
+    """Returns a key that is equal for near duplicates."""
     record = case.record
     sizes = tuple(case.strategy.mesh.values())
     return (record.group, case.setting.model.name, case.setting.cluster.chip.name, record.n_chips, sizes)
 
 
 def cross_validate(problem: Problem, *, rounds: int = 12) -> np.ndarray:
-    """Predicted seconds of every case by numbers fitted on the other folds."""
+    """Predicts every case with numbers fitted on the other folds."""
     return _held_out(problem, folds(problem.cases), rounds)
 
 
 def leave_groups_out(problem: Problem, *, rounds: int = 10) -> np.ndarray:
-    """Predicted seconds of every case by numbers fitted without any case of its group."""
+    """Predicts every case with numbers fitted on the other groups."""
     return _held_out(problem, np.array([case.record.group for case in problem.cases]), rounds)
 
 
 def _held_out(problem: Problem, parts: np.ndarray, rounds: int) -> np.ndarray:
-    """Predicted seconds of every part by numbers fitted on the other parts.
+    """Predicts every part with numbers fitted on the other parts.
 
-    Every fit begins at the priors: one that began at numbers fitted on all cases would stay near what they have seen.
+    Every fit starts at the priors: numbers fitted on all cases would leak the held-out measurements.
     """
     found = np.empty(len(problem.cases))
     for part in np.unique(parts):
@@ -184,7 +184,7 @@ def _held_out(problem: Problem, parts: np.ndarray, rounds: int) -> np.ndarray:
 
 
 def interval(predicted_s: np.ndarray, measured_s: np.ndarray, weights: np.ndarray) -> tuple[float, float]:
-    """Measured over predicted at the 10th and the 90th percentile."""
+    """Returns measured over predicted at the 10th and the 90th percentile."""
     ratio = measured_s / predicted_s
     order = np.argsort(ratio)
     share = np.cumsum(weights[order]) / weights.sum()
@@ -193,5 +193,5 @@ def interval(predicted_s: np.ndarray, measured_s: np.ndarray, weights: np.ndarra
 
 
 def rounded(numbers: Mapping[str, float], *, digits: int = 3) -> dict[str, float]:
-    """The numbers to a few digits: more would say more than the measurements do."""
+    """Rounds the numbers to the few digits that the measurements support."""
     return {name: float(f"{value:.{digits}g}") for name, value in numbers.items()}

@@ -10,7 +10,7 @@ MESH_AXES: tuple[str, ...] = ("pipeline", "data", "fsdp", "expert", "context", "
 """Mesh axes of the product, major to minor. ``pipeline`` splits layers, never a dim of an array."""
 
 EMULATED_AXES: tuple[str, ...] = ("data", "fsdp", "context", "tensor")
-"""Axes that a plan for emulated devices tries by itself; the others are used there where they are asked for."""
+"""Axes that the search tries on emulated devices; the others must be asked for."""
 
 CollectiveKind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "permute"]
 COLLECTIVES: tuple[CollectiveKind, ...] = get_args(CollectiveKind)

@@ -13,7 +13,7 @@ class CannotRunError(ValueError):
 
 
 def nearest(name: str, options: Iterable[str]) -> str:
-    """A suffix such as ``" Did you mean 'fsdp'?"``, or the sorted options when nothing is close."""
+    """Returns a suffix such as ``" Did you mean 'fsdp'?"``, or the sorted options when nothing is close."""
     known = sorted(set(options))
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     if close:
@@ -24,6 +24,6 @@ def nearest(name: str, options: Iterable[str]) -> str:
 
 
 def as_sentence(text: str) -> str:
-    """A text that follows a colon: with a small first letter, and one mark at its end."""
+    """Returns the text as it follows a colon: lower-case first letter, one punctuation mark at the end."""
     ended = text if text.endswith("?") else f"{text.rstrip('.')}."
     return f"{ended[:1].lower()}{ended[1:]}"

@@ -1,4 +1,4 @@
-"""Plain values that persons give, made a Struct: of its types, with numbers positive and finite, or refused at once."""
+"""Checks values that a user gives: types, and numbers that must be positive and finite."""
 
 import math
 from collections.abc import Collection, Iterator, Mapping
@@ -8,11 +8,11 @@ import msgspec
 
 from meshwright.core.errors import InputError, as_sentence
 
-Thing = TypeVar("Thing", bound=msgspec.Struct)
+_T = TypeVar("_T", bound=msgspec.Struct)
 
 
-def convert_fields(fields: Mapping[str, Any], kind: type[Thing], *, section: str) -> Thing:
-    """The fields as a Struct; an InputError names a wrong one ``section.name``, and the words that it takes."""
+def convert_fields(fields: Mapping[str, Any], kind: type[_T], *, section: str) -> _T:
+    """Converts fields to a Struct. Raises InputError that names a wrong field ``section.name`` and its valid words."""
     try:
         return msgspec.convert(fields, kind)
     except msgspec.ValidationError as error:
@@ -22,7 +22,7 @@ def convert_fields(fields: Mapping[str, Any], kind: type[Thing], *, section: str
 
 
 def _words_of(kind: type, name: str) -> str:
-    """The words that a field takes, where it is one of words: " Use compiled, eager or ...."."""
+    """Returns " Use compiled, eager or ...." for a field of a few words, else the empty text."""
     declared = get_type_hints(kind).get(name)
     words = [word for part in (declared, *get_args(declared)) for word in get_args(part) if isinstance(word, str)]
     known = list(dict.fromkeys(word for word in words if word))
@@ -32,11 +32,11 @@ def _words_of(kind: type, name: str) -> str:
 def check_figures(
     given: msgspec.Struct, what: str, *, may_be_zero: Collection[str] = (), shares: Collection[str] = ()
 ) -> None:
-    """Raise InputError for a number of a struct, or of tables and lists in it, that is not finite and above 0.
+    """Raises InputError for a number in a struct, its tables or its lists that is not finite and above 0.
 
-    ``what`` begins the message. Fields ``may_be_zero`` are latencies and the like, ``shares`` at most 1; both hold for
-    everything in a table of that name. A struct that checks itself is left out. msgspec makes of the error one that
-    says where it stands.
+    ``what`` begins the message. Fields ``may_be_zero`` may be 0, ``shares`` are at most 1; both apply to
+    everything in a table of that name. Skips a nested struct that has its own ``__post_init__``. msgspec turns the
+    error into one that names the path.
     """
     for key, value in _numbers(given, ()):
         if set(key) & set(shares):
@@ -50,7 +50,7 @@ def check_figures(
 
 
 def _numbers(value: Any, key: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], float]]:
-    """Every number with the names that lead to it."""
+    """Yields every number with its path."""
     if isinstance(value, int | float) and not isinstance(value, bool):
         yield key, value
     elif isinstance(value, msgspec.Struct) and (not key or not hasattr(value, "__post_init__")):

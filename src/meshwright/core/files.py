@@ -1,4 +1,4 @@
-"""Files that are whole or absent, and the folder where things are kept between runs."""
+"""Writes files atomically, and finds the cache folder."""
 
 import errno
 import os
@@ -9,17 +9,17 @@ from pathlib import Path
 from meshwright.core.errors import InputError
 
 NOT_WRITABLE = (errno.ENOENT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)
-"""What a folder says that is not there or not ours to write in."""
+"""Error numbers of a folder that is missing or not writable."""
 
 
 def cache_folder() -> Path:
-    """``MESHWRIGHT_CACHE`` where it is set, else ``~/.cache/meshwright``. It may not exist yet."""
+    """Returns ``MESHWRIGHT_CACHE`` if it is set, else ``~/.cache/meshwright``. It may not exist yet."""
     given = os.environ.get("MESHWRIGHT_CACHE")
     return Path(given) if given else Path.home() / ".cache" / "meshwright"
 
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:
-    """Write a file through a temporary one beside it, so that ``path`` is never half written.
+    """Writes a file through a temporary one beside it, so that ``path`` is never half written.
 
     Raises InputError for a folder that cannot be written in.
     """
@@ -41,7 +41,7 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def write_text_whole(path: Path, text: str) -> None:
-    """`write_whole` for text."""
+    """Writes text to a file, see `write_whole`."""
     write_whole(path, lambda part: part.write_text(text, encoding="utf-8"))
 
 

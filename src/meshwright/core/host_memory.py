@@ -1,4 +1,4 @@
-"""How the process gets and keeps memory of the host."""
+"""Settings of malloc for the running process."""
 
 import ctypes
 import os
@@ -10,12 +10,12 @@ _SETTINGS = {-4: 0, -1: -1, -8: 1}
 
 
 def keep_freed_memory() -> bool:
-    """Let malloc keep what is freed, for the rest of the process; whether it does now.
+    """Makes malloc keep freed memory for the rest of the process; True if the setting took effect.
 
     On CPU a compiled step takes its scratch memory from malloc and frees it at the end. glibc gives large blocks back
-    to the kernel, which hands out new ones page by page, cleared: 0.7 s of a training step of 4.8 s on two busy cores
-    (`benchmarks/train_cpu.py`, 2026-11-21). What is kept is what the largest step used. Settings that the environment
-    has for malloc are left alone, and so are other C libraries.
+    to the kernel, which then clears new ones page by page: 0.7 s of a training step of 4.8 s on two busy cores
+    (`benchmarks/train_cpu.py`, 2026-11-21). The process keeps as much as its largest step used. Does nothing if the
+    environment configures malloc itself, or with another C library.
     """
     if "malloc" in os.environ.get("GLIBC_TUNABLES", "") or platform.libc_ver()[0] != "glibc":
         return False

@@ -1,4 +1,4 @@
-"""What a derived step is called inside a compiled program, so that its instructions can be told from one another."""
+"""Labels that name the derived step of each instruction in a compiled program."""
 
 import re
 
@@ -7,10 +7,10 @@ import msgspec
 _LABEL = re.compile(r"(\w*):(forward|recompute|backward|update):([\w.']+)=(\w+)")
 
 OPTIMIZER = "optimizer:update:weights=optimizer"
-"""The label of what the optimizer does, which is no derived step."""
+"""Label of the optimizer's instructions, which come from no derived step."""
 
 AT_MOST_ONCE = "at_most_once"
-"""The scope of a loop of one turn or none: a branch that keeps its buffers in place."""
+"""Scope of a loop of at most one iteration: a branch that keeps its buffers in place."""
 
 
 class StepLabel(msgspec.Struct, frozen=True):
@@ -29,7 +29,7 @@ class StepLabel(msgspec.Struct, frozen=True):
 
 
 def find_label(op_name: str) -> StepLabel | None:
-    """The label in an instruction's ``op_name``, the innermost where steps lie in each other; None where none is."""
+    """Returns the innermost label in an instruction's ``op_name``, or None."""
     # the text of a program writes a quote with a backslash
     found = _LABEL.findall(op_name.replace("\\'", "'"))
     return StepLabel(*found[-1]) if found else None

@@ -1,4 +1,4 @@
-"""The text of the book's notation, ``A[I_XY, J]{U_Z}``: mesh axes and arrays read, and axes written."""
+"""Reads mesh axes and arrays in the book's notation, ``A[I_XY, J]{U_Z}``, and writes axes."""
 
 import re
 
@@ -15,7 +15,7 @@ _AXIS = re.compile(r"[A-Za-z]\w*")
 
 
 def join_axes(axes: Axes) -> str:
-    """Axes as a subscript: XY, tensor or {data,fsdp}."""
+    """Writes axes as a subscript: XY, tensor or {data,fsdp}."""
     if all(_LETTERS.fullmatch(a) and len(a) == 1 for a in axes):
         return "".join(axes)
     bare = len(axes) == 1 and axes[0].isalnum() and parse_axes(axes[0]) == axes
@@ -23,7 +23,7 @@ def join_axes(axes: Axes) -> str:
 
 
 def parse_axes(text: str) -> Axes:
-    """Axes of a subscript: ``XY`` -> (X, Y), ``tensor`` -> (tensor,), ``{data,fsdp}`` -> (data, fsdp)."""
+    """Returns the axes of a subscript: ``XY`` -> (X, Y), ``tensor`` -> (tensor,), ``{data,fsdp}`` -> (data, fsdp)."""
     body = text.strip()
     if body.startswith("{"):
         axes = tuple(part.strip() for part in body[1:-1].split(","))
@@ -37,7 +37,7 @@ def parse_axes(text: str) -> Axes:
 
 
 def read_array(text: str) -> tuple[str, tuple[str, ...], tuple[Axes, ...], Axes, str]:
-    """Name, dims, axes of each dim, unreduced axes and dtype of an array as it is written.
+    """Returns the name, dims, axes of each dim, unreduced axes and dtype of an array in this notation.
 
     Raises InputError for anything that is not this notation.
     """

@@ -1,4 +1,4 @@
-"""TOML files that a person writes: read with the line of every key, every error at once; and written back."""
+"""Reads TOML files that a person writes, reporting every error at once with its line, and writes them back."""
 
 import operator
 import re
@@ -17,28 +17,28 @@ from msgspec import inspect
 from meshwright.core.errors import InputError, as_sentence, nearest
 
 T = TypeVar("T")
-Key = tuple[str | int, ...]
+KeyPath = tuple[str | int, ...]
 
 
 class TomlFile(msgspec.Struct, frozen=True, kw_only=True, dict=True):
-    """A parsed file: its table, and the line on which each key stands."""
+    """A parsed file with the line number of each key."""
 
     path: str
     data: dict[str, Any]
     text: str
 
     @cached_property
-    def lines(self) -> dict[Key, int]:
-        """Line of each table header and key; found when an error needs it."""
+    def lines(self) -> dict[KeyPath, int]:
+        """Line of each table header and key, computed when an error needs it."""
         return _key_lines(self.text)
 
-    def error(self, key: Key, message: str) -> InputError:
-        """An InputError that starts with ``path:line:`` of the key, or of the table that holds it."""
+    def error(self, key: KeyPath, message: str) -> InputError:
+        """Returns an InputError that starts with ``path:line:`` of the key, or of its table."""
         return InputError(f"{self.where(key)}: {message}")
 
     @contextmanager
-    def at(self, key: Key, prefix: str = "") -> Iterator[None]:
-        """Give an error of what is made from the key its ``path:line``, with the prefix before the message."""
+    def at(self, key: KeyPath, prefix: str = "") -> Iterator[None]:
+        """Adds ``path:line`` of the key, and the prefix, to an error raised inside the block."""
         try:
             yield
         except (msgspec.ValidationError, InputError) as error:
@@ -46,15 +46,15 @@ class TomlFile(msgspec.Struct, frozen=True, kw_only=True, dict=True):
                 key, f"{prefix}{str(error).rstrip('.')}{'' if str(error).endswith('?') else '.'}"
             ) from None
 
-    def where(self, key: Key) -> str:
-        """``path:line`` of the key or of the nearest table above it."""
+    def where(self, key: KeyPath) -> str:
+        """Returns ``path:line`` of the key or of the nearest table above it."""
         for length in range(len(key), 0, -1):
             if key[:length] in self.lines:
                 return f"{self.path}:{self.lines[key[:length]]}"
         return self.path
 
-    def check_keys(self, names: Iterable[str], *, required: Iterable[str] = (), at: Key = ()) -> None:
-        """Raise one InputError for all keys of the table ``at`` that are unknown or missing."""
+    def check_keys(self, names: Iterable[str], *, required: Iterable[str] = (), at: KeyPath = ()) -> None:
+        """Raises one InputError for all keys of the table ``at`` that are unknown or missing."""
         table: Any = self.data
         for part in at:
             table = table[part]
@@ -64,7 +64,7 @@ class TomlFile(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
 
 def read_toml(path: Path) -> TomlFile:
-    """The file's table with the line of each key. A missing or broken file is an InputError in one line."""
+    """Reads a file. Raises a one-line InputError if it is missing or broken."""
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -75,7 +75,7 @@ def read_toml(path: Path) -> TomlFile:
 
 
 def parse_toml(text: str, *, path: str = "<text>") -> TomlFile:
-    """The same for text that is not in a file."""
+    """Parses TOML text; ``path`` is its name in messages."""
     try:
         data = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -86,8 +86,8 @@ def parse_toml(text: str, *, path: str = "<text>") -> TomlFile:
     return TomlFile(path=path, data=data, text=text)
 
 
-def decode_toml(file: TomlFile, kind: type[T], *, at: Key = ()) -> T:
-    """The table ``at`` of the file as a Struct.
+def decode_toml(file: TomlFile, kind: type[T], *, at: KeyPath = ()) -> T:
+    """Converts the table ``at`` of the file to a Struct.
 
     Every unknown key (with the nearest known one), missing key and wrong value is collected into ONE
     InputError, each with ``path:line``.
@@ -105,12 +105,12 @@ def decode_toml(file: TomlFile, kind: type[T], *, at: Key = ()) -> T:
 
 
 def load_toml(path: Path, kind: type[T]) -> T:
-    """``decode_toml`` of a whole file."""
+    """Reads a file and converts it to a Struct, see `decode_toml`."""
     return decode_toml(read_toml(path), kind)
 
 
-def _problems(file: TomlFile, value: Any, kind: inspect.Type, at: Key) -> list[str]:
-    """Each fault of the value, descending into tables so that one fault does not hide the next."""
+def _problems(file: TomlFile, value: Any, kind: inspect.Type, at: KeyPath) -> list[str]:
+    """Lists every fault of the value; descends into tables so that one fault does not hide the next."""
     options = kind.types if isinstance(kind, inspect.UnionType) else (kind,)
     for option in options:
         if isinstance(option, inspect.StructType) and isinstance(value, dict):
@@ -160,7 +160,7 @@ def _shown(value: Any) -> str:
 
 
 def _key_problems(
-    file: TomlFile, table: Mapping[str, Any], names: tuple[str, ...], required: tuple[str, ...], at: Key
+    file: TomlFile, table: Mapping[str, Any], names: tuple[str, ...], required: tuple[str, ...], at: KeyPath
 ) -> list[str]:
     found = [
         f"{file.where((*at, key))}: unknown key {key!r}.{nearest(key, names)}" for key in table if key not in names
@@ -169,18 +169,18 @@ def _key_problems(
     return found + [f"{file.where(at)}: {where}needs the key {key!r}." for key in required if key not in table]
 
 
-def _key_lines(text: str) -> dict[Key, int]:
-    """Line of each table header and key: that on which its statement begins."""
-    lines: dict[Key, int] = {}
-    table: Key = ()
-    paths: list[Key]
-    counts: dict[Key, int] = {}
+def _key_lines(text: str) -> dict[KeyPath, int]:
+    """Maps each table header and key to the line on which its statement begins."""
+    lines: dict[KeyPath, int] = {}
+    table: KeyPath = ()
+    paths: list[KeyPath]
+    counts: dict[KeyPath, int] = {}
     statement, first = "", 1
     for number, line in enumerate(text.split("\n"), start=1):
         statement += f"{line}\n"
         try:
             found = tomllib.loads(statement)
-        except tomllib.TOMLDecodeError:  # its value goes on
+        except tomllib.TOMLDecodeError:  # the value continues on the next line
             continue
         if statement.lstrip().startswith("["):
             table, paths = _enter(found, counts), [()]
@@ -192,15 +192,15 @@ def _key_lines(text: str) -> dict[Key, int]:
     return lines
 
 
-def _paths(table: Mapping[str, Any]) -> Iterator[Key]:
+def _paths(table: Mapping[str, Any]) -> Iterator[KeyPath]:
     for key, item in table.items():
         yield (key,)
         yield from ((key, *rest) for rest in _paths(item)) if isinstance(item, Mapping) else ()
 
 
-def _enter(header: Any, counts: dict[Key, int]) -> Key:
-    """The path of a header, with the position inside each array of tables it passes through."""
-    path: Key = ()
+def _enter(header: Any, counts: dict[KeyPath, int]) -> KeyPath:
+    """Returns the path of a header, with the index into each array of tables on the path."""
+    path: KeyPath = ()
     while header:
         [(key, header)] = header.items()
         path = (*path, key)
@@ -213,7 +213,7 @@ def _enter(header: Any, counts: dict[Key, int]) -> Key:
 
 
 def dump_toml(value: Any) -> str:
-    """TOML text of a Struct or dict; ``None`` is left out, which reads back as the default."""
+    """Writes a Struct or dict as TOML text. Leaves out ``None``, which reads back as the default."""
     return tomli_w.dumps(_without_none(msgspec.to_builtins(value)))
 
 

@@ -20,7 +20,7 @@ def _split(text: str, what: str) -> tuple[float, str]:
 
 
 def parse_count(text: str, *, what: str = "count") -> int:
-    """Whole number from ``"4Mi"``, ``"15T"``, ``"1e6"``: k M G T are powers of ten, Ki Mi Gi of two.
+    """Parses a whole number from ``"4Mi"``, ``"15T"``, ``"1e6"``: k M G T are powers of ten, Ki Mi Gi of two.
 
     Raises InputError when the text is not a whole number of things.
     """
@@ -37,7 +37,7 @@ def parse_count(text: str, *, what: str = "count") -> int:
 
 
 def parse_bytes(text: str) -> float:
-    """Bytes from ``"80 GB"`` (1e9) or ``"16 GiB"`` (2**30); a bare number is bytes."""
+    """Parses bytes from ``"80 GB"`` (1e9) or ``"16 GiB"`` (2**30); a bare number is bytes."""
     value, suffix = _split(text, "size")
     unit = suffix.removesuffix("B") if suffix != "B" else ""
     scale = _BINARY.get(unit, _DECIMAL.get(unit))
@@ -47,7 +47,7 @@ def parse_bytes(text: str) -> float:
 
 
 def _scaled(value: float, unit: str, prefixes: Iterable[str], scales: Mapping[str, float] = _DECIMAL) -> str:
-    """The value with the first prefix that it reaches, else the last one, to three significant digits."""
+    """Formats the value with the first prefix that it reaches, else the last, to three significant digits."""
     for prefix in prefixes:
         if abs(value) >= scales[prefix] * (1 - 0.5e-3):
             break
@@ -62,7 +62,7 @@ def _significant(value: float) -> str:
 
 
 NOTHING_S = 5e-13
-"""Seconds that are rounding, not time."""
+"""Shorter times are rounding errors and are printed as 0."""
 
 
 def format_seconds(seconds: float) -> str:

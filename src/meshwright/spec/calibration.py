@@ -1,4 +1,4 @@
-"""Rates as measured on a machine, or the data sheet's, with where each came from."""
+"""Rates measured on a machine, or taken from the data sheet, each with its source."""
 
 import math
 from pathlib import Path
@@ -39,7 +39,7 @@ PENALTIES = (
 
 
 class Efficiency(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How far programs stay behind the data sheet; the defaults are the data sheet as it stands.
+    """The share of data-sheet rates that programs reach; the defaults are the data sheet itself.
 
     Shares of rates that large enough work reaches: ``compute`` (matrix products), ``attention`` (of the same peak, by
     fused kernels), ``hbm``, and every level of the network; ``narrow`` is a further share per dtype below 16
@@ -52,8 +52,8 @@ class Efficiency(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     each, and ``host_microbatch_s`` for each microbatch.
     ``overlap`` is the exponent p with which two things that partly hide each other (compute and memory in a kernel,
     compute and communication in a layer, a pass and what goes once a step) take (a^p + b^p)^(1/p); None is the data
-    sheet's view: the longer of the two, and what is waited for in full. ``straggler`` is the slowdown for every
-    doubling of hosts.
+    sheet's view: the longer of the two, with exposed communication added in full. ``straggler`` is the slowdown for
+    every doubling of hosts.
     ``low`` and ``high`` are the measured step time over the predicted one at the 10th and the 90th percentile, for
     dense models; ``low_experts`` and ``high_experts`` for those with experts.
     """
@@ -83,7 +83,7 @@ class Efficiency(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     high_experts: float | None = None
 
     def interval(self, *, has_experts: bool) -> tuple[float | None, float | None]:
-        """``low`` and ``high`` of a kind of model, or (None, None)."""
+        """Returns ``low`` and ``high`` for dense models or for models with experts, or (None, None)."""
         return (self.low_experts, self.high_experts) if has_experts else (self.low, self.high)
 
     def __post_init__(self) -> None:
@@ -106,7 +106,7 @@ class Pace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class HostRates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What one emulated device reaches inside a step, all others at work. Nothing hides behind anything: times add up.
+    """Rates of one emulated device inside a step, while all others compute. No overlap: times add up.
 
     ``product`` is the pace of matrix products, ``ops`` those of other kinds of ops, attention's two passes among them,
     and ``stream`` that of kinds which are not there. Loops over layers copy what they read and keep into and out of
@@ -125,7 +125,7 @@ class HostRates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a machine really does. Anything not measured falls back on the chip's data sheet.
+    """Measured rates of a machine. Anything not measured falls back on the chip's data sheet.
 
     Rates are per device. ``sources`` says where each figure came from; a figure that was measured names the
     command or the paper.
@@ -156,7 +156,7 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         return not any(measured) and self.efficiency == Efficiency()
 
     def describe(self) -> str:
-        """One line for the output: what the times rest on."""
+        """Names the source of the rates in one line of the output."""
         if self.is_datasheet:
             return "datasheet peaks, no calibration"
         if self.name == "fitted":
@@ -166,22 +166,22 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 def datasheet_calibration(chip: Chip) -> Calibration:
-    """The chip's data sheet as it stands: every factor exactly 1, nothing measured."""
+    """Returns the chip's data sheet as a calibration: every factor 1, nothing measured."""
     return Calibration(name="datasheet", chip=chip.name, sources={"efficiency": "1.0: data-sheet rates"})
 
 
 def load_calibration(path: Path) -> Calibration:
-    """The calibration of a TOML file; faults come back with file:line."""
+    """Reads a calibration from a TOML file. Raises InputError with file:line."""
     return load_toml(path, Calibration)
 
 
 def save_calibration(calibration: Calibration, path: Path) -> None:
-    """Write the calibration; the file is whole or as it was."""
+    """Writes the calibration atomically."""
     write_text_whole(path, dump_toml(calibration))
 
 
 def matmul_rate(chip: Chip, calibration: Calibration, dtype: str) -> float:
-    """FLOP/s that large products reach: as measured, else peak x efficiency."""
+    """Returns FLOP/s of large matrix products: as measured, else peak x efficiency."""
     measured = calibration.matmul_flops_per_s.get(dtype)
     if measured is not None:
         return measured
@@ -194,7 +194,7 @@ def matmul_rate(chip: Chip, calibration: Calibration, dtype: str) -> float:
 
 
 def attention_rate(chip: Chip, calibration: Calibration, dtype: str) -> float:
-    """FLOP/s that attention reaches, its softmax included: as measured, else its share of the peak.
+    """Returns FLOP/s of attention, softmax included: as measured, else its share of the peak.
 
     Attention keeps 16 bits where products are narrower. Without a share of its own it has that of products.
     """
@@ -206,31 +206,31 @@ def attention_rate(chip: Chip, calibration: Calibration, dtype: str) -> float:
 
 
 def peak_known(chip: Chip, dtype: str) -> bool:
-    """Whether there may be a rate for products of this dtype: it is in the chip's table, or there is no table."""
+    """True if the chip's table has a rate for products of this dtype, or there is no table."""
     return dtype in chip.peak_flops or not chip.peak_flops
 
 
 def reference_peak(chip: Chip, calibration: Calibration, dtype: str) -> float:
-    """The FLOP/s that utilisation (MFU) is a share of: the data-sheet peak, else the measured rate."""
+    """Returns the FLOP/s that MFU is a share of: the data-sheet peak, else the measured rate."""
     return peak(chip, dtype) if chip.peak_flops else matmul_rate(chip, calibration, dtype)
 
 
 def memory_rate(chip: Chip, calibration: Calibration) -> float:
-    """Bytes/s of the main memory that streams reach: as measured, else data sheet x efficiency."""
+    """Returns bytes/s of streams through main memory: as measured, else data sheet x efficiency."""
     if calibration.memory_bytes_per_s is not None:
         return calibration.memory_bytes_per_s
     return known(chip, "hbm_bytes_per_s") * calibration.efficiency.hbm
 
 
 def memory_bytes(chip: Chip, calibration: Calibration) -> float:
-    """Bytes a program may fill on one device: as measured, else what the chip offers."""
+    """Returns the bytes a program may allocate on one device: as measured, else what the chip offers."""
     if calibration.memory_bytes is not None:
         return calibration.memory_bytes
     return chip.memory_bytes if chip.memory_bytes is not None else known(chip, "hbm_bytes")
 
 
 def collective_rate(calibration: Calibration, kind: CollectiveKind, group_size: int) -> CollectiveRate:
-    """The measurement of that kind whose group is closest in size (as a ratio)."""
+    """Returns the measured rate of that kind whose group size is closest, as a ratio."""
     same = [rate for rate in calibration.collectives if rate.kind == kind]
     if not same:
         raise InputError(

@@ -15,7 +15,7 @@ from meshwright.core.fields import check_figures
 CATALOGUE = Path(__file__).parent / "data" / "chips"
 
 _NOT_INHERITED = ("aliases", "family", "device_kind", "libtpu", "xla_gpu")
-"""What a chip based on another does not have from it: it may be other hardware to a compiler and to measurements."""
+"""Fields that a chip does not inherit from its base: to compilers and measurements it may be other hardware."""
 
 _MAY_BE_ZERO = ("ici_hop_s", "nvlink_hop_s", "network_hop_s", "dcn_hop_s", "price_usd_per_hour", "power_w")
 
@@ -32,7 +32,7 @@ class LibtpuTarget(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class XlaGpuTarget(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What XLA's GPU compiler has to know of a GPU that is not there: figures of its GpuTargetConfigProto."""
+    """Figures of XLA's GpuTargetConfigProto, with which it compiles for a GPU that is absent."""
 
     description: str
     capability: str
@@ -137,12 +137,12 @@ class Chip(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @property
     def memory_bytes(self) -> float | None:
-        """Bytes a program may fill: what the compiler offers where known, else the data sheet's size."""
+        """Bytes a program may allocate: the compiler's limit if known, else the data sheet's size."""
         return self.usable_hbm_bytes if self.usable_hbm_bytes is not None else self.hbm_bytes
 
 
 def peak(chip: Chip, dtype: str) -> float:
-    """Dense FLOP/s of matrix products whose operands are ``dtype``.
+    """Returns dense FLOP/s of matrix products whose operands are ``dtype``.
 
     fp16 runs at the bf16 rate where the table gives only that one, and the other way round never: a V100
     has fp16 and no bf16. Any other dtype that the chip lacks is an InputError that names those it has.
@@ -159,7 +159,7 @@ def peak(chip: Chip, dtype: str) -> float:
 
 
 def compute_dtype(chip: Chip, *operand_dtypes: str) -> str:
-    """The dtype a product of these operands is computed in: the widest, as in int8 weights x bf16 activations.
+    """Returns the dtype in which a product is computed: the widest operand, as in int8 weights x bf16 activations.
 
     Narrower storage that the chip cannot multiply (int4, or fp8 on a v5e) is widened to bf16.
     """
@@ -177,7 +177,7 @@ def compute_dtype(chip: Chip, *operand_dtypes: str) -> str:
 
 
 def known(chip: Chip, figure: str) -> float:
-    """The figure of that name, or an InputError that says it is not known."""
+    """Returns the figure of that name. Raises InputError if it is not known."""
     value = getattr(chip, figure)
     if value is None:
         raise InputError(f"{figure} of {chip.name} is not known. Give it in a cluster file, or name another chip.")
@@ -185,7 +185,7 @@ def known(chip: Chip, figure: str) -> float:
 
 
 def vector_peak_from_anatomy(chip: Chip) -> float:
-    """FP32 FLOP/s of a GPU's lanes at the clock of its table, two for a multiply-add.
+    """Returns FP32 FLOP/s of a GPU's lanes at the clock of its table, two for a multiply-add.
 
     Raises InputError where the table lacks one of the figures.
     """
@@ -193,7 +193,7 @@ def vector_peak_from_anatomy(chip: Chip) -> float:
 
 
 def _merge(entry: Mapping[str, Any], entries: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """The entry laid over the one it is based on; see `_NOT_INHERITED`."""
+    """Merges the entry into its base; see `_NOT_INHERITED`."""
     base_name = entry.get("base")
     if base_name is None:
         return dict(entry)
@@ -206,7 +206,7 @@ def _merge(entry: Mapping[str, Any], entries: Mapping[str, Mapping[str, Any]]) -
 
 @functools.cache
 def chips() -> dict[str, Chip]:
-    """Every chip of the catalogue by its name, in the order of the files."""
+    """Returns every chip of the catalogue by name, in the order of the files."""
     entries: dict[str, dict[str, Any]] = {}
     for path in sorted(CATALOGUE.glob("*.toml")):
         with path.open("rb") as file:
@@ -225,7 +225,7 @@ def _names() -> dict[str, str]:
 
 
 def chip(name: str) -> Chip:
-    """The chip of that name or alias; an unknown one is an InputError with the nearest name."""
+    """Returns the chip of that name or alias. Raises InputError with the nearest name."""
     found = _names().get(name.strip().lower())
     if found is None:
         raise InputError(f"unknown chip {name!r}.{nearest(name.lower(), _names())} See: meshwright show chips.")
@@ -233,7 +233,7 @@ def chip(name: str) -> Chip:
 
 
 def catalogued(chip: Chip, field: str, *, name: str | None = None) -> Any:
-    """A field of a chip, else of the catalogue's chip of its name.
+    """Returns a field of a chip, else of the catalogue's chip of its name.
 
     Plan files of earlier versions and tables that persons write name a chip without saying everything of it.
     """
@@ -242,7 +242,7 @@ def catalogued(chip: Chip, field: str, *, name: str | None = None) -> Any:
 
 
 def chip_from_table(table: Mapping[str, Any]) -> Chip:
-    """A chip written out in a file: either complete, or a ``base`` of the catalogue and what differs."""
+    """Returns the chip of a table: complete, or a ``base`` of the catalogue and what differs."""
     base = table.get("base")
     entries = {base: msgspec.to_builtins(chip(base))} if isinstance(base, str) else {}
     merged = _merge(table, entries) | {"variant": "custom"}

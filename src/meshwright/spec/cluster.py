@@ -17,7 +17,7 @@ from meshwright.spec.cluster_shapes import can_twist, complete_shape, times, tor
 Topology = Literal["torus", "switched", "host"]
 
 LEVEL_NAMES = ("domain", "nodes", "racks", "pods", "clusters")
-"""What the sizes of a switched cluster count, innermost first: chips of a domain, nodes of a rack, racks of a pod..."""
+"""Units of a switched cluster's sizes, innermost first: chips of a domain, nodes of a rack, racks of a pod..."""
 
 _TEXT = re.compile(r"(?:(\d+)\*)?([A-Za-z][\w.-]*):(\d+(?:x\d+)*)(_twisted)?")
 _CHIPS = re.compile(r"[A-Za-z][\w.-]*:\d+chips")
@@ -28,7 +28,7 @@ _FIELDS: dict[str, tuple[Any, str]] = {
     "num_slices": (int, "a whole number"),
     "twisted": (bool, "true or false"),
 }
-"""Fields of a cluster file besides its tables, and what they take."""
+"""Fields of a cluster file besides its tables: their types, in code and in words."""
 
 
 class NetworkLevel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -62,7 +62,7 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     levels: tuple[NetworkLevel, ...] = ()
 
     def __post_init__(self) -> None:
-        """Refuse sizes that no cluster has, such as those of an edited plan file."""
+        """Raises InputError for impossible sizes, such as those of an edited plan file."""
         if not self.shape or min(*self.shape, self.num_slices) < 1:
             raise InputError(
                 f"cluster of {self.num_slices} slices of {times(self.shape) or 'no'} {self.chip.name}: every size "
@@ -117,12 +117,12 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     @property
     def level_names(self) -> tuple[str, ...]:
-        """What each size of a switched cluster counts: ``("domain", "nodes")``, then racks, pods, clusters."""
+        """Unit that each size of a switched cluster counts: ``("domain", "nodes")``, then racks, pods, clusters."""
         return tuple(level.name for level in self.levels) or LEVEL_NAMES[: len(self.shape)]
 
     @property
     def wraps(self) -> tuple[bool, ...]:
-        """Per torus axis: does a link close it into a ring?
+        """Per torus axis, True if a link closes it into a ring.
 
         Two-axis chips wrap on an axis of 16 only. Three-axis chips wrap through optical switches, which join
         whole cubes of 4x4x4: all axes must be multiples of 4. Source: How to Scale Your Model, section 2.2.
@@ -136,7 +136,7 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return f"{slices}{self.chip.name}:{times(self.shape)}{'_twisted' if self.twisted else ''}"
 
     def part(self, shape: tuple[int, ...], *, num_slices: int = 1) -> "Cluster":
-        """A part of this cluster with the figures of its levels; only the whole of a twisted torus is twisted."""
+        """Returns a part of this cluster, with its levels; only the whole of a twisted torus is twisted."""
         whole = make_cluster(self.chip, shape, num_slices=num_slices).shape
         padded = whole + (1,) * (len(self.levels) - len(whole))
         return msgspec.structs.replace(
@@ -175,13 +175,13 @@ def make_cluster(
     twisted: bool = False,
     levels: tuple[NetworkLevel, ...] = (),
 ) -> Cluster:
-    """A checked cluster: axes completed with 1, sizes positive and inside what the chip can be wired to."""
+    """Returns a checked cluster: axes completed with 1, sizes positive and inside what the chip can be wired to."""
     whole = complete_shape(chip, shape, num_slices)
     return Cluster(chip=chip, shape=whole, num_slices=num_slices, twisted=twisted, levels=levels)
 
 
 def read_cluster(path: Path) -> Cluster:
-    """The cluster of a TOML file: ``chip`` (a name, or a table of figures), then ``shape`` or ``[[levels]]``.
+    """Reads the cluster of a TOML file: ``chip`` (a name, or a table of figures), then ``shape`` or ``[[levels]]``.
 
     A chip table is complete or has a ``base`` of the catalogue and only what differs. ``num_slices`` and ``twisted``
     go with a shape. Each of ``[[levels]]``, innermost first, has a ``size`` and may have a ``name``, ``bytes_per_s``,
@@ -213,7 +213,7 @@ def _field(file: TomlFile, key: str) -> Any:
 
 
 def _sized_levels(file: TomlFile) -> tuple[tuple[int, ...], tuple[NetworkLevel, ...]]:
-    """Sizes and figures of ``[[levels]]``, innermost first."""
+    """Reads sizes and figures of ``[[levels]]``, innermost first."""
     tables = file.data["levels"]
     if not isinstance(tables, list) or not all(isinstance(one, Mapping) for one in tables):
         raise file.error(("levels",), "levels are tables: write [[levels]] and then size = 8, one for each level.")

@@ -1,21 +1,21 @@
-"""Which shapes the chips of a cluster can be wired to, and what a shape that they cannot says instead."""
+"""The shapes to which chips can be wired, and errors that name one for those to which they cannot."""
 
 import math
 
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.spec.chip import Chip
 
-Shape = tuple[int, ...]
+ClusterShape = tuple[int, ...]
 
 MAX_HOST_DEVICES = 64
-"""Emulated devices of one machine; each costs threads and memory."""
+"""Limit of emulated devices on one machine; each costs threads and memory."""
 
 MAX_LEVELS = 5
-"""Of a switched cluster: the domain, its rack, pod and cluster, and one to spare."""
+"""Limit of levels in a switched cluster: domain, rack, pod, cluster, and one more."""
 
 
-def torus_wraps(chip: Chip, shape: Shape) -> tuple[bool, ...]:
-    """Per axis, whether a slice of this shape has wraparound links. See ``Cluster.wraps``."""
+def torus_wraps(chip: Chip, shape: ClusterShape) -> tuple[bool, ...]:
+    """Per axis, True if a slice of this shape has wraparound links. See ``Cluster.wraps``."""
     if chip.topology != "torus" or chip.wrap_multiple is None:
         return (False,) * len(shape)
     full = [size > 1 and size % chip.wrap_multiple == 0 for size in shape]
@@ -24,8 +24,8 @@ def torus_wraps(chip: Chip, shape: Shape) -> tuple[bool, ...]:
     return tuple(full)
 
 
-def can_twist(chip: Chip, shape: Shape) -> bool:
-    """Whether the chip's optical switches can twist this torus: k x k x 2k or k x 2k x 2k of whole cubes.
+def can_twist(chip: Chip, shape: ClusterShape) -> bool:
+    """True if the chip's optical switches can twist this torus: k x k x 2k or k x 2k x 2k of whole cubes.
 
     Source: Jouppi et al., "TPU v4: An Optically Reconfigurable Supercomputer" (2023).
     """
@@ -35,15 +35,15 @@ def can_twist(chip: Chip, shape: Shape) -> bool:
     return long == 2 * short and middle in (short, long)
 
 
-def complete_shape(chip: Chip, shape: Shape, num_slices: int) -> Shape:
-    """The shape with the sizes of 1 that were left out, or an error that says what the chip can be wired to."""
+def complete_shape(chip: Chip, shape: ClusterShape, num_slices: int) -> ClusterShape:
+    """Returns the shape completed with sizes of 1. Raises an error that names a valid shape."""
     if min(shape, default=0) < 1 or num_slices < 1:
         raise InputError(f"cluster {chip.name}:{times(shape)} has a size below 1. Give positive whole numbers.")
     checks = {"torus": _torus_shape, "switched": _switched_shape, "host": _host_shape}
     return checks[chip.topology](chip, shape, num_slices)
 
 
-def _torus_shape(chip: Chip, shape: Shape, num_slices: int) -> Shape:
+def _torus_shape(chip: Chip, shape: ClusterShape, num_slices: int) -> ClusterShape:
     axes = chip.num_ici_axes or len(shape)
     given = f"{chip.name}:{times(shape)}"
     if len(shape) > axes:
@@ -68,7 +68,7 @@ def _torus_shape(chip: Chip, shape: Shape, num_slices: int) -> Shape:
     return shape + (1,) * (axes - len(shape))
 
 
-def _switched_shape(chip: Chip, shape: Shape, num_slices: int) -> Shape:
+def _switched_shape(chip: Chip, shape: ClusterShape, num_slices: int) -> ClusterShape:
     given = f"{chip.name}:{times(shape)}"
     if num_slices > 1:
         raise InputError(f"{num_slices}*{given}: slices are for TPUs. Write domain x nodes: {chip.name}:8x256.")
@@ -88,7 +88,7 @@ def _switched_shape(chip: Chip, shape: Shape, num_slices: int) -> Shape:
     return shape if len(shape) > 1 else (domain, 1)
 
 
-def _host_shape(chip: Chip, shape: Shape, num_slices: int) -> Shape:
+def _host_shape(chip: Chip, shape: ClusterShape, num_slices: int) -> ClusterShape:
     if len(shape) != 1 or num_slices != 1:
         raise InputError(f"{chip.name}:{times(shape)}: this machine is a number of devices, such as {chip.name}:8.")
     if shape[0] > MAX_HOST_DEVICES:
@@ -99,22 +99,22 @@ def _host_shape(chip: Chip, shape: Shape, num_slices: int) -> Shape:
     return shape
 
 
-def times(shape: Shape) -> str:
+def times(shape: ClusterShape) -> str:
     """``"16x20x28"``."""
     return "x".join(map(str, shape))
 
 
-def _advice(chip: Chip, shape: Shape, axes: int) -> str:
+def _advice(chip: Chip, shape: ClusterShape, axes: int) -> str:
     return f"{math.prod(shape)} chips are for example {chip.name}:{times(balanced_shape(math.prod(shape), axes))}."
 
 
-def _slices_advice(chip: Chip, shape: Shape) -> str:
+def _slices_advice(chip: Chip, shape: ClusterShape) -> str:
     pod = math.prod(chip.pod_shape)
     return f"{-(-math.prod(shape) // pod)}*{chip.name}:{times(chip.pod_shape)}"
 
 
-def balanced_shape(num_chips: int, num_axes: int) -> Shape:
-    """The factors of ``num_chips`` over the axes that are closest to equal, smallest first."""
+def balanced_shape(num_chips: int, num_axes: int) -> ClusterShape:
+    """Factors ``num_chips`` into sizes as equal as possible, smallest first."""
     if num_axes == 1:
         return (num_chips,)
     first = max(size for size in range(1, round(num_chips ** (1 / num_axes)) + 1) if num_chips % size == 0)

@@ -1,4 +1,4 @@
-"""The fitted numbers: how far real training programs stay behind data sheets, for every chip of the catalogue.
+"""Fitted numbers: the share of data-sheet rates that real training programs reach, for every chip of the catalogue.
 
 At most ``MAX_NUMBERS`` named numbers in all, in ``data/efficiency.toml`` with what they were fitted on. A number is
 global, or belongs to a family of chips or a kind of network.
@@ -24,7 +24,7 @@ with more peak for the same power reach less of it."""
 
 
 class FittedNumbers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the file holds: the numbers by name, and what they rest on."""
+    """The contents of the file: the numbers by name, their date and source."""
 
     date: str
     source: str
@@ -33,13 +33,13 @@ class FittedNumbers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 @functools.cache
 def fitted_numbers() -> FittedNumbers:
-    """The numbers that come with the product."""
+    """Returns the numbers shipped with the package."""
     with FILE.open("rb") as file:
         return msgspec.convert(tomllib.load(file), FittedNumbers)
 
 
 def fitted_calibration(chip: Chip, numbers: Mapping[str, float] | None = None) -> Calibration | None:
-    """The calibration of a chip from fitted numbers, its own where none are given; None for a chip without any."""
+    """Returns a chip's calibration from the given numbers, else the shipped ones; None for a chip without any."""
     base = family(chip)
     if base is None:
         return None
@@ -57,13 +57,13 @@ def fitted_calibration(chip: Chip, numbers: Mapping[str, float] | None = None) -
 
 
 def family(chip: Chip) -> str | None:
-    """Whose numbers a chip has; None for a chip that nothing is known of, such as a CPU or a made-up one."""
+    """Returns the family whose numbers apply to a chip; None for a chip without a family, such as a CPU."""
     # figures changed in a file leave a chip the relative that it was
     return catalogued(chip, "family", name=chip.name.removesuffix("-custom")) or None
 
 
 def efficiency_of(chip: Chip, base: str, values: Mapping[str, float]) -> Efficiency:
-    """The numbers that hold for one chip, by the names of `Efficiency`."""
+    """Selects the numbers that apply to one chip."""
     kind = "tpu" if chip.topology == "torus" else "gpu"
     found: dict[str, Any] = {}
     for name in Efficiency.__struct_fields__:
@@ -79,7 +79,7 @@ def efficiency_of(chip: Chip, base: str, values: Mapping[str, float]) -> Efficie
 
 
 def _power_limit(chip: Chip, base: str) -> float:
-    """What of a Blackwell's ceiling its power leaves, relative to a B200."""
+    """Returns a Blackwell's power per peak FLOP/s relative to a B200; 1 for other chips."""
     if base != "blackwell" or chip.power_w is None:
         return 1.0
     return chip.power_w / chip.peak_flops["bf16"] / BLACKWELL_WATTS_PER_FLOPS

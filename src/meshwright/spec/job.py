@@ -1,4 +1,4 @@
-"""A job: what is to be done, before anything is split."""
+"""A job: the work of one step, before any sharding."""
 
 from typing import Literal, get_args
 
@@ -16,7 +16,7 @@ JOB_KINDS: tuple[str, ...] = get_args(JobKind)
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What one step does with ``batch_seqs`` sequences.
+    """The work of one step on ``batch_seqs`` sequences.
 
     A step of kind "train" trains on ``seq_len`` tokens of each, ``train_tokens`` in all steps, and updates the weights
     by the ``optimizer``. "prefill" runs prompts
@@ -46,7 +46,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     @property
     def trains(self) -> bool:
-        """Whether a step has a backward pass and an update."""
+        """True if a step has a backward pass and an update."""
         return self.kind == "train"
 
     @property
@@ -61,7 +61,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 def require_training(job: Job, verb: str) -> None:
-    """Raise InputError for a job that ``verb`` does not take because it is not training."""
+    """Raises InputError if the job is not training and ``verb`` takes training only."""
     if not job.trains:
         raise InputError(
             f"{verb} takes jobs of kind train, and this one is of kind {job.kind}. `verify` and `profile` take it with "
@@ -70,7 +70,7 @@ def require_training(job: Job, verb: str) -> None:
 
 
 def optimizer_words(job: Job) -> str:
-    """What follows the name of the training state where the optimizer is not AdamW."""
+    """Returns ", optimizer lion" for a training job without AdamW, else the empty text."""
     return f", optimizer {job.optimizer}" if job.trains and job.optimizer != "adamw" else ""
 
 
@@ -101,7 +101,7 @@ def parse_batch(text: str, *, seq_len: int) -> int:
 
 
 def _nearest_batch(tokens: int, seq_len: int) -> int:
-    """The power of two of sequences within 10%, else the nearest whole number."""
+    """Returns the power of two of sequences within 10%, else the nearest whole number."""
     exact = tokens / seq_len
     power = 1 << round(exact).bit_length()
     for candidate in (power // 2, power):

@@ -60,7 +60,7 @@ class RopeScaling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 def yarn_mscale(factor: float, weight: float = 1.0) -> float:
-    """``0.1 weight ln(factor) + 1``, the factor that YaRN puts on attention; 1 where nothing is stretched."""
+    """``0.1 weight ln(factor) + 1``, the factor that YaRN puts on attention; 1 without stretching."""
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 
@@ -152,7 +152,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     relative_distance: int = 128
 
     def __post_init__(self) -> None:
-        """Refuse sizes that no model can have, in one line."""
+        """Raises InputError for impossible sizes and figures."""
         for field in self._positive_fields():
             if getattr(self, field) < 1:
                 raise InputError(f"{self.name}: {field}={getattr(self, field)} must be at least 1.")
@@ -182,7 +182,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         check_figures(self, f"{self.name}:", may_be_zero=may_be_zero, shares=("rope_fraction",))
 
     def _positive_fields(self) -> tuple[str, ...]:
-        """Sizes that must not be 0, given the parts this model has."""
+        """Lists the sizes that must be at least 1 in this model."""
         always = ("num_layers", "d_model", "d_ff", "num_heads", "num_kv_heads", "head_dim", "vocab_size")
         experts = ("d_ff_expert",) if self.num_experts else ()
         ranks = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
@@ -244,11 +244,11 @@ class Model(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     @property
     def runs_here(self) -> bool:
-        """True for what `nn` runs today."""
+        """True if `nn` can run the model."""
         return not self._missing_to_run()
 
     def _missing_to_run(self) -> str:
-        """What keeps the model from running here, in words; empty when it runs."""
+        """Names the feature that `nn` cannot run; empty if it runs."""
         if self.router_scores != "softmax":
             return f"a router with {self.router_scores} scores and a correction that is no weight"
         if self.activation not in RUNNABLE_ACTIVATIONS:
@@ -257,7 +257,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 def require_runnable(model: Model) -> None:
-    """Raise CannotRunError unless this version can run the model; counting and planning need no such check."""
+    """Raises CannotRunError unless this version can run the model; counting and planning need no such check."""
     missing = model._missing_to_run()
     if missing:
         raise CannotRunError(

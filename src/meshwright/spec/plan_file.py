@@ -47,7 +47,7 @@ class Prediction(msgspec.Struct, Generic[N], frozen=True, kw_only=True, forbid_u
     cost_usd: float | None = None
 
     def measured(self, step_s: float) -> "tuple[N, N]":
-        """MFU and HFU of the step where it took so long."""
+        """Returns MFU and HFU of a step that was measured to take ``step_s``."""
         found: Prediction[Any] = self
         return found.mfu * found.step_s / step_s, found.hfu * found.step_s / step_s
 
@@ -66,17 +66,17 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 def save_plan(plan: Plan, path: Path) -> None:
-    """Write the plan. The file is complete or as it was before: it is written beside its place and moved there."""
+    """Writes the plan atomically."""
     write_text_whole(Path(path), dump_toml(plan))
 
 
 def load_plan(path: Path) -> Plan:
-    """The plan of a file. Every fault comes back as one InputError with file:line and what to change."""
+    """Reads a plan. Raises one InputError for all faults, each with file:line and a remedy."""
     return _decode(read_toml(Path(path)))
 
 
 def parse_plan(text: str, *, path: str = "<text>") -> Plan:
-    """The same for text that is not in a file."""
+    """Parses the text of a plan file; ``path`` is its name in messages."""
     return _decode(parse_toml(text, path=path))
 
 
@@ -98,7 +98,7 @@ def _decode(file: TomlFile) -> Plan:
 
 
 def _move_assumptions(file: TomlFile) -> None:
-    """Assumptions of a file from before they had a table of their own: they stood in that of the strategy."""
+    """Moves assumptions out of the table of the strategy, where older files have them."""
     strategy = file.data.get("strategy")
     if "assumptions" in file.data or not isinstance(strategy, dict):
         return

@@ -1,4 +1,4 @@
-"""Every shape in which a number of chips can be had: what optical switches form from cubes, parts of a pod, slices.
+"""Lists the shapes available for a number of chips: tori of optically switched cubes, parts of a pod, slices.
 
 Sources: Jouppi et al., "TPU v4: An Optically Reconfigurable Supercomputer" (2023);
 How to Scale Your Model, section 2.2.
@@ -11,13 +11,13 @@ from collections.abc import Iterator
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.spec.chip import Chip, chip
 from meshwright.spec.cluster import Cluster, make_cluster, parse_cluster
-from meshwright.spec.cluster_shapes import Shape, can_twist
+from meshwright.spec.cluster_shapes import ClusterShape, can_twist
 
 _TEXT = re.compile(r"([A-Za-z][\w.-]*):(\d+)chips")
 
 
 def parse_clusters(text: str) -> tuple[Cluster, ...]:
-    """Every cluster of ``"v5p:4096chips"``, best first; the one cluster of any other text."""
+    """Returns every cluster of ``"v5p:4096chips"``, best first; the one cluster of any other text."""
     match = _TEXT.fullmatch(text.strip())
     if match is None:
         return (parse_cluster(text),)
@@ -25,7 +25,7 @@ def parse_clusters(text: str) -> tuple[Cluster, ...]:
 
 
 def slice_shapes(chip: Chip, num_chips: int) -> tuple[Cluster, ...]:
-    """Every cluster of so many chips, the one with the most links across its middle first.
+    """Returns every cluster of ``num_chips``, highest bisection first.
 
     Chips joined by optical switches form any torus of whole 4x4x4 cubes, also twisted where the shape allows, and
     below a cube a box inside one; two-axis chips a rectangle in a pod; more chips than a pod holds several equal
@@ -47,20 +47,20 @@ def slice_shapes(chip: Chip, num_chips: int) -> tuple[Cluster, ...]:
     raise CannotRunError(f"no slices of {chip.name} have {num_chips:,} chips. {_advice(chip, num_chips)}")
 
 
-def _worse_last(cluster: Cluster) -> tuple[int, int, Shape, bool]:
-    """Fewer links across the middle later, then longer ways round; a twisted torus right after its plain one."""
+def _worse_last(cluster: Cluster) -> tuple[int, int, ClusterShape, bool]:
+    """Sort key: higher bisection first, then shorter axes; a twisted torus follows its plain one."""
     return -bisection_links(cluster), sum(cluster.shape), cluster.shape, cluster.twisted
 
 
 def bisection_links(cluster: Cluster) -> int:
-    """Links between the halves of one slice, cut across the longest axis: what bounds an AllToAll. Twist left out."""
+    """Counts the links cut when the longest axis of a slice is halved, which bounds an AllToAll. Ignores twists."""
     longest = max(range(len(cluster.shape)), key=lambda axis: cluster.shape[axis])
     across = math.prod(cluster.shape) // cluster.shape[longest]
     return across * (1 + cluster.wraps[longest])
 
 
 def _slice_counts(chip: Chip, num_chips: int) -> Iterator[int]:
-    """Numbers of equal slices, fewest first; more than one only where a pod is too small."""
+    """Yields numbers of equal slices, fewest first; more than one only if a pod is too small."""
     most = chip.max_chips or num_chips
     fewest = -(-num_chips // most)
     if fewest == 1 or chip.dcn_bytes_per_s is None:
@@ -69,8 +69,8 @@ def _slice_counts(chip: Chip, num_chips: int) -> Iterator[int]:
     yield from (count for count in range(fewest, num_chips + 1) if num_chips % count == 0)
 
 
-def _tori(chip: Chip, num_chips: int) -> list[Shape]:
-    """Shapes of one slice, sizes in ascending order."""
+def _tori(chip: Chip, num_chips: int) -> list[ClusterShape]:
+    """Lists the shapes of one slice, sizes ascending."""
     axes = chip.num_ici_axes or 1
     cube = chip.wrap_multiple if axes == 3 else None
     if chip.max_chips is not None and num_chips > chip.max_chips:
@@ -81,8 +81,8 @@ def _tori(chip: Chip, num_chips: int) -> list[Shape]:
     return [one for one in _boxes(num_chips, axes) if one[-1] <= longest and all(size.bit_count() == 1 for size in one)]
 
 
-def _boxes(volume: int, num_axes: int, least: int = 1) -> list[Shape]:
-    """Ordered factorings of a volume into ascending sizes."""
+def _boxes(volume: int, num_axes: int, least: int = 1) -> list[ClusterShape]:
+    """Lists the factorings of a volume into ascending sizes."""
     if num_axes == 1:
         return [(volume,)] if volume >= least else []
     most = round(volume ** (1 / num_axes)) + 1
@@ -95,7 +95,7 @@ def _boxes(volume: int, num_axes: int, least: int = 1) -> list[Shape]:
 
 
 def _advice(chip: Chip, num_chips: int) -> str:
-    """The nearest numbers of chips that some shape has."""
+    """Names the nearest numbers of chips that have a shape."""
     cube = (chip.wrap_multiple or 1) ** 3 if chip.num_ici_axes == 3 else 0
     if cube and num_chips > cube:
         below = num_chips // cube * cube

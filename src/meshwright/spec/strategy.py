@@ -1,4 +1,4 @@
-"""A strategy: which mesh axes split which dims, and the choices that go with it."""
+"""A strategy: the mesh axes that shard each dim, and the other choices of a run."""
 
 import math
 import re
@@ -31,9 +31,9 @@ REMATS: dict[str, tuple[str, ...] | None] = {
     "sqrt": None,
     "full": (),
 }
-"""Remat policy -> results that are kept for the backward pass, besides each block's input. None keeps every result and
-every gathered activation: of the whole model, or with "sqrt" and "every-C" inside the segment of layers that is being
-run again. The loss head keeps all but its logits under every policy."""
+"""Remat policy -> results kept for the backward pass besides each block's input. None keeps every result and every
+gathered activation: of the whole model, or under "sqrt" and "every-C" of the segment that is being recomputed. The loss
+head keeps all but its logits under every policy."""
 
 REMAT_POLICIES: tuple[str, ...] = tuple(REMATS)
 _EVERY = re.compile(r"every-([1-9]\d{0,3})")
@@ -42,12 +42,12 @@ ContextAttention = Literal["gather", "ring", "ulysses"]
 Precision = Literal["bf16", "fp16", "fp8", "fp4", "int8", "fp32"]
 Offload = Literal["optimizer", "activations"]
 GradientSync = Literal["overlapped", "naive", "bucketed"]
-"""When gradients are summed over replicas: each layer's while the backward pass goes on with the layer before; all of
-them after it; or after it in buckets of many layers, to save launches."""
+"""When gradients are summed over replicas: each layer's during the backward pass of the previous layer; all after the
+backward pass; or after it in buckets of many layers, to save launches."""
 
 CollectiveMatmul = Literal["none", "one-way", "two-way"]
-"""Whether products run block by block while what is gathered or summed for them over ``tensor`` goes round the devices:
-one way, or in halves both ways."""
+"""Whether products overlap their AllGather or ReduceScatter over ``tensor`` block by block: on a ring in one direction,
+or in halves in both."""
 
 COLLECTIVE_MATMULS: tuple[CollectiveMatmul, ...] = get_args(CollectiveMatmul)
 
@@ -71,7 +71,7 @@ _SHARDED_DIMS = ("D", "Rq", "Rkv")
 
 
 def standard_assignment(*, zero: int = 3, sequence_parallel: bool = True) -> dict[str, Rules]:
-    """The product's own: stream x[B_{data,fsdp,expert}, T_{context,tensor}, D], weights W[D_{fsdp,...}, F_tensor].
+    """Shards the stream as x[B_{data,fsdp,expert}, T_{context,tensor}, D] and weights as W[D_{fsdp,...}, F_tensor].
 
     ``zero`` says what the axis ``fsdp`` splits besides the batch: 3 weights, gradients and optimizer; 2 gradients and
     optimizer; 1 the optimizer; 0 nothing. Without ``sequence_parallel`` the stream is whole over ``tensor`` between
@@ -102,7 +102,7 @@ def standard_assignment(*, zero: int = 3, sequence_parallel: bool = True) -> dic
 
 
 def _weight_rules(axes: tuple[str, ...]) -> Rules:
-    """Heads, widths and experts over their own axes, D over ``axes``."""
+    """Shards heads, widths and experts over their own axes, D over ``axes``."""
     return {
         "E": ("expert",),
         **dict.fromkeys(_TENSOR_DIMS, ("tensor",)),
@@ -114,11 +114,11 @@ GENERATION_RULES: dict[str, Rules] = {
     "cache": {"B": ("data", "fsdp", "expert"), "Pg": ("data", "fsdp", "expert"), "K": ("tensor",)},
     "output": {"B": ("data", "fsdp", "expert")},
 }
-"""How generation splits keys and values that it keeps, and logits that it hands out, where an assignment does not say:
-each device keeps its own sequences and heads, and has the whole vocabulary of its sequences."""
+"""Default sharding of cached keys and values and of output logits in generation: each device caches its own sequences
+and heads, and has the whole vocabulary of its sequences."""
 
 DEFAULT_ASSIGNMENT: dict[str, Rules] = standard_assignment()
-"""The product's own, with everything split (ZeRO-3)."""
+"""The standard assignment with everything sharded (ZeRO-3)."""
 
 
 class Strategy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -180,7 +180,7 @@ class Strategy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def num_chips(self) -> int:
-        """Devices of the mesh."""
+        """Number of devices of the mesh."""
         return math.prod(self.mesh.values())
 
     @property
@@ -200,17 +200,17 @@ class Strategy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def ring_ways(self) -> int:
-        """Directions in which blocks of a collective matmul go round; 0 without."""
+        """Ring directions of a collective matmul; 0 without one."""
         return COLLECTIVE_MATMULS.index(self.collective_matmul)
 
     @property
     def kept_names(self) -> tuple[str, ...] | None:
-        """Results that are kept for the backward pass besides each block's input; None for all, see `REMATS`."""
+        """Results kept for the backward pass besides each block's input; None for all, see `REMATS`."""
         return REMATS.get(self.remat) if isinstance(self.remat, str) else self.remat
 
     @property
     def segment(self) -> int | Literal["sqrt"] | None:
-        """Layers from one kept input to the next where whole segments are run again; None for every other policy.
+        """Layers of a segment that is recomputed as a whole; None for policies without segments.
 
         "every-1" runs all of each layer again, as checkpointing libraries do; "block" only what the backward pass uses.
         """
@@ -229,24 +229,24 @@ class Strategy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return None
 
     def rules(self, role: str) -> Rules:
-        """The rules of a role; grad and optimizer follow weight unless they are given."""
+        """Returns the rules of a role; grad and optimizer default to those of weight."""
         fallback = "weight" if role in ("grad", "optimizer") else role
         return self.assignment.get(role, self.assignment.get(fallback, GENERATION_RULES.get(role, {})))
 
 
 Software = Literal["compiled", "eager", "eager-in-turn", "eager-2021"]
-"""How the step is run: as one compiled program; kernel by kernel from a host that stays ahead, attention fused and
-communication overlapped; the same with communication in turn; or as in 2021, attention in separate kernels too."""
+"""How the step runs: as one compiled program; kernel by kernel from a host that stays ahead, with fused attention and
+overlapped communication; the same without overlap; or as in 2021, also with attention in separate kernels."""
 
 AttentionKernel = Literal["tuned", "portable"]
 """Fused attention written for the chip, or once for all chips (Triton in 2023, needed for ALiBi then)."""
 
 IN_TURN: tuple[str, ...] = ("eager-in-turn", "eager-2021")
-"""Software in which nothing passes behind compute."""
+"""Software without overlap of communication and compute."""
 
 
 class Assumptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a prediction takes for granted beside the strategy: no run reads it.
+    """Assumptions of a prediction beside the strategy; no run reads them.
 
     ``software`` and ``attention_kernel`` are what runs the step. ``imbalance`` is the load of the busiest expert device
     over the mean. ``empty_slots`` says that compiled software gives an expert without a bound a slot for every token,
@@ -264,21 +264,21 @@ class Assumptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def fused_head(self) -> bool:
-        """Whether the software joins both passes of a chunked loss head; others make its logits in each."""
+        """True if the software fuses both passes of a chunked loss head; others compute its logits in each."""
         return self.software == "compiled"
 
     @property
     def holds_empty_slots(self) -> bool:
-        """Whether slots of experts that nobody fills are held and sent: libraries size arrays by the load."""
+        """True if empty expert slots take memory and are sent; libraries size arrays by the load."""
         return self.empty_slots and self.software == "compiled"
 
 
 AS_RUN = Assumptions()
-"""Those of this product's own programs."""
+"""Assumptions that hold for programs of this package."""
 
 
 def require_runnable_strategy(strategy: Strategy) -> None:
-    """Raise CannotRunError for what is derived and counted but not executed in this version.
+    """Raises CannotRunError for strategies that are derived and priced but not executed in this version.
 
     Gradients are summed on the assumption that every device adds its own part of the loss once, which holds
     for the product's assignments and is not shown for others.
@@ -306,7 +306,7 @@ def require_runnable_strategy(strategy: Strategy) -> None:
 
 
 def require_runnable_assumptions(assumptions: Assumptions) -> None:
-    """Raise CannotRunError for software that is priced and is not this one."""
+    """Raises CannotRunError for assumptions about other software, which is only priced."""
     for name, own in (("attention_kernel", "tuned"), ("software", "compiled")):
         if getattr(assumptions, name) != own:
             _refuse(name, getattr(assumptions, name), own)
@@ -317,12 +317,12 @@ def _refuse(name: str, value: str, instead: str) -> None:
 
 
 def mesh_words(mesh: Mapping[str, int], join: str = ", ", *, alone: str = "one device") -> str:
-    """``"fsdp 1024, tensor 4"``; axes of one device are left out, and ``alone`` is said where none is left."""
+    """Returns ``"fsdp 1024, tensor 4"`` without axes of one device; ``alone`` if none is left."""
     return join.join(f"{axis} {size}" for axis, size in mesh.items() if size > 1) or alone
 
 
 def make_mesh(axes: Mapping[str, int], *, known: Iterable[str] = MESH_AXES) -> dict[str, int]:
-    """The product's mesh with every axis in its order, 1 where not given.
+    """Returns a mesh with every axis in its order, 1 where not given.
 
     Raises InputError for an axis that does not exist.
     """
@@ -334,7 +334,7 @@ def make_mesh(axes: Mapping[str, int], *, known: Iterable[str] = MESH_AXES) -> d
 
 
 def assign(rules: Rules, dims: tuple[str, ...], *, keep: Iterable[str] | None = None) -> tuple[Any, ...]:
-    """Mesh axes of each dim of an array under ``rules``; only axes in ``keep`` when that is given."""
+    """Returns the mesh axes of each dim of an array under ``rules``; only axes in ``keep`` when that is given."""
     kept = None if keep is None else set(keep)
     spent: set[str] = set()
     found: dict[str, tuple[str, ...]] = {}

@@ -11,16 +11,16 @@ import msgspec
 from meshwright.spec.hf.families import formats
 from meshwright.spec.model import Model
 
-Part = Literal["embedding", "attention", "mlp", "norm", "router", "experts", "shared_experts", "unembedding"]
+WeightPart = Literal["embedding", "attention", "mlp", "norm", "router", "experts", "shared_experts", "unembedding"]
 
-Row = tuple[str, str, str, Part, str]
-"""Name, dims, name in a llama's checkpoint, part, and the fields of the model that must be set (``!``: must not)."""
+_Row = tuple[str, str, str, WeightPart, str]
+"""Name, dims, stored name in a llama checkpoint, part, and the model fields that must be set (``!``: unset)."""
 
-_FIRST_ROWS: tuple[Row, ...] = (
+_FIRST_ROWS: tuple[_Row, ...] = (
     ("embed", "V D", "{prefix}embed_tokens.weight", "embedding", ""),
     ("position_table", "P D", "{prefix}", "embedding", "learned_positions"),
 )
-_LAYER_ROWS: tuple[Row, ...] = (
+_LAYER_ROWS: tuple[_Row, ...] = (
     ("attn_norm", "D", "input_layernorm.weight", "norm", ""),
     ("attn_norm_bias", "D", "input_layernorm.bias", "norm", "layer_norm"),
     ("wq_a", "D Rq", "self_attn.q_a_proj.weight", "attention", "latent_queries"),
@@ -74,19 +74,19 @@ _LAYER_ROWS: tuple[Row, ...] = (
     ("post_mlp_norm", "D", "post_feedforward_layernorm.weight", "norm", "post_norms"),
     ("post_mlp_norm_bias", "D", "post_feedforward_layernorm.bias", "norm", "post_norms layer_norm"),
 )
-"""Every weight that a layer may have, in the order of the forward pass."""
+"""Every weight a layer may have, in the order of the forward pass."""
 
-_LAST_ROWS: tuple[Row, ...] = (
+_LAST_ROWS: tuple[_Row, ...] = (
     ("final_norm", "D", "{prefix}norm.weight", "norm", ""),
     ("final_norm_bias", "D", "{prefix}norm.bias", "norm", "layer_norm"),
     ("unembed", "D V", "lm_head.weight", "unembedding", ""),
 )
-_ENCODER_ROWS: tuple[Row, ...] = (
+_ENCODER_ROWS: tuple[_Row, ...] = (
     ("encoder_position_table", "Ps D", "encoder.positions", "embedding", "learned_positions"),
     ("encoder_final_norm", "D", "encoder.norm", "norm", ""),
     ("encoder_final_norm_bias", "D", "encoder.norm_bias", "norm", "layer_norm"),
 )
-"""What an encoder has beside its layers: before them the table, after them the norm."""
+"""Weights of an encoder outside its layers: the table precedes them, the norm follows."""
 
 _VECTOR = re.compile(r"(^|\.)b|_bias$|^sinks$|^shared\.gate$")
 """Names of vectors besides norms."""
@@ -104,7 +104,7 @@ class Weight(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     hf_name: str
     dims: tuple[str, ...]
     shape: tuple[int, ...]
-    part: Part
+    part: WeightPart
     kind: Literal["matrix", "vector"]
     layers: tuple[int, ...] = ()
     active_fraction: float = 1.0
@@ -112,7 +112,7 @@ class Weight(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     @property
     def repeat(self) -> int:
-        """Number of layers that have this weight; 1 for a weight outside the layers."""
+        """Counts the layers that have this weight; 1 for a weight outside the layers."""
         return len(self.layers) or 1
 
     @property
@@ -138,17 +138,17 @@ def weight_table(model: Model) -> tuple[Weight, ...]:
 
 
 def num_params(model: Model) -> int:
-    """Parameters of the model, tied weights once."""
+    """Counts the model's parameters, tied weights once."""
     return sum(row.num_params for row in weight_table(model))
 
 
 def num_active_params(model: Model) -> int:
-    """Parameters that one token uses: all but the routed experts it is not sent to; embeddings included."""
+    """Counts the parameters one token uses: all but routed experts that are not chosen; embeddings included."""
     return sum(row.num_active_params for row in weight_table(model))
 
 
 def params_by_part(model: Model) -> dict[str, int]:
-    """Parameters by part of the model, in the order of the table; the sum is `num_params`."""
+    """Counts parameters by part of the model, in the order of the table; they add up to `num_params`."""
     parts: dict[str, int] = {}
     for row in weight_table(model):
         parts[row.part] = parts.get(row.part, 0) + row.num_params
@@ -156,9 +156,9 @@ def params_by_part(model: Model) -> dict[str, int]:
 
 
 def _layers(model: Model) -> list[Weight]:
-    """The rows of the layers; the cross-attention of a decoder beside an encoder follows its own attention."""
+    """Returns the rows of the layers. In a decoder beside an encoder cross-attention follows self-attention."""
     every = tuple(range(model.num_layers))
-    layers = dict.fromkeys(get_args(Part), every)
+    layers = dict.fromkeys(get_args(WeightPart), every)
     layers |= dict.fromkeys(("router", "experts", "shared_experts"), model.moe_layers)
     layers["mlp"] = model.dense_layers if model.num_experts else every
     rows = _rows(model, tuple(row for row in _LAYER_ROWS if layers[row[3]]), layers=layers)
@@ -170,8 +170,8 @@ def _layers(model: Model) -> list[Weight]:
     return [*rows[:first], *crossed, *rows[first:]]
 
 
-def _rows(model: Model, table: tuple[Row, ...], *, layers: Mapping[str, tuple[int, ...]] = {}) -> list[Weight]:
-    """The weights of those rows whose needs the model meets; ``layers`` has the layers of each part."""
+def _rows(model: Model, table: tuple[_Row, ...], *, layers: Mapping[str, tuple[int, ...]] = {}) -> list[Weight]:
+    """Returns the weights of the rows whose needs the model meets; ``layers`` lists the layers of each part."""
     sizes = model.dims
     facts = {name: bool(getattr(model, name)) for name in model.__struct_fields__} | {
         "layer_norm": model.norm == "layer_norm",
@@ -199,7 +199,7 @@ def _rows(model: Model, table: tuple[Row, ...], *, layers: Mapping[str, tuple[in
 
 
 def _cross(row: Weight) -> Weight:
-    """Queries of the decoder, keys and values of the encoder's result; no positions."""
+    """Returns the cross-attention row of a self-attention row: keys and values come from the encoder."""
     name = row.name.removeprefix("layers.").removeprefix("attn_")
     return msgspec.structs.replace(
         row, name=f"layers.cross_{name}", hf_name=row.hf_name.replace("{layer}.", "{layer}.cross.")
@@ -207,7 +207,7 @@ def _cross(row: Weight) -> Weight:
 
 
 def _encoder(model: Model) -> list[Weight]:
-    """The encoder's table of positions, its layers, as a dense decoder's are, and its last norm."""
+    """Returns the encoder's position table, its layers (those of a dense decoder) and its final norm."""
     assert model.encoder is not None
     plain = msgspec.structs.replace(
         model,

@@ -1,6 +1,6 @@
 """Measured against predicted: one point each, on equal axes, and one legend."""
 
-from meshwright.accuracy.errors import Prediction
+from meshwright.accuracy.errors import Comparison
 from meshwright.report.figure import PALETTE, save
 from meshwright.report.plans.accuracy import BAND, SHAPES, accuracy_figure
 from tests.charts import marks
@@ -8,7 +8,7 @@ from tests.charts import marks
 
 def predictions(num_groups=2):
     return [
-        Prediction(
+        Comparison(
             id=f"{group}-{number}",
             group=f"group {group}" if group else "",
             core=True,

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from meshwright.accuracy.errors import Prediction
+from meshwright.accuracy.errors import Comparison
 from meshwright.report.figure import MUTED, PALETTE, Figure, alt, themed
 from meshwright.report.marks import log_axis, plot
 
@@ -12,7 +12,7 @@ BAND = 0.2
 """Relative error up to which predictions are in the shaded band."""
 
 
-def accuracy_figure(predictions: Sequence[Prediction], *, title: str, subtitle: str) -> Figure:
+def accuracy_figure(predictions: Sequence[Comparison], *, title: str, subtitle: str) -> Figure:
     """Draws predictions over measurements in seconds, the diagonal, and a band of 20% around it."""
     points = [
         {"measured": one.measured_s, "predicted": one.predicted_s, "group": one.group or "no group", "id": one.id}

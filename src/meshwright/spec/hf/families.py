@@ -1,4 +1,4 @@
-"""How the published files of every family are written: rows of ``data/families.toml`` for reading and writing alike."""
+"""Formats of every family's published files, from ``data/families.toml``; reading and writing use the same rows."""
 
 import functools
 import tomllib
@@ -18,11 +18,11 @@ ROPE_KEYS = {name: name for name in RopeScaling.__struct_fields__} | {
 """Field of a RopeScaling -> key in ``rope_scaling`` or ``rope_parameters``."""
 
 GROUP_KEYS = {"expert_groups": "n_group", "groups_per_token": "topk_group"}
-"""Rows of routers that look at groups of experts."""
+"""Rows of routers that choose among groups of experts."""
 
 
 class Format(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The config.json and the names of weights of one family; the file says what each table is."""
+    """The config.json and the weight names of one family; the data file explains each table."""
 
     keys: dict[str, str]
     defaults: dict[str, Any]
@@ -38,7 +38,7 @@ class Format(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 @functools.cache
 def formats() -> dict[str, Format]:
-    """The format of every family."""
+    """Returns the format of every family."""
     with FILE.open("rb") as file:
         tables = tomllib.load(file)
 
@@ -57,12 +57,12 @@ def formats() -> dict[str, Format]:
 
 @functools.cache
 def aliases() -> dict[str, str]:
-    """Every spelling of a key that some family has of its own -> the key."""
+    """Maps every family's own spellings of keys to the keys."""
     return {alias: key for form in formats().values() for alias, key in form.aliases.items()}
 
 
 @functools.cache
 def known_keys() -> set[str]:
-    """Keys that are not misspelt names of others."""
+    """Returns every key that is not a misspelt name of another."""
     found = {"model_type", "rope_scaling", "rope_parameters", *aliases(), *ROPE_KEYS.values()}
     return found.union(*((*form.defaults, *form.keys.values(), *form.computed) for form in formats().values()))

@@ -27,7 +27,7 @@ _NEEDS: dict[type, tuple[tuple[type, ...], str]] = {
 
 
 def _type_of(hint: Any) -> type:
-    """The plain type of a field: int of ``int | None``, tuple of ``tuple[float, ...]``."""
+    """Returns the plain type of a field: int of ``int | None``, tuple of ``tuple[float, ...]``."""
     plain = get_args(hint)[0] if type(None) in get_args(hint) else hint
     return get_origin(plain) or plain
 
@@ -36,7 +36,7 @@ _TYPES = {name: _type_of(hint) for name, hint in (get_type_hints(Model) | get_ty
 
 
 class _Config:
-    """The keys of one config, its rotary settings among them, with transformers' defaults behind them."""
+    """The keys of one config with its rotary settings, over transformers' defaults."""
 
     def __init__(self, given: Mapping[str, Any], *, family: str, what: str) -> None:
         self.family, self.what, self.given, self.form = family, what, given, formats()[family]
@@ -45,7 +45,7 @@ class _Config:
         self.keys |= {key: value for key, value in self.rope.items() if value is not None}
 
     def _rope(self) -> dict[str, Any]:
-        """``rope_scaling``, or the newer ``rope_parameters``, which may differ between kinds of layers."""
+        """Returns ``rope_scaling`` or the newer ``rope_parameters``, which may differ between kinds of layers."""
         tables = (self.read(key, dict) for key in ("rope_scaling", "rope_parameters") if self.has(key))
         found: dict[str, Any] = next(filter(None, tables), {})
         local = found.get("sliding_attention")
@@ -56,7 +56,7 @@ class _Config:
         return found or self.form.rope
 
     def read(self, key: str, kind: type) -> Any:
-        """The value of a key, which must be there and of the kind; whole numbers must not be negative."""
+        """Returns the value of a key. Raises InputError if it is missing, mistyped, or a negative whole number."""
         value = self.keys.get(key)
         if value is None:
             raise InputError(f"{self.what}: the key {key!r} is missing. {self._missing_hint(key)}")
@@ -69,7 +69,7 @@ class _Config:
         return found
 
     def fields(self, keys: Mapping[str, str]) -> dict[str, Any]:
-        """Field -> value of rows; a field whose key may be null, and is, is left out."""
+        """Returns the value of each field; leaves out fields whose nullable key is null or absent."""
         present = {field: key for field, key in keys.items() if key not in self.form.nullable or self.has(key)}
         return {field: self.read(key, _TYPES[field]) for field, key in present.items()}
 
@@ -87,7 +87,7 @@ class _Config:
 
 
 def model_from_config(config: str | Path | Mapping[str, Any], name: str | None = None) -> Model:
-    """The Model that a Hugging Face config describes: a path to a config.json, its folder, or the parsed object.
+    """Returns the Model of a Hugging Face config: a path to a config.json, its folder, or the parsed object.
 
     Raises InputError, in one line, for a missing or broken file, an unknown ``model_type``, a missing or
     mistyped key, or sizes that do not divide.
@@ -137,7 +137,7 @@ def _from_keys(keys: Mapping[str, Any], name: str, what: str) -> Model:
 
 
 def _fields(config: _Config) -> dict[str, Any]:
-    """Fields of the rows, fixed fields, and those that follow from several keys."""
+    """Returns the fields of rows, the fixed fields, and those computed from several keys."""
     family, form = config.family, config.form
     for key, value in form.only.items():
         if config.keys.get(key, value) != value:
@@ -181,7 +181,7 @@ def _first_dense(config: _Config) -> tuple[int, ...]:
 
 
 def _layers_without_experts(config: _Config) -> tuple[int, ...]:
-    """Qwen: all but every ``decoder_sparse_step``-th layer, and those listed in ``mlp_only_layers``."""
+    """Returns Qwen's dense layers: all but every ``decoder_sparse_step``-th, and ``mlp_only_layers``."""
     step = max(config.read("decoder_sparse_step", int), 1)
     only = config.read("mlp_only_layers", tuple) if config.has("mlp_only_layers") else ()
     return tuple(layer for layer in config.layers() if layer in only or (layer + 1) % step)
@@ -209,7 +209,7 @@ def _rope_scaling(config: _Config) -> RopeScaling | None:
 
 
 def _window(config: _Config) -> dict[str, Any]:
-    """The sliding window and the layers that have it; nothing when no layer has it."""
+    """Returns the sliding window and its layers; {} if no layer has one."""
     switched_off = config.family.startswith("qwen") and not config.read("use_sliding_window", bool)
     if switched_off or not config.has("sliding_window"):
         return {}
@@ -218,7 +218,7 @@ def _window(config: _Config) -> dict[str, Any]:
 
 
 def _sliding_layers(config: _Config, layers: range) -> Iterable[int]:
-    """Layers with a window: as listed in ``layer_types``, else by the family's pattern."""
+    """Returns the layers with a window: as listed in ``layer_types``, else by the family's pattern."""
     if config.has("layer_types"):
         kinds = config.read("layer_types", tuple)
         if len(kinds) != len(layers):

@@ -1,4 +1,4 @@
-"""`Model` to a Hugging Face ``config.json``, for every family: the inverse of `spec.hf.read`, from the same rows."""
+"""Writes a `Model` as a Hugging Face ``config.json``: the inverse of `spec.hf.read`, from the same rows."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +14,7 @@ TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def config_from_model(model: Model) -> dict[str, Any]:
-    """The config.json object of a model, such that `spec.hf.read.model_from_config` returns the same model.
+    """Returns the config.json object of a model, such that `spec.hf.read.model_from_config` returns the same model.
 
     A decoder that was nested in a model of several kinds of input is written as the text model it is (`text_model`).
     """
@@ -37,7 +37,7 @@ def config_from_model(model: Model) -> dict[str, Any]:
 
 
 def text_model(model: Model) -> Model:
-    """The model with the names of a text-only checkpoint: what is written, whatever was read."""
+    """Returns the model with the weight names of a text-only checkpoint, as it is written."""
     return replace(model, weights_prefix="model.") if model.family == "gemma3" else model
 
 
@@ -70,7 +70,7 @@ def _sliding_window(model: Model) -> int | None:
 
 
 def _query_scalar(model: Model) -> float:
-    """A whole number where it is one: transformers takes no other."""
+    """Returns a whole number where possible, since transformers accepts no other."""
     scalar = model.query_pre_attn_scalar or model.head_dim
     return int(scalar) if scalar == int(scalar) else scalar
 
@@ -92,4 +92,4 @@ _COMPUTED: dict[str, Callable[[Model], Any]] = {
     "topk_group": lambda model: model.groups_per_token or None,
     "topk_method": lambda model: "group_limited_greedy" if model.expert_groups else "greedy",
 }
-"""Keys that no single field gives."""
+"""Keys that do not follow from a single field by a row."""
