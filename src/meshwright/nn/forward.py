@@ -1,4 +1,4 @@
-"""The logits of a model on one device: the forward steps of its training program, without the loss."""
+"""Computes a model's logits on one device: the forward steps of its training program without the loss."""
 
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +20,7 @@ from meshwright.spec.strategy import Strategy, make_mesh
 
 
 def logits_fn(model: Model) -> Callable[..., jax.Array]:
-    """(params, tokens[B,T], documents[B,T] or None, tokens of the encoder or None) -> logits[B,T,V] in float32."""
+    """Returns a function (params, tokens[B,T], documents[B,T], encoder tokens) -> logits[B,T,V] in float32."""
     require_runnable(model)
 
     def logits(
@@ -33,9 +33,9 @@ def logits_fn(model: Model) -> Callable[..., jax.Array]:
         # Keeping every result leaves the logits whole: other policies may compute the loss in chunks.
         derived = derive(transformer(model, options), Strategy(mesh=make_mesh({}), remat="none"))
         context = Context(model=model, derived=derived, mesh=make_mesh({}), options=options)
-        given: dict[str, Any] = {"tokens": tokens, "positions": _places(tokens), "documents": documents}
+        given: dict[str, Any] = {"tokens": tokens, "positions": _positions(tokens), "documents": documents}
         if encoder_tokens is not None:
-            given |= {"encoder_tokens": encoder_tokens, "encoder_positions": _places(encoder_tokens)}
+            given |= {"encoder_tokens": encoder_tokens, "encoder_positions": _positions(encoder_tokens)}
         blocks = {steps.block.name: steps for steps in derived.blocks}
         for stack in derived.program.stacks:
             x = _run(context, blocks[stack.first], {**given, **params}, stack.carry)
@@ -48,13 +48,13 @@ def logits_fn(model: Model) -> Callable[..., jax.Array]:
     return logits
 
 
-def _places(tokens: jax.Array) -> jax.Array:
-    """The position of each token in its row."""
+def _positions(tokens: jax.Array) -> jax.Array:
+    """Returns the position of each token in its row."""
     return jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
 
 
 def _run(context: Context, steps: BlockSteps, values: dict[str, Any], result: str) -> jax.Array:
-    """One result of a block, from values by name."""
+    """Runs a block on values by name and returns one of its results."""
     declared = context.derived.declared
     used = {name for op in steps.block.ops for name in op.inputs}
     env = {declared[name]: value for name, value in values.items() if name in used and value is not None}
@@ -71,7 +71,7 @@ def _span(
     params: Params,
     given: dict[str, Any],
 ) -> jax.Array:
-    """The stream ``carry`` after a run of layers."""
+    """Returns the stream ``carry`` after consecutive layers."""
 
     def turn(stream: jax.Array, number: jax.Array) -> tuple[jax.Array, None]:
         for position, kind in enumerate(span.pattern):

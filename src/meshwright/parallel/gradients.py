@@ -16,7 +16,7 @@ from meshwright.algebra.derived import Derived
 from meshwright.algebra.notation import ShardedArray
 from meshwright.algebra.rewrites.split_backward import step_steps
 from meshwright.core.labels import AT_MOST_ONCE
-from meshwright.nn.experts.balance import Routing
+from meshwright.nn.experts.balance import RoutingCounts
 from meshwright.nn.weights import Params
 from meshwright.parallel.blocks import Cotangents, Inputs, through
 from meshwright.parallel.passes import Passes
@@ -137,7 +137,7 @@ def _once_after(grads: Params, run: Callable[[Any], Any], given: Any) -> Any:
         return lax.fori_loop(0, 1 - never, turn, empty)
 
 
-def without_counts(grads: Params, names: Collection[str]) -> tuple[Params, Routing | None]:
+def without_counts(grads: Params, names: Collection[str]) -> tuple[Params, RoutingCounts | None]:
     """Gradients of the weights ``names``, and what else goes with them: the routers' counts of all layers with experts,
     [layers, Er, E], those of a kind together. None where nothing was counted."""
     counts = [grads[name] for name in sorted(grads.keys() - set(names))]

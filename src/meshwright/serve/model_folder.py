@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 
 from meshwright.core.errors import InputError
 from meshwright.nn.hf.files import DTYPES, Tensors, open_checkpoint
-from meshwright.nn.hf.format import places
+from meshwright.nn.hf.format import stored_parts
 from meshwright.nn.hf.weights import CONFIG
 from meshwright.spec.hf.read import model_from_config
 from meshwright.spec.model import Model
@@ -82,7 +82,7 @@ def open_model(folder: Path) -> ModelFolder:
 
 def _dtype(model: Model, tensors: Tensors) -> str:
     """That of the table of tokens; a checkpoint without it is refused where its weights are read."""
-    first = next(places(model, tensors))
+    first = next(stored_parts(model, tensors))
     if first.tensor not in tensors:
         return "fp32"
     return "fp32" if tensors[first.tensor].dtype.itemsize == DTYPES["fp32"].itemsize else "bf16"
