@@ -13,7 +13,7 @@ from meshwright.bench.results import ELEMENT_BYTES, Contents, CopyKind, Group
 from meshwright.core.dims import CollectiveKind
 from meshwright.nn.activations import silu_mul
 from meshwright.nn.attention.choice import attention, attention_backward
-from meshwright.nn.attention.visibility import AttentionCall, Places
+from meshwright.nn.attention.visibility import AttentionCall, TokenPositions
 
 FLOPS_EACH = 2
 """A multiplication and an addition."""
@@ -93,8 +93,8 @@ def attention_workload(shape: AttentionShape, dtype: str, *, both: bool) -> Work
     batch, length, heads, kv_heads, width = shape
 
     def body(q: jax.Array, k: jax.Array, v: jax.Array, cotangent: jax.Array) -> Any:
-        places = Places(jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch, length)))
-        call = AttentionCall(scale=width**-0.5, query=places, key=places, order="rows")
+        places = TokenPositions(jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch, length)))
+        call = AttentionCall(scale=width**-0.5, query=places, key=places, mask="rows")
         o, lse = attention(call, q, k, v)
         return (o, *attention_backward(call, (cotangent, o, lse), q, k, v)) if both else o
 

@@ -1,1 +1,1 @@
-"""Steps made real: the op kinds as pure JAX functions, the interpreter of derived steps, the weights."""
+"""JAX side of the algebra: the ops as functions of one device's blocks, the interpreter of steps, the weights."""

@@ -31,12 +31,12 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
 
 
 def capped(logits: Array, softcap: float | None) -> Array:
-    """``softcap * tanh(logits / softcap)``; the logits themselves without a cap."""
+    """Returns ``softcap * tanh(logits / softcap)``, or the logits where there is no cap."""
     return softcap * jnp.tanh(logits / softcap) if softcap else logits
 
 
 def gate(model: Model) -> Gate:
-    """(gate, up) -> what goes into the product that follows."""
+    """Returns the function of (gate, up) whose result the down projection takes."""
     if model.family == "gpt_oss":
         return clamped_swiglu
     function = ACTIVATIONS[model.activation]

@@ -1,9 +1,9 @@
-"""Keys and values kept between steps: written in place, read where they lie, attended to.
+"""Cache of keys and values: writes in place, reads, and attention on it.
 
-A layer of S slots has the last S positions of each sequence, position p in slot p modulo S. Nothing has to say which
-slots are filled: seen from a query at position p, slot s holds position p - (p - s) mod S, and that is negative as long
-as nothing has been written there. That is a ring where S is a window, and contiguous where S is the longest sequence.
-Pages of Pl slots, taken in the order of a sequence's row of the page table, are the contiguous slots of that sequence.
+A layer of S slots holds the last S positions of each sequence, position p in slot p modulo S. No array of filled slots
+is needed: for a query at position p, slot s holds position p - (p - s) mod S, which is negative where nothing has been
+written. The cache is a ring where S is a window, and contiguous where S is the longest sequence. Pages of Pl slots, in
+the order of a sequence's row of the page table, are the contiguous slots of that sequence.
 """
 
 from collections.abc import Sequence
@@ -23,41 +23,41 @@ Pages = Int[Array, "B Bp"]
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class LayerCache:
-    """One layer of an array that all layers of a kind share, so that a write changes a few entries of it in place."""
+    """One layer of an array that all layers of a kind share, so that a write changes only its own entries in place."""
 
     stack: Array
     layer: Int[Array, ""]
 
     def read(self, pages: Pages | None = None) -> Array:
-        """The layer itself, [B, S, ...]; with a page table the slots of each sequence's pages side by side."""
+        """Returns the layer, [B, S, ...]; with a page table the slots of each sequence's pages, concatenated."""
         layer = jax.lax.dynamic_index_in_dim(self.stack, self.layer, keepdims=False)
         if pages is None:
             return layer
         return layer[pages].reshape(pages.shape[0], self.num_slots(pages), *layer.shape[2:])
 
     def num_slots(self, pages: Pages | None = None) -> int:
-        """Slots of one sequence."""
+        """Returns the slots of one sequence."""
         each = self.stack.shape[2]
         return each if pages is None else pages.shape[1] * each
 
 
 def write_prompt(cache: LayerCache, values: Array, last: Int[Array, " B"]) -> LayerCache:
-    """Positions 0 to ``last`` of each row of values[B, T, ...], or as many of the last ones as there are slots.
+    """Writes positions 0 to ``last`` of each row of values[B, T, ...], or as many of the last ones as there are slots.
 
-    What stands behind ``last`` is written too where there is room: a later position takes its slot before it is read.
+    Padding after ``last`` is written too where there is room: later positions overwrite it before it is read.
     """
     num_slots = cache.stack.shape[2]
     if values.shape[1] > num_slots:
         held = held_positions(last, num_slots)
-        places = jnp.maximum(held, 0).reshape(*held.shape, *(1,) * (values.ndim - 2))
-        values = jnp.take_along_axis(values, places, axis=1)
+        index = jnp.maximum(held, 0).reshape(*held.shape, *(1,) * (values.ndim - 2))
+        values = jnp.take_along_axis(values, index, axis=1)
     start: list[Any] = [cache.layer, *[0] * values.ndim]
     values = values[None].astype(cache.stack.dtype)
     return LayerCache(jax.lax.dynamic_update_slice(cache.stack, values, start), cache.layer)
 
 
 def write_position(cache: LayerCache, values: Array, positions: Int[Array, "B 1"]) -> LayerCache:
-    """One position of each row, values[B, 1, ...]."""
+    """Writes one position of each row, values[B, 1, ...]."""
     rows = jnp.arange(values.shape[0])
     slots = positions[:, 0] % cache.stack.shape[2]
     stack = cache.stack.at[cache.layer, rows, slots].set(values[:, 0].astype(cache.stack.dtype), mode="drop")
@@ -65,7 +65,7 @@ def write_position(cache: LayerCache, values: Array, positions: Int[Array, "B 1"
 
 
 def write_pages(cache: LayerCache, values: Array, positions: Int[Array, "B T"], pages: Pages) -> LayerCache:
-    """Positions of each row, values[B, T, ...], into the pages that the table names for them; negative ones nowhere."""
+    """Writes values[B, T, ...] into the pages of their positions; negative positions are dropped."""
     num_pages, page_len = cache.stack.shape[1:3]
     page = jnp.take_along_axis(pages, jnp.maximum(positions, 0) // page_len, axis=1)
     page = jnp.where(positions < 0, num_pages, page)
@@ -74,23 +74,23 @@ def write_pages(cache: LayerCache, values: Array, positions: Int[Array, "B T"], 
 
 
 def held_positions(last: Int[Array, " B"], num_slots: int) -> Int[Array, "B S"]:
-    """The position in each slot when ``last`` was written last; negative where there is none."""
+    """Returns the position in each slot after ``last`` has been written; negative in an empty slot."""
     latest = last[:, None]
     return latest - (latest - jnp.arange(num_slots, dtype=last.dtype)[None]) % num_slots
 
 
 def visible_slots(position: Int[Array, " B"], num_slots: int, *, window: int | None) -> Bool[Array, "B S"]:
-    """Slots that a query at ``position``, which has been written, may see: all that are filled, within the window."""
+    """True for slots that a query at ``position``, already written, may see: filled, and within the window."""
     held = held_positions(position, num_slots)
     seen = held >= 0
     return seen if window is None else seen & (position[:, None] - held < window)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Meeting:
-    """Queries of N heads and the part of the keys that they meet: scores are sums over such parts.
+class ScorePart:
+    """Part of the scores: queries of N heads and the part of the keys' width that they are multiplied with.
 
-    ``keys`` have K heads, N = K * G; int8 ones have a ``scale`` for each slot and head.
+    ``keys`` have K heads, N = K * G; int8 keys have a ``scale`` for each slot and head.
     """
 
     queries: Float[Array, "B T N H"]
@@ -98,7 +98,7 @@ class Meeting:
     scale: Float[Array, "B S K"] | None = None
 
     def scores(self) -> Float[Array, "B K G T S"]:
-        """Products in float32."""
+        """Returns the products in float32."""
         batch, length, heads, width = self.queries.shape
         kv_heads = self.keys.shape[2]
         grouped = self.queries.reshape(batch, length, kv_heads, heads // kv_heads, width)
@@ -108,7 +108,7 @@ class Meeting:
 
 
 def cached_attention(
-    meetings: Sequence[Meeting],
+    parts: Sequence[ScorePart],
     values: Array,
     seen: Bool[Array, "B S"],
     *,
@@ -117,17 +117,18 @@ def cached_attention(
     softcap: float | None = None,
     sinks: Float[Array, " N"] | None = None,
 ) -> Float[Array, "B T N Hv"]:
-    """Values of K heads mixed by the softmax over what each row sees; ``sinks`` are a further logit of each head.
+    """Returns the values of K heads, weighted by the softmax over visible slots; ``parts`` of the scores are summed.
 
-    Scales of int8 values multiply the weights, which are as many as the scales.
+    ``sinks`` are an additional logit per head. Scales of int8 values multiply the weights, which are smaller than the
+    values.
     """
-    scores = scale * sum((meeting.scores() for meeting in meetings[1:]), meetings[0].scores())
+    scores = scale * sum((part.scores() for part in parts[1:]), parts[0].scores())
     weights = _softmax(jnp.where(seen[:, None, None, None], capped(scores, softcap), -jnp.inf), sinks)
     if value_scale is not None:
         weights = weights * _over_queries(value_scale)
-    dtype = meetings[0].queries.dtype
+    dtype = parts[0].queries.dtype
     mixed = jnp.einsum("BKGTS,BSKH->BTKGH", weights.astype(dtype), values.astype(dtype))
-    return mixed.reshape(*meetings[0].queries.shape[:3], values.shape[-1])
+    return mixed.reshape(*parts[0].queries.shape[:3], values.shape[-1])
 
 
 def _over_queries(scale: Float[Array, "B S K"]) -> Float[Array, "B K 1 1 S"]:

@@ -1,4 +1,4 @@
-"""The derived collectives as JAX calls inside `shard_map`, and which entries of a dim a device has."""
+"""Runs derived collectives inside `shard_map`, and computes which entries of a dim a device holds."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ from meshwright.nn.attention.platform import default_platform
 
 
 def communicate(step: Step, value: jax.Array, *, leading: int = 0) -> jax.Array:
-    """The result of a collective or slice step on this device's block; ``leading`` dims in front are carried along."""
+    """Runs a collective or slice step on this device's block, which has ``leading`` dims more than the step's array."""
     with jax.named_scope(str(step.label)):
         return _communicate(step, value, leading)
 
@@ -39,25 +39,27 @@ def _communicate(step: Step, value: jax.Array, leading: int) -> jax.Array:
 def own_entries(
     numbers: jax.Array, first: jax.Array | int, size: int, *, elsewhere: int = 0
 ) -> tuple[jax.Array, jax.Array]:
-    """Numbers of entries of a dim counted from the first that a device has, ``elsewhere`` for those that it has not;
-    and which it has."""
+    """Returns indices of a dim counted from the device's first entry, and which of them the device holds.
+
+    Indices that it does not hold become ``elsewhere``.
+    """
     local = numbers - first
     inside = (local >= 0) & (local < size)
     return jnp.where(inside, local, elsewhere), inside
 
 
 def first_index(axes: tuple[str, ...], block_size: int) -> jax.Array | int:
-    """Index in the whole dim of this device's first entry, for a dim split over ``axes``."""
+    """Returns the index in the whole dim of this device's first entry, for a dim split over ``axes``."""
     return lax.axis_index(axes) * block_size if axes else 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ring:
-    """The devices of mesh ``axes``, major to minor, as a ring round which blocks go.
+    """The devices along mesh ``axes``, major to minor, as a ring.
 
-    ``divergent`` says that other devices may not get here at the same time, as in a branch or a pipeline's tick. On
-    CPU devices emulated in one process a permute then waits for, and is paired with, whichever permute comes by, and
-    gives wrong numbers without a word; there an all-to-all, which names its group, carries the block.
+    ``divergent`` says that other devices may be in another branch, as in a pipeline's tick. On CPU devices emulated in
+    one process a permute is then paired with whichever permute runs, and silently gives wrong numbers; an all-to-all,
+    which names its group, replaces it there.
     """
 
     axes: tuple[str, ...]
@@ -65,16 +67,16 @@ class Ring:
 
     @property
     def size(self) -> int:
-        """Devices in it."""
+        """Number of devices."""
         return int(lax.axis_size(self.axes))
 
     @property
     def rank(self) -> jax.Array:
-        """This device's place."""
+        """This device's index in the ring."""
         return lax.axis_index(self.axes)
 
     def shift(self, value: jax.Array, by: int) -> jax.Array:
-        """The block of the device ``by`` places before this one."""
+        """Returns the block of the device ``by`` places before this one."""
         size = self.size
         if by % size == 0:
             return value

@@ -1,4 +1,4 @@
-"""What the local ops of a derivation need to know besides their arrays."""
+"""The context of local steps: what they need besides their arrays."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -15,7 +15,7 @@ Constrain = Callable[[ShardedArray, jax.Array], jax.Array]
 
 
 def as_given(array: ShardedArray, value: jax.Array) -> jax.Array:
-    """The value itself."""
+    """Returns the value unchanged."""
     return value
 
 
@@ -23,12 +23,11 @@ def as_given(array: ShardedArray, value: jax.Array) -> jax.Array:
 class Context:
     """One derivation of one model, as one device runs it.
 
-    ``mesh`` are the sizes of the axes. ``in_order`` promises that the positions of a row rise along it, so that
-    attention may leave out what lies after a query; they do not where rows are dealt out in zigzag. ``divergent``
-    says that devices of other groups may be doing something else (inside a pipeline's tick). With ``offload`` what
-    layers hold for their backward pass waits in host memory. ``seq_len`` is the length that a row may reach where it
-    comes a few positions at a time; 0 where rows are whole. ``dtype`` is that of the stream where int8 weights do not
-    say it. ``constrain`` is applied to every result that has its declared sharding: the GSPMD form passes
+    ``mesh`` has the sizes of the axes. ``in_order`` promises that positions rise along a row, so that attention may
+    skip keys after a query; in zigzag order they do not. ``divergent``: see `nn.collectives.Ring`. With ``offload`` the
+    results that layers keep for their backward pass are in host memory. ``seq_len`` is the maximum length of rows that
+    are generated a few positions at a time; 0 if rows are whole. ``dtype`` is the stream's where int8 weights do not
+    give it. ``constrain`` is applied to every result that has its declared sharding: the GSPMD form passes
     `with_sharding_constraint`.
     """
 
@@ -44,5 +43,5 @@ class Context:
     constrain: Constrain = field(default=as_given)
 
     def local_size(self, array: ShardedArray, dim: str) -> int:
-        """Entries of a dim of the model (not of the batch) on one device."""
+        """Returns the entries of a dim of the model (not of the batch) on one device."""
         return self.model.dims[dim] // math.prod(self.mesh[axis] for axis in array.axes_of(dim))

@@ -1,8 +1,8 @@
-"""The product of two arrays by the letters of their dims, in the order of work that the platform is fast at.
+"""Multiplies two arrays by the letters of their dims, in the layout that is fast on the platform.
 
-XLA's fast matrix product on CPU wants the dim that is summed last in its left factor. A product that sums the first
-dims of both, as the gradient of every weight does (over tokens), falls back to a slower one. Here the smaller factor is
-turned round first: a copy of it costs less than what the slower product loses. Other platforms choose by themselves.
+XLA's fast matrix product on CPU needs the summed dim last in its left factor. A product that sums the first dims of
+both, as the gradient of every weight does (over tokens), runs a slower one. Here the smaller factor is transposed
+first: the copy costs less than the slower product. On other platforms XLA chooses well.
 """
 
 import math
@@ -16,7 +16,7 @@ from meshwright.nn.attention.platform import default_platform
 
 
 def contract(equation: str, lhs: Array, rhs: Array, *, dtype: DTypeLike | None = None) -> Array:
-    """`jnp.einsum` of two arrays; ``dtype`` is that of the result and of its sums, by default the operands'."""
+    """Returns `jnp.einsum` of two arrays; the result and its sums have ``dtype``, by default the operands' own."""
     factors, out = equation.split("->")
     left, right = factors.split(",")
     shared = "".join(c for c in left if c in right)
@@ -26,12 +26,12 @@ def contract(equation: str, lhs: Array, rhs: Array, *, dtype: DTypeLike | None =
     sums_first_dims = left.startswith(ahead) and right.startswith(ahead) and batch != ahead and first and second
     wide = lhs.dtype == rhs.dtype == jnp.float32 and dtype in (None, jnp.float32)
     if sums_first_dims and sorted(out) == sorted(batch + first + second) and wide and default_platform() == "cpu":
-        return _turned_round((batch, ahead[len(batch) :], first, second), out, lhs, rhs)
+        return _transposed_product((batch, ahead[len(batch) :], first, second), out, lhs, rhs)
     return jnp.einsum(equation, lhs, rhs, preferred_element_type=dtype)
 
 
-def _turned_round(letters: tuple[str, str, str, str], out: str, lhs: Array, rhs: Array) -> Array:
-    """The product of [batch, summed, first] and [batch, summed, second], the smaller factor transposed beforehand."""
+def _transposed_product(letters: tuple[str, str, str, str], out: str, lhs: Array, rhs: Array) -> Array:
+    """Multiplies [batch, summed, first] and [batch, summed, second] after transposing the smaller factor."""
     batch, summed, first, second = letters
     sizes = dict(zip(batch + summed + first, lhs.shape, strict=True))
     sizes |= zip(batch + summed + second, rhs.shape, strict=True)
@@ -42,9 +42,9 @@ def _turned_round(letters: tuple[str, str, str, str], out: str, lhs: Array, rhs:
     if size(first) > size(second):
         lhs, rhs, first, second = rhs, lhs, second, first
     shape = [*(sizes[c] for c in batch), size(summed), -1]
-    # The barriers keep XLA from folding a transposition back into the product, which would undo all this.
-    turned = lax.optimization_barrier(jnp.swapaxes(lhs.reshape(shape), -1, -2))
-    made = jnp.matmul(turned, rhs.reshape(shape))
+    # The barriers keep XLA from folding a transposition back into the product.
+    transposed = lax.optimization_barrier(jnp.swapaxes(lhs.reshape(shape), -1, -2))
+    made = jnp.matmul(transposed, rhs.reshape(shape))
     found = batch + first + second
     if found != out:
         made = lax.optimization_barrier(made)
@@ -53,6 +53,6 @@ def _turned_round(letters: tuple[str, str, str, str], out: str, lhs: Array, rhs:
 
 
 def spread(x: Array, dims: tuple[str, ...], over: tuple[str, ...]) -> Array:
-    """An array over ``dims`` with the rank of one over the dims ``over``, 1 where it has none of them."""
+    """Transposes and reshapes an array over ``dims`` to broadcast against one over the dims ``over``."""
     order = [dims.index(dim) for dim in over if dim in dims]
     return jnp.expand_dims(x.transpose(order), tuple(i for i, dim in enumerate(over) if dim not in dims))

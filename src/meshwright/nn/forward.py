@@ -1,4 +1,4 @@
-"""The logits of a model on one device: the forward steps of its training program, without the loss."""
+"""Computes a model's logits on one device: the forward steps of its training program without the loss."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -24,7 +24,7 @@ Carry = TypeVar("Carry")
 
 
 def logits_fn(model: Model) -> Callable[..., jax.Array]:
-    """(params, tokens[B,T], documents[B,T] or None, tokens of the encoder or None) -> logits[B,T,V] in float32."""
+    """Returns a function (params, tokens[B,T], documents[B,T], encoder tokens) -> logits[B,T,V] in float32."""
     require_runnable(model)
 
     def logits(
@@ -37,9 +37,9 @@ def logits_fn(model: Model) -> Callable[..., jax.Array]:
         # Keeping every result leaves the logits whole: other policies may compute the loss in chunks.
         derived = derive(transformer(model, options), Strategy(mesh=make_mesh({}), remat="none"))
         context = Context(model=model, derived=derived, mesh=make_mesh({}), options=options)
-        given: dict[str, Any] = {"tokens": tokens, "positions": _places(tokens), "documents": documents}
+        given: dict[str, Any] = {"tokens": tokens, "positions": _positions(tokens), "documents": documents}
         if encoder_tokens is not None:
-            given |= {"encoder_tokens": encoder_tokens, "encoder_positions": _places(encoder_tokens)}
+            given |= {"encoder_tokens": encoder_tokens, "encoder_positions": _positions(encoder_tokens)}
         blocks = {steps.block.name: steps for steps in derived.blocks}
 
         def layer(steps: BlockSteps, number: jax.Array, own: Params, stream: jax.Array) -> jax.Array:
@@ -55,8 +55,8 @@ def logits_fn(model: Model) -> Callable[..., jax.Array]:
     return logits
 
 
-def _places(tokens: jax.Array) -> jax.Array:
-    """The position of each token in its row."""
+def _positions(tokens: jax.Array) -> jax.Array:
+    """Returns the position of each token in its row."""
     return jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
 
 

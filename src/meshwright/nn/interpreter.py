@@ -19,9 +19,9 @@ Environment = dict[ShardedArray, jax.Array]
 
 
 def run(context: Context, steps: Iterable[Step], env: Environment, *, until: str = "") -> Environment:
-    """``env`` with the results of the steps added, in their order; stops after the one named ``until``, if given.
+    """Runs steps in order and returns ``env`` with their results; stops after the result named ``until``, if given.
 
-    An array is known by its name and its sharding, so that a gathered weight and its shard are two entries.
+    The key of an array is its name with its sharding, so a gathered weight and its shard are two entries.
     """
     env = dict(env)
     for step in steps:
@@ -39,8 +39,10 @@ def run(context: Context, steps: Iterable[Step], env: Environment, *, until: str
 
 
 def run_update(steps: Iterable[Step], env: Environment) -> Environment:
-    """``env`` with the results of an optimizer's steps added; collectives and products carry labels of their own, the
-    rest is one label's."""
+    """Runs the steps of an optimizer and returns ``env`` with their results.
+
+    Collectives and products have labels of their own; elementwise steps share one.
+    """
     env = dict(env)
     for step in steps:
         label = msgspec.structs.replace(step.label, block="update", phase="update")
@@ -52,7 +54,7 @@ def run_update(steps: Iterable[Step], env: Environment) -> Environment:
 
 
 def _results(context: Context | None, step: Step, inputs: list[jax.Array]) -> tuple[jax.Array, ...]:
-    """Blocks on their way round a ring stay what they are: attention passes them on."""
+    """Runs one step. A round of a ring returns its block unchanged: attention itself sends it on."""
     if isinstance(step.details, Round):
         return (inputs[0],)
     if step.is_collective:

@@ -1,7 +1,7 @@
-"""int8 storage: values and the scale that each group of them shares, and products with weights stored so.
+"""int8 storage: values and one scale per group, and products with int8 weights.
 
-``x = scale * values`` with values in -127..127 and scale = max |x| / 127 over the group, so that no entry is off by
-more than half a scale.
+``x = scale * values`` with values in -127..127 and scale = max |x| / 127 over the group, so the error of an entry is at
+most half a scale.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,22 +22,22 @@ LARGEST = 127
 
 
 def absmax_scale(x: Float[Array, "..."], axes: tuple[int, ...]) -> Float[Array, "..."]:
-    """The scale of each group of entries along ``axes``, in float32; 1 for a group of zeros."""
+    """Returns the scale of each group of entries along ``axes`` in float32; 1 for a group of zeros."""
     largest = jnp.max(jnp.abs(x), axis=axes).astype(jnp.float32)
     return jnp.where(largest > 0, largest / LARGEST, 1.0)
 
 
 def quantise(x: Float[Array, "..."], scale: Float[Array, "..."], axes: tuple[int, ...]) -> Int8[Array, "..."]:
-    """The nearest values; ``scale`` lacks the dims ``axes``."""
+    """Rounds to the nearest values; ``scale`` lacks the dims ``axes``."""
     wide = x.astype(jnp.float32) / jnp.expand_dims(scale, axes)
     return jnp.clip(jnp.round(wide), -LARGEST, LARGEST).astype(jnp.int8)
 
 
 def scaled_product(step: Step, lhs: Any, values: Array, scale: Array, product: Callable[[Any, Array], Array]) -> Any:
-    """``product(lhs, weight)`` for a weight in int8: values go in as the stream's dtype, which holds them exactly, and
-    the scale multiplies what comes out.
+    """Returns ``product(lhs, weight)`` for an int8 weight.
 
-    Tokens packed by expert are multiplied by the weight itself, made from its values: their rows have other scales.
+    The values are multiplied in the stream's dtype, which holds them exactly, and the scale multiplies the result.
+    Rows of packed tokens have the scales of different experts, so there the weight itself is dequantised first.
     """
     _, of_values, of_scale = (array.dims for array in step.inputs)
     if isinstance(lhs, Ragged):
@@ -48,7 +48,7 @@ def scaled_product(step: Step, lhs: Any, values: Array, scale: Array, product: C
 
 
 def contracted_axes(model: Model) -> dict[str, tuple[int, ...]]:
-    """Each weight that int8 may hold -> the axes of its array in `Params` that its scale lacks."""
+    """Returns, for each weight that may be int8, the axes of its array in `Params` that its scale lacks."""
     table = rows(model)
     found = {}
     for name, scale in scales(model).items():
@@ -59,7 +59,7 @@ def contracted_axes(model: Model) -> dict[str, tuple[int, ...]]:
 
 
 def quantise_params(model: Model, params: Mapping[str, Array]) -> Params:
-    """Weights as int8 programs take them: matrices as values, ``<name>_scale`` beside each, the others as they are."""
+    """Quantises matrices to values and ``<name>_scale``; other weights are unchanged."""
     axes, named = contracted_axes(model), scales(model)
     found: Params = {}
     for name, weight in params.items():
@@ -73,5 +73,5 @@ def quantise_params(model: Model, params: Mapping[str, Array]) -> Params:
 
 
 def param_shapes(model: Model, shapes: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shapes of quantised weights from those of the float ones."""
+    """Returns the shapes of quantised weights, given the shapes of the float weights."""
     return jax.eval_shape(lambda given: quantise_params(model, given), dict(shapes))

@@ -1,4 +1,4 @@
-"""The weights of a model as a flat dict of arrays: which there are, and made from a seed."""
+"""The weights of a model as a flat dict of arrays: their rows of the weight table, shapes, and initial values."""
 
 import jax
 import jax.numpy as jnp
@@ -18,9 +18,9 @@ _INTO_STREAM = ("wo", "w_down", "experts_w_down", "shared_w_down", "cross_wo", "
 
 
 def rows(model: Model) -> dict[str, Weight]:
-    """Variable of the program -> its row of the weight table, with just the layers that the variable holds.
+    """Returns, for each variable of the program, its row of the weight table, with only the layers that it holds.
 
-    Tied weights are there once.
+    Tied weights appear once.
     """
     kinds = layer_kinds(model)
     layers_of = {kind.suffix if len(kinds) > 1 else "": kind.layers for kind in kinds}
@@ -35,19 +35,19 @@ def rows(model: Model) -> dict[str, Weight]:
 
 
 def stacked_shape(weight: Weight) -> tuple[int, ...]:
-    """Shape of the array in `Params`: weights of the repeated layers have L in front."""
+    """Returns the shape of the array in `Params`: weights of the repeated layers have a leading L."""
     return (weight.repeat, *weight.shape) if weight.layers else weight.shape
 
 
 def param_shapes(model: Model, *, dtype: jnp.dtype = jnp.float32) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shapes of all arrays, without any of them."""
+    """Returns the shapes of all arrays without making them."""
     return {name: jax.ShapeDtypeStruct(stacked_shape(weight), dtype) for name, weight in rows(model).items()}
 
 
 def init_params(model: Model, seed: int, *, dtype: jnp.dtype = jnp.float32) -> Params:
-    """Weights drawn from ``seed``, each array from a key of its own: the same numbers whatever mesh they are made on.
+    """Draws weights from ``seed``, each array from its own key, so the numbers do not depend on the mesh.
 
-    Under `jax.jit` with ``out_shardings`` each device makes its own shards only.
+    Under `jax.jit` with ``out_shardings`` each device draws its own shards only.
     """
     key = jax.random.key(seed)
     return {
@@ -57,8 +57,8 @@ def init_params(model: Model, seed: int, *, dtype: jnp.dtype = jnp.float32) -> P
 
 
 def _initial(model: Model, weight: Weight, key: jax.Array) -> jax.Array:
-    """Normal with standard deviation 0.02, divided by sqrt(2 L) where a matrix writes into the residual stream
-    (GPT-2's rule); norms multiply by one at first, and biases and sinks are zeros."""
+    """Draws from a normal distribution with standard deviation 0.02, divided by sqrt(2 L) for matrices that write into
+    the residual stream (GPT-2). Norms start as identities; biases and sinks are zeros."""
     shape = stacked_shape(weight)
     if weight.part == "norm" and not weight.name.endswith("_bias"):
         return jnp.zeros(shape) if model.norm_unit_offset else jnp.ones(shape)

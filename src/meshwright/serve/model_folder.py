@@ -8,7 +8,7 @@ from tokenizers import Tokenizer
 
 from meshwright.core.errors import InputError
 from meshwright.nn.hf.files import DTYPES, Tensors, open_checkpoint
-from meshwright.nn.hf.format import places
+from meshwright.nn.hf.format import stored_parts
 from meshwright.nn.hf.tokenizer import TOKENIZER, TOKENIZER_CONFIG, end_name, end_token, read_table, read_tokenizer
 from meshwright.nn.hf.weights import CONFIG
 from meshwright.spec.hf.read import model_from_config
@@ -76,7 +76,7 @@ def open_model(folder: Path) -> ModelFolder:
 
 def _dtype(model: Model, tensors: Tensors) -> str:
     """Returns the dtype of the embedding; a checkpoint without one is refused when its weights are read."""
-    first = next(places(model, tensors))
+    first = next(stored_parts(model, tensors))
     if first.tensor not in tensors:
         return "fp32"
     return "fp32" if tensors[first.tensor].dtype.itemsize == DTYPES["fp32"].itemsize else "bf16"

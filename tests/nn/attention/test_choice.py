@@ -10,7 +10,7 @@ import pytest
 
 from meshwright.nn.attention import blocks, staircase
 from meshwright.nn.attention.choice import attention, attention_backward
-from meshwright.nn.attention.visibility import AttentionCall, Places, order_of
+from meshwright.nn.attention.visibility import AttentionCall, TokenPositions, mask_kind
 from tests.nn.arrays import close
 
 SCALE = 0.3
@@ -90,9 +90,11 @@ def plain(arrays, places, *, scale, window=None, softcap=None):
 
 
 def call_of(arrays, places, rule, *, in_order, platform="cpu"):
-    here, there = (Places(*(places.get(key + name) for name in ("positions", "documents"))) for key in ("", "key_"))
+    here, there = (
+        TokenPositions(*(places.get(key + name) for name in ("positions", "documents"))) for key in ("", "key_")
+    )
     facts = {"query": here, "key": there, "sinks": arrays.get("sinks"), "platform": platform}
-    return AttentionCall(**facts, **rule, order=order_of(arrays["q"], arrays["k"], in_order=in_order))
+    return AttentionCall(**facts, **rule, mask=mask_kind(arrays["q"], arrays["k"], in_order=in_order))
 
 
 def ours(arrays, places, rule, **options):

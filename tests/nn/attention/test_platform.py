@@ -10,7 +10,7 @@ import pytest
 
 from meshwright.nn.attention import splash as attention_splash
 from meshwright.nn.attention.choice import attention, attention_backward, kernel_of
-from meshwright.nn.attention.visibility import AttentionCall, Places
+from meshwright.nn.attention.visibility import AttentionCall, TokenPositions
 from tests.nn.arrays import close
 
 CASE = {"dtype": "bfloat16", "T": 4096, "S": 4096, "H": 128, "Hv": 128}
@@ -46,7 +46,9 @@ def test_the_way_of_each_case(platform, changes, way):
     rows = jnp.zeros((1, 1)) if changes.get("documents") else None
     sinks = jnp.zeros(2) if changes.get("sinks") else None
     order = changes.get("order", "rows")
-    call = AttentionCall(scale=1.0, **rule, query=Places(rows, rows), sinks=sinks, order=order, platform=platform)
+    call = AttentionCall(
+        scale=1.0, **rule, query=TokenPositions(rows, rows), sinks=sinks, mask=order, platform=platform
+    )
     shapes = ((1, sizes["T"], 2, sizes["H"]), (1, sizes["S"], 2, sizes["H"]), (1, sizes["S"], 2, sizes["Hv"]))
     qkv = [jax.ShapeDtypeStruct(shape, sizes["dtype"]) for shape in shapes]
     assert kernel_of(call, *qkv).__name__ == f"meshwright.nn.attention.{way}"
@@ -56,7 +58,7 @@ def inputs(B, T, N, K, H, dtype):
     rng = np.random.default_rng(0)
     shapes = {"dout": (B, T, N, H), "q": (B, T, N, H), "k": (B, T, K, H), "v": (B, T, K, H)}
     arrays = {n: jnp.asarray(rng.normal(size=s), dtype) for n, s in shapes.items()}
-    return arrays, Places(jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32)[None], (B, T)))
+    return arrays, TokenPositions(jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32)[None], (B, T)))
 
 
 @pytest.mark.parametrize("window", [None, 40])
@@ -66,7 +68,7 @@ def test_cudnn_runs_one_kernel_each_way(monkeypatch, window):
 
     monkeypatch.setattr(cudnn, "check_cudnn_version", lambda: 91000)
     arrays, places = inputs(2, 128, 4, 2, 64, jnp.bfloat16)
-    call = AttentionCall(scale=0.125, window=window, query=places, key=places, order="rows", platform="cuda")
+    call = AttentionCall(scale=0.125, window=window, query=places, key=places, mask="rows", platform="cuda")
     qkv = [arrays[n] for n in "qkv"]
 
     def kernels(function, *given):
@@ -102,7 +104,7 @@ def test_splash_gives_what_the_own_form_gives(monkeypatch, rule, documents, sink
 
     @functools.partial(jax.jit, static_argnums=0)
     def both(platform, dout, *qkv):
-        call = AttentionCall(**facts, query=places, key=places, order="rows", platform=platform)
+        call = AttentionCall(**facts, query=places, key=places, mask="rows", platform=platform)
         o, lse = attention(call, *qkv)
         return o, lse, *attention_backward(call, (dout, o, lse), *qkv)
 

@@ -15,7 +15,7 @@ from meshwright.algebra.rewrites.rings import num_moves
 from meshwright.hlo.collectives import collectives
 from meshwright.nn.attention.choice import attention, attention_backward
 from meshwright.nn.attention.ring import KeyRing, ring_attention, ring_attention_backward
-from meshwright.nn.attention.visibility import AttentionCall, Places, zigzag_order
+from meshwright.nn.attention.visibility import AttentionCall, TokenPositions, zigzag_order
 from meshwright.nn.collectives import Ring
 from meshwright.spec.strategy import Strategy
 from tests.nn.arrays import close
@@ -36,7 +36,7 @@ def inputs(dealt, num_ranks, *, documents=False, sinks=False):
     order = zigzag_order(LENGTH, num_ranks) if dealt == "zigzag" else np.arange(LENGTH)
     shapes = {"q": (2, LENGTH, 2, 4), "k": (2, LENGTH, 1, 4), "v": (2, LENGTH, 1, 3), "dout": (2, LENGTH, 2, 3)}
     arrays = {n: jnp.asarray(rng.normal(size=s), jnp.float32) for n, s in shapes.items()}
-    places = Places(jnp.asarray(np.stack([order, order]), jnp.int32))
+    places = TokenPositions(jnp.asarray(np.stack([order, order]), jnp.int32))
     if documents:
         numbers = np.sort(rng.integers(0, 4, (2, LENGTH)), axis=1)[:, order]
         places = places._replace(document=jnp.asarray(numbers, jnp.int32))
@@ -46,7 +46,7 @@ def inputs(dealt, num_ranks, *, documents=False, sinks=False):
 
 def whole(arrays, places, extra, window):
     """(o, lse, dq, dk, dv, ...) on one device."""
-    call = AttentionCall(scale=0.4, window=window, query=places, key=places, order="places", **extra)
+    call = AttentionCall(scale=0.4, window=window, query=places, key=places, mask="places", **extra)
     qkv = [arrays[n] for n in "qkv"]
     o, lse = attention(call, *qkv)
     return o, lse, *attention_backward(call, (arrays["dout"], o, lse), *qkv)
@@ -56,11 +56,11 @@ def passes(mesh, extra, *, dealt, window, divergent=False):
     """Forward and backward of the ring as functions of global arrays."""
     axes, sharded, held = mesh.axis_names, PartitionSpec(None, mesh.axis_names), PartitionSpec()
 
-    ring = KeyRing(axes=axes, dealt=dealt, divergent=divergent)
+    ring = KeyRing(axes=axes, layout=dealt, divergent=divergent)
 
     def call(places):
         everywhere = jax.tree.map(lambda x: jax.lax.all_gather(x, axes, axis=1, tiled=True), places)
-        return AttentionCall(scale=0.4, window=window, query=places, key=everywhere, order="places", **extra)
+        return AttentionCall(scale=0.4, window=window, query=places, key=everywhere, mask="places", **extra)
 
     def forward(places, *qkv):
         return ring_attention(call(places), ring, *qkv)

@@ -5,12 +5,20 @@ import numpy as np
 import pytest
 
 from meshwright.core.errors import InputError
-from meshwright.nn.attention.visibility import EVERYTHING, NOTHING, SOME, Places, block_sight, visible, zigzag_order
+from meshwright.nn.attention.visibility import (
+    EVERYTHING,
+    NOTHING,
+    SOME,
+    TokenPositions,
+    block_visibility,
+    visible,
+    zigzag_order,
+)
 
 
 def test_the_rule_of_sight():
-    query = Places(jnp.array([5, 5, 5, 5, 5]), jnp.array([1, 1, 1, 1, 2]))
-    key = Places(jnp.array([5, 6, 3, 2, 5]), jnp.array([1, 1, 1, 1, 1]))
+    query = TokenPositions(jnp.array([5, 5, 5, 5, 5]), jnp.array([1, 1, 1, 1, 2]))
+    key = TokenPositions(jnp.array([5, 6, 3, 2, 5]), jnp.array([1, 1, 1, 1, 1]))
     assert visible(query, key, window=3).tolist() == [True, False, True, False, False]
     assert visible(query, key, window=None).tolist() == [True, False, True, True, False]
 
@@ -22,8 +30,8 @@ def test_sight_of_blocks_agrees_with_sight_of_pairs(kind, window):
     length, query_block, key_block = 48, 6, 8
     order = {"shuffled": rng.permutation(length), "zigzag": zigzag_order(length, 4)}.get(kind, np.arange(length))
     document = jnp.asarray(np.sort(rng.integers(0, 5, (2, length)), axis=1)) if kind == "documents" else None
-    places = Places(jnp.asarray(np.stack([order, order])), document)
-    sight = np.asarray(block_sight(places, places, window=window, query_block=query_block, key_block=key_block))
+    places = TokenPositions(jnp.asarray(np.stack([order, order])), document)
+    sight = np.asarray(block_visibility(places, places, window=window, query_block=query_block, key_block=key_block))
     pairs = np.asarray(visible(places.over_keys(), places.over_queries(), window=window))
     found = pairs.reshape(2, length // query_block, query_block, length // key_block, key_block)
     assert np.all(found.all(axis=(0, 2, 4))[sight == EVERYTHING])
@@ -37,9 +45,9 @@ def test_sight_of_blocks_agrees_with_sight_of_pairs(kind, window):
 
 def test_rows_that_fill_up_are_never_seen():
     top = np.iinfo(np.int32).max
-    query, key = Places(jnp.array([-1, -1], jnp.int32)), Places(jnp.array([0, top], jnp.int32))
+    query, key = TokenPositions(jnp.array([-1, -1], jnp.int32)), TokenPositions(jnp.array([0, top], jnp.int32))
     assert not visible(query.over_keys(), key.over_queries(), window=3).any()
-    assert block_sight(query, key, window=3, query_block=2, key_block=2).tolist() == [[NOTHING]]
+    assert block_visibility(query, key, window=3, query_block=2, key_block=2).tolist() == [[NOTHING]]
 
 
 def test_a_zigzag_deals_out_the_two_ends():

@@ -162,7 +162,7 @@ LOSSES = ProgramOptions(balance_loss=20.0, router_z_loss=3.0)
 
 @pytest.fixture
 def in_blocks(monkeypatch):
-    """Blocks, and packed tokens where they stay at home, for the few slots of these tests."""
+    """ExpertBlocks, and packed tokens where they stay at home, for the few slots of these tests."""
     monkeypatch.setattr(products, "FEW_SLOTS", 0)
 
 

@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.nn.hf.files import Entry, StoredTensor, write_checkpoint
-from meshwright.nn.hf.format import places
+from meshwright.nn.hf.format import stored_parts
 from meshwright.nn.hf.weights import (
     convert_hf,
     gathered_part,
@@ -200,7 +200,7 @@ def test_host_memory_stays_at_the_weights_and_a_shard(tmp_path):
             np.dtype(ml_dtypes.bfloat16),
             lambda shape=place.shape: np.zeros(shape, ml_dtypes.bfloat16),
         )
-        for place in places(model)
+        for place in stored_parts(model)
     }
     write_checkpoint(tmp_path, list(zeros.values()), max_bytes=10**9)
     assert total > 100e6

@@ -13,9 +13,9 @@ from meshwright.core.errors import InputError
 from meshwright.hlo.collectives import collectives
 from meshwright.nn.ops import collective_matmul
 from meshwright.nn.ops.collective_matmul import (
+    BlockedProduct,
     Factor,
-    Product,
-    Round,
+    MatmulRing,
     all_gather_matmul,
     block_length,
     matmul_reduce_scatter,
@@ -39,7 +39,7 @@ def arrays(length):
 
 def product(equation, *factors, axis):
     """A product of factors; None stands for what goes round."""
-    return Product(apply=partial(jnp.einsum, equation), factors=factors, axis=axis)
+    return BlockedProduct(apply=partial(jnp.einsum, equation), factors=factors, axis=axis)
 
 
 def on(size, function, in_specs, out_specs):
@@ -50,7 +50,7 @@ def gather_function(ways, *, divergent=False):
     """x split by T -> y split by F, the weight's gradient split by F, and x whole: one round for all three."""
 
     def run(x, w, dy):
-        ring = Round(axes=("ring",), ways=ways, divergent=divergent)
+        ring = MatmulRing(axes=("ring",), ways=ways, divergent=divergent)
         forward = product("btd,df->btf", None, Factor(w, None), axis=1)
         gradient = product("btd,btf->df", None, Factor(dy, 1), axis=None)
         return all_gather_matmul(x, [forward, gradient], ring, axis=1, gathers=True)
@@ -62,7 +62,7 @@ def scatter_function(ways, *, num_products=1):
     """y split by F, twice -> the sum of both products, split by T."""
 
     def run(dy, w):
-        ring = Round(axes=("ring",), ways=ways)
+        ring = MatmulRing(axes=("ring",), ways=ways)
         products = [product("btf,df->btd", Factor(dy, 1), Factor(w, None), axis=1)] * num_products
         return matmul_reduce_scatter(products, ring, length=block_length(products, ring.size))
 
@@ -94,7 +94,7 @@ def test_matmul_all_reduce_along_the_last_dim(ways):
     w = jnp.concatenate([w, 2 * w[:2]])  # D = 8
 
     def run(dy, w):
-        ring = Round(axes=("ring",), ways=ways)
+        ring = MatmulRing(axes=("ring",), ways=ways)
         products = [product("btf,df->btd", Factor(dy, None), Factor(w, 0), axis=2)]
         part = matmul_reduce_scatter(products, ring, length=block_length(products, ring.size))
         return lax.all_gather(part, "ring", axis=2, tiled=True)

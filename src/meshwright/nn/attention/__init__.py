@@ -1,1 +1,1 @@
-"""Attention on one device or round a ring, in the forms that platforms need."""
+"""Attention on one device or over a ring of devices: fused kernels of platforms, and two of this package."""

@@ -10,24 +10,24 @@ from types import ModuleType
 from jaxtyping import Array, Float
 
 from meshwright.nn.attention import blocks, cudnn, splash, staircase
-from meshwright.nn.attention.scores import Given, Mixed, sink_cotangents
+from meshwright.nn.attention.scores import AttentionResult, BackwardInputs, sink_cotangents
 from meshwright.nn.attention.visibility import AttentionCall
 
 KERNELS = (cudnn, splash, staircase, blocks)
-"""The platforms' fused kernels, then the project's own: each says what it ``takes``, and has both passes."""
+"""The platforms' fused kernels, then this package's own. Each module has ``takes``, ``forward`` and ``backward``."""
 
 
 def kernel_of(call: AttentionCall, q: Array, k: Array, v: Array) -> ModuleType:
-    """The first of the kernels that takes the call."""
+    """Returns the first kernel that takes the call."""
     return next(kernel for kernel in KERNELS if kernel.takes(call, q, k, v))
 
 
 def attention(
     call: AttentionCall, q: Float[Array, "B T N H"], k: Float[Array, "B S K H"], v: Float[Array, "B S K Hv"]
-) -> Mixed:
-    """The mixed values, and the log-sum-exp of each query's scores in float32, the sink's logit included.
+) -> AttentionResult:
+    """Returns the weighted values, and the log-sum-exp of each query's scores in float32, sinks included.
 
-    A query that sees nothing gets zeros and minus infinity.
+    A query that sees no key gets zeros and minus infinity.
     """
     o, lse = kernel_of(call, q, k, v).forward(call, q, k, v)
     return o, lse
@@ -35,13 +35,12 @@ def attention(
 
 def attention_backward(
     call: AttentionCall,
-    given: Given,
+    given: BackwardInputs,
     q: Float[Array, "B T N H"],
     k: Float[Array, "B S K H"],
     v: Float[Array, "B S K Hv"],
 ) -> tuple[Array, ...]:
-    """Cotangents (dq, dk, dv) and, where there are sinks, dsinks; the result and its log-sum-exp may come from more
-    keys than these.
+    """Returns cotangents (dq, dk, dv) and, with sinks, dsinks. The given result may come from more keys than these.
 
     dS = P (dout v^T - delta), P = exp(S - lse), delta = the row sums of dout o.
     """

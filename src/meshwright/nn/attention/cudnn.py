@@ -1,4 +1,4 @@
-"""cuDNN's fused attention, forward with its log-sum-exp and backward from it.
+"""Runs cuDNN's fused attention: forward with its log-sum-exp, backward from it.
 
 The backward kernel is reached through JAX's own rule for it: differentiating `jax.nn.dot_product_attention` would run
 the forward kernel a second time, and that function rounds the log-sum-exp to the element type of the result.
@@ -9,34 +9,34 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from meshwright.nn.attention.scores import Cotangents, Given, Mixed
+from meshwright.nn.attention.scores import AttentionResult, BackwardInputs, QkvCotangents
 from meshwright.nn.attention.visibility import AttentionCall
 
 HALVES = ("bfloat16", "float16")
 _SEED, _DROPOUT, _NO_BIAS = 42, 0.0, (False, False)
-"""What the kernels are told of dropout (none) and of a bias (none, nor its gradient)."""
+"""Arguments of the kernels: no dropout, no bias and no gradient of one."""
 
 
 def takes(call: AttentionCall, q: Array, k: Array, v: Array) -> bool:
     """True on CUDA for bf16 or fp16, rows in order or all keys seen, H = Hv <= 128 that 8 divides; no soft cap, sinks
     or documents.
 
-    Hopper's limit of 256 for the width of a head is not used: the program may be compiled for another GPU.
+    Hopper takes heads up to 256 wide, but the program may be compiled for another GPU.
     """
     width = q.shape[-1]
     plain = call.softcap is None and call.sinks is None and call.query.document is None
     narrow = width == v.shape[-1] and width <= 128 and width % 8 == 0
-    return call.platform == "cuda" and plain and narrow and call.order != "places" and q.dtype.name in HALVES
+    return call.platform == "cuda" and plain and narrow and call.mask != "places" and q.dtype.name in HALVES
 
 
 def _mask(call: AttentionCall) -> Any:
     from jax._src.cudnn.fused_attention_stablehlo import MaskType
 
-    return MaskType.CAUSAL if call.order == "rows" else MaskType.NO_MASK
+    return MaskType.CAUSAL if call.mask == "rows" else MaskType.NO_MASK
 
 
-def forward(call: AttentionCall, q: Array, k: Array, v: Array) -> Mixed:
-    """Result and log-sum-exp (float32)."""
+def forward(call: AttentionCall, q: Array, k: Array, v: Array) -> AttentionResult:
+    """Returns the result and the log-sum-exp in float32."""
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
     out, sums = cudnn.dot_product_attention(
@@ -45,8 +45,8 @@ def forward(call: AttentionCall, q: Array, k: Array, v: Array) -> Mixed:
     return out, jnp.swapaxes(sums, 1, 2)
 
 
-def backward(call: AttentionCall, given: Given, q: Array, k: Array, v: Array) -> Cotangents:
-    """(dq, dk, dv)."""
+def backward(call: AttentionCall, given: BackwardInputs, q: Array, k: Array, v: Array) -> QkvCotangents:
+    """Returns (dq, dk, dv)."""
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
     dout, o, lse = given

@@ -10,12 +10,12 @@ _traced_for: ContextVar[str] = ContextVar("traced_for", default="")
 
 
 def default_platform() -> str:
-    """That of the devices that JAX uses, or that a program is being traced for: "cpu", "cuda", "rocm" or "tpu"."""
+    """Returns the platform that a program is traced for: "cpu", "cuda", "rocm" or "tpu"; by default JAX's own."""
     return _traced_for.get() or platform_of(jax.devices()[0])
 
 
 def platform_of(device: jax.Device) -> str:
-    """That of a device, which may be of a topology that is not there."""
+    """Returns the platform of a device, which may belong to a topology that is only described."""
     if device.platform != "gpu":
         return device.platform
     version = getattr(device.client, "platform_version", "") if hasattr(device, "client") else ""
@@ -24,7 +24,7 @@ def platform_of(device: jax.Device) -> str:
 
 @contextmanager
 def traced_for(platform: str) -> Iterator[None]:
-    """Within it, programs are traced as the platform wants them, whatever JAX runs on."""
+    """Traces programs for a platform other than the one that JAX runs on."""
     token = _traced_for.set(platform)
     try:
         yield

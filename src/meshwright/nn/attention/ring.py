@@ -1,9 +1,8 @@
-"""Ring attention: queries stay, keys and values go round the devices block by block, and each block is attended to as
-it comes by.
+"""Ring attention: queries stay on their device; blocks of keys and values are passed round the ring.
 
-Forward, keys and values are sent on as many times as other devices have queries that see them. Backward they go round
-once more with their own cotangents, which gather on the way and are sent home from the last device. The next block is
-on its way while the block at hand is worked on.
+Forward, keys and values are sent to as many devices as have queries that see them. Backward they are sent round again
+together with their cotangents, to which each device adds; the last device sends these home. The next block is in flight
+while the current one is computed.
 """
 
 from collections.abc import Callable
@@ -17,42 +16,45 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from meshwright.nn.attention.choice import attention, attention_backward
-from meshwright.nn.attention.scores import Cotangents, Given, Mixed, safe
-from meshwright.nn.attention.visibility import NO_PLACES, AttentionCall
+from meshwright.nn.attention.scores import AttentionResult, BackwardInputs, QkvCotangents, safe
+from meshwright.nn.attention.visibility import NO_POSITIONS, AttentionCall
 from meshwright.nn.collectives import Ring
 
-Dealt = Literal["contiguous", "zigzag", "any"]
-"""Which positions a rank has. "contiguous": the r-th part of the sequence. "zigzag": chunks r and 2 n - 1 - r of 2 n
-(`zigzag_order`). "any": nothing is known before the positions are."""
+SequenceLayout = Literal["contiguous", "zigzag", "any"]
+"""Which positions a rank holds. "contiguous": the r-th part of the sequence. "zigzag": chunks r and 2 n - 1 - r of 2 n
+(`zigzag_order`). "any": only the positions say."""
 
 Pair = tuple[Array, Array]
-State = TypeVar("State")
+Carry = TypeVar("Carry")
 
 
 @dataclass(frozen=True, kw_only=True)
 class KeyRing(Ring):
-    """The devices that the keys of one attention go round, and which positions each has."""
+    """The ring of one attention, and which positions each rank holds."""
 
-    dealt: Dealt
+    layout: SequenceLayout
 
     def send(self, block: Pair, by: int = 1) -> Pair:
-        """The block of the device ``by`` places before this one."""
+        """Returns the pair of arrays that the device ``by`` places before this one holds."""
         first, second = (self.shift(x, by) for x in block)
         return first, second
 
     def moves(self, call: AttentionCall, length: int) -> int:
-        """How often keys are sent on: to every other rank, or only as far as the windows of contiguous ranks reach.
+        """Returns how many times keys are sent on: to every other rank, or as far as a window reaches.
 
-        Dealt out in zigzag, a chunk's neighbours are before and behind its rank, so that a window saves no move.
+        In zigzag order the neighbours of a chunk are on the ranks before and after, so a window saves nothing.
         """
-        if call.window is None or self.dealt != "contiguous":
+        if call.window is None or self.layout != "contiguous":
             return self.size - 1
         return min(self.size - 1, -(-call.window // length))
 
     def own(self, call: AttentionCall) -> AttentionCall:
-        """A rank's queries on its own keys. Positions rise along the rows of a zigzag too, though not by one."""
-        rising = self.dealt == "contiguous" or (self.dealt == "zigzag" and call.window is None)
-        return replace(call, key=call.query, order="rows" if rising else "places")
+        """Returns the call of a rank's queries on its own keys.
+
+        Positions rise along the rows of a zigzag too, but not by one, so a window needs positions.
+        """
+        rising = self.layout == "contiguous" or (self.layout == "zigzag" and call.window is None)
+        return replace(call, key=call.query, mask="rows" if rising else "places")
 
 
 def ring_attention(
@@ -61,97 +63,96 @@ def ring_attention(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B T K H"],
     v: Float[Array, "B T K Hv"],
-) -> Mixed:
-    """The mixed values and the log-sum-exp, as `attention` on all keys gives them.
+) -> AttentionResult:
+    """Returns what `attention` on all keys returns.
 
-    Inside `shard_map`: rank r has the r-th of the n equal parts of queries, keys and values, as they are dealt out over
+    Inside `shard_map`: rank r has the r-th of the n equal parts of queries, keys and values, as they are sharded over
     the ring's axes (major to minor). The keys of ``call`` are those of all parts in that order.
     """
     own = attention(ring.own(call), q, k, v)
 
-    def meet(state: Pair, keys: Pair, step: Array) -> Pair:
+    def add_block(state: Pair, keys: Pair, step: Array) -> Pair:
         return _merged(state, _passing(call, ring, step, q, keys))
 
     start, moves = (own[0].astype(jnp.float32), own[1]), ring.moves(call, q.shape[1])
-    o, lse = start if moves == 0 else _around(ring, moves, ring.send((k, v)), start, meet, first=1)
+    o, lse = start if moves == 0 else _around(ring, moves, ring.send((k, v)), start, add_block, first=1)
     return o.astype(q.dtype), lse
 
 
 def ring_attention_backward(
     call: AttentionCall,
     ring: KeyRing,
-    given: Given,
+    given: BackwardInputs,
     q: Float[Array, "B T N H"],
     k: Float[Array, "B T K H"],
     v: Float[Array, "B T K Hv"],
 ) -> tuple[Array, ...]:
-    """(dq, dk, dv) of this rank's queries, keys and values and, where there are sinks, dsinks of its queries alone."""
+    """Returns (dq, dk, dv) of this rank's queries, keys and values and, with sinks, dsinks of its queries alone."""
     dq, dk, dv, *dsinks = attention_backward(ring.own(call), given, q, k, v)
     moves = ring.moves(call, q.shape[1])
     if moves:
         more, collected = _collected(ring, moves, (k, v), partial(_passing_back, call, ring, given, q))
-        # The own part is added at home: cotangents start their round on the first device that the keys come to.
+        # Cotangents start on the first device that the keys reach, so the own part is added here.
         home = ring.send(collected, -moves)
         dq, dk, dv = dq.astype(jnp.float32) + more, dk + home[0], dv + home[1]
     return dq.astype(q.dtype), dk, dv, *dsinks
 
 
 def _around(
-    ring: KeyRing, moves: int, keys: Pair, start: State, meet: Callable[[State, Pair, Array], State], *, first: int
-) -> State:
-    """``start`` after meeting the blocks that come by, ``keys`` in step ``first``: those of that many places before."""
+    ring: KeyRing, moves: int, keys: Pair, start: Carry, add_block: Callable[[Carry, Pair, Array], Carry], *, first: int
+) -> Carry:
+    """Applies ``add_block`` to every passing block; ``keys``, of the rank ``first`` places before, is the first."""
 
-    def step(carry: tuple[Pair, State], index: Array) -> tuple[tuple[Pair, State], None]:
+    def step(carry: tuple[Pair, Carry], index: Array) -> tuple[tuple[Pair, Carry], None]:
         keys, state = carry
-        return (ring.send(keys), meet(state, keys, index)), None
+        return (ring.send(keys), add_block(state, keys, index)), None
 
     state = start
     if moves > first:
         (keys, state), _ = lax.scan(step, (keys, start), jnp.arange(first, moves))
-    return meet(state, keys, jnp.int32(moves))
+    return add_block(state, keys, jnp.int32(moves))
 
 
 def _collected(
-    ring: KeyRing, moves: int, keys: Pair, passing: Callable[[Array, Pair], Cotangents]
+    ring: KeyRing, moves: int, keys: Pair, passing: Callable[[Array, Pair], QkvCotangents]
 ) -> tuple[Array, Pair]:
-    """Cotangents of this rank's queries, and those of keys that were met last, from every rank that they met."""
+    """Returns the cotangent of this rank's queries, and the summed cotangents of the keys that passed last."""
 
-    def meet(state: tuple[Array, Pair], keys: Pair, step: Array) -> tuple[Array, Pair]:
+    def add_block(state: tuple[Array, Pair], keys: Pair, step: Array) -> tuple[Array, Pair]:
         dq, collected = state
         more, dk, dv = passing(step, keys)
-        # Sent on while this block is worked on: its own part is added at this end.
+        # In flight while this block is computed; its part is added after the send.
         dk_before, dv_before = ring.send(collected)
         return dq + more.astype(jnp.float32), (dk_before + dk, dv_before + dv)
 
     keys = ring.send(keys)
     dq, dk, dv = passing(jnp.int32(1), keys)
     state = (dq.astype(jnp.float32), (dk, dv))
-    return state if moves == 1 else _around(ring, moves, ring.send(keys), state, meet, first=2)
+    return state if moves == 1 else _around(ring, moves, ring.send(keys), state, add_block, first=2)
 
 
 def _on_passing(
-    call: AttentionCall, ring: KeyRing, step: Array, length: int, part: Callable[[AttentionCall, int, int], State]
-) -> State:
-    """``part`` of (call, first query, end of keys): these queries on these keys of the block of another rank, where
-    nothing else is seen.
+    call: AttentionCall, ring: KeyRing, step: Array, length: int, part: Callable[[AttentionCall, int, int], Carry]
+) -> Carry:
+    """Applies ``part`` to (call, first query, end of keys), the pairs of another rank's block that are visible.
 
-    Where only the order of positions decides, ranks alone say what is seen. The block is of an earlier rank or, having
-    come round, of a later one. Contiguous: all, or nothing. In zigzag, an earlier rank's first chunk is seen by both
-    chunks here and its last one by none; both chunks of a later rank are seen by the last chunk here alone. Half the
-    pairs either way, so that ranks wait for none.
+    Without a window and documents the ranks decide. The block comes from an earlier rank or, after a round, from a
+    later one. Contiguous: everything or nothing is seen. In zigzag order an earlier rank's first chunk is seen by both
+    chunks here and its last one by none; both chunks of a later rank are seen by the last chunk here alone. That is
+    half the pairs in both cases, so all ranks take equally long.
     """
-    if ring.dealt == "any" or call.window is not None or call.query.document is not None:
+    if ring.layout == "any" or call.window is not None or call.query.document is not None:
         source = (ring.rank - step) % ring.size
         there = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, source * length, length, axis=1), call.key)
-        return part(replace(call, sinks=None, key=there, order="places"), 0, length)
-    whole = replace(call, sinks=None, query=NO_PLACES, key=NO_PLACES, order="all")
+        return part(replace(call, sinks=None, key=there, mask="places"), 0, length)
+    whole = replace(call, sinks=None, query=NO_POSITIONS, key=NO_POSITIONS, mask="all")
     half = length // 2
-    earlier, later = ((0, length), (length, 0)) if ring.dealt == "contiguous" else ((0, half), (half, length))
+    earlier, later = ((0, length), (length, 0)) if ring.layout == "contiguous" else ((0, half), (half, length))
     return lax.cond(ring.rank >= step, lambda: part(whole, *earlier), lambda: part(whole, *later))
 
 
 def _passing(call: AttentionCall, ring: KeyRing, step: Array, q: Array, keys: Pair) -> Pair:
-    """Result and log-sum-exp of the queries on the block of another rank alone."""
+    """Returns the result and log-sum-exp of the queries on another rank's block alone."""
     k, v = keys
 
     def part(call: AttentionCall, first: int, end: int) -> Pair:
@@ -164,11 +165,13 @@ def _passing(call: AttentionCall, ring: KeyRing, step: Array, q: Array, keys: Pa
     return _on_passing(call, ring, step, q.shape[1], part)
 
 
-def _passing_back(call: AttentionCall, ring: KeyRing, given: Given, q: Array, step: Array, keys: Pair) -> Cotangents:
-    """(dq, dk, dv) of the queries on the block of another rank."""
+def _passing_back(
+    call: AttentionCall, ring: KeyRing, given: BackwardInputs, q: Array, step: Array, keys: Pair
+) -> QkvCotangents:
+    """Returns (dq, dk, dv) of the queries on another rank's block."""
     k, v = keys
 
-    def part(call: AttentionCall, first: int, end: int) -> Cotangents:
+    def part(call: AttentionCall, first: int, end: int) -> QkvCotangents:
         if end == 0:
             return jnp.zeros_like(q), jnp.zeros_like(k), jnp.zeros_like(v)
         dout, o, lse = (x[:, first:] for x in given)
@@ -180,7 +183,7 @@ def _passing_back(call: AttentionCall, ring: KeyRing, given: Given, q: Array, st
 
 
 def _merged(first: Pair, second: Pair) -> Pair:
-    """Softmax over the keys of both, from the results and log-sum-exps over the keys of each."""
+    """Merges two results with their log-sum-exps into the softmax over the keys of both."""
     lse = jnp.logaddexp(first[1], second[1])
     one, other = (o.astype(jnp.float32) * jnp.exp(sums - safe(lse))[..., None] for o, sums in (first, second))
     return one + other, lse

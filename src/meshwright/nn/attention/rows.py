@@ -1,8 +1,8 @@
-"""Attention's arrays [B, T, N, H] as matrices of rows: the queries of all heads that share a key head in one matrix.
+"""Runs attention on matrices of rows: the queries of all heads that share a key head form one matrix.
 
-Rows of queries are (position, head within the group), so that a slice of heads of one sequence is such a matrix as it
-lies in memory. A CPU takes these one after the other, so that its blocks of scores stay in cache; other devices take
-all at once.
+Rows of queries are (position, head within the group), so a slice of heads of one sequence of [B, T, N, H] is such a
+matrix without a copy. A CPU processes the matrices one by one, so that blocks of scores stay in cache; other devices
+process all at once.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,38 +13,38 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from meshwright.nn.attention.scores import Cotangents, Given, Mixed, row_products, safe
+from meshwright.nn.attention.scores import AttentionResult, BackwardInputs, QkvCotangents, row_products, safe
 from meshwright.nn.attention.visibility import AttentionCall
 
 HEADS_PER_STEP = (3, 2)
-"""Key heads whose operations a CPU's threads may take in any order, the first that divides their number; with six the
-scores of all leave the cache."""
+"""Key heads in one loop iteration on a CPU, whose operations its threads share: the first that divides the number of
+heads. With six, their scores no longer fit in cache."""
 
 Results = tuple[tuple[Array, ...], tuple[Array, ...]]
 OfRows = Callable[..., Results]
-Pass = Callable[..., tuple[Array, ...]]
+AttentionPass = Callable[..., tuple[Array, ...]]
 Core = Callable[[AttentionCall, Sequence[Array], Sequence[Array]], Results]
-"""(call with the places of these rows, arrays of query rows, arrays of key rows) -> results by query row, by key row.
+"""(call with the positions of these rows, query arrays, key arrays) -> results by query row, results by key row.
 
 Arrays are [..., rows, width] or [..., rows]; results likewise."""
 
 
 def both_passes(
     run: Callable[..., Results], forward: Callable[..., Results], backward: Callable[..., Results]
-) -> tuple[Pass, Pass]:
-    """The passes of attention on [B, T, N, H] that run ``forward`` and ``backward`` on rows.
+) -> tuple[AttentionPass, AttentionPass]:
+    """Returns the forward and backward pass on [B, T, N, H] from functions of rows.
 
     Forward has (q,) or (q, sinks) and (k, v), and gives (result, log-sum-exp) by query row. Backward has
     (q, dout, lse, delta) and (k, v), and gives (dq,) by query row, (dk, dv) by key row.
     """
 
-    def whole_forward(call: AttentionCall, q: Array, k: Array, v: Array) -> Mixed:
+    def whole_forward(call: AttentionCall, q: Array, k: Array, v: Array) -> AttentionResult:
         sinks = call.sinks
         more = () if sinks is None else (jnp.broadcast_to(sinks.astype(jnp.float32)[None, None], q.shape[:3]),)
         (o, lse), _ = run(forward, call, (q, *more), (k, v))
         return o, lse
 
-    def whole_backward(call: AttentionCall, given: Given, q: Array, k: Array, v: Array) -> Cotangents:
+    def whole_backward(call: AttentionCall, given: BackwardInputs, q: Array, k: Array, v: Array) -> QkvCotangents:
         dout, o, lse = given
         rows = (q, dout.astype(q.dtype), safe(lse), row_products(dout, o))
         (dq,), (dk, dv) = run(backward, call, rows, (k, v))
@@ -54,7 +54,7 @@ def both_passes(
 
 
 def by_heads(core: Core, call: AttentionCall, queries: Sequence[Array], keys: Sequence[Array]) -> Results:
-    """The results of ``core`` on every sequence and key head, as [B, T, N, ...] and [B, S, K, ...].
+    """Applies ``core`` to every sequence and key head; results are [B, T, N, ...] and [B, S, K, ...].
 
     ``queries`` are [B, T, N, ...], ``keys`` [B, S, K, ...].
     """
@@ -89,7 +89,7 @@ def _one_by_one(core: Core, call: AttentionCall, queries: Sequence[Array], keys:
     batch, length, heads = queries[0].shape[:3]
     num_keys, kv_heads = keys[0].shape[1:3]
     group = heads // kv_heads
-    # Numbers of rows are read inside of loops over scores: with the stride of heads these would not be vectorised.
+    # One number per row is read inside loops over scores: with the stride of heads XLA would not vectorise them.
     queries = [x if x.ndim == 4 else _heads_first(x, kv_heads) for x in queries]
 
     def of_sequence(row: Array) -> AttentionCall:
@@ -106,8 +106,8 @@ def _one_by_one(core: Core, call: AttentionCall, queries: Sequence[Array], keys:
     def sequence(row: Array, out: Results) -> Results:
         here = of_sequence(row)
 
-        # A loop of its own over heads, to which places are whole arrays: read at an offset into those of all
-        # sequences, within the loop over scores, they would make that loop several times as slow.
+        # The loop over heads is separate, so that it sees the positions of one sequence as whole arrays: read at an
+        # offset inside the loop over scores, they make that loop several times as slow.
         def step(head: Array, out: Results) -> Results:
             by_query, by_key = one(row, head, here)
             return (

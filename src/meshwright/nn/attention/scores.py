@@ -1,6 +1,6 @@
-"""One block of queries against one block of keys: softmax that can go on, and its derivative.
+"""Attention of one block of queries and one block of keys: the running softmax and its derivative.
 
-Rows are a query each; the queries of all heads that share a key head stand in one matrix. Scores, exponentials and
+Each row is a query; the queries of all heads that share a key head form one matrix. Scores, exponentials and
 sums are in float32 whatever the arrays are. Source of the running form and of its derivative: FlashAttention-2.
 """
 
@@ -20,20 +20,19 @@ Queries = Float[Array, "*lead R H"]
 Keys = tuple[Float[Array, "*lead S H"], Float[Array, "*lead S Hv"]]
 PerRow = Float[Array, "*lead R"]
 Seen = Bool[Array, "*lead R S"] | None
-Mixed = tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]
-"""The values that each query mixes, and the log-sum-exp of its scores in float32."""
-Cotangents = tuple[Float[Array, "B T N H"], Float[Array, "B S K H"], Float[Array, "B S K Hv"]]
+AttentionResult = tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]
+"""The weighted values of each query, and the log-sum-exp of its scores in float32."""
+QkvCotangents = tuple[Float[Array, "B T N H"], Float[Array, "B S K H"], Float[Array, "B S K Hv"]]
 """Of queries, keys and values."""
-Given = tuple[Float[Array, "B T N Hv"], Float[Array, "B T N Hv"], Float[Array, "B T N"]]
-"""What a backward pass is given besides queries, keys and values: the cotangent of the result, the result, and its
-log-sum-exp."""
+BackwardInputs = tuple[Float[Array, "B T N Hv"], Float[Array, "B T N Hv"], Float[Array, "B T N"]]
+"""Inputs of a backward pass besides queries, keys and values: cotangent of the result, result, log-sum-exp."""
 
 LOWEST = -1e30
-"""Stands for the largest score of a row that has seen nothing; finite, so that differences of two are not NaN."""
+"""Initial maximum of a row; finite, because the difference of two infinities is NaN."""
 
 
-class Running(NamedTuple):
-    """Largest score so far, sum of exponentials relative to it, and the values weighed by these, of each row."""
+class RunningSoftmax(NamedTuple):
+    """Per row: the largest score so far, the sum of exponentials relative to it, and the values weighted by these."""
 
     peak: PerRow
     total: PerRow
@@ -41,9 +40,9 @@ class Running(NamedTuple):
 
 
 def scaled(q: Queries, call: AttentionCall) -> tuple[Queries, AttentionCall]:
-    """Queries times the scale, and a call with none left, where the product is exact enough to be made early.
+    """Scales the queries where that is exact enough, and returns a call whose scale is then 1.
 
-    It is R H products in place of R S. Queries in bfloat16 would lose bits by a scale that is no power of two.
+    R H products replace R S. Queries in bfloat16 would lose bits to a scale that is no power of two.
     """
     if q.dtype == jnp.float32 or np.frexp(call.scale)[0] == 0.5:
         return q * jnp.asarray(call.scale, q.dtype), replace(call, scale=1.0)
@@ -51,51 +50,53 @@ def scaled(q: Queries, call: AttentionCall) -> tuple[Queries, AttentionCall]:
 
 
 def times(a: Float[Array, "*lead R H"], b: Float[Array, "*lead S H"]) -> Float[Array, "*lead R S"]:
-    """Products of every row of ``a`` with every row of ``b``."""
+    """Returns the products of every row of ``a`` with every row of ``b``."""
     return jnp.matmul(a, jnp.swapaxes(b, -1, -2), preferred_element_type=jnp.float32)
 
 
-def weighed(p: Float[Array, "*lead R S"], v: Float[Array, "*lead S Hv"]) -> Float[Array, "*lead R Hv"]:
-    """Sums of the rows of ``v`` by the weights ``p``."""
+def weighted_sums(p: Float[Array, "*lead R S"], v: Float[Array, "*lead S Hv"]) -> Float[Array, "*lead R Hv"]:
+    """Returns the sums of the rows of ``v``, weighted by ``p``."""
     return jnp.matmul(p.astype(v.dtype), v, preferred_element_type=jnp.float32)
 
 
 def scores(
     a: Float[Array, "*lead R H"], b: Float[Array, "*lead S H"], call: AttentionCall
 ) -> Float[Array, "*lead R S"]:
-    """Products as the softmax takes them: scaled, and bent to stay inside the soft cap."""
+    """Returns the products scaled and soft-capped."""
     raw = times(a, b)
     if call.scale != 1.0:
         raw = raw * call.scale
     return capped(raw, call.softcap)
 
 
-def begin(sinks: PerRow | None, q: Queries, width: int) -> Running:
-    """Before any key: nothing, or the extra logit of each row, which weighs in but mixes nothing."""
+def begin(sinks: PerRow | None, q: Queries, width: int) -> RunningSoftmax:
+    """Returns the state before any key: empty, or with each row's sink, which adds weight but no value."""
     rows = q.shape[:-1]
     peak = jnp.full(rows, LOWEST, jnp.float32) if sinks is None else sinks
     total = jnp.full(rows, 0.0 if sinks is None else 1.0, jnp.float32)
-    return Running(peak, total, jnp.zeros((*rows, width), jnp.float32))
+    return RunningSoftmax(peak, total, jnp.zeros((*rows, width), jnp.float32))
 
 
-def attend(before: Running, q: Queries, keys: Keys, call: AttentionCall, seen: Seen = None) -> Running:
-    """The running softmax with one more block of (keys, values); without ``seen`` every row sees all of them."""
+def attend(before: RunningSoftmax, q: Queries, keys: Keys, call: AttentionCall, seen: Seen = None) -> RunningSoftmax:
+    """Adds a block of (keys, values) to the running softmax; without ``seen`` every row sees all of them."""
     peak, p = _exponentials(before.peak, q, keys[0], call, seen)
     fade = jnp.exp(before.peak - peak)
-    return Running(peak, before.total * fade + p.sum(-1), before.mixed * fade[..., None] + weighed(p, keys[1]))
+    return RunningSoftmax(
+        peak, before.total * fade + p.sum(-1), before.mixed * fade[..., None] + weighted_sums(p, keys[1])
+    )
 
 
-def attend_once(sinks: PerRow | None, q: Queries, keys: Keys, call: AttentionCall, seen: Seen = None) -> Running:
-    """`attend` after `begin`, without the work on what is zero yet."""
+def attend_once(sinks: PerRow | None, q: Queries, keys: Keys, call: AttentionCall, seen: Seen = None) -> RunningSoftmax:
+    """Equals `attend` after `begin`, without multiplying the zeros of `begin`."""
     peak, p = _exponentials(LOWEST if sinks is None else sinks, q, keys[0], call, seen)
     total = p.sum(-1) if sinks is None else p.sum(-1) + jnp.exp(sinks - peak)
-    return Running(peak, total, weighed(p, keys[1]))
+    return RunningSoftmax(peak, total, weighted_sums(p, keys[1]))
 
 
 def _exponentials(
     least: PerRow | float, q: Queries, k: Array, call: AttentionCall, seen: Seen
 ) -> tuple[PerRow, Float[Array, "*lead R S"]]:
-    """The largest score of each row, at least ``least``, and the exponentials of scores relative to it."""
+    """Returns the largest score of each row, at least ``least``, and the exponentials of scores relative to it."""
     found = scores(q, k, call)
     if seen is not None:
         found = jnp.where(seen, found, -jnp.inf)
@@ -103,8 +104,8 @@ def _exponentials(
     return peak, jnp.exp(found - peak[..., None])
 
 
-def finish(running: Running) -> tuple[Float[Array, "*lead R Hv"], PerRow]:
-    """Result and log-sum-exp in float32; zeros and minus infinity for a row that saw nothing."""
+def finish(running: RunningSoftmax) -> tuple[Float[Array, "*lead R Hv"], PerRow]:
+    """Returns result and log-sum-exp in float32; zeros and minus infinity for a row that saw no key."""
     some = running.total > 0
     total = jnp.where(some, running.total, 1.0)
     return running.mixed / total[..., None], jnp.where(some, running.peak + jnp.log(total), -jnp.inf)
@@ -113,7 +114,7 @@ def finish(running: Running) -> tuple[Float[Array, "*lead R Hv"], PerRow]:
 def score_cotangents(
     rows: Sequence[Array], keys: Keys, call: AttentionCall, seen: Bool[Array, "*lead S R"] | None = None
 ) -> tuple[Float[Array, "*lead S R"], Float[Array, "*lead S R"]]:
-    """Weights P = exp(s - lse) and cotangents of products P (dP - delta), both with keys as rows.
+    """Returns weights P = exp(s - lse) and cotangents of products P (dP - delta), both with keys as rows.
 
     ``rows`` are (q, dout, lse, delta). Keys as rows because three of the four products that follow then have no
     transposed left factor, which XLA's library for CPUs does not take: its fallback runs at less than half the rate.
@@ -129,23 +130,23 @@ def score_cotangents(
     return p, ds
 
 
-def turned(k: Float[Array, "*lead S H"]) -> Float[Array, "*lead H S"]:
-    """Keys as columns, made in memory: without the barrier the product would take them transposed (see above)."""
+def transposed(k: Float[Array, "*lead S H"]) -> Float[Array, "*lead H S"]:
+    """Transposes keys in memory; without the barrier XLA would fold the transposition into the product (see above)."""
     return lax.optimization_barrier(jnp.swapaxes(k, -1, -2))
 
 
 def safe(lse: PerRow) -> PerRow:
-    """Log-sum-exp with zero for rows that saw nothing: their weights are masked, and must not be inf - inf before."""
+    """Replaces the log-sum-exp of rows that saw no key by 0: their masked weights would be inf - inf otherwise."""
     return jnp.where(lse == -jnp.inf, 0.0, lse)
 
 
 def row_products(dout: Float[Array, "B T N Hv"], o: Float[Array, "B T N Hv"]) -> Float[Array, "B T N"]:
-    """The delta of the derivative: the sum over a row of cotangent times result, in float32."""
+    """Returns delta, the sum over each row of cotangent times result, in float32."""
     return jnp.sum(dout.astype(jnp.float32) * o.astype(jnp.float32), axis=-1)
 
 
-def sink_cotangents(sinks: Float[Array, " N"], given: Given) -> Float[Array, " N"]:
-    """Minus the sum over rows of exp(sink - lse) delta: the sink's weight, whose product with values is zero."""
+def sink_cotangents(sinks: Float[Array, " N"], given: BackwardInputs) -> Float[Array, " N"]:
+    """Returns minus the sum over rows of exp(sink - lse) delta: a sink takes weight and adds no value."""
     dout, o, lse = given
     weights = jnp.exp(sinks.astype(jnp.float32)[None, None] - lse)
     return -jnp.sum(weights * row_products(dout, o), axis=(0, 1)).astype(sinks.dtype)

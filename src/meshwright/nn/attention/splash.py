@@ -1,4 +1,4 @@
-"""The splash attention kernel of TPUs, forward with its log-sum-exp and backward from it."""
+"""Runs the splash attention kernel of TPUs: forward with its log-sum-exp, backward from it."""
 
 from typing import Any
 
@@ -6,16 +6,16 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from meshwright.nn.attention.scores import Cotangents, Given, Mixed
+from meshwright.nn.attention.scores import AttentionResult, BackwardInputs, QkvCotangents
 from meshwright.nn.attention.visibility import AttentionCall
 
 BLOCK, LEAST_BLOCK = 512, 128
-"""Rows of the kernel's blocks, where the length is a multiple; else the least."""
+"""Rows of the kernel's blocks: the first where the length is a multiple of it, else the second."""
 
 
 def takes(call: AttentionCall, q: Array, k: Array, v: Array) -> bool:
-    """True on TPUs for rows in order, their number a multiple of 128."""
-    return call.platform == "tpu" and call.order == "rows" and q.shape[1] % LEAST_BLOCK == 0
+    """True on TPUs for rows in order whose number is a multiple of 128."""
+    return call.platform == "tpu" and call.mask == "rows" and q.shape[1] % LEAST_BLOCK == 0
 
 
 def _kernel(call: AttentionCall, q: Array, *, interpret: bool) -> Any:
@@ -46,8 +46,8 @@ def _segments(document: Array | None) -> Any:
     return None if document is None else splash.SegmentIds(document, document)
 
 
-def forward(call: AttentionCall, q: Array, k: Array, v: Array, *, interpret: bool = False) -> Mixed:
-    """Result and log-sum-exp (float32) of rows in order."""
+def forward(call: AttentionCall, q: Array, k: Array, v: Array, *, interpret: bool = False) -> AttentionResult:
+    """Returns the result and the log-sum-exp in float32."""
     kernel = _kernel(call, q, interpret=interpret)
     q, k, v = (jnp.swapaxes(x, 1, 2) for x in (q * jnp.asarray(call.scale, q.dtype), k, v))
 
@@ -58,9 +58,11 @@ def forward(call: AttentionCall, q: Array, k: Array, v: Array, *, interpret: boo
     return jnp.swapaxes(out, 1, 2), jnp.swapaxes(lse, 1, 2)
 
 
-def backward(call: AttentionCall, given: Given, q: Array, k: Array, v: Array, *, interpret: bool = False) -> Cotangents:
-    """(dq, dk, dv), through the kernel's own rule, so that its forward pass is not run again. Sinks are in the
-    log-sum-exp."""
+def backward(
+    call: AttentionCall, given: BackwardInputs, q: Array, k: Array, v: Array, *, interpret: bool = False
+) -> QkvCotangents:
+    """Returns (dq, dk, dv) by the kernel's own rule, which does not run the forward pass again. The log-sum-exp
+    includes the sinks."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 
     kernel = _kernel(call, q, interpret=interpret)
@@ -69,10 +71,10 @@ def backward(call: AttentionCall, given: Given, q: Array, k: Array, v: Array, *,
 
     def one(document: Array | None, q: Array, k: Array, v: Array, *given: Array) -> Any:
         dout, o, lse = given
-        held = (q, k, v, _segments(document), None, o, lse, kernel.dq_mask_info, kernel.dkv_mask_info)
+        residuals = (q, k, v, _segments(document), None, o, lse, kernel.dq_mask_info, kernel.dkv_mask_info)
         found = splash._splash_attention_bwd(
             False, facts["mask_value"], False, facts["block_sizes"], None, facts["mask_function"],
-            facts["attn_logits_soft_cap"], interpret, held, dout,
+            facts["attn_logits_soft_cap"], interpret, residuals, dout,
         )  # fmt: skip
         return found[3:6]
 

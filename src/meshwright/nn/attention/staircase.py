@@ -1,8 +1,8 @@
-"""Attention of rows on themselves in order: what lies after a query, or before its window, is left out while tracing.
+"""Causal self-attention of rows in order: keys after a query, or before its window, are left out while tracing.
 
-Queries (forward) or keys (backward) are cut into a handful of tiles, each held against exactly the rows that it may
-see or that may see it, by slices known to the compiler: the masked half is neither computed nor stored, there is no
-running softmax to rescale, and the tiles are independent, so that a CPU's threads share them.
+Queries (forward) or keys (backward) are cut into at most `MOST_TILES` tiles. Each is multiplied with a static slice of
+the rows that it may see, or that may see it: the masked half is neither computed nor stored, no running softmax is
+rescaled, and the tiles are independent, so that a CPU's threads share them.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,15 +14,15 @@ from jaxtyping import Array
 
 from meshwright.algebra.ops.attention import MOST_TILES, TILE_ROWS
 from meshwright.nn.attention.rows import Results, both_passes, by_heads
-from meshwright.nn.attention.scores import attend_once, finish, scaled, score_cotangents, turned, weighed
-from meshwright.nn.attention.visibility import AttentionCall, Places, visible
+from meshwright.nn.attention.scores import attend_once, finish, scaled, score_cotangents, transposed, weighted_sums
+from meshwright.nn.attention.visibility import AttentionCall, TokenPositions, visible
 
 LONGEST = 2048
-"""The length from which scores would leave the cache."""
+"""Maximum length whose scores fit in cache."""
 
 
 def tile_size(length: int) -> int:
-    """Positions per tile: 128, or an eighth of the length, rounded up to 128s."""
+    """Returns the positions of a tile: an eighth of the length, rounded up to a multiple of 128."""
     eighth = -(-length // MOST_TILES)
     return TILE_ROWS * -(-eighth // TILE_ROWS)
 
@@ -33,24 +33,24 @@ def _tiles(length: int) -> Iterator[tuple[int, int]]:
 
 
 def first_key(first_query: int, length: int, window: int | None) -> int:
-    """The first key that a tile of queries may see, rounded down to whole tiles."""
+    """Returns the first key that a tile of queries may see, rounded down to whole tiles."""
     size = tile_size(length)
     return 0 if window is None else max(0, first_query - window + 1) // size * size
 
 
 def last_query(end_key: int, length: int, window: int | None) -> int:
-    """One after the last query that may see a key before ``end_key``, rounded up to whole tiles."""
+    """Returns one after the last query that may see a key before ``end_key``, rounded up to whole tiles."""
     size = tile_size(length)
     return length if window is None else min(length, -(-(end_key - 1 + window) // size) * size)
 
 
-def _part(places: Places, first: int, end: int) -> Places:
+def _part(places: TokenPositions, first: int, end: int) -> TokenPositions:
     return jax.tree.map(lambda x: x[..., first:end], places)
 
 
 def takes(call: AttentionCall, q: Array, k: Array, v: Array) -> bool:
-    """True for rows in order, no more than fit in cache."""
-    return call.order == "rows" and q.shape[1] <= LONGEST
+    """True for rows in order whose scores fit in cache."""
+    return call.mask == "rows" and q.shape[1] <= LONGEST
 
 
 def _forward(call: AttentionCall, queries: Sequence[Array], keys: Sequence[Array]) -> Results:
@@ -77,8 +77,8 @@ def _backward(call: AttentionCall, queries: Sequence[Array], keys: Sequence[Arra
     length = k.shape[-2]
     group = q.shape[-2] // length
     tall, rest = scaled(q, call)
-    columns = turned(k)
-    # Summed as columns: products with keys turned round are the ones that need no transposed factor.
+    columns = transposed(k)
+    # Accumulated as columns: products with transposed keys need no other transposed factor.
     dq = jnp.zeros((*q.shape[:-2], q.shape[-1], q.shape[-2]), jnp.float32)
     dks, dvs = [], []
     for first, end in _tiles(length):
@@ -88,12 +88,12 @@ def _backward(call: AttentionCall, queries: Sequence[Array], keys: Sequence[Arra
         seen = visible(here.over_queries(), there.over_keys(), window=call.window)
         of_tile, part = (tile, dtile, lse[..., rows], delta[..., rows]), (k[..., first:end, :], v[..., first:end, :])
         p, ds = score_cotangents(of_tile, part, rest, seen)
-        dvs.append(weighed(p, dtile).astype(v.dtype))
-        dks.append((weighed(ds, tile) * rest.scale).astype(k.dtype))
-        # no scatter: where it takes all rows its index is empty, on which jaxlib 0.11's partitioner dies
-        added = dq[..., rows] + weighed(columns[..., first:end], ds.astype(k.dtype))
+        dvs.append(weighted_sums(p, dtile).astype(v.dtype))
+        dks.append((weighted_sums(ds, tile) * rest.scale).astype(k.dtype))
+        # Not a scatter: over all rows its index is empty, and jaxlib 0.11's partitioner crashes on that.
+        added = dq[..., rows] + weighted_sums(columns[..., first:end], ds.astype(k.dtype))
         dq = lax.dynamic_update_slice_in_dim(dq, added, rows.start, axis=-1)
-    # Of a single tile the compiler would turn the product itself, whose factors would then lie the slow way round.
+    # With a single tile XLA would transpose the product instead, and its factors would have the slow layout.
     dq = lax.optimization_barrier(dq)
     turned_back = (jnp.swapaxes(dq, -1, -2) * call.scale).astype(q.dtype)
     return (turned_back,), (jnp.concatenate(dks, axis=-2), jnp.concatenate(dvs, axis=-2))

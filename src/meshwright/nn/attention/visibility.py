@@ -1,5 +1,4 @@
-"""What an attention is besides its arrays: which keys a query sees, element by element and block by block, how scores
-are made of products; and the order of tokens that deals blocks out evenly."""
+"""The parameters of an attention call, the causal mask by element and by block, and the zigzag order of a sequence."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,63 +12,63 @@ from jaxtyping import Array, Bool, Float, Int
 from meshwright.core.errors import InputError
 from meshwright.nn.attention.platform import default_platform
 
-Order = Literal["all", "rows", "places"]
-"""How the sight of a query is known. "all": it sees every key. "rows": queries and keys are the same rows in rising
-positions, so that row i sees no row after it; known while tracing. "places": by positions and documents alone."""
+MaskKind = Literal["all", "rows", "places"]
+"""How the mask is computed. "all": every query sees every key. "rows": queries and keys are the same rows in rising
+positions, so row i sees no later row, which is known while tracing. "places": positions and documents decide."""
 
 NOTHING, SOME, EVERYTHING = 0, 1, 2
-"""What the queries of a block see of a block of keys."""
+"""How much of a block of keys the queries of a block see."""
 
 NOWHERE = np.iinfo(np.int32).max
-"""A position that no query sees, for keys that only fill up a block."""
+"""A position that no query sees: keys that pad a block have it."""
 
 
-class Places(NamedTuple):
-    """Position of each row and, where rows hold several documents, the number of its document.
+class TokenPositions(NamedTuple):
+    """Position of each row and, where rows hold several documents, its document's number.
 
-    Neither is there where every key is seen.
+    Both are None where every query sees every key.
     """
 
     position: Int[Array, "..."] = None  # type: ignore[assignment]
     document: Int[Array, "..."] | None = None
 
-    def over_keys(self) -> "Places":
-        """With a last dim of one, to be held against keys."""
+    def over_keys(self) -> "TokenPositions":
+        """Adds a last dim of 1, to broadcast over keys."""
         return jax.tree.map(lambda x: x[..., :, None], self)
 
-    def over_queries(self) -> "Places":
-        """With a dim of one before the last, to be held against queries."""
+    def over_queries(self) -> "TokenPositions":
+        """Adds a dim of 1 before the last, to broadcast over queries."""
         return jax.tree.map(lambda x: x[..., None, :], self)
 
 
-NO_PLACES = Places()
+NO_POSITIONS = TokenPositions()
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionCall:
-    """One attention: how scores are made of products, and which keys a query sees.
+    """Parameters of one attention: the scale and cap of scores, the sinks, and the mask.
 
-    ``query`` and ``key`` are the places of the rows, [B, T] and [B, S]. ``sinks`` are a further logit of each head.
-    ``platform`` is "cpu", "cuda", "rocm" or "tpu" where it is not the default backend's.
+    ``query`` and ``key`` are the positions of the rows, [B, T] and [B, S]. ``sinks`` are an additional logit per head.
+    ``platform`` is the one that the program is traced for.
     """
 
     scale: float
     window: int | None = None
     softcap: float | None = None
     sinks: Float[Array, " N"] | None = None
-    query: Places = NO_PLACES
-    key: Places = NO_PLACES
-    order: Order
+    query: TokenPositions = NO_POSITIONS
+    key: TokenPositions = NO_POSITIONS
+    mask: MaskKind
     platform: str = field(default_factory=default_platform)
 
 
-def order_of(q: Float[Array, "B T N H"], k: Float[Array, "B S K H"], *, in_order: bool) -> Order:
-    """How sight is known of rows whose positions rise by one along them (within a document), if ``in_order``."""
+def mask_kind(q: Float[Array, "B T N H"], k: Float[Array, "B S K H"], *, in_order: bool) -> MaskKind:
+    """Returns the kind of mask; with ``in_order`` positions rise by one along the rows (within a document)."""
     return "rows" if in_order and q.shape[1] == k.shape[1] else "places"
 
 
-def visible(query: Places, key: Places, *, window: int | None) -> Bool[Array, "..."]:
-    """Whether the query sees the key: not later, in the same document, fewer than ``window`` positions back."""
+def visible(query: TokenPositions, key: TokenPositions, *, window: int | None) -> Bool[Array, "..."]:
+    """True where the key is not later, in the same document, and fewer than ``window`` positions back."""
     seen = key.position <= query.position
     if window is not None:
         seen &= query.position - key.position < window
@@ -78,13 +77,13 @@ def visible(query: Places, key: Places, *, window: int | None) -> Bool[Array, ".
     return seen
 
 
-def block_sight(
-    query: Places, key: Places, *, window: int | None, query_block: int, key_block: int
+def block_visibility(
+    query: TokenPositions, key: TokenPositions, *, window: int | None, query_block: int, key_block: int
 ) -> Int[Array, "queries keys"]:
-    """NOTHING, SOME or EVERYTHING for each block of queries against each block of keys.
+    """Returns NOTHING, SOME or EVERYTHING for each block of queries and block of keys.
 
-    Told from the least and greatest position and document of a block, whatever the order within it: NOTHING and
-    EVERYTHING are certain, SOME may turn out to be either. Dims in front of the rows are taken together.
+    Compares the smallest and largest position and document of each block, so the order within a block does not matter.
+    NOTHING and EVERYTHING are certain; SOME may turn out to be either. Leading dims are reduced.
     """
     least, most = (_over_blocks(query, query_block, reduce).over_keys() for reduce in (jnp.min, jnp.max))
     first, last = (_over_blocks(key, key_block, reduce).over_queries() for reduce in (jnp.min, jnp.max))
@@ -101,12 +100,12 @@ def block_sight(
     return jnp.where(every, EVERYTHING, jnp.where(some, SOME, NOTHING))
 
 
-def _over_blocks(places: Places, block: int, reduce: Callable[..., Array]) -> Places:
+def _over_blocks(places: TokenPositions, block: int, reduce: Callable[..., Array]) -> TokenPositions:
     return jax.tree.map(lambda x: reduce(x.reshape(*x.shape[:-1], -1, block), axis=-1), places)
 
 
 def zigzag_order(length: int, num_ranks: int) -> np.ndarray:
-    """Positions in the order in which a ring holds them: rank r has chunks r and 2 n - 1 - r of the 2 n.
+    """Returns positions in zigzag order: rank r has chunks r and 2 n - 1 - r of the 2 n.
 
     Under the causal mask every rank then has the same work: an early chunk sees little, its late partner much.
     """

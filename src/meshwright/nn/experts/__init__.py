@@ -1,1 +1,1 @@
-"""Routed experts: routing, slots, products."""
+"""Routed experts: the router, its losses, slots of experts and their products."""

@@ -1,7 +1,7 @@
-"""How evenly a router spreads its tokens: what is counted, the losses on it with their gradients, the metrics.
+"""Load balance of a router: counts, losses with their gradients, and metrics.
 
 Every device counts its own tokens of a microbatch as ``routing[Er, E]``, float32, one row for each of
-`ROUTING_ROWS`; the sum over devices is what everything here is worked out from:
+`ROUTING_ROWS`; losses and metrics are functions of the sum over devices:
 
 - load: choices of each expert, those without a slot included; sums to tokens x experts per token
 - kept: choices that got a slot
@@ -14,13 +14,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from meshwright.algebra.ops.route import ROUTING_ROWS
-from meshwright.nn.experts.slots import Chosen, Scores, expert_numbers
+from meshwright.nn.experts.slots import Chosen, RouterScores, expert_numbers
 
-Routing = Float[Array, "*layers Er E"]
+RoutingCounts = Float[Array, "*layers Er E"]
 
 
-def routing_counts(scores: Scores, chosen: Chosen, *, capacity: int) -> Routing:
-    """``routing`` of one device's tokens."""
+def routing_counts(scores: RouterScores, chosen: Chosen, *, capacity: int) -> RoutingCounts:
+    """Returns ``routing`` of one device's tokens."""
     shares, log_total = _softmax(scores)
     experts = expert_numbers(chosen, capacity=capacity)
     number = jnp.arange(scores.shape[-1])[None, None]
@@ -34,9 +34,9 @@ def routing_counts(scores: Scores, chosen: Chosen, *, capacity: int) -> Routing:
 
 
 def balance_backward(
-    scores: Scores, routing: Routing, *, experts_per_token: int, balance: float = 0.0, z: float = 0.0
-) -> Scores:
-    """Cotangent of a device's scores from ``balance`` times the balance loss and ``z`` times the z-loss, in float32.
+    scores: RouterScores, routing: RoutingCounts, *, experts_per_token: int, balance: float = 0.0, z: float = 0.0
+) -> RouterScores:
+    """Returns the cotangent of a device's scores from ``balance`` x balance loss + ``z`` x z-loss, in float32.
 
     ``routing`` is the sum over all devices. With p the softmax over all scores and N tokens, the balance loss is
     E sum_e (load_e / N) (sum_t p_te / N), so dp_te = E load_e / N^2, the load having no derivative; of the z-loss
@@ -50,13 +50,13 @@ def balance_backward(
     return from_balance + shares * log_total * (2 * z / num_tokens)
 
 
-def _softmax(scores: Scores) -> tuple[Scores, Float[Array, "B T 1"]]:
+def _softmax(scores: RouterScores) -> tuple[RouterScores, Float[Array, "B T 1"]]:
     wide = scores.astype(jnp.float32)
     return jax.nn.softmax(wide, axis=-1), jax.nn.logsumexp(wide, axis=-1, keepdims=True)
 
 
-def routing_metrics(routing: Routing, *, experts_per_token: int) -> dict[str, Float[Array, "*layers"]]:
-    """Of the counts over all devices, whatever dims stand in front (layers, microbatches):
+def routing_metrics(routing: RoutingCounts, *, experts_per_token: int) -> dict[str, Float[Array, "*layers"]]:
+    """Returns metrics of the counts over all devices; leading dims (layers, microbatches) are kept:
 
     - balance_loss: E sum_e (load_e / N) (importance_e / N); Ea where all experts are used alike, E at most.
       Source: Switch Transformer, eq. 4, with the choices of all Ea experts of a token, as Mixtral counts them.

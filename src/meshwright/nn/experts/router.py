@@ -1,15 +1,15 @@
-"""The router: which experts a token goes to and with what weight, forward and backward, in float32."""
+"""The router: experts of each token and their weights, forward and backward, in float32."""
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from meshwright.nn.experts.slots import Chosen, Gates, Scores, assign_slots, expert_numbers
+from meshwright.nn.experts.slots import Chosen, Gates, RouterScores, assign_slots, expert_numbers
 from meshwright.spec.model import Model
 
 
-def route(scores: Scores, model: Model, *, capacity: int) -> tuple[Gates, Chosen]:
-    """Weights of each token's experts, float32, and the slots that they give it (see `nn.experts.slots`).
+def route(scores: RouterScores, model: Model, *, capacity: int) -> tuple[Gates, Chosen]:
+    """Returns the weights of each token's experts in float32, and the token's slots (see `nn.experts.slots`).
 
     Shares of all experts are the softmax over a token's scores, or the sigmoid of each. The experts with the highest
     are chosen, of a token's best groups where there are groups, and weighed by their shares. Of equal scores the expert
@@ -24,8 +24,8 @@ def route(scores: Scores, model: Model, *, capacity: int) -> tuple[Gates, Chosen
     return gates, assign_slots(experts, num_experts=scores.shape[-1], capacity=capacity)
 
 
-def route_backward(dgates: Gates, scores: Scores, chosen: Chosen, model: Model, *, capacity: int) -> Scores:
-    """Cotangent of the scores from that of the weights; which experts are chosen has no derivative.
+def route_backward(dgates: Gates, scores: RouterScores, chosen: Chosen, model: Model, *, capacity: int) -> RouterScores:
+    """Returns the cotangent of the scores; the choice of experts has no derivative.
 
     Of p = softmax(s), over all scores or over the chosen: ds = p (dp - sum(p dp)). Of g = p / sum(p):
     dp = (dg - sum(g dg)) / sum(p).
@@ -47,8 +47,8 @@ def route_backward(dgates: Gates, scores: Scores, chosen: Chosen, model: Model, 
     return dscores.astype(scores.dtype)
 
 
-def _in_best_groups(scores: Scores, model: Model) -> Scores:
-    """The scores, -inf for experts outside of a token's best groups."""
+def _in_best_groups(scores: RouterScores, model: Model) -> RouterScores:
+    """Sets the scores of experts outside of a token's best groups to -inf."""
     if not model.expert_groups:
         return scores
     grouped = scores.reshape(*scores.shape[:-1], model.expert_groups, -1)
@@ -61,12 +61,12 @@ def _in_best_groups(scores: Scores, model: Model) -> Scores:
     return jnp.where(is_best[..., None], grouped, -jnp.inf).reshape(scores.shape)
 
 
-def _gates(scores: Scores, experts: Chosen, model: Model) -> Gates:
+def _gates(scores: RouterScores, experts: Chosen, model: Model) -> Gates:
     picked = jnp.take_along_axis(scores, experts, axis=-1)
     if model.router_scores == "sigmoid":
         shares = jax.nn.sigmoid(picked)
         gates = shares / jnp.sum(shares, axis=-1, keepdims=True) if model.gates_sum_to_one else shares
-    elif model.gates_sum_to_one:  # what the shares of all are divided by cancels
+    elif model.gates_sum_to_one:  # the sum over all experts cancels
         gates = jax.nn.softmax(picked, axis=-1)
     else:
         gates = jnp.exp(picked - jax.nn.logsumexp(scores, axis=-1, keepdims=True))
@@ -77,8 +77,8 @@ def _softmax_backward(dshares: Float[Array, "B T n"], shares: Float[Array, "B T 
     return shares * (dshares - jnp.sum(shares * dshares, axis=-1, keepdims=True))
 
 
-def _spread(values: Gates, experts: Chosen, num_experts: int) -> Scores:
-    """``values`` at the places of their experts, zero elsewhere; compared, because a scatter is slow on CPUs."""
+def _spread(values: Gates, experts: Chosen, num_experts: int) -> RouterScores:
+    """Puts values at the indices of their experts, zero elsewhere; by comparison, since a scatter is slow on CPUs."""
     number = jnp.arange(num_experts)[None, None]
     total = jnp.zeros((*values.shape[:-1], num_experts), jnp.float32)
     for choice in range(values.shape[-1]):

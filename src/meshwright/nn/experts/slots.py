@@ -1,11 +1,10 @@
-"""Routed experts on one device: filling their slots with tokens, bringing results back; forward and backward.
+"""Dispatch of tokens to the slots of experts and combination of their results on one device, forward and backward.
 
-Every device sorts its own tokens, in the order in which it holds them, into ``capacity`` slots of each of the E
-experts. One array says where: ``chosen[B, T, Ea]`` is ``expert * capacity + slot``, or ``-1 - expert`` where the
-expert had no slot left. Dispatch, combine and all backward functions need nothing else. Rows move by index, never by
-products with one-hot matrices.
+Every device sorts its own tokens, in their order, into ``capacity`` slots of each of the E experts. The array
+``chosen[B, T, Ea]`` holds ``expert * capacity + slot``, or ``-1 - expert`` where the expert had no slot left. Dispatch,
+combine and all backward functions need only this array. Rows are moved by index, not by products with one-hot matrices.
 
-A device that holds all experts needs no empty slots: T x Ea rows sorted by expert stand for the E x T slots (`Ragged`).
+A device that holds all experts needs no empty slots: T x Ea rows sorted by expert replace the E x T slots (`Ragged`).
 """
 
 import math
@@ -17,11 +16,11 @@ from jaxtyping import Array, Float, Int
 
 from meshwright.spec.model import Model
 
-Scores = Float[Array, "B T E"]
+RouterScores = Float[Array, "B T E"]
 Gates = Float[Array, "B T Ea"]
 Chosen = Int[Array, "B T Ea"]
-Rows = Float[Array, "R D"]
-Stream = Float[Array, "B T D"]
+SlotRows = Float[Array, "R D"]
+ResidualStream = Float[Array, "B T D"]
 
 
 @jax.tree_util.register_dataclass
@@ -30,28 +29,28 @@ class Ragged:
     """Tokens packed by expert: rows sorted by expert, those of one expert in the order of their tokens; ``sizes`` says
     how many each has."""
 
-    rows: Rows
+    rows: SlotRows
     sizes: Int[Array, " E"]
 
     def __add__(self, other: "Ragged") -> "Ragged":
         return Ragged(self.rows + other.rows, self.sizes)
 
 
-Slots = Float[Array, "E C D"] | Ragged
+ExpertSlots = Float[Array, "E C D"] | Ragged
 
 
-def rows_of(slots: Slots) -> Rows:
-    """Slots, or packed tokens, as rows."""
+def rows_of(slots: ExpertSlots) -> SlotRows:
+    """Returns slots, or packed tokens, as rows."""
     return slots.rows if isinstance(slots, Ragged) else slots.reshape(-1, slots.shape[-1])
 
 
-def with_rows(slots: Slots, rows: Rows) -> Slots:
-    """``rows`` in the form of the slots."""
+def with_rows(slots: ExpertSlots, rows: SlotRows) -> ExpertSlots:
+    """Returns rows in the form of the slots."""
     return Ragged(rows, slots.sizes) if isinstance(slots, Ragged) else rows.reshape(*slots.shape[:2], -1)
 
 
 def expert_capacity(model: Model, num_tokens: int, capacity_factor: float = 0.0) -> int:
-    """Slots that a device has for its ``num_tokens`` tokens in every expert.
+    """Returns the slots per expert of a device with ``num_tokens`` tokens.
 
     ``ceil(capacity_factor * num_tokens * experts_per_token / num_experts)``, at most ``num_tokens``. The factor 0
     drops nothing: a token goes to an expert at most once, so ``num_tokens`` slots are always enough. The result is
@@ -67,7 +66,7 @@ def expert_capacity(model: Model, num_tokens: int, capacity_factor: float = 0.0)
 
 
 def assign_slots(experts: Chosen, *, num_experts: int, capacity: int) -> Chosen:
-    """``chosen`` from the numbers of each token's experts: slots are given in the order of the tokens."""
+    """Returns ``chosen`` from the indices of each token's experts; tokens get slots in their order."""
     flat = experts.reshape(-1, experts.shape[-1])
     number = jnp.arange(num_experts)[None]
     asked = jnp.zeros((flat.shape[0], num_experts), jnp.int32)
@@ -79,21 +78,23 @@ def assign_slots(experts: Chosen, *, num_experts: int, capacity: int) -> Chosen:
 
 
 def expert_numbers(chosen: Chosen, *, capacity: int) -> Chosen:
-    """The experts of each token, those that had no slot left included."""
+    """Returns the experts of each token, including those without a slot left."""
     return jnp.where(chosen >= 0, chosen // capacity, -1 - chosen)
 
 
 # -- tokens to slots and back ---------------------------------------------------------------------------
 
 
-def dispatch(h: Stream, chosen: Chosen, *, num_experts: int, capacity: int) -> Float[Array, "E C D"]:
-    """Each token copied into its slots; zeros in slots that nobody has."""
+def dispatch(h: ResidualStream, chosen: Chosen, *, num_experts: int, capacity: int) -> Float[Array, "E C D"]:
+    """Copies each token into its slots; empty slots are zeros."""
     return slots_of_tokens(h, chosen, num_slots=num_experts * capacity).reshape(num_experts, capacity, -1)
 
 
-def ragged_dispatch(h: Stream, chosen: Chosen, *, num_experts: int) -> Ragged:
-    """Each token copied once for each of its experts. ``chosen`` must drop nothing: its capacity is the number of
-    tokens."""
+def ragged_dispatch(h: ResidualStream, chosen: Chosen, *, num_experts: int) -> Ragged:
+    """Copies each token once for each of its experts, sorted by expert.
+
+    ``chosen`` must drop nothing: its capacity is the number of tokens.
+    """
     numbers = expert_numbers(chosen, capacity=chosen.shape[0] * chosen.shape[1])
     sizes = jnp.bincount(numbers.reshape(-1), length=num_experts).astype(jnp.int32)
     return Ragged(slots_of_tokens(h, _ragged_places(chosen, sizes), num_slots=chosen.size), sizes)
@@ -105,38 +106,40 @@ def _ragged_places(chosen: Chosen, sizes: Int[Array, " E"]) -> Chosen:
     return (first[chosen // capacity] + chosen % capacity).astype(jnp.int32)
 
 
-def _places(slots: Slots, chosen: Chosen) -> Chosen:
-    """The row of each choice."""
+def _places(slots: ExpertSlots, chosen: Chosen) -> Chosen:
+    """Returns the row of each choice."""
     return _ragged_places(chosen, slots.sizes) if isinstance(slots, Ragged) else chosen
 
 
-def dispatch_backward(dslots: Slots, chosen: Chosen) -> Stream:
-    """The sum of the cotangents in each token's slots."""
+def dispatch_backward(dslots: ExpertSlots, chosen: Chosen) -> ResidualStream:
+    """Sums the cotangents of each token's slots."""
     return tokens_of_slots(rows_of(dslots), _places(dslots, chosen))
 
 
-def combine(slots: Slots, gates: Gates, chosen: Chosen) -> Stream:
-    """The weighted sum of what each token's experts left in its slots; a dropped choice adds nothing."""
+def combine(slots: ExpertSlots, gates: Gates, chosen: Chosen) -> ResidualStream:
+    """Sums the results in each token's slots, weighted; a dropped choice adds nothing."""
     return tokens_of_slots(rows_of(slots), _places(slots, chosen), gates)
 
 
-def combine_backward(dout: Stream, slots: Slots, gates: Gates, chosen: Chosen) -> tuple[Slots, Gates]:
-    """Cotangents of the slots, zero in those that nobody has, and of the weights, zero for a dropped choice."""
+def combine_backward(
+    dout: ResidualStream, slots: ExpertSlots, gates: Gates, chosen: Chosen
+) -> tuple[ExpertSlots, Gates]:
+    """Returns cotangents of the slots, zero in empty ones, and of the weights, zero for dropped choices."""
     rows, places = rows_of(slots), _places(slots, chosen)
     drows = slots_of_tokens(dout, places, gates, num_slots=rows.shape[0]).astype(rows.dtype)
     return with_rows(slots, drows), gates_backward(dout, rows, places)
 
 
-def slots_of_tokens(h: Stream, places: Chosen, gates: Gates | None = None, *, num_slots: int) -> Rows:
-    """Row ``places[b, t, a]`` of the result is the token's, times its weight if given; other rows are zero.
+def slots_of_tokens(h: ResidualStream, places: Chosen, gates: Gates | None = None, *, num_slots: int) -> SlotRows:
+    """Writes each token, times its weight if given, to rows ``places[b, t]``; other rows are zero.
 
-    The inverse of ``places`` is scattered first, 4 bytes for each, and then whole rows are gathered: CPUs scatter
-    row by row.
+    The inverse of ``places`` is scattered first, 4 bytes each, and then whole rows are gathered: CPUs scatter rows
+    one by one.
     """
     width = places.shape[-1]
     flat = places.reshape(-1)
     numbers = jnp.arange(flat.size, dtype=jnp.int32)
-    # a negative place would count from the end; one past the end is left out
+    # a negative index would count from the end; an index past the end is dropped
     at = jnp.where(flat < 0, num_slots, flat)
     source = jnp.full(num_slots, -1, jnp.int32).at[at].set(numbers, mode="drop", unique_indices=True)
     known = jnp.maximum(source, 0)
@@ -146,8 +149,8 @@ def slots_of_tokens(h: Stream, places: Chosen, gates: Gates | None = None, *, nu
     return jnp.where((source >= 0)[:, None], rows, jnp.zeros((), rows.dtype))
 
 
-def tokens_of_slots(rows: Rows, places: Chosen, gates: Gates | None = None) -> Stream:
-    """The sum, weighted if weights are given, of the rows at each token's places; in float32, one choice at a time."""
+def tokens_of_slots(rows: SlotRows, places: Chosen, gates: Gates | None = None) -> ResidualStream:
+    """Sums the rows of each token, weighted if weights are given; in float32, one choice at a time."""
     total = jnp.zeros((*places.shape[:-1], rows.shape[-1]), jnp.float32)
     for choice in range(places.shape[-1]):
         weight = (places[..., choice] >= 0).astype(jnp.float32)
@@ -157,8 +160,8 @@ def tokens_of_slots(rows: Rows, places: Chosen, gates: Gates | None = None) -> S
     return total.astype(rows.dtype)
 
 
-def gates_backward(dout: Stream, rows: Rows, places: Chosen) -> Gates:
-    """Cotangent of the weights: the product of each choice's row and the token's cotangent."""
+def gates_backward(dout: ResidualStream, rows: SlotRows, places: Chosen) -> Gates:
+    """Returns the cotangent of the weights: the product of each choice's row and the token's cotangent."""
     wide = dout.astype(jnp.float32)
     found = [
         jnp.where(places[..., choice] >= 0, jnp.sum(wide * _row_at(rows, places, choice), axis=-1), 0.0)
@@ -167,5 +170,5 @@ def gates_backward(dout: Stream, rows: Rows, places: Chosen) -> Gates:
     return jnp.stack(found, axis=-1)
 
 
-def _row_at(rows: Rows, places: Chosen, choice: int) -> Stream:
+def _row_at(rows: SlotRows, places: Chosen, choice: int) -> ResidualStream:
     return rows[jnp.maximum(places[..., choice], 0)].astype(jnp.float32)

@@ -1,1 +1,1 @@
-"""Weights of Hugging Face folders, in and out."""
+"""Reads and writes the weights of Hugging Face folders."""

@@ -1,4 +1,4 @@
-"""Safetensors files of a folder: parts of tensors read in place, and files written one tensor at a time."""
+"""Reads parts of tensors from the safetensors files of a folder, and writes such files one tensor at a time."""
 
 import json
 import struct
@@ -29,7 +29,7 @@ _CODES = {DTYPES["fp32"]: "F32", DTYPES["bf16"]: "BF16", DTYPES["fp16"]: "F16"}
 
 
 class Tensor(Protocol):
-    """A tensor of which parts can be read, as of NumPy's arrays."""
+    """A tensor whose parts can be read; a NumPy array is one."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -43,7 +43,7 @@ Tensors = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor of a file that is mapped into memory, opened when it is first asked for."""
+    """A tensor in a file mapped into memory; ``file`` opens it at the first access."""
 
     name: str
     file: Callable[[], Any]
@@ -63,7 +63,7 @@ class StoredTensor:
 
 @contextmanager
 def open_checkpoint(folder: Path) -> Iterator[dict[str, StoredTensor]]:
-    """The tensors of a folder's safetensors files: only what is asked for is read."""
+    """Yields the tensors of a folder's safetensors files by name; only the parts that are indexed are read."""
     with ExitStack() as stack:
         opened = cache(lambda path: stack.enter_context(_opened(path)))
         yield {name: StoredTensor(name, partial(opened, path)) for name, path in _files(folder).items()}
@@ -77,7 +77,7 @@ def _opened(path: Path) -> Any:
 
 
 def _files(folder: Path) -> dict[str, Path]:
-    """Name of a tensor -> the file that holds it: by the index where there is one, else from the files themselves."""
+    """Returns the file of each tensor, from the index if there is one, else from the files themselves."""
     index = folder / INDEX
     if index.is_file():
         try:
@@ -85,7 +85,7 @@ def _files(folder: Path) -> dict[str, Path]:
         except (ValueError, KeyError, TypeError):
             raise InputError(f"{index} is no index of safetensors files: it needs a weight_map.") from None
         return {name: folder / file for name, file in found.items()}
-    # Some makers lay the same weights under names of their own beside the file that transformers reads.
+    # Some folders hold the same weights again under other names; transformers reads this file.
     single = folder / SINGLE
     paths = [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
     if not paths:
@@ -101,7 +101,7 @@ def _files(folder: Path) -> dict[str, Path]:
 
 
 class Entry(NamedTuple):
-    """One tensor to write: its values are made when its turn comes."""
+    """One tensor to write; ``make`` is called just before its values are written."""
 
     name: str
     shape: tuple[int, ...]
@@ -114,22 +114,22 @@ class Entry(NamedTuple):
 
 
 def shards(entries: Sequence[Entry], max_bytes: int) -> list[list[Entry]]:
-    """Entries in order, cut into files of at most ``max_bytes``; a larger tensor has a file of its own."""
+    """Splits entries, in order, into files of at most ``max_bytes``; a larger tensor gets its own file."""
     found: list[list[Entry]] = [[]]
-    held = 0
+    num_bytes = 0
     for entry in entries:
-        if found[-1] and held + entry.num_bytes > max_bytes:
+        if found[-1] and num_bytes + entry.num_bytes > max_bytes:
             found.append([])
-            held = 0
+            num_bytes = 0
         found[-1].append(entry)
-        held += entry.num_bytes
+        num_bytes += entry.num_bytes
     return found
 
 
 def write_checkpoint(folder: Path, entries: Sequence[Entry], *, max_bytes: int) -> list[Path]:
-    """Safetensors files in ``folder``, with an index when there are several; one tensor is in memory at a time.
+    """Writes safetensors files, with an index if there are several, and returns them; holds one tensor at a time.
 
-    Files of an earlier checkpoint there are removed in the end. Returns the files, in order.
+    Removes files of an earlier checkpoint in the folder afterwards.
     """
     parts = shards(entries, max_bytes)
     number = len(parts)
@@ -149,7 +149,7 @@ def write_checkpoint(folder: Path, entries: Sequence[Entry], *, max_bytes: int) 
 
 
 def _write_file(path: Path, entries: Sequence[Entry]) -> None:
-    """The format: length of the header in 8 bytes, the header as JSON padded to 8, then the tensors end to end."""
+    """Writes the length of the header in 8 bytes, the header as JSON padded to 8 bytes, then the tensors."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
     for entry in entries:
@@ -161,7 +161,7 @@ def _write_file(path: Path, entries: Sequence[Entry]) -> None:
     with path.open("wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
         for entry in entries:
-            # A transposed view would be written as it lies.
+            # The bytes of a transposed view are in the order of its base.
             value = np.ascontiguousarray(entry.make(), dtype=entry.dtype)
             if value.shape != entry.shape:
                 raise AssertionError(f"{entry.name} has shape {value.shape}, announced as {entry.shape}")

@@ -1,8 +1,8 @@
-"""How each weight lies in a published checkpoint: one description, read in both directions.
+"""Layout of each weight in a published checkpoint, used for reading and writing.
 
-A `Place` says which tensor holds one layer (or one expert) of a weight and which part of it, as a box of a view of
-the stored array: its dims in their stored order, some of them merged into one, each taken from ``start`` in steps.
-Whatever a family does (linear layers stored [out, in], GPT-2's stored [in, out], fused q/k/v and gate/up one after the
+A `StoredPart` names the tensor that holds one layer (or one expert) of a weight, and the part of the tensor as a box
+of a view of it: dims in their stored order, some of them merged into one, each sliced from ``start`` in steps. Every
+layout of a family (linear layers stored [out, in], GPT-2's stored [in, out], fused q/k/v and gate/up one after the
 other or interleaved, experts one by one or stacked) is such a box.
 """
 
@@ -21,8 +21,8 @@ from meshwright.spec.weights import Weight, weight_table
 Box = tuple[slice, ...]
 
 
-class Along(NamedTuple):
-    """One dim of a weight inside a stored tensor: number of the dim, size of the stored one, and where it starts."""
+class StoredDim(NamedTuple):
+    """One dim of a weight inside a stored tensor: index of the dim, size of the stored one, and the slice of it."""
 
     dim: int
     size: int
@@ -30,11 +30,11 @@ class Along(NamedTuple):
     step: int = 1
 
     def stored(self, part: slice) -> slice:
-        """A part of the dim as a slice of the stored one."""
+        """Returns a slice of the dim as a slice of the stored dim."""
         return slice(self.start + self.step * part.start, self.start + self.step * (part.stop - 1) + 1, self.step)
 
 
-class Place(NamedTuple):
+class StoredPart(NamedTuple):
     """One layer, or one expert of one layer, of a variable in a checkpoint.
 
     ``leading`` are the leading indices in the variable's array: of the layer, of the expert. ``axes`` has, for each dim
@@ -44,15 +44,15 @@ class Place(NamedTuple):
     variable: str
     leading: tuple[int, ...]
     tensor: str
-    axes: tuple[tuple[Along, ...], ...]
+    axes: tuple[tuple[StoredDim, ...], ...]
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the stored tensor."""
+        """Returns the shape of the stored tensor."""
         return tuple(math.prod(along.size for along in axis) for axis in self.axes)
 
     def read(self, tensors: Tensors, box: Box) -> np.ndarray:
-        """A box of the weight; merged dims of the stored tensor are narrowed by the major one."""
+        """Reads a box of the weight; of merged dims all of the minor ones are read and then sliced."""
         stored = tensors[self.tensor][tuple(_narrowed(axis, box) for axis in self.axes)]
         fine = [along for axis in self.axes for along in axis]
         first = {axis[0].dim for axis in self.axes if axis}
@@ -68,7 +68,7 @@ class Place(NamedTuple):
         stored.reshape([a.size for a in fine])[parts] = value.transpose([a.dim for a in fine])
 
 
-def _narrowed(axis: tuple[Along, ...], box: Box) -> slice:
+def _narrowed(axis: tuple[StoredDim, ...], box: Box) -> slice:
     if not axis:
         return slice(0, 1)
     inner = math.prod(along.size for along in axis[1:])
@@ -83,11 +83,11 @@ _HEADS = ("wq", "wk", "wv", "bq", "bk", "bv")
 _STACKED = {"w_gate": "gate_up_proj", "w_up": "gate_up_proj", "w_down": "down_proj"}
 
 
-def places(model: Model, names: Collection[str] = ()) -> Iterator[Place]:
-    """Where every layer of every variable lies, in the order of the weight table.
+def stored_parts(model: Model, names: Collection[str] = ()) -> Iterator[StoredPart]:
+    """Yields the stored part of every layer of every variable, in the order of the weight table.
 
-    ``names`` of the tensors of a checkpoint decide between the forms in which one may come. Without names it is the
-    form that is published, which is also what is written.
+    The tensor ``names`` of a checkpoint decide which of several known layouts it has. Without names the layout is the
+    published one, which is also the one written.
     """
     name_of = _naming(model, names)
     joined: dict[str, list[Weight]] = {}
@@ -101,13 +101,15 @@ def places(model: Model, names: Collection[str] = ()) -> Iterator[Place]:
         counts = ([len(weight.layers)] if weight.layers else []) + ([weight.shape[0]] if one_by_one else [])
         for leading in np.ndindex(*counts):
             numbers = {"layer": weight.layers[leading[0]], "expert": leading[-1]} if leading else {}
-            yield Place(variable, leading, pattern.format(**numbers), axes)
+            yield StoredPart(variable, leading, pattern.format(**numbers), axes)
 
 
 def _naming(model: Model, names: Collection[str]) -> Callable[[Weight], str]:
-    """Weight -> name of its tensor, with the numbers of layer and expert left open, in the form in which a checkpoint
-    comes: its prefix, and whether experts that are published one by one are stacked, as transformers 5 has them in
-    memory."""
+    """Returns the function from a weight to its tensor's name, with placeholders for layer and expert.
+
+    Checkpoints differ in the prefix of names, and in whether experts that are published one by one are stacked, as in
+    memory of transformers 5.
+    """
     own = model.weights_prefix
     embed = rows(model)["embed"].hf_name.removeprefix(own)
     prefix = next((p for p in (own, *PREFIXES) if p + embed in names), own)
@@ -122,35 +124,35 @@ def _naming(model: Model, names: Collection[str]) -> Callable[[Weight], str]:
     return name_of
 
 
-def _axes(model: Model, weight: Weight, joined: list[Weight], *, one_by_one: bool) -> tuple[tuple[Along, ...], ...]:
-    """The stored dims of a weight that shares its tensor with ``joined``, in their order.
+def _axes(model: Model, weight: Weight, joined: list[Weight], *, one_by_one: bool) -> tuple[tuple[StoredDim, ...], ...]:
+    """Returns the stored dims, in their order, of a weight that shares its tensor with ``joined``.
 
-    Parts of one tensor follow each other along a dim; gpt-oss interleaves gate and up.
+    Weights of one tensor are concatenated along a dim; gpt-oss interleaves gate and up.
     """
     of_experts = weight.part == "experts"
     first = 1 if of_experts and one_by_one else 0
-    along = [Along(number, size) for number, size in enumerate(weight.shape[first:])]
+    along = [StoredDim(number, size) for number, size in enumerate(weight.shape[first:])]
     if len(joined) > 1:
         shared = -2 if local_name(weight) in _HEADS else -1
         sizes = [other.shape[shared] for other in joined]
         number = [other.name for other in joined].index(weight.name)
         start, step = (number, len(sizes)) if model.family == "gpt_oss" else (sum(sizes[:number]), 1)
-        along[shared] = Along(along[shared].dim, sum(sizes), start, step)
+        along[shared] = StoredDim(along[shared].dim, sum(sizes), start, step)
     experts = [(along.pop(0),)] if of_experts and not one_by_one else []
     return (*experts, *_stored_order(model, weight, along, weight.dims[1:] if of_experts else weight.dims))
 
 
 def _stored_order(
-    model: Model, weight: Weight, along: list[Along], dims: tuple[str, ...]
-) -> tuple[tuple[Along, ...], ...]:
-    """A linear layer is [out, in]; GPT-2's inside the layers and the experts of gpt-oss are [in, out]."""
+    model: Model, weight: Weight, along: list[StoredDim], dims: tuple[str, ...]
+) -> tuple[tuple[StoredDim, ...], ...]:
+    """Orders dims as stored: [out, in] in a linear layer; [in, out] in GPT-2's layers and gpt-oss's experts."""
     if weight.name == "layers.shared.gate":
         return ((), tuple(along))
     if weight.kind == "vector":
         return (tuple(along),)
     if weight.part == "embedding":
         return tuple((one,) for one in along)
-    # Queries, keys, values and the feed-forward go out to their last dims; what comes from heads has two dims in.
+    # The last dims are outputs. A product that reads heads has two input dims.
     num_in = 2 if dims[0] == "N" else 1
     inputs, outputs = tuple(along[:num_in]), tuple(along[num_in:])
     as_written = (model.family == "gpt2" and bool(weight.layers)) or (

@@ -1,7 +1,7 @@
-"""Tensors in four-bit blocks (MXFP4) read as bf16: the form in which gpt-oss publishes its experts.
+"""Reads tensors in four-bit blocks (MXFP4) as bf16; gpt-oss publishes its experts so.
 
-A block is 32 values of one scale: two values to a byte, the even one in the low half, times 2 to the power of the
-scale's byte less 127. Blocks lie along the inputs of [E, out, in / 32, 16] bytes; what is read is [E, in, out].
+A block is 32 values with one scale: two values per byte, the even one in the low half, times 2 to the power of the
+scale's byte minus 127. Blocks divide the inputs of [E, out, in / 32, 16] bytes; the tensor read is [E, in, out].
 Source: OCP Microscaling Formats 1.0, section 5.3.
 """
 
@@ -21,7 +21,7 @@ _SCALE_BIAS = 127
 
 @dataclass(frozen=True)
 class Packed:
-    """A packed tensor read as [E, in, out]: only the blocks that are asked for are read."""
+    """A packed tensor that is read as [E, in, out]; only the blocks of a box are read."""
 
     blocks: Tensor
     scales: Tensor
@@ -43,14 +43,14 @@ class Packed:
 
 
 def with_unpacked(tensors: Tensors) -> Tensors:
-    """The tensors, packed ones under their plain names too."""
+    """Adds packed tensors under their plain names."""
     stems = (name.removesuffix(BLOCKS) for name in tensors if name.endswith(BLOCKS))
     packed = {s: Packed(tensors[s + BLOCKS], tensors[s + SCALES]) for s in stems if s + SCALES in tensors}
     return {**tensors, **packed}
 
 
 def unpack(packed: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """[..., blocks, 16] bytes and [..., blocks] scales -> [..., blocks * 32] in bf16."""
+    """Unpacks [..., blocks, 16] bytes with [..., blocks] scales to [..., blocks * 32] in bf16."""
     values = np.stack([VALUES[packed & 0x0F], VALUES[packed >> 4]], axis=-1)
     scaled = np.ldexp(values, (scales.astype(np.int32) - _SCALE_BIAS)[..., None, None])
     return scaled.reshape(*packed.shape[:-2], -1).astype(DTYPES["bf16"])

@@ -1,4 +1,4 @@
-"""Weights from and to Hugging Face checkpoints: each device reads its own shards, each tensor is written by itself."""
+"""Loads and saves Hugging Face checkpoints: devices read their own shards, tensors are written one at a time."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cache, partial
@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Shard
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.files import write_text_whole
 from meshwright.nn.hf.files import DTYPES, Entry, Tensors, open_checkpoint, write_checkpoint
-from meshwright.nn.hf.format import Box, Place, places
+from meshwright.nn.hf.format import Box, StoredPart, stored_parts
 from meshwright.nn.hf.mxfp4 import with_unpacked
 from meshwright.nn.weights import Params, rows, stacked_shape
 from meshwright.spec.hf.write import TOKEN_KEYS, config_from_model, text_model
@@ -38,24 +38,23 @@ def load_params(
     shardings: Mapping[str, Sharding] | None = None,
     dtype: Any = None,
 ) -> Params:
-    """The weights of a checkpoint, each array in its sharding (all on the first device where none are given).
+    """Loads the weights of a checkpoint in their shardings, by default on the first device, in ``dtype`` if given.
 
-    Shard after shard is read from the mapped files and put on its devices, so that a host never holds more than one
-    shard besides what its devices hold. In ``dtype``, or in the files' own. Raises InputError for a missing or
-    misshapen tensor.
+    Shards are read from the mapped files one by one and put on their devices, so a host holds at most one shard besides
+    its devices' own. Raises InputError for a missing or misshapen tensor.
     """
     with open_checkpoint(Path(folder)) as tensors:
         return read_params(model, with_unpacked(tensors), shardings, dtype)
 
 
 def params_from_hf(model: Model, tensors: Mapping[str, np.ndarray], *, dtype: Any = None) -> Params:
-    """Weights from a Hugging Face state dict (names to arrays) of the same model, on the first device."""
+    """Returns weights from a Hugging Face state dict (names to arrays) of the same model, on the first device."""
     return read_params(model, tensors, None, dtype)
 
 
 def read_params(model: Model, tensors: Tensors, shardings: Mapping[str, Sharding] | None, dtype: Any) -> Params:
-    """`load_params` from tensors of any kind."""
-    table = checked_places(model, tensors)
+    """Loads weights as `load_params` does, from tensors of any kind."""
+    table = checked_parts(model, tensors)
     one_device = SingleDeviceSharding(jax.devices()[0])
     params = {}
     for variable, weight in rows(model).items():
@@ -64,14 +63,14 @@ def read_params(model: Model, tensors: Tensors, shardings: Mapping[str, Sharding
     return params
 
 
-def checked_places(model: Model, tensors: Tensors) -> dict[str, dict[tuple[int, ...], Place]]:
-    """Variable -> leading indices -> where it lies, all of it there and of the right shape."""
-    found: dict[str, dict[tuple[int, ...], Place]] = {}
+def checked_parts(model: Model, tensors: Tensors) -> dict[str, dict[tuple[int, ...], StoredPart]]:
+    """Returns the stored parts by variable and leading indices; raises InputError if one is missing or misshapen."""
+    found: dict[str, dict[tuple[int, ...], StoredPart]] = {}
     # DeepSeek-V3 adds numbers to the router's scores that no gradient trains; here they can only be zero.
     for name in tensors:
         if name.endswith(".e_score_correction_bias") and tensors[name][slice(0, None),].any():
             raise CannotRunError(f"{name} is not zero: a corrected router is not run in this version.")
-    for place in places(model, tensors):
+    for place in stored_parts(model, tensors):
         if place.tensor not in tensors:
             raise InputError(_missing(place, tensors))
         shape = tuple(tensors[place.tensor].shape)
@@ -81,7 +80,7 @@ def checked_places(model: Model, tensors: Tensors) -> dict[str, dict[tuple[int, 
     return found
 
 
-def _missing(place: Place, names: Collection[str]) -> str:
+def _missing(place: StoredPart, names: Collection[str]) -> str:
     quantised = next((name for name in names if name.endswith(("_blocks", "_scale_inv", ".qweight", ".SCB"))), "")
     if quantised:
         return f"the checkpoint is quantised (it has {quantised}). Give one in bf16, fp16 or fp32."
@@ -89,9 +88,9 @@ def _missing(place: Place, names: Collection[str]) -> str:
 
 
 def _array(
-    weight: Weight, table: Mapping[tuple[int, ...], Place], tensors: Tensors, sharding: Sharding, dtype: Any
+    weight: Weight, table: Mapping[tuple[int, ...], StoredPart], tensors: Tensors, sharding: Sharding, dtype: Any
 ) -> jax.Array:
-    """One variable, read shard by shard: devices that hold the same shard get it from one reading."""
+    """Reads one variable shard by shard; devices with the same shard share one read."""
     shape = stacked_shape(weight)
     devices_of: dict[tuple[tuple[int, int], ...], list[jax.Device]] = {}
     for device, index in sharding.addressable_devices_indices_map(shape).items():
@@ -105,8 +104,8 @@ def _array(
     return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
 
 
-def _block(table: Mapping[tuple[int, ...], Place], tensors: Tensors, region: Box, dtype: Any) -> np.ndarray:
-    """A region of a variable's array: leading dims are layers and experts, each in a place of its own."""
+def _block(table: Mapping[tuple[int, ...], StoredPart], tensors: Tensors, region: Box, dtype: Any) -> np.ndarray:
+    """Reads a region of a variable's array; each layer and expert of its leading dims is a stored part."""
     leading = len(next(iter(table)))
     box = region[leading:]
     block: np.ndarray | None = None
@@ -133,10 +132,10 @@ def save_hf(
     dtype: str | None = None,
     config: Mapping[str, Any] = {},
 ) -> list[Path]:
-    """A Hugging Face folder of the model: ``config.json`` and safetensors files, written one tensor at a time.
+    """Writes a Hugging Face folder, ``config.json`` and safetensors files, one tensor at a time.
 
-    ``dtype`` is one of `DTYPES`; the weights' own where it is not given. ``config`` are further keys of config.json.
-    Every process of a run calls this, and the first one writes. Returns the files of weights.
+    ``dtype`` is one of `DTYPES`, by default the weights' own; ``config`` are more keys of config.json. Every process
+    of a run calls this, and the first one writes. Returns the files of weights.
     """
     dtypes = {name: np.dtype(array.dtype) for name, array in params.items()}
 
@@ -147,14 +146,14 @@ def save_hf(
 
 
 def _on_host(array: jax.Array, index: tuple[int, ...]) -> np.ndarray:
-    """A part of an array on this host; over several processes all of them ask for it together."""
+    """Returns a part of an array on this host; with several processes all must call it together."""
     if not array.is_fully_addressable:
         return np.asarray(gathered_part(array, index).addressable_data(0))
     return np.asarray(array[index] if index else array)
 
 
 def gathered_part(array: jax.Array, index: tuple[int, ...]) -> jax.Array:
-    """A part of a sharded array, whole on every device. Compiled once for all parts of one shape."""
+    """Gathers a part of a sharded array to every device; compiled once for all parts of one shape."""
     assert isinstance(array.sharding, NamedSharding)
     return _gather(array.sharding.mesh)(array, tuple(np.int32(number) for number in index))
 
@@ -179,7 +178,7 @@ def write_hf(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     config: Mapping[str, Any] = {},
 ) -> list[Path]:
-    """`save_hf` from any source of layers."""
+    """Writes a folder as `save_hf` does, from any source of layers, whose own dtypes are ``dtypes``."""
     model = text_model(model)
     if dtype:
         dtypes = dict.fromkeys(dtypes, DTYPES[dtype])
@@ -195,16 +194,16 @@ def write_hf(
 
 
 def hf_entries(model: Model, fetch: Fetch, dtypes: Mapping[str, np.dtype]) -> Iterator[Entry]:
-    """Every tensor of the published form, each made when it is written."""
-    parts: dict[str, list[Place]] = {}
-    for place in places(model):
+    """Yields every tensor of the published layout; its values are made when it is written."""
+    parts: dict[str, list[StoredPart]] = {}
+    for place in stored_parts(model):
         parts.setdefault(place.tensor, []).append(place)
     for name, found in parts.items():
         dtype = dtypes[found[0].variable]
         yield Entry(name, found[0].shape, dtype, partial(_made, found, fetch, dtype))
 
 
-def _made(found: Sequence[Place], fetch: Fetch, dtype: np.dtype) -> np.ndarray:
+def _made(found: Sequence[StoredPart], fetch: Fetch, dtype: np.dtype) -> np.ndarray:
     stored = np.empty(found[0].shape, dtype)
     for place in found:
         place.put(stored, fetch(place.variable, place.leading))
@@ -214,10 +213,10 @@ def _made(found: Sequence[Place], fetch: Fetch, dtype: np.dtype) -> np.ndarray:
 def convert_hf(
     model: Model, source: Path, folder: Path, *, dtype: str | None = None, max_shard_bytes: int = MAX_SHARD_BYTES
 ) -> list[Path]:
-    """Another folder of the same weights in the published form: another dtype, other files. Tensor by tensor."""
+    """Rewrites a folder in the published layout, in another dtype or file size, one tensor at a time."""
     with open_checkpoint(source) as opened:
         tensors = with_unpacked(opened)
-        table = checked_places(model, tensors)
+        table = checked_parts(model, tensors)
         whole = {name: tuple(slice(0, size) for size in stacked_shape(weight)) for name, weight in rows(model).items()}
 
         def fetch(variable: str, index: tuple[int, ...]) -> np.ndarray:
@@ -229,7 +228,7 @@ def convert_hf(
 
 
 def special_tokens(folder: Path) -> dict[str, Any]:
-    """The numbers of special tokens in the config.json of a folder."""
+    """Returns the special token ids in the config.json of a folder."""
     keys = msgspec.json.decode((folder / CONFIG).read_bytes(), type=dict[str, Any])
     keys = {**keys.get("text_config", {}), **keys}
     return {key: keys[key] for key in TOKEN_KEYS if keys.get(key) is not None}

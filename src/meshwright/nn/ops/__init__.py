@@ -1,7 +1,7 @@
-"""The local steps of every op as JAX functions of one device's blocks: one file per op, named as in `algebra.ops`.
+"""Local steps of every op as JAX functions of one device's blocks: one file per op, named as in `algebra.ops`.
 
-Each file has ``STEPS``: name of a step -> function of (context, step, blocks of the step's inputs) that gives one block
-for each of its results.
+Each file has ``STEPS``: name of a step -> function of (context, step, blocks of the inputs) that returns one block per
+result. Optimizers call theirs directly, with arguments of their own.
 """
 
 import functools
@@ -17,16 +17,16 @@ LocalStep = Callable[..., Any]
 
 @functools.cache
 def local_steps() -> dict[str, LocalStep]:
-    """Name of a local step -> its function, from every file of this folder."""
+    """Returns the function of each local step by name, from every file of this folder."""
     files = (import_module(f"{__name__}.{module.name}") for module in pkgutil.iter_modules(__path__))
     return {name: function for file in files for name, function in file.STEPS.items()}
 
 
 def of_arrays(function: Callable[..., Any]) -> LocalStep:
-    """The step that a function of its arrays alone is."""
+    """Returns the local step that calls a function of the arrays alone."""
     return lambda context, step, *arrays: function(*arrays)
 
 
 def backward_of(forward: LocalStep) -> LocalStep:
-    """Cotangents of the inputs from that of the result and the inputs: the vjp of the forward step."""
+    """Returns the backward step: the vjp of the forward step at its inputs."""
     return lambda context, step, dout, *inputs: jax.vjp(functools.partial(forward, context, step), *inputs)[1](dout)

@@ -1,4 +1,4 @@
-"""AdamW as optax has it: a transformation of all shards at once, elementwise, so that nothing communicates."""
+"""AdamW of optax: one elementwise transformation of all shards, without communication."""
 
 import optax
 

@@ -1,4 +1,4 @@
-"""A sum of arrays."""
+"""Sums arrays."""
 
 import functools
 import operator

@@ -1,4 +1,4 @@
-"""A vector added to every row, or to the slots of each expert."""
+"""Adds a vector to every row, or to the slots of each expert."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from meshwright.nn.experts.slots import Ragged
 
 
 def bias_add(context: Context, step: Step, x: Any, bias: jax.Array) -> Any:
-    """``x + bias``, along the dims that the bias has; packed tokens have their expert's."""
+    """Adds the bias along the dims that it has; packed tokens get their expert's."""
     if isinstance(x, Ragged):
         numbers = jnp.arange(bias.shape[0], dtype=jnp.int32)
         expert_of_row = jnp.repeat(numbers, x.sizes, total_repeat_length=x.rows.shape[0])
@@ -23,7 +23,7 @@ def bias_add(context: Context, step: Step, x: Any, bias: jax.Array) -> Any:
 
 
 def bias_add_backward(context: Context, step: Step, dout: Any) -> Any:
-    """The sum over what shares the bias; of packed tokens the gradient of a weight whose input is always 1."""
+    """Sums over the dims that the bias lacks; for packed tokens it is the gradient of a weight whose input is 1."""
     if isinstance(dout, Ragged):
         ones = Ragged(jnp.ones((dout.rows.shape[0], 1), dout.rows.dtype), dout.sizes)
         return slot_weight_gradient(ones, dout, blocks_of(dout, context.model))[:, 0]

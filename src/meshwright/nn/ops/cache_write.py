@@ -1,4 +1,4 @@
-"""New positions written into a cache."""
+"""Writes new positions into a cache."""
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ from meshwright.nn.context import Context
 def cache_write(
     context: Context, step: Step, before: LayerCache, values: jax.Array, where: jax.Array, *pages: jax.Array
 ) -> LayerCache:
-    """The layer's cache after the positions of a prompt, or one more of each row; ``pages`` are a page table."""
+    """Writes a prompt, or one more position of each row; ``pages`` are a page table."""
     if step.details.paged:
         return cache.write_pages(before, values, _positions(values, where) if step.details.prompt else where, *pages)
     write = cache.write_prompt if step.details.prompt else cache.write_position
@@ -20,7 +20,7 @@ def cache_write(
 
 
 def _positions(values: jax.Array, last: jax.Array) -> jax.Array:
-    """The position of each of the values of a prompt; -1 behind its last: another sequence may have that page."""
+    """Returns the positions of a prompt, -1 for padding: its page may belong to another sequence."""
     own = jnp.arange(values.shape[1], dtype=last.dtype)[None]
     return jnp.where(own <= last[:, None], own, -1)
 

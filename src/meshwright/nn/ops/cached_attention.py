@@ -6,37 +6,37 @@ import jax
 
 from meshwright.algebra.steps import Step
 from meshwright.nn import cache
-from meshwright.nn.cache import LayerCache, Meeting
+from meshwright.nn.cache import LayerCache, ScorePart
 from meshwright.nn.context import Context
 
 
 def cache_facts(
-    context: Context, step: Step, positions: jax.Array, held: LayerCache, pages: jax.Array | None
+    context: Context, step: Step, positions: jax.Array, cached: LayerCache, pages: jax.Array | None
 ) -> dict[str, Any]:
-    """What attention on a cache is given besides its arrays."""
+    """Returns the visible slots, the scale and the cap of attention on a cache."""
     return {
-        "seen": cache.visible_slots(positions[:, 0], held.num_slots(pages), window=step.details.window),
+        "seen": cache.visible_slots(positions[:, 0], cached.num_slots(pages), window=step.details.window),
         "scale": context.model.attention_scale,
         "softcap": step.details.softcap,
     }
 
 
 def table_of(step: Step, others: tuple[Any, ...]) -> tuple[jax.Array | None, tuple[Any, ...]]:
-    """The page table, which follows the positions where a cache has pages, and what follows it."""
+    """Splits the page table, which comes first where a cache has pages, from the other inputs."""
     return (others[0], others[1:]) if step.details.paged else (None, others)
 
 
 def cached_attention(
     context: Context, step: Step, q: jax.Array, k: LayerCache, v: LayerCache, positions: jax.Array, *others: Any
 ) -> jax.Array:
-    """Queries of one position against the layer's keys and values; others are scales of both, then sinks."""
+    """Attention of one position on the layer's keys and values; ``others`` are their scales, then sinks."""
     pages, others = table_of(step, others)
     found = [other.read(pages) for other in others if isinstance(other, LayerCache)]
     sinks = next((other for other in others if not isinstance(other, LayerCache)), None)
     key_scale, value_scale = found or (None, None)
     facts = cache_facts(context, step, positions, k, pages)
-    meeting = Meeting(queries=q, keys=k.read(pages), scale=key_scale)
-    return cache.cached_attention([meeting], v.read(pages), value_scale=value_scale, sinks=sinks, **facts)
+    part = ScorePart(queries=q, keys=k.read(pages), scale=key_scale)
+    return cache.cached_attention([part], v.read(pages), value_scale=value_scale, sinks=sinks, **facts)
 
 
 STEPS = {"cached_attention": cached_attention}

@@ -6,7 +6,7 @@ import jax
 
 from meshwright.algebra.steps import Step
 from meshwright.nn import cache
-from meshwright.nn.cache import LayerCache, Meeting
+from meshwright.nn.cache import LayerCache, ScorePart
 from meshwright.nn.context import Context
 from meshwright.nn.ops.cached_attention import cache_facts, table_of
 
@@ -21,18 +21,18 @@ def cached_latent_attention(
     positions: jax.Array,
     *others: Any,
 ) -> jax.Array:
-    """Queries as the latent meets them, and their rotated parts, against one head of latents and rotated key parts."""
+    """Attention of absorbed queries and their rotated parts on one head of latents and of rotated keys."""
     pages, others = table_of(step, others)
     facts = cache_facts(context, step, positions, latent, pages)
     one_head = latent.read(pages)[:, :, None]
     latent_scale, shared_scale = (other.read(pages)[:, :, None] for other in others) if others else (None, None)
-    meetings = [
-        Meeting(queries=ql, keys=one_head, scale=latent_scale),
-        Meeting(
+    parts = [
+        ScorePart(queries=ql, keys=one_head, scale=latent_scale),
+        ScorePart(
             queries=q[..., context.model.qk_nope_head_dim :], keys=shared.read(pages)[:, :, None], scale=shared_scale
         ),
     ]
-    return cache.cached_attention(meetings, one_head, value_scale=latent_scale, **facts)
+    return cache.cached_attention(parts, one_head, value_scale=latent_scale, **facts)
 
 
 STEPS = {"cached_latent_attention": cached_latent_attention}

@@ -1,9 +1,8 @@
-"""Collective matmuls inside `shard_map`: products block by block, beside blocks that go round the devices.
+"""Collective matmuls inside `shard_map`: products block by block, overlapped with permutes of blocks round a ring.
 
-Device r of n has block r. One way, a block goes to the next device n - 1 times; two ways, one half of it goes to the
-next device and the other to the one before, each n - 1 times. The moves stand in the program one after the other, so
-that a platform that sends while it computes has the next block under way during a product; with more than
-`MAX_WRITTEN_OUT` devices they are a loop.
+Device r of n holds block r. One way, a block is sent to the next device n - 1 times; two ways, one half is sent to the
+next device and the other to the previous one, n - 1 times each. The permutes are unrolled, so that the next block is in
+flight during a product; with more than `MAX_WRITTEN_OUT` devices they are a loop.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -25,23 +24,23 @@ from meshwright.nn.ops.einsum import einsum
 from meshwright.nn.ops.quantised_einsum import quantised_einsum
 
 MAX_WRITTEN_OUT = 16
-"""Devices up to which every move stands in the program by itself."""
+"""Maximum number of devices for which the permutes are unrolled."""
 
-State = Any
+Carry = Any
 
 
 class Factor(NamedTuple):
-    """An array of a product, and its axis along the dim that is cut into blocks; None where it lacks the dim."""
+    """A factor of a product, and its axis along the dim that is cut into blocks; None if it lacks the dim."""
 
     value: Array
     axis: int | None
 
 
 @dataclass(frozen=True, kw_only=True)
-class Product:
-    """One product, computed by ``apply`` for a block of its dim; ``factors`` are what stays, None what goes round.
+class BlockedProduct:
+    """One product, computed by ``apply`` for a block of a dim; ``factors`` stay on the device, None is sent.
 
-    ``axis`` is that of the result along the dim; None where the product sums over it.
+    ``axis`` is the result's along the dim; None if the product sums over it.
     """
 
     apply: Callable[..., Array]
@@ -49,30 +48,30 @@ class Product:
     axis: int | None
 
     def of(self, start: Array | int, length: int, block: Array | None = None) -> Array:
-        """The part of a block that begins at ``start``."""
+        """Computes the product for ``length`` entries from ``start`` on."""
         return self.apply(*(block if factor is None else _part(factor, start, length) for factor in self.factors))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Round(Ring):
-    """The ring of one collective matmul, round which blocks go one way or two."""
+class MatmulRing(Ring):
+    """The ring of one collective matmul; blocks are sent one way or both ways."""
 
     ways: int = 1
 
-    def pieces(self, length: int) -> tuple["Piece", ...]:
-        """What goes round of a block: all of it, or its two halves; a block of one goes one way."""
+    def pieces(self, length: int) -> tuple["BlockPart", ...]:
+        """Returns the parts of a block to send: all of it, or its two halves; a block of one entry is sent whole."""
         half = (length + 1) // 2
         if self.ways == 1 or half == length:
-            return (Piece(0, length, 1),)
-        return Piece(0, half, 1), Piece(half, length - half, -1)
+            return (BlockPart(0, length, 1),)
+        return BlockPart(0, half, 1), BlockPart(half, length - half, -1)
 
-    def send(self, values: Sequence[Array], pieces: Sequence["Piece"]) -> list[Array]:
-        """Pieces from the device before, or after, to this one."""
+    def send(self, values: Sequence[Array], pieces: Sequence["BlockPart"]) -> list[Array]:
+        """Receives each part from the previous or the next device."""
         return [self.shift(value, piece.by) for value, piece in zip(values, pieces, strict=True)]
 
 
-class Piece(NamedTuple):
-    """A part of a block that goes round: where it begins, how long it is, and to which side it goes."""
+class BlockPart(NamedTuple):
+    """A part of a block: its start, its length, and the direction in which it is sent."""
 
     start: int
     length: int
@@ -80,17 +79,17 @@ class Piece(NamedTuple):
 
 
 def all_gather_matmul(
-    block: Array, products: Sequence[Product], ring: Round, *, axis: int, gathers: bool = False
+    block: Array, products: Sequence[BlockedProduct], ring: MatmulRing, *, axis: int, gathers: bool = False
 ) -> tuple[Array, ...]:
-    """The results of products of what the blocks of all devices are together, joined along ``axis``.
+    """Multiplies the blocks of all devices, which are parts of one array along ``axis``, and returns the results.
 
-    With ``gathers`` the joined array comes last. Sums over blocks are made in the dtype that products give.
+    With ``gathers`` the whole array is the last result. Blocks are summed in the dtype of the products.
     """
     length, size, rank = block.shape[axis], ring.size, ring.rank
     pieces = ring.pieces(length)
-    wanted = [*products, *([Product(apply=lambda x: x, factors=(None,), axis=axis)] if gathers else [])]
+    wanted = [*products, *([BlockedProduct(apply=lambda x: x, factors=(None,), axis=axis)] if gathers else [])]
 
-    def meet(results: list[Array], values: Sequence[Array], step: Array | int) -> list[Array]:
+    def add_blocks(results: list[Array], values: Sequence[Array], step: Array | int) -> list[Array]:
         for value, piece in zip(values, pieces, strict=True):
             start = (rank - piece.by * step) % size * length + piece.start
             results = [_with_part(r, p, start, piece.length, value) for r, p in zip(results, wanted, strict=True)]
@@ -102,19 +101,19 @@ def all_gather_matmul(
 
     def step(number: Array | int, carry: tuple[list[Array], list[Array]]) -> tuple[list[Array], list[Array]]:
         passing, found = carry
-        return ring.send(passing, pieces), meet(found, passing, number)
+        return ring.send(passing, pieces), add_blocks(found, passing, number)
 
     values, results = _repeat(1, size - 1, step, (ring.send(values, pieces), results))
-    return tuple(meet(results, values, size - 1))
+    return tuple(add_blocks(results, values, size - 1))
 
 
-def matmul_reduce_scatter(products: Sequence[Product], ring: Round, *, length: int) -> Array:
-    """This device's block, of ``length``, of the sum of all products over all devices."""
+def matmul_reduce_scatter(products: Sequence[BlockedProduct], ring: MatmulRing, *, length: int) -> Array:
+    """Returns this device's block, of ``length``, of the sum of all products over all devices."""
     size, rank = ring.size, ring.rank
     pieces = ring.pieces(length)
 
-    def part(piece: Piece, step: Array | int) -> Array:
-        # a sum that this device sees in a step has size - 1 - step moves to go to where it belongs
+    def part(piece: BlockPart, step: Array | int) -> Array:
+        # the sum that this device adds to is size - 1 - step sends away from its own device
         start = (rank - piece.by * (1 + step)) % size * length + piece.start
         first, *others = (product.of(start, piece.length) for product in products)
         return sum(others, start=first)
@@ -129,8 +128,8 @@ def matmul_reduce_scatter(products: Sequence[Product], ring: Round, *, length: i
     return sums[0] if len(sums) == 1 else jnp.concatenate(sums, axis=axis)
 
 
-def block_length(products: Sequence[Product], size: int) -> int:
-    """Length of one of ``size`` blocks of the dim that products are cut along."""
+def block_length(products: Sequence[BlockedProduct], size: int) -> int:
+    """Returns the length of one of ``size`` blocks of the dim that products are cut along."""
     factors = (f for product in products for f in product.factors if f is not None)
     whole = next(int(f.value.shape[f.axis]) for f in factors if f.axis is not None)
     if whole % size:
@@ -141,8 +140,8 @@ def block_length(products: Sequence[Product], size: int) -> int:
     return whole // size
 
 
-def _repeat(first: int, end: int, step: Callable[[Any, State], State], state: State) -> State:
-    """``step`` for the numbers from ``first`` up to ``end``, written out where they are few."""
+def _repeat(first: int, end: int, step: Callable[[Any, Carry], Carry], state: Carry) -> Carry:
+    """Applies ``step`` to the numbers from ``first`` up to ``end``, unrolled if they are few."""
     if end - first > MAX_WRITTEN_OUT:
         return lax.fori_loop(first, end, step, state)
     for number in range(first, end):
@@ -156,15 +155,15 @@ def _part(factor: Factor, start: Array | int, length: int) -> Array:
     return lax.dynamic_slice_in_dim(factor.value, start, length, axis=factor.axis)
 
 
-def _whole(part: Array, product: Product, start: Array, size: int) -> Array:
-    """A result with one block in it, or the sum that begins with it."""
+def _whole(part: Array, product: BlockedProduct, start: Array, size: int) -> Array:
+    """Returns a result with one block filled in, or the first term of a sum."""
     if product.axis is None:
         return part
     shape = [size * n if axis == product.axis else n for axis, n in enumerate(part.shape)]
     return lax.dynamic_update_slice_in_dim(jnp.zeros(shape, part.dtype), part, start, axis=product.axis)
 
 
-def _with_part(result: Array, product: Product, start: Array, length: int, block: Array) -> Array:
+def _with_part(result: Array, product: BlockedProduct, start: Array, length: int, block: Array) -> Array:
     part = product.of(start, length, block)
     if product.axis is None:
         return result + part
@@ -177,12 +176,12 @@ _PRODUCTS: dict[str, Callable[..., Any]] = {"einsum": einsum, "quantised_einsum"
 
 
 def _collective_matmul(context: Context, step: Step, *given: jax.Array) -> tuple[jax.Array, ...]:
-    """The parts of a collective matmul block by block, and the gathered array where it is one of the results.
+    """Runs the products of a collective matmul block by block; also returns the gathered array if the step has it.
 
-    Sums over blocks are made in float32. What is given by no input is the array that goes round.
+    Blocks are summed in float32. The factor that is no input of the step is the gathered array.
     """
     values = dict(zip(step.inputs, given, strict=True))
-    ring = Round(axes=step.details.axes, ways=step.details.ways, divergent=context.divergent)
+    ring = MatmulRing(axes=step.details.axes, ways=step.details.ways, divergent=context.divergent)
     products = [_block_product(context, part, step.dim, values) for part in step.parts]
     if step.details.form != "all_gather":
         return (matmul_reduce_scatter(products, ring, length=block_length(products, ring.size)),)
@@ -195,12 +194,12 @@ def _collective_matmul(context: Context, step: Step, *given: jax.Array) -> tuple
     )
 
 
-def _block_product(context: Context, part: Step, dim: str, values: Mapping[ShardedArray, jax.Array]) -> Product:
+def _block_product(context: Context, part: Step, dim: str, values: Mapping[ShardedArray, jax.Array]) -> BlockedProduct:
     def axis(array: ShardedArray) -> int | None:
         return array.dims.index(dim) if dim in array.dims else None
 
     sums = replace(part, result=part.result.replace(dtype="fp32")) if axis(part.result) is None else part
-    return Product(
+    return BlockedProduct(
         apply=lambda *factors: _PRODUCTS[part.op](context, sums, *factors),
         factors=tuple(Factor(values[a], axis(a)) if a in values else None for a in part.inputs),
         axis=axis(part.result),

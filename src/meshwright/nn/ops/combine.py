@@ -1,4 +1,4 @@
-"""Combine: weighted sums of the experts' results per token."""
+"""Combine steps: weighted sums of the experts' results per token."""
 
 from meshwright.nn.experts import slots
 from meshwright.nn.ops import of_arrays

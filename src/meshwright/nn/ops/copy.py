@@ -1,3 +1,3 @@
-"""An array under another name."""
+"""Returns an array under another name."""
 
 STEPS = {"copy": lambda context, step, value: value}

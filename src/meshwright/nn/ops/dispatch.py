@@ -1,4 +1,4 @@
-"""Dispatch: tokens into slots of their experts, or packed by expert where they stay on their device."""
+"""Dispatch steps: tokens go into slots of their experts, or are packed by expert if they stay on their device."""
 
 import jax
 
@@ -10,8 +10,8 @@ from meshwright.nn.ops import of_arrays
 from meshwright.nn.ops.route import slot_capacity
 
 
-def dispatch(context: Context, step: Step, h: jax.Array, chosen: jax.Array) -> slots.Slots:
-    """Tokens in the slots of all experts, or packed by expert where they stay on their device."""
+def dispatch(context: Context, step: Step, h: jax.Array, chosen: jax.Array) -> slots.ExpertSlots:
+    """Returns tokens in the slots of all experts, or packed by expert."""
     num_experts, capacity = context.model.num_experts, slot_capacity(context, step, h)
     if packs_tokens(context, step, num_slots=num_experts * capacity):
         return slots.ragged_dispatch(h, chosen, num_experts=num_experts)

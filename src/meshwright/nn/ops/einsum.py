@@ -1,4 +1,4 @@
-"""A product of two arrays; on slots of experts in blocks that leave out empty slots."""
+"""The product of two arrays; with slots of experts, in blocks that skip empty slots."""
 
 from typing import Any
 
@@ -13,9 +13,9 @@ from meshwright.nn.experts.slots import Ragged
 
 
 def contract_step(step: Step, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-    """The local contraction of a step: dims of the same name are the same dim.
+    """Contracts a step's local blocks; dims of one name are one dim.
 
-    Where one factor is wider than the other, and the result is not asked to be, it is narrowed first.
+    A factor of a wider dtype than the other is narrowed first, unless the result is float32.
     """
     letters = {d: chr(ord("a") + i) for i, d in enumerate(dict.fromkeys((*step.inputs[0].dims, *step.inputs[1].dims)))}
     left, right, out = ("".join(letters[d] for d in a.dims) for a in (*step.inputs, step.result))
@@ -27,7 +27,7 @@ def contract_step(step: Step, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
 
 
 def einsum(context: Context, step: Step, lhs: Any, rhs: Any) -> Any:
-    """The local product; where an operand has slots of experts and empty ones are left out, block by block."""
+    """Multiplies local blocks; slots of experts block by block where empty slots are skipped."""
     of_slots = [array.dims[:2] == ("E", "C") for array in step.inputs]
     slots = rhs if of_slots[1] else lhs
     packed = isinstance(slots, Ragged)

@@ -1,4 +1,4 @@
-"""Look-up of rows in the part of a table that a device holds, and the gradient of the table."""
+"""Embedding lookup in the part of a table that a device holds, and the gradient of the table."""
 
 from typing import Any
 
@@ -14,14 +14,14 @@ from meshwright.spec.model import Model
 
 
 def embed_scale(model: Model, dtype: Any) -> float:
-    """sqrt(D) rounded to the dtype of the weights, as it was when they were trained (gemma); 1 for others."""
+    """Returns sqrt(D) rounded to the dtype of the weights, as in training (gemma); 1 for other families."""
     return float(np.asarray(model.d_model**0.5, dtype)) if model.embed_scale else 1.0
 
 
 def embed(
     tokens: Int[Array, "B T"], table: Float[Array, "V D"], *, first_row: Int[Array, ""] | int, scale: float = 1.0
 ) -> Float[Array, "B T D"]:
-    """Rows of the part of the table that starts at ``first_row``, times ``scale``; zeros for tokens outside of it."""
+    """Looks up rows in the part of the table from ``first_row`` on, times ``scale``; other tokens get zeros."""
     local, inside = own_entries(tokens, first_row, table.shape[0])
     rows = jnp.take(table, local, axis=0)
     return jnp.where(inside[..., None], rows * scale if scale != 1 else rows, jnp.zeros((), rows.dtype))
@@ -35,8 +35,8 @@ def embed_backward(
     num_rows: int,
     scale: float = 1.0,
 ) -> Float[Array, "V D"]:
-    """Cotangents added up per row of the part of the table, in float32 as long as they are added."""
-    # An index behind the end is dropped; a negative one would count from the end.
+    """Sums cotangents per row of the part of the table, in float32."""
+    # An index past the end is dropped; a negative one would count from the end.
     at, _ = own_entries(tokens, first_row, num_rows, elsewhere=num_rows)
     table = jnp.zeros((num_rows, dout.shape[-1]), jnp.float32)
     return (table.at[at].add(dout.astype(jnp.float32), mode="drop") * scale).astype(dout.dtype)

@@ -1,6 +1,6 @@
-"""The loss head in chunks, and with both passes joined: the loss and its slopes from the same logits.
+"""The loss head in chunks of positions, so that B x T x V logits never exist at once.
 
-Logits and their cotangent exist one chunk of T at a time, so that B x T x V never exists at once.
+`fused_head` joins both passes: it computes the loss and its slopes from the same logits.
 """
 
 import math
@@ -28,20 +28,20 @@ from meshwright.nn.ops.linear_cross_entropy import (
     sum_loss_backward,
 )
 
-Stream = Float[Array, "B T D"]
+ResidualStream = Float[Array, "B T D"]
 Table = Float[Array, "D V"]
 
 
 def chunk_length(batch: int, length: int) -> int:
-    """Positions of a chunk: as even as can be, of at most `CHUNK_TOKENS` tokens but at least one position."""
+    """Returns the positions of a chunk: as equal as possible, at most `CHUNK_TOKENS` tokens, at least one position."""
     chunks = min(length, max(1, math.ceil(batch * length / CHUNK_TOKENS)))
     return math.ceil(length / chunks)
 
 
 def _over_chunks(one: Callable[[Any, Any], tuple[Any, Any]], start: Any, *arrays: Array) -> tuple[Any, Any]:
-    """``one`` of (carry, the parts of the arrays in a chunk) for chunk after chunk, and what it makes put together.
+    """Scans ``one`` over chunks of the arrays and concatenates its results.
 
-    The last chunk is filled up with zeros, labels with -1: they change nothing.
+    The last chunk is padded with zeros, its labels with -1, which add nothing.
     """
     batch, length = arrays[0].shape[:2]
     size = chunk_length(batch, length)
@@ -62,9 +62,9 @@ def _over_chunks(one: Callable[[Any, Any], tuple[Any, Any]], start: Any, *arrays
 
 
 def chunked_logits_statistics(
-    x: Stream, table: Table, labels: Labels, *, first_row: FirstRow, softcap: float = 0.0
+    x: ResidualStream, table: Table, labels: Labels, *, first_row: FirstRow, softcap: float = 0.0
 ) -> Statistics:
-    """The statistics from ``x * table``."""
+    """Returns the statistics of the logits ``x * table``."""
 
     def one(_: None, given: tuple[Array, Array]) -> tuple[None, Statistics]:
         here, of_here = given
@@ -79,15 +79,15 @@ def _logits(x: Array, table: Array) -> Array:
 
 
 def _cotangents(x: Array, table: Array, dlogits: Array) -> tuple[Array, Array]:
-    """That of the stream, and that of the table in float32."""
+    """Returns the cotangents of the stream and, in float32, of the table."""
     narrow = dlogits.astype(x.dtype)
     return contract("btv,dv->btd", narrow, table), contract("btd,btv->dv", x, narrow, dtype=jnp.float32)
 
 
 def chunked_logits_backward(
-    x: Stream, table: Table, labels: Labels, *rows: PerToken, first_row: FirstRow, softcap: float = 0.0
-) -> tuple[Stream, Table]:
-    """Cotangents of the stream and of the table; ``rows`` are those of `logits_backward`."""
+    x: ResidualStream, table: Table, labels: Labels, *rows: PerToken, first_row: FirstRow, softcap: float = 0.0
+) -> tuple[ResidualStream, Table]:
+    """Returns cotangents of the stream and the table; ``rows`` are the per-token inputs of `logits_backward`."""
 
     def one(dtable: Array, given: tuple[Array, ...]) -> tuple[Array, Array]:
         here, *rows = given
@@ -100,12 +100,11 @@ def chunked_logits_backward(
 
 
 def fused_head(
-    x: Stream, table: Table, labels: Labels, *, softcap: float = 0.0, z_loss: float = 0.0
-) -> tuple[Float[Array, ""], Stream, Table]:
-    """The summed loss, and the cotangents of the stream and of the whole table where the loss's own is 1.
+    x: ResidualStream, table: Table, labels: Labels, *, softcap: float = 0.0, z_loss: float = 0.0
+) -> tuple[Float[Array, ""], ResidualStream, Table]:
+    """Returns the summed loss and its slopes in the stream and in the whole table.
 
-    The logits of a chunk are made once and used for all three. Who wants the loss alone pays for nothing else: what
-    is not used is not computed under `jax.jit`.
+    All three use the same logits. Under `jax.jit` a caller of the loss alone pays for the loss alone.
     """
 
     def one(carry: tuple[Array, Array], given: tuple[Array, Array]) -> tuple[tuple[Array, Array], Array]:
@@ -123,25 +122,25 @@ def fused_head(
     return loss, dx, dtable.astype(table.dtype)
 
 
-def _as_used(step: Step, table: jax.Array) -> jax.Array:
-    """A table or its gradient as [D, V], or back as the step has it."""
+def _as_dv(step: Step, table: jax.Array) -> jax.Array:
+    """Transposes a table or its gradient to [D, V], or back, if the step has it as [V, D]."""
     return table if step.inputs[1].dims == ("D", "V") else table.T
 
 
 def _statistics(context: Context, step: Step, x: jax.Array, table: jax.Array, labels: jax.Array) -> Statistics:
-    return chunked_logits_statistics(x, _as_used(step, table), labels, **facts(step, 1, table))
+    return chunked_logits_statistics(x, _as_dv(step, table), labels, **facts(step, 1, table))
 
 
 def _backward(context: Context, step: Step, *given: jax.Array) -> tuple[jax.Array, jax.Array]:
     x, table, labels, _, *rows = given
-    dx, dtable = chunked_logits_backward(x, _as_used(step, table), labels, *rows, **facts(step, 1, table))
-    return dx, _as_used(step, dtable)
+    dx, dtable = chunked_logits_backward(x, _as_dv(step, table), labels, *rows, **facts(step, 1, table))
+    return dx, _as_dv(step, dtable)
 
 
 def _fused(context: Context, step: Step, x: jax.Array, table: jax.Array, labels: jax.Array) -> tuple[jax.Array, ...]:
     softcap, z_loss = step.details.softcap, step.details.z_loss
-    loss, dx, dtable = fused_head(x, _as_used(step, table), labels, softcap=softcap, z_loss=z_loss)
-    return loss, dx, _as_used(step, dtable)
+    loss, dx, dtable = fused_head(x, _as_dv(step, table), labels, softcap=softcap, z_loss=z_loss)
+    return loss, dx, _as_dv(step, dtable)
 
 
 STEPS = {

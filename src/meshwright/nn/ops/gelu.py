@@ -1,4 +1,4 @@
-"""The activation of a feed-forward without a gate."""
+"""Activation of a feed-forward layer without a gate."""
 
 from meshwright.nn.activations import ACTIVATIONS
 from meshwright.nn.ops.silu_mul import activation_steps

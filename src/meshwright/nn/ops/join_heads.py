@@ -1,4 +1,4 @@
-"""Keys of each head joined with the part that all heads share."""
+"""Joins each head's own part of the keys with the part that all heads share."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -7,7 +7,7 @@ from meshwright.nn.ops import of_arrays
 
 
 def join_heads(own: Float[Array, "B T N Hn"], shared: Float[Array, "B T Hr"]) -> Float[Array, "B T N H"]:
-    """Each head's own part, followed by the part that all heads share."""
+    """Appends the shared part to each head's own part."""
     every = jnp.broadcast_to(shared[:, :, None], (*own.shape[:3], shared.shape[-1]))
     return jnp.concatenate([own, every], axis=-1)
 
@@ -15,7 +15,7 @@ def join_heads(own: Float[Array, "B T N Hn"], shared: Float[Array, "B T Hr"]) ->
 def join_heads_backward(
     dout: Float[Array, "B T N H"], own_width: int
 ) -> tuple[Float[Array, "B T N Hn"], Float[Array, "B T Hr"]]:
-    """Cotangents of the heads' own parts, and of the shared one: a sum over heads."""
+    """Returns the cotangents of the heads' own parts, and of the shared part, a sum over heads."""
     return dout[..., :own_width], jnp.sum(dout[..., own_width:], axis=2)
 
 

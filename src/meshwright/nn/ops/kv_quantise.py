@@ -1,4 +1,4 @@
-"""Keys or values as int8 beside their scale."""
+"""Quantises keys or values to int8, given their scale."""
 
 from meshwright.nn.quantisation import quantise
 

@@ -1,4 +1,4 @@
-"""The scale of each token and head of keys or values kept as int8."""
+"""Computes the scale per token and head of keys or values stored as int8."""
 
 from meshwright.nn.quantisation import absmax_scale
 

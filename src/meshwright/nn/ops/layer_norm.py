@@ -17,7 +17,7 @@ def layer_norm(
 def layer_norm_backward(
     dout: Float[Array, "*rows D"], x: Float[Array, "*rows D"], scale: Float[Array, " D"], *, eps: float
 ) -> tuple[Float[Array, "*rows D"], Float[Array, " D"], Float[Array, " D"]]:
-    """Cotangents of x, scale and bias; with g = dout * scale, dx = (g - mean(g) - n mean(g n)) / std."""
+    """Returns the cotangents of x, scale and bias; with g = dout * scale, dx = (g - mean(g) - n mean(g n)) / std."""
     dx, dscale = norm_backward(dout, x, over_rows(scale.astype(jnp.float32), x), eps, centred=True)
     return dx, dscale.astype(scale.dtype), sum_rows(dout.astype(jnp.float32)).astype(scale.dtype)
 

@@ -1,11 +1,10 @@
-"""The loss head on one device: cross entropy from statistics of the logits, and the way back, in float32.
+"""The loss head on one device: cross entropy from statistics of the logits, and its backward pass, in float32.
 
-Two forms. Where the vocabulary is split over devices, each makes the statistics of its own part of the logits, from
-``first_row`` on, which are put together before the loss, and makes the logits again on the way back. Where it is whole,
-`fused_head` makes the loss and the cotangents from the same logits, chunk by chunk: three products instead of four.
+Where the vocabulary is split over devices, each computes the statistics of its own part of the logits, from
+``first_row`` on; these are reduced before the loss, and the backward pass recomputes the logits. Where it is whole,
+`fused_head` computes the loss and the cotangents from the same logits: three products instead of four.
 
-Per token the loss is ``lse - logit[label]`` with ``lse = log(sum(exp(logits)))``, plus ``z_loss * lse**2``. A label of
--1 counts nothing.
+The loss of a token is ``lse - logit[label] + z_loss * lse**2`` with ``lse = log(sum(exp(logits)))``; 0 for label -1.
 """
 
 from typing import Any
@@ -29,7 +28,7 @@ Statistics = tuple[PerToken, PerToken, PerToken]
 def logits_statistics(
     logits: Float[Array, "B T V"], labels: Labels, *, first_row: FirstRow, softcap: float = 0.0
 ) -> Statistics:
-    """Per token over the local part of V: largest logit, sum of exp(logit - largest), the label's logit or 0."""
+    """Returns per token, over the local part of V: largest logit, sum of exp(logit - largest), label's logit or 0."""
     logits = capped(logits, softcap)
     peak = jnp.max(logits, axis=-1)
     total = jnp.sum(jnp.exp(logits - peak[..., None]), axis=-1)
@@ -39,14 +38,14 @@ def logits_statistics(
 
 
 def rescale(total: PerToken, local_peak: PerToken, peak: PerToken) -> PerToken:
-    """A sum of exp(logit - local peak) as one of exp(logit - peak)."""
+    """Converts a sum of exp(logit - local peak) to a sum of exp(logit - peak)."""
     return total * jnp.exp(local_peak - peak)
 
 
 def sum_loss(
     peak: PerToken, scaled: PerToken, picked: PerToken, labels: Labels, *, z_loss: float = 0.0
 ) -> Float[Array, ""]:
-    """The loss summed over the local tokens that have a label."""
+    """Sums the loss over local tokens with a label."""
     lse = jnp.log(scaled) + peak
     return jnp.sum(jnp.where(labels >= 0, lse - picked + z_loss * lse**2, 0.0))
 
@@ -54,7 +53,7 @@ def sum_loss(
 def sum_loss_backward(
     dloss: Float[Array, ""], peak: PerToken, scaled: PerToken, labels: Labels, *, z_loss: float = 0.0
 ) -> tuple[PerToken, PerToken]:
-    """Cotangents of the sums of exponentials and of the picked logits."""
+    """Returns the cotangents of the sums of exponentials and of the labels' logits."""
     counted = jnp.where(labels >= 0, dloss, 0.0)
     lse = jnp.log(scaled) + peak
     return counted * (1 + 2 * z_loss * lse) / scaled, -counted
@@ -70,7 +69,7 @@ def logits_backward(
     first_row: FirstRow,
     softcap: float = 0.0,
 ) -> Float[Array, "B T V"]:
-    """``dscaled * exp(logit - peak)``, and ``dpicked`` at the label, through the cap."""
+    """Returns ``dscaled * exp(logit - peak)`` plus ``dpicked`` at the label, through the cap."""
     soft = capped(logits, softcap)
     at = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2) == (labels - first_row)[..., None]
     found = dscaled[..., None] * jnp.exp(soft - peak[..., None]) + jnp.where(at, dpicked[..., None], 0.0)
@@ -78,14 +77,14 @@ def logits_backward(
 
 
 def facts(step: Step, position: int, value: jax.Array) -> dict[str, Any]:
-    """First row of the vocabulary on this device, from the step's input that has V, and the cap of the logits."""
+    """Returns the device's first row of the vocabulary, from the step's input with V, and the cap of the logits."""
     array = step.inputs[position]
     first_row = first_index(array.axes_of("V"), value.shape[array.dims.index("V")])
     return {"first_row": first_row, "softcap": step.details.softcap}
 
 
 def _logits_backward(context: Context, step: Step, logits: jax.Array, labels: jax.Array, *rows: jax.Array) -> jax.Array:
-    _, *statistics = rows  # the local peak says only which logits to make again
+    _, *statistics = rows  # the local peak only marks the logits to recompute
     return logits_backward(logits, labels, *statistics, **facts(step, 0, logits))
 
 

@@ -9,7 +9,7 @@ from meshwright.nn.context import Context
 
 
 def pick(context: Context, step: Step, x: jax.Array, number: jax.Array) -> jax.Array:
-    """The entry of each row that is asked for; zeros where another device has it."""
+    """Returns the wanted entry of each row; zeros where another device holds it."""
     local, inside = own_entries(number, first_index(step.inputs[0].axes_of("T"), x.shape[1]), x.shape[1])
     found = jnp.take_along_axis(x, local[:, None, None], axis=1)[:, 0]
     return jnp.where(inside[:, None], found, jnp.zeros((), x.dtype))

@@ -13,7 +13,7 @@ from meshwright.nn.quantisation import scaled_product
 
 
 def quantised_einsum(context: Context, step: Step, lhs: Any, values: jax.Array, scale: jax.Array) -> Any:
-    """The product of the values, times their scale."""
+    """Multiplies by the values, then by their scale."""
     wide = replace(step, op="einsum", inputs=step.inputs[:2], result=step.result.replace(dtype="fp32"))
     return scaled_product(step, lhs, values, scale, partial(einsum, context, wide))
 

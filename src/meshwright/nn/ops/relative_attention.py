@@ -1,4 +1,4 @@
-"""Attention with a bias of each head for each bucket of distances, scores whole in memory."""
+"""Attention with a bias per head and bucket of distances; all scores are in memory."""
 
 from typing import Any
 
@@ -13,8 +13,9 @@ from meshwright.nn.context import Context
 
 
 def buckets(distances: Int[Array, "..."], *, count: int, far: int, causal: bool) -> Int[Array, "..."]:
-    """The bucket of each key position minus query position: one for each small distance, then ever wider ones up to
-    ``far``. Half of them are for later keys where these are seen.
+    """Returns the bucket of each distance from query to key: one per small distance, then wider ones up to ``far``.
+
+    Half of the buckets are for later keys where these are visible.
 
     Source: Raffel et al. (2019), section 2.1, as published with the weights.
     """
@@ -30,7 +31,7 @@ def buckets(distances: Int[Array, "..."], *, count: int, far: int, causal: bool)
 
 
 def _mixed(context: Context, step: Step, arrays: AttentionArrays, *given: Any) -> tuple[jax.Array, jax.Array]:
-    """The result and its log-sum-exp from queries, keys, values and the table."""
+    """Returns the result and its log-sum-exp from queries, keys, values and the table."""
     q, k, v, table = given
     details, keys, queries = step.details, arrays.key_positions, arrays.positions
     groups = q.shape[2] // k.shape[2]
@@ -49,13 +50,13 @@ def _mixed(context: Context, step: Step, arrays: AttentionArrays, *given: Any) -
 
 
 def relative_attention(context: Context, step: Step, *given: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The result and its log-sum-exp."""
+    """Returns the result and its log-sum-exp."""
     arrays = AttentionArrays.of(step, given)
     return _mixed(context, step, arrays, arrays.q, arrays.k, arrays.v, arrays.sinks)
 
 
 def relative_attention_backward(context: Context, step: Step, *given: jax.Array) -> tuple[Any, ...]:
-    """Cotangents of queries, keys, values and the table: the vjp of the forward function."""
+    """Returns the cotangents of queries, keys, values and the table, by the vjp of the forward function."""
     arrays = AttentionArrays.of(step, given)
     inputs = (arrays.q, arrays.k, arrays.v, arrays.sinks)
     _, vjp = jax.vjp(lambda *x: _mixed(context, step, arrays, *x)[0], *inputs)

@@ -1,7 +1,6 @@
 """RMS norm of rows, forward and backward, in float32 whatever the dtype of the stream.
 
-Families differ in what the learned scale means and in where the result goes back to the stream's dtype; in float32
-they are the same.
+Families differ in the meaning of the learned scale and in where the result is cast to the stream's dtype.
 """
 
 from typing import Any, NamedTuple
@@ -22,7 +21,7 @@ LATENT_NORMS = ("q_a_norm", "kv_a_norm")
 
 
 class RmsForm(NamedTuple):
-    """How a family's RMS norm is meant.
+    """Variant of RMS norm of a family.
 
     ``unit_offset``: weights are w and multiply by 1 + w. ``wide_scale``: the scale is applied in float32, before the
     row goes back to its dtype; else after.
@@ -34,7 +33,7 @@ class RmsForm(NamedTuple):
 
 
 def rms_form(model: Model, *, latent: bool = False) -> RmsForm:
-    """The form of a model's norms; ``latent`` for those of latent attention, whose eps no config holds."""
+    """Returns the variant of a model's norms; ``latent`` norms of latent attention have an eps that no config holds."""
     eps = LATENT_NORM_EPS if latent else model.norm_eps
     wide = model.norm_unit_offset or model.family == "gpt_oss"
     return RmsForm(eps=eps, unit_offset=model.norm_unit_offset, wide_scale=wide)
@@ -51,7 +50,7 @@ def rms_norm(x: Float[Array, "*rows D"], scale: Float[Array, " D"], form: RmsFor
 def rms_norm_backward(
     dout: Float[Array, "*rows D"], x: Float[Array, "*rows D"], scale: Float[Array, " D"], form: RmsForm
 ) -> tuple[Float[Array, "*rows D"], Float[Array, " D"]]:
-    """Cotangents of x and of the scale.
+    """Returns the cotangents of x and of the scale.
 
     With n the normed row and g = dout * scale: dx = (g - n mean(g n)) / rms, dscale = sum over rows of dout * n.
     """
@@ -60,7 +59,7 @@ def rms_norm_backward(
 
 
 def normed_rows(x: Array, eps: float, *, centred: bool = False) -> tuple[Array, Array]:
-    """Rows of mean square 1 in float32, of mean 0 too if ``centred``, and what they were multiplied by."""
+    """Returns rows of mean square 1, and of mean 0 if ``centred``, in float32, and the factor of each row."""
     wide = x.astype(jnp.float32)
     if centred:
         wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
@@ -69,7 +68,7 @@ def normed_rows(x: Array, eps: float, *, centred: bool = False) -> tuple[Array, 
 
 
 def norm_backward(dout: Array, x: Array, scale: Array, eps: float, *, centred: bool = False) -> tuple[Array, Array]:
-    """Cotangents of rows and, in float32, of the scale that the normed rows were multiplied by."""
+    """Returns cotangents of the rows and, in float32, of the scale of the normed rows."""
     normed, inverse = normed_rows(x, eps, centred=centred)
     out = dout.astype(jnp.float32)
     scaled = out * scale
@@ -85,12 +84,12 @@ def _whole_scale(scale: Array, x: Array, form: RmsForm, dtype: DTypeLike = jnp.f
 
 
 def over_rows(vector: Array, x: Array) -> Array:
-    """A vector over the last dim, with the dims of ``x`` in front: ranks are never promoted silently."""
+    """Reshapes a vector over the last dim to the rank of ``x``."""
     return vector.reshape((1,) * (x.ndim - 1) + vector.shape)
 
 
 def sum_rows(x: Array) -> Array:
-    """The sum over all dims but the last."""
+    """Sums over all dims but the last."""
     return jnp.sum(x, axis=tuple(range(x.ndim - 1)))
 
 

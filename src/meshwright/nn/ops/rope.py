@@ -1,6 +1,6 @@
-"""Rotary positions: the frequencies of a model, stretched as it says, and the rotation, forward and backward.
+"""Rotary position embedding: frequencies with the model's scaling, and the rotation, forward and backward.
 
-Learned positions are a look-up like any other (`nn.ops.embed`).
+Learned positions are an embedding lookup (`nn.ops.embed`).
 """
 
 import math
@@ -18,10 +18,10 @@ from meshwright.spec.model import Model, RopeScaling, yarn_mscale
 
 
 class Rotation(NamedTuple):
-    """What rotates a head: radians per position of each pair, and where the pairs are.
+    """Rotation of a head: radians per position of each pair, and the layout of the pairs.
 
     ``factor`` multiplies the cosines and sines. Pairs are (i, i + width / 2), or (2 i, 2 i + 1) when ``interleaved``;
-    they lie in the first ``width`` = 2 x len(frequencies) entries of a head, or in its last ones.
+    they are the first ``width`` = 2 x len(frequencies) entries of a head, or its last ones.
     """
 
     frequencies: np.ndarray
@@ -31,14 +31,14 @@ class Rotation(NamedTuple):
 
 
 def rotation(model: Model, *, local: bool = False, seq_len: int = 0) -> Rotation:
-    """The rotation of a model's layers; ``local`` for the layers with a window, which may have their own theta.
+    """Returns the rotation of a model's layers; ``local`` for layers with a window, which may have their own theta.
 
-    ``seq_len`` is the length of the whole sequence: longrope and dynamic scaling change beyond the length that the
-    model was trained on.
+    ``seq_len`` is the length of the whole sequence: longrope and dynamic scaling depend on it beyond the length that
+    the model was trained on.
     """
     latent = model.latent_attention
     width = model.qk_rope_head_dim if latent else int(model.head_dim * model.rope_fraction)
-    # Sliding layers with a theta of their own (gemma 3) are not stretched either.
+    # Sliding layers with their own theta (gemma 3) are not scaled.
     own_theta = model.rope_local_theta if local else None
     theta, scaling = (own_theta, None) if own_theta else (model.rope_theta, model.rope_scaling)
     frequencies, factor = _frequencies(width, theta), 1.0
@@ -85,7 +85,7 @@ def _yarn(frequencies: np.ndarray, theta: float, scaling: RopeScaling, max_posit
     width, original = 2 * len(frequencies), scaling.original_max_positions or max_positions
 
     def pair_of(turns: float) -> float:
-        """The pair that turns this often over the original length."""
+        """Returns the pair that makes this many turns over the original length."""
         return width * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
     low, high = pair_of(scaling.beta_fast or 32.0), pair_of(scaling.beta_slow or 1.0)
@@ -108,7 +108,7 @@ def _yarn_factor(scaling: RopeScaling) -> float:
 def _longrope(
     frequencies: np.ndarray, scaling: RopeScaling, max_positions: int, seq_len: int
 ) -> tuple[np.ndarray, float]:
-    """Each pair stretched by a factor of its own, of one list or of another beyond the original length (Phi-3)."""
+    """Scales each pair by its own factor, from a second list beyond the original length (Phi-3)."""
     original = scaling.original_max_positions or max_positions
     factors = scaling.long_factor if seq_len > original else scaling.short_factor
     factor = scaling.attention_factor
@@ -124,8 +124,7 @@ def _longrope(
 def rope(
     x: Float[Array, "B T *heads H"], positions: Int[Array, "B T"], how: Rotation, *, direction: float = 1.0
 ) -> Float[Array, "B T *heads H"]:
-    """Each pair of a head turned by position times frequency, the rest of the head as it is; a cotangent is turned in
-    ``direction`` -1."""
+    """Rotates each pair of a head by position times frequency; ``direction`` is -1 for a cotangent."""
     half = len(how.frequencies)
     rest = x.shape[-1] - 2 * half
     start = rest if how.last else 0
@@ -134,20 +133,20 @@ def rope(
     if x.ndim == 4:
         angles = angles[:, :, None]
     cos, sin = how.factor * jnp.cos(angles), how.factor * direction * jnp.sin(angles)
-    turned = _turned_pairs(inside.astype(jnp.float32), cos, sin, interleaved=how.interleaved).astype(x.dtype)
+    rotated = _rotated_pairs(inside.astype(jnp.float32), cos, sin, interleaved=how.interleaved).astype(x.dtype)
     if not rest:
-        return turned
-    return jnp.concatenate([x[..., :start], turned, x[..., start + 2 * half :]], axis=-1)
+        return rotated
+    return jnp.concatenate([x[..., :start], rotated, x[..., start + 2 * half :]], axis=-1)
 
 
-def _turned_pairs(x: Array, cos: Array, sin: Array, *, interleaved: bool) -> Array:
+def _rotated_pairs(x: Array, cos: Array, sin: Array, *, interleaved: bool) -> Array:
     first, second = (x[..., 0::2], x[..., 1::2]) if interleaved else jnp.split(x, 2, axis=-1)
     pair = [first * cos - second * sin, second * cos + first * sin]
     return jnp.stack(pair, axis=-1).reshape(x.shape) if interleaved else jnp.concatenate(pair, axis=-1)
 
 
 def _rope(context: Context, step: Step, x: jax.Array, here: jax.Array, *, direction: float = 1.0) -> jax.Array:
-    """Positions have their local part; some scalings depend on the length of the sequence."""
+    """Rotates local positions; some scalings depend on the length of the whole sequence."""
     ways = math.prod(context.mesh[axis] for axis in step.inputs[1].axes[1])
     seq_len = context.seq_len or here.shape[1] * ways
     how = rotation(context.model, local=step.block.endswith("_local"), seq_len=seq_len)

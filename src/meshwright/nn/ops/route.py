@@ -1,4 +1,4 @@
-"""Routing: weights and slots of each token, and the counts that losses on the router need."""
+"""Routing steps: weights and slots of each token, and the counts for losses on the router."""
 
 import jax
 
@@ -10,12 +10,12 @@ from meshwright.nn.experts.slots import expert_capacity
 
 
 def slot_capacity(context: Context, step: Step, tokens: jax.Array) -> int:
-    """Slots per expert for the tokens of a block [B, T, ...]."""
+    """Returns the slots per expert for the tokens of a block [B, T, ...]."""
     return expert_capacity(context.model, tokens.shape[0] * tokens.shape[1], step.details.capacity)
 
 
 def route(context: Context, step: Step, scores: jax.Array) -> tuple[jax.Array, ...]:
-    """Weights and slots of each token; and what the device counts, where the step has a result for it."""
+    """Returns weights and slots of each token and, if the step has a result for them, the device's counts."""
     capacity = slot_capacity(context, step, scores)
     gates, chosen = router.route(scores, context.model, capacity=capacity)
     if len(step.more) == 1:
@@ -26,7 +26,7 @@ def route(context: Context, step: Step, scores: jax.Array) -> tuple[jax.Array, .
 def route_backward(
     context: Context, step: Step, dgates: jax.Array, scores: jax.Array, chosen: jax.Array, *routing: jax.Array
 ) -> jax.Array:
-    """Cotangent of the scores, from the weights and from the losses on the router."""
+    """Returns the cotangent of the scores, from the weights and from the losses on the router."""
     model, details = context.model, step.details
     dscores = router.route_backward(dgates, scores, chosen, model, capacity=slot_capacity(context, step, scores))
     weights = {"balance": details.balance / details.microbatches, "z": details.z / details.microbatches}

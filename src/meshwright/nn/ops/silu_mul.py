@@ -12,7 +12,7 @@ from meshwright.nn.ops import LocalStep, backward_of
 
 
 def over_slots(local: LocalStep) -> LocalStep:
-    """An elementwise step that also takes tokens packed by expert."""
+    """Returns an elementwise step that also takes packed tokens."""
 
     def run(context: Context, step: Step, *given: Any) -> Any:
         sizes = next((value.sizes for value in given if isinstance(value, Ragged)), None)
@@ -23,12 +23,12 @@ def over_slots(local: LocalStep) -> LocalStep:
 
 
 def activation_steps(name: str, local: LocalStep) -> dict[str, LocalStep]:
-    """Both passes of an activation."""
+    """Returns both passes of an activation by name."""
     return {name: over_slots(local), f"{name}_backward": over_slots(backward_of(local))}
 
 
 def gated(context: Context, step: Step, gates: jax.Array, up: jax.Array) -> jax.Array:
-    """The model's gated activation."""
+    """Applies the model's gated activation."""
     return gate(context.model)(gates, up)
 
 

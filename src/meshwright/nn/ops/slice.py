@@ -1,4 +1,4 @@
-"""The part of an array that a device keeps."""
+"""Keeps a device's part of an array."""
 
 from meshwright.nn.collectives import communicate
 

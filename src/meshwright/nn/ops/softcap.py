@@ -1,4 +1,4 @@
-"""Logits bounded by the model's cap."""
+"""Soft-caps logits."""
 
 from meshwright.nn.activations import capped
 

@@ -1,4 +1,4 @@
-"""The output of the shared experts times a gate of each token."""
+"""Multiplies the output of the shared experts by one gate per token."""
 
 import jax
 import jax.numpy as jnp
