@@ -9,7 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from msgspec.structs import replace
 
+from meshwright.algebra.generation import scales
 from meshwright.nn.forward import logits_fn
+from meshwright.nn.quantisation import contracted_axes
 from meshwright.nn.weights import Params, param_shapes
 from meshwright.parallel.generate_step import GenerateStep
 from meshwright.spec.model import Model, RopeScaling
@@ -140,6 +142,22 @@ def float_params(model: Model, seed: int = 0) -> Params:
         centre = 1.0 if "norm" in name and not model.norm_unit_offset and "bias" not in name else 0.0
         found[name] = jnp.asarray(centre + 0.3 * rng.normal(size=shape.shape), jnp.float32)
     return found
+
+
+def dequantise(values: jax.Array, scale: jax.Array, axes: tuple[int, ...]) -> jax.Array:
+    """What int8 values stand for, in float32; ``scale`` lacks the dims ``axes``."""
+    return values.astype(jnp.float32) * jnp.expand_dims(scale, axes)
+
+
+def dequantise_params(model: Model, params: Params) -> Params:
+    """Float weights that stand for quantised ones."""
+    axes, named = contracted_axes(model), scales(model)
+    beside = {scale.name for scale in named.values()}
+    return {
+        name: dequantise(weight, params[named[name].name], axes[name]) if name in axes else weight
+        for name, weight in params.items()
+        if name not in beside
+    }
 
 
 def step_of(model: Model, axes: dict[str, int], **options: Any) -> GenerateStep:

@@ -9,7 +9,6 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from meshwright.algebra.schedules.fused import fused
 from meshwright.algebra.schedules.table import Schedule
 from meshwright.algebra.schedules.ticks import forward_tables, tick_tables
 from meshwright.parallel.mesh import device_mesh
@@ -109,7 +108,7 @@ def reordered(weights: StageWeights, order: np.ndarray) -> StageWeights:
 
 def lowered(schedule: Schedule, mesh: Mesh, weights: StageWeights, inputs: dict, *, alone: bool = False):
     """The program of a step (sums, gradients), or of the forward passes ``alone``; weights in their stored order."""
-    tables = forward_tables(schedule) if alone else tick_tables(fused(schedule))
+    tables = forward_tables(schedule) if alone else tick_tables(schedule)
 
     def step(weights, inputs):
         sums, grads = run_schedule(tables, STAGES, weights, inputs)

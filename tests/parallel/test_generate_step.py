@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.hlo.collectives import collectives
-from meshwright.nn.quantisation import dequantise_params, quantise_params
+from meshwright.nn.quantisation import quantise_params
 from meshwright.parallel.generate_step import GenerateStep
 from tests.parallel.generate_cases import (
     DEFAULT,
@@ -21,6 +21,7 @@ from tests.parallel.generate_cases import (
     NUM_STEPS,
     Run,
     assert_close,
+    dequantise_params,
     float_params,
     rows_of,
     step_of,

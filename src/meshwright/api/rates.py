@@ -1,13 +1,13 @@
 """Rates for a cluster: a given calibration, this machine measured once, or the data sheet."""
 
 from pathlib import Path
-from typing import get_args
 
 import click
 
+from meshwright.core.dims import COLLECTIVES
 from meshwright.core.errors import InputError
 from meshwright.core.files import cache_folder
-from meshwright.spec.calibration import Calibration, CollectiveKind, load_calibration, save_calibration
+from meshwright.spec.calibration import Calibration, load_calibration, save_calibration
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.efficiency import fitted_calibration
 
@@ -46,7 +46,7 @@ def _kept(path: Path) -> Calibration | None:
         found = load_calibration(path) if path.exists() else None
     except InputError:
         return None
-    whole = found and found.host and {rate.kind for rate in found.collectives} == set(get_args(CollectiveKind))
+    whole = found and found.host and {rate.kind for rate in found.collectives} == set(COLLECTIVES)
     return found if whole else None
 
 

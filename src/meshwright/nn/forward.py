@@ -13,6 +13,7 @@ from meshwright.algebra.derived import BlockSteps, Derived
 from meshwright.algebra.layers import ProgramOptions
 from meshwright.algebra.program import Stack
 from meshwright.algebra.transformer import Span, spans, transformer
+from meshwright.nn.activations import capped
 from meshwright.nn.context import Context
 from meshwright.nn.interpreter import Environment, run
 from meshwright.nn.weights import Params
@@ -49,7 +50,7 @@ def logits_fn(model: Model) -> Callable[..., jax.Array]:
             x = over_layers(derived, stack, params, layer, x)
             result = "logits" if stack is derived.program.stacks[-1] else blocks[stack.last].block.ops[-1].out
             given[result], _ = run_block(context, blocks[stack.last], {**params, stack.carry: x}, until=result)
-        return _capped(model, given["logits"])
+        return capped(given["logits"], model.logit_softcap)
 
     return logits
 
@@ -57,12 +58,6 @@ def logits_fn(model: Model) -> Callable[..., jax.Array]:
 def _places(tokens: jax.Array) -> jax.Array:
     """The position of each token in its row."""
     return jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
-
-
-def _capped(model: Model, logits: jax.Array) -> jax.Array:
-    """The cap that the loss puts on logits (gemma 2)."""
-    cap = model.logit_softcap
-    return cap * jnp.tanh(logits / cap) if cap else logits
 
 
 def run_block(

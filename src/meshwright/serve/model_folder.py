@@ -7,7 +7,7 @@ from typing import NamedTuple
 from tokenizers import Tokenizer
 
 from meshwright.core.errors import InputError
-from meshwright.nn.hf.files import DTYPES, CheckpointFiles
+from meshwright.nn.hf.files import DTYPES, Tensors, open_checkpoint
 from meshwright.nn.hf.format import places
 from meshwright.nn.hf.tokenizer import TOKENIZER, TOKENIZER_CONFIG, end_name, end_token, read_table, read_tokenizer
 from meshwright.nn.hf.weights import CONFIG
@@ -69,18 +69,17 @@ def open_model(folder: Path) -> ModelFolder:
     model = model_from_config(folder / CONFIG, folder.resolve().name)
     file = folder / TOKENIZER
     text = TokenizedText(read_tokenizer(file)) if file.is_file() else NumberedText()
-    with CheckpointFiles(folder) as files:
-        dtype = _dtype(model, files)
+    with open_checkpoint(folder) as tensors:
+        dtype = _dtype(model, tensors)
     return ModelFolder(folder, model, text, _end_tokens(folder, text), dtype)
 
 
-def _dtype(model: Model, files: CheckpointFiles) -> str:
+def _dtype(model: Model, tensors: Tensors) -> str:
     """Returns the dtype of the embedding; a checkpoint without one is refused when its weights are read."""
-    first = next(places(model, files.names))
-    if first.tensor not in files.names:
+    first = next(places(model, tensors))
+    if first.tensor not in tensors:
         return "fp32"
-    one = files.read(first.tensor, tuple(slice(0, 1) for _ in files.shape(first.tensor)))
-    return "fp32" if one.dtype.itemsize == DTYPES["fp32"].itemsize else "bf16"
+    return "fp32" if tensors[first.tensor].dtype.itemsize == DTYPES["fp32"].itemsize else "bf16"
 
 
 def _end_tokens(folder: Path, text: Text) -> frozenset[int]:

@@ -13,13 +13,13 @@ from meshwright.calculators.links.transfer import Transfer, TransferLeg, array_b
 from meshwright.calculators.verbs.transfer_frames import draw_frames
 from meshwright.cli.output import or_dash
 from meshwright.cli.verb import Options, argument, option, verb
+from meshwright.core.dims import COLLECTIVES, CollectiveKind
 from meshwright.core.errors import InputError
 from meshwright.core.units import format_bytes, format_flops, format_seconds
-from meshwright.cost.network.collectives import KINDS, GroupRates, collective_bound_by, collective_time, leg_rates
+from meshwright.cost.network.collectives import GroupRates, collective_bound_by, collective_time, leg_rates
 from meshwright.cost.network.legs import Leg, group_legs, ring_hops, tree_hops
 from meshwright.cost.network.placement import physical_placement
 from meshwright.report.answer import Answer, Fact, Piece, Table
-from meshwright.spec.calibration import CollectiveKind
 from meshwright.spec.cluster import Cluster, parse_cluster
 
 COLUMN = 14
@@ -35,7 +35,7 @@ class Given(Options):
     via: Via = option("From hosts: how.", type=click.Choice(("ici", "dcn")), default="ici")
     extra: tuple[str, ...] = option("A further leg: hbm, pcie*16, 15GB@ici*2:6hops, 275GFLOP@compute.", "--leg")
     axis: str | None = option("Price collectives instead, over these links: x, or x,y, or domain,nodes.")
-    collective: CollectiveKind | None = option("One collective instead of all.", type=click.Choice(KINDS))
+    collective: CollectiveKind | None = option("One collective instead of all.", type=click.Choice(COLLECTIVES))
     one_way: bool = option("The ring of --axis used in one direction only.")
     frames: Path | None = option(
         "Draw --collective hop by hop: one picture (.png), or a picture a step in a folder.", metavar="PATH"
@@ -160,7 +160,7 @@ def collective_facts(
     """Seconds of each collective over whole physical axes, for an array of so many bytes when gathered."""
     if rates.size == 1:
         raise InputError(f"axis {','.join(axes)} of {cluster.short_name} has one chip: there is nothing to send.")
-    kinds = [kind for kind in KINDS if kind in rates.kinds and only in (None, kind)]
+    kinds = [kind for kind in COLLECTIVES if kind in rates.kinds and only in (None, kind)]
     return {
         "cluster": cluster.short_name,
         "axes": list(axes),

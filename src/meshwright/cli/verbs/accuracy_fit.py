@@ -4,11 +4,11 @@ from pathlib import Path
 
 import numpy as np
 
-from meshwright.accuracy.errors import Accuracy, cases_of, predicted
+from meshwright.accuracy.batches import calibrations
+from meshwright.accuracy.errors import Accuracy, accuracy_of, cases_of
 from meshwright.accuracy.fit import (
     Predictor,
     Problem,
-    calibrations,
     cross_validate,
     fit,
     interval,
@@ -55,7 +55,9 @@ def validate(records: tuple[Record, ...], *, out: Path | None, page: Path | None
         left = leave_groups_out(problem)
     tables = {"cross-validation": crossed} | ({} if left is None else {"groups": left})
     tables["fitted"] = predictor(numbers)
-    found = {name: _accuracy(problem, seconds, numbers, unpredicted) for name, seconds in tables.items()}
+    found = {
+        name: accuracy_of(cases, seconds, calibrations(cases, numbers), unpredicted) for name, seconds in tables.items()
+    }
     if out:
         _save(numbers, len(cases), out)
     if page:
@@ -74,17 +76,6 @@ def _intervals(problem: Problem, predicted_s: np.ndarray) -> dict[str, float]:
             at = interval(predicted_s[chosen], problem.measured_s[chosen], problem.weights[chosen])
             found |= {f"{name}{suffix}": round(value, 3) for name, value in zip(("low", "high"), at, strict=True)}
     return found
-
-
-def _accuracy(problem: Problem, seconds: np.ndarray, numbers: dict[str, float], unpredicted) -> Accuracy:  # type: ignore[no-untyped-def]
-    found = calibrations(problem, numbers)
-    return Accuracy(
-        predictions=tuple(
-            predicted(case, s, found[case.setting.cluster.chip.name])
-            for case, s in zip(problem.cases, seconds.tolist(), strict=True)
-        ),
-        unpredicted=unpredicted,
-    )
 
 
 def _save(numbers: dict[str, float], count: int, out: Path) -> None:

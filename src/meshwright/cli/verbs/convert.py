@@ -78,7 +78,7 @@ def _require_empty(folder: Path) -> None:
 
 
 def _convert(source: Path, folder: Path, *, dtype: str | None, step: int | None, max_bytes: int) -> Converted:
-    from meshwright.train.weights import checkpoint_steps, has_weights, open_checkpoint
+    from meshwright.train.weights import checkpoint_steps, has_weights, open_run_checkpoint
 
     if not source.is_dir():
         raise InputError(f"{source} is no folder. Give that of a run or of a Hugging Face model.")
@@ -88,7 +88,7 @@ def _convert(source: Path, folder: Path, *, dtype: str | None, step: int | None,
         raise InputError(
             f"{source} has neither config.json with *.safetensors nor checkpoints. Give a run or a Hugging Face model."
         )
-    with open_checkpoint(source, step) as found:
+    with open_run_checkpoint(source, step) as found:
         return _from_checkpoint(found, source, folder, dtype=dtype, max_bytes=max_bytes)
 
 
@@ -103,13 +103,12 @@ def _from_files(source: Path, folder: Path, *, dtype: str | None, max_bytes: int
 def _from_checkpoint(
     found: "CheckpointWeights", source: Path, folder: Path, *, dtype: str | None, max_bytes: int
 ) -> Converted:
-    from meshwright.nn.hf.files import DTYPES
     from meshwright.nn.hf.weights import write_hf
     from meshwright.train.weights import end_of_text
 
-    wanted = dict.fromkeys(found.dtypes, DTYPES[dtype]) if dtype else found.dtypes
     config = end_of_text(found.model, source)
-    files = write_hf(found.model, found.fetch, wanted, folder, max_shard_bytes=max_bytes, config=config)
+    options: dict[str, Any] = {"dtype": dtype, "max_shard_bytes": max_bytes, "config": config}
+    files = write_hf(found.model, found.fetch, found.dtypes, folder, **options)
     return _done(found.model, source, folder, files, step=found.step)
 
 

@@ -42,9 +42,9 @@ def command(given: Given) -> Answer:
     if given.graph:
         return _drawn(read, given)
     from meshwright.cli.verbs.hlo_text import summary, summary_text
-    from meshwright.hlo.files import holds_entry
+    from meshwright.hlo.files import has_entry
 
-    found = {**summary(read, given.mesh_text), "whole": holds_entry(path)}
+    found = {**summary(read, given.mesh_text), "whole": has_entry(path.read_text())}
     return Answer({"file": path, **found}, summary_text(found, given.top))
 
 
@@ -71,12 +71,12 @@ def _stable(path: Path, read: Any) -> Answer:
 
 def _explained(module: Any, name: str, picture: Path | None) -> Answer:
     from meshwright.cli.verbs.hlo_text import place_text
-    from meshwright.hlo.words import explain
+    from meshwright.hlo.words import explain_instruction
 
     one = module.find(name)
     if one is None:
         raise InputError(f"{module.name} has no instruction {name!r}.{nearest(name, (i.name for i in module))}")
-    explained = explain(module, one)
+    told = explain_instruction(module, one)
     facts: dict[str, Any] = {
         "name": one.name,
         "opcode": one.opcode,
@@ -86,11 +86,11 @@ def _explained(module: Any, name: str, picture: Path | None) -> Answer:
         "source": [str(frame) for frame in module.source(one)],
         "operands": list(one.operands),
         "shapes": [_shape(shape) for shape in one.shapes],
-        "facts": [list(fact) for fact in explained.facts],
+        "facts": [list(fact) for fact in told],
     }
     if picture:
         facts["picture"] = picture
-    text = [piece for what, said in explained.facts for piece in place_text(f"  {what}", said, column=13)]
+    text = [piece for what, said in told for piece in place_text(f"  {what}", said, column=13)]
 
     def draw() -> Any:
         from meshwright.report.arrays.tiling import tiling_figure

@@ -10,7 +10,7 @@ from meshwright.cli.output import width
 from meshwright.core.errors import InputError
 from meshwright.core.units import format_bytes
 from meshwright.hlo.collectives import CollectiveRow, collective_rows, module_collectives
-from meshwright.hlo.layout import largest, paddings, relayouts
+from meshwright.hlo.layout import largest_arrays, paddings, relayouts
 from meshwright.hlo.loops import loops
 from meshwright.hlo.module import Module
 from meshwright.report.answer import Fact, Paragraph, Piece, Table
@@ -39,7 +39,7 @@ def summary(module: Module, mesh_text: str | None) -> dict[str, Any]:
         "collectives": None if rows is None else [_row(row) for row in rows],
         "why": why,
         "loops": loops(module),
-        "largest": [_labelled(one) for one in largest(module)],
+        "largest": [_labelled(one) for one in largest_arrays(module)],
         "relayouts": [_labelled(one) | {"total_bytes": one.total_bytes} for one in relayouts(module)],
         "paddings": [_labelled(one) | {"wasted_share": one.wasted_share} for one in paddings(module)],
     }

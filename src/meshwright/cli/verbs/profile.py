@@ -19,7 +19,7 @@ from meshwright.spec.plan_file import Plan, load_plan
 if TYPE_CHECKING:
     from meshwright.parallel.generate_step import GenerateStep
     from meshwright.parallel.train_step import TrainStep
-    from meshwright.profile.summary import Analysed
+    from meshwright.profile.summary import Profile
 
 
 class Given(Options):
@@ -61,7 +61,7 @@ def command(given: Given) -> Answer | None:
     return _answer(found, folder)
 
 
-def _run(chosen: Plan, storage: Storage, folder: Path, *, steps: int, warmup: int | None) -> "Analysed":
+def _run(chosen: Plan, storage: Storage, folder: Path, *, steps: int, warmup: int | None) -> "Profile":
     """The step on the devices at hand."""
     require_runnable(chosen.model)
     require_devices(chosen)
@@ -106,7 +106,7 @@ def _step_of(chosen: Plan, storage: Storage) -> "TrainStep | GenerateStep":
     return step
 
 
-def _answer(found: "Analysed", folder: Path) -> Answer | None:
+def _answer(found: "Profile", folder: Path) -> Answer | None:
     """Write the report; one process of many does, and answers."""
     from meshwright.parallel.processes import is_first
     from meshwright.report.machine.profile_report import write_report
@@ -114,4 +114,4 @@ def _answer(found: "Analysed", folder: Path) -> Answer | None:
     if not is_first():
         return None
     files = write_report(found, folder)
-    return Answer(profile_json(found.profile, files), profile_text(found.profile, files))
+    return Answer(profile_json(found, files), profile_text(found, files))

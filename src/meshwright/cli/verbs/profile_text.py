@@ -102,7 +102,7 @@ def profile_json(profile: "Profile", files: list[Path]) -> dict[str, Any]:
         "parts": comparison.parts,
         "steps": comparison.steps,
         "classes": comparison.classes,
-        "ops": comparison.ops,
+        "ops": profile.times.ops,
         "float32_products": comparison.float32,
         "advice": profile.advice,
         "memory": {

@@ -11,7 +11,6 @@ import numpy as np
 
 from meshwright.algebra.derived import Derived
 from meshwright.algebra.einsum import reshard
-from meshwright.algebra.schedules.fused import fused
 from meshwright.algebra.schedules.registry import build
 from meshwright.algebra.schedules.table import Schedule
 from meshwright.algebra.schedules.ticks import TickTables, forward_tables, tick_tables
@@ -75,7 +74,7 @@ class Pipeline:
 
         The collectives of a step, over the pipeline too, have yet to run. Gradients include the counts of routers.
         """
-        loss, grads = self._run(tick_tables(fused(self.schedule)), params, inputs, dloss)
+        loss, grads = self._run(tick_tables(self.schedule), params, inputs, dloss)
         return loss, grads.layers | grads.ends
 
     def loss(self, params: Params, inputs: Inputs) -> jax.Array:

@@ -1,4 +1,4 @@
-"""The process that compiles for `verify`: ``python -m meshwright.cli.verbs.verify_child FOLDER``."""
+"""The process that compiles for `verify`: ``python -m meshwright.api.compiling FOLDER``."""
 
 import sys
 from pathlib import Path
@@ -33,27 +33,27 @@ def _say_error(path: Path, kind: str, message: str) -> None:
 
 def _step(request: Request, mesh: Any) -> tuple[Any, tuple[int, ...]]:
     """The real step of a request: what `train` and `generate` run."""
-    if request.step == "train":
-        from meshwright.spec.job import Job
+    setting, job = request.setting, request.setting.job
+    if job.trains:
         from meshwright.train.settings import settings_from_table
         from meshwright.train.setup import make_step, require_divides
 
         settings = settings_from_table(request.settings)
-        step = make_step(request.model, request.strategy, settings, several_documents=False, mesh=mesh)
-        require_divides(step, Job(batch_seqs=request.batch_seqs, seq_len=request.seq_len))
-        return step, (request.batch_seqs, request.seq_len)
+        step = make_step(setting.model, request.strategy, settings, several_documents=False, mesh=mesh)
+        require_divides(step, job)
+        return step, (job.batch_seqs, job.seq_len)
     from meshwright.parallel.generate_step import GenerateStep
 
     generate = GenerateStep(
-        request.model,
+        setting.model,
         request.strategy,
-        max_len=request.seq_len,
-        batch_seqs=request.batch_seqs,
-        cache_dtype=request.cache_dtype,  # type: ignore[arg-type]
-        weights=request.weights,
+        max_len=job.seq_len,
+        batch_seqs=job.batch_seqs,
+        cache_dtype=setting.storage.cache_dtype,
+        weights="int8" if setting.storage.quantised else "as they are",
         mesh=mesh,
     )
-    return generate, (request.seq_len if request.step == "prefill" else 0,)
+    return generate, (job.seq_len if job.kind == "prefill" else 0,)
 
 
 if __name__ == "__main__":
