@@ -6,7 +6,7 @@ import signal
 import time
 
 from meshwright.core.errors import InputError
-from meshwright.parallel.processes import first_then_others, is_first, shared, start_processes, stop_is_agreed
+from meshwright.parallel.processes import is_first, shared, start_processes, stop_is_agreed
 
 count = start_processes()
 
@@ -47,8 +47,6 @@ def total() -> float:
     return float(jax.jit(lambda a: a.sum(), out_shardings=NamedSharding(mesh, PartitionSpec()))(rows))
 
 
-order: list[int] = []
-first_then_others(lambda: order.append(jax.process_index()), "in turn")
 said = {
     "count": count,
     "first": is_first(),
@@ -57,6 +55,5 @@ said = {
     "raised": raised(),
     "total": total(),
     "stop": stop_at(),
-    "order": order,
 }
 print("said " + json.dumps(said), flush=True)

@@ -63,8 +63,8 @@ def _positions(tokens: jax.Array) -> jax.Array:
 def run_block(
     context: Context, steps: BlockSteps, values: Mapping[str, Any], *, until: str = ""
 ) -> tuple[jax.Array, Environment]:
-    """What a block makes, from values by name, and every result of its forward steps; those up to one of name
-    ``until``, where given, which is then what it makes."""
+    """Runs the forward steps of a block on values by name, up to the step ``until`` if given; returns its result and
+    the results of all steps."""
     declared = context.derived.declared
     used = _used(steps)
     env = {declared[name]: value for name, value in values.items() if name in used and value is not None}
@@ -83,7 +83,7 @@ def over_layers(
     span; a layer is numbered among those of its kind."""
     blocks = {steps.block.name: steps for steps in derived.blocks}
 
-    def turn(span: Span, carry: Carry, number: jax.Array) -> tuple[Carry, None]:
+    def iteration(span: Span, carry: Carry, number: jax.Array) -> tuple[Carry, None]:
         for position, kind in enumerate(span.pattern):
             place, per_turn = span.place(position)
             index = span.starts[kind] + number * per_turn + place
@@ -93,7 +93,7 @@ def over_layers(
         return carry, None
 
     for span in spans(stack.layers):
-        carry, _ = lax.scan(partial(turn, span), carry, jnp.arange(span.repeats, dtype=jnp.int32))
+        carry, _ = lax.scan(partial(iteration, span), carry, jnp.arange(span.repeats, dtype=jnp.int32))
     return carry
 
 

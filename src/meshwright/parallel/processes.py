@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import numpy as np
@@ -14,8 +14,6 @@ from meshwright.parallel.process_env import find_processes
 SHUTDOWN_TIMEOUT_S = 15
 """How long a process that failed waits at its exit for others, which may hang in a collective that it left."""
 LONGEST_SHARED_BYTES = 4096
-
-Made = TypeVar("Made")
 
 
 def start_processes(env: Mapping[str, str] = os.environ) -> int:
@@ -59,17 +57,6 @@ def wait_for_all(name: str) -> None:
     """Waits until every process calls this. ``name`` is shown where they call it at different points."""
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices(name)
-
-
-def first_then_others(make: Callable[[], Made], name: str) -> Made:
-    """Calls ``make`` in process 0, then in the others, which find its files on a shared disk."""
-    if not is_first():
-        wait_for_all(name)
-        return make()
-    try:
-        return make()
-    finally:
-        wait_for_all(name)
 
 
 def shared(make: Callable[[], str]) -> str:

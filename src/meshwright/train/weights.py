@@ -42,7 +42,7 @@ def checkpoint_steps(run: Path) -> list[int]:
 
 
 @contextmanager
-def open_checkpoint(run: Path, step: int | None = None) -> Iterator[CheckpointWeights]:
+def open_run_checkpoint(run: Path, step: int | None = None) -> Iterator[CheckpointWeights]:
     """Opens one checkpoint of a run, by default the newest; the run may go on meanwhile.
 
     Arrays are read on demand, and the last few are cached. Raises InputError for a step without a checkpoint.

@@ -13,7 +13,7 @@ from meshwright.algebra.transformer import transformer
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.hlo.collectives import collectives
 from meshwright.nn.context import Context
-from meshwright.parallel.pipeline.stages import Pipeline, strategy_schedule
+from meshwright.parallel.pipeline.stages import Pipeline, layer_pattern, layer_permutation, strategy_schedule
 from meshwright.parallel.train_step import TrainStep
 from meshwright.spec.strategy import Strategy, make_mesh
 from tests.parallel.cases import (
@@ -183,3 +183,39 @@ def test_a_schedule_file(tmp_path):
         strategy_schedule(more)
     with pytest.raises(InputError, match="schedule '1f2b' is not known"):
         strategy_schedule(msgspec.structs.replace(strategy, schedule="1f2b"))
+
+
+def made(name, stages, chunks=None):
+    return build(name, stages=stages, microbatches=2 * stages, chunks=chunks or default_chunks(name))
+
+
+def test_round_and_round_and_in_a_v():
+    """Device 0 of two stores the first piece and, of a loop, the third; of a V, the last."""
+    assert layer_permutation(made("interleaved", 2), 8).tolist() == [0, 1, 4, 5, 2, 3, 6, 7]
+    assert layer_permutation(made("dualpipe-v", 2), 8).tolist() == [0, 1, 6, 7, 2, 3, 4, 5]
+    assert layer_permutation(made("interleaved", 2, chunks=3), 6).tolist() == [0, 2, 4, 1, 3, 5]
+
+
+@pytest.mark.parametrize("name", schedule_names())
+def test_one_piece_per_device_keeps_the_order(name):
+    order = layer_permutation(made(name, 4), 16)
+    assert sorted(order) == list(range(16))
+    plain = name not in ("interleaved", "dualpipe-v")
+    assert (order == np.arange(16)).all() == plain
+
+
+def test_layers_of_several_kinds_take_turns_in_every_stage():
+    schedule = made("1f1b", 2)
+    assert layer_pattern(schedule, ("layer_local", "layer") * 4) == ("layer_local", "layer") * 2
+    message = "pipeline=4 gives stages of 1 layers that differ: layer 1 is 'layer' where layer 0 is 'layer_local'"
+    with pytest.raises(CannotRunError, match=message):
+        layer_pattern(made("1f1b", 4), ("layer_local", "layer") * 2)
+    with pytest.raises(CannotRunError, match="layer 4 is 'layer_moe' where layer 0 is 'layer'"):
+        layer_pattern(schedule, ("layer",) * 4 + ("layer_moe",) * 4)
+
+
+def test_layers_that_do_not_divide():
+    with pytest.raises(CannotRunError, match=r"pipeline=4 with chunks=2 does not divide 12 .* in \{1, 2, 3, 6\}\.$"):
+        layer_permutation(made("interleaved", 4), 12)
+    with pytest.raises(CannotRunError, match=r"does not divide 3 layers .* Use fewer chunks\.$"):
+        layer_permutation(made("interleaved", 4), 3)

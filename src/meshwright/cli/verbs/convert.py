@@ -78,7 +78,7 @@ def _require_empty(folder: Path) -> None:
 
 
 def _convert(source: Path, folder: Path, *, dtype: str | None, step: int | None, max_bytes: int) -> Converted:
-    from meshwright.train.weights import checkpoint_steps, has_weights, open_checkpoint
+    from meshwright.train.weights import checkpoint_steps, has_weights, open_run_checkpoint
 
     if not source.is_dir():
         raise InputError(f"{source} is no folder. Give that of a run or of a Hugging Face model.")
@@ -88,7 +88,7 @@ def _convert(source: Path, folder: Path, *, dtype: str | None, step: int | None,
         raise InputError(
             f"{source} has neither config.json with *.safetensors nor checkpoints. Give a run or a Hugging Face model."
         )
-    with open_checkpoint(source, step) as found:
+    with open_run_checkpoint(source, step) as found:
         return _from_checkpoint(found, source, folder, dtype=dtype, max_bytes=max_bytes)
 
 
