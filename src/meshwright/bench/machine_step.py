@@ -2,7 +2,7 @@
 
 What single calls reach says little of a step on a host: layers lie in loops, operands come from memory that other
 devices fill as well, and the compiler joins ops as it likes. So the seconds of the reference steps are laid to the
-derived steps that they come from (`profile_shared`), and compared with what `cost` counts for these.
+derived steps that they come from (`shared_seconds`), and compared with what `cost` counts for these.
 """
 
 import tempfile
