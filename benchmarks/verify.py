@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from meshwright.cli.machine import rates_for
+from meshwright.api.rates import rates_for
 from meshwright.cli.verbs.plan import mesh_words
 from meshwright.cli.verbs.verify_request import PROGRAM, request_of
 from meshwright.core.errors import CannotRunError

@@ -7,7 +7,7 @@ from typing import Literal
 
 import msgspec
 
-from meshwright.algebra.steps import COLLECTIVES
+from meshwright.core.dims import COLLECTIVES
 from meshwright.core.errors import InputError, nearest
 from meshwright.core.labels import StepLabel
 from meshwright.hlo.collectives import KINDS

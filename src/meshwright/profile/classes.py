@@ -3,7 +3,8 @@
 from typing import Literal, get_args
 
 from meshwright.algebra.ops import step_kinds
-from meshwright.algebra.steps import COLLECTIVES, Step
+from meshwright.algebra.steps import Step
+from meshwright.core.dims import COLLECTIVES
 from meshwright.core.labels import StepLabel
 from meshwright.hlo.collectives import KINDS
 from meshwright.hlo.module import Instruction, Module

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from meshwright.cli.verbs.profile_text import print_profile, profile_json
+from meshwright.cli.verbs.profile_text import profile_json, profile_text
 from meshwright.core.errors import InputError
+from meshwright.report.answer import Piece
 from meshwright.spec.plan_file import Plan
 
 if TYPE_CHECKING:
@@ -28,9 +29,9 @@ class Report(msgspec.Struct, frozen=True):
     found: Any
     files: list[Path]
 
-    def print(self) -> None:
-        """The short form, on standard output."""
-        print_profile(self.found, self.files)
+    def text(self) -> Iterator[Piece]:
+        """The short form."""
+        return profile_text(self.found, self.files)
 
     def as_json(self) -> dict[str, Any]:
         return profile_json(self.found, self.files)

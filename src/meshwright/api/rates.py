@@ -1,12 +1,13 @@
 """Rates for a cluster: a given calibration, this machine measured once, or the data sheet."""
 
 from pathlib import Path
-from typing import get_args
 
-from meshwright.cli.output import say
+import click
+
+from meshwright.core.dims import COLLECTIVES
 from meshwright.core.errors import InputError
 from meshwright.core.files import cache_folder
-from meshwright.spec.calibration import Calibration, CollectiveKind, load_calibration, save_calibration
+from meshwright.spec.calibration import Calibration, load_calibration, save_calibration
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.efficiency import fitted_calibration
 
@@ -45,7 +46,7 @@ def _kept(path: Path) -> Calibration | None:
         found = load_calibration(path) if path.exists() else None
     except InputError:
         return None
-    whole = found and found.host and {rate.kind for rate in found.collectives} == set(get_args(CollectiveKind))
+    whole = found and found.host and {rate.kind for rate in found.collectives} == set(COLLECTIVES)
     return found if whole else None
 
 
@@ -54,8 +55,8 @@ def measure(cluster: Cluster, *, keep: Path) -> Calibration:
     from meshwright.bench.machine import measure_machine
     from meshwright.parallel.mesh import emulate_devices
 
-    say(f"measuring this machine as {cluster.short_name}, a minute or two (kept in {keep})")
+    click.echo(f"measuring this machine as {cluster.short_name}, a minute or two (kept in {keep})", err=True)
     emulate_devices(cluster.num_chips)
-    found = measure_machine(cluster.num_chips, say=lambda line: say(f"  {line}"))
+    found = measure_machine(cluster.num_chips, say=lambda line: click.echo(f"  {line}", err=True))
     save_calibration(found, keep)
     return found
