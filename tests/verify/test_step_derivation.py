@@ -5,7 +5,6 @@ import pytest
 
 from meshwright.algebra.generation import AS_WRITTEN, Storage
 from meshwright.algebra.layers import ProgramOptions
-from meshwright.algebra.schedules.fused import fused
 from meshwright.algebra.schedules.ticks import tick_tables
 from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import price_strategy
@@ -167,7 +166,7 @@ def test_stages_count_every_tick():
     """The text of a pipeline has each product once, in a loop over all ticks."""
     choices = {"num_microbatches": 4}
     found = derivation({"pipeline": 2, "fsdp": 4}, choices=choices)
-    ticks = tick_tables(fused(strategy_schedule(found.request.strategy))).num_ticks
+    ticks = tick_tables(strategy_schedule(found.request.strategy)).num_ticks
     assert ticks > 4
     layers = 6 * (matmul_params(TINY) - TINY.d_model * TINY.vocab_size) * SEQS * LENGTH / 8
     of_layers = sum(f for label, f in found.products().items() if label.block == "layer" and label.op == "einsum")
@@ -187,7 +186,7 @@ def test_collectives_are_those_of_the_derivation():
 def test_collectives_of_stages_are_those_of_every_tick():
     found = derivation({"pipeline": 2, "fsdp": 4}, choices={"num_microbatches": 4})
     strategy = found.request.strategy
-    tables = tick_tables(fused(strategy_schedule(strategy)))
+    tables = tick_tables(strategy_schedule(strategy))
     assert found.expected() == list(expected_of_pipeline(found.derived, tables, found.dims, strategy.mesh, width=2))
     assert {e.kind for e in found.expected() if e.axes == ("pipeline",)} >= {"permute"}
 

@@ -169,8 +169,8 @@ def _loaded(
 
     from meshwright.nn.hf.weights import load_params
     from meshwright.parallel.generate_step import GenerateStep
+    from meshwright.parallel.mesh import keep_compiled_programs
     from meshwright.serve.generate import require_prompts
-    from meshwright.train.cache import keep_compiled_programs
 
     keep_compiled_programs(cache_folder())
     _require_positions(source, prompts, options.max_tokens)

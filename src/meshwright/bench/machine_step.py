@@ -1,7 +1,7 @@
 """Measures the rates of emulated devices inside training steps: small reference steps under the profiler.
 
 Rates of single calls say little about a step on a host: layers run in loops, all devices share caches and memory, and
-the compiler fuses ops. So the seconds of reference steps are attributed to derived steps (`profile.times`), and fitted
+the compiler fuses ops. So the seconds of reference steps are attributed to derived steps (`profile.shared`), and fitted
 to the amounts that `cost` counts for these.
 """
 

@@ -13,6 +13,7 @@ from meshwright.bench.results import ELEMENT_BYTES, Contents, CopyKind, Group
 from meshwright.core.dims import CollectiveKind
 from meshwright.nn.activations import silu_mul
 from meshwright.nn.attention.choice import attention, attention_backward
+from meshwright.nn.attention.visibility import AttentionCall, Places
 
 FLOPS_EACH = 2
 """A multiplication and an addition."""
@@ -92,15 +93,10 @@ def attention_workload(shape: AttentionShape, dtype: str, *, both: bool) -> Work
     batch, length, heads, kv_heads, width = shape
 
     def body(q: jax.Array, k: jax.Array, v: jax.Array, cotangent: jax.Array) -> Any:
-        positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch, length))
-        facts: dict[str, Any] = {
-            "positions": positions,
-            "key_positions": positions,
-            "scale": width**-0.5,
-            "in_order": True,
-        }
-        o, lse = attention(q, k, v, **facts)
-        return (o, *attention_backward(cotangent, o, lse, q, k, v, **facts)) if both else o
+        places = Places(jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch, length)))
+        call = AttentionCall(scale=width**-0.5, query=places, key=places, order="rows")
+        o, lse = attention(call, q, k, v)
+        return (o, *attention_backward(call, (cotangent, o, lse), q, k, v)) if both else o
 
     query, key = (batch, length, heads, width), (batch, length, kv_heads, width)
     shards = tuple(Shard(shape=size, dtype=dtype) for size in (query, key, key, query))

@@ -82,8 +82,8 @@ def read_fields(pairs: Sequence[str]) -> dict[str, dict[str, Any]]:
 def resolve(given: PlanOptions, fields: Fields, *, verb: str, step: str | None = None, whole: bool = False) -> Asked:
     """The plan file with its ``fields`` changed, or the best strategy for the model; of another ``step`` where named.
 
-    ``whole`` is for a run: it refuses models that do not run, and a strategy for fewer chips than are given. Raises InputError for options that a plan file says
-    already, and for those that a model needs.
+    ``whole`` is for a run: it refuses models that do not run, and a strategy for fewer chips than are given. Raises
+    InputError for options that a plan file says already, and for those that a model needs.
     """
     texts = {"--on": given.on, "--batch": given.batch, "--seq": given.seq_len, "--axes": given.axes}
     if given.what.endswith(".toml"):

@@ -5,15 +5,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from meshwright.algebra.schedules.forms import bubble_seconds, is_legal, peak_stash, sends, split_passes, weight_copies
-from meshwright.algebra.schedules.lockstep import (
-    Buffer,
-    lockstep_bubble_seconds,
-    lockstep_sends,
-    lockstep_slots,
-)
+from meshwright.algebra.schedules.definition import LockstepForms, StageForms
+from meshwright.algebra.schedules.forms import is_legal, lockstep_forms, stage_forms, too_many_passes
 from meshwright.algebra.schedules.registry import definition
-from meshwright.algebra.schedules.simulated import too_many_passes
 from meshwright.spec.strategy import Software, Strategy
 
 Number = Any
@@ -52,18 +46,22 @@ class Pipeline(msgspec.Struct, frozen=True, kw_only=True):
         """The same as a share of all layers."""
         return self.layers_held(num_layers) / num_layers
 
-    def _slots(self, buffer: Buffer) -> Number:
-        sizes = {"stages": self.stages, "microbatches": self.microbatches, "chunks": self.chunks}
-        return lockstep_slots(self.schedule, buffer, **sizes)
+    @property
+    def _forms(self) -> StageForms | LockstepForms:
+        return lockstep_forms(self.schedule) if self.in_lockstep else stage_forms(self.schedule)
+
+    @property
+    def _sizes(self) -> tuple[Number, Number, Number]:
+        return np.asarray(self.stages), np.asarray(self.microbatches), np.asarray(self.chunks)
+
+    def _slots(self, buffer: str) -> Number:
+        return getattr(lockstep_forms(self.schedule), buffer)(*self._sizes)
 
     @property
     def stash(self) -> Number:
         """Microbatches whose kept results the fullest device holds at once, in units of all its layers."""
-        if self.in_lockstep:
-            found = self._slots("stash") / np.asarray(self.chunks)
-        else:
-            found = peak_stash(self.schedule, stages=self.stages, microbatches=self.microbatches, chunks=self.chunks)
-        return np.where(self.is_one, 1.0, found)
+        found = self._forms.stash(*self._sizes)
+        return np.where(self.is_one, 1.0, found / np.asarray(self.chunks) if self.in_lockstep else found)
 
     @property
     def in_hand(self) -> Number:
@@ -89,7 +87,7 @@ class Pipeline(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def weight_copies(self) -> Number:
         """How many stages' weights a device runs: two where the schedule runs in both directions."""
-        return np.where(self.is_one, 1, weight_copies(self.schedule))
+        return np.where(self.is_one, 1, definition(self.schedule).stage_placement.weight_copies)
 
     def copies(self, part: str) -> Number:
         """How often a device holds the weights, gradients or optimizer of a stage.
@@ -133,32 +131,20 @@ class Pipeline(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def num_sends(self) -> Number:
         """Sends from stage to stage that a step waits for; in lockstep those of all ticks but the first and last."""
-        found = (lockstep_sends if self.in_lockstep else sends)(
-            self.schedule, stages=np.asarray(self.stages), microbatches=self.microbatches, chunks=self.chunks
-        )
-        return np.where(self.is_one, 0.0, found)
+        return np.where(self.is_one, 0.0, self._forms.sends(*self._sizes))
 
     @property
     def split_share(self) -> Number:
         """The share of the microbatches whose backward pass is two passes, on the device with most of them."""
-        sizes = {"stages": self.stages, "microbatches": self.microbatches, "chunks": self.chunks}
-        return np.where(self.is_one, 0.0, split_passes(self.schedule, **sizes) / np.asarray(self.microbatches))
+        split = stage_forms(self.schedule).split(*self._sizes)
+        return np.where(self.is_one, 0.0, split / np.asarray(self.microbatches))
 
     def bubble_s(self, forward_s: Number, backward_s: Number, weight_s: Number) -> Number:
         """Idle seconds of a step, for seconds that one microbatch takes in all layers of a device.
 
         ``backward_s`` are those for the gradients of inputs, ``weight_s`` for those of weights.
         """
-        found = (lockstep_bubble_seconds if self.in_lockstep else bubble_seconds)(
-            self.schedule,
-            stages=self.stages,
-            microbatches=self.microbatches,
-            chunks=self.chunks,
-            forward_s=forward_s,
-            backward_s=backward_s,
-            weight_s=weight_s,
-        )
-        return np.where(self.is_one, 0.0, found)
+        return np.where(self.is_one, 0.0, self._forms.bubble_s(*self._sizes, forward_s, backward_s, weight_s))
 
 
 ONE_STAGE = Pipeline()

@@ -9,7 +9,6 @@ import numpy as np
 from meshwright.algebra.derived import Derived
 from meshwright.algebra.generation import cache_sizes, derive_job, job_strategy
 from meshwright.algebra.ops.route import ROUTING_ROWS
-from meshwright.algebra.schedules.fused import fused
 from meshwright.algebra.schedules.ticks import TickTables, tick_tables
 from meshwright.algebra.sizes import OpSizes
 from meshwright.algebra.steps import Step
@@ -19,7 +18,7 @@ from meshwright.core.labels import StepLabel
 from meshwright.cost.memory import memory_parts
 from meshwright.cost.work.ops import op_flops
 from meshwright.cost.work.slots import slots_move
-from meshwright.nn.experts.rows import expert_capacity
+from meshwright.nn.experts.slots import expert_capacity
 from meshwright.parallel.pipeline.stages import strategy_schedule
 from meshwright.spec.strategy import Strategy
 from meshwright.verify.expected import Expected, expected_collectives, expected_of_pipeline, runs_in_text
@@ -60,12 +59,7 @@ class StepDerivation:
         model, bound = self.setting.model, self.request.options.capacity_factor
         if not bound and not slots_move(self.derived, self.strategy.mesh):
             return num_tokens * model.experts_per_token // model.num_experts
-        return expert_capacity(
-            num_tokens,
-            num_experts=model.num_experts,
-            experts_per_token=model.experts_per_token,
-            capacity_factor=bound,
-        )
+        return expert_capacity(model, num_tokens, bound)
 
     def expected(self) -> list[Expected]:
         """Returns the collectives of one step; of a pipeline, those in its text: every branch in every tick."""
@@ -104,7 +98,7 @@ class StepDerivation:
         """Tick tables of the pipeline; None without one."""
         if not self.job.trains or self.strategy.mesh.get("pipeline", 1) == 1:
             return None
-        return tick_tables(fused(strategy_schedule(self.strategy)))
+        return tick_tables(strategy_schedule(self.strategy))
 
     @cached_property
     def _sizes(self) -> OpSizes:

@@ -23,7 +23,7 @@ from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.job import Job
 from meshwright.spec.model import Model
 from meshwright.spec.plan_file import Plan, save_plan
-from meshwright.spec.strategy import mesh_words
+from meshwright.spec.strategy import make_mesh, mesh_words
 
 if TYPE_CHECKING:
     from meshwright.train.loop import TrainResult
@@ -164,10 +164,8 @@ def _is_shown(step: Step) -> bool:
 
 
 def _sample(run: Path) -> str:
-    from meshwright.train.sample import generate
-    from meshwright.train.weights_file import load_run
+    from meshwright.api.running import TextOptions, generate_text
+    from meshwright.serve.sampling import Sampling
 
-    model, params, tokenizer = load_run(run)
-    prompt = tokenizer.encode(PROMPT).ids
-    drawn = generate(model, params, prompt, num_tokens=SAMPLE_TOKENS, temperature=0.5, seed=0, window=DEMO_JOB.seq_len)
-    return tokenizer.decode([*prompt, *drawn])
+    options = TextOptions(max_tokens=SAMPLE_TOKENS, sampling=Sampling(temperature=0.5), mesh=make_mesh({}))
+    return PROMPT + generate_text(run, [PROMPT], options).texts[0]

@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.algebra.schedules.file import format_schedule, read_schedule
-from meshwright.algebra.schedules.forms import weight_copies
 from meshwright.algebra.schedules.registry import build, default_chunks, definition, schedule_names
 from meshwright.algebra.schedules.simulation import Simulation
 from meshwright.algebra.schedules.table import Schedule
@@ -128,7 +127,7 @@ def _compared(name: str, sizes: tuple[int, int], chunks: int | None, times: Time
     try:
         schedule = _build(name, sizes, chunks if definition(name).more_chunks else None)
     except InputError as error:
-        return {"schedule": name, "weight_copies": weight_copies(name), "cannot": str(error)}
+        return {"schedule": name, "weight_copies": definition(name).stage_placement.weight_copies, "cannot": str(error)}
     if not times.uniform:
         raise InputError("schedules cut the model differently: with --compare give one time per device.")
     simulation, lockstep = times.simulate(schedule), times.in_lockstep(schedule)

@@ -59,7 +59,7 @@ def command(
         find_chip(chip_name)
     devices = _devices(on)
     from meshwright.bench.run import check_parts, make_bench, run_bench
-    from meshwright.train.cache import keep_compiled_programs
+    from meshwright.parallel.mesh import keep_compiled_programs
 
     check_parts(what)
     wanted = [word.strip() for word in dtypes.split(",")] if dtypes is not None else []

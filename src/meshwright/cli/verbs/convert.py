@@ -15,7 +15,7 @@ from meshwright.spec.model import Model
 from meshwright.spec.weights import num_params
 
 if TYPE_CHECKING:
-    from meshwright.train.checkpoint_weights import CheckpointWeights
+    from meshwright.train.weights import CheckpointWeights
 
 BESIDE = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model"),
@@ -78,8 +78,7 @@ def _require_empty(folder: Path) -> None:
 
 
 def _convert(source: Path, folder: Path, *, dtype: str | None, step: int | None, max_bytes: int) -> Converted:
-    from meshwright.train.checkpoint_weights import OpenCheckpoint, checkpoint_steps
-    from meshwright.train.weights_file import has_weights
+    from meshwright.train.weights import checkpoint_steps, has_weights, open_checkpoint
 
     if not source.is_dir():
         raise InputError(f"{source} is no folder. Give that of a run or of a Hugging Face model.")
@@ -89,8 +88,7 @@ def _convert(source: Path, folder: Path, *, dtype: str | None, step: int | None,
         raise InputError(
             f"{source} has neither config.json with *.safetensors nor checkpoints. Give a run or a Hugging Face model."
         )
-    with OpenCheckpoint(source, step) as checkpoint:
-        found = checkpoint.weights()
+    with open_checkpoint(source, step) as found:
         return _from_checkpoint(found, source, folder, dtype=dtype, max_bytes=max_bytes)
 
 
@@ -105,13 +103,12 @@ def _from_files(source: Path, folder: Path, *, dtype: str | None, max_bytes: int
 def _from_checkpoint(
     found: "CheckpointWeights", source: Path, folder: Path, *, dtype: str | None, max_bytes: int
 ) -> Converted:
-    from meshwright.nn.hf.files import DTYPES
     from meshwright.nn.hf.weights import write_hf
-    from meshwright.train.weights_file import end_of_text
+    from meshwright.train.weights import end_of_text
 
-    wanted = dict.fromkeys(found.dtypes, DTYPES[dtype]) if dtype else found.dtypes
     config = end_of_text(found.model, source)
-    files = write_hf(found.model, found.fetch, wanted, folder, max_shard_bytes=max_bytes, config=config)
+    options: dict[str, Any] = {"dtype": dtype, "max_shard_bytes": max_bytes, "config": config}
+    files = write_hf(found.model, found.fetch, found.dtypes, folder, **options)
     return _done(found.model, source, folder, files, step=found.step)
 
 

@@ -76,7 +76,7 @@ def _explained(module: Any, name: str, picture: Path | None) -> Answer:
     one = module.find(name)
     if one is None:
         raise InputError(f"{module.name} has no instruction {name!r}.{nearest(name, (i.name for i in module))}")
-    described = explain_instruction(module, one)
+    told = explain_instruction(module, one)
     facts: dict[str, Any] = {
         "name": one.name,
         "opcode": one.opcode,
@@ -86,11 +86,11 @@ def _explained(module: Any, name: str, picture: Path | None) -> Answer:
         "source": [str(frame) for frame in module.source(one)],
         "operands": list(one.operands),
         "shapes": [_shape(shape) for shape in one.shapes],
-        "facts": [list(fact) for fact in described],
+        "facts": [list(fact) for fact in told],
     }
     if picture:
         facts["picture"] = picture
-    text = [piece for what, said in described for piece in place_text(f"  {what}", said, column=13)]
+    text = [piece for what, said in told for piece in place_text(f"  {what}", said, column=13)]
 
     def draw() -> Any:
         from meshwright.report.arrays.tiling import tiling_figure

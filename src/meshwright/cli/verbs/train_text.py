@@ -10,8 +10,7 @@ from meshwright.report.answer import Paragraph, Piece, Table
 from meshwright.spec.plan_file import Plan
 
 if TYPE_CHECKING:
-    from meshwright.train.record.goodput import Goodput
-    from meshwright.train.record.result import TrainResult
+    from meshwright.train.record.result import Goodput, TrainResult
 
 
 def result_text(chosen: Plan, result: "TrainResult") -> Iterator[Piece]:

@@ -4,10 +4,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+import msgspec
+
+from meshwright.api.proving import TIMEOUT_S, ProofOptions, prove_strategy
 from meshwright.cli.asked import CACHE_DTYPE, STEP, WEIGHTS, PlanOptions, read_fields, resolve, storage_of
 from meshwright.cli.verb import option, verb
 from meshwright.cli.verbs.plan import microbatch_words, remat_words
-from meshwright.cli.verbs.verify_request import PROGRAM, TIMEOUT_S, request_of
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.units import format_bytes, format_count, format_flops, format_seconds
 from meshwright.report.answer import Answer, Fact, Piece, Table
@@ -40,34 +42,26 @@ def command(given: Given) -> Answer:
     collectives, in seconds), full (the whole compiler). Ends with 3 where the step does not partition or does not fit.
     """
     from meshwright.train.settings import settings_from_table
-    from meshwright.verify.proof import proof_table, prove
-    from meshwright.verify.running import python_program
+    from meshwright.verify.proof import proof_table
 
     if not given.timeout > 0:
         raise InputError(f"--timeout {given.timeout:g} leaves the compiler no time. Give seconds above 0.")
     fields = read_fields(given.pairs)
     settings_from_table(fields["train"])
     setting, strategy = resolve(given, fields, verb="verify", step=given.step)
-    job = setting.job
-    if not job.trains and fields["train"]:
+    if not setting.job.trains and fields["train"]:
         name = next(iter(fields["train"]))
         raise InputError(f"--set train.{name} is of training. Leave it out, or take --step train.")
-    storage_of(given, job)
-    request = request_of(
-        setting.model,
-        setting.cluster,
-        strategy,
-        job,
-        step=given.step or job.kind,
+    options = ProofOptions(
         depth=given.depth,
         platform=given.platform,
-        weights=given.weights,
-        cache_dtype=given.cache_dtype,
         settings=fields["train"],
-        calibration=setting.calibration,
-        assumptions=setting.assumptions,
+        timeout_s=given.timeout,
+        keep=given.keep,
+        asked=given.step or "",
     )
-    proof = prove(request, program=python_program(PROGRAM), timeout_s=given.timeout, keep=given.keep)
+    stored = msgspec.structs.replace(setting, storage=storage_of(given, setting.job))
+    proof = prove_strategy(stored, strategy, options)
     refused = None if proof.runs else CannotRunError(proof.refusal)
     return Answer(proof_table(proof), proof_text(proof), error=refused)
 

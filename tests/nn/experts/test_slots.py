@@ -6,40 +6,42 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
-from meshwright.nn.experts import rows as experts
-from meshwright.nn.experts.router import RouterForm, route, route_backward
+from meshwright.nn.experts import slots as experts
+from meshwright.nn.experts.router import route, route_backward
+from tests.nn.arrays import close, draw
+from tests.nn.families import FAMILIES
 
 from . import plain_experts
 
 BATCH, LENGTH, WIDTH, HIDDEN, EXPERTS, CHOSEN = 2, 6, 8, 10, 8, 3
 TOKENS = BATCH * LENGTH
 
+MODEL = replace(FAMILIES["mixtral"], num_experts=EXPERTS, experts_per_token=CHOSEN)
+GROUPS = {"expert_groups": 4, "groups_per_token": 2}
 FORMS = {
-    "mixtral": RouterForm(CHOSEN),
-    "qwen2_moe": RouterForm(CHOSEN, sum_to_one=False),
-    "deepseek_v2": RouterForm(CHOSEN, sum_to_one=False, scale=1.5, groups=4, groups_per_token=2),
-    "deepseek_v3": RouterForm(CHOSEN, shares="sigmoid", scale=2.5, groups=4, groups_per_token=2),
+    "mixtral": MODEL,
+    "qwen2_moe": replace(MODEL, gates_sum_to_one=False),
+    "deepseek_v2": replace(MODEL, gates_sum_to_one=False, routed_scale=1.5, **GROUPS),
+    "deepseek_v3": replace(MODEL, router_scores="sigmoid", routed_scale=2.5, **GROUPS),
 }
 
 
 def plain_form(form):
-    fields = form._asdict()
-    return {"num_chosen": fields.pop("experts_per_token"), **fields}
-
-
-def draw(*shape, seed=0):
-    return np.random.default_rng(seed + sum(shape)).normal(size=shape).astype(np.float32)
+    return {
+        "num_chosen": form.experts_per_token,
+        "shares": form.router_scores,
+        "sum_to_one": form.gates_sum_to_one,
+        "scale": form.routed_scale,
+        "groups": form.expert_groups,
+        "groups_per_token": form.groups_per_token,
+    }
 
 
 def weights():
     shapes = ((WIDTH, EXPERTS), (EXPERTS, WIDTH, HIDDEN), (EXPERTS, WIDTH, HIDDEN), (EXPERTS, HIDDEN, WIDTH))
     return [draw(*shape, seed=number) / 2 for number, shape in enumerate(shapes)]
-
-
-def close(found, wanted):
-    """Within 1e-5 of the largest entry."""
-    np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-5 * np.abs(wanted).max())
 
 
 def through_slots(x, router, gate, up, down, *, form, capacity):
@@ -66,7 +68,7 @@ def test_the_layer_is_what_a_loop_over_tokens_gives(family):
 @pytest.mark.parametrize("factor", [0.5, 1.0])
 def test_an_expert_drops_exactly_the_tokens_that_come_too_late(factor):
     x, given = draw(BATCH, LENGTH, WIDTH), weights()
-    capacity = experts.expert_capacity(TOKENS, num_experts=EXPERTS, experts_per_token=CHOSEN, capacity_factor=factor)
+    capacity = experts.expert_capacity(MODEL, TOKENS, factor)
     y, (_, _, chosen, _) = jax.jit(lambda *a: through_slots(*a, form=FORMS["mixtral"], capacity=capacity))(x, *given)
     wide = [array.astype(np.float64) for array in (x.reshape(TOKENS, WIDTH), *given)]
     wanted, dropped = plain_experts.layer(*wide, capacity=capacity, num_chosen=CHOSEN)
@@ -77,13 +79,13 @@ def test_an_expert_drops_exactly_the_tokens_that_come_too_late(factor):
 
 
 def test_capacity():
-    sizes = {"num_experts": 8, "experts_per_token": 2}
-    assert experts.expert_capacity(100, **sizes) == 100
-    assert experts.expert_capacity(100, **sizes, capacity_factor=1.0) == 25
-    assert experts.expert_capacity(100, **sizes, capacity_factor=1.25) == 32  # 31.25
-    assert experts.expert_capacity(100, **sizes, capacity_factor=1.2) == 30  # the float product is above 30
-    assert experts.expert_capacity(100, **sizes, capacity_factor=9.0) == 100
-    assert experts.expert_capacity(1, **sizes, capacity_factor=1.0) == 1
+    model = replace(MODEL, num_experts=8, experts_per_token=2)
+    assert experts.expert_capacity(model, 100) == 100
+    assert experts.expert_capacity(model, 100, 1.0) == 25
+    assert experts.expert_capacity(model, 100, 1.25) == 32  # 31.25
+    assert experts.expert_capacity(model, 100, 1.2) == 30  # the float product is above 30
+    assert experts.expert_capacity(model, 100, 9.0) == 100
+    assert experts.expert_capacity(model, 1, 1.0) == 1
 
 
 # -- properties of slots ----------------------------------------------------------------------------------
@@ -154,9 +156,9 @@ def test_without_a_bound_the_order_of_tokens_does_not_matter(numbers, order):
 def dense_gates(scores, numbers, form):
     """Weights over all experts, zero outside of ``numbers``, by jnp operations that JAX can differentiate."""
     inside = jax.nn.one_hot(numbers, EXPERTS).sum(-2)
-    share = jax.nn.softmax(scores) if form.shares == "softmax" else jax.nn.sigmoid(scores)
+    share = jax.nn.softmax(scores) if form.router_scores == "softmax" else jax.nn.sigmoid(scores)
     share = share * inside
-    return form.scale * (share / share.sum(-1, keepdims=True) if form.sum_to_one else share)
+    return form.routed_scale * (share / share.sum(-1, keepdims=True) if form.gates_sum_to_one else share)
 
 
 @pytest.mark.parametrize(

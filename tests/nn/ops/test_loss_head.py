@@ -8,7 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from meshwright.nn import loss_head as head
+from meshwright.nn.ops import fused_head as head
+from meshwright.nn.ops.linear_cross_entropy import (
+    logits_backward,
+    logits_statistics,
+    rescale,
+    sum_loss,
+    sum_loss_backward,
+)
+from tests.nn.arrays import close
 
 BATCH, LENGTH, WIDTH, VOCABULARY = 3, 7, 5, 24
 OPTIONS = [{}, {"softcap": 4.0}, {"z_loss": 0.05}, {"softcap": 4.0, "z_loss": 0.05}]
@@ -18,6 +26,11 @@ class Case(NamedTuple):
     x: np.ndarray
     table: np.ndarray
     labels: np.ndarray
+
+
+@pytest.fixture(autouse=True)
+def _small_chunks(monkeypatch):
+    monkeypatch.setattr(head, "CHUNK_TOKENS", 6)
 
 
 @pytest.fixture(scope="module")
@@ -56,33 +69,28 @@ def formula(case, *, softcap=0.0, z_loss=0.0):
     return Answer(loss, (draw @ table.T).reshape(case.x.shape), x.T @ draw)
 
 
-def close(found, expected):
-    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
-
-
 def arrays(case):
     return (jnp.asarray(a) for a in case)
 
 
-def in_parts(case, parts, *, chunked, softcap=0.0, z_loss=0.0, chunk_tokens=6):
+def in_parts(case, parts, *, chunked, softcap=0.0, z_loss=0.0):
     """Loss and gradients with the vocabulary in so many parts, put together as the derived steps do."""
     x, table, labels = arrays(case)
     rows = VOCABULARY // parts
     own = [(i * rows, table[:, i * rows : (i + 1) * rows]) for i in range(parts)]
-    chunks = {"softcap": softcap, "chunk_tokens": chunk_tokens}
     if chunked:
-        found = [head.chunked_logits_statistics(x, t, labels, first_row=first, **chunks) for first, t in own]
+        found = [head.chunked_logits_statistics(x, t, labels, first_row=first, softcap=softcap) for first, t in own]
     else:
-        found = [head.logits_statistics(x @ t, labels, first_row=first, softcap=softcap) for first, t in own]
+        found = [logits_statistics(x @ t, labels, first_row=first, softcap=softcap) for first, t in own]
     peak = jnp.max(jnp.stack([f[0] for f in found]), axis=0)
-    scaled = sum(head.rescale(f[1], f[0], peak) for f in found)
+    scaled = sum(rescale(f[1], f[0], peak) for f in found)
     picked = sum(f[2] for f in found)
-    loss = head.sum_loss(peak, scaled, picked, labels, z_loss=z_loss)
-    given = (labels, peak, *head.sum_loss_backward(jnp.float32(1), peak, scaled, labels, z_loss=z_loss))
+    loss = sum_loss(peak, scaled, picked, labels, z_loss=z_loss)
+    given = (labels, peak, *sum_loss_backward(jnp.float32(1), peak, scaled, labels, z_loss=z_loss))
     if chunked:
-        back = [head.chunked_logits_backward(x, t, *given, first_row=first, **chunks) for first, t in own]
+        back = [head.chunked_logits_backward(x, t, *given, first_row=first, softcap=softcap) for first, t in own]
     else:
-        logits = [head.logits_backward(x @ t, *given, first_row=first, softcap=softcap) for first, t in own]
+        logits = [logits_backward(x @ t, *given, first_row=first, softcap=softcap) for first, t in own]
         back = [(d @ t.T, jnp.einsum("btd,btv->dv", x, d)) for d, (_, t) in zip(logits, own, strict=True)]
     return loss, sum(b[0] for b in back), jnp.concatenate([b[1] for b in back], axis=1)
 
@@ -101,20 +109,21 @@ def test_loss_and_gradients_are_the_formula(case, parts, chunked, options):
 @pytest.mark.parametrize("options", OPTIONS)
 def test_the_fused_head_is_the_formula(case, options):
     expected = formula(case, **options)
-    loss, dx, dtable = jax.jit(partial(head.fused_head, chunk_tokens=6, **options))(*arrays(case))
+    loss, dx, dtable = jax.jit(partial(head.fused_head, **options))(*arrays(case))
     close(loss, expected.loss)
     close(dx, expected.dx)
     close(dtable, expected.dtable)
 
 
 @pytest.mark.parametrize("chunk_tokens", [1, 3, 6, 7, 12, 1000])
-def test_the_size_of_a_chunk_changes_nothing(case, chunk_tokens):
+def test_the_size_of_a_chunk_changes_nothing(case, monkeypatch, chunk_tokens):
+    monkeypatch.setattr(head, "CHUNK_TOKENS", chunk_tokens)
     expected = formula(case)
-    loss, dx, dtable = head.fused_head(*arrays(case), chunk_tokens=chunk_tokens)
+    loss, dx, dtable = head.fused_head(*arrays(case))
     close(loss, expected.loss)
     close(dx, expected.dx)
     close(dtable, expected.dtable)
-    close(in_parts(case, 1, chunked=True, chunk_tokens=chunk_tokens)[2], expected.dtable)
+    close(in_parts(case, 1, chunked=True)[2], expected.dtable)
 
 
 def test_tokens_without_a_label_have_no_loss_and_no_gradient(case):
@@ -137,23 +146,25 @@ def test_large_logits_do_not_overflow(case):
     assert np.all(np.isfinite(dx))
 
 
-def test_chunks_are_even_and_no_larger_than_asked():
+def test_chunks_are_even_and_no_larger_than_asked(monkeypatch):
     for batch, length, most in [(8, 512, 1024), (3, 509, 1024), (1, 7, 3), (4, 5, 1), (2, 16, 1000)]:
-        size = head.chunk_length(batch, length, most)
+        monkeypatch.setattr(head, "CHUNK_TOKENS", most)
+        size = head.chunk_length(batch, length)
         assert size == 1 or batch * (size - 1) < most
         assert -(-length // size) <= max(1, -(-batch * length // most))
-    assert head.chunk_length(8, 512, 1024) == 128
-    assert head.chunk_length(3, 509, 1024) == 255
+    monkeypatch.setattr(head, "CHUNK_TOKENS", 1024)
+    assert head.chunk_length(8, 512) == 128
+    assert head.chunk_length(3, 509) == 255
 
 
-def test_the_loss_alone_makes_no_cotangents(case):
+def test_the_loss_alone_makes_no_cotangents(case, monkeypatch):
+    monkeypatch.setattr(head, "CHUNK_TOKENS", 1000)
     given = list(arrays(case))
 
     def flops(function):
         return jax.jit(function).lower(*given).compile().cost_analysis()["flops"]
 
-    fused = partial(head.fused_head, chunk_tokens=1000)
-    assert flops(lambda *a: fused(*a)[0]) < 0.6 * flops(fused)
+    assert flops(lambda *a: head.fused_head(*a)[0]) < 0.6 * flops(head.fused_head)
 
 
 def test_narrow_streams_give_narrow_cotangents(case):

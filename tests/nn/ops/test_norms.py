@@ -3,8 +3,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from meshwright.nn.norms import RmsForm, layer_norm, layer_norm_backward, rms_form, rms_norm, rms_norm_backward
+from meshwright.nn.ops.layer_norm import layer_norm, layer_norm_backward
+from meshwright.nn.ops.rms_norm import RmsForm, rms_form, rms_norm, rms_norm_backward
 from meshwright.spec import catalogue
+from tests.nn.arrays import close
 
 FORMS = [RmsForm(1e-5), RmsForm(1e-6, unit_offset=True, wide_scale=True), RmsForm(1e-5, wide_scale=True)]
 
@@ -20,7 +22,7 @@ def test_rms_norm_is_the_formula(form):
     wide = np.asarray(x, np.float64)
     factor = np.asarray(scale, np.float64) + (1 if form.unit_offset else 0)
     expected = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + form.eps) * factor
-    np.testing.assert_allclose(rms_norm(x, scale, form), expected, rtol=0, atol=1e-6 * np.abs(expected).max())
+    close(rms_norm(x, scale, form), expected, 1e-6)
 
 
 def test_layer_norm_is_the_formula():
@@ -28,25 +30,24 @@ def test_layer_norm_is_the_formula():
     wide = np.asarray(x, np.float64)
     normed = (wide - wide.mean(-1, keepdims=True)) / np.sqrt(wide.var(-1, keepdims=True) + 1e-5)
     expected = normed * np.asarray(scale, np.float64) + np.asarray(bias, np.float64)
-    found = layer_norm(x, scale, bias, eps=1e-5)
-    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6 * np.abs(expected).max())
+    close(layer_norm(x, scale, bias, eps=1e-5), expected, 1e-6)
 
 
-def close(found, expected):
+def all_close(found, expected):
     for one, other in zip(found, expected, strict=True):
-        np.testing.assert_allclose(one, other, rtol=0, atol=1e-5 * np.abs(other).max())
+        close(one, other)
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_backward_of_rms_norm_is_that_of_autodiff(form):
     x, scale, dout = arrays((2, 3, 6), (6,), (2, 3, 6))
-    close(rms_norm_backward(dout, x, scale, form), jax.vjp(lambda *a: rms_norm(*a, form), x, scale)[1](dout))
+    all_close(rms_norm_backward(dout, x, scale, form), jax.vjp(lambda *a: rms_norm(*a, form), x, scale)[1](dout))
 
 
 def test_backward_of_layer_norm_is_that_of_autodiff():
     x, scale, bias, dout = arrays((2, 3, 6), (6,), (6,), (2, 3, 6))
     expected = jax.vjp(lambda *a: layer_norm(*a, eps=1e-5), x, scale, bias)[1](dout)
-    close(layer_norm_backward(dout, x, scale, eps=1e-5), expected)
+    all_close(layer_norm_backward(dout, x, scale, eps=1e-5), expected)
 
 
 def test_the_form_is_that_of_the_family():

@@ -1,4 +1,4 @@
-"""The process that compiles for `verify`: ``python -m meshwright.cli.verbs.verify_child FOLDER``."""
+"""The process that compiles for `verify`: ``python -m meshwright.api.compiling FOLDER``."""
 
 import sys
 from pathlib import Path

@@ -6,11 +6,12 @@ import pytest
 from msgspec.structs import replace
 from safetensors.numpy import load_file
 
-from meshwright.core.errors import InputError
+from meshwright.nn.hf.weights import load_params
 from meshwright.nn.weights import init_params
+from meshwright.serve.model_folder import open_model
 from meshwright.spec.weights import num_params
 from meshwright.train.data.tokenizer import save_tokenizer, train_tokenizer
-from meshwright.train.weights_file import has_weights, load_model, load_run, save_weights
+from meshwright.train.weights import has_weights, save_weights
 from tests.train.small import MODEL as MINI
 
 MODEL = replace(MINI, head_dim=12)
@@ -46,17 +47,16 @@ def test_the_config_says_where_a_text_ends(run, tmp_path):
 
 def test_a_run_is_read_back(run):
     folder, params = run
-    model, found, tokenizer = load_run(folder)
-    assert replace(model, name=MODEL.name) == MODEL
+    opened = open_model(folder)
+    found = load_params(opened.model, folder)
+    assert replace(opened.model, name=MODEL.name) == MODEL
     assert found.keys() == params.keys()
     for name, expected in params.items():
         assert found[name].dtype == expected.dtype
         np.testing.assert_array_equal(np.asarray(found[name]), np.asarray(expected))
-    assert tokenizer.decode(tokenizer.encode("some text").ids) == "some text"
+    assert opened.text.decode(opened.text.encode("some text")) == "some text"
+    assert has_weights(folder)
 
 
-def test_a_folder_without_weights_is_named(tmp_path):
+def test_a_folder_without_weights_is_none(tmp_path):
     assert not has_weights(tmp_path)
-    for read in (load_model, load_run):
-        with pytest.raises(InputError, match=r"has no config.json with model.safetensors. Give the folder"):
-            read(tmp_path)
