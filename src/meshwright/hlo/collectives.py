@@ -32,9 +32,9 @@ _PASSING = {
     *("bitcast", "copy", "copy-done", "copy-start", "reshape", "get-tuple-element", "all-reduce-done"),
     *("add", "convert", "multiply", "subtract"),
 }
-"""What an all-reduce may meet before it is sliced: element by element, a slice of the result needs a slice of it."""
+"""Elementwise and copying opcodes: a slice of their result needs only a slice of their operand."""
 MAX_STEPS_AWAY = 8
-"""Instructions without a label that are looked through, in a row."""
+"""Most unlabelled instructions in a row that the search for a label passes."""
 
 
 class CompiledCollective(msgspec.Struct, frozen=True):
@@ -68,12 +68,12 @@ class CompiledCollective(msgspec.Struct, frozen=True):
 
     @property
     def total_bytes(self) -> int:
-        """Bytes over all the times that it runs."""
+        """Returns ``full_bytes`` over all executions."""
         return self.full_bytes * self.trips
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What is particular of it, a word each."""
+        """Lists its special properties, a few words each."""
         marks = {
             "between slices": self.dcn,
             "cut matmul": self.windowed,
@@ -84,7 +84,7 @@ class CompiledCollective(msgspec.Struct, frozen=True):
 
     @property
     def step(self) -> str:
-        """The derived step that it came from, or that is near, without what makes it; empty where none is known."""
+        """Its derived step as ``block:phase:result``, or ``near`` and the nearest one; empty if none is known."""
         label = self.label or self.near
         return f"{'' if self.label else 'near '}{label.block}:{label.phase}:{label.result}" if label else ""
 
@@ -106,7 +106,7 @@ def module_collectives(module: Module, mesh: Mapping[str, int]) -> tuple[Compile
 
 
 class _Around(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of the place of an instruction: what runs it, and how often."""
+    """Context in which an instruction runs: its computation, the caller, and how often."""
 
     computation: str
     trips: int = 1
@@ -114,17 +114,17 @@ class _Around(msgspec.Struct, frozen=True, kw_only=True):
     is_async: bool = False
     caller: Instruction | None = None
     seen: set[str] = msgspec.field(default_factory=set)
-    """Collectives of this loop body that are in several pieces, so that each counts once."""
+    """Keys of asynchronous collectives already counted in this loop body; each has several pieces."""
 
 
 class _Walk:
-    """Follows the calls of a module from its entry and yields the collectives on the way."""
+    """Walks a module from its entry and yields its collectives in order."""
 
     def __init__(self, module: Module, mesh: Mapping[str, int]) -> None:
         self.module, self.mesh = module, mesh
         self.num_devices = module.num_devices if module.num_devices > 1 else math.prod(mesh.values())
         self.reaching: dict[str, bool] = {}
-        # Its other pieces may run inside a loop that it overlaps with.
+        # Computations that start each asynchronous collective: its other pieces may run in a loop that it overlaps.
         self.begun: dict[str, set[str]] = defaultdict(set)
         for one in module:
             inside = module.computations[one.computation].instructions if one.async_key else ()
@@ -134,7 +134,7 @@ class _Walk:
 
     def computation(self, around: _Around) -> Iterator[CompiledCollective]:
         for one in self.module.computations[around.computation].instructions:
-            # What began with a start is counted there.
+            # An asynchronous collective counts at its start.
             if one.opcode.endswith(("-done", "-update")):
                 continue
             if _is_collective(one):
@@ -164,7 +164,7 @@ class _Walk:
         )
 
     def reaches(self, name: str) -> bool:
-        """Whether a computation, or one that it calls, has a collective."""
+        """True if a computation, or one that it calls, contains a collective."""
         if name not in self.reaching:
             body = self.module.computations.get(name)
             self.reaching[name] = body is not None and any(
@@ -206,7 +206,7 @@ class _Walk:
         )
 
     def running(self, one: Instruction, around: _Around) -> Instruction:
-        """The instruction that stands for a collective in the loop or entry that runs it: of pieces, the last."""
+        """Returns the instruction that runs a collective in its loop or in the entry; of several pieces, the last."""
         caller = around.caller
         if caller is None or (caller.opcode != "fusion" and not caller.opcode.endswith("-start")):
             return one
@@ -227,12 +227,12 @@ class _Walk:
         return kind, replica_groups(one.attributes, self.num_devices)
 
     def bytes_and_arrays(self, one: Instruction, shapes: Sequence[str], kind: str, size: int) -> tuple[int, int]:
-        """(full bytes, arrays) of a collective that is given arrays of these shapes."""
+        """Returns (full bytes, number of arrays) of a collective with operands of these shapes."""
         given = [shape_bytes(shape) for shape in shapes]
         if one.opcode == "send":
             return max(given[0], self.received_bytes(one)) * (size if kind == "all_to_all" else 1), 1
         if kind == "ragged_all_to_all":
-            # The operands behind the first are the buffer that receives and where the rows lie.
+            # The other operands are the receive buffer and the row offsets.
             return given[0] * size, 1
         if kind == "all_to_all":
             # An array may come as one operand, or as one for each device of the group.
@@ -243,13 +243,13 @@ class _Walk:
         return sum(given), len(given)
 
     def given(self, one: Instruction) -> list[str]:
-        """The shapes of the arrays that an instruction is given."""
+        """Returns the shapes of an instruction's operands."""
         computation = self.module.computations[one.computation]
         known = [computation.by_name[name].shape for name in one.operands if name in computation.by_name]
         return known[:1] if one.opcode == "send" else known
 
     def received_bytes(self, send: Instruction) -> int:
-        """Bytes of the receive that belongs to a send between slices: more than were sent, for an all-gather."""
+        """Returns the bytes of the receive that matches a send between slices: for an all-gather more than it sends."""
         meeting = _MEETING.search(send.attributes)
         for one in self.module.computations[send.computation].instructions:
             if meeting and one.opcode == "recv" and meeting[0] in one.attributes:
@@ -257,9 +257,9 @@ class _Walk:
         return 0
 
     def is_windowed(self, one: Instruction) -> bool:
-        """Whether a permute passes the pieces of a matmul on: in a loop of its own, or one of several in a row.
+        """True if a permute sends the blocks of a collective matmul: in a loop of its own, or one of several in a row.
 
-        One alone that carries a matmul's name moves its operand to where it is needed.
+        A single permute with a matmul's name only moves that matmul's operand.
         """
         if "windowed_dot_general" in one.computation:
             return True
@@ -273,7 +273,7 @@ def _is_collective(one: Instruction) -> bool:
 
 
 def _is_sliced(module: Module, one: Instruction) -> bool:
-    """Whether all that is used of an all-reduce is a slice whose place is computed."""
+    """True if all users of an all-reduce take a slice at a computed offset."""
     users = module.computations[one.computation].users.get(one.name, ())
     return bool(users) and all(_takes_slice(module, user, one) for user in users)
 
@@ -294,11 +294,10 @@ def _takes_slice(module: Module, user: Instruction, value: Instruction) -> bool:
 
 
 def nearest_step(module: Module, one: Instruction, *, kind: str) -> StepLabel | None:
-    """The label of the step that takes what a gather brings, or makes what others send; None if none is near.
+    """Returns the label of the step that reads what a gather makes, or makes what others send; None if none is near.
 
-    XLA rewrites collectives and drops where they came from: between TPU slices of all of them, and of those that it
-    combines into one array. ``one`` is the collective as its computation runs it: the fusion that ends it, where it is
-    in pieces.
+    XLA rewrites collectives and drops their labels: all of those between TPU slices, and of those that it combines.
+    ``one`` is the collective as its computation runs it: the fusion that ends it, where it is in pieces.
     """
     gathers = kind in ("all_gather", "broadcast")
     ways = (_users, _makers) if gathers else (_makers, _users)
@@ -308,7 +307,7 @@ def nearest_step(module: Module, one: Instruction, *, kind: str) -> StepLabel | 
 def _search(
     module: Module, one: Instruction, way: Callable[[Module, Instruction], Sequence[Instruction]]
 ) -> StepLabel | None:
-    """The first label met, the nearest first."""
+    """Searches breadth first and returns the first label found."""
     seen, edge = {(one.computation, one.name)}, [one]
     for _ in range(MAX_STEPS_AWAY):
         edge = [b for known in edge for b in way(module, known) if (b.computation, b.name) not in seen]
@@ -324,7 +323,7 @@ def _users(module: Module, one: Instruction) -> Sequence[Instruction]:
 
 
 def _makers(module: Module, one: Instruction) -> Sequence[Instruction]:
-    """The operands; of an element of a loop's state, or of its result, what the loop's body makes of it."""
+    """Returns the operands; for an element of a loop's state or result, what the loop's body assigns to it."""
     computation = module.computations[one.computation]
     operands = [computation.by_name[name] for name in one.operands if name in computation.by_name]
     if one.opcode != "get-tuple-element" or not operands:
@@ -343,7 +342,7 @@ def _makers(module: Module, one: Instruction) -> Sequence[Instruction]:
 
 
 class CollectiveRow(msgspec.Struct, frozen=True):
-    """Collectives of one kind, group, size and manner; ``times`` counts all of them, in all their loops."""
+    """Identical collectives; ``times`` counts all their executions, loops included."""
 
     kind: str
     axes: tuple[str, ...]
@@ -355,11 +354,11 @@ class CollectiveRow(msgspec.Struct, frozen=True):
     is_async: bool
     notes: tuple[str, ...]
     steps: tuple[str, ...]
-    """Labels of the derived steps that they came from, or that are near, without what makes them."""
+    """Derived steps that they came from, see `CompiledCollective.step`."""
 
 
 def collective_rows(found: Iterable[CompiledCollective]) -> tuple[CollectiveRow, ...]:
-    """One row for collectives that are alike, most bytes first."""
+    """Groups identical collectives into rows, most bytes first."""
     alike = defaultdict(list)
     for one in found:
         key = (one.kind, one.axes, one.group_size, one.dtype, one.full_bytes)

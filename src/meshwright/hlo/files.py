@@ -21,7 +21,7 @@ _FIRST_CHARACTERS = 20_000
 
 
 class StableHlo(msgspec.Struct, frozen=True):
-    """What a StableHLO text says of itself; ``collectives`` are those written by hand, kind -> number."""
+    """Summary of a StableHLO text; ``collectives`` counts the explicit ones by kind."""
 
     name: str
     num_partitions: int
@@ -31,7 +31,7 @@ class StableHlo(msgspec.Struct, frozen=True):
 
 
 def hlo_file(path: Path) -> Path:
-    """The file itself, or the optimised module in the folder of a dump: the largest, where there are several."""
+    """Returns the file itself, or the largest optimised module in the folder of a dump."""
     if path.is_file():
         return path
     if not path.is_dir():
@@ -44,7 +44,7 @@ def hlo_file(path: Path) -> Path:
 
 
 def read_hlo(path: Path, *, stablehlo: bool = False) -> Module | StableHlo:
-    """The program in a file; ``stablehlo`` says that it is not compiled yet, whatever its name.
+    """Reads the program in a file; ``stablehlo`` says that it is not compiled yet, whatever its name.
 
     Raises InputError where it is neither HLO nor StableHLO text.
     """
@@ -65,7 +65,7 @@ def read_hlo(path: Path, *, stablehlo: bool = False) -> Module | StableHlo:
 
 
 def has_entry(text: str) -> bool:
-    """Whether an HLO text says where the program begins; without that it is a part of one, or cut off."""
+    """True if an HLO text has an ENTRY computation; otherwise it is a part of a program, or cut off."""
     return _ENTRY.search(text) is not None
 
 

@@ -26,7 +26,7 @@ _STRENGTH: tuple[NodeKind, ...] = ("collective", "attention", "matmul", "loop", 
 
 
 class Node(msgspec.Struct, frozen=True):
-    """A step of the model, or an instruction that belongs to none, with how many instructions it stands for."""
+    """One derived step, or one unlabelled instruction, with the number of instructions it represents."""
 
     key: str
     text: str
@@ -35,9 +35,9 @@ class Node(msgspec.Struct, frozen=True):
 
 
 class ComputationGraph(msgspec.Struct, frozen=True):
-    """Nodes in the order in which they run, and edges (from, to) by key; all edges lead forward in that order.
+    """Nodes in execution order, and edges (from, to) by key; all edges point forward.
 
-    ``alike`` are further computations with the same nodes and edges, whose runs ``times`` counts too.
+    ``alike`` names further computations with the same nodes and edges; ``times`` includes their executions.
     """
 
     name: str
@@ -48,7 +48,7 @@ class ComputationGraph(msgspec.Struct, frozen=True):
 
 
 def computation_graph(module: Module, name: str) -> ComputationGraph:
-    """The graph of one computation. Raises InputError for a name that the module does not have."""
+    """Builds the graph of one computation. Raises InputError for a name that the module does not have."""
     computation = module.computations.get(name.removeprefix("%"))
     if computation is None:
         raise InputError(f"{module.name} has no computation {name!r}.{nearest(name, module.computations)}")
@@ -59,7 +59,7 @@ def computation_graph(module: Module, name: str) -> ComputationGraph:
 
 
 def block_graphs(module: Module, block: str | None) -> tuple[ComputationGraph, ...]:
-    """A graph for each computation that runs a block of the model: a layer's forward pass, then its backward pass.
+    """Builds a graph for each computation that runs a block of the model: a layer's forward pass, then its backward.
 
     Without a block: the one with most steps; in a program without labels, the loops with most to draw. Raises
     InputError for a block that no instruction belongs to.
@@ -71,16 +71,16 @@ def block_graphs(module: Module, block: str | None) -> tuple[ComputationGraph, .
     if not blocks:
         return _loop_graphs(module)
     chosen = block or blocks.most_common(1)[0][0]
-    # A loop inside one step, such as the blocks of attention, is not drawn: the step is, whole.
+    # A loop inside one step, such as that over blocks of attention, is part of the step's node.
     inside_steps = {name for name, caller in module.callers.items() if caller.label}
     graphs = [_graph(module, one, chosen) for one in executed(module) if one.name not in inside_steps]
-    # Steps that the compiler took out of a loop stand alone, with nothing to draw between them.
+    # Steps that the compiler hoisted out of a loop stand alone, without edges.
     joined = [graph for graph in graphs if graph.edges] or [graph for graph in graphs if graph.nodes]
     return _without_copies(sorted(joined, key=lambda graph: _first(module, graph)))
 
 
 def _without_copies(graphs: Sequence[ComputationGraph]) -> tuple[ComputationGraph, ...]:
-    """Graphs that look the same as one: the loop of a layer is there once for each microbatch and group of layers."""
+    """Merges equal graphs: the loop over layers is compiled once for each microbatch and group of layers."""
     found: dict[tuple[object, ...], ComputationGraph] = {}
     for graph in graphs:
         key = (tuple((node.text, node.kind) for node in graph.nodes), graph.edges)
@@ -100,13 +100,13 @@ def _loop_graphs(module: Module) -> tuple[ComputationGraph, ...]:
 
 
 def _first(module: Module, graph: ComputationGraph) -> int:
-    """Where in the entry the loop that runs a computation stands."""
+    """Returns the position in the entry of the loop that runs a computation."""
     callers, order = list(module.around(graph.name)), list(module.computations[module.entry].by_name)
     return order.index(callers[-1].name) if callers and callers[-1].name in order else -1
 
 
 def _graph(module: Module, computation: Computation, block: str | None) -> ComputationGraph:
-    """Nodes are steps and heavy instructions; all between them are the edges."""
+    """Builds the graph: steps and heavy instructions are nodes, paths through all others are edges."""
     roles = {one.name: _role(module, one) for one in computation.instructions if one.opcode not in NO_WORK}
     members: dict[str, list[str]] = defaultdict(list)
     texts: dict[str, str] = {}
@@ -119,7 +119,7 @@ def _graph(module: Module, computation: Computation, block: str | None) -> Compu
         begun = one
         while begun.opcode.endswith("-done") and begun.operands:
             begun = computation.by_name[begun.operands[0]]
-        # Outside its loops a block has only the steps that say so.
+        # In the entry only labelled instructions belong to a block.
         key, text = _node(begun.name, roles.get(begun.name), block, labelled=computation.name == module.entry)
         if not key:
             reached[one.name] = sources
@@ -130,13 +130,13 @@ def _graph(module: Module, computation: Computation, block: str | None) -> Compu
         hidden = roles[one.name].beside
         beside[key] |= hidden
         edges |= {(source, key) for source in sources if source != key}
-        # What a fusion only hands on, of a collective that runs beside it, comes from the collective.
+        # A fusion that passes on a buffer of an overlapping collective does not make it: the collective does.
         reached[one.name] = frozenset({key}) | (sources & hidden)
     kinds = {key: min((roles[name].kind for name in group), key=_STRENGTH.index) for key, group in members.items()}
     number = {one.name: at for at, one in enumerate(computation.instructions)}
     place = {}
     for key, group in members.items():
-        # A step runs neither where the zeros are made that it begins with, nor where something tidies up behind it.
+        # Initial zeros and trailing copies carry the step's label too, but do not say when it runs.
         able = [name for name in group if name in fed] or group
         place[key] = number[next((name for name in able if roles[name].kind == kinds[key]), able[0])]
     order = sorted(members, key=lambda key: place[key])
@@ -149,10 +149,10 @@ def _graph(module: Module, computation: Computation, block: str | None) -> Compu
 
 
 class _Role(msgspec.Struct, frozen=True):
-    """What an instruction is to a graph, and its text where no label says what it is.
+    """How an instruction appears in a graph; ``text`` is for those without a label.
 
-    The pieces that start and end an asynchronous collective of a TPU have its ``chain``. A fusion that runs ``beside``
-    some hands their buffers on and does not need them.
+    The pieces that start and end an asynchronous collective of a TPU have its key as ``chain``. ``beside`` names the
+    collectives that overlap with a fusion, which only passes their buffers on.
     """
 
     kind: NodeKind
@@ -163,7 +163,7 @@ class _Role(msgspec.Struct, frozen=True):
 
 
 def _node(name: str, role: _Role | None, block: str | None, *, labelled: bool) -> tuple[str, str]:
-    """(node, its text) of an instruction; empty where it is none."""
+    """Returns (key, text) of an instruction's node; empty if it has none."""
     if role is None:
         return "", ""
     if label := role.label:
@@ -190,7 +190,7 @@ def _role(module: Module, one: Instruction) -> _Role:
         collective, kind = None, _kind(one, multiplies)
         name = kind if kind in ("matmul", "attention", "loop") else one.opcode.removesuffix("-start").replace("-", "_")
     shapes = (collective or one).shapes or parse_shapes("f32[]")
-    # A fusion beside a collective makes its own result first and hands the collective's buffers on behind it.
+    # A fusion that overlaps with a collective lists its own result first, then the collective's buffers.
     shown = shapes[0] if beside else max(shapes, key=lambda shape: shape.num_bytes)
     return _Role(kind, f"{name} {shown}", collective.label if collective and chain else one.label, chain, beside)
 
@@ -206,13 +206,13 @@ def _kind(one: Instruction, multiplies: bool) -> NodeKind:
     if multiplies:
         return "matmul"
     if label and label.op in COLLECTIVES:
-        # what takes its part out of one collective for several arrays
+        # it extracts one array from a combined collective
         return "collective"
     return "loop" if one.opcode == "while" and not label else "other"
 
 
 def _reduced(edges: set[tuple[str, str]], order: list[str]) -> tuple[tuple[str, str], ...]:
-    """Without edges that a longer way between the same two nodes implies."""
+    """Removes edges that longer paths imply (transitive reduction)."""
     after: dict[str, list[str]] = {key: [] for key in order}
     for a, b in edges:
         after[a].append(b)

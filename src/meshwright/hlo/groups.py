@@ -1,4 +1,4 @@
-"""Who takes part in a collective: replica groups in all the ways XLA writes them, and the mesh axes they span."""
+"""Replica groups of collectives, in all the forms in which XLA writes them, and the mesh axes that they span."""
 
 import math
 import re
@@ -24,7 +24,7 @@ _SLICE_STRIDE = 100_000
 
 
 def replica_groups(text: str, num_devices: int) -> Groups:
-    """The groups that an instruction's attributes name; all devices in one group where they name none.
+    """Parses the groups in an instruction's attributes; all devices form one group if none are given.
 
     Numbers index the devices of the mesh row-major. Raises ValueError for a form that is not known.
     """
@@ -41,13 +41,13 @@ def replica_groups(text: str, num_devices: int) -> Groups:
 
 
 def permute_pairs(text: str) -> Groups:
-    """(source, target) of each move of a collective-permute."""
+    """Returns the (source, target) pairs of a collective-permute."""
     found = _PAIRS.search(text)
     return _lists(found[1]) if found else ()
 
 
 def slice_groups(text: str) -> Groups:
-    """Groups of a transfer between slices, whose devices are numbered slice by slice.
+    """Parses the groups of a transfer between slices, whose devices are numbered slice by slice.
 
     XLA writes slices from 1: ``{1,2}x{0:3}`` is each of four devices with its twin in the other slice, and a list of
     devices has numbers such as 200003, device 3 of slice 2. Empty where the text names no target.
@@ -65,12 +65,12 @@ def slice_groups(text: str) -> Groups:
 
 
 def group_size(groups: Groups) -> int:
-    """Members of the largest group; 1 where there is none."""
+    """Returns the size of the largest group; 1 if there is none."""
     return max((block.shape[1] for block in groups), default=1)
 
 
 def axes_of(groups: Groups, mesh: Mapping[str, int]) -> tuple[str, ...]:
-    """Mesh axes along which the members of a group differ.
+    """Returns the mesh axes along which the members of a group differ.
 
     Raises ValueError where a device number is not in the mesh.
     """
@@ -86,7 +86,7 @@ def axes_of(groups: Groups, mesh: Mapping[str, int]) -> tuple[str, ...]:
 
 @lru_cache(maxsize=256)
 def _lists(text: str) -> Groups:
-    """``{0,1},{2,3}`` as arrays, those of one size together."""
+    """Parses ``{0,1},{2,3}`` into one array for each size of group."""
     by_size: dict[int, list[Any]] = {}
     for group in re.findall(r"\{([^{}]*)\}", text):
         members = np.array([int(n) for n in group.split(",") if n.strip()], np.int64)
@@ -105,7 +105,7 @@ def _transposed(shape: list[int], order: list[int]) -> NDArray[np.int64]:
 
 
 def _named_groups(mesh: str, devices: str | None, axes: str) -> NDArray[np.int64]:
-    """Groups over named axes of a mesh that is written out: ``'data'=2,'tensor'=4`` and ``'tensor'``.
+    """Parses groups over named axes of an explicit mesh: ``'data'=2,'tensor'=4`` and ``'tensor'``.
 
     ``devices`` are the mesh's device numbers where they are not row-major: a list, or ``[4,2]T(1,0)``. An axis may be
     a part of one: ``'tensor':(2)2`` are the last 2 of a tensor axis of 4, behind the first 2.
@@ -123,7 +123,7 @@ def _named_groups(mesh: str, devices: str | None, axes: str) -> NDArray[np.int64
 
 
 def _split(dims: Mapping[tuple[str, str], int], name: str, before: int, size: int) -> dict[tuple[str, str], int]:
-    """The mesh's dims with one axis as three, of which the middle one takes part."""
+    """Splits one axis of the mesh into three, of which the group spans the middle one."""
     whole = dims.get((name, "whole"), 0)
     if not whole or whole % (before * size):
         raise ValueError(f"replica groups in a form that is not known: {name!r}:({before}){size} of {dict(dims)}")

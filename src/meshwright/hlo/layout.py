@@ -15,12 +15,12 @@ _VIEWS = {
     *("parameter", "get-tuple-element", "tuple", "bitcast", "while", "conditional", "call", "after-all", "constant"),
     *("add-dependency", "opt-barrier", "optimization-barrier", "copy-done", "slice-done", "partition-id", "send-done"),
 }
-"""Instructions that make no array of their own: they name a part of another, or what another writes."""
+"""Opcodes that allocate no array: their result is part of another array, or written by another instruction."""
 _RUNS = ("body", "condition", "branch_computations", "true_computation", "false_computation")
 
 
 class Padded(msgspec.Struct, frozen=True):
-    """Arrays of one shape and layout that a tiling makes larger in memory."""
+    """Arrays of one shape and layout that tiling pads."""
 
     name: str
     shape: str
@@ -36,12 +36,12 @@ class Padded(msgspec.Struct, frozen=True):
 
     @property
     def wasted_share(self) -> float:
-        """Part of the memory that holds no number."""
+        """Padding as a share of the bytes in memory."""
         return self.wasted_bytes / self.padded_bytes
 
 
 class Relayout(msgspec.Struct, frozen=True):
-    """A copy whose result lies in memory in another order than its operand, or in other tiles."""
+    """A copy whose result has another dim order or tiling than its operand."""
 
     name: str
     before: str
@@ -53,12 +53,12 @@ class Relayout(msgspec.Struct, frozen=True):
 
     @property
     def total_bytes(self) -> int:
-        """Bytes written over all the times that it runs."""
+        """Bytes written by all executions."""
         return self.num_bytes * self.times
 
 
 class Largest(msgspec.Struct, frozen=True):
-    """One array that the program makes, or is given, with the bytes that it takes in memory."""
+    """One array that the program allocates or takes as a parameter, with its bytes in memory."""
 
     name: str
     opcode: str
@@ -70,7 +70,7 @@ class Largest(msgspec.Struct, frozen=True):
 
 
 def executed(module: Module) -> tuple[Computation, ...]:
-    """The computations that run instruction by instruction: the entry, loops and calls, not what is fused."""
+    """Returns the computations that run instruction by instruction: the entry, loops and calls, but no fusions."""
     found, pending = [], [module.entry]
     while pending:
         name = pending.pop()
@@ -85,9 +85,9 @@ def executed(module: Module) -> tuple[Computation, ...]:
 
 
 def paddings(module: Module) -> tuple[Padded, ...]:
-    """Shapes and layouts that are larger in memory than their numbers, most padding first.
+    """Returns the shapes and layouts with padding, most padding first.
 
-    An array counts where it is made: an instruction that only names a part of another makes none.
+    An array counts where it is allocated; views of it do not count.
     """
     by_shape: dict[str, list[tuple[Instruction, Shape]]] = defaultdict(list)
     for one, shape in _arrays(module):
@@ -108,7 +108,7 @@ def paddings(module: Module) -> tuple[Padded, ...]:
 
 
 def relayouts(module: Module) -> tuple[Relayout, ...]:
-    """Copies that only change the order or the tiles in which an array lies, most bytes first."""
+    """Returns the copies that only change an array's dim order or tiling, most bytes first."""
     running = {computation.name for computation in executed(module)}
     found = []
     for one in module:
@@ -132,7 +132,7 @@ def relayouts(module: Module) -> tuple[Relayout, ...]:
 
 
 def largest_arrays(module: Module) -> tuple[Largest, ...]:
-    """Arrays that the program makes or is given, those with most bytes in memory first."""
+    """Returns the arrays that the program allocates or takes as parameters, largest first."""
     found = [
         Largest(
             name=one.name,
@@ -149,22 +149,22 @@ def largest_arrays(module: Module) -> tuple[Largest, ...]:
 
 
 def changes_layout(before: Shape, after: Shape) -> bool:
-    """Whether two layouts of one array put its elements in another order. Dims of size 1 have no place in it."""
+    """True if two layouts of one array order its elements differently. Dims of size 1 do not matter."""
     return _places(before) != _places(after)
 
 
 def layout_text(shape: Shape) -> str:
-    """The shape as HLO writes it, without its memory space: ``bf16[8,128]{1,0:T(8,128)(2,1)}``."""
+    """Writes a shape as HLO does, without its memory space: ``bf16[8,128]{1,0:T(8,128)(2,1)}``."""
     order = ",".join(map(str, shape.minor_to_major))
     tiles = "".join(f"({','.join(map(str, tile))})" for tile in shape.tiles)
     return f"{shape}{{{order}{':T' if tiles else ''}{tiles}}}" if order or tiles else str(shape)
 
 
 def tile_offset(tiles: tuple[tuple[int, ...], ...], position: tuple[int, ...]) -> int:
-    """Where an element lies in a tile's memory, counted in elements; ``position`` is its place in the whole tile.
+    """Returns the offset in memory, in elements, of the element at ``position`` of a tile.
 
-    Every further tile cuts the one before it: (row, column) in ``(8,128)(2,1)`` lies at 256 (row // 2) + 2 column +
-    row % 2.
+    Every further tile divides the one before it: (row, column) in ``(8,128)(2,1)`` has the offset
+    256 (row // 2) + 2 column + row % 2.
     """
     sizes, places = list(tiles[0]), list(position)
     for tile in tiles[1:]:
@@ -180,7 +180,7 @@ def _places(shape: Shape) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]
 
 
 def _arrays(module: Module) -> Iterator[tuple[Instruction, Shape]]:
-    """Each array that an instruction makes, and the program's own parameters."""
+    """Yields every array that an instruction allocates, and the program's own parameters."""
     for computation in executed(module):
         for one in computation.instructions:
             is_argument = one.opcode == "parameter" and computation.name == module.entry

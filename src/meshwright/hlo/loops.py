@@ -1,4 +1,4 @@
-"""How often the loops of a compiled program run: stated by the compiler, or read from counter, bound and step."""
+"""Trip counts of the loops of a compiled program: stated by the compiler, or read from counter, bound and step."""
 
 import math
 import re
@@ -13,11 +13,11 @@ _STATED = re.compile(r'known_trip_count[\\"]*:\s*\{\s*[\\"]*n[\\"]*:\s*[\\"]*(\d
 _WHOLE = re.compile(r"\s*[+-]?\d+\s*")
 _MIRRORED = {"LT": "GT", "GT": "LT", "LE": "GE", "GE": "LE", "NE": "NE"}
 _SAME_VALUE = {"bitcast", "convert", "copy", "copy-done", "copy-start", "optimization-barrier", "reshape"}
-"""Instructions whose result holds the number that they were given."""
+"""Opcodes whose result has the value of their operand."""
 
 
 class Loop(msgspec.Struct, frozen=True):
-    """One loop of a module; ``total_trips`` counts the loops around it too. None: it depends on data."""
+    """One loop of a module; ``total_trips`` includes the loops around it. None: the count depends on data."""
 
     name: str
     body: str
@@ -35,12 +35,12 @@ class _Value(NamedTuple):
     fusions: tuple[Instruction, ...] = ()
 
     def operand(self, number: int) -> "_Value":
-        """An operand of the instruction, as it stands."""
+        """Returns an operand of the instruction."""
         known = self.module.computations[self.at.computation].by_name
         return self._replace(at=known[self.at.operands[number]])
 
     def settled(self, number: int | None = None) -> "_Value":
-        """Where the value, or that of an operand, comes from: through copies, tuples and fusions."""
+        """Traces the value, or that of an operand, back through copies, tuples and fusions."""
         value = self if number is None else self.operand(number)
         while True:
             one = value.at
@@ -61,7 +61,7 @@ class _Value(NamedTuple):
 
     @property
     def element(self) -> int | None:
-        """Which element of its computation's only parameter the value is; None where it is something else."""
+        """Index of the value in the computation's only parameter; None if it is no element of it."""
         if self.at.opcode != "get-tuple-element":
             return None
         whole = self.settled(0)
@@ -69,12 +69,12 @@ class _Value(NamedTuple):
 
     @property
     def number(self) -> int | None:
-        """The value of a whole constant; None where it is something else."""
+        """The value of an integer constant; None for all else."""
         one = self.settled().at
         return int(one.literal) if one.opcode == "constant" and _WHOLE.fullmatch(one.literal) else None
 
     def before(self, loop: Instruction | None) -> "_Value | None":
-        """The value as it was before the loops around it that pass it on; None where one of them changes it."""
+        """Traces the value out of the loops around it; None if one of them changes it."""
         index = self.element
         if index is None or loop is None or loop.opcode != "while":
             return self
@@ -83,7 +83,7 @@ class _Value(NamedTuple):
 
 
 def trip_count(module: Module, loop: Instruction) -> int | None:
-    """How often a ``while`` runs its body; None where that cannot be read.
+    """Returns how often a ``while`` runs its body; None if that cannot be read.
 
     TPU modules state no count: it is ceil((bound - start) / step), from the comparison in the loop's condition, the
     values that the loop starts with and what its body adds, all of which have to be constants.
@@ -107,7 +107,7 @@ def trip_count(module: Module, loop: Instruction) -> int | None:
 
 
 def runs_at_most_once(module: Module, loop: Instruction) -> bool:
-    """Whether a loop is a branch that keeps its buffers in place (`algebra.steps.AT_MOST_ONCE`): one turn or none."""
+    """True if a loop runs once or never: a branch that keeps its buffers in place (`core.labels.AT_MOST_ONCE`)."""
     if trip_count(module, loop) is not None:
         return False
     body = module.computations.get(dict(loop.called).get("body", ""))
@@ -115,7 +115,7 @@ def runs_at_most_once(module: Module, loop: Instruction) -> bool:
 
 
 def loops(module: Module) -> tuple[Loop, ...]:
-    """Every loop of a module, outer ones first."""
+    """Returns every loop of a module, outer ones first."""
     found: list[Loop] = []
     for one in module:
         if one.opcode == "while":
@@ -128,7 +128,7 @@ def loops(module: Module) -> tuple[Loop, ...]:
 
 
 def times_run(module: Module, computation: str) -> int:
-    """How often a computation runs in one call of the module; loops that depend on data count once."""
+    """Returns how often a computation runs in one call of the module; loops that depend on data count once."""
     loops_around = (caller for caller in module.around(computation) if caller.opcode == "while")
     return math.prod(trip_count(module, loop) or 1 for loop in loops_around)
 
@@ -143,7 +143,7 @@ def _trips(start: int, limit: int, step: int, way: str) -> int | None:
 
 
 def _initial(module: Module, loop: Instruction, index: int) -> _Value | None:
-    """The value that element ``index`` of a loop's state starts with, before all loops that pass it on."""
+    """Returns the initial value of element ``index`` of a loop's state, traced out of the loops around it."""
     state = _Value(module, loop).settled(0)
     if state.at.opcode != "tuple":
         return None
@@ -152,13 +152,13 @@ def _initial(module: Module, loop: Instruction, index: int) -> _Value | None:
 
 
 def _made(module: Module, loop: Instruction, index: int) -> _Value | None:
-    """What the body of a loop makes of element ``index`` of its state."""
+    """Returns what the body of a loop assigns to element ``index`` of its state."""
     root = _Value(module, module.body(loop, "body").root).settled()
     return root.settled(index) if root.at.opcode == "tuple" else None
 
 
 def _step(module: Module, loop: Instruction, index: int) -> int | None:
-    """What a loop's body adds to element ``index`` of its state; None where it is not one constant."""
+    """Returns the constant that a loop's body adds to element ``index`` of its state; None if it adds none."""
     made = _made(module, loop, index)
     if made is None or made.at.opcode not in ("add", "subtract"):
         return None

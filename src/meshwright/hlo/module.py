@@ -31,9 +31,9 @@ _ROW = re.compile(r'^(\d+) (?:"(.*)"|\{(.*)\})\s*$')
 _FIELD = re.compile(r"(\w+)=(\d+)")
 
 CONTAINERS = ("while", "conditional", "call")
-"""Instructions that only run others."""
+"""Opcodes that only run other computations."""
 NO_WORK = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast")
-"""Instructions that compute nothing and move nothing."""
+"""Opcodes that neither compute nor move anything."""
 
 
 class SourceLine(msgspec.Struct, frozen=True):
@@ -64,7 +64,7 @@ class Instruction(msgspec.Struct, frozen=True, dict=True):
     literal: str = ""
 
     def attribute(self, key: str) -> str:
-        """The value of one attribute as written, ``{...}`` and quotes included; the empty text where it is not set."""
+        """Returns one attribute as written, with braces and quotes; the empty text if it is not set."""
         start = f", {self.attributes}".find(f", {key}=")
         if start < 0:
             return ""
@@ -73,7 +73,7 @@ class Instruction(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def op_name(self) -> str:
-        """The path of JAX's operations that it came from; the empty text where it has none."""
+        """Path of the JAX operations that it came from; empty if it has none."""
         found = _OP_NAME.search(self.attributes)
         return found[1].replace('\\"', '"') if found else ""
 
@@ -84,7 +84,7 @@ class Instruction(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def target(self) -> str:
-        """The library or the kernel that a custom call goes to; the empty text for others."""
+        """Library or kernel that a custom call invokes; empty for others."""
         found = _TARGET.search(self.attributes) if self.opcode == "custom-call" else None
         return found[1] if found else ""
 
@@ -95,7 +95,7 @@ class Instruction(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def async_key(self) -> str:
-        """What all pieces of one asynchronous collective of a TPU have alike; the empty text for all else."""
+        """Key that all pieces of one asynchronous TPU collective share; empty for all else."""
         if "async_collective_fusion_config" not in self.attributes:
             return ""
         chain = _CHAIN.search(self.attributes)
@@ -103,7 +103,7 @@ class Instruction(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def called(self) -> tuple[tuple[str, str], ...]:
-        """(role, computation) for each computation that it calls: a loop's body and condition, a fusion's ``calls``."""
+        """(role, computation) of each computation that it calls: a loop's body and condition, a fusion's ``calls``."""
         found = _CALLED.findall(self.attributes)
         return tuple((role, name) for role, names in found for name in _NAMES.findall(names))
 
@@ -148,7 +148,7 @@ class Module(msgspec.Struct, frozen=True, dict=True):
     num_partitions: int
     num_replicas: int
     frames: Mapping[int, tuple[SourceLine, int]]
-    """Line of source by number, and the number of the one that called it (0: none)."""
+    """Source line by frame number, with the number of the calling frame (0: none)."""
 
     @property
     def num_devices(self) -> int:
@@ -170,35 +170,35 @@ class Module(msgspec.Struct, frozen=True, dict=True):
         return {name: one for one in self for _, name in one.called}
 
     def around(self, computation: str) -> Iterator[Instruction]:
-        """The instructions that run a computation, from the one that calls it outwards to the entry's."""
+        """Yields the instructions that run a computation, from its caller outwards to the entry."""
         while (caller := self.callers.get(computation)) is not None:
             yield caller
             computation = caller.computation
 
     def body(self, one: Instruction, role: str = "calls") -> Computation:
-        """The computation that an instruction calls: what was fused, or a loop's ``body`` or ``condition``."""
+        """Returns the computation that an instruction calls: a fusion's, or a loop's ``body`` or ``condition``."""
         return self.computations[dict(one.called)[role]]
 
     def inside(self, one: Instruction) -> tuple[Instruction, ...]:
-        """The instructions of all computations that an instruction calls."""
+        """Returns the instructions of all computations that an instruction calls."""
         bodies = (self.computations.get(name) for _, name in one.called)
         return tuple(inner for body in bodies if body for inner in body.instructions)
 
     def fused(self, one: Instruction) -> Iterator[Instruction]:
-        """The instruction and all that was fused into it, to any depth."""
+        """Yields the instruction and everything fused into it, at any depth."""
         yield one
         if one.opcode not in CONTAINERS:
             for inner in self.inside(one):
                 yield from self.fused(inner)
 
     def find(self, name: str) -> Instruction | None:
-        """The instruction of this name; that of the entry computation where several have it."""
+        """Returns the instruction of this name, first from the entry computation; None if there is none."""
         wanted = name.removeprefix("%")
         ordered = [self.computations[self.entry], *self.computations.values()] if self.entry else []
         return next((c.by_name[wanted] for c in ordered if wanted in c.by_name), None)
 
     def source(self, instruction: Instruction) -> tuple[SourceLine, ...]:
-        """Where in the Python source it was made, innermost call first; empty where the module does not say."""
+        """Returns the Python source lines that made it, innermost call first; empty if the module does not say."""
         written = _SOURCE.search(instruction.attributes)
         if written:
             return (SourceLine(file=written[1], line=int(written[2] or 0)),)
@@ -211,7 +211,7 @@ class Module(msgspec.Struct, frozen=True, dict=True):
 
 
 def parse_module(text: str) -> Module:
-    """The module that an HLO text describes. Raises ValueError where the text has no computation."""
+    """Parses an HLO text. Raises ValueError if it has no computation."""
     computations: dict[str, Computation] = {}
     entry, lines = "", text.splitlines()
     for name, is_entry, written in _bodies(lines):
@@ -233,7 +233,7 @@ def parse_module(text: str) -> Module:
 
 
 def _frames(lines: Sequence[str]) -> dict[int, tuple[SourceLine, int]]:
-    """The tables at the head of a module; none where it has none."""
+    """Reads the tables of source lines at the head of a module."""
     tables: dict[str, dict[int, Any]] = {
         name: {} for name in ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
     }
@@ -250,13 +250,13 @@ def _frames(lines: Sequence[str]) -> dict[int, tuple[SourceLine, int]]:
         at = locations.get(row.get("file_location_id", 0), {})
         file = files.get(at.get("file_name_id", 0), "?")
         frame = SourceLine(file, at.get("line", 0), functions.get(at.get("function_name_id", 0), ""))
-        # Parents are written one higher than the frames are numbered: 1 is none.
+        # XLA writes parents one higher than frame numbers: 1 is none.
         found[number] = frame, row.get("parent_frame_id", 1) - 1
     return found
 
 
 def _bodies(lines: Sequence[str]) -> Iterator[tuple[str, bool, list[str]]]:
-    """(name, whether it is the entry, instructions) of each computation.
+    """Yields (name, is entry, lines of instructions) of each computation.
 
     An instruction may be broken: the metadata of a Pallas kernel is written with line breaks of its own.
     """
@@ -300,7 +300,7 @@ def _instruction(line: str, computation: str) -> Instruction | None:
 
 
 def _closing(text: str, start: int) -> int:
-    """The end of what opens at ``start``, a bracket or a quote; that of the text where it does not close."""
+    """Returns the end of the bracket or quote that opens at ``start``; the end of the text if it does not close."""
     depth = 0
     for found in _BRACKET.finditer(text, start):
         if found[0][0] != '"':
@@ -313,6 +313,6 @@ def _closing(text: str, start: int) -> int:
 def _operands(inside: str) -> tuple[str, ...]:
     if "%" in inside:
         return tuple(_OPERAND.findall(inside))
-    # The short form leaves the percent signs out.
+    # The short form omits percent signs.
     parts = (part.split() for part in inside.split(","))
     return tuple(part[-1] for part in parts if part and _NAMES.fullmatch(part[-1]))

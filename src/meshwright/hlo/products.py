@@ -16,18 +16,18 @@ _PRECISION = re.compile(r"operand_precision=\{(\w+),")
 
 
 def is_product(one: Instruction) -> bool:
-    """Whether it is a matrix product or a convolution, of the compiler's own or of a library (cuBLAS)."""
+    """True for a matrix product or a convolution, the compiler's own or a library's (cuBLAS)."""
     return one.opcode in ("dot", "convolution") or _LIBRARY.search(one.target) is not None
 
 
 def precision(product: Instruction) -> str:
-    """How a product treats its float32 operands: default, high or highest."""
+    """Returns the precision for a product's float32 operands: default, high or highest."""
     found = _PRECISION.search(product.attributes)
     return found[1] if found else "default"
 
 
 def product_flops(product: Instruction, instructions: Mapping[str, Instruction]) -> int:
-    """2 x the elements of the result x the length of the sum that makes each; 0 where no two operands are known.
+    """Returns 2 x the elements of the result x the length of the contraction; 0 unless two operands are known.
 
     ``instructions`` holds the operands by name.
     """
@@ -39,10 +39,10 @@ def product_flops(product: Instruction, instructions: Mapping[str, Instruction])
 
 
 def _sum_length(product: Instruction, left: Shape, right: Shape) -> int:
-    """Length of the sum behind each element of a product.
+    """Returns the number of products summed for each element of the result.
 
-    A convolution sums over the kernel without its output features; spatial dims that only carry the batch of a product
-    (dilated by the compiler, as on TPU) are no sum.
+    A convolution sums over the kernel without its output features. Spatial dims that the compiler dilates to carry a
+    batch (on TPU) are not summed.
     """
     if product.opcode != "convolution":
         found = _CONTRACTED.search(product.attributes)

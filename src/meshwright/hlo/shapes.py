@@ -50,17 +50,17 @@ class Shape(msgspec.Struct, frozen=True):
 
     @property
     def order(self) -> tuple[int, ...]:
-        """Dims from major to minor, as they lie in memory."""
+        """Dims from major to minor."""
         return tuple(reversed(self.minor_to_major)) if self.minor_to_major else tuple(range(len(self.dims)))
 
     @property
     def physical(self) -> tuple[int, ...]:
-        """Sizes of the dims in the order in which they lie in memory, major first."""
+        """Sizes of the dims from major to minor."""
         return tuple(self.dims[dim] for dim in self.order)
 
     @property
     def padded_dims(self) -> tuple[int, ...]:
-        """Sizes in memory order once the first tile has rounded them up."""
+        """Sizes from major to minor, rounded up to whole first-level tiles."""
         if not self.tiles:
             return self.physical
         outside, counts = _cut(self.physical, self.tiles[0])
@@ -68,7 +68,7 @@ class Shape(msgspec.Struct, frozen=True):
 
     @property
     def padded_bytes(self) -> int:
-        """Bytes in memory: every dim that a tile cuts is rounded up to whole tiles, tile by tile."""
+        """Bytes in memory, with every tiled dim rounded up to whole tiles, level by level."""
         sizes = self.physical
         for tile in self.tiles:
             outside, counts = _cut(sizes, tile)
@@ -82,12 +82,12 @@ class Shape(msgspec.Struct, frozen=True):
 
 @lru_cache(maxsize=4096)  # a program writes the same shapes again and again
 def parse_shapes(text: str) -> tuple[Shape, ...]:
-    """The arrays of a shape such as ``f32[2,16]{1,0:T(8,128)}``, or of all the shapes in a tuple, in order."""
+    """Parses a shape such as ``f32[2,16]{1,0:T(8,128)}``, or all shapes of a tuple, in order."""
     return tuple(_shape(*found) for found in _SHAPE.findall(_COMMENT.sub("", text)))
 
 
 def shape_bytes(text: str) -> int:
-    """Bytes of a shape such as ``f32[2,16]{1,0}`` or of all the shapes in a tuple, without padding."""
+    """Returns the bytes of a shape such as ``f32[2,16]{1,0}``, or of a tuple, without padding."""
     return sum(shape.num_bytes for shape in parse_shapes(text))
 
 
@@ -107,7 +107,7 @@ def _shape(dtype: str, dims: str, layout: str) -> Shape:
 
 
 def _cut(sizes: tuple[int, ...], tile: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(sizes of the dims that a tile leaves whole, number of tiles along each of the others)."""
+    """Returns (sizes of the untiled dims, number of tiles along each tiled dim)."""
     sizes = (1,) * (len(tile) - len(sizes)) + sizes
     head = len(sizes) - len(tile)
     return sizes[:head], tuple(-(-n // t) for n, t in zip(sizes[head:], tile, strict=True))

@@ -1,4 +1,4 @@
-"""One instruction of a compiled program in words: what it does, how its result lies in memory, where it came from."""
+"""One instruction of a compiled program in words: what it does, the layout of its result, where it came from."""
 
 import re
 from collections import Counter
@@ -59,7 +59,7 @@ OPCODES = {
 
 
 def explain_instruction(module: Module, one: Instruction) -> tuple[tuple[str, str], ...]:
-    """All that the module says of an instruction: (what, text) line by line."""
+    """Describes an instruction: (what, text) line by line."""
     shapes = one.shapes
     times = times_run(module, one.computation)
     often = "once" if times == 1 else f"{times:,} times"
@@ -71,7 +71,7 @@ def explain_instruction(module: Module, one: Instruction) -> tuple[tuple[str, st
         total = format_bytes(sum(shape.padded_bytes for shape in shapes))
         facts.append(("tuple", f"{len(shapes)} arrays, {total} in memory: {_listed(shapes, ', ')}"))
     if shapes:
-        # Of a tuple, the element with most bytes stands for all.
+        # A tuple is described by its largest element.
         facts += layout_facts(max(shapes, key=lambda shape: shape.padded_bytes), is_tpu=is_tpu(module))
     facts += [("step", str(one.label))] if one.label else []
     facts += [("operation", one.op_name)] if one.op_name else []
@@ -85,7 +85,7 @@ def explain_instruction(module: Module, one: Instruction) -> tuple[tuple[str, st
 
 
 def layout_facts(shape: Shape, *, is_tpu: bool = True) -> list[tuple[str, str]]:
-    """(what, text) of one array: type, bytes, order in memory, tiles, memory, padding."""
+    """Describes one array: type, bytes, dim order, tiles, memory space, padding."""
     return [
         ("shape", f"{shape}: {shape.num_elements:,} x {_element(shape)}, {format_bytes(shape.num_bytes)}"),
         ("order", order_words(shape)),
@@ -96,7 +96,7 @@ def layout_facts(shape: Shape, *, is_tpu: bool = True) -> list[tuple[str, str]]:
 
 
 def order_words(shape: Shape) -> str:
-    """``{1,0}`` in words: which dim is contiguous, and which lies outside it."""
+    """Describes ``{1,0}``: which dim is contiguous, and which are outside it."""
     names = [f"dim {dim} ({shape.dims[dim]:,})" for dim in reversed(shape.order)]
     if not names:
         return "one number"
@@ -107,7 +107,7 @@ def order_words(shape: Shape) -> str:
 
 
 def tile_words(shape: Shape) -> list[str]:
-    """``T(8,128)(2,1)`` in words, a line for the tile and one for each time it is cut further."""
+    """Describes ``T(8,128)(2,1)``, one line for each level of tiles."""
     if not shape.tiles:
         return []
     whole, *inner = shape.tiles
@@ -127,7 +127,7 @@ def tile_words(shape: Shape) -> list[str]:
 
 
 def space_words(space: int, *, is_tpu: bool = True) -> str:
-    """A memory space in words."""
+    """Describes a memory space."""
     if not is_tpu:
         known = {0: "the GPU's memory", 5: "the host's memory"}
         return f"S({space}): {known.get(space, 'a memory of its own')}" if space else known[0]
@@ -136,7 +136,7 @@ def space_words(space: int, *, is_tpu: bool = True) -> str:
 
 
 def padding_words(shape: Shape) -> str:
-    """What the tiles add to an array."""
+    """Describes the padding that tiles add to an array."""
     if shape.padded_bytes <= shape.num_bytes:
         return "none"
     whole = shape.padded_dims[len(shape.padded_dims) - len(shape.order) :]
@@ -151,12 +151,12 @@ def padding_words(shape: Shape) -> str:
 
 
 def is_tpu(module: Module) -> bool:
-    """Whether a module was compiled for a TPU: its layouts have tiles."""
+    """True if a module was compiled for a TPU: its layouts have tiles."""
     return any(":T(" in one.shape for one in module.computations[module.entry].instructions)
 
 
 def opcode_words(one: Instruction) -> str:
-    """What an instruction does, in a few words."""
+    """Describes an opcode in a few words."""
     base = re.sub(r"-(start|done|update)$", "", one.opcode)
     text = OPCODES.get(base, "element by element" if one.operands else base)
     if one.opcode.endswith("-start"):

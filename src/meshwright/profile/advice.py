@@ -1,4 +1,4 @@
-"""What to change for the terms of a step that are furthest from their prediction, one line each, from the figures."""
+"""Advice on the terms of a step that are furthest from their prediction, one line each."""
 
 from collections.abc import Callable, Mapping
 
@@ -17,11 +17,11 @@ from meshwright.spec.strategy import Strategy
 
 MAX_LINES = 5
 SMALL_SHARE = 0.02
-"""Of the measured step: what is nearer to its prediction needs no advice."""
+"""Smallest difference that gets advice, as a share of the measured step."""
 
 
 class Advice(msgspec.Struct, frozen=True, kw_only=True):
-    """A term, its seconds beyond what was predicted (less where negative), and what to change."""
+    """A term, its measured less predicted seconds, and what to change."""
 
     term: str
     difference_s: float
@@ -29,7 +29,7 @@ class Advice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AdviceCase(msgspec.Struct, frozen=True, kw_only=True):
-    """What advice is given from."""
+    """Inputs of the advice."""
 
     comparison: ProfileComparison
     times: StepTimes
@@ -41,13 +41,13 @@ class AdviceCase(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def seqs_per_device(self) -> float:
-        """Sequences of one microbatch on one device."""
+        """Sequences per device and microbatch."""
         split = self.strategy.assignment.get("input", {}).get("B", ())
         devices = product(self.strategy.mesh.get(axis, 1) for axis in split)
         return self.job.batch_seqs / devices / self.strategy.num_microbatches
 
     def axes_of(self, op: OpTime) -> set[str]:
-        """The mesh axes of a collective, as derived; none for those of no derived step."""
+        """Returns the mesh axes of a collective's derived step; empty if it has none."""
         known = self.expected.get(op.step)
         return set(known.axes) if known else set()
 
@@ -56,7 +56,7 @@ class AdviceCase(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def advise(case: AdviceCase) -> tuple[Advice, ...]:
-    """Lines for the worst terms; none where everything is as predicted."""
+    """Returns advice on the worst terms; empty if all are close to their prediction."""
     step_s = case.times.mean.total_s
     return tuple(
         Advice(term=row.name, difference_s=row.difference_s, text=_line(row, case))
@@ -125,13 +125,13 @@ def _products(row: TimeRow, case: AdviceCase) -> str:
 
 
 def _rate(row: TimeRow, case: AdviceCase) -> float:
-    """FLOP/s of a device in the products of a kind of work."""
+    """Returns the measured FLOP/s per device of a kind of work."""
     found = case.of_class(row.name)
     return found.flops / row.measured_s if found and row.measured_s else 0.0
 
 
 def _fewer_flops(case: AdviceCase) -> str:
-    """What makes products that nobody asked for."""
+    """Returns what avoids products that were not derived."""
     if any(name.endswith("=dispatch") for name in case.expected):
         return "a bound on the slots of experts (train.capacity_factor) leaves fewer empty ones"
     if case.strategy.mesh.get("pipeline", 1) > 1:
@@ -140,7 +140,7 @@ def _fewer_flops(case: AdviceCase) -> str:
 
 
 def _larger(case: AdviceCase) -> str:
-    """The change that gives a device more rows at a time."""
+    """Returns the change that gives each product more rows."""
     count = case.strategy.num_microbatches
     if count > 1:
         return f"fewer microbatches (num_microbatches={count // 2}, now {count})"

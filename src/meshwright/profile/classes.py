@@ -1,4 +1,4 @@
-"""What kind of work an instruction is, and what bounds it: the classes that a profile adds seconds up in."""
+"""Kinds of work by which a profile sums seconds: the kind of an instruction, and that of a derived step."""
 
 from typing import Literal, get_args
 
@@ -22,30 +22,30 @@ _MOVES = frozenset(
      "dynamic-update-slice", "concatenate", "pad", "parameter", "constant", "tuple", "get-tuple-element", "broadcast",
      "convert", "reverse", "async-start", "async-update", "async-done")
 )  # fmt: skip
-"""Instructions that compute nothing; arithmetic on scalars beside them finds places."""
+"""Opcodes that only move data. ``_PLACES`` on scalars, beside them, compute offsets."""
 _PLACES = frozenset(("add", "subtract", "multiply", "compare", "select", "clamp", "maximum", "minimum", "and", "or"))
 _COLLECTIVES = (*KINDS, "send", "recv")
 OUTSIDE = "outside the steps"
-"""Where the seconds of instructions stand that carry no label."""
+"""Part to which instructions without a label count."""
 
 
 def part_name(block: str, phase: str) -> str:
-    """``layer backward``; what belongs to the whole step has the phase alone."""
+    """Returns ``layer backward``; for the whole step's own work the phase alone."""
     return block if block in ("optimizer", "update") else f"{block} {phase}"
 
 
 def part_of_step(step: Step) -> str:
-    """The part that a derived step belongs to; the updates of all weights are the optimizer."""
+    """Returns the part of a derived step; updates of weights belong to the optimizer."""
     return "optimizer" if class_of_op(step.op) == "optimizer" else part_name(step.block, step.phase)
 
 
 def is_collective(one: Instruction) -> bool:
-    """Whether it moves bytes between devices, whole or as one half of an asynchronous pair."""
+    """True for a collective, synchronous or one half of an asynchronous pair."""
     return one.opcode.removesuffix("-start").removesuffix("-done") in _COLLECTIVES
 
 
 def class_of(module: Module, one: Instruction, label: StepLabel | None) -> OpClass:
-    """The class by what the instruction does where that is plain, else by the derived step that it belongs to."""
+    """Returns the class of an instruction, by its own operations if they decide it, else by its derived step."""
     if is_collective(one):
         return "collective"
     kind = class_of_op(label.op) if label else "elementwise"
@@ -57,19 +57,19 @@ def class_of(module: Module, one: Instruction, label: StepLabel | None) -> OpCla
         return "copy"
     if one.opcode in ("gather", "scatter"):
         return "embedding"
-    # what the compiler puts beside a product is no product
+    # other instructions that carry a product's label are not products
     return "elementwise" if kind in ("contraction", "collective") and one.opcode != "custom-call" else kind
 
 
 def class_of_op(op: str) -> OpClass:
-    """The class of a derived step by its op: the group that the op states, or a collective."""
+    """Returns the class of a derived step: the group of its op, or "collective"."""
     if op in COLLECTIVES:
         return "collective"
     return "optimizer" if op == "optimizer" else step_kinds()[op].group
 
 
 def _only_moves(module: Module, one: Instruction) -> bool:
-    """Whether an instruction puts arrays elsewhere and computes nothing on them."""
+    """True if an instruction moves arrays and computes nothing on them."""
     for inner in module.fused(one):
         if inner.opcode in _MOVES or (inner is one and inner.opcode == "fusion"):
             continue

@@ -1,4 +1,4 @@
-"""The seconds of a profile beside those that the plan expects: whole, by part, by kind of work, by derived step."""
+"""Compares measured and predicted seconds: of the whole step, by part, by kind of work, and by derived step."""
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping
@@ -13,11 +13,11 @@ from meshwright.profile.hlo import TracedProgram
 from meshwright.profile.times import StepTimes, shared_seconds
 
 NOTHING = "nothing runs"
-"""The term of instants in which no device of a machine works."""
+"""Term of the time in which no device works."""
 
 
 class TimeRow(msgspec.Struct, frozen=True, kw_only=True):
-    """Something with its seconds in a step, predicted and measured; None where one of them knows nothing of it."""
+    """Seconds of something in one step, predicted and measured; None if one side does not have it."""
 
     name: str
     kind: OpClass | str
@@ -26,12 +26,12 @@ class TimeRow(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def difference_s(self) -> float:
-        """Measured less predicted; what is not known counts nothing."""
+        """Measured less predicted seconds; None counts as 0."""
         return (self.measured_s or 0.0) - (self.predicted_s or 0.0)
 
 
 class ClassRow(msgspec.Struct, frozen=True, kw_only=True):
-    """A kind of work in a mean step of a mean device; ``wall_s`` is its part of the wall time."""
+    """A kind of work, averaged over steps and devices; ``wall_s`` is its share of the wall time in seconds."""
 
     kind: OpClass
     own_s: float
@@ -41,7 +41,7 @@ class ClassRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ProductRow(msgspec.Struct, frozen=True, kw_only=True):
-    """A matrix product of float32 operands: its shapes, its executions, FLOPs and seconds in a step of a device."""
+    """A matrix product of float32 operands: shapes, executions, FLOPs and seconds per step and device."""
 
     name: str
     step: str
@@ -53,11 +53,11 @@ class ProductRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ProfileComparison(msgspec.Struct, frozen=True, kw_only=True):
-    """All tables of a profile; rows are sorted by the size of their difference, the worst first.
+    """All tables of a profile; rows are sorted by absolute difference, largest first.
 
-    ``terms`` are kinds of work, with collectives by the mesh axes that they run over. ``shares_cores`` says that
-    measured seconds are the machine's for all devices (`shared_seconds`), so that terms sum to the step; else they are
-    those of a mean device, by themselves.
+    ``terms`` are kinds of work, with collectives by mesh axes. If ``shares_cores``, measured seconds are those of the
+    whole machine (`shared_seconds`) and terms sum to the step; otherwise they are those of a mean device, each
+    instruction by itself.
     """
 
     predicted: Partition
@@ -72,7 +72,7 @@ class ProfileComparison(msgspec.Struct, frozen=True, kw_only=True):
 def compare_times(
     trace: DeviceTrace, program: TracedProgram, times: StepTimes, predicted: Breakdown
 ) -> ProfileComparison:
-    """Every table."""
+    """Makes all tables of a profile."""
     shares = trace.platform == "cpu"
     spent = shared_seconds(trace, program) if shares else {op.name: op.own_s for op in times.ops}
     expected = predicted.steps
@@ -86,7 +86,7 @@ def compare_times(
     for one in expected.values():
         parts[part_of_step(one.step)] += one.seconds
         terms[term_of(class_of_op(one.step.op), one.axes)] += one.seconds
-    # sends between the stages of a pipeline are no steps of a block, and their permutes carry no known label
+    # sends between pipeline stages are in no block, and their permutes carry no derived label
     terms[term_of("collective")] += float(predicted.priced.estimate.terms.get("pipeline", 0.0))
     whole = predicted.partition
     rows = [*_rows(terms, by_term, lambda name: name), *_rests(whole, times, spent if shares else None)]
@@ -104,8 +104,8 @@ def compare_times(
 
 
 def _rests(predicted: Partition, times: StepTimes, spent: Mapping[str, float] | None) -> list[TimeRow]:
-    """What a mean device does not work, by why; where devices share cores (``spent``) what no device works, which is
-    the whole step with the seconds of the instructions."""
+    """Returns the rows of time without work: of a mean device; or of the machine, if its devices share cores and
+    ``spent`` has the seconds of instructions."""
     found = {"overhead": (predicted.overhead_s, times.mean.overhead_s), "idle": (predicted.idle_s, times.mean.idle_s)}
     if spent is not None:
         rest = max(0.0, times.mean.total_s - sum(spent.values()))
@@ -115,7 +115,7 @@ def _rests(predicted: Partition, times: StepTimes, spent: Mapping[str, float] | 
 
 
 def term_of(kind: OpClass, axes: tuple[str, ...] = ()) -> str:
-    """``contraction``, ``collectives over fsdp``; ``collectives besides`` for those of no derived step."""
+    """Returns ``contraction``, ``collectives over fsdp``; ``collectives besides`` for those without a derived step."""
     if kind != "collective":
         return kind
     return f"collectives over {' and '.join(axes)}" if axes else "collectives besides"
@@ -132,7 +132,7 @@ def _worst(rows: list[TimeRow]) -> list[TimeRow]:
 
 
 def _classes(times: StepTimes) -> tuple[ClassRow, ...]:
-    """Kinds of work that there are, most of the wall time first."""
+    """Sums instructions by kind of work, most wall time first."""
     rows = []
     for kind in CLASSES:
         ops = [op for op in times.ops if op.kind == kind]
@@ -143,7 +143,7 @@ def _classes(times: StepTimes) -> tuple[ClassRow, ...]:
 
 
 def _float32(times: StepTimes, program: TracedProgram) -> tuple[ProductRow, ...]:
-    """Products whose operands are float32, most seconds first. Of several in one fusion each has all of its seconds."""
+    """Returns the products of float32 operands, longest first. Products in one fusion each have all of its seconds."""
     rows = []
     for op in times.ops:
         for product in program.products.get(op.name, ()):

@@ -1,8 +1,8 @@
-"""What a trace of the profiler holds of a compiled program: when each instruction ran, on which device, in which step.
+"""Reads from a profiler trace when each instruction of a compiled program ran, on which device, in which step.
 
-The profiler writes planes of lines of events (XSpace). On CPU the instructions are on the threads of the host plane,
-and every event names the device that it works for. On GPU each stream of a device is a line, on TPU there is one line
-of instructions and one of asynchronous ones.
+The profiler writes planes of lines of events (XSpace). On CPU instructions are events on the threads of the host plane,
+and each event names its device. On GPU each stream of a device is a line. On TPU one line has the instructions and one
+the asynchronous instructions.
 """
 
 import re
@@ -21,9 +21,9 @@ from meshwright.profile.hlo import TracedProgram
 TracePlatform = Literal["cpu", "gpu", "tpu"]
 
 STEP = "meshwright_step"
-"""The annotation around a profiled step."""
+"""Name of the annotation around a profiled step."""
 STEP_END = "meshwright_step_end"
-"""The mark at the end of a step of a training run: a step lies between two of them."""
+"""Name of the mark at the end of a training step; a step is the time between two marks."""
 
 SUFFIX = ".xplane.pb"
 _DEVICE = re.compile(r"/device:(GPU|TPU):(\d+)$")
@@ -33,7 +33,7 @@ _NS = 1e-9
 
 
 class Window(NamedTuple):
-    """A span on the clock of the trace, such as one step."""
+    """A time span on the trace's clock, such as one step."""
 
     start_s: float
     end_s: float
@@ -44,8 +44,8 @@ class Window(NamedTuple):
 
 
 class OpEvent(NamedTuple):
-    """One execution of an instruction on one device; ``waits`` are the times in which a collective is known to have
-    waited for other devices, which only the CPU says."""
+    """One execution of an instruction on one device. ``waits`` are the spans in which a collective waited for other
+    devices; only CPU traces have them."""
 
     op: str
     device: int
@@ -64,11 +64,11 @@ class OpEvent(NamedTuple):
 
 
 class DeviceTrace(msgspec.Struct, frozen=True, kw_only=True):
-    """Events of one program, by device and start, and the steps that they belong to.
+    """Events of one program, sorted by device and start, and the windows of its steps.
 
-    ``by_thread`` says that events named no device, so that each thread of the host counts as one. ``found_steps`` is
-    how the steps were found: annotations, marks, runs of the program, or none (all of the trace is one).
-    ``unnamed_s`` are the seconds of what runs on accelerators, all together, and names no instruction of the program.
+    ``by_thread``: events named no device, so each host thread counts as one. ``found_steps`` says how the steps were
+    found: annotations, marks, runs of the program, or none (the whole trace is one). ``unnamed_s`` is the sum of
+    accelerator events that name no instruction of the program.
     """
 
     platform: TracePlatform
@@ -84,7 +84,7 @@ class DeviceTrace(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def newest_trace(folder: Path) -> Path:
-    """The trace that the profiler left last under a folder."""
+    """Returns the newest trace under a folder."""
     found = sorted(folder.rglob(f"*{SUFFIX}"), key=lambda path: path.stat().st_mtime)
     if not found:
         raise InputError(f"{folder} holds no trace (*{SUFFIX}). Give a folder that jax.profiler.trace wrote.")
@@ -92,7 +92,7 @@ def newest_trace(folder: Path) -> Path:
 
 
 def load_trace(path: Path, program: TracedProgram) -> DeviceTrace:
-    """The events of a program in a trace. Raises InputError where it cannot be read, or holds none of the program."""
+    """Reads the events of a program from a trace. Raises InputError if it cannot be read, or has none of them."""
     from jax.profiler import ProfileData
 
     if not path.is_file():
@@ -108,7 +108,7 @@ def load_trace(path: Path, program: TracedProgram) -> DeviceTrace:
 
 
 def read_trace(planes: Sequence[Any], program: TracedProgram, *, source: str) -> DeviceTrace:
-    """The same of planes, which have names and lines of events."""
+    """Reads the events of a program from the planes of a trace. Raises InputError if there are none."""
     devices = [(match, plane) for plane in planes if (match := _DEVICE.match(plane.name))]
     hosts = [plane for plane in planes if plane.name.startswith("/host:CPU")]
     host = _Host(program)
@@ -139,7 +139,7 @@ def read_trace(planes: Sequence[Any], program: TracedProgram, *, source: str) ->
 
 
 class _Device:
-    """What the lines of accelerators say."""
+    """Reads the lines of accelerators."""
 
     def __init__(self, platform: TracePlatform, program: TracedProgram) -> None:
         self.platform, self.program = platform, program
@@ -147,7 +147,7 @@ class _Device:
         self.unnamed_s = 0.0
 
     def read(self, plane: Any, device: int) -> None:
-        """Every instruction on one accelerator: those of its streams, or those of its one line."""
+        """Reads every instruction on one accelerator."""
         lines = [line for line in plane.lines if line.name in _TPU_LINES or line.name.startswith("Stream")]
         if self.platform == "gpu":
             lines = [line for line in lines if line.name.startswith("Stream")] or lines
@@ -161,7 +161,7 @@ class _Device:
                     self.unnamed_s += seconds
 
     def _op_of(self, event: Any) -> str:
-        """The instruction: what the event says, its name up to the equals sign, or that of its kernel; else empty."""
+        """Returns the instruction that an event names by its statistics, its text or its kernel; empty if none."""
         said = next((str(value) for name, value in event.stats if name == "hlo_op"), "")
         name = event.name.split(" = ")[0].strip().lstrip("%")
         for known in (said, name, self.program.by_kernel.get(name, "")):
@@ -171,7 +171,7 @@ class _Device:
 
 
 class _Host:
-    """What the threads of the host say: steps, and on CPU the instructions."""
+    """Reads the threads of the host: steps, and on CPU the instructions."""
 
     def __init__(self, program: TracedProgram) -> None:
         self.program = program
@@ -182,7 +182,7 @@ class _Host:
         self.runs: dict[int, list[float]] = {}
 
     def read(self, planes: Iterable[Any], *, ops: bool) -> None:
-        """Every line of the planes; instructions where ``ops`` says so."""
+        """Reads every line of the planes; instructions only if ``ops``."""
         for number, line in enumerate(line for plane in planes for line in plane.lines):
             found: list[tuple[OpEvent, bool]] = []
             waits: list[Window] = []
@@ -200,7 +200,7 @@ class _Host:
             self.events += _with_waits(found, waits)
 
     def _add(self, event: Any, window: Window, lane: str, number: int, found: list[tuple[OpEvent, bool]]) -> None:
-        """An event of an instruction of the program itself, not of another one with the same name in it."""
+        """Adds the event of an instruction, unless it is from another program with an instruction of this name."""
         stats = dict(event.stats)
         if "hlo_op" not in stats or stats.get("hlo_module", self.program.name) != self.program.name:
             return
@@ -215,7 +215,7 @@ class _Host:
     def windows(
         self, events: Sequence[OpEvent]
     ) -> tuple[tuple[Window, ...], Literal["annotations", "marks", "runs", "none"]]:
-        """The steps, from the best thing there is to tell them by."""
+        """Returns the steps, and what they were found by."""
         if self.steps:
             return tuple(sorted(self.steps)), "annotations"
         ends = sorted(self.marks)
@@ -227,7 +227,7 @@ class _Host:
 
 
 def _with_waits(found: Sequence[tuple[OpEvent, bool]], waits: Sequence[Window]) -> list[OpEvent]:
-    """Collectives with the waits that lie in them on the same thread."""
+    """Returns the events, with each collective's waits on the same thread."""
     waits = sorted(waits)
     starts, result = [wait.start_s for wait in waits], []
     for event, collective in found:

@@ -1,7 +1,7 @@
-"""What a profile needs to know of a compiled program: what an event of a trace is.
+"""The compiled program behind a trace.
 
-Events carry an instruction's name; its text says which derived step it came from, what kind of work it is, the FLOPs of
-its products and the bytes that it reads and writes.
+Events carry an instruction's name; the program's text gives its derived step, its kind of work, the FLOPs of its
+products, and the bytes that it reads and writes.
 """
 
 import re
@@ -23,7 +23,7 @@ _FREE = (*NO_WORK, "after-all", *CONTAINERS)
 
 
 class Fact(msgspec.Struct, frozen=True, kw_only=True):
-    """What a profile knows of one instruction: FLOPs and bytes are those of one execution on one device."""
+    """Properties of one instruction; FLOPs and bytes are of one execution on one device."""
 
     label: StepLabel | None
     kind: OpClass
@@ -41,14 +41,14 @@ class Fact(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def step(self) -> str:
-        """The derived step, or the operation of the source where there is none."""
+        """The derived step; without one, the JAX operation."""
         return str(self.label) if self.label else f"{OUTSIDE}: {self.source}"
 
 
 class TracedProgram(msgspec.Struct, frozen=True, dict=True):
-    """A compiled program, its instructions by the names that events carry.
+    """A compiled program, with its instructions by the names that events carry.
 
-    ``ridge`` is the FLOPs per byte from which a chip computes for longer than it moves bytes.
+    ``ridge`` is the chip's FLOPs per byte: above it an instruction is compute-bound.
     """
 
     module: Module
@@ -56,7 +56,7 @@ class TracedProgram(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def name(self) -> str:
-        """The module's name, which the trace has too."""
+        """The module's name, which events carry too."""
         return self.module.name
 
     @cached_property
@@ -70,7 +70,7 @@ class TracedProgram(msgspec.Struct, frozen=True, dict=True):
         return {name.replace(".", "_").replace("-", "_"): name for name in self.instructions}
 
     def fact(self, name: str) -> Fact:
-        """What is known of one instruction, made when it is first asked for."""
+        """Returns the properties of one instruction, computed once."""
         if name in self._facts:
             return self._facts[name]
         one, label = self.instructions[name], self.label(name)
@@ -90,12 +90,12 @@ class TracedProgram(msgspec.Struct, frozen=True, dict=True):
         return {}
 
     def is_work(self, name: str) -> bool:
-        """Whether an event of the instruction is its own work, not that of others which it runs."""
+        """True unless the instruction only runs others, whose events its own event contains."""
         return self.instructions[name].opcode not in CONTAINERS
 
     @cached_property
     def products(self) -> dict[str, tuple[Instruction, ...]]:
-        """Matrix products by the instruction that is one, or holds them."""
+        """Matrix products by the instruction that executes them, itself or fused."""
         work = [one for one in self.module if one.opcode not in CONTAINERS]
         fused = {name for one in work for _, name in one.called}
         found = {one.name: self._products(one) for one in work if one.computation not in fused}
@@ -105,14 +105,13 @@ class TracedProgram(msgspec.Struct, frozen=True, dict=True):
         return tuple(inner for inner in self.module.fused(one) if is_product(inner))
 
     def flops(self, name: str) -> float:
-        """FLOPs of the products in one execution of an instruction; elementwise work counts nothing."""
+        """Returns the FLOPs of the products in one execution of an instruction; elementwise work counts as 0."""
         return float(sum(product_flops(one, self.instructions) for one in self._products(self.instructions[name])))
 
     def hbm_bytes(self, name: str) -> float:
-        """Bytes of the operands and the result of one execution: what has to pass through memory at least.
+        """Returns the bytes of operands and result of one execution, a lower bound of its memory traffic.
 
-        Of an operand that is only sliced, and of a result that is only updated in place, the whole array counts no
-        more than the other arrays: a slice reads what it gives.
+        A sliced operand counts as the slice, and a result that is updated in place as the update.
         """
         one = self.instructions[name]
         if one.opcode in _FREE:
@@ -121,7 +120,7 @@ class TracedProgram(msgspec.Struct, frozen=True, dict=True):
         read = [result_bytes(self.instructions[operand]) for operand in one.operands if operand in self.instructions]
         kinds = {inner.opcode for inner in self.module.fused(one)}
         if "dynamic-update-slice" in kinds:
-            # the largest operand is the array that is updated where it lies
+            # the largest operand is the array that is updated in place
             rest = sum(read) - max(read, default=0.0)
             return min(own + sum(read), 2 * rest) if rest else own
         if kinds & {"dynamic-slice", "gather", "slice"}:
@@ -129,7 +128,7 @@ class TracedProgram(msgspec.Struct, frozen=True, dict=True):
         return own + sum(read)
 
     def label(self, name: str) -> StepLabel | None:
-        """The derived step of an instruction; of a fusion without one, the one most of its parts have."""
+        """Returns the derived step of an instruction; for an unlabelled fusion, the most common one inside."""
         one = self.instructions[name]
         own = one.label
         if own is not None or one.opcode in CONTAINERS:
@@ -139,12 +138,12 @@ class TracedProgram(msgspec.Struct, frozen=True, dict=True):
 
 
 def result_bytes(one: Instruction) -> float:
-    """Bytes of the arrays that an instruction makes, without padding."""
+    """Returns the bytes of an instruction's result, without padding."""
     return float(sum(shape.num_bytes for shape in one.shapes))
 
 
 def parse_program(text: str, *, ridge: float = 1.0, source: str = "the program") -> TracedProgram:
-    """A program from the text that the compiler prints of it. Raises InputError for other text."""
+    """Parses the text of a compiled program. Raises InputError for other text."""
     if not text.startswith("HloModule") or not has_entry(text):
         first = text.split("\n", 1)[0]
         raise InputError(
@@ -155,7 +154,7 @@ def parse_program(text: str, *, ridge: float = 1.0, source: str = "the program")
 
 
 def load_program(path: Path) -> TracedProgram:
-    """The program in a file."""
+    """Reads the program in a file. Raises InputError if it cannot be read."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

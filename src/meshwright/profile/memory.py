@@ -1,7 +1,7 @@
-"""Memory of the first steps: what is held over time, and whose arrays the peak is made of.
+"""Memory of the first steps: the bytes in use over time, and the arrays that make up the peak.
 
-Accelerators count the bytes that their allocator has handed out. On CPU the devices share the memory of the process,
-and what it has resident is sampled instead: the whole machine's figure, with the runtime and the compiler in it.
+Accelerators report the bytes of their allocator. On CPU the devices share the memory of the process, whose resident
+size is sampled instead; it includes the runtime and the compiler.
 """
 
 import math
@@ -21,18 +21,18 @@ from meshwright.profile.hlo import TracedProgram, result_bytes
 EVERY_S = 0.01
 MAX_OWNERS = 12
 _ALIASES = ("get-tuple-element", "bitcast", "tuple", "while", "optimization-barrier", "copy-done")
-"""Instructions whose result lies where their operands lie."""
+"""Opcodes whose result aliases their operands."""
 
 
 class Sample(NamedTuple):
-    """Bytes held at a time after the first sample."""
+    """Bytes in use at a time after the first sample."""
 
     at_s: float
     num_bytes: int
 
 
 class MemoryMark(NamedTuple):
-    """What began at a time: ``state``, ``compile``, ``step 1``."""
+    """Start of a part of the run: ``state``, ``compile``, ``step 1``."""
 
     at_s: float
     text: str
@@ -42,7 +42,7 @@ OwnerKind = Literal["weights", "optimizer", "cache", "batch", "temporary"]
 
 
 class Owner(msgspec.Struct, frozen=True, kw_only=True):
-    """Something that holds bytes of one device: an array of the state, the batch, or temporaries of one step."""
+    """Bytes on one device of an array of the state or the batch, or of the temporaries of one derived step."""
 
     name: str
     kind: OwnerKind
@@ -50,12 +50,12 @@ class Owner(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MemoryProfile(msgspec.Struct, frozen=True, kw_only=True):
-    """The timeline, and the owners of the peak on one device, the largest first.
+    """The timeline, and the owners of the peak on one device, largest first.
 
-    ``counted`` says what the samples are: bytes of the first device, or the resident memory of the process.
-    ``arguments_bytes`` and ``temporaries_bytes`` are the compiler's, of one device; None where it does not say.
-    ``live_bytes`` is the largest sum of temporaries that live at once, as read from the schedule of the program: near
-    the compiler's, which puts more results in the place of operands, and rounds and leaves holes.
+    ``counted`` says what is sampled: bytes of the first device, or the resident memory of the process.
+    ``arguments_bytes`` and ``temporaries_bytes`` are the compiler's, per device; None if it does not say.
+    ``live_bytes`` is the largest sum of live temporaries according to the program's schedule. It is close to the
+    compiler's figure, which reuses more operand buffers, rounds sizes, and leaves gaps.
     """
 
     counted: Literal["device", "process"]
@@ -73,7 +73,7 @@ class MemoryProfile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Sampler:
-    """Samples memory in a thread of its own, until it is left."""
+    """Samples memory in a thread of its own until it is closed."""
 
     def __init__(self, *, every_s: float = EVERY_S) -> None:
         self.every_s = every_s
@@ -94,13 +94,13 @@ class Sampler:
         self.close()
 
     def close(self) -> None:
-        """Take no more samples."""
+        """Stops sampling."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join()
 
     def mark(self, text: str) -> None:
-        """Something begins now."""
+        """Marks the start of a part of the run."""
         self.marks.append(MemoryMark(time.perf_counter() - self._start_s, text))
 
     def _run(self) -> None:
@@ -114,7 +114,7 @@ class Sampler:
 
 
 def resident_bytes() -> int | None:
-    """Bytes of this process in memory; None where the system does not say (it is not Linux)."""
+    """Returns the resident bytes of this process; None if the system does not say (not Linux)."""
     try:
         with open("/proc/self/status", encoding="ascii") as status:
             found = next((line for line in status if line.startswith("VmRSS:")), None)
@@ -127,7 +127,7 @@ def resident_bytes() -> int | None:
 
 
 def state_owners(shapes: Any, shardings: Any, kind: OwnerKind) -> list[Owner]:
-    """Each array of a tree of shapes, with the bytes of its shard on one device."""
+    """Returns each array of a tree of shapes, with the bytes of its shard on one device."""
     leaves = jax.tree_util.tree_leaves_with_path(shapes)
     places = jax.tree.leaves(shardings, is_leaf=lambda leaf: isinstance(leaf, jax.sharding.Sharding))
     found = []
@@ -139,15 +139,15 @@ def state_owners(shapes: Any, shardings: Any, kind: OwnerKind) -> list[Owner]:
 
 
 def temporary_owners(program: TracedProgram) -> tuple[list[Owner], float]:
-    """Temporaries that live at the fullest place of the schedule, added up by derived step, and their sum.
+    """Returns the temporaries that are live at the schedule's peak, summed by derived step, and their total.
 
-    An array lives from the instruction that makes it to the last one that reads it, or something that shares its place;
-    a loop needs the most of its turns on top. Parameters are the state and count nothing here.
+    An array is live from the instruction that makes it to the last that reads it or an alias of it. A loop adds its
+    body's peak. Parameters are the state and do not count.
     """
     live = _Schedule(program).peak(program.module.entry)
     sums: dict[str, float] = defaultdict(float)
     for name, size in live.items():
-        # mostly what a loop over layers carries has no label
+        # arrays without a label are mostly carried by the loop over layers
         shapes, label = program.instructions[name].shapes, program.label(name)
         sums[str(label) if label else f"{name} {shapes[0]}" if shapes else name] += size
     owners = [Owner(name=name, kind="temporary", num_bytes=size) for name, size in sums.items()]
@@ -155,14 +155,14 @@ def temporary_owners(program: TracedProgram) -> tuple[list[Owner], float]:
 
 
 class _Schedule:
-    """Computations in the order in which the compiler runs them, and what lives at the fullest place of each."""
+    """Finds the live arrays at the peak of each computation, in the compiler's schedule."""
 
     def __init__(self, program: TracedProgram) -> None:
         self.program = program
         self._known: dict[str, dict[str, float]] = {}
 
     def peak(self, computation: str) -> dict[str, float]:
-        """Instruction -> bytes of its result, of those that live when most bytes do."""
+        """Returns the live results at a computation's peak: instruction -> bytes."""
         if computation not in self._known:
             self._known[computation] = {}  # a computation never calls itself
             self._known[computation] = self._find(self.program.module.computations[computation].instructions)
@@ -190,7 +190,7 @@ class _Schedule:
         return best
 
     def _roots(self, body: Sequence[Instruction]) -> dict[str, set[str]]:
-        """Instruction -> the instructions whose arrays its result is; none for parameters and constants."""
+        """Maps each instruction to those whose arrays its result aliases; to none for parameters and constants."""
         found: dict[str, set[str]] = {}
         for one in body:
             if one.opcode in ("parameter", "constant"):
@@ -202,7 +202,7 @@ class _Schedule:
         return found
 
     def _in_place(self, one: Instruction) -> bool:
-        """Whether a result is written over an operand: updates of a slice, and fusions that end in one."""
+        """True if the result overwrites an operand: an update of a slice, or a fusion that ends in one."""
         if one.opcode == "dynamic-update-slice":
             return True
         inner = self.program.module.inside(one) if one.opcode == "fusion" else ()

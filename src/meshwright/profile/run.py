@@ -1,4 +1,4 @@
-"""Steps of a plan under the profiler: the trace, the program that was traced, times and memory."""
+"""Runs steps of a plan under the profiler, and keeps their trace, program, times and memory."""
 
 import contextlib
 import statistics
@@ -22,15 +22,15 @@ from meshwright.spec.job import Job
 
 WARMUP_STEPS = 3
 CPU_WARMUP_STEPS = 5
-"""The first steps on CPU also fault in their memory, page by page."""
+"""On CPU the first steps also cause page faults on all their memory."""
 HLO_FILE = "program.hlo.txt"
 
 
 class Recording(msgspec.Struct, frozen=True, kw_only=True):
-    """What a profiled run leaves: files in a folder, and seconds on the clock of the host.
+    """Results of a profiled run: files in a folder, and seconds on the host's clock.
 
-    ``step_s`` are warm steps without the profiler, ``profiled_s`` those with it. ``cores`` are the processor's cores
-    that the process kept busy in those, None where that was not measured.
+    ``step_s`` are warm steps without the profiler, ``profiled_s`` those with it. ``cores`` is the mean number of busy
+    CPU cores in the latter; None if it was not measured.
     """
 
     trace: Path
@@ -42,12 +42,12 @@ class Recording(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def typical_s(self) -> float | None:
-        """The median step without the profiler; None where none was timed."""
+        """Median seconds of a step without the profiler; None if none was timed."""
         return statistics.median(self.step_s) if self.step_s else None
 
 
 def warmup_steps() -> int:
-    """How many steps run before any counts."""
+    """Returns the number of warm-up steps."""
     return CPU_WARMUP_STEPS if jax.default_backend() == "cpu" else WARMUP_STEPS
 
 
@@ -60,9 +60,9 @@ def record_steps(
     warmup: int | None = None,
     seed: int = 0,
 ) -> Recording:
-    """Run warm-up steps and then so many under the profiler, on random tokens; the trace lies in ``folder``.
+    """Runs warm-up steps and then ``steps`` under the profiler, on random tokens; writes the trace to ``folder``.
 
-    Raises InputError for no step to profile.
+    Raises InputError for less than one step to profile.
     """
     if steps < 1:
         raise InputError(f"steps={steps} profiles nothing. Give --steps 1 or more.")
@@ -80,7 +80,7 @@ def record_steps(
         for number in range(warmup):
             sampler.mark(f"step {number + 1}")
             warm.append(_timed(subject, compiled))
-    # no samples from here: what the profiler keeps of the events is memory of the process too
+    # sampling stops here: the profiler keeps its events in the memory of the process
     with traced(folder):
         busy_s = time.process_time()
         profiled = [_timed(subject, compiled, number) for number in range(steps)]
@@ -97,7 +97,7 @@ def record_steps(
 
 
 def _timed(subject: Subject, compiled: Any, number: int | None = None) -> float:
-    """Seconds of one step until its results are there; with a number, marked as a step in the trace."""
+    """Returns the seconds of one step until its results are ready; with a number, annotates it in the trace."""
     mark = contextlib.nullcontext() if number is None else jax.profiler.TraceAnnotation(STEP, step=number)
     with mark:
         start = time.perf_counter()
@@ -106,7 +106,7 @@ def _timed(subject: Subject, compiled: Any, number: int | None = None) -> float:
 
 
 def start_trace(folder: Path) -> None:
-    """Start the profiler without its Python tracer, which would slow the host down."""
+    """Starts the profiler without its Python tracer, which would slow the host down."""
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0
     jax.profiler.start_trace(folder, profiler_options=options)
@@ -114,7 +114,7 @@ def start_trace(folder: Path) -> None:
 
 @contextlib.contextmanager
 def traced(folder: Path) -> Iterator[None]:
-    """Everything inside is traced into the folder."""
+    """Traces everything inside into the folder."""
     start_trace(folder)
     try:
         yield
@@ -123,10 +123,9 @@ def traced(folder: Path) -> Iterator[None]:
 
 
 class TracedSteps:
-    """The steps ``first`` to ``first + steps - 1`` of a training run under the profiler, told after each step.
+    """Profiles some steps of a training run, which calls `step_done` after each step.
 
-    A step lies between the marks at the end of the one before it and its own, so that what the host does in between is
-    part of it.
+    A step is the time from the end mark of the step before to its own, so it includes the host's work in between.
     """
 
     def __init__(self, folder: Path, *, steps: int, warmup: int) -> None:
@@ -148,7 +147,7 @@ class TracedSteps:
         self.close()
 
     def step_done(self, step_s: float) -> None:
-        """One more step has ended."""
+        """Counts a finished step, and starts or stops the profiler when it is time."""
         self.done += 1
         if self._tracing:
             _mark_end(self.done)
@@ -166,7 +165,7 @@ class TracedSteps:
             self.close()
 
     def close(self) -> None:
-        """Stop tracing and sampling; what was traced until then is kept."""
+        """Stops tracing and sampling, and keeps what was traced."""
         if self._tracing:
             self._tracing = False
             busy_s, wall_s = time.process_time() - self._began[0], time.perf_counter() - self._began[1]
@@ -175,7 +174,7 @@ class TracedSteps:
         self.sampler.close()
 
     def recording(self, step: TrainStep, job: Job) -> Recording:
-        """What was recorded, with the step compiled once more for its text: from the cache of compiled programs."""
+        """Returns the recording. Compiles the step again for its text, from the cache of compiled programs."""
         if not self.profiled_s:
             raise InputError(f"the run ended after {self.done} steps, before one was profiled. Give it more --steps.")
         compiled = step.lower(job.batch_seqs, job.seq_len).compile()
@@ -196,7 +195,7 @@ def _mark_end(number: int) -> None:
 
 
 def _recording(folder: Path, subject: Subject, compiled: Any, sampler: Sampler, **seconds: Any) -> Recording:
-    """What lies in the folder, the text of the program beside its trace, and who owns the peak of one device."""
+    """Writes the program's text beside the trace, and returns the recording with the owners of the peak memory."""
     text = compiled.as_text() or ""
     (folder / HLO_FILE).write_text(text, encoding="utf-8")
     temporary, live = temporary_owners(parse_program(text))

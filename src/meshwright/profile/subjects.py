@@ -1,4 +1,4 @@
-"""What runs under the profiler: a training step, or a prefill or decode step, by the same four calls."""
+"""The steps that run under the profiler: training, prefill and decode, with one interface of four methods."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from meshwright.spec.job import Job
 
 
 def random_rows(step: TrainStep, job: Job, *, seed: int) -> dict[str, np.ndarray]:
-    """A batch of random tokens, each the label of the one before it; for an encoder random tokens of its length."""
+    """Returns a batch of random tokens, each the label of the one before; an encoder gets random tokens too."""
     vocab_size, encoder = step.model.vocab_size, step.model.encoder
     rows = _random_tokens(vocab_size, (job.batch_seqs, job.seq_len + 1), seed)
     found = {"tokens": rows[:, :-1], "labels": rows[:, 1:]}
@@ -27,7 +27,7 @@ def _random_tokens(vocab_size: int, shape: tuple[int, ...], seed: int) -> np.nda
 
 
 class Training:
-    """A training step on the same batch again and again."""
+    """A training step, always on the same batch."""
 
     def __init__(self, step: TrainStep, job: Job) -> None:
         self.step, self.job = step, job
@@ -39,17 +39,17 @@ class Training:
         jax.block_until_ready(self._given)
 
     def compile(self) -> Any:
-        """The compiled program."""
+        """Compiles the step."""
         return self.step.compile.lower(*self._given).compile()
 
     def advance(self, compiled: Any) -> None:
-        """One step, until its results are there."""
+        """Runs one step until its results are ready."""
         state, metrics = compiled(*self._given)
         self._given = state, self._given[1]
         jax.block_until_ready((state, metrics))
 
     def owners(self) -> list[Owner]:
-        """Arrays that the step is given, with their bytes on one device."""
+        """Returns the step's arguments with their bytes on one device."""
         step, shapes, places = self.step, self.step.param_shapes, self.step.state_shardings
         return [
             *state_owners(shapes, places.params, "weights"),
@@ -59,7 +59,7 @@ class Training:
 
 
 class Generation:
-    """Prompts of the whole length, or one more token of each sequence at the last position of a full cache."""
+    """A prefill of prompts of full length, or a decode step at the last position of a full cache."""
 
     def __init__(self, step: GenerateStep, job: Job) -> None:
         self.step, self.job = step, job
@@ -96,9 +96,9 @@ class Generation:
 
 
 Subject = Training | Generation
-"""A step of a job with what it works on; both have the same four calls."""
+"""A step of a job with its state and inputs; both types have the same four methods."""
 
 
 def subject_of(step: TrainStep | GenerateStep, job: Job) -> Subject:
-    """The step of a job, ready to be profiled."""
+    """Returns the step of a job, ready to be profiled."""
     return Training(step, job) if isinstance(step, TrainStep) else Generation(step, job)

@@ -1,4 +1,4 @@
-"""A profile: everything that a trace says of a plan's step, each figure beside its prediction."""
+"""Summarises a trace of a plan's step, each figure beside its prediction."""
 
 import os
 from pathlib import Path
@@ -21,21 +21,20 @@ from meshwright.spec.calibration import reference_peak
 from meshwright.spec.plan_file import Plan
 
 SAME_FLOPS = 0.02
-"""How far the FLOPs of program and derived steps may differ before the reader is told."""
+"""Relative difference of FLOPs between program and derivation above which a note says so."""
 
 SLOWER = 1.2
-"""How much longer steps under the profiler may take before the reader is told."""
+"""Slowdown of steps under the profiler above which a note says so."""
 ENOUGH_CORES = 0.75
-"""Share of the cores below which a reader is told that the seconds are not those of a quiet machine."""
+"""Share of busy cores below which a note says that the machine was not quiet."""
 
 
 class Profile(msgspec.Struct, frozen=True, kw_only=True):
-    """What there is to show, and what it was made from. ``step_s`` is the step without the profiler where it was timed,
-    else the profiled one.
+    """All figures of a profile, and what they were computed from.
 
-    ``flops`` are those of the products in the compiled program on one device, ``predicted_flops`` those of the derived
-    steps. ``notes`` are what the reader has to know of the figures; ``warnings`` those of them on whether these steps
-    are like others: how much slower, and how much of the machine they had.
+    ``step_s`` is the step without the profiler if it was timed, else with it. ``flops`` are of the products in the
+    compiled program on one device, ``predicted_flops`` of the derived steps. ``notes`` qualify the figures;
+    ``warnings`` are the notes on a slow profiler or a busy machine.
     """
 
     plan: Plan
@@ -65,12 +64,12 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def missed(self) -> tuple[ProductRow, ...]:
-        """Products of float32 operands that the matrix units of the chip do not take at their full rate."""
+        """Products of float32 operands that run below the full rate of the matrix units."""
         return tuple(row for row in self.comparison.float32 if misses_units(row, self.platform))
 
 
 def misses_units(row: ProductRow, platform: TracePlatform) -> bool:
-    """Whether a float32 product runs below the rate of the matrix units.
+    """True if a float32 product runs below the rate of the matrix units.
 
     A TPU rounds operands to bfloat16 unless more precision is asked for, and then multiplies three or six times; a GPU
     takes TF32 by default, at half of the rate of bfloat16; a CPU has no such units.
@@ -81,9 +80,9 @@ def misses_units(row: ProductRow, platform: TracePlatform) -> bool:
 def analyse(
     plan: Plan, trace: Path, hlo: Path, recording: Recording | None = None, *, storage: Storage = AS_WRITTEN
 ) -> Profile:
-    """A profile from a trace and the text of the program that was traced; memory and warm steps from a recording.
+    """Makes a profile from a trace and the traced program's text; memory and warm steps are from a recording.
 
-    The step is one of the plan's job; ``storage`` is of prefill and decode steps. Raises InputError for files that
+    The step is that of the plan's job; ``storage`` is for prefill and decode steps. Raises InputError for files that
     cannot be read, or are of different programs.
     """
     program = load_program(hlo)
@@ -147,7 +146,7 @@ def _memory_of(program: TracedProgram) -> MemoryProfile:
 
 
 def _slower_notes(profiled_s: float, step_s: float) -> tuple[str, ...]:
-    """That the steps under the profiler are not like those before them."""
+    """Notes that the profiler slowed the steps down."""
     if profiled_s <= SLOWER * step_s:
         return ()
     return (
@@ -157,7 +156,7 @@ def _slower_notes(profiled_s: float, step_s: float) -> tuple[str, ...]:
 
 
 def _machine_notes(trace: DeviceTrace, recording: Recording | None) -> tuple[str, ...]:
-    """Whether emulated devices had the machine for themselves."""
+    """Notes how busy the emulated devices kept the machine."""
     cores = os.cpu_count() or 1
     if trace.platform != "cpu" or recording is None or recording.cores is None:
         return ()
@@ -168,7 +167,7 @@ def _machine_notes(trace: DeviceTrace, recording: Recording | None) -> tuple[str
 
 
 def _program_notes(flops: float, derived: float) -> tuple[str, ...]:
-    """How the program that runs differs from the derived steps."""
+    """Notes how the compiled program differs from the derived steps."""
     found: tuple[str, ...] = (
         "A fusion's time stands with the derived step of its last operation; what the compiler adds (slices of stacked "
         "weights, copies between loops) is outside the steps.",
@@ -183,7 +182,7 @@ def _program_notes(flops: float, derived: float) -> tuple[str, ...]:
 
 
 def _trace_notes(trace: DeviceTrace, times: StepTimes, *, num_devices: int) -> tuple[str, ...]:
-    """What the reader has to know of the trace before the figures."""
+    """Notes what limits the figures of this trace."""
     found = []
     if trace.platform == "cpu":
         found.append(

@@ -1,6 +1,6 @@
-"""Where the wall time of a step goes on each device, from the events of a trace.
+"""Partitions the wall time of a step on each device, from the events of a trace.
 
-Every instant of a step on a device is one of five things, so that their shares sum to the whole:
+Every instant of a step on a device belongs to one of five parts, which sum to the whole:
 
 - compute: an instruction runs whose FLOPs at the chip's rate take longer than its bytes through memory;
 - memory-bound: none of those, and one runs whose bytes take longer;
@@ -28,13 +28,13 @@ Interval = tuple[float, float]
 What = TypeVar("What")
 
 LAUNCH_GAP_S = 50e-6
-"""Gaps up to this are launches: several times what a kernel's launch takes (some 5 us), far less than a transfer."""
+"""Longest gap that counts as a launch: several times a kernel's launch (about 5 us), far less than a transfer."""
 _ORDER: tuple[Bound, ...] = ("compute", "memory", "communication")
 
 
 class OpTime(msgspec.Struct, frozen=True, kw_only=True):
-    """One instruction in a mean step of a mean device: what it came from, executions, seconds by themselves, their part
-    of the wall time, and of a collective the seconds in which it is known to have waited for other devices."""
+    """One instruction, averaged over steps and devices: its kind and derived step, executions, seconds by itself, its
+    part of the wall time, and for a collective the seconds in which it waited for other devices."""
 
     name: str
     kind: OpClass
@@ -48,8 +48,8 @@ class OpTime(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepTimes(msgspec.Struct, frozen=True, kw_only=True):
-    """All that the events of the steps add up to; ``communication_s`` is that of a mean step and device, hidden or not,
-    ``hidden_s`` the part of it in which the same device computes."""
+    """Times of the steps; ``communication_s`` is the mean per step and device, hidden or not, and ``hidden_s`` the part
+    of it in which the same device computes."""
 
     mean: Partition
     devices: dict[int, Partition]
@@ -59,12 +59,12 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_launches(self) -> float:
-        """Instructions of a mean step and device."""
+        """Executed instructions, mean per step and device."""
         return sum(op.count for op in self.ops)
 
     @property
     def waited_s(self) -> float:
-        """Seconds in which collectives are known to have waited for other devices, of a mean step and device."""
+        """Seconds in which collectives waited for other devices, mean per step and device."""
         return sum(op.waited_s for op in self.ops)
 
     @property
@@ -74,7 +74,7 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def segments(spans: Iterable[tuple[float, float, What]], window: Window) -> Iterator[tuple[Window, list[What]]]:
-    """The whole of a window, cut where a span starts or ends, and what covers each piece; all times in order."""
+    """Splits a window at every start and end of a span; yields each segment in order with the spans that cover it."""
     turns: list[tuple[float, bool, int]] = []
     names: list[What] = []
     for start, end, name in spans:
@@ -100,7 +100,7 @@ def segments(spans: Iterable[tuple[float, float, What]], window: Window) -> Iter
 
 
 class _Sums:
-    """What the steps of all devices add up to."""
+    """Sums over the steps of all devices."""
 
     def __init__(self, program: TracedProgram) -> None:
         self.program = program
@@ -108,7 +108,7 @@ class _Sums:
         self.communication_s = self.hidden_s = 0.0
 
     def step(self, window: Window, events: Sequence[OpEvent], flights: Sequence[Interval]) -> Partition:
-        """One step of one device added."""
+        """Adds one step of one device, and returns its partition."""
         inside = [event for event in events if event.end_s > window.start_s and event.start_s < window.end_s]
         for event in inside:
             if event.start_s >= window.start_s:  # else it counts in the step that it began in
@@ -149,7 +149,7 @@ class _Sums:
         )
 
     def ops(self, shares: int) -> tuple[OpTime, ...]:
-        """Means of every instruction, those with most of the wall time first."""
+        """Returns the mean times of every instruction, most wall time first."""
         found = []
         for op in self.wall_s.keys() | self.own_s.keys():
             fact, count = self.program.fact(op), self.count[op] / shares
@@ -169,7 +169,7 @@ class _Sums:
 
 
 def measure_times(trace: DeviceTrace, program: TracedProgram) -> StepTimes:
-    """Everything, as means over the steps and the devices of a trace."""
+    """Returns the times of a trace, as means over its steps and devices."""
     sums, partitions = _Sums(program), {}
     for device in trace.devices:
         events = [event for event in trace.events if event.device == device and program.is_work(event.op)]
@@ -191,10 +191,10 @@ def _mean(found: Sequence[Partition]) -> Partition:
 
 
 def in_flight(events: Sequence[OpEvent], program: TracedProgram, platform: TracePlatform) -> list[Interval]:
-    """When bytes are on their way between devices: while a collective runs.
+    """Returns the spans in which collectives are in flight.
 
-    On TPU the two halves of an asynchronous one are instructions of their own, and it flies from the start of the first
-    to the end of the second; on GPU its kernel stands with the first half.
+    On TPU the two halves of an asynchronous collective are separate instructions; it is in flight from the start of the
+    first to the end of the second. On GPU its kernel belongs to the first half.
     """
     sent = [event for event in events if program.fact(event.op).bound == "communication"]
     if platform != "tpu":
@@ -215,13 +215,13 @@ def in_flight(events: Sequence[OpEvent], program: TracedProgram, platform: Trace
 
 
 def shared_seconds(trace: DeviceTrace, program: TracedProgram) -> dict[str, float]:
-    """Instruction -> seconds of a mean step that the machine spends on it, where emulated devices share its cores.
+    """Returns the machine's seconds per step for each instruction, if emulated devices share its cores.
 
-    What one device computes while the others wait for it in a collective runs on all cores, and what all compute at
-    once on a part of them: seconds of single events say little. The step as a whole takes the time in which the machine
-    gets through the work of all devices, and that is what a calibration with all devices busy predicts. So the wall
-    time of a step is shared out, at every instant in equal parts, over the instructions that work on any device.
-    Waiting in a collective is no work; an instant in which nobody works belongs to nothing.
+    A device that computes alone while the others wait uses all cores, and devices that compute together a part each, so
+    the durations of single events say little. A step takes as long as the machine needs for the work of all devices,
+    and a calibration with all devices busy predicts that. Therefore every instant of a step is divided equally among
+    the instructions that work on any device. Waiting in a collective is not work; instants without work count for no
+    instruction.
     """
     found: dict[str, float] = defaultdict(float)
     spans = [(*span, event.op) for event in trace.events if program.is_work(event.op) for span in working(event)]
@@ -233,7 +233,7 @@ def shared_seconds(trace: DeviceTrace, program: TracedProgram) -> dict[str, floa
 
 
 def working(event: OpEvent) -> Iterator[tuple[float, float]]:
-    """The spans of an event in which it does not wait."""
+    """Yields the spans in which an event does not wait."""
     at = event.start_s
     for start, end in event.waits:
         if start > at:

@@ -1,7 +1,7 @@
-"""Lowers and compiles a step for its target, in a process of its own: what it finds goes to files of a folder.
+"""Lowers and compiles a step for its target, in a process of its own that writes its results to a folder.
 
-``lowered`` is there once the step has been traced, every array divides and every type agrees; ``memory.json`` and
-``module.hlo`` when they are whole. ``error.json`` says what failed.
+``lowered`` appears once the step has been traced, every array divides and every type agrees. ``memory.json`` and
+``module.hlo`` appear when they are complete. ``error.json`` says what failed.
 """
 
 from collections.abc import Callable
@@ -21,17 +21,17 @@ from meshwright.verify.targets import Target
 
 
 class CompilableStep(Protocol):
-    """What the builders of `parallel` make."""
+    """A step that can be lowered, as the builders of `parallel` return."""
 
     def lower(self, *sizes: int, platform: str = "") -> jax.stages.Lowered: ...
 
 
 MakeStep = Callable[[Request, Mesh | AbstractMesh], tuple[CompilableStep, tuple[int, ...]]]
-"""The step of a request on a mesh, and what its `lower` takes."""
+"""Builds the step of a request on a mesh, and the arguments of its `lower`."""
 
 
 def compile_request(request: Request, folder: Path, make_step: MakeStep) -> None:
-    """Lower and, at the depths that ask for it, compile; each result goes to ``folder`` as soon as it is there."""
+    """Lowers the step and, unless the depth is "lower", compiles it; writes each result to ``folder`` at once."""
     only_lower = request.depth == "lower"
     mesh = abstract_mesh(request.strategy.mesh) if only_lower else target_mesh(request)
     step, sizes = make_step(request, mesh)
@@ -42,20 +42,20 @@ def compile_request(request: Request, folder: Path, make_step: MakeStep) -> None
     compiled = lowered.compile()
     memory = _memory(compiled)
     if request.target.platform == "cpu":
-        # the others' text is in what they dump; some of libtpu's programs cannot be printed afterwards
+        # the other compilers dump the text; some of libtpu's programs cannot be printed after compilation
         write_text_whole(folder / MODULE, compiled.as_text() or "")
     write_text_whole(folder / MEMORY, msgspec.json.encode(memory).decode())
 
 
 def target_mesh(request: Request) -> Mesh:
-    """The mesh over the devices of the target, in the order in which the plan lays them."""
+    """Makes the mesh over the devices of the target, in the order of the plan's placement."""
     devices = in_order(target_devices(request.target), request.target)
     placed = [devices[number] for number in request.order] if request.order else devices
     return device_mesh(request.strategy.mesh, placed)
 
 
 def target_devices(target: Target) -> list[Any]:
-    """The devices of a topology that is not there; those of this process for the CPU."""
+    """Returns the devices of the target's topology without its hardware; for the CPU those of this process."""
     if target.platform == "cpu":
         return list(jax.devices("cpu"))
     options = {name: tuple(v) if isinstance(v, list) else v for name, v in target.options.items()}
@@ -64,7 +64,7 @@ def target_devices(target: Target) -> list[Any]:
 
 
 def in_order(devices: list[Any], target: Target) -> list[Any]:
-    """One device of each chip, row-major over slices and the physical axes from the last to the first."""
+    """Returns one device of each chip, row-major over slices and the physical axes from the last to the first."""
     if target.platform != "tpu":
         return sorted(devices, key=lambda device: device.id)
     chips = [device for device in devices if device.core_on_chip == 0]

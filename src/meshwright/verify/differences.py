@@ -1,7 +1,7 @@
-"""What the compiled collectives differ in from the derived ones, by name, and how much is left without a name.
+"""Names the differences between compiled and derived collectives, and counts what no name explains.
 
-What a compiled collective came from is known by its step's label. Several that the compiler has combined carry the
-label of one or none: they are found again by the number of elements that they move over the same axes.
+A compiled collective is matched to its step by label. A collective that the compiler has combined from several carries
+one of their labels or none: it is matched by the number of elements that it moves over the same axes.
 """
 
 import math
@@ -30,24 +30,24 @@ CLASSES: dict[str, str] = {
     "optimizer": "the optimizer's own, on whole matrices",
     "involuntary rematerialisation": "arrays copied whole by the partitioner to bring them to another sharding",
 }
-"""Names of differences, and what each is."""
+"""Name of a difference -> its explanation."""
 
 TOLERANCE = 0.02
-"""Differences up to this share of a row's bytes need no name, and numbers of elements this close are the same."""
+"""Differences below this share of a row's bytes are ignored; numbers of elements this close count as equal."""
 
 _Axes = tuple[str, ...]
 TrafficKey = tuple[str, _Axes]
 """(kind, mesh axes in the mesh's order)."""
 
 _REPEATED = ".remat"
-"""Part of the name of what XLA does again to keep less in memory."""
+"""Part of the names of instructions that XLA duplicates to save memory."""
 
 _COPIED = re.compile(r"for HLO operation %\S+ = (\w+\[[0-9,]*\])")
-"""A device's part of the array that the partitioner says it copied whole."""
+"""Shard of the array that the partitioner reports as replicated."""
 
 
 class Difference(msgspec.Struct, frozen=True, kw_only=True):
-    """One named difference: of a step, or of several over some axes. Bytes are on the wire and per device."""
+    """One named difference of a step, or of several steps over the same axes. Bytes are on the wire, per device."""
 
     name: str
     where: str
@@ -56,14 +56,14 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def extra_bytes(self) -> float:
-        """How much more is sent than derived; less where negative."""
+        """Compiled less derived bytes."""
         return self.compiled_bytes - self.derived_bytes
 
 
 class TrafficRow(msgspec.Struct, frozen=True, kw_only=True):
     """One kind of collective over some axes: arrays and bytes on the wire per device, derived and compiled.
 
-    ``named_bytes`` of the difference have a name.
+    ``named_bytes`` is the part of the difference that has a name.
     """
 
     kind: str
@@ -76,12 +76,12 @@ class TrafficRow(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def remainder_bytes(self) -> float:
-        """What is left of the difference without a name."""
+        """The part of the difference without a name."""
         return self.compiled_bytes - self.derived_bytes - self.named_bytes
 
 
 class TrafficComparison(msgspec.Struct, frozen=True, kw_only=True):
-    """All rows, the most bytes first, and the named differences."""
+    """All rows, most bytes first, and the named differences."""
 
     rows: tuple[TrafficRow, ...]
     differences: tuple[Difference, ...]
@@ -96,13 +96,13 @@ class TrafficComparison(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def remainder(self) -> float:
-        """Bytes of differences without a name, both signs counted, over all bytes."""
+        """Absolute unnamed differences as a share of all bytes."""
         unnamed = sum(abs(row.remainder_bytes) for row in self.rows)
         return unnamed / max(self.compiled_bytes, self.derived_bytes, 1.0)
 
 
 class Amount(msgspec.Struct, frozen=True):
-    """What is moved: elements of whole arrays, bytes on the wire, and arrays."""
+    """Traffic: elements of whole arrays, bytes on the wire, and number of arrays."""
 
     elements: float = 0.0
     wire: float = 0.0
@@ -120,7 +120,7 @@ _Amounts = Mapping[TrafficKey, Amount]
 
 
 class _Sides:
-    """Both sides of one label, or of all that labels do not explain, by kind and axes."""
+    """Derived and compiled traffic by kind and axes, of one label or of the whole step."""
 
     def __init__(self) -> None:
         self.derived: dict[TrafficKey, Amount] = defaultdict(Amount)
@@ -136,9 +136,9 @@ def compare_traffic(
     *,
     remarks: Iterable[str] = (),
 ) -> TrafficComparison:
-    """Both beside each other, with a name for every difference that can be shown to be one of `CLASSES`.
+    """Compares both sides, and names every difference that matches one of `CLASSES`.
 
-    ``remarks`` are lines of the partitioner about arrays that it copied whole.
+    ``remarks`` are the partitioner's messages about arrays that it replicated.
     """
     labels, rows = _sides(expected, found, mesh)
     table = _Table(rows, mesh, _copied_elements(remarks) * math.prod(mesh.values()))
@@ -174,10 +174,10 @@ def _sides(
 
 
 def _amount_of(found: CompiledCollective, size: int) -> Amount:
-    """What a collective over axes of ``size`` devices moves.
+    """Returns the traffic of a collective over axes of ``size`` devices.
 
-    One over axes that reach across slices is compiled as one inside of them and one between them: the latter adds its
-    bytes, and the array is counted with the former.
+    A collective over axes that span slices is compiled as one inside and one between them. The one between them adds
+    its bytes; elements and arrays count once, with the one inside.
     """
     group = found.group_size if 1 < found.group_size < size else size
     wire = found.total_bytes * received_share(found.kind, group)
@@ -187,7 +187,7 @@ def _amount_of(found: CompiledCollective, size: int) -> Amount:
 
 
 def _copied_elements(remarks: Iterable[str]) -> int:
-    """Elements of the largest part of an array that the partitioner says it copied whole; 0 where none."""
+    """Returns the elements of the largest shard whose array the partitioner reports as replicated; 0 if none."""
     shapes = [match[1] for remark in remarks if (match := _COPIED.search(remark))]
     return max((math.prod(parse_shapes(shape)[0].dims) for shape in shapes), default=0)
 
@@ -197,9 +197,9 @@ def _same(one: float, other: float) -> bool:
 
 
 class _Table:
-    """The rows while their differences find names. ``left`` is, per row, what is compiled and not derived so far.
+    """Names differences row by row. ``left`` is compiled less derived traffic of each row that has no name yet.
 
-    ``copied`` elements has the largest array that the partitioner copied whole.
+    ``copied`` is the number of elements of the largest array that the partitioner replicated.
     """
 
     def __init__(self, rows: _Sides, mesh: Mapping[str, int], copied: int) -> None:
@@ -214,18 +214,18 @@ class _Table:
             self.left[key] += -amount
 
     def is_even(self, key: TrafficKey) -> bool:
-        """Whether the row needs no name any more."""
+        """True if the row's unnamed difference is negligible."""
         return abs(self.left[key].wire) <= TOLERANCE / 4 * self.rows.derived[key].wire
 
     def take_label(self, label: StepLabel | None, sides: _Sides) -> None:
-        """Name a step's difference in the rows that are not even, where it is there on both sides."""
+        """Names a step's difference, unless its rows are even already."""
         if label in self.taken or all(self.is_even(key) for key in (*sides.derived, *sides.compiled)):
             return
         if name := _name_of(label, sides):
             self._name(name, str(label), sides.derived, sides.compiled)
 
     def take_joined(self, key: TrafficKey, labels: Mapping[StepLabel | None, _Sides]) -> None:
-        """Name together what several steps differ in where the compiler has combined them under one's label."""
+        """Names the common difference of several steps that the compiler combined under the label of one."""
         of_row = [
             (label, sides)
             for label, sides in labels.items()
@@ -249,12 +249,12 @@ class _Table:
         self.differences.append(Difference(name=name, where=where, derived_bytes=less, compiled_bytes=more))
 
     def pair_rows(self) -> None:
-        """Name what combined collectives carry without a label: a sum sent whole in place of a scattered one."""
+        """Names differences of collectives without labels, by comparing rows."""
         for key in list(self.left):
             kind, axes = key
             if kind != "reduce_scatter" or self.left[key].elements >= 0 or self.is_even(key):
                 continue
-            # all-reduces over the axes, or over them and those that replicas are then summed over
+            # all-reduces over the same axes, or also over those that sum the replicas afterwards
             whole = [other for other in self.left if other[0] == "all_reduce" and set(axes) <= set(other[1])]
             same = (other for other in whole if _same(self.left[other].elements, -self.left[key].elements))
             if found := next(same, None):
@@ -271,14 +271,14 @@ class _Table:
                 self._name("dropped", _words(key), {key: -left}, {})
 
     def _is_one_round(self, key: TrafficKey, left: Amount) -> bool:
-        """Whether what a row lacks are whole arrays of the size of its own, one of a ring's n - 1 rounds at most."""
+        """True if a row lacks whole arrays of its own size, at most one of a ring's n - 1 rounds."""
         derived, compiled = self.rows.derived[key], self.rows.compiled[key]
         rounds = math.prod(self.mesh[axis] for axis in key[1]) - 1
         whole = _same(left.elements / left.arrays, derived.elements / derived.arrays)
         return whole and compiled.arrays > 0 and -left.arrays * rounds <= derived.arrays
 
     def _pair(self, scattered: TrafficKey, whole: TrafficKey) -> None:
-        """A reduce-scatter that is compiled as an all-reduce; over more axes it has also summed the replicas."""
+        """Names a reduce-scatter compiled as an all-reduce, which may also include the sum over replicas."""
         derived = {scattered: -self.left[scattered]}
         rest = "all_reduce", tuple(axis for axis in whole[1] if axis not in scattered[1])
         replicas = self.left.get(rest, NOTHING)
@@ -310,7 +310,7 @@ def _words(key: TrafficKey) -> str:
 
 
 def _name_of(label: StepLabel | None, sides: _Sides) -> str:
-    """What the difference of a step is called; empty where nothing of it is on both sides, or it is none of them."""
+    """Returns the name of a step's difference; empty if one side is missing or no name matches."""
     if str(label) == OPTIMIZER:
         return "optimizer"
     if label is None or not sides.derived or not sides.compiled:
@@ -328,17 +328,17 @@ def _name_of(label: StepLabel | None, sides: _Sides) -> str:
 
 
 def _of_size(derived: Amount, compiled: Amount, kinds: set[str]) -> str:
-    """A name where kinds and axes agree and bytes do not."""
+    """Returns the name of a difference in bytes alone, where kinds and axes agree."""
     if _same(derived.elements, compiled.elements):
         if _same(compiled.wire, 2 * derived.wire):
             return "float32"
         return "narrowed" if compiled.wire < derived.wire else ""
     if derived.arrays == compiled.arrays:
         return "padding" if derived.elements < compiled.elements < 1.5 * derived.elements else ""
-    # of combined arrays only one has its label here: then they are not of the step's own size
+    # combined arrays carry one label: their mean size then differs from that of the step's own
     if not _same(compiled.elements / max(compiled.arrays, 1), derived.elements / max(derived.arrays, 1)):
         return ""
     if compiled.arrays > derived.arrays:
         return "repeated"
-    # a sum that is missing is a fault, whatever else is like it
+    # a missing sum is a fault, even if an equal one is present
     return "shared" if kinds == {"all_gather"} else ""

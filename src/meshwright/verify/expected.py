@@ -1,4 +1,4 @@
-"""The collectives that a derivation asks of a compiled program, step by step."""
+"""Collectives that a compiled program should contain according to the derivation, step by step."""
 
 from collections.abc import Iterable, Iterator, Mapping
 
@@ -18,7 +18,7 @@ from meshwright.cost.step_costs import sent_element_bytes
 class Expected(msgspec.Struct, frozen=True, kw_only=True):
     """One derived collective: it moves ``num_arrays`` arrays in one step, together ``full_bytes``, over ``axes``.
 
-    Bytes are of the whole array on the group, as those of a `Collective` are; ``element_bytes`` are one element's.
+    ``full_bytes`` are of the whole array on the group, as in a `CompiledCollective`; ``element_bytes`` of one element.
     """
 
     label: StepLabel
@@ -38,9 +38,9 @@ def expected_collectives(
     width: int,
     layer_by_layer: bool = True,
 ) -> Iterator[Expected]:
-    """Those of one step: of training, prefill or generation.
+    """Yields the collectives of one step of training, prefill or generation.
 
-    ``dims`` are those of the global batch (B all sequences); ``width`` the bytes of an element whose array
+    ``dims`` are those of the global batch (B all sequences); ``width`` is the bytes of an element whose array
     names no dtype. ``layer_by_layer``: gradients are summed over replicas layer by layer, else as stacked arrays.
     """
     counted = _counted(derived, dims, mesh, num_microbatches=num_microbatches, layer_by_layer=layer_by_layer)
@@ -48,7 +48,7 @@ def expected_collectives(
 
 
 _Counted = tuple[Step, int, int]
-"""A step, how many arrays it moves, and how often the bytes of one of the step's own."""
+"""A step, the number of arrays that it moves, and how often it moves its own bytes."""
 
 
 def _expected(
@@ -80,7 +80,7 @@ def _counted(
 
 
 def active_axes(axes: Iterable[str], mesh: Mapping[str, int]) -> tuple[str, ...]:
-    """Those of several devices, in the order of the mesh."""
+    """Returns the axes of more than one device, in the mesh's order."""
     wanted = set(axes)
     return tuple(axis for axis in mesh if axis in wanted and mesh[axis] > 1)
 
@@ -91,11 +91,10 @@ def active_axes(axes: Iterable[str], mesh: Mapping[str, int]) -> tuple[str, ...]
 def expected_of_pipeline(
     derived: Derived, tables: TickTables, dims: Mapping[str, int], mesh: Mapping[str, int], *, width: int
 ) -> Iterator[Expected]:
-    """Those that the text of a compiled pipeline has: of every branch, in every tick, whether it takes it or not.
+    """Yields the collectives that a compiled pipeline contains: each branch counts once per tick, taken or not.
 
-    ``dims`` are those of the global batch (B all sequences, C of one microbatch). Where some backward passes are split
-    and some are not, both are there. What stands in the loop as often as it runs are the sends: one for each way, in
-    every tick.
+    ``dims`` are those of the global batch (B all sequences, C of one microbatch). Split and whole backward passes both
+    count where a schedule has both. Sends count as often as they run: once per direction and tick.
     """
     count = tables.schedule.num_microbatches
     return _expected(_counted_in_text(derived, tables), dims, mesh, num_microbatches=count, width=width)
@@ -123,13 +122,13 @@ def _counted_in_text(derived: Derived, tables: TickTables) -> Iterator[_Counted]
 
 
 def runs_in_text(step: Step, block: BlockSteps, tables: TickTables) -> int:
-    """How often a step of a layer or an end runs by the text of a pipeline: in every tick, and twice where some
-    backward passes are split and some are not."""
+    """Returns how often the text of a pipeline contains a step of a block: once per tick and layer, and twice if the
+    schedule has both split and whole backward passes."""
     layers = block.repeat // tables.schedule.num_virtual_stages if block.block.carry else 1
     twice = step in block.backward and bool(block.block.carry) and tables.has_whole and tables.has_split
     return tables.num_ticks * layers * (2 if twice else 1)
 
 
 def _rows(block: BlockSteps, tables: TickTables) -> int:
-    """Layers of a kind that a device stores."""
+    """Returns the number of layers of a block that one device stores."""
     return block.repeat // tables.schedule.num_devices if block.block.carry else 1

@@ -1,4 +1,4 @@
-"""FLOPs of the matrix products that a program asks for, before a compiler rewrites them, beside the derived ones.
+"""Compares the FLOPs of matrix products in a program, before the compiler rewrites it, with the derived ones.
 
 Kernels of attention and other custom calls state no products: attention is left out on both sides.
 """
@@ -16,13 +16,13 @@ from meshwright.hlo.module import parse_module
 from meshwright.hlo.products import product_flops
 
 TOLERANCE = 0.02
-"""Differences up to this share are none."""
+"""Differences up to this share are ignored."""
 
 _Label = StepLabel | None
 
 
 class StepProducts(msgspec.Struct, frozen=True, kw_only=True):
-    """FLOPs of one step of the model in which program and derivation differ."""
+    """FLOPs of one step in which program and derivation differ."""
 
     where: str
     derived: float
@@ -32,7 +32,7 @@ class StepProducts(msgspec.Struct, frozen=True, kw_only=True):
 class Products(msgspec.Struct, frozen=True, kw_only=True):
     """FLOPs of all matrix products but attention's, on one device.
 
-    ``by_data`` are steps whose number of products depends on the data, left out on both sides.
+    ``by_data`` names the steps whose number of products depends on data; both sides leave them out.
     """
 
     derived: float
@@ -42,14 +42,14 @@ class Products(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ProductCount(msgspec.Struct, frozen=True, kw_only=True):
-    """Products of a program by the step that they came from, and the steps in loops that depend on data."""
+    """FLOPs of products by step, and the steps inside loops whose trip count depends on data."""
 
     flops: dict[_Label, float]
     by_data: frozenset[_Label]
 
 
 def compare_products(program: str, derived: Mapping[StepLabel, float]) -> Products:
-    """The products of a program that has not been optimised beside those of its derivation."""
+    """Compares the products of an unoptimised program with those of its derivation."""
     found = count_products(program)
     left_out = {label for label in (*found.flops, *derived) if label in found.by_data or _attends(label)}
     labels = [label for label in dict.fromkeys((*derived, *found.flops)) if label not in left_out]
@@ -74,15 +74,15 @@ def _attends(label: _Label) -> bool:
 
 
 def count_products(program: str) -> ProductCount:
-    """FLOPs of all products in one call of a program, on one device: 2 n k for n results that sum over k.
+    """Counts the FLOPs of all products in one call of a program on one device: 2 n k for n results that sum over k.
 
-    Bodies of loops count as often as they run.
+    Loop bodies count as often as they run.
     """
     module = parse_module(program)
 
     @cache
     def products(name: str) -> Counter[tuple[_Label, bool]]:
-        """Those of a computation and all that it calls, by label and whether a loop around them depends on data."""
+        """Returns the FLOPs of a computation and its callees, by label and whether a loop depends on data."""
         computation, found = module.computations[name], Counter[tuple[_Label, bool]]()
         for one in computation.instructions:
             if one.opcode == "dot":
@@ -92,7 +92,7 @@ def count_products(program: str) -> ProductCount:
                 loops = bool(inside) and one.opcode == "while" and not runs_at_most_once(module, one)
                 times = trip_count(module, one) if loops else 1
                 for (label, depends), flops in inside.items():
-                    # Where a function that several steps share has no label, the caller's is taken.
+                    # A function shared by several steps has no label and takes its caller's.
                     found[label or one.label, depends or times is None] += (times or 1) * flops
         return found
 

@@ -1,4 +1,4 @@
-"""The proof of a plan: its real step compiled for its target, beside what the algebra says of it."""
+"""Proves a plan: compiles its real step for its target, and compares it with the derivation."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,11 +14,11 @@ from meshwright.verify.running import CompileOutcome, available_bytes, run_reque
 from meshwright.verify.step_derivation import StepDerivation
 
 ARGUMENTS = ("weights", "optimizer", "kv_cache")
-"""Items of memory that a step is given; all others it needs besides."""
+"""Items of memory that are arguments of a step; all others are temporaries."""
 
 
 class MemoryComparison(msgspec.Struct, frozen=True, kw_only=True):
-    """Bytes on one device: predicted by item, compiled, and what the chip has for a program."""
+    """Bytes on one device: predicted by item, compiled, and available to a program."""
 
     items: dict[str, float]
     arguments: float
@@ -42,7 +42,7 @@ class MemoryComparison(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def error(self) -> float:
-        """Predicted over compiled, less one."""
+        """Relative error of the prediction: predicted over compiled, less one."""
         return self.predicted / self.needed - 1
 
     @property
@@ -51,10 +51,10 @@ class MemoryComparison(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Proof(msgspec.Struct, frozen=True, kw_only=True):
-    """What compiling a step has shown.
+    """Result of compiling a step.
 
-    ``refusal`` is why it does not run, in one line; empty where it does. ``memory``, ``traffic`` and ``products`` are
-    there where buffers were assigned; ``traffic_error`` says why the collectives could not be read.
+    ``refusal`` says in one line why it does not run; empty if it does. ``memory``, ``traffic`` and ``products`` are
+    None unless buffers were assigned; ``traffic_error`` says why the collectives could not be read.
     """
 
     request: Request
@@ -67,12 +67,12 @@ class Proof(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def runs(self) -> bool:
-        """Whether the step partitions and fits, as far as this depth shows."""
+        """True if the step partitions and fits, as far as this depth shows."""
         return not self.refusal
 
 
 def prove(request: Request, *, program: Sequence[str], timeout_s: float, keep: Path | None = None) -> Proof:
-    """Compile the step of a request in a process of its own and hold it against the derivation."""
+    """Compiles the step of a request in a process of its own and compares it with the derivation."""
     outcome = run_request(request, program=program, timeout_s=timeout_s, keep=keep)
     refusal = _refusal(request, outcome)
     if outcome.memory is None:
@@ -115,7 +115,7 @@ def _compared(items: dict[str, float], found: Memory, available: float) -> Memor
 
 
 def _refusal(request: Request, outcome: CompileOutcome) -> str:
-    """Why nothing was compiled, in one line."""
+    """Returns in one line why nothing was compiled."""
     if outcome.ended in ("done", "stopped"):
         return ""
     where = "compiled" if outcome.lowered else "lowered"
@@ -137,7 +137,7 @@ def _does_not_fit(request: Request, memory: MemoryComparison) -> str:
 
 
 def proof_table(proof: Proof) -> dict[str, Any]:
-    """Plain data, the keys of `verify --json`."""
+    """Returns the proof as plain data, with the keys of `verify --json`."""
     request, outcome = proof.request, proof.outcome
     found: dict[str, Any] = {
         "model": request.setting.model.name,

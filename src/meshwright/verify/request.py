@@ -1,4 +1,4 @@
-"""What is to be compiled: one step of one plan for one target. Plain data, handed from process to process."""
+"""Request to compile one step of one plan for one target: plain data, sent from process to process."""
 
 from typing import Any, Literal
 
@@ -10,18 +10,18 @@ from meshwright.spec.strategy import Strategy
 from meshwright.verify.targets import Target
 
 AskedStep = Literal["train", "prefill", "decode", "generate"]
-"""Steps as they are asked for: "generate" is another word for "decode"."""
+"""Names of steps on the command line: "generate" is a synonym of "decode"."""
 Depth = Literal["lower", "partition", "full"]
 
 REQUEST, LOWERED, MEMORY, MODULE, ERROR = "request.json", "lowered", "memory.json", "module.hlo", "error.json"
-"""Files of the folder in which a request is compiled."""
+"""Files in the folder in which a request is compiled."""
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """One step of a strategy: that of the setting's job, under the name by which it was asked for.
+    """The step of a setting's job under a strategy, with the name by which the user asked for it.
 
-    ``settings`` are those of a training run where they differ from the defaults, and ``options`` what they ask of the
-    program. ``order`` are the numbers of the chips in the order of the mesh.
+    ``settings`` are a training run's settings that differ from the defaults, and ``options`` the program options that
+    follow from them. ``order`` lists the chip numbers in mesh order.
     """
 
     setting: Setting
@@ -37,8 +37,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 class Memory(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes on one device as the compiler assigned them.
 
-    ``arguments`` are what the step is given, ``temporaries`` what it needs besides, ``outputs`` results that do not
-    take the place of an argument. ``peak`` is the most that is alive at once, where the compiler says so.
+    ``outputs`` are results that do not reuse an argument's buffer. ``peak`` is the largest sum of live bytes, if the
+    compiler reports it.
     """
 
     arguments: int
@@ -48,5 +48,5 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def needed(self) -> int:
-        """What the program fills: arguments, temporaries and new results."""
+        """Bytes that the program occupies: arguments, temporaries and outputs."""
         return self.arguments + self.temporaries + self.outputs

@@ -1,7 +1,7 @@
-"""Compiles a request in a process of its own: with a time limit, quietly, and surviving whatever becomes of it.
+"""Compiles a request in a process of its own, with a time limit, and survives its crashes.
 
-A compiler writes the optimised program, and which buffer lies where, before it makes any code. Code generation is most
-of a compilation's time and changes neither, so the partition depth stops there.
+Compilers dump the optimised program and the buffer assignment before they generate code. Code generation takes most of
+the time and changes neither, so the partition depth stops there.
 """
 
 import os
@@ -41,13 +41,13 @@ Ended = Literal["done", "stopped", "error", "crash", "timeout"]
 
 
 class CompileOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of a compilation.
+    """How a compilation ended, and what it left.
 
     ``lowered``: the step has been traced, every array divides and every type agrees. ``ended``: "done"; "stopped" once
-    buffers were assigned (all that the partition depth wants); "error" with the compiler's ``message``; "crash" with
-    the last it said; "timeout". ``memory`` is what was assigned, ``out_of_memory`` what the compiler says of a program
-    that is too large. ``program`` is the HLO that the compiler was given, ``hlo`` what it made of it. ``cpu_s`` and
-    ``max_rss_bytes`` are the process's.
+    buffers were assigned (enough for the partition depth); "error" with the compiler's ``message``; "crash" with
+    its last line of output; "timeout". ``memory`` is the buffer assignment, ``out_of_memory`` the compiler's message
+    about a program that is too large. ``program`` is the HLO before optimisation, ``hlo`` after it. ``cpu_s`` and
+    ``max_rss_bytes`` are those of the process.
     """
 
     ended: Ended
@@ -66,9 +66,9 @@ class CompileOutcome(msgspec.Struct, frozen=True, kw_only=True):
 def run_request(
     request: Request, *, program: Sequence[str], timeout_s: float, keep: Path | None = None
 ) -> CompileOutcome:
-    """Compile a request with ``program``, which takes the folder of the request as its last argument.
+    """Compiles a request with ``program``, which takes the folder of the request as its last argument.
 
-    ``keep`` is where the compiler's files stay; without it they are gone afterwards. Raises InputError for a folder
+    ``keep`` is the folder that keeps the compiler's files; without it they are deleted. Raises InputError for a folder
     that cannot be written to, or that holds anything but an earlier compilation.
     """
     if keep is not None:
@@ -79,7 +79,7 @@ def run_request(
 
 
 def _take_folder(folder: Path) -> None:
-    """Make a folder, or empty it of an earlier compilation."""
+    """Makes a folder, or deletes an earlier compilation in it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if any(folder.iterdir()) and not (folder / REQUEST).is_file():
@@ -113,7 +113,7 @@ def _run(request: Request, folder: Path, program: Sequence[str], timeout_s: floa
         try:
             ended, status, usage, seen_kb = _wait(process, started + timeout_s, stop_early)
         except BaseException:
-            # Ctrl-C does not reach it in a session of its own
+            # the process runs in a session of its own, which Ctrl-C does not reach
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
             raise
@@ -130,7 +130,7 @@ def _run(request: Request, folder: Path, program: Sequence[str], timeout_s: floa
 
 def _environment(request: Request, dumps: Path | None) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_PLATFORMS")}
-    # A program out of JAX's cache is not compiled, and nothing is dumped.
+    # A program from JAX's cache would not be compiled, and nothing dumped.
     found = {**kept, **request.target.environment, "JAX_ENABLE_COMPILATION_CACHE": "false"}
     if request.depth == "lower":
         found["JAX_PLATFORMS"] = "cpu"
@@ -141,7 +141,7 @@ def _environment(request: Request, dumps: Path | None) -> dict[str, str]:
 
 
 def _wait(process: "subprocess.Popen[bytes]", deadline: float, dumps: Path | None) -> tuple[str, int, Any, int]:
-    """Waits for a process, and kills it at the deadline, or when the dump holds what is wanted.
+    """Waits for a process, and kills it at the deadline, or once the dump is complete.
 
     Returns how it ended, its exit status, its resource usage, and the last peak of its memory seen in KiB (0: none).
     """
@@ -170,7 +170,7 @@ def _wait(process: "subprocess.Popen[bytes]", deadline: float, dumps: Path | Non
 
 
 def _peak_kb(pid: int) -> int:
-    """Most memory that a process has had so far, in KiB; 0 where the system does not say."""
+    """Returns the peak memory of a running process in KiB; 0 if the system does not say."""
     try:
         found = re.search(r"VmHWM:\s*(\d+)", Path(f"/proc/{pid}/status").read_text())
     except OSError:
@@ -186,7 +186,7 @@ def _outcome(folder: Path, ended: str, status: int, log: str, spent: dict[str, A
     if files is not None:
         assigned, hlo = read_memory(files[BUFFERS_END].read_text()), files[MODULE_END].read_text()
         if memory is not None and ended == "exit":
-            # what lies where, without what the compiler's own summary counts twice
+            # the compiler's own summary counts aliased buffers twice, the dumped assignment does not
             return found(ended="done", memory=msgspec.structs.replace(assigned, peak=memory.peak), hlo=hlo)
         message = error["message"] if error else ""
         out_of_memory = message if "RESOURCE_EXHAUSTED" in message else ""
@@ -211,7 +211,7 @@ def _read(path: Path, kind: Any) -> Any:
 
 
 def dump_files(folder: Path) -> dict[str, Path] | None:
-    """The files of the step's module by their ends; None until all of them are there and not empty."""
+    """Returns the files of the step's module by suffix; None until all of them exist and are not empty."""
     found = {}
     for end in _ENDS:
         paths = sorted(p for p in folder.glob(f"*.jit_*{end}") if p.stat().st_size)
@@ -223,13 +223,13 @@ def dump_files(folder: Path) -> dict[str, Path] | None:
 
 
 def read_program(folder: Path) -> str:
-    """The step's program as it was given to the compiler; empty where it was not written."""
+    """Returns the step's program before optimisation; empty if it was not written."""
     paths = sorted(folder.glob(f"*.jit_*{PROGRAM_END}"), key=lambda path: path.stat().st_size)
     return paths[-1].read_text() if paths else ""
 
 
 def read_memory(buffer_assignment: str) -> Memory:
-    """Bytes in HBM (memory space 0) of a buffer assignment: its parameters, its heap, and results of their own."""
+    """Sums the HBM bytes (memory space 0) of a buffer assignment: parameters, temporaries and separate outputs."""
     arguments = temporaries = outputs = 0
     for size, color, rest in _ALLOCATION.findall(buffer_assignment):
         if (color and color != "0") or "thread-local" in rest:
@@ -244,7 +244,7 @@ def read_memory(buffer_assignment: str) -> Memory:
 
 
 def available_bytes(message: str) -> int | None:
-    """HBM that a program may fill, where the compiler's refusal names it."""
+    """Returns the HBM available to a program, if the compiler's error message names it."""
     match = _OUT_OF_MEMORY.search(message)
     if match is None:
         return None
@@ -253,7 +253,7 @@ def available_bytes(message: str) -> int | None:
 
 
 def _remarks(log: str) -> tuple[str, ...]:
-    """Lines in which the partitioner says that it copied an array whole to reshard it."""
+    """Returns the lines in which the partitioner reports that it replicated an array to reshard it."""
     return tuple(line.strip() for line in log.splitlines() if "nvoluntary full rematerialization" in line)
 
 
@@ -264,5 +264,5 @@ def _last_words(status: int, log: str) -> str:
 
 
 def python_program(module: str) -> tuple[str, ...]:
-    """A module of this package run by this Python."""
+    """Returns the command that runs a module with this Python."""
     return sys.executable, "-m", module

@@ -1,4 +1,4 @@
-"""What the algebra says of the step of a request: its collectives, and the bytes that a device holds."""
+"""The derivation of a requested step: its collectives, products, and the bytes on a device."""
 
 from collections import defaultdict
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ from meshwright.verify.request import Request
 
 
 class StepDerivation:
-    """The derived step of a request, counted."""
+    """The derived step of a request, with its counts."""
 
     def __init__(self, request: Request) -> None:
         self.request, self.setting, self.job = request, request.setting, request.setting.job
@@ -44,8 +44,7 @@ class StepDerivation:
 
     @cached_property
     def dims(self) -> dict[str, int]:
-        """Sizes of all dims for the whole batch; the slots of an expert are those that are made: one for each token, or
-        as many as a bound leaves."""
+        """Sizes of all dims for the whole batch; an expert has a slot for every token, or as many as its capacity."""
         model, job = self.setting.model, self.job
         sizes = {**model.dims, **layer_dims(model), "B": job.batch_seqs, "T": job.step_len}
         if not job.trains:
@@ -56,14 +55,14 @@ class StepDerivation:
         return sizes
 
     def _slots(self, num_tokens: int) -> int:
-        """Slots of one expert over all devices, each with its share; where slots stay, those that are filled."""
+        """Returns the slots of one expert over all devices; where slots do not move, the filled ones."""
         model, bound = self.setting.model, self.request.options.capacity_factor
         if not bound and not slots_move(self.derived, self.strategy.mesh):
             return num_tokens * model.experts_per_token // model.num_experts
         return expert_capacity(model, num_tokens, bound)
 
     def expected(self) -> list[Expected]:
-        """Collectives of one step. Those of a pipeline are as its text has them: of every branch, in every tick."""
+        """Returns the collectives of one step; of a pipeline, those in its text: every branch in every tick."""
         strategy, mesh = self.strategy, self.strategy.mesh
         width = int(DTYPE_BYTES[strategy.state_dtype])
         if self._tables is not None:
@@ -75,7 +74,7 @@ class StepDerivation:
         return list(found)
 
     def products(self) -> dict[StepLabel, float]:
-        """FLOPs of the matrix products of each step on one device; of a pipeline in every tick, as in its text."""
+        """Returns the FLOPs of each step's products on one device; of a pipeline, those in its text: in every tick."""
         found: dict[StepLabel, float] = defaultdict(float)
         for step, times in self._local_steps():
             flops = float(np.asarray(op_flops(step, self._sizes)))
@@ -84,7 +83,7 @@ class StepDerivation:
         return dict(found)
 
     def _local_steps(self) -> Iterator[tuple[Step, int]]:
-        """Steps that compute, and how often each runs."""
+        """Yields the local steps, and how often each runs."""
         if self._tables is None:
             count = self.strategy.num_microbatches
             yield from ((step, int(times)) for step, times in self.derived.steps(count) if not step.is_collective)
@@ -96,19 +95,19 @@ class StepDerivation:
 
     @cached_property
     def _tables(self) -> TickTables | None:
-        """Ticks of a pipeline; None without one."""
+        """Tick tables of the pipeline; None without one."""
         if not self.job.trains or self.strategy.mesh.get("pipeline", 1) == 1:
             return None
         return tick_tables(strategy_schedule(self.strategy))
 
     @cached_property
     def _sizes(self) -> OpSizes:
-        """Sizes of one microbatch, every slot of an expert counted; attention over every key."""
+        """Sizes of one microbatch, with all slots of experts, and attention over all keys."""
         dims = {**self.dims, "B": self.job.batch_seqs / self.strategy.num_microbatches}
         return OpSizes(dims=dims, mesh=self.strategy.mesh, state=self.strategy.state)
 
     def memory(self) -> dict[str, float]:
-        """Bytes on one device by item, as `cost` predicts them."""
+        """Returns the predicted bytes on one device by item."""
         setting, strategy = self.setting, self.strategy
         items = memory_parts(self.derived, setting.sizes(strategy)).items(
             num_microbatches=strategy.num_microbatches,

@@ -1,4 +1,4 @@
-"""What a plan is compiled for: the hardware of its cluster through a compiler that needs none of it, or this CPU."""
+"""Compile targets of plans: the hardware of a cluster, which need not be present, or emulated CPU devices."""
 
 import importlib.util
 import math
@@ -15,7 +15,7 @@ from meshwright.spec.cluster import Cluster
 CompilerPlatform = Literal["tpu", "cuda", "cpu"]
 
 MAX_CPU_DEVICES = 2048
-"""XLA's CPU compiler takes a program of this many devices for one process; 4096 it refuses (measured, jax 0.10.2)."""
+"""Most devices in one process that XLA's CPU compiler accepts; it refuses 4096 (measured, jax 0.10.2)."""
 
 PLUGINS = {"tpu": ("libtpu", "tpu"), "cuda": ("jax_cuda13_plugin", "gpu")}
 """The module that compiles for a platform, and the extra of this package that installs it."""
@@ -24,8 +24,8 @@ PLUGINS = {"tpu": ("libtpu", "tpu"), "cuda": ("jax_cuda13_plugin", "gpu")}
 class Target(msgspec.Struct, frozen=True, kw_only=True):
     """A topology that a program is compiled for.
 
-    ``topology`` and ``options`` are what JAX's `get_topology_desc` takes; where a chip is two devices there, a mesh of
-    chips takes the first of each. ``note`` says what this target cannot show.
+    ``topology`` and ``options`` are arguments of JAX's `get_topology_desc`; if a chip is two devices there, a mesh of
+    chips uses the first of each. ``note`` says what this target cannot show.
     """
 
     platform: CompilerPlatform
@@ -36,7 +36,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def environment(self) -> dict[str, str]:
-        """Variables of a process that compiles: quiet, and without looking for hardware."""
+        """Environment variables of a compiling process: they suppress logs and the search for hardware."""
         quiet = {"TF_CPP_MIN_LOG_LEVEL": "2"}
         if self.platform == "tpu":
             return {
@@ -54,14 +54,14 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def is_installed(platform: CompilerPlatform) -> bool:
-    """Whether this Python has the compiler for a platform; that for the CPU is part of JAX."""
+    """True if the compiler for a platform is installed; the one for the CPU is part of JAX."""
     return platform == "cpu" or importlib.util.find_spec(PLUGINS[platform][0]) is not None
 
 
 def target_of(cluster: Cluster) -> Target:
-    """The target of a cluster's own kind.
+    """Returns the target of a cluster's own hardware.
 
-    Raises CannotRunError for a chip that no compiler here knows.
+    Raises CannotRunError for a chip without a known compiler.
     """
     if libtpu := catalogued(cluster.chip, "libtpu"):
         return _tpu(cluster, libtpu)
@@ -78,9 +78,9 @@ def target_of(cluster: Cluster) -> Target:
 
 
 def usable_target(cluster: Cluster, *, wanted: CompilerPlatform | None = None) -> Target:
-    """The target to use: the cluster's own where its compiler is installed, else emulated CPU devices, with a note.
+    """Returns the cluster's own target if its compiler is installed, else emulated CPU devices, with a note.
 
-    Raises CannotRunError where the platform that is asked for is not installed, or nothing takes so many devices.
+    Raises CannotRunError if the compiler for ``wanted`` is not installed, or the CPU cannot emulate so many devices.
     """
     if wanted == "cpu":
         return _stand_in(cluster, "as asked for")
@@ -119,7 +119,7 @@ def _tpu(cluster: Cluster, libtpu: LibtpuTarget) -> Target:
     if cluster.twisted:
         sizes, options["wrap"] = f"{sizes}_twisted", (True, True, True)
     elif any(cluster.wraps):
-        # libtpu takes three axes, also of chips that are wired in two
+        # libtpu takes three axes, also for chips with a two-dimensional torus
         options["wrap"] = (*cluster.wraps, *(False,) * (3 - len(cluster.wraps)))
     return Target(
         platform="tpu",
@@ -131,10 +131,10 @@ def _tpu(cluster: Cluster, libtpu: LibtpuTarget) -> Target:
 
 
 def mesh_order(placement: Placement) -> np.ndarray:
-    """Numbers of the chips in the order of the mesh, of its shape, as the placement lays them.
+    """Returns the chip numbers that a placement assigns to the mesh, as an array of the mesh's shape.
 
     Chips are numbered row-major over the links from the outermost to the innermost: slices, then z, y, x; or nodes,
-    then the chips of a domain. A mesh axis on several links takes those further out first.
+    then the chips of a domain. A mesh axis on several links has the outer ones as its major part.
     """
     parts = [(axis, factor) for link in reversed(placement.links) for axis, factor in link.parts]
     numbers = np.arange(math.prod(placement.mesh.values())).reshape([factor for _, factor in parts])
@@ -150,11 +150,11 @@ SHARED = """\
   block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
   thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
 """
-"""What every NVIDIA GPU since Ampere has alike."""
+"""Figures that all NVIDIA GPUs since Ampere share."""
 
 
 def target_config(gpu: XlaGpuTarget) -> str:
-    """XLA's GpuTargetConfigProto as text for a GPU."""
+    """Writes XLA's GpuTargetConfigProto for a GPU as text."""
     capability, dnn = gpu.capability, gpu.dnn.split(".")
     major, minor = capability.rstrip("a").split(".")
     feature = " feature_extension: ACCELERATED_FEATURES" if capability.endswith("a") else ""
