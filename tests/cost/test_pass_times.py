@@ -9,9 +9,9 @@ from meshwright.algebra.schedules.registry import build
 from meshwright.algebra.schedules.simulation import simulate
 from meshwright.cost.offload import Offload
 from meshwright.cost.pass_times import BlockTimes
-from meshwright.cost.pipeline import Pipeline, strategy_pipeline
+from meshwright.cost.pipeline import Pipeline
 from meshwright.cost.setting import Setting
-from meshwright.cost.train_step import price_parts, price_strategy
+from meshwright.cost.train_step import price_strategy
 from meshwright.spec import catalogue
 from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.job import Job
@@ -170,7 +170,7 @@ def test_work_of_the_busiest_device_and_of_all():
 def test_gpipe_s_idle_share_of_a_step():
     """(K - 1) / (M + K - 1) of what the stages do, ends and updates apart."""
     found = priced(num_microbatches=8, schedule="gpipe")
-    times = price_parts(found.derived, found.sizes, found.rates, pipeline=Pipeline(stages=4, microbatches=8)).times
+    times = found.times
     layers = 2 * (times.forward[1] + times.backward[1])
     bubble = found.estimate.terms["bubble"]
     assert bubble / (bubble + 8 * layers) == pytest.approx(3 / 11)
@@ -181,8 +181,7 @@ def test_a_tied_table_is_summed_and_updated_once():
     model, axes = catalogue.model("gpt2"), {"pipeline": 2, "data": 2}
     strategy = Strategy(mesh=make_mesh(axes), num_microbatches=4)
     found = price_strategy(Setting(model, CLUSTER, JOB), strategy)
-    pipeline = strategy_pipeline(strategy)
-    times = price_parts(found.derived, found.sizes, found.rates, pipeline=pipeline).times
+    times = found.times
     table = next(c for c in found.costs.all if c.step.op == "adamw" and c.step.result.name == "embed")
     assert times.update[0] > table.time_s
     assert times.update[-1] < table.time_s

@@ -13,11 +13,11 @@ from meshwright.algebra.sizes import OpSizes
 from meshwright.cost.network.collectives import leg_rates
 from meshwright.cost.network.legs import Leg, group_legs
 from meshwright.cost.network.placement import Placement
-from meshwright.cost.pass_times import block_times
 from meshwright.cost.pipeline import Pipeline
-from meshwright.cost.step_costs import collective_groups, price_steps
-from meshwright.cost.step_rates import Group, StepRates, strategy_placements
-from meshwright.cost.work.kernels import ChipRates, chip_rates
+from meshwright.cost.step_costs import collective_groups
+from meshwright.cost.step_rates import StepRates, strategy_placements
+from meshwright.cost.train_step import PricedStep
+from meshwright.cost.work.kernels import ChipRates, Group, chip_rates
 from meshwright.spec.calibration import Calibration, Efficiency
 from meshwright.spec.efficiency import family
 
@@ -46,10 +46,8 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
     def seconds(self, calibrations: Mapping[str, Calibration]) -> np.ndarray:
         """Predicted seconds of a step of each case, with the calibration of its chip."""
         rates = self.rates([calibrations[case.setting.cluster.chip.name] for case in self.cases])
-        count = self.pipeline.microbatches
-        costs = price_steps(self.derived, self.sizes, rates, num_microbatches=count, pipeline=self.pipeline)
-        times = block_times(self.derived, costs, rates)
-        return np.broadcast_to(times.step_s(self.pipeline).step_s, len(self.cases))
+        priced = PricedStep(derived=self.derived, sizes=self.sizes, rates=rates, pipeline=self.pipeline)
+        return np.broadcast_to(priced.seconds.step_s, len(self.cases))
 
     def rates(self, calibrations: Sequence[Calibration]) -> StepRates:
         """What each case's machine does per second."""

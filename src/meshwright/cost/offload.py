@@ -1,15 +1,11 @@
 """What lives in host memory, and the seconds that its way over PCIe takes."""
 
-from typing import Any
-
 import msgspec
 
 from meshwright.core.errors import InputError
+from meshwright.cost.arrays import Number
 from meshwright.cost.memory import MemoryParts
 from meshwright.cost.pipeline import Pipeline
-
-Number = Any
-"""A float, or a NumPy array with one entry per candidate."""
 
 
 class Offload(msgspec.Struct, frozen=True, kw_only=True):

@@ -14,10 +14,8 @@ from meshwright.algebra.schedules.lockstep import (
 )
 from meshwright.algebra.schedules.registry import definition
 from meshwright.algebra.schedules.simulated import too_many_passes
+from meshwright.cost.arrays import Number, largest, total
 from meshwright.spec.strategy import Software, Strategy
-
-Number = Any
-"""A float, or a NumPy array with one entry per candidate."""
 
 
 class Pipeline(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,9 +50,12 @@ class Pipeline(msgspec.Struct, frozen=True, kw_only=True):
         """The same as a share of all layers."""
         return self.layers_held(num_layers) / num_layers
 
+    @property
+    def _sizes(self) -> dict[str, Number]:
+        return {"stages": np.asarray(self.stages), "microbatches": self.microbatches, "chunks": self.chunks}
+
     def _slots(self, buffer: Buffer) -> Number:
-        sizes = {"stages": self.stages, "microbatches": self.microbatches, "chunks": self.chunks}
-        return lockstep_slots(self.schedule, buffer, **sizes)
+        return lockstep_slots(self.schedule, buffer, **self._sizes)
 
     @property
     def stash(self) -> Number:
@@ -62,7 +63,7 @@ class Pipeline(msgspec.Struct, frozen=True, kw_only=True):
         if self.in_lockstep:
             found = self._slots("stash") / np.asarray(self.chunks)
         else:
-            found = peak_stash(self.schedule, stages=self.stages, microbatches=self.microbatches, chunks=self.chunks)
+            found = peak_stash(self.schedule, **self._sizes)
         return np.where(self.is_one, 1.0, found)
 
     @property
@@ -108,10 +109,9 @@ class Pipeline(msgspec.Struct, frozen=True, kw_only=True):
 
     def ends(self, sizes: list[Number]) -> Number:
         """What embedding and head add to the memory of the fullest device: both where one has both, else the larger."""
-        both, larger = _sum_and_largest(sizes)
         if self.in_lockstep or self._ends_share is not None:
-            return both
-        return np.where(self.is_one, both, larger)
+            return total(sizes)
+        return np.where(self.is_one, total(sizes), largest(sizes))
 
     @property
     def _ends_share(self) -> float | None:
@@ -126,50 +126,31 @@ class Pipeline(msgspec.Struct, frozen=True, kw_only=True):
 
     def ends_run(self, sizes: list[Number]) -> Number:
         """The same of what they take of each microbatch's time: half of both where two devices take turns."""
-        both, larger = _sum_and_largest(sizes)
-        apart = larger if self._ends_share is None else both * self._ends_share
-        return np.where(self.is_one, both, apart)
+        apart = largest(sizes) if self._ends_share is None else total(sizes) * self._ends_share
+        return np.where(self.is_one, total(sizes), apart)
 
     @property
     def num_sends(self) -> Number:
         """Sends from stage to stage that a step waits for; in lockstep those of all ticks but the first and last."""
-        found = (lockstep_sends if self.in_lockstep else sends)(
-            self.schedule, stages=np.asarray(self.stages), microbatches=self.microbatches, chunks=self.chunks
-        )
-        return np.where(self.is_one, 0.0, found)
+        count = lockstep_sends if self.in_lockstep else sends
+        return np.where(self.is_one, 0.0, count(self.schedule, **self._sizes))
 
     @property
     def split_share(self) -> Number:
         """The share of the microbatches whose backward pass is two passes, on the device with most of them."""
-        sizes = {"stages": self.stages, "microbatches": self.microbatches, "chunks": self.chunks}
-        return np.where(self.is_one, 0.0, split_passes(self.schedule, **sizes) / np.asarray(self.microbatches))
+        return np.where(self.is_one, 0.0, split_passes(self.schedule, **self._sizes) / np.asarray(self.microbatches))
 
     def bubble_s(self, forward_s: Number, backward_s: Number, weight_s: Number) -> Number:
         """Idle seconds of a step, for seconds that one microbatch takes in all layers of a device.
 
         ``backward_s`` are those for the gradients of inputs, ``weight_s`` for those of weights.
         """
-        found = (lockstep_bubble_seconds if self.in_lockstep else bubble_seconds)(
-            self.schedule,
-            stages=self.stages,
-            microbatches=self.microbatches,
-            chunks=self.chunks,
-            forward_s=forward_s,
-            backward_s=backward_s,
-            weight_s=weight_s,
-        )
-        return np.where(self.is_one, 0.0, found)
+        idle = lockstep_bubble_seconds if self.in_lockstep else bubble_seconds
+        seconds = {"forward_s": forward_s, "backward_s": backward_s, "weight_s": weight_s}
+        return np.where(self.is_one, 0.0, idle(self.schedule, **self._sizes, **seconds))
 
 
 ONE_STAGE = Pipeline()
-
-
-def _sum_and_largest(sizes: list[Number]) -> tuple[Number, Number]:
-    both: Number = 0.0
-    larger: Number = 0.0
-    for size in sizes:
-        both, larger = both + size, np.maximum(larger, size)
-    return both, larger
 
 
 def schedule_fits(schedule: str, *, stages: Number, chunks: Number, microbatches: Number) -> Any:

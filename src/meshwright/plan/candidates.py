@@ -9,9 +9,9 @@ import numpy as np
 from meshwright.algebra.notation import product
 from meshwright.algebra.sizes import OpSizes
 from meshwright.core.dims import MESH_AXES
+from meshwright.cost.arrays import mapped, taken
 from meshwright.cost.memory import memory_parts, total_bytes
 from meshwright.cost.pipeline import Pipeline
-from meshwright.cost.step_costs import op_sizes
 from meshwright.plan.legal import MAX_IDLE_LAYERS, Facts, divisors, legal_axis_sizes, mask
 from meshwright.plan.space import Pattern, Space
 from meshwright.spec.cluster import Cluster
@@ -36,15 +36,6 @@ class Candidates(msgspec.Struct, frozen=True, kw_only=True):
     def __len__(self) -> int:
         return len(self.batch_seqs)
 
-    def take(self, index: Any) -> "Candidates":
-        """Those with these numbers, or where a mask holds."""
-        return Candidates(
-            mesh={axis: sizes[index] for axis, sizes in self.mesh.items()},
-            batch_seqs=self.batch_seqs[index],
-            microbatches=self.microbatches[index],
-            laid=self.laid[index],
-        )
-
     @property
     def batch_shards(self) -> np.ndarray:
         """Devices that different sequences of the batch go to."""
@@ -65,9 +56,9 @@ def candidates_on_chips(space: Space, batch_seqs: int, *, num_chips: int, reach:
     if reach:
         shards = found.batch_shards * (space.num_microbatches or 1)
         near = [_with_batch(meshes, shards * (batch_seqs // shards + above)) for above in (0, 1)]
-        found = _joined(near)
-        found = found.take((found.batch_seqs > 0) & (np.abs(found.batch_seqs - batch_seqs) <= reach * batch_seqs))
-    return found.take(_legal_somewhere(space, found, num_chips))
+        found = mapped(lambda *columns: np.concatenate(columns), *near)
+        found = taken(found, (found.batch_seqs > 0) & (np.abs(found.batch_seqs - batch_seqs) <= reach * batch_seqs))
+    return taken(found, _legal_somewhere(space, found, num_chips))
 
 
 def candidates_on_any_chips(space: Space, batch_seqs: int) -> Candidates:
@@ -75,7 +66,7 @@ def candidates_on_any_chips(space: Space, batch_seqs: int) -> Candidates:
     sizes = [axis_sizes(space, axis, space.dims(batch_seqs)) for axis in MESH_AXES]
     grid = np.meshgrid(*(np.array(some, dtype=np.int64) for some in sizes), indexing="ij")
     found = _with_batch(_evenly_split(space, np.stack([axis.ravel() for axis in grid], axis=1), batch_seqs), batch_seqs)
-    return found.take(_legal_somewhere(space, found, None))
+    return taken(found, _legal_somewhere(space, found, None))
 
 
 def _evenly_split(space: Space, meshes: np.ndarray, batch_seqs: int) -> np.ndarray:
@@ -132,16 +123,6 @@ def _with_batch(meshes: np.ndarray, batch_seqs: Any) -> Candidates:
     )
 
 
-def _joined(parts: Sequence[Candidates]) -> Candidates:
-    first = parts[0]
-    return Candidates(
-        mesh={axis: np.concatenate([part.mesh[axis] for part in parts]) for axis in first.mesh},
-        batch_seqs=np.concatenate([part.batch_seqs for part in parts]),
-        microbatches=np.concatenate([part.microbatches for part in parts]),
-        laid=np.concatenate([part.laid for part in parts]),
-    )
-
-
 def _legal_somewhere(space: Space, found: Candidates, num_chips: int | None) -> np.ndarray:
     """Where at least one pattern's sizes divide."""
     # policies of remat split nothing: one pattern stands for all that split alike
@@ -181,7 +162,7 @@ def with_microbatches(space: Space, found: Candidates, *, most: int | None = Non
     choices = {size: _some(divisors(size), most) for size in set(local_seqs)}
     repeats = [len(choices[size]) for size in local_seqs]
     counts = np.array([count for size in local_seqs for count in choices[size]], dtype=np.int64)
-    return msgspec.structs.replace(found.take(np.repeat(np.arange(len(found)), repeats)), microbatches=counts)
+    return msgspec.structs.replace(taken(found, np.repeat(np.arange(len(found)), repeats)), microbatches=counts)
 
 
 def _some(counts: Sequence[int], most: int | None) -> Sequence[int]:
@@ -193,15 +174,21 @@ def _some(counts: Sequence[int], most: int | None) -> Sequence[int]:
 
 def candidate_sizes(space: Space, found: Candidates) -> OpSizes:
     """Sizes of one microbatch of every candidate."""
-    setting = space.setting
-    return op_sizes(
-        setting.model,
-        seq_len=setting.job.seq_len,
-        microbatch_seqs=found.batch_seqs / found.microbatches,
+    return space.setting.sizes(
+        space.template,
         mesh={axis: sizes.astype(float) for axis, sizes in found.mesh.items()},
-        state=space.template.state,
-        scores=setting.scores,
-        assumptions=setting.assumptions,
+        microbatch_seqs=found.batch_seqs / found.microbatches,
+    )
+
+
+def candidate_pipeline(space: Space, found: Candidates, *, schedule: str = "1f1b", chunks: Any = 1) -> Pipeline:
+    """The pipeline of every candidate under one schedule."""
+    return Pipeline(
+        schedule=schedule,
+        stages=found.mesh["pipeline"],
+        chunks=chunks,
+        microbatches=found.microbatches,
+        software=space.setting.assumptions.software,
     )
 
 
@@ -261,18 +248,17 @@ def memory_of_any_mesh(space: Space, batch: int) -> Mapping[int, float]:
     """Number of chips -> the least memory per chip of any legal strategy on so many chips, 1F1B where it has stages."""
     every = candidates_on_any_chips(space, batch)
     if all(map(_shards_what_replicas_split, space.patterns)):
-        every = every.take(~_in_fewer_replicas(every))
+        every = taken(every, ~_in_fewer_replicas(every))
     # memory is least with one microbatch or with the most: of several the larger number keeps less
     found = with_microbatches(space, every, most=2)
     need = np.full(len(found), np.inf)
     for pattern in _leanest(space.patterns):
         here = np.flatnonzero(legal_in(space, pattern, found))
-        rows = found.take(here)
+        rows = taken(found, here)
         parts = memory_parts(pattern.derived, candidate_sizes(space, rows))
-        software = space.setting.assumptions.software
-        pipeline = Pipeline(stages=rows.mesh["pipeline"], microbatches=rows.microbatches, software=software)
+        pipeline = candidate_pipeline(space, rows)
         for offload in space.offloads:
-            items = parts.items(num_microbatches=rows.microbatches, pipeline=pipeline, offload=offload)
+            items = parts.items(pipeline, offload)
             need[here] = np.minimum(need[here], total_bytes(items))
     counts, which = np.unique(product(found.mesh.values()), return_inverse=True)
     least = np.full(len(counts), np.inf)

@@ -16,14 +16,12 @@ from meshwright.algebra.notation import product
 from meshwright.algebra.rewrites.pipeline import NO_PIPELINE
 from meshwright.core.errors import CannotRunError
 from meshwright.core.units import format_bytes
-from meshwright.cost.memory import total_bytes, training_memory
+from meshwright.cost.arrays import Number
+from meshwright.cost.memory import total_bytes
 from meshwright.cost.pipeline import schedule_fits, schedule_refusal
 from meshwright.cost.setting import Setting
 from meshwright.cost.step_rates import strategy_placements
 from meshwright.spec.strategy import REMAT_POLICIES, Strategy
-
-Number = Any
-"""An int or float, or a NumPy array with one entry per candidate."""
 
 NOUNS: dict[str, str] = {
     "B": "sequences",
@@ -147,7 +145,7 @@ def legal(setting: Setting, strategy: Strategy) -> tuple[Refusal, ...]:
             placements = strategy_placements(setting.cluster, strategy)
         except CannotRunError as error:
             return (Refusal(rule="placement", message=str(error)),)
-        memory = strategy_memory(setting, strategy, derived)
+        memory = setting.memory(strategy, derived)
         limit = setting.memory_limit
         facts = msgspec.structs.replace(facts, num_placements=len(placements), memory=memory, hbm_limit_bytes=limit)
         refused = check_rules((PLACEMENT_RULE, MEMORY_RULE), facts)
@@ -200,17 +198,6 @@ def facts_of(setting: Setting, strategy: Strategy) -> Facts:
         num_microbatches=strategy.num_microbatches,
         schedule=strategy.schedule,
         chunks=strategy.chunks,
-    )
-
-
-def strategy_memory(setting: Setting, strategy: Strategy, derived: Derived | None = None) -> dict[str, Number]:
-    """Bytes per chip of each item under one strategy, whose steps may be derived already."""
-    return training_memory(
-        derived or setting.derived(strategy),
-        setting.sizes(strategy),
-        num_microbatches=strategy.num_microbatches,
-        pipeline=setting.pipeline(strategy),
-        offload=strategy.offload,
     )
 
 
@@ -353,7 +340,7 @@ def _with_remedy(refusal: Refusal, setting: Setting, strategy: Strategy, facts: 
             continue
         for remat, other in changed.items():
             with_count = msgspec.structs.replace(other, num_microbatches=count)
-            need = float(total_bytes(strategy_memory(setting, with_count, derived[remat])))
+            need = float(total_bytes(setting.memory(with_count, derived[remat])))
             if need <= facts.hbm_limit_bytes:
                 advice = f"Use remat={remat} with num_microbatches={count} ({format_bytes(need)})."
                 return msgspec.structs.replace(refusal, message=f"{refusal.message} {advice}")

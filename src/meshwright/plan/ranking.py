@@ -4,6 +4,7 @@ import msgspec
 import numpy as np
 
 from meshwright.core.dims import MESH_AXES
+from meshwright.cost.arrays import taken
 from meshwright.plan.candidates import Candidates
 
 TIE = 1e-3
@@ -26,19 +27,6 @@ class Variant(msgspec.Struct, frozen=True, kw_only=True):
     need: np.ndarray
     num_legal: int
     least_bytes: float
-
-
-def taken(parts, index):  # type: ignore[no-untyped-def]
-    """A struct of arrays with the entries that an index picks; scalars and plain fields stay."""
-    if isinstance(parts, np.ndarray):
-        return parts[index] if parts.ndim else parts
-    if isinstance(parts, dict):
-        return {name: taken(value, index) for name, value in parts.items()}
-    if isinstance(parts, (list, tuple)):
-        return type(parts)(taken(value, index) for value in parts)
-    if isinstance(parts, msgspec.Struct):
-        return type(parts)(**{name: taken(getattr(parts, name), index) for name in parts.__struct_fields__})
-    return parts
 
 
 class Best:
@@ -66,8 +54,7 @@ class Best:
         """One candidate as a variant of one row."""
         which = int(np.searchsorted(self.ends, index, side="right"))
         start = self.ends[which - 1] if which else 0
-        one: Variant = taken(self.kept[which], np.array([index - start]))
-        return one
+        return taken(self.kept[which], np.array([index - start]))
 
     def columns(self) -> tuple[np.ndarray, np.ndarray]:
         """Seconds and bytes of all kept candidates."""

@@ -7,7 +7,6 @@ import msgspec
 from meshwright.cost.formulas.training_budget import cost_usd, days
 from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import Estimate
-from meshwright.plan.search import Found
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.job import Job
 from meshwright.spec.model import Model
@@ -33,6 +32,14 @@ class PlannedStrategy(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def num_chips(self) -> int:
         return self.cluster.num_chips
+
+    @property
+    def usd_per_token(self) -> float | None:
+        """What all chips cost for one token; None without a price."""
+        price = self.cluster.chip.price_usd_per_hour
+        if price is None:
+            return None
+        return price * self.num_chips / 3600 * self.estimate.step_s / self.job.tokens_per_step
 
     def to_json(self) -> dict[str, Any]:
         """Plain data, the keys of `plan --json`."""
@@ -123,17 +130,18 @@ class PlanResult(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-def planned(found: Found, setting: Setting) -> PlannedStrategy:
+def planned(setting: Setting, batch_seqs: int, strategy: Strategy, estimate: Estimate) -> PlannedStrategy:
     """The strategy with days and money for all tokens of the job, at the chip's price where there is one."""
-    job = msgspec.structs.replace(setting.job, batch_seqs=found.batch_seqs)
-    price, train_days, money = found.cluster.chip.price_usd_per_hour, None, None
+    job, chip = msgspec.structs.replace(setting.job, batch_seqs=batch_seqs), setting.cluster.chip
+    train_days = money = None
     if job.train_tokens is not None:
-        seconds = found.estimate.step_s * job.train_tokens / job.tokens_per_step
+        seconds = estimate.step_s * job.train_tokens / job.tokens_per_step
         train_days = days(seconds)
-        if price is not None:
-            money = cost_usd(seconds, num_chips=found.cluster.num_chips, price_usd_per_hour=price)
+        if chip.price_usd_per_hour is not None:
+            chips = setting.cluster.num_chips
+            money = cost_usd(seconds, num_chips=chips, price_usd_per_hour=chip.price_usd_per_hour)
     return PlannedStrategy(
-        setting=msgspec.structs.replace(setting, cluster=found.cluster, job=job),
-        strategy=found.strategy,
-        estimate=msgspec.structs.replace(found.estimate, train_days=train_days, cost_usd=money),
+        setting=msgspec.structs.replace(setting, job=job),
+        strategy=strategy,
+        estimate=msgspec.structs.replace(estimate, train_days=train_days, cost_usd=money),
     )

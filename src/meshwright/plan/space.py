@@ -107,10 +107,6 @@ class Space(msgspec.Struct, frozen=True, kw_only=True):
         """Sizes of all dims, B of the whole batch."""
         return self.setting.model.dims | {"B": batch_seqs, "T": self.setting.job.seq_len}
 
-    @property
-    def derived(self) -> tuple[Derived, ...]:
-        return tuple(pattern.derived for pattern in self.patterns)
-
 
 def open_space(
     setting: Setting,

@@ -16,7 +16,6 @@ from meshwright.algebra.steps import Step
 from meshwright.algebra.transformer import layer_dims
 from meshwright.core.dims import DTYPE_BYTES
 from meshwright.core.labels import StepLabel
-from meshwright.cost.memory import memory_parts
 from meshwright.cost.setting import Setting
 from meshwright.cost.work.ops import op_flops
 from meshwright.cost.work.slots import slots_move
@@ -129,9 +128,4 @@ class StepDerivation:
         """Bytes on one device by item, as `cost` predicts them."""
         request, strategy = self.request, self.strategy
         setting = Setting(request.model, request.cluster, self.job, None, request.storage, request.assumptions)
-        items = memory_parts(self.derived, setting.sizes(strategy)).items(
-            num_microbatches=strategy.num_microbatches,
-            pipeline=setting.pipeline(strategy),
-            offload=strategy.offload,
-        )
-        return {name: float(np.asarray(value)) for name, value in items.items()}
+        return {name: float(np.asarray(value)) for name, value in setting.memory(strategy, self.derived).items()}

@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 
 from meshwright.core.errors import CannotRunError
-from meshwright.cost.network.collectives import Placement
+from meshwright.cost.network.placement import Placement
 from meshwright.spec.chip import LibtpuTarget, catalogued, chips
 from meshwright.spec.cluster import Cluster
 from meshwright.verify.gpu_target import target_config

@@ -5,7 +5,8 @@ import pytest
 
 from meshwright.core.errors import InputError
 from meshwright.cost.formulas import limits
-from meshwright.cost.network.collectives import leg_rates, ring
+from meshwright.cost.network.collectives import leg_rates
+from meshwright.cost.network.legs import ring
 from meshwright.spec.chip import chip, peak
 
 ALPHA = 2550.0

@@ -6,22 +6,19 @@ import numpy as np
 import pytest
 
 from meshwright.core.errors import InputError
+from meshwright.cost.arrays import stacked
 from meshwright.cost.network.collectives import (
     KINDS,
-    Leg,
     collective_bound_by,
     collective_time,
-    group_legs,
     group_rates,
     latency_bound_bytes,
     leg_rates,
-    place_axes,
     received_share,
-    ring,
     ring_link_share,
-    stack_rates,
 )
-from meshwright.cost.network.placement import physical_placement
+from meshwright.cost.network.legs import Leg, group_legs, ring
+from meshwright.cost.network.placement import physical_placement, place_axes
 from meshwright.spec.calibration import Calibration, CollectiveRate, Efficiency
 from meshwright.spec.chip import known
 from meshwright.spec.cluster import parse_cluster
@@ -102,7 +99,7 @@ def test_stacked_rates_price_many_meshes_at_once():
     cluster = parse_cluster("v5p:8x8x8")
     meshes = [{"fsdp": 512 // t, "tensor": t} for t in (1, 2, 4, 8, 16, 512)]
     rates = [group_rates(place_axes(cluster, mesh)[0], ("tensor",)) for mesh in meshes]
-    together = collective_time("all_gather", 1e6, stack_rates(rates))
+    together = collective_time("all_gather", 1e6, stacked(rates))
     assert together.tolist() == [collective_time("all_gather", 1e6, one) for one in rates]
 
 

@@ -12,7 +12,8 @@ from meshwright.bench.fit import Line, fit_line
 from meshwright.bench.machine import COLLECTIVES, run_collective
 from meshwright.bench.timing import Budget, Timing, time_together
 from meshwright.core.errors import InputError
-from meshwright.cost.network.collectives import collective_time, group_rates, place_axes, received_share
+from meshwright.cost.network.collectives import collective_time, group_rates, received_share
+from meshwright.cost.network.placement import place_axes
 from meshwright.spec.calibration import CollectiveKind, CollectiveRate
 from meshwright.spec.cluster import make_cluster
 

@@ -12,7 +12,8 @@ from meshwright.cost.breakdown import Breakdown
 from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import price_strategy
 from meshwright.plan.planner import space_of
-from meshwright.plan.search import Found, Outcome, search
+from meshwright.plan.result import PlannedStrategy
+from meshwright.plan.search import Outcome, search
 from meshwright.plan.space import USUAL, Choices, Space
 from meshwright.spec.chip import Chip
 from meshwright.spec.cluster import Cluster, make_cluster, parse_cluster
@@ -27,7 +28,7 @@ class SweepPoint(msgspec.Struct, frozen=True, kw_only=True):
 
     cluster: Cluster
     job: Job
-    best: Found | None
+    best: PlannedStrategy | None
     parts: Breakdown | None
     reason: str = ""
 

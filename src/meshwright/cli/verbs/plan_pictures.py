@@ -12,16 +12,14 @@ from meshwright.core.units import format_bytes, format_count, format_seconds
 from meshwright.cost.breakdown import Breakdown
 from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import price_strategy
-from meshwright.plan.pareto import Frontier, pareto, usd_per_token
+from meshwright.plan.pareto import Frontier, pareto
 from meshwright.plan.ranking import TIE
-from meshwright.plan.result import PlanResult
-from meshwright.plan.search import Found
+from meshwright.plan.result import PlannedStrategy, PlanResult
 from meshwright.report.figure import Spec, save
 from meshwright.report.heatmap import short_mesh
 from meshwright.report.plans.breakdown import breakdown_figure
 from meshwright.report.plans.pareto import ParetoPoint, pareto_figure
 from meshwright.spec.cluster import Cluster
-from meshwright.spec.job import Job
 
 LEAST_SAVING = 0.1
 """Share of memory that a listed plan saves over the one listed before it."""
@@ -37,21 +35,21 @@ def show_frontier(
 
     They are of the cluster that the plans use: all of it, or the largest part that the job divides over.
     """
-    cluster, job = result.strategies[0].cluster, result.job
+    cluster = result.strategies[0].cluster
     setting = result.setting.on(cluster)
     found = pareto(setting, axes=axes, overrides=overrides)
     if png is not None:
         say(f"wrote {save(_frontier_figure(setting, found), png)}")
     if not as_json:
-        _print_frontier(cluster, found, job)
-    return {"memory": [_as_json(one, job) for one in found.memory], "cost": [_as_json(one, job) for one in found.cost]}
+        _print_frontier(cluster, found)
+    return {"memory": [_as_json(one) for one in found.memory], "cost": [_as_json(one) for one in found.cost]}
 
 
-def listed(frontier: Sequence[Found]) -> list[Found]:
+def listed(frontier: Sequence[PlannedStrategy]) -> list[PlannedStrategy]:
     """Of a frontier, fastest first, those that hold at least a tenth less than the one listed before; of plans that
     are equally fast the smallest.
     """
-    kept: list[Found] = []
+    kept: list[PlannedStrategy] = []
     for one in frontier:
         at = one.estimate
         if kept and at.step_s <= (1 + TIE) * kept[-1].estimate.step_s:
@@ -61,7 +59,7 @@ def listed(frontier: Sequence[Found]) -> list[Found]:
     return kept
 
 
-def _as_json(found: Found, job: Job) -> dict[str, Any]:
+def _as_json(found: PlannedStrategy) -> dict[str, Any]:
     strategy, at = found.strategy, found.estimate
     return {
         "cluster": found.cluster.short_name,
@@ -74,11 +72,11 @@ def _as_json(found: Found, job: Job) -> dict[str, Any]:
         "step_s": at.step_s,
         "mfu": at.mfu,
         "hbm_bytes_per_chip": at.hbm_bytes_per_chip,
-        "usd_per_token": usd_per_token(found, job),
+        "usd_per_token": found.usd_per_token,
     }
 
 
-def _print_frontier(cluster: Cluster, found: Frontier, job: Job) -> None:
+def _print_frontier(cluster: Cluster, found: Frontier) -> None:
     rows = listed(found.memory)
     click.echo()
     print_table(
@@ -100,7 +98,7 @@ def _print_frontier(cluster: Cluster, found: Frontier, job: Job) -> None:
     print_table(
         ["chips", "step", "cost of 1 B tokens", "MFU", "mesh"],
         [
-            [one.cluster.num_chips, format_seconds(one.estimate.step_s), _usd(one, job), f"{one.estimate.mfu:.0%}",
+            [one.cluster.num_chips, format_seconds(one.estimate.step_s), _usd(one), f"{one.estimate.mfu:.0%}",
              short_mesh(one.strategy.mesh)]
             for one in found.cost
         ],
@@ -108,12 +106,12 @@ def _print_frontier(cluster: Cluster, found: Frontier, job: Job) -> None:
     )  # fmt: skip
 
 
-def _remat(found: Found) -> str:
+def _remat(found: PlannedStrategy) -> str:
     return found.strategy.remat if isinstance(found.strategy.remat, str) else "+".join(found.strategy.remat)
 
 
-def _usd(found: Found, job: Job) -> str:
-    return f"${1e9 * (usd_per_token(found, job) or 0.0):,.2f}"
+def _usd(found: PlannedStrategy) -> str:
+    return f"${1e9 * (found.usd_per_token or 0.0):,.2f}"
 
 
 def _frontier_figure(setting: Setting, found: Frontier) -> Spec:
@@ -130,7 +128,7 @@ def _frontier_figure(setting: Setting, found: Frontier) -> Spec:
         [
             ParetoPoint(
                 step_s=one.estimate.step_s,
-                amount=1e9 * (usd_per_token(one, job) or 0.0),
+                amount=1e9 * (one.usd_per_token or 0.0),
                 label=f"{one.cluster.num_chips:,} chips",
             )
             for one in found.cost

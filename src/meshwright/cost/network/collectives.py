@@ -13,32 +13,11 @@ import msgspec
 import numpy as np
 
 from meshwright.core.errors import InputError, nearest
-from meshwright.cost.network.legs import Leg, group_legs, ring
+from meshwright.cost.arrays import Number
+from meshwright.cost.network.legs import Leg, group_legs
 from meshwright.cost.network.links import Level
-from meshwright.cost.network.placement import Placement, place_axes
+from meshwright.cost.network.placement import Placement
 from meshwright.spec.calibration import Calibration, CollectiveKind, collective_rate
-
-__all__ = [
-    "KINDS",
-    "GroupRates",
-    "KindRate",
-    "Leg",
-    "Placement",
-    "collective_bound_by",
-    "collective_time",
-    "group_legs",
-    "group_rates",
-    "latency_bound_bytes",
-    "leg_rates",
-    "place_axes",
-    "received_share",
-    "ring",
-    "ring_link_share",
-    "stack_rates",
-]
-
-Number = Any
-"""A float, an int or a NumPy array of them."""
 
 KINDS: tuple[CollectiveKind, ...] = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "permute")
 
@@ -227,24 +206,6 @@ def _host_rates(leg: Leg, calibration: Calibration | None) -> GroupRates:
     if not kinds:
         collective_rate(calibration, "all_gather", leg.size)
     return GroupRates(size=leg.size, level="host", kinds=kinds)
-
-
-def stack_rates(rates: Sequence[GroupRates]) -> GroupRates:
-    """Many groups as one whose figures are arrays: ``collective_time`` then prices all of them at once."""
-    kinds = [kind for kind in KINDS if all(kind in one.kinds for one in rates)]
-    return GroupRates(
-        size=np.array([one.size for one in rates]),
-        level=np.array([one.level for one in rates]),
-        kinds={
-            kind: KindRate(
-                np.array([one.kinds[kind].seconds_per_byte for one in rates]),
-                np.array([one.kinds[kind].floor_s for one in rates]),
-                np.array([one.kinds[kind].setup_s for one in rates]),
-            )
-            for kind in kinds
-        },
-        ring_links=np.array([one.ring_links for one in rates]),
-    )
 
 
 def latency_bound_bytes(link_bytes_per_s: Number, *, hop_s: float = 1e-6, num_shards: Number = 1) -> Number:

@@ -1,6 +1,6 @@
 """FLOPs and bytes of derived local steps, as their ops state them (`algebra.ops`), and the FLOPs that a model needs."""
 
-from typing import Literal
+from typing import Literal, get_args
 
 from meshwright.algebra.notation import product
 from meshwright.algebra.ops import kind_of
@@ -12,6 +12,8 @@ from meshwright.spec.model import Model
 from meshwright.spec.weights import weight_table
 
 Term = Literal["matmul", "attention", "elementwise", "loss_head", "optimizer"]
+LOCAL_TERMS: tuple[Term, ...] = get_args(Term)
+"""Terms of an estimate that are work on the device itself; the others are communication, or waiting."""
 
 _TERMS: dict[str, Term] = {"contraction": "matmul", "attention": "attention", "optimizer": "optimizer"}
 """Group of a step -> its term of the step time; every other group is elementwise."""

@@ -19,9 +19,9 @@ from meshwright.cost.formulas.roofline import critical_batch
 from meshwright.cost.formulas.training_budget import global_batch, tokens_per_device
 from meshwright.cost.memory import memory_limit
 from meshwright.cost.network.placement import Placement
-from meshwright.cost.pass_times import link_seconds, seconds_by_group
-from meshwright.cost.step_costs import StepCost
+from meshwright.cost.pass_times import link_seconds
 from meshwright.cost.train_step import PricedStrategy
+from meshwright.cost.work.kernels import StepCost
 from meshwright.plan.run_budget import RunBudget
 from meshwright.spec.calibration import matmul_rate, memory_rate
 from meshwright.spec.plan_file import Plan
@@ -185,14 +185,14 @@ def _hiding(
     pairs = []
     for costs in passes:
         moved = [c for c in costs if c.hides and c.step.scope in scopes and c.step.op != "permute"]
-        links_s = max(link_seconds(seconds_by_group(moved, "network_s", 1), priced.rates), default=0.0)
+        links_s = max(link_seconds(moved, priced.rates, once=True), default=0.0)
         pairs.append((float(links_s), float(sum(c.time_s for c in costs if not c.hides))))
     links_s, layer_s = max(pairs, key=lambda pair: pair[0] / pair[1])
     return {f"{what}_s": links_s, f"{what}_layer_s": layer_s}
 
 
 def _bubble(plan: Plan, priced: PricedStrategy) -> dict[str, Any]:
-    forward, backward, bubble = priced.parts.times.layer_passes(priced.pipeline)
+    forward, backward, bubble = priced.times.layer_passes(priced.pipeline)
     return {
         "schedule": plan.strategy.schedule,
         "bubble_s": float(bubble),

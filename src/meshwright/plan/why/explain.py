@@ -14,8 +14,8 @@ from meshwright.cost.formulas.training_budget import train_seconds, training_flo
 from meshwright.cost.network.collectives import group_rates
 from meshwright.cost.network.placement import physical_placement
 from meshwright.cost.setting import setting_of
-from meshwright.cost.step_costs import StepCost
 from meshwright.cost.train_step import Estimate, PricedStrategy, price_strategy
+from meshwright.cost.work.kernels import StepCost
 from meshwright.plan.legal import MEMORY_RULE, legal
 from meshwright.plan.run_budget import RunBudget, run_budget
 from meshwright.plan.why.bounds import Batch, batch_of, letters_of

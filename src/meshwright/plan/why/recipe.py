@@ -18,7 +18,6 @@ from meshwright.core.units import format_params
 from meshwright.cost.memory import memory_parts, total_bytes
 from meshwright.cost.pipeline import Pipeline
 from meshwright.cost.setting import Setting
-from meshwright.cost.step_costs import op_sizes
 from meshwright.cost.train_step import Estimate, estimate_step
 from meshwright.plan.legal import Refusal, check_rules, divisors, facts_of, legal, size_rules
 from meshwright.spec.strategy import DEFAULT_ASSIGNMENT, Strategy, make_mesh
@@ -105,18 +104,9 @@ class _Kitchen:
         counts = np.array([count for count in divisors(local) if count >= stages or stages == 1])
         if not len(counts):
             return None
-        assumed = self.setting.assumptions
-        sizes = op_sizes(
-            self.model,
-            seq_len=self.job.seq_len,
-            microbatch_seqs=self.job.batch_seqs / counts,
-            mesh=one.mesh,
-            state=one.state,
-            scores=self.setting.scores,
-            assumptions=assumed,
-        )
-        pipeline = Pipeline(stages=stages, microbatches=counts, software=assumed.software)
-        items = memory_parts(derived, sizes).items(num_microbatches=counts, pipeline=pipeline)
+        sizes = self.setting.sizes(one, microbatch_seqs=self.job.batch_seqs / counts)
+        pipeline = Pipeline(stages=stages, microbatches=counts, software=self.setting.assumptions.software)
+        items = memory_parts(derived, sizes).items(pipeline)
         fits = np.flatnonzero(np.broadcast_to(total_bytes(items), counts.shape) <= self.limit)
         return int(counts[fits[0]]) if len(fits) else None
 

@@ -6,8 +6,8 @@ from typing import NamedTuple
 from meshwright.algebra.steps import Phase
 from meshwright.cost.breakdown import label_text
 from meshwright.cost.lanes import Lanes, Slice
-from meshwright.cost.step_costs import StepCost
 from meshwright.cost.train_step import PricedStrategy
+from meshwright.cost.work.kernels import StepCost
 from meshwright.profile.classes import class_of_op
 
 MAX_SLICES = 50_000
