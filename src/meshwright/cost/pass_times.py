@@ -121,9 +121,7 @@ def block_times(derived: Derived, priced: Priced, sizes: OpSizes, rates: StepRat
     at = rates.chip.efficiency
     # the block whose backward pass sums a gradient: of several (tied embeddings) the first
     owners = {weight: names[0] for weight, names in blocks_of_weights(derived).items()}
-    parts: dict[str, list[Number]] = {
-        name: [] for name in ("forward", "backward", "inputs", "weight", "last", "update")
-    }
+    rows: list[dict[str, Number]] = []
     for block in priced.blocks:
         ahead_s: Number = 0.0
         back_s: Number = 0.0
@@ -137,17 +135,21 @@ def block_times(derived: Derived, priced: Priced, sizes: OpSizes, rates: StepRat
             _pass_s([block.backward[place] for place in places], rates)
             for places in ((split.inputs, split.weights) if split else ((), ()))
         )
-        parts["forward"].append(forward_s)
-        parts["backward"].append(back)
-        parts["inputs"].append(inputs_s + back_s)
-        parts["weight"].append(weight_s)
-        parts["last"].append(_pass_s(block.backward, rates) + back_s - back)
-        parts["update"].append(_update_s(own, block.forward, forward_s, rates))
+        rows.append(
+            {
+                "forward": forward_s,
+                "backward": back,
+                "inputs": inputs_s + back_s,
+                "weight": weight_s,
+                "last": _pass_s(block.backward, rates) + back_s - back,
+                "update": _update_s(own, block.forward, forward_s, rates),
+            }
+        )
     return BlockTimes(
         num_layers=derived.num_layers,
         repeats=tuple(block.repeat for block in derived.blocks),
         carries=tuple(block.is_layer for block in priced.blocks),
-        **{name: tuple(values) for name, values in parts.items()},
+        **{name: tuple(row[name] for row in rows) for name in rows[0]},
         send_s=total(cost.network_s for cost in priced.boundary),
         after_s=total(c.time_s * c.count for c in priced.once if c.step.result.name not in owners),
         meetings_s=(

@@ -20,8 +20,7 @@ from meshwright.cost.arrays import Number
 from meshwright.cost.pipeline import Pipeline
 from meshwright.cost.step_rates import StepRates
 from meshwright.cost.work.kernels import Group, StepCost, local_cost
-from meshwright.cost.work.sizes import expert_slots, spare_slots
-from meshwright.cost.work.slots import slots_move, with_room
+from meshwright.cost.work.slots import expert_slots, slots_move, spare_slots, with_room
 from meshwright.spec.model import Model
 from meshwright.spec.strategy import AS_RUN, Assumptions
 

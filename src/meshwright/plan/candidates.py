@@ -1,6 +1,6 @@
 """The candidates of a search as arrays: meshes, batches and microbatches whose sizes divide; parts of a cluster."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -11,6 +11,7 @@ from meshwright.algebra.sizes import OpSizes
 from meshwright.core.dims import MESH_AXES
 from meshwright.cost.arrays import mapped, taken
 from meshwright.cost.memory import memory_parts, total_bytes
+from meshwright.cost.network.placement import factorings
 from meshwright.cost.pipeline import Pipeline
 from meshwright.plan.legal import MAX_IDLE_LAYERS, Facts, divisors, legal_axis_sizes, mask
 from meshwright.plan.space import Pattern, Space
@@ -51,7 +52,7 @@ def candidates_on_chips(space: Space, batch_seqs: int, *, num_chips: int, reach:
     # a batch of as many sequences as chips leaves every size open
     dims = space.dims(num_chips if reach else batch_seqs)
     options = [sorted(set(divisors(num_chips)) & set(axis_sizes(space, axis, dims))) for axis in MESH_AXES]
-    meshes = np.array(list(_factorings(num_chips, options)), dtype=np.int64).reshape(-1, len(MESH_AXES))
+    meshes = np.array(list(factorings(num_chips, options)), dtype=np.int64).reshape(-1, len(MESH_AXES))
     found = _with_batch(meshes, batch_seqs)
     if reach:
         shards = found.batch_shards * (space.num_microbatches or 1)
@@ -85,7 +86,7 @@ def axis_sizes(space: Space, axis: str, dims: Mapping[str, int]) -> tuple[int, .
         return (space.fixed[axis],)
     if axis == "pipeline":
         layers = space.patterns[0].derived.num_layers
-        return stage_counts(layers, idle=space.idle_layers) if space.pipelines else (1,)
+        return stage_counts(layers, idle=space.idle_layers) if axis in space.axes else (1,)
     if axis not in space.axes or (axis == "expert" and not space.setting.model.num_experts):
         return (1,)
     if axis == "expert":
@@ -99,18 +100,6 @@ def stage_counts(num_layers: int, *, idle: float = MAX_IDLE_LAYERS) -> tuple[int
     return tuple(
         stages for stages in range(1, num_layers + 1) if -(-num_layers // stages) * stages <= (1 + idle) * num_layers
     )
-
-
-def _factorings(number: int, options: Sequence[Sequence[int]]) -> Iterable[tuple[int, ...]]:
-    """All ways to write a number as an ordered product of one factor from each list."""
-    if len(options) == 1:
-        if number in options[0]:
-            yield (number,)
-        return
-    for first in options[0]:
-        if number % first == 0:
-            for rest in _factorings(number // first, options[1:]):
-                yield (first, *rest)
 
 
 def _with_batch(meshes: np.ndarray, batch_seqs: Any) -> Candidates:
@@ -199,24 +188,13 @@ def parts_of(cluster: Cluster, num_chips: int) -> tuple[Cluster, ...]:
     """
     found = []
     for num_slices in range(1, cluster.num_slices + 1):
-        for shape in _boxes(cluster.shape, num_chips / num_slices):
+        if num_chips % num_slices:
+            continue
+        sizes = divisors(num_chips // num_slices)
+        for shape in factorings(num_chips // num_slices, [[n for n in sizes if n <= most] for most in cluster.shape]):
             part = cluster.part(shape, num_slices=num_slices)
             found.append((num_slices, -sum(part.wraps), max(shape), shape, part))
     return tuple(part for *_, part in sorted(found, key=lambda one: one[:4]))
-
-
-def _boxes(shape: Sequence[int], volume: float) -> list[tuple[int, ...]]:
-    """Shapes of that volume that fit inside a shape."""
-    if volume != int(volume):
-        return []
-    if not shape:
-        return [()] if volume == 1 else []
-    return [
-        (size, *rest)
-        for size in divisors(int(volume))
-        if size <= shape[0]
-        for rest in _boxes(shape[1:], volume // size)
-    ]
 
 
 def _leanest(patterns: Sequence[Pattern]) -> Sequence[Pattern]:

@@ -50,14 +50,21 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     num_microbatches: Number = 1
     schedule: str = "1f1b"
     chunks: Number = 1
-    num_placements: Number = 1
-    memory: Mapping[str, Number] = {}
-    hbm_limit_bytes: float = math.inf
 
     @property
-    def hbm_bytes(self) -> Number:
-        """Bytes needed per chip."""
-        return sum(self.memory.values())
+    def stages(self) -> Number:
+        """Stages of the pipeline."""
+        return self.mesh.get("pipeline", 1)
+
+    def devices(self, axes: Iterable[str]) -> Number:
+        """Devices of some axes together."""
+        return product(self.mesh[axis] for axis in axes)
+
+    def named(self, axes: Iterable[str]) -> str:
+        """``tensor=16``, or ``data=35 x fsdp=64 = 2240``; axes of size 1 are left out where others remain."""
+        chosen = [axis for axis in axes if self.mesh[axis] > 1] or list(axes)
+        text = " x ".join(f"{axis}={self.mesh[axis]}" for axis in chosen)
+        return f"{text} = {self.devices(chosen)}" if len(chosen) > 1 else text
 
 
 class Rule(msgspec.Struct, frozen=True):
@@ -103,7 +110,7 @@ def size_rules(derived: Derived) -> tuple[Rule, ...]:
     layers = derived.num_layers
     rules += [Rule("stages", lambda f: _places_used(f, layers), lambda f: _stages_message(f, layers))]
     if len(derived.program.stacks) > 1:
-        rules.append(Rule("stacks", lambda f: np.asarray(_stages(f)) == 1, lambda f: NO_PIPELINE))
+        rules.append(Rule("stacks", lambda f: np.asarray(f.stages) == 1, lambda f: NO_PIPELINE))
     rules += [Rule("experts", _experts_divide, lambda f: _experts_message(f, int(f.dims.get("E", 0))))]
     rules += [_split_rule(dim, axes, found) for dim, axes in found]
     if not any(dim == "B" for dim, _ in found):
@@ -114,18 +121,26 @@ def size_rules(derived: Derived) -> tuple[Rule, ...]:
 
 def _split_rule(dim: str, axes: tuple[str, ...], every: Sequence[Split]) -> Rule:
     if dim == "B":
-        return Rule("sequences", lambda f: _divides(_ways(f, axes) * f.num_microbatches, f.dims["B"]), _batch_of(axes))
-    name = f"{'*'.join(axes)} | {dim}"
-    return Rule(name, lambda f: _divides(_ways(f, axes), f.dims[dim]), _split_of(dim, axes, every))
+        return Rule(
+            "sequences",
+            lambda f: f.dims["B"] % (f.devices(axes) * f.num_microbatches) == 0,
+            lambda f: _batch_message(f, axes),
+        )
+    return Rule(
+        f"{'*'.join(axes)} | {dim}",
+        lambda f: f.dims[dim] % f.devices(axes) == 0,
+        lambda f: _split_message(f, dim, axes, every),
+    )
 
 
 SCHEDULE_RULE = Rule(
     "schedule",
-    lambda f: schedule_fits(f.schedule, stages=_stages(f), chunks=f.chunks, microbatches=f.num_microbatches),
-    lambda f: _schedule_message(f),
+    lambda f: schedule_fits(f.schedule, stages=f.stages, chunks=f.chunks, microbatches=f.num_microbatches),
+    lambda f: schedule_refusal(
+        f.schedule, stages=int(f.stages), chunks=int(f.chunks), microbatches=int(f.num_microbatches)
+    ),
 )
-PLACEMENT_RULE = Rule("placement", lambda f: f.num_placements > 0, lambda f: _placement_message(f))
-MEMORY_RULE = Rule("memory", lambda f: f.hbm_bytes <= f.hbm_limit_bytes, lambda f: _memory_message(f))
+MEMORY_RULE = "memory"
 
 
 def legal(setting: Setting, strategy: Strategy) -> tuple[Refusal, ...]:
@@ -140,16 +155,17 @@ def legal(setting: Setting, strategy: Strategy) -> tuple[Refusal, ...]:
         return (Refusal(rule="executed", message=str(error)),)
     derived, facts = setting.derived(strategy), facts_of(setting, strategy)
     refused = check_rules((*size_rules(derived), SCHEDULE_RULE), facts)
-    if not refused:
-        try:
-            placements = strategy_placements(setting.cluster, strategy)
-        except CannotRunError as error:
-            return (Refusal(rule="placement", message=str(error)),)
-        memory = setting.memory(strategy, derived)
-        limit = setting.memory_limit
-        facts = msgspec.structs.replace(facts, num_placements=len(placements), memory=memory, hbm_limit_bytes=limit)
-        refused = check_rules((PLACEMENT_RULE, MEMORY_RULE), facts)
-    return tuple(_with_remedy(r, setting, strategy, facts) for r in refused)
+    if refused:
+        return refused
+    try:
+        strategy_placements(setting.cluster, strategy)
+    except CannotRunError as error:
+        return (Refusal(rule="placement", message=str(error)),)
+    memory = setting.memory(strategy, derived)
+    if total_bytes(memory) <= setting.memory_limit:
+        return ()
+    message = f"{_memory_message(facts, memory, setting.memory_limit)} {_remedy(setting, strategy, facts)}"
+    return (Refusal(rule=MEMORY_RULE, message=message),)
 
 
 def require_legal(setting: Setting, strategy: Strategy) -> None:
@@ -210,28 +226,9 @@ def _experts_divide(facts: Facts) -> Any:
 
 def _places_used(facts: Facts, num_layers: int) -> Any:
     """Whether every stage has a layer, and few of the places for layers stay empty."""
-    stages, chunks = np.asarray(_stages(facts)), np.asarray(facts.chunks)
+    stages, chunks = np.asarray(facts.stages), np.asarray(facts.chunks)
     places = stages * chunks
     return (stages <= num_layers) & ((chunks == 1) | (places <= (1 + MAX_IDLE_LAYERS) * num_layers))
-
-
-def _stages(facts: Facts) -> Number:
-    return facts.mesh.get("pipeline", 1)
-
-
-def _ways(facts: Facts, axes: Iterable[str]) -> Number:
-    return product(facts.mesh[axis] for axis in axes)
-
-
-def _divides(ways: Number, size: Number) -> Any:
-    return size % ways == 0
-
-
-def _named(facts: Facts, axes: Iterable[str]) -> str:
-    """``tensor=16``, or ``data=35 x fsdp=64 = 2240``; axes of size 1 are left out where others remain."""
-    chosen = [axis for axis in axes if facts.mesh[axis] > 1] or list(axes)
-    text = " x ".join(f"{axis}={facts.mesh[axis]}" for axis in chosen)
-    return f"{text} = {_ways(facts, chosen)}" if len(chosen) > 1 else text
 
 
 def _choices(values: Sequence[int], wanted: int) -> str:
@@ -243,65 +240,49 @@ def _choices(values: Sequence[int], wanted: int) -> str:
     return f"{{..., {below}, {above}, ...}}" if below != above else f"{{..., {below}}}"
 
 
-def _split_of(dim: str, axes: tuple[str, ...], every: Sequence[Split]) -> Callable[[Facts], str]:
-    def message(facts: Facts) -> str:
-        size = facts.dims[dim]
-        chosen = [axis for axis in axes if facts.mesh[axis] > 1]
-        if len(chosen) == 1:
-            values = legal_axis_sizes(every, chosen[0], facts.dims)
-        else:
-            values = divisors(size)
-        what = "*".join(chosen)
-        padded = ""
-        if dim == "V":
-            unit = 128 * int(_ways(facts, axes))
-            padded = f" Or pad the vocabulary: --set model.vocab_size={-(-int(size) // unit) * unit}."
+def _split_message(facts: Facts, dim: str, axes: tuple[str, ...], every: Sequence[Split]) -> str:
+    size, count = facts.dims[dim], int(facts.devices(axes))
+    chosen = [axis for axis in axes if facts.mesh[axis] > 1]
+    values = legal_axis_sizes(every, chosen[0], facts.dims) if len(chosen) == 1 else divisors(size)
+    padded = ""
+    if dim == "V":
+        unit = 128 * count
+        padded = f" Or pad the vocabulary: --set model.vocab_size={-(-int(size) // unit) * unit}."
+    return (
+        f"{facts.named(axes)} does not divide {dim}={size} {NOUNS.get(dim, '')} of {facts.model}. "
+        f"Use {'*'.join(chosen)} in {_choices(values, count)}.{padded}"
+    )
+
+
+def _batch_message(facts: Facts, axes: tuple[str, ...]) -> str:
+    size, count = facts.dims["B"], int(facts.devices(axes))
+    if size % count == 0:
+        local = size // count
+        whose = f"the {local} sequences that each of {count} data shards has of {size}"
         return (
-            f"{_named(facts, axes)} does not divide {dim}={size} {NOUNS.get(dim, '')} of {facts.model}. "
-            f"Use {what} in {_choices(values, int(_ways(facts, axes)))}.{padded}"
+            f"num_microbatches={facts.num_microbatches} does not divide "
+            f"{whose if count > 1 else f'the batch of {size} sequences'}. "
+            f"Use num_microbatches in {_choices(divisors(local), facts.num_microbatches)}."
         )
-
-    return message
-
-
-def _batch_of(axes: tuple[str, ...]) -> Callable[[Facts], str]:
-    def message(facts: Facts) -> str:
-        size, ways = facts.dims["B"], int(_ways(facts, axes))
-        if size % ways == 0:
-            local = size // ways
-            whose = f"the {local} sequences that each of {ways} data shards has of {size}"
-            return (
-                f"num_microbatches={facts.num_microbatches} does not divide "
-                f"{whose if ways > 1 else f'the batch of {size} sequences'}. "
-                f"Use num_microbatches in {_choices(divisors(local), facts.num_microbatches)}."
-            )
-        near = max(1, round(size / ways)) * ways
-        what = "*".join(axes)
-        return (
-            f"{_named(facts, axes)} does not divide the batch of {size} sequences. "
-            f"Use {what} in {_choices(divisors(size), ways)}, or a batch of {near} sequences."
-        )
-
-    return message
+    near = max(1, round(size / count)) * count
+    return (
+        f"{facts.named(axes)} does not divide the batch of {size} sequences. "
+        f"Use {'*'.join(axes)} in {_choices(divisors(size), count)}, or a batch of {near} sequences."
+    )
 
 
 def _devices_message(facts: Facts) -> str:
     have = int(product(facts.mesh.values()))
     return (
-        f"mesh {_named(facts, facts.mesh)} uses {have} devices and {facts.cluster} has {facts.num_chips}. "
+        f"mesh {facts.named(facts.mesh)} uses {have} devices and {facts.cluster} has {facts.num_chips}. "
         f"Make the product of the axes {facts.num_chips}, or name a cluster of {have}."
     )
 
 
 def _stages_message(facts: Facts, num_layers: int) -> str:
-    stages, chunks = _stages(facts), facts.chunks
+    stages, chunks = facts.stages, facts.chunks
     what = f"pipeline={stages}" if chunks == 1 else f"pipeline={stages} x chunks={chunks} = {stages * chunks}"
     return f"{what} stages are more than the {num_layers} layers of {facts.model}. Use at most {num_layers} in all."
-
-
-def _schedule_message(facts: Facts) -> str:
-    stages, count = int(_stages(facts)), int(facts.num_microbatches)
-    return schedule_refusal(facts.schedule, stages=stages, chunks=int(facts.chunks), microbatches=count)
 
 
 def _experts_message(facts: Facts, num_experts: int) -> str:
@@ -312,26 +293,17 @@ def _experts_message(facts: Facts, num_experts: int) -> str:
     return f"expert={size} does not divide the {num_experts} experts of {facts.model}. Use expert in {choices}."
 
 
-def _placement_message(facts: Facts) -> str:
-    return (
-        f"mesh {_named(facts, facts.mesh)} cannot be laid on {facts.cluster}: every mesh axis must be made of whole "
-        f"factors of its physical axes. Use axis sizes that multiply to each of them."
-    )
-
-
-def _memory_message(facts: Facts) -> str:
-    largest = sorted(facts.memory.items(), key=lambda item: -item[1])[:3]
+def _memory_message(facts: Facts, memory: dict[str, Number], limit: float) -> str:
+    largest = sorted(memory.items(), key=lambda item: -item[1])[:3]
     items = ", ".join(f"{name} {format_bytes(float(size))}" for name, size in largest)
     return (
-        f"{facts.model} on mesh {_named(facts, facts.mesh)} needs {format_bytes(float(facts.hbm_bytes))} per chip and "
-        f"a chip of {facts.cluster} has {format_bytes(facts.hbm_limit_bytes)} ({items})."
+        f"{facts.model} on mesh {facts.named(facts.mesh)} needs {format_bytes(float(total_bytes(memory)))} per "
+        f"chip and a chip of {facts.cluster} has {format_bytes(limit)} ({items})."
     )
 
 
-def _with_remedy(refusal: Refusal, setting: Setting, strategy: Strategy, facts: Facts) -> Refusal:
-    """A memory refusal with the least change of remat and microbatches that fits."""
-    if refusal.rule != MEMORY_RULE.name:
-        return refusal
+def _remedy(setting: Setting, strategy: Strategy, facts: Facts) -> str:
+    """The least change of remat and microbatches that fits."""
     shards = int(product(strategy.mesh.get(axis, 1) for axis in ("data", "fsdp", "expert")))
     changed = {remat: msgspec.structs.replace(strategy, remat=remat) for remat in REMAT_POLICIES}
     derived = {remat: setting.derived(other) for remat, other in changed.items()}
@@ -341,8 +313,6 @@ def _with_remedy(refusal: Refusal, setting: Setting, strategy: Strategy, facts: 
         for remat, other in changed.items():
             with_count = msgspec.structs.replace(other, num_microbatches=count)
             need = float(total_bytes(setting.memory(with_count, derived[remat])))
-            if need <= facts.hbm_limit_bytes:
-                advice = f"Use remat={remat} with num_microbatches={count} ({format_bytes(need)})."
-                return msgspec.structs.replace(refusal, message=f"{refusal.message} {advice}")
-    advice = "No remat policy or number of microbatches makes it fit: use more chips, or larger fsdp and tensor axes."
-    return msgspec.structs.replace(refusal, message=f"{refusal.message} {advice}")
+            if need <= setting.memory_limit:
+                return f"Use remat={remat} with num_microbatches={count} ({format_bytes(need)})."
+    return "No remat policy or number of microbatches makes it fit: use more chips, or larger fsdp and tensor axes."

@@ -1,5 +1,8 @@
 """Candidates priced, remembered and ranked: the fastest of every variant of every pattern, and a varied choice."""
 
+from collections.abc import Callable
+from typing import Any
+
 import msgspec
 import numpy as np
 
@@ -71,21 +74,19 @@ class Best:
             return np.zeros(0, dtype=np.intp)
         level = np.round(np.log(seconds / seconds.min()) / TIE)
 
-        def spread(value: object) -> np.ndarray:
-            return np.concatenate([np.broadcast_to(np.asarray(value(v)), len(v.rows)) for v in self.kept])  # type: ignore[operator]
-
-        keys = (
-            seconds,
-            spread(lambda v: v.rows.mesh["context"]),
-            spread(lambda v: v.rows.mesh["data"]),
-            spread(lambda v: v.pattern),
-            spread(lambda v: v.rank),
-            spread(lambda v: v.rows.microbatches),
-            spread(lambda v: len(v.offload)),
-            spread(lambda v: v.rows.mesh["pipeline"]),
-            level,
+        keys: tuple[Callable[[Variant], Any], ...] = (
+            lambda v: v.rows.mesh["context"],
+            lambda v: v.rows.mesh["data"],
+            lambda v: v.pattern,
+            lambda v: v.rank,
+            lambda v: v.rows.microbatches,
+            lambda v: len(v.offload),
+            lambda v: v.rows.mesh["pipeline"],
         )
-        return np.lexsort(keys)
+        columns = (
+            np.concatenate([np.broadcast_to(np.asarray(key(v)), len(v.rows)) for v in self.kept]) for key in keys
+        )
+        return np.lexsort((seconds, *columns, level))
 
     def meshes(self) -> np.ndarray:
         """The mesh of every kept candidate, one row each."""

@@ -13,6 +13,12 @@ from meshwright.spec.model import Model
 from meshwright.spec.plan_file import Plan
 from meshwright.spec.strategy import Strategy
 
+_FIGURES = (
+    *("step_s", "step_s_lower", "step_s_upper", "step_s_p10", "step_s_p90", "mfu", "hfu", "hbm_bytes_per_chip"),
+    *("memory", "bound_by", "train_days", "cost_usd"),
+)
+"""Fields of a prediction in the order of `plan --json`."""
+
 
 class PlannedStrategy(msgspec.Struct, frozen=True, kw_only=True):
     """One strategy that runs as it stands, in the setting of the chips that it uses, with its prediction."""
@@ -43,33 +49,19 @@ class PlannedStrategy(msgspec.Struct, frozen=True, kw_only=True):
 
     def to_json(self) -> dict[str, Any]:
         """Plain data, the keys of `plan --json`."""
-        found, strategy = self.estimate, self.strategy
+        remat = self.strategy.remat
+        found, strategy = msgspec.to_builtins(self.estimate), msgspec.to_builtins(self.strategy)
         return {
-            "axes": dict(strategy.mesh),
-            "placement": dict(strategy.placement),
-            "assignment": msgspec.to_builtins(strategy.assignment),
-            "num_microbatches": strategy.num_microbatches,
-            "schedule": strategy.schedule,
-            "chunks": strategy.chunks,
-            "zero": strategy.zero,
-            "context_attention": strategy.context_attention,
-            "offload": list(strategy.offload),
-            "precision": strategy.matmul_dtype,
-            "remat": strategy.remat if isinstance(strategy.remat, str) else list(strategy.remat),
-            "step_s": found.step_s,
-            "step_s_lower": found.step_s_lower,
-            "step_s_upper": found.step_s_upper,
-            "step_s_p10": found.step_s_p10,
-            "step_s_p90": found.step_s_p90,
-            "mfu": found.mfu,
-            "hfu": found.hfu,
-            "hbm_bytes_per_chip": found.hbm_bytes_per_chip,
-            "memory": dict(found.memory),
-            "bound_by": found.bound_by,
-            "train_days": found.train_days,
-            "cost_usd": found.cost_usd,
+            "axes": strategy["mesh"],
+            **{name: strategy[name] for name in ("placement", "assignment", "num_microbatches", "schedule", "chunks")},
+            "zero": self.strategy.zero,
+            "context_attention": strategy["context_attention"],
+            "offload": list(self.strategy.offload),
+            "precision": self.strategy.matmul_dtype,
+            "remat": remat if isinstance(remat, str) else list(remat),
+            **{name: found[name] for name in _FIGURES},
             "num_chips": self.num_chips,
-            "terms": dict(found.terms),
+            "terms": found["terms"],
         }
 
 

@@ -57,16 +57,13 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     ``fits_without_stages`` says whether any of those ranked has one pipeline stage.
     """
 
-    found: tuple[PlannedStrategy, ...]
+    found: tuple[PlannedStrategy, ...] = ()
     num_meshes: int
     num_legal: int = 0
-    num_candidates: int
-    least_bytes: float
+    num_candidates: int = 0
+    least_bytes: float = np.inf
     frontier: tuple[PlannedStrategy, ...] = ()
     fits_without_stages: bool = False
-
-
-NOTHING = Outcome(found=(), num_meshes=0, num_candidates=0, least_bytes=np.inf)
 
 
 def search(
@@ -91,7 +88,7 @@ def search(
         meshes = _screened(space, cluster, meshes)
     laid, placements = _laid(cluster, meshes)
     if not placements:
-        return msgspec.structs.replace(NOTHING, num_meshes=num_meshes)
+        return Outcome(num_meshes=num_meshes)
     bench, every = _Bench(space, cluster, placements), with_microbatches(space, laid)
     best = Best()
     for number, pattern in enumerate(space.patterns):

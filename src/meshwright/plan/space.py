@@ -98,11 +98,6 @@ class Space(msgspec.Struct, frozen=True, kw_only=True):
     axes: tuple[str, ...] = MESH_AXES
     idle_layers: float = MAX_IDLE_LAYERS
 
-    @property
-    def pipelines(self) -> bool:
-        """Whether layers may be split over stages."""
-        return "pipeline" in self.axes
-
     def dims(self, batch_seqs: Any) -> dict[str, Any]:
         """Sizes of all dims, B of the whole batch."""
         return self.setting.model.dims | {"B": batch_seqs, "T": self.setting.job.seq_len}

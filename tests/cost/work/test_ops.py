@@ -14,7 +14,7 @@ from meshwright.algebra.steps import Step
 from meshwright.algebra.transformer import transformer
 from meshwright.cost.setting import Setting
 from meshwright.cost.work.ops import model_flops, num_matmul_params, op_flops, op_hbm_bytes
-from meshwright.cost.work.sizes import expert_slots
+from meshwright.cost.work.slots import expert_slots
 from meshwright.spec import catalogue
 from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.job import Job

@@ -104,7 +104,7 @@ def _meshed(cluster: Cluster, strategy: Strategy, axes: Mapping[str, int]) -> St
 
 def _point(label: str, setting: Setting, strategy: Strategy) -> MemoryPoint:
     items: dict[str, float] = {}
-    reason = next((one.message for one in legal(setting, strategy) if one.rule != MEMORY_RULE.name), "")
+    reason = next((one.message for one in legal(setting, strategy) if one.rule != MEMORY_RULE), "")
     if not reason:
         items = {name: float(size) for name, size in setting.memory(strategy).items()}
     return MemoryPoint(label=label, strategy=strategy, job=setting.job, items=items, reason=reason)

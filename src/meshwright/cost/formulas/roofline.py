@@ -13,10 +13,8 @@ import numpy as np
 
 from meshwright.core.dims import DTYPE_BYTES
 from meshwright.core.errors import InputError, nearest
+from meshwright.cost.arrays import Number
 from meshwright.spec.chip import Chip, compute_dtype, known, peak
-
-Number = Any
-"""A float, an int or a NumPy array of them."""
 
 Channel = Literal["hbm", "vmem", "pcie", "ici", "dcn"]
 

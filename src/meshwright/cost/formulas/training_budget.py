@@ -1,12 +1,9 @@
 """What a training run takes: FLOPs, days, utilisation, money, energy. Sizes may be NumPy arrays."""
 
 import math
-from typing import Any
 
 from meshwright.core.errors import InputError
-
-Number = Any
-"""A float, an int or a NumPy array of them."""
+from meshwright.cost.arrays import Number
 
 DAY_S = 86400.0
 YEAR_S = 365 * DAY_S

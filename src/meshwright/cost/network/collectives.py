@@ -55,14 +55,6 @@ class GroupRates(msgspec.Struct, frozen=True, kw_only=True):
         return rate
 
     @property
-    def seconds_per_byte_all_gather(self) -> Number:
-        return self["all_gather"].seconds_per_byte
-
-    @property
-    def seconds_per_byte_all_to_all(self) -> Number:
-        return self["all_to_all"].seconds_per_byte
-
-    @property
     def latency_s(self) -> Number:
         """The floor of one AllGather: hops x the latency of a hop."""
         return self["all_gather"].floor_s

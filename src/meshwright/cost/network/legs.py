@@ -7,11 +7,9 @@ import msgspec
 import numpy as np
 
 from meshwright.core.errors import InputError, nearest
+from meshwright.cost.arrays import Number
 from meshwright.cost.network.links import Level, Link
 from meshwright.cost.network.placement import Placement
-
-Number = Any
-"""A float, an int or a NumPy array of them."""
 
 TWIST_GAIN = {"k x k x 2k": 1.63, "k x 2k x 2k": 1.31}
 """AllToAll throughput of a whole twisted torus over the plain one of its shape, as measured on TPU v4 in slices of

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import msgspec
 
@@ -35,8 +35,8 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
         ]
 
 
-def place_axes(cluster: Cluster, mesh: Mapping[str, int], *, limit: int = MAX_PLACEMENTS) -> tuple[Placement, ...]:
-    """Candidate placements of a mesh (axis -> size, major to minor), at most ``limit``, whole axes first.
+def place_axes(cluster: Cluster, mesh: Mapping[str, int]) -> tuple[Placement, ...]:
+    """Candidate placements of a mesh (axis -> size, major to minor), at most ``MAX_PLACEMENTS``, whole axes first.
 
     On a torus a mesh axis is factored over the physical axes; the minor axes lie inside as contiguous blocks.
     Those kept are not beaten on every axis by another one. On switches the minor axes fill the domain first.
@@ -51,7 +51,7 @@ def place_axes(cluster: Cluster, mesh: Mapping[str, int], *, limit: int = MAX_PL
     # axes of size 1 take no link, and leaving them out lets equal meshes share one cached search
     names = tuple(axis for axis, size in mesh.items() if size > 1)
     sizes = tuple(mesh[axis] for axis in names)
-    layouts = _LAYOUTS[cluster.kind](cluster, sizes, limit)
+    layouts = _LAYOUTS[cluster.kind](cluster, sizes)
     links = physical_links(cluster)
     return tuple(Placement(mesh=dict(mesh), links=_named(links, layout, names)) for layout in layouts)
 
@@ -88,7 +88,7 @@ def _named(links: tuple[Link, ...], layout: Layout, names: tuple[str, ...]) -> t
     )
 
 
-def _torus_layouts(cluster: Cluster, sizes: Split, limit: int) -> tuple[Layout, ...]:
+def _torus_layouts(cluster: Cluster, sizes: Split) -> tuple[Layout, ...]:
     slices = _take_outermost(sizes, cluster.num_slices)
     inside = tuple(size // outer for size, outer in zip(sizes, slices, strict=True))
     longest = max(cluster.shape)
@@ -97,7 +97,7 @@ def _torus_layouts(cluster: Cluster, sizes: Split, limit: int) -> tuple[Layout, 
         wraps and not (cluster.twisted and size < longest)
         for size, wraps in zip(cluster.shape, cluster.wraps, strict=True)
     )
-    layouts = _split_layouts(cluster.shape, rings, inside, limit)
+    layouts = _split_layouts(cluster.shape, rings, inside)
     if cluster.num_slices == 1:
         return layouts
     over_dcn = tuple((index, outer) for index, outer in enumerate(slices) if outer > 1)
@@ -112,10 +112,6 @@ def _take_outermost(sizes: Split, num_slices: int) -> Split:
         taken.append(factor)
         num_slices //= factor
     return tuple(taken)
-
-
-def _switched_layouts(cluster: Cluster, sizes: Split, limit: int) -> tuple[Layout, ...]:
-    return (_fill_levels(cluster.shape, sizes),)
 
 
 @functools.lru_cache(maxsize=1 << 16)
@@ -135,15 +131,15 @@ def _fill_levels(shape: Split, sizes: Split) -> Layout:
     return tuple(tuple((index, one) for index, one in enumerate(parts) if one > 1) for parts in layout)
 
 
-def _host_layouts(cluster: Cluster, sizes: Split, limit: int) -> tuple[Layout, ...]:
-    return (((tuple(enumerate(sizes))),),)
-
-
-_LAYOUTS = {"torus": _torus_layouts, "switched": _switched_layouts, "host": _host_layouts}
+_LAYOUTS: dict[str, Callable[[Cluster, Split], tuple[Layout, ...]]] = {
+    "torus": _torus_layouts,
+    "switched": lambda cluster, sizes: (_fill_levels(cluster.shape, sizes),),
+    "host": lambda cluster, sizes: ((tuple(enumerate(sizes)),),),
+}
 
 
 @functools.lru_cache(maxsize=1 << 16)
-def _split_layouts(shape: Split, wraps: tuple[bool, ...], sizes: Split, limit: int) -> tuple[Layout, ...]:
+def _split_layouts(shape: Split, wraps: tuple[bool, ...], sizes: Split) -> tuple[Layout, ...]:
     """Layouts of the sizes (major to minor) over a torus, best first."""
     partial: list[tuple[Split, tuple[Split, ...], tuple[float, ...]]] = [((1,) * len(shape), (), ())]
     for index in reversed(range(len(sizes))):
@@ -156,7 +152,7 @@ def _split_layouts(shape: Split, wraps: tuple[bool, ...], sizes: Split, limit: i
         partial = grown
     kept = _not_beaten([(splits, costs) for _, splits, costs in partial])
     kept.sort(key=lambda one: (_shared_axes(one[0]), sum(one[1])))
-    return tuple(_layout(splits, len(shape)) for splits, _ in kept[:limit])
+    return tuple(_layout(splits, len(shape)) for splits, _ in kept[:MAX_PLACEMENTS])
 
 
 def _shared_axes(splits: tuple[Split, ...]) -> int:
@@ -192,7 +188,7 @@ def _splits(
     """
     free = tuple(p // u for p, u in zip(shape, used, strict=True))
     distinct: dict[tuple[object, ...], tuple[int, float, int, Split]] = {}
-    for split in _factorings(size, free):
+    for split in factorings(size, [[d for d in range(1, most + 1) if most % d == 0] for most in free]):
         signature = tuple(sorted(zip(shape, wraps, used, split, strict=True)))
         if signature not in distinct:
             cost = _relative_time(shape, wraps, used, split)
@@ -207,16 +203,16 @@ def _splits(
     return tuple(kept)
 
 
-def _factorings(size: int, free: Split) -> list[Split]:
-    if len(free) == 1:
-        return [(size,)] if free[0] % size == 0 else []
-    common = math.gcd(size, free[0])
-    return [
-        (first, *rest)
-        for first in range(1, common + 1)
-        if common % first == 0
-        for rest in _factorings(size // first, free[1:])
-    ]
+def factorings(number: int, options: Sequence[Sequence[int]]) -> Iterator[tuple[int, ...]]:
+    """All ways to write a number as an ordered product of one factor from each list."""
+    if len(options) == 1:
+        if number in options[0]:
+            yield (number,)
+        return
+    for first in options[0]:
+        if number % first == 0:
+            for rest in factorings(number // first, options[1:]):
+                yield (first, *rest)
 
 
 def _relative_time(shape: Split, wraps: tuple[bool, ...], used: Split, split: Split) -> float:

@@ -1,7 +1,5 @@
 """What a local step does on one emulated device, in the units of its pace inside a step (`spec.calibration.Pace`)."""
 
-from typing import Any
-
 import msgspec
 import numpy as np
 
@@ -20,12 +18,10 @@ from meshwright.algebra.ops.cached_attention import CachedAttention
 from meshwright.algebra.ops.collective_matmul import num_blocks
 from meshwright.algebra.sizes import OpSizes
 from meshwright.algebra.steps import Step
+from meshwright.cost.arrays import Number
 from meshwright.cost.work.ops import is_attention, op_flops, op_hbm_bytes
 from meshwright.cost.work.slots import computed_share, num_slot_calls, slot_sizes
 from meshwright.spec.calibration import HostRates, Pace
-
-Number = Any
-"""A float, or a NumPy array with one entry per candidate."""
 
 
 class Amounts(msgspec.Struct, frozen=True, kw_only=True):

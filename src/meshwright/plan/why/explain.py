@@ -4,7 +4,6 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from meshwright.algebra.steps import Step
 from meshwright.core.errors import CannotRunError
 from meshwright.core.units import format_seconds
 from meshwright.cost.breakdown import Breakdown, Term
@@ -29,23 +28,24 @@ MAX_FREE_SHARE = 0.002
 """Local steps that take less of a pass than this are left out of the listing (they stay in every sum)."""
 
 
-ADVICE: dict[int, str] = {
-    1: "FSDP (or data parallelism) alone",
-    2: "context or tensor parallelism; not a pipeline, which needs as many microbatches as stages and so takes the "
-    "sequences back",
-    3: "pipeline stages, or tensor parallelism across nodes, so that a chip moves fewer weights",
-    4: "context or tensor parallelism for the sequences, and pipeline stages or tensor parallelism across nodes for "
-    "the weights",
+CASES: dict[int, tuple[str, tuple[str, ...]]] = {
+    1: ("FSDP (or data parallelism) alone", ()),
+    2: (
+        "context or tensor parallelism; not a pipeline, which needs as many microbatches as stages and so takes the "
+        "sequences back",
+        ("context", "tensor"),
+    ),
+    3: (
+        "pipeline stages, or tensor parallelism across nodes, so that a chip moves fewer weights",
+        ("pipeline", "tensor"),
+    ),
+    4: (
+        "context or tensor parallelism for the sequences, and pipeline stages or tensor parallelism across nodes for "
+        "the weights",
+        ("context", "tensor", "pipeline"),
+    ),
 }
-"""What helps in each of the four cases."""
-
-HELPERS: dict[int, tuple[str, ...]] = {
-    1: (),
-    2: ("context", "tensor"),
-    3: ("pipeline", "tensor"),
-    4: ("context", "tensor", "pipeline"),
-}
-"""The axes that the advice of each case names."""
+"""What helps in each of the four cases, and the axes that it names."""
 
 
 class Line(msgspec.Struct, frozen=True, kw_only=True):
@@ -125,7 +125,7 @@ class FsdpCase(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def advice(self) -> str:
         """What helps."""
-        return ADVICE[self.case]
+        return CASES[self.case][0]
 
     @property
     def words(self) -> str:
@@ -183,44 +183,33 @@ def explain(plan: Plan) -> Explanation:
     """
     setting = setting_of(plan)
     for refusal in legal(setting, plan.strategy):
-        if refusal.rule != MEMORY_RULE.name:
+        if refusal.rule != MEMORY_RULE:
             raise CannotRunError(refusal.message)
     priced = price_strategy(setting, plan.strategy)
     budget = run_budget(plan, step_s=priced.estimate.step_s)
-    letters = letters_of(plan, priced, budget)
+    letters = letters_of(priced, budget)
+    executed = [(cost.step.phase, float(cost.flops * cost.count)) for cost in priced.costs.all]
     return Explanation(
         plan=plan,
         estimate=priced.estimate,
         terms=Breakdown(priced).terms,
-        recomputed=_recomputed(priced.costs.all),
+        recomputed=sum(n for phase, n in executed if phase == "recompute") / sum(n for _, n in executed),
         changes=try_changes(setting, plan.strategy, priced.estimate.step_s),
         fsdp=fsdp_case(plan),
         blocks=_passes(priced),
-        between=_between_stages(plan, priced),
+        between=_between_stages(priced),
         once=_algorithm("once per step", priced.costs.once, of_layers=True),
-        batch=batch_of(plan),
+        batch=batch_of(priced),
         symbols=letters,
-        limits=tuple(sorted(limits_at(letters), key=_speed_first)),
+        limits=tuple(sorted(limits_at(letters), key=lambda limit: limit.kind != "speed")),
         training=budget,
     )
-
-
-def _recomputed(costs: Sequence[StepCost]) -> float:
-    every = sum(float(c.flops * c.count) for c in costs)
-    return sum(float(c.flops * c.count) for c in costs if c.step.phase == "recompute") / every
-
-
-def _speed_first(limit: Limit) -> bool:
-    return limit.kind != "speed"
 
 
 def limit_of_term(term: Term, limits: Sequence[Limit]) -> Limit | None:
     """The limit that a term of a step is near, None where none is known."""
     found = {limit.name: limit for limit in limits}
-    for name in _limits_of(term.name):
-        if name in found:
-            return found[name]
-    return None
+    return next((found[name] for name in _limits_of(term.name) if name in found), None)
 
 
 def _limits_of(name: str) -> Iterator[str]:
@@ -260,9 +249,9 @@ def _passes(priced: PricedStrategy) -> tuple[BlockPasses, ...]:
     return tuple(sorted(found, key=lambda one: one.repeat))
 
 
-def _between_stages(plan: Plan, priced: PricedStrategy) -> BetweenStages | None:
+def _between_stages(priced: PricedStrategy) -> BetweenStages | None:
     """The boundary of two stages and the schedule; None without stages."""
-    strategy = plan.strategy
+    strategy = priced.strategy
     if strategy.mesh.get("pipeline", 1) == 1:
         return None
     count = strategy.num_microbatches
@@ -304,12 +293,13 @@ def _line(number: int, cost: StepCost, times: float) -> Line:
         flops=float(cost.flops),
         time_s=float(cost.time_s),
         critical=cost.step.is_collective and not cost.hides,
-        overlaps=_overlap(cost.step, cost),
+        overlaps=_overlap(cost),
         times=times,
     )
 
 
-def _overlap(step: Step, cost: StepCost) -> str:
+def _overlap(cost: StepCost) -> str:
+    step = cost.step
     if not step.is_collective:
         return "recomputed" if step.phase == "recompute" else ""
     if cost.goes_round:
@@ -337,7 +327,7 @@ def fsdp_case(plan: Plan) -> FsdpCase | None:
     flops = training_flops(num_active_params(plan.model), job.tokens_per_step)
     compute = train_seconds(flops, num_chips=cluster.num_chips, peak_flops=rate)
     placement = physical_placement(cluster)
-    gather = group_rates(placement, placement.mesh, plan.calibration).seconds_per_byte_all_gather
+    gather = group_rates(placement, placement.mesh, plan.calibration)["all_gather"].seconds_per_byte
     width = STATE_BYTES[strategy.state]["weights"]
     comms = limits.flat_fsdp_comms_s(num_params(plan.model), 1 / gather, bytes_per_param=width)
     others = tuple(axis for axis in ("pipeline", "context", "tensor") if strategy.mesh.get(axis, 1) > 1)
@@ -351,10 +341,6 @@ def fsdp_case(plan: Plan) -> FsdpCase | None:
         max_chips_by_comms=float(cluster.num_chips * compute / comms),
         tokens_per_chip=job.tokens_per_step / cluster.num_chips,
         other_axes=others,
-        follows=_follows(case, others),
+        # some axis that the case asks for; none beyond, in case 1
+        follows=not others if case == 1 else not set(CASES[case][1]).isdisjoint(others),
     )
-
-
-def _follows(case: int, others: tuple[str, ...]) -> bool:
-    """Whether the axes of a plan are some that the case asks for; none beyond, in case 1."""
-    return not others if case == 1 else bool(set(HELPERS[case]) & set(others))
