@@ -7,7 +7,7 @@ import pytest
 from meshwright.algebra.schedules.fused import fused, fused_seconds
 from meshwright.algebra.schedules.registry import build
 from meshwright.algebra.schedules.simulation import simulate
-from meshwright.cost.offload import Offload
+from meshwright.cost.offload import Transfers
 from meshwright.cost.pass_times import BlockTimes
 from meshwright.cost.pipeline import Pipeline
 from meshwright.cost.setting import Setting
@@ -106,7 +106,7 @@ def test_dualpipe_updates_two_stages_and_takes_turns_at_the_ends():
 def test_offloaded_results_hold_up_passes_that_are_shorter():
     """1.5 s over PCIe for a layer's results: forward passes of 1 s wait, backward passes of 2 s do not."""
     plain = TIMES.step_s(Pipeline(microbatches=4)).step_s
-    moved = TIMES.step_s(Pipeline(microbatches=4), Offload(activations_s=1.5, optimizer_s=7.0)).step_s
+    moved = TIMES.step_s(Pipeline(microbatches=4), Transfers(activations_s=1.5, optimizer_s=7.0)).step_s
     assert moved - plain == pytest.approx(4 * 8 * 0.5 + 7)
 
 

@@ -7,7 +7,7 @@ from meshwright.algebra.derive import derive
 from meshwright.algebra.transformer import transformer
 from meshwright.core.dims import MESH_AXES
 from meshwright.core.errors import CannotRunError, InputError
-from meshwright.cost.arrays import taken
+from meshwright.cost.arrays import select
 from meshwright.cost.formulas import limits
 from meshwright.cost.network.placement import place_axes
 from meshwright.cost.pipeline import Pipeline
@@ -158,7 +158,7 @@ def _compare_scalars(cluster, remat, found):
             state=state,
         )
         one = estimate_step(Setting(TINY, laid, job, CLUSTERS[cluster]), strategy)
-        here = taken(estimates, index)
+        here = select(estimates, index)
         for field in ("step_s", "step_s_lower", "step_s_upper", "mfu", "hfu", "hbm_bytes_per_chip", "flops"):
             assert getattr(here, field) == pytest.approx(getattr(one, field), rel=1e-9), (field, axes)
         assert here.bound_by == one.bound_by

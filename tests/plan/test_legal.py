@@ -11,7 +11,7 @@ from meshwright.core.errors import CannotRunError
 from meshwright.cost.setting import Setting
 from meshwright.plan.legal import (
     SCHEDULE_RULE,
-    Facts,
+    StrategySizes,
     check_rules,
     divisors,
     legal,
@@ -215,7 +215,7 @@ def test_the_mask_and_the_messages_agree():
     mesh["expert"] = rng.choice([1, 1, 1, 2], number)
     chips = 16
     counts, chunks = rng.choice([1, 2, 4, 3], number), rng.choice([1, 2, 4], number)
-    facts = Facts(
+    facts = StrategySizes(
         model="tiny",
         cluster="test",
         num_chips=chips,

@@ -17,7 +17,7 @@ from meshwright.cost.pipeline import Pipeline
 from meshwright.cost.step_costs import collective_groups
 from meshwright.cost.step_rates import StepRates, strategy_placements
 from meshwright.cost.train_step import PricedStep
-from meshwright.cost.work.kernels import ChipRates, Group, chip_rates
+from meshwright.cost.work.kernels import AxisGroup, ChipRates, chip_rates
 from meshwright.spec.calibration import Calibration, Efficiency
 from meshwright.spec.efficiency import family
 
@@ -38,8 +38,8 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
     derived: Derived
     sizes: OpSizes
     pipeline: Pipeline
-    legs: dict[Group, tuple[Leg, ...]]
-    fills: dict[Group, np.ndarray]
+    legs: dict[AxisGroup, tuple[Leg, ...]]
+    fills: dict[AxisGroup, np.ndarray]
     links: np.ndarray
     num_hosts: np.ndarray
 
@@ -161,7 +161,7 @@ def _stacked_leg(level: Any, legs: Sequence[Leg | None]) -> Leg:
     return Leg(level=level, **figures)
 
 
-def _filled(placements: Sequence[Placement], group: Group) -> np.ndarray:
+def _filled(placements: Sequence[Placement], group: AxisGroup) -> np.ndarray:
     """Physical axes x cases: whether the group lies on the axis. It keeps those busy whose level binds it."""
     filled = np.zeros(_links(placements).shape, dtype=bool)
     for number, placed in enumerate(placements):

@@ -1,4 +1,4 @@
-"""Numbers and arrays of them alike: sums, and structs whose figures have one entry per candidate."""
+"""Sums of numbers or arrays, and structs whose figures are arrays with one entry per candidate."""
 
 import functools
 import operator
@@ -8,56 +8,55 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 
-Number = Any
-"""A float, an int, or a NumPy array with one entry per candidate."""
+from meshwright.algebra.sizes import Number
 
 T = TypeVar("T")
 
 
 def total(values: Iterable[Number]) -> Number:
-    """The sum of numbers or arrays, added one after the other."""
+    """Sums numbers or arrays from first to last."""
     return functools.reduce(operator.add, values, 0.0)
 
 
 def largest(values: Iterable[Number]) -> Number:
-    """The largest at every place, at least 0."""
+    """Returns the elementwise maximum, at least 0."""
     return functools.reduce(np.maximum, values, 0.0)
 
 
-def mapped(change: Callable[..., Any], *parts: Any) -> Any:
-    """Structs, dicts and tuples of one shape with ``change`` applied to what all have at each place.
+def map_figures(change: Callable[..., Any], *parts: Any) -> Any:
+    """Applies ``change`` to corresponding leaves of structs, dicts and tuples of one shape.
 
-    Dicts may differ in their keys: those that all have are left.
+    Dicts may differ in their keys; only common keys remain.
     """
     first = parts[0]
     if isinstance(first, msgspec.Struct):
         fields = first.__struct_fields__
-        return type(first)(**{name: mapped(change, *(getattr(part, name) for part in parts)) for name in fields})
+        return type(first)(**{name: map_figures(change, *(getattr(part, name) for part in parts)) for name in fields})
     if isinstance(first, dict):
         keys = [key for key in first if all(key in part for part in parts)]
-        return {key: mapped(change, *(part[key] for part in parts)) for key in keys}
+        return {key: map_figures(change, *(part[key] for part in parts)) for key in keys}
     if isinstance(first, list | tuple):
-        return type(first)(mapped(change, *places) for places in zip(*parts, strict=True))
+        return type(first)(map_figures(change, *places) for places in zip(*parts, strict=True))
     return change(*parts)
 
 
-def taken(parts: T, index: Any) -> T:
-    """The entries of all arrays that an index picks; numbers and plain fields stay."""
-    found: T = mapped(lambda value: value[index] if isinstance(value, np.ndarray) and value.ndim else value, parts)
+def select(parts: T, index: Any) -> T:
+    """Indexes all arrays of a struct; numbers and other fields stay."""
+    found: T = map_figures(lambda value: value[index] if isinstance(value, np.ndarray) and value.ndim else value, parts)
     return found
 
 
-def stacked(parts: Sequence[T]) -> T:
-    """One struct whose figures are arrays, with an entry for each of the given structs."""
-    found: T = mapped(lambda *values: np.array(values), *parts)
+def stack(parts: Sequence[T]) -> T:
+    """Returns one struct whose figures are arrays, with an entry for each given struct."""
+    found: T = map_figures(lambda *values: np.array(values), *parts)
     return found
 
 
-def plain(parts: T) -> T:
-    """The figures as Python's own numbers; arrays stay."""
+def as_python(parts: T) -> T:
+    """Converts NumPy scalars to Python's numbers; arrays stay."""
 
     def one(value: Any) -> Any:
         return value.item() if isinstance(value, np.generic | np.ndarray) and not value.ndim else value
 
-    found: T = mapped(one, parts)
+    found: T = map_figures(one, parts)
     return found

@@ -1,4 +1,4 @@
-"""Where the seconds of one training step go: what each kind of work takes by itself, and what it adds to the step."""
+"""Where the seconds of one training step go: the time of each kind of work alone, and what it adds to the step."""
 
 from collections.abc import Callable, Collection, Sequence
 from functools import cached_property
@@ -9,10 +9,10 @@ import msgspec
 from meshwright.algebra.ops import kind_of
 from meshwright.algebra.steps import Step
 from meshwright.core.labels import OPTIMIZER
-from meshwright.cost.offload import NOTHING, Offload
+from meshwright.cost.offload import NOTHING, Transfers
 from meshwright.cost.pass_times import StepSeconds, block_times
 from meshwright.cost.train_step import PricedStrategy
-from meshwright.cost.work.kernels import Group, StepCost
+from meshwright.cost.work.kernels import AxisGroup, StepCost
 from meshwright.cost.work.ops import LOCAL_TERMS
 
 WORDS: dict[str, str] = {
@@ -32,7 +32,7 @@ ROUNDING = 1e-9
 
 
 class Term(msgspec.Struct, frozen=True, kw_only=True):
-    """One kind of work: its seconds by itself, and those by which it makes the step longer.
+    """One kind of work: its seconds without overlap, and the seconds that it adds to the step.
 
     ``added_s`` of all terms add up to the step. What hides behind other work adds less than it takes, or nothing.
     ``name`` is that of `Estimate.terms`: a kind of local work, or the mesh axes of collectives.
@@ -125,13 +125,13 @@ class Breakdown(msgspec.Struct, frozen=True, dict=True):
     def step_s(self) -> float:
         return float(self.priced.estimate.step_s)
 
-    def _seconds(self, change: Callable[[StepCost], StepCost], offload: Offload | None = None) -> StepSeconds:
-        """Seconds of the step with other costs, and with other transfers to the host where those are given."""
+    def _seconds(self, change: Callable[[StepCost], StepCost], offload: Transfers | None = None) -> StepSeconds:
+        """Seconds of the step after a change of its costs, and with other transfers to the host if given."""
         at = self.priced
         times = block_times(at.derived, at.costs.changed(change), at.sizes, at.rates)
         return times.step_s(at.pipeline, at.moved if offload is None else offload)
 
-    def _busy_s(self, free: Collection[str], offload: Offload | None = None) -> float:
+    def _busy_s(self, free: Collection[str], offload: Transfers | None = None) -> float:
         """Seconds without the bubble when the work of some terms takes no time."""
         found = self._seconds(lambda cost: _free(cost) if cost.term in free else cost, offload)
         return float(found.step_s - found.bubble_s)
@@ -155,11 +155,11 @@ class Breakdown(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def terms(self) -> tuple[Term, ...]:
-        """Every kind of work, what adds most first.
+        """Every kind of work, the one that adds most first.
 
-        All communication adds what the step is longer with it than without; a group of axes has its part of that, in
-        proportion to what the step would be shorter without it alone. Local work adds what it takes where nothing is
-        communicated, the bubble what the schedule leaves idle.
+        All communication together adds the difference that it makes to the step; groups of axes divide it in
+        proportion to what each saves when it alone is free. Local work adds its seconds in a step without
+        communication, the bubble the idle seconds of the schedule.
         """
         priced, links = self.priced, self._links
         bubble_s = float(priced.seconds.bubble_s)
@@ -232,12 +232,12 @@ class Breakdown(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def hidden_s(self) -> float:
-        """Seconds of communication that pass behind something else."""
+        """Seconds of communication that overlap hides."""
         return max(0.0, sum(self.alone.values()) - self.exposed_s)
 
     @property
     def bubble_s(self) -> float:
-        """Idle seconds of the pipeline that would be left if links took no time."""
+        """Idle seconds of the pipeline if links took no time."""
         return self._free[1]
 
     @property
@@ -246,7 +246,7 @@ class Breakdown(msgspec.Struct, frozen=True, dict=True):
         return max(0.0, self._free[0] - self.bubble_s - sum(self.local.values()))
 
     def named(self) -> dict[str, float]:
-        """The parts that add up, by name, without those of less than a ten-thousandth of the step."""
+        """Names the parts that add up to the step; parts below a ten-thousandth of it are left out."""
         parts = {
             **self.local,
             "exposed communication": self.exposed_s,
@@ -258,7 +258,7 @@ class Breakdown(msgspec.Struct, frozen=True, dict=True):
     @cached_property
     def traffic(self) -> tuple[Traffic, ...]:
         """Every collective of the step by kind and mesh axes, the most exposed first."""
-        found: dict[tuple[str, Group], list[StepCost]] = {}
+        found: dict[tuple[str, AxisGroup], list[StepCost]] = {}
         for cost in self.priced.costs.all:
             if cost.step.is_collective and float(cost.network_s) > 0:
                 found.setdefault((cost.step.op, cost.group), []).append(cost)
@@ -278,12 +278,12 @@ class Breakdown(msgspec.Struct, frozen=True, dict=True):
         ]
         return tuple(sorted(rows, key=lambda row: (-row.exposed_s, -row.alone_s)))
 
-    def _saved_in_turn(self, order: Sequence[tuple[str, Group]]) -> dict[tuple[str, Group], float]:
-        """Seconds that each collective saves when it becomes free, those before it being free already."""
+    def _saved_in_turn(self, order: Sequence[tuple[str, AxisGroup]]) -> dict[tuple[str, AxisGroup], float]:
+        """Seconds that each collective saves when it becomes free after all collectives before it in ``order``."""
         after = [self.priced.estimate.step_s, *(self._without(order[:number]) for number in range(1, len(order) + 1))]
         return {key: longer - shorter for key, (longer, shorter) in zip(order, pairwise(after), strict=True)}
 
-    def _without(self, free: Collection[tuple[str, Group]]) -> float:
+    def _without(self, free: Collection[tuple[str, AxisGroup]]) -> float:
         """Seconds of the step when some kinds of collectives on some groups take no time."""
         found = self._seconds(lambda cost: _without_links(cost) if (cost.step.op, cost.group) in free else cost)
         return float(found.step_s)
@@ -319,10 +319,10 @@ class Breakdown(msgspec.Struct, frozen=True, dict=True):
 
 
 def _without_links(cost: StepCost) -> StepCost:
-    """The same step with links that take no time."""
+    """Returns the cost with links that take no time."""
     return msgspec.structs.replace(cost, network_s=0.0, latency_s=0.0)
 
 
 def _free(cost: StepCost) -> StepCost:
-    """The same step taking no time."""
+    """Returns the cost of a step that takes no time."""
     return msgspec.structs.replace(_without_links(cost), math_s=0.0, hbm_s=0.0, launch_s=0.0, num_kernels=0)

@@ -10,11 +10,11 @@ from meshwright.algebra.notation import ShardedArray, product
 from meshwright.algebra.ops import kind_of, op_kind
 from meshwright.algebra.ops.cached_attention import slots_kept
 from meshwright.algebra.rewrites.split_backward import gradient_arrays, weights_of
-from meshwright.algebra.sizes import OpSizes, master_bytes, moment_bytes
+from meshwright.algebra.sizes import Number, OpSizes, master_bytes, moment_bytes
 from meshwright.algebra.steps import Step
 from meshwright.core.dims import DTYPE_BYTES
 from meshwright.core.errors import InputError
-from meshwright.cost.arrays import Number, largest, total
+from meshwright.cost.arrays import largest, total
 from meshwright.cost.pipeline import ONE_STAGE, Pipeline
 from meshwright.cost.work.slots import slots_move, with_room
 from meshwright.spec.calibration import Calibration, datasheet_calibration, memory_bytes
@@ -22,18 +22,18 @@ from meshwright.spec.cluster import Cluster
 from meshwright.spec.strategy import STATE_BYTES
 
 BUFFERED_REPEATS = 2
-"""Repeats whose part of what is offloaded is on the device: the one at work and the one on its way."""
+"""Repeats whose offloaded arrays are on the device: the running one and the one in transfer."""
 
 STATE_PARTS = ("weights", "gradients", "optimizer", "moments")
 
 
 class BlockMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """What one block has on a chip, whatever the schedule.
+    """What one block stores on a chip, for any schedule.
 
     ``elements`` of each part of the training state, ``kept_bytes`` and ``logits_bytes`` of results held for the
-    backward pass of one microbatch, and ``handed_bytes`` that the gradients of weights wait for where they have a pass
-    of their own, are of all repeats. ``stream_bytes`` enter a repeat. ``gathered_bytes`` of whole weights, and
-    ``working_bytes`` of results on their way, are there while a repeat runs and no longer.
+    backward pass of one microbatch, and ``pending_bytes`` that a pass for the gradients of weights reads, count all
+    repeats. ``stream_bytes`` enter a repeat. ``gathered_bytes`` of whole weights, and ``working_bytes`` of temporary
+    results, are alive only while a repeat runs.
     """
 
     repeat: int
@@ -41,7 +41,7 @@ class BlockMemory(msgspec.Struct, frozen=True, kw_only=True):
     elements: dict[str, Number]
     kept_bytes: Number
     logits_bytes: Number
-    handed_bytes: Number
+    pending_bytes: Number
     stream_bytes: Number
     gathered_bytes: Number
     working_bytes: Number
@@ -52,7 +52,7 @@ class BlockMemory(msgspec.Struct, frozen=True, kw_only=True):
         return stash * share * self.repeat * self.moved_bytes(share)
 
     def moved_bytes(self, share: Number) -> Number:
-        """The same of one repeat and one microbatch."""
+        """Saved bytes of one repeat and one microbatch."""
         return (
             self.kept_bytes / self.repeat if self.segment is None else self.stream_bytes / self.segment_repeats(share)
         )
@@ -62,7 +62,7 @@ class BlockMemory(msgspec.Struct, frozen=True, kw_only=True):
         return 0.0 if self.segment is None else self.kept_bytes / self.repeat * self.segment_repeats(share)
 
     def segment_repeats(self, share: Number) -> Number:
-        """Repeats from one kept input to the next, of those that a device holds."""
+        """Repeats on a device from one kept input to the next."""
         held = share * self.repeat
         return np.sqrt(held) if self.segment == "sqrt" else np.minimum(int(self.segment or 1), held)
 
@@ -85,17 +85,17 @@ class MemoryParts(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def kept_ends_bytes(self) -> Number:
-        """Results kept for the backward pass once, whatever the layers."""
+        """Results kept for the backward pass outside the layers."""
         return self.shared_bytes + total(end.kept_bytes for end in self.ends)
 
     def moved_bytes(self, pipeline: Pipeline) -> Number:
-        """What one repeat of the layers leaves for the backward pass of one microbatch; the most where they differ."""
+        """Bytes that one repeat keeps for the backward pass of one microbatch; the most if blocks differ."""
         return largest(layer.moved_bytes(pipeline.share(self.num_layers)) for layer in self.layers)
 
     def elements(self, part: str, pipeline: Pipeline) -> Number:
         """Elements of weights, gradients or optimizer on the fullest device."""
         share = pipeline.share(self.num_layers) * pipeline.copies(part)
-        return total(one.elements[part] for one in self.layers) * share + pipeline.ends(
+        return total(one.elements[part] for one in self.layers) * share + pipeline.ends_held(
             [one.elements[part] for one in self.ends]
         )
 
@@ -111,19 +111,19 @@ class MemoryParts(msgspec.Struct, frozen=True, kw_only=True):
         weights, gradients, optimizer: bytes per parameter of the state; with several microbatches the sum of the
         gradients is a further float32 copy unless they are that wide already, and in stages of one program the only
         one: what a stage leaves is added to it at once. One program without stages brings the gradients of its only
-        microbatch to the optimizer's shards layer by layer, and holds those. activations: results kept for the
-        backward pass of every microbatch in flight. The others are of the block that needs the most while it runs, a
-        layer or an end. logits: those kept, or one chunk of them with its cotangent; none while a layer runs.
-        communication: the gathered weights of one repeat, and the buffers between stages. workspace: the largest set of
-        passing results alive at once in the backward pass of one repeat.
-        Of a pipeline the fullest device is taken to have the longest run of layers, the most microbatches in flight
-        and what `Pipeline.ends` says of embedding and head. What is offloaded leaves the buffers of two repeats behind.
+        microbatch to the optimizer's shards layer by layer, and holds those. activations: results kept for the backward
+        pass of every microbatch in flight. The others are of the block that needs the most while it runs, a layer or an
+        end. logits: those kept, or one chunk of them with its cotangent; none while a layer runs. communication: the
+        gathered weights of one repeat, and the buffers between stages. workspace: the largest set of passing results
+        alive at once in the backward pass of one repeat. Of a pipeline the fullest device is taken to have the longest
+        run of layers, the most microbatches in flight and what `Pipeline.ends_held` says of embedding and head.
+        Offloading leaves the buffers of two repeats on the chip.
         """
         state, several = STATE_BYTES[self.state], np.asarray(pipeline.microbatches) > 1
         narrow = state["gradients"] < DTYPE_BYTES["fp32"]
         accumulated = DTYPE_BYTES["fp32"] * several * narrow
         single = np.where(pipeline.in_lockstep & ~pipeline.is_one & (accumulated > 0), 0.0, state["gradients"])
-        share, stash = pipeline.share(self.num_layers), pipeline.stash + pipeline.in_hand
+        share, stash = pipeline.share(self.num_layers), pipeline.stash + pipeline.running_stash
         optimizer = self.optimizer_bytes(pipeline)
         at_once = pipeline.in_lockstep & pipeline.is_one & ~several
         gradients = np.where(at_once, self.elements("optimizer", pipeline), self.elements("gradients", pipeline))
@@ -132,7 +132,7 @@ class MemoryParts(msgspec.Struct, frozen=True, kw_only=True):
             saved = np.minimum(saved, BUFFERED_REPEATS * self.moved_bytes(pipeline))
         if "optimizer" in offload:
             optimizer = np.minimum(1.0, BUFFERED_REPEATS / pipeline.layers_held(self.num_layers)) * optimizer
-        waiting = total(pipeline.handed * share * layer.handed_bytes for layer in self.layers)
+        waiting = total(pipeline.pending_stash * share * layer.pending_bytes for layer in self.layers)
         again = (layer.segment_bytes(share) for layer in self.layers)
         streams = largest(layer.stream_bytes for layer in self.layers)
         messages = zip(pipeline.messages, (*self.boundary_bytes, streams), strict=True)
@@ -150,7 +150,7 @@ class MemoryParts(msgspec.Struct, frozen=True, kw_only=True):
 
     def at_peak(self, pipeline: Pipeline) -> tuple[Number, Number, Number]:
         """Logits, gathered weights and passing results of the block that needs the most of them while it runs."""
-        logits = pipeline.ends([one.logits_bytes for one in (*self.layers, *self.ends)]) + self.chunk_bytes
+        logits = pipeline.ends_held([one.logits_bytes for one in (*self.layers, *self.ends)]) + self.chunk_bytes
         layer, end = _most(self.layers), _most(self.ends)
         in_end = logits + sum(end) > sum(layer)
         most = (np.where(in_end, of_end, of_layer) for of_end, of_layer in zip(end, layer, strict=True))
@@ -209,7 +209,7 @@ def memory_limit(cluster: Cluster, calibration: Calibration | None = None) -> fl
 
 
 def _trains(derived: Derived) -> bool:
-    """Whether there is a backward pass; the programs of generation have none."""
+    """True if there is a backward pass; programs that generate have none."""
     return any(block.backward for block in derived.blocks)
 
 
@@ -254,7 +254,7 @@ def _block_memory(block: BlockSteps, derived: Derived, sizes: OpSizes, elements:
         elements=elements,
         kept_bytes=kept if trains or not is_layer else 0.0,
         logits_bytes=logits,
-        handed_bytes=_handed_bytes(block, sizes) if trains else 0.0,
+        pending_bytes=_pending_bytes(block, sizes) if trains else 0.0,
         stream_bytes=sizes.bytes(derived.declared[block.block.carry]) if trains and is_layer else 0.0,
         gathered_bytes=total(sizes.bytes(array) * _moves(step, sizes) for array, step in gathers.items() if trains),
         working_bytes=_working_set(block, derived, sizes),
@@ -262,7 +262,7 @@ def _block_memory(block: BlockSteps, derived: Derived, sizes: OpSizes, elements:
 
 
 def _cache_bytes(derived: Derived, sizes: OpSizes) -> Number:
-    """Keys and values of all layers; what a step writes takes the place of what it was given."""
+    """Bytes of keys and values of all layers; a step updates them in place."""
     found: Number = 0.0
     for block in derived.blocks:
         made = {op.out for op in block.block.ops}
@@ -295,8 +295,8 @@ def _kept_bytes(block: BlockSteps, derived: Derived, sizes: OpSizes) -> tuple[Nu
     return block.repeat * found[False], block.repeat * found[True]
 
 
-def _handed_bytes(block: BlockSteps, sizes: OpSizes) -> Number:
-    """What all repeats hand from the gradients of their inputs to those of their weights."""
+def _pending_bytes(block: BlockSteps, sizes: OpSizes) -> Number:
+    """Bytes that all repeats keep from the pass for input gradients to the pass for weight gradients."""
     steps = {array: step for step in (*block.forward, *block.backward) for array in (step.result, *step.more)}
     found, handed = 0.0, block.split.handed if block.split else ()
     for array in handed:
@@ -316,7 +316,7 @@ def _role(array: ShardedArray, derived: Derived) -> str:
 
 
 def _moves(step: Step, sizes: OpSizes) -> Any:
-    """1 where the collective's group has several devices, else 0: then its result is its input."""
+    """1 if the collective's group has several devices, else 0: over one device its result is its input."""
     return product(sizes.mesh[axis] for axis in step.axes) > 1
 
 
@@ -332,10 +332,10 @@ class _Life(msgspec.Struct):
 
 
 def _working_set(block: BlockSteps, derived: Derived, sizes: OpSizes) -> Number:
-    """Largest sum, over the steps of the backward pass, of results alive that no other item counts.
+    """Largest sum, over the steps of the backward pass, of live results that no other item counts.
 
-    Of a step without one, over those of the forward pass. A result lives from the step that makes it to its last use;
-    only the cotangent of the logits is taken to be made in place. What exists only while a step runs (attention's
+    Without a backward pass, over the steps of the forward pass. A result lives from the step that makes it to its last
+    use; only the cotangent of the logits is taken to be made in place. What exists only while a step runs (attention's
     scores in memory) is counted in that step.
     """
     steps = block.backward if _trains(derived) else block.forward
@@ -360,9 +360,9 @@ def _working_set(block: BlockSteps, derived: Derived, sizes: OpSizes) -> Number:
 def _comes_and_goes(
     array: ShardedArray, life: _Life, lives: dict[ShardedArray, _Life], sizes: OpSizes
 ) -> list[tuple[int, Number]]:
-    """(step, bytes) before which a result begins and ceases to count.
+    """Changes (step, bytes) before which a result begins and ceases to count.
 
-    Moved over one device it is its source: it counts only from where the source would have gone.
+    A move over one device is an alias: it counts only after the last use of its source.
     """
     size = sizes.bytes(array)
     if life.source is None:
@@ -375,7 +375,7 @@ def _comes_and_goes(
 
 
 def _lives(steps: tuple[Step, ...], block: BlockSteps, derived: Derived) -> dict[ShardedArray, _Life]:
-    """The passing results of a pass; weights, caches, kept results and sums of gradients count elsewhere.
+    """Returns the temporary results of a pass; weights, caches, kept results and sums of gradients count elsewhere.
 
     Training gathers the weights of a whole repeat ahead; a forward pass alone gathers each for its product.
     """
@@ -395,7 +395,7 @@ def _lives(steps: tuple[Step, ...], block: BlockSteps, derived: Derived) -> dict
             if array in lives:
                 lives[array].end = number
             elif array not in elsewhere and not is_state(array):
-                lives[array] = _Life(0, number)  # the cotangent or the stream that the block is given
+                lives[array] = _Life(0, number)  # the cotangent or the stream that enters the block
         for array in (step.result, *step.more):
             if array not in lives and array not in held and not is_state(array):
                 moves = step.only_moves

@@ -8,25 +8,25 @@ import numpy as np
 
 from meshwright.algebra.derived import BlockSteps, Derived
 from meshwright.algebra.rewrites.split_backward import weights_of
-from meshwright.algebra.sizes import OpSizes
-from meshwright.cost.arrays import Number, largest, total
-from meshwright.cost.offload import NOTHING, Offload
+from meshwright.algebra.sizes import Number, OpSizes
+from meshwright.cost.arrays import largest, total
+from meshwright.cost.offload import NOTHING, Transfers
 from meshwright.cost.pipeline import Pipeline
 from meshwright.cost.step_costs import Priced, blocks_of_weights
 from meshwright.cost.step_rates import StepRates
-from meshwright.cost.work.kernels import Group, StepCost, partly_hidden
+from meshwright.cost.work.kernels import AxisGroup, StepCost, partly_hidden
 from meshwright.spec.strategy import IN_TURN
 
 
 class StepSeconds(msgspec.Struct, frozen=True, kw_only=True):
-    """The expected seconds of one training step, and those of them that the schedule leaves idle."""
+    """Expected seconds of one training step, and the idle seconds among them that the schedule causes."""
 
     step_s: Number
     bubble_s: Number
 
 
 class LayerPasses(NamedTuple):
-    """Seconds of a microbatch in the layers of one device, forward and backward, and those idle in a step."""
+    """Seconds of a microbatch in the layers of one device, forward and backward, and idle seconds of a step."""
 
     forward_s: Number
     backward_s: Number
@@ -37,11 +37,11 @@ class BlockTimes(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds of one repeat of each block for one microbatch, and what is done once: nothing about a schedule.
 
     ``backward`` leaves out collectives that run once per step; ``last`` is what they add to the last microbatch.
-    ``inputs`` and ``weight`` are what takes its place where gradients of weights have a pass of their own, which
-    together may take longer than one pass. ``update`` is the optimizer. ``send_s`` is one
-    boundary of stages, there and back; ``meetings_s`` what the layers of two stages on one device take to be brought
-    together and apart, by the bytes of all layers and besides; ``after_s`` what belongs to no block; ``microbatch_s``
-    what a host adds to each microbatch; ``slowdown`` that of stragglers.
+    ``inputs`` and ``weight`` replace it in a split backward pass, whose two parts together may take longer than one
+    pass. ``update`` is the optimizer. ``send_s`` sends over one boundary of stages, in both directions. ``meetings_s``
+    exchanges the layers of two stages that share a device: the seconds of the bytes of all layers, and the latency.
+    ``after_s`` belongs to no block, ``microbatch_s`` is the host's part of each microbatch, ``slowdown`` the factor of
+    stragglers.
     """
 
     num_layers: int
@@ -61,35 +61,35 @@ class BlockTimes(msgspec.Struct, frozen=True, kw_only=True):
     slowdown: Number = 1.0
 
     def layers_s(self, part: str, share: Number, at_least: Number = 0.0) -> Number:
-        """Seconds of one part for one microbatch in a share of the layers; each repeat takes ``at_least`` so long."""
+        """Seconds of one part for one microbatch in a share of the layers, ``at_least`` so many for each repeat."""
         chosen = zip(getattr(self, part), self.repeats, self.carries, strict=True)
         return total(np.maximum(s, at_least) * repeat * share for s, repeat, carries in chosen if carries)
 
     def ends_s(self, *parts: str) -> list[Number]:
-        """Seconds of some parts together in each block that is no layer: embedding and head."""
+        """Seconds of some parts together in embedding and head, one sum for each block."""
         each = zip(self.carries, *(getattr(self, part) for part in parts), strict=True)
         return [total(values) for carries, *values in each if not carries]
 
     def once_s(self, pipeline: Pipeline) -> Number:
         """Seconds of the sums of gradients that run once per step, and of the optimizer, on all weights of a device."""
         share = pipeline.share(self.num_layers) * pipeline.sums
-        ends = pipeline.ends(self.ends_s("last", "update"))
+        ends = pipeline.ends_held(self.ends_s("last", "update"))
         return self.layers_s("last", share) + self.layers_s("update", share) + ends + self.meet_s(pipeline)
 
     def meet_s(self, pipeline: Pipeline) -> Number:
-        """Seconds for which the layers of two stages are brought together and apart, where one program runs both."""
+        """Seconds to exchange the layers of two stages that share a device, if one program runs both."""
         by_bytes, besides = self.meetings_s
         meet = pipeline.in_lockstep & (pipeline.weight_copies > 1)
         return meet * (pipeline.share(self.num_layers) * by_bytes + besides)
 
     def sends_s(self, pipeline: Pipeline) -> Number:
-        """Seconds that a step waits for the stream and its cotangents to be sent on."""
+        """Seconds that a step waits for sends of the stream and of its cotangents."""
         return pipeline.num_sends * self.send_s / 2
 
     def layer_passes(self, pipeline: Pipeline, at_least: Number = 0.0) -> LayerPasses:
         """The passes of one microbatch over the layers of a device, and the bubble that their schedule leaves.
 
-        Where only some microbatches run the backward pass in two parts, the bubble is that of all doing so.
+        If only some microbatches split their backward pass, the bubble counts all as split.
         """
         share, split = pipeline.share(self.num_layers), pipeline.split_share
         forward, backward = self.layers_s("forward", share, at_least), self.layers_s("backward", share, at_least)
@@ -99,13 +99,13 @@ class BlockTimes(msgspec.Struct, frozen=True, kw_only=True):
         bubble = pipeline.bubble_s(forward, np.where(split > 0, inputs, backward), np.where(split > 0, weight, 0.0))
         return LayerPasses(forward, backward + split * (inputs + weight - backward), bubble)
 
-    def step_s(self, pipeline: Pipeline, offload: Offload = NOTHING) -> StepSeconds:
+    def step_s(self, pipeline: Pipeline, offload: Transfers = NOTHING) -> StepSeconds:
         """All microbatches through the busiest device, its once-per-step collectives and the update, and the bubble.
 
-        A pass takes at least as long as its kept results take over PCIe, where they are offloaded.
+        A pass takes at least as long as the transfer of its offloaded results.
         """
         forward, backward, bubble = self.layer_passes(pipeline, offload.activations_s)
-        ends = pipeline.ends_run(self.ends_s("forward", "backward"))
+        ends = pipeline.ends_computed(self.ends_s("forward", "backward"))
         each = forward + backward + ends + self.microbatch_s
         passes, sends = pipeline.microbatches * each, self.sends_s(pipeline)
         passes = passes + sends if self.overlap is None else partly_hidden(passes, sends, self.overlap)
@@ -114,9 +114,10 @@ class BlockTimes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def block_times(derived: Derived, priced: Priced, sizes: OpSizes, rates: StepRates) -> BlockTimes:
-    """All passes over one repeat of every block. Gradient sums that run once per step hide behind the last one.
+    """Prices all passes over one repeat of every block. Gradient sums of scope "step" hide behind the last backward
+    pass.
 
-    Passes on a host that has been measured have the copies of their loops too.
+    On a host that has been measured, passes include the copies of the loop over layers.
     """
     at = rates.chip.efficiency
     # the block whose backward pass sums a gradient: of several (tied embeddings) the first
@@ -163,11 +164,11 @@ def block_times(derived: Derived, priced: Priced, sizes: OpSizes, rates: StepRat
 
 
 def _pass_s(costs: Sequence[StepCost], rates: StepRates) -> Number:
-    """One pass over one repeat of a block: compute, what it waits for, and what passes behind the two.
+    """Seconds of one pass over one repeat of a block: compute, exposed collectives, and hidden ones.
 
-    By the data sheet compute and what is waited for are added, and the rest hides unless the busiest links take
-    longer. Blocks of a collective matmul hide behind its own products; what these leave is waited for. Fitted
-    numbers say how far things hide each other: see `partly_hidden`. With eager dispatch the compute is no shorter than
+    By the data sheet, compute and exposed collectives add up, and the rest hides unless the busiest links take longer.
+    Blocks of a collective matmul hide behind its own products; the remainder is exposed. Fitted numbers say how far
+    overlap goes: see `partly_hidden`. With eager dispatch the compute is no shorter than
     the host needs to start its kernels.
     """
     if not rates.overlaps:
@@ -179,16 +180,16 @@ def _pass_s(costs: Sequence[StepCost], rates: StepRates) -> Number:
     if rates.software in IN_TURN:
         return compute + total(cost.network_s for cost in costs if cost.step.is_collective)
     waited = [cost for cost in costs if cost.step.is_collective and not cost.hides]
-    rounds = [cost for cost in costs if cost.goes_round]
+    rounds = [cost for cost in costs if cost.in_ring_loop]
     waiting = total(cost.network_s for cost in waited) + total(_left_of_rounds(costs, rates))
     row = compute + waiting if at.overlap is None else partly_hidden(compute, waiting, at.overlap)
-    behind = [cost for cost in costs if cost.hides and not cost.goes_round]
+    behind = [cost for cost in costs if cost.hides and not cost.in_ring_loop]
     links = _links_s([*waited, *rounds, *behind], rates)
     return np.maximum(partly_hidden(row, _links_s(behind, rates), at.overlap), links)
 
 
 def loop_bytes(block: BlockSteps, derived: Derived, sizes: OpSizes) -> tuple[Number, Number]:
-    """Bytes that one turn of a loop over layers moves beside its steps, forward and backward.
+    """Bytes that one iteration of a loop over layers moves besides its steps, forward and backward.
 
     Forward, weights are taken out of their stack (read, written) and what is kept is put into one that was cleared
     (written, then read and written). Backward both are taken out, and gradients put into cleared stacks.
@@ -210,13 +211,13 @@ def loop_bytes(block: BlockSteps, derived: Derived, sizes: OpSizes) -> tuple[Num
 
 
 def _left_of_rounds(costs: Sequence[StepCost], rates: StepRates) -> list[Number]:
-    """Of the moves of each collective matmul, the seconds that its products do not hide.
+    """Exposed seconds of the moves of each collective matmul.
 
-    Of n blocks one is computed before the first has come, or after the last has gone: n - 1 hide the n - 1 moves.
+    Of n blocks one is computed before the first arrives, or after the last has left: n - 1 products hide n - 1 moves.
     """
     left = []
     for number, cost in enumerate(costs):
-        if cost.goes_round:
+        if cost.in_ring_loop:
             product = costs[number + (1 if cost.step.details.ring == "past" else -1)]
             size = rates.groups[cost.group].size
             hiding = product.local_s * (size - 1) / size
@@ -226,8 +227,10 @@ def _left_of_rounds(costs: Sequence[StepCost], rates: StepRates) -> list[Number]
 
 
 def _update_s(costs: Sequence[StepCost], forward: Sequence[StepCost], forward_s: Number, rates: StepRates) -> Number:
-    """The optimizer on one repeat of a block, and what the next forward pass over it does not hide of the gather of
-    updated weights (ZeRO-1 and 2). The gather shares links with the pass's own collectives."""
+    """Seconds of the optimizer on one repeat of a block, and the exposed part of the gather of updated weights.
+
+    The gather (ZeRO-1 and 2) overlaps with the next forward pass, and shares links with its collectives.
+    """
     local = total(cost.local_s for cost in costs)
     if not rates.overlaps or rates.software in IN_TURN:
         return total(cost.time_s for cost in costs)
@@ -242,7 +245,7 @@ def link_seconds(
 
     Each counts as often as it runs on the busiest device, or ``once``.
     """
-    seconds: dict[Group, Number] = {}
+    seconds: dict[AxisGroup, Number] = {}
     for cost in costs:
         if cost.step.is_collective:
             spent = getattr(cost, field) * (1 if once else cost.here)

@@ -10,9 +10,8 @@ from meshwright.algebra.derived import Derived
 from meshwright.algebra.generation import AS_WRITTEN, Storage, cache_sizes, derive_job
 from meshwright.algebra.layers import PLAIN
 from meshwright.algebra.program import Program
-from meshwright.algebra.sizes import OpSizes, Scores
+from meshwright.algebra.sizes import Number, OpSizes, Scores
 from meshwright.algebra.transformer import transformer
-from meshwright.cost.arrays import Number
 from meshwright.cost.memory import memory_limit, memory_parts
 from meshwright.cost.network.placement import Placement
 from meshwright.cost.pipeline import Pipeline, strategy_pipeline
@@ -33,7 +32,7 @@ from meshwright.spec.strategy import (
 
 
 class Setting(msgspec.Struct, frozen=True, dict=True):
-    """What strategies are priced in. A verb makes one and hands it on whole.
+    """The model, cluster, job and rates that strategies are priced in. A verb makes one and passes it on whole.
 
     Without a ``calibration`` links and kernels take the rates of the data sheet. ``assumptions`` say whose software
     runs the step. What follows from the fields is made when it is first asked for, and kept; the program is shared by
@@ -54,17 +53,17 @@ class Setting(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def rates(self) -> Calibration:
-        """The calibration, or that of the chip's data sheet."""
+        """The calibration; without one, the chip's data sheet as a calibration."""
         return self.calibration or datasheet_calibration(self.cluster.chip)
 
     @cached_property
     def memory_limit(self) -> float:
-        """Bytes of a chip that programs may fill; infinity where that is not known."""
+        """Bytes of a chip that programs may fill; infinity if unknown."""
         return memory_limit(self.cluster, self.calibration)
 
     @property
     def scores(self) -> Scores:
-        """Where attention's scores go."""
+        """Where attention keeps its scores."""
         return attention_scores(self.cluster, self.assumptions)
 
     def derived(self, strategy: Strategy) -> Derived:
@@ -73,7 +72,7 @@ class Setting(msgspec.Struct, frozen=True, dict=True):
         return derive_job(self.model, self.job, strategy, storage=self.storage, fused_head=fused_head)
 
     def symbolic(self, strategy: Strategy, *, without: tuple[str, ...] = ()) -> Derived:
-        """The same of training on every mesh without some axes: sizes are filled in when the steps are priced."""
+        """Returns the training steps of every mesh, ``without`` some axes: sizes are filled in when they are priced."""
         optimizer, fused_head = self.job.optimizer, self.assumptions.fused_head
         return derive(
             self.program, strategy, symbolic=True, without=without, optimizer=optimizer, fused_head=fused_head
@@ -109,7 +108,7 @@ class Setting(msgspec.Struct, frozen=True, dict=True):
         return parts.items(self.pipeline(strategy), strategy.offload)
 
     def step_rates(self, strategy: Strategy, placements: Sequence[Placement], *derived: Derived) -> StepRates:
-        """What the machine does per second on some placements, in the groups that the derived steps use."""
+        """Returns the machine's rates on some placements, in the groups that the derived steps use."""
         return step_rates(
             self.cluster,
             placements,
@@ -130,7 +129,7 @@ class Setting(msgspec.Struct, frozen=True, dict=True):
             require_runnable_assumptions(self.assumptions)
 
     def on(self, cluster: Cluster) -> "Setting":
-        """The same job on another cluster."""
+        """Returns the setting of the job on another cluster."""
         return self if cluster == self.cluster else msgspec.structs.replace(self, cluster=cluster)
 
 

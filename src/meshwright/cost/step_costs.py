@@ -12,14 +12,13 @@ from meshwright.algebra.ops import kind_of
 from meshwright.algebra.ops.muon import filled_share
 from meshwright.algebra.rewrites.rings import Round, num_moves
 from meshwright.algebra.rewrites.split_backward import counts_of, gradient_arrays, meetings, weights_of
-from meshwright.algebra.sizes import OpSizes, Scores
+from meshwright.algebra.sizes import Number, OpSizes, Scores
 from meshwright.algebra.steps import Step
 from meshwright.algebra.transformer import layer_dims
 from meshwright.core.dims import DTYPE_BYTES
-from meshwright.cost.arrays import Number
 from meshwright.cost.pipeline import Pipeline
 from meshwright.cost.step_rates import StepRates
-from meshwright.cost.work.kernels import Group, StepCost, local_cost
+from meshwright.cost.work.kernels import AxisGroup, StepCost, local_cost
 from meshwright.cost.work.slots import expert_slots, slots_move, spare_slots, with_room
 from meshwright.spec.model import Model
 from meshwright.spec.strategy import AS_RUN, Assumptions
@@ -38,7 +37,7 @@ class PricedBlock(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_layer(self) -> bool:
-        """Whether it is a block of layers, which pipeline stages share out; embedding and head are not."""
+        """True for a block of layers, which are distributed over pipeline stages; False for embedding and head."""
         return bool(self.steps.block.carry)
 
 
@@ -47,8 +46,8 @@ class Priced(msgspec.Struct, frozen=True, kw_only=True):
 
     ``update`` is the loss, the gradient norm and the optimizer; ``ends`` the sums over the pipeline of what every
     stage holds, priced only where one program runs on all stages. ``boundary`` are the sends of one microbatch over
-    one boundary of stages, and ``meetings`` what brings the layers of two stages on one device together: how often
-    they run is the schedule's matter, so they are not among ``all``.
+    one boundary of stages, and ``meetings`` exchange the layers of two stages that share a device: the schedule says
+    how often they run, so that they are not among ``all``.
     """
 
     blocks: tuple[PricedBlock, ...]
@@ -64,7 +63,7 @@ class Priced(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def once(self) -> tuple[StepCost, ...]:
-        """Everything after the last microbatch that belongs to no pass."""
+        """Costs after the last microbatch that belong to no pass."""
         return (*self.update, *self.ends)
 
     @property
@@ -73,7 +72,7 @@ class Priced(msgspec.Struct, frozen=True, kw_only=True):
         return (*(cost for block in self.blocks for cost in (*block.forward, *block.backward)), *self.once)
 
     def changed(self, change: Callable[[StepCost], StepCost]) -> "Priced":
-        """The same steps with other costs."""
+        """Returns the priced steps with ``change`` applied to every cost."""
 
         def every(found: msgspec.Struct, *passes: str) -> Any:
             return msgspec.structs.replace(found, **{name: tuple(map(change, getattr(found, name))) for name in passes})
@@ -103,14 +102,14 @@ def op_sizes(
     return OpSizes(dims=dims, mesh=mesh, state=state, scores=scores, causal=scores == "on_chip", spare_slots=spare)
 
 
-def collective_groups(*derived: Derived) -> tuple[Group, ...]:
+def collective_groups(*derived: Derived) -> tuple[AxisGroup, ...]:
     """Every group of mesh axes that some collective of the steps runs over."""
     steps = (step for one in derived for step in (*(step for step, _ in one.steps()), *one.boundary))
     return tuple(dict.fromkeys(frozenset(step.axes) for step in steps if step.is_collective))
 
 
 def price_steps(derived: Derived, sizes: OpSizes, rates: StepRates, pipeline: Pipeline) -> Priced:
-    """The cost of every step. Sums over the stages of what every stage holds run where one program runs on all."""
+    """Prices every step. Sums over the stages of what every stage holds run only if one program runs on all stages."""
     moving = msgspec.structs.replace(sizes, in_arrays=slots_move(derived, sizes.mesh), cache=dict(sizes.cache))
     num_microbatches = pipeline.microbatches
     shares, owners, kept = block_shares(derived, pipeline), blocks_of_weights(derived), kept_results(derived)
@@ -160,12 +159,12 @@ def price_steps(derived: Derived, sizes: OpSizes, rates: StepRates, pipeline: Pi
 
 
 def kept_results(derived: Derived) -> dict[tuple[str, str], frozenset[ShardedArray]]:
-    """(block, phase) -> what a layer holds of the results of its steps."""
+    """Maps (block, phase) to the results of its steps that a layer keeps."""
     return {(block.block.name, "forward"): frozenset(block.kept) for block in derived.blocks if block.block.carry}
 
 
 def blocks_of_weights(derived: Derived) -> dict[str, list[str]]:
-    """Weight -> the blocks that use it, in order: several for tied embeddings."""
+    """Maps a weight to the blocks that use it, in order: several for tied embeddings."""
     found: dict[str, list[str]] = {}
     for block in derived.blocks:
         for name in weights_of(derived, block):
@@ -174,7 +173,7 @@ def blocks_of_weights(derived: Derived) -> dict[str, list[str]]:
 
 
 def block_shares(derived: Derived, pipeline: Pipeline) -> dict[str, Number]:
-    """Block -> share of its repeats that the busiest device of a pipeline runs: the last one, with the head."""
+    """Maps a block to the share of its repeats on the busiest device of a pipeline: the last one, with the head."""
     layers, (first, last) = pipeline.share(derived.num_layers), pipeline.end_shares
     head = derived.blocks[-1].block.name
     return {
@@ -184,7 +183,7 @@ def block_shares(derived: Derived, pipeline: Pipeline) -> dict[str, Number]:
 
 
 def _with_sum(cost: StepCost, elements: Number, rates: StepRates, num_microbatches: Number) -> StepCost:
-    """A product whose result is added to a float32 sum: read and written once more, where there is one.
+    """Adds to a product the traffic of accumulating its result in float32, if there are several microbatches.
 
     Libraries with eager dispatch let the product add; a compiled program adds in a pass of its own.
     """
@@ -195,7 +194,8 @@ def _with_sum(cost: StepCost, elements: Number, rates: StepRates, num_microbatch
 
 
 def sent_element_bytes(step: Step, *, width: Any, num_microbatches: Any) -> Any:
-    """Bytes of one element of a collective; ``width`` is that of the state's weights. Microbatches may be an array.
+    """Bytes of one element of a collective; ``width`` is the width of the state's weights. Microbatches may be an
+    array.
 
     Gradients that go out once per step have been summed in float32 when there was more than one microbatch.
     """
@@ -214,7 +214,7 @@ def price_step(
     num_microbatches: Number,
     kept: frozenset[ShardedArray] = frozenset(),
 ) -> StepCost:
-    """One execution of one step, of whose results its block holds ``kept``."""
+    """Prices one execution of one step; its block keeps the results in ``kept``."""
     if not step.is_collective:
         return local_cost(step, sizes, rates.chip, kept=kept)
     group, chip = rates.groups[frozenset(step.axes)], rates.chip
@@ -224,7 +224,7 @@ def price_step(
     sent = sizes.elements(step.full) * element * filled_share(step, dims=sizes.dims, mesh=sizes.mesh)
     rate = group[step.op]
     moves = num_moves(step, dims=sizes.dims, mesh=sizes.mesh)
-    # halves that go opposite ways pass at the same time where each way has its link
+    # halves in opposite directions overlap if each direction has a link of its own
     both_ways = isinstance(step.details, Round) and step.details.ways == 2
     one_way = sent / group.ring_links if both_ways else sent
     seconds = moves * rate.time(one_way)
@@ -232,7 +232,7 @@ def price_step(
     if chip.host is not None:  # devices that share cores wait for each other
         by_bytes, latency = chip.host.waits * (seconds - latency), chip.host.meets * latency
         seconds = by_bytes + latency
-    # what is there already is read to be added to, as after a product
+    # accumulation reads the sum of before, as after a product
     adds = sizes.bytes(step.result) if step.accumulates else 0.0
     adds = adds * chip.efficiency.eager_traffic if chip.eager else adds
     return StepCost(

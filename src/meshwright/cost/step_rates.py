@@ -1,24 +1,24 @@
-"""Rates that price a step's ops and collectives: one chip's, and those of every group of mesh axes on its links."""
+"""Rates that price a step's ops and collectives: of one chip, and of every group of mesh axes on its links."""
 
 from collections.abc import Iterable, Sequence
 
 import msgspec
 import numpy as np
 
-from meshwright.algebra.sizes import Scores
+from meshwright.algebra.sizes import Number, Scores
 from meshwright.core.errors import CannotRunError
-from meshwright.cost.arrays import Number, stacked, taken
+from meshwright.cost.arrays import select, stack
 from meshwright.cost.network.collectives import GroupRates, leg_rates
 from meshwright.cost.network.legs import Leg, group_legs
 from meshwright.cost.network.placement import Placement, place_axes
-from meshwright.cost.work.kernels import ChipRates, Group, chip_rates
+from meshwright.cost.work.kernels import AxisGroup, ChipRates, chip_rates
 from meshwright.spec.calibration import Calibration, datasheet_calibration, reference_peak
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.strategy import AS_RUN, Assumptions, Software, Strategy, mesh_words
 
 
 class StepRates(msgspec.Struct, frozen=True, kw_only=True):
-    """What the machine does per second, for one placement or (arrays) for many.
+    """Rates of the machine, for one placement or (arrays) for many.
 
     ``peak_flops_per_s`` is what utilisation is a share of. ``link_levels`` are the levels of the physical axes and
     ``uses``, per group, for each of them whether the group keeps it busy: groups that do so at once compete.
@@ -28,9 +28,9 @@ class StepRates(msgspec.Struct, frozen=True, kw_only=True):
 
     chip: ChipRates
     peak_flops_per_s: Number
-    groups: dict[Group, GroupRates]
+    groups: dict[AxisGroup, GroupRates]
     link_levels: tuple[str, ...]
-    uses: dict[Group, tuple[Number, ...]]
+    uses: dict[AxisGroup, tuple[Number, ...]]
     overlaps: bool = True
     software: Software = "compiled"
     num_hosts: Number = 1
@@ -38,7 +38,7 @@ class StepRates(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def attention_scores(cluster: Cluster, assumptions: Assumptions = AS_RUN) -> Scores:
-    """Where attention's scores go: accelerators fuse it into one kernel, CPUs and stacks of 2021 write them out."""
+    """Where attention keeps its scores: fused kernels of accelerators on chip, CPUs and stacks of 2021 in memory."""
     if cluster.kind == "host":
         return "in_memory"
     return "in_memory_16" if assumptions.software == "eager-2021" else "on_chip"
@@ -65,7 +65,7 @@ def strategy_placements(cluster: Cluster, strategy: Strategy) -> tuple[Placement
 def step_rates(
     cluster: Cluster,
     placements: Sequence[Placement],
-    groups: Iterable[Group],
+    groups: Iterable[AxisGroup],
     strategy: Strategy,
     *,
     assumptions: Assumptions = AS_RUN,
@@ -78,8 +78,8 @@ def step_rates(
     measured = calibration or datasheet_calibration(cluster.chip)
     dtype = strategy.matmul_dtype
     known: dict[tuple[Leg, ...], GroupRates] = {}
-    rates: dict[Group, GroupRates] = {}
-    uses: dict[Group, tuple[Number, ...]] = {}
+    rates: dict[AxisGroup, GroupRates] = {}
+    uses: dict[AxisGroup, tuple[Number, ...]] = {}
     for group in groups:
         # placements with the same legs are priced once
         numbers: dict[tuple[Leg, ...], int] = {}
@@ -91,7 +91,7 @@ def step_rates(
                 known[legs] = leg_rates(legs, calibration)
             which[index] = numbers.setdefault(legs, len(numbers))
             busy[index] = _busy_links(placement, group, str(known[legs].level))
-        rates[group] = taken(stacked([known[legs] for legs in numbers]), which)
+        rates[group] = select(stack([known[legs] for legs in numbers]), which)
         uses[group] = tuple(busy.T)
     return StepRates(
         chip=chip_rates(cluster.chip, measured, dtype=dtype, state_dtype=strategy.state_dtype, assumptions=assumptions),
@@ -106,8 +106,8 @@ def step_rates(
     )
 
 
-def _busy_links(placement: Placement, group: Group, level: str) -> list[bool]:
-    """The physical axes that a group fills: those of the level that binds it; it leaves the others half idle."""
+def _busy_links(placement: Placement, group: AxisGroup, level: str) -> list[bool]:
+    """True for each physical axis that a group keeps busy: the axes of its binding level; others stay half idle."""
     return [
         link.level == level and any(axis in group and factor > 1 for axis, factor in link.parts)
         for link in placement.links

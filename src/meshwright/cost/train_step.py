@@ -2,8 +2,8 @@
 
 Local ops take the larger of their FLOPs at the matmul rate and their bytes at the memory rate. Within one pass
 over a block, collectives on weights and weight gradients hide behind compute and behind collectives on other
-links; collectives on activations are waited for. Lower bound: the busiest resource, all others hidden behind it.
-Upper bound: compute, memory and every collective one after the other.
+links; collectives on activations are exposed. Lower bound: the busiest resource, all others hidden behind it.
+Upper bound: compute, memory and every collective without overlap.
 """
 
 from collections.abc import Sequence
@@ -16,11 +16,11 @@ import numpy as np
 from meshwright.algebra.derived import Derived
 from meshwright.algebra.generation import job_strategy
 from meshwright.algebra.notation import product
-from meshwright.algebra.sizes import OpSizes
-from meshwright.cost.arrays import Number, largest, plain, taken, total
+from meshwright.algebra.sizes import Number, OpSizes
+from meshwright.cost.arrays import as_python, largest, select, total
 from meshwright.cost.memory import MemoryParts, memory_parts, total_bytes
 from meshwright.cost.network.placement import Placement
-from meshwright.cost.offload import NOTHING, Offload, offloaded
+from meshwright.cost.offload import NOTHING, Transfers, offloaded
 from meshwright.cost.pass_times import BlockTimes, StepSeconds, block_times, link_seconds
 from meshwright.cost.pipeline import Pipeline
 from meshwright.cost.setting import Setting
@@ -64,7 +64,7 @@ class PricedStep(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return memory_parts(self.derived, self.sizes)
 
     @cached_property
-    def moved(self) -> Offload:
+    def moved(self) -> Transfers:
         """The transfers of what is offloaded."""
         if not self.offload:
             return NOTHING
@@ -93,7 +93,7 @@ class PricedStrategy(PricedStep, frozen=True, kw_only=True, dict=True):
 
 
 def price_strategy(setting: Setting, strategy: Strategy) -> PricedStrategy:
-    """A step of the job priced in a setting, on the placement that its texts describe or else the best one.
+    """Prices a step of the job, on the placement that the strategy's texts describe or else on the best one.
 
     Raises InputError or CannotRunError where the strategy cannot be derived or placed.
     """
@@ -112,7 +112,7 @@ def price_strategy(setting: Setting, strategy: Strategy) -> PricedStrategy:
     return PricedStrategy(
         derived=derived,
         sizes=tried.sizes,
-        rates=taken(rates, best),
+        rates=select(rates, best),
         pipeline=tried.pipeline,
         offload=strategy.offload,
         setting=setting,
@@ -127,7 +127,7 @@ def estimate_step(setting: Setting, strategy: Strategy) -> Estimate:
 
 
 def predict(priced: PricedStep, setting: Setting, *, batch_seqs: Number) -> Estimate:
-    """The prediction for every candidate at once: arrays of sizes, of placements' rates and of microbatches."""
+    """Predicts every candidate at once: sizes, placements' rates and microbatches may be arrays."""
     costs, sizes, rates, pipeline, times = priced.costs.all, priced.sizes, priced.rates, priced.pipeline, priced.times
     model, job = setting.model, setting.job
     expected, bubble = priced.seconds.step_s, priced.seconds.bubble_s
@@ -142,7 +142,7 @@ def predict(priced: PricedStep, setting: Setting, *, batch_seqs: Number) -> Esti
     available = rates.peak_flops_per_s * num_chips * expected
     serial = total((cost.math_s + cost.hbm_s + cost.launch_s + cost.network_s) * cost.here for cost in costs)
     serial = serial + bubble + priced.moved.serial_s + times.sends_s(pipeline) + times.meet_s(pipeline)
-    return plain(
+    return as_python(
         Estimate(
             step_s=expected,
             step_s_lower=largest(busy),
@@ -161,7 +161,7 @@ def predict(priced: PricedStep, setting: Setting, *, batch_seqs: Number) -> Esti
 
 
 def _masked_flops(costs: Sequence[StepCost], sizes: OpSizes) -> Number:
-    """FLOPs of attention's masked blocks, which are skipped, and which utilisation counts all the same."""
+    """FLOPs of attention's masked blocks, which are skipped but count in the utilisation."""
     if not sizes.causal:
         return 0.0
     whole = msgspec.structs.replace(sizes, causal=False, cache={})
@@ -197,9 +197,10 @@ def _bound_by(costs: Sequence[StepCost], rates: StepRates, busy: Sequence[Number
 
 
 def _terms(priced: PricedStep, bubble: Number) -> dict[str, Number]:
-    """Seconds of each kind of work by itself on the busiest device; latency is what collectives take beyond bytes.
+    """Seconds of each kind of work by itself on the busiest device; latency is the part of collectives that bytes do
+    not explain.
 
-    What a pipeline and offloading add is there where they are: without stages there is nothing to sum over them.
+    Terms of a pipeline and of offloading exist only with several stages, or with transfers.
     """
     costs, times, pipeline, pcie_s = priced.costs.all, priced.times, priced.pipeline, priced.moved.serial_s
     terms: dict[str, Number] = dict.fromkeys(LOCAL_TERMS, 0.0)

@@ -9,11 +9,11 @@ import numpy as np
 from meshwright.algebra.notation import product
 from meshwright.algebra.sizes import OpSizes
 from meshwright.core.dims import MESH_AXES
-from meshwright.cost.arrays import mapped, taken
+from meshwright.cost.arrays import map_figures, select
 from meshwright.cost.memory import memory_parts, total_bytes
 from meshwright.cost.network.placement import factorings
 from meshwright.cost.pipeline import Pipeline
-from meshwright.plan.legal import MAX_IDLE_LAYERS, Facts, divisors, legal_axis_sizes, mask
+from meshwright.plan.legal import MAX_IDLE_LAYERS, StrategySizes, divisors, legal_axis_sizes, mask
 from meshwright.plan.space import Pattern, Space
 from meshwright.spec.cluster import Cluster
 
@@ -39,7 +39,7 @@ class Candidates(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def batch_shards(self) -> np.ndarray:
-        """Devices that different sequences of the batch go to."""
+        """Devices among which the sequences of the batch are divided."""
         return np.asarray(product(self.mesh[axis] for axis in SPLIT_BATCH))
 
 
@@ -57,9 +57,9 @@ def candidates_on_chips(space: Space, batch_seqs: int, *, num_chips: int, reach:
     if reach:
         shards = found.batch_shards * (space.num_microbatches or 1)
         near = [_with_batch(meshes, shards * (batch_seqs // shards + above)) for above in (0, 1)]
-        found = mapped(lambda *columns: np.concatenate(columns), *near)
-        found = taken(found, (found.batch_seqs > 0) & (np.abs(found.batch_seqs - batch_seqs) <= reach * batch_seqs))
-    return taken(found, _legal_somewhere(space, found, num_chips))
+        found = map_figures(lambda *columns: np.concatenate(columns), *near)
+        found = select(found, (found.batch_seqs > 0) & (np.abs(found.batch_seqs - batch_seqs) <= reach * batch_seqs))
+    return select(found, _legal_somewhere(space, found, num_chips))
 
 
 def candidates_on_any_chips(space: Space, batch_seqs: int) -> Candidates:
@@ -67,11 +67,11 @@ def candidates_on_any_chips(space: Space, batch_seqs: int) -> Candidates:
     sizes = [axis_sizes(space, axis, space.dims(batch_seqs)) for axis in MESH_AXES]
     grid = np.meshgrid(*(np.array(some, dtype=np.int64) for some in sizes), indexing="ij")
     found = _with_batch(_evenly_split(space, np.stack([axis.ravel() for axis in grid], axis=1), batch_seqs), batch_seqs)
-    return taken(found, _legal_somewhere(space, found, None))
+    return select(found, _legal_somewhere(space, found, None))
 
 
 def _evenly_split(space: Space, meshes: np.ndarray, batch_seqs: int) -> np.ndarray:
-    """The meshes that divide every dim which all patterns split in the same way: most go by the first of them."""
+    """Filters the meshes by every split that all patterns share; the first such split rejects most."""
     dims = space.dims(batch_seqs)
     same = set.intersection(*(set(pattern.splits) for pattern in space.patterns))
     for dim, axes in sorted(same, key=lambda split: (-len(split[1]), split)):
@@ -81,7 +81,7 @@ def _evenly_split(space: Space, meshes: np.ndarray, batch_seqs: int) -> np.ndarr
 
 
 def axis_sizes(space: Space, axis: str, dims: Mapping[str, int]) -> tuple[int, ...]:
-    """Sizes of one mesh axis that may be legal: as given, else those that divide in some pattern."""
+    """Sizes of one mesh axis that may be legal: the given size, else every size that divides in some pattern."""
     if axis in space.fixed:
         return (space.fixed[axis],)
     if axis == "pipeline":
@@ -96,7 +96,7 @@ def axis_sizes(space: Space, axis: str, dims: Mapping[str, int]) -> tuple[int, .
 
 
 def stage_counts(num_layers: int, *, idle: float = MAX_IDLE_LAYERS) -> tuple[int, ...]:
-    """Stages over which layers can be shared out with few places ``idle``, as a share of them."""
+    """Stage counts over which layers can be distributed with at most a share ``idle`` of empty positions."""
     return tuple(
         stages for stages in range(1, num_layers + 1) if -(-num_layers // stages) * stages <= (1 + idle) * num_layers
     )
@@ -113,15 +113,15 @@ def _with_batch(meshes: np.ndarray, batch_seqs: Any) -> Candidates:
 
 
 def _legal_somewhere(space: Space, found: Candidates, num_chips: int | None) -> np.ndarray:
-    """Where at least one pattern's sizes divide."""
+    """True where the sizes of at least one pattern divide."""
     # policies of remat split nothing: one pattern stands for all that split alike
     distinct = {(pattern.splits, pattern.needs, pattern.tensor_split): pattern for pattern in space.patterns}
     return np.logical_or.reduce([legal_in(space, pattern, found, num_chips=num_chips) for pattern in distinct.values()])
 
 
 def legal_in(space: Space, pattern: Pattern, found: Candidates, *, num_chips: int | None = None) -> np.ndarray:
-    """Where a pattern's sizes divide and it differs from the patterns before it."""
-    facts = Facts(
+    """True where a pattern's sizes divide and it differs from earlier patterns."""
+    facts = StrategySizes(
         model=space.setting.model.name,
         cluster="",
         num_chips=num_chips or 0,
@@ -151,7 +151,7 @@ def with_microbatches(space: Space, found: Candidates, *, most: int | None = Non
     choices = {size: _some(divisors(size), most) for size in set(local_seqs)}
     repeats = [len(choices[size]) for size in local_seqs]
     counts = np.array([count for size in local_seqs for count in choices[size]], dtype=np.int64)
-    return msgspec.structs.replace(taken(found, np.repeat(np.arange(len(found)), repeats)), microbatches=counts)
+    return msgspec.structs.replace(select(found, np.repeat(np.arange(len(found)), repeats)), microbatches=counts)
 
 
 def _some(counts: Sequence[int], most: int | None) -> Sequence[int]:
@@ -205,13 +205,13 @@ def _leanest(patterns: Sequence[Pattern]) -> Sequence[Pattern]:
 
 
 def _shards_what_replicas_split(pattern: Pattern) -> bool:
-    """Whether ``fsdp`` splits every dim that ``data`` does: then its devices hold no more than as many replicas."""
+    """True if ``fsdp`` splits every dim that ``data`` splits: then it needs no more memory than replicas."""
     rules = [axes for role in pattern.strategy.assignment.values() for axes in role.values()]
     return all("fsdp" in axes for axes in rules if "data" in axes)
 
 
 def _in_fewer_replicas(found: Candidates) -> np.ndarray:
-    """Those whose replicas could shard the weights instead: the same mesh with all of ``data`` in ``fsdp`` is there."""
+    """True for candidates whose replicas could shard the weights: a mesh with all of ``data`` in ``fsdp`` exists."""
     sizes = found.mesh | {"fsdp": found.mesh["data"] * found.mesh["fsdp"]}
     one = np.ones_like(sizes["data"])
     alone, joined = (
@@ -226,13 +226,13 @@ def memory_of_any_mesh(space: Space, batch: int) -> Mapping[int, float]:
     """Number of chips -> the least memory per chip of any legal strategy on so many chips, 1F1B where it has stages."""
     every = candidates_on_any_chips(space, batch)
     if all(map(_shards_what_replicas_split, space.patterns)):
-        every = taken(every, ~_in_fewer_replicas(every))
+        every = select(every, ~_in_fewer_replicas(every))
     # memory is least with one microbatch or with the most: of several the larger number keeps less
     found = with_microbatches(space, every, most=2)
     need = np.full(len(found), np.inf)
     for pattern in _leanest(space.patterns):
         here = np.flatnonzero(legal_in(space, pattern, found))
-        rows = taken(found, here)
+        rows = select(found, here)
         parts = memory_parts(pattern.derived, candidate_sizes(space, rows))
         pipeline = candidate_pipeline(space, rows)
         for offload in space.offloads:

@@ -14,9 +14,9 @@ import numpy as np
 from meshwright.algebra.derived import Derived
 from meshwright.algebra.notation import product
 from meshwright.algebra.rewrites.pipeline import NO_PIPELINE
+from meshwright.algebra.sizes import Number
 from meshwright.core.errors import CannotRunError
 from meshwright.core.units import format_bytes
-from meshwright.cost.arrays import Number
 from meshwright.cost.memory import total_bytes
 from meshwright.cost.pipeline import schedule_fits, schedule_refusal
 from meshwright.cost.setting import Setting
@@ -36,11 +36,11 @@ NOUNS: dict[str, str] = {
 MAX_LISTED = 16
 
 MAX_IDLE_LAYERS = 0.1
-"""Share of a pipeline's places for layers that may stay empty where the layers do not divide by the stages."""
+"""Share of a pipeline's positions for layers that may stay empty if the layers do not divide by the stages."""
 
 
-class Facts(msgspec.Struct, frozen=True, kw_only=True):
-    """What the rules look at; sizes may be arrays. ``dims`` has B for the whole batch, in sequences."""
+class StrategySizes(msgspec.Struct, frozen=True, kw_only=True):
+    """The sizes that rules check; they may be arrays. ``dims`` has B for the whole batch, in sequences."""
 
     model: str
     cluster: str
@@ -67,12 +67,12 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
         return f"{text} = {self.devices(chosen)}" if len(chosen) > 1 else text
 
 
-class Rule(msgspec.Struct, frozen=True):
+class LegalRule(msgspec.Struct, frozen=True):
     """A named condition. ``holds`` takes sizes or arrays of them; ``message`` explains one that does not hold."""
 
     name: str
-    holds: Callable[[Facts], Any]
-    message: Callable[[Facts], str]
+    holds: Callable[[StrategySizes], Any]
+    message: Callable[[StrategySizes], str]
 
 
 class Refusal(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,16 +82,16 @@ class Refusal(msgspec.Struct, frozen=True, kw_only=True):
     message: str
 
 
-Split = tuple[str, tuple[str, ...]]
+DimSplit = tuple[str, tuple[str, ...]]
 """A dim and the mesh axes that split it somewhere in the program."""
 
 
-def splits(derived: Derived) -> tuple[Split, ...]:
-    """Every dim with the axes that split it in some array; those contained in a larger split are left out.
+def splits(derived: Derived) -> tuple[DimSplit, ...]:
+    """Returns every dim with the axes that split it in some array; splits contained in a larger one are left out.
 
-    Whole matrices of layers are dealt out to any number of devices, so an update of all layers asks for nothing.
+    Whole matrices of layers can be distributed over any number of devices, so updates of all layers add no split.
     """
-    found: dict[Split, None] = {}
+    found: dict[DimSplit, None] = {}
     passes = (step for block in derived.blocks for step in (*block.forward, *block.backward))
     for step in (*passes, *(step for step in derived.update if not derived.is_stacked(step))):
         for array in (*step.inputs, step.result, *step.more):
@@ -103,15 +103,15 @@ def splits(derived: Derived) -> tuple[Split, ...]:
     )
 
 
-def size_rules(derived: Derived) -> tuple[Rule, ...]:
+def size_rules(derived: Derived) -> tuple[LegalRule, ...]:
     """The rules that need nothing but sizes: every split is even, and all chips are used."""
     found = splits(derived)
-    rules = [Rule("devices", lambda f: product(f.mesh.values()) == f.num_chips, _devices_message)]
+    rules = [LegalRule("devices", lambda f: product(f.mesh.values()) == f.num_chips, _devices_message)]
     layers = derived.num_layers
-    rules += [Rule("stages", lambda f: _places_used(f, layers), lambda f: _stages_message(f, layers))]
+    rules += [LegalRule("stages", lambda f: _places_used(f, layers), lambda f: _stages_message(f, layers))]
     if len(derived.program.stacks) > 1:
-        rules.append(Rule("stacks", lambda f: np.asarray(f.stages) == 1, lambda f: NO_PIPELINE))
-    rules += [Rule("experts", _experts_divide, lambda f: _experts_message(f, int(f.dims.get("E", 0))))]
+        rules.append(LegalRule("stacks", lambda f: np.asarray(f.stages) == 1, lambda f: NO_PIPELINE))
+    rules += [LegalRule("experts", _experts_divide, lambda f: _experts_message(f, int(f.dims.get("E", 0))))]
     rules += [_split_rule(dim, axes, found) for dim, axes in found]
     if not any(dim == "B" for dim, _ in found):
         # microbatches must divide the sequences even where no axis does
@@ -119,21 +119,21 @@ def size_rules(derived: Derived) -> tuple[Rule, ...]:
     return tuple(rules)
 
 
-def _split_rule(dim: str, axes: tuple[str, ...], every: Sequence[Split]) -> Rule:
+def _split_rule(dim: str, axes: tuple[str, ...], every: Sequence[DimSplit]) -> LegalRule:
     if dim == "B":
-        return Rule(
+        return LegalRule(
             "sequences",
             lambda f: f.dims["B"] % (f.devices(axes) * f.num_microbatches) == 0,
             lambda f: _batch_message(f, axes),
         )
-    return Rule(
+    return LegalRule(
         f"{'*'.join(axes)} | {dim}",
         lambda f: f.dims[dim] % f.devices(axes) == 0,
         lambda f: _split_message(f, dim, axes, every),
     )
 
 
-SCHEDULE_RULE = Rule(
+SCHEDULE_RULE = LegalRule(
     "schedule",
     lambda f: schedule_fits(f.schedule, stages=f.stages, chunks=f.chunks, microbatches=f.num_microbatches),
     lambda f: schedule_refusal(
@@ -153,7 +153,7 @@ def legal(setting: Setting, strategy: Strategy) -> tuple[Refusal, ...]:
         setting.require_runnable(strategy)
     except CannotRunError as error:
         return (Refusal(rule="executed", message=str(error)),)
-    derived, facts = setting.derived(strategy), facts_of(setting, strategy)
+    derived, facts = setting.derived(strategy), strategy_sizes(setting, strategy)
     refused = check_rules((*size_rules(derived), SCHEDULE_RULE), facts)
     if refused:
         return refused
@@ -174,12 +174,12 @@ def require_legal(setting: Setting, strategy: Strategy) -> None:
         raise CannotRunError(refusal.message)
 
 
-def check_rules(rules: Iterable[Rule], facts: Facts) -> tuple[Refusal, ...]:
+def check_rules(rules: Iterable[LegalRule], facts: StrategySizes) -> tuple[Refusal, ...]:
     """The refusals of one strategy."""
     return tuple(Refusal(rule=rule.name, message=rule.message(facts)) for rule in rules if not rule.holds(facts))
 
 
-def mask(rules: Iterable[Rule], facts: Facts) -> Any:
+def mask(rules: Iterable[LegalRule], facts: StrategySizes) -> Any:
     """Which of many strategies satisfy all rules."""
     result: Any = True
     for rule in rules:
@@ -193,7 +193,7 @@ def divisors(number: int) -> tuple[int, ...]:
     return tuple(sorted({*small, *(number // d for d in small)}))
 
 
-def legal_axis_sizes(found: Sequence[Split], axis: str, dims: Mapping[str, int]) -> tuple[int, ...]:
+def legal_axis_sizes(found: Sequence[DimSplit], axis: str, dims: Mapping[str, int]) -> tuple[int, ...]:
     """Sizes of one axis, the others 1, that divide every dim it splits; only 1 for an axis that splits nothing."""
     sizes = [dims[dim] for dim, axes in found if axis in axes]
     return divisors(math.gcd(*sizes)) if sizes else (1,)
@@ -202,10 +202,10 @@ def legal_axis_sizes(found: Sequence[Split], axis: str, dims: Mapping[str, int])
 # -- the sentences --------------------------------------------------------------------------------------
 
 
-def facts_of(setting: Setting, strategy: Strategy) -> Facts:
-    """What the rules on sizes look at."""
+def strategy_sizes(setting: Setting, strategy: Strategy) -> StrategySizes:
+    """Returns the sizes that the rules check."""
     model, cluster, job = setting.model, setting.cluster, setting.job
-    return Facts(
+    return StrategySizes(
         model=model.name,
         cluster=cluster.short_name,
         num_chips=cluster.num_chips,
@@ -217,15 +217,15 @@ def facts_of(setting: Setting, strategy: Strategy) -> Facts:
     )
 
 
-def _experts_divide(facts: Facts) -> Any:
+def _experts_divide(facts: StrategySizes) -> Any:
     """The axis `expert` splits experts; without any it has one device."""
     size = np.asarray(facts.mesh.get("expert", 1))
     experts = facts.dims.get("E", 0)
     return (experts % size == 0) & ((size == 1) | (experts > 0))
 
 
-def _places_used(facts: Facts, num_layers: int) -> Any:
-    """Whether every stage has a layer, and few of the places for layers stay empty."""
+def _places_used(facts: StrategySizes, num_layers: int) -> Any:
+    """True if every stage has a layer, and few positions for layers stay empty."""
     stages, chunks = np.asarray(facts.stages), np.asarray(facts.chunks)
     places = stages * chunks
     return (stages <= num_layers) & ((chunks == 1) | (places <= (1 + MAX_IDLE_LAYERS) * num_layers))
@@ -240,7 +240,7 @@ def _choices(values: Sequence[int], wanted: int) -> str:
     return f"{{..., {below}, {above}, ...}}" if below != above else f"{{..., {below}}}"
 
 
-def _split_message(facts: Facts, dim: str, axes: tuple[str, ...], every: Sequence[Split]) -> str:
+def _split_message(facts: StrategySizes, dim: str, axes: tuple[str, ...], every: Sequence[DimSplit]) -> str:
     size, count = facts.dims[dim], int(facts.devices(axes))
     chosen = [axis for axis in axes if facts.mesh[axis] > 1]
     values = legal_axis_sizes(every, chosen[0], facts.dims) if len(chosen) == 1 else divisors(size)
@@ -254,7 +254,7 @@ def _split_message(facts: Facts, dim: str, axes: tuple[str, ...], every: Sequenc
     )
 
 
-def _batch_message(facts: Facts, axes: tuple[str, ...]) -> str:
+def _batch_message(facts: StrategySizes, axes: tuple[str, ...]) -> str:
     size, count = facts.dims["B"], int(facts.devices(axes))
     if size % count == 0:
         local = size // count
@@ -271,7 +271,7 @@ def _batch_message(facts: Facts, axes: tuple[str, ...]) -> str:
     )
 
 
-def _devices_message(facts: Facts) -> str:
+def _devices_message(facts: StrategySizes) -> str:
     have = int(product(facts.mesh.values()))
     return (
         f"mesh {facts.named(facts.mesh)} uses {have} devices and {facts.cluster} has {facts.num_chips}. "
@@ -279,13 +279,13 @@ def _devices_message(facts: Facts) -> str:
     )
 
 
-def _stages_message(facts: Facts, num_layers: int) -> str:
+def _stages_message(facts: StrategySizes, num_layers: int) -> str:
     stages, chunks = facts.stages, facts.chunks
     what = f"pipeline={stages}" if chunks == 1 else f"pipeline={stages} x chunks={chunks} = {stages * chunks}"
     return f"{what} stages are more than the {num_layers} layers of {facts.model}. Use at most {num_layers} in all."
 
 
-def _experts_message(facts: Facts, num_experts: int) -> str:
+def _experts_message(facts: StrategySizes, num_experts: int) -> str:
     size = facts.mesh.get("expert", 1)
     if not num_experts:
         return f"expert={size}: {facts.model} has no experts. Leave the axis out, or use fsdp={size}."
@@ -293,7 +293,7 @@ def _experts_message(facts: Facts, num_experts: int) -> str:
     return f"expert={size} does not divide the {num_experts} experts of {facts.model}. Use expert in {choices}."
 
 
-def _memory_message(facts: Facts, memory: dict[str, Number], limit: float) -> str:
+def _memory_message(facts: StrategySizes, memory: dict[str, Number], limit: float) -> str:
     largest = sorted(memory.items(), key=lambda item: -item[1])[:3]
     items = ", ".join(f"{name} {format_bytes(float(size))}" for name, size in largest)
     return (
@@ -302,8 +302,8 @@ def _memory_message(facts: Facts, memory: dict[str, Number], limit: float) -> st
     )
 
 
-def _remedy(setting: Setting, strategy: Strategy, facts: Facts) -> str:
-    """The least change of remat and microbatches that fits."""
+def _remedy(setting: Setting, strategy: Strategy, facts: StrategySizes) -> str:
+    """Names the smallest change of remat and microbatches that fits."""
     shards = int(product(strategy.mesh.get(axis, 1) for axis in ("data", "fsdp", "expert")))
     changed = {remat: msgspec.structs.replace(strategy, remat=remat) for remat in REMAT_POLICIES}
     derived = {remat: setting.derived(other) for remat, other in changed.items()}

@@ -1,4 +1,4 @@
-"""Plans that nothing beats in two things at once: step time and memory, or step time and money."""
+"""Pareto frontiers: plans unbeaten in step time and memory, or in step time and money."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -20,9 +20,8 @@ LEAST_CHEAPER = 2e-3
 
 
 class Frontier(msgspec.Struct, frozen=True, kw_only=True):
-    """``memory``: on all chips, fastest first, each holding less than those before it. ``cost``: on the cluster and
-    parts of it, fastest first, each cheaper per token than those before it; () where the chip has no price.
-    """
+    """``memory``: on all chips, fastest first, each needs less memory than the ones before. ``cost``: on the cluster
+    and parts of it, fastest first, each cheaper per token than the ones before; () if the chip has no price."""
 
     memory: tuple[PlannedStrategy, ...]
     cost: tuple[PlannedStrategy, ...]
@@ -35,7 +34,7 @@ def pareto(
     overrides: Mapping[str, Any] | None = None,
     choices: Choices = USUAL,
 ) -> Frontier:
-    """Both frontiers of a job; of the parts of the cluster those of half the chips, a quarter and so on.
+    """Returns both frontiers of a job; the parts of the cluster have half the chips, a quarter and so on.
 
     Raises CannotRunError when nothing runs on all chips.
     """
@@ -72,7 +71,7 @@ def _on_parts(space: Space) -> list[PlannedStrategy]:
 
 
 def _cheaper(found: Sequence[PlannedStrategy]) -> tuple[PlannedStrategy, ...]:
-    """Those of clearly fewer chip-seconds than every faster one."""
+    """Selects plans with clearly fewer chip-seconds than every faster plan."""
     kept: list[PlannedStrategy] = []
     for one in sorted(found, key=lambda one: one.estimate.step_s):
         spent = one.estimate.step_s * one.num_chips

@@ -1,4 +1,4 @@
-"""The one call behind the `plan` verb: the best strategies of a job on a cluster, and what else would run."""
+"""Plans a job on a cluster, as the `plan` verb does: the best strategies, and what else would run."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ from meshwright.cost.setting import Setting
 from meshwright.plan.candidates import memory_of_any_mesh, parts_of
 from meshwright.plan.legal import legal
 from meshwright.plan.result import PlannedStrategy, PlanResult
-from meshwright.plan.search import Outcome, search
+from meshwright.plan.search import SearchOutcome, search
 from meshwright.plan.space import USUAL, Choices, Space, open_space
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.job import Job, optimizer_words, require_training
@@ -121,7 +121,7 @@ def plan_slices(settings: Sequence[Setting], **choices: Any) -> PlanResult:
 def space_of(
     setting: Setting, axes: Mapping[str, int], overrides: Mapping[str, Any], choices: Choices = USUAL
 ) -> Space:
-    """What is left open once the given axes and fields are fixed."""
+    """Returns the search space that remains once the given axes and fields are fixed."""
     make_mesh(axes)
     for axis, size in axes.items():
         if size < 1:
@@ -163,7 +163,7 @@ def _notes(space: Space, setting: Setting) -> tuple[str, ...]:
 # -- when the chips do not divide the work -------------------------------------------------------------
 
 
-def _largest_part(space: Space, top: int) -> Outcome:
+def _largest_part(space: Space, top: int) -> SearchOutcome:
     """The plans of the most chips inside the cluster on which the job runs. Raises CannotRunError for none."""
     cluster, job, limit = space.setting.cluster, space.setting.job, space.setting.memory_limit
     needs = memory_of_any_mesh(space, job.batch_seqs)
@@ -175,8 +175,8 @@ def _largest_part(space: Space, top: int) -> Outcome:
     raise CannotRunError(_nothing_fits(space, needs))
 
 
-def _without_stages(space: Space, top: int, outcome: Outcome) -> Outcome:
-    """The same, or the plans of fewer chips without stages: where none fits the chips without, and those are faster."""
+def _without_stages(space: Space, top: int, outcome: SearchOutcome) -> SearchOutcome:
+    """Returns the plans of fewer chips without stages if all chips need stages and fewer are faster."""
     if outcome.fits_without_stages or "pipeline" in space.fixed:
         return outcome
     alone = msgspec.structs.replace(space, fixed={**space.fixed, "pipeline": 1})
@@ -195,7 +195,7 @@ def _nearest_batch(space: Space) -> PlannedStrategy | None:
 
 
 def _part_notes(
-    cluster: Cluster, job: Job, outcome: Outcome, whole: PlannedStrategy | None, near: PlannedStrategy | None
+    cluster: Cluster, job: Job, outcome: SearchOutcome, whole: PlannedStrategy | None, near: PlannedStrategy | None
 ) -> tuple[str, ...]:
     part = outcome.found[0].cluster
     what, chips = f"{job.batch_seqs:,} sequences of {job.seq_len:,}", f"all {cluster.num_chips:,} chips of"

@@ -1,4 +1,4 @@
-"""Candidates priced, remembered and ranked: the fastest of every variant of every pattern, and a varied choice."""
+"""Candidates priced, remembered and ranked: the fastest of every variant of every pattern, and a diverse choice."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 
 from meshwright.core.dims import MESH_AXES
-from meshwright.cost.arrays import taken
+from meshwright.cost.arrays import select
 from meshwright.plan.candidates import Candidates
 
 TIE = 1e-3
@@ -33,7 +33,7 @@ class Variant(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Best:
-    """The fastest candidates of every variant, and what was counted on the way."""
+    """The fastest candidates of every variant, with counts of all."""
 
     def __init__(self) -> None:
         self.kept: list[Variant] = []
@@ -50,14 +50,14 @@ class Best:
             return
         self.fits_without_stages |= bool(np.any(variant.rows.mesh["pipeline"] == 1))
         index = fastest_and_leanest(variant.seconds, variant.need)
-        self.kept.append(taken(variant, index))
+        self.kept.append(select(variant, index))
         self.ends.append((self.ends[-1] if self.ends else 0) + len(index))
 
     def at(self, index: int) -> Variant:
         """One candidate as a variant of one row."""
         which = int(np.searchsorted(self.ends, index, side="right"))
         start = self.ends[which - 1] if which else 0
-        return taken(self.kept[which], np.array([index - start]))
+        return select(self.kept[which], np.array([index - start]))
 
     def columns(self) -> tuple[np.ndarray, np.ndarray]:
         """Seconds and bytes of all kept candidates."""
@@ -94,7 +94,7 @@ class Best:
         return np.column_stack(columns)
 
     def frontier(self) -> list[int]:
-        """Candidates that no other one beats in both seconds and bytes, fastest first."""
+        """Indices of candidates unbeaten in seconds and bytes, fastest first."""
         seconds, need = self.columns()
         found, least = [], np.inf
         for index in np.lexsort((need, seconds)).tolist():
@@ -105,7 +105,7 @@ class Best:
 
 
 def fastest_and_leanest(seconds: np.ndarray, need: np.ndarray) -> np.ndarray:
-    """Numbers of the fastest candidates, and of those that nothing beats in both seconds and bytes."""
+    """Indices of the fastest candidates, and of candidates unbeaten in seconds and bytes."""
     if len(seconds) <= KEPT_PER_VARIANT:
         return np.arange(len(seconds))
     fast = np.argpartition(seconds, KEPT_PER_VARIANT)[:KEPT_PER_VARIANT]
@@ -115,8 +115,8 @@ def fastest_and_leanest(seconds: np.ndarray, need: np.ndarray) -> np.ndarray:
     return np.unique(np.concatenate([fast, front]))
 
 
-def varied(order: np.ndarray, best: Best, top: int) -> list[int]:
-    """The best of each (data x fsdp x context, tensor), then the second best mesh of each, and so on, fastest first.
+def diverse(order: np.ndarray, best: Best, top: int) -> list[int]:
+    """Returns the best mesh of each (data x fsdp x context, tensor), then each second best, and so on, fastest first.
 
     A mesh is listed once, with its best remat, schedule and microbatches.
     """

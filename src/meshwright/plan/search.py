@@ -12,7 +12,7 @@ import numpy as np
 
 from meshwright.algebra.schedules.registry import definition
 from meshwright.core.dims import MESH_AXES
-from meshwright.cost.arrays import plain, taken
+from meshwright.cost.arrays import as_python, select
 from meshwright.cost.memory import memory_parts, total_bytes
 from meshwright.cost.network.placement import Placement, place_axes
 from meshwright.cost.offload import offloaded
@@ -27,7 +27,7 @@ from meshwright.plan.candidates import (
     legal_in,
     with_microbatches,
 )
-from meshwright.plan.ranking import Best, Variant, varied
+from meshwright.plan.ranking import Best, Variant, diverse
 from meshwright.plan.result import PlannedStrategy, planned
 from meshwright.plan.space import Pattern, Space
 from meshwright.spec.cluster import Cluster
@@ -48,7 +48,7 @@ KEPT_PER_STAGES = 10
 """Meshes of each number of pipeline stages that are looked at in any case."""
 
 
-class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+class SearchOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """The best strategies, best first; ``least_bytes`` is the smallest memory per chip of any looked at.
 
     ``num_meshes`` counts meshes whose sizes divide, ``num_legal`` strategies whose sizes divide and that have a
@@ -75,10 +75,10 @@ def search(
     top: int = 5,
     exhaustive: bool = False,
     frontier: bool = False,
-) -> Outcome:
+) -> SearchOutcome:
     """The fastest strategies per token on all chips of a cluster, for a batch or, with ``reach``, batches near it.
 
-    At most ``top`` meshes, taken in turns from each (data x fsdp x context, tensor) so that they differ. Unless
+    At most ``top`` meshes, alternating between (data x fsdp x context, tensor) so that they differ. Unless
     ``exhaustive``, a large space is screened first: every mesh is priced in its plainest form, and the most promising
     in all.
     """
@@ -88,16 +88,16 @@ def search(
         meshes = _screened(space, cluster, meshes)
     laid, placements = _laid(cluster, meshes)
     if not placements:
-        return Outcome(num_meshes=num_meshes)
+        return SearchOutcome(num_meshes=num_meshes)
     bench, every = _Bench(space, cluster, placements), with_microbatches(space, laid)
     best = Best()
     for number, pattern in enumerate(space.patterns):
         for variant in bench.variants(number, pattern, every):
             best.add(variant)
-    picked = varied(best.order(), best, top)
+    picked = diverse(best.order(), best, top)
     found = tuple(bench.found(best, index) for index in picked)
     front = tuple(bench.found(best, index) for index in best.frontier()) if frontier else ()
-    return Outcome(
+    return SearchOutcome(
         found=found,
         num_meshes=num_meshes,
         num_legal=best.num_legal,
@@ -109,9 +109,9 @@ def search(
 
 
 def _screened(space: Space, cluster: Cluster, meshes: Candidates) -> Candidates:
-    """The meshes that are fastest per token in their plainest form, of those that fit; all where none does.
+    """Selects the meshes that fit and are fastest per token in their plainest form; all meshes if none fits.
 
-    Plain is the first way to lay it out, the first schedule and nothing offloaded, with the first assignment and a few
+    Plain is the first placement, the first schedule and no offloading, with the first assignment and a few
     policies of remat, from the fastest to the leanest.
     """
     first = space.patterns[0].strategy
@@ -134,7 +134,7 @@ def _screened(space: Space, cluster: Cluster, meshes: Candidates) -> Candidates:
         for variant in bench.variants(number, pattern, every):
             np.minimum.at(best, variant.rows.laid, variant.seconds)
     kept = _promising(best, np.array([placement.mesh["pipeline"] for placement in placements]))
-    return taken(laid, kept[laid.laid]) if kept.any() else meshes
+    return select(laid, kept[laid.laid]) if kept.any() else meshes
 
 
 def _promising(seconds: np.ndarray, stages: np.ndarray) -> np.ndarray:
@@ -148,7 +148,7 @@ def _promising(seconds: np.ndarray, stages: np.ndarray) -> np.ndarray:
 
 
 def _laid(cluster: Cluster, meshes: Candidates, *, most: int | None = None) -> tuple[Candidates, list[Placement]]:
-    """Every mesh once for each of its placements, or the first so many of them."""
+    """Repeats every mesh for each of its placements, at most ``most`` of them."""
     placements: list[Placement] = []
     spans: dict[tuple[int, ...], range] = {}
     which: list[int] = []
@@ -160,7 +160,7 @@ def _laid(cluster: Cluster, meshes: Candidates, *, most: int | None = None) -> t
             placements.extend(laid)
         which.extend([number] * len(spans[sizes]))
         numbers.extend(spans[sizes])
-    found = taken(meshes, np.array(which, dtype=np.intp))
+    found = select(meshes, np.array(which, dtype=np.intp))
     return msgspec.structs.replace(found, laid=np.array(numbers, dtype=np.intp)), placements
 
 
@@ -179,7 +179,7 @@ class _Bench:
     def variants(self, number: int, pattern: Pattern, every: Candidates) -> Iterator[Variant]:
         """The pattern's candidates under every schedule, number of chunks and choice of offloading."""
         space = self.space
-        rows = taken(every, legal_in(space, pattern, every))
+        rows = select(every, legal_in(space, pattern, every))
         if not len(rows):
             return
         held = memory_parts(pattern.derived, candidate_sizes(space, rows))
@@ -188,7 +188,7 @@ class _Bench:
             which, chunks = self._chunks(schedule, rows, pattern.derived.num_layers)
             if not len(which):
                 continue
-            chosen, memory = taken(rows, which), taken(held, which)
+            chosen, memory = select(rows, which), select(held, which)
             pipeline = candidate_pipeline(space, chosen, schedule=schedule, chunks=chunks)
             for offload in space.offloads:
                 if offload and self.rates.pcie_bytes_per_s is None:
@@ -200,13 +200,13 @@ class _Bench:
                 if len(fits):
                     # what never fits is never priced: most of a refusal's time
                     times = times or self._priced(pattern, rows, candidate_pipeline(space, rows)).times
-                    step_s = np.broadcast_to(taken(times, which).step_s(pipeline, moved).step_s, len(chosen))
+                    step_s = np.broadcast_to(select(times, which).step_s(pipeline, moved).step_s, len(chosen))
                 yield Variant(
                     pattern=number,
                     rank=pattern.rank,
                     schedule=schedule,
                     offload=offload,
-                    rows=taken(chosen, fits),
+                    rows=select(chosen, fits),
                     chunks=chunks[fits],
                     seconds=step_s[fits] / chosen.batch_seqs[fits],
                     need=np.broadcast_to(need, len(chosen))[fits],
@@ -220,7 +220,7 @@ class _Bench:
         return PricedStep(
             derived=pattern.derived,
             sizes=candidate_sizes(self.space, rows),
-            rates=taken(self.rates, rows.laid),
+            rates=select(self.rates, rows.laid),
             pipeline=pipeline,
             offload=offload,
         )
@@ -271,4 +271,4 @@ class _Bench:
         pipeline = candidate_pipeline(self.space, rows, schedule=one.schedule, chunks=one.chunks)
         priced = self._priced(pattern, rows, pipeline, one.offload)
         estimate = predict(priced, self.setting, batch_seqs=rows.batch_seqs.astype(float))
-        return planned(self.setting, int(rows.batch_seqs[0]), strategy, plain(taken(estimate, 0)))
+        return planned(self.setting, int(rows.batch_seqs[0]), strategy, as_python(select(estimate, 0)))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from meshwright.core.errors import InputError
-from meshwright.cost.arrays import stacked
+from meshwright.cost.arrays import stack
 from meshwright.cost.network.collectives import (
     KINDS,
     collective_bound_by,
@@ -99,7 +99,7 @@ def test_stacked_rates_price_many_meshes_at_once():
     cluster = parse_cluster("v5p:8x8x8")
     meshes = [{"fsdp": 512 // t, "tensor": t} for t in (1, 2, 4, 8, 16, 512)]
     rates = [group_rates(place_axes(cluster, mesh)[0], ("tensor",)) for mesh in meshes]
-    together = collective_time("all_gather", 1e6, stacked(rates))
+    together = collective_time("all_gather", 1e6, stack(rates))
     assert together.tolist() == [collective_time("all_gather", 1e6, one) for one in rates]
 
 

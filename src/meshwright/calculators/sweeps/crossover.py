@@ -20,7 +20,7 @@ from meshwright.algebra.program import Program, Variable
 from meshwright.algebra.sizes import OpSizes
 from meshwright.algebra.transformer import transformer
 from meshwright.core.errors import CannotRunError, InputError
-from meshwright.cost.arrays import taken
+from meshwright.cost.arrays import select
 from meshwright.cost.formulas import limits
 from meshwright.cost.network.placement import Placement, place_axes
 from meshwright.cost.step_costs import collective_groups, op_sizes, price_step
@@ -258,7 +258,7 @@ def _priced(
         rates = step_rates(cluster, placements, groups, Strategy(mesh={}), calibration=calibration)
         for number, placement in enumerate(placements):
             mesh = {axis: float(size) for axis, size in placement.mesh.items()}
-            costs = _costs(work, work.sizes(tokens, mesh, cluster), taken(rates, number))
+            costs = _costs(work, work.sizes(tokens, mesh, cluster), select(rates, number))
             found.append(_laid(placement, cluster, costs, len(tokens)))
     if not found:
         raise CannotRunError(f"no mesh of {work.name} can be laid on {clusters[0].short_name}. Name another shape.")

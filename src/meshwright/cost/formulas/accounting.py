@@ -11,9 +11,9 @@ from typing import Literal
 import numpy as np
 
 from meshwright.algebra.derive import derive
+from meshwright.algebra.sizes import Number
 from meshwright.algebra.transformer import transformer
 from meshwright.core.errors import InputError, nearest
-from meshwright.cost.arrays import Number
 from meshwright.cost.formulas.roofline import Work
 from meshwright.spec.model import Model
 from meshwright.spec.strategy import STATE_BYTES, Strategy

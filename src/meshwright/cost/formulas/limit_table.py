@@ -163,11 +163,11 @@ def feed_forward_width(model: Model) -> int:
 
 
 def sparsity(model: Model) -> float:
-    """E / k, experts over those that a token passes: so many more tokens hide the same weights. 1 without experts."""
+    """E / k, experts over experts per token: weights need so many times the tokens to hide. 1 without experts."""
     return model.num_experts / model.experts_per_token if model.num_experts else 1.0
 
 
-Value = str | Callable[..., float]
+LetterForm = str | Callable[..., float]
 """The name of a letter, which is NaN where it is not known and the limit applies all the same, or a form of several."""
 
 
@@ -177,8 +177,8 @@ class _Row(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     needs: tuple[str, ...]
     formula: str | Callable[[Letters], str]
-    limit: Value
-    here: Value
+    limit: LetterForm
+    here: LetterForm
     relation: Literal[">", "<", ">=", "<=", ""]
     kind: Literal["speed", "size"] = "speed"
     unit: Literal["", "bytes", "s"] = ""
@@ -212,7 +212,7 @@ _HOLDS: dict[str, Callable[[float, float], bool]] = {
 
 
 def limits_at(at: Letters) -> tuple[Limit, ...]:
-    """Every limit that applies: those of single axes, then those of the whole mesh, then those of size."""
+    """Returns every limit that applies: of single axes, then of the whole mesh, then of size."""
     return tuple(found for row in LIMITS if (found := row.at(at)) is not None)
 
 
@@ -221,7 +221,7 @@ def _open(value: float | None) -> float:
     return math.nan if value is None else value
 
 
-def _value(form: Value, at: Letters) -> float:
+def _value(form: LetterForm, at: Letters) -> float:
     return form(at) if callable(form) else _open(getattr(at, form))
 
 

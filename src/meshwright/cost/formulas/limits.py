@@ -1,4 +1,4 @@
-"""The closed forms of the book's chapter on training: when a way of sharding stops being compute-bound.
+"""The closed forms of the book's chapter on training: when a form of sharding stops being compute-bound.
 
 They are the reasons that explanations give and the tests that derived costs must meet; no plan is priced with
 them. ``batch_tokens`` counts tokens (the book's B, with T inside), ``alpha`` is C / W_ici: FLOP/s of one chip over
@@ -12,8 +12,8 @@ from typing import Literal
 import msgspec
 import numpy as np
 
+from meshwright.algebra.sizes import Number
 from meshwright.core.errors import InputError
-from meshwright.cost.arrays import Number
 
 MAX_BUBBLE = 0.1
 """Share of a step that may be idle before more microbatches are asked for."""
@@ -44,7 +44,7 @@ def data_parallel_min_tokens_per_chip(alpha: Number, num_axes: Number = 1) -> Nu
 
 
 def data_parallel_min_batch(alpha: Number, num_axes: Number, num_chips: Number) -> Number:
-    """The same for all chips: tokens per step."""
+    """Tokens per step above which DP and FSDP are compute-bound on all chips."""
     return data_parallel_min_tokens_per_chip(alpha, num_axes) * num_chips
 
 

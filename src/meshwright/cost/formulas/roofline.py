@@ -11,9 +11,9 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
+from meshwright.algebra.sizes import Number
 from meshwright.core.dims import DTYPE_BYTES
 from meshwright.core.errors import InputError, nearest
-from meshwright.cost.arrays import Number
 from meshwright.spec.chip import Chip, compute_dtype, known, peak
 
 Channel = Literal["hbm", "vmem", "pcie", "ici", "dcn"]

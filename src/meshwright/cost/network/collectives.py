@@ -12,8 +12,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from meshwright.algebra.sizes import Number
 from meshwright.core.errors import InputError, nearest
-from meshwright.cost.arrays import Number
 from meshwright.cost.network.legs import Leg, group_legs
 from meshwright.cost.network.links import Level
 from meshwright.cost.network.placement import Placement

@@ -28,7 +28,7 @@ from meshwright.spec.calibration import (
 from meshwright.spec.chip import Chip
 from meshwright.spec.strategy import AS_RUN, Assumptions
 
-Group = frozenset[str]
+AxisGroup = frozenset[str]
 """Mesh axes that one collective uses jointly; their order does not change its time."""
 
 TILE = 128 * 256
@@ -42,7 +42,7 @@ CASTS_BYTES = 2
 
 
 class ChipRates(msgspec.Struct, frozen=True, kw_only=True):
-    """What one chip does per second; fields may be arrays, one entry per candidate.
+    """Rates of one chip; fields may be arrays, one entry per candidate.
 
     ``wide_flops_per_s`` is the rate of products that keep 16 bits or more where others are narrower: the loss head and
     the router. ``processors`` is the number of SMs, 0 where products are not cut into tiles over them. ``host`` prices
@@ -64,8 +64,9 @@ class StepCost(msgspec.Struct, frozen=True, kw_only=True):
     """One execution of one derived step on one device, and how many times a training step executes it.
 
     ``count`` is over all layers, ``here`` on the busiest device of a pipeline: its layers and the head.
-    ``network_bytes`` are those of the full array of a collective, ``latency_s`` the part of ``network_s`` that
-    the bytes do not explain. ``hides`` says that nothing waits for it inside its pass; ``overlap`` is the efficiency's.
+    ``network_bytes`` are those of the full array of a collective, ``latency_s`` the part of ``network_s`` that the
+    bytes do not explain. ``hides`` is true for a collective that nothing in its pass waits for; ``overlap`` is the
+    efficiency's.
     """
 
     step: Step
@@ -98,13 +99,13 @@ class StepCost(msgspec.Struct, frozen=True, kw_only=True):
         return self.step.is_collective and not self.step.critical and self.step.phase != "update"
 
     @property
-    def goes_round(self) -> bool:
-        """Whether it is a permute that passes behind the collective matmul beside it, and behind nothing else."""
+    def in_ring_loop(self) -> bool:
+        """True for a permute in the ring of a collective matmul, which only the products of that matmul hide."""
         return isinstance(self.step.details, Round) and self.step.details.beside_products
 
     @property
     def gathers_weights(self) -> bool:
-        """Whether it is a gather that needs nothing of its pass, so that it could run ahead of it."""
+        """True for a gather that needs no result of its pass, so that it could run ahead of the pass."""
         return self.step.op == "all_gather" and self.hides
 
     @property
@@ -113,7 +114,7 @@ class StepCost(msgspec.Struct, frozen=True, kw_only=True):
         return ",".join(self.step.axes) if self.step.is_collective else op_term(self.step)
 
     @property
-    def group(self) -> Group:
+    def group(self) -> AxisGroup:
         """The mesh axes of a collective."""
         return frozenset(self.step.axes)
 
@@ -135,7 +136,7 @@ def chip_rates(
         attention *= calibration.efficiency.portable
     efficiency = calibration.efficiency
     if calibration.host:
-        # compute and memory one after the other
+        # emulated devices do not overlap compute and memory
         efficiency = msgspec.structs.replace(efficiency, overlap=1.0)
     return ChipRates(
         matmul_flops_per_s=matmul_rate(chip, calibration, dtype),
@@ -153,9 +154,9 @@ def chip_rates(
 def local_cost(
     step: Step, sizes: OpSizes, rates: ChipRates, *, kept: frozenset[ShardedArray] = frozenset()
 ) -> StepCost:
-    """A local step priced by itself: its products, its way through memory, and its launch.
+    """Prices a local step by itself: its products, its memory traffic, and its launch.
 
-    ``kept`` are the results that its block holds, which an emulated device puts into a stack besides.
+    ``kept`` are the results that its block keeps, which an emulated device also copies into a stack.
     """
     at = rates.efficiency
     if rates.host is not None:
@@ -196,7 +197,7 @@ def local_cost(
 
 
 def partly_hidden(first: Number, second: Number, overlap: Number | None) -> Number:
-    """Seconds of two things that hide each other in part: (a^p + b^p)^(1/p), the longer of the two without a p."""
+    """Seconds of two activities that overlap in part: (a^p + b^p)^(1/p), the longer of the two if p is None."""
     if overlap is None:
         return np.maximum(first, second)
     found: Number = (first**overlap + second**overlap) ** (1 / overlap)
@@ -238,7 +239,8 @@ def product_shape(step: Step, sizes: OpSizes) -> tuple[Number, Number]:
 
 
 def _host_cost(step: Step, sizes: OpSizes, host: HostRates, overlap: Number, kept: frozenset[ShardedArray]) -> StepCost:
-    """A local step on an emulated device: compute and memory one after the other (`spec.calibration.HostRates`)."""
+    """Prices a local step on an emulated device, without overlap of compute and memory
+    (`spec.calibration.HostRates`)."""
     amounts, pace = amounts_of(step, sizes, kept=kept), pace_of(step, host)
     kernels = num_kernels(step, sizes) * (num_blocks(step, sizes) * len(step.parts) if step.parts else 1)
     return StepCost(

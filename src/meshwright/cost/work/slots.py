@@ -14,10 +14,9 @@ from meshwright.algebra.notation import ShardedArray, product
 from meshwright.algebra.ops import kind_of
 from meshwright.algebra.ops.dispatch import BLOCK_ROWS, FEW_SLOTS, blocks_at_once
 from meshwright.algebra.ops.route import ROUTING_ROWS
-from meshwright.algebra.sizes import OpSizes
+from meshwright.algebra.sizes import Number, OpSizes
 from meshwright.algebra.steps import Step
 from meshwright.core.dims import DTYPE_BYTES
-from meshwright.cost.arrays import Number
 from meshwright.spec.model import Model
 
 CALLS_A_PRODUCT = 4
@@ -48,7 +47,7 @@ def expert_slots(model: Model, *, num_tokens: Number, imbalance: Number = 1.0) -
 
 
 def slots_move(derived: Derived, mesh: Mapping[str, Any]) -> Any:
-    """Whether slots of experts go from device to device; where they do not, only those that are filled are there."""
+    """True where slots of experts are sent between devices; elsewhere only filled slots exist."""
     steps = (step for block in derived.blocks for step in block.forward)
     axes = {axis for step in steps if step.is_collective and "C" in step.result.dims for axis in step.axes}
     return product(mesh[axis] for axis in sorted(axes)) > 1

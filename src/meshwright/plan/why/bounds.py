@@ -26,8 +26,8 @@ from meshwright.spec.calibration import matmul_rate, memory_rate
 from meshwright.spec.weights import num_active_params, num_params
 
 
-class Batch(msgspec.Struct, frozen=True, kw_only=True):
-    """How the sequences of a step are shared out: their product is ``sequences``."""
+class BatchSplit(msgspec.Struct, frozen=True, kw_only=True):
+    """How the sequences of a step are divided: the product of the parts is ``sequences``."""
 
     sequences_per_microbatch: float
     data_parallel: int
@@ -36,12 +36,12 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
     positions_per_device: float
 
 
-def batch_of(priced: PricedStrategy) -> Batch:
+def batch_of(priced: PricedStrategy) -> BatchSplit:
     """The bookkeeping of the batch: a replica's microbatch x replicas x microbatches."""
     job, count = priced.setting.job, priced.strategy.num_microbatches
     replicas = _devices(priced, "data", "fsdp", "expert")
     each = job.batch_seqs / (replicas * count)
-    return Batch(
+    return BatchSplit(
         sequences_per_microbatch=each,
         data_parallel=replicas,
         num_microbatches=count,

@@ -17,7 +17,7 @@ from meshwright.cost.train_step import Estimate, PricedStrategy, price_strategy
 from meshwright.cost.work.kernels import StepCost
 from meshwright.plan.legal import MEMORY_RULE, legal
 from meshwright.plan.run_budget import RunBudget, run_budget
-from meshwright.plan.why.bounds import Batch, batch_of, letters_of
+from meshwright.plan.why.bounds import BatchSplit, batch_of, letters_of
 from meshwright.plan.why.single_changes import Tried, try_changes
 from meshwright.spec.calibration import matmul_rate
 from meshwright.spec.plan_file import Plan
@@ -48,8 +48,8 @@ CASES: dict[int, tuple[str, tuple[str, ...]]] = {
 """What helps in each of the four cases, and the axes that it names."""
 
 
-class Line(msgspec.Struct, frozen=True, kw_only=True):
-    """One numbered line of an algorithm: a derived step, what it moves or computes, and whether it is waited for.
+class ListedStep(msgspec.Struct, frozen=True, kw_only=True):
+    """One numbered line of an algorithm: a derived step, what it moves or computes, and whether it is exposed.
 
     ``num_bytes`` are the full array's for a collective, those through memory else. In the list of what is done once a
     step a line of a layer's weights runs ``times``, once for each layer of a device.
@@ -71,14 +71,14 @@ class Algorithm(msgspec.Struct, frozen=True, kw_only=True):
     """One pass over a block: its lines, and the seconds of its parts."""
 
     title: str
-    lines: tuple[Line, ...]
+    lines: tuple[ListedStep, ...]
     compute_s: float
     hidden_s: float
     critical_s: float
     num_left_out: int
 
 
-class BlockPasses(msgspec.Struct, frozen=True, kw_only=True):
+class BlockListing(msgspec.Struct, frozen=True, kw_only=True):
     """Both passes over one repeat of a block of layers, of which the model has ``repeat``."""
 
     name: str
@@ -88,7 +88,8 @@ class BlockPasses(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BetweenStages(msgspec.Struct, frozen=True, kw_only=True):
-    """What a pipeline adds: the sends of one microbatch over one boundary, those a step waits for, and its bubble."""
+    """What a pipeline adds: the sends of one microbatch over one boundary, the exposed sends of a step, and the
+    bubble."""
 
     schedule: str
     stages: int
@@ -156,10 +157,10 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     recomputed: float
     changes: Tried
     fsdp: FsdpCase | None
-    blocks: tuple[BlockPasses, ...]
+    blocks: tuple[BlockListing, ...]
     between: BetweenStages | None
     once: Algorithm
-    batch: Batch
+    batch: BatchSplit
     symbols: Letters
     limits: tuple[Limit, ...]
     training: RunBudget | None
@@ -232,14 +233,14 @@ def _limits_of(name: str) -> Iterator[str]:
 # -- the algorithm ----------------------------------------------------------------------------------------
 
 
-def _passes(priced: PricedStrategy) -> tuple[BlockPasses, ...]:
+def _passes(priced: PricedStrategy) -> tuple[BlockListing, ...]:
     """The passes over every block of layers, the one with the most layers last."""
     layers, found = priced.costs.layers, []
     for block in layers:
         repeat = block.steps.repeat
         of = "" if len(layers) == 1 else f" ({block.name}, {repeat} of {priced.derived.num_layers})"
         found.append(
-            BlockPasses(
+            BlockListing(
                 name=block.name,
                 repeat=repeat,
                 forward=_algorithm(f"forward pass of one layer{of}", block.forward),
@@ -283,8 +284,8 @@ def _algorithm(title: str, costs: Sequence[StepCost], *, of_layers: bool = False
     )
 
 
-def _line(number: int, cost: StepCost, times: float) -> Line:
-    return Line(
+def _line(number: int, cost: StepCost, times: float) -> ListedStep:
+    return ListedStep(
         number=number,
         text=str(cost.step),
         op=cost.step.op,
@@ -302,7 +303,7 @@ def _overlap(cost: StepCost) -> str:
     step = cost.step
     if not step.is_collective:
         return "recomputed" if step.phase == "recompute" else ""
-    if cost.goes_round:
+    if cost.in_ring_loop:
         return "behind the products beside it"
     if cost.hides:
         once = ", once per step" if step.scope == "step" else ""

@@ -19,7 +19,7 @@ from meshwright.cost.memory import memory_parts, total_bytes
 from meshwright.cost.pipeline import Pipeline
 from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import Estimate, estimate_step
-from meshwright.plan.legal import MEMORY_RULE, Refusal, check_rules, divisors, facts_of, legal, size_rules
+from meshwright.plan.legal import MEMORY_RULE, Refusal, check_rules, divisors, legal, size_rules, strategy_sizes
 from meshwright.spec.strategy import DEFAULT_ASSIGNMENT, Strategy, make_mesh
 from meshwright.spec.weights import num_params
 
@@ -60,7 +60,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
 
 def recipe(setting: Setting, *, template: Strategy) -> Recipe:
     """The recipe for a job on all chips of a cluster; ``template`` carries state and precision."""
-    at = _Kitchen(setting, template)
+    at = _Builder(setting, template)
     far = {axis: (size, why) for axis, size, why in _far(at)}
     chosen = _chosen(at, {"context": 1, "tensor": 1, "pipeline": 1} | {axis: size for axis, (size, _) in far.items()})
     refused = legal(setting, chosen)
@@ -75,8 +75,8 @@ def recipe(setting: Setting, *, template: Strategy) -> Recipe:
     )
 
 
-class _Kitchen:
-    """The job and the cluster, with what its chips hold."""
+class _Builder:
+    """Builds strategies of a job on a cluster from a template, and tests which fit."""
 
     def __init__(self, setting: Setting, template: Strategy) -> None:
         model, cluster, job = setting.model, setting.cluster, setting.job
@@ -85,7 +85,7 @@ class _Kitchen:
         self.machine = min(cluster.chip.chips_per_host or MACHINE_CHIPS, self.chips)
 
     def strategy(self, mesh: Mapping[str, int], remat: str, count: int = 1) -> Strategy:
-        """The template with a mesh, a remat policy and microbatches; gathered keys and values go round a ring."""
+        """The template with a mesh, a remat policy and microbatches; keys and values are passed around a ring."""
         mode = "gather" if self.cluster.kind == "host" else "ring"
         fields: dict[str, Any] = {"schedule": "1f1b", "chunks": 1, "offload": (), "placement": {}, "slice_axes": ()}
         fields |= {"mesh": make_mesh(mesh), "remat": remat, "num_microbatches": count, "context_attention": mode}
@@ -96,7 +96,7 @@ class _Kitchen:
         """The fewest microbatches with which a mesh fits, at least one for each stage; None where none does."""
         one = self.strategy(mesh, remat)
         derived = self.setting.derived(one)
-        if check_rules(size_rules(derived), facts_of(self.setting, one)):
+        if check_rules(size_rules(derived), strategy_sizes(self.setting, one)):
             return None
         local = self.job.batch_seqs // (one.mesh["data"] * one.mesh["fsdp"])
         stages = one.mesh["pipeline"]
@@ -124,8 +124,8 @@ class _Kitchen:
 # -- the steps --------------------------------------------------------------------------------------------
 
 
-def _far(at: _Kitchen) -> Iterator[tuple[str, int, str]]:
-    """Axis, size and reason of context and tensor parallelism, where the recipe turns to them."""
+def _far(at: _Builder) -> Iterator[tuple[str, int, str]]:
+    """Yields axis, size and reason of context and tensor parallelism, if the recipe asks for them."""
     if at.cluster.kind == "host":
         return
     tensor = math.gcd(at.machine, at.model.num_kv_heads)
@@ -146,8 +146,8 @@ def _far(at: _Kitchen) -> Iterator[tuple[str, int, str]]:
         yield "context", ways, why
 
 
-def _chosen(at: _Kitchen, inner: Mapping[str, int]) -> Strategy:
-    """Replicas, shards and the fewest stages, a power of two, that fit; the last one tried where none does."""
+def _chosen(at: _Builder, inner: Mapping[str, int]) -> Strategy:
+    """Chooses replicas, shards and the fewest stages, a power of two, that fit; the last one tried if none does."""
     powers = 1 if at.cluster.kind == "host" else int(math.log2(at.model.num_layers)) + 1
     others = inner["context"] * inner["tensor"]
     for stages in (2**power for power in range(powers)):
@@ -160,7 +160,7 @@ def _chosen(at: _Kitchen, inner: Mapping[str, int]) -> Strategy:
     return at.strategy({**inner, "fsdp": at.chips // others}, "block")
 
 
-def _splits(at: _Kitchen, ways: int, tensor: int) -> Iterator[dict[str, int]]:
+def _splits(at: _Builder, ways: int, tensor: int) -> Iterator[dict[str, int]]:
     """Data alone; then FSDP over all; from 256 chips on in groups of whole machines, the smallest that fits first."""
     if at.chips <= DATA_CHIPS and at.params <= DATA_PARAMS:
         yield {"data": ways}
@@ -172,8 +172,8 @@ def _splits(at: _Kitchen, ways: int, tensor: int) -> Iterator[dict[str, int]]:
                 yield {"fsdp": group, "data": ways // group}
 
 
-def _said(at: _Kitchen, chosen: Strategy, far: Mapping[str, tuple[int, str]]) -> Iterator[tuple[str, bool, str]]:
-    """The recipe's words on each of its steps in order: its name, whether it applies here, and why or what it sets."""
+def _said(at: _Builder, chosen: Strategy, far: Mapping[str, tuple[int, str]]) -> Iterator[tuple[str, bool, str]]:
+    """Yields each step of the recipe: its name, whether it applies here, and why or what it sets."""
     mesh, count = chosen.mesh, chosen.num_microbatches
     data, fsdp, stages = mesh["data"], mesh["fsdp"], mesh["pipeline"]
     few, size = format_params(DATA_PARAMS), f"{format_params(at.params)} parameters on {at.chips:,} chips"

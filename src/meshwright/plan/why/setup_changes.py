@@ -1,4 +1,4 @@
-"""What can be different of a setting, by a factor: its chips, its links, how many chips, how much work a step."""
+"""Changes of a setting by a factor: its chips, its links, the number of chips, the work of a step."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -50,7 +50,7 @@ S = TypeVar("S", bound=msgspec.Struct)
 
 
 def _times(value: Any, factor: float) -> Any:
-    """A figure multiplied, or every figure of a dict; None stays."""
+    """Multiplies a figure, or every figure of a dict; None stays."""
     if isinstance(value, dict):
         return {name: _times(one, factor) for name, one in value.items()}
     return None if value is None else value * factor
@@ -61,7 +61,7 @@ def _multiplied(figures: S, names: Iterable[str], factor: float) -> S:
 
 
 def _with_chip(setting: Setting, names: Iterable[str], factor: float, measured: tuple[str, ...] = ()) -> Setting:
-    """Figures of the chip multiplied, and those of the calibration that were measured in their place."""
+    """Multiplies figures of the chip, and the figures of the calibration that replace them."""
     cluster, rates = setting.cluster, setting.calibration
     cluster = msgspec.structs.replace(cluster, chip=_multiplied(cluster.chip, names, factor))
     return msgspec.structs.replace(
@@ -108,7 +108,7 @@ LINKS: dict[str, tuple[str, str]] = {
 
 
 def _links(*levels: str) -> Callable[[Setting, float], tuple[Setting, str]]:
-    """A change of some levels' rates; those that a cluster lacks must not be all of them."""
+    """Returns a change of the rates of some levels, at least one of which the cluster must have."""
 
     def change(setting: Setting, factor: float) -> tuple[Setting, str]:
         cluster, rates = setting.cluster, setting.calibration
@@ -159,7 +159,7 @@ def _chips(setting: Setting, factor: float) -> tuple[Setting, str]:
 
 
 def scaled_cluster(cluster: Cluster, factor: float) -> Cluster:
-    """A cluster of so many times the chips, as like it as can be.
+    """Returns a similar cluster with ``factor`` times the chips.
 
     A torus gets a longer axis: the one that keeps most rings closed and the shape most even; where no pod is that
     large, more slices. A switched cluster gets more of its outermost level, a host more devices. InputError where
@@ -208,7 +208,7 @@ def _smaller(cluster: Cluster, prime: int) -> Cluster:
 
 
 def _resized_at(cluster: Cluster, numbers: Iterable[int], factor: Fraction) -> list[Cluster]:
-    """Every cluster with one of some axes so many times as long."""
+    """Returns every cluster with one of some axes multiplied by ``factor``."""
     shapes = (
         tuple(int(size * factor) if at == number else size for at, size in enumerate(cluster.shape))
         for number in numbers
@@ -217,7 +217,7 @@ def _resized_at(cluster: Cluster, numbers: Iterable[int], factor: Fraction) -> l
 
 
 def _resized(cluster: Cluster, shape: tuple[int, ...], *, num_slices: int | None = None) -> list[Cluster]:
-    """The cluster with another shape and the figures of its levels; none where its chips cannot be wired so."""
+    """Returns the cluster with another shape and the figures of its levels; () if its chips cannot be wired so."""
     try:
         made = make_cluster(cluster.chip, shape, num_slices=num_slices or cluster.num_slices, levels=cluster.levels)
     except (InputError, CannotRunError):

@@ -9,7 +9,7 @@ from meshwright.algebra.schedules.registry import default_chunks
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import Estimate, PricedStrategy, price_strategy
-from meshwright.plan.legal import SCHEDULE_RULE, check_rules, facts_of, size_rules
+from meshwright.plan.legal import SCHEDULE_RULE, check_rules, size_rules, strategy_sizes
 from meshwright.plan.space import FULL, axes_to_try
 from meshwright.spec.strategy import REMAT_POLICIES, Strategy, standard_assignment
 
@@ -45,7 +45,7 @@ def priced_in(setting: Setting, strategy: Strategy) -> PricedStrategy | None:
     try:
         setting.require_runnable(strategy)
         derived = setting.derived(strategy)
-        if check_rules((*size_rules(derived), SCHEDULE_RULE), facts_of(setting, strategy)):
+        if check_rules((*size_rules(derived), SCHEDULE_RULE), strategy_sizes(setting, strategy)):
             return None
         return price_strategy(setting, strategy)
     except (InputError, CannotRunError):
@@ -58,7 +58,7 @@ def fits(setting: Setting, estimate: Estimate) -> bool:
 
 
 def try_changes(setting: Setting, strategy: Strategy, now_s: float) -> Tried:
-    """Every single change priced; the best of those that fit beside a step of ``now_s``."""
+    """Prices every single change and compares the best that fits with a step of ``now_s``."""
     num_tried, found = 0, []
     for words, other in single_changes(setting, strategy):
         num_tried += 1
@@ -78,7 +78,7 @@ def single_changes(setting: Setting, strategy: Strategy) -> Iterator[tuple[str, 
 
 
 def _changes(setting: Setting, strategy: Strategy) -> Iterator[Change]:
-    """The same with the fields that differ."""
+    """Yields each change in words, with the fields of the strategy that it sets."""
     count, chunks = strategy.num_microbatches, strategy.chunks
     if strategy.remat in REMAT_POLICIES:
         # one policy lighter and one heavier

@@ -124,7 +124,7 @@ def split_asked(asked: Mapping[str, Any]) -> tuple[dict[str, int], dict[str, Any
 
 
 def _space(winner: PlannedStrategy, fixed: Mapping[str, int], fields: Mapping[str, Any], choices: Choices) -> Space:
-    """What is open once the asked sizes and fields are held; all else that is not searched is the winner's."""
+    """Returns the space with the asked sizes and fields fixed; what is not searched is as in the winner."""
     assumed = msgspec.to_builtins(winner.setting.assumptions)
     assumed |= {name: value for name, value in fields.items() if name in ASSUMED}
     held = {name: value for name, value in fields.items() if name not in ASSUMED}
@@ -177,7 +177,7 @@ def compare_terms(winner: PricedStrategy, other: PricedStrategy) -> tuple[TermDi
 
 
 def _by_purpose(terms: Sequence[Term]) -> dict[str, float]:
-    """Seconds added by each kind; groups of axes that move the same weights under different meshes count as one."""
+    """Seconds added by each kind; groups of axes that carry weights under different meshes count as one kind."""
     found: dict[str, float] = {}
     for term in terms:
         axes = term.name.split(",")
