@@ -5,11 +5,11 @@ from msgspec.structs import replace
 
 from meshwright.algebra.derive import derive
 from meshwright.algebra.generation import (
+    Storage,
     cache_table,
     derive_forward,
-    generate_program,
+    generation_program,
     one_position,
-    prefill_program,
     scales,
 )
 from meshwright.algebra.program import Program
@@ -19,6 +19,8 @@ from meshwright.cost.formulas.accounting import kv_cache_bytes
 from meshwright.spec.catalogue import model, models
 from meshwright.spec.strategy import Strategy, make_mesh, standard_assignment
 
+LLAMA = model("llama3-8b")
+
 
 def lines(program: Program, block: str = "layer") -> list[str]:
     """Ops of a block by what they make of what."""
@@ -27,14 +29,14 @@ def lines(program: Program, block: str = "layer") -> list[str]:
 
 
 def test_prefill_is_the_training_layer_and_two_writes():
-    training, prefill = (lines(p) for p in (transformer(model("llama3-8b")), prefill_program(model("llama3-8b"))))
+    training, prefill = (lines(p) for p in (transformer(LLAMA), generation_program(LLAMA, "prefill")))
     added = [line for line in prefill if line not in training]
     assert [line for line in prefill if line in training] == training
     assert added == ["cache_k' = cache_write(cache_k, kr, last)", "cache_v' = cache_write(cache_v, v, last)"]
 
 
 def test_generation_is_the_training_layer_with_its_keys_in_the_cache():
-    training, generate = (lines(p) for p in (transformer(model("llama3-8b")), generate_program(model("llama3-8b"))))
+    training, generate = (lines(p) for p in (transformer(LLAMA), generation_program(LLAMA, "decode")))
     assert [line for line in training if line not in generate] == ["o = attention(qr, kr, v, positions)"]
     assert [line for line in generate if line not in training] == [
         "cache_k' = cache_write(cache_k, kr, positions)",
@@ -44,7 +46,7 @@ def test_generation_is_the_training_layer_with_its_keys_in_the_cache():
 
 
 def test_the_head_makes_logits_of_one_position():
-    assert lines(generate_program(model("gemma2-9b")), "head") == [
+    assert lines(generation_program(model("gemma2-9b"), "decode"), "head") == [
         "xl = pick(x, last)",
         "hl = rms_norm(xl, final_norm)",
         "uncapped = einsum(hl, embed)",
@@ -55,14 +57,14 @@ def test_the_head_makes_logits_of_one_position():
 @pytest.mark.parametrize("name", models())
 def test_every_model_has_both_programs_over_its_own_weights(name):
     weights = set(weight_variables(model(name)))
-    for program in (prefill_program(model(name)), generate_program(model(name))):
+    for program in (generation_program(model(name), "prefill"), generation_program(model(name), "decode")):
         used = {op_input for block in program.blocks for op in block.ops for op_input in op.inputs}
         assert weights <= used, "each pass reads every weight"
         assert used <= set(program.variables)
 
 
 def test_latents_meet_queries_that_went_through_the_keys_projection():
-    found = lines(generate_program(model("deepseek-v3")))
+    found = lines(generation_program(model("deepseek-v3"), "decode"))
     assert "ql = einsum(qn, wk_b)" in found
     assert "oc = cached_latent_attention(ql, qr, cache_c', cache_p', positions)" in found
     assert "o = einsum(oc, wv_b)" in found
@@ -73,31 +75,31 @@ def test_latents_meet_queries_that_went_through_the_keys_projection():
 @pytest.mark.parametrize("max_len", [1, 100, 5000, 200_000])
 def test_the_cache_table_holds_what_cost_counts(name, max_len):
     for dtype, element_bytes in (("bf16", 2), ("fp32", 4)):
-        table = cache_table(model(name), batch_seqs=3, max_len=max_len, dtype=dtype)
+        table = cache_table(model(name), batch_seqs=3, max_len=max_len, storage=Storage(cache_dtype=dtype))
         expected = 3 * kv_cache_bytes(model(name), max_len, element_bytes=element_bytes)
         assert sum(row.num_bytes for row in table) == expected
 
 
 def test_int8_keeps_a_scale_for_each_token_and_head():
-    table = cache_table(model("llama3-8b"), batch_seqs=2, max_len=1000, dtype="int8")
+    table = cache_table(LLAMA, batch_seqs=2, max_len=1000, storage=Storage(cache_dtype="int8"))
     assert [(row.name, row.dims, row.dtype) for row in table] == [
         ("cache_k", ("B", "S", "K", "H"), "int8"),
         ("cache_k_scale", ("B", "S", "K"), "fp32"),
         ("cache_v", ("B", "S", "K", "H"), "int8"),
         ("cache_v_scale", ("B", "S", "K"), "fp32"),
     ]
-    halves = 2 * kv_cache_bytes(model("llama3-8b"), 1000, element_bytes=1)
+    halves = 2 * kv_cache_bytes(LLAMA, 1000, element_bytes=1)
     assert sum(row.num_bytes for row in table) == halves * (1 + 4 / 128)
 
 
 def test_an_unknown_dtype_names_the_near_one():
     with pytest.raises(InputError, match=r"cache dtype 'int4' is not known.*int8"):
-        cache_table(model("llama3-8b"), batch_seqs=1, max_len=1, dtype="int4")  # type: ignore[arg-type]
+        Storage(cache_dtype="int4")  # type: ignore[arg-type]
 
 
 def test_each_device_keeps_its_own_sequences_and_heads():
     strategy = Strategy(mesh=make_mesh({"data": 2, "fsdp": 2, "tensor": 4}))
-    for program in (prefill_program(model("llama3-8b")), generate_program(model("llama3-8b"))):
+    for program in (generation_program(LLAMA, "prefill"), generation_program(LLAMA, "decode")):
         declared = derive_forward(program, strategy).declared
         assert str(declared["cache_k"]) == "cache_k[B_{data,fsdp}, S, K_tensor, H]"
         assert str(declared["logits"]) == "logits[B_{data,fsdp}, V]"
@@ -106,7 +108,7 @@ def test_each_device_keeps_its_own_sequences_and_heads():
 def test_the_cache_role_can_be_assigned():
     assignment = {**standard_assignment(), "cache": {"B": ("data", "fsdp")}}
     strategy = Strategy(mesh=make_mesh({"data": 2, "tensor": 4}), assignment=assignment)
-    declared = derive_forward(prefill_program(model("llama3-8b")), strategy).declared
+    declared = derive_forward(generation_program(LLAMA, "prefill"), strategy).declared
     assert str(declared["cache_k"]) == "cache_k[B_data, S, K, H]"
 
 
@@ -114,12 +116,12 @@ def test_queries_need_their_heads_beside_the_cache():
     assignment = {**standard_assignment(), "cache": {"B": ("data",)}}
     strategy = Strategy(mesh=make_mesh({"tensor": 4}), assignment=assignment)
     with pytest.raises(InputError, match="heads must be split alike"):
-        derive_forward(generate_program(model("llama3-8b")), one_position(strategy))
+        derive_forward(generation_program(LLAMA, "decode"), one_position(strategy))
 
 
 def test_one_position_is_never_split():
     strategy = Strategy(mesh=make_mesh({"context": 2, "expert": 2, "tensor": 2}))
-    derived = derive_forward(generate_program(model("mixtral-8x7b")), one_position(strategy))
+    derived = derive_forward(generation_program(model("mixtral-8x7b"), "decode"), one_position(strategy))
     for block in derived.blocks:
         for step in block.forward:
             for array in (*step.inputs, step.result):
@@ -129,21 +131,21 @@ def test_one_position_is_never_split():
 
 def test_collectives_of_a_layer_that_generates():
     strategy = Strategy(mesh=make_mesh({"tensor": 2, "data": 2}), assignment=standard_assignment(zero=0))
-    derived = derive_forward(generate_program(model("llama3-8b")), one_position(strategy))
+    derived = derive_forward(generation_program(LLAMA, "decode"), one_position(strategy))
     found = {b.block.name: [s.op for s in b.forward if s.is_collective] for b in derived.blocks}
     assert found == {"embed": ["all_reduce"], "layer": ["all_reduce"] * 2, "head": ["all_gather"]}
 
 
 def test_nothing_is_held_or_differentiated():
-    derived = derive_forward(prefill_program(model("llama3-8b")), Strategy(mesh=make_mesh({"fsdp": 2})))
+    derived = derive_forward(generation_program(LLAMA, "prefill"), Strategy(mesh=make_mesh({"fsdp": 2})))
     assert not derived.update
     assert not any(block.backward or block.kept for block in derived.blocks)
     with pytest.raises(AssertionError, match="has no backward pass"):
-        derive(prefill_program(model("llama3-8b")), Strategy(mesh=make_mesh({})))
+        derive(generation_program(LLAMA, "prefill"), Strategy(mesh=make_mesh({})))
 
 
 def test_scales_have_the_dims_that_no_product_sums_over():
-    found = {name: scale.dims for name, scale in scales(model("llama3-8b")).items()}
+    found = {name: scale.dims for name, scale in scales(LLAMA).items()}
     assert found == {
         "embed": ("V",),
         "unembed": ("V",),
@@ -164,12 +166,12 @@ def test_scales_of_experts_and_of_what_two_products_sum_differently():
     assert found["wk_b"] == ("N",), "prefill sums over Rkv, generation over Hn"
     assert found["wv_b"] == ("N", "Hv")
     assert not [name for name in found if name.startswith("router")]
-    tied = scales(replace(model("llama3-8b"), tied_embeddings=True))
+    tied = scales(replace(LLAMA, tied_embeddings=True))
     assert tied["embed"].dims == ("V",), "a table of tokens that is also the head"
 
 
 def test_int8_weights_travel_as_int8():
-    program = generate_program(model("llama3-8b"), quantised=True)
+    program = generation_program(LLAMA, "decode", Storage(quantised=True))
     derived = derive_forward(program, one_position(Strategy(mesh=make_mesh({"fsdp": 4, "tensor": 2}))))
     moved = {s.result.name: s.full.dtype for b in derived.blocks for s in b.forward if s.op == "all_gather"}
     assert moved.pop("logits") == "fp32"

@@ -4,9 +4,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from meshwright.algebra.schedules.fused import fused, fused_seconds
 from meshwright.algebra.schedules.registry import build
 from meshwright.algebra.schedules.simulation import simulate
+from meshwright.algebra.schedules.ticks import lockstep_seconds, tick_tables
 from meshwright.cost.offload import Transfers
 from meshwright.cost.pass_times import BlockTimes
 from meshwright.cost.pipeline import Pipeline
@@ -89,7 +89,7 @@ def test_a_step_of_layers_alone_is_the_simulation(schedule):
     apart = times.step_s(Pipeline(schedule=schedule, stages=4, microbatches=8, software="eager"))
     assert apart.step_s == pytest.approx(simulate(rows, **passes).makespan_s)
     together = times.step_s(Pipeline(schedule=schedule, stages=4, microbatches=8))
-    assert together.step_s == pytest.approx(fused_seconds(fused(rows), **passes))
+    assert together.step_s == pytest.approx(lockstep_seconds(tick_tables(rows), **passes))
 
 
 def test_dualpipe_updates_two_stages_and_takes_turns_at_the_ends():

@@ -3,10 +3,9 @@
 import numpy as np
 import pytest
 
-from meshwright.algebra.schedules.fused import fused, fused_seconds
 from meshwright.algebra.schedules.registry import build, default_chunks, schedule_names
 from meshwright.algebra.schedules.simulation import simulate
-from meshwright.algebra.schedules.ticks import tick_tables
+from meshwright.algebra.schedules.ticks import lockstep_seconds, tick_tables
 from meshwright.cost.pipeline import ONE_STAGE, Pipeline, schedule_fits, schedule_refusal, strategy_pipeline
 from meshwright.spec.strategy import Strategy, make_mesh
 
@@ -62,11 +61,11 @@ def test_idle_time_is_the_simulation_s(schedule, stages, microbatches):
 def test_one_program_is_the_tables_that_run(schedule, stages, microbatches):
     """Idle time in fused ticks, and every buffer of the executor."""
     one = pipeline(schedule, stages=stages, microbatches=microbatches)
-    table = fused(build(schedule, stages=stages, microbatches=microbatches, chunks=one.chunks))
-    run_s = fused_seconds(table, forward_s=1 / one.chunks, backward_s=1.25 / one.chunks, weight_s=1 / one.chunks)
+    tables = tick_tables(build(schedule, stages=stages, microbatches=microbatches, chunks=one.chunks))
+    run_s = lockstep_seconds(tables, forward_s=1 / one.chunks, backward_s=1.25 / one.chunks, weight_s=1 / one.chunks)
     found = one.bubble_s(forward_s=1.0, backward_s=1.25, weight_s=1.0)
     assert found == pytest.approx(run_s - 3.25 * microbatches)
-    slots = tick_tables(table).slots
+    slots = tables.slots
     assert (one.stash * one.chunks, one.pending_stash * one.chunks) == (slots.stash, slots.handed)
     assert one.messages == (slots.x, slots.dx, slots.head)
 
@@ -82,7 +81,7 @@ def test_sends_that_a_step_waits_for(schedule, stages, software):
     free, short = (
         simulate(rows, **passes, send_s=send).makespan_s
         if software == "eager"
-        else fused_seconds(fused(rows), **passes, send_s=send)
+        else lockstep_seconds(tick_tables(rows), **passes, send_s=send)
         for send in (0.0, 1e-4)
     )
     near = 2 if schedule == "1f1b" or software == "compiled" else 1

@@ -94,13 +94,12 @@ def training_steps(model: Any, chosen: Chosen, options: Any) -> dict[str, list[s
 
 def generation_steps(model: Any, chosen: Chosen, *, which: str, cache_dtype: str, quantised: bool) -> dict[str, Any]:
     """The same of a pass of generation: ``prefill``, or ``generate`` (one position of each row)."""
-    from meshwright.algebra.generation import derive_forward, generate_program, one_position, prefill_program
+    from meshwright.algebra.generation import Storage, derive_forward, generation_program, one_position
 
+    storage = Storage(cache_dtype=cache_dtype, quantised=quantised)
     if which == "prefill":
-        program = prefill_program(model, cache_dtype=cache_dtype, quantised=quantised)
-        return _sections(derive_forward(program, chosen.strategy))
-    program = generate_program(model, cache_dtype=cache_dtype, quantised=quantised)
-    return _sections(derive_forward(program, one_position(chosen.strategy)))
+        return _sections(derive_forward(generation_program(model, "prefill", storage), chosen.strategy))
+    return _sections(derive_forward(generation_program(model, "decode", storage), one_position(chosen.strategy)))
 
 
 def _sections(derived: Any) -> dict[str, list[str]]:

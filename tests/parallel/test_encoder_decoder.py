@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from meshwright.algebra.generation import generate_program
+from meshwright.algebra.generation import generation_program
 from meshwright.algebra.layers import ProgramOptions
 from meshwright.algebra.transformer import transformer
 from meshwright.core.errors import CannotRunError, InputError
@@ -91,7 +91,7 @@ def test_what_does_not_run_says_so():
     with pytest.raises(CannotRunError, match="encoder with a decoder does not run in a pipeline"):
         TrainStep(T5, strategy_of({"pipeline": 2}, num_microbatches=2))
     with pytest.raises(CannotRunError, match="does not generate in this version"):
-        generate_program(T5)
+        generation_program(T5, "decode")
     with pytest.raises(InputError, match="hold one document each"):
         transformer(T5, ProgramOptions(documents=True))
     with pytest.raises(InputError, match="an encoder needs at least one layer"):

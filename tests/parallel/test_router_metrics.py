@@ -6,7 +6,6 @@ import pytest
 
 from meshwright.algebra.layers import ProgramOptions
 from meshwright.algebra.ops.route import ROUTING_ROWS
-from meshwright.algebra.schedules.fused import fused
 from meshwright.algebra.schedules.ticks import tick_tables
 from meshwright.hlo.collectives import collectives
 from meshwright.parallel.pipeline.stages import strategy_schedule
@@ -71,7 +70,7 @@ def test_stages_send_no_other_collective(schedule):
     strategy = strategy_of({"pipeline": 2, "fsdp": 2}, num_microbatches=4, schedule=schedule)
     step = TrainStep(DEEP_MOE, strategy, optimizer=keep_gradients(), options=COUNTED)
     text = step.lower(BATCH_SEQS, SEQ_LEN).compile().as_text()
-    tables = tick_tables(fused(strategy_schedule(strategy)))
+    tables = tick_tables(strategy_schedule(strategy))
     dims = {**DEEP_MOE.dims, "B": BATCH_SEQS, "T": SEQ_LEN, "C": BATCH_SEQS * SEQ_LEN // 4, "Er": len(ROUTING_ROWS)}
     compiled = compiled_traffic(collectives(text, strategy.mesh), strategy.mesh)
     assert compiled == pipeline_traffic(step.declared, tables, dims, strategy.mesh, width=4)

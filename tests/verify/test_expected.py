@@ -3,7 +3,7 @@
 import pytest
 
 from meshwright.algebra.derive import derive
-from meshwright.algebra.generation import derive_forward, generate_program, one_position, prefill_program
+from meshwright.algebra.generation import Storage, derive_forward, generation_program, one_position
 from meshwright.algebra.transformer import transformer
 from meshwright.core.labels import find_label
 from meshwright.spec.catalogue import model, models
@@ -122,8 +122,9 @@ def test_every_step_of_generation_is_found_by_its_label(name):
     given = model(name)
     strategy = Strategy(mesh=make_mesh({"data": 2, "tensor": 2}), state="bf16-adam", context_attention="gather")
     for quantised in (False, True):
-        check_labels(derive_forward(prefill_program(given, quantised=quantised), strategy))
-        check_labels(derive_forward(generate_program(given, quantised=quantised), one_position(strategy)))
+        storage = Storage(quantised=quantised)
+        check_labels(derive_forward(generation_program(given, "prefill", storage), strategy))
+        check_labels(derive_forward(generation_program(given, "decode", storage), one_position(strategy)))
 
 
 def test_a_name_with_a_prime():

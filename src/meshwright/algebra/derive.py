@@ -1,4 +1,4 @@
-"""`derive(program, strategy)`: the one place where the steps of a program, collectives included, come from."""
+"""`derive(program, strategy)` makes every step of a program, collectives included."""
 
 import msgspec
 
@@ -7,15 +7,15 @@ from meshwright.algebra.einsum import reshard
 from meshwright.algebra.kinds import Updated
 from meshwright.algebra.notation import ShardedArray
 from meshwright.algebra.ops import op_kind
-from meshwright.algebra.program import Block, Program, layers_dim
+from meshwright.algebra.program import WEIGHTS, Block, Program, layers_dim
 from meshwright.algebra.rewrites.collective_matmul import in_blocks
-from meshwright.algebra.rewrites.fused_head import with_chunked_head, with_fused_head
+from meshwright.algebra.rewrites.fused_head import with_fused_head
 from meshwright.algebra.rewrites.pipeline import boundary, ends, require_stages
 from meshwright.algebra.rewrites.remat import Saved, in_segments
 from meshwright.algebra.rewrites.split_backward import with_split_backward
 from meshwright.algebra.rewrites.stacks import shared_inputs
 from meshwright.algebra.steps import Step
-from meshwright.algebra.trace import Shardings, Trace, moved
+from meshwright.algebra.trace import Shardings, Trace
 from meshwright.core.errors import InputError
 from meshwright.spec.strategy import Strategy
 
@@ -39,9 +39,7 @@ def derive(
     several stacks in a pipeline.
     """
     require_stages(program, strategy)
-    keep = strategy.active_axes if not symbolic else None
-    if symbolic and without:
-        keep = tuple(axis for axis in strategy.mesh if axis not in without)
+    keep = tuple(axis for axis in strategy.mesh if axis not in without) if symbolic else strategy.active_axes
     shardings = Shardings(program, strategy, keep)
     saved = Saved(shardings)
     shardings.shared = shared_inputs(program, lambda block: _both_passes(block, shardings))
@@ -51,12 +49,10 @@ def derive(
         forward = forward_pass(block, shardings)
         kept = [a for s in forward.steps for a in (s.result, *s.more) if saved.keeps(a, block)]
         backward = _backward(block, shardings, forward, kept)
-        keeps.extend(a for a in kept if saved.keeps_logits or a.name != "logits")
+        keeps.extend(kept)
         given = program.further(block.name)
         held = tuple(a for a in backward.used if a.name not in given and (a in kept or shardings.is_activation(a.name)))
         steps = BlockSteps(block, tuple(forward.steps), tuple(backward.steps), held)
-        if not saved.keeps_logits:
-            steps = with_chunked_head(steps)
         steps = in_segments(in_blocks(steps, shardings), shardings)
         blocks.append(with_fused_head(steps) if fused_head else steps)
     declared = {name: shardings.declared(name) for name in program.variables}
@@ -78,7 +74,7 @@ def derive(
 
 
 def _inputs(block: Block, shardings: Shardings) -> set[ShardedArray]:
-    """What is there before a block starts: weights, inputs of the job, and the stream."""
+    """Returns the arrays that exist before a block starts: weights, inputs of the job, and the stream."""
     made = {op.out for op in block.ops}
     used = {name for op in block.ops for name in op.inputs}
     return {array for name in used - made for array in shardings.as_read(name)}
@@ -88,9 +84,9 @@ def forward_pass(block: Block, shardings: Shardings) -> Trace:
     """The forward steps of one block, and which of them makes each result."""
     trace = Trace(shardings, block, "forward", _inputs(block, shardings))
     for op in block.ops:
-        op_kind(op.kind).forward(op, trace)
+        op_kind(op.kind).forward(trace.at(op))
     for array in shardings.as_read(block.ops[-1].out):
-        moved(trace, trace.declared(array.name), array)
+        trace.move(trace.declared(array.name), array)
     trace.producers = {a: s for s in trace.steps for a in (s.result, *s.more)}
     return trace
 
@@ -104,7 +100,7 @@ def _backward(block: Block, shardings: Shardings, forward: Trace, kept: list[Sha
     trace.contribute(block.ops[-1].out, shardings.as_left(block.ops[-1].out))
     for op in reversed(block.ops):
         trace.finish(op.out)
-        op_kind(op.kind).backward(op, trace)
+        op_kind(op.kind).backward(trace.at(op))
     for name in (name for name in list(trace.contributions) if name not in further):
         trace.finish(name)
     return trace
@@ -118,18 +114,17 @@ def _both_passes(block: Block, shardings: Shardings) -> list[Step]:
 def _updated(program: Program, shardings: Shardings) -> dict[str, Updated]:
     """Every weight as its optimizer updates it."""
     stages = ("pipeline",) if "pipeline" in shardings.axes else ()
-    blocks = {name: block for block in program.blocks if block.carry for op in block.ops for name in op.inputs}
-    found = {}
-    for weight in program.of_role("weight", "vector"):
-        block = blocks.get(weight.name)
-        found[weight.name] = Updated(
+    layers = {name: layers_dim(b.name) for b in program.blocks if b.carry for op in b.ops for name in op.inputs}
+    return {
+        weight.name: Updated(
             shard=shardings.optimizer(weight.name),
             inputs=weight.inputs,
-            batch=tuple(dim for dim in weight.dims if dim == "E" and weight.dims[0] == "E" and len(weight.dims) > 1),
-            layers=layers_dim(block.name) if block else "",
-            layer_axes=stages if block else (),
+            batch=("E",) if weight.dims[0] == "E" and len(weight.dims) > 1 else (),
+            layers=layers.get(weight.name, ""),
+            layer_axes=stages if weight.name in layers else (),
         )
-    return found
+        for weight in program.of_role(*WEIGHTS)
+    }
 
 
 def _update(program: Program, shardings: Shardings, weights: dict[str, Updated], optimizer: str) -> list[Step]:
@@ -140,16 +135,13 @@ def _update(program: Program, shardings: Shardings, weights: dict[str, Updated],
     steps, axes = list[Step](), shardings.axes
     stream = next((shardings.declared(block.carry).spread for block in program.blocks if block.carry), axes)
     # each device has the loss of its own tokens (the last stage, in a pipeline), and its own part of every gradient
-    of_loss = tuple(a for a in axes if a in stream or a == "pipeline")
-    for name, over in (("loss", of_loss), ("grad_norm", axes)):
-        if over and (name != "loss" or name in program.variables):
-            local = ShardedArray(name, (), (), over, "fp32")
-            total = local.replace(unreduced=())
-            steps.append(Step(op="all_reduce", inputs=(local,), result=total, axes=over))
+    sums = {"loss": tuple(a for a in axes if a in (*stream, "pipeline"))} if "loss" in program.variables else {}
+    for name, over in {**sums, "grad_norm": axes}.items():
+        steps += reshard(ShardedArray(name, (), (), over, "fp32"), ShardedArray(name, (), (), dtype="fp32"))
     update = op_kind(optimizer).update
     if update is None:
         raise InputError(f"{optimizer!r} is not an optimizer. Use adamw, adafactor, lion or muon.")
     for name, weight in weights.items():
         array, shard = shardings.declared(name), weight.shard
-        steps.extend((*reshard(array, shard), *update(weight), *reshard(shard, array)))
+        steps += (*reshard(array, shard), *update(weight), *reshard(shard, array))
     return [msgspec.structs.replace(step, phase="update", scope="step", block="update") for step in steps]

@@ -1,4 +1,4 @@
-"""What a derivation gives: the steps of every block, of the update and of the pipeline's boundary."""
+"""The result of a derivation: the steps of every block, of the update and of the pipeline's boundary."""
 
 from collections.abc import Iterable
 from typing import Any, Literal
@@ -7,7 +7,7 @@ import msgspec
 
 from meshwright.algebra.kinds import Updated
 from meshwright.algebra.notation import ShardedArray
-from meshwright.algebra.program import Block, Program, layers_dim
+from meshwright.algebra.program import WEIGHTS, Block, Program, layers_dim
 from meshwright.algebra.rewrites.pipeline import SplitBackward
 from meshwright.algebra.rewrites.stacks import SharedInput
 from meshwright.algebra.steps import Step
@@ -94,7 +94,8 @@ class Derived(msgspec.Struct, frozen=True):
         return any(dim.removesuffix("E") in layers for array in (step.result, *step.inputs) for dim in array.dims)
 
     def _stays(self, block: BlockSteps, step: Step) -> int:
-        """Repeats whose weights are still there from the forward pass when a backward step would gather them."""
+        """Returns how many repeats skip a backward gather because their weights are still gathered from the forward
+        pass."""
         weight = self.program.variables.get(step.result.name)
-        moved = weight is not None and weight.role in ("weight", "vector") and step.phase == "backward"
+        moved = weight is not None and weight.role in WEIGHTS and step.phase == "backward"
         return block.block.last_turn if self.ahead and moved and block.block.carry and block.segment is None else 0

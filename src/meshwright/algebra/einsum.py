@@ -22,7 +22,7 @@ def common_prefix(left: Axes, right: Axes) -> Axes:
 
 @lru_cache(maxsize=4096)
 def reshard(array: ShardedArray, target: ShardedArray) -> tuple[Step, ...]:
-    """Steps that turn ``array`` into the sharding of ``target`` (same dims): rules 4 and 5.
+    """Returns the steps that reshard ``array`` to the sharding of ``target`` (same dims): rules 4 and 5.
 
     Unreduced axes that the target shards are reduce-scattered into place, the others all-reduced; then
     axes move by all-to-all where they only change dim, are gathered where the target lacks them, and are

@@ -1,4 +1,4 @@
-"""What an op states of itself: the rules of its two passes and, for each local step they make, its FLOPs, bytes, group.
+"""The facts that an op states of itself: rules of its two passes; FLOPs, bytes and group of each local step.
 
 FLOPs are those of matrix products alone (multiply and add are 2): they are what utilisation counts. Everything else
 an op does is bounded by the memory it streams. Rules for the bytes: a product reads its operands and writes its
@@ -12,12 +12,13 @@ from typing import Literal
 import msgspec
 
 from meshwright.algebra.notation import ShardedArray
-from meshwright.algebra.program import Op
 from meshwright.algebra.sizes import Number, OpSizes
 from meshwright.algebra.steps import Step
 from meshwright.algebra.trace import Trace
 
-Rule = Callable[[Op, Trace], None]
+Rule = Callable[[Trace], None]
+"""Adds the steps of the op that the trace is at."""
+
 Count = Callable[[Step, OpSizes], Number]
 
 Group = Literal["contraction", "attention", "normalisation", "elementwise", "embedding", "optimizer", "copy"]
@@ -64,9 +65,9 @@ class StepKind(msgspec.Struct, frozen=True, kw_only=True):
     chunk_bytes: Count = nothing
 
 
-def no_rule(op: Op, trace: Trace) -> None:
+def no_rule(trace: Trace) -> None:
     """Refuses the backward pass of an op that only generation has, or any rule of a step that only a rewrite makes."""
-    raise AssertionError(f"{op.kind} has no backward pass; derive it with derive_forward")
+    raise AssertionError(f"{trace.op.kind} has no backward pass; derive it with derive_forward")
 
 
 class Updated(msgspec.Struct, frozen=True, kw_only=True):

@@ -17,7 +17,7 @@ from meshwright.spec.model import Model
 Lines = list[str]
 
 ENCODER, CROSS = "encoder_", "cross_"
-"""What names of an encoder's variables and of cross-attention's begin with; the rest is as in a decoder's layer."""
+"""Prefixes of the variables of an encoder and of cross-attention; the rest of a name is as in a decoder's layer."""
 
 _LINE = re.compile(r"\s*(?P<out>[^=]+?)\s*=\s*(?P<rest>.+?)\s*")
 _CALL = re.compile(r"(?P<kind>[a-z_]+)\((?P<args>[^;]*)(?:;(?P<attributes>.*))?\)")
@@ -25,7 +25,7 @@ _ARG = re.compile(r"[\w']+\s*\[[^\]]*\]")
 
 
 class ProgramOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a job asks of the program of its model.
+    """Options of a job that change the program of its model.
 
     ``documents``: rows hold several documents, and attention stays inside each. ``z_loss``, ``balance_loss`` and
     ``router_z_loss`` are the weights of these losses beside the cross entropy. ``capacity_factor`` bounds the slots
@@ -42,245 +42,205 @@ class ProgramOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 PLAIN = ProgramOptions()
 
 
+# -- the text of every family -------------------------------------------------------------------------------
+
+ATTENTION = """
+    h[B,T,D] = norm(x[B,T,D], attn_norm[D])
+    q[B,T,N,H] = h[B,T,D] * wq[D,N,H]
+    k[B,T,K,H] = h[B,T,D] * wk[D,K,H]
+    v{zero}[B,T,K,H] = h[B,T,D] * wv[D,K,H]
+    q~{b}[B,T,N,H] = bias_add(q~[B,T,N,H], bq[N,H]) if qkv_bias
+    q~{n}[B,T,N,H] = rms_norm(q~[B,T,N,H], q_norm[H]) if qk_norm
+    q~r[B,T,N,H] = rope(q~[B,T,N,H], positions[B,T]) if rotates
+    k~{b}[B,T,K,H] = bias_add(k~[B,T,K,H], bk[K,H]) if qkv_bias
+    k~{n}[B,T,K,H] = rms_norm(k~[B,T,K,H], k_norm[H]) if qk_norm
+    k~r[B,T,K,H] = rope(k~[B,T,K,H], positions[B,T]) if rotates
+    v[B,T,K,H] = bias_add(v0[B,T,K,H], bv[K,H]) if qkv_bias
+    o[B,T,N,H] = {attention}(q~[B,T,N,H], k~[B,T,K,H], v[B,T,K,H]{others})
+    a[B,T,D] = o[B,T,N,H] * wo[N,H,D]
+"""
+
+LATENT_ATTENTION = """
+    h[B,T,D] = norm(x[B,T,D], attn_norm[D])
+    q[B,T,N,H] = h[B,T,D] * wq[D,N,H] if !q_lora_rank
+    cq[B,T,Rq] = h[B,T,D] * wq_a[D,Rq] if q_lora_rank
+    cq~b[B,T,Rq] = bias_add(cq~[B,T,Rq], bq_a[Rq]) if q_lora_rank qkv_bias
+    cqn[B,T,Rq] = rms_norm(cq~[B,T,Rq], q_a_norm[Rq]) if q_lora_rank
+    q[B,T,N,H] = cqn[B,T,Rq] * wq_b[Rq,N,H] if q_lora_rank
+    ckv[B,T,Rkv] = h[B,T,D] * wkv_a[D,Rkv]
+    ckv~b[B,T,Rkv] = bias_add(ckv~[B,T,Rkv], bkv_a[Rkv]) if qkv_bias
+    ckvn[B,T,Rkv] = rms_norm(ckv~[B,T,Rkv], kv_a_norm[Rkv])
+    kp[B,T,Hr] = h[B,T,D] * wk_rope[D,Hr]
+    kp~b[B,T,Hr] = bias_add(kp~[B,T,Hr], bk_rope[Hr]) if qkv_bias
+    kn[B,T,N,Hn] = ckvn[B,T,Rkv] * wk_b[Rkv,N,Hn]
+    v[B,T,N,Hv] = ckvn[B,T,Rkv] * wv_b[Rkv,N,Hv]
+    qr[B,T,N,H] = rope(q[B,T,N,H], positions[B,T])
+    kpr[B,T,Hr] = rope(kp~[B,T,Hr], positions[B,T])
+    kr[B,T,N,H] = join_heads(kn[B,T,N,Hn], kpr[B,T,Hr])
+    o[B,T,N,Hv] = attention(qr[B,T,N,H], kr[B,T,N,H], v[B,T,N,Hv], positions[B,T]{documents})
+    a[B,T,D] = o[B,T,N,Hv] * wo[N,Hv,D]
+"""
+"""Queries, keys and values through low-rank latents; one rotated key part is shared by all heads.
+
+Source: DeepSeek-V2, section 2.1."""
+
+AFTER_ATTENTION = """
+    a~b[B,T,D] = bias_add(a~[B,T,D], bo[D]) if out_bias
+    a~n[B,T,D] = norm(a~[B,T,D], post_attn_norm[D]) if post_norms
+    {x1}[B,T,D] = add(x[B,T,D], a~[B,T,D])
+"""
+
+CROSS_ATTENTION = """
+    cross_h[B,T,D] = norm(x0[B,T,D], cross_norm[D])
+    cross_q{zero}[B,T,N,H] = cross_h[B,T,D] * cross_wq[D,N,H]
+    cross_q[B,T,N,H] = bias_add(cross_q0[B,T,N,H], cross_bq[N,H]) if qkv_bias
+    cross_k{zero}[B,S,K,H] = encoded[B,S,D] * cross_wk[D,K,H]
+    cross_k[B,S,K,H] = bias_add(cross_k0[B,S,K,H], cross_bk[K,H]) if qkv_bias
+    cross_v{zero}[B,S,K,H] = encoded[B,S,D] * cross_wv[D,K,H]
+    cross_v[B,S,K,H] = bias_add(cross_v0[B,S,K,H], cross_bv[K,H]) if qkv_bias
+    cross_o[B,T,N,H] = attention(cross_q[B,T,N,H], cross_k[B,S,K,H], cross_v[B,S,K,H]{given})
+    cross_a[B,T,D] = cross_o[B,T,N,H] * cross_wo[N,H,D]
+    cross_a~b[B,T,D] = bias_add(cross_a~[B,T,D], cross_bo[D]) if out_bias
+    x1[B,T,D] = add(x0[B,T,D], cross_a~[B,T,D])
+"""
+"""Queries of the stream on keys and values of the encoder's result."""
+
+DENSE = """
+    h1[B,T,D] = norm(x1[B,T,D], mlp_norm[D])
+    g[B,T,F] = h1[B,T,D] * w_gate[D,F] if gated
+    u[B,T,F] = h1[B,T,D] * w_up[D,F]
+    g~b[B,T,F] = bias_add(g~[B,T,F], b_gate[F]) if gated mlp_bias
+    u~b[B,T,F] = bias_add(u~[B,T,F], b_up[F]) if mlp_bias
+    m[B,T,F] = {activation}_mul(g~[B,T,F], u~[B,T,F]) if gated
+    m[B,T,F] = gelu(u~[B,T,F]) if !gated
+    y[B,T,D] = m[B,T,F] * w_down[F,D]
+    y~b[B,T,D] = bias_add(y~[B,T,D], b_down[D]) if mlp_bias
+    y~n[B,T,D] = norm(y~[B,T,D], post_mlp_norm[D]) if post_norms
+    x2[B,T,D] = add(x1[B,T,D], y~[B,T,D])
+"""
+
+EXPERTS = """
+    h1[B,T,D] = norm(x1[B,T,D], mlp_norm[D])
+    r[B,T,E] = h1[B,T,D] * router[D,E]
+    r~b[B,T,E] = bias_add(r~[B,T,E], router_bias[E]) if router_bias
+    gates[B,T,Ea] = route(r~[B,T,E]{routing})
+    xe[E,C,D] = dispatch(h1[B,T,D], gates[B,T,Ea]{capacity})
+    ge[E,C,Fe] = xe[E,C,D] * experts_w_gate[E,D,Fe]
+    ue[E,C,Fe] = xe[E,C,D] * experts_w_up[E,D,Fe]
+    ge~b[E,C,Fe] = bias_add(ge~[E,C,Fe], experts_b_gate[E,Fe]) if mlp_bias
+    ue~b[E,C,Fe] = bias_add(ue~[E,C,Fe], experts_b_up[E,Fe]) if mlp_bias
+    me[E,C,Fe] = {activation}_mul(ge~[E,C,Fe], ue~[E,C,Fe]) if gated
+    me[E,C,Fe] = gelu(ue~[E,C,Fe]) if !gated
+    ye[E,C,D] = me[E,C,Fe] * experts_w_down[E,Fe,D]
+    ye~b[E,C,D] = bias_add(ye~[E,C,D], experts_b_down[E,D]) if mlp_bias
+    y[B,T,D] = combine(ye~[E,C,D], gates[B,T,Ea])
+    gs[B,T,Fs] = h1[B,T,D] * shared_w_gate[D,Fs] if d_ff_shared
+    us[B,T,Fs] = h1[B,T,D] * shared_w_up[D,Fs] if d_ff_shared
+    ms[B,T,Fs] = {activation}_mul(gs[B,T,Fs], us[B,T,Fs]) if d_ff_shared gated
+    ms[B,T,Fs] = gelu(us[B,T,Fs]) if d_ff_shared !gated
+    ys[B,T,D] = ms[B,T,Fs] * shared_w_down[Fs,D] if d_ff_shared
+    ys~g[B,T,D] = token_gate(ys~[B,T,D], h1[B,T,D], shared_gate[D]) if d_ff_shared shared_expert_gate
+    y~n[B,T,D] = norm(y~[B,T,D], post_mlp_norm[D]) if post_norms
+    x2[B,T,D] = add(x1[B,T,D], y~[B,T,D]) if !d_ff_shared
+    x2[B,T,D] = add(x1[B,T,D], y~[B,T,D], ys~[B,T,D]) if d_ff_shared
+"""
+"""Routed experts, E of C slots each; shared ones, which see every token, are one feed-forward of their joint width."""
+
+HEAD_NORM = "hf[B,T,D] = norm(x[B,T,D], final_norm[D])"
+
+
+def written(model: Model, text: str, **names: str | bool) -> Lines:
+    """The lines of a text that a model has.
+
+    Those are all without ``if``, and those after whose ``if`` stand fields of the model, or flags among ``names``, that
+    hold; ``!`` is not. ``{name}`` is one of ``names``. ``q~b`` is qb, the next that becomes of q; ``q~`` the last that
+    did. A norm is the model's, with its vectors.
+    """
+    last: dict[str, str] = {}
+    lines = []
+    for line in filter(None, map(str.strip, text.splitlines())):
+        content, _, condition = line.partition(" if ")
+        words = ((word.removeprefix("!"), not word.startswith("!")) for word in condition.split())
+        if not all(bool(names[word] if word in names else getattr(model, word)) == wanted for word, wanted in words):
+            continue
+        out, rest = content.format(**names).split(" = ")
+        rest = re.sub(r"(\w+)~", lambda found: last.get(found[1], found[1]), rest)
+        if model.norm == "layer_norm":
+            rest = re.sub(r"\bnorm\((.*), (\w+)\[D\]", r"norm(\1, \2[D], \2_bias[D]", rest)
+        name, dims = out.replace("~", "").split("[")
+        last[out.split("~")[0]] = name
+        lines.append(f"{name}[{dims} = {re.sub(r'^norm', model.norm, rest)}")
+    return lines
+
+
 def layer_lines(model: Model, *, sliding: bool, routed: bool, options: ProgramOptions = PLAIN) -> Lines:
     """One layer from x to x2; ``sliding`` limits its attention to the window, ``routed`` gives it experts."""
-    documents = options.documents
     if model.latent_attention:
-        attention = latent_attention_lines(model, documents=documents)
+        documents = ", documents[B,T]" * options.documents
+        lines = written(model, LATENT_ATTENTION + AFTER_ATTENTION, documents=documents, x1="x1")
     else:
-        attention = attention_lines(model, sliding=sliding, documents=documents)
-    cross = _cross_lines(model) if model.encoder else []
-    lines = _attention_part(model, attention, result="x0" if cross else "x1")
-    lines += [*cross, _norm(model, "h1", "x1", "mlp_norm")]
-    return [*lines, *(_expert_lines(model, options) if routed else _dense_lines(model))]
+        lines = _attention(model, "x0" if model.encoder else "x1", sliding=sliding, documents=options.documents)
+    if model.encoder:
+        given = given_attributes(sees_all=True, softcap=model.attention_softcap)
+        lines += written(model, CROSS_ATTENTION, zero="0" * model.qkv_bias, given=given)
+    if not routed:
+        return lines + _dense(model)
+    capacity = options.capacity_factor
+    routing = given_attributes(balance=options.balance_loss, z=options.router_z_loss, capacity=capacity)
+    given = given_attributes(capacity=capacity)
+    return lines + written(model, EXPERTS, activation=_activation(model), routing=routing, capacity=given)
 
 
 def encoder_layer_lines(model: Model) -> Lines:
     """One layer of the encoder: every position sees every other, and the feed-forward is dense."""
-    lines = _attention_part(model, attention_lines(model, sliding=False, causal=False), result="x1")
-    return [*lines, _norm(model, "h1", "x1", "mlp_norm"), *_dense_lines(model)]
+    return _attention(model, "x1", causal=False) + _dense(model)
 
 
-def _attention_part(model: Model, attention: Lines, *, result: str) -> Lines:
-    """The stream after self-attention."""
-    after, a = _after("a", model, bias="bo", norm="post_attn_norm", has_bias=model.out_bias)
-    lines = [_norm(model, "h", "x", "attn_norm"), *attention, *after]
-    return [*lines, f"{result}[B,T,D] = add(x[B,T,D], {a}[B,T,D])"]
-
-
-def _cross_lines(model: Model) -> Lines:
-    """Queries of the stream on keys and values of the encoder's result, from x0 to x1."""
-    projections = [("q", "cross_h[B,T,D]", "N"), ("k", "encoded[B,S,D]", "K"), ("v", "encoded[B,S,D]", "K")]
-    lines = [_norm(model, "cross_h", "x0", "cross_norm")]
-    for name, source, heads in projections:
-        dims, out = f"{source[source.index('B') : -2]}{heads},H", f"cross_{name}"
-        lines.append(f"{out}{'0' * model.qkv_bias}[{dims}] = {source} * cross_w{name}[D,{heads},H]")
-        lines += [f"{out}[{dims}] = bias_add({out}0[{dims}], cross_b{name}[{heads},H])"] if model.qkv_bias else []
-    has_bias = model.out_bias
-    capped = f", softcap={model.attention_softcap}" if model.attention_softcap else ""
-    return [
-        *lines,
-        f"cross_o[B,T,N,H] = attention(cross_q[B,T,N,H], cross_k[B,S,K,H], cross_v[B,S,K,H]; sees_all{capped})",
-        "cross_a[B,T,D] = cross_o[B,T,N,H] * cross_wo[N,H,D]",
-        *(["cross_ab[B,T,D] = bias_add(cross_a[B,T,D], cross_bo[D])"] if has_bias else []),
-        f"x1[B,T,D] = add(x0[B,T,D], cross_a{'b' * has_bias}[B,T,D])",
-    ]
-
-
-def _norm(model: Model, out: str, source: str, name: str) -> str:
-    vectors = f"{name}[D], {name}_bias[D]" if model.norm == "layer_norm" else f"{name}[D]"
-    return f"{out}[B,T,D] = {model.norm}({source}[B,T,D], {vectors})"
-
-
-def head_norm_line(model: Model) -> str:
-    """The norm before the loss head."""
-    return _norm(model, "hf", "x", "final_norm")
-
-
-def _after(out: str, model: Model, *, bias: str, norm: str, has_bias: bool) -> tuple[Lines, str]:
-    """What a product that writes into the stream goes through, and the name it has then."""
-    lines, name = [], out
-    if has_bias:
-        lines.append(f"{out}b[B,T,D] = bias_add({name}[B,T,D], {bias}[D])")
-        name = f"{out}b"
-    if model.post_norms:
-        lines.append(_norm(model, f"{out}n", name, norm))
-        name = f"{out}n"
-    return lines, name
-
-
-# -- attention --------------------------------------------------------------------------------------
-
-
-def attention_lines(model: Model, *, sliding: bool, documents: bool = False, causal: bool = True) -> Lines:
-    """Projections, what is done to queries and keys on the way, attention, and the projection back."""
-    query, q = _on_the_way(model, "q", "N")
-    key, k = _on_the_way(model, "k", "K")
-    value = "v0" if model.qkv_bias else "v"
-    lines = [
-        "q[B,T,N,H] = h[B,T,D] * wq[D,N,H]",
-        "k[B,T,K,H] = h[B,T,D] * wk[D,K,H]",
-        f"{value}[B,T,K,H] = h[B,T,D] * wv[D,K,H]",
-        *query,
-        *key,
-    ]
-    if model.qkv_bias:
-        lines.append("v[B,T,K,H] = bias_add(v0[B,T,K,H], bv[K,H])")
-    lines += _attention_line(model, q, k, sliding=sliding, documents=documents, causal=causal)
-    return [*lines, "a[B,T,D] = o[B,T,N,H] * wo[N,H,D]"]
-
-
-def _on_the_way(model: Model, name: str, heads: str) -> tuple[Lines, str]:
-    """Bias, norm and rotation of queries or keys, those that the model has; the last result is qr or kr."""
+def _attention(
+    model: Model, result: str, *, sliding: bool = False, documents: bool = False, causal: bool = True
+) -> Lines:
+    """From the stream x to the result in the stream; what enters attention is qr, kr and v."""
     rotates = not (model.learned_positions or model.relative_buckets) and model.family != "gpt2"
-    stages = [
-        (model.qkv_bias, f"{name}b", "bias_add", f"b{name}[{heads},H]"),
-        (model.qk_norm, f"{name}n", "rms_norm", f"{name}_norm[H]"),
-        (rotates, f"{name}r", "rope", "positions[B,T]"),
-    ]
-    used = [(out, kind, other) for has, out, kind, other in stages if has]
-    if used:
-        used[-1] = (f"{name}r", *used[-1][1:])
-    lines, source = [], name
-    for out, kind, other in used:
-        lines.append(f"{out}[B,T,{heads},H] = {kind}({source}[B,T,{heads},H], {other})")
-        source = out
-    return lines, source
-
-
-def _attention_line(model: Model, q: str, k: str, *, sliding: bool, documents: bool, causal: bool) -> Lines:
     relative = model.relative_buckets > 0
-    arrays = [f"{q}[B,T,N,H]", f"{k}[B,T,K,H]", "v[B,T,K,H]"]
-    arrays += ["positions[B,T]"] if causal or relative else []
-    arrays += ["documents[B,T]"] if documents else []
-    arrays += ["sinks[N]"] if model.attention_sinks and causal else []
-    arrays += ["relative_bias[R,N]"] if relative else []
-    attributes = [] if causal else ["sees_all"]
-    attributes += [f"window={model.sliding_window}"] if sliding else []
-    attributes += [f"softcap={model.attention_softcap}"] if model.attention_softcap else []
-    attributes += [f"distance={model.relative_distance}"] if relative else []
-    given = f"; {', '.join(attributes)}" if attributes else ""
-    return [f"o[B,T,N,H] = {'relative_' * relative}attention({', '.join(arrays)}{given})"]
+    others = {
+        ", positions[B,T]": causal or relative,
+        ", documents[B,T]": documents,
+        ", sinks[N]": model.attention_sinks and causal,
+        ", relative_bias[R,N]": relative,
+    }
+    given = given_attributes(
+        sees_all=not causal,
+        window=model.sliding_window if sliding else None,
+        softcap=model.attention_softcap,
+        distance=model.relative_distance if relative else None,
+    )
+    return written(
+        model,
+        ATTENTION + AFTER_ATTENTION,
+        zero="0" * model.qkv_bias,
+        b="b" if model.qk_norm or rotates else "r",
+        n="n" if rotates else "r",
+        rotates=rotates,
+        attention=f"{'relative_' * relative}attention",
+        others="".join(text for text, is_there in others.items() if is_there) + given,
+        x1=result,
+    )
 
 
-def latent_attention_lines(model: Model, *, documents: bool = False) -> Lines:
-    """Queries, keys and values through low-rank latents; one rotated key part is shared by all heads.
-
-    Source: DeepSeek-V2, section 2.1.
-    """
-    has_bias = model.qkv_bias
-    more = ", documents[B,T]" if documents else ""
-    query = ["q[B,T,N,H] = h[B,T,D] * wq[D,N,H]"]
-    if model.q_lora_rank:
-        query = [
-            "cq[B,T,Rq] = h[B,T,D] * wq_a[D,Rq]",
-            *_bias("cq", "Rq", "bq_a", has_bias=has_bias),
-            f"cqn[B,T,Rq] = rms_norm({_biased('cq', has_bias)}[B,T,Rq], q_a_norm[Rq])",
-            "q[B,T,N,H] = cqn[B,T,Rq] * wq_b[Rq,N,H]",
-        ]
-    return [
-        *query,
-        "ckv[B,T,Rkv] = h[B,T,D] * wkv_a[D,Rkv]",
-        *_bias("ckv", "Rkv", "bkv_a", has_bias=has_bias),
-        f"ckvn[B,T,Rkv] = rms_norm({_biased('ckv', has_bias)}[B,T,Rkv], kv_a_norm[Rkv])",
-        "kp[B,T,Hr] = h[B,T,D] * wk_rope[D,Hr]",
-        *_bias("kp", "Hr", "bk_rope", has_bias=has_bias),
-        "kn[B,T,N,Hn] = ckvn[B,T,Rkv] * wk_b[Rkv,N,Hn]",
-        "v[B,T,N,Hv] = ckvn[B,T,Rkv] * wv_b[Rkv,N,Hv]",
-        "qr[B,T,N,H] = rope(q[B,T,N,H], positions[B,T])",
-        f"kpr[B,T,Hr] = rope({_biased('kp', has_bias)}[B,T,Hr], positions[B,T])",
-        "kr[B,T,N,H] = join_heads(kn[B,T,N,Hn], kpr[B,T,Hr])",
-        f"o[B,T,N,Hv] = attention(qr[B,T,N,H], kr[B,T,N,H], v[B,T,N,Hv], positions[B,T]{more})",
-        "a[B,T,D] = o[B,T,N,Hv] * wo[N,Hv,D]",
-    ]
+def _dense(model: Model) -> Lines:
+    return written(model, DENSE, activation=_activation(model))
 
 
-def _biased(name: str, has_bias: bool) -> str:
-    return f"{name}b" if has_bias else name
-
-
-def _bias(name: str, dim: str, bias: str, *, has_bias: bool) -> Lines:
-    return [f"{name}b[B,T,{dim}] = bias_add({name}[B,T,{dim}], {bias}[{dim}])"] if has_bias else []
-
-
-# -- feed-forward -----------------------------------------------------------------------------------
-
-
-def _dense_lines(model: Model) -> Lines:
-    has_bias = model.mlp_bias
-    after, y = _after("y", model, bias="b_down", norm="post_mlp_norm", has_bias=has_bias)
-    gate = ["g[B,T,F] = h1[B,T,D] * w_gate[D,F]"] if model.gated else []
-    gate_bias = _bias("g", "F", "b_gate", has_bias=has_bias) if model.gated else []
-    return [
-        *gate,
-        "u[B,T,F] = h1[B,T,D] * w_up[D,F]",
-        *gate_bias,
-        *_bias("u", "F", "b_up", has_bias=has_bias),
-        _activation(model, "m", _biased("g", has_bias), _biased("u", has_bias), "B,T,F"),
-        "y[B,T,D] = m[B,T,F] * w_down[F,D]",
-        *after,
-        f"x2[B,T,D] = add(x1[B,T,D], {y}[B,T,D])",
-    ]
-
-
-def _activation(model: Model, out: str, gate: str, up: str, dims: str) -> str:
+def _activation(model: Model) -> str:
     """Every activation but silu is priced as gelu: both stream their inputs once."""
-    kind = "silu" if model.activation == "silu" else "gelu"
-    if model.gated:
-        return f"{out}[{dims}] = {kind}_mul({gate}[{dims}], {up}[{dims}])"
-    return f"{out}[{dims}] = gelu({up}[{dims}])"
+    return "silu" if model.activation == "silu" else "gelu"
 
 
-def _expert_lines(model: Model, options: ProgramOptions) -> Lines:
-    """Routed experts, E of C slots each, beside the shared ones that see every token."""
-    has_bias = model.mlp_bias
-    shared, outputs = _shared_lines(model) if model.d_ff_shared else ([], [])
-    after, y = _after("y", model, bias="", norm="post_mlp_norm", has_bias=False)
-    return [
-        *_router_lines(model, options),
-        f"xe[E,C,D] = dispatch(h1[B,T,D], gates[B,T,Ea]{_given(capacity=options.capacity_factor)})",
-        "ge[E,C,Fe] = xe[E,C,D] * experts_w_gate[E,D,Fe]",
-        "ue[E,C,Fe] = xe[E,C,D] * experts_w_up[E,D,Fe]",
-        *_expert_bias("ge", "Fe", "experts_b_gate", has_bias=has_bias),
-        *_expert_bias("ue", "Fe", "experts_b_up", has_bias=has_bias),
-        _activation(model, "me", _biased("ge", has_bias), _biased("ue", has_bias), "E,C,Fe"),
-        "ye[E,C,D] = me[E,C,Fe] * experts_w_down[E,Fe,D]",
-        *_expert_bias("ye", "D", "experts_b_down", has_bias=has_bias),
-        f"y[B,T,D] = combine({_biased('ye', has_bias)}[E,C,D], gates[B,T,Ea])",
-        *shared,
-        *after,
-        f"x2[B,T,D] = add({', '.join(f'{name}[B,T,D]' for name in ('x1', y, *outputs))})",
-    ]
-
-
-def _router_lines(model: Model, options: ProgramOptions) -> Lines:
-    given = _given(balance=options.balance_loss, z=options.router_z_loss, capacity=options.capacity_factor)
-    scores = ["r[B,T,E] = h1[B,T,D] * router[D,E]"]
-    scores += _bias("r", "E", "router_bias", has_bias=model.router_bias)
-    return [*scores, f"gates[B,T,Ea] = route({_biased('r', model.router_bias)}[B,T,E]{given})"]
-
-
-def _given(**attributes: float) -> str:
-    """Those that are not 0, as they stand at the end of a call."""
-    found = ", ".join(f"{name}={value}" for name, value in attributes.items() if value)
-    return f"; {found}" if found else ""
-
-
-def _expert_bias(name: str, dim: str, bias: str, *, has_bias: bool) -> Lines:
-    return [f"{name}b[E,C,{dim}] = bias_add({name}[E,C,{dim}], {bias}[E,{dim}])"] if has_bias else []
-
-
-def _shared_lines(model: Model) -> tuple[Lines, Lines]:
-    """The shared experts as one dense feed-forward of their joint width, and the name of what they give."""
-    lines = [
-        "gs[B,T,Fs] = h1[B,T,D] * shared_w_gate[D,Fs]",
-        "us[B,T,Fs] = h1[B,T,D] * shared_w_up[D,Fs]",
-        _activation(model, "ms", "gs", "us", "B,T,Fs"),
-        "ys[B,T,D] = ms[B,T,Fs] * shared_w_down[Fs,D]",
-    ]
-    if not model.shared_expert_gate:
-        return lines, ["ys"]
-    return [*lines, "ysg[B,T,D] = token_gate(ys[B,T,D], h1[B,T,D], shared_gate[D])"], ["ysg"]
+def given_attributes(**attributes: float | bool | None) -> str:
+    """Writes the attributes at the end of a call, "; window=128", without those that are unset; a flag by its name
+    alone."""
+    text = ", ".join(name if value is True else f"{name}={value}" for name, value in attributes.items() if value)
+    return f"; {text}" if text else ""
 
 
 # -- lines read -----------------------------------------------------------------------------------------------
@@ -288,7 +248,7 @@ def _shared_lines(model: Model) -> tuple[Lines, Lines]:
 
 def parse_block(
     name: str,
-    text: str,
+    lines: str | Lines,
     variables: dict[str, Variable],
     *,
     repeat: int = 1,
@@ -303,7 +263,8 @@ def parse_block(
     ``renamed`` gives names of the text another name in the program: weights of two blocks are two variables.
     Raises InputError when a line cannot be read or a variable is used with other dims than before.
     """
-    ops = [_parse_line(line, variables, renamed) for line in text.strip().splitlines() if line.strip()]
+    text = lines if isinstance(lines, str) else "\n".join(lines)
+    ops = [_parse_line(line, variables, renamed) for line in text.splitlines() if line.strip()]
     return Block(name, tuple(ops), repeat, carry, result, last_turn)
 
 

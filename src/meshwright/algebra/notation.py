@@ -48,13 +48,17 @@ class ShardedArray(msgspec.Struct, frozen=True):
     def resharded(
         self, changes: Mapping[str, tuple[str, ...]], *, unreduced: tuple[str, ...] | None = None
     ) -> "ShardedArray":
-        """The same array with other axes on the dims named in ``changes`` (and other unreduced axes)."""
+        """Returns the array with other axes on the dims named in ``changes`` (and other unreduced axes)."""
         axes = tuple(changes.get(d, a) for d, a in zip(self.dims, self.axes, strict=True))
         left = self.unreduced if unreduced is None else unreduced
         return msgspec.structs.replace(self, axes=axes, unreduced=left)
 
+    def like(self, other: "ShardedArray") -> "ShardedArray":
+        """Returns the array with the axes that ``other`` has on the dims that both have."""
+        return self.resharded({d: other.axes_of(d) for d in self.dims if d in other.dims})
+
     def replace(self, **changes: Any) -> "ShardedArray":
-        """The same array with some fields replaced."""
+        """Returns the array with some fields replaced."""
         return msgspec.structs.replace(self, **changes)
 
     @property
@@ -87,7 +91,7 @@ def _refuse_impossible(array: ShardedArray) -> None:
 
 
 def parse_array(text: str) -> ShardedArray:
-    """The array written as ``Name[B_X, D_{fsdp,tensor}]{U_Y}`` (a dtype may stand for the name: ``bf16[B,D]``).
+    """Parses an array written as ``Name[B_X, D_{fsdp,tensor}]{U_Y}`` (or with a dtype for the name: ``bf16[B,D]``).
 
     Raises InputError for anything that is not this notation, and for impossible shardings.
     """
@@ -116,5 +120,5 @@ def product(values: Any) -> Any:
 
 
 def local_elements(array: ShardedArray, dims: Sizes, mesh: Sizes) -> Any:
-    """Elements that one device holds; sizes may be NumPy arrays, and nothing is checked."""
+    """Returns the elements of one device's block; sizes may be NumPy arrays, and nothing is checked."""
     return product(dims[d] for d in array.dims) / product(mesh[a] for a in array.spread)

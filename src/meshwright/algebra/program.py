@@ -4,6 +4,9 @@ import msgspec
 
 from meshwright.algebra.steps import Role
 
+WEIGHTS = ("weight", "vector")
+"""Roles of variables that training updates."""
+
 
 class Variable(msgspec.Struct, frozen=True):
     """A named array of a program: its dims, the role that decides how it is split, and its dtype where that is not
@@ -48,7 +51,7 @@ def layers_dim(block: str) -> str:
 
 
 class Stack(msgspec.Struct, frozen=True, kw_only=True):
-    """Layers that hand on one stream, by the names of their blocks.
+    """Layers that pass one stream on, by the names of their blocks.
 
     ``first`` makes the stream ``carry``, ``layers`` are the blocks of the layers in order, one name for each, and
     ``last`` ends the stream. ``inputs`` are what earlier stacks end in, and what every layer of this one reads.
@@ -73,7 +76,7 @@ class Program(msgspec.Struct, frozen=True):
     stacks: tuple[Stack, ...] = ()
 
     def role(self, block: str) -> Role:
-        """What a block is in its stack; the last block of the last stack is the head."""
+        """Returns the role of a block in its stack; the last block of the last stack is the head."""
         for stack in self.stacks:
             if block == stack.first:
                 return "first"
@@ -82,7 +85,7 @@ class Program(msgspec.Struct, frozen=True):
         return "layer"
 
     def further(self, block: str) -> tuple[str, ...]:
-        """What a block reads of earlier stacks, in every repeat."""
+        """Returns the names that a block reads of earlier stacks, in every repeat."""
         return next((stack.inputs for stack in self.stacks if block in stack.layers), ())
 
     def of_role(self, *roles: str) -> tuple[Variable, ...]:

@@ -17,7 +17,7 @@ Scores = Literal["on_chip", "in_memory", "in_memory_16"]
 
 
 def moment_bytes(state: str) -> float:
-    """Bytes of one entry of an optimizer's moment: what the state keeps for two of them beside master weights."""
+    """Returns the bytes of one entry of an optimizer's moment in a training state."""
     return 2.0 if state == "pure-16bit" else 4.0
 
 
@@ -27,7 +27,7 @@ def master_bytes(state: str) -> float:
 
 
 class OpSizes(msgspec.Struct, frozen=True, kw_only=True):
-    """What the rows of op kinds need beside a step: sizes of dims (B of one microbatch) and mesh axes, element widths.
+    """Sizes that counts of a step need: of dims (B of one microbatch) and mesh axes, and element widths.
 
     ``scores`` says whether attention is one kernel that keeps its T x S scores on chip, or a chain of products
     and a softmax that writes them to memory. With ``causal`` attention skips keys that no query of its sees, half
@@ -56,7 +56,7 @@ class OpSizes(msgspec.Struct, frozen=True, kw_only=True):
         return int(STATE_BYTES[self.state]["weights"])
 
     def elements(self, array: ShardedArray) -> Number:
-        """Elements of the block that one device holds."""
+        """Returns the elements of one device's block."""
         return local_elements(array, self.dims, self.mesh)
 
     def bytes(self, array: ShardedArray) -> Number:

@@ -1,6 +1,6 @@
-"""What rules of ops work with: declared shardings, the trace that they add steps to, and the moves they are made of.
+"""Declared shardings, and the trace that rules of ops add their steps to.
 
-Collectives are never written in a rule: each says in which shardings it can work locally and calls `moved`
+Collectives are never written in a rule: each says in which shardings it can work locally and calls `Trace.move`
 (or `reshard`), which is where they come from.
 """
 
@@ -8,10 +8,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
 import msgspec
+from msgspec.structs import replace
 
 from meshwright.algebra.einsum import reshard
 from meshwright.algebra.notation import ShardedArray
-from meshwright.algebra.program import Block, Op, Program
+from meshwright.algebra.program import WEIGHTS, Block, Op, Program
 from meshwright.algebra.rewrites.stacks import SharedInput
 from meshwright.algebra.steps import Phase, Scope, Step
 from meshwright.core.errors import InputError
@@ -23,25 +24,23 @@ Details = TypeVar("Details", bound=msgspec.Struct)
 class Shardings:
     """The declared sharding of every variable and cotangent under one strategy."""
 
-    def __init__(self, program: Program, strategy: Strategy, keep_axes: Sequence[str] | None) -> None:
-        self.program, self.strategy, self.keep_axes = program, strategy, keep_axes
-        self.axes = tuple(strategy.mesh if keep_axes is None else keep_axes)
+    def __init__(self, program: Program, strategy: Strategy, axes: Sequence[str]) -> None:
+        self.program, self.strategy, self.axes = program, strategy, tuple(axes)
         self.shared: dict[str, SharedInput] = {}
         self.first_use = {n: b.name for b in reversed(program.blocks) for op in b.ops for n in op.inputs}
-        self._arrays: dict[str, ShardedArray] = {}
+        self._arrays: dict[tuple[str, str], ShardedArray] = {}
 
     def declared(self, name: str) -> ShardedArray:
-        if name not in self._arrays:
-            made, dtype = self._make(name, name, "weight"), self.program.variables[name].dtype
-            self._arrays[name] = made.replace(dtype=dtype) if dtype else made
-        return self._arrays[name]
+        """A variable as it is declared."""
+        return self._array(name, "weight")
 
     def cotangent(self, name: str) -> ShardedArray:
-        return self._make(f"d{name}", name, "grad")
+        """The gradient of a variable as it is declared."""
+        return self._array(name, "grad")
 
     def optimizer(self, name: str) -> ShardedArray:
         """The part of a weight that one device updates."""
-        return self._make(name, name, "optimizer")
+        return self._array(name, "optimizer")
 
     def as_read(self, name: str) -> tuple[ShardedArray, ...]:
         """A result as declared, and as layers of a later stack read it."""
@@ -51,33 +50,44 @@ class Shardings:
         """The cotangent of a result as the blocks that read it leave it."""
         return self.shared[name].cotangent if name in self.shared else self.cotangent(name)
 
-    def _make(self, name: str, variable: str, weight_role: str) -> ShardedArray:
-        dims, role = self.program.variables[variable].dims, self.program.variables[variable].role
-        role = weight_role if role == "weight" else role
+    def _array(self, name: str, weight_role: str) -> ShardedArray:
+        """Returns the array of a variable by its role; of a weight by the role of the weight, its gradient or its
+        optimizer shard."""
+        if (name, weight_role) in self._arrays:
+            return self._arrays[name, weight_role]
+        variable = self.program.variables[name]
+        role, dims = weight_role if variable.role == "weight" else variable.role, variable.dims
         rules = self.strategy.rules(role)
         if "S" in dims and "S" not in rules and "T" in rules:  # positions of an encoder are split as a decoder's are
             rules = {**rules, "S": rules["T"]}
-        axes = assign(rules, dims, keep=self.keep_axes)
-        dtype = {"input": "int32", "position": "int32"}.get(role, "")
-        return ShardedArray(name, dims, axes, dtype="fp32" if name in ("loss", "logits") else dtype)
+        own = f"d{name}" if weight_role == "grad" else name
+        dtype = "fp32" if own in ("loss", "logits") else "int32" if role in ("input", "position") else ""
+        if weight_role == "weight":
+            dtype = variable.dtype or dtype
+        array = ShardedArray(own, dims, assign(rules, dims, keep=self.axes), dtype=dtype)
+        self._arrays[name, weight_role] = array
+        return array
 
     def is_weight(self, name: str) -> bool:
         """Whether a name is a weight or the gradient of one."""
         variables = self.program.variables
-        return any(n in variables and variables[n].role in ("weight", "vector") for n in (name, name.removeprefix("d")))
+        return any(n in variables and variables[n].role in WEIGHTS for n in (name, name.removeprefix("d")))
 
     def is_activation(self, name: str) -> bool:
-        """Whether a name is a result that a block hands to the next."""
+        """True if a name is an activation."""
         return name in self.program.variables and self.program.variables[name].role == "activation"
 
 
 class Trace:
-    """Collects the steps of one pass over one block, each result once."""
+    """Collects the steps of one pass over one block, each result once. A rule is given it `at` an op."""
+
+    op: Op
+    inputs: list[ShardedArray]
+    dinputs: list[ShardedArray]
 
     def __init__(self, shardings: Shardings, block: Block, phase: Phase, available: Iterable[ShardedArray]) -> None:
         self.shardings, self.block, self.phase = shardings, block, phase
         self.slice_axes = shardings.strategy.slice_axes
-        self.scope: Scope = "layer" if block.carry else "microbatch"
         self.role = shardings.program.role(block.name)
         self.start = set(available)
         self.available = set(self.start)
@@ -92,35 +102,75 @@ class Trace:
     def cotangent(self, name: str) -> ShardedArray:
         return self.shardings.cotangent(name)
 
+    def at(self, op: Op) -> "Trace":
+        """The trace at the next op: its inputs and result as declared, and their cotangents."""
+        self.op, self.out, self.dout = op, self.declared(op.out), self.cotangent(op.out)
+        self.inputs, self.dinputs = ([of(name) for name in op.inputs] for of in (self.declared, self.cotangent))
+        return self
+
+    def details(self, form: type[Details]) -> Details:
+        """Returns the attributes of the op as the struct that its module declares, with defaults where they are not
+        given.
+
+        Raises InputError for an attribute that the op does not have, or a value that cannot be read.
+        """
+        try:
+            return msgspec.convert(dict(self.op.attributes), form, strict=False)
+        except msgspec.ValidationError as error:
+            given = ", ".join(map("=".join, self.op.attributes))
+            raise InputError(f"{self.op.out} = {self.op.kind}(...; {given}): {error}") from None
+
+    def move(self, array: ShardedArray, target: ShardedArray) -> ShardedArray:
+        """Adds the steps that reshard ``array`` to ``target`` and returns ``target``."""
+        self.add(*reshard(array, target))
+        return target
+
+    def run(self, name: str, inputs: Iterable[ShardedArray], *results: ShardedArray, details: Any = None) -> None:
+        """Adds a step on one device's blocks."""
+        self.add(Step(op=name, inputs=tuple(inputs), result=results[0], more=results[1:], details=details))
+
+    def run_backward(
+        self,
+        inputs: Iterable[ShardedArray],
+        cotangents: Iterable[tuple[str, ShardedArray]],
+        *,
+        dout: ShardedArray | None = None,
+        details: Any = None,
+    ) -> None:
+        """Adds the op's backward step, from the cotangent of the result and ``inputs`` to cotangents by their name."""
+        names, results = zip(*cotangents, strict=True)
+        self.run(f"{self.op.kind}_backward", (dout or self.dout, *inputs), *results, details=details)
+        for name, cotangent in zip(names, results, strict=True):
+            self.contribute(name, cotangent)
+
     def add(self, *steps: Step) -> None:
+        """Adds steps after the steps that make what they need, and skips a move whose result exists."""
         for step in steps:
-            moves = step.only_moves
-            if moves and step.result in self.available:
+            is_there = step.result in self.available
+            if step.only_moves and is_there:
                 continue
             self.need(*step.inputs)
-            adds = step.accumulates or (not moves and step.result in self.available)
-            self._emit(msgspec.structs.replace(step, accumulates=adds), self.phase)
+            adds = step.accumulates or (not step.only_moves and is_there)
+            self._emit(replace(step, accumulates=adds), self.phase)
 
     def _emit(self, step: Step, phase: Phase, *, scope: Scope | None = None) -> None:
         source = step.inputs[0] if step.inputs else step.result
         is_weight = self.shardings.is_weight(step.result.name)
         # a block of keys on its way round a ring passes behind the attention to the one before it
         moves = step.is_collective and step.op != "permute"
-        waits = moves and not is_weight and (phase == "forward" or source not in self.start)
-        if phase == "recompute" and is_weight:
-            phase = "backward"
-        fields = {
-            "block": self.block.name,
-            "role": self.role,
-            "phase": phase,
-            "scope": scope or self.scope,
-            "critical": waits,
-        }
-        self.steps.append(msgspec.structs.replace(step, **fields))
-        for array in (step.result, *step.more):
-            self.available.add(array)
+        emitted = replace(
+            step,
+            block=self.block.name,
+            role=self.role,
+            phase="backward" if phase == "recompute" and is_weight else phase,
+            scope=scope or ("layer" if self.block.carry else "microbatch"),
+            critical=moves and not is_weight and (phase == "forward" or source not in self.start),
+        )
+        self.steps.append(emitted)
+        self.available.update((step.result, *step.more))
 
     def need(self, *arrays: ShardedArray) -> None:
+        """Adds the forward steps that remake arrays which are not kept, and the steps that those need."""
         for array in arrays:
             if array in self.start and array not in self.used:
                 self.used.append(array)
@@ -155,7 +205,7 @@ class Trace:
             if waiting:
                 self.available.discard(source)
             if step.result in waiting:
-                step = msgspec.structs.replace(step, accumulates=True)
+                step = replace(step, accumulates=True)
             self._emit(step, self.phase)
             waiting[step.result] = reshard(step.result, target)
         # a weight of several blocks (tied embeddings) is summed over its replicas once, when its first block is done
@@ -173,22 +223,6 @@ class Trace:
         return cotangent.replace(unreduced=later.pop()) if wait else cotangent
 
 
-def local(op: str, inputs: tuple[ShardedArray, ...], result: ShardedArray, *more: ShardedArray, **fields: Any) -> Step:
-    """A step on one device's blocks."""
-    return Step(op=op, inputs=inputs, result=result, more=more, **fields)
-
-
-def moved(trace: Trace, array: ShardedArray, target: ShardedArray) -> ShardedArray:
-    """``target``, with the steps added that lead from ``array`` to it."""
-    trace.add(*reshard(array, target))
-    return target
-
-
-def like(array: ShardedArray, other: ShardedArray) -> ShardedArray:
-    """``array`` with the axes that ``other`` has on the dims they share."""
-    return array.resharded({d: other.axes_of(d) for d in array.dims if d in other.dims})
-
-
 def axes_beside(array: ShardedArray, other: ShardedArray) -> tuple[str, ...]:
     """Mesh axes on the dims of ``array`` that ``other`` lacks: where ``other`` is broadcast, its cotangent is a sum
     over them."""
@@ -202,16 +236,3 @@ def require_whole(array: ShardedArray, dim: str, kind: str) -> None:
             f"{kind} needs {dim} whole, and {array} splits it over {', '.join(array.axes_of(dim))}. "
             f"Assign those axes to another dim (T, for the residual stream)."
         )
-
-
-def details_of(op: Op, form: type[Details]) -> Details:
-    """The attributes of an op as the struct that its module declares; those not given have their default.
-
-    Raises InputError for an attribute that the op does not have, or a value that cannot be read.
-    """
-    try:
-        return msgspec.convert(dict(op.attributes), form, strict=False)
-    except msgspec.ValidationError as error:
-        raise InputError(
-            f"{op.out} = {op.kind}(...; {', '.join('='.join(a) for a in op.attributes)}): {error}"
-        ) from None

@@ -1,5 +1,5 @@
-"""A model as a layer program: embedding, one block per kind of layer, loss head; before them, where the model has one,
-the same of its encoder. Weight dims are read off the weight table."""
+"""A model as a layer program: embedding, one block per kind of layer, loss head, and before them the blocks of its
+encoder if it has one. Dims of weights are read off the weight table."""
 
 import re
 from collections.abc import Sequence
@@ -9,12 +9,14 @@ import msgspec
 
 from meshwright.algebra.layers import (
     ENCODER,
+    HEAD_NORM,
     PLAIN,
     ProgramOptions,
     encoder_layer_lines,
-    head_norm_line,
+    given_attributes,
     layer_lines,
     parse_block,
+    written,
 )
 from meshwright.algebra.program import Block, Program, Stack, Variable, layers_dim
 from meshwright.core.errors import InputError
@@ -22,15 +24,15 @@ from meshwright.spec.model import Model
 from meshwright.spec.weights import Weight, weight_table
 
 _SPLIT_DIMS = ("N", "K", "F", "Fe", "Fs")
-"""A bias over one of these lies split as its matrix does; other vectors are whole on every device."""
+"""A bias over one of these dims is sharded as its matrix is; other vectors are whole on every device."""
 
 
 MAX_PATTERN = 16
-"""Longest pattern that is written out in one turn of a loop: what is compiled grows with it."""
+"""Longest pattern of layers in one iteration of a loop: the compiled program grows with it."""
 
 
 class LayerKind(msgspec.Struct, frozen=True, kw_only=True):
-    """The layers of one kind: they run the same block, whatever their order in the model."""
+    """The layers of one kind, which run one block, whatever their order in the model."""
 
     block: str
     layers: tuple[int, ...]
@@ -39,31 +41,29 @@ class LayerKind(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def suffix(self) -> str:
-        """What tells the weights of this block from those of the others."""
+        """Suffix of the names of this block's weights."""
         return self.block.removeprefix("layer")
 
 
+@lru_cache(maxsize=256)
 def layer_kinds(model: Model) -> tuple[LayerKind, ...]:
     """Kinds of layers in order of their first layer: "layer", then _moe with routed experts, _local with a window."""
-    sliding, routed = set(model.sliding_layers), set(model.moe_layers)
     found: dict[tuple[bool, bool], list[int]] = {}
     for layer in range(model.num_layers):
-        found.setdefault((layer in sliding, layer in routed), []).append(layer)
+        found.setdefault((layer in model.sliding_layers, layer in model.moe_layers), []).append(layer)
     return tuple(
         LayerKind(
-            block=f"layer{'_moe' * is_routed}{'_local' * is_sliding}",
-            layers=tuple(layers),
-            sliding=is_sliding,
-            routed=is_routed,
+            block=f"layer{'_moe' * routed}{'_local' * sliding}", layers=tuple(layers), sliding=sliding, routed=routed
         )
-        for (is_sliding, is_routed), layers in found.items()
+        for (sliding, routed), layers in found.items()
     )
 
 
 def layer_names(model: Model) -> tuple[str, ...]:
     """The block of every layer, first to last."""
-    block_of = {layer: kind.block for kind in layer_kinds(model) for layer in kind.layers}
-    return tuple(block_of[layer] for layer in range(model.num_layers))
+    return tuple(
+        block for _, block in sorted((layer, kind.block) for kind in layer_kinds(model) for layer in kind.layers)
+    )
 
 
 def local_name(weight: Weight) -> str:
@@ -77,18 +77,15 @@ def weight_variables(model: Model) -> dict[str, tuple[Weight, int]]:
 
     Where layers are of several kinds, the weights of one kind are variables of their own: ``wq``, ``wq_moe``.
     """
-    kinds = layer_kinds(model)
     found: dict[str, tuple[Weight, int]] = {}
-    for weight in weight_table(model):
-        if weight.tied_to:
-            continue
+    for weight in (weight for weight in weight_table(model) if not weight.tied_to):
         if not weight.layers or local_name(weight).startswith(ENCODER):
             found[local_name(weight)] = (weight, weight.repeat)
             continue
-        for kind in kinds:
+        for kind in layer_kinds(model):
             repeat = len(set(kind.layers) & set(weight.layers))
             if repeat:
-                found[_variable(weight, kind, kinds)] = (weight, repeat)
+                found[_variable(model, weight, kind)] = (weight, repeat)
     return found
 
 
@@ -97,50 +94,41 @@ def transformer(model: Model, options: ProgramOptions = PLAIN) -> Program:
     """The training program of a model: embed, layers, head; an encoder's stack before them."""
     if model.encoder and options.documents:
         raise InputError("rows of an encoder and a decoder hold one document each. Leave documents out.")
-    documents = {"documents": Variable("documents", ("B", "T"), "position")} if options.documents else {}
-    variables = {
-        **documents,
-        "tokens": Variable("tokens", ("B", "T"), "input"),
-        "labels": Variable("labels", ("B", "T"), "input"),
-        "positions": Variable("positions", ("B", "T"), "position"),
-        "logits": Variable("logits", ("B", "T", "V"), "activation"),
-    }
+    roles = {"documents": "position"} if options.documents else {}
+    roles |= {"tokens": "input", "labels": "input", "positions": "position"}
+    variables = {name: Variable(name, ("B", "T"), role) for name, role in roles.items()}
+    variables["logits"] = Variable("logits", ("B", "T", "V"), "activation")
     for name, (weight, _) in weight_variables(model).items():
         variables[name] = Variable(name, weight.dims, _role(weight), inputs=matrix_inputs(weight))
-    encoder = _encoder_blocks(model, variables) if model.encoder else ()
-    embed, head = _embed_lines(model), _head_lines(model, options)
+    encoder, stacks = _encoder(model, variables)
     blocks = (
-        parse_block("embed", "\n".join(embed), variables),
+        parse_block("embed", _embed_lines(model), variables),
         *(_layer_block(model, kind, variables, options) for kind in layer_kinds(model)),
-        parse_block("head", "\n".join(head), variables),
+        parse_block("head", _head_lines(model, options), variables),
     )
     inputs = ("encoded",) if encoder else ()
     decoder = Stack(first="embed", layers=layer_names(model), last="head", carry="x", inputs=inputs)
-    return Program((*encoder, *blocks), variables, (*_encoder_stack(model), decoder))
+    return Program((*encoder, *blocks), variables, (*stacks, decoder))
 
 
-def _encoder_blocks(model: Model, variables: dict[str, Variable]) -> tuple[Block, ...]:
-    """The encoder: its text is a decoder's with other names, over positions S."""
-    assert model.encoder is not None
-    count = model.encoder.num_layers
+def _encoder(model: Model, variables: dict[str, Variable]) -> tuple[tuple[Block, ...], tuple[Stack, ...]]:
+    """The blocks of an encoder and their stack: its text is a decoder's with other names, over positions S."""
+    if model.encoder is None:
+        return (), ()
     for name, role in (("tokens", "input"), ("positions", "position")):
         variables[f"{ENCODER}{name}"] = Variable(f"{ENCODER}{name}", ("B", "S"), role)
-    texts = {"embed": _embed_lines(model), "layer": encoder_layer_lines(model), "end": [head_norm_line(model)]}
-    lines = {name: _of_encoder("\n".join(text)) for name, text in texts.items()}
-    return (
-        parse_block(f"{ENCODER}embed", lines["embed"], variables),
-        parse_block(
-            f"{ENCODER}layer", lines["layer"], variables, repeat=count, carry=f"{ENCODER}x", result=f"{ENCODER}x2"
-        ),
-        parse_block(f"{ENCODER}end", lines["end"], variables, renamed={f"{ENCODER}hf": "encoded"}),
+    first, layer, last, x = (f"{ENCODER}{name}" for name in ("embed", "layer", "end", "x"))
+    count, texts = (
+        model.encoder.num_layers,
+        (_embed_lines(model), encoder_layer_lines(model), written(model, HEAD_NORM)),
     )
-
-
-def _encoder_stack(model: Model) -> tuple[Stack, ...]:
-    if model.encoder is None:
-        return ()
-    layers = (f"{ENCODER}layer",) * model.encoder.num_layers
-    return (Stack(first=f"{ENCODER}embed", layers=layers, last=f"{ENCODER}end", carry=f"{ENCODER}x"),)
+    embed, layers, end = (_of_encoder("\n".join(lines)) for lines in texts)
+    blocks = (
+        parse_block(first, embed, variables),
+        parse_block(layer, layers, variables, repeat=count, carry=x, result=f"{x}2"),
+        parse_block(last, end, variables, renamed={f"{ENCODER}hf": "encoded"}),
+    )
+    return blocks, (Stack(first=first, layers=(layer,) * count, last=last, carry=x),)
 
 
 def _of_encoder(text: str) -> str:
@@ -172,22 +160,20 @@ def _role(weight: Weight) -> str:
     return "vector"
 
 
-def _variable(weight: Weight, kind: LayerKind, kinds: tuple[LayerKind, ...]) -> str:
-    return local_name(weight) + (kind.suffix if len(kinds) > 1 else "")
+def _variable(model: Model, weight: Weight, kind: LayerKind) -> str:
+    return local_name(weight) + (kind.suffix if len(layer_kinds(model)) > 1 else "")
 
 
 def _layer_block(model: Model, kind: LayerKind, variables: dict[str, Variable], options: ProgramOptions) -> Block:
-    kinds = layer_kinds(model)
-    ends = spans(layer_names(model))
     return parse_block(
         kind.block,
-        "\n".join(layer_lines(model, sliding=kind.sliding, routed=kind.routed, options=options)),
+        layer_lines(model, sliding=kind.sliding, routed=kind.routed, options=options),
         variables,
         repeat=len(kind.layers),
-        last_turn=sum(span.pattern.count(kind.block) for span in ends),
+        last_turn=sum(span.pattern.count(kind.block) for span in spans(layer_names(model))),
         carry="x",
         result="x2",
-        renamed={local_name(w): _variable(w, kind, kinds) for w in weight_table(model) if w.layers},
+        renamed={local_name(w): _variable(model, w, kind) for w in weight_table(model) if w.layers},
     )
 
 
@@ -204,10 +190,8 @@ def _embed_lines(model: Model) -> list[str]:
 
 def _head_lines(model: Model, options: ProgramOptions) -> list[str]:
     table = "embed[V,D]" if model.tied_embeddings else "unembed[D,V]"
-    wanted = {"softcap": model.logit_softcap, "z_loss": options.z_loss}
-    attributes = ", ".join(f"{name}={value}" for name, value in wanted.items() if value)
-    given = f"; {attributes}" if attributes else ""
-    return [head_norm_line(model), f"loss[] = linear_cross_entropy(hf[B,T,D], {table}, labels[B,T]{given})"]
+    given = given_attributes(softcap=model.logit_softcap, z_loss=options.z_loss)
+    return [*written(model, HEAD_NORM), f"loss[] = linear_cross_entropy(hf[B,T,D], {table}, labels[B,T]{given})"]
 
 
 # -- layers as loops ----------------------------------------------------------------------
@@ -229,7 +213,7 @@ class Span(msgspec.Struct, frozen=True, kw_only=True):
         return len(self.pattern) * self.repeats
 
     def place(self, position: int) -> tuple[int, int]:
-        """Which of its kind a layer of the pattern is, and how many of that kind a turn has."""
+        """Returns the index of a layer of the pattern within its kind, and the number of that kind in an iteration."""
         kind = self.pattern[position]
         return self.pattern[:position].count(kind), self.pattern.count(kind)
 

@@ -5,15 +5,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from meshwright.algebra.schedules.forms import bubble_seconds, is_legal, peak_stash, sends, split_passes, weight_copies
-from meshwright.algebra.schedules.lockstep import (
-    Buffer,
-    lockstep_bubble_seconds,
-    lockstep_sends,
-    lockstep_slots,
-)
+from meshwright.algebra.schedules.definition import LockstepForms, StageForms
+from meshwright.algebra.schedules.forms import is_legal, lockstep_forms, stage_forms, too_many_passes
 from meshwright.algebra.schedules.registry import definition
-from meshwright.algebra.schedules.simulated import too_many_passes
 from meshwright.algebra.sizes import Number
 from meshwright.cost.arrays import largest, total
 from meshwright.spec.strategy import Software, Strategy
@@ -52,20 +46,21 @@ class Pipeline(msgspec.Struct, frozen=True, kw_only=True):
         return self.layers_held(num_layers) / num_layers
 
     @property
-    def _sizes(self) -> dict[str, Number]:
-        return {"stages": np.asarray(self.stages), "microbatches": self.microbatches, "chunks": self.chunks}
+    def _forms(self) -> StageForms | LockstepForms:
+        return lockstep_forms(self.schedule) if self.in_lockstep else stage_forms(self.schedule)
 
-    def _slots(self, buffer: Buffer) -> Number:
-        return lockstep_slots(self.schedule, buffer, **self._sizes)
+    @property
+    def _sizes(self) -> tuple[Number, Number, Number]:
+        return np.asarray(self.stages), np.asarray(self.microbatches), np.asarray(self.chunks)
+
+    def _slots(self, buffer: str) -> Number:
+        return getattr(lockstep_forms(self.schedule), buffer)(*self._sizes)
 
     @property
     def stash(self) -> Number:
         """Microbatches in flight on the fullest device: their kept results, in units of all its layers."""
-        if self.in_lockstep:
-            found = self._slots("stash") / np.asarray(self.chunks)
-        else:
-            found = peak_stash(self.schedule, **self._sizes)
-        return np.where(self.is_one, 1.0, found)
+        found = self._forms.stash(*self._sizes)
+        return np.where(self.is_one, 1.0, found / np.asarray(self.chunks) if self.in_lockstep else found)
 
     @property
     def running_stash(self) -> Number:
@@ -93,7 +88,7 @@ class Pipeline(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def weight_copies(self) -> Number:
         """Stages whose weights one device runs: two if the schedule runs in both directions."""
-        return np.where(self.is_one, 1, weight_copies(self.schedule))
+        return np.where(self.is_one, 1, definition(self.schedule).stage_placement.weight_copies)
 
     def copies(self, part: str) -> Number:
         """How many stages' weights, gradients or optimizer state one device stores.
@@ -136,22 +131,20 @@ class Pipeline(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def num_sends(self) -> Number:
         """Exposed sends between stages in one step; in lockstep one for each tick but the first and the last."""
-        count = lockstep_sends if self.in_lockstep else sends
-        return np.where(self.is_one, 0.0, count(self.schedule, **self._sizes))
+        return np.where(self.is_one, 0.0, self._forms.sends(*self._sizes))
 
     @property
     def split_share(self) -> Number:
         """Share of the microbatches with a split backward pass, on the device with most of them."""
-        return np.where(self.is_one, 0.0, split_passes(self.schedule, **self._sizes) / np.asarray(self.microbatches))
+        split = stage_forms(self.schedule).split(*self._sizes)
+        return np.where(self.is_one, 0.0, split / np.asarray(self.microbatches))
 
     def bubble_s(self, forward_s: Number, backward_s: Number, weight_s: Number) -> Number:
         """Idle seconds of a step, from the seconds of one microbatch in all layers of a device.
 
         ``backward_s`` computes the gradients of inputs, ``weight_s`` the gradients of weights.
         """
-        idle = lockstep_bubble_seconds if self.in_lockstep else bubble_seconds
-        seconds = {"forward_s": forward_s, "backward_s": backward_s, "weight_s": weight_s}
-        return np.where(self.is_one, 0.0, idle(self.schedule, **self._sizes, **seconds))
+        return np.where(self.is_one, 0.0, self._forms.bubble_s(*self._sizes, forward_s, backward_s, weight_s))
 
 
 ONE_STAGE = Pipeline()

@@ -3,10 +3,9 @@
 import numpy as np
 import pytest
 
-from meshwright.algebra.schedules.forms import bubble_seconds, is_legal, peak_stash, split_passes, weight_copies
-from meshwright.algebra.schedules.registry import build, schedule_names
-from meshwright.algebra.schedules.simulation import peak_stash as simulated_stash
-from meshwright.algebra.schedules.simulation import simulate
+from meshwright.algebra.schedules.forms import is_legal, stage_forms
+from meshwright.algebra.schedules.registry import build, definition, schedule_names
+from meshwright.algebra.schedules.simulation import peak_stash, simulate
 from meshwright.core.errors import InputError
 
 TIMES = [
@@ -39,16 +38,7 @@ def simulated(name, stages, microbatches, chunks, times):
 
 
 def form(name, stages, microbatches, chunks, times):
-    forward, backward, weight = times
-    return bubble_seconds(
-        name,
-        stages=stages,
-        microbatches=microbatches,
-        chunks=chunks,
-        forward_s=forward,
-        backward_s=backward,
-        weight_s=weight,
-    )
+    return stage_forms(name).bubble_s(stages, microbatches, chunks, *times)
 
 
 @pytest.mark.parametrize("name", schedule_names())
@@ -76,9 +66,9 @@ def test_zb_h2_with_few_microbatches_is_a_close_lower_bound():
 def test_peak_stash_is_that_of_the_worst_device(name):
     for stages, microbatches, chunks in legal(name):
         made = build(name, stages=stages, microbatches=microbatches, chunks=chunks)
-        found = peak_stash(name, stages=stages, microbatches=microbatches, chunks=chunks)
-        assert found == pytest.approx(max(simulated_stash(made)))
-        assert weight_copies(name) == made.weight_copies
+        found = stage_forms(name).stash(stages, microbatches, chunks)
+        assert found == pytest.approx(max(peak_stash(made)))
+        assert definition(name).stage_placement.weight_copies == made.weight_copies
 
 
 @pytest.mark.parametrize("name", schedule_names())
@@ -87,7 +77,7 @@ def test_split_passes_are_those_of_the_rows(name):
         if stages > 1:
             rows = build(name, stages=stages, microbatches=microbatches, chunks=chunks).orders
             apart = max(sum(op.kind == "W" for op in row) for row in rows) / chunks
-            assert split_passes(name, stages=stages, microbatches=microbatches, chunks=chunks) == apart
+            assert stage_forms(name).split(stages, microbatches, chunks) == apart
 
 
 @pytest.mark.parametrize("name", schedule_names())
@@ -108,11 +98,11 @@ def test_arrays_are_scalars_many_times(name):
     stages, microbatches, chunks = (np.array(size) for size in zip(*sizes, strict=True))
     forward = np.linspace(1.0, 2.0, len(sizes))
     many = form(name, stages, microbatches, chunks, (forward, 2.0, 1.0))
-    stashes = peak_stash(name, stages=stages, microbatches=microbatches, chunks=chunks)
+    stashes = stage_forms(name).stash(stages, microbatches, chunks)
     assert many.shape == stashes.shape == stages.shape
     for number, size in enumerate(sizes):
         assert many[number] == pytest.approx(form(name, *size, (forward[number], 2.0, 1.0)))
-        assert stashes[number] == pytest.approx(peak_stash(name, stages=size[0], microbatches=size[1], chunks=size[2]))
+        assert stashes[number] == pytest.approx(stage_forms(name).stash(*size))
 
 
 def test_gpipe_share():
@@ -124,4 +114,4 @@ def test_gpipe_share():
 
 def test_an_unknown_name():
     with pytest.raises(InputError, match="schedule 'zb' is not known"):
-        weight_copies("zb")
+        definition("zb")

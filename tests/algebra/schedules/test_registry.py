@@ -4,7 +4,6 @@ import msgspec
 import numpy as np
 import pytest
 
-from meshwright.algebra.schedules.fused import fused
 from meshwright.algebra.schedules.registry import build, default_chunks, definition, schedule_names, searched_schedules
 from meshwright.algebra.schedules.simulation import simulate
 from meshwright.algebra.schedules.ticks import tick_tables
@@ -73,7 +72,7 @@ def test_it_is_priced_by_its_simulation(toy):
                 waits = simulate(made, forward_s=1.0, backward_s=1.25, weight_s=1.0, send_s=1e-4).makespan_s
                 assert found.num_sends[index] == pytest.approx((waits - run.makespan_s) / 1e-4, abs=1e-6)
             else:
-                slots = tick_tables(fused(made)).slots
+                slots = tick_tables(made).slots
                 assert (found.stash[index], found.pending_stash[index]) == (slots.stash, slots.handed)
                 assert [int(one[index]) for one in found.messages] == [slots.x, slots.dx, slots.head]
         assert (found.stash[0], found.bubble_s(**TIMES)[0], found.num_sends[0]) == (1, 0, 0)

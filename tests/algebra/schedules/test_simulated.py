@@ -5,19 +5,11 @@ import random
 import numpy as np
 import pytest
 
-from meshwright.algebra.schedules.forms import bubble_seconds, is_legal, peak_stash, sends
-from meshwright.algebra.schedules.fused import fused, fused_seconds
-from meshwright.algebra.schedules.lockstep import (
-    lockstep_bubble_seconds,
-    lockstep_sends,
-    lockstep_slots,
-    lockstep_ticks,
-)
+from meshwright.algebra.schedules.forms import is_legal, lockstep_forms, longest_paths, stage_forms
 from meshwright.algebra.schedules.registry import default_chunks, schedule_names
-from meshwright.algebra.schedules.simulated import longest_paths
-from meshwright.algebra.schedules.simulation import makespan
-from meshwright.algebra.schedules.table import Op, Schedule, looped_route
-from meshwright.algebra.schedules.ticks import Slots
+from meshwright.algebra.schedules.simulation import simulate
+from meshwright.algebra.schedules.table import PLACEMENTS, Op, Schedule
+from meshwright.algebra.schedules.ticks import Slots, lockstep_seconds, tick_tables
 from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import estimate_step
 from meshwright.spec import catalogue
@@ -35,16 +27,15 @@ def grid(name):
     fits = is_legal(name, stages=STAGES, microbatches=COUNTS, chunks=chunks)
     if name == "zb-h2":
         fits &= COUNTS >= 2 * STAGES - 1
-    return {"stages": STAGES[fits], "microbatches": COUNTS[fits], "chunks": np.full(fits.sum(), chunks)}
+    return STAGES[fits], COUNTS[fits], np.full(fits.sum(), chunks)
 
 
 def priced(name, sizes, times):
     return (
-        bubble_seconds(name, **sizes, **times),
-        lockstep_bubble_seconds(name, **sizes, **times),
-        peak_stash(name, **sizes),
-        lockstep_ticks(name, **sizes),
-        *(lockstep_slots(name, buffer, **sizes) for buffer in Slots.__struct_fields__),
+        stage_forms(name).bubble_s(*sizes, *times),
+        lockstep_forms(name).bubble_s(*sizes, *times),
+        stage_forms(name).stash(*sizes),
+        *(getattr(lockstep_forms(name), field)(*sizes) for field in ("ticks", *Slots.__struct_fields__)),
     )
 
 
@@ -53,8 +44,7 @@ def test_without_closed_forms_a_schedule_costs_the_same(name):
     sizes, rng = grid(name), np.random.default_rng(0)
     for _ in range(4):
         # from passes that take nothing to passes that take all
-        seconds = rng.random((3, len(sizes["stages"]))) ** 3
-        times = dict(zip(("forward_s", "backward_s", "weight_s"), seconds, strict=True))
+        times = rng.random((3, len(sizes[0]))) ** 3
         wanted = priced(name, sizes, times)
         with without_forms(name):
             found = priced(name, sizes, times)
@@ -65,13 +55,12 @@ def test_without_closed_forms_a_schedule_costs_the_same(name):
 @pytest.mark.parametrize("name", schedule_names())
 def test_sends_are_near_the_closed_forms(name):
     """Forms of sends are for twice as many microbatches as stages and more."""
-    chunks = default_chunks(name)
-    sizes = {"stages": np.array([2, 4, 6]), "microbatches": np.array([8, 16, 24]), "chunks": chunks}
-    wanted, ticks = sends(name, **sizes), lockstep_sends(name, **sizes)
+    sizes = np.array([2, 4, 6]), np.array([8, 16, 24]), default_chunks(name)
+    wanted, ticks = stage_forms(name).sends(*sizes), lockstep_forms(name).sends(*sizes)
     with without_forms(name):
-        assert np.abs(sends(name, **sizes) - wanted).max() <= 2
+        assert np.abs(stage_forms(name).sends(*sizes) - wanted).max() <= 2
         if name != "naive":
-            assert (lockstep_sends(name, **sizes) == ticks).all()
+            assert (lockstep_forms(name).sends(*sizes) == ticks).all()
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "dualpipe-v"])
@@ -115,16 +104,17 @@ def any_order(stages, count, seed):
         left.remove(one)
         done.add(one)
         orders[one[1]].append(Op(one[0], one[2]))
-    return Schedule(name="any", routes=(looped_route(stages),), route_of=(0,) * count, orders=tuple(map(tuple, orders)))
+    routes = PLACEMENTS["looped"].routes(stages, 1)
+    return Schedule(name="any", routes=routes, route_of=(0,) * count, orders=tuple(map(tuple, orders)))
 
 
 @pytest.mark.parametrize("seed", range(8))
 def test_any_order_costs_what_its_simulation_takes(seed):
     made = any_order(*random.Random(seed).choice([(3, 5), (4, 8), (6, 10)]), seed)
-    table, rng = fused(made), np.random.default_rng(seed)
+    tables, rng = tick_tables(made), np.random.default_rng(seed)
     for step in (
-        lambda f, b, w: makespan(made, forward_s=f, backward_s=b, weight_s=w, send_s=0),
-        lambda f, b, w: fused_seconds(table, forward_s=f, backward_s=b, weight_s=w, send_s=0),
+        lambda f, b, w: simulate(made, forward_s=f, backward_s=b, weight_s=w, send_s=0).makespan_s,
+        lambda f, b, w: lockstep_seconds(tables, forward_s=f, backward_s=b, weight_s=w, send_s=0),
     ):
         paths = np.array(longest_paths(step))
         for times in rng.random((50, 3)) ** 4:

@@ -96,11 +96,7 @@ def test_dualpipe_v_is_half_of_a_dualpipe_of_twice_the_devices(stages, microbatc
 
 
 def test_what_is_kept_for_weight_gradients_counts():
-    made = build("zb-h1", stages=4, microbatches=8)
-    assert peak_stash(made, weight_stash=0.0) == (4, 3, 2, 1)
-    assert peak_stash(made, weight_stash=1.0) == (4, 4, 4, 4)
-    # recomputed block inputs are small, what W needs of the whole block is not: B makes room for more than it frees
-    assert peak_stash(made, weight_stash=3.0) == (6, 8, 10, 12)
+    assert peak_stash(build("zb-h1", stages=4, microbatches=8)) == (4, 4, 4, 4)
 
 
 def test_a_slow_last_stage_is_the_bottleneck():

@@ -3,7 +3,7 @@
 import pytest
 
 from meshwright.algebra.schedules.registry import build, default_chunks, schedule_names
-from meshwright.algebra.schedules.table import Place, bidirectional_routes, looped_route, v_route
+from meshwright.algebra.schedules.table import PLACEMENTS, Place
 from meshwright.core.errors import InputError
 
 
@@ -13,19 +13,25 @@ def order(name, device, *, stages, microbatches, chunks=1):
 
 
 def test_placements():
-    assert looped_route(2, 2) == (Place(0), Place(1), Place(0, 1), Place(1, 1))
-    assert v_route(2) == (Place(0), Place(1), Place(1, 1), Place(0, 1))
-    down, up = bidirectional_routes(3)
+    looped, v, bidirectional = (PLACEMENTS[name].routes for name in ("looped", "v", "bidirectional"))
+    assert looped(2, 2) == ((Place(0), Place(1), Place(0, 1), Place(1, 1)),)
+    assert v(2, 2) == ((Place(0), Place(1), Place(1, 1), Place(0, 1)),)
+    down, up = bidirectional(3, 1)
     assert down == (Place(0), Place(1), Place(2))
     assert up == (Place(2, 1), Place(1, 1), Place(0, 1))
 
 
-def test_rows_say_which_virtual_stage_an_op_is():
+def held(schedule):
+    """Device, chunk and virtual stage of every op."""
+    rows = enumerate(zip(schedule.orders, schedule.tasks, strict=True))
+    return {(device, op.chunk, task.makes.stage) for device, row in rows for op, task in zip(*row, strict=True)}
+
+
+def test_tasks_say_which_virtual_stage_an_op_is():
     made = build("interleaved", stages=2, microbatches=2, chunks=3)
-    for row in made.rows():
-        assert row.virtual_stage == row.chunk * 2 + row.device
+    assert held(made) == {(device, chunk, chunk * 2 + device) for device in range(2) for chunk in range(3)}
     made = build("dualpipe-v", stages=3, microbatches=6, chunks=2)
-    assert {(row.device, row.chunk, row.virtual_stage) for row in made.rows()} == {
+    assert held(made) == {
         *((device, 0, device) for device in range(3)),
         *((device, 1, 5 - device) for device in range(3)),
     }
@@ -33,8 +39,8 @@ def test_rows_say_which_virtual_stage_an_op_is():
 
 def test_dualpipe_holds_two_stages_per_device():
     made = build("dualpipe", stages=4, microbatches=8)
-    held = {(row.device, row.microbatch < 4): row.virtual_stage for row in made.rows()}
-    assert held == {(d, first): d if first else 3 - d for d in range(4) for first in (True, False)}
+    stages = {(d, task.makes.microbatch < 4): task.makes.stage for d in range(4) for task in made.tasks[d]}
+    assert stages == {(d, first): d if first else 3 - d for d in range(4) for first in (True, False)}
     assert (made.weight_copies, made.piece_share, made.num_virtual_stages) == (2, 1.0, 4)
 
 

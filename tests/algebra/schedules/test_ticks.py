@@ -8,11 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.algebra.schedules.file import format_schedule, read_schedule
-from meshwright.algebra.schedules.fused import fused
 from meshwright.algebra.schedules.registry import build, default_chunks, schedule_names
 from meshwright.algebra.schedules.simulation import peak_stash
-from meshwright.algebra.schedules.table import Op, Schedule, bidirectional_routes, looped_route, v_route
-from meshwright.algebra.schedules.ticks import forward_tables, tick_tables
+from meshwright.algebra.schedules.table import PLACEMENTS, Op, Schedule
+from meshwright.algebra.schedules.ticks import forward_tables, lockstep_seconds, tick_tables
 
 BUFFERS = ("x", "dx", "stash", "head", "handed")
 SIZES = [(name, stages, m) for name in schedule_names() for stages, m in ((2, 4), (4, 8), (4, 12), (6, 12))]
@@ -124,7 +123,7 @@ def check(tables, kinds=("F", "B", "W")):
 
 @pytest.mark.parametrize(("name", "stages", "microbatches"), SIZES)
 def test_every_read_finds_its_value_and_no_write_hits_one(name, stages, microbatches):
-    check(tick_tables(fused(made(name, stages, microbatches))))
+    check(tick_tables(made(name, stages, microbatches)))
 
 
 @pytest.mark.parametrize(("name", "stages", "microbatches"), SIZES)
@@ -139,8 +138,7 @@ def test_forward_passes_alone(name, stages, microbatches):
 def any_schedule(draw):
     """Any order that can run: op after op, each one that has what it needs, on routes of every form."""
     devices, microbatches = draw(st.integers(2, 4)), draw(st.integers(1, 5))
-    forms = ((looped_route(devices, draw(st.integers(1, 3))),), (v_route(devices),), bidirectional_routes(devices))
-    routes = draw(st.sampled_from(forms))
+    routes = PLACEMENTS[draw(st.sampled_from(sorted(PLACEMENTS)))].routes(devices, draw(st.integers(1, 3)))
     route_of = tuple(draw(st.integers(0, len(routes) - 1)) for _ in range(microbatches))
     last, orders = len(routes[0]) - 1, [[] for _ in range(devices)]
     ready = [("F", 0, m) for m in range(microbatches)]
@@ -159,53 +157,53 @@ def any_schedule(draw):
 @settings(max_examples=60, deadline=None)
 @given(any_schedule())
 def test_any_schedule_that_can_run(schedule):
-    check(tick_tables(fused(schedule)))
+    check(tick_tables(schedule))
 
 
 def test_a_schedule_that_a_person_wrote(tmp_path):
     path = tmp_path / "own.txt"
     path.write_text("placement = v\n0: F0 F1 F0/1 B0/1 F1/1 B0 W0 B1/1 B1\n1: F0 F0/1 F1 B0/1 W0/1 F1/1 B0 B1/1 B1\n")
     own = read_schedule(path)
-    check(tick_tables(fused(own)))
+    check(tick_tables(own))
     for name in schedule_names():
         path.write_text(format_schedule(made(name, 4, 8)))
-        assert tick_tables(fused(read_schedule(path))).slots == tick_tables(fused(made(name, 4, 8))).slots
+        assert tick_tables(read_schedule(path)).slots == tick_tables(made(name, 4, 8)).slots
 
 
 def test_1f1b_keeps_a_microbatch_for_a_tick_each_way_and_gpipe_all():
     """Lockstep needs 2 (stages - 1 - device) + 1 where the order alone would need stages - device."""
-    tables = tick_tables(fused(made("1f1b", 4, 16)))
+    tables = tick_tables(made("1f1b", 4, 16))
     assert tables.live["stash"] == (7, 5, 3, 1)
     assert peak_stash(made("1f1b", 4, 16)) == (4, 3, 2, 1)
     assert (tables.slots.x, tables.slots.dx, tables.slots.head, tables.slots.handed) == (1, 1, 1, 0)
-    everything = tick_tables(fused(made("gpipe", 4, 16)))
+    everything = tick_tables(made("gpipe", 4, 16))
     assert everything.live["stash"] == (16,) * 4
     assert everything.live["head"] == (0, 0, 0, 16)
-    assert tick_tables(fused(made("naive", 4, 16))).slots.stash == 1
+    assert tick_tables(made("naive", 4, 16)).slots.stash == 1
 
 
 @pytest.mark.parametrize("microbatches", [8, 16, 32])
 def test_what_waits_for_w_does_not_grow_with_microbatches(microbatches):
-    assert tick_tables(fused(made("zb-h1", 4, microbatches))).slots.handed == 4
-    assert tick_tables(fused(made("zb-h2", 4, microbatches))).slots.handed == 7
+    assert tick_tables(made("zb-h1", 4, microbatches)).slots.handed == 4
+    assert tick_tables(made("zb-h2", 4, microbatches)).slots.handed == 7
 
 
 def test_channels_are_the_ways_between_devices():
     """Round and round: one way for x, the other for dx. In a V both go both ways, and stay at home at the turn."""
-    ring = tick_tables(fused(made("1f1b", 4, 8)))
+    ring = tick_tables(made("1f1b", 4, 8))
     assert [(c.offset, c.pairs) for c in ring.x_channels] == [(1, ((0, 1), (1, 2), (2, 3)))]
     assert [(c.offset, c.pairs) for c in ring.dx_channels] == [(3, ((1, 0), (2, 1), (3, 2)))]
-    loop = tick_tables(fused(made("interleaved", 4, 8)))
+    loop = tick_tables(made("interleaved", 4, 8))
     assert loop.x_channels[0].pairs == ((0, 1), (1, 2), (2, 3), (3, 0))
-    turn = tick_tables(fused(made("dualpipe-v", 4, 8)))
+    turn = tick_tables(made("dualpipe-v", 4, 8))
     assert [c.offset for c in turn.x_channels] == [c.offset for c in turn.dx_channels] == [0, 1, 3]
     assert turn.x_channels[0].pairs == ((3, 3),)
     assert (ring.num_permutes, loop.num_permutes, turn.num_permutes) == (2, 2, 4)
-    assert tick_tables(fused(made("dualpipe", 4, 8))).num_permutes == 4
+    assert tick_tables(made("dualpipe", 4, 8)).num_permutes == 4
 
 
 def test_columns_are_small_integers():
-    tables = tick_tables(fused(made("1f1b", 2, 4)))
+    tables = tick_tables(made("1f1b", 2, 4))
     assert tables.columns.forward.microbatch.dtype == np.int32
     assert tables.columns.forward.microbatch.tolist() == [[0, -1], [1, 0], [2, 1], [3, 2], [-1, 3], [-1, -1]]
     assert tables.columns.backward.microbatch.tolist() == [[-1, -1], [-1, 0], [0, 1], [1, 2], [2, 3], [3, -1]]
@@ -213,6 +211,81 @@ def test_columns_are_small_integers():
 
 @pytest.mark.parametrize("name", schedule_names())
 def test_whether_passes_are_split_is_read_off_the_rows(name):
-    tables = tick_tables(fused(made(name, 4, 8)))
+    tables = tick_tables(made(name, 4, 8))
     assert tables.has_split == made(name, 4, 8).is_split
     assert tables.has_whole == (name not in ("zb-h1", "zb-h2"))
+
+
+# -- the length of the tables, what they keep alive, and their time in lockstep ----------------------------------
+
+
+@pytest.mark.parametrize(("stages", "microbatches"), [(1, 3), (2, 2), (4, 8), (8, 32)])
+def test_1f1b_has_a_tick_per_microbatch_and_the_way_there_and_back(stages, microbatches):
+    tables = tick_tables(made("1f1b", stages, microbatches))
+    assert tables.num_ticks == microbatches + 2 * (stages - 1)
+    for tick, row in enumerate(tables.ticks):
+        for device, slots in enumerate(row):
+            forward, backward = tick - device, tick - 2 * (stages - 1) + device
+            found = {task.makes.kind: task.makes.microbatch for task in slots}
+            assert found.get("F") == within(forward, microbatches)
+            assert found.get("B") == within(backward, microbatches)
+
+
+def within(number, count):
+    return number if 0 <= number < count else None
+
+
+def test_1f1b_keeps_a_microbatch_alive_for_a_tick_each_way():
+    stashes = tick_tables(made("1f1b", 4, 16)).peak_stash
+    assert stashes == tuple(2 * (4 - 1 - device) + 1 for device in range(4))
+
+
+@pytest.mark.parametrize("chunks", [2, 3])
+def test_interleaved_has_a_tick_per_pass_through_a_chunk(chunks):
+    stages, microbatches = 4, 8
+    tables = tick_tables(made("interleaved", stages, microbatches, chunks))
+    assert tables.num_ticks == microbatches * chunks + 2 * (stages - 1) + (chunks - 1) * stages
+
+
+def test_gpipe_and_naive_stay_what_they_are():
+    assert tick_tables(made("gpipe", 4, 8)).peak_stash == (8,) * 4
+    assert tick_tables(made("gpipe", 4, 8)).num_ticks == 2 * (8 + 4 - 1) - 1
+    assert tick_tables(made("naive", 4, 3)).peak_stash == (1,) * 4
+
+
+@pytest.mark.parametrize("name", schedule_names())
+def test_no_more_is_alive_than_twice_the_peak_less_one(name):
+    schedule = made(name, 4, 12)
+    for before, after in zip(peak_stash(schedule), tick_tables(schedule).peak_stash, strict=True):
+        assert after <= 2 * before - schedule.piece_share + 1e-12
+
+
+def efficiency(name, *, chunks=None, backward=2.0):
+    """Work over time in lockstep, 8 stages and 32 microbatches."""
+    schedule = made(name, 8, 32, chunks)
+    share = schedule.piece_share
+    step = lockstep_seconds(tick_tables(schedule), forward_s=share, backward_s=(backward - 1) * share, weight_s=share)
+    return 32 * (1 + backward) / step
+
+
+@pytest.mark.parametrize("backward", [2.0, 3.0])
+def test_lockstep_costs_the_interleaved_schedules_nothing(backward):
+    """The shares of a step without lockstep: M / (M + (stages - 1) / chunks)."""
+    assert efficiency("gpipe", backward=backward) == pytest.approx(32 / 39)
+    assert efficiency("1f1b", backward=backward) == pytest.approx(32 / 39)
+    assert efficiency("interleaved", chunks=2, backward=backward) == pytest.approx(32 / 35.5)
+    assert efficiency("interleaved", chunks=4, backward=backward) == pytest.approx(32 / 33.75)
+
+
+def test_lockstep_takes_most_of_the_gain_of_split_backward_passes():
+    """32 / 34.33 without lockstep for both; zb-h2's forward passes in advance gain nothing in it."""
+    assert efficiency("zb-h1") == pytest.approx(96 / 110)
+    assert efficiency("zb-h2") == pytest.approx(96 / 117)
+
+
+def test_every_tick_waits_for_its_messages():
+    """14 ticks have 13 gaps; the longest path begins and ends on device 0, so that one of them it stays there."""
+    tables = tick_tables(made("1f1b", 4, 8))
+    alone = lockstep_seconds(tables, forward_s=1, backward_s=2)
+    assert alone == 33
+    assert lockstep_seconds(tables, forward_s=1, backward_s=2, send_s=0.1) == pytest.approx(alone + 12 * 0.1)

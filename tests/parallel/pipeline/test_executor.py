@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from meshwright.algebra.schedules.file import read_schedule
-from meshwright.algebra.schedules.fused import fused
 from meshwright.algebra.schedules.registry import build, default_chunks, schedule_names
 from meshwright.algebra.schedules.ticks import tick_tables
 from meshwright.hlo.collectives import collectives
@@ -78,7 +77,7 @@ def test_the_loss_alone(name):
 @pytest.mark.parametrize("name", ["1f1b", "dualpipe"])
 def test_permutes_stand_outside_the_branches(name):
     """One for each way and tick; where microbatches enter at both ends, the two copies of w and b meet once as well."""
-    tables, program = tick_tables(fused(made(name, 4))), compiled(made(name, 4), 2)
+    tables, program = tick_tables(made(name, 4)), compiled(made(name, 4), 2)
     found = [c for c in collectives(program.as_text(), {"pipeline": 4}) if c.kind == "permute"]
     assert not any(c.in_conditional for c in found)
     every_tick = [c for c in found if c.trips == tables.num_ticks]
@@ -91,7 +90,7 @@ def test_permutes_stand_outside_the_branches(name):
 @pytest.mark.parametrize("name", ["1f1b", "dualpipe"])
 def test_buffers_stay_in_place(name):
     """No branch copies a stash, or what waits for W: only their first filling with zeros is a copy."""
-    tables, program = tick_tables(fused(made(name, 4))), compiled(made(name, 4), 2)
+    tables, program = tick_tables(made(name, 4)), compiled(made(name, 4), 2)
     for slots in {tables.slots.stash, tables.slots.handed} - {0}:
         shape = f"f32[{slots},2,{SEQS},{LENGTH},{WIDTH}]"
         copies = re.findall(rf"= {re.escape(shape)}\S* copy\((\S+)\)", program.as_text())
@@ -101,7 +100,7 @@ def test_buffers_stay_in_place(name):
 def temp_bytes(name, microbatches):
     """Of the compiled step, and the slots of its tables, for 4 stages of 2 layers."""
     schedule = made(name, 4, microbatches)
-    return compiled(schedule, 2).memory_analysis().temp_size_in_bytes, tick_tables(fused(schedule))
+    return compiled(schedule, 2).memory_analysis().temp_size_in_bytes, tick_tables(schedule)
 
 
 def test_memory_grows_with_the_slots_and_not_with_microbatches():

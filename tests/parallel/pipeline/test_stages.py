@@ -7,7 +7,6 @@ import pytest
 
 from meshwright.algebra.derive import derive
 from meshwright.algebra.layers import ProgramOptions
-from meshwright.algebra.schedules.fused import fused
 from meshwright.algebra.schedules.registry import build, default_chunks, schedule_names
 from meshwright.algebra.schedules.ticks import tick_tables
 from meshwright.algebra.transformer import transformer
@@ -45,7 +44,7 @@ def check(model, axes, schedule, *, count=4, **choices):
     permutes = [c for c in collectives(found.hlo, strategy.mesh) if c.kind == "permute"]
     assert not any(c.in_conditional for c in permutes)
     dims = {**model.dims, "B": BATCH_SEQS, "T": SEQ_LEN, "C": BATCH_SEQS * SEQ_LEN // count}
-    tables = tick_tables(fused(strategy_schedule(strategy)))
+    tables = tick_tables(strategy_schedule(strategy))
     derived = derive(transformer(model), strategy)
     assert found.compiled == pipeline_traffic(derived, tables, dims, strategy.mesh, width=4)
 

@@ -5,8 +5,10 @@ that clip an update and scale it by its weights.
 """
 
 from collections.abc import Iterable
+from functools import partial
 
-from meshwright.algebra.kinds import OpKind, StepKind, Updated, stream
+from meshwright.algebra.einsum import reshard
+from meshwright.algebra.kinds import Count, OpKind, StepKind, Updated, stream
 from meshwright.algebra.notation import ShardedArray
 from meshwright.algebra.ops.adamw import gradient_bytes
 from meshwright.algebra.sizes import Number, OpSizes, master_bytes
@@ -14,7 +16,7 @@ from meshwright.algebra.steps import Step
 
 
 def outputs(weight: Updated) -> tuple[str, ...]:
-    """The dims that come out of a weight's matrices; all dims of a vector but those of ``batch``."""
+    """Returns the output dims of a weight's matrices; of a vector all dims that do not count matrices."""
     return tuple(dim for dim in weight.shard.dims if dim not in (*weight.inputs, *weight.batch))
 
 
@@ -27,50 +29,50 @@ def stacked(weight: Updated, name: str) -> ShardedArray:
 
 
 def update(weight: Updated) -> tuple[Step, ...]:
-    """Moments, the scaled gradient, its root mean square and that of the weight, the clipped change."""
-    name = weight.shard.name
+    """Steps of the moments, the scaled gradient, the root mean squares of it and of the weight, and the clipped
+    change."""
+    shard, name, steps = weight.shard, weight.shard.name, list[Step]()
+
+    def run(op: str, inputs: tuple[ShardedArray, ...], result: ShardedArray, *more: ShardedArray) -> None:
+        steps.append(Step(op=op, inputs=inputs, result=result, more=more))
+
+    def summed(part: ShardedArray) -> ShardedArray:
+        """The whole mean, with the AllReduce added where devices have parts of it."""
+        steps.extend(reshard(part, part.replace(unreduced=())))
+        return part.replace(unreduced=())
+
+    def named(array: ShardedArray, suffix: str) -> ShardedArray:
+        return array.replace(name=f"{array.name}.{suffix}")
+
     gradient, own = stacked(weight, f"d{name}").replace(dtype=""), stacked(weight, name).replace(dtype="")
     decay = ShardedArray("decay", (), (), dtype="fp32")
     counted = tuple(dim for dim in (weight.layers, *weight.batch) if dim)
     scaled = stacked(weight, f"{name}.scaled")
-    squares, sizes_ = (_mean(scaled, f"{name}.{part}", counted) for part in ("squares", "weights"))
-    steps: list[Step] = []
+    squares, weights = (_mean(scaled, f"{name}.{part}", counted) for part in ("squares", "weights"))
     if weight.inputs:
         rows = _mean(scaled, f"{name}.rows", (*counted, *weight.inputs))
         columns = _mean(scaled, f"{name}.columns", (*counted, *outputs(weight)))
-        level = _mean(rows.replace(unreduced=()), f"{name}.level", counted)
-        steps.append(Step(op="adafactor_sums", inputs=(gradient,), result=rows, more=(columns,)))
-        summed = tuple(_summed(steps, array) for array in (rows, columns))
-        before = tuple(array.replace(name=f"{array.name}.before") for array in summed)
-        after = tuple(array.replace(name=f"{array.name}.after") for array in summed)
-        steps.append(Step(op="adafactor_moments", inputs=(*summed, *before, decay), result=level, more=after))
-        whole = _summed(steps, level)
-        steps.append(Step(op="adafactor_scale", inputs=(gradient, *after, whole), result=scaled, more=(squares,)))
+        run("adafactor_sums", (gradient,), rows, columns)
+        sums = (summed(rows), summed(columns))
+        before, after = (tuple(named(array, when) for array in sums) for when in ("before", "after"))
+        level = _mean(sums[0], f"{name}.level", counted)
+        run("adafactor_moments", (*sums, *before, decay), level, *after)
+        run("adafactor_scale", (gradient, *after, summed(level)), scaled, squares)
     else:
         old, new = (stacked(weight, f"{name}.whole.{when}") for when in ("before", "after"))
-        steps.append(Step(op="adafactor_vector", inputs=(gradient, old, decay), result=scaled, more=(squares, new)))
-    steps.append(Step(op="adafactor_weights", inputs=(own,), result=sizes_))
-    means = [_summed(steps, array) for array in (squares, sizes_)]
+        run("adafactor_vector", (gradient, old, decay), scaled, squares, new)
+    run("adafactor_weights", (own,), weights)
     change = stacked(weight, f"{name}.update")
-    steps.append(Step(op="adafactor", inputs=(scaled, *means), result=change))
-    shard = weight.shard
-    apply = Step(op="adafactor_apply", inputs=(shard.replace(name=change.name, dtype="fp32"), shard), result=shard)
-    return (*steps, apply)
+    run("adafactor", (scaled, summed(squares), summed(weights)), change)
+    run("adafactor_apply", (shard.replace(name=change.name, dtype="fp32"), shard), shard)
+    return tuple(steps)
 
 
 def _mean(array: ShardedArray, name: str, dims: Iterable[str]) -> ShardedArray:
-    """What is left of an array over some of its dims: a part of the mean where the other dims are split."""
+    """Returns the mean of an array over all dims but ``dims``: unreduced where the averaged dims are split."""
     kept = [dim for dim in array.dims if dim in tuple(dims)]
     missing = tuple(axis for dim in array.dims if dim not in kept for axis in array.axes_of(dim))
     return ShardedArray(name, tuple(kept), tuple(array.axes_of(dim) for dim in kept), missing, "fp32")
-
-
-def _summed(steps: list[Step], part: ShardedArray) -> ShardedArray:
-    """The whole mean, with the AllReduce added where devices have parts of it."""
-    whole = part.replace(unreduced=())
-    if part.unreduced:
-        steps.append(Step(op="all_reduce", inputs=(part,), result=whole, axes=part.unreduced))
-    return whole
 
 
 def moments(weight: Updated) -> tuple[ShardedArray, ...]:
@@ -81,19 +83,14 @@ def moments(weight: Updated) -> tuple[ShardedArray, ...]:
     return tuple(_mean(shard, shard.name, (*weight.batch, *dims)) for dims in (weight.inputs, outputs(weight)))
 
 
-def gradient_stream(step: Step, sizes: OpSizes) -> Number:
-    """Every input read and every result written once, the gradient as the training state keeps it."""
+def gradient_stream(step: Step, sizes: OpSizes, *, reads: int = 1) -> Number:
+    """Every input read and every result written once; the gradient as the training state keeps it, read so often."""
     gradient = step.inputs[0]
-    return stream(step, sizes) - sizes.bytes(gradient) + gradient_bytes(gradient, sizes)
-
-
-def first_stream(step: Step, sizes: OpSizes) -> Number:
-    """The same, the gradient read once more, for its norm."""
-    return gradient_stream(step, sizes) + gradient_bytes(step.inputs[0], sizes)
+    return stream(step, sizes) - sizes.bytes(gradient) + reads * gradient_bytes(gradient, sizes)
 
 
 def weights_stream(step: Step, sizes: OpSizes) -> Number:
-    """The weights read: their float32 copy, where there is one."""
+    """Bytes of the weights read, from their float32 copy where the state keeps one."""
     (weight,) = step.inputs
     return sizes.elements(weight) * (master_bytes(sizes.state) or sizes.width) + sizes.bytes(step.result)
 
@@ -104,19 +101,18 @@ def apply_bytes(step: Step, sizes: OpSizes) -> Number:
     return sizes.bytes(change) + 2 * sizes.elements(weight) * (sizes.width + master_bytes(sizes.state))
 
 
+COUNTS: dict[str, Count] = {
+    # the first use reads the gradient once more, for its norm
+    "adafactor_sums": partial(gradient_stream, reads=2),
+    "adafactor_moments": stream,
+    "adafactor_scale": gradient_stream,
+    "adafactor_vector": partial(gradient_stream, reads=2),
+    "adafactor_weights": weights_stream,
+    "adafactor": stream,
+    "adafactor_apply": apply_bytes,
+}
 OP = OpKind(
     update=update,
     moments=moments,
-    steps={
-        name: StepKind(hbm_bytes=count, group="optimizer")
-        for name, count in {
-            "adafactor_sums": first_stream,
-            "adafactor_moments": stream,
-            "adafactor_scale": gradient_stream,
-            "adafactor_vector": first_stream,
-            "adafactor_weights": weights_stream,
-            "adafactor": stream,
-            "adafactor_apply": apply_bytes,
-        }.items()
-    },
+    steps={name: StepKind(hbm_bytes=count, group="optimizer") for name, count in COUNTS.items()},
 )

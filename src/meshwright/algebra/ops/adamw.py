@@ -1,4 +1,4 @@
-"""AdamW: two moments of each weight."""
+"""AdamW: two moments of each weight, the running means of its gradient and of its square."""
 
 from functools import partial
 
@@ -15,11 +15,6 @@ def elementwise_update(op: str, weight: Updated) -> tuple[Step, ...]:
     return (Step(op=op, inputs=(shard.replace(name=f"d{shard.name}"), shard), result=shard),)
 
 
-def moments(weight: Updated) -> tuple[ShardedArray, ...]:
-    """The running means of the gradient and of its square."""
-    return (weight.shard, weight.shard)
-
-
 def update_bytes(step: Step, sizes: OpSizes, *, num_moments: int) -> Number:
     """Gradient read twice (its norm, its use); weights, moments and master copy read and written."""
     gradient, weight = step.inputs
@@ -32,8 +27,14 @@ def gradient_bytes(gradient: ShardedArray, sizes: OpSizes) -> Number:
     return sizes.elements(gradient) * STATE_BYTES[sizes.state]["gradients"]
 
 
-OP = OpKind(
-    update=partial(elementwise_update, "adamw"),
-    moments=moments,
-    steps={"adamw": StepKind(hbm_bytes=partial(update_bytes, num_moments=2), group="optimizer")},
-)
+def elementwise_optimizer(name: str, *, num_moments: int) -> OpKind:
+    """Returns the kind of an elementwise optimizer that keeps ``num_moments`` running means."""
+    count = partial(update_bytes, num_moments=num_moments)
+    return OpKind(
+        update=partial(elementwise_update, name),
+        moments=lambda weight: (weight.shard,) * num_moments,
+        steps={name: StepKind(hbm_bytes=count, group="optimizer")},
+    )
+
+
+OP = elementwise_optimizer("adamw", num_moments=2)

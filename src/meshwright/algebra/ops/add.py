@@ -2,38 +2,32 @@
 
 from meshwright.algebra.kinds import OpKind, StepKind
 from meshwright.algebra.notation import ShardedArray
-from meshwright.algebra.program import Op
-from meshwright.algebra.trace import Trace, axes_beside, like, local, moved
+from meshwright.algebra.trace import Trace, axes_beside
 
 
-def forward(op: Op, trace: Trace) -> None:
-    """Inputs brought to the sharding of the result; one that lacks a dim is broadcast."""
-    out = trace.declared(op.out)
-    inputs = tuple(moved(trace, trace.declared(n), like(trace.declared(n), out)) for n in op.inputs)
-    trace.add(local(op.kind, inputs, out))
+def forward(trace: Trace) -> None:
+    """Reshards inputs to the sharding of the result; an input that lacks a dim is broadcast."""
+    out = trace.out
+    trace.run(trace.op.kind, [trace.move(array, array.like(out)) for array in trace.inputs], out)
 
 
-def backward(op: Op, trace: Trace) -> None:
-    """An input as wide as the result gets its cotangent, a broadcast one a sum of it."""
-    dout = trace.cotangent(op.out)
-    narrow = []
-    for name in op.inputs:
-        cotangent = local_cotangent(trace, name, dout)
+def backward(trace: Trace) -> None:
+    """Gives an input as wide as the result its cotangent, and a broadcast input a sum of it."""
+    dout, narrow = trace.dout, list[tuple[str, ShardedArray]]()
+    for name, cotangent in local_cotangents(trace, dout):
         if cotangent.dims != dout.dims:
             narrow.append((name, cotangent))
             continue
-        trace.add(local("copy", (dout,), cotangent))
+        trace.run("copy", (dout,), cotangent)
         trace.contribute(name, cotangent)
     if narrow:
-        trace.add(local(f"{op.kind}_backward", (dout,), *(array for _, array in narrow)))
-    for name, cotangent in narrow:
-        trace.contribute(name, cotangent)
+        trace.run_backward((), narrow)
 
 
-def local_cotangent(trace: Trace, name: str, out: ShardedArray) -> ShardedArray:
-    """The cotangent of an input as a device makes it: a sum over the axes on which the input is broadcast."""
-    cotangent = like(trace.cotangent(name), out)
-    return cotangent.replace(unreduced=axes_beside(out, cotangent))
+def local_cotangents(trace: Trace, out: ShardedArray) -> list[tuple[str, ShardedArray]]:
+    """Each input with its cotangent as a device makes it: a sum over the axes on which the input is broadcast."""
+    cotangents = [cotangent.like(out).replace(unreduced=axes_beside(out, cotangent)) for cotangent in trace.dinputs]
+    return list(zip(trace.op.inputs, cotangents, strict=True))
 
 
 OP = OpKind(forward=forward, backward=backward, steps={"add": StepKind()})

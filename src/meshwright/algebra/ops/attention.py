@@ -1,4 +1,4 @@
-"""Attention: how queries meet the keys of positions on other devices.
+"""Attention, and how it reads keys of positions on other devices.
 
 Every device has its own queries, and all keys and values are gathered, unless the strategy asks for one of the ways of
 `rewrites.context_attention`. Where every key is seen they are gathered in place of a ring.
@@ -14,11 +14,10 @@ import numpy as np
 
 from meshwright.algebra.kinds import OpKind, StepKind, stream
 from meshwright.algebra.notation import ShardedArray, product
-from meshwright.algebra.program import Op
 from meshwright.algebra.rewrites.context_attention import heads_for_positions, in_ring
 from meshwright.algebra.sizes import Number, OpSizes
 from meshwright.algebra.steps import Step
-from meshwright.algebra.trace import Trace, axes_beside, details_of, like, local, moved
+from meshwright.algebra.trace import Trace, axes_beside
 from meshwright.core.errors import InputError
 
 TILE_ROWS, MOST_TILES = 128, 8
@@ -41,7 +40,7 @@ class Attention(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class AttentionArrays(msgspec.Struct, frozen=True, kw_only=True):
-    """Operands of an attention step by role: ShardedArrays of the step, or what an interpreter holds for each.
+    """Operands of an attention step by role: ShardedArrays of the step, or the values that an interpreter has for them.
 
     A backward step is ``given`` the cotangent of the result, the result and its log-sum-exp. ``passing`` are the keys
     and values that go round a ring. ``documents`` are the numbers of queries' and keys' documents. ``sinks``, or
@@ -94,12 +93,12 @@ def positions_of(array: ShardedArray) -> str:
     return array.dims[1]
 
 
-def _layout(op: Op, trace: Trace, form: type[Attention]) -> tuple[Attention, AttentionArrays, tuple[ShardedArray, ...]]:
+def _layout(trace: Trace, form: type[Attention]) -> tuple[Attention, AttentionArrays, tuple[ShardedArray, ...]]:
     """Details; the arrays of one attention while it is computed; and the op's inputs as a device needs them for its own
     queries."""
-    details = details_of(op, form)
-    q, k, v, *others = (trace.declared(n) for n in op.inputs)
-    placed = bool(others) and trace.shardings.program.variables[op.inputs[3]].role == "position"
+    details = trace.details(form)
+    q, k, v, *others = trace.inputs
+    placed = bool(others) and trace.shardings.program.variables[trace.op.inputs[3]].role == "position"
     for key in (k, v):
         if key.axes_of(key.dims[2]) != q.axes_of(q.dims[2]) or key.axes_of("B") != q.axes_of("B"):
             raise InputError(f"attention of {q} with {key}: heads and sequences must be split alike.")
@@ -114,7 +113,8 @@ def _layout(op: Op, trace: Trace, form: type[Attention]) -> tuple[Attention, Att
         q, k, v = (heads_for_positions(array, axes, there) for array in (q, k, v))
     else:
         k, v = (key.resharded({positions_of(key): there}) for key in (k, v))
-    here = [like(other, q) for other in others]
+    here = [other.like(q) for other in others]
+    # what has rows is wanted for queries and for keys
     rows = [pair for pair in zip(here, others, strict=True) if "B" in pair[1].dims]
     positions, key_positions = rows.pop(0) if placed else (None, None)
     arrays = AttentionArrays(
@@ -133,38 +133,38 @@ def _statistics(out: ShardedArray, q: ShardedArray) -> tuple[ShardedArray, Shard
     """The result, and the logarithm of each query's sum of exponentials, as the device makes them."""
     rows = out.dims[:3]
     axes = tuple(q.axes_of(dim) for dim in rows)
-    return like(out, q), ShardedArray(f"{out.name.removesuffix('o')}lse", rows, axes, dtype="fp32")
+    return out.like(q), ShardedArray(f"{out.name.removesuffix('o')}lse", rows, axes, dtype="fp32")
 
 
-def forward(op: Op, trace: Trace, form: type[Attention] = Attention) -> None:
-    """Queries, keys and values where they meet; the result where the stream is. ``form`` are the details."""
-    details, arrays, needed = _layout(op, trace, form)
-    for name, array in zip(op.inputs, needed, strict=True):
-        moved(trace, trace.declared(name), array)
-    out = trace.declared(op.out)
-    result, lse = _statistics(out, arrays.q)
-    trace.add(*in_ring(local(op.kind, arrays.inputs, result, lse, details=details), (arrays.k, arrays.v)))
-    moved(trace, result, out)
+def forward(trace: Trace, form: type[Attention] = Attention) -> None:
+    """Reshards queries, keys and values so that attention is local, then its result; ``form`` types the details."""
+    details, arrays, needed = _layout(trace, form)
+    for array, target in zip(trace.inputs, needed, strict=True):
+        trace.move(array, target)
+    result, lse = _statistics(trace.out, arrays.q)
+    step = Step(op=trace.op.kind, inputs=arrays.inputs, result=result, more=(lse,), details=details)
+    trace.add(*in_ring(step, (arrays.k, arrays.v)))
+    trace.move(result, trace.out)
 
 
-def backward(op: Op, trace: Trace, form: type[Attention] = Attention) -> None:
+def backward(trace: Trace, form: type[Attention] = Attention) -> None:
     """Cotangents of queries, keys and values, left to be summed where each device saw a part of the queries."""
-    details, arrays, needed = _layout(op, trace, form)
+    details, arrays, needed = _layout(trace, form)
     q, keys = arrays.q, (arrays.k, arrays.v)
-    dout = trace.cotangent(op.out)
-    dout = moved(trace, dout, like(dout, q))
-    o, lse = _statistics(trace.declared(op.out), q)
+    dout = trace.move(trace.dout, trace.dout.like(q))
+    o, lse = _statistics(trace.out, q)
     trace.need(*arrays.inputs, lse)
     # where the result is kept, it is kept as the product after it wants it
-    moved(trace, trace.declared(op.out), o)
+    trace.move(trace.out, o)
     partial = tuple(a for a in q.axes_of(positions_of(q)) if a not in arrays.k.axes_of(positions_of(arrays.k)))
-    names = [*op.inputs[:3], *(array.name for array in needed[3:] if "B" not in array.dims)]
+    names = [*trace.op.inputs[:3], *(array.name for array in needed[3:] if "B" not in array.dims)]
     dq, *cotangents = (trace.cotangent(name) for name in names)
-    dq = like(dq, q)
-    results = [like(d, key).replace(unreduced=partial) for d, key in zip(cotangents[:2], keys, strict=True)]
-    results += [like(d, dq).replace(unreduced=axes_beside(dq, d)) for d in cotangents[2:]]
+    dq = dq.like(q)
+    results = [d.like(key).replace(unreduced=partial) for d, key in zip(cotangents[:2], keys, strict=True)]
+    results += [d.like(dq).replace(unreduced=axes_beside(dq, d)) for d in cotangents[2:]]
     inputs = msgspec.structs.replace(arrays, given=(dout, o, lse)).inputs
-    trace.add(*in_ring(local(f"{op.kind}_backward", inputs, dq, *results, details=details), keys))
+    step = Step(op=f"{trace.op.kind}_backward", inputs=inputs, result=dq, more=tuple(results), details=details)
+    trace.add(*in_ring(step, keys))
     for name, array in zip(names, (dq, *results), strict=True):
         trace.contribute(name, array)
 
@@ -173,7 +173,7 @@ def backward(op: Op, trace: Trace, form: type[Attention] = Attention) -> None:
 
 
 def keys_per_query(length: Number, *, window: int | None = None, causal: bool = False) -> Number:
-    """Keys that a query of a sequence meets on average: T, or the window where that is shorter.
+    """Returns the keys that a query attends to on average: T, or the window where that is shorter.
 
     Causal, the first queries meet fewer: W - W^2 / 2T with W the window or T, which is T / 2 without a window.
     """
@@ -187,7 +187,7 @@ def num_ring_blocks(step: Step, sizes: OpSizes) -> Number:
 
 
 def score_elements(step: Step, sizes: OpSizes) -> Number:
-    """B x N x T x S local, S the keys that a query meets; masked ones too where the sizes count them."""
+    """Returns local B x N x T x S, S the keys that a query attends to; masked ones too where the sizes count them."""
     arrays, window = AttentionArrays.of(step), step.details.window
     rows = sizes.local(arrays.q)
     length = sizes.local(arrays.k)[positions_of(arrays.k)] * num_ring_blocks(step, sizes)

@@ -1,4 +1,4 @@
-"""Keys or values of new positions written into a cache, in place.
+"""Writes keys or values of new positions into a cache, in place.
 
 A cache[B,S,K,H] stays on its devices: S is never split, and queries must have the heads that lie beside them. A pool of
 pages[Pg,Pl,K,H] is split as the sequences are, so that a device finds the pages of its own sequences in its own part.
@@ -7,10 +7,9 @@ pages[Pg,Pl,K,H] is split as the sequences are, so that a device finds the pages
 import msgspec
 
 from meshwright.algebra.kinds import OpKind, StepKind
-from meshwright.algebra.program import Op
 from meshwright.algebra.sizes import Number, OpSizes
 from meshwright.algebra.steps import Step
-from meshwright.algebra.trace import Trace, details_of, like, local, moved, require_whole
+from meshwright.algebra.trace import Trace, require_whole
 
 
 class CacheWrite(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -20,18 +19,17 @@ class CacheWrite(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     paged: bool = False
 
 
-def forward(op: Op, trace: Trace) -> None:
+def forward(trace: Trace) -> None:
     """``cache_write(cache[B,S,..], values[B,T,..], where)``: every position of the values, on the cache's devices.
 
     A page table is a fourth input.
     """
-    cache, values, *where = (trace.declared(n) for n in op.inputs)
-    require_whole(cache, cache.dims[1], op.kind)
+    cache, values, *where = trace.inputs
+    require_whole(cache, cache.dims[1], trace.op.kind)
     rows = {"B": cache.axes_of(cache.dims[0])}
-    here = like(values, cache).resharded({"T": (), **rows})
-    moved(trace, values, here)
-    places = [moved(trace, one, one.resharded(rows)) for one in where]
-    trace.add(local(op.kind, (cache, here, *places), trace.declared(op.out), details=details_of(op, CacheWrite)))
+    here = trace.move(values, values.like(cache).resharded({"T": (), **rows}))
+    places = [trace.move(one, one.resharded(rows)) for one in where]
+    trace.run("cache_write", (cache, here, *places), trace.out, details=trace.details(CacheWrite))
 
 
 def hbm_bytes(step: Step, sizes: OpSizes) -> Number:

@@ -5,46 +5,45 @@ import numpy as np
 from meshwright.algebra.kinds import OpKind, StepKind, stream
 from meshwright.algebra.notation import ShardedArray, product
 from meshwright.algebra.ops.attention import Attention, AttentionArrays
-from meshwright.algebra.program import Op
 from meshwright.algebra.sizes import Number, OpSizes
 from meshwright.algebra.steps import Step
-from meshwright.algebra.trace import Trace, details_of, like, local, moved
+from meshwright.algebra.trace import Trace
 from meshwright.core.errors import InputError
 
 
 class CachedAttention(Attention, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Details: those of any attention, and whether the cache is a pool of pages, whose table follows the positions."""
+    """Details of attention, and whether the cache is a pool of pages, whose table follows the positions."""
 
     paged: bool = False
 
 
 def queries_of(step: Step) -> ShardedArray:
-    """The queries of any attention step; those of a cache come first."""
+    """Returns the queries of any attention step; a step on a cache has them first."""
     return step.inputs[0] if isinstance(step.details, CachedAttention) else AttentionArrays.of(step).q
 
 
-def forward(op: Op, trace: Trace) -> None:
-    """Queries beside the heads of their cache; the result in the sharding that the product after it wants."""
-    first, *others = (trace.declared(n) for n in op.inputs)
+def forward(trace: Trace) -> None:
+    """Attends with queries that are sharded as their cache is, then reshards the result for the product after it."""
+    first, *others = trace.inputs
     for array in others:
         if array.axes_of("K") != first.axes_of("N") and "K" in array.dims:
             raise InputError(f"attention of {first} with {array}: heads must be split alike.")
         if "Pg" in array.dims and array.axes_of("Pg") != first.axes_of("B"):
             raise InputError(f"attention of {first} with {array}: pages must be split as their sequences are.")
-    inputs = (first, *(moved(trace, array, like(array, first)) for array in others))
-    out = trace.declared(op.out)
-    result = like(out, first)
-    trace.add(local(op.kind, inputs, result, details=details_of(op, CachedAttention)))
-    moved(trace, result, out)
+    inputs = (first, *(trace.move(array, array.like(first)) for array in others))
+    result = trace.out.like(first)
+    trace.run(trace.op.kind, inputs, result, details=trace.details(CachedAttention))
+    trace.move(result, trace.out)
 
 
 def slots_kept(slots: Number, window: int | None) -> Number:
-    """Slots of one sequence where there is room for so many positions: a window keeps no more than it sees."""
+    """Returns the slots of one sequence in a cache of ``slots`` positions; a window needs no more than its own
+    length."""
     return slots if window is None else np.minimum(slots, window).item()
 
 
 def slots_met(step: Step, sizes: OpSizes) -> Number:
-    """Slots of one sequence: those of its pages, or of its own part of the cache."""
+    """Returns the slots of one sequence that attention reads: its pages, or its part of the cache."""
     if step.details.paged:
         return sizes.dims["Bp"] * sizes.dims["Pl"]
     return slots_kept(sizes.dims["S"], step.details.window)
@@ -69,7 +68,7 @@ def hbm_bytes(step: Step, sizes: OpSizes) -> Number:
 
 
 def _slots_of(cache: ShardedArray) -> ShardedArray:
-    """The slots of a cache, without what each holds."""
+    """Returns the cache without the dims of one slot."""
     return cache.replace(dims=cache.dims[:2], axes=cache.axes[:2])
 
 

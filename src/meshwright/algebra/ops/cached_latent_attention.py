@@ -1,4 +1,4 @@
-"""Attention of new positions on a cache of latents: queries meet latents, and rotated key parts that heads share."""
+"""Attention of new positions on a cache of latents and of rotated key parts that all heads share."""
 
 from meshwright.algebra.kinds import OpKind, StepKind
 from meshwright.algebra.notation import product

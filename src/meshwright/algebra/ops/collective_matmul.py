@@ -15,7 +15,7 @@ Form = Literal["all_gather", "reduce_scatter", "all_reduce"]
 
 
 class Blocks(msgspec.Struct, frozen=True, kw_only=True):
-    """Details: the collective that the products take the place of, its mesh axes, and the directions of the blocks."""
+    """Details: the collective that the products replace, its mesh axes, and the number of directions of the blocks."""
 
     form: Form
     axes: tuple[str, ...]
@@ -30,4 +30,4 @@ def num_blocks(step: Step, sizes: OpSizes) -> Number:
 
 
 OP = OpKind(steps={NAME: StepKind(flops=nothing, hbm_bytes=nothing, group="contraction")})
-"""FLOPs and bytes are those of the parts."""
+"""FLOPs and bytes are counted for the parts."""

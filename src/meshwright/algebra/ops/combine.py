@@ -3,31 +3,25 @@
 from meshwright.algebra.kinds import OpKind, StepKind, stream
 from meshwright.algebra.ops.dispatch import own_slots
 from meshwright.algebra.ops.route import chosen_of
-from meshwright.algebra.program import Op
 from meshwright.algebra.sizes import Number, OpSizes
 from meshwright.algebra.steps import Step
-from meshwright.algebra.trace import Trace, like, local, moved
+from meshwright.algebra.trace import Trace
 
 
-def forward(op: Op, trace: Trace) -> None:
-    """Results brought back to their tokens' devices, then summed per token with the weights."""
-    slots, gates, out = (trace.declared(n) for n in (*op.inputs, op.out))
-    own = moved(trace, slots, own_slots(slots, gates))
-    trace.add(local(op.kind, (own, gates, chosen_of(gates)), like(out, gates)))
-    moved(trace, like(out, gates), out)
+def forward(trace: Trace) -> None:
+    """Moves results back to their tokens' devices and sums them per token with the weights."""
+    slots, gates = trace.inputs
+    own, here = trace.move(slots, own_slots(slots, gates)), trace.out.like(gates)
+    trace.run("combine", (own, gates, chosen_of(gates)), here)
+    trace.move(here, trace.out)
 
 
-def backward(op: Op, trace: Trace) -> None:
-    """Cotangents of slots, which go to their experts' devices, and of the weights."""
-    slots, gates = (trace.declared(n) for n in op.inputs)
-    own, chosen = own_slots(slots, gates), chosen_of(gates)
-    dout = trace.cotangent(op.out)
-    dout = moved(trace, dout, like(dout, gates))
-    trace.need(own, gates, chosen)
-    dslots, dgates = own_slots(trace.cotangent(op.inputs[0]), gates), trace.cotangent(op.inputs[1])
-    trace.add(local("combine_backward", (dout, own, gates, chosen), dslots, dgates))
-    trace.contribute(op.inputs[0], dslots)
-    trace.contribute(op.inputs[1], dgates)
+def backward(trace: Trace) -> None:
+    """Makes the cotangents of slots, which are moved to their experts' devices, and of the weights."""
+    (slots, gates), (dslots, dgates) = trace.inputs, trace.dinputs
+    dout = trace.move(trace.dout, trace.dout.like(gates))
+    cotangents = zip(trace.op.inputs, (own_slots(dslots, gates), dgates), strict=True)
+    trace.run_backward((own_slots(slots, gates), gates, chosen_of(gates)), cotangents, dout=dout)
 
 
 def backward_bytes(step: Step, sizes: OpSizes) -> Number:

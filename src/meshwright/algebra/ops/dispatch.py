@@ -11,10 +11,9 @@ import numpy as np
 from meshwright.algebra.kinds import OpKind, StepKind, stream
 from meshwright.algebra.notation import ShardedArray
 from meshwright.algebra.ops.route import Routing, chosen_of, token_axes
-from meshwright.algebra.program import Op
 from meshwright.algebra.sizes import Number, OpSizes
 from meshwright.algebra.steps import Step
-from meshwright.algebra.trace import Trace, details_of, local, moved, require_whole
+from meshwright.algebra.trace import Trace, require_whole
 from meshwright.core.errors import InputError
 
 BLOCK_ROWS = 128
@@ -29,7 +28,7 @@ FEW_SLOTS = 1024
 
 
 def blocks_at_once(mean_rows: Any) -> Any:
-    """Blocks that an accelerator gathers for one product of an expert that has so many rows in the mean, or arrays.
+    """Returns the blocks that an accelerator gathers for one product of an expert with ``mean_rows`` rows on average.
 
     As many as most experts have: each product reads the expert's weight, or reads and writes the sum of its gradient in
     float32, which takes as long as the product of a few hundred to two thousand rows.
@@ -49,31 +48,24 @@ def own_slots(slots: ShardedArray, tokens: ShardedArray) -> ShardedArray:
     return slots.resharded({"E": (), "C": kept + others + experts, "D": ()})
 
 
-def forward(op: Op, trace: Trace) -> None:
-    """Tokens into slots, then slots to the devices of their experts."""
-    x, gates, out = (trace.declared(n) for n in (*op.inputs, op.out))
-    require_whole(x, "D", op.kind)
-    _require_alike(x, gates)
-    slots = own_slots(out, x)
-    trace.add(local(op.kind, (x, chosen_of(gates)), slots, details=details_of(op, Routing)))
-    moved(trace, slots, out)
-
-
-def _require_alike(x: ShardedArray, gates: ShardedArray) -> None:
-    """Raise InputError unless a device has the weights of just the tokens that it has: slots are its own tokens'."""
+def forward(trace: Trace) -> None:
+    """Sorts tokens into slots and moves the slots to the devices of their experts."""
+    x, gates = trace.inputs
+    require_whole(x, "D", "dispatch")
     for dim in ("B", "T"):
+        # a device fills slots from its own tokens, and has the weights of just these
         if x.axes_of(dim) != gates.axes_of(dim):
             raise InputError(f"dispatch needs {x} and {gates} split alike. Give {dim} the same axes in both.")
+    slots = own_slots(trace.out, x)
+    trace.run("dispatch", (x, chosen_of(gates)), slots, details=trace.details(Routing))
+    trace.move(slots, trace.out)
 
 
-def backward(op: Op, trace: Trace) -> None:
-    """Cotangents of slots brought back, then summed per token."""
-    x, gates = (trace.declared(n) for n in op.inputs)
-    dslots = moved(trace, trace.cotangent(op.out), own_slots(trace.cotangent(op.out), x))
-    dx = trace.cotangent(op.inputs[0])
-    trace.need(chosen_of(gates))
-    trace.add(local("dispatch_backward", (dslots, chosen_of(gates)), dx))
-    trace.contribute(op.inputs[0], dx)
+def backward(trace: Trace) -> None:
+    """Moves cotangents of slots back and sums them per token."""
+    x, gates = trace.inputs
+    dslots = trace.move(trace.dout, own_slots(trace.dout, x))
+    trace.run_backward((chosen_of(gates),), [(trace.op.inputs[0], trace.dinputs[0])], dout=dslots)
 
 
 def hbm_bytes(step: Step, sizes: OpSizes) -> Number:

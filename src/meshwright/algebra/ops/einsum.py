@@ -3,23 +3,21 @@
 from meshwright.algebra.einsum import einsum_steps, product_steps
 from meshwright.algebra.kinds import OpKind, StepKind
 from meshwright.algebra.notation import product
-from meshwright.algebra.program import Op
 from meshwright.algebra.sizes import Number, OpSizes
 from meshwright.algebra.steps import Step
 from meshwright.algebra.trace import Trace
 
 
-def forward(op: Op, trace: Trace) -> None:
+def forward(trace: Trace) -> None:
     """The product by the rules of one sharded einsum."""
-    lhs, rhs, out = (trace.declared(n) for n in (*op.inputs, op.out))
-    trace.add(*einsum_steps(lhs, rhs, out, slice_axes=trace.slice_axes))
+    lhs, rhs = trace.inputs
+    trace.add(*einsum_steps(lhs, rhs, trace.out, slice_axes=trace.slice_axes))
 
 
-def backward(op: Op, trace: Trace) -> None:
+def backward(trace: Trace) -> None:
     """dB = A * dC first, then dA = dC * B, each with its primal's sharding (section 5.4.2)."""
-    lhs, rhs = op.inputs
-    dout = trace.cotangent(op.out)
-    for left, right, name in ((trace.declared(lhs), dout, rhs), (dout, trace.declared(rhs), lhs)):
+    lhs, rhs = trace.op.inputs
+    for left, right, name in ((trace.declared(lhs), trace.dout, rhs), (trace.dout, trace.declared(rhs), lhs)):
         steps = product_steps(left, right, trace.cotangent(name), slice_axes=trace.slice_axes)
         trace.add(*steps)
         trace.contribute(name, steps[-1].result)

@@ -1,12 +1,11 @@
 """Look-up of rows in a table: the product of one-hot rows and the table."""
 
-from meshwright.algebra.einsum import align, local_product, reshard
+from meshwright.algebra.einsum import align, local_product
 from meshwright.algebra.kinds import OpKind, StepKind
 from meshwright.algebra.notation import ShardedArray
-from meshwright.algebra.program import Op
 from meshwright.algebra.sizes import Number, OpSizes
 from meshwright.algebra.steps import Step
-from meshwright.algebra.trace import Trace, like, local, moved
+from meshwright.algebra.trace import Trace
 
 
 def one_hot(numbers: ShardedArray, table: ShardedArray) -> ShardedArray:
@@ -15,27 +14,26 @@ def one_hot(numbers: ShardedArray, table: ShardedArray) -> ShardedArray:
     return ShardedArray(numbers.name, (*numbers.dims, rows), (*numbers.axes, table.axes_of(rows)))
 
 
-def forward(op: Op, trace: Trace) -> None:
-    """Rows of the part of the table that a device holds; further inputs (scales of rows) are split as the table is."""
-    numbers, table, *others = (trace.declared(n) for n in op.inputs)
-    out = trace.declared(op.out)
-    left, right = align(one_hot(numbers, table), table, out)
-    inputs = [moved(trace, numbers, like(numbers, left)), moved(trace, table, right)]
-    inputs += [moved(trace, other, like(other, right)) for other in others]
-    result = local_product(left, right, out)
-    trace.add(local(op.kind, tuple(inputs), result), *reshard(result, out))
+def forward(trace: Trace) -> None:
+    """Looks rows up in each device's part of the table; further inputs (scales of rows) are sharded as the table is."""
+    numbers, table, *others = trace.inputs
+    left, right = align(one_hot(numbers, table), table, trace.out)
+    inputs = [trace.move(numbers, numbers.like(left)), trace.move(table, right)]
+    inputs += [trace.move(other, other.like(right)) for other in others]
+    result = local_product(left, right, trace.out)
+    trace.run(trace.op.kind, inputs, result)
+    trace.move(result, trace.out)
 
 
-def backward(op: Op, trace: Trace) -> None:
-    """Cotangents added up per row of the table."""
-    numbers, table = (trace.declared(n) for n in op.inputs)
-    dout, dtable = trace.cotangent(op.out), trace.cotangent(op.inputs[1])
-    left, right = align(one_hot(numbers, table), dout, dtable)
-    here = like(numbers, left)
-    trace.need(numbers)
+def backward(trace: Trace) -> None:
+    """Adds cotangents up per row of the table."""
+    numbers, table = trace.inputs
+    dtable = trace.dinputs[1]
+    left, right = align(one_hot(numbers, table), trace.dout, dtable)
+    here, dout = trace.move(numbers, numbers.like(left)), trace.move(trace.dout, right)
     result = local_product(left, right, dtable)
-    trace.add(*reshard(numbers, here), *reshard(dout, right), local("embed_backward", (here, right), result))
-    trace.contribute(op.inputs[1], result)
+    trace.run("embed_backward", (here, dout), result)
+    trace.contribute(trace.op.inputs[1], result)
 
 
 def row_bytes(step: Step, sizes: OpSizes) -> Number:

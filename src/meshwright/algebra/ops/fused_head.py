@@ -11,9 +11,9 @@ CHUNK_TOKENS = 1024
 """Tokens per device whose logits exist at once where the loss head works in chunks (remat "full")."""
 
 PASSES = {"chunked_logits_statistics": 3, "chunked_logits_backward": 6, "fused_head": 7}
-"""Of the logits. For the statistics they are written and read twice, as those that are kept; on the way back they and
-their cotangent are written and read. Joined: written, read twice for the statistics and once for their cotangent, which
-is written and read by two products."""
+"""Passes over the logits. Statistics write them and read them twice; the backward pass writes and reads them and their
+cotangent. The fused head writes them, reads them twice for the statistics and once for their cotangent, which it writes
+and two products read."""
 
 
 def flops(step: Step, sizes: OpSizes) -> Number:

@@ -1,4 +1,4 @@
-"""Keys or values as int8 beside their scale."""
+"""Quantises keys or values to int8 with a scale."""
 
 from meshwright.algebra.kinds import OpKind, StepKind
 from meshwright.algebra.ops.add import forward

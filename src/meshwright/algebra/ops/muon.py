@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from meshwright.algebra.einsum import reshard
 from meshwright.algebra.kinds import OpKind, StepKind, Updated
 from meshwright.algebra.notation import ShardedArray, product
 from meshwright.algebra.ops import adamw
@@ -19,7 +20,7 @@ from meshwright.algebra.steps import Step
 from meshwright.core.dims import DTYPE_BYTES
 
 TURNS = 5
-"""Turns of the Newton-Schulz iteration that brings singular values near 1."""
+"""Newton-Schulz iterations, which bring singular values near 1."""
 
 
 class Dealt(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,30 +58,21 @@ def update(weight: Updated) -> tuple[Step, ...]:
     shard, name = weight.shard, weight.shard.name
     gradient = stacked(weight, f"d{name}").replace(dtype="")
     mixed = _counted_once(weight, f"{name}.momentum")
-    split = [(dim, axes) for dim, axes in zip(mixed.dims[1:], mixed.axes[1:], strict=True) if axes]
-    over, *_ = mixed.dims
-    details = Dealt(
-        over=over,
-        among=mixed.axes_of(over),
-        axes=tuple(axis for _, axes in split for axis in axes),
-        num_inputs=len(weight.inputs),
+    over, *others = mixed.dims
+    axes = tuple(axis for dim in others for axis in mixed.axes_of(dim))
+    details = Dealt(over=over, among=mixed.axes_of(over), axes=axes, num_inputs=len(weight.inputs))
+    whole = mixed.resharded({**dict.fromkeys(others, ()), over: (*mixed.axes_of(over), *axes)})
+    update, change = f"{name}.update", shard.replace(name=f"{name}.update", dtype="fp32")
+    dealt = (
+        *reshard(mixed, whole),
+        Step(op="muon", inputs=(whole,), result=whole.replace(name=update)),
+        *reshard(whole.replace(name=update), mixed.replace(name=update)),
     )
-    steps = [Step(op="muon_momentum", inputs=(gradient,), result=mixed)]
-    here = mixed
-    for dim, axes in split:
-        there = here.resharded({over: (*here.axes_of(over), *axes), dim: ()})
-        steps.append(_exchange(here, there, axes, dim=dim, to_dim=over, details=details))
-        here = there
-    whole = here.replace(name=f"{name}.update")
-    steps.append(Step(op="muon", inputs=(here,), result=whole, details=details))
-    here = whole
-    for dim, axes in reversed(split):
-        left = here.axes_of(over)[: -len(axes)]
-        there = here.resharded({over: left, dim: axes})
-        steps.append(_exchange(here, there, axes, dim=over, to_dim=dim, details=details))
-        here = there
-    change = shard.replace(name=f"{name}.update", dtype="fp32")
-    return (*steps, Step(op="muon_apply", inputs=(change, shard), result=shard))
+    return (
+        Step(op="muon_momentum", inputs=(gradient,), result=mixed),
+        *(msgspec.structs.replace(step, details=details) for step in dealt),
+        Step(op="muon_apply", inputs=(change, shard), result=shard),
+    )
 
 
 def _counted_once(weight: Updated, name: str) -> ShardedArray:
@@ -92,15 +84,9 @@ def _counted_once(weight: Updated, name: str) -> ShardedArray:
     return ShardedArray(name, ("".join(counted), *rest), (axes, *(array.axes_of(dim) for dim in rest)), dtype="fp32")
 
 
-def _exchange(
-    here: ShardedArray, there: ShardedArray, axes: tuple[str, ...], *, dim: str, to_dim: str, details: Dealt
-) -> Step:
-    return Step(op="all_to_all", inputs=(here,), result=there, axes=axes, dim=dim, to_dim=to_dim, details=details)
-
-
 def moments(weight: Updated) -> tuple[ShardedArray, ...]:
     """The momentum; AdamW's where AdamW updates the weight."""
-    return (weight.shard,) if orthogonalises(weight) else adamw.moments(weight)
+    return (weight.shard,) * (1 if orthogonalises(weight) else 2)
 
 
 # -- counts -----------------------------------------------------------------------------------------------
@@ -116,13 +102,14 @@ def _matrices(step: Step, sizes: OpSizes) -> tuple[Number, Number, Number]:
 
 
 def flops(step: Step, sizes: OpSizes) -> Number:
-    """In each turn X X^T, its square, and their product with X: 4 n^2 m + 2 n^3 for an n x m matrix."""
+    """Each iteration makes X X^T, its square, and their product with X: 4 n^2 m + 2 n^3 for an n x m matrix."""
     count, small, large = _matrices(step, sizes)
     return TURNS * count * (4 * small**2 * large + 2 * small**3)
 
 
 def hbm_bytes(step: Step, sizes: OpSizes) -> Number:
-    """In float32, in each turn: X read three times and written, X X^T written, read three times, their mix written."""
+    """Each iteration, in float32, reads X three times and writes it, writes X X^T and reads it three times, and writes
+    their mix."""
     count, small, large = _matrices(step, sizes)
     return DTYPE_BYTES["fp32"] * TURNS * count * (4 * small * large + 6 * small**2)
 

@@ -1,19 +1,17 @@
 """One position of each row, as a product with one-hot rows: generation needs the logits of one position."""
 
 from meshwright.algebra.kinds import OpKind, StepKind
-from meshwright.algebra.program import Op
 from meshwright.algebra.sizes import Number, OpSizes
 from meshwright.algebra.steps import Step
-from meshwright.algebra.trace import Trace, like, local, moved
+from meshwright.algebra.trace import Trace
 
 
-def forward(op: Op, trace: Trace) -> None:
+def forward(trace: Trace) -> None:
     """``pick(x[B,T,D], number[B])``: the device that has the position gives it, the others zeros."""
-    x, number, out = (trace.declared(n) for n in (*op.inputs, op.out))
+    (x, number), out = trace.inputs, trace.out
     result = out.replace(axes=tuple(x.axes_of(dim) for dim in out.dims), unreduced=x.axes_of("T"))
-    here = moved(trace, number, like(number, x))
-    trace.add(local(op.kind, (x, here), result))
-    moved(trace, result, out)
+    trace.run("pick", (x, trace.move(number, number.like(x))), result)
+    trace.move(result, out)
 
 
 def hbm_bytes(step: Step, sizes: OpSizes) -> Number:

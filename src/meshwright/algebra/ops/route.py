@@ -8,8 +8,7 @@ import msgspec
 
 from meshwright.algebra.kinds import OpKind, StepKind
 from meshwright.algebra.notation import ShardedArray
-from meshwright.algebra.program import Op
-from meshwright.algebra.trace import Trace, details_of, local, moved
+from meshwright.algebra.trace import Trace
 
 ROUTING_ROWS: tuple[str, ...] = ("load", "kept", "importance", "z")
 """Rows of the counts routing[Er, E]; what each holds is said in `nn.experts.balance`."""
@@ -29,44 +28,39 @@ class Routing(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 def chosen_of(gates: ShardedArray) -> ShardedArray:
-    """Numbers of the experts that each token goes to, and its slots there."""
+    """Returns the array of each token's experts and of its slots there."""
     return gates.replace(name="chosen", dtype="int32")
-
-
-def _counts(op: Op, gates: ShardedArray) -> tuple[ShardedArray, ...]:
-    """What a device counts of its own tokens; nothing where the op has no attribute that needs it."""
-    return (ROUTING.replace(unreduced=token_axes(gates)),) if op.attributes else ()
 
 
 def token_axes(tokens: ShardedArray) -> tuple[str, ...]:
     return tuple(axis for dim in ("B", "T") for axis in tokens.axes_of(dim))
 
 
-def forward(op: Op, trace: Trace) -> None:
+def _counts(trace: Trace) -> tuple[ShardedArray, ...]:
+    """Returns the counts that a device makes of its own tokens; none where no attribute of the op needs them."""
+    return (ROUTING.replace(unreduced=token_axes(trace.out)),) if trace.op.attributes else ()
+
+
+def forward(trace: Trace) -> None:
     """Weights of the chosen experts of each token, from the scores of all experts."""
-    gates = trace.declared(op.out)
-    scores = _scores(trace.declared(op.inputs[0]), gates)
-    moved(trace, trace.declared(op.inputs[0]), scores)
-    results = (gates, chosen_of(gates), *_counts(op, gates))
-    trace.add(local(op.kind, (scores,), *results, details=details_of(op, Routing)))
+    gates = trace.out
+    scores = trace.move(trace.inputs[0], _scores(trace.inputs[0], gates))
+    trace.run("route", (scores,), gates, chosen_of(gates), *_counts(trace), details=trace.details(Routing))
 
 
-def backward(op: Op, trace: Trace) -> None:
-    """Cotangent of the scores from that of the weights, and from the losses that the attributes ask for.
+def backward(trace: Trace) -> None:
+    """Makes the cotangent of the scores from the cotangent of the weights and from the losses that the attributes name.
 
     The losses are means over the microbatches, whose number the step says.
     """
-    gates = trace.declared(op.out)
-    scores = _scores(trace.declared(op.inputs[0]), gates)
+    gates, details = trace.out, trace.details(Routing)
+    scores = _scores(trace.inputs[0], gates)
     trace.need(scores, chosen_of(gates))
-    dscores = _scores(trace.cotangent(op.inputs[0]), gates)
-    totals = tuple(moved(trace, counts, ROUTING) for counts in _counts(op, gates))
-    details = details_of(op, Routing)
-    if op.attributes:
+    totals = [trace.move(counts, ROUTING) for counts in _counts(trace)]
+    if trace.op.attributes:
         details = msgspec.structs.replace(details, microbatches=trace.shardings.strategy.num_microbatches)
-    inputs = (trace.cotangent(op.out), scores, chosen_of(gates), *totals)
-    trace.add(local("route_backward", inputs, dscores, details=details))
-    trace.contribute(op.inputs[0], dscores)
+    cotangents = [(trace.op.inputs[0], _scores(trace.dinputs[0], gates))]
+    trace.run_backward((scores, chosen_of(gates), *totals), cotangents, details=details)
 
 
 def _scores(scores: ShardedArray, gates: ShardedArray) -> ShardedArray:

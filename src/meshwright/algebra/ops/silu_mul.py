@@ -1,20 +1,14 @@
 """A gated activation, silu(gate) x up, and the rules that elementwise ops share."""
 
 from meshwright.algebra.kinds import OpKind, StepKind
-from meshwright.algebra.ops.add import forward, local_cotangent
-from meshwright.algebra.program import Op
-from meshwright.algebra.trace import Trace, like, local
+from meshwright.algebra.ops.add import forward, local_cotangents
+from meshwright.algebra.trace import Trace
 
 
-def backward(op: Op, trace: Trace) -> None:
+def backward(trace: Trace) -> None:
     """Cotangents from the inputs of the forward pass, in the sharding of the result."""
-    out = trace.declared(op.out)
-    inputs = tuple(like(trace.declared(n), out) for n in op.inputs)
-    trace.need(*inputs)
-    cotangents = tuple(local_cotangent(trace, n, out) for n in op.inputs)
-    trace.add(local(f"{op.kind}_backward", (trace.cotangent(op.out), *inputs), *cotangents))
-    for name, cotangent in zip(op.inputs, cotangents, strict=True):
-        trace.contribute(name, cotangent)
+    out = trace.out
+    trace.run_backward([array.like(out) for array in trace.inputs], local_cotangents(trace, out))
 
 
 def elementwise(name: str) -> OpKind:

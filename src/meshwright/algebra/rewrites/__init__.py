@@ -1,1 +1,1 @@
-"""Rewrites of derived steps: what a strategy, a pipeline or several stacks ask for beside the plain derivation."""
+"""Rewrites of derived steps that a strategy, a pipeline or several stacks need besides the plain derivation."""

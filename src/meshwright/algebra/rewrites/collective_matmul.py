@@ -17,12 +17,13 @@ from meshwright.algebra.derived import BlockSteps
 from meshwright.algebra.notation import ShardedArray
 from meshwright.algebra.ops import kind_of
 from meshwright.algebra.ops.collective_matmul import NAME, Blocks, Form
+from meshwright.algebra.program import WEIGHTS
 from meshwright.algebra.rewrites.rings import Round
 from meshwright.algebra.steps import Step
 from meshwright.algebra.trace import Shardings
 
 AXES = ("tensor",)
-"""Mesh axes whose collectives are taken apart: those of activations within a layer."""
+"""Mesh axes whose collectives of activations within a layer are decomposed."""
 
 Unit = tuple[Step, ...]
 """Steps that stay next to each other: one, or a product and the round that belongs to it."""
@@ -36,7 +37,7 @@ def in_blocks(steps: BlockSteps, shardings: Shardings) -> BlockSteps:
     ways, along = shardings.strategy.ring_ways, "T" if "T" in shardings.strategy.rules("activation") else ""
     if not ways:
         return steps
-    weights = {variable.name for variable in shardings.program.of_role("weight", "vector")}
+    weights = {variable.name for variable in shardings.program.of_role(*WEIGHTS)}
     passes = ((steps.forward, steps.kept), (steps.backward, ()))
     forward, backward = (
         with_collective_matmuls(of_pass, ways=ways, kept=kept, weights=weights, along=along) for of_pass, kept in passes
@@ -52,7 +53,7 @@ def with_collective_matmuls(
     weights: Collection[str] = (),
     along: str = "T",
 ) -> tuple[Step, ...]:
-    """The steps of one pass with every collective over ``tensor`` that stands beside products taken apart.
+    """Returns the steps of one pass with every collective over ``tensor`` that is next to products decomposed.
 
     With ``ways`` 2 a block goes round in two halves, one each way. ``kept`` are arrays that are used after the pass:
     one that was gathered is put together from its blocks, as for any later step that is not in the round. ``weights``
@@ -75,7 +76,8 @@ def with_collective_matmuls(
 
 
 def _with_gather(units: list[Unit], gather: Step, ways: int, kept: Collection[ShardedArray]) -> list[Unit]:
-    """One round for all products of what is gathered, those too that sum over the gathered dim (gradients of weights).
+    """Joins a gather and all products of its result, also products that sum over the gathered dim (gradients of
+    weights).
 
     A product that needs what another of the round makes stays outside, and takes the array put together.
     """
@@ -151,7 +153,7 @@ def _summing(total: Step, parts: list[Step], dim: str, ways: int) -> Unit:
 def _round(
     collective: Step, ring: Literal["past", "home"], source: ShardedArray, result: ShardedArray, ways: int
 ) -> Step:
-    """The moves of the blocks, behind the product beside them."""
+    """Returns the permute of the blocks, which overlaps with the product next to it."""
     details = Round(ring=ring, ways=ways, beside_products=True)
     moved = {"op": "permute", "inputs": (source,), "result": result, "details": details, "critical": False}
     return replace(collective, accumulates=False, **moved)
@@ -165,19 +167,17 @@ def _product(
     dim: str,
     ways: int,
 ) -> Step:
-    again = all(part.phase == "recompute" for part in parts)
-    last = parts[-1]
-    return Step(
+    last, again = parts[-1], all(part.phase == "recompute" for part in parts)
+    return replace(
+        last,
         op=NAME,
         inputs=inputs,
         result=results[0],
         more=results[1:],
         dim=dim,
+        accumulates=False,
         details=Blocks(form=form, axes=AXES, ways=ways),
-        block=last.block,
-        role=last.role,
-        phase="recompute" if again else "backward" if last.phase == "recompute" else last.phase,
-        scope=last.scope,
+        phase="backward" if last.phase == "recompute" and not again else last.phase,
         parts=tuple(parts),
     )
 
@@ -187,7 +187,7 @@ def _is_einsum(step: Step) -> bool:
 
 
 def _split_alike(step: Step, dim: str, axes: tuple[str, ...]) -> bool:
-    """Whether every array with the dim has the same of it, so that blocks of one are blocks of all.
+    """True if every array shards ``dim`` over the same axes, so that a block of one is a block of all.
 
     Slots of experts are left alone: their products skip empty blocks of their own.
     """
@@ -203,7 +203,7 @@ def _place(units: Sequence[Unit], step: Step) -> int:
 
 
 def _before(units: Sequence[Unit]) -> list[set[int]]:
-    """For each unit those that must come first: that make or add to what it reads, or read what it changes."""
+    """Returns for each unit the units that must come before it: they write what it reads, or read what it changes."""
     written: dict[ShardedArray, int] = {}
     read: dict[ShardedArray, set[int]] = {}
     found: list[set[int]] = []
@@ -220,33 +220,28 @@ def _before(units: Sequence[Unit]) -> list[set[int]]:
     return found
 
 
+def _after(members: set[int], before: Sequence[set[int]]) -> set[int]:
+    """The units outside that must come after one of the members."""
+    found: set[int] = set()
+    for number, first in enumerate(before):
+        if number not in members and first & (members | found):
+            found.add(number)
+    return found
+
+
 def _is_convex(members: set[int], before: Sequence[set[int]]) -> bool:
     """Whether nothing outside comes after one member and before another: then they can be one unit."""
-    after: set[int] = set()
-    for number, first in enumerate(before):
-        if number in members:
-            if first & after:
-                return False
-        elif first & (members | after):
-            after.add(number)
-    return True
+    after = _after(members, before)
+    return not any(before[number] & after for number in members)
 
 
 def _joined(units: list[Unit], members: set[int], unit: Unit) -> list[Unit]:
-    """The units with some replaced by one, at the place of the first of them or after the last that it needs.
+    """Replaces units by one, at the position of the first of them or after the last unit that it needs.
 
     What it does not need keeps its order.
     """
     before = _before(units)
-    needed = {*range(min(members)), *(first for number in members for first in before[number])} - members
-    order, done, left = list[Unit](), set[int](), [number for number in range(len(units)) if number not in members]
-    while left or not members <= done:
-        if needed <= done and not members <= done:
-            order.append(unit)
-            done |= members
-            continue
-        number = next(number for number in left if before[number] <= done)
-        left.remove(number)
-        order.append(units[number])
-        done.add(number)
-    return order
+    outside = {*range(len(units))} - members
+    needed = {min(members) - 1, *(number for member in members for number in before[member] & outside)}
+    first = {number for number in outside - _after(members, before) if number <= max(needed)}
+    return [*(units[number] for number in sorted(first)), unit, *(units[number] for number in sorted(outside - first))]

@@ -1,5 +1,4 @@
-"""What stages of a pipeline send each other, beside the steps of blocks, and a backward pass in two parts; `schedules`
-say when."""
+"""Sends between stages of a pipeline, and a backward pass in two parts; `schedules` say when they run."""
 
 import msgspec
 from msgspec.structs import replace

@@ -1,7 +1,7 @@
 """Rematerialisation: the forward results that a strategy keeps for the backward pass, by name, and segments of layers
 that run again. What is not kept the backward pass makes again where it needs it (`Trace.need`)."""
 
-import msgspec
+from msgspec.structs import replace
 
 from meshwright.algebra.derived import BlockSteps
 from meshwright.algebra.layers import CROSS, ENCODER
@@ -11,22 +11,6 @@ from meshwright.algebra.steps import Phase, Step
 from meshwright.algebra.trace import Shardings
 from meshwright.core.errors import InputError, nearest
 from meshwright.spec.strategy import Strategy
-
-KEPT_NAMES: dict[str, tuple[str, ...]] = {
-    "selective": (
-        *("qr", "kr", "v", "o", "x1", "g", "u", "logits"),
-        *("r", "xe", "ge", "ue", "gs", "us", "cq", "ckv"),
-    ),
-    "matmuls": (
-        *("q", "k", "v", "a", "g", "u", "logits"),
-        *("r", "ge", "ue", "ye", "gs", "us", "ys", "cq", "ckv", "kn", "kpe"),
-    ),
-    "block": ("logits",),
-    "full": (),
-}
-"""Remat policy -> results that are kept for the backward pass, besides each block's input. "none" keeps
-every result and every gathered activation, and so do "sqrt" and "every-C" inside the segment of layers that is
-being run again. The loss head keeps all but its logits under every policy."""
 
 
 class Saved:
@@ -38,13 +22,12 @@ class Saved:
     def __init__(self, shardings: Shardings) -> None:
         self.shardings = shardings
         self.names = _kept_names(shardings.program, shardings.strategy)
-        self.keeps_logits = keeps_logits(shardings.strategy)
 
     def keeps(self, array: ShardedArray, block: Block) -> bool:
-        """Whether the saved set holds a forward result; a gathered weight only until the next block runs.
+        """True if the saved set has a forward result; a gathered weight only until the next block runs.
 
         The backward pass of the block that ends in the loss follows its forward pass at once, so there everything
-        stays, the gathered table too; `rewrites.fused_head` leaves out logits that are not kept by name.
+        stays, the gathered table too; a head that does not keep its logits never has them whole.
         """
         if block.ops[-1].out == "loss":
             return True
@@ -61,23 +44,23 @@ class Saved:
 
 
 def keeps_logits(strategy: Strategy) -> bool:
-    """Whether the loss head holds its logits for the backward pass; else it makes them in chunks."""
-    kept = KEPT_NAMES.get(strategy.remat) if isinstance(strategy.remat, str) else strategy.remat
+    """True if the loss head keeps its logits for the backward pass; else it makes them in chunks."""
+    kept = strategy.kept_names
     return kept is None or "logits" in kept
 
 
 def _kept_names(program: Program, strategy: Strategy) -> tuple[str, ...] | None:
     """Names in the saved set; None for every name. Raises InputError for a name that is not a result."""
-    if isinstance(strategy.remat, str):
-        kept = KEPT_NAMES.get(strategy.remat)
+    kept = strategy.kept_names
+    if kept is None or isinstance(strategy.remat, str):
         # without rope or a bias the products themselves enter attention
         plain = strategy.remat == "selective" and "qr" not in program.variables
         return (*kept, "q", "k") if kept is not None and plain else kept
     results = {op.out for block in program.blocks for op in block.ops} | {"logits"}
-    for name in strategy.remat:
+    for name in kept:
         if name not in results:
             raise InputError(f"remat keeps {name!r}, which is not a result of the program.{nearest(name, results)}")
-    return tuple(strategy.remat)
+    return kept
 
 
 def in_segments(steps: BlockSteps, shardings: Shardings) -> BlockSteps:
@@ -87,11 +70,11 @@ def in_segments(steps: BlockSteps, shardings: Shardings) -> BlockSteps:
     if segment is None or not steps.block.carry:
         return steps
     again = tuple(_again(step, shardings) for step in steps.forward)
-    return msgspec.structs.replace(steps, backward=(*again, *steps.backward), segment=segment)
+    return replace(steps, backward=(*again, *steps.backward), segment=segment)
 
 
 def _again(step: Step, shardings: Shardings) -> Step:
     gathers = step.is_collective and shardings.is_weight(step.result.name)
     phase: Phase = "backward" if gathers else "recompute"
-    parts = tuple(msgspec.structs.replace(part, phase=phase) for part in step.parts)
-    return msgspec.structs.replace(step, phase=phase, parts=parts)
+    parts = tuple(replace(part, phase=phase) for part in step.parts)
+    return replace(step, phase=phase, parts=parts)

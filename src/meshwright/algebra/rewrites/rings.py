@@ -41,8 +41,8 @@ def num_moves(step: Step, *, dims: Mapping[str, Any], mesh: Mapping[str, Any]) -
 
 
 def num_ways(step: Step, *, dims: Mapping[str, Any], mesh: Mapping[str, Any]) -> Any:
-    """Pieces that go round at once, in opposite directions: 2 where a permute asks for both ways and its block can be
-    cut along its dim, else 1."""
+    """Returns the pieces of a block that are sent at once, in opposite directions: 2 where a permute has two directions
+    and its block can be cut along its dim, else 1."""
     if not isinstance(step.details, Round) or step.details.ways != 2:
         return 1
     return np.minimum(2, dims[step.dim] / product(mesh[axis] for axis in step.result.axes_of(step.dim)))

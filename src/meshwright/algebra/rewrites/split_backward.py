@@ -1,10 +1,11 @@
 """Gradients of weights in a derivation: as a microbatch leaves them, their sums once per step, a pass of their own."""
 
-import msgspec
+from msgspec.structs import replace
 
 from meshwright.algebra.derived import BlockSteps, Derived
 from meshwright.algebra.notation import ShardedArray
 from meshwright.algebra.ops.route import ROUTING
+from meshwright.algebra.program import WEIGHTS
 from meshwright.algebra.rewrites.pipeline import SplitBackward
 from meshwright.algebra.steps import Phase, Step
 
@@ -16,48 +17,47 @@ def cotangent_of(derived: Derived, name: str) -> ShardedArray:
 
 def gradient_arrays(derived: Derived) -> dict[str, ShardedArray]:
     """Weight -> its gradient as a microbatch leaves it, before what is summed once per step."""
-    found = {name: shard.replace(name=f"d{name}") for name, shard in derived.shards.items()}
-    first = step_steps(derived)
-    return {name: first[name][0].inputs[0] if first.get(name) else array for name, array in found.items()}
+    summed = step_steps(derived)
+    return {
+        name: summed[name][0].inputs[0] if name in summed else shard.replace(name=f"d{name}")
+        for name, shard in derived.shards.items()
+    }
 
 
 def step_steps(derived: Derived) -> dict[str, tuple[Step, ...]]:
-    """Weight -> the steps that its gradient goes through once per step, after the last microbatch."""
+    """Maps a weight to the steps that run once per step on its gradient, after the last microbatch."""
     found: dict[str, tuple[Step, ...]] = {}
-    for block in derived.blocks:
-        for step in block.backward:
-            if step.scope == "step":
-                name = step.result.name.removeprefix("d")
-                found[name] = (*found.get(name, ()), step)
+    for step in (step for block in derived.blocks for step in block.backward if step.scope == "step"):
+        name = step.result.name.removeprefix("d")
+        found[name] = (*found.get(name, ()), step)
     return found
 
 
 def weights_of(derived: Derived, block: BlockSteps) -> tuple[str, ...]:
     """Names of the weights that a block uses."""
-    names = dict.fromkeys(name for op in block.block.ops for name in op.inputs)
-    return tuple(name for name in names if derived.program.variables[name].role in ("weight", "vector"))
+    roles = {name: derived.program.variables[name].role for op in block.block.ops for name in op.inputs}
+    return tuple(name for name, role in roles.items() if role in WEIGHTS)
 
 
 def counts_of(block: BlockSteps) -> dict[str, ShardedArray]:
-    """What the backward pass knows of a block's router besides gradients, by a name that no weight has: what the
-    experts of the layer were asked for, summed over all devices. Empty where no loss and no bound has it counted."""
+    """Returns the router's counts of a block, summed over all devices, by a name that no weight has. Empty where no
+    loss and no bound on slots needs them."""
     counted = any(ROUTING in step.inputs for step in block.backward)
     return {f"{ROUTING.name} of {block.block.name}": ROUTING} if counted else {}
 
 
 def meetings(derived: Derived) -> tuple[Step, ...]:
-    """Where a device holds the layers of two stages: the weights go to the device at the other end of the pipeline
-    before a step, and their gradients, summed in float32, come back after it; with them what routers counted."""
+    """Returns the exchanges of devices that hold the layers of two stages: weights are sent to the device at the other
+    end of the pipeline before a step, and their gradients, summed in float32, and router counts back after it."""
     gradients = gradient_arrays(derived)
-    names = dict.fromkeys(n for block in derived.blocks if block.block.carry for n in weights_of(derived, block))
-    pairs: list[tuple[ShardedArray, Phase]] = []
-    for name in names:
-        pairs += [(derived.declared[name], "update"), (gradients[name], "backward")]
+    arrays: list[tuple[ShardedArray, Phase]] = []
+    for name in dict.fromkeys(n for block in derived.blocks if block.block.carry for n in weights_of(derived, block)):
+        arrays += [(derived.declared[name], "update"), (gradients[name], "backward")]
     for block in derived.blocks:
-        pairs += [(array.replace(name=name), "backward") for name, array in counts_of(block).items()]
+        arrays += [(array.replace(name=name), "backward") for name, array in counts_of(block).items()]
     return tuple(
         Step(op="permute", inputs=(array,), result=array, axes=("pipeline",), block="stage", phase=phase, scope="step")
-        for array, phase in pairs
+        for array, phase in arrays
     )
 
 
@@ -68,32 +68,28 @@ def once_per_layer(block: BlockSteps) -> tuple[Step, ...]:
 
 def with_split_backward(derived: Derived) -> Derived:
     """The derivation whose layers know their backward pass in two parts."""
-    blocks = (
-        msgspec.structs.replace(block, split=_split(derived, block)) if block.block.carry else block
-        for block in derived.blocks
-    )
-    return msgspec.structs.replace(derived, blocks=tuple(blocks))
+    splits = (_split(derived, block) if block.block.carry else None for block in derived.blocks)
+    blocks = (replace(block, split=split) for block, split in zip(derived.blocks, splits, strict=True))
+    return replace(derived, blocks=tuple(blocks))
 
 
 def _split(derived: Derived, block: BlockSteps) -> SplitBackward:
     """First what the cotangent of the stream comes from, then all the others, both in the derived order."""
-    places = [n for n, step in enumerate(block.backward) if step.scope != "step"]
-    needed, first = {cotangent_of(derived, block.block.carry)}, list(range(block.num_again))
-    for place in reversed(places[block.num_again :]):
-        step = block.backward[place]
-        if needed & {step.result, *step.more}:
+    needed = {cotangent_of(derived, block.block.carry)}
+    first, own = list(range(block.num_again)), list[int]()
+    for place, step in reversed(list(enumerate(block.backward))[block.num_again :]):
+        if step.scope == "step":
+            continue
+        if needed.isdisjoint((step.result, *step.more)):
+            own.insert(0, place)
+        else:
             needed.update(step.inputs)
-            first.append(place)
-    own = tuple(place for place in places if place not in first)
+            first.insert(block.num_again, place)
     steps = [block.backward[place] for place in own]
-    made = {array for step in steps for array in (step.result, *step.more)}
+    # there already: what the second part makes itself, weights as declared, and what comes with the microbatch
+    known = {array for step in steps for array in (step.result, *step.more)}
+    known |= {derived.declared[v.name] for v in derived.program.variables.values() if v.role != "activation"}
     gradients = gradient_arrays(derived)
     used = (*(a for step in steps for a in step.inputs), *(gradients[name] for name in weights_of(derived, block)))
-    handed = tuple(array for array in dict.fromkeys(used) if array not in made and not _is_given(derived, array))
-    return SplitBackward(tuple(sorted(first)), own, handed)
-
-
-def _is_given(derived: Derived, array: ShardedArray) -> bool:
-    """Whether an array is a weight as it lies, or comes with the microbatch."""
-    variable, declared = derived.program.variables.get(array.name), derived.declared.get(array.name)
-    return variable is not None and variable.role != "activation" and array == declared
+    handed = tuple(array for array in dict.fromkeys(used) if array not in known)
+    return SplitBackward(tuple(first), tuple(own), handed)

@@ -1,5 +1,5 @@
-"""What layers read of an earlier stack, as a decoder reads its encoder's result: brought once to where all of them read
-it, and its cotangent summed over devices once, after all of them have added to it."""
+"""Inputs that layers read of an earlier stack, as a decoder reads its encoder's result: resharded once for all layers,
+and their cotangent reduced once, after all layers have added to it."""
 
 from collections.abc import Callable, Iterable
 
@@ -12,8 +12,8 @@ from meshwright.core.errors import InputError
 
 
 class SharedInput(msgspec.Struct, frozen=True, kw_only=True):
-    """What every layer of a stack reads of an earlier one: how it lies when they do, and its cotangent as they add to
-    it, which may be left to be summed over devices until all of them have."""
+    """An input that every layer of a stack reads of an earlier one, as the layers need it sharded; and its cotangent as
+    they leave it, which may be unreduced until all layers have added to it."""
 
     given: ShardedArray
     cotangent: ShardedArray

@@ -1,5 +1,7 @@
-"""What the file of a pipeline schedule says: its order of passes, the sizes it exists for, and its closed forms."""
+"""The definition of a pipeline schedule: its order of passes, the sizes it exists for, and its closed forms."""
 
+import functools
+import operator
 from collections.abc import Callable, Iterable
 from typing import Any, Literal, Protocol
 
@@ -23,6 +25,11 @@ OfSizes = Callable[[Array, Array, Array], Array]
 """A function of stages p, microbatches m and chunks v, each a number or an array."""
 
 
+OfTimes = Callable[[Array, Array, Array, Array, Array, Array], Array]
+"""A function of p, m, v, and the seconds of F, B and W: B for the gradients of the inputs (with any recomputation), W
+for those of the weights, which schedules that do not split make in one pass."""
+
+
 class Order(Protocol):
     """The passes of one device, first to last."""
 
@@ -36,37 +43,45 @@ class Requirement(msgspec.Struct, frozen=True):
     message: Callable[[int, int, int], str]
 
 
-class ClosedForms(msgspec.Struct, frozen=True, kw_only=True):
+class StageForms(msgspec.Struct, frozen=True, kw_only=True):
     """A schedule as it runs with a program for each stage: devices run ahead as far as messages let them.
 
-    ``bubble_s`` takes the seconds of F, B and W behind the sizes. ``sends`` counts the sends, one way, that a step
+    ``bubble_s`` are the seconds of a step beyond the passes of all microbatches, with a barrier at its end, from the
+    seconds of one microbatch through all layers of a device; sending is free in it. ``stash`` counts the whole-stage
+    microbatches alive at once on the worst device, where W keeps as much as B and what is kept for one of several
+    pieces of a device counts as its part. ``sends`` counts the sends, one way, that a step
     waits for where a send is short beside a pass: read off the simulator for equal passes and at least twice as many
     microbatches as stages, as other microbatches pass meanwhile. ``split`` counts the microbatches whose weight
     gradients have a pass of their own in a device's layers, on the device with most of them.
     """
 
-    bubble_s: Callable[[Array, Array, Array, Array, Array, Array], Array]
+    bubble_s: OfTimes
     stash: OfSizes
     sends: OfSizes
     split: OfSizes = lambda p, m, v: 0 * m
 
 
 class LockstepForms(msgspec.Struct, frozen=True, kw_only=True):
-    """A schedule as one program runs it on all devices. The bubble is ``hops`` F and B, and ``weight_hops`` W.
+    """A schedule as one program runs it on all devices. The defaults are those of 1F1B.
 
-    The defaults are those of 1F1B. ``stash`` is in virtual stages; without it as many as `ClosedForms` has. A step
-    waits for the messages of all ticks but the first and the last, unless ``sends`` says otherwise.
+    ``bubble_s`` as in `StageForms`; ``ticks`` are the rows of the table, and the others the slots of `ticks.Slots` on
+    the worst device, which all devices have: of ``stash`` and ``handed`` those of one virtual stage. ``waits``, where
+    given, counts the sends that a step waits for.
     """
 
-    hops: Callable[[Array, Array], Array] = lambda p, m: p - 1
-    weight_hops: Callable[[Array, Array], Array] = lambda p, m: p - 1
-    is_divided: bool = False
+    bubble_s: OfTimes = lambda p, m, v, f, b, w: (p - 1) * (f + b) + (p - 1) * w
     ticks: OfSizes = lambda p, m, v: m + 2 * (p - 1)
-    stash: OfSizes | None = None
-    handed: Callable[[Array, Array], Array] = lambda p, m: 0 * p
-    head: Callable[[Array], Array] = lambda m: 1 + 0 * m
-    two_ways_from: float = np.inf
-    sends: OfSizes | None = None
+    x: OfSizes = lambda p, m, v: 1 + 0 * p
+    dx: OfSizes = lambda p, m, v: 1 + 0 * p
+    stash: OfSizes = lambda p, m, v: np.minimum(2 * p - 1, m)
+    head: OfSizes = lambda p, m, v: 1 + 0 * m
+    handed: OfSizes = lambda p, m, v: 0 * p
+    waits: OfSizes | None = None
+
+    def sends(self, p: Array, m: Array, v: Array) -> Array:
+        """Returns the sends in one direction that a step waits for: of all ticks but the first and the last, or
+        fewer."""
+        return self.waits(p, m, v) if self.waits else self.ticks(p, m, v) - 2
 
 
 class ScheduleDefinition(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,7 +89,7 @@ class ScheduleDefinition(msgspec.Struct, frozen=True, kw_only=True):
 
     ``year`` of publication puts the schedules in order. ``chunks`` is the fewest virtual stages of a device, the only
     number unless ``more_chunks``. ``search`` says which searches try the schedule. A schedule without ``forms`` or
-    without ``lockstep`` is simulated instead, once for each size: see `simulated`.
+    without ``lockstep`` is simulated instead, once for each size: see `forms`.
     """
 
     name: str
@@ -85,7 +100,7 @@ class ScheduleDefinition(msgspec.Struct, frozen=True, kw_only=True):
     more_chunks: bool = False
     requirements: tuple[Requirement, ...] = ()
     search: Literal["usual", "full", "never"] = "full"
-    forms: ClosedForms | None = None
+    forms: StageForms | None = None
     lockstep: LockstepForms | None = None
 
     @property
@@ -96,12 +111,9 @@ class ScheduleDefinition(msgspec.Struct, frozen=True, kw_only=True):
     def is_legal(self, stages: Array, microbatches: Array, chunks: Array) -> Array:
         """True where the schedule exists for these sizes."""
         p, m, v = (np.asarray(size) for size in (stages, microbatches, chunks))
-        legal = (p >= 1) & (m >= 1) & (v >= 1)
         # no requirement divides by a size of 0
-        p = np.maximum(p, 1)
-        for one in self._requirements:
-            legal = legal & one.holds(p, m, v)
-        return legal
+        holds = [(p >= 1) & (m >= 1) & (v >= 1), *(one.holds(np.maximum(p, 1), m, v) for one in self._requirements)]
+        return functools.reduce(operator.and_, holds)
 
     def refusal(self, stages: int, microbatches: int, chunks: int) -> str | None:
         """Why the schedule does not exist for these sizes; None where it does."""
@@ -113,17 +125,14 @@ class ScheduleDefinition(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def _requirements(self) -> tuple[Requirement, ...]:
-        return self.requirements if self.more_chunks else (self._own_chunks, *self.requirements)
-
-    @property
-    def _own_chunks(self) -> Requirement:
-        return Requirement(
+        own_chunks = Requirement(
             lambda p, m, v: v == self.chunks,
             lambda p, m, v: (
                 f"chunks={v} is not for {self.name}, whose devices hold {self.chunks}. "
                 f"Use chunks={self.chunks}, or the interleaved schedule."
             ),
         )
+        return self.requirements if self.more_chunks else (own_chunks, *self.requirements)
 
     def build(self, stages: int, microbatches: int, chunks: int) -> Schedule:
         """The rows of the schedule. Raises InputError for sizes that it does not exist for."""

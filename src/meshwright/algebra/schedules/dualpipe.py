@@ -4,89 +4,57 @@ Source: DeepSeek-V3 Technical Report (2024), section 3.2.1, and the order of its
 backward pass of the long middle part run at once, chunk by chunk; here they are rows one after the other.
 """
 
+import itertools
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterator
 from typing import Literal
 
 import numpy as np
 
-from meshwright.algebra.schedules.definition import Array, ClosedForms, LockstepForms, Requirement, ScheduleDefinition
+from meshwright.algebra.schedules.definition import Array, LockstepForms, Requirement, ScheduleDefinition, StageForms
 from meshwright.algebra.schedules.table import Op
 
 Streams = tuple[tuple[int, int], tuple[int, int]]
 """Chunk and first microbatch of the two streams that a device serves."""
 
 
-class _TwoStreams:
-    """Ops of one device, stream by stream, counted as they are asked for."""
-
-    def __init__(self, streams: Streams) -> None:
-        self.ops: list[Op] = []
-        self._streams = streams
-        self._done = {(kind, stream): 0 for kind in ("F", "B") for stream in (0, 1)}
-        self._pending: deque[Op] = deque()
-
-    def _next(self, kind: Literal["F", "B"], stream: int) -> Op:
-        chunk, first = self._streams[stream]
-        op = Op(kind, first + self._done[kind, stream], chunk)
-        self._done[kind, stream] += 1
-        self.ops.append(op)
-        return op
-
-    def forward(self, stream: int) -> None:
-        self._next("F", stream)
-
-    def backward(self, stream: int, *, split: bool = False) -> None:
-        op = self._next("B", stream)
-        if split:
-            self._pending.append(Op("W", op.microbatch, op.chunk))
-
-    def weight(self) -> None:
-        self.ops.append(self._pending.popleft())
-
-
-def dual_order(distance: int, depth: int, per_stream: int, streams: Streams) -> list[Op]:
+def dual_order(distance: int, depth: int, per_stream: int, streams: Streams) -> Iterator[Op]:
     """Ops of the device ``distance`` steps from the end where stream 0 enters; the streams turn after ``depth``."""
-    device, inner = _TwoStreams(streams), depth - 1 - distance
-    for _ in range(2 * inner):
-        device.forward(0)
-    for _ in range(distance + 1):
-        device.forward(0)
-        device.forward(1)
-    for _ in range(inner):
-        device.backward(1, split=True)
-        device.weight()
-        device.forward(1)
-    for _ in range(per_stream - 2 * depth + distance + 1):
-        device.forward(0)
-        device.backward(1)
-        device.forward(1)
-        device.backward(0)
-    for _ in range(inner):
-        device.backward(1)
-        device.forward(1)
-        device.backward(0)
+    inner, half, is_odd = depth - 1 - distance, (distance + 1) // 2, distance % 2 == 1
+    # F and B of a stream; S is a B whose weight gradients wait for the next W
+    words = [
+        *["F0"] * (2 * inner),
+        *["F0", "F1"] * (distance + 1),
+        *["S1", "W", "F1"] * inner,
+        *["F0", "B1", "F1", "B0"] * (per_stream - 2 * depth + distance + 1),
+        *["B1", "F1", "B0"] * inner,
+    ]
     for turn in range(distance + 1):
-        # The second half of these leaves its weight gradients for the idle time to come.
-        half, odd = (distance + 1) // 2, distance % 2
-        device.backward(1, split=turn > half or (turn == half and odd == 1))
-        device.backward(0, split=turn >= half)
-    for _ in range(inner):
-        device.weight()
-        device.backward(0, split=True)
-    for _ in range(distance + 1):
-        device.weight()
-    return device.ops
+        # the second half of these leaves its weight gradients for the idle time to come
+        words += ["S1" if turn > half or (turn == half and is_odd) else "B1", "S0" if turn >= half else "B0"]
+    words += [*["W", "S0"] * inner, *["W"] * (distance + 1)]
+    counts = {(kind, stream): itertools.count(streams[stream][1]) for kind in "FB" for stream in (0, 1)}
+    pending = deque[Op]()
+    for word in words:
+        if word == "W":
+            yield pending.popleft()
+            continue
+        kind: Literal["F", "B"] = "F" if word[0] == "F" else "B"
+        stream = int(word[1])
+        op = Op(kind, next(counts[kind, stream]), streams[stream][0])
+        yield op
+        if word[0] == "S":
+            pending.append(Op("W", op.microbatch, op.chunk))
 
 
 def dual_bubble_seconds(hops: Array, f: Array, b: Array, w: Array) -> Array:
-    """The bubble of one stream that turns after ``hops`` steps, times per virtual stage."""
+    """Returns the bubble of one stream that turns back after ``hops`` stages, for times per virtual stage."""
     longest = np.maximum(hops * f, hops * (f + b - w))
     longest = np.maximum(longest, hops * (2 * f - w - np.minimum(b, w)))
     return np.maximum(longest, hops * (b + np.maximum(b - w, 0)) - f)
 
 
-def _order(device: int, *, stages: int, microbatches: int, chunks: int) -> Iterable[Op]:
+def _order(device: int, *, stages: int, microbatches: int, chunks: int) -> Iterator[Op]:
     half = microbatches // 2
     down, up = (0, 0), (1, half)
     distance = min(device, stages - 1 - device)
@@ -113,16 +81,16 @@ SCHEDULE = ScheduleDefinition(
         ),
         Requirement(lambda p, m, v: (m % 2 == 0) & (m >= 2 * p), _even_microbatches),
     ),
-    forms=ClosedForms(
+    forms=StageForms(
         bubble_s=lambda p, m, v, f, b, w: dual_bubble_seconds(np.divide(p, 2) - 1, f, b, w),
         stash=lambda p, m, v: np.add(p, 1),
         sends=lambda p, m, v: 2.5 * p - 3,
         split=lambda p, m, v: p - 1 + 0 * m,
     ),
     lockstep=LockstepForms(
-        hops=lambda p, m: p - 2,
-        weight_hops=lambda p, m: p - 2,
-        handed=lambda p, m: p // 2,
-        two_ways_from=2,
+        bubble_s=lambda p, m, v, f, b, w: (p - 2) * (f + b) + (p - 2) * w,
+        x=lambda p, m, v: 1 + (p > 2),
+        stash=lambda p, m, v: p + 1,
+        handed=lambda p, m, v: p // 2,
     ),
 )

@@ -1,16 +1,16 @@
 """DualPipe-V: one half of DualPipe, down the devices and up again, each holding two pieces, with one copy of the
 weights. Source: the published code of DualPipe (2025)."""
 
-from collections.abc import Iterable
+from collections.abc import Iterator
 
 import numpy as np
 
-from meshwright.algebra.schedules.definition import ClosedForms, LockstepForms, Requirement, ScheduleDefinition
+from meshwright.algebra.schedules.definition import LockstepForms, Requirement, ScheduleDefinition, StageForms
 from meshwright.algebra.schedules.dualpipe import dual_bubble_seconds, dual_order
 from meshwright.algebra.schedules.table import Op
 
 
-def _order(device: int, *, stages: int, microbatches: int, chunks: int) -> Iterable[Op]:
+def _order(device: int, *, stages: int, microbatches: int, chunks: int) -> Iterator[Op]:
     return dual_order(device, stages, microbatches, ((0, 0), (1, 0)))
 
 
@@ -26,7 +26,7 @@ SCHEDULE = ScheduleDefinition(
             lambda p, m, v: f"dualpipe-v needs at least {2 * p} microbatches for {p} stages, not {m}. Use {2 * p}.",
         ),
     ),
-    forms=ClosedForms(
+    forms=StageForms(
         bubble_s=lambda p, m, v, f, b, w: 0.5 * dual_bubble_seconds(np.subtract(p, 1), f, b, w),
         stash=lambda p, m, v: np.add(p, 0.5),
         sends=lambda p, m, v: 4 * (p - 1),
@@ -34,7 +34,8 @@ SCHEDULE = ScheduleDefinition(
     ),
     lockstep=LockstepForms(
         ticks=lambda p, m, v: 2 * m + 4 * p - 2,
-        handed=lambda p, m: p + 0 * m,
-        two_ways_from=0,
+        x=lambda p, m, v: 1 + (p > 0),
+        stash=lambda p, m, v: 2 * p + 1,
+        handed=lambda p, m, v: p + 0 * m,
     ),
 )

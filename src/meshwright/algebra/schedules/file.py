@@ -11,7 +11,6 @@ placement is ``looped`` (also where it is left out), ``v`` or ``bidirectional``:
 
 import functools
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from textwrap import wrap
 
@@ -28,51 +27,6 @@ _DEVICE = re.compile(r"(\d{1,5})\s*:\s*(.*)")
 _SETTING = re.compile(r"(\w+)\s*=\s*(\S+)")
 
 
-class _Lines:
-    """What the lines of a file say, and the line of each op."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.placement: PlacementName = "looped"
-        self.orders: list[list[Op]] = []
-        self.lines: list[list[int]] = []
-
-    def fail(self, line: int, message: str) -> InputError:
-        return InputError(f"{self.path}:{line}: {message}")
-
-    def where(self, device: int, number: int) -> str:
-        return f"{self.path}:{self.lines[device][number]}"
-
-    def read(self, line: int, text: str) -> None:
-        if found := _SETTING.fullmatch(text):
-            self._set(line, found[1], found[2])
-        elif found := _DEVICE.fullmatch(text):
-            self._device(line, int(found[1]), found[2].split())
-        else:
-            raise self.fail(line, f"{text!r} is no line of a schedule. Write for example 0: F0 F1 B0 B1.")
-
-    def _set(self, line: int, key: str, value: str) -> None:
-        if key != "placement":
-            raise self.fail(line, f"unknown key {key!r}.{nearest(key, ['placement'])}")
-        if value not in PLACEMENTS:
-            raise self.fail(line, f"placement {value!r} is not known.{nearest(value, PLACEMENTS)}")
-        self.placement = value
-
-    def _device(self, line: int, device: int, words: list[str]) -> None:
-        if device > len(self.orders):
-            raise self.fail(line, f"device {device} comes before device {len(self.orders)}. Number them from 0.")
-        if device == len(self.orders):
-            self.orders.append([])
-            self.lines.append([])
-        for word in words:
-            found = _OP.fullmatch(word)
-            if found is None:
-                raise self.fail(line, f"{word!r} is no op. Write F0, B0 or W0, and F0/1 for chunk 1.")
-            kind, microbatch, chunk = found.groups()
-            self.orders[device].append(Op(kind, int(microbatch), int(chunk or 0)))  # type: ignore[arg-type]
-            self.lines[device].append(line)
-
-
 def read_schedule(path: str | Path) -> Schedule:
     """The schedule of a file, checked. An InputError names the file and the line of what cannot be."""
     path = Path(path)
@@ -81,27 +35,55 @@ def read_schedule(path: str | Path) -> Schedule:
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not a text in UTF-8"
         raise InputError(f"{path} cannot be read ({reason}).") from None
-    lines = _Lines(path)
+    placement: PlacementName = "looped"
+    orders: list[list[Op]] = []
+    lines: list[list[str]] = []
     for number, line in enumerate(text.splitlines(), start=1):
-        if content := line.partition("#")[0].strip():
-            lines.read(number, content)
-    num_ops = sum(map(len, lines.orders))
+        at, content = f"{path}:{number}", line.partition("#")[0].strip()
+        if found := _SETTING.fullmatch(content):
+            placement = _read_placement(at, *found.groups())
+        elif found := _DEVICE.fullmatch(content):
+            device, ops = int(found[1]), [_read_op(at, word) for word in found[2].split()]
+            if device > len(orders):
+                raise InputError(f"{at}: device {device} comes before device {len(orders)}. Number them from 0.")
+            if device == len(orders):
+                orders.append([])
+                lines.append([])
+            orders[device] += ops
+            lines[device] += [at] * len(ops)
+        elif content:
+            raise InputError(f"{at}: {content!r} is no line of a schedule. Write for example 0: F0 F1 B0 B1.")
+    num_ops = sum(map(len, orders))
     if not 1 <= num_ops <= MAX_OPS:
         raise InputError(f"{path}: {num_ops:,} ops; a schedule has between 1 and {MAX_OPS:,}, a line per device.")
     # of one chunk but for a looped placement, where the ops say how many
-    chunks = 1 + max(op.chunk for order in lines.orders for op in order)
-    routes = PLACEMENTS[lines.placement].routes(len(lines.orders), chunks)
-    orders = tuple(tuple(order) for order in lines.orders)
-    schedule = Schedule(name=path.stem, routes=routes, route_of=_route_of(lines, len(routes)), orders=orders)
-    return check(schedule, lines.where)
-
-
-def _route_of(lines: _Lines, num_routes: int) -> tuple[int, ...]:
-    found = microbatch_routes(lines.orders, num_routes)
-    missing = next((m for m in range(max(found) + 1) if m not in found), None)
+    routes = PLACEMENTS[placement].routes(len(orders), 1 + max(op.chunk for order in orders for op in order))
+    route_of = microbatch_routes(orders, len(routes))
+    missing = next((m for m in range(max(route_of) + 1) if m not in route_of), None)
     if missing is not None:
-        raise InputError(f"{lines.path}: microbatch {missing} is missing. Number them from 0 without a gap.")
-    return tuple(found[m] for m in range(max(found) + 1))
+        raise InputError(f"{path}: microbatch {missing} is missing. Number them from 0 without a gap.")
+    schedule = Schedule(
+        name=path.stem,
+        routes=routes,
+        route_of=tuple(route_of[m] for m in sorted(route_of)),
+        orders=tuple(map(tuple, orders)),
+    )
+    return check(schedule, lambda device, number: lines[device][number])
+
+
+def _read_placement(at: str, key: str, value: str) -> PlacementName:
+    if key != "placement":
+        raise InputError(f"{at}: unknown key {key!r}.{nearest(key, ['placement'])}")
+    if value not in PLACEMENTS:
+        raise InputError(f"{at}: placement {value!r} is not known.{nearest(value, PLACEMENTS)}")
+    return value
+
+
+def _read_op(at: str, word: str) -> Op:
+    found = _OP.fullmatch(word)
+    if found is None:
+        raise InputError(f"{at}: {word!r} is no op. Write F0, B0 or W0, and F0/1 for chunk 1.")
+    return Op(found[1], int(found[2]), int(found[3] or 0))  # type: ignore[arg-type]
 
 
 def schedule_of_file(path: str) -> ScheduleDefinition:
@@ -138,13 +120,11 @@ def _placement(schedule: Schedule) -> PlacementName:
 
 def format_schedule(schedule: Schedule) -> str:
     """The text that `read_schedule` reads back."""
-    return "\n".join(_format_lines(schedule)) + "\n"
-
-
-def _format_lines(schedule: Schedule) -> Iterator[str]:
-    devices = schedule.num_devices
-    yield f"# {schedule.name}: {devices} devices, {schedule.num_microbatches} microbatches"
-    yield f"placement = {_placement(schedule)}"
+    lines = [
+        f"# {schedule.name}: {schedule.num_devices} devices, {schedule.num_microbatches} microbatches",
+        f"placement = {_placement(schedule)}",
+    ]
     for device, order in enumerate(schedule.orders):
         head = f"{device}: "
-        yield from wrap(" ".join(map(str, order)), LINE_WIDTH, initial_indent=head, subsequent_indent=head)
+        lines += wrap(" ".join(map(str, order)), LINE_WIDTH, initial_indent=head, subsequent_indent=head)
+    return "\n".join(lines) + "\n"

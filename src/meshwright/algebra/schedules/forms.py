@@ -1,71 +1,64 @@
-"""What a schedule comes to with a program for each stage, for uniform stages: what the search multiplies a million
-times.
+"""Bubble, stash, sends and buffers of a schedule with uniform stages, as functions of its sizes; the search reads them
+for a million candidates.
 
-From the closed forms of the schedule's own file, else simulated once for each size. Sizes and times may be NumPy
-arrays; sizes that a schedule does not exist for are masked by `is_legal`, not branched on. Each closed form is the
-longest path through the schedule's own rows, so that it equals the simulator's result: see
-``tests/algebra/schedules/test_forms.py``.
+`stage_forms` is a schedule with a program for each stage, which runs ahead as far as messages let it; `lockstep_forms`
+one program on all devices, which take part in every tick (see `fused`): a message takes a tick each way, so that more
+microbatches are in flight, and what fills a bubble elsewhere may not. Sizes and times may be NumPy arrays; sizes that a
+schedule does not exist for are masked by `is_legal`, not branched on.
+
+Forms come from the schedule's own file: each is the longest path through its rows, so that it equals the simulator's
+result (``tests/algebra/schedules/test_forms.py``). A schedule without them is simulated once for each size, and exact
+for all times. The time of a step is its longest path: the largest of a few sums of passes, each so many F, B and W.
+`longest_paths` finds every sum that is the largest for some times, so that a size is simulated a few times for all
+candidates.
 """
+
+import functools
+import itertools
+import math
+import operator
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import numpy as np
 
-from meshwright.algebra.schedules.definition import Array
+from meshwright.algebra.schedules.check import check
+from meshwright.algebra.schedules.definition import Array, LockstepForms, ScheduleDefinition, StageForms
 from meshwright.algebra.schedules.registry import definition
-from meshwright.algebra.schedules.simulated import MAX_PASSES, longest_bubble, over_sizes, simulated_size
+from meshwright.algebra.schedules.simulation import peak_stash, simulate
+from meshwright.algebra.schedules.table import Schedule
+from meshwright.algebra.schedules.ticks import Slots, lockstep_seconds, tick_tables
+from meshwright.core.errors import InputError
+
+MAX_PASSES = 100_000
+"""Most passes of a table that is priced, F, B and W of every stage: its simulation takes about a second."""
+
+_BITS = 20
+"""Bits of a number of passes on a path."""
+
+Passes = tuple[int, int, int]
+"""How many F, B and W a path has."""
+
+Size = tuple[int, int, int]
+"""Stages, microbatches and chunks."""
+
+AnyForms = TypeVar("AnyForms", StageForms, LockstepForms)
 
 
-def bubble_seconds(
-    name: str,
-    *,
-    stages: Array,
-    microbatches: Array,
-    chunks: Array = 1,
-    forward_s: Array,
-    backward_s: Array,
-    weight_s: Array = 0.0,
-) -> Array:
-    """Seconds of a step beyond ``microbatches * (forward_s + backward_s + weight_s)``, with a barrier at its end.
+def stage_forms(name: str) -> StageForms:
+    """The forms of a schedule with a program for each stage. Exact, but for zb-h2 with fewer microbatches than stages.
 
-    Times are of one microbatch through all layers of one device: ``backward_s`` for the gradients of the inputs (with
-    any recomputation), ``weight_s`` for those of the weights, which schedules that do not split make in one pass.
-    Sending is free here. Exact, but for zb-h2 with fewer microbatches than stages.
+    Sends of simulated and of closed forms differ where microbatches are fewer than twice the stages.
     """
     found = definition(name)
-    if found.forms:
-        return found.forms.bubble_s(stages, microbatches, chunks, forward_s, backward_s, weight_s)
-    return longest_bubble(
-        lambda *size: simulated_size(found, *size).paths,
-        *(stages, microbatches, chunks),
-        (forward_s, backward_s, weight_s),
-    )
+    return found.forms or _simulated_forms(found, StageForms, _simulated_stages)
 
 
-def peak_stash(name: str, *, stages: Array, microbatches: Array, chunks: Array = 1) -> Array:
-    """Most whole-stage microbatches alive at once on the worst device; W keeps as much as B. Exact.
-
-    The unit is what the backward pass of one microbatch needs of all layers of one device; what is kept for one of
-    several pieces of a device counts as its part.
-    """
+def lockstep_forms(name: str) -> LockstepForms:
+    """The forms of a schedule as one program runs it on all devices. They equal `ticks` and its simulated time, but for
+    zb-h2 with more microbatches than stages and fewer than twice as many less one."""
     found = definition(name)
-    if found.forms:
-        return found.forms.stash(stages, microbatches, chunks)
-    return over_sizes(lambda *size: simulated_size(found, *size).stash, stages, microbatches, chunks)
-
-
-def sends(name: str, *, stages: Array, microbatches: Array, chunks: Array = 1) -> Array:
-    """Sends, one way, that a step waits for where a send is short beside a pass."""
-    found = definition(name)
-    if found.forms:
-        return found.forms.sends(stages, microbatches, chunks)
-    return over_sizes(lambda *size: simulated_size(found, *size).sends, stages, microbatches, chunks)
-
-
-def split_passes(name: str, *, stages: Array, microbatches: Array, chunks: Array = 1) -> Array:
-    """Microbatches whose weight gradients have a pass of their own in the layers of the device with most of them."""
-    found = definition(name)
-    if found.forms:
-        return found.forms.split(stages, microbatches, chunks)
-    return over_sizes(lambda *size: simulated_size(found, *size).split, stages, microbatches, chunks)
+    return found.lockstep or _simulated_forms(found, LockstepForms, _simulated_lockstep)
 
 
 def is_legal(name: str, *, stages: Array, microbatches: Array, chunks: Array = 1) -> Array:
@@ -77,6 +70,136 @@ def is_legal(name: str, *, stages: Array, microbatches: Array, chunks: Array = 1
     return legal & (3 * np.asarray(stages) * microbatches * chunks <= MAX_PASSES)
 
 
-def weight_copies(name: str) -> int:
-    """How often the devices hold the weights together: 2 where microbatches enter at both ends."""
-    return definition(name).stage_placement.weight_copies
+# -- one size, simulated ------------------------------------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=4096)
+def _simulated_stages(definition: ScheduleDefinition, size: Size) -> dict[str, Any]:
+    """Values of `StageForms` by name, and ``paths`` [n, 3]: the F, B and W of every longest path beyond the passes of
+    all microbatches, in passes over all layers of a device."""
+    schedule, chunks = _rows(definition, size), size[2]
+
+    def step(f: int, b: int, w: int, send: int = 0) -> int:
+        return int(simulate(schedule, forward_s=f, backward_s=b, weight_s=w, send_s=send).makespan_s)
+
+    return {
+        "paths": _idle_passes(step, size),
+        "stash": round(max(peak_stash(schedule)) / schedule.piece_share) / chunks,
+        # sends of one unit beside equal passes of very many: those that no path avoids
+        "sends": step(*(3 * (1 << _BITS,)), 1) % (1 << _BITS),
+        "split": max(sum(op.kind == "W" for op in order) for order in schedule.orders) / chunks,
+    }
+
+
+@functools.lru_cache(maxsize=4096)
+def _simulated_lockstep(definition: ScheduleDefinition, size: Size) -> dict[str, Any]:
+    """Values of `LockstepForms` by name, and ``paths`` as above."""
+    tables = tick_tables(_rows(definition, size))
+
+    def step(f: int, b: int, w: int) -> int:
+        return int(lockstep_seconds(tables, forward_s=f, backward_s=b, weight_s=w, send_s=0))
+
+    slots = {name: getattr(tables.slots, name) for name in Slots.__struct_fields__}
+    return {"paths": _idle_passes(step, size), "ticks": tables.num_ticks, **slots}
+
+
+def _rows(definition: ScheduleDefinition, size: Size) -> Schedule:
+    if 3 * math.prod(size) > MAX_PASSES:
+        raise InputError(too_many_passes(definition, *size))
+    return check(definition.build(*size))
+
+
+def too_many_passes(definition: ScheduleDefinition, stages: int, microbatches: int, chunks: int) -> str:
+    """Why a size is not simulated."""
+    return (
+        f"{definition.name} has no closed forms, and {stages} stages of {chunks} chunks x {microbatches} microbatches "
+        f"are too many passes to simulate. Use at most {MAX_PASSES // (3 * stages * chunks)} microbatches."
+    )
+
+
+def _idle_passes(step: Callable[[int, int, int], int], size: Size) -> np.ndarray:
+    _, microbatches, chunks = size
+    return np.array(longest_paths(step)) / chunks - microbatches
+
+
+def longest_paths(step: Callable[[int, int, int], int]) -> list[Passes]:
+    """The passes of every path that is the longest for some times; ``step`` is the time of a step for whole times.
+
+    The time is convex in (f, b, w). So the paths found are all as soon as no longer one is found where three of them,
+    or two and a time of 0, tie: between such times the time of a step is linear.
+    """
+    found: dict[Passes, None] = {}
+    asked: set[Passes] = set()
+    axes: list[Passes] = [(1, 0, 0), (0, 1, 0), (0, 0, 1)]
+    normals = axes
+    while True:
+        num_found = len(found)
+        for one, other in itertools.combinations(normals, 2):
+            times = _cross(one, other)
+            if times is None or times in asked:
+                continue
+            known = [_time(path, times) for path in found]
+            # a tie of paths that are not the longest there says nothing
+            if normals is not axes and known.count(max(known)) < 2:
+                continue
+            asked.add(times)
+            path = _longest_path(step, times)
+            if _time(path, times) > max(known, default=-1):
+                found[path] = None
+        if len(found) == num_found:
+            return list(found)
+        ties = itertools.combinations(found, 2)
+        normals = axes + [(p[0] - q[0], p[1] - q[1], p[2] - q[2]) for p, q in ties]
+
+
+def _cross(one: Passes, other: Passes) -> Passes | None:
+    """Times, none below 0, at which both differences of paths take no time; None without any."""
+    x = one[1] * other[2] - one[2] * other[1]
+    y = one[2] * other[0] - one[0] * other[2]
+    z = one[0] * other[1] - one[1] * other[0]
+    if min(x, y, z) < 0:
+        x, y, z = -x, -y, -z
+    if min(x, y, z) < 0 or not (x or y or z):
+        return None
+    shared = math.gcd(x, y, z)
+    return x // shared, y // shared, z // shared
+
+
+def _longest_path(step: Callable[[int, int, int], int], times: Passes) -> Passes:
+    """Passes of the longest path: each pass also takes one unit of a digit of its own, too small to change the path."""
+    scale, mask = 1 << (3 * _BITS), (1 << _BITS) - 1
+    total = step(*(time * scale + (1 << (_BITS * kind)) for kind, time in enumerate(times)))
+    return total & mask, (total >> _BITS) & mask, (total >> 2 * _BITS) & mask
+
+
+def _time(path: Passes, times: Passes) -> int:
+    return sum(map(operator.mul, path, times))
+
+
+# -- arrays of sizes ----------------------------------------------------------------------------------------
+
+
+def _simulated_forms(
+    definition: ScheduleDefinition,
+    form: type[AnyForms],
+    simulated: Callable[[ScheduleDefinition, Size], dict[str, Any]],
+) -> AnyForms:
+    """Forms that simulate each size once; 0 for one stage, which has nothing to wait for."""
+
+    def read(name: str, *arrays: Array) -> np.ndarray:
+        """A value of each size, or of paths the longest with these times."""
+        given = np.broadcast_arrays(*arrays)
+        sizes = np.stack([array.reshape(-1) for array in given[:3]], axis=-1).astype(np.int64)
+        different, which = np.unique(sizes, axis=0, return_inverse=True)
+        found = np.zeros(len(sizes))
+        for number, (p, m, v) in enumerate(different.tolist()):
+            if p > 1:
+                here, value = which.reshape(-1) == number, simulated(definition, (p, m, v))[name]
+                if name == "paths":
+                    value = (value @ np.stack([times.reshape(-1)[here] for times in given[3:]])).max(axis=0)
+                found[here] = value
+        return found.reshape(given[0].shape)
+
+    names = (name for name in form.__struct_fields__ if name not in ("bubble_s", "waits"))
+    values = {name: functools.partial(read, name) for name in names}
+    return form(bubble_s=functools.partial(read, "paths"), **values)

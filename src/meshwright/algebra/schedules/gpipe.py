@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from meshwright.algebra.schedules.definition import ClosedForms, LockstepForms, ScheduleDefinition
+from meshwright.algebra.schedules.definition import LockstepForms, ScheduleDefinition, StageForms
 from meshwright.algebra.schedules.table import Op
 
 
@@ -17,10 +17,14 @@ SCHEDULE = ScheduleDefinition(
     name="gpipe",
     year=2019,
     order=_order,
-    forms=ClosedForms(
+    forms=StageForms(
         bubble_s=lambda p, m, v, f, b, w: np.subtract(p, 1) * (f + b + w),
         stash=lambda p, m, v: m + 0.0 * np.asarray(p),
         sends=lambda p, m, v: 2 * (p - 1),
     ),
-    lockstep=LockstepForms(ticks=lambda p, m, v: 2 * (m + p) - 3, head=lambda m: m),
+    lockstep=LockstepForms(
+        ticks=lambda p, m, v: 2 * (m + p) - 3,
+        stash=lambda p, m, v: m + 0 * p,
+        head=lambda p, m, v: m,
+    ),
 )

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from meshwright.algebra.schedules.definition import ClosedForms, LockstepForms, Requirement, ScheduleDefinition
+from meshwright.algebra.schedules.definition import LockstepForms, Requirement, ScheduleDefinition, StageForms
 from meshwright.algebra.schedules.one_f_one_b import alternating
 from meshwright.algebra.schedules.table import Op
 
@@ -41,10 +41,14 @@ SCHEDULE = ScheduleDefinition(
         Requirement(lambda p, m, v: m % p == 0, _whole_groups),
     ),
     search="usual",
-    forms=ClosedForms(
+    forms=StageForms(
         bubble_s=lambda p, m, v, f, b, w: np.subtract(p, 1) * (f + b + w) / v,
         stash=lambda p, m, v: np.minimum(m * v, p * (v + 1) - 1) / v,
         sends=lambda p, m, v: 2 * (p * v - 1),
     ),
-    lockstep=LockstepForms(is_divided=True, ticks=lambda p, m, v: v * (m + p) + p - 2),
+    lockstep=LockstepForms(
+        bubble_s=lambda p, m, v, f, b, w: ((p - 1) * (f + b) + (p - 1) * w) / v,
+        ticks=lambda p, m, v: v * (m + p) + p - 2,
+        stash=lambda p, m, v: np.minimum(m * v, p * (v + 1) - 1),
+    ),
 )

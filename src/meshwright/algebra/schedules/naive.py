@@ -1,11 +1,11 @@
-"""The naive schedule: one microbatch at a time, there and back. Source: Dean et al., Large Scale Distributed Deep
+"""The naive schedule: one microbatch at a time, forward and backward. Source: Dean et al., Large Scale Distributed Deep
 Networks (2012), section 3."""
 
 from collections.abc import Iterator
 
 import numpy as np
 
-from meshwright.algebra.schedules.definition import ClosedForms, LockstepForms, ScheduleDefinition
+from meshwright.algebra.schedules.definition import LockstepForms, ScheduleDefinition, StageForms
 from meshwright.algebra.schedules.table import Op
 
 
@@ -20,16 +20,16 @@ SCHEDULE = ScheduleDefinition(
     order=_order,
     # never faster than gpipe, and no leaner than a microbatch at a time on fewer stages
     search="never",
-    forms=ClosedForms(
+    forms=StageForms(
         bubble_s=lambda p, m, v, f, b, w: np.subtract(p, 1) * m * (f + b + w),
         stash=lambda p, m, v: 1.0 + 0.0 * np.asarray(p),
         sends=lambda p, m, v: 2 * m * (p - 1),
     ),
     lockstep=LockstepForms(
-        hops=lambda p, m: (p - 1) * m,
-        weight_hops=lambda p, m: (p - 1) * m,
+        bubble_s=lambda p, m, v, f, b, w: (p - 1) * m * (f + b) + (p - 1) * m * w,
         ticks=lambda p, m, v: m * (2 * p - 1),
+        stash=lambda p, m, v: 1 + 0 * p,
         # one chain: each send is waited for, and no other message is
-        sends=lambda p, m, v: 2 * m * (p - 1),
+        waits=lambda p, m, v: 2 * m * (p - 1),
     ),
 )

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from meshwright.algebra.schedules.definition import ClosedForms, LockstepForms, ScheduleDefinition
+from meshwright.algebra.schedules.definition import LockstepForms, ScheduleDefinition, StageForms
 from meshwright.algebra.schedules.table import Op
 
 
@@ -28,10 +28,10 @@ SCHEDULE = ScheduleDefinition(
     year=2021,
     order=_order,
     search="usual",
-    forms=ClosedForms(
+    forms=StageForms(
         bubble_s=lambda p, m, v, f, b, w: np.subtract(p, 1) * (f + b + w),
         stash=lambda p, m, v: np.minimum(p, m),
         sends=lambda p, m, v: 2 * m * (p - 1) / p + 2 * (p - 2) * (p > 1),
     ),
-    lockstep=LockstepForms(stash=lambda p, m, v: np.minimum(2 * p - 1, m)),
+    lockstep=LockstepForms(),
 )

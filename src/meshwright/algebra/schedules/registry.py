@@ -39,7 +39,7 @@ def searched_schedules(*, every: bool) -> tuple[str, ...]:
 
 
 def definition(name: str) -> ScheduleDefinition:
-    """The schedule of that name, or of the file of that path. Raises InputError where there is neither."""
+    """Returns the schedule of a name, or of a file at that path. Raises InputError if there is neither."""
     found = definitions().get(name)
     if found is not None:
         return found

@@ -5,8 +5,9 @@ chips, when other axes split its work too); a *virtual stage* is one of the cons
 into; a device holds one piece per *chunk*.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Literal
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -25,6 +26,27 @@ class Op(msgspec.Struct, frozen=True):
         return f"{self.kind}{self.microbatch}" + (f"/{self.chunk}" if self.chunk else "")
 
 
+class Result(NamedTuple):
+    """The result of a pass of a microbatch through a virtual stage."""
+
+    kind: Pass
+    stage: int
+    microbatch: int
+
+
+class Task(NamedTuple):
+    """An op by what it ``makes`` and the result that it ``needs``: of two, the one that is made last.
+
+    ``is_sent`` says whether that comes from another device. ``takes`` names the times that the op takes: "BW" where
+    its B is the whole backward pass.
+    """
+
+    makes: Result
+    needs: Result | None
+    is_sent: bool
+    takes: Literal["F", "B", "W", "BW"]
+
+
 class Place(msgspec.Struct, frozen=True):
     """Where a virtual stage lives."""
 
@@ -32,22 +54,11 @@ class Place(msgspec.Struct, frozen=True):
     chunk: int = 0
 
 
-class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """One row of the table: what ``device`` runs as its ``order``-th op, and the virtual stage that this is."""
-
-    order: int
-    device: int
-    kind: Pass
-    microbatch: int
-    chunk: int
-    virtual_stage: int
-
-
 Route = tuple[Place, ...]
-"""Places of the virtual stages, first to last: the way of a microbatch through the devices."""
+"""Places of the virtual stages, first to last: the path of a microbatch through the devices."""
 
 
-class Schedule(msgspec.Struct, frozen=True, kw_only=True):
+class Schedule(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """Every device's ops in their order, and the placement of the virtual stages.
 
     ``routes`` has one way through the model, or two where microbatches enter at both ends (then every virtual stage is
@@ -82,7 +93,7 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def weight_copies(self) -> int:
-        """How often the weights are held by the devices together: one per route."""
+        """Copies of the weights on all devices together: one per route."""
         return len(self.routes)
 
     @property
@@ -103,37 +114,31 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True):
             for stage, place in enumerate(route)
         }
 
-    def rows(self) -> Iterator[Row]:
-        """The table row by row, device by device."""
-        stages = self.virtual_stages()
+    def place(self, stage: int, microbatch: int) -> Place:
+        """Where a microbatch passes a virtual stage."""
+        return self.routes[self.route_of[microbatch]][stage]
+
+    @cached_property
+    def tasks(self) -> tuple[tuple[Task, ...], ...]:
+        """The ops of every device in their order, by virtual stage."""
+        stage_of, last = self.virtual_stages(), self.num_virtual_stages - 1
+        found = []
         for device, order in enumerate(self.orders):
-            for number, op in enumerate(order):
-                stage = stages[self.route_of[op.microbatch], device, op.chunk]
-                yield Row(
-                    order=number,
-                    device=device,
-                    kind=op.kind,
-                    microbatch=op.microbatch,
-                    chunk=op.chunk,
-                    virtual_stage=stage,
-                )
-
-
-def looped_route(devices: int, chunks: int = 1) -> Route:
-    """Virtual stage ``chunk * devices + device``: round and round, as interleaved schedules want it."""
-    return tuple(Place(device, chunk) for chunk in range(chunks) for device in range(devices))
-
-
-def v_route(devices: int) -> Route:
-    """Down the devices in chunk 0 and up again in chunk 1: device 0 holds the first piece and the last."""
-    down = tuple(Place(device, 0) for device in range(devices))
-    return down + tuple(Place(device, 1) for device in reversed(range(devices)))
-
-
-def bidirectional_routes(devices: int) -> tuple[Route, Route]:
-    """Down the devices in chunk 0, and up them in chunk 1: device d holds the pieces d and devices - 1 - d."""
-    down = tuple(Place(device, 0) for device in range(devices))
-    return down, tuple(Place(device, 1) for device in reversed(range(devices)))
+            with_weights = {(op.microbatch, op.chunk) for op in order if op.kind == "W"}
+            tasks = []
+            for op in order:
+                kind, m = op.kind, op.microbatch
+                stage = stage_of[self.route_of[m], device, op.chunk]
+                needs: Result | None = Result("B", stage, m)
+                if kind == "F":
+                    needs = Result("F", stage - 1, m) if stage else None
+                elif kind == "B":
+                    needs = Result("B", stage + 1, m) if stage < last else Result("F", stage, m)
+                is_sent = needs is not None and self.place(needs.stage, m).device != device
+                is_whole = kind == "B" and (m, op.chunk) not in with_weights
+                tasks.append(Task(Result(kind, stage, m), needs, is_sent, "BW" if is_whole else kind))
+            found.append(tuple(tasks))
+        return tuple(found)
 
 
 class StagePlacement(msgspec.Struct, frozen=True, kw_only=True):
@@ -150,12 +155,19 @@ class StagePlacement(msgspec.Struct, frozen=True, kw_only=True):
 
 PlacementName = Literal["looped", "v", "bidirectional"]
 PLACEMENTS: dict[PlacementName, StagePlacement] = {
-    "looped": StagePlacement(routes=lambda devices, chunks: (looped_route(devices, chunks),)),
-    "v": StagePlacement(routes=lambda devices, chunks: (v_route(devices),), ends_share=1.0),
+    "looped": StagePlacement(routes=lambda devices, chunks: (sum((_down(devices, c) for c in range(chunks)), ()),)),
+    "v": StagePlacement(routes=lambda devices, chunks: (_down(devices, 0) + _down(devices, 1)[::-1],), ends_share=1.0),
     "bidirectional": StagePlacement(
-        routes=lambda devices, chunks: bidirectional_routes(devices), weight_copies=2, ends_share=0.5
+        routes=lambda devices, chunks: (_down(devices, 0), _down(devices, 1)[::-1]), weight_copies=2, ends_share=0.5
     ),
 }
+"""looped: virtual stage ``chunk * devices + device``, round and round, as interleaved schedules want it. v: down the
+devices in chunk 0 and up again in chunk 1, so that device 0 holds the first piece and the last. bidirectional: down the
+devices in chunk 0, and up them in chunk 1: device d holds the pieces d and devices - 1 - d."""
+
+
+def _down(devices: int, chunk: int) -> Route:
+    return tuple(Place(device, chunk) for device in range(devices))
 
 
 def microbatch_routes(orders: Sequence[Sequence[Op]], num_routes: int) -> dict[int, int]:

@@ -1,20 +1,21 @@
-"""A fused schedule as tables of integers: what every device runs, reads, keeps and is sent in every tick.
+"""A schedule in fused ticks as tables of integers: what every device runs, reads, keeps and is sent in every tick.
 
 In a tick a device runs F, then B, then W, and then messages move: a result of tick t reaches another device before
 tick t + 1. Everything that waits lies in a numbered slot of a buffer, and values that are never alive at the same
 time share a slot, so that the buffers are as large as the most that is alive at once on the worst device.
 """
 
-from collections.abc import Callable, Iterator
+import itertools
+from collections import Counter
 from heapq import heappop, heappush
-from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
 
-from meshwright.algebra.schedules.fused import Fused, fused
-from meshwright.algebra.schedules.table import Pass, Schedule
+from meshwright.algebra.schedules.fused import PASSES, Tick, fused_ticks
+from meshwright.algebra.schedules.simulation import Seconds, most_alive, pass_times
+from meshwright.algebra.schedules.table import Pass, Result, Schedule
 
 IDLE = -1
 """In every column: nothing here. Of a slot that is read: the value does not come from that buffer."""
@@ -61,6 +62,9 @@ class WeightColumns(NamedTuple):
     handed_slot: Column
 
 
+OfPass = TypeVar("OfPass", ForwardColumns, BackwardColumns, WeightColumns)
+
+
 class Columns(NamedTuple):
     """All of them; and, for each channel, the slot that the message of this tick is written to."""
 
@@ -72,7 +76,7 @@ class Columns(NamedTuple):
 
 
 class Channel(msgspec.Struct, frozen=True):
-    """Messages that go the same way in a tick: from each first device of ``pairs`` to the second.
+    """Messages of one direction in a tick: from each first device of ``pairs`` to the second.
 
     ``offset`` is the way, modulo the number of devices; with 0 they stay where they are.
     """
@@ -82,8 +86,8 @@ class Channel(msgspec.Struct, frozen=True):
 
 
 class Slots(msgspec.Struct, frozen=True, kw_only=True):
-    """Slots of each buffer, on the worst device: messages both ways, what B needs, results that wait for the loss
-    head, and what W needs."""
+    """Slots of each buffer on the worst device: messages in both directions, stashes that B needs, results that wait
+    for the loss head, and arrays that W needs."""
 
     x: int
     dx: int
@@ -96,41 +100,90 @@ class TickTables(msgspec.Struct, frozen=True, kw_only=True):
     """A schedule as one program runs it on every device. ``live`` counts each device's own slots, buffer by buffer."""
 
     schedule: Schedule
+    ticks: tuple[Tick, ...]
     columns: Columns
     x_channels: tuple[Channel, ...]
     dx_channels: tuple[Channel, ...]
-    slots: Slots
     live: dict[str, tuple[int, ...]]
 
     @property
     def num_ticks(self) -> int:
         """Rows of the tables."""
-        return len(self.columns.forward.microbatch)
+        return len(self.ticks)
+
+    @property
+    def slots(self) -> Slots:
+        """The slots that all devices have, as all run one program."""
+        return Slots(**{name: max(counts) for name, counts in self.live.items()})
+
+    @property
+    def peak_stash(self) -> tuple[float, ...]:
+        """Of each device, the most that is alive at once, as in `simulation.peak_stash`."""
+        rows = zip(*self.ticks, strict=True)
+        return tuple(self.schedule.piece_share * most_alive(itertools.chain(*row)) for row in rows)
 
     @property
     def num_permutes(self) -> int:
-        """Sends between devices in every tick, both ways together."""
+        """Sends between devices in every tick, in both directions."""
         return sum(channel.offset != 0 for channel in (*self.x_channels, *self.dx_channels))
 
     @property
     def has_backward(self) -> bool:
         """False for a table of forward passes only."""
-        return bool((self.columns.backward.microbatch >= 0).any())
+        return self._has("B", "BW")
 
     @property
     def has_whole(self) -> bool:
         """Whether any B is the whole backward pass."""
-        backward = self.columns.backward
-        return bool(((backward.microbatch >= 0) & (backward.handed_slot < 0)).any())
+        return self._has("BW")
 
     @property
     def has_split(self) -> bool:
         """Whether any weight gradients are made by a pass of their own."""
-        return bool((self.columns.weight.microbatch >= 0).any())
+        return self._has("W")
+
+    def _has(self, *takes: str) -> bool:
+        return any(task.takes in takes for tasks in self.schedule.tasks for task in tasks)
+
+
+def tick_tables(schedule: Schedule) -> TickTables:
+    """Returns the tables of a schedule, with the fewest slots that all live values fit in."""
+    return _Builder(schedule).tables()
+
+
+def forward_tables(schedule: Schedule) -> TickTables:
+    """The tables of the forward passes alone, in the order in which each device has them."""
+    orders = tuple(tuple(op for op in order if op.kind == "F") for order in schedule.orders)
+    return tick_tables(msgspec.structs.replace(schedule, orders=orders))
+
+
+def lockstep_seconds(
+    tables: TickTables, *, forward_s: Seconds, backward_s: Seconds, weight_s: Seconds = 0.0, send_s: float = 0.0
+) -> float:
+    """Seconds of a step where each tick of a device begins when its neighbours have ended the one before.
+
+    Times as in `simulation.simulate`; every tick's messages take ``send_s``.
+    """
+    times = pass_times(tables.schedule, forward_s=forward_s, backward_s=backward_s, weight_s=weight_s)
+    neighbours = [{device} for device in range(tables.schedule.num_devices)]
+    for one, other in (pair for channel in tables.x_channels for pair in channel.pairs):
+        neighbours[one].add(other)
+        neighbours[other].add(one)
+    others = [found - {device} or found for device, found in enumerate(neighbours)]
+    end: list[float] = [0] * len(neighbours)
+    for number, tick in enumerate(tables.ticks):
+        sent_s = send_s if number else 0
+        end = [
+            max(end[device], *(end[other] + sent_s for other in others[device]))
+            + sum(times[task.takes][task.makes.stage] for task in tasks)
+            for device, tasks in enumerate(tick)
+        ]
+    return max(end)
 
 
 class _Value(NamedTuple):
-    """Something that waits on a device: written and read at moments, four of them in a tick."""
+    """Something that waits on a device, of a virtual stage and microbatch: written and read at moments, four in a
+    tick."""
 
     device: int
     written: int
@@ -142,109 +195,70 @@ _MOMENT: dict[Pass, int] = {"F": 0, "B": 1, "W": 2}
 _ARRIVES = 3
 
 
-def tick_tables(table: Fused) -> TickTables:
-    """The tables of a fused schedule; its slots are the fewest that hold what is alive."""
-    return _Builder(table).tables()
-
-
-def forward_tables(schedule: Schedule) -> TickTables:
-    """The tables of the forward passes alone, in the order in which each device has them."""
-    orders = tuple(tuple(op for op in order if op.kind == "F") for order in schedule.orders)
-    return tick_tables(fused(msgspec.structs.replace(schedule, orders=orders)))
-
-
 class _Builder:
-    def __init__(self, table: Fused) -> None:
-        self.table, self.schedule = table, table.schedule
-        self.shape = (table.num_ticks, self.schedule.num_devices)
-        self.last = self.schedule.num_virtual_stages - 1
-        stages = self.schedule.virtual_stages()
-        self.at = {
-            (op.kind, stages[self.schedule.route_of[op.microbatch], device, op.chunk], op.microbatch): tick
-            for tick, row in enumerate(table.ticks)
-            for device, slots in enumerate(row)
-            for op in slots.ops()
-        }
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule, self.ticks = schedule, tuple(fused_ticks(schedule))
+        self.shape = (len(self.ticks), schedule.num_devices)
+        self.last = schedule.num_virtual_stages - 1
+        self.at = {task.makes: n for n, tick in enumerate(self.ticks) for tasks in tick for task in tasks}
 
     def tables(self) -> TickTables:
         found = {name: _coloured(values) for name, values in self._values().items()}
         slot_of = {name: slots for name, (slots, _) in found.items()}
-        live = {name: tuple(most.get(d, 0) for d in range(self.shape[1])) for name, (_, most) in found.items()}
-        has_backward = any(kind == "B" for kind, _, _ in self.at)
+        has_backward = any(result.kind == "B" for result in self.at)
         x_channels = self._channels(forwards=True)
         dx_channels = self._channels(forwards=False) if has_backward else ()
         columns = Columns(
-            ForwardColumns(*self._columns("F", ForwardColumns._fields, slot_of)),
-            BackwardColumns(*self._columns("B", BackwardColumns._fields, slot_of)),
-            WeightColumns(*self._columns("W", WeightColumns._fields, slot_of)),
+            self._columns("F", ForwardColumns, slot_of),
+            self._columns("B", BackwardColumns, slot_of),
+            self._columns("W", WeightColumns, slot_of),
             tuple(self._arrivals("F", channel, slot_of["x"]) for channel in x_channels),
             tuple(self._arrivals("B", channel, slot_of["dx"]) for channel in dx_channels),
         )
         return TickTables(
             schedule=self.schedule,
+            ticks=self.ticks,
             columns=columns,
             x_channels=x_channels,
             dx_channels=dx_channels,
-            slots=Slots(**{name: max(counts) for name, counts in live.items()}),
-            live=live,
+            live={name: tuple(used[d] for d in range(self.shape[1])) for name, (_, used) in found.items()},
         )
 
-    def device(self, stage: int, m: int) -> int:
-        return self.schedule.routes[self.schedule.route_of[m]][stage].device
-
-    def when(self, kind: Pass, stage: int, m: int) -> int | None:
-        """The moment at which a pass reads and writes."""
-        tick = self.at.get((kind, stage, m))
-        return None if tick is None else 4 * tick + _MOMENT[kind]
-
     def _values(self) -> dict[str, list[_Value]]:
-        """What waits in each buffer."""
+        """Returns the values of each buffer, each live from the pass that makes it to the pass that needs it."""
         found: dict[str, list[_Value]] = {name: [] for name in Slots.__struct_fields__}
-        for m in range(self.schedule.num_microbatches):
-            for stage in range(self.last + 1):
-                for name, written, read in self._waits(stage, m):
-                    if written is not None and read is not None:
-                        found[name].append(_Value(self.device(stage, m), written, read, (stage, m)))
+        for m, stage in itertools.product(range(self.schedule.num_microbatches), range(self.last + 1)):
+            forward, backward, weight = (Result(kind, stage, m) for kind in PASSES)
+            waits = {
+                "x": (Result("F", stage - 1, m), forward),
+                "dx": (Result("B", stage + 1, m), backward),
+                "stash": (forward, backward),
+                "handed": (backward, weight),
+                **({"head": (forward, backward)} if stage == self.last else {}),
+            }
+            for name, (made, needed) in waits.items():
+                if made in self.at and needed in self.at:
+                    written = 4 * self.at[made] + (_ARRIVES if name in ("x", "dx") else _MOMENT[made.kind])
+                    read, device = 4 * self.at[needed] + _MOMENT[needed.kind], self.schedule.place(stage, m).device
+                    found[name].append(_Value(device, written, read, (stage, m)))
         return found
 
-    def _waits(self, stage: int, m: int) -> Iterator[tuple[str, int | None, int | None]]:
-        forward, backward, weight = (self.when(kind, stage, m) for kind in ("F", "B", "W"))
-        if stage:
-            yield "x", _arrival(self.at.get(("F", stage - 1, m))), forward
-        if stage < self.last:
-            yield "dx", _arrival(self.at.get(("B", stage + 1, m))), backward
-        else:
-            yield "head", forward, backward
-        yield "stash", forward, backward
-        yield "handed", backward, weight
-
-    def _columns(
-        self, kind: str, fields: tuple[str, ...], slot_of: dict[str, dict[tuple[int, int], int]]
-    ) -> Iterator[np.ndarray]:
-        for field in fields:
-            column = np.full(self.shape, IDLE, np.int32)
-            entry = self._entry(field, slot_of)
-            for (found, stage, m), tick in self.at.items():
-                if found == kind:
-                    column[tick, self.device(stage, m)] = entry(stage, m)
-            yield column
-
-    def _entry(self, field: str, slot_of: dict[str, dict[tuple[int, int], int]]) -> Callable[[int, int], int]:
-        """What a column has for a pass of a microbatch through a virtual stage."""
-        if field == "microbatch":
-            return lambda stage, m: m
-        if field == "chunk":
-            return lambda stage, m: self.schedule.routes[self.schedule.route_of[m]][stage].chunk
-        if field in ("is_first", "is_last"):
-            wanted = 0 if field == "is_first" else self.last
-            return lambda stage, m: int(stage == wanted)
-        slots = slot_of[field.removesuffix("_slot")]
-        return lambda stage, m: slots.get((stage, m), IDLE)
+    def _columns(self, kind: Pass, form: type[OfPass], slot_of: dict[str, dict[tuple[int, int], int]]) -> OfPass:
+        found = {field: np.full(self.shape, IDLE, np.int32) for field in form._fields}
+        for (of_kind, stage, m), tick in self.at.items():
+            if of_kind == kind:
+                place = self.schedule.place(stage, m)
+                entries = {f"{name}_slot": slots.get((stage, m), IDLE) for name, slots in slot_of.items()}
+                entries |= {"microbatch": m, "chunk": place.chunk}
+                entries |= {"is_first": int(stage == 0), "is_last": int(stage == self.last)}
+                for field, column in found.items():
+                    column[tick, place.device] = entries[field]
+        return form(**found)
 
     def _channels(self, *, forwards: bool) -> tuple[Channel, ...]:
         pairs: dict[int, set[tuple[int, int]]] = {}
         for route in self.schedule.routes:
-            for one, other in pairwise(route if forwards else route[::-1]):
+            for one, other in itertools.pairwise(route if forwards else route[::-1]):
                 offset = (other.device - one.device) % self.shape[1]
                 pairs.setdefault(offset, set()).add((one.device, other.device))
         return tuple(Channel(offset, tuple(sorted(found))) for offset, found in sorted(pairs.items()))
@@ -252,33 +266,29 @@ class _Builder:
     def _arrivals(self, kind: Pass, channel: Channel, slots: dict[tuple[int, int], int]) -> np.ndarray:
         """Where each device puts what reaches it by this channel."""
         step, column = 1 if kind == "F" else -1, np.full(self.shape, IDLE, np.int32)
-        for stage, m in slots:
-            source, device = self.device(stage - step, m), self.device(stage, m)
+        for (stage, m), slot in slots.items():
+            source, device = self.schedule.place(stage - step, m).device, self.schedule.place(stage, m).device
             if (device - source) % self.shape[1] == channel.offset:
-                column[self.at[kind, stage - step, m], device] = slots[stage, m]
+                column[self.at[Result(kind, stage - step, m)], device] = slot
         return column
 
 
-def _arrival(tick: int | None) -> int | None:
-    return None if tick is None else 4 * tick + _ARRIVES
-
-
-def _coloured(values: list[_Value]) -> tuple[dict[tuple[int, int], int], dict[int, int]]:
+def _coloured(values: list[_Value]) -> tuple[dict[tuple[int, int], int], Counter[int]]:
     """A slot for each value, the lowest that is free; and how many slots each device uses.
 
     Taken in the order in which they are written, values need as many slots as are alive at once, and no more.
     """
     slot_of: dict[tuple[int, int], int] = {}
-    used: dict[int, int] = {}
-    free: dict[int, list[int]] = {}
-    busy: dict[int, list[tuple[int, int]]] = {}
-    for value in sorted(values, key=lambda value: value.written):
-        mine, waiting = free.setdefault(value.device, []), busy.setdefault(value.device, [])
-        while waiting and waiting[0][0] < value.written:
-            heappush(mine, heappop(waiting)[1])
-        if not mine:
-            heappush(mine, used.get(value.device, 0))
-            used[value.device] = used.get(value.device, 0) + 1
-        slot_of[value.key] = slot = heappop(mine)
-        heappush(waiting, (value.read, slot))
+    used = Counter[int]()
+    in_order = sorted(values, key=lambda value: (value.device, value.written))
+    for device, own in itertools.groupby(in_order, key=lambda value: value.device):
+        free, busy = list[int](), list[tuple[int, int]]()
+        for value in own:
+            while busy and busy[0][0] < value.written:
+                heappush(free, heappop(busy)[1])
+            if not free:
+                free.append(used[device])
+                used[device] += 1
+            slot_of[value.key] = slot = heappop(free)
+            heappush(busy, (value.read, slot))
     return slot_of, used

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from meshwright.algebra.schedules.definition import Array, ClosedForms, LockstepForms, ScheduleDefinition
+from meshwright.algebra.schedules.definition import Array, LockstepForms, ScheduleDefinition, StageForms
 from meshwright.algebra.schedules.table import Op
 
 
@@ -44,15 +44,14 @@ SCHEDULE = ScheduleDefinition(
     name="zb-h1",
     year=2023,
     order=_order,
-    forms=ClosedForms(
+    forms=StageForms(
         bubble_s=lambda p, m, v, f, b, w: zero_bubble_seconds(p, np.minimum(m, p) - 1, f, b, w),
         stash=lambda p, m, v: np.minimum(p, m),
         sends=lambda p, m, v: 4 * (p - 1),
         split=lambda p, m, v: m,
     ),
     lockstep=LockstepForms(
-        weight_hops=lambda p, m: np.maximum(p - m, 0),
-        stash=lambda p, m, v: np.minimum(2 * p - 1, m),
-        handed=np.minimum,
+        bubble_s=lambda p, m, v, f, b, w: (p - 1) * (f + b) + np.maximum(p - m, 0) * w,
+        handed=lambda p, m, v: np.minimum(p, m),
     ),
 )

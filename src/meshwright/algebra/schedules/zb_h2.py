@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from meshwright.algebra.schedules.definition import ClosedForms, LockstepForms, ScheduleDefinition
+from meshwright.algebra.schedules.definition import LockstepForms, ScheduleDefinition, StageForms
 from meshwright.algebra.schedules.table import Op
 from meshwright.algebra.schedules.zb_h1 import zero_bubble_order, zero_bubble_seconds
 
@@ -20,7 +20,7 @@ SCHEDULE = ScheduleDefinition(
     name="zb-h2",
     year=2023,
     order=_order,
-    forms=ClosedForms(
+    forms=StageForms(
         # with fewer microbatches than stages a lower bound, less than an eighth too low for up to 24 stages
         bubble_s=lambda p, m, v, f, b, w: zero_bubble_seconds(p, np.minimum(m, 2 * p - 1) - 1, f, b, w),
         stash=lambda p, m, v: np.minimum(2 * np.asarray(p) - 1, m),
@@ -29,9 +29,8 @@ SCHEDULE = ScheduleDefinition(
     ),
     lockstep=LockstepForms(
         # with more microbatches than stages and fewer than 2 p - 1 an upper bound
-        weight_hops=lambda p, m: p - 1 - np.where(m > p, 0, m // 2),
+        bubble_s=lambda p, m, v, f, b, w: (p - 1) * (f + b) + (p - 1 - np.where(m > p, 0, m // 2)) * w,
         ticks=lambda p, m, v: m + 2 * (p - 1) + np.clip(m - p, 0, p - 1),
-        stash=lambda p, m, v: np.minimum(2 * p - 1, m),
-        handed=lambda p, m: np.minimum(2 * p - 1, m),
+        handed=lambda p, m, v: np.minimum(2 * p - 1, m),
     ),
 )

@@ -5,9 +5,9 @@ from typing import Any
 
 import msgspec
 
-from meshwright.algebra.schedules.fused import fused, fused_seconds
-from meshwright.algebra.schedules.simulation import Simulation, peak_stash, simulate
+from meshwright.algebra.schedules.simulation import Simulation, simulate
 from meshwright.algebra.schedules.table import Schedule
+from meshwright.algebra.schedules.ticks import lockstep_seconds, tick_tables
 from meshwright.core.errors import InputError
 from meshwright.core.units import format_seconds
 
@@ -42,10 +42,10 @@ class Times(msgspec.Struct, frozen=True, kw_only=True):
 
     def in_lockstep(self, schedule: Schedule) -> dict[str, Any]:
         """The fused-tick form with these times: ticks, time of a step, peak stash."""
-        table = fused(schedule)
+        tables = tick_tables(schedule)
         forward, backward, weight = self._per_virtual_stage(schedule)
-        step = fused_seconds(table, forward_s=forward, backward_s=backward, weight_s=weight, send_s=self.send)
-        return {"ticks": table.num_ticks, "step": step, "peak_stash": max(peak_stash(table.in_order))}
+        step = lockstep_seconds(tables, forward_s=forward, backward_s=backward, weight_s=weight, send_s=self.send)
+        return {"ticks": tables.num_ticks, "step": step, "peak_stash": max(tables.peak_stash)}
 
     def scaled(self, ratio: float) -> "Times":
         """The same passes over ``ratio`` times as many layers."""

@@ -13,13 +13,12 @@ import msgspec
 import numpy as np
 
 from meshwright.algebra.sizes import Number
+from meshwright.core.dims import COLLECTIVES, CollectiveKind
 from meshwright.core.errors import InputError, nearest
 from meshwright.cost.network.legs import Leg, group_legs
 from meshwright.cost.network.links import Level
 from meshwright.cost.network.placement import Placement
-from meshwright.spec.calibration import Calibration, CollectiveKind, collective_rate
-
-KINDS: tuple[CollectiveKind, ...] = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "permute")
+from meshwright.spec.calibration import Calibration, collective_rate
 
 _INNER: tuple[Level, ...] = ("ici", "nvlink", "host")
 
@@ -92,7 +91,7 @@ def leg_rates(legs: Sequence[Leg], calibration: Calibration | None = None) -> Gr
     outer = [leg for leg in legs if leg.level not in _INNER]
     if not legs:
         free = KindRate(0.0)
-        return GroupRates(size=1, level="none", kinds=dict.fromkeys(KINDS, free))
+        return GroupRates(size=1, level="none", kinds=dict.fromkeys(COLLECTIVES, free))
     if inner and inner[0].level == "host":
         return _host_rates(inner[0], calibration)
     num_inner, num_outer = _product(inner), _product(outer)
@@ -177,7 +176,7 @@ def _ring_links(legs: Sequence[Leg]) -> Number:
     return 1 + both
 
 
-def received_share(kind: CollectiveKind, size: Number) -> Number:
+def received_share(kind: str, size: Number) -> Number:
     """Bytes each device must receive, as a share of ``array_bytes``: how measured rates are counted."""
     once = (size - 1) / size
     if kind == "all_reduce":
@@ -191,7 +190,7 @@ def _host_rates(leg: Leg, calibration: Calibration | None) -> GroupRates:
     if calibration is None:
         raise InputError("devices of this machine have no data sheet. Measure them: give a calibration.")
     kinds = {}
-    for kind in KINDS:
+    for kind in COLLECTIVES:
         if any(rate.kind == kind for rate in calibration.collectives):
             measured = collective_rate(calibration, kind, leg.size)
             kinds[str(kind)] = KindRate(received_share(kind, leg.size) / measured.bytes_per_s, 0.0, measured.latency_s)
