@@ -34,7 +34,9 @@ def full_space() -> None:
     started = time.process_time()
     cluster = parse_cluster("a100:8x512")
     template = Strategy(mesh=make_mesh({}), state="bf16-master-fp32-grads")
-    space = open_space(model("gpt3-175b"), 2048, template, choices=FULL, calibration=fitted_calibration(cluster.chip))
+    job = Job(batch_seqs=BATCH_SEQS, seq_len=2048)
+    setting = Setting(model("gpt3-175b"), cluster, job, fitted_calibration(cluster.chip))
+    space = open_space(setting, template, choices=FULL)
     outcome = search(space, cluster, BATCH_SEQS, exhaustive=True, frontier=True)
     seconds = time.process_time() - started
     print(f"{outcome.num_legal:,} legal strategies on {outcome.num_meshes:,} meshes, {len(space.patterns)} patterns")

@@ -10,7 +10,6 @@ from meshwright.algebra.transformer import transformer
 from meshwright.core.errors import CannotRunError
 from meshwright.cost.memory import memory_parts
 from meshwright.cost.setting import Setting
-from meshwright.cost.step_costs import strategy_sizes
 from meshwright.cost.train_step import price_strategy
 from meshwright.cost.work.ops import model_flops, op_flops
 from meshwright.plan.planner import plan
@@ -102,7 +101,7 @@ def test_only_causal_attention_goes_round_a_ring(way):
 
 
 def test_flops_are_those_that_are_counted_by_hand():
-    sizes = strategy_sizes(BOTH, JOB, Strategy(mesh=make_mesh({})), scores="in_memory")
+    sizes = Setting(BOTH, parse_cluster("cpu:8"), JOB).sizes(Strategy(mesh=make_mesh({})))
     b, t, s, n, h, d, f = 16, 32, 96, BOTH.num_heads, BOTH.head_dim, BOTH.d_model, BOTH.d_ff
     k = BOTH.num_kv_heads
     project = 2 * d * h * (2 * n + 2 * k)

@@ -2,9 +2,10 @@
 
 import pytest
 
-from meshwright.cost.breakdown import LOCAL_TERMS, Breakdown, term_words, without
+from meshwright.cost.breakdown import Breakdown, term_words
 from meshwright.cost.setting import Setting
-from meshwright.cost.train_step import price_parts, price_strategy
+from meshwright.cost.train_step import price_strategy
+from meshwright.cost.work.ops import LOCAL_TERMS
 from meshwright.plan.planner import plan
 from meshwright.spec.catalogue import model
 from meshwright.spec.cluster import parse_cluster
@@ -50,8 +51,7 @@ def test_collectives_share_what_is_exposed(name, rates):
     at = priced(name, rates)
     rows = Breakdown(at).traffic
     parts = Breakdown(at)
-    times = price_parts(at.derived, at.sizes, at.rates, pipeline=at.pipeline).times
-    sends = float(times.sends_s(at.pipeline))  # boundaries between stages are no step of a layer
+    sends = float(at.times.sends_s(at.pipeline))  # boundaries between stages are no step of a layer
     assert parts.exposed_s - sends <= sum(row.exposed_s for row in rows) * (1 + 1e-6) + 1e-9
     assert sum(row.exposed_s for row in rows) <= parts.exposed_s * (1 + 1e-6)
     assert [row.exposed_s for row in rows] == sorted((row.exposed_s for row in rows), reverse=True)
@@ -91,13 +91,11 @@ def test_one_chip_waits_for_nothing():
 
 
 def test_only_what_is_named_becomes_free():
-    rates = priced("fsdp x tensor").rates
-    group = frozenset({"tensor"})
-    freed = without(rates, [("all_gather", group)])
-    assert freed.groups[group]["all_gather"].time(1e9) == 0
-    assert freed.groups[group]["reduce_scatter"] == rates.groups[group]["reduce_scatter"]
-    assert freed.groups[frozenset({"fsdp"})] == rates.groups[frozenset({"fsdp"})]
-    assert all(rate.time(1e9) == 0 for found in without(rates).groups.values() for rate in found.kinds.values())
+    found = Breakdown(priced("fsdp x tensor"))
+    named = [(row.op, frozenset(row.axes)) for row in found.traffic]
+    assert found._without(()) == found.step_s
+    assert found.step_s - found.exposed_s < found._without(named[:1]) < found.step_s
+    assert found._without(named) == found.step_s - found.exposed_s
 
 
 # -- terms ------------------------------------------------------------------------------------------------

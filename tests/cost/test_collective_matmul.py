@@ -44,7 +44,7 @@ def test_no_slower_and_no_more_memory_than_plain(case, ways, whole, remat):
 
 
 def rounds(priced):
-    return [cost for cost in priced.costs.all if cost.goes_round]
+    return [cost for cost in priced.costs.all if cost.in_ring_loop]
 
 
 def test_a_closed_ring_carries_halves_both_ways_at_once():
@@ -70,7 +70,7 @@ def test_of_n_blocks_the_products_of_n_minus_one_hide_moves():
     priced = price(H100, "one-way")
     forward = priced.costs.layers[0].forward
     left = _left_of_rounds(forward, priced.rates)
-    moves = [number for number, cost in enumerate(forward) if cost.goes_round]
+    moves = [number for number, cost in enumerate(forward) if cost.in_ring_loop]
     assert len(left) == len(moves) == 4
     for number, seconds in zip(moves, left, strict=True):
         product = forward[number + (1 if forward[number].step.details.ring == "past" else -1)]

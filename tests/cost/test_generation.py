@@ -8,7 +8,6 @@ from meshwright.algebra.ops import kind_of
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.cost.formulas.accounting import attention_work
 from meshwright.cost.setting import Setting
-from meshwright.cost.step_costs import strategy_sizes
 from meshwright.cost.train_step import price_strategy
 from meshwright.cost.work.ops import model_flops, op_flops, op_hbm_bytes
 from meshwright.spec.catalogue import model
@@ -36,7 +35,7 @@ def counted(result, *, storage=None, given=LLAMA, job=None):
     """(FLOPs, bytes) of the step that makes a result in the decode step of 4 sequences on one device."""
     job, storage = job or decode(4, 1000), storage or Storage()
     derived = derive_job(given, job, strategy_of({}), storage=storage)
-    sizes = strategy_sizes(given, job, strategy_of({}), storage=storage)
+    sizes = Setting(given, parse_cluster("v5e:4x4"), job, storage=storage).sizes(strategy_of({}))
     step = next(s for b in derived.blocks for s in b.forward if s.result.name == result)
     return op_flops(step, sizes), op_hbm_bytes(step, sizes)
 

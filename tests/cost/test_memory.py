@@ -7,9 +7,10 @@ import pytest
 from meshwright.algebra.derive import derive
 from meshwright.algebra.transformer import transformer
 from meshwright.core.dims import MESH_AXES
-from meshwright.cost.memory import ITEMS, memory_limit, total_bytes, training_memory
-from meshwright.cost.pipeline import strategy_pipeline
-from meshwright.cost.step_costs import op_sizes, strategy_sizes
+from meshwright.cost.memory import memory_limit, memory_parts, total_bytes
+from meshwright.cost.pipeline import Pipeline, strategy_pipeline
+from meshwright.cost.setting import Setting
+from meshwright.cost.step_costs import op_sizes
 from meshwright.spec import catalogue
 from meshwright.spec.calibration import Calibration
 from meshwright.spec.cluster import parse_cluster
@@ -18,6 +19,7 @@ from meshwright.spec.strategy import REMAT_POLICIES, STATE_BYTES, Strategy, make
 from meshwright.spec.weights import num_params, params_by_part
 
 TINY = catalogue.model("tiny")
+ITEMS = ("weights", "gradients", "optimizer", "activations", "logits", "kv_cache", "communication", "workspace")
 MESHES = (
     {},
     {"fsdp": 8},
@@ -28,14 +30,13 @@ MESHES = (
 
 
 def memory(
-    axes, *, model=TINY, batch_seqs=32, seq_len=512, symbolic=False, scores="on_chip", software="compiled", **fields
+    axes, *, model=TINY, batch_seqs=32, seq_len=512, symbolic=False, cluster="v5e:4x4", software="compiled", **fields
 ):
     strategy = Strategy(mesh=make_mesh(axes), **fields)
     without = ("tensor",) if symbolic and axes.get("tensor", 1) == 1 else ()
     derived = derive(transformer(model), strategy, symbolic=symbolic, without=without)
-    sizes = strategy_sizes(model, Job(batch_seqs=batch_seqs, seq_len=seq_len), strategy, scores=scores)
-    count, pipeline = strategy.num_microbatches, strategy_pipeline(strategy, software)
-    return training_memory(derived, sizes, num_microbatches=count, pipeline=pipeline, offload=strategy.offload)
+    sizes = Setting(model, parse_cluster(cluster), Job(batch_seqs=batch_seqs, seq_len=seq_len)).sizes(strategy)
+    return memory_parts(derived, sizes).items(strategy_pipeline(strategy, software), strategy.offload)
 
 
 def test_the_items_are_the_agreed_ones_and_sum_to_the_total():
@@ -131,7 +132,7 @@ def test_axes_of_one_device_cost_nothing(axes, remat):
 
 
 def test_scores_in_memory_enlarge_the_working_set():
-    fused, written = (memory({"fsdp": 2}, scores=where) for where in ("on_chip", "in_memory"))
+    fused, written = (memory({"fsdp": 2}, cluster=where) for where in ("v5e:4x4", "cpu:8"))
     pairs = 16 * 8 * 512 * 512
     assert written["workspace"] - fused["workspace"] >= 0.5 * pairs * (8 + 2)
     of_peak = ("workspace", "logits", "communication")  # which move from the head to a layer
@@ -145,7 +146,7 @@ def test_many_candidates_at_once():
     fsdp, tensor, counts = np.array([1.0, 2, 8]), np.array([4.0, 2, 1]), np.array([1, 2, 4])
     mesh = {axis: np.ones(3) for axis in MESH_AXES} | {"fsdp": fsdp, "tensor": tensor}
     sizes = op_sizes(TINY, seq_len=512, microbatch_seqs=32 / counts, mesh=mesh, state="fp32")
-    many = training_memory(derived, sizes, num_microbatches=counts)
+    many = memory_parts(derived, sizes).items(Pipeline(microbatches=counts))
     for i in range(3):
         axes = {"fsdp": int(fsdp[i]), "tensor": int(tensor[i])}
         one = memory(axes, num_microbatches=int(counts[i]), state="fp32")

@@ -10,7 +10,6 @@ from meshwright.cost.memory import memory_parts
 from meshwright.cost.offload import NOTHING, offloaded
 from meshwright.cost.pipeline import ONE_STAGE, Pipeline
 from meshwright.cost.setting import Setting
-from meshwright.cost.step_costs import strategy_sizes
 from meshwright.cost.train_step import price_strategy
 from meshwright.spec import catalogue
 from meshwright.spec.cluster import parse_cluster
@@ -27,7 +26,7 @@ STREAM = 2 * 16 * 512 * 256
 
 def parts(**fields):
     strategy = Strategy(mesh=make_mesh({}), **fields)
-    return memory_parts(derive(transformer(TINY), strategy), strategy_sizes(TINY, JOB, strategy))
+    return memory_parts(derive(transformer(TINY), strategy), Setting(TINY, ONE_CHIP, JOB).sizes(strategy))
 
 
 def estimate(cluster=ONE_CHIP, axes=None, **fields):
@@ -53,7 +52,7 @@ def test_the_optimizer_goes_there_and_back_once_a_step():
 def test_activations_leave_two_layers_behind():
     """The results of one layer, of 8: each pass takes at least as long as those take over PCIe."""
     plain, moved = (estimate(offload=chosen, remat="none") for chosen in ((), ("activations",)))
-    layer = parts(remat="none").kept[0].kept_bytes / 8
+    layer = parts(remat="none").layers[0].kept_bytes / 8
     assert layer > 10 * STREAM
     assert plain.memory["activations"] - moved.memory["activations"] == pytest.approx(6 * layer)
     assert moved.terms["pcie"] == pytest.approx(2 * 8 * layer / PCIE)
@@ -73,10 +72,10 @@ def test_what_a_pass_hides_costs_nothing():
 def test_with_segments_only_their_inputs_leave():
     """Every fourth layer's input; the four layers that are run again stay."""
     every = parts(remat="every-4")
-    layer = every.kept[0].kept_bytes / 8
+    layer = every.layers[0].kept_bytes / 8
     moved = offloaded(every, PCIE, ONE_STAGE, ("activations",))
     assert moved.activations_s == pytest.approx(STREAM / 4 / PCIE)
-    plain, left = (every.items(num_microbatches=1, offload=chosen)["activations"] for chosen in ((), ("activations",)))
+    plain, left = (every.items(offload=chosen)["activations"] for chosen in ((), ("activations",)))
     assert plain - left == pytest.approx(2 * STREAM - 2 * STREAM / 4)
     assert left > 4 * layer
 

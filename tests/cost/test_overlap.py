@@ -7,7 +7,7 @@ import pytest
 
 from meshwright.cost.pipeline import Pipeline
 from meshwright.cost.setting import Setting
-from meshwright.cost.train_step import estimate_step, price_parts, price_strategy
+from meshwright.cost.train_step import estimate_step, price_strategy
 from meshwright.spec import catalogue
 from meshwright.spec.calibration import Calibration, Efficiency
 from meshwright.spec.cluster import parse_cluster
@@ -27,9 +27,8 @@ def priced(axes, *, cluster="h100:8x1", zero=3, efficiency=None, software="compi
     calibration = Calibration(name="x", chip="h100", efficiency=Efficiency(**(efficiency or {})))
     setting = Setting(TINY, parse_cluster(cluster), JOB, calibration, assumptions=Assumptions(software=software))
     found = price_strategy(setting, strategy)
-    times = price_parts(found.derived, found.sizes, found.rates, pipeline=found.pipeline).times
     costs = [one for one in found.costs.all if one.step.block == "layer"]
-    return found, times, costs
+    return found, found.times, costs
 
 
 def local(costs, *phases):

@@ -7,11 +7,11 @@ import pytest
 from meshwright.algebra.schedules.registry import build
 from meshwright.algebra.schedules.simulation import simulate
 from meshwright.algebra.schedules.ticks import lockstep_seconds, tick_tables
-from meshwright.cost.offload import Offload
+from meshwright.cost.offload import Transfers
 from meshwright.cost.pass_times import BlockTimes
-from meshwright.cost.pipeline import Pipeline, strategy_pipeline
+from meshwright.cost.pipeline import Pipeline
 from meshwright.cost.setting import Setting
-from meshwright.cost.train_step import price_parts, price_strategy
+from meshwright.cost.train_step import price_strategy
 from meshwright.spec import catalogue
 from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.job import Job
@@ -106,7 +106,7 @@ def test_dualpipe_updates_two_stages_and_takes_turns_at_the_ends():
 def test_offloaded_results_hold_up_passes_that_are_shorter():
     """1.5 s over PCIe for a layer's results: forward passes of 1 s wait, backward passes of 2 s do not."""
     plain = TIMES.step_s(Pipeline(microbatches=4)).step_s
-    moved = TIMES.step_s(Pipeline(microbatches=4), Offload(activations_s=1.5, optimizer_s=7.0)).step_s
+    moved = TIMES.step_s(Pipeline(microbatches=4), Transfers(activations_s=1.5, optimizer_s=7.0)).step_s
     assert moved - plain == pytest.approx(4 * 8 * 0.5 + 7)
 
 
@@ -170,7 +170,7 @@ def test_work_of_the_busiest_device_and_of_all():
 def test_gpipe_s_idle_share_of_a_step():
     """(K - 1) / (M + K - 1) of what the stages do, ends and updates apart."""
     found = priced(num_microbatches=8, schedule="gpipe")
-    times = price_parts(found.derived, found.sizes, found.rates, pipeline=Pipeline(stages=4, microbatches=8)).times
+    times = found.times
     layers = 2 * (times.forward[1] + times.backward[1])
     bubble = found.estimate.terms["bubble"]
     assert bubble / (bubble + 8 * layers) == pytest.approx(3 / 11)
@@ -181,8 +181,7 @@ def test_a_tied_table_is_summed_and_updated_once():
     model, axes = catalogue.model("gpt2"), {"pipeline": 2, "data": 2}
     strategy = Strategy(mesh=make_mesh(axes), num_microbatches=4)
     found = price_strategy(Setting(model, CLUSTER, JOB), strategy)
-    pipeline = strategy_pipeline(strategy)
-    times = price_parts(found.derived, found.sizes, found.rates, pipeline=pipeline).times
+    times = found.times
     table = next(c for c in found.costs.all if c.step.op == "adamw" and c.step.result.name == "embed")
     assert times.update[0] > table.time_s
     assert times.update[-1] < table.time_s

@@ -53,7 +53,7 @@ def test_idle_time_is_the_simulation_s(schedule, stages, microbatches):
     run = simulate(rows, forward_s=1 / one.chunks, backward_s=1.25 / one.chunks, weight_s=1 / one.chunks)
     assert found == pytest.approx(run.makespan_s - 3.25 * microbatches)
     assert one.stash == pytest.approx(max(run.peak_stash))
-    assert one.handed == 0
+    assert one.pending_stash == 0
 
 
 @pytest.mark.parametrize("schedule", schedule_names())
@@ -66,7 +66,7 @@ def test_one_program_is_the_tables_that_run(schedule, stages, microbatches):
     found = one.bubble_s(forward_s=1.0, backward_s=1.25, weight_s=1.0)
     assert found == pytest.approx(run_s - 3.25 * microbatches)
     slots = tables.slots
-    assert (one.stash * one.chunks, one.handed * one.chunks) == (slots.stash, slots.handed)
+    assert (one.stash * one.chunks, one.pending_stash * one.chunks) == (slots.stash, slots.handed)
     assert one.messages == (slots.x, slots.dx, slots.head)
 
 
@@ -104,7 +104,7 @@ def test_one_stage_has_no_pipeline(schedule):
     one = Pipeline(schedule=schedule, microbatches=16)
     assert (one.stash, one.weight_copies, one.share(80)) == (1, 1, 1)
     assert one.bubble_s(forward_s=1.0, backward_s=2.0, weight_s=0.5) == 0
-    assert one.ends([3.0, 0.0, 5.0]) == one.ends_run([3.0, 0.0, 5.0]) == 8
+    assert one.ends_held([3.0, 0.0, 5.0]) == one.ends_computed([3.0, 0.0, 5.0]) == 8
     assert schedule_fits(schedule, stages=1, chunks=1, microbatches=16)
     assert ONE_STAGE.end_shares == (1, 1)
 
@@ -120,7 +120,7 @@ def test_who_holds_and_runs_the_ends():
     ):
         for software, holds in (("eager", held), ("compiled", 8)):
             one = pipeline(schedule, software=software)
-            assert (one.ends([3.0, 5.0]), one.ends_run([3.0, 5.0])) == (holds, run)
+            assert (one.ends_held([3.0, 5.0]), one.ends_computed([3.0, 5.0])) == (holds, run)
             assert one.end_shares == shares
 
 

@@ -7,13 +7,14 @@ from meshwright.algebra.derive import derive
 from meshwright.algebra.transformer import transformer
 from meshwright.core.dims import MESH_AXES
 from meshwright.core.errors import CannotRunError, InputError
+from meshwright.cost.arrays import select
 from meshwright.cost.formulas import limits
-from meshwright.cost.network.collectives import place_axes
+from meshwright.cost.network.placement import place_axes
 from meshwright.cost.pipeline import Pipeline
 from meshwright.cost.setting import Setting
-from meshwright.cost.step_costs import collective_groups, op_sizes, strategy_sizes
+from meshwright.cost.step_costs import collective_groups, op_sizes
 from meshwright.cost.step_rates import attention_scores, step_rates, strategy_placements
-from meshwright.cost.train_step import at_candidate, estimate_many, estimate_step, price_strategy
+from meshwright.cost.train_step import PricedStep, estimate_step, predict, price_strategy
 from meshwright.cost.work.ops import model_flops
 from meshwright.spec import catalogue
 from meshwright.spec.calibration import Calibration, CollectiveRate, Efficiency
@@ -140,17 +141,14 @@ def _compare_scalars(cluster, remat, found):
     counts = np.array([count for _, count, _ in found])
     strategy = Strategy(mesh=make_mesh({}), remat=remat, state=state)
     derived = derive(transformer(TINY), strategy, symbolic=True, without=() if split else ("tensor",))
-    rates = step_rates(
-        laid, placements, collective_groups(derived), dtype="fp32" if state == "fp32" else "bf16",
-        calibration=CLUSTERS[cluster],
-    )  # fmt: skip
+    rates = step_rates(laid, placements, collective_groups(derived), strategy, calibration=CLUSTERS[cluster])
     mesh = {axis: np.array([float(axes.get(axis, 1)) for axes, *_ in found]) for axis in MESH_AXES}
     sizes = op_sizes(
         TINY, seq_len=512, microbatch_seqs=256 / counts, mesh=mesh, state=state, scores=attention_scores(laid)
     )
-    many = estimate_many(
-        TINY, derived, sizes, rates, batch_seqs=256.0, seq_len=512, pipeline=Pipeline(microbatches=counts)
-    )
+    job = Job(batch_seqs=256, seq_len=512)
+    many = PricedStep(derived=derived, sizes=sizes, rates=rates, pipeline=Pipeline(microbatches=counts))
+    estimates = predict(many, Setting(TINY, laid, job, CLUSTERS[cluster]), batch_seqs=256.0)
     for index, (axes, count, _) in enumerate(found):
         strategy = Strategy(
             mesh=make_mesh(axes),
@@ -159,9 +157,8 @@ def _compare_scalars(cluster, remat, found):
             num_microbatches=count,
             state=state,
         )
-        job = Job(batch_seqs=256, seq_len=512)
         one = estimate_step(Setting(TINY, laid, job, CLUSTERS[cluster]), strategy)
-        here = at_candidate(many, index)
+        here = select(estimates, index)
         for field in ("step_s", "step_s_lower", "step_s_upper", "mfu", "hfu", "hbm_bytes_per_chip", "flops"):
             assert getattr(here, field) == pytest.approx(getattr(one, field), rel=1e-9), (field, axes)
         assert here.bound_by == one.bound_by
@@ -361,5 +358,7 @@ def test_what_is_not_known_is_said():
 
 
 def test_sizes_of_a_microbatch():
-    sizes = strategy_sizes(TINY, Job(batch_seqs=8, seq_len=64), Strategy(mesh=make_mesh({}), num_microbatches=4))
+    sizes = Setting(TINY, parse_cluster("v5e:1x1"), Job(batch_seqs=8, seq_len=64)).sizes(
+        Strategy(mesh=make_mesh({}), num_microbatches=4)
+    )
     assert (sizes.dims["B"], sizes.dims["T"], sizes.dims["D"], sizes.width) == (2, 64, 256, 2)

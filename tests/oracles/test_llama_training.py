@@ -3,9 +3,9 @@
 import pytest
 
 from meshwright.cost.formulas.limits import (
+    Mixture,
     Roots,
     fsdp_max_chips,
-    fsdp_roots,
     fsdp_roots_middle,
     mixed_min_tokens_per_chip,
 )
@@ -35,7 +35,7 @@ def run_days(i: Inputs) -> float:
 
 def roots(i: Inputs) -> Roots:
     """The FSDP sizes between which the row's mixed sharding is compute-bound."""
-    return fsdp_roots(i["B"], i["F"], i["N"], i["alpha"], fsdp_axes=i["M_X"], tensor_axes=i["M_Y"])
+    return Mixture(i["B"], i["F"], i["N"], i["alpha"], i["M_X"], i["M_Y"]).roots
 
 
 ANSWERS: Answers = {

@@ -100,7 +100,7 @@ def mixed_batch(i: Inputs) -> float:
 
 def picked_split(i: Inputs) -> list[int]:
     """The best FSDP size, rounded to a mesh."""
-    best = limits.fsdp_best_size(i["B"], i["F"], i["N"], fsdp_axes=i["M_X"], tensor_axes=i["M_Y"])
+    best = limits.Mixture(i["B"], i["F"], i["N"], alpha(), i["M_X"], i["M_Y"]).best_size
     split = limits.round_split(best, i["N"])
     return [split.fsdp, split.tensor]
 
@@ -131,8 +131,8 @@ ANSWERS: Answers = {
     "book-5.1.3-tp-llama-Y": lambda i: limits.tensor_max_size(i["F"], i["alpha"], i["axes"]),
     "book-5.1.4-fig16": mixed_batch,
     "book-5.1.4-fig16-ok": mixed_batch,
-    "book-5.1.4-ratio": lambda i: limits.mixed_math_over_comms(
-        i["B"], i["F"], i["N"], i["alpha"], fsdp_axes=i["M_X"], tensor_axes=i["M_Y"]
+    "book-5.1.4-ratio": lambda i: (
+        limits.Mixture(i["B"], i["F"], i["N"], i["alpha"], i["M_X"], i["M_Y"]).math_over_comms
     ),
     "book-5.1.4-xopt-pick": picked_split,
     "book-5.1.6-dcn-chip": lambda i: limits.dcn_min_batch_per_pod(

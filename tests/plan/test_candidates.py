@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from meshwright.core.dims import MESH_AXES
+from meshwright.cost.arrays import select
 from meshwright.cost.setting import Setting
 from meshwright.plan.candidates import (
     axis_sizes,
@@ -121,7 +122,7 @@ def test_microbatches_leave_whole_sequences_to_every_shard():
 
 def test_taking_some_candidates_takes_all_of_them():
     found = candidates_on_chips(space(TINY, 64), 24, num_chips=4)
-    last = found.take(np.array([len(found) - 1]))
+    last = select(found, np.array([len(found) - 1]))
     assert len(last) == 1
     assert meshes(last) == meshes(found)[-1:]
 
@@ -131,7 +132,7 @@ def test_a_pattern_is_looked_at_where_it_differs():
     where = space(TINY, 64)
     found = candidates_on_chips(where, 24, num_chips=4)
     for pattern in where.patterns:
-        chosen = found.take(legal_in(where, pattern, found))
+        chosen = select(found, legal_in(where, pattern, found))
         assert len(chosen)
         for mesh in (dict(zip(MESH_AXES, sizes, strict=True)) for sizes in meshes(chosen)):
             if pattern.strategy.zero == 1:

@@ -10,9 +10,8 @@ from meshwright.core.dims import MESH_AXES
 from meshwright.core.errors import CannotRunError
 from meshwright.cost.setting import Setting
 from meshwright.plan.legal import (
-    PLACEMENT_RULE,
     SCHEDULE_RULE,
-    Facts,
+    StrategySizes,
     check_rules,
     divisors,
     legal,
@@ -85,13 +84,14 @@ def test_devices_that_are_too_many_or_too_few():
     )
 
 
-def test_a_mesh_without_a_placement():
-    """Whatever divides can be laid out today; the rule stands for placements with fewer choices."""
-    facts = Facts(
-        model="tiny", cluster="v5p:4x4x4", num_chips=64, mesh=make_mesh({"data": 64}), dims={}, num_placements=0
+def test_a_mesh_that_cannot_be_laid_as_it_says():
+    one = Strategy(mesh=make_mesh({"data": 64}), placement={"data": "x (64)"})
+    setting = Setting(TINY, parse_cluster("v5p:4x4x4"), Job(batch_seqs=64, seq_len=64))
+    (refusal,) = legal(setting, one)
+    assert refusal.rule == "placement"
+    assert refusal.message.startswith(
+        "mesh data 64 cannot be laid on v5p:4x4x4 as data: x (64): every mesh axis must be made of whole"
     )
-    (refusal,) = check_rules((PLACEMENT_RULE,), facts)
-    assert refusal.message.startswith("mesh data=64 cannot be laid on v5p:4x4x4: every mesh axis must be made of whole")
 
 
 def test_too_little_memory_says_what_fits():
@@ -215,7 +215,7 @@ def test_the_mask_and_the_messages_agree():
     mesh["expert"] = rng.choice([1, 1, 1, 2], number)
     chips = 16
     counts, chunks = rng.choice([1, 2, 4, 3], number), rng.choice([1, 2, 4], number)
-    facts = Facts(
+    facts = StrategySizes(
         model="tiny",
         cluster="test",
         num_chips=chips,

@@ -4,7 +4,7 @@ import pytest
 
 from meshwright.core.errors import CannotRunError
 from meshwright.cost.setting import Setting
-from meshwright.plan.pareto import pareto, usd_per_token
+from meshwright.plan.pareto import pareto
 from meshwright.plan.planner import plan
 from meshwright.spec.catalogue import model
 from meshwright.spec.cluster import parse_cluster
@@ -32,7 +32,7 @@ def test_the_frontier_begins_with_the_best_plan(found):
 
 
 def test_smaller_clusters_are_slower_and_cheaper(found):
-    costs = [usd_per_token(one, JOB) for one in found.cost]
+    costs = [one.usd_per_token for one in found.cost]
     assert [one.cluster.num_chips for one in found.cost] == sorted(
         (one.cluster.num_chips for one in found.cost), reverse=True
     )
@@ -45,7 +45,7 @@ def test_smaller_clusters_are_slower_and_cheaper(found):
 def test_without_a_price_there_is_no_cost():
     found = pareto(Setting(LLAMA, parse_cluster("b200:8x1"), JOB))
     assert found.cost == ()
-    assert usd_per_token(found.memory[0], JOB) is None
+    assert found.memory[0].usd_per_token is None
 
 
 def test_nothing_that_fits_has_no_frontier():

@@ -292,7 +292,7 @@ def test_all_of_8960_chips_with_the_nearest_batch():
     cluster = parse_cluster("v5p:16x20x28")
     assert search(space(), cluster, 1024).num_meshes == 0
     found = search(space(), cluster, 1024, reach=0.25, top=1).found[0]
-    assert found.batch_seqs == 1120
+    assert found.job.batch_seqs == 1120
     assert found.strategy.mesh == make_mesh({"data": 35, "fsdp": 32, "context": 2, "tensor": 4})
 
 

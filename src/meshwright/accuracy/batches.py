@@ -13,11 +13,11 @@ from meshwright.algebra.sizes import OpSizes
 from meshwright.cost.network.collectives import leg_rates
 from meshwright.cost.network.legs import Leg, group_legs
 from meshwright.cost.network.placement import Placement
-from meshwright.cost.pass_times import block_times
 from meshwright.cost.pipeline import Pipeline
-from meshwright.cost.step_costs import collective_groups, price_steps
-from meshwright.cost.step_rates import Group, StepRates, strategy_placements
-from meshwright.cost.work.kernels import ChipRates, chip_rates
+from meshwright.cost.step_costs import collective_groups
+from meshwright.cost.step_rates import StepRates, strategy_placements
+from meshwright.cost.train_step import PricedStep
+from meshwright.cost.work.kernels import AxisGroup, ChipRates, chip_rates
 from meshwright.spec.calibration import Calibration, Efficiency, datasheet_calibration
 from meshwright.spec.efficiency import family, fitted_calibration
 
@@ -36,18 +36,16 @@ class CaseBatch(msgspec.Struct, frozen=True, kw_only=True):
     derived: Derived
     sizes: OpSizes
     pipeline: Pipeline
-    legs: dict[Group, tuple[Leg, ...]]
-    fills: dict[Group, np.ndarray]
+    legs: dict[AxisGroup, tuple[Leg, ...]]
+    fills: dict[AxisGroup, np.ndarray]
     links: np.ndarray
     num_hosts: np.ndarray
 
     def seconds(self, calibrations: Mapping[str, Calibration]) -> np.ndarray:
         """Predicts seconds of a step of each case with the calibration of its chip."""
         rates = self.rates([calibrations[case.setting.cluster.chip.name] for case in self.cases])
-        count = self.pipeline.microbatches
-        costs = price_steps(self.derived, self.sizes, rates, num_microbatches=count, pipeline=self.pipeline)
-        times = block_times(self.derived, costs, rates)
-        return np.broadcast_to(times.step_s(self.pipeline).step_s, len(self.cases))
+        priced = PricedStep(derived=self.derived, sizes=self.sizes, rates=rates, pipeline=self.pipeline)
+        return np.broadcast_to(priced.seconds.step_s, len(self.cases))
 
     def rates(self, calibrations: Sequence[Calibration]) -> StepRates:
         """Returns the rates of each case's machine."""
@@ -174,7 +172,7 @@ def _arrays(every: Sequence[Any], names: Iterable[str]) -> dict[str, Any]:
     return {name: np.array([getattr(one, name) for one in every]) for name in names}
 
 
-def _filled(placements: Sequence[Placement], group: Group) -> np.ndarray:
+def _filled(placements: Sequence[Placement], group: AxisGroup) -> np.ndarray:
     """Returns physical axes x cases: True if the group uses the axis."""
     filled = np.zeros(_links(placements).shape, dtype=bool)
     for number, placed in enumerate(placements):

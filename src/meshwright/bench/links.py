@@ -12,7 +12,8 @@ from meshwright.bench.timing import Call, time_together
 from meshwright.bench.workloads import COLLECTIVE_FUNCTIONS, collective_workload, groups_of
 from meshwright.core.dims import CollectiveKind
 from meshwright.core.errors import InputError
-from meshwright.cost.network.collectives import collective_time, group_rates, place_axes, received_share
+from meshwright.cost.network.collectives import collective_time, group_rates, received_share
+from meshwright.cost.network.placement import place_axes
 from meshwright.spec.calibration import CollectiveRate
 from meshwright.spec.cluster import make_cluster
 

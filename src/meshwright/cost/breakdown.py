@@ -1,22 +1,19 @@
-"""Where the seconds of one training step go: what each kind of work takes by itself, and what it adds to the step."""
+"""Where the seconds of one training step go: the time of each kind of work alone, and what it adds to the step."""
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import cached_property
+from itertools import pairwise
 
 import msgspec
 
 from meshwright.algebra.ops import kind_of
 from meshwright.algebra.steps import Step
 from meshwright.core.labels import OPTIMIZER
-from meshwright.cost.network.collectives import KindRate
-from meshwright.cost.offload import NOTHING, Offload, offloaded
-from meshwright.cost.pass_times import block_times
-from meshwright.cost.step_costs import StepCost
-from meshwright.cost.step_rates import Group, StepRates
-from meshwright.cost.train_step import PricedStrategy, price_parts
-
-LOCAL_TERMS: tuple[str, ...] = ("matmul", "attention", "elementwise", "loss_head", "optimizer")
-"""Terms of an estimate that are work on the device itself; the others are communication, or waiting."""
+from meshwright.cost.offload import NOTHING, Transfers
+from meshwright.cost.pass_times import StepSeconds, block_times
+from meshwright.cost.train_step import PricedStrategy
+from meshwright.cost.work.kernels import AxisGroup, StepCost
+from meshwright.cost.work.ops import LOCAL_TERMS
 
 WORDS: dict[str, str] = {
     "matmul": "matrix products",
@@ -35,7 +32,7 @@ ROUNDING = 1e-9
 
 
 class Term(msgspec.Struct, frozen=True, kw_only=True):
-    """One kind of work: its seconds by itself, and those by which it makes the step longer.
+    """One kind of work: its seconds without overlap, and the seconds that it adds to the step.
 
     ``added_s`` of all terms add up to the step. What hides behind other work adds less than it takes, or nothing.
     ``name`` is that of `Estimate.terms`: a kind of local work, or the mesh axes of collectives.
@@ -107,18 +104,13 @@ class Partition(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def total_s(self) -> float:
-        return self.compute_s + self.memory_s + self.exposed_s + self.overhead_s + self.idle_s
+        return sum(msgspec.structs.astuple(self))
 
     @property
     def parts(self) -> dict[str, float]:
         """Name -> seconds, in the order in which they are shown."""
-        return {
-            "compute": self.compute_s,
-            "memory-bound": self.memory_s,
-            "exposed communication": self.exposed_s,
-            "overhead": self.overhead_s,
-            "idle": self.idle_s,
-        }
+        names = ("compute", "memory-bound", "exposed communication", "overhead", "idle")
+        return dict(zip(names, msgspec.structs.astuple(self), strict=True))
 
 
 class Breakdown(msgspec.Struct, frozen=True, dict=True):
@@ -132,6 +124,17 @@ class Breakdown(msgspec.Struct, frozen=True, dict=True):
     @property
     def step_s(self) -> float:
         return float(self.priced.estimate.step_s)
+
+    def _seconds(self, change: Callable[[StepCost], StepCost], offload: Transfers | None = None) -> StepSeconds:
+        """Seconds of the step after a change of its costs, and with other transfers to the host if given."""
+        at = self.priced
+        times = block_times(at.derived, at.costs.changed(change), at.sizes, at.rates)
+        return times.step_s(at.pipeline, at.moved if offload is None else offload)
+
+    def _busy_s(self, free: Collection[str], offload: Transfers | None = None) -> float:
+        """Seconds without the bubble when the work of some terms takes no time."""
+        found = self._seconds(lambda cost: _free(cost) if cost.term in free else cost, offload)
+        return float(found.step_s - found.bubble_s)
 
     @cached_property
     def steps(self) -> dict[str, LabelledStep]:
@@ -152,21 +155,24 @@ class Breakdown(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def terms(self) -> tuple[Term, ...]:
-        """Every kind of work, what adds most first.
+        """Every kind of work, the one that adds most first.
 
-        All communication adds what the step is longer with it than without; a group of axes has its part of that, in
-        proportion to what the step would be shorter without it alone. Local work adds what it takes where nothing is
-        communicated, the bubble what the schedule leaves idle.
+        All communication together adds the difference that it makes to the step; groups of axes divide it in
+        proportion to what each saves when it alone is free. Local work adds its seconds in a step without
+        communication, the bubble the idle seconds of the schedule.
         """
-        work = _Work(self.priced)
-        step_s, bubble_s, links = work.step_s(), work.bubble_s, set(work.network_s)
-        added = {name: work.quiet_s - work.busy_s({*links, name}, sends=False) for name in work.local}
-        added |= work.exposed(step_s - bubble_s)
+        priced, links = self.priced, self._links
+        bubble_s = float(priced.seconds.bubble_s)
+        busy_s, quiet_s = self._busy_s(()), self._busy_s(set(links))
+        step_s = busy_s + bubble_s
+        local = dict.fromkeys(cost.term for cost in priced.costs.all if not cost.step.is_collective)
+        added = {name: quiet_s - self._busy_s({*links, name}) for name in local}
+        added |= self._exposed(step_s - bubble_s, quiet_s)
         added["bubble"] = bubble_s
-        if self.priced.strategy.offload:
-            added["pcie"] = work.quiet_s - work.busy_s(links, sends=False, offload=NOTHING)
+        if priced.offload:
+            added["pcie"] = quiet_s - self._busy_s(set(links), NOTHING)
         added["other"] = step_s - sum(added.values())
-        alone = dict(self.priced.estimate.terms) | work.network_s
+        alone = dict(priced.estimate.terms) | links
         found = [
             Term(name=name, alone_s=float(alone.get(name, s)), added_s=float(s), share=float(s / step_s))
             for name, s in added.items()
@@ -174,17 +180,34 @@ class Breakdown(msgspec.Struct, frozen=True, dict=True):
         ]
         return tuple(sorted(found, key=lambda term: (-term.added_s, -term.alone_s)))
 
+    @cached_property
+    def _links(self) -> dict[str, float]:
+        """Seconds of the collectives of each group of axes, sends between stages among them."""
+        priced, found = self.priced, dict[str, float]()
+        for cost in priced.costs.all:
+            if cost.step.is_collective:
+                found[cost.term] = found.get(cost.term, 0.0) + float(cost.network_s * cost.here)
+        if priced.costs.boundary:
+            between = priced.times.sends_s(priced.pipeline) + priced.times.meet_s(priced.pipeline)
+            found["pipeline"] = found.get("pipeline", 0.0) + float(between)
+        return found
+
+    def _exposed(self, busy_s: float, quiet_s: float) -> dict[str, float]:
+        """What each group of axes, and the sends between stages, add to the busy seconds."""
+        alone = {name: max(0.0, busy_s - self._busy_s({name})) for name in self._links}
+        if sum(alone.values()) <= ROUNDING * busy_s:
+            # two links that are busy equally long: neither alone shortens the step
+            alone = self._links
+        whole = sum(alone.values())
+        return {name: (busy_s - quiet_s) * s / whole if whole else 0.0 for name, s in alone.items()}
+
     # -- communication, exposed and hidden --------------------------------------------------------------
 
     @cached_property
     def _free(self) -> tuple[float, float]:
         """Seconds of the step, and of its bubble, if links took no time."""
-        priced, pipeline = self.priced, self.priced.pipeline
-        free = price_parts(
-            priced.derived, priced.sizes, without(priced.rates), pipeline=pipeline, memory=priced.parts.memory
-        )
-        found = free.times.step_s(pipeline, _offload(priced))
-        return float(found.step_s), float(found.bubble_s) if pipeline.stages > 1 else 0.0
+        found = self._seconds(_without_links)
+        return float(found.step_s), float(found.bubble_s) if self.priced.pipeline.stages > 1 else 0.0
 
     @property
     def local(self) -> dict[str, float]:
@@ -209,12 +232,12 @@ class Breakdown(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def hidden_s(self) -> float:
-        """Seconds of communication that pass behind something else."""
+        """Seconds of communication that overlap hides."""
         return max(0.0, sum(self.alone.values()) - self.exposed_s)
 
     @property
     def bubble_s(self) -> float:
-        """Idle seconds of the pipeline that would be left if links took no time."""
+        """Idle seconds of the pipeline if links took no time."""
         return self._free[1]
 
     @property
@@ -223,7 +246,7 @@ class Breakdown(msgspec.Struct, frozen=True, dict=True):
         return max(0.0, self._free[0] - self.bubble_s - sum(self.local.values()))
 
     def named(self) -> dict[str, float]:
-        """The parts that add up, by name, without those of less than a ten-thousandth of the step."""
+        """Names the parts that add up to the step; parts below a ten-thousandth of it are left out."""
         parts = {
             **self.local,
             "exposed communication": self.exposed_s,
@@ -235,7 +258,7 @@ class Breakdown(msgspec.Struct, frozen=True, dict=True):
     @cached_property
     def traffic(self) -> tuple[Traffic, ...]:
         """Every collective of the step by kind and mesh axes, the most exposed first."""
-        found: dict[tuple[str, Group], list[StepCost]] = {}
+        found: dict[tuple[str, AxisGroup], list[StepCost]] = {}
         for cost in self.priced.costs.all:
             if cost.step.is_collective and float(cost.network_s) > 0:
                 found.setdefault((cost.step.op, cost.group), []).append(cost)
@@ -255,17 +278,15 @@ class Breakdown(msgspec.Struct, frozen=True, dict=True):
         ]
         return tuple(sorted(rows, key=lambda row: (-row.exposed_s, -row.alone_s)))
 
-    def _saved_in_turn(self, order: Sequence[tuple[str, Group]]) -> dict[tuple[str, Group], float]:
-        """Seconds that each collective saves when it becomes free, those before it being free already."""
-        priced, pipeline = self.priced, self.priced.pipeline
-        memory, moved = priced.parts.memory, _offload(priced)
-        saved, before = {}, priced.estimate.step_s
-        for number, key in enumerate(order, 1):
-            rates = without(priced.rates, order[:number])
-            parts = price_parts(priced.derived, priced.sizes, rates, pipeline=pipeline, memory=memory)
-            after = float(parts.times.step_s(pipeline, moved).step_s)
-            saved[key], before = before - after, after
-        return saved
+    def _saved_in_turn(self, order: Sequence[tuple[str, AxisGroup]]) -> dict[tuple[str, AxisGroup], float]:
+        """Seconds that each collective saves when it becomes free after all collectives before it in ``order``."""
+        after = [self.priced.estimate.step_s, *(self._without(order[:number]) for number in range(1, len(order) + 1))]
+        return {key: longer - shorter for key, (longer, shorter) in zip(order, pairwise(after), strict=True)}
+
+    def _without(self, free: Collection[tuple[str, AxisGroup]]) -> float:
+        """Seconds of the step when some kinds of collectives on some groups take no time."""
+        found = self._seconds(lambda cost: _without_links(cost) if (cost.step.op, cost.group) in free else cost)
+        return float(found.step_s)
 
     # -- the parts of a measured step -------------------------------------------------------------------
 
@@ -297,71 +318,11 @@ class Breakdown(msgspec.Struct, frozen=True, dict=True):
         )
 
 
-def _offload(priced: PricedStrategy) -> Offload:
-    return offloaded(priced.parts.memory, priced.rates.pcie_bytes_per_s, priced.pipeline, priced.strategy.offload)
-
-
-class _Work:
-    """A priced step whose work can be left out piece by piece."""
-
-    def __init__(self, priced: PricedStrategy) -> None:
-        self.priced, self.pipeline, self.offload = priced, priced.pipeline, _offload(priced)
-        every, times = priced.costs.all, priced.parts.times
-        self.local = dict.fromkeys(cost.term for cost in every if not cost.step.is_collective)
-        self.network_s: dict[str, float] = {}
-        for cost in every:
-            if cost.step.is_collective:
-                self.network_s[cost.term] = self.network_s.get(cost.term, 0.0) + float(cost.network_s * cost.here)
-        if priced.costs.boundary:
-            between = times.sends_s(self.pipeline) + times.meet_s(self.pipeline)
-            self.network_s["pipeline"] = self.network_s.get("pipeline", 0.0) + float(between)
-        self.meetings_s = times.meetings_s
-        self.bubble_s = float(times.step_s(self.pipeline, self.offload).bubble_s)
-        self.quiet_s = self.busy_s(set(self.network_s), sends=False)
-
-    def step_s(self) -> float:
-        """The whole step."""
-        return self.busy_s(()) + self.bubble_s
-
-    def busy_s(self, without: Collection[str], *, sends: bool = True, offload: Offload | None = None) -> float:
-        """Seconds without the bubble when the work of some terms takes no time."""
-        costs = self.priced.costs.changed(lambda cost: _free(cost) if cost.term in without else cost)
-        costs = costs if sends else msgspec.structs.replace(costs, boundary=())
-        meet = self.meetings_s if sends else (0.0, 0.0)
-        priced = self.priced
-        times = block_times(priced.derived, costs, priced.rates, meetings_s=meet, sizes=priced.sizes)
-        found = times.step_s(self.pipeline, self.offload if offload is None else offload)
-        return float(found.step_s - found.bubble_s)
-
-    def exposed(self, busy_s: float) -> dict[str, float]:
-        """What each group of axes, and the sends between stages, add to the busy seconds."""
-        alone = {name: max(0.0, busy_s - self.busy_s({name}, sends=name != "pipeline")) for name in self.network_s}
-        exposed = busy_s - self.quiet_s
-        if sum(alone.values()) <= ROUNDING * busy_s:
-            # two links that are busy equally long: neither alone shortens the step
-            alone = {name: self.network_s.get(name, 0.0) for name in alone}
-        whole = sum(alone.values())
-        return {name: exposed * s / whole if whole else 0.0 for name, s in alone.items()}
+def _without_links(cost: StepCost) -> StepCost:
+    """Returns the cost with links that take no time."""
+    return msgspec.structs.replace(cost, network_s=0.0, latency_s=0.0)
 
 
 def _free(cost: StepCost) -> StepCost:
-    """The same step taking no time."""
-    return msgspec.structs.replace(
-        cost, math_s=0.0, hbm_s=0.0, launch_s=0.0, num_kernels=0, network_s=0.0, latency_s=0.0
-    )
-
-
-def without(rates: StepRates, chosen: Iterable[tuple[str, Group]] | None = None) -> StepRates:
-    """Rates with which some kinds of collectives on some groups take no time; all of them unless they are named."""
-    which = None if chosen is None else set(chosen)
-    groups = {
-        group: msgspec.structs.replace(
-            found,
-            kinds={
-                kind: KindRate(0.0) if which is None or (kind, group) in which else rate
-                for kind, rate in found.kinds.items()
-            },
-        )
-        for group, found in rates.groups.items()
-    }
-    return msgspec.structs.replace(rates, groups=groups)
+    """Returns the cost of a step that takes no time."""
+    return msgspec.structs.replace(_without_links(cost), math_s=0.0, hbm_s=0.0, launch_s=0.0, num_kernels=0)

@@ -1,20 +1,18 @@
-"""What lives in host memory, and the seconds that its way over PCIe takes."""
-
-from typing import Any
+"""Transfers over PCIe of what is offloaded to host memory, in seconds."""
 
 import msgspec
 
+from meshwright.algebra.sizes import Number
 from meshwright.core.errors import InputError
 from meshwright.cost.memory import MemoryParts
 from meshwright.cost.pipeline import Pipeline
 
-Number = Any
-"""A float, or a NumPy array with one entry per candidate."""
 
+class Transfers(msgspec.Struct, frozen=True, kw_only=True):
+    """Seconds over PCIe.
 
-class Offload(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds over PCIe: ``activations_s`` one repeat's kept results one way, which its pass can hide;
-    ``optimizer_s`` the optimizer's state there and back once a step, which nothing hides; ``serial_s`` all of a step.
+    ``activations_s`` sends the kept results of one repeat in one direction, which its pass can hide. ``optimizer_s``
+    sends the optimizer's state both ways once a step, exposed. ``serial_s`` are all transfers of a step.
     """
 
     activations_s: Number = 0.0
@@ -22,13 +20,13 @@ class Offload(msgspec.Struct, frozen=True, kw_only=True):
     serial_s: Number = 0.0
 
 
-NOTHING = Offload()
+NOTHING = Transfers()
 
 
 def offloaded(
     parts: MemoryParts, pcie_bytes_per_s: float | None, pipeline: Pipeline, chosen: tuple[str, ...]
-) -> Offload:
-    """The transfers of what a strategy offloads; none for ()."""
+) -> Transfers:
+    """Returns the transfers of what a strategy offloads; none for ()."""
     if not chosen:
         return NOTHING
     if pcie_bytes_per_s is None:
@@ -40,7 +38,7 @@ def offloaded(
     if "optimizer" in chosen:
         optimizer = 2 * parts.optimizer_bytes(pipeline) / pcie_bytes_per_s
     layers = pipeline.layers_held(parts.num_layers)
-    return Offload(
+    return Transfers(
         activations_s=activations,
         optimizer_s=optimizer,
         serial_s=2 * activations * layers * pipeline.microbatches + optimizer,

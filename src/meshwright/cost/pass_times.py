@@ -1,34 +1,32 @@
 """Seconds of the passes over each block, and of one training step made of them on the busiest device of a pipeline."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
 from meshwright.algebra.derived import BlockSteps, Derived
-from meshwright.algebra.notation import ShardedArray
-from meshwright.algebra.sizes import OpSizes
-from meshwright.cost.offload import NOTHING, Offload
+from meshwright.algebra.rewrites.split_backward import weights_of
+from meshwright.algebra.sizes import Number, OpSizes
+from meshwright.cost.arrays import largest, total
+from meshwright.cost.offload import NOTHING, Transfers
 from meshwright.cost.pipeline import Pipeline
-from meshwright.cost.step_costs import Priced, StepCost
-from meshwright.cost.step_rates import Group, StepRates
-from meshwright.cost.work.kernels import partly_hidden
+from meshwright.cost.step_costs import Priced, blocks_of_weights
+from meshwright.cost.step_rates import StepRates
+from meshwright.cost.work.kernels import AxisGroup, StepCost, partly_hidden
 from meshwright.spec.strategy import IN_TURN
-
-Number = Any
-"""A float, or a NumPy array with one entry per candidate."""
 
 
 class StepSeconds(msgspec.Struct, frozen=True, kw_only=True):
-    """The expected seconds of one training step, and those of them that the schedule leaves idle."""
+    """Expected seconds of one training step, and the idle seconds among them that the schedule causes."""
 
     step_s: Number
     bubble_s: Number
 
 
 class LayerPasses(NamedTuple):
-    """Seconds of a microbatch in the layers of one device, forward and backward, and those idle in a step."""
+    """Seconds of a microbatch in the layers of one device, forward and backward, and idle seconds of a step."""
 
     forward_s: Number
     backward_s: Number
@@ -39,11 +37,11 @@ class BlockTimes(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds of one repeat of each block for one microbatch, and what is done once: nothing about a schedule.
 
     ``backward`` leaves out collectives that run once per step; ``last`` is what they add to the last microbatch.
-    ``inputs`` and ``weight`` are what takes its place where gradients of weights have a pass of their own, which
-    together may take longer than one pass. ``update`` is the optimizer. ``send_s`` is one
-    boundary of stages, there and back; ``meetings_s`` what the layers of two stages on one device take to be brought
-    together and apart, by the bytes of all layers and besides; ``after_s`` what belongs to no block; ``microbatch_s``
-    what a host adds to each microbatch; ``slowdown`` that of stragglers.
+    ``inputs`` and ``weight`` replace it in a split backward pass, whose two parts together may take longer than one
+    pass. ``update`` is the optimizer. ``send_s`` sends over one boundary of stages, in both directions. ``meetings_s``
+    exchanges the layers of two stages that share a device: the seconds of the bytes of all layers, and the latency.
+    ``after_s`` belongs to no block, ``microbatch_s`` is the host's part of each microbatch, ``slowdown`` the factor of
+    stragglers.
     """
 
     num_layers: int
@@ -63,36 +61,35 @@ class BlockTimes(msgspec.Struct, frozen=True, kw_only=True):
     slowdown: Number = 1.0
 
     def layers_s(self, part: str, share: Number, at_least: Number = 0.0) -> Number:
-        """Seconds of one part for one microbatch in a share of the layers; each repeat takes ``at_least`` so long."""
+        """Seconds of one part for one microbatch in a share of the layers, ``at_least`` so many for each repeat."""
         chosen = zip(getattr(self, part), self.repeats, self.carries, strict=True)
         return total(np.maximum(s, at_least) * repeat * share for s, repeat, carries in chosen if carries)
 
-    def ends_s(self, pipeline: Pipeline, *parts: str) -> Number:
-        """The same in embedding and head of the device that they keep longest."""
-        each = [total(values) for values in zip(*(getattr(self, part) for part in parts), strict=True)]
-        return pipeline.ends_run([s for s, carries in zip(each, self.carries, strict=True) if not carries])
+    def ends_s(self, *parts: str) -> list[Number]:
+        """Seconds of some parts together in embedding and head, one sum for each block."""
+        each = zip(self.carries, *(getattr(self, part) for part in parts), strict=True)
+        return [total(values) for carries, *values in each if not carries]
 
     def once_s(self, pipeline: Pipeline) -> Number:
         """Seconds of the sums of gradients that run once per step, and of the optimizer, on all weights of a device."""
         share = pipeline.share(self.num_layers) * pipeline.sums
-        each = [last + update for last, update in zip(self.last, self.update, strict=True)]
-        ends = pipeline.ends([s for s, carries in zip(each, self.carries, strict=True) if not carries])
+        ends = pipeline.ends_held(self.ends_s("last", "update"))
         return self.layers_s("last", share) + self.layers_s("update", share) + ends + self.meet_s(pipeline)
 
     def meet_s(self, pipeline: Pipeline) -> Number:
-        """Seconds for which the layers of two stages are brought together and apart, where one program runs both."""
+        """Seconds to exchange the layers of two stages that share a device, if one program runs both."""
         by_bytes, besides = self.meetings_s
         meet = pipeline.in_lockstep & (pipeline.weight_copies > 1)
         return meet * (pipeline.share(self.num_layers) * by_bytes + besides)
 
     def sends_s(self, pipeline: Pipeline) -> Number:
-        """Seconds that a step waits for the stream and its cotangents to be sent on."""
+        """Seconds that a step waits for sends of the stream and of its cotangents."""
         return pipeline.num_sends * self.send_s / 2
 
     def layer_passes(self, pipeline: Pipeline, at_least: Number = 0.0) -> LayerPasses:
         """The passes of one microbatch over the layers of a device, and the bubble that their schedule leaves.
 
-        Where only some microbatches run the backward pass in two parts, the bubble is that of all doing so.
+        If only some microbatches split their backward pass, the bubble counts all as split.
         """
         share, split = pipeline.share(self.num_layers), pipeline.split_share
         forward, backward = self.layers_s("forward", share, at_least), self.layers_s("backward", share, at_least)
@@ -102,81 +99,76 @@ class BlockTimes(msgspec.Struct, frozen=True, kw_only=True):
         bubble = pipeline.bubble_s(forward, np.where(split > 0, inputs, backward), np.where(split > 0, weight, 0.0))
         return LayerPasses(forward, backward + split * (inputs + weight - backward), bubble)
 
-    def step_s(self, pipeline: Pipeline, offload: Offload = NOTHING) -> StepSeconds:
+    def step_s(self, pipeline: Pipeline, offload: Transfers = NOTHING) -> StepSeconds:
         """All microbatches through the busiest device, its once-per-step collectives and the update, and the bubble.
 
-        A pass takes at least as long as its kept results take over PCIe, where they are offloaded.
+        A pass takes at least as long as the transfer of its offloaded results.
         """
         forward, backward, bubble = self.layer_passes(pipeline, offload.activations_s)
-        each = forward + backward + self.ends_s(pipeline, "forward", "backward") + self.microbatch_s
+        ends = pipeline.ends_computed(self.ends_s("forward", "backward"))
+        each = forward + backward + ends + self.microbatch_s
         passes, sends = pipeline.microbatches * each, self.sends_s(pipeline)
         passes = passes + sends if self.overlap is None else partly_hidden(passes, sends, self.overlap)
-        busy = passes + self.once_s(pipeline)
-        busy = busy + self.after_s + offload.optimizer_s
+        busy = passes + self.once_s(pipeline) + self.after_s + offload.optimizer_s
         return StepSeconds(step_s=(busy + bubble) * self.slowdown, bubble_s=bubble * self.slowdown)
 
 
-def block_times(
-    derived: Derived,
-    priced: Priced,
-    rates: StepRates,
-    *,
-    meetings_s: tuple[Number, Number] = (0.0, 0.0),
-    sizes: OpSizes | None = None,
-) -> BlockTimes:
-    """All passes over one repeat of every block. Gradient sums that run once per step hide behind the last one.
+def block_times(derived: Derived, priced: Priced, sizes: OpSizes, rates: StepRates) -> BlockTimes:
+    """Prices all passes over one repeat of every block. Gradient sums of scope "step" hide behind the last backward
+    pass.
 
-    With ``sizes``, passes on a host that has been measured have the copies of their loops too.
+    On a host that has been measured, passes include the copies of the loop over layers.
     """
-    owners = _first_blocks(derived)
-    parts: dict[str, list[Number]] = {
-        name: [] for name in ("forward", "backward", "inputs", "weight", "last", "update")
-    }
+    at = rates.chip.efficiency
+    # the block whose backward pass sums a gradient: of several (tied embeddings) the first
+    owners = {weight: names[0] for weight, names in blocks_of_weights(derived).items()}
+    rows: list[dict[str, Number]] = []
     for block in priced.blocks:
-        always = [cost for cost in block.backward if cost.step.scope != "step"]
-        ahead_s, back_s = _loop_s(block.steps, derived, sizes, rates)
+        ahead_s: Number = 0.0
+        back_s: Number = 0.0
+        if rates.chip.host is not None and block.is_layer:
+            ahead_s, back_s = (size * rates.chip.host.loop_byte for size in loop_bytes(block.steps, derived, sizes))
         forward_s = _pass_s(block.forward, rates) + ahead_s
-        back = _pass_s(always, rates) + back_s
+        back = _pass_s([cost for cost in block.backward if cost.step.scope != "step"], rates) + back_s
         own = [cost for cost in priced.once if owners.get(cost.step.result.name) == block.name]
-        parts["forward"].append(forward_s)
-        parts["backward"].append(back)
         split = block.steps.split
-        both = ((), ()) if split is None else (split.inputs, split.weights)
-        inputs_s, weight_s = (_pass_s([block.backward[place] for place in places], rates) for places in both)
-        parts["inputs"].append(inputs_s + back_s)
-        parts["weight"].append(weight_s)
-        parts["last"].append(_pass_s(block.backward, rates) + back_s - back)
-        parts["update"].append(_update_s(own, block.forward, forward_s, rates))
+        inputs_s, weight_s = (
+            _pass_s([block.backward[place] for place in places], rates)
+            for places in ((split.inputs, split.weights) if split else ((), ()))
+        )
+        rows.append(
+            {
+                "forward": forward_s,
+                "backward": back,
+                "inputs": inputs_s + back_s,
+                "weight": weight_s,
+                "last": _pass_s(block.backward, rates) + back_s - back,
+                "update": _update_s(own, block.forward, forward_s, rates),
+            }
+        )
     return BlockTimes(
         num_layers=derived.num_layers,
         repeats=tuple(block.repeat for block in derived.blocks),
         carries=tuple(block.is_layer for block in priced.blocks),
-        **{name: tuple(values) for name, values in parts.items()},
+        **{name: tuple(row[name] for row in rows) for name in rows[0]},
         send_s=total(cost.network_s for cost in priced.boundary),
         after_s=total(c.time_s * c.count for c in priced.once if c.step.result.name not in owners),
-        meetings_s=meetings_s,
-        microbatch_s=rates.chip.efficiency.host_microbatch_s * (rates.software != "compiled"),
-        overlap=rates.chip.efficiency.overlap if rates.overlaps and rates.software not in IN_TURN else None,
-        slowdown=1 + rates.chip.efficiency.straggler * np.log2(rates.num_hosts),
+        meetings_s=(
+            total(cost.count * (cost.network_s - cost.latency_s) for cost in priced.meetings),
+            total(cost.latency_s for cost in priced.meetings),
+        ),
+        microbatch_s=at.host_microbatch_s * (rates.software != "compiled"),
+        overlap=at.overlap if rates.overlaps and rates.software not in IN_TURN else None,
+        slowdown=1 + at.straggler * np.log2(rates.num_hosts),
     )
 
 
-def _first_blocks(derived: Derived) -> dict[str, str]:
-    """Weight -> the block whose backward pass sums its gradient: of several (tied embeddings) the first."""
-    weights = {variable.name for variable in derived.program.of_role("weight", "vector")}
-    found: dict[str, str] = {}
-    for block in derived.blocks:
-        for name in (name for op in block.block.ops for name in op.inputs if name in weights):
-            found.setdefault(name, block.block.name)
-    return found
-
-
 def _pass_s(costs: Sequence[StepCost], rates: StepRates) -> Number:
-    """One pass over one repeat of a block: compute, what it waits for, and what passes behind the two.
+    """Seconds of one pass over one repeat of a block: compute, exposed collectives, and hidden ones.
 
-    By the data sheet compute and what is waited for are added, and the rest hides unless the busiest links take
-    longer. Blocks of a collective matmul hide behind its own products; what these leave is waited for. Fitted
-    numbers say how far things hide each other: see `partly_hidden`. With eager dispatch the compute is no shorter than
+    By the data sheet, compute and exposed collectives add up, and the rest hides unless the busiest links take longer.
+    Blocks of a collective matmul hide behind its own products; the remainder is exposed. Fitted numbers say how far
+    overlap goes: see `partly_hidden`. With eager dispatch the compute is no shorter than
     the host needs to start its kernels.
     """
     if not rates.overlaps:
@@ -188,55 +180,44 @@ def _pass_s(costs: Sequence[StepCost], rates: StepRates) -> Number:
     if rates.software in IN_TURN:
         return compute + total(cost.network_s for cost in costs if cost.step.is_collective)
     waited = [cost for cost in costs if cost.step.is_collective and not cost.hides]
-    rounds = [cost for cost in costs if cost.goes_round]
+    rounds = [cost for cost in costs if cost.in_ring_loop]
     waiting = total(cost.network_s for cost in waited) + total(_left_of_rounds(costs, rates))
     row = compute + waiting if at.overlap is None else partly_hidden(compute, waiting, at.overlap)
-    behind = [cost for cost in costs if cost.hides and not cost.goes_round]
+    behind = [cost for cost in costs if cost.hides and not cost.in_ring_loop]
     links = _links_s([*waited, *rounds, *behind], rates)
     return np.maximum(partly_hidden(row, _links_s(behind, rates), at.overlap), links)
 
 
-def _loop_s(block: BlockSteps, derived: Derived, sizes: OpSizes | None, rates: StepRates) -> tuple[Number, Number]:
-    """What the loop over a block's repeats copies in a turn, forward and backward, on a host that has been measured."""
-    if rates.chip.host is None or sizes is None or not block.block.carry:
-        return 0.0, 0.0
-    ahead, back = loop_bytes(block, derived, sizes)
-    return ahead * rates.chip.host.loop_byte, back * rates.chip.host.loop_byte
-
-
 def loop_bytes(block: BlockSteps, derived: Derived, sizes: OpSizes) -> tuple[Number, Number]:
-    """Bytes that one turn of a loop over layers moves beside its steps, forward and backward.
+    """Bytes that one iteration of a loop over layers moves besides its steps, forward and backward.
 
     Forward, weights are taken out of their stack (read, written) and what is kept is put into one that was cleared
     (written, then read and written). Backward both are taken out, and gradients put into cleared stacks.
     """
     made = {array for step in block.forward for array in (step.result, *step.more)}
-    weights = {v.name for v in derived.program.of_role("weight", "vector")}
-    read = {name for op in block.block.ops for name in op.inputs if name in weights}
+    read = set(weights_of(derived, block))
+    weights = {variable.name for variable in derived.program.of_role("weight", "vector")}
     own = total(sizes.bytes(derived.declared[name]) for name in read)
     kept = total(sizes.bytes(array) for array in block.kept if array.name not in weights or array in made)
-    gradients = total(sizes.bytes(array) for array in _gradients(block, read))
-    return 2 * own + 3 * kept, 2 * own + 2 * kept + 3 * gradients
-
-
-def _gradients(block: BlockSteps, weights: set[str]) -> list[ShardedArray]:
-    """The gradients of weights as a backward pass leaves them for each microbatch."""
-    found: dict[str, ShardedArray] = {}
-    for step in block.backward:
-        for array in (step.result, *step.more):
-            if step.scope != "step" and array.name.startswith("d") and array.name[1:] in weights:
-                found[array.name] = array
-    return list(found.values())
+    # as a backward pass leaves them for each microbatch
+    gradients = {
+        array.name: array
+        for step in block.backward
+        if step.scope != "step"
+        for array in (step.result, *step.more)
+        if array.name.startswith("d") and array.name[1:] in read
+    }
+    return 2 * own + 3 * kept, 2 * own + 2 * kept + 3 * total(sizes.bytes(array) for array in gradients.values())
 
 
 def _left_of_rounds(costs: Sequence[StepCost], rates: StepRates) -> list[Number]:
-    """Of the moves of each collective matmul, the seconds that its products do not hide.
+    """Exposed seconds of the moves of each collective matmul.
 
-    Of n blocks one is computed before the first has come, or after the last has gone: n - 1 hide the n - 1 moves.
+    Of n blocks one is computed before the first arrives, or after the last has left: n - 1 products hide n - 1 moves.
     """
     left = []
     for number, cost in enumerate(costs):
-        if cost.goes_round:
+        if cost.in_ring_loop:
             product = costs[number + (1 if cost.step.details.ring == "past" else -1)]
             size = rates.groups[cost.group].size
             hiding = product.local_s * (size - 1) / size
@@ -245,14 +226,11 @@ def _left_of_rounds(costs: Sequence[StepCost], rates: StepRates) -> list[Number]
     return left
 
 
-def _links_s(costs: Sequence[StepCost], rates: StepRates) -> Number:
-    """Seconds that the busiest link works for some collectives of one pass."""
-    return largest(link_seconds(seconds_by_group(costs, "network_s", 1), rates))
-
-
 def _update_s(costs: Sequence[StepCost], forward: Sequence[StepCost], forward_s: Number, rates: StepRates) -> Number:
-    """The optimizer on one repeat of a block, and what the next forward pass over it does not hide of the gather of
-    updated weights (ZeRO-1 and 2). The gather shares links with the pass's own collectives."""
+    """Seconds of the optimizer on one repeat of a block, and the exposed part of the gather of updated weights.
+
+    The gather (ZeRO-1 and 2) overlaps with the next forward pass, and shares links with its collectives.
+    """
     local = total(cost.local_s for cost in costs)
     if not rates.overlaps or rates.software in IN_TURN:
         return total(cost.time_s for cost in costs)
@@ -260,35 +238,24 @@ def _update_s(costs: Sequence[StepCost], forward: Sequence[StepCost], forward_s:
     return local + np.maximum(both, _links_s([*forward, *costs], rates)) - forward_s
 
 
-def seconds_by_group(costs: Iterable[StepCost], field: str, count: Number | None = None) -> dict[Group, Number]:
-    """Seconds of the collectives of each group; each execution counted ``count`` times, or as often as it runs."""
-    found: dict[Group, Number] = {}
+def link_seconds(
+    costs: Iterable[StepCost], rates: StepRates, *, field: str = "network_s", once: bool = False
+) -> list[Number]:
+    """Seconds that each physical axis is busy with the collectives of every group that fills it.
+
+    Each counts as often as it runs on the busiest device, or ``once``.
+    """
+    seconds: dict[AxisGroup, Number] = {}
     for cost in costs:
         if cost.step.is_collective:
-            times = cost.here if count is None else count
-            found[cost.group] = found.get(cost.group, 0.0) + getattr(cost, field) * times
-    return found
-
-
-def link_seconds(seconds: Mapping[Group, Number], rates: StepRates) -> list[Number]:
-    """Seconds that each physical axis is busy: with the collectives of every group that fills it."""
+            spent = getattr(cost, field) * (1 if once else cost.here)
+            seconds[cost.group] = seconds.get(cost.group, 0.0) + spent
     return [
         total(spent * rates.uses[group][number] for group, spent in seconds.items())
         for number in range(len(rates.link_levels))
     ]
 
 
-def total(values: Iterable[Number]) -> Number:
-    """The sum; numbers or arrays."""
-    result: Number = 0.0
-    for value in values:
-        result = result + value
-    return result
-
-
-def largest(values: Iterable[Number]) -> Number:
-    """The largest at every place, at least 0."""
-    result: Number = 0.0
-    for value in values:
-        result = np.maximum(result, value)
-    return result
+def _links_s(costs: Sequence[StepCost], rates: StepRates) -> Number:
+    """Seconds that the busiest link works for some collectives of one pass."""
+    return largest(link_seconds(costs, rates, once=True))

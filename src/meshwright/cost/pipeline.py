@@ -1,4 +1,4 @@
-"""What a pipeline schedule does to one training step: layers per device, microbatches in flight, idle time."""
+"""How a pipeline schedule shapes one training step: layers per device, microbatches in flight, idle time."""
 
 from typing import Any
 
@@ -8,10 +8,9 @@ import numpy as np
 from meshwright.algebra.schedules.definition import LockstepForms, StageForms
 from meshwright.algebra.schedules.forms import is_legal, lockstep_forms, stage_forms, too_many_passes
 from meshwright.algebra.schedules.registry import definition
+from meshwright.algebra.sizes import Number
+from meshwright.cost.arrays import largest, total
 from meshwright.spec.strategy import Software, Strategy
-
-Number = Any
-"""A float, or a NumPy array with one entry per candidate."""
 
 
 class Pipeline(msgspec.Struct, frozen=True, kw_only=True):
@@ -30,20 +29,20 @@ class Pipeline(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_one(self) -> Any:
-        """Where there is nothing to pass on."""
+        """True where the pipeline has one stage."""
         return np.asarray(self.stages) == 1
 
     @property
     def in_lockstep(self) -> bool:
-        """Whether one program runs on all devices."""
+        """True if one program runs on all devices, tick by tick."""
         return self.software == "compiled"
 
     def layers_held(self, num_layers: int) -> Number:
-        """Layers of the device that holds the most."""
+        """Layers of the device with the most layers."""
         return np.ceil(num_layers / (self.stages * self.chunks)) * self.chunks
 
     def share(self, num_layers: int) -> Number:
-        """The same as a share of all layers."""
+        """Share of all layers on the device with the most layers."""
         return self.layers_held(num_layers) / num_layers
 
     @property
@@ -59,26 +58,28 @@ class Pipeline(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def stash(self) -> Number:
-        """Microbatches whose kept results the fullest device holds at once, in units of all its layers."""
+        """Microbatches in flight on the fullest device: their kept results, in units of all its layers."""
         found = self._forms.stash(*self._sizes)
         return np.where(self.is_one, 1.0, found / np.asarray(self.chunks) if self.in_lockstep else found)
 
     @property
-    def in_hand(self) -> Number:
-        """The same of the pass at work: one program makes what a stage keeps beside the stash, and reads it back so."""
+    def running_stash(self) -> Number:
+        """Kept results of the running pass, which one program stores besides the stash; in units of all layers."""
         return np.where(self.is_one | (not self.in_lockstep), 0.0, 1 / np.asarray(self.chunks))
 
     @property
-    def handed(self) -> Number:
-        """The same of what waits for the gradients of weights, where these have a pass of their own in lockstep;
-        elsewhere it stays in the stash."""
+    def pending_stash(self) -> Number:
+        """Microbatches whose weight gradients are still to be computed by a pass of their own, in units of all layers.
+
+        Only in lockstep: other software keeps what that pass needs in the stash.
+        """
         if not self.in_lockstep:
             return np.where(self.is_one, 0.0, 0.0)
         return np.where(self.is_one, 0.0, self._slots("handed") / np.asarray(self.chunks))
 
     @property
     def messages(self) -> tuple[Number, Number, Number]:
-        """Slots for streams that arrive, for cotangents that do, and for results that wait for the loss head."""
+        """Buffer slots for received streams, for received cotangents, and for results that wait for the loss head."""
         several = ~self.is_one
         if not self.in_lockstep:
             return several * 1, several * 1, several * 0
@@ -86,11 +87,11 @@ class Pipeline(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def weight_copies(self) -> Number:
-        """How many stages' weights a device runs: two where the schedule runs in both directions."""
+        """Stages whose weights one device runs: two if the schedule runs in both directions."""
         return np.where(self.is_one, 1, definition(self.schedule).stage_placement.weight_copies)
 
     def copies(self, part: str) -> Number:
-        """How often a device holds the weights, gradients or optimizer of a stage.
+        """How many stages' weights, gradients or optimizer state one device stores.
 
         One program stores them once, and has both stages' weights beside them for a step: see `meetings`.
         """
@@ -101,15 +102,14 @@ class Pipeline(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def sums(self) -> Number:
-        """How often a device sums the gradients of a stage over replicas, and updates its weights, once a step."""
+        """Stages whose gradients one device sums over replicas, and whose weights it updates, once a step."""
         return np.ones_like(self.weight_copies) if self.in_lockstep else self.weight_copies
 
-    def ends(self, sizes: list[Number]) -> Number:
-        """What embedding and head add to the memory of the fullest device: both where one has both, else the larger."""
-        both, larger = _sum_and_largest(sizes)
+    def ends_held(self, sizes: list[Number]) -> Number:
+        """Sum of ``sizes`` of embedding and head if one device stores both, else the larger."""
         if self.in_lockstep or self._ends_share is not None:
-            return both
-        return np.where(self.is_one, both, larger)
+            return total(sizes)
+        return np.where(self.is_one, total(sizes), largest(sizes))
 
     @property
     def _ends_share(self) -> float | None:
@@ -117,45 +117,37 @@ class Pipeline(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def end_shares(self) -> tuple[Number, Number]:
-        """The share of the microbatches for which the busiest device runs the embedding, and the head."""
+        """Shares of the microbatches for which the busiest device runs the embedding, and the head."""
         shared = self._ends_share
         first, last = (0.0, 1.0) if shared is None else (shared, shared)
         return np.where(self.is_one, 1.0, first), np.where(self.is_one, 1.0, last)
 
-    def ends_run(self, sizes: list[Number]) -> Number:
-        """The same of what they take of each microbatch's time: half of both where two devices take turns."""
-        both, larger = _sum_and_largest(sizes)
-        apart = larger if self._ends_share is None else both * self._ends_share
-        return np.where(self.is_one, both, apart)
+    def ends_computed(self, sizes: list[Number]) -> Number:
+        """Seconds of embedding and head per microbatch on the busiest device: half of both if two devices share
+        them."""
+        apart = largest(sizes) if self._ends_share is None else total(sizes) * self._ends_share
+        return np.where(self.is_one, total(sizes), apart)
 
     @property
     def num_sends(self) -> Number:
-        """Sends from stage to stage that a step waits for; in lockstep those of all ticks but the first and last."""
+        """Exposed sends between stages in one step; in lockstep one for each tick but the first and the last."""
         return np.where(self.is_one, 0.0, self._forms.sends(*self._sizes))
 
     @property
     def split_share(self) -> Number:
-        """The share of the microbatches whose backward pass is two passes, on the device with most of them."""
+        """Share of the microbatches with a split backward pass, on the device with most of them."""
         split = stage_forms(self.schedule).split(*self._sizes)
         return np.where(self.is_one, 0.0, split / np.asarray(self.microbatches))
 
     def bubble_s(self, forward_s: Number, backward_s: Number, weight_s: Number) -> Number:
-        """Idle seconds of a step, for seconds that one microbatch takes in all layers of a device.
+        """Idle seconds of a step, from the seconds of one microbatch in all layers of a device.
 
-        ``backward_s`` are those for the gradients of inputs, ``weight_s`` for those of weights.
+        ``backward_s`` computes the gradients of inputs, ``weight_s`` the gradients of weights.
         """
         return np.where(self.is_one, 0.0, self._forms.bubble_s(*self._sizes, forward_s, backward_s, weight_s))
 
 
 ONE_STAGE = Pipeline()
-
-
-def _sum_and_largest(sizes: list[Number]) -> tuple[Number, Number]:
-    both: Number = 0.0
-    larger: Number = 0.0
-    for size in sizes:
-        both, larger = both + size, np.maximum(larger, size)
-    return both, larger
 
 
 def schedule_fits(schedule: str, *, stages: Number, chunks: Number, microbatches: Number) -> Any:

@@ -1,20 +1,22 @@
 """The setting of a question: what is trained, on which chips, how much of it, and at which rates."""
 
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 
 import msgspec
 
 from meshwright.algebra.derive import derive
 from meshwright.algebra.derived import Derived
-from meshwright.algebra.generation import AS_WRITTEN, Storage, derive_job
+from meshwright.algebra.generation import AS_WRITTEN, Storage, cache_sizes, derive_job
 from meshwright.algebra.layers import PLAIN
 from meshwright.algebra.program import Program
-from meshwright.algebra.sizes import OpSizes, Scores
+from meshwright.algebra.sizes import Number, OpSizes, Scores
 from meshwright.algebra.transformer import transformer
-from meshwright.cost.memory import memory_limit
+from meshwright.cost.memory import memory_limit, memory_parts
+from meshwright.cost.network.placement import Placement
 from meshwright.cost.pipeline import Pipeline, strategy_pipeline
-from meshwright.cost.step_costs import strategy_sizes
-from meshwright.cost.step_rates import attention_scores
+from meshwright.cost.step_costs import collective_groups, op_sizes
+from meshwright.cost.step_rates import StepRates, attention_scores, step_rates
 from meshwright.spec.calibration import Calibration, datasheet_calibration
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.job import Job
@@ -30,7 +32,7 @@ from meshwright.spec.strategy import (
 
 
 class Setting(msgspec.Struct, frozen=True, dict=True):
-    """What strategies are priced in. A verb makes one and hands it on whole.
+    """The model, cluster, job and rates that strategies are priced in. A verb makes one and passes it on whole.
 
     Without a ``calibration`` links and kernels take the rates of the data sheet. ``assumptions`` say whose software
     runs the step. What follows from the fields is made when it is first asked for, and kept; the program is shared by
@@ -51,17 +53,17 @@ class Setting(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def rates(self) -> Calibration:
-        """The calibration, or that of the chip's data sheet."""
+        """The calibration; without one, the chip's data sheet as a calibration."""
         return self.calibration or datasheet_calibration(self.cluster.chip)
 
     @cached_property
     def memory_limit(self) -> float:
-        """Bytes of a chip that programs may fill; infinity where that is not known."""
+        """Bytes of a chip that programs may fill; infinity if unknown."""
         return memory_limit(self.cluster, self.calibration)
 
     @property
     def scores(self) -> Scores:
-        """Where attention's scores go."""
+        """Where attention keeps its scores."""
         return attention_scores(self.cluster, self.assumptions)
 
     def derived(self, strategy: Strategy) -> Derived:
@@ -70,21 +72,50 @@ class Setting(msgspec.Struct, frozen=True, dict=True):
         return derive_job(self.model, self.job, strategy, storage=self.storage, fused_head=fused_head)
 
     def symbolic(self, strategy: Strategy, *, without: tuple[str, ...] = ()) -> Derived:
-        """The same of training on every mesh without some axes: sizes are filled in when the steps are priced."""
+        """Returns the training steps of every mesh, ``without`` some axes: sizes are filled in when they are priced."""
         optimizer, fused_head = self.job.optimizer, self.assumptions.fused_head
         return derive(
             self.program, strategy, symbolic=True, without=without, optimizer=optimizer, fused_head=fused_head
         )
 
-    def sizes(self, strategy: Strategy) -> OpSizes:
-        """Sizes of one microbatch under a strategy."""
-        return strategy_sizes(
+    def sizes(
+        self, strategy: Strategy, *, mesh: Mapping[str, Number] | None = None, microbatch_seqs: Number = None
+    ) -> OpSizes:
+        """Sizes of one microbatch under a strategy; of caches too, in a job that generates.
+
+        Another mesh and other sequences of a microbatch may be arrays. A query that meets a cache meets every slot of
+        it: nothing is skipped.
+        """
+        job = self.job
+        found = op_sizes(
             self.model,
-            self.job,
-            strategy,
+            seq_len=job.step_len,
+            microbatch_seqs=job.batch_seqs / strategy.num_microbatches if microbatch_seqs is None else microbatch_seqs,
+            mesh=mesh or strategy.mesh,
+            state=strategy.state,
             scores=self.scores,
-            storage=self.storage,
             assumptions=self.assumptions,
+        )
+        if job.trains:
+            return found
+        cache = cache_sizes(batch_seqs=job.batch_seqs, max_len=job.seq_len, storage=self.storage)
+        causal = found.causal and job.kind != "decode"
+        return msgspec.structs.replace(found, dims={**found.dims, **cache}, causal=causal)
+
+    def memory(self, strategy: Strategy, derived: Derived | None = None) -> dict[str, Number]:
+        """Bytes per chip of each item under a strategy, whose steps may be derived already."""
+        parts = memory_parts(derived or self.derived(strategy), self.sizes(strategy))
+        return parts.items(self.pipeline(strategy), strategy.offload)
+
+    def step_rates(self, strategy: Strategy, placements: Sequence[Placement], *derived: Derived) -> StepRates:
+        """Returns the machine's rates on some placements, in the groups that the derived steps use."""
+        return step_rates(
+            self.cluster,
+            placements,
+            collective_groups(*derived),
+            strategy,
+            assumptions=self.assumptions,
+            calibration=self.calibration,
         )
 
     def pipeline(self, strategy: Strategy) -> Pipeline:
@@ -98,7 +129,7 @@ class Setting(msgspec.Struct, frozen=True, dict=True):
             require_runnable_assumptions(self.assumptions)
 
     def on(self, cluster: Cluster) -> "Setting":
-        """The same job on another cluster."""
+        """Returns the setting of the job on another cluster."""
         return self if cluster == self.cluster else msgspec.structs.replace(self, cluster=cluster)
 
 

@@ -7,86 +7,21 @@ import msgspec
 import numpy as np
 
 from meshwright.algebra.derived import BlockSteps, Derived
-from meshwright.algebra.generation import AS_WRITTEN, Storage, cache_sizes
 from meshwright.algebra.notation import ShardedArray, product
 from meshwright.algebra.ops import kind_of
 from meshwright.algebra.ops.muon import filled_share
 from meshwright.algebra.rewrites.rings import Round, num_moves
 from meshwright.algebra.rewrites.split_backward import counts_of, gradient_arrays, meetings, weights_of
-from meshwright.algebra.sizes import OpSizes, Scores
+from meshwright.algebra.sizes import Number, OpSizes, Scores
 from meshwright.algebra.steps import Step
 from meshwright.algebra.transformer import layer_dims
 from meshwright.core.dims import DTYPE_BYTES
-from meshwright.cost.pipeline import ONE_STAGE, Pipeline
-from meshwright.cost.step_rates import Group, StepRates
-from meshwright.cost.work.kernels import local_work, partly_hidden
-from meshwright.cost.work.ops import op_term
-from meshwright.cost.work.sizes import expert_slots, spare_slots
-from meshwright.cost.work.slots import slots_move, with_room
-from meshwright.spec.job import Job
+from meshwright.cost.pipeline import Pipeline
+from meshwright.cost.step_rates import StepRates
+from meshwright.cost.work.kernels import AxisGroup, StepCost, local_cost
+from meshwright.cost.work.slots import expert_slots, slots_move, spare_slots, with_room
 from meshwright.spec.model import Model
-from meshwright.spec.strategy import AS_RUN, Assumptions, Strategy
-
-Number = Any
-"""A float, or a NumPy array with one entry per candidate."""
-
-
-class StepCost(msgspec.Struct, frozen=True, kw_only=True):
-    """One execution of one derived step on one device, and how many times a training step executes it.
-
-    ``count`` is over all layers, ``here`` on the busiest device of a pipeline: its layers and the head.
-    ``network_bytes`` are those of the full array of a collective, ``latency_s`` the part of ``network_s`` that
-    the bytes do not explain. ``hides`` says that nothing waits for it inside its pass; ``overlap`` is the efficiency's.
-    """
-
-    step: Step
-    count: Number
-    here: Number = 1
-    flops: Number = 0.0
-    hbm_bytes: Number = 0.0
-    math_s: Number = 0.0
-    hbm_s: Number = 0.0
-    launch_s: Number = 0.0
-    num_kernels: Number = 0
-    overlap: Number | None = None
-    network_bytes: Number = 0.0
-    network_s: Number = 0.0
-    latency_s: Number = 0.0
-    level: Any = ""
-
-    @property
-    def local_s(self) -> Number:
-        """Seconds on the device: compute and memory overlap, the launch does not."""
-        return partly_hidden(self.math_s, self.hbm_s, self.overlap) + self.launch_s
-
-    @property
-    def time_s(self) -> Number:
-        """Seconds of one execution by itself."""
-        return self.local_s + self.network_s
-
-    @property
-    def hides(self) -> bool:
-        return self.step.is_collective and not self.step.critical and self.step.phase != "update"
-
-    @property
-    def goes_round(self) -> bool:
-        """Whether it is a permute that passes behind the collective matmul beside it, and behind nothing else."""
-        return isinstance(self.step.details, Round) and self.step.details.beside_products
-
-    @property
-    def gathers_weights(self) -> bool:
-        """Whether it is a gather that needs nothing of its pass, so that it could run ahead of it."""
-        return self.step.op == "all_gather" and self.hides
-
-    @property
-    def term(self) -> str:
-        """The kind of local work, or the mesh axes of a collective: ``"matmul"``, ``"fsdp,context"``."""
-        return ",".join(self.step.axes) if self.step.is_collective else op_term(self.step)
-
-    @property
-    def group(self) -> Group:
-        """The mesh axes of a collective."""
-        return frozenset(self.step.axes)
+from meshwright.spec.strategy import AS_RUN, Assumptions
 
 
 class PricedBlock(msgspec.Struct, frozen=True, kw_only=True):
@@ -102,7 +37,7 @@ class PricedBlock(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_layer(self) -> bool:
-        """Whether it is a block of layers, which pipeline stages share out; embedding and head are not."""
+        """True for a block of layers, which are distributed over pipeline stages; False for embedding and head."""
         return bool(self.steps.block.carry)
 
 
@@ -111,13 +46,15 @@ class Priced(msgspec.Struct, frozen=True, kw_only=True):
 
     ``update`` is the loss, the gradient norm and the optimizer; ``ends`` the sums over the pipeline of what every
     stage holds, priced only where one program runs on all stages. ``boundary`` are the sends of one microbatch over
-    one boundary of stages: how often they run is the schedule's matter, so they are not among ``all``.
+    one boundary of stages, and ``meetings`` exchange the layers of two stages that share a device: the schedule says
+    how often they run, so that they are not among ``all``.
     """
 
     blocks: tuple[PricedBlock, ...]
     update: tuple[StepCost, ...]
     ends: tuple[StepCost, ...] = ()
     boundary: tuple[StepCost, ...] = ()
+    meetings: tuple[StepCost, ...] = ()
 
     @property
     def layers(self) -> tuple[PricedBlock, ...]:
@@ -126,7 +63,7 @@ class Priced(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def once(self) -> tuple[StepCost, ...]:
-        """Everything after the last microbatch that belongs to no pass."""
+        """Costs after the last microbatch that belong to no pass."""
         return (*self.update, *self.ends)
 
     @property
@@ -135,18 +72,13 @@ class Priced(msgspec.Struct, frozen=True, kw_only=True):
         return (*(cost for block in self.blocks for cost in (*block.forward, *block.backward)), *self.once)
 
     def changed(self, change: Callable[[StepCost], StepCost]) -> "Priced":
-        """The same steps with other costs; the boundary keeps its own."""
-        return Priced(
-            blocks=tuple(
-                msgspec.structs.replace(
-                    block, forward=tuple(map(change, block.forward)), backward=tuple(map(change, block.backward))
-                )
-                for block in self.blocks
-            ),
-            update=tuple(map(change, self.update)),
-            ends=tuple(map(change, self.ends)),
-            boundary=self.boundary,
-        )
+        """Returns the priced steps with ``change`` applied to every cost."""
+
+        def every(found: msgspec.Struct, *passes: str) -> Any:
+            return msgspec.structs.replace(found, **{name: tuple(map(change, getattr(found, name))) for name in passes})
+
+        blocks = tuple(every(block, "forward", "backward") for block in self.blocks)
+        return every(msgspec.structs.replace(self, blocks=blocks), "update", "ends", "boundary", "meetings")
 
 
 def op_sizes(
@@ -170,136 +102,78 @@ def op_sizes(
     return OpSizes(dims=dims, mesh=mesh, state=state, scores=scores, causal=scores == "on_chip", spare_slots=spare)
 
 
-def strategy_sizes(
-    model: Model,
-    job: Job,
-    strategy: Strategy,
-    *,
-    scores: Scores = "on_chip",
-    storage: Storage = AS_WRITTEN,
-    assumptions: Assumptions = AS_RUN,
-) -> OpSizes:
-    """Sizes of one microbatch of a job under one strategy; of caches too, in a job that generates.
-
-    A query that meets a cache meets every slot of it: nothing is skipped.
-    """
-    found = op_sizes(
-        model,
-        seq_len=job.step_len,
-        microbatch_seqs=job.batch_seqs / strategy.num_microbatches,
-        mesh=strategy.mesh,
-        state=strategy.state,
-        scores=scores,
-        assumptions=assumptions,
-    )
-    if job.trains:
-        return found
-    cache = cache_sizes(batch_seqs=job.batch_seqs, max_len=job.seq_len, storage=storage)
-    causal = found.causal and job.kind != "decode"
-    return msgspec.structs.replace(found, dims={**found.dims, **cache}, causal=causal)
-
-
-def collective_groups(derived: Derived) -> tuple[Group, ...]:
+def collective_groups(*derived: Derived) -> tuple[AxisGroup, ...]:
     """Every group of mesh axes that some collective of the steps runs over."""
-    steps = (*(step for step, _ in derived.steps()), *derived.boundary)
+    steps = (step for one in derived for step in (*(step for step, _ in one.steps()), *one.boundary))
     return tuple(dict.fromkeys(frozenset(step.axes) for step in steps if step.is_collective))
 
 
-def price_steps(
-    derived: Derived, sizes: OpSizes, rates: StepRates, *, num_microbatches: Number, pipeline: Pipeline = ONE_STAGE
-) -> Priced:
-    """The cost of every step. Sums over the stages of what every stage holds run where one program runs on all."""
-    plain = sizes
-    sizes = msgspec.structs.replace(sizes, in_arrays=slots_move(derived, sizes.mesh), cache=dict(sizes.cache))
-    shares = block_shares(derived, pipeline)
-    kept = kept_results(derived)
-    owners = block_of_weights(derived)
-    summed = _summed_gradients(derived)
+def price_steps(derived: Derived, sizes: OpSizes, rates: StepRates, pipeline: Pipeline) -> Priced:
+    """Prices every step. Sums over the stages of what every stage holds run only if one program runs on all stages."""
+    moving = msgspec.structs.replace(sizes, in_arrays=slots_move(derived, sizes.mesh), cache=dict(sizes.cache))
+    num_microbatches = pipeline.microbatches
+    shares, owners, kept = block_shares(derived, pipeline), blocks_of_weights(derived), kept_results(derived)
+    # gradients of weights as each microbatch leaves them, to be added to the sum of those before
+    summed = {array.name: array for array in gradient_arrays(derived).values()}
 
     def priced(step: Step, count: Number) -> StepCost:
-        block = step.block if step.block in shares else owners.get(step.result.name.removeprefix("d"), "")
+        block = step.block if step.block in shares else owners.get(step.result.name.removeprefix("d"), ("",))[-1]
         share = shares.get(block, 1.0)
         if step.block == "stage":
             share = 1.0
         elif block and step.scope == "step":
             share = share * pipeline.sums
         held = kept.get((step.block, step.phase), frozenset())
-        cost = price_step(step, count, sizes, rates, num_microbatches=num_microbatches, kept=held)
+        cost = price_step(step, moving, rates, num_microbatches=num_microbatches, kept=held)
         for made in (step, *step.parts):
             if made.result.name in summed and not made.is_collective and kind_of(made).is_einsum:
-                cost = _with_sum(cost, summed[made.result.name], sizes, rates, num_microbatches)
-        return msgspec.structs.replace(cost, here=count * share)
+                cost = _with_sum(cost, moving.elements(summed[made.result.name]), rates, num_microbatches)
+        return msgspec.structs.replace(cost, count=count, here=count * share)
+
+    def alone(step: Step, count: Number = 1) -> StepCost:
+        cost = price_step(step, sizes, rates, num_microbatches=num_microbatches)
+        return msgspec.structs.replace(cost, count=count)
 
     steps = iter(derived.steps(num_microbatches))
-    blocks = tuple(
-        PricedBlock(
-            steps=block,
-            forward=tuple(priced(*next(steps)) for _ in block.forward),
-            backward=tuple(priced(*next(steps)) for _ in block.backward),
-        )
-        for block in derived.blocks
-    )
+    repeats = {
+        name: block.repeat for block in derived.blocks for name in (*weights_of(derived, block), *counts_of(block))
+    }
     return Priced(
-        blocks=blocks,
+        blocks=tuple(
+            PricedBlock(
+                steps=block,
+                forward=tuple(priced(*next(steps)) for _ in block.forward),
+                backward=tuple(priced(*next(steps)) for _ in block.backward),
+            )
+            for block in derived.blocks
+        ),
         update=tuple(priced(step, count) for step, count in steps),
         ends=tuple(priced(step, 1) for step in derived.ends) if pipeline.in_lockstep else (),
-        boundary=tuple(
-            price_step(step, 1, plain, rates, num_microbatches=num_microbatches) for step in derived.boundary
+        boundary=tuple(map(alone, derived.boundary)),
+        meetings=tuple(
+            alone(step, repeats[name if name in repeats else name.removeprefix("d")])
+            for step in (meetings(derived) if derived.boundary else ())
+            for name in (step.result.name,)
         ),
     )
 
 
 def kept_results(derived: Derived) -> dict[tuple[str, str], frozenset[ShardedArray]]:
-    """(block, phase) -> what a layer holds of the results of its steps."""
+    """Maps (block, phase) to the results of its steps that a layer keeps."""
     return {(block.block.name, "forward"): frozenset(block.kept) for block in derived.blocks if block.block.carry}
 
 
-def _summed_gradients(derived: Derived) -> dict[str, ShardedArray]:
-    """Gradients of weights as each microbatch leaves them, scattered or not, to be added to the sum of those before."""
-    return {array.name: array for array in gradient_arrays(derived).values()}
-
-
-def _with_sum(
-    cost: StepCost, summed: ShardedArray, sizes: OpSizes, rates: StepRates, num_microbatches: Number
-) -> StepCost:
-    """A product whose result is added to a float32 sum: read and written once more, where there is one.
-
-    Libraries with eager dispatch let the product add; a compiled program adds in a pass of its own.
-    """
-    moved = 2 * DTYPE_BYTES["fp32"] * sizes.elements(summed) * (np.asarray(num_microbatches) > 1)
-    seconds = moved / rates.chip.hbm_bytes_per_s
-    if rates.software == "compiled":
-        return msgspec.structs.replace(cost, hbm_bytes=cost.hbm_bytes + moved, launch_s=cost.launch_s + seconds)
-    return msgspec.structs.replace(cost, hbm_bytes=cost.hbm_bytes + moved, hbm_s=cost.hbm_s + seconds)
-
-
-def meeting_seconds(
-    derived: Derived, sizes: OpSizes, rates: StepRates, *, num_microbatches: Number
-) -> tuple[Number, Number]:
-    """Seconds of the messages that `meetings` derives: those of all layers by their bytes, and what any number of
-    layers waits besides. Priced as sends to a neighbour. Zeros without stages."""
-    by_bytes: Number = 0.0
-    besides: Number = 0.0
-    repeats = {
-        name: block.repeat for block in derived.blocks for name in (*weights_of(derived, block), *counts_of(block))
-    }
-    for step in meetings(derived) if derived.boundary else ():
-        cost = price_step(step, 1, sizes, rates, num_microbatches=num_microbatches)
-        name = step.result.name
-        layers = repeats[name] if name in repeats else repeats[name.removeprefix("d")]
-        by_bytes, besides = by_bytes + layers * (cost.network_s - cost.latency_s), besides + cost.latency_s
-    return by_bytes, besides
-
-
-def block_of_weights(derived: Derived) -> dict[str, str]:
-    """Weight -> the block that it belongs to: of several (tied embeddings) the last."""
-    weights = {variable.name for variable in derived.program.of_role("weight", "vector")}
-    uses = ((name, block.block.name) for block in derived.blocks for op in block.block.ops for name in op.inputs)
-    return {name: block for name, block in uses if name in weights}
+def blocks_of_weights(derived: Derived) -> dict[str, list[str]]:
+    """Maps a weight to the blocks that use it, in order: several for tied embeddings."""
+    found: dict[str, list[str]] = {}
+    for block in derived.blocks:
+        for name in weights_of(derived, block):
+            found.setdefault(name, []).append(block.block.name)
+    return found
 
 
 def block_shares(derived: Derived, pipeline: Pipeline) -> dict[str, Number]:
-    """Block -> share of its repeats that the busiest device of a pipeline runs: the last one, with the head."""
+    """Maps a block to the share of its repeats on the busiest device of a pipeline: the last one, with the head."""
     layers, (first, last) = pipeline.share(derived.num_layers), pipeline.end_shares
     head = derived.blocks[-1].block.name
     return {
@@ -308,34 +182,20 @@ def block_shares(derived: Derived, pipeline: Pipeline) -> dict[str, Number]:
     }
 
 
-def price_step(
-    step: Step,
-    count: Number,
-    sizes: OpSizes,
-    rates: StepRates,
-    *,
-    num_microbatches: Number,
-    kept: frozenset[ShardedArray] = frozenset(),
-) -> StepCost:
-    """One execution of one step, of whose results its block holds ``kept``."""
-    if step.is_collective:
-        return _price_collective(step, count, sizes, rates, num_microbatches)
-    work = local_work(step, sizes, rates.chip, kept=kept)
-    return StepCost(
-        step=step,
-        count=count,
-        flops=work.flops,
-        hbm_bytes=work.hbm_bytes,
-        math_s=work.math_s,
-        hbm_s=work.hbm_s,
-        launch_s=work.launch_s,
-        num_kernels=work.num_kernels,
-        overlap=rates.chip.efficiency.overlap,
-    )
+def _with_sum(cost: StepCost, elements: Number, rates: StepRates, num_microbatches: Number) -> StepCost:
+    """Adds to a product the traffic of accumulating its result in float32, if there are several microbatches.
+
+    Libraries with eager dispatch let the product add; a compiled program adds in a pass of its own.
+    """
+    moved = 2 * DTYPE_BYTES["fp32"] * elements * (np.asarray(num_microbatches) > 1)
+    field = "launch_s" if rates.software == "compiled" else "hbm_s"
+    longer: dict[str, Any] = {field: getattr(cost, field) + moved / rates.chip.hbm_bytes_per_s}
+    return msgspec.structs.replace(cost, hbm_bytes=cost.hbm_bytes + moved, **longer)
 
 
 def sent_element_bytes(step: Step, *, width: Any, num_microbatches: Any) -> Any:
-    """Bytes of one element of a collective; ``width`` is that of the state's weights. Microbatches may be an array.
+    """Bytes of one element of a collective; ``width`` is the width of the state's weights. Microbatches may be an
+    array.
 
     Gradients that go out once per step have been summed in float32 when there was more than one microbatch.
     """
@@ -346,32 +206,39 @@ def sent_element_bytes(step: Step, *, width: Any, num_microbatches: Any) -> Any:
     return np.where(np.asarray(num_microbatches) > 1, DTYPE_BYTES["fp32"], width)
 
 
-def _price_collective(
-    step: Step, count: Number, sizes: OpSizes, rates: StepRates, num_microbatches: Number
+def price_step(
+    step: Step,
+    sizes: OpSizes,
+    rates: StepRates,
+    *,
+    num_microbatches: Number,
+    kept: frozenset[ShardedArray] = frozenset(),
 ) -> StepCost:
-    group = rates.groups[frozenset(step.axes)]
+    """Prices one execution of one step; its block keeps the results in ``kept``."""
+    if not step.is_collective:
+        return local_cost(step, sizes, rates.chip, kept=kept)
+    group, chip = rates.groups[frozenset(step.axes)], rates.chip
     element = sent_element_bytes(step, width=sizes.width, num_microbatches=num_microbatches)
     if "C" in step.full.dims:
         sizes = with_room(sizes, product(sizes.mesh[axis] for axis in step.axes) > 1)
     sent = sizes.elements(step.full) * element * filled_share(step, dims=sizes.dims, mesh=sizes.mesh)
     rate = group[step.op]
     moves = num_moves(step, dims=sizes.dims, mesh=sizes.mesh)
-    # halves that go opposite ways pass at the same time where each way has its link
+    # halves in opposite directions overlap if each direction has a link of its own
     both_ways = isinstance(step.details, Round) and step.details.ways == 2
     one_way = sent / group.ring_links if both_ways else sent
     seconds = moves * rate.time(one_way)
     latency = seconds - moves * one_way * rate.seconds_per_byte
-    if rates.chip.host is not None:  # devices that share cores wait for each other
-        by_bytes, latency = rates.chip.host.waits * (seconds - latency), rates.chip.host.meets * latency
+    if chip.host is not None:  # devices that share cores wait for each other
+        by_bytes, latency = chip.host.waits * (seconds - latency), chip.host.meets * latency
         seconds = by_bytes + latency
-    # what is there already is read to be added to, as after a product
+    # accumulation reads the sum of before, as after a product
     adds = sizes.bytes(step.result) if step.accumulates else 0.0
-    adds = adds * rates.chip.efficiency.eager_traffic if rates.chip.eager else adds
+    adds = adds * chip.efficiency.eager_traffic if chip.eager else adds
     return StepCost(
         step=step,
-        count=count,
         hbm_bytes=adds,
-        hbm_s=adds / rates.chip.hbm_bytes_per_s,
+        hbm_s=adds / chip.hbm_bytes_per_s,
         network_bytes=sent,
         network_s=seconds,
         latency_s=latency,

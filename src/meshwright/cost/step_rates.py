@@ -1,40 +1,24 @@
-"""Rates that price a step's ops and collectives: one chip's, and those of every group of mesh axes on its links."""
+"""Rates that price a step's ops and collectives: of one chip, and of every group of mesh axes on its links."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 import msgspec
 import numpy as np
 
-from meshwright.algebra.sizes import Scores
+from meshwright.algebra.sizes import Number, Scores
 from meshwright.core.errors import CannotRunError
-from meshwright.cost.network.collectives import (
-    GroupRates,
-    Leg,
-    Placement,
-    group_legs,
-    leg_rates,
-    place_axes,
-    stack_rates,
-)
-from meshwright.cost.work.kernels import ChipRates, chip_rates
-from meshwright.spec.calibration import (
-    Calibration,
-    datasheet_calibration,
-    reference_peak,
-)
+from meshwright.cost.arrays import select, stack
+from meshwright.cost.network.collectives import GroupRates, leg_rates
+from meshwright.cost.network.legs import Leg, group_legs
+from meshwright.cost.network.placement import Placement, place_axes
+from meshwright.cost.work.kernels import AxisGroup, ChipRates, chip_rates
+from meshwright.spec.calibration import Calibration, datasheet_calibration, reference_peak
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.strategy import AS_RUN, Assumptions, Software, Strategy, mesh_words
 
-Number = Any
-"""A float, or a NumPy array with one entry per candidate."""
-
-Group = frozenset[str]
-"""Mesh axes that one collective uses jointly; their order does not change its time."""
-
 
 class StepRates(msgspec.Struct, frozen=True, kw_only=True):
-    """What the machine does per second, for one placement or (arrays) for many.
+    """Rates of the machine, for one placement or (arrays) for many.
 
     ``peak_flops_per_s`` is what utilisation is a share of. ``link_levels`` are the levels of the physical axes and
     ``uses``, per group, for each of them whether the group keeps it busy: groups that do so at once compete.
@@ -44,23 +28,17 @@ class StepRates(msgspec.Struct, frozen=True, kw_only=True):
 
     chip: ChipRates
     peak_flops_per_s: Number
-    groups: dict[Group, GroupRates]
+    groups: dict[AxisGroup, GroupRates]
     link_levels: tuple[str, ...]
-    uses: dict[Group, tuple[Number, ...]]
+    uses: dict[AxisGroup, tuple[Number, ...]]
     overlaps: bool = True
     software: Software = "compiled"
     num_hosts: Number = 1
     pcie_bytes_per_s: float | None = None
 
-    def take(self, index: Any) -> "StepRates":
-        """The rates of the candidates whose placement has these numbers."""
-        groups = {group: _take(rates, index) for group, rates in self.groups.items()}
-        uses = {group: tuple(busy[index] for busy in links) for group, links in self.uses.items()}
-        return msgspec.structs.replace(self, groups=groups, uses=uses)
-
 
 def attention_scores(cluster: Cluster, assumptions: Assumptions = AS_RUN) -> Scores:
-    """Where attention's scores go: accelerators fuse it into one kernel, CPUs and stacks of 2021 write them out."""
+    """Where attention keeps its scores: fused kernels of accelerators on chip, CPUs and stacks of 2021 in memory."""
     if cluster.kind == "host":
         return "in_memory"
     return "in_memory_16" if assumptions.software == "eager-2021" else "on_chip"
@@ -86,51 +64,24 @@ def strategy_placements(cluster: Cluster, strategy: Strategy) -> tuple[Placement
 
 def step_rates(
     cluster: Cluster,
-    placements: Placement | Sequence[Placement],
-    groups: Iterable[Group],
+    placements: Sequence[Placement],
+    groups: Iterable[AxisGroup],
+    strategy: Strategy,
     *,
-    dtype: str,
-    state_dtype: str = "",
     assumptions: Assumptions = AS_RUN,
     calibration: Calibration | None = None,
 ) -> StepRates:
-    """The rates of one placement, or arrays of them with one entry for each placement.
+    """The rates for the dtypes of a strategy, as arrays with one entry for each placement.
 
-    ``dtype`` is that of the operands of matrix products, ``state_dtype`` of those that are never narrower than the
-    training state. Raises InputError for a figure that is not known.
+    Raises InputError for a figure that is not known.
     """
     measured = calibration or datasheet_calibration(cluster.chip)
-    one = isinstance(placements, Placement)
-    laid = [placements] if isinstance(placements, Placement) else placements
-    rates, uses = _group_tables(laid, tuple(groups), calibration)
-    every = StepRates(
-        chip=chip_rates(
-            cluster.chip,
-            measured,
-            dtype=dtype,
-            state_dtype=state_dtype or dtype,
-            assumptions=assumptions,
-        ),
-        peak_flops_per_s=reference_peak(cluster.chip, measured, dtype),
-        groups=rates,
-        link_levels=tuple(link.level for link in laid[0].links),
-        uses=uses,
-        overlaps=cluster.kind != "host",
-        software=assumptions.software,
-        num_hosts=cluster.num_hosts,
-        pcie_bytes_per_s=cluster.chip.pcie_bytes_per_s,
-    )
-    return every.take(0) if one else every
-
-
-def _group_tables(
-    placements: Sequence[Placement], groups: tuple[Group, ...], calibration: Calibration | None
-) -> tuple[dict[Group, GroupRates], dict[Group, tuple[Number, ...]]]:
-    """Per group the rates and the busy links of all placements. Those with the same legs are priced once."""
+    dtype = strategy.matmul_dtype
     known: dict[tuple[Leg, ...], GroupRates] = {}
-    rates: dict[Group, GroupRates] = {}
-    uses: dict[Group, tuple[Number, ...]] = {}
+    rates: dict[AxisGroup, GroupRates] = {}
+    uses: dict[AxisGroup, tuple[Number, ...]] = {}
     for group in groups:
+        # placements with the same legs are priced once
         numbers: dict[tuple[Leg, ...], int] = {}
         which = np.empty(len(placements), dtype=np.intp)
         busy = np.zeros((len(placements), len(placements[0].links)), dtype=bool)
@@ -139,29 +90,25 @@ def _group_tables(
             if legs not in known:
                 known[legs] = leg_rates(legs, calibration)
             which[index] = numbers.setdefault(legs, len(numbers))
-            busy[index] = busy_links(placement, group, str(known[legs].level))
-        rates[group] = _take(stack_rates([known[legs] for legs in numbers]), which)
+            busy[index] = _busy_links(placement, group, str(known[legs].level))
+        rates[group] = select(stack([known[legs] for legs in numbers]), which)
         uses[group] = tuple(busy.T)
-    return rates, uses
+    return StepRates(
+        chip=chip_rates(cluster.chip, measured, dtype=dtype, state_dtype=strategy.state_dtype, assumptions=assumptions),
+        peak_flops_per_s=reference_peak(cluster.chip, measured, dtype),
+        groups=rates,
+        link_levels=tuple(link.level for link in placements[0].links),
+        uses=uses,
+        overlaps=cluster.kind != "host",
+        software=assumptions.software,
+        num_hosts=cluster.num_hosts,
+        pcie_bytes_per_s=cluster.chip.pcie_bytes_per_s,
+    )
 
 
-def busy_links(placement: Placement, group: Group, level: str) -> list[bool]:
-    """The physical axes that a group fills: those of the level that binds it; it leaves the others half idle."""
+def _busy_links(placement: Placement, group: AxisGroup, level: str) -> list[bool]:
+    """True for each physical axis that a group keeps busy: the axes of its binding level; others stay half idle."""
     return [
         link.level == level and any(axis in group and factor > 1 for axis, factor in link.parts)
         for link in placement.links
     ]
-
-
-def _take(rates: GroupRates, index: Any) -> GroupRates:
-    """The entries of stacked rates that an index picks."""
-    kinds: Mapping[str, Any] = rates.kinds
-    return GroupRates(
-        size=rates.size[index],
-        level=rates.level[index],
-        kinds={
-            name: type(rate)(rate.seconds_per_byte[index], rate.floor_s[index], rate.setup_s[index])
-            for name, rate in kinds.items()
-        },
-        ring_links=rates.ring_links[index],
-    )

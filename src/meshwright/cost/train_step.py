@@ -2,11 +2,12 @@
 
 Local ops take the larger of their FLOPs at the matmul rate and their bytes at the memory rate. Within one pass
 over a block, collectives on weights and weight gradients hide behind compute and behind collectives on other
-links; collectives on activations are waited for. Lower bound: the busiest resource, all others hidden behind it.
-Upper bound: compute, memory and every collective one after the other.
+links; collectives on activations are exposed. Lower bound: the busiest resource, all others hidden behind it.
+Upper bound: compute, memory and every collective without overlap.
 """
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import msgspec
@@ -15,113 +16,108 @@ import numpy as np
 from meshwright.algebra.derived import Derived
 from meshwright.algebra.generation import job_strategy
 from meshwright.algebra.notation import product
-from meshwright.algebra.sizes import OpSizes
+from meshwright.algebra.sizes import Number, OpSizes
+from meshwright.cost.arrays import as_python, largest, select, total
 from meshwright.cost.memory import MemoryParts, memory_parts, total_bytes
-from meshwright.cost.network.collectives import Placement
-from meshwright.cost.offload import Offload, offloaded
-from meshwright.cost.pass_times import BlockTimes, block_times, largest, link_seconds, seconds_by_group, total
+from meshwright.cost.network.placement import Placement
+from meshwright.cost.offload import NOTHING, Transfers, offloaded
+from meshwright.cost.pass_times import BlockTimes, StepSeconds, block_times, link_seconds
 from meshwright.cost.pipeline import Pipeline
 from meshwright.cost.setting import Setting
-from meshwright.cost.step_costs import (
-    Priced,
-    StepCost,
-    collective_groups,
-    meeting_seconds,
-    price_steps,
-)
-from meshwright.cost.step_rates import StepRates, step_rates, strategy_placements
-from meshwright.cost.work.ops import is_attention, model_flops, op_flops
+from meshwright.cost.step_costs import Priced, price_steps
+from meshwright.cost.step_rates import StepRates, strategy_placements
+from meshwright.cost.work.kernels import StepCost
+from meshwright.cost.work.ops import LOCAL_TERMS, is_attention, model_flops, op_flops
 from meshwright.spec.job import Job
-from meshwright.spec.model import Model
 from meshwright.spec.plan_file import Prediction
 from meshwright.spec.strategy import Strategy
-
-Number = Any
-"""A float, or a NumPy array with one entry per candidate."""
-
 
 Estimate = Prediction[Any]
 """A prediction whose numbers may be arrays."""
 
 
-class PricedParts(msgspec.Struct, frozen=True, kw_only=True):
-    """Costs of all steps, the times of the blocks and the parts of memory: what every schedule has in common."""
+class PricedStep(msgspec.Struct, frozen=True, kw_only=True, dict=True):
+    """Derived steps with the sizes, the rates and the pipeline that they are priced with; all may hold arrays.
 
-    costs: Priced
-    times: BlockTimes
-    memory: MemoryParts
+    Every property is computed when it is first read, and kept.
+    """
+
+    derived: Derived
+    sizes: OpSizes
+    rates: StepRates
+    pipeline: Pipeline
+    offload: tuple[str, ...] = ()
+
+    @cached_property
+    def costs(self) -> Priced:
+        """The cost of every step."""
+        return price_steps(self.derived, self.sizes, self.rates, self.pipeline)
+
+    @cached_property
+    def times(self) -> BlockTimes:
+        """Seconds of the blocks, which every schedule has in common."""
+        return block_times(self.derived, self.costs, self.sizes, self.rates)
+
+    @cached_property
+    def memory(self) -> MemoryParts:
+        """The parts of a chip's memory, which every schedule has in common."""
+        return memory_parts(self.derived, self.sizes)
+
+    @cached_property
+    def moved(self) -> Transfers:
+        """The transfers of what is offloaded."""
+        if not self.offload:
+            return NOTHING
+        return offloaded(self.memory, self.rates.pcie_bytes_per_s, self.pipeline, self.offload)
+
+    @cached_property
+    def seconds(self) -> StepSeconds:
+        """Seconds of the step, and of its bubble."""
+        return self.times.step_s(self.pipeline, self.moved)
 
 
-class PricedStrategy(msgspec.Struct, frozen=True, kw_only=True):
+class PricedStrategy(PricedStep, frozen=True, kw_only=True, dict=True):
     """One strategy with the placement, what its steps cost, and the prediction, in plain numbers.
 
     ``derived`` has the axes of several devices only: its steps are those that run.
     """
 
+    setting: Setting
     strategy: Strategy
-    derived: Derived
-    sizes: OpSizes
-    rates: StepRates
-    pipeline: Pipeline
     placement: Placement
-    parts: PricedParts
-    estimate: Estimate
 
-    @property
-    def costs(self) -> Priced:
-        """The cost of every step."""
-        return self.parts.costs
+    @cached_property
+    def estimate(self) -> Estimate:
+        """The prediction."""
+        return predict(self, self.setting, batch_seqs=float(self.setting.job.batch_seqs))
 
 
 def price_strategy(setting: Setting, strategy: Strategy) -> PricedStrategy:
-    """A step of the job priced in a setting, on the placement that its texts describe or else the best one.
+    """Prices a step of the job, on the placement that the strategy's texts describe or else on the best one.
 
-    ``storage`` is of prefill and decode steps, which have no backward pass, update, gradients or optimizer.
     Raises InputError or CannotRunError where the strategy cannot be derived or placed.
     """
-    cluster, job = setting.cluster, setting.job
-    strategy = job_strategy(job, strategy)
+    strategy = job_strategy(setting.job, strategy)
     derived = setting.derived(strategy)
-    placements = strategy_placements(cluster, strategy)
-    groups = collective_groups(derived)
-    every = step_rates(
-        cluster,
-        placements,
-        groups,
-        dtype=strategy.matmul_dtype,
-        state_dtype=strategy.state_dtype,
-        assumptions=setting.assumptions,
-        calibration=setting.calibration,
-    )
-    sizes, pipeline = setting.sizes(strategy), setting.pipeline(strategy)
-    tried = price_parts(derived, sizes, every, pipeline=pipeline)
-    moved = offloaded(tried.memory, every.pcie_bytes_per_s, pipeline, strategy.offload)
-    seconds = np.broadcast_to(tried.times.step_s(pipeline, moved).step_s, len(placements))
-    best = int(np.argmin(seconds))
-    rates = every.take(best)
-    return PricedStrategy(
-        strategy=strategy,
+    placements = strategy_placements(setting.cluster, strategy)
+    rates = setting.step_rates(strategy, placements, derived)
+    tried = PricedStep(
         derived=derived,
-        sizes=sizes,
+        sizes=setting.sizes(strategy),
         rates=rates,
-        pipeline=pipeline,
+        pipeline=setting.pipeline(strategy),
+        offload=strategy.offload,
+    )
+    best = int(np.argmin(np.broadcast_to(tried.seconds.step_s, len(placements))))
+    return PricedStrategy(
+        derived=derived,
+        sizes=tried.sizes,
+        rates=select(rates, best),
+        pipeline=tried.pipeline,
+        offload=strategy.offload,
+        setting=setting,
+        strategy=strategy,
         placement=placements[best],
-        parts=price_parts(derived, sizes, rates, pipeline=pipeline, memory=tried.memory),
-        estimate=at_candidate(
-            estimate_many(
-                setting.model,
-                derived,
-                sizes,
-                rates,
-                batch_seqs=float(job.batch_seqs),
-                seq_len=job.seq_len,
-                pipeline=pipeline,
-                offload=strategy.offload,
-                memory=tried.memory,
-                kind=job.kind,
-            ),
-            0,
-        ),
     )
 
 
@@ -130,76 +126,47 @@ def estimate_step(setting: Setting, strategy: Strategy) -> Estimate:
     return price_strategy(setting, strategy).estimate
 
 
-def estimate_many(
-    model: Model,
-    derived: Derived,
-    sizes: OpSizes,
-    rates: StepRates,
-    *,
-    batch_seqs: Number,
-    seq_len: int,
-    pipeline: Pipeline,
-    offload: tuple[str, ...] = (),
-    memory: MemoryParts | None = None,
-    kind: str = "train",
-) -> Estimate:
-    """The prediction for every candidate at once: arrays of sizes, of placements' rates and of microbatches.
-
-    ``memory`` is what `memory_parts` gives, where it is known already; ``kind`` is the job's.
-    """
-    priced = price_parts(derived, sizes, rates, pipeline=pipeline, memory=memory)
-    costs, parts = priced.costs.all, priced.memory
-    moved = offloaded(parts, rates.pcie_bytes_per_s, pipeline, offload)
-    seconds = priced.times.step_s(pipeline, moved)
-    expected, bubble = seconds.step_s, seconds.bubble_s
+def predict(priced: PricedStep, setting: Setting, *, batch_seqs: Number) -> Estimate:
+    """Predicts every candidate at once: sizes, placements' rates and microbatches may be arrays."""
+    costs, sizes, rates, pipeline, times = priced.costs.all, priced.sizes, priced.rates, priced.pipeline, priced.times
+    model, job = setting.model, setting.job
+    expected, bubble = priced.seconds.step_s, priced.seconds.bubble_s
     busy = _busy_s(costs, rates)
-    items = parts.items(num_microbatches=pipeline.microbatches, pipeline=pipeline, offload=offload)
+    items = priced.memory.items(pipeline, priced.offload)
     num_chips = product(sizes.mesh.values())
     low, high = rates.chip.efficiency.interval(has_experts=model.num_experts > 0)
     share = num_chips / sizes.mesh.get("pipeline", 1)
     flops = total(cost.flops * cost.count for cost in costs) * share
     counted = flops + _masked_flops(costs, sizes) * share
-    needed = model_flops(model, Job(kind=kind, batch_seqs=1, seq_len=seq_len)) * batch_seqs
+    needed = model_flops(model, Job(kind=job.kind, batch_seqs=1, seq_len=job.seq_len)) * batch_seqs
     available = rates.peak_flops_per_s * num_chips * expected
     serial = total((cost.math_s + cost.hbm_s + cost.launch_s + cost.network_s) * cost.here for cost in costs)
-    serial = serial + bubble + moved.serial_s + priced.times.sends_s(pipeline) + priced.times.meet_s(pipeline)
-    return Estimate(
-        step_s=expected,
-        step_s_lower=largest(busy),
-        step_s_p10=None if low is None else expected * low,
-        step_s_p90=None if high is None else expected * high,
-        step_s_upper=np.maximum(serial, expected),
-        mfu=needed / available,
-        hfu=counted / available,
-        bound_by=_bound_by(costs, rates, busy, bubble),
-        memory=items,
-        hbm_bytes_per_chip=total_bytes(items),
-        flops=flops,
-        terms=_with_pipeline(_terms(costs), priced.times, pipeline, moved, bubble),
+    serial = serial + bubble + priced.moved.serial_s + times.sends_s(pipeline) + times.meet_s(pipeline)
+    return as_python(
+        Estimate(
+            step_s=expected,
+            step_s_lower=largest(busy),
+            step_s_p10=None if low is None else expected * low,
+            step_s_p90=None if high is None else expected * high,
+            step_s_upper=np.maximum(serial, expected),
+            mfu=needed / available,
+            hfu=counted / available,
+            bound_by=_bound_by(costs, rates, busy, bubble),
+            memory=items,
+            hbm_bytes_per_chip=total_bytes(items),
+            flops=flops,
+            terms=_terms(priced, bubble),
+        )
     )
 
 
 def _masked_flops(costs: Sequence[StepCost], sizes: OpSizes) -> Number:
-    """FLOPs of attention's masked blocks, which are skipped, and which utilisation counts all the same."""
+    """FLOPs of attention's masked blocks, which are skipped but count in the utilisation."""
     if not sizes.causal:
         return 0.0
     whole = msgspec.structs.replace(sizes, causal=False, cache={})
-    return total((op_flops(c.step, whole) - c.flops) * c.count for c in costs if _attends(c))
-
-
-def _attends(cost: StepCost) -> bool:
-    return not cost.step.is_collective and is_attention(cost.step)
-
-
-def price_parts(
-    derived: Derived, sizes: OpSizes, rates: StepRates, *, pipeline: Pipeline, memory: MemoryParts | None = None
-) -> PricedParts:
-    """Everything priced; of the pipeline only the number of microbatches and the shares in ``costs`` matter."""
-    count = pipeline.microbatches
-    costs = price_steps(derived, sizes, rates, num_microbatches=count, pipeline=pipeline)
-    meet = meeting_seconds(derived, sizes, rates, num_microbatches=count)
-    times = block_times(derived, costs, rates, meetings_s=meet, sizes=sizes)
-    return PricedParts(costs=costs, times=times, memory=memory or memory_parts(derived, sizes))
+    attention = (cost for cost in costs if not cost.step.is_collective and is_attention(cost.step))
+    return total((op_flops(c.step, whole) - c.flops) * c.count for c in attention)
 
 
 # -- bounds and what binds ------------------------------------------------------------------------------
@@ -209,7 +176,7 @@ def _busy_s(costs: Sequence[StepCost], rates: StepRates) -> list[Number]:
     """Seconds that each resource works in one step: compute, memory, then every physical axis."""
     compute = total(cost.math_s * cost.here for cost in costs)
     memory = total(cost.hbm_s * cost.here for cost in costs)
-    return [compute, memory, *link_seconds(seconds_by_group(costs, "network_s"), rates)]
+    return [compute, memory, *link_seconds(costs, rates)]
 
 
 def _bound_by(costs: Sequence[StepCost], rates: StepRates, busy: Sequence[Number], bubble: Number) -> Any:
@@ -218,7 +185,7 @@ def _bound_by(costs: Sequence[StepCost], rates: StepRates, busy: Sequence[Number
     A link is bound by latency when more than half of its time is not explained by bytes. The bubble binds when
     it is longer than any resource works.
     """
-    waiting = link_seconds(seconds_by_group(costs, "latency_s"), rates)
+    waiting = link_seconds(costs, rates, field="latency_s")
     seconds = np.stack(np.broadcast_arrays(*busy, *waiting))
     busy_s, waiting_s = seconds[: len(busy)], seconds[len(busy) :]
     best = np.argmax(busy_s, axis=0)
@@ -229,38 +196,21 @@ def _bound_by(costs: Sequence[StepCost], rates: StepRates, busy: Sequence[Number
     return np.where(bubble > np.max(busy_s, axis=0), "bubble", found)
 
 
-def _terms(costs: Sequence[StepCost]) -> dict[str, Number]:
-    """Seconds of each kind of work by itself on the busiest device; latency is what collectives take beyond bytes."""
-    terms: dict[str, Number] = dict.fromkeys(("matmul", "attention", "elementwise", "loss_head", "optimizer"), 0.0)
+def _terms(priced: PricedStep, bubble: Number) -> dict[str, Number]:
+    """Seconds of each kind of work by itself on the busiest device; latency is the part of collectives that bytes do
+    not explain.
+
+    Terms of a pipeline and of offloading exist only with several stages, or with transfers.
+    """
+    costs, times, pipeline, pcie_s = priced.costs.all, priced.times, priced.pipeline, priced.moved.serial_s
+    terms: dict[str, Number] = dict.fromkeys(LOCAL_TERMS, 0.0)
     for cost in costs:
         spent = cost.network_s - cost.latency_s if cost.step.is_collective else cost.local_s
         terms[cost.term] = terms.get(cost.term, 0.0) + spent * cost.here
     terms["latency"] = total(cost.latency_s * cost.here for cost in costs)
-    return terms
-
-
-def _with_pipeline(
-    terms: dict[str, Number], times: BlockTimes, pipeline: Pipeline, moved: Offload, bubble: Number
-) -> dict[str, Number]:
-    """The same with what a pipeline and offloading add. Without stages there is nothing to sum over them."""
     if np.any(np.asarray(pipeline.stages) > 1):
         between = times.sends_s(pipeline) + times.meet_s(pipeline)
-        terms = terms | {"pipeline": terms.get("pipeline", 0.0) + between, "bubble": bubble}
+        terms |= {"pipeline": terms.get("pipeline", 0.0) + between, "bubble": bubble}
     else:
         terms.pop("pipeline", None)
-    return terms | ({"pcie": moved.serial_s} if np.any(np.asarray(moved.serial_s) > 0) else {})
-
-
-def at_candidate(found: Estimate, index: int) -> Estimate:
-    """The prediction of one candidate, in plain numbers."""
-    return Prediction(**{name: _at(getattr(found, name), index) for name in found.__struct_fields__})
-
-
-def _at(value: Any, index: int) -> Any:
-    """One entry of an array, or the number itself, as plain Python; inside dicts too."""
-    if value is None:
-        return None
-    if isinstance(value, dict):
-        return {name: _at(item, index) for name, item in value.items()}
-    array = np.asarray(value)
-    return (array[index] if array.ndim else array[()]).item()
+    return terms | ({"pcie": pcie_s} if np.any(np.asarray(pcie_s) > 0) else {})

@@ -1,6 +1,6 @@
 """The candidates of a search as arrays: meshes, batches and microbatches whose sizes divide; parts of a cluster."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -9,10 +9,11 @@ import numpy as np
 from meshwright.algebra.notation import product
 from meshwright.algebra.sizes import OpSizes
 from meshwright.core.dims import MESH_AXES
+from meshwright.cost.arrays import map_figures, select
 from meshwright.cost.memory import memory_parts, total_bytes
+from meshwright.cost.network.placement import factorings
 from meshwright.cost.pipeline import Pipeline
-from meshwright.cost.step_costs import op_sizes
-from meshwright.plan.legal import MAX_IDLE_LAYERS, Facts, divisors, legal_axis_sizes, mask
+from meshwright.plan.legal import MAX_IDLE_LAYERS, StrategySizes, divisors, legal_axis_sizes, mask
 from meshwright.plan.space import Pattern, Space
 from meshwright.spec.cluster import Cluster
 
@@ -36,18 +37,9 @@ class Candidates(msgspec.Struct, frozen=True, kw_only=True):
     def __len__(self) -> int:
         return len(self.batch_seqs)
 
-    def take(self, index: Any) -> "Candidates":
-        """Those with these numbers, or where a mask holds."""
-        return Candidates(
-            mesh={axis: sizes[index] for axis, sizes in self.mesh.items()},
-            batch_seqs=self.batch_seqs[index],
-            microbatches=self.microbatches[index],
-            laid=self.laid[index],
-        )
-
     @property
     def batch_shards(self) -> np.ndarray:
-        """Devices that different sequences of the batch go to."""
+        """Devices among which the sequences of the batch are divided."""
         return np.asarray(product(self.mesh[axis] for axis in SPLIT_BATCH))
 
 
@@ -60,14 +52,14 @@ def candidates_on_chips(space: Space, batch_seqs: int, *, num_chips: int, reach:
     # a batch of as many sequences as chips leaves every size open
     dims = space.dims(num_chips if reach else batch_seqs)
     options = [sorted(set(divisors(num_chips)) & set(axis_sizes(space, axis, dims))) for axis in MESH_AXES]
-    meshes = np.array(list(_factorings(num_chips, options)), dtype=np.int64).reshape(-1, len(MESH_AXES))
+    meshes = np.array(list(factorings(num_chips, options)), dtype=np.int64).reshape(-1, len(MESH_AXES))
     found = _with_batch(meshes, batch_seqs)
     if reach:
         shards = found.batch_shards * (space.num_microbatches or 1)
         near = [_with_batch(meshes, shards * (batch_seqs // shards + above)) for above in (0, 1)]
-        found = _joined(near)
-        found = found.take((found.batch_seqs > 0) & (np.abs(found.batch_seqs - batch_seqs) <= reach * batch_seqs))
-    return found.take(_legal_somewhere(space, found, num_chips))
+        found = map_figures(lambda *columns: np.concatenate(columns), *near)
+        found = select(found, (found.batch_seqs > 0) & (np.abs(found.batch_seqs - batch_seqs) <= reach * batch_seqs))
+    return select(found, _legal_somewhere(space, found, num_chips))
 
 
 def candidates_on_any_chips(space: Space, batch_seqs: int) -> Candidates:
@@ -75,11 +67,11 @@ def candidates_on_any_chips(space: Space, batch_seqs: int) -> Candidates:
     sizes = [axis_sizes(space, axis, space.dims(batch_seqs)) for axis in MESH_AXES]
     grid = np.meshgrid(*(np.array(some, dtype=np.int64) for some in sizes), indexing="ij")
     found = _with_batch(_evenly_split(space, np.stack([axis.ravel() for axis in grid], axis=1), batch_seqs), batch_seqs)
-    return found.take(_legal_somewhere(space, found, None))
+    return select(found, _legal_somewhere(space, found, None))
 
 
 def _evenly_split(space: Space, meshes: np.ndarray, batch_seqs: int) -> np.ndarray:
-    """The meshes that divide every dim which all patterns split in the same way: most go by the first of them."""
+    """Filters the meshes by every split that all patterns share; the first such split rejects most."""
     dims = space.dims(batch_seqs)
     same = set.intersection(*(set(pattern.splits) for pattern in space.patterns))
     for dim, axes in sorted(same, key=lambda split: (-len(split[1]), split)):
@@ -89,12 +81,12 @@ def _evenly_split(space: Space, meshes: np.ndarray, batch_seqs: int) -> np.ndarr
 
 
 def axis_sizes(space: Space, axis: str, dims: Mapping[str, int]) -> tuple[int, ...]:
-    """Sizes of one mesh axis that may be legal: as given, else those that divide in some pattern."""
+    """Sizes of one mesh axis that may be legal: the given size, else every size that divides in some pattern."""
     if axis in space.fixed:
         return (space.fixed[axis],)
     if axis == "pipeline":
         layers = space.patterns[0].derived.num_layers
-        return stage_counts(layers, idle=space.idle_layers) if space.pipelines else (1,)
+        return stage_counts(layers, idle=space.idle_layers) if axis in space.axes else (1,)
     if axis not in space.axes or (axis == "expert" and not space.setting.model.num_experts):
         return (1,)
     if axis == "expert":
@@ -104,22 +96,10 @@ def axis_sizes(space: Space, axis: str, dims: Mapping[str, int]) -> tuple[int, .
 
 
 def stage_counts(num_layers: int, *, idle: float = MAX_IDLE_LAYERS) -> tuple[int, ...]:
-    """Stages over which layers can be shared out with few places ``idle``, as a share of them."""
+    """Stage counts over which layers can be distributed with at most a share ``idle`` of empty positions."""
     return tuple(
         stages for stages in range(1, num_layers + 1) if -(-num_layers // stages) * stages <= (1 + idle) * num_layers
     )
-
-
-def _factorings(number: int, options: Sequence[Sequence[int]]) -> Iterable[tuple[int, ...]]:
-    """All ways to write a number as an ordered product of one factor from each list."""
-    if len(options) == 1:
-        if number in options[0]:
-            yield (number,)
-        return
-    for first in options[0]:
-        if number % first == 0:
-            for rest in _factorings(number // first, options[1:]):
-                yield (first, *rest)
 
 
 def _with_batch(meshes: np.ndarray, batch_seqs: Any) -> Candidates:
@@ -132,26 +112,16 @@ def _with_batch(meshes: np.ndarray, batch_seqs: Any) -> Candidates:
     )
 
 
-def _joined(parts: Sequence[Candidates]) -> Candidates:
-    first = parts[0]
-    return Candidates(
-        mesh={axis: np.concatenate([part.mesh[axis] for part in parts]) for axis in first.mesh},
-        batch_seqs=np.concatenate([part.batch_seqs for part in parts]),
-        microbatches=np.concatenate([part.microbatches for part in parts]),
-        laid=np.concatenate([part.laid for part in parts]),
-    )
-
-
 def _legal_somewhere(space: Space, found: Candidates, num_chips: int | None) -> np.ndarray:
-    """Where at least one pattern's sizes divide."""
+    """True where the sizes of at least one pattern divide."""
     # policies of remat split nothing: one pattern stands for all that split alike
     distinct = {(pattern.splits, pattern.needs, pattern.tensor_split): pattern for pattern in space.patterns}
     return np.logical_or.reduce([legal_in(space, pattern, found, num_chips=num_chips) for pattern in distinct.values()])
 
 
 def legal_in(space: Space, pattern: Pattern, found: Candidates, *, num_chips: int | None = None) -> np.ndarray:
-    """Where a pattern's sizes divide and it differs from the patterns before it."""
-    facts = Facts(
+    """True where a pattern's sizes divide and it differs from earlier patterns."""
+    facts = StrategySizes(
         model=space.setting.model.name,
         cluster="",
         num_chips=num_chips or 0,
@@ -181,7 +151,7 @@ def with_microbatches(space: Space, found: Candidates, *, most: int | None = Non
     choices = {size: _some(divisors(size), most) for size in set(local_seqs)}
     repeats = [len(choices[size]) for size in local_seqs]
     counts = np.array([count for size in local_seqs for count in choices[size]], dtype=np.int64)
-    return msgspec.structs.replace(found.take(np.repeat(np.arange(len(found)), repeats)), microbatches=counts)
+    return msgspec.structs.replace(select(found, np.repeat(np.arange(len(found)), repeats)), microbatches=counts)
 
 
 def _some(counts: Sequence[int], most: int | None) -> Sequence[int]:
@@ -193,15 +163,21 @@ def _some(counts: Sequence[int], most: int | None) -> Sequence[int]:
 
 def candidate_sizes(space: Space, found: Candidates) -> OpSizes:
     """Sizes of one microbatch of every candidate."""
-    setting = space.setting
-    return op_sizes(
-        setting.model,
-        seq_len=setting.job.seq_len,
-        microbatch_seqs=found.batch_seqs / found.microbatches,
+    return space.setting.sizes(
+        space.template,
         mesh={axis: sizes.astype(float) for axis, sizes in found.mesh.items()},
-        state=space.template.state,
-        scores=setting.scores,
-        assumptions=setting.assumptions,
+        microbatch_seqs=found.batch_seqs / found.microbatches,
+    )
+
+
+def candidate_pipeline(space: Space, found: Candidates, *, schedule: str = "1f1b", chunks: Any = 1) -> Pipeline:
+    """The pipeline of every candidate under one schedule."""
+    return Pipeline(
+        schedule=schedule,
+        stages=found.mesh["pipeline"],
+        chunks=chunks,
+        microbatches=found.microbatches,
+        software=space.setting.assumptions.software,
     )
 
 
@@ -212,24 +188,13 @@ def parts_of(cluster: Cluster, num_chips: int) -> tuple[Cluster, ...]:
     """
     found = []
     for num_slices in range(1, cluster.num_slices + 1):
-        for shape in _boxes(cluster.shape, num_chips / num_slices):
+        if num_chips % num_slices:
+            continue
+        sizes = divisors(num_chips // num_slices)
+        for shape in factorings(num_chips // num_slices, [[n for n in sizes if n <= most] for most in cluster.shape]):
             part = cluster.part(shape, num_slices=num_slices)
             found.append((num_slices, -sum(part.wraps), max(shape), shape, part))
     return tuple(part for *_, part in sorted(found, key=lambda one: one[:4]))
-
-
-def _boxes(shape: Sequence[int], volume: float) -> list[tuple[int, ...]]:
-    """Shapes of that volume that fit inside a shape."""
-    if volume != int(volume):
-        return []
-    if not shape:
-        return [()] if volume == 1 else []
-    return [
-        (size, *rest)
-        for size in divisors(int(volume))
-        if size <= shape[0]
-        for rest in _boxes(shape[1:], volume // size)
-    ]
 
 
 def _leanest(patterns: Sequence[Pattern]) -> Sequence[Pattern]:
@@ -240,13 +205,13 @@ def _leanest(patterns: Sequence[Pattern]) -> Sequence[Pattern]:
 
 
 def _shards_what_replicas_split(pattern: Pattern) -> bool:
-    """Whether ``fsdp`` splits every dim that ``data`` does: then its devices hold no more than as many replicas."""
+    """True if ``fsdp`` splits every dim that ``data`` splits: then it needs no more memory than replicas."""
     rules = [axes for role in pattern.strategy.assignment.values() for axes in role.values()]
     return all("fsdp" in axes for axes in rules if "data" in axes)
 
 
 def _in_fewer_replicas(found: Candidates) -> np.ndarray:
-    """Those whose replicas could shard the weights instead: the same mesh with all of ``data`` in ``fsdp`` is there."""
+    """True for candidates whose replicas could shard the weights: a mesh with all of ``data`` in ``fsdp`` exists."""
     sizes = found.mesh | {"fsdp": found.mesh["data"] * found.mesh["fsdp"]}
     one = np.ones_like(sizes["data"])
     alone, joined = (
@@ -261,18 +226,17 @@ def memory_of_any_mesh(space: Space, batch: int) -> Mapping[int, float]:
     """Number of chips -> the least memory per chip of any legal strategy on so many chips, 1F1B where it has stages."""
     every = candidates_on_any_chips(space, batch)
     if all(map(_shards_what_replicas_split, space.patterns)):
-        every = every.take(~_in_fewer_replicas(every))
+        every = select(every, ~_in_fewer_replicas(every))
     # memory is least with one microbatch or with the most: of several the larger number keeps less
     found = with_microbatches(space, every, most=2)
     need = np.full(len(found), np.inf)
     for pattern in _leanest(space.patterns):
         here = np.flatnonzero(legal_in(space, pattern, found))
-        rows = found.take(here)
+        rows = select(found, here)
         parts = memory_parts(pattern.derived, candidate_sizes(space, rows))
-        software = space.setting.assumptions.software
-        pipeline = Pipeline(stages=rows.mesh["pipeline"], microbatches=rows.microbatches, software=software)
+        pipeline = candidate_pipeline(space, rows)
         for offload in space.offloads:
-            items = parts.items(num_microbatches=rows.microbatches, pipeline=pipeline, offload=offload)
+            items = parts.items(pipeline, offload)
             need[here] = np.minimum(need[here], total_bytes(items))
     counts, which = np.unique(product(found.mesh.values()), return_inverse=True)
     least = np.full(len(counts), np.inf)

@@ -14,16 +14,14 @@ import numpy as np
 from meshwright.algebra.derived import Derived
 from meshwright.algebra.notation import product
 from meshwright.algebra.rewrites.pipeline import NO_PIPELINE
+from meshwright.algebra.sizes import Number
 from meshwright.core.errors import CannotRunError
 from meshwright.core.units import format_bytes
-from meshwright.cost.memory import total_bytes, training_memory
+from meshwright.cost.memory import total_bytes
 from meshwright.cost.pipeline import schedule_fits, schedule_refusal
 from meshwright.cost.setting import Setting
 from meshwright.cost.step_rates import strategy_placements
 from meshwright.spec.strategy import REMAT_POLICIES, Strategy
-
-Number = Any
-"""An int or float, or a NumPy array with one entry per candidate."""
 
 NOUNS: dict[str, str] = {
     "B": "sequences",
@@ -38,11 +36,11 @@ NOUNS: dict[str, str] = {
 MAX_LISTED = 16
 
 MAX_IDLE_LAYERS = 0.1
-"""Share of a pipeline's places for layers that may stay empty where the layers do not divide by the stages."""
+"""Share of a pipeline's positions for layers that may stay empty if the layers do not divide by the stages."""
 
 
-class Facts(msgspec.Struct, frozen=True, kw_only=True):
-    """What the rules look at; sizes may be arrays. ``dims`` has B for the whole batch, in sequences."""
+class StrategySizes(msgspec.Struct, frozen=True, kw_only=True):
+    """The sizes that rules check; they may be arrays. ``dims`` has B for the whole batch, in sequences."""
 
     model: str
     cluster: str
@@ -52,22 +50,29 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     num_microbatches: Number = 1
     schedule: str = "1f1b"
     chunks: Number = 1
-    num_placements: Number = 1
-    memory: Mapping[str, Number] = {}
-    hbm_limit_bytes: float = math.inf
 
     @property
-    def hbm_bytes(self) -> Number:
-        """Bytes needed per chip."""
-        return sum(self.memory.values())
+    def stages(self) -> Number:
+        """Stages of the pipeline."""
+        return self.mesh.get("pipeline", 1)
+
+    def devices(self, axes: Iterable[str]) -> Number:
+        """Devices of some axes together."""
+        return product(self.mesh[axis] for axis in axes)
+
+    def named(self, axes: Iterable[str]) -> str:
+        """``tensor=16``, or ``data=35 x fsdp=64 = 2240``; axes of size 1 are left out where others remain."""
+        chosen = [axis for axis in axes if self.mesh[axis] > 1] or list(axes)
+        text = " x ".join(f"{axis}={self.mesh[axis]}" for axis in chosen)
+        return f"{text} = {self.devices(chosen)}" if len(chosen) > 1 else text
 
 
-class Rule(msgspec.Struct, frozen=True):
+class LegalRule(msgspec.Struct, frozen=True):
     """A named condition. ``holds`` takes sizes or arrays of them; ``message`` explains one that does not hold."""
 
     name: str
-    holds: Callable[[Facts], Any]
-    message: Callable[[Facts], str]
+    holds: Callable[[StrategySizes], Any]
+    message: Callable[[StrategySizes], str]
 
 
 class Refusal(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,16 +82,16 @@ class Refusal(msgspec.Struct, frozen=True, kw_only=True):
     message: str
 
 
-Split = tuple[str, tuple[str, ...]]
+DimSplit = tuple[str, tuple[str, ...]]
 """A dim and the mesh axes that split it somewhere in the program."""
 
 
-def splits(derived: Derived) -> tuple[Split, ...]:
-    """Every dim with the axes that split it in some array; those contained in a larger split are left out.
+def splits(derived: Derived) -> tuple[DimSplit, ...]:
+    """Returns every dim with the axes that split it in some array; splits contained in a larger one are left out.
 
-    Whole matrices of layers are dealt out to any number of devices, so an update of all layers asks for nothing.
+    Whole matrices of layers can be distributed over any number of devices, so updates of all layers add no split.
     """
-    found: dict[Split, None] = {}
+    found: dict[DimSplit, None] = {}
     passes = (step for block in derived.blocks for step in (*block.forward, *block.backward))
     for step in (*passes, *(step for step in derived.update if not derived.is_stacked(step))):
         for array in (*step.inputs, step.result, *step.more):
@@ -98,15 +103,15 @@ def splits(derived: Derived) -> tuple[Split, ...]:
     )
 
 
-def size_rules(derived: Derived) -> tuple[Rule, ...]:
+def size_rules(derived: Derived) -> tuple[LegalRule, ...]:
     """The rules that need nothing but sizes: every split is even, and all chips are used."""
     found = splits(derived)
-    rules = [Rule("devices", lambda f: product(f.mesh.values()) == f.num_chips, _devices_message)]
+    rules = [LegalRule("devices", lambda f: product(f.mesh.values()) == f.num_chips, _devices_message)]
     layers = derived.num_layers
-    rules += [Rule("stages", lambda f: _places_used(f, layers), lambda f: _stages_message(f, layers))]
+    rules += [LegalRule("stages", lambda f: _places_used(f, layers), lambda f: _stages_message(f, layers))]
     if len(derived.program.stacks) > 1:
-        rules.append(Rule("stacks", lambda f: np.asarray(_stages(f)) == 1, lambda f: NO_PIPELINE))
-    rules += [Rule("experts", _experts_divide, lambda f: _experts_message(f, int(f.dims.get("E", 0))))]
+        rules.append(LegalRule("stacks", lambda f: np.asarray(f.stages) == 1, lambda f: NO_PIPELINE))
+    rules += [LegalRule("experts", _experts_divide, lambda f: _experts_message(f, int(f.dims.get("E", 0))))]
     rules += [_split_rule(dim, axes, found) for dim, axes in found]
     if not any(dim == "B" for dim, _ in found):
         # microbatches must divide the sequences even where no axis does
@@ -114,20 +119,28 @@ def size_rules(derived: Derived) -> tuple[Rule, ...]:
     return tuple(rules)
 
 
-def _split_rule(dim: str, axes: tuple[str, ...], every: Sequence[Split]) -> Rule:
+def _split_rule(dim: str, axes: tuple[str, ...], every: Sequence[DimSplit]) -> LegalRule:
     if dim == "B":
-        return Rule("sequences", lambda f: _divides(_ways(f, axes) * f.num_microbatches, f.dims["B"]), _batch_of(axes))
-    name = f"{'*'.join(axes)} | {dim}"
-    return Rule(name, lambda f: _divides(_ways(f, axes), f.dims[dim]), _split_of(dim, axes, every))
+        return LegalRule(
+            "sequences",
+            lambda f: f.dims["B"] % (f.devices(axes) * f.num_microbatches) == 0,
+            lambda f: _batch_message(f, axes),
+        )
+    return LegalRule(
+        f"{'*'.join(axes)} | {dim}",
+        lambda f: f.dims[dim] % f.devices(axes) == 0,
+        lambda f: _split_message(f, dim, axes, every),
+    )
 
 
-SCHEDULE_RULE = Rule(
+SCHEDULE_RULE = LegalRule(
     "schedule",
-    lambda f: schedule_fits(f.schedule, stages=_stages(f), chunks=f.chunks, microbatches=f.num_microbatches),
-    lambda f: _schedule_message(f),
+    lambda f: schedule_fits(f.schedule, stages=f.stages, chunks=f.chunks, microbatches=f.num_microbatches),
+    lambda f: schedule_refusal(
+        f.schedule, stages=int(f.stages), chunks=int(f.chunks), microbatches=int(f.num_microbatches)
+    ),
 )
-PLACEMENT_RULE = Rule("placement", lambda f: f.num_placements > 0, lambda f: _placement_message(f))
-MEMORY_RULE = Rule("memory", lambda f: f.hbm_bytes <= f.hbm_limit_bytes, lambda f: _memory_message(f))
+MEMORY_RULE = "memory"
 
 
 def legal(setting: Setting, strategy: Strategy) -> tuple[Refusal, ...]:
@@ -140,18 +153,19 @@ def legal(setting: Setting, strategy: Strategy) -> tuple[Refusal, ...]:
         setting.require_runnable(strategy)
     except CannotRunError as error:
         return (Refusal(rule="executed", message=str(error)),)
-    derived, facts = setting.derived(strategy), facts_of(setting, strategy)
+    derived, facts = setting.derived(strategy), strategy_sizes(setting, strategy)
     refused = check_rules((*size_rules(derived), SCHEDULE_RULE), facts)
-    if not refused:
-        try:
-            placements = strategy_placements(setting.cluster, strategy)
-        except CannotRunError as error:
-            return (Refusal(rule="placement", message=str(error)),)
-        memory = strategy_memory(setting, strategy, derived)
-        limit = setting.memory_limit
-        facts = msgspec.structs.replace(facts, num_placements=len(placements), memory=memory, hbm_limit_bytes=limit)
-        refused = check_rules((PLACEMENT_RULE, MEMORY_RULE), facts)
-    return tuple(_with_remedy(r, setting, strategy, facts) for r in refused)
+    if refused:
+        return refused
+    try:
+        strategy_placements(setting.cluster, strategy)
+    except CannotRunError as error:
+        return (Refusal(rule="placement", message=str(error)),)
+    memory = setting.memory(strategy, derived)
+    if total_bytes(memory) <= setting.memory_limit:
+        return ()
+    message = f"{_memory_message(facts, memory, setting.memory_limit)} {_remedy(setting, strategy, facts)}"
+    return (Refusal(rule=MEMORY_RULE, message=message),)
 
 
 def require_legal(setting: Setting, strategy: Strategy) -> None:
@@ -160,12 +174,12 @@ def require_legal(setting: Setting, strategy: Strategy) -> None:
         raise CannotRunError(refusal.message)
 
 
-def check_rules(rules: Iterable[Rule], facts: Facts) -> tuple[Refusal, ...]:
+def check_rules(rules: Iterable[LegalRule], facts: StrategySizes) -> tuple[Refusal, ...]:
     """The refusals of one strategy."""
     return tuple(Refusal(rule=rule.name, message=rule.message(facts)) for rule in rules if not rule.holds(facts))
 
 
-def mask(rules: Iterable[Rule], facts: Facts) -> Any:
+def mask(rules: Iterable[LegalRule], facts: StrategySizes) -> Any:
     """Which of many strategies satisfy all rules."""
     result: Any = True
     for rule in rules:
@@ -179,7 +193,7 @@ def divisors(number: int) -> tuple[int, ...]:
     return tuple(sorted({*small, *(number // d for d in small)}))
 
 
-def legal_axis_sizes(found: Sequence[Split], axis: str, dims: Mapping[str, int]) -> tuple[int, ...]:
+def legal_axis_sizes(found: Sequence[DimSplit], axis: str, dims: Mapping[str, int]) -> tuple[int, ...]:
     """Sizes of one axis, the others 1, that divide every dim it splits; only 1 for an axis that splits nothing."""
     sizes = [dims[dim] for dim, axes in found if axis in axes]
     return divisors(math.gcd(*sizes)) if sizes else (1,)
@@ -188,10 +202,10 @@ def legal_axis_sizes(found: Sequence[Split], axis: str, dims: Mapping[str, int])
 # -- the sentences --------------------------------------------------------------------------------------
 
 
-def facts_of(setting: Setting, strategy: Strategy) -> Facts:
-    """What the rules on sizes look at."""
+def strategy_sizes(setting: Setting, strategy: Strategy) -> StrategySizes:
+    """Returns the sizes that the rules check."""
     model, cluster, job = setting.model, setting.cluster, setting.job
-    return Facts(
+    return StrategySizes(
         model=model.name,
         cluster=cluster.short_name,
         num_chips=cluster.num_chips,
@@ -203,48 +217,18 @@ def facts_of(setting: Setting, strategy: Strategy) -> Facts:
     )
 
 
-def strategy_memory(setting: Setting, strategy: Strategy, derived: Derived | None = None) -> dict[str, Number]:
-    """Bytes per chip of each item under one strategy, whose steps may be derived already."""
-    return training_memory(
-        derived or setting.derived(strategy),
-        setting.sizes(strategy),
-        num_microbatches=strategy.num_microbatches,
-        pipeline=setting.pipeline(strategy),
-        offload=strategy.offload,
-    )
-
-
-def _experts_divide(facts: Facts) -> Any:
+def _experts_divide(facts: StrategySizes) -> Any:
     """The axis `expert` splits experts; without any it has one device."""
     size = np.asarray(facts.mesh.get("expert", 1))
     experts = facts.dims.get("E", 0)
     return (experts % size == 0) & ((size == 1) | (experts > 0))
 
 
-def _places_used(facts: Facts, num_layers: int) -> Any:
-    """Whether every stage has a layer, and few of the places for layers stay empty."""
-    stages, chunks = np.asarray(_stages(facts)), np.asarray(facts.chunks)
+def _places_used(facts: StrategySizes, num_layers: int) -> Any:
+    """True if every stage has a layer, and few positions for layers stay empty."""
+    stages, chunks = np.asarray(facts.stages), np.asarray(facts.chunks)
     places = stages * chunks
     return (stages <= num_layers) & ((chunks == 1) | (places <= (1 + MAX_IDLE_LAYERS) * num_layers))
-
-
-def _stages(facts: Facts) -> Number:
-    return facts.mesh.get("pipeline", 1)
-
-
-def _ways(facts: Facts, axes: Iterable[str]) -> Number:
-    return product(facts.mesh[axis] for axis in axes)
-
-
-def _divides(ways: Number, size: Number) -> Any:
-    return size % ways == 0
-
-
-def _named(facts: Facts, axes: Iterable[str]) -> str:
-    """``tensor=16``, or ``data=35 x fsdp=64 = 2240``; axes of size 1 are left out where others remain."""
-    chosen = [axis for axis in axes if facts.mesh[axis] > 1] or list(axes)
-    text = " x ".join(f"{axis}={facts.mesh[axis]}" for axis in chosen)
-    return f"{text} = {_ways(facts, chosen)}" if len(chosen) > 1 else text
 
 
 def _choices(values: Sequence[int], wanted: int) -> str:
@@ -256,68 +240,52 @@ def _choices(values: Sequence[int], wanted: int) -> str:
     return f"{{..., {below}, {above}, ...}}" if below != above else f"{{..., {below}}}"
 
 
-def _split_of(dim: str, axes: tuple[str, ...], every: Sequence[Split]) -> Callable[[Facts], str]:
-    def message(facts: Facts) -> str:
-        size = facts.dims[dim]
-        chosen = [axis for axis in axes if facts.mesh[axis] > 1]
-        if len(chosen) == 1:
-            values = legal_axis_sizes(every, chosen[0], facts.dims)
-        else:
-            values = divisors(size)
-        what = "*".join(chosen)
-        padded = ""
-        if dim == "V":
-            unit = 128 * int(_ways(facts, axes))
-            padded = f" Or pad the vocabulary: --set model.vocab_size={-(-int(size) // unit) * unit}."
+def _split_message(facts: StrategySizes, dim: str, axes: tuple[str, ...], every: Sequence[DimSplit]) -> str:
+    size, count = facts.dims[dim], int(facts.devices(axes))
+    chosen = [axis for axis in axes if facts.mesh[axis] > 1]
+    values = legal_axis_sizes(every, chosen[0], facts.dims) if len(chosen) == 1 else divisors(size)
+    padded = ""
+    if dim == "V":
+        unit = 128 * count
+        padded = f" Or pad the vocabulary: --set model.vocab_size={-(-int(size) // unit) * unit}."
+    return (
+        f"{facts.named(axes)} does not divide {dim}={size} {NOUNS.get(dim, '')} of {facts.model}. "
+        f"Use {'*'.join(chosen)} in {_choices(values, count)}.{padded}"
+    )
+
+
+def _batch_message(facts: StrategySizes, axes: tuple[str, ...]) -> str:
+    size, count = facts.dims["B"], int(facts.devices(axes))
+    if size % count == 0:
+        local = size // count
+        whose = f"the {local} sequences that each of {count} data shards has of {size}"
         return (
-            f"{_named(facts, axes)} does not divide {dim}={size} {NOUNS.get(dim, '')} of {facts.model}. "
-            f"Use {what} in {_choices(values, int(_ways(facts, axes)))}.{padded}"
+            f"num_microbatches={facts.num_microbatches} does not divide "
+            f"{whose if count > 1 else f'the batch of {size} sequences'}. "
+            f"Use num_microbatches in {_choices(divisors(local), facts.num_microbatches)}."
         )
-
-    return message
-
-
-def _batch_of(axes: tuple[str, ...]) -> Callable[[Facts], str]:
-    def message(facts: Facts) -> str:
-        size, ways = facts.dims["B"], int(_ways(facts, axes))
-        if size % ways == 0:
-            local = size // ways
-            whose = f"the {local} sequences that each of {ways} data shards has of {size}"
-            return (
-                f"num_microbatches={facts.num_microbatches} does not divide "
-                f"{whose if ways > 1 else f'the batch of {size} sequences'}. "
-                f"Use num_microbatches in {_choices(divisors(local), facts.num_microbatches)}."
-            )
-        near = max(1, round(size / ways)) * ways
-        what = "*".join(axes)
-        return (
-            f"{_named(facts, axes)} does not divide the batch of {size} sequences. "
-            f"Use {what} in {_choices(divisors(size), ways)}, or a batch of {near} sequences."
-        )
-
-    return message
+    near = max(1, round(size / count)) * count
+    return (
+        f"{facts.named(axes)} does not divide the batch of {size} sequences. "
+        f"Use {'*'.join(axes)} in {_choices(divisors(size), count)}, or a batch of {near} sequences."
+    )
 
 
-def _devices_message(facts: Facts) -> str:
+def _devices_message(facts: StrategySizes) -> str:
     have = int(product(facts.mesh.values()))
     return (
-        f"mesh {_named(facts, facts.mesh)} uses {have} devices and {facts.cluster} has {facts.num_chips}. "
+        f"mesh {facts.named(facts.mesh)} uses {have} devices and {facts.cluster} has {facts.num_chips}. "
         f"Make the product of the axes {facts.num_chips}, or name a cluster of {have}."
     )
 
 
-def _stages_message(facts: Facts, num_layers: int) -> str:
-    stages, chunks = _stages(facts), facts.chunks
+def _stages_message(facts: StrategySizes, num_layers: int) -> str:
+    stages, chunks = facts.stages, facts.chunks
     what = f"pipeline={stages}" if chunks == 1 else f"pipeline={stages} x chunks={chunks} = {stages * chunks}"
     return f"{what} stages are more than the {num_layers} layers of {facts.model}. Use at most {num_layers} in all."
 
 
-def _schedule_message(facts: Facts) -> str:
-    stages, count = int(_stages(facts)), int(facts.num_microbatches)
-    return schedule_refusal(facts.schedule, stages=stages, chunks=int(facts.chunks), microbatches=count)
-
-
-def _experts_message(facts: Facts, num_experts: int) -> str:
+def _experts_message(facts: StrategySizes, num_experts: int) -> str:
     size = facts.mesh.get("expert", 1)
     if not num_experts:
         return f"expert={size}: {facts.model} has no experts. Leave the axis out, or use fsdp={size}."
@@ -325,26 +293,17 @@ def _experts_message(facts: Facts, num_experts: int) -> str:
     return f"expert={size} does not divide the {num_experts} experts of {facts.model}. Use expert in {choices}."
 
 
-def _placement_message(facts: Facts) -> str:
-    return (
-        f"mesh {_named(facts, facts.mesh)} cannot be laid on {facts.cluster}: every mesh axis must be made of whole "
-        f"factors of its physical axes. Use axis sizes that multiply to each of them."
-    )
-
-
-def _memory_message(facts: Facts) -> str:
-    largest = sorted(facts.memory.items(), key=lambda item: -item[1])[:3]
+def _memory_message(facts: StrategySizes, memory: dict[str, Number], limit: float) -> str:
+    largest = sorted(memory.items(), key=lambda item: -item[1])[:3]
     items = ", ".join(f"{name} {format_bytes(float(size))}" for name, size in largest)
     return (
-        f"{facts.model} on mesh {_named(facts, facts.mesh)} needs {format_bytes(float(facts.hbm_bytes))} per chip and "
-        f"a chip of {facts.cluster} has {format_bytes(facts.hbm_limit_bytes)} ({items})."
+        f"{facts.model} on mesh {facts.named(facts.mesh)} needs {format_bytes(float(total_bytes(memory)))} per "
+        f"chip and a chip of {facts.cluster} has {format_bytes(limit)} ({items})."
     )
 
 
-def _with_remedy(refusal: Refusal, setting: Setting, strategy: Strategy, facts: Facts) -> Refusal:
-    """A memory refusal with the least change of remat and microbatches that fits."""
-    if refusal.rule != MEMORY_RULE.name:
-        return refusal
+def _remedy(setting: Setting, strategy: Strategy, facts: StrategySizes) -> str:
+    """Names the smallest change of remat and microbatches that fits."""
     shards = int(product(strategy.mesh.get(axis, 1) for axis in ("data", "fsdp", "expert")))
     changed = {remat: msgspec.structs.replace(strategy, remat=remat) for remat in REMAT_POLICIES}
     derived = {remat: setting.derived(other) for remat, other in changed.items()}
@@ -353,9 +312,7 @@ def _with_remedy(refusal: Refusal, setting: Setting, strategy: Strategy, facts: 
             continue
         for remat, other in changed.items():
             with_count = msgspec.structs.replace(other, num_microbatches=count)
-            need = float(total_bytes(strategy_memory(setting, with_count, derived[remat])))
-            if need <= facts.hbm_limit_bytes:
-                advice = f"Use remat={remat} with num_microbatches={count} ({format_bytes(need)})."
-                return msgspec.structs.replace(refusal, message=f"{refusal.message} {advice}")
-    advice = "No remat policy or number of microbatches makes it fit: use more chips, or larger fsdp and tensor axes."
-    return msgspec.structs.replace(refusal, message=f"{refusal.message} {advice}")
+            need = float(total_bytes(setting.memory(with_count, derived[remat])))
+            if need <= setting.memory_limit:
+                return f"Use remat={remat} with num_microbatches={count} ({format_bytes(need)})."
+    return "No remat policy or number of microbatches makes it fit: use more chips, or larger fsdp and tensor axes."

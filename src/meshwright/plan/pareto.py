@@ -1,4 +1,4 @@
-"""Plans that nothing beats in two things at once: step time and memory, or step time and money."""
+"""Pareto frontiers: plans unbeaten in step time and memory, or in step time and money."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,9 +10,9 @@ from meshwright.core.units import format_bytes
 from meshwright.cost.setting import Setting
 from meshwright.plan.candidates import parts_of
 from meshwright.plan.planner import space_of
-from meshwright.plan.search import Found, search
+from meshwright.plan.result import PlannedStrategy
+from meshwright.plan.search import search
 from meshwright.plan.space import USUAL, Choices, Space
-from meshwright.spec.job import Job
 
 MAX_HALVINGS = 12
 LEAST_CHEAPER = 2e-3
@@ -20,12 +20,11 @@ LEAST_CHEAPER = 2e-3
 
 
 class Frontier(msgspec.Struct, frozen=True, kw_only=True):
-    """``memory``: on all chips, fastest first, each holding less than those before it. ``cost``: on the cluster and
-    parts of it, fastest first, each cheaper per token than those before it; () where the chip has no price.
-    """
+    """``memory``: on all chips, fastest first, each needs less memory than the ones before. ``cost``: on the cluster
+    and parts of it, fastest first, each cheaper per token than the ones before; () if the chip has no price."""
 
-    memory: tuple[Found, ...]
-    cost: tuple[Found, ...]
+    memory: tuple[PlannedStrategy, ...]
+    cost: tuple[PlannedStrategy, ...]
 
 
 def pareto(
@@ -35,7 +34,7 @@ def pareto(
     overrides: Mapping[str, Any] | None = None,
     choices: Choices = USUAL,
 ) -> Frontier:
-    """Both frontiers of a job; of the parts of the cluster those of half the chips, a quarter and so on.
+    """Returns both frontiers of a job; the parts of the cluster have half the chips, a quarter and so on.
 
     Raises CannotRunError when nothing runs on all chips.
     """
@@ -56,18 +55,10 @@ def pareto(
     return Frontier(memory=outcome.frontier, cost=_cheaper([outcome.found[0], *smaller]) if priced else ())
 
 
-def usd_per_token(found: Found, job: Job) -> float | None:
-    """What all chips cost for one token; None without a price."""
-    price = found.cluster.chip.price_usd_per_hour
-    if price is None:
-        return None
-    return price * found.cluster.num_chips / 3600 * found.estimate.step_s / (found.batch_seqs * job.seq_len)
-
-
-def _on_parts(space: Space) -> list[Found]:
+def _on_parts(space: Space) -> list[PlannedStrategy]:
     """The best plan on half the chips, a quarter and so on, until one does not run."""
     cluster, job = space.setting.cluster, space.setting.job
-    found: list[Found] = []
+    found: list[PlannedStrategy] = []
     chips = cluster.num_chips
     for _ in range(MAX_HALVINGS):
         parts = parts_of(cluster, chips // 2) if chips % 2 == 0 else ()
@@ -79,11 +70,11 @@ def _on_parts(space: Space) -> list[Found]:
     return found
 
 
-def _cheaper(found: Sequence[Found]) -> tuple[Found, ...]:
-    """Those of clearly fewer chip-seconds than every faster one."""
-    kept: list[Found] = []
+def _cheaper(found: Sequence[PlannedStrategy]) -> tuple[PlannedStrategy, ...]:
+    """Selects plans with clearly fewer chip-seconds than every faster plan."""
+    kept: list[PlannedStrategy] = []
     for one in sorted(found, key=lambda one: one.estimate.step_s):
-        spent = one.estimate.step_s * one.cluster.num_chips
-        if not kept or spent < (1 - LEAST_CHEAPER) * kept[-1].estimate.step_s * kept[-1].cluster.num_chips:
+        spent = one.estimate.step_s * one.num_chips
+        if not kept or spent < (1 - LEAST_CHEAPER) * kept[-1].estimate.step_s * kept[-1].num_chips:
             kept.append(one)
     return tuple(kept)

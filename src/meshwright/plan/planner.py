@@ -1,4 +1,4 @@
-"""The one call behind the `plan` verb: the best strategies of a job on a cluster, and what else would run."""
+"""Plans a job on a cluster, as the `plan` verb does: the best strategies, and what else would run."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -14,8 +14,8 @@ from meshwright.core.units import format_bytes, format_count, format_seconds
 from meshwright.cost.setting import Setting
 from meshwright.plan.candidates import memory_of_any_mesh, parts_of
 from meshwright.plan.legal import legal
-from meshwright.plan.result import PlanResult, planned
-from meshwright.plan.search import Found, Outcome, search
+from meshwright.plan.result import PlannedStrategy, PlanResult
+from meshwright.plan.search import SearchOutcome, search
 from meshwright.plan.space import USUAL, Choices, Space, open_space
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.job import Job, optimizer_words, require_training
@@ -85,10 +85,10 @@ def plan(
         shortfall = _part_notes(cluster, job, outcome, whole, near)
     return PlanResult(
         setting=setting,
-        strategies=tuple(planned(found, setting) for found in outcome.found),
+        strategies=outcome.found,
         notes=notes,
         shortfall=shortfall,
-        nearest_batch=None if near is None else planned(near, setting),
+        nearest_batch=near,
     )
 
 
@@ -121,7 +121,7 @@ def plan_slices(settings: Sequence[Setting], **choices: Any) -> PlanResult:
 def space_of(
     setting: Setting, axes: Mapping[str, int], overrides: Mapping[str, Any], choices: Choices = USUAL
 ) -> Space:
-    """What is left open once the given axes and fields are fixed."""
+    """Returns the search space that remains once the given axes and fields are fixed."""
     make_mesh(axes)
     for axis, size in axes.items():
         if size < 1:
@@ -163,7 +163,7 @@ def _notes(space: Space, setting: Setting) -> tuple[str, ...]:
 # -- when the chips do not divide the work -------------------------------------------------------------
 
 
-def _largest_part(space: Space, top: int) -> Outcome:
+def _largest_part(space: Space, top: int) -> SearchOutcome:
     """The plans of the most chips inside the cluster on which the job runs. Raises CannotRunError for none."""
     cluster, job, limit = space.setting.cluster, space.setting.job, space.setting.memory_limit
     needs = memory_of_any_mesh(space, job.batch_seqs)
@@ -175,8 +175,8 @@ def _largest_part(space: Space, top: int) -> Outcome:
     raise CannotRunError(_nothing_fits(space, needs))
 
 
-def _without_stages(space: Space, top: int, outcome: Outcome) -> Outcome:
-    """The same, or the plans of fewer chips without stages: where none fits the chips without, and those are faster."""
+def _without_stages(space: Space, top: int, outcome: SearchOutcome) -> SearchOutcome:
+    """Returns the plans of fewer chips without stages if all chips need stages and fewer are faster."""
     if outcome.fits_without_stages or "pipeline" in space.fixed:
         return outcome
     alone = msgspec.structs.replace(space, fixed={**space.fixed, "pipeline": 1})
@@ -187,7 +187,7 @@ def _without_stages(space: Space, top: int, outcome: Outcome) -> Outcome:
     return min(outcome, fewer, key=lambda one: one.found[0].estimate.step_s)
 
 
-def _nearest_batch(space: Space) -> Found | None:
+def _nearest_batch(space: Space) -> PlannedStrategy | None:
     """The fastest strategy per token on all chips, over batches within reach of the wanted one (not the nearest)."""
     setting = space.setting
     found = search(space, setting.cluster, setting.job.batch_seqs, reach=NEAREST_BATCH_SHARE, top=1).found
@@ -195,7 +195,7 @@ def _nearest_batch(space: Space) -> Found | None:
 
 
 def _part_notes(
-    cluster: Cluster, job: Job, outcome: Outcome, whole: Found | None, near: Found | None
+    cluster: Cluster, job: Job, outcome: SearchOutcome, whole: PlannedStrategy | None, near: PlannedStrategy | None
 ) -> tuple[str, ...]:
     part = outcome.found[0].cluster
     what, chips = f"{job.batch_seqs:,} sequences of {job.seq_len:,}", f"all {cluster.num_chips:,} chips of"
@@ -208,11 +208,11 @@ def _part_notes(
     notes = [f"{why}: planned on {part.short_name}, {part.num_chips:,} chips"]
     if near is not None:
         axes = mesh_words(near.strategy.mesh, " x ")
-        tokens = format_count(near.batch_seqs * job.seq_len)
+        tokens = format_count(near.job.batch_seqs * job.seq_len)
         step = format_seconds(near.estimate.step_s)
         notes.append(
-            f"all {cluster.num_chips:,} chips run with {near.batch_seqs:,} sequences ({tokens} tokens) a step, "
-            f"--batch {near.batch_seqs}seq: {axes}, {step}"
+            f"all {cluster.num_chips:,} chips run with {near.job.batch_seqs:,} sequences ({tokens} tokens) a step, "
+            f"--batch {near.job.batch_seqs}seq: {axes}, {step}"
         )
     return tuple(notes)
 

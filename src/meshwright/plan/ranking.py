@@ -1,9 +1,13 @@
-"""Candidates priced, remembered and ranked: the fastest of every variant of every pattern, and a varied choice."""
+"""Candidates priced, remembered and ranked: the fastest of every variant of every pattern, and a diverse choice."""
+
+from collections.abc import Callable
+from typing import Any
 
 import msgspec
 import numpy as np
 
 from meshwright.core.dims import MESH_AXES
+from meshwright.cost.arrays import select
 from meshwright.plan.candidates import Candidates
 
 TIE = 1e-3
@@ -28,21 +32,8 @@ class Variant(msgspec.Struct, frozen=True, kw_only=True):
     least_bytes: float
 
 
-def taken(parts, index):  # type: ignore[no-untyped-def]
-    """A struct of arrays with the entries that an index picks; scalars and plain fields stay."""
-    if isinstance(parts, np.ndarray):
-        return parts[index] if parts.ndim else parts
-    if isinstance(parts, dict):
-        return {name: taken(value, index) for name, value in parts.items()}
-    if isinstance(parts, (list, tuple)):
-        return type(parts)(taken(value, index) for value in parts)
-    if isinstance(parts, msgspec.Struct):
-        return type(parts)(**{name: taken(getattr(parts, name), index) for name in parts.__struct_fields__})
-    return parts
-
-
 class Best:
-    """The fastest candidates of every variant, and what was counted on the way."""
+    """The fastest candidates of every variant, with counts of all."""
 
     def __init__(self) -> None:
         self.kept: list[Variant] = []
@@ -59,15 +50,14 @@ class Best:
             return
         self.fits_without_stages |= bool(np.any(variant.rows.mesh["pipeline"] == 1))
         index = fastest_and_leanest(variant.seconds, variant.need)
-        self.kept.append(taken(variant, index))
+        self.kept.append(select(variant, index))
         self.ends.append((self.ends[-1] if self.ends else 0) + len(index))
 
     def at(self, index: int) -> Variant:
         """One candidate as a variant of one row."""
         which = int(np.searchsorted(self.ends, index, side="right"))
         start = self.ends[which - 1] if which else 0
-        one: Variant = taken(self.kept[which], np.array([index - start]))
-        return one
+        return select(self.kept[which], np.array([index - start]))
 
     def columns(self) -> tuple[np.ndarray, np.ndarray]:
         """Seconds and bytes of all kept candidates."""
@@ -84,21 +74,19 @@ class Best:
             return np.zeros(0, dtype=np.intp)
         level = np.round(np.log(seconds / seconds.min()) / TIE)
 
-        def spread(value: object) -> np.ndarray:
-            return np.concatenate([np.broadcast_to(np.asarray(value(v)), len(v.rows)) for v in self.kept])  # type: ignore[operator]
-
-        keys = (
-            seconds,
-            spread(lambda v: v.rows.mesh["context"]),
-            spread(lambda v: v.rows.mesh["data"]),
-            spread(lambda v: v.pattern),
-            spread(lambda v: v.rank),
-            spread(lambda v: v.rows.microbatches),
-            spread(lambda v: len(v.offload)),
-            spread(lambda v: v.rows.mesh["pipeline"]),
-            level,
+        keys: tuple[Callable[[Variant], Any], ...] = (
+            lambda v: v.rows.mesh["context"],
+            lambda v: v.rows.mesh["data"],
+            lambda v: v.pattern,
+            lambda v: v.rank,
+            lambda v: v.rows.microbatches,
+            lambda v: len(v.offload),
+            lambda v: v.rows.mesh["pipeline"],
         )
-        return np.lexsort(keys)
+        columns = (
+            np.concatenate([np.broadcast_to(np.asarray(key(v)), len(v.rows)) for v in self.kept]) for key in keys
+        )
+        return np.lexsort((seconds, *columns, level))
 
     def meshes(self) -> np.ndarray:
         """The mesh of every kept candidate, one row each."""
@@ -106,7 +94,7 @@ class Best:
         return np.column_stack(columns)
 
     def frontier(self) -> list[int]:
-        """Candidates that no other one beats in both seconds and bytes, fastest first."""
+        """Indices of candidates unbeaten in seconds and bytes, fastest first."""
         seconds, need = self.columns()
         found, least = [], np.inf
         for index in np.lexsort((need, seconds)).tolist():
@@ -117,7 +105,7 @@ class Best:
 
 
 def fastest_and_leanest(seconds: np.ndarray, need: np.ndarray) -> np.ndarray:
-    """Numbers of the fastest candidates, and of those that nothing beats in both seconds and bytes."""
+    """Indices of the fastest candidates, and of candidates unbeaten in seconds and bytes."""
     if len(seconds) <= KEPT_PER_VARIANT:
         return np.arange(len(seconds))
     fast = np.argpartition(seconds, KEPT_PER_VARIANT)[:KEPT_PER_VARIANT]
@@ -127,8 +115,8 @@ def fastest_and_leanest(seconds: np.ndarray, need: np.ndarray) -> np.ndarray:
     return np.unique(np.concatenate([fast, front]))
 
 
-def varied(order: np.ndarray, best: Best, top: int) -> list[int]:
-    """The best of each (data x fsdp x context, tensor), then the second best mesh of each, and so on, fastest first.
+def diverse(order: np.ndarray, best: Best, top: int) -> list[int]:
+    """Returns the best mesh of each (data x fsdp x context, tensor), then each second best, and so on, fastest first.
 
     A mesh is listed once, with its best remat, schedule and microbatches.
     """

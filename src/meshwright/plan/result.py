@@ -7,12 +7,17 @@ import msgspec
 from meshwright.cost.formulas.training_budget import cost_usd, days
 from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import Estimate
-from meshwright.plan.search import Found
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.job import Job
 from meshwright.spec.model import Model
 from meshwright.spec.plan_file import Plan
 from meshwright.spec.strategy import Strategy
+
+_FIGURES = (
+    *("step_s", "step_s_lower", "step_s_upper", "step_s_p10", "step_s_p90", "mfu", "hfu", "hbm_bytes_per_chip"),
+    *("memory", "bound_by", "train_days", "cost_usd"),
+)
+"""Fields of a prediction in the order of `plan --json`."""
 
 
 class PlannedStrategy(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,35 +39,29 @@ class PlannedStrategy(msgspec.Struct, frozen=True, kw_only=True):
     def num_chips(self) -> int:
         return self.cluster.num_chips
 
+    @property
+    def usd_per_token(self) -> float | None:
+        """What all chips cost for one token; None without a price."""
+        price = self.cluster.chip.price_usd_per_hour
+        if price is None:
+            return None
+        return price * self.num_chips / 3600 * self.estimate.step_s / self.job.tokens_per_step
+
     def to_json(self) -> dict[str, Any]:
         """Plain data, the keys of `plan --json`."""
-        found, strategy = self.estimate, self.strategy
+        remat = self.strategy.remat
+        found, strategy = msgspec.to_builtins(self.estimate), msgspec.to_builtins(self.strategy)
         return {
-            "axes": dict(strategy.mesh),
-            "placement": dict(strategy.placement),
-            "assignment": msgspec.to_builtins(strategy.assignment),
-            "num_microbatches": strategy.num_microbatches,
-            "schedule": strategy.schedule,
-            "chunks": strategy.chunks,
-            "zero": strategy.zero,
-            "context_attention": strategy.context_attention,
-            "offload": list(strategy.offload),
-            "precision": strategy.matmul_dtype,
-            "remat": strategy.remat if isinstance(strategy.remat, str) else list(strategy.remat),
-            "step_s": found.step_s,
-            "step_s_lower": found.step_s_lower,
-            "step_s_upper": found.step_s_upper,
-            "step_s_p10": found.step_s_p10,
-            "step_s_p90": found.step_s_p90,
-            "mfu": found.mfu,
-            "hfu": found.hfu,
-            "hbm_bytes_per_chip": found.hbm_bytes_per_chip,
-            "memory": dict(found.memory),
-            "bound_by": found.bound_by,
-            "train_days": found.train_days,
-            "cost_usd": found.cost_usd,
+            "axes": strategy["mesh"],
+            **{name: strategy[name] for name in ("placement", "assignment", "num_microbatches", "schedule", "chunks")},
+            "zero": self.strategy.zero,
+            "context_attention": strategy["context_attention"],
+            "offload": list(self.strategy.offload),
+            "precision": self.strategy.matmul_dtype,
+            "remat": remat if isinstance(remat, str) else list(remat),
+            **{name: found[name] for name in _FIGURES},
             "num_chips": self.num_chips,
-            "terms": dict(found.terms),
+            "terms": found["terms"],
         }
 
 
@@ -123,17 +122,18 @@ class PlanResult(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-def planned(found: Found, setting: Setting) -> PlannedStrategy:
+def planned(setting: Setting, batch_seqs: int, strategy: Strategy, estimate: Estimate) -> PlannedStrategy:
     """The strategy with days and money for all tokens of the job, at the chip's price where there is one."""
-    job = msgspec.structs.replace(setting.job, batch_seqs=found.batch_seqs)
-    price, train_days, money = found.cluster.chip.price_usd_per_hour, None, None
+    job, chip = msgspec.structs.replace(setting.job, batch_seqs=batch_seqs), setting.cluster.chip
+    train_days = money = None
     if job.train_tokens is not None:
-        seconds = found.estimate.step_s * job.train_tokens / job.tokens_per_step
+        seconds = estimate.step_s * job.train_tokens / job.tokens_per_step
         train_days = days(seconds)
-        if price is not None:
-            money = cost_usd(seconds, num_chips=found.cluster.num_chips, price_usd_per_hour=price)
+        if chip.price_usd_per_hour is not None:
+            chips = setting.cluster.num_chips
+            money = cost_usd(seconds, num_chips=chips, price_usd_per_hour=chip.price_usd_per_hour)
     return PlannedStrategy(
-        setting=msgspec.structs.replace(setting, cluster=found.cluster, job=job),
-        strategy=found.strategy,
-        estimate=msgspec.structs.replace(found.estimate, train_days=train_days, cost_usd=money),
+        setting=msgspec.structs.replace(setting, job=job),
+        strategy=strategy,
+        estimate=msgspec.structs.replace(estimate, train_days=train_days, cost_usd=money),
     )

@@ -12,25 +12,25 @@ import numpy as np
 
 from meshwright.algebra.schedules.registry import definition
 from meshwright.core.dims import MESH_AXES
-from meshwright.cost.memory import MemoryParts, memory_parts, total_bytes
-from meshwright.cost.network.collectives import Placement, place_axes
+from meshwright.cost.arrays import as_python, select
+from meshwright.cost.memory import memory_parts, total_bytes
+from meshwright.cost.network.placement import Placement, place_axes
 from meshwright.cost.offload import offloaded
 from meshwright.cost.pass_times import BlockTimes
 from meshwright.cost.pipeline import Pipeline, schedule_fits
-from meshwright.cost.step_costs import collective_groups
-from meshwright.cost.step_rates import StepRates, step_rates
-from meshwright.cost.train_step import Estimate, at_candidate, estimate_many, price_parts
+from meshwright.cost.train_step import PricedStep, predict
 from meshwright.plan.candidates import (
     Candidates,
+    candidate_pipeline,
     candidate_sizes,
     candidates_on_chips,
     legal_in,
     with_microbatches,
 )
-from meshwright.plan.ranking import Best, Variant, taken, varied
+from meshwright.plan.ranking import Best, Variant, diverse
+from meshwright.plan.result import PlannedStrategy, planned
 from meshwright.plan.space import Pattern, Space
 from meshwright.spec.cluster import Cluster
-from meshwright.spec.strategy import Strategy
 
 CHUNK_LAYERS = (*range(1, 9), 10, 12, 14, 16, 20, 21, 24, 28, 32, 40, 48)
 """Layers of one chunk that are tried."""
@@ -48,22 +48,7 @@ KEPT_PER_STAGES = 10
 """Meshes of each number of pipeline stages that are looked at in any case."""
 
 
-class Found(msgspec.Struct, frozen=True, kw_only=True):
-    """One strategy that runs, on the chips it uses, with its prediction."""
-
-    strategy: Strategy
-    cluster: Cluster
-    batch_seqs: int
-    estimate: Estimate
-
-    @property
-    def split(self) -> tuple[int, int]:
-        """(data x fsdp x context, tensor): what the book's analysis tells apart."""
-        mesh = self.strategy.mesh
-        return mesh["data"] * mesh["fsdp"] * mesh["context"], mesh["tensor"]
-
-
-class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+class SearchOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """The best strategies, best first; ``least_bytes`` is the smallest memory per chip of any looked at.
 
     ``num_meshes`` counts meshes whose sizes divide, ``num_legal`` strategies whose sizes divide and that have a
@@ -72,16 +57,13 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     ``fits_without_stages`` says whether any of those ranked has one pipeline stage.
     """
 
-    found: tuple[Found, ...]
+    found: tuple[PlannedStrategy, ...] = ()
     num_meshes: int
     num_legal: int = 0
-    num_candidates: int
-    least_bytes: float
-    frontier: tuple[Found, ...] = ()
+    num_candidates: int = 0
+    least_bytes: float = np.inf
+    frontier: tuple[PlannedStrategy, ...] = ()
     fits_without_stages: bool = False
-
-
-NOTHING = Outcome(found=(), num_meshes=0, num_candidates=0, least_bytes=np.inf)
 
 
 def search(
@@ -93,10 +75,10 @@ def search(
     top: int = 5,
     exhaustive: bool = False,
     frontier: bool = False,
-) -> Outcome:
+) -> SearchOutcome:
     """The fastest strategies per token on all chips of a cluster, for a batch or, with ``reach``, batches near it.
 
-    At most ``top`` meshes, taken in turns from each (data x fsdp x context, tensor) so that they differ. Unless
+    At most ``top`` meshes, alternating between (data x fsdp x context, tensor) so that they differ. Unless
     ``exhaustive``, a large space is screened first: every mesh is priced in its plainest form, and the most promising
     in all.
     """
@@ -106,16 +88,16 @@ def search(
         meshes = _screened(space, cluster, meshes)
     laid, placements = _laid(cluster, meshes)
     if not placements:
-        return msgspec.structs.replace(NOTHING, num_meshes=num_meshes)
-    bench, every = _bench(space, cluster, placements), with_microbatches(space, laid)
+        return SearchOutcome(num_meshes=num_meshes)
+    bench, every = _Bench(space, cluster, placements), with_microbatches(space, laid)
     best = Best()
     for number, pattern in enumerate(space.patterns):
         for variant in bench.variants(number, pattern, every):
             best.add(variant)
-    picked = varied(best.order(), best, top)
-    found = tuple(bench.found(placements, best, index) for index in picked)
-    front = tuple(bench.found(placements, best, index) for index in best.frontier()) if frontier else ()
-    return Outcome(
+    picked = diverse(best.order(), best, top)
+    found = tuple(bench.found(best, index) for index in picked)
+    front = tuple(bench.found(best, index) for index in best.frontier()) if frontier else ()
+    return SearchOutcome(
         found=found,
         num_meshes=num_meshes,
         num_legal=best.num_legal,
@@ -127,9 +109,9 @@ def search(
 
 
 def _screened(space: Space, cluster: Cluster, meshes: Candidates) -> Candidates:
-    """The meshes that are fastest per token in their plainest form, of those that fit; all where none does.
+    """Selects the meshes that fit and are fastest per token in their plainest form; all meshes if none fits.
 
-    Plain is the first way to lay it out, the first schedule and nothing offloaded, with the first assignment and a few
+    Plain is the first placement, the first schedule and no offloading, with the first assignment and a few
     policies of remat, from the fastest to the leanest.
     """
     first = space.patterns[0].strategy
@@ -147,12 +129,12 @@ def _screened(space: Space, cluster: Cluster, meshes: Candidates) -> Candidates:
     if not placements:
         return laid
     best = np.full(len(placements), np.inf)
-    bench, every = _bench(quick, cluster, placements), with_microbatches(space, laid, most=SCREENED_MICROBATCHES)
+    bench, every = _Bench(quick, cluster, placements), with_microbatches(space, laid, most=SCREENED_MICROBATCHES)
     for number, pattern in enumerate(quick.patterns):
         for variant in bench.variants(number, pattern, every):
             np.minimum.at(best, variant.rows.laid, variant.seconds)
     kept = _promising(best, np.array([placement.mesh["pipeline"] for placement in placements]))
-    return laid.take(kept[laid.laid]) if kept.any() else meshes
+    return select(laid, kept[laid.laid]) if kept.any() else meshes
 
 
 def _promising(seconds: np.ndarray, stages: np.ndarray) -> np.ndarray:
@@ -166,7 +148,7 @@ def _promising(seconds: np.ndarray, stages: np.ndarray) -> np.ndarray:
 
 
 def _laid(cluster: Cluster, meshes: Candidates, *, most: int | None = None) -> tuple[Candidates, list[Placement]]:
-    """Every mesh once for each of its placements, or the first so many of them."""
+    """Repeats every mesh for each of its placements, at most ``most`` of them."""
     placements: list[Placement] = []
     spans: dict[tuple[int, ...], range] = {}
     which: list[int] = []
@@ -178,83 +160,53 @@ def _laid(cluster: Cluster, meshes: Candidates, *, most: int | None = None) -> t
             placements.extend(laid)
         which.extend([number] * len(spans[sizes]))
         numbers.extend(spans[sizes])
-    taken = meshes.take(np.array(which, dtype=np.intp))
-    return msgspec.structs.replace(taken, laid=np.array(numbers, dtype=np.intp)), placements
-
-
-def _bench(space: Space, cluster: Cluster, placements: Sequence[Placement]) -> "_Bench":
-    rates = _rates(space, cluster, placements)
-    return _Bench(space=space, cluster=cluster, rates=rates, limit=space.setting.on(cluster).memory_limit)
-
-
-def _rates(space: Space, cluster: Cluster, placements: Sequence[Placement]) -> StepRates:
-    groups = dict.fromkeys(group for derived in space.derived for group in collective_groups(derived))
-    template = space.template
-    return step_rates(
-        cluster,
-        placements,
-        groups,
-        dtype=template.matmul_dtype,
-        state_dtype=template.state_dtype,
-        assumptions=space.setting.assumptions,
-        calibration=space.setting.calibration,
-    )
+    found = select(meshes, np.array(which, dtype=np.intp))
+    return msgspec.structs.replace(found, laid=np.array(numbers, dtype=np.intp)), placements
 
 
 # -- pricing --------------------------------------------------------------------------------------------
 
 
-class _Bench(msgspec.Struct, frozen=True, kw_only=True):
+class _Bench:
     """What every candidate is priced with."""
 
-    space: Space
-    cluster: Cluster
-    rates: StepRates
-    limit: float
+    def __init__(self, space: Space, cluster: Cluster, placements: Sequence[Placement]) -> None:
+        self.space, self.placements = space, placements
+        self.setting = space.setting.on(cluster)
+        derived = (pattern.derived for pattern in space.patterns)
+        self.rates = self.setting.step_rates(space.template, placements, *derived)
 
     def variants(self, number: int, pattern: Pattern, every: Candidates) -> Iterator[Variant]:
         """The pattern's candidates under every schedule, number of chunks and choice of offloading."""
         space = self.space
-        rows = every.take(legal_in(space, pattern, every))
+        rows = select(every, legal_in(space, pattern, every))
         if not len(rows):
             return
-        sizes = candidate_sizes(space, rows)
-        software = space.setting.assumptions.software
-        plain = Pipeline(stages=rows.mesh["pipeline"], microbatches=rows.microbatches, software=software)
-        held = memory_parts(pattern.derived, sizes)
-        priced: BlockTimes | None = None
+        held = memory_parts(pattern.derived, candidate_sizes(space, rows))
+        times: BlockTimes | None = None
         for schedule in space.schedules:
             which, chunks = self._chunks(schedule, rows, pattern.derived.num_layers)
             if not len(which):
                 continue
-            chosen, memory = rows.take(which), taken(held, which)
-            pipeline = Pipeline(
-                schedule=schedule,
-                stages=chosen.mesh["pipeline"],
-                chunks=chunks,
-                microbatches=chosen.microbatches,
-                software=software,
-            )
+            chosen, memory = select(rows, which), select(held, which)
+            pipeline = candidate_pipeline(space, chosen, schedule=schedule, chunks=chunks)
             for offload in space.offloads:
-                moved = self._moved(memory, pipeline, offload)
-                if moved is None:
+                if offload and self.rates.pcie_bytes_per_s is None:
                     continue
-                need = total_bytes(
-                    memory.items(num_microbatches=chosen.microbatches, pipeline=pipeline, offload=offload)
-                )
-                fits = np.flatnonzero(need <= self.limit)
+                moved = offloaded(memory, self.rates.pcie_bytes_per_s, pipeline, offload)
+                need = total_bytes(memory.items(pipeline, offload))
+                fits = np.flatnonzero(need <= self.setting.memory_limit)
                 step_s = np.full(len(chosen), np.inf)
                 if len(fits):
                     # what never fits is never priced: most of a refusal's time
-                    rates = self.rates.take(rows.laid)
-                    priced = priced or price_parts(pattern.derived, sizes, rates, pipeline=plain, memory=held).times
-                    step_s = np.broadcast_to(taken(priced, which).step_s(pipeline, moved).step_s, len(chosen))
+                    times = times or self._priced(pattern, rows, candidate_pipeline(space, rows)).times
+                    step_s = np.broadcast_to(select(times, which).step_s(pipeline, moved).step_s, len(chosen))
                 yield Variant(
                     pattern=number,
                     rank=pattern.rank,
                     schedule=schedule,
                     offload=offload,
-                    rows=chosen.take(fits),
+                    rows=select(chosen, fits),
                     chunks=chunks[fits],
                     seconds=step_s[fits] / chosen.batch_seqs[fits],
                     need=np.broadcast_to(need, len(chosen))[fits],
@@ -262,10 +214,16 @@ class _Bench(msgspec.Struct, frozen=True, kw_only=True):
                     least_bytes=float(np.min(need)),
                 )
 
-    def _moved(self, memory: MemoryParts, pipeline: Pipeline, offload: tuple[str, ...]):  # type: ignore[no-untyped-def]
-        if offload and self.rates.pcie_bytes_per_s is None:
-            return None
-        return offloaded(memory, self.rates.pcie_bytes_per_s, pipeline, offload)
+    def _priced(
+        self, pattern: Pattern, rows: Candidates, pipeline: Pipeline, offload: tuple[str, ...] = ()
+    ) -> PricedStep:
+        return PricedStep(
+            derived=pattern.derived,
+            sizes=candidate_sizes(self.space, rows),
+            rates=select(self.rates, rows.laid),
+            pipeline=pipeline,
+            offload=offload,
+        )
 
     def _chunks(self, schedule: str, rows: Candidates, num_layers: int) -> tuple[np.ndarray, np.ndarray]:
         """Candidates on which a schedule runs, once for every number of chunks: their numbers, and the chunks.
@@ -297,13 +255,12 @@ class _Bench(msgspec.Struct, frozen=True, kw_only=True):
             # where fewer layers make no more chunks they have been tried already
             yield np.where(-(-num_layers // (stages * count)) == layers, count, 1)
 
-    def found(self, placements: Sequence[Placement], best: "Best", index: int) -> Found:
+    def found(self, best: Best, index: int) -> PlannedStrategy:
         """One candidate in full."""
         one = best.at(index)
-        space, rows = self.space, one.rows
-        placement = placements[int(rows.laid[0])]
+        rows, pattern, placement = one.rows, self.space.patterns[one.pattern], self.placements[int(one.rows.laid[0])]
         strategy = msgspec.structs.replace(
-            space.patterns[one.pattern].strategy,
+            pattern.strategy,
             mesh={axis: int(size) for axis, size in placement.mesh.items()},
             placement=placement.describe(),
             num_microbatches=int(rows.microbatches[0]),
@@ -311,24 +268,7 @@ class _Bench(msgspec.Struct, frozen=True, kw_only=True):
             chunks=int(one.chunks[0]),
             offload=one.offload,
         )
-        pipeline = Pipeline(
-            schedule=one.schedule,
-            stages=rows.mesh["pipeline"],
-            chunks=one.chunks,
-            microbatches=rows.microbatches,
-            software=space.setting.assumptions.software,
-        )
-        estimate = at_candidate(
-            estimate_many(
-                space.setting.model,
-                space.patterns[one.pattern].derived,
-                candidate_sizes(space, rows),
-                self.rates.take(rows.laid),
-                batch_seqs=rows.batch_seqs.astype(float),
-                seq_len=space.setting.job.seq_len,
-                pipeline=pipeline,
-                offload=one.offload,
-            ),
-            0,
-        )
-        return Found(strategy=strategy, cluster=self.cluster, batch_seqs=int(rows.batch_seqs[0]), estimate=estimate)
+        pipeline = candidate_pipeline(self.space, rows, schedule=one.schedule, chunks=one.chunks)
+        priced = self._priced(pattern, rows, pipeline, one.offload)
+        estimate = predict(priced, self.setting, batch_seqs=rows.batch_seqs.astype(float))
+        return planned(self.setting, int(rows.batch_seqs[0]), strategy, as_python(select(estimate, 0)))

@@ -11,7 +11,7 @@ from meshwright.algebra.rewrites.remat import keeps_logits
 from meshwright.algebra.schedules.registry import searched_schedules
 from meshwright.core.dims import EMULATED_AXES, MESH_AXES
 from meshwright.cost.setting import Setting
-from meshwright.plan.legal import MAX_IDLE_LAYERS, Rule, Split, size_rules, splits
+from meshwright.plan.legal import MAX_IDLE_LAYERS, DimSplit, LegalRule, size_rules, splits
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.strategy import (
     REMAT_POLICIES,
@@ -57,7 +57,7 @@ runs there too where it is asked for."""
 
 
 def axes_to_try(cluster: Cluster, fixed: Iterable[str]) -> tuple[str, ...]:
-    """Mesh axes that a search may use on a cluster, those given among them."""
+    """Mesh axes that a search may use on a cluster, including the ``fixed`` ones."""
     if cluster.kind != "host":
         return MESH_AXES
     wanted = {*EMULATED_AXES, *fixed}
@@ -65,7 +65,7 @@ def axes_to_try(cluster: Cluster, fixed: Iterable[str]) -> tuple[str, ...]:
 
 
 class Pattern(msgspec.Struct, frozen=True, kw_only=True):
-    """One way to assign axes, derived once. It is looked at only where one of ``needs`` has several devices
+    """One assignment of axes, derived once. It is looked at only where one of ``needs`` has several devices
     (() for everywhere): elsewhere it is the same strategy as another pattern. ``tensor_split`` restricts it to meshes
     with or without several devices on ``tensor``, where the steps of the two differ (None: they do not).
     """
@@ -73,8 +73,8 @@ class Pattern(msgspec.Struct, frozen=True, kw_only=True):
     strategy: Strategy
     rank: int
     derived: Derived
-    rules: tuple[Rule, ...]
-    splits: tuple[Split, ...]
+    rules: tuple[LegalRule, ...]
+    splits: tuple[DimSplit, ...]
     needs: tuple[tuple[str, ...], ...] = ()
     tensor_split: bool | None = None
 
@@ -98,18 +98,9 @@ class Space(msgspec.Struct, frozen=True, kw_only=True):
     axes: tuple[str, ...] = MESH_AXES
     idle_layers: float = MAX_IDLE_LAYERS
 
-    @property
-    def pipelines(self) -> bool:
-        """Whether layers may be split over stages."""
-        return "pipeline" in self.axes
-
     def dims(self, batch_seqs: Any) -> dict[str, Any]:
         """Sizes of all dims, B of the whole batch."""
         return self.setting.model.dims | {"B": batch_seqs, "T": self.setting.job.seq_len}
-
-    @property
-    def derived(self) -> tuple[Derived, ...]:
-        return tuple(pattern.derived for pattern in self.patterns)
 
 
 def open_space(
@@ -120,7 +111,7 @@ def open_space(
     choices: Choices = USUAL,
     fixed: Mapping[str, int] | None = None,
 ) -> Space:
-    """The space around a strategy's own choices; those named in ``given`` stay as the template has them.
+    """Opens the space around a template; choices named in ``given`` stay as the template has them.
 
     Raises CannotRunError on this machine's own devices for a template that they would not run.
     """
@@ -168,7 +159,8 @@ def open_space(
 
 
 def _by_tensor(pattern: Pattern, setting: Setting, fixed: int | None) -> list[Pattern]:
-    """The pattern of meshes that split ``tensor``, and that of meshes that do not: those that the size allows."""
+    """Splits a pattern into one for meshes that split ``tensor`` and one for other meshes, as far as its size
+    allows."""
     found = []
     if fixed is None or fixed > 1:
         found.append(msgspec.structs.replace(pattern, tensor_split=True))
@@ -179,7 +171,7 @@ def _by_tensor(pattern: Pattern, setting: Setting, fixed: int | None) -> list[Pa
 
 
 def _assignments(choices: Choices) -> list[tuple[dict[str, Any], tuple[tuple[str, ...], ...]]]:
-    """Every assignment, with the axes of which one must be split for it to differ from those before."""
+    """Every assignment, with the axes of which one must be split for it to differ from earlier ones."""
     found = []
     for zero, sequence_parallel in itertools.product(choices.zeros, choices.sequence_parallel):
         needs: tuple[tuple[str, ...], ...] = ()

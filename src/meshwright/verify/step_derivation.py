@@ -15,7 +15,6 @@ from meshwright.algebra.steps import Step
 from meshwright.algebra.transformer import layer_dims
 from meshwright.core.dims import DTYPE_BYTES
 from meshwright.core.labels import StepLabel
-from meshwright.cost.memory import memory_parts
 from meshwright.cost.work.ops import op_flops
 from meshwright.cost.work.slots import slots_move
 from meshwright.nn.experts.slots import expert_capacity
@@ -109,9 +108,4 @@ class StepDerivation:
     def memory(self) -> dict[str, float]:
         """Returns the predicted bytes on one device by item."""
         setting, strategy = self.setting, self.strategy
-        items = memory_parts(self.derived, setting.sizes(strategy)).items(
-            num_microbatches=strategy.num_microbatches,
-            pipeline=setting.pipeline(strategy),
-            offload=strategy.offload,
-        )
-        return {name: float(np.asarray(value)) for name, value in items.items()}
+        return {name: float(np.asarray(value)) for name, value in setting.memory(strategy, self.derived).items()}

@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 
 from meshwright.core.errors import CannotRunError
-from meshwright.cost.network.collectives import Placement
+from meshwright.cost.network.placement import Placement
 from meshwright.spec.chip import LibtpuTarget, XlaGpuTarget, catalogued, chips
 from meshwright.spec.cluster import Cluster
 

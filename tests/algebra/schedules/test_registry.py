@@ -73,7 +73,7 @@ def test_it_is_priced_by_its_simulation(toy):
                 assert found.num_sends[index] == pytest.approx((waits - run.makespan_s) / 1e-4, abs=1e-6)
             else:
                 slots = tick_tables(made).slots
-                assert (found.stash[index], found.handed[index]) == (slots.stash, slots.handed)
+                assert (found.stash[index], found.pending_stash[index]) == (slots.stash, slots.handed)
                 assert [int(one[index]) for one in found.messages] == [slots.x, slots.dx, slots.head]
         assert (found.stash[0], found.bubble_s(**TIMES)[0], found.num_sends[0]) == (1, 0, 0)
 

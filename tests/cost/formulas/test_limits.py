@@ -5,7 +5,8 @@ import pytest
 
 from meshwright.core.errors import InputError
 from meshwright.cost.formulas import limits
-from meshwright.cost.network.collectives import leg_rates, ring
+from meshwright.cost.network.collectives import leg_rates
+from meshwright.cost.network.legs import ring
 from meshwright.spec.chip import chip, peak
 
 ALPHA = 2550.0
@@ -26,8 +27,8 @@ def test_worked_numbers_of_section_5():
     assert limits.fsdp_max_chips(16e6, ALPHA, 3) == pytest.approx(18_823, rel=1e-4)
     assert limits.tensor_max_size(28672, ALPHA, 2) == pytest.approx(22.5, rel=1e-2)
     assert limits.mixed_min_tokens_per_chip(ALPHA, 30e3, **MIXED) == pytest.approx(433.5)
-    assert limits.fsdp_best_size(48000, 32768, 64, **MIXED) == pytest.approx(13.7, rel=1e-3)
-    assert limits.mixed_math_over_comms(48000, 32768, 64, ALPHA, **MIXED) == pytest.approx(1.374676222758064)
+    assert limits.Mixture(48000, 32768, 64, ALPHA, **MIXED).best_size == pytest.approx(13.7, rel=1e-3)
+    assert limits.Mixture(48000, 32768, 64, ALPHA, **MIXED).math_over_comms == pytest.approx(1.374676222758064)
     assert limits.dcn_min_batch_per_pod(4.59e14, 2.5e10, 4) == 73_440
     assert limits.reduce_after_min_dim(ALPHA) == 5100
     assert limits.reduce_after_max_shards(8192, ALPHA) == pytest.approx(1.606, rel=1e-3)
@@ -35,10 +36,10 @@ def test_worked_numbers_of_section_5():
 
 
 def test_section_6_roots_and_rounding():
-    roots = limits.fsdp_roots(4.19e6, 28672, 8960, ALPHA, **MIXED)
+    roots = limits.Mixture(4.19e6, 28672, 8960, ALPHA, **MIXED).roots
     assert roots.upper == pytest.approx(1927, rel=2e-3)
     assert limits.fsdp_roots_middle(4.19e6, ALPHA, fsdp_axes=2) == pytest.approx(1643, rel=1e-3)
-    best = limits.fsdp_best_size(4.19e6, 28672, 8960, **MIXED)
+    best = limits.Mixture(4.19e6, 28672, 8960, ALPHA, **MIXED).best_size
     assert best == pytest.approx(1618, rel=1e-3)
     assert roots.lower < best < roots.upper
     wanted = limits.MeshSplit(fsdp=2048, tensor=4)
@@ -51,8 +52,8 @@ def test_section_6_roots_and_rounding():
 def comms_over_math(x, batch, d_ff, num_chips, alpha, fsdp_axes, tensor_axes):
     """Forward times of one layer as the ring formulas give them, D cancelled."""
     link = 1.0
-    fsdp = leg_rates([ring(x, link)] * fsdp_axes).seconds_per_byte_all_gather * d_ff * x / num_chips
-    tensor = leg_rates([ring(num_chips / x, link)] * tensor_axes).seconds_per_byte_all_gather * batch / x
+    fsdp = leg_rates([ring(x, link)] * fsdp_axes)["all_gather"].seconds_per_byte * d_ff * x / num_chips
+    tensor = leg_rates([ring(num_chips / x, link)] * tensor_axes)["all_gather"].seconds_per_byte * batch / x
     return (fsdp + tensor) / (batch * d_ff / num_chips / (alpha * 2 * link))
 
 
@@ -62,13 +63,13 @@ def comms_over_math(x, batch, d_ff, num_chips, alpha, fsdp_axes, tensor_axes):
 def test_closed_forms_agree_with_the_ring_times(batch, d_ff, num_chips):
     xs = np.geomspace(1.5, num_chips / 1.5, 4001)
     ratios = comms_over_math(xs, batch, d_ff, num_chips, ALPHA, 2, 1)
-    best = limits.fsdp_best_size(batch, d_ff, num_chips, **MIXED)
+    best = limits.Mixture(batch, d_ff, num_chips, ALPHA, **MIXED).best_size
     assert xs[np.argmin(ratios)] == pytest.approx(best, rel=5e-3)
-    over = limits.mixed_math_over_comms(batch, d_ff, num_chips, ALPHA, **MIXED)
+    over = limits.Mixture(batch, d_ff, num_chips, ALPHA, **MIXED).math_over_comms
     assert 1 / ratios.min() == pytest.approx(over, rel=1e-4)
-    roots = limits.fsdp_roots(batch, d_ff, num_chips, ALPHA, **MIXED)
+    roots = limits.Mixture(batch, d_ff, num_chips, ALPHA, **MIXED).roots
     bound = (ratios < 1).any()
-    assert bound == (limits.mixed_discriminant(batch, d_ff, num_chips, ALPHA, **MIXED) > 0) == (over > 1)
+    assert bound == (limits.Mixture(batch, d_ff, num_chips, ALPHA, **MIXED).discriminant > 0) == (over > 1)
     if bound:
         assert xs[ratios < 1].min() == pytest.approx(roots.lower, rel=5e-3)
         assert xs[ratios < 1].max() == pytest.approx(roots.upper, rel=5e-3)
@@ -79,7 +80,7 @@ def test_closed_forms_agree_with_the_ring_times(batch, d_ff, num_chips):
 def test_least_batch_is_where_the_ratio_is_one():
     per_chip = limits.mixed_min_tokens_per_chip(ALPHA, 28672, **MIXED)
     assert per_chip == pytest.approx(453.6, rel=1e-3)
-    assert limits.mixed_math_over_comms(per_chip * 512, 28672, 512, ALPHA, **MIXED) == pytest.approx(1)
+    assert limits.Mixture(per_chip * 512, 28672, 512, ALPHA, **MIXED).math_over_comms == pytest.approx(1)
 
 
 def test_sequences_and_flat_fsdp():
@@ -92,10 +93,9 @@ def test_sequences_and_flat_fsdp():
 
 def test_scalar_equals_array():
     batches = np.array([1e5, 1e6, 4.19e6])
-    many = limits.fsdp_roots(batches, 28672, 8960, ALPHA, **MIXED)
+    many = limits.Mixture(batches, 28672, 8960, ALPHA, **MIXED)
     for i, batch in enumerate(batches):
-        one = limits.fsdp_roots(float(batch), 28672, 8960, ALPHA, **MIXED)
-        np.testing.assert_array_equal([many.lower[i], many.upper[i]], [one.lower, one.upper])
-        for formula in (limits.mixed_math_over_comms, limits.mixed_discriminant):
-            array = formula(batches, 28672, 8960, ALPHA, **MIXED)
-            assert array[i] == pytest.approx(formula(float(batch), 28672, 8960, ALPHA, **MIXED), rel=1e-14)
+        one = limits.Mixture(float(batch), 28672, 8960, ALPHA, **MIXED)
+        np.testing.assert_array_equal([many.roots.lower[i], many.roots.upper[i]], [one.roots.lower, one.roots.upper])
+        for form in ("math_over_comms", "discriminant"):
+            assert getattr(many, form)[i] == pytest.approx(getattr(one, form), rel=1e-14)

@@ -48,15 +48,15 @@ def test_the_slowest_level_binds():
     """Bytes that one chip carries through each level, written out: 8 x 2 x 192 chips share what leaves a pod."""
     placed = physical_placement(LLAMA)
     whole = group_rates(placed, ("domain", "nodes", "racks", "pods"))
-    assert whole.seconds_per_byte_all_gather == pytest.approx((1 / 8 - 1 / 24576) / 50e9)
+    assert whole["all_gather"].seconds_per_byte == pytest.approx((1 / 8 - 1 / 24576) / 50e9)
     assert whole.level == "network"
     pods = group_rates(placed, ("pods",))
-    assert pods.seconds_per_byte_all_gather == pytest.approx(7 / 8 / (50e9 / 7))
+    assert pods["all_gather"].seconds_per_byte == pytest.approx(7 / 8 / (50e9 / 7))
     assert pods.latency_s == pytest.approx(3 * 1e-5)
     # two nodes and eight pods: a pod's links carry half of what a node's do, at a seventh of the rate
     both = group_rates(placed, ("nodes", "pods"))
-    assert both.seconds_per_byte_all_gather == pytest.approx(7 * (1 / 2 - 1 / 16) / 50e9)
-    assert both.seconds_per_byte_all_to_all == pytest.approx(7 * (1 - 2 / 16) / 16 / 50e9)
+    assert both["all_gather"].seconds_per_byte == pytest.approx(7 * (1 / 2 - 1 / 16) / 50e9)
+    assert both["all_to_all"].seconds_per_byte == pytest.approx(7 * (1 - 2 / 16) / 16 / 50e9)
 
 
 def test_minor_axes_fill_the_inner_levels_and_one_axis_may_span_several():

@@ -11,13 +11,12 @@ from meshwright.algebra.sizes import OpSizes
 from meshwright.algebra.steps import Step
 from meshwright.algebra.transformer import transformer
 from meshwright.cost.setting import Setting
-from meshwright.cost.step_costs import strategy_sizes
 from meshwright.cost.train_step import estimate_step
 from meshwright.cost.work.kernels import (
     TILE,
     UNFUSED_KERNELS,
     chip_rates,
-    local_work,
+    local_cost,
     num_kernels,
     partly_hidden,
     product_shape,
@@ -76,7 +75,7 @@ def test_the_local_shape_of_a_product():
 
 
 def test_seconds_of_a_product_by_hand():
-    work = local_work(UP, sizes(), rates(compute=0.8, hbm=0.5, kernel_s=3e-6, **SHAPES))
+    work = local_cost(UP, sizes(), rates(compute=0.8, hbm=0.5, kernel_s=3e-6, **SHAPES))
     flops = 2 * (2 * 512) * 1024 * 1024
     tail = 1 + 0.25 * 132 * 128 * 256 / (2 * 512 * 1024)
     assert work.flops == flops
@@ -88,14 +87,14 @@ def test_seconds_of_a_product_by_hand():
 
 def test_a_tpu_has_no_tiles_to_share_out():
     """Its one large array takes a product whole: only the contraction counts."""
-    work = local_work(UP, sizes(), rates(of=V5E, **SHAPES))
+    work = local_cost(UP, sizes(), rates(of=V5E, **SHAPES))
     assert work.math_s == pytest.approx(work.flops / V5E.peak_flops["bf16"] * (1 + 100 / 1024))
 
 
 def test_narrow_products():
     """Their own rate, the same shape factors, and a byte for each of two casts of each element read."""
     found = rates(dtype="fp8", compute=0.8, narrow={"fp8": 0.9}, **SHAPES)
-    work = local_work(UP, sizes(), found)
+    work = local_cost(UP, sizes(), found)
     tail = 1 + 0.25 * 132 * TILE / (2 * 512 * 1024)
     assert work.math_s == pytest.approx(work.flops / (0.8 * 0.9 * 1979e12) * (1 + 100 / 1024) * tail)
     assert work.hbm_bytes == op_hbm_bytes(UP, sizes()) + 2 * (2 * 512 * 1024)
@@ -104,14 +103,14 @@ def test_narrow_products():
 @pytest.mark.parametrize("wide", [HEAD, ROUTER, ROUTER_BACK])
 def test_the_loss_head_and_the_router_keep_16_bits(wide):
     """At the rate of bf16, without casts and with its contraction."""
-    narrow, plain = (local_work(wide, sizes(), rates(dtype=dtype, **SHAPES)) for dtype in ("fp8", "bf16"))
+    narrow, plain = (local_cost(wide, sizes(), rates(dtype=dtype, **SHAPES)) for dtype in ("fp8", "bf16"))
     assert narrow == plain
     assert narrow.hbm_bytes == op_hbm_bytes(wide, sizes())
 
 
 def test_experts_are_narrow():
     """E of an expert's weight is a batch of products, not a router."""
-    narrow, plain = (local_work(EXPERT, sizes(), rates(dtype=dtype)) for dtype in ("fp8", "bf16"))
+    narrow, plain = (local_cost(EXPERT, sizes(), rates(dtype=dtype)) for dtype in ("fp8", "bf16"))
     assert plain.math_s / narrow.math_s == pytest.approx(2, rel=1e-3)
 
 
@@ -121,7 +120,7 @@ def test_experts_are_narrow():
 def test_seconds_of_fused_attention_by_hand():
     """4 B T S N H with S half of the keys where masked blocks are skipped; narrower heads take longer."""
     whole, skipping = (
-        local_work(ATTENTION, sizes(causal=causal), rates(compute=0.8, attention=0.5, head_half=32.0))
+        local_cost(ATTENTION, sizes(causal=causal), rates(compute=0.8, attention=0.5, head_half=32.0))
         for causal in (False, True)
     )
     flops = 4 * 8 * 512 * 512 * 8 * 64
@@ -132,7 +131,7 @@ def test_seconds_of_fused_attention_by_hand():
 def test_attention_of_2021_runs_as_products_do():
     """Not one kernel but four, and at the rate of other products."""
     found = rates(software="eager-2021", compute=0.8, attention=0.5, kernel_s=1e-6)
-    work = local_work(ATTENTION, sizes(scores="in_memory_16"), found)
+    work = local_cost(ATTENTION, sizes(scores="in_memory_16"), found)
     assert work.math_s == pytest.approx(work.flops / (0.8 * 989.4e12))
     assert (work.num_kernels, work.launch_s) == (UNFUSED_KERNELS, pytest.approx(4e-6))
 
@@ -140,13 +139,13 @@ def test_attention_of_2021_runs_as_products_do():
 def test_a_mask_s_edge_counts_more_in_short_sequences():
     """Tiles on the diagonal are computed whole: of T positions (1 + rows_half / T) as long, and only with a mask."""
     plain, masked = (
-        [local_work(ATTENTION, sizes(causal=causal), rates(rows_half=half)).math_s for half in (0.0, 256.0)]
+        [local_cost(ATTENTION, sizes(causal=causal), rates(rows_half=half)).math_s for half in (0.0, 256.0)]
         for causal in (False, True)
     )
     assert plain[1] == plain[0]
     assert masked[1] == pytest.approx(masked[0] * (1 + 256 / 512))
     longer = sizes(causal=True, dims=DIMS | {"T": 2048.0})
-    ratio = [local_work(ATTENTION, longer, rates(rows_half=half)).math_s for half in (0.0, 256.0)]
+    ratio = [local_cost(ATTENTION, longer, rates(rows_half=half)).math_s for half in (0.0, 256.0)]
     assert ratio[1] == pytest.approx(ratio[0] * (1 + 256 / 2048))
 
 
@@ -155,13 +154,13 @@ def test_portable_attention():
     tuned, portable = (rates(kernel=kernel, attention=0.5, portable=0.6) for kernel in ("tuned", "portable"))
     assert portable.attention_flops_per_s == pytest.approx(0.6 * 0.5 * 989.4e12)
     assert tuned.attention_flops_per_s == pytest.approx(0.5 * 989.4e12)
-    seconds = [local_work(ATTENTION, sizes(), found).math_s for found in (tuned, portable)]
+    seconds = [local_cost(ATTENTION, sizes(), found).math_s for found in (tuned, portable)]
     assert seconds[1] == pytest.approx(seconds[0] / 0.6)
-    assert local_work(UP, sizes(), tuned) == local_work(UP, sizes(), portable)
+    assert local_cost(UP, sizes(), tuned) == local_cost(UP, sizes(), portable)
 
 
 def test_attention_keeps_16_bits():
-    narrow, plain = (local_work(ATTENTION, sizes(), rates(dtype=d, attention=0.5)) for d in ("fp8", "bf16"))
+    narrow, plain = (local_cost(ATTENTION, sizes(), rates(dtype=d, attention=0.5)) for d in ("fp8", "bf16"))
     assert narrow.math_s == plain.math_s
 
 
@@ -170,12 +169,12 @@ def test_attention_keeps_16_bits():
 
 def test_elementwise_ops_go_through_memory_more_often_without_a_compiler():
     moved = op_hbm_bytes(NORM, sizes())
-    assert local_work(NORM, sizes(), rates(eager_traffic=1.5)).hbm_bytes == moved
+    assert local_cost(NORM, sizes(), rates(eager_traffic=1.5)).hbm_bytes == moved
     for software in ("eager", "eager-in-turn", "eager-2021"):
-        assert local_work(NORM, sizes(), rates(software=software, eager_traffic=1.5)).hbm_bytes == 1.5 * moved
+        assert local_cost(NORM, sizes(), rates(software=software, eager_traffic=1.5)).hbm_bytes == 1.5 * moved
         # products are kernels of their own either way, and the optimizer is one kernel for all weights
         for other in (UP, ADAMW, ATTENTION):
-            work = local_work(other, sizes(), rates(software=software, eager_traffic=1.5))
+            work = local_cost(other, sizes(), rates(software=software, eager_traffic=1.5))
             assert work.hbm_bytes == op_hbm_bytes(other, sizes())
 
 
@@ -217,11 +216,11 @@ def test_without_efficiencies_every_op_is_its_roofline(cluster):
     """The defaults are exactly the data sheet: what the book works out stays as it is."""
     model, laid = catalogue.model("llama3-8b"), parse_cluster(cluster)
     strategy = Strategy(mesh=make_mesh({"fsdp": 8, "tensor": 2}))
-    at = strategy_sizes(model, Job(batch_seqs=16, seq_len=2048), strategy)
+    at = Setting(model, laid, Job(batch_seqs=16, seq_len=2048)).sizes(strategy)
     found = chip_rates(laid.chip, datasheet_calibration(laid.chip), dtype="bf16", state_dtype="bf16")
     local = [one for one, _ in derive(transformer(model), strategy).steps() if not one.is_collective]
     for one in local:
-        work = local_work(one, at, found)
+        work = local_cost(one, at, found)
         assert work.math_s == op_flops(one, at) / laid.chip.peak_flops["bf16"]
         assert work.hbm_s == op_hbm_bytes(one, at) / laid.chip.hbm_bytes_per_s
         assert work.launch_s == 0

@@ -12,10 +12,11 @@ from meshwright.algebra.ops.attention import Attention
 from meshwright.algebra.sizes import OpSizes
 from meshwright.algebra.steps import Step
 from meshwright.algebra.transformer import transformer
-from meshwright.cost.step_costs import strategy_sizes
+from meshwright.cost.setting import Setting
 from meshwright.cost.work.ops import model_flops, num_matmul_params, op_flops, op_hbm_bytes
-from meshwright.cost.work.sizes import expert_slots
+from meshwright.cost.work.slots import expert_slots
 from meshwright.spec import catalogue
+from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.job import Job
 from meshwright.spec.strategy import REMAT_POLICIES, STATE_BYTES, Strategy, make_mesh
 from meshwright.spec.weights import num_active_params, num_params, params_by_part, weight_table
@@ -268,7 +269,7 @@ def test_executed_flops_are_the_model_s_and_what_is_made_again(axes, remat):
     """Backward makes the scores again (14 for 12 of attention); block remat all of a layer but its last product."""
     model, job = catalogue.model("tiny"), Job(batch_seqs=16, seq_len=64)
     strategy = Strategy(mesh=make_mesh(axes), remat=remat)
-    counted = strategy_sizes(model, job, strategy, scores="in_memory")  # which meets every key
+    counted = Setting(model, parse_cluster("cpu:8"), job).sizes(strategy)  # which meets every key
     derived = derive(transformer(model), strategy)
     executed = sum(n * op_flops(s, counted) for s, n in derived.steps(1) if not s.is_collective) * strategy.num_chips
     pairs_width = 16 * 64**2 * model.num_heads * model.head_dim * model.num_layers

@@ -4,11 +4,12 @@ import msgspec
 import pytest
 
 from meshwright.cost.breakdown import Breakdown
+from meshwright.cost.formulas.limit_table import limits_at
 from meshwright.cost.formulas.limits import max_expert_ring, min_microbatches, ring_min_positions
 from meshwright.cost.setting import Setting, setting_of
 from meshwright.cost.train_step import price_strategy
 from meshwright.plan.planner import plan
-from meshwright.plan.why.bounds import limits_of
+from meshwright.plan.why.bounds import letters_of
 from meshwright.spec import catalogue
 from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.job import Job
@@ -24,7 +25,7 @@ def planned(model, cluster, batch_seqs, *, seq_len=4096, overrides=None, **axes)
 
 def told(one):
     priced = price_strategy(setting_of(one), one.strategy)
-    return {limit.name: limit for limit in limits_of(one, priced)}, priced
+    return {limit.name: limit for limit in limits_at(letters_of(priced))}, priced
 
 
 ZERO_3 = {"num_microbatches": 1, "remat": "none", "assignment": standard_assignment(zero=3)}

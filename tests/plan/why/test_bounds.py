@@ -34,9 +34,13 @@ def planned(cluster, batch_seqs, *, model=LLAMA70B, seq_len=4096, tokens=None, c
     return plan(Setting(model, parse_cluster(cluster), job, calibration), axes=axes, top=1).plan()
 
 
+def priced(one):
+    return price_strategy(Setting(one.model, one.cluster, one.job, one.calibration), one.strategy)
+
+
 def told(one):
-    priced = price_strategy(Setting(one.model, one.cluster, one.job, one.calibration), one.strategy)
-    at = letters_of(one, priced, run_budget(one, step_s=priced.estimate.step_s))
+    step = priced(one)
+    at = letters_of(step, run_budget(one, step_s=step.estimate.step_s))
     return {limit.name: limit for limit in limits_at(at)}, at
 
 
@@ -112,7 +116,7 @@ def test_sequences_and_memory():
     # one copy of 10 bytes a parameter, and what all chips keep of the activations
     kept = 10 * 8030261248 + 16 * one.predicted.memory["activations"]
     assert limits["chips, by memory"].limit == math.ceil(kept / (15.75 * 2**30))
-    batch = batch_of(one)
+    batch = batch_of(priced(one))
     assert batch.sequences_per_microbatch * batch.data_parallel * batch.num_microbatches == batch.sequences == 128
     assert batch.positions_per_device == 4096 / mesh["context"]
 
@@ -127,7 +131,7 @@ def test_stages_count_by_themselves():
     assert flat.here == pytest.approx(6 * 8030261248 / 4 / 50e9)
     assert flat.limit == pytest.approx(6 * 8030261248 / 4 * at.batch_tokens / 16 / at.peak_flops)
     assert flat.holds == limits["chips, at one chip's rate"].holds
-    assert batch_of(one).data_parallel == 16
+    assert batch_of(priced(one)).data_parallel == 16
 
 
 def test_slices_that_are_stages_share_no_batch():
@@ -139,7 +143,7 @@ def test_slices_that_are_stages_share_no_batch():
 def test_experts_share_out_sequences_too():
     one = planned("h100:8x8", 64, model=catalogue.model("mixtral-8x7b"), expert=8)
     mesh = one.strategy.mesh
-    assert batch_of(one).data_parallel == mesh["data"] * mesh["fsdp"] * 8
+    assert batch_of(priced(one)).data_parallel == mesh["data"] * mesh["fsdp"] * 8
 
 
 def test_one_chip():

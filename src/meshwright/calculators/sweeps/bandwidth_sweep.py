@@ -5,13 +5,8 @@ from collections.abc import Sequence
 import msgspec
 
 from meshwright.core.dims import CollectiveKind
-from meshwright.cost.network.collectives import (
-    collective_bound_by,
-    collective_time,
-    group_rates,
-    place_axes,
-    received_share,
-)
+from meshwright.cost.network.collectives import collective_bound_by, collective_time, group_rates, received_share
+from meshwright.cost.network.placement import place_axes
 from meshwright.spec.calibration import Calibration
 from meshwright.spec.cluster import Cluster, make_cluster
 

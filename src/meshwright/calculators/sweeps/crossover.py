@@ -20,10 +20,12 @@ from meshwright.algebra.program import Program, Variable
 from meshwright.algebra.sizes import OpSizes
 from meshwright.algebra.transformer import transformer
 from meshwright.core.errors import CannotRunError, InputError
+from meshwright.cost.arrays import select
 from meshwright.cost.formulas import limits
 from meshwright.cost.network.placement import Placement, place_axes
-from meshwright.cost.step_costs import StepCost, collective_groups, op_sizes, price_step
+from meshwright.cost.step_costs import collective_groups, op_sizes, price_step
 from meshwright.cost.step_rates import StepRates, attention_scores, step_rates
+from meshwright.cost.work.kernels import StepCost
 from meshwright.plan.legal import divisors
 from meshwright.spec.calibration import Calibration, datasheet_calibration, matmul_rate
 from meshwright.spec.cluster import Cluster
@@ -253,10 +255,10 @@ def _priced(
         ]
         if not placements:
             continue
-        rates = step_rates(cluster, placements, groups, dtype="bf16", calibration=calibration)
+        rates = step_rates(cluster, placements, groups, Strategy(mesh={}), calibration=calibration)
         for number, placement in enumerate(placements):
             mesh = {axis: float(size) for axis, size in placement.mesh.items()}
-            costs = _costs(work, work.sizes(tokens, mesh, cluster), rates.take(number))
+            costs = _costs(work, work.sizes(tokens, mesh, cluster), select(rates, number))
             found.append(_laid(placement, cluster, costs, len(tokens)))
     if not found:
         raise CannotRunError(f"no mesh of {work.name} can be laid on {clusters[0].short_name}. Name another shape.")
@@ -268,7 +270,8 @@ def _costs(work: Work, sizes: OpSizes, rates: StepRates) -> list[StepCost]:
         steps: Iterable[tuple[Any, Any]] = work.derived.steps(1)
     else:
         steps = ((step, b.repeat) for b in work.derived.blocks if b.block.carry for step in b.forward)
-    return [price_step(step, count, sizes, rates, num_microbatches=1) for step, count in steps]
+    priced = ((price_step(step, sizes, rates, num_microbatches=1), count) for step, count in steps)
+    return [msgspec.structs.replace(cost, count=count) for cost, count in priced]
 
 
 def _laid(placement: Placement, cluster: Cluster, costs: Sequence[StepCost], count: int) -> _Laid:

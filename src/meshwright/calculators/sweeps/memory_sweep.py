@@ -10,7 +10,7 @@ from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.units import format_count
 from meshwright.cost.setting import Setting
 from meshwright.plan.candidates import SPLIT_BATCH
-from meshwright.plan.legal import MEMORY_RULE, divisors, legal, strategy_memory
+from meshwright.plan.legal import MEMORY_RULE, divisors, legal
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.job import Job
 from meshwright.spec.model import Model
@@ -104,7 +104,7 @@ def _meshed(cluster: Cluster, strategy: Strategy, axes: Mapping[str, int]) -> St
 
 def _point(label: str, setting: Setting, strategy: Strategy) -> MemoryPoint:
     items: dict[str, float] = {}
-    reason = next((one.message for one in legal(setting, strategy) if one.rule != MEMORY_RULE.name), "")
+    reason = next((one.message for one in legal(setting, strategy) if one.rule != MEMORY_RULE), "")
     if not reason:
-        items = {name: float(size) for name, size in strategy_memory(setting, strategy).items()}
+        items = {name: float(size) for name, size in setting.memory(strategy).items()}
     return MemoryPoint(label=label, strategy=strategy, job=setting.job, items=items, reason=reason)

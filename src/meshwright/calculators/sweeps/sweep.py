@@ -12,7 +12,8 @@ from meshwright.cost.breakdown import Breakdown
 from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import price_strategy
 from meshwright.plan.planner import space_of
-from meshwright.plan.search import Found, Outcome, search
+from meshwright.plan.result import PlannedStrategy
+from meshwright.plan.search import SearchOutcome, search
 from meshwright.plan.space import USUAL, Choices, Space
 from meshwright.spec.chip import Chip
 from meshwright.spec.cluster import Cluster, make_cluster, parse_cluster
@@ -27,7 +28,7 @@ class SweepPoint(msgspec.Struct, frozen=True, kw_only=True):
 
     cluster: Cluster
     job: Job
-    best: Found | None
+    best: PlannedStrategy | None
     parts: Breakdown | None
     reason: str = ""
 
@@ -104,7 +105,7 @@ def best_on(space: Space, cluster: Cluster, job: Job) -> SweepPoint:
     return SweepPoint(cluster=cluster, job=job, best=best, parts=Breakdown(priced))
 
 
-def _why_not(space: Space, cluster: Cluster, outcome: Outcome) -> str:
+def _why_not(space: Space, cluster: Cluster, outcome: SearchOutcome) -> str:
     if not outcome.num_meshes:
         return "does not divide"
     if outcome.least_bytes == float("inf"):

@@ -13,8 +13,8 @@ import msgspec
 from meshwright.algebra.notation import ShardedArray
 from meshwright.cost.lanes import Lanes, Streams, joined
 from meshwright.cost.setting import Setting
-from meshwright.cost.step_costs import StepCost
 from meshwright.cost.train_step import PricedStrategy, price_strategy
+from meshwright.cost.work.kernels import StepCost
 from meshwright.spec.strategy import Strategy, make_mesh, standard_assignment
 
 Send = Literal["at the end", "each", "buckets"]

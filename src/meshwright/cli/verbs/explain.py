@@ -20,7 +20,7 @@ from meshwright.cli.verbs.plan import (
 )
 from meshwright.core.units import format_bytes, format_count, format_flops, format_seconds
 from meshwright.cost.formulas.limit_table import Letters, Limit
-from meshwright.plan.why.explain import Algorithm, BetweenStages, Explanation, Line, explain
+from meshwright.plan.why.explain import Algorithm, BetweenStages, Explanation, ListedStep, explain
 from meshwright.report.answer import Answer, Fact, Paragraph, Piece, Table
 from meshwright.spec.job import optimizer_words, require_training
 from meshwright.spec.plan_file import load_plan
@@ -133,7 +133,7 @@ def _between_text(between: BetweenStages, step_s: float) -> Iterator[Piece]:
     )
 
 
-def _measures(line: Line) -> str:
+def _measures(line: ListedStep) -> str:
     """FLOPs where there are any, bytes, seconds, and whether they can overlap."""
     amounts = [format_flops(line.flops, unit="FLOP")] if line.flops else []
     often = f"{line.times:,.4g} times" if line.times != 1 else ""

@@ -8,17 +8,15 @@ from meshwright.core.units import format_bytes, format_count, format_seconds
 from meshwright.cost.breakdown import Breakdown
 from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import price_strategy
-from meshwright.plan.pareto import Frontier, pareto, usd_per_token
+from meshwright.plan.pareto import Frontier, pareto
 from meshwright.plan.ranking import TIE
-from meshwright.plan.result import PlanResult
-from meshwright.plan.search import Found
+from meshwright.plan.result import PlannedStrategy, PlanResult
 from meshwright.report.answer import Answer, Piece, Table
 from meshwright.report.bars import breakdown_figure
 from meshwright.report.figure import Figure
 from meshwright.report.heatmap import short_mesh
 from meshwright.report.plans.pareto import ParetoPoint, pareto_figure
 from meshwright.spec.cluster import Cluster
-from meshwright.spec.job import Job
 
 LEAST_SAVING = 0.1
 """Share of memory that a listed plan saves over the one listed before it."""
@@ -34,19 +32,19 @@ def frontier_answer(
 
     They are of the cluster that the plans use: all of it, or the largest part that the job divides over.
     """
-    cluster, job = result.strategies[0].cluster, result.job
+    cluster = result.strategies[0].cluster
     setting = result.setting.on(cluster)
     found = pareto(setting, axes=axes, overrides=overrides)
-    facts = {"memory": [_as_json(one, job) for one in found.memory], "cost": [_as_json(one, job) for one in found.cost]}
-    text = _frontier_text(cluster, found, job)
+    facts = {"memory": [_as_json(one) for one in found.memory], "cost": [_as_json(one) for one in found.cost]}
+    text = _frontier_text(cluster, found)
     return Answer({"pareto": facts}, text, {png: lambda: _frontier_figure(setting, found)})
 
 
-def listed(frontier: Sequence[Found]) -> list[Found]:
+def listed(frontier: Sequence[PlannedStrategy]) -> list[PlannedStrategy]:
     """Of a frontier, fastest first, those that hold at least a tenth less than the one listed before; of plans that
     are equally fast the smallest.
     """
-    kept: list[Found] = []
+    kept: list[PlannedStrategy] = []
     for one in frontier:
         at = one.estimate
         if kept and at.step_s <= (1 + TIE) * kept[-1].estimate.step_s:
@@ -56,7 +54,7 @@ def listed(frontier: Sequence[Found]) -> list[Found]:
     return kept
 
 
-def _as_json(found: Found, job: Job) -> dict[str, Any]:
+def _as_json(found: PlannedStrategy) -> dict[str, Any]:
     strategy, at = found.strategy, found.estimate
     return {
         "cluster": found.cluster.short_name,
@@ -69,11 +67,11 @@ def _as_json(found: Found, job: Job) -> dict[str, Any]:
         "step_s": at.step_s,
         "mfu": at.mfu,
         "hbm_bytes_per_chip": at.hbm_bytes_per_chip,
-        "usd_per_token": usd_per_token(found, job),
+        "usd_per_token": found.usd_per_token,
     }
 
 
-def _frontier_text(cluster: Cluster, found: Frontier, job: Job) -> Iterator[Piece]:
+def _frontier_text(cluster: Cluster, found: Frontier) -> Iterator[Piece]:
     rows = listed(found.memory)
     yield ""
     yield Table(
@@ -95,7 +93,7 @@ def _frontier_text(cluster: Cluster, found: Frontier, job: Job) -> Iterator[Piec
     yield Table(
         ["chips", "step", "cost of 1 B tokens", "MFU", "mesh"],
         [
-            [one.cluster.num_chips, format_seconds(one.estimate.step_s), _usd(one, job), f"{one.estimate.mfu:.0%}",
+            [one.cluster.num_chips, format_seconds(one.estimate.step_s), _usd(one), f"{one.estimate.mfu:.0%}",
              short_mesh(one.strategy.mesh)]
             for one in found.cost
         ],
@@ -103,12 +101,12 @@ def _frontier_text(cluster: Cluster, found: Frontier, job: Job) -> Iterator[Piec
     )  # fmt: skip
 
 
-def _remat(found: Found) -> str:
+def _remat(found: PlannedStrategy) -> str:
     return found.strategy.remat if isinstance(found.strategy.remat, str) else "+".join(found.strategy.remat)
 
 
-def _usd(found: Found, job: Job) -> str:
-    return f"${1e9 * (usd_per_token(found, job) or 0.0):,.2f}"
+def _usd(found: PlannedStrategy) -> str:
+    return f"${1e9 * (found.usd_per_token or 0.0):,.2f}"
 
 
 def _frontier_figure(setting: Setting, found: Frontier) -> Figure:
@@ -125,7 +123,7 @@ def _frontier_figure(setting: Setting, found: Frontier) -> Figure:
         [
             ParetoPoint(
                 step_s=one.estimate.step_s,
-                amount=1e9 * (usd_per_token(one, job) or 0.0),
+                amount=1e9 * (one.usd_per_token or 0.0),
                 label=f"{one.cluster.num_chips:,} chips",
             )
             for one in found.cost

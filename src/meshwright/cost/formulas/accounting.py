@@ -6,20 +6,18 @@ that is `cost.work.ops`, `cost.memory` and `cost.train_step`, from the derived s
 
 import math
 from fractions import Fraction
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
 from meshwright.algebra.derive import derive
+from meshwright.algebra.sizes import Number
 from meshwright.algebra.transformer import transformer
 from meshwright.core.errors import InputError, nearest
 from meshwright.cost.formulas.roofline import Work
 from meshwright.spec.model import Model
 from meshwright.spec.strategy import STATE_BYTES, Strategy
 from meshwright.spec.weights import Weight, weight_table
-
-Number = Any
-"""A float, an int or a NumPy array of them."""
 
 StatePart = Literal["weights", "gradients", "optimizer"]
 ZeroStage = Literal[0, 1, 2, 3]

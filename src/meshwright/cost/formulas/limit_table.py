@@ -6,7 +6,7 @@ the letters that they have and read the same rows.
 
 import math
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
@@ -142,17 +142,19 @@ class Letters(msgspec.Struct, frozen=True, kw_only=True):
         return self.alpha if self.sparsity == 1 and self.num_chips > 1 else None
 
     @property
+    def mixture(self) -> limits.Mixture:
+        """The mixture of FSDP and tensor parallelism."""
+        return limits.Mixture(
+            self.batch_tokens, self.d_ff, self.num_chips, self.mixed_alpha, self.fsdp_axes, self.tensor_axes
+        )
+
+    @property
     def roots(self) -> limits.Roots | None:
         """The sizes X between which the mixture is compute-bound; None where there are none."""
         if self.mixed_alpha is None:
             return None
-        found: limits.Roots = self.mixture(limits.fsdp_roots)
+        found = self.mixture.roots
         return None if math.isnan(found.lower) else found
-
-    def mixture(self, form: Callable[..., Any]) -> Any:
-        """A closed form of the mixture of FSDP and tensor parallelism, at these letters."""
-        axes = {"fsdp_axes": self.fsdp_axes, "tensor_axes": self.tensor_axes}
-        return form(self.batch_tokens, self.d_ff, self.num_chips, self.mixed_alpha, **axes)
 
 
 def feed_forward_width(model: Model) -> int:
@@ -161,11 +163,12 @@ def feed_forward_width(model: Model) -> int:
 
 
 def sparsity(model: Model) -> float:
-    """E / k, experts over those that a token passes: so many more tokens hide the same weights. 1 without experts."""
+    """E / k, experts over experts per token: weights need so many times the tokens to hide. 1 without experts."""
     return model.num_experts / model.experts_per_token if model.num_experts else 1.0
 
 
-Value = Callable[..., float]
+LetterForm = str | Callable[..., float]
+"""The name of a letter, which is NaN where it is not known and the limit applies all the same, or a form of several."""
 
 
 class _Row(msgspec.Struct, frozen=True, kw_only=True):
@@ -174,8 +177,8 @@ class _Row(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     needs: tuple[str, ...]
     formula: str | Callable[[Letters], str]
-    limit: Value
-    here: Value
+    limit: LetterForm
+    here: LetterForm
     relation: Literal[">", "<", ">=", "<=", ""]
     kind: Literal["speed", "size"] = "speed"
     unit: Literal["", "bytes", "s"] = ""
@@ -187,7 +190,7 @@ class _Row(msgspec.Struct, frozen=True, kw_only=True):
         known = all(getattr(at, name) is not None for name in self.needs)
         if not known or any(getattr(at, name) is not None for name in self.if_not):
             return None
-        limit, here = self.limit(at), self.here(at)
+        limit, here = _value(self.limit, at), _value(self.here, at)
         return Limit(
             name=self.name,
             formula=self.formula if isinstance(self.formula, str) else self.formula(at),
@@ -209,7 +212,7 @@ _HOLDS: dict[str, Callable[[float, float], bool]] = {
 
 
 def limits_at(at: Letters) -> tuple[Limit, ...]:
-    """Every limit that applies: those of single axes, then those of the whole mesh, then those of size."""
+    """Returns every limit that applies: of single axes, then of the whole mesh, then of size."""
     return tuple(found for row in LIMITS if (found := row.at(at)) is not None)
 
 
@@ -218,14 +221,12 @@ def _open(value: float | None) -> float:
     return math.nan if value is None else value
 
 
-def _best(at: Letters) -> float:
-    """X_opt."""
-    sizes = (at.batch_tokens, at.d_ff, at.num_chips)
-    return float(limits.fsdp_best_size(*sizes, fsdp_axes=at.fsdp_axes, tensor_axes=at.tensor_axes))
+def _value(form: LetterForm, at: Letters) -> float:
+    return form(at) if callable(form) else _open(getattr(at, form))
 
 
 def _split_words(at: Letters) -> str:
-    split = limits.round_split(_best(at), at.num_chips)
+    split = limits.round_split(at.mixture.best_size, at.num_chips)
     return f"in powers of two: {split.fsdp:,} x tensor {split.tensor:,}"
 
 
@@ -259,19 +260,19 @@ LIMITS: tuple[_Row, ...] = (
     _Row(
         name="tokens/chip, weights hide", needs=("chip_tokens", "weights_s"),
         formula="> tokens x T_weights / T_layer", relation=">",
-        limit=lambda at: at.chip_tokens * at.weights_s / at.weights_layer_s, here=lambda at: at.chip_tokens,
+        limit=lambda at: at.chip_tokens * at.weights_s / at.weights_layer_s, here="chip_tokens",
         note="of one microbatch, from this plan's own times",
     ),
     _Row(
         name="tokens/chip, gradients hide", needs=("chip_tokens", "gradients_s"),
         formula="> tokens x T_gradients / T_layer", relation=">",
-        limit=lambda at: at.chip_tokens * at.gradients_s / at.gradients_layer_s, here=lambda at: at.chip_tokens,
+        limit=lambda at: at.chip_tokens * at.gradients_s / at.gradients_layer_s, here="chip_tokens",
         note="of one microbatch, from this plan's own times",
     ),
     _Row(
         name="microbatches, bubble < 10%", needs=("chip_tokens", "bubble_s"),
         formula="> 9 T_bubble / T_microbatch", relation=">",
-        limit=lambda at: limits.min_microbatches(at.bubble_s, at.microbatch_s), here=lambda at: at.num_microbatches,
+        limit=lambda at: limits.min_microbatches(at.bubble_s, at.microbatch_s), here="num_microbatches",
         note=_bubble_words,
     ),
     _Row(
@@ -280,30 +281,30 @@ LIMITS: tuple[_Row, ...] = (
         limit=lambda at: limits.ring_min_positions(
             at.peak_flops, at.ring_bytes_per_s, num_heads=at.num_heads, num_kv_heads=at.num_kv_heads, causal=at.causal
         ),
-        here=lambda at: at.ring_positions, note="W one way between neighbours of the ring",
+        here="ring_positions", note="W one way between neighbours of the ring",
     ),
     _Row(
         name="tokens/copy of the experts", needs=("chip_tokens", "hbm_tokens"),
         formula="> E/k x C/W_hbm", relation=">",
-        limit=lambda at: at.hbm_tokens * at.num_experts / at.experts_per_token, here=lambda at: at.copy_tokens,
+        limit=lambda at: at.hbm_tokens * at.num_experts / at.experts_per_token, here="copy_tokens",
         note="fewer leave the experts' products waiting for their weights",
     ),
     _Row(
         name="expert width, AllToAll shorter", needs=("chip_tokens", "exchange_s"),
         formula="> Fe x T_AllToAll / T_experts", relation=">",
-        limit=lambda at: at.expert_width * at.exchange_s / at.experts_s, here=lambda at: at.expert_width,
+        limit=lambda at: at.expert_width * at.exchange_s / at.experts_s, here="expert_width",
         note="the AllToAlls are waited for",
     ),
     # FSDP alone, on a torus or on switches
     _Row(
         name="tokens/chip, FSDP alone", needs=("fsdp_alpha",), formula=_fsdp_words, relation=">",
         limit=lambda at: limits.data_parallel_min_tokens_per_chip(at.fsdp_alpha, at.fsdp_links) * at.sparsity,
-        here=lambda at: at.tokens_per_chip,
+        here="tokens_per_chip",
     ),
     _Row(
         name="chips, FSDP alone", needs=("fsdp_alpha",), formula=_fsdp_chips_words, relation="<",
         limit=lambda at: limits.fsdp_max_chips(at.batch_tokens / at.sparsity, at.fsdp_alpha, at.fsdp_links),
-        here=lambda at: at.num_chips,
+        here="num_chips",
     ),
     # the mixture of FSDP and tensor parallelism
     _Row(
@@ -311,27 +312,27 @@ LIMITS: tuple[_Row, ...] = (
         limit=lambda at: limits.mixed_min_tokens_per_chip(
             at.mixed_alpha, at.d_ff, fsdp_axes=at.fsdp_axes, tensor_axes=at.tensor_axes
         ),
-        here=lambda at: at.tokens_per_chip,
+        here="tokens_per_chip",
     ),
     _Row(
         name="T_math/T_comms at X_opt", needs=("mixed_alpha",), formula="sqrt(BF MxMy/N)/(2 alpha)", relation=">",
-        limit=lambda at: 1.0, here=lambda at: at.mixture(limits.mixed_math_over_comms),
+        limit=lambda at: 1.0, here=lambda at: at.mixture.math_over_comms,
     ),
     _Row(
         name="discriminant", needs=("mixed_alpha",), formula="(BF/alpha)^2 - 4FBN/MxMy", relation=">",
-        limit=lambda at: 0.0, here=lambda at: at.mixture(limits.mixed_discriminant),
+        limit=lambda at: 0.0, here=lambda at: at.mixture.discriminant,
     ),
     _Row(
         name="X, lower root", needs=("roots",), formula="> Mx(BF/alpha - root)/2F", relation=">",
-        limit=lambda at: at.roots.lower, here=lambda at: _open(at.data_ways),
+        limit=lambda at: at.roots.lower, here="data_ways",
     ),
     _Row(
         name="X, upper root", needs=("roots",), formula="< Mx(BF/alpha + root)/2F", relation="<",
-        limit=lambda at: at.roots.upper, here=lambda at: _open(at.data_ways),
+        limit=lambda at: at.roots.upper, here="data_ways",
     ),
     _Row(
         name="X_opt", needs=("mixed_alpha",), formula="sqrt(B/F x Mx/My x N)", relation="",
-        limit=_best, here=lambda at: _open(at.data_ways), note=_split_words,
+        limit=lambda at: at.mixture.best_size, here="data_ways", note=_split_words,
     ),
     # FSDP as if each chip moved all weights three times at the slowest link's rate, whatever the hierarchy
     _Row(
@@ -348,18 +349,18 @@ LIMITS: tuple[_Row, ...] = (
         limit=lambda at: limits.flat_fsdp_max_chips(
             at.batch_tokens * at.num_active_params / at.num_params, at.peak_flops, at.flat_bytes_per_s
         ),
-        here=lambda at: at.num_chips,
+        here="num_chips",
     ),
     _Row(
         name="tensor", needs=("tensor_most",), relation="<",
         formula=lambda at: "< F W_nvlink / C" if at.alpha is None else "< My F / alpha",
-        limit=lambda at: at.tensor_most, here=lambda at: _open(at.tensor),
+        limit=lambda at: at.tensor_most, here="tensor",
     ),
     _Row(
         name="tokens/slice, over DCN", needs=("slice_tokens", "dcn_bytes_per_s_per_host", "chips_per_host"),
         formula="> C x host chips / W_dcn", relation=">",
         limit=lambda at: limits.dcn_min_batch_per_pod(at.peak_flops, at.dcn_bytes_per_s_per_host, at.chips_per_host),
-        here=lambda at: at.slice_tokens,
+        here="slice_tokens",
     ),
     # size, of a plan
     _Row(
@@ -368,39 +369,39 @@ LIMITS: tuple[_Row, ...] = (
         limit=lambda at: at.num_stages * limits.sequence_limit_chips(
             at.step_tokens, at.seq_len, context=at.context, tensor=at.tensor
         ),
-        here=lambda at: at.all_chips,
+        here="all_chips",
     ),
     _Row(
         name="microbatches", needs=("batch_seqs",), kind="size", relation="<=",
         formula="<= sequences / (data x fsdp)",
         limit=lambda at: num_microbatches(at.batch_seqs, data_parallel=at.replicas, microbatch_seqs=1),
-        here=lambda at: at.num_microbatches,
+        here="num_microbatches",
     ),
     _Row(
         name="memory of a chip", needs=("memory_bytes", "needed_bytes"), kind="size", unit="bytes", relation="<=",
-        formula="<= what programs may fill", limit=lambda at: at.memory_bytes, here=lambda at: at.needed_bytes,
+        formula="<= what programs may fill", limit="memory_bytes", here="needed_bytes",
     ),
     _Row(
         name="chips, by memory", needs=("memory_bytes", "shared_bytes"), kind="size", relation=">=",
         formula=">= (state + activations) / memory",
-        limit=lambda at: min_chips(at.shared_bytes, at.memory_bytes), here=lambda at: at.all_chips,
+        limit=lambda at: min_chips(at.shared_bytes, at.memory_bytes), here="all_chips",
         note=_fewest_words,
     ),
     # size, before there is a plan
     _Row(
         name="chips, FSDP of whole sequences", needs=(), if_not=("context",), kind="size", relation="<=",
         formula="<= sequences",
-        limit=lambda at: limits.sequence_limit_chips(at.step_tokens, at.seq_len), here=lambda at: at.all_chips,
+        limit=lambda at: limits.sequence_limit_chips(at.step_tokens, at.seq_len), here="all_chips",
     ),
     _Row(
         name="state on each, no FSDP", needs=("memory_bytes", "state_bytes"), kind="size", unit="bytes",
         relation="<=", formula="<= memory of a chip",
-        limit=lambda at: at.memory_bytes, here=lambda at: at.state_bytes,
+        limit="memory_bytes", here="state_bytes",
     ),
     _Row(
         name="chips, by state alone", needs=("memory_bytes", "state_bytes"), kind="size", relation=">=",
         formula=">= state / memory",
-        limit=lambda at: min_chips(at.state_bytes, at.memory_bytes), here=lambda at: at.all_chips,
+        limit=lambda at: min_chips(at.state_bytes, at.memory_bytes), here="all_chips",
     ),
 )  # fmt: skip
 """Every limit. Sources: How to Scale Your Model, sections 3.2, 4.4.1, 5 and 6.3, and what follows from its rules."""

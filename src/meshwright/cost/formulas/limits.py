@@ -1,4 +1,4 @@
-"""The closed forms of the book's chapter on training: when a way of sharding stops being compute-bound.
+"""The closed forms of the book's chapter on training: when a form of sharding stops being compute-bound.
 
 They are the reasons that explanations give and the tests that derived costs must meet; no plan is priced with
 them. ``batch_tokens`` counts tokens (the book's B, with T inside), ``alpha`` is C / W_ici: FLOP/s of one chip over
@@ -7,16 +7,13 @@ Y by tensor parallelism over ``tensor_axes``. Sizes may be NumPy arrays. Source:
 """
 
 import math
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 import numpy as np
 
+from meshwright.algebra.sizes import Number
 from meshwright.core.errors import InputError
-
-Number = Any
-"""A float, an int or a NumPy array of them."""
-
 
 MAX_BUBBLE = 0.1
 """Share of a step that may be idle before more microbatches are asked for."""
@@ -47,7 +44,7 @@ def data_parallel_min_tokens_per_chip(alpha: Number, num_axes: Number = 1) -> Nu
 
 
 def data_parallel_min_batch(alpha: Number, num_axes: Number, num_chips: Number) -> Number:
-    """The same for all chips: tokens per step."""
+    """Tokens per step above which DP and FSDP are compute-bound on all chips."""
     return data_parallel_min_tokens_per_chip(alpha, num_axes) * num_chips
 
 
@@ -64,64 +61,50 @@ def tensor_max_size(d_ff: Number, alpha: Number, num_axes: Number = 1) -> Number
     return num_axes * d_ff / alpha
 
 
-def fsdp_best_size(
-    batch_tokens: Number, d_ff: Number, num_chips: Number, *, fsdp_axes: Number, tensor_axes: Number
-) -> Number:
-    """X_opt = sqrt(B/F x M_X/M_Y x N): least communication of mixed FSDP and tensor. Source: section 5.1.4."""
-    return (batch_tokens / d_ff * fsdp_axes / tensor_axes * num_chips) ** 0.5
-
-
 def mixed_min_tokens_per_chip(alpha: Number, d_ff: Number, *, fsdp_axes: Number, tensor_axes: Number) -> Number:
     """Tokens per chip below which no split of FSDP and tensor is compute-bound: 4 alpha^2 / (M_X M_Y F)."""
     return 4 * alpha**2 / (fsdp_axes * tensor_axes * d_ff)
 
 
-def mixed_math_over_comms(
-    batch_tokens: Number,
-    d_ff: Number,
-    num_chips: Number,
-    alpha: Number,
-    *,
-    fsdp_axes: Number,
-    tensor_axes: Number,
-) -> Number:
-    """T_math / T_comms at X_opt: sqrt(B F M_X M_Y) / (2 alpha sqrt(N)). It grows as the square ROOT of B."""
-    return (batch_tokens * d_ff * fsdp_axes * tensor_axes) ** 0.5 / (2 * alpha * num_chips**0.5)
+class Mixture(msgspec.Struct, frozen=True):
+    """FSDP and tensor parallelism of a batch of tokens on N chips, by FSDP over X of them."""
 
+    batch_tokens: Number
+    d_ff: Number
+    num_chips: Number
+    alpha: Number
+    fsdp_axes: Number
+    tensor_axes: Number
 
-def mixed_discriminant(
-    batch_tokens: Number,
-    d_ff: Number,
-    num_chips: Number,
-    alpha: Number,
-    *,
-    fsdp_axes: Number,
-    tensor_axes: Number,
-) -> Number:
-    """(B F / alpha)^2 - 4 F B N / (M_X M_Y): negative when no split is compute-bound.
+    @property
+    def best_size(self) -> Number:
+        """X_opt = sqrt(B/F x M_X/M_Y x N): least communication. Source: section 5.1.4."""
+        return (self.batch_tokens / self.d_ff * self.fsdp_axes / self.tensor_axes * self.num_chips) ** 0.5
 
-    The discriminant of F/M_X X^2 - (B F / alpha) X + B N / M_Y < 0, which is T_comms < T_math times X N.
-    """
-    return (batch_tokens * d_ff / alpha) ** 2 - 4 * d_ff * batch_tokens * num_chips / (fsdp_axes * tensor_axes)
+    @property
+    def math_over_comms(self) -> Number:
+        """T_math / T_comms at X_opt: sqrt(B F M_X M_Y) / (2 alpha sqrt(N)). It grows as the square ROOT of B."""
+        product = self.batch_tokens * self.d_ff * self.fsdp_axes * self.tensor_axes
+        return product**0.5 / (2 * self.alpha * self.num_chips**0.5)
 
+    @property
+    def discriminant(self) -> Number:
+        """(B F / alpha)^2 - 4 F B N / (M_X M_Y): negative when no split is compute-bound.
 
-def fsdp_roots(
-    batch_tokens: Number,
-    d_ff: Number,
-    num_chips: Number,
-    alpha: Number,
-    *,
-    fsdp_axes: Number,
-    tensor_axes: Number,
-) -> Roots:
-    """X = M_X/(2F) x (B F / alpha -+ sqrt(discriminant)): compute-bound between the two.
+        The discriminant of F/M_X X^2 - (B F / alpha) X + B N / M_Y < 0, which is T_comms < T_math times X N.
+        """
+        linear, axes = self.batch_tokens * self.d_ff / self.alpha, self.fsdp_axes * self.tensor_axes
+        return linear**2 - 4 * self.d_ff * self.batch_tokens * self.num_chips / axes
 
-    Source: section 6.3, whose 1927 is the upper root.
-    """
-    square = mixed_discriminant(batch_tokens, d_ff, num_chips, alpha, fsdp_axes=fsdp_axes, tensor_axes=tensor_axes)
-    width = _sqrt_or_nan(square) * fsdp_axes / (2 * d_ff)
-    middle = fsdp_roots_middle(batch_tokens, alpha, fsdp_axes=fsdp_axes)
-    return Roots(lower=middle - width, upper=middle + width)
+    @property
+    def roots(self) -> Roots:
+        """X = M_X/(2F) x (B F / alpha -+ sqrt(discriminant)): compute-bound between the two.
+
+        Source: section 6.3, whose 1927 is the upper root.
+        """
+        width = _sqrt_or_nan(self.discriminant) * self.fsdp_axes / (2 * self.d_ff)
+        middle = fsdp_roots_middle(self.batch_tokens, self.alpha, fsdp_axes=self.fsdp_axes)
+        return Roots(lower=middle - width, upper=middle + width)
 
 
 def fsdp_roots_middle(batch_tokens: Number, alpha: Number, *, fsdp_axes: Number) -> Number:

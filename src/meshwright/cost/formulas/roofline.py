@@ -11,12 +11,10 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
+from meshwright.algebra.sizes import Number
 from meshwright.core.dims import DTYPE_BYTES
 from meshwright.core.errors import InputError, nearest
 from meshwright.spec.chip import Chip, compute_dtype, known, peak
-
-Number = Any
-"""A float, an int or a NumPy array of them."""
 
 Channel = Literal["hbm", "vmem", "pcie", "ici", "dcn"]
 

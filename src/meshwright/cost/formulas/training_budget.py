@@ -1,12 +1,9 @@
-"""What a training run takes: FLOPs, days, utilisation, money, energy. Sizes may be NumPy arrays."""
+"""Budget of a training run: FLOPs, days, utilisation, money, energy. Sizes may be NumPy arrays."""
 
 import math
-from typing import Any
 
+from meshwright.algebra.sizes import Number
 from meshwright.core.errors import InputError
-
-Number = Any
-"""A float, an int or a NumPy array of them."""
 
 DAY_S = 86400.0
 YEAR_S = 365 * DAY_S
@@ -55,7 +52,7 @@ def mfu_from_step(flops_per_step: Number, step_s: Number, *, num_chips: Number, 
 
 
 def rescaled_days(run_days: Number, *, chips_from: Number, chips_to: Number) -> Number:
-    """Days of the same run on another number of chips at the same utilisation."""
+    """Days of a run on another number of chips at an unchanged utilisation."""
     return run_days * chips_from / chips_to
 
 
@@ -90,7 +87,7 @@ def num_devices(**axis_sizes: Number) -> Number:
 
 
 def global_batch(microbatch_seqs: Number, *, data_parallel: Number, num_microbatches: Number) -> Number:
-    """Sequences per step: those of a microbatch x replicas x accumulated microbatches."""
+    """Sequences per step: sequences of a microbatch x replicas x accumulated microbatches."""
     return microbatch_seqs * data_parallel * num_microbatches
 
 

@@ -12,33 +12,13 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from meshwright.algebra.sizes import Number
 from meshwright.core.dims import COLLECTIVES, CollectiveKind
 from meshwright.core.errors import InputError, nearest
-from meshwright.cost.network.legs import Leg, group_legs, ring
+from meshwright.cost.network.legs import Leg, group_legs
 from meshwright.cost.network.links import Level
-from meshwright.cost.network.placement import Placement, place_axes
+from meshwright.cost.network.placement import Placement
 from meshwright.spec.calibration import Calibration, collective_rate
-
-__all__ = [
-    "GroupRates",
-    "KindRate",
-    "Leg",
-    "Placement",
-    "collective_bound_by",
-    "collective_time",
-    "group_legs",
-    "group_rates",
-    "latency_bound_bytes",
-    "leg_rates",
-    "place_axes",
-    "received_share",
-    "ring",
-    "ring_link_share",
-    "stack_rates",
-]
-
-Number = Any
-"""A float, an int or a NumPy array of them."""
 
 _INNER: tuple[Level, ...] = ("ici", "nvlink", "host")
 
@@ -72,14 +52,6 @@ class GroupRates(msgspec.Struct, frozen=True, kw_only=True):
         if rate is None:
             raise InputError(f"no rate of the collective {kind!r} on this group.{nearest(kind, self.kinds)}")
         return rate
-
-    @property
-    def seconds_per_byte_all_gather(self) -> Number:
-        return self["all_gather"].seconds_per_byte
-
-    @property
-    def seconds_per_byte_all_to_all(self) -> Number:
-        return self["all_to_all"].seconds_per_byte
 
     @property
     def latency_s(self) -> Number:
@@ -225,24 +197,6 @@ def _host_rates(leg: Leg, calibration: Calibration | None) -> GroupRates:
     if not kinds:
         collective_rate(calibration, "all_gather", leg.size)
     return GroupRates(size=leg.size, level="host", kinds=kinds)
-
-
-def stack_rates(rates: Sequence[GroupRates]) -> GroupRates:
-    """Many groups as one whose figures are arrays: ``collective_time`` then prices all of them at once."""
-    kinds = [kind for kind in COLLECTIVES if all(kind in one.kinds for one in rates)]
-    return GroupRates(
-        size=np.array([one.size for one in rates]),
-        level=np.array([one.level for one in rates]),
-        kinds={
-            kind: KindRate(
-                np.array([one.kinds[kind].seconds_per_byte for one in rates]),
-                np.array([one.kinds[kind].floor_s for one in rates]),
-                np.array([one.kinds[kind].setup_s for one in rates]),
-            )
-            for kind in kinds
-        },
-        ring_links=np.array([one.ring_links for one in rates]),
-    )
 
 
 def latency_bound_bytes(link_bytes_per_s: Number, *, hop_s: float = 1e-6, num_shards: Number = 1) -> Number:

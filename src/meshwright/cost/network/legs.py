@@ -6,12 +6,10 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from meshwright.algebra.sizes import Number
 from meshwright.core.errors import InputError, nearest
 from meshwright.cost.network.links import Level, Link
 from meshwright.cost.network.placement import Placement
-
-Number = Any
-"""A float, an int or a NumPy array of them."""
 
 TWIST_GAIN = {"k x k x 2k": 1.63, "k x 2k x 2k": 1.31}
 """AllToAll throughput of a whole twisted torus over the plain one of its shape, as measured on TPU v4 in slices of
@@ -61,12 +59,12 @@ def switched(link: Link, size: Number) -> Leg:
 
 
 def ring_hops(size: Number) -> Number:
-    """Hops in turn when each member passes on to the next: n - 1. An AllReduce takes twice as many."""
+    """Serial hops when each member sends to the next: n - 1. An AllReduce takes twice as many."""
     return size - 1
 
 
 def tree_hops(size: Number) -> Number:
-    """Hops in turn when each round doubles what has been reached: log2 n, rounded up.
+    """Serial hops when each round doubles the members reached: log2 n, rounded up.
 
     Never more than ``ring_hops``. Libraries choose between the two by size: rings send (n-1)/n of the array where
     a tree sends all of it, so that the latency of one with the bandwidth of the other is at most n/(n-1) too fast.

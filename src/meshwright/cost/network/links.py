@@ -32,7 +32,7 @@ class Link(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def physical_links(cluster: Cluster) -> tuple[Link, ...]:
-    """The links of a cluster without a mesh; axes of size 1 keep their place with an unused rate."""
+    """The links of a cluster without a mesh; axes of size 1 are included with an unused rate."""
     if cluster.kind == "torus":
         return _torus_links(cluster)
     if cluster.kind == "switched":

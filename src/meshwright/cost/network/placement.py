@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import msgspec
 
@@ -10,8 +10,8 @@ from meshwright.core.errors import InputError
 from meshwright.cost.network.links import Link, physical_links
 from meshwright.spec.cluster import Cluster
 
-Split = tuple[int, ...]
-Layout = tuple[tuple[tuple[int, int], ...], ...]
+Factors = tuple[int, ...]
+AxisFactors = tuple[tuple[tuple[int, int], ...], ...]
 
 MAX_PLACEMENTS = 12
 
@@ -35,8 +35,8 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
         ]
 
 
-def place_axes(cluster: Cluster, mesh: Mapping[str, int], *, limit: int = MAX_PLACEMENTS) -> tuple[Placement, ...]:
-    """Candidate placements of a mesh (axis -> size, major to minor), at most ``limit``, whole axes first.
+def place_axes(cluster: Cluster, mesh: Mapping[str, int]) -> tuple[Placement, ...]:
+    """Candidate placements of a mesh (axis -> size, major to minor), at most ``MAX_PLACEMENTS``, whole axes first.
 
     On a torus a mesh axis is factored over the physical axes; the minor axes lie inside as contiguous blocks.
     Those kept are not beaten on every axis by another one. On switches the minor axes fill the domain first.
@@ -51,13 +51,13 @@ def place_axes(cluster: Cluster, mesh: Mapping[str, int], *, limit: int = MAX_PL
     # axes of size 1 take no link, and leaving them out lets equal meshes share one cached search
     names = tuple(axis for axis, size in mesh.items() if size > 1)
     sizes = tuple(mesh[axis] for axis in names)
-    layouts = _LAYOUTS[cluster.kind](cluster, sizes, limit)
+    layouts = _LAYOUTS[cluster.kind](cluster, sizes)
     links = physical_links(cluster)
     return tuple(Placement(mesh=dict(mesh), links=_named(links, layout, names)) for layout in layouts)
 
 
 def whole_axis_placement(cluster: Cluster, mesh: Mapping[str, int]) -> Placement | None:
-    """Each mesh axis on one physical axis of its own and of its size, as a person draws it; None if impossible."""
+    """Places each mesh axis on one physical axis of its own and of its size; None if impossible."""
     if cluster.kind != "torus" or cluster.num_slices > 1:
         return None
     free = dict(enumerate(cluster.shape))
@@ -81,14 +81,14 @@ def physical_placement(cluster: Cluster) -> Placement:
 
 
 @functools.lru_cache(maxsize=1 << 14)
-def _named(links: tuple[Link, ...], layout: Layout, names: tuple[str, ...]) -> tuple[Link, ...]:
+def _named(links: tuple[Link, ...], layout: AxisFactors, names: tuple[str, ...]) -> tuple[Link, ...]:
     return tuple(
         msgspec.structs.replace(link, parts=tuple((names[index], factor) for index, factor in parts))
         for link, parts in zip(links, layout, strict=True)
     )
 
 
-def _torus_layouts(cluster: Cluster, sizes: Split, limit: int) -> tuple[Layout, ...]:
+def _torus_layouts(cluster: Cluster, sizes: Factors) -> tuple[AxisFactors, ...]:
     slices = _take_outermost(sizes, cluster.num_slices)
     inside = tuple(size // outer for size, outer in zip(sizes, slices, strict=True))
     longest = max(cluster.shape)
@@ -97,14 +97,14 @@ def _torus_layouts(cluster: Cluster, sizes: Split, limit: int) -> tuple[Layout, 
         wraps and not (cluster.twisted and size < longest)
         for size, wraps in zip(cluster.shape, cluster.wraps, strict=True)
     )
-    layouts = _split_layouts(cluster.shape, rings, inside, limit)
+    layouts = _split_layouts(cluster.shape, rings, inside)
     if cluster.num_slices == 1:
         return layouts
     over_dcn = tuple((index, outer) for index, outer in enumerate(slices) if outer > 1)
     return tuple((*layout, over_dcn) for layout in layouts)
 
 
-def _take_outermost(sizes: Split, num_slices: int) -> Split:
+def _take_outermost(sizes: Factors, num_slices: int) -> Factors:
     """Per axis the factor that crosses slices: as much as possible of the major-most axes."""
     taken = []
     for size in sizes:
@@ -114,12 +114,8 @@ def _take_outermost(sizes: Split, num_slices: int) -> Split:
     return tuple(taken)
 
 
-def _switched_layouts(cluster: Cluster, sizes: Split, limit: int) -> tuple[Layout, ...]:
-    return (_fill_levels(cluster.shape, sizes),)
-
-
 @functools.lru_cache(maxsize=1 << 16)
-def _fill_levels(shape: Split, sizes: Split) -> Layout:
+def _fill_levels(shape: Factors, sizes: Factors) -> AxisFactors:
     """The one layout on switches: the minor axes fill the innermost level first, as far as they divide it."""
     rest, layout = sizes, []
     for size in shape[:-1]:
@@ -135,17 +131,17 @@ def _fill_levels(shape: Split, sizes: Split) -> Layout:
     return tuple(tuple((index, one) for index, one in enumerate(parts) if one > 1) for parts in layout)
 
 
-def _host_layouts(cluster: Cluster, sizes: Split, limit: int) -> tuple[Layout, ...]:
-    return (((tuple(enumerate(sizes))),),)
-
-
-_LAYOUTS = {"torus": _torus_layouts, "switched": _switched_layouts, "host": _host_layouts}
+_LAYOUTS: dict[str, Callable[[Cluster, Factors], tuple[AxisFactors, ...]]] = {
+    "torus": _torus_layouts,
+    "switched": lambda cluster, sizes: (_fill_levels(cluster.shape, sizes),),
+    "host": lambda cluster, sizes: ((tuple(enumerate(sizes)),),),
+}
 
 
 @functools.lru_cache(maxsize=1 << 16)
-def _split_layouts(shape: Split, wraps: tuple[bool, ...], sizes: Split, limit: int) -> tuple[Layout, ...]:
+def _split_layouts(shape: Factors, wraps: tuple[bool, ...], sizes: Factors) -> tuple[AxisFactors, ...]:
     """Layouts of the sizes (major to minor) over a torus, best first."""
-    partial: list[tuple[Split, tuple[Split, ...], tuple[float, ...]]] = [((1,) * len(shape), (), ())]
+    partial: list[tuple[Factors, tuple[Factors, ...], tuple[float, ...]]] = [((1,) * len(shape), (), ())]
     for index in reversed(range(len(sizes))):
         grown = []
         for used, splits, costs in partial:
@@ -156,23 +152,23 @@ def _split_layouts(shape: Split, wraps: tuple[bool, ...], sizes: Split, limit: i
         partial = grown
     kept = _not_beaten([(splits, costs) for _, splits, costs in partial])
     kept.sort(key=lambda one: (_shared_axes(one[0]), sum(one[1])))
-    return tuple(_layout(splits, len(shape)) for splits, _ in kept[:limit])
+    return tuple(_layout(splits, len(shape)) for splits, _ in kept[:MAX_PLACEMENTS])
 
 
-def _shared_axes(splits: tuple[Split, ...]) -> int:
+def _shared_axes(splits: tuple[Factors, ...]) -> int:
     """Mesh axes beyond the first on each physical axis: 0 when every physical axis is whole."""
     return sum(max(0, sum(split[i] > 1 for split in splits) - 1) for i in range(len(splits[0]))) if splits else 0
 
 
-def _layout(splits: tuple[Split, ...], num_axes: int) -> Layout:
+def _layout(splits: tuple[Factors, ...], num_axes: int) -> AxisFactors:
     return tuple(
         tuple((index, split[i]) for index, split in enumerate(splits) if split[i] > 1) for i in range(num_axes)
     )
 
 
 def _not_beaten(
-    found: Sequence[tuple[tuple[Split, ...], tuple[float, ...]]],
-) -> list[tuple[tuple[Split, ...], tuple[float, ...]]]:
+    found: Sequence[tuple[tuple[Factors, ...], tuple[float, ...]]],
+) -> list[tuple[tuple[Factors, ...], tuple[float, ...]]]:
     """One layout per distinct cost vector that no other layout matches or betters on every axis."""
     unique = {costs: splits for splits, costs in reversed(found)}
     return [
@@ -184,21 +180,21 @@ def _not_beaten(
 
 @functools.lru_cache(maxsize=1 << 16)
 def _splits(
-    shape: Split, wraps: tuple[bool, ...], used: Split, size: int, keep: int
-) -> tuple[tuple[Split, float], ...]:
-    """Ways to factor ``size`` over what is free, with the relative AllGather time of each.
+    shape: Factors, wraps: tuple[bool, ...], used: Factors, size: int, keep: int
+) -> tuple[tuple[Factors, float], ...]:
+    """Returns factorings of ``size`` over the free sizes, with the relative AllGather time of each.
 
     The best ``keep`` for each number of physical axes, without those that differ by a symmetry of the torus.
     """
     free = tuple(p // u for p, u in zip(shape, used, strict=True))
-    distinct: dict[tuple[object, ...], tuple[int, float, int, Split]] = {}
-    for split in _factorings(size, free):
+    distinct: dict[tuple[object, ...], tuple[int, float, int, Factors]] = {}
+    for split in factorings(size, [[d for d in range(1, most + 1) if most % d == 0] for most in free]):
         signature = tuple(sorted(zip(shape, wraps, used, split, strict=True)))
         if signature not in distinct:
             cost = _relative_time(shape, wraps, used, split)
             whole = sum(s == f for s, f in zip(split, free, strict=True) if s > 1)
             distinct[signature] = (sum(s > 1 for s in split), cost, -whole, split)
-    kept: list[tuple[Split, float]] = []
+    kept: list[tuple[Factors, float]] = []
     counts: dict[int, int] = {}
     for num_axes, cost, _, split in sorted(distinct.values()):
         counts[num_axes] = counts.get(num_axes, 0) + 1
@@ -207,19 +203,19 @@ def _splits(
     return tuple(kept)
 
 
-def _factorings(size: int, free: Split) -> list[Split]:
-    if len(free) == 1:
-        return [(size,)] if free[0] % size == 0 else []
-    common = math.gcd(size, free[0])
-    return [
-        (first, *rest)
-        for first in range(1, common + 1)
-        if common % first == 0
-        for rest in _factorings(size // first, free[1:])
-    ]
+def factorings(number: int, options: Sequence[Sequence[int]]) -> Iterator[tuple[int, ...]]:
+    """Yields every ordered product of one factor from each list that equals ``number``."""
+    if len(options) == 1:
+        if number in options[0]:
+            yield (number,)
+        return
+    for first in options[0]:
+        if number % first == 0:
+            for rest in factorings(number // first, options[1:]):
+                yield (first, *rest)
 
 
-def _relative_time(shape: Split, wraps: tuple[bool, ...], used: Split, split: Split) -> float:
+def _relative_time(shape: Factors, wraps: tuple[bool, ...], used: Factors, split: Factors) -> float:
     """AllGather seconds per byte in units of one link, by the rule of ``network.group_rates``."""
     rate, ring, size = 0.0, False, math.prod(split)
     for full, wrap, inner, factor in zip(shape, wraps, used, split, strict=True):

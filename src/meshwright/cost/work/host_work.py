@@ -1,6 +1,5 @@
-"""What a local step does on one emulated device, in the units of its pace inside a step (`spec.calibration.Pace`)."""
-
-from typing import Any
+"""Amounts of work of a local step on one emulated device, in the units of its pace inside a step
+(`spec.calibration.Pace`)."""
 
 import msgspec
 import numpy as np
@@ -18,14 +17,11 @@ from meshwright.algebra.ops.attention import (
 )
 from meshwright.algebra.ops.cached_attention import CachedAttention
 from meshwright.algebra.ops.collective_matmul import num_blocks
-from meshwright.algebra.sizes import OpSizes
+from meshwright.algebra.sizes import Number, OpSizes
 from meshwright.algebra.steps import Step
 from meshwright.cost.work.ops import is_attention, op_flops, op_hbm_bytes
 from meshwright.cost.work.slots import computed_share, num_slot_calls, slot_sizes
 from meshwright.spec.calibration import HostRates, Pace
-
-Number = Any
-"""A float, or a NumPy array with one entry per candidate."""
 
 
 class Amounts(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,16 +34,16 @@ class Amounts(msgspec.Struct, frozen=True, kw_only=True):
     call: Number = 0.0
 
     def math_s(self, pace: Pace) -> Number:
-        """Seconds of what is computed, with what goes by whatever the size."""
+        """Seconds of compute, and of calls whatever their size."""
         return self.flop * pace.flop + self.score * pace.score + self.call * pace.call
 
     def memory_s(self, pace: Pace) -> Number:
-        """Seconds of what is moved."""
+        """Seconds of memory traffic."""
         return self.byte * pace.byte + self.kept_byte * pace.kept_byte
 
 
 def amounts_of(step: Step, sizes: OpSizes, *, kept: frozenset[ShardedArray] = frozenset()) -> Amounts:
-    """What one execution of a local step does; ``kept`` are the results that its block holds."""
+    """Returns the amounts of one execution of a local step; its block keeps the results in ``kept``."""
     held = slot_sizes(step, sizes).total(*(array for array in (step.result, *step.more) if array in kept))
     if reads_cache(step):
         return Amounts(flop=op_flops(step, sizes), byte=op_hbm_bytes(step, sizes), call=2.0)
@@ -69,12 +65,12 @@ def pace_of(step: Step, host: HostRates) -> Pace:
 
 
 def reads_cache(step: Step) -> bool:
-    """Whether a local step is attention on a cache: two products, of queries with keys and of weights with values."""
+    """True if a local step is attention on a cache: two products, of queries with keys and of weights with values."""
     return isinstance(step.details, CachedAttention)
 
 
 def is_product(step: Step) -> bool:
-    """Whether a local step is a matrix product, by itself or block by block, or the loss head made of some."""
+    """True if a local step is a matrix product, whole or block by block, or a loss head made of products."""
     kind = kind_of(step)
     return kind.group == "contraction" or (kind.group == "optimizer" and kind.flops is not nothing)
 

@@ -9,11 +9,12 @@ from meshwright.algebra.notation import ShardedArray, product
 from meshwright.algebra.ops import kind_of
 from meshwright.algebra.ops.cached_attention import queries_of
 from meshwright.algebra.ops.collective_matmul import num_blocks
-from meshwright.algebra.sizes import OpSizes
+from meshwright.algebra.rewrites.rings import Round
+from meshwright.algebra.sizes import Number, OpSizes
 from meshwright.algebra.steps import Step
 from meshwright.core.dims import DTYPE_BYTES
 from meshwright.cost.work.host_work import amounts_of, pace_of
-from meshwright.cost.work.ops import is_attention, op_flops, op_hbm_bytes
+from meshwright.cost.work.ops import is_attention, op_flops, op_hbm_bytes, op_term
 from meshwright.cost.work.slots import block_bytes, computed_share, slot_sizes
 from meshwright.spec.calibration import (
     Calibration,
@@ -27,8 +28,8 @@ from meshwright.spec.calibration import (
 from meshwright.spec.chip import Chip
 from meshwright.spec.strategy import AS_RUN, Assumptions
 
-Number = Any
-"""A float, or a NumPy array with one entry per candidate."""
+AxisGroup = frozenset[str]
+"""Mesh axes that one collective uses jointly; their order does not change its time."""
 
 TILE = 128 * 256
 """Outputs of a matrix product that one processor (SM) of a GPU makes at a time."""
@@ -41,7 +42,7 @@ CASTS_BYTES = 2
 
 
 class ChipRates(msgspec.Struct, frozen=True, kw_only=True):
-    """What one chip does per second; fields may be arrays, one entry per candidate.
+    """Rates of one chip; fields may be arrays, one entry per candidate.
 
     ``wide_flops_per_s`` is the rate of products that keep 16 bits or more where others are narrower: the loss head and
     the router. ``processors`` is the number of SMs, 0 where products are not cut into tiles over them. ``host`` prices
@@ -59,15 +60,63 @@ class ChipRates(msgspec.Struct, frozen=True, kw_only=True):
     host: HostRates | None = None
 
 
-class Work(msgspec.Struct, frozen=True, kw_only=True):
-    """One execution of a local step on one device: what it computes and moves, and its seconds by data."""
+class StepCost(msgspec.Struct, frozen=True, kw_only=True):
+    """One execution of one derived step on one device, and how many times a training step executes it.
 
-    flops: Number
-    hbm_bytes: Number
-    math_s: Number
-    hbm_s: Number
-    launch_s: Number
-    num_kernels: Number
+    ``count`` is over all layers, ``here`` on the busiest device of a pipeline: its layers and the head.
+    ``network_bytes`` are those of the full array of a collective, ``latency_s`` the part of ``network_s`` that the
+    bytes do not explain. ``hides`` is true for a collective that nothing in its pass waits for; ``overlap`` is the
+    efficiency's.
+    """
+
+    step: Step
+    count: Number = 1
+    here: Number = 1
+    flops: Number = 0.0
+    hbm_bytes: Number = 0.0
+    math_s: Number = 0.0
+    hbm_s: Number = 0.0
+    launch_s: Number = 0.0
+    num_kernels: Number = 0
+    overlap: Number | None = None
+    network_bytes: Number = 0.0
+    network_s: Number = 0.0
+    latency_s: Number = 0.0
+    level: Any = ""
+
+    @property
+    def local_s(self) -> Number:
+        """Seconds on the device: compute and memory overlap, the launch does not."""
+        return partly_hidden(self.math_s, self.hbm_s, self.overlap) + self.launch_s
+
+    @property
+    def time_s(self) -> Number:
+        """Seconds of one execution by itself."""
+        return self.local_s + self.network_s
+
+    @property
+    def hides(self) -> bool:
+        return self.step.is_collective and not self.step.critical and self.step.phase != "update"
+
+    @property
+    def in_ring_loop(self) -> bool:
+        """True for a permute in the ring of a collective matmul, which only the products of that matmul hide."""
+        return isinstance(self.step.details, Round) and self.step.details.beside_products
+
+    @property
+    def gathers_weights(self) -> bool:
+        """True for a gather that needs no result of its pass, so that it could run ahead of the pass."""
+        return self.step.op == "all_gather" and self.hides
+
+    @property
+    def term(self) -> str:
+        """The kind of local work, or the mesh axes of a collective: ``"matmul"``, ``"fsdp,context"``."""
+        return ",".join(self.step.axes) if self.step.is_collective else op_term(self.step)
+
+    @property
+    def group(self) -> AxisGroup:
+        """The mesh axes of a collective."""
+        return frozenset(self.step.axes)
 
 
 def chip_rates(
@@ -85,6 +134,10 @@ def chip_rates(
     attention = (matmul_rate if assumptions.software == "eager-2021" else attention_rate)(chip, calibration, dtype)
     if assumptions.attention_kernel == "portable":
         attention *= calibration.efficiency.portable
+    efficiency = calibration.efficiency
+    if calibration.host:
+        # emulated devices do not overlap compute and memory
+        efficiency = msgspec.structs.replace(efficiency, overlap=1.0)
     return ChipRates(
         matmul_flops_per_s=matmul_rate(chip, calibration, dtype),
         wide_flops_per_s=matmul_rate(chip, calibration, state_dtype if peak_known(chip, state_dtype) else dtype),
@@ -93,64 +146,58 @@ def chip_rates(
         processors=chip.num_sms or 0,
         eager=assumptions.software != "compiled",
         narrow=DTYPE_BYTES[dtype] < DTYPE_BYTES[state_dtype],
-        efficiency=_in_turn(calibration.efficiency) if calibration.host else calibration.efficiency,
+        efficiency=efficiency,
         host=calibration.host,
     )
 
 
-def local_work(step: Step, sizes: OpSizes, rates: ChipRates, *, kept: frozenset[ShardedArray] = frozenset()) -> Work:
-    """A local step priced by itself: its products, its way through memory, and its launch.
+def local_cost(
+    step: Step, sizes: OpSizes, rates: ChipRates, *, kept: frozenset[ShardedArray] = frozenset()
+) -> StepCost:
+    """Prices a local step by itself: its products, its memory traffic, and its launch.
 
-    ``kept`` are the results that its block holds, which an emulated device puts into a stack besides.
+    ``kept`` are the results that its block keeps, which an emulated device also copies into a stack.
     """
+    at = rates.efficiency
     if rates.host is not None:
-        return _host_work(step, sizes, rates.host, kept)
-    if step.parts:
-        return _parts_work(step, sizes, rates)
-    flops, moved = op_flops(step, sizes) * computed_share(step, sizes), moved_bytes(step, sizes)
-    kernels = num_kernels(step, sizes)
+        return _host_cost(step, sizes, rates.host, at.overlap, kept)
     seconds: Number = 0.0
-    if is_attention(step):
-        width = sizes.dims[queries_of(step).dims[-1]]
-        seconds = flops / rates.attention_flops_per_s * (1 + rates.efficiency.head_half / width)
-        if sizes.causal and (step.details is None or not step.details.sees_all):
-            seconds = seconds * (1 + rates.efficiency.rows_half / sizes.dims["T"])
-    elif kind_of(step).is_einsum:
-        seconds, casts = _product_s(step, flops, sizes, rates)
-        moved = moved + casts
+    if step.parts:
+        # each block is a smaller product, and a launch of its own
+        blocks = num_blocks(step, sizes)
+        flops, moved, kernels = op_flops(step, sizes), op_hbm_bytes(step, sizes), len(step.parts) * blocks
+        small = msgspec.structs.replace(sizes, dims={**sizes.dims, step.dim: sizes.dims[step.dim] / blocks}, cache={})
+        for part in step.parts:
+            each, casts = _product_s(part, op_flops(part, small), small, rates)
+            seconds, moved = seconds + blocks * each, moved + blocks * casts
     else:
-        seconds = flops / rates.wide_flops_per_s
-        moved = moved * rates.efficiency.eager_traffic if rates.eager and step.phase != "update" else moved
-    return Work(
+        flops, moved = op_flops(step, sizes) * computed_share(step, sizes), moved_bytes(step, sizes)
+        kernels = num_kernels(step, sizes)
+        if is_attention(step):
+            width = sizes.dims[queries_of(step).dims[-1]]
+            seconds = flops / rates.attention_flops_per_s * (1 + at.head_half / width)
+            if sizes.causal and (step.details is None or not step.details.sees_all):
+                seconds = seconds * (1 + at.rows_half / sizes.dims["T"])
+        elif kind_of(step).is_einsum:
+            seconds, casts = _product_s(step, flops, sizes, rates)
+            moved = moved + casts
+        else:
+            seconds = flops / rates.wide_flops_per_s
+            moved = moved * at.eager_traffic if rates.eager and step.phase != "update" else moved
+    return StepCost(
+        step=step,
         flops=flops,
         hbm_bytes=moved,
         math_s=seconds,
         hbm_s=moved / rates.hbm_bytes_per_s,
-        launch_s=kernels * rates.efficiency.kernel_s,
+        launch_s=kernels * at.kernel_s,
         num_kernels=kernels,
-    )
-
-
-def _parts_work(step: Step, sizes: OpSizes, rates: ChipRates) -> Work:
-    """Products block by block: each block is a smaller product, and a launch of its own."""
-    blocks = num_blocks(step, sizes)
-    flops, moved, seconds = op_flops(step, sizes), op_hbm_bytes(step, sizes), 0.0
-    small = msgspec.structs.replace(sizes, dims={**sizes.dims, step.dim: sizes.dims[step.dim] / blocks}, cache={})
-    for part in step.parts:
-        each, casts = _product_s(part, op_flops(part, small), small, rates)
-        seconds, moved = seconds + blocks * each, moved + blocks * casts
-    return Work(
-        flops=flops,
-        hbm_bytes=moved,
-        math_s=seconds,
-        hbm_s=moved / rates.hbm_bytes_per_s,
-        launch_s=blocks * len(step.parts) * rates.efficiency.kernel_s,
-        num_kernels=len(step.parts) * blocks,
+        overlap=at.overlap,
     )
 
 
 def partly_hidden(first: Number, second: Number, overlap: Number | None) -> Number:
-    """Seconds of two things that hide each other in part: (a^p + b^p)^(1/p), the longer of the two without a p."""
+    """Seconds of two activities that overlap in part: (a^p + b^p)^(1/p), the longer of the two if p is None."""
     if overlap is None:
         return np.maximum(first, second)
     found: Number = (first**overlap + second**overlap) ** (1 / overlap)
@@ -191,24 +238,18 @@ def product_shape(step: Step, sizes: OpSizes) -> tuple[Number, Number]:
     return outputs, product(size for dim, size in local.items() if dim not in result)
 
 
-# -- emulated devices ---------------------------------------------------------------------------------------
-
-
-def _in_turn(efficiency: Efficiency) -> Efficiency:
-    """Compute and memory one after the other: an exponent of 1 in `partly_hidden`."""
-    return msgspec.structs.replace(efficiency, overlap=1.0)
-
-
-def _host_work(step: Step, sizes: OpSizes, host: HostRates, kept: frozenset[ShardedArray]) -> Work:
-    """A local step on an emulated device: compute and memory one after the other (`spec.calibration.HostRates`)."""
+def _host_cost(step: Step, sizes: OpSizes, host: HostRates, overlap: Number, kept: frozenset[ShardedArray]) -> StepCost:
+    """Prices a local step on an emulated device, without overlap of compute and memory
+    (`spec.calibration.HostRates`)."""
     amounts, pace = amounts_of(step, sizes, kept=kept), pace_of(step, host)
-    beside = block_bytes(step, sizes)
     kernels = num_kernels(step, sizes) * (num_blocks(step, sizes) * len(step.parts) if step.parts else 1)
-    return Work(
+    return StepCost(
+        step=step,
         flops=op_flops(step, sizes) * computed_share(step, sizes),
         hbm_bytes=moved_bytes(step, sizes),
         math_s=amounts.math_s(pace),
-        hbm_s=amounts.memory_s(pace) + beside * host.stream.byte,
+        hbm_s=amounts.memory_s(pace) + block_bytes(step, sizes) * host.stream.byte,
         launch_s=kernels * host.kernel_s,
         num_kernels=kernels,
+        overlap=overlap,
     )

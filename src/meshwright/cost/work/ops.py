@@ -1,6 +1,6 @@
 """FLOPs and bytes of derived local steps, as their ops state them (`algebra.ops`), and the FLOPs that a model needs."""
 
-from typing import Literal
+from typing import Literal, get_args
 
 from meshwright.algebra.notation import product
 from meshwright.algebra.ops import kind_of
@@ -11,9 +11,11 @@ from meshwright.spec.job import Job
 from meshwright.spec.model import Model
 from meshwright.spec.weights import weight_table
 
-Term = Literal["matmul", "attention", "elementwise", "loss_head", "optimizer"]
+LocalTerm = Literal["matmul", "attention", "elementwise", "loss_head", "optimizer"]
+LOCAL_TERMS: tuple[LocalTerm, ...] = get_args(LocalTerm)
+"""Terms of an estimate that are work on the device itself; the others are communication, or waiting."""
 
-_TERMS: dict[str, Term] = {"contraction": "matmul", "attention": "attention", "optimizer": "optimizer"}
+_TERMS: dict[str, LocalTerm] = {"contraction": "matmul", "attention": "attention", "optimizer": "optimizer"}
 """Group of a step -> its term of the step time; every other group is elementwise."""
 
 
@@ -36,13 +38,13 @@ def op_hbm_bytes(step: Step, sizes: OpSizes) -> Number:
     return moved + sizes.bytes(step.result) if step.accumulates and kind.reads_sum else moved
 
 
-def op_term(step: Step) -> Term:
+def op_term(step: Step) -> LocalTerm:
     """The term of the step time that a local step belongs to; everything in the loss head is one term."""
     return "loss_head" if step.role == "head" else _TERMS.get(kind_of(step).group, "elementwise")
 
 
 def is_attention(step: Step) -> bool:
-    """Whether a local step is attention, forward or backward."""
+    """True if a local step is attention, forward or backward."""
     return kind_of(step).group == "attention"
 
 
@@ -73,7 +75,7 @@ def model_flops(model: Model, job: Job, *, causal: bool = False) -> float:
 
 
 def _encoder_flops(model: Model, job: Job, width: int) -> float:
-    """What an encoder adds: its own products and those of the keys and values that are made of its result, for its
+    """FLOPs that an encoder adds: its own products and the products of the keys and values made of its result, for its
     positions in place of the decoder's; the scores of every key in its layers and in cross-attention."""
     assert model.encoder is not None
     length = model.encoder.length
@@ -84,7 +86,7 @@ def _encoder_flops(model: Model, job: Job, width: int) -> float:
 
 
 def _reads_encoder(name: str) -> bool:
-    """Whether a weight of the layers is multiplied with the positions of the encoder."""
+    """True if a weight of the layers is multiplied with the positions of the encoder."""
     return name.startswith("encoder.") or name in ("layers.cross_wk", "layers.cross_wv")
 
 

@@ -13,19 +13,41 @@ from meshwright.algebra.derived import Derived
 from meshwright.algebra.notation import ShardedArray, product
 from meshwright.algebra.ops import kind_of
 from meshwright.algebra.ops.dispatch import BLOCK_ROWS, FEW_SLOTS, blocks_at_once
-from meshwright.algebra.sizes import OpSizes
+from meshwright.algebra.ops.route import ROUTING_ROWS
+from meshwright.algebra.sizes import Number, OpSizes
 from meshwright.algebra.steps import Step
 from meshwright.core.dims import DTYPE_BYTES
-
-Number = Any
-"""A float, or a NumPy array with one entry per candidate."""
+from meshwright.spec.model import Model
 
 CALLS_A_PRODUCT = 4
 """Kernels around a product of blocks."""
 
 
+def spare_slots(model: Model, *, imbalance: Number = 1.0) -> float:
+    """Slots of an expert for each that is filled on average in a compiled program, whose arrays have fixed sizes.
+
+    Without a bound every expert has one for every token: E / Ea times those that are filled. With one, which
+    ``imbalance`` above 1 stands for, there are as many as are counted already.
+    """
+    unbounded = model.num_experts > 0 and imbalance == 1.0
+    return model.num_experts / model.experts_per_token if unbounded else 1.0
+
+
+def expert_slots(model: Model, *, num_tokens: Number, imbalance: Number = 1.0) -> dict[str, Number]:
+    """The dim C, slots of one expert for the tokens of a microbatch on all devices, and Er, rows of the router's
+    counts; nothing for a dense model.
+
+    tokens x experts per token / experts, times the load of the busiest expert device over the mean: a step waits
+    for that device, so each is counted with its load.
+    """
+    if not model.num_experts:
+        return {}
+    slots = num_tokens * model.experts_per_token / model.num_experts * imbalance
+    return {"C": slots, "Er": len(ROUTING_ROWS)}
+
+
 def slots_move(derived: Derived, mesh: Mapping[str, Any]) -> Any:
-    """Whether slots of experts go from device to device; where they do not, only those that are filled are there."""
+    """True where slots of experts are sent between devices; elsewhere only filled slots exist."""
     steps = (step for block in derived.blocks for step in block.forward)
     axes = {axis for step in steps if step.is_collective and "C" in step.result.dims for axis in step.axes}
     return product(mesh[axis] for axis in sorted(axes)) > 1

@@ -14,22 +14,20 @@ from meshwright.algebra.notation import product
 from meshwright.algebra.rewrites.rings import num_moves
 from meshwright.cost.formulas import limits
 from meshwright.cost.formulas.accounting import state_bytes
-from meshwright.cost.formulas.limit_table import Letters, Limit, feed_forward_width, limits_at, sparsity
+from meshwright.cost.formulas.limit_table import Letters, feed_forward_width, sparsity
 from meshwright.cost.formulas.roofline import critical_batch
 from meshwright.cost.formulas.training_budget import global_batch, tokens_per_device
-from meshwright.cost.memory import memory_limit
 from meshwright.cost.network.placement import Placement
-from meshwright.cost.pass_times import link_seconds, seconds_by_group
-from meshwright.cost.step_costs import StepCost
+from meshwright.cost.pass_times import link_seconds
 from meshwright.cost.train_step import PricedStrategy
+from meshwright.cost.work.kernels import StepCost
 from meshwright.plan.run_budget import RunBudget
 from meshwright.spec.calibration import matmul_rate, memory_rate
-from meshwright.spec.plan_file import Plan
 from meshwright.spec.weights import num_active_params, num_params
 
 
-class Batch(msgspec.Struct, frozen=True, kw_only=True):
-    """How the sequences of a step are shared out: their product is ``sequences``."""
+class BatchSplit(msgspec.Struct, frozen=True, kw_only=True):
+    """How the sequences of a step are divided: the product of the parts is ``sequences``."""
 
     sequences_per_microbatch: float
     data_parallel: int
@@ -38,57 +36,68 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
     positions_per_device: float
 
 
-def batch_of(plan: Plan) -> Batch:
-    """The bookkeeping of the plan's batch: a replica's microbatch x replicas x microbatches."""
-    mesh, count = plan.strategy.mesh, plan.strategy.num_microbatches
-    replicas = product(mesh.get(axis, 1) for axis in ("data", "fsdp", "expert"))
-    each = plan.job.batch_seqs / (replicas * count)
-    return Batch(
+def batch_of(priced: PricedStrategy) -> BatchSplit:
+    """The bookkeeping of the batch: a replica's microbatch x replicas x microbatches."""
+    job, count = priced.setting.job, priced.strategy.num_microbatches
+    replicas = _devices(priced, "data", "fsdp", "expert")
+    each = job.batch_seqs / (replicas * count)
+    return BatchSplit(
         sequences_per_microbatch=each,
         data_parallel=replicas,
         num_microbatches=count,
         sequences=global_batch(each, data_parallel=replicas, num_microbatches=count),
-        positions_per_device=tokens_per_device(plan.job.seq_len, context=mesh.get("context", 1)),
+        positions_per_device=tokens_per_device(job.seq_len, context=_devices(priced, "context")),
     )
 
 
-def limits_of(plan: Plan, priced: PricedStrategy, budget: RunBudget | None = None) -> tuple[Limit, ...]:
-    """Every limit that has a meaning for a plan: those of single axes, of the whole mesh, and of size."""
-    return limits_at(letters_of(plan, priced, budget))
+def letters_of(priced: PricedStrategy, budget: RunBudget | None = None) -> Letters:
+    """The letters with a plan's numbers; C is the rate of products that its times rest on.
 
-
-def letters_of(plan: Plan, priced: PricedStrategy, budget: RunBudget | None = None) -> Letters:
-    """The letters with this plan's numbers; C is the rate of products that its times rest on."""
-    cluster, strategy, job, model = plan.cluster, plan.strategy, plan.job, plan.model
-    mesh, stages = strategy.mesh, strategy.mesh.get("pipeline", 1)
-    peak = matmul_rate(cluster.chip, plan.calibration, strategy.matmul_dtype)
-    width = cluster.chip.ici_axis_bytes_per_s if cluster.kind == "torus" else None
-    width = None if width is None else width * plan.calibration.efficiency.ici
-    total = sum(size > 1 for size in cluster.shape)
-    tensor = max(1, min(round(_axes_taken(priced.placement, "tensor")), total - 1))
+    Every limit that has a meaning for the plan is then among `limits_at` these letters: those of single axes, of the
+    whole mesh, and of size.
+    """
+    setting, strategy = priced.setting, priced.strategy
+    cluster, job, chip, rates = setting.cluster, setting.job, setting.cluster.chip, setting.rates
+    stages, count = _devices(priced, "pipeline"), strategy.num_microbatches
+    peak = matmul_rate(chip, rates, strategy.matmul_dtype)
+    width = chip.ici_axis_bytes_per_s if cluster.kind == "torus" else None
+    width = None if width is None else width * rates.efficiency.ici
+    axes = sum(size > 1 for size in cluster.shape)
+    tensor = max(1, min(round(_axes_taken(priced.placement, "tensor")), axes - 1))
     slices = cluster.num_slices // math.gcd(stages, cluster.num_slices)
-    chips = cluster.num_chips // (slices * stages)
+    chips, room = cluster.num_chips // (slices * stages), setting.memory_limit
+    activations = priced.estimate.memory["activations"] * cluster.num_chips
     return Letters(
-        batch_tokens=job.tokens_per_step / slices / strategy.num_microbatches,
-        num_microbatches=strategy.num_microbatches,
+        batch_tokens=job.tokens_per_step / slices / count,
+        num_microbatches=count,
         num_chips=chips,
         num_stages=stages,
         num_slices=slices,
-        d_ff=feed_forward_width(model),
-        data_ways=_devices(plan, "data", "fsdp", "expert", "context") / slices,
+        d_ff=feed_forward_width(setting.model),
+        data_ways=_devices(priced, "data", "fsdp", "expert", "context") / slices,
         peak_flops=peak,
         alpha=None if width is None else limits.ici_intensity(peak, width),
-        num_axes=total,
-        fsdp_axes=max(1, total - tensor),
+        num_axes=axes,
+        fsdp_axes=max(1, axes - tensor),
         tensor_axes=tensor,
-        tensor=mesh.get("tensor", 1),
-        sparsity=sparsity(model),
+        tensor=_devices(priced, "tensor"),
+        sparsity=sparsity(setting.model),
         slice_tokens=job.tokens_per_step / slices if slices > 1 else None,
-        dcn_bytes_per_s_per_host=cluster.chip.dcn_bytes_per_s_per_host or None,
-        chips_per_host=cluster.chip.chips_per_host or None,
-        **(_switched(plan, peak) if chips > 1 else {}),
-        **_of_axes(plan, priced, peak),
-        **_sizes(plan, priced, budget),
+        dcn_bytes_per_s_per_host=chip.dcn_bytes_per_s_per_host or None,
+        chips_per_host=chip.chips_per_host or None,
+        all_chips=cluster.num_chips,
+        step_tokens=job.tokens_per_step,
+        seq_len=job.seq_len,
+        context=_devices(priced, "context"),
+        batch_seqs=job.batch_seqs,
+        replicas=_devices(priced, "data", "fsdp", "expert"),
+        memory_bytes=room if math.isfinite(room) else None,
+        needed_bytes=float(priced.estimate.hbm_bytes_per_chip),
+        shared_bytes=state_bytes(num_params(setting.model), state=strategy.state) + activations,
+        train_tokens=budget.train_tokens if budget else None,
+        run_days=budget.days if budget else None,
+        **(_switched(priced, peak) if chips > 1 else {}),
+        **_of_axes(priced, peak),
     )
 
 
@@ -103,14 +112,15 @@ def _axes_taken(placement: Placement, name: str) -> float:
     return sum(shares)
 
 
-def _devices(plan: Plan, *axes: str) -> int:
+def _devices(priced: PricedStrategy, *axes: str) -> int:
     """Devices of some axes together."""
-    return int(product(plan.strategy.mesh.get(axis, 1) for axis in axes))
+    return int(product(priced.strategy.mesh.get(axis, 1) for axis in axes))
 
 
-def _switched(plan: Plan, peak: float) -> dict[str, Any]:
+def _switched(priced: PricedStrategy, peak: float) -> dict[str, Any]:
     """Letters of a switched domain and the network between domains; none elsewhere."""
-    chip, cluster, shares = plan.cluster.chip, plan.cluster, plan.calibration.efficiency
+    setting, stages = priced.setting, _devices(priced, "pipeline")
+    chip, cluster, shares = setting.cluster.chip, setting.cluster, setting.rates.efficiency
     if cluster.kind != "switched" or not chip.nvlink_bytes_per_s:
         return {}
     nvlink = chip.nvlink_bytes_per_s * shares.nvlink
@@ -118,60 +128,45 @@ def _switched(plan: Plan, peak: float) -> dict[str, Any]:
     if cluster.nodes > 1 and chip.nic_bytes_per_s:
         flat = chip.nic_bytes_per_s * shares.network
         rate, link = min(rate, flat * cluster.domain), "node"
-    stages = plan.strategy.mesh.get("pipeline", 1)
     return {
         "link": link,
         "link_alpha": limits.ici_intensity(peak, rate),
         "domain_alpha": limits.ici_intensity(peak, nvlink),
         "flat_bytes_per_s": flat,
-        "num_params": num_params(plan.model) / stages,
-        "num_active_params": num_active_params(plan.model) / stages,
-    }
-
-
-def _sizes(plan: Plan, priced: PricedStrategy, budget: RunBudget | None) -> dict[str, Any]:
-    job, chips = plan.job, plan.cluster.num_chips
-    room = memory_limit(plan.cluster, plan.calibration)
-    activations = priced.estimate.memory["activations"] * chips
-    return {
-        "all_chips": chips,
-        "step_tokens": job.tokens_per_step,
-        "seq_len": job.seq_len,
-        "context": plan.strategy.mesh.get("context", 1),
-        "batch_seqs": job.batch_seqs,
-        "replicas": batch_of(plan).data_parallel,
-        "memory_bytes": room if math.isfinite(room) else None,
-        "needed_bytes": float(priced.estimate.hbm_bytes_per_chip),
-        "shared_bytes": state_bytes(num_params(plan.model), state=plan.strategy.state) + activations,
-        "train_tokens": budget.train_tokens if budget else None,
-        "run_days": budget.days if budget else None,
+        "num_params": num_params(setting.model) / stages,
+        "num_active_params": num_active_params(setting.model) / stages,
     }
 
 
 # -- single axes ------------------------------------------------------------------------------------------
 
 
-def _of_axes(plan: Plan, priced: PricedStrategy, peak: float) -> dict[str, Any]:
+def _of_axes(priced: PricedStrategy, peak: float) -> dict[str, Any]:
     """Letters of every axis that has several devices.
 
     None on this machine's emulated devices, which do not compute while they communicate.
     """
-    if plan.cluster.kind == "host":
+    setting, strategy = priced.setting, priced.strategy
+    if setting.cluster.kind == "host":
         return {}
-    mesh, count = plan.strategy.mesh, plan.strategy.num_microbatches
     passes = [costs for block in priced.costs.layers for costs in (block.forward, block.backward)]
-    others = int(product(size for axis, size in mesh.items() if axis != "pipeline"))
-    found: dict[str, Any] = {"chip_tokens": plan.job.tokens_per_step / count / others}
-    if any(c.hides and c.step.op == "all_gather" for costs in passes for c in costs):
+    others = int(product(size for axis, size in strategy.mesh.items() if axis != "pipeline"))
+    found: dict[str, Any] = {"chip_tokens": setting.job.tokens_per_step / strategy.num_microbatches / others}
+    if any(c.gathers_weights for costs in passes for c in costs):
         found |= _hiding("weights", priced, passes, scopes=("layer", "microbatch"))
     if any(c.hides and c.step.scope == "step" for costs in passes for c in costs):
         found |= _hiding("gradients", priced, passes, scopes=("step",))
-    if mesh.get("pipeline", 1) > 1:
-        found |= _bubble(plan, priced)
-    if mesh.get("context", 1) > 1:
-        found |= _ring(plan, priced)
-    if plan.model.num_experts:
-        found |= _experts(plan, priced, peak)
+    if _devices(priced, "pipeline") > 1:
+        forward, backward, bubble = priced.times.layer_passes(priced.pipeline)
+        found |= {
+            "schedule": strategy.schedule,
+            "bubble_s": float(bubble),
+            "microbatch_s": float(forward + backward),
+        }
+    if _devices(priced, "context") > 1:
+        found |= _ring(priced)
+    if setting.model.num_experts:
+        found |= _experts(priced, peak)
     return found
 
 
@@ -185,53 +180,44 @@ def _hiding(
     pairs = []
     for costs in passes:
         moved = [c for c in costs if c.hides and c.step.scope in scopes and c.step.op != "permute"]
-        links_s = max(link_seconds(seconds_by_group(moved, "network_s", 1), priced.rates), default=0.0)
+        links_s = max(link_seconds(moved, priced.rates, once=True), default=0.0)
         pairs.append((float(links_s), float(sum(c.time_s for c in costs if not c.hides))))
     links_s, layer_s = max(pairs, key=lambda pair: pair[0] / pair[1])
     return {f"{what}_s": links_s, f"{what}_layer_s": layer_s}
 
 
-def _bubble(plan: Plan, priced: PricedStrategy) -> dict[str, Any]:
-    forward, backward, bubble = priced.parts.times.layer_passes(priced.pipeline)
-    return {
-        "schedule": plan.strategy.schedule,
-        "bubble_s": float(bubble),
-        "microbatch_s": float(forward + backward),
-    }
-
-
-def _ring(plan: Plan, priced: PricedStrategy) -> dict[str, Any]:
+def _ring(priced: PricedStrategy) -> dict[str, Any]:
     """Letters of ring attention, where keys and values go round: a hop's link rate is the group's own."""
+    model, tensor = priced.setting.model, _devices(priced, "tensor")
     permutes = (c for c in priced.costs.all if c.step.op == "permute" and c.step.phase == "forward")
     moved = next((c for c in permutes if "context" in c.step.axes), None)
-    if moved is None or plan.model.latent_attention:
+    if moved is None or model.latent_attention:
         return {}
     moves = num_moves(moved.step, dims=priced.sizes.dims, mesh=priced.sizes.mesh)
-    tensor = plan.strategy.mesh.get("tensor", 1)
     return {
         "ring_bytes_per_s": float(moved.network_bytes / (moved.network_s - moved.latency_s) * moves),
-        "ring_positions": plan.job.seq_len / plan.strategy.mesh["context"],
-        "num_heads": plan.model.num_heads // tensor,
-        "num_kv_heads": max(1, plan.model.num_kv_heads // tensor),
+        "ring_positions": priced.setting.job.seq_len / _devices(priced, "context"),
+        "num_heads": model.num_heads // tensor,
+        "num_kv_heads": max(1, model.num_kv_heads // tensor),
         "causal": priced.sizes.causal,
     }
 
 
-def _experts(plan: Plan, priced: PricedStrategy, peak: float) -> dict[str, Any]:
+def _experts(priced: PricedStrategy, peak: float) -> dict[str, Any]:
     """Letters of the experts, and of their AllToAlls where an axis of several devices holds them."""
-    model, bandwidth = plan.model, memory_rate(plan.cluster.chip, plan.calibration)
+    setting, model = priced.setting, priced.setting.model
+    copies = _devices(priced, "data", "fsdp", "context")
+    bandwidth = memory_rate(setting.cluster.chip, setting.rates)
     found = {
         "num_experts": model.num_experts,
         "experts_per_token": model.experts_per_token,
         "hbm_tokens": critical_batch(peak, bandwidth, weight_bytes=priced.sizes.width),
-        "copy_tokens": plan.job.tokens_per_step
-        / plan.strategy.num_microbatches
-        / _devices(plan, "data", "fsdp", "context"),
+        "copy_tokens": setting.job.tokens_per_step / priced.strategy.num_microbatches / copies,
     }
     block = max((block.forward for block in priced.costs.layers), key=len)
     sent = [c for c in block if c.step.op == "all_to_all" and "expert" in c.step.axes]
     products = [c for c in block if c.flops and any("Fe" in array.dims for array in c.step.inputs)]
-    if plan.strategy.mesh.get("expert", 1) > 1 and sent and products:
+    if _devices(priced, "expert") > 1 and sent and products:
         found |= {
             "expert_width": model.d_ff_expert,
             "exchange_s": float(sum(c.network_s for c in sent)),

@@ -4,7 +4,6 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from meshwright.algebra.steps import Step
 from meshwright.core.errors import CannotRunError
 from meshwright.core.units import format_seconds
 from meshwright.cost.breakdown import Breakdown, Term
@@ -14,11 +13,11 @@ from meshwright.cost.formulas.training_budget import train_seconds, training_flo
 from meshwright.cost.network.collectives import group_rates
 from meshwright.cost.network.placement import physical_placement
 from meshwright.cost.setting import setting_of
-from meshwright.cost.step_costs import StepCost
 from meshwright.cost.train_step import Estimate, PricedStrategy, price_strategy
+from meshwright.cost.work.kernels import StepCost
 from meshwright.plan.legal import MEMORY_RULE, legal
 from meshwright.plan.run_budget import RunBudget, run_budget
-from meshwright.plan.why.bounds import Batch, batch_of, letters_of
+from meshwright.plan.why.bounds import BatchSplit, batch_of, letters_of
 from meshwright.plan.why.single_changes import Tried, try_changes
 from meshwright.spec.calibration import matmul_rate
 from meshwright.spec.plan_file import Plan
@@ -29,27 +28,28 @@ MAX_FREE_SHARE = 0.002
 """Local steps that take less of a pass than this are left out of the listing (they stay in every sum)."""
 
 
-ADVICE: dict[int, str] = {
-    1: "FSDP (or data parallelism) alone",
-    2: "context or tensor parallelism; not a pipeline, which needs as many microbatches as stages and so takes the "
-    "sequences back",
-    3: "pipeline stages, or tensor parallelism across nodes, so that a chip moves fewer weights",
-    4: "context or tensor parallelism for the sequences, and pipeline stages or tensor parallelism across nodes for "
-    "the weights",
+CASES: dict[int, tuple[str, tuple[str, ...]]] = {
+    1: ("FSDP (or data parallelism) alone", ()),
+    2: (
+        "context or tensor parallelism; not a pipeline, which needs as many microbatches as stages and so takes the "
+        "sequences back",
+        ("context", "tensor"),
+    ),
+    3: (
+        "pipeline stages, or tensor parallelism across nodes, so that a chip moves fewer weights",
+        ("pipeline", "tensor"),
+    ),
+    4: (
+        "context or tensor parallelism for the sequences, and pipeline stages or tensor parallelism across nodes for "
+        "the weights",
+        ("context", "tensor", "pipeline"),
+    ),
 }
-"""What helps in each of the four cases."""
-
-HELPERS: dict[int, tuple[str, ...]] = {
-    1: (),
-    2: ("context", "tensor"),
-    3: ("pipeline", "tensor"),
-    4: ("context", "tensor", "pipeline"),
-}
-"""The axes that the advice of each case names."""
+"""What helps in each of the four cases, and the axes that it names."""
 
 
-class Line(msgspec.Struct, frozen=True, kw_only=True):
-    """One numbered line of an algorithm: a derived step, what it moves or computes, and whether it is waited for.
+class ListedStep(msgspec.Struct, frozen=True, kw_only=True):
+    """One numbered line of an algorithm: a derived step, what it moves or computes, and whether it is exposed.
 
     ``num_bytes`` are the full array's for a collective, those through memory else. In the list of what is done once a
     step a line of a layer's weights runs ``times``, once for each layer of a device.
@@ -71,14 +71,14 @@ class Algorithm(msgspec.Struct, frozen=True, kw_only=True):
     """One pass over a block: its lines, and the seconds of its parts."""
 
     title: str
-    lines: tuple[Line, ...]
+    lines: tuple[ListedStep, ...]
     compute_s: float
     hidden_s: float
     critical_s: float
     num_left_out: int
 
 
-class BlockPasses(msgspec.Struct, frozen=True, kw_only=True):
+class BlockListing(msgspec.Struct, frozen=True, kw_only=True):
     """Both passes over one repeat of a block of layers, of which the model has ``repeat``."""
 
     name: str
@@ -88,7 +88,8 @@ class BlockPasses(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BetweenStages(msgspec.Struct, frozen=True, kw_only=True):
-    """What a pipeline adds: the sends of one microbatch over one boundary, those a step waits for, and its bubble."""
+    """What a pipeline adds: the sends of one microbatch over one boundary, the exposed sends of a step, and the
+    bubble."""
 
     schedule: str
     stages: int
@@ -125,7 +126,7 @@ class FsdpCase(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def advice(self) -> str:
         """What helps."""
-        return ADVICE[self.case]
+        return CASES[self.case][0]
 
     @property
     def words(self) -> str:
@@ -156,10 +157,10 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     recomputed: float
     changes: Tried
     fsdp: FsdpCase | None
-    blocks: tuple[BlockPasses, ...]
+    blocks: tuple[BlockListing, ...]
     between: BetweenStages | None
     once: Algorithm
-    batch: Batch
+    batch: BatchSplit
     symbols: Letters
     limits: tuple[Limit, ...]
     training: RunBudget | None
@@ -183,44 +184,33 @@ def explain(plan: Plan) -> Explanation:
     """
     setting = setting_of(plan)
     for refusal in legal(setting, plan.strategy):
-        if refusal.rule != MEMORY_RULE.name:
+        if refusal.rule != MEMORY_RULE:
             raise CannotRunError(refusal.message)
     priced = price_strategy(setting, plan.strategy)
     budget = run_budget(plan, step_s=priced.estimate.step_s)
-    letters = letters_of(plan, priced, budget)
+    letters = letters_of(priced, budget)
+    executed = [(cost.step.phase, float(cost.flops * cost.count)) for cost in priced.costs.all]
     return Explanation(
         plan=plan,
         estimate=priced.estimate,
         terms=Breakdown(priced).terms,
-        recomputed=_recomputed(priced.costs.all),
+        recomputed=sum(n for phase, n in executed if phase == "recompute") / sum(n for _, n in executed),
         changes=try_changes(setting, plan.strategy, priced.estimate.step_s),
         fsdp=fsdp_case(plan),
         blocks=_passes(priced),
-        between=_between_stages(plan, priced),
+        between=_between_stages(priced),
         once=_algorithm("once per step", priced.costs.once, of_layers=True),
-        batch=batch_of(plan),
+        batch=batch_of(priced),
         symbols=letters,
-        limits=tuple(sorted(limits_at(letters), key=_speed_first)),
+        limits=tuple(sorted(limits_at(letters), key=lambda limit: limit.kind != "speed")),
         training=budget,
     )
-
-
-def _recomputed(costs: Sequence[StepCost]) -> float:
-    every = sum(float(c.flops * c.count) for c in costs)
-    return sum(float(c.flops * c.count) for c in costs if c.step.phase == "recompute") / every
-
-
-def _speed_first(limit: Limit) -> bool:
-    return limit.kind != "speed"
 
 
 def limit_of_term(term: Term, limits: Sequence[Limit]) -> Limit | None:
     """The limit that a term of a step is near, None where none is known."""
     found = {limit.name: limit for limit in limits}
-    for name in _limits_of(term.name):
-        if name in found:
-            return found[name]
-    return None
+    return next((found[name] for name in _limits_of(term.name) if name in found), None)
 
 
 def _limits_of(name: str) -> Iterator[str]:
@@ -243,14 +233,14 @@ def _limits_of(name: str) -> Iterator[str]:
 # -- the algorithm ----------------------------------------------------------------------------------------
 
 
-def _passes(priced: PricedStrategy) -> tuple[BlockPasses, ...]:
+def _passes(priced: PricedStrategy) -> tuple[BlockListing, ...]:
     """The passes over every block of layers, the one with the most layers last."""
     layers, found = priced.costs.layers, []
     for block in layers:
         repeat = block.steps.repeat
         of = "" if len(layers) == 1 else f" ({block.name}, {repeat} of {priced.derived.num_layers})"
         found.append(
-            BlockPasses(
+            BlockListing(
                 name=block.name,
                 repeat=repeat,
                 forward=_algorithm(f"forward pass of one layer{of}", block.forward),
@@ -260,9 +250,9 @@ def _passes(priced: PricedStrategy) -> tuple[BlockPasses, ...]:
     return tuple(sorted(found, key=lambda one: one.repeat))
 
 
-def _between_stages(plan: Plan, priced: PricedStrategy) -> BetweenStages | None:
+def _between_stages(priced: PricedStrategy) -> BetweenStages | None:
     """The boundary of two stages and the schedule; None without stages."""
-    strategy = plan.strategy
+    strategy = priced.strategy
     if strategy.mesh.get("pipeline", 1) == 1:
         return None
     count = strategy.num_microbatches
@@ -294,8 +284,8 @@ def _algorithm(title: str, costs: Sequence[StepCost], *, of_layers: bool = False
     )
 
 
-def _line(number: int, cost: StepCost, times: float) -> Line:
-    return Line(
+def _line(number: int, cost: StepCost, times: float) -> ListedStep:
+    return ListedStep(
         number=number,
         text=str(cost.step),
         op=cost.step.op,
@@ -304,15 +294,16 @@ def _line(number: int, cost: StepCost, times: float) -> Line:
         flops=float(cost.flops),
         time_s=float(cost.time_s),
         critical=cost.step.is_collective and not cost.hides,
-        overlaps=_overlap(cost.step, cost),
+        overlaps=_overlap(cost),
         times=times,
     )
 
 
-def _overlap(step: Step, cost: StepCost) -> str:
+def _overlap(cost: StepCost) -> str:
+    step = cost.step
     if not step.is_collective:
         return "recomputed" if step.phase == "recompute" else ""
-    if cost.goes_round:
+    if cost.in_ring_loop:
         return "behind the products beside it"
     if cost.hides:
         once = ", once per step" if step.scope == "step" else ""
@@ -337,7 +328,7 @@ def fsdp_case(plan: Plan) -> FsdpCase | None:
     flops = training_flops(num_active_params(plan.model), job.tokens_per_step)
     compute = train_seconds(flops, num_chips=cluster.num_chips, peak_flops=rate)
     placement = physical_placement(cluster)
-    gather = group_rates(placement, placement.mesh, plan.calibration).seconds_per_byte_all_gather
+    gather = group_rates(placement, placement.mesh, plan.calibration)["all_gather"].seconds_per_byte
     width = STATE_BYTES[strategy.state]["weights"]
     comms = limits.flat_fsdp_comms_s(num_params(plan.model), 1 / gather, bytes_per_param=width)
     others = tuple(axis for axis in ("pipeline", "context", "tensor") if strategy.mesh.get(axis, 1) > 1)
@@ -351,10 +342,6 @@ def fsdp_case(plan: Plan) -> FsdpCase | None:
         max_chips_by_comms=float(cluster.num_chips * compute / comms),
         tokens_per_chip=job.tokens_per_step / cluster.num_chips,
         other_axes=others,
-        follows=_follows(case, others),
+        # some axis that the case asks for; none beyond, in case 1
+        follows=not others if case == 1 else not set(CASES[case][1]).isdisjoint(others),
     )
-
-
-def _follows(case: int, others: tuple[str, ...]) -> bool:
-    """Whether the axes of a plan are some that the case asks for; none beyond, in case 1."""
-    return not others if case == 1 else bool(set(HELPERS[case]) & set(others))

@@ -18,9 +18,8 @@ from meshwright.core.units import format_params
 from meshwright.cost.memory import memory_parts, total_bytes
 from meshwright.cost.pipeline import Pipeline
 from meshwright.cost.setting import Setting
-from meshwright.cost.step_costs import op_sizes
 from meshwright.cost.train_step import Estimate, estimate_step
-from meshwright.plan.legal import Refusal, check_rules, divisors, facts_of, legal, size_rules
+from meshwright.plan.legal import MEMORY_RULE, Refusal, check_rules, divisors, legal, size_rules, strategy_sizes
 from meshwright.spec.strategy import DEFAULT_ASSIGNMENT, Strategy, make_mesh
 from meshwright.spec.weights import num_params
 
@@ -61,33 +60,32 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
 
 def recipe(setting: Setting, *, template: Strategy) -> Recipe:
     """The recipe for a job on all chips of a cluster; ``template`` carries state and precision."""
-    kitchen = _Kitchen(setting, template)
-    far = tuple(_far(kitchen))
-    inner = {"context": 1, "tensor": 1, "pipeline": 1} | {axis: size for axis, size, _ in far}
-    chosen, told = _data_and_stages(kitchen, inner)
-    steps = (*told, *_reasons(kitchen, chosen, far))
+    at = _Builder(setting, template)
+    far = {axis: (size, why) for axis, size, why in _far(at)}
+    chosen = _chosen(at, {"context": 1, "tensor": 1, "pipeline": 1} | {axis: size for axis, (size, _) in far.items()})
     refused = legal(setting, chosen)
-    runs = all(refusal.rule == "memory" for refusal in refused)
+    runs = all(refusal.rule == MEMORY_RULE for refusal in refused)
     return Recipe(
-        steps=steps,
+        steps=tuple(
+            RecipeStep(name=name, applies=applies, reason=why) for name, applies, why in _said(at, chosen, far)
+        ),
         strategy=chosen,
         estimate=estimate_step(setting, chosen) if runs else None,
         refusal=refused[0] if refused else None,
     )
 
 
-class _Kitchen:
-    """The job and the cluster, with what its chips hold."""
+class _Builder:
+    """Builds strategies of a job on a cluster from a template, and tests which fit."""
 
     def __init__(self, setting: Setting, template: Strategy) -> None:
         model, cluster, job = setting.model, setting.cluster, setting.job
         self.setting, self.model, self.cluster, self.job, self.template = setting, model, cluster, job, template
         self.chips, self.params = cluster.num_chips, num_params(model)
-        self.limit = setting.memory_limit
         self.machine = min(cluster.chip.chips_per_host or MACHINE_CHIPS, self.chips)
 
     def strategy(self, mesh: Mapping[str, int], remat: str, count: int = 1) -> Strategy:
-        """The template with a mesh, a remat policy and microbatches; gathered keys and values go round a ring."""
+        """The template with a mesh, a remat policy and microbatches; keys and values are passed around a ring."""
         mode = "gather" if self.cluster.kind == "host" else "ring"
         fields: dict[str, Any] = {"schedule": "1f1b", "chunks": 1, "offload": (), "placement": {}, "slice_axes": ()}
         fields |= {"mesh": make_mesh(mesh), "remat": remat, "num_microbatches": count, "context_attention": mode}
@@ -98,26 +96,17 @@ class _Kitchen:
         """The fewest microbatches with which a mesh fits, at least one for each stage; None where none does."""
         one = self.strategy(mesh, remat)
         derived = self.setting.derived(one)
-        if check_rules(size_rules(derived), facts_of(self.setting, one)):
+        if check_rules(size_rules(derived), strategy_sizes(self.setting, one)):
             return None
         local = self.job.batch_seqs // (one.mesh["data"] * one.mesh["fsdp"])
         stages = one.mesh["pipeline"]
         counts = np.array([count for count in divisors(local) if count >= stages or stages == 1])
         if not len(counts):
             return None
-        assumed = self.setting.assumptions
-        sizes = op_sizes(
-            self.model,
-            seq_len=self.job.seq_len,
-            microbatch_seqs=self.job.batch_seqs / counts,
-            mesh=one.mesh,
-            state=one.state,
-            scores=self.setting.scores,
-            assumptions=assumed,
-        )
-        pipeline = Pipeline(stages=stages, microbatches=counts, software=assumed.software)
-        items = memory_parts(derived, sizes).items(num_microbatches=counts, pipeline=pipeline)
-        fits = np.flatnonzero(np.broadcast_to(total_bytes(items), counts.shape) <= self.limit)
+        sizes = self.setting.sizes(one, microbatch_seqs=self.job.batch_seqs / counts)
+        pipeline = Pipeline(stages=stages, microbatches=counts, software=self.setting.assumptions.software)
+        items = memory_parts(derived, sizes).items(pipeline)
+        fits = np.flatnonzero(np.broadcast_to(total_bytes(items), counts.shape) <= self.setting.memory_limit)
         return int(counts[fits[0]]) if len(fits) else None
 
     def first_that_fits(self, meshes: Iterator[Mapping[str, int]]) -> Strategy | None:
@@ -135,8 +124,8 @@ class _Kitchen:
 # -- the steps --------------------------------------------------------------------------------------------
 
 
-def _far(at: _Kitchen) -> Iterator[tuple[str, int, str]]:
-    """Axis, size and reason of context and tensor parallelism, where the recipe turns to them."""
+def _far(at: _Builder) -> Iterator[tuple[str, int, str]]:
+    """Yields axis, size and reason of context and tensor parallelism, if the recipe asks for them."""
     if at.cluster.kind == "host":
         return
     tensor = math.gcd(at.machine, at.model.num_kv_heads)
@@ -157,28 +146,21 @@ def _far(at: _Kitchen) -> Iterator[tuple[str, int, str]]:
         yield "context", ways, why
 
 
-def _data_and_stages(at: _Kitchen, inner: Mapping[str, int]) -> tuple[Strategy, tuple[RecipeStep, ...]]:
-    """Replicas, shards and stages that fit, in the recipe's order; the last one tried where none does."""
-    stages = (1,) if at.cluster.kind == "host" else _stage_counts(at)
-    for count in stages:
-        rest = at.chips // (inner["context"] * inner["tensor"] * count)
-        if rest * inner["context"] * inner["tensor"] * count != at.chips:
+def _chosen(at: _Builder, inner: Mapping[str, int]) -> Strategy:
+    """Chooses replicas, shards and the fewest stages, a power of two, that fit; the last one tried if none does."""
+    powers = 1 if at.cluster.kind == "host" else int(math.log2(at.model.num_layers)) + 1
+    others = inner["context"] * inner["tensor"]
+    for stages in (2**power for power in range(powers)):
+        if at.chips % (others * stages):
             continue
-        whole = {**inner, "pipeline": count}
-        found = at.first_that_fits({**whole, **split} for split in _splits(at, rest, inner["tensor"]))
+        splits = _splits(at, at.chips // (others * stages), inner["tensor"])
+        found = at.first_that_fits({**inner, "pipeline": stages, **split} for split in splits)
         if found is not None:
-            return found, tuple(_data_steps(at, found))
-    left = at.chips // (inner["context"] * inner["tensor"])
-    last = at.strategy({**inner, "fsdp": left}, "block")
-    return last, tuple(_data_steps(at, last))
+            return found
+    return at.strategy({**inner, "fsdp": at.chips // others}, "block")
 
 
-def _stage_counts(at: _Kitchen) -> tuple[int, ...]:
-    """One stage, then the powers of two up to the number of layers: the fewest that fit are taken."""
-    return tuple(2**power for power in range(int(math.log2(at.model.num_layers)) + 1))
-
-
-def _splits(at: _Kitchen, ways: int, tensor: int) -> Iterator[dict[str, int]]:
+def _splits(at: _Builder, ways: int, tensor: int) -> Iterator[dict[str, int]]:
     """Data alone; then FSDP over all; from 256 chips on in groups of whole machines, the smallest that fits first."""
     if at.chips <= DATA_CHIPS and at.params <= DATA_PARAMS:
         yield {"data": ways}
@@ -190,61 +172,31 @@ def _splits(at: _Kitchen, ways: int, tensor: int) -> Iterator[dict[str, int]]:
                 yield {"fsdp": group, "data": ways // group}
 
 
-def _data_steps(at: _Kitchen, chosen: Strategy) -> Iterator[RecipeStep]:
-    """The recipe's words on data, fsdp and hybrid sharding."""
-    mesh = chosen.mesh
-    size = f"{format_params(at.params)} parameters on {at.chips:,} chips"
-    plain = at.chips <= DATA_CHIPS and at.params <= DATA_PARAMS
-    yield RecipeStep(
-        name="data parallelism",
-        applies=plain and mesh["data"] > 1,
-        reason=f"up to {DATA_CHIPS} chips and {format_params(DATA_PARAMS)} parameters; here {size}",
+def _said(at: _Builder, chosen: Strategy, far: Mapping[str, tuple[int, str]]) -> Iterator[tuple[str, bool, str]]:
+    """Yields each step of the recipe: its name, whether it applies here, and why or what it sets."""
+    mesh, count = chosen.mesh, chosen.num_microbatches
+    data, fsdp, stages = mesh["data"], mesh["fsdp"], mesh["pipeline"]
+    few, size = format_params(DATA_PARAMS), f"{format_params(at.params)} parameters on {at.chips:,} chips"
+    yield (
+        "data parallelism",
+        at.chips <= DATA_CHIPS and at.params <= DATA_PARAMS and data > 1,
+        f"up to {DATA_CHIPS} chips and {few} parameters; here {size}",
     )
-    yield RecipeStep(
-        name="FSDP",
-        applies=mesh["fsdp"] > 1,
-        reason=f"beyond that: fsdp {mesh['fsdp']:,}" if mesh["fsdp"] > 1 else "not needed",
-    )
-    hybrid = mesh["fsdp"] > 1 and mesh["data"] > 1
+    yield "FSDP", fsdp > 1, f"beyond that: fsdp {fsdp:,}" if fsdp > 1 else "not needed"
+    hybrid = fsdp > 1 and data > 1
     why = f"from {HYBRID_CHIPS} chips on, in the smallest groups of machines that fit"
-    yield RecipeStep(
-        name="hybrid sharding",
-        applies=hybrid,
-        reason=f"{why}: data {mesh['data']:,} x fsdp {mesh['fsdp']:,}" if hybrid else why,
-    )
-
-
-def _reasons(at: _Kitchen, chosen: Strategy, far: tuple[tuple[str, int, str], ...]) -> Iterator[RecipeStep]:
-    """Its words on checkpointing, the far axes and the batch of a chip."""
-    yield RecipeStep(
-        name="checkpointing",
-        applies=chosen.remat != "none",
-        reason=f"activations do not fit otherwise: remat {chosen.remat}"
-        if chosen.remat != "none"
-        else "activations fit as they are",
-    )
-    said = {axis: (size, why) for axis, size, why in far}
-    for axis in ("context", "tensor"):
-        size, why = said.get(axis, (1, _not_far(at, axis)))
-        yield RecipeStep(
-            name=f"{axis} parallelism", applies=size > 1, reason=f"{why}: {axis} {size}" if size > 1 else why
-        )
-    stages = chosen.mesh["pipeline"]
-    yield RecipeStep(
-        name="pipeline",
-        applies=stages > 1,
-        reason=f"the fewest stages with which it fits: {stages}" if stages > 1 else "fits without",
-    )
-    local = at.job.batch_seqs / (chosen.mesh["data"] * chosen.mesh["fsdp"] * chosen.num_microbatches)
-    yield RecipeStep(
-        name="batch of a chip",
-        applies=True,
-        reason=f"as large as memory allows: {chosen.num_microbatches} x {local:g} sequence{'s' * (local != 1)}",
-    )
-
-
-def _not_far(at: _Kitchen, axis: str) -> str:
-    """Why context or tensor is not asked for."""
-    if axis == "context":
-        return f"for sequences longer than {FAR_TOKENS:,}; here {at.job.seq_len:,}"
-    return f"for more than {format_params(FAR_PARAMS)} parameters, or {FAR_CHIPS:,} chips and fewer sequences"
+    yield "hybrid sharding", hybrid, f"{why}: data {data:,} x fsdp {fsdp:,}" if hybrid else why
+    again = chosen.remat != "none"
+    why = f"activations do not fit otherwise: remat {chosen.remat}" if again else "activations fit as they are"
+    yield "checkpointing", again, why
+    not_asked = {
+        "context": f"for sequences longer than {FAR_TOKENS:,}; here {at.job.seq_len:,}",
+        "tensor": f"for more than {format_params(FAR_PARAMS)} parameters, or {FAR_CHIPS:,} chips and fewer sequences",
+    }
+    for axis, without in not_asked.items():
+        ways, why = far.get(axis, (1, without))
+        yield f"{axis} parallelism", ways > 1, f"{why}: {axis} {ways}" if ways > 1 else why
+    why = f"the fewest stages with which it fits: {stages}" if stages > 1 else "fits without"
+    yield "pipeline", stages > 1, why
+    local = at.job.batch_seqs / (data * fsdp * count)
+    yield "batch of a chip", True, f"as large as memory allows: {count} x {local:g} sequence{'s' * (local != 1)}"

@@ -1,17 +1,16 @@
-"""What can be different of a setting, by a factor: its chips, its links, how many chips, how much work a step."""
+"""Changes of a setting by a factor: its chips, its links, the number of chips, the work of a step."""
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from fractions import Fraction
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from meshwright.core.errors import CannotRunError, InputError, nearest
 from meshwright.core.units import format_bytes, format_flops, format_params
 from meshwright.cost.setting import Setting
-from meshwright.spec.calibration import Calibration
-from meshwright.spec.cluster import Cluster, NetworkLevel, make_cluster
+from meshwright.spec.cluster import Cluster, make_cluster
 
 _FACTOR = re.compile(r"(\d+(?:\.\d+)?|\d*\.\d+)x")
 MAX_FACTOR = 1000.0
@@ -47,53 +46,54 @@ def changed_setting(setting: Setting, factors: Mapping[str, float]) -> tuple[Set
 
 # -- chips ------------------------------------------------------------------------------------------------
 
+S = TypeVar("S", bound=msgspec.Struct)
+
+
+def _times(value: Any, factor: float) -> Any:
+    """Multiplies a figure, or every figure of a dict; None stays."""
+    if isinstance(value, dict):
+        return {name: _times(one, factor) for name, one in value.items()}
+    return None if value is None else value * factor
+
+
+def _multiplied(figures: S, names: Iterable[str], factor: float) -> S:
+    return msgspec.structs.replace(figures, **{name: _times(getattr(figures, name), factor) for name in names})
+
+
+def _with_chip(setting: Setting, names: Iterable[str], factor: float, measured: tuple[str, ...] = ()) -> Setting:
+    """Multiplies figures of the chip, and the figures of the calibration that replace them."""
+    cluster, rates = setting.cluster, setting.calibration
+    cluster = msgspec.structs.replace(cluster, chip=_multiplied(cluster.chip, names, factor))
+    return msgspec.structs.replace(
+        setting, cluster=cluster, calibration=None if rates is None else _multiplied(rates, measured, factor)
+    )
+
 
 def _chip_flops(setting: Setting, factor: float) -> tuple[Setting, str]:
     """Matrix products, attention and vector work."""
-    chip, rates = setting.cluster.chip, setting.calibration
-    faster = {
-        "peak_flops": {dtype: rate * factor for dtype, rate in chip.peak_flops.items()},
-        "vector_flops": _times(chip.vector_flops, factor),
-    }
-    if rates is not None:
-        products = {dtype: rate * factor for dtype, rate in rates.matmul_flops_per_s.items()}
-        attention = {dtype: rate * factor for dtype, rate in rates.attention_flops_per_s.items()}
-        rates = msgspec.structs.replace(rates, matmul_flops_per_s=products, attention_flops_per_s=attention)
-    known = chip.peak_flops or (setting.calibration.matmul_flops_per_s if setting.calibration else {})
+    known = setting.cluster.chip.peak_flops or (setting.calibration.matmul_flops_per_s if setting.calibration else {})
     dtype = next((name for name in ("bf16", "fp16", "fp32") if name in known), next(iter(known), ""))
-    words = f"{format_flops(known[dtype])} -> {format_flops(known[dtype] * factor)} in {dtype}" if dtype else "FLOP/s"
-    return _with_chip(setting, rates, faster), words
+    words = f"{_from_to(known.get(dtype), factor, format_flops, 'FLOP/s')}{f' in {dtype}' if dtype else ''}"
+    measured = ("matmul_flops_per_s", "attention_flops_per_s")
+    return _with_chip(setting, ("peak_flops", "vector_flops"), factor, measured), words
 
 
 def _chip_hbm(setting: Setting, factor: float) -> tuple[Setting, str]:
-    chip, rates = setting.cluster.chip, setting.calibration
-    if rates is not None:
-        rates = msgspec.structs.replace(rates, memory_bytes_per_s=_times(rates.memory_bytes_per_s, factor))
-    words = _from_to(chip.hbm_bytes_per_s, factor, lambda rate: f"{format_bytes(rate)}/s", "memory rate")
-    return _with_chip(setting, rates, {"hbm_bytes_per_s": _times(chip.hbm_bytes_per_s, factor)}), words
+    words = _from_to(setting.cluster.chip.hbm_bytes_per_s, factor, _rate, "memory rate")
+    return _with_chip(setting, ("hbm_bytes_per_s",), factor, ("memory_bytes_per_s",)), words
 
 
 def _chip_memory(setting: Setting, factor: float) -> tuple[Setting, str]:
-    chip, rates = setting.cluster.chip, setting.calibration
-    if rates is not None:
-        rates = msgspec.structs.replace(rates, memory_bytes=_times(rates.memory_bytes, factor))
-    sizes = {name: _times(getattr(chip, name), factor) for name in ("hbm_bytes", "usable_hbm_bytes")}
-    return _with_chip(setting, rates, sizes), _from_to(chip.memory_bytes, factor, format_bytes, "memory")
-
-
-def _times(value: float | None, factor: float) -> float | None:
-    return None if value is None else value * factor
+    words = _from_to(setting.cluster.chip.memory_bytes, factor, format_bytes, "memory")
+    return _with_chip(setting, ("hbm_bytes", "usable_hbm_bytes"), factor, ("memory_bytes",)), words
 
 
 def _from_to(value: float | None, factor: float, show: Callable[[float], str], what: str) -> str:
     return what if value is None else f"{show(value)} -> {show(value * factor)}"
 
 
-def _with_chip(setting: Setting, calibration: Calibration | None, figures: Mapping[str, Any]) -> Setting:
-    chip = msgspec.structs.replace(setting.cluster.chip, **figures)
-    return msgspec.structs.replace(
-        setting, cluster=msgspec.structs.replace(setting.cluster, chip=chip), calibration=calibration
-    )
+def _rate(bytes_per_s: float) -> str:
+    return f"{format_bytes(bytes_per_s)}/s"
 
 
 # -- links ------------------------------------------------------------------------------------------------
@@ -108,15 +108,14 @@ LINKS: dict[str, tuple[str, str]] = {
 
 
 def _links(*levels: str) -> Callable[[Setting, float], tuple[Setting, str]]:
-    """A change of some levels' rates; those that a cluster lacks must not be all of them."""
+    """Returns a change of the rates of some levels, at least one of which the cluster must have."""
 
     def change(setting: Setting, factor: float) -> tuple[Setting, str]:
         cluster, rates = setting.cluster, setting.calibration
         if cluster.kind == "host" and len(levels) > 1 and rates is not None:
-            faster = tuple(msgspec.structs.replace(r, bytes_per_s=r.bytes_per_s * factor) for r in rates.collectives)
-            return msgspec.structs.replace(setting, calibration=msgspec.structs.replace(rates, collectives=faster)), (
-                "the rates of every collective"
-            )
+            faster = tuple(_multiplied(rate, ("bytes_per_s",), factor) for rate in rates.collectives)
+            rates = msgspec.structs.replace(rates, collectives=faster)
+            return msgspec.structs.replace(setting, calibration=rates), "the rates of every collective"
         here = [level for level in levels if _has(cluster, level)]
         if not here:
             have = [level for level in LINKS if _has(cluster, level)]
@@ -124,21 +123,19 @@ def _links(*levels: str) -> Callable[[Setting, float], tuple[Setting, str]]:
                 f"{cluster.short_name} has no {' or '.join(levels)}. "
                 + (f"Change {' or '.join(have)}." if have else "It has one chip.")
             )
-        figures = {LINKS[level][0]: _times(getattr(cluster.chip, LINKS[level][0]), factor) for level in here}
         words = ", ".join(
             f"{level} {_from_to(getattr(cluster.chip, LINKS[level][0]), factor, _rate, 'rate')}" for level in here
         )
-        setting = _with_chip(setting, rates, figures)
-        levelled = _scaled_levels(cluster, here, factor)
-        return msgspec.structs.replace(
-            setting, cluster=msgspec.structs.replace(setting.cluster, levels=levelled)
-        ), words
+        setting = _with_chip(setting, [LINKS[level][0] for level in here], factor)
+        # figures of levels that a file gives in place of the chip's
+        levelled = tuple(
+            _multiplied(level, ("bytes_per_s",), factor) if ("nic" if number else "nvlink") in here else level
+            for number, level in enumerate(cluster.levels)
+        )
+        cluster = msgspec.structs.replace(setting.cluster, levels=levelled)
+        return msgspec.structs.replace(setting, cluster=cluster), words
 
     return change
-
-
-def _rate(bytes_per_s: float) -> str:
-    return f"{format_bytes(bytes_per_s)}/s"
 
 
 def _has(cluster: Cluster, level: str) -> bool:
@@ -148,15 +145,6 @@ def _has(cluster: Cluster, level: str) -> bool:
         return False
     beyond = {"nic": cluster.kind == "switched" and cluster.nodes > 1, "dcn": cluster.num_slices > 1}
     return beyond.get(level, True)
-
-
-def _scaled_levels(cluster: Cluster, here: Sequence[str], factor: float) -> tuple[NetworkLevel, ...]:
-    """Figures of levels that a file gives in place of the chip's."""
-    names = ["nvlink" if number == 0 else "nic" for number in range(len(cluster.levels))]
-    return tuple(
-        msgspec.structs.replace(level, bytes_per_s=_times(level.bytes_per_s, factor)) if name in here else level
-        for name, level in zip(names, cluster.levels, strict=True)
-    )
 
 
 # -- how many chips, how much work --------------------------------------------------------------------------
@@ -171,7 +159,7 @@ def _chips(setting: Setting, factor: float) -> tuple[Setting, str]:
 
 
 def scaled_cluster(cluster: Cluster, factor: float) -> Cluster:
-    """A cluster of so many times the chips, as like it as can be.
+    """Returns a similar cluster with ``factor`` times the chips.
 
     A torus gets a longer axis: the one that keeps most rings closed and the shape most even; where no pod is that
     large, more slices. A switched cluster gets more of its outermost level, a host more devices. InputError where
@@ -199,11 +187,9 @@ def _primes(number: int) -> Iterable[int]:
 
 def _larger(cluster: Cluster, prime: int) -> Cluster:
     numbers = range(len(cluster.shape)) if cluster.kind != "switched" else (len(cluster.shape) - 1,)
-    options = [_resized(cluster, _scaled_at(cluster.shape, n, Fraction(prime))) for n in numbers]
-    found = [one for one in options if one is not None]
+    found = _resized_at(cluster, numbers, Fraction(prime))
     if not found and cluster.kind == "torus":
-        more = _resized(cluster, cluster.shape, num_slices=cluster.num_slices * prime)
-        found = [] if more is None else [more]
+        found = _resized(cluster, cluster.shape, num_slices=cluster.num_slices * prime)
     if not found:
         raise InputError(f"there is no cluster like {cluster.short_name} of {prime} times the chips. Name one instead.")
     return min(found, key=_evenness)
@@ -212,28 +198,31 @@ def _larger(cluster: Cluster, prime: int) -> Cluster:
 def _smaller(cluster: Cluster, prime: int) -> Cluster:
     if cluster.num_slices % prime == 0:
         fewer = _resized(cluster, cluster.shape, num_slices=cluster.num_slices // prime)
-        if fewer is not None:
-            return fewer
+        if fewer:
+            return fewer[0]
     order = reversed(range(len(cluster.shape))) if cluster.kind == "switched" else range(len(cluster.shape))
-    whole = [n for n in order if cluster.shape[n] % prime == 0]
-    options = [_resized(cluster, _scaled_at(cluster.shape, n, Fraction(1, prime))) for n in whole]
-    found = [one for one in options if one is not None]
+    found = _resized_at(cluster, (n for n in order if cluster.shape[n] % prime == 0), Fraction(1, prime))
     if not found:
         raise InputError(f"{cluster.short_name} cannot be divided by {prime}. Name a smaller cluster instead.")
     return found[0] if cluster.kind == "switched" else min(found, key=_evenness)
 
 
-def _scaled_at(shape: tuple[int, ...], number: int, factor: Fraction) -> tuple[int, ...]:
-    return tuple(int(size * factor) if at == number else size for at, size in enumerate(shape))
+def _resized_at(cluster: Cluster, numbers: Iterable[int], factor: Fraction) -> list[Cluster]:
+    """Returns every cluster with one of some axes multiplied by ``factor``."""
+    shapes = (
+        tuple(int(size * factor) if at == number else size for at, size in enumerate(cluster.shape))
+        for number in numbers
+    )
+    return [one for shape in shapes for one in _resized(cluster, shape)]
 
 
-def _resized(cluster: Cluster, shape: tuple[int, ...], *, num_slices: int | None = None) -> Cluster | None:
-    """The cluster with another shape and the figures of its levels; None where its chips cannot be wired so."""
+def _resized(cluster: Cluster, shape: tuple[int, ...], *, num_slices: int | None = None) -> list[Cluster]:
+    """Returns the cluster with another shape and the figures of its levels; () if its chips cannot be wired so."""
     try:
         made = make_cluster(cluster.chip, shape, num_slices=num_slices or cluster.num_slices, levels=cluster.levels)
     except (InputError, CannotRunError):
-        return None
-    return msgspec.structs.replace(made, twisted=cluster.twisted and shape == cluster.shape)
+        return []
+    return [msgspec.structs.replace(made, twisted=cluster.twisted and shape == cluster.shape)]
 
 
 def _evenness(cluster: Cluster) -> tuple[int, int, tuple[int, ...]]:
@@ -242,25 +231,23 @@ def _evenness(cluster: Cluster) -> tuple[int, int, tuple[int, ...]]:
     return -wraps, max(cluster.shape), cluster.shape
 
 
-def _batch(setting: Setting, factor: float) -> tuple[Setting, str]:
-    before = setting.job.batch_seqs
-    after = _whole(before * factor, f"batch={factor:g}x of {before:,} sequences")
-    words = f"{before:,} -> {after:,} sequences a step, {format_params(after * setting.job.seq_len)} tokens"
-    return msgspec.structs.replace(setting, job=msgspec.structs.replace(setting.job, batch_seqs=after)), words
+def _job_size(field: str, name: str, noun: str, words: str) -> Callable[[Setting, float], tuple[Setting, str]]:
+    """A change of the sequences of a step, or of their length, with ``words`` for what it comes to."""
 
+    def change(setting: Setting, factor: float) -> tuple[Setting, str]:
+        before = getattr(setting.job, field)
+        value = before * factor
+        after = round(value)
+        if value < 1 or abs(value - after) > 1e-6 * value:
+            raise InputError(
+                f"--what-if {name}={factor:g}x of {before:,} {noun} is {value:g}, not a whole number. "
+                f"Use a factor that divides it."
+            )
+        job = msgspec.structs.replace(setting.job, **{field: after})
+        tokens = format_params(job.batch_seqs * job.seq_len)
+        return msgspec.structs.replace(setting, job=job), f"{before:,} -> {after:,} {words.format(tokens=tokens)}"
 
-def _seq(setting: Setting, factor: float) -> tuple[Setting, str]:
-    before = setting.job.seq_len
-    after = _whole(before * factor, f"seq={factor:g}x of {before:,} tokens")
-    tokens = format_params(after * setting.job.batch_seqs)
-    words = f"{before:,} -> {after:,} tokens a sequence, as many sequences a step: {tokens} tokens"
-    return msgspec.structs.replace(setting, job=msgspec.structs.replace(setting.job, seq_len=after)), words
-
-
-def _whole(value: float, what: str) -> int:
-    if value < 1 or abs(value - round(value)) > 1e-6 * value:
-        raise InputError(f"--what-if {what} is {value:g}, not a whole number. Use a factor that divides it.")
-    return round(value)
+    return change
 
 
 CHANGES: dict[str, Callable[[Setting, float], tuple[Setting, str]]] = {
@@ -270,7 +257,7 @@ CHANGES: dict[str, Callable[[Setting, float], tuple[Setting, str]]] = {
     "network": _links(*LINKS),
     **{level: _links(level) for level in LINKS},
     "chips": _chips,
-    "batch": _batch,
-    "seq": _seq,
+    "batch": _job_size("batch_seqs", "batch", "sequences", "sequences a step, {tokens} tokens"),
+    "seq": _job_size("seq_len", "seq", "tokens", "tokens a sequence, as many sequences a step: {tokens} tokens"),
 }
 """Quantity -> what multiplies it, with words for from what to what."""

@@ -1,6 +1,7 @@
 """A plan with one choice changed at a time, each priced anew: what the cheapest change gains."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import msgspec
 
@@ -8,15 +9,18 @@ from meshwright.algebra.schedules.registry import default_chunks
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import Estimate, PricedStrategy, price_strategy
-from meshwright.plan.legal import SCHEDULE_RULE, check_rules, facts_of, size_rules
+from meshwright.plan.legal import SCHEDULE_RULE, check_rules, size_rules, strategy_sizes
 from meshwright.plan.space import FULL, axes_to_try
 from meshwright.spec.strategy import REMAT_POLICIES, Strategy, standard_assignment
+
+Change = tuple[str, dict[str, Any]]
+"""One change in words, and the fields of the strategy that it sets."""
 
 MIN_GAIN = 1e-3
 """Share of a step below which a change counts as no help."""
 
 
-class Change(msgspec.Struct, frozen=True, kw_only=True):
+class TriedChange(msgspec.Struct, frozen=True, kw_only=True):
     """One change that runs: what it is in words, and the prediction with it."""
 
     words: str
@@ -32,7 +36,7 @@ class Tried(msgspec.Struct, frozen=True, kw_only=True):
 
     num_tried: int
     num_legal: int
-    best: Change | None = None
+    best: TriedChange | None = None
     gain_s: float = 0.0
 
 
@@ -41,7 +45,7 @@ def priced_in(setting: Setting, strategy: Strategy) -> PricedStrategy | None:
     try:
         setting.require_runnable(strategy)
         derived = setting.derived(strategy)
-        if check_rules((*size_rules(derived), SCHEDULE_RULE), facts_of(setting, strategy)):
+        if check_rules((*size_rules(derived), SCHEDULE_RULE), strategy_sizes(setting, strategy)):
             return None
         return price_strategy(setting, strategy)
     except (InputError, CannotRunError):
@@ -54,13 +58,13 @@ def fits(setting: Setting, estimate: Estimate) -> bool:
 
 
 def try_changes(setting: Setting, strategy: Strategy, now_s: float) -> Tried:
-    """Every single change priced; the best of those that fit beside a step of ``now_s``."""
+    """Prices every single change and compares the best that fits with a step of ``now_s``."""
     num_tried, found = 0, []
     for words, other in single_changes(setting, strategy):
         num_tried += 1
         priced = priced_in(setting, other)
         if priced is not None and fits(setting, priced.estimate):
-            found.append(Change(words=words, strategy=other, estimate=priced.estimate))
+            found.append(TriedChange(words=words, strategy=other, estimate=priced.estimate))
     best = min(found, key=lambda one: one.estimate.step_s, default=None)
     if best is None or best.estimate.step_s > (1 - MIN_GAIN) * now_s:
         return Tried(num_tried=num_tried, num_legal=len(found))
@@ -69,38 +73,42 @@ def try_changes(setting: Setting, strategy: Strategy, now_s: float) -> Tried:
 
 def single_changes(setting: Setting, strategy: Strategy) -> Iterator[tuple[str, Strategy]]:
     """Each change in words, and the strategy with it; whether it runs is not looked at."""
-    yield from _other_remat(strategy)
-    yield from _other_microbatches(strategy)
+    for words, fields in _changes(setting, strategy):
+        yield words, msgspec.structs.replace(strategy, **fields)
+
+
+def _changes(setting: Setting, strategy: Strategy) -> Iterator[Change]:
+    """Yields each change in words, with the fields of the strategy that it sets."""
+    count, chunks = strategy.num_microbatches, strategy.chunks
+    if strategy.remat in REMAT_POLICIES:
+        # one policy lighter and one heavier
+        at = REMAT_POLICIES.index(str(strategy.remat))
+        for remat in (*REMAT_POLICIES[:at][-1:], *REMAT_POLICIES[at + 1 :][:1]):
+            yield f"remat {remat} for {strategy.remat}", {"remat": remat}
+    for other in (2 * count, *([count // 2] if count % 2 == 0 else [])):
+        yield f"{other} microbatch{'es' if other > 1 else ''} for {count}", {"num_microbatches": other}
     yield from _swaps(setting, strategy)
     if strategy.mesh.get("pipeline", 1) > 1:
-        yield from _other_schedules(strategy)
-    yield from _other_zero(strategy)
+        for name in FULL.schedules:
+            if name != strategy.schedule:
+                yield f"schedule {name}", {"schedule": name, "chunks": default_chunks(name)}
+        if strategy.schedule == "interleaved":
+            for other in (2 * chunks, chunks // 2):
+                yield f"{other} chunks for {chunks}", {"chunks": max(1, other)}
+    zero = strategy.zero
+    if zero is not None and strategy.mesh.get("fsdp", 1) > 1:
+        parallel = strategy.assignment == standard_assignment(zero=zero, sequence_parallel=True)
+        for other in (3, 2, 1):
+            if other != zero:
+                assignment = standard_assignment(zero=other, sequence_parallel=parallel)
+                yield f"ZeRO-{other} for ZeRO-{zero}", {"assignment": assignment}
     if strategy.mesh.get("context", 1) > 1:
         for mode in ("gather", "ring", "ulysses"):
             if mode != strategy.context_attention:
-                yield f"context attention by {mode}", msgspec.structs.replace(strategy, context_attention=mode)
+                yield f"context attention by {mode}", {"context_attention": mode}
 
 
-def _other_remat(strategy: Strategy) -> Iterator[tuple[str, Strategy]]:
-    """One policy lighter and one heavier."""
-    if strategy.remat not in REMAT_POLICIES:
-        return
-    at = REMAT_POLICIES.index(str(strategy.remat))
-    for other in (at - 1, at + 1):
-        if 0 <= other < len(REMAT_POLICIES):
-            remat = REMAT_POLICIES[other]
-            yield f"remat {remat} for {strategy.remat}", msgspec.structs.replace(strategy, remat=remat)
-
-
-def _other_microbatches(strategy: Strategy) -> Iterator[tuple[str, Strategy]]:
-    count = strategy.num_microbatches
-    for other in (2 * count, count // 2):
-        if other and other in (2 * count, count / 2):
-            words = f"{other} microbatch{'es' if other > 1 else ''} for {count}"
-            yield words, msgspec.structs.replace(strategy, num_microbatches=other)
-
-
-def _swaps(setting: Setting, strategy: Strategy) -> Iterator[tuple[str, Strategy]]:
+def _swaps(setting: Setting, strategy: Strategy) -> Iterator[Change]:
     """A factor 2 from one axis to another. A pipeline that gets more stages also gets twice the microbatches."""
     used = (axis for axis, size in strategy.mesh.items() if size > 1)
     axes = axes_to_try(setting.cluster, used)
@@ -115,24 +123,4 @@ def _swaps(setting: Setting, strategy: Strategy) -> Iterator[tuple[str, Strategy
             if taker == "pipeline":
                 count *= 2
                 words += f", with {count} microbatches"
-            yield words, msgspec.structs.replace(strategy, mesh=mesh, placement={}, num_microbatches=count)
-
-
-def _other_schedules(strategy: Strategy) -> Iterator[tuple[str, Strategy]]:
-    for name in FULL.schedules:
-        if name != strategy.schedule:
-            yield f"schedule {name}", msgspec.structs.replace(strategy, schedule=name, chunks=default_chunks(name))
-    if strategy.schedule == "interleaved":
-        for chunks in (2 * strategy.chunks, strategy.chunks // 2):
-            yield f"{chunks} chunks for {strategy.chunks}", msgspec.structs.replace(strategy, chunks=max(1, chunks))
-
-
-def _other_zero(strategy: Strategy) -> Iterator[tuple[str, Strategy]]:
-    stage = strategy.zero
-    if stage is None or strategy.mesh.get("fsdp", 1) == 1:
-        return
-    parallel = strategy.assignment == standard_assignment(zero=stage, sequence_parallel=True)
-    for other in (3, 2, 1):
-        if other != stage:
-            assignment = standard_assignment(zero=other, sequence_parallel=parallel)
-            yield f"ZeRO-{other} for ZeRO-{stage}", msgspec.structs.replace(strategy, assignment=assignment)
+            yield words, {"mesh": mesh, "placement": {}, "num_microbatches": count}

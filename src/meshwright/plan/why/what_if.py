@@ -20,7 +20,7 @@ class WhatIf(msgspec.Struct, frozen=True, kw_only=True):
     """One question answered. ``changed`` says in words what is different, each from what to what.
 
     ``then`` is the best plan under the changes and ``terms`` what its step is made of, beside ``terms_now``. ``kept_s``
-    is the step of the strategy of now if it is not changed, None where it no longer runs. ``note`` says why chips are
+    is the step of the current strategy in the changed setting, None if it no longer runs. ``note`` says why chips are
     left over, or, where ``then`` is None, why nothing runs.
     """
 
@@ -35,7 +35,7 @@ class WhatIf(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def speedup(self) -> float | None:
-        """Tokens per second then over those of now; None where nothing runs then."""
+        """Ratio of the tokens per second after the change and before; None if nothing runs then."""
         if self.then is None:
             return None
         then = self.then.job.tokens_per_step / self.then.estimate.step_s
@@ -76,7 +76,7 @@ def _terms(one: PlannedStrategy) -> tuple[Term, ...]:
 
 
 def _kept(setting: Setting, now: PlannedStrategy) -> float | None:
-    """The step of an unchanged strategy, on its old placement where that is still there."""
+    """Seconds of an unchanged strategy in the changed setting; None if it does not run there."""
     if setting.cluster.num_chips != now.num_chips:
         return None
     priced = priced_in(setting, msgspec.structs.replace(now.strategy, placement={}))

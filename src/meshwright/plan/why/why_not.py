@@ -11,7 +11,7 @@ from meshwright.core.dims import MESH_AXES
 from meshwright.core.errors import CannotRunError, InputError, nearest
 from meshwright.core.fields import convert_fields
 from meshwright.cost.breakdown import Breakdown, Term
-from meshwright.cost.formulas.limit_table import Limit
+from meshwright.cost.formulas.limit_table import Limit, limits_at
 from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import Estimate, PricedStrategy, price_strategy
 from meshwright.plan.candidates import axis_sizes, candidates_on_chips
@@ -20,7 +20,7 @@ from meshwright.plan.planner import FIELDS
 from meshwright.plan.result import PlannedStrategy, PlanResult
 from meshwright.plan.search import search
 from meshwright.plan.space import USUAL, Choices, Space, open_space
-from meshwright.plan.why.bounds import limits_of
+from meshwright.plan.why.bounds import letters_of
 from meshwright.spec.strategy import Assumptions, Strategy, make_mesh, mesh_words, standard_assignment
 
 NO_LIMIT_BYTES = 1e30
@@ -124,7 +124,7 @@ def split_asked(asked: Mapping[str, Any]) -> tuple[dict[str, int], dict[str, Any
 
 
 def _space(winner: PlannedStrategy, fixed: Mapping[str, int], fields: Mapping[str, Any], choices: Choices) -> Space:
-    """What is open once the asked sizes and fields are held; all else that is not searched is the winner's."""
+    """Returns the space with the asked sizes and fields fixed; what is not searched is as in the winner."""
     assumed = msgspec.to_builtins(winner.setting.assumptions)
     assumed |= {name: value for name, value in fields.items() if name in ASSUMED}
     held = {name: value for name, value in fields.items() if name not in ASSUMED}
@@ -146,10 +146,9 @@ def _space(winner: PlannedStrategy, fixed: Mapping[str, int], fields: Mapping[st
 def _beside(found: WhyNot, result: PlanResult, setting: Setting, strategy: Strategy) -> WhyNot:
     """The completion's estimate, its terms beside the winner's, and the limits that only it is beyond."""
     winner = result.strategies[0]
-    best = price_strategy(winner.setting, winner.strategy)
-    other = price_strategy(setting, strategy)
-    holds = {limit.name: limit.holds for limit in _limits(result, winner, best, winner.strategy)}
-    beyond = [one for one in _limits(result, winner, other, strategy) if one.holds is False]
+    best, other = price_strategy(winner.setting, winner.strategy), price_strategy(setting, strategy)
+    holds = {limit.name: limit.holds for limit in limits_at(letters_of(best))}
+    beyond = [one for one in limits_at(letters_of(other)) if one.holds is False]
     only = [one for one in beyond if one.unit == "bytes" or holds.get(one.name) is not False]
     return msgspec.structs.replace(
         found,
@@ -159,15 +158,6 @@ def _beside(found: WhyNot, result: PlanResult, setting: Setting, strategy: Strat
         terms=compare_terms(best, other),
         limits=tuple(only),
     )
-
-
-def _limits(
-    result: PlanResult, winner: PlannedStrategy, priced: PricedStrategy, strategy: Strategy
-) -> tuple[Limit, ...]:
-    """The limits beside one strategy."""
-    one = msgspec.structs.replace(winner, strategy=strategy, estimate=priced.estimate)
-    plan = result.plan(one)
-    return limits_of(plan, priced)
 
 
 def compare_terms(winner: PricedStrategy, other: PricedStrategy) -> tuple[TermDifference, ...]:
@@ -187,7 +177,7 @@ def compare_terms(winner: PricedStrategy, other: PricedStrategy) -> tuple[TermDi
 
 
 def _by_purpose(terms: Sequence[Term]) -> dict[str, float]:
-    """Seconds added by each kind; groups of axes that move the same weights under different meshes count as one."""
+    """Seconds added by each kind; groups of axes that carry weights under different meshes count as one kind."""
     found: dict[str, float] = {}
     for term in terms:
         axes = term.name.split(",")

@@ -13,8 +13,8 @@ from typing import Any
 from meshwright.core.files import write_whole
 from meshwright.cost.breakdown import label_text
 from meshwright.cost.lanes import Lanes, Slice
-from meshwright.cost.step_costs import StepCost
 from meshwright.cost.train_step import PricedStrategy
+from meshwright.cost.work.kernels import StepCost
 from meshwright.profile.classes import class_of_op
 from meshwright.profile.events import DeviceTrace, OpEvent, Window
 from meshwright.profile.hlo import TracedProgram
