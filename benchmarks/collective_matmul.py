@@ -80,7 +80,7 @@ def form_contestants(text: str, along: str, mesh: Any, sizes: dict[str, int], dt
     full[1] = full[1] / jnp.sqrt(jnp.asarray(full[1].shape[0], dtype))
     split = [jax.device_put(v, NamedSharding(mesh, partition_spec(a))) for v, a in zip(full, (lhs, rhs), strict=True)]
     nothing = Derived(Program((), {}), (), (), {}, ())
-    context = Context(model=catalogue.model("tiny"), derived=nothing, mesh=dict(mesh.shape))
+    context = Context(model=catalogue.load_model("tiny"), derived=nothing, mesh=dict(mesh.shape))
     found: dict[str, Timed] = {}
     for way, ways in zip(WAYS, range(3), strict=True):
         steps = einsum_steps(lhs, rhs, out)

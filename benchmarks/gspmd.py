@@ -32,15 +32,15 @@ import jax.numpy as jnp
 import msgspec
 import numpy as np
 import optax
+from meshwright.report.plain_tables import Value, as_markdown
 
 from meshwright.hlo.collectives import CompiledCollective, collectives
 from meshwright.nn.forward import logits_fn
 from meshwright.parallel.train_step import Batch, State, TrainStep
-from meshwright.report.plain_tables import Value, as_markdown
-from meshwright.spec.catalogue import model as find_model
+from meshwright.spec.catalogue import load_model
 from meshwright.spec.strategy import Strategy, make_mesh
 
-MODEL = msgspec.structs.replace(find_model("tiny"), num_layers=4)
+MODEL = msgspec.structs.replace(load_model("tiny"), num_layers=4)
 BATCH_SEQS, SEQ_LEN = 8, 128
 STRATEGIES = ({"fsdp": 8}, {"fsdp": 4, "tensor": 2}, {"data": 2, "fsdp": 2, "tensor": 2})
 SHORT = {"all_gather": "AG", "reduce_scatter": "RS", "all_reduce": "AR", "all_to_all": "A2A", "permute": "CP"}

@@ -13,10 +13,10 @@ import time
 
 from meshwright.core.units import format_bytes, format_seconds
 from meshwright.cost.setting import Setting
-from meshwright.plan.planner import plan
+from meshwright.plan.planner import rank_plans
 from meshwright.plan.search import search
 from meshwright.plan.space import FULL, open_space
-from meshwright.spec.catalogue import model
+from meshwright.spec.catalogue import load_model
 from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.efficiency import fitted_calibration
 from meshwright.spec.job import Job
@@ -35,7 +35,7 @@ def full_space() -> None:
     cluster = parse_cluster("a100:8x512")
     template = Strategy(mesh=make_mesh({}), state="bf16-master-fp32-grads")
     job = Job(batch_seqs=BATCH_SEQS, seq_len=2048)
-    setting = Setting(model("gpt3-175b"), cluster, job, fitted_calibration(cluster.chip))
+    setting = Setting(load_model("gpt3-175b"), cluster, job, fitted_calibration(cluster.chip))
     space = open_space(setting, template, choices=FULL)
     outcome = search(space, cluster, BATCH_SEQS, exhaustive=True, frontier=True)
     seconds = time.process_time() - started
@@ -54,14 +54,14 @@ def full_space() -> None:
 
 def scaling() -> None:
     """Seconds of CPU of one plan on clusters of very different sizes, after a first one that warms the caches up."""
-    chosen = model("llama3-70b")
-    plan(Setting(chosen, parse_cluster("h100:8x2"), Job(batch_seqs=64, seq_len=4096)))
+    chosen = load_model("llama3-70b")
+    rank_plans(Setting(chosen, parse_cluster("h100:8x2"), Job(batch_seqs=64, seq_len=4096)))
     for text in CLUSTERS:
         cluster = parse_cluster(text)
         # as many sequences as chips, so that the work divides on every cluster alike
         batch = cluster.num_chips
         started = time.process_time()
-        plan(Setting(chosen, cluster, Job(batch_seqs=batch, seq_len=4096), fitted_calibration(cluster.chip)))
+        rank_plans(Setting(chosen, cluster, Job(batch_seqs=batch, seq_len=4096), fitted_calibration(cluster.chip)))
         print(f"{text:>20} {cluster.num_chips:>9,} chips  {time.process_time() - started:6.2f} s of CPU")
 
 

@@ -61,7 +61,7 @@ TINY = tuple(Case(c.name, c.model, 2, 2, 64, c.remat) for c in CASES if c.seq_le
 
 def model_of(case: Case, *, tiny: bool) -> Model:
     """The catalogue's model with fewer layers; toy widths with ``tiny``."""
-    model = catalogue.model(case.model)
+    model = catalogue.load_model(case.model)
     narrow: dict[str, Any] = {"d_model": 64, "d_ff": 128, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
     return msgspec.structs.replace(model, num_layers=case.layers, **(narrow | {"vocab_size": 512} if tiny else {}))
 

@@ -18,8 +18,8 @@ from meshwright.api.rates import rates_for
 from meshwright.cli.asked import job_of_step
 from meshwright.core.errors import CannotRunError
 from meshwright.cost.setting import Setting
-from meshwright.plan.planner import plan
-from meshwright.spec.catalogue import model as find_model
+from meshwright.plan.planner import rank_plans
+from meshwright.spec.catalogue import load_model
 from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.job import Job
 from meshwright.spec.strategy import AS_RUN, Assumptions, Strategy, make_mesh, mesh_words
@@ -116,13 +116,13 @@ CASES = (
 
 def prove_case(case: Case) -> Proof:
     """The proof of a case at partition depth."""
-    model, cluster = find_model(case.model), parse_cluster(case.cluster)
+    model, cluster = load_model(case.model), parse_cluster(case.cluster)
     job = Job(batch_seqs=case.batch_seqs, seq_len=case.seq_len)
     calibration, assumptions = None, case.assumptions
     if case.planned:
         calibration = rates_for(cluster, None, fitted=True)
         setting = Setting(model, cluster, job, calibration, assumptions=assumptions)
-        found = plan(setting, axes=case.axes, overrides=case.strategy, top=1).strategies[0]
+        found = rank_plans(setting, axes=case.axes, overrides=case.strategy, top=1).strategies[0]
         strategy, cluster, job = found.strategy, found.cluster, found.job
     else:
         strategy = Strategy(mesh=make_mesh(case.axes), state="bf16-adam", **case.strategy)

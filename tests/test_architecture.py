@@ -220,7 +220,7 @@ BESIDE_THE_CORE = ("meshwright.algebra.rewrites", "meshwright.algebra.schedules"
 
 def core_modules() -> dict[str, int]:
     """Module -> lines: all of `algebra` that `derive` imports, and the ops that a dense Llama and AdamW are made of."""
-    derived = derive(transformer(catalogue.model("llama3-8b")), Strategy(mesh={}), fused_head=False)
+    derived = derive(transformer(catalogue.load_model("llama3-8b")), Strategy(mesh={}), fused_head=False)
     kinds = {op.kind for block in derived.program.blocks for op in block.ops}
     made_by = {step: op for op in op_names() for step in op_kind(op).steps}
     ops = {*kinds, *(made_by[step.op] for step, _ in derived.steps())}

@@ -1,3 +1,44 @@
-"""meshwright: from a model and a cluster to a running, measured system."""
+"""meshwright: from a model and a cluster to a running, measured system.
+
+``import meshwright as mw`` offers the names below. Each is imported when it is first used, so that planning never loads
+JAX. docs/api.md shows them at work.
+"""
+
+from importlib import import_module
+from typing import Any
 
 __version__ = "0.1.0"
+
+_HOMES: dict[str, tuple[str, ...]] = {
+    "meshwright.api.planning": ("changed_plan", "derive", "make_setting"),
+    "meshwright.api.proving": ("ProofOptions", "prove_strategy"),
+    "meshwright.api.running": ("TextOptions", "generate_text", "run_training"),
+    "meshwright.cost.setting": ("Setting", "setting_of"),
+    "meshwright.cost.train_step": ("price_strategy",),
+    "meshwright.parallel.generate_step": ("GenerateStep",),
+    "meshwright.parallel.train_step": ("TrainStep",),
+    "meshwright.plan.planner": ("rank_plans",),
+    "meshwright.plan.why.explain": ("explain",),
+    "meshwright.spec.calibration": ("load_calibration",),
+    "meshwright.spec.catalogue": ("load_model",),
+    "meshwright.spec.cluster": ("parse_cluster",),
+    "meshwright.spec.job": ("Job",),
+    "meshwright.spec.model": ("Model",),
+    "meshwright.spec.plan_file": ("Plan", "load_plan", "save_plan"),
+    "meshwright.spec.strategy": ("Strategy", "make_mesh"),
+}
+"""Module -> the names that it gives; ``__init__.pyi`` says the same to type checkers."""
+
+_HOME = {name: module for module, names in _HOMES.items() for name in names}
+__all__ = [*_HOME]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'meshwright' has no attribute {name!r}")
+    globals()[name] = found = getattr(import_module(_HOME[name]), name)
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOME])

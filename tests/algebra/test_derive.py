@@ -12,7 +12,7 @@ from meshwright.algebra.notation import local_elements
 from meshwright.algebra.program import Program, Variable
 from meshwright.algebra.transformer import transformer
 from meshwright.core.errors import InputError
-from meshwright.spec.catalogue import model
+from meshwright.spec.catalogue import load_model
 from meshwright.spec.strategy import (
     DEFAULT_ASSIGNMENT,
     MESH_AXES,
@@ -282,8 +282,8 @@ def test_a_sharded_optimizer_follows_the_weights_without_communication():
 
 # -- the llama decoder ---------------------------------------------------------------------------------
 
-TINY = transformer(model("tiny"))
-SIZES = {**model("tiny").dims, "B": 64, "T": 128}
+TINY = transformer(load_model("tiny"))
+SIZES = {**load_model("tiny").dims, "B": 64, "T": 128}
 
 
 def llama(remat="block", program=TINY, **axes):
@@ -373,7 +373,7 @@ def test_gradients_that_are_alike_on_several_devices_are_summed_once_per_step():
 
 
 def test_how_often_steps_run():
-    num_layers = model("tiny").num_layers
+    num_layers = load_model("tiny").num_layers
     times = {(s.op, s.phase, s.result.name): n for s, n in llama(data=2, fsdp=2).steps(num_microbatches=5)}
     assert times["all_gather", "forward", "wq"] == 5 * num_layers
     assert times["reduce_scatter", "backward", "dwq"] == 5 * num_layers
@@ -414,7 +414,7 @@ def test_stages_split_no_array():
     ]
     assert [b.split is None for b in split.blocks] == [True, False, True]
     assert all(b.split is None for b in whole.blocks)
-    assert split.num_layers == whole.num_layers == model("tiny").num_layers
+    assert split.num_layers == whole.num_layers == load_model("tiny").num_layers
     over = {s.result.name for s in split.update if "pipeline" in s.axes}
     assert over == {"loss", "grad_norm"}
 
@@ -425,7 +425,7 @@ def zero_traffic(zero, *, count=4, **axes):
     found = Counter()
     for step, times in derived.steps(count):
         if step.is_collective and step.result.name in ("wq", "dwq"):
-            found[step.op, step.result.name] += times / model("tiny").num_layers
+            found[step.op, step.result.name] += times / load_model("tiny").num_layers
     return dict(found)
 
 
@@ -461,7 +461,7 @@ def test_one_device_needs_no_communication():
 
 
 def test_tied_embeddings_are_gathered_and_reduced_in_both_places():
-    program = transformer(model("llama3.2-1b"))
+    program = transformer(load_model("llama3.2-1b"))
     derived = llama(program=program, fsdp=4)
     for block in (derived.blocks[0], derived.blocks[2]):
         assert [s.op for s in block.forward if s.result.name == "embed"] == ["all_gather"]

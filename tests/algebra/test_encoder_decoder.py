@@ -12,14 +12,14 @@ from meshwright.cost.memory import memory_parts
 from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import price_strategy
 from meshwright.cost.work.ops import model_flops, op_flops
-from meshwright.plan.planner import plan
-from meshwright.spec.catalogue import model
+from meshwright.plan.planner import rank_plans
+from meshwright.spec.catalogue import load_model
 from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.job import Job
 from meshwright.spec.model import Encoder
 from meshwright.spec.strategy import Strategy, make_mesh
 
-BOTH = msgspec.structs.replace(model("tiny"), name="both", encoder=Encoder(num_layers=3, length=96))
+BOTH = msgspec.structs.replace(load_model("tiny"), name="both", encoder=Encoder(num_layers=3, length=96))
 JOB = Job(batch_seqs=16, seq_len=32)
 
 
@@ -34,7 +34,7 @@ def block(name, **choices):
 
 def test_blocks_are_known_by_their_role():
     """Labels and texts keep the names of blocks; nothing else goes by them."""
-    program, plain = transformer(BOTH), transformer(model("tiny"))
+    program, plain = transformer(BOTH), transformer(load_model("tiny"))
     assert [(stack.first, set(stack.layers), len(stack.layers), stack.last) for stack in program.stacks] == [
         ("encoder_embed", {"encoder_layer"}, 3, "encoder_end"),
         ("embed", {"layer"}, BOTH.num_layers, "head"),
@@ -147,6 +147,6 @@ def test_no_pipeline():
 
 
 def test_plans_have_no_pipeline():
-    found = plan(Setting(BOTH, parse_cluster("v5e:2x4"), JOB))
+    found = rank_plans(Setting(BOTH, parse_cluster("v5e:2x4"), JOB))
     assert found.strategies
     assert all(one.strategy.mesh.get("pipeline", 1) == 1 for one in found.strategies)

@@ -16,10 +16,10 @@ from meshwright.algebra.program import Program
 from meshwright.algebra.transformer import transformer, weight_variables
 from meshwright.core.errors import InputError
 from meshwright.cost.formulas.accounting import kv_cache_bytes
-from meshwright.spec.catalogue import model, models
+from meshwright.spec.catalogue import load_model, models
 from meshwright.spec.strategy import Strategy, make_mesh, standard_assignment
 
-LLAMA = model("llama3-8b")
+LLAMA = load_model("llama3-8b")
 
 
 def lines(program: Program, block: str = "layer") -> list[str]:
@@ -46,7 +46,7 @@ def test_generation_is_the_training_layer_with_its_keys_in_the_cache():
 
 
 def test_the_head_makes_logits_of_one_position():
-    assert lines(generation_program(model("gemma2-9b"), "decode"), "head") == [
+    assert lines(generation_program(load_model("gemma2-9b"), "decode"), "head") == [
         "xl = pick(x, last)",
         "hl = rms_norm(xl, final_norm)",
         "uncapped = einsum(hl, embed)",
@@ -56,15 +56,15 @@ def test_the_head_makes_logits_of_one_position():
 
 @pytest.mark.parametrize("name", models())
 def test_every_model_has_both_programs_over_its_own_weights(name):
-    weights = set(weight_variables(model(name)))
-    for program in (generation_program(model(name), "prefill"), generation_program(model(name), "decode")):
+    weights = set(weight_variables(load_model(name)))
+    for program in (generation_program(load_model(name), "prefill"), generation_program(load_model(name), "decode")):
         used = {op_input for block in program.blocks for op in block.ops for op_input in op.inputs}
         assert weights <= used, "each pass reads every weight"
         assert used <= set(program.variables)
 
 
 def test_latents_meet_queries_that_went_through_the_keys_projection():
-    found = lines(generation_program(model("deepseek-v3"), "decode"))
+    found = lines(generation_program(load_model("deepseek-v3"), "decode"))
     assert "ql = einsum(qn, wk_b)" in found
     assert "oc = cached_latent_attention(ql, qr, cache_c', cache_p', positions)" in found
     assert "o = einsum(oc, wv_b)" in found
@@ -75,8 +75,8 @@ def test_latents_meet_queries_that_went_through_the_keys_projection():
 @pytest.mark.parametrize("max_len", [1, 100, 5000, 200_000])
 def test_the_cache_table_holds_what_cost_counts(name, max_len):
     for dtype, element_bytes in (("bf16", 2), ("fp32", 4)):
-        table = cache_table(model(name), batch_seqs=3, max_len=max_len, storage=Storage(cache_dtype=dtype))
-        expected = 3 * kv_cache_bytes(model(name), max_len, element_bytes=element_bytes)
+        table = cache_table(load_model(name), batch_seqs=3, max_len=max_len, storage=Storage(cache_dtype=dtype))
+        expected = 3 * kv_cache_bytes(load_model(name), max_len, element_bytes=element_bytes)
         assert sum(row.num_bytes for row in table) == expected
 
 
@@ -121,7 +121,7 @@ def test_queries_need_their_heads_beside_the_cache():
 
 def test_one_position_is_never_split():
     strategy = Strategy(mesh=make_mesh({"context": 2, "expert": 2, "tensor": 2}))
-    derived = derive_forward(generation_program(model("mixtral-8x7b"), "decode"), one_position(strategy))
+    derived = derive_forward(generation_program(load_model("mixtral-8x7b"), "decode"), one_position(strategy))
     for block in derived.blocks:
         for step in block.forward:
             for array in (*step.inputs, step.result):
@@ -160,7 +160,7 @@ def test_scales_have_the_dims_that_no_product_sums_over():
 
 
 def test_scales_of_experts_and_of_what_two_products_sum_differently():
-    found = {name: scale.dims for name, scale in scales(model("deepseek-v3")).items()}
+    found = {name: scale.dims for name, scale in scales(load_model("deepseek-v3")).items()}
     assert found["experts_w_up_moe"] == ("E", "Fe")
     assert found["experts_w_down_moe"] == ("E", "D")
     assert found["wk_b"] == ("N",), "prefill sums over Rkv, generation over Hn"

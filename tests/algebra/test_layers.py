@@ -37,7 +37,7 @@ MESHES = [
 
 
 def small(name):
-    return msgspec.structs.replace(catalogue.model(name), **FAMILIES[name])
+    return msgspec.structs.replace(catalogue.load_model(name), **FAMILIES[name])
 
 
 def derived_on(model, axes, **choices):

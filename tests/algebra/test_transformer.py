@@ -5,7 +5,7 @@ import pytest
 from meshwright.algebra.derive import derive
 from meshwright.algebra.ops import op_names
 from meshwright.algebra.transformer import layer_kinds, local_name, transformer, weight_variables
-from meshwright.spec.catalogue import model, models
+from meshwright.spec.catalogue import load_model, models
 from meshwright.spec.strategy import Strategy, make_mesh
 from meshwright.spec.weights import weight_table
 
@@ -14,28 +14,28 @@ MESH = {"data": 2, "fsdp": 2, "expert": 2, "context": 2, "tensor": 2}
 
 @pytest.mark.parametrize("name", models())
 def test_a_program_uses_every_weight_of_the_table_in_its_layers(name):
-    program = transformer(model(name))
+    program = transformer(load_model(name))
     used = {}
     for block in program.blocks:
         for weight in {n for op in block.ops for n in op.inputs if program.variables[n].role in ("weight", "vector")}:
             used.setdefault(weight, block.repeat)
     assert {v.name for v in program.of_role("weight", "vector")} == set(used)
-    rows = weight_variables(model(name))
+    rows = weight_variables(load_model(name))
     assert {n: (w.dims, repeat) for n, (w, repeat) in rows.items()} == {
         n: (program.variables[n].dims, repeat) for n, repeat in used.items()
     }
     layers = {}
     for weight, repeat in rows.values():
         layers[weight.name] = layers.get(weight.name, 0) + repeat
-    assert layers == {w.name: w.repeat for w in weight_table(model(name)) if not w.tied_to}
+    assert layers == {w.name: w.repeat for w in weight_table(load_model(name)) if not w.tied_to}
 
 
 @pytest.mark.parametrize("name", models())
 def test_a_program_is_a_chain_of_blocks(name):
-    program = transformer(model(name))
+    program = transformer(load_model(name))
     embed, *layers, head = program.blocks
     assert (embed.ops[-1].out, head.ops[0].inputs[0], head.ops[-1].out) == ("x", "x", "loss")
-    assert sum(layer.repeat for layer in layers) == model(name).num_layers
+    assert sum(layer.repeat for layer in layers) == load_model(name).num_layers
     for layer in layers:
         assert (layer.carry, layer.result, layer.ops[-1].out) == ("x", "x2", "x2")
         made = ["x", *(op.out for op in layer.ops)]
@@ -48,13 +48,13 @@ def test_a_program_is_a_chain_of_blocks(name):
 
 @pytest.mark.parametrize("name", models())
 def test_every_program_is_derived_with_every_axis(name):
-    derived = derive(transformer(model(name)), Strategy(mesh=make_mesh(MESH)), symbolic=True)
+    derived = derive(transformer(load_model(name)), Strategy(mesh=make_mesh(MESH)), symbolic=True)
     updated = {step.result.name for step in derived.update if step.op == "adamw"}
     assert updated == {v.name for v in derived.program.of_role("weight", "vector")}
 
 
 def test_layers_of_one_kind_are_one_block():
-    kinds = {name: {k.block: len(k.layers) for k in layer_kinds(model(name))} for name in models()}
+    kinds = {name: {k.block: len(k.layers) for k in layer_kinds(load_model(name))} for name in models()}
     assert kinds["llama3-8b"] == {"layer": 32}
     assert kinds["mixtral-8x7b"] == {"layer_moe": 32}
     assert kinds["deepseek-v3"] == {"layer": 3, "layer_moe": 58}
@@ -63,7 +63,7 @@ def test_layers_of_one_kind_are_one_block():
 
 
 def test_weights_of_two_kinds_of_layers_are_two_variables():
-    rows = weight_variables(model("deepseek-v3"))
+    rows = weight_variables(load_model("deepseek-v3"))
     assert (rows["wo"][1], rows["wo_moe"][1]) == (3, 58)
     assert rows["wo"][0] == rows["wo_moe"][0]
     assert "w_up_moe" not in rows
@@ -71,7 +71,7 @@ def test_weights_of_two_kinds_of_layers_are_two_variables():
 
 
 def test_tied_embeddings_are_one_weight_used_twice():
-    tied, untied = (transformer(model(name)) for name in ("llama3.2-1b", "tiny"))
+    tied, untied = (transformer(load_model(name)) for name in ("llama3.2-1b", "tiny"))
     assert tied.blocks[-1].ops[-1].inputs[1] == tied.blocks[0].ops[0].inputs[1] == "embed"
     assert "unembed" not in tied.variables
     assert untied.blocks[-1].ops[-1].inputs[1] == "unembed"
@@ -79,7 +79,7 @@ def test_tied_embeddings_are_one_weight_used_twice():
 
 def test_what_enters_attention_has_the_names_that_policies_keep():
     for name in models():
-        program = transformer(model(name))
+        program = transformer(load_model(name))
         for block in program.blocks:
             for op in (op for op in block.ops if op.kind == "attention"):
                 assert op.inputs[:4] == ("qr", "kr", "v", "positions")

@@ -24,7 +24,7 @@ from meshwright.bench.results import (
 from meshwright.bench.run import make_bench, num_rows, run_bench
 from meshwright.bench.timing import timing_of
 from meshwright.cost.setting import Setting
-from meshwright.plan.planner import plan
+from meshwright.plan.planner import rank_plans
 from meshwright.spec.calibration import CollectiveRate, load_calibration, save_calibration
 from meshwright.spec.chip import chip
 from meshwright.spec.cluster import parse_cluster
@@ -67,7 +67,7 @@ def test_a_real_run_round_trips_and_prices_a_plan(measured, tmp_path):
     found = calibration_of(measured)
     save_calibration(found, tmp_path / "rates.toml")
     assert load_calibration(tmp_path / "rates.toml") == found
-    result = plan(Setting(SMALL, parse_cluster("cpu:2"), Job(batch_seqs=4, seq_len=32), found))
+    result = rank_plans(Setting(SMALL, parse_cluster("cpu:2"), Job(batch_seqs=4, seq_len=32), found))
     assert result.plan().calibration == found
     assert result.strategies[0].estimate.step_s > 0
 

@@ -5,8 +5,7 @@ import pytest
 from meshwright.cli.fields import check_tokens, dim_sizes, parse_axes, parse_fields, take_axes, with_fields
 from meshwright.cli.shared import read_job
 from meshwright.core.errors import InputError
-from meshwright.spec.catalogue import model
-from meshwright.spec.catalogue import model as find_model
+from meshwright.spec.catalogue import load_model
 from meshwright.spec.job import Job
 from meshwright.spec.strategy import AS_RUN, Strategy, standard_assignment
 
@@ -65,9 +64,9 @@ def test_assumptions_are_taken_in_the_strategy_too():
 
 
 def test_fields_of_a_model():
-    assert with_fields(model("tiny"), "model", {"num_layers": 3}).num_layers == 3
+    assert with_fields(load_model("tiny"), "model", {"num_layers": 3}).num_layers == 3
     with pytest.raises(InputError, match=r"model\.num_layers=1e\+23 is too large"):
-        with_fields(model("tiny"), "model", {"num_layers": 10**23})
+        with_fields(load_model("tiny"), "model", {"num_layers": 10**23})
 
 
 def test_axes():
@@ -92,7 +91,7 @@ def test_dim_sizes():
 
 
 def test_a_model_of_fewer_layers_keeps_those_that_are_left():
-    small = with_fields(find_model("gpt-oss-20b"), "model", {"num_layers": 3})
+    small = with_fields(load_model("gpt-oss-20b"), "model", {"num_layers": 3})
     assert (small.num_layers, small.sliding_layers) == (3, (0, 2))
 
 

@@ -6,14 +6,14 @@ from meshwright.cost.breakdown import Breakdown, term_words
 from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import price_strategy
 from meshwright.cost.work.ops import LOCAL_TERMS
-from meshwright.plan.planner import plan
-from meshwright.spec.catalogue import model
+from meshwright.plan.planner import rank_plans
+from meshwright.spec.catalogue import load_model
 from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.efficiency import fitted_calibration
 from meshwright.spec.job import Job
 from meshwright.spec.strategy import Assumptions, Strategy, make_mesh, standard_assignment
 
-LLAMA = model("llama3-8b")
+LLAMA = load_model("llama3-8b")
 JOB = Job(batch_seqs=64, seq_len=4096)
 
 STRATEGIES = {
@@ -83,7 +83,7 @@ def test_a_bubble_is_told_from_the_links():
 
 
 def test_one_chip_waits_for_nothing():
-    one = model("tiny")
+    one = load_model("tiny")
     job, cluster, strategy = Job(batch_seqs=8, seq_len=64), parse_cluster("h100:1x1"), Strategy(mesh=make_mesh({}))
     parts = Breakdown(price_strategy(Setting(one, cluster, job), strategy))
     assert (parts.exposed_s, parts.alone, parts.exposed_share) == (0.0, {}, 0.0)
@@ -103,7 +103,9 @@ def test_only_what_is_named_becomes_free():
 
 def planned(name, cluster, batch_seqs, *, overrides=None, **axes):
     job = Job(batch_seqs=batch_seqs, seq_len=4096)
-    one = plan(Setting(model(name), parse_cluster(cluster), job), axes=axes, overrides=overrides, top=1).plan()
+    one = rank_plans(
+        Setting(load_model(name), parse_cluster(cluster), job), axes=axes, overrides=overrides, top=1
+    ).plan()
     return price_strategy(Setting(one.model, one.cluster, one.job), one.strategy)
 
 

@@ -11,7 +11,7 @@ from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.job import Job
 from meshwright.spec.strategy import REMAT_POLICIES, Strategy, make_mesh, standard_assignment
 
-LLAMA = catalogue.model("llama3-8b")
+LLAMA = catalogue.load_model("llama3-8b")
 H100, RING = ("h100:8x4", {"fsdp": 4, "tensor": 8}, 32), ("v5p:8x8x8", {"fsdp": 64, "tensor": 8}, 256)
 
 ON_Z = {"fsdp": "x (8) x y (8)", "tensor": "z (8)"}

@@ -10,12 +10,12 @@ from meshwright.cost.formulas.accounting import attention_work
 from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import price_strategy
 from meshwright.cost.work.ops import model_flops, op_flops, op_hbm_bytes
-from meshwright.spec.catalogue import model
+from meshwright.spec.catalogue import load_model
 from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.job import Job
 from meshwright.spec.strategy import Strategy, make_mesh
 
-LLAMA = model("llama3-8b")
+LLAMA = load_model("llama3-8b")
 INT8 = Storage(cache_dtype="int8", quantised=True)
 
 
@@ -93,7 +93,7 @@ def test_pages_are_gathered_and_read_again():
 
 def test_a_ring_has_the_slots_of_its_window():
     """mistral-7b: windows of 4096 in 32 Ki positions; with fewer positions than that there are as many slots."""
-    given = model("mistral-7b")
+    given = load_model("mistral-7b")
     for length, slots in ((32768, 4096), (1000, 1000)):
         flops, moved = counted("o", given=given, job=decode(4, length))
         assert flops == 2 * 4 * 32 * slots * 256
@@ -102,7 +102,7 @@ def test_a_ring_has_the_slots_of_its_window():
 
 def test_latents_are_read_once():
     """deepseek-v3: 128 heads on latents of 512 and shared parts of 64."""
-    flops, moved = counted("oc", given=model("deepseek-v3"))
+    flops, moved = counted("oc", given=load_model("deepseek-v3"))
     assert flops == 2 * 4 * 128 * 1000 * (512 + 64 + 512)
     queries = 4 * 128 * (512 + 192 + 512) * 2  # against latents, rotated and not, and the mixed latents
     assert moved == queries + 2 * 4 * 1000 * (512 + 64) + 4 * 4
@@ -114,7 +114,7 @@ def test_latents_are_read_once():
 @pytest.mark.parametrize(("batch_seqs", "book_s"), [(1, 0.00498), (8, 0.01213), (16, 0.0203), (32, 0.03665)])
 def test_decode_steps_of_the_book(batch_seqs, book_s):
     """LLaMA-2 13B at 8192 positions on 8 v5e (section 7.1): 26e9 bytes of weights and 6.7e9 of each cache at 8.2e11."""
-    found = priced(model("llama2-13b"), "v5e:2x4", decode(batch_seqs, 8192), {"tensor": 8}).estimate
+    found = priced(load_model("llama2-13b"), "v5e:2x4", decode(batch_seqs, 8192), {"tensor": 8}).estimate
     assert found.bound_by == "hbm"
     # of the table of tokens (1% of the weights) a few rows are read; activations pass through memory besides
     assert book_s * 0.99 < found.step_s_lower < book_s * 1.02
@@ -141,7 +141,7 @@ def test_the_least_time_is_weights_and_cache_over_the_bandwidth():
 
 def test_serving_of_the_book():
     """LLaMA-3 70B in int8 on 8 v5e (section 8.1): 43 caches of 8192 tokens fill the chips, a step takes 19 ms."""
-    found = priced(model("llama3-70b"), "v5e:2x4", decode(43, 8192), {"tensor": 8}, storage=INT8).estimate
+    found = priced(load_model("llama3-70b"), "v5e:2x4", decode(43, 8192), {"tensor": 8}, storage=INT8).estimate
     caches = 43 * 8192 * 2 * 80 * 8 * 128
     assert 8 * found.memory["kv_cache"] == caches * (1 + 4 / 128)
     weights, read = 8 * found.memory["weights"], 8 * (found.memory["weights"] + found.memory["kv_cache"])
@@ -151,12 +151,12 @@ def test_serving_of_the_book():
     assert found.step_s_lower == pytest.approx(0.0205, rel=0.05)
     # 8192 tokens take 0.91 s on 16 chips at 40% of 1.97e14 FLOP/s: 2 FLOPs a parameter and token
     prompt = Job(kind="prefill", batch_seqs=1, seq_len=8192)
-    found = priced(model("llama3-70b"), "v5e:4x4", prompt, {"tensor": 16}, storage=INT8).estimate
+    found = priced(load_model("llama3-70b"), "v5e:4x4", prompt, {"tensor": 16}, storage=INT8).estimate
     attention, table = 2 * 8192 * 8192 * 64 * 256 * 80, 128256 * 8192
     flops = 2 * (70.55e9 - 2 * table) * 8192 + 2 * table + attention  # logits of the last position alone
-    assert model_flops(model("llama3-70b"), prompt) == pytest.approx(flops, rel=0.001)
+    assert model_flops(load_model("llama3-70b"), prompt) == pytest.approx(flops, rel=0.001)
     assert flops - attention == pytest.approx(2 * 70e9 * 8192, rel=0.03)
-    assert found.mfu * found.step_s * 16 * 1.97e14 == pytest.approx(model_flops(model("llama3-70b"), prompt))
+    assert found.mfu * found.step_s * 16 * 1.97e14 == pytest.approx(model_flops(load_model("llama3-70b"), prompt))
 
 
 def test_training_alone_has_gradients_and_an_optimizer():
@@ -172,7 +172,7 @@ def test_training_alone_has_gradients_and_an_optimizer():
 @pytest.mark.parametrize("name", ["llama3-8b", "gemma2-9b", "mistral-7b", "gpt-oss-20b", "deepseek-v3"])
 @pytest.mark.parametrize("storage", [Storage(), Storage(cache_dtype="int8"), Storage(page_len=256)])
 def test_the_cache_of_an_estimate_is_that_of_the_table(name, storage):
-    given = model(name)
+    given = load_model(name)
     for kind in ("prefill", "decode"):
         job = Job(kind=kind, batch_seqs=4, seq_len=20_000)
         found = priced(given, "v5p:2x2x1", job, {"data": 4}, storage=storage).estimate.memory
@@ -182,7 +182,7 @@ def test_the_cache_of_an_estimate_is_that_of_the_table(name, storage):
 
 def test_experts_that_tokens_go_to_are_read():
     """mixtral: every expert's weights are read where 64 tokens choose among 8."""
-    given = model("mixtral-8x7b")
+    given = load_model("mixtral-8x7b")
     found = priced(given, "v5p:2x2x1", decode(64, 1024), {"expert": 4}).estimate
     assert found.bound_by in ("hbm", "ici", "latency")
     experts = given.num_layers * given.num_experts * 3 * given.d_model * given.d_ff_expert * 2 / 4

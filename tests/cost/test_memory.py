@@ -18,7 +18,7 @@ from meshwright.spec.job import Job
 from meshwright.spec.strategy import REMAT_POLICIES, STATE_BYTES, Strategy, make_mesh, standard_assignment
 from meshwright.spec.weights import num_params, params_by_part
 
-TINY = catalogue.model("tiny")
+TINY = catalogue.load_model("tiny")
 ITEMS = ("weights", "gradients", "optimizer", "activations", "logits", "kv_cache", "communication", "workspace")
 MESHES = (
     {},
@@ -60,7 +60,7 @@ def test_state_is_bytes_per_parameter_over_the_chips_that_share_it(axes, state):
 
 def test_ten_bytes_per_parameter_of_llama3_70b_over_8192_chips():
     """How to Scale Your Model, sections 5.1.1 and 6.2: bf16 weights and two fp32 moments, 700 GB in all."""
-    model = catalogue.model("llama3-70b")
+    model = catalogue.load_model("llama3-70b")
     items = memory({"fsdp": 1024, "context": 2, "tensor": 4}, model=model, batch_seqs=1024, seq_len=4096)
     norms = params_by_part(model)["norm"]
     assert items["weights"] + items["optimizer"] == pytest.approx(10 * (num_params(model) - norms) / 8192 + 10 * norms)
@@ -69,7 +69,7 @@ def test_ten_bytes_per_parameter_of_llama3_70b_over_8192_chips():
 
 def test_state_of_llama3_8b_is_the_argument_size_of_the_compiled_step():
     """The same step compiled for v5e:4x4 (fsdp 4, tensor 4) takes arguments of 4.68 GiB a chip."""
-    items = memory({"fsdp": 4, "tensor": 4}, model=catalogue.model("llama3-8b"), batch_seqs=16, seq_len=4096)
+    items = memory({"fsdp": 4, "tensor": 4}, model=catalogue.load_model("llama3-8b"), batch_seqs=16, seq_len=4096)
     assert (items["weights"] + items["optimizer"]) / 2**30 == pytest.approx(4.68, abs=0.01)
 
 
@@ -231,7 +231,7 @@ def test_segments_keep_their_input_and_the_results_of_one():
 
 
 def test_sqrt_of_many_layers_lies_between_none_and_block():
-    model = catalogue.model("llama3-70b")
+    model = catalogue.load_model("llama3-70b")
     none, sqrt, block = (
         float(total_bytes(memory({"fsdp": 64}, model=model, batch_seqs=64, seq_len=4096, remat=remat)))
         for remat in ("none", "sqrt", "block")
@@ -321,7 +321,7 @@ def test_dualpipe_holds_two_stages_and_both_ends():
 @pytest.mark.parametrize("software", ["compiled", "eager"])
 def test_a_tied_table_is_held_once(software):
     """gpt2 has one table of 50,257 x 768 for both ends, positions at the first, and a last norm at the head."""
-    model = catalogue.model("gpt2")
+    model = catalogue.load_model("gpt2")
     table, positions, norm = 50257 * 768, 1024 * 768, 2 * 768
     fields = {"model": model, "batch_seqs": 8, "num_microbatches": 2, "software": software}
     ends = table + norm + (positions if software == "compiled" else 0)

@@ -17,7 +17,7 @@ from meshwright.spec.job import Job
 from meshwright.spec.strategy import Strategy, make_mesh
 from meshwright.spec.weights import num_params, params_by_part
 
-TINY = catalogue.model("tiny")
+TINY = catalogue.load_model("tiny")
 ONE_CHIP = parse_cluster("v5e:1x1")
 PCIE = ONE_CHIP.chip.pcie_bytes_per_s
 JOB = Job(batch_seqs=16, seq_len=512)

@@ -14,7 +14,7 @@ from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.job import Job
 from meshwright.spec.strategy import IN_TURN, Assumptions, Strategy, make_mesh, standard_assignment
 
-TINY = catalogue.model("tiny")
+TINY = catalogue.load_model("tiny")
 JOB = Job(batch_seqs=64, seq_len=512)
 LAYER = 1
 """The number of the block that layers repeat: the embedding comes before, the head after it."""

@@ -17,7 +17,7 @@ from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.job import Job
 from meshwright.spec.strategy import Strategy, make_mesh
 
-TINY = catalogue.model("tiny")
+TINY = catalogue.load_model("tiny")
 CLUSTER = parse_cluster("v5e:2x2")
 JOB = Job(batch_seqs=32, seq_len=512)
 TIMES = BlockTimes(
@@ -178,7 +178,7 @@ def test_gpipe_s_idle_share_of_a_step():
 
 def test_a_tied_table_is_summed_and_updated_once():
     """gpt2's table belongs to embedding and head: its gradient is summed, and it is updated, in one of them."""
-    model, axes = catalogue.model("gpt2"), {"pipeline": 2, "data": 2}
+    model, axes = catalogue.load_model("gpt2"), {"pipeline": 2, "data": 2}
     strategy = Strategy(mesh=make_mesh(axes), num_microbatches=4)
     found = price_strategy(Setting(model, CLUSTER, JOB), strategy)
     times = found.times

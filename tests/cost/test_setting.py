@@ -5,8 +5,8 @@ import msgspec
 from meshwright.algebra.transformer import transformer
 from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import price_strategy
-from meshwright.plan.planner import plan
-from meshwright.spec.catalogue import model
+from meshwright.plan.planner import rank_plans
+from meshwright.spec.catalogue import load_model
 from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.job import Job
 from meshwright.spec.weights import weight_table
@@ -15,8 +15,8 @@ from meshwright.spec.weights import weight_table
 def test_the_weight_table_and_the_program_are_made_once_per_model():
     weight_table.cache_clear()
     transformer.cache_clear()
-    setting = Setting(model("llama3-8b"), parse_cluster("h100:8x4"), Job(batch_seqs=256, seq_len=4096))
-    result = plan(setting)
+    setting = Setting(load_model("llama3-8b"), parse_cluster("h100:8x4"), Job(batch_seqs=256, seq_len=4096))
+    result = rank_plans(setting)
     for one in result.strategies:
         price_strategy(one.setting, one.strategy)
     assert weight_table.cache_info().misses == 1
@@ -25,7 +25,7 @@ def test_the_weight_table_and_the_program_are_made_once_per_model():
 
 
 def test_what_is_kept_is_of_its_own_setting():
-    one = Setting(model("tiny"), parse_cluster("v5e:4x4"), Job(batch_seqs=8, seq_len=64))
+    one = Setting(load_model("tiny"), parse_cluster("v5e:4x4"), Job(batch_seqs=8, seq_len=64))
     assert one.memory_limit == 15.75 * 2**30
     other = msgspec.structs.replace(one, cluster=parse_cluster("h100:8"))
     assert other.memory_limit == 80e9

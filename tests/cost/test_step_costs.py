@@ -4,7 +4,7 @@ import pytest
 
 from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import price_strategy
-from meshwright.spec.catalogue import model
+from meshwright.spec.catalogue import load_model
 from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.job import Job
 from meshwright.spec.strategy import Strategy, make_mesh
@@ -14,7 +14,7 @@ from meshwright.spec.strategy import Strategy, make_mesh
 def test_prices_have_the_shape_of_the_derivation(axes):
     strategy = Strategy(mesh=make_mesh(axes), num_microbatches=8)
     job = Job(batch_seqs=64, seq_len=4096)
-    priced = price_strategy(Setting(model("deepseek-v3"), parse_cluster("h100:8x2"), job), strategy)
+    priced = price_strategy(Setting(load_model("deepseek-v3"), parse_cluster("h100:8x2"), job), strategy)
     derived, costs = priced.derived, priced.costs
     for steps, block in zip(derived.blocks, costs.blocks, strict=True):
         assert block.steps == steps

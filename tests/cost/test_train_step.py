@@ -24,7 +24,7 @@ from meshwright.spec.job import Job
 from meshwright.spec.strategy import REMAT_POLICIES, STATE_BYTES, Assumptions, Strategy, make_mesh, standard_assignment
 from meshwright.spec.weights import num_params, params_by_part
 
-TINY, LLAMA8B, LLAMA70B = (catalogue.model(name) for name in ("tiny", "llama3-8b", "llama3-70b"))
+TINY, LLAMA8B, LLAMA70B = (catalogue.load_model(name) for name in ("tiny", "llama3-8b", "llama3-70b"))
 MACHINE = Calibration(
     name="made up",
     chip="cpu",
@@ -204,7 +204,7 @@ def test_fsdp_is_compute_bound_from_the_book_s_batch():
 
 def test_tensor_parallelism_is_compute_bound_up_to_the_book_s_size():
     """Y < F / alpha for two matrices; a gated layer has three for the same gather and scatter."""
-    model, cluster = catalogue.model("llama2-7b"), parse_cluster("v5e:16x1")
+    model, cluster = catalogue.load_model("llama2-7b"), parse_cluster("v5e:16x1")
     alpha = limits.ici_intensity(cluster.chip.peak_flops["bf16"], cluster.chip.ici_axis_bytes_per_s)
     found = price(model, "v5e:16x1", {"tensor": 16}, batch_seqs=1, seq_len=4096)
     layer = [c for c in found.costs.all if c.step.phase == "forward" and c.step.block == "layer"]

@@ -52,7 +52,7 @@ def find_model(name: str) -> Any:
     """A model of the catalogue, or of a path to a config.json."""
     from meshwright.spec import catalogue
 
-    return catalogue.model(name)
+    return catalogue.load_model(name)
 
 
 class Chosen(NamedTuple):

@@ -37,7 +37,7 @@ def test_activations_are_their_formulas(name):
 
 def test_gated_and_plain_layers_take_the_models_activation():
     g, u = jnp.asarray(X), jnp.asarray(X[::-1])
-    gemma, gpt2 = catalogue.model("gemma2-9b"), catalogue.model("gpt2")
+    gemma, gpt2 = catalogue.load_model("gemma2-9b"), catalogue.load_model("gpt2")
     np.testing.assert_array_equal(gate(gemma)(g, u), ACTIVATIONS["gelu_pytorch_tanh"](g) * u)
     np.testing.assert_array_equal(gate(replace(gemma, activation="relu"))(g, u), jnp.maximum(g, 0) * u)
     np.testing.assert_array_equal(
@@ -46,7 +46,7 @@ def test_gated_and_plain_layers_take_the_models_activation():
 
 
 def test_gpt_oss_clamps_and_adds_one():
-    assert gate(catalogue.model("gpt-oss-20b")) is clamped_swiglu
+    assert gate(catalogue.load_model("gpt-oss-20b")) is clamped_swiglu
     g, u = X.astype(np.float64), X[::-1].astype(np.float64)
     low = np.minimum(g, 7)
     expected = (np.clip(u, -7, 7) + 1) * low * sigmoid(1.702 * low)

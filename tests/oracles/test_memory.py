@@ -14,7 +14,7 @@ from meshwright.cost.formulas.accounting import (
     state_bytes,
     zero_bytes,
 )
-from meshwright.spec.catalogue import model
+from meshwright.spec.catalogue import load_model
 from meshwright.spec.chip import chip, known
 from meshwright.spec.model import Model
 from tests.oracles.shapes import dense
@@ -74,7 +74,7 @@ ANSWERS: Answers = {
     "book-6.2-mem-total": lambda i: state_bytes(i["params"], state="bf16-adam") + checkpoints(i),
     "book-6.2-perchip12": lambda i: state_bytes(i["params"], state="bf16-adam", num_shards=i["chips"]) + checkpoints(i),
     "book-7.1.6-act": lambda i: saved_bytes(i["tokens"], num_layers=1, width=i["D"], element_bytes=i["bytes"]),
-    "book-7.1.6-kv": lambda i: kv_cache_bytes(model("llama2-13b"), i["S"], element_bytes=i["bytes"]),
+    "book-7.1.6-kv": lambda i: kv_cache_bytes(load_model("llama2-13b"), i["S"], element_bytes=i["bytes"]),
     "book-7.1.6-weights": lambda i: state_bytes(i["params"], state="bf16-adam", part="weights"),
     "book-7.2-gqa": lambda i: kv_cache_bytes(grouped(i)[0], 1) / kv_cache_bytes(grouped(i)[1], 1),
     "book-9.2.2-pad": lambda i: tile_expansion(i["shape"], i["tile"]),

@@ -2,7 +2,7 @@
 
 import pytest
 
-from meshwright.spec.catalogue import model
+from meshwright.spec.catalogue import load_model
 from meshwright.spec.weights import num_params, params_by_part
 from tests.oracles.shapes import dense
 from tests.oracles.worked import Answers, Inputs, check, row
@@ -14,12 +14,12 @@ def of_the_row(i: Inputs) -> int:
 
 
 ANSWERS: Answers = {
-    "book-6.2-attn": lambda i: params_by_part(model("llama3-70b"))["attention"],
-    "book-6.2-ffw": lambda i: params_by_part(model("llama3-70b"))["mlp"],
-    "book-6.2-total": lambda i: num_params(model("llama3-70b")),
-    "book-7.1.6-13b": lambda i: num_params(model("llama2-13b")),
+    "book-6.2-attn": lambda i: params_by_part(load_model("llama3-70b"))["attention"],
+    "book-6.2-ffw": lambda i: params_by_part(load_model("llama3-70b"))["mlp"],
+    "book-6.2-total": lambda i: num_params(load_model("llama3-70b")),
+    "book-7.1.6-13b": lambda i: num_params(load_model("llama2-13b")),
     "book-ex4.1-params": of_the_row,
-    "book-ex5.1-ffw": lambda i: params_by_part(model("llama2-13b"))["mlp"],
+    "book-ex5.1-ffw": lambda i: params_by_part(load_model("llama2-13b"))["mlp"],
     "book-ex7.1-params": of_the_row,
 }
 
@@ -32,4 +32,4 @@ def test_worked_answer(identity):
 @pytest.mark.parametrize(("identity", "name"), [("book-6.2-total", "llama3-70b"), ("book-7.1.6-13b", "llama2-13b")])
 def test_the_catalogue_has_the_letters_of_the_row(identity, name):
     given = row(identity).inputs
-    assert {letter: model(name).dims[letter] for letter in given} == given
+    assert {letter: load_model(name).dims[letter] for letter in given} == given

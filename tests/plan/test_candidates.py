@@ -27,7 +27,7 @@ from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.job import Job
 from meshwright.spec.strategy import Strategy, make_mesh, standard_assignment
 
-LLAMA70B, LLAMA8B, TINY = (catalogue.model(name) for name in ("llama3-70b", "llama3-8b", "tiny"))
+LLAMA70B, LLAMA8B, TINY = (catalogue.load_model(name) for name in ("llama3-70b", "llama3-8b", "tiny"))
 OPEN = Strategy(mesh=make_mesh({}))
 PLAIN = Choices(zeros=(3,), context_attention=("gather",))
 
@@ -81,7 +81,7 @@ def test_sizes_of_an_axis():
     assert axis_sizes(space(fixed={"tensor": 2}), "tensor", dims) == (2,)
     no_stages = msgspec.structs.replace(where, axes=("data", "fsdp", "context", "tensor"))
     assert axis_sizes(no_stages, "pipeline", dims) == (1,)
-    experts = space(catalogue.model("mixtral-8x7b"))
+    experts = space(catalogue.load_model("mixtral-8x7b"))
     assert axis_sizes(experts, "expert", experts.dims(1024)) == (1, 2, 4, 8)
 
 
@@ -182,7 +182,7 @@ def test_memory_of_any_mesh_is_the_least_of_all_strategies(choices):
 def test_replicas_that_could_shard_are_never_the_leanest(model, given, monkeypatch):
     """They are left out to save time: with them the least memory on every number of chips is the same."""
     choices = Choices(**{"zeros": (3,), "context_attention": ("gather",)} | given)
-    where = space(catalogue.model(model), 4096, choices=choices)
+    where = space(catalogue.load_model(model), 4096, choices=choices)
     few = memory_of_any_mesh(where, 12)
     looked_at = []
     monkeypatch.setattr("meshwright.plan.candidates._shards_what_replicas_split", lambda pattern: looked_at.append(1))

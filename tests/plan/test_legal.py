@@ -25,7 +25,7 @@ from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.job import Job
 from meshwright.spec.strategy import DEFAULT_ASSIGNMENT, Strategy, make_mesh
 
-LLAMA70B, TINY = catalogue.model("llama3-70b"), catalogue.model("tiny")
+LLAMA70B, TINY = catalogue.load_model("llama3-70b"), catalogue.load_model("tiny")
 JOB = Job(batch_seqs=1024, seq_len=4096)
 
 
@@ -169,7 +169,7 @@ def test_experts_are_split_only_where_there_are_some():
     assert refusals({"expert": 8}, **HERE | {"cluster": "v5e:2x4"}) == {
         "experts": "expert=8: tiny has no experts. Leave the axis out, or use fsdp=8."
     }
-    sparse = {"model": catalogue.model("mixtral-8x7b"), "job": Job(batch_seqs=96, seq_len=4096)}
+    sparse = {"model": catalogue.load_model("mixtral-8x7b"), "job": Job(batch_seqs=96, seq_len=4096)}
     found = refusals({"fsdp": 8, "expert": 3}, **sparse, cluster="h100:8x3")
     assert found["experts"] == ("expert=3 does not divide the 8 experts of mixtral-8x7b. Use expert in {1, 2, 4, 8}.")
     assert refusals({"fsdp": 8, "expert": 4}, **sparse, cluster="h100:8x4", num_microbatches=3) == {}

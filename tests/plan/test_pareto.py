@@ -5,12 +5,12 @@ import pytest
 from meshwright.core.errors import CannotRunError
 from meshwright.cost.setting import Setting
 from meshwright.plan.pareto import pareto
-from meshwright.plan.planner import plan
-from meshwright.spec.catalogue import model
+from meshwright.plan.planner import rank_plans
+from meshwright.spec.catalogue import load_model
 from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.job import Job
 
-LLAMA, JOB = model("llama3-8b"), Job(batch_seqs=64, seq_len=4096)
+LLAMA, JOB = load_model("llama3-8b"), Job(batch_seqs=64, seq_len=4096)
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +27,7 @@ def test_slower_plans_hold_less(found):
 
 
 def test_the_frontier_begins_with_the_best_plan(found):
-    best = plan(Setting(LLAMA, parse_cluster("v5p:2x2x4"), JOB)).strategies[0].estimate
+    best = rank_plans(Setting(LLAMA, parse_cluster("v5p:2x2x4"), JOB)).strategies[0].estimate
     assert found.memory[0].estimate.step_s == pytest.approx(best.step_s, rel=2e-3)
 
 
@@ -50,4 +50,4 @@ def test_without_a_price_there_is_no_cost():
 
 def test_nothing_that_fits_has_no_frontier():
     with pytest.raises(CannotRunError, match="no plan of llama3-405b uses all chips of h100:8x1"):
-        pareto(Setting(model("llama3-405b"), parse_cluster("h100:8x1"), JOB))
+        pareto(Setting(load_model("llama3-405b"), parse_cluster("h100:8x1"), JOB))

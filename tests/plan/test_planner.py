@@ -8,7 +8,7 @@ import pytest
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.cost.setting import Setting
 from meshwright.plan.legal import legal
-from meshwright.plan.planner import plan
+from meshwright.plan.planner import rank_plans
 from meshwright.plan.space import EMULATED
 from meshwright.spec import catalogue
 from meshwright.spec.calibration import Calibration, CollectiveRate
@@ -17,7 +17,7 @@ from meshwright.spec.job import Job
 from meshwright.spec.plan_file import load_plan, save_plan
 from meshwright.spec.strategy import make_mesh, require_runnable_strategy
 
-LLAMA70B, LLAMA8B, TINY = (catalogue.model(name) for name in ("llama3-70b", "llama3-8b", "tiny"))
+LLAMA70B, LLAMA8B, TINY = (catalogue.load_model(name) for name in ("llama3-70b", "llama3-8b", "tiny"))
 BIG = Job(batch_seqs=1024, seq_len=4096, train_tokens=15 * 10**12)
 KEYS = {
     "axes", "placement", "assignment", "num_microbatches", "remat", "step_s", "step_s_lower", "step_s_upper",
@@ -27,11 +27,11 @@ KEYS = {
 
 def planned(model, cluster, batch_seqs, seq_len=4096, calibration=None, **given):
     job = Job(batch_seqs=batch_seqs, seq_len=seq_len)
-    return plan(Setting(model, parse_cluster(cluster), job, calibration), **given)
+    return rank_plans(Setting(model, parse_cluster(cluster), job, calibration), **given)
 
 
 def test_json_of_a_plan():
-    result = plan(Setting(LLAMA70B, parse_cluster("v5p:16x16x32"), BIG))
+    result = rank_plans(Setting(LLAMA70B, parse_cluster("v5p:16x16x32"), BIG))
     found = json.loads(json.dumps(result.to_json()))
     assert (found["model"], found["cluster"]) == ("llama3-70b", "v5p:16x16x32")
     assert found["job"] == {
@@ -62,10 +62,10 @@ def test_what_is_not_known_is_null():
     unpriced = parse_cluster("v5e:4x4")
     unpriced = msgspec.structs.replace(unpriced, chip=msgspec.structs.replace(unpriced.chip, price_usd_per_hour=None))
     job = Job(batch_seqs=16, seq_len=4096, train_tokens=10**9)
-    free = plan(Setting(LLAMA8B, unpriced, job)).to_json()["strategies"][0]
+    free = rank_plans(Setting(LLAMA8B, unpriced, job)).to_json()["strategies"][0]
     assert free["train_days"] > 0
     assert free["cost_usd"] is None
-    priced = plan(Setting(LLAMA8B, parse_cluster("v5e:4x4"), job)).strategies[0]
+    priced = rank_plans(Setting(LLAMA8B, parse_cluster("v5e:4x4"), job)).strategies[0]
     assert priced.estimate.cost_usd == pytest.approx(
         priced.estimate.train_days * 24 * 16 * priced.cluster.chip.price_usd_per_hour
     )
@@ -74,14 +74,16 @@ def test_what_is_not_known_is_null():
 @pytest.fixture(scope="module")
 def uneven():
     """llama3-70b with 1024 sequences on 8960 chips."""
-    return plan(Setting(LLAMA70B, parse_cluster("v5p:16x20x28"), BIG))
+    return rank_plans(Setting(LLAMA70B, parse_cluster("v5p:16x20x28"), BIG))
 
 
 def test_chips_that_do_not_divide_the_work(uneven):
     """1024 sequences run on a part: 7168 chips in seven stages, or 4096 without if faster. 1120 use them all."""
     best = uneven.strategies[0]
-    stages = plan(Setting(LLAMA70B, parse_cluster("v5p:16x20x28"), BIG), axes={"pipeline": 7}, top=1).strategies[0]
-    alone = plan(Setting(LLAMA70B, parse_cluster("v5p:16x20x28"), BIG), axes={"pipeline": 1}, top=1).strategies[0]
+    stages = rank_plans(Setting(LLAMA70B, parse_cluster("v5p:16x20x28"), BIG), axes={"pipeline": 7}, top=1).strategies[
+        0
+    ]
+    alone = rank_plans(Setting(LLAMA70B, parse_cluster("v5p:16x20x28"), BIG), axes={"pipeline": 1}, top=1).strategies[0]
     assert (stages.cluster.short_name, alone.cluster.short_name) == ("v5p:16x16x28", "v5p:16x16x16")
     assert best.estimate.step_s <= 1.001 * min(stages.estimate.step_s, alone.estimate.step_s)
     assert best.cluster in (stages.cluster, alone.cluster)
@@ -100,7 +102,7 @@ def test_chips_that_do_not_divide_the_work(uneven):
 
 
 def test_without_stages_the_part_is_smaller():
-    result = plan(Setting(LLAMA70B, parse_cluster("v5p:16x20x28"), BIG), axes={"pipeline": 1}, choices=EMULATED)
+    result = rank_plans(Setting(LLAMA70B, parse_cluster("v5p:16x20x28"), BIG), axes={"pipeline": 1}, choices=EMULATED)
     assert {one.cluster.short_name for one in result.strategies} == {"v5p:16x16x16"}
     assert "planned on v5p:16x16x16, 4,096 chips" in result.shortfall[0]
 
@@ -216,7 +218,7 @@ def test_given_microbatches_that_divide_nothing():
 
 def test_experts_are_split_over_their_axis():
     """mixtral-8x7b is planned as any other; a given axis is kept."""
-    model = catalogue.model("mixtral-8x7b")
+    model = catalogue.load_model("mixtral-8x7b")
     assert planned(model, "h100:8x8", 64).strategies
     split = planned(model, "h100:8x8", 64, axes={"expert": 8}, top=2)
     assert {one.strategy.mesh["expert"] for one in split.strategies} == {8}
@@ -266,6 +268,6 @@ def test_a_plan_file_of_what_was_planned(tmp_path):
 def test_a_word_that_is_not_known_is_refused_with_those_that_are():
     cluster, job = parse_cluster("h100:8x2"), Job(batch_seqs=64, seq_len=4096)
     with pytest.raises(InputError, match="Use bf16, fp16, fp8, fp4, int8 or fp32"):
-        plan(Setting(LLAMA8B, cluster, job), overrides={"precision": "nope"})
+        rank_plans(Setting(LLAMA8B, cluster, job), overrides={"precision": "nope"})
     with pytest.raises(InputError, match="Use gather, ring or ulysses"):
-        plan(Setting(LLAMA8B, cluster, job), overrides={"context_attention": "rng"})
+        rank_plans(Setting(LLAMA8B, cluster, job), overrides={"context_attention": "rng"})

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from meshwright.cost.setting import Setting
-from meshwright.plan.planner import plan
+from meshwright.plan.planner import rank_plans
 from meshwright.plan.run_budget import run_budget
 from meshwright.spec import catalogue
 from meshwright.spec.cluster import parse_cluster
@@ -13,7 +13,7 @@ from meshwright.spec.job import Job
 
 def planned(cluster, *, train_tokens):
     job = Job(batch_seqs=256, seq_len=4096, train_tokens=train_tokens)
-    return plan(Setting(catalogue.model("llama3-8b"), parse_cluster(cluster), job), top=1).plan()
+    return rank_plans(Setting(catalogue.load_model("llama3-8b"), parse_cluster(cluster), job), top=1).plan()
 
 
 def test_every_number():

@@ -21,7 +21,7 @@ from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.job import Job
 from meshwright.spec.strategy import Strategy, make_mesh, standard_assignment
 
-LLAMA70B, LLAMA8B, TINY = (catalogue.model(name) for name in ("llama3-70b", "llama3-8b", "tiny"))
+LLAMA70B, LLAMA8B, TINY = (catalogue.load_model(name) for name in ("llama3-70b", "llama3-8b", "tiny"))
 OPEN = Strategy(mesh=make_mesh({}))
 
 
@@ -217,7 +217,7 @@ def test_the_frontier_is_what_nothing_beats(tried):
 )
 def test_screening_loses_nothing(model, cluster, batch_seqs, seq_len):
     """The best of all strategies and the best of the promising meshes are within 1%."""
-    where, laid = space(catalogue.model(model), seq_len), parse_cluster(cluster)
+    where, laid = space(catalogue.load_model(model), seq_len), parse_cluster(cluster)
     quick = search(where, laid, batch_seqs, top=1)
     whole = search(where, laid, batch_seqs, top=1, exhaustive=True)
     assert quick.num_legal < whole.num_legal

@@ -9,7 +9,7 @@ from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.job import Job
 from meshwright.spec.strategy import REMAT_POLICIES, Strategy, make_mesh
 
-TINY = catalogue.model("tiny")
+TINY = catalogue.load_model("tiny")
 OPEN = Strategy(mesh=make_mesh({}))
 
 

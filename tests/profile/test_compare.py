@@ -19,12 +19,12 @@ from meshwright.profile.compare import (
 from meshwright.profile.times import OpTime, StepTimes
 from meshwright.report.machine.profile_trace import predicted_timeline
 from meshwright.spec.calibration import datasheet_calibration
-from meshwright.spec.catalogue import model
+from meshwright.spec.catalogue import load_model
 from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.job import Job
 from meshwright.spec.strategy import Strategy, make_mesh
 
-MODEL, CLUSTER = model("llama3-8b"), parse_cluster("h100:8x2")
+MODEL, CLUSTER = load_model("llama3-8b"), parse_cluster("h100:8x2")
 JOB = Job(batch_seqs=64, seq_len=4096)
 STRATEGY = Strategy(mesh=make_mesh({"fsdp": 8, "tensor": 2}), remat="block", num_microbatches=2)
 RATES = datasheet_calibration(CLUSTER.chip)

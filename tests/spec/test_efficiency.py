@@ -128,7 +128,7 @@ def test_words_for_the_output():
 
 
 def test_a_fitted_step_is_slower_and_has_an_interval():
-    model, cluster, job = catalogue.model("llama3-8b"), parse_cluster("h100:8x2"), Job(batch_seqs=64, seq_len=2048)
+    model, cluster, job = catalogue.load_model("llama3-8b"), parse_cluster("h100:8x2"), Job(batch_seqs=64, seq_len=2048)
     strategy = Strategy(mesh=make_mesh({"fsdp": 16}))
     sheet = estimate_step(Setting(model, cluster, job), strategy)
     real = estimate_step(Setting(model, cluster, job, fitted("h100")), strategy)
@@ -142,7 +142,7 @@ def test_models_with_experts_have_an_interval_of_their_own():
     """What was measured on dense models says little about them."""
     job, strategy = Job(batch_seqs=64, seq_len=2048), Strategy(mesh=make_mesh({"expert": 8, "fsdp": 2}))
     real = estimate_step(
-        Setting(catalogue.model("mixtral-8x7b"), parse_cluster("h100:8x2"), job, fitted("h100")), strategy
+        Setting(catalogue.load_model("mixtral-8x7b"), parse_cluster("h100:8x2"), job, fitted("h100")), strategy
     )
     assert real.step_s_p10 == pytest.approx(real.step_s * NUMBERS["low_experts"])
     assert real.step_s_p90 == pytest.approx(real.step_s * NUMBERS["high_experts"])
@@ -158,7 +158,7 @@ def test_a_custom_chip_is_priced_with_its_own_figures():
     double = chip_from_table({"base": "h100", "peak_flops": {"bf16": 2 * 989.4e12}})
     seconds = []
     for one, calibration in ((chip("h100"), fitted("h100")), (double, fitted_calibration(double))):
-        model, cluster = catalogue.model("llama3-8b"), make_cluster(one, (8, 2))
+        model, cluster = catalogue.load_model("llama3-8b"), make_cluster(one, (8, 2))
         costs = price_strategy(Setting(model, cluster, job, calibration), strategy).costs.all
         seconds.append(sum(cost.math_s * cost.count for cost in costs if cost.step.op == "einsum"))
     assert seconds[0] / seconds[1] == pytest.approx(2)

@@ -4,8 +4,8 @@ import pytest
 
 from meshwright.core.errors import InputError
 from meshwright.cost.setting import Setting
-from meshwright.plan.planner import plan
-from meshwright.spec.catalogue import model
+from meshwright.plan.planner import rank_plans
+from meshwright.spec.catalogue import load_model
 from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.job import Job, require_training
 
@@ -36,4 +36,4 @@ def test_what_takes_training_alone_says_what_takes_the_others():
     require_training(Job(batch_seqs=8, seq_len=512), "train")
     job = Job(kind="decode", batch_seqs=8, seq_len=512)
     with pytest.raises(InputError, match=r"plan takes jobs of kind train.*of kind decode.*--step decode"):
-        plan(Setting(model("tiny"), parse_cluster("v5e:2x2"), job))
+        rank_plans(Setting(load_model("tiny"), parse_cluster("v5e:2x2"), job))

@@ -29,7 +29,7 @@ def test_dims_of_a_dense_model():
 
 
 def test_dims_of_latent_attention_and_experts():
-    dims = catalogue.model("deepseek-v3").dims
+    dims = catalogue.load_model("deepseek-v3").dims
     assert {key: dims[key] for key in ("E", "Fe", "Fs", "Rq", "Rkv", "H", "Hn", "Hr", "Hv")} == {
         "E": 256,
         "Fe": 2048,
@@ -44,17 +44,17 @@ def test_dims_of_latent_attention_and_experts():
 
 
 def test_learned_positions_are_a_dim():
-    assert catalogue.model("gpt2").dims["P"] == 1024
+    assert catalogue.load_model("gpt2").dims["P"] == 1024
 
 
 def test_attention_scale_follows_the_head_or_the_stated_scalar():
-    assert catalogue.model("llama3-8b").attention_scale == pytest.approx(128**-0.5)
-    assert catalogue.model("gemma2-27b").attention_scale == pytest.approx(1 / 12)
+    assert catalogue.load_model("llama3-8b").attention_scale == pytest.approx(128**-0.5)
+    assert catalogue.load_model("gemma2-27b").attention_scale == pytest.approx(1 / 12)
 
 
 def test_moe_layers_leave_out_the_dense_ones():
-    assert catalogue.model("deepseek-v2").moe_layers == tuple(range(1, 60))
-    assert catalogue.model("llama3-8b").moe_layers == ()
+    assert catalogue.load_model("deepseek-v2").moe_layers == tuple(range(1, 60))
+    assert catalogue.load_model("llama3-8b").moe_layers == ()
 
 
 @pytest.mark.parametrize(
@@ -110,13 +110,13 @@ def test_a_fraction_is_a_share():
 
 @pytest.mark.parametrize("name", catalogue.models())
 def test_every_model_runs_but_the_one_with_a_corrected_router(name):
-    assert catalogue.model(name).runs_here == (name != "deepseek-v3")
+    assert catalogue.load_model(name).runs_here == (name != "deepseek-v3")
 
 
 def test_a_router_that_does_not_run_is_named():
     words = r"^deepseek-v3 \(a router with sigmoid scores .*\) is counted and planned but not run in this version"
     with pytest.raises(CannotRunError, match=words):
-        require_runnable(catalogue.model("deepseek-v3"))
+        require_runnable(catalogue.load_model("deepseek-v3"))
 
 
 def test_an_activation_that_does_not_run_is_named():
@@ -126,7 +126,7 @@ def test_an_activation_that_does_not_run_is_named():
 
 @pytest.mark.parametrize("name", ["llama3-405b", "deepseek-v3", "gemma3-27b"])
 def test_models_survive_json(name):
-    model = catalogue.model(name)
+    model = catalogue.load_model(name)
     assert msgspec.convert(json.loads(msgspec.json.encode(model)), Model) == model
 
 

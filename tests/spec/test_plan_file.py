@@ -34,7 +34,7 @@ def make(cluster="v5p:16x20x28", model="llama3.1-70b", calibration=None, assumpt
     mesh = make_mesh({"data": 35, "fsdp": 32, "context": 2, "tensor": 4})
     strategy = Strategy(mesh=mesh, placement={"data": "5 of y (20) x 7 of z (28)", "tensor": "z (4)"}, **fields)
     return Plan(
-        model=catalogue.model(model),
+        model=catalogue.load_model(model),
         cluster=laid,
         job=Job(batch_seqs=1120, seq_len=4096, train_tokens=15 * 10**12),
         strategy=strategy,

@@ -105,7 +105,7 @@ def test_names_and_sizes_equal_transformers(name):
 @pytest.mark.parametrize("name", catalogue.models())
 def test_published_models_count_as_transformers_does(name):
     theirs = meta_parameters(catalogue.entry(name).config)
-    assert num_params(catalogue.model(name)) == sum(math.prod(shape) for shape in theirs.values())
+    assert num_params(catalogue.load_model(name)) == sum(math.prod(shape) for shape in theirs.values())
 
 
 def test_llama_matrices_are_stored_as_outputs_by_inputs():
@@ -122,7 +122,7 @@ def test_llama_matrices_are_stored_as_outputs_by_inputs():
 
 
 def test_rows_of_a_llama_in_einsum_order():
-    rows = {row.name: row for row in weight_table(catalogue.model("llama3-8b"))}
+    rows = {row.name: row for row in weight_table(catalogue.load_model("llama3-8b"))}
     assert {name: "".join(row.dims) for name, row in rows.items()} == {
         "embed": "VD",
         "layers.attn_norm": "D",
@@ -151,7 +151,7 @@ def test_tied_unembedding_is_a_row_that_counts_nothing():
 
 
 def test_parts_add_up_and_experts_dominate_a_mixture():
-    model = catalogue.model("deepseek-v3")
+    model = catalogue.load_model("deepseek-v3")
     parts = params_by_part(model)
     assert sum(parts.values()) == num_params(model)
     assert parts["experts"] == 58 * 256 * 3 * 7168 * 2048
@@ -159,15 +159,15 @@ def test_parts_add_up_and_experts_dominate_a_mixture():
 
 
 def test_active_parameters_leave_out_the_experts_not_chosen():
-    model = catalogue.model("mixtral-8x7b")
+    model = catalogue.load_model("mixtral-8x7b")
     idle = 32 * 6 * 3 * 4096 * 14336
     assert num_params(model) - num_active_params(model) == idle
-    dense = catalogue.model("llama3-8b")
+    dense = catalogue.load_model("llama3-8b")
     assert num_active_params(dense) == num_params(dense)
 
 
 def test_layers_without_experts_have_the_dense_rows():
-    rows = {row.name: row for row in weight_table(catalogue.model("deepseek-v3"))}
+    rows = {row.name: row for row in weight_table(catalogue.load_model("deepseek-v3"))}
     assert rows["layers.w_up"].layers == (0, 1, 2)
     assert rows["layers.experts.w_up"].repeat == 58
     assert rows["layers.experts.w_up"].active_fraction == 8 / 256

@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from meshwright.spec.catalogue import model
+from meshwright.spec.catalogue import load_model
 from meshwright.spec.strategy import Assumptions
 from meshwright.verify.differences import TOLERANCE
 from meshwright.verify.proof import Proof
@@ -12,7 +12,7 @@ from tests.verify.compiled import proof_of
 pytestmark = pytest.mark.aot
 
 SMALL = msgspec.structs.replace(
-    model("tiny"),
+    load_model("tiny"),
     name="small",
     num_layers=4,
     d_model=1024,
@@ -83,7 +83,7 @@ def test_stages():
 
 @pytest.mark.parametrize(("on", "axes"), [("v5e:2x2", {"fsdp": 4}), ("h100:8x1", {"fsdp": 8})])
 def test_what_is_too_large_is_refused_with_bytes(on, axes):
-    given = model("llama3-8b" if on.startswith("v5e") else "llama3-70b")
+    given = load_model("llama3-8b" if on.startswith("v5e") else "llama3-70b")
     found = proof_of(given, on, axes, seqs=8, length=2048, choices={"remat": "full"})
     assert not found.runs
     assert found.memory.needed > found.memory.available > 1e10
@@ -95,7 +95,7 @@ def test_what_is_too_large_is_refused_with_bytes(on, axes):
 @pytest.mark.parametrize(("on", "tensor"), [("v5e:2x2", 4), ("h100:8x1", 8)])
 def test_int8_generation(on, tensor):
     # a small vocabulary: what is copied of a large one to generate on TPUs is in no item
-    given = msgspec.structs.replace(model("llama3-8b"), num_layers=4, vocab_size=16384)
+    given = msgspec.structs.replace(load_model("llama3-8b"), num_layers=4, vocab_size=16384)
     asked = {"seqs": 8, "length": 2048, "step": "generate"}
     found = proof_of(given, on, {"tensor": tensor}, weights="int8", **asked)
     check(found, memory=0.2)

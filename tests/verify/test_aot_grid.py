@@ -10,7 +10,7 @@ from tests.verify.compiled import proof_of
 pytestmark = [pytest.mark.aot, pytest.mark.slow]
 
 DENSE = msgspec.structs.replace(
-    catalogue.model("tiny"), name="dense", d_model=512, d_ff=1024, num_heads=8, num_kv_heads=4, head_dim=128
+    catalogue.load_model("tiny"), name="dense", d_model=512, d_ff=1024, num_heads=8, num_kv_heads=4, head_dim=128
 )
 EXPERTS = msgspec.structs.replace(
     DENSE,

@@ -9,7 +9,7 @@ from tests.verify.compiled import proof_of
 pytestmark = pytest.mark.aot
 
 MODEL = msgspec.structs.replace(
-    catalogue.model("tiny"), name="tiny-wide", d_model=512, d_ff=2048, num_heads=8, num_kv_heads=8, head_dim=64
+    catalogue.load_model("tiny"), name="tiny-wide", d_model=512, d_ff=2048, num_heads=8, num_kv_heads=8, head_dim=64
 )
 """Wide enough that what layers keep outweighs everything else."""
 

@@ -6,12 +6,12 @@ from meshwright.algebra.derive import derive
 from meshwright.algebra.generation import Storage, derive_forward, generation_program, one_position
 from meshwright.algebra.transformer import transformer
 from meshwright.core.labels import find_label
-from meshwright.spec.catalogue import model, models
+from meshwright.spec.catalogue import load_model, models
 from meshwright.spec.strategy import Strategy, make_mesh
 from meshwright.verify.expected import active_axes, expected_collectives
 from tests.traffic import derived_traffic, expected_traffic
 
-TINY = model("tiny")
+TINY = load_model("tiny")
 DIMS = {**TINY.dims, "B": 8, "T": 64, "S": 64}
 
 
@@ -105,7 +105,7 @@ def check_labels(derived):
 @pytest.mark.parametrize("name", models())
 def test_every_step_of_every_model_is_found_by_its_label(name):
     """One of each family in all of its steps; of equal families the deeper names."""
-    given = model(name)
+    given = load_model(name)
     meshes = (MOE_MESH,) if given.num_experts else MESHES
     for mesh in meshes:
         strategy = Strategy(mesh=make_mesh(mesh), state="bf16-adam", num_microbatches=2)
@@ -119,7 +119,7 @@ def test_every_step_of_every_model_is_found_by_its_label(name):
 
 @pytest.mark.parametrize("name", ["tiny", "gemma2-9b", "mixtral-8x7b"])
 def test_every_step_of_generation_is_found_by_its_label(name):
-    given = model(name)
+    given = load_model(name)
     strategy = Strategy(mesh=make_mesh({"data": 2, "tensor": 2}), state="bf16-adam", context_attention="gather")
     for quantised in (False, True):
         storage = Storage(quantised=quantised)

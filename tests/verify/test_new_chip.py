@@ -5,7 +5,7 @@ import pytest
 
 from meshwright.bench.devices import chip_of_kind
 from meshwright.cost.setting import Setting
-from meshwright.plan.planner import plan
+from meshwright.plan.planner import rank_plans
 from meshwright.spec import catalogue
 from meshwright.spec import chip as chip_module
 from meshwright.spec.chip import chip
@@ -54,7 +54,7 @@ def check(cluster, tmp_path):
     calibration = fitted_calibration(new)
     h100 = fitted_calibration(chip("h100"))
     assert calibration.efficiency == h100.efficiency
-    best = plan(Setting(catalogue.model("llama3-8b"), cluster, JOB, calibration)).plan()
+    best = rank_plans(Setting(catalogue.load_model("llama3-8b"), cluster, JOB, calibration)).plan()
     assert best.cluster == cluster
     save_plan(best, tmp_path / "plan.toml")
     for one in (cluster, load_plan(tmp_path / "plan.toml").cluster):

@@ -8,7 +8,7 @@ import pytest
 from meshwright.core.errors import InputError
 from meshwright.cost.memory import memory_limit
 from meshwright.cost.setting import Setting
-from meshwright.spec.catalogue import model
+from meshwright.spec.catalogue import load_model
 from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.job import Job
 from meshwright.spec.strategy import Strategy, make_mesh
@@ -49,7 +49,7 @@ ENTRY %main (s: (s32[], f32[4])) -> (s32[], f32[4]) {
 
 def request(target="tpu", **fields) -> Request:
     return Request(
-        setting=Setting(model("tiny"), parse_cluster("v5e:2x2"), Job(batch_seqs=8, seq_len=64)),
+        setting=Setting(load_model("tiny"), parse_cluster("v5e:2x2"), Job(batch_seqs=8, seq_len=64)),
         strategy=Strategy(mesh=make_mesh({"fsdp": 4}), state="bf16-adam"),
         target=Target(platform=target, topology="v5e:2x2", num_devices=4),
         **fields,

@@ -15,7 +15,7 @@ import pytest
 
 from meshwright.core.errors import InputError
 from meshwright.cost.setting import Setting
-from meshwright.spec.catalogue import model
+from meshwright.spec.catalogue import load_model
 from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.job import Job
 from meshwright.spec.strategy import Strategy, make_mesh
@@ -57,7 +57,7 @@ CPU = Target(platform="cpu", num_devices=4)
 def request(target=TPU, **fields) -> Request:
     strategy = Strategy(mesh=make_mesh({"fsdp": 4}), state="bf16-adam")
     cluster = parse_cluster("v5e:2x2")
-    setting = Setting(model("tiny"), cluster, Job(batch_seqs=8, seq_len=64))
+    setting = Setting(load_model("tiny"), cluster, Job(batch_seqs=8, seq_len=64))
     return Request(setting=setting, strategy=strategy, target=target, **fields)
 
 

@@ -9,7 +9,7 @@ from meshwright.algebra.schedules.ticks import tick_tables
 from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import price_strategy
 from meshwright.parallel.pipeline.stages import strategy_schedule
-from meshwright.spec.catalogue import model
+from meshwright.spec.catalogue import load_model
 from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.job import Job
 from meshwright.spec.model import Encoder
@@ -19,7 +19,7 @@ from meshwright.verify.request import Request
 from meshwright.verify.step_derivation import StepDerivation
 from meshwright.verify.targets import Target
 
-TINY, MIXTRAL = model("tiny"), model("mixtral-8x7b")
+TINY, MIXTRAL = load_model("tiny"), load_model("mixtral-8x7b")
 SEQS, LENGTH = 16, 128
 
 

@@ -14,7 +14,7 @@ from meshwright.cost.setting import Setting, setting_of
 from meshwright.cost.train_step import estimate_step
 from meshwright.plan.legal import require_legal
 from meshwright.spec.calibration import Calibration
-from meshwright.spec.catalogue import model as load_model
+from meshwright.spec.catalogue import load_model
 from meshwright.spec.cluster import Cluster, parse_cluster
 from meshwright.spec.job import Job, parse_batch
 from meshwright.spec.model import Model

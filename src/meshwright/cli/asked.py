@@ -15,10 +15,10 @@ from meshwright.cli.verb import Count, Options, argument, option
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import estimate_step
-from meshwright.plan.planner import plan
+from meshwright.plan.planner import rank_plans
 from meshwright.plan.result import PlanResult
 from meshwright.plan.space import USUAL
-from meshwright.spec.catalogue import model as find_model
+from meshwright.spec.catalogue import load_model
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.job import Job, parse_batch
 from meshwright.spec.model import require_runnable
@@ -99,7 +99,7 @@ def resolve(given: PlanOptions, fields: Fields, *, verb: str, step: str | None =
     assert given.on is not None
     assert given.batch is not None
     assert given.seq_len is not None
-    model = with_fields(find_model(given.what), "model", fields["model"])
+    model = with_fields(load_model(given.what), "model", fields["model"])
     job = Job(batch_seqs=parse_batch(given.batch, seq_len=given.seq_len), seq_len=given.seq_len)
     job = check_tokens(job_of_step(with_fields(job, "job", fields["job"]), step))
     assumed = with_fields(AS_RUN, "assumptions", fields["assumptions"])
@@ -133,7 +133,7 @@ def _of_file(path: Path, fields: Fields, step: str | None) -> Asked:
 def _planned(setting: Setting, axes: dict[str, int], fields: dict[str, Any], whole: bool) -> Asked:
     choices = USUAL if whole else msgspec.structs.replace(USUAL, equal_stages=True)
     try:
-        result: PlanResult = plan(setting, axes=axes, overrides=fields, choices=choices, top=1)
+        result: PlanResult = rank_plans(setting, axes=axes, overrides=fields, choices=choices, top=1)
     except CannotRunError:
         if whole or math.prod(axes.values()) != setting.cluster.num_chips:
             raise

@@ -13,7 +13,7 @@ from meshwright.cli.output import emit_json, say, width
 from meshwright.core.errors import InputError
 from meshwright.core.units import parse_bytes, parse_count
 from meshwright.report.answer import Answer, Piece, as_csv, as_markdown, as_text
-from meshwright.spec.catalogue import model
+from meshwright.spec.catalogue import load_model
 from meshwright.spec.chip import Chip, chip
 from meshwright.spec.cluster import Cluster, parse_cluster
 from meshwright.spec.model import Model
@@ -47,7 +47,7 @@ MeshSizes = Annotated[dict[str, int], TextType("axis=n,...", lambda text, what: 
 DimSizes = Annotated[dict[str, int], TextType("dim=n,...", lambda text, what: dim_sizes(text))]
 _TYPES: dict[Any, click.ParamType] = {
     Path: click.Path(path_type=Path),
-    Model: TextType("model", lambda text, what: model(text)),
+    Model: TextType("model", lambda text, what: load_model(text)),
     Chip: TextType("chip", lambda text, what: chip(text)),
     Cluster: TextType("cluster", lambda text, what: parse_cluster(text)),
 }

@@ -43,7 +43,7 @@ FIELDS = (
 """Fields of the strategy that may be given beside the mesh; the placement follows from the search."""
 
 
-def plan(
+def rank_plans(
     setting: Setting,
     *,
     axes: Mapping[str, int] | None = None,
@@ -92,7 +92,7 @@ def plan(
     )
 
 
-def plan_slices(settings: Sequence[Setting], **choices: Any) -> PlanResult:
+def rank_slices(settings: Sequence[Setting], **choices: Any) -> PlanResult:
     """The plan of the shape of slice that is fastest per token, with a note of what the others take.
 
     Optical switches give the same chips different shapes. ``choices`` are those of `plan`. Raises the first shape's
@@ -102,7 +102,7 @@ def plan_slices(settings: Sequence[Setting], **choices: Any) -> PlanResult:
     refused: CannotRunError | None = None
     for setting in settings:
         try:
-            results.append(plan(setting, **choices))
+            results.append(rank_plans(setting, **choices))
         except CannotRunError as error:
             refused = refused or error
     if refused is not None and not results:

@@ -51,7 +51,7 @@ def _catalogue_model(name: str) -> Model:
     return model_from_config(entry(name).config, name)
 
 
-def model(name: str) -> Model:
+def load_model(name: str) -> Model:
     """The model of a catalogue name, or of a path to a config.json or to the folder that holds one.
 
     A catalogue name wins over a folder of the same name; write ``./name`` for the folder.

@@ -10,7 +10,7 @@ from meshwright.algebra.ops.route import Routing
 from meshwright.algebra.program import Program, Variable
 from meshwright.algebra.transformer import transformer
 from meshwright.core.errors import InputError
-from meshwright.spec.catalogue import model
+from meshwright.spec.catalogue import load_model
 from meshwright.spec.strategy import Strategy
 
 EXPERTS = """
@@ -156,7 +156,7 @@ def test_tokens_must_have_their_width():
 
 def test_a_block_that_is_run_again_sends_its_slots_again():
     """With the layer's input alone kept, the backward pass makes both exchanges of the forward pass once more."""
-    derived = derive(transformer(model("mixtral-8x7b")), Strategy(mesh={"expert": 4}, remat="block"))
+    derived = derive(transformer(load_model("mixtral-8x7b")), Strategy(mesh={"expert": 4}, remat="block"))
     layer = next(b for b in derived.blocks if b.block.carry)
     phases = [step.phase for step in (*layer.forward, *layer.backward) if step.op == "all_to_all"]
     assert [phases.count(phase) for phase in ("forward", "recompute", "backward")] == [2, 2, 2]

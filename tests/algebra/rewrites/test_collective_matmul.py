@@ -16,7 +16,7 @@ from meshwright.core.errors import InputError
 from meshwright.spec import catalogue
 from meshwright.spec.strategy import REMAT_POLICIES, Strategy, make_mesh, standard_assignment
 
-LLAMA, MIXTRAL = catalogue.model("llama3-8b"), catalogue.model("mixtral-8x7b")
+LLAMA, MIXTRAL = catalogue.load_model("llama3-8b"), catalogue.load_model("mixtral-8x7b")
 MESH = {"fsdp": 2, "tensor": 4}
 SIZES = {"B": 8, "T": 4096}
 

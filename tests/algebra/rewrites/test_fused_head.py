@@ -5,7 +5,7 @@ from meshwright.algebra.transformer import transformer
 from meshwright.spec import catalogue
 from meshwright.spec.strategy import Strategy, make_mesh
 
-MODEL = catalogue.model("llama3-8b")
+MODEL = catalogue.load_model("llama3-8b")
 
 
 def head(axes, remat, *, fused):

@@ -6,14 +6,14 @@ import pytest
 
 from meshwright.algebra.derive import derive
 from meshwright.algebra.transformer import transformer
-from meshwright.spec.catalogue import model
+from meshwright.spec.catalogue import load_model
 from meshwright.spec.strategy import Strategy, make_mesh, standard_assignment
 
 MESH = {"data": 2, "fsdp": 2, "pipeline": 2, "tensor": 2, "context": 2}
 
 
 def layers(name, **choices):
-    one = model(name)
+    one = load_model(name)
     axes = {**MESH, "expert": 2} if one.num_experts else MESH
     derived = derive(transformer(one), Strategy(mesh=make_mesh(axes), **choices))
     return [block for block in derived.blocks if block.block.carry], derived

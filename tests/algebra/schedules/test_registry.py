@@ -12,7 +12,7 @@ from meshwright.cost.pipeline import Pipeline, schedule_fits, schedule_refusal
 from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import estimate_step
 from meshwright.plan.legal import legal
-from meshwright.plan.planner import plan
+from meshwright.plan.planner import rank_plans
 from meshwright.plan.space import FULL, USUAL
 from meshwright.plan.why.explain import explain
 from meshwright.report.plans.timeline import timeline_figure
@@ -22,7 +22,7 @@ from meshwright.spec.job import Job
 from tests.schedule_toy import added_file
 
 TIMES = {"forward_s": 1.0, "backward_s": 1.25, "weight_s": 1.0}
-MODEL, CLUSTER, JOB = catalogue.model("llama3-8b"), parse_cluster("h100:8x2"), Job(batch_seqs=64, seq_len=4096)
+MODEL, CLUSTER, JOB = catalogue.load_model("llama3-8b"), parse_cluster("h100:8x2"), Job(batch_seqs=64, seq_len=4096)
 
 
 @pytest.fixture
@@ -80,7 +80,7 @@ def test_it_is_priced_by_its_simulation(toy):
 
 def test_it_is_planned_and_explained(toy):
     choices = msgspec.structs.replace(USUAL, schedules=(*USUAL.schedules, toy))
-    found = plan(Setting(MODEL, CLUSTER, JOB), axes={"pipeline": 2}, choices=choices, overrides={"schedule": toy})
+    found = rank_plans(Setting(MODEL, CLUSTER, JOB), axes={"pipeline": 2}, choices=choices, overrides={"schedule": toy})
     best = found.strategies[0]
     assert best.strategy.schedule == toy
     assert legal(Setting(MODEL, CLUSTER, JOB), best.strategy) == ()

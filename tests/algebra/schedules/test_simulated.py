@@ -65,7 +65,7 @@ def test_sends_are_near_the_closed_forms(name):
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "dualpipe-v"])
 def test_a_whole_step_costs_the_same(name):
-    model, cluster, job = catalogue.model("llama3-8b"), parse_cluster("h100:8x2"), Job(batch_seqs=64, seq_len=4096)
+    model, cluster, job = catalogue.load_model("llama3-8b"), parse_cluster("h100:8x2"), Job(batch_seqs=64, seq_len=4096)
     for microbatches in (8, 16):
         one = Strategy(
             mesh=make_mesh({"pipeline": 4, "fsdp": 4}),

@@ -13,7 +13,7 @@ from meshwright.calculators.sweeps.crossover import (
 )
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.cost.formulas.limits import mixed_min_tokens_per_chip
-from meshwright.spec.catalogue import model
+from meshwright.spec.catalogue import load_model
 from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.efficiency import fitted_calibration
 from meshwright.spec.slices import parse_clusters
@@ -105,7 +105,7 @@ def test_closed_forms_follow_the_rates(work):
 
 def test_a_model_on_a_given_mesh():
     """Tensor's communication grows with the batch, FSDP's does not; only their sum decides."""
-    llama = model_work(model("llama3-70b"), seq_len=4096)
+    llama = model_work(load_model("llama3-70b"), seq_len=4096)
     curve = fixed_curve(llama, [parse_cluster("v5p:8x16x32")], {"tensor": 8}, TOKENS, whole_axes=True)
     assert curve.mesh == {"pipeline": 1, "data": 1, "fsdp": 512, "expert": 1, "context": 1, "tensor": 8}
     assert curve.comms_s["tensor"][-1] == pytest.approx(2 * curve.comms_s["tensor"][-5], rel=0.01)
@@ -117,7 +117,7 @@ def test_a_model_on_a_given_mesh():
 def test_the_whole_step_does_more_of_both():
     cluster, tokens = [parse_cluster("v5p:4x4x4")], TOKENS[:5]
     forward, step = (
-        fixed_curve(model_work(model("llama3-8b"), seq_len=4096, whole=whole), cluster, {}, tokens)
+        fixed_curve(model_work(load_model("llama3-8b"), seq_len=4096, whole=whole), cluster, {}, tokens)
         for whole in (False, True)
     )
     assert (step.compute_s > 2.9 * forward.compute_s).all()

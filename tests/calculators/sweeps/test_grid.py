@@ -6,7 +6,7 @@ from meshwright.calculators.sweeps.grid import describe, llama_like, plan_grid
 from meshwright.calculators.sweeps.sweep import node_clusters, scaling_curve
 from meshwright.core.errors import InputError
 from meshwright.cost.setting import Setting
-from meshwright.spec.catalogue import model
+from meshwright.spec.catalogue import load_model
 from meshwright.spec.chip import chip
 from meshwright.spec.job import Job
 from meshwright.spec.weights import num_params
@@ -23,7 +23,7 @@ def test_a_model_of_about_that_size(size):
 
 @pytest.mark.parametrize("name", ["llama3-8b", "llama3-70b"])
 def test_the_published_models_come_out(name):
-    published, found = model(name), llama_like(name.removeprefix("llama3-").upper())
+    published, found = load_model(name), llama_like(name.removeprefix("llama3-").upper())
     for field in ("num_layers", "d_model", "d_ff", "num_heads", "num_kv_heads", "head_dim", "vocab_size"):
         if (name, field) != ("llama3-70b", "d_ff"):
             assert getattr(found, field) == getattr(published, field)
@@ -37,7 +37,7 @@ def test_sizes_out_of_range():
 
 
 def test_cells_are_curves_of_each_model():
-    models, clusters = [llama_like("1B"), model("llama3-70b")], node_clusters(chip("h100"), (1, 2))
+    models, clusters = [llama_like("1B"), load_model("llama3-70b")], node_clusters(chip("h100"), (1, 2))
     job = Job(batch_seqs=64, seq_len=4096)
     settings = [Setting(one, clusters[0], job) for one in models]
     grid = plan_grid(settings, clusters)

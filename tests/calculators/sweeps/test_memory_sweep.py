@@ -8,11 +8,11 @@ from meshwright.calculators.sweeps.memory_sweep import memory_sweep
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import estimate_step
-from meshwright.spec.catalogue import model
+from meshwright.spec.catalogue import load_model
 from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.strategy import REMAT_POLICIES, Assumptions, Strategy, make_mesh
 
-LLAMA, NODE = model("llama3-8b"), parse_cluster("h100:8x1")
+LLAMA, NODE = load_model("llama3-8b"), parse_cluster("h100:8x1")
 PLAIN = Strategy(mesh=make_mesh({}))
 
 

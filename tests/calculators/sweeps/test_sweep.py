@@ -5,14 +5,14 @@ import pytest
 from meshwright.calculators.sweeps.sweep import node_clusters, scaling_curve, sweep_clusters
 from meshwright.core.errors import InputError
 from meshwright.cost.setting import Setting
-from meshwright.plan.planner import plan
-from meshwright.spec.catalogue import model
+from meshwright.plan.planner import rank_plans
+from meshwright.spec.catalogue import load_model
 from meshwright.spec.chip import chip
 from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.efficiency import fitted_calibration
 from meshwright.spec.job import Job
 
-LLAMA = model("llama3-8b")
+LLAMA = load_model("llama3-8b")
 JOB = Job(batch_seqs=64, seq_len=4096)
 
 
@@ -51,7 +51,7 @@ def test_every_point_is_the_planners_own_answer():
     rates = fitted_calibration(chip("h100"))
     points = curve(sweep_clusters("h100:8x1..8x2"), rates=rates)
     for point in points:
-        best = plan(Setting(LLAMA, point.cluster, JOB, rates)).strategies[0]
+        best = rank_plans(Setting(LLAMA, point.cluster, JOB, rates)).strategies[0]
         assert point.best.estimate.step_s == pytest.approx(best.estimate.step_s, rel=1e-9)
         assert point.best.strategy.mesh == best.strategy.mesh
         assert point.tokens_per_s == pytest.approx(64 * 4096 / best.estimate.step_s)
@@ -67,7 +67,7 @@ def test_weak_scaling_keeps_the_batch_per_chip():
 
 
 def test_where_nothing_runs_the_reason_is_said():
-    small, large = curve(sweep_clusters("h100:8x1,h100:8x4"), of=model("llama3-70b"))
+    small, large = curve(sweep_clusters("h100:8x1,h100:8x4"), of=load_model("llama3-70b"))
     assert small.best is None
     assert small.reason.startswith("does not fit: ")
     assert large.best is not None

@@ -6,11 +6,11 @@ import pytest
 
 from meshwright.calculators.sweeps.two_streams import WAYS, Way, two_streams
 from meshwright.cost.setting import Setting
-from meshwright.spec.catalogue import model
+from meshwright.spec.catalogue import load_model
 from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.job import Job
 
-LLAMA, CLUSTER = model("llama3-8b"), parse_cluster("h100:8x8")
+LLAMA, CLUSTER = load_model("llama3-8b"), parse_cluster("h100:8x8")
 JOB = Job(batch_seqs=64, seq_len=4096)
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from meshwright.calculators.training.activation_formula import attention_term, layer_activations, layer_units
 from meshwright.core.errors import InputError
-from meshwright.spec.catalogue import model
+from meshwright.spec.catalogue import load_model
 
 
 def test_selective_recomputation_saves_what_the_paper_says():
@@ -25,7 +25,7 @@ def test_the_rows_of_the_papers_table():
 
 
 def test_bytes_of_a_layer_are_linear_in_the_batch_and_quadratic_in_the_length():
-    gpt3 = model("gpt3-175b")
+    gpt3 = load_model("gpt3-175b")
     one = layer_activations(gpt3, seq_len=2048)
     assert one.num_bytes == 2048 * 12288 * 114
     assert layer_activations(gpt3, seq_len=2048, microbatch_seqs=3).num_bytes == 3 * one.num_bytes

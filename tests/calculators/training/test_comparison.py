@@ -9,12 +9,12 @@ from meshwright.calculators.training.comparison import (
     state_bytes_per_param,
     training_bytes,
 )
-from meshwright.spec.catalogue import model, models
+from meshwright.spec.catalogue import load_model, models
 from meshwright.spec.chip import chip, chips
 
 
 def test_the_books_table_of_llama3_70b():
-    row = model_row(model("llama3-70b"), seq_len=4096)
+    row = model_row(load_model("llama3-70b"), seq_len=4096)
     assert (row.num_layers, row.d_model, row.d_ff, row.num_heads, row.num_kv_heads, row.head_dim, row.vocab_size) == (
         80, 8192, 28672, 64, 8, 128, 128256,
     )  # fmt: skip
@@ -27,13 +27,13 @@ def test_the_books_table_of_llama3_70b():
 
 def test_attention_is_half_at_eight_times_the_width():
     # section 4.3: T = 8 D where F = 4 D and heads are full; gpt3 has no gate, so 6 D, but for its embeddings
-    gpt3 = model("gpt3-175b")
+    gpt3 = load_model("gpt3-175b")
     assert attention_train_flops(gpt3, 2048) == 12 * 2048**2 * 12288 * 96
     assert model_row(gpt3, seq_len=6 * 12288).attention_share == pytest.approx(0.5, abs=0.002)
 
 
 def test_windows_bound_what_attention_does():
-    gemma2 = model("gemma2-9b")
+    gemma2 = load_model("gemma2-9b")
     window, layers = gemma2.sliding_window, gemma2.num_layers
     near, far = (attention_train_flops(gemma2, n) for n in (window, 2 * window))
     assert window is not None
@@ -42,23 +42,23 @@ def test_windows_bound_what_attention_does():
 
 
 def test_experts_count_by_what_a_token_uses():
-    row = model_row(model("deepseek-v3"), seq_len=4096)
+    row = model_row(load_model("deepseek-v3"), seq_len=4096)
     assert (row.num_experts, row.experts_per_token) == (256, 8)
     assert row.ff_ratio == (8 * 2048 + 2048) / 7168
     assert row.num_active_params < row.num_params / 10
-    assert model_row(model("llama3-8b"), seq_len=4096).num_experts is None
+    assert model_row(load_model("llama3-8b"), seq_len=4096).num_experts is None
 
 
 @pytest.mark.parametrize("name", models())
 def test_every_model_has_a_row(name):
-    row = model_row(model(name), seq_len=2048)
+    row = model_row(load_model(name), seq_len=2048)
     assert 0 < row.attention_share < 1
     assert row.num_active_params <= row.num_params
 
 
 def test_the_book_holds_llama3_70b_on_225_chips():
     # section 6.3: 21.6 TB at 4M tokens and four results a layer, 225 v5p of 96 GB; the model counts 70.6e9, not 70e9
-    needed = training_bytes(model("llama3-70b"), state="bf16-adam", batch_tokens=4_000_000)
+    needed = training_bytes(load_model("llama3-70b"), state="bf16-adam", batch_tokens=4_000_000)
     assert needed == pytest.approx(21.6e12, rel=0.01)
     assert fewest_chips(chip("v5p-book"), needed, state="bf16-adam").min_chips in (225, 226)
 
@@ -71,7 +71,7 @@ def test_largest_models_of_the_slides():
 
 def test_an_average_of_the_weights_adds_its_bytes():
     assert [state_bytes_per_param("bf16-master", average=a) for a in ("none", "bf16", "fp32")] == [16, 18, 20]
-    assert training_bytes(model("llama3-8b"), state="fp32", average="fp32") == 20 * 8030261248
+    assert training_bytes(load_model("llama3-8b"), state="fp32", average="fp32") == 20 * 8030261248
 
 
 def test_a_chip_of_unknown_memory():

@@ -4,19 +4,19 @@ import pytest
 
 from meshwright.calculators.training.kv_cache import cache_designs
 from meshwright.cost.formulas.accounting import kv_cache_bytes
-from meshwright.spec.catalogue import model, models
+from meshwright.spec.catalogue import load_model, models
 
 
 @pytest.mark.parametrize("name", models())
 def test_the_own_design_is_what_the_accounting_counts(name):
-    own = [design for design in cache_designs(model(name)) if design.own]
+    own = [design for design in cache_designs(load_model(name)) if design.own]
     assert len(own) == 1
     for positions in (1, 4096, 100_000):
-        assert 2 * own[0].elements(positions) == kv_cache_bytes(model(name), positions)
+        assert 2 * own[0].elements(positions) == kv_cache_bytes(load_model(name), positions)
 
 
 def test_grouped_heads_share_of_full_heads():
-    by_name = {d.name: d.elements(1) for d in cache_designs(model("llama3-70b"))}
+    by_name = {d.name: d.elements(1) for d in cache_designs(load_model("llama3-70b"))}
     assert list(by_name) == ["MHA, 64 heads", "GQA, 8 heads", "MQA, 1 head", "GQA, 8 heads, 2 layers share"]
     full, grouped, one, shared = by_name.values()
     assert full == 2 * 64 * 128 * 80
@@ -24,10 +24,10 @@ def test_grouped_heads_share_of_full_heads():
 
 
 def test_latents_and_windows():
-    latent = {d.name: d.elements_per_layer for d in cache_designs(model("deepseek-v3"))}
+    latent = {d.name: d.elements_per_layer for d in cache_designs(load_model("deepseek-v3"))}
     assert latent["MLA, rank 512"] == 512 + 64
     assert latent["MHA, 128 heads"] == 128 * (192 + 128)
-    gemma = model("gemma3-27b")
+    gemma = load_model("gemma3-27b")
     mixed, unbounded = (
         d.elements(32768) for d in cache_designs(gemma) if d.name in ("GQA, 16 heads", "GQA, 16 heads, no windows")
     )

@@ -7,13 +7,13 @@ import pytest
 from meshwright.calculators.training.model_limits import letters
 from meshwright.core.errors import InputError
 from meshwright.cost.formulas.limit_table import limits_at
-from meshwright.spec.catalogue import model
+from meshwright.spec.catalogue import load_model
 from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.job import Job
 
 
 def found(name, on, *, seqs, seq_len, **choices):
-    m, cluster, job = model(name), parse_cluster(on), Job(batch_seqs=seqs, seq_len=seq_len)
+    m, cluster, job = load_model(name), parse_cluster(on), Job(batch_seqs=seqs, seq_len=seq_len)
     at = letters(m, cluster, job, dtype="bf16", state="bf16-adam", **choices)
     return at, {limit.name: limit for limit in limits_at(at)}
 

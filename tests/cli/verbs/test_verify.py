@@ -4,7 +4,7 @@ import pytest
 
 from meshwright.api.proving import ProofOptions, request_of
 from meshwright.cost.setting import Setting
-from meshwright.spec.catalogue import model
+from meshwright.spec.catalogue import load_model
 from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.job import Job
 from meshwright.spec.strategy import Strategy, make_mesh
@@ -97,7 +97,7 @@ def test_a_chip_without_a_compiler(call):
         assert "no compiler is known for Instinct MI300X" in said.err
         assert "take --for cpu" in said.err
         job = Job(kind="decode", batch_seqs=8, seq_len=64)
-        setting = Setting(model("tiny"), parse_cluster("mi300x:8x1"), job)
+        setting = Setting(load_model("tiny"), parse_cluster("mi300x:8x1"), job)
         strategy = Strategy(mesh=make_mesh({"data": 2, "tensor": 4}), state="bf16-adam")
         request = request_of(setting, strategy, ProofOptions(depth=depth, platform="cpu"))
         assert (request.target.platform, request.target.num_devices) == ("cpu", 8)

@@ -16,13 +16,13 @@ from meshwright.cost.formulas.accounting import (
     zero_bytes,
 )
 from meshwright.cost.work.ops import model_flops
-from meshwright.spec.catalogue import model
+from meshwright.spec.catalogue import load_model
 from meshwright.spec.job import Job
 from meshwright.spec.strategy import STATE_BYTES
 
 
 def test_a_window_ends_the_cache_of_its_layers():
-    gemma = model("gemma3-27b")
+    gemma = load_model("gemma3-27b")
     per_position = 2 * 2 * gemma.num_kv_heads * gemma.head_dim
     num_full = gemma.num_layers - len(gemma.sliding_layers)
     assert kv_cache_bytes(gemma, 512) == 512 * gemma.num_layers * per_position
@@ -32,11 +32,11 @@ def test_a_window_ends_the_cache_of_its_layers():
 
 
 def test_latent_attention_keeps_its_latent():
-    assert kv_cache_bytes(model("deepseek-v3"), 1) == 2 * 61 * (512 + 64)
+    assert kv_cache_bytes(load_model("deepseek-v3"), 1) == 2 * 61 * (512 + 64)
 
 
 def test_attention_takes_half_of_the_flops_at_its_length():
-    llama = model("llama3-70b")
+    llama = load_model("llama3-70b")
     seq_len = round(attention_equal_len(llama))
     job, short = (Job(batch_seqs=1, seq_len=length) for length in (seq_len, 1))
     head = 6 * llama.d_model * llama.vocab_size * seq_len
@@ -59,9 +59,9 @@ def test_stage_0_is_everything_and_stage_3_a_share_of_it(state):
 
 
 def test_policies_keep_less_and_less():
-    widths = [sum(saved_widths(model("llama3-8b"), policy).values()) for policy in ("none", "selective", "block")]
+    widths = [sum(saved_widths(load_model("llama3-8b"), policy).values()) for policy in ("none", "selective", "block")]
     assert widths == sorted(widths, reverse=True)
-    assert widths[-1] == model("llama3-8b").d_model
+    assert widths[-1] == load_model("llama3-8b").d_model
     assert train_flops_per_param() == 6
 
 
@@ -74,7 +74,7 @@ def test_refusals():
 
 def test_a_token_keeps_a_slot_with_each_of_its_experts():
     """DeepSeek-V2: layer 0 is dense, the other 59 send a token to 6 experts of width 1536."""
-    deepseek = model("deepseek-v2")
+    deepseek = load_model("deepseek-v2")
     widths = saved_widths(deepseek, ("x1", "g", "ge"))
     assert widths["x"] == widths["x1"] == deepseek.d_model
     assert widths["g"] == pytest.approx(12288 / 60)

@@ -214,7 +214,7 @@ def test_partly_hidden_by_hand():
 @pytest.mark.parametrize("cluster", ["h100:8x2", "v5e:4x4"])
 def test_without_efficiencies_every_op_is_its_roofline(cluster):
     """The defaults are exactly the data sheet: what the book works out stays as it is."""
-    model, laid = catalogue.model("llama3-8b"), parse_cluster(cluster)
+    model, laid = catalogue.load_model("llama3-8b"), parse_cluster(cluster)
     strategy = Strategy(mesh=make_mesh({"fsdp": 8, "tensor": 2}))
     at = Setting(model, laid, Job(batch_seqs=16, seq_len=2048)).sizes(strategy)
     found = chip_rates(laid.chip, datasheet_calibration(laid.chip), dtype="bf16", state_dtype="bf16")
@@ -228,7 +228,7 @@ def test_without_efficiencies_every_op_is_its_roofline(cluster):
 
 def test_a_default_efficiency_changes_nothing():
     """Bit for bit the same estimate as without a calibration, communication included."""
-    model, cluster, job = catalogue.model("llama3-8b"), parse_cluster("h100:8x2"), Job(batch_seqs=64, seq_len=2048)
+    model, cluster, job = catalogue.load_model("llama3-8b"), parse_cluster("h100:8x2"), Job(batch_seqs=64, seq_len=2048)
     for fields in ({}, {"num_microbatches": 4}, {"precision": "fp8"}):
         strategy = Strategy(mesh=make_mesh({"fsdp": 8, "tensor": 2}), **fields)
         sheet = estimate_step(Setting(model, cluster, job), strategy)

@@ -129,10 +129,10 @@ def test_experts_move_a_row_for_every_slot():
 
 
 def test_slots_are_the_tokens_sent_to_an_expert():
-    mixtral = catalogue.model("mixtral-8x7b")
+    mixtral = catalogue.load_model("mixtral-8x7b")
     assert expert_slots(mixtral, num_tokens=4096) == {"C": 1024, "Er": 4}
     assert expert_slots(mixtral, num_tokens=4096, imbalance=1.5) == {"C": 1536, "Er": 4}
-    assert expert_slots(catalogue.model("tiny"), num_tokens=4096) == {}
+    assert expert_slots(catalogue.load_model("tiny"), num_tokens=4096) == {}
 
 
 def test_a_look_up_moves_its_rows_and_not_the_table():
@@ -189,7 +189,7 @@ def derived_flops(model, job, axes, **choices):
 @pytest.mark.parametrize("name", catalogue.models())
 def test_every_program_has_the_flops_of_its_active_matrices(name):
     """2 per active matrix parameter and token forward, 4 backward; the unembedding counts, the look-up does not."""
-    model, job = catalogue.model(name), Job(batch_seqs=16, seq_len=2048)
+    model, job = catalogue.load_model(name), Job(batch_seqs=16, seq_len=2048)
     look_up = params_by_part(model)["embedding"] - (model.vocab_size * model.d_model if model.tied_embeddings else 0)
     vectors = sum(w.num_active_params for w in weight_table(model) if w.kind == "vector")
     forward = 2 * (num_active_params(model) - look_up - vectors) * job.tokens_per_step
@@ -205,7 +205,7 @@ def test_every_program_has_the_flops_of_its_active_matrices(name):
 @pytest.mark.parametrize("way", ["gather", "ring", "ulysses"])
 @pytest.mark.parametrize("name", ["gpt2", "deepseek-v2-lite", "gpt-oss-20b"])
 def test_no_split_changes_the_flops(name, way):
-    model, job = catalogue.model(name), Job(batch_seqs=16, seq_len=2048)
+    model, job = catalogue.load_model(name), Job(batch_seqs=16, seq_len=2048)
     axes = {"data": 2, "fsdp": 2, "expert": 2, "context": 2, "tensor": 2}
     alone, split = derived_flops(model, job, {}), derived_flops(model, job, axes, context_attention=way)
     assert split["forward"] == pytest.approx(alone["forward"], rel=1e-9)
@@ -214,7 +214,7 @@ def test_no_split_changes_the_flops(name, way):
 
 @pytest.mark.parametrize("name", catalogue.models())
 def test_every_step_of_every_program_has_its_bytes(name):
-    model, job = catalogue.model(name), Job(batch_seqs=16, seq_len=2048)
+    model, job = catalogue.load_model(name), Job(batch_seqs=16, seq_len=2048)
     mesh = make_mesh({"fsdp": 2, "tensor": 2})
     derived = derive(transformer(model), Strategy(mesh=mesh))
     counted = sizes_of(model, job, mesh)
@@ -228,10 +228,10 @@ def test_every_step_of_every_program_has_its_bytes(name):
 def test_model_flops_without_keys_that_no_query_sees():
     job = Job(batch_seqs=4, seq_len=8192)
     for name in ("llama3-8b", "deepseek-v3"):
-        model = catalogue.model(name)
+        model = catalogue.load_model(name)
         whole, causal = (model_flops(model, job, causal=choice) for choice in (False, True))
         assert whole - causal == pytest.approx(3 * attention_flops(model, job) / 2)
-    mistral = catalogue.model("mistral-7b")
+    mistral = catalogue.load_model("mistral-7b")
     whole, causal = (model_flops(mistral, job, causal=choice) for choice in (False, True))
     # of a window of half the sequence, the first half of the queries sees half: 3/4 in all
     assert whole - causal == pytest.approx(3 * attention_flops(mistral, job) / 4)
@@ -239,14 +239,14 @@ def test_model_flops_without_keys_that_no_query_sees():
 
 @pytest.mark.parametrize("remat", REMAT_POLICIES)
 def test_every_derived_local_step_has_a_row(remat):
-    derived = derive(transformer(catalogue.model("tiny")), Strategy(mesh=make_mesh({"fsdp": 2}), remat=remat))
+    derived = derive(transformer(catalogue.load_model("tiny")), Strategy(mesh=make_mesh({"fsdp": 2}), remat=remat))
     local = {s.op for s, _ in derived.steps() if not s.is_collective}
     assert local <= set(step_kinds())
     assert {"einsum", "attention_backward", "adamw", "embed_backward"} <= local
 
 
 def test_model_flops_of_llama3_70b():
-    model, job = catalogue.model("llama3-70b"), Job(batch_seqs=1024, seq_len=4096)
+    model, job = catalogue.load_model("llama3-70b"), Job(batch_seqs=1024, seq_len=4096)
     parts = params_by_part(model)
     assert num_matmul_params(model) == num_params(model) - parts["embedding"] - parts["norm"]
     attention = 12 * 1024 * 4096**2 * 64 * 128 * 80
@@ -256,7 +256,7 @@ def test_model_flops_of_llama3_70b():
 
 
 def test_a_tied_table_counts_once_as_the_unembedding():
-    tied = catalogue.model("llama3.2-1b")
+    tied = catalogue.load_model("llama3.2-1b")
     assert tied.tied_embeddings
     assert num_matmul_params(tied) == num_params(tied) - params_by_part(tied)["norm"]
 
@@ -267,7 +267,7 @@ def test_a_tied_table_counts_once_as_the_unembedding():
 @pytest.mark.parametrize("remat", ["none", "block", "full"])
 def test_executed_flops_are_the_model_s_and_what_is_made_again(axes, remat):
     """Backward makes the scores again (14 for 12 of attention); block remat all of a layer but its last product."""
-    model, job = catalogue.model("tiny"), Job(batch_seqs=16, seq_len=64)
+    model, job = catalogue.load_model("tiny"), Job(batch_seqs=16, seq_len=64)
     strategy = Strategy(mesh=make_mesh(axes), remat=remat)
     counted = Setting(model, parse_cluster("cpu:8"), job).sizes(strategy)  # which meets every key
     derived = derive(transformer(model), strategy)

@@ -52,7 +52,7 @@ def test_many_slots_are_computed_in_the_blocks_that_have_any():
     capacity, rows, computed = 4 * BLOCK_ROWS, [], []
     for load in range(1, capacity + 1, 3):
         slots = jnp.asarray(np.arange(capacity)[None, :, None] < load, jnp.float32)
-        rows.append(int(blocks_of(slots, catalogue.model("mixtral-8x7b")).num[0]) * BLOCK_ROWS)
+        rows.append(int(blocks_of(slots, catalogue.load_model("mixtral-8x7b")).num[0]) * BLOCK_ROWS)
         computed.append(float(load * computed_share(PRODUCT, sizes(load, spare=1e9, experts=1))))
     many = [number for number, load in enumerate(range(1, capacity + 1, 3)) if load * 1e9 > FEW_SLOTS]
     assert np.mean([computed[n] for n in many]) == pytest.approx(np.mean([rows[n] for n in many]), rel=0.02)
@@ -89,7 +89,11 @@ def test_an_accelerator_gathers_as_many_blocks_as_an_expert_has_in_the_mean():
 
 def test_a_step_that_moves_slots_computes_more_than_its_filled_slots():
     """Mixtral with an expert on each of 8 devices: half a block from each device, and half of what a product takes."""
-    model, cluster, job = catalogue.model("mixtral-8x7b"), parse_cluster("h100:8x1"), Job(batch_seqs=8, seq_len=8192)
+    model, cluster, job = (
+        catalogue.load_model("mixtral-8x7b"),
+        parse_cluster("h100:8x1"),
+        Job(batch_seqs=8, seq_len=8192),
+    )
     strategy = Strategy(mesh=make_mesh({"expert": 8}))
     room, none = (
         price_strategy(Setting(model, cluster, job, assumptions=Assumptions(empty_slots=empty)), strategy)

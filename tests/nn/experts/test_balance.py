@@ -14,7 +14,7 @@ from . import plain_experts
 
 BATCH, LENGTH, EXPERTS, CHOSEN = 2, 10, 6, 2
 TOKENS = BATCH * LENGTH
-MODEL = catalogue.model("mixtral-8x7b")
+MODEL = catalogue.load_model("mixtral-8x7b")
 
 
 def draw_scores():

@@ -51,10 +51,10 @@ def test_backward_of_layer_norm_is_that_of_autodiff():
 
 
 def test_the_form_is_that_of_the_family():
-    assert rms_form(catalogue.model("llama3-8b")) == RmsForm(1e-5)
-    assert rms_form(catalogue.model("gemma2-9b")) == RmsForm(1e-6, unit_offset=True, wide_scale=True)
-    assert rms_form(catalogue.model("gpt-oss-20b")) == RmsForm(1e-5, wide_scale=True)
-    assert rms_form(catalogue.model("deepseek-v2"), latent=True).eps == 1e-6
+    assert rms_form(catalogue.load_model("llama3-8b")) == RmsForm(1e-5)
+    assert rms_form(catalogue.load_model("gemma2-9b")) == RmsForm(1e-6, unit_offset=True, wide_scale=True)
+    assert rms_form(catalogue.load_model("gpt-oss-20b")) == RmsForm(1e-5, wide_scale=True)
+    assert rms_form(catalogue.load_model("deepseek-v2"), latent=True).eps == 1e-6
 
 
 @pytest.mark.peer
@@ -73,7 +73,7 @@ def test_casts_come_in_the_order_of_transformers(module, name, model):
     from importlib import import_module
 
     theirs = getattr(import_module(f"transformers.models.{module}.modeling_{module}"), name)
-    form = rms_form(catalogue.model(model))
+    form = rms_form(catalogue.load_model(model))
     x, scale = arrays((64, 32), (32,), seed=1)
     norm = theirs(32, eps=form.eps).to(torch.bfloat16)
     norm.weight.data = torch.tensor(np.asarray(scale)).to(torch.bfloat16)

@@ -66,7 +66,7 @@ def test_backward_is_the_transpose(interleaved, last):
 
 
 def test_sliding_layers_of_gemma3_have_a_theta_of_their_own_and_no_stretch():
-    model = replace(catalogue.model("gemma3-27b"), rope_scaling=RopeScaling(kind="linear", factor=8.0))
+    model = replace(catalogue.load_model("gemma3-27b"), rope_scaling=RopeScaling(kind="linear", factor=8.0))
     far, near = rotation(model), rotation(model, local=True)
     assert far.frequencies[0] == 1 / 8
     assert near.frequencies[0] == 1

@@ -8,7 +8,7 @@ from meshwright.cost.formulas.limit_table import limits_at
 from meshwright.cost.formulas.limits import max_expert_ring, min_microbatches, ring_min_positions
 from meshwright.cost.setting import Setting, setting_of
 from meshwright.cost.train_step import price_strategy
-from meshwright.plan.planner import plan
+from meshwright.plan.planner import rank_plans
 from meshwright.plan.why.bounds import letters_of
 from meshwright.spec import catalogue
 from meshwright.spec.cluster import parse_cluster
@@ -18,8 +18,8 @@ from meshwright.spec.strategy import Assumptions, Strategy, make_mesh, standard_
 
 def planned(model, cluster, batch_seqs, *, seq_len=4096, overrides=None, **axes):
     job = Job(batch_seqs=batch_seqs, seq_len=seq_len)
-    return plan(
-        Setting(catalogue.model(model), parse_cluster(cluster), job), axes=axes, overrides=overrides, top=1
+    return rank_plans(
+        Setting(catalogue.load_model(model), parse_cluster(cluster), job), axes=axes, overrides=overrides, top=1
     ).plan()
 
 
@@ -92,7 +92,7 @@ def test_ring_form():
 
 def test_experts_on_a_ring_against_the_priced_exchange():
     """On one closed ring of 16 chips: Z < 6 F / alpha says the same as the priced AllToAlls and products."""
-    model = msgspec.structs.replace(catalogue.model("mixtral-8x7b"), num_experts=16)
+    model = msgspec.structs.replace(catalogue.load_model("mixtral-8x7b"), num_experts=16)
     one = msgspec.structs.replace(
         planned("tiny", "v5e:1x1", 8, seq_len=64),
         model=model,

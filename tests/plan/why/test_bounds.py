@@ -7,7 +7,7 @@ import pytest
 from meshwright.cost.formulas.limit_table import limits_at
 from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import price_strategy
-from meshwright.plan.planner import plan
+from meshwright.plan.planner import rank_plans
 from meshwright.plan.run_budget import run_budget
 from meshwright.plan.why.bounds import batch_of, letters_of
 from meshwright.spec import catalogue
@@ -15,7 +15,7 @@ from meshwright.spec.calibration import Calibration, CollectiveRate
 from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.job import Job
 
-LLAMA70B, TINY = catalogue.model("llama3-70b"), catalogue.model("tiny")
+LLAMA70B, TINY = catalogue.load_model("llama3-70b"), catalogue.load_model("tiny")
 CPU = Calibration(
     name="test",
     chip="cpu",
@@ -31,7 +31,7 @@ CPU = Calibration(
 
 def planned(cluster, batch_seqs, *, model=LLAMA70B, seq_len=4096, tokens=None, calibration=None, **axes):
     job = Job(batch_seqs=batch_seqs, seq_len=seq_len, train_tokens=tokens)
-    return plan(Setting(model, parse_cluster(cluster), job, calibration), axes=axes, top=1).plan()
+    return rank_plans(Setting(model, parse_cluster(cluster), job, calibration), axes=axes, top=1).plan()
 
 
 def priced(one):
@@ -105,7 +105,7 @@ def test_this_machine_has_limits_of_size_only():
 
 
 def test_sequences_and_memory():
-    one = planned("v5e:4x4", 128, model=catalogue.model("llama3-8b"), tokens=10**9)
+    one = planned("v5e:4x4", 128, model=catalogue.load_model("llama3-8b"), tokens=10**9)
     limits, _ = told(one)
     mesh, count = one.strategy.mesh, one.strategy.num_microbatches
     replicas = mesh["data"] * mesh["fsdp"]
@@ -123,7 +123,7 @@ def test_sequences_and_memory():
 
 def test_stages_count_by_themselves():
     """Of 64 chips in 4 stages 16 share a microbatch, and the layers of one stage: both closed forms are of those."""
-    one = planned("h100:8x8", 256, model=catalogue.model("llama3-8b"), pipeline=4, fsdp=16)
+    one = planned("h100:8x8", 256, model=catalogue.load_model("llama3-8b"), pipeline=4, fsdp=16)
     limits, at = told(one)
     assert (at.num_chips, at.num_stages, at.data_ways) == (16, 4, 16)
     assert at.batch_tokens * at.num_microbatches == 256 * 4096
@@ -141,7 +141,7 @@ def test_slices_that_are_stages_share_no_batch():
 
 
 def test_experts_share_out_sequences_too():
-    one = planned("h100:8x8", 64, model=catalogue.model("mixtral-8x7b"), expert=8)
+    one = planned("h100:8x8", 64, model=catalogue.load_model("mixtral-8x7b"), expert=8)
     mesh = one.strategy.mesh
     assert batch_of(priced(one)).data_parallel == mesh["data"] * mesh["fsdp"] * 8
 

@@ -6,7 +6,7 @@ import pytest
 from meshwright.core.errors import CannotRunError
 from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import price_strategy
-from meshwright.plan.planner import plan
+from meshwright.plan.planner import rank_plans
 from meshwright.plan.why.explain import explain
 from meshwright.spec import catalogue
 from meshwright.spec.cluster import parse_cluster
@@ -15,7 +15,7 @@ from meshwright.spec.job import Job
 
 def planned(cluster="v5e:4x4", model="llama3-8b", batch_seqs=128, **axes):
     job = Job(batch_seqs=batch_seqs, seq_len=4096)
-    return plan(Setting(catalogue.model(model), parse_cluster(cluster), job), axes=axes, top=1).plan()
+    return rank_plans(Setting(catalogue.load_model(model), parse_cluster(cluster), job), axes=axes, top=1).plan()
 
 
 def changed(one, **fields):

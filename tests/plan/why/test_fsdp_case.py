@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from meshwright.cost.setting import Setting
-from meshwright.plan.planner import plan
+from meshwright.plan.planner import rank_plans
 from meshwright.plan.why.explain import fsdp_case
 from meshwright.spec import catalogue
 from meshwright.spec.cluster import parse_cluster
@@ -12,13 +12,13 @@ from meshwright.spec.job import Job
 from meshwright.spec.strategy import Strategy, make_mesh
 from meshwright.spec.weights import num_params
 
-LLAMA70B = catalogue.model("llama3-70b")
+LLAMA70B = catalogue.load_model("llama3-70b")
 
 
 def case_of(cluster, batch_seqs, seq_len, *, model=LLAMA70B, **axes):
     """The case of a strategy that runs on a cluster: the mesh as given, or else the search's."""
     job = Job(batch_seqs=batch_seqs, seq_len=seq_len)
-    one = plan(Setting(model, parse_cluster(cluster), job), axes=axes, top=1).plan()
+    one = rank_plans(Setting(model, parse_cluster(cluster), job), axes=axes, top=1).plan()
     return fsdp_case(one)
 
 
@@ -49,7 +49,7 @@ def lecture(num_gpus, tokens, seq_len):
         h100, peak_flops={"bf16": 200e12}, nic_bytes_per_s=200e9 / 8, nvlink_bytes_per_s=1e14, variant="custom"
     )
     cluster = msgspec.structs.replace(parse_cluster(f"h100:8x{num_gpus // 8}"), chip=chip)
-    small = plan(Setting(model, parse_cluster("h100:8x32"), Job(batch_seqs=256, seq_len=2048)), top=1).plan()
+    small = rank_plans(Setting(model, parse_cluster("h100:8x32"), Job(batch_seqs=256, seq_len=2048)), top=1).plan()
     return msgspec.structs.replace(
         small,
         cluster=cluster,
@@ -85,4 +85,4 @@ def test_on_a_torus_it_is_the_book_s_limit():
 
 
 def test_without_a_network_there_is_no_case():
-    assert case_of("v5e:1x1", 8, 64, model=catalogue.model("tiny")) is None
+    assert case_of("v5e:1x1", 8, 64, model=catalogue.load_model("tiny")) is None

@@ -4,7 +4,7 @@ import pytest
 
 from meshwright.cost.setting import Setting
 from meshwright.plan.legal import legal
-from meshwright.plan.planner import plan
+from meshwright.plan.planner import rank_plans
 from meshwright.plan.why.recipe import recipe
 from meshwright.spec import catalogue
 from meshwright.spec.cluster import parse_cluster
@@ -16,7 +16,7 @@ TEMPLATE = Strategy(mesh=make_mesh({}))
 
 def made(model, cluster, batch_seqs, seq_len):
     job = Job(batch_seqs=batch_seqs, seq_len=seq_len)
-    found = recipe(Setting(catalogue.model(model), parse_cluster(cluster), job), template=TEMPLATE)
+    found = recipe(Setting(catalogue.load_model(model), parse_cluster(cluster), job), template=TEMPLATE)
     return found, {step.name: step.applies for step in found.steps}
 
 
@@ -43,7 +43,7 @@ def test_its_meshes(model, cluster, batch_seqs, seq_len, mesh):
     assert mesh_of(found) == mesh
     assert found.refusal is None
     job = Job(batch_seqs=batch_seqs, seq_len=seq_len)
-    assert legal(Setting(catalogue.model(model), parse_cluster(cluster), job), found.strategy) == ()
+    assert legal(Setting(catalogue.load_model(model), parse_cluster(cluster), job), found.strategy) == ()
     assert found.estimate.step_s > 0
     assert found.strategy.zero == 3
 
@@ -80,13 +80,15 @@ def test_the_batch_of_a_chip_is_the_largest_that_fits():
     assert count > 1
     fewer = Strategy(mesh=found.strategy.mesh, remat="none", num_microbatches=count // 2, context_attention="ring")
     job = Job(batch_seqs=256, seq_len=4096)
-    refused = legal(Setting(catalogue.model("llama3-8b"), parse_cluster("h100:8x4"), job), fewer)
+    refused = legal(Setting(catalogue.load_model("llama3-8b"), parse_cluster("h100:8x4"), job), fewer)
     assert [refusal.rule for refusal in refused] == ["memory"]
 
 
 def test_the_search_is_never_worse():
     job = Job(batch_seqs=2048, seq_len=8192)
-    best = plan(Setting(catalogue.model("llama3-70b"), parse_cluster("h100:8x256"), job), top=1).strategies[0]
+    best = rank_plans(Setting(catalogue.load_model("llama3-70b"), parse_cluster("h100:8x256"), job), top=1).strategies[
+        0
+    ]
     found, _ = made("llama3-70b", "h100:8x256", 2048, 8192)
     assert best.estimate.step_s < found.estimate.step_s
 

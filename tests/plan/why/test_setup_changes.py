@@ -13,7 +13,7 @@ from meshwright.spec.job import Job
 
 def setup_of(cluster="v5p:4x4x4", calibration=None):
     return Setting(
-        model=catalogue.model("tiny"),
+        model=catalogue.load_model("tiny"),
         cluster=parse_cluster(cluster) if isinstance(cluster, str) else cluster,
         job=Job(batch_seqs=64, seq_len=512),
         calibration=calibration,

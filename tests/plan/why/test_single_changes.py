@@ -5,7 +5,7 @@ import pytest
 
 from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import estimate_step
-from meshwright.plan.planner import plan
+from meshwright.plan.planner import rank_plans
 from meshwright.plan.why.single_changes import fits, priced_in, single_changes, try_changes
 from meshwright.spec import catalogue
 from meshwright.spec.cluster import parse_cluster
@@ -15,7 +15,7 @@ from meshwright.spec.strategy import Strategy, make_mesh
 
 def setting_of(model="llama3-8b", cluster="h100:8x4", batch_seqs=256):
     return Setting(
-        model=catalogue.model(model), cluster=parse_cluster(cluster), job=Job(batch_seqs=batch_seqs, seq_len=4096)
+        model=catalogue.load_model(model), cluster=parse_cluster(cluster), job=Job(batch_seqs=batch_seqs, seq_len=4096)
     )
 
 
@@ -54,7 +54,7 @@ def test_the_best_is_found_and_is_what_pricing_it_gives():
 
 def test_a_plan_of_the_search_has_no_single_change_that_helps():
     job = Job(batch_seqs=64, seq_len=4096)
-    one = plan(Setting(catalogue.model("llama3-8b"), parse_cluster("v5e:4x4"), job), top=1).plan()
+    one = rank_plans(Setting(catalogue.load_model("llama3-8b"), parse_cluster("v5e:4x4"), job), top=1).plan()
     setting = Setting(model=one.model, cluster=one.cluster, job=job)
     tried = try_changes(setting, one.strategy, one.predicted.step_s)
     assert tried.best is None

@@ -5,18 +5,18 @@ import pytest
 
 from meshwright.core.errors import InputError
 from meshwright.cost.setting import Setting
-from meshwright.plan.planner import plan
+from meshwright.plan.planner import rank_plans
 from meshwright.plan.why.what_if import what_if
 from meshwright.spec import catalogue
 from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.job import Job
 
-LLAMA8B = catalogue.model("llama3-8b")
+LLAMA8B = catalogue.load_model("llama3-8b")
 
 
 @pytest.fixture(scope="module")
 def result():
-    return plan(Setting(LLAMA8B, parse_cluster("h100:8x4"), Job(batch_seqs=256, seq_len=4096)), top=1)
+    return rank_plans(Setting(LLAMA8B, parse_cluster("h100:8x4"), Job(batch_seqs=256, seq_len=4096)), top=1)
 
 
 def test_it_is_the_plan_of_the_changed_machine(result):
@@ -30,7 +30,7 @@ def test_it_is_the_plan_of_the_changed_machine(result):
         nic_bytes_per_s=h100.nic_bytes_per_s * 0.1,
     )
     cluster = msgspec.structs.replace(parse_cluster("h100:8x4"), chip=chip)
-    again = plan(Setting(LLAMA8B, cluster, Job(batch_seqs=256, seq_len=4096)), top=1).strategies[0]
+    again = rank_plans(Setting(LLAMA8B, cluster, Job(batch_seqs=256, seq_len=4096)), top=1).strategies[0]
     assert told.then.strategy == again.strategy
     assert told.then.estimate.step_s == again.estimate.step_s
     assert told.now == result.strategies[0]
@@ -68,7 +68,7 @@ def test_where_nothing_runs_it_is_said(result):
 
 def test_what_was_held_stays_held():
     held = {"axes": {"tensor": 2}, "overrides": {"remat": "full"}}
-    one = plan(Setting(LLAMA8B, parse_cluster("h100:8x4"), Job(batch_seqs=256, seq_len=4096)), top=1, **held)
+    one = rank_plans(Setting(LLAMA8B, parse_cluster("h100:8x4"), Job(batch_seqs=256, seq_len=4096)), top=1, **held)
     told = what_if(one, {"seq": 2.0}, **held)
     assert (told.then.strategy.mesh["tensor"], told.then.strategy.remat) == (2, "full")
 

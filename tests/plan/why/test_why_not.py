@@ -7,19 +7,19 @@ import pytest
 from meshwright.core.errors import InputError
 from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import estimate_step
-from meshwright.plan.planner import plan
+from meshwright.plan.planner import rank_plans
 from meshwright.plan.why.why_not import split_asked, why_not
 from meshwright.spec import catalogue
 from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.job import Job
 from meshwright.spec.strategy import standard_assignment
 
-LLAMA8B, MIXTRAL = catalogue.model("llama3-8b"), catalogue.model("mixtral-8x7b")
+LLAMA8B, MIXTRAL = catalogue.load_model("llama3-8b"), catalogue.load_model("mixtral-8x7b")
 
 
 @pytest.fixture(scope="module")
 def result():
-    return plan(Setting(LLAMA8B, parse_cluster("h100:8x4"), Job(batch_seqs=256, seq_len=4096)), top=1)
+    return rank_plans(Setting(LLAMA8B, parse_cluster("h100:8x4"), Job(batch_seqs=256, seq_len=4096)), top=1)
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_fields_are_held(result):
 def test_what_the_result_was_planned_with_stays_unless_it_is_asked_for():
     held = {"axes": {"pipeline": 2}, "overrides": {"remat": "full"}}
     job = Job(batch_seqs=256, seq_len=4096)
-    result = plan(Setting(LLAMA8B, parse_cluster("h100:8x4"), job), top=1, **held)
+    result = rank_plans(Setting(LLAMA8B, parse_cluster("h100:8x4"), job), top=1, **held)
     told = why_not(result, {"tensor": 4}, **held)
     assert (told.strategy.mesh["pipeline"], told.strategy.remat) == (2, "full")
     told = why_not(result, {"pipeline": 1, "remat": "block"}, **held)
@@ -98,7 +98,7 @@ def test_the_winner_itself(result):
 
 
 def test_groups_of_the_same_weights_are_compared_as_one():
-    result = plan(
+    result = rank_plans(
         Setting(MIXTRAL, parse_cluster("h100:8x8"), Job(batch_seqs=512, seq_len=4096)), axes={"fsdp": 64}, top=1
     )
     told = why_not(result, {"fsdp": 8, "expert": 8})

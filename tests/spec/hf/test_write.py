@@ -15,7 +15,7 @@ def read_back(model: Model) -> Model:
 
 @pytest.mark.parametrize("name", catalogue.models())
 def test_every_model_of_the_catalogue_survives_the_round_trip(name):
-    model = catalogue.model(name)
+    model = catalogue.load_model(name)
     assert read_back(model) == text_model(model)
 
 
@@ -42,11 +42,11 @@ YARN = RopeScaling(kind="yarn", factor=8.0, original_max_positions=256, beta_fas
     ],
 )
 def test_what_differs_from_the_published_model_survives_too(name, changes):
-    model = replace(text_model(catalogue.model(name)), **changes)
+    model = replace(text_model(catalogue.load_model(name)), **changes)
     assert read_back(model) == model
 
 
 def test_a_nested_decoder_is_written_as_the_text_model_it_is():
-    nested = replace(catalogue.model("gemma3-27b"), weights_prefix="language_model.model.")
+    nested = replace(catalogue.load_model("gemma3-27b"), weights_prefix="language_model.model.")
     assert config_from_model(nested)["model_type"] == "gemma3_text"
     assert read_back(nested).weights_prefix == "model."

@@ -88,7 +88,7 @@ def scaling_curve(
     """The best plan on every cluster. All search one space, opened once.
 
     Strong scaling keeps the setting's batch; ``weak`` keeps the sequences per chip of the first cluster. ``axes`` and
-    ``overrides`` fix choices as in `planner.plan`.
+    ``overrides`` fix choices as in `planner.rank_plans`.
     """
     _same_chip(clusters)
     space = space_of(setting.on(clusters[0]), axes or {}, overrides or {}, choices)

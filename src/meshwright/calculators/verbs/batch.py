@@ -16,7 +16,7 @@ from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.units import format_count
 from meshwright.cost.formulas.roofline import dtype_bytes
 from meshwright.report.answer import Answer, Fact, Piece, Table
-from meshwright.spec.catalogue import model as find_model
+from meshwright.spec.catalogue import load_model
 from meshwright.spec.chip import compute_dtype
 from meshwright.spec.cluster import Cluster, parse_cluster
 from meshwright.spec.job import parse_batch
@@ -87,7 +87,7 @@ def _limits(cluster: Cluster | None, model_name: str | None, weights: str | None
     dtype = None if cluster is None else product_dtype(cluster.chip)
     if cluster is None or dtype is None:
         return None
-    found = find_model(model_name) if model_name else None
+    found = load_model(model_name) if model_name else None
     experts = found is not None and found.num_experts > 0
     return compute_bound_tokens(
         cluster,

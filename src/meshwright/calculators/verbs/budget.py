@@ -23,7 +23,7 @@ from meshwright.core.errors import InputError
 from meshwright.core.units import parse_count
 from meshwright.cost.formulas.training_budget import available_flops, mfu_from_hours, petaflop_days, training_flops
 from meshwright.report.answer import Answer
-from meshwright.spec.catalogue import model as find_model
+from meshwright.spec.catalogue import load_model
 from meshwright.spec.chip import chips, peak
 from meshwright.spec.cluster import Cluster, parse_cluster
 from meshwright.spec.model import Model
@@ -75,7 +75,7 @@ def command(given: Given) -> Answer:
     )
     cluster = parse_cluster(given.on) if given.on else None
     failing = _failures(cluster, given.nodes, given.failure_rate, given.checkpoint_s, given.restart_s, given.interval_s)
-    found = find_model(given.model_name) if given.model_name else None
+    found = load_model(given.model_name) if given.model_name else None
     wanted = (given.flops, found, given.params_text, given.tokens_text, given.loss)
     if failing is not None and all(one is None for one in wanted):
         facts: dict[str, Any] = {"flops": None, "failures": failing}

@@ -10,8 +10,7 @@ from meshwright.cli.verb import Count, Options, argument, option, verb
 from meshwright.core.errors import InputError
 from meshwright.core.units import format_bytes, format_flops, format_params
 from meshwright.report.answer import Answer, Fact, Piece, Table
-from meshwright.spec.catalogue import model as find_model
-from meshwright.spec.catalogue import models
+from meshwright.spec.catalogue import load_model, models
 from meshwright.spec.chip import Chip
 from meshwright.spec.model import Model
 from meshwright.spec.strategy import STATE_BYTES, Strategy
@@ -61,7 +60,7 @@ def _models(given: Given) -> list[Model]:
         raise InputError(f"--all and {given.names[0]} do not go together. Name models, or ask for all of them.")
     if not given.every and not given.names:
         raise InputError("no model is named. Name some, such as llama3-8b gemma-7b, or give --all.")
-    return [find_model(name) for name in (models() if given.every else dict.fromkeys(given.names))]
+    return [load_model(name) for name in (models() if given.every else dict.fromkeys(given.names))]
 
 
 LETTERS = {

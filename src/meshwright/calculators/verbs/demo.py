@@ -16,7 +16,7 @@ from meshwright.cli.verbs.train_text import result_text
 from meshwright.core.units import format_seconds
 from meshwright.cost.setting import Setting, setting_of
 from meshwright.cost.train_step import PricedStrategy, price_strategy
-from meshwright.plan.planner import plan
+from meshwright.plan.planner import rank_plans
 from meshwright.report.answer import Answer, Paragraph
 from meshwright.spec.calibration import matmul_rate, memory_rate
 from meshwright.spec.cluster import parse_cluster
@@ -65,7 +65,7 @@ def command(given: Given) -> Answer:
     say("1/5 measure")
     calibration = measure(cluster, keep=given.out / "calibration.toml")
     say("2/5 plan")
-    found = plan(Setting(DEMO_MODEL, cluster, DEMO_JOB, calibration))
+    found = rank_plans(Setting(DEMO_MODEL, cluster, DEMO_JOB, calibration))
     chosen = found.plan()
     save_plan(chosen, given.out / "plan.toml")
     if given.form == "text":

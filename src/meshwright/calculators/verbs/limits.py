@@ -10,7 +10,7 @@ from meshwright.cli.verb import Count, Options, argument, option, verb
 from meshwright.core.units import format_bytes, format_count, format_flops, format_seconds
 from meshwright.cost.formulas.limit_table import Letters, Limit, limits_at
 from meshwright.report.answer import Answer, Piece, Table
-from meshwright.spec.catalogue import model as find_model
+from meshwright.spec.catalogue import load_model
 from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.strategy import STATE_BYTES, Strategy
 
@@ -31,7 +31,7 @@ class Given(Options):
 @verb(Given)
 def command(given: Given) -> Answer:
     """When FSDP, tensor parallelism and their mixture are compute-bound for MODEL, and what fits: no plan is needed."""
-    model, cluster, job = find_model(given.model), parse_cluster(given.on), read_job(given.batch, given.seq_len)
+    model, cluster, job = load_model(given.model), parse_cluster(given.on), read_job(given.batch, given.seq_len)
     at = letters(
         model,
         cluster,

@@ -10,7 +10,7 @@ from meshwright.core.units import format_count
 from meshwright.cost.formulas.accounting import attention_equal_len
 from meshwright.cost.formulas.roofline import channel_rate, critical_intensity
 from meshwright.report.answer import Answer, Fact, Piece, Table
-from meshwright.spec.catalogue import model as find_model
+from meshwright.spec.catalogue import load_model
 from meshwright.spec.chip import Chip, compute_dtype, peak
 from meshwright.spec.model import Model
 
@@ -21,7 +21,7 @@ COLUMN = 16
 def attention_answer(name: str, unit: Chip, given: Any, sweep: Sweep | None) -> Answer:
     """Attention of a model beside its feed-forward block at every length."""
     dtype = compute_dtype(unit, "bf16")
-    facts = attention_facts(find_model(name), unit, dtype=dtype, batch_seqs=given.batch_seqs, sweep=sweep)
+    facts = attention_facts(load_model(name), unit, dtype=dtype, batch_seqs=given.batch_seqs, sweep=sweep)
     facts |= drawn(given.png)
     return Answer(facts, _text(facts), {given.png: lambda: _figure(facts)})
 

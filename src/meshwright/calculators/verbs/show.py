@@ -11,7 +11,7 @@ from meshwright.core.errors import InputError, nearest
 from meshwright.core.toml_file import read_toml
 from meshwright.core.units import format_bytes, format_flops, format_params, format_rate
 from meshwright.report.answer import Answer, Table
-from meshwright.spec.catalogue import model, models
+from meshwright.spec.catalogue import load_model, models
 from meshwright.spec.chip import chip, chips
 from meshwright.spec.slices import parse_clusters
 from meshwright.spec.weights import num_active_params, num_params
@@ -35,7 +35,7 @@ def command(given: Given) -> Answer:
     if thing.lower() in _chip_names():
         return chip_answer(chip(thing))
     if thing and (thing in models() or Path(thing).exists() or "/" in thing or thing.endswith(".json")):
-        return model_answer(model(thing))
+        return model_answer(load_model(thing))
     options = ("models", "chips", *models(), *_chip_names())
     hint = nearest(thing, options) or " Try meshwright show models, or meshwright show chips."
     raise InputError(f"{thing!r} is no model, chip or cluster.{hint}")
@@ -84,7 +84,7 @@ def _models() -> Answer:
             "d_model": m.d_model,
             "runs": m.runs_here,
         }
-        for m in map(model, models())
+        for m in map(load_model, models())
     ]
     return Answer({"models": rows}, [Table.of(rows, MODELS)])
 

@@ -27,7 +27,7 @@ from meshwright.report.answer import Answer, Piece, Table
 from meshwright.report.figure import Figure
 from meshwright.report.heatmap import short_mesh
 from meshwright.report.plans.comm_compute import CommsCurve, comm_compute_figure
-from meshwright.spec.catalogue import model as find_model
+from meshwright.spec.catalogue import load_model
 from meshwright.spec.slices import parse_clusters
 
 TOKENS_PER_CHIP = (32, 32 * 1024)
@@ -58,7 +58,7 @@ def command(given: Given) -> Answer:
         raise InputError(f"{given.on} is one chip: there is nothing to send. Give a larger cluster.")
     rates = rates_for(clusters[0], given.calibration)
     work = mlp_work(given.model) or model_work(
-        find_model(given.model), seq_len=given.seq_len, whole=given.whole, remat=given.remat
+        load_model(given.model), seq_len=given.seq_len, whole=given.whole, remat=given.remat
     )
     if work.model is None and given.whole:
         raise InputError(f"{given.model} is one layer without a loss: it has a forward pass only. Leave out --step.")

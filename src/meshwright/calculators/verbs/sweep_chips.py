@@ -18,7 +18,7 @@ from meshwright.report.heatmap import short_mesh
 from meshwright.report.scaling import ScalingPoint, scaling_figure
 from meshwright.report.tables import Cell
 from meshwright.spec.calibration import Calibration
-from meshwright.spec.catalogue import model as find_model
+from meshwright.spec.catalogue import load_model
 from meshwright.spec.job import Job
 
 WIDE = 100
@@ -44,7 +44,7 @@ def command(given: Given) -> Answer:
     rates = rates_for(clusters[-1], given.calibration, fitted=True)
     fixed, overrides, assumed = read_choices(given.axes, given.pairs, sections=OF_JOBS)
     job = read_job(given.batch, given.seq_len, given.pairs)
-    setting = Setting(find_model(given.model), clusters[0], job, rates, assumptions=assumed)
+    setting = Setting(load_model(given.model), clusters[0], job, rates, assumptions=assumed)
     points = scaling_curve(setting, clusters, weak=given.weak, axes=fixed, overrides=overrides)
     if all(point.best is None for point in points):
         raise CannotRunError(

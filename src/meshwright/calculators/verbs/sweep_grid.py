@@ -15,7 +15,7 @@ from meshwright.cost.setting import Setting
 from meshwright.report.answer import Answer, Piece, Table
 from meshwright.report.figure import Figure
 from meshwright.report.heatmap import HeatCell, heatmap_figure, short_mesh
-from meshwright.spec.catalogue import model as find_model
+from meshwright.spec.catalogue import load_model
 from meshwright.spec.chip import chip as find_chip
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.job import Job
@@ -57,7 +57,7 @@ def command(given: Given) -> Answer:
 
 
 def _models(models: str | None, sizes: str | None) -> list[Model]:
-    found = [find_model(name.strip()) for name in models.split(",")] if models else []
+    found = [load_model(name.strip()) for name in models.split(",")] if models else []
     found += [llama_like(size.strip()) for size in sizes.split(",")] if sizes else []
     if not found:
         raise InputError("no model is named. Give --models llama3-8b,llama3-70b or --sizes 1B,7B,70B, or both.")

@@ -18,7 +18,7 @@ from meshwright.report.bars import memory_figure
 from meshwright.report.figure import si_scale
 from meshwright.report.heatmap import short_mesh
 from meshwright.report.tables import Cell
-from meshwright.spec.catalogue import model as find_model
+from meshwright.spec.catalogue import load_model
 from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.strategy import Strategy, make_mesh
 
@@ -53,7 +53,7 @@ def command(given: Given) -> Answer:
     cluster = parse_cluster(given.on)
     fixed, fields, assumed = read_choices(given.axes, given.pairs, sections=("strategy", "assumptions"))
     points = memory_sweep(
-        find_model(given.model),
+        load_model(given.model),
         cluster,
         cast(Axis, given.axis),
         seq_len=given.seq_len,

@@ -17,7 +17,7 @@ from meshwright.cost.setting import Setting
 from meshwright.report.answer import Answer, Piece, Table
 from meshwright.report.figure import Figure
 from meshwright.report.plans.two_streams import two_streams_figure
-from meshwright.spec.catalogue import model as find_model
+from meshwright.spec.catalogue import load_model
 from meshwright.spec.cluster import Cluster, parse_cluster
 from meshwright.spec.job import Job
 
@@ -48,7 +48,7 @@ def command(given: Given) -> Answer:
             f"{job.batch_seqs} sequences cannot be divided over {cluster.num_chips} chips. "
             f"Use --batch {max(1, job.batch_seqs // cluster.num_chips) * cluster.num_chips}seq, or another cluster."
         )
-    setting = Setting(find_model(given.model), cluster, job, rates_for(cluster, given.calibration))
+    setting = Setting(load_model(given.model), cluster, job, rates_for(cluster, given.calibration))
     found = [
         two_streams(setting, way, layers=given.layers, remat=given.remat, bucket_bytes=parse_bytes(given.bucket))
         for way in WAYS

@@ -25,13 +25,13 @@ from meshwright.core.errors import InputError
 from meshwright.core.units import format_bytes, format_count, format_params, format_seconds
 from meshwright.cost.formulas.training_budget import DAY_S
 from meshwright.cost.setting import Setting
-from meshwright.plan.planner import plan_slices
+from meshwright.plan.planner import rank_slices
 from meshwright.plan.result import PlannedStrategy, PlanResult
 from meshwright.plan.run_budget import RunBudget, run_budget
 from meshwright.plan.space import FULL, USUAL
 from meshwright.report.answer import Answer, Fact, Piece, Table
 from meshwright.report.tables import Cell
-from meshwright.spec.catalogue import model as find_model
+from meshwright.spec.catalogue import load_model
 from meshwright.spec.job import Job, parse_batch, require_training
 from meshwright.spec.plan_file import save_plan
 from meshwright.spec.slices import parse_clusters
@@ -69,7 +69,7 @@ class Given(Options):
 def command(given: Given) -> Answer:
     """Find how to split the training of MODEL (a name or a config.json) over a cluster."""
     fields = parse_fields(given.pairs, sections=("model", "job", "strategy", "assumptions"))
-    chosen = with_fields(find_model(given.model), "model", fields["model"])
+    chosen = with_fields(load_model(given.model), "model", fields["model"])
     clusters = parse_clusters(given.on)
     batch_seqs = parse_batch(given.batch, seq_len=given.seq_len)
     job = Job(batch_seqs=batch_seqs, seq_len=given.seq_len, train_tokens=given.tokens)
@@ -82,7 +82,7 @@ def command(given: Given) -> Answer:
     rates = rates_for(clusters[0], given.calibration, fitted=True)
     assumed = with_fields(AS_RUN, "assumptions", fields["assumptions"])
     choices = FULL if given.full else USUAL
-    result = plan_slices(
+    result = rank_slices(
         [Setting(chosen, cluster, job, rates, assumptions=assumed) for cluster in clusters],
         axes=fixed,
         overrides=fields["strategy"],

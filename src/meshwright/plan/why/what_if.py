@@ -9,7 +9,7 @@ from meshwright.core.errors import CannotRunError
 from meshwright.cost.breakdown import Breakdown, Term
 from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import price_strategy
-from meshwright.plan.planner import plan
+from meshwright.plan.planner import rank_plans
 from meshwright.plan.result import PlannedStrategy, PlanResult
 from meshwright.plan.space import USUAL, Choices
 from meshwright.plan.why.setup_changes import changed_setting
@@ -58,7 +58,7 @@ def what_if(
     setting, changed = changed_setting(result.setting, asked)
     found = WhatIf(asked=dict(asked), changed=changed, now=now, terms_now=_terms(now))
     try:
-        again = plan(setting, axes=axes, overrides=overrides, choices=choices, top=1)
+        again = rank_plans(setting, axes=axes, overrides=overrides, choices=choices, top=1)
     except CannotRunError as error:
         return msgspec.structs.replace(found, note=str(error))
     then = again.strategies[0]
