@@ -15,7 +15,7 @@ from meshwright.algebra.rewrites.remat import Saved, in_segments
 from meshwright.algebra.rewrites.split_backward import with_split_backward
 from meshwright.algebra.rewrites.stacks import shared_inputs
 from meshwright.algebra.steps import Step
-from meshwright.algebra.trace import Shardings, Trace
+from meshwright.algebra.tape import Shardings, Tape
 from meshwright.core.errors import InputError
 from meshwright.spec.strategy import Strategy
 
@@ -43,6 +43,7 @@ def derive(
     shardings = Shardings(program, strategy, keep)
     saved = Saved(shardings)
     shardings.shared = shared_inputs(program, lambda block: _both_passes(block, shardings))
+    activations = {variable.name for variable in program.of_role("activation")}
     blocks: list[BlockSteps] = []
     keeps: list[ShardedArray] = []
     for block in program.blocks:
@@ -51,7 +52,7 @@ def derive(
         backward = _backward(block, shardings, forward, kept)
         keeps.extend(kept)
         given = program.further(block.name)
-        held = tuple(a for a in backward.used if a.name not in given and (a in kept or shardings.is_activation(a.name)))
+        held = tuple(a for a in backward.used if a.name not in given and (a in kept or a.name in activations))
         steps = BlockSteps(block, tuple(forward.steps), tuple(backward.steps), held)
         steps = in_segments(in_blocks(steps, shardings), shardings)
         blocks.append(with_fused_head(steps) if fused_head else steps)
@@ -80,30 +81,30 @@ def _inputs(block: Block, shardings: Shardings) -> set[ShardedArray]:
     return {array for name in used - made for array in shardings.as_read(name)}
 
 
-def forward_pass(block: Block, shardings: Shardings) -> Trace:
+def forward_pass(block: Block, shardings: Shardings) -> Tape:
     """The forward steps of one block, and which of them makes each result."""
-    trace = Trace(shardings, block, "forward", _inputs(block, shardings))
+    tape = Tape(shardings, block, "forward", _inputs(block, shardings))
     for op in block.ops:
-        op_kind(op.kind).forward(trace.at(op))
+        op_kind(op.kind).forward(tape.at(op))
     for array in shardings.as_read(block.ops[-1].out):
-        trace.move(trace.declared(array.name), array)
-    trace.producers = {a: s for s in trace.steps for a in (s.result, *s.more)}
-    return trace
+        tape.move(tape.declared(array.name), array)
+    tape.producers = {a: s for s in tape.steps for a in (s.result, *s.more)}
+    return tape
 
 
-def _backward(block: Block, shardings: Shardings, forward: Trace, kept: list[ShardedArray]) -> Trace:
-    trace = Trace(shardings, block, "backward", {*_inputs(block, shardings), *kept})
-    trace.producers = forward.producers
+def _backward(block: Block, shardings: Shardings, forward: Tape, kept: list[ShardedArray]) -> Tape:
+    tape = Tape(shardings, block, "backward", {*_inputs(block, shardings), *kept})
+    tape.producers = forward.producers
     # what the layers after this one have left is added to
     further = [name for name in shardings.program.further(block.name) if name in shardings.shared]
-    trace.available.update(shardings.as_left(name) for name in (block.ops[-1].out, *further))
-    trace.contribute(block.ops[-1].out, shardings.as_left(block.ops[-1].out))
+    tape.available.update(shardings.as_left(name) for name in (block.ops[-1].out, *further))
+    tape.contribute(block.ops[-1].out, shardings.as_left(block.ops[-1].out))
     for op in reversed(block.ops):
-        trace.finish(op.out)
-        op_kind(op.kind).backward(trace.at(op))
-    for name in (name for name in list(trace.contributions) if name not in further):
-        trace.finish(name)
-    return trace
+        tape.finish(op.out)
+        op_kind(op.kind).backward(tape.at(op))
+    for name in (name for name in list(tape.contributions) if name not in further):
+        tape.finish(name)
+    return tape
 
 
 def _both_passes(block: Block, shardings: Shardings) -> list[Step]:

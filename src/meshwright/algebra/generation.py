@@ -18,7 +18,7 @@ from meshwright.algebra.layers import PLAIN, ProgramOptions, parse_block
 from meshwright.algebra.ops.cached_attention import slots_kept
 from meshwright.algebra.program import Block, Op, Program, Variable
 from meshwright.algebra.rewrites.collective_matmul import in_blocks
-from meshwright.algebra.trace import Shardings
+from meshwright.algebra.tape import Shardings
 from meshwright.algebra.transformer import LayerKind, layer_kinds, transformer, weight_variables
 from meshwright.core.dims import DTYPE_BYTES
 from meshwright.core.errors import CannotRunError, InputError, nearest

@@ -14,10 +14,10 @@ import msgspec
 from meshwright.algebra.notation import ShardedArray
 from meshwright.algebra.sizes import Number, OpSizes
 from meshwright.algebra.steps import Step
-from meshwright.algebra.trace import Trace
+from meshwright.algebra.tape import Tape
 
-Rule = Callable[[Trace], None]
-"""Adds the steps of the op that the trace is at."""
+Rule = Callable[[Tape], None]
+"""Adds the steps of the op that the tape is at."""
 
 Count = Callable[[Step, OpSizes], Number]
 
@@ -65,9 +65,9 @@ class StepKind(msgspec.Struct, frozen=True, kw_only=True):
     chunk_bytes: Count = nothing
 
 
-def no_rule(trace: Trace) -> None:
+def no_rule(tape: Tape) -> None:
     """Refuses the backward pass of an op that only generation has, or any rule of a step that only a rewrite makes."""
-    raise AssertionError(f"{trace.op.kind} has no backward pass; derive it with derive_forward")
+    raise AssertionError(f"{tape.op.kind} has no backward pass; derive it with derive_forward")
 
 
 class Updated(msgspec.Struct, frozen=True, kw_only=True):

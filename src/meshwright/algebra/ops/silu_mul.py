@@ -2,13 +2,13 @@
 
 from meshwright.algebra.kinds import OpKind, StepKind
 from meshwright.algebra.ops.add import forward, local_cotangents
-from meshwright.algebra.trace import Trace
+from meshwright.algebra.tape import Tape
 
 
-def backward(trace: Trace) -> None:
+def backward(tape: Tape) -> None:
     """Cotangents from the inputs of the forward pass, in the sharding of the result."""
-    out = trace.out
-    trace.run_backward([array.like(out) for array in trace.inputs], local_cotangents(trace, out))
+    out = tape.out
+    tape.run_backward([array.like(out) for array in tape.inputs], local_cotangents(tape, out))
 
 
 def elementwise(name: str) -> OpKind:

@@ -20,7 +20,7 @@ from meshwright.algebra.ops.collective_matmul import NAME, Blocks, Form
 from meshwright.algebra.program import WEIGHTS
 from meshwright.algebra.rewrites.rings import Round
 from meshwright.algebra.steps import Step
-from meshwright.algebra.trace import Shardings
+from meshwright.algebra.tape import Shardings
 
 AXES = ("tensor",)
 """Mesh axes whose collectives of activations within a layer are decomposed."""

@@ -7,7 +7,7 @@ from meshwright.algebra.einsum import reshard
 from meshwright.algebra.notation import ShardedArray
 from meshwright.algebra.program import Program
 from meshwright.algebra.steps import Phase, Step
-from meshwright.algebra.trace import Shardings
+from meshwright.algebra.tape import Shardings
 from meshwright.core.errors import CannotRunError
 from meshwright.spec.strategy import Strategy
 

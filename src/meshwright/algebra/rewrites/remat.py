@@ -1,5 +1,5 @@
 """Rematerialisation: the forward results that a strategy keeps for the backward pass, by name, and segments of layers
-that run again. What is not kept the backward pass makes again where it needs it (`Trace.need`)."""
+that run again. What is not kept the backward pass makes again where it needs it (`Tape.need`)."""
 
 from msgspec.structs import replace
 
@@ -8,7 +8,7 @@ from meshwright.algebra.layers import CROSS, ENCODER
 from meshwright.algebra.notation import ShardedArray
 from meshwright.algebra.program import Block, Program
 from meshwright.algebra.steps import Phase, Step
-from meshwright.algebra.trace import Shardings
+from meshwright.algebra.tape import Shardings
 from meshwright.core.errors import InputError, nearest
 from meshwright.spec.strategy import Strategy
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from meshwright.algebra.schedules.table import (
     PLACEMENTS,
-    Op,
+    Pass,
     PlacementName,
     Schedule,
     StagePlacement,
@@ -33,7 +33,7 @@ for those of the weights, which schedules that do not split make in one pass."""
 class Order(Protocol):
     """The passes of one device, first to last."""
 
-    def __call__(self, device: int, *, stages: int, microbatches: int, chunks: int) -> Iterable[Op]: ...
+    def __call__(self, device: int, *, stages: int, microbatches: int, chunks: int) -> Iterable[Pass]: ...
 
 
 class Requirement(msgspec.Struct, frozen=True):

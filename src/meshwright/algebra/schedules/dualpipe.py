@@ -12,13 +12,13 @@ from typing import Literal
 import numpy as np
 
 from meshwright.algebra.schedules.definition import Array, LockstepForms, Requirement, ScheduleDefinition, StageForms
-from meshwright.algebra.schedules.table import Op
+from meshwright.algebra.schedules.table import Pass
 
 Streams = tuple[tuple[int, int], tuple[int, int]]
 """Chunk and first microbatch of the two streams that a device serves."""
 
 
-def dual_order(distance: int, depth: int, per_stream: int, streams: Streams) -> Iterator[Op]:
+def dual_order(distance: int, depth: int, per_stream: int, streams: Streams) -> Iterator[Pass]:
     """Ops of the device ``distance`` steps from the end where stream 0 enters; the streams turn after ``depth``."""
     inner, half, is_odd = depth - 1 - distance, (distance + 1) // 2, distance % 2 == 1
     # F and B of a stream; S is a B whose weight gradients wait for the next W
@@ -34,17 +34,17 @@ def dual_order(distance: int, depth: int, per_stream: int, streams: Streams) -> 
         words += ["S1" if turn > half or (turn == half and is_odd) else "B1", "S0" if turn >= half else "B0"]
     words += [*["W", "S0"] * inner, *["W"] * (distance + 1)]
     counts = {(kind, stream): itertools.count(streams[stream][1]) for kind in "FB" for stream in (0, 1)}
-    pending = deque[Op]()
+    pending = deque[Pass]()
     for word in words:
         if word == "W":
             yield pending.popleft()
             continue
         kind: Literal["F", "B"] = "F" if word[0] == "F" else "B"
         stream = int(word[1])
-        op = Op(kind, next(counts[kind, stream]), streams[stream][0])
+        op = Pass(kind, next(counts[kind, stream]), streams[stream][0])
         yield op
         if word[0] == "S":
-            pending.append(Op("W", op.microbatch, op.chunk))
+            pending.append(Pass("W", op.microbatch, op.chunk))
 
 
 def dual_bubble_seconds(hops: Array, f: Array, b: Array, w: Array) -> Array:
@@ -54,7 +54,7 @@ def dual_bubble_seconds(hops: Array, f: Array, b: Array, w: Array) -> Array:
     return np.maximum(longest, hops * (b + np.maximum(b - w, 0)) - f)
 
 
-def _order(device: int, *, stages: int, microbatches: int, chunks: int) -> Iterator[Op]:
+def _order(device: int, *, stages: int, microbatches: int, chunks: int) -> Iterator[Pass]:
     half = microbatches // 2
     down, up = (0, 0), (1, half)
     distance = min(device, stages - 1 - device)

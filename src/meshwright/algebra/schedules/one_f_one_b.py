@@ -6,10 +6,10 @@ from collections.abc import Iterator
 import numpy as np
 
 from meshwright.algebra.schedules.definition import LockstepForms, ScheduleDefinition, StageForms
-from meshwright.algebra.schedules.table import Op
+from meshwright.algebra.schedules.table import Pass
 
 
-def alternating(warmup: int, forward: list[Op], backward: list[Op]) -> Iterator[Op]:
+def alternating(warmup: int, forward: list[Pass], backward: list[Pass]) -> Iterator[Pass]:
     """``warmup`` forward passes, one forward and one backward alternately, and the remaining backward passes."""
     warmup = min(warmup, len(forward))
     yield from forward[:warmup]
@@ -18,8 +18,8 @@ def alternating(warmup: int, forward: list[Op], backward: list[Op]) -> Iterator[
     yield from backward[len(forward) - warmup :]
 
 
-def _order(device: int, *, stages: int, microbatches: int, chunks: int) -> Iterator[Op]:
-    forward, backward = [Op("F", m) for m in range(microbatches)], [Op("B", m) for m in range(microbatches)]
+def _order(device: int, *, stages: int, microbatches: int, chunks: int) -> Iterator[Pass]:
+    forward, backward = [Pass("F", m) for m in range(microbatches)], [Pass("B", m) for m in range(microbatches)]
     return alternating(stages - 1 - device, forward, backward)
 
 

@@ -11,14 +11,14 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-Pass = Literal["F", "B", "W"]
+PassKind = Literal["F", "B", "W"]
 """F forward; B backward; W weight gradients, where a row of its own makes them: B then makes input gradients only."""
 
 
-class Op(msgspec.Struct, frozen=True):
+class Pass(msgspec.Struct, frozen=True):
     """One pass of one microbatch through one chunk of a device; written ``F3``, or ``F3/1`` in chunk 1."""
 
-    kind: Pass
+    kind: PassKind
     microbatch: int
     chunk: int = 0
 
@@ -29,7 +29,7 @@ class Op(msgspec.Struct, frozen=True):
 class Result(NamedTuple):
     """The result of a pass of a microbatch through a virtual stage."""
 
-    kind: Pass
+    kind: PassKind
     stage: int
     microbatch: int
 
@@ -69,7 +69,7 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     name: str
     routes: tuple[Route, ...]
     route_of: tuple[int, ...]
-    orders: tuple[tuple[Op, ...], ...]
+    orders: tuple[tuple[Pass, ...], ...]
 
     @property
     def num_devices(self) -> int:
@@ -170,7 +170,7 @@ def _down(devices: int, chunk: int) -> Route:
     return tuple(Place(device, chunk) for device in range(devices))
 
 
-def microbatch_routes(orders: Sequence[Sequence[Op]], num_routes: int) -> dict[int, int]:
+def microbatch_routes(orders: Sequence[Sequence[Pass]], num_routes: int) -> dict[int, int]:
     """The route of each microbatch: with two routes, the one whose chunk its first op is in."""
     if num_routes == 1:
         return dict.fromkeys((op.microbatch for order in orders for op in order), 0)

@@ -15,7 +15,7 @@ import numpy as np
 
 from meshwright.algebra.schedules.fused import PASSES, Tick, fused_ticks
 from meshwright.algebra.schedules.simulation import Seconds, most_alive, pass_times
-from meshwright.algebra.schedules.table import Pass, Result, Schedule
+from meshwright.algebra.schedules.table import PassKind, Result, Schedule
 
 IDLE = -1
 """In every column: nothing here. Of a slot that is read: the value does not come from that buffer."""
@@ -191,7 +191,7 @@ class _Value(NamedTuple):
     key: tuple[int, int]
 
 
-_MOMENT: dict[Pass, int] = {"F": 0, "B": 1, "W": 2}
+_MOMENT: dict[PassKind, int] = {"F": 0, "B": 1, "W": 2}
 _ARRIVES = 3
 
 
@@ -243,7 +243,7 @@ class _Builder:
                     found[name].append(_Value(device, written, read, (stage, m)))
         return found
 
-    def _columns(self, kind: Pass, form: type[OfPass], slot_of: dict[str, dict[tuple[int, int], int]]) -> OfPass:
+    def _columns(self, kind: PassKind, form: type[OfPass], slot_of: dict[str, dict[tuple[int, int], int]]) -> OfPass:
         found = {field: np.full(self.shape, IDLE, np.int32) for field in form._fields}
         for (of_kind, stage, m), tick in self.at.items():
             if of_kind == kind:
@@ -263,7 +263,7 @@ class _Builder:
                 pairs.setdefault(offset, set()).add((one.device, other.device))
         return tuple(Channel(offset, tuple(sorted(found))) for offset, found in sorted(pairs.items()))
 
-    def _arrivals(self, kind: Pass, channel: Channel, slots: dict[tuple[int, int], int]) -> np.ndarray:
+    def _arrivals(self, kind: PassKind, channel: Channel, slots: dict[tuple[int, int], int]) -> np.ndarray:
         """Where each device puts what reaches it by this channel."""
         step, column = 1 if kind == "F" else -1, np.full(self.shape, IDLE, np.int32)
         for (stage, m), slot in slots.items():

@@ -1,6 +1,6 @@
-"""Declared shardings, and the trace that rules of ops add their steps to.
+"""Declared shardings, and the tape that rules of ops add their steps to.
 
-Collectives are never written in a rule: each says in which shardings it can work locally and calls `Trace.move`
+Collectives are never written in a rule: each says in which shardings it can work locally and calls `Tape.move`
 (or `reshard`), which is where they come from.
 """
 
@@ -51,8 +51,7 @@ class Shardings:
         return self.shared[name].cotangent if name in self.shared else self.cotangent(name)
 
     def _array(self, name: str, weight_role: str) -> ShardedArray:
-        """Returns the array of a variable by its role; of a weight by the role of the weight, its gradient or its
-        optimizer shard."""
+        """Returns the array of a variable by its role; a weight has the role given: its own, grad or optimizer."""
         if (name, weight_role) in self._arrays:
             return self._arrays[name, weight_role]
         variable = self.program.variables[name]
@@ -69,16 +68,12 @@ class Shardings:
         return array
 
     def is_weight(self, name: str) -> bool:
-        """Whether a name is a weight or the gradient of one."""
+        """True if a name is a weight or the gradient of one."""
         variables = self.program.variables
         return any(n in variables and variables[n].role in WEIGHTS for n in (name, name.removeprefix("d")))
 
-    def is_activation(self, name: str) -> bool:
-        """True if a name is an activation."""
-        return name in self.program.variables and self.program.variables[name].role == "activation"
 
-
-class Trace:
+class Tape:
     """Collects the steps of one pass over one block, each result once. A rule is given it `at` an op."""
 
     op: Op
@@ -87,6 +82,7 @@ class Trace:
 
     def __init__(self, shardings: Shardings, block: Block, phase: Phase, available: Iterable[ShardedArray]) -> None:
         self.shardings, self.block, self.phase = shardings, block, phase
+        self.declared, self.cotangent = shardings.declared, shardings.cotangent
         self.slice_axes = shardings.strategy.slice_axes
         self.role = shardings.program.role(block.name)
         self.start = set(available)
@@ -96,14 +92,8 @@ class Trace:
         self.producers: dict[ShardedArray, Step] = {}
         self.contributions: dict[str, list[ShardedArray]] = {}
 
-    def declared(self, name: str) -> ShardedArray:
-        return self.shardings.declared(name)
-
-    def cotangent(self, name: str) -> ShardedArray:
-        return self.shardings.cotangent(name)
-
-    def at(self, op: Op) -> "Trace":
-        """The trace at the next op: its inputs and result as declared, and their cotangents."""
+    def at(self, op: Op) -> "Tape":
+        """The tape at the next op: its inputs and result as declared, and their cotangents."""
         self.op, self.out, self.dout = op, self.declared(op.out), self.cotangent(op.out)
         self.inputs, self.dinputs = ([of(name) for name in op.inputs] for of in (self.declared, self.cotangent))
         return self
