@@ -14,7 +14,8 @@ import jax
 import msgspec
 
 from meshwright.bench.calibration import calibration_of
-from meshwright.bench.run import BenchReport, make_bench, run_bench
+from meshwright.bench.results import BenchReport
+from meshwright.bench.run import make_bench, run_bench
 from meshwright.cli.verbs.bench_text import print_report
 from meshwright.core.files import write_text_whole
 from meshwright.nn.attention.platform import default_platform

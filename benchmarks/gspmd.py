@@ -33,7 +33,7 @@ import msgspec
 import numpy as np
 import optax
 
-from meshwright.hlo.collectives import Collective, collectives
+from meshwright.hlo.collectives import CompiledCollective, collectives
 from meshwright.nn.forward import logits_fn
 from meshwright.parallel.train_step import Batch, State, TrainStep
 from meshwright.report.plain_tables import Value, as_markdown
@@ -63,7 +63,7 @@ def plain_step(step: TrainStep) -> Any:
     return jax.jit(run, in_shardings=shardings, out_shardings=(step.state_shardings, None), donate_argnums=0)
 
 
-def sent_bytes(found: Collective, mesh: dict[str, int]) -> float:
+def sent_bytes(found: CompiledCollective, mesh: dict[str, int]) -> float:
     """What each device sends of one collective round a ring, all its runs together."""
     size = math.prod(mesh[axis] for axis in found.axes)
     share = {"all_reduce": 2 * (size - 1) / size, "all_to_all": (size - 1) / size**2, "permute": 1.0}

@@ -12,18 +12,18 @@ from typing import Any
 
 import msgspec
 
-from meshwright.cli.machine import rates_for
-from meshwright.cli.verbs.plan import mesh_words
-from meshwright.cli.verbs.verify_request import PROGRAM, request_of
+from meshwright.algebra.generation import Storage
+from meshwright.api.proving import ProofOptions, prove_strategy
+from meshwright.api.rates import rates_for
+from meshwright.cli.asked import job_of_step
 from meshwright.core.errors import CannotRunError
 from meshwright.cost.setting import Setting
 from meshwright.plan.planner import plan
 from meshwright.spec.catalogue import model as find_model
 from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.job import Job
-from meshwright.spec.strategy import AS_RUN, Assumptions, Strategy, make_mesh
-from meshwright.verify.proof import Proof, prove
-from meshwright.verify.running import python_program
+from meshwright.spec.strategy import AS_RUN, Assumptions, Strategy, make_mesh, mesh_words
+from meshwright.verify.proof import Proof
 from meshwright.verify.targets import is_installed, target_of
 
 TIMEOUT_S = 300.0
@@ -126,9 +126,15 @@ def prove_case(case: Case) -> Proof:
         strategy, cluster, job = found.strategy, found.cluster, found.job
     else:
         strategy = Strategy(mesh=make_mesh(case.axes), state="bf16-adam", **case.strategy)
-    asked = {"step": case.step, "weights": case.weights}
-    request = request_of(model, cluster, strategy, job, **asked, calibration=calibration, assumptions=assumptions)
-    return prove(request, program=python_program(PROGRAM), timeout_s=TIMEOUT_S, calibration=calibration)
+    setting = Setting(
+        model,
+        cluster,
+        job_of_step(job, case.step),
+        calibration,
+        Storage(quantised=case.weights == "int8"),
+        assumptions,
+    )
+    return prove_strategy(setting, strategy, ProofOptions(timeout_s=TIMEOUT_S, asked=case.step))
 
 
 def lines_of(case: Case, proof: Proof) -> list[str]:

@@ -24,6 +24,9 @@ os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
 
 from jaxtyping import install_import_hook
 
-CHECKED = ("norms", "activations", "ops.rope", "ops.embed", "ops.bias_add", "ops.join_heads", "ops.token_gate")
+CHECKED = (
+    "activations",
+    *(f"ops.{op}" for op in ("rms_norm", "layer_norm", "rope", "embed", "join_heads", "token_gate")),
+)
 """Modules of `nn` whose functions check the shapes that they are given and give."""
 install_import_hook([f"meshwright.nn.{name}" for name in CHECKED], "beartype.beartype")

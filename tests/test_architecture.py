@@ -31,6 +31,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     PRODUCTS,
     ("bench",),
     ("report",),
+    ("api",),
     ("web",),
     ("cli",),
     ("calculators",),

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.bench.run import WEIGHTS
+from meshwright.bench.run import PARTS
 from tests.blocks import read_sections, run_section
 
 ROOT = Path(__file__).parents[1]
@@ -26,4 +26,4 @@ def test_the_blocks_print_what_they_say(section, tmp_path):
 
 def test_every_part_of_bench_is_explained():
     table = re.findall(r"^\| (\w+) \| [^|]+ \| [^|]+ \|$", PAGE.split("## `bench`")[1].split("## `profile`")[0], re.M)
-    assert set(table) - {"part"} == set(WEIGHTS)
+    assert set(table) - {"part"} == set(PARTS)

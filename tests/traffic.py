@@ -7,8 +7,8 @@ import msgspec
 
 from meshwright.algebra.derived import Derived
 from meshwright.algebra.schedules.ticks import TickTables
-from meshwright.hlo.collectives import Collective
-from meshwright.verify.differences import Key
+from meshwright.hlo.collectives import CompiledCollective
+from meshwright.verify.differences import TrafficKey as Key
 from meshwright.verify.expected import Expected, active_axes, expected_collectives, expected_of_pipeline
 
 
@@ -48,7 +48,7 @@ def expected_traffic(expected: Iterable[Expected]) -> dict[Key, Traffic]:
     return _summed(((e.kind, e.axes), e.num_arrays, e.full_bytes) for e in expected)
 
 
-def compiled_traffic(found: Iterable[Collective], mesh: Mapping[str, int]) -> dict[Key, Traffic]:
+def compiled_traffic(found: Iterable[CompiledCollective], mesh: Mapping[str, int]) -> dict[Key, Traffic]:
     """Traffic of one call of a compiled program, from its collectives."""
     return _summed(((c.kind, active_axes(c.axes, mesh)), c.trips * c.num_arrays, c.total_bytes) for c in found)
 

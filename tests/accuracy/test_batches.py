@@ -6,11 +6,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from meshwright.accuracy.batches import batches
+from meshwright.accuracy.batches import batches, calibrations
 from meshwright.accuracy.cases import Case, case_of
 from meshwright.cost.train_step import estimate_step
 from meshwright.spec.calibration import datasheet_calibration
-from meshwright.spec.efficiency import fitted_calibration
 from tests.accuracy.recorded import LLAMA, case, one_of_each, published
 
 MOE = LLAMA | {"moe": {"experts": 16, "top_k": 2, "d_ff_expert": 1024}}
@@ -28,9 +27,7 @@ def sample_batches():
 
 
 def rates(cases, *, fitted):
-    chips = {one.setting.cluster.chip.name: one.setting.cluster.chip for one in cases}
-    found = {name: fitted_calibration(chip) if fitted else None for name, chip in chips.items()}
-    return {name: found[name] or datasheet_calibration(chip) for name, chip in chips.items()}
+    return calibrations(cases, datasheet=not fitted)
 
 
 def seconds(cases, parts, calibrations):

@@ -5,10 +5,10 @@ from functools import cache
 import numpy as np
 import pytest
 
+from meshwright.accuracy.batches import calibrations
 from meshwright.accuracy.fit import (
     PRIORS,
     Predictor,
-    calibrations,
     configuration,
     cross_validate,
     fit,
@@ -124,7 +124,7 @@ def test_a_predictor_remembers_what_does_not_change():
 
 def test_chips_without_numbers_keep_the_data_sheet():
     problem = make_problem([case(), case(hardware="MI300X")])
-    found = calibrations(problem, MIDDLE)
+    found = calibrations(problem.cases, MIDDLE)
     assert found["mi300x"].is_datasheet
     assert found["h100"].efficiency.compute == MIDDLE["compute.h100"]
 

@@ -5,12 +5,23 @@ import msgspec
 import pytest
 
 from meshwright.bench.calibration import calibration_of
-from meshwright.bench.figures.attention import AttentionPart, AttentionTime
-from meshwright.bench.figures.collectives import Collective, CollectivesPart, CollectiveTime, Group
-from meshwright.bench.figures.copy import Copy, CopyPart
-from meshwright.bench.figures.matmul import MatmulPart, Product
-from meshwright.bench.figures.mlp import Mlp, MlpPart
-from meshwright.bench.run import BenchReport, make_bench, num_figures, run_bench
+from meshwright.bench.devices import EMULATED
+from meshwright.bench.results import (
+    AttentionPart,
+    AttentionTime,
+    BenchReport,
+    Collective,
+    CollectivesPart,
+    CollectiveTime,
+    Copy,
+    CopyPart,
+    Group,
+    MatmulPart,
+    Mlp,
+    MlpPart,
+    Product,
+)
+from meshwright.bench.run import make_bench, num_rows, run_bench
 from meshwright.bench.timing import timing_of
 from meshwright.cost.setting import Setting
 from meshwright.plan.planner import plan
@@ -48,7 +59,7 @@ def measured():
     """All that a plan needs; the seconds are more than it takes, so that a busy machine measures everything too."""
     bench = make_bench(jax.devices()[:2], dtypes=["fp32"])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("meshwright.bench.figures.mlp.EMULATED_SHAPES", ((512, 256, 704),))
+        patch.setattr("meshwright.bench.devices.EMULATED", msgspec.structs.replace(EMULATED, mlps=EMULATED.mlps[:1]))
         return run_bench(bench, ["mlp", "copy", "collectives"], seconds=60)
 
 
@@ -76,7 +87,7 @@ def test_a_run_keeps_what_it_measured(measured):
     assert again == measured
     assert measured.matmul is None
     assert measured.took_s < measured.seconds
-    assert num_figures(measured.copy) == len(measured.copy.copies)
+    assert num_rows(measured.copy) == len(measured.copy.copies)
     for one in measured.collectives.collectives:
         assert len(one.times) >= 5
         assert one.rate.bytes_per_s > 0

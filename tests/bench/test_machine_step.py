@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from meshwright.bench.machine import measure_machine
-from meshwright.bench.machine_step import REFERENCES, Measured, Spent, host_rates, pace
+from meshwright.bench.machine_step import GAPS, REFERENCES, MeasuredStep, Spent, host_rates, pace
 from meshwright.cost.breakdown import Breakdown, label_text
 from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import estimate_step, price_strategy
@@ -68,7 +68,7 @@ def measured(number, *, left_s=0.0, size=4):
         if not cost.step.is_collective:
             name = label_text(cost.step)
             seconds[name] = seconds.get(name, 0.0) + float(cost.local_s * cost.count)
-    return Measured(priced=found, seconds=seconds, gaps_s=left_s)
+    return MeasuredStep(priced=found, seconds={**seconds, GAPS: left_s})
 
 
 def test_a_pace_is_found_again():

@@ -6,8 +6,19 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from meshwright.bench.figures.elementwise import chain_elements
-from meshwright.bench.timing import MIN_REPEATS, Budget, Call, budget_of, rounds_for, time_together, timing_of
+from meshwright.bench.devices import EMULATED
+from meshwright.bench.elementwise import chain_elements
+from meshwright.bench.timing import (
+    MIN_REPEATS,
+    SWEEPS,
+    Budget,
+    Call,
+    budget_of,
+    rounds_for,
+    sweep_medians,
+    time_together,
+    timing_of,
+)
 
 
 class Clock:
@@ -35,7 +46,6 @@ def test_median_and_quartiles():
     found = timing_of([5.0, 1.0, 2.0, 4.0, 3.0])
     assert (found.median_s, found.low_s, found.high_s, found.repeats) == (3.0, 2.0, 4.0, 5)
     assert found.spread == pytest.approx(2 / 3)
-    assert found.over(2).median_s == 1.5
 
 
 def test_calls_take_turns_there_and_back():
@@ -45,6 +55,18 @@ def test_calls_take_turns_there_and_back():
     assert order == [*"abc", *"abc", *"cba", *"abc"]
     assert {found.repeats for found in times.found.values()} == {3}
     assert not times.why_not
+
+
+def test_times_are_of_one_round():
+    calls = {"x": Call(run=lambda: time.sleep(0.02), rounds=4)}
+    assert 0.005 <= time_together(calls, budget_of(5), max_repeats=3).found["x"].median_s < 0.02
+    assert 0.005 <= sweep_medians(calls, seconds_each=0.0)["x"] < 0.02
+
+
+def test_every_sweep_calls_all():
+    order: list[str] = []
+    sweep_medians({name: Call(run=lambda name=name: order.append(name)) for name in "ab"}, seconds_each=0.0)
+    assert order == [*"ab", *"aabb" * SWEEPS]
 
 
 def test_arguments_are_made_outside_the_time_and_for_every_repeat():
@@ -109,6 +131,6 @@ def test_longer_budgets_leave_more_grace():
 
 
 def test_little_time_makes_smaller_arrays():
-    devices = SimpleNamespace(emulated=True, devices=(0,) * 8, cache_bytes=64e6, memory_bytes=1e10)
+    devices = SimpleNamespace(emulated=True, sizes=EMULATED, devices=(0,) * 8, cache_bytes=64e6, memory_bytes=1e10)
     much, little = (chain_elements(devices, seconds) for seconds in (100.0, 0.6))
     assert (much, little) == (2**25, 2**21)

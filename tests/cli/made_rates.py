@@ -2,9 +2,8 @@
 
 from pathlib import Path
 
+from meshwright.core.dims import COLLECTIVES
 from meshwright.spec.calibration import Calibration, CollectiveRate, save_calibration
-
-KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "permute")
 
 
 def write_rates(folder: Path) -> Path:
@@ -16,7 +15,7 @@ def write_rates(folder: Path) -> Path:
         matmul_flops_per_s={"fp32": 1e10},
         memory_bytes_per_s=1e10,
         memory_bytes=1e9,
-        collectives=tuple(CollectiveRate(kind=k, group_size=8, latency_s=1e-4, bytes_per_s=1e9) for k in KINDS),
+        collectives=tuple(CollectiveRate(kind=k, group_size=8, latency_s=1e-4, bytes_per_s=1e9) for k in COLLECTIVES),
     )
     save_calibration(made, path)
     return path

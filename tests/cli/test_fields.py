@@ -2,8 +2,8 @@
 
 import pytest
 
-from meshwright.calculators.verbs.sweep_options import read_job
 from meshwright.cli.fields import check_tokens, dim_sizes, parse_axes, parse_fields, take_axes, with_fields
+from meshwright.cli.shared import read_job
 from meshwright.core.errors import InputError
 from meshwright.spec.catalogue import model
 from meshwright.spec.catalogue import model as find_model
@@ -99,4 +99,4 @@ def test_a_model_of_fewer_layers_keeps_those_that_are_left():
 @pytest.mark.parametrize("pair", ["job.kind=decode", "job.nonsense=3"])
 def test_a_sweep_takes_training_jobs_alone(pair):
     with pytest.raises(InputError, match=r"decode|nonsense"):
-        read_job("64seq", "512", (pair,))
+        read_job("64seq", 512, (pair,))

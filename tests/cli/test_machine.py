@@ -2,7 +2,7 @@
 
 import pytest
 
-from meshwright.cli import machine
+from meshwright.api import rates as machine
 from meshwright.spec.cluster import parse_cluster
 
 

@@ -1,33 +1,27 @@
-"""The HLO reader on programs compiled for TPUs and GPUs; what made them is in tests/data/hlo/README.md.
+"""The HLO reader on programs compiled for TPUs and GPUs.
 
 The expected bytes follow from the programs' sizes: h of B=16, S=512, D=1024 and weights of 1024 x 4096 in bf16.
 """
 
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
-from meshwright.hlo.collectives import Collective, collectives, module_collectives
+from meshwright.hlo.collectives import CompiledCollective, module_collectives
 from meshwright.hlo.loops import loops
-from meshwright.hlo.module import Module, parse_module
+from tests.hlo.programs import module
 
-DATA = Path(__file__).parents[1] / "data" / "hlo"
 FSDP_TENSOR_16 = {"fsdp": 4, "tensor": 4}
 BF16 = 2
 H_BYTES = 16 * 512 * 1024 * BF16
 WEIGHT_BYTES = 1024 * 4096 * BF16
 
 
-def module(name: str) -> Module:
-    return parse_module((DATA / f"{name}.hlo").read_text())
+def found(name: str, mesh: dict[str, int]) -> tuple[CompiledCollective, ...]:
+    return module_collectives(module(name), mesh)
 
 
-def found(name: str, mesh: dict[str, int]) -> tuple[Collective, ...]:
-    return collectives((DATA / f"{name}.hlo").read_text(), mesh)
-
-
-def counted(collected: tuple[Collective, ...]) -> Counter[tuple[str, tuple[str, ...], int, int]]:
+def counted(collected: tuple[CompiledCollective, ...]) -> Counter[tuple[str, tuple[str, ...], int, int]]:
     return Counter((c.kind, c.axes, c.full_bytes, c.trips) for c in collected if c.full_bytes > 8)
 
 
@@ -51,8 +45,7 @@ def test_a_tpu_program_of_every_trap():
 
 
 def test_each_clone_of_an_async_fusion_is_there_but_counts_once():
-    text = (DATA / "v5e_forward.hlo").read_text()
-    clones = [one for one in parse_module(text) if one.opcode == "all-gather" and 'chain_id="0"' in one.attributes]
+    clones = [one for one in module("v5e_forward") if one.opcode == "all-gather" and 'chain_id="0"' in one.attributes]
     assert len(clones) == 4
     assert len({one.computation for one in clones}) == 4
 

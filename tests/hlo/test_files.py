@@ -1,14 +1,12 @@
 """Finding and telling apart compiled programs."""
 
-from pathlib import Path
-
 import pytest
 
 from meshwright.core.errors import InputError
 from meshwright.hlo.files import StableHlo, hlo_file, read_hlo
 from meshwright.hlo.module import Module
+from tests.hlo.programs import DATA
 
-DATA = Path(__file__).parents[1] / "data" / "hlo"
 STABLE = """module @jit_step attributes {mhlo.num_partitions = 8 : i32} {
   sdy.mesh @mesh = <["fsdp"=4, "tensor"=2]>
   func.func public @main(%arg0: tensor<8xf32>) -> tensor<8xf32> {

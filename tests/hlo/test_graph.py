@@ -1,21 +1,14 @@
 """The graph of a layer: steps as nodes, dataflow as edges."""
 
-from pathlib import Path
-
 import pytest
 
 from meshwright.core.errors import InputError
-from meshwright.hlo.graph import Graph, block_graphs, computation_graph
-from meshwright.hlo.module import Module, parse_module
-
-DATA = Path(__file__).parents[1] / "data" / "hlo"
-
-
-def module(name: str) -> Module:
-    return parse_module((DATA / f"{name}.hlo").read_text())
+from meshwright.hlo.graph import ComputationGraph, block_graphs, computation_graph
+from meshwright.hlo.module import parse_module
+from tests.hlo.programs import module
 
 
-def texts(graph: Graph) -> set[tuple[str, str]]:
+def texts(graph: ComputationGraph) -> set[tuple[str, str]]:
     named = {node.key: node.text for node in graph.nodes}
     return {(named[a], named[b]) for a, b in graph.edges}
 

@@ -1,12 +1,9 @@
 """Relayouts, padding and largest arrays of compiled programs."""
 
-from pathlib import Path
-
-from meshwright.hlo.layout import changes_layout, executed, largest, layout_text, paddings, relayouts
-from meshwright.hlo.module import Module, parse_module
+from meshwright.hlo.layout import changes_layout, executed, largest_arrays, layout_text, paddings, relayouts
+from meshwright.hlo.module import parse_module
 from meshwright.hlo.shapes import parse_shapes
-
-DATA = Path(__file__).parents[1] / "data" / "hlo"
+from tests.hlo.programs import module
 
 SMALL = """HloModule m
 
@@ -24,10 +21,6 @@ ENTRY %main (a: f32[64,8]) -> f32[64,8] {
   ROOT %f = f32[64,8]{0,1:T(8,128)} fusion(%a), kind=kLoop, calls=%inside
 }
 """
-
-
-def module(name: str) -> Module:
-    return parse_module((DATA / f"{name}.hlo").read_text())
 
 
 def test_copies_that_change_a_layout():
@@ -49,10 +42,10 @@ def test_padding_by_shape_and_layout():
 
 
 def test_largest_arrays_name_no_views():
-    names = [one.name for one in largest(parse_module(SMALL))]
+    names = [one.name for one in largest_arrays(parse_module(SMALL))]
     assert sorted(names) == ["a", "b", "f", "fetched"]
-    first = largest(module("v5e_forward"))[0]
-    assert first.padded_bytes == max(one.padded_bytes for one in largest(module("v5e_forward")))
+    first = largest_arrays(module("v5e_forward"))[0]
+    assert first.padded_bytes == max(one.padded_bytes for one in largest_arrays(module("v5e_forward")))
     # both weights of 5 layers, split 16 ways
     assert first.padded_bytes >= 5 * 1024 * 4096 * 2 // 16
 

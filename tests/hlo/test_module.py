@@ -79,8 +79,7 @@ def test_counts_of_loops_that_state_none(start, bound, step, direction, direct):
 )
 def test_a_loop_that_would_not_end_is_not_counted(start, bound, step, direction):
     module = looping(start, bound, step, direction)
-    with pytest.raises(ValueError, match="loop loop states no trip count"):
-        trip_count(module, module.find("loop"))
+    assert trip_count(module, module.find("loop")) is None
     assert times_run(module, "body") == 1
 
 
@@ -112,7 +111,7 @@ source_line=7}, backend_config={"cost":{"cycles":"9"}}
     assert (one.opcode, one.operands, one.shape) == ("fusion", ("p", "c"), "f32[2]{0:T(2,128)S(1)}")
     assert one.called == (("calls", "g"),)
     assert one.attribute("frontend_attributes") == '{a="x, y}",b={{1,2}}}'
-    assert one.backend_config == '{"cost":{"cycles":"9"}}'
+    assert one.attribute("backend_config") == '{"cost":{"cycles":"9"}}'
     assert one.attribute("nothing") == ""
     assert str(one.label) == "layer:forward:q=einsum"
     assert [str(frame) for frame in module.source(one)] == ["a.py:7"]

@@ -1,14 +1,11 @@
 """One instruction in words."""
 
-from pathlib import Path
-
 import pytest
 
 from meshwright.hlo.module import parse_module
 from meshwright.hlo.shapes import parse_shapes
-from meshwright.hlo.words import explain, layout_facts, order_words, padding_words, space_words, tile_words
-
-DATA = Path(__file__).parents[1] / "data" / "hlo"
+from meshwright.hlo.words import explain_instruction, layout_facts, order_words, padding_words, space_words, tile_words
+from tests.hlo.programs import module
 
 
 def shape(text: str):
@@ -39,10 +36,8 @@ def test_small_and_plain_layouts():
 
 
 def facts_of(name: str, instruction: str) -> dict[str, str]:
-    module = parse_module((DATA / f"{name}.hlo").read_text())
-    one = module.find(instruction)
-    assert one is not None
-    return dict(explain(module, one).facts)
+    read = module(name)
+    return dict(explain_instruction(read, read.find(instruction)))
 
 
 def test_an_instruction_of_a_labelled_program():
@@ -68,9 +63,9 @@ def test_a_source_line_and_its_callers():
     ("instruction", "words"), [("all-gather-done", "ends here what began earlier"), ("partition-id", "partition-id")]
 )
 def test_what_it_does(instruction, words):
-    module = parse_module((DATA / "h200_step.hlo").read_text())
-    one = module.find(instruction) or next(i for i in module if i.opcode == instruction)
-    assert words in dict(explain(module, one).facts)["does"]
+    read = module("h200_step")
+    one = read.find(instruction) or next(i for i in read if i.opcode == instruction)
+    assert words in dict(explain_instruction(read, one))["does"]
 
 
 def test_what_begins_here():
@@ -88,6 +83,6 @@ ENTRY %main (x: f32[8]) -> f32[4] {
 }
 """
     read = parse_module(text)
-    facts = dict(explain(read, read.find("start")).facts)
+    facts = dict(explain_instruction(read, read.find("start")))
     assert facts["does"] == "async-start of slice: takes a part of an array; only begins here"
-    assert "another operation" in dict(explain(read, read.find("done")).facts)["does"]
+    assert "another operation" in dict(explain_instruction(read, read.find("done")))["does"]

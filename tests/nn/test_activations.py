@@ -1,11 +1,13 @@
 import math
+from types import SimpleNamespace
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from meshwright.nn.activations import ACTIVATIONS, activation, clamped_swiglu, gate
+from meshwright.nn.activations import ACTIVATIONS, clamped_swiglu, gate
+from meshwright.nn.ops import local_steps
 from meshwright.spec import catalogue
 
 X = np.linspace(-9, 9, 37).astype(np.float32)
@@ -38,7 +40,9 @@ def test_gated_and_plain_layers_take_the_models_activation():
     gemma, gpt2 = catalogue.model("gemma2-9b"), catalogue.model("gpt2")
     np.testing.assert_array_equal(gate(gemma)(g, u), ACTIVATIONS["gelu_pytorch_tanh"](g) * u)
     np.testing.assert_array_equal(gate(replace(gemma, activation="relu"))(g, u), jnp.maximum(g, 0) * u)
-    np.testing.assert_array_equal(activation(gpt2)(g), ACTIVATIONS["gelu_new"](g))
+    np.testing.assert_array_equal(
+        local_steps()["gelu"](SimpleNamespace(model=gpt2), None, g), ACTIVATIONS["gelu_new"](g)
+    )
 
 
 def test_gpt_oss_clamps_and_adds_one():

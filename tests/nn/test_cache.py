@@ -14,6 +14,7 @@ from meshwright.nn.cache import (
     write_prompt,
 )
 from meshwright.nn.quantisation import absmax_scale, quantise
+from tests.nn.arrays import close
 
 BATCH, WIDTH, LAYERS = 3, 4, 2
 LENGTHS = np.array([7, 1, 10])
@@ -91,7 +92,7 @@ def test_attention_over_slots_is_the_softmax_of_what_is_seen(arrays, options):
     meeting = Meeting(queries=jnp.asarray(q[:, None]), keys=jnp.asarray(k))
     found = cached_attention([meeting], jnp.asarray(v), jnp.asarray(seen), scale=0.3, **given)[:, 0]
     expected = plain_attention(q, k, v, seen, scale=0.3, **options)
-    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+    close(found, expected)
 
 
 def test_keys_may_come_in_parts(arrays):
@@ -101,7 +102,7 @@ def test_keys_may_come_in_parts(arrays):
     ]
     found = cached_attention(parts, jnp.asarray(v), jnp.asarray(seen), scale=0.3)[:, 0]
     expected = plain_attention(q, k, v, seen, scale=0.3)
-    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+    close(found, expected)
 
 
 def test_int8_keys_and_values_are_off_by_no_more_than_their_rounding(arrays):
@@ -124,4 +125,4 @@ def test_int8_keys_and_values_are_off_by_no_more_than_their_rounding(arrays):
     assert 0 < np.abs(found - exact).max() <= bound
     whole = [np.asarray(a, np.float32) * np.asarray(s)[..., None] for a, s in ((keys, key_scale), (mixed, value_scale))]
     expected = plain_attention(q, *whole, seen, scale=0.3)
-    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+    close(found, expected)

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from meshwright.nn.contract import contract
+from tests.nn.arrays import close
 
 SIZES = dict(zip("abcdefgh", (2, 3, 5, 4, 7, 6, 8, 3), strict=True))
 
@@ -53,7 +54,7 @@ def test_the_product_is_the_sum_over_letters(equation, platform):
     expected = np.einsum(equation, np.asarray(lhs, np.float64), np.asarray(rhs, np.float64))
     found = contract(equation, lhs, rhs)
     assert found.dtype == jnp.float32
-    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6 * np.abs(expected).max())
+    close(found, expected, 1e-6)
 
 
 @pytest.mark.parametrize("equation", TURNED)
@@ -86,7 +87,7 @@ def test_gradients_are_those_of_einsum(equation):
     found = jax.grad(loss(lambda a, b: contract(equation, a, b)), argnums=(0, 1))(lhs, rhs)
     expected = jax.grad(loss(lambda a, b: jnp.einsum(equation, a, b)), argnums=(0, 1))(lhs, rhs)
     for one, other in zip(found, expected, strict=True):
-        np.testing.assert_allclose(one, other, rtol=0, atol=1e-5 * np.abs(other).max())
+        close(one, other)
 
 
 def test_a_wide_result_of_narrow_factors_is_added_up_in_float32():
@@ -94,5 +95,5 @@ def test_a_wide_result_of_narrow_factors_is_added_up_in_float32():
     found = contract("abe,abcd->ecd", lhs, rhs, dtype=jnp.float32)
     expected = np.einsum("abe,abcd->ecd", np.asarray(lhs, np.float64), np.asarray(rhs, np.float64))
     assert found.dtype == jnp.float32
-    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+    close(found, expected)
     assert contract("abe,abcd->ecd", lhs, rhs).dtype == jnp.bfloat16

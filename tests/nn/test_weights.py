@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshwright.algebra.transformer import weight_variables
-from meshwright.nn.weights import init_params, is_stacked, param_shapes, rows
+from meshwright.nn.weights import init_params, param_shapes, rows
 from meshwright.parallel.mesh import device_mesh
 from meshwright.spec.strategy import make_mesh
 from meshwright.spec.weights import num_params
@@ -21,7 +21,7 @@ def test_arrays_are_those_of_the_program(family):
     assert list(shapes) == list(weight_variables(model))
     assert sum(np.prod(shape.shape) for shape in shapes.values()) == num_params(model)
     for name, (weight, repeat) in weight_variables(model).items():
-        assert shapes[name].shape == ((repeat,) * is_stacked(weight) + weight.shape)
+        assert shapes[name].shape == ((repeat,) * bool(weight.layers) + weight.shape)
 
 
 def test_layers_of_two_kinds_are_dealt_out_in_order():

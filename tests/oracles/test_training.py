@@ -21,7 +21,8 @@ from meshwright.cost.formulas.training_budget import (
 from meshwright.cost.network.collectives import collective_time
 from meshwright.cost.work.ops import op_flops
 from meshwright.spec.chip import chip, known, peak
-from meshwright.spec.cluster import balanced_shape, make_cluster
+from meshwright.spec.cluster import make_cluster
+from meshwright.spec.cluster_shapes import balanced_shape
 from meshwright.spec.job import parse_batch
 from meshwright.spec.strategy import Strategy, make_mesh
 from tests.oracles.shapes import counting, rates, two_matmuls

@@ -1,5 +1,7 @@
 """Tiny models of every family, and one run of prompts with a cache beside the same rows without one."""
 
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import jax
@@ -7,7 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from msgspec.structs import replace
 
+from meshwright.algebra.generation import scales
 from meshwright.nn.forward import logits_fn
+from meshwright.nn.quantisation import contracted_axes
 from meshwright.nn.weights import Params, param_shapes
 from meshwright.parallel.generate_step import GenerateStep
 from meshwright.spec.model import Model, RopeScaling
@@ -140,6 +144,22 @@ def float_params(model: Model, seed: int = 0) -> Params:
     return found
 
 
+def dequantise(values: jax.Array, scale: jax.Array, axes: tuple[int, ...]) -> jax.Array:
+    """What int8 values stand for, in float32; ``scale`` lacks the dims ``axes``."""
+    return values.astype(jnp.float32) * jnp.expand_dims(scale, axes)
+
+
+def dequantise_params(model: Model, params: Params) -> Params:
+    """Float weights that stand for quantised ones."""
+    axes, named = contracted_axes(model), scales(model)
+    beside = {scale.name for scale in named.values()}
+    return {
+        name: dequantise(weight, params[named[name].name], axes[name]) if name in axes else weight
+        for name, weight in params.items()
+        if name not in beside
+    }
+
+
 def step_of(model: Model, axes: dict[str, int], **options: Any) -> GenerateStep:
     strategy = Strategy(mesh=make_mesh(axes), state="fp32")
     given = {"max_len": MAX_LEN, "batch_seqs": len(LENGTHS), "cache_dtype": "fp32", **options}
@@ -177,6 +197,20 @@ def without_cache(model: Model, params: Params, *, num_steps: int = NUM_STEPS) -
     every = np.asarray(jax.jit(logits_fn(model))(params, jnp.asarray(rows_of(model))))
     numbers = np.arange(len(LENGTHS))
     return np.stack([every[numbers, LENGTHS - 1 + count] for count in range(1 + num_steps)])
+
+
+def likeliest(model: Model, params: Params, prompt: Sequence[int], num_tokens: int) -> list[int]:
+    """The likeliest tokens after a prompt, each from a forward pass over all before it."""
+    tokens = list(prompt)
+    for _ in range(num_tokens):
+        padded = jnp.asarray([tokens + [0] * (32 - len(tokens))], jnp.int32)
+        tokens.append(int(jnp.argmax(_logits(model)(params, padded)[0, len(tokens) - 1])))
+    return tokens[len(prompt) :]
+
+
+@lru_cache
+def _logits(model: Model) -> Callable[..., jax.Array]:
+    return jax.jit(logits_fn(model))
 
 
 def assert_close(found: np.ndarray, expected: np.ndarray) -> None:

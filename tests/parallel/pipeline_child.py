@@ -10,8 +10,8 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from meshwright.algebra.schedules.registry import build, default_chunks
-from meshwright.parallel.layer_order import layer_permutation
 from meshwright.parallel.mesh import device_mesh
+from meshwright.parallel.pipeline.stages import layer_permutation
 from meshwright.parallel.processes import start_processes
 from tests.parallel.pipeline_toy import SPECS, data, lowered, plain_loss, reordered
 

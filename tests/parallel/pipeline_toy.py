@@ -11,10 +11,9 @@ from jax.sharding import Mesh, PartitionSpec
 
 from meshwright.algebra.schedules.table import Schedule
 from meshwright.algebra.schedules.ticks import forward_tables, tick_tables
-from meshwright.parallel.layer_order import layer_permutation
 from meshwright.parallel.mesh import device_mesh
-from meshwright.parallel.pipeline.executor import run_forward, run_schedule
-from meshwright.parallel.pipeline.functions import StageFunctions, Weights
+from meshwright.parallel.pipeline.executor import StageFunctions, StageWeights, run_schedule
+from meshwright.parallel.pipeline.stages import layer_permutation
 
 SEQS, LENGTH, WIDTH, WORDS, OUT = 2, 4, 8, 11, 3
 
@@ -35,13 +34,13 @@ def forward(layers, inputs, x):
     return lax.scan(layer, x, layers)
 
 
-def input_backward(layers, inputs, held, dy):
+def input_backward(layers, inputs, saved, dy):
     def layer(dy, given):
         own, (x, y) = given
         dz = dy * (1 - y**2)
         return dy + dz @ own["w"].T, (x, dz)
 
-    return lax.scan(layer, dy, (layers, held), reverse=True)
+    return lax.scan(layer, dy, (layers, saved), reverse=True)
 
 
 def weight_backward(layers, inputs, handed):
@@ -49,8 +48,8 @@ def weight_backward(layers, inputs, handed):
     return {"w": jnp.einsum("lbti,lbto->lio", x, dz), "b": dz.sum((1, 2))}
 
 
-def backward(layers, inputs, held, dy):
-    dx, handed = input_backward(layers, inputs, held, dy)
+def backward(layers, inputs, saved, dy):
+    dx, handed = input_backward(layers, inputs, saved, dy)
     return dx, weight_backward(layers, inputs, handed)
 
 
@@ -59,8 +58,8 @@ def head_forward(ends, inputs, y):
     return {"loss": (error**2).sum(), "count": jnp.float32(error.size)}, (y, error)
 
 
-def head_backward(ends, inputs, held):
-    y, error = held
+def head_backward(ends, inputs, saved):
+    y, error = saved
     return 2 * error @ ends["out"].T, {"out": jnp.einsum("btd,bto->do", y, 2 * error)}
 
 
@@ -75,25 +74,25 @@ STAGES = StageFunctions(
     head_backward=head_backward,
 )
 
-SPECS = Weights(
+SPECS = StageWeights(
     {"w": PartitionSpec("pipeline"), "b": PartitionSpec("pipeline")}, dict.fromkeys(("table", "out"), PartitionSpec())
 )
 
 
-def data(num_layers: int, microbatches: int) -> tuple[Weights, dict]:
-    """Weights with the layers in their order, and inputs with the microbatches in front."""
+def data(num_layers: int, microbatches: int) -> tuple[StageWeights, dict]:
+    """StageWeights with the layers in their order, and inputs with the microbatches in front."""
     random = np.random.default_rng(0)
 
     def normal(*shape):
         return jnp.asarray(0.3 * random.normal(size=shape), jnp.float32)
 
     layers = {"w": normal(num_layers, WIDTH, WIDTH), "b": normal(num_layers, WIDTH)}
-    weights = Weights(layers, {"table": normal(WORDS, WIDTH), "out": normal(WIDTH, OUT)})
+    weights = StageWeights(layers, {"table": normal(WORDS, WIDTH), "out": normal(WIDTH, OUT)})
     tokens = random.integers(0, WORDS, (microbatches, SEQS, LENGTH))
     return weights, {"tokens": jnp.asarray(tokens, jnp.int32), "targets": normal(microbatches, SEQS, LENGTH, OUT)}
 
 
-def plain_loss(weights: Weights, inputs: dict) -> jax.Array:
+def plain_loss(weights: StageWeights, inputs: dict) -> jax.Array:
     """The loss of all microbatches on one device, for `jax.grad`."""
 
     def one(part):
@@ -103,11 +102,11 @@ def plain_loss(weights: Weights, inputs: dict) -> jax.Array:
     return jax.vmap(one)(inputs).sum()
 
 
-def reordered(weights: Weights, order: np.ndarray) -> Weights:
+def reordered(weights: StageWeights, order: np.ndarray) -> StageWeights:
     return weights._replace(layers=jax.tree.map(lambda a: a[order], weights.layers))
 
 
-def lowered(schedule: Schedule, mesh: Mesh, weights: Weights, inputs: dict, *, alone: bool = False):
+def lowered(schedule: Schedule, mesh: Mesh, weights: StageWeights, inputs: dict, *, alone: bool = False):
     """The program of a step (sums, gradients), or of the forward passes ``alone``; weights in their stored order."""
     tables = forward_tables(schedule) if alone else tick_tables(schedule)
 
@@ -116,7 +115,7 @@ def lowered(schedule: Schedule, mesh: Mesh, weights: Weights, inputs: dict, *, a
         return lax.psum(sums, "pipeline"), grads._replace(ends=lax.psum(grads.ends, "pipeline"))
 
     def loss(weights, inputs):
-        return lax.psum(run_forward(tables, STAGES, weights, inputs), "pipeline")
+        return lax.psum(run_schedule(tables, STAGES, weights, inputs)[0], "pipeline")
 
     body, out = (loss, PartitionSpec()) if alone else (step, (PartitionSpec(), SPECS))
     mapped = jax.shard_map(body, mesh=mesh, in_specs=(SPECS, PartitionSpec()), out_specs=out, check_vma=False)
@@ -130,7 +129,7 @@ def compiled(schedule: Schedule, layers_each: int):
     return lowered(schedule, device_mesh({"pipeline": schedule.num_devices}), *given).compile()
 
 
-def gradients(schedule: Schedule, weights: Weights, inputs: dict) -> tuple[dict, Weights]:
+def gradients(schedule: Schedule, weights: StageWeights, inputs: dict) -> tuple[dict, StageWeights]:
     """Sums and gradients of a pipeline, the layers in their order again."""
     num_layers = len(weights.layers["w"])
     order = layer_permutation(schedule, num_layers)

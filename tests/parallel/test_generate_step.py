@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.hlo.collectives import collectives
-from meshwright.nn.quantisation import dequantise_params, quantise_params
+from meshwright.nn.quantisation import quantise_params
 from meshwright.parallel.generate_step import GenerateStep
 from tests.parallel.generate_cases import (
     DEFAULT,
@@ -21,6 +21,7 @@ from tests.parallel.generate_cases import (
     NUM_STEPS,
     Run,
     assert_close,
+    dequantise_params,
     float_params,
     rows_of,
     step_of,
@@ -150,7 +151,7 @@ def test_each_program_is_compiled_once():
         for count in range(2):
             tokens = jnp.argmax(logits, axis=-1) if count else rows[:, length]
             logits, cache = step.generate(params, cache, tokens, np.full(len(LENGTHS), length + count))
-    assert step.num_compiled == 2
+    assert len(step._compiled) == 2
 
 
 def test_lengths_of_prompts_are_few():

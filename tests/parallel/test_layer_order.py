@@ -5,7 +5,7 @@ import pytest
 
 from meshwright.algebra.schedules.registry import build, default_chunks, schedule_names
 from meshwright.core.errors import CannotRunError
-from meshwright.parallel.layer_order import layer_pattern, layer_permutation
+from meshwright.parallel.pipeline.stages import layer_pattern, layer_permutation
 
 
 def made(name, stages, chunks=None):

@@ -1,5 +1,6 @@
 """Every mesh of eight devices against one device, in values and gradients, and against its derived collectives."""
 
+import jax
 import jax.numpy as jnp
 import msgspec
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 
 from meshwright.core.errors import CannotRunError
 from meshwright.hlo.collectives import collectives
+from meshwright.nn.forward import logits_fn
 from meshwright.parallel.mesh import device_mesh
 from meshwright.parallel.train_step import State, TrainStep
 from tests.parallel.cases import RELATIVE, first_params, first_state, keep_gradients
@@ -216,3 +218,14 @@ def test_one_cpu_really_computes_again_what_remat_says(remat, again):
     text = step.compile.lower(state, step.place(batch())).compile().as_text()
     assert "layer:forward:q=einsum" in text
     assert ("layer:recompute:q=einsum" in text) is again
+
+
+def test_logits_of_the_forward_pass_give_the_loss_of_the_training_step():
+    params, rows = first_params(MODEL), batch()
+    logits = np.asarray(jax.jit(logits_fn(MODEL))(params, rows["tokens"]), np.float64)
+    assert logits.shape == (BATCH_SEQS, SEQ_LEN, MODEL.vocab_size)
+    shifted = logits - logits.max(-1, keepdims=True)
+    log_probs = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+    expected = -np.take_along_axis(log_probs, np.asarray(rows["labels"])[..., None], -1).mean()
+    loss, _ = TrainStep(MODEL, strategy({}, remat="full")).gradients(params, rows)
+    assert float(loss) == pytest.approx(expected, rel=1e-5)

@@ -9,15 +9,14 @@ from meshwright.cost.breakdown import Breakdown, Partition
 from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import price_strategy
 from meshwright.profile import summary as profile
-from meshwright.profile.advice import Case, advise
+from meshwright.profile.advice import AdviceCase, advise
 from meshwright.profile.classes import class_of_op, part_of_step
 from meshwright.profile.compare import (
     ClassRow,
-    Comparison,
-    OpRow,
-    Row,
+    ProfileComparison,
+    TimeRow,
 )
-from meshwright.profile.times import OpTime, Times
+from meshwright.profile.times import OpTime, StepTimes
 from meshwright.report.machine.profile_timeline import predicted_timeline
 from meshwright.spec.calibration import datasheet_calibration
 from meshwright.spec.catalogue import model
@@ -73,22 +72,25 @@ def case(*terms, idle=(0.0, 0.0), ops=(), flops=1e12, **changes):
     classes = tuple(
         ClassRow(kind=k, own_s=1.0, wall_s=1.0, flops=flops, hbm_bytes=1e12) for k in ("contraction", "elementwise")
     )
-    comparison = Comparison(
-        predicted=Partition(compute_s=10.0), parts=(), terms=terms, steps=(), classes=classes, ops=ops, float32=(),
+    comparison = ProfileComparison(
+        predicted=Partition(compute_s=10.0),
+        parts=(),
+        terms=terms,
+        steps=(),
+        classes=classes,
+        float32=(),
         shares_cores=False,
-    )  # fmt: skip
+    )
     devices = {number: Partition(compute_s=9.0 - s, exposed_s=1.0, idle_s=s) for number, s in enumerate(idle)}
-    times = Times(
+    times = StepTimes(
         mean=Partition(compute_s=9.0, exposed_s=1.0),
         devices=devices,
-        ops=(OpTime(name="all-gather.1", count=1, own_s=4.0, wall_s=1.0, waited_s=0.25),),
+        ops=ops,
         communication_s=4.0,
         hidden_s=3.0,
-        num_launches=1000,
-        num_steps=3,
     )
     strategy = msgspec.structs.replace(STRATEGY, **changes)
-    return Case(
+    return AdviceCase(
         comparison=comparison,
         times=times,
         job=JOB,
@@ -100,7 +102,7 @@ def case(*terms, idle=(0.0, 0.0), ops=(), flops=1e12, **changes):
 
 
 def row(name, predicted, measured):
-    return Row(name=name, kind=name, predicted_s=predicted, measured_s=measured)
+    return TimeRow(name=name, kind=name, predicted_s=predicted, measured_s=measured)
 
 
 def text(*given, **more):
@@ -113,7 +115,7 @@ def test_what_is_near_needs_no_advice():
 
 
 def collective(step, **seconds):
-    return OpRow(name="made.1", kind="collective", step=step, count=32, flops=0.0, hbm_bytes=0.0, **seconds)
+    return OpTime(name="made.1", kind="collective", step=step, count=32, flops=0.0, hbm_bytes=0.0, **seconds)
 
 
 GATHER = collective("layer:forward:w_up=all_gather", own_s=4.0, wall_s=1.0, waited_s=0.25)
@@ -160,7 +162,8 @@ def test_faster_than_the_rates_is_about_the_rates():
 
 
 def test_launches_and_idle_devices():
-    assert "1,000 instructions a step, and 1 ms of nothing for each" in text(row("overhead", 0.0, 1.0))
+    launched = (msgspec.structs.replace(GATHER, count=1000),)
+    assert "1,000 instructions a step, and 1 ms of nothing for each" in text(row("overhead", 0.0, 1.0), ops=launched)
     assert "device 1 idles 2 s, device 0 1 s" in text(row("idle", 0.0, 1.0), idle=(1.0, 2.0))
     stages = make_mesh({"pipeline": 4, "fsdp": 4})
     found = text(row("idle", 0.0, 1.0), mesh=stages, num_microbatches=4, placement={})

@@ -7,14 +7,11 @@ import jax.numpy as jnp
 import pytest
 
 from meshwright.core.errors import InputError
-from meshwright.profile.classes import Facts
 from meshwright.profile.events import STEP, STEP_END, Window, load_trace, newest_trace, read_trace
 from meshwright.profile.hlo import parse_program
 from meshwright.profile.run import traced
 from meshwright.profile.times import measure_times
-from tests.profile.test_times import FACTS, PROGRAM
-
-MODULE = parse_program(PROGRAM)
+from tests.profile.test_times import PROGRAM
 
 
 def event(name, start_ns, duration_ns, **stats):
@@ -30,7 +27,7 @@ def plane(name, *lines):
 
 
 def read(*planes):
-    return read_trace(planes, MODULE, source="the trace")
+    return read_trace(planes, PROGRAM, source="the trace")
 
 
 STEPS = plane("/host:CPU", line("python", event(STEP, 0, 5000, step=0), event(STEP, 5000, 5000, step=1)))
@@ -53,7 +50,7 @@ def test_gpu_streams_are_lanes_of_a_device():
     ]
     assert found.unnamed_s == pytest.approx(1e-9)  # the memset
     assert found.windows == (Window(0, pytest.approx(5e-6)), Window(pytest.approx(5e-6), pytest.approx(1e-5)))
-    assert measure_times(found, FACTS).overlap == pytest.approx(300 / 800)
+    assert measure_times(found, PROGRAM).overlap == pytest.approx(300 / 800)
 
 
 def test_kernels_are_found_by_their_own_names():
@@ -118,11 +115,11 @@ def test_a_trace_of_another_program_is_refused():
 
 def test_files_that_are_no_trace(tmp_path):
     with pytest.raises(InputError, match="there is no trace"):
-        load_trace(tmp_path / "none.xplane.pb", MODULE)
+        load_trace(tmp_path / "none.xplane.pb", PROGRAM)
     junk = tmp_path / "junk.xplane.pb"
     junk.write_bytes(b"\xff\xfe not a protocol buffer")
     with pytest.raises(InputError, match=r"(is not a trace|has no event)"):
-        load_trace(junk, MODULE)
+        load_trace(junk, PROGRAM)
     with pytest.raises(InputError, match="holds no trace"):
         newest_trace(tmp_path / "empty")
 
@@ -144,8 +141,7 @@ def test_a_real_trace_of_a_tiny_program(tmp_path):
     assert found.platform == "cpu"
     assert found.devices == (0,)
     assert len(found.windows) == 2
-    facts = Facts(program, ridge=1.0)
-    times = measure_times(found, facts)
-    assert sum(facts.of(op.name).flops * op.count for op in times.ops) == 2 * 256**3
-    assert {facts.of(op.name).step for op in times.ops if facts.of(op.name).flops} == {"layer:forward:q=einsum"}
+    times = measure_times(found, program)
+    assert sum(program.fact(op.name).flops * op.count for op in times.ops) == 2 * 256**3
+    assert {program.fact(op.name).step for op in times.ops if program.fact(op.name).flops} == {"layer:forward:q=einsum"}
     assert times.mean.total_s == pytest.approx(sum(w.seconds for w in found.windows) / 2)

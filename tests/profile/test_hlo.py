@@ -6,7 +6,7 @@ import pytest
 
 from meshwright.core.errors import InputError
 from meshwright.hlo.products import precision
-from meshwright.profile.classes import Facts, class_of_op
+from meshwright.profile.classes import class_of_op
 from meshwright.profile.hlo import load_program, parse_program
 from meshwright.profile.memory import temporary_owners
 
@@ -41,7 +41,6 @@ ENTRY %main (a: f32[8,16], b: f32[16,32], n: s32[]) -> f32[1,32] {
 }
 """  # noqa: E501
 PROGRAM = parse_program(TEXT)
-FACTS = Facts(PROGRAM, ridge=1.0)
 PRODUCT_FLOPS = 2.0 * 8 * 16 * 32
 
 
@@ -50,7 +49,7 @@ def test_products_of_every_form_have_their_flops():
         assert PROGRAM.flops(name) == PRODUCT_FLOPS, name
     assert PROGRAM.flops("norm") == 0
     assert precision(PROGRAM.instructions["conv"]) == "highest"
-    assert set(FACTS.products) == {"fusion.1", "gemm", "conv"}
+    assert set(PROGRAM.products) == {"fusion.1", "gemm", "conv"}
 
 
 def test_batches_that_a_convolution_dilates_are_no_sum():
@@ -69,7 +68,7 @@ def test_bytes_are_those_of_operands_and_result():
 
 
 def test_steps_and_kinds():
-    kinds = {name: FACTS.of(name).kind for name in ("fusion.1", "gemm", "norm", "reduce-scatter.1", "cut")}
+    kinds = {name: PROGRAM.fact(name).kind for name in ("fusion.1", "gemm", "norm", "reduce-scatter.1", "cut")}
     assert kinds == {
         "fusion.1": "contraction",
         "gemm": "contraction",
@@ -77,11 +76,11 @@ def test_steps_and_kinds():
         "reduce-scatter.1": "collective",
         "cut": "copy",
     }
-    assert FACTS.of("fusion.1").step == "layer:forward:q=einsum"  # by what was fused: the fusion has no name
-    assert FACTS.of("gemm").part == "layer backward"
-    assert FACTS.of("cut").step == "outside the steps: dynamic_slice"
-    assert FACTS.of("all-gather-start.1").bound == "communication"
-    assert (FACTS.of("fusion.1").bound, FACTS.of("norm").bound) == ("compute", "memory")
+    assert PROGRAM.fact("fusion.1").step == "layer:forward:q=einsum"  # by what was fused: the fusion has no name
+    assert PROGRAM.fact("gemm").part == "layer backward"
+    assert PROGRAM.fact("cut").step == "outside the steps: dynamic_slice"
+    assert PROGRAM.fact("all-gather-start.1").bound == "communication"
+    assert (PROGRAM.fact("fusion.1").bound, PROGRAM.fact("norm").bound) == ("compute", "memory")
 
 
 @pytest.mark.parametrize(
@@ -134,6 +133,6 @@ def test_a_program_of_this_compiler():
     compiled = jax.jit(step).lower(jnp.ones((8, 16)), jnp.ones((16, 32))).compile()
     program = parse_program(compiled.as_text())
     assert program.name == "jit_step"
-    products = Facts(program, ridge=1.0).products
+    products = program.products
     assert sum(program.flops(name) for name in products) == PRODUCT_FLOPS
     assert {str(program.label(name)) for name in products} == {"layer:forward:q=einsum"}

@@ -11,7 +11,7 @@ from meshwright.core.errors import InputError
 from meshwright.parallel.mesh import device_mesh
 from meshwright.profile.hlo import parse_program
 from meshwright.profile.memory import (
-    Mark,
+    MemoryMark,
     MemoryProfile,
     Sample,
     Sampler,
@@ -96,7 +96,9 @@ def test_samples_go_on_until_the_sampler_is_closed():
 
 def test_the_picture_keeps_the_peak():
     samples = tuple(Sample(float(at), 10**9 + (at == 4321) * 10**8) for at in range(10_000))
-    memory = MemoryProfile(counted="process", samples=samples, marks=(Mark(0.0, "state"), Mark(1.0, "compile")))
+    memory = MemoryProfile(
+        counted="process", samples=samples, marks=(MemoryMark(0.0, "state"), MemoryMark(1.0, "compile"))
+    )
     figure = memory_timeline_figure(memory)
     drawn = figure["layer"][0]["data"]["values"]
     assert len(drawn) <= 2 * MAX_SAMPLES

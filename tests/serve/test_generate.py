@@ -7,8 +7,7 @@ import pytest
 from meshwright.core.errors import InputError
 from meshwright.serve.generate import generate, padded
 from meshwright.serve.sampling import Sampling, draw
-from meshwright.train.sample import generate as without_cache
-from tests.parallel.generate_cases import LLAMA, float_params, step_of
+from tests.parallel.generate_cases import LLAMA, float_params, likeliest, step_of
 
 PROMPTS = [[5, 9, 60, 2, 7, 7, 1, 8, 30], [3], [11, 12, 13]]
 NUM_TOKENS = 8
@@ -29,8 +28,8 @@ def tokens_of(step, params, prompts, **options) -> list[list[int]]:
     return [list(one.tokens) for one in found.completions]
 
 
-def expected(params, prompt: list[int], **options) -> list[int]:
-    return without_cache(LLAMA, params, prompt, num_tokens=NUM_TOKENS, window=32, **options)
+def expected(params, prompt: list[int]) -> list[int]:
+    return likeliest(LLAMA, params, prompt, NUM_TOKENS)
 
 
 def test_the_likeliest_tokens_are_those_of_the_sampler_without_a_cache(step, params):
@@ -100,10 +99,10 @@ def test_one_token_has_no_pace_after_it(step, params):
 def test_nothing_is_compiled_after_the_first_tokens(step, params):
     draw.clear_cache()
     tokens_of(step, params, PROMPTS)
-    compiled, drawn = step.num_compiled, draw._cache_size()
+    compiled, drawn = len(step._compiled), draw._cache_size()
     assert drawn == 1
     tokens_of(step, params, [PROMPTS[2] * 3, PROMPTS[0]], sampling=Sampling(temperature=1.0, top_p=0.5))
-    assert (step.num_compiled, draw._cache_size()) == (compiled, drawn)
+    assert (len(step._compiled), draw._cache_size()) == (compiled, drawn)
 
 
 def test_rows_without_a_prompt_have_a_token(step):

@@ -95,6 +95,34 @@ def test_fields_that_are_not_known_or_wrong_have_a_line(tmp_path):
             load_calibration(tmp_path / "a.toml")
 
 
+HOST = """name = "x"
+chip = "cpu"
+[host]
+loop_byte = 1e-10
+product = { flop = 1e-11 }
+stream = { byte = 1e-10 }
+ops = { softmax = { byte = 1e-10, call = 0 } }
+"""
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (("flop = 1e-11", "flop = nan"), "host.product.flop is nan, give a number of at least 0"),
+        (("call = 0", "call = -1.0"), "host.ops.softmax.call is -1, give a number of at least 0"),
+        (("loop_byte = 1e-10", "loop_byte = inf"), "host.loop_byte is inf, give a number of at least 0"),
+        (("loop_byte", "waits = -1.0\nloop_byte"), "host.waits is -1, give a number of at least 0"),
+    ],
+)
+def test_figures_of_a_host_are_checked(tmp_path, change, message):
+    path = tmp_path / "a.toml"
+    path.write_text(HOST)
+    assert load_calibration(path).host is not None
+    path.write_text(HOST.replace(*change, 1))
+    with pytest.raises(InputError, match=rf"^\S*a\.toml: calibration 'x': {message}\.$"):
+        load_calibration(path)
+
+
 def test_the_plan_file_holds_every_field(call_plan):
     """A plan made with fitted numbers is priced with the same when it is read back."""
     plan = call_plan("--calibration", "datasheet")

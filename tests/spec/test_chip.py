@@ -108,5 +108,25 @@ def test_chip_from_a_table_on_a_base():
         chip_from_table({"base": "v5e", "peak_flops": {"bf16": -1.0}})
 
 
+@pytest.mark.parametrize(
+    ("figures", "words"),
+    [
+        ({"pod_shape": [16, -16]}, "pod_shape.1 is -16, give a positive number"),
+        ({"hbm_bytes": float("nan")}, "hbm_bytes is nan, give a positive number"),
+        ({"ici_hop_s": float("inf")}, "ici_hop_s is inf, give a number of at least 0"),
+        ({"peak_flops": {"bf16": 0.0}}, "peak_flops.bf16 is 0, give a positive number"),
+    ],
+)
+def test_figures_that_no_chip_has_are_refused_in_one_line(figures, words):
+    with pytest.raises(InputError, match=rf"^chip 'v5e-custom': the chip's {words}\.$"):
+        chip_from_table({"base": "v5e", **figures})
+
+
+def test_figures_in_the_tables_of_a_chip_are_checked_too():
+    target = msgspec.to_builtins(chip("h100").xla_gpu)
+    with pytest.raises(InputError, match=r"the chip's xla_gpu.core_count is -1, give a positive number\.$"):
+        chip_from_table({"base": "h100", "xla_gpu": target | {"core_count": -1}})
+
+
 def test_chips_survive_json():
     assert msgspec.json.decode(msgspec.json.encode(chip("v5p")), type=Chip) == chip("v5p")

@@ -3,7 +3,8 @@
 import pytest
 
 from meshwright.core.errors import InputError
-from meshwright.spec.cluster import balanced_shape, parse_cluster
+from meshwright.spec.cluster import parse_cluster
+from meshwright.spec.cluster_shapes import balanced_shape
 
 
 @pytest.mark.parametrize(

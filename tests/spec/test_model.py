@@ -9,7 +9,7 @@ import pytest
 
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.spec import catalogue
-from meshwright.spec.model import Model, require_runnable
+from meshwright.spec.model import Model, RopeScaling, require_runnable
 
 SIZES = {
     "name": "toy",
@@ -73,6 +73,39 @@ def test_impossible_sizes_are_refused_in_one_line(change, text):
     with pytest.raises(InputError) as caught:
         Model(**SIZES | change)
     assert str(caught.value) == text
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0])
+@pytest.mark.parametrize(
+    "field",
+    [
+        *("rope_theta", "rope_local_theta", "rope_fraction", "norm_eps", "attention_softcap", "logit_softcap"),
+        *("query_pre_attn_scalar", "routed_scale"),
+    ],
+)
+def test_figures_that_no_model_has_are_refused_in_one_line(field, value):
+    with pytest.raises(InputError, match=rf"^toy: {field} is {value:g}, give a [^\n]*$"):
+        Model(**SIZES | {field: value})
+
+
+@pytest.mark.parametrize(
+    ("scaling", "words"),
+    [
+        ({"factor": float("nan")}, "factor is nan, give a positive number"),
+        ({"factor": 0.0}, "factor is 0, give a positive number"),
+        ({"attention_factor": -1.0}, "attention_factor is -1, give a positive number"),
+        ({"long_factor": (1.0, float("inf"))}, "long_factor.1 is inf, give a positive number"),
+    ],
+)
+def test_figures_of_rotary_scaling_are_checked_too(scaling, words):
+    with pytest.raises(InputError, match=f"^toy: rope_scaling.{words}$"):
+        Model(**SIZES, rope_scaling=RopeScaling(kind="yarn", **scaling))
+    Model(**SIZES, rope_scaling=RopeScaling(kind="yarn", factor=4.0, mscale=0.0, mscale_all_dim=0.0))
+
+
+def test_a_fraction_is_a_share():
+    with pytest.raises(InputError, match=r"^toy: rope_fraction is 1.5, give a share in \(0, 1\]$"):
+        Model(**SIZES | {"rope_fraction": 1.5})
 
 
 @pytest.mark.parametrize("name", catalogue.models())

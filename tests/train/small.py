@@ -5,7 +5,7 @@ from pathlib import Path
 from meshwright.spec.job import Job
 from meshwright.spec.model import Model
 from meshwright.spec.strategy import Strategy, make_mesh
-from meshwright.train.data.text import read_documents
+from meshwright.train.data.text import open_corpus
 from meshwright.train.settings import TrainSettings
 
 MODEL = Model(
@@ -26,6 +26,16 @@ JOB = Job(batch_seqs=8, seq_len=32)
 
 def strategy(state: str = "fp32", **axes: int) -> Strategy:
     return Strategy(mesh=make_mesh(axes), state=state)
+
+
+def read_documents(data: str) -> tuple[str, ...]:
+    """All texts that ``data`` names, whole and in memory: for small ones."""
+    documents = [""]
+    for piece in open_corpus(data).pieces():
+        documents[-1] += piece.text
+        if piece.ends_document:
+            documents.append("")
+    return tuple(documents[:-1])
 
 
 def write_text(folder: Path, num_topics: int = 8) -> str:

@@ -95,7 +95,8 @@ def test_the_newest_and_every_so_manieth_stay(tmp_path):
             kept.save(placed(a=1, b=1), at(step))
         kept.wait()
         assert kept.steps() == [4, 6, 7]
-        assert kept.save(placed(a=1, b=1), at(7)) == 0.0
+        kept.save(placed(a=1, b=1), at(7))
+        assert kept.steps() == [4, 6, 7]
     with Checkpoints(tmp_path) as again:
         assert again.position() == at(7)
 

@@ -3,15 +3,11 @@
 import msgspec
 import pytest
 
-from meshwright.cli.verbs.verify_request import PROGRAM, request_of
 from meshwright.spec.catalogue import model
-from meshwright.spec.cluster import parse_cluster
-from meshwright.spec.job import Job
-from meshwright.spec.strategy import Assumptions, Strategy, make_mesh
+from meshwright.spec.strategy import Assumptions
 from meshwright.verify.differences import TOLERANCE
-from meshwright.verify.proof import Proof, prove
-from meshwright.verify.running import python_program
-from meshwright.verify.targets import PLUGINS, is_installed, target_of
+from meshwright.verify.proof import Proof
+from tests.verify.compiled import proof_of
 
 pytestmark = pytest.mark.aot
 
@@ -42,16 +38,6 @@ NAMED = {"windowed matmul", "full all-reduce", "scattered all-reduce", "padding"
 """Differences that these compilers make in plans without fault."""
 
 
-def proof_of(axes, on, *, given=SMALL, seqs=16, length=1024, state="bf16-adam", choices=None, **asked) -> Proof:
-    cluster = parse_cluster(on)
-    platform = target_of(cluster).platform
-    if not is_installed(platform):
-        pytest.skip(f'the compiler for {platform} is not installed: pip install "meshwright[{PLUGINS[platform][1]}]"')
-    strategy = Strategy(mesh=make_mesh(axes), state=state, **(choices or {}))
-    request = request_of(given, cluster, strategy, Job(batch_seqs=seqs, seq_len=length), **asked)
-    return prove(request, program=python_program(PROGRAM), timeout_s=120)
-
-
 def check(found: Proof, *, memory: float) -> None:
     """It runs, no byte is without a name, the products are as derived, and memory is within a share."""
     assert found.runs, found.refusal
@@ -77,7 +63,7 @@ def check(found: Proof, *, memory: float) -> None:
     ],
 )
 def test_training(on, axes, memory):
-    found = proof_of(axes, on)
+    found = proof_of(SMALL, on, axes)
     check(found, memory=memory)
     assert found.outcome.ended == "stopped"
     assert found.outcome.max_rss_bytes < 3e9
@@ -87,18 +73,18 @@ def test_training(on, axes, memory):
     ("on", "axes"), [("v5e:2x2", {"fsdp": 2, "expert": 2}), ("h100:8x1", {"fsdp": 4, "expert": 2})]
 )
 def test_experts_with_a_bound(on, axes):
-    check(proof_of(axes, on, given=EXPERTS, assumptions=Assumptions(imbalance=1.25)), memory=0.25)
+    check(proof_of(EXPERTS, on, axes, assumptions=Assumptions(imbalance=1.25)), memory=0.25)
 
 
 def test_stages():
     choices = {"num_microbatches": 4}
-    check(proof_of({"pipeline": 2, "fsdp": 4}, "h100:8x1", choices=choices), memory=0.3)
+    check(proof_of(SMALL, "h100:8x1", {"pipeline": 2, "fsdp": 4}, choices=choices), memory=0.3)
 
 
 @pytest.mark.parametrize(("on", "axes"), [("v5e:2x2", {"fsdp": 4}), ("h100:8x1", {"fsdp": 8})])
 def test_what_is_too_large_is_refused_with_bytes(on, axes):
     given = model("llama3-8b" if on.startswith("v5e") else "llama3-70b")
-    found = proof_of(axes, on, given=given, seqs=8, length=2048, choices={"remat": "full"})
+    found = proof_of(given, on, axes, seqs=8, length=2048, choices={"remat": "full"})
     assert not found.runs
     assert found.memory.needed > found.memory.available > 1e10
     assert f"needs {found.memory.needed / 1e9:.1f} GB" in found.refusal
@@ -110,10 +96,10 @@ def test_what_is_too_large_is_refused_with_bytes(on, axes):
 def test_int8_generation(on, tensor):
     # a small vocabulary: what is copied of a large one to generate on TPUs is in no item
     given = msgspec.structs.replace(model("llama3-8b"), num_layers=4, vocab_size=16384)
-    asked = {"given": given, "seqs": 8, "length": 2048, "step": "generate"}
-    found = proof_of({"tensor": tensor}, on, weights="int8", **asked)
+    asked = {"seqs": 8, "length": 2048, "step": "generate"}
+    found = proof_of(given, on, {"tensor": tensor}, weights="int8", **asked)
     check(found, memory=0.2)
-    wide = proof_of({"tensor": tensor}, on, **asked)
+    wide = proof_of(given, on, {"tensor": tensor}, **asked)
     check(wide, memory=0.2)
     # a byte less for each weight
     weights = 4 * given.d_model * (2 * 4096 + 2 * 1024 + 3 * given.d_ff) + 2 * given.d_model * given.vocab_size
@@ -121,9 +107,9 @@ def test_int8_generation(on, tensor):
 
 
 def test_the_whole_compiler():
-    found = proof_of({"fsdp": 2, "tensor": 2}, "v5e:2x2", depth="full")
+    found = proof_of(SMALL, "v5e:2x2", {"fsdp": 2, "tensor": 2}, depth="full")
     assert found.outcome.ended == "done"
     check(found, memory=0.2)
-    early = proof_of({"fsdp": 2, "tensor": 2}, "v5e:2x2")
+    early = proof_of(SMALL, "v5e:2x2", {"fsdp": 2, "tensor": 2})
     assert found.memory.needed == early.memory.needed
     assert found.traffic == early.traffic

@@ -3,14 +3,9 @@
 import msgspec
 import pytest
 
-from meshwright.cli.verbs.verify_request import PROGRAM, request_of
 from meshwright.spec import catalogue
-from meshwright.spec.cluster import parse_cluster
-from meshwright.spec.job import Job
-from meshwright.spec.strategy import AS_RUN, Assumptions, Strategy, make_mesh, standard_assignment
-from meshwright.verify.proof import prove
-from meshwright.verify.running import python_program
-from meshwright.verify.targets import is_installed
+from meshwright.spec.strategy import AS_RUN, Assumptions, standard_assignment
+from tests.verify.compiled import proof_of
 
 pytestmark = [pytest.mark.aot, pytest.mark.slow]
 
@@ -61,20 +56,14 @@ EXPERT_WAYS = {
     "experts in stages": ({"pipeline": 2, "expert": 4}, {"num_microbatches": 4}),
 }
 CASES = [(DENSE, *way) for way in WAYS.values()] + [(EXPERTS, *way) for way in EXPERT_WAYS.values()]
-TARGETS = {"v5p:2x2x2": "tpu", "h100:8x1": "cuda"}
 
 
-@pytest.mark.parametrize("cluster", TARGETS)
+@pytest.mark.parametrize("cluster", ["v5p:2x2x2", "h100:8x1"])
 @pytest.mark.parametrize(("model", "axes", "choices"), CASES, ids=[*WAYS, *EXPERT_WAYS])
 def test_compiled_is_derived(cluster, model, axes, choices):
-    if not is_installed(TARGETS[cluster]):
-        pytest.skip(f"the compiler for {TARGETS[cluster]} is missing: make test-aot")
-    assumptions = choices.get("assumptions", AS_RUN)
-    fields = {name: value for name, value in choices.items() if name != "assumptions"}
-    strategy = Strategy(mesh=make_mesh(axes), state="bf16-adam", **fields)
-    job = Job(batch_seqs=64, seq_len=1024)
-    request = request_of(model, parse_cluster(cluster), strategy, job, assumptions=assumptions)
-    proof = prove(request, program=python_program(PROGRAM), timeout_s=150)
+    choices = dict(choices)
+    assumptions = choices.pop("assumptions", AS_RUN)
+    proof = proof_of(model, cluster, axes, seqs=64, timeout_s=150, choices=choices, assumptions=assumptions)
     assert proof.runs, proof.refusal
     assert proof.traffic is not None, proof.traffic_error
     assert proof.traffic.remainder <= 0.02

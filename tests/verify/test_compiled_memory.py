@@ -3,14 +3,8 @@
 import msgspec
 import pytest
 
-from meshwright.cli.verbs.verify_request import PROGRAM, request_of
 from meshwright.spec import catalogue
-from meshwright.spec.cluster import parse_cluster
-from meshwright.spec.job import Job
-from meshwright.spec.strategy import Strategy, make_mesh
-from meshwright.verify.proof import prove
-from meshwright.verify.running import python_program
-from meshwright.verify.targets import is_installed
+from tests.verify.compiled import proof_of
 
 pytestmark = pytest.mark.aot
 
@@ -19,16 +13,12 @@ MODEL = msgspec.structs.replace(
 )
 """Wide enough that what layers keep outweighs everything else."""
 
-needs_gpu = pytest.mark.skipif(not is_installed("cuda"), reason="the CUDA plug-in is missing: make test-aot")
-needs_tpu = pytest.mark.skipif(not is_installed("tpu"), reason="libtpu is missing: make test-aot-tpu")
-ON = [pytest.param("h100:8x1", marks=needs_gpu), pytest.param("v5p:2x2x2", marks=needs_tpu)]
+ON = ("h100:8x1", "v5p:2x2x2")
 
 
 def memory(cluster, axes, *, batch_seqs, **choices):
     """The compiled and the predicted bytes of a step."""
-    strategy = Strategy(mesh=make_mesh(axes), state="bf16-adam", **choices)
-    request = request_of(MODEL, parse_cluster(cluster), strategy, Job(batch_seqs=batch_seqs, seq_len=512))
-    proof = prove(request, program=python_program(PROGRAM), timeout_s=120)
+    proof = proof_of(MODEL, cluster, axes, seqs=batch_seqs, length=512, choices=choices)
     assert proof.memory is not None, proof.refusal
     return proof.memory
 

@@ -3,8 +3,9 @@
 import pytest
 
 from meshwright.core.labels import OPTIMIZER, find_label
-from meshwright.hlo.collectives import Collective
-from meshwright.verify.differences import CLASSES, TOLERANCE, Comparison, compare, wire_bytes
+from meshwright.cost.network.collectives import received_share
+from meshwright.hlo.collectives import CompiledCollective
+from meshwright.verify.differences import CLASSES, TOLERANCE, TrafficComparison, compare_traffic
 from meshwright.verify.expected import Expected
 
 MESH = {"data": 2, "fsdp": 4, "tensor": 2}
@@ -29,7 +30,7 @@ def derived(label=GATHER, *, kind="all_gather", axes=("fsdp",), arrays=1, elemen
 
 def compiled(label=GATHER, *, kind="all_gather", axes=("fsdp",), trips=1, elements=ELEMENTS, dtype="bf16", **more):
     width, arrays = {"bf16": 2, "f32": 4, "s8": 1}[dtype], more.pop("num_arrays", 1)
-    return Collective(
+    return CompiledCollective(
         kind=kind,
         full_bytes=arrays * elements * width,
         axes=axes,
@@ -42,7 +43,7 @@ def compiled(label=GATHER, *, kind="all_gather", axes=("fsdp",), trips=1, elemen
     )
 
 
-def names(found: Comparison) -> set[str]:
+def names(found: TrafficComparison) -> set[str]:
     return {one.name for one in found.differences}
 
 
@@ -94,7 +95,7 @@ def test_every_name_has_a_case():
 @pytest.mark.parametrize("name", CASES)
 def test_a_difference_has_its_name_and_nothing_is_left(name):
     expected, found, *remarks = CASES[name]
-    comparison = compare(expected, found, MESH, remarks=remarks)
+    comparison = compare_traffic(expected, found, MESH, remarks=remarks)
     assert names(comparison) == {name}
     assert comparison.remainder == pytest.approx(0, abs=1e-9)
     extra = sum(one.extra_bytes for one in comparison.differences)
@@ -103,13 +104,13 @@ def test_a_difference_has_its_name_and_nothing_is_left(name):
 
 @pytest.mark.parametrize("name", sorted(CASES.keys() - {"windowed matmul", "narrowed", "shared", "dropped"}))
 def test_what_a_name_stands_for_is_more_bytes(name):
-    comparison = compare(*CASES[name][:2], MESH, remarks=CASES[name][2:])
+    comparison = compare_traffic(*CASES[name][:2], MESH, remarks=CASES[name][2:])
     extra = sum(one.extra_bytes for one in comparison.differences)
     assert extra >= 0 if name == "scattered all-reduce" else extra > 0
 
 
 def test_equal_sides_need_no_name():
-    comparison = compare([derived(arrays=4)], [compiled(trips=4)], MESH)
+    comparison = compare_traffic([derived(arrays=4)], [compiled(trips=4)], MESH)
     assert (comparison.differences, comparison.remainder) == ((), 0.0)
     (row,) = comparison.rows
     assert (row.derived_arrays, row.compiled_arrays) == (4, 4)
@@ -121,53 +122,53 @@ def test_equal_sides_need_no_name():
 
 def test_a_gather_that_nothing_explains_stays():
     for label in ("", SCATTER, "layer:forward:nothing=all_gather"):
-        comparison = compare([derived()], [compiled(), compiled(label, elements=ELEMENTS // 8)], MESH)
+        comparison = compare_traffic([derived()], [compiled(), compiled(label, elements=ELEMENTS // 8)], MESH)
         assert comparison.differences == ()
         assert comparison.remainder == pytest.approx(1 / 9)
         assert comparison.remainder > TOLERANCE
 
 
 def test_a_gather_that_is_missing_stays():
-    comparison = compare([derived(), derived(OTHER)], [compiled()], MESH)
+    comparison = compare_traffic([derived(), derived(OTHER)], [compiled()], MESH)
     assert (comparison.differences, comparison.remainder) == ((), 0.5)
 
 
 def test_a_gather_over_another_axis_stays():
-    comparison = compare([derived()], [compiled(axes=("tensor",))], MESH)
+    comparison = compare_traffic([derived()], [compiled(axes=("tensor",))], MESH)
     assert comparison.differences == ()
     assert comparison.remainder > 0.9
 
 
 def test_both_signs_of_a_remainder_count():
     """As many bytes of a stranger as are missing do not make it even."""
-    comparison = compare([derived()], [compiled("", axes=("data",), elements=3 * ELEMENTS // 2)], MESH)
+    comparison = compare_traffic([derived()], [compiled("", axes=("data",), elements=3 * ELEMENTS // 2)], MESH)
     assert comparison.compiled_bytes == comparison.derived_bytes
     assert comparison.remainder == 2.0
 
 
 def test_more_than_padding_is_not_called_so():
-    comparison = compare([derived()], [compiled(elements=2 * ELEMENTS)], MESH)
+    comparison = compare_traffic([derived()], [compiled(elements=2 * ELEMENTS)], MESH)
     assert names(comparison) == set()
     assert comparison.remainder == pytest.approx(0.5)
 
 
 def test_three_times_the_bytes_are_not_float32():
-    assert compare([derived(width=1)], [compiled(dtype="f32")], MESH).remainder > 0.5
+    assert compare_traffic([derived(width=1)], [compiled(dtype="f32")], MESH).remainder > 0.5
 
 
 def test_a_remark_about_a_small_array_excuses_no_large_one():
     found = [compiled(), compiled("", elements=ELEMENTS)]
-    comparison = compare([derived()], found, MESH, remarks=[remark("f32[64,32]")])
+    comparison = compare_traffic([derived()], found, MESH, remarks=[remark("f32[64,32]")])
     assert names(comparison) == set()
     assert comparison.remainder == pytest.approx(0.5)
-    assert compare([derived()], found, MESH, remarks=["Involuntary full rematerialization"]).remainder > 0.4
+    assert compare_traffic([derived()], found, MESH, remarks=["Involuntary full rematerialization"]).remainder > 0.4
 
 
 def test_more_than_one_round_of_a_ring_is_not_dropped():
     """Of three rounds over four devices one may have no use; two, or all of them, are missing."""
     ring = [derived("layer:forward:k_passing=permute", kind="permute", arrays=3)]
     for sent in ([], [compiled("layer:forward:o=attention", kind="permute")]):
-        comparison = compare(ring, sent, MESH)
+        comparison = compare_traffic(ring, sent, MESH)
         assert names(comparison) == set()
         assert comparison.remainder > 0.6
 
@@ -175,10 +176,10 @@ def test_more_than_one_round_of_a_ring_is_not_dropped():
 def test_a_sum_of_other_size_is_no_scattered_one():
     """A sum without a label stands for a scattered one only where the elements agree."""
     expected = [derived(SCATTER, kind="reduce_scatter")]
-    whole = compare(expected, [compiled("", kind="all_reduce")], MESH)
+    whole = compare_traffic(expected, [compiled("", kind="all_reduce")], MESH)
     assert names(whole) == {"full all-reduce"}
     assert whole.remainder == 0
-    other = compare(expected, [compiled("", kind="all_reduce", elements=ELEMENTS // 2)], MESH)
+    other = compare_traffic(expected, [compiled("", kind="all_reduce", elements=ELEMENTS // 2)], MESH)
     assert names(other) == set()
     assert other.remainder > 0.5
 
@@ -189,14 +190,14 @@ def test_a_sum_of_other_size_is_no_scattered_one():
 def test_combined_sums_in_float32_are_not_called_repeated():
     """XLA sums two norms in one all-reduce under the label of one: each step alone would seem done twice, or not."""
     expected = [derived(SUM, kind="all_reduce"), derived("layer:backward:dz=all_reduce", kind="all_reduce")]
-    comparison = compare(expected, [compiled(SUM, kind="all_reduce", dtype="f32", num_arrays=2)], MESH)
+    comparison = compare_traffic(expected, [compiled(SUM, kind="all_reduce", dtype="f32", num_arrays=2)], MESH)
     assert names(comparison) == {"float32"}
     assert comparison.remainder == 0
 
 
 def test_combined_sums_of_the_same_bytes_need_no_name():
     expected = [derived(SUM, kind="all_reduce"), derived("layer:backward:dz=all_reduce", kind="all_reduce")]
-    comparison = compare(expected, [compiled(SUM, kind="all_reduce", num_arrays=2)], MESH)
+    comparison = compare_traffic(expected, [compiled(SUM, kind="all_reduce", num_arrays=2)], MESH)
     assert (names(comparison), comparison.remainder) == (set(), 0)
 
 
@@ -206,20 +207,20 @@ def test_a_combined_sum_whole_in_place_of_scattered_ones_and_replicas():
         derived(SCATTER, kind="reduce_scatter"),
         derived(SUM, kind="all_reduce", axes=("data",), elements=ELEMENTS // 4),
     ]
-    comparison = compare(expected, [compiled("", kind="all_reduce", axes=("data", "fsdp"))], MESH)
+    comparison = compare_traffic(expected, [compiled("", kind="all_reduce", axes=("data", "fsdp"))], MESH)
     assert names(comparison) == {"full all-reduce"}
     assert comparison.remainder == pytest.approx(0)
 
 
 def test_what_xla_does_again_is_known_by_its_name():
-    comparison = compare([derived()], [compiled(), compiled("", name="all-gather.3.remat2")], MESH)
+    comparison = compare_traffic([derived()], [compiled(), compiled("", name="all-gather.3.remat2")], MESH)
     assert (names(comparison), comparison.remainder) == ({"repeated"}, 0)
 
 
 def test_a_collective_between_slices_adds_bytes_and_no_array():
     inside = compiled(axes=("data", "fsdp"), group_size=4)
     between = compiled(axes=("data", "fsdp"), group_size=2, dcn=True, elements=ELEMENTS // 4)
-    (row,) = compare([derived(axes=("data", "fsdp"))], [inside, between], MESH).rows
+    (row,) = compare_traffic([derived(axes=("data", "fsdp"))], [inside, between], MESH).rows
     assert row.compiled_arrays == 1
     assert row.compiled_bytes == ELEMENTS * 2 * 3 / 4 + ELEMENTS / 4 * 2 / 2
 
@@ -229,9 +230,9 @@ def test_a_collective_between_slices_adds_bytes_and_no_array():
     [("all_gather", 75), ("reduce_scatter", 75), ("all_reduce", 150), ("all_to_all", 18.75), ("permute", 100)],
 )
 def test_bytes_on_the_wire_of_a_ring_of_four(kind, wanted):
-    assert wire_bytes(kind, 100, 4) == wanted
+    assert 100 * received_share(kind, 4) == wanted
 
 
 def test_axes_of_one_device_move_nothing():
     mesh = {"data": 1, "fsdp": 4}
-    assert compare([derived(axes=())], [compiled(axes=("data",))], mesh).rows == ()
+    assert compare_traffic([derived(axes=())], [compiled(axes=("data",))], mesh).rows == ()

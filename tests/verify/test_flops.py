@@ -6,7 +6,7 @@ import pytest
 from jax import lax
 
 from meshwright.core.labels import find_label
-from meshwright.parallel.pipeline.ticks import at_most_once
+from meshwright.parallel.pipeline.executor import at_most_once
 from meshwright.verify.flops import compare_products, count_products
 
 A, B, C = 8, 16, 32

@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from meshwright.bench.chip import chip_of_kind
+from meshwright.bench.devices import chip_of_kind
 from meshwright.cost.setting import Setting
 from meshwright.plan.planner import plan
 from meshwright.spec import catalogue

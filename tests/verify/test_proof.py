@@ -7,13 +7,15 @@ import pytest
 
 from meshwright.core.errors import InputError
 from meshwright.cost.memory import memory_limit
+from meshwright.cost.setting import Setting
 from meshwright.spec.catalogue import model
 from meshwright.spec.cluster import parse_cluster
+from meshwright.spec.job import Job
 from meshwright.spec.strategy import Strategy, make_mesh
 from meshwright.verify import proof
 from meshwright.verify.proof import MemoryComparison, proof_table, prove
-from meshwright.verify.request import Compiled, Lowered, Memory, Request
-from meshwright.verify.running import Outcome
+from meshwright.verify.request import Memory, Request
+from meshwright.verify.running import CompileOutcome
 from meshwright.verify.targets import Target
 
 HLO = """HloModule jit__step, num_partitions=4
@@ -47,20 +49,17 @@ ENTRY %main (s: (s32[], f32[4])) -> (s32[], f32[4]) {
 
 def request(target="tpu", **fields) -> Request:
     return Request(
-        model=model("tiny"),
-        cluster=parse_cluster("v5e:2x2"),
+        setting=Setting(model("tiny"), parse_cluster("v5e:2x2"), Job(batch_seqs=8, seq_len=64)),
         strategy=Strategy(mesh=make_mesh({"fsdp": 4}), state="bf16-adam"),
         target=Target(platform=target, topology="v5e:2x2", num_devices=4),
-        batch_seqs=8,
-        seq_len=64,
         **fields,
     )
 
 
-def compiled(gigabytes=1.0, *, out_of_memory="") -> Compiled:
+def compiled(gigabytes=1.0, *, out_of_memory=""):
     whole = round(gigabytes * 1e9)
     memory = Memory(arguments=whole // 2, temporaries=whole - whole // 2, outputs=0)
-    return Compiled(seconds=1.0, memory=memory, out_of_memory=out_of_memory)
+    return {"memory": memory, "out_of_memory": out_of_memory}
 
 
 @pytest.fixture
@@ -68,8 +67,8 @@ def proved(monkeypatch):
     """The proof of a request whose compilation ends as given."""
 
     def run(ended="stopped", *, target="tpu", **fields):
-        outcome = Outcome(
-            **{"ended": ended, "hlo": HLO, "lowered": Lowered(seconds=0.1), **fields},
+        outcome = CompileOutcome(
+            **{"ended": ended, "hlo": HLO, "lowered": True, **fields},
             wall_s=1.0,
             cpu_s=0.5,
             max_rss_bytes=10**9,
@@ -83,14 +82,14 @@ def proved(monkeypatch):
 
 
 def test_what_fits_runs(proved):
-    found = proved(compiled=compiled(1.0))
+    found = proved(**compiled(1.0))
     assert (found.runs, found.refusal, found.memory.fits) == (True, "", True)
     assert found.memory.available == memory_limit(parse_cluster("v5e:2x2"))
     assert found.memory.needed == 1e9
 
 
 def test_what_does_not_fit_is_refused_with_bytes(proved):
-    found = proved(compiled=compiled(40.0))
+    found = proved(**compiled(40.0))
     assert not found.runs
     assert "needs 40.0 GB on each chip of v5e:2x2, which has 16.9 GB" in found.refusal
     assert "2.4 times" in found.refusal
@@ -99,7 +98,7 @@ def test_what_does_not_fit_is_refused_with_bytes(proved):
 
 def test_the_compilers_own_limit_counts(proved):
     said = "RESOURCE_EXHAUSTED: Used 20.0G of 14.00G hbm."
-    found = proved(compiled=compiled(16.0, out_of_memory=said))
+    found = proved(**compiled(16.0, out_of_memory=said))
     assert found.memory.available == 14 * 2**30
     assert not found.runs
 
@@ -123,7 +122,7 @@ def test_items_are_arguments_or_temporaries():
 
 
 def test_emulated_devices_have_no_memory_to_compare(proved):
-    found = proved("done", target="cpu", compiled=compiled(4000.0))
+    found = proved("done", target="cpu", **compiled(4000.0))
     assert (found.memory, found.runs) == (None, True)
     assert found.traffic is not None
 
@@ -131,7 +130,11 @@ def test_emulated_devices_have_no_memory_to_compare(proved):
 @pytest.mark.parametrize(
     ("ended", "fields", "words"),
     [
-        ("error", {"message": "B=7 is no multiple of 4.", "lowered": None}, "could not be lowered: B=7 is no multiple"),
+        (
+            "error",
+            {"message": "B=7 is no multiple of 4.", "lowered": False},
+            "could not be lowered: B=7 is no multiple",
+        ),
         ("error", {"message": "INTERNAL: no"}, "could not be compiled: INTERNAL: no."),
         ("crash", {"message": "signal SIGSEGV"}, "compiled: the compiler died: signal SIGSEGV."),
         (
@@ -157,7 +160,7 @@ def test_lowering_alone_runs(proved):
 @pytest.mark.parametrize("text", [LOST_LOOP, ""])
 def test_a_program_that_cannot_be_read_says_so(proved, text):
     """Memory is still told."""
-    found = proved(compiled=compiled(1.0), hlo=text)
+    found = proved(**compiled(1.0), hlo=text)
     assert found.traffic is None
     assert found.traffic_error
     assert found.memory.fits
@@ -165,13 +168,13 @@ def test_a_program_that_cannot_be_read_says_so(proved, text):
 
 def test_a_missing_collective_is_a_remainder(proved):
     """A program without any collective, where gathers and sums are derived."""
-    found = proved(compiled=compiled(1.0))
+    found = proved(**compiled(1.0))
     assert found.traffic.remainder == 1.0
     assert found.traffic.compiled_bytes == 0
 
 
 def test_the_table_has_what_a_reader_asks_for(proved):
-    table = proof_table(proved(compiled=compiled(40.0)))
+    table = proof_table(proved(**compiled(40.0)))
     assert table["memory"]["fits"] is False
     assert table["memory"]["error"] == pytest.approx(table["memory"]["predicted"] / 40e9 - 1)
     assert table["collectives"]["remainder"] == 1.0

@@ -3,6 +3,7 @@
 import msgspec
 import pytest
 
+from meshwright.algebra.generation import AS_WRITTEN, Storage
 from meshwright.algebra.layers import ProgramOptions
 from meshwright.algebra.schedules.ticks import tick_tables
 from meshwright.cost.setting import Setting
@@ -22,19 +23,14 @@ TINY, MIXTRAL = model("tiny"), model("mixtral-8x7b")
 SEQS, LENGTH = 16, 128
 
 
-def derivation(axes, *, given=TINY, on="v5p:2x2x2", state="bf16-adam", remat="none", choices=None, **fields):
-    strategy = Strategy(mesh=make_mesh(axes), state=state, remat=remat, **(choices or {}))
-    return StepDerivation(
-        Request(
-            model=given,
-            cluster=parse_cluster(on),
-            strategy=strategy,
-            target=Target(platform="cpu", num_devices=strategy.num_chips),
-            batch_seqs=SEQS,
-            seq_len=LENGTH,
-            **fields,
-        )
-    )
+def derivation(
+    axes, *, given=TINY, on="v5p:2x2x2", remat="none", step="train", storage=AS_WRITTEN, choices=None, **fields
+):
+    strategy = Strategy(mesh=make_mesh(axes), state="bf16-adam", remat=remat, **(choices or {}))
+    job = Job(kind=step, batch_seqs=SEQS, seq_len=LENGTH)
+    target = Target(platform="cpu", num_devices=strategy.num_chips)
+    setting = Setting(given, parse_cluster(on), job, storage=storage)
+    return StepDerivation(Request(setting=setting, strategy=strategy, target=target, step=step, **fields))
 
 
 def matmul_params(given) -> int:
@@ -63,7 +59,7 @@ def test_products_of_an_encoder_have_its_length():
 
 
 def test_generation_has_one_new_position():
-    dims = derivation({"tensor": 4}, step="generate").dims
+    dims = derivation({"tensor": 4}, step="decode").dims
     assert (dims["B"], dims["T"], dims["S"]) == (SEQS, 1, LENGTH)
 
 
@@ -99,14 +95,14 @@ def test_slots_are_of_one_microbatch():
 def test_memory_is_what_a_plan_is_priced_with(axes, more, remat):
     found = derivation(axes, remat=remat, choices=more)
     job = Job(batch_seqs=SEQS, seq_len=LENGTH)
-    priced = price_strategy(Setting(TINY, found.request.cluster, job), found.request.strategy)
+    priced = price_strategy(Setting(TINY, found.setting.cluster, job), found.request.strategy)
     assert sum(found.memory().values()) == pytest.approx(sum(priced.estimate.memory.values()))
 
 
 @pytest.mark.parametrize(("axes", "share"), [({"tensor": 4}, 4), ({"data": 2, "tensor": 2}, 2), ({"fsdp": 8}, 8)])
 def test_memory_of_generation_is_weights_and_cache(axes, share):
     """Weights are split by tensor (and fsdp); 2 for k and v x layers x sequences x positions x heads x 2 bytes."""
-    found = derivation(axes, step="generate")
+    found = derivation(axes, step="decode")
     memory = found.memory()
     norms = (2 * TINY.num_layers + 1) * TINY.d_model
     split = matmul_params(TINY) + TINY.vocab_size * TINY.d_model
@@ -118,14 +114,18 @@ def test_memory_of_generation_is_weights_and_cache(axes, share):
 
 
 def test_int8_weights_are_half_of_the_products_weights():
-    plain, int8 = (derivation({"tensor": 4}, step="generate", weights=w).memory() for w in ("as they are", "int8"))
+    plain, int8 = (
+        derivation({"tensor": 4}, step="decode", storage=s).memory() for s in (AS_WRITTEN, Storage(quantised=True))
+    )
     saved = plain["weights"] - int8["weights"]
     assert 0.9 * matmul_params(TINY) / 4 < saved < 1.05 * (matmul_params(TINY) + TINY.vocab_size * TINY.d_model) / 4
     assert plain["kv_cache"] == int8["kv_cache"]
 
 
 def test_an_int8_cache_is_half_and_its_scales():
-    wide, narrow = (derivation({"tensor": 4}, step="generate", cache_dtype=d).memory() for d in ("bf16", "int8"))
+    wide, narrow = (
+        derivation({"tensor": 4}, step="decode", storage=Storage(cache_dtype=d)).memory() for d in ("bf16", "int8")
+    )
     assert 0.5 < narrow["kv_cache"] / wide["kv_cache"] < 0.6
 
 
@@ -158,7 +158,7 @@ def test_microbatches_are_as_many_flops():
 
 
 def test_generation_has_two_flops_a_parameter_of_one_position():
-    found = derivation({"tensor": 4}, step="generate")
+    found = derivation({"tensor": 4}, step="decode")
     assert without_attention(found) == pytest.approx(2 * matmul_params(TINY) * SEQS / 4)
 
 
@@ -192,7 +192,7 @@ def test_collectives_of_stages_are_those_of_every_tick():
 
 
 def test_a_step_without_gradients_sends_none():
-    for step in ("prefill", "generate"):
+    for step in ("prefill", "decode"):
         found = derivation({"fsdp": 4, "tensor": 2}, step=step, choices={"num_microbatches": 4})
         assert {e.label.phase for e in found.expected()} == {"forward"}
     assert {e.label.phase for e in derivation({"fsdp": 4, "tensor": 2}).expected()} >= {"forward", "backward"}

@@ -1,6 +1,7 @@
 """What a plan is compiled for: texts for every chip, stand-ins, and the chips in the order of the mesh."""
 
 import math
+import re
 
 import msgspec
 import numpy as np
@@ -13,9 +14,10 @@ from meshwright.cost.network.placement import Placement, place_axes
 from meshwright.spec.chip import chips
 from meshwright.spec.cluster import parse_cluster
 from meshwright.verify import targets
-from meshwright.verify.targets import MAX_CPU_DEVICES, Target, mesh_order, target_of, usable_target
+from meshwright.verify.targets import MAX_CPU_DEVICES, Target, mesh_order, target_config, target_of, usable_target
 
-GPUS, TPUS = (tuple(n for n, one in chips().items() if getattr(one, kind)) for kind in ("xla_gpu", "libtpu"))
+GPUS = {name: one.xla_gpu for name, one in chips().items() if one.xla_gpu}
+TPUS = [name for name, one in chips().items() if one.libtpu]
 AXES = ("pipeline", "data", "fsdp", "expert", "context", "tensor")
 
 
@@ -192,3 +194,27 @@ def test_environments_look_for_no_hardware():
     assert cpu["JAX_PLATFORMS"] == "cpu"
     assert cpu["XLA_FLAGS"].endswith("device_count=6")
     assert all(one["TF_CPP_MIN_LOG_LEVEL"] == "2" for one in (tpu, cpu))
+
+
+# -- descriptions of GPUs for the compiler ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", sorted(GPUS))
+def test_the_text_says_every_figure_once(name):
+    gpu = GPUS[name]
+    text, figures = target_config(gpu), msgspec.to_builtins(gpu)
+    fields = re.findall(r"(\w+): ([\d.]+)", text)
+    for key in ("core_count", "device_memory_size", "memory_bandwidth", "clock_rate_ghz", "l2_cache_size"):
+        assert [value for field, value in fields if field == key] == [str(figures[key])]
+    assert text.count("{") == text.count("}")
+    major, minor = re.search(r"major: (\d+) minor: (\d+)", text).groups()
+    assert f"{major}.{minor}" == str(figures["capability"]).rstrip("a")
+    assert ("ACCELERATED_FEATURES" in text) == str(figures["capability"]).endswith("a")
+
+
+@pytest.mark.parametrize("name", sorted(GPUS))
+def test_figures_agree_with_the_data_sheets(name):
+    """Memory within a tenth: the compiler is told GiB that the driver leaves. Bandwidth within 5%."""
+    chip, gpu = chips()[name], GPUS[name]
+    assert gpu.device_memory_size == pytest.approx(chip.hbm_bytes, rel=0.1)
+    assert gpu.memory_bandwidth == pytest.approx(chip.hbm_bytes_per_s, rel=0.05)

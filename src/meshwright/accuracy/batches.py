@@ -1,6 +1,6 @@
 """Many cases predicted at once: those of one pattern share derived steps, and their sizes are arrays."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,10 +18,8 @@ from meshwright.cost.pipeline import Pipeline
 from meshwright.cost.step_costs import collective_groups, price_steps
 from meshwright.cost.step_rates import Group, StepRates, strategy_placements
 from meshwright.cost.work.kernels import ChipRates, chip_rates
-from meshwright.spec.calibration import Calibration, Efficiency
-from meshwright.spec.efficiency import family
-
-Rates = Callable[[Case], Calibration]
+from meshwright.spec.calibration import Calibration, Efficiency, datasheet_calibration
+from meshwright.spec.efficiency import family, fitted_calibration
 
 NO_LEG: dict[str, Any] = {"size": 1, "bytes_per_s": 1.0, "wraps": False, "sharing": 1, "hops": 0, "hop_s": 0.0}
 
@@ -74,6 +72,18 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
             software=self.pipeline.software,
             num_hosts=self.num_hosts,
         )
+
+
+def calibrations(
+    cases: Sequence[Case], numbers: Mapping[str, float] | None = None, *, datasheet: bool = False
+) -> dict[str, Calibration]:
+    """The calibration of every chip of the cases, from the product's numbers where none are given.
+
+    The data sheet's where numbers say nothing about a chip, or where it is asked for.
+    """
+    chips = {case.setting.cluster.chip.name: case.setting.cluster.chip for case in cases}
+    fitted = {name: None if datasheet else fitted_calibration(chip, numbers) for name, chip in chips.items()}
+    return {name: fitted[name] or datasheet_calibration(chip) for name, chip in chips.items()}
 
 
 def batches(cases: Sequence[Case]) -> tuple[Batch, ...]:
@@ -156,11 +166,12 @@ def _stacked_legs(every: Sequence[tuple[Leg, ...]]) -> tuple[Leg, ...]:
 
 
 def _stacked_leg(level: Any, legs: Sequence[Leg | None]) -> Leg:
-    figures: dict[str, Any] = {
-        name: np.array([default if leg is None else getattr(leg, name) for leg in legs])
-        for name, default in NO_LEG.items()
-    }
-    return Leg(level=level, **figures)
+    return Leg(level=level, **_arrays([SimpleNamespace(**NO_LEG) if leg is None else leg for leg in legs], NO_LEG))
+
+
+def _arrays(every: Sequence[Any], names: Iterable[str]) -> dict[str, Any]:
+    """Attribute -> its values, one for each of the things."""
+    return {name: np.array([getattr(one, name) for one in every]) for name in names}
 
 
 def _filled(placements: Sequence[Placement], group: Group) -> np.ndarray:
@@ -181,13 +192,9 @@ def _links(placements: Sequence[Placement]) -> np.ndarray:
 def _stacked_calibration(calibrations: Sequence[Calibration]) -> Any:
     """An object with the fields of a calibration that prices read, as arrays."""
     fields = [name for name in Efficiency.__struct_fields__ if name not in ALIKE]
-    stacked = {name: np.array([getattr(one.efficiency, name) for one in calibrations]) for name in fields}
-    hops = [one.hop_s for one in calibrations]
-    return SimpleNamespace(
-        efficiency=SimpleNamespace(**stacked, overlap=calibrations[0].efficiency.overlap),
-        hop_s=_Hops(hops),
-        collectives=(),
-    )
+    stacked = _arrays([one.efficiency for one in calibrations], fields)
+    efficiency = SimpleNamespace(**stacked, overlap=calibrations[0].efficiency.overlap)
+    return SimpleNamespace(efficiency=efficiency, hop_s=_Hops([one.hop_s for one in calibrations]), collectives=())
 
 
 class _Hops:
@@ -203,5 +210,4 @@ class _Hops:
 
 def _stacked_chips(chips: Sequence[ChipRates], efficiency: Any) -> ChipRates:
     names = ("matmul_flops_per_s", "wide_flops_per_s", "attention_flops_per_s", "hbm_bytes_per_s", "processors")
-    figures: dict[str, Any] = {name: np.array([getattr(one, name) for one in chips], dtype=float) for name in names}
-    return ChipRates(**figures, narrow=chips[0].narrow, eager=chips[0].eager, efficiency=efficiency)
+    return ChipRates(**_arrays(chips, names), narrow=chips[0].narrow, eager=chips[0].eager, efficiency=efficiency)

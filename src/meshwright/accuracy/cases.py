@@ -15,7 +15,8 @@ from meshwright.cost.setting import Setting
 from meshwright.cost.step_rates import strategy_placements
 from meshwright.cost.work.ops import model_flops
 from meshwright.spec.chip import Chip, chip, peak
-from meshwright.spec.cluster import Cluster, balanced_shape, make_cluster
+from meshwright.spec.cluster import Cluster, make_cluster
+from meshwright.spec.cluster_shapes import balanced_shape
 from meshwright.spec.job import Job
 from meshwright.spec.model import Model
 from meshwright.spec.strategy import Assumptions, AttentionKernel, Software, Strategy, make_mesh, standard_assignment

@@ -1,17 +1,16 @@
 """Predictions beside published measurements: errors, bias, and how often the interval holds, per group."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from meshwright.accuracy.batches import batches
+from meshwright.accuracy.batches import batches, calibrations
 from meshwright.accuracy.cases import Case, Unpredicted, case_of
 from meshwright.accuracy.records import Record
-from meshwright.spec.calibration import Calibration, datasheet_calibration
-from meshwright.spec.efficiency import fitted_calibration
+from meshwright.spec.calibration import Calibration
 
 
 class Prediction(msgspec.Struct, frozen=True, kw_only=True):
@@ -113,25 +112,28 @@ def cases_of(records: Sequence[Record]) -> tuple[tuple[Case, ...], tuple[Unpredi
 def accuracy(records: Sequence[Record], *, datasheet: bool = False) -> Accuracy:
     """All records predicted with the fitted numbers, or with data-sheet rates alone."""
     cases, unpredicted = cases_of(records)
-    found: dict[str, Calibration] = {}
-    for case in cases:
-        chip = case.setting.cluster.chip
-        fitted = None if datasheet else fitted_calibration(chip)
-        found[chip.name] = fitted or datasheet_calibration(chip)
+    found = calibrations(cases, datasheet=datasheet)
     seconds = np.empty(len(cases))
     for part in batches(cases):
         seconds[part.numbers] = part.seconds(found)
+    return accuracy_of(cases, seconds, found, unpredicted)
+
+
+def accuracy_of(
+    cases: Sequence[Case],
+    seconds: np.ndarray,
+    calibrations: Mapping[str, Calibration],
+    unpredicted: Sequence[Unpredicted],
+) -> Accuracy:
+    """The cases with their predicted seconds, each with the interval of its chip's calibration."""
+    pairs = zip(cases, seconds.tolist(), strict=True)
     return Accuracy(
-        predictions=tuple(
-            predicted(case, s, found[case.setting.cluster.chip.name])
-            for case, s in zip(cases, seconds.tolist(), strict=True)
-        ),
-        unpredicted=unpredicted,
+        predictions=tuple(_predicted(case, s, calibrations[case.setting.cluster.chip.name]) for case, s in pairs),
+        unpredicted=tuple(unpredicted),
     )
 
 
-def predicted(case: Case, seconds: float, calibration: Calibration) -> Prediction:
-    """A case with its prediction and the interval of its calibration."""
+def _predicted(case: Case, seconds: float, calibration: Calibration) -> Prediction:
     low, high = calibration.efficiency.interval(has_experts=case.setting.model.num_experts > 0)
     if not math.isfinite(seconds) or seconds <= 0:
         raise AssertionError(f"{case.record.id}: predicted {seconds} s")

@@ -5,11 +5,10 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from scipy.optimize import least_squares
 
-from meshwright.accuracy.batches import Batch, batches
+from meshwright.accuracy.batches import Batch, batches, calibrations
 from meshwright.accuracy.cases import Case
-from meshwright.spec.calibration import Calibration, datasheet_calibration
-from meshwright.spec.efficiency import fitted_calibration
 
 PRIORS: dict[str, tuple[float, float]] = {
     "compute.a100": (0.80, 0.08),
@@ -86,12 +85,6 @@ def make_problem(cases: Sequence[Case]) -> Problem:
     )
 
 
-def calibrations(problem: Problem, numbers: Mapping[str, float]) -> dict[str, Calibration]:
-    """The calibration of every chip of the cases: the data sheet's where numbers say nothing about a chip."""
-    chips = {case.setting.cluster.chip.name: case.setting.cluster.chip for case in problem.cases}
-    return {name: fitted_calibration(chip, numbers) or datasheet_calibration(chip) for name, chip in chips.items()}
-
-
 class Predictor:
     """Predicted seconds of all cases for given numbers; parts that a change does not touch are not priced again."""
 
@@ -101,7 +94,7 @@ class Predictor:
         self.known: list[tuple[Any, np.ndarray] | None] = [None] * len(problem.parts)
 
     def __call__(self, numbers: Mapping[str, float], *, keep: bool = True) -> np.ndarray:
-        found = calibrations(self.problem, numbers)
+        found = calibrations(self.problem.cases, numbers)
         seconds = np.empty(len(self.problem.cases))
         for index, (part, chips) in enumerate(zip(self.problem.parts, self.chips, strict=True)):
             key = tuple((found[chip].efficiency, tuple(sorted(found[chip].hop_s.items()))) for chip in chips)
@@ -125,47 +118,26 @@ def fit(
 ) -> dict[str, float]:
     """The numbers that predict the chosen cases best, held near what is expected of them.
 
-    Least squares of the logarithm with errors beyond a scale counted in proportion, by Gauss-Newton steps.
+    Least squares of the logarithm with errors beyond a scale counted in proportion.
     """
     predict = predictor or Predictor(problem)
     names = list(PRIORS)
     centre = np.log([PRIORS[name][0] for name in names])
     spread = np.array([PRIORS[name][1] for name in names])
-    at = centre if start is None else np.log([start[name] for name in names])
-    damping, cost = 1e-2, np.inf
-    state: tuple[np.ndarray, np.ndarray] | None = None
 
-    def residuals(point: np.ndarray, *, keep: bool) -> np.ndarray:
+    def residuals(point: np.ndarray, *, keep: bool = False) -> np.ndarray:
         seconds = predict(dict(zip(names, np.exp(point), strict=True)), keep=keep)
         error = np.log(seconds / problem.measured_s)[chosen] / ERROR_SCALE
         soft = np.sign(error) * np.sqrt(2 * (np.sqrt(1 + error**2) - 1))
         return np.concatenate([soft * problem.weights[chosen], (point - centre) / spread])
 
-    for _ in range(rounds):
-        if state is None:
-            base = residuals(at, keep=True)
-            cost = float(base @ base)
-            slopes = np.empty((len(base), len(names)))
-            for number in range(len(names)):
-                moved = at.copy()
-                moved[number] += 1e-3
-                slopes[:, number] = (residuals(moved, keep=False) - base) / 1e-3
-            state = base, slopes
-        base, slopes = state
-        curve = slopes.T @ slopes
-        step = np.linalg.solve(curve + damping * np.diag(np.diag(curve)), -slopes.T @ base)
-        step = np.clip(step, -spread, spread)
-        tried = residuals(at + step, keep=False)
-        if float(tried @ tried) < cost:
-            gain = 1 - float(tried @ tried) / cost
-            at, damping, state = at + step, damping / 4, None
-            if gain < 1e-4:
-                break
-        else:
-            damping *= 8
-            if damping > 1e3:
-                break
-    return dict(zip(names, np.exp(at).tolist(), strict=True))
+    def slopes(point: np.ndarray) -> np.ndarray:
+        base = residuals(point, keep=True)
+        return np.array([residuals(point + moved) - base for moved in 1e-3 * np.eye(len(names))]).T / 1e-3
+
+    at = centre if start is None else np.log([start[name] for name in names])
+    found = least_squares(residuals, at, slopes, x_scale=spread, ftol=1e-4, max_nfev=rounds + 1)
+    return dict(zip(names, np.exp(found.x).tolist(), strict=True))
 
 
 def folds(cases: Sequence[Case], *, count: int = 5) -> np.ndarray:
@@ -189,25 +161,23 @@ def configuration(case: Case) -> tuple[Any, ...]:
 
 
 def cross_validate(problem: Problem, *, rounds: int = 12) -> np.ndarray:
-    """Predicted seconds of every case by numbers fitted on the other folds.
-
-    Every fit begins at the priors: one that began at numbers fitted on all cases would stay near what they have seen.
-    """
-    number = folds(problem.cases)
-    found = np.empty(len(problem.cases))
-    for fold in range(int(number.max()) + 1):
-        held = number == fold
-        predictor = Predictor(problem)
-        found[held] = predictor(fit(problem, ~held, predictor=predictor, rounds=rounds))[held]
-    return found
+    """Predicted seconds of every case by numbers fitted on the other folds."""
+    return _held_out(problem, folds(problem.cases), rounds)
 
 
 def leave_groups_out(problem: Problem, *, rounds: int = 10) -> np.ndarray:
-    """Predicted seconds of every case by numbers fitted without any case of its group, begun from the priors."""
-    groups = np.array([case.record.group for case in problem.cases])
+    """Predicted seconds of every case by numbers fitted without any case of its group."""
+    return _held_out(problem, np.array([case.record.group for case in problem.cases]), rounds)
+
+
+def _held_out(problem: Problem, parts: np.ndarray, rounds: int) -> np.ndarray:
+    """Predicted seconds of every part by numbers fitted on the other parts.
+
+    Every fit begins at the priors: one that began at numbers fitted on all cases would stay near what they have seen.
+    """
     found = np.empty(len(problem.cases))
-    for group in sorted(set(groups.tolist())):
-        held = groups == group
+    for part in np.unique(parts):
+        held = parts == part
         predictor = Predictor(problem)
         found[held] = predictor(fit(problem, ~held, predictor=predictor, rounds=rounds))[held]
     return found

@@ -82,7 +82,6 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     recompute: str | None = None
     remat_policy: str | None = None
     precision: str = "unstated"
-    precision_mode: str | None = None
     measured: Measured = Measured()
     note: str = ""
 

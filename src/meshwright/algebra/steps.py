@@ -5,17 +5,16 @@ from typing import Any, Literal
 import msgspec
 
 from meshwright.algebra.notation import ShardedArray
+from meshwright.core.dims import COLLECTIVES
 from meshwright.core.labels import StepLabel
 from meshwright.core.notation import join_axes
 
-Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "permute"]
 Phase = Literal["forward", "recompute", "backward", "update"]
 Scope = Literal["layer", "microbatch", "step"]
 Role = Literal["first", "layer", "last", "head"]
 """Role of a block in its stack of layers: it makes the stream, passes it on, or ends it; the head ends the last
 stack."""
 
-COLLECTIVES: tuple[str, ...] = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "permute")
 BOOK_NAMES: dict[str, str] = {op: op.title().replace("_", "") for op in (*COLLECTIVES, "slice")}
 """Move -> its name in the book: AllGather, ReduceScatter."""
 

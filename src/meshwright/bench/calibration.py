@@ -1,11 +1,8 @@
-"""A calibration, which `plan` prices with, from what was measured."""
+"""Turns the report of a benchmark into a calibration that `plan` prices with."""
 
 import msgspec
 
-from meshwright.bench.figures.attention import AttentionTime
-from meshwright.bench.figures.collectives import Collective
-from meshwright.bench.figures.mlp import Mlp
-from meshwright.bench.run import BenchReport
+from meshwright.bench.results import BenchReport, Collective
 from meshwright.spec.calibration import Calibration, CollectiveRate, Efficiency
 from meshwright.spec.chip import Chip, chip
 from meshwright.spec.efficiency import fitted_calibration
@@ -14,22 +11,27 @@ SHORTEST_HOP_S = 1e-8
 
 
 def calibration_of(report: BenchReport) -> Calibration:
-    """Rates per device, each with its source. What was not measured has the numbers fitted for the chip, or falls back
-    on its data sheet."""
+    """Returns rates per device, each with its source. What was not measured falls back on the chip's fitted
+    numbers, or on its data sheet."""
     unit = chip(report.chip)
     base = fitted_calibration(unit) or Calibration(name="", chip=unit.name)
-    efficiency, hops = _links(report, unit, base)
-    when = f"meshwright bench, {report.date}"
+    collectives = report.collectives.collectives if report.collectives else ()
+    efficiency, hops = _links(collectives, unit, base)
     matmul, matmul_source = matmul_rates(report, base.efficiency)
     attended, attention_source = attention_rates(report, base.efficiency)
-    memory, memory_source = memory_rate(report)
+    # Layers on emulated devices read and write a few MiB with a silu; elsewhere the largest copy shows the rate.
+    copied = report.copy.largest("silu" if report.platform == "cpu" else "copy") if report.copy else None
+    sizes = [time.array_bytes for time in collectives[0].times] if collectives else []
     texts = {
         "matmul_flops_per_s": matmul_source,
         "attention_flops_per_s": attention_source,
-        "memory_bytes_per_s": memory_source,
+        "memory_bytes_per_s": f"{copied.kind} of {copied.array_bytes} bytes, read and written once" if copied else "",
         "memory_bytes": "the machine's, shared equally" if report.platform == "cpu" else "what the backend may fill",
-        "collectives": _collectives_source(report),
     }
+    if sizes:
+        spread = f"{len(sizes)} sizes of {min(sizes)} to {max(sizes)} bytes"
+        texts["collectives"] = f"lines through {spread}, least relative deviation"
+    when = f"meshwright bench, {report.date}"
     return Calibration(
         name=report.machine,
         chip=unit.name,
@@ -37,35 +39,35 @@ def calibration_of(report: BenchReport) -> Calibration:
         date=report.date[:10],
         matmul_flops_per_s=matmul,
         attention_flops_per_s=attended,
-        memory_bytes_per_s=memory,
+        memory_bytes_per_s=copied.bytes_per_s if copied else None,
         memory_bytes=report.memory_bytes,
-        collectives=collective_rates(report),
+        collectives=_slowest(collectives),
         hop_s=hops,
         efficiency=efficiency,
         sources=base.sources | {name: f"{when}; {text}" for name, text in texts.items() if text},
     )
 
 
-# -- rates on the chip ------------------------------------------------------------------------------------
-
-
 def matmul_rates(report: BenchReport, efficiency: Efficiency) -> tuple[dict[str, float], str]:
-    """By element type the fastest square product; of the main one an MLP with its gradients where there is one.
+    """Returns the rate of the fastest square product by element type; of the main one that of an MLP, if measured.
 
-    On emulated devices that is the smaller MLP, whose sizes are like those of the jobs that they can run. float32 on
-    NVIDIA GPUs is what programs get there by default, tf32. Rates are those of endless contractions.
+    Emulated devices use the smallest MLP, whose sizes are typical of their jobs. float32 on NVIDIA GPUs means tf32, the
+    default there. Rates are extrapolated to infinite contractions.
     """
     rates, texts = {}, {}
+    half = efficiency.contraction_half
     if report.matmul:
         for dtype in dict.fromkeys(product.dtype for product in report.matmul.sweep):
             best = report.matmul.best(dtype)
             if best and not (report.platform == "tpu" and dtype == "fp32"):
-                rates[dtype] = best.flops_per_s * (1 + efficiency.contraction_half / best.k)
+                rates[dtype] = best.flops_per_s * (1 + half / best.k)
                 texts[dtype] = f"square product of side {best.m}"
     mlps = report.mlp.mlps if report.mlp else ()
     if mlps:
         one = mlps[0] if report.platform == "cpu" else max(mlps, key=lambda mlp: mlp.flops_per_s)
-        rates[one.dtype] = one.flops_per_s * _contraction(one, efficiency)
+        # The mean of 1 + half / K over nine products of equal FLOPs: K is the model width in three of them, the
+        # feed-forward width in three, and the number of tokens in three.
+        rates[one.dtype] = one.flops_per_s * (1 + half * (1 / one.d_model + 1 / one.d_ff + 1 / one.tokens) / 3)
         texts[one.dtype] = f"gated MLP with gradients, {one.tokens} x {one.d_model} x {one.d_ff}"
     if "tf32" in rates:
         rates["fp32"] = rates["tf32"]
@@ -73,77 +75,40 @@ def matmul_rates(report: BenchReport, efficiency: Efficiency) -> tuple[dict[str,
     return rates, "; ".join(f"{dtype}: {text}" for dtype, text in texts.items())
 
 
-def _contraction(mlp: Mlp, efficiency: Efficiency) -> float:
-    """How much longer its nine products of equal FLOPs take than endless ones: the mean of 1 + half / K.
-
-    K is the model width in three, the feed-forward width in three, the tokens in three.
-    """
-    half = efficiency.contraction_half
-    return 1 + half * (1 / mlp.d_model + 1 / mlp.d_ff + 1 / mlp.tokens) / 3
-
-
 def attention_rates(report: BenchReport, efficiency: Efficiency) -> tuple[dict[str, float], str]:
-    """Both passes together: on emulated devices of the shortest sequences, else of the fastest length.
+    """Returns the rate of both passes: of the shortest sequences on emulated devices, else of the fastest length.
 
-    Without what `cost` adds for the width of heads and for short sequences.
+    The overheads that `cost` adds for narrow heads and short sequences are taken out.
     """
-    times = report.attention.times if report.attention else ()
-    if report.attention is None or not times:
+    part = report.attention
+    if part is None or not part.times:
         return {}, ""
-    one = times[0] if report.platform == "cpu" else max(times, key=lambda time: time.both_flops_per_s)
+    one = part.times[0] if report.platform == "cpu" else max(part.times, key=lambda time: time.both_flops_per_s)
     rate = one.both_flops_per_s * (1 + efficiency.head_half / one.head_dim)
     if report.platform != "cpu":
         rate *= 1 + efficiency.rows_half / one.length
-    return {report.attention.dtype: rate}, f"forward and backward, B T N K H = {_shape(one)}"
+    shape = (one.batch, one.length, one.num_heads, one.num_kv_heads, one.head_dim)
+    return {part.dtype: rate}, f"forward and backward, B T N K H = {shape}"
 
 
-def _shape(one: AttentionTime) -> tuple[int, ...]:
-    return one.batch, one.length, one.num_heads, one.num_kv_heads, one.head_dim
-
-
-def memory_rate(report: BenchReport) -> tuple[float | None, str]:
-    """On emulated devices a silu over a few MiB, as their layers have; else the copy of the largest array."""
-    kind = "silu" if report.platform == "cpu" else "copy"
-    one = report.copy.largest(kind) if report.copy else None  # type: ignore[arg-type]
-    if one is None:
-        return None, ""
-    return one.bytes_per_s, f"{kind} of {one.array_bytes} bytes, read and written once"
-
-
-# -- links ------------------------------------------------------------------------------------------------
-
-
-def collective_rates(report: BenchReport) -> tuple[CollectiveRate, ...]:
-    """One rate for every kind and size of group; of two axes of one size the slower."""
+def _slowest(collectives: tuple[Collective, ...]) -> tuple[CollectiveRate, ...]:
+    """Returns one rate for every kind and group size: the slowest of all axes of that size."""
     slowest: dict[tuple[str, int], CollectiveRate] = {}
-    for one in report.collectives.collectives if report.collectives else ():
-        key = (one.kind, one.group.size)
-        if key not in slowest or one.rate.bytes_per_s < slowest[key].bytes_per_s:
-            slowest[key] = one.rate
+    for one in collectives:
+        before = slowest.setdefault((one.kind, one.group.size), one.rate)
+        slowest[one.kind, one.group.size] = min(before, one.rate, key=lambda rate: rate.bytes_per_s)
     return tuple(slowest.values())
 
 
-def _collectives_source(report: BenchReport) -> str:
-    found = report.collectives.collectives if report.collectives else ()
-    if not found:
-        return ""
-    sizes = [time.array_bytes for time in found[0].times]
-    return f"lines through {len(sizes)} sizes of {min(sizes)} to {max(sizes)} bytes, least relative deviation"
+def _links(collectives: tuple[Collective, ...], unit: Chip, base: Calibration) -> tuple[Efficiency, dict[str, float]]:
+    """Returns the share of NVLink's rate that the largest AllGather reached, and the seconds of a hop.
 
-
-def _links(report: BenchReport, unit: Chip, base: Calibration) -> tuple[Efficiency, dict[str, float]]:
-    """The share of its NVLink's rate that the largest AllGather reached, and its seconds for a hop.
-
-    `cost` prices the links of accelerators by these two, not by the collectives themselves.
+    `cost` prices links of accelerators by these two, not by the rates of collectives.
     """
-    gathers = [one for one in (report.collectives.collectives if report.collectives else ()) if _is_gather(one)]
+    gathers = [one.rate for one in collectives if one.kind == "all_gather"]
     if not gathers or unit.topology != "switched" or unit.nvlink_bytes_per_s is None:
         return base.efficiency, base.hop_s
-    rate = max(gathers, key=lambda one: one.group.size).rate
+    rate = max(gathers, key=lambda rate: rate.group_size)
     share = min(1.0, rate.bytes_per_s / unit.nvlink_bytes_per_s)
     efficiency = msgspec.structs.replace(base.efficiency, nvlink=share)
     return efficiency, {**base.hop_s, "nvlink": max(rate.latency_s, SHORTEST_HOP_S)}
-
-
-def _is_gather(one: Collective) -> bool:
-    return one.kind == "all_gather"

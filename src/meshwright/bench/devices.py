@@ -1,27 +1,26 @@
-"""The devices that are measured, all of them busy at once, and the data they are given."""
+"""The devices under test, all busy at once: their workloads, their input data, and the runner that times them."""
 
 import math
 import os
 import platform
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
 import msgspec
 import numpy as np
-from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from meshwright.bench.timing import Call
+from meshwright.bench.results import Contents, MatmulPart, Timing
+from meshwright.bench.timing import MAX_REPEATS, Budget, Call, time_together
+from meshwright.core.errors import InputError
 from meshwright.nn.attention.platform import platform_of
 from meshwright.parallel.mesh import device_mesh
-from meshwright.spec.chip import Chip
-
-Contents = Literal["zeros", "ones", "uniform", "normal"]
-CONTENTS: tuple[Contents, ...] = ("zeros", "ones", "uniform", "normal")
+from meshwright.spec.chip import Chip, chips
 
 JAX_DTYPES: dict[str, Any] = {
     "fp32": jnp.float32,
@@ -40,13 +39,76 @@ DEFAULT_DTYPES: dict[str, tuple[str, ...]] = {
     "tpu": ("bf16", "int8", "fp8", "fp32"),
 }
 
-
 DRAWN = 2**20
-"""Random numbers that the host draws for one block."""
+"""Random numbers drawn for one shard, which repeats them: drawing all of a large shard took seconds."""
 
 
-class Block(msgspec.Struct, frozen=True, kw_only=True):
-    """The part of an array that one device has."""
+MlpShape = tuple[int, int, int]
+"""Tokens, model width and feed-forward width."""
+AttentionShape = tuple[int, int, int, int, int]
+"""B, T, N, K, H of a device."""
+Item = TypeVar("Item")
+
+
+class Sizes(msgspec.Struct, frozen=True, kw_only=True):
+    """The sizes, numbers of rounds and numbers of element types that a kind of device is measured with."""
+
+    feeler_rounds: int
+    edge_sides: tuple[int, ...]
+    tiles: tuple[int, ...]
+    contents: int
+    contents_dtypes: int
+    mlps: tuple[MlpShape, ...]
+    attention: tuple[AttentionShape, ...]
+    layer: dict[str, int]
+    batches: tuple[int, ...]
+    distance: int
+    chain_bytes: int
+    eager: tuple[int, ...]
+    largest_copy: int
+    collective_bytes: tuple[int, ...]
+
+
+EMULATED = Sizes(
+    feeler_rounds=2,
+    edge_sides=(512, 1024),
+    # A processor's tiles are small: one multiple shows as much as two.
+    tiles=(256,),
+    contents=512,
+    contents_dtypes=1,
+    mlps=((512, 256, 704), (1024, 512, 1408)),
+    attention=tuple((512 // length, length, 8, 4, 32) for length in (128, 256, 512)),
+    layer={"D": 512, "F": 1408, "N": 8, "K": 4, "H": 64},
+    batches=tuple(2**power for power in range(11)),
+    distance=128,
+    chain_bytes=2**24,
+    eager=(1, 2, 4),
+    largest_copy=64,
+    collective_bytes=tuple(2**power for power in (12, 15, 18, 19, 20)),
+)
+ACCELERATOR = Sizes(
+    feeler_rounds=64,
+    edge_sides=(1024, 2048, 4096),
+    tiles=(256, 128),
+    contents=8192,
+    contents_dtypes=2,
+    mlps=((4096, 4096, 14336), (16384, 4096, 14336)),
+    attention=tuple((16384 // length, length, 32, 8, 128) for length in (1024, 2048, 4096, 8192, 16384)),
+    layer={"D": 4096, "F": 14336, "N": 32, "K": 8, "H": 128},
+    batches=tuple(2**power for power in range(14)),
+    distance=1024,
+    chain_bytes=2**28,
+    eager=(1, 2, 4, 8),
+    largest_copy=8,
+    collective_bytes=tuple(2**power for power in (14, 18, 22, 25, 27, 29)),
+)
+"""Every sequence length has the same number of tokens. The largest copy is 1 / ``largest_copy`` of the memory.
+Collectives have more large sizes than small ones: these determine the rate, on which most collectives of a
+step depend."""
+
+
+class Shard(msgspec.Struct, frozen=True, kw_only=True):
+    """The part of an array on one device: shape, element type, and the numbers that fill it."""
 
     shape: tuple[int, ...]
     dtype: str = "fp32"
@@ -55,13 +117,30 @@ class Block(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Workload:
+    """A program that every device runs on its shards; ``work`` is the FLOPs or bytes of one of its rounds.
+
+    ``arrays`` says whether repeats get the same inputs or new ones, or whether the result overwrites the first input
+    ("in place"): allocating fresh pages takes longer than a little arithmetic. In place, a call launches the program
+    ``launches`` times, each on the result of the launch before.
+    """
+
+    body: Callable[..., Any]
+    shards: tuple[Shard, ...]
+    work: float
+    rounds: int = 1
+    axes: Mapping[str, int] | None = None
+    arrays: Literal["same", "new", "in place"] = "same"
+    launches: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
 class Bench:
-    """What is measured: devices of one kind, their data sheet, and element types, that of the main figures first."""
+    """The devices under test, all of one kind, with their data sheet and element types, the main one first."""
 
     devices: tuple[jax.Device, ...]
     chip: Chip
     dtypes: tuple[str, ...]
-    seed: int = 0
     axes: Mapping[str, int] = field(default_factory=dict)
 
     @property
@@ -75,12 +154,25 @@ class Bench:
         return self.platform == "cpu"
 
     @property
+    def sizes(self) -> Sizes:
+        """The row of the table of sizes for such devices."""
+        return EMULATED if self.emulated else ACCELERATOR
+
+    @property
     def main_dtype(self) -> str:
         return self.dtypes[0]
 
     @property
+    def name(self) -> str:
+        """``"8 cpu devices emulated on x86_64, 2 cores"`` or ``"1 NVIDIA H200"``."""
+        if self.emulated:
+            several = "device" if len(self.devices) == 1 else "devices"
+            return f"{len(self.devices)} cpu {several} emulated on {platform.machine()}, {os.cpu_count()} cores"
+        return f"{len(self.devices)} {self.devices[0].device_kind}"
+
+    @property
     def memory_bytes(self) -> float:
-        """Bytes that a device may fill: its share of the machine's, or what the backend offers."""
+        """Bytes that a program may fill on one device: its share of the host's memory, or what the backend offers."""
         if self.emulated:
             return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / len(self.devices)
         offered = (self.devices[0].memory_stats() or {}).get("bytes_limit")
@@ -88,149 +180,144 @@ class Bench:
 
     @property
     def cache_bytes(self) -> float:
-        """Bytes of the last cache before memory, a device's share of it; 0 where it is not known."""
-        if self.emulated:
-            return _last_cache_bytes() / len(self.devices)
-        return self.chip.l2_bytes or 0.0
+        """One device's share of the last-level cache in bytes; 0 if unknown."""
+        if not self.emulated:
+            return self.chip.l2_bytes or 0.0
+        texts = (path.read_text().strip() for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"))
+        return max((float(text[:-1]) * 1024 for text in texts if text.endswith("K")), default=0.0) / len(self.devices)
 
-    def mesh(self, axes: Mapping[str, int] | None = None) -> Mesh:
+    def share_of_peak(self, flops_per_s: float, dtype: str) -> float | None:
+        """A rate as a share of the data sheet's peak for an element type; None without such a peak."""
+        peak = self.chip.peak_flops.get(dtype)
+        return flops_per_s / peak if peak else None
+
+    def mesh(self, axes: Mapping[str, int] | None) -> Mesh:
+        """Returns a mesh of the devices with the given axes, or with one axis."""
         return device_mesh(axes or {"device": len(self.devices)}, self.devices)
 
-    def program(
-        self, body: Callable[..., Any], axes: Mapping[str, int] | None = None, *, in_place: bool = False
-    ) -> Callable[..., Any]:
-        """A body run on every device at once, each with its own blocks; results are split along their first dim.
-
-        ``in_place`` gives the memory of the first array to the result.
-        """
-        mesh = self.mesh(axes)
+    def program(self, workload: Workload) -> Callable[..., Any]:
+        """Returns the body for all devices at once, each on its shards; results are sharded along their first dim."""
+        mesh = self.mesh(workload.axes)
         spec = PartitionSpec(mesh.axis_names)
-        mapped = jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
-        return jax.jit(mapped, donate_argnums=(0,) if in_place else ())
+        mapped = jax.shard_map(workload.body, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+        return jax.jit(mapped, donate_argnums=(0,) if workload.arrays == "in place" else ())
 
-    def data(
-        self, blocks: Sequence[Block], axes: Mapping[str, int] | None = None
-    ) -> Callable[[int], tuple[jax.Array, ...]]:
-        """A function of a number that makes those blocks on every device, others for each number.
+    def data(self, workload: Workload, number: int) -> tuple[jax.Array, ...]:
+        """Returns the inputs of a workload: equal shards on all devices, different for each ``number``."""
+        mesh, rng = self.mesh(workload.axes), np.random.default_rng(number)
+        sharding = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+        made = []
+        for shard in workload.shards:
+            values = _numbers(shard, rng)
+            if self.emulated:
+                # On the host: compiling a program that repeats the numbers takes longer than most measurements.
+                values = _repeated(values, shard.shape)
+            # Copied, because emulated devices would otherwise read one array, which then stays in the shared cache.
+            parts = [jax.device_put(values, device, may_alias=False) for device in mesh.devices.flat]
+            if not self.emulated:
+                parts = [_repeated_there(part, shard.shape) for part in parts]
+            shape = (len(parts) * shard.shape[0], *shard.shape[1:])
+            made.append(jax.make_array_from_single_device_arrays(shape, sharding, parts))
+        return tuple(made)
 
-        Emulated devices get one block from the host, all the same: a program that draws numbers takes longer to
-        compile than most of those that are measured.
-        """
-        mesh = self.mesh(axes)
-        if self.emulated:
-            return lambda number: _drawn_by_host(blocks, mesh, seed=(self.seed, number))
-        spec = PartitionSpec(mesh.axis_names)
-
-        def make(seed: jax.Array) -> tuple[jax.Array, ...]:
-            key = jax.random.fold_in(jax.random.key(self.seed, impl="rbg"), seed)
-            for axis in mesh.axis_names:
-                key = jax.random.fold_in(key, lax.axis_index(axis))
-            keys = jax.random.split(key, len(blocks))
-            return tuple(_filled(block, one) for block, one in zip(blocks, keys, strict=True))
-
-        made = jax.jit(jax.shard_map(make, mesh=mesh, in_specs=PartitionSpec(), out_specs=spec, check_vma=False))
-        return lambda number: made(jnp.int32(number))
-
-    def call(
-        self,
-        body: Callable[..., Any],
-        blocks: Sequence[Block],
-        *,
-        axes: Mapping[str, int] | None = None,
-        fresh: bool = False,
-    ) -> Call:
-        """The body on random blocks of every device, the same in each repeat unless they are to be ``fresh``."""
-        make = self.data(blocks, axes)
-        kept: list[tuple[jax.Array, ...]] = []
+    def call(self, workload: Workload, kept: list[jax.Array] | None = None) -> Call:
+        """Returns the call that times a workload. Workloads in place share their inputs through one list ``kept``."""
+        run, held = self.program(workload), [] if kept is None else kept
 
         def arguments(repeat: int) -> tuple[jax.Array, ...]:
-            if fresh:
-                return make(repeat)
-            if not kept:
-                kept.append(make(0))
-            return kept[0]
+            if workload.arrays == "new":
+                return self.data(workload, repeat)
+            # A program that failed may have deleted its donated input.
+            if not held or held[0].is_deleted():
+                held[:] = self.data(workload, 0)
+            return tuple(held)
 
-        return Call(run=self.program(body, axes), arguments=arguments)
-
-
-class KeptArrays:
-    """Arrays of every device that several programs work on, the first of which is replaced by each result in its own
-    memory: a machine that hands out fresh pages needs longer for them than for a little arithmetic."""
-
-    def __init__(self, bench: Bench, blocks: Sequence[Block]) -> None:
-        self._bench = bench
-        self._make = bench.data(blocks)
-        self._kept: list[jax.Array] = []
-
-    def call(self, body: Callable[..., Any], *, launches: int = 1) -> Call:
-        """A body launched so many times, each on the result of the one before."""
-        run = self._bench.program(body, in_place=True)
-
-        def arguments(repeat: int) -> tuple[jax.Array, ...]:
-            # A program that failed may have taken the memory with it.
-            if not self._kept or self._kept[0].is_deleted():
-                self._kept = list(self._make(0))
-            return tuple(self._kept)
-
-        def launch(first: jax.Array, *others: jax.Array) -> jax.Array:
-            for _ in range(launches):
+        def in_place(first: jax.Array, *others: jax.Array) -> jax.Array:
+            for _ in range(workload.launches):
                 first = run(first, *others)
-            self._kept[0] = first
+            held[0] = first
             return first
 
-        return Call(run=launch, arguments=arguments)
+        return Call(run=in_place if workload.arrays == "in place" else run, arguments=arguments, rounds=workload.rounds)
 
 
-def _filled(block: Block, key: jax.Array) -> jax.Array:
-    dtype = JAX_DTYPES[block.dtype]
-    if block.contents == "zeros":
-        return jnp.zeros(block.shape, dtype)
-    if block.contents == "ones":
-        return jnp.ones(block.shape, dtype)
-    if block.dtype == "int8":
-        low = 0 if block.contents == "uniform" else -127
-        return jax.random.randint(key, block.shape, low, 127, dtype)
-    draw = jax.random.uniform if block.contents == "uniform" else jax.random.normal
-    wide = jnp.bfloat16 if block.dtype == "fp8" else dtype
-    return (draw(key, block.shape, wide) * jnp.asarray(block.scale, wide)).astype(dtype)
+def _numbers(shard: Shard, rng: np.random.Generator) -> np.ndarray:
+    """Draws the numbers of a shard, at most ``DRAWN`` of them."""
+    dtype, drawn = JAX_DTYPES[shard.dtype], min(DRAWN, math.prod(shard.shape))
+    if shard.contents in ("zeros", "ones"):
+        return np.full(drawn, shard.contents == "ones", dtype)
+    if shard.dtype == "int8":
+        return rng.integers(0 if shard.contents == "uniform" else -127, 127, drawn, np.int8)
+    draw = rng.random if shard.contents == "uniform" else rng.standard_normal
+    return (draw(drawn, np.float32) * np.float32(shard.scale)).astype(dtype)
 
 
-def _drawn_by_host(blocks: Sequence[Block], mesh: Mesh, *, seed: tuple[int, int]) -> tuple[jax.Array, ...]:
-    rng = np.random.default_rng(seed)
-    sharding = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
-    made = []
-    for block in blocks:
-        values = _numbers(block, rng)
-        parts = [jax.device_put(values, device) for device in mesh.devices.flat]
-        shape = (len(parts) * block.shape[0], *block.shape[1:])
-        made.append(jax.make_array_from_single_device_arrays(shape, sharding, parts))
-    return tuple(made)
+def _repeated(values: Any, shape: tuple[int, ...]) -> Any:
+    """Repeats NumPy's or JAX's numbers until they fill a shape."""
+    size = math.prod(shape)
+    xp = np if isinstance(values, np.ndarray) else jnp
+    return xp.broadcast_to(values, (-(-size // len(values)), len(values))).ravel()[:size].reshape(shape)
 
 
-def _numbers(block: Block, rng: np.random.Generator) -> np.ndarray:
-    """The block, of which the first ``DRAWN`` numbers are drawn and then repeated: a large one took seconds."""
-    dtype = JAX_DTYPES[block.dtype]
-    if block.contents in ("zeros", "ones"):
-        return np.full(block.shape, block.contents == "ones", dtype)
-    drawn = min(DRAWN, math.prod(block.shape))
-    if block.dtype == "int8":
-        return np.resize(rng.integers(0 if block.contents == "uniform" else -127, 127, drawn, np.int8), block.shape)
-    draw = rng.random if block.contents == "uniform" else rng.standard_normal
-    return np.resize((draw(drawn, np.float32) * np.float32(block.scale)).astype(dtype), block.shape)
+_repeated_there = jax.jit(_repeated, static_argnums=1)
 
 
-def machine_name(bench: Bench) -> str:
-    """``"8 cpu devices emulated on x86_64, 2 cores"`` or ``"1 NVIDIA H200"``."""
-    if bench.emulated:
-        several = "device" if len(bench.devices) == 1 else "devices"
-        return f"{len(bench.devices)} cpu {several} emulated on {platform.machine()}, {os.cpu_count()} cores"
-    return f"{len(bench.devices)} {bench.devices[0].device_kind}"
+@dataclass(frozen=True, kw_only=True)
+class Runner:
+    """Times the workloads of a part within a budget. ``found`` holds earlier parts, ``left_out`` what was not timed."""
+
+    bench: Bench
+    budget: Budget
+    found: Mapping[str, Any] = field(default_factory=dict)
+    left_out: list[str] = field(default_factory=list)
+
+    @property
+    def left_s(self) -> float:
+        """Seconds left of the budget."""
+        return self.budget.left_s
+
+    def share(self, part: float) -> "Runner":
+        """Returns a runner whose budget is this share of the seconds left."""
+        return replace(self, budget=self.budget.share(part))
+
+    def each(self, items: Sequence[Item]) -> Iterator[tuple[Item, "Runner"]]:
+        """Yields every item with a runner that may use an equal share of the seconds left at that moment."""
+        for number, item in enumerate(items):
+            yield item, self.share(1 / (len(items) - number))
+
+    def time(
+        self, calls: Mapping[Any, Workload | Call], left_out: str = "{}", *, max_repeats: int = MAX_REPEATS
+    ) -> dict[Any, Timing]:
+        """Times workloads in alternation. ``left_out`` names those that fail in messages; ``{}`` stands for the key."""
+        ready = {key: self.bench.call(one) if isinstance(one, Workload) else one for key, one in calls.items()}
+        times = time_together(ready, self.budget, max_repeats=max_repeats)
+        reasons: dict[str, str] = {}
+        for key, why in times.why_not.items():
+            reasons.setdefault(left_out.format(key), why)
+        self.left_out.extend(f"{what}: {why}" for what, why in reasons.items())
+        return times.found
+
+    def time_one(self, call: Workload | Call, left_out: str, *, max_repeats: int = MAX_REPEATS) -> Timing | None:
+        """Times one workload; None if that was not possible."""
+        return self.time({"": call}, left_out, max_repeats=max_repeats).get("")
+
+    def product_rate(self, dtype: str) -> float | None:
+        """FLOP/s of the fastest product measured, else of the data sheet; None if neither is known."""
+        part: MatmulPart | None = self.found.get("matmul")
+        best = part.best(dtype) if part else None
+        return best.flops_per_s if best else self.bench.chip.peak_flops.get(dtype)
 
 
-def _last_cache_bytes() -> float:
-    """Of this machine's processors, as the kernel lists it; 0 where it does not."""
-    sizes = [0.0]
-    for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
-        text = path.read_text().strip()
-        sizes.append(float(text.removesuffix("K")) * 1024 if text.endswith("K") else 0.0)
-    return max(sizes)
+def chip_of_kind(device_kind: str) -> Chip:
+    """Returns the chip whose ``device_kind`` matches most of the text; raises InputError if none does."""
+    # "A100-SXM4-80GB": separators between the words do not matter.
+    words = device_kind.strip().lower().replace("-", " ").replace("_", " ")
+    known = (one for one in chips().values() if one.device_kind)
+    found = [(match[0], one) for one in known if (match := re.search(one.device_kind, words))]
+    if found:
+        # "h100 pcie" is longer than "h100", which matches too
+        return max(found, key=lambda pair: len(pair[0]))[1]
+    raise InputError(
+        f"the devices call themselves {device_kind!r}, which is no chip of the catalogue. Name the chip that they are "
+        f"like: --chip h200 (see meshwright show chips)."
+    )

@@ -1,4 +1,4 @@
-"""Lines and knees through measured points, so that one disturbed point does not move them."""
+"""Fits lines and knees to measured points, robust against single outliers."""
 
 import itertools
 import math
@@ -8,22 +8,22 @@ from collections.abc import Sequence
 import msgspec
 
 
-class Line(msgspec.Struct, frozen=True, kw_only=True):
-    """y = start + slope x, with the median of the relative distances of the points."""
+class FittedLine(msgspec.Struct, frozen=True, kw_only=True):
+    """y = start + slope x; ``error`` is the median relative distance of the points."""
 
     start: float
     slope: float
     error: float
 
     def at(self, x: float) -> float:
-        """y there."""
+        """Returns y at x."""
         return self.start + self.slope * x
 
 
-def fit_line(xs: Sequence[float], ys: Sequence[float]) -> Line:
-    """The line, neither start nor slope negative, of the least sum of |y - line| / y.
+def fit_line(xs: Sequence[float], ys: Sequence[float]) -> FittedLine:
+    """Returns the line of least sum of |y - line| / y, with neither start nor slope negative.
 
-    Such a line goes through two of the points, or through one of them flat or from the origin: all are tried.
+    Such a line passes through two points, or through one point with zero start or zero slope: all are tried.
     """
     points = list(zip(xs, ys, strict=True))
     tried = [(0.0, y / x) for x, y in points if x > 0] + [(y, 0.0) for _, y in points]
@@ -36,11 +36,11 @@ def fit_line(xs: Sequence[float], ys: Sequence[float]) -> Line:
         return [abs(y - line[0] - line[1] * x) / y for x, y in points]
 
     start, slope = min((one for one in tried if min(one) >= 0), key=lambda one: sum(distances(one)))
-    return Line(start=start, slope=slope, error=statistics.median(distances((start, slope))))
+    return FittedLine(start=start, slope=slope, error=statistics.median(distances((start, slope))))
 
 
 class Knee(msgspec.Struct, frozen=True, kw_only=True):
-    """y = max(floor, slope x): flat up to x = ``at``, then in proportion to x."""
+    """y = max(floor, slope x): constant up to x = ``at``, then proportional to x."""
 
     at: float
     floor: float
@@ -49,30 +49,26 @@ class Knee(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def fit_knee(xs: Sequence[float], ys: Sequence[float]) -> Knee | None:
-    """The knee of the least sum of |log (y / max(floor, slope x))|; None where the points lie on one side of it.
+    """Returns the knee of least sum of |log (y / max(floor, slope x))|; None if all points are on one side of it.
 
-    The best floor goes through one of the points and so does the best slope: all pairs are tried.
+    The best floor and the best slope each pass through a point: all pairs are tried, after all constants and all lines
+    from the origin, which win ties.
     """
     points = sorted(zip(xs, ys, strict=True))
 
     def distances(floor: float, slope: float) -> list[float]:
         return [abs(math.log(y / max(floor, slope * x))) for x, y in points]
 
-    tried = [(floor, y / x) for _, floor in points for x, y in points]
-    inside = [(floor, slope) for floor, slope in tried if points[0][0] < floor / slope < points[-1][0]]
-    if not inside:
+    flat, straight = [(y, 0.0) for _, y in points], [(0.0, y / x) for x, y in points]
+    pairs = [(floor, slope) for floor, _ in flat for _, slope in straight]
+    floor, slope = min([*flat, *straight, *pairs], key=lambda one: sum(distances(*one)), default=(0.0, 0.0))
+    if not slope or not points[0][0] < floor / slope < points[-1][0]:
         return None
-    floor, slope = min(inside, key=lambda one: sum(distances(*one)))
-    flat = min(sum(distances(y, 0.0)) for _, y in points)
-    straight = min(sum(distances(0.0, y / x)) for x, y in points)
-    away = distances(floor, slope)
-    if sum(away) >= min(flat, straight):
-        return None
-    return Knee(at=floor / slope, floor=floor, slope=slope, error=statistics.median(away))
+    return Knee(at=floor / slope, floor=floor, slope=slope, error=statistics.median(distances(floor, slope)))
 
 
 def crossing(xs: Sequence[float], ys: Sequence[float], level: float) -> float | None:
-    """Where y first passes ``level``, on straight lines between points in logarithms; None where it never does."""
+    """Returns where y first exceeds ``level``, interpolated linearly in logarithms; None if it never does."""
     points = sorted(zip(xs, ys, strict=True))
     for (x, y), (x2, y2) in itertools.pairwise(points):
         if y <= level < y2:

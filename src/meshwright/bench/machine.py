@@ -1,66 +1,73 @@
-"""Rates of the devices at hand, measured with every device busy at once, as a training step keeps them.
+"""Measures the rates of this machine with all its emulated devices busy, as in a training step.
 
-Emulated devices share the cores and the memory of one machine, so a rate measured on one of them alone
-would be one that a step never sees.
+Emulated devices share the cores and the memory of one machine, so a step never reaches the rates of a single busy
+device.
 """
 
 import datetime
 import os
 import platform
-import statistics
-import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
 
 import jax
-import jax.numpy as jnp
 import msgspec
-import numpy as np
-from jax import lax
-from jax.sharding import PartitionSpec
 
-from meshwright.algebra.notation import parse_array
-from meshwright.algebra.ops.attention import Attention
-from meshwright.algebra.sizes import OpSizes
-from meshwright.algebra.steps import Step
+from meshwright.bench.devices import EMULATED, Bench, MlpShape, Workload
+from meshwright.bench.fit import FittedLine
+from meshwright.bench.links import rate_of
 from meshwright.bench.machine_step import REFERENCES, host_rates, measure_references
-from meshwright.cost.network.collectives import received_share
-from meshwright.cost.work.ops import op_flops
-from meshwright.nn.activations import silu_mul
-from meshwright.nn.attention.choice import attention, attention_backward
-from meshwright.parallel.mesh import device_mesh
-from meshwright.spec.calibration import Calibration, CollectiveKind, CollectiveRate
+from meshwright.bench.timing import SWEEPS, sweep_medians
+from meshwright.bench.workloads import (
+    COLLECTIVE_FUNCTIONS,
+    ROUNDS,
+    SILU_BYTES,
+    attention_workload,
+    collective_workload,
+    copy_workload,
+    groups_of,
+    mlp_workload,
+)
+from meshwright.spec.calibration import Calibration
+from meshwright.spec.chip import chip
 
-COLLECTIVES: tuple[CollectiveKind, ...] = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "permute")
-SMALL_ELEMENTS, LARGE_ELEMENTS, MEMORY_ELEMENTS = 2**10, 2**18, 2**20
-ROUNDS, SWEEPS = 10, 4
-ATTENTION_SHAPE = (4, 128, 8, 4, 32)
+SMALL_BYTES, LARGE_BYTES = 2**12, 2**20
+DTYPE = "fp32"
 
 
 def measure_machine(
     num_devices: int,
     *,
-    matmul_shape: tuple[int, int, int] = (512, 256, 704),
-    dtype: str = "fp32",
+    matmul_shape: MlpShape = EMULATED.mlps[0],
     seconds_per_figure: float = 0.3,
     in_step: bool = True,
     say: Callable[[str], None] = lambda line: None,
 ) -> Calibration:
-    """Matmul, memory and collective rates per device.
+    """Measures matmul, attention, memory and collective rates per device.
 
-    Each figure is timed in several sweeps over all of them, so that a burst of other work on the machine hits
-    few of its times, and is the median of the sweeps' medians. ``matmul_shape`` (m, k, n) should be like the
-    products of the job: rates of small products are lower. Collectives are measured over groups of every power
-    of two, all groups at the same time. ``in_step`` adds the rates inside a training step (`machine_step`), which takes
-    some twenty seconds more; without, steps are priced by the others.
+    ``matmul_shape`` (m, k, n) should be like the products of the job: rates of small products are lower. Collectives
+    run over groups of every power of two, all groups of a size at once. ``in_step`` adds the rates inside a training
+    step (`machine_step`), which takes some twenty seconds; without them, the other rates price steps.
     """
-    probes = _probes(num_devices, matmul_shape)
-    seconds = _sweep(probes, budget_s=seconds_per_figure / SWEEPS)
-    matmul = mlp_flops(matmul_shape) / seconds["matmul"]
-    attended = attention_flops(ATTENTION_SHAPE) / seconds["attention"]
-    memory = ROUNDS * 2 * 4 * MEMORY_ELEMENTS / seconds["memory"]
-    rates = tuple(_collective_rate(kind, size, seconds) for size in _group_sizes(num_devices) for kind in COLLECTIVES)
-    say(f"matmul {matmul / 1e9:.3g} GFLOP/s a device in {dtype}, {num_devices} at once")
+    bench = Bench(devices=tuple(jax.devices()[:num_devices]), chip=chip("cpu"), dtypes=(DTYPE,))
+    workloads: dict[str, Workload] = {
+        "matmul": mlp_workload(matmul_shape, DTYPE),
+        "attention": attention_workload(EMULATED.attention[0], DTYPE, both=True),
+        "memory": copy_workload("silu", SILU_BYTES, ROUNDS),
+    }
+    moves = [(kind, group) for group in reversed(groups_of(num_devices, {})) for kind in COLLECTIVE_FUNCTIONS]
+    for kind, group in moves:
+        for size in (SMALL_BYTES, LARGE_BYTES):
+            workloads[f"{kind} {group.size} {size}"] = collective_workload(kind, group, size)
+    seconds = sweep_medians(
+        {name: bench.call(workload) for name, workload in workloads.items()}, seconds_each=seconds_per_figure
+    )
+    matmul, attended, memory = (workloads[name].work / seconds[name] for name in ("matmul", "attention", "memory"))
+    rates = []
+    for kind, group in moves:
+        small, large = (seconds[f"{kind} {group.size} {size}"] for size in (SMALL_BYTES, LARGE_BYTES))
+        slope = max(0.0, (large - small) / (LARGE_BYTES - SMALL_BYTES))
+        rates.append(rate_of(kind, group.size, FittedLine(start=small - slope * SMALL_BYTES, slope=slope, error=0.0)))
+    say(f"matmul {matmul / 1e9:.3g} GFLOP/s a device in {DTYPE}, {num_devices} at once")
     say(f"attention {attended / 1e9:.3g} GFLOP/s a device")
     say(f"memory {memory / 1e9:.3g} GB/s a device")
     for rate in rates:
@@ -73,26 +80,26 @@ def measure_machine(
         chip="cpu",
         machine=f"{platform.machine()}, {os.cpu_count()} cores",
         date=datetime.date.today().isoformat(),
-        matmul_flops_per_s={dtype: matmul},
-        attention_flops_per_s={dtype: attended},
+        matmul_flops_per_s={DTYPE: matmul},
+        attention_flops_per_s={DTYPE: attended},
         memory_bytes_per_s=memory,
-        memory_bytes=_memory_bytes() / num_devices,
-        collectives=rates,
+        memory_bytes=bench.memory_bytes,
+        collectives=tuple(rates),
         sources={
             "matmul_flops_per_s": f"{how}; gated MLP with gradients, m k n = {matmul_shape}",
-            "attention_flops_per_s": f"{how}; forward and backward, B T N K H = {ATTENTION_SHAPE}",
-            "memory_bytes_per_s": f"{how}; silu over {MEMORY_ELEMENTS * 4} bytes, read and written once",
+            "attention_flops_per_s": f"{how}; forward and backward, B T N K H = {EMULATED.attention[0]}",
+            "memory_bytes_per_s": f"{how}; silu over {SILU_BYTES} bytes, read and written once",
             "memory_bytes": "physical memory of the machine, shared equally",
-            "collectives": f"{how}; line through {SMALL_ELEMENTS * 4} and {LARGE_ELEMENTS * 4} bytes a device",
+            "collectives": f"{how}; line through {SMALL_BYTES} and {LARGE_BYTES} bytes a device",
         },
     )
     return with_host_rates(found, num_devices, say) if in_step else found
 
 
 def with_host_rates(found: Calibration, num_devices: int, say: Callable[[str], None]) -> Calibration:
-    """A calibration of so many emulated devices with the rates inside a step added. Takes a minute or so.
+    """Returns a calibration with the rates inside a step added, which takes about a minute.
 
-    Raises InputError where it lacks a rate that the steps are priced by.
+    Raises InputError if it lacks a rate that prices the reference steps.
     """
     host = host_rates(measure_references(found, num_devices))
     say(f"products in a step {_rate(host.product.flop, 'GFLOP/s')} beside {_rate(host.product.byte, 'GB/s')}")
@@ -106,168 +113,9 @@ def with_host_rates(found: Calibration, num_devices: int, say: Callable[[str], N
 
 
 def _rate(seconds: float, unit: str) -> str:
-    """A rate in billions a second, from the seconds of one; of some parts of a step no time is seen."""
+    """Formats seconds per unit as billions of units a second; the fit finds no time for some parts of a step."""
     return f"{1e-9 / seconds:.3g} {unit}" if seconds > IN_NO_TIME else "no time seen"
 
 
 IN_NO_TIME = 1e-13
-"""Seconds of a unit below which the least squares found none for it."""
-
-
-def _group_sizes(num_devices: int) -> list[int]:
-    return [2**power for power in range(1, num_devices.bit_length()) if num_devices % 2**power == 0]
-
-
-Probe = Callable[[], object]
-
-
-def _probes(num_devices: int, matmul_shape: tuple[int, int, int]) -> dict[str, Probe]:
-    """A call to be timed for each figure."""
-    probes = {
-        "matmul": _matmul(num_devices, matmul_shape),
-        "attention": _attention(num_devices),
-        "memory": _memory(num_devices),
-    }
-    for size in _group_sizes(num_devices):
-        for kind in COLLECTIVES:
-            for elements in (SMALL_ELEMENTS, LARGE_ELEMENTS):
-                probes[f"{kind} {size} {elements}"] = _collective_probe(kind, size, num_devices, elements)
-    return probes
-
-
-def _sweep(probes: dict[str, Probe], *, budget_s: float) -> dict[str, float]:
-    """Median seconds of a call of each probe."""
-    for probe in probes.values():
-        jax.block_until_ready(probe())
-    medians: dict[str, list[float]] = {name: [] for name in probes}
-    for _ in range(SWEEPS):
-        for name, probe in probes.items():
-            medians[name].append(_median_seconds(probe, budget_s=budget_s))
-    return {name: statistics.median(times) for name, times in medians.items()}
-
-
-def _memory_bytes() -> float:
-    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-
-
-def _median_seconds(probe: Probe, *, budget_s: float) -> float:
-    """Median wall time of a call, repeated for about ``budget_s`` (2 to 200 times)."""
-    times: list[float] = []
-    started = time.perf_counter()
-    while len(times) < 2 or (time.perf_counter() - started < budget_s and len(times) < 200):
-        begin = time.perf_counter()
-        jax.block_until_ready(probe())
-        times.append(time.perf_counter() - begin)
-    return statistics.median(times)
-
-
-def _on_every_device(
-    body: Callable[..., jax.Array], num_devices: int, shapes: Sequence[tuple[int, ...]], axes: dict[str, int]
-) -> Probe:
-    """A call of ``body`` over a mesh, with one block of random numbers a device for each of its arguments."""
-    mesh = device_mesh(axes)
-    spec = PartitionSpec(tuple(axes))
-    mapped = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=(spec,) * len(shapes), out_specs=spec, check_vma=False))
-    rng = np.random.default_rng(0)
-    sharding = jax.NamedSharding(mesh, spec)
-    values = [jax.device_put(rng.standard_normal((num_devices * s[0], *s[1:]), np.float32), sharding) for s in shapes]
-    return lambda: mapped(*values)
-
-
-def mlp_flops(shape: tuple[int, int, int]) -> float:
-    """FLOPs of a gated MLP of m tokens, k wide, n in between: three products forward, twice that backward."""
-    m, k, n = shape
-    return 3.0 * 3 * 2 * m * k * n
-
-
-def _matmul(num_devices: int, shape: tuple[int, int, int]) -> Probe:
-    """Products as a training step runs them: a gated MLP with its gradients, transposes and copies included."""
-    m, k, n = shape
-
-    def body(x: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
-        def total(x: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
-            hidden = silu_mul((x @ gate)[None], (x @ up)[None])[0]
-            return jnp.sum((hidden @ down) ** 2)
-
-        grads = jax.grad(total, argnums=(0, 1, 2, 3))(x * 0.1, gate, up, down)
-        return sum((jnp.sum(g)[None] for g in grads), jnp.zeros(1))
-
-    return _on_every_device(body, num_devices, [(m, k), (k, n), (k, n), (n, k)], {"device": num_devices})
-
-
-def attention_flops(shape: tuple[int, int, int, int, int]) -> float:
-    """FLOPs of attention forward and backward, as `cost` counts the two steps of a program."""
-    sizes = OpSizes(dims=dict(zip("BTNKH", shape, strict=True)), mesh={}, state="fp32")
-    q, k, positions = (parse_array(text) for text in ("q[B,T,N,H]", "k[B,T,K,H]", "positions[B,T]"))
-    inputs = (q, k, k, positions, positions)
-    forward = Step(op="attention", inputs=inputs, result=q, details=Attention())
-    backward = Step(op="attention_backward", inputs=(q, q, q, *inputs), result=q, details=Attention())
-    return float(op_flops(forward, sizes) + op_flops(backward, sizes))
-
-
-def _attention(num_devices: int) -> Probe:
-    """The attention that programs run, forward and backward."""
-    batch, length, heads, kv_heads, width = ATTENTION_SHAPE
-
-    def body(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch, length))
-
-        facts: dict[str, Any] = {
-            "positions": positions,
-            "key_positions": positions,
-            "scale": width**-0.5,
-            "in_order": True,
-        }
-        o, lse = attention(q, k, v, **facts)
-        grads = attention_backward(2 * o, o, lse, q, k, v, **facts)
-        return sum((jnp.sum(g, axis=(1, 2, 3)) for g in grads), jnp.zeros(batch))
-
-    key = (batch, length, kv_heads, width)
-    return _on_every_device(body, num_devices, [(batch, length, heads, width), key, key], {"device": num_devices})
-
-
-def _memory(num_devices: int) -> Probe:
-    """An array read and written once with an exponential on the way, as softmax and silu have, again and again."""
-
-    def body(x: jax.Array) -> jax.Array:
-        return lax.fori_loop(0, ROUNDS, lambda _, y: jax.nn.silu(y) + 0.5, x)
-
-    return _on_every_device(body, num_devices, [(MEMORY_ELEMENTS,)], {"device": num_devices})
-
-
-def run_collective(kind: CollectiveKind, x: jax.Array, axis: str) -> jax.Array:
-    """One collective over a mesh axis, along the only dim of an array."""
-    if kind == "all_gather":
-        return lax.all_gather(x, axis, tiled=True)
-    if kind == "reduce_scatter":
-        return lax.psum_scatter(x, axis, tiled=True)
-    if kind == "all_reduce":
-        return lax.psum(x, axis)
-    if kind == "permute":
-        size = lax.axis_size(axis)
-        return lax.ppermute(x, axis, [(i, (i + 1) % size) for i in range(size)])
-    return lax.all_to_all(x, axis, split_axis=0, concat_axis=0, tiled=True)
-
-
-def _collective_probe(kind: CollectiveKind, size: int, num_devices: int, elements: int) -> Probe:
-    """Collectives in a row whose whole array on the group has ``elements`` elements per device."""
-    local = elements if kind in ("reduce_scatter", "all_reduce", "permute") else elements // size
-
-    def body(x: jax.Array) -> jax.Array:
-        # The first entry of the result feeds the next round, so that none is dropped or reordered.
-        return lax.fori_loop(0, ROUNDS, lambda _, y: y + run_collective(kind, y, "group")[:1] * 1e-6, x)
-
-    axes = {"others": num_devices // size, "group": size}
-    return _on_every_device(body, num_devices, [(local,)], axes)
-
-
-def _collective_rate(kind: CollectiveKind, size: int, seconds: dict[str, float]) -> CollectiveRate:
-    """Latency and rate from a small and a large array."""
-    small, large = (seconds[f"{kind} {size} {elements}"] / ROUNDS for elements in (SMALL_ELEMENTS, LARGE_ELEMENTS))
-    slope = max((large - small) / ((LARGE_ELEMENTS - SMALL_ELEMENTS) * 4), 1e-15)
-    return CollectiveRate(
-        kind=kind,
-        group_size=size,
-        latency_s=max(small - slope * SMALL_ELEMENTS * 4, 1e-7),
-        bytes_per_s=received_share(kind, size) / slope,
-    )
+"""Seconds per unit below which the fit found no time."""

@@ -1,27 +1,32 @@
-"""Times of calls with their spread, taken side by side and within a number of seconds."""
+"""Times calls in alternation, within a budget of seconds: medians and quartiles."""
 
-import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from statistics import median, quantiles
 from typing import Any
 
 import jax
 import msgspec
 
+from meshwright.bench.results import Timing
+
 MIN_REPEATS = 3
-"""Fewer times than this have no spread: the figure counts as not measured."""
+"""Fewer repeats than this show no spread: the call counts as not measured."""
 MAX_REPEATS = 30
 GRACE_S = 0.3
 GRACE_SHARE = 0.02
-"""What may be used beyond a budget so that calls which are compiled by then get their fewest repeats: so many seconds,
-or this share of the seconds for everything."""
+"""A call that is already compiled may exceed its budget by so many seconds, or by this share of the whole budget, to
+reach ``MIN_REPEATS``."""
 NO_TIME = "no time left"
+FAILURES = (jax.errors.JaxRuntimeError, NotImplementedError, TypeError, ValueError)
+"""A backend raises one of these for an element type it does not support, or when memory runs out."""
+SWEEPS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """The moment at which measuring has to be over, on a clock."""
+    """The time on a clock at which measuring must end."""
 
     ends: float
     clock: Callable[[], float] = time.perf_counter
@@ -29,131 +34,111 @@ class Budget:
 
     @property
     def left_s(self) -> float:
-        """Seconds until then, never negative."""
+        """Seconds until the end, never negative."""
         return max(0.0, self.ends - self.clock())
 
     def share(self, part: float) -> "Budget":
-        """A budget that ends after this part of what is left."""
+        """Returns a budget of this share of the seconds left."""
         return Budget(ends=self.clock() + self.left_s * part, clock=self.clock, grace_s=self.grace_s)
 
 
 def budget_of(seconds: float, clock: Callable[[], float] = time.perf_counter) -> Budget:
-    """A budget that begins now."""
+    """Returns a budget that starts now."""
     return Budget(ends=clock() + seconds, clock=clock, grace_s=max(GRACE_S, GRACE_SHARE * seconds))
-
-
-class Timing(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds: the median of some repeats, and the quartiles around it."""
-
-    median_s: float
-    low_s: float
-    high_s: float
-    repeats: int
-
-    def over(self, rounds: float) -> "Timing":
-        """The same of one round, where a call makes several."""
-        return Timing(
-            median_s=self.median_s / rounds,
-            low_s=self.low_s / rounds,
-            high_s=self.high_s / rounds,
-            repeats=self.repeats,
-        )
-
-    @property
-    def spread(self) -> float:
-        """Distance of the quartiles, as a share of the median."""
-        return (self.high_s - self.low_s) / self.median_s
-
-
-def timing_of(seconds: list[float]) -> Timing:
-    """Median and quartiles of at least one time."""
-    low, middle, high = statistics.quantiles(seconds, n=4, method="inclusive") if len(seconds) > 1 else seconds * 3
-    return Timing(median_s=middle, low_s=low, high_s=high, repeats=len(seconds))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """What is timed, and its arguments in each repeat; making them is not timed."""
+    """A function to time, and its arguments for each repeat, which are made outside the time. A call runs ``rounds``
+    rounds of a workload."""
 
     run: Callable[..., Any]
     arguments: Callable[[int], tuple[Any, ...]] = lambda repeat: ()
+    rounds: int = 1
+
+    def round_s(self, repeat: int) -> float:
+        """Runs the call and returns the seconds of one round."""
+        given = jax.block_until_ready(self.arguments(repeat))
+        begin = time.perf_counter()
+        jax.block_until_ready(self.run(*given))
+        return (time.perf_counter() - begin) / self.rounds
 
 
-class Times(msgspec.Struct, frozen=True, kw_only=True):
-    """What came of some calls: a timing each, and one line each for those that have none."""
+class Timings(msgspec.Struct, frozen=True, kw_only=True):
+    """Timings of calls by name, and one line for each call that has none."""
 
-    found: dict[str, Timing]
-    why_not: dict[str, str]
+    found: dict[Any, Timing]
+    why_not: dict[Any, str]
 
 
-def time_together(calls: Mapping[str, Call], budget: Budget, *, max_repeats: int = MAX_REPEATS) -> Times:
-    """Every call timed in turns, so that whatever slows the machine down slows all of them.
+def timing_of(seconds: list[float]) -> Timing:
+    """Returns median and quartiles of one or more times."""
+    low, middle, high = quantiles(seconds, n=4, method="inclusive") if len(seconds) > 1 else seconds * 3
+    return Timing(median_s=middle, low_s=low, high_s=high, repeats=len(seconds))
 
-    The first run of each, which compiles, is not counted. Turns go on until the budget is used up or ``max_repeats``
-    are made, every second one backwards; calls with fewer than three times, for which there is a little grace, are not
-    measured.
+
+def time_together(calls: Mapping[Any, Call], budget: Budget, *, max_repeats: int = MAX_REPEATS) -> Timings:
+    """Times calls in alternation, so that other load on the machine affects all of them alike.
+
+    The first run of each call compiles it and does not count. Repeats go on until the budget is used up or
+    ``max_repeats`` is reached, every second one in reverse order. A call with fewer than ``MIN_REPEATS`` times, for
+    which the budget is extended a little, counts as not measured.
     """
-    why_not: dict[str, str] = {}
-    ready = {}
-    for name, call in calls.items():
-        reason = _warm_up(call, budget)
-        if reason:
-            why_not[name] = reason
+    seconds: dict[Any, list[float]] = {name: [] for name in calls}
+    why_not: dict[Any, str] = {}
+
+    def run(name: Any, repeat: int) -> None:
+        try:
+            seconds[name].append(calls[name].round_s(repeat))
+        except FAILURES as error:
+            why_not[name] = first_line(error)
+
+    for name in calls:
+        if budget.left_s > 0:
+            run(name, 0)
         else:
-            ready[name] = call
-    seconds = _take_turns(ready, budget, why_not, max_repeats=max_repeats)
-    found = {name: timing_of(times) for name, times in seconds.items() if len(times) >= MIN_REPEATS}
+            why_not[name] = NO_TIME
+    warm = [name for name in calls if name not in why_not]
+    grace = Budget(ends=max(budget.ends, budget.clock() + budget.grace_s), clock=budget.clock)
+    turns = ((repeat, name) for repeat in range(1, max_repeats + 1) for name in warm[:: 1 if repeat % 2 else -1])
+    for repeat, name in turns:
+        if (budget if repeat > MIN_REPEATS else grace).left_s <= 0:
+            break
+        if name not in why_not:
+            run(name, repeat)
+    found = {name: timing_of(times[1:]) for name, times in seconds.items() if len(times) > MIN_REPEATS}
     for name in calls:
         if name not in found:
             why_not.setdefault(name, NO_TIME)
-    return Times(found=found, why_not=why_not)
+    return Timings(found=found, why_not=why_not)
 
 
-def _take_turns(
-    calls: Mapping[str, Call], budget: Budget, why_not: dict[str, str], *, max_repeats: int
-) -> dict[str, list[float]]:
-    seconds: dict[str, list[float]] = {name: [] for name in calls}
-    grace = Budget(ends=max(budget.ends, budget.clock() + budget.grace_s), clock=budget.clock)
-    for repeat in range(1, max_repeats + 1):
-        order = list(calls)[:: 1 if repeat % 2 else -1]
-        for name in order:
-            if name in why_not:
-                continue
-            if (budget if repeat > MIN_REPEATS else grace).left_s <= 0:
-                return seconds
-            try:
-                seconds[name].append(_once(calls[name], repeat))
-            except jax.errors.JaxRuntimeError as error:
-                why_not[name] = first_line(error)
-    return seconds
+def sweep_medians(calls: Mapping[str, Call], *, seconds_each: float) -> dict[str, float]:
+    """Returns seconds per round of every call: the median over several sweeps of each sweep's median.
 
-
-def _warm_up(call: Call, budget: Budget) -> str:
-    """Run a call once; the reason why it cannot be, or nothing."""
-    if budget.left_s <= 0:
-        return NO_TIME
-    try:
-        _once(call, 0)
-    except (jax.errors.JaxRuntimeError, NotImplementedError, TypeError, ValueError) as error:
-        # A backend says in one of these that it has no such element type, or no room.
-        return first_line(error)
-    return ""
-
-
-def _once(call: Call, repeat: int) -> float:
-    given = jax.block_until_ready(call.arguments(repeat))
-    begin = time.perf_counter()
-    jax.block_until_ready(call.run(*given))
-    return time.perf_counter() - begin
+    Other load on the machine is bursty, so it affects few of the sweeps. A sweep repeats each call for its share of
+    ``seconds_each``, 2 to 200 times.
+    """
+    for call in calls.values():
+        call.round_s(0)
+    medians: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(SWEEPS):
+        for name, call in calls.items():
+            times: list[float] = []
+            ends = time.perf_counter() + seconds_each / SWEEPS
+            while len(times) < 2 or (time.perf_counter() < ends and len(times) < 200):
+                times.append(call.round_s(len(times)))
+            medians[name].append(median(times))
+    return {name: median(times) for name, times in medians.items()}
 
 
 def first_line(error: Exception) -> str:
-    """The first line of an error, at most 100 characters."""
+    """Returns the first line of an error, at most 100 characters."""
     lines = str(error).splitlines() or [type(error).__name__]
     return lines[0][:100]
 
 
 def rounds_for(seconds: float, *, target_s: float = 0.02, most: int = 1024) -> int:
-    """Rounds of something in one call, a power of two, so that the call takes about ``target_s``."""
+    """Returns how many rounds of ``seconds`` each make a call of about ``target_s``, a power of two."""
     wanted = target_s / max(seconds, 1e-9)
     return int(min(most, 2 ** max(0, int(wanted).bit_length() - 1)))

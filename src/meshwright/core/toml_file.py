@@ -1,12 +1,17 @@
 """TOML files that a person writes: read with the line of every key, every error at once; and written back."""
 
+import operator
 import re
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cached_property, reduce
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import msgspec
+import tomli_w
 from msgspec import inspect
 
 from meshwright.core.errors import InputError, as_sentence, nearest
@@ -14,23 +19,32 @@ from meshwright.core.errors import InputError, as_sentence, nearest
 T = TypeVar("T")
 Key = tuple[str | int, ...]
 
-_HEADER = re.compile(r"\s*(\[\[?)\s*([^\[\]#]+?)\s*\]\]?\s*(?:#.*)?$")
-_ASSIGN = re.compile(r"""\s*((?:[A-Za-z0-9_-]+|"[^"]*"|'[^']*')(?:\s*\.\s*(?:[A-Za-z0-9_-]+|"[^"]*"|'[^']*'))*)\s*=""")
-_PART = re.compile(r"""[A-Za-z0-9_-]+|"[^"]*"|'[^']*'""")
-_STRING = re.compile(r'"(?:[^"\\]|\\.)*"|\'[^\']*\'')
-_BARE = re.compile(r"[A-Za-z0-9_-]+")
 
-
-class TomlFile(msgspec.Struct, frozen=True, kw_only=True):
+class TomlFile(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """A parsed file: its table, and the line on which each key stands."""
 
     path: str
     data: dict[str, Any]
-    lines: dict[Key, int]
+    text: str
+
+    @cached_property
+    def lines(self) -> dict[Key, int]:
+        """Line of each table header and key; found when an error needs it."""
+        return _key_lines(self.text)
 
     def error(self, key: Key, message: str) -> InputError:
         """An InputError that starts with ``path:line:`` of the key, or of the table that holds it."""
         return InputError(f"{self.where(key)}: {message}")
+
+    @contextmanager
+    def at(self, key: Key, prefix: str = "") -> Iterator[None]:
+        """Give an error of what is made from the key its ``path:line``, with the prefix before the message."""
+        try:
+            yield
+        except (msgspec.ValidationError, InputError) as error:
+            raise self.error(
+                key, f"{prefix}{str(error).rstrip('.')}{'' if str(error).endswith('?') else '.'}"
+            ) from None
 
     def where(self, key: Key) -> str:
         """``path:line`` of the key or of the nearest table above it."""
@@ -69,7 +83,7 @@ def parse_toml(text: str, *, path: str = "<text>") -> TomlFile:
         line = place.group(1) if place else str(text.count("\n") + 1)
         reason = str(error)[: place.start()] if place else str(error).removesuffix(" (at end of document)")
         raise InputError(f"{path}:{line}: not valid TOML: {reason[:1].lower()}{reason[1:]}.") from None
-    return TomlFile(path=path, data=data, lines=_key_lines(text))
+    return TomlFile(path=path, data=data, text=text)
 
 
 def decode_toml(file: TomlFile, kind: type[T], *, at: Key = ()) -> T:
@@ -97,41 +111,25 @@ def load_toml(path: Path, kind: type[T]) -> T:
 
 def _problems(file: TomlFile, value: Any, kind: inspect.Type, at: Key) -> list[str]:
     """Each fault of the value, descending into tables so that one fault does not hide the next."""
-    if isinstance(kind, inspect.StructType) and isinstance(value, dict):
-        fields = {field.encode_name: field for field in kind.fields}
-        required = tuple(name for name, field in fields.items() if field.required)
-        found = _key_problems(file, value, tuple(fields), required, at)
-        for name, field in fields.items():
-            if name in value:
-                found += _problems(file, value[name], field.type, (*at, name))
-        return found
-    if isinstance(kind, inspect.DictType) and isinstance(value, dict):
-        return [p for key, item in value.items() for p in _problems(file, item, kind.value_type, (*at, key))]
+    options = kind.types if isinstance(kind, inspect.UnionType) else (kind,)
+    for option in options:
+        if isinstance(option, inspect.StructType) and isinstance(value, dict):
+            fields = {field.encode_name: field for field in option.fields}
+            required = tuple(name for name, field in fields.items() if field.required)
+            found = _key_problems(file, value, tuple(fields), required, at)
+            inside = [_problems(file, value[name], fields[name].type, (*at, name)) for name in fields if name in value]
+            return [*found, *chain(*inside)]
+        if isinstance(option, inspect.DictType) and isinstance(value, dict):
+            return [p for key, item in value.items() for p in _problems(file, item, option.value_type, (*at, key))]
     if isinstance(kind, inspect.VarTupleType | inspect.ListType) and isinstance(value, list):
         return [p for i, item in enumerate(value) for p in _problems(file, item, kind.item_type, (*at, i))]
-    return _value_problems(file, value, kind, at)
-
-
-def _value_problems(file: TomlFile, value: Any, kind: inspect.Type, at: Key) -> list[str]:
-    options = kind.types if isinstance(kind, inspect.UnionType) else (kind,)
-    tables = [option for option in options if isinstance(option, inspect.StructType | inspect.DictType)]
-    if tables and isinstance(value, dict):
-        return _problems(file, value, tables[0], at)
+    plain = [_PLAIN[type(option)](option) if type(option) in _PLAIN else Any for option in options]
     try:
-        msgspec.convert(value, _annotation(options))
+        msgspec.convert(value, Any if Any in plain else reduce(operator.or_, plain))
     except msgspec.ValidationError as error:
         name = ".".join(str(part) for part in at)
         return [f"{file.where(at)}: {name} = {_shown(value)}: {_reason(error)}"]
     return []
-
-
-def _annotation(options: tuple[inspect.Type, ...]) -> Any:
-    """The plain type of a leaf, rebuilt from its description."""
-    plain: Any = None
-    for option in options:
-        one = _PLAIN[type(option)](option) if type(option) in _PLAIN else Any
-        plain = one if plain is None else plain | one if one is not Any and plain is not Any else Any
-    return plain
 
 
 _PLAIN: dict[type, Any] = {
@@ -171,94 +169,55 @@ def _key_problems(
     return found + [f"{file.where(at)}: {where}needs the key {key!r}." for key in required if key not in table]
 
 
-def _parts(dotted: str) -> tuple[str, ...]:
-    return tuple(part.strip("\"'") for part in _PART.findall(dotted))
-
-
 def _key_lines(text: str) -> dict[Key, int]:
-    """Line of each table header and key. Values that run over several lines are skipped by bracket depth."""
+    """Line of each table header and key: that on which its statement begins."""
     lines: dict[Key, int] = {}
     table: Key = ()
+    paths: list[Key]
     counts: dict[Key, int] = {}
-    depth, quote = 0, ""
-    for number, line in enumerate(text.splitlines(), start=1):
-        if quote:
-            quote = "" if line.count(quote) % 2 else quote
+    statement, first = "", 1
+    for number, line in enumerate(text.split("\n"), start=1):
+        statement += f"{line}\n"
+        try:
+            found = tomllib.loads(statement)
+        except tomllib.TOMLDecodeError:  # its value goes on
             continue
-        if depth == 0:
-            header = _HEADER.match(line)
-            if header and "=" not in _STRING.sub("", line):
-                table = _enter(_parts(header.group(2)), header.group(1) == "[[", counts)
-                lines.setdefault(table, number)
-                continue
-            assign = _ASSIGN.match(line)
-            if assign:
-                key = (*table, *_parts(assign.group(1)))
-                for length in range(len(table) + 1, len(key) + 1):
-                    lines.setdefault(key[:length], number)
-                line = line[assign.end() :]
-        for mark in ('"""', "'''"):
-            quote = mark if line.count(mark) % 2 else quote
-        bare = _STRING.sub("", line).split("#")[0]
-        depth = max(0, depth + sum(bare.count(c) for c in "[{") - sum(bare.count(c) for c in "]}"))
+        if statement.lstrip().startswith("["):
+            table, paths = _enter(found, counts), [()]
+        else:
+            paths = list(_paths(found))
+        for path in paths:
+            lines.setdefault((*table, *path), first)
+        statement, first = "", number + 1
     return lines
 
 
-def _enter(parts: tuple[str, ...], is_array: bool, counts: dict[Key, int]) -> Key:
+def _paths(table: Mapping[str, Any]) -> Iterator[Key]:
+    for key, item in table.items():
+        yield (key,)
+        yield from ((key, *rest) for rest in _paths(item)) if isinstance(item, Mapping) else ()
+
+
+def _enter(header: Any, counts: dict[Key, int]) -> Key:
     """The path of a header, with the position inside each array of tables it passes through."""
     path: Key = ()
-    for part in parts[:-1]:
-        path = (*path, part)
+    while header:
+        [(key, header)] = header.items()
+        path = (*path, key)
+        if isinstance(header, list):
+            counts[path] = counts.get(path, -1) + 1
+            header = {}
         if path in counts:
             path = (*path, counts[path])
-    path = (*path, parts[-1])
-    if not is_array:
-        return (*path, counts[path]) if path in counts else path
-    counts[path] = counts.get(path, -1) + 1
-    return (*path, counts[path])
+    return path
 
 
 def dump_toml(value: Any) -> str:
     """TOML text of a Struct or dict; ``None`` is left out, which reads back as the default."""
-    table = msgspec.to_builtins(value)
-    out: list[str] = []
-    _write_table(out, table, ())
-    return "\n".join(out).strip("\n") + "\n"
+    return tomli_w.dumps(_without_none(msgspec.to_builtins(value)))
 
 
-def _write_table(out: list[str], table: Mapping[str, Any], at: tuple[str, ...]) -> None:
-    nested = {key: item for key, item in table.items() if _is_table(item) or _is_table_array(item)}
-    for key, item in table.items():
-        if item is not None and key not in nested:
-            out.append(f"{_name(key)} = {_value(item)}")
-    for key, item in nested.items():
-        path = (*at, key)
-        title = ".".join(map(_name, path))
-        for one in item if isinstance(item, list | tuple) else [item]:
-            out += ["", f"[[{title}]]" if isinstance(item, list | tuple) else f"[{title}]"]
-            _write_table(out, one, path)
-
-
-def _is_table(item: Any) -> bool:
-    return isinstance(item, Mapping)
-
-
-def _is_table_array(item: Any) -> bool:
-    return isinstance(item, list | tuple) and len(item) > 0 and all(map(_is_table, item))
-
-
-def _name(key: str) -> str:
-    return key if _BARE.fullmatch(key) else _value(key)
-
-
-def _value(item: Any) -> str:
-    if isinstance(item, bool):
-        return "true" if item else "false"
-    if isinstance(item, str):
-        # JSON's string escapes are a subset of TOML's basic strings, but for DEL
-        return msgspec.json.encode(item).decode().replace("\x7f", "\\u007F")
-    if isinstance(item, list | tuple):
-        return f"[{', '.join(_value(one) for one in item)}]"
-    if isinstance(item, Mapping):
-        return f"{{{', '.join(f'{_name(key)} = {_value(one)}' for key, one in item.items())}}}"
-    return repr(item)
+def _without_none(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_none(one) for key, one in value.items() if one is not None}
+    return [_without_none(one) for one in value] if isinstance(value, list | tuple) else value

@@ -2,11 +2,13 @@
 
 import math
 import re
+from collections.abc import Iterable, Mapping
 
 from meshwright.core.errors import InputError
 
-_DECIMAL = {"": 1, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12, "P": 1e15, "E": 1e18}
-_BINARY = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "Pi": 2**50}
+_DECIMAL: dict[str, float] = {"": 1, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12, "P": 1e15, "E": 1e18}
+_BINARY: dict[str, float] = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "Pi": 2**50}
+_SMALL: dict[str, float] = {"": 1, "m": 1e-3, "u": 1e-6, "n": 1e-9}
 _NUMBER = re.compile(r"\s*([0-9][0-9_]*(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z]*)\s*")
 
 
@@ -44,18 +46,18 @@ def parse_bytes(text: str) -> float:
     return value * scale
 
 
-def _scaled(value: float, steps: list[tuple[float, str]], unit: str, digits: int) -> str:
-    for scale, prefix in steps:
-        if abs(value) >= scale * (1 - 0.5 * 10**-digits):
-            return f"{_significant(value / scale, digits)} {prefix}{unit}"
-    scale, prefix = steps[-1]
-    return f"{_significant(value / scale, digits)} {prefix}{unit}"
+def _scaled(value: float, unit: str, prefixes: Iterable[str], scales: Mapping[str, float] = _DECIMAL) -> str:
+    """The value with the first prefix that it reaches, else the last one, to three significant digits."""
+    for prefix in prefixes:
+        if abs(value) >= scales[prefix] * (1 - 0.5e-3):
+            break
+    return f"{_significant(value / scales[prefix])} {prefix}{unit}"
 
 
-def _significant(value: float, digits: int) -> str:
+def _significant(value: float) -> str:
     if value == 0:
         return "0"
-    text = f"{value:.{digits}g}"
+    text = f"{value:.3g}"
     return f"{float(text):.0f}" if "e" in text else text
 
 
@@ -70,21 +72,25 @@ def format_seconds(seconds: float) -> str:
     if abs(seconds) < NOTHING_S:
         return "0 ns"
     if seconds >= 86400:
-        return f"{_significant(seconds / 86400, 3)} days"
+        return f"{_significant(seconds / 86400)} days"
     if seconds >= 3600:
-        return f"{_significant(seconds / 3600, 3)} h"
-    return _scaled(seconds, [(1, ""), (1e-3, "m"), (1e-6, "u"), (1e-9, "n")], "s", 3)
+        return f"{_significant(seconds / 3600)} h"
+    return _scaled(seconds, "s", _SMALL, _SMALL)
 
 
 def format_bytes(num_bytes: float) -> str:
     """``"95 GB"``: powers of ten, three significant digits."""
-    steps = [(1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, "")]
-    return _scaled(num_bytes, steps, "B", 3)
+    return _scaled(num_bytes, "B", (*"EPTGMk", ""))
+
+
+def format_rate(bytes_per_s: float) -> str:
+    """``"95 GB/s"``: powers of ten, three significant digits."""
+    return f"{format_bytes(bytes_per_s)}/s"
 
 
 def format_flops(flops: float, *, unit: str = "FLOP/s") -> str:
     """``"459 TFLOP/s"``: powers of ten, three significant digits (``unit="FLOP"`` for an amount)."""
-    return _scaled(flops, [(1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1.0, "")], unit, 3)
+    return _scaled(flops, unit, (*"EPTGM", ""))
 
 
 def format_count(count: float) -> str:
@@ -98,4 +104,4 @@ def format_count(count: float) -> str:
 
 def format_params(count: float) -> str:
     """``"70.6 B"`` for a number of parameters: powers of ten, three significant digits."""
-    return _scaled(count, [(1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"), (1.0, "")], "", 3).strip()
+    return _scaled(count, "", (*"TBMk", "")).strip()

@@ -2,8 +2,8 @@
 
 import math
 import re
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 
@@ -11,7 +11,6 @@ from meshwright.core.labels import StepLabel, find_label
 from meshwright.hlo.groups import Groups, axes_of, group_size, permute_pairs, replica_groups, slice_groups
 from meshwright.hlo.loops import runs_at_most_once, trip_count
 from meshwright.hlo.module import Instruction, Module, parse_module
-from meshwright.hlo.near import ending, nearest_step
 from meshwright.hlo.shapes import parse_shapes, shape_bytes
 
 KINDS = {
@@ -25,19 +24,8 @@ KINDS = {
 }
 """Opcode -> kind."""
 
-SLICE_KINDS = {
-    "ALL_GATHER": "all_gather",
-    "REDUCE_SCATTER": "reduce_scatter",
-    "ALL_REDUCE": "all_reduce",
-    "ALL_TO_ALL": "all_to_all",
-    "ONE_TO_ONE": "permute",
-}
-"""Type of a transfer between TPU slices -> kind."""
-
 _TRANSFER = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
 _MEETING = re.compile(r'_xla_host_transfer_rendezvous="([^"]*)"')
-_CHAIN = re.compile(r'\bchain_id="(\d+)"')
-_CHANNEL = re.compile(r"\bchannel_id=(\d+)")
 _DISGUISED = "all-reduce-scatter"
 _PERMUTES = ("collective-permute", "collective-permute-start")
 _PASSING = {
@@ -45,9 +33,11 @@ _PASSING = {
     *("add", "convert", "multiply", "subtract"),
 }
 """What an all-reduce may meet before it is sliced: element by element, a slice of the result needs a slice of it."""
+MAX_STEPS_AWAY = 8
+"""Instructions without a label that are looked through, in a row."""
 
 
-class Collective(msgspec.Struct, frozen=True):
+class CompiledCollective(msgspec.Struct, frozen=True):
     """One collective of a program.
 
     ``full_bytes`` are those of the whole array on the group, per device: the result of an all-gather, the
@@ -74,8 +64,6 @@ class Collective(msgspec.Struct, frozen=True):
     windowed: bool = False
     dcn: bool = False
     label: StepLabel | None = None
-    computation: str = ""
-    op_name: str = ""
     near: StepLabel | None = None
 
     @property
@@ -83,8 +71,25 @@ class Collective(msgspec.Struct, frozen=True):
         """Bytes over all the times that it runs."""
         return self.full_bytes * self.trips
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What is particular of it, a word each."""
+        marks = {
+            "between slices": self.dcn,
+            "cut matmul": self.windowed,
+            "sliced after": self.sliced,
+            "in a branch": self.in_conditional,
+        }
+        return tuple(word for word, holds in marks.items() if holds)
 
-def collectives(hlo_text: str, mesh: Mapping[str, int]) -> tuple[Collective, ...]:
+    @property
+    def step(self) -> str:
+        """The derived step that it came from, or that is near, without what makes it; empty where none is known."""
+        label = self.label or self.near
+        return f"{'' if self.label else 'near '}{label.block}:{label.phase}:{label.result}" if label else ""
+
+
+def collectives(hlo_text: str, mesh: Mapping[str, int]) -> tuple[CompiledCollective, ...]:
     """Every collective of an optimised HLO module, with the trip counts of the loops around it.
 
     ``mesh`` maps axis to size, major to minor; the module's device numbers are taken to run over it
@@ -94,7 +99,7 @@ def collectives(hlo_text: str, mesh: Mapping[str, int]) -> tuple[Collective, ...
     return module_collectives(parse_module(hlo_text), mesh)
 
 
-def module_collectives(module: Module, mesh: Mapping[str, int]) -> tuple[Collective, ...]:
+def module_collectives(module: Module, mesh: Mapping[str, int]) -> tuple[CompiledCollective, ...]:
     """As `collectives`, of a module that is parsed; an empty ``mesh`` leaves the axes empty."""
     walk = _Walk(module, mesh)
     return tuple(walk.computation(_Around(computation=module.entry)))
@@ -108,7 +113,7 @@ class _Around(msgspec.Struct, frozen=True, kw_only=True):
     in_conditional: bool = False
     is_async: bool = False
     caller: Instruction | None = None
-    seen: set[tuple[str, ...]] = msgspec.field(default_factory=set)
+    seen: set[str] = msgspec.field(default_factory=set)
     """Collectives of this loop body that are in several pieces, so that each counts once."""
 
 
@@ -120,13 +125,14 @@ class _Walk:
         self.num_devices = module.num_devices if module.num_devices > 1 else math.prod(mesh.values())
         self.reaching: dict[str, bool] = {}
         # Its other pieces may run inside a loop that it overlaps with.
-        self.begun: dict[tuple[str, ...], set[str]] = {}
+        self.begun: dict[str, set[str]] = defaultdict(set)
         for one in module:
-            if "async_collective_fusion_config" in one.attributes and _begins(module, one):
-                self.begun.setdefault(_pieces_key(one), set()).add(one.computation)
+            inside = module.computations[one.computation].instructions if one.async_key else ()
+            if any("AsyncCollectiveStart" in other.target for other in inside):
+                self.begun[one.async_key].add(one.computation)
         self.permutes = Counter(one.op_name for one in module if one.opcode in _PERMUTES)
 
-    def computation(self, around: _Around) -> Iterator[Collective]:
+    def computation(self, around: _Around) -> Iterator[CompiledCollective]:
         for one in self.module.computations[around.computation].instructions:
             # What began with a start is counted there.
             if one.opcode.endswith(("-done", "-update")):
@@ -139,11 +145,18 @@ class _Walk:
                     yield from self.computation(self.inside(one, name, around))
 
     def inside(self, caller: Instruction, name: str, around: _Around) -> _Around:
-        branch = caller.opcode == "conditional" or (caller.opcode == "while" and runs_at_most_once(self.module, caller))
-        loop = caller.opcode == "while" and not branch
+        branch, trips = caller.opcode == "conditional", 1
+        if caller.opcode == "while":
+            branch = runs_at_most_once(self.module, caller)
+            count = 1 if branch else trip_count(self.module, caller)
+            if count is None:
+                raise ValueError(
+                    f"loop {caller.name} states no trip count that can be read; its collectives cannot be counted."
+                )
+            trips = count
         return _Around(
             computation=name,
-            trips=around.trips * trip_count(self.module, caller) if loop else around.trips,
+            trips=around.trips * trips,
             in_conditional=around.in_conditional or branch,
             is_async=around.is_async or caller.opcode.endswith("-start"),
             caller=caller,
@@ -160,10 +173,9 @@ class _Walk:
             )
         return self.reaching[name]
 
-    def collective(self, one: Instruction, around: _Around) -> Iterator[Collective]:
-        in_pieces = "async_collective_fusion_config" in one.attributes
-        if in_pieces:
-            key = _pieces_key(one)
+    def collective(self, one: Instruction, around: _Around) -> Iterator[CompiledCollective]:
+        key = one.async_key
+        if key:
             if key in around.seen or (key in self.begun and one.computation not in self.begun[key]):
                 return
             around.seen.add(key)
@@ -172,9 +184,10 @@ class _Walk:
         kind, groups = self.kind_and_groups(one)
         if around.caller and around.computation.startswith(_DISGUISED) and kind == "all_reduce":
             kind = "reduce_scatter"
-        size = group_size(groups)
-        full_bytes, num_arrays = self.bytes_and_arrays(one, kind, size)
-        yield Collective(
+        size, given = group_size(groups), self.given(one)
+        full_bytes, num_arrays = self.bytes_and_arrays(one, given, kind, size)
+        largest = max(parse_shapes(";".join(given) or one.shape), key=lambda shape: shape.num_bytes)
+        yield CompiledCollective(
             kind=kind,
             full_bytes=full_bytes,
             axes=axes_of(groups, self.mesh),
@@ -182,39 +195,42 @@ class _Walk:
             num_arrays=num_arrays,
             name=one.name,
             in_conditional=around.in_conditional,
-            dtype=_dtype(self.shapes(one) or one.shape),
+            dtype=largest.dtype,
             group_size=size,
-            is_async=around.is_async or in_pieces or one.opcode.endswith("-start") or one.opcode == "send",
+            is_async=around.is_async or bool(key) or one.opcode.endswith("-start") or one.opcode == "send",
             sliced=kind == "all_reduce" and _is_sliced(self.module, one),
             windowed=kind == "permute" and self.is_windowed(one),
             dcn=one.opcode == "send",
             label=label,
-            computation=around.computation,
-            op_name=op_name,
-            near=None if label else nearest_step(self.module, self.running(one, around, in_pieces), kind=kind),
+            near=None if label else nearest_step(self.module, self.running(one, around), kind=kind),
         )
 
-    def running(self, one: Instruction, around: _Around, in_pieces: bool) -> Instruction:
-        """The instruction that stands for a collective in the loop or entry that runs it."""
+    def running(self, one: Instruction, around: _Around) -> Instruction:
+        """The instruction that stands for a collective in the loop or entry that runs it: of pieces, the last."""
         caller = around.caller
         if caller is None or (caller.opcode != "fusion" and not caller.opcode.endswith("-start")):
             return one
-        return ending(self.module, caller, one) if in_pieces else caller
+        for other in self.module.computations[caller.computation].instructions if one.async_key else ():
+            inside = self.module.inside(other) if other.opcode == "fusion" else ()
+            ends = any("AsyncCollectiveDone" in i.target for i in inside)
+            if ends and any(i.async_key == one.async_key for i in inside):
+                return other
+        return caller
 
     def kind_and_groups(self, one: Instruction) -> tuple[str, Groups]:
         if transfer := _TRANSFER.search(one.attributes):
-            return SLICE_KINDS.get(transfer[1], transfer[1].lower()), slice_groups(one.attributes)
+            kind = "permute" if transfer[1] == "ONE_TO_ONE" else transfer[1].lower()
+            return kind, slice_groups(one.attributes)
         kind = KINDS[one.opcode.removesuffix("-start")]
         if kind == "permute":
             return kind, permute_pairs(one.attributes)
         return kind, replica_groups(one.attributes, self.num_devices)
 
-    def bytes_and_arrays(self, one: Instruction, kind: str, size: int) -> tuple[int, int]:
-        """(full bytes, arrays) of a collective."""
-        given = [shape_bytes(shape) for shape in self.shapes(one).split(";") if shape]
+    def bytes_and_arrays(self, one: Instruction, shapes: Sequence[str], kind: str, size: int) -> tuple[int, int]:
+        """(full bytes, arrays) of a collective that is given arrays of these shapes."""
+        given = [shape_bytes(shape) for shape in shapes]
         if one.opcode == "send":
-            given = [max(given[0], self.received_bytes(one))]
-            return given[0] * (size if kind == "all_to_all" else 1), 1
+            return max(given[0], self.received_bytes(one)) * (size if kind == "all_to_all" else 1), 1
         if kind == "ragged_all_to_all":
             # The operands behind the first are the buffer that receives and where the rows lie.
             return given[0] * size, 1
@@ -226,11 +242,11 @@ class _Walk:
             return sum(given) * size if started else shape_bytes(one.shape), len(given)
         return sum(given), len(given)
 
-    def shapes(self, one: Instruction) -> str:
-        """The shapes of the arrays that an instruction is given, one behind another."""
+    def given(self, one: Instruction) -> list[str]:
+        """The shapes of the arrays that an instruction is given."""
         computation = self.module.computations[one.computation]
         known = [computation.by_name[name].shape for name in one.operands if name in computation.by_name]
-        return ";".join(known[:1] if one.opcode == "send" else known)
+        return known[:1] if one.opcode == "send" else known
 
     def received_bytes(self, send: Instruction) -> int:
         """Bytes of the receive that belongs to a send between slices: more than were sent, for an all-gather."""
@@ -256,22 +272,6 @@ def _is_collective(one: Instruction) -> bool:
     return one.opcode.removesuffix("-start") in KINDS
 
 
-def _pieces_key(one: Instruction) -> tuple[str, ...]:
-    """What the pieces of one asynchronous collective have in common."""
-    return tuple(found[1] if (found := mark.search(one.attributes)) else "" for mark in (_CHANNEL, _CHAIN))
-
-
-def _begins(module: Module, one: Instruction) -> bool:
-    """Whether the fusion that holds this piece of a collective begins it."""
-    inside = module.computations[one.computation].instructions
-    return any("AsyncCollectiveStart" in other.attributes for other in inside if other.opcode == "custom-call")
-
-
-def _dtype(shapes: str) -> str:
-    """Element type of the largest array."""
-    return max(parse_shapes(shapes), key=lambda shape: shape.num_bytes).dtype
-
-
 def _is_sliced(module: Module, one: Instruction) -> bool:
     """Whether all that is used of an all-reduce is a slice whose place is computed."""
     users = module.computations[one.computation].users.get(one.name, ())
@@ -285,9 +285,58 @@ def _takes_slice(module: Module, user: Instruction, value: Instruction) -> bool:
         return _is_sliced(module, user)
     if user.opcode != "fusion":
         return False
-    inside = module.computations[dict(user.called)["calls"]]
+    inside = module.body(user).parameters
     numbers = [number for number, name in enumerate(user.operands) if name == value.name]
-    return all(number in inside.parameters and _is_sliced(module, inside.parameters[number]) for number in numbers)
+    return all(number in inside and _is_sliced(module, inside[number]) for number in numbers)
+
+
+# -- the nearest step of a collective without a label -------------------------------------------------
+
+
+def nearest_step(module: Module, one: Instruction, *, kind: str) -> StepLabel | None:
+    """The label of the step that takes what a gather brings, or makes what others send; None if none is near.
+
+    XLA rewrites collectives and drops where they came from: between TPU slices of all of them, and of those that it
+    combines into one array. ``one`` is the collective as its computation runs it: the fusion that ends it, where it is
+    in pieces.
+    """
+    gathers = kind in ("all_gather", "broadcast")
+    ways = (_users, _makers) if gathers else (_makers, _users)
+    return next((found for way in ways if (found := _search(module, one, way))), None)
+
+
+def _search(
+    module: Module, one: Instruction, way: Callable[[Module, Instruction], Sequence[Instruction]]
+) -> StepLabel | None:
+    """The first label met, the nearest first."""
+    seen, edge = {(one.computation, one.name)}, [one]
+    for _ in range(MAX_STEPS_AWAY):
+        edge = [b for known in edge for b in way(module, known) if (b.computation, b.name) not in seen]
+        for other in edge:
+            if other.label and other.label.phase != "update":
+                return other.label
+        seen |= {(other.computation, other.name) for other in edge}
+    return None
+
+
+def _users(module: Module, one: Instruction) -> Sequence[Instruction]:
+    return [] if one.is_root else module.computations[one.computation].users.get(one.name, ())
+
+
+def _makers(module: Module, one: Instruction) -> Sequence[Instruction]:
+    """The operands; of an element of a loop's state, or of its result, what the loop's body makes of it."""
+    computation = module.computations[one.computation]
+    operands = [computation.by_name[name] for name in one.operands if name in computation.by_name]
+    if one.opcode != "get-tuple-element" or not operands:
+        return operands
+    whole, index = operands[0], int(one.attribute("index"))
+    if whole.opcode == "tuple":
+        return [computation.by_name[whole.operands[index]]]
+    if whole.opcode not in ("while", "parameter"):
+        return operands
+    body = module.body(whole, "body") if whole.opcode == "while" else computation
+    made = body.root.operands[index : index + 1] if body.root.opcode == "tuple" else ()
+    return [body.by_name[name] for name in made]
 
 
 # -- rows of equal collectives ----------------------------------------------------------------------
@@ -302,53 +351,21 @@ class CollectiveRow(msgspec.Struct, frozen=True):
     dtype: str
     full_bytes: int
     times: int
+    total_bytes: int
     is_async: bool
     notes: tuple[str, ...]
     steps: tuple[str, ...]
     """Labels of the derived steps that they came from, or that are near, without what makes them."""
 
-    @property
-    def total_bytes(self) -> int:
-        """Full bytes over all the times."""
-        return self.full_bytes * self.times
 
-
-def collective_rows(found: Iterable[Collective]) -> tuple[CollectiveRow, ...]:
+def collective_rows(found: Iterable[CompiledCollective]) -> tuple[CollectiveRow, ...]:
     """One row for collectives that are alike, most bytes first."""
-    alike: dict[tuple[object, ...], list[Collective]] = {}
+    alike = defaultdict(list)
     for one in found:
-        key = (one.kind, one.axes, one.group_size, one.dtype, one.full_bytes, one.is_async, collective_notes(one))
-        alike.setdefault(key, []).append(one)
-    rows = [
-        CollectiveRow(
-            kind=group[0].kind,
-            axes=group[0].axes,
-            group_size=group[0].group_size,
-            dtype=group[0].dtype,
-            full_bytes=group[0].full_bytes,
-            times=sum(one.trips for one in group),
-            is_async=group[0].is_async,
-            notes=collective_notes(group[0]),
-            steps=tuple(dict.fromkeys(step for one in group if (step := _step(one)))),
-        )
-        for group in alike.values()
-    ]
+        key = (one.kind, one.axes, one.group_size, one.dtype, one.full_bytes)
+        alike[key, one.is_async, one.notes].append(one)
+    rows = []
+    for (key, is_async, notes), group in alike.items():
+        times, steps = sum(one.trips for one in group), tuple(dict.fromkeys(one.step for one in group if one.step))
+        rows.append(CollectiveRow(*key, times, group[0].full_bytes * times, is_async, notes, steps))
     return tuple(sorted(rows, key=lambda row: row.total_bytes, reverse=True))
-
-
-def collective_notes(one: Collective) -> tuple[str, ...]:
-    """What is particular of a collective, a word each."""
-    marks = {
-        "between slices": one.dcn,
-        "cut matmul": one.windowed,
-        "sliced after": one.sliced,
-        "in a branch": one.in_conditional,
-    }
-    return tuple(word for word, holds in marks.items() if holds)
-
-
-def _step(one: Collective) -> str:
-    label = one.label or one.near
-    if label is None:
-        return ""
-    return f"{'' if one.label else 'near '}{label.block}:{label.phase}:{label.result}"

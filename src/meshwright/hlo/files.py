@@ -64,13 +64,8 @@ def read_hlo(path: Path, *, stablehlo: bool = False) -> Module | StableHlo:
     return module
 
 
-def holds_entry(path: Path) -> bool:
-    """Whether an HLO text says where the program begins; without that it is a part of one, or cut off."""
-    return has_entry(path.read_text())
-
-
 def has_entry(text: str) -> bool:
-    """As `holds_entry`, of the text itself."""
+    """Whether an HLO text says where the program begins; without that it is a part of one, or cut off."""
     return _ENTRY.search(text) is not None
 
 

@@ -1,26 +1,24 @@
 """The graph of a layer in a compiled program: what feeds what, with all instructions of a derived step as one node."""
 
 import re
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from functools import cache
+from collections import Counter, defaultdict
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
 
-from meshwright.algebra.steps import COLLECTIVES
+from meshwright.core.dims import COLLECTIVES
 from meshwright.core.errors import InputError, nearest
-from meshwright.core.labels import StepLabel, find_label
+from meshwright.core.labels import StepLabel
 from meshwright.hlo.collectives import KINDS
 from meshwright.hlo.layout import executed
 from meshwright.hlo.loops import times_run
-from meshwright.hlo.module import Computation, Instruction, Module
+from meshwright.hlo.module import NO_WORK, Computation, Instruction, Module
 from meshwright.hlo.products import is_product
 from meshwright.hlo.shapes import parse_shapes
 
 NodeKind = Literal["collective", "matmul", "attention", "loop", "other"]
 
-_CHAIN = re.compile(r'\bchain_id="(\d+)"')
 _ENDS = ("AsyncCollectiveStart", "AsyncCollectiveDone")
 _ATTENTION = re.compile(r"attention|fmha|splash", re.IGNORECASE)
 _QUIET_CALLS = ("AllocateBuffer", "Sharding", "AssumeGatherIndicesInBound", "ConcatBitcast")
@@ -36,7 +34,7 @@ class Node(msgspec.Struct, frozen=True):
     num_instructions: int
 
 
-class Graph(msgspec.Struct, frozen=True):
+class ComputationGraph(msgspec.Struct, frozen=True):
     """Nodes in the order in which they run, and edges (from, to) by key; all edges lead forward in that order.
 
     ``alike`` are further computations with the same nodes and edges, whose runs ``times`` counts too.
@@ -49,7 +47,7 @@ class Graph(msgspec.Struct, frozen=True):
     alike: tuple[str, ...] = ()
 
 
-def computation_graph(module: Module, name: str) -> Graph:
+def computation_graph(module: Module, name: str) -> ComputationGraph:
     """The graph of one computation. Raises InputError for a name that the module does not have."""
     computation = module.computations.get(name.removeprefix("%"))
     if computation is None:
@@ -60,7 +58,7 @@ def computation_graph(module: Module, name: str) -> Graph:
     return graph
 
 
-def block_graphs(module: Module, block: str | None) -> tuple[Graph, ...]:
+def block_graphs(module: Module, block: str | None) -> tuple[ComputationGraph, ...]:
     """A graph for each computation that runs a block of the model: a layer's forward pass, then its backward pass.
 
     Without a block: the one with most steps; in a program without labels, the loops with most to draw. Raises
@@ -73,15 +71,17 @@ def block_graphs(module: Module, block: str | None) -> tuple[Graph, ...]:
     if not blocks:
         return _loop_graphs(module)
     chosen = block or blocks.most_common(1)[0][0]
-    graphs = [_graph(module, one, chosen) for one in executed(module) if not _inside_step(module, one)]
+    # A loop inside one step, such as the blocks of attention, is not drawn: the step is, whole.
+    inside_steps = {name for name, caller in module.callers.items() if caller.label}
+    graphs = [_graph(module, one, chosen) for one in executed(module) if one.name not in inside_steps]
     # Steps that the compiler took out of a loop stand alone, with nothing to draw between them.
     joined = [graph for graph in graphs if graph.edges] or [graph for graph in graphs if graph.nodes]
     return _without_copies(sorted(joined, key=lambda graph: _first(module, graph)))
 
 
-def _without_copies(graphs: Sequence[Graph]) -> tuple[Graph, ...]:
+def _without_copies(graphs: Sequence[ComputationGraph]) -> tuple[ComputationGraph, ...]:
     """Graphs that look the same as one: the loop of a layer is there once for each microbatch and group of layers."""
-    found: dict[tuple[object, ...], Graph] = {}
+    found: dict[tuple[object, ...], ComputationGraph] = {}
     for graph in graphs:
         key = (tuple((node.text, node.kind) for node in graph.nodes), graph.edges)
         first = found.setdefault(key, graph)
@@ -91,7 +91,7 @@ def _without_copies(graphs: Sequence[Graph]) -> tuple[Graph, ...]:
     return tuple(found.values())
 
 
-def _loop_graphs(module: Module) -> tuple[Graph, ...]:
+def _loop_graphs(module: Module) -> tuple[ComputationGraph, ...]:
     graphs = [_graph(module, one, None) for one in executed(module) if one.name != module.entry]
     drawn = sorted((graph for graph in graphs if graph.nodes), key=lambda graph: -len(graph.nodes))[:2]
     if not drawn:
@@ -99,163 +99,116 @@ def _loop_graphs(module: Module) -> tuple[Graph, ...]:
     return tuple(sorted(drawn, key=lambda graph: _first(module, graph)))
 
 
-def _first(module: Module, graph: Graph) -> int:
+def _first(module: Module, graph: ComputationGraph) -> int:
     """Where in the entry the loop that runs a computation stands."""
-    name = graph.name
-    while (caller := module.callers.get(name)) is not None and caller.computation != module.entry:
-        name = caller.computation
-    order = [one.name for one in module.computations[module.entry].instructions]
-    return order.index(caller.name) if caller else -1
+    callers, order = list(module.around(graph.name)), list(module.computations[module.entry].by_name)
+    return order.index(callers[-1].name) if callers and callers[-1].name in order else -1
 
 
-def _inside_step(module: Module, computation: Computation) -> bool:
-    """Whether a computation is a loop inside one step, such as the blocks of attention: the step is drawn whole."""
-    caller = module.callers.get(computation.name)
-    return caller is not None and caller.label is not None
-
-
-def _graph(module: Module, computation: Computation, block: str | None) -> Graph:
+def _graph(module: Module, computation: Computation, block: str | None) -> ComputationGraph:
     """Nodes are steps and heavy instructions; all between them are the edges."""
-    members: dict[str, list[Instruction]] = {}
+    roles = {one.name: _role(module, one) for one in computation.instructions if one.opcode not in NO_WORK}
+    members: dict[str, list[str]] = defaultdict(list)
     texts: dict[str, str] = {}
     reached: dict[str, frozenset[str]] = {}
     edges: set[tuple[str, str]] = set()
-    beside: dict[str, set[str]] = {}
+    beside: dict[str, set[str]] = defaultdict(set)
     fed: set[str] = set()
     for one in computation.instructions:
         sources = frozenset[str]().union(*(reached.get(name, frozenset()) for name in one.operands))
-        key, text = _key(module, computation, one, block)
+        begun = one
+        while begun.opcode.endswith("-done") and begun.operands:
+            begun = computation.by_name[begun.operands[0]]
+        # Outside its loops a block has only the steps that say so.
+        key, text = _node(begun.name, roles.get(begun.name), block, labelled=computation.name == module.entry)
         if not key:
             reached[one.name] = sources
             continue
-        members.setdefault(key, []).append(one)
+        members[key].append(one.name)
         texts.setdefault(key, text)
         fed |= {one.name} if sources else set()
-        hidden = _overlapped(module, one)
-        beside.setdefault(key, set()).update(hidden)
+        hidden = roles[one.name].beside
+        beside[key] |= hidden
         edges |= {(source, key) for source in sources if source != key}
         # What a fusion only hands on, of a collective that runs beside it, comes from the collective.
         reached[one.name] = frozenset({key}) | (sources & hidden)
-    kinds = {key: _strongest(module, group) for key, group in members.items()}
+    kinds = {key: min((roles[name].kind for name in group), key=_STRENGTH.index) for key, group in members.items()}
     number = {one.name: at for at, one in enumerate(computation.instructions)}
-    place = {key: number[_main(module, group, kinds[key], fed).name] for key, group in members.items()}
+    place = {}
+    for key, group in members.items():
+        # A step runs neither where the zeros are made that it begins with, nor where something tidies up behind it.
+        able = [name for name in group if name in fed] or group
+        place[key] = number[next((name for name in able if roles[name].kind == kinds[key]), able[0])]
     order = sorted(members, key=lambda key: place[key])
     apart = {(a, b) for a, b in edges if a not in beside[b] and b not in beside[a]}
     forward = {(a, b) for a, b in apart if place[a] < place[b]}
     nodes = [Node(key, texts[key], kinds[key], len(members[key])) for key in order]
-    return Graph(computation.name, times_run(module, computation.name), tuple(nodes), _reduced(forward, order))
+    return ComputationGraph(
+        computation.name, times_run(module, computation.name), tuple(nodes), _reduced(forward, order)
+    )
 
 
-def _main(module: Module, group: list[Instruction], kind: NodeKind, fed: set[str]) -> Instruction:
-    """The instruction of a step that says when it runs: not the zeros that it begins with, or what tidies up behind."""
-    able = [one for one in group if one.name in fed] or group
-    return next((one for one in able if _kind(module, one) == kind), able[0])
+class _Role(msgspec.Struct, frozen=True):
+    """What an instruction is to a graph, and its text where no label says what it is.
+
+    The pieces that start and end an asynchronous collective of a TPU have its ``chain``. A fusion that runs ``beside``
+    some hands their buffers on and does not need them.
+    """
+
+    kind: NodeKind
+    text: str
+    label: StepLabel | None
+    chain: str
+    beside: frozenset[str]
 
 
-def _key(module: Module, computation: Computation, one: Instruction, block: str | None) -> tuple[str, str]:
+def _node(name: str, role: _Role | None, block: str | None, *, labelled: bool) -> tuple[str, str]:
     """(node, its text) of an instruction; empty where it is none."""
-    if one.opcode in ("parameter", "get-tuple-element", "tuple", "constant", "bitcast"):
+    if role is None:
         return "", ""
-    if one.opcode.endswith("-done") and one.operands:
-        return _key(module, computation, computation.by_name[one.operands[0]], block)
-    label = _label(module, one)
-    if label:
+    if label := role.label:
         wanted = block is None or label.block == block
-        again = " again" if label.phase == "recompute" else ""
-        text = f"{label.result} = {label.op}{again}" if block else f"{label.block}: {label.result} = {label.op}{again}"
-        return (str(label), text) if wanted else ("", "")
-    kind = _kind(module, one)
-    # Outside its loops a block has only the steps that say so.
-    if kind == "other" or (block and computation.name == module.entry):
-        return "", ""
-    chain = _chain(module, one)
-    return chain or one.name, _plain_text(module, one, kind)
+        text = f"{label.result} = {label.op}{' again' if label.phase == 'recompute' else ''}"
+        return (str(label), text if block else f"{label.block}: {text}") if wanted else ("", "")
+    return ("", "") if role.kind == "other" or (block and labelled) else (role.chain or name, role.text)
 
 
-def _label(module: Module, one: Instruction) -> StepLabel | None:
-    """The label of an instruction; of a piece of an asynchronous collective, that of the collective."""
-    inner = _collective_inside(module, one)
-    return find_label(inner.op_name) if inner and _chain(module, one) else one.label
+def _role(module: Module, one: Instruction) -> _Role:
+    inside = module.inside(one) if one.opcode == "fusion" or one.opcode.endswith("-start") else ()
+    collective = next((i for i in (one, *inside) if i.opcode.removesuffix("-start") in KINDS), None)
+    ends = any(end in i.target for i in inside for end in _ENDS)
+    chain = collective.async_key if collective and ends else ""
+    hidden = [i for i in inside if i.async_key] if one.opcode == "fusion" and not chain else []
+    beside = frozenset(i.async_key for i in hidden) | frozenset(str(i.label) for i in hidden if i.label)
+    multiplies = any(is_product(i) for i in (module.fused(one) if one.opcode == "fusion" else (one,)))
+    if collective is not None and (collective is one or chain or not multiplies):
+        kind: NodeKind = "collective"
+        name = collective.opcode.removesuffix("-start").replace("-", "_")
+        if any(called.startswith("all-reduce-scatter") for _, called in one.called):
+            name = "reduce_scatter"
+    else:
+        collective, kind = None, _kind(one, multiplies)
+        name = kind if kind in ("matmul", "attention", "loop") else one.opcode.removesuffix("-start").replace("-", "_")
+    shapes = (collective or one).shapes or parse_shapes("f32[]")
+    # A fusion beside a collective makes its own result first and hands the collective's buffers on behind it.
+    shown = shapes[0] if beside else max(shapes, key=lambda shape: shape.num_bytes)
+    return _Role(kind, f"{name} {shown}", collective.label if collective and chain else one.label, chain, beside)
 
 
-def _chain(module: Module, one: Instruction) -> str:
-    """The asynchronous collective that a fusion starts or ends; the empty text where it is none of the two."""
-    inner = _collective_inside(module, one)
-    if inner is None or "async_collective_fusion_config" not in inner.attributes:
-        return ""
-    ends = any(t in i.attributes for i in _inside(module, one) for t in _ENDS if i.opcode == "custom-call")
-    return _chain_key(inner) if ends else ""
-
-
-def _overlapped(module: Module, one: Instruction) -> frozenset[str]:
-    """The collectives that run beside a fusion's own work: it hands their buffers on and does not need them."""
-    if _chain(module, one) or one.opcode != "fusion":
-        return frozenset()
-    found = [i for i in _inside(module, one) if "async_collective_fusion_config" in i.attributes]
-    return frozenset(_chain_key(i) for i in found) | frozenset(str(i.label) for i in found if i.label)
-
-
-def _chain_key(collective: Instruction) -> str:
-    chain = _CHAIN.search(collective.attributes)
-    return f"{collective.opcode} {collective.attribute('channel_id')} {chain[1] if chain else ''}"
-
-
-def _collective_inside(module: Module, one: Instruction) -> Instruction | None:
-    if one.opcode.removesuffix("-start") in KINDS:
-        return one
-    return next((i for i in _inside(module, one) if i.opcode.removesuffix("-start") in KINDS), None)
-
-
-def _inside(module: Module, one: Instruction) -> Iterator[Instruction]:
-    """What a fusion, or what only begins here, calls."""
-    if one.opcode != "fusion" and not one.opcode.endswith("-start"):
-        return
-    for _, name in one.called:
-        computation = module.computations.get(name)
-        yield from computation.instructions if computation else ()
-
-
-def _strongest(module: Module, group: list[Instruction]) -> NodeKind:
-    return min((_kind(module, one) for one in group), key=_STRENGTH.index)
-
-
-def _kind(module: Module, one: Instruction) -> NodeKind:
-    inner = _collective_inside(module, one)
-    if inner is not None and (inner is one or _chain(module, one) or not _multiplies(module, one)):
-        return "collective"
+def _kind(one: Instruction, multiplies: bool) -> NodeKind:
+    target, label = one.target, one.label
     if one.opcode == "send" and "megascale" in one.attributes:
         return "collective"
-    target, label = one.target, one.label
-    named = label.op if label else target
-    if _ATTENTION.search(named) or (target and _ATTENTION.search(one.op_name)):
+    if _ATTENTION.search(label.op if label else target) or (target and _ATTENTION.search(one.op_name)):
         return "attention"
     if target in _QUIET_CALLS:
         return "other"
-    if _multiplies(module, one):
+    if multiplies:
         return "matmul"
     if label and label.op in COLLECTIVES:
         # what takes its part out of one collective for several arrays
         return "collective"
     return "loop" if one.opcode == "while" and not label else "other"
-
-
-def _multiplies(module: Module, one: Instruction) -> bool:
-    if is_product(one):
-        return True
-    return one.opcode == "fusion" and any(_multiplies(module, inner) for inner in _inside(module, one))
-
-
-def _plain_text(module: Module, one: Instruction, kind: NodeKind) -> str:
-    """The text of an instruction without a label: what it is and the array that it makes."""
-    inner = _collective_inside(module, one) if kind == "collective" else None
-    name = (inner or one).opcode.removesuffix("-start").replace("-", "_")
-    if inner is not None and any(called.startswith("all-reduce-scatter") for _, called in one.called):
-        name = "reduce_scatter"
-    shapes = (inner or one).shapes or parse_shapes("f32[]")
-    # A fusion beside a collective makes its own result first and hands the collective's buffers on behind it.
-    shown = shapes[0] if _overlapped(module, one) else max(shapes, key=lambda shape: shape.num_bytes)
-    words = {"matmul": "matmul", "attention": "attention", "loop": "loop", "collective": name, "other": name}
-    return f"{words[kind]} {shown}"
 
 
 def _reduced(edges: set[tuple[str, str]], order: list[str]) -> tuple[tuple[str, str], ...]:
@@ -264,12 +217,9 @@ def _reduced(edges: set[tuple[str, str]], order: list[str]) -> tuple[tuple[str, 
     for a, b in edges:
         after[a].append(b)
 
-    @cache
-    def reach(key: str) -> frozenset[str]:
-        return frozenset(after[key]).union(*(reach(follower) for follower in after[key]))
-
+    reached: dict[str, frozenset[str]] = {}
     for key in reversed(order):
-        reach(key)
+        reached[key] = frozenset(after[key]).union(*(reached[follower] for follower in after[key]))
     place = {key: number for number, key in enumerate(order)}
-    kept = [(a, b) for a, b in edges if not any(b in reach(c) for c in after[a] if c != b)]
+    kept = [(a, b) for a, b in edges if not any(b in reached[c] for c in after[a] if c != b)]
     return tuple(sorted(kept, key=lambda edge: (place[edge[0]], place[edge[1]])))

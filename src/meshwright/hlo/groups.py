@@ -127,23 +127,19 @@ def _split(dims: Mapping[tuple[str, str], int], name: str, before: int, size: in
     whole = dims.get((name, "whole"), 0)
     if not whole or whole % (before * size):
         raise ValueError(f"replica groups in a form that is not known: {name!r}:({before}){size} of {dict(dims)}")
+    parts = {(name, "before"): before, (name, "part"): size, (name, "after"): whole // (before * size)}
     found: dict[tuple[str, str], int] = {}
     for key, count in dims.items():
-        parts = {(name, "before"): before, (name, "part"): size, (name, "after"): whole // (before * size)}
         found |= parts if key == (name, "whole") else {key: count}
     return found
 
 
 def _mesh_devices(devices: str | None, count: int) -> NDArray[np.int64]:
-    if not devices:
-        return np.arange(count)
-    reordered = _REORDERED.fullmatch(devices.strip())
-    listed = re.fullmatch(r"[0-9, ]+", devices)
-    numbers = np.array([])
-    if reordered:
+    numbers = np.arange(count)
+    if devices and (reordered := _REORDERED.fullmatch(devices.strip())):
         numbers = _transposed(_ints(reordered[1]), _ints(reordered[2])).reshape(-1)
-    elif listed:
-        numbers = np.array(_ints(devices))
+    elif devices:
+        numbers = np.array(_ints(devices) if re.fullmatch(r"[0-9, ]+", devices) else [])
     if numbers.size != count:
         raise ValueError(f"replica groups in a form that is not known: device_ids=({devices}) for {count} devices")
     return numbers

@@ -1,8 +1,10 @@
 """What layouts and tilings cost in a compiled program: padding, copies that only change a layout, largest arrays."""
 
+from collections import defaultdict
 from collections.abc import Iterator
 
 import msgspec
+import numpy as np
 
 from meshwright.core.labels import StepLabel
 from meshwright.hlo.loops import times_run
@@ -87,20 +89,20 @@ def paddings(module: Module) -> tuple[Padded, ...]:
 
     An array counts where it is made: an instruction that only names a part of another makes none.
     """
-    by_shape: dict[tuple[str, tuple[int, ...], tuple[tuple[int, ...], ...]], list[tuple[Instruction, Shape]]] = {}
+    by_shape: dict[str, list[tuple[Instruction, Shape]]] = defaultdict(list)
     for one, shape in _arrays(module):
         if shape.padded_bytes > shape.num_bytes:
-            by_shape.setdefault((str(shape), shape.minor_to_major, shape.tiles), []).append((one, shape))
+            by_shape[layout_text(shape)].append((one, shape))
     found = [
         Padded(
             name=group[0][0].name,
-            shape=layout_text(group[0][1]),
+            shape=text,
             num_bytes=group[0][1].num_bytes,
             padded_bytes=group[0][1].padded_bytes,
             num_arrays=len(group),
             label=next((one.label for one, _ in group if one.label), None),
         )
-        for group in by_shape.values()
+        for text, group in by_shape.items()
     ]
     return tuple(sorted(found, key=lambda one: one.wasted_bytes, reverse=True))
 
@@ -129,7 +131,7 @@ def relayouts(module: Module) -> tuple[Relayout, ...]:
     return tuple(sorted(found, key=lambda one: one.total_bytes, reverse=True))
 
 
-def largest(module: Module) -> tuple[Largest, ...]:
+def largest_arrays(module: Module) -> tuple[Largest, ...]:
     """Arrays that the program makes or is given, those with most bytes in memory first."""
     found = [
         Largest(
@@ -167,14 +169,10 @@ def tile_offset(tiles: tuple[tuple[int, ...], ...], position: tuple[int, ...]) -
     sizes, places = list(tiles[0]), list(position)
     for tile in tiles[1:]:
         head = len(sizes) - len(tile)
-        inner = [place % size for place, size in zip(places[head:], tile, strict=True)]
-        outer = [place // size for place, size in zip(places[head:], tile, strict=True)]
-        counts = [-(-whole // size) for whole, size in zip(sizes[head:], tile, strict=True)]
-        sizes, places = [*sizes[:head], *counts, *tile], [*places[:head], *outer, *inner]
-    offset = 0
-    for size, place in zip(sizes, places, strict=True):
-        offset = offset * size + place
-    return offset
+        cuts = list(zip(sizes[head:], places[head:], tile, strict=True))
+        sizes = [*sizes[:head], *(-(-whole // size) for whole, _, size in cuts), *tile]
+        places = [*places[:head], *(at // size for _, at, size in cuts), *(at % size for _, at, size in cuts)]
+    return int(np.ravel_multi_index(places, sizes))
 
 
 def _places(shape: Shape) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
@@ -185,16 +183,16 @@ def _arrays(module: Module) -> Iterator[tuple[Instruction, Shape]]:
     """Each array that an instruction makes, and the program's own parameters."""
     for computation in executed(module):
         for one in computation.instructions:
-            if one.opcode in _VIEWS and not (one.opcode == "parameter" and computation.name == module.entry):
+            is_argument = one.opcode == "parameter" and computation.name == module.entry
+            if (one.opcode in _VIEWS and not is_argument) or one.opcode.endswith("-done"):
                 continue
-            if one.opcode.endswith("-done"):
-                continue
-            shapes = one.shapes
-            # A start's tuple also names its operands.
-            made = shapes[1:2] if one.opcode.endswith("-start") and len(shapes) > 1 else shapes
-            yield from (
-                (one, shape) for shape in (shapes[:1] if one.opcode == "copy-start" else made) if shape.num_bytes
-            )
+            made = one.shapes
+            if one.opcode == "copy-start":
+                made = made[:1]
+            elif one.opcode.endswith("-start") and len(made) > 1:
+                # A start's tuple also names its operands.
+                made = made[1:2]
+            yield from ((one, shape) for shape in made if shape.num_bytes)
 
 
 def _before_and_after(module: Module, one: Instruction) -> tuple[Shape | None, Shape | None]:

@@ -1,5 +1,6 @@
 """How often the loops of a compiled program run: stated by the compiler, or read from counter, bound and step."""
 
+import math
 import re
 from typing import NamedTuple
 
@@ -9,8 +10,7 @@ from meshwright.core.labels import AT_MOST_ONCE
 from meshwright.hlo.module import Instruction, Module
 
 _STATED = re.compile(r'known_trip_count[\\"]*:\s*\{\s*[\\"]*n[\\"]*:\s*[\\"]*(\d+)')
-_INDEX = re.compile(r"\bindex=(\d+)")
-_DIRECTION = re.compile(r"\bdirection=(\w\w)")
+_WHOLE = re.compile(r"\s*[+-]?\d+\s*")
 _MIRRORED = {"LT": "GT", "GT": "LT", "LE": "GE", "GE": "LE", "NE": "NE"}
 _SAME_VALUE = {"bitcast", "convert", "copy", "copy-done", "copy-start", "optimization-barrier", "reshape"}
 """Instructions whose result holds the number that they were given."""
@@ -27,36 +27,91 @@ class Loop(msgspec.Struct, frozen=True):
     op_name: str
 
 
-class _Place(NamedTuple):
-    """An instruction, inside the fusions (outermost first) that were entered to reach it."""
+class _Value(NamedTuple):
+    """The result of an instruction, inside the fusions (outermost first) that were entered to reach it."""
 
+    module: Module
     at: Instruction
     fusions: tuple[Instruction, ...] = ()
 
+    def operand(self, number: int) -> "_Value":
+        """An operand of the instruction, as it stands."""
+        known = self.module.computations[self.at.computation].by_name
+        return self._replace(at=known[self.at.operands[number]])
 
-def trip_count(module: Module, loop: Instruction) -> int:
-    """How often a ``while`` runs its body.
+    def settled(self, number: int | None = None) -> "_Value":
+        """Where the value, or that of an operand, comes from: through copies, tuples and fusions."""
+        value = self if number is None else self.operand(number)
+        while True:
+            one = value.at
+            if one.opcode in _SAME_VALUE and one.operands:
+                value = value.operand(0)
+            elif one.opcode == "fusion":
+                value = _Value(self.module, self.module.body(one).root, (*value.fusions, one))
+            elif one.opcode == "parameter" and value.fusions:
+                *outer, fusion = value.fusions
+                value = _Value(self.module, fusion, tuple(outer)).operand(int(one.literal))
+            elif one.opcode == "get-tuple-element":
+                whole = value.settled(0)
+                if whole.at.opcode != "tuple":
+                    return value
+                value = whole.operand(int(one.attribute("index")))
+            else:
+                return value
+
+    @property
+    def element(self) -> int | None:
+        """Which element of its computation's only parameter the value is; None where it is something else."""
+        if self.at.opcode != "get-tuple-element":
+            return None
+        whole = self.settled(0)
+        return int(self.at.attribute("index")) if whole.at.opcode == "parameter" and not whole.fusions else None
+
+    @property
+    def number(self) -> int | None:
+        """The value of a whole constant; None where it is something else."""
+        one = self.settled().at
+        return int(one.literal) if one.opcode == "constant" and _WHOLE.fullmatch(one.literal) else None
+
+    def before(self, loop: Instruction | None) -> "_Value | None":
+        """The value as it was before the loops around it that pass it on; None where one of them changes it."""
+        index = self.element
+        if index is None or loop is None or loop.opcode != "while":
+            return self
+        made = _made(self.module, loop, index)
+        return _initial(self.module, loop, index) if made and made.element == index else None
+
+
+def trip_count(module: Module, loop: Instruction) -> int | None:
+    """How often a ``while`` runs its body; None where that cannot be read.
 
     TPU modules state no count: it is ceil((bound - start) / step), from the comparison in the loop's condition, the
-    values that the loop starts with and what its body adds. Raises ValueError, with the loop's name, where one of
-    them is not a constant.
+    values that the loop starts with and what its body adds, all of which have to be constants.
     """
-    stated = _STATED.search(loop.attributes)
-    if stated:
+    if stated := _STATED.search(loop.attributes):
         return int(stated[1])
-    found = _counted(module, loop)
-    if found is None:
-        raise ValueError(f"loop {loop.name} states no trip count that can be read; its collectives cannot be counted.")
-    return found
+    test = _Value(module, module.body(loop, "condition").root).settled()
+    order = test.at.attribute("direction")
+    if test.at.opcode != "compare" or order not in _MIRRORED:
+        return None
+    left, right = test.settled(0), test.settled(1)
+    for counter, bound, way in ((left, right, order), (right, left, _MIRRORED[order])):
+        index = counter.element
+        step = None if index is None else _step(module, loop, index)
+        if index is None or not step:
+            continue
+        start, limit = _initial(module, loop, index), bound.before(loop)
+        if start and limit and start.number is not None and limit.number is not None:
+            return _trips(start.number, limit.number, step, way)
+    return None
 
 
 def runs_at_most_once(module: Module, loop: Instruction) -> bool:
     """Whether a loop is a branch that keeps its buffers in place (`algebra.steps.AT_MOST_ONCE`): one turn or none."""
-    if _STATED.search(loop.attributes) or _counted(module, loop) is not None:
+    if trip_count(module, loop) is not None:
         return False
-    body = next((name for role, name in loop.called if role == "body"), "")
-    inside = module.computations[body].instructions if body in module.computations else ()
-    return any(AT_MOST_ONCE in one.op_name for one in (loop, *inside))
+    body = module.computations.get(dict(loop.called).get("body", ""))
+    return any(AT_MOST_ONCE in one.op_name for one in (loop, *(body.instructions if body else ())))
 
 
 def loops(module: Module) -> tuple[Loop, ...]:
@@ -64,61 +119,18 @@ def loops(module: Module) -> tuple[Loop, ...]:
     found: list[Loop] = []
     for one in module:
         if one.opcode == "while":
-            around = _around(module, one)
-            counts = [_count_or_none(module, loop) for loop in (one, *around)]
-            total = 1
-            for count in counts:
-                total = -1 if count is None or total < 0 else total * count
-            body = dict(one.called)["body"]
-            found.append(Loop(one.name, body, counts[0], None if total < 0 else total, len(around), one.op_name))
+            around = [caller for caller in module.around(one.computation) if caller.opcode == "while"]
+            counts = [trip_count(module, loop) for loop in (one, *around)]
+            known = [count for count in counts if count is not None]
+            total = math.prod(known) if len(known) == len(counts) else None
+            found.append(Loop(one.name, dict(one.called)["body"], counts[0], total, len(around), one.op_name))
     return tuple(sorted(found, key=lambda loop: loop.depth))
 
 
 def times_run(module: Module, computation: str) -> int:
     """How often a computation runs in one call of the module; loops that depend on data count once."""
-    times = 1
-    caller = module.callers.get(computation)
-    while caller is not None:
-        if caller.opcode == "while":
-            times *= _count_or_none(module, caller) or 1
-        caller = module.callers.get(caller.computation)
-    return times
-
-
-def _around(module: Module, loop: Instruction) -> list[Instruction]:
-    found, caller = [], module.callers.get(loop.computation)
-    while caller is not None:
-        if caller.opcode == "while":
-            found.append(caller)
-        caller = module.callers.get(caller.computation)
-    return found
-
-
-def _count_or_none(module: Module, loop: Instruction) -> int | None:
-    try:
-        return trip_count(module, loop)
-    except ValueError:
-        return None
-
-
-def _counted(module: Module, loop: Instruction) -> int | None:
-    called = dict(loop.called)
-    test = _settled(module, _Place(module.computations[called["condition"]].root))
-    direction = _DIRECTION.search(test.at.attributes)
-    if test.at.opcode != "compare" or direction is None or direction[1] not in _MIRRORED:
-        return None
-    sides = [_settled(module, _operand(module, test, number)) for number in (0, 1)]
-    order = direction[1]
-    for counter, bound, way in ((sides[0], sides[1], order), (sides[1], sides[0], _MIRRORED[order])):
-        index = _element(module, counter)
-        step = None if index is None else _step(module, called["body"], index)
-        if index is None or not step:
-            continue
-        start = _constant(module, _initial(module, loop, index))
-        limit = _constant(module, _unchanged(module, loop, bound))
-        if start is not None and limit is not None:
-            return _trips(start, limit, step, way)
-    return None
+    loops_around = (caller for caller in module.around(computation) if caller.opcode == "while")
+    return math.prod(trip_count(module, loop) or 1 for loop in loops_around)
 
 
 def _trips(start: int, limit: int, step: int, way: str) -> int | None:
@@ -130,102 +142,27 @@ def _trips(start: int, limit: int, step: int, way: str) -> int | None:
     return max(0, -(-distance // step))
 
 
-def _settled(module: Module, place: _Place) -> _Place:
-    """Where a value comes from, through copies, tuples and fusions."""
-    while True:
-        one = place.at
-        if one.opcode in _SAME_VALUE and one.operands:
-            place = _operand(module, place, 0)
-        elif one.opcode == "fusion":
-            inside = module.computations[dict(one.called)["calls"]]
-            place = _Place(inside.root, (*place.fusions, one))
-        elif one.opcode == "parameter" and place.fusions:
-            *outer, fusion = place.fusions
-            operand = fusion.operands[int(one.literal)]
-            place = _Place(module.computations[fusion.computation].by_name[operand], tuple(outer))
-        elif one.opcode == "get-tuple-element":
-            whole = _settled(module, _operand(module, place, 0))
-            if whole.at.opcode != "tuple":
-                return place
-            place = _operand(module, whole, _index(one))
-        else:
-            return place
-
-
-def _operand(module: Module, place: _Place, number: int) -> _Place:
-    computation = module.computations[place.at.computation]
-    return _Place(computation.by_name[place.at.operands[number]], place.fusions)
-
-
-def _index(one: Instruction) -> int:
-    found = _INDEX.search(one.attributes)
-    assert found, one
-    return int(found[1])
-
-
-def _element(module: Module, place: _Place) -> int | None:
-    """Which element of its computation's only parameter a value is; None where it is something else."""
-    if place.at.opcode != "get-tuple-element":
-        return None
-    whole = _settled(module, _operand(module, place, 0))
-    return _index(place.at) if whole.at.opcode == "parameter" and not whole.fusions else None
-
-
-def _constant(module: Module, place: _Place | None) -> int | None:
-    if place is None:
-        return None
-    settled = _settled(module, place).at
-    try:
-        return int(settled.literal) if settled.opcode == "constant" else None
-    except ValueError:
-        return None
-
-
-def _initial(module: Module, loop: Instruction, index: int) -> _Place | None:
-    """The value that element ``index`` of a loop's state starts with, through the loops around that pass it on."""
-    state = _settled(module, _operand(module, _Place(loop), 0))
+def _initial(module: Module, loop: Instruction, index: int) -> _Value | None:
+    """The value that element ``index`` of a loop's state starts with, before all loops that pass it on."""
+    state = _Value(module, loop).settled(0)
     if state.at.opcode != "tuple":
         return None
-    return _outermost(module, _settled(module, _operand(module, state, index)))
+    value = state.settled(index)
+    return value.before(module.callers.get(value.at.computation))
 
 
-def _unchanged(module: Module, loop: Instruction, bound: _Place) -> _Place | None:
-    """A bound as it was before the loop, where the body passes it on as it is."""
-    index = _element(module, bound)
-    if index is None:
-        return bound
-    return _initial(module, loop, index) if _passed_on(module, dict(loop.called)["body"], index) else None
+def _made(module: Module, loop: Instruction, index: int) -> _Value | None:
+    """What the body of a loop makes of element ``index`` of its state."""
+    root = _Value(module, module.body(loop, "body").root).settled()
+    return root.settled(index) if root.at.opcode == "tuple" else None
 
 
-def _outermost(module: Module, place: _Place) -> _Place | None:
-    index = _element(module, place)
-    caller = module.callers.get(place.at.computation)
-    if index is None or caller is None or caller.opcode != "while":
-        return place
-    passed = _passed_on(module, dict(caller.called)["body"], index)
-    return _initial(module, caller, index) if passed else None
-
-
-def _passed_on(module: Module, body: str, index: int) -> bool:
-    result = _result(module, body, index)
-    return result is not None and _element(module, result) == index
-
-
-def _result(module: Module, body: str, index: int) -> _Place | None:
-    root = _settled(module, _Place(module.computations[body].root))
-    return _settled(module, _operand(module, root, index)) if root.at.opcode == "tuple" else None
-
-
-def _step(module: Module, body: str, index: int) -> int | None:
+def _step(module: Module, loop: Instruction, index: int) -> int | None:
     """What a loop's body adds to element ``index`` of its state; None where it is not one constant."""
-    result = _result(module, body, index)
-    if result is None or result.at.opcode not in ("add", "subtract"):
+    made = _made(module, loop, index)
+    if made is None or made.at.opcode not in ("add", "subtract"):
         return None
-    sides = [_settled(module, _operand(module, result, number)) for number in (0, 1)]
-    for number, (counter, added) in enumerate((sides, sides[::-1])):
-        amount = _constant(module, added)
-        if _element(module, counter) == index and amount is not None:
-            if result.at.opcode == "add":
-                return amount
-            return -amount if number == 0 else None
-    return None
+    left, right, adds = made.settled(0), made.settled(1), made.at.opcode == "add"
+    if left.element == index and right.number is not None:
+        return right.number if adds else -right.number
+    return left.number if adds and right.element == index else None

@@ -3,18 +3,17 @@
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
+from typing import Any
 
 import msgspec
 
 from meshwright.core.labels import StepLabel, find_label
-from meshwright.hlo.frames import Frame, Frames, read_frames
 from meshwright.hlo.shapes import Shape, parse_shapes
 
 _COMPUTATION = re.compile(r"^(ENTRY\s+)?%?([\w.\-]+)\s*(?:\(.*\)\s*->.*)?\{\s*$")
 _END = re.compile(r"^\s*\}(, execution_thread=.*)?\s*$")
-_INSTRUCTION = re.compile(r"^\s*(ROOT\s+)?%?([\w.\-]+)\s*=\s*")
+_INSTRUCTION = re.compile(r"^\s*(ROOT\s+)?%?([\w.\-]+)\s*=\s*([^\s(]\S*)?")
 _OPCODE = re.compile(r"\s*([a-z][\w\-]*)\(")
-_PARENTHESIS = re.compile(r"[()]")
 _BRACKET = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\]()]')
 _OPERAND = re.compile(r"%([\w.\-]+)")
 _OP_NAME = re.compile(r'\bop_name="((?:[^"\\]|\\.)*)"')
@@ -27,6 +26,25 @@ _CALLED = re.compile(
 _TARGET = re.compile(r'\bcustom_call_target="([^"]*)"')
 _NAMES = re.compile(r"[\w.\-]+")
 _OF_HEADER = re.compile(r"\b(num_partitions|replica_count)=(\d+)")
+_CHAIN = re.compile(r'\bchain_id="(\d+)"')
+_ROW = re.compile(r'^(\d+) (?:"(.*)"|\{(.*)\})\s*$')
+_FIELD = re.compile(r"(\w+)=(\d+)")
+
+CONTAINERS = ("while", "conditional", "call")
+"""Instructions that only run others."""
+NO_WORK = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast")
+"""Instructions that compute nothing and move nothing."""
+
+
+class SourceLine(msgspec.Struct, frozen=True):
+    """One line of Python source."""
+
+    file: str
+    line: int
+    function: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}" + (f" in {self.function}" if self.function else "")
 
 
 class Instruction(msgspec.Struct, frozen=True, dict=True):
@@ -50,7 +68,8 @@ class Instruction(msgspec.Struct, frozen=True, dict=True):
         start = f", {self.attributes}".find(f", {key}=")
         if start < 0:
             return ""
-        return _value(self.attributes[start + len(key) + 1 :])
+        text = self.attributes[start + len(key) + 1 :]
+        return text[: _closing(text, 0)] if text[:1] in '{["' else text.split(", ", 1)[0]
 
     @cached_property
     def op_name(self) -> str:
@@ -64,11 +83,6 @@ class Instruction(msgspec.Struct, frozen=True, dict=True):
         return find_label(self.op_name)
 
     @property
-    def backend_config(self) -> str:
-        """What the compiler noted for its own code generation, as text."""
-        return self.attribute("backend_config")
-
-    @property
     def target(self) -> str:
         """The library or the kernel that a custom call goes to; the empty text for others."""
         found = _TARGET.search(self.attributes) if self.opcode == "custom-call" else None
@@ -78,6 +92,14 @@ class Instruction(msgspec.Struct, frozen=True, dict=True):
     def shapes(self) -> tuple[Shape, ...]:
         """The arrays of the result."""
         return parse_shapes(self.shape)
+
+    @cached_property
+    def async_key(self) -> str:
+        """What all pieces of one asynchronous collective of a TPU have alike; the empty text for all else."""
+        if "async_collective_fusion_config" not in self.attributes:
+            return ""
+        chain = _CHAIN.search(self.attributes)
+        return f"{self.opcode} {self.attribute('channel_id')} {chain[1] if chain else ''}"
 
     @cached_property
     def called(self) -> tuple[tuple[str, str], ...]:
@@ -125,7 +147,8 @@ class Module(msgspec.Struct, frozen=True, dict=True):
     entry: str
     num_partitions: int
     num_replicas: int
-    frames: Frames
+    frames: Mapping[int, tuple[SourceLine, int]]
+    """Line of source by number, and the number of the one that called it (0: none)."""
 
     @property
     def num_devices(self) -> int:
@@ -146,41 +169,90 @@ class Module(msgspec.Struct, frozen=True, dict=True):
         """Computation -> one instruction that calls it."""
         return {name: one for one in self for _, name in one.called}
 
+    def around(self, computation: str) -> Iterator[Instruction]:
+        """The instructions that run a computation, from the one that calls it outwards to the entry's."""
+        while (caller := self.callers.get(computation)) is not None:
+            yield caller
+            computation = caller.computation
+
+    def body(self, one: Instruction, role: str = "calls") -> Computation:
+        """The computation that an instruction calls: what was fused, or a loop's ``body`` or ``condition``."""
+        return self.computations[dict(one.called)[role]]
+
+    def inside(self, one: Instruction) -> tuple[Instruction, ...]:
+        """The instructions of all computations that an instruction calls."""
+        bodies = (self.computations.get(name) for _, name in one.called)
+        return tuple(inner for body in bodies if body for inner in body.instructions)
+
+    def fused(self, one: Instruction) -> Iterator[Instruction]:
+        """The instruction and all that was fused into it, to any depth."""
+        yield one
+        if one.opcode not in CONTAINERS:
+            for inner in self.inside(one):
+                yield from self.fused(inner)
+
     def find(self, name: str) -> Instruction | None:
         """The instruction of this name; that of the entry computation where several have it."""
         wanted = name.removeprefix("%")
         ordered = [self.computations[self.entry], *self.computations.values()] if self.entry else []
         return next((c.by_name[wanted] for c in ordered if wanted in c.by_name), None)
 
-    def source(self, instruction: Instruction) -> tuple[Frame, ...]:
+    def source(self, instruction: Instruction) -> tuple[SourceLine, ...]:
         """Where in the Python source it was made, innermost call first; empty where the module does not say."""
         written = _SOURCE.search(instruction.attributes)
         if written:
-            return (Frame(file=written[1], line=int(written[2] or 0)),)
-        number = _FRAME_ID.search(instruction.attributes)
-        return self.frames.stack(int(number[1])) if number else ()
+            return (SourceLine(file=written[1], line=int(written[2] or 0)),)
+        found = _FRAME_ID.search(instruction.attributes)
+        number, stack = int(found[1]) if found else 0, dict[int, SourceLine]()
+        while number in self.frames and number not in stack:
+            stack[number], parent = self.frames[number]
+            number = parent
+        return tuple(stack.values())
 
 
 def parse_module(text: str) -> Module:
     """The module that an HLO text describes. Raises ValueError where the text has no computation."""
-    computations: dict[str, list[Instruction]] = {}
-    entry = ""
-    lines = text.splitlines()
+    computations: dict[str, Computation] = {}
+    entry, lines = "", text.splitlines()
     for name, is_entry, written in _bodies(lines):
-        computations[name] = [one for line in written if (one := _instruction(line, name))]
+        if body := tuple(one for line in written if (one := _instruction(line, name))):
+            computations[name] = Computation(name, body)
         entry = name if is_entry else entry
-    if not any(computations.values()):
+    if not computations:
         raise ValueError("the text holds no HLO computation.")
     header = next((line for line in lines if line.startswith("HloModule")), "HloModule ?")
     sizes = dict(_OF_HEADER.findall(header))
     return Module(
         name=header.split()[1].rstrip(","),
-        computations={name: Computation(name, tuple(body)) for name, body in computations.items() if body},
+        computations=computations,
         entry=entry or list(computations)[-1],
         num_partitions=int(sizes.get("num_partitions", 1)),
         num_replicas=int(sizes.get("replica_count", 1)),
-        frames=read_frames(lines),
+        frames=_frames(lines),
     )
+
+
+def _frames(lines: Sequence[str]) -> dict[int, tuple[SourceLine, int]]:
+    """The tables at the head of a module; none where it has none."""
+    tables: dict[str, dict[int, Any]] = {
+        name: {} for name in ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
+    }
+    rows = None
+    for line in lines:
+        if line.startswith(("%", "ENTRY")):
+            break
+        rows = tables.get(line, rows)
+        if rows is not None and (row := _ROW.match(line)):
+            rows[int(row[1])] = row[2] if row[3] is None else {key: int(n) for key, n in _FIELD.findall(row[3])}
+    files, functions, locations, stack = tables.values()
+    found = {}
+    for number, row in stack.items():
+        at = locations.get(row.get("file_location_id", 0), {})
+        file = files.get(at.get("file_name_id", 0), "?")
+        frame = SourceLine(file, at.get("line", 0), functions.get(at.get("function_name_id", 0), ""))
+        # Parents are written one higher than the frames are numbered: 1 is none.
+        found[number] = frame, row.get("parent_frame_id", 1) - 1
+    return found
 
 
 def _bodies(lines: Sequence[str]) -> Iterator[tuple[str, bool, list[str]]]:
@@ -207,43 +279,35 @@ def _instruction(line: str, computation: str) -> Instruction | None:
     head = _INSTRUCTION.match(line)
     if head is None:
         return None
-    shape, at = _shape(line, head.end())
-    opcode = _OPCODE.match(line, at)
+    # a tuple's shape is in parentheses
+    end = head.end() if head[3] else _closing(line, head.end())
+    opcode = _OPCODE.match(line, end)
     if opcode is None:
         return None
-    end = _closing(line, opcode.end() - 1)
-    inside = line[opcode.end() : end]
+    close = _closing(line, opcode.end() - 1)
+    inside = line[opcode.end() : close].removesuffix(")")
     named = opcode[1] not in ("constant", "parameter")
     return Instruction(
         name=head[2],
         opcode=opcode[1],
-        shape=shape,
+        shape=head[3] or line[head.end() : end],
         operands=_operands(inside) if named else (),
-        attributes=line[end + 1 :].lstrip(", ").rstrip(),
+        attributes=line[close:].lstrip(", ").rstrip(),
         computation=computation,
         is_root=bool(head[1]),
         literal="" if named else inside,
     )
 
 
-def _shape(line: str, start: int) -> tuple[str, int]:
-    """(result shape, where it ends); a tuple's shape is in parentheses."""
-    if line[start : start + 1] == "(":
-        end = _closing(line, start) + 1
-    else:
-        found = line.find(" ", start)
-        end = found if found >= 0 else len(line)
-    return line[start:end], end
-
-
-def _closing(line: str, start: int) -> int:
-    """Where the parenthesis that opens at ``start`` closes."""
+def _closing(text: str, start: int) -> int:
+    """The end of what opens at ``start``, a bracket or a quote; that of the text where it does not close."""
     depth = 0
-    for found in _PARENTHESIS.finditer(line, start):
-        depth += 1 if found[0] == "(" else -1
+    for found in _BRACKET.finditer(text, start):
+        if found[0][0] != '"':
+            depth += 1 if found[0] in "{[(" else -1
         if depth == 0:
-            return found.start()
-    return len(line)
+            return found.end()
+    return len(text)
 
 
 def _operands(inside: str) -> tuple[str, ...]:
@@ -252,19 +316,3 @@ def _operands(inside: str) -> tuple[str, ...]:
     # The short form leaves the percent signs out.
     parts = (part.split() for part in inside.split(","))
     return tuple(part[-1] for part in parts if part and _NAMES.fullmatch(part[-1]))
-
-
-def _value(text: str) -> str:
-    """The text of an attribute's value, of which ``text`` begins with the first letter."""
-    if text[:1] not in '{["':
-        return text.split(", ", 1)[0]
-    depth = 0
-    for found in _BRACKET.finditer(text):
-        if found[0][0] == '"':
-            if depth == 0:
-                return found[0]
-            continue
-        depth += 1 if found[0] in "{[(" else -1
-        if depth == 0:
-            return text[: found.end()]
-    return text

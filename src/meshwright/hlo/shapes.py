@@ -63,20 +63,16 @@ class Shape(msgspec.Struct, frozen=True):
         """Sizes in memory order once the first tile has rounded them up."""
         if not self.tiles:
             return self.physical
-        tile = self.tiles[0]
-        sizes = (1,) * (len(tile) - len(self.dims)) + self.physical
-        head = len(sizes) - len(tile)
-        return sizes[:head] + tuple(-(-n // t) * t for n, t in zip(sizes[head:], tile, strict=True))
+        outside, counts = _cut(self.physical, self.tiles[0])
+        return (*outside, *(count * size for count, size in zip(counts, self.tiles[0], strict=True)))
 
     @property
     def padded_bytes(self) -> int:
         """Bytes in memory: every dim that a tile cuts is rounded up to whole tiles, tile by tile."""
-        sizes = list(self.physical)
+        sizes = self.physical
         for tile in self.tiles:
-            sizes = [1] * (len(tile) - len(sizes)) + sizes
-            head = len(sizes) - len(tile)
-            counts = [-(-n // t) for n, t in zip(sizes[head:], tile, strict=True)]
-            sizes = [*sizes[:head], *counts, *tile]
+            outside, counts = _cut(sizes, tile)
+            sizes = (*outside, *counts, *tile)
         elements = -(-math.prod(sizes) // self.tail_elements) * self.tail_elements
         return -(-elements * self.element_bits // 8)
 
@@ -98,16 +94,20 @@ def shape_bytes(text: str) -> int:
 def _shape(dtype: str, dims: str, layout: str) -> Shape:
     order, _, rest = layout.partition(":")
     tiles, space, bits, tail = (found.search(rest) for found in (_TILES, _SPACE, _BITS, _TAIL))
+    cut = tiles[1] if tiles and "*" not in tiles[1] else ""
     return Shape(
         dtype=dtype,
         dims=tuple(int(n.strip(" <=?") or 1) for n in dims.split(",") if n.strip()),
         minor_to_major=tuple(int(n) for n in order.split(",") if n.strip().isdigit()),
-        tiles=tuple(_tile(tile) for tile in _NUMBERS.findall(tiles[1])) if tiles and "*" not in tiles[1] else (),
+        tiles=tuple(tuple(map(int, tile.split(","))) for tile in _NUMBERS.findall(cut)),
         memory_space=int(space[1]) if space else 0,
         element_bits=int(bits[1]) if bits and int(bits[1]) else ELEMENT_BITS.get(dtype, 0),
         tail_elements=int(tail[1]) if tail else 1,
     )
 
 
-def _tile(text: str) -> tuple[int, ...]:
-    return tuple(int(n) for n in text.split(","))
+def _cut(sizes: tuple[int, ...], tile: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(sizes of the dims that a tile leaves whole, number of tiles along each of the others)."""
+    sizes = (1,) * (len(tile) - len(sizes)) + sizes
+    head = len(sizes) - len(tile)
+    return sizes[:head], tuple(-(-n // t) for n, t in zip(sizes[head:], tile, strict=True))

@@ -2,13 +2,12 @@
 
 import re
 from collections import Counter
-
-import msgspec
+from collections.abc import Iterable, Sequence
 
 from meshwright.core.units import format_bytes
 from meshwright.hlo.loops import times_run
-from meshwright.hlo.module import Instruction, Module
-from meshwright.hlo.shapes import Shape, parse_shapes
+from meshwright.hlo.module import NO_WORK, Instruction, Module
+from meshwright.hlo.shapes import Shape
 
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _MAX_LISTED = 6
@@ -59,34 +58,30 @@ OPCODES = {
 """Opcode -> what it does."""
 
 
-class Explained(msgspec.Struct, frozen=True):
-    """An instruction in words: (what, text) line by line."""
-
-    name: str
-    facts: tuple[tuple[str, str], ...]
-
-
-def explain(module: Module, one: Instruction) -> Explained:
-    """All that the module says of an instruction."""
+def explain_instruction(module: Module, one: Instruction) -> tuple[tuple[str, str], ...]:
+    """All that the module says of an instruction: (what, text) line by line."""
     shapes = one.shapes
-    facts = [("does", _does(module, one)), ("runs", _runs(module, one))]
-    facts += _tuple_facts(shapes) if len(shapes) != 1 else []
+    times = times_run(module, one.computation)
+    often = "once" if times == 1 else f"{times:,} times"
+    facts = [
+        ("does", _does(module, one)),
+        ("runs", f"{often} in a call of the program, in computation {one.computation}"),
+    ]
+    if len(shapes) != 1:
+        total = format_bytes(sum(shape.padded_bytes for shape in shapes))
+        facts.append(("tuple", f"{len(shapes)} arrays, {total} in memory: {_listed(shapes, ', ')}"))
     if shapes:
         # Of a tuple, the element with most bytes stands for all.
         facts += layout_facts(max(shapes, key=lambda shape: shape.padded_bytes), is_tpu=is_tpu(module))
     facts += [("step", str(one.label))] if one.label else []
     facts += [("operation", one.op_name)] if one.op_name else []
-    stack = module.source(one)
-    facts += [("source", str(stack[0]))] if stack else []
-    facts += [("called by", str(frame)) for frame in stack[1:3]]
+    facts += zip(("source", "called by", "called by"), map(str, module.source(one)), strict=False)
     if cycles := _CYCLES.search(one.attributes):
         facts.append(("estimate", f"{int(cycles[1]):,} cycles by the compiler's own model"))
     computation = module.computations[one.computation]
-    given = [computation.by_name.get(name) for name in one.operands]
-    facts.append(("operands", _listed([(o.name, o.shape) if o else ("?", "") for o in given])))
-    used = computation.users.get(one.name, ())
-    facts.append(("used by", "the computation's caller" if one.is_root else _listed([(u.name, u.shape) for u in used])))
-    return Explained(one.name, tuple(facts))
+    facts.append(("operands", _named(computation.by_name.get(name) for name in one.operands)))
+    used = "the computation's caller" if one.is_root else _named(computation.users.get(one.name, ()))
+    return (*facts, ("used by", used))
 
 
 def layout_facts(shape: Shape, *, is_tpu: bool = True) -> list[tuple[str, str]]:
@@ -105,7 +100,7 @@ def order_words(shape: Shape) -> str:
     names = [f"dim {dim} ({shape.dims[dim]:,})" for dim in reversed(shape.order)]
     if not names:
         return "one number"
-    written = f"{{{','.join(str(d) for d in reversed(shape.order))}}}"
+    written = f"{{{_comma(shape.order[::-1])}}}"
     if len(names) == 1:
         return f"{written}: {names[0]} is contiguous"
     return f"{written}: {names[0]} is contiguous, outside it {', then '.join(names[1:])}"
@@ -144,11 +139,10 @@ def padding_words(shape: Shape) -> str:
     """What the tiles add to an array."""
     if shape.padded_bytes <= shape.num_bytes:
         return "none"
+    whole = shape.padded_dims[len(shape.padded_dims) - len(shape.order) :]
     grown = [
         f"dim {dim} from {size:,} to {padded:,}"
-        for dim, size, padded in zip(
-            shape.order, shape.physical, shape.padded_dims[-len(shape.order) :] if shape.order else (), strict=True
-        )
+        for dim, size, padded in zip(shape.order, shape.physical, whole, strict=True)
         if padded > size
     ]
     share = 1 - shape.num_bytes / shape.padded_bytes
@@ -172,41 +166,25 @@ def opcode_words(one: Instruction) -> str:
 
 def _does(module: Module, one: Instruction) -> str:
     text = f"{one.opcode}: {opcode_words(one)}"
-    wrapped = module.computations.get(dict(one.called).get("calls", "")) if one.opcode == "async-start" else None
-    if wrapped is not None:
-        text = f"{one.opcode} of {wrapped.root.opcode}: {opcode_words(wrapped.root)}; only begins here"
+    called = module.computations.get(dict(one.called).get("calls", ""))
+    if called and one.opcode == "async-start":
+        text = f"{one.opcode} of {called.root.opcode}: {opcode_words(called.root)}; only begins here"
     if one.target:
         text += f" ({one.target})"
-    called = dict(one.called).get("calls", "") if one.opcode == "fusion" else ""
-    if called in module.computations:
-        inside = Counter(i.opcode for i in module.computations[called].instructions if i.opcode not in _PLAIN)
+    if called and one.opcode == "fusion":
+        inside = Counter(i.opcode for i in called.instructions if i.opcode not in NO_WORK)
         text += f"; of {', '.join(f'{count} {opcode}' for opcode, count in inside.most_common(8))}"
     return text
 
 
-_PLAIN = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast")
+def _named(found: Iterable[Instruction | None]) -> str:
+    texts = [f"{one.name} {_listed(one.shapes, ', ')}".strip() if one else "?" for one in found]
+    return _listed(texts, "; ") or "none"
 
 
-def _runs(module: Module, one: Instruction) -> str:
-    times = times_run(module, one.computation)
-    often = "once" if times == 1 else f"{times:,} times"
-    return f"{often} in a call of the program, in computation {one.computation}"
-
-
-def _tuple_facts(shapes: tuple[Shape, ...]) -> list[tuple[str, str]]:
-    total = sum(shape.padded_bytes for shape in shapes)
-    return [("tuple", f"{len(shapes)} arrays, {format_bytes(total)} in memory: {_listed_shapes(shapes)}")]
-
-
-def _listed_shapes(shapes: tuple[Shape, ...]) -> str:
-    shown = ", ".join(str(shape) for shape in shapes[:_MAX_LISTED])
-    return shown + (f" and {len(shapes) - _MAX_LISTED} more" if len(shapes) > _MAX_LISTED else "")
-
-
-def _listed(found: list[tuple[str, str]]) -> str:
-    texts = [f"{name} {_listed_shapes(parse_shapes(shape))}".strip() for name, shape in found[:_MAX_LISTED]]
-    more = f" and {len(found) - _MAX_LISTED} more" if len(found) > _MAX_LISTED else ""
-    return "; ".join(texts) + more if texts else "none"
+def _listed(found: Sequence[object], separator: str) -> str:
+    more = len(found) - _MAX_LISTED
+    return separator.join(map(str, found[:_MAX_LISTED])) + (f" and {more} more" if more > 0 else "")
 
 
 def _element(shape: Shape) -> str:

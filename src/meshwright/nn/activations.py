@@ -1,6 +1,7 @@
 """Activations of feed-forward layers by the names that configs give them."""
 
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -14,18 +15,12 @@ SWIGLU_ALPHA = 1.702
 SWIGLU_LIMIT = 7.0
 
 
-def _gelu(x: Array) -> Array:
-    return jax.nn.gelu(x, approximate=False)
-
-
-def _gelu_tanh(x: Array) -> Array:
-    return jax.nn.gelu(x, approximate=True)
-
+_gelu_tanh = partial(jax.nn.gelu, approximate=True)
 
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,
     "swish": jax.nn.silu,
-    "gelu": _gelu,
+    "gelu": partial(jax.nn.gelu, approximate=False),
     "gelu_new": _gelu_tanh,
     "gelu_fast": _gelu_tanh,
     "gelu_pytorch_tanh": _gelu_tanh,
@@ -35,9 +30,9 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
 """``hidden_act`` of a config -> the function. "gelu" is exact, "gelu_new" and "gelu_pytorch_tanh" are its tanh form."""
 
 
-def activation(model: Model) -> Callable[[Array], Array]:
-    """What a feed-forward layer without a gate applies."""
-    return ACTIVATIONS[model.activation]
+def capped(logits: Array, softcap: float | None) -> Array:
+    """``softcap * tanh(logits / softcap)``; the logits themselves without a cap."""
+    return softcap * jnp.tanh(logits / softcap) if softcap else logits
 
 
 def gate(model: Model) -> Gate:

@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from meshwright.nn.activations import capped
+
 Pages = Int[Array, "B Bp"]
 """The page table: the pages of each sequence, in the order of its positions."""
 
@@ -120,9 +122,7 @@ def cached_attention(
     Scales of int8 values multiply the weights, which are as many as the scales.
     """
     scores = scale * sum((meeting.scores() for meeting in meetings[1:]), meetings[0].scores())
-    if softcap:
-        scores = softcap * jnp.tanh(scores / softcap)
-    weights = _softmax(jnp.where(seen[:, None, None, None], scores, -jnp.inf), sinks)
+    weights = _softmax(jnp.where(seen[:, None, None, None], capped(scores, softcap), -jnp.inf), sinks)
     if value_scale is not None:
         weights = weights * _over_queries(value_scale)
     dtype = meetings[0].queries.dtype

@@ -1,21 +1,26 @@
 """The logits of a model on one device: the forward steps of its training program, without the loss."""
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from meshwright.algebra.derive import derive
-from meshwright.algebra.derived import BlockSteps
+from meshwright.algebra.derived import BlockSteps, Derived
 from meshwright.algebra.layers import ProgramOptions
+from meshwright.algebra.program import Stack
 from meshwright.algebra.transformer import Span, spans, transformer
+from meshwright.nn.activations import capped
 from meshwright.nn.context import Context
-from meshwright.nn.interpreter import run
+from meshwright.nn.interpreter import Environment, run
 from meshwright.nn.weights import Params
 from meshwright.spec.model import Model, require_runnable
 from meshwright.spec.strategy import Strategy, make_mesh
+
+Carry = TypeVar("Carry")
 
 
 def logits_fn(model: Model) -> Callable[..., jax.Array]:
@@ -36,13 +41,16 @@ def logits_fn(model: Model) -> Callable[..., jax.Array]:
         if encoder_tokens is not None:
             given |= {"encoder_tokens": encoder_tokens, "encoder_positions": _places(encoder_tokens)}
         blocks = {steps.block.name: steps for steps in derived.blocks}
+
+        def layer(steps: BlockSteps, number: jax.Array, own: Params, stream: jax.Array) -> jax.Array:
+            return run_block(context, steps, {**given, **own, steps.block.carry: stream})[0]
+
         for stack in derived.program.stacks:
-            x = _run(context, blocks[stack.first], {**given, **params}, stack.carry)
-            for span in spans(stack.layers):
-                x = _span(context, blocks, span, stack.carry, x, params, given)
+            x, _ = run_block(context, blocks[stack.first], {**given, **params})
+            x = over_layers(derived, stack, params, layer, x)
             result = "logits" if stack is derived.program.stacks[-1] else blocks[stack.last].block.ops[-1].out
-            given[result] = _run(context, blocks[stack.last], {**params, stack.carry: x}, result)
-        return _capped(model, given["logits"])
+            given[result], _ = run_block(context, blocks[stack.last], {**params, stack.carry: x}, until=result)
+        return capped(given["logits"], model.logit_softcap)
 
     return logits
 
@@ -52,39 +60,42 @@ def _places(tokens: jax.Array) -> jax.Array:
     return jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
 
 
-def _capped(model: Model, logits: jax.Array) -> jax.Array:
-    """The cap that the loss puts on logits (gemma 2)."""
-    cap = model.logit_softcap
-    return cap * jnp.tanh(logits / cap) if cap else logits
-
-
-def _run(context: Context, steps: BlockSteps, values: dict[str, Any], result: str) -> jax.Array:
-    """One result of a block, from values by name."""
+def run_block(
+    context: Context, steps: BlockSteps, values: Mapping[str, Any], *, until: str = ""
+) -> tuple[jax.Array, Environment]:
+    """What a block makes, from values by name, and every result of its forward steps; those up to one of name
+    ``until``, where given, which is then what it makes."""
     declared = context.derived.declared
-    used = {name for op in steps.block.ops for name in op.inputs}
+    used = _used(steps)
     env = {declared[name]: value for name, value in values.items() if name in used and value is not None}
-    found = run(context, steps.forward, env, until=result)
-    return next(found[step.result] for step in steps.forward if step.result.name == result)
+    env = run(context, steps.forward, env, until=until)
+    return env[declared[until or steps.block.result or steps.block.ops[-1].out]], env
 
 
-def _span(
-    context: Context,
-    blocks: dict[str, BlockSteps],
-    span: Span,
-    carry: str,
-    x: jax.Array,
+def over_layers(
+    derived: Derived,
+    stack: Stack,
     params: Params,
-    given: dict[str, Any],
-) -> jax.Array:
-    """The stream ``carry`` after a run of layers."""
+    layer: Callable[[BlockSteps, jax.Array, Params, Carry], Carry],
+    carry: Carry,
+) -> Carry:
+    """Runs ``carry = layer(block, number, own weights, carry)`` for every layer of a stack in order, a loop for each
+    span; a layer is numbered among those of its kind."""
+    blocks = {steps.block.name: steps for steps in derived.blocks}
 
-    def turn(stream: jax.Array, number: jax.Array) -> tuple[jax.Array, None]:
+    def turn(span: Span, carry: Carry, number: jax.Array) -> tuple[Carry, None]:
         for position, kind in enumerate(span.pattern):
             place, per_turn = span.place(position)
-            layer = span.starts[kind] + number * per_turn + place
-            used = {name for op in blocks[kind].block.ops for name in op.inputs}
-            own = {n: lax.dynamic_index_in_dim(p, layer, keepdims=False) for n, p in params.items() if n in used}
-            stream = _run(context, blocks[kind], {**given, **own, carry: stream}, blocks[kind].block.result)
-        return stream, None
+            index = span.starts[kind] + number * per_turn + place
+            used = _used(blocks[kind])
+            own = {n: lax.dynamic_index_in_dim(p, index, keepdims=False) for n, p in params.items() if n in used}
+            carry = layer(blocks[kind], index, own, carry)
+        return carry, None
 
-    return lax.scan(turn, x, jnp.arange(span.repeats))[0]
+    for span in spans(stack.layers):
+        carry, _ = lax.scan(partial(turn, span), carry, jnp.arange(span.repeats, dtype=jnp.int32))
+    return carry
+
+
+def _used(steps: BlockSteps) -> set[str]:
+    return {name for op in steps.block.ops for name in op.inputs}

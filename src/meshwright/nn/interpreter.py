@@ -1,6 +1,7 @@
 """Runs derived steps, forward and backward, on one device's blocks."""
 
 from collections.abc import Iterable
+from contextlib import nullcontext
 
 import jax
 import msgspec
@@ -24,7 +25,8 @@ def run(context: Context, steps: Iterable[Step], env: Environment, *, until: str
     """
     env = dict(env)
     for step in steps:
-        results = run_step(context, step, [env[a] for a in step.inputs])
+        with jax.named_scope(str(step.label)):
+            results = _results(context, step, [env[a] for a in step.inputs])
         for array, value in zip((step.result, *step.more), results, strict=True):
             if array is step.result and step.accumulates:
                 value = env[array] + value
@@ -36,35 +38,21 @@ def run(context: Context, steps: Iterable[Step], env: Environment, *, until: str
     return env
 
 
-def run_step(context: Context, step: Step, inputs: list[jax.Array]) -> tuple[jax.Array, ...]:
-    """The results of one step, its instructions labelled with it.
-
-    Blocks on their way round a ring stay what they are: attention passes them on.
-    """
-    with jax.named_scope(str(step.label)):
-        return _run_step(context, step, inputs)
-
-
 def run_update(steps: Iterable[Step], env: Environment) -> Environment:
     """``env`` with the results of an optimizer's steps added; collectives and products carry labels of their own, the
     rest is one label's."""
     env = dict(env)
     for step in steps:
-        inputs = [env[a] for a in step.inputs]
-        if step.is_collective:
-            results = communicate(step, *inputs)
-        elif kind_of(step).flops is nothing:
-            results = local_steps()[step.op](None, step, *inputs)
-        else:
-            label = msgspec.structs.replace(step.label, block="update", phase="update")
-            with jax.named_scope(str(label)):
-                results = local_steps()[step.op](None, step, *inputs)
-        for array, value in zip((step.result, *step.more), results if step.more else (results,), strict=True):
-            env[array] = value
+        label = msgspec.structs.replace(step.label, block="update", phase="update")
+        own = step.is_collective or kind_of(step).flops is nothing
+        with nullcontext() if own else jax.named_scope(str(label)):
+            results = _results(None, step, [env[a] for a in step.inputs])
+        env |= zip((step.result, *step.more), results, strict=True)
     return env
 
 
-def _run_step(context: Context, step: Step, inputs: list[jax.Array]) -> tuple[jax.Array, ...]:
+def _results(context: Context | None, step: Step, inputs: list[jax.Array]) -> tuple[jax.Array, ...]:
+    """Blocks on their way round a ring stay what they are: attention passes them on."""
     if isinstance(step.details, Round):
         return (inputs[0],)
     if step.is_collective:

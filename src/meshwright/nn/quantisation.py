@@ -13,7 +13,8 @@ from jaxtyping import Array, Float, Int8
 
 from meshwright.algebra.generation import scales
 from meshwright.algebra.steps import Step
-from meshwright.nn.experts.ragged import Ragged
+from meshwright.nn.contract import spread
+from meshwright.nn.experts.slots import Ragged
 from meshwright.nn.weights import Params, rows
 from meshwright.spec.model import Model
 
@@ -30,18 +31,6 @@ def quantise(x: Float[Array, "..."], scale: Float[Array, "..."], axes: tuple[int
     """The nearest values; ``scale`` lacks the dims ``axes``."""
     wide = x.astype(jnp.float32) / jnp.expand_dims(scale, axes)
     return jnp.clip(jnp.round(wide), -LARGEST, LARGEST).astype(jnp.int8)
-
-
-def dequantise(values: Int8[Array, "..."], scale: Float[Array, "..."], axes: tuple[int, ...]) -> Float[Array, "..."]:
-    """What the values stand for, in float32."""
-    return values.astype(jnp.float32) * jnp.expand_dims(scale, axes)
-
-
-def spread(scale: Array, dims: tuple[str, ...], over: tuple[str, ...]) -> Array:
-    """A scale over ``dims`` with the rank of an array over the dims ``over``, 1 where it has none of them."""
-    places = [over.index(dim) for dim in dims]
-    ordered = scale.transpose(sorted(range(len(dims)), key=places.__getitem__))
-    return jnp.expand_dims(ordered, tuple(i for i in range(len(over)) if i not in places))
 
 
 def scaled_product(step: Step, lhs: Any, values: Array, scale: Array, product: Callable[[Any, Array], Array]) -> Any:
@@ -81,17 +70,6 @@ def quantise_params(model: Model, params: Mapping[str, Array]) -> Params:
         found[name] = quantise(weight, scale, axes[name])
         found[named[name].name] = scale
     return found
-
-
-def dequantise_params(model: Model, params: Mapping[str, Array]) -> Params:
-    """Float weights that stand for quantised ones."""
-    axes, named = contracted_axes(model), scales(model)
-    beside = {scale.name for scale in named.values()}
-    return {
-        name: dequantise(weight, params[named[name].name], axes[name]) if name in axes else weight
-        for name, weight in params.items()
-        if name not in beside
-    }
 
 
 def param_shapes(model: Model, shapes: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.ShapeDtypeStruct]:

@@ -34,14 +34,9 @@ def rows(model: Model) -> dict[str, Weight]:
     return found
 
 
-def is_stacked(weight: Weight) -> bool:
-    """Whether the weight belongs to the repeated layers, and so has L in front."""
-    return bool(weight.layers)
-
-
 def stacked_shape(weight: Weight) -> tuple[int, ...]:
-    """Shape of the array in `Params`."""
-    return (weight.repeat, *weight.shape) if is_stacked(weight) else weight.shape
+    """Shape of the array in `Params`: weights of the repeated layers have L in front."""
+    return (weight.repeat, *weight.shape) if weight.layers else weight.shape
 
 
 def param_shapes(model: Model, *, dtype: jnp.dtype = jnp.float32) -> dict[str, jax.ShapeDtypeStruct]:

@@ -1,4 +1,9 @@
-"""One block of a program run forward and backward: what is held between the passes, and the gradients that come out."""
+"""Runs one block of a program forward and backward.
+
+Where a schedule gives weight gradients a pass of their own, the backward pass has two parts: the derived steps that the
+stream's cotangent needs, then all others. The second part receives its operands from the first, gathered activations
+among them, so that no collective runs twice.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,6 +14,7 @@ import jax
 
 from meshwright.algebra.derived import BlockSteps, Derived
 from meshwright.algebra.notation import ShardedArray
+from meshwright.algebra.rewrites.pipeline import SplitBackward
 from meshwright.algebra.rewrites.split_backward import (
     cotangent_of,
     counts_of,
@@ -23,26 +29,26 @@ from meshwright.nn.interpreter import Environment, run
 from meshwright.nn.weights import Params
 
 Inputs = dict[str, jax.Array]
-"""What a job gives to the blocks of a microbatch by name: tokens, labels, positions, documents; and what earlier stacks
-have ended in, for the layers that read it."""
+"""Inputs of the blocks of a microbatch by name: tokens, labels, positions, documents; and the results of earlier
+stacks."""
 
-Held = tuple[jax.Array, ...]
-"""The forward results that a backward pass is given, in the order of the derivation."""
+Saved = tuple[jax.Array, ...]
+"""Forward results that the backward pass reads, in the order of the derivation."""
 
 Ready = tuple[jax.Array, ...]
-"""Weights of a block gathered ahead, in the order of `BlockPasses.gathers`."""
+"""Gathered weights of a block, in the order of `BlockPasses.gathers`."""
 
 
 class Cotangents(NamedTuple):
-    """The cotangent of the stream, and of what layers read of earlier stacks by name, summed over layers so far."""
+    """Cotangents of the stream (None before the first block) and, summed over layers, of results of earlier stacks."""
 
-    stream: jax.Array
+    stream: Any
     further: Inputs
 
 
 @dataclass(frozen=True)
 class BlockPasses:
-    """A block under one derivation. Streams and gradients are one device's blocks."""
+    """The passes of a block under one derivation. Arrays are one device's shards."""
 
     context: Context
     steps: BlockSteps
@@ -58,111 +64,116 @@ class BlockPasses:
 
     @cached_property
     def result(self) -> str:
-        """What the block makes: the stream, or the loss."""
+        """The result of the block: the stream, or the loss."""
         return self.steps.block.result or self.steps.block.ops[-1].out
 
     @cached_property
     def entering(self) -> str:
-        """The stream that the block is given; "" for the first block."""
-        made = {op.out for op in self.steps.block.ops}
-        used = {name for op in self.steps.block.ops for name in op.inputs} - made
-        streams = [n for n in used if self.derived.program.variables[n].role == "activation"]
-        return next((name for name in streams if name not in self.further), "")
+        """The stream that enters the block; "" for the first block."""
+        stacks, name = self.derived.program.stacks, self.steps.block.name
+        return next((stack.carry for stack in stacks if name in (*stack.layers, stack.last)), "")
 
     @cached_property
     def further(self) -> tuple[str, ...]:
-        """What the block reads of earlier stacks."""
+        """Results of earlier stacks that the block reads."""
         return self.derived.program.further(self.steps.block.name)
 
     @cached_property
     def counts(self) -> dict[str, ShardedArray]:
-        """What the backward pass knows of the router besides gradients: see `counts_of`."""
+        """The router's counts, which the backward pass returns with the gradients; see `counts_of`."""
         return counts_of(self.steps)
 
     @cached_property
     def gathers(self) -> tuple[Step, ...]:
-        """Forward steps that only move weights: what can be done before the stream arrives."""
+        """Forward steps that only move weights, and so can run before the stream arrives."""
         return tuple(s for s in self.steps.forward if s.result.name in self.weights)
 
     def gather(self, weights: Mapping[str, jax.Array]) -> Ready:
-        """The weights as the block's products want them."""
+        """Runs the steps of `gathers`."""
         env = run(self.context, self.gathers, {self.derived.declared[n]: weights[n] for n in self.weights})
         return tuple(env[step.result] for step in self.gathers)
 
-    def _environment(self, weights: Mapping[str, jax.Array], inputs: Inputs, ready: Ready | None = None) -> Environment:
+    def _environment(self, weights: Mapping[str, jax.Array], inputs: Inputs) -> Environment:
         declared = self.derived.declared
-        env = {declared[name]: weights[name] for name in self.weights}
         given = declared | {name: shared.given for name, shared in self.derived.shared.items()}
-        env |= {given[name]: value for name, value in inputs.items() if name in declared}
-        if ready is not None:
-            env |= {step.result: value for step, value in zip(self.gathers, ready, strict=True)}
-        return env
+        env = {declared[name]: weights[name] for name in self.weights}
+        return env | {given[name]: value for name, value in inputs.items() if name in declared}
 
-    def _left(self, steps: Sequence[Step], ready: Ready | None) -> tuple[Step, ...]:
-        """The steps without what is ready."""
-        there = {step.result for step in self.gathers} if ready is not None else set()
-        return tuple(step for step in steps if step.result not in there)
+    def _run(self, steps: Sequence[Step], env: Environment, ready: Ready | None) -> Environment:
+        """Runs the steps, except those whose results are ``ready``."""
+        there = {} if ready is None else dict(zip((step.result for step in self.gathers), ready, strict=True))
+        return run(self.context, [step for step in steps if step.result not in there], env | there)
+
+    def _moved(self, saved: Saved, space: Any) -> Saved:
+        """Moves the saved activations of a layer to host memory or back, where the strategy offloads them."""
+        if not (self.context.offload and self.steps.block.carry):
+            return saved
+        return tuple(jax.device_put(array, space) for array in saved)
 
     def forward(
         self, weights: Params, inputs: Inputs, stream: jax.Array | None, *, ready: Ready | None = None
-    ) -> tuple[jax.Array, Held]:
-        """The block's result, and what its backward pass will be given."""
-        env = self._environment(weights, inputs, ready)
+    ) -> tuple[jax.Array, Saved]:
+        """Returns the block's result, and the activations that its backward pass reads."""
+        env = self._environment(weights, inputs)
         if stream is not None:
             env[self.derived.declared[self.entering]] = stream
-        env = run(self.context, self._left(self.steps.forward, ready), env)
-        held = tuple(env[array] for array in self.steps.kept)
-        return env[self.steps.forward[-1].result], self._moved(held, jax.memory.Space.Host)
-
-    def _moved(self, held: Held, space: Any) -> Held:
-        """What a layer holds, brought to host memory or back where the strategy says so."""
-        if not (self.context.offload and self.steps.block.carry):
-            return held
-        return tuple(jax.device_put(array, space) for array in held)
-
-    def recalled(self, held: Held) -> Environment:
-        """What the forward pass has held, where the backward pass can use it."""
-        return dict(zip(self.steps.kept, self._moved(held, jax.memory.Space.Device), strict=True))
-
-    @cached_property
-    def backward_steps(self) -> tuple[Step, ...]:
-        """What runs once per layer and microbatch: sums over the step wait, a segment's second run is the loop's."""
-        return once_per_layer(self.steps)
+        env = self._run(self.steps.forward, env, ready)
+        saved = tuple(env[array] for array in self.steps.kept)
+        return env[self.steps.forward[-1].result], self._moved(saved, jax.memory.Space.Host)
 
     def backward(
-        self, weights: Params, inputs: Inputs, held: Held, cotangent: jax.Array, *, ready: Ready | None = None
-    ) -> tuple[jax.Array | None, Params]:
-        """Cotangent of the entering stream (None for the first block), and gradients as `gradient_arrays` says; among
-        them `counts`, which add up over microbatches as gradients do."""
-        stream, _, grads = self._backward(weights, inputs, held, Cotangents(cotangent, {}), ready)
-        return stream, grads
-
-    def layer_backward(
-        self, weights: Params, inputs: Inputs, held: Held, cotangents: Cotangents, *, ready: Ready | None = None
-    ) -> tuple[Cotangents, Params]:
-        """The same of a layer, which adds to the cotangents of what it reads of earlier stacks."""
-        stream, further, grads = self._backward(weights, inputs, held, cotangents, ready)
-        assert stream is not None
-        return Cotangents(stream, further), grads
-
-    def _backward(
-        self, weights: Params, inputs: Inputs, held: Held, cotangents: Cotangents, ready: Ready | None
-    ) -> tuple[jax.Array | None, Inputs, Params]:
-        env = self._environment(weights, inputs, ready) | self.recalled(held)
-        shared = self.derived.shared
+        self,
+        weights: Params,
+        inputs: Inputs,
+        saved: Saved,
+        cotangents: Cotangents,
+        *,
+        ready: Ready | None = None,
+        split: bool = False,
+    ) -> tuple[Cotangents, Any]:
+        """Returns the cotangents of the block's inputs, and its gradients; with ``split`` the operands of
+        `weight_backward` instead of gradients."""
+        steps, shared = self.steps, self.derived.shared
+        env = self._environment(weights, inputs)
+        env |= zip(steps.kept, self._moved(saved, jax.memory.Space.Device), strict=True)
         whole = shared[self.result].cotangent if self.result in shared else cotangent_of(self.derived, self.result)
-        env[whole] = cotangents.stream
         sums = {name: shared[name].cotangent for name in self.further}
-        env |= {sums[name]: value for name, value in cotangents.further.items()}
-        env = run(self.context, self._left(self.backward_steps, ready), env)
-        arrays = gradient_arrays(self.derived)
-        grads = {name: env[arrays[name]] for name in self.weights} | {n: env[a] for n, a in self.counts.items()}
+        env |= {whole: cotangents.stream} | {sums[name]: value for name, value in cotangents.further.items()}
+        env = self._run(self._backward_at(self._split.inputs) if split else once_per_layer(steps), env, ready)
         stream = env[cotangent_of(self.derived, self.entering)] if self.entering else None
-        return stream, {name: env[array] for name, array in sums.items()}, grads
+        left = tuple(env[array] for array in self.handed) if split else self._gradients(env)
+        return Cotangents(stream, {name: env[array] for name, array in sums.items()}), left
+
+    def _gradients(self, env: Environment) -> Params:
+        """Returns the gradients of `gradient_arrays`, and `counts`, which microbatches sum as they sum gradients."""
+        arrays = gradient_arrays(self.derived)
+        return {name: env[arrays[name]] for name in self.weights} | {n: env[a] for n, a in self.counts.items()}
+
+    # -- the backward pass in two parts -------------------------------------------------------------
+
+    @property
+    def _split(self) -> SplitBackward:
+        assert self.steps.split is not None
+        return self.steps.split
+
+    def _backward_at(self, places: Sequence[int]) -> tuple[Step, ...]:
+        """Returns the backward steps of these indices, without recomputation, which belongs to the loop."""
+        return tuple(self.steps.backward[place] for place in places if place >= self.steps.num_again)
+
+    @property
+    def handed(self) -> tuple[ShardedArray, ...]:
+        """Operands of the second pass that the first computes, and the counts of a router, which it returns."""
+        counts = (array for array in self.counts.values() if array not in self._split.handed)
+        return (*self._split.handed, *counts)
+
+    def weight_backward(self, weights: Params, inputs: Inputs, handed: Sequence[jax.Array]) -> Params:
+        """Returns the gradients from what `backward` returned with ``split``."""
+        env = self._environment(weights, inputs) | dict(zip(self.handed, handed, strict=True))
+        return self._gradients(self._run(self._backward_at(self._split.weights), env, None))
 
 
-def through(steps: Sequence[Step], value: jax.Array, *, leading: int = 0) -> jax.Array:
-    """A value after collectives and slices, one after the other."""
+def apply_collectives(steps: Sequence[Step], value: jax.Array, *, leading: int = 0) -> jax.Array:
+    """Returns a value after a sequence of collectives and slices."""
     for step in steps:
         value = communicate(step, value, leading=leading)
     return value

@@ -1,8 +1,8 @@
 """Prefill and generation of a strategy: derived steps inside `shard_map`, each compiled once, the cache in place."""
 
 import math
-from collections.abc import Callable, Mapping
-from functools import cached_property
+from collections.abc import Mapping
+from functools import cached_property, partial
 from typing import Any, Literal, get_args
 
 import jax
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from meshwright.algebra.derived import Derived
+from meshwright.algebra.derived import BlockSteps, Derived
 from meshwright.algebra.generation import (
     PAGES,
     CacheDtype,
@@ -22,28 +22,32 @@ from meshwright.algebra.generation import (
     scales,
 )
 from meshwright.algebra.notation import check
+from meshwright.algebra.ops.cache_write import CacheWrite
 from meshwright.algebra.transformer import weight_variables
 from meshwright.core.errors import InputError, nearest
 from meshwright.nn import quantisation
+from meshwright.nn.cache import LayerCache
 from meshwright.nn.context import Context
+from meshwright.nn.forward import over_layers, run_block
 from meshwright.nn.ops.quantised_embed import DTYPES
 from meshwright.nn.weights import Params, param_shapes
-from meshwright.parallel.generation_pass import Cache, GenerationPass
-from meshwright.parallel.mesh import device_mesh, lower, partition_spec
+from meshwright.parallel.mesh import device_mesh, lower, partition_spec, shardings
 from meshwright.spec.job import Job
 from meshwright.spec.model import Model, require_runnable
 from meshwright.spec.strategy import Strategy, require_runnable_strategy
 
-Weights = Literal["as they are", "int8"]
+WeightStorage = Literal["as they are", "int8"]
+Cache = dict[str, jax.Array]
+"""Row of the cache table -> its array, the layers of its kind in front."""
 
 
 class GenerateStep:
-    """One strategy of one model made to generate up to ``batch_seqs`` sequences of at most ``max_len`` positions.
+    """Generates with a model under a strategy: up to ``batch_seqs`` sequences of at most ``max_len`` positions.
 
-    ``prefill`` and ``generate`` take the cache and give the next one: the one given is consumed. Weights of
-    ``weights="int8"`` are quantised where they lie by `place`. Rotations that change with the length of a sequence
-    take ``max_len`` for it. With a ``page_len`` layers without a window keep their positions in pages, of which a table
-    says whose they are: `init_pages` gives every sequence its own.
+    ``prefill`` and ``generate`` consume the cache and return the next one. With ``weights="int8"``, `place` quantises
+    weights on their devices. Rotations that depend on the length of a sequence use ``max_len``. With a ``page_len``
+    layers without a window keep their positions in pages, which a table assigns to sequences: `init_pages` gives every
+    sequence its own.
     """
 
     def __init__(
@@ -54,26 +58,23 @@ class GenerateStep:
         max_len: int,
         batch_seqs: int,
         cache_dtype: CacheDtype = "bf16",
-        weights: Weights = "as they are",
+        weights: WeightStorage = "as they are",
         page_len: int = 0,
         mesh: Mesh | AbstractMesh | None = None,
     ) -> None:
         _require_can_generate(model, strategy, max_len=max_len, weights=weights)
-        self.prefill_job, self.decode_job = (
-            Job(kind=kind, batch_seqs=batch_seqs, seq_len=max_len) for kind in ("prefill", "decode")
-        )
-        self.strategy = job_strategy(self.decode_job, strategy)
+        prefill, decode = (Job(kind=kind, batch_seqs=batch_seqs, seq_len=max_len) for kind in ("prefill", "decode"))
+        self.strategy = job_strategy(decode, strategy)
         self.model, self.max_len, self.batch_seqs = model, max_len, batch_seqs
         self.quantised = weights == "int8"
-        self.storage = Storage(cache_dtype=cache_dtype, quantised=self.quantised, page_len=page_len)
+        storage = Storage(cache_dtype=cache_dtype, quantised=self.quantised, page_len=page_len)
         self.prefill_declared, self.generate_declared = (
-            derive_job(model, job, strategy, storage=self.storage) for job in (self.prefill_job, self.decode_job)
+            derive_job(model, job, strategy, storage=storage) for job in (prefill, decode)
         )
         # room for a prompt of any length up to max_len, filled up to what the axes divide
         self.cache_len = -(-max_len // self._prompt_parts) * self._prompt_parts
-        room = self.cache_len
-        self.table = cache_table(model, batch_seqs=batch_seqs, max_len=room, storage=self.storage)
-        self.cache_sizes = cache_sizes(batch_seqs=batch_seqs, max_len=room, storage=self.storage)
+        self.table = cache_table(model, batch_seqs=batch_seqs, max_len=self.cache_len, storage=storage)
+        self.cache_sizes = cache_sizes(batch_seqs=batch_seqs, max_len=self.cache_len, storage=storage)
         self._require_even_splits()
         self.mesh = mesh or device_mesh(strategy.mesh)
         self._compiled: dict[int, jax.stages.Compiled] = {}
@@ -87,46 +88,40 @@ class GenerateStep:
 
     @property
     def _prompt_parts(self) -> int:
-        """Parts into which the positions of a prompt are split."""
+        """Number of shards of the positions of a prompt."""
         return math.prod(self.strategy.mesh[axis] for axis in self.prefill_declared.declared["x"].axes_of("T"))
 
-    # -- where things lie --------------------------------------------------------------------------
+    # -- shapes and shardings ----------------------------------------------------------------------
 
     @cached_property
     def param_specs(self) -> dict[str, PartitionSpec]:
-        """How the weights lie, scales beside int8 ones."""
-        specs = {}
+        """Shardings of the weights, and of the scales of int8 ones."""
+        declared = self.generate_declared.declared | self.prefill_declared.declared
         named = scales(self.model) if self.quantised else {}
-        for name, (weight, _) in weight_variables(self.model).items():
-            for each in (name, *([named[name].name] if name in named else [])):
-                declared = self.prefill_declared.declared.get(each, self.generate_declared.declared.get(each))
-                assert declared is not None, f"no program uses {each}"
-                specs[each] = partition_spec(declared, stacked=bool(weight.layers))
-        return specs
+        return {
+            each: partition_spec(declared[each], stacked=bool(weight.layers))
+            for name, (weight, _) in weight_variables(self.model).items()
+            for each in (name, *([named[name].name] if name in named else []))
+        }
 
     @cached_property
     def cache_specs(self) -> dict[str, PartitionSpec]:
-        """How the cache lies."""
+        """Shardings of the cache."""
         return {row.name: partition_spec(self.generate_declared.declared[row.name], stacked=True) for row in self.table}
-
-    def _shardings(self, specs: Any) -> Any:
-        return jax.tree.map(
-            lambda spec: NamedSharding(self.mesh, spec), specs, is_leaf=lambda s: isinstance(s, PartitionSpec)
-        )
 
     @cached_property
     def param_shardings(self) -> dict[str, NamedSharding]:
-        """Where each weight lies; float weights are loaded into the ones of their names."""
-        return self._shardings(self.param_specs)
+        """The sharding of each weight on the mesh; float weights are loaded with those of their names."""
+        return shardings(self.mesh, self.param_specs)
 
     @cached_property
     def cache_shardings(self) -> dict[str, NamedSharding]:
-        """Where each array of the cache lies."""
-        return self._shardings(self.cache_specs)
+        """The sharding of each array of the cache on the mesh."""
+        return shardings(self.mesh, self.cache_specs)
 
     @property
     def logits_sharding(self) -> NamedSharding:
-        """Where logits [B, V] lie."""
+        """The sharding of logits [B, V]."""
         return NamedSharding(self.mesh, partition_spec(self.generate_declared.declared["logits"]))
 
     @property
@@ -148,8 +143,7 @@ class GenerateStep:
     # -- what a user calls -------------------------------------------------------------------------
 
     def place(self, params: Mapping[str, Any]) -> Params:
-        """Float weights on their devices in the step's dtype, quantised there if it wants int8; quantised ones as
-        they are."""
+        """Puts weights on their devices in the step's dtype; quantises float weights there if the step uses int8."""
         if "embed_scale" in params or not self.quantised:
             placed = {name: jnp.asarray(array, self.param_shapes[name].dtype) for name, array in params.items()}
             return jax.device_put(placed, {name: self.param_shardings[name] for name in placed})
@@ -161,36 +155,35 @@ class GenerateStep:
         return quantise(placed)
 
     def init_cache(self) -> Cache:
-        """An empty cache, made where it lies."""
-        shapes = self.cache_shapes
-
-        def empty() -> Cache:
-            return {name: jnp.zeros(s.shape, s.dtype) for name, s in shapes.items()}
-
-        return jax.jit(empty, out_shardings=self.cache_shardings)()
+        """Returns an empty cache, made on its devices."""
+        shapes = self.cache_shapes.items()
+        empty = jax.jit(
+            lambda: {name: jnp.zeros(s.shape, s.dtype) for name, s in shapes}, out_shardings=self.cache_shardings
+        )
+        return empty()
 
     @property
     def has_pages(self) -> bool:
-        """Whether some array of the cache is a pool of pages."""
+        """True if some array of the cache is a pool of pages."""
         return any(row.layout == "paged" for row in self.table)
 
     def init_pages(self) -> np.ndarray:
-        """A table of pages [B, Bp] that gives every sequence pages of its own, in its own device's part of the pool."""
+        """Returns a table of pages [B, Bp] that gives every sequence its own, in its device's shard of the pool."""
         split = self.generate_declared.declared["last"].axes_of("B")
         rows = self.batch_seqs // math.prod(self.strategy.mesh[axis] for axis in split)
         each = self.cache_sizes["Bp"]
         return ((np.arange(self.batch_seqs) % rows)[:, None] * each + np.arange(each)).astype(np.int32)
 
     def padded_length(self, length: int) -> int:
-        """The smallest length of prompts that is compiled: a power of two, at least 8, that every axis divides; at
-        most what the cache holds."""
+        """Returns the length for which a prompt's program is compiled: a power of two, at least 8, times the shards of
+        positions; at most the length of the cache."""
         parts = self._prompt_parts
         return min(parts * max(1, 2 ** math.ceil(math.log2(max(length, 8) / parts))), self.cache_len)
 
     def prefill(
         self, params: Params, cache: Cache, tokens: Any, lengths: Any, pages: Any = None
     ) -> tuple[jax.Array, Cache]:
-        """Logits [B, V] after each row's last token, and the cache with its keys and values.
+        """Returns logits [B, V] after each row's last token, and the cache with its keys and values.
 
         ``tokens`` [B, T] are padded behind ``lengths`` [B], 1 at least; each T is compiled once, and `padded_length`
         gives few. ``pages`` [B, Bp] are the pages of each row, by default those of `init_pages`.
@@ -201,48 +194,41 @@ class GenerateStep:
     def generate(
         self, params: Params, cache: Cache, tokens: Any, positions: Any, pages: Any = None
     ) -> tuple[jax.Array, Cache]:
-        """Logits [B, V] after one more token of each row: ``tokens`` [B] at ``positions`` [B]."""
+        """Returns logits [B, V] after one more token of a row, ``tokens`` [B] at ``positions`` [B], and the cache."""
         return self.compiled(0)(params, cache, self.decode_inputs(tokens, positions, pages))
 
     def prefill_inputs(self, tokens: Any, lengths: Any, pages: Any = None) -> dict[str, jax.Array]:
-        """What the program of `prefill` is given besides weights and cache, on its devices."""
+        """Returns the inputs of the program of `prefill` besides weights and cache, on its devices."""
         tokens, lengths = np.asarray(tokens, np.int32), np.asarray(lengths, np.int32)
         self._require_prompts(tokens, lengths)
         rows = {"tokens": tokens, "last": lengths - 1, **self._pages(pages)}
-        return self._place(rows, self.prefill_declared)
+        return self._place(rows, self._given_specs(1))
 
     def decode_inputs(self, tokens: Any, positions: Any, pages: Any = None) -> dict[str, jax.Array]:
-        """What the program of `generate` is given besides weights and cache, on its devices."""
+        """Returns the inputs of the program of `generate` besides weights and cache, on its devices."""
         rows = {"tokens": tokens, "positions": positions, **self._pages(pages)}
-        return self._place(rows, self.generate_declared, one=True)
+        return self._place(rows, self._given_specs(0))
 
     def _pages(self, pages: Any) -> dict[str, Any]:
-        """The page table as an input of the programs; nothing where no cache has pages."""
+        """Returns the page table as an input of the programs; nothing where no cache has pages."""
         if not self.has_pages:
             return {}
         return {PAGES: self.init_pages() if pages is None else pages}
 
     def compiled(self, length: int) -> jax.stages.Compiled:
-        """The program for prompts of a padded length, or for 0 that for one more token; compiled when first asked
-        for."""
+        """Returns the program for prompts of a padded length, or for one more token where it is 0; compiles it once."""
         if length not in self._compiled:
             self._compiled[length] = self.lower(length).compile()
         return self._compiled[length]
 
-    @property
-    def num_compiled(self) -> int:
-        """Programs compiled so far."""
-        return len(self._compiled)
-
     def lower(self, length: int, *, platform: str = "") -> jax.stages.Lowered:
-        """The program traced, without any data; on an abstract mesh for the ``platform`` named."""
+        """Traces the program without data; on an abstract mesh for ``platform``."""
         rows = jax.ShapeDtypeStruct((self.batch_seqs,), jnp.int32)
         tokens = jax.ShapeDtypeStruct((self.batch_seqs, length), jnp.int32)
         given = {"tokens": tokens, "last": rows} if length else {"tokens": rows, "positions": rows}
         if self.has_pages:
             given[PAGES] = jax.ShapeDtypeStruct((self.batch_seqs, self.cache_sizes["Bp"]), jnp.int32)
-        program = self._prefill if length else self._generate
-        return lower(program, self.mesh, self.param_shapes, self.cache_shapes, given, platform=platform)
+        return lower(self._program(length), self.mesh, self.param_shapes, self.cache_shapes, given, platform=platform)
 
     # -- the programs ------------------------------------------------------------------------------
 
@@ -261,17 +247,53 @@ class GenerateStep:
             self.strategy.mesh,
         )
 
-    def _specs(self, derived: Derived, *names: str) -> dict[str, PartitionSpec]:
+    def _given_specs(self, length: int) -> dict[str, PartitionSpec]:
+        """Returns the shardings of `prefill_inputs`, or for 0 of `decode_inputs`: rows of one position each."""
+        specs = self._specs(self.prefill_declared if length else self.generate_declared)
+        rows = specs.pop("positions" if length else "last")
+        return specs if length else specs | {"tokens": rows, "positions": rows}
+
+    def _specs(self, derived: Derived) -> dict[str, PartitionSpec]:
+        """Returns the shardings of the inputs of a derived program."""
+        names = ("tokens", "positions", "last", *((PAGES,) if self.has_pages else ()))
         return {name: partition_spec(derived.declared[name]) for name in names}
 
-    def _place(self, given: Mapping[str, Any], derived: Derived, *, one: bool = False) -> dict[str, jax.Array]:
-        """Rows on their devices; ``one``: of one position each."""
-        rows = PartitionSpec(partition_spec(derived.declared["last"])[0])
-        specs = {n: rows if one and n != PAGES else partition_spec(derived.declared[n]) for n in given}
+    def _place(self, given: Mapping[str, Any], specs: Mapping[str, PartitionSpec]) -> dict[str, jax.Array]:
         arrays = {n: a if isinstance(a, jax.Array) else np.asarray(a, np.int32) for n, a in given.items()}
-        return jax.device_put(arrays, self._shardings(specs))
+        return jax.device_put(arrays, shardings(self.mesh, {name: specs[name] for name in arrays}))
 
-    def _pass(self, derived: Derived) -> GenerationPass:
+    def _program(self, length: int) -> Any:
+        """Jitted: (weights, cache, what is given) -> logits and cache; for 0 one more token."""
+        derived = self.prefill_declared if length else self.generate_declared
+        mapped = jax.shard_map(
+            partial(self._run, derived),
+            mesh=self.mesh,
+            in_specs=(self.param_specs, self.cache_specs, self._specs(derived)),
+            out_specs=(partition_spec(derived.declared["logits"]), self.cache_specs),
+            check_vma=False,
+        )
+
+        def prefill(params: Params, cache: Cache, given: dict[str, jax.Array]) -> tuple[jax.Array, Cache]:
+            shape = given["tokens"].shape
+            positions = jnp.broadcast_to(jnp.arange(shape[1], dtype=jnp.int32)[None], shape)
+            return mapped(params, cache, {**given, "positions": positions})
+
+        def generate(params: Params, cache: Cache, given: dict[str, jax.Array]) -> tuple[jax.Array, Cache]:
+            columns = {name: rows if name == PAGES else rows[:, None] for name, rows in given.items()}
+            return mapped(params, cache, {**columns, "last": jnp.zeros_like(given["tokens"])})
+
+        return jax.jit(
+            prefill if length else generate,
+            in_shardings=shardings(self.mesh, (self.param_specs, self.cache_specs, self._given_specs(length))),
+            out_shardings=(self.logits_sharding, self.cache_shardings),
+            donate_argnums=1,
+        )
+
+    def _run(self, derived: Derived, params: Params, cache: Cache, given: Mapping[str, Any]) -> tuple[jax.Array, Cache]:
+        """Returns logits and the next cache, on one device's shards; ``given`` are tokens, positions and last by name.
+
+        The loops over layers carry caches whole, so that a step changes what it writes and copies nothing.
+        """
         context = Context(
             model=self.model,
             derived=derived,
@@ -279,53 +301,31 @@ class GenerateStep:
             seq_len=self.max_len,
             dtype=self.strategy.state_dtype,
         )
-        return GenerationPass(context)
+        (stack,) = derived.program.stacks
 
-    @cached_property
-    def _prefill(self) -> Any:
-        derived = self.prefill_declared
-        table = (PAGES,) if self.has_pages else ()
-        specs = self._specs(derived, "tokens", "positions", "last", *table)
-        mapped = self._mapped(self._pass(derived).run, specs, derived)
+        def layer(
+            steps: BlockSteps, number: jax.Array, own: Params, carry: tuple[jax.Array, Cache]
+        ) -> tuple[jax.Array, Cache]:
+            stream, cache = carry
+            held = {name: LayerCache(array, number) for name, array in cache.items()}
+            stream, env = run_block(context, steps, {**given, **own, **held, stack.carry: stream})
+            writes = (step for step in steps.forward if isinstance(step.details, CacheWrite))
+            written: Any = {step.inputs[0].name: env[step.result] for step in writes}
+            return stream, {**cache, **{name: held.stack for name, held in written.items()}}
 
-        def prefill(params: Params, cache: Cache, given: dict[str, jax.Array]) -> tuple[jax.Array, Cache]:
-            shape = given["tokens"].shape
-            positions = jnp.broadcast_to(jnp.arange(shape[1], dtype=jnp.int32)[None], shape)
-            return mapped(params, cache, {**given, "positions": positions})
-
-        return self._jitted(prefill, self._specs(derived, "tokens", "last", *table))
-
-    @cached_property
-    def _generate(self) -> Any:
-        derived = self.generate_declared
-        table = (PAGES,) if self.has_pages else ()
-        specs = self._specs(derived, "tokens", "positions", "last", *table)
-        mapped = self._mapped(self._pass(derived).run, specs, derived)
-
-        def generate(params: Params, cache: Cache, given: dict[str, jax.Array]) -> tuple[jax.Array, Cache]:
-            columns = {name: rows if name == PAGES else rows[:, None] for name, rows in given.items()}
-            return mapped(params, cache, {**columns, "last": jnp.zeros_like(given["tokens"])})
-
-        rows = dict.fromkeys(("tokens", "positions"), specs["last"])
-        return self._jitted(generate, rows | {name: specs[name] for name in table})
-
-    def _mapped(self, body: Callable[..., Any], specs: Any, derived: Derived) -> Callable[..., Any]:
-        out = (partition_spec(derived.declared["logits"]), self.cache_specs)
-        arguments = (self.param_specs, self.cache_specs, specs)
-        return jax.shard_map(body, mesh=self.mesh, in_specs=arguments, out_specs=out, check_vma=False)
-
-    def _jitted(self, body: Callable[..., Any], specs: Any) -> Any:
-        arguments = self._shardings((self.param_specs, self.cache_specs, specs))
-        results = (self.logits_sharding, self.cache_shardings)
-        return jax.jit(body, in_shardings=arguments, out_shardings=results, donate_argnums=1)
+        blocks = {steps.block.name: steps for steps in derived.blocks}
+        x, _ = run_block(context, blocks[stack.first], {**given, **params})
+        x, cache = over_layers(derived, stack, params, layer, (x, cache))
+        logits, _ = run_block(context, blocks[stack.last], {**given, **params, stack.carry: x})
+        return logits, cache
 
 
 def _require_can_generate(model: Model, strategy: Strategy, *, max_len: int, weights: str) -> None:
     """Raise InputError or CannotRunError for what cannot generate, whatever its mesh."""
     require_runnable(model)
     require_runnable_strategy(strategy)
-    if weights not in get_args(Weights):
-        raise InputError(f"weights {weights!r} are not known.{nearest(weights, get_args(Weights))}")
+    if weights not in get_args(WeightStorage):
+        raise InputError(f"weights {weights!r} are not known.{nearest(weights, get_args(WeightStorage))}")
     if max_len < 1:
         raise InputError(f"max_len={max_len} must be at least 1.")
     if model.learned_positions and max_len > model.max_positions:

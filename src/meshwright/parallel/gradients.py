@@ -4,7 +4,7 @@ The routers' counts go with the gradients as `BlockPasses.counts` names them: st
 microbatches like these, and complete on every device without any further sum.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -16,13 +16,10 @@ from meshwright.algebra.derived import Derived
 from meshwright.algebra.notation import ShardedArray
 from meshwright.algebra.rewrites.split_backward import step_steps
 from meshwright.core.labels import AT_MOST_ONCE
-from meshwright.nn.experts.balance import Routing
 from meshwright.nn.weights import Params
-from meshwright.parallel.blocks import Cotangents, Inputs, through
+from meshwright.parallel.blocks import Cotangents, Inputs, apply_collectives
 from meshwright.parallel.passes import Passes
-
-Microbatch = Callable[[Params, Inputs, Params | None], tuple[jax.Array, Params]]
-"""(weights, rows, what earlier microbatches left) -> summed loss and gradients; without the third nothing is added."""
+from meshwright.spec.strategy import Strategy
 
 
 def microbatch_gradients(
@@ -34,27 +31,22 @@ def microbatch_gradients(
     earlier: Params | None = None,
     overlapped: bool = False,
 ) -> tuple[jax.Array, Params]:
-    """Summed loss of a microbatch's own tokens, and gradients of ``dloss`` times it.
+    """Returns the summed loss of a microbatch, and the gradients of ``dloss`` times it.
 
-    They are as a microbatch leaves them; with ``overlapped``, added to ``earlier`` ones and as a step leaves them, each
-    layer's as soon as they are made.
+    With ``overlapped`` each layer adds its gradients to the ``earlier`` ones and runs their collectives of scope "step"
+    as soon as it has computed them.
     """
-    results, held = dict(inputs), []
-    for stack in passes.stacks:
-        stream, embed_held = stack.embed.forward(params, results, None)
-        stream, of_turns = stack.layers_forward(params, results, stream)
-        results[stack.head.result], head_held = stack.head.forward(params, results, stream)
-        held.append((embed_held, of_turns, head_held))
+    results, saved = _forward(passes, params, inputs)
     cotangents, ends, of_layers = {passes.head.result: dloss}, Params(), Params()
-    for stack, (embed_held, of_turns, head_held) in reversed(list(zip(passes.stacks, held, strict=True))):
-        cotangent, of_head = stack.head.backward(params, results, head_held, cotangents[stack.head.result])
-        assert cotangent is not None
-        # layers add to the cotangents of what they read
+    for stack, (embed_saved, layers_saved, head_saved) in reversed(list(zip(passes.stacks, saved, strict=True))):
+        of_result = Cotangents(cotangents[stack.head.result], {})
+        (cotangent, _), of_head = stack.head.backward(params, results, head_saved, of_result)
+        # Layers add to the cotangents of the results of earlier stacks.
         further = {name: jnp.zeros_like(results[name]) for name in stack.stack.inputs}
-        (cotangent, further), grads = stack.stack_backward(
-            params, results, of_turns, Cotangents(cotangent, further), earlier=earlier, overlapped=overlapped
+        (cotangent, further), grads = stack.layers_backward(
+            params, results, layers_saved, Cotangents(cotangent, further), earlier=earlier, overlapped=overlapped
         )
-        _, of_embed = stack.embed.backward(params, results, embed_held, cotangent)
+        _, of_embed = stack.embed.backward(params, results, embed_saved, Cotangents(cotangent, {}))
         cotangents = summed(cotangents, further)
         ends, of_layers = summed(ends, of_head, of_embed), of_layers | grads
     loss = results[passes.head.result]
@@ -65,17 +57,23 @@ def microbatch_gradients(
 
 
 def microbatch_loss(passes: Passes, params: Params, inputs: Inputs) -> jax.Array:
-    """The summed loss alone."""
-    results = dict(inputs)
+    """Returns the summed loss of a microbatch."""
+    return _forward(passes, params, inputs)[0][passes.head.result]
+
+
+def _forward(passes: Passes, params: Params, inputs: Inputs) -> tuple[Inputs, list[Any]]:
+    """Returns the inputs with the result of every stack, and the activations that each stack has saved."""
+    results, saved = dict(inputs), []
     for stack in passes.stacks:
-        stream, _ = stack.embed.forward(params, results, None)
-        stream, _ = stack.layers_forward(params, results, stream)
-        results[stack.head.result], _ = stack.head.forward(params, results, stream)
-    return results[passes.head.result]
+        stream, of_embed = stack.embed.forward(params, results, None)
+        stream, of_layers = stack.layers_forward(params, results, stream)
+        results[stack.head.result], of_head = stack.head.forward(params, results, stream)
+        saved.append((of_embed, of_layers, of_head))
+    return results, saved
 
 
 def summed(*parts: Params) -> Params:
-    """Gradients of several parts of a program: a weight that two of them use (tied embeddings) has both."""
+    """Adds gradients by name: a weight that several parts of a program use (tied embeddings) gets the sum."""
     total: Params = {}
     for part in parts:
         for name, grad in part.items():
@@ -83,77 +81,97 @@ def summed(*parts: Params) -> Params:
     return total
 
 
-def over_microbatches(
-    one: Microbatch, last: Microbatch, params: Params, inputs: Inputs, *, count: int, wide: bool = False
+def step_gradients(
+    passes: Passes, params: Params, inputs: Inputs, dloss: jax.Array, *, strategy: Strategy, stacked: frozenset[str]
 ) -> tuple[jax.Array, Params]:
-    """Loss and gradients of ``count`` microbatches one after the other, in float32 if more than one or ``wide``.
+    """Returns the summed loss of all microbatches, and gradients of ``dloss`` times it after the collectives of a step.
 
-    ``last`` is run for the last of them, on what ``one`` has left for the others.
+    Gradients are summed in float32 if there are several microbatches, or the training state asks for it.
     """
+    sync = strategy.gradient_sync
+    loss, grads = _over_microbatches(
+        passes, params, inputs, dloss, count=strategy.num_microbatches, overlapped=sync == "overlapped"
+    )
+    if strategy.state == "bf16-master-fp32-grads":
+        grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
+    if sync == "naive":
+        grads = once_per_step(passes.derived, grads, stacked=stacked)
+    elif sync == "bucketed":
+        grads = in_buckets(passes.derived, grads, stacked=stacked, bucket_bytes=strategy.bucket_bytes)
+    return loss, grads
+
+
+def _over_microbatches(
+    passes: Passes, params: Params, inputs: Inputs, dloss: jax.Array, *, count: int, overlapped: bool
+) -> tuple[jax.Array, Params]:
+    """Runs ``count`` microbatches in sequence and sums losses and gradients; with ``overlapped`` the last one adds the
+    sum of the others layer by layer."""
+
+    def one(weights: Params, rows: Inputs) -> tuple[jax.Array, Params]:
+        return microbatch_gradients(passes, weights, rows, dloss)
+
+    def last(weights: Params, rows: Inputs, earlier: Params | None) -> tuple[jax.Array, Params]:
+        return microbatch_gradients(passes, weights, rows, dloss, earlier=earlier, overlapped=overlapped)
+
     if count == 1:
-        loss, grads = last(params, inputs, None)
-        return loss, jax.tree.map(lambda g: g.astype(jnp.float32), grads) if wide else grads
+        return last(params, inputs, None)
     parts = {n: a.reshape(count, a.shape[0] // count, *a.shape[1:]) for n, a in inputs.items()}
 
     def body(carry: tuple[jax.Array, Params], part: Inputs) -> tuple[tuple[jax.Array, Params], None]:
         # Ties the weights to the microbatch: otherwise XLA hoists some gathers out of the loop, not all.
-        weights, rows = lax.optimization_barrier((params, part))
-        loss, grads = one(weights, rows, None)
-        return (carry[0] + loss, jax.tree.map(jnp.add, carry[1], apart(grads))), None
+        loss, grads = one(*lax.optimization_barrier((params, part)))
+        return (carry[0] + loss, jax.tree.map(jnp.add, carry[1], barrier(grads))), None
 
-    shapes = jax.eval_shape(lambda p: one(params, p, None)[1], jax.tree.map(lambda a: a[0], parts))
+    shapes = jax.eval_shape(lambda part: one(params, part)[1], jax.tree.map(lambda a: a[0], parts))
     zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, jnp.float32), shapes)
-    if one is last:
-        total, _ = lax.scan(body, (jnp.zeros(()), zeros), parts)
-        return total
+    if not overlapped:
+        return lax.scan(body, (jnp.zeros(()), zeros), parts)[0]
     (before, grads), _ = lax.scan(body, (jnp.zeros(()), zeros), jax.tree.map(lambda a: a[:-1], parts))
     final = (params, jax.tree.map(lambda a: a[-1], parts), grads)
-    loss, grads = _once_after(grads, lambda given: last(*given), final)
+    loss, grads = _run_after(grads, lambda given: last(*given), final)
     return before + loss, grads
 
 
-def apart(grads: Any) -> Any:
-    """The gradients themselves, behind a barrier: summed in a loop right after an all-reduce they are what libtpu tries
-    to move out of the loop, and fails over (RET_CHECK in while_loop_all_reduce_code_motion, 0.0.42)."""
+def barrier(grads: Any) -> Any:
+    """Puts an optimization barrier behind the gradients.
+
+    Without it libtpu tries to move a sum that follows an all-reduce out of the loop, and fails (RET_CHECK in
+    while_loop_all_reduce_code_motion, 0.0.42).
+    """
     return lax.optimization_barrier(grads)
 
 
-def _once_after(grads: Params, run: Callable[[Any], Any], given: Any) -> Any:
-    """``run(given)``, not begun before the gradients are there: a loop of one turn, which no compiler writes out.
+def _run_after(grads: Params, run: Callable[[Any], Any], given: Any) -> Any:
+    """Returns ``run(given)``, which starts after the gradients exist: a loop of one iteration that no compiler unrolls.
 
-    Without it, since a loop over the only microbatch before the last is written out and barriers are dropped before the
-    work is put in order, compilers make room for what the last microbatch keeps while the one ahead of it still has its
-    own.
+    A loop over the only microbatch before the last is unrolled, and barriers are dropped before instructions are
+    scheduled. Compilers would then allocate the activations of the last microbatch while those of the previous one are
+    still live.
     """
     one = sum(grad.reshape(-1)[0].astype(jnp.float32) for grad in grads.values())
     never = (jnp.isnan(one) & jnp.isinf(one)).astype(jnp.int32)
     empty = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(run, given))
 
-    def turn(number: jax.Array, _: Any) -> Any:
-        # Tied to the turn: what does not change in a loop is moved out of it.
+    def once(number: jax.Array, _: Any) -> Any:
+        # Depends on the iteration: XLA moves loop invariants out of the loop.
         return run(lax.optimization_barrier((given, number))[0])
 
     with jax.named_scope(AT_MOST_ONCE):
-        return lax.fori_loop(0, 1 - never, turn, empty)
-
-
-def without_counts(grads: Params, names: Collection[str]) -> tuple[Params, Routing | None]:
-    """Gradients of the weights ``names``, and what else goes with them: the routers' counts of all layers with experts,
-    [layers, Er, E], those of a kind together. None where nothing was counted."""
-    counts = [grads[name] for name in sorted(grads.keys() - set(names))]
-    return {name: grads[name] for name in names}, jnp.concatenate(counts) if counts else None
+        return lax.fori_loop(0, 1 - never, once, empty)
 
 
 def once_per_step(derived: Derived, grads: Params, *, stacked: frozenset[str]) -> Params:
-    """Gradients summed over replicas and brought to the optimizer's shards, as derived."""
+    """Sums gradients over replicas and reshards them as the optimizer's state, as derived."""
     steps = step_steps(derived)
     ends = {step.result.name.removeprefix("d"): step for step in derived.ends}
-    found = {name: through(steps.get(name, ()), grad, leading=int(name in stacked)) for name, grad in grads.items()}
-    return {name: through([ends[name]], grad) if name in ends else grad for name, grad in found.items()}
+    found = {
+        name: apply_collectives(steps.get(name, ()), grad, leading=int(name in stacked)) for name, grad in grads.items()
+    }
+    return {name: apply_collectives([ends[name]], grad) if name in ends else grad for name, grad in found.items()}
 
 
 def in_buckets(derived: Derived, grads: Params, *, stacked: frozenset[str], bucket_bytes: int) -> Params:
-    """The same, with the gradients that are only summed over replicas joined in buckets of so many bytes."""
+    """`once_per_step`, with the gradients that need only an all-reduce concatenated in buckets of ``bucket_bytes``."""
     steps = step_steps(derived)
     joined: dict[tuple[str, ...], list[str]] = {}
     for name in grads:
@@ -164,7 +182,7 @@ def in_buckets(derived: Derived, grads: Params, *, stacked: frozenset[str], buck
     for names in joined.values():
         for bucket in _buckets(names, grads, bucket_bytes):
             flat = jnp.concatenate([grads[name].reshape(-1) for name in bucket])
-            total = through(steps[bucket[0]], flat)
+            total = apply_collectives(steps[bucket[0]], flat)
             cuts = np.cumsum([grads[name].size for name in bucket])[:-1]
             parts = jnp.split(total, [int(cut) for cut in cuts])
             found |= {name: part.reshape(grads[name].shape) for name, part in zip(bucket, parts, strict=True)}
@@ -172,7 +190,7 @@ def in_buckets(derived: Derived, grads: Params, *, stacked: frozenset[str], buck
 
 
 def _buckets(names: list[str], grads: Params, bucket_bytes: int) -> list[list[str]]:
-    """Names in order, a new bucket where the next would not fit."""
+    """Groups names in order; starts a new bucket where the next array would not fit."""
     found: list[list[str]] = [[]]
     room = bucket_bytes
     for name in names:
@@ -187,9 +205,9 @@ def _buckets(names: list[str], grads: Params, bucket_bytes: int) -> list[list[st
 def squared_norm(
     shards: Mapping[str, ShardedArray], grads: Params, mesh: Mapping[str, int], *, stacked: frozenset[str]
 ) -> jax.Array:
-    """This device's share of the squared gradient norm; replicas of a shard count once between them.
+    """Returns this device's share of the squared gradient norm: the squared sum of a shard over its number of replicas.
 
-    Layers, the ``stacked`` weights, are no replicas over the pipeline.
+    Layers, the ``stacked`` weights, are not replicated over the pipeline.
     """
     total: Any = jnp.zeros((), jnp.float32)
     for name, grad in grads.items():

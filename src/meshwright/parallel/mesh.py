@@ -1,7 +1,8 @@
-"""Device meshes, and the notation turned into JAX's PartitionSpec."""
+"""Device meshes, the notation turned into JAX's PartitionSpec, and JAX's cache of compiled programs."""
 
 import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,7 +18,7 @@ _DEVICES_FLAG = "--xla_force_host_platform_device_count"
 
 
 def emulate_devices(count: int) -> None:
-    """Ask for ``count`` CPU devices on this machine. Only works before JAX has made its first array.
+    """Asks for ``count`` CPU devices on this machine. Works only before JAX has made its first array.
 
     Raises CannotRunError when JAX already runs with fewer.
     """
@@ -33,8 +34,24 @@ def emulate_devices(count: int) -> None:
         )
 
 
+def keep_compiled_programs(folder: Path) -> None:
+    """Lets JAX keep compiled programs in ``folder/xla``; a cache that is set already stays.
+
+    A folder that cannot be written only costs the time of compiling again.
+    """
+    if jax.config.values["jax_compilation_cache_dir"]:
+        return
+    target = folder / "xla"
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return
+    jax.config.update("jax_compilation_cache_dir", str(target))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+
+
 def device_mesh(axes: Mapping[str, int], devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """A mesh of the given axes, major to minor, over the first devices. Axes of one device are kept.
+    """Returns a mesh of the given axes, major to minor, over the first devices. Axes of size 1 are kept.
 
     Raises CannotRunError when there are too few devices.
     """
@@ -48,24 +65,29 @@ def device_mesh(axes: Mapping[str, int], devices: Sequence[jax.Device] | None = 
 
 
 def abstract_mesh(axes: Mapping[str, int]) -> AbstractMesh:
-    """A mesh of the given axes without any devices: programs on it can be lowered, not compiled."""
+    """Returns a mesh of the given axes without devices: programs on it can be lowered, not compiled."""
     return AbstractMesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
 
 
 def lower(program: Any, mesh: Mesh | AbstractMesh, *arguments: Any, platform: str = "") -> jax.stages.Lowered:
-    """A jitted program traced for the platform of its mesh; for one by name where the mesh has no devices."""
+    """Lowers a jitted program for the platform of its mesh; for ``platform`` where the mesh has no devices."""
     wanted = platform or platform_of(mesh.devices.flat[0])
     with traced_for(wanted):
         return program.trace(*arguments).lower(lowering_platforms=(wanted,) if platform else None)
 
 
 def partition_spec(array: ShardedArray, *, stacked: bool = False, layers: str | None = None) -> PartitionSpec:
-    """The sharding of an array as JAX writes it; ``stacked`` arrays have the layers in front, whole or split over the
-    axis ``layers``."""
+    """Returns the sharding of an array as a PartitionSpec; the first dim of ``stacked`` arrays is the layers, sharded
+    over the axis ``layers``, if given."""
     parts = [axes[0] if len(axes) == 1 else axes or None for axes in array.axes]
     return PartitionSpec(*([layers] if stacked else []), *parts)
 
 
 def named_sharding(mesh: Mesh | AbstractMesh, array: ShardedArray, *, stacked: bool = False) -> NamedSharding:
-    """The same, on a mesh."""
+    """`partition_spec` on a mesh."""
     return NamedSharding(mesh, partition_spec(array, stacked=stacked))
+
+
+def shardings(mesh: Mesh | AbstractMesh, specs: Any) -> Any:
+    """Returns a tree of PartitionSpecs as NamedShardings on a mesh."""
+    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda s: isinstance(s, PartitionSpec))

@@ -1,4 +1,4 @@
-"""Who this process is among many, read from the variables that launchers set. No JAX here."""
+"""Which process this is of many, read from the variables that launchers set. No JAX here."""
 
 import zlib
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ import msgspec
 
 from meshwright.core.errors import InputError
 
-Source = Literal["meshwright", "Kubernetes", "RANK and WORLD_SIZE", "Open MPI", "SLURM"]
+Launcher = Literal["meshwright", "Kubernetes", "RANK and WORLD_SIZE", "Open MPI", "SLURM"]
 
 COORDINATOR, PROCESSES, PROCESS = "MESHWRIGHT_COORDINATOR", "MESHWRIGHT_PROCESSES", "MESHWRIGHT_PROCESS"
 KUBERNETES_INDEX = "JOB_COMPLETION_INDEX"
@@ -24,7 +24,7 @@ class Processes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     accelerators of this host that are this process's own, None for all that it sees.
     """
 
-    source: Source
+    source: Launcher
     count: int
     index: int
     coordinator: str | None
@@ -32,21 +32,25 @@ class Processes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 def find_processes(env: Mapping[str, str]) -> Processes | None:
-    """What a launcher has said about processes; None for one process alone.
+    """Returns what a launcher says about processes; None for a single process.
 
-    Asked in this order: our own variables (on Kubernetes the index is the Job's), RANK and WORLD_SIZE as
-    torchrun sets them, Open MPI 5, SLURM. Raises InputError that names the variable that is missing or wrong.
+    Reads, in this order, our own variables (on Kubernetes the index is the Job's), RANK and WORLD_SIZE as
+    torchrun sets them, those of Open MPI 5, of SLURM. Raises InputError that names a missing or wrong variable.
     """
-    for ask in (_own, _rank, _open_mpi, _slurm):
-        found = ask(env)
-        if found is not None:
-            return found if found.count > 1 else None
-    return None
-
-
-def _own(env: Mapping[str, str]) -> Processes | None:
-    if not any(name in env for name in (COORDINATOR, PROCESSES, PROCESS)):
+    if any(name in env for name in (COORDINATOR, PROCESSES, PROCESS)):
+        found = _own(env)
+    elif "RANK" in env and "WORLD_SIZE" in env:
+        found = _rank(env)
+    elif "OMPI_COMM_WORLD_SIZE" in env:
+        found = _open_mpi(env)
+    elif all(name in env for name in SLURM):
+        found = _processes(env, "SLURM", count="SLURM_NTASKS", index="SLURM_PROCID", coordinator=None)
+    else:
         return None
+    return found if found.count > 1 else None
+
+
+def _own(env: Mapping[str, str]) -> Processes:
     on_kubernetes = PROCESS not in env and KUBERNETES_INDEX in env
     index = KUBERNETES_INDEX if on_kubernetes else PROCESS
     if env.get(PROCESSES) == "1":
@@ -54,63 +58,44 @@ def _own(env: Mapping[str, str]) -> Processes | None:
     for name in (PROCESSES, index, COORDINATOR):
         if not env.get(name):
             raise InputError(f"{name} is not set. Set {PROCESSES}, {PROCESS} and {COORDINATOR} together, or none.")
-    source: Source = "Kubernetes" if on_kubernetes else "meshwright"
+    source: Launcher = "Kubernetes" if on_kubernetes else "meshwright"
     return _processes(env, source, count=PROCESSES, index=index, coordinator=env[COORDINATOR])
 
 
-def _rank(env: Mapping[str, str]) -> Processes | None:
-    if "RANK" not in env or "WORLD_SIZE" not in env:
-        return None
+def _rank(env: Mapping[str, str]) -> Processes:
     host = env.get("MASTER_ADDR", "")
     if env["WORLD_SIZE"] != "1" and not host:
         raise InputError("RANK and WORLD_SIZE are set and MASTER_ADDR is not. Set it to the host of process 0.")
     # The agent of torchrun keeps a store of its own at MASTER_PORT.
-    port = _number(env, "MASTER_PORT", DEFAULT_PORT) + ("TORCHELASTIC_RUN_ID" in env)
+    coordinator = f"{host}:{_number(env, 'MASTER_PORT', DEFAULT_PORT) + ('TORCHELASTIC_RUN_ID' in env)}"
+    local = ("LOCAL_RANK", "LOCAL_WORLD_SIZE")
     return _processes(
-        env,
-        "RANK and WORLD_SIZE",
-        count="WORLD_SIZE",
-        index="RANK",
-        coordinator=f"{host}:{port}",
-        local=("LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+        env, "RANK and WORLD_SIZE", count="WORLD_SIZE", index="RANK", coordinator=coordinator, local=local
     )
 
 
-def _open_mpi(env: Mapping[str, str]) -> Processes | None:
+def _open_mpi(env: Mapping[str, str]) -> Processes:
     """Open MPI 5 no longer says where mpirun is, which is all that JAX's own detection asks for."""
-    size = env.get("OMPI_COMM_WORLD_SIZE")
-    if size is None:
-        return None
-    host = env.get("MASTER_ADDR") or ("127.0.0.1" if env.get("OMPI_COMM_WORLD_LOCAL_SIZE") == size else "")
+    size, index, local_size, local_index = (
+        f"OMPI_COMM_WORLD_{name}" for name in ("SIZE", "RANK", "LOCAL_SIZE", "LOCAL_RANK")
+    )
+    host = env.get("MASTER_ADDR") or ("127.0.0.1" if env.get(local_size) == env[size] else "")
     if not host:
         raise InputError("Open MPI runs on several hosts and MASTER_ADDR is not set. Add: -x MASTER_ADDR=<first host>.")
     # One port for all processes of a job, above the range that systems hand out: 61440 to 65535.
     job = env.get("PMIX_NAMESPACE", "")
     port = _number(env, "MASTER_PORT", 61440 + zlib.crc32(job.encode()) % 4096)
-    return _processes(
-        env,
-        "Open MPI",
-        count="OMPI_COMM_WORLD_SIZE",
-        index="OMPI_COMM_WORLD_RANK",
-        coordinator=f"{host}:{port}",
-        local=("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
-    )
-
-
-def _slurm(env: Mapping[str, str]) -> Processes | None:
-    if not all(name in env for name in SLURM):
-        return None
-    count, index = _number(env, "SLURM_NTASKS"), _number(env, "SLURM_PROCID")
-    return Processes(source="SLURM", count=count, index=index, coordinator=None)
+    local = (local_index, local_size)
+    return _processes(env, "Open MPI", count=size, index=index, coordinator=f"{host}:{port}", local=local)
 
 
 def _processes(
     env: Mapping[str, str],
-    source: Source,
+    source: Launcher,
     *,
     count: str,
     index: str,
-    coordinator: str,
+    coordinator: str | None,
     local: tuple[str, str] | None = None,
 ) -> Processes:
     """Numbers from the variables named; one accelerator for each where a host has several processes."""
@@ -122,7 +107,7 @@ def _processes(
         source=source,
         count=total,
         index=this,
-        coordinator=coordinator if ":" in coordinator else f"{coordinator}:{DEFAULT_PORT}",
+        coordinator=f"{coordinator}:{DEFAULT_PORT}" if coordinator and ":" not in coordinator else coordinator,
         local_devices=(_number(env, local[0]),) if local and shares_host else None,
     )
 

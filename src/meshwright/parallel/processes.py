@@ -19,7 +19,7 @@ Made = TypeVar("Made")
 
 
 def start_processes(env: Mapping[str, str] = os.environ) -> int:
-    """Join the processes that `find_processes` tells of, where that is not done yet; how many there are.
+    """Joins the processes that `find_processes` names, once, and returns their number.
 
     Must come before JAX makes its first array. Raises InputError for wrong variables, CannotRunError when the
     others cannot be joined.
@@ -51,18 +51,18 @@ def start_processes(env: Mapping[str, str] = os.environ) -> int:
 
 
 def is_first() -> bool:
-    """Whether this is process 0, which alone prints and writes the files of a run."""
+    """True for process 0, which alone prints and writes the files of a run."""
     return jax.process_index() == 0
 
 
 def wait_for_all(name: str) -> None:
-    """Go on when every process is here. ``name`` is shown where they are not at the same place."""
+    """Waits until every process calls this. ``name`` is shown where they call it at different points."""
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices(name)
 
 
 def first_then_others(make: Callable[[], Made], name: str) -> Made:
-    """``make()`` in process 0, then in the others, which find what it left on a shared disk."""
+    """Calls ``make`` in process 0, then in the others, which find its files on a shared disk."""
     if not is_first():
         wait_for_all(name)
         return make()
@@ -73,25 +73,20 @@ def first_then_others(make: Callable[[], Made], name: str) -> Made:
 
 
 def shared(make: Callable[[], str]) -> str:
-    """What ``make`` says in process 0, in every process; an InputError or CannotRunError is raised in all."""
+    """Returns what ``make`` returns in process 0 in every process; raises its InputError or CannotRunError in all."""
     if jax.process_count() == 1:
         return make()
-    said = _broadcast(_said(make) if is_first() else "")
-    kind, text = said[:1], said[1:]
-    if kind == "I":
-        raise InputError(text)
-    if kind == "C":
-        raise CannotRunError(text)
-    return text
-
-
-def _said(make: Callable[[], str]) -> str:
-    try:
-        return "=" + make()
-    except InputError as error:
-        return "I" + str(error)
-    except CannotRunError as error:
-        return "C" + str(error)
+    said = ""
+    if is_first():
+        try:
+            said = "=" + make()
+        except (InputError, CannotRunError) as error:
+            said = type(error).__name__[0] + str(error)
+    said = _broadcast(said)
+    for kind in (InputError, CannotRunError):
+        if said[0] == kind.__name__[0]:
+            raise kind(said[1:])
+    return said[1:]
 
 
 def _broadcast(text: str) -> str:
@@ -104,8 +99,8 @@ def _broadcast(text: str) -> str:
 
 
 def stop_is_agreed(step: int) -> bool:
-    """Whether all processes stop after this step, since one of them was sent SIGTERM: the same step in all.
+    """True if all processes stop after this step, since one of them received SIGTERM: the same step in all.
 
-    Asked by every process once a step, in order; always False for one process alone.
+    Every process calls it once a step, in order. Always False for a single process.
     """
     return jax.process_count() > 1 and multihost_utils.reached_preemption_sync_point(step)

@@ -1,8 +1,8 @@
 """The training step of a strategy: derived steps inside `shard_map`, or the GSPMD form for comparison."""
 
 from collections.abc import Callable, Mapping
-from functools import cached_property, partial
-from typing import Any, Literal, NamedTuple, Protocol
+from functools import cached_property
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,24 +15,19 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from meshwright.algebra.derive import derive
 from meshwright.algebra.layers import PLAIN, ProgramOptions
 from meshwright.algebra.notation import ShardedArray
+from meshwright.algebra.steps import Step
 from meshwright.algebra.transformer import transformer, weight_variables
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.labels import OPTIMIZER
 from meshwright.nn.attention.visibility import zigzag_order
 from meshwright.nn.context import Context
 from meshwright.nn.experts.balance import routing_metrics
-from meshwright.nn.weights import Params, init_params
-from meshwright.parallel.blocks import Inputs, through
-from meshwright.parallel.gradients import (
-    in_buckets,
-    microbatch_gradients,
-    microbatch_loss,
-    once_per_step,
-    over_microbatches,
-    squared_norm,
-    without_counts,
-)
-from meshwright.parallel.mesh import device_mesh, lower, named_sharding, partition_spec
+from meshwright.nn.ops.quantised_embed import DTYPES
+from meshwright.nn.weights import Params, init_params, param_shapes
+from meshwright.parallel.blocks import Inputs, apply_collectives
+from meshwright.parallel.gradients import microbatch_loss, once_per_step, squared_norm, step_gradients
+from meshwright.parallel.mesh import device_mesh, lower, named_sharding, partition_spec, shardings
+from meshwright.parallel.optimizer import Optimizer, plain_optimizer
 from meshwright.parallel.passes import Passes
 from meshwright.parallel.pipeline.stages import Pipeline, strategy_schedule
 from meshwright.spec.model import Model, require_runnable
@@ -43,11 +38,9 @@ Batch = dict[str, jax.Array]
 """tokens and labels, both [B, T] int32 (a label of -1 counts nothing); positions and documents too where rows hold
 several documents; num_labels, a float32 scalar: the labels of the whole batch that count (none: the loss is 0)."""
 
-DTYPES = {"fp32": jnp.float32, "bf16": jnp.bfloat16}
-
 
 class State(NamedTuple):
-    """Weights (`Params`) and the optimizer's state; or, in their place, their shardings."""
+    """Weights (`Params`) and the optimizer's state, or their shardings."""
 
     params: Any
     opt_state: Any
@@ -66,51 +59,12 @@ class Metrics(NamedTuple):
     extras: Any
 
 
-class Optimizer(Protocol):
-    """What updates the weights, on global arrays: ``update(grads, state, params) -> (params, state)``."""
-
-    @property
-    def init(self) -> Callable[[Params], Any]: ...
-    @property
-    def update(self) -> Callable[[Params, Any, Params], tuple[Params, Any]]: ...
-    @property
-    def specs(self) -> Callable[[Any, Any], Any]:
-        """(shapes of the weights, their PartitionSpecs) -> PartitionSpecs of the state."""
-
-    @property
-    def kind(self) -> str:
-        """The op of `algebra.ops` whose steps the update runs."""
-
-
-class FromOptax(NamedTuple):
-    """An optax transformation as an `Optimizer`. Its update counts as AdamW's: elementwise, without communication."""
-
-    transformation: optax.GradientTransformation
-    kind: str = "adamw"
-
-    def init(self, params: Params) -> Any:
-        return self.transformation.init(params)
-
-    def update(self, grads: Params, state: Any, params: Params) -> tuple[Params, Any]:
-        updates, state = self.transformation.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    def specs(self, shapes: Any, specs: Any) -> Any:
-        return optax.tree.map_params(
-            self.transformation,
-            lambda _, spec: spec,
-            jax.eval_shape(self.transformation.init, shapes),
-            specs,
-            transform_non_params=lambda _: PartitionSpec(),
-        )
-
-
 class TrainStep:
-    """One strategy of one model made runnable: `init`, and `step(state, batch) -> (state, metrics)`.
+    """Trains a model under a strategy: `init`, and `step(state, batch) -> (state, metrics)`.
 
     ``options`` are what the job asks of the program (documents, further losses). ``form="shard_map"`` runs exactly the
-    derived steps. ``form="gspmd"`` gives XLA the declared shardings as constraints and lets it choose; it is kept as
-    the comparison.
+    derived steps. ``form="gspmd"`` gives XLA the declared shardings as constraints and lets it choose the collectives,
+    for comparison.
     """
 
     def __init__(
@@ -131,13 +85,12 @@ class TrainStep:
             raise CannotRunError("a pipeline does not run in the GSPMD form. Leave the form out, or use pipeline=1.")
         if optimizer is None and strategy.state != "fp32":
             raise AssertionError("optax.adamw keeps its moments in the weights' dtype: give an optimizer")
-        optimizer = optimizer if optimizer is not None else optax.adamw(3e-4)
-        wrapped = FromOptax(optimizer) if isinstance(optimizer, optax.GradientTransformation) else optimizer
-        self.optimizer: Optimizer = wrapped
+        given = optimizer if optimizer is not None else optax.adamw(3e-4)
+        self.optimizer = plain_optimizer(given) if isinstance(given, optax.GradientTransformation) else given
         self.max_grad_norm = max_grad_norm
         self.mesh = mesh or device_mesh(strategy.mesh)
         self.program = transformer(model, options)
-        self.declared = derive(self.program, strategy, optimizer=wrapped.kind)
+        self.declared = derive(self.program, strategy, optimizer=self.optimizer.kind)
         self.dtype = DTYPES[strategy.state_dtype]
         self.shards = self.declared.shards
         self.compile = jax.jit(
@@ -147,11 +100,11 @@ class TrainStep:
             donate_argnums=0,
         )
 
-    # -- where things lie --------------------------------------------------------------------------
+    # -- shapes and shardings ----------------------------------------------------------------------
 
     @cached_property
     def stacked(self) -> frozenset[str]:
-        """Weights of the layers: the layers of their kind are in front."""
+        """Weights of layers, whose first dim is the layers of their kind."""
         return frozenset(name for name, (weight, _) in weight_variables(self.model).items() if weight.layers)
 
     def _specs(self, arrays: Mapping[str, ShardedArray]) -> dict[str, PartitionSpec]:
@@ -161,17 +114,17 @@ class TrainStep:
 
     @cached_property
     def param_specs(self) -> dict[str, PartitionSpec]:
-        """How the weights lie between steps."""
+        """Shardings of the weights between steps."""
         return self._specs(self.declared.declared)
 
     @cached_property
     def shard_specs(self) -> dict[str, PartitionSpec]:
-        """How the optimizer's state, and the gradients given to it, lie."""
+        """Shardings of the optimizer's state, and of the gradients given to it."""
         return self._specs(self.shards)
 
     @cached_property
     def batch_specs(self) -> dict[str, PartitionSpec]:
-        """How the arrays of a batch lie."""
+        """Shardings of the arrays of a batch."""
         names = (variable.name for variable in self.program.of_role("input", "position"))
         arrays = {name: partition_spec(self.declared.declared[name]) for name in names}
         return {**arrays, "num_labels": PartitionSpec()}
@@ -179,31 +132,26 @@ class TrainStep:
     @cached_property
     def param_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Global shapes and dtypes of the weights."""
-        return jax.eval_shape(partial(init_params, self.model, dtype=self.dtype), 0)
-
-    def _shardings(self, specs: Any) -> Any:
-        return jax.tree.map(
-            lambda spec: NamedSharding(self.mesh, spec), specs, is_leaf=lambda s: isinstance(s, PartitionSpec)
-        )
+        return param_shapes(self.model, dtype=self.dtype)
 
     @cached_property
     def state_shardings(self) -> State:
-        """Where each array of the state lies."""
-        found = self._shardings(self.optimizer.specs(self.param_shapes, self.shard_specs))
+        """The sharding of each array of the state on the mesh."""
+        found = shardings(self.mesh, self.optimizer.specs(self.param_shapes, self.shard_specs))
         if "optimizer" in self.strategy.offload:
             found = jax.tree.map(lambda sharding: sharding.with_memory_kind("pinned_host"), found)
-        return State(self._shardings(self.param_specs), found)
+        return State(shardings(self.mesh, self.param_specs), found)
 
     @cached_property
     def batch_shardings(self) -> dict[str, NamedSharding]:
-        """Where each row and position of a global batch goes."""
-        return self._shardings(self.batch_specs)
+        """The sharding of each array of a global batch on the mesh."""
+        return shardings(self.mesh, self.batch_specs)
 
     def token_order(self, seq_len: int) -> np.ndarray | None:
-        """The position that each place of a row holds, where that is not its own number.
+        """Returns the position at each index of a row, None where that is the index itself.
 
-        Round a ring, positions are dealt out in zigzag, so that causal attention gives each device the same work. With
-        windows they stay in order: then a block of keys need not go all the way round.
+        Ring attention shards positions in zigzag, so that causal attention gives each device equal work. With windows
+        they stay in order, since a block of keys then passes only some of the devices.
         """
         if not self._in_zigzag:
             return None
@@ -221,7 +169,7 @@ class TrainStep:
         return rings and not self.model.sliding_layers
 
     def place(self, batch: Mapping[str, Any]) -> Batch:
-        """A global batch on the devices, in the order of positions that the step wants, with its default parts."""
+        """Puts a global batch on the devices in `token_order`; adds positions, documents and num_labels."""
         rows = {n: np.asarray(a) for n, a in batch.items() if n != "num_labels"}
         shape = rows["tokens"].shape
         for name in (name for name in self.batch_specs if name.endswith("positions")):
@@ -253,16 +201,16 @@ class TrainStep:
         return jax.jit(make, out_shardings=self.state_shardings.params)
 
     def from_canonical(self, params: Params) -> Params:
-        """Weights, or what is kept for each of them, with layers in the order in which the stages of a pipeline hold
-        them, from the order of the model."""
+        """Reorders the layers of weights, or of arrays like them, from the order of the model to that of a pipeline's
+        stages."""
         return self.pipeline.stored(params) if self.pipeline else params
 
     def to_canonical(self, params: Params) -> Params:
-        """The other way."""
+        """Reorders layers from the order of a pipeline's stages to that of the model."""
         return self.pipeline.in_order(params) if self.pipeline else params
 
     def init_optimizer(self, params: Params) -> Any:
-        """The optimizer's state for given weights."""
+        """Returns the first state of the optimizer for given weights."""
         return jax.jit(self.optimizer.init, out_shardings=self.state_shardings.opt_state)(params)
 
     def step(self, state: State, batch: Mapping[str, Any]) -> tuple[State, Metrics]:
@@ -270,29 +218,29 @@ class TrainStep:
         return self.compile(state, self.placed(batch))
 
     def placed(self, batch: Mapping[str, Any]) -> Batch:
-        """The batch itself if it has every part that the step takes, else `place` of it."""
+        """Returns the batch if it has every array that the step takes, else `place` of it."""
         return dict(batch) if set(batch) == set(self.batch_specs) else self.place(batch)
 
     def batch_shapes(self, batch_seqs: int, seq_len: int) -> dict[str, jax.ShapeDtypeStruct]:
-        """Global shapes and dtypes of a batch."""
+        """Returns the global shapes and dtypes of a batch."""
         dims = {**self.model.dims, "B": batch_seqs, "T": seq_len}
         arrays = {v.name: tuple(dims[dim] for dim in v.dims) for v in self.program.of_role("input", "position")}
         rows = {name: jax.ShapeDtypeStruct(shape, jnp.int32) for name, shape in arrays.items()}
         return {**rows, "num_labels": jax.ShapeDtypeStruct((), jnp.float32)}
 
     def lower(self, batch_seqs: int, seq_len: int, *, platform: str = "") -> jax.stages.Lowered:
-        """The step traced for a batch size without any data; on an abstract mesh for the ``platform`` named."""
+        """Traces the step for a batch size without data; on an abstract mesh for ``platform``."""
         state = State(self.param_shapes, jax.eval_shape(self.optimizer.init, self.param_shapes))
         return lower(self.compile, self.mesh, state, self.batch_shapes(batch_seqs, seq_len), platform=platform)
 
     def gradients(self, params: Params, batch: Mapping[str, Any]) -> tuple[jax.Array, Params]:
-        """Mean loss and its gradients for a global batch, laid out as the optimizer takes them (no update)."""
+        """Returns the mean loss of a global batch and its gradients, sharded for the optimizer (no update)."""
         return jax.jit(lambda p, b: self._gradients(p, b)[:2])(params, self.placed(batch))
 
     @cached_property
     def loss_sum(self) -> Callable[[Params, Batch], jax.Array]:
-        """Jitted (params, placed batch) -> the cross entropy summed over the counted labels, whatever further losses
-        are trained on; nothing is held for a backward pass."""
+        """Jitted (params, placed batch) -> the cross entropy summed over the counted labels, without further losses;
+        nothing is saved for a backward pass."""
         if self.options.z_loss:
             bare = msgspec.structs.replace(self.options, z_loss=0.0)
             model, strategy = self.model, self.strategy
@@ -300,7 +248,7 @@ class TrainStep:
             return step.loss_sum
 
         def local(params: Params, batch: Batch) -> jax.Array:
-            inputs = self._inputs(batch)
+            inputs = _inputs(batch)
             if self.pipeline:
                 return self._over_devices("loss", self.pipeline.loss(params, inputs))
             return self._over_devices("loss", microbatch_loss(self._passes, params, inputs))
@@ -318,7 +266,7 @@ class TrainStep:
 
     @cached_property
     def pipeline(self) -> Pipeline | None:
-        """The stages, where layers are split over any."""
+        """The pipeline, where the strategy has stages."""
         if self.strategy.mesh.get("pipeline", 1) == 1:
             return None
         return Pipeline(context=self._context, schedule=strategy_schedule(self.strategy), stacked=self.stacked)
@@ -334,58 +282,34 @@ class TrainStep:
             offload="activations" in self.strategy.offload,
         )
 
-    def _inputs(self, batch: Batch) -> Inputs:
-        return {name: array for name, array in batch.items() if name != "num_labels"}
-
     def _local_gradients(self, params: Params, batch: Batch) -> tuple[jax.Array, Params, jax.Array, Params]:
-        """Global loss, reduced gradients, global squared norm and the routers' metrics, from one device's blocks."""
+        """Returns global loss, reduced gradients, squared norm and the routers' metrics, from one device's shards."""
         dloss = _per_label(batch)
         if self.pipeline:
-            loss, grads = self.pipeline.gradients(params, self._inputs(batch), dloss)
+            loss, grads = self.pipeline.gradients(params, _inputs(batch), dloss)
             grads = once_per_step(self.declared, grads, stacked=self.stacked)
         else:
-            loss, grads = self._summed(self._passes, params, self._inputs(batch), dloss)
+            loss, grads = self._summed(self._passes, params, batch, dloss)
         grads, extras = self._apart(grads)
         squared = squared_norm(self.shards, grads, self.strategy.mesh, stacked=self.stacked)
         norm = self._over_devices("grad_norm", squared)
         return self._over_devices("loss", loss) * dloss, grads, norm, extras
 
     def _apart(self, grads: Params) -> tuple[Params, Params]:
-        """Gradients, and the routers' metrics from the counts that went with them."""
-        grads, counts = without_counts(grads, self.shards)
-        if counts is None:
-            return grads, {}
-        return grads, routing_metrics(counts, experts_per_token=self.model.experts_per_token)
+        """Separates gradients from the counts of routers, [layers, Er, E], and returns these as metrics."""
+        counts = [grads[name] for name in sorted(grads.keys() - self.shards.keys())]
+        of_weights = {name: grads[name] for name in self.shards}
+        if not counts:
+            return of_weights, {}
+        return of_weights, routing_metrics(jnp.concatenate(counts), experts_per_token=self.model.experts_per_token)
 
-    def _summed(self, passes: Passes, params: Params, inputs: Inputs, dloss: jax.Array) -> tuple[jax.Array, Params]:
-        """Loss and gradients over all microbatches, gradients as a step leaves them."""
-        sync = self.strategy.gradient_sync
-
-        def one(params: Params, part: Inputs, earlier: Params | None) -> tuple[jax.Array, Params]:
-            return microbatch_gradients(passes, params, part, dloss)
-
-        def last(params: Params, part: Inputs, earlier: Params | None) -> tuple[jax.Array, Params]:
-            return microbatch_gradients(passes, params, part, dloss, earlier=earlier, overlapped=True)
-
-        loss, grads = over_microbatches(
-            one,
-            last if sync == "overlapped" else one,
-            params,
-            inputs,
-            count=self.strategy.num_microbatches,
-            wide=self.strategy.state == "bf16-master-fp32-grads",
-        )
-        if sync == "naive":
-            grads = once_per_step(passes.derived, grads, stacked=self.stacked)
-        elif sync == "bucketed":
-            bucket_bytes = self.strategy.bucket_bytes
-            grads = in_buckets(passes.derived, grads, stacked=self.stacked, bucket_bytes=bucket_bytes)
-        return loss, grads
+    def _summed(self, passes: Passes, params: Params, batch: Batch, dloss: jax.Array) -> tuple[jax.Array, Params]:
+        return step_gradients(passes, params, _inputs(batch), dloss, strategy=self.strategy, stacked=self.stacked)
 
     def _over_devices(self, name: str, value: jax.Array) -> jax.Array:
-        """A number summed over the devices that hold a part of it, as derived."""
+        """Sums a scalar over the devices that have a part of it, as derived."""
         steps = [s for s in self.declared.update if s.is_collective and s.result.name == name]
-        return through(steps, value)
+        return apply_collectives(steps, value)
 
     def _gradients(self, params: Params, batch: Batch) -> tuple[jax.Array, Params, jax.Array, Params]:
         if self.form == "gspmd":
@@ -406,10 +330,10 @@ class TrainStep:
         return State(self._moved(shards, before=False), opt_state), Metrics(loss, norm, extras)
 
     def _updated(self, grads: Params, opt_state: Any, shards: Params, finite: jax.Array) -> tuple[Params, Any]:
-        """The optimizer's update; its state comes from host memory and goes back there where the strategy says so.
+        """Runs the optimizer's update, with its state in host memory where the strategy offloads it.
 
-        Without ``finite`` nothing changes: clipping would spread one bad gradient to every weight, and what the step
-        was given could no longer be looked at.
+        Nothing changes unless ``finite``: clipping would spread one bad gradient to every weight, and the weights
+        before the step could no longer be inspected.
         """
         offloaded = "optimizer" in self.strategy.offload
         before = jax.device_put(opt_state, jax.memory.Space.Device) if offloaded else opt_state
@@ -419,50 +343,47 @@ class TrainStep:
         return shards, jax.device_put(opt_state, jax.memory.Space.Host) if offloaded else opt_state
 
     def _moved(self, params: Params, *, before: bool) -> Params:
-        """Weights brought to the optimizer's shards before its update, or back after it (ZeRO-1 and 2)."""
+        """Reshards weights as the optimizer's state before its update, or back after it (ZeRO-1 and 2)."""
         if self.param_specs == self.shard_specs or self.form == "gspmd":
             return params
-        ours = {name: [] for name in params}  # type: dict[str, list[Any]]
+        moves: dict[str, list[Step]] = {name: [] for name in params}
         done: set[str] = set()
         for step in self.declared.update:
-            done |= set() if step.only_moves else {step.result.name}
-            if step.only_moves and step.result.name in ours and (step.result.name not in done) == before:
-                ours[step.result.name].append(step)
+            name = step.result.name
+            if not step.only_moves:
+                done.add(name)
+            elif name in moves and (name not in done) == before:
+                moves[name].append(step)
 
         def body(params: Params) -> Params:
-            return {n: through(ours[n], p, leading=int(n in self.stacked)) for n, p in params.items()}
+            return {n: apply_collectives(moves[n], p, leading=int(n in self.stacked)) for n, p in params.items()}
 
-        specs = (self.param_specs, self.shard_specs)
-        return self._mapped(body, (specs[0] if before else specs[1],), specs[1] if before else specs[0])(params)
+        source, target = (self.param_specs, self.shard_specs)[:: 1 if before else -1]
+        return self._mapped(body, (source,), target)(params)
 
     # -- the comparison: XLA chooses the collectives --------------------------------------------------
 
     def _gspmd_gradients(self, params: Params, batch: Batch) -> tuple[jax.Array, Params, jax.Array, Params]:
-        whole = derive(self.program, _on_one_device(self.strategy), fused_head=False)
+        given, mesh = self.strategy, dict.fromkeys(self.strategy.mesh, 1)
+        alone = Strategy(mesh=mesh, remat=given.remat, num_microbatches=given.num_microbatches, state=given.state)
+        whole = derive(self.program, alone, fused_head=False)
 
         def constrain(array: ShardedArray, value: jax.Array) -> jax.Array:
             declared = self.declared.declared[array.name]
             return lax.with_sharding_constraint(value, named_sharding(self.mesh, declared))
 
-        mesh = dict.fromkeys(self.strategy.mesh, 1)
         context = Context(model=self.model, derived=whole, mesh=mesh, options=self.options, constrain=constrain)
         dloss = _per_label(batch)
-        loss, grads = self._summed(Passes(context), params, self._inputs(batch), dloss)
+        loss, grads = self._summed(Passes(context), params, batch, dloss)
         grads, extras = self._apart(grads)
-        grads = lax.with_sharding_constraint(grads, self._shardings(self.shard_specs))
-        squared = sum((jnp.sum(jnp.square(g.astype(jnp.float32))) for g in grads.values()), jnp.zeros(()))
-        return loss * dloss, grads, squared, extras
+        grads = lax.with_sharding_constraint(grads, shardings(self.mesh, self.shard_specs))
+        return loss * dloss, grads, squared_norm(self.shards, grads, {}, stacked=self.stacked), extras
+
+
+def _inputs(batch: Batch) -> Inputs:
+    return {name: array for name, array in batch.items() if name != "num_labels"}
 
 
 def _per_label(batch: Batch) -> jax.Array:
-    """What the summed loss is multiplied by for the mean; without any label the loss and its gradients are 0."""
+    """Returns the factor from the summed to the mean loss; without any label the loss and its gradients are 0."""
     return 1.0 / jnp.maximum(batch["num_labels"], 1.0)
-
-
-def _on_one_device(strategy: Strategy) -> Strategy:
-    return Strategy(
-        mesh=dict.fromkeys(strategy.mesh, 1),
-        remat=strategy.remat,
-        num_microbatches=strategy.num_microbatches,
-        state=strategy.state,
-    )

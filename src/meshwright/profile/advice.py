@@ -9,8 +9,8 @@ from meshwright.core.units import format_bytes, format_flops, format_seconds
 from meshwright.cost.breakdown import LabelledStep
 from meshwright.cost.step_rates import StepRates
 from meshwright.profile.classes import OUTSIDE, OpClass, class_of_op
-from meshwright.profile.compare import NOTHING, ClassRow, Comparison, OpRow, Row
-from meshwright.profile.times import Times
+from meshwright.profile.compare import NOTHING, ClassRow, ProfileComparison, TimeRow
+from meshwright.profile.times import OpTime, StepTimes
 from meshwright.spec.calibration import Calibration
 from meshwright.spec.job import Job
 from meshwright.spec.strategy import Strategy
@@ -28,11 +28,11 @@ class Advice(msgspec.Struct, frozen=True, kw_only=True):
     text: str
 
 
-class Case(msgspec.Struct, frozen=True, kw_only=True):
+class AdviceCase(msgspec.Struct, frozen=True, kw_only=True):
     """What advice is given from."""
 
-    comparison: Comparison
-    times: Times
+    comparison: ProfileComparison
+    times: StepTimes
     job: Job
     strategy: Strategy
     rates: StepRates
@@ -46,7 +46,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
         devices = product(self.strategy.mesh.get(axis, 1) for axis in split)
         return self.job.batch_seqs / devices / self.strategy.num_microbatches
 
-    def axes_of(self, op: OpRow) -> set[str]:
+    def axes_of(self, op: OpTime) -> set[str]:
         """The mesh axes of a collective, as derived; none for those of no derived step."""
         known = self.expected.get(op.step)
         return set(known.axes) if known else set()
@@ -54,23 +54,18 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     def of_class(self, kind: str) -> ClassRow | None:
         return next((row for row in self.comparison.classes if row.kind == kind), None)
 
-    def leading(self, *kinds: str) -> Row | None:
-        """The derived step of a kind of work that is furthest from its prediction."""
-        return next((row for row in self.comparison.steps if row.kind in kinds), None)
 
-
-def advise(case: Case) -> tuple[Advice, ...]:
+def advise(case: AdviceCase) -> tuple[Advice, ...]:
     """Lines for the worst terms; none where everything is as predicted."""
     step_s = case.times.mean.total_s
-    found = []
-    for row in case.comparison.terms[:MAX_LINES]:
-        if abs(row.difference_s) < SMALL_SHARE * step_s:
-            continue
-        found.append(Advice(term=row.name, difference_s=row.difference_s, text=_line(row, case)))
-    return tuple(found)
+    return tuple(
+        Advice(term=row.name, difference_s=row.difference_s, text=_line(row, case))
+        for row in case.comparison.terms[:MAX_LINES]
+        if abs(row.difference_s) >= SMALL_SHARE * step_s
+    )
 
 
-def _line(row: Row, case: Case) -> str:
+def _line(row: TimeRow, case: AdviceCase) -> str:
     if row.name.startswith("collectives"):
         return _collectives(row, case)
     if row.difference_s < 0:
@@ -78,7 +73,7 @@ def _line(row: Row, case: Case) -> str:
     return _RULES.get(row.name, _memory)(row, case)
 
 
-def _faster(row: Row, case: Case) -> str:
+def _faster(row: TimeRow, case: AdviceCase) -> str:
     ratio = (row.measured_s or 0.0) / (row.predicted_s or 1.0)
     return (
         f"takes {ratio:.0%} of what the rates of {case.calibration.name!r} say: measure them again on a quiet machine "
@@ -86,11 +81,11 @@ def _faster(row: Row, case: Case) -> str:
     )
 
 
-def _collectives(row: Row, case: Case) -> str:
+def _collectives(row: TimeRow, case: AdviceCase) -> str:
     strategy = case.strategy
     axes = tuple(axis for axis in strategy.active_axes if axis in row.name.split())
     sizes = ", ".join(f"{axis}={strategy.mesh[axis]}" for axis in axes)
-    ops = [op for op in case.comparison.ops if op.kind == "collective" and case.axes_of(op) == set(axes)]
+    ops = [op for op in case.times.ops if op.kind == "collective" and case.axes_of(op) == set(axes)]
     exposed, whole, waited = (sum(getattr(op, name) for op in ops) for name in ("wall_s", "own_s", "waited_s"))
     facts = f"{format_seconds(exposed)} of {format_seconds(whole)} on a device is not hidden"
     if waited:
@@ -111,10 +106,11 @@ def _collectives(row: Row, case: Case) -> str:
     return f"{facts}: try {' or '.join(changes)}"
 
 
-def _products(row: Row, case: Case) -> str:
+def _products(row: TimeRow, case: AdviceCase) -> str:
     rate = _rate(row, case)
     wanted = float(case.rates.chip.matmul_flops_per_s)
-    found, derived = case.of_class(row.name), _derived_flops(case, row.name)
+    found = case.of_class(row.name)
+    derived = sum(one.flops for one in case.expected.values() if class_of_op(one.step.op) == row.name)
     if found and rate >= wanted and found.flops > derived:
         flops, known = (format_flops(f, unit="FLOP") for f in (found.flops, derived))
         return (
@@ -122,23 +118,19 @@ def _products(row: Row, case: Case) -> str:
             f"expected: {_fewer_flops(case)}"
         )
     facts = f"products run at {format_flops(rate)} a device, the rates say {format_flops(wanted)}"
-    lead = case.leading("contraction")
+    lead = next((row for row in case.comparison.steps if row.kind == "contraction"), None)
     if lead:
         facts += f"; the furthest off is {lead.name}"
     return f"{facts}: {_larger(case)} makes products larger"
 
 
-def _rate(row: Row, case: Case) -> float:
+def _rate(row: TimeRow, case: AdviceCase) -> float:
     """FLOP/s of a device in the products of a kind of work."""
     found = case.of_class(row.name)
     return found.flops / row.measured_s if found and row.measured_s else 0.0
 
 
-def _derived_flops(case: Case, kind: str) -> float:
-    return sum(one.flops for one in case.expected.values() if class_of_op(one.step.op) == kind)
-
-
-def _fewer_flops(case: Case) -> str:
+def _fewer_flops(case: AdviceCase) -> str:
     """What makes products that nobody asked for."""
     if any(name.endswith("=dispatch") for name in case.expected):
         return "a bound on the slots of experts (train.capacity_factor) leaves fewer empty ones"
@@ -147,7 +139,7 @@ def _fewer_flops(case: Case) -> str:
     return "look for padding in the operands of the longest ones"
 
 
-def _larger(case: Case) -> str:
+def _larger(case: AdviceCase) -> str:
     """The change that gives a device more rows at a time."""
     count = case.strategy.num_microbatches
     if count > 1:
@@ -155,15 +147,15 @@ def _larger(case: Case) -> str:
     return f"more sequences per device (now {case.seqs_per_device:g})"
 
 
-def _attention(row: Row, case: Case) -> str:
+def _attention(row: TimeRow, case: AdviceCase) -> str:
     rate = _rate(row, case)
     facts = f"attention runs at {format_flops(rate)} a device" if rate else "the program does not say its FLOPs"
     wanted = format_flops(float(case.rates.chip.attention_flops_per_s))
     return f"{facts}, the rates say {wanted}: {_larger(case)} gives it more rows, or measure the rates again"
 
 
-def _copies(row: Row, case: Case) -> str:
-    worst = next((op for op in case.comparison.ops if op.kind == "copy"), None)
+def _copies(row: TimeRow, case: AdviceCase) -> str:
+    worst = next((op for op in case.times.ops if op.kind == "copy"), None)
     if worst is None:
         return "no single copy stands out"
     size = format_bytes(worst.hbm_bytes / max(worst.count, 1))
@@ -176,7 +168,7 @@ def _copies(row: Row, case: Case) -> str:
     return f"{facts}: the compiler changes a layout there, which another split of its dims (now {mesh}) may not need"
 
 
-def _memory(row: Row, case: Case) -> str:
+def _memory(row: TimeRow, case: AdviceCase) -> str:
     found = case.of_class(row.name)
     moved, seconds = found.hbm_bytes if found else 0.0, row.measured_s or 0.0
     wanted = float(case.rates.chip.hbm_bytes_per_s)
@@ -187,21 +179,21 @@ def _memory(row: Row, case: Case) -> str:
     )
     if rate < wanted / 2:
         return f"{facts}: its kernels are small or strided; {_larger(case)} makes them larger"
-    longest = next((op for op in case.comparison.ops if op.kind == row.name), None)
+    longest = next((op for op in case.times.ops if op.kind == row.name), None)
     which = f", {longest.name} ({longest.step}) for longest" if longest else ""
     if case.strategy.state == "fp32" and not case.comparison.shares_cores:
         return f"{facts}{which}: strategy.state=bf16-adam halves the bytes"
     return f"{facts}{which}: the compiler passes over arrays more often than derived, where a fusion ends"
 
 
-def _overhead(row: Row, case: Case) -> str:
+def _overhead(row: TimeRow, case: AdviceCase) -> str:
     number = case.times.num_launches
     each = (row.measured_s or 0.0) / max(number, 1.0)
     facts = f"{number:,.0f} instructions a step, and {format_seconds(each)} of nothing for each"
     return f"{facts}: {_larger(case)} makes each do more"
 
 
-def _idle(row: Row, case: Case) -> str:
+def _idle(row: TimeRow, case: AdviceCase) -> str:
     pipeline = case.strategy.mesh.get("pipeline", 1)
     if pipeline > 1:
         count = case.strategy.num_microbatches
@@ -214,7 +206,7 @@ def _idle(row: Row, case: Case) -> str:
     )
 
 
-_RULES: Mapping[OpClass | str, Callable[[Row, Case], str]] = {
+_RULES: Mapping[OpClass | str, Callable[[TimeRow, AdviceCase], str]] = {
     "contraction": _products,
     "attention": _attention,
     "copy": _copies,

@@ -1,25 +1,19 @@
 """What kind of work an instruction is, and what bounds it: the classes that a profile adds seconds up in."""
 
-import re
-from collections.abc import Mapping
-from functools import cached_property
-from typing import Literal
-
-import msgspec
+from typing import Literal, get_args
 
 from meshwright.algebra.ops import step_kinds
-from meshwright.algebra.steps import COLLECTIVES, Step
+from meshwright.algebra.steps import Step
+from meshwright.core.dims import COLLECTIVES
 from meshwright.core.labels import StepLabel
-from meshwright.hlo.module import Instruction
+from meshwright.hlo.collectives import KINDS
+from meshwright.hlo.module import Instruction, Module
 from meshwright.hlo.products import is_product
-from meshwright.profile.hlo import CONTAINERS, Program, is_collective
 
 OpClass = Literal[
     "contraction", "attention", "normalisation", "elementwise", "embedding", "optimizer", "collective", "copy"
 ]
-CLASSES: tuple[OpClass, ...] = (
-    "contraction", "attention", "normalisation", "elementwise", "embedding", "optimizer", "collective", "copy",
-)  # fmt: skip
+CLASSES: tuple[OpClass, ...] = get_args(OpClass)
 
 Bound = Literal["compute", "memory", "communication"]
 
@@ -30,101 +24,36 @@ _MOVES = frozenset(
 )  # fmt: skip
 """Instructions that compute nothing; arithmetic on scalars beside them finds places."""
 _PLACES = frozenset(("add", "subtract", "multiply", "compare", "select", "clamp", "maximum", "minimum", "and", "or"))
-_NUMBER = re.compile(r"[.\d]+$")
+_COLLECTIVES = (*KINDS, "send", "recv")
 OUTSIDE = "outside the steps"
 """Where the seconds of instructions stand that carry no label."""
 
 
-class Fact(msgspec.Struct, frozen=True, kw_only=True):
-    """What a profile knows of one instruction: FLOPs and bytes are those of one execution on one device."""
-
-    name: str
-    label: StepLabel | None
-    kind: OpClass
-    bound: Bound
-    flops: float
-    hbm_bytes: float
-    source: str
-
-    @property
-    def part(self) -> str:
-        """Block and phase: ``layer backward``, ``optimizer``."""
-        if self.label is None:
-            return OUTSIDE
-        return part_of(self.label.block, self.label.phase)
-
-    @property
-    def step(self) -> str:
-        """The derived step, or the operation of the source where there is none."""
-        return str(self.label) if self.label else f"{OUTSIDE}: {self.source}"
-
-
-def part_of(block: str, phase: str) -> str:
+def part_name(block: str, phase: str) -> str:
     """``layer backward``; what belongs to the whole step has the phase alone."""
     return block if block in ("optimizer", "update") else f"{block} {phase}"
 
 
 def part_of_step(step: Step) -> str:
     """The part that a derived step belongs to; the updates of all weights are the optimizer."""
-    return "optimizer" if class_of_op(step.op) == "optimizer" else part_of(step.block, step.phase)
+    return "optimizer" if class_of_op(step.op) == "optimizer" else part_name(step.block, step.phase)
 
 
-class Facts:
-    """The facts of every instruction of a program, made when they are asked for.
-
-    ``ridge`` is the FLOPs per byte from which a chip computes for longer than it moves bytes.
-    """
-
-    def __init__(self, program: Program, *, ridge: float) -> None:
-        self.program, self.ridge = program, ridge
-        self._known: dict[str, Fact] = {}
-
-    def of(self, name: str) -> Fact:
-        """The facts of one instruction."""
-        if name not in self._known:
-            self._known[name] = self._make(name)
-        return self._known[name]
-
-    def is_work(self, name: str) -> bool:
-        """Whether an event of the instruction is its own work, not that of others which it runs."""
-        return self.program.instructions[name].opcode not in CONTAINERS
-
-    @cached_property
-    def products(self) -> Mapping[str, tuple[Instruction, ...]]:
-        """Matrix products by the instruction that runs them."""
-        inner = {c for one in self._all if one.opcode not in CONTAINERS for _, c in one.called}
-        bodies = self.program.module.computations.items()
-        outer = (one for name, body in bodies if name not in inner for one in body.instructions)
-        found = {one.name: self.program.products(one.name) for one in outer if one.opcode not in CONTAINERS}
-        return {name: products for name, products in found.items() if products}
-
-    @property
-    def _all(self) -> tuple[Instruction, ...]:
-        return tuple(self.program.instructions.values())
-
-    def _make(self, name: str) -> Fact:
-        one, label = self.program.instructions[name], self.program.label(name)
-        flops, moved = self.program.flops(name), self.program.hbm_bytes(name)
-        kind = _class_of(one, label, self.program)
-        bound: Bound = "memory"
-        if kind == "collective":
-            bound = "communication"
-        elif flops >= self.ridge * moved > 0 or (kind == "attention" and one.opcode == "custom-call"):
-            bound = "compute"
-        source = _NUMBER.sub("", one.op_name.rsplit("/", 1)[-1]) or _NUMBER.sub("", one.name)
-        return Fact(name=name, label=label, kind=kind, bound=bound, flops=flops, hbm_bytes=moved, source=source)
+def is_collective(one: Instruction) -> bool:
+    """Whether it moves bytes between devices, whole or as one half of an asynchronous pair."""
+    return one.opcode.removesuffix("-start").removesuffix("-done") in _COLLECTIVES
 
 
-def _class_of(one: Instruction, label: StepLabel | None, program: Program) -> OpClass:
+def class_of(module: Module, one: Instruction, label: StepLabel | None) -> OpClass:
     """The class by what the instruction does where that is plain, else by the derived step that it belongs to."""
     if is_collective(one):
         return "collective"
     kind = class_of_op(label.op) if label else "elementwise"
     if kind in ("attention", "optimizer"):
         return kind
-    if any(is_product(inner) for inner in program.inside(one)):
+    if any(is_product(inner) for inner in module.fused(one)):
         return "contraction"
-    if _only_moves(one, program):
+    if _only_moves(module, one):
         return "copy"
     if one.opcode in ("gather", "scatter"):
         return "embedding"
@@ -139,9 +68,9 @@ def class_of_op(op: str) -> OpClass:
     return "optimizer" if op == "optimizer" else step_kinds()[op].group
 
 
-def _only_moves(one: Instruction, program: Program) -> bool:
+def _only_moves(module: Module, one: Instruction) -> bool:
     """Whether an instruction puts arrays elsewhere and computes nothing on them."""
-    for inner in program.inside(one):
+    for inner in module.fused(one):
         if inner.opcode in _MOVES or (inner is one and inner.opcode == "fusion"):
             continue
         scalar = all(shape.num_elements == 1 for shape in inner.shapes)

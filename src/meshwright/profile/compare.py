@@ -5,19 +5,18 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
-from meshwright.cost.breakdown import Breakdown, LabelledStep, Partition
+from meshwright.cost.breakdown import Breakdown, Partition
 from meshwright.hlo.products import precision, product_flops
-from meshwright.hlo.shapes import Shape
-from meshwright.profile.classes import CLASSES, Fact, Facts, OpClass, class_of_op, part_of_step
-from meshwright.profile.events import Trace
-from meshwright.profile.shared import shared_seconds
-from meshwright.profile.times import Times
+from meshwright.profile.classes import CLASSES, OpClass, class_of_op, part_of_step
+from meshwright.profile.events import DeviceTrace
+from meshwright.profile.hlo import TracedProgram
+from meshwright.profile.times import StepTimes, shared_seconds
 
 NOTHING = "nothing runs"
 """The term of instants in which no device of a machine works."""
 
 
-class Row(msgspec.Struct, frozen=True, kw_only=True):
+class TimeRow(msgspec.Struct, frozen=True, kw_only=True):
     """Something with its seconds in a step, predicted and measured; None where one of them knows nothing of it."""
 
     name: str
@@ -41,20 +40,6 @@ class ClassRow(msgspec.Struct, frozen=True, kw_only=True):
     hbm_bytes: float
 
 
-class OpRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One instruction in a mean step of a mean device, with what it came from; the seconds as in `OpTime`."""
-
-    name: str
-    kind: OpClass
-    step: str
-    count: float
-    own_s: float
-    wall_s: float
-    waited_s: float = 0.0
-    flops: float
-    hbm_bytes: float
-
-
 class ProductRow(msgspec.Struct, frozen=True, kw_only=True):
     """A matrix product of float32 operands: its shapes, its executions, FLOPs and seconds in a step of a device."""
 
@@ -67,68 +52,66 @@ class ProductRow(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
 
 
-class Comparison(msgspec.Struct, frozen=True, kw_only=True):
+class ProfileComparison(msgspec.Struct, frozen=True, kw_only=True):
     """All tables of a profile; rows are sorted by the size of their difference, the worst first.
 
     ``terms`` are kinds of work, with collectives by the mesh axes that they run over. ``shares_cores`` says that
-    measured seconds are the machine's for all devices (`profile_shared`), so that terms sum to the step; else they are
+    measured seconds are the machine's for all devices (`shared_seconds`), so that terms sum to the step; else they are
     those of a mean device, by themselves.
     """
 
     predicted: Partition
-    parts: tuple[Row, ...]
-    terms: tuple[Row, ...]
-    steps: tuple[Row, ...]
+    parts: tuple[TimeRow, ...]
+    terms: tuple[TimeRow, ...]
+    steps: tuple[TimeRow, ...]
     classes: tuple[ClassRow, ...]
-    ops: tuple[OpRow, ...]
     float32: tuple[ProductRow, ...]
     shares_cores: bool
 
 
-def compare(trace: Trace, facts: Facts, times: Times, predicted: Breakdown) -> Comparison:
+def compare_times(
+    trace: DeviceTrace, program: TracedProgram, times: StepTimes, predicted: Breakdown
+) -> ProfileComparison:
     """Every table."""
     shares = trace.platform == "cpu"
-    spent = shared_seconds(trace, facts) if shares else {op.name: op.own_s for op in times.ops}
+    spent = shared_seconds(trace, program) if shares else {op.name: op.own_s for op in times.ops}
     expected = predicted.steps
-    by_step = _sums(spent, facts, lambda fact: fact.step)
-    by_part = _sums(spent, facts, lambda fact: fact.part)
-    by_term = _sums(spent, facts, lambda fact: _measured_term(fact, expected))
-    predicted_parts, predicted_terms = defaultdict(float), defaultdict(float)  # type: dict[str, float], dict[str, float]
+    by_step, by_part, by_term, parts, terms = (defaultdict[str, float](float) for _ in range(5))
+    for op, seconds in spent.items():
+        fact = program.fact(op)
+        known = expected.get(fact.step) if fact.kind == "collective" else None
+        by_step[fact.step] += seconds
+        by_part[fact.part] += seconds
+        by_term[term_of(fact.kind, known.axes if known else ())] += seconds
     for one in expected.values():
-        predicted_parts[part_of_step(one.step)] += one.seconds
-        predicted_terms[term_of(class_of_op(one.step.op), one.axes)] += one.seconds
+        parts[part_of_step(one.step)] += one.seconds
+        terms[term_of(class_of_op(one.step.op), one.axes)] += one.seconds
     # sends between the stages of a pipeline are no steps of a block, and their permutes carry no known label
-    predicted_terms[term_of("collective")] += float(predicted.priced.estimate.terms.get("pipeline", 0.0))
-    idle = predicted.partition
-    nothing = _machine_rests(idle, times, spent) if shares else _device_rests(idle, times)
-    terms = [*_rows(predicted_terms, by_term, lambda name: name), *nothing]
-    steps = _rows({n: one.seconds for n, one in expected.items()}, by_step, lambda n: _kind_of(n, expected))
-    return Comparison(
-        predicted=idle,
-        parts=tuple(_rows(predicted_parts, by_part, lambda name: "part")),
-        terms=tuple(_worst(terms)),
-        steps=tuple(steps),
-        classes=_classes(times, facts),
-        ops=_ops(times, facts),
-        float32=_float32(times, facts),
+    terms[term_of("collective")] += float(predicted.priced.estimate.terms.get("pipeline", 0.0))
+    whole = predicted.partition
+    rows = [*_rows(terms, by_term, lambda name: name), *_rests(whole, times, spent if shares else None)]
+    steps = {name: one.seconds for name, one in expected.items()}
+    kinds = {name: class_of_op(one.step.op) for name, one in expected.items()}
+    return ProfileComparison(
+        predicted=whole,
+        parts=tuple(_rows(parts, by_part, lambda name: "part")),
+        terms=tuple(_worst(rows)),
+        steps=tuple(_rows(steps, by_step, lambda name: kinds.get(name, "not derived"))),
+        classes=_classes(times),
+        float32=_float32(times, program),
         shares_cores=shares,
     )
 
 
-def _device_rests(predicted: Partition, times: Times) -> list[Row]:
-    """What a mean device does not work, by why."""
-    mean = times.mean
-    return [
-        Row(name="overhead", kind="overhead", predicted_s=predicted.overhead_s, measured_s=mean.overhead_s),
-        Row(name="idle", kind="idle", predicted_s=predicted.idle_s, measured_s=mean.idle_s),
-    ]
-
-
-def _machine_rests(predicted: Partition, times: Times, spent: Mapping[str, float]) -> list[Row]:
-    """What no device works, where they share cores: with the seconds of the instructions it is the whole step."""
-    rest = max(0.0, times.mean.total_s - sum(spent.values()))
-    rested = predicted.overhead_s + predicted.idle_s
-    return [Row(name=NOTHING, kind="overhead", predicted_s=rested, measured_s=rest)]
+def _rests(predicted: Partition, times: StepTimes, spent: Mapping[str, float] | None) -> list[TimeRow]:
+    """What a mean device does not work, by why; where devices share cores (``spent``) what no device works, which is
+    the whole step with the seconds of the instructions."""
+    found = {"overhead": (predicted.overhead_s, times.mean.overhead_s), "idle": (predicted.idle_s, times.mean.idle_s)}
+    if spent is not None:
+        rest = max(0.0, times.mean.total_s - sum(spent.values()))
+        found = {NOTHING: (predicted.overhead_s + predicted.idle_s, rest)}
+    kinds = {NOTHING: "overhead"}
+    return [TimeRow(name=n, kind=kinds.get(n, n), predicted_s=p, measured_s=m) for n, (p, m) in found.items()]
 
 
 def term_of(kind: OpClass, axes: tuple[str, ...] = ()) -> str:
@@ -138,90 +121,45 @@ def term_of(kind: OpClass, axes: tuple[str, ...] = ()) -> str:
     return f"collectives over {' and '.join(axes)}" if axes else "collectives besides"
 
 
-def _measured_term(fact: Fact, expected: Mapping[str, LabelledStep]) -> str:
-    known = expected.get(fact.step)
-    return term_of(fact.kind, known.axes if known and fact.kind == "collective" else ())
-
-
-def _kind_of(step: str, expected: Mapping[str, LabelledStep]) -> str:
-    return class_of_op(expected[step].step.op) if step in expected else "not derived"
-
-
-def _sums(spent: Mapping[str, float], facts: Facts, key: Callable[[Fact], str]) -> dict[str, float]:
-    found: dict[str, float] = defaultdict(float)
-    for op, seconds in spent.items():
-        found[key(facts.of(op))] += seconds
-    return found
-
-
-def _rows(predicted: Mapping[str, float], measured: Mapping[str, float], kind: Callable[[str], str]) -> list[Row]:
+def _rows(predicted: Mapping[str, float], measured: Mapping[str, float], kind: Callable[[str], str]) -> list[TimeRow]:
     names = dict.fromkeys([*predicted, *measured])
-    rows = (Row(name=n, kind=kind(n), predicted_s=predicted.get(n), measured_s=measured.get(n)) for n in names)
+    rows = (TimeRow(name=n, kind=kind(n), predicted_s=predicted.get(n), measured_s=measured.get(n)) for n in names)
     return _worst([row for row in rows if row.predicted_s or row.measured_s])
 
 
-def _worst(rows: list[Row]) -> list[Row]:
+def _worst(rows: list[TimeRow]) -> list[TimeRow]:
     return sorted(rows, key=lambda row: -abs(row.difference_s))
 
 
-def _classes(times: Times, facts: Facts) -> tuple[ClassRow, ...]:
+def _classes(times: StepTimes) -> tuple[ClassRow, ...]:
     """Kinds of work that there are, most of the wall time first."""
     rows = []
     for kind in CLASSES:
-        ops = [(op, facts.of(op.name)) for op in times.ops if facts.of(op.name).kind == kind]
+        ops = [op for op in times.ops if op.kind == kind]
         if ops:
-            rows.append(
-                ClassRow(
-                    kind=kind,
-                    own_s=sum(op.own_s for op, _ in ops),
-                    wall_s=sum(op.wall_s for op, _ in ops),
-                    flops=sum(op.count * fact.flops for op, fact in ops),
-                    hbm_bytes=sum(op.count * fact.hbm_bytes for op, fact in ops),
-                )
-            )
+            names = ("own_s", "wall_s", "flops", "hbm_bytes")
+            rows.append(ClassRow(kind=kind, **{name: sum(getattr(op, name) for op in ops) for name in names}))
     return tuple(sorted(rows, key=lambda row: -row.wall_s))
 
 
-def _ops(times: Times, facts: Facts) -> tuple[OpRow, ...]:
-    found = ((op, facts.of(op.name)) for op in times.ops)
-    return tuple(
-        OpRow(
-            name=op.name,
-            kind=fact.kind,
-            step=fact.step,
-            count=op.count,
-            own_s=op.own_s,
-            wall_s=op.wall_s,
-            waited_s=op.waited_s,
-            flops=fact.flops * op.count,
-            hbm_bytes=fact.hbm_bytes * op.count,
-        )
-        for op, fact in found
-    )
-
-
-def _float32(times: Times, facts: Facts) -> tuple[ProductRow, ...]:
+def _float32(times: StepTimes, program: TracedProgram) -> tuple[ProductRow, ...]:
     """Products whose operands are float32, most seconds first. Of several in one fusion each has all of its seconds."""
     rows = []
     for op in times.ops:
-        for product in facts.products.get(op.name, ()):
-            shapes = [_shape_of(name, facts) for name in product.operands[:2]]
+        for product in program.products.get(op.name, ()):
+            known = (program.instructions.get(name) for name in product.operands[:2])
+            shapes = [one.shapes[0] if one and one.shapes else None for one in known]
             if not shapes or any(shape is None or shape.dtype != "f32" for shape in shapes):
                 continue
             rows.append(
                 ProductRow(
                     name=op.name,
-                    step=facts.of(op.name).step,
-                    operands=" x ".join(f"[{','.join(map(str, shape.dims))}]" for shape in shapes if shape),
+                    step=op.step,
+                    operands=" x ".join(str(shape).removeprefix("f32") for shape in shapes),
                     precision=precision(product),
                     count=op.count,
-                    flops=float(op.count * product_flops(product, facts.program.instructions)),
+                    flops=float(op.count * product_flops(product, program.instructions)),
                     seconds=op.own_s,
                 )
             )
     return tuple(sorted(rows, key=lambda row: -row.seconds))
-
-
-def _shape_of(name: str, facts: Facts) -> Shape | None:
-    one = facts.program.instructions.get(name)
-    return one.shapes[0] if one and one.shapes else None

@@ -6,6 +6,7 @@ of instructions and one of asynchronous ones.
 """
 
 import re
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -14,9 +15,10 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from meshwright.core.errors import InputError
-from meshwright.profile.hlo import Program, is_collective
+from meshwright.profile.classes import is_collective
+from meshwright.profile.hlo import TracedProgram
 
-Platform = Literal["cpu", "gpu", "tpu"]
+TracePlatform = Literal["cpu", "gpu", "tpu"]
 
 STEP = "meshwright_step"
 """The annotation around a profiled step."""
@@ -61,7 +63,7 @@ class OpEvent(NamedTuple):
         return sum(wait.seconds for wait in self.waits)
 
 
-class Trace(msgspec.Struct, frozen=True, kw_only=True):
+class DeviceTrace(msgspec.Struct, frozen=True, kw_only=True):
     """Events of one program, by device and start, and the steps that they belong to.
 
     ``by_thread`` says that events named no device, so that each thread of the host counts as one. ``found_steps`` is
@@ -69,7 +71,7 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True):
     ``unnamed_s`` are the seconds of what runs on accelerators, all together, and names no instruction of the program.
     """
 
-    platform: Platform
+    platform: TracePlatform
     events: tuple[OpEvent, ...]
     windows: tuple[Window, ...]
     by_thread: bool
@@ -80,9 +82,6 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True):
     def devices(self) -> tuple[int, ...]:
         return tuple(sorted({event.device for event in self.events}))
 
-    def of_device(self, device: int) -> list[OpEvent]:
-        return [event for event in self.events if event.device == device]
-
 
 def newest_trace(folder: Path) -> Path:
     """The trace that the profiler left last under a folder."""
@@ -92,7 +91,7 @@ def newest_trace(folder: Path) -> Path:
     return found[-1]
 
 
-def load_trace(path: Path, program: Program) -> Trace:
+def load_trace(path: Path, program: TracedProgram) -> DeviceTrace:
     """The events of a program in a trace. Raises InputError where it cannot be read, or holds none of the program."""
     from jax.profiler import ProfileData
 
@@ -108,13 +107,13 @@ def load_trace(path: Path, program: Program) -> Trace:
     return read_trace(planes, program, source=str(path))
 
 
-def read_trace(planes: Sequence[Any], program: Program, *, source: str) -> Trace:
+def read_trace(planes: Sequence[Any], program: TracedProgram, *, source: str) -> DeviceTrace:
     """The same of planes, which have names and lines of events."""
     devices = [(match, plane) for plane in planes if (match := _DEVICE.match(plane.name))]
     hosts = [plane for plane in planes if plane.name.startswith("/host:CPU")]
     host = _Host(program)
     if devices:
-        platform: Platform = "gpu" if devices[0][0][1] == "GPU" else "tpu"
+        platform: TracePlatform = "gpu" if devices[0][0][1] == "GPU" else "tpu"
         reader = _Device(platform, program)
         for match, plane in devices:
             reader.read(plane, int(match[2]))
@@ -129,7 +128,7 @@ def read_trace(planes: Sequence[Any], program: Program, *, source: str) -> Trace
             f"{source} has no event of the program {program.name!r}. Give the text of the program that was traced."
         )
     windows, how = host.windows(events)
-    return Trace(
+    return DeviceTrace(
         platform=platform,
         events=tuple(sorted(events, key=lambda event: (event.device, event.start_s, -event.end_s))),
         windows=windows,
@@ -142,7 +141,7 @@ def read_trace(planes: Sequence[Any], program: Program, *, source: str) -> Trace
 class _Device:
     """What the lines of accelerators say."""
 
-    def __init__(self, platform: Platform, program: Program) -> None:
+    def __init__(self, platform: TracePlatform, program: TracedProgram) -> None:
         self.platform, self.program = platform, program
         self.events: list[OpEvent] = []
         self.unnamed_s = 0.0
@@ -174,7 +173,7 @@ class _Device:
 class _Host:
     """What the threads of the host say: steps, and on CPU the instructions."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: TracedProgram) -> None:
         self.program = program
         self.events: list[OpEvent] = []
         self.by_thread = False
@@ -229,18 +228,11 @@ class _Host:
 
 def _with_waits(found: Sequence[tuple[OpEvent, bool]], waits: Sequence[Window]) -> list[OpEvent]:
     """Collectives with the waits that lie in them on the same thread."""
-    if not waits:
-        return [event for event, _ in found]
-    left = sorted(waits)
-    result, at = [], 0
-    for event, collective in sorted(found, key=lambda pair: pair[0].start_s):
-        if not collective:
-            result.append(event)
-            continue
-        while at < len(left) and left[at].start_s < event.start_s:
-            at += 1
-        first = at
-        while at < len(left) and left[at].end_s <= event.end_s + _NS:
-            at += 1
-        result.append(event._replace(waits=tuple(left[first:at])))
+    waits = sorted(waits)
+    starts, result = [wait.start_s for wait in waits], []
+    for event, collective in found:
+        first = last = bisect_left(starts, event.start_s)
+        while collective and last < len(waits) and waits[last].end_s <= event.end_s + _NS:
+            last += 1
+        result.append(event._replace(waits=tuple(waits[first:last])))
     return result

@@ -4,8 +4,8 @@ Events carry an instruction's name; its text says which derived step it came fro
 its products and the bytes that it reads and writes.
 """
 
+import re
 from collections import Counter
-from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 
@@ -13,21 +13,46 @@ import msgspec
 
 from meshwright.core.errors import InputError
 from meshwright.core.labels import StepLabel
-from meshwright.hlo.collectives import KINDS
 from meshwright.hlo.files import has_entry
-from meshwright.hlo.module import Instruction, Module, parse_module
+from meshwright.hlo.module import CONTAINERS, NO_WORK, Instruction, Module, parse_module
 from meshwright.hlo.products import is_product, product_flops
+from meshwright.profile.classes import OUTSIDE, Bound, OpClass, class_of, part_name
 
-COLLECTIVES = (*KINDS, "send", "recv")
-CONTAINERS = ("while", "conditional", "call")
-"""Instructions that only run others: their own events hold those of what they run."""
-_FREE = ("parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", *CONTAINERS)
+_NUMBER = re.compile(r"[.\d]+$")
+_FREE = (*NO_WORK, "after-all", *CONTAINERS)
 
 
-class Program(msgspec.Struct, frozen=True, dict=True):
-    """A compiled program, its instructions by the names that events carry."""
+class Fact(msgspec.Struct, frozen=True, kw_only=True):
+    """What a profile knows of one instruction: FLOPs and bytes are those of one execution on one device."""
+
+    label: StepLabel | None
+    kind: OpClass
+    bound: Bound
+    flops: float
+    hbm_bytes: float
+    source: str
+
+    @property
+    def part(self) -> str:
+        """Block and phase: ``layer backward``, ``optimizer``."""
+        if self.label is None:
+            return OUTSIDE
+        return part_name(self.label.block, self.label.phase)
+
+    @property
+    def step(self) -> str:
+        """The derived step, or the operation of the source where there is none."""
+        return str(self.label) if self.label else f"{OUTSIDE}: {self.source}"
+
+
+class TracedProgram(msgspec.Struct, frozen=True, dict=True):
+    """A compiled program, its instructions by the names that events carry.
+
+    ``ridge`` is the FLOPs per byte from which a chip computes for longer than it moves bytes.
+    """
 
     module: Module
+    ridge: float = 1.0
 
     @property
     def name(self) -> str:
@@ -44,27 +69,44 @@ class Program(msgspec.Struct, frozen=True, dict=True):
         """Instructions by the names of their GPU kernels, which hold no dots and dashes."""
         return {name.replace(".", "_").replace("-", "_"): name for name in self.instructions}
 
-    def called(self, one: Instruction) -> tuple[Instruction, ...]:
-        """The instructions of the computations that an instruction calls."""
-        if not one.called:
-            return ()
-        bodies = (self.module.computations.get(name) for _, name in one.called)
-        return tuple(inner for body in bodies if body for inner in body.instructions)
+    def fact(self, name: str) -> Fact:
+        """What is known of one instruction, made when it is first asked for."""
+        if name in self._facts:
+            return self._facts[name]
+        one, label = self.instructions[name], self.label(name)
+        flops, moved = self.flops(name), self.hbm_bytes(name)
+        kind = class_of(self.module, one, label)
+        bound: Bound = "memory"
+        if kind == "collective":
+            bound = "communication"
+        elif flops >= self.ridge * moved > 0 or (kind == "attention" and one.opcode == "custom-call"):
+            bound = "compute"
+        source = _NUMBER.sub("", one.op_name.rsplit("/", 1)[-1]) or _NUMBER.sub("", one.name)
+        self._facts[name] = Fact(label=label, kind=kind, bound=bound, flops=flops, hbm_bytes=moved, source=source)
+        return self._facts[name]
 
-    def inside(self, one: Instruction) -> Iterator[Instruction]:
-        """The instruction and, of a fusion, everything that was fused, to any depth."""
-        yield one
-        if one.opcode not in CONTAINERS:
-            for inner in self.called(one):
-                yield from self.inside(inner)
+    @cached_property
+    def _facts(self) -> dict[str, Fact]:
+        return {}
 
-    def products(self, name: str) -> tuple[Instruction, ...]:
-        """The matrix products that an instruction is, or holds."""
-        return tuple(one for one in self.inside(self.instructions[name]) if is_product(one))
+    def is_work(self, name: str) -> bool:
+        """Whether an event of the instruction is its own work, not that of others which it runs."""
+        return self.instructions[name].opcode not in CONTAINERS
+
+    @cached_property
+    def products(self) -> dict[str, tuple[Instruction, ...]]:
+        """Matrix products by the instruction that is one, or holds them."""
+        work = [one for one in self.module if one.opcode not in CONTAINERS]
+        fused = {name for one in work for _, name in one.called}
+        found = {one.name: self._products(one) for one in work if one.computation not in fused}
+        return {name: products for name, products in found.items() if products}
+
+    def _products(self, one: Instruction) -> tuple[Instruction, ...]:
+        return tuple(inner for inner in self.module.fused(one) if is_product(inner))
 
     def flops(self, name: str) -> float:
         """FLOPs of the products in one execution of an instruction; elementwise work counts nothing."""
-        return float(sum(product_flops(one, self.instructions) for one in self.products(name)))
+        return float(sum(product_flops(one, self.instructions) for one in self._products(self.instructions[name])))
 
     def hbm_bytes(self, name: str) -> float:
         """Bytes of the operands and the result of one execution: what has to pass through memory at least.
@@ -77,7 +119,7 @@ class Program(msgspec.Struct, frozen=True, dict=True):
             return 0.0
         own = result_bytes(one)
         read = [result_bytes(self.instructions[operand]) for operand in one.operands if operand in self.instructions]
-        kinds = {inner.opcode for inner in self.inside(one)}
+        kinds = {inner.opcode for inner in self.module.fused(one)}
         if "dynamic-update-slice" in kinds:
             # the largest operand is the array that is updated where it lies
             rest = sum(read) - max(read, default=0.0)
@@ -92,13 +134,8 @@ class Program(msgspec.Struct, frozen=True, dict=True):
         own = one.label
         if own is not None or one.opcode in CONTAINERS:
             return own
-        found = Counter(label for inner in self.inside(one) if (label := inner.label))
+        found = Counter(label for inner in self.module.fused(one) if (label := inner.label))
         return found.most_common(1)[0][0] if found else None
-
-
-def is_collective(one: Instruction) -> bool:
-    """Whether it moves bytes between devices, whole or as one half of an asynchronous pair."""
-    return one.opcode.removesuffix("-start").removesuffix("-done") in COLLECTIVES
 
 
 def result_bytes(one: Instruction) -> float:
@@ -106,7 +143,7 @@ def result_bytes(one: Instruction) -> float:
     return float(sum(shape.num_bytes for shape in one.shapes))
 
 
-def parse_program(text: str, *, source: str = "the program") -> Program:
+def parse_program(text: str, *, ridge: float = 1.0, source: str = "the program") -> TracedProgram:
     """A program from the text that the compiler prints of it. Raises InputError for other text."""
     if not text.startswith("HloModule") or not has_entry(text):
         first = text.split("\n", 1)[0]
@@ -114,10 +151,10 @@ def parse_program(text: str, *, source: str = "the program") -> Program:
             f"{source} is not the text of a compiled program: it begins with {first[:40]!r}, not 'HloModule', or has "
             f"no ENTRY. Write it with compiled.as_text()."
         )
-    return Program(parse_module(text))
+    return TracedProgram(parse_module(text), ridge)
 
 
-def load_program(path: Path) -> Program:
+def load_program(path: Path) -> TracedProgram:
     """The program in a file."""
     try:
         text = path.read_text(encoding="utf-8")

@@ -4,8 +4,10 @@ Accelerators count the bytes that their allocator has handed out. On CPU the dev
 and what it has resident is sampled instead: the whole machine's figure, with the runtime and the compiler in it.
 """
 
+import math
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Literal, NamedTuple, Self
@@ -13,8 +15,8 @@ from typing import Any, Literal, NamedTuple, Self
 import jax
 import msgspec
 
-from meshwright.hlo.module import Instruction
-from meshwright.profile.hlo import CONTAINERS, Program, result_bytes
+from meshwright.hlo.module import CONTAINERS, Instruction
+from meshwright.profile.hlo import TracedProgram, result_bytes
 
 EVERY_S = 0.01
 MAX_OWNERS = 12
@@ -29,18 +31,21 @@ class Sample(NamedTuple):
     num_bytes: int
 
 
-class Mark(NamedTuple):
+class MemoryMark(NamedTuple):
     """What began at a time: ``state``, ``compile``, ``step 1``."""
 
     at_s: float
     text: str
 
 
+OwnerKind = Literal["weights", "optimizer", "cache", "batch", "temporary"]
+
+
 class Owner(msgspec.Struct, frozen=True, kw_only=True):
     """Something that holds bytes of one device: an array of the state, the batch, or temporaries of one step."""
 
     name: str
-    kind: Literal["weights", "optimizer", "cache", "batch", "temporary"]
+    kind: OwnerKind
     num_bytes: float
 
 
@@ -55,7 +60,7 @@ class MemoryProfile(msgspec.Struct, frozen=True, kw_only=True):
 
     counted: Literal["device", "process"]
     samples: tuple[Sample, ...] = ()
-    marks: tuple[Mark, ...] = ()
+    marks: tuple[MemoryMark, ...] = ()
     owners: tuple[Owner, ...] = ()
     arguments_bytes: float | None = None
     temporaries_bytes: float | None = None
@@ -73,15 +78,11 @@ class Sampler:
     def __init__(self, *, every_s: float = EVERY_S) -> None:
         self.every_s = every_s
         self.samples: list[Sample] = []
-        self.marks: list[Mark] = []
+        self.marks: list[MemoryMark] = []
         self._device = jax.local_devices()[0]
-        self._counts = bool(self._device.memory_stats())
+        self.counted: Literal["device", "process"] = "device" if self._device.memory_stats() else "process"
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
-
-    @property
-    def counted(self) -> Literal["device", "process"]:
-        return "device" if self._counts else "process"
 
     def __enter__(self) -> Self:
         self._start_s = time.perf_counter()
@@ -100,14 +101,14 @@ class Sampler:
 
     def mark(self, text: str) -> None:
         """Something begins now."""
-        self.marks.append(Mark(time.perf_counter() - self._start_s, text))
+        self.marks.append(MemoryMark(time.perf_counter() - self._start_s, text))
 
     def _run(self) -> None:
         while not self._stop.wait(self.every_s):
             self._sample()
 
     def _sample(self) -> None:
-        held = self._device.memory_stats()["bytes_in_use"] if self._counts else resident_bytes()
+        held = self._device.memory_stats()["bytes_in_use"] if self.counted == "device" else resident_bytes()
         if held is not None:
             self.samples.append(Sample(time.perf_counter() - self._start_s, int(held)))
 
@@ -125,52 +126,38 @@ def resident_bytes() -> int | None:
 # -- the peak's owners ------------------------------------------------------------------------------------
 
 
-def state_owners(shapes: Any, shardings: Any, kind: Literal["weights", "optimizer", "cache", "batch"]) -> list[Owner]:
+def state_owners(shapes: Any, shardings: Any, kind: OwnerKind) -> list[Owner]:
     """Each array of a tree of shapes, with the bytes of its shard on one device."""
     leaves = jax.tree_util.tree_leaves_with_path(shapes)
     places = jax.tree.leaves(shardings, is_leaf=lambda leaf: isinstance(leaf, jax.sharding.Sharding))
     found = []
     for (path, leaf), sharding in zip(leaves, places, strict=True):
-        shard = sharding.shard_shape(leaf.shape)
-        size = leaf.dtype.itemsize
-        for n in shard:
-            size *= n
-        found.append(Owner(name=_path(path), kind=kind, num_bytes=float(size)))
+        size = math.prod((leaf.dtype.itemsize, *sharding.shard_shape(leaf.shape)))
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        found.append(Owner(name=name, kind=kind, num_bytes=float(size)))
     return found
 
 
-def _path(path: Sequence[Any]) -> str:
-    """``mu.w_up`` of the keys to a leaf."""
-    keys = (getattr(key, "name", getattr(key, "key", getattr(key, "idx", key))) for key in path)
-    return ".".join(str(key) for key in keys)
-
-
-def temporary_owners(program: Program) -> tuple[list[Owner], float]:
+def temporary_owners(program: TracedProgram) -> tuple[list[Owner], float]:
     """Temporaries that live at the fullest place of the schedule, added up by derived step, and their sum.
 
     An array lives from the instruction that makes it to the last one that reads it, or something that shares its place;
     a loop needs the most of its turns on top. Parameters are the state and count nothing here.
     """
     live = _Schedule(program).peak(program.module.entry)
-    sums: dict[str, float] = {}
+    sums: dict[str, float] = defaultdict(float)
     for name, size in live.items():
-        label = program.label(name)
-        known = str(label) if label else _unlabelled(program.instructions[name])
-        sums[known] = sums.get(known, 0.0) + size
+        # mostly what a loop over layers carries has no label
+        shapes, label = program.instructions[name].shapes, program.label(name)
+        sums[str(label) if label else f"{name} {shapes[0]}" if shapes else name] += size
     owners = [Owner(name=name, kind="temporary", num_bytes=size) for name, size in sums.items()]
     return sorted(owners, key=lambda owner: -owner.num_bytes), sum(live.values())
-
-
-def _unlabelled(one: Instruction) -> str:
-    """``copy.12 f32[4,128]``: what a loop over layers carries, mostly."""
-    shape = one.shapes[0] if one.shapes else None
-    return f"{one.name} {shape.dtype}[{','.join(map(str, shape.dims))}]" if shape else one.name
 
 
 class _Schedule:
     """Computations in the order in which the compiler runs them, and what lives at the fullest place of each."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: TracedProgram) -> None:
         self.program = program
         self._known: dict[str, dict[str, float]] = {}
 
@@ -182,7 +169,7 @@ class _Schedule:
         return self._known[computation]
 
     def _find(self, body: Sequence[Instruction]) -> dict[str, float]:
-        roots = self._roots(body)
+        roots, known = self._roots(body), self.program.module.computations
         last: dict[str, int] = {}
         for number, one in enumerate(body):
             ends = len(body) if one.is_root else number
@@ -194,7 +181,8 @@ class _Schedule:
         for number, one in enumerate(body):
             if roots[one.name] == {one.name}:
                 live[one.name] = result_bytes(one)
-            inner = max((self.peak(c) for c in self._run_by(one)), key=lambda p: sum(p.values()), default={})
+            run = [name for _, name in one.called if name in known] if one.opcode in CONTAINERS else []
+            inner = max(map(self.peak, run), key=lambda peak: sum(peak.values()), default={})
             if sum(live.values()) + sum(inner.values()) > sum(best.values()):
                 best = {**live, **inner}
             for name in [name for name in live if last[name] <= number]:
@@ -217,9 +205,5 @@ class _Schedule:
         """Whether a result is written over an operand: updates of a slice, and fusions that end in one."""
         if one.opcode == "dynamic-update-slice":
             return True
-        inner = self.program.called(one) if one.opcode == "fusion" else ()
+        inner = self.program.module.inside(one) if one.opcode == "fusion" else ()
         return any(i.is_root and i.opcode == "dynamic-update-slice" for i in inner)
-
-    def _run_by(self, one: Instruction) -> tuple[str, ...]:
-        known = self.program.module.computations
-        return tuple(name for _, name in one.called if name in known) if one.opcode in CONTAINERS else ()

@@ -76,7 +76,6 @@ def record_steps(
         subject.begin(seed)
         sampler.mark("compile")
         compiled = subject.compile()
-        write_program(compiled, folder)
         warm = []
         for number in range(warmup):
             sampler.mark(f"step {number + 1}")
@@ -86,19 +85,15 @@ def record_steps(
         busy_s = time.process_time()
         profiled = [_timed(subject, compiled, number) for number in range(steps)]
         busy_s = time.process_time() - busy_s
-    return Recording(
-        trace=newest_trace(folder),
-        hlo=folder / HLO_FILE,
+    return _recording(
+        folder,
+        subject,
+        compiled,
+        sampler,
         step_s=tuple(warm[len(warm) // 2 :]) if warmup > 1 else (),
         profiled_s=tuple(profiled),
-        memory=memory_profile(subject, compiled, sampler),
         cores=busy_s / sum(profiled),
     )
-
-
-def write_program(compiled: Any, folder: Path) -> None:
-    """The text of a compiled program, beside its trace."""
-    (folder / HLO_FILE).write_text(compiled.as_text() or "", encoding="utf-8")
 
 
 def _timed(subject: Subject, compiled: Any, number: int | None = None) -> float:
@@ -184,13 +179,13 @@ class TracedSteps:
         if not self.profiled_s:
             raise InputError(f"the run ended after {self.done} steps, before one was profiled. Give it more --steps.")
         compiled = step.lower(job.batch_seqs, job.seq_len).compile()
-        write_program(compiled, self.folder)
-        return Recording(
-            trace=newest_trace(self.folder),
-            hlo=self.folder / HLO_FILE,
+        return _recording(
+            self.folder,
+            subject_of(step, job),
+            compiled,
+            self.sampler,
             step_s=tuple(self.warm_s[len(self.warm_s) // 2 :]),
             profiled_s=tuple(self.profiled_s),
-            memory=memory_profile(subject_of(step, job), compiled, self.sampler),
             cores=self.cores,
         )
 
@@ -200,15 +195,14 @@ def _mark_end(number: int) -> None:
         pass
 
 
-# -- memory -----------------------------------------------------------------------------------------------
-
-
-def memory_profile(subject: Subject, compiled: Any, sampler: Sampler) -> MemoryProfile:
-    """The samples, and who owns the peak of one device."""
-    temporary, live = temporary_owners(parse_program(compiled.as_text() or ""))
+def _recording(folder: Path, subject: Subject, compiled: Any, sampler: Sampler, **seconds: Any) -> Recording:
+    """What lies in the folder, the text of the program beside its trace, and who owns the peak of one device."""
+    text = compiled.as_text() or ""
+    (folder / HLO_FILE).write_text(text, encoding="utf-8")
+    temporary, live = temporary_owners(parse_program(text))
     owners = sorted([*subject.owners(), *temporary], key=lambda owner: -owner.num_bytes)
     analysis = compiled.memory_analysis()
-    return MemoryProfile(
+    memory = MemoryProfile(
         counted=sampler.counted,
         samples=tuple(sampler.samples),
         marks=tuple(sampler.marks),
@@ -217,3 +211,4 @@ def memory_profile(subject: Subject, compiled: Any, sampler: Sampler) -> MemoryP
         temporaries_bytes=float(analysis.temp_size_in_bytes) if analysis is not None else None,
         live_bytes=live,
     )
+    return Recording(trace=newest_trace(folder), hlo=folder / HLO_FILE, memory=memory, **seconds)

@@ -1,6 +1,6 @@
 """What runs under the profiler: a training step, or a prefill or decode step, by the same four calls."""
 
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import numpy as np
@@ -10,27 +10,6 @@ from meshwright.parallel.generate_step import GenerateStep
 from meshwright.parallel.train_step import TrainStep
 from meshwright.profile.memory import Owner, state_owners
 from meshwright.spec.job import Job
-
-
-class Subject(Protocol):
-    """A step of a job with what it works on."""
-
-    def begin(self, seed: int) -> None:
-        """Makes the state and random tokens, on their devices."""
-
-    def compile(self) -> Any:
-        """The compiled program."""
-
-    def advance(self, compiled: Any) -> None:
-        """One step, until its results are there."""
-
-    def owners(self) -> list[Owner]:
-        """Arrays that the step is given, with their bytes on one device."""
-
-
-def subject_of(step: TrainStep | GenerateStep, job: Job) -> Subject:
-    """The step of a job, ready to be profiled."""
-    return _Training(step, job) if isinstance(step, TrainStep) else _Generation(step, job)
 
 
 def random_rows(step: TrainStep, job: Job, *, seed: int) -> dict[str, np.ndarray]:
@@ -47,26 +26,30 @@ def _random_tokens(vocab_size: int, shape: tuple[int, ...], seed: int) -> np.nda
     return np.random.default_rng(seed).integers(0, vocab_size, shape, dtype=np.int32)
 
 
-class _Training:
-    """The same batch again and again."""
+class Training:
+    """A training step on the same batch again and again."""
 
     def __init__(self, step: TrainStep, job: Job) -> None:
         self.step, self.job = step, job
-        self._given: tuple[Any, Any] = ()  # type: ignore[assignment]
+        self._given: tuple[Any, ...] = ()
 
     def begin(self, seed: int) -> None:
+        """Makes the state and random tokens, on their devices."""
         self._given = self.step.init(seed), self.step.place(random_rows(self.step, self.job, seed=seed))
         jax.block_until_ready(self._given)
 
     def compile(self) -> Any:
+        """The compiled program."""
         return self.step.compile.lower(*self._given).compile()
 
     def advance(self, compiled: Any) -> None:
+        """One step, until its results are there."""
         state, metrics = compiled(*self._given)
         self._given = state, self._given[1]
         jax.block_until_ready((state, metrics))
 
     def owners(self) -> list[Owner]:
+        """Arrays that the step is given, with their bytes on one device."""
         step, shapes, places = self.step, self.step.param_shapes, self.step.state_shardings
         return [
             *state_owners(shapes, places.params, "weights"),
@@ -75,16 +58,12 @@ class _Training:
         ]
 
 
-class _Generation:
+class Generation:
     """Prompts of the whole length, or one more token of each sequence at the last position of a full cache."""
 
     def __init__(self, step: GenerateStep, job: Job) -> None:
         self.step, self.job = step, job
-        self._given: tuple[Any, Any, Any] = ()  # type: ignore[assignment]
-
-    @property
-    def _length(self) -> int:
-        return 0 if self.job.kind == "decode" else self.job.seq_len
+        self._given: tuple[Any, ...] = ()
 
     def begin(self, seed: int) -> None:
         step, job = self.step, self.job
@@ -100,7 +79,7 @@ class _Generation:
         jax.block_until_ready(self._given)
 
     def compile(self) -> Any:
-        return self.step.compiled(self._length)
+        return self.step.compiled(0 if self.job.kind == "decode" else self.job.seq_len)
 
     def advance(self, compiled: Any) -> None:
         params, cache, given = self._given
@@ -114,3 +93,12 @@ class _Generation:
             *state_owners(step.param_shapes, step.param_shardings, "weights"),
             *state_owners(step.cache_shapes, step.cache_shardings, "cache"),
         ]
+
+
+Subject = Training | Generation
+"""A step of a job with what it works on; both have the same four calls."""
+
+
+def subject_of(step: TrainStep | GenerateStep, job: Job) -> Subject:
+    """The step of a job, ready to be profiled."""
+    return Training(step, job) if isinstance(step, TrainStep) else Generation(step, job)

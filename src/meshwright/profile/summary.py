@@ -2,7 +2,6 @@
 
 import os
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -11,37 +10,38 @@ from meshwright.cost.breakdown import Breakdown
 from meshwright.cost.setting import setting_of
 from meshwright.cost.train_step import PricedStrategy, price_strategy
 from meshwright.cost.work.ops import model_flops
-from meshwright.profile.advice import Advice, Case, advise
-from meshwright.profile.classes import Facts
-from meshwright.profile.compare import Comparison, ProductRow, compare
-from meshwright.profile.events import Platform, Trace, load_trace
-from meshwright.profile.hlo import load_program
-from meshwright.profile.memory import MemoryProfile, temporary_owners
+from meshwright.profile.advice import Advice, AdviceCase, advise
+from meshwright.profile.compare import ProductRow, ProfileComparison, compare_times
+from meshwright.profile.events import DeviceTrace, TracePlatform, load_trace
+from meshwright.profile.hlo import TracedProgram, load_program
+from meshwright.profile.memory import MAX_OWNERS, MemoryProfile, temporary_owners
 from meshwright.profile.run import Recording
-from meshwright.profile.times import Times, measure_times
+from meshwright.profile.times import StepTimes, measure_times
 from meshwright.spec.calibration import reference_peak
 from meshwright.spec.plan_file import Plan
 
 SAME_FLOPS = 0.02
 """How far the FLOPs of program and derived steps may differ before the reader is told."""
 
-SLOW = "The steps under the profiler took "
 SLOWER = 1.2
 """How much longer steps under the profiler may take before the reader is told."""
-BUSY = "The process kept "
 ENOUGH_CORES = 0.75
 """Share of the cores below which a reader is told that the seconds are not those of a quiet machine."""
 
 
 class Profile(msgspec.Struct, frozen=True, kw_only=True):
-    """What there is to show. ``step_s`` is the step without the profiler where it was timed, else the profiled one.
+    """What there is to show, and what it was made from. ``step_s`` is the step without the profiler where it was timed,
+    else the profiled one.
 
     ``flops`` are those of the products in the compiled program on one device, ``predicted_flops`` those of the derived
-    steps; ``notes`` are what the reader has to know of the figures.
+    steps. ``notes`` are what the reader has to know of the figures; ``warnings`` those of them on whether these steps
+    are like others: how much slower, and how much of the machine they had.
     """
 
     plan: Plan
-    platform: Platform
+    trace: DeviceTrace
+    program: TracedProgram
+    priced: PricedStrategy
     step_s: float
     profiled_s: float
     predicted_step_s: float
@@ -51,17 +51,17 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     predicted_hfu: float
     flops: float
     predicted_flops: float
-    times: Times
-    comparison: Comparison
+    times: StepTimes
+    comparison: ProfileComparison
     advice: tuple[Advice, ...]
     memory: MemoryProfile
     predicted_memory: dict[str, float]
     notes: tuple[str, ...]
+    warnings: tuple[str, ...]
 
     @property
-    def warnings(self) -> tuple[str, ...]:
-        """The notes on whether these steps are like others: how much slower, and how much of the machine they had."""
-        return tuple(note for note in self.notes if note.startswith((SLOW, BUSY)))
+    def platform(self) -> TracePlatform:
+        return self.trace.platform
 
     @property
     def missed(self) -> tuple[ProductRow, ...]:
@@ -69,16 +69,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(row for row in self.comparison.float32 if misses_units(row, self.platform))
 
 
-class Analysed(msgspec.Struct, frozen=True, kw_only=True):
-    """A profile with what it was made from, for the timeline."""
-
-    profile: Profile
-    trace: Trace
-    facts: Facts
-    priced: PricedStrategy
-
-
-def misses_units(row: ProductRow, platform: Platform) -> bool:
+def misses_units(row: ProductRow, platform: TracePlatform) -> bool:
     """Whether a float32 product runs below the rate of the matrix units.
 
     A TPU rounds operands to bfloat16 unless more precision is asked for, and then multiplies three or six times; a GPU
@@ -89,7 +80,7 @@ def misses_units(row: ProductRow, platform: Platform) -> bool:
 
 def analyse(
     plan: Plan, trace: Path, hlo: Path, recording: Recording | None = None, *, storage: Storage = AS_WRITTEN
-) -> Analysed:
+) -> Profile:
     """A profile from a trace and the text of the program that was traced; memory and warm steps from a recording.
 
     The step is one of the plan's job; ``storage`` is of prefill and decode steps. Raises InputError for files that
@@ -97,22 +88,23 @@ def analyse(
     """
     program = load_program(hlo)
     events = load_trace(trace, program)
-    model, job, rates = plan.model, plan.job, plan.calibration
+    job, rates, num_chips = plan.job, plan.calibration, plan.cluster.num_chips
     strategy = job_strategy(job, plan.strategy)
     priced = price_strategy(setting_of(plan, storage), strategy)
     chip = priced.rates.chip
-    facts = Facts(program, ridge=float(chip.matmul_flops_per_s) / float(chip.hbm_bytes_per_s))
-    times = measure_times(events, facts)
+    program = msgspec.structs.replace(program, ridge=float(chip.matmul_flops_per_s) / float(chip.hbm_bytes_per_s))
+    times = measure_times(events, program)
     predicted = Breakdown(priced)
-    comparison = compare(events, facts, times, predicted)
+    comparison = compare_times(events, program, times, predicted)
     profiled_s = times.mean.total_s
     step_s = (recording.typical_s if recording else None) or profiled_s
-    peak = reference_peak(plan.cluster.chip, rates, strategy.matmul_dtype) * plan.cluster.num_chips
-    mfu = model_flops(model, job) / (step_s * peak)
+    peak = reference_peak(plan.cluster.chip, rates, strategy.matmul_dtype) * num_chips
+    mfu = model_flops(plan.model, job) / (step_s * peak)
     estimate = priced.estimate
     flops = sum(row.flops for row in comparison.classes)
-    derived_flops = float(estimate.flops) / plan.cluster.num_chips
-    case = Case(
+    derived_flops = float(estimate.flops) / num_chips
+    warnings = (*_slower_notes(profiled_s, step_s), *_machine_notes(events, recording))
+    case = AdviceCase(
         comparison=comparison,
         times=times,
         job=job,
@@ -121,9 +113,11 @@ def analyse(
         expected=predicted.steps,
         calibration=rates,
     )
-    profile = Profile(
+    return Profile(
         plan=plan,
-        platform=events.platform,
+        trace=events,
+        program=program,
+        priced=priced,
         step_s=step_s,
         profiled_s=profiled_s,
         predicted_step_s=float(estimate.step_s),
@@ -139,18 +133,17 @@ def analyse(
         memory=recording.memory if recording else _memory_of(program),
         predicted_memory={name: float(b) for name, b in estimate.memory.items() if b},
         notes=(
-            *_trace_notes(events, times, num_devices=plan.cluster.num_chips),
+            *_trace_notes(events, times, num_devices=num_chips),
             *_program_notes(flops, derived_flops),
-            *_slower_notes(profiled_s, step_s),
-            *_machine_notes(events, recording),
+            *warnings,
         ),
+        warnings=warnings,
     )
-    return Analysed(profile=profile, trace=events, facts=facts, priced=priced)
 
 
-def _memory_of(program: Any) -> MemoryProfile:
+def _memory_of(program: TracedProgram) -> MemoryProfile:
     owners, live = temporary_owners(program)
-    return MemoryProfile(counted="device", owners=tuple(owners[:12]), live_bytes=live)
+    return MemoryProfile(counted="device", owners=tuple(owners[:MAX_OWNERS]), live_bytes=live)
 
 
 def _slower_notes(profiled_s: float, step_s: float) -> tuple[str, ...]:
@@ -158,17 +151,17 @@ def _slower_notes(profiled_s: float, step_s: float) -> tuple[str, ...]:
     if profiled_s <= SLOWER * step_s:
         return ()
     return (
-        f"{SLOW}{profiled_s / step_s:.1f} times as long as those before them, and so do "
+        f"The steps under the profiler took {profiled_s / step_s:.1f} times as long as those before them, and so do "
         "their parts: the profiler or other work slowed them down.",
     )
 
 
-def _machine_notes(trace: Trace, recording: Recording | None) -> tuple[str, ...]:
+def _machine_notes(trace: DeviceTrace, recording: Recording | None) -> tuple[str, ...]:
     """Whether emulated devices had the machine for themselves."""
     cores = os.cpu_count() or 1
     if trace.platform != "cpu" or recording is None or recording.cores is None:
         return ()
-    had = f"{BUSY}{recording.cores:.1f} of {cores} cores busy in these steps"
+    had = f"The process kept {recording.cores:.1f} of {cores} cores busy in these steps"
     if recording.cores >= ENOUGH_CORES * cores:
         return (f"{had}.",)
     return (f"{had}: other programs ran, or threads waited; compare seconds on a quiet machine.",)
@@ -189,7 +182,7 @@ def _program_notes(flops: float, derived: float) -> tuple[str, ...]:
     return found
 
 
-def _trace_notes(trace: Trace, times: Times, *, num_devices: int) -> tuple[str, ...]:
+def _trace_notes(trace: DeviceTrace, times: StepTimes, *, num_devices: int) -> tuple[str, ...]:
     """What the reader has to know of the trace before the figures."""
     found = []
     if trace.platform == "cpu":
@@ -218,6 +211,6 @@ def _trace_notes(trace: Trace, times: Times, *, num_devices: int) -> tuple[str, 
             "no instruction; they look idle here. CUDA graphs do that: XLA_FLAGS=--xla_gpu_enable_command_buffer= "
             "turns them off."
         )
-    if times.num_steps > 1:
-        found.append(f"Figures are means over {times.num_steps} steps and {len(times.devices)} devices.")
+    if len(trace.windows) > 1:
+        found.append(f"Figures are means over {len(trace.windows)} steps and {len(times.devices)} devices.")
     return tuple(found)

@@ -14,16 +14,18 @@ that run at the same instant share it, and a collective that something hides has
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from typing import Literal
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TypeVar
 
 import msgspec
 
 from meshwright.cost.breakdown import Partition
-from meshwright.profile.classes import Bound, Facts
-from meshwright.profile.events import OpEvent, Trace, Window
+from meshwright.profile.classes import Bound, OpClass
+from meshwright.profile.events import DeviceTrace, OpEvent, TracePlatform, Window
+from meshwright.profile.hlo import TracedProgram
 
 Interval = tuple[float, float]
+What = TypeVar("What")
 
 LAUNCH_GAP_S = 50e-6
 """Gaps up to this are launches: several times what a kernel's launch takes (some 5 us), far less than a transfer."""
@@ -31,27 +33,34 @@ _ORDER: tuple[Bound, ...] = ("compute", "memory", "communication")
 
 
 class OpTime(msgspec.Struct, frozen=True, kw_only=True):
-    """One instruction in a mean step of a mean device: executions, seconds by themselves, their part of the wall time,
-    and of a collective the seconds in which it is known to have waited for other devices."""
+    """One instruction in a mean step of a mean device: what it came from, executions, seconds by themselves, their part
+    of the wall time, and of a collective the seconds in which it is known to have waited for other devices."""
 
     name: str
+    kind: OpClass
+    step: str
     count: float
     own_s: float
     wall_s: float
     waited_s: float = 0.0
+    flops: float
+    hbm_bytes: float
 
 
-class Times(msgspec.Struct, frozen=True, kw_only=True):
+class StepTimes(msgspec.Struct, frozen=True, kw_only=True):
     """All that the events of the steps add up to; ``communication_s`` is that of a mean step and device, hidden or not,
-    ``hidden_s`` the part of it in which the same device computes. ``num_launches`` counts instructions."""
+    ``hidden_s`` the part of it in which the same device computes."""
 
     mean: Partition
     devices: dict[int, Partition]
     ops: tuple[OpTime, ...]
     communication_s: float
     hidden_s: float
-    num_launches: float
-    num_steps: int
+
+    @property
+    def num_launches(self) -> float:
+        """Instructions of a mean step and device."""
+        return sum(op.count for op in self.ops)
 
     @property
     def waited_s(self) -> float:
@@ -64,185 +73,133 @@ class Times(msgspec.Struct, frozen=True, kw_only=True):
         return self.hidden_s / self.communication_s if self.communication_s > 0 else None
 
 
-# -- intervals --------------------------------------------------------------------------------------------
-
-
-def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same instants in intervals that neither touch nor overlap, in order."""
-    found: list[Interval] = []
-    for start, end in sorted(i for i in intervals if i[1] > i[0]):
-        if found and start <= found[-1][1]:
-            found[-1] = (found[-1][0], max(found[-1][1], end))
-        else:
-            found.append((start, end))
-    return found
-
-
-def length(intervals: Iterable[Interval]) -> float:
-    """Seconds of intervals that do not overlap."""
-    return sum(end - start for start, end in intervals)
-
-
-def both(first: Sequence[Interval], second: Sequence[Interval]) -> list[Interval]:
-    """The instants that two unions share."""
-    found, i, j = [], 0, 0
-    while i < len(first) and j < len(second):
-        start, end = max(first[i][0], second[j][0]), min(first[i][1], second[j][1])
+def segments(spans: Iterable[tuple[float, float, What]], window: Window) -> Iterator[tuple[Window, list[What]]]:
+    """The whole of a window, cut where a span starts or ends, and what covers each piece; all times in order."""
+    turns: list[tuple[float, bool, int]] = []
+    names: list[What] = []
+    for start, end, name in spans:
+        start, end = max(start, window.start_s), min(end, window.end_s)
         if end > start:
-            found.append((start, end))
-        if first[i][1] < second[j][1]:
-            i += 1
+            turns += [(start, True, len(names)), (end, False, len(names))]
+            names.append(name)
+    active: dict[int, What] = {}
+    at = window.start_s
+    for when, begins, number in sorted(turns):
+        if when > at:
+            yield Window(at, when), list(active.values())
+            at = when
+        if begins:
+            active[number] = names[number]
         else:
-            j += 1
-    return found
+            del active[number]
+    if window.end_s > at:
+        yield Window(at, window.end_s), []
 
 
-def clipped(intervals: Iterable[Interval], window: Interval) -> list[Interval]:
-    """What of each interval lies in a window."""
-    cut = ((max(start, window[0]), min(end, window[1])) for start, end in intervals)
-    return [(start, end) for start, end in cut if end > start]
-
-
-# -- steps ------------------------------------------------------------------------------------------------
-
-
-class _Sweep:
-    """One step of one device, gone through from event to event."""
-
-    def __init__(self, window: Window, facts: Facts) -> None:
-        self.window, self.facts = window, facts
-        self.seconds: dict[Bound, float] = dict.fromkeys(_ORDER, 0.0)
-        self.gaps: list[Interval] = []
-        self.wall: dict[str, float] = defaultdict(float)
-
-    def run(self, events: Sequence[OpEvent]) -> Partition:
-        """The step's partition; what each instruction has of the wall time is added to ``wall``."""
-        start, end = self.window
-        turns = []
-        for number, event in enumerate(events):
-            turns.append((max(event.start_s, start), True, number))
-            turns.append((min(event.end_s, end), False, number))
-        # ends before starts, so that an instant between two events belongs to neither
-        turns.sort(key=lambda turn: (turn[0], turn[1]))
-        active: dict[Bound, dict[int, str]] = {bound: {} for bound in _ORDER}
-        at = start
-        for when, begins, number in turns:
-            self._pass(at, when, active)
-            at = max(at, when)
-            op = events[number].op
-            held = active[self.facts.of(op).bound]
-            if begins:
-                held[number] = op
-            else:
-                held.pop(number, None)
-        self._pass(at, end, active)
-        overhead, idle = self._nothing(bool(events))
-        return Partition(
-            compute_s=self.seconds["compute"],
-            memory_s=self.seconds["memory"],
-            exposed_s=self.seconds["communication"],
-            overhead_s=overhead,
-            idle_s=idle,
-        )
-
-    def _pass(self, start: float, end: float, active: dict[Bound, dict[int, str]]) -> None:
-        """The instants up to the next turn."""
-        if end <= start:
-            return
-        for bound in _ORDER:
-            if active[bound]:
-                self.seconds[bound] += end - start
-                each = (end - start) / len(active[bound])
-                for op in active[bound].values():
-                    self.wall[op] += each
-                return
-        if self.gaps and self.gaps[-1][1] == start:
-            self.gaps[-1] = (self.gaps[-1][0], end)
-        else:
-            self.gaps.append((start, end))
-
-    def _nothing(self, ran: bool) -> tuple[float, float]:
-        """(overhead, idle) seconds of the gaps; a device without any event in the step is idle all through."""
-        overhead = idle = 0.0
-        for start, end in self.gaps:
-            at_an_end = start == self.window.start_s or end == self.window.end_s
-            if ran and (at_an_end or end - start <= LAUNCH_GAP_S):
-                overhead += end - start
-            else:
-                idle += end - start
-        return overhead, idle
+# -- the steps of each device -----------------------------------------------------------------------------
 
 
 class _Sums:
     """What the steps of all devices add up to."""
 
-    def __init__(self) -> None:
-        self.wall: dict[str, float] = defaultdict(float)
-        self.own: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
-        self.communication = self.hidden = 0.0
+    def __init__(self, program: TracedProgram) -> None:
+        self.program = program
+        self.count, self.own_s, self.wall_s, self.waited_s = (defaultdict[str, float](float) for _ in range(4))
+        self.communication_s = self.hidden_s = 0.0
 
-    def step(self, window: Window, events: Sequence[OpEvent], flights: Sequence[Interval], facts: Facts) -> Partition:
+    def step(self, window: Window, events: Sequence[OpEvent], flights: Sequence[Interval]) -> Partition:
         """One step of one device added."""
         inside = [event for event in events if event.end_s > window.start_s and event.start_s < window.end_s]
-        sweep = _Sweep(window, facts)
-        found = sweep.run(inside)
-        for op, seconds in sweep.wall.items():
-            self.wall[op] += seconds
-        sent = union(clipped(flights, window))
-        busy = union(clipped(((e.start_s, e.end_s) for e in inside if _hides(e, facts)), window))
-        self.communication += length(sent)
-        self.hidden += length(both(sent, busy))
         for event in inside:
             if event.start_s >= window.start_s:  # else it counts in the step that it began in
-                sums = self.own[event.op]
-                for number, value in enumerate((1, event.seconds, event.waited_s)):
-                    sums[number] += value
-        return found
+                self.count[event.op] += 1
+                self.own_s[event.op] += event.seconds
+                self.waited_s[event.op] += event.waited_s
+        seconds, gaps = dict.fromkeys(_ORDER, 0.0), list[Window]()
+        spans: list[tuple[float, float, str]] = [(event.start_s, event.end_s, event.op) for event in inside]
+        for piece, covered in segments([*spans, *((*flight, "") for flight in flights)], window):
+            ops = [op for op in covered if op]
+            bound = min((self.program.fact(op).bound for op in ops), key=_ORDER.index, default=None)
+            if len(ops) < len(covered):
+                self.communication_s += piece.seconds
+                self.hidden_s += piece.seconds if bound in ("compute", "memory") else 0.0
+            if bound is not None:
+                seconds[bound] += piece.seconds
+                sharing = [op for op in ops if self.program.fact(op).bound == bound]
+                for op in sharing:
+                    self.wall_s[op] += piece.seconds / len(sharing)
+            elif gaps and gaps[-1].end_s == piece.start_s:
+                gaps[-1] = Window(gaps[-1].start_s, piece.end_s)
+            else:
+                gaps.append(piece)
+        overhead_s = idle_s = 0.0
+        for gap in gaps:
+            at_an_end = gap.start_s == window.start_s or gap.end_s == window.end_s
+            # a device without any event in the step is idle all through
+            if inside and (at_an_end or gap.seconds <= LAUNCH_GAP_S):
+                overhead_s += gap.seconds
+            else:
+                idle_s += gap.seconds
+        return Partition(
+            compute_s=seconds["compute"],
+            memory_s=seconds["memory"],
+            exposed_s=seconds["communication"],
+            overhead_s=overhead_s,
+            idle_s=idle_s,
+        )
 
     def ops(self, shares: int) -> tuple[OpTime, ...]:
         """Means of every instruction, those with most of the wall time first."""
         found = []
-        for op in self.wall.keys() | self.own.keys():
-            n, seconds, waited = (value / shares for value in self.own[op])
-            wall = self.wall[op] / shares
-            found.append(OpTime(name=op, count=n, own_s=seconds, wall_s=wall, waited_s=waited))
+        for op in self.wall_s.keys() | self.own_s.keys():
+            fact, count = self.program.fact(op), self.count[op] / shares
+            one = OpTime(
+                name=op,
+                kind=fact.kind,
+                step=fact.step,
+                count=count,
+                own_s=self.own_s[op] / shares,
+                wall_s=self.wall_s[op] / shares,
+                waited_s=self.waited_s[op] / shares,
+                flops=fact.flops * count,
+                hbm_bytes=fact.hbm_bytes * count,
+            )
+            found.append(one)
         return tuple(sorted(found, key=lambda op: (-op.wall_s, op.name)))
 
 
-def measure_times(trace: Trace, facts: Facts) -> Times:
+def measure_times(trace: DeviceTrace, program: TracedProgram) -> StepTimes:
     """Everything, as means over the steps and the devices of a trace."""
-    sums, partitions = _Sums(), {}
+    sums, partitions = _Sums(program), {}
     for device in trace.devices:
-        events = [event for event in trace.of_device(device) if facts.is_work(event.op)]
-        flights = in_flight(events, facts, trace.platform)
-        partitions[device] = mean_partition([sums.step(window, events, flights, facts) for window in trace.windows])
+        events = [event for event in trace.events if event.device == device and program.is_work(event.op)]
+        flights = in_flight(events, program, trace.platform)
+        partitions[device] = _mean([sums.step(window, events, flights) for window in trace.windows])
     shares = len(trace.windows) * len(trace.devices)
-    ops = sums.ops(shares)
-    return Times(
-        mean=mean_partition(list(partitions.values())),
+    return StepTimes(
+        mean=_mean(list(partitions.values())),
         devices=partitions,
-        ops=ops,
-        communication_s=sums.communication / shares,
-        hidden_s=sums.hidden / shares,
-        num_launches=sum(op.count for op in ops),
-        num_steps=len(trace.windows),
+        ops=sums.ops(shares),
+        communication_s=sums.communication_s / shares,
+        hidden_s=sums.hidden_s / shares,
     )
 
 
-def _hides(event: OpEvent, facts: Facts) -> bool:
-    return facts.of(event.op).bound != "communication"
+def _mean(found: Sequence[Partition]) -> Partition:
+    names = Partition.__struct_fields__
+    return Partition(**{n: sum(getattr(p, n) for p in found) / max(len(found), 1) for n in names})
 
 
-def in_flight(events: Sequence[OpEvent], facts: Facts, platform: Literal["cpu", "gpu", "tpu"]) -> list[Interval]:
+def in_flight(events: Sequence[OpEvent], program: TracedProgram, platform: TracePlatform) -> list[Interval]:
     """When bytes are on their way between devices: while a collective runs.
 
     On TPU the two halves of an asynchronous one are instructions of their own, and it flies from the start of the first
     to the end of the second; on GPU its kernel stands with the first half.
     """
-    sent = [event for event in events if facts.of(event.op).bound == "communication"]
+    sent = [event for event in events if program.fact(event.op).bound == "communication"]
     if platform != "tpu":
         return [(event.start_s, event.end_s) for event in sent]
-    instructions = facts.program.instructions
+    instructions = program.instructions
     begun: dict[str, float] = {}
     found = []
     for event in sorted(sent, key=lambda event: event.start_s):
@@ -254,7 +211,33 @@ def in_flight(events: Sequence[OpEvent], facts: Facts, platform: Literal["cpu", 
     return found
 
 
-def mean_partition(found: Sequence[Partition]) -> Partition:
-    """The mean of each part."""
-    names = Partition.__struct_fields__
-    return Partition(**{n: sum(getattr(p, n) for p in found) / max(len(found), 1) for n in names})
+# -- cores that emulated devices share --------------------------------------------------------------------
+
+
+def shared_seconds(trace: DeviceTrace, program: TracedProgram) -> dict[str, float]:
+    """Instruction -> seconds of a mean step that the machine spends on it, where emulated devices share its cores.
+
+    What one device computes while the others wait for it in a collective runs on all cores, and what all compute at
+    once on a part of them: seconds of single events say little. The step as a whole takes the time in which the machine
+    gets through the work of all devices, and that is what a calibration with all devices busy predicts. So the wall
+    time of a step is shared out, at every instant in equal parts, over the instructions that work on any device.
+    Waiting in a collective is no work; an instant in which nobody works belongs to nothing.
+    """
+    found: dict[str, float] = defaultdict(float)
+    spans = [(*span, event.op) for event in trace.events if program.is_work(event.op) for span in working(event)]
+    for window in trace.windows:
+        for piece, ops in segments(spans, window):
+            for op in ops:
+                found[op] += piece.seconds / len(ops)
+    return {op: seconds / len(trace.windows) for op, seconds in found.items()}
+
+
+def working(event: OpEvent) -> Iterator[tuple[float, float]]:
+    """The spans of an event in which it does not wait."""
+    at = event.start_s
+    for start, end in event.waits:
+        if start > at:
+            yield at, start
+        at = max(at, end)
+    if event.end_s > at:
+        yield at, event.end_s

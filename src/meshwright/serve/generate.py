@@ -1,7 +1,7 @@
-"""Prompts continued token by token on a `GenerateStep`, all in one batch from the first to the last."""
+"""Continues prompts token by token on a `GenerateStep`, all in one batch."""
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Literal
 
 import jax
@@ -10,23 +10,23 @@ import numpy as np
 
 from meshwright.core.errors import InputError
 from meshwright.nn.weights import Params
-from meshwright.parallel.generate_step import GenerateStep
+from meshwright.parallel.generate_step import Cache, GenerateStep
 from meshwright.serve.sampling import LIKELIEST, Choices, Sampling, choices, draw
 
 OnToken = Callable[[int, int], None]
-"""Called with the number of a prompt and its next token, the end token left out."""
+"""Called with the number of a prompt and its next token, except the end token."""
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
-    """The tokens that continue one prompt; ``finish`` says whether an end token came or the length was reached."""
+    """The tokens after one prompt; ``finish`` is "end" after an end token, "length" at the limit."""
 
     tokens: tuple[int, ...]
     finish: Literal["end", "length"]
 
 
 class Pace(msgspec.Struct, frozen=True, kw_only=True):
-    """How fast it went. ``first_token_s`` runs from the prompts to every row's first token, without compilation;
-    ``tokens_per_s`` counts what all rows got after it, None where nothing came after it."""
+    """The speed of a generation. ``first_token_s`` is the time to every row's first token, without compilation;
+    ``tokens_per_s`` is the rate of all rows after it, None without further tokens."""
 
     compile_s: float
     first_token_s: float
@@ -35,7 +35,7 @@ class Pace(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Generated(msgspec.Struct, frozen=True, kw_only=True):
-    """A completion for each prompt, and the pace of all."""
+    """A completion for each prompt, and the pace of the batch."""
 
     completions: tuple[Completion, ...]
     pace: Pace
@@ -51,9 +51,9 @@ def generate(
     end_tokens: Collection[int] = (),
     on_token: OnToken | None = None,
 ) -> Generated:
-    """Up to ``max_tokens`` tokens after each prompt; a prompt that is given several times is drawn anew each time.
+    """Generates up to ``max_tokens`` tokens after each prompt; equal prompts get different samples.
 
-    ``sampling`` is that of all prompts, or one for each. Raises InputError for prompts that the step has no room for.
+    ``sampling`` is for all prompts, or one for each. Raises InputError for prompts that do not fit the step.
     """
     require_prompts(step, prompts, max_tokens=max_tokens)
     rows = choices(_of_rows(prompts, sampling, step.batch_seqs))
@@ -61,15 +61,43 @@ def generate(
     start = time.perf_counter()
     step.compiled(tokens.shape[1])
     step.compiled(0)
-    _compile_draws(step, rows)
+    logits = np.zeros((step.batch_seqs, step.model.vocab_size), np.float32)
+    jax.block_until_ready(draw(jax.device_put(logits, step.logits_sharding), rows, lengths * 0))
     compile_s = time.perf_counter() - start
-    progress = _Progress(len(prompts), max_tokens, frozenset(end_tokens), on_token)
-    _run(step, params, tokens, lengths, rows, progress)
-    return Generated(completions=progress.completions(), pace=progress.pace(compile_s))
+    cache = jax.block_until_ready(step.init_cache())
+    times = [time.perf_counter()]
+    found: list[list[int]] = [[] for _ in prompts]
+    ended = [False] * len(prompts)
+    for drawn in _drawn(step, params, cache, (tokens, lengths, rows), max_tokens):
+        times.append(time.perf_counter())
+        for row, mine in enumerate(found):
+            if ended[row]:
+                continue
+            token = int(drawn[row])
+            ended[row] = token in end_tokens
+            if not ended[row]:
+                mine.append(token)
+                if on_token is not None:
+                    on_token(row, token)
+        if all(ended):
+            break
+    after_s, num_tokens = times[-1] - times[1], sum(map(len, found))
+    num_after_first = num_tokens + sum(ended) - len(prompts)
+    pace = Pace(
+        compile_s=compile_s,
+        first_token_s=times[1] - times[0],
+        tokens_per_s=num_after_first / after_s if num_after_first and after_s > 0 else None,
+        num_tokens=num_tokens,
+    )
+    completions = (
+        Completion(tokens=tuple(mine), finish="end" if end else "length")
+        for mine, end in zip(found, ended, strict=True)
+    )
+    return Generated(completions=tuple(completions), pace=pace)
 
 
 def require_prompts(step: GenerateStep, prompts: Sequence[Sequence[int]], *, max_tokens: int) -> None:
-    """Raise InputError for no or too many prompts, empty or too long ones, and tokens that the model does not have."""
+    """Raises InputError for no or too many prompts, empty or too long ones, and tokens outside the vocabulary."""
     if not 1 <= len(prompts) <= step.batch_seqs:
         raise InputError(f"{len(prompts)} prompts; the step takes 1 to {step.batch_seqs}.")
     if max_tokens < 1:
@@ -91,7 +119,7 @@ def require_prompts(step: GenerateStep, prompts: Sequence[Sequence[int]], *, max
 def _of_rows(
     prompts: Sequence[Sequence[int]], sampling: Sampling | Sequence[Sampling], num_rows: int
 ) -> list[Sampling]:
-    """A choice for each row; the same prompt given again is the next number of its seed."""
+    """Returns the sampling of each row; a repeated prompt has the next sample number of its seed."""
     given = [sampling] * len(prompts) if isinstance(sampling, Sampling) else list(sampling)
     seen: dict[tuple[int, ...], int] = {}
     found = []
@@ -103,7 +131,7 @@ def _of_rows(
 
 
 def padded(step: GenerateStep, prompts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
-    """The prompts as rows of equal length with zeros behind, and how long each is; rows without a prompt have one
+    """Pads the prompts to rows of equal length, and returns them with their lengths; rows without a prompt have one
     token."""
     longest = max(len(prompt) for prompt in prompts)
     tokens = np.zeros((step.batch_seqs, step.padded_length(longest)), np.int32)
@@ -114,69 +142,18 @@ def padded(step: GenerateStep, prompts: Sequence[Sequence[int]]) -> tuple[np.nda
     return tokens, lengths
 
 
-def _compile_draws(step: GenerateStep, rows: Choices) -> None:
-    shape = (step.batch_seqs, step.model.vocab_size)
-    logits = jax.device_put(np.zeros(shape, np.float32), step.logits_sharding)
-    jax.block_until_ready(draw(logits, rows, np.zeros(step.batch_seqs, np.int32)))
-
-
-class _Progress:
-    """What each prompt has got so far, and when."""
-
-    def __init__(self, num_prompts: int, max_tokens: int, ends: frozenset[int], on_token: OnToken | None) -> None:
-        self.tokens: list[list[int]] = [[] for _ in range(num_prompts)]
-        self.ended = [False] * num_prompts
-        self.max_tokens, self.ends, self.on_token = max_tokens, ends, on_token
-        self.times: list[float] = [time.perf_counter()]
-        self.num_after_first = 0
-
-    def take(self, drawn: np.ndarray) -> bool:
-        """The next token of every row; whether any prompt still goes on."""
-        self.times.append(time.perf_counter())
-        first = len(self.times) == 2
-        for row, tokens in enumerate(self.tokens):
-            if self.ended[row]:
-                continue
-            self.num_after_first += not first
-            token = int(drawn[row])
-            if token in self.ends:
-                self.ended[row] = True
-                continue
-            tokens.append(token)
-            if self.on_token is not None:
-                self.on_token(row, token)
-        return len(self.times) - 1 < self.max_tokens and not all(self.ended)
-
-    def completions(self) -> tuple[Completion, ...]:
-        return tuple(
-            Completion(tokens=tuple(tokens), finish="end" if ended else "length")
-            for tokens, ended in zip(self.tokens, self.ended, strict=True)
-        )
-
-    def pace(self, compile_s: float) -> Pace:
-        after = self.times[-1] - self.times[1]
-        return Pace(
-            compile_s=compile_s,
-            first_token_s=self.times[1] - self.times[0],
-            tokens_per_s=self.num_after_first / after if self.num_after_first and after > 0 else None,
-            num_tokens=sum(map(len, self.tokens)),
-        )
-
-
-def _run(
-    step: GenerateStep, params: Params, tokens: np.ndarray, lengths: np.ndarray, rows: Choices, progress: _Progress
-) -> None:
-    """Steps until every prompt is done. Each step is sent off before the token that it goes on from is looked at, so
-    that devices do not wait for the host; what comes after the last end token is thrown away."""
-    cache = jax.block_until_ready(step.init_cache())
-    progress.times = [time.perf_counter()]
+def _drawn(
+    step: GenerateStep, params: Params, cache: Cache, given: tuple[np.ndarray, np.ndarray, Choices], max_tokens: int
+) -> Iterator[np.ndarray]:
+    """Yields the next token of every row, ``max_tokens`` times. Each step is dispatched before the host reads its input
+    token, so that devices do not wait for the host; a step after the last end token is discarded."""
+    tokens, lengths, rows = given
     logits, cache = step.prefill(params, cache, tokens, lengths)
     drawn = draw(logits, rows, np.zeros(step.batch_seqs, np.int32))
-    for count in range(progress.max_tokens):
+    for count in range(max_tokens):
         following = drawn
-        if count + 1 < progress.max_tokens:
+        if count + 1 < max_tokens:
             logits, cache = step.generate(params, cache, drawn, lengths + count)
             following = draw(logits, rows, np.full(step.batch_seqs, count + 1, np.int32))
-        if not progress.take(np.asarray(drawn)):
-            return
+        yield np.asarray(drawn)
         drawn = following

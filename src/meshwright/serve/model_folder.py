@@ -1,33 +1,24 @@
-"""A folder to generate from: a finished run, or a model as Hugging Face publishes it."""
+"""Opens a folder to generate from: a finished run, or a Hugging Face model."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 from tokenizers import Tokenizer
 
 from meshwright.core.errors import InputError
-from meshwright.nn.hf.files import DTYPES, CheckpointFiles
+from meshwright.nn.hf.files import DTYPES, Tensors, open_checkpoint
 from meshwright.nn.hf.format import places
+from meshwright.nn.hf.tokenizer import TOKENIZER, TOKENIZER_CONFIG, end_name, end_token, read_table, read_tokenizer
 from meshwright.nn.hf.weights import CONFIG
 from meshwright.spec.hf.read import model_from_config
 from meshwright.spec.model import Model
 
-TOKENIZER, GENERATION, TOKENIZER_CONFIG = "tokenizer.json", "generation_config.json", "tokenizer_config.json"
-END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<|im_end|>", "<|return|>")
-"""What known tokenizers call the end of a text, where no file beside them says which token it is."""
-
-
-class Text(Protocol):
-    """Text to tokens and back."""
-
-    def encode(self, text: str) -> list[int]: ...
-    def decode(self, tokens: Sequence[int]) -> str: ...
+GENERATION = "generation_config.json"
 
 
 class TokenizedText(NamedTuple):
-    """By the model's own tokenizer."""
+    """Encodes and decodes text with the model's tokenizer."""
 
     tokenizer: Tokenizer
 
@@ -39,7 +30,7 @@ class TokenizedText(NamedTuple):
 
 
 class NumberedText(NamedTuple):
-    """Token numbers as they are, where a folder has no tokenizer: ``"17 4 230"``."""
+    """Reads and writes token numbers, ``"17 4 230"``, for a folder without a tokenizer."""
 
     def encode(self, text: str) -> list[int]:
         try:
@@ -54,9 +45,11 @@ class NumberedText(NamedTuple):
         return " ".join(map(str, tokens))
 
 
+Text = TokenizedText | NumberedText
+
+
 class ModelFolder(NamedTuple):
-    """What a folder says of its model, its weights unread. ``dtype`` is that of the weights: fp32, or bf16 for
-    anything narrower."""
+    """A model without its weights. ``dtype`` is that of the weights: fp32, or bf16 for anything narrower."""
 
     folder: Path
     model: Model
@@ -66,7 +59,7 @@ class ModelFolder(NamedTuple):
 
 
 def open_model(folder: Path) -> ModelFolder:
-    """The model of a folder, its tokenizer and end tokens. Raises InputError for what is missing or cannot be read."""
+    """Opens a folder. Raises InputError for a file that is missing or cannot be read."""
     folder = folder.expanduser()
     if not (folder / CONFIG).is_file():
         raise InputError(
@@ -74,77 +67,50 @@ def open_model(folder: Path) -> ModelFolder:
             f"safetensors files, or what convert made of a run that is not finished."
         )
     model = model_from_config(folder / CONFIG, folder.resolve().name)
-    text = _text(folder / TOKENIZER)
-    with CheckpointFiles(folder) as files:
-        dtype = _dtype(model, files)
+    file = folder / TOKENIZER
+    text = TokenizedText(read_tokenizer(file)) if file.is_file() else NumberedText()
+    with open_checkpoint(folder) as tensors:
+        dtype = _dtype(model, tensors)
     return ModelFolder(folder, model, text, _end_tokens(folder, text), dtype)
 
 
-def _dtype(model: Model, files: CheckpointFiles) -> str:
-    """That of the table of tokens; a checkpoint without it is refused where its weights are read."""
-    first = next(places(model, files.names))
-    if first.tensor not in files.names:
+def _dtype(model: Model, tensors: Tensors) -> str:
+    """Returns the dtype of the embedding; a checkpoint without one is refused when its weights are read."""
+    first = next(places(model, tensors))
+    if first.tensor not in tensors:
         return "fp32"
-    one = files.read(first.tensor, tuple(slice(0, 1) for _ in files.shape(first.tensor)))
-    return "fp32" if one.dtype.itemsize == DTYPES["fp32"].itemsize else "bf16"
-
-
-def _text(path: Path) -> Text:
-    if not path.is_file():
-        return NumberedText()
-    try:
-        tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # `tokenizers` raises bare Exception for a file it cannot read
-        raise InputError(f"{path} is not a tokenizer file: {' '.join(str(error).split())}.") from None
-    # A file may ask for both, which would cut prompts or add tokens to them.
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return TokenizedText(tokenizer)
+    return "fp32" if tensors[first.tensor].dtype.itemsize == DTYPES["fp32"].itemsize else "bf16"
 
 
 def _end_tokens(folder: Path, text: Text) -> frozenset[int]:
-    """``eos_token_id`` of the generation config or the config, else the end that the tokenizer names, if any."""
+    """Returns ``eos_token_id`` of the generation config or the config, else the tokenizer's end token, if any."""
     for name in (GENERATION, CONFIG):
-        found = _table(folder / name).get("eos_token_id")
+        found = read_table(folder / name, remedy="fetch it again").get("eos_token_id")
         if found is not None:
             return frozenset(int(token) for token in (found if isinstance(found, list) else [found]))
     if not isinstance(text, TokenizedText):
         return frozenset()
-    named = _table(folder / TOKENIZER_CONFIG).get("eos_token")
-    named = named.get("content") if isinstance(named, dict) else named
-    numbers = (text.tokenizer.token_to_id(known) for known in ((str(named),) if named else END_NAMES))
-    return frozenset([number for number in numbers if number is not None][:1])
-
-
-def _table(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:
-        found = None
-    if not isinstance(found, dict):
-        raise InputError(f"{path} is not a JSON object. Mend it, or fetch it again.")
-    return found
+    config = read_table(folder / TOKENIZER_CONFIG, remedy="fetch it again")
+    end = end_token(text.tokenizer, end_name(config))
+    return frozenset() if end is None else frozenset([end])
 
 
 class TextStream:
-    """Tokens of one sequence turned into text as they come, characters of several tokens held back until they are
-    whole."""
+    """Decodes the tokens of one sequence one by one; a character of several tokens comes with its last one."""
 
     def __init__(self, text: Text, prompt: Sequence[int]) -> None:
         self.text = text
         self.tokens = list(prompt)
-        # some tokenizers decode a token by what stands before it, so a few that are shown already go along
+        # Some tokenizers decode a token by its context, so a few earlier tokens are decoded again.
         self.start, self.shown = max(0, len(prompt) - 8), len(prompt)
 
     def push(self, token: int) -> str:
-        """The text that a token adds."""
+        """Returns the text that a token adds."""
         self.tokens.append(token)
         return self._new()
 
     def finish(self) -> str:
-        """What was held back."""
+        """Returns the rest of the text."""
         return self._new(last=True)
 
     def _new(self, *, last: bool = False) -> str:

@@ -1,27 +1,24 @@
-"""The next token of each sequence from its logits: the likeliest, or one drawn from the likelier ones.
+"""Samples the next token of each sequence from its logits.
 
-A draw depends on nothing but its own sequence's logits, choices and place: never on what else is in the batch.
+A sample depends on the logits, the choices and the length of its own sequence only, never on the rest of the batch.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import msgspec
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int, UInt
+from jaxtyping import Array, Bool, Float, Int
 
 from meshwright.core.errors import InputError
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How one sequence is drawn. ``temperature`` 0 takes the likeliest token; ``top_k`` 0 and ``top_p`` 1 leave no
-    token out; the two hold after the temperature, ``top_k`` first.
-
-    ``number`` tells several samples of one seed apart.
-    """
+    """How one sequence is sampled. ``temperature`` 0 takes the likeliest token; ``top_k`` 0 and ``top_p`` 1 exclude no
+    token; both apply after the temperature, ``top_k`` first. ``number`` distinguishes samples of one seed."""
 
     temperature: float = 0.0
     top_k: int = 0
@@ -43,41 +40,30 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 LIKELIEST = Sampling()
 
 
-class Choices(NamedTuple):
-    """`Sampling` of every row of a batch, as arrays."""
+Choices = dict[str, Any]
+"""`Sampling` of every row of a batch: an array [B] for each field."""
 
-    temperature: Float[Array, " B"] | np.ndarray
-    top_k: Int[Array, " B"] | np.ndarray
-    top_p: Float[Array, " B"] | np.ndarray
-    seed: UInt[Array, " B"] | np.ndarray
-    number: Int[Array, " B"] | np.ndarray
+_DTYPES = {"temperature": np.float32, "top_k": np.int32, "top_p": np.float32, "seed": np.uint32, "number": np.int32}
 
 
 def choices(rows: Sequence[Sampling]) -> Choices:
-    """The choices of a batch, row by row."""
-    return Choices(
-        np.array([row.temperature for row in rows], np.float32),
-        np.array([row.top_k for row in rows], np.int32),
-        np.array([row.top_p for row in rows], np.float32),
-        np.array([row.seed for row in rows], np.uint32),
-        np.array([row.number for row in rows], np.int32),
-    )
+    """Returns the choices of a batch, row by row."""
+    return {name: np.array([getattr(row, name) for row in rows], dtype) for name, dtype in _DTYPES.items()}
 
 
 @jax.jit
 def draw(logits: Float[Array, "B V"], rows: Choices, counts: Int[Array, " B"] | np.ndarray) -> Int[Array, " B"]:
-    """The token after ``counts`` drawn ones of each row.
+    """Returns the next token of each row, after ``counts`` sampled ones.
 
-    The largest of logit / temperature plus Gumbel noise is a draw from their softmax.
+    The argmax of logit / temperature plus Gumbel noise is a sample of the softmax.
     """
-    scaled = logits / jnp.where(rows.temperature > 0, rows.temperature, 1.0)[:, None]
-    limited = jnp.any((rows.top_k > 0) | (rows.top_p < 1))
-    top_k, top_p = jnp.asarray(rows.top_k), jnp.asarray(rows.top_p)
+    temperature, top_k, top_p, seed, number = (jnp.asarray(rows[name]) for name in _DTYPES)
+    scaled = logits / jnp.where(temperature > 0, temperature, 1.0)[:, None]
+    limited = jnp.any((top_k > 0) | (top_p < 1))
     kept = lax.cond(limited, lambda: kept_tokens(scaled, top_k, top_p), lambda: jnp.ones(scaled.shape, bool))
-    seeds, numbers, drawn_before = (jnp.asarray(x) for x in (rows.seed, rows.number, counts))
-    noise = jax.vmap(_noise, in_axes=(0, 0, 0, None))(seeds, numbers, drawn_before, logits.shape[1])
+    noise = jax.vmap(_noise, in_axes=(0, 0, 0, None))(seed, number, jnp.asarray(counts), logits.shape[1])
     drawn = jnp.argmax(jnp.where(kept, scaled + noise, -jnp.inf), axis=-1)
-    return jnp.where(rows.temperature > 0, drawn, jnp.argmax(logits, axis=-1)).astype(jnp.int32)
+    return jnp.where(temperature > 0, drawn, jnp.argmax(logits, axis=-1)).astype(jnp.int32)
 
 
 def _noise(seed: Array, number: Array, count: Array, size: int) -> Float[Array, " V"]:
@@ -86,9 +72,9 @@ def _noise(seed: Array, number: Array, count: Array, size: int) -> Float[Array, 
 
 
 def kept_tokens(logits: Float[Array, "B V"], top_k: Int[Array, " B"], top_p: Float[Array, " B"]) -> Bool[Array, "B V"]:
-    """The ``top_k`` likeliest tokens of each row (all for 0), and of them the fewest that have ``top_p`` together.
+    """Masks the ``top_k`` likeliest tokens of each row (all for 0), and of them the fewest with ``top_p`` in total.
 
-    Of equal logits the earlier token is taken for the likelier. One token at least is kept.
+    Of equal logits the earlier token ranks first. At least one token is kept.
     """
     order = jnp.argsort(-logits, axis=-1, stable=True)
     places = jnp.argsort(order, axis=-1)

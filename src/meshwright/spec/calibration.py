@@ -2,18 +2,15 @@
 
 import math
 from pathlib import Path
-from typing import Literal
 
 import msgspec
 
-from meshwright.core.dims import DTYPE_BYTES
+from meshwright.core.dims import DTYPE_BYTES, CollectiveKind
 from meshwright.core.errors import InputError
-from meshwright.core.figures import check_figures
+from meshwright.core.fields import check_figures
 from meshwright.core.files import write_text_whole
 from meshwright.core.toml_file import dump_toml, load_toml
 from meshwright.spec.chip import Chip, known, peak
-
-CollectiveKind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "permute"]
 
 
 class CollectiveRate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -28,11 +25,17 @@ class CollectiveRate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     bytes_per_s: float
 
     def __post_init__(self) -> None:
-        check_figures(self, f"{self.kind} over {self.group_size}", may_be_zero=("latency_s",))
+        check_figures(self, f"{self.kind} over {self.group_size}:", may_be_zero=("latency_s",))
 
 
 SHARES = ("compute", "attention", "hbm", "ici", "nvlink", "network", "dcn")
 """Fields of an efficiency that are shares of a data-sheet rate."""
+
+PENALTIES = (
+    *("contraction_half", "tile_tail", "head_half", "rows_half", "kernel_s", "host_kernel_s", "host_microbatch_s"),
+    "straggler",
+)
+"""Fields of an efficiency that are 0 on the data sheet."""
 
 
 class Efficiency(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -84,23 +87,7 @@ class Efficiency(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return (self.low_experts, self.high_experts) if has_experts else (self.low, self.high)
 
     def __post_init__(self) -> None:
-        for name in SHARES:
-            share = getattr(self, name)
-            if share is not None and not 0 < share <= 1:
-                raise ValueError(f"efficiency {name} is {share}, give a share in (0, 1]")
-        needed = (
-            *SHARES,
-            "narrow",
-            "portable",
-            "eager_traffic",
-            "overlap",
-            "low",
-            "high",
-            "low_experts",
-            "high_experts",
-        )
-        others = [name for name in self.__struct_fields__ if name not in needed]
-        check_figures(self, "efficiency", may_be_zero=others)
+        check_figures(self, "efficiency", may_be_zero=PENALTIES, shares=SHARES)
 
 
 class Pace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -159,7 +146,7 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     sources: dict[str, str] = {}
 
     def __post_init__(self) -> None:
-        check_figures(self, f"calibration {self.name!r}", may_be_zero=("hop_s",))
+        check_figures(self, f"calibration {self.name!r}:", may_be_zero=("hop_s", "host"))
 
     @property
     def is_datasheet(self) -> bool:

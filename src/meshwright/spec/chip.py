@@ -10,7 +10,7 @@ from typing import Any, Literal
 import msgspec
 
 from meshwright.core.errors import InputError, nearest
-from meshwright.core.figures import check_figures
+from meshwright.core.fields import check_figures
 
 CATALOGUE = Path(__file__).parent / "data" / "chips"
 
@@ -117,7 +117,7 @@ class Chip(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     sources: dict[str, str] = {}
 
     def __post_init__(self) -> None:
-        check_figures(self, "the chip", may_be_zero=_MAY_BE_ZERO)
+        check_figures(self, "the chip's", may_be_zero=_MAY_BE_ZERO)
         try:
             re.compile(self.device_kind)
         except re.error as error:

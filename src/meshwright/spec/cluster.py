@@ -9,28 +9,10 @@ from typing import Any, Literal
 import msgspec
 
 from meshwright.core.errors import InputError
+from meshwright.core.fields import check_figures
 from meshwright.core.toml_file import TomlFile, read_toml
 from meshwright.spec.chip import Chip, chip, chip_from_table
-from meshwright.spec.cluster_shapes import (
-    MAX_HOST_DEVICES,
-    balanced_shape,
-    can_twist,
-    complete_shape,
-    times,
-    torus_wraps,
-)
-
-__all__ = [
-    "LEVEL_NAMES",
-    "MAX_HOST_DEVICES",
-    "Cluster",
-    "NetworkLevel",
-    "balanced_shape",
-    "make_cluster",
-    "parse_cluster",
-    "read_cluster",
-    "torus_wraps",
-]
+from meshwright.spec.cluster_shapes import can_twist, complete_shape, times, torus_wraps
 
 Topology = Literal["torus", "switched", "host"]
 
@@ -40,6 +22,13 @@ LEVEL_NAMES = ("domain", "nodes", "racks", "pods", "clusters")
 _TEXT = re.compile(r"(?:(\d+)\*)?([A-Za-z][\w.-]*):(\d+(?:x\d+)*)(_twisted)?")
 _CHIPS = re.compile(r"[A-Za-z][\w.-]*:\d+chips")
 _EXAMPLES = "v5p:16x20x28, v5e:4x4, 4*v5e:16x16, v4p:4x4x8_twisted, h100:8x256 (domain x nodes) or cpu:8"
+
+_FIELDS: dict[str, tuple[Any, str]] = {
+    "shape": (tuple[int, ...], "a list of whole numbers"),
+    "num_slices": (int, "a whole number"),
+    "twisted": (bool, "true or false"),
+}
+"""Fields of a cluster file besides its tables, and what they take."""
 
 
 class NetworkLevel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -55,13 +44,7 @@ class NetworkLevel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     oversubscription: float = 1.0
 
     def __post_init__(self) -> None:
-        """Refuse rates that no link has."""
-        given = {"bytes_per_s": self.bytes_per_s, "oversubscription": self.oversubscription}
-        for name, value in given.items():
-            if value is not None and not (math.isfinite(value) and value > 0):
-                raise InputError(f"level {self.name!r}: {name} is {value}. Give a positive number.")
-        if self.hop_s is not None and not (math.isfinite(self.hop_s) and self.hop_s >= 0):
-            raise InputError(f"level {self.name!r}: hop_s is {self.hop_s}. Give seconds, 0 or more.")
+        check_figures(self, f"level {self.name!r}:", may_be_zero=("hop_s",))
 
 
 class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -209,35 +192,24 @@ def read_cluster(path: Path) -> Cluster:
     file.check_keys(("chip", "shape", "num_slices", "twisted", "levels"), required=("chip", sized))
     if {"levels", "shape"} <= file.data.keys():
         raise file.error(("shape",), "the sizes stand in [[levels]]: leave out shape, or leave out the levels.")
-    found = _chip_of(file)
-    shape, levels = _sized_levels(file) if sized == "levels" else (_field(file, "shape", tuple[int, ...]), ())
-    num_slices = _field(file, "num_slices", int) if "num_slices" in file.data else 1
-    twisted = _field(file, "twisted", bool) if "twisted" in file.data else False
-    return _at_line(
-        file,
-        (sized,),
-        lambda: make_cluster(found, shape, num_slices=num_slices, twisted=twisted, levels=levels),
-    )
-
-
-def _field(file: TomlFile, key: str, kind: Any) -> Any:
-    try:
-        return msgspec.convert(file.data[key], kind)
-    except msgspec.ValidationError as error:
-        what = {"shape": "a list of whole numbers", "num_slices": "a whole number", "twisted": "true or false"}[key]
-        raise file.error((key,), f"{key} is {what}: {error}.") from None
-
-
-def _chip_of(file: TomlFile) -> Chip:
+    given = {key: _field(file, key) for key in _FIELDS if key in file.data}
+    if sized == "levels":
+        given["shape"], given["levels"] = _sized_levels(file)
     named = file.data["chip"]
-    if isinstance(named, str):
-        found: Chip = _at_line(file, ("chip",), lambda: chip(named))
-    elif isinstance(named, dict):
+    if isinstance(named, dict):
         file.check_keys((*Chip.__struct_fields__, "base"), at=("chip",))
-        found = _at_line(file, ("chip",), lambda: chip_from_table(named))
-    else:
+    elif not isinstance(named, str):
         raise file.error(("chip",), "chip is a name in quotes or a table [chip] of figures.")
-    return found
+    with file.at(("chip",)):
+        found = chip(named) if isinstance(named, str) else chip_from_table(named)
+    with file.at((sized,)):
+        return make_cluster(found, **given)
+
+
+def _field(file: TomlFile, key: str) -> Any:
+    kind, words = _FIELDS[key]
+    with file.at((key,), f"{key} is {words}: "):
+        return msgspec.convert(file.data[key], kind)
 
 
 def _sized_levels(file: TomlFile) -> tuple[tuple[int, ...], tuple[NetworkLevel, ...]]:
@@ -252,16 +224,7 @@ def _sized_levels(file: TomlFile) -> tuple[tuple[int, ...], tuple[NetworkLevel, 
         at = ("levels", number)
         file.check_keys((*NetworkLevel.__struct_fields__, "size"), required=("size",), at=at)
         rest = {key: value for key, value in table.items() if key != "size"}
-        try:
+        with file.at(at, f"level {number + 1}: "):
             sizes.append(msgspec.convert(table["size"], int))
             levels.append(msgspec.convert({"name": LEVEL_NAMES[number], **rest}, NetworkLevel))
-        except (msgspec.ValidationError, InputError) as error:
-            raise file.error(at, f"level {number + 1}: {error}.".replace("..", ".")) from None
     return tuple(sizes), tuple(levels)
-
-
-def _at_line(file: TomlFile, key: tuple[str, ...], make: Any) -> Any:
-    try:
-        return make()
-    except InputError as error:
-        raise file.error(key, str(error)) from None

@@ -8,10 +8,11 @@ import functools
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
-from meshwright.spec.calibration import Calibration, Efficiency
+from meshwright.spec.calibration import SHARES, Calibration, Efficiency
 from meshwright.spec.chip import Chip, catalogued
 
 FILE = Path(__file__).parent / "data" / "efficiency.toml"
@@ -42,15 +43,16 @@ def fitted_calibration(chip: Chip, numbers: Mapping[str, float] | None = None) -
     base = family(chip)
     if base is None:
         return None
-    stored = fitted_numbers() if numbers is None else None
-    values = dict(numbers or {}) if stored is None else stored.numbers
+    given = FittedNumbers(date="", source="given numbers", numbers=dict(numbers or {}))
+    stored = fitted_numbers() if numbers is None else given
+    values = stored.numbers
     return Calibration(
         name="fitted",
         chip=chip.name,
-        date=stored.date if stored else None,
+        date=stored.date or None,
         efficiency=efficiency_of(chip, base, values),
         hop_s={level: values[f"hop_s.{level}"] for level in ("nvlink", "network") if f"hop_s.{level}" in values},
-        sources={"efficiency": stored.source if stored else "given numbers"},
+        sources={"efficiency": stored.source},
     )
 
 
@@ -63,41 +65,17 @@ def family(chip: Chip) -> str | None:
 def efficiency_of(chip: Chip, base: str, values: Mapping[str, float]) -> Efficiency:
     """The numbers that hold for one chip, by the names of `Efficiency`."""
     kind = "tpu" if chip.topology == "torus" else "gpu"
-
-    def pick(name: str, default: float) -> float:
-        for key in (f"{name}.{base}", f"{name}.{kind}", name):
-            if key in values:
-                return values[key]
-        return default
-
-    compute = pick("compute", 1.0) * _power_limit(chip, base)
-    prefix = "narrow."
-    narrow = {key.removeprefix(prefix).removesuffix(f".{base}"): v for key, v in values.items() if _is(key, base, kind)}
-    shares = {name: min(1.0, pick(name, 1.0)) for name in ("hbm", "ici", "nvlink", "network", "dcn")}
-    others = (
-        *("contraction_half", "tile_tail", "head_half", "rows_half", "kernel_s", "host_kernel_s", "host_microbatch_s"),
-        "straggler",
-    )
-    return Efficiency(
-        compute=min(1.0, compute),
-        attention=min(1.0, pick("attention", compute)),
-        narrow=narrow,
-        **shares,
-        **{name: pick(name, 0.0) for name in others},
-        overlap=values.get("overlap"),
-        eager_traffic=pick("eager_traffic", 1.0),
-        portable=pick("portable", 1.0),
-        low=values.get("low"),
-        high=values.get("high"),
-        low_experts=values.get("low_experts"),
-        high_experts=values.get("high_experts"),
-    )
-
-
-def _is(key: str, base: str, kind: str) -> bool:
-    """Whether a number is the share of a narrow dtype on this family: ``narrow.fp8.h100``."""
-    parts = key.split(".")
-    return parts[0] == "narrow" and parts[-1] in (base, kind)
+    found: dict[str, Any] = {}
+    for name in Efficiency.__struct_fields__:
+        key = next((key for key in (f"{name}.{base}", f"{name}.{kind}", name) if key in values), None)
+        if key:
+            found[name] = values[key]
+    found["compute"] = found.get("compute", 1.0) * _power_limit(chip, base)
+    found.setdefault("attention", found["compute"])
+    found |= {name: min(1.0, found[name]) for name in SHARES if name in found}
+    ends = (f".{base}", f".{kind}")
+    narrow = {key.split(".")[1]: v for key, v in values.items() if key.startswith("narrow.") and key.endswith(ends)}
+    return Efficiency(**found, narrow=narrow)
 
 
 def _power_limit(chip: Chip, base: str) -> float:

@@ -6,6 +6,7 @@ from typing import Literal, get_args
 import msgspec
 
 from meshwright.core.errors import CannotRunError, InputError
+from meshwright.core.fields import check_figures
 
 Family = Literal[
     "llama",
@@ -158,9 +159,12 @@ class Model(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         for field in self.__struct_fields__:
             if isinstance(size := getattr(self, field), int) and not 0 <= size <= MAX_SIZE:
                 raise InputError(f"{self.name}: {field}={size:.4g} must be at least 0 and at most 2^40.")
-        self._check_positions()
         if self.num_layers > MAX_LAYERS:
             raise InputError(f"{self.name}: num_layers={self.num_layers} must be at most {MAX_LAYERS}.")
+        for field in ("sliding_layers", "dense_layers"):
+            beyond = [layer for layer in getattr(self, field) if not 0 <= layer < self.num_layers]
+            if beyond:
+                raise InputError(f"{self.name}: {field} has layer {beyond[0]} of {self.num_layers}, counted from 0.")
         if self.num_heads % self.num_kv_heads:
             raise InputError(
                 f"{self.name}: num_kv_heads={self.num_kv_heads} does not divide num_heads={self.num_heads}. "
@@ -173,19 +177,9 @@ class Model(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
                 f"{self.name}: experts_per_token={self.experts_per_token} of num_experts={self.num_experts}. "
                 f"Use 1 to {self.num_experts}."
             )
-
-    def _check_positions(self) -> None:
-        """Refuse rotations and layers that are not there."""
-        for field in ("rope_theta", "rope_local_theta"):
-            theta = getattr(self, field)
-            if theta is not None and not (math.isfinite(theta) and theta > 0):
-                raise InputError(f"{self.name}: {field}={theta:g} must be a positive number, such as 10000.")
-        if self.relative_distance < 1:
-            raise InputError(f"{self.name}: relative_distance={self.relative_distance} must be at least 1.")
-        for field in ("sliding_layers", "dense_layers"):
-            beyond = [layer for layer in getattr(self, field) if not 0 <= layer < self.num_layers]
-            if beyond:
-                raise InputError(f"{self.name}: {field} has layer {beyond[0]} of {self.num_layers}, counted from 0.")
+        counts = {name for name in self.__struct_fields__ if isinstance(getattr(self, name), int | tuple)}
+        may_be_zero = {*counts, "norm_eps", "mscale", "mscale_all_dim"}
+        check_figures(self, f"{self.name}:", may_be_zero=may_be_zero, shares=("rope_fraction",))
 
     def _positive_fields(self) -> tuple[str, ...]:
         """Sizes that must not be 0, given the parts this model has."""
@@ -193,7 +187,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         experts = ("d_ff_expert",) if self.num_experts else ()
         ranks = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
         latent = ranks if self.family.startswith("deepseek") else ()
-        return (*always, "max_positions", *experts, *latent)
+        return (*always, "max_positions", "relative_distance", *experts, *latent)
 
     @property
     def dims(self) -> dict[str, int]:

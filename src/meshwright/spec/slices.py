@@ -41,7 +41,8 @@ def slice_shapes(chip: Chip, num_chips: int) -> tuple[Cluster, ...]:
     for num_slices in _slice_counts(chip, num_chips):
         found = [make_cluster(chip, one, num_slices=num_slices) for one in _tori(chip, num_chips // num_slices)]
         if found:
-            twisted = [make_cluster(chip, c.shape, num_slices=num_slices, twisted=True) for c in found if _twists(c)]
+            twists = [cluster.shape for cluster in found if can_twist(chip, cluster.shape)]
+            twisted = [make_cluster(chip, shape, num_slices=num_slices, twisted=True) for shape in twists]
             return tuple(sorted([*found, *twisted], key=_worse_last))
     raise CannotRunError(f"no slices of {chip.name} have {num_chips:,} chips. {_advice(chip, num_chips)}")
 
@@ -56,10 +57,6 @@ def bisection_links(cluster: Cluster) -> int:
     longest = max(range(len(cluster.shape)), key=lambda axis: cluster.shape[axis])
     across = math.prod(cluster.shape) // cluster.shape[longest]
     return across * (1 + cluster.wraps[longest])
-
-
-def _twists(cluster: Cluster) -> bool:
-    return can_twist(cluster.chip, cluster.shape)
 
 
 def _slice_counts(chip: Chip, num_chips: int) -> Iterator[int]:
@@ -81,7 +78,7 @@ def _tori(chip: Chip, num_chips: int) -> list[Shape]:
     if cube is not None and num_chips % cube**3 == 0:
         return [tuple(cube * size for size in one) for one in _boxes(num_chips // cube**3, axes)]
     longest = cube or max(chip.pod_shape, default=num_chips)
-    return [one for one in _boxes(num_chips, axes) if one[-1] <= longest and all(map(_is_power_of_two, one))]
+    return [one for one in _boxes(num_chips, axes) if one[-1] <= longest and all(size.bit_count() == 1 for size in one)]
 
 
 def _boxes(volume: int, num_axes: int, least: int = 1) -> list[Shape]:
@@ -95,10 +92,6 @@ def _boxes(volume: int, num_axes: int, least: int = 1) -> list[Shape]:
         if volume % first == 0
         for rest in _boxes(volume // first, num_axes - 1, first)
     ]
-
-
-def _is_power_of_two(size: int) -> bool:
-    return size & (size - 1) == 0
 
 
 def _advice(chip: Chip, num_chips: int) -> str:

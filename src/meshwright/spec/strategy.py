@@ -1,5 +1,6 @@
 """A strategy: which mesh axes split which dims, and the choices that go with it."""
 
+import math
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal, get_args
@@ -16,7 +17,25 @@ ROLES: tuple[str, ...] = (
     *("activation", "weight", "vector", "grad", "optimizer", "input", "position"),
     *("cache", "output"),
 )
-REMAT_POLICIES: tuple[str, ...] = ("none", "selective", "matmuls", "block", "sqrt", "full")
+REMATS: dict[str, tuple[str, ...] | None] = {
+    "none": None,
+    "selective": (
+        *("qr", "kr", "v", "o", "x1", "g", "u", "logits"),
+        *("r", "xe", "ge", "ue", "gs", "us", "cq", "ckv"),
+    ),
+    "matmuls": (
+        *("q", "k", "v", "a", "g", "u", "logits"),
+        *("r", "ge", "ue", "ye", "gs", "us", "ys", "cq", "ckv", "kn", "kpe"),
+    ),
+    "block": ("logits",),
+    "sqrt": None,
+    "full": (),
+}
+"""Remat policy -> results that are kept for the backward pass, besides each block's input. None keeps every result and
+every gathered activation: of the whole model, or with "sqrt" and "every-C" inside the segment of layers that is being
+run again. The loss head keeps all but its logits under every policy."""
+
+REMAT_POLICIES: tuple[str, ...] = tuple(REMATS)
 _EVERY = re.compile(r"every-([1-9]\d{0,3})")
 
 ContextAttention = Literal["gather", "ring", "ulysses"]
@@ -162,10 +181,7 @@ class Strategy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     @property
     def num_chips(self) -> int:
         """Devices of the mesh."""
-        total = 1
-        for size in self.mesh.values():
-            total *= size
-        return total
+        return math.prod(self.mesh.values())
 
     @property
     def active_axes(self) -> tuple[str, ...]:
@@ -186,6 +202,11 @@ class Strategy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     def ring_ways(self) -> int:
         """Directions in which blocks of a collective matmul go round; 0 without."""
         return COLLECTIVE_MATMULS.index(self.collective_matmul)
+
+    @property
+    def kept_names(self) -> tuple[str, ...] | None:
+        """Results that are kept for the backward pass besides each block's input; None for all, see `REMATS`."""
+        return REMATS.get(self.remat) if isinstance(self.remat, str) else self.remat
 
     @property
     def segment(self) -> int | Literal["sqrt"] | None:

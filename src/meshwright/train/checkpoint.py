@@ -1,9 +1,9 @@
-"""Checkpoints of a run: written while it goes on, whole or absent, read back onto any mesh and process count."""
+"""Checkpoints of a run: written in the background, whole or absent, restored on any mesh and process count."""
 
 import logging
 import shutil
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,22 +20,20 @@ CHECKPOINTS = "checkpoints"
 STATE, POSITION = "state", "position"
 UNFINISHED = ".orbax-checkpoint-tmp"
 WRITE_TIMEOUT_S = 3600
-_NOT_WRITTEN = (OSError, ValueError)
-"""What Orbax raises where a disk is full: the second for arrays."""
 
 Reorder = Callable[[dict[str, jax.Array]], dict[str, jax.Array]]
-"""Weights by name, or what an optimizer keeps of each, with their layers in another order."""
+"""Returns weights, or an optimizer's arrays by their names, with the layers in another order."""
 
 
 def unchanged(named: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """The order of layers that is stored is the one they are held in."""
+    """Returns the arrays; for layers that are in the order of the model."""
     return named
 
 
 class Position(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where a run is: optimizer steps done, samples and tokens that went in. The data continue at ``samples``.
+    """Progress of a run: optimizer steps done, samples and tokens consumed. The data continue at ``samples``.
 
-    ``model`` and ``settings`` are plain tables of what the run was started with.
+    ``model`` and ``settings`` are those of the run as plain tables.
     """
 
     step: int
@@ -46,7 +44,7 @@ class Position(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class _Stored(msgspec.Struct, frozen=True, kw_only=True):
-    """What lies beside the arrays: enough to refuse arrays that do not fit before any is read."""
+    """The part stored beside the arrays: it lets a mismatch be refused before any array is read."""
 
     position: Position
     arrays: dict[str, str]
@@ -55,12 +53,12 @@ class _Stored(msgspec.Struct, frozen=True, kw_only=True):
 class Checkpoints:
     """The checkpoints of one run folder: the newest ``keep`` of them, and every ``keep_every``-th step for good.
 
-    State and position are one unit that is there or not: a process killed at any moment leaves the one before.
-    With several processes every one of them calls every method, in the same order.
+    State and position are one unit, whole or absent: a process killed at any moment leaves the previous one. With
+    several processes every process calls every method, in the same order.
     """
 
     def __init__(self, run: Path, *, keep: int = 2, keep_every: int = 0) -> None:
-        # Orbax warns of things that are as they should be, such as a first start in an empty folder.
+        # Orbax warns of normal conditions, such as a first start in an empty folder.
         logging.getLogger("absl").setLevel(logging.ERROR)
         kept: list[Any] = [LatestN(keep)]
         if keep_every:
@@ -71,7 +69,7 @@ class Checkpoints:
         )
         self.folder = run.absolute() / CHECKPOINTS
         if is_first():
-            # Orbax passes over those that were killed in their first moments, and then cannot write them anew.
+            # Orbax skips checkpoints killed at their start, and then cannot write those steps again.
             for left in self.folder.glob(f"*{UNFINISHED}*"):
                 shutil.rmtree(left)
         wait_for_all("old checkpoints are cleared")
@@ -84,48 +82,47 @@ class Checkpoints:
         self.close()
 
     def steps(self) -> list[int]:
-        """The steps that can be restored, oldest first."""
+        """Returns the steps that can be restored, oldest first."""
         return sorted(self._manager.all_steps())
 
-    def save(self, state: Any, position: Position, *, to_canonical: Reorder = unchanged) -> float:
-        """Start to write the state after ``position.step``; the seconds that the caller was held up.
+    def save(self, state: Any, position: Position, *, to_canonical: Reorder = unchanged) -> None:
+        """Starts to write the state after ``position.step``; does nothing for a step that exists.
 
-        The arrays are copied to the host before this returns, so that the next step may reuse their memory; it
-        waits for the checkpoint before, when that is still being written. Nothing is done for a step that is there.
+        Copies the arrays to the host before it returns, so that the next step may reuse their memory; waits for the
+        previous checkpoint, if that is still being written.
         """
-        start = time.perf_counter()
         if position.step in self._manager.all_steps():
-            return 0.0
+            return
         tree = _reordered(state, to_canonical)
-        stored = _Stored(position=position, arrays=describe_arrays(tree))
-        try:
-            self._manager.save(
-                position.step,
-                args=ocp.args.Composite(
-                    **{STATE: ocp.args.StandardSave(tree), POSITION: ocp.args.JsonSave(msgspec.to_builtins(stored))}
-                ),
-                force=True,
-            )
-        except _NOT_WRITTEN as error:
-            raise _cannot_write(self.folder, error) from None
-        return time.perf_counter() - start
+        stored = msgspec.to_builtins(_Stored(position=position, arrays=describe_arrays(tree)))
+        parts = {STATE: ocp.args.StandardSave(tree), POSITION: ocp.args.JsonSave(stored)}
+        with self._writing():
+            self._manager.save(position.step, args=ocp.args.Composite(**parts), force=True)
 
-    def wait(self) -> float:
-        """Until all that was saved is whole on disk; the seconds it took."""
-        start = time.perf_counter()
-        try:
+    def wait(self) -> None:
+        """Waits until everything that was saved is whole on disk."""
+        with self._writing():
             self._manager.wait_until_finished()
-        except _NOT_WRITTEN as error:
-            raise _cannot_write(self.folder, error) from None
-        return time.perf_counter() - start
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, ValueError) as error:  # what Orbax raises where a disk is full: the second for arrays
+            said = (str(error).splitlines() or [type(error).__name__])[0]
+            # The reason stands last, behind the names of files.
+            why = getattr(error, "strerror", None) or said.rpartition(": ")[2].rstrip(".")
+            raise CannotRunError(
+                f"no checkpoint can be written in {self.folder}: {why}. Make room there, and resume."
+            ) from None
 
     def position(self) -> Position | None:
-        """Of the newest checkpoint; None where there is none. Raises CannotRunError when its files are damaged."""
+        """Returns that of the newest checkpoint, None without one. Raises CannotRunError when its files are damaged."""
         stored = self._stored()
         return stored.position if stored else None
 
     def restore(self, shapes: Any, shardings: Any, *, from_canonical: Reorder = unchanged) -> Any:
-        """The newest state, laid out as ``shardings`` say, whatever mesh it was saved from.
+        """Returns the newest state with these ``shardings``, whatever mesh it was saved from.
 
         ``shapes`` is the state's tree of `jax.ShapeDtypeStruct`. Raises InputError when the checkpoint holds other
         arrays, CannotRunError when its files are damaged.
@@ -142,7 +139,7 @@ class Checkpoints:
         return _reordered(state, from_canonical)
 
     def close(self) -> None:
-        """Finish what is being written and let go of the folder."""
+        """Finishes writing and releases the folder."""
         self._manager.close()
 
     def _stored(self) -> _Stored | None:
@@ -171,7 +168,7 @@ class Checkpoints:
 
 
 def describe_arrays(tree: Any) -> dict[str, str]:
-    """Path of each array -> dtype and shape, such as ``.params['wq'] -> float32[2,32,4,8]``."""
+    """Returns path of each array -> dtype and shape, such as ``.params['wq'] -> float32[2,32,4,8]``."""
     return {
         jax.tree_util.keystr(path): f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
@@ -189,17 +186,10 @@ def _require_same_arrays(stored: Mapping[str, str], wanted: Mapping[str, str], w
 
 
 def _reordered(state: Any, reorder: Reorder) -> Any:
-    """The state with ``reorder`` applied to the weights and to each part of it that is named like them."""
+    """Applies ``reorder`` to the weights and to each dict of the state with their names."""
     names = set(state.params)
 
     def is_like_params(part: Any) -> bool:
         return isinstance(part, dict) and bool(part) and set(part) <= names
 
     return jax.tree.map(lambda part: reorder(part) if is_like_params(part) else part, state, is_leaf=is_like_params)
-
-
-def _cannot_write(folder: Path, error: Exception) -> CannotRunError:
-    said = (str(error).splitlines() or [type(error).__name__])[0]
-    # The reason stands last, behind the names of files.
-    why = getattr(error, "strerror", None) or said.rpartition(": ")[2].rstrip(".")
-    return CannotRunError(f"no checkpoint can be written in {folder}: {why}. Make room there, and resume.")

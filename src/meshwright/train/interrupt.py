@@ -1,4 +1,4 @@
-"""Stopping a run from outside: Ctrl-C or SIGTERM ends it after a step that all processes agree on."""
+"""Stops a run on Ctrl-C or SIGTERM, after a step that all processes agree on."""
 
 import os
 import signal
@@ -12,33 +12,28 @@ from meshwright.parallel.processes import stop_is_agreed
 
 
 class StopRequest:
-    """Whether somebody wants the run to stop."""
+    """A request to stop the run; ``asked`` is that of this process, which others may not know yet."""
 
     def __init__(self) -> None:
-        self._many = jax.process_count() > 1
-        self._asked = False
+        self.many = jax.process_count() > 1
+        self.asked = False
 
     def ask(self) -> None:
-        """Stop after the step in progress, or after the first step that all processes can agree on."""
-        if self._many and not self._asked:
-            # JAX listens for this signal, and finds the step at which no process is behind another.
+        """Asks to stop after the current step, or after the first step that all processes can agree on."""
+        if self.many and not self.asked:
+            # JAX handles this signal and finds a step that no process has passed.
             os.kill(os.getpid(), signal.SIGTERM)
-        self._asked = True
-
-    @property
-    def asked(self) -> bool:
-        """Whether this process was asked; the others may not know yet."""
-        return self._asked
+        self.asked = True
 
     def stops_after(self, step: int) -> bool:
-        """Whether the run ends with this step. Every process asks once a step, in order."""
-        return stop_is_agreed(step) if self._many else self._asked
+        """True if the run ends with this step. Every process calls it once a step, in order."""
+        return stop_is_agreed(step) if self.many else self.asked
 
 
 @contextmanager
 def stop_on_signals(say: Callable[[str], None]) -> Iterator[StopRequest]:
-    """The first Ctrl-C or SIGTERM asks the loop to stop: an interrupted step would lose its state. A second Ctrl-C
-    raises KeyboardInterrupt where the program is."""
+    """Makes the first Ctrl-C or SIGTERM a request to stop, since an interrupted step would lose its state. A second
+    Ctrl-C raises KeyboardInterrupt at once."""
     request = StopRequest()
 
     def on_signal(signum: int, frame: FrameType | None) -> None:
@@ -48,7 +43,7 @@ def stop_on_signals(say: Callable[[str], None]) -> Iterator[StopRequest]:
             say("stopping after this step; Ctrl-C again stops at once")
         request.ask()
 
-    # With many processes SIGTERM stays with JAX.
+    # With several processes JAX handles SIGTERM.
     wanted = (signal.SIGINT,) if jax.process_count() > 1 else (signal.SIGINT, signal.SIGTERM)
     before = {}
     try:

@@ -1,9 +1,10 @@
-"""The steps of one run: handed to the devices, waited for, written down, and what is done between them."""
+"""Runs the steps of a training run: dispatch, wait, record; and checkpoints and evaluations between them."""
 
 import math
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
@@ -16,35 +17,31 @@ from meshwright.nn.weights import Params
 from meshwright.parallel.train_step import Batch, State
 from meshwright.spec.plan_file import Prediction
 from meshwright.train.checkpoint import Checkpoints, Position
-from meshwright.train.data.ahead import Ahead
+from meshwright.train.data.batches import Ahead
 from meshwright.train.interrupt import StopRequest
 from meshwright.train.optimizers.schedules import learning_rate
 from meshwright.train.optimizers.table import averaged
-from meshwright.train.record.divergence import where_not_finite
-from meshwright.train.record.goodput import Stopwatch
-from meshwright.train.record.metrics import EvaluationRecord, LiveLine, StepRecord, on_host, over_layers
-from meshwright.train.record.result import MemoryUse, TrainResult, make_result, measured_memory
+from meshwright.train.record.health import where_not_finite
+from meshwright.train.record.metrics import (
+    EvaluationRecord,
+    LiveLine,
+    StepRecord,
+    on_host,
+    over_layers,
+    typical_step_s,
+)
+from meshwright.train.record.result import MemoryUse, Stopwatch, TrainResult, measured_memory, peak_bytes
 from meshwright.train.record.run_folder import RunFolder
 from meshwright.train.record.tracking import Tracking
 from meshwright.train.setup import Setup
-from meshwright.train.weights_file import save_weights
+from meshwright.train.weights import save_weights
 
 OnStep = Callable[[StepRecord], None]
 POLL_S = 0.001
 
 
-class Outputs(NamedTuple):
-    """Where things go while a run goes on."""
-
-    folder: RunFolder
-    live: LiveLine
-    tracking: Tracking
-    checkpoints: Checkpoints
-    watch: Stopwatch
-
-
 class _Flight(NamedTuple):
-    """A step that was handed to the devices; ``end`` where it was seen to end before its loss is read."""
+    """A step in flight; ``end`` is known if it was seen to end before its loss is read."""
 
     number: int
     start: float
@@ -54,58 +51,64 @@ class _Flight(NamedTuple):
 
 
 def steps_ahead() -> int:
-    """How many steps the devices have in hand beside the one that runs.
+    """Returns the number of steps that are dispatched beyond the one that runs.
 
-    One, so that they do not wait for the host to read a loss. None on CPU, where host and devices are the same
-    cores, and where two programs with collectives at once may wait for each other's threads.
+    One, so that devices do not wait for the host to read a loss. None on CPU, where host and devices share cores, and
+    where two programs with collectives may wait for each other's threads.
     """
     return 0 if jax.devices()[0].platform == "cpu" else 1
 
 
+@dataclass(kw_only=True)
 class Run:
-    """Everything that changes while a run goes on."""
+    """The state of a run. It starts at ``position``; ``resumed_from`` is that step where the run was resumed."""
 
-    def __init__(
-        self, setup: Setup, outputs: Outputs, request: StopRequest, predicted: Prediction[float] | None
-    ) -> None:
-        self.setup, self.outputs, self.request, self.predicted = setup, outputs, request, predicted
-        self.job, self.settings, self.watch = setup.job, setup.settings, outputs.watch
-        self.step_s: list[float] = []
-        self.evaluations: list[EvaluationRecord] = []
-        self.memory: MemoryUse | None = None
-        self.last_end = 0.0
-        self.rates = learning_rate(setup.settings)(np.arange(setup.settings.steps))
+    setup: Setup
+    folder: RunFolder
+    live: LiveLine
+    tracking: Tracking
+    checkpoints: Checkpoints
+    watch: Stopwatch
+    request: StopRequest
+    predicted: Prediction[float] | None
+    on_step: OnStep | None
+    position: Position
+    state: State
+    resumed_from: int | None
+    flying: deque[_Flight] = field(default_factory=deque)
+    step_s: list[float] = field(default_factory=list)
+    evaluations: list[EvaluationRecord] = field(default_factory=list)
+    memory: MemoryUse | None = None
+    last_end: float = 0.0
 
-    def begin(self, position: Position, state: State, *, resumed: bool) -> None:
-        """Take over where an earlier start, if any, left off."""
-        self.position, self.state = position, state
-        self.resumed_from = position.step if resumed else None
-        self.losses = list(self.outputs.folder.kept.losses)
+    def __post_init__(self) -> None:
+        self.job, self.settings = self.setup.job, self.setup.settings
+        self.rates = learning_rate(self.settings)(np.arange(self.settings.steps))
+        self.losses = list(self.folder.kept.losses)
 
     # -- steps ---------------------------------------------------------------------------------------
 
-    def steps(self, on_step: OnStep | None) -> None:
-        """Compile the step once, then run steps until the last, a request to stop, or one that is not finite."""
+    def steps(self) -> None:
+        """Compiles the step, then runs steps until the last, a request to stop, or one that is not finite."""
         shardings = self.setup.step.batch_shardings
-        flying: deque[_Flight] = deque()
         with self.setup.batches.ahead(self.position.samples, shardings) as reader:
             if self.position.step >= self.settings.steps:
                 return
-            batch = self._read(reader, flying)
+            batch = self._read(reader)
             compiled = self._compile(batch)
             for number in range(self.position.step + 1, self.settings.steps + 1):
                 start = time.perf_counter()
                 self.state, metrics = compiled(self.state, batch)
-                flying.append(_Flight(number, start, batch, metrics))
-                pause = self._pauses_after(number)
-                self._land(flying, 0 if pause else steps_ahead(), on_step)
+                self.flying.append(_Flight(number, start, batch, metrics))
+                due = self._due(number)
+                self._land(0 if due else steps_ahead())
                 if self.request.stops_after(number):
                     break
-                if pause:
-                    self._pause(number)
+                for act in due:
+                    act()
                 if number < self.settings.steps:
-                    batch = self._read(reader, flying)
-            self._land(flying, 0, on_step)
+                    batch = self._read(reader)
+            self._land(0)
 
     def _compile(self, batch: Batch) -> Any:
         with self.watch.timed("compile"):
@@ -115,43 +118,43 @@ class Run:
         self.memory = measured_memory(self.state, batch, compiled)
         start = f"goes on after step {self.position.step}, " if self.position.step else ""
         seconds = format_seconds(self.watch.seconds("compile"))
-        self.outputs.live.say(f"{self.outputs.folder.path}: {start}compiled in {seconds}")
+        self.live.say(f"{self.folder.path}: {start}compiled in {seconds}")
         return compiled
 
-    def _read(self, reader: Ahead[Batch], flying: deque[_Flight]) -> Batch:
-        """The next batch; the wait for it counts from when the devices have nothing else to do, and in no step."""
-        while flying and not reader.is_ready and not flying[-1].metrics.loss.is_ready():
+    def _read(self, reader: Ahead[Batch]) -> Batch:
+        """Returns the next batch. The wait for it counts from when the devices are idle, and belongs to no step."""
+        while self.flying and not reader.is_ready and not self.flying[-1].metrics.loss.is_ready():
             time.sleep(POLL_S)
         start = time.perf_counter()
-        idle = not flying or flying[-1].metrics.loss.is_ready()
-        if flying and idle:
-            flying[-1] = flying[-1]._replace(end=start)
+        idle = not self.flying or self.flying[-1].metrics.loss.is_ready()
+        if self.flying and idle:
+            self.flying[-1] = self.flying[-1]._replace(end=start)
         _, batch = next(reader)
         if idle:
             self.watch.add("data", time.perf_counter() - start)
         return batch
 
-    def _land(self, flying: deque[_Flight], remaining: int, on_step: OnStep | None) -> None:
-        """Wait for the oldest steps until ``remaining`` are left, and say what each came to."""
-        while len(flying) > remaining:
-            flight = flying.popleft()
+    def _land(self, remaining: int) -> None:
+        """Waits for the oldest steps until ``remaining`` are in flight, and records each."""
+        while len(self.flying) > remaining:
+            flight = self.flying.popleft()
             record = self._record(flight)
-            self.outputs.folder.record(record)
-            self.outputs.live.show(record)
-            self.outputs.tracking.record(record)
+            self.folder.record(record)
+            self.live.show(record)
+            self.tracking.record(record)
             if not (math.isfinite(record.loss) and math.isfinite(record.grad_norm)):
                 self._give_up(flight, record)
             try:
-                if on_step:
-                    on_step(record)
+                if self.on_step:
+                    self.on_step(record)
             except KeyboardInterrupt:
-                # Between steps the state is whole, so this ends like a Ctrl-C that the handler saw.
+                # The state is whole between steps, so this ends like a Ctrl-C that the handler received.
                 self.request.ask()
 
     def _record(self, flight: _Flight) -> StepRecord:
         found = on_host(flight.metrics)
         end = flight.end or time.perf_counter()
-        # Handed over while the step before it ran, it began when that one ended.
+        # A step dispatched while the previous one ran began when that one ended.
         step_s = end - max(flight.start, self.last_end)
         self.last_end = end
         tokens = self.job.tokens_per_step
@@ -180,25 +183,14 @@ class Run:
 
     # -- between steps -------------------------------------------------------------------------------
 
-    def _pauses_after(self, number: int) -> bool:
-        """Whether something looks at the state after this step, which the step after it consumes."""
-        return self._is_due(number, self.settings.checkpoint_every) or self._is_due(
-            number, self.settings.evaluate_every
-        )
-
-    def _is_due(self, number: int, every: int) -> bool:
-        # The last step's are made when the run ends.
-        return every > 0 and number % every == 0 and number < self.settings.steps
-
-    def _pause(self, number: int) -> None:
-        if self._is_due(number, self.settings.checkpoint_every):
-            self._save()
-        if self._is_due(number, self.settings.evaluate_every):
-            self._evaluate()
+    def _due(self, number: int) -> list[Callable[[], None]]:
+        """Returns what reads the state after this step, before the next step consumes it; `finish` reads the last."""
+        asked = ((self.settings.checkpoint_every, self._save), (self.settings.evaluate_every, self._evaluate))
+        return [act for every, act in asked if every and number % every == 0 and number < self.settings.steps]
 
     def _save(self) -> None:
         with self.watch.timed("checkpoint"):
-            self.outputs.checkpoints.save(self.state, self.position, to_canonical=self.setup.to_canonical)
+            self.checkpoints.save(self.state, self.position, to_canonical=self.setup.step.to_canonical)
 
     def _evaluated_weights(self) -> Params:
         return _averaged(self.state) if self.settings.average else self.state.params
@@ -210,59 +202,67 @@ class Run:
             loss = self.setup.held_out.loss(self._evaluated_weights())
         record = EvaluationRecord(step=self.position.step, tokens=self.position.tokens, loss=loss)
         self.evaluations.append(record)
-        self.outputs.folder.evaluated(record)
-        self.outputs.tracking.evaluated(record)
+        self.folder.evaluated(record)
+        self.tracking.evaluated(record)
         if record.step < self.settings.steps:  # the last one stands in the result
-            self.outputs.live.say(f"step {record.step}: held-out loss {loss:.3f}")
+            self.live.say(f"step {record.step}: held-out loss {loss:.3f}")
 
     # -- the end -------------------------------------------------------------------------------------
 
     def finish(self) -> TrainResult:
-        """The last evaluation, checkpoint and weights; the summary is written when they are there."""
+        """Makes the last evaluation, checkpoint and weights, then the summary."""
         stopped = self.position.step < self.settings.steps
         if not stopped and self.position.step:
-            # Whoever asked to stop is not kept waiting for the held-out text.
+            # A request to stop does not wait for the evaluation.
             self._evaluate()
         if self.position.step:
             self._save()
             with self.watch.timed("checkpoint"):
-                self.outputs.checkpoints.wait()
-        weights = self.setup.to_canonical(self._evaluated_weights())
-        save_weights(self.setup.model, weights, self.outputs.folder.path)
+                self.checkpoints.wait()
+        weights = self.setup.step.to_canonical(self._evaluated_weights())
+        save_weights(self.setup.step.model, weights, self.folder.path)
         result = self._result()
-        self.outputs.folder.summarise({**msgspec.to_builtins(result), "diverged": False})
+        self.folder.summarise({**msgspec.to_builtins(result), "diverged": False})
         return result
 
     def _result(self) -> TrainResult:
-        kept = self.outputs.folder.kept
+        kept, done, typical = self.folder.kept, self.position.step, typical_step_s(self.step_s)
+        mfu, hfu = self.predicted.measured(typical) if self.predicted and typical else (None, None)
         goodput = self.watch.goodput(steps_s=sum(self.step_s), lost_steps=kept.lost_steps, lost_s=kept.lost_s)
-        return make_result(
-            self.outputs.folder.path,
-            done=self.position.step,
-            wanted=self.settings.steps,
-            tokens_per_step=self.job.tokens_per_step,
-            losses=self.losses,
-            step_s=self.step_s,
-            predicted=self.predicted,
+        evaluated = bool(self.evaluations) and self.evaluations[-1].step == done
+        peak = peak_bytes()
+        return TrainResult(
+            run=str(self.folder.path),
+            steps=done,
+            stopped=done < self.settings.steps,
+            losses=list(self.losses),
+            validation_loss=self.evaluations[-1].loss if evaluated else None,
+            step_s=typical,
+            step_s_predicted=self.predicted.step_s if self.predicted else None,
+            tokens_per_s=self.job.tokens_per_step / typical if typical else None,
+            mfu=mfu,
+            hfu=hfu,
+            compile_s=goodput.compile_s,
+            memory=msgspec.structs.replace(self.memory, peak_bytes=peak) if self.memory and peak else self.memory,
             goodput=goodput,
-            memory=self.memory,
-            evaluations=self.evaluations,
+            evaluations=list(self.evaluations),
             resumed_from=self.resumed_from,
+            processes=jax.process_count(),
         )
 
     def _give_up(self, flight: _Flight, record: StepRecord) -> None:
-        """End a run that has no finite loss or gradient, with the array named."""
-        self.outputs.folder.summarise({**msgspec.to_builtins(self._result()), "diverged": True})
+        """Ends a run without a finite loss or gradient; the error names the array."""
+        self.folder.summarise({**msgspec.to_builtins(self._result()), "diverged": True})
         what = f"the loss is {record.loss}"
         if math.isfinite(record.loss):
             what = f"the loss is {record.loss:.4g} and the norm of the gradient {record.grad_norm}"
-        where = where_not_finite(self.setup.step, self.state, flight.batch, model=self.setup.model)
-        settings, steps = self.settings, self.outputs.checkpoints.steps()
+        where = where_not_finite(self.setup.step, self.state, flight.batch)
+        settings, steps = self.settings, self.checkpoints.steps()
         kept = f"the checkpoint of step {steps[-1]} and the metrics are" if steps else "the metrics are"
         raise CannotRunError(
             f"{what} at step {record.step} with learning_rate={settings.learning_rate:g} and "
             f"warmup_steps={settings.warmup_steps}: {where}. Use a lower rate or a longer warmup; "
-            f"{kept} in {self.outputs.folder.path}."
+            f"{kept} in {self.folder.path}."
         )
 
 

@@ -1,7 +1,7 @@
-"""Settings of a training run: plain data, checked where it is made."""
+"""Settings of a training run: plain data, validated on creation."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, get_args, get_type_hints
 
 import msgspec
@@ -15,19 +15,25 @@ PYDOC = "pydoc"
 
 ScheduleKind = Literal["cosine", "linear", "constant", "wsd", "rsqrt"]
 Rounding = Literal["nearest", "stochastic"]
-Tracker = Literal["tensorboard", "wandb"]
+TrackerKind = Literal["tensorboard", "wandb"]
 
-_AT_LEAST_ONE = ("steps", "log_every", "keep_checkpoints", "evaluate_batches")
 _NOT_NEGATIVE = (
     *("seed", "warmup_steps", "weight_decay", "min_learning_rate_ratio", "z_loss", "balance_loss", "router_z_loss"),
     *("capacity_factor", "checkpoint_every", "keep_every", "evaluate_every"),
 )
-_ABOVE_ZERO = ("learning_rate", "max_grad_norm", "epsilon")
-_BELOW_ONE = ("beta1", "beta2", "momentum", "average", "held_out")
+_BOUNDS: tuple[tuple[tuple[str, ...], Callable[[float], bool], str], ...] = (
+    (("steps", "log_every", "keep_checkpoints", "evaluate_batches"), lambda n: n >= 1, "be at least 1"),
+    (_NOT_NEGATIVE, lambda n: 0 <= n < math.inf, "not be negative"),
+    (("seed",), lambda n: n < 2**31, f"be less than 2**31 = {2**31}"),
+    (("learning_rate", "max_grad_norm", "epsilon"), lambda n: 0 < n < math.inf, "be a number above 0"),
+    (("beta1", "beta2", "momentum", "average", "held_out"), lambda n: 0 <= n < 1, "be at least 0 and less than 1"),
+    (("decay_fraction",), lambda n: 0 < n <= 1, "be above 0 and at most 1"),
+)
+"""Names of settings, the test of a value, and the words of its error."""
 
 
 class TrainSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a run does besides its model, strategy and job.
+    """Choices of a run besides its model, strategy and job.
 
     Data: ``data`` is "pydoc", a file or a folder of them; ``tokenizer`` a tokenizer's file, "" for one that is
     trained on the text; with ``packing`` no attention crosses from one document into the next, and every token is in
@@ -82,37 +88,25 @@ class TrainSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     evaluate_every: int = 0
     evaluate_batches: int = 16
     log_every: int = 10
-    track: tuple[Tracker, ...] = ()
+    track: tuple[TrackerKind, ...] = ()
 
     def __post_init__(self) -> None:
         for name, known in _WORDS.items():
             _require_words(name, getattr(self, name), known)
-        for name in _AT_LEAST_ONE:
-            if getattr(self, name) < 1:
-                raise InputError(f"train.{name}={getattr(self, name)} must be at least 1.")
-        for name in _NOT_NEGATIVE:
-            if not 0 <= getattr(self, name) < math.inf:
-                raise InputError(f"train.{name}={getattr(self, name)} must not be negative.")
-        if self.seed >= 2**31:
-            raise InputError(f"train.seed={self.seed} must be less than 2**31 = {2**31}.")
-        for name in _ABOVE_ZERO:
-            if not 0 < getattr(self, name) < math.inf:
-                raise InputError(f"train.{name}={getattr(self, name)} must be a number above 0.")
-        for name in _BELOW_ONE:
-            if not 0 <= getattr(self, name) < 1:
-                raise InputError(f"train.{name}={getattr(self, name)} must be at least 0 and less than 1.")
-        if not 0 < self.decay_fraction <= 1:
-            raise InputError(f"train.decay_fraction={self.decay_fraction} must be above 0 and at most 1.")
+        for names, is_allowed, what in _BOUNDS:
+            for name in names:
+                if not is_allowed(getattr(self, name)):
+                    raise InputError(f"train.{name}={getattr(self, name)} must {what}.")
 
 
-def _require_words(name: str, given: str | tuple[str, ...], known: tuple[str, ...]) -> None:
-    for word in (given,) if isinstance(given, str) else given:
-        if word not in known:
+def _require_words(name: str, given: Any, known: tuple[str, ...]) -> None:
+    for word in given if isinstance(given, list | tuple) else (given,):
+        if isinstance(word, str) and word not in known:
             raise InputError(f"train.{name} {word!r} is not known.{nearest(word, known)}")
 
 
 def _words(declared: Any) -> tuple[str, ...]:
-    """The words that a field of a Literal, or of a tuple of Literals, takes; none for another field."""
+    """Returns the words that a field of a Literal, or of a tuple of Literals, takes; none for another field."""
     inner = next((part for part in get_args(declared) if get_args(part)), declared)
     return tuple(word for word in get_args(inner) if isinstance(word, str))
 
@@ -121,7 +115,7 @@ _WORDS = {name: _words(kind) for name, kind in get_type_hints(TrainSettings).ite
 
 
 def settings_from_table(table: Mapping[str, Any]) -> TrainSettings:
-    """Settings from keys and values such as a ``[train]`` table; keys left out have their default.
+    """Returns settings from keys and values such as a ``[train]`` table; omitted keys have their defaults.
 
     ``track`` may be one text, "tensorboard,wandb". Raises InputError that names an unknown key or word with the
     nearest known one, or a value of the wrong type.
@@ -132,25 +126,21 @@ def settings_from_table(table: Mapping[str, Any]) -> TrainSettings:
             raise InputError(f"train.{key} is not a setting.{nearest(key, TrainSettings.__struct_fields__)}")
     if isinstance(given.get("track"), str):
         given["track"] = [word.strip() for word in given["track"].split(",") if word.strip()]
-    for key in _WORDS.keys() & given.keys():
-        # Before the conversion, whose message for a wrong word names no other.
-        words = given[key] if isinstance(given[key], list | tuple) else (given[key],)
-        _require_words(key, tuple(word for word in words if isinstance(word, str)), _WORDS[key])
     try:
         return msgspec.convert(given, TrainSettings)
     except msgspec.ValidationError as error:
-        cause = error.__cause__
-        raise InputError(str(cause) if isinstance(cause, InputError) else _in_words(error)) from None
-
-
-def _in_words(error: msgspec.ValidationError) -> str:
-    """``train.steps: expected `int`, got `str`.`` from msgspec's message with a path."""
-    text, _, path = str(error).partition(" - at `$.")
-    return f"train.{path.rstrip('`')}: {text[0].lower()}{text[1:]}."
+        if isinstance(error.__cause__, InputError):
+            raise InputError(str(error.__cause__)) from None
+        for key in _WORDS.keys() & given.keys():
+            # msgspec's message for a wrong word names no other.
+            _require_words(key, given[key], _WORDS[key])
+        # "train.steps: expected `int`, got `str`." from a message with a path.
+        text, _, path = str(error).partition(" - at `$.")
+        raise InputError(f"train.{path.rstrip('`')}: {text[0].lower()}{text[1:]}.") from None
 
 
 def program_options(settings: TrainSettings, *, several_documents: bool) -> ProgramOptions:
-    """What the settings ask of the program of the model; attention within one document needs no numbers of them."""
+    """Returns the options of the model's program. With one document per row attention needs no document numbers."""
     documents = settings.packing and several_documents
     same = ("z_loss", "balance_loss", "router_z_loss", "capacity_factor")
     return ProgramOptions(documents=documents, **{name: getattr(settings, name) for name in same})

@@ -1,8 +1,8 @@
-"""What a run needs before its first step: text, batches, the step, and the state to start from."""
+"""Prepares a run: data, batches, the step, the evaluation, and the first state."""
 
 import math
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import msgspec
@@ -10,25 +10,74 @@ from jax.sharding import AbstractMesh, Mesh
 
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.files import cache_folder
+from meshwright.nn.hf.tokenizer import TOKENIZER
 from meshwright.nn.weights import Params
 from meshwright.parallel.train_step import State, TrainStep
 from meshwright.spec.job import Job
 from meshwright.spec.model import Model
 from meshwright.spec.strategy import Strategy
 from meshwright.train.checkpoint import Checkpoints, Position
-from meshwright.train.data.batches import Batches, Data, open_data
+from meshwright.train.data.batches import Batches, Data, Source, open_data
 from meshwright.train.data.tokenizer import load_tokenizer
-from meshwright.train.evaluate import HeldOut, held_out
-from meshwright.train.optimizers.sharded import Places
+from meshwright.train.optimizers.sharded import WeightLayout
 from meshwright.train.optimizers.table import make_optimizer
 from meshwright.train.settings import TrainSettings, program_options
-from meshwright.train.weights_file import TOKENIZER
+
+
+class HeldOut:
+    """Fixed batches of held-out text, and the loss compiled for them."""
+
+    def __init__(self, step: TrainStep, batches: Batches, num_batches: int) -> None:
+        self._step, self._batches, self._num_batches = step, batches, num_batches
+        self._loss_sum: Any = None
+
+    def compile(self, params: Params) -> None:
+        """Compiles the loss, so that no evaluation does."""
+        if self._loss_sum is None:
+            loss_sum: Any = self._step.loss_sum
+            self._loss_sum = loss_sum.lower(params, self._batch(0)).compile()
+
+    def loss(self, params: Params) -> float:
+        """Returns the mean loss per counted label over all batches; 0 without any label."""
+        self.compile(params)
+        sums, counts = [], []
+        for index in range(self._num_batches):
+            batch = self._batch(index)
+            sums.append(self._loss_sum(params, batch))
+            counts.append(batch["num_labels"])
+            # One batch in flight: more would need the memory of all of them.
+            jax.block_until_ready(sums[-1])
+        return math.fsum(map(float, sums)) / max(1.0, math.fsum(map(float, counts)))
+
+    def _batch(self, index: int) -> dict[str, jax.Array]:
+        return self._batches.global_batch(index * self._batches.batch_seqs, self._step.batch_shardings)
+
+
+def held_out(step: TrainStep, source: Source | None, job: Job, *, max_batches: int) -> HeldOut | None:
+    """Returns at most ``max_batches`` batches of ``source``, no row twice; None when it has too few rows for the mesh.
+
+    The batch size is the job's, or the largest that the rows fill and the mesh divides.
+    """
+    found = source.num_samples(job.seq_len) if source else 0
+    _, parts = batch_parts(step, "B")
+    size = min(job.batch_seqs, found) // parts * parts
+    if source is None or size == 0:
+        return None
+    order = step.token_order(job.seq_len)
+    batches = Batches(source, batch_seqs=size, seq_len=job.seq_len, seed=0, order=order)
+    return HeldOut(step, batches, min(max_batches, found // size))
+
+
+def batch_parts(step: TrainStep, letter: str) -> tuple[tuple[str, ...], int]:
+    """Returns the axes that shard a dim of a batch, and their devices times the microbatches, which must divide it."""
+    axes = step.declared.declared["tokens"].axes_of(letter)
+    parts = math.prod(step.strategy.mesh[axis] for axis in axes)
+    return axes, parts * (step.strategy.num_microbatches if letter == "B" else 1)
 
 
 class Setup(NamedTuple):
-    """What is trained and how long, the step, not compiled yet, and what it reads."""
+    """Everything that a run is made of before its first step."""
 
-    model: Model
     job: Job
     settings: TrainSettings
     step: TrainStep
@@ -36,17 +85,9 @@ class Setup(NamedTuple):
     batches: Batches
     held_out: HeldOut | None
 
-    def to_canonical(self, named: Params) -> Params:
-        """Weights, or what is kept of each, with layers in the model's order, in which they are stored."""
-        return self.step.to_canonical(named) if hasattr(self.step, "to_canonical") else named
-
-    def from_canonical(self, named: Params) -> Params:
-        """The same in the order in which the strategy holds layers."""
-        return self.step.from_canonical(named) if hasattr(self.step, "from_canonical") else named
-
 
 def prepare(model: Model, strategy: Strategy, job: Job, settings: TrainSettings) -> Setup:
-    """All of it. Raises InputError for what does not go together, and CannotRunError for a model with an encoder."""
+    """Prepares a run. Raises InputError for inputs that do not match, CannotRunError for a model with an encoder."""
     if model.encoder:
         raise CannotRunError(
             f"{model.name} has an encoder, and data for one are not read in this version. plan, explain, verify and "
@@ -55,21 +96,10 @@ def prepare(model: Model, strategy: Strategy, job: Job, settings: TrainSettings)
     data = open_data(settings, vocab_size=model.vocab_size, folder=cache_folder() / "tokens")
     step = make_step(model, strategy, settings, several_documents=data.several_documents)
     require_divides(step, job)
-    batches = Batches(
-        data.train,
-        batch_seqs=job.batch_seqs,
-        seq_len=job.seq_len,
-        seed=settings.seed,
-        order=step.token_order(job.seq_len),
-    )
-    evaluation = held_out(
-        step,
-        data.held_out,
-        batch_seqs=job.batch_seqs,
-        seq_len=job.seq_len,
-        max_batches=settings.evaluate_batches,
-    )
-    return Setup(model, job, settings, step, data, batches, evaluation)
+    order = step.token_order(job.seq_len)
+    batches = Batches(data.train, batch_seqs=job.batch_seqs, seq_len=job.seq_len, seed=settings.seed, order=order)
+    evaluation = held_out(step, data.held_out, job, max_batches=settings.evaluate_batches)
+    return Setup(job, settings, step, data, batches, evaluation)
 
 
 def make_step(
@@ -80,16 +110,16 @@ def make_step(
     several_documents: bool,
     mesh: Mesh | AbstractMesh | None = None,
 ) -> TrainStep:
-    """The step that a run of these settings takes; ``mesh`` is of devices that need not be there."""
+    """Returns the training step for these settings; the devices of ``mesh`` need not exist."""
 
-    def places() -> Places:
-        # Asked when the step is traced, not here, where there is none yet.
-        return Places(step.mesh, step.declared.weights)
+    def layout() -> WeightLayout:
+        # Called when the step is traced; here it does not exist yet.
+        return WeightLayout(step.mesh, step.declared.weights)
 
     step = TrainStep(
         model,
         strategy,
-        optimizer=make_optimizer(model, settings, strategy.state, places=places),
+        optimizer=make_optimizer(model, settings, strategy.state, layout=layout),
         max_grad_norm=settings.max_grad_norm,
         options=program_options(settings, several_documents=several_documents),
         mesh=mesh,
@@ -98,12 +128,9 @@ def make_step(
 
 
 def require_divides(step: TrainStep, job: Job) -> None:
-    """Raise InputError unless every device gets an equal part of the batch; `plan.legal` has looked at the weights."""
-    split = step.declared.declared["tokens"]
+    """Raises InputError unless every device gets an equal part of the batch; `plan.legal` checks the weights."""
     for name, letter, size in (("batch_seqs", "B", job.batch_seqs), ("seq_len", "T", job.seq_len)):
-        axes = split.axes_of(letter)
-        parts = math.prod(step.strategy.mesh[a] for a in axes)
-        parts *= step.strategy.num_microbatches if letter == "B" else 1
+        axes, parts = batch_parts(step, letter)
         if size % parts:
             raise InputError(
                 f"{name}={size} does not divide into {parts} parts "
@@ -112,18 +139,18 @@ def require_divides(step: TrainStep, job: Job) -> None:
 
 
 def start_state(setup: Setup, checkpoints: Checkpoints) -> tuple[Position, State]:
-    """The newest checkpoint laid out on this run's mesh; new weights where there is none."""
+    """Returns the newest checkpoint, sharded over this run's mesh; new weights without one."""
     step, found = setup.step, checkpoints.position()
-    tables = {"model": msgspec.to_builtins(setup.model), "settings": msgspec.to_builtins(setup.settings)}
+    tables = {"model": msgspec.to_builtins(step.model), "settings": msgspec.to_builtins(setup.settings)}
     if found is None:
         return Position(step=0, samples=0, tokens=0, **tables), step.init(setup.settings.seed)
     shapes = State(step.param_shapes, jax.eval_shape(step.optimizer.init, step.param_shapes))
-    state = checkpoints.restore(shapes, step.state_shardings, from_canonical=setup.from_canonical)
+    state = checkpoints.restore(shapes, step.state_shardings, from_canonical=step.from_canonical)
     return msgspec.structs.replace(found, **tables), state
 
 
 def require_same_tokenizer(run: Path, data: Data) -> None:
-    """Raise InputError when the text of a resumed run gives another tokenizer than it began with."""
+    """Raises InputError when the text of a resumed run gives another tokenizer than that of its start."""
     path = run / TOKENIZER
     if path.is_file() and load_tokenizer(path).to_str() != data.tokenizer.to_str():
         raise InputError(

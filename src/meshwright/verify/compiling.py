@@ -1,9 +1,9 @@
 """Lowers and compiles a step for its target, in a process of its own: what it finds goes to files of a folder.
 
-``lowered.json``, ``compiled.json`` and ``module.hlo`` are there when they are whole; ``error.json`` says what failed.
+``lowered`` is there once the step has been traced, every array divides and every type agrees; ``memory.json`` and
+``module.hlo`` when they are whole. ``error.json`` says what failed.
 """
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,41 +16,35 @@ from jax.sharding import AbstractMesh, Mesh
 from meshwright.core.errors import InputError
 from meshwright.core.files import write_text_whole
 from meshwright.parallel.mesh import abstract_mesh, device_mesh
-from meshwright.verify.request import COMPILED, LOWERED, MODULE, Compiled, Lowered, Memory, Request
+from meshwright.verify.request import LOWERED, MEMORY, MODULE, Memory, Request
 from meshwright.verify.targets import Target
 
 
-class Step(Protocol):
+class CompilableStep(Protocol):
     """What the builders of `parallel` make."""
 
     def lower(self, *sizes: int, platform: str = "") -> jax.stages.Lowered: ...
 
 
-MakeStep = Callable[[Request, Mesh | AbstractMesh], tuple[Step, tuple[int, ...]]]
+MakeStep = Callable[[Request, Mesh | AbstractMesh], tuple[CompilableStep, tuple[int, ...]]]
 """The step of a request on a mesh, and what its `lower` takes."""
 
 
 def compile_request(request: Request, folder: Path, make_step: MakeStep) -> None:
     """Lower and, at the depths that ask for it, compile; each result goes to ``folder`` as soon as it is there."""
-    started = time.perf_counter()
     only_lower = request.depth == "lower"
     mesh = abstract_mesh(request.strategy.mesh) if only_lower else target_mesh(request)
     step, sizes = make_step(request, mesh)
     lowered = step.lower(*sizes, platform=request.target.platform if only_lower else "")
-    _write(folder / LOWERED, Lowered(seconds=time.perf_counter() - started))
+    (folder / LOWERED).touch()
     if only_lower:
         return
-    started = time.perf_counter()
     compiled = lowered.compile()
     memory = _memory(compiled)
     if request.target.platform == "cpu":
         # the others' text is in what they dump; some of libtpu's programs cannot be printed afterwards
         write_text_whole(folder / MODULE, compiled.as_text() or "")
-    _write(folder / COMPILED, Compiled(seconds=time.perf_counter() - started, memory=memory))
-
-
-def _write(path: Path, value: msgspec.Struct) -> None:
-    write_text_whole(path, msgspec.json.encode(value).decode())
+    write_text_whole(folder / MEMORY, msgspec.json.encode(memory).decode())
 
 
 def target_mesh(request: Request) -> Mesh:

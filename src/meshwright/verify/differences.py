@@ -12,7 +12,8 @@ from collections.abc import Iterable, Mapping
 import msgspec
 
 from meshwright.core.labels import OPTIMIZER, StepLabel
-from meshwright.hlo.collectives import Collective
+from meshwright.cost.network.collectives import received_share
+from meshwright.hlo.collectives import CompiledCollective
 from meshwright.hlo.shapes import ELEMENT_BITS, parse_shapes
 from meshwright.verify.expected import Expected, active_axes
 
@@ -34,8 +35,8 @@ CLASSES: dict[str, str] = {
 TOLERANCE = 0.02
 """Differences up to this share of a row's bytes need no name, and numbers of elements this close are the same."""
 
-Axes = tuple[str, ...]
-Key = tuple[str, Axes]
+_Axes = tuple[str, ...]
+TrafficKey = tuple[str, _Axes]
 """(kind, mesh axes in the mesh's order)."""
 
 _REPEATED = ".remat"
@@ -59,14 +60,14 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
         return self.compiled_bytes - self.derived_bytes
 
 
-class Row(msgspec.Struct, frozen=True, kw_only=True):
+class TrafficRow(msgspec.Struct, frozen=True, kw_only=True):
     """One kind of collective over some axes: arrays and bytes on the wire per device, derived and compiled.
 
     ``named_bytes`` of the difference have a name.
     """
 
     kind: str
-    axes: Axes
+    axes: _Axes
     derived_arrays: int
     compiled_arrays: int
     derived_bytes: float
@@ -79,10 +80,10 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
         return self.compiled_bytes - self.derived_bytes - self.named_bytes
 
 
-class Comparison(msgspec.Struct, frozen=True, kw_only=True):
+class TrafficComparison(msgspec.Struct, frozen=True, kw_only=True):
     """All rows, the most bytes first, and the named differences."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[TrafficRow, ...]
     differences: tuple[Difference, ...]
 
     @property
@@ -100,49 +101,41 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
         return unnamed / max(self.compiled_bytes, self.derived_bytes, 1.0)
 
 
-class Amount(msgspec.Struct):
+class Amount(msgspec.Struct, frozen=True):
     """What is moved: elements of whole arrays, bytes on the wire, and arrays."""
 
     elements: float = 0.0
     wire: float = 0.0
     arrays: int = 0
 
-    def add(self, elements: float, wire: float, arrays: int) -> None:
-        self.elements += elements
-        self.wire += wire
-        self.arrays += arrays
+    def __add__(self, other: "Amount") -> "Amount":
+        return Amount(self.elements + other.elements, self.wire + other.wire, self.arrays + other.arrays)
+
+    def __neg__(self) -> "Amount":
+        return Amount(-self.elements, -self.wire, -self.arrays)
+
+
+NOTHING = Amount()
+_Amounts = Mapping[TrafficKey, Amount]
 
 
 class _Sides:
     """Both sides of one label, or of all that labels do not explain, by kind and axes."""
 
     def __init__(self) -> None:
-        self.derived: dict[Key, Amount] = defaultdict(Amount)
-        self.compiled: dict[Key, Amount] = defaultdict(Amount)
-        self.repeated: dict[Key, Amount] = defaultdict(Amount)
+        self.derived: dict[TrafficKey, Amount] = defaultdict(Amount)
+        self.compiled: dict[TrafficKey, Amount] = defaultdict(Amount)
+        self.repeated_bytes: dict[TrafficKey, float] = defaultdict(float)
         self.windowed = False
 
-    def total(self, side: str) -> Amount:
-        found = Amount()
-        for amount in getattr(self, side).values():
-            found.add(amount.elements, amount.wire, amount.arrays)
-        return found
 
-
-def wire_bytes(kind: str, full_bytes: float, size: int) -> float:
-    """Bytes that each of ``size`` devices must receive: those of a ring, (n-1)/n of the array, twice that for an
-    all-reduce."""
-    once = (size - 1) / size
-    return full_bytes * {"all_reduce": 2 * once, "all_to_all": once / size, "permute": 1.0}.get(kind, once)
-
-
-def compare(
+def compare_traffic(
     expected: Iterable[Expected],
-    found: Iterable[Collective],
+    found: Iterable[CompiledCollective],
     mesh: Mapping[str, int],
     *,
     remarks: Iterable[str] = (),
-) -> Comparison:
+) -> TrafficComparison:
     """Both beside each other, with a name for every difference that can be shown to be one of `CLASSES`.
 
     ``remarks`` are lines of the partitioner about arrays that it copied whole.
@@ -158,39 +151,39 @@ def compare(
 
 
 def _sides(
-    expected: Iterable[Expected], found: Iterable[Collective], mesh: Mapping[str, int]
+    expected: Iterable[Expected], found: Iterable[CompiledCollective], mesh: Mapping[str, int]
 ) -> tuple[dict[StepLabel | None, _Sides], _Sides]:
     labels: dict[StepLabel | None, _Sides] = defaultdict(_Sides)
     rows = _Sides()
     for e in expected:
         if e.axes:
-            size = math.prod(mesh[axis] for axis in e.axes)
-            amount = (e.full_bytes / e.element_bytes, wire_bytes(e.kind, e.full_bytes, size), e.num_arrays)
-            labels[e.label].derived[e.kind, e.axes].add(*amount)
-            rows.derived[e.kind, e.axes].add(*amount)
+            share = received_share(e.kind, math.prod(mesh[axis] for axis in e.axes))
+            amount = Amount(e.full_bytes / e.element_bytes, e.full_bytes * share, e.num_arrays)
+            for sides in (labels[e.label], rows):
+                sides.derived[e.kind, e.axes] += amount
     for c in found:
         axes = active_axes(c.axes, mesh)
         if axes:
             amount = _amount_of(c, math.prod(mesh[axis] for axis in axes))
-            labels[c.label].compiled[c.kind, axes].add(*amount)
-            labels[c.label].windowed = labels[c.label].windowed or c.windowed
-            rows.compiled[c.kind, axes].add(*amount)
+            for sides in (labels[c.label], rows):
+                sides.compiled[c.kind, axes] += amount
+                sides.windowed = sides.windowed or c.windowed
             if _REPEATED in c.name:
-                rows.repeated[c.kind, axes].add(*amount)
+                rows.repeated_bytes[c.kind, axes] += amount.wire
     return labels, rows
 
 
-def _amount_of(found: Collective, size: int) -> tuple[float, float, int]:
-    """(elements, bytes on the wire, arrays) of a collective over axes of ``size`` devices.
+def _amount_of(found: CompiledCollective, size: int) -> Amount:
+    """What a collective over axes of ``size`` devices moves.
 
     One over axes that reach across slices is compiled as one inside of them and one between them: the latter adds its
     bytes, and the array is counted with the former.
     """
     group = found.group_size if 1 < found.group_size < size else size
-    wire = wire_bytes(found.kind, found.total_bytes, group)
+    wire = found.total_bytes * received_share(found.kind, group)
     if found.dcn and group < size:
-        return 0.0, wire, 0
-    return found.total_bytes * 8 / ELEMENT_BITS.get(found.dtype, 32), wire, found.trips * found.num_arrays
+        return Amount(wire=wire)
+    return Amount(found.total_bytes * 8 / ELEMENT_BITS.get(found.dtype, 32), wire, found.trips * found.num_arrays)
 
 
 def _copied_elements(remarks: Iterable[str]) -> int:
@@ -212,53 +205,48 @@ class _Table:
     def __init__(self, rows: _Sides, mesh: Mapping[str, int], copied: int) -> None:
         self.rows, self.mesh, self.copied = rows, mesh, copied
         self.taken: set[StepLabel | None] = set()
-        self.named: dict[Key, float] = defaultdict(float)
+        self.named: dict[TrafficKey, float] = defaultdict(float)
         self.differences: list[Difference] = []
-        self.left: dict[Key, Amount] = defaultdict(Amount)
-        for sign, side in ((1, rows.compiled), (-1, rows.derived)):
-            for key, amount in side.items():
-                self.left[key].add(sign * amount.elements, sign * amount.wire, sign * amount.arrays)
+        self.left: dict[TrafficKey, Amount] = defaultdict(Amount)
+        for key, amount in rows.compiled.items():
+            self.left[key] += amount
+        for key, amount in rows.derived.items():
+            self.left[key] += -amount
 
-    def is_even(self, key: Key) -> bool:
+    def is_even(self, key: TrafficKey) -> bool:
         """Whether the row needs no name any more."""
         return abs(self.left[key].wire) <= TOLERANCE / 4 * self.rows.derived[key].wire
 
     def take_label(self, label: StepLabel | None, sides: _Sides) -> None:
         """Name a step's difference in the rows that are not even, where it is there on both sides."""
-        keys = {*sides.derived, *sides.compiled}
-        if label in self.taken or all(self.is_even(key) for key in keys):
+        if label in self.taken or all(self.is_even(key) for key in (*sides.derived, *sides.compiled)):
             return
-        name = _name_of(label, sides)
-        if name:
-            self._name(name, str(label), keys, sides)
+        if name := _name_of(label, sides):
+            self._name(name, str(label), sides.derived, sides.compiled)
 
-    def take_joined(self, key: Key, labels: Mapping[StepLabel | None, _Sides]) -> None:
+    def take_joined(self, key: TrafficKey, labels: Mapping[StepLabel | None, _Sides]) -> None:
         """Name together what several steps differ in where the compiler has combined them under one's label."""
         of_row = [
             (label, sides)
             for label, sides in labels.items()
             if {*sides.derived, *sides.compiled} == {key}
-            and sides.derived.get(key, Amount()).arrays != sides.compiled.get(key, Amount()).arrays
+            and sides.derived.get(key, NOTHING).arrays != sides.compiled.get(key, NOTHING).arrays
         ]
-        joined = _Sides()
-        for _, sides in of_row:
-            for one, other in ((joined.derived[key], sides.derived), (joined.compiled[key], sides.compiled)):
-                amount = other.get(key, Amount())
-                one.add(amount.elements, amount.wire, amount.arrays)
-        derived, compiled = joined.derived[key], joined.compiled[key]
+        derived = sum((sides.derived.get(key, NOTHING) for _, sides in of_row), NOTHING)
+        compiled = sum((sides.compiled.get(key, NOTHING) for _, sides in of_row), NOTHING)
         if self.is_even(key) or derived.arrays != compiled.arrays or not _same(derived.elements, compiled.elements):
             return
-        if len(of_row) > 1 and (name := _of_size(joined)):
+        if len(of_row) > 1 and (name := _of_size(derived, compiled, {key[0]})):
             self.taken |= {label for label, _ in of_row}
-            self._name(name, _words(key), (key,), joined)
+            self._name(name, _words(key), {key: derived}, {key: compiled})
 
-    def _name(self, name: str, where: str, keys: Iterable[Key], sides: _Sides) -> None:
-        for key in keys:
-            more, less = sides.compiled.get(key, Amount()), sides.derived.get(key, Amount())
-            self.named[key] += more.wire - less.wire
-            self.left[key].add(less.elements - more.elements, less.wire - more.wire, less.arrays - more.arrays)
-        derived, compiled = sides.total("derived").wire, sides.total("compiled").wire
-        self.differences.append(Difference(name=name, where=where, derived_bytes=derived, compiled_bytes=compiled))
+    def _name(self, name: str, where: str, derived: _Amounts, compiled: _Amounts) -> None:
+        for key in {**derived, **compiled}:
+            extra = compiled.get(key, NOTHING) + -derived.get(key, NOTHING)
+            self.named[key] += extra.wire
+            self.left[key] += -extra
+        less, more = (sum(side.values(), NOTHING).wire for side in (derived, compiled))
+        self.differences.append(Difference(name=name, where=where, derived_bytes=less, compiled_bytes=more))
 
     def pair_rows(self) -> None:
         """Name what combined collectives carry without a label: a sum sent whole in place of a scattered one."""
@@ -266,55 +254,41 @@ class _Table:
             kind, axes = key
             if kind != "reduce_scatter" or self.left[key].elements >= 0 or self.is_even(key):
                 continue
-            missing = -self.left[key].elements
-            for other in self._whole_sums(axes):
-                if _same(self.left[other].elements, missing):
-                    self._pair(key, other)
-                    break
+            # all-reduces over the axes, or over them and those that replicas are then summed over
+            whole = [other for other in self.left if other[0] == "all_reduce" and set(axes) <= set(other[1])]
+            same = (other for other in whole if _same(self.left[other].elements, -self.left[key].elements))
+            if found := next(same, None):
+                self._pair(key, found)
         for key, left in list(self.left.items()):
-            if left.wire > 0 and not self.is_even(key):
-                again = self.rows.repeated[key].wire >= (1 - TOLERANCE) * left.wire
+            if self.is_even(key):
+                continue
+            if left.wire > 0:
+                again = self.rows.repeated_bytes[key] >= (1 - TOLERANCE) * left.wire
                 if again or 0 < left.elements <= left.arrays * self.copied:
-                    self._name_rest("repeated" if again else "involuntary rematerialisation", key, left)
-            elif key[0] == "permute" and left.arrays < 0 and not self.is_even(key) and self._is_one_round(key, left):
-                self._name_rest("dropped", key, left)
+                    name = "repeated" if again else "involuntary rematerialisation"
+                    self._name(name, _words(key), {}, {key: left})
+            elif key[0] == "permute" and left.arrays < 0 and self._is_one_round(key, left):
+                self._name("dropped", _words(key), {key: -left}, {})
 
-    def _is_one_round(self, key: Key, left: Amount) -> bool:
+    def _is_one_round(self, key: TrafficKey, left: Amount) -> bool:
         """Whether what a row lacks are whole arrays of the size of its own, one of a ring's n - 1 rounds at most."""
         derived, compiled = self.rows.derived[key], self.rows.compiled[key]
         rounds = math.prod(self.mesh[axis] for axis in key[1]) - 1
         whole = _same(left.elements / left.arrays, derived.elements / derived.arrays)
         return whole and compiled.arrays > 0 and -left.arrays * rounds <= derived.arrays
 
-    def _name_rest(self, name: str, key: Key, left: Amount) -> None:
-        """Name all that is left of a row: compiled and not derived, or the other way round."""
-        sides, sign = _Sides(), 1 if left.wire > 0 else -1
-        side = sides.compiled if left.wire > 0 else sides.derived
-        side[key].add(sign * left.elements, sign * left.wire, sign * left.arrays)
-        self._name(name, _words(key), (key,), sides)
-
-    def _whole_sums(self, axes: Axes) -> list[Key]:
-        """Rows of all-reduces over the axes, or over them and those that replicas are then summed over."""
-        return [(kind, over) for kind, over in self.left if kind == "all_reduce" and set(axes) <= set(over)]
-
-    def _pair(self, scattered: Key, whole: Key) -> None:
+    def _pair(self, scattered: TrafficKey, whole: TrafficKey) -> None:
         """A reduce-scatter that is compiled as an all-reduce; over more axes it has also summed the replicas."""
-        sides = _Sides()
-        left = self.left[scattered]
-        sides.derived[scattered].add(-left.elements, -left.wire, -left.arrays)
-        extra = self.left[whole]
-        sides.compiled[whole].add(extra.elements, extra.wire, extra.arrays)
-        keys = [scattered, whole]
-        rest = tuple(axis for axis in whole[1] if axis not in scattered[1])
-        replicas = self.left.get(("all_reduce", rest))
-        if rest and replicas is not None and replicas.wire < 0:
-            sides.derived["all_reduce", rest].add(-replicas.elements, -replicas.wire, -replicas.arrays)
-            keys.append(("all_reduce", rest))
-        self._name("full all-reduce", _words(scattered), keys, sides)
+        derived = {scattered: -self.left[scattered]}
+        rest = "all_reduce", tuple(axis for axis in whole[1] if axis not in scattered[1])
+        replicas = self.left.get(rest, NOTHING)
+        if rest[1] and replicas.wire < 0:
+            derived[rest] = -replicas
+        self._name("full all-reduce", _words(scattered), derived, {whole: self.left[whole]})
 
-    def result(self) -> Comparison:
+    def result(self) -> TrafficComparison:
         rows = [
-            Row(
+            TrafficRow(
                 kind=key[0],
                 axes=key[1],
                 derived_arrays=self.rows.derived[key].arrays,
@@ -325,13 +299,13 @@ class _Table:
             )
             for key in dict.fromkeys((*self.rows.derived, *self.rows.compiled))
         ]
-        return Comparison(
+        return TrafficComparison(
             rows=tuple(sorted(rows, key=lambda row: -max(row.compiled_bytes, row.derived_bytes))),
             differences=tuple(sorted(self.differences, key=lambda one: -abs(one.extra_bytes))),
         )
 
 
-def _words(key: Key) -> str:
+def _words(key: TrafficKey) -> str:
     return f"{key[0]} over {','.join(key[1])}"
 
 
@@ -348,12 +322,13 @@ def _name_of(label: StepLabel | None, sides: _Sides) -> str:
         return "full all-reduce"
     if derived == {"all_reduce"} and "reduce_scatter" in compiled:
         return "scattered all-reduce"
-    return _of_size(sides) if set(sides.derived) == set(sides.compiled) else ""
+    if set(sides.derived) != set(sides.compiled):
+        return ""
+    return _of_size(sum(sides.derived.values(), NOTHING), sum(sides.compiled.values(), NOTHING), derived)
 
 
-def _of_size(sides: _Sides) -> str:
+def _of_size(derived: Amount, compiled: Amount, kinds: set[str]) -> str:
     """A name where kinds and axes agree and bytes do not."""
-    derived, compiled = sides.total("derived"), sides.total("compiled")
     if _same(derived.elements, compiled.elements):
         if _same(compiled.wire, 2 * derived.wire):
             return "float32"
@@ -366,4 +341,4 @@ def _of_size(sides: _Sides) -> str:
     if compiled.arrays > derived.arrays:
         return "repeated"
     # a sum that is missing is a fault, whatever else is like it
-    return "shared" if {kind for kind, _ in sides.derived} == {"all_gather"} else ""
+    return "shared" if kinds == {"all_gather"} else ""

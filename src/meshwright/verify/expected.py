@@ -43,28 +43,40 @@ def expected_collectives(
     ``dims`` are those of the global batch (B all sequences); ``width`` the bytes of an element whose array
     names no dtype. ``layer_by_layer``: gradients are summed over replicas layer by layer, else as stacked arrays.
     """
+    counted = _counted(derived, dims, mesh, num_microbatches=num_microbatches, layer_by_layer=layer_by_layer)
+    return _expected(counted, dims, mesh, num_microbatches=num_microbatches, width=width)
+
+
+_Counted = tuple[Step, int, int]
+"""A step, how many arrays it moves, and how often the bytes of one of the step's own."""
+
+
+def _expected(
+    counted: Iterable[_Counted], dims: Mapping[str, int], mesh: Mapping[str, int], *, num_microbatches: int, width: int
+) -> Iterator[Expected]:
     one = {**dims, "B": dims["B"] // num_microbatches}
-    for step, times in derived.steps(num_microbatches):
-        if not step.is_collective:
-            continue
+    for step, arrays, times in counted:
         element = int(sent_element_bytes(step, width=width, num_microbatches=num_microbatches))
         filled = filled_share(step, dims=one, mesh=mesh)
-        size = round(float(local_elements(step.full, one, mesh) * element * filled))
-        runs = int(times) * int(num_moves(step, dims=dims, mesh=mesh)) if step.op == "permute" else int(times)
-        stacked = step.phase == "update" or (step.scope == "step" and not layer_by_layer)
-        arrays = 1 if stacked else runs * int(num_ways(step, dims=one, mesh=mesh))
-        yield _expected(step, mesh, arrays, runs * size, element)
+        yield Expected(
+            label=step.label,
+            kind=step.op,
+            axes=active_axes(step.axes, mesh),
+            num_arrays=arrays,
+            full_bytes=times * round(float(local_elements(step.full, one, mesh) * element * filled)),
+            element_bytes=element,
+        )
 
 
-def _expected(step: Step, mesh: Mapping[str, int], arrays: int, full_bytes: int, element: int) -> Expected:
-    return Expected(
-        label=step.label,
-        kind=step.op,
-        axes=active_axes(step.axes, mesh),
-        num_arrays=arrays,
-        full_bytes=full_bytes,
-        element_bytes=element,
-    )
+def _counted(
+    derived: Derived, dims: Mapping[str, int], mesh: Mapping[str, int], *, num_microbatches: int, layer_by_layer: bool
+) -> Iterator[_Counted]:
+    one = {**dims, "B": dims["B"] // num_microbatches}
+    for step, times in derived.steps(num_microbatches):
+        if step.is_collective:
+            runs = int(times) * (int(num_moves(step, dims=dims, mesh=mesh)) if step.op == "permute" else 1)
+            stacked = step.phase == "update" or (step.scope == "step" and not layer_by_layer)
+            yield step, 1 if stacked else runs * int(num_ways(step, dims=one, mesh=mesh)), runs
 
 
 def active_axes(axes: Iterable[str], mesh: Mapping[str, int]) -> tuple[str, ...]:
@@ -74,9 +86,6 @@ def active_axes(axes: Iterable[str], mesh: Mapping[str, int]) -> tuple[str, ...]
 
 
 # -- pipelines ------------------------------------------------------------------------------------------
-
-Counted = tuple[Step, int, int]
-"""A step, how many arrays it moves in the text, and how often the bytes of one of the step's own."""
 
 
 def expected_of_pipeline(
@@ -89,38 +98,28 @@ def expected_of_pipeline(
     every tick.
     """
     count = tables.schedule.num_microbatches
-    one = {**dims, "B": dims["B"] // count}
-    for step, arrays, times in _counted(derived, tables):
-        element = int(sent_element_bytes(step, width=width, num_microbatches=count))
-        filled = filled_share(step, dims=one, mesh=mesh)
-        size = round(float(local_elements(step.full, one, mesh) * element * filled))
-        yield _expected(step, mesh, arrays, times * size, element)
+    return _expected(_counted_in_text(derived, tables), dims, mesh, num_microbatches=count, width=width)
 
 
-def _counted(derived: Derived, tables: TickTables) -> Iterator[Counted]:
+def _counted_in_text(derived: Derived, tables: TickTables) -> Iterator[_Counted]:
     used = ((block, name) for block in derived.blocks for op in block.block.ops for name in op.inputs)
     counted = ((block, name) for block in derived.blocks for name in counts_of(block))
     rows = {name: _rows(block, tables) for block, name in (*used, *counted)}
     for block in derived.blocks:
-        yield from _of_block(block, tables)
+        for step in (*block.forward, *block.backward):
+            if step.is_collective:
+                times = runs_in_text(step, block, tables)
+                yield (step, 1, _rows(block, tables)) if step.scope == "step" else (step, times, times)
     ways = {"forward": tables.x_channels, "backward": tables.dx_channels}
     for step in derived.boundary:
         sends = sum(channel.offset != 0 for channel in ways[step.phase]) if step.op == "permute" else 1
-        yield step, tables.num_ticks * sends, tables.num_ticks * sends
+        times = tables.num_ticks * sends
+        yield step, times, times
     if tables.schedule.weight_copies > 1:
         yield from ((step, 1, rows[step.result.name.removeprefix("d")]) for step in meetings(derived))
     for step in (*derived.ends, *derived.update):
         if step.is_collective:
             yield step, 1, rows.get(step.result.name, 1)
-
-
-def _of_block(block: BlockSteps, tables: TickTables) -> Iterator[Counted]:
-    for step in (*block.forward, *block.backward):
-        if step.is_collective and step.scope == "step":
-            yield step, 1, _rows(block, tables)
-        elif step.is_collective:
-            times = runs_in_text(step, block, tables)
-            yield step, times, times
 
 
 def runs_in_text(step: Step, block: BlockSteps, tables: TickTables) -> int:

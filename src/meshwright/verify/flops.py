@@ -5,19 +5,20 @@ Kernels of attention and other custom calls state no products: attention is left
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping
+from functools import cache
 
 import msgspec
 
 from meshwright.algebra.ops import step_kinds
 from meshwright.core.labels import StepLabel
 from meshwright.hlo.loops import runs_at_most_once, trip_count
-from meshwright.hlo.module import Instruction, Module, parse_module
+from meshwright.hlo.module import parse_module
 from meshwright.hlo.products import product_flops
 
 TOLERANCE = 0.02
 """Differences up to this share are none."""
 
-Label = StepLabel | None
+_Label = StepLabel | None
 
 
 class StepProducts(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,11 +41,11 @@ class Products(msgspec.Struct, frozen=True, kw_only=True):
     by_data: tuple[str, ...] = ()
 
 
-class Counted(msgspec.Struct, frozen=True, kw_only=True):
+class ProductCount(msgspec.Struct, frozen=True, kw_only=True):
     """Products of a program by the step that they came from, and the steps in loops that depend on data."""
 
-    flops: dict[Label, float]
-    by_data: frozenset[Label]
+    flops: dict[_Label, float]
+    by_data: frozenset[_Label]
 
 
 def compare_products(program: str, derived: Mapping[StepLabel, float]) -> Products:
@@ -67,60 +68,36 @@ def compare_products(program: str, derived: Mapping[StepLabel, float]) -> Produc
     )
 
 
-def _attends(label: Label) -> bool:
+def _attends(label: _Label) -> bool:
     kind = step_kinds().get(label.op) if label is not None else None
     return kind is not None and kind.group == "attention"
 
 
-def count_products(program: str) -> Counted:
+def count_products(program: str) -> ProductCount:
     """FLOPs of all products in one call of a program, on one device: 2 n k for n results that sum over k.
 
     Bodies of loops count as often as they run.
     """
-    count = _Count(parse_module(program))
-    found = count.of(count.module.entry)
-    by_data = frozenset(label for label, depends in found if depends)
-    flops: dict[Label, float] = defaultdict(float)
-    for (label, _), number in found.items():
+    module = parse_module(program)
+
+    @cache
+    def products(name: str) -> Counter[tuple[_Label, bool]]:
+        """Those of a computation and all that it calls, by label and whether a loop around them depends on data."""
+        computation, found = module.computations[name], Counter[tuple[_Label, bool]]()
+        for one in computation.instructions:
+            if one.opcode == "dot":
+                found[one.label, False] += product_flops(one, computation.by_name)
+            for role, called in one.called:
+                inside = products(called) if role != "condition" and called in module.computations else {}
+                loops = bool(inside) and one.opcode == "while" and not runs_at_most_once(module, one)
+                times = trip_count(module, one) if loops else 1
+                for (label, depends), flops in inside.items():
+                    # Where a function that several steps share has no label, the caller's is taken.
+                    found[label or one.label, depends or times is None] += (times or 1) * flops
+        return found
+
+    flops: dict[_Label, float] = defaultdict(float)
+    for (label, _), number in products(module.entry).items():
         flops[label] += number
-    return Counted(flops=dict(flops), by_data=by_data)
-
-
-class _Count:
-    """Products by (label, whether a loop around them depends on data)."""
-
-    def __init__(self, module: Module) -> None:
-        self.module = module
-        self.known: dict[str, Counter[tuple[Label, bool]]] = {}
-
-    def of(self, name: str) -> Counter[tuple[Label, bool]]:
-        """Products of a computation and all that it calls."""
-        if name not in self.known:
-            computation, found = self.module.computations[name], Counter[tuple[Label, bool]]()
-            for one in computation.instructions:
-                if one.opcode == "dot":
-                    found[one.label, False] += product_flops(one, computation.by_name)
-                for role, called in one.called:
-                    if role != "condition" and called in self.module.computations:
-                        self._add(found, one, self.of(called))
-            self.known[name] = found
-        return self.known[name]
-
-    def _add(
-        self, found: Counter[tuple[Label, bool]], caller: Instruction, inside: Counter[tuple[Label, bool]]
-    ) -> None:
-        """Add what a call runs. Where a function that several steps share has no label, the caller's is taken."""
-        if not inside:
-            return
-        times: int | None = 1
-        if caller.opcode == "while" and not runs_at_most_once(self.module, caller):
-            times = self._trips(caller)
-        for (label, depends), flops in inside.items():
-            key = (label if label is not None else caller.label, depends or times is None)
-            found[key] += (times or 1) * flops
-
-    def _trips(self, loop: Instruction) -> int | None:
-        try:
-            return trip_count(self.module, loop)
-        except ValueError:
-            return None
+    by_data = frozenset(label for label, depends in products(module.entry) if depends)
+    return ProductCount(flops=dict(flops), by_data=by_data)

@@ -6,14 +6,11 @@ from typing import Any
 
 import msgspec
 
-from meshwright.cost.memory import memory_limit
 from meshwright.hlo.collectives import collectives
-from meshwright.spec.calibration import Calibration
-from meshwright.verify.differences import Comparison, compare
-from meshwright.verify.dumps import available_bytes
+from meshwright.verify.differences import TrafficComparison, compare_traffic
 from meshwright.verify.flops import Products, compare_products
-from meshwright.verify.request import Compiled, Request
-from meshwright.verify.running import Outcome, run_request
+from meshwright.verify.request import Memory, Request
+from meshwright.verify.running import CompileOutcome, available_bytes, run_request
 from meshwright.verify.step_derivation import StepDerivation
 
 ARGUMENTS = ("weights", "optimizer", "kv_cache")
@@ -61,10 +58,10 @@ class Proof(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     request: Request
-    outcome: Outcome
+    outcome: CompileOutcome
     refusal: str = ""
     memory: MemoryComparison | None = None
-    traffic: Comparison | None = None
+    traffic: TrafficComparison | None = None
     traffic_error: str = ""
     products: Products | None = None
 
@@ -74,27 +71,20 @@ class Proof(msgspec.Struct, frozen=True, kw_only=True):
         return not self.refusal
 
 
-def prove(
-    request: Request,
-    *,
-    program: Sequence[str],
-    timeout_s: float,
-    keep: Path | None = None,
-    calibration: Calibration | None = None,
-) -> Proof:
+def prove(request: Request, *, program: Sequence[str], timeout_s: float, keep: Path | None = None) -> Proof:
     """Compile the step of a request in a process of its own and hold it against the derivation."""
     outcome = run_request(request, program=program, timeout_s=timeout_s, keep=keep)
     refusal = _refusal(request, outcome)
-    if outcome.compiled is None:
+    if outcome.memory is None:
         return Proof(request=request, outcome=outcome, refusal=refusal)
     derivation = StepDerivation(request)
-    memory = None
+    memory, offered = None, available_bytes(outcome.out_of_memory)
     if request.target.platform != "cpu":
-        memory = _memory(request, outcome.compiled, derivation, calibration)
+        memory = _compared(derivation.memory(), outcome.memory, offered or request.setting.memory_limit)
         refusal = refusal or _does_not_fit(request, memory)
     traffic, trouble = None, ""
     try:
-        traffic = compare(
+        traffic = compare_traffic(
             derivation.expected(),
             collectives(outcome.hlo, request.strategy.mesh),
             request.strategy.mesh,
@@ -113,30 +103,26 @@ def prove(
     )
 
 
-def _memory(
-    request: Request, compiled: Compiled, derivation: StepDerivation, calibration: Calibration | None
-) -> MemoryComparison:
-    offered = available_bytes(compiled.out_of_memory)
-    found = compiled.memory
+def _compared(items: dict[str, float], found: Memory, available: float) -> MemoryComparison:
     return MemoryComparison(
-        items=derivation.memory(),
+        items=items,
         arguments=found.arguments,
         temporaries=found.temporaries + found.outputs,
         needed=found.needed,
         peak=found.peak,
-        available=offered or memory_limit(request.cluster, calibration),
+        available=available,
     )
 
 
-def _refusal(request: Request, outcome: Outcome) -> str:
+def _refusal(request: Request, outcome: CompileOutcome) -> str:
     """Why nothing was compiled, in one line."""
     if outcome.ended in ("done", "stopped"):
         return ""
-    where = "lowered" if outcome.lowered is None else "compiled"
+    where = "compiled" if outcome.lowered else "lowered"
     how = {"crash": "the compiler died", "timeout": "the time was up"}.get(outcome.ended)
     message = f"{how}: {outcome.message}" if how else outcome.message
     more = " Give more time with --timeout." if outcome.ended == "timeout" else ""
-    return f"the {request.step} step of {request.model.name} could not be {where}: {message.rstrip('.')}.{more}"
+    return f"the {request.step} step of {request.setting.model.name} could not be {where}: {message.rstrip('.')}.{more}"
 
 
 def _does_not_fit(request: Request, memory: MemoryComparison) -> str:
@@ -144,8 +130,8 @@ def _does_not_fit(request: Request, memory: MemoryComparison) -> str:
         return ""
     needed, has = memory.needed / 1e9, memory.available / 1e9
     return (
-        f"the {request.step} step of {request.model.name} needs {needed:.1f} GB on each chip of "
-        f"{request.cluster.short_name}, which has {has:.1f} GB for it "
+        f"the {request.step} step of {request.setting.model.name} needs {needed:.1f} GB on each chip of "
+        f"{request.setting.cluster.short_name}, which has {has:.1f} GB for it "
         f"({needed / has:.2g} times as much). Use more chips, more remat, or fewer sequences at a time."
     )
 
@@ -154,8 +140,8 @@ def proof_table(proof: Proof) -> dict[str, Any]:
     """Plain data, the keys of `verify --json`."""
     request, outcome = proof.request, proof.outcome
     found: dict[str, Any] = {
-        "model": request.model.name,
-        "cluster": request.cluster.short_name,
+        "model": request.setting.model.name,
+        "cluster": request.setting.cluster.short_name,
         "step": request.step,
         "axes": dict(request.strategy.mesh),
         "depth": request.depth,

@@ -1,4 +1,8 @@
-"""Compiles a request in a process of its own: with a time limit, quietly, and surviving whatever becomes of it."""
+"""Compiles a request in a process of its own: with a time limit, quietly, and surviving whatever becomes of it.
+
+A compiler writes the optimised program, and which buffer lies where, before it makes any code. Code generation is most
+of a compilation's time and changes neither, so the partition depth stops there.
+"""
 
 import os
 import re
@@ -9,33 +13,47 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
 from meshwright.core.errors import InputError
-from meshwright.verify.dumps import BUFFERS_END, FLAGS, MODULE_END, dump_files, read_memory, read_program
-from meshwright.verify.request import COMPILED, ERROR, LOWERED, MODULE, REQUEST, Compiled, Lowered, Request
+from meshwright.verify.request import ERROR, LOWERED, MEMORY, MODULE, REQUEST, Memory, Request
 
 DUMP = "dump"
 POLL_S = 0.05
 _STABLE_POLLS = 3
+FLAGS = "--xla_dump_to={folder} --xla_dump_hlo_as_text"
+
+PROGRAM_END = ".before_optimizations.txt"
+MODULE_END = "after_optimizations.txt"
+BUFFERS_END = "after_optimizations-buffer-assignment.txt"
+LAST_END = "after_optimizations-memory-usage-report.txt"
+_ENDS = (MODULE_END, BUFFERS_END, LAST_END)
+
+_ALLOCATION = re.compile(r"^allocation \d+: size (\d+)(?:, color (\d+))?,?(.*)$", re.MULTILINE)
+_OUT_OF_MEMORY = re.compile(r"exceeds available HBM \(([\d.]+)([KMGT])\)|Used ([\d.]+)([KMGT]) of ([\d.]+)([KMGT]) hbm")
+_UNIT = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 Ended = Literal["done", "stopped", "error", "crash", "timeout"]
 
 
-class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+class CompileOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """What became of a compilation.
 
-    ``ended``: "done"; "stopped" once buffers were assigned (all that the partition depth wants); "error" with the
-    compiler's ``message``; "crash" with the last it said; "timeout". ``program`` is the HLO that the compiler was
-    given, ``hlo`` what it made of it. ``cpu_s`` and ``max_rss_bytes`` are the process's.
+    ``lowered``: the step has been traced, every array divides and every type agrees. ``ended``: "done"; "stopped" once
+    buffers were assigned (all that the partition depth wants); "error" with the compiler's ``message``; "crash" with
+    the last it said; "timeout". ``memory`` is what was assigned, ``out_of_memory`` what the compiler says of a program
+    that is too large. ``program`` is the HLO that the compiler was given, ``hlo`` what it made of it. ``cpu_s`` and
+    ``max_rss_bytes`` are the process's.
     """
 
     ended: Ended
-    lowered: Lowered | None = None
-    compiled: Compiled | None = None
+    lowered: bool = False
+    memory: Memory | None = None
+    out_of_memory: str = ""
     hlo: str = ""
     program: str = ""
     message: str = ""
@@ -45,7 +63,9 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     max_rss_bytes: int
 
 
-def run_request(request: Request, *, program: Sequence[str], timeout_s: float, keep: Path | None = None) -> Outcome:
+def run_request(
+    request: Request, *, program: Sequence[str], timeout_s: float, keep: Path | None = None
+) -> CompileOutcome:
     """Compile a request with ``program``, which takes the folder of the request as its last argument.
 
     ``keep`` is where the compiler's files stay; without it they are gone afterwards. Raises InputError for a folder
@@ -64,7 +84,7 @@ def _take_folder(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         if any(folder.iterdir()) and not (folder / REQUEST).is_file():
             raise InputError(f"{folder} holds other files, which could be lost. Name a new or an empty folder.")
-        for name in (LOWERED, COMPILED, MODULE, ERROR):
+        for name in (LOWERED, MEMORY, MODULE, ERROR):
             (folder / name).unlink(missing_ok=True)
         for old in (folder / DUMP).glob("*"):
             if old.is_file():
@@ -74,7 +94,7 @@ def _take_folder(folder: Path) -> None:
         raise InputError(f"nothing can be kept in {folder}: {error.strerror}. Name a folder to write to.") from None
 
 
-def _run(request: Request, folder: Path, program: Sequence[str], timeout_s: float) -> Outcome:
+def _run(request: Request, folder: Path, program: Sequence[str], timeout_s: float) -> CompileOutcome:
     dumps = folder / DUMP
     (folder / REQUEST).write_bytes(msgspec.json.encode(request))
     dumped = request.depth != "lower"
@@ -98,14 +118,14 @@ def _run(request: Request, folder: Path, program: Sequence[str], timeout_s: floa
             process.wait()
             raise
     text = log.read_text(errors="replace")
-    # Linux starts a program's ru_maxrss at the peak of the process that started it, so that up to there it says nothing.
+    # Linux starts a program's ru_maxrss at the peak of the process that started it: up to there it says nothing.
     inherited = usage.ru_maxrss <= resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     spent = {
         "wall_s": time.monotonic() - started,
         "cpu_s": usage.ru_utime + usage.ru_stime,
         "max_rss_bytes": (seen_kb if inherited and seen_kb else usage.ru_maxrss) * 1024,
     }
-    return _outcome(folder, ended, status, text, spent, dumps, request.target.platform == "cpu")
+    return _outcome(folder, ended, status, text, spent, on_cpu=request.target.platform == "cpu")
 
 
 def _environment(request: Request, dumps: Path | None) -> dict[str, str]:
@@ -158,49 +178,83 @@ def _peak_kb(pid: int) -> int:
     return int(found[1]) if found else 0
 
 
-def _outcome(
-    folder: Path, ended: str, status: int, log: str, spent: dict[str, Any], dumps: Path, on_cpu: bool
-) -> Outcome:
-    lowered = _read(folder / LOWERED, Lowered)
-    compiled = _read(folder / COMPILED, Compiled)
-    common: dict[str, Any] = {"lowered": lowered, "remarks": _remarks(log), "program": read_program(dumps), **spent}
-    error = msgspec.json.decode((folder / ERROR).read_bytes()) if (folder / ERROR).is_file() else None
-    files = None if on_cpu else dump_files(dumps)
-    if files is not None and compiled is not None and ended == "exit":
-        # what lies where, without what the compiler's own summary counts twice
-        memory = msgspec.structs.replace(read_memory(files[BUFFERS_END].read_text()), peak=compiled.memory.peak)
-        compiled = msgspec.structs.replace(compiled, memory=memory)
-        return Outcome(ended="done", compiled=compiled, hlo=files[MODULE_END].read_text(), **common)
-    if files is not None and (ended == "stopped" or error is not None):
+def _outcome(folder: Path, ended: str, status: int, log: str, spent: dict[str, Any], *, on_cpu: bool) -> CompileOutcome:
+    memory, error = _read(folder / MEMORY, Memory), _read(folder / ERROR, dict)
+    files = None if on_cpu else dump_files(folder / DUMP)
+    lowered, program = (folder / LOWERED).is_file(), read_program(folder / DUMP)
+    found = partial(CompileOutcome, lowered=lowered, remarks=_remarks(log), program=program, **spent)
+    if files is not None:
+        assigned, hlo = read_memory(files[BUFFERS_END].read_text()), files[MODULE_END].read_text()
+        if memory is not None and ended == "exit":
+            # what lies where, without what the compiler's own summary counts twice
+            return found(ended="done", memory=msgspec.structs.replace(assigned, peak=memory.peak), hlo=hlo)
         message = error["message"] if error else ""
-        compiled = Compiled(
-            seconds=spent["wall_s"] - (lowered.seconds if lowered else 0.0),
-            memory=read_memory(files[BUFFERS_END].read_text()),
-            out_of_memory=message if "RESOURCE_EXHAUSTED" in message else "",
-        )
-        if not error or compiled.out_of_memory:
-            return Outcome(ended="stopped", compiled=compiled, hlo=files[MODULE_END].read_text(), **common)
+        out_of_memory = message if "RESOURCE_EXHAUSTED" in message else ""
+        if out_of_memory or (ended == "stopped" and not error):
+            return found(ended="stopped", memory=assigned, out_of_memory=out_of_memory, hlo=hlo)
     if error is not None:
-        return Outcome(ended="error", message=_first_line(error["message"]), **common)
+        first = error["message"].strip().splitlines() or ["no message"]
+        return found(ended="error", message=first[0])
     if ended == "timeout":
-        return Outcome(ended="timeout", message=f"stopped after {spent['wall_s']:.0f} s", **common)
+        return found(ended="timeout", message=f"stopped after {spent['wall_s']:.0f} s")
     if status != 0:
-        return Outcome(ended="crash", message=_last_words(status, log), **common)
+        return found(ended="crash", message=_last_words(status, log))
     hlo = (folder / MODULE).read_text() if (folder / MODULE).is_file() else ""
-    return Outcome(ended="done", compiled=compiled, hlo=hlo, **common)
+    return found(ended="done", memory=memory, hlo=hlo)
 
 
 def _read(path: Path, kind: Any) -> Any:
     return msgspec.json.decode(path.read_bytes(), type=kind) if path.is_file() else None
 
 
+# -- what the compiler dumps --------------------------------------------------------------------------
+
+
+def dump_files(folder: Path) -> dict[str, Path] | None:
+    """The files of the step's module by their ends; None until all of them are there and not empty."""
+    found = {}
+    for end in _ENDS:
+        paths = sorted(p for p in folder.glob(f"*.jit_*{end}") if p.stat().st_size)
+        if not paths:
+            return None
+        # small modules, such as those of constants, come before the step and are smaller
+        found[end] = max(paths, key=lambda path: path.stat().st_size)
+    return found
+
+
+def read_program(folder: Path) -> str:
+    """The step's program as it was given to the compiler; empty where it was not written."""
+    paths = sorted(folder.glob(f"*.jit_*{PROGRAM_END}"), key=lambda path: path.stat().st_size)
+    return paths[-1].read_text() if paths else ""
+
+
+def read_memory(buffer_assignment: str) -> Memory:
+    """Bytes in HBM (memory space 0) of a buffer assignment: its parameters, its heap, and results of their own."""
+    arguments = temporaries = outputs = 0
+    for size, color, rest in _ALLOCATION.findall(buffer_assignment):
+        if (color and color != "0") or "thread-local" in rest:
+            continue
+        if "parameter" in rest:
+            arguments += int(size)
+        elif "maybe-live-out" in rest or "output shape" in rest:
+            outputs += int(size)
+        else:
+            temporaries += int(size)
+    return Memory(arguments=arguments, temporaries=temporaries, outputs=outputs)
+
+
+def available_bytes(message: str) -> int | None:
+    """HBM that a program may fill, where the compiler's refusal names it."""
+    match = _OUT_OF_MEMORY.search(message)
+    if match is None:
+        return None
+    number, unit = (match[1], match[2]) if match[1] else (match[5], match[6])
+    return round(float(number) * _UNIT[unit])
+
+
 def _remarks(log: str) -> tuple[str, ...]:
     """Lines in which the partitioner says that it copied an array whole to reshard it."""
     return tuple(line.strip() for line in log.splitlines() if "nvoluntary full rematerialization" in line)
-
-
-def _first_line(message: str) -> str:
-    return message.strip().splitlines()[0] if message.strip() else "no message"
 
 
 def _last_words(status: int, log: str) -> str:

@@ -9,11 +9,10 @@ import numpy as np
 
 from meshwright.core.errors import CannotRunError
 from meshwright.cost.network.collectives import Placement
-from meshwright.spec.chip import LibtpuTarget, catalogued, chips
+from meshwright.spec.chip import LibtpuTarget, XlaGpuTarget, catalogued, chips
 from meshwright.spec.cluster import Cluster
-from meshwright.verify.gpu_target import target_config
 
-Platform = Literal["tpu", "cuda", "cpu"]
+CompilerPlatform = Literal["tpu", "cuda", "cpu"]
 
 MAX_CPU_DEVICES = 2048
 """XLA's CPU compiler takes a program of this many devices for one process; 4096 it refuses (measured, jax 0.10.2)."""
@@ -29,7 +28,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
     chips takes the first of each. ``note`` says what this target cannot show.
     """
 
-    platform: Platform
+    platform: CompilerPlatform
     topology: str = ""
     options: dict[str, Any] = {}
     num_devices: int
@@ -54,7 +53,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
         return {**quiet, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flag}
 
 
-def is_installed(platform: Platform) -> bool:
+def is_installed(platform: CompilerPlatform) -> bool:
     """Whether this Python has the compiler for a platform; that for the CPU is part of JAX."""
     return platform == "cpu" or importlib.util.find_spec(PLUGINS[platform][0]) is not None
 
@@ -78,7 +77,7 @@ def target_of(cluster: Cluster) -> Target:
     )
 
 
-def usable_target(cluster: Cluster, *, wanted: Platform | None = None) -> Target:
+def usable_target(cluster: Cluster, *, wanted: CompilerPlatform | None = None) -> Target:
     """The target to use: the cluster's own where its compiler is installed, else emulated CPU devices, with a note.
 
     Raises CannotRunError where the platform that is asked for is not installed, or nothing takes so many devices.
@@ -141,3 +140,31 @@ def mesh_order(placement: Placement) -> np.ndarray:
     numbers = np.arange(math.prod(placement.mesh.values())).reshape([factor for _, factor in parts])
     order = [index for name in placement.mesh for index, (axis, _) in enumerate(parts) if axis == name]
     return numbers.transpose(order).reshape(tuple(placement.mesh.values()))
+
+
+# -- GPUs ---------------------------------------------------------------------------------------------
+
+SHARED = """\
+  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
+  shared_memory_per_block: 49152 registers_per_core_limit: 65536 registers_per_block_limit: 65536
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
+"""
+"""What every NVIDIA GPU since Ampere has alike."""
+
+
+def target_config(gpu: XlaGpuTarget) -> str:
+    """XLA's GpuTargetConfigProto as text for a GPU."""
+    capability, dnn = gpu.capability, gpu.dnn.split(".")
+    major, minor = capability.rstrip("a").split(".")
+    feature = " feature_extension: ACCELERATED_FEATURES" if capability.endswith("a") else ""
+    texts = ("description", "capability", "dnn")
+    counted = " ".join(f"{name}: {value}" for name, value in msgspec.structs.asdict(gpu).items() if name not in texts)
+    return (
+        f"gpu_device_info {{\n{SHARED}  {counted}\n"
+        f"  cuda_compute_capability {{ major: {major} minor: {minor}{feature} }}\n"
+        f'  dnn_version: "{".".join(dnn)}"\n}}\n'
+        f'platform_name: "CUDA"\n'
+        f"dnn_version_info {{ major: {dnn[0]} minor: {dnn[1]} patch: {dnn[2]} }}\n"
+        f'device_description_str: "{gpu.description}"\n'
+    )

@@ -1,7 +1,7 @@
 """Every op is one file in `algebra.ops` and one of the same name in `nn.ops`, and both state the same steps."""
 
 from meshwright.algebra.ops import op_kind, op_names, step_kinds
-from meshwright.algebra.steps import COLLECTIVES
+from meshwright.core.dims import COLLECTIVES
 from meshwright.nn import ops as functions
 
 

@@ -34,7 +34,11 @@ def test_it_fits(call):
 
 @pytest.mark.parametrize(
     ("change", "message"),
-    [({"--on": "h100:8x4"}, "torus axes"), ({"--batch": "4M"}, "Use 4Mi"), ({"--seq": "0"}, "no sequence")],
+    [
+        ({"--on": "h100:8x4"}, "torus axes"),
+        ({"--batch": "4M"}, "Use 4Mi"),
+        ({"--seq": "0"}, "--seq 0 must be at least 1"),
+    ],
 )
 def test_refused(call, change, message):
     args = [*ARGS]

@@ -2,7 +2,8 @@
 
 import pytest
 
-from meshwright.calculators.verbs.show_cluster import print_slices, slice_facts
+from meshwright.calculators.verbs.show_cluster import clusters_answer, slice_facts
+from meshwright.report.answer import as_text
 from meshwright.spec.slices import parse_clusters
 
 
@@ -66,7 +67,6 @@ def test_slices_of_a_number_of_chips(capsys, monkeypatch):
     # every chip's 1 GB crosses the long ring of 16 in quarters: 16 / 8 x 1 GB over one link
     assert plain["all_to_all_s"] == pytest.approx(16 / 8 * 1e9 / 90e9)
     assert plain["all_to_all_s"] / twisted["all_to_all_s"] == pytest.approx(1.31)
-    print_slices(clusters, as_json=False)
-    assert "v5p:4x4x128 3 32 2.88 TB/s" in " ".join(capsys.readouterr().out.split())
-    print_slices(clusters, as_json=True)
-    assert '"bisection_links":256' in capsys.readouterr().out
+    answer = clusters_answer(clusters)
+    assert "v5p:4x4x128 3 32 2.88 TB/s" in " ".join(" ".join(as_text(answer.pieces, 80)).split())
+    assert 256 in [one["bisection_links"] for one in answer.facts["slices"]]

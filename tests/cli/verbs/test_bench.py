@@ -82,14 +82,15 @@ def test_a_mesh_of_another_size_cannot_run(call):
 
 
 def test_nothing_measured_writes_nothing(call, tmp_path, monkeypatch):
-    monkeypatch.setattr("meshwright.bench.run.MEASURES", {"mlp": _nothing})
+    monkeypatch.setattr("meshwright.bench.run.PARTS", {"mlp": (1, _nothing)})
     said = call("bench", "mlp", "--on", "cpu:2", "--seconds", "1", "-o", "rates.toml")
     assert said.code == 3
     assert "rates.toml is not written: no rate was measured. Give more --seconds." in said.err
     assert not (tmp_path / "rates.toml").exists()
 
 
-def _nothing(bench, budget, found):
-    from meshwright.bench.figures.mlp import MlpPart
+def _nothing(runner):
+    from meshwright.bench.results import MlpPart
 
-    return MlpPart(left_out=("MLP: not today",))
+    runner.left_out.append("MLP: not today")
+    return MlpPart()

@@ -17,7 +17,7 @@ from meshwright.spec.hf.read import model_from_config
 from meshwright.spec.weights import num_params
 from meshwright.train.checkpoint import Checkpoints, Position
 from meshwright.train.data.tokenizer import save_tokenizer, train_tokenizer
-from meshwright.train.weights_file import save_weights
+from meshwright.train.weights import save_weights
 from tests.nn.families import FAMILIES
 
 MODEL = replace(FAMILIES["phi3"], vocab_size=300)

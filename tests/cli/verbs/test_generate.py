@@ -1,17 +1,15 @@
 """`meshwright generate` on a tiny model's folder: text out, figures beside it, refusals in one line."""
 
-from pathlib import Path
-
 import pytest
 from msgspec.structs import replace
 
-from meshwright.cli.verbs.generate import show
+from meshwright.api.running import GeneratedText
+from meshwright.cli.verbs.generate import answer
 from meshwright.nn.hf.weights import save_hf
+from meshwright.report.answer import as_text
 from meshwright.serve.generate import Completion, Generated, Pace
-from meshwright.serve.model_folder import open_model
 from meshwright.serve.sampling import LIKELIEST
-from meshwright.train.sample import generate as without_cache
-from tests.parallel.generate_cases import LLAMA, float_params
+from tests.parallel.generate_cases import LLAMA, float_params, likeliest
 from tests.serve.test_model_folder import byte_tokenizer
 
 MODEL = replace(LLAMA, name="bytes", vocab_size=264, d_model=16, d_ff=16)
@@ -28,7 +26,8 @@ def folder(tmp_path_factory):
 def expected(text: str, num_tokens: int) -> str:
     tokenizer = byte_tokenizer("<pad>", "</s>")
     prompt = tokenizer.encode(text).ids
-    found = without_cache(MODEL, float_params(MODEL), prompt, num_tokens=num_tokens, window=32, end_token=1)
+    found = likeliest(MODEL, float_params(MODEL), prompt, num_tokens)
+    found = found[: found.index(1)] if 1 in found else found
     return tokenizer.decode(prompt + found)
 
 
@@ -59,18 +58,16 @@ def test_several_prompts_as_one_object(call, folder, tmp_path):
     assert said.json["pace"]["num_tokens"] == sum(len(one["tokens"]) for one in said.json["completions"])
 
 
-def test_several_texts_are_numbered(capsys, folder):
-    source = open_model(Path(folder))
-    prompts = ["so", "Once"]
-    tokens = [source.text.encode(text) for text in prompts]
-    found = Generated(
-        completions=tuple(Completion(tokens=tuple(source.text.encode(new)), finish="end") for new in (" it is", "!")),
+def test_several_texts_are_numbered(capsys):
+    generated = Generated(
+        completions=tuple(Completion(tokens=(1,), finish="end") for _ in range(2)),
         pace=Pace(compile_s=1.0, first_token_s=0.5, tokens_per_s=None, num_tokens=7),
     )
-    show(found, source, prompts, tokens, sampling=LIKELIEST, mesh={"data": 1}, live=False, as_json=False)
-    said = capsys.readouterr()
-    assert said.out == "[1] so it is\n[2] Once!\n"
-    assert said.err == "compiled in 1 s; first token after 500 ms; 7 tokens\n"
+    found = GeneratedText(model="tiny", mesh={"data": 1}, texts=(" it is", "!"), generated=generated)
+    told = answer(found, ["so", "Once"], LIKELIEST, live=False)
+    assert list(as_text(told.pieces, 80)) == ["[1] so it is", "[2] Once!"]
+    assert answer(found, ["so", "Once"], LIKELIEST, live=True).pieces == []
+    assert capsys.readouterr().err == "compiled in 1 s; first token after 500 ms; 7 tokens\n" * 2
 
 
 @pytest.mark.parametrize(
@@ -82,7 +79,7 @@ def test_several_texts_are_numbered(capsys, folder):
         (["--prompt", "a", "--on", "cpu:8"], 2, "does not divide by tensor=8"),
         (["--prompt", "a", "--axes", "pipeline=2"], 3, "pipeline=2 trains but does not generate"),
         (["--prompt", "a", "--top-p", "0"], 2, "top_p=0.0 must be more than 0"),
-        (["--prompt", "a", "--on", "h200:1"], 3, "h200:1 is not this machine"),
+        (["--prompt", "a", "--on", "h200:1"], 3, "h200:1x1 is not this machine"),
         (["--prompt", "", "--on", "cpu:1"], 2, "prompt 1 is empty"),
         (["--prompt", "a", "--on", "cpu:1", "--max-tokens", "5000"], 2, "need 5,001 positions; "),
         (["--prompt", "a\udc80"], 2, "prompt 1 is not UTF-8"),

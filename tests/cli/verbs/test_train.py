@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from meshwright.cli.asked import read_fields
 from meshwright.cli.main import run
-from meshwright.cli.verbs.train import _with_slots
 from meshwright.spec.calibration import load_calibration
 from meshwright.spec.plan_file import load_plan
 from tests.cli.made_rates import write_rates
@@ -141,12 +141,12 @@ def test_a_plan_for_chips_that_are_not_here(tmp_path, capsys):
 
 
 def test_a_bound_on_slots_is_priced_unless_another_imbalance_is_given():
-    def imbalance(train, assumptions):
-        return _with_slots({"train": train, "assumptions": assumptions})["assumptions"].get("imbalance")
+    def imbalance(*pairs):
+        return read_fields(pairs)["assumptions"].get("imbalance")
 
-    assert imbalance({}, {}) is None
-    assert imbalance({"capacity_factor": 1.25}, {}) == 1.25
-    assert imbalance({"capacity_factor": 1.25}, {"imbalance": 2.0}) == 2.0
+    assert imbalance() is None
+    assert imbalance("train.capacity_factor=1.25") == 1.25
+    assert imbalance("train.capacity_factor=1.25", "assumptions.imbalance=2.0") == 2.0
 
 
 def test_a_plan_of_other_software_does_not_run(tmp_path, capsys):

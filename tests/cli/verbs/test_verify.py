@@ -2,7 +2,8 @@
 
 import pytest
 
-from meshwright.cli.verbs.verify_request import request_of
+from meshwright.api.proving import ProofOptions, request_of
+from meshwright.cost.setting import Setting
 from meshwright.spec.catalogue import model
 from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.job import Job
@@ -95,10 +96,10 @@ def test_a_chip_without_a_compiler(call):
         assert said.code == 3
         assert "no compiler is known for Instinct MI300X" in said.err
         assert "take --for cpu" in said.err
-        given = (model("tiny"), parse_cluster("mi300x:8x1"))
+        job = Job(kind="decode", batch_seqs=8, seq_len=64)
+        setting = Setting(model("tiny"), parse_cluster("mi300x:8x1"), job)
         strategy = Strategy(mesh=make_mesh({"data": 2, "tensor": 4}), state="bf16-adam")
-        job = Job(batch_seqs=8, seq_len=64)
-        request = request_of(*given, strategy, job, step="generate", depth=depth, platform="cpu")
+        request = request_of(setting, strategy, ProofOptions(depth=depth, platform="cpu"))
         assert (request.target.platform, request.target.num_devices) == ("cpu", 8)
 
 

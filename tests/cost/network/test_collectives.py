@@ -5,9 +5,9 @@ import math
 import numpy as np
 import pytest
 
+from meshwright.core.dims import COLLECTIVES
 from meshwright.core.errors import InputError
 from meshwright.cost.network.collectives import (
-    KINDS,
     Leg,
     collective_bound_by,
     collective_time,
@@ -76,7 +76,7 @@ def test_scalar_equals_array():
     volume = np.array([1e3, 1e6, 1e9, 1e9])
     for i, (size, wrap, share) in enumerate(zip([1, 2, 4, 16], wraps.tolist(), [1, 2, 1, 4], strict=True)):
         one = leg_rates([ring(size, 9e10, wraps=wrap, sharing=share)])
-        for kind in KINDS:
+        for kind in COLLECTIVES:
             array = np.broadcast_to(collective_time(kind, volume, many), 4)
             assert array[i] == pytest.approx(collective_time(kind, float(volume[i]), one), rel=1e-15)
     assert np.broadcast_to(collective_time("all_reduce", volume, many), 4)[0] == 0.0
@@ -94,7 +94,7 @@ def test_two_levels_scalar_equals_array():
     for i in range(3):
         one = group(int(inner[i]), int(outer[i]))
         assert str(many.level[i]) == one.level
-        for kind in KINDS:
+        for kind in COLLECTIVES:
             assert np.asarray(collective_time(kind, 1e9, many))[i] == pytest.approx(collective_time(kind, 1e9, one))
 
 

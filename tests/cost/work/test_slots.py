@@ -13,7 +13,7 @@ from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import price_strategy
 from meshwright.cost.work.ops import op_hbm_bytes
 from meshwright.cost.work.slots import block_bytes, computed_share, num_slot_calls, num_slot_products, slot_sizes
-from meshwright.nn.experts.products import filled_blocks
+from meshwright.nn.experts.products import blocks_of
 from meshwright.spec import catalogue
 from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.job import Job
@@ -52,7 +52,7 @@ def test_many_slots_are_computed_in_the_blocks_that_have_any():
     capacity, rows, computed = 4 * BLOCK_ROWS, [], []
     for load in range(1, capacity + 1, 3):
         slots = jnp.asarray(np.arange(capacity)[None, :, None] < load, jnp.float32)
-        rows.append(int(filled_blocks(slots).num[0]) * BLOCK_ROWS)
+        rows.append(int(blocks_of(slots, catalogue.model("mixtral-8x7b")).num[0]) * BLOCK_ROWS)
         computed.append(float(load * computed_share(PRODUCT, sizes(load, spare=1e9, experts=1))))
     many = [number for number, load in enumerate(range(1, capacity + 1, 3)) if load * 1e9 > FEW_SLOTS]
     assert np.mean([computed[n] for n in many]) == pytest.approx(np.mean([rows[n] for n in many]), rel=0.02)

@@ -10,9 +10,10 @@ import pytest
 
 from meshwright.nn.attention import blocks, staircase
 from meshwright.nn.attention.choice import attention, attention_backward
+from meshwright.nn.attention.visibility import AttentionCall, Places, order_of
+from tests.nn.arrays import close
 
 SCALE = 0.3
-TOLERANCE = 1e-5
 
 
 @pytest.fixture(autouse=True)
@@ -88,23 +89,23 @@ def plain(arrays, places, *, scale, window=None, softcap=None):
     return jnp.einsum("bnts,bsnh->btnh", weights, wide[1])
 
 
-def ours(arrays, places, rule, *, in_order, platform="cpu"):
+def call_of(arrays, places, rule, *, in_order, platform="cpu"):
+    here, there = (Places(*(places.get(key + name) for name in ("positions", "documents"))) for key in ("", "key_"))
+    facts = {"query": here, "key": there, "sinks": arrays.get("sinks"), "platform": platform}
+    return AttentionCall(**facts, **rule, order=order_of(arrays["q"], arrays["k"], in_order=in_order))
+
+
+def ours(arrays, places, rule, **options):
     """(o, lse, cotangents by name) of both passes, compiled."""
 
     @jax.jit
     def both(arrays, places):
-        facts = {**places, **rule, "sinks": arrays.get("sinks"), "in_order": in_order, "platform": platform}
-        qkv = [arrays[n] for n in "qkv"]
-        o, lse = attention(*qkv, **facts)
-        return o, lse, attention_backward(arrays["dout"], o, lse, *qkv, **facts)
+        call, qkv = call_of(arrays, places, rule, **options), [arrays[n] for n in "qkv"]
+        o, lse = attention(call, *qkv)
+        return o, lse, attention_backward(call, (arrays["dout"], o, lse), *qkv)
 
     o, lse, found = both(arrays, places)
     return o, lse, dict(zip(("q", "k", "v", "sinks"), found, strict=False))
-
-
-def assert_near(found, expected, what=""):
-    expected = np.asarray(expected)
-    np.testing.assert_allclose(found, expected, rtol=0, atol=TOLERANCE * np.abs(expected).max(), err_msg=what)
 
 
 CASES = {
@@ -141,13 +142,13 @@ def test_values_and_gradients(in_order, name):
     o, lse, found = ours(arrays, places, rule, in_order=in_order)
     expected_o, expected_lse = formula(arrays, places, **rule)
     assert lse.dtype == jnp.float32
-    assert_near(o, expected_o, "o")
-    assert_near(lse, expected_lse, "lse")
+    close(o, expected_o, what="o")
+    close(lse, expected_lse, what="lse")
 
     wanted = {n: a for n, a in arrays.items() if n != "dout"}
     slopes = jax.jit(jax.grad(lambda x: jnp.sum(plain(x, places, **rule) * arrays["dout"])))(wanted)
     for which, slope in slopes.items():
-        assert_near(found[which], slope, f"d{which}")
+        close(found[which], slope, what=f"d{which}")
 
 
 @pytest.mark.parametrize("name", ["grouped", "all"])
@@ -171,12 +172,12 @@ def test_queries_that_are_a_slice_of_the_rows(rule):
     arrays, places, facts = case(T=20, S=100, first=60, **rule)
     o, lse, found = ours(arrays, places, facts, in_order=True)
     expected = formula(arrays, places, **facts)
-    assert_near(o, expected[0])
-    assert_near(lse, expected[1])
+    close(o, expected[0])
+    close(lse, expected[1])
     slopes = jax.jit(jax.grad(lambda k: jnp.sum(plain({**arrays, "k": k}, places, **facts) * arrays["dout"])))(
         arrays["k"]
     )
-    assert_near(found["k"], slopes)
+    close(found["k"], slopes)
 
 
 @pytest.mark.parametrize("sinks", [False, True])
@@ -192,7 +193,7 @@ def test_rows_that_see_nothing_are_zero_and_not_nan(sinks):
     assert blind.any()
     assert not blind.all()
     assert np.all(np.asarray(o)[blind] == 0)
-    assert_near(o, expected_o)
+    close(o, expected_o)
     np.testing.assert_allclose(lse, expected_lse, rtol=1e-5)
     assert all(np.all(np.isfinite(x)) for x in found.values())
     assert np.all(np.asarray(found["q"])[blind] == 0)
@@ -204,7 +205,7 @@ def test_scores_far_apart_do_not_overflow():
     o, lse, found = ours(arrays, places, rule, in_order=True)
     assert all(np.all(np.isfinite(x)) for x in (o, lse, *found.values()))
     later, _, _ = ours(arrays, places, rule, in_order=False)
-    assert_near(later, o)
+    close(later, o)
 
 
 def test_all_heads_at_once_give_the_same():
@@ -213,9 +214,9 @@ def test_all_heads_at_once_give_the_same():
     for in_order in (True, False):
         o, _, found = ours(arrays, places, rule, in_order=in_order, platform="other")
         expected_o, _, expected = ours(arrays, places, rule, in_order=in_order)
-        assert_near(o, expected_o)
+        close(o, expected_o)
         for which in expected:
-            assert_near(found[which], expected[which], which)
+            close(found[which], expected[which], what=which)
 
 
 def test_bfloat16_is_summed_in_float32():
@@ -234,12 +235,14 @@ def test_bfloat16_is_summed_in_float32():
 
 def test_the_masked_half_is_not_computed():
     """Products in order, counted in the traced program: those of the tiles on and below the diagonal, and no more."""
-    arrays, places, _ = case(T=128, N=1, K=1)
+    arrays, places, rule = case(T=128, N=1, K=1)
     tiles = 128 // staircase.tile_size(128)
 
     def count(window):
+        call = call_of(arrays, places, {**rule, "window": window}, in_order=True, platform="other")
+
         def run(q, k, v):
-            return attention(q, k, v, **places, scale=SCALE, window=window, in_order=True, platform="other")[0]
+            return attention(call, q, k, v)[0]
 
         jaxpr = jax.make_jaxpr(run)(arrays["q"], arrays["k"], arrays["v"]).jaxpr
         sizes = [e.outvars[0].aval.shape for e in _dots(jaxpr)]

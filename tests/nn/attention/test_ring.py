@@ -14,10 +14,11 @@ from meshwright.algebra.program import Program, Variable
 from meshwright.algebra.rewrites.rings import num_moves
 from meshwright.hlo.collectives import collectives
 from meshwright.nn.attention.choice import attention, attention_backward
-from meshwright.nn.attention.ring import ring_attention, ring_attention_backward
-from meshwright.nn.attention.visibility import zigzag_order
-from meshwright.nn.collectives import shift
+from meshwright.nn.attention.ring import KeyRing, ring_attention, ring_attention_backward
+from meshwright.nn.attention.visibility import AttentionCall, Places, zigzag_order
+from meshwright.nn.collectives import Ring
 from meshwright.spec.strategy import Strategy
+from tests.nn.arrays import close
 
 LENGTH = 64
 
@@ -35,36 +36,37 @@ def inputs(dealt, num_ranks, *, documents=False, sinks=False):
     order = zigzag_order(LENGTH, num_ranks) if dealt == "zigzag" else np.arange(LENGTH)
     shapes = {"q": (2, LENGTH, 2, 4), "k": (2, LENGTH, 1, 4), "v": (2, LENGTH, 1, 3), "dout": (2, LENGTH, 2, 3)}
     arrays = {n: jnp.asarray(rng.normal(size=s), jnp.float32) for n, s in shapes.items()}
-    places = {"positions": jnp.asarray(np.stack([order, order]), jnp.int32)}
+    places = Places(jnp.asarray(np.stack([order, order]), jnp.int32))
     if documents:
-        places["documents"] = jnp.asarray(np.sort(rng.integers(0, 4, (2, LENGTH)), axis=1)[:, order], jnp.int32)
+        numbers = np.sort(rng.integers(0, 4, (2, LENGTH)), axis=1)[:, order]
+        places = places._replace(document=jnp.asarray(numbers, jnp.int32))
     extra = {"sinks": jnp.array([0.5, -1.0])} if sinks else {}
     return arrays, places, extra
 
 
 def whole(arrays, places, extra, window):
     """(o, lse, dq, dk, dv, ...) on one device."""
-    facts = {**places, **{f"key_{n}": x for n, x in places.items()}, **extra}
-    facts |= {"scale": 0.4, "window": window, "in_order": False}
+    call = AttentionCall(scale=0.4, window=window, query=places, key=places, order="places", **extra)
     qkv = [arrays[n] for n in "qkv"]
-    o, lse = attention(*qkv, **facts)
-    return o, lse, *attention_backward(arrays["dout"], o, lse, *qkv, **facts)
+    o, lse = attention(call, *qkv)
+    return o, lse, *attention_backward(call, (arrays["dout"], o, lse), *qkv)
 
 
 def passes(mesh, extra, *, dealt, window, divergent=False):
     """Forward and backward of the ring as functions of global arrays."""
     axes, sharded, held = mesh.axis_names, PartitionSpec(None, mesh.axis_names), PartitionSpec()
 
-    def facts(places):
-        everywhere = {f"key_{n}": jax.lax.all_gather(x, axes, axis=1, tiled=True) for n, x in places.items()}
-        rule = {"scale": 0.4, "window": window, "dealt": dealt, "divergent": divergent, "axes": axes}
-        return {**places, **everywhere, **extra, **rule}
+    ring = KeyRing(axes=axes, dealt=dealt, divergent=divergent)
+
+    def call(places):
+        everywhere = jax.tree.map(lambda x: jax.lax.all_gather(x, axes, axis=1, tiled=True), places)
+        return AttentionCall(scale=0.4, window=window, query=places, key=everywhere, order="places", **extra)
 
     def forward(places, *qkv):
-        return ring_attention(*qkv, **facts(places))
+        return ring_attention(call(places), ring, *qkv)
 
     def backward(places, *given):
-        dq, dk, dv, *dsinks = ring_attention_backward(*given, **facts(places))
+        dq, dk, dv, *dsinks = ring_attention_backward(call(places), ring, given[:3], *given[3:])
         return dq, dk, dv, *(jax.lax.psum(x, axes) for x in dsinks)
 
     mapped = functools.partial(jax.shard_map, mesh=mesh, in_specs=sharded, check_vma=False)
@@ -101,7 +103,7 @@ def test_a_ring_gives_what_one_device_gives(name):
     o, lse = forward(places, *qkv)
     found = (o, lse, *backward(places, arrays["dout"], o, lse, *qkv))
     for value, wanted, which in zip(found, expected, ("o", "lse", "dq", "dk", "dv", "dsinks"), strict=False):
-        np.testing.assert_allclose(value, wanted, rtol=0, atol=1e-5 * float(jnp.abs(wanted).max()), err_msg=which)
+        close(value, wanted, what=which)
     assert len(found) == len(expected)
 
 
@@ -146,24 +148,24 @@ def test_shift_takes_the_block_from_that_many_places_before(by, divergent):
     mesh = mesh_of((2, 2))
     value = jnp.arange(12).reshape(4, 3)
     spec = PartitionSpec(mesh.axis_names)
-    moved = jax.shard_map(
-        lambda x: shift(x, mesh.axis_names, by, divergent=divergent), mesh=mesh, in_specs=spec, out_specs=spec
-    )
+    ring = Ring(axes=mesh.axis_names, divergent=divergent)
+    moved = jax.shard_map(lambda x: ring.shift(x, by), mesh=mesh, in_specs=spec, out_specs=spec)
     assert np.array_equal(jax.jit(moved)(value), np.roll(value, by, axis=0))
 
 
 def test_shift_is_right_where_only_some_devices_shift():
     """A permute in such a branch is paired with another group's, or never ends, on emulated devices."""
     mesh = mesh_of((2, 4))
-    groups, ring = mesh.axis_names
+    groups, axis = mesh.axis_names
+    ring = Ring(axes=(axis,), divergent=True)
 
     def body(value):
         def once(x):
-            return shift(x, (ring,), 1, divergent=True)
+            return ring.shift(x, 1)
 
         return jax.lax.cond(jax.lax.axis_index(groups) == 0, lambda x: once(once(x)), once, value)
 
-    spec = PartitionSpec((groups, ring))
+    spec = PartitionSpec((groups, axis))
     value = jnp.arange(8).reshape(8, 1)
     mapped = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
     assert mapped(value)[:, 0].tolist() == [2, 3, 0, 1, 7, 4, 5, 6]

@@ -6,13 +6,15 @@ import numpy as np
 import pytest
 
 from meshwright.nn.experts.balance import balance_backward, routing_counts, routing_metrics
-from meshwright.nn.experts.router import RouterForm, route
+from meshwright.nn.experts.router import route
+from meshwright.spec import catalogue
+from tests.nn.arrays import close
 
 from . import plain_experts
 
 BATCH, LENGTH, EXPERTS, CHOSEN = 2, 10, 6, 2
 TOKENS = BATCH * LENGTH
-FORM = RouterForm(CHOSEN)
+MODEL = catalogue.model("mixtral-8x7b")
 
 
 def draw_scores():
@@ -21,7 +23,7 @@ def draw_scores():
 
 
 def counts(scores, capacity):
-    return routing_counts(scores, route(scores, FORM, capacity=capacity)[1], capacity=capacity)
+    return routing_counts(scores, route(scores, MODEL, capacity=capacity)[1], capacity=capacity)
 
 
 COUNTS = jax.jit(counts, static_argnums=1)
@@ -65,7 +67,7 @@ def test_the_gradient_is_that_of_the_losses(balance, z):
         return balance_backward(scores, counts(scores, 5), **given), jax.grad(losses)(scores)
 
     found, wanted = both(draw_scores())
-    np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-5 * np.abs(wanted).max())
+    close(found, wanted)
 
 
 def test_counts_of_parts_add_up_to_those_of_the_whole():

@@ -12,44 +12,41 @@ from meshwright.algebra.notation import parse_array
 from meshwright.algebra.steps import Step
 from meshwright.nn.context import Context
 from meshwright.nn.experts import products as experts_products
-from meshwright.nn.experts import ragged as experts_ragged
-from meshwright.nn.experts import rows as experts
-from meshwright.nn.experts import slots as experts_slots
-from meshwright.nn.experts.ragged import Ragged
+from meshwright.nn.experts import slots as experts
+from meshwright.nn.experts.slots import Ragged
 from meshwright.nn.ops import local_steps
 from meshwright.nn.ops.einsum import contract_step
 from meshwright.nn.ops.silu_mul import over_slots
+from tests.nn.arrays import close, draw
 
 ROWS, WIDTH, OUT = 23, 5, 4
 SIZES = np.array([0, 9, 1, 0, 13], np.int32)
 EXPERTS = len(SIZES)
-
-
-def draw(*shape, seed=0):
-    return np.random.default_rng(seed + sum(shape)).normal(size=shape).astype(np.float32)
+MODEL = SimpleNamespace(num_experts=EXPERTS, experts_per_token=2)
 
 
 def parts(rows):
     return np.split(rows, np.cumsum(SIZES)[:-1])
 
 
-def close(found, wanted):
-    np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-5 * np.abs(wanted).max())
+def blocks_of(slots, *, block_rows, at_once):
+    """Blocks made small, as many at once as a test asks for."""
+    return experts_products.blocks_of(slots, MODEL, block_rows=block_rows)._replace(at_once=at_once)
 
 
 @pytest.mark.parametrize(("block_rows", "at_once"), [(4, 1), (64, 1), (4, 2), (2, 3), (1, 64)])
 def test_packed_rows_meet_their_own_expert(block_rows, at_once):
     """Blocks that reach past their expert's rows or the end of the array, experts without rows."""
     x, dy, w = draw(ROWS, WIDTH), draw(ROWS, OUT), draw(EXPERTS, WIDTH, OUT)
-    form = {"block_rows": block_rows, "at_once": at_once}
 
     @jax.jit
     def run(x, dy, w, sizes):
-        blocks = experts_products.grouped_blocks(sizes, ROWS, block_rows=block_rows)
+        x, dy = Ragged(x, sizes), Ragged(dy, sizes)
+        blocks = blocks_of(x, block_rows=block_rows, at_once=at_once)
         return (
-            experts_products.block_product(x, w, blocks, **form),
-            experts_products.block_product(dy, w, blocks, transposed=True, **form),
-            experts_products.block_weight_gradient(x, dy, blocks, **form),
+            experts_products.slot_product(x, w, blocks).rows,
+            experts_products.slot_product(dy, w, blocks, transposed=True).rows,
+            experts_products.slot_weight_gradient(x, dy, blocks),
         )
 
     y, dx, dw = run(x, dy, w, SIZES)
@@ -66,15 +63,13 @@ def test_slots_that_are_left_out_are_zeros_of_the_product(capacity, at_once):
 
     @jax.jit
     def run(slots, w, dy):
-        blocks = experts_products.filled_blocks(slots, block_rows=4)
-        rows, cotangents = slots.reshape(-1, WIDTH), dy.reshape(-1, OUT)
-        form = {"block_rows": 4, "at_once": at_once}
-        y = experts_products.block_product(rows, w, blocks, **form)
-        return blocks.num, y, experts_products.block_weight_gradient(rows, cotangents, blocks, **form)
+        blocks = blocks_of(slots, block_rows=4, at_once=at_once)
+        y = experts_products.slot_product(slots, w, blocks)
+        return blocks.num, y, experts_products.slot_weight_gradient(slots, dy, blocks)
 
     num, y, dw = run(slots, w, dy)
     assert num.tolist() == [0, 2, 2, 1, 2]
-    close(y.reshape(EXPERTS, capacity, OUT), np.einsum("ecd,edf->ecf", slots, w))
+    close(y, np.einsum("ecd,edf->ecf", slots, w))
     close(dw, np.einsum("ecd,ecf->edf", slots, dy))
 
 
@@ -90,17 +85,17 @@ def test_packed_tokens_come_back_as_those_in_slots():
     def run(x, gates, dy):
         chosen = experts.assign_slots(numbers, num_experts=EXPERTS, capacity=tokens)
         slots = experts.dispatch(x, chosen, num_experts=EXPERTS, capacity=tokens)
-        packed = experts_ragged.ragged_dispatch(x, chosen, num_experts=EXPERTS)
+        packed = experts.ragged_dispatch(x, chosen, num_experts=EXPERTS)
         padded = (
             experts.combine(slots, gates, chosen),
             experts.combine_backward(dy, slots, gates, chosen)[1],
             experts.dispatch_backward(experts.combine_backward(dy, slots, gates, chosen)[0], chosen),
         )
-        dpacked, dgates = experts_ragged.ragged_combine_backward(dy, packed, gates, chosen)
+        dpacked, dgates = experts.combine_backward(dy, packed, gates, chosen)
         without = (
-            experts_ragged.ragged_combine(packed, gates, chosen),
+            experts.combine(packed, gates, chosen),
             dgates,
-            experts_ragged.ragged_dispatch_backward(dpacked, chosen),
+            experts.dispatch_backward(dpacked, chosen),
         )
         return packed, padded, without
 
@@ -129,14 +124,13 @@ BLOCKS = {"D": WIDTH, "Fe": OUT, "E": EXPERTS, "C": max(SIZES)}
 @pytest.fixture(params=["cpu", "cuda"])
 def aware(request, monkeypatch):
     """Kinds that take packed tokens, and blocks even of few slots; blocks one by one or several gathered."""
-    monkeypatch.setattr(experts_slots, "FEW_SLOTS", 0)
+    monkeypatch.setattr(experts_products, "FEW_SLOTS", 0)
     monkeypatch.setattr(experts_products, "default_platform", lambda: request.param)
     return {**local_steps(), "gelu": over_slots(lambda context, step, x: jnp.tanh(x))}
 
 
 def context(options=PLAIN):
-    model = SimpleNamespace(num_experts=EXPERTS, experts_per_token=2)
-    return Context(model=model, derived=None, mesh={}, options=options)
+    return Context(model=MODEL, derived=None, mesh={}, options=options)
 
 
 def packed(padded):

@@ -9,34 +9,28 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
+from msgspec.structs import replace
 
 from meshwright.algebra.derive import derive
 from meshwright.algebra.layers import ProgramOptions, parse_block
 from meshwright.algebra.ops.route import ROUTING
 from meshwright.algebra.program import Program, Variable
 from meshwright.nn.context import Context
-from meshwright.nn.experts import slots as experts_slots
+from meshwright.nn.experts import products
 from meshwright.nn.experts.balance import routing_metrics
 from meshwright.nn.interpreter import run
 from meshwright.parallel.mesh import device_mesh, partition_spec
-from meshwright.spec.model import Model
 from meshwright.spec.strategy import DEFAULT_ASSIGNMENT, Strategy, standard_assignment
+from tests.nn.arrays import close
+from tests.nn.families import FAMILIES
 
 SIZES = {"B": 8, "T": 8, "D": 8, "E": 8, "Ea": 3, "Fe": 4}
-MODEL = Model(
-    name="small",
-    family="mixtral",
-    num_layers=1,
+MODEL = replace(
+    FAMILIES["mixtral"],
     d_model=SIZES["D"],
-    d_ff=SIZES["Fe"],
-    num_heads=1,
-    num_kv_heads=1,
-    head_dim=8,
-    vocab_size=8,
     num_experts=SIZES["E"],
     experts_per_token=SIZES["Ea"],
     d_ff_expert=SIZES["Fe"],
-    gates_sum_to_one=True,
 )
 WEIGHTS = {
     "router": ("D", "E"),
@@ -169,12 +163,12 @@ LOSSES = ProgramOptions(balance_loss=20.0, router_z_loss=3.0)
 @pytest.fixture
 def in_blocks(monkeypatch):
     """Blocks, and packed tokens where they stay at home, for the few slots of these tests."""
-    monkeypatch.setattr(experts_slots, "FEW_SLOTS", 0)
+    monkeypatch.setattr(products, "FEW_SLOTS", 0)
 
 
 def check(found, wanted):
     for name, array in wanted.items():
-        np.testing.assert_allclose(found[name], array, rtol=0, atol=1e-5 * np.abs(array).max(), err_msg=name)
+        close(found[name], array, what=name)
 
 
 @pytest.mark.parametrize(

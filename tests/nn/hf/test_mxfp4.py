@@ -1,8 +1,7 @@
 import numpy as np
 import pytest
 
-from meshwright.nn.hf.files import InMemory
-from meshwright.nn.hf.mxfp4 import VALUES, Unpacked, unpack
+from meshwright.nn.hf.mxfp4 import VALUES, unpack, with_unpacked
 
 
 def packed(*shape, seed=0):
@@ -28,12 +27,12 @@ def test_the_low_half_of_a_byte_comes_first():
 
 def test_a_part_is_the_part_of_the_whole():
     blocks, scales = packed(3, 5, 4)
-    tensors = Unpacked(InMemory({"w_blocks": blocks, "w_scales": scales, "b": np.zeros(3)}))
-    assert tensors.shape("w") == (3, 128, 5)
-    assert {"w", "b"} <= tensors.names
-    whole = tensors.read("w", tuple(slice(0, size) for size in (3, 128, 5)))
+    tensors = with_unpacked({"w_blocks": blocks, "w_scales": scales, "b": np.zeros(3)})
+    assert tensors["w"].shape == (3, 128, 5)
+    assert {"w", "b"} <= tensors.keys()
+    whole = tensors["w"][tuple(slice(0, size) for size in (3, 128, 5))]
     box = (slice(1, 3), slice(40, 100), slice(2, 5))
-    np.testing.assert_array_equal(tensors.read("w", box), whole[box])
+    np.testing.assert_array_equal(tensors["w"][box], whole[box])
     np.testing.assert_array_equal(whole[2, :, 1], unpack(blocks[2, 1], scales[2, 1]))
 
 
@@ -45,6 +44,6 @@ def test_transformers_reads_the_same_numbers():
 
     blocks, scales = packed(2, 6, 3)
     expected = convert_moe_packed_tensors(torch.tensor(blocks), torch.tensor(scales)).float().numpy()
-    tensors = Unpacked(InMemory({"w_blocks": blocks, "w_scales": scales}))
-    found = tensors.read("w", tuple(slice(0, size) for size in tensors.shape("w")))
+    tensors = with_unpacked({"w_blocks": blocks, "w_scales": scales})
+    found = tensors["w"][tuple(slice(0, size) for size in tensors["w"].shape)]
     np.testing.assert_array_equal(found.astype(np.float32), expected)

@@ -20,6 +20,7 @@ from meshwright.nn.ops.collective_matmul import (
     block_length,
     matmul_reduce_scatter,
 )
+from tests.nn.arrays import close
 
 SEQS, D, F = 2, 6, 8
 T_SPLIT, F_SPLIT, W_SPLIT = (PartitionSpec(*axes) for axes in ((None, "ring"), (None, None, "ring"), (None, "ring")))
@@ -43,10 +44,6 @@ def product(equation, *factors, axis):
 
 def on(size, function, in_specs, out_specs):
     return jax.jit(jax.shard_map(function, mesh=mesh_of(size), in_specs=in_specs, out_specs=out_specs, check_vma=False))
-
-
-def close(found, expected):
-    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
 
 
 def gather_function(ways, *, divergent=False):

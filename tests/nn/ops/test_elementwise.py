@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
+from meshwright.algebra.notation import parse_array
+from meshwright.algebra.steps import Step
 from meshwright.nn.ops.bias_add import bias_add
 from meshwright.nn.ops.embed import embed, embed_backward, embed_scale
 from meshwright.nn.ops.join_heads import join_heads, join_heads_backward
@@ -48,7 +50,10 @@ def test_the_scale_of_gemma_is_rounded_to_the_weights_dtype():
 def test_a_bias_lies_on_the_dims_that_it_names():
     x, bias = array(3, 4, 2, 5), array(3, 5)
     expected = np.asarray(x) + np.asarray(bias)[:, None, None, :]
-    np.testing.assert_array_equal(bias_add(x, bias, at=(0, 3)), expected)
+    step = Step(
+        op="bias_add", inputs=(parse_array("x[E,B,T,D]"), parse_array("b[E,D]")), result=parse_array("y[E,B,T,D]")
+    )
+    np.testing.assert_array_equal(bias_add(None, step, x, bias), expected)
 
 
 def test_joined_heads_share_their_second_part():
@@ -59,7 +64,7 @@ def test_joined_heads_share_their_second_part():
     np.testing.assert_array_equal(joined[:, :, 3, 5:], shared)
     dout = array(2, 3, 4, 7, seed=2)
     expected = jax.vjp(join_heads, own, shared)[1](dout)
-    for found, other in zip(join_heads_backward(dout, own_width=5), expected, strict=True):
+    for found, other in zip(join_heads_backward(dout, 5), expected, strict=True):
         np.testing.assert_allclose(found, other, rtol=0, atol=1e-6)
 
 

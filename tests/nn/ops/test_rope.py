@@ -6,22 +6,12 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from meshwright.nn.ops.rope import Rotation, rope, rope_backward, rotation
+from meshwright.nn.ops.rope import Rotation, rope, rotation
 from meshwright.spec import catalogue
-from meshwright.spec.model import Model, RopeScaling
+from meshwright.spec.model import RopeScaling
+from tests.nn.families import LLAMA
 
-BASE = Model(
-    name="rope",
-    family="llama",
-    num_layers=1,
-    d_model=16,
-    d_ff=16,
-    num_heads=2,
-    num_kv_heads=2,
-    head_dim=16,
-    vocab_size=8,
-    max_positions=64,
-)
+BASE = replace(LLAMA, d_model=16, num_heads=2, head_dim=16)
 POSITIONS = jnp.asarray([[0, 1, 2, 3, 4], [7, 9, 0, 1, 63]], jnp.int32)
 
 
@@ -72,7 +62,7 @@ def test_backward_is_the_transpose(interleaved, last):
     how = Rotation(np.asarray([1.0, 0.3, 0.1], np.float32), factor=1.3, interleaved=interleaved, last=last)
     x, dout = heads(8), heads(8, seed=1)
     expected = jax.vjp(lambda a: rope(a, POSITIONS, how), x)[1](dout)[0]
-    np.testing.assert_allclose(rope_backward(dout, POSITIONS, how), expected, rtol=0, atol=1e-5)
+    np.testing.assert_allclose(rope(dout, POSITIONS, how, direction=-1.0), expected, rtol=0, atol=1e-5)
 
 
 def test_sliding_layers_of_gemma3_have_a_theta_of_their_own_and_no_stretch():

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from meshwright.hlo.graph import Graph, Node, block_graphs
+from meshwright.hlo.graph import ComputationGraph, Node, block_graphs
 from meshwright.hlo.module import parse_module
 from meshwright.report.arrays.hlo_graph import BOX_PX, graph_figure
 from meshwright.report.figure import save
@@ -30,7 +30,7 @@ def test_a_layer(tmp_path):
 
 def test_a_long_line_bends_beside_the_boxes_that_it_passes():
     nodes = tuple(Node(key, key, "other", 1) for key in "abc")
-    graph = Graph("body", 3, nodes, (("a", "b"), ("b", "c"), ("a", "c")))
+    graph = ComputationGraph("body", 3, nodes, (("a", "b"), ("b", "c"), ("a", "c")))
     (panel,) = graph_figure([graph], title="t")["hconcat"]
     long = [row for row in rows_of(panel, 0) if row["way"] == 2]
     (box,) = (row for row in rows_of(panel, 2) if row["text"] == "b")
@@ -41,7 +41,7 @@ def test_a_long_line_bends_beside_the_boxes_that_it_passes():
 
 def test_a_node_that_nothing_feeds_stands_above_what_it_feeds():
     nodes = tuple(Node(key, key, "other", 1) for key in ("a", "b", "weight", "c"))
-    graph = Graph("body", 1, nodes, (("a", "b"), ("b", "c"), ("weight", "c")))
+    graph = ComputationGraph("body", 1, nodes, (("a", "b"), ("b", "c"), ("weight", "c")))
     (panel,) = graph_figure([graph], title="t")["hconcat"]
     height = {row["text"]: row["y"] for row in rows_of(panel, 2)}
     assert height["weight"] == height["b"]

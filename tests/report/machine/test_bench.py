@@ -3,13 +3,22 @@
 import msgspec
 import pytest
 
-from meshwright.bench.figures.batch import BatchPart, LayerTime
-from meshwright.bench.figures.collectives import Collective, CollectivesPart, CollectiveTime, Group
-from meshwright.bench.figures.copy import Copy, CopyPart
-from meshwright.bench.figures.elementwise import Chain, ElementwisePart
-from meshwright.bench.figures.matmul import MatmulPart, Product
 from meshwright.bench.fit import fit_knee
-from meshwright.bench.run import BenchReport
+from meshwright.bench.results import (
+    BatchPart,
+    BenchReport,
+    ChainTime,
+    Collective,
+    CollectivesPart,
+    CollectiveTime,
+    Copy,
+    CopyPart,
+    ElementwisePart,
+    Group,
+    LayerTime,
+    MatmulPart,
+    Product,
+)
 from meshwright.bench.timing import timing_of
 from meshwright.report.figure import save
 from meshwright.report.machine.bench import bench_figures
@@ -45,7 +54,7 @@ def chains():
     fused = [(k, True, max(1.0, k / 60)) for k in (1, 2, 4, 8, 16, 32, 64, 128, 256)]
     eager = [(k, False, float(k)) for k in (1, 2, 4, 8)]
     return tuple(
-        Chain(repeats=k, fused=one, seconds=timing_of([s * 1e-4]), flops_per_s=k * 1e12 / s, bytes_per_s=4e12 / s)
+        ChainTime(repeats=k, fused=one, seconds=timing_of([s * 1e-4]), flops_per_s=k * 1e12 / s, bytes_per_s=4e12 / s)
         for k, one, s in fused + eager
     )
 

@@ -8,11 +8,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from meshwright.core.errors import InputError
 from meshwright.parallel.mesh import device_mesh
-from meshwright.train.data.ahead import Ahead
-from meshwright.train.data.batches import Batches, Source, open_data
-from meshwright.train.data.text import read_documents
+from meshwright.train.data.batches import Ahead, Batches, Source, open_data
 from meshwright.train.data.token_store import TokenStore
 from meshwright.train.settings import TrainSettings
+from tests.train.small import read_documents
 
 SEQ_LEN, BATCH_SEQS = 16, 8
 NUM_ROWS = 21
@@ -206,17 +205,17 @@ def test_too_little_text_is_refused():
 def test_data_is_opened_with_its_tokenizer_and_both_parts(tmp_path):
     data = open_data(TrainSettings(packing=True, held_out=0.1), vocab_size=300, folder=tmp_path)
     texts = read_documents("pydoc")
-    assert data.end_id == data.tokenizer.token_to_id("<|endoftext|>")
+    assert data.train.store.tokens[-1] == data.tokenizer.token_to_id("<|endoftext|>")
     assert data.held_out is not None
-    assert data.num_documents + data.held_out.store.num_documents == len(texts)
+    assert data.train.store.num_documents + data.held_out.store.num_documents == len(texts)
     assert data.several_documents
-    total = data.num_tokens + len(data.held_out.store)
+    total = len(data.train.store) + len(data.held_out.store)
     assert total == sum(len(encoding.ids) + 1 for encoding in data.tokenizer.encode_batch(list(texts)))
     assert 0.05 < len(data.held_out.store) / total < 0.2
     # Another share or packing is another view of the same files.
     rest = open_data(TrainSettings(packing=False, held_out=0.0), vocab_size=300, folder=tmp_path)
     assert rest.held_out is None
-    assert rest.num_tokens == total
+    assert len(rest.train.store) == total
     assert not rest.train.packing
     assert len(list(tmp_path.iterdir())) == 1
 

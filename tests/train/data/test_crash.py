@@ -20,8 +20,7 @@ SEQ_LEN, NUM_DOCUMENTS = 16, 60
 STARTER = """
 import json, os, signal, sys
 from pathlib import Path
-from meshwright.train.data.batches import Batches, Source
-from meshwright.train.data.ahead import Ahead
+from meshwright.train.data.batches import Ahead, Batches, Source
 from meshwright.train.data.token_store import TokenStore
 
 def work(rank, size, first, batch_seqs):

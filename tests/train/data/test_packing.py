@@ -3,9 +3,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.train.data.packing import NO_LABEL, PackedRows, WindowRows
-from meshwright.train.data.split import split
-from meshwright.train.data.token_store import TokenStore
+from meshwright.train.data.batches import NO_LABEL, PackedRows, WindowRows
+from meshwright.train.data.token_store import TokenStore, split
 
 some = settings(max_examples=60, deadline=None)
 LENGTHS = st.lists(st.integers(1, 12), min_size=1, max_size=30)

@@ -10,8 +10,8 @@ import pytest
 
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.train.data import text
-from meshwright.train.data.files import PIECE_CHARS, in_pieces
-from meshwright.train.data.text import open_corpus, read_documents
+from meshwright.train.data.text import PIECE_CHARS, in_pieces, open_corpus
+from tests.train.small import read_documents
 
 TEXTS = ("naïve\ttext\n", "東京 🚀", '"quoted"\r\nlines', "last")
 

@@ -15,13 +15,11 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from meshwright.core.errors import InputError
 from meshwright.train.data import store as data_store
-from meshwright.train.data import write as data_write
-from meshwright.train.data.split import split
-from meshwright.train.data.store import open_store
-from meshwright.train.data.text import open_corpus, read_documents
-from meshwright.train.data.token_store import TokenStore
+from meshwright.train.data.store import Written, open_store, tokenise
+from meshwright.train.data.text import open_corpus
+from meshwright.train.data.token_store import TokenStore, split
 from meshwright.train.data.tokenizer import END_ID, TextTokenizer
-from meshwright.train.data.write import Written, tokenise
+from tests.train.small import read_documents
 
 END = 2
 some = settings(max_examples=60, deadline=None)
@@ -93,7 +91,7 @@ def test_large_vocabularies_take_four_bytes(tmp_path):
 
 
 def test_a_text_in_pieces_is_one_document(tmp_path, monkeypatch):
-    monkeypatch.setattr("meshwright.train.data.files.PIECE_CHARS", 40)
+    monkeypatch.setattr("meshwright.train.data.text.PIECE_CHARS", 40)
     (tmp_path / "x.txt").write_text("a b a\n" * 50)
     store = open_words(open_corpus(str(tmp_path / "x.txt")), tmp_path / "kept").store
     assert store.read(np.arange(len(store))).tolist() == [1, 0, 1] * 50 + [END]
@@ -125,8 +123,8 @@ class StopError(Exception):
 @pytest.mark.parametrize("beyond", [0, 7, 100_000])
 def test_what_was_stopped_goes_on_where_it_was(tmp_path, monkeypatch, beyond):
     """Also when a killed process has written more than its journal says, here in the middle of documents."""
-    monkeypatch.setattr(data_write, "BATCH_CHARS", 30)
-    monkeypatch.setattr("meshwright.train.data.files.PIECE_CHARS", 10)
+    monkeypatch.setattr(data_store, "BATCH_CHARS", 30)
+    monkeypatch.setattr("meshwright.train.data.text.PIECE_CHARS", 10)
     corpus = write_lines(tmp_path / "x.jsonl", [("a b\n" * (3 * i % 11)) + "a" for i in range(40)])
     expected = open_words(corpus, tmp_path / "at_once").store
     seen = 0
@@ -174,10 +172,9 @@ BUILD = """
 import sys, time
 from pathlib import Path
 from meshwright.train.data import store as data_store
-from meshwright.train.data import write as data_write
 from meshwright.train.data.text import open_corpus
 
-def batches(pieces, batches=data_write._batches):
+def batches(pieces, batches=data_store._batches):
     print("making", flush=True)
     for number, batch in enumerate(batches(pieces)):
         yield batch
@@ -185,7 +182,7 @@ def batches(pieces, batches=data_write._batches):
             print("pausing", flush=True)
             time.sleep(600)
 
-data_write._batches, data_write.BATCH_CHARS = batches, 2**15
+data_store._batches, data_store.BATCH_CHARS = batches, 2**15
 print("ready", flush=True)
 input()
 found = data_store.open_store(open_corpus(sys.argv[1]), None, vocab_size=300, folder=Path(sys.argv[2]))

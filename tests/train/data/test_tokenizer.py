@@ -4,7 +4,6 @@ import pytest
 from tokenizers import Tokenizer, models
 
 from meshwright.core.errors import InputError
-from meshwright.train.data.text import read_documents
 from meshwright.train.data.tokenizer import (
     END_ID,
     END_OF_TEXT,
@@ -14,6 +13,7 @@ from meshwright.train.data.tokenizer import (
     save_tokenizer,
     train_tokenizer,
 )
+from tests.train.small import read_documents
 
 DOCUMENTS = read_documents("pydoc")[:10]
 

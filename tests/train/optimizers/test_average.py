@@ -1,7 +1,7 @@
 import jax.numpy as jnp
 import numpy as np
 
-from meshwright.train.optimizers.average import average_decay, start_average, update_average
+from meshwright.train.optimizers.table import average_decay, start_average, update_average
 
 
 def test_the_decay_grows_to_the_one_that_is_set():

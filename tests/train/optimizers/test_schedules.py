@@ -1,10 +1,12 @@
+from typing import get_args
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from meshwright.train.optimizers.schedules import SCHEDULES, learning_rate
-from meshwright.train.settings import TrainSettings
+from meshwright.train.optimizers.schedules import learning_rate
+from meshwright.train.settings import ScheduleKind, TrainSettings
 
 
 def rates(count, **changes):
@@ -36,7 +38,7 @@ def test_rsqrt_meets_the_warmup_and_halves_when_updates_quadruple():
     np.testing.assert_allclose(found, [1.0, 0.5, 0.25], rtol=1e-6)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", get_args(ScheduleKind))
 def test_jax_and_numpy_agree_inside_and_outside_of_jit(schedule):
     rate = learning_rate(TrainSettings(schedule=schedule, steps=40, warmup_steps=7))
     numbers = np.arange(50)
@@ -48,7 +50,7 @@ def test_jax_and_numpy_agree_inside_and_outside_of_jit(schedule):
 
 
 @pytest.mark.parametrize("warmup", [0, 1, 50])
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", get_args(ScheduleKind))
 def test_any_warmup_gives_positive_rates_up_to_the_peak(schedule, warmup):
     found = rates(np.arange(20), steps=20, warmup_steps=warmup, schedule=schedule, min_learning_rate_ratio=0.0)
     assert (found > 0).all()

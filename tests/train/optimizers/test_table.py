@@ -18,8 +18,8 @@ from meshwright.nn.ops.muon import newton_schulz
 from meshwright.parallel.mesh import device_mesh
 from meshwright.spec.strategy import STATE_BYTES
 from meshwright.train.optimizers.muon import orthogonal
-from meshwright.train.optimizers.sharded import Places, on_one_device
-from meshwright.train.optimizers.table import averaged, from_optax, make_optimizer, state_specs
+from meshwright.train.optimizers.sharded import WeightLayout, on_one_device
+from meshwright.train.optimizers.table import averaged, from_optax, make_optimizer
 from meshwright.train.settings import TrainSettings
 from tests.train.small import MODEL
 
@@ -256,11 +256,11 @@ def collectives(compiled):
 )
 def test_a_mesh_gives_the_numbers_of_one_device_in_one_donated_program(kind, state, allowed):
     dtype = jnp.float32 if state == "fp32" else jnp.bfloat16
-    given, places = (
+    given, layout = (
         settings(optimizer=kind, rounding="stochastic"),
-        partial(Places, device_mesh(MESH), weights_of(MESH)),
+        partial(WeightLayout, device_mesh(MESH), weights_of(MESH)),
     )
-    mesh = OnMesh(make_optimizer(ROUTED, given, state, places=places), dtype)
+    mesh = OnMesh(make_optimizer(ROUTED, given, state, layout=layout), dtype)
     found, expected = mesh.run()[0], run(make_optimizer(ROUTED, given, state), dtype=dtype)[0]
     close(found, expected)
     header = mesh.compiled.as_text().splitlines()[0]
@@ -275,24 +275,24 @@ def test_dealing_out_whole_matrices_takes_two_all_to_alls_for_each_split_dim():
     weight, here = Updated(shard=shard, inputs=("N", "H"), layers="L"), NamedSharding(mesh, spec)
     whole = msgspec.structs.replace(weight, shard=shard.resharded({"N": (), "D": ()}))
     values = jnp.asarray(np.random.default_rng(0).standard_normal((5, 2, 3, 8)), jnp.float32)
-    at = Places(mesh, {"wo": weight})
+    at = WeightLayout(mesh, {"wo": weight})
     function = jax.jit(lambda x: orthogonal(x, weight, at), in_shardings=here, out_shardings=here)
-    close({"x": function(values)}, {"x": orthogonal(values, whole, Places(None, {}))})
+    close({"x": function(values)}, {"x": orthogonal(values, whole, WeightLayout(None, {}))})
     assert collectives(function.lower(values).compile()) == {"all-to-all": 4}
 
 
 def test_the_state_lies_as_the_weights_do():
     specs, shapes = specs_of(("fsdp", "tensor")), jax.eval_shape(first_weights)
     adamw = make_optimizer(ROUTED, settings(average=0.9), "bf16-master")
-    found = state_specs(adamw, shapes, specs)
+    found = adamw.specs(shapes, specs)
     assert found.master == found.average == found.inner[0].mu == found.inner[0].nu == specs
     assert found.count == found.inner[0].count == PartitionSpec()
-    factored = state_specs(make_optimizer(ROUTED, settings(optimizer="adafactor")), shapes, specs).inner[0]
+    factored = make_optimizer(ROUTED, settings(optimizer="adafactor")).specs(shapes, specs).inner[0]
     assert factored.rows["wq"] == PartitionSpec(None, "fsdp", None, None)
     assert factored.columns["wq"] == PartitionSpec(None, None, "tensor", None)
     assert factored.whole["attn_norm"] == specs["attn_norm"]
     # What optax's own form keeps is of another rank: it lies whole everywhere.
-    theirs = state_specs(from_optax(optax.adafactor(1e-2, min_dim_size_to_factor=1)), shapes, specs)
+    theirs = from_optax(optax.adafactor(1e-2, min_dim_size_to_factor=1)).specs(shapes, specs)
     assert theirs.inner[0].v_row["wq"] == PartitionSpec()
 
 

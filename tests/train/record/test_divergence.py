@@ -7,7 +7,7 @@ import pytest
 
 from meshwright.parallel.train_step import TrainStep
 from meshwright.train.data.batches import Batches, Source
-from meshwright.train.record.divergence import where_not_finite
+from meshwright.train.record.health import where_not_finite
 from tests.train.small import MODEL, strategy
 from tests.train.test_evaluate import source
 
@@ -35,14 +35,12 @@ def with_weight(state, name, change):
 
 def test_a_weight_is_named_with_its_layer(step, state, batch):
     broken = with_weight(state, "wq", lambda w: w.at[1, 0, 0, 0].set(jnp.nan))
-    assert "in the weights after it, layers.wq of layer 1 holds NaN" in where_not_finite(
-        step, broken, batch, model=MODEL
-    )
+    assert "in the weights after it, layers.wq of layer 1 holds NaN" in where_not_finite(step, broken, batch)
 
 
 def test_a_gradient_is_named_where_the_weights_are_finite(step, state, batch):
     huge = with_weight(state, "w_up", lambda w: jnp.full_like(w, 1e38))
-    found = where_not_finite(step, huge, batch, model=MODEL)
+    found = where_not_finite(step, huge, batch)
     assert found.startswith("all weights are finite; in its gradients, ")
     assert "holds" in found
 
@@ -61,7 +59,7 @@ def test_layers_have_the_model_s_numbers_whatever_stage_holds_them(interleaved, 
     weights = interleaved.to_canonical(state.params)
     weights["wq"] = weights["wq"].at[layer, 0, 0, 0].set(jnp.nan)
     broken = state._replace(params=interleaved.from_canonical(weights))
-    found = where_not_finite(interleaved, broken, None, model=interleaved.model)
+    found = where_not_finite(interleaved, broken, None)
     assert found == f"in the weights after it, layers.wq of layer {layer} holds NaN"
 
 
@@ -73,9 +71,9 @@ def test_gradients_of_interleaved_stages(interleaved, batch, monkeypatch):
         return jnp.zeros(()), {**params, "wq": params["wq"].at[1].set(jnp.inf)}
 
     monkeypatch.setattr(interleaved, "gradients", broken)
-    found = where_not_finite(interleaved, state, batch, model=interleaved.model)
+    found = where_not_finite(interleaved, state, batch)
     assert found == "all weights are finite; in its gradients, layers.wq of layer 2 holds infinity"
 
 
 def test_nothing_is_named_where_nothing_is_found(step, state, batch):
-    assert where_not_finite(step, state, batch, model=MODEL) == "weights and gradients are finite"
+    assert where_not_finite(step, state, batch) == "weights and gradients are finite"

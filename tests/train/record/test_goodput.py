@@ -5,7 +5,7 @@ import time
 import pytest
 
 from meshwright.cli.verbs.train_text import goodput_words
-from meshwright.train.record.goodput import Goodput, Stopwatch
+from meshwright.train.record.result import Goodput, Stopwatch
 
 
 def test_goodput_is_the_share_of_time_in_steps():

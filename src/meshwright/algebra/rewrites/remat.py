@@ -12,22 +12,6 @@ from meshwright.algebra.tape import Shardings
 from meshwright.core.errors import InputError, nearest
 from meshwright.spec.strategy import Strategy
 
-KEPT_NAMES: dict[str, tuple[str, ...]] = {
-    "selective": (
-        *("qr", "kr", "v", "o", "x1", "g", "u", "logits"),
-        *("r", "xe", "ge", "ue", "gs", "us", "cq", "ckv"),
-    ),
-    "matmuls": (
-        *("q", "k", "v", "a", "g", "u", "logits"),
-        *("r", "ge", "ue", "ye", "gs", "us", "ys", "cq", "ckv", "kn", "kpe"),
-    ),
-    "block": ("logits",),
-    "full": (),
-}
-"""Remat policy -> results that are kept for the backward pass, besides each block's input. "none" keeps
-every result and every gathered activation, and so do "sqrt" and "every-C" inside the segment of layers that is
-being run again. The loss head keeps all but its logits under every policy."""
-
 
 class Saved:
     """The saved set of a strategy: what `keeps` says of each result of the forward pass.
@@ -61,22 +45,22 @@ class Saved:
 
 def keeps_logits(strategy: Strategy) -> bool:
     """True if the loss head keeps its logits for the backward pass; else it makes them in chunks."""
-    kept = KEPT_NAMES.get(strategy.remat) if isinstance(strategy.remat, str) else strategy.remat
+    kept = strategy.kept_names
     return kept is None or "logits" in kept
 
 
 def _kept_names(program: Program, strategy: Strategy) -> tuple[str, ...] | None:
     """Names in the saved set; None for every name. Raises InputError for a name that is not a result."""
-    if isinstance(strategy.remat, str):
-        kept = KEPT_NAMES.get(strategy.remat)
+    kept = strategy.kept_names
+    if kept is None or isinstance(strategy.remat, str):
         # without rope or a bias the products themselves enter attention
         plain = strategy.remat == "selective" and "qr" not in program.variables
         return (*kept, "q", "k") if kept is not None and plain else kept
     results = {op.out for block in program.blocks for op in block.ops} | {"logits"}
-    for name in strategy.remat:
+    for name in kept:
         if name not in results:
             raise InputError(f"remat keeps {name!r}, which is not a result of the program.{nearest(name, results)}")
-    return tuple(strategy.remat)
+    return kept
 
 
 def in_segments(steps: BlockSteps, shardings: Shardings) -> BlockSteps:

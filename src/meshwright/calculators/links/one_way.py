@@ -3,10 +3,11 @@
 Source: How to Scale Your Model, exercise 3.10.
 """
 
+from meshwright.core.dims import CollectiveKind
 from meshwright.core.errors import InputError
 from meshwright.cost.network.collectives import GroupRates, KindRate, ring_link_share
 from meshwright.cost.network.legs import Leg, ring_hops
-from meshwright.spec.calibration import Calibration, CollectiveKind
+from meshwright.spec.calibration import Calibration
 
 
 def is_ring(legs: tuple[Leg, ...]) -> bool:

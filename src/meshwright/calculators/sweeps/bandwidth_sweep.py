@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from meshwright.core.dims import CollectiveKind
 from meshwright.cost.network.collectives import (
     collective_bound_by,
     collective_time,
@@ -11,7 +12,7 @@ from meshwright.cost.network.collectives import (
     place_axes,
     received_share,
 )
-from meshwright.spec.calibration import Calibration, CollectiveKind
+from meshwright.spec.calibration import Calibration
 from meshwright.spec.cluster import Cluster, make_cluster
 
 SWEPT: tuple[CollectiveKind, ...] = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")

@@ -17,7 +17,7 @@ from meshwright.spec.model import Model
 from meshwright.spec.strategy import AS_RUN, REMAT_POLICIES, Assumptions, Strategy, make_mesh
 
 Axis = Literal["tensor", "seq", "remat"]
-AXES: tuple[str, ...] = get_args(Axis)
+SWEPT: tuple[str, ...] = get_args(Axis)
 
 MAX_SEQUENCE = 1 << 20
 
@@ -55,8 +55,8 @@ def memory_sweep(
     sequences at a time, in as many microbatches as the template has. ``values`` replace the usual ones: powers of two
     of the tensor axis up to the heads, sequence lengths from 1 Ki to 128 Ki, every policy of remat.
     """
-    if axis not in AXES:
-        raise InputError(f"axis {axis!r} cannot be swept. Use {', '.join(AXES)}.")
+    if axis not in SWEPT:
+        raise InputError(f"axis {axis!r} cannot be swept. Use {', '.join(SWEPT)}.")
     points = []
     for value in values or _usual(model, cluster, axis):
         given, strategy, length = dict(axes), template, seq_len

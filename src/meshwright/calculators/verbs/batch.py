@@ -1,8 +1,7 @@
 """`meshwright batch`: share a step out over replicas and microbatches, and see whether chips stay busy."""
 
+from collections.abc import Iterator
 from typing import Any
-
-import click
 
 from meshwright.calculators.training.batch_arithmetic import (
     BatchSplit,
@@ -12,75 +11,59 @@ from meshwright.calculators.training.batch_arithmetic import (
 )
 from meshwright.calculators.training.scaling_laws import critical_batch_tokens
 from meshwright.calculators.verbs.show_chip import product_dtype
-from meshwright.cli.output import emit_json, json_option, print_fact, print_table, print_text
+from meshwright.cli.verb import Count, Options, option, verb
 from meshwright.core.errors import CannotRunError, InputError
-from meshwright.core.units import format_count, parse_count
+from meshwright.core.units import format_count
 from meshwright.cost.formulas.roofline import dtype_bytes
+from meshwright.report.answer import Answer, Fact, Piece, Table
 from meshwright.spec.catalogue import model as find_model
 from meshwright.spec.chip import compute_dtype
 from meshwright.spec.cluster import Cluster, parse_cluster
 from meshwright.spec.job import parse_batch
 
 
-@click.command()
-@click.option("--batch", help="Tokens a step (4Mi) or sequences (1024seq); left out, it is worked out.")
-@click.option("--seq", "seq_len", required=True, help="Tokens of a sequence.")
-@click.option("--micro", type=int, help="Sequences of a microbatch on one replica.")
-@click.option("--accumulate", type=int, help="Microbatches whose gradients are summed before an update.")
-@click.option("--replicas", type=int, help="Copies of the model that share the batch: data parallel x FSDP.")
-@click.option("--on", "on", help="A cluster: its chips over --chips-per-replica are the replicas, and its limits show.")
-@click.option("--chips-per-replica", type=int, default=1, show_default=True, help="tensor x pipeline x context.")
-@click.option("--model", "model_name", help="A model: with experts its chips need a larger batch to be busy.")
-@click.option("--weights", "weight_dtype", help="Dtype of stored weights, such as int8 [default: bf16].")
-@click.option("--loss", type=float, help="Loss reached: shows the batch beyond which steps hardly get fewer.")
-@click.option("--max-micro", type=int, help="Most sequences of a microbatch that fit a replica.")
-@click.option("--top", default=12, show_default=True, help="How many ways to list.")
-@json_option
-def command(
-    batch: str | None,
-    seq_len: str,
-    micro: int | None,
-    accumulate: int | None,
-    replicas: int | None,
-    on: str | None,
-    chips_per_replica: int,
-    model_name: str | None,
-    weight_dtype: str | None,
-    loss: float | None,
-    max_micro: int | None,
-    top: int,
-    as_json: bool,
-) -> None:
+class Given(Options):
+    batch: str | None = option("Tokens a step (4Mi) or sequences (1024seq); left out, it is worked out.")
+    seq_len: Count = option("Tokens of a sequence.", "--seq")
+    micro: int | None = option("Sequences of a microbatch on one replica.")
+    accumulate: int | None = option("Microbatches whose gradients are summed before an update.")
+    replicas: int | None = option("Copies of the model that share the batch: data parallel x FSDP.")
+    on: str | None = option("A cluster: its chips over --chips-per-replica are the replicas, and its limits show.")
+    chips_per_replica: int = option("tensor x pipeline x context.", default=1)
+    model_name: str | None = option("A model: with experts its chips need a larger batch to be busy.", "--model")
+    weight_dtype: str | None = option("Dtype of stored weights, such as int8 [default: bf16].", "--weights")
+    loss: float | None = option("Loss reached: shows the batch beyond which steps hardly get fewer.")
+    max_micro: int | None = option("Most sequences of a microbatch that fit a replica.")
+    top: int = option("How many ways to list.", default=12)
+
+
+@verb(Given)
+def command(given: Given) -> Answer:
     """Solve: sequences a step = micro x accumulate x replicas. Give what is known, the rest is worked out."""
-    length = parse_count(seq_len, what="seq")
-    if length < 1:
-        raise InputError("--seq 0 is no sequence. Give the tokens of one, such as 4096.")
-    cluster = parse_cluster(on) if on else None
-    replicas = replicas if cluster is None else _replicas(cluster, chips_per_replica, replicas)
+    length = given.seq_len
+    cluster = parse_cluster(given.on) if given.on else None
+    replicas = given.replicas if cluster is None else _replicas(cluster, given.chips_per_replica, given.replicas)
     found = solve_batch(
-        batch_seqs=parse_batch(batch, seq_len=length) if batch else None,
-        microbatch_seqs=micro,
-        accumulation=accumulate,
+        batch_seqs=parse_batch(given.batch, seq_len=length) if given.batch else None,
+        microbatch_seqs=given.micro,
+        accumulation=given.accumulate,
         data_parallel=replicas,
     )
-    fitting = [one for one in found if max_micro is None or one.microbatch_seqs <= max_micro]
+    fitting = [one for one in found if given.max_micro is None or one.microbatch_seqs <= given.max_micro]
     if not fitting:
         least = min(one.microbatch_seqs for one in found)
         raise CannotRunError(f"every way needs microbatches of {least} or more. Give more replicas, or --max-micro.")
-    limits = _limits(cluster, model_name, weight_dtype)
+    limits = _limits(cluster, given.model_name, given.weight_dtype)
     facts = {
         "batch_seqs": fitting[0].batch_seqs,
         "seq_len": length,
         "tokens_per_step": fitting[0].batch_seqs * length,
         "num_solutions": len(fitting),
-        "critical_batch_tokens": None if loss is None else _critical(loss),
+        "critical_batch_tokens": None if given.loss is None else _critical(given.loss),
         "limits": limits,
-        "solutions": [_row(one, length, chips_per_replica, limits) for one in fitting[:top]],
+        "solutions": [_row(one, length, given.chips_per_replica, limits) for one in fitting[: given.top]],
     }
-    if as_json:
-        emit_json(facts)
-    else:
-        _print(facts, limits, cluster)
+    return Answer(facts, _text(facts, limits, cluster))
 
 
 def _replicas(cluster: Cluster, chips_per_replica: int, given: int | None) -> int:
@@ -137,8 +120,8 @@ def _row(one: BatchSplit, seq_len: int, chips: int, limits: ComputeBoundTokens |
     }
 
 
-def _print(facts: dict[str, Any], limits: ComputeBoundTokens | None, cluster: Cluster | None) -> None:
-    print_text(
+def _text(facts: dict[str, Any], limits: ComputeBoundTokens | None, cluster: Cluster | None) -> Iterator[Piece]:
+    yield (
         f"{facts['batch_seqs']:,} sequences of {facts['seq_len']:,} = {format_count(facts['tokens_per_step'])} "
         f"tokens a step = micro x accumulate x replicas"
     )
@@ -157,16 +140,16 @@ def _print(facts: dict[str, Any], limits: ComputeBoundTokens | None, cluster: Cl
     if limits is not None:
         headers.append("bound by")
         rows = [[*row, _bound(s)] for row, s in zip(rows, facts["solutions"], strict=True)]
-    print_table(headers, rows)
+    yield Table(headers, rows)
     more = facts["num_solutions"] - len(rows)
     if more:
-        print_text(f"and {more:,} more ways; --top lists more of them")
+        yield f"and {more:,} more ways; --top lists more of them"
     if limits is not None and cluster is not None:
-        _print_limits(limits, cluster)
+        yield from _limits_text(limits, cluster)
     critical = facts["critical_batch_tokens"]
     if critical is not None:
         side = "beyond" if facts["tokens_per_step"] > critical else "within"
-        print_fact(
+        yield Fact(
             "critical batch",
             f"{critical:,.3g} tokens at this loss (2e8 / L^(1/0.21), Kaplan et al. 2020): this step is {side} it",
         )
@@ -182,9 +165,9 @@ def _bound(row: dict[str, Any]) -> str:
     return ", ".join(waits) or "compute"
 
 
-def _print_limits(limits: ComputeBoundTokens, cluster: Cluster) -> None:
+def _limits_text(limits: ComputeBoundTokens, cluster: Cluster) -> Iterator[Piece]:
     name = cluster.chip.name
     if limits.per_replica_hbm is not None:
-        print_fact("weights", f"hide behind compute from {limits.per_replica_hbm:,.0f} tokens a microbatch on {name}")
+        yield Fact("weights", f"hide behind compute from {limits.per_replica_hbm:,.0f} tokens a microbatch on {name}")
     if limits.per_chip_link is not None:
-        print_fact("FSDP", f"hides behind compute from {limits.per_chip_link:,.0f} tokens a chip ({limits.link})")
+        yield Fact("FSDP", f"hides behind compute from {limits.per_chip_link:,.0f} tokens a chip ({limits.link})")

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import click
 import msgspec
 
 from meshwright.calculators.training.failures import Goodput, goodput
@@ -17,12 +16,13 @@ from meshwright.calculators.training.scaling_laws import (
     flops_for_loss,
     scaling_law,
 )
-from meshwright.calculators.verbs.budget_text import print_budget
+from meshwright.calculators.verbs.budget_text import budget_text
 from meshwright.calculators.verbs.show_chip import product_dtype
-from meshwright.cli.output import emit_json, json_option
+from meshwright.cli.verb import Options, argument, option, verb
 from meshwright.core.errors import InputError
 from meshwright.core.units import parse_count
 from meshwright.cost.formulas.training_budget import available_flops, mfu_from_hours, petaflop_days, training_flops
+from meshwright.report.answer import Answer
 from meshwright.spec.catalogue import model as find_model
 from meshwright.spec.chip import chips, peak
 from meshwright.spec.cluster import Cluster, parse_cluster
@@ -33,79 +33,57 @@ MAX_FLOPS = 1e36
 ASSUMED_MFU = Assumptions().mfu
 
 
-@click.command()
-@click.argument("flops", required=False)
-@click.option("--model", "model_name", help="A model (name or config.json) instead of a size of the law's choice.")
-@click.option("--params", "params_text", help="Parameters that a token uses, such as 70B, instead of --model.")
-@click.option("--tokens", "tokens_text", help="Tokens of the run, such as 15T.")
-@click.option("--loss", type=float, help="Nats per token to reach: the least budget by the law.")
-@click.option("--law", default=DEFAULT_LAW, show_default=True, help=f"Scaling law: {', '.join(LAWS)}.")
-@click.option("--on", "on", help="A cluster, such as h100:8x128: days, energy, money.")
-@click.option("--mfu", type=float, help=f"Assumed share of the chips' peak [default: {ASSUMED_MFU}].")
-@click.option(
-    "--chip-hours", "chip_hours_text", help="Chip-hours that a run took, such as 2.79M: gives its utilisation."
-)
-@click.option("--dtype", help="Dtype of the products [default: bf16 where the chip has it].")
-@click.option("--pue", type=float, default=1.0, show_default=True, help="Energy of the building over its machines'.")
-@click.option("--host-share", type=float, default=0.0, show_default=True, help="Power of hosts and network, of chips'.")
-@click.option("--price", type=float, help="Dollars a chip-hour, instead of the catalogue's.")
-@click.option("--watts", type=float, help="Watts of a chip, instead of the catalogue's.")
-@click.option("--chips-per-rack", type=int, help="Gives the floor that racks of so many chips take.")
-@click.option("--m2-per-rack", type=float, default=1.0, show_default=True, help="Floor of a rack.")
-@click.option("--years", "with_years", is_flag=True, help="Years on one of each chip of the catalogue.")
-@click.option("--nodes", type=int, help="Nodes that may fail [default: the hosts of --on].")
-@click.option("--failures-per-1000-node-days", "failure_rate", type=float, help="Failures of 1000 nodes in a day.")
-@click.option("--checkpoint-s", type=float, default=60.0, show_default=True, help="Seconds a save stops the run.")
-@click.option("--restart-s", type=float, default=600.0, show_default=True, help="Seconds from a failure to work.")
-@click.option("--interval-s", type=float, help="Seconds of work between saves [default: Daly's best].")
-@json_option
-def command(
-    flops: str | None,
-    model_name: str | None,
-    params_text: str | None,
-    tokens_text: str | None,
-    loss: float | None,
-    law: str,
-    on: str | None,
-    mfu: float | None,
-    chip_hours_text: str | None,
-    dtype: str | None,
-    pue: float,
-    host_share: float,
-    price: float | None,
-    watts: float | None,
-    chips_per_rack: int | None,
-    m2_per_rack: float,
-    with_years: bool,
-    nodes: int | None,
-    failure_rate: float | None,
-    checkpoint_s: float,
-    restart_s: float,
-    interval_s: float | None,
-    as_json: bool,
-) -> None:
-    """What FLOPS train (6 N D), or what a model and its tokens take, and how long that is on chips."""
-    chosen = scaling_law(law)
-    given = Assumptions(
-        mfu=ASSUMED_MFU if mfu is None else mfu,
-        pue=pue,
-        host_share=host_share,
-        price_usd_per_hour=price,
-        watts_per_chip=watts,
-        chips_per_rack=chips_per_rack,
-        m2_per_rack=m2_per_rack,
+class Given(Options):
+    flops: str | None = argument()
+    model_name: str | None = option("A model (name or config.json) instead of a size of the law's choice.", "--model")
+    params_text: str | None = option("Parameters that a token uses, such as 70B, instead of --model.", "--params")
+    tokens_text: str | None = option("Tokens of the run, such as 15T.", "--tokens")
+    loss: float | None = option("Nats per token to reach: the least budget by the law.")
+    law: str = option(f"Scaling law: {', '.join(LAWS)}.", default=DEFAULT_LAW)
+    on: str | None = option("A cluster, such as h100:8x128: days, energy, money.")
+    mfu: float | None = option(f"Assumed share of the chips' peak [default: {ASSUMED_MFU}].")
+    chip_hours_text: str | None = option(
+        "Chip-hours that a run took, such as 2.79M: gives its utilisation.", "--chip-hours"
     )
-    cluster = parse_cluster(on) if on else None
-    failing = _failures(cluster, nodes, failure_rate, checkpoint_s, restart_s, interval_s)
-    found = find_model(model_name) if model_name else None
-    wanted = (flops, found, params_text, tokens_text, loss)
+    dtype: str | None = option("Dtype of the products [default: bf16 where the chip has it].")
+    pue: float = option("Energy of the building over its machines'.", default=1.0)
+    host_share: float = option("Power of hosts and network, of chips'.", default=0.0)
+    price: float | None = option("Dollars a chip-hour, instead of the catalogue's.")
+    watts: float | None = option("Watts of a chip, instead of the catalogue's.")
+    chips_per_rack: int | None = option("Gives the floor that racks of so many chips take.")
+    m2_per_rack: float = option("Floor of a rack.", default=1.0)
+    with_years: bool = option("Years on one of each chip of the catalogue.", "--years")
+    nodes: int | None = option("Nodes that may fail [default: the hosts of --on].")
+    failure_rate: float | None = option("Failures of 1000 nodes in a day.", "--failures-per-1000-node-days")
+    checkpoint_s: float = option("Seconds a save stops the run.", default=60.0)
+    restart_s: float = option("Seconds from a failure to work.", default=600.0)
+    interval_s: float | None = option("Seconds of work between saves [default: Daly's best].")
+
+
+@verb(Given)
+def command(given: Given) -> Answer:
+    """What FLOPS train (6 N D), or what a model and its tokens take, and how long that is on chips."""
+    chosen = scaling_law(given.law)
+    assumed = Assumptions(
+        mfu=ASSUMED_MFU if given.mfu is None else given.mfu,
+        pue=given.pue,
+        host_share=given.host_share,
+        price_usd_per_hour=given.price,
+        watts_per_chip=given.watts,
+        chips_per_rack=given.chips_per_rack,
+        m2_per_rack=given.m2_per_rack,
+    )
+    cluster = parse_cluster(given.on) if given.on else None
+    failing = _failures(cluster, given.nodes, given.failure_rate, given.checkpoint_s, given.restart_s, given.interval_s)
+    found = find_model(given.model_name) if given.model_name else None
+    wanted = (given.flops, found, given.params_text, given.tokens_text, given.loss)
     if failing is not None and all(one is None for one in wanted):
         facts: dict[str, Any] = {"flops": None, "failures": failing}
     else:
         amount, size, tokens = _budget(*wanted, chosen)
-        reached = _utilisation(amount, cluster, dtype, chip_hours_text, mfu)
+        reached = _utilisation(amount, cluster, given.dtype, given.chip_hours_text, given.mfu)
         if reached is not None:
-            given = msgspec.structs.replace(given, mfu=reached["mfu"])
+            assumed = msgspec.structs.replace(assumed, mfu=reached["mfu"])
         facts = {
             "flops": amount,
             "petaflop_days": petaflop_days(amount),
@@ -113,14 +91,11 @@ def command(
             "tokens": tokens,
             "utilisation": reached,
             # hours that were published hold what failures cost
-            "run": _run(amount, cluster, dtype, given, None if reached else failing),
-            "years": _years(amount, dtype, given) if with_years else None,
+            "run": _run(amount, cluster, given.dtype, assumed, None if reached else failing),
+            "years": _years(amount, given.dtype, assumed) if given.with_years else None,
             "failures": failing,
         }
-    if as_json:
-        emit_json(_plain(facts))
-    else:
-        print_budget(facts, chosen, found)
+    return Answer(_plain(facts), budget_text(facts, chosen, found))
 
 
 def _plain(value: Any) -> Any:

@@ -1,37 +1,39 @@
 """How `meshwright budget` prints: what the budget trains, where a model stands, and what it takes on chips."""
 
+from collections.abc import Iterator
 from typing import Any
 
 from meshwright.calculators.training.failures import Goodput
 from meshwright.calculators.training.scaling_laws import TOKENS_PER_PARAM, ScalingLaw
-from meshwright.cli.output import format_energy, format_power, or_dash, print_fact, print_table, print_text
+from meshwright.cli.output import format_energy, format_power, or_dash
 from meshwright.core.units import format_flops, format_params, format_seconds
 from meshwright.cost.formulas.training_budget import DAY_S
+from meshwright.report.answer import Fact, Piece, Table
 from meshwright.spec.model import Model
 
 
-def print_budget(facts: dict[str, Any], law: ScalingLaw, model: Model | None) -> None:
+def budget_text(facts: dict[str, Any], law: ScalingLaw, model: Model | None) -> Iterator[Piece]:
     """The budget as text, by what is known of it."""
     if facts["flops"] is not None:
-        print_text(f"{facts['flops']:.4g} FLOPs = {_number(facts['petaflop_days'])} petaflop-days")
-        _print_laws(facts, law)
+        yield f"{facts['flops']:.4g} FLOPs = {_number(facts['petaflop_days'])} petaflop-days"
+        yield from _laws_text(facts, law)
         if facts["spent"] is not None:
-            _print_spent(facts, law, model)
+            yield from _spent_text(facts, law, model)
         if facts["utilisation"] is not None:
-            _print_utilisation(facts["utilisation"])
+            yield from _utilisation_text(facts["utilisation"])
         if facts["run"] is not None:
-            _print_run(facts["run"])
+            yield from _run_text(facts["run"])
         if facts["years"] is not None:
-            _print_years(facts["years"])
+            yield from _years_text(facts["years"])
     if facts["failures"] is not None:
-        _print_failures(facts["failures"])
+        yield from _failures_text(facts["failures"])
 
 
 def _number(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def _print_laws(facts: dict[str, Any], law: ScalingLaw) -> None:
+def _laws_text(facts: dict[str, Any], law: ScalingLaw) -> Iterator[Piece]:
     """Where the least loss is by every law, and by the rule of thumb."""
     rule = facts["rule_of_20"]
     rows = [
@@ -42,9 +44,9 @@ def _print_laws(facts: dict[str, Any], law: ScalingLaw) -> None:
     rows.append(
         [f"{TOKENS_PER_PARAM} tokens a parameter", *_cells(rule.num_params, rule.num_tokens), f"{rule.loss:.3f}"]
     )
-    print_table(["best by", "parameters", "tokens", "tokens/param", "loss"], rows)
-    print_fact("*", f"{law.name}: {law.source}", column=4)
-    print_fact("", "a loss is of its law's own data, so losses of two laws do not compare; Kaplan counts no "
+    yield Table(["best by", "parameters", "tokens", "tokens/param", "loss"], rows)
+    yield Fact("*", f"{law.name}: {law.source}", column=4)
+    yield Fact("", "a loss is of its law's own data, so losses of two laws do not compare; Kaplan counts no "
                "embeddings, and the last row's loss is by *", column=4)  # fmt: skip
 
 
@@ -52,46 +54,46 @@ def _cells(params: float, tokens: float) -> list[str]:
     return [format_params(params), format_params(tokens), _number(tokens / params)]
 
 
-def _print_spent(facts: dict[str, Any], law: ScalingLaw, model: Model | None) -> None:
+def _spent_text(facts: dict[str, Any], law: ScalingLaw, model: Model | None) -> Iterator[Piece]:
     """A given size beside the optimum: loss, ratio, and the budget that would have sufficed."""
     spent, best, least = facts["spent"], facts["optimum"], facts["optimal_flops_for_its_loss"]
     name = model.name if model else "this size"
     counted = " active" if model and model.num_experts else ""
-    print_fact(
+    yield Fact(
         "here",
         f"{name}: {format_params(spent.num_params)}{counted} parameters on {format_params(spent.num_tokens)} tokens, "
         f"{_number(spent.tokens_per_param)} a parameter, {spent.num_params / best.num_params:.2g} times the best size",
     )
     losses = ", ".join(f"{key} {value:.3f}" for key, value in facts["loss_by_law"].items())
-    print_fact("loss", losses)
+    yield Fact("loss", losses)
     if least is not None and spent.loss is not None:
-        print_fact(
+        yield Fact(
             "from the optimum",
             f"{spent.loss - best.loss:+.3f} in loss by {law.name}; the best size reaches its loss with "
             f"{least:.3g} FLOPs, {least / facts['flops']:.0%} of these",
         )
 
 
-def _print_utilisation(at: dict[str, Any]) -> None:
-    print_fact(
+def _utilisation_text(at: dict[str, Any]) -> Iterator[Piece]:
+    yield Fact(
         "utilisation",
         f"{at['mfu']:.1%} of {format_flops(at['peak_flops'])} {at['dtype']} for {format_params(at['chip_hours'])} "
         f"chip-hours of {at['chip']}",
     )
 
 
-def _print_run(run: dict[str, Any]) -> None:
-    print_fact(
+def _run_text(run: dict[str, Any]) -> Iterator[Piece]:
+    yield Fact(
         "the run",
         f"{_time(run['days'])} on {run['cluster']} ({run['num_chips']:,} chips) at {run['mfu']:.0%} of "
         f"{format_flops(run['peak_flops'])} {run['dtype']}; {format_params(run['chip_hours'])} chip-hours",
     )
     if run["goodput"] < 1:
-        print_fact("", f"{run['goodput']:.1%} of the time is useful, by the failures below")
-    print_fact("one chip", f"{_number(run['one_chip_years'])} years")
+        yield Fact("", f"{run['goodput']:.1%} of the time is useful, by the failures below")
+    yield Fact("one chip", f"{_number(run['one_chip_years'])} years")
     if run["power_w"] is not None:
         building = f", {format_energy(run['facility_energy_kwh'])} of the building"
-        print_fact(
+        yield Fact(
             "energy",
             f"{format_power(run['power_w'])} for the chips alone, {format_energy(run['energy_kwh'])} in all"
             f"{building if run['facility_energy_kwh'] != run['energy_kwh'] else ''}; "
@@ -100,17 +102,17 @@ def _print_run(run: dict[str, Any]) -> None:
     money = "no price known; give --price" if run["cost_usd"] is None else (
         f"${run['cost_usd']:,.0f}, {run['flops_per_dollar']:.3g} FLOPs a dollar"
     )  # fmt: skip
-    print_fact("cost", money)
+    yield Fact("cost", money)
     if run["floor_area_m2"] is not None:
-        print_fact("floor", f"{_number(run['floor_area_m2'])} m2 of racks")
+        yield Fact("floor", f"{_number(run['floor_area_m2'])} m2 of racks")
 
 
 def _time(days: float) -> str:
     return f"{days / 365:,.3g} years" if days >= 1000 else format_seconds(days * DAY_S)
 
 
-def _print_years(rows: list[dict[str, Any]]) -> None:
-    print_table(
+def _years_text(rows: list[dict[str, Any]]) -> Iterator[Piece]:
+    yield Table(
         ["chip", "dtype", "peak", "years", "energy", "FLOPs/$"],
         [
             [r["chip"], r["dtype"], format_flops(r["peak_flops"]), _number(r["years"]),
@@ -121,16 +123,16 @@ def _print_years(rows: list[dict[str, Any]]) -> None:
     )  # fmt: skip
 
 
-def _print_failures(at: Goodput) -> None:
-    print_fact(
+def _failures_text(at: Goodput) -> Iterator[Piece]:
+    yield Fact(
         "failures", f"{at.failures_per_day:.3g} a day, one every {format_seconds(at.mtbf_s)} somewhere in the fleet"
     )
-    print_fact(
+    yield Fact(
         "checkpoints",
         f"every {format_seconds(at.interval_s)} of work (best: Young {format_seconds(at.young_interval_s)}, "
         f"Daly {format_seconds(at.daly_interval_s)}), each stopping the run for {format_seconds(at.checkpoint_s)}",
     )
-    print_fact(
+    yield Fact(
         "goodput",
         f"{at.goodput:.1%} of the time is work kept; {at.lost_to_checkpoints:.1%} saving, "
         f"{at.lost_to_failures:.1%} lost to failures and restarts of {format_seconds(at.restart_s)}",

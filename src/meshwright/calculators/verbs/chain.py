@@ -1,22 +1,23 @@
 """`meshwright chain`: the shardings of a chain of products that take the least time in the memory there is."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import click
 
 from meshwright.algebra.steps import BOOK_NAMES
+from meshwright.api.rates import rates_for
 from meshwright.calculators.sharding.chain import Chain, parse_chain
 from meshwright.calculators.sharding.chain_search import Assignment, search_chain
 from meshwright.calculators.sharding.einsum_cost import einsum_rates
 from meshwright.calculators.sharding.parsing import local_shape
 from meshwright.cli.fields import dim_sizes, parse_mesh
-from meshwright.cli.machine import rates_for
-from meshwright.cli.output import emit_json, json_option, print_fact, print_table
+from meshwright.cli.verb import Options, argument, option, verb
 from meshwright.core.dims import DTYPE_BYTES
 from meshwright.core.errors import InputError
 from meshwright.core.units import format_bytes, format_seconds, parse_bytes
+from meshwright.report.answer import Answer, Fact, Piece, Table
 from meshwright.spec.calibration import datasheet_calibration
 from meshwright.spec.calibration import memory_bytes as usable_bytes
 from meshwright.spec.cluster import parse_cluster
@@ -25,49 +26,39 @@ MAX_TOP = 20
 COLUMN = 18
 
 
-@click.command()
-@click.argument("products", nargs=-1, required=True)
-@click.option("--mesh", "mesh_text", required=True, help="Mesh axes, major to minor, such as X=4,Y=2.")
-@click.option("--dims", "dims_text", required=True, help="Sizes, such as B=1024,D=4096,F=16384.")
-@click.option("--on", "on", required=True, help="The cluster that runs it, such as v5e:4x4.")
-@click.option("--memory", "memory_text", help="Bytes of a device that may be used, such as 300MB; else all it has.")
-@click.option("--fixed", multiple=True, help='A sharding to keep, such as "B[J_X,K]"; more than one may be given.')
-@click.option("--dtype", default="bf16", type=click.Choice(sorted(DTYPE_BYTES)), help="Of every array (bf16).")
-@click.option("--calibration", type=click.Path(path_type=Path), help="Measured rates of that cluster (TOML).")
-@click.option("--top", default=3, type=click.IntRange(1, MAX_TOP), help="How many assignments to list (3).")
-@json_option
-def command(
-    products: tuple[str, ...],
-    mesh_text: str,
-    dims_text: str,
-    on: str,
-    memory_text: str | None,
-    fixed: tuple[str, ...],
-    dtype: str,
-    calibration: Path | None,
-    top: int,
-    as_json: bool,
-) -> None:
+class Given(Options):
+    products: tuple[str, ...] = argument()
+    mesh_text: str = option("Mesh axes, major to minor, such as X=4,Y=2.", "--mesh")
+    dims_text: str = option("Sizes, such as B=1024,D=4096,F=16384.", "--dims")
+    on: str = option("The cluster that runs it, such as v5e:4x4.")
+    memory_text: str | None = option("Bytes of a device that may be used, such as 300MB; else all it has.", "--memory")
+    fixed: tuple[str, ...] = option('A sharding to keep, such as "B[J_X,K]"; more than one may be given.')
+    dtype: str = option("Of every array (bf16).", default="bf16", type=click.Choice(sorted(DTYPE_BYTES)))
+    calibration: Path | None = option("Measured rates of that cluster (TOML).")
+    top: int = option("How many assignments to list (3).", default=3, type=click.IntRange(1, MAX_TOP))
+
+
+@verb(Given)
+def command(given: Given) -> Answer:
     """Least time for PRODUCTS such as "A[I,J] * B[J,K] -> C[I,K]", each of which takes the result of the one before.
 
     Every array may be sharded in any way, unless it is written with a mesh axis or named by --fixed.
     """
-    cluster = parse_cluster(on)
-    mesh, rates_of = parse_mesh(mesh_text), rates_for(cluster, calibration)
-    chain = parse_chain(products, dims=dim_sizes(dims_text), mesh=mesh, fixed=fixed, dtype=dtype)
+    cluster = parse_cluster(given.on)
+    mesh, rates_of = parse_mesh(given.mesh_text), rates_for(cluster, given.calibration)
+    chain = parse_chain(
+        given.products, dims=dim_sizes(given.dims_text), mesh=mesh, fixed=given.fixed, dtype=given.dtype
+    )
     rates = einsum_rates(cluster, mesh, calibration=rates_of)
-    limit = _limit(memory_text, usable_bytes(cluster.chip, rates_of or datasheet_calibration(cluster.chip)))
-    found = search_chain(chain, rates, memory_bytes=limit, top=top)
+    limit = _limit(given.memory_text, usable_bytes(cluster.chip, rates_of or datasheet_calibration(cluster.chip)))
+    found = search_chain(chain, rates, memory_bytes=limit, top=given.top)
     result = {
         "cluster": cluster.short_name,
         "memory_limit_bytes": limit,
         "placement": rates.placement,
         "assignments": [_row(chain, one) for one in found],
     }
-    if as_json:
-        emit_json(result)
-    else:
-        _print(result)
+    return Answer(result, _text(result))
 
 
 def _limit(text: str | None, usable: float) -> float:
@@ -111,7 +102,7 @@ def _row(chain: Chain, one: Assignment) -> dict[str, Any]:
     }
 
 
-def _print(result: Mapping[str, Any]) -> None:
+def _text(result: Mapping[str, Any]) -> Iterator[Piece]:
     best = result["assignments"][0]
     rows = [
         [
@@ -122,7 +113,7 @@ def _print(result: Mapping[str, Any]) -> None:
         ]
         for name, array in best["arrays"].items()
     ]
-    print_table(["array", "best sharding", "role", "block of a device"], rows, _title(result))
+    yield Table(["array", "best sharding", "role", "block of a device"], rows, _title(result))
     steps = [
         [
             str(number),
@@ -134,18 +125,18 @@ def _print(result: Mapping[str, Any]) -> None:
         ]
         for number, step in enumerate(best["steps"], start=1)
     ]
-    print_table(["", "step", "result", "bytes", "time", "bound by"], steps)
-    _print_facts(result, best)
+    yield Table(["", "step", "result", "bytes", "time", "bound by"], steps)
+    yield from _facts_text(result, best)
     others = result["assignments"][1:]
     if others:
-        click.echo()
+        yield ""
         # without spaces inside a name, a row breaks between arrays only
         told = ["  ".join(a["sharding"].replace(", ", ",") for a in row["arrays"].values()) for row in others]
         cells = [
             [text, format_seconds(row["time_s"]), format_bytes(row["memory_bytes"])]
             for text, row in zip(told, others, strict=True)
         ]
-        print_table(["next best", "time", "memory"], cells)
+        yield Table(["next best", "time", "memory"], cells)
 
 
 def _title(result: Mapping[str, Any]) -> str:
@@ -153,7 +144,7 @@ def _title(result: Mapping[str, Any]) -> str:
     return f"least time on {result['cluster']} within {limit} of a device"
 
 
-def _print_facts(result: Mapping[str, Any], best: Mapping[str, Any]) -> None:
+def _facts_text(result: Mapping[str, Any], best: Mapping[str, Any]) -> Iterator[Piece]:
     where = ", ".join(f"{axis} on {place}" for axis, place in result["placement"].items())
     products = format_seconds(best["time_s"] - best["communication_s"])
     shared = f"products {products}, communication {format_seconds(best['communication_s'])}"
@@ -165,4 +156,4 @@ def _print_facts(result: Mapping[str, Any], best: Mapping[str, Any]) -> None:
         "mesh": where,
     }
     for label, text in facts.items():
-        print_fact(label, text, column=COLUMN)
+        yield Fact(label, text, column=COLUMN)

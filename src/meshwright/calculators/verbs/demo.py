@@ -3,25 +3,27 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import click
 import msgspec
 
 from meshwright.algebra.steps import Step
+from meshwright.api.rates import measure
+from meshwright.api.running import run_training
 from meshwright.calculators.verbs.shard import panel
-from meshwright.cli.machine import measure
-from meshwright.cli.output import emit_json, json_option, say
-from meshwright.cli.verbs.plan import print_plan
-from meshwright.cli.verbs.train import print_result, run_plan
+from meshwright.cli.output import say
+from meshwright.cli.verb import Options, option, show, verb
+from meshwright.cli.verbs.plan import plan_text
+from meshwright.cli.verbs.train_text import result_text
 from meshwright.core.units import format_seconds
 from meshwright.cost.setting import Setting, setting_of
 from meshwright.cost.train_step import PricedStrategy, price_strategy
 from meshwright.plan.planner import plan
+from meshwright.report.answer import Answer, Paragraph
 from meshwright.spec.calibration import matmul_rate, memory_rate
 from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.job import Job
 from meshwright.spec.model import Model
 from meshwright.spec.plan_file import Plan, save_plan
-from meshwright.spec.strategy import mesh_words
+from meshwright.spec.strategy import make_mesh, mesh_words
 
 if TYPE_CHECKING:
     from meshwright.train.loop import TrainResult
@@ -49,35 +51,33 @@ SETTINGS = {"learning_rate": 3e-3, "warmup_steps": 4, "weight_decay": 0.01, "bet
 """Found best of those tried for a hundred steps of a small model (2026-11-21)."""
 
 
-@click.command()
-@click.option("--steps", default=100, show_default=True, help="Optimizer steps.")
-@click.option("--out", type=click.Path(path_type=Path), default=Path("runs/demo"), show_default=True)
-@json_option
-def command(steps: int, out: Path, as_json: bool) -> None:
+class Given(Options):
+    steps: int = option("Optimizer steps.", default=100)
+    out: Path = option(default=Path("runs/demo"))
+
+
+@verb(Given)
+def command(given: Given) -> Answer:
     """Measure this machine, plan a small llama for 8 emulated devices, train it, compare, draw, sample."""
-    out.mkdir(parents=True, exist_ok=True)
+    given.out.mkdir(parents=True, exist_ok=True)
     cluster = parse_cluster(CLUSTER)
     say("1/5 measure")
-    calibration = measure(cluster, keep=out / "calibration.toml")
+    calibration = measure(cluster, keep=given.out / "calibration.toml")
     say("2/5 plan")
     found = plan(Setting(DEMO_MODEL, cluster, DEMO_JOB, calibration))
     chosen = found.plan()
-    save_plan(chosen, out / "plan.toml")
-    if not as_json:
-        print_plan(found)
+    save_plan(chosen, given.out / "plan.toml")
+    if given.form == "text":
+        show(plan_text(found))
     say("3/5 train")
-    result = run_plan(chosen, {**SETTINGS, "steps": steps}, runs=out)
+    result = run_training(chosen, {**SETTINGS, "steps": given.steps}, runs=given.out)
     say("4/5 pictures")
-    pictures = _draw(chosen, result, out)
+    pictures = _draw(chosen, result, given.out)
     say("5/5 sample")
     text = _sample(Path(result.run))
-    if as_json:
-        emit_json({**msgspec.to_builtins(result), "plan": str(out / "plan.toml"), "pictures": pictures, "sample": text})
-        return
-    click.echo()
-    print_result(chosen, result)
-    click.echo(f"pictures: {', '.join(pictures)}")
-    click.echo(f"sample:   {text!r}")
+    facts = {**msgspec.to_builtins(result), "plan": given.out / "plan.toml", "pictures": pictures, "sample": text}
+    lines = [f"pictures: {', '.join(pictures)}", f"sample:   {text!r}"]
+    return Answer(facts, ["", *result_text(chosen, result), *(Paragraph(line, None) for line in lines)])
 
 
 def _draw(chosen: Plan, result: "TrainResult", out: Path) -> list[str]:
@@ -164,10 +164,8 @@ def _is_shown(step: Step) -> bool:
 
 
 def _sample(run: Path) -> str:
-    from meshwright.train.sample import generate
-    from meshwright.train.weights_file import load_run
+    from meshwright.api.running import TextOptions, generate_text
+    from meshwright.serve.sampling import Sampling
 
-    model, params, tokenizer = load_run(run)
-    prompt = tokenizer.encode(PROMPT).ids
-    drawn = generate(model, params, prompt, num_tokens=SAMPLE_TOKENS, temperature=0.5, seed=0, window=DEMO_JOB.seq_len)
-    return tokenizer.decode([*prompt, *drawn])
+    options = TextOptions(max_tokens=SAMPLE_TOKENS, sampling=Sampling(temperature=0.5), mesh=make_mesh({}))
+    return PROMPT + generate_text(run, [PROMPT], options).texts[0]

@@ -1,11 +1,10 @@
 """`meshwright formats`: number formats, how each stores a value, and what a dot product of them takes."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from typing import Any
 
-import click
 import msgspec
 
 from meshwright.calculators.chips.dot_product import LOAD_CYCLES, VECTOR_BITS, dot_product_ways, dot_product_work
@@ -17,8 +16,9 @@ from meshwright.calculators.chips.number_formats import (
     number_format,
     round_to,
 )
-from meshwright.cli.output import emit_json, json_option, print_fact, print_table
+from meshwright.cli.verb import Options, argument, option, verb
 from meshwright.core.errors import InputError
+from meshwright.report.answer import Answer, Fact, Piece, Table
 
 LISTED = ("fp32", "tf32", "bf16", "fp16", "fp8-e5m2", "fp8-e4m3", "fp4-e2m1", "int8", "int4")
 """Formats that are shown where none are named."""
@@ -26,48 +26,48 @@ LISTED = ("fp32", "tf32", "bf16", "fp16", "fp8-e5m2", "fp8-e4m3", "fp4-e2m1", "i
 MAX_LENGTH = 10**9
 
 
-@click.command()
-@click.argument("names", nargs=-1, metavar="[FORMAT]...")
-@click.option("--value", "values", multiple=True, metavar="NUMBER", help="Show how each format stores it; repeatable.")
-@click.option("--bits", "code", metavar="PATTERN", help="Decode a bit pattern of one format, such as 0x7e or 0b0111.")
-@click.option("--scale", default="1", show_default=True, help="Values are divided by it before they are stored.")
-@click.option("--dot", "length", type=int, help="Elements of a dot product: its instructions and cycles.")
-@click.option("--load-cycles", type=float, default=LOAD_CYCLES, show_default=True, help="Of one load from memory.")
-@click.option("--vector-bits", type=int, default=VECTOR_BITS, show_default=True, help="Width of a vector register.")
-@json_option
-def command(
-    names: tuple[str, ...],
-    values: tuple[str, ...],
-    code: str | None,
-    scale: str,
-    length: int | None,
-    load_cycles: float,
-    vector_bits: int,
-    as_json: bool,
-) -> None:
+class Given(Options):
+    names: tuple[str, ...] = argument(metavar="[FORMAT]...")
+    values: tuple[str, ...] = option("Show how each format stores it; repeatable.", "--value", metavar="NUMBER")
+    code: str | None = option(
+        "Decode a bit pattern of one format, such as 0x7e or 0b0111.", "--bits", metavar="PATTERN"
+    )
+    scale: str = option("Values are divided by it before they are stored.", default="1")
+    length: int | None = option("Elements of a dot product: its instructions and cycles.", "--dot")
+    load_cycles: float = option("Of one load from memory.", default=LOAD_CYCLES)
+    vector_bits: int = option("Width of a vector register.", default=VECTOR_BITS)
+
+
+@verb(Given)
+def command(given: Given) -> Answer:
     """Range, precision and bytes of FORMATs (all common ones where none is named)."""
-    forms = [number_format(name) for name in names or LISTED]
-    factor = _number(scale, "--scale")
+    forms = [number_format(name) for name in given.names or LISTED]
+    factor = _number(given.scale, "--scale")
     if factor <= 0:
-        raise InputError(f"--scale {scale} must be positive. A value is divided by it, stored, and multiplied back.")
+        raise InputError(
+            f"--scale {given.scale} must be positive. A value is divided by it, stored, and multiplied back."
+        )
     found: dict[str, Any] = {
         "formats": [format_facts(form) for form in forms],
-        "values": [_stored(text, forms, factor) for text in values],
-        "decoded": None if code is None else _decoded(code, forms),
-        "dot_product": [_dot(form, length, load_cycles, vector_bits) for form in forms] if length is not None else None,
+        "values": [_stored(text, forms, factor) for text in given.values],
+        "decoded": None if given.code is None else _decoded(given.code, forms),
+        "dot_product": [_dot(form, given.length, given.load_cycles, given.vector_bits) for form in forms]
+        if given.length is not None
+        else None,
     }
-    if as_json:
-        emit_json(found)
-        return
-    if not values and code is None and length is None:
-        _print_formats(forms)
-    for text in values:
-        _print_value(text, forms, factor)
+    return Answer(found, _text(given, forms, factor, found))
+
+
+def _text(given: Given, forms: Sequence[NumberFormat], factor: Fraction, found: dict[str, Any]) -> Iterator[Piece]:
+    if not given.values and given.code is None and given.length is None:
+        yield from _formats_text(forms)
+    for text in given.values:
+        yield from _value_text(text, forms, factor)
     if found["decoded"]:
         bits, value = found["decoded"]["bits"], found["decoded"]["value"]
-        print_fact(forms[0].name, f"{bits} is {_short(value)}")
+        yield Fact(forms[0].name, f"{bits} is {_short(value)}")
     if found["dot_product"]:
-        _print_dot(found["dot_product"], length or 0, load_cycles)
+        yield from _dot_text(found["dot_product"], given.length or 0, given.load_cycles)
 
 
 # -- what formats hold ----------------------------------------------------------------------------------
@@ -96,7 +96,7 @@ def format_facts(form: NumberFormat) -> dict[str, Any]:
     }
 
 
-def _print_formats(forms: Sequence[NumberFormat]) -> None:
+def _formats_text(forms: Sequence[NumberFormat]) -> Iterator[Piece]:
     rows = []
     for form in forms:
         fields = f"1+{form.exponent_bits}+{form.mantissa_bits}" if form.kind == "float" else f"{form.bits}"
@@ -105,8 +105,8 @@ def _print_formats(forms: Sequence[NumberFormat]) -> None:
                 form.max_value, form.min_normal, form.min_subnormal, form.epsilon
             ))]
         )  # fmt: skip
-    print_table(["format", "bits", "bytes", "largest", "min normal", "min above 0", "step at 1"], rows)
-    print_fact("bits", "sign + exponent + mantissa; tf32 fills 4 bytes in memory; integers need a scale")
+    yield Table(["format", "bits", "bytes", "largest", "min normal", "min above 0", "step at 1"], rows)
+    yield Fact("bits", "sign + exponent + mantissa; tf32 fills 4 bytes in memory; integers need a scale")
 
 
 # -- values ---------------------------------------------------------------------------------------------
@@ -131,14 +131,14 @@ def _stored(text: str, forms: Sequence[NumberFormat], scale: Fraction) -> dict[s
     }
 
 
-def _print_value(text: str, forms: Sequence[NumberFormat], scale: Fraction) -> None:
+def _value_text(text: str, forms: Sequence[NumberFormat], scale: Fraction) -> Iterator[Piece]:
     value = _number(text, "--value")
     rows = []
     for form in forms:
         one = round_to(form, value / scale)
         rows.append([form.name, f"{one.value * float(scale):.10g}", _error(one), bit_text(form, one.code)])
     of = "" if scale == 1 else f", stored as multiples of {float(scale):g}"
-    print_table(["format", "stored", "error", "sign exponent mantissa"], rows, f"{text}{of}")
+    yield Table(["format", "stored", "error", "sign exponent mantissa"], rows, f"{text}{of}")
 
 
 def _error(one: Rounded) -> str:
@@ -192,7 +192,7 @@ def _dot(form: NumberFormat, length: int, load_cycles: float, vector_bits: int) 
     }
 
 
-def _print_dot(dots: Sequence[dict[str, Any]], length: int, load_cycles: float) -> None:
+def _dot_text(dots: Sequence[dict[str, Any]], length: int, load_cycles: float) -> Iterator[Piece]:
     for dot in dots:
         rows = [
             [way["way"], *(f"{way[key]:,.4g}" if way[key] < 1e4 else f"{way[key]:,.0f}" for key in (
@@ -202,6 +202,6 @@ def _print_dot(dots: Sequence[dict[str, Any]], length: int, load_cycles: float) 
         ]  # fmt: skip
         moved = f"{dot['bytes']:,.0f} bytes, {dot['intensity']:.3g} FLOPs/byte"
         title = f"{dot['format']}: {dot['flops']:,} FLOPs on {moved}"
-        print_table(["way", "loads", "arithmetic", "instructions", "cycles", "no overlap"], rows, title)
-    print_fact("cycles", f"1 for arithmetic, {load_cycles:g} for a load; the larger of both, or their sum")
-    print_fact("matrix", f"the share that one dot product of {length:,} has in a whole matrix product")
+        yield Table(["way", "loads", "arithmetic", "instructions", "cycles", "no overlap"], rows, title)
+    yield Fact("cycles", f"1 for arithmetic, {load_cycles:g} for a load; the larger of both, or their sum")
+    yield Fact("matrix", f"the share that one dot product of {length:,} has in a whole matrix product")

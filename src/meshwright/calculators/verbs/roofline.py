@@ -1,5 +1,6 @@
 """`meshwright roofline`: what bounds one product on one chip."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -8,17 +9,17 @@ import click
 from meshwright.algebra.notation import ShardedArray
 from meshwright.calculators.chips.anatomy import tile_expansion
 from meshwright.calculators.sharding.parsing import parse_einsum
-from meshwright.calculators.verbs.roofline_attention import attention_facts, draw_attention, print_attention
+from meshwright.calculators.verbs.roofline_attention import (
+    attention_answer,
+)
 from meshwright.calculators.verbs.roofline_sweep import (
-    Sweep,
-    draw_sweep,
+    drawn,
     parse_sweep,
-    print_sweep,
-    sweep_facts,
+    sweep_answer,
     sweep_points,
 )
 from meshwright.cli.fields import dim_sizes
-from meshwright.cli.output import emit_json, json_option, print_fact, print_table, say
+from meshwright.cli.verb import Options, argument, option, verb
 from meshwright.core.errors import InputError
 from meshwright.core.units import format_bytes, format_flops, format_seconds
 from meshwright.cost.formulas.roofline import (
@@ -32,7 +33,7 @@ from meshwright.cost.formulas.roofline import (
     dtype_bytes,
     einsum_work,
 )
-from meshwright.spec.catalogue import model as find_model
+from meshwright.report.answer import Answer, Fact, Paragraph, Piece, Table
 from meshwright.spec.chip import Chip, chip, compute_dtype
 
 CHANNELS: tuple[Channel, ...] = ("hbm", "vmem", "pcie", "ici", "dcn")
@@ -40,106 +41,53 @@ TPU_TILE = (8, 128)
 """Rows and columns of a tile: how a TPU lays the last two dims of an array out in memory."""
 
 
-@click.command()
-@click.argument("product", required=False)
-@click.option("--dims", help="Sizes, such as B=128,D=8192,F=32768.")
-@click.option("--on", "on", required=True, help="A chip, such as v5e or h100 (meshwright show chips).")
-@click.option("--channel", type=click.Choice(CHANNELS), default="hbm", show_default=True)
-@click.option("--sweep", "sweeps", multiple=True, metavar="DIMS=SIZES",
-              help="Many sizes: B=1..4096 doubles, D,F=1024,4096 sets both; repeatable.")  # fmt: skip
-@click.option("--attention", "attention_of", metavar="MODEL", help="Instead: its attention beside its feed-forward.")
-@click.option("--batch", "batch_seqs", type=int, default=1, show_default=True, help="Sequences that generate at once.")
-@click.option("--png", type=click.Path(path_type=Path), help="Draw the roofline to this file (.png or .svg).")
-@json_option
-def command(
-    product: str | None,
-    dims: str | None,
-    on: str,
-    channel: Channel,
-    sweeps: tuple[str, ...],
-    attention_of: str | None,
-    batch_seqs: int,
-    png: Path | None,
-    as_json: bool,
-) -> None:
+class Given(Options):
+    product: str | None = argument()
+    dims: str | None = option("Sizes, such as B=128,D=8192,F=32768.")
+    on: str = option("A chip, such as v5e or h100 (meshwright show chips).")
+    channel: Channel = option(type=click.Choice(CHANNELS), default="hbm")
+    sweeps: tuple[str, ...] = option(
+        "Many sizes: B=1..4096 doubles, D,F=1024,4096 sets both; repeatable.", "--sweep", metavar="DIMS=SIZES"
+    )
+    attention_of: str | None = option("Instead: its attention beside its feed-forward.", "--attention", metavar="MODEL")
+    batch_seqs: int = option("Sequences that generate at once.", "--batch", default=1)
+    png: Path | None = option("Draw the roofline to this file (.png or .svg).")
+
+
+@verb(Given)
+def command(given: Given) -> Answer:
     """Intensity, both bounds and what binds for a PRODUCT such as "bf16[B,D] * int8[D,F] -> bf16[B,F]"."""
-    unit, swept = chip(on), [parse_sweep(text) for text in sweeps]
-    sizes = dim_sizes(dims) if dims is not None else {}
-    if attention_of is not None:
-        if product is not None or sizes or len(swept) > 1:
+    unit, swept = chip(given.on), [parse_sweep(text) for text in given.sweeps]
+    sizes = dim_sizes(given.dims) if given.dims is not None else {}
+    if given.attention_of is not None:
+        if given.product is not None or sizes or len(swept) > 1:
             raise InputError(
                 "--attention takes its sizes from the model. Leave PRODUCT and --dims out, --sweep T alone."
             )
-        _attention(attention_of, unit, batch_seqs, swept[0] if swept else None, png, as_json)
-    elif product is None:
+        return attention_answer(given.attention_of, unit, given, swept[0] if swept else None)
+    if given.product is None:
         raise InputError("there is no product. Write bf16[B,D] * int8[D,F] -> bf16[B,F], or give --attention MODEL.")
-    elif swept:
-        _sweep(product, sizes, unit, channel, swept, png, as_json)
-    elif not sizes:
+    if not swept and not sizes:
         raise InputError("the product has no sizes. Give --dims B=128,D=8192,F=32768, or --sweep.")
-    else:
-        _one(product, sizes, unit, channel, png, as_json)
-
-
-def _attention(name: str, unit: Chip, batch_seqs: int, sweep: Sweep | None, png: Path | None, as_json: bool) -> None:
-    dtype = compute_dtype(unit, "bf16")
-    facts = attention_facts(find_model(name), unit, dtype=dtype, batch_seqs=batch_seqs, sweep=sweep)
-    if png:
-        facts["png"] = str(draw_attention(png, facts))
-    if as_json:
-        emit_json(facts)
-    else:
-        print_attention(facts)
-
-
-def _sweep(
-    product: str,
-    sizes: dict[str, int],
-    unit: Chip,
-    channel: Channel,
-    swept: list[Sweep],
-    png: Path | None,
-    as_json: bool,
-) -> None:
-    lhs, rhs, out = (Operand(a.dims, _dtype(a)) for a in parse_einsum(product))
-    dtype = compute_dtype(unit, lhs.dtype, rhs.dtype)
-    points = sweep_points((lhs, rhs), out, sizes, swept, unit=unit, dtype=dtype, channel=channel)
-    facts: dict[str, Any] = {
-        "chip": unit.name,
-        "channel": channel,
-        "compute_dtype": dtype,
-        "peak_flops": points[0].line.peak_flops,
-        "bytes_per_s": points[0].line.bytes_per_s,
-        "points": sweep_facts(swept, points),
-    }
-    if png:
-        facts["png"] = str(draw_sweep(png, product, unit, swept, points))
-    if as_json:
-        emit_json(facts)
-    else:
-        print_sweep(f"{product} on {unit.name} in {dtype}", swept, points)
-
-
-def _one(product: str, sizes: dict[str, int], unit: Chip, channel: Channel, png: Path | None, as_json: bool) -> None:
-    named = parse_einsum(product)
+    named = parse_einsum(given.product)
     lhs, rhs, out = (Operand(a.dims, _dtype(a)) for a in named)
     dtype = compute_dtype(unit, lhs.dtype, rhs.dtype)
-    line = chip_roofline(einsum_work((lhs, rhs), out, sizes), unit, dtype=dtype, channel=channel)
-    batch_dim = _batch_dim(lhs, rhs, product)
+    if swept:
+        points = sweep_points((lhs, rhs), out, sizes, swept, unit=unit, dtype=dtype, channel=given.channel)
+        return sweep_answer(f"{given.product} on {unit.name}", unit, given, dtype, swept, points)
+    line = chip_roofline(einsum_work((lhs, rhs), out, sizes), unit, dtype=dtype, channel=given.channel)
+    batch_dim = _batch_dim(lhs, rhs, given.product)
     critical = critical_size(
         (lhs, rhs), out, sizes, dim=batch_dim, peak_flops=line.peak_flops, bytes_per_s=line.bytes_per_s
     )
-    result = {
+    facts = {
         **_result(line, dtype, batch_dim, critical),
         "critical_batch_wide": _wide_batch(line, rhs, batch_dim),
         "tile_expansion": _tiles(unit, named, sizes),
+        **drawn(given.png),
     }
-    if png:
-        result["png"] = str(_draw(png, product, unit, line))
-    if as_json:
-        emit_json(result)
-    else:
-        _print(product, unit, result)
+    product = given.product
+    return Answer(facts, _text(product, unit, facts), {given.png: lambda: _figure(product, unit, line)})
 
 
 def _batch_dim(lhs: Operand, rhs: Operand, product: str) -> str:
@@ -191,33 +139,32 @@ def _result(line: Roofline, dtype: str, batch_dim: str, critical: float) -> dict
     }
 
 
-def _print(product: str, unit: Chip, r: dict[str, Any]) -> None:
+def _text(product: str, unit: Chip, r: dict[str, Any]) -> Iterator[Piece]:
     channel, dim = r["channel"], r["critical_dim"]
     batch = r["critical_batch"]
     rows = [
         ["compute", format_flops(r["flops"], unit="FLOP"), format_flops(r["peak_flops"]), format_seconds(r["math_s"])],
         [channel, format_bytes(r["bytes"]), f"{format_bytes(r['bytes_per_s'])}/s", format_seconds(r["transfer_s"])],
     ]
-    print_table(["", "amount", f"{unit.name} rate", "time"], rows, f"{product} on {unit.name} in {r['compute_dtype']}")
-    click.echo(f"intensity       {r['intensity']:,.4g} FLOPs/byte (critical {r['critical_intensity']:,.4g})")
-    click.echo(f"bound by        {r['bound_by']}")
-    click.echo(f"time            {format_seconds(r['time_s_lower'])} with perfect overlap, "
-               f"{format_seconds(r['time_s_upper'])} with none")  # fmt: skip
+    yield Table(["", "amount", f"{unit.name} rate", "time"], rows, f"{product} on {unit.name} in {r['compute_dtype']}")
+    yield Paragraph(f"intensity       {r['intensity']:,.4g} FLOPs/byte (critical {r['critical_intensity']:,.4g})", None)
+    yield Paragraph(f"bound by        {r['bound_by']}", None)
+    yield Paragraph(f"time            {format_seconds(r['time_s_lower'])} with perfect overlap, "
+               f"{format_seconds(r['time_s_upper'])} with none", None)  # fmt: skip
     reach = f"{dim} > {batch:,.1f}" if batch != float("inf") else f"never, whatever {dim}"
     wide = r["critical_batch_wide"]
     near = f"; {wide:,.1f} by the weight's alone" if wide is not None and batch != float("inf") else ""
-    print_fact("compute-bound", f"{reach} (every byte counted{near})", column=16)
+    yield Fact("compute-bound", f"{reach} (every byte counted{near})", column=16)
     if r["tile_expansion"]:
         padded = ", ".join(
             f"{name} {times:,.0f}" if times >= 100 else f"{name} {times:.3g}"
             for name, times in r["tile_expansion"].items()
         )
         tile = ",".join(map(str, TPU_TILE))
-        print_fact("padded memory", f"{padded} times what the elements need, in tiles of ({tile})", column=16)
+        yield Fact("padded memory", f"{padded} times what the elements need, in tiles of ({tile})", column=16)
 
 
-def _draw(path: Path, product: str, unit: Chip, line: Roofline) -> Path:
-    from meshwright.report.figure import save
+def _figure(product: str, unit: Chip, line: Roofline) -> Any:
     from meshwright.report.roofline import RooflinePoint, roofline_figure
 
     links = {}
@@ -228,9 +175,6 @@ def _draw(path: Path, product: str, unit: Chip, line: Roofline) -> Path:
             continue
     links.setdefault(line.channel.upper(), line.bytes_per_s)
     point = RooflinePoint(label=product, intensity=line.work.intensity, flops_per_s=line.reached_flops_per_s)
-    spec = roofline_figure(
+    return roofline_figure(
         peak_flops_per_s=line.peak_flops, link_bytes_per_s=links, points=[point], title=f"Roofline of {unit.name}"
     )
-    written = save(spec, path)
-    say(f"wrote {written}")
-    return written

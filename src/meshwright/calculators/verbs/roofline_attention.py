@@ -1,21 +1,29 @@
 """`meshwright roofline --attention MODEL`: attention beside the feed-forward block as the context grows."""
 
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from meshwright.calculators.chips.attention_roofline import BlockTimes, block_times, compute_bound_len
-from meshwright.calculators.verbs.roofline_sweep import Sweep
-from meshwright.cli.output import print_fact, print_table, say
+from meshwright.calculators.verbs.roofline_sweep import Sweep, drawn
 from meshwright.core.errors import InputError
 from meshwright.core.units import format_count
 from meshwright.cost.formulas.accounting import attention_equal_len
 from meshwright.cost.formulas.roofline import channel_rate, critical_intensity
-from meshwright.spec.chip import Chip, peak
+from meshwright.report.answer import Answer, Fact, Piece, Table
+from meshwright.spec.catalogue import model as find_model
+from meshwright.spec.chip import Chip, compute_dtype, peak
 from meshwright.spec.model import Model
 
 LENGTHS = tuple(2**power for power in range(7, 21))
 COLUMN = 16
+
+
+def attention_answer(name: str, unit: Chip, given: Any, sweep: Sweep | None) -> Answer:
+    """Attention of a model beside its feed-forward block at every length."""
+    dtype = compute_dtype(unit, "bf16")
+    facts = attention_facts(find_model(name), unit, dtype=dtype, batch_seqs=given.batch_seqs, sweep=sweep)
+    facts |= drawn(given.png)
+    return Answer(facts, _text(facts), {given.png: lambda: _figure(facts)})
 
 
 def attention_facts(model: Model, unit: Chip, *, dtype: str, batch_seqs: int, sweep: Sweep | None) -> dict[str, Any]:
@@ -53,21 +61,21 @@ def _facts(one: BlockTimes) -> dict[str, Any]:
     }
 
 
-def print_attention(facts: dict[str, Any]) -> None:
+def _text(facts: dict[str, Any]) -> Iterator[Piece]:
     """The lengths as a table, then where attention becomes compute-bound."""
     rows = [
         [f"{p['keys']:,}", _number(p["intensity"]), p["bound_by"], f"{p['ratio']:.3g}",
          f"{g['intensity']:,.3g}", g["bound_by"], f"{g['ratio']:.3g}"]
         for p, g in zip(facts["prefill"], facts["generation"], strict=True)
     ]  # fmt: skip
-    print_table(
+    yield Table(
         ["context", "prefill", "bound by", "over FFW", "generation", "bound by", "over FFW"],
         rows,
         f"Attention of one layer of {facts['model']} on {facts['chip']}: FLOPs/byte, and its time over that of the "
         f"feed-forward block",
     )
     group, at = facts["queries_per_kv_head"], facts["critical_intensity"]
-    print_fact(
+    yield Fact(
         "prefill",
         f"compute-bound from {facts['compute_bound_len']:,.4g} positions: T G / (G + 1) > {at:,.4g} FLOPs/byte, "
         f"G = {group}",
@@ -75,12 +83,12 @@ def print_attention(facts: dict[str, Any]) -> None:
     )
     count = facts["batch_seqs"]
     never = "never compute-bound" if group <= at else "compute-bound"
-    print_fact(
+    yield Fact(
         "generation",
         f"near G = {group} FLOPs/byte: {never}; {count:,} sequence{'s' if count > 1 else ''} at once",
         column=COLUMN,
     )
-    print_fact(
+    yield Fact(
         "counted",
         "no causal discount, projections left out, keys and values in bf16; each block the larger of compute and "
         "memory on one chip",
@@ -92,10 +100,9 @@ def _number(value: float) -> str:
     return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
 
 
-def draw_attention(path: Path, facts: dict[str, Any]) -> Path:
-    """The picture of attention's time over the feed-forward block's against the context."""
+def _figure(facts: dict[str, Any]) -> Any:
+    """Attention's time over the feed-forward block's against the context."""
     from meshwright.report.curves import Curve, Mark, curves_figure
-    from meshwright.report.figure import save
 
     def curve(name: str, rows: Sequence[dict[str, Any]]) -> Curve:
         return Curve(name=name, x=tuple(float(r["keys"]) for r in rows), y=tuple(float(r["ratio"]) for r in rows))
@@ -105,7 +112,7 @@ def draw_attention(path: Path, facts: dict[str, Any]) -> Path:
     lengths = [r["keys"] for r in facts["prefill"]]
     if min(lengths) < facts["compute_bound_len"] < max(lengths):
         marks.append(Mark(axis="x", value=facts["compute_bound_len"], text="prefill compute-bound", at="end"))
-    spec = curves_figure(
+    return curves_figure(
         [curve("prefill", facts["prefill"]), curve(f"generation, {format_count(count)} at once", facts["generation"])],
         x_title="context (positions)",
         y_title="time of attention over feed-forward",
@@ -113,6 +120,3 @@ def draw_attention(path: Path, facts: dict[str, Any]) -> Path:
         subtitle="One layer on one chip, each block the larger of compute and memory; projections left out.",
         marks=marks,
     )
-    written = save(spec, path)
-    say(f"wrote {written}")
-    return written

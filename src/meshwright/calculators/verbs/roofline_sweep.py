@@ -7,10 +7,10 @@ from typing import Any
 
 import msgspec
 
-from meshwright.cli.output import print_table, say
 from meshwright.core.errors import InputError
 from meshwright.core.units import format_flops, format_seconds, parse_count
 from meshwright.cost.formulas.roofline import Channel, Operand, Roofline, chip_roofline, einsum_work
+from meshwright.report.answer import Answer, Table
 from meshwright.spec.chip import Chip
 
 MAX_POINTS = 400
@@ -96,9 +96,20 @@ def _refuse(operands: Sequence[Operand], sizes: dict[str, int], sweeps: Sequence
         raise InputError(f"{count:,} combinations are too many to read. Give at most {MAX_POINTS}.")
 
 
-def sweep_facts(sweeps: Sequence[Sweep], points: Sequence[Point]) -> list[dict[str, Any]]:
-    """One object per point."""
-    return [
+RATE_COLUMNS: dict[str, Any] = {
+    "FLOPs/byte": ("intensity", lambda value: f"{value:,.4g}"),
+    "time": ("time_s_lower", format_seconds),
+    "rate": ("flops_per_s", format_flops),
+    "of peak": ("share_of_peak", lambda share: f"{share:.0%}"),
+    "bound by": "bound_by",
+}
+
+
+def sweep_answer(
+    title: str, unit: Chip, given: Any, dtype: str, sweeps: Sequence[Sweep], points: Sequence[Point]
+) -> Answer:
+    """The points as a table, and their rates as curves."""
+    rows = [
         {
             "sizes": {dim: size for one, size in zip(sweeps, p.chosen, strict=True) for dim in one.dims},
             "intensity": p.line.work.intensity,
@@ -110,23 +121,29 @@ def sweep_facts(sweeps: Sequence[Sweep], points: Sequence[Point]) -> list[dict[s
         }
         for p in points
     ]
+    first = points[0].line
+    facts = {
+        "chip": unit.name,
+        "channel": given.channel,
+        "compute_dtype": dtype,
+        "peak_flops": first.peak_flops,
+        "bytes_per_s": first.bytes_per_s,
+        "points": rows,
+        **drawn(given.png),
+    }
+    sizes = {one.name: (one.dims[0], "{:,}".format) for one in sweeps}
+    table = Table.of([{**row["sizes"], **row} for row in rows], {**sizes, **RATE_COLUMNS}, f"{title} in {dtype}")
+    return Answer(facts, [table], {given.png: lambda: _figure(title, unit, sweeps, points)})
 
 
-def print_sweep(title: str, sweeps: Sequence[Sweep], points: Sequence[Point]) -> None:
-    """The points as a table."""
-    rows = [
-        [*(f"{size:,}" for size in p.chosen), f"{p.line.work.intensity:,.4g}", format_seconds(p.line.lower_s),
-         format_flops(p.line.reached_flops_per_s), f"{p.line.reached_flops_per_s / p.line.peak_flops:.0%}",
-         p.line.bound_by]
-        for p in points
-    ]  # fmt: skip
-    print_table([*(one.name for one in sweeps), "FLOPs/byte", "time", "rate", "of peak", "bound by"], rows, title)
+def drawn(png: Path | None) -> dict[str, str]:
+    """What JSON says of a picture."""
+    return {} if png is None else {"png": str(png)}
 
 
-def draw_sweep(path: Path, product: str, unit: Chip, sweeps: Sequence[Sweep], points: Sequence[Point]) -> Path:
-    """The picture of FLOP/s against the first sweep, a curve for each choice of the others, and the peak."""
+def _figure(title: str, unit: Chip, sweeps: Sequence[Sweep], points: Sequence[Point]) -> Any:
+    """FLOP/s against the first sweep, a curve for each choice of the others, and the peak."""
     from meshwright.report.curves import Curve, Mark, curves_figure
-    from meshwright.report.figure import save
 
     grouped: dict[tuple[int, ...], list[Point]] = {}
     for point in points:
@@ -140,14 +157,11 @@ def draw_sweep(path: Path, product: str, unit: Chip, sweeps: Sequence[Sweep], po
         for others, group in grouped.items()
     ]
     top = points[0].line.peak_flops
-    spec = curves_figure(
+    return curves_figure(
         curves,
         x_title=sweeps[0].name,
         y_title="rate (FLOP/s)",
-        title=f"{product} on {unit.name}",
+        title=title,
         subtitle="The rate that a roofline allows, perfect overlap.",
         marks=[Mark(axis="y", value=float(top), text=f"peak {format_flops(top)}")],
     )
-    written = save(spec, path)
-    say(f"wrote {written}")
-    return written

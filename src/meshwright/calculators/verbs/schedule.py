@@ -3,17 +3,18 @@
 from pathlib import Path
 from typing import Any
 
-import click
-
 from meshwright.algebra.schedules.file import format_schedule, read_schedule
 from meshwright.algebra.schedules.registry import build, default_chunks, definition, schedule_names
 from meshwright.algebra.schedules.simulation import Simulation
 from meshwright.algebra.schedules.table import Schedule
-from meshwright.calculators.verbs.schedule_text import print_compared, print_schedule, print_sweep
+from meshwright.calculators.verbs.roofline_sweep import drawn
+from meshwright.calculators.verbs.schedule_text import compared_text, schedule_text, sweep_text
 from meshwright.calculators.verbs.schedule_times import Times, read_times
-from meshwright.cli.output import emit_json, json_option, say
+from meshwright.cli.output import say
+from meshwright.cli.verb import Options, argument, option, verb
 from meshwright.core.errors import InputError
 from meshwright.core.files import write_text_whole
+from meshwright.report.answer import Answer
 
 MAX_ROWS = 1_000_000
 MAX_SWEPT_STAGES = 64
@@ -27,67 +28,50 @@ they carry no unit the answer is in units too.
 """
 
 
-@click.command(help=HELP)
-@click.argument("name", required=False)
-@click.option("--stages", type=int, help="Devices of the pipeline.")
-@click.option("--microbatches", type=int, help="Microbatches of a step.")
-@click.option("--chunks", type=int, help="Virtual stages per device of the interleaved schedule.  [default: 2]")
-@click.option("--forward", default="1", show_default=True, help="Of one device; 1.2ms, or one for each virtual stage.")
-@click.option("--backward", help="The whole backward pass.  [default: twice the forward pass]")
-@click.option("--weight", help="The part of it that makes gradients of weights.  [default: half of it]")
-@click.option("--send", default="0", show_default=True, help="From one stage to the next.")
-@click.option("--table", type=click.Path(path_type=Path), help="A schedule of your own: a line per device, 0: F0 B0.")
-@click.option("--write", type=click.Path(path_type=Path), help="Write the schedule as such a file.")
-@click.option("--compare", is_flag=True, help="All named schedules beside each other.")
-@click.option("--sweep-stages", is_flag=True, help="More stages and fewer replicas on the same chips.")
-@click.option("--png", type=click.Path(path_type=Path), help="Draw the timeline to this file (.png or .svg).")
-@json_option
-def command(
-    name: str | None,
-    stages: int | None,
-    microbatches: int | None,
-    chunks: int | None,
-    forward: str,
-    backward: str | None,
-    weight: str | None,
-    send: str,
-    table: Path | None,
-    write: Path | None,
-    compare: bool,
-    sweep_stages: bool,
-    png: Path | None,
-    as_json: bool,
-) -> None:
-    times = read_times(forward=forward, backward=backward, weight=weight, send=send)
-    if not (name or table or compare):
+class Given(Options):
+    name: str | None = argument()
+    stages: int | None = option("Devices of the pipeline.")
+    microbatches: int | None = option("Microbatches of a step.")
+    chunks: int | None = option("Virtual stages per device of the interleaved schedule.  [default: 2]")
+    forward: str = option("Of one device; 1.2ms, or one for each virtual stage.", default="1")
+    backward: str | None = option("The whole backward pass.  [default: twice the forward pass]")
+    weight: str | None = option("The part of it that makes gradients of weights.  [default: half of it]")
+    send: str = option("From one stage to the next.", default="0")
+    table: Path | None = option("A schedule of your own: a line per device, 0: F0 B0.")
+    write: Path | None = option("Write the schedule as such a file.")
+    compare: bool = option("All named schedules beside each other.")
+    sweep_stages: bool = option("More stages and fewer replicas on the same chips.")
+    png: Path | None = option("Draw the timeline to this file (.png or .svg).")
+
+
+@verb(Given, help=HELP)
+def command(given: Given) -> Answer:
+    times = read_times(forward=given.forward, backward=given.backward, weight=given.weight, send=given.send)
+    if not (given.name or given.table or given.compare):
         raise InputError(f"no schedule is named. Give one of {', '.join(schedule_names())}, or --table FILE.")
-    schedule = _schedule(name, stages, microbatches, chunks, table)
+    schedule = _schedule(given.name, given.stages, given.microbatches, given.chunks, given.table)
     result: dict[str, Any] = {"unit": times.unit}
     if schedule:
         simulation = times.simulate(schedule)
         result |= _result(schedule, simulation, times)
-    if compare:
-        sizes = _sizes(stages, microbatches, "--compare")
-        result["compare"] = [_compared(one, sizes, chunks, times) for one in schedule_names()]
-    if sweep_stages:
-        sizes = _sizes(stages, microbatches, "--sweep-stages")
-        result["sweep"] = _sweep(name, sizes, chunks, times)
-    if not schedule and (write or png):
+    if given.compare:
+        sizes = _sizes(given.stages, given.microbatches, "--compare")
+        result["compare"] = [_compared(one, sizes, given.chunks, times) for one in schedule_names()]
+    if given.sweep_stages:
+        sizes = _sizes(given.stages, given.microbatches, "--sweep-stages")
+        result["sweep"] = _sweep(given.name, sizes, given.chunks, times)
+    if not schedule and (given.write or given.png):
         raise InputError("--png and --write take one schedule. Name it, such as 1f1b, beside --compare.")
-    if schedule and write:
-        write_text_whole(write, format_schedule(schedule))
-        say(f"wrote {write}")
-    if schedule and png:
-        result["png"] = str(_draw(png, schedule, simulation, times))
-    if as_json:
-        emit_json(result)
-        return
-    if schedule:
-        print_schedule(schedule, simulation, result, times)
-    if compare:
-        print_compared(result["compare"], times)
-    if sweep_stages:
-        print_sweep(result["sweep"], times)
+    if schedule and given.write:
+        write_text_whole(given.write, format_schedule(schedule))
+        say(f"wrote {given.write}")
+    result |= drawn(given.png)
+    text = [*schedule_text(schedule, simulation, result, times)] if schedule else []
+    if given.compare:
+        text += compared_text(result["compare"], times)
+    if given.sweep_stages:
+        text += sweep_text(result["sweep"], times)
+    return Answer(result, text, {given.png: lambda: _figure(schedule, simulation, times)} if schedule else {})
 
 
 def _schedule(
@@ -193,11 +177,10 @@ def _sweep(name: str | None, sizes: tuple[int, int], chunks: int | None, times: 
     return found
 
 
-def _draw(path: Path, schedule: Schedule, simulation: Simulation, times: Times) -> Path:
-    from meshwright.report.figure import save
+def _figure(schedule: Schedule, simulation: Simulation, times: Times) -> Any:
     from meshwright.report.plans.timeline import timeline_figure
 
-    spec = timeline_figure(
+    return timeline_figure(
         schedule,
         simulation,
         unit=times.unit,
@@ -205,6 +188,3 @@ def _draw(path: Path, schedule: Schedule, simulation: Simulation, times: Times) 
         subtitle=f"step {times.show(simulation.makespan_s)}; devices are idle {simulation.bubble_share:.1%} of it; "
         f"peak stash {max(simulation.peak_stash):.4g} whole-stage microbatches",
     )
-    written = save(spec, path)
-    say(f"wrote {written}")
-    return written

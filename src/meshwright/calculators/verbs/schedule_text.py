@@ -1,37 +1,36 @@
 """What `meshwright schedule` prints."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
-
-import click
 
 from meshwright.algebra.schedules.simulation import Simulation
 from meshwright.algebra.schedules.table import Schedule
 from meshwright.calculators.verbs.schedule_times import Times
-from meshwright.cli.output import print_fact, print_table, print_text, width
+from meshwright.cli.output import width
+from meshwright.report.answer import Fact, Paragraph, Piece, Table
 from meshwright.report.plans.timeline import timeline_text
 
 MAX_DEVICES_SHOWN = 16
 
 
-def print_schedule(schedule: Schedule, simulation: Simulation, r: dict[str, Any], times: Times) -> None:
+def schedule_text(schedule: Schedule, simulation: Simulation, r: dict[str, Any], times: Times) -> Iterator[Piece]:
     chunks = f" of {r['chunks']} chunks" if r["chunks"] > 1 else ""
-    print_text(f"{schedule.name}: {r['stages']} devices{chunks}, {r['microbatches']} microbatches")
+    yield f"{schedule.name}: {r['stages']} devices{chunks}, {r['microbatches']} microbatches"
     per = "device" if times.uniform else "virtual stage"
     backward = f"{_listed(times.backward, times)} (weight gradients {_listed(times.weight, times)} of it)"
-    print_fact("passes", f"forward {_listed(times.forward, times)}, backward {backward}, per {per} and microbatch; "
+    yield Fact("passes", f"forward {_listed(times.forward, times)}, backward {backward}, per {per} and microbatch; "
                f"send {times.show(times.send)}")  # fmt: skip
-    print_fact("step", f"{times.show(r['step'])}, of it work {times.show(max(r['busy']))}")
-    print_fact("bubble", f"{times.show(r['bubble'])}; devices are idle {r['bubble_share']:.1%} of the step")
+    yield Fact("step", f"{times.show(r['step'])}, of it work {times.show(max(r['busy']))}")
+    yield Fact("bubble", f"{times.show(r['bubble'])}; devices are idle {r['bubble_share']:.1%} of the step")
     if r["bubble"] - r["bubble_without_barrier"] > 1e-9 * r["step"]:
-        print_fact("", f"{times.show(r['bubble_without_barrier'])} where the next step needs no barrier")
+        yield Fact("", f"{times.show(r['bubble_without_barrier'])} where the next step needs no barrier")
     copies = "two copies of the weights" if r["weight_copies"] > 1 else "one copy of the weights"
-    print_fact("peak stash", f"{max(r['peak_stash']):.4g} whole-stage microbatches; {copies}")
+    yield Fact("peak stash", f"{max(r['peak_stash']):.4g} whole-stage microbatches; {copies}")
     lockstep = r["fused"]
-    print_fact("in lockstep", f"{lockstep['ticks']} fused ticks, {times.show(lockstep['step'])}, "
+    yield Fact("in lockstep", f"{lockstep['ticks']} fused ticks, {times.show(lockstep['step'])}, "
                f"peak stash {lockstep['peak_stash']:.4g}")  # fmt: skip
-    _print_devices(schedule, r, times)
-    _print_timeline(schedule, simulation)
+    yield from _devices_text(schedule, r, times)
+    yield from _timeline_text(schedule, simulation)
 
 
 def _listed(given: Sequence[float], times: Times) -> str:
@@ -40,7 +39,7 @@ def _listed(given: Sequence[float], times: Times) -> str:
     return least if least == most else f"{least} to {most}"
 
 
-def _print_devices(schedule: Schedule, r: dict[str, Any], times: Times) -> None:
+def _devices_text(schedule: Schedule, r: dict[str, Any], times: Times) -> Iterator[Piece]:
     held: list[list[int]] = [[] for _ in schedule.orders]
     for route in schedule.routes:
         for stage, place in enumerate(route):
@@ -52,21 +51,21 @@ def _print_devices(schedule: Schedule, r: dict[str, Any], times: Times) -> None:
     if len(rows) > MAX_DEVICES_SHOWN:
         half = MAX_DEVICES_SHOWN // 2
         rows = [*rows[:half], ["..."] * 5, *rows[-half:]]
-    print_table(["device", "holds stage", "busy", "idle", "peak stash"], rows)
+    yield Table(["device", "holds stage", "busy", "idle", "peak stash"], rows)
 
 
-def _print_timeline(schedule: Schedule, simulation: Simulation) -> None:
+def _timeline_text(schedule: Schedule, simulation: Simulation) -> Iterator[Piece]:
     text = timeline_text(schedule, simulation, width=width())
     if not text:
-        print_text("(The timeline is too long for this terminal: draw it with --png FILE.)")
+        yield "(The timeline is too long for this terminal: draw it with --png FILE.)"
         return
-    click.echo(text, nl=False)
+    yield Paragraph(text.rstrip("\n"), None)
     chunks = "; small letters: odd chunks" if schedule.num_chunks > 1 else ""
     weights = ", W weight gradients" if schedule.is_split else ""
-    print_text(f"(F forward, B backward{weights}, each with its microbatch where that fits{chunks}; dots: idle)")
+    yield f"(F forward, B backward{weights}, each with its microbatch where that fits{chunks}; dots: idle)"
 
 
-def print_compared(rows: list[dict[str, Any]], times: Times) -> None:
+def compared_text(rows: list[dict[str, Any]], times: Times) -> Iterator[Piece]:
     shown = [
         [
             row["schedule"],
@@ -82,13 +81,13 @@ def print_compared(rows: list[dict[str, Any]], times: Times) -> None:
         if "cannot" not in row
     ]
     columns = ["schedule", "chunks", "step", "idle", "bubble without barrier", "peak stash", "weights", "in lockstep"]
-    print_table(columns, shown, "All schedules, same work per device:")
+    yield Table(columns, shown, "All schedules, same work per device:")
     for row in rows:
         if "cannot" in row:
-            print_text(f"{row['schedule']}: {row['cannot']}")
+            yield f"{row['schedule']}: {row['cannot']}"
 
 
-def print_sweep(rows: list[dict[str, Any]], times: Times) -> None:
+def sweep_text(rows: list[dict[str, Any]], times: Times) -> Iterator[Piece]:
     shown = [
         [
             row["stages"],
@@ -102,7 +101,7 @@ def print_sweep(rows: list[dict[str, Any]], times: Times) -> None:
         if "cannot" not in row
     ]
     columns = ["stages", "microbatches per replica", "step", "idle", "peak stash", "of the whole model"]
-    print_table(columns, shown, "More stages on the same chips, the same batch:")
+    yield Table(columns, shown, "More stages on the same chips, the same batch:")
     for row in rows:
         if "cannot" in row:
-            print_text(f"{row['stages']} stages: {row['cannot']}")
+            yield f"{row['stages']} stages: {row['cannot']}"

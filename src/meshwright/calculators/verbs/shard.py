@@ -8,10 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import click
-
 from meshwright.algebra.notation import ShardedArray, check
 from meshwright.algebra.steps import Step
+from meshwright.api.rates import rates_for
 from meshwright.calculators.sharding.blocks import holders
 from meshwright.calculators.sharding.einsum_cost import (
     EinsumRates,
@@ -23,16 +22,17 @@ from meshwright.calculators.sharding.einsum_cost import (
 )
 from meshwright.calculators.sharding.parsing import bytes_per_device, bytes_total, local_shape
 from meshwright.calculators.sharding.ways import Way, all_ways
+from meshwright.calculators.verbs.roofline_sweep import drawn
 from meshwright.calculators.verbs.shard_asked import Asked, parse_asked
 from meshwright.calculators.verbs.shard_run import run_ways
-from meshwright.calculators.verbs.shard_text import print_shard
+from meshwright.calculators.verbs.shard_text import shard_text
 from meshwright.cli.fields import dim_sizes, parse_mesh
-from meshwright.cli.machine import rates_for
-from meshwright.cli.output import emit_json, json_option, say
+from meshwright.cli.verb import Options, argument, option, verb
 from meshwright.core.dims import DTYPE_BYTES
 from meshwright.core.errors import InputError
 from meshwright.core.units import format_params
 from meshwright.cost.formulas.limits import ici_intensity, reduce_after_max_shards, reduce_after_min_dim
+from meshwright.report.answer import Answer
 from meshwright.spec.chip import compute_dtype, peak
 from meshwright.spec.cluster import Cluster, parse_cluster
 
@@ -41,52 +41,41 @@ MAX_RUN_ELEMENTS = 2**28
 MAX_DRAWN_DEVICES = 4096
 
 
-@click.command()
-@click.argument("product")
-@click.option("--mesh", "mesh_text", required=True, help="Mesh axes, major to minor, such as X=4,Y=2.")
-@click.option("--dims", "dims_text", required=True, help="Sizes, such as B=1024,D=4096,F=16384.")
-@click.option("--on", "on", help="A cluster to price the steps on, such as v5e:4x4.")
-@click.option("--calibration", type=click.Path(path_type=Path), help="Measured rates of that cluster (TOML).")
-@click.option("--all", "every", is_flag=True, help="Every way of doing the product, cheapest first.")
-@click.option("--run", "execute", is_flag=True, help="Execute on emulated devices and check the numbers.")
-@click.option("--png", type=click.Path(path_type=Path), help="Draw who holds which block (.png or .svg).")
-@json_option
-def command(
-    product: str,
-    mesh_text: str,
-    dims_text: str,
-    on: str | None,
-    calibration: Path | None,
-    every: bool,
-    execute: bool,
-    png: Path | None,
-    as_json: bool,
-) -> None:
+class Given(Options):
+    product: str = argument()
+    mesh_text: str = option("Mesh axes, major to minor, such as X=4,Y=2.", "--mesh")
+    dims_text: str = option("Sizes, such as B=1024,D=4096,F=16384.", "--dims")
+    on: str | None = option("A cluster to price the steps on, such as v5e:4x4.")
+    calibration: Path | None = option("Measured rates of that cluster (TOML).")
+    every: bool = option("Every way of doing the product, cheapest first.", "--all")
+    execute: bool = option("Execute on emulated devices and check the numbers.", "--run")
+    png: Path | None = option("Draw who holds which block (.png or .svg).")
+
+
+@verb(Given)
+def command(given: Given) -> Answer:
     """Collectives, bytes and times of a PRODUCT such as "In[B_X,D_Y] * Win[D_X,F_Y] -> Tmp[B_X,F_Y]".
 
     Or of one array, "A[I_XY,J]", or of an array moved into another sharding, "A[B_X,D]{U_Z} -> A[B_XZ,D]".
     """
-    cluster = parse_cluster(on) if on else None
-    asked = parse_asked(product, dtype="fp32" if cluster is not None and cluster.kind == "host" else "bf16")
-    mesh, dims = parse_mesh(mesh_text), dim_sizes(dims_text)
+    cluster = parse_cluster(given.on) if given.on else None
+    asked = parse_asked(given.product, dtype="fp32" if cluster is not None and cluster.kind == "host" else "bf16")
+    mesh, dims = parse_mesh(given.mesh_text), dim_sizes(given.dims_text)
     for array in asked.arrays:
         check(array, dims, mesh)
-    _refuse_idle(asked, every=every, execute=execute)
-    _refuse_too_large(asked.arrays, dims, mesh, execute=execute, draw=png is not None)
-    rates = _rates(cluster, mesh, calibration)
+    _refuse_idle(asked, every=given.every, execute=given.execute)
+    _refuse_too_large(asked.arrays, dims, mesh, execute=given.execute, draw=given.png is not None)
+    rates = _rates(cluster, mesh, given.calibration)
     result = _result(asked, dims, mesh, rates)
-    if every:
+    if given.every:
         result["ways"] = _ways(asked, dims, mesh, rates)
         result["slice_and_sum"] = _slice_and_sum(asked, dims, rates)
-    if execute:
-        chosen = [way.steps for way in _all_ways(asked)] if every else [asked.steps]
+    if given.execute:
+        chosen = [way.steps for way in _all_ways(asked)] if given.every else [asked.steps]
         result["run"] = run_ways(asked, chosen, dims, mesh)
-    if png:
-        result["png"] = str(_draw(png, asked, dims, mesh))
-    if as_json:
-        emit_json(result)
-    else:
-        print_shard(asked.title, result, on)
+    result |= drawn(given.png)
+    text = shard_text(asked.title, result, given.on)
+    return Answer(result, text, {given.png: lambda: _figure(asked, dims, mesh)})
 
 
 def _refuse_idle(asked: Asked, *, every: bool, execute: bool) -> None:
@@ -102,12 +91,12 @@ def _refuse_too_large(
 ) -> None:
     """Raise InputError before a picture or a run that this machine could not hold."""
     devices = math.prod(mesh.values())
-    for option, most in (
+    for name, most in (
         ("--run", MAX_RUN_DEVICES if execute else None),
         ("--png", MAX_DRAWN_DEVICES if draw else None),
     ):
         if most is not None and devices > most:
-            raise InputError(f"{option} takes at most {most} devices and the mesh has {devices}. Use smaller axes.")
+            raise InputError(f"{name} takes at most {most} devices and the mesh has {devices}. Use smaller axes.")
     elements = max(math.prod(dims[d] for d in a.dims) for a in arrays)
     if execute and max(elements, math.prod(dims.values()) / 1000) > MAX_RUN_ELEMENTS:
         raise InputError(
@@ -203,17 +192,12 @@ def _slice_and_sum(asked: Asked, dims: dict[str, int], rates: EinsumRates | None
     return {"dim": dim, "size": dims[dim], "min_size": reduce_after_min_dim(alpha), "max_shards": most}
 
 
-def _draw(path: Path, asked: Asked, dims: dict[str, int], mesh: dict[str, int]) -> Path:
+def _figure(asked: Asked, dims: dict[str, int], mesh: dict[str, int]) -> Any:
     from meshwright.report.arrays.sharding import sharding_figure
-    from meshwright.report.figure import save
 
     panels = [panel(a, dims, mesh) for a in asked.drawn]
     axes = ", ".join(f"{a}={n}" for a, n in mesh.items())
-    written = save(
-        sharding_figure(panels, title=asked.title, subtitle=f"Mesh {axes}: each block carries its devices."), path
-    )
-    say(f"wrote {written}")
-    return written
+    return sharding_figure(panels, title=asked.title, subtitle=f"Mesh {axes}: each block carries its devices.")
 
 
 def panel(array: ShardedArray, dims: dict[str, int], mesh: dict[str, int]) -> Any:

@@ -1,31 +1,31 @@
 """How `meshwright shard` prints: the steps, who holds how much, FLOPs, time, the ways and the run."""
 
+from collections.abc import Iterator
 from typing import Any
 
-import click
-
 from meshwright.algebra.steps import BOOK_NAMES
-from meshwright.cli.output import or_dash, print_fact, print_table
+from meshwright.cli.output import or_dash
 from meshwright.core.units import format_bytes, format_flops, format_seconds
+from meshwright.report.answer import Fact, Piece, Table
 
 COLUMN = 17
 
 
-def print_shard(title: str, result: dict[str, Any], on: str | None) -> None:
+def shard_text(title: str, result: dict[str, Any], on: str | None) -> Iterator[Piece]:
     """The result of `shard` as text."""
     where = f" on {on}" if on else ""
-    _print_steps(f"{title}{where}", result)
-    _print_arrays(result, "" if result["steps"] else f"{title}{where}")
+    yield from _steps_text(f"{title}{where}", result)
+    yield from _arrays_text(result, "" if result["steps"] else f"{title}{where}")
     if result["flops_unsharded"]:
-        _print_flops(result)
+        yield from _flops_text(result)
     if result["steps"]:
-        _print_time(result)
-    _print_ways(result)
+        yield from _time_text(result)
+    yield from _ways_text(result)
     if "run" in result:
-        _print_run(result["run"], result["flops_unsharded"] > 0)
+        yield from _run_text(result["run"], result["flops_unsharded"] > 0)
 
 
-def _print_steps(title: str, result: dict[str, Any]) -> None:
+def _steps_text(title: str, result: dict[str, Any]) -> Iterator[Piece]:
     rows = [
         [
             BOOK_NAMES.get(r["op"], "multiply"),
@@ -37,16 +37,16 @@ def _print_steps(title: str, result: dict[str, Any]) -> None:
         for r in result["steps"]
     ]
     if rows:
-        print_table(["step", "axis", "result", "bytes", "time"], rows, title)
+        yield Table(["step", "axis", "result", "bytes", "time"], rows, title)
 
 
-def _print_arrays(result: dict[str, Any], title: str) -> None:
+def _arrays_text(result: dict[str, Any], title: str) -> Iterator[Piece]:
     rows = [
         [name, " x ".join(map(str, shape)) or "one number", format_bytes(result["bytes_per_device"][name]),
          format_bytes(result["bytes_total"][name]), _copies(result["copies"][name], result["addends"][name])]
         for name, shape in result["local_shapes"].items()
     ]  # fmt: skip
-    print_table(["array", "block of a device", "bytes", "in all", "copies"], rows, title)
+    yield Table(["array", "block of a device", "bytes", "in all", "copies"], rows, title)
 
 
 def _copies(copies: int, addends: int) -> str:
@@ -54,11 +54,11 @@ def _copies(copies: int, addends: int) -> str:
     return f"{copies:,}" if addends == 1 else f"{copies:,} of {addends:,} addends"
 
 
-def _print_flops(result: dict[str, Any]) -> None:
+def _flops_text(result: dict[str, Any]) -> Iterator[Piece]:
     each, total, own = result["flops_per_device"], result["flops_total"], result["flops_unsharded"]
-    print_fact("FLOPs per device", format_flops(each, unit="FLOP"), column=COLUMN)
+    yield Fact("FLOPs per device", format_flops(each, unit="FLOP"), column=COLUMN)
     more = f"{total / own:,.4g} times" if total != own else "as many as"
-    print_fact(
+    yield Fact(
         "FLOPs in all",
         f"{format_flops(total, unit='FLOP')} on {result['devices']:,} devices, {more} the unsharded product's "
         f"{format_flops(own, unit='FLOP')}",
@@ -66,26 +66,26 @@ def _print_flops(result: dict[str, Any]) -> None:
     )
 
 
-def _print_time(result: dict[str, Any]) -> None:
+def _time_text(result: dict[str, Any]) -> Iterator[Piece]:
     if result["time_s"] is not None:
         where = ", ".join(f"{axis} on {place}" for axis, place in result["placement"].items())
         told = f"{format_seconds(result['time_s'])}, one step after the other ({where})"
     else:
         told = "not known: name a cluster with --on"
-    print_fact("time", told, column=COLUMN)
+    yield Fact("time", told, column=COLUMN)
 
 
-def _print_run(run: dict[str, Any], product: bool) -> None:
+def _run_text(run: dict[str, Any], product: bool) -> Iterator[Piece]:
     verdict = "equal to" if run["equal"] else "DIFFERENT from"
     ways = f"all {run['ways']} ways" if run["ways"] > 1 else "steps"
     told = (
         f"{ways} on {run['devices']} emulated devices {verdict} the unsharded {'product' if product else 'array'}: "
         f"largest error {run['largest_error']:.1e} of the largest entry"
     )
-    print_fact("run", told, column=COLUMN)
+    yield Fact("run", told, column=COLUMN)
 
 
-def _print_ways(result: dict[str, Any]) -> None:
+def _ways_text(result: dict[str, Any]) -> Iterator[Piece]:
     if "ways" not in result:
         return
     rows = [
@@ -97,11 +97,11 @@ def _print_ways(result: dict[str, Any]) -> None:
         ]
         for w in result["ways"]
     ]
-    click.echo()
-    print_table(["way, cheapest first", "bytes moved", "FLOPs", "time"], rows)
+    yield ""
+    yield Table(["way, cheapest first", "bytes moved", "FLOPs", "time"], rows)
     if result["slice_and_sum"]:
         at = result["slice_and_sum"]
-        print_fact(
+        yield Fact(
             "slice and sum",
             f"over one ICI axis beats the whole product on each device from {at['dim']} = 2 alpha = "
             f"{at['min_size']:,.0f} (here {at['size']:,}); compute-bound below {at['dim']} / (2 alpha) = "

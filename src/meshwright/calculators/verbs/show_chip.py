@@ -1,39 +1,40 @@
 """What `meshwright show CHIP` prints: its figures with their sources, and what follows from them."""
 
+from collections.abc import Iterator
 from typing import Any
 
-import click
 import msgspec
 
 from meshwright.calculators.chips import anatomy
-from meshwright.calculators.verbs.show_gpu import gpu_facts, print_gpu
-from meshwright.cli.output import emit_json, print_fact, print_table, print_text
+from meshwright.calculators.verbs.show_gpu import gpu_facts, gpu_text
 from meshwright.core.dims import DTYPE_BYTES
-from meshwright.core.units import format_bytes, format_flops, format_params, format_seconds
+from meshwright.core.units import format_bytes, format_flops, format_params, format_rate, format_seconds
 from meshwright.cost.formulas import accounting, limits, roofline
 from meshwright.cost.network import collectives as network
+from meshwright.report.answer import Answer, Fact, Paragraph, Piece, Table
 from meshwright.spec.chip import Chip
 from meshwright.spec.strategy import STATE_BYTES
 
 Row = list[Any]
 
 
-def print_chip(c: Chip, as_json: bool) -> None:
-    """One chip as one JSON object or as two tables: figures of the catalogue, then what follows from them."""
+def chip_answer(c: Chip) -> Answer:
+    """One chip as two tables: figures of the catalogue, then what follows from them."""
     facts = chip_facts(c)
-    if as_json:
-        emit_json(facts)
-        return
-    _print_figures(c)
+    return Answer(facts, _text(c, facts))
+
+
+def _text(c: Chip, facts: dict[str, Any]) -> Iterator[Piece]:
+    yield from _figures_text(c)
     rows = [*_derived_rows(c, facts), *_anatomy_rows(c)]
     if rows:
-        click.echo()
-        print_table(["", "", "formula"], rows, f"What follows, {facts['compute_dtype']} products{_links(c)}")
+        yield ""
+        yield Table(["", "", "formula"], rows, f"What follows, {facts['compute_dtype']} products{_links(c)}")
     if facts["gpu"]:
-        print_gpu(c, facts["gpu"], facts["compute_dtype"])
+        yield from gpu_text(c, facts["gpu"], facts["compute_dtype"])
     if facts["max_params"]:
         states = ", ".join(f"{state} {format_params(count)}" for state, count in facts["max_params"].items())
-        print_fact("largest model", f"whose training state alone fills one chip, in parameters: {states}")
+        yield Fact("largest model", f"whose training state alone fills one chip, in parameters: {states}")
 
 
 def chip_facts(c: Chip) -> dict[str, Any]:
@@ -92,32 +93,28 @@ def _critical_batches(c: Chip, dtype: str | None) -> dict[str, float]:
 # -- text -----------------------------------------------------------------------------------------------
 
 
-def _rate(bytes_per_s: float) -> str:
-    return f"{format_bytes(bytes_per_s)}/s"
-
-
 _FIGURES: tuple[tuple[str, str, Any], ...] = (
     ("memory", "hbm_bytes", format_bytes),
     ("memory that programs may fill", "usable_hbm_bytes", format_bytes),
-    ("memory rate", "hbm_bytes_per_s", _rate),
-    ("on-chip memory rate", "vmem_bytes_per_s", _rate),
+    ("memory rate", "hbm_bytes_per_s", format_rate),
+    ("on-chip memory rate", "vmem_bytes_per_s", format_rate),
     ("L2 cache", "l2_bytes", format_bytes),
     ("L1 and shared memory of an SM", "l1_bytes_per_sm", format_bytes),
     ("registers of an SM", "register_bytes_per_sm", format_bytes),
-    ("ICI link, one way", "ici_link_bytes_per_s", _rate),
+    ("ICI link, one way", "ici_link_bytes_per_s", format_rate),
     ("ICI axes", "num_ici_axes", str),
-    ("NVLink or its like, one way", "nvlink_bytes_per_s", _rate),
+    ("NVLink or its like, one way", "nvlink_bytes_per_s", format_rate),
     ("chips of a domain", "domain_chips", str),
-    ("network, one way", "nic_bytes_per_s", _rate),
-    ("DCN of a host", "dcn_bytes_per_s_per_host", _rate),
+    ("network, one way", "nic_bytes_per_s", format_rate),
+    ("DCN of a host", "dcn_bytes_per_s_per_host", format_rate),
     ("chips of a host", "chips_per_host", str),
-    ("PCIe", "pcie_bytes_per_s", _rate),
+    ("PCIe", "pcie_bytes_per_s", format_rate),
     ("power", "power_w", lambda v: f"{v:g} W"),
     ("price of an hour", "price_usd_per_hour", lambda v: f"${v:g}"),
 )
 
 
-def _print_figures(c: Chip) -> None:
+def _figures_text(c: Chip) -> Iterator[Piece]:
     notes: list[str] = []
 
     def note(source: str) -> str:
@@ -134,9 +131,9 @@ def _print_figures(c: Chip) -> None:
         value = getattr(c, key)
         if value is not None:
             rows.append([words, show(value), note(c.sources.get(key, ""))])
-    print_table(["", c.name, "source"], rows, c.full_name)
+    yield Table(["", c.name, "source"], rows, c.full_name)
     for number, source in enumerate(notes, 1):
-        print_text(f"{number:>2}  {source}", indent=4)
+        yield Paragraph(f"{number:>2}  {source}", indent=4)
 
 
 def _derived_rows(c: Chip, facts: dict[str, Any]) -> list[Row]:
@@ -158,7 +155,7 @@ def _derived_rows(c: Chip, facts: dict[str, Any]) -> list[Row]:
         least, hop = format_bytes(facts["latency_bound_bytes"]), format_seconds(_link(c)[1])
         shown.append(["latency of a hop binds below", least, f"link x {hop}"])
     if facts["dcn_bytes_per_s"] is not None:
-        shown.append(["DCN of a chip", _rate(facts["dcn_bytes_per_s"]), "of a host / its chips"])
+        shown.append(["DCN of a chip", format_rate(facts["dcn_bytes_per_s"]), "of a host / its chips"])
     return shown
 
 

@@ -5,45 +5,50 @@ import operator
 from collections.abc import Sequence
 from typing import Any
 
-import click
 import msgspec
 
 from meshwright.calculators.chips import anatomy
 from meshwright.calculators.verbs.show_chip import product_dtype
-from meshwright.cli.output import emit_json, format_energy, format_power, or_dash, print_table
+from meshwright.cli.output import format_energy, format_power
 from meshwright.core.errors import InputError
-from meshwright.core.units import format_bytes, format_count, format_flops, format_params, format_seconds
+from meshwright.core.units import format_bytes, format_count, format_flops, format_params, format_rate, format_seconds
 from meshwright.cost.formulas import limits
 from meshwright.cost.formulas.training_budget import DAY_S, energy_kwh
 from meshwright.cost.network.collectives import collective_time, group_rates
 from meshwright.cost.network.links import physical_links
 from meshwright.cost.network.placement import physical_placement
+from meshwright.report.answer import Answer, Piece, Table
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.slices import bisection_links
 
+LEVELS: dict[str, Any] = {
+    "level": "name",
+    "size": "size",
+    "chips inside": "chips",
+    "a chip, one way": ("bytes_per_s", format_rate),
+    "a hop": ("hop_s", format_seconds),
+}
+SLICES: dict[str, Any] = {
+    "cluster": "cluster",
+    "rings": "rings",
+    "links across": "bisection_links",
+    "one way": ("bisection_bytes_per_s", format_rate),
+    "AllToAll of 1 GB a chip": ("all_to_all_s", format_seconds),
+}
 
-def print_cluster(c: Cluster, as_json: bool) -> None:
-    """One cluster as one JSON object or as a table."""
-    facts = cluster_facts(c)
-    if as_json:
-        emit_json(facts)
-        return
-    print_table(["", c.short_name, ""], _rows(c, facts))
+
+def clusters_answer(clusters: Sequence[Cluster]) -> Answer:
+    """One cluster as a table; or every shape that a number of chips can be had in, with the links that bind."""
+    first = clusters[0]
+    if len(clusters) > 1:
+        rows = [slice_facts(c) for c in clusters]
+        title = f"{first.num_chips:,} {first.chip.name}, most links across the middle first"
+        return Answer({"slices": rows}, [Table.of(rows, SLICES, title)])
+    facts = cluster_facts(first)
+    blocks: list[Piece] = [Table(["", first.short_name, ""], _rows(first, facts))]
     if facts["levels"] and len(facts["levels"]) > 1:
-        click.echo()
-        print_table(["level", "size", "chips inside", "a chip, one way", "a hop"], _level_rows(facts), "Levels")
-
-
-def print_slices(clusters: Sequence[Cluster], as_json: bool) -> None:
-    """Every shape that a number of chips can be had in, with the links that bind what all send to all."""
-    rows = [slice_facts(c) for c in clusters]
-    if as_json:
-        emit_json({"slices": rows})
-        return
-    shown = [[r["cluster"], r["rings"], r["bisection_links"], format_bytes(r["bisection_bytes_per_s"]) + "/s",
-              format_seconds(r["all_to_all_s"])] for r in rows]  # fmt: skip
-    title = f"{clusters[0].num_chips:,} {clusters[0].chip.name}, most links across the middle first"
-    print_table(["cluster", "rings", "links across", "one way", "AllToAll of 1 GB a chip"], shown, title)
+        blocks += ["", Table.of(facts["levels"], LEVELS, "Levels")]
+    return Answer(facts, blocks)
 
 
 def slice_facts(c: Cluster) -> dict[str, Any]:
@@ -79,14 +84,6 @@ def cluster_levels(c: Cluster) -> list[dict[str, Any]] | None:
         }
         for link, chips in zip(links, inside, strict=True)
     ]
-
-
-def _level_rows(facts: dict[str, Any]) -> list[list[Any]]:
-    return [
-        [one["name"], one["size"], one["chips"], or_dash(one["bytes_per_s"], lambda v: f"{format_bytes(v)}/s"),
-         format_seconds(one["hop_s"])]
-        for one in facts["levels"]
-    ]  # fmt: skip
 
 
 def cluster_facts(c: Cluster) -> dict[str, Any]:
@@ -135,7 +132,7 @@ def _rows(c: Cluster, facts: dict[str, Any]) -> list[list[Any]]:
         ("tensor cores", "num_tensor_cores", _millions, ""),
         ("memory", "hbm_bytes", format_bytes, ""),
         ("FLOP/s", "peak_flops", format_flops, f"dense {facts['compute_dtype']}"),
-        ("DCN of all hosts", "dcn_bytes_per_s", lambda v: f"{format_bytes(v)}/s", ""),
+        ("DCN of all hosts", "dcn_bytes_per_s", format_rate, ""),
         ("power", "power_w", format_power, "the chips alone"),
         ("energy of a day", "energy_kwh_per_day", format_energy, "at that power"),
         ("price of an hour", "price_usd_per_hour", lambda v: f"${v:,.2f}" if v < 100 else f"${v:,.0f}", ""),

@@ -1,12 +1,12 @@
 """What `meshwright show CHIP` says of a GPU's inside: its SMs, the die they are cut from, the rates that follow."""
 
+from collections.abc import Iterator
 from typing import Any
 
-import click
-
 from meshwright.calculators.chips import anatomy
-from meshwright.cli.output import or_dash, print_fact, print_table
+from meshwright.cli.output import or_dash
 from meshwright.core.units import format_bytes, format_flops
+from meshwright.report.answer import Fact, Piece, Table
 from meshwright.spec.chip import Chip, vector_peak_from_anatomy
 
 
@@ -43,7 +43,7 @@ def _units(unit: anatomy.GpuAnatomy) -> dict[str, Any]:
     }
 
 
-def print_gpu(c: Chip, g: dict[str, Any], dtype: str | None) -> None:
+def gpu_text(c: Chip, g: dict[str, Any], dtype: str | None) -> Iterator[Piece]:
     """What the GPU is made of beside its whole die, then the rates that follow from it."""
     sold, die = g["sold"], g["die"] or {}
     shown = (("TPCs", "tpcs", str), ("SMs", "sms", str), ("FP32 lanes (CUDA cores)", "fp32_lanes", "{:,}".format),
@@ -57,10 +57,10 @@ def print_gpu(c: Chip, g: dict[str, Any], dtype: str | None) -> None:
     title = "Inside the GPU"
     if g["sms_used"] is not None:
         title += f": {g['sms_used']:.0%} of the die's SMs are switched on (floor sweeping)"
-    click.echo()
-    print_table(columns, rows, title)
+    yield ""
+    yield Table(columns, rows, title)
     for label, text in _sentences(c, g, dtype):
-        print_fact(label, text)
+        yield Fact(label, text)
 
 
 def _sentences(c: Chip, g: dict[str, Any], dtype: str | None) -> list[tuple[str, str]]:

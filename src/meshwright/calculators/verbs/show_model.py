@@ -1,14 +1,13 @@
 """What `meshwright show MODEL` prints: its weights, and what it computes and holds before anything is split."""
 
+from collections.abc import Iterator
 from typing import Any
 
-import click
-
 from meshwright.calculators.training.kv_cache import cache_designs
-from meshwright.cli.output import emit_json, print_fact, print_table, print_text
 from meshwright.core.dims import DTYPE_BYTES
 from meshwright.core.units import format_bytes, format_flops, format_params
 from meshwright.cost.formulas import accounting
+from meshwright.report.answer import Answer, Fact, Piece, Table
 from meshwright.spec.catalogue import entry, models
 from meshwright.spec.model import Model
 from meshwright.spec.strategy import STATE_BYTES, Strategy
@@ -26,18 +25,19 @@ REMATS = ("none", "selective", "matmuls", "block")
 """Policies that differ in what a layer keeps: "full" keeps what "block" does."""
 
 
-def print_model(m: Model, as_json: bool) -> None:
-    """One model as one JSON object or as text: its weight table, then totals, state and activations."""
+def model_answer(m: Model) -> Answer:
+    """One model: its weight table, then totals, state and activations."""
     facts = model_facts(m)
-    if as_json:
-        emit_json(facts)
-        return
-    _print_weights(m)
-    _print_totals(m, facts)
-    click.echo()
-    _print_cache(m, facts["kv_cache"])
-    _print_zero(facts["zero_bytes"])
-    _print_saved(m, facts["saved_bytes_per_token"])
+    return Answer(facts, _text(m, facts))
+
+
+def _text(m: Model, facts: dict[str, Any]) -> Iterator[Piece]:
+    yield from _weights_text(m)
+    yield from _totals_text(m, facts)
+    yield ""
+    yield from _cache_text(m, facts["kv_cache"])
+    yield from _zero_text(facts["zero_bytes"])
+    yield from _saved_text(m, facts["saved_bytes_per_token"])
 
 
 def model_facts(m: Model) -> dict[str, Any]:
@@ -129,47 +129,47 @@ def _saved(m: Model) -> dict[str, Any]:
 # -- text -----------------------------------------------------------------------------------------------
 
 
-def _print_weights(m: Model) -> None:
-    print_text(f"{m.name} ({m.family})  {' '.join(f'{letter}={size}' for letter, size in m.dims.items())}")
+def _weights_text(m: Model) -> Iterator[Piece]:
+    yield f"{m.name} ({m.family})  {' '.join(f'{letter}={size}' for letter, size in m.dims.items())}"
     rows: list[list[Any]] = [
         [w.name, f"[{','.join(w.dims)}]", " x ".join(map(str, w.shape)), w.repeat,
          f"= {w.tied_to}" if w.tied_to else format_params(w.num_params)]
         for w in weight_table(m)
     ]  # fmt: skip
-    print_table(["weight", "dims", "shape", "layers", "params"], rows)
+    yield Table(["weight", "dims", "shape", "layers", "params"], rows)
 
 
-def _print_totals(m: Model, facts: dict[str, Any]) -> None:
+def _totals_text(m: Model, facts: dict[str, Any]) -> Iterator[Piece]:
     published, active = facts["published_params"], facts["active_params"]
     if published and published.isdigit():
         published = f"{int(published):,}"
     said = f", published as {published}" if published else ""
-    print_fact("parameters", f"{facts['params']:,} ({format_params(facts['params'])}{said})")
+    yield Fact("parameters", f"{facts['params']:,} ({format_params(facts['params'])}{said})")
     shares = {part: count / facts["params"] for part, count in facts["params_by_part"].items()}
     told = [f"{part.replace('_', ' ')} {share:.1%}" for part, share in shares.items() if share >= MIN_SHARE]
-    print_fact("", ", ".join(told))
+    yield Fact("", ", ".join(told))
     if active != facts["params"]:
-        print_fact("active per token", f"{active:,} ({format_params(active)})")
-    print_fact("training", f"{format_flops(facts['train_flops_per_token'], unit='FLOP')} a token (6 x active)")
-    print_fact(
+        yield Fact("active per token", f"{active:,} ({format_params(active)})")
+    yield Fact("training", f"{format_flops(facts['train_flops_per_token'], unit='FLOP')} a token (6 x active)")
+    yield Fact(
         "attention",
         f"its own products equal the layers' matmul FLOPs at {facts['attention_equal_len']:,.0f} positions, those of "
         f"its projections at {facts['projection_equal_len']:,.0f}",
     )
     if facts["attention_intensity"]:
         at = facts["attention_intensity"]
-        print_fact(
+        yield Fact(
             "",
             f"{at['prefill']:,.4g} FLOPs/byte in bf16 in prefill and {at['generation']:.4g} in generation, at "
             f"{at['positions']:,} positions: T S G / (T G + S)",
         )
-    print_fact("KV cache", f"{format_bytes(facts['kv_cache_bytes_per_token'])} a token in bf16")
+    yield Fact("KV cache", f"{format_bytes(facts['kv_cache_bytes_per_token'])} a token in bf16")
     states = ", ".join(f"{s} {format_bytes(v)}" for s, v in facts["state_bytes"].items())
-    print_fact("training state", f"{states} (bf16-adam without its short-lived gradients)")
-    print_fact("here", "trains" if m.runs_here else "counted and planned; only the llama family runs in this version")
+    yield Fact("training state", f"{states} (bf16-adam without its short-lived gradients)")
+    yield Fact("here", "trains" if m.runs_here else "counted and planned; only the llama family runs in this version")
 
 
-def _print_cache(m: Model, rows: list[dict[str, Any]]) -> None:
+def _cache_text(m: Model, rows: list[dict[str, Any]]) -> Iterator[Piece]:
     table = [
         [f"{row['design']}{' *' if row['own'] else ''}", row["elements_per_layer"],
          *(format_bytes(size) for size in row["bytes_per_token"].values()), format_bytes(row["sequence"]["bytes"])]
@@ -178,7 +178,7 @@ def _print_cache(m: Model, rows: list[dict[str, Any]]) -> None:
     windows = ""
     if m.sliding_layers and m.sliding_window:
         windows = f"; {len(m.sliding_layers)} of {m.num_layers} layers keep {m.sliding_window:,} positions"
-    print_table(
+    yield Table(
         ["heads", "elements", *CACHE_DTYPES, f"{CACHE_POSITIONS:,} tokens"],
         table,
         f"KV cache of a token: elements of a layer, bytes of all {m.num_layers}, and a sequence in bf16{windows} "
@@ -186,7 +186,7 @@ def _print_cache(m: Model, rows: list[dict[str, Any]]) -> None:
     )
 
 
-def _print_zero(zero: dict[str, Any]) -> None:
+def _zero_text(zero: dict[str, Any]) -> Iterator[Piece]:
     parts = STATE_BYTES[zero["state"]]
     each = ", ".join(f"{part} {parts[part]:g}" for part in ("weights", "gradients", "optimizer"))
     rows = [
@@ -194,19 +194,19 @@ def _print_zero(zero: dict[str, Any]) -> None:
          ", ".join(accounting.ZERO_SHARDS[int(stage)]) or "nothing", *map(format_bytes, sizes)]
         for stage, sizes in zero["stages"].items()
     ]  # fmt: skip
-    print_table(
+    yield Table(
         ["", "split over the devices", *(f"{n:,} devices" for n in zero["num_devices"])],
         rows,
         f"Training state of a device, {zero['state']} (bytes a parameter: {each})",
     )
 
 
-def _print_saved(m: Model, saved: dict[str, Any]) -> None:
+def _saved_text(m: Model, saved: dict[str, Any]) -> Iterator[Piece]:
     rows = [
         [remat, row["elements_per_layer"], format_bytes(row["bytes"]), " ".join(row["results"])]
         for remat, row in saved.items()
     ]
-    print_table(
+    yield Table(
         ["remat", "elements", "bytes", "results that are kept"],
         rows,
         f"Activations kept of a token: elements of a layer, bytes in bf16 of all {m.num_layers}",

@@ -1,12 +1,12 @@
 """`meshwright sweep batch`: communication against compute by batch size, and the batches at which they cross."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import click
 import numpy as np
 
+from meshwright.api.rates import rates_for
 from meshwright.calculators.sweeps.crossover import (
     Crossing,
     Curve,
@@ -18,12 +18,12 @@ from meshwright.calculators.sweeps.crossover import (
     model_work,
     scheme_curves,
 )
-from meshwright.calculators.verbs.sweep_options import calibration_option, draw, png_option, seq_option
 from meshwright.cli.fields import parse_axes
-from meshwright.cli.machine import rates_for
-from meshwright.cli.output import emit_json, json_option, print_table, print_text
+from meshwright.cli.shared import CALIBRATION, PNG, SEQ
+from meshwright.cli.verb import Count, Options, argument, option, verb
 from meshwright.core.errors import InputError
 from meshwright.core.units import format_count, format_params, format_seconds, parse_count
+from meshwright.report.answer import Answer, Piece, Table
 from meshwright.report.figure import Spec
 from meshwright.report.heatmap import short_mesh
 from meshwright.report.plans.comm_compute import CommsCurve, comm_compute_figure
@@ -34,57 +34,49 @@ TOKENS_PER_CHIP = (32, 32 * 1024)
 STEPS_PER_OCTAVE = 4
 
 
-@click.command()
-@click.argument("model")
-@click.option("--on", required=True, help="A cluster: v5p:16x16x16, or v5p:4096chips for any of its shapes.")
-@click.option("--axes", help="One mesh: tensor=8; fsdp takes the rest. Without: FSDP with every tensor size.")
-@seq_option
-@click.option("--batches", help="The range of tokens a step, such as 256Ki..64Mi.  [default: 32 to 32 Ki a chip]")
-@click.option("--step", "whole", is_flag=True, help="The whole training step, not the forward pass of the layers.")
-@click.option("--remat", default="none", show_default=True, help="Recomputation of the whole step.")
-@click.option("--whole-axes", is_flag=True, help="Keep each torus axis to one mesh axis, as the book counts them.")
-@calibration_option
-@png_option
-@json_option
-def command(
-    model: str,
-    on: str,
-    axes: str | None,
-    seq_len: str,
-    batches: str | None,
-    whole: bool,
-    remat: str,
-    whole_axes: bool,
-    calibration: Path | None,
-    png: Path | None,
-    as_json: bool,
-) -> None:
+class Given(Options):
+    model: str = argument()
+    on: str = option("A cluster: v5p:16x16x16, or v5p:4096chips for any of its shapes.")
+    axes: str | None = option("One mesh: tensor=8; fsdp takes the rest. Without: FSDP with every tensor size.")
+    seq_len: Count = SEQ
+    batches: str | None = option("The range of tokens a step, such as 256Ki..64Mi.  [default: 32 to 32 Ki a chip]")
+    whole: bool = option("The whole training step, not the forward pass of the layers.", "--step")
+    remat: str = option("Recomputation of the whole step.", default="none")
+    whole_axes: bool = option("Keep each torus axis to one mesh axis, as the book counts them.")
+    calibration: Path | None = CALIBRATION
+    png: Path | None = PNG
+
+
+@verb(Given)
+def command(given: Given) -> Answer:
     """Compute, and the collectives of each way of sharding MODEL, at every batch size.
 
     MODEL is a name, a config.json, or mlp:8192x32768: a layer of two matrices D x F, as in the book's figures.
     """
-    clusters = parse_clusters(on)
+    clusters = parse_clusters(given.on)
     if clusters[0].num_chips == 1:
-        raise InputError(f"{on} is one chip: there is nothing to send. Give a larger cluster.")
-    rates = rates_for(clusters[0], calibration)
-    work = mlp_work(model) or model_work(
-        find_model(model), seq_len=parse_count(seq_len, what="seq"), whole=whole, remat=remat
+        raise InputError(f"{given.on} is one chip: there is nothing to send. Give a larger cluster.")
+    rates = rates_for(clusters[0], given.calibration)
+    work = mlp_work(given.model) or model_work(
+        find_model(given.model), seq_len=given.seq_len, whole=given.whole, remat=given.remat
     )
-    if work.model is None and whole:
-        raise InputError(f"{model} is one layer without a loss: it has a forward pass only. Leave out --step.")
-    tokens = _tokens(batches, clusters[0].num_chips)
-    if axes is not None:
-        curve = fixed_curve(work, clusters, parse_axes(axes), tokens, whole_axes=whole_axes, calibration=rates)
+    if work.model is None and given.whole:
+        raise InputError(f"{given.model} is one layer without a loss: it has a forward pass only. Leave out --step.")
+    tokens = _tokens(given.batches, clusters[0].num_chips)
+    if given.axes is not None:
+        curve = fixed_curve(
+            work, clusters, parse_axes(given.axes), tokens, whole_axes=given.whole_axes, calibration=rates
+        )
         curves: Sequence[Curve] = (curve,)
     else:
-        curves = scheme_curves(work, clusters, tokens, whole_axes=whole_axes, calibration=rates)
+        curves = scheme_curves(work, clusters, tokens, whole_axes=given.whole_axes, calibration=rates)
     told = closed_forms(work, clusters[0], rates)
     found = [crossing(one, formula=told.get(one.name, ("", 0))[0], closed_form=_form(told, one)) for one in curves]
-    draw(png, lambda: _figure(work, on, curves, found))
-    if as_json:
-        emit_json(_as_json(work, on, curves, found))
-    else:
-        _print(work, on, curves, found)
+    return Answer(
+        _as_json(work, given.on, curves, found),
+        _text(work, given.on, curves, found),
+        {given.png: lambda: _figure(work, given.on, curves, found)},
+    )
 
 
 def _form(told: dict[str, tuple[str, float]], curve: Curve) -> float | None:
@@ -134,20 +126,20 @@ def _what(work: Work) -> str:
     return "one layer, forward pass" if work.model is None else what
 
 
-def _print(work: Work, on: str, curves: Sequence[Curve], found: Sequence[Crossing]) -> None:
-    print_text(f"{work.name} on {on}, {_what(work)}: collectives one after the other, nothing hidden")
+def _text(work: Work, on: str, curves: Sequence[Curve], found: Sequence[Crossing]) -> Iterator[Piece]:
+    yield f"{work.name} on {on}, {_what(work)}: collectives one after the other, nothing hidden"
     if len(curves) == 1:
-        _print_one(curves[0])
+        yield from _one_text(curves[0])
     else:
-        _print_schemes(curves)
+        yield from _schemes_text(curves)
     for one in found:
         at = "no crossing here" if one.tokens is None else f"compute-bound from {format_params(one.tokens)} tokens"
         form = "" if one.closed_form is None else f"; in closed form {one.formula} = {format_params(one.closed_form)}"
-        print_text(f"{one.name}: {at}{form}")
+        yield f"{one.name}: {at}{form}"
     if any(one.closed_form for one in found):
-        print_text("closed forms: How to Scale Your Model, section 5.1.4; N chips, F the width of the layer")
+        yield "closed forms: How to Scale Your Model, section 5.1.4; N chips, F the width of the layer"
     if work.model is not None:
-        print_text("batches are cut freely: below a sequence per data shard a plan needs the axis context")
+        yield "batches are cut freely: below a sequence per data shard a plan needs the axis context"
 
 
 def _rows(curve: Curve) -> list[int]:
@@ -155,24 +147,24 @@ def _rows(curve: Curve) -> list[int]:
     return list(range(0, len(curve.tokens), STEPS_PER_OCTAVE))
 
 
-def _print_one(curve: Curve) -> None:
+def _one_text(curve: Curve) -> Iterator[Piece]:
     rows = [
         [_count(curve.tokens[i]), format_seconds(curve.compute_s[i]),
          *(format_seconds(seconds[i]) for seconds in curve.comms_s.values()), format_seconds(curve.total_s[i]),
          f"{curve.ratio[i]:.2f}"]
         for i in _rows(curve)
     ]  # fmt: skip
-    print_table(["tokens", "compute", *(f"{axis} comms" for axis in curve.comms_s), "all comms", "ratio"], rows)
+    yield Table(["tokens", "compute", *(f"{axis} comms" for axis in curve.comms_s), "all comms", "ratio"], rows)
 
 
-def _print_schemes(curves: Sequence[Curve]) -> None:
+def _schemes_text(curves: Sequence[Curve]) -> Iterator[Piece]:
     alone, best = curves[0], curves[-1]
     rows = [
         [_count(best.tokens[i]), format_seconds(best.compute_s[i]), format_seconds(alone.total_s[i]),
          format_seconds(best.total_s[i]), f"{best.ratio[i]:.2f}", short_mesh(best.meshes[i]), best.shapes[i]]
         for i in _rows(best)
     ]  # fmt: skip
-    print_table(["tokens", "compute", f"{alone.name}", "best mesh", "ratio", "which", "shape"], rows)
+    yield Table(["tokens", "compute", f"{alone.name}", "best mesh", "ratio", "which", "shape"], rows)
 
 
 def _count(tokens: float) -> str:

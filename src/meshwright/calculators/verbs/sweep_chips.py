@@ -1,29 +1,18 @@
 """`meshwright sweep chips`: the best plan against the number of chips, with the batch or the batch per chip fixed."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import click
-
+from meshwright.api.rates import rates_for
 from meshwright.calculators.sweeps.sweep import SweepPoint, scaling_curve, sweep_clusters
-from meshwright.calculators.verbs.sweep_options import (
-    OF_JOBS,
-    axes_option,
-    batch_option,
-    calibration_option,
-    draw,
-    png_option,
-    read_choices,
-    read_job,
-    seq_option,
-    set_option,
-)
-from meshwright.cli.machine import rates_for
-from meshwright.cli.output import emit_json, json_option, print_table, print_text, width
+from meshwright.cli.output import width
+from meshwright.cli.shared import AXES, BATCH, CALIBRATION, OF_JOBS, PNG, SEQ, SET, read_choices, read_job
+from meshwright.cli.verb import Count, Options, argument, option, verb
 from meshwright.core.errors import CannotRunError
 from meshwright.core.units import format_bytes, format_count, format_params, format_seconds
 from meshwright.cost.memory import memory_limit
 from meshwright.cost.setting import Setting
+from meshwright.report.answer import Answer, Piece, Table
 from meshwright.report.figure import Spec
 from meshwright.report.heatmap import short_mesh
 from meshwright.report.scaling import ScalingPoint, scaling_figure
@@ -36,61 +25,53 @@ WIDE = 100
 """Columns from which the table says more."""
 
 
-@click.command()
-@click.argument("model")
-@click.option("--on", required=True, help="Clusters: h100:8x1..8x512 (doubling), or h100:8x4,h100:8x8.")
-@batch_option
-@seq_option
-@click.option("--weak", is_flag=True, help="Keep the batch per chip of the first cluster, not the batch.")
-@axes_option
-@set_option
-@calibration_option
-@png_option
-@json_option
-def command(
-    model: str,
-    on: str,
-    batch: str,
-    seq_len: str,
-    weak: bool,
-    axes: str | None,
-    pairs: tuple[str, ...],
-    calibration: Path | None,
-    png: Path | None,
-    as_json: bool,
-) -> None:
+class Given(Options):
+    model: str = argument()
+    on: str = option("Clusters: h100:8x1..8x512 (doubling), or h100:8x4,h100:8x8.")
+    batch: str = BATCH
+    seq_len: Count = SEQ
+    weak: bool = option("Keep the batch per chip of the first cluster, not the batch.")
+    axes: str | None = AXES
+    pairs: tuple[str, ...] = SET
+    calibration: Path | None = CALIBRATION
+    png: Path | None = PNG
+
+
+@verb(Given)
+def command(given: Given) -> Answer:
     """Step time, tokens per second, MFU, exposed communication and memory of MODEL's best plan on each cluster."""
-    clusters = sweep_clusters(on)
-    rates = rates_for(clusters[-1], calibration, fitted=True)
-    fixed, overrides, assumed = read_choices(axes, pairs, sections=OF_JOBS)
-    job = read_job(batch, seq_len, pairs)
-    setting = Setting(find_model(model), clusters[0], job, rates, assumptions=assumed)
-    points = scaling_curve(setting, clusters, weak=weak, axes=fixed, overrides=overrides)
+    clusters = sweep_clusters(given.on)
+    rates = rates_for(clusters[-1], given.calibration, fitted=True)
+    fixed, overrides, assumed = read_choices(given.axes, given.pairs, sections=OF_JOBS)
+    job = read_job(given.batch, given.seq_len, given.pairs)
+    setting = Setting(find_model(given.model), clusters[0], job, rates, assumptions=assumed)
+    points = scaling_curve(setting, clusters, weak=given.weak, axes=fixed, overrides=overrides)
     if all(point.best is None for point in points):
         raise CannotRunError(
-            f"{model} runs on none of the {len(points)} clusters: {points[-1].reason} on {clusters[-1].short_name}."
+            f"{given.model} runs on none of the {len(points)} clusters: {points[-1].reason} "
+            f"on {clusters[-1].short_name}."
         )
-    draw(png, lambda: _figure(model, points, job, weak, rates))
-    if as_json:
-        scaling = "weak" if weak else "strong"
-        emit_json({"model": model, "seq_len": job.seq_len, "scaling": scaling, "points": [p.to_json() for p in points]})
-    else:
-        _print(model, points, job, weak)
+    scaling = "weak" if given.weak else "strong"
+    return Answer(
+        {"model": given.model, "seq_len": job.seq_len, "scaling": scaling, "points": [p.to_json() for p in points]},
+        _text(given.model, points, job, given.weak),
+        {given.png: lambda: _figure(given.model, points, job, given.weak, rates)},
+    )
 
 
-def _print(model: str, points: Sequence[SweepPoint], job: Job, weak: bool) -> None:
+def _text(model: str, points: Sequence[SweepPoint], job: Job, weak: bool) -> Iterator[Piece]:
     scaling = "weak" if weak else "strong"
-    print_text(f"{model} on {points[0].cluster.chip.name}, {scaling} scaling: {_batch_words(points, job, weak)}")
+    yield f"{model} on {points[0].cluster.chip.name}, {scaling} scaling: {_batch_words(points, job, weak)}"
     wide = width() >= WIDE
     columns = ["chips", "step", "tokens/s", "scaling", "MFU", "exposed", "memory", "best mesh"]
     if wide:
         columns += ["remat", "micro", "bound by"]
     first = next(point for point in points if point.best is not None)
-    print_table(columns, [_row(point, first, wide) for point in points])
-    print_text("scaling: tokens/s per chip beside the first row's; exposed: share of the step that waits for links")
+    yield Table(columns, [_row(point, first, wide) for point in points])
+    yield "scaling: tokens/s per chip beside the first row's; exposed: share of the step that waits for links"
     for point in points:
         if point.best is None:
-            print_text(f"{point.num_chips:,} chips: {point.reason}")
+            yield f"{point.num_chips:,} chips: {point.reason}"
 
 
 def _row(point: SweepPoint, first: SweepPoint, wide: bool) -> list[Cell]:

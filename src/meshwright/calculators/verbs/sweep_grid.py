@@ -3,27 +3,16 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-import click
-
+from meshwright.api.rates import rates_for
 from meshwright.calculators.sweeps.grid import Grid, describe, llama_like, plan_grid
 from meshwright.calculators.sweeps.sweep import SweepPoint, node_clusters, sweep_clusters
-from meshwright.calculators.verbs.sweep_options import (
-    OF_JOBS,
-    axes_option,
-    batch_option,
-    calibration_option,
-    draw,
-    png_option,
-    read_choices,
-    read_job,
-    seq_option,
-    set_option,
-)
-from meshwright.cli.machine import rates_for
-from meshwright.cli.output import emit_json, json_option, print_table, print_text, width
+from meshwright.cli.output import width
+from meshwright.cli.shared import AXES, BATCH, CALIBRATION, OF_JOBS, PNG, SEQ, SET, read_choices, read_job
+from meshwright.cli.verb import Count, Options, option, verb
 from meshwright.core.errors import InputError
 from meshwright.core.units import format_count, format_params, parse_count
 from meshwright.cost.setting import Setting
+from meshwright.report.answer import Answer, Piece, Table
 from meshwright.report.figure import Spec
 from meshwright.report.heatmap import HeatCell, heatmap_figure, short_mesh
 from meshwright.spec.catalogue import model as find_model
@@ -37,45 +26,34 @@ CELL_WIDTH = 13
 """Columns of one model in the table, the gap included."""
 
 
-@click.command()
-@click.option("--models", help="Names or config.json files, separated by commas.")
-@click.option("--sizes", help="Parameters of models in the proportions of Llama 3, such as 1B,7B,70B.")
-@click.option("--chip", help="The chip of the nodes, such as h100; with --nodes.")
-@click.option("--nodes", help="Numbers of nodes, such as 1,2,4,8.")
-@click.option("--on", help="The clusters instead of --chip and --nodes: v5p:4x4x4..16x16x16.")
-@batch_option
-@seq_option
-@axes_option
-@set_option
-@calibration_option
-@png_option
-@json_option
-def command(
-    models: str | None,
-    sizes: str | None,
-    chip: str | None,
-    nodes: str | None,
-    on: str | None,
-    batch: str,
-    seq_len: str,
-    axes: str | None,
-    pairs: tuple[str, ...],
-    calibration: Path | None,
-    png: Path | None,
-    as_json: bool,
-) -> None:
+class Given(Options):
+    models: str | None = option("Names or config.json files, separated by commas.")
+    sizes: str | None = option("Parameters of models in the proportions of Llama 3, such as 1B,7B,70B.")
+    chip: str | None = option("The chip of the nodes, such as h100; with --nodes.")
+    nodes: str | None = option("Numbers of nodes, such as 1,2,4,8.")
+    on: str | None = option("The clusters instead of --chip and --nodes: v5p:4x4x4..16x16x16.")
+    batch: str = BATCH
+    seq_len: Count = SEQ
+    axes: str | None = AXES
+    pairs: tuple[str, ...] = SET
+    calibration: Path | None = CALIBRATION
+    png: Path | None = PNG
+
+
+@verb(Given)
+def command(given: Given) -> Answer:
     """The best mesh and its MFU for every model and number of nodes, at one batch."""
-    chosen, clusters = _models(models, sizes), _clusters(chip, nodes, on)
-    job = read_job(batch, seq_len, pairs)
-    fixed, overrides, assumed = read_choices(axes, pairs, sections=OF_JOBS)
-    rates = rates_for(clusters[-1], calibration, fitted=True)
+    chosen, clusters = _models(given.models, given.sizes), _clusters(given.chip, given.nodes, given.on)
+    job = read_job(given.batch, given.seq_len, given.pairs)
+    fixed, overrides, assumed = read_choices(given.axes, given.pairs, sections=OF_JOBS)
+    rates = rates_for(clusters[-1], given.calibration, fitted=True)
     settings = [Setting(one, clusters[0], job, rates, assumptions=assumed) for one in chosen]
     grid = plan_grid(settings, clusters, axes=fixed, overrides=overrides)
-    draw(png, lambda: _figure(grid, job, by_nodes=on is None))
-    if as_json:
-        emit_json(_as_json(grid, job))
-    else:
-        _print(grid, job, by_nodes=on is None)
+    return Answer(
+        _as_json(grid, job),
+        _text(grid, job, by_nodes=given.on is None),
+        {given.png: lambda: _figure(grid, job, by_nodes=given.on is None)},
+    )
 
 
 def _models(models: str | None, sizes: str | None) -> list[Model]:
@@ -114,10 +92,10 @@ def _size_words(cluster: Cluster, by_nodes: bool) -> str:
     return f"{cluster.nodes:,}" if by_nodes else f"{cluster.num_chips:,}"
 
 
-def _print(grid: Grid, job: Job, *, by_nodes: bool) -> None:
+def _text(grid: Grid, job: Job, *, by_nodes: bool) -> Iterator[Piece]:
     first = grid.clusters[0]
     what = f"nodes of {first.domain} chips" if by_nodes else "chips"
-    print_text(
+    yield (
         f"best plans on {first.chip.name}, {format_count(job.tokens_per_step)} tokens a step in sequences of "
         f"{job.seq_len:,}; rows are {what}"
     )
@@ -128,11 +106,11 @@ def _print(grid: Grid, job: Job, *, by_nodes: bool) -> None:
             [_size_words(cluster, by_nodes), *(_cell_words(row[number]) for row in cells)]
             for number, cluster in enumerate(grid.clusters)
         ]
-        print_table(["nodes" if by_nodes else "chips", *(model.name for model in models)], rows)
+        yield Table(["nodes" if by_nodes else "chips", *(model.name for model in models)], rows)
     for model in grid.models:
         if model.name.startswith("llama-"):
-            print_text(describe(model))
-    print_text("MFU and mesh: pp pipeline, dp data, ep expert, cp context, tp tensor; a dash: see --json")
+            yield describe(model)
+    yield "MFU and mesh: pp pipeline, dp data, ep expert, cp context, tp tensor; a dash: see --json"
 
 
 def _cell_words(point: SweepPoint) -> str:

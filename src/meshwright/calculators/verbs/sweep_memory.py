@@ -1,26 +1,19 @@
 """`meshwright sweep memory`: what fills a chip against tensor degree, sequence length or recomputation."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import click
 
-from meshwright.calculators.sweeps.memory_sweep import AXES, Axis, MemoryPoint, memory_sweep
-from meshwright.calculators.verbs.sweep_options import (
-    axes_option,
-    calibration_option,
-    draw,
-    png_option,
-    read_choices,
-    seq_option,
-    set_option,
-)
+from meshwright.api.rates import rates_for
+from meshwright.calculators.sweeps.memory_sweep import SWEPT, Axis, MemoryPoint, memory_sweep
 from meshwright.cli.fields import with_fields
-from meshwright.cli.machine import rates_for
-from meshwright.cli.output import emit_json, json_option, print_table, print_text
+from meshwright.cli.shared import AXES, CALIBRATION, PNG, SEQ, SET, read_choices
+from meshwright.cli.verb import Count, Options, argument, option, verb
 from meshwright.core.units import format_bytes, format_count, parse_count
 from meshwright.cost.memory import memory_limit
+from meshwright.report.answer import Answer, Piece, Table
 from meshwright.report.bars import memory_figure
 from meshwright.report.figure import si_scale
 from meshwright.report.heatmap import short_mesh
@@ -41,55 +34,54 @@ COLUMNS: dict[str, str] = {
 """Item of memory -> its column."""
 
 
-@click.command()
-@click.argument("model")
-@click.option("--on", required=True, help="The cluster, such as h100:8x8.")
-@click.option("--axis", type=click.Choice(AXES), required=True, help="What changes from bar to bar.")
-@click.option("--values", help="Its values, such as 1,2,4,8 or 4Ki,8Ki or none,block.  [default: the usual ones]")
-@seq_option
-@click.option("--micro", default="1", show_default=True, help="Sequences that a replica works on at a time.")
-@axes_option
-@set_option
-@calibration_option
-@png_option
-@json_option
-def command(
-    model: str,
-    on: str,
-    axis: str,
-    values: str | None,
-    seq_len: str,
-    micro: str,
-    axes: str | None,
-    pairs: tuple[str, ...],
-    calibration: Path | None,
-    png: Path | None,
-    as_json: bool,
-) -> None:
+class Given(Options):
+    model: str = argument()
+    on: str = option("The cluster, such as h100:8x8.")
+    axis: str = option("What changes from bar to bar.", type=click.Choice(SWEPT))
+    values: str | None = option("Its values, such as 1,2,4,8 or 4Ki,8Ki or none,block.  [default: the usual ones]")
+    seq_len: Count = SEQ
+    micro: str = option("Sequences that a replica works on at a time.", default="1")
+    axes: str | None = AXES
+    pairs: tuple[str, ...] = SET
+    calibration: Path | None = CALIBRATION
+    png: Path | None = PNG
+
+
+@verb(Given)
+def command(given: Given) -> Answer:
     """Weights, gradients, optimizer, activations, logits and buffers of one chip as one thing changes."""
-    cluster = parse_cluster(on)
-    fixed, fields, assumed = read_choices(axes, pairs)
+    cluster = parse_cluster(given.on)
+    fixed, fields, assumed = read_choices(given.axes, given.pairs, sections=("strategy", "assumptions"))
     points = memory_sweep(
-        find_model(model),
+        find_model(given.model),
         cluster,
-        cast(Axis, axis),
-        seq_len=parse_count(seq_len, what="seq"),
+        cast(Axis, given.axis),
+        seq_len=given.seq_len,
         template=with_fields(Strategy(mesh=make_mesh({})), "strategy", fields),
         axes=fixed,
-        microbatch_seqs=parse_count(micro, what="micro"),
-        values=_values(values, axis),
+        microbatch_seqs=parse_count(given.micro, what="micro"),
+        values=_values(given.values, given.axis),
         assumptions=assumed,
     )
-    limit = memory_limit(cluster, rates_for(cluster, calibration))
-    title = f"{model} on {cluster.short_name}: memory of a chip"
+    limit = memory_limit(cluster, rates_for(cluster, given.calibration))
+    title = f"{given.model} on {cluster.short_name}: memory of a chip"
     bars = {point.label: {k.replace("_", " "): v for k, v in point.items.items()} for point in points if point.items}
     known = None if limit == float("inf") else limit
-    draw(png, lambda: memory_figure(bars, limit_bytes=known, title=title, subtitle=_fixed_words(points, axis)))
-    if as_json:
-        emit_json({"model": model, "cluster": cluster.short_name, "axis": axis, "limit_bytes": known,
-                   "points": [_as_json(point) for point in points]})  # fmt: skip
-    else:
-        _print(title, points, limit, axis)
+    return Answer(
+        {
+            "model": given.model,
+            "cluster": cluster.short_name,
+            "axis": given.axis,
+            "limit_bytes": known,
+            "points": [_as_json(point) for point in points],
+        },
+        _text(title, points, limit, given.axis),
+        {
+            given.png: lambda: memory_figure(
+                bars, limit_bytes=known, title=title, subtitle=_fixed_words(points, given.axis)
+            )
+        },
+    )
 
 
 def _values(values: str | None, axis: str) -> list[str]:
@@ -126,15 +118,15 @@ def _fixed_words(points: Sequence[MemoryPoint], axis: str) -> str:
     return ", ".join(words)
 
 
-def _print(title: str, points: Sequence[MemoryPoint], limit: float, axis: str) -> None:
+def _text(title: str, points: Sequence[MemoryPoint], limit: float, axis: str) -> Iterator[Piece]:
     unit, name = si_scale(max(point.total_bytes for point in points), "B")
-    print_text(f"{title} in {name}, {_fixed_words(points, axis)}")
+    yield f"{title} in {name}, {_fixed_words(points, axis)}"
     rows = [_row(point, limit, unit) for point in points if point.items]
-    print_table([axis, *COLUMNS.values(), "total", "fits"], rows)
-    print_text(f"a chip holds {format_bytes(limit)}" if limit < float("inf") else "the memory of a chip is not known")
+    yield Table([axis, *COLUMNS.values(), "total", "fits"], rows)
+    yield f"a chip holds {format_bytes(limit)}" if limit < float("inf") else "the memory of a chip is not known"
     for point in points:
         if not point.items:
-            print_text(f"{point.label}: {point.reason}")
+            yield f"{point.label}: {point.reason}"
 
 
 def _row(point: MemoryPoint, limit: float, unit: float) -> list[Cell]:

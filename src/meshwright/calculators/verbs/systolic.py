@@ -1,63 +1,57 @@
 """`meshwright systolic`: a product on a systolic array, cycle by cycle, with proof that it is right."""
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import click
 import msgspec
 import numpy as np
 
 from meshwright.calculators.chips.anatomy import units_flops_per_s
 from meshwright.calculators.chips.systolic import MAX_CELL_UPDATES, Matrix, SystolicCycles, simulate, systolic_cycles
-from meshwright.cli.output import emit_json, json_option, print_fact, print_table, say
+from meshwright.cli.output import say
+from meshwright.cli.verb import Options, argument, option, verb
 from meshwright.core.errors import InputError
 from meshwright.core.units import format_flops, format_seconds
+from meshwright.report.answer import Answer, Fact, Piece, Table
 from meshwright.spec.chip import chip, known
 
 MAX_FRAMES = 200
 
 
-@click.command()
-@click.argument("shape", required=False)
-@click.option("--input", "num_inputs", type=int, required=True, help="Rows of the input: the batch that streams by.")
-@click.option("--weights", "weights_shape", help="Shape of the whole weight matrix, such as 512x256 [default: SHAPE].")
-@click.option("--on", "on", help="A TPU: its MXU gives the shape where none is given, its clock the time.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Of the integers that are multiplied.")
-@click.option("--png", type=click.Path(path_type=Path), help="Draw telling cycles to this file (.png or .svg).")
-@click.option("--frames", "folder", type=click.Path(path_type=Path), help="Draw every cycle into this folder.")
-@json_option
-def command(
-    shape: str | None,
-    num_inputs: int,
-    weights_shape: str | None,
-    on: str | None,
-    seed: int,
-    png: Path | None,
-    folder: Path | None,
-    as_json: bool,
-) -> None:
+class Given(Options):
+    shape: str | None = argument()
+    num_inputs: int = option("Rows of the input: the batch that streams by.", "--input")
+    weights_shape: str | None = option(
+        "Shape of the whole weight matrix, such as 512x256 [default: SHAPE].", "--weights"
+    )
+    on: str | None = option("A TPU: its MXU gives the shape where none is given, its clock the time.")
+    seed: int = option("Of the integers that are multiplied.", default=0)
+    png: Path | None = option("Draw telling cycles to this file (.png or .svg).")
+    folder: Path | None = option("Draw every cycle into this folder.", "--frames")
+
+
+@verb(Given)
+def command(given: Given) -> Answer:
     """Multiply on an array of SHAPE cells (rows x columns, such as 8x8): cycles, utilisation, bubble."""
-    rows, cols = _array_shape(shape, on)
-    depth, width = _shape(weights_shape, "--weights") if weights_shape else (rows, cols)
-    counted = systolic_cycles(num_inputs, depth, width, rows=rows, cols=cols)
+    rows, cols = _array_shape(given.shape, given.on)
+    depth, width = _shape(given.weights_shape, "--weights") if given.weights_shape else (rows, cols)
+    counted = systolic_cycles(given.num_inputs, depth, width, rows=rows, cols=cols)
     found: dict[str, Any] = {
         "rows": rows,
         "cols": cols,
-        "inputs": num_inputs,
+        "inputs": given.num_inputs,
         "weights": [depth, width],
         **msgspec.structs.asdict(counted),
         "bubble_share": 1 - counted.useful_share,
-        **_proof(counted, num_inputs, depth, width, rows, cols, seed),
-        **_speed(counted, rows, cols, on),
+        **_proof(counted, given.num_inputs, depth, width, rows, cols, given.seed),
+        **_speed(counted, rows, cols, given.on),
     }
-    if png or folder:
-        drawn = _matrices(num_inputs, depth, width, seed, low=1)
-        found["files"] = _draw(drawn, counted, rows=rows, cols=cols, png=png, folder=folder)
-    if as_json:
-        emit_json(found)
-    else:
-        _print(found, counted)
+    if given.png or given.folder:
+        drawn = _matrices(given.num_inputs, depth, width, given.seed, low=1)
+        found["files"] = _draw(drawn, counted, rows=rows, cols=cols, png=given.png, folder=given.folder)
+    return Answer(found, _text(found, counted))
 
 
 def _array_shape(shape: str | None, on: str | None) -> tuple[int, int]:
@@ -108,11 +102,11 @@ def _speed(counted: SystolicCycles, rows: int, cols: int, on: str | None) -> dic
     }
 
 
-def _print(found: dict[str, Any], counted: SystolicCycles) -> None:
+def _text(found: dict[str, Any], counted: SystolicCycles) -> Iterator[Piece]:
     rows, cols, tiles = found["rows"], found["cols"], counted.num_tiles
     depth, width = found["weights"]
     of = f", in {tiles:,} tiles" if tiles > 1 else ""
-    print_table(
+    yield Table(
         ["phase", "cycles", "what happens"],
         [
             ["load", counted.load, "weights move down until the first column is full"],
@@ -123,16 +117,16 @@ def _print(found: dict[str, Any], counted: SystolicCycles) -> None:
         ],
         f"[{found['inputs']:,}, {depth:,}] x [{depth:,}, {width:,}] on {rows} x {cols} cells{of}",
     )
-    print_fact("utilisation", f"{counted.useful_share:.1%} of cells x cycles; bubble {found['bubble_share']:.1%}")
-    print_fact("many tiles", f"tend to {counted.steady_share:.1%}: the next weights move in while these work")
+    yield Fact("utilisation", f"{counted.useful_share:.1%} of cells x cycles; bubble {found['bubble_share']:.1%}")
+    yield Fact("many tiles", f"tend to {counted.steady_share:.1%}: the next weights move in while these work")
     if found["time_s"] is not None:
         rate = f"{format_flops(found['flops_per_s'])} of {format_flops(found['peak_flops'])}"
-        print_fact(f"one MXU of {found['chip']}", f"{format_seconds(found['time_s'])}, {rate}")
+        yield Fact(f"one MXU of {found['chip']}", f"{format_seconds(found['time_s'])}, {rate}")
     if found["product_is_right"] is None:
-        print_fact("proof", "too large to run cell by cell here")
+        yield Fact("proof", "too large to run cell by cell here")
     else:
         how = "equal to" if found["product_is_right"] else "NOT equal to"
-        print_fact("proof", f"ran {found['simulated_cycles']:,} cycles on integers: {how} the product of the matrices")
+        yield Fact("proof", f"ran {found['simulated_cycles']:,} cycles on integers: {how} the product of the matrices")
 
 
 def _draw(

@@ -1,81 +1,75 @@
 """`meshwright transfer`: how long bytes take from one place to another, or a collective over the links of an axis."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import click
 
+from meshwright.api.rates import rates_for
 from meshwright.calculators.links.one_way import link_share, one_way_rates
 from meshwright.calculators.links.routes import Via, parse_place, route
 from meshwright.calculators.links.transfer import Transfer, TransferLeg, array_bytes, parse_leg
 from meshwright.calculators.verbs.transfer_frames import draw_frames
-from meshwright.cli.machine import rates_for
-from meshwright.cli.output import emit_json, json_option, or_dash, print_fact, print_table, print_text
+from meshwright.cli.output import or_dash
+from meshwright.cli.verb import Options, argument, option, verb
+from meshwright.core.dims import COLLECTIVES, CollectiveKind
 from meshwright.core.errors import InputError
 from meshwright.core.units import format_bytes, format_flops, format_seconds
-from meshwright.cost.network.collectives import KINDS, GroupRates, collective_bound_by, collective_time, leg_rates
+from meshwright.cost.network.collectives import GroupRates, collective_bound_by, collective_time, leg_rates
 from meshwright.cost.network.legs import Leg, group_legs, ring_hops, tree_hops
 from meshwright.cost.network.placement import physical_placement
-from meshwright.spec.calibration import CollectiveKind
+from meshwright.report.answer import Answer, Fact, Piece, Table
 from meshwright.spec.cluster import Cluster, parse_cluster
 
 COLUMN = 14
 
 
-@click.command()
-@click.argument("size")
-@click.option("--on", "on", required=True, help="A cluster, such as v5e:4x4 or h100:8x256.")
-@click.option("--from", "source", help='Where it lies: a chip "0,0", "host:0,0", "1:0,0" in slice 1, "chips", "hosts".')
-@click.option("--to", "target", help="Where it goes: the same words.")
-@click.option("--via", type=click.Choice(("ici", "dcn")), default="ici", show_default=True, help="From hosts: how.")
-@click.option("--leg", "extra", multiple=True, help="A further leg: hbm, pcie*16, 15GB@ici*2:6hops, 275GFLOP@compute.")
-@click.option("--axis", help="Price collectives instead, over these links: x, or x,y, or domain,nodes.")
-@click.option("--collective", type=click.Choice(KINDS), help="One collective instead of all.")
-@click.option("--one-way", is_flag=True, help="The ring of --axis used in one direction only.")
-@click.option("--frames", type=click.Path(path_type=Path), metavar="PATH",
-              help="Draw --collective hop by hop: one picture (.png), or a picture a step in a folder.")  # fmt: skip
-@click.option("--dtype", default="bf16", show_default=True, help="Of the products of a compute leg.")
-@click.option("--calibration", type=click.Path(path_type=Path), help="Measured rates of that cluster (TOML).")
-@json_option
-def command(
-    size: str,
-    on: str,
-    source: str | None,
-    target: str | None,
-    via: Via,
-    extra: tuple[str, ...],
-    axis: str | None,
-    collective: CollectiveKind | None,
-    one_way: bool,
-    frames: Path | None,
-    dtype: str,
-    calibration: Path | None,
-    as_json: bool,
-) -> None:
+class Given(Options):
+    size: str = argument()
+    on: str = option("A cluster, such as v5e:4x4 or h100:8x256.")
+    source: str | None = option(
+        'Where it lies: a chip "0,0", "host:0,0", "1:0,0" in slice 1, "chips", "hosts".', "--from"
+    )
+    target: str | None = option("Where it goes: the same words.", "--to")
+    via: Via = option("From hosts: how.", type=click.Choice(("ici", "dcn")), default="ici")
+    extra: tuple[str, ...] = option("A further leg: hbm, pcie*16, 15GB@ici*2:6hops, 275GFLOP@compute.", "--leg")
+    axis: str | None = option("Price collectives instead, over these links: x, or x,y, or domain,nodes.")
+    collective: CollectiveKind | None = option("One collective instead of all.", type=click.Choice(COLLECTIVES))
+    one_way: bool = option("The ring of --axis used in one direction only.")
+    frames: Path | None = option(
+        "Draw --collective hop by hop: one picture (.png), or a picture a step in a folder.", metavar="PATH"
+    )
+    dtype: str = option("Of the products of a compute leg.", default="bf16")
+    calibration: Path | None = option("Measured rates of that cluster (TOML).")
+
+
+@verb(Given)
+def command(given: Given) -> Answer:
     """Time to move SIZE ("15GB" or "bf16[8,128,8192]"): leg by leg, or by a collective over --axis."""
-    cluster, num_bytes = parse_cluster(on), array_bytes(size)
-    if axis is not None or collective is not None:
-        if source or target or extra:
+    cluster, num_bytes = parse_cluster(given.on), array_bytes(given.size)
+    if given.axis is not None or given.collective is not None:
+        if given.source or given.target or given.extra:
             raise InputError("--axis prices collectives; --from, --to and --leg a transfer. Give one or the other.")
-        legs = group_legs(physical_placement(cluster), _axes(axis, cluster))
-        measured = rates_for(cluster, calibration)
-        rates = one_way_rates(legs, measured) if one_way else leg_rates(legs, measured)
-        found = collective_facts(cluster, _axes(axis, cluster), num_bytes, collective, legs, rates, two_way=not one_way)
-        if frames is not None:
-            found["frames"] = [str(p) for p in draw_frames(frames, collective, legs, cluster, two_way=not one_way)]
-        emit_json(found) if as_json else _print_collectives(found)
-        return
-    if one_way or frames is not None:
-        raise InputError(f"{'--one-way' if one_way else '--frames'} is for a collective on a ring. Give --axis.")
-    if calibration is not None:
+        legs = group_legs(physical_placement(cluster), _axes(given.axis, cluster))
+        measured = rates_for(cluster, given.calibration)
+        rates = one_way_rates(legs, measured) if given.one_way else leg_rates(legs, measured)
+        found = collective_facts(
+            cluster, _axes(given.axis, cluster), num_bytes, given.collective, legs, rates, two_way=not given.one_way
+        )
+        if given.frames is not None:
+            found["frames"] = [
+                str(p) for p in draw_frames(given.frames, given.collective, legs, cluster, two_way=not given.one_way)
+            ]
+        return Answer(found, _collectives_text(found))
+    if given.one_way or given.frames is not None:
+        raise InputError(f"{'--one-way' if given.one_way else '--frames'} is for a collective on a ring. Give --axis.")
+    if given.calibration is not None:
         raise InputError("--calibration holds rates of collectives: give --axis. Legs go by the data sheet.")
-    passed = _route(cluster, source, target, num_bytes, via)
-    passed += [parse_leg(text, cluster.chip, num_bytes=num_bytes, dtype=dtype) for text in extra]
+    passed = _route(cluster, given.source, given.target, num_bytes, given.via)
+    passed += [parse_leg(text, cluster.chip, num_bytes=num_bytes, dtype=given.dtype) for text in given.extra]
     moved = Transfer(legs=tuple(passed))
-    if as_json:
-        emit_json(transfer_facts(cluster, num_bytes, moved))
-    else:
-        _print_transfer(cluster, num_bytes, moved)
+    return Answer(transfer_facts(cluster, num_bytes, moved), _transfer_text(cluster, num_bytes, moved))
 
 
 # -- a transfer -----------------------------------------------------------------------------------------
@@ -116,22 +110,22 @@ def transfer_facts(cluster: Cluster, num_bytes: float, moved: Transfer) -> dict[
     }
 
 
-def _print_transfer(cluster: Cluster, num_bytes: float, moved: Transfer) -> None:
+def _transfer_text(cluster: Cluster, num_bytes: float, moved: Transfer) -> Iterator[Piece]:
     rows = [
         [f"{number}  {leg.name}", leg.channel, _amount(leg), _rate(leg), format_seconds(leg.latency_s),
          format_seconds(leg.send_s)]
         for number, leg in enumerate(moved.legs, 1)
     ]  # fmt: skip
     title = f"{format_bytes(num_bytes)} on {cluster.short_name}"
-    print_table(["leg", "channel", "amount", "rate", "latency", "time"], rows, title)
-    print_fact("first byte", f"{format_seconds(moved.first_byte_s)} (the latency of every hop)", column=COLUMN)
+    yield Table(["leg", "channel", "amount", "rate", "latency", "time"], rows, title)
+    yield Fact("first byte", f"{format_seconds(moved.first_byte_s)} (the latency of every hop)", column=COLUMN)
     slow = moved.slowest
-    print_fact("slowest leg", f"{slow.name} ({slow.channel}), {format_seconds(slow.send_s)}", column=COLUMN)
+    yield Fact("slowest leg", f"{slow.name} ({slow.channel}), {format_seconds(slow.send_s)}", column=COLUMN)
     total = f"{format_seconds(moved.pipelined_s)} pipelined: first byte + slowest leg"
     if len(moved.legs) > 1:
         total += f"; {format_seconds(moved.in_turn_s)} if each leg waits for the one before"
-    print_fact("last byte", total, column=COLUMN)
-    print_fact("bound by", moved.bound_by, column=COLUMN)
+    yield Fact("last byte", total, column=COLUMN)
+    yield Fact("bound by", moved.bound_by, column=COLUMN)
 
 
 def _amount(leg: TransferLeg) -> str:
@@ -166,7 +160,7 @@ def collective_facts(
     """Seconds of each collective over whole physical axes, for an array of so many bytes when gathered."""
     if rates.size == 1:
         raise InputError(f"axis {','.join(axes)} of {cluster.short_name} has one chip: there is nothing to send.")
-    kinds = [kind for kind in KINDS if kind in rates.kinds and only in (None, kind)]
+    kinds = [kind for kind in COLLECTIVES if kind in rates.kinds and only in (None, kind)]
     return {
         "cluster": cluster.short_name,
         "axes": list(axes),
@@ -214,7 +208,7 @@ def _latency_forms(legs: tuple[Leg, ...]) -> dict[str, float] | None:
     }
 
 
-def _print_collectives(found: dict[str, Any]) -> None:
+def _collectives_text(found: dict[str, Any]) -> Iterator[Piece]:
     rows = [
         [one["kind"], format_seconds(one["bandwidth_s"]), format_seconds(one["latency_s"]),
          format_seconds(one["time_s"]), one["bound_by"], or_dash(one["latency_bound_below_bytes"], format_bytes)]
@@ -228,15 +222,15 @@ def _print_collectives(found: dict[str, Any]) -> None:
     if any(one["link_bytes"] is not None for one in found["collectives"]):
         columns.append("over a link")
         rows = [[*row, format_bytes(one["link_bytes"])] for row, one in zip(rows, found["collectives"], strict=True)]
-    print_table(columns, rows, title)
+    yield Table(columns, rows, title)
     if columns[-1] == "over a link":
         ways = "both directions of the ring are used" if found["two_way"] else "the ring is used in one direction"
-        print_text(f"over a link: what crosses each link of the ring in one direction; {ways}")
+        yield f"over a link: what crosses each link of the ring in one direction; {ways}"
     if any(one["kind"] == "permute" for one in found["collectives"]):
-        print_text("permute: each chip sends so many bytes to its neighbour")
+        yield "permute: each chip sends so many bytes to its neighbour"
     forms = found["latency_forms"]
     if forms:
-        print_text(
+        yield (
             f"latency of the network for one gather: ring {forms['ring_hops']:,} hops, "
             f"{format_seconds(forms['ring_s'])}; tree {forms['tree_hops']:,} hops, {format_seconds(forms['tree_s'])} "
             f"(taken: small arrays go by the tree)"

@@ -5,9 +5,9 @@ from pathlib import Path
 from meshwright.algebra.steps import BOOK_NAMES
 from meshwright.calculators.sharding.ring_steps import RING_KINDS, RingKind, RingRun, run_ring
 from meshwright.cli.output import say
+from meshwright.core.dims import CollectiveKind
 from meshwright.core.errors import InputError
 from meshwright.cost.network.legs import Leg
-from meshwright.spec.calibration import CollectiveKind
 from meshwright.spec.cluster import Cluster
 
 PICTURES = (".png", ".svg", ".json")

@@ -1,80 +1,62 @@
 """`meshwright accuracy`: predictions beside published measurements."""
 
-from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import click
 
-from meshwright.accuracy.errors import Accuracy, Prediction, accuracy
+from meshwright.accuracy.errors import Accuracy, accuracy
 from meshwright.accuracy.records import read_records
-from meshwright.cli.output import emit_json, json_option, print_table, say
-from meshwright.cli.verbs.accuracy_text import print_accuracy
+from meshwright.cli.verb import Options, argument, option, verb
+from meshwright.cli.verbs.accuracy_text import accuracy_text
 from meshwright.core.errors import InputError, nearest
 from meshwright.core.units import format_seconds
+from meshwright.report.answer import Answer, Table
 
 
-@click.command()
-@click.argument("file", type=click.Path(path_type=Path))
-@click.option("--worst", type=click.IntRange(min=0), default=0, help="How many of the worst predictions to list.")
-@click.option("--group", "only", help="Only this group of records.")
-@click.option("--datasheet", is_flag=True, help="Data-sheet rates alone, without the fitted numbers.")
-@click.option("--png", type=click.Path(path_type=Path), help="Draw measured against predicted.")
-@click.option("--cross-validate", is_flag=True, help="Fit anew and predict what each fit has not seen (minutes).")
-@click.option("--fit", "out", type=click.Path(path_type=Path), help="Write numbers fitted on FILE (TOML; minutes).")
-@click.option("--write", "page", type=click.Path(path_type=Path), help="Write the tables into this page.")
-@json_option
-def command(
-    file: Path,
-    worst: int,
-    only: str | None,
-    datasheet: bool,
-    png: Path | None,
-    cross_validate: bool,
-    out: Path | None,
-    page: Path | None,
-    as_json: bool,
-) -> None:
+class Given(Options):
+    file: Path = argument()
+    worst: int = option("How many of the worst predictions to list.", type=click.IntRange(min=0), default=0)
+    only: str | None = option("Only this group of records.", "--group")
+    datasheet: bool = option("Data-sheet rates alone, without the fitted numbers.")
+    png: Path | None = option("Draw measured against predicted.")
+    cross_validate: bool = option("Fit anew and predict what each fit has not seen (minutes).")
+    out: Path | None = option("Write numbers fitted on FILE (TOML; minutes).", "--fit")
+    page: Path | None = option("Write the tables into this page.", "--write")
+
+
+@verb(Given)
+def command(given: Given) -> Answer:
     """Predict every measurement of FILE (one JSON object a line, see docs/accuracy.md) and compare."""
-    records = read_records(file)
-    chosen = tuple(record for record in records if only is None or record.group == only)
+    records = read_records(given.file)
+    chosen = tuple(record for record in records if given.only is None or record.group == given.only)
     if not chosen:
         groups = dict.fromkeys(record.group for record in records)
-        raise InputError(f"{file} has no group {only!r}.{nearest(str(only), groups)}")
-    if cross_validate or out or page:
+        raise InputError(f"{given.file} has no group {given.only!r}.{nearest(str(given.only), groups)}")
+    if given.cross_validate or given.out or given.page:
         from meshwright.cli.verbs.accuracy_fit import validate
 
-        validate(chosen, out=out, page=page, as_json=as_json)
-        return
-    found = accuracy(chosen, datasheet=datasheet)
-    if png:
-        _draw(found, png, datasheet=datasheet)
-    if as_json:
-        emit_json(found.to_json())
-        return
-    print_accuracy(found, title="data-sheet rates" if datasheet else "fitted numbers")
-    if worst:
-        _print_worst(found.predictions, worst)
+        return validate(chosen, out=given.out, page=given.page)
+    found = accuracy(chosen, datasheet=given.datasheet)
+    how = "data-sheet rates" if given.datasheet else "fitted numbers"
+    worst = sorted(found.predictions, key=lambda one: -abs(one.error))[: given.worst]
+    text = [*accuracy_text(found, title=how), *([Table.of(worst, WORST)] if worst else [])]
+    return Answer(found.to_json(), text, {given.png: lambda: _figure(found, how)})
 
 
-def _print_worst(predictions: Sequence[Prediction], number: int) -> None:
-    worst = sorted(predictions, key=lambda one: -abs(one.error))[:number]
-    print_table(
-        ["worst", "measured", "predicted", "error"],
-        [
-            [one.id, format_seconds(one.measured_s), format_seconds(one.predicted_s), f"{one.error:+.0%}"]
-            for one in worst
-        ],
-    )
+WORST: dict[str, Any] = {
+    "worst": "id",
+    "measured": ("measured_s", format_seconds),
+    "predicted": ("predicted_s", format_seconds),
+    "error": ("error", lambda error: f"{error:+.0%}"),
+}
 
 
-def _draw(found: Accuracy, png: Path, *, datasheet: bool) -> None:
-    from meshwright.report.figure import save
+def _figure(found: Accuracy, how: str) -> Any:
     from meshwright.report.plans.accuracy import accuracy_figure
 
     at = found.summary()
     if not at.n:
         raise InputError("no record is predicted, so there is nothing to draw. Leave out --png, or name another file.")
-    how = "data-sheet rates" if datasheet else "fitted numbers"
     subtitle = f"{at.n:,} published training steps, {how}; grey: within 20%"
-    save(accuracy_figure(found.predictions, title="Predicted against measured", subtitle=subtitle), png)
-    say(f"wrote {png}")
+    return accuracy_figure(found.predictions, title="Predicted against measured", subtitle=subtitle)

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import numpy as np
 
-from meshwright.accuracy.errors import Accuracy, cases_of, predicted
+from meshwright.accuracy.batches import calibrations
+from meshwright.accuracy.errors import Accuracy, accuracy_of, cases_of
 from meshwright.accuracy.fit import (
     Predictor,
     Problem,
-    calibrations,
     cross_validate,
     fit,
     interval,
@@ -17,11 +17,12 @@ from meshwright.accuracy.fit import (
     rounded,
 )
 from meshwright.accuracy.records import Record
-from meshwright.cli.output import emit_json, print_table, say
-from meshwright.cli.verbs.accuracy_text import print_accuracy, summary_rows
+from meshwright.cli.output import say
+from meshwright.cli.verbs.accuracy_text import accuracy_text, summary_rows
 from meshwright.core.errors import InputError
 from meshwright.core.files import write_text_whole
 from meshwright.core.toml_file import dump_toml
+from meshwright.report.answer import Answer, Table
 from meshwright.spec.efficiency import FittedNumbers, fitted_numbers
 
 BEGIN = "<!-- table: {} -->"
@@ -35,7 +36,7 @@ HEADINGS = {
 }
 
 
-def validate(records: tuple[Record, ...], *, out: Path | None, page: Path | None, as_json: bool) -> None:
+def validate(records: tuple[Record, ...], *, out: Path | None, page: Path | None) -> Answer:
     """Fit the numbers anew, and predict every record by numbers that have not seen it."""
     cases, unpredicted = cases_of(records)
     if len({case.record.group for case in cases}) < 2 or len(cases) < 2 * NUM_FOLDS:
@@ -54,17 +55,16 @@ def validate(records: tuple[Record, ...], *, out: Path | None, page: Path | None
         left = leave_groups_out(problem)
     tables = {"cross-validation": crossed} | ({} if left is None else {"groups": left})
     tables["fitted"] = predictor(numbers)
-    found = {name: _accuracy(problem, seconds, numbers, unpredicted) for name, seconds in tables.items()}
+    found = {
+        name: accuracy_of(cases, seconds, calibrations(cases, numbers), unpredicted) for name, seconds in tables.items()
+    }
     if out:
         _save(numbers, len(cases), out)
     if page:
         _write(page, found)
-    if as_json:
-        emit_json({name: one.to_json() for name, one in found.items()} | {"numbers": numbers})
-        return
-    for name, one in found.items():
-        print_accuracy(one, title=HEADINGS[name])
-    print_table(["number", "value"], [[name, f"{value:.4g}"] for name, value in numbers.items()])
+    text = [piece for name, one in found.items() for piece in accuracy_text(one, title=HEADINGS[name])]
+    facts = {name: one.to_json() for name, one in found.items()} | {"numbers": numbers}
+    return Answer(facts, [*text, Table(["number", ("value", lambda value: f"{value:.4g}")], [*numbers.items()])])
 
 
 def _intervals(problem: Problem, predicted_s: np.ndarray) -> dict[str, float]:
@@ -76,17 +76,6 @@ def _intervals(problem: Problem, predicted_s: np.ndarray) -> dict[str, float]:
             at = interval(predicted_s[chosen], problem.measured_s[chosen], problem.weights[chosen])
             found |= {f"{name}{suffix}": round(value, 3) for name, value in zip(("low", "high"), at, strict=True)}
     return found
-
-
-def _accuracy(problem: Problem, seconds: np.ndarray, numbers: dict[str, float], unpredicted) -> Accuracy:  # type: ignore[no-untyped-def]
-    found = calibrations(problem, numbers)
-    return Accuracy(
-        predictions=tuple(
-            predicted(case, s, found[case.setting.cluster.chip.name])
-            for case, s in zip(problem.cases, seconds.tolist(), strict=True)
-        ),
-        unpredicted=unpredicted,
-    )
 
 
 def _save(numbers: dict[str, float], count: int, out: Path) -> None:

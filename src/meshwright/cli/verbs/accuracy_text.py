@@ -1,25 +1,28 @@
 """The errors of predictions in words: the table per group, and what was not predicted."""
 
+from collections.abc import Iterator
+
 from meshwright.accuracy.errors import Accuracy, Summary
-from meshwright.cli.output import or_dash, print_table, print_text
+from meshwright.cli.output import or_dash
+from meshwright.report.answer import Piece, Table
 from meshwright.report.tables import Cell
 
 MAX_NAMED = 6
 """Records that a line of reasons names before it only counts."""
 
 
-def print_accuracy(found: Accuracy, *, title: str) -> None:
+def accuracy_text(found: Accuracy, *, title: str) -> Iterator[Piece]:
     """The table per group, and what was not predicted."""
-    print_table(
+    yield Table(
         ["group", "records", "MAPE", "median", "bias", "interval holds"], summary_rows(found), title=f"{title}: errors"
     )
     unfitted = [one for one in found.predictions if not one.fitted]
     if unfitted and len(unfitted) < len(found.predictions):
         chips = ", ".join(dict.fromkeys(one.chip for one in unfitted))
-        print_text(f"by data-sheet rates: {len(unfitted):,}, nothing is fitted for {chips}")
+        yield f"by data-sheet rates: {len(unfitted):,}, nothing is fitted for {chips}"
     for reason, ids in found.reasons().items():
         named = ", ".join(ids[:MAX_NAMED]) if len(ids) <= MAX_NAMED else f"{ids[0]} and {len(ids) - 1:,} more"
-        print_text(f"not predicted: {len(ids):,}, {reason} ({named})")
+        yield f"not predicted: {len(ids):,}, {reason} ({named})"
 
 
 def summary_rows(found: Accuracy) -> list[list[Cell]]:

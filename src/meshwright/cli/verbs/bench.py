@@ -1,27 +1,28 @@
-"""`meshwright bench`: what the devices at hand really do, and a calibration to plan with."""
+"""`meshwright bench`: measures the devices at hand and writes a calibration to plan with."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 import click
 import msgspec
 
 from meshwright.cli.fields import parse_mesh
 from meshwright.cli.output import emit_json, json_option, say
+from meshwright.core.dims import COLLECTIVES
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.files import cache_folder, write_text_whole
 from meshwright.core.toml_file import dump_toml
-from meshwright.spec.calibration import Calibration, CollectiveKind, save_calibration
+from meshwright.spec.calibration import Calibration, save_calibration
 from meshwright.spec.chip import chip as find_chip
 from meshwright.spec.cluster import parse_cluster
 
 if TYPE_CHECKING:
     import jax
 
-    from meshwright.bench.run import BenchReport
+    from meshwright.bench.results import BenchReport
 
 RATES = ("matmul", "mlp", "copy", "collectives", "attention")
-"""Parts that a calibration is made of."""
+"""Parts whose rates a calibration holds."""
 
 
 @click.command()
@@ -58,7 +59,7 @@ def command(
         find_chip(chip_name)
     devices = _devices(on)
     from meshwright.bench.run import check_parts, make_bench, run_bench
-    from meshwright.train.cache import keep_compiled_programs
+    from meshwright.parallel.mesh import keep_compiled_programs
 
     check_parts(what)
     wanted = [word.strip() for word in dtypes.split(",")] if dtypes is not None else []
@@ -75,7 +76,7 @@ def command(
 
 
 def _check_files(what: tuple[str, ...], output: Path | None, save: Path | None) -> None:
-    """Refuse before minutes of measuring what could not be written after them."""
+    """Refuses, before minutes of measuring, files that could not be written afterwards."""
     if output is not None and what and not set(what) & set(RATES):
         raise InputError(f"-o needs rates, and {' '.join(what)} has none. Add one of {' '.join(RATES)}.")
     if output is not None and output.suffix != ".toml":
@@ -85,7 +86,7 @@ def _check_files(what: tuple[str, ...], output: Path | None, save: Path | None) 
 
 
 def _devices(on: str | None) -> "list[jax.Device]":
-    """The devices asked for, or all that JAX has."""
+    """Returns the requested devices, or all that JAX has."""
     cluster = parse_cluster(on) if on is not None else None
     if cluster is not None and cluster.kind != "host":
         raise InputError(
@@ -106,55 +107,45 @@ def _devices(on: str | None) -> "list[jax.Device]":
 
 
 def _write(report: "BenchReport", output: Path | None, save: Path | None, pictures: Path | None) -> dict[str, Any]:
-    """What was written, by what it is."""
+    """Writes the requested files; returns their paths by kind."""
     written: dict[str, Any] = {}
     if output is not None:
-        written["calibration"] = str(_write_calibration(report, output))
+        save_calibration(_calibration(report, output), output)
+        say(f"wrote {output}")
+        written["calibration"] = str(output)
     if save is not None:
         text = msgspec.json.format(msgspec.json.encode(report)).decode() + "\n"
         write_text_whole(save, text if save.suffix == ".json" else dump_toml(report))
         say(f"wrote {save}")
         written["saved"] = str(save)
     if pictures is not None:
-        written["pictures"] = _draw(report, pictures)
+        from meshwright.report.figure import save as save_figure
+        from meshwright.report.machine.bench import bench_figures
+
+        pictures.mkdir(parents=True, exist_ok=True)
+        written["pictures"] = [str(save_figure(spec, pictures / name)) for name, spec in bench_figures(report).items()]
+        for path in written["pictures"]:
+            say(f"wrote {path}")
     return written
 
 
-def _write_calibration(report: "BenchReport", output: Path) -> Path:
+def _calibration(report: "BenchReport", output: Path) -> Calibration:
+    """Returns the calibration; of emulated devices with rates inside a step, if nothing is missing to price one."""
     from meshwright.bench.calibration import calibration_of
 
     found = calibration_of(report)
     if not (found.matmul_flops_per_s or found.attention_flops_per_s or found.memory_bytes_per_s or found.collectives):
         raise CannotRunError(f"{output} is not written: no rate was measured. Give more --seconds.")
-    missing = _missing(found, report.num_devices) if found.chip == "cpu" else []
+    if found.chip != "cpu":
+        return found
+    rates = (("matmul", found.matmul_flops_per_s), ("copy", found.memory_bytes_per_s))
+    kinds = {rate.kind for rate in found.collectives if rate.group_size == report.num_devices}
+    needed = COLLECTIVES if report.num_devices > 1 else ()
+    missing = [*(name for name, value in rates if not value), *(kind for kind in needed if kind not in kinds)]
     if missing:
         say(f"plan needs rates that {output} lacks: {', '.join(missing)}. Give more --seconds, or more parts.")
-    elif found.chip == "cpu":
-        from meshwright.bench.machine import with_host_rates
+        return found
+    from meshwright.bench.machine import with_host_rates
 
-        say("steps of training under the profiler, a minute or so besides: emulated devices are slower inside of one")
-        found = with_host_rates(found, report.num_devices, lambda line: say(f"  {line}"))
-    save_calibration(found, output)
-    say(f"wrote {output}")
-    return output
-
-
-def _missing(found: Calibration, num_devices: int) -> list[str]:
-    """What a calibration of emulated devices lacks for pricing a step over all of them."""
-    rates = (("matmul", found.matmul_flops_per_s), ("copy", found.memory_bytes_per_s))
-    kinds = {rate.kind for rate in found.collectives if rate.group_size == num_devices}
-    return [
-        *(name for name, value in rates if not value),
-        *(kind for kind in get_args(CollectiveKind) if kind not in kinds and num_devices > 1),
-    ]
-
-
-def _draw(report: "BenchReport", folder: Path) -> list[str]:
-    from meshwright.report.figure import save
-    from meshwright.report.machine.bench import bench_figures
-
-    folder.mkdir(parents=True, exist_ok=True)
-    drawn = [str(save(spec, folder / name)) for name, spec in bench_figures(report).items()]
-    for path in drawn:
-        say(f"wrote {path}")
-    return drawn
+    say("steps of training under the profiler, a minute or so besides: emulated devices are slower inside of one")
+    return with_host_rates(found, report.num_devices, lambda line: say(f"  {line}"))

@@ -2,20 +2,20 @@
 
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-import click
 import msgspec
 
-from meshwright.cli.output import emit_json, json_option, print_fact
+from meshwright.cli.verb import Bytes, Options, argument, option, verb
 from meshwright.core.errors import CannotRunError, InputError
-from meshwright.core.units import format_bytes, format_params, parse_bytes
+from meshwright.core.units import format_bytes, format_params
+from meshwright.report.answer import Answer, Fact
 from meshwright.spec.hf.read import model_from_config
 from meshwright.spec.model import Model
 from meshwright.spec.weights import num_params
 
 if TYPE_CHECKING:
-    from meshwright.train.checkpoint_weights import CheckpointWeights
+    from meshwright.train.weights import CheckpointWeights
 
 BESIDE = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model"),
@@ -38,32 +38,38 @@ class Converted(msgspec.Struct, frozen=True, kw_only=True):
     step: int | None = None
 
 
-@click.command()
-@click.argument("source", metavar="FROM", type=click.Path(path_type=Path))
-@click.argument("folder", metavar="TO", type=click.Path(path_type=Path))
-@click.option("--dtype", type=click.Choice(["fp32", "bf16", "fp16"]), help="Of the weights; as they are by default.")
-@click.option("--step", type=int, help="Take the run's checkpoint after this step instead of its last weights.")
-@click.option("--file-size", default="5GB", show_default=True, help="The largest file of weights.")
-@json_option
-def command(source: Path, folder: Path, dtype: str | None, step: int | None, file_size: str, as_json: bool) -> None:
+class Given(Options):
+    source: Path = argument(metavar="FROM")
+    folder: Path = argument(metavar="TO")
+    dtype: Literal["fp32", "bf16", "fp16"] | None = option("Of the weights; as they are by default.")
+    step: int | None = option("Take the run's checkpoint after this step instead of its last weights.")
+    file_size: Bytes = option("The largest file of weights.", default="5GB")
+
+
+@verb(Given)
+def command(given: Given) -> Answer:
     """Write the weights of FROM as a Hugging Face folder TO, which transformers, train and generate read.
 
     FROM is the folder of a run, finished or not, or any Hugging Face folder with safetensors files: fused, stacked or
     prefixed names come out as they are published. One tensor is in memory at a time.
     """
-    _require_empty(folder)
+    _require_empty(given.folder)
     try:
-        done = _convert(source, folder, dtype=dtype, step=step, max_bytes=int(parse_bytes(file_size)))
+        done = _convert(given.source, given.folder, dtype=given.dtype, step=given.step, max_bytes=int(given.file_size))
     except OSError as error:
-        raise CannotRunError(f"{folder} cannot be written: {error.strerror or error}. Give another one.") from None
-    if as_json:
-        emit_json(msgspec.to_builtins(done))
-        return
+        raise CannotRunError(
+            f"{given.folder} cannot be written: {error.strerror or error}. Give another one."
+        ) from None
     after = "" if done.step is None else f" (checkpoint after step {done.step})"
-    print_fact("model", f"{done.model}, family {done.family}, {format_params(done.num_params)} parameters")
-    print_fact("from", f"{done.source}{after}")
-    print_fact("to", f"{done.folder}: {len(done.files)} {'file' if len(done.files) == 1 else 'files'} of weights")
-    print_fact("size", f"{format_bytes(done.num_bytes)} in {done.dtype}")
+    return Answer(
+        msgspec.structs.asdict(done),
+        [
+            Fact("model", f"{done.model}, family {done.family}, {format_params(done.num_params)} parameters"),
+            Fact("from", f"{done.source}{after}"),
+            Fact("to", f"{done.folder}: {len(done.files)} {'file' if len(done.files) == 1 else 'files'} of weights"),
+            Fact("size", f"{format_bytes(done.num_bytes)} in {done.dtype}"),
+        ],
+    )
 
 
 def _require_empty(folder: Path) -> None:
@@ -72,8 +78,7 @@ def _require_empty(folder: Path) -> None:
 
 
 def _convert(source: Path, folder: Path, *, dtype: str | None, step: int | None, max_bytes: int) -> Converted:
-    from meshwright.train.checkpoint_weights import OpenCheckpoint, checkpoint_steps
-    from meshwright.train.weights_file import has_weights
+    from meshwright.train.weights import checkpoint_steps, has_weights, open_checkpoint
 
     if not source.is_dir():
         raise InputError(f"{source} is no folder. Give that of a run or of a Hugging Face model.")
@@ -83,8 +88,7 @@ def _convert(source: Path, folder: Path, *, dtype: str | None, step: int | None,
         raise InputError(
             f"{source} has neither config.json with *.safetensors nor checkpoints. Give a run or a Hugging Face model."
         )
-    with OpenCheckpoint(source, step) as checkpoint:
-        found = checkpoint.weights()
+    with open_checkpoint(source, step) as found:
         return _from_checkpoint(found, source, folder, dtype=dtype, max_bytes=max_bytes)
 
 
@@ -99,13 +103,12 @@ def _from_files(source: Path, folder: Path, *, dtype: str | None, max_bytes: int
 def _from_checkpoint(
     found: "CheckpointWeights", source: Path, folder: Path, *, dtype: str | None, max_bytes: int
 ) -> Converted:
-    from meshwright.nn.hf.files import DTYPES
     from meshwright.nn.hf.weights import write_hf
-    from meshwright.train.weights_file import end_of_text
+    from meshwright.train.weights import end_of_text
 
-    wanted = dict.fromkeys(found.dtypes, DTYPES[dtype]) if dtype else found.dtypes
     config = end_of_text(found.model, source)
-    files = write_hf(found.model, found.fetch, wanted, folder, max_shard_bytes=max_bytes, config=config)
+    options: dict[str, Any] = {"dtype": dtype, "max_shard_bytes": max_bytes, "config": config}
+    files = write_hf(found.model, found.fetch, found.dtypes, folder, **options)
     return _done(found.model, source, folder, files, step=found.step)
 
 

@@ -1,25 +1,27 @@
 """`meshwright explain`: a plan in the book's notation, line by line, and the limits it stands near."""
 
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import click
 import msgspec
 
 from meshwright.cli.fields import check_tokens
-from meshwright.cli.output import emit_json, json_option, print_fact, print_table, print_text, say
-from meshwright.cli.verbs.explain_lead import number_words, print_lead
+from meshwright.cli.output import say
+from meshwright.cli.verb import Options, argument, verb
+from meshwright.cli.verbs.explain_lead import lead_text, number_words
 from meshwright.cli.verbs.plan import (
+    budget_text,
     collective_matmul_words,
     microbatch_words,
     placement_words,
-    print_budget,
     remat_words,
 )
 from meshwright.core.units import format_bytes, format_count, format_flops, format_seconds
 from meshwright.cost.formulas.limit_table import Letters, Limit
 from meshwright.plan.why.explain import Algorithm, BetweenStages, Explanation, Line, explain
+from meshwright.report.answer import Answer, Fact, Paragraph, Piece, Table
 from meshwright.spec.job import optimizer_words, require_training
 from meshwright.spec.plan_file import load_plan
 from meshwright.spec.strategy import mesh_words
@@ -28,23 +30,22 @@ MAX_DRIFT = 1e-6
 """Of the step time that a plan file holds from the one that its rates give."""
 
 
-@click.command()
-@click.argument("plan_file", metavar="PLAN.toml", type=click.Path(path_type=Path))
-@json_option
-def command(plan_file: Path, as_json: bool) -> None:
+class Given(Options):
+    plan_file: Path = argument(metavar="PLAN.toml")
+
+
+@verb(Given)
+def command(given: Given) -> Answer:
     """The algorithm of one layer under a plan, with bytes and times, and the limits in closed form."""
-    plan = load_plan(plan_file)
+    plan = load_plan(given.plan_file)
     require_training(check_tokens(plan.job), "explain")
     told = explain(plan)
     if not math.isclose(told.estimate.step_s, plan.predicted.step_s, rel_tol=MAX_DRIFT):
         say(
-            f"{plan_file} predicts {format_seconds(plan.predicted.step_s)} a step and its own rates now give "
+            f"{given.plan_file} predicts {format_seconds(plan.predicted.step_s)} a step and its own rates now give "
             f"{format_seconds(told.estimate.step_s)}: it was changed by hand, or by another version."
         )
-    if as_json:
-        emit_json(_as_json(told))
-    else:
-        _print(told)
+    return Answer(_as_json(told), _text(told))
 
 
 def _as_json(told: Explanation) -> dict[str, Any]:
@@ -73,27 +74,27 @@ def _as_json(told: Explanation) -> dict[str, Any]:
     }
 
 
-def _print(told: Explanation) -> None:
+def _text(told: Explanation) -> Iterator[Piece]:
     plan = told.plan
     rings = collective_matmul_words(plan.strategy)
     state = f"state {plan.strategy.state}{optimizer_words(plan.job)}"
-    print_text(
+    yield (
         f"{plan.model.name} on {plan.cluster.short_name}: {mesh_words(plan.strategy.mesh)}, "
         f"{remat_words(plan.strategy)}, {f'{rings}, ' if rings else ''}{state}"
     )
-    print_fact("batch", _batch_words(told))
-    print_fact("placement", placement_words(plan.strategy.placement))
-    print_fact("times rest on", plan.calibration.describe())
-    click.echo()
-    print_lead(told)
+    yield Fact("batch", _batch_words(told))
+    yield Fact("placement", placement_words(plan.strategy.placement))
+    yield Fact("times rest on", plan.calibration.describe())
+    yield ""
+    yield from lead_text(told)
     for block in told.blocks:
-        _print_algorithm(block.forward)
-        _print_algorithm(block.backward)
+        yield from _algorithm_text(block.forward)
+        yield from _algorithm_text(block.backward)
     if told.between is not None:
-        _print_between(told.between, told.estimate.step_s)
-    _print_algorithm(told.once)
-    _print_step(told)
-    _print_limits(told)
+        yield from _between_text(told.between, told.estimate.step_s)
+    yield from _algorithm_text(told.once)
+    yield from _step_text(told)
+    yield from _limits_text(told)
 
 
 def _batch_words(told: Explanation) -> str:
@@ -106,25 +107,25 @@ def _batch_words(told: Explanation) -> str:
     )
 
 
-def _print_algorithm(part: Algorithm) -> None:
-    click.echo(f"\n{part.title[0].upper()}{part.title[1:]}")
+def _algorithm_text(part: Algorithm) -> Iterator[Piece]:
+    yield Paragraph(f"\n{part.title[0].upper()}{part.title[1:]}", None)
     for line in part.lines:
-        print_text(f"{line.number:>3}. {line.text}", indent=7)
-        click.echo(f"       {_measures(line)}")
+        yield Paragraph(f"{line.number:>3}. {line.text}", indent=7)
+        yield Paragraph(f"       {_measures(line)}", None)
     if part.num_left_out:
-        click.echo(f"     ({part.num_left_out} small local steps are not listed)")
-    print_text(
+        yield Paragraph(f"     ({part.num_left_out} small local steps are not listed)", None)
+    yield Paragraph(
         f"     compute {format_seconds(part.compute_s)}; communication that can hide {format_seconds(part.hidden_s)}, "
         f"on the critical path {format_seconds(part.critical_s)}",
         indent=5,
     )
 
 
-def _print_between(between: BetweenStages, step_s: float) -> None:
+def _between_text(between: BetweenStages, step_s: float) -> Iterator[Piece]:
     """The sends, how often a step waits for one, and the idle time of the schedule."""
-    _print_algorithm(between.sends)
+    yield from _algorithm_text(between.sends)
     chunks = f" of {between.chunks} chunks" if between.chunks > 1 else ""
-    print_text(
+    yield Paragraph(
         f"     {between.schedule} on {between.stages} stages{chunks}, {between.microbatches} microbatches: a step "
         f"waits for {between.num_sends:,.0f} sends, {format_seconds(between.sends_s)}, and stands idle for "
         f"{format_seconds(between.bubble_s)}, {between.bubble_s / step_s:.1%} of it (the bubble)",
@@ -140,46 +141,46 @@ def _measures(line: Line) -> str:
     return ", ".join(word for word in words if word)
 
 
-def _print_step(told: Explanation) -> None:
+def _step_text(told: Explanation) -> Iterator[Piece]:
     estimate = told.estimate
     rows = [
         [term.words, format_seconds(term.alone_s), format_seconds(max(0.0, term.added_s)), f"{term.share:.0%}"]
         for term in told.terms
     ]
-    click.echo()
-    print_table(["work of one step", "alone", "adds", "share"], rows)
+    yield ""
+    yield Table(["work of one step", "alone", "adds", "share"], rows)
     lower, upper = format_seconds(estimate.step_s_lower), format_seconds(estimate.step_s_upper)
-    print_fact(
+    yield Fact(
         "step",
         f"{format_seconds(estimate.step_s)}, between {lower} (perfect overlap) and {upper} (none: compute, memory and "
         f"network one after the other); bound by "
         f"{estimate.bound_by}",
     )
-    print_fact(
+    yield Fact(
         "utilisation",
         f"MFU {estimate.mfu:.1%} of 6ND + 12 B T^2 N H L, no causal discount; HFU {estimate.hfu:.1%}, recomputation "
         f"counted",
     )
     items = ", ".join(f"{name} {format_bytes(size)}" for name, size in estimate.memory.items() if size)
-    print_fact("memory of a chip", f"{format_bytes(estimate.hbm_bytes_per_chip)}: {items}")
+    yield Fact("memory of a chip", f"{format_bytes(estimate.hbm_bytes_per_chip)}: {items}")
     if told.training is not None:
-        print_budget(told.training, told.plan.cluster.num_chips)
+        yield from budget_text(told.training, told.plan.cluster.num_chips)
 
 
 _TITLES = {"speed": "When communication hides behind compute, in closed form", "size": "What fits"}
 
 
-def _print_limits(told: Explanation) -> None:
+def _limits_text(told: Explanation) -> Iterator[Piece]:
     for kind, title in _TITLES.items():
         chosen = [limit for limit in told.limits if limit.kind == kind]
         if chosen:
-            click.echo()
-            print_table(["", "formula", "bound", "here", ""], [_limit_row(x) for x in chosen], title)
+            yield ""
+            yield Table(["", "formula", "bound", "here", ""], [_limit_row(x) for x in chosen], title)
         if chosen and kind == "speed":
-            print_text(_legend(told.symbols))
+            yield _legend(told.symbols)
         for limit in chosen:
             if limit.note:
-                print_text(f"{limit.name}: {limit.note}")
+                yield f"{limit.name}: {limit.note}"
 
 
 def _legend(at: Letters) -> str:

@@ -1,13 +1,13 @@
 """What `explain` says first: the terms that matter, the limit each is near, the cheapest change, the FSDP case."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from meshwright.cli.output import print_fact
 from meshwright.core.units import format_bytes, format_seconds
 from meshwright.cost.breakdown import Term
 from meshwright.cost.formulas.limit_table import Limit
 from meshwright.plan.why.explain import Explanation, limit_of_term
+from meshwright.report.answer import Fact, Piece
 
 MAX_TERMS = 3
 MIN_SHARE = 0.03
@@ -16,17 +16,17 @@ NEAR = 2.0
 """Times a limit, or parts of it, up to which a plan is near it."""
 
 
-def print_lead(told: Explanation) -> None:
+def lead_text(told: Explanation) -> Iterator[Piece]:
     """Three to six facts before the algorithm."""
     terms = leading_terms(told.terms)
     for number, term in enumerate(terms):
-        print_fact("what matters" if number == 0 else "", _term_words(term, told))
+        yield Fact("what matters" if number == 0 else "", _term_words(term, told))
     near = nearest_limit(told, [limit_of_term(term, told.limits) for term in terms])
     if near is not None:
-        print_fact("near a limit", limit_words(near))
-    print_fact("what would help", change_words(told))
+        yield Fact("near a limit", limit_words(near))
+    yield Fact("what would help", change_words(told))
     if told.fsdp is not None:
-        print_fact("data parallelism", told.fsdp.words)
+        yield Fact("data parallelism", told.fsdp.words)
 
 
 def nearest_limit(told: Explanation, said: Sequence[Limit | None]) -> Limit | None:

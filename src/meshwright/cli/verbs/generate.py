@@ -7,84 +7,97 @@ from typing import TYPE_CHECKING
 
 import click
 
-from meshwright.cli.fields import parse_axes
-from meshwright.cli.output import emit_json, json_option, say
+from meshwright.api.running import GeneratedText, TextOptions, generate_text
+from meshwright.cli.output import say
+from meshwright.cli.verb import MeshSizes, Options, argument, option, verb
 from meshwright.core.errors import CannotRunError, InputError
-from meshwright.core.files import cache_folder
-from meshwright.core.units import format_bytes, format_count, format_seconds
-from meshwright.spec.cluster import parse_cluster
-from meshwright.spec.strategy import Strategy, make_mesh, mesh_words
+from meshwright.core.units import format_count, format_seconds
+from meshwright.report.answer import Answer, Paragraph
+from meshwright.spec.cluster import Cluster
 
 if TYPE_CHECKING:
-    from meshwright.parallel.generate_step import GenerateStep
-    from meshwright.serve.generate import Generated
-    from meshwright.serve.model_folder import ModelFolder
     from meshwright.serve.sampling import Sampling
 
 
-@click.command()
-@click.argument("what", metavar="FOLDER", type=click.Path(path_type=Path))
-@click.option("--prompt", "prompts", multiple=True, help="Text to go on from; give it again for more sequences.")
-@click.option("--prompts", "prompt_file", type=click.Path(path_type=Path), help="A file with a prompt on each line.")
-@click.option("--on", "on", help="Devices: cpu:4 is this machine as 4 emulated ones. Default: those that it has.")
-@click.option("--axes", help="Mesh axes, such as tensor=2,data=2. Default: every device on tensor.")
-@click.option("--max-tokens", default=128, show_default=True, help="Tokens after each prompt at most.")
-@click.option("--temperature", default=0.0, show_default=True, help="0 takes the likeliest token each time.")
-@click.option("--top-k", default=0, show_default=True, help="Draw from so many likeliest tokens; 0 from all.")
-@click.option("--top-p", default=1.0, show_default=True, help="Draw from the likeliest tokens of this probability.")
-@click.option("--seed", default=0, show_default=True, help="Of the draws.")
-@click.option("--int8", "int8", is_flag=True, help="Hold weights as int8.")
-@click.option("--cache-int8", is_flag=True, help="Hold keys and values as int8.")
-@json_option
-def command(
-    what: Path,
-    prompts: tuple[str, ...],
-    prompt_file: Path | None,
-    on: str | None,
-    axes: str | None,
-    max_tokens: int,
-    temperature: float,
-    top_k: int,
-    top_p: float,
-    seed: int,
-    int8: bool,
-    cache_int8: bool,
-    as_json: bool,
-) -> None:
+class Given(Options):
+    what: Path = argument(metavar="FOLDER")
+    prompts: tuple[str, ...] = option("Text to go on from; give it again for more sequences.", "--prompt")
+    prompt_file: Path | None = option("A file with a prompt on each line.", "--prompts")
+    on: Cluster | None = option("Devices: cpu:4 is this machine as 4 emulated ones. Default: those that it has.")
+    axes: MeshSizes | None = option("Mesh axes, such as tensor=2,data=2. Default: every device on tensor.")
+    max_tokens: int = option("Tokens after each prompt at most.", default=128)
+    temperature: float = option("0 takes the likeliest token each time.", default=0.0)
+    top_k: int = option("Draw from so many likeliest tokens; 0 from all.", default=0)
+    top_p: float = option("Draw from the likeliest tokens of this probability.", default=1.0)
+    seed: int = option("Of the draws.", default=0)
+    int8: bool = option("Hold weights as int8.")
+    cache_int8: bool = option("Hold keys and values as int8.")
+
+
+@verb(Given)
+def command(given: Given) -> Answer:
     """Go on from prompts with the model of a FOLDER: a finished run, or config.json with safetensors files.
 
     One prompt is written out as it grows; several are written one after the other, each when all are done.
     """
-    texts = _prompts(prompts, prompt_file)
-    mesh = _devices(on, axes)
-    from meshwright.serve.generate import generate
-    from meshwright.serve.model_folder import TextStream, open_model
+    prompts = _prompts(given)
+    mesh = _devices(given)
     from meshwright.serve.sampling import Sampling
 
-    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
-    source = open_model(what)
-    tokens = [source.text.encode(text) for text in texts]
-    step, params = _loaded(source, mesh, tokens, max_tokens=max_tokens, int8=int8, cache_int8=cache_int8)
-    streams = [TextStream(source.text, prompt) for prompt in tokens]
-    live = len(texts) == 1 and not as_json
-    if live:
-        click.echo(texts[0], nl=False)
+    sampling = Sampling(temperature=given.temperature, top_k=given.top_k, top_p=given.top_p, seed=given.seed)
+    live = len(prompts) == 1 and given.form == "text"
 
-    def write(row: int, token: int) -> None:
+    def loaded(line: str) -> None:
+        say(line)
         if live:
-            click.echo(streams[row].push(token), nl=False)
+            click.echo(prompts[0], nl=False)
 
-    found = generate(
-        step, params, tokens, max_tokens=max_tokens, sampling=sampling, end_tokens=source.end_tokens, on_token=write
+    found = generate_text(
+        given.what,
+        prompts,
+        TextOptions(
+            max_tokens=given.max_tokens,
+            sampling=sampling,
+            mesh=mesh,
+            int8=given.int8,
+            cache_int8=given.cache_int8,
+        ),
+        on_text=(lambda row, text: click.echo(text, nl=False)) if live else None,
+        on_loaded=loaded,
     )
     if live:
-        click.echo(streams[0].finish())
-    show(found, source, texts, tokens, sampling=sampling, mesh=mesh, live=live, as_json=as_json)
+        click.echo()
+    return answer(found, prompts, sampling, live=live)
 
 
-def _prompts(given: Sequence[str], file: Path | None) -> list[str]:
+def answer(found: GeneratedText, prompts: Sequence[str], sampling: "Sampling", *, live: bool) -> Answer:
+    """Texts, unless they are on the terminal already; the pace on standard error."""
+    pace = found.generated.pace
+    rate = "" if pace.tokens_per_s is None else f", then {format_count(round(pace.tokens_per_s, 1))} tokens/s"
+    say(
+        f"compiled in {format_seconds(pace.compile_s)}; first token after {format_seconds(pace.first_token_s)}{rate}; "
+        f"{pace.num_tokens} tokens"
+    )
+    completions = [
+        {"prompt": prompt, "text": text, "tokens": one.tokens, "finish": one.finish}
+        for prompt, text, one in zip(prompts, found.texts, found.generated.completions, strict=True)
+    ]
+    lines = [Paragraph(f"[{number}] {one['prompt']}{one['text']}", None) for number, one in enumerate(completions, 1)]
+    return Answer(
+        {
+            "model": found.model,
+            "mesh": {axis: size for axis, size in found.mesh.items() if size > 1},
+            "sampling": sampling,
+            "completions": completions,
+            "pace": pace,
+        },
+        [] if live else lines,
+    )
+
+
+def _prompts(given: Given) -> list[str]:
     """All prompts, those of the file last. Raises InputError when there is none."""
-    texts = list(given)
+    texts, file = list(given.prompts), given.prompt_file
     if file is not None:
         try:
             texts += [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
@@ -100,15 +113,15 @@ def _prompts(given: Sequence[str], file: Path | None) -> list[str]:
     return texts
 
 
-def _devices(on: str | None, axes: str | None) -> dict[str, int]:
-    """The mesh asked for, its devices emulated where ``on`` says so. Raises InputError where the two do not agree."""
-    given = parse_axes(axes) if axes else {}
-    wanted = math.prod(given.values()) if given else None
-    if on is not None:
-        cluster = parse_cluster(on)
+def _devices(given: Given) -> dict[str, int] | None:
+    """The mesh asked for, its devices emulated where ``--on`` says so. Raises InputError where the two do not agree."""
+    cluster, axes = given.on, given.axes
+    wanted = math.prod(axes.values()) if axes else None
+    words = "" if axes is None else f"--axes {','.join(f'{axis}={size}' for axis, size in axes.items())}"
+    if cluster is not None:
         if wanted is not None and wanted != cluster.num_chips:
             raise InputError(
-                f"--axes {axes} is {wanted} devices and --on {on} is {cluster.num_chips}. Make the two agree."
+                f"{words} is {wanted} devices and --on {cluster.short_name} is {cluster.num_chips}. Make the two agree."
             )
         wanted = cluster.num_chips
         if cluster.kind == "host":
@@ -118,112 +131,13 @@ def _devices(on: str | None, axes: str | None) -> dict[str, int]:
     import jax
 
     there = len(jax.devices())
-    if on is not None and cluster.kind != "host" and jax.devices()[0].platform == "cpu":
-        raise CannotRunError(f"{on} is not this machine, which has {there} of platform cpu. Use --on cpu:8 to emulate.")
-    wanted = there if wanted is None else wanted
-    if wanted > there:
+    if cluster is not None and cluster.kind != "host" and jax.devices()[0].platform == "cpu":
         raise CannotRunError(
-            f"--axes {axes} is {wanted} devices and this machine has {there}. Use smaller axes, or emulate them: "
+            f"{cluster.short_name} is not this machine, which has {there} of platform cpu. Use --on cpu:8 to emulate."
+        )
+    if wanted is not None and wanted > there:
+        raise CannotRunError(
+            f"{words} is {wanted} devices and this machine has {there}. Use smaller axes, or emulate them: "
             f"--on cpu:{wanted}."
         )
-    return make_mesh(given or {"tensor": wanted})
-
-
-def _loaded(
-    source: "ModelFolder",
-    mesh: dict[str, int],
-    prompts: Sequence[Sequence[int]],
-    *,
-    max_tokens: int,
-    int8: bool,
-    cache_int8: bool,
-) -> tuple["GenerateStep", dict]:
-    """The step for these prompts, and the weights on its devices."""
-    import jax.numpy as jnp
-
-    from meshwright.nn.hf.weights import load_params
-    from meshwright.parallel.generate_step import GenerateStep
-    from meshwright.serve.generate import require_prompts
-    from meshwright.train.cache import keep_compiled_programs
-
-    keep_compiled_programs(cache_folder())
-    _require_positions(source, prompts, max_tokens)
-    strategy = Strategy(mesh=mesh, state="fp32" if source.dtype == "fp32" else "bf16-adam")
-    parts = mesh["data"] * mesh["fsdp"] * mesh["expert"]
-    step = GenerateStep(
-        source.model,
-        strategy,
-        max_len=max(1, *map(len, prompts)) + max(1, max_tokens),
-        batch_seqs=-(-len(prompts) // parts) * parts,
-        cache_dtype="int8" if cache_int8 else source.dtype,  # type: ignore[arg-type]
-        weights="int8" if int8 else "as they are",
-    )
-    require_prompts(step, prompts, max_tokens=max_tokens)
-    dtype = jnp.float32 if source.dtype == "fp32" else jnp.bfloat16
-    params = step.place(load_params(source.model, source.folder, step.param_shardings, dtype))
-    held = sum(array.addressable_shards[0].data.nbytes for array in params.values())
-    cache = sum(row.num_bytes for row in step.table) / math.prod(mesh.values())
-    say(
-        f"{source.model.name}: {mesh_words(mesh)}, {format_bytes(held)} of weights on each device, "
-        f"{format_bytes(cache)} of keys and values over {step.batch_seqs} x {step.max_len} positions"
-    )
-    return step, params
-
-
-def _require_positions(source: "ModelFolder", prompts: Sequence[Sequence[int]], max_tokens: int) -> None:
-    """Raise InputError where a sequence would be longer than the model was made for: what comes then is no text."""
-    longest, there = max(map(len, prompts)), source.model.max_positions
-    if longest + max_tokens > there:
-        raise InputError(
-            f"a prompt of {longest:,} {'token' if longest == 1 else 'tokens'} and {max_tokens:,} more need "
-            f"{longest + max_tokens:,} positions; {source.model.name} has {there:,}. Shorten the prompt, or give fewer "
-            f"--max-tokens."
-        )
-
-
-def show(
-    found: "Generated",
-    source: "ModelFolder",
-    texts: Sequence[str],
-    prompts: Sequence[Sequence[int]],
-    *,
-    sampling: "Sampling",
-    mesh: dict[str, int],
-    live: bool,
-    as_json: bool,
-) -> None:
-    """Texts on standard output unless they are there already, and the pace on standard error."""
-    whole = [
-        _continued(source, prompt, completion.tokens)
-        for prompt, completion in zip(prompts, found.completions, strict=True)
-    ]
-    pace = found.pace
-    if as_json:
-        rows = zip(texts, whole, found.completions, strict=True)
-        emit_json(
-            {
-                "model": source.model.name,
-                "mesh": {axis: size for axis, size in mesh.items() if size > 1},
-                "sampling": sampling,
-                "completions": [
-                    {"prompt": text, "text": new, "tokens": one.tokens, "finish": one.finish} for text, new, one in rows
-                ],
-                "pace": pace,
-            }
-        )
-    elif not live:
-        for number, (text, new) in enumerate(zip(texts, whole, strict=True), start=1):
-            click.echo(f"[{number}] {text}{new}")
-    rate = "" if pace.tokens_per_s is None else f", then {format_count(round(pace.tokens_per_s, 1))} tokens/s"
-    say(
-        f"compiled in {format_seconds(pace.compile_s)}; first token after {format_seconds(pace.first_token_s)}{rate}; "
-        f"{pace.num_tokens} tokens"
-    )
-
-
-def _continued(source: "ModelFolder", prompt: Sequence[int], tokens: Sequence[int]) -> str:
-    """The text that the tokens add to their prompt's."""
-    from meshwright.serve.model_folder import TextStream
-
-    stream = TextStream(source.text, prompt)
-    return "".join([*(stream.push(token) for token in tokens), stream.finish()])
+    return axes or ({"tensor": wanted} if wanted else None)

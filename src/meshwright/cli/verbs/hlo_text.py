@@ -1,20 +1,19 @@
 """What `meshwright hlo FILE` says of a whole program: its collectives, loops, arrays, relayouts and padding."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from textwrap import fill
 from typing import Any
 
-import click
-
 from meshwright.cli.fields import parse_mesh
-from meshwright.cli.output import print_fact, print_table, width
+from meshwright.cli.output import width
 from meshwright.core.errors import InputError
 from meshwright.core.units import format_bytes
 from meshwright.hlo.collectives import CollectiveRow, collective_rows, module_collectives
-from meshwright.hlo.layout import largest, paddings, relayouts
+from meshwright.hlo.layout import largest_arrays, paddings, relayouts
 from meshwright.hlo.loops import loops
 from meshwright.hlo.module import Module
+from meshwright.report.answer import Fact, Paragraph, Piece, Table
 
 MIN_PADDED_BYTES = 10_000
 """Arrays below it, single numbers above all, are left out of the table of padding."""
@@ -40,7 +39,7 @@ def summary(module: Module, mesh_text: str | None) -> dict[str, Any]:
         "collectives": None if rows is None else [_row(row) for row in rows],
         "why": why,
         "loops": loops(module),
-        "largest": [_labelled(one) for one in largest(module)],
+        "largest": [_labelled(one) for one in largest_arrays(module)],
         "relayouts": [_labelled(one) | {"total_bytes": one.total_bytes} for one in relayouts(module)],
         "paddings": [_labelled(one) | {"wasted_share": one.wasted_share} for one in paddings(module)],
     }
@@ -72,36 +71,36 @@ def _labelled(one: Any) -> dict[str, Any]:
     return fields | {"label": str(one.label) if one.label else None}
 
 
-def print_summary(found: Mapping[str, Any], top: int) -> None:
+def summary_text(found: Mapping[str, Any], top: int) -> Iterator[Piece]:
     """The tables, ``top`` rows of each."""
     devices = f"{found['num_partitions']} partitions"
     if found["num_replicas"] > 1:
         devices += f" x {found['num_replicas']} replicas"
     counts = f"{found['num_computations']:,} computations, {found['num_instructions']:,} instructions"
     column = max(18, len(found["module"]) + 2)
-    print_fact(found["module"], f"HLO for {devices}: {counts}", column=column)
+    yield Fact(found["module"], f"HLO for {devices}: {counts}", column=column)
     if not found.get("whole", True):
-        print_fact("", "no ENTRY computation: a part of a program, or a text that is cut off", column=column)
-    click.echo()
+        yield Fact("", "no ENTRY computation: a part of a program, or a text that is cut off", column=column)
+    yield ""
     if found["collectives"] is None:
-        print_fact("collectives", found["why"])
-        click.echo()
+        yield Fact("collectives", found["why"])
+        yield ""
     else:
-        _print_collectives(found["collectives"], top, bool(found["mesh"]))
-    _print_loops(found["loops"], top)
-    _print_largest(found["largest"], top)
-    _print_relayouts(found["relayouts"], top)
-    _print_paddings(found["paddings"], top)
+        yield from _collectives_text(found["collectives"], top, bool(found["mesh"]))
+    yield from _loops_text(found["loops"], top)
+    yield from _largest_text(found["largest"], top)
+    yield from _relayouts_text(found["relayouts"], top)
+    yield from _paddings_text(found["paddings"], top)
 
 
 def _titled(title: str, rows: Sequence[Any], shown: int) -> str:
     return f"{title} (the first {shown} of {len(rows)})" if len(rows) > shown else title
 
 
-def _print_collectives(rows: Sequence[Mapping[str, Any]], top: int, has_mesh: bool) -> None:
+def _collectives_text(rows: Sequence[Mapping[str, Any]], top: int, has_mesh: bool) -> Iterator[Piece]:
     if not rows:
-        print_fact("collectives", "none")
-        click.echo()
+        yield Fact("collectives", "none")
+        yield ""
         return
     cells = [
         [
@@ -118,7 +117,7 @@ def _print_collectives(rows: Sequence[Mapping[str, Any]], top: int, has_mesh: bo
     total = sum(row["total_bytes"] for row in rows)
     if any(step.startswith("near ") for row in rows for step in row["steps"]):
         columns[-1] += " (~ near it)"
-    print_table(
+    yield Table(
         *_without_empty(columns, cells), _titled(f"Collectives, {format_bytes(total)} in full arrays", rows, top)
     )
 
@@ -133,7 +132,7 @@ def _steps(steps: Sequence[str]) -> str:
     return "; ".join(f"{where} {', '.join(results)}" for where, results in passes.items()) + more
 
 
-def _print_loops(found: Sequence[Any], top: int) -> None:
+def _loops_text(found: Sequence[Any], top: int) -> Iterator[Piece]:
     if not found:
         return
     rows = [
@@ -145,10 +144,10 @@ def _print_loops(found: Sequence[Any], top: int) -> None:
         ]
         for one in found[:top]
     ]
-    print_table(["loop", "trips", "in all", "body"], rows, _titled("Loops", found, top))
+    yield Table(["loop", "trips", "in all", "body"], rows, _titled("Loops", found, top))
 
 
-def _print_largest(found: Sequence[Mapping[str, Any]], top: int) -> None:
+def _largest_text(found: Sequence[Mapping[str, Any]], top: int) -> Iterator[Piece]:
     alike: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     for one in found:
         alike.setdefault((one["name"], one["shape"], one["memory_space"], one["times"]), []).append(one)
@@ -164,10 +163,10 @@ def _print_largest(found: Sequence[Mapping[str, Any]], top: int) -> None:
         for group in list(alike.values())[:top]
     ]
     columns = ["array", "shape", "MB", "arrays", "in", "times"]
-    print_table(*_without_empty(columns, rows), _titled("Arrays that it makes or is given", list(alike), top))
+    yield Table(*_without_empty(columns, rows), _titled("Arrays that it makes or is given", list(alike), top))
 
 
-def _print_relayouts(found: Sequence[Mapping[str, Any]], top: int) -> None:
+def _relayouts_text(found: Sequence[Mapping[str, Any]], top: int) -> Iterator[Piece]:
     if not found:
         return
     rows = [
@@ -181,10 +180,10 @@ def _print_relayouts(found: Sequence[Mapping[str, Any]], top: int) -> None:
     ]
     total = sum(one["total_bytes"] for one in found if not one["inside_fusion"])
     alone = f", {format_bytes(total)} by those not fused" if total else ""
-    print_table(["copy", "array", "MB", "times"], rows, _titled(f"Copies to another layout{alone}", found, top))
+    yield Table(["copy", "array", "MB", "times"], rows, _titled(f"Copies to another layout{alone}", found, top))
 
 
-def _print_paddings(every: Sequence[Mapping[str, Any]], top: int) -> None:
+def _paddings_text(every: Sequence[Mapping[str, Any]], top: int) -> Iterator[Piece]:
     found = [one for one in every if one["padded_bytes"] >= MIN_PADDED_BYTES]
     if not found:
         return
@@ -199,10 +198,10 @@ def _print_paddings(every: Sequence[Mapping[str, Any]], top: int) -> None:
         for one in found[:top]
     ]
     columns = ["array", "MB", "MB padded", "padding", "arrays"]
-    print_table(columns, rows, _titled("Padding that tiles add, largest first", found, top))
+    yield Table(columns, rows, _titled("Padding that tiles add, largest first", found, top))
 
 
-def print_place(label: str, text: str, *, column: int) -> None:
+def place_text(label: str, text: str, *, column: int) -> Iterator[Piece]:
     """A fact whose long paths may be broken behind a slash."""
     lines = fill(
         f"{label:<{column}}{text.replace('/', '/ ')}",
@@ -211,7 +210,7 @@ def print_place(label: str, text: str, *, column: int) -> None:
         break_on_hyphens=False,
         break_long_words=False,
     )
-    click.echo(lines.replace("/ ", "/"))
+    yield Paragraph(lines.replace("/ ", "/"), None)
 
 
 def _stacked(*lines: str | None) -> str | None:

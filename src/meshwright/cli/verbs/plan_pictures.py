@@ -1,13 +1,9 @@
 """What `plan --pareto` and `plan --breakdown` print and draw beside the ranked strategies."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import click
-import msgspec
-
-from meshwright.cli.output import print_table, print_text, say
 from meshwright.core.units import format_bytes, format_count, format_seconds
 from meshwright.cost.breakdown import Breakdown
 from meshwright.cost.setting import Setting
@@ -16,7 +12,8 @@ from meshwright.plan.pareto import Frontier, pareto, usd_per_token
 from meshwright.plan.ranking import TIE
 from meshwright.plan.result import PlanResult
 from meshwright.plan.search import Found
-from meshwright.report.figure import Spec, save
+from meshwright.report.answer import Answer, Piece, Table
+from meshwright.report.figure import Spec
 from meshwright.report.heatmap import short_mesh
 from meshwright.report.plans.breakdown import breakdown_figure
 from meshwright.report.plans.pareto import ParetoPoint, pareto_figure
@@ -30,21 +27,19 @@ LEAST_SAVING = 0.1
 # -- frontiers ------------------------------------------------------------------------------------------
 
 
-def show_frontier(
-    result: PlanResult, *, axes: Mapping[str, int], overrides: Mapping[str, Any], png: Path | None, as_json: bool
-) -> dict[str, Any]:
-    """Find the frontiers of the job that was planned; draw them and, unless ``as_json``, print them. As plain data.
+def frontier_answer(
+    result: PlanResult, *, axes: Mapping[str, int], overrides: Mapping[str, Any], png: Path | None
+) -> Answer:
+    """The frontiers of the job that was planned.
 
     They are of the cluster that the plans use: all of it, or the largest part that the job divides over.
     """
     cluster, job = result.strategies[0].cluster, result.job
     setting = result.setting.on(cluster)
     found = pareto(setting, axes=axes, overrides=overrides)
-    if png is not None:
-        say(f"wrote {save(_frontier_figure(setting, found), png)}")
-    if not as_json:
-        _print_frontier(cluster, found, job)
-    return {"memory": [_as_json(one, job) for one in found.memory], "cost": [_as_json(one, job) for one in found.cost]}
+    facts = {"memory": [_as_json(one, job) for one in found.memory], "cost": [_as_json(one, job) for one in found.cost]}
+    text = _frontier_text(cluster, found, job)
+    return Answer({"pareto": facts}, text, {png: lambda: _frontier_figure(setting, found)})
 
 
 def listed(frontier: Sequence[Found]) -> list[Found]:
@@ -78,10 +73,10 @@ def _as_json(found: Found, job: Job) -> dict[str, Any]:
     }
 
 
-def _print_frontier(cluster: Cluster, found: Frontier, job: Job) -> None:
+def _frontier_text(cluster: Cluster, found: Frontier, job: Job) -> Iterator[Piece]:
     rows = listed(found.memory)
-    click.echo()
-    print_table(
+    yield ""
+    yield Table(
         ["#", "step", "memory", "MFU", "micro", "remat", "mesh"],
         [
             [number, format_seconds(one.estimate.step_s), format_bytes(one.estimate.hbm_bytes_per_chip),
@@ -92,12 +87,12 @@ def _print_frontier(cluster: Cluster, found: Frontier, job: Job) -> None:
     )  # fmt: skip
     left_out = len(found.memory) - len(rows)
     if left_out:
-        print_text(f"{left_out} more that save less than {LEAST_SAVING:.0%} of memory are in --json and in --png")
+        yield f"{left_out} more that save less than {LEAST_SAVING:.0%} of memory are in --json and in --png"
     if not found.cost:
-        print_text(f"{cluster.chip.name} has no price, so step time is not weighed against cost")
+        yield f"{cluster.chip.name} has no price, so step time is not weighed against cost"
         return
-    click.echo()
-    print_table(
+    yield ""
+    yield Table(
         ["chips", "step", "cost of 1 B tokens", "MFU", "mesh"],
         [
             [one.cluster.num_chips, format_seconds(one.estimate.step_s), _usd(one, job), f"{one.estimate.mfu:.0%}",
@@ -144,22 +139,20 @@ def _frontier_figure(setting: Setting, found: Frontier) -> Spec:
 # -- the parts of a step --------------------------------------------------------------------------------
 
 
-def show_breakdown(result: PlanResult, png: Path, *, as_json: bool) -> dict[str, Any]:
-    """Draw where the best plan's step goes and, unless ``as_json``, print its collectives. What JSON says of both."""
+def breakdown_answer(result: PlanResult, png: Path) -> Answer:
+    """Where the best plan's step goes, and its collectives."""
     best = result.strategies[0]
     parts = Breakdown(price_strategy(best.setting, best.strategy))
-    say(f"wrote {save(_breakdown_figure(result, parts), png)}")
-    if not as_json:
-        _print_traffic(parts)
-    return {"parts": parts.named(), "traffic": [msgspec.to_builtins(row) for row in parts.traffic]}
+    facts = {"parts": parts.named(), "traffic": parts.traffic}
+    return Answer({"breakdown": facts}, _traffic_text(parts), {png: lambda: _breakdown_figure(result, parts)})
 
 
-def _print_traffic(parts: Breakdown) -> None:
+def _traffic_text(parts: Breakdown) -> Iterator[Piece]:
     """Every collective of a step: how often, how many bytes, alone and exposed."""
     if not parts.traffic:
         return
-    click.echo()
-    print_table(
+    yield ""
+    yield Table(
         ["collective", "over", "times", "bytes", "alone", "exposed"],
         [
             [row.op.replace("_", " "), ", ".join(row.axes), round(row.executions), format_bytes(row.num_bytes),

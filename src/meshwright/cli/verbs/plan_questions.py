@@ -1,12 +1,11 @@
 """The questions of `plan`: why not another strategy, what if the machine were different, what the recipe would do."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
-from meshwright.cli.output import print_fact, print_table, print_text
 from meshwright.cli.verbs.explain_lead import limit_words
 from meshwright.core.errors import InputError
 from meshwright.core.units import format_bytes, format_seconds
@@ -17,6 +16,7 @@ from meshwright.plan.why.recipe import Recipe, recipe
 from meshwright.plan.why.setup_changes import parse_what_if
 from meshwright.plan.why.what_if import WhatIf, what_if
 from meshwright.plan.why.why_not import WhyNot, why_not
+from meshwright.report.answer import Answer, Fact, Paragraph, Piece, Table
 from meshwright.spec.strategy import Strategy
 
 Words = Callable[[Strategy], str]
@@ -58,7 +58,7 @@ def parse_why_not(text: str) -> dict[str, Any]:
     return found
 
 
-def answer(
+def answers(
     result: PlanResult,
     questions: Questions,
     *,
@@ -66,30 +66,24 @@ def answer(
     overrides: Mapping[str, Any],
     choices: Choices,
     words: Words,
-    as_json: bool,
-) -> dict[str, Any]:
-    """Every answer, printed unless ``as_json``; as data under the keys why_not, what_if and recipe."""
-    held = {"axes": axes, "overrides": overrides, "choices": choices}
-    found: dict[str, Any] = {}
+) -> list[Answer]:
+    """The answer to every question, as data under the keys why_not, what_if and recipe."""
+    held: dict[str, Any] = {"axes": axes, "overrides": overrides, "choices": choices}
+    found = []
     if questions.why_nots:
-        refused = [why_not(result, asked, **held) for asked in questions.why_nots]  # type: ignore[arg-type]
-        found["why_not"] = [why_not_json(one, result) for one in refused]
-        if not as_json:
-            for one in refused:
-                print_why_not(one, result, words)
+        refused = [why_not(result, asked, **held) for asked in questions.why_nots]
+        text = [piece for one in refused for piece in why_not_text(one, result, words)]
+        found.append(Answer({"why_not": [why_not_json(one, result) for one in refused]}, text))
     if questions.what_ifs:
-        changed = [what_if(result, asked, **held) for asked in questions.what_ifs]  # type: ignore[arg-type]
-        found["what_if"] = [what_if_json(one) for one in changed]
-        if not as_json:
-            for other in changed:
-                print_what_if(other, words)
+        changed = [what_if(result, asked, **held) for asked in questions.what_ifs]
+        text = [piece for other in changed for piece in what_if_text(other, words)]
+        found.append(Answer({"what_if": [what_if_json(one) for one in changed]}, text))
     if questions.recipe:
         best = result.strategies[0]
         made = recipe(result.setting, template=best.strategy)
-        found["recipe"] = {**msgspec.to_builtins(made), "best_step_s": best.estimate.step_s}
-        found["recipe"]["strategy"] |= msgspec.to_builtins(result.setting.assumptions)
-        if not as_json:
-            print_recipe(made, result, words)
+        facts = {**msgspec.to_builtins(made), "best_step_s": best.estimate.step_s}
+        facts["strategy"] |= msgspec.to_builtins(result.setting.assumptions)
+        found.append(Answer({"recipe": facts}, recipe_text(made, result, words)))
     return found
 
 
@@ -97,7 +91,7 @@ def answer(
 
 
 def why_not_json(told: WhyNot, result: PlanResult) -> dict[str, Any]:
-    """The answer as plain data; each strategy with what is assumed for it."""
+    """The answer_text as plain data; each strategy with what is assumed for it."""
     found = {**msgspec.to_builtins(told), "slower_s": told.slower_s, "runs": told.refusal is None}
     assumed = msgspec.to_builtins(result.setting.assumptions)
     found["winner"] |= assumed
@@ -106,56 +100,56 @@ def why_not_json(told: WhyNot, result: PlanResult) -> dict[str, Any]:
     return found
 
 
-def print_why_not(told: WhyNot, result: PlanResult, words: Words) -> None:
+def why_not_text(told: WhyNot, result: PlanResult, words: Words) -> Iterator[Piece]:
     """The rule that refuses it; its best completion beside the winner."""
-    print_text("")
-    print_text(f"Why not {', '.join(f'{name} {_value(value)}' for name, value in told.asked.items())}")
+    yield ""
+    yield f"Why not {', '.join(f'{name} {_value(value)}' for name, value in told.asked.items())}"
     if told.refusal is not None:
-        print_fact("  refused", f"({told.refusal.rule}) {told.refusal.message}")
+        yield Fact("  refused", f"({told.refusal.rule}) {told.refusal.message}")
     if told.strategy is None or told.estimate is None or told.slower_s is None:
         return
     best, other = told.winner_estimate, told.estimate
     label = "  best completion" if told.refusal is None else "  least memory"
-    print_fact(label, words(told.strategy))
+    yield Fact(label, words(told.strategy))
     if told.strategy == told.winner and not told.slower_s:
-        print_fact("", "that is the best of the list itself")
+        yield Fact("", "that is the best of the list itself")
         return
     side = "longer" if told.slower_s >= 0 else "shorter"
     if_it_fitted = "" if told.refusal is None else " if it fitted"
-    print_fact(
+    yield Fact(
         "  step",
         f"{format_seconds(other.step_s)}{if_it_fitted}, {format_seconds(abs(told.slower_s))} "
         f"({abs(told.slower_s) / best.step_s:.1%}) {side} than the best's {format_seconds(best.step_s)}",
     )
     if told.slower_s < -MISSED * best.step_s and told.refusal is None:
-        print_fact(
+        yield Fact(
             "",
             "the search did not look at it: without --full it screens a large space, and tries the usual choices only",
         )
     room = result.strategies[0].setting.memory_limit
     more = other.hbm_bytes_per_chip - best.hbm_bytes_per_chip
-    print_fact(
+    yield Fact(
         "  memory",
         f"{format_bytes(other.hbm_bytes_per_chip)} per chip of {format_bytes(room)}, "
         f"{format_bytes(abs(more))} {'more' if more >= 0 else 'less'}",
     )
-    _print_terms(told)
+    yield from _terms_text(told)
     for number, limit in enumerate(told.limits[:MAX_LIMITS]):
-        print_fact("  beyond" if number == 0 else "", limit_words(limit))
+        yield Fact("  beyond" if number == 0 else "", limit_words(limit))
 
 
 def _value(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _print_terms(told: WhyNot) -> None:
+def _terms_text(told: WhyNot) -> Iterator[Piece]:
     """What makes it slower, or what makes it faster where it is."""
     slower = (told.slower_s or 0.0) >= 0
     ordered = told.terms if slower else tuple(reversed(told.terms))
     chosen = [one for one in ordered if (one.more_s > 0) == slower and abs(one.more_s) > 0.01 * abs(told.slower_s or 1)]
     if not chosen:
         return
-    print_table(
+    yield Table(
         ["  what makes it " + ("slower" if slower else "faster"), "best", "here", "more", "part"],
         [
             [
@@ -174,7 +168,7 @@ def _print_terms(told: WhyNot) -> None:
 
 
 def what_if_json(told: WhatIf) -> dict[str, Any]:
-    """The answer as plain data; ``then`` has the keys of a strategy of `plan --json`."""
+    """The answer_text as plain data; ``then`` has the keys of a strategy of `plan --json`."""
     return {
         "asked": told.asked,
         "changed": list(told.changed),
@@ -188,27 +182,27 @@ def what_if_json(told: WhatIf) -> dict[str, Any]:
     }
 
 
-def print_what_if(told: WhatIf, words: Words) -> None:
+def what_if_text(told: WhatIf, words: Words) -> Iterator[Piece]:
     """What is changed, then both plans side by side."""
-    print_text("")
+    yield ""
     for number, change in enumerate(told.changed):
-        print_text(f"{'What if' if number == 0 else '    and'} {change}", indent=10)
+        yield Paragraph(f"{'What if' if number == 0 else '    and'} {change}", indent=10)
     if told.then is None:
-        print_fact("  nothing runs", told.note)
+        yield Fact("  nothing runs", told.note)
         return
     if told.note:
-        print_text(f"  {told.note}", indent=4)
+        yield Paragraph(f"  {told.note}", indent=4)
     now, then = told.now.estimate, told.then.estimate
-    print_fact("  now", words(told.now.strategy))
-    print_fact("  then", words(told.then.strategy))
-    print_table(
+    yield Fact("  now", words(told.now.strategy))
+    yield Fact("  then", words(told.then.strategy))
+    yield Table(
         ["", "step", "MFU", "memory", "bound by", "what its step is made of"],
         [
             ["  now", *_measures(now), _terms(told.terms_now)],
             ["  then", *_measures(then), _terms(told.terms)],
         ],
     )
-    print_fact("  in all", _in_all(told))
+    yield Fact("  in all", _in_all(told))
 
 
 def _measures(estimate: Any) -> list[str]:
@@ -238,21 +232,21 @@ def _in_all(told: WhatIf) -> str:
 # -- the recipe -------------------------------------------------------------------------------------------
 
 
-def print_recipe(made: Recipe, result: PlanResult, words: Words) -> None:
+def recipe_text(made: Recipe, result: PlanResult, words: Words) -> Iterator[Piece]:
     """The recipe step by step, then its strategy beside the search's best."""
-    print_text("")
-    print_text("The recipe: data parallelism, FSDP, checkpointing, hybrid sharding, then context, tensor and pipeline")
+    yield ""
+    yield "The recipe: data parallelism, FSDP, checkpointing, hybrid sharding, then context, tensor and pipeline"
     for step in made.steps:
-        print_fact(f"  {step.name}", f"{'yes' if step.applies else 'no '}  {step.reason}", column=23)
-    print_fact("  so", words(made.strategy), column=23)
+        yield Fact(f"  {step.name}", f"{'yes' if step.applies else 'no '}  {step.reason}", column=23)
+    yield Fact("  so", words(made.strategy), column=23)
     if made.refusal is not None:
-        print_fact("  refused", made.refusal.message, column=23)
+        yield Fact("  refused", made.refusal.message, column=23)
     if made.estimate is None:
         return
     best, its = result.strategies[0].estimate, made.estimate
     ratio = its.step_s / best.step_s
     verdict = f"{ratio:.3g} times the best's {format_seconds(best.step_s)}" if ratio > 1.0005 else "as fast as the best"
-    print_fact(
+    yield Fact(
         "  its step",
         f"{format_seconds(its.step_s)}, MFU {its.mfu:.0%}, {format_bytes(its.hbm_bytes_per_chip)} per chip: {verdict}",
         column=23,

@@ -4,8 +4,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from meshwright.api.proving import prove_strategy
 from meshwright.cli.output import say
-from meshwright.cli.verbs.verify_request import PROGRAM, TIMEOUT_S, request_of
 from meshwright.core.errors import CannotRunError
 from meshwright.core.units import format_bytes
 from meshwright.plan.result import PlannedStrategy, PlanResult
@@ -30,7 +30,7 @@ def verified(result: PlanResult) -> Verified:
     found: list[dict[str, Any]] = []
     refusals: list[str] = []
     for number, one in enumerate(result.strategies, 1):
-        proof = _prove(result, one)
+        proof = prove_strategy(msgspec.structs.replace(one.setting, calibration=result.setting.rates), one.strategy)
         needed = None if proof.memory is None else proof.memory.needed
         found.append({"strategy": number, "runs": proof.runs, "refusal": proof.refusal, "hbm_bytes_needed": needed})
         say(f"verified {number} of {len(result.strategies)}: {_words(proof)}")
@@ -47,22 +47,6 @@ def verified(result: PlanResult) -> Verified:
     return Verified(
         result=msgspec.structs.replace(result, strategies=tuple(kept), notes=(*result.notes, note)),
         table=tuple(found),
-    )
-
-
-def _prove(result: PlanResult, one: PlannedStrategy) -> "Proof":
-    from meshwright.verify.proof import prove
-    from meshwright.verify.running import python_program
-
-    setting = result.setting
-    request = request_of(
-        setting.model, one.cluster, one.strategy, one.job, calibration=setting.rates, assumptions=setting.assumptions
-    )
-    return prove(
-        request,
-        program=python_program(PROGRAM),
-        timeout_s=TIMEOUT_S,
-        calibration=setting.rates,
     )
 
 

@@ -1,82 +1,68 @@
 """`meshwright profile`: a few steps of a plan under the profiler, each figure beside its prediction."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
-import click
 import msgspec
 
 from meshwright.algebra.generation import Storage
-from meshwright.cli.output import emit_json, json_option, say
-from meshwright.cli.verbs.job_steps import CACHE_DTYPES, STEPS, job_of_step, require_storage
-from meshwright.cli.verbs.profile_text import print_profile, profile_json
+from meshwright.api.running import require_devices
+from meshwright.cli.asked import CACHE_DTYPE, STEP, WEIGHTS, job_of_step, storage_of
+from meshwright.cli.output import say
+from meshwright.cli.verb import Options, argument, option, verb
+from meshwright.cli.verbs.profile_text import profile_json, profile_text
 from meshwright.core.errors import InputError
+from meshwright.report.answer import Answer
 from meshwright.spec.model import require_runnable
 from meshwright.spec.plan_file import Plan, load_plan
 
 if TYPE_CHECKING:
     from meshwright.parallel.generate_step import GenerateStep
     from meshwright.parallel.train_step import TrainStep
-    from meshwright.profile.summary import Analysed
+    from meshwright.profile.summary import Profile
 
 
-@click.command()
-@click.argument("plan_file", metavar="PLAN.toml", type=click.Path(path_type=Path))
-@click.option("--steps", default=3, show_default=True, help="Steps under the profiler.")
-@click.option("--warmup", type=int, help="Steps before them: 3, on CPU 5.")
-@click.option("--out", type=click.Path(path_type=Path), help="Folder of the report; runs/NAME-profile by default.")
-@click.option("--step", type=click.Choice(STEPS), help="The step of the plan's model; the plan's own by default.")
-@click.option("--weights", type=click.Choice(["as they are", "int8"]), default="as they are", help="To generate.")
-@click.option("--cache-dtype", type=click.Choice(CACHE_DTYPES), default="bf16", show_default=True, help="To generate.")
-@click.option("--trace", type=click.Path(path_type=Path), help="Read this trace (*.xplane.pb) and run nothing.")
-@click.option("--hlo", type=click.Path(path_type=Path), help="The text of the program of --trace.")
-@json_option
-def command(
-    plan_file: Path,
-    steps: int,
-    warmup: int | None,
-    out: Path | None,
-    step: str | None,
-    weights: str,
-    cache_dtype: str,
-    trace: Path | None,
-    hlo: Path | None,
-    as_json: bool,
-) -> None:
+class Given(Options):
+    plan_file: Path = argument(metavar="PLAN.toml")
+    steps: int = option("Steps under the profiler.", default=3)
+    warmup: int | None = option("Steps before them: 3, on CPU 5.")
+    out: Path | None = option("Folder of the report; runs/NAME-profile by default.")
+    step: Literal["train", "prefill", "decode", "generate"] | None = STEP
+    weights: Literal["as they are", "int8"] = WEIGHTS
+    cache_dtype: Literal["bf16", "fp32", "int8"] = CACHE_DTYPE
+    trace: Path | None = option("Read this trace (*.xplane.pb) and run nothing.")
+    hlo: Path | None = option("The text of the program of --trace.")
+
+
+@verb(Given)
+def command(given: Given) -> Answer | None:
     """Run a few steps of a plan under the profiler, and say where their time goes beside the prediction.
 
     --step prefill runs prompts of the plan's length, --step decode one more token against a full cache. Writes a page,
     pictures and a timeline that opens in Perfetto. --trace and --hlo read a trace that was taken elsewhere, of the
     program that the plan compiles to.
     """
-    if (trace is None) != (hlo is None):
+    if (given.trace is None) != (given.hlo is None):
         raise InputError("--trace and --hlo go together: a trace names instructions whose text the other one has.")
-    if steps < 1:
-        raise InputError(f"--steps {steps} profiles nothing. Give 1 or more.")
-    if warmup is not None and warmup < 1:
-        raise InputError(f"--warmup {warmup}: the first step is slower than the others. Give 1 or more.")
-    chosen = load_plan(plan_file)
-    chosen = msgspec.structs.replace(chosen, job=job_of_step(chosen.job, step))
-    require_storage(chosen.job.kind, weights=weights, cache_dtype=cache_dtype)
-    storage = Storage(cache_dtype=cache_dtype, quantised=weights == "int8")  # type: ignore[arg-type]
-    folder = out or Path("runs") / f"{chosen.model.name}-profile"
-    if trace is not None and hlo is not None:
-        found = _read(chosen, storage, trace, hlo)
+    if given.steps < 1:
+        raise InputError(f"--steps {given.steps} profiles nothing. Give 1 or more.")
+    if given.warmup is not None and given.warmup < 1:
+        raise InputError(f"--warmup {given.warmup}: the first step is slower than the others. Give 1 or more.")
+    chosen = load_plan(given.plan_file)
+    chosen = msgspec.structs.replace(chosen, job=job_of_step(chosen.job, given.step))
+    storage = storage_of(given, chosen.job)
+    folder = given.out or Path("runs") / f"{chosen.model.name}-profile"
+    if given.trace is not None and given.hlo is not None:
+        from meshwright.profile.summary import analyse
+
+        found = analyse(chosen, given.trace, given.hlo, storage=storage)
     else:
-        found = _run(chosen, storage, folder, steps=steps, warmup=warmup)
-    _show(found, folder, as_json=as_json)
+        found = _run(chosen, storage, folder, steps=given.steps, warmup=given.warmup)
+    return _answer(found, folder)
 
 
-def _read(chosen: Plan, storage: Storage, trace: Path, hlo: Path) -> "Analysed":
-    from meshwright.profile.summary import analyse
-
-    return analyse(chosen, trace, hlo, storage=storage)
-
-
-def _run(chosen: Plan, storage: Storage, folder: Path, *, steps: int, warmup: int | None) -> "Analysed":
+def _run(chosen: Plan, storage: Storage, folder: Path, *, steps: int, warmup: int | None) -> "Profile":
     """The step on the devices at hand."""
-    from meshwright.cli.verbs.train import require_devices
-
     require_runnable(chosen.model)
     require_devices(chosen)
     import jax
@@ -120,15 +106,12 @@ def _step_of(chosen: Plan, storage: Storage) -> "TrainStep | GenerateStep":
     return step
 
 
-def _show(found: "Analysed", folder: Path, *, as_json: bool) -> None:
-    """Write the report and print its short form, or all of it as JSON; one process of many does."""
+def _answer(found: "Profile", folder: Path) -> Answer | None:
+    """Write the report; one process of many does, and answers."""
     from meshwright.parallel.processes import is_first
     from meshwright.report.machine.profile_report import write_report
 
     if not is_first():
-        return
+        return None
     files = write_report(found, folder)
-    if as_json:
-        emit_json(profile_json(found.profile, files))
-    else:
-        print_profile(found.profile, files)
+    return Answer(profile_json(found, files), profile_text(found, files))

@@ -1,12 +1,12 @@
 """What `profile` prints and gives as JSON: the step beside its prediction, the worst terms first, what to change."""
 
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import click
-
-from meshwright.cli.output import or_dash, print_table, print_text
+from meshwright.cli.output import or_dash
 from meshwright.core.units import format_bytes, format_seconds
+from meshwright.report.answer import Piece, Table
 
 if TYPE_CHECKING:
     from meshwright.profile.summary import Profile
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 SHOWN_STEPS = 8
 
 
-def print_profile(profile: "Profile", files: list[Path]) -> None:
+def profile_text(profile: "Profile", files: Sequence[Path]) -> Iterator[Piece]:
     """A screenful: the step, where its time goes, the worst terms and steps, advice, memory, files."""
     from meshwright.report.machine.profile_report import difference, difference_words
 
@@ -25,22 +25,22 @@ def print_profile(profile: "Profile", files: list[Path]) -> None:
     ]
     predicted = profile.comparison.predicted.parts
     rows += [_compared(name, predicted[name], s, format_seconds) for name, s in profile.times.mean.parts.items()]
-    print_table(["", "predicted", "measured", "ratio"], rows)
+    yield Table(["", "predicted", "measured", "ratio"], rows)
     hidden = or_dash(profile.times.overlap, lambda share: f"{share:.0%}")
     waits = f", waits {format_seconds(profile.times.waited_s)} for other devices" if profile.times.waited_s else ""
-    print_text(
+    yield (
         f"the five parts are of a mean device under the profiler, {format_seconds(profile.profiled_s)}; communication "
         f"takes "
         f"{format_seconds(profile.times.communication_s)}{waits}, and {hidden} of it hides behind compute"
     )
     if profile.comparison.shares_cores:
-        print_text(
+        yield (
             "emulated devices share the cores: below, the machine's time is shared out over what works at each instant "
             "on any device, and waiting is no work; kinds of work sum to the step"
         )
     for warning in profile.warnings:
-        print_text(warning[:1].lower() + warning[1:].removesuffix("."))
-    click.echo()
+        yield warning[:1].lower() + warning[1:].removesuffix(".")
+    yield ""
     for title, chosen in (
         ("kind of work, worst first", profile.comparison.terms),
         ("derived step, worst first", profile.comparison.steps[:SHOWN_STEPS]),
@@ -54,18 +54,18 @@ def print_profile(profile: "Profile", files: list[Path]) -> None:
             ]
             for row in chosen
         ]
-        print_table([title, "predicted", "measured", "difference"], cells)
+        yield Table([title, "predicted", "measured", "difference"], cells)
     for one in profile.advice:
-        print_text(f"{one.term}, {difference_words(one.difference_s)}: {one.text}")
+        yield f"{one.term}, {difference_words(one.difference_s)}: {one.text}"
     peak = profile.memory.peak
     if peak:
         owner = profile.memory.owners[0]
         whose = "of the first device" if profile.memory.counted == "device" else "of the process"
-        print_text(
+        yield (
             f"memory: peak {format_bytes(peak.num_bytes)} {whose}; largest on a device: {owner.name} "
             f"({owner.kind}), {format_bytes(owner.num_bytes)}"
         )
-    print_text(f"wrote {', '.join(str(file) for file in files)}")
+    yield f"wrote {', '.join(map(str, files))}"
 
 
 def _spaced(name: str) -> str:
@@ -102,7 +102,7 @@ def profile_json(profile: "Profile", files: list[Path]) -> dict[str, Any]:
         "parts": comparison.parts,
         "steps": comparison.steps,
         "classes": comparison.classes,
-        "ops": comparison.ops,
+        "ops": profile.times.ops,
         "float32_products": comparison.float32,
         "advice": profile.advice,
         "memory": {

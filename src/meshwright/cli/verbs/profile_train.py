@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from meshwright.cli.verbs.profile_text import print_profile, profile_json
+from meshwright.cli.verbs.profile_text import profile_json, profile_text
 from meshwright.core.errors import InputError
+from meshwright.report.answer import Piece
 from meshwright.spec.plan_file import Plan
 
 if TYPE_CHECKING:
     from meshwright.profile.run import TracedSteps
-    from meshwright.profile.summary import Analysed
+    from meshwright.profile.summary import Profile
     from meshwright.train.record.metrics import StepRecord
 
 FOLDER = "profile"
@@ -28,12 +29,12 @@ class Report(msgspec.Struct, frozen=True):
     found: Any
     files: list[Path]
 
-    def print(self) -> None:
-        """The short form, on standard output."""
-        print_profile(self.found.profile, self.files)
+    def text(self) -> Iterator[Piece]:
+        """The short form."""
+        return profile_text(self.found, self.files)
 
     def as_json(self) -> dict[str, Any]:
-        return profile_json(self.found.profile, self.files)
+        return profile_json(self.found, self.files)
 
 
 class ProfiledRun:
@@ -61,7 +62,7 @@ class ProfiledRun:
         if not is_first():
             shutil.rmtree(self.traced.folder, ignore_errors=True)
             return None
-        found: Analysed = analyse(chosen, recording.trace, recording.hlo, recording)
+        found: Profile = analyse(chosen, recording.trace, recording.hlo, recording)
         folder = run / FOLDER
         files = write_report(found, folder)
         shutil.rmtree(folder / "trace", ignore_errors=True)

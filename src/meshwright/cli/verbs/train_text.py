@@ -1,29 +1,27 @@
 """What `train` and `demo` print of a run: losses, each prediction beside its measurement, where the time went."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-import click
-
-from meshwright.cli.output import or_dash, print_table, print_text
+from meshwright.cli.output import or_dash
 from meshwright.core.files import cache_folder
 from meshwright.core.units import format_bytes, format_seconds
+from meshwright.report.answer import Paragraph, Piece, Table
 from meshwright.spec.plan_file import Plan
 
 if TYPE_CHECKING:
-    from meshwright.train.record.goodput import Goodput
-    from meshwright.train.record.result import TrainResult
+    from meshwright.train.record.result import Goodput, TrainResult
 
 
-def print_result(chosen: Plan, result: "TrainResult") -> None:
+def result_text(chosen: Plan, result: "TrainResult") -> Iterator[Piece]:
     """Losses, and each prediction beside its measurement."""
     if not result.losses:
-        click.echo(f"stopped before the first step; {result.run} holds the plan")
+        yield f"stopped before the first step; {result.run} holds the plan"
         return
     stopped = " (stopped)" if result.stopped else ""
     held_out = or_dash(result.validation_loss, lambda loss: f"{loss:.3f}")
     losses = f"loss {result.losses[0]:.3f} -> {result.losses[-1]:.3f}, held out {held_out}"
-    click.echo(f"{result.steps} steps{stopped}: {losses}")
+    yield f"{result.steps} steps{stopped}: {losses}"
     predicted = chosen.predicted
     memory = result.memory.total_bytes if result.memory else None
     rows = [
@@ -32,17 +30,19 @@ def print_result(chosen: Plan, result: "TrainResult") -> None:
         _compared("HFU", predicted.hfu, result.hfu, lambda share: f"{share:.1%}"),
         _compared("memory of a device", predicted.hbm_bytes_per_chip, memory, format_bytes),
     ]
-    print_table(["", "predicted", "measured", "ratio"], rows)
+    yield Table(["", "predicted", "measured", "ratio"], rows)
     if result.mfu is not None and result.mfu > 1:
         calibration = chosen.calibration.name if chosen.calibration else "the data sheet"
-        print_text(
+        yield (
             f"an MFU above 100%: the machine is faster than the rates of the plan ({calibration}) say, as after they "
             f"were measured while it was busy. Remove them from {cache_folder()} and plan again to measure anew."
         )
     rate = or_dash(result.tokens_per_s, lambda tokens: f"{tokens:,.0f}")
-    click.echo(f"{rate} tokens/s; compiling took {format_seconds(result.compile_s)}; everything is in {result.run}")
+    yield Paragraph(
+        f"{rate} tokens/s; compiling took {format_seconds(result.compile_s)}; everything is in {result.run}", None
+    )
     if result.goodput:
-        print_text(goodput_words(result.goodput))
+        yield goodput_words(result.goodput)
 
 
 def goodput_words(goodput: "Goodput") -> str:

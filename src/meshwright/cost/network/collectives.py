@@ -12,14 +12,14 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from meshwright.core.dims import COLLECTIVES, CollectiveKind
 from meshwright.core.errors import InputError, nearest
 from meshwright.cost.network.legs import Leg, group_legs, ring
 from meshwright.cost.network.links import Level
 from meshwright.cost.network.placement import Placement, place_axes
-from meshwright.spec.calibration import Calibration, CollectiveKind, collective_rate
+from meshwright.spec.calibration import Calibration, collective_rate
 
 __all__ = [
-    "KINDS",
     "GroupRates",
     "KindRate",
     "Leg",
@@ -39,8 +39,6 @@ __all__ = [
 
 Number = Any
 """A float, an int or a NumPy array of them."""
-
-KINDS: tuple[CollectiveKind, ...] = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "permute")
 
 _INNER: tuple[Level, ...] = ("ici", "nvlink", "host")
 
@@ -121,7 +119,7 @@ def leg_rates(legs: Sequence[Leg], calibration: Calibration | None = None) -> Gr
     outer = [leg for leg in legs if leg.level not in _INNER]
     if not legs:
         free = KindRate(0.0)
-        return GroupRates(size=1, level="none", kinds=dict.fromkeys(KINDS, free))
+        return GroupRates(size=1, level="none", kinds=dict.fromkeys(COLLECTIVES, free))
     if inner and inner[0].level == "host":
         return _host_rates(inner[0], calibration)
     num_inner, num_outer = _product(inner), _product(outer)
@@ -206,7 +204,7 @@ def _ring_links(legs: Sequence[Leg]) -> Number:
     return 1 + both
 
 
-def received_share(kind: CollectiveKind, size: Number) -> Number:
+def received_share(kind: str, size: Number) -> Number:
     """Bytes each device must receive, as a share of ``array_bytes``: how measured rates are counted."""
     once = (size - 1) / size
     if kind == "all_reduce":
@@ -220,7 +218,7 @@ def _host_rates(leg: Leg, calibration: Calibration | None) -> GroupRates:
     if calibration is None:
         raise InputError("devices of this machine have no data sheet. Measure them: give a calibration.")
     kinds = {}
-    for kind in KINDS:
+    for kind in COLLECTIVES:
         if any(rate.kind == kind for rate in calibration.collectives):
             measured = collective_rate(calibration, kind, leg.size)
             kinds[str(kind)] = KindRate(received_share(kind, leg.size) / measured.bytes_per_s, 0.0, measured.latency_s)
@@ -231,7 +229,7 @@ def _host_rates(leg: Leg, calibration: Calibration | None) -> GroupRates:
 
 def stack_rates(rates: Sequence[GroupRates]) -> GroupRates:
     """Many groups as one whose figures are arrays: ``collective_time`` then prices all of them at once."""
-    kinds = [kind for kind in KINDS if all(kind in one.kinds for one in rates)]
+    kinds = [kind for kind in COLLECTIVES if all(kind in one.kinds for one in rates)]
     return GroupRates(
         size=np.array([one.size for one in rates]),
         level=np.array([one.level for one in rates]),

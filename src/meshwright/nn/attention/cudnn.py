@@ -4,48 +4,57 @@ The backward kernel is reached through JAX's own rule for it: differentiating `j
 the forward kernel a second time, and that function rounds the log-sum-exp to the element type of the result.
 """
 
+from typing import Any
+
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
-from meshwright.nn.attention.visibility import Rule
+from meshwright.nn.attention.scores import Cotangents, Given, Mixed
+from meshwright.nn.attention.visibility import AttentionCall
 
+HALVES = ("bfloat16", "float16")
 _SEED, _DROPOUT, _NO_BIAS = 42, 0.0, (False, False)
 """What the kernels are told of dropout (none) and of a bias (none, nor its gradient)."""
 
 
-def cudnn_forward(
-    q: Float[Array, "B T N H"], k: Float[Array, "B S K H"], v: Float[Array, "B S K H"], *, rule: Rule, causal: bool
-) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
+def takes(call: AttentionCall, q: Array, k: Array, v: Array) -> bool:
+    """True on CUDA for bf16 or fp16, rows in order or all keys seen, H = Hv <= 128 that 8 divides; no soft cap, sinks
+    or documents.
+
+    Hopper's limit of 256 for the width of a head is not used: the program may be compiled for another GPU.
+    """
+    width = q.shape[-1]
+    plain = call.softcap is None and call.sinks is None and call.query.document is None
+    narrow = width == v.shape[-1] and width <= 128 and width % 8 == 0
+    return call.platform == "cuda" and plain and narrow and call.order != "places" and q.dtype.name in HALVES
+
+
+def _mask(call: AttentionCall) -> Any:
+    from jax._src.cudnn.fused_attention_stablehlo import MaskType
+
+    return MaskType.CAUSAL if call.order == "rows" else MaskType.NO_MASK
+
+
+def forward(call: AttentionCall, q: Array, k: Array, v: Array) -> Mixed:
     """Result and log-sum-exp (float32)."""
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
-    mask = cudnn.MaskType.CAUSAL if causal else cudnn.MaskType.NO_MASK
     out, sums = cudnn.dot_product_attention(
-        q, k, v, scale=rule.scale, mask_type=mask, sliding_window_length=rule.window, return_residual=True
+        q, k, v, scale=call.scale, mask_type=_mask(call), sliding_window_length=call.window, return_residual=True
     )
     return out, jnp.swapaxes(sums, 1, 2)
 
 
-def cudnn_backward(
-    dout: Float[Array, "B T N H"],
-    o: Float[Array, "B T N H"],
-    lse: Float[Array, "B T N"],
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B S K H"],
-    v: Float[Array, "B S K H"],
-    *,
-    rule: Rule,
-    causal: bool,
-) -> tuple[Float[Array, "B T N H"], Float[Array, "B S K H"], Float[Array, "B S K H"]]:
+def backward(call: AttentionCall, given: Given, q: Array, k: Array, v: Array) -> Cotangents:
     """(dq, dk, dv)."""
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
-    mask = cudnn.MaskType.CAUSAL if causal else cudnn.MaskType.NO_MASK
+    dout, o, lse = given
     unused = jnp.zeros(0, q.dtype)
     # bias, lengths and offsets of packed sequences for queries and keys, pages of keys and values
     arrays = (q, k, v, *[unused] * 7, jnp.swapaxes(lse, 1, 2), o.astype(q.dtype))
     dq, dk, dv, *_ = cudnn._dot_product_attention_bwd_rule(
-        rule.scale, _SEED, _DROPOUT, _NO_BIAS, mask, cudnn.AttentionLayout.BTNH.value, rule.window,
+        call.scale, _SEED, _DROPOUT, _NO_BIAS, _mask(call), cudnn.AttentionLayout.BTNH.value, call.window,
         True, False, arrays, dout.astype(q.dtype),
     )  # fmt: skip
     return dq, dk, dv

@@ -6,45 +6,70 @@ all at once.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from meshwright.nn.attention.visibility import Places
+from meshwright.nn.attention.scores import Cotangents, Given, Mixed, row_products, safe
+from meshwright.nn.attention.visibility import AttentionCall
 
 HEADS_PER_STEP = (3, 2)
 """Key heads whose operations a CPU's threads may take in any order, the first that divides their number; with six the
 scores of all leave the cache."""
 
 Results = tuple[tuple[Array, ...], tuple[Array, ...]]
-Core = Callable[[Sequence[Array], Sequence[Array], Places, Places], Results]
-"""(arrays of query rows, arrays of key rows, places of query rows, of key rows) -> results by query row, by key row.
+OfRows = Callable[..., Results]
+Pass = Callable[..., tuple[Array, ...]]
+Core = Callable[[AttentionCall, Sequence[Array], Sequence[Array]], Results]
+"""(call with the places of these rows, arrays of query rows, arrays of key rows) -> results by query row, by key row.
 
 Arrays are [..., rows, width] or [..., rows]; results likewise."""
 
 
-def by_heads(
-    core: Core, queries: Sequence[Array], keys: Sequence[Array], query: Places, key: Places, *, one_by_one: bool
-) -> Results:
+def both_passes(
+    run: Callable[..., Results], forward: Callable[..., Results], backward: Callable[..., Results]
+) -> tuple[Pass, Pass]:
+    """The passes of attention on [B, T, N, H] that run ``forward`` and ``backward`` on rows.
+
+    Forward has (q,) or (q, sinks) and (k, v), and gives (result, log-sum-exp) by query row. Backward has
+    (q, dout, lse, delta) and (k, v), and gives (dq,) by query row, (dk, dv) by key row.
+    """
+
+    def whole_forward(call: AttentionCall, q: Array, k: Array, v: Array) -> Mixed:
+        sinks = call.sinks
+        more = () if sinks is None else (jnp.broadcast_to(sinks.astype(jnp.float32)[None, None], q.shape[:3]),)
+        (o, lse), _ = run(forward, call, (q, *more), (k, v))
+        return o, lse
+
+    def whole_backward(call: AttentionCall, given: Given, q: Array, k: Array, v: Array) -> Cotangents:
+        dout, o, lse = given
+        rows = (q, dout.astype(q.dtype), safe(lse), row_products(dout, o))
+        (dq,), (dk, dv) = run(backward, call, rows, (k, v))
+        return dq, dk, dv
+
+    return whole_forward, whole_backward
+
+
+def by_heads(core: Core, call: AttentionCall, queries: Sequence[Array], keys: Sequence[Array]) -> Results:
     """The results of ``core`` on every sequence and key head, as [B, T, N, ...] and [B, S, K, ...].
 
-    ``queries`` are [B, T, N, ...], ``keys`` [B, S, K, ...], places [B, T] and [B, S].
+    ``queries`` are [B, T, N, ...], ``keys`` [B, S, K, ...].
     """
-    run = _one_by_one if one_by_one else _at_once
-    return run(core, queries, keys, query, key)
+    run = _one_by_one if call.platform == "cpu" else _at_once
+    return run(core, call, queries, keys)
 
 
-def _at_once(core: Core, queries: Sequence[Array], keys: Sequence[Array], query: Places, key: Places) -> Results:
+def _at_once(core: Core, call: AttentionCall, queries: Sequence[Array], keys: Sequence[Array]) -> Results:
     length, heads = queries[0].shape[1:3]
     num_keys, kv_heads = keys[0].shape[1:3]
-    group = heads // kv_heads
-    rows = [_heads_first(x, kv_heads) for x in queries]
-    columns = [_heads_first(x, kv_heads) for x in keys]
     # A dim of one where the arrays have heads.
-    places = jax.tree.map(lambda x: jnp.repeat(x, group, axis=-1)[:, None], query)
-    by_query, by_key = core(rows, columns, places, jax.tree.map(lambda x: x[:, None], key))
+    query = jax.tree.map(lambda x: jnp.repeat(x, heads // kv_heads, axis=-1)[:, None], call.query)
+    key = jax.tree.map(lambda x: x[:, None], call.key)
+    rows, columns = ([_heads_first(x, kv_heads) for x in arrays] for arrays in (queries, keys))
+    by_query, by_key = core(replace(call, query=query, key=key), rows, columns)
     return tuple(_heads_back(x, length) for x in by_query), tuple(_heads_back(x, num_keys) for x in by_key)
 
 
@@ -60,30 +85,31 @@ def _heads_back(x: Array, length: int) -> Array:
     return jnp.moveaxis(split, 1, 2).reshape(batch, length, -1, *rest)
 
 
-def _one_by_one(core: Core, queries: Sequence[Array], keys: Sequence[Array], query: Places, key: Places) -> Results:
+def _one_by_one(core: Core, call: AttentionCall, queries: Sequence[Array], keys: Sequence[Array]) -> Results:
     batch, length, heads = queries[0].shape[:3]
     num_keys, kv_heads = keys[0].shape[1:3]
     group = heads // kv_heads
     # Numbers of rows are read inside of loops over scores: with the stride of heads these would not be vectorised.
     queries = [x if x.ndim == 4 else _heads_first(x, kv_heads) for x in queries]
 
-    def places(row: Array) -> tuple[Places, Places]:
-        here, there = (
-            jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, row, keepdims=False), p) for p in (query, key)
+    def of_sequence(row: Array) -> AttentionCall:
+        query, key = (
+            jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, row, keepdims=False), places)
+            for places in (call.query, call.key)
         )
-        return jax.tree.map(lambda x: jnp.repeat(x, group), here), there
+        return replace(call, query=jax.tree.map(lambda x: jnp.repeat(x, group), query), key=key)
 
-    def one(row: Array, head: Array, here: Places, there: Places) -> Results:
+    def one(row: Array, head: Array, here: AttentionCall) -> Results:
         rows = [_take(x, row, head, group) for x in queries]
-        return core(rows, [_take(x, row, head, 1) for x in keys], here, there)
+        return core(here, rows, [_take(x, row, head, 1) for x in keys])
 
     def sequence(row: Array, out: Results) -> Results:
-        here, there = places(row)
+        here = of_sequence(row)
 
         # A loop of its own over heads, to which places are whole arrays: read at an offset into those of all
         # sequences, within the loop over scores, they would make that loop several times as slow.
         def step(head: Array, out: Results) -> Results:
-            by_query, by_key = one(row, head, here, there)
+            by_query, by_key = one(row, head, here)
             return (
                 tuple(_put(x, y, row, head, group) for x, y in zip(out[0], by_query, strict=True)),
                 tuple(_put(x, y, row, head, 1) for x, y in zip(out[1], by_key, strict=True)),
@@ -91,7 +117,7 @@ def _one_by_one(core: Core, queries: Sequence[Array], keys: Sequence[Array], que
 
         return lax.fori_loop(0, kv_heads, step, out, unroll=next((n for n in HEADS_PER_STEP if kv_heads % n == 0), 1))
 
-    shapes = jax.eval_shape(lambda first: one(first, first, *places(first)), jnp.int32(0))
+    shapes = jax.eval_shape(lambda first: one(first, first, of_sequence(first)), jnp.int32(0))
     start = tuple(
         tuple(jnp.zeros(_whole_shape(x, batch, rows, kv_heads), x.dtype) for x in part)
         for part, rows in zip(shapes, (length, num_keys), strict=True)

@@ -4,30 +4,36 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array
 
-from meshwright.nn.attention.visibility import Rule
+from meshwright.nn.attention.scores import Cotangents, Given, Mixed
+from meshwright.nn.attention.visibility import AttentionCall
 
-BLOCK = 512
-"""Rows of the kernel's blocks, where the length is a multiple; else 128."""
+BLOCK, LEAST_BLOCK = 512, 128
+"""Rows of the kernel's blocks, where the length is a multiple; else the least."""
 
 
-def _kernel(rule: Rule, heads: int, length: int, interpret: bool) -> Any:
+def takes(call: AttentionCall, q: Array, k: Array, v: Array) -> bool:
+    """True on TPUs for rows in order, their number a multiple of 128."""
+    return call.platform == "tpu" and call.order == "rows" and q.shape[1] % LEAST_BLOCK == 0
+
+
+def _kernel(call: AttentionCall, q: Array, *, interpret: bool) -> Any:
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
+    length, heads = q.shape[1:3]
     shape = (length, length)
-    back = None if rule.window is None else rule.window - 1
+    back = None if call.window is None else call.window - 1
     mask = masks.CausalMask(shape) if back is None else masks.LocalMask(shape, window_size=(back, 0), offset=0)
-    size = BLOCK if length % BLOCK == 0 else 128
-    blocks = splash.BlockSizes(
-        block_q=size, block_kv=size, block_q_dkv=size, block_kv_dkv=size, block_q_dq=size, block_kv_dq=size
-    )
+    size = BLOCK if length % BLOCK == 0 else LEAST_BLOCK
+    rows = ("block_q", "block_kv", "block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq")
+    sizes: dict[str, Any] = dict.fromkeys(rows, size)
     return splash.make_splash_mha(
         masks.MultiHeadMask([mask] * heads),
-        block_sizes=blocks,
+        block_sizes=splash.BlockSizes(**sizes),
         save_residuals=True,
-        attn_logits_soft_cap=rule.softcap,
+        attn_logits_soft_cap=call.softcap,
         head_shards=1,
         q_seq_shards=1,
         interpret=interpret,
@@ -40,47 +46,29 @@ def _segments(document: Array | None) -> Any:
     return None if document is None else splash.SegmentIds(document, document)
 
 
-def splash_forward(
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B T K H"],
-    v: Float[Array, "B T K Hv"],
-    documents: Int[Array, "B T"] | None,
-    sinks: Float[Array, " N"] | None,
-    *,
-    rule: Rule,
-    interpret: bool = False,
-) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]:
+def forward(call: AttentionCall, q: Array, k: Array, v: Array, *, interpret: bool = False) -> Mixed:
     """Result and log-sum-exp (float32) of rows in order."""
-    kernel = _kernel(rule, q.shape[2], q.shape[1], interpret)
-    q, k, v = (jnp.swapaxes(x, 1, 2) for x in (q * jnp.asarray(rule.scale, q.dtype), k, v))
+    kernel = _kernel(call, q, interpret=interpret)
+    q, k, v = (jnp.swapaxes(x, 1, 2) for x in (q * jnp.asarray(call.scale, q.dtype), k, v))
 
     def one(q: Array, k: Array, v: Array, document: Array | None) -> Any:
-        return kernel(q, k, v, segment_ids=_segments(document), sinks=sinks)
+        return kernel(q, k, v, segment_ids=_segments(document), sinks=call.sinks)
 
-    out, (lse,) = jax.vmap(one)(q, k, v, documents)
+    out, (lse,) = jax.vmap(one)(q, k, v, call.query.document)
     return jnp.swapaxes(out, 1, 2), jnp.swapaxes(lse, 1, 2)
 
 
-def splash_backward(
-    dout: Float[Array, "B T N Hv"],
-    o: Float[Array, "B T N Hv"],
-    lse: Float[Array, "B T N"],
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B T K H"],
-    v: Float[Array, "B T K Hv"],
-    documents: Int[Array, "B T"] | None,
-    *,
-    rule: Rule,
-    interpret: bool = False,
-) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K Hv"]]:
-    """(dq, dk, dv), through the kernel's own rule, so that its forward pass is not run again. Sinks are in ``lse``."""
+def backward(call: AttentionCall, given: Given, q: Array, k: Array, v: Array, *, interpret: bool = False) -> Cotangents:
+    """(dq, dk, dv), through the kernel's own rule, so that its forward pass is not run again. Sinks are in the
+    log-sum-exp."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 
-    kernel = _kernel(rule, q.shape[2], q.shape[1], interpret)
+    kernel = _kernel(call, q, interpret=interpret)
     facts = kernel.kwargs
-    q, k, v, o, dout = (jnp.swapaxes(x, 1, 2) for x in (q * jnp.asarray(rule.scale, q.dtype), k, v, o, dout))
+    arrays = (q * jnp.asarray(call.scale, q.dtype), k, v, *given)
 
-    def one(q: Array, k: Array, v: Array, o: Array, lse: Array, dout: Array, document: Array | None) -> Any:
+    def one(document: Array | None, q: Array, k: Array, v: Array, *given: Array) -> Any:
+        dout, o, lse = given
         held = (q, k, v, _segments(document), None, o, lse, kernel.dq_mask_info, kernel.dkv_mask_info)
         found = splash._splash_attention_bwd(
             False, facts["mask_value"], False, facts["block_sizes"], None, facts["mask_function"],
@@ -88,5 +76,5 @@ def splash_backward(
         )  # fmt: skip
         return found[3:6]
 
-    dq, dk, dv = jax.vmap(one)(q, k, v, o, jnp.swapaxes(lse, 1, 2), dout, documents)
-    return tuple(jnp.swapaxes(x, 1, 2) for x in (dq * jnp.asarray(rule.scale, dq.dtype), dk, dv))  # type: ignore[return-value]
+    dq, dk, dv = jax.vmap(one)(call.query.document, *(jnp.swapaxes(x, 1, 2) for x in arrays))
+    return tuple(jnp.swapaxes(x, 1, 2) for x in (dq * jnp.asarray(call.scale, dq.dtype), dk, dv))  # type: ignore[return-value]

@@ -13,9 +13,9 @@ from jax import lax
 from jaxtyping import Array
 
 from meshwright.algebra.ops.attention import MOST_TILES, TILE_ROWS
-from meshwright.nn.attention.rows import Results
+from meshwright.nn.attention.rows import Results, both_passes, by_heads
 from meshwright.nn.attention.scores import attend_once, finish, scaled, score_cotangents, turned, weighed
-from meshwright.nn.attention.visibility import Places, Rule, visible
+from meshwright.nn.attention.visibility import AttentionCall, Places, visible
 
 LONGEST = 2048
 """The length from which scores would leave the cache."""
@@ -48,51 +48,55 @@ def _part(places: Places, first: int, end: int) -> Places:
     return jax.tree.map(lambda x: x[..., first:end], places)
 
 
-def forward(rule: Rule, queries: Sequence[Array], keys: Sequence[Array], query: Places, key: Places) -> Results:
-    """(result, log-sum-exp) by query row; no result by key row. Queries are (q,) or (q, sinks), keys (k, v)."""
+def takes(call: AttentionCall, q: Array, k: Array, v: Array) -> bool:
+    """True for rows in order, no more than fit in cache."""
+    return call.order == "rows" and q.shape[1] <= LONGEST
+
+
+def _forward(call: AttentionCall, queries: Sequence[Array], keys: Sequence[Array]) -> Results:
     q, *sinks = queries
     k, v = keys
     length = k.shape[-2]
     group = q.shape[-2] // length
     outs, sums = [], []
     for first, end in _tiles(length):
-        rows, start = slice(first * group, end * group), first_key(first, length, rule.window)
-        tile, tile_rule = scaled(q[..., rows, :], rule)
-        here, there = _part(query, rows.start, rows.stop), _part(key, start, end)
-        seen = visible(here.over_keys(), there.over_queries(), window=rule.window)
+        rows, start = slice(first * group, end * group), first_key(first, length, call.window)
+        tile, of_tile = scaled(q[..., rows, :], call)
+        here, there = _part(call.query, rows.start, rows.stop), _part(call.key, start, end)
+        seen = visible(here.over_keys(), there.over_queries(), window=call.window)
         sink = sinks[0][..., rows] if sinks else None
-        out, lse = finish(attend_once(sink, tile, k[..., start:end, :], v[..., start:end, :], tile_rule, seen))
+        out, lse = finish(attend_once(sink, tile, (k[..., start:end, :], v[..., start:end, :]), of_tile, seen))
         outs.append(out.astype(q.dtype))
         sums.append(lse)
     return (jnp.concatenate(outs, axis=-2), jnp.concatenate(sums, axis=-1)), ()
 
 
-def backward(rule: Rule, queries: Sequence[Array], keys: Sequence[Array], query: Places, key: Places) -> Results:
-    """(dq,) by query row, (dk, dv) by key row. Queries are (q, dout, lse, delta), keys (k, v)."""
+def _backward(call: AttentionCall, queries: Sequence[Array], keys: Sequence[Array]) -> Results:
     q, dout, lse, delta = queries
     k, v = keys
     length = k.shape[-2]
     group = q.shape[-2] // length
-    tall, rest = scaled(q, rule)
+    tall, rest = scaled(q, call)
     columns = turned(k)
     # Summed as columns: products with keys turned round are the ones that need no transposed factor.
     dq = jnp.zeros((*q.shape[:-2], q.shape[-1], q.shape[-2]), jnp.float32)
     dks, dvs = [], []
     for first, end in _tiles(length):
-        stop = last_query(end, length, rule.window)
-        rows = slice(first * group, stop * group)
+        rows = slice(first * group, last_query(end, length, call.window) * group)
         tile, dtile = tall[..., rows, :], dout[..., rows, :]
-        here, there = _part(query, rows.start, rows.stop), _part(key, first, end)
-        seen = visible(here.over_queries(), there.over_keys(), window=rule.window)
-        p, ds = score_cotangents(
-            tile, k[..., first:end, :], v[..., first:end, :], dtile, lse[..., rows], delta[..., rows], rest, seen
-        )
+        here, there = _part(call.query, rows.start, rows.stop), _part(call.key, first, end)
+        seen = visible(here.over_queries(), there.over_keys(), window=call.window)
+        of_tile, part = (tile, dtile, lse[..., rows], delta[..., rows]), (k[..., first:end, :], v[..., first:end, :])
+        p, ds = score_cotangents(of_tile, part, rest, seen)
         dvs.append(weighed(p, dtile).astype(v.dtype))
         dks.append((weighed(ds, tile) * rest.scale).astype(k.dtype))
         # no scatter: where it takes all rows its index is empty, on which jaxlib 0.11's partitioner dies
-        part = dq[..., rows] + weighed(columns[..., first:end], ds.astype(k.dtype))
-        dq = lax.dynamic_update_slice_in_dim(dq, part, rows.start, axis=-1)
+        added = dq[..., rows] + weighed(columns[..., first:end], ds.astype(k.dtype))
+        dq = lax.dynamic_update_slice_in_dim(dq, added, rows.start, axis=-1)
     # Of a single tile the compiler would turn the product itself, whose factors would then lie the slow way round.
     dq = lax.optimization_barrier(dq)
-    turned_back = (jnp.swapaxes(dq, -1, -2) * rule.scale).astype(q.dtype)
+    turned_back = (jnp.swapaxes(dq, -1, -2) * call.scale).astype(q.dtype)
     return (turned_back,), (jnp.concatenate(dks, axis=-2), jnp.concatenate(dvs, axis=-2))
+
+
+forward, backward = both_passes(by_heads, _forward, _backward)

@@ -1,15 +1,17 @@
-"""Which keys a query sees: element by element, block by block, and the order of tokens that deals blocks out evenly."""
+"""What an attention is besides its arrays: which keys a query sees, element by element and block by block, how scores
+are made of products; and the order of tokens that deals blocks out evenly."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from meshwright.core.errors import InputError
+from meshwright.nn.attention.platform import default_platform
 
 Order = Literal["all", "rows", "places"]
 """How the sight of a query is known. "all": it sees every key. "rows": queries and keys are the same rows in rising
@@ -22,19 +24,13 @@ NOWHERE = np.iinfo(np.int32).max
 """A position that no query sees, for keys that only fill up a block."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Rule:
-    """How scores are made of products, and how far back a query sees."""
-
-    scale: float
-    window: int | None = None
-    softcap: float | None = None
-
-
 class Places(NamedTuple):
-    """Position of each row and, where rows hold several documents, the number of its document."""
+    """Position of each row and, where rows hold several documents, the number of its document.
 
-    position: Int[Array, "..."]
+    Neither is there where every key is seen.
+    """
+
+    position: Int[Array, "..."] = None  # type: ignore[assignment]
     document: Int[Array, "..."] | None = None
 
     def over_keys(self) -> "Places":
@@ -44,6 +40,32 @@ class Places(NamedTuple):
     def over_queries(self) -> "Places":
         """With a dim of one before the last, to be held against queries."""
         return jax.tree.map(lambda x: x[..., None, :], self)
+
+
+NO_PLACES = Places()
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionCall:
+    """One attention: how scores are made of products, and which keys a query sees.
+
+    ``query`` and ``key`` are the places of the rows, [B, T] and [B, S]. ``sinks`` are a further logit of each head.
+    ``platform`` is "cpu", "cuda", "rocm" or "tpu" where it is not the default backend's.
+    """
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+    sinks: Float[Array, " N"] | None = None
+    query: Places = NO_PLACES
+    key: Places = NO_PLACES
+    order: Order
+    platform: str = field(default_factory=default_platform)
+
+
+def order_of(q: Float[Array, "B T N H"], k: Float[Array, "B S K H"], *, in_order: bool) -> Order:
+    """How sight is known of rows whose positions rise by one along them (within a document), if ``in_order``."""
+    return "rows" if in_order and q.shape[1] == k.shape[1] else "places"
 
 
 def visible(query: Places, key: Places, *, window: int | None) -> Bool[Array, "..."]:

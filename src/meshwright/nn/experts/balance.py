@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from meshwright.algebra.ops.route import ROUTING_ROWS
-from meshwright.nn.experts.rows import Chosen, Scores, expert_numbers
+from meshwright.nn.experts.slots import Chosen, Scores, expert_numbers
 
 Routing = Float[Array, "*layers Er E"]
 

@@ -1,59 +1,171 @@
-"""Products on the slots of experts, xe[E, C, D] and what is made of it.
+"""Routed experts on one device: filling their slots with tokens, bringing results back; forward and backward.
 
-Which form the slots have follows from the derivation and the options alone:
+Every device sorts its own tokens, in the order in which it holds them, into ``capacity`` slots of each of the E
+experts. One array says where: ``chosen[B, T, Ea]`` is ``expert * capacity + slot``, or ``-1 - expert`` where the
+expert had no slot left. Dispatch, combine and all backward functions need nothing else. Rows move by index, never by
+products with one-hot matrices.
 
-- a bound on the slots, or few of them, or the GSPMD form: arrays [E, C, D] and batched products
-- no bound, and a collective moves slots: arrays [E, C, D], products in blocks that leave out empty slots
-- no bound, and slots stay on their device: `Ragged`, tokens packed by expert, products in blocks
+A device that holds all experts needs no empty slots: T x Ea rows sorted by expert stand for the E x T slots (`Ragged`).
 """
 
-from typing import Any
+import math
+from dataclasses import dataclass
 
 import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
 
-from meshwright.algebra.ops.dispatch import FEW_SLOTS
-from meshwright.algebra.steps import Step
-from meshwright.nn.context import Context, as_given
-from meshwright.nn.experts import ragged
-from meshwright.nn.experts.products import block_product, block_weight_gradient, filled_blocks
-from meshwright.nn.experts.ragged import Ragged
+from meshwright.spec.model import Model
 
-
-def in_blocks(context: Context, *, num_slots: int) -> bool:
-    """Whether empty slots are left out: not where a bound keeps most of them filled, nor where the compiler chooses
-    the communication."""
-    return not context.options.capacity_factor and context.constrain is as_given and num_slots > FEW_SLOTS
+Scores = Float[Array, "B T E"]
+Gates = Float[Array, "B T Ea"]
+Chosen = Int[Array, "B T Ea"]
+Rows = Float[Array, "R D"]
+Stream = Float[Array, "B T D"]
 
 
-def packs_tokens(context: Context, step: Step, *, num_slots: int) -> bool:
-    """Whether tokens are packed by expert: empty slots are left out, and no collective of the block moves slots."""
-    block = next((block for block in context.derived.blocks if block.block.name == step.block), None)
-    if block is None or not in_blocks(context, num_slots=num_slots):
-        return False
-    return not any(s.is_collective and "C" in s.result.dims for s in (*block.forward, *block.backward))
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Ragged:
+    """Tokens packed by expert: rows sorted by expert, those of one expert in the order of their tokens; ``sizes`` says
+    how many each has."""
+
+    rows: Rows
+    sizes: Int[Array, " E"]
+
+    def __add__(self, other: "Ragged") -> "Ragged":
+        return Ragged(self.rows + other.rows, self.sizes)
 
 
-def slot_product(step: Step, lhs: Any, rhs: Any, at_once: int) -> Any:
-    """Slots times weights: each slot times its expert's matrix, or that transposed."""
-    swapped = "C" in step.inputs[1].dims
-    slots, weights = (rhs, lhs) if swapped else (lhs, rhs)
-    transposed = step.inputs[0 if swapped else 1].dims[2] not in step.result.dims
-    if isinstance(slots, Ragged):
-        return ragged.ragged_product(slots, weights, transposed=transposed)
-    wide = step.result.dtype == "fp32"
-    rows = block_product(_rows(slots), weights, filled_blocks(slots), transposed=transposed, wide=wide, at_once=at_once)
-    return rows.reshape(*slots.shape[:2], -1)
+Slots = Float[Array, "E C D"] | Ragged
 
 
-def weight_gradient(step: Step, lhs: Any, rhs: Any, at_once: int) -> Any:
-    """The gradient of a weight from what it was multiplied with and the cotangent of what came out."""
-    if step.result.dims[1] not in step.inputs[0].dims:
-        lhs, rhs = rhs, lhs
-    if isinstance(lhs, Ragged):
-        return ragged.ragged_weight_gradient(lhs, rhs)
-    # a slot with zeros on either side adds nothing
-    return block_weight_gradient(_rows(lhs), _rows(rhs), filled_blocks(rhs), at_once=at_once)
+def rows_of(slots: Slots) -> Rows:
+    """Slots, or packed tokens, as rows."""
+    return slots.rows if isinstance(slots, Ragged) else slots.reshape(-1, slots.shape[-1])
 
 
-def _rows(slots: jax.Array) -> jax.Array:
-    return slots.reshape(-1, slots.shape[-1])
+def with_rows(slots: Slots, rows: Rows) -> Slots:
+    """``rows`` in the form of the slots."""
+    return Ragged(rows, slots.sizes) if isinstance(slots, Ragged) else rows.reshape(*slots.shape[:2], -1)
+
+
+def expert_capacity(model: Model, num_tokens: int, capacity_factor: float = 0.0) -> int:
+    """Slots that a device has for its ``num_tokens`` tokens in every expert.
+
+    ``ceil(capacity_factor * num_tokens * experts_per_token / num_experts)``, at most ``num_tokens``. The factor 0
+    drops nothing: a token goes to an expert at most once, so ``num_tokens`` slots are always enough. The result is
+    then the same on every mesh; the price is E / Ea times the slots that are filled, in memory and in the AllToAll
+    (`nn.experts.products` leaves the empty ones out of the products, `Ragged` has none). With a factor the limit is
+    each device's own, so which tokens are dropped depends on the mesh. Source: GShard; Switch Transformer.
+    """
+    if not capacity_factor:
+        return num_tokens
+    mean_load = num_tokens * model.experts_per_token / model.num_experts
+    rounding = 1e-9  # a product of floats that should be whole may come out above it
+    return max(1, min(num_tokens, math.ceil(capacity_factor * mean_load - rounding)))
+
+
+def assign_slots(experts: Chosen, *, num_experts: int, capacity: int) -> Chosen:
+    """``chosen`` from the numbers of each token's experts: slots are given in the order of the tokens."""
+    flat = experts.reshape(-1, experts.shape[-1])
+    number = jnp.arange(num_experts)[None]
+    asked = jnp.zeros((flat.shape[0], num_experts), jnp.int32)
+    for choice in range(flat.shape[-1]):
+        asked += flat[:, choice, None] == number
+    before = jnp.cumsum(asked, axis=0) - 1
+    slot = jnp.take_along_axis(before, flat, axis=-1).reshape(experts.shape)
+    return jnp.where(slot < capacity, experts * capacity + slot, -1 - experts).astype(jnp.int32)
+
+
+def expert_numbers(chosen: Chosen, *, capacity: int) -> Chosen:
+    """The experts of each token, those that had no slot left included."""
+    return jnp.where(chosen >= 0, chosen // capacity, -1 - chosen)
+
+
+# -- tokens to slots and back ---------------------------------------------------------------------------
+
+
+def dispatch(h: Stream, chosen: Chosen, *, num_experts: int, capacity: int) -> Float[Array, "E C D"]:
+    """Each token copied into its slots; zeros in slots that nobody has."""
+    return slots_of_tokens(h, chosen, num_slots=num_experts * capacity).reshape(num_experts, capacity, -1)
+
+
+def ragged_dispatch(h: Stream, chosen: Chosen, *, num_experts: int) -> Ragged:
+    """Each token copied once for each of its experts. ``chosen`` must drop nothing: its capacity is the number of
+    tokens."""
+    numbers = expert_numbers(chosen, capacity=chosen.shape[0] * chosen.shape[1])
+    sizes = jnp.bincount(numbers.reshape(-1), length=num_experts).astype(jnp.int32)
+    return Ragged(slots_of_tokens(h, _ragged_places(chosen, sizes), num_slots=chosen.size), sizes)
+
+
+def _ragged_places(chosen: Chosen, sizes: Int[Array, " E"]) -> Chosen:
+    capacity = chosen.shape[0] * chosen.shape[1]
+    first = jnp.cumsum(sizes) - sizes
+    return (first[chosen // capacity] + chosen % capacity).astype(jnp.int32)
+
+
+def _places(slots: Slots, chosen: Chosen) -> Chosen:
+    """The row of each choice."""
+    return _ragged_places(chosen, slots.sizes) if isinstance(slots, Ragged) else chosen
+
+
+def dispatch_backward(dslots: Slots, chosen: Chosen) -> Stream:
+    """The sum of the cotangents in each token's slots."""
+    return tokens_of_slots(rows_of(dslots), _places(dslots, chosen))
+
+
+def combine(slots: Slots, gates: Gates, chosen: Chosen) -> Stream:
+    """The weighted sum of what each token's experts left in its slots; a dropped choice adds nothing."""
+    return tokens_of_slots(rows_of(slots), _places(slots, chosen), gates)
+
+
+def combine_backward(dout: Stream, slots: Slots, gates: Gates, chosen: Chosen) -> tuple[Slots, Gates]:
+    """Cotangents of the slots, zero in those that nobody has, and of the weights, zero for a dropped choice."""
+    rows, places = rows_of(slots), _places(slots, chosen)
+    drows = slots_of_tokens(dout, places, gates, num_slots=rows.shape[0]).astype(rows.dtype)
+    return with_rows(slots, drows), gates_backward(dout, rows, places)
+
+
+def slots_of_tokens(h: Stream, places: Chosen, gates: Gates | None = None, *, num_slots: int) -> Rows:
+    """Row ``places[b, t, a]`` of the result is the token's, times its weight if given; other rows are zero.
+
+    The inverse of ``places`` is scattered first, 4 bytes for each, and then whole rows are gathered: CPUs scatter
+    row by row.
+    """
+    width = places.shape[-1]
+    flat = places.reshape(-1)
+    numbers = jnp.arange(flat.size, dtype=jnp.int32)
+    # a negative place would count from the end; one past the end is left out
+    at = jnp.where(flat < 0, num_slots, flat)
+    source = jnp.full(num_slots, -1, jnp.int32).at[at].set(numbers, mode="drop", unique_indices=True)
+    known = jnp.maximum(source, 0)
+    rows = h.reshape(-1, h.shape[-1])[known // width]
+    if gates is not None:
+        rows = (rows * gates.reshape(-1)[known][:, None]).astype(h.dtype)
+    return jnp.where((source >= 0)[:, None], rows, jnp.zeros((), rows.dtype))
+
+
+def tokens_of_slots(rows: Rows, places: Chosen, gates: Gates | None = None) -> Stream:
+    """The sum, weighted if weights are given, of the rows at each token's places; in float32, one choice at a time."""
+    total = jnp.zeros((*places.shape[:-1], rows.shape[-1]), jnp.float32)
+    for choice in range(places.shape[-1]):
+        weight = (places[..., choice] >= 0).astype(jnp.float32)
+        if gates is not None:
+            weight = weight * gates[..., choice].astype(jnp.float32)
+        total += _row_at(rows, places, choice) * weight[..., None]
+    return total.astype(rows.dtype)
+
+
+def gates_backward(dout: Stream, rows: Rows, places: Chosen) -> Gates:
+    """Cotangent of the weights: the product of each choice's row and the token's cotangent."""
+    wide = dout.astype(jnp.float32)
+    found = [
+        jnp.where(places[..., choice] >= 0, jnp.sum(wide * _row_at(rows, places, choice), axis=-1), 0.0)
+        for choice in range(places.shape[-1])
+    ]
+    return jnp.stack(found, axis=-1)
+
+
+def _row_at(rows: Rows, places: Chosen, choice: int) -> Stream:
+    return rows[jnp.maximum(places[..., choice], 0)].astype(jnp.float32)

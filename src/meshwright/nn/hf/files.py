@@ -2,11 +2,12 @@
 
 import json
 import struct
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
-from types import TracebackType
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Protocol
 
 import ml_dtypes
 import numpy as np
@@ -27,70 +28,45 @@ DTYPES: dict[str, np.dtype] = {
 _CODES = {DTYPES["fp32"]: "F32", DTYPES["bf16"]: "BF16", DTYPES["fp16"]: "F16"}
 
 
-class Tensors(Protocol):
-    """Tensors by name, of which parts can be read."""
+class Tensor(Protocol):
+    """A tensor of which parts can be read, as of NumPy's arrays."""
 
     @property
-    def names(self) -> frozenset[str]: ...
-    def shape(self, name: str) -> tuple[int, ...]: ...
-    def read(self, name: str, box: tuple[slice, ...]) -> np.ndarray: ...
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> np.dtype: ...
+    def __getitem__(self, box: tuple[slice, ...]) -> np.ndarray: ...
 
 
-class InMemory:
-    """A state dict as `Tensors`."""
+Tensors = Mapping[str, Tensor]
 
-    def __init__(self, tensors: Mapping[str, np.ndarray]) -> None:
-        self.tensors = tensors
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor of a file that is mapped into memory, opened when it is first asked for."""
+
+    name: str
+    file: Callable[[], Any]
 
     @property
-    def names(self) -> frozenset[str]:
-        return frozenset(self.tensors)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self.tensors[name].shape)
-
-    def read(self, name: str, box: tuple[slice, ...]) -> np.ndarray:
-        return np.asarray(self.tensors[name][box])
-
-
-class CheckpointFiles:
-    """The safetensors files of a folder, mapped into memory: only what is asked for is read.
-
-    ``bytes_read`` counts it, and ``largest_read`` is the largest part that was ever held at once.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._open: dict[Path, Any] = {}
-        self._file_of = _files(folder)
-        self.bytes_read = self.largest_read = 0
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
-        for file in self._open.values():
-            file.__exit__(kind, error, trace)
-        self._open.clear()
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.file().get_slice(self.name).get_shape())
 
     @property
-    def names(self) -> frozenset[str]:
-        return frozenset(self._file_of)
+    def dtype(self) -> np.dtype:
+        return self[tuple(slice(0, min(1, size)) for size in self.shape)].dtype
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._slice(name).get_shape())
-
-    def read(self, name: str, box: tuple[slice, ...]) -> np.ndarray:
-        part = self._slice(name)[box]
-        self.bytes_read += part.nbytes
-        self.largest_read = max(self.largest_read, part.nbytes)
+    def __getitem__(self, box: tuple[slice, ...]) -> np.ndarray:
+        part: np.ndarray = self.file().get_slice(self.name)[box]
         return part
 
-    def _slice(self, name: str) -> Any:
-        path = self._file_of[name]
-        if path not in self._open:
-            self._open[path] = _opened(path)
-        return self._open[path].get_slice(name)
+
+@contextmanager
+def open_checkpoint(folder: Path) -> Iterator[dict[str, StoredTensor]]:
+    """The tensors of a folder's safetensors files: only what is asked for is read."""
+    with ExitStack() as stack:
+        opened = cache(lambda path: stack.enter_context(_opened(path)))
+        yield {name: StoredTensor(name, partial(opened, path)) for name, path in _files(folder).items()}
 
 
 def _opened(path: Path) -> Any:

@@ -7,12 +7,13 @@ other or interleaved, experts one by one or stacked) is such a box.
 """
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import NamedTuple
 
 import numpy as np
 
 from meshwright.algebra.transformer import local_name
+from meshwright.nn.hf.files import Tensors
 from meshwright.nn.weights import rows
 from meshwright.spec.model import Model
 from meshwright.spec.weights import Weight, weight_table
@@ -50,17 +51,15 @@ class Place(NamedTuple):
         """Shape of the stored tensor."""
         return tuple(math.prod(along.size for along in axis) for axis in self.axes)
 
-    def stored_box(self, box: Box) -> Box:
-        """The part of the stored tensor to read for a box of the weight: merged dims are narrowed by the major one."""
-        return tuple(_narrowed(axis, box) for axis in self.axes)
-
-    def take(self, stored: np.ndarray, box: Box) -> np.ndarray:
-        """The box of the weight, from what was read for it."""
+    def read(self, tensors: Tensors, box: Box) -> np.ndarray:
+        """A box of the weight; merged dims of the stored tensor are narrowed by the major one."""
+        stored = tensors[self.tensor][tuple(_narrowed(axis, box) for axis in self.axes)]
         fine = [along for axis in self.axes for along in axis]
         first = {axis[0].dim for axis in self.axes if axis}
-        sizes = [_span(a.stored(box[a.dim])) if a.dim in first else a.size for a in fine]
-        steps = tuple(slice(None, None, a.step) if a.dim in first else a.stored(box[a.dim]) for a in fine)
-        return stored.reshape(sizes)[steps].transpose(_places_in([a.dim for a in fine]))
+        parts = [a.stored(box[a.dim]) for a in fine]
+        sizes = [part.stop - part.start if a.dim in first else a.size for a, part in zip(fine, parts, strict=True)]
+        steps = [slice(None, None, a.step) if a.dim in first else part for a, part in zip(fine, parts, strict=True)]
+        return stored.reshape(sizes)[tuple(steps)].transpose(np.argsort([a.dim for a in fine]))
 
     def put(self, stored: np.ndarray, value: np.ndarray) -> None:
         """Writes the weight into its part of a stored tensor."""
@@ -77,23 +76,6 @@ def _narrowed(axis: tuple[Along, ...], box: Box) -> slice:
     return slice(major.start * inner, major.stop * inner)
 
 
-def _span(part: slice) -> int:
-    return int(part.stop - part.start)
-
-
-def _places_in(order: list[int]) -> list[int]:
-    """Where each of the numbers 0, 1, ... is in ``order``."""
-    return [order.index(dim) for dim in range(len(order))]
-
-
-class _Form(NamedTuple):
-    """The form in which a checkpoint comes: its prefix, and whether experts that are published one by one are
-    stacked, as transformers 5 has them in memory."""
-
-    prefix: str
-    stacked_experts: bool = False
-
-
 PREFIXES = ("", "model.", "transformer.", "language_model.model.", "model.language_model.")
 """What may stand before the names of a checkpoint: some leave the model's own prefix out."""
 
@@ -107,66 +89,55 @@ def places(model: Model, names: Collection[str] = ()) -> Iterator[Place]:
     ``names`` of the tensors of a checkpoint decide between the forms in which one may come. Without names it is the
     form that is published, which is also what is written.
     """
-    form = _form(model, names)
-    table = weight_table(model)
+    name_of = _naming(model, names)
     joined: dict[str, list[Weight]] = {}
-    for weight in table:
+    for weight in weight_table(model):
         if not weight.tied_to:
-            joined.setdefault(_pattern(model, weight, form), []).append(weight)
+            joined.setdefault(name_of(weight), []).append(weight)
     for variable, weight in rows(model).items():
-        pattern = _pattern(model, weight, form)
-        axes = _axes(model, weight, joined[pattern], one_by_one="{expert}" in pattern)
-        experts = weight.shape[0] if "{expert}" in pattern else 0
-        for position, layer in enumerate(weight.layers):
-            for expert in range(experts):
-                yield Place(variable, (position, expert), pattern.format(layer=layer, expert=expert), axes)
-            if not experts:
-                yield Place(variable, (position,), pattern.format(layer=layer), axes)
-        if not weight.layers:
-            yield Place(variable, (), pattern, axes)
+        pattern = name_of(weight)
+        one_by_one = "{expert}" in pattern
+        axes = _axes(model, weight, joined[pattern], one_by_one=one_by_one)
+        counts = ([len(weight.layers)] if weight.layers else []) + ([weight.shape[0]] if one_by_one else [])
+        for leading in np.ndindex(*counts):
+            numbers = {"layer": weight.layers[leading[0]], "expert": leading[-1]} if leading else {}
+            yield Place(variable, leading, pattern.format(**numbers), axes)
 
 
-def _form(model: Model, names: Collection[str]) -> _Form:
+def _naming(model: Model, names: Collection[str]) -> Callable[[Weight], str]:
+    """Weight -> name of its tensor, with the numbers of layer and expert left open, in the form in which a checkpoint
+    comes: its prefix, and whether experts that are published one by one are stacked, as transformers 5 has them in
+    memory."""
     own = model.weights_prefix
-    embed = rows(model)["embed"].hf_name
-    if not names or embed in names:
-        prefix = own
-    else:
-        prefix = next((p for p in PREFIXES if p + embed.removeprefix(own) in names), own)
-    one_by_one = any("{expert}" in weight.hf_name for weight in weight_table(model))
-    return _Form(prefix, one_by_one and any(name.endswith(".experts.gate_up_proj") for name in names))
+    embed = rows(model)["embed"].hf_name.removeprefix(own)
+    prefix = next((p for p in (own, *PREFIXES) if p + embed in names), own)
+    stacked = any(name.endswith(".experts.gate_up_proj") for name in names)
 
-
-def _pattern(model: Model, weight: Weight, form: _Form) -> str:
-    """Name of the tensor, with the numbers of layer and expert left open."""
-    name = weight.hf_name
-    if form.stacked_experts:
-        name = name.replace(".block_sparse_moe.", ".mlp.")
-        if "{expert}" in name:
+    def name_of(weight: Weight) -> str:
+        name = weight.hf_name.replace(".block_sparse_moe.", ".mlp.") if stacked else weight.hf_name
+        if stacked and "{expert}" in name:
             name = name.partition(".experts.")[0] + ".experts." + _STACKED[weight.name.rpartition(".")[2]]
-    own = model.weights_prefix
-    return form.prefix + name.removeprefix(own) if name.startswith(own) else name
+        return prefix + name.removeprefix(own) if name.startswith(own) else name
+
+    return name_of
 
 
 def _axes(model: Model, weight: Weight, joined: list[Weight], *, one_by_one: bool) -> tuple[tuple[Along, ...], ...]:
-    """The stored dims of a weight that shares its tensor with ``joined``, in their order."""
+    """The stored dims of a weight that shares its tensor with ``joined``, in their order.
+
+    Parts of one tensor follow each other along a dim; gpt-oss interleaves gate and up.
+    """
     of_experts = weight.part == "experts"
     first = 1 if of_experts and one_by_one else 0
     along = [Along(number, size) for number, size in enumerate(weight.shape[first:])]
     if len(joined) > 1:
         shared = -2 if local_name(weight) in _HEADS else -1
-        along[shared] = _part(model, weight, joined, shared, along[shared].dim)
+        sizes = [other.shape[shared] for other in joined]
+        number = [other.name for other in joined].index(weight.name)
+        start, step = (number, len(sizes)) if model.family == "gpt_oss" else (sum(sizes[:number]), 1)
+        along[shared] = Along(along[shared].dim, sum(sizes), start, step)
     experts = [(along.pop(0),)] if of_experts and not one_by_one else []
     return (*experts, *_stored_order(model, weight, along, weight.dims[1:] if of_experts else weight.dims))
-
-
-def _part(model: Model, weight: Weight, joined: list[Weight], shared: int, dim: int) -> Along:
-    """Parts of one tensor follow each other along a dim; gpt-oss interleaves gate and up."""
-    sizes = [other.shape[shared] for other in joined]
-    number = [other.name for other in joined].index(weight.name)
-    if model.family == "gpt_oss":
-        return Along(dim, sum(sizes), number, len(sizes))
-    return Along(dim, sum(sizes), sum(sizes[:number]))
 
 
 def _stored_order(

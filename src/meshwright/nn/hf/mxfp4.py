@@ -5,10 +5,11 @@ scale's byte less 127. Blocks lie along the inputs of [E, out, in / 32, 16] byte
 Source: OCP Microscaling Formats 1.0, section 5.3.
 """
 
-import ml_dtypes
+from dataclasses import dataclass
+
 import numpy as np
 
-from meshwright.nn.hf.files import Tensors
+from meshwright.nn.hf.files import DTYPES, Tensor, Tensors
 
 BLOCK = 32
 BLOCKS, SCALES = "_blocks", "_scales"
@@ -18,40 +19,38 @@ VALUES = np.asarray([*_MAGNITUDES, *(-value for value in _MAGNITUDES)], np.float
 _SCALE_BIAS = 127
 
 
-class Unpacked:
-    """`Tensors` in which packed ones appear under their plain names; only the blocks that are asked for are read."""
+@dataclass(frozen=True)
+class Packed:
+    """A packed tensor read as [E, in, out]: only the blocks that are asked for are read."""
 
-    def __init__(self, tensors: Tensors) -> None:
-        self.tensors = tensors
-        names = tensors.names
-        stems = (name.removesuffix(BLOCKS) for name in names if name.endswith(BLOCKS))
-        self._packed = frozenset(stem for stem in stems if stem + SCALES in names)
-        self._names = names | self._packed
+    blocks: Tensor
+    scales: Tensor
+    dtype: np.dtype = DTYPES["bf16"]
 
     @property
-    def names(self) -> frozenset[str]:
-        return self._names
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        if name not in self._packed:
-            return self.tensors.shape(name)
-        experts, outputs, blocks, _ = self.tensors.shape(name + BLOCKS)
+    def shape(self) -> tuple[int, ...]:
+        experts, outputs, blocks, _ = self.blocks.shape
         return experts, blocks * BLOCK, outputs
 
-    def read(self, name: str, box: tuple[slice, ...]) -> np.ndarray:
-        if name not in self._packed:
-            return self.tensors.read(name, box)
+    def __getitem__(self, box: tuple[slice, ...]) -> np.ndarray:
         experts, inputs, outputs = box
         blocks = slice(inputs.start // BLOCK, -(-inputs.stop // BLOCK))
-        packed = self.tensors.read(name + BLOCKS, (experts, outputs, blocks, slice(0, BLOCK // 2)))
-        scales = self.tensors.read(name + SCALES, (experts, outputs, blocks))
+        packed = self.blocks[experts, outputs, blocks, slice(0, BLOCK // 2)]
+        scales = self.scales[experts, outputs, blocks]
         first = inputs.start - blocks.start * BLOCK
         wide = unpack(packed, scales)[..., first : first + inputs.stop - inputs.start]
         return wide.transpose(0, 2, 1)
+
+
+def with_unpacked(tensors: Tensors) -> Tensors:
+    """The tensors, packed ones under their plain names too."""
+    stems = (name.removesuffix(BLOCKS) for name in tensors if name.endswith(BLOCKS))
+    packed = {s: Packed(tensors[s + BLOCKS], tensors[s + SCALES]) for s in stems if s + SCALES in tensors}
+    return {**tensors, **packed}
 
 
 def unpack(packed: np.ndarray, scales: np.ndarray) -> np.ndarray:
     """[..., blocks, 16] bytes and [..., blocks] scales -> [..., blocks * 32] in bf16."""
     values = np.stack([VALUES[packed & 0x0F], VALUES[packed >> 4]], axis=-1)
     scaled = np.ldexp(values, (scales.astype(np.int32) - _SCALE_BIAS)[..., None, None])
-    return scaled.reshape(*packed.shape[:-2], -1).astype(ml_dtypes.bfloat16)
+    return scaled.reshape(*packed.shape[:-2], -1).astype(DTYPES["bf16"])

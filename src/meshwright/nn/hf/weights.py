@@ -1,7 +1,7 @@
 """Weights from and to Hugging Face checkpoints: each device reads its own shards, each tensor is written by itself."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,9 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Shard
 
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.files import write_text_whole
-from meshwright.nn.hf.files import DTYPES, CheckpointFiles, Entry, InMemory, Tensors, write_checkpoint
+from meshwright.nn.hf.files import DTYPES, Entry, Tensors, open_checkpoint, write_checkpoint
 from meshwright.nn.hf.format import Box, Place, places
-from meshwright.nn.hf.mxfp4 import Unpacked
+from meshwright.nn.hf.mxfp4 import with_unpacked
 from meshwright.nn.weights import Params, rows, stacked_shape
 from meshwright.spec.hf.write import TOKEN_KEYS, config_from_model, text_model
 from meshwright.spec.model import Model
@@ -44,13 +44,13 @@ def load_params(
     shard besides what its devices hold. In ``dtype``, or in the files' own. Raises InputError for a missing or
     misshapen tensor.
     """
-    with CheckpointFiles(Path(folder)) as files:
-        return read_params(model, Unpacked(files), shardings, dtype)
+    with open_checkpoint(Path(folder)) as tensors:
+        return read_params(model, with_unpacked(tensors), shardings, dtype)
 
 
 def params_from_hf(model: Model, tensors: Mapping[str, np.ndarray], *, dtype: Any = None) -> Params:
     """Weights from a Hugging Face state dict (names to arrays) of the same model, on the first device."""
-    return read_params(model, InMemory(tensors), None, dtype)
+    return read_params(model, tensors, None, dtype)
 
 
 def read_params(model: Model, tensors: Tensors, shardings: Mapping[str, Sharding] | None, dtype: Any) -> Params:
@@ -67,23 +67,18 @@ def read_params(model: Model, tensors: Tensors, shardings: Mapping[str, Sharding
 def checked_places(model: Model, tensors: Tensors) -> dict[str, dict[tuple[int, ...], Place]]:
     """Variable -> leading indices -> where it lies, all of it there and of the right shape."""
     found: dict[str, dict[tuple[int, ...], Place]] = {}
-    names = tensors.names
-    _require_no_correction(tensors)
-    for place in places(model, names):
-        if place.tensor not in names:
-            raise InputError(_missing(place, names))
-        shape = tensors.shape(place.tensor)
+    # DeepSeek-V3 adds numbers to the router's scores that no gradient trains; here they can only be zero.
+    for name in tensors:
+        if name.endswith(".e_score_correction_bias") and tensors[name][slice(0, None),].any():
+            raise CannotRunError(f"{name} is not zero: a corrected router is not run in this version.")
+    for place in places(model, tensors):
+        if place.tensor not in tensors:
+            raise InputError(_missing(place, tensors))
+        shape = tuple(tensors[place.tensor].shape)
         if shape != place.shape:
             raise InputError(f"{place.tensor} has shape {shape}; {model.name} needs {place.shape}. Is it its config?")
         found.setdefault(place.variable, {})[place.leading] = place
     return found
-
-
-def _require_no_correction(tensors: Tensors) -> None:
-    """DeepSeek-V3 adds numbers to the router's scores that no gradient trains; here they can only be zero."""
-    for name in tensors.names:
-        if name.endswith(".e_score_correction_bias") and tensors.read(name, (slice(0, None),)).any():
-            raise CannotRunError(f"{name} is not zero: a corrected router is not run in this version.")
 
 
 def _missing(place: Place, names: Collection[str]) -> str:
@@ -117,7 +112,7 @@ def _block(table: Mapping[tuple[int, ...], Place], tensors: Tensors, region: Box
     block: np.ndarray | None = None
     for index in np.ndindex(*(part.stop - part.start for part in region[:leading])):
         place = table[tuple(i + part.start for i, part in zip(index, region, strict=False))]
-        part = place.take(tensors.read(place.tensor, place.stored_box(box)), box)
+        part = place.read(tensors, box)
         if block is None:
             block = np.empty([s.stop - s.start for s in region], dtype or part.dtype)
         block[index] = part
@@ -143,16 +138,12 @@ def save_hf(
     ``dtype`` is one of `DTYPES`; the weights' own where it is not given. ``config`` are further keys of config.json.
     Every process of a run calls this, and the first one writes. Returns the files of weights.
     """
-    wanted = DTYPES[dtype] if dtype else None
-    dtypes = {name: wanted or np.dtype(array.dtype) for name, array in params.items()}
-    return write_hf(
-        model,
-        lambda name, index: _on_host(params[name], index),
-        dtypes,
-        Path(folder),
-        max_shard_bytes=max_shard_bytes,
-        config=config,
-    )
+    dtypes = {name: np.dtype(array.dtype) for name, array in params.items()}
+
+    def fetch(name: str, index: tuple[int, ...]) -> np.ndarray:
+        return _on_host(params[name], index)
+
+    return write_hf(model, fetch, dtypes, Path(folder), dtype=dtype, max_shard_bytes=max_shard_bytes, config=config)
 
 
 def _on_host(array: jax.Array, index: tuple[int, ...]) -> np.ndarray:
@@ -184,23 +175,23 @@ def write_hf(
     dtypes: Mapping[str, np.dtype],
     folder: Path,
     *,
+    dtype: str | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     config: Mapping[str, Any] = {},
 ) -> list[Path]:
     """`save_hf` from any source of layers."""
     model = text_model(model)
+    if dtype:
+        dtypes = dict.fromkeys(dtypes, DTYPES[dtype])
     entries = list(hf_entries(model, fetch, dtypes))
     if jax.process_index() != 0:
         for entry in entries:
             entry.make()
         return []
     files = write_checkpoint(folder, entries, max_bytes=max_shard_bytes)
-    keys = config_from_model(model) | {"dtype": _TORCH_NAMES[entries[0].dtype], **config}
+    keys = config_from_model(model) | {"dtype": entries[0].dtype.name, **config}
     write_text_whole(folder / CONFIG, msgspec.json.format(msgspec.json.encode(keys)).decode() + "\n")
     return files
-
-
-_TORCH_NAMES = {DTYPES["fp32"]: "float32", DTYPES["bf16"]: "bfloat16", DTYPES["fp16"]: "float16"}
 
 
 def hf_entries(model: Model, fetch: Fetch, dtypes: Mapping[str, np.dtype]) -> Iterator[Entry]:
@@ -210,36 +201,31 @@ def hf_entries(model: Model, fetch: Fetch, dtypes: Mapping[str, np.dtype]) -> It
         parts.setdefault(place.tensor, []).append(place)
     for name, found in parts.items():
         dtype = dtypes[found[0].variable]
-        yield Entry(name, found[0].shape, dtype, _maker(found, fetch, dtype))
+        yield Entry(name, found[0].shape, dtype, partial(_made, found, fetch, dtype))
 
 
-def _maker(found: Sequence[Place], fetch: Fetch, dtype: np.dtype) -> Callable[[], np.ndarray]:
-    def make() -> np.ndarray:
-        stored = np.empty(found[0].shape, dtype)
-        for place in found:
-            place.put(stored, fetch(place.variable, place.leading))
-        return stored
-
-    return make
+def _made(found: Sequence[Place], fetch: Fetch, dtype: np.dtype) -> np.ndarray:
+    stored = np.empty(found[0].shape, dtype)
+    for place in found:
+        place.put(stored, fetch(place.variable, place.leading))
+    return stored
 
 
 def convert_hf(
     model: Model, source: Path, folder: Path, *, dtype: str | None = None, max_shard_bytes: int = MAX_SHARD_BYTES
 ) -> list[Path]:
     """Another folder of the same weights in the published form: another dtype, other files. Tensor by tensor."""
-    with CheckpointFiles(source) as opened:
-        files = Unpacked(opened)
-        table = checked_places(model, files)
+    with open_checkpoint(source) as opened:
+        tensors = with_unpacked(opened)
+        table = checked_places(model, tensors)
         whole = {name: tuple(slice(0, size) for size in stacked_shape(weight)) for name, weight in rows(model).items()}
-        wanted = DTYPES[dtype] if dtype else None
 
         def fetch(variable: str, index: tuple[int, ...]) -> np.ndarray:
-            place, box = table[variable][index], whole[variable][len(index) :]
-            return place.take(files.read(place.tensor, place.stored_box(box)), box)
+            return table[variable][index].read(tensors, whole[variable][len(index) :])
 
-        dtypes = {name: wanted or _dtype_of(files, table[name]) for name in table}
+        dtypes = {name: tensors[next(iter(found.values())).tensor].dtype for name, found in table.items()}
         keys = special_tokens(source)
-        return write_hf(model, fetch, dtypes, folder, max_shard_bytes=max_shard_bytes, config=keys)
+        return write_hf(model, fetch, dtypes, folder, dtype=dtype, max_shard_bytes=max_shard_bytes, config=keys)
 
 
 def special_tokens(folder: Path) -> dict[str, Any]:
@@ -247,9 +233,3 @@ def special_tokens(folder: Path) -> dict[str, Any]:
     keys = msgspec.json.decode((folder / CONFIG).read_bytes(), type=dict[str, Any])
     keys = {**keys.get("text_config", {}), **keys}
     return {key: keys[key] for key in TOKEN_KEYS if keys.get(key) is not None}
-
-
-def _dtype_of(files: Tensors, table: Mapping[tuple[int, ...], Place]) -> np.dtype:
-    place = next(iter(table.values()))
-    none = tuple(slice(0, min(1, size)) for size in place.shape)
-    return files.read(place.tensor, none).dtype

@@ -13,6 +13,7 @@ from jax import lax
 
 from meshwright.algebra.notation import ShardedArray
 from meshwright.algebra.steps import Step
+from meshwright.nn.contract import spread
 
 CLIP_RMS, SMALLEST_SQUARE, SMALLEST_SCALE = 1.0, 1e-30, 1e-3
 """The paper's constants: threshold d, epsilon 1 and epsilon 2."""
@@ -21,15 +22,8 @@ CLIP_RMS, SMALLEST_SQUARE, SMALLEST_SCALE = 1.0, 1e-30, 1e-3
 def _mean_part(values: jax.Array, of: ShardedArray, over: ShardedArray) -> jax.Array:
     """This device's part of the mean over the dims of ``of`` that ``over`` lacks."""
     axes = tuple(i for i, dim in enumerate(of.dims) if dim not in over.dims)
-    count = math.prod(values.shape[i] for i in axes)
-    for axis in (name for i in axes for name in of.axes[i]):
-        count *= lax.axis_size(axis)
+    count = math.prod(values.shape[i] * lax.axis_size(of.axes[i]) for i in axes)
     return jnp.sum(values, axes) / count
-
-
-def _spread(values: jax.Array, of: ShardedArray, over: ShardedArray) -> jax.Array:
-    """Values of some dims with the rank of an array, 1 where they lack its dim."""
-    return jnp.expand_dims(values, tuple(i for i, dim in enumerate(over.dims) if dim not in of.dims))
 
 
 def sums(context: Any, step: Step, grad: jax.Array) -> tuple[jax.Array, ...]:
@@ -52,8 +46,8 @@ def scale(
 ) -> tuple[jax.Array, ...]:
     """The gradient over the factored root of its second moment, and its mean square."""
     of_grad, of_rows, of_columns, of_level = step.inputs
-    share = _spread(rows / _spread(level, of_level, of_rows), of_rows, of_grad)
-    found = grad * lax.rsqrt(share) * lax.rsqrt(_spread(columns, of_columns, of_grad))
+    share = spread(rows / spread(level, of_level.dims, of_rows.dims), of_rows.dims, of_grad.dims)
+    found = grad * lax.rsqrt(share) * lax.rsqrt(spread(columns, of_columns.dims, of_grad.dims))
     return found, _mean_part(jnp.square(found), of_grad, step.more[0])
 
 
@@ -72,7 +66,7 @@ def weights(context: Any, step: Step, values: jax.Array) -> jax.Array:
 def change(context: Any, step: Step, scaled: jax.Array, squares: jax.Array, sizes: jax.Array) -> jax.Array:
     """The change: clipped to root mean square 1 and scaled by that of the weights."""
     of_scaled, *means = step.inputs
-    rms, size = (_spread(jnp.sqrt(v), a, of_scaled) for v, a in zip((squares, sizes), means, strict=True))
+    rms, size = (spread(jnp.sqrt(v), a.dims, of_scaled.dims) for v, a in zip((squares, sizes), means, strict=True))
     return scaled / jnp.maximum(1.0, rms / CLIP_RMS) * jnp.maximum(SMALLEST_SCALE, size)
 
 

@@ -1,15 +1,6 @@
 """A sum of arrays."""
 
-import jax
+import functools
+import operator
 
-from meshwright.algebra.steps import Step
-from meshwright.nn.context import Context
-
-
-def add(context: Context, step: Step, first: jax.Array, *others: jax.Array) -> jax.Array:
-    for other in others:
-        first = first + other
-    return first
-
-
-STEPS = {"add": add}
+STEPS = {"add": lambda context, step, *arrays: functools.reduce(operator.add, arrays)}

@@ -4,32 +4,31 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
 
 from meshwright.algebra.steps import Step
 from meshwright.nn.context import Context
-from meshwright.nn.experts import ragged
-from meshwright.nn.experts.ragged import Ragged
+from meshwright.nn.contract import spread
+from meshwright.nn.experts.products import blocks_of, slot_weight_gradient
+from meshwright.nn.experts.slots import Ragged
 
 
-def bias_add(x: Float[Array, "*dims"], bias: Float[Array, "*some"], *, at: tuple[int, ...]) -> Float[Array, "*dims"]:
-    """``x + bias``, the dims of the bias being those of ``x`` numbered ``at``."""
-    shape = tuple(x.shape[i] if i in at else 1 for i in range(x.ndim))
-    return x + bias.reshape(shape).astype(x.dtype)
-
-
-def _bias_add(context: Context, step: Step, x: Any, bias: jax.Array) -> Any:
+def bias_add(context: Context, step: Step, x: Any, bias: jax.Array) -> Any:
+    """``x + bias``, along the dims that the bias has; packed tokens have their expert's."""
     if isinstance(x, Ragged):
-        return ragged.ragged_bias_add(x, bias)
+        numbers = jnp.arange(bias.shape[0], dtype=jnp.int32)
+        expert_of_row = jnp.repeat(numbers, x.sizes, total_repeat_length=x.rows.shape[0])
+        return Ragged(x.rows + bias[expert_of_row].astype(x.rows.dtype), x.sizes)
     dims, of_bias = (array.dims for array in step.inputs)
-    return bias_add(x, bias, at=tuple(dims.index(dim) for dim in of_bias))
+    return x + spread(bias, of_bias, dims).astype(x.dtype)
 
 
-def _bias_add_backward(context: Context, step: Step, dout: Any) -> Any:
+def bias_add_backward(context: Context, step: Step, dout: Any) -> Any:
+    """The sum over what shares the bias; of packed tokens the gradient of a weight whose input is always 1."""
     if isinstance(dout, Ragged):
-        return ragged.ragged_bias_add_backward(dout)
+        ones = Ragged(jnp.ones((dout.rows.shape[0], 1), dout.rows.dtype), dout.sizes)
+        return slot_weight_gradient(ones, dout, blocks_of(dout, context.model))[:, 0]
     dims = step.inputs[0].dims
     return jnp.sum(dout, axis=tuple(i for i, dim in enumerate(dims) if dim not in step.result.dims))
 
 
-STEPS = {"bias_add": _bias_add, "bias_add_backward": _bias_add_backward}
+STEPS = {"bias_add": bias_add, "bias_add_backward": bias_add_backward}

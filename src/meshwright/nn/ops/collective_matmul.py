@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from meshwright.algebra.notation import ShardedArray
 from meshwright.algebra.steps import Step
 from meshwright.core.errors import InputError
-from meshwright.nn.collectives import shift
+from meshwright.nn.collectives import Ring
 from meshwright.nn.context import Context
 from meshwright.nn.ops.einsum import einsum
 from meshwright.nn.ops.quantised_einsum import quantised_einsum
@@ -54,22 +54,10 @@ class Product:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Round:
-    """The ring of one collective matmul. ``divergent``: see `shift`."""
+class Round(Ring):
+    """The ring of one collective matmul, round which blocks go one way or two."""
 
-    axes: tuple[str, ...]
     ways: int = 1
-    divergent: bool = False
-
-    @property
-    def size(self) -> int:
-        """Devices in it."""
-        return int(lax.axis_size(self.axes))
-
-    @property
-    def rank(self) -> Array:
-        """This device's place."""
-        return lax.axis_index(self.axes)
 
     def pieces(self, length: int) -> tuple["Piece", ...]:
         """What goes round of a block: all of it, or its two halves; a block of one goes one way."""
@@ -78,9 +66,9 @@ class Round:
             return (Piece(0, length, 1),)
         return Piece(0, half, 1), Piece(half, length - half, -1)
 
-    def send(self, value: Array, piece: "Piece") -> Array:
-        """A piece from the device before, or after, to this one."""
-        return shift(value, self.axes, piece.by, divergent=self.divergent)
+    def send(self, values: Sequence[Array], pieces: Sequence["Piece"]) -> list[Array]:
+        """Pieces from the device before, or after, to this one."""
+        return [self.shift(value, piece.by) for value, piece in zip(values, pieces, strict=True)]
 
 
 class Piece(NamedTuple):
@@ -114,11 +102,9 @@ def all_gather_matmul(
 
     def step(number: Array | int, carry: tuple[list[Array], list[Array]]) -> tuple[list[Array], list[Array]]:
         passing, found = carry
-        following = [ring.send(value, piece) for value, piece in zip(passing, pieces, strict=True)]
-        return following, meet(found, passing, number)
+        return ring.send(passing, pieces), meet(found, passing, number)
 
-    values = [ring.send(value, piece) for value, piece in zip(values, pieces, strict=True)]
-    values, results = _repeat(1, size - 1, step, (values, results))
+    values, results = _repeat(1, size - 1, step, (ring.send(values, pieces), results))
     return tuple(meet(results, values, size - 1))
 
 
@@ -134,7 +120,8 @@ def matmul_reduce_scatter(products: Sequence[Product], ring: Round, *, length: i
         return sum(others, start=first)
 
     def step(number: Array | int, sums: list[Array]) -> list[Array]:
-        return [ring.send(s, piece) + part(piece, number) for s, piece in zip(sums, pieces, strict=True)]
+        passing = ring.send(sums, pieces)
+        return [s + part(piece, number) for s, piece in zip(passing, pieces, strict=True)]
 
     sums = _repeat(1, size, step, [part(piece, 0) for piece in pieces])
     axis = products[0].axis

@@ -8,9 +8,8 @@ import jax.numpy as jnp
 from meshwright.algebra.steps import Step
 from meshwright.nn.context import Context
 from meshwright.nn.contract import contract
-from meshwright.nn.experts.products import num_at_once
-from meshwright.nn.experts.ragged import Ragged
-from meshwright.nn.experts.slots import in_blocks, slot_product, weight_gradient
+from meshwright.nn.experts.products import blocks_of, in_blocks, slot_product, slot_weight_gradient
+from meshwright.nn.experts.slots import Ragged
 
 
 def contract_step(step: Step, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
@@ -29,16 +28,19 @@ def contract_step(step: Step, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
 
 def einsum(context: Context, step: Step, lhs: Any, rhs: Any) -> Any:
     """The local product; where an operand has slots of experts and empty ones are left out, block by block."""
-    slots = [value for array, value in zip(step.inputs, (lhs, rhs), strict=True) if array.dims[:2] == ("E", "C")]
-    if not slots:
+    of_slots = [array.dims[:2] == ("E", "C") for array in step.inputs]
+    slots = rhs if of_slots[1] else lhs
+    packed = isinstance(slots, Ragged)
+    if not any(of_slots) or not (packed or in_blocks(context, num_slots=slots.shape[0] * slots.shape[1])):
         return contract_step(step, lhs, rhs)
-    num_slots = 0 if isinstance(slots[0], Ragged) else slots[0].shape[0] * slots[0].shape[1]
-    if num_slots and not in_blocks(context, num_slots=num_slots):
-        return contract_step(step, lhs, rhs)
-    at_once = 1
-    if num_slots:
-        at_once = num_at_once(slots[0].shape[1] * context.model.experts_per_token / context.model.num_experts)
-    return (weight_gradient if len(slots) == 2 else slot_product)(step, lhs, rhs, at_once)
+    result = step.result.dims
+    if all(of_slots):
+        left, right = (lhs, rhs) if result[1] in step.inputs[0].dims else (rhs, lhs)
+        return slot_weight_gradient(left, right, blocks_of(right, context.model))
+    weight, of_weight = (lhs, step.inputs[0]) if of_slots[1] else (rhs, step.inputs[1])
+    wide = step.result.dtype == "fp32" and not packed
+    blocks = blocks_of(slots, context.model)
+    return slot_product(slots, weight, blocks, transposed=of_weight.dims[2] not in result, wide=wide)
 
 
 STEPS = {"einsum": einsum}

@@ -1,50 +1,152 @@
-"""The loss head in chunks, and with both passes joined: the loss and its slopes from the same logits."""
+"""The loss head in chunks, and with both passes joined: the loss and its slopes from the same logits.
+
+Logits and their cotangent exist one chunk of T at a time, so that B x T x V never exists at once.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
 
+from meshwright.algebra.ops.fused_head import CHUNK_TOKENS
 from meshwright.algebra.steps import Step
-from meshwright.nn import loss_head as head
 from meshwright.nn.context import Context
-from meshwright.nn.ops.linear_cross_entropy import facts
+from meshwright.nn.contract import contract
+from meshwright.nn.ops import of_arrays
+from meshwright.nn.ops.linear_cross_entropy import (
+    FirstRow,
+    Labels,
+    PerToken,
+    Statistics,
+    facts,
+    logits_backward,
+    logits_statistics,
+    sum_loss,
+    sum_loss_backward,
+)
+
+Stream = Float[Array, "B T D"]
+Table = Float[Array, "D V"]
 
 
-def _wide_table(step: Step, position: int, table: jax.Array) -> jax.Array:
-    return table if step.inputs[position].dims == ("D", "V") else table.T
+def chunk_length(batch: int, length: int) -> int:
+    """Positions of a chunk: as even as can be, of at most `CHUNK_TOKENS` tokens but at least one position."""
+    chunks = min(length, max(1, math.ceil(batch * length / CHUNK_TOKENS)))
+    return math.ceil(length / chunks)
+
+
+def _over_chunks(one: Callable[[Any, Any], tuple[Any, Any]], start: Any, *arrays: Array) -> tuple[Any, Any]:
+    """``one`` of (carry, the parts of the arrays in a chunk) for chunk after chunk, and what it makes put together.
+
+    The last chunk is filled up with zeros, labels with -1: they change nothing.
+    """
+    batch, length = arrays[0].shape[:2]
+    size = chunk_length(batch, length)
+
+    def cut(array: Array) -> Array:
+        rest = array.shape[2:]
+        if missing := -length % size:
+            fill = -1 if jnp.issubdtype(array.dtype, jnp.integer) else 0
+            array = jnp.pad(array, ((0, 0), (0, missing), *((0, 0) for _ in rest)), constant_values=fill)
+        return jnp.moveaxis(array.reshape(batch, -1, size, *rest), 1, 0)
+
+    def joined(chunks: Array) -> Array:
+        moved = jnp.moveaxis(chunks, 0, 1)
+        return moved.reshape(batch, -1, *moved.shape[3:])[:, :length]
+
+    carry, found = jax.lax.scan(one, start, tuple(cut(array) for array in arrays))
+    return carry, jax.tree.map(joined, found)
 
 
 def chunked_logits_statistics(
-    context: Context, step: Step, x: jax.Array, table: jax.Array, labels: jax.Array
-) -> head.Statistics:
-    """Statistics of the logits from the stream and the table, chunk by chunk."""
-    return head.chunked_logits_statistics(x, _wide_table(step, 1, table), labels, **facts(step, 1, table))
+    x: Stream, table: Table, labels: Labels, *, first_row: FirstRow, softcap: float = 0.0
+) -> Statistics:
+    """The statistics from ``x * table``."""
+
+    def one(_: None, given: tuple[Array, Array]) -> tuple[None, Statistics]:
+        here, of_here = given
+        return None, logits_statistics(_logits(here, table), of_here, first_row=first_row, softcap=softcap)
+
+    found: Statistics = _over_chunks(one, None, x, labels)[1]
+    return found
 
 
-def chunked_logits_backward(context: Context, step: Step, *given: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Cotangents of the stream and of the table, chunk by chunk."""
-    x, table, labels, _, peak, dscaled, dpicked = given
-    wide = _wide_table(step, 1, table)
-    dx, dwide = head.chunked_logits_backward(x, wide, labels, peak, dscaled, dpicked, **facts(step, 1, table))
-    return dx, dwide if wide is table else dwide.T
+def _logits(x: Array, table: Array) -> Array:
+    return contract("btd,dv->btv", x, table, dtype=jnp.float32)
+
+
+def _cotangents(x: Array, table: Array, dlogits: Array) -> tuple[Array, Array]:
+    """That of the stream, and that of the table in float32."""
+    narrow = dlogits.astype(x.dtype)
+    return contract("btv,dv->btd", narrow, table), contract("btd,btv->dv", x, narrow, dtype=jnp.float32)
+
+
+def chunked_logits_backward(
+    x: Stream, table: Table, labels: Labels, *rows: PerToken, first_row: FirstRow, softcap: float = 0.0
+) -> tuple[Stream, Table]:
+    """Cotangents of the stream and of the table; ``rows`` are those of `logits_backward`."""
+
+    def one(dtable: Array, given: tuple[Array, ...]) -> tuple[Array, Array]:
+        here, *rows = given
+        dlogits = logits_backward(_logits(here, table), *rows, first_row=first_row, softcap=softcap)
+        dx, added = _cotangents(here, table, dlogits)
+        return dtable + added, dx
+
+    dtable, dx = _over_chunks(one, jnp.zeros(table.shape, jnp.float32), x, labels, *rows)
+    return dx, dtable.astype(table.dtype)
 
 
 def fused_head(
-    context: Context, step: Step, x: jax.Array, table: jax.Array, labels: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The loss of the local tokens and its slopes in the stream and in the table."""
-    wide = _wide_table(step, 1, table)
+    x: Stream, table: Table, labels: Labels, *, softcap: float = 0.0, z_loss: float = 0.0
+) -> tuple[Float[Array, ""], Stream, Table]:
+    """The summed loss, and the cotangents of the stream and of the whole table where the loss's own is 1.
+
+    The logits of a chunk are made once and used for all three. Who wants the loss alone pays for nothing else: what
+    is not used is not computed under `jax.jit`.
+    """
+
+    def one(carry: tuple[Array, Array], given: tuple[Array, Array]) -> tuple[tuple[Array, Array], Array]:
+        (loss, dtable), (here, of_here) = carry, given
+        logits = _logits(here, table)
+        peak, total, picked = logits_statistics(logits, of_here, first_row=0, softcap=softcap)
+        added = sum_loss(peak, total, picked, of_here, z_loss=z_loss)
+        slopes = sum_loss_backward(jnp.float32(1), peak, total, of_here, z_loss=z_loss)
+        dlogits = logits_backward(logits, of_here, peak, *slopes, first_row=0, softcap=softcap)
+        dx, dtable_here = _cotangents(here, table, dlogits)
+        return (loss + added, dtable + dtable_here), dx
+
+    start = (jnp.zeros((), jnp.float32), jnp.zeros(table.shape, jnp.float32))
+    (loss, dtable), dx = _over_chunks(one, start, x, labels)
+    return loss, dx, dtable.astype(table.dtype)
+
+
+def _as_used(step: Step, table: jax.Array) -> jax.Array:
+    """A table or its gradient as [D, V], or back as the step has it."""
+    return table if step.inputs[1].dims == ("D", "V") else table.T
+
+
+def _statistics(context: Context, step: Step, x: jax.Array, table: jax.Array, labels: jax.Array) -> Statistics:
+    return chunked_logits_statistics(x, _as_used(step, table), labels, **facts(step, 1, table))
+
+
+def _backward(context: Context, step: Step, *given: jax.Array) -> tuple[jax.Array, jax.Array]:
+    x, table, labels, _, *rows = given
+    dx, dtable = chunked_logits_backward(x, _as_used(step, table), labels, *rows, **facts(step, 1, table))
+    return dx, _as_used(step, dtable)
+
+
+def _fused(context: Context, step: Step, x: jax.Array, table: jax.Array, labels: jax.Array) -> tuple[jax.Array, ...]:
     softcap, z_loss = step.details.softcap, step.details.z_loss
-    loss, dx, dwide = head.fused_head(x, wide, labels, softcap=softcap, z_loss=z_loss)
-    return loss, dx, dwide if wide is table else dwide.T
-
-
-def scale(context: Context, step: Step, slope: jax.Array, cotangent: jax.Array) -> jax.Array:
-    """A slope times the cotangent of what it is the slope of."""
-    return (cotangent * slope).astype(slope.dtype)
+    loss, dx, dtable = fused_head(x, _as_used(step, table), labels, softcap=softcap, z_loss=z_loss)
+    return loss, dx, _as_used(step, dtable)
 
 
 STEPS = {
-    "chunked_logits_statistics": chunked_logits_statistics,
-    "chunked_logits_backward": chunked_logits_backward,
-    "fused_head": fused_head,
-    "scale": scale,
+    "chunked_logits_statistics": _statistics,
+    "chunked_logits_backward": _backward,
+    "fused_head": _fused,
+    "scale": of_arrays(lambda slope, cotangent: (cotangent * slope).astype(slope.dtype)),
 }

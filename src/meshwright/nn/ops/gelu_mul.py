@@ -1,5 +1,5 @@
 """A gated activation, gelu(gate) x up."""
 
-from meshwright.nn.ops.silu_mul import backward_of, gated, over_slots
+from meshwright.nn.ops.silu_mul import activation_steps, gated
 
-STEPS = {"gelu_mul": over_slots(gated), "gelu_mul_backward": over_slots(backward_of(gated))}
+STEPS = activation_steps("gelu_mul", gated)

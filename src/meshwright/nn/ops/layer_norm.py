@@ -1,20 +1,28 @@
-"""Layer norm of rows, forward and backward."""
+"""Layer norm of rows, forward and backward, in float32 whatever the dtype of the stream."""
 
-from typing import Any
+import jax.numpy as jnp
+from jaxtyping import Array, Float
 
-import jax
-
-from meshwright.algebra.steps import Step
-from meshwright.nn import norms
-from meshwright.nn.context import Context
+from meshwright.nn.ops.rms_norm import norm_backward, normed_rows, over_rows, sum_rows
 
 
-def layer_norm(context: Context, step: Step, x: jax.Array, scale: jax.Array, bias: jax.Array) -> jax.Array:
-    return norms.layer_norm(x, scale, bias, eps=context.model.norm_eps)
+def layer_norm(
+    x: Float[Array, "*rows D"], scale: Float[Array, " D"], bias: Float[Array, " D"], *, eps: float
+) -> Float[Array, "*rows D"]:
+    """``(x - mean(x)) / sqrt(var(x) + eps) * scale + bias`` over the last dim."""
+    normed, _ = normed_rows(x, eps, centred=True)
+    return (normed * over_rows(scale, x) + over_rows(bias, x)).astype(x.dtype)
 
 
-def layer_norm_backward(context: Context, step: Step, dout: jax.Array, x: jax.Array, scale: jax.Array) -> Any:
-    return norms.layer_norm_backward(dout, x, scale, eps=context.model.norm_eps)
+def layer_norm_backward(
+    dout: Float[Array, "*rows D"], x: Float[Array, "*rows D"], scale: Float[Array, " D"], *, eps: float
+) -> tuple[Float[Array, "*rows D"], Float[Array, " D"], Float[Array, " D"]]:
+    """Cotangents of x, scale and bias; with g = dout * scale, dx = (g - mean(g) - n mean(g n)) / std."""
+    dx, dscale = norm_backward(dout, x, over_rows(scale.astype(jnp.float32), x), eps, centred=True)
+    return dx, dscale.astype(scale.dtype), sum_rows(dout.astype(jnp.float32)).astype(scale.dtype)
 
 
-STEPS = {"layer_norm": layer_norm, "layer_norm_backward": layer_norm_backward}
+STEPS = {
+    "layer_norm": lambda context, step, *given: layer_norm(*given, eps=context.model.norm_eps),
+    "layer_norm_backward": lambda context, step, *given: layer_norm_backward(*given, eps=context.model.norm_eps),
+}

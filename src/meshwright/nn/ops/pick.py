@@ -4,15 +4,14 @@ import jax
 import jax.numpy as jnp
 
 from meshwright.algebra.steps import Step
-from meshwright.nn.collectives import first_index
+from meshwright.nn.collectives import first_index, own_entries
 from meshwright.nn.context import Context
 
 
 def pick(context: Context, step: Step, x: jax.Array, number: jax.Array) -> jax.Array:
     """The entry of each row that is asked for; zeros where another device has it."""
-    local = number - first_index(step.inputs[0].axes_of("T"), x.shape[1])
-    inside = (local >= 0) & (local < x.shape[1])
-    found = jnp.take_along_axis(x, jnp.where(inside, local, 0)[:, None, None], axis=1)[:, 0]
+    local, inside = own_entries(number, first_index(step.inputs[0].axes_of("T"), x.shape[1]), x.shape[1])
+    found = jnp.take_along_axis(x, local[:, None, None], axis=1)[:, 0]
     return jnp.where(inside[:, None], found, jnp.zeros((), x.dtype))
 
 

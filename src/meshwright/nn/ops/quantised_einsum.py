@@ -1,5 +1,6 @@
 """A product with an int8 weight, in float32, times the scale of each output channel."""
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -12,8 +13,9 @@ from meshwright.nn.quantisation import scaled_product
 
 
 def quantised_einsum(context: Context, step: Step, lhs: Any, values: jax.Array, scale: jax.Array) -> Any:
+    """The product of the values, times their scale."""
     wide = replace(step, op="einsum", inputs=step.inputs[:2], result=step.result.replace(dtype="fp32"))
-    return scaled_product(step, lhs, values, scale, lambda left, right: einsum(context, wide, left, right))
+    return scaled_product(step, lhs, values, scale, partial(einsum, context, wide))
 
 
 STEPS = {"quantised_einsum": quantised_einsum}

@@ -13,8 +13,7 @@ DTYPES = {"fp32": jnp.float32, "bf16": jnp.bfloat16, "int8": jnp.int8}
 
 def quantised_embed(context: Context, step: Step, tokens: jax.Array, values: jax.Array, scale: jax.Array) -> jax.Array:
     """Rows of an int8 table, each times its scale, in the dtype of the stream."""
-    array = step.inputs[1]
-    first_row = first_index(array.axes_of(array.dims[0]), values.shape[0])
+    first_row = first_index(step.inputs[1].axes[0], values.shape[0])
     dtype = jnp.dtype(DTYPES[context.dtype])
     # the rows of this device's part, then their scales: both are zeros for tokens outside of it
     found = embed(tokens, values.astype(dtype), first_row=first_row).astype(jnp.float32)

@@ -8,6 +8,7 @@ from jaxtyping import Array, Int
 
 from meshwright.algebra.ops.attention import AttentionArrays
 from meshwright.algebra.steps import Step
+from meshwright.nn.activations import capped
 from meshwright.nn.context import Context
 
 
@@ -37,9 +38,7 @@ def _mixed(context: Context, step: Step, arrays: AttentionArrays, *given: Any) -
     distances = keys[:, None, :] - queries[:, :, None]
     bucket = buckets(distances, count=table.shape[0], far=details.distance, causal=not details.sees_all)
     scores = jnp.einsum("btnh,bsnh->bnts", q, k, preferred_element_type=jnp.float32) * context.model.attention_scale
-    scores = scores + jnp.moveaxis(table.astype(jnp.float32)[bucket], -1, 1)
-    if details.softcap:
-        scores = details.softcap * jnp.tanh(scores / details.softcap)
+    scores = capped(scores + jnp.moveaxis(table.astype(jnp.float32)[bucket], -1, 1), details.softcap)
     seen = jnp.ones_like(distances, bool) if details.sees_all else distances <= 0
     if details.window is not None:
         seen &= distances > -details.window

@@ -4,7 +4,7 @@ Learned positions are a look-up like any other (`nn.ops.embed`).
 """
 
 import math
-from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -36,33 +36,31 @@ def rotation(model: Model, *, local: bool = False, seq_len: int = 0) -> Rotation
     ``seq_len`` is the length of the whole sequence: longrope and dynamic scaling change beyond the length that the
     model was trained on.
     """
-    width = model.qk_rope_head_dim if model.latent_attention else int(model.head_dim * model.rope_fraction)
+    latent = model.latent_attention
+    width = model.qk_rope_head_dim if latent else int(model.head_dim * model.rope_fraction)
     # Sliding layers with a theta of their own (gemma 3) are not stretched either.
     own_theta = model.rope_local_theta if local else None
     theta, scaling = (own_theta, None) if own_theta else (model.rope_theta, model.rope_scaling)
-    frequencies, factor = _stretched(model, width, theta, scaling, seq_len)
-    latent = model.latent_attention
-    return Rotation(frequencies.astype(np.float32), factor, interleaved=latent, last=latent)
-
-
-def _stretched(
-    model: Model, width: int, theta: float, scaling: RopeScaling | None, seq_len: int
-) -> tuple[np.ndarray, float]:
-    """Frequencies, and the factor of the cosines and sines."""
+    frequencies, factor = _frequencies(width, theta), 1.0
     kind = scaling.kind if scaling else "default"
     if scaling is None or kind == "default":
-        return _frequencies(width, theta), 1.0
-    if kind == "linear":
-        return _frequencies(width, theta) / np.float32(scaling.factor), 1.0
-    if kind == "llama3":
-        return _llama3(_frequencies(width, theta), scaling), 1.0
-    if kind == "dynamic":
-        return _frequencies(width, _dynamic_theta(model, width, theta, scaling, seq_len)), 1.0
-    if kind == "yarn":
-        return _yarn(width, theta, scaling, model.max_positions), _yarn_factor(scaling)
-    if kind == "longrope":
-        return _longrope(width, theta, scaling, model.max_positions, seq_len)
-    raise AssertionError(f"rope scaling {kind} is not known")
+        pass
+    elif kind == "linear":
+        frequencies = frequencies / np.float32(scaling.factor)
+    elif kind == "llama3":
+        frequencies = _llama3(frequencies, scaling)
+    elif kind == "dynamic":
+        # theta raised with the length of the sequence (NTK-aware scaling)
+        stretch = scaling.factor * max(seq_len, model.max_positions) / model.max_positions - (scaling.factor - 1)
+        frequencies = _frequencies(width, theta * stretch ** (width / (width - 2)))
+    elif kind == "yarn":
+        frequencies = _yarn(frequencies, theta, scaling, model.max_positions)
+        factor = _yarn_factor(scaling)
+    elif kind == "longrope":
+        frequencies, factor = _longrope(frequencies, scaling, model.max_positions, seq_len)
+    else:
+        raise AssertionError(f"rope scaling {kind} is not known")
+    return Rotation(frequencies.astype(np.float32), factor, interleaved=latent, last=latent)
 
 
 def _frequencies(width: int, theta: float) -> np.ndarray:
@@ -82,15 +80,9 @@ def _llama3(frequencies: np.ndarray, scaling: RopeScaling) -> np.ndarray:
     return frequencies * (blend + (1 - blend) / scaling.factor)
 
 
-def _dynamic_theta(model: Model, width: int, theta: float, scaling: RopeScaling, seq_len: int) -> float:
-    """Theta raised with the length of the sequence (NTK-aware scaling)."""
-    stretch = scaling.factor * max(seq_len, model.max_positions) / model.max_positions - (scaling.factor - 1)
-    return theta * stretch ** (width / (width - 2))
-
-
-def _yarn(width: int, theta: float, scaling: RopeScaling, max_positions: int) -> np.ndarray:
+def _yarn(frequencies: np.ndarray, theta: float, scaling: RopeScaling, max_positions: int) -> np.ndarray:
     """Slow rotations divided by ``factor``, fast ones kept, a ramp over the pairs between. Source: YaRN, 2309.00071."""
-    original = scaling.original_max_positions or max_positions
+    width, original = 2 * len(frequencies), scaling.original_max_positions or max_positions
 
     def pair_of(turns: float) -> float:
         """The pair that turns this often over the original length."""
@@ -102,7 +94,6 @@ def _yarn(width: int, theta: float, scaling: RopeScaling, max_positions: int) ->
     low, high = max(low, 0), min(high, width - 1)
     span = (high - low) or 0.001
     slow = np.clip((np.arange(width // 2, dtype=np.float32) - low) / span, 0, 1)
-    frequencies = _frequencies(width, theta)
     return frequencies / scaling.factor * slow + frequencies * (1 - slow)
 
 
@@ -115,7 +106,7 @@ def _yarn_factor(scaling: RopeScaling) -> float:
 
 
 def _longrope(
-    width: int, theta: float, scaling: RopeScaling, max_positions: int, seq_len: int
+    frequencies: np.ndarray, scaling: RopeScaling, max_positions: int, seq_len: int
 ) -> tuple[np.ndarray, float]:
     """Each pair stretched by a factor of its own, of one list or of another beyond the original length (Phi-3)."""
     original = scaling.original_max_positions or max_positions
@@ -124,25 +115,17 @@ def _longrope(
     if factor is None:
         stretch = scaling.factor
         factor = 1.0 if stretch <= 1 else math.sqrt(1 + math.log(stretch) / math.log(original))
-    return _frequencies(width, theta) / np.asarray(factors, np.float32), factor
+    return frequencies / np.asarray(factors, np.float32), factor
 
 
 # -- the rotation -----------------------------------------------------------------------------------
 
 
-def rope(x: Float[Array, "B T *heads H"], positions: Int[Array, "B T"], how: Rotation) -> Float[Array, "B T *heads H"]:
-    """Each pair of a head turned by position times frequency; the rest of the head as it is."""
-    return _turned(x, positions, how, direction=1.0)
-
-
-def rope_backward(
-    dout: Float[Array, "B T *heads H"], positions: Int[Array, "B T"], how: Rotation
+def rope(
+    x: Float[Array, "B T *heads H"], positions: Int[Array, "B T"], how: Rotation, *, direction: float = 1.0
 ) -> Float[Array, "B T *heads H"]:
-    """The cotangent turned back."""
-    return _turned(dout, positions, how, direction=-1.0)
-
-
-def _turned(x: Array, positions: Array, how: Rotation, *, direction: float) -> Array:
+    """Each pair of a head turned by position times frequency, the rest of the head as it is; a cotangent is turned in
+    ``direction`` -1."""
     half = len(how.frequencies)
     rest = x.shape[-1] - 2 * half
     start = rest if how.last else 0
@@ -158,26 +141,17 @@ def _turned(x: Array, positions: Array, how: Rotation, *, direction: float) -> A
 
 
 def _turned_pairs(x: Array, cos: Array, sin: Array, *, interleaved: bool) -> Array:
-    if interleaved:
-        first, second = x[..., 0::2], x[..., 1::2]
-        return jnp.stack([first * cos - second * sin, second * cos + first * sin], axis=-1).reshape(x.shape)
-    first, second = jnp.split(x, 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    first, second = (x[..., 0::2], x[..., 1::2]) if interleaved else jnp.split(x, 2, axis=-1)
+    pair = [first * cos - second * sin, second * cos + first * sin]
+    return jnp.stack(pair, axis=-1).reshape(x.shape) if interleaved else jnp.concatenate(pair, axis=-1)
 
 
-def _rotation(context: Context, step: Step) -> Callable[[jax.Array], Rotation]:
-    """The rotation for positions whose local part is given: some scalings depend on the length of the sequence."""
-    ways = math.prod(context.mesh[axis] for axis in step.inputs[1].axes_of(step.inputs[1].dims[1]))
-    local = step.block.endswith("_local")
-    return lambda here: rotation(context.model, local=local, seq_len=context.seq_len or here.shape[1] * ways)
+def _rope(context: Context, step: Step, x: jax.Array, here: jax.Array, *, direction: float = 1.0) -> jax.Array:
+    """Positions have their local part; some scalings depend on the length of the sequence."""
+    ways = math.prod(context.mesh[axis] for axis in step.inputs[1].axes[1])
+    seq_len = context.seq_len or here.shape[1] * ways
+    how = rotation(context.model, local=step.block.endswith("_local"), seq_len=seq_len)
+    return rope(x, here, how, direction=direction)
 
 
-def _rope(context: Context, step: Step, x: jax.Array, here: jax.Array) -> jax.Array:
-    return rope(x, here, _rotation(context, step)(here))
-
-
-def _rope_backward(context: Context, step: Step, dout: jax.Array, here: jax.Array) -> jax.Array:
-    return rope_backward(dout, here, _rotation(context, step)(here))
-
-
-STEPS = {"rope": _rope, "rope_backward": _rope_backward}
+STEPS = {"rope": _rope, "rope_backward": partial(_rope, direction=-1.0)}

@@ -1,78 +1,346 @@
 """One executor for every pipeline schedule: a scan over the ticks of its table, inside `shard_map`.
 
-In a tick each device runs the passes that its row names, then messages move. Sends stand outside every branch: all
-devices take part in each of them, and what no one waits for is not written down.
+In a tick each device runs F, B and W where its row names them, then sends. Sends are outside of every branch: all
+devices take part in each, and a message that no device needs is dropped. Code that writes to a large buffer in some
+ticks only is in a loop of zero or one iteration (`at_most_once`): XLA updates the buffers of loops in place, and on
+GPUs copies those of branches.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from meshwright.algebra.schedules.ticks import Columns, TickTables
-from meshwright.parallel.pipeline.buffers import add, part_of
-from meshwright.parallel.pipeline.functions import StageFunctions, Tree, Weights
-from meshwright.parallel.pipeline.ticks import State, TickExecutor
+from meshwright.algebra.schedules.ticks import (
+    BackwardColumns,
+    Channel,
+    Columns,
+    ForwardColumns,
+    TickTables,
+    WeightColumns,
+)
+from meshwright.core.labels import AT_MOST_ONCE
+from meshwright.parallel.gradients import barrier
+
+AXIS = "pipeline"
+Tree = Any
+"""A pytree of arrays."""
+
+Stream = jax.Array
+"""The activation that one virtual stage sends to the next, [B, T, D] on a device; or its cotangent."""
+
+
+def as_it_is(value: Any) -> Any:
+    return value
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageFunctions:
+    """The passes of a virtual stage as pure functions that run inside `shard_map`; static shapes, no permutes.
+
+    ``layers`` are the weights of one virtual stage, ``ends`` those outside the layers, ``inputs`` those of one
+    microbatch; gradients of the ends are dicts by name, of the weights that a function uses:
+
+        embed(ends, inputs) -> stream                    embed_backward(ends, inputs, dx) -> gradients
+        forward(layers, inputs, stream) -> stream, saved  backward(layers, inputs, saved, dy) -> dx, gradients
+        head_forward(ends, inputs, stream) -> sums, saved head_backward(ends, inputs, saved) -> dy, gradients
+
+    A B without W runs ``backward``; with one it runs ``input_backward`` -> dx, handed, and W runs
+    ``weight_backward(layers, inputs, handed)`` -> gradients. The sums are a pytree over the microbatch, the loss among
+    them. Where all devices of a group have the same stream, ``send`` takes a part of it and ``receive`` gathers it.
+    """
+
+    embed: Callable[..., Any]
+    embed_backward: Callable[..., Any]
+    forward: Callable[..., Any]
+    backward: Callable[..., Any]
+    input_backward: Callable[..., Any]
+    weight_backward: Callable[..., Any]
+    head_forward: Callable[..., Any]
+    head_backward: Callable[..., Any]
+    send: Callable[[Stream], Stream] = as_it_is
+    receive: Callable[[Stream], Stream] = as_it_is
+    send_back: Callable[[Stream], Stream] = as_it_is
+    receive_back: Callable[[Stream], Stream] = as_it_is
+
+
+class StageWeights(NamedTuple):
+    """Arrays of a device: ``layers`` with all its layers in front, ``ends`` by name; or their gradients."""
+
+    layers: Tree
+    ends: dict[str, jax.Array]
 
 
 def run_schedule(
-    tables: TickTables, stages: StageFunctions, weights: Weights, inputs: Tree, *, axis: str = "pipeline"
-) -> tuple[Tree, Weights]:
-    """Sums over this device's microbatches (the loss among them), and gradients of its weights, summed in float32.
+    tables: TickTables, stages: StageFunctions, weights: StageWeights, inputs: Tree
+) -> tuple[Tree, StageWeights]:
+    """Returns sums over this device's microbatches (the loss among them), and gradients of its weights in float32.
 
-    ``inputs`` have the microbatches in front, ``weights.layers`` the layers of this device, chunk by chunk (see
-    `layer_order`). Sums and the gradients of the ends are this device's part only, zero where it runs neither
-    embedding nor head: sum them over ``axis`` once per step.
+    Of `forward_tables` there are the sums alone: nothing is kept for a backward pass. ``inputs`` have the microbatches
+    in front, ``weights.layers`` the layers of this device, chunk by chunk (see `stages.layer_permutation`). Sums and
+    the gradients of the ends are this device's part only, zero where it runs neither embedding nor head: sum them over
+    the pipeline once per step.
     """
-    local = _with_mirror(tables, weights, axis)
-    run = TickExecutor(tables, stages, local, inputs, axis)
-    rows, unpack = _own_rows(tables, axis)
-
-    def tick(state: State, row: jax.Array) -> tuple[State, None]:
-        return run.tick(state, unpack(row)), None
-
-    state, _ = lax.scan(tick, run.start(), rows)
-    return state.sums, _without_mirror(tables, state.grads, axis)
-
-
-def run_forward(
-    tables: TickTables, stages: StageFunctions, weights: Weights, inputs: Tree, *, axis: str = "pipeline"
-) -> Tree:
-    """The sums alone, from `forward_tables`: nothing is kept for a backward pass."""
-    sums, _ = run_schedule(tables, stages, weights, inputs, axis=axis)
-    return sums
-
-
-def _own_rows(tables: TickTables, axis: str) -> tuple[jax.Array, Callable[[jax.Array], Columns]]:
-    """This device's rows, [ticks, columns], and how to name the columns of one row."""
+    run = TickExecutor(tables, stages, _with_mirror(tables, weights), inputs)
+    # This device's rows, [ticks, columns].
     leaves, structure = jax.tree.flatten(tables.columns)
     stacked = jnp.asarray(np.stack(leaves, axis=-1))
-    own = lax.dynamic_index_in_dim(stacked, lax.axis_index(axis), axis=1, keepdims=False)
-    return own, lambda row: jax.tree.unflatten(structure, [row[i] for i in range(len(leaves))])
+    rows = lax.dynamic_index_in_dim(stacked, lax.axis_index(AXIS), axis=1, keepdims=False)
+
+    def tick(state: TickState, row: jax.Array) -> tuple[TickState, None]:
+        return run.tick(state, jax.tree.unflatten(structure, [row[i] for i in range(len(leaves))])), None
+
+    state, _ = lax.scan(tick, run.start(), rows)
+    return state.sums, _without_mirror(tables, state.grads)
 
 
 # -- two copies of the weights -------------------------------------------------------------------------
 
 
-def _mirror(tables: TickTables, value: Tree, axis: str) -> Tree:
+def _mirror(tables: TickTables, value: Tree) -> Tree:
     last = tables.schedule.num_devices - 1
-    return lax.ppermute(value, axis, [(device, last - device) for device in range(last + 1)])
+    return lax.ppermute(value, AXIS, [(device, last - device) for device in range(last + 1)])
 
 
-def _with_mirror(tables: TickTables, weights: Weights, axis: str) -> Weights:
-    """Layers of the device at the other end behind its own, where microbatches enter at both ends."""
+def _with_mirror(tables: TickTables, weights: StageWeights) -> StageWeights:
+    """Appends the layers of the device at the other end, where microbatches enter at both ends."""
     if tables.schedule.weight_copies == 1:
         return weights
-    other = _mirror(tables, weights.layers, axis)
+    other = _mirror(tables, weights.layers)
     layers = jax.tree.map(lambda mine, theirs: jnp.concatenate([mine, theirs]), weights.layers, other)
     return weights._replace(layers=layers)
 
 
-def _without_mirror(tables: TickTables, grads: Weights, axis: str) -> Weights:
-    """Gradients of both copies summed where the weights are at home."""
+def _without_mirror(tables: TickTables, grads: StageWeights) -> StageWeights:
+    """Adds the gradients of both copies on the device that owns the weights."""
     if tables.schedule.weight_copies == 1:
         return grads
     own, other = (jax.tree.map(lambda a, n=number: part_of(a, n, 2), grads.layers) for number in (0, 1))
-    return grads._replace(layers=add(own, _mirror(tables, other, axis)))
+    return grads._replace(layers=add(own, _mirror(tables, other)))
+
+
+# -- one tick on one device -----------------------------------------------------------------------------
+
+
+class TickState(NamedTuple):
+    """The carry of the scan over ticks. Slots are the first dim of a buffer."""
+
+    x: Tree
+    dx: Tree
+    head: Tree
+    stash: Tree
+    handed: Tree
+    grads: StageWeights
+    sums: Tree
+
+
+class TickExecutor:
+    """Runs one tick on one device."""
+
+    def __init__(self, tables: TickTables, stages: StageFunctions, weights: StageWeights, inputs: Tree) -> None:
+        self.tables, self.stages, self.weights, self.inputs = tables, stages, weights, inputs
+        self.num_chunks = tables.schedule.num_chunks
+        one, piece = jax.eval_shape(read, self.inputs, 0), jax.eval_shape(self._piece, 0)
+        self.stream = jax.eval_shape(stages.embed, weights.ends, one)
+        y, self.saved = jax.eval_shape(stages.forward, piece, one, self.stream)
+        assert (y.shape, y.dtype) == (self.stream.shape, self.stream.dtype), f"a stage turns {self.stream} into {y}"
+        self.sums, head_saved = jax.eval_shape(stages.head_forward, weights.ends, one, y)
+        self.sent = jax.eval_shape(stages.send, y)
+        self.sent_back = jax.eval_shape(stages.send_back, y)
+        self.handed: Tree = None
+        self.grads = StageWeights({}, {})
+        if not tables.has_backward:
+            return
+        if tables.has_split:
+            _, self.handed = jax.eval_shape(stages.input_backward, piece, one, self.saved, self.stream)
+            layers = jax.eval_shape(stages.weight_backward, piece, one, self.handed)
+        else:
+            _, layers = jax.eval_shape(stages.backward, piece, one, self.saved, self.stream)
+        _, head = jax.eval_shape(stages.head_backward, weights.ends, one, head_saved)
+        self.grads = StageWeights(layers, head | jax.eval_shape(stages.embed_backward, weights.ends, one, self.stream))
+
+    def start(self) -> TickState:
+        """Returns empty buffers and zero sums."""
+        slots = self.tables.slots
+        layers = jax.tree.map(
+            lambda a: jnp.zeros((self.num_chunks * a.shape[0], *a.shape[1:]), jnp.float32), self.grads.layers
+        )
+        return TickState(
+            x=zeros(self.sent, max(slots.x, 1)),
+            dx=zeros(self.sent_back, max(slots.dx, 1)),
+            head=zeros(self.stream, slots.head),
+            stash=zeros(self.saved, slots.stash),
+            handed=zeros(self.handed, slots.handed),
+            grads=StageWeights(layers, zeros(self.grads.ends, dtype=jnp.float32)),
+            sums=zeros(self.sums),
+        )
+
+    def tick(self, state: TickState, row: Columns) -> TickState:
+        """Runs F, B and W, each where the row names a microbatch, and exchanges the streams of all devices."""
+        state, y = self._forward(state, row.forward)
+        arriving = self._exchange(y, self.tables.x_channels)
+        if self.tables.has_backward:
+            state, dx = self._backward(state, row.backward)
+            state = self._weight(state, row.weight)
+            returning = self._exchange(dx, self.tables.dx_channels)
+            for slot, value in zip(row.dx_arrivals, returning, strict=True):
+                state = state._replace(dx=write_if_named(state.dx, slot, value))
+        for slot, value in zip(row.x_arrivals, arriving, strict=True):
+            state = state._replace(x=write_if_named(state.x, slot, value))
+        return state
+
+    def _exchange(self, value: Stream, channels: Sequence[Channel]) -> list[Stream]:
+        return [lax.ppermute(value, AXIS, channel.pairs) if channel.offset else value for channel in channels]
+
+    def _piece(self, chunk: Any) -> Tree:
+        """Returns the weights of one virtual stage of this device."""
+        if self.num_chunks == 1:
+            return self.weights.layers
+        return jax.tree.map(lambda a: part_of(a, chunk, self.num_chunks), self.weights.layers)
+
+    def _forward(self, state: TickState, row: ForwardColumns) -> tuple[TickState, Stream]:
+        stages, ends, inputs = self.stages, self.weights.ends, read(self.inputs, row.microbatch)
+        x = lax.switch(
+            # idle, from another stage, or from the embedding
+            jnp.where(row.microbatch >= 0, 1 + (row.x_slot < 0), 0),
+            (
+                lambda: zeros(self.stream),
+                lambda: stages.receive(read(state.x, row.x_slot)),
+                lambda: stages.embed(ends, inputs),
+            ),
+        )
+
+        def run(_: Stream, stash: Tree, head: Tree) -> tuple[Stream, Tree, Tree]:
+            y, saved = stages.forward(self._piece(row.chunk), inputs, x)
+            if not self.tables.has_backward:
+                return y, stash, head
+            return y, write(stash, row.stash_slot, saved), write_if_named(head, row.head_slot, y)
+
+        y, stash, head = at_most_once(row.microbatch >= 0, run, zeros(self.stream), state.stash, state.head)
+        sums = state.sums
+        if not self.tables.has_backward:
+            # Where no backward pass follows, the loss head runs in F of the last virtual stage.
+            sums = lax.cond(
+                row.is_last > 0, lambda total: add(total, stages.head_forward(ends, inputs, y)[0]), as_it_is, sums
+            )
+        return state._replace(stash=stash, head=head, sums=sums), stages.send(y)
+
+    def _backward(self, state: TickState, row: BackwardColumns) -> tuple[TickState, Stream]:
+        stages, ends, inputs = self.stages, self.weights.ends, read(self.inputs, row.microbatch)
+        state, dy = self._cotangent(state, row, inputs)
+
+        def given() -> tuple[Tree, Tree, Tree, Stream]:
+            return self._piece(row.chunk), inputs, read(state.stash, row.stash_slot), dy
+
+        def whole(dx: Stream, grads: Tree) -> tuple[Stream, Tree]:
+            dx, part = stages.backward(*given())
+            return dx, self._added(grads, row.chunk, part)
+
+        def split(dx: Stream, handed: Tree) -> tuple[Stream, Tree]:
+            dx, part = stages.input_backward(*given())
+            return dx, write(handed, row.handed_slot, part)
+
+        dx, layers, handed = zeros(self.stream), state.grads.layers, state.handed
+        is_split = row.handed_slot >= 0
+        if self.tables.has_whole:
+            dx, layers = at_most_once((row.microbatch >= 0) & ~is_split, whole, dx, layers)
+        if self.tables.has_split:
+            dx, handed = at_most_once(is_split, split, dx, handed)
+        (of_ends,) = at_most_once(
+            row.is_first > 0,
+            lambda total: (add_named(total, barrier(stages.embed_backward(ends, inputs, dx))),),
+            state.grads.ends,
+        )
+        return state._replace(grads=StageWeights(layers, of_ends), handed=handed), stages.send_back(dx)
+
+    def _cotangent(self, state: TickState, row: BackwardColumns, inputs: Tree) -> tuple[TickState, Stream]:
+        """Returns the cotangent of a stage's result: received, or from the loss head, whose two passes run here."""
+        stages, ends = self.stages, self.weights.ends
+
+        def from_head(_: Stream, grads: dict[str, jax.Array], sums: Tree) -> tuple[Stream, dict[str, jax.Array], Tree]:
+            part, saved = stages.head_forward(ends, inputs, read(state.head, row.head_slot))
+            dy, of_head = stages.head_backward(ends, inputs, saved)
+            return dy, add_named(grads, barrier(of_head)), add(sums, part)
+
+        runs, arrived = row.microbatch >= 0, row.dx_slot >= 0
+        dy = lax.cond(
+            runs & arrived,
+            lambda: stages.receive_back(read(state.dx, row.dx_slot)),
+            lambda: zeros(self.stream),
+        )
+        dy, of_ends, sums = at_most_once(runs & ~arrived, from_head, dy, state.grads.ends, state.sums)
+        return state._replace(grads=state.grads._replace(ends=of_ends), sums=sums), dy
+
+    def _weight(self, state: TickState, row: WeightColumns) -> TickState:
+        if not self.tables.has_split:
+            return state
+
+        def run(grads: Tree) -> tuple[Tree]:
+            piece, inputs = self._piece(row.chunk), read(self.inputs, row.microbatch)
+            handed = read(state.handed, row.handed_slot)
+            return (self._added(grads, row.chunk, self.stages.weight_backward(piece, inputs, handed)),)
+
+        (layers,) = at_most_once(row.microbatch >= 0, run, state.grads.layers)
+        return state._replace(grads=state.grads._replace(layers=layers))
+
+    def _added(self, grads: Tree, chunk: jax.Array, part: Tree) -> Tree:
+        part = barrier(part)
+        if self.num_chunks == 1:
+            return add(grads, part)
+
+        def into(total: jax.Array, new: jax.Array) -> jax.Array:
+            summed = part_of(total, chunk, self.num_chunks) + new.astype(total.dtype)
+            return lax.dynamic_update_slice_in_dim(total, summed, chunk * new.shape[0], axis=0)
+
+        return jax.tree.map(into, grads, part)
+
+
+def at_most_once(runs: jax.Array, body: Callable[..., tuple[Any, ...]], *values: Any) -> tuple[Any, ...]:
+    """Returns ``body`` of the values where it ``runs``, else the values: a loop of one iteration or none."""
+    with jax.named_scope(AT_MOST_ONCE):
+        return lax.fori_loop(0, runs.astype(jnp.int32), lambda _, given: body(*given), values)
+
+
+# -- buffers: pytrees of arrays with numbered slots in front ---------------------------------------------
+
+
+def read(buffer: Tree, slot: jax.Array) -> Tree:
+    """Returns the value in a slot."""
+    return jax.tree.map(lambda b: lax.dynamic_index_in_dim(b, slot, keepdims=False), buffer)
+
+
+def write(buffer: Tree, slot: jax.Array, value: Tree) -> Tree:
+    """Returns the buffer with a value in a slot."""
+    return jax.tree.map(lambda b, v: lax.dynamic_update_index_in_dim(b, v, slot, 0), buffer, value)
+
+
+def write_if_named(buffer: Tree, slot: jax.Array, value: Tree) -> Tree:
+    """Writes a value unless the slot is negative; then slot 0 is rewritten with its own value."""
+    place = jnp.maximum(slot, 0)
+    kept = read(buffer, place)
+    return write(buffer, place, jax.tree.map(lambda new, old: jnp.where(slot >= 0, new, old), value, kept))
+
+
+def zeros(like: Tree, *slots: int, dtype: Any = None) -> Tree:
+    """Returns zeros of the shapes of a tree: the result of an idle pass, or empty slots."""
+    return jax.tree.map(lambda a: jnp.zeros((*slots, *a.shape), dtype or a.dtype), like)
+
+
+def add(total: Tree, part: Tree) -> Tree:
+    """Adds two trees in the dtypes of the total."""
+    return jax.tree.map(lambda t, p: t + p.astype(t.dtype), total, part)
+
+
+def add_named(total: dict[str, jax.Array], part: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """Adds the arrays that the part has by name."""
+    return total | add({name: total[name] for name in part}, part)
+
+
+def part_of(array: jax.Array, number: Any, count: int) -> jax.Array:
+    """Returns one of ``count`` equal parts along the first dim."""
+    size = array.shape[0] // count
+    return lax.dynamic_slice_in_dim(array, number * size, size)

@@ -1,6 +1,6 @@
 """A derived model as stages of a pipeline: loss and gradients of one device's part of a batch, under any schedule."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -14,30 +14,27 @@ from meshwright.algebra.einsum import reshard
 from meshwright.algebra.schedules.registry import build
 from meshwright.algebra.schedules.table import Schedule
 from meshwright.algebra.schedules.ticks import TickTables, forward_tables, tick_tables
-from meshwright.algebra.steps import Phase, Step
+from meshwright.algebra.steps import Phase
 from meshwright.core.errors import CannotRunError
 from meshwright.nn.context import Context
 from meshwright.nn.weights import Params
-from meshwright.parallel.blocks import Inputs, through
-from meshwright.parallel.layer_order import layer_pattern, layer_permutation
+from meshwright.parallel.blocks import Cotangents, Inputs, apply_collectives
 from meshwright.parallel.passes import Passes
-from meshwright.parallel.pipeline.executor import run_forward, run_schedule
-from meshwright.parallel.pipeline.functions import StageFunctions, Stream, Weights
-from meshwright.parallel.pipeline.split import SplitPasses
+from meshwright.parallel.pipeline.executor import StageFunctions, StageWeights, Stream, Tree, run_schedule
 from meshwright.spec.strategy import Strategy
 
 
 def strategy_schedule(strategy: Strategy) -> Schedule:
-    """The schedule that a strategy names: one of the product's own, or the path of a file that a person wrote."""
+    """Returns the schedule that a strategy names: a built-in one, or one read from a file."""
     stages = strategy.mesh.get("pipeline", 1)
     return build(strategy.schedule, stages=stages, microbatches=strategy.num_microbatches, chunks=strategy.chunks)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pipeline:
-    """One model on one pipeline. ``stacked`` are the weights of layers; the others lie whole on every stage.
+    """One model on one pipeline. ``stacked`` are the weights of layers; the others are replicated over stages.
 
-    Raises CannotRunError for layers that do not make equal stages, and for what does not run in stages.
+    Raises CannotRunError for layers that do not make equal stages, and for options that do not run in stages.
     """
 
     context: Context
@@ -51,30 +48,20 @@ class Pipeline:
             raise CannotRunError("prefetch does not run in a pipeline. Leave it out, or use pipeline=1.")
         # Devices of other stages run other passes at the same time.
         object.__setattr__(self, "context", replace(self.context, divergent=True))
-        layer_pattern(self.schedule, self._layers)
+        _ = self.pattern  # refuses layers that do not make equal stages
 
-    @property
-    def _layers(self) -> tuple[str, ...]:
-        """The block of every layer of the one stack that stages share out."""
+    @cached_property
+    def pattern(self) -> tuple[str, ...]:
+        """The blocks of one virtual stage; stages divide the layers of the one stack."""
         (stack,) = self.context.derived.program.stacks
-        return stack.layers
-
-    @cached_property
-    def tables(self) -> TickTables:
-        """What runs in a training step."""
-        return tick_tables(self.schedule)
-
-    @cached_property
-    def forward_tables(self) -> TickTables:
-        """What runs for the loss alone."""
-        return forward_tables(self.schedule)
+        return layer_pattern(self.schedule, stack.layers)
 
     def stored(self, params: Params) -> Params:
-        """Global arrays of weights, the layers in the order in which the stages hold them."""
+        """Reorders global arrays of weights from the order of the model to that of the stages."""
         return self._reordered(params, lambda count: layer_permutation(self.schedule, count))
 
     def in_order(self, params: Params) -> Params:
-        """The same the other way: of weights as the stages hold them, or of their gradients."""
+        """Reorders weights or gradients from the order of the stages to that of the model."""
         return self._reordered(params, lambda count: np.argsort(layer_permutation(self.schedule, count)))
 
     def _reordered(self, params: Params, order: Callable[[int], np.ndarray]) -> Params:
@@ -83,91 +70,125 @@ class Pipeline:
         return params | _taken({name: params[name] for name in moved}, moved)
 
     def gradients(self, params: Params, inputs: Inputs, dloss: jax.Array) -> tuple[jax.Array, Params]:
-        """Summed loss of this device's rows, and gradients of ``dloss`` times it, summed over its microbatches.
+        """Returns the summed loss of this device's rows, and gradients of ``dloss`` times it, summed over microbatches.
 
-        Both are this device's part: what is summed once per step, over the pipeline too, is left to do. The counts of
-        its own layers' routers go with the gradients.
+        The collectives of a step, over the pipeline too, have yet to run. Gradients include the counts of routers.
         """
-        stages, parts = self.stages(dloss), self._microbatches(inputs)
-        loss, grads = run_schedule(self.tables, stages, self._weights(params), parts)
+        loss, grads = self._run(tick_tables(self.schedule), params, inputs, dloss)
         return loss, grads.layers | grads.ends
 
     def loss(self, params: Params, inputs: Inputs) -> jax.Array:
-        """The summed loss alone, on the stage that has the loss head."""
-        stages = self.stages(jnp.ones(()))
-        return run_forward(self.forward_tables, stages, self._weights(params), self._microbatches(inputs))
+        """Returns the summed loss alone, on the stage that has the loss head."""
+        return self._run(forward_tables(self.schedule), params, inputs, jnp.ones(()))[0]
 
-    def _weights(self, params: Params) -> Weights:
-        return Weights(
-            {name: array for name, array in params.items() if name in self.stacked},
-            {name: array for name, array in params.items() if name not in self.stacked},
-        )
-
-    def _microbatches(self, inputs: Inputs) -> Inputs:
+    def _run(self, tables: TickTables, params: Params, inputs: Inputs, dloss: jax.Array) -> tuple[Any, StageWeights]:
+        layers = {name: array for name, array in params.items() if name in self.stacked}
+        ends = {name: array for name, array in params.items() if name not in self.stacked}
         count = self.schedule.num_microbatches
-        return {n: a.reshape(count, a.shape[0] // count, *a.shape[1:]) for n, a in inputs.items()}
+        parts = {n: a.reshape(count, a.shape[0] // count, *a.shape[1:]) for n, a in inputs.items()}
+        return run_schedule(tables, self.stages(dloss), StageWeights(layers, ends), parts)
 
     def stages(self, dloss: jax.Array) -> StageFunctions:
-        """The derived steps of one stage; ``dloss`` is the cotangent of the summed loss."""
-        names = layer_pattern(self.schedule, self._layers)
-        passes, split = Passes(self.context, names), SplitPasses(self.context, names)
-        derived = self.context.derived
+        """Returns the passes of one stage; ``dloss`` is the cotangent of the summed loss."""
+        passes = Passes(self.context, self.pattern)
+        (send, receive), (send_back, receive_back) = (
+            _boundary(self.context.derived, phase) for phase in ("forward", "backward")
+        )
 
         def embed_backward(ends: Params, inputs: Inputs, dx: Stream) -> Params:
-            held = passes.embed.forward(ends, inputs, None)[1] if passes.embed.steps.kept else ()
-            return passes.embed.backward(ends, inputs, held, dx)[1]
+            saved = passes.embed.forward(ends, inputs, None)[1] if passes.embed.steps.kept else ()
+            return passes.embed.backward(ends, inputs, saved, Cotangents(dx, {}))[1]
 
-        def head_backward(ends: Params, inputs: Inputs, held: tuple[jax.Array, ...]) -> tuple[Stream, Params]:
-            cotangent, grads = passes.head.backward(ends, inputs, held, dloss)
-            assert cotangent is not None
-            return cotangent, grads
+        def head_backward(ends: Params, inputs: Inputs, saved: tuple[jax.Array, ...]) -> tuple[Stream, Params]:
+            cotangents, grads = passes.head.backward(ends, inputs, saved, Cotangents(dloss, {}))
+            return cotangents.stream, grads
+
+        def of_stream(back: Callable[..., tuple[Cotangents, Tree]]) -> Callable[..., tuple[Stream, Tree]]:
+            def run(layers: Params, inputs: Inputs, saved: Tree, dy: Stream) -> tuple[Stream, Tree]:
+                cotangents, left = back(layers, inputs, saved, Cotangents(dy, {}))
+                return cotangents.stream, left
+
+            return run
 
         return StageFunctions(
             embed=lambda ends, inputs: passes.embed.forward(ends, inputs, None)[0],
             embed_backward=embed_backward,
             forward=passes.layers_forward,
-            backward=passes.layers_backward,
-            input_backward=split.layers_input_backward,
-            weight_backward=split.layers_weight_backward,
+            backward=of_stream(passes.layers_backward),
+            input_backward=of_stream(passes.input_backward),
+            weight_backward=passes.weight_backward,
             head_forward=passes.head.forward,
             head_backward=head_backward,
-            send=_before(derived, "forward"),
-            receive=_after(derived, "forward"),
-            send_back=_before(derived, "backward"),
-            receive_back=_after(derived, "backward"),
+            send=send,
+            receive=receive,
+            send_back=send_back,
+            receive_back=receive_back,
         )
 
 
 def _taken(arrays: Params, orders: dict[str, np.ndarray]) -> Params:
-    """Arrays with their first dim in another order; those that lie on devices stay split as they were."""
+    """Reorders the first dim of arrays; those on devices keep their shardings."""
 
     def take(arrays: Params) -> Params:
         return {name: array[orders[name]] for name, array in arrays.items()}
 
-    lie = {name: array.sharding for name, array in arrays.items() if _is_placed(array)}
+    # Neither being traced nor NumPy's.
+    lie = {n: a.sharding for n, a in arrays.items() if isinstance(a, jax.Array) and not isinstance(a, jax.core.Tracer)}
     if not arrays or len(lie) < len(arrays):
         return take(arrays)
     return jax.jit(take, out_shardings=lie)(arrays)
 
 
-def _is_placed(array: Any) -> bool:
-    """Whether an array is on devices already: neither being traced nor NumPy's."""
-    return isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer)
+def _boundary(derived: Derived, phase: Phase) -> tuple[Callable[[Stream], Stream], Callable[[Stream], Stream]]:
+    """Returns two functions: from a stage's stream to the message that it sends, a part of the stream where other
+    devices of its group have the same; and from the message to the next stage's stream."""
+    sent, *steps = (step for step in derived.boundary if step.phase == phase)
+    before = reshard(steps[-1].result if steps else sent.result, sent.result)
+    return lambda stream: apply_collectives(before, stream), lambda part: apply_collectives(steps, part)
 
 
-def _after(derived: Derived, phase: Phase) -> Callable[[Stream], Stream]:
-    """What the next stage does with what it is sent."""
-    _, *steps = _boundary(derived, phase)
-    return lambda part: through(steps, part)
+# -- which layers a device holds -------------------------------------------------------------------------
 
 
-def _before(derived: Derived, phase: Phase) -> Callable[[Stream], Stream]:
-    """What a stage sends of a stream that lies as its own: a part of it where others of its group have the same."""
-    sent, *steps = _boundary(derived, phase)
-    whole = steps[-1].result if steps else sent.result
-    return lambda stream: through(reshard(whole, sent.result), stream)
+def layer_permutation(schedule: Schedule, num_layers: int) -> np.ndarray:
+    """Returns the layer at each index of the stored order, which gives equal parts to the devices, chunk by chunk.
+
+    The order is 0, 1, 2, ... where a device has one chunk. Where microbatches enter at both ends it is that of the
+    first direction: the second copy of the weights is not stored. ``num_layers`` counts the layers of one kind.
+    """
+    size = layers_per_stage(schedule, num_layers)
+    places = sorted((place.device, place.chunk, stage) for stage, place in enumerate(schedule.routes[0]))
+    return np.concatenate([np.arange(stage * size, (stage + 1) * size) for _, _, stage in places])
 
 
-def _boundary(derived: Derived, phase: Phase) -> list[Step]:
-    """The permute of one way, and the steps after it."""
-    return [step for step in derived.boundary if step.phase == phase]
+def layers_per_stage(schedule: Schedule, num_layers: int) -> int:
+    """Returns the number of layers of every virtual stage. Raises CannotRunError where it is not the same."""
+    size, left = divmod(num_layers, schedule.num_virtual_stages)
+    if left or not size:
+        stages, chunks = schedule.num_devices, schedule.num_virtual_stages // schedule.num_devices
+        wanted = [n for n in range(1, num_layers + 1) if num_layers % (n * chunks) == 0]
+        instead = f"pipeline in {{{', '.join(map(str, wanted))}}}" if wanted else "fewer chunks"
+        raise CannotRunError(
+            f"pipeline={stages} with chunks={chunks} does not divide {num_layers} layers into equal stages, "
+            f"which is what runs. Use {instead}."
+        )
+    return size
+
+
+def layer_pattern(schedule: Schedule, names: Sequence[str]) -> tuple[str, ...]:
+    """Returns the blocks of one virtual stage, the same in each, from the block of every layer.
+
+    Raises CannotRunError where stages differ: every device runs one program.
+    """
+    size = layers_per_stage(schedule, len(names))
+    pattern = tuple(names[:size])
+    for first in range(size, len(names), size):
+        here = tuple(names[first : first + size])
+        if here != pattern:
+            layer = next(first + i for i in range(size) if here[i] != pattern[i])
+            raise CannotRunError(
+                f"pipeline={schedule.num_devices} gives stages of {size} layers that differ: layer {layer} is "
+                f"{names[layer]!r} where layer {layer % size} is {pattern[layer % size]!r}, and all stages run one "
+                f"program. Use stages whose number of layers the pattern of layers divides."
+            )
+    return pattern

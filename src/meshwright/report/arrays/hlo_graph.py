@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
-from meshwright.hlo.graph import Graph
+from meshwright.hlo.graph import ComputationGraph
 from meshwright.report.figure import INK, MUTED, Spec, headline, themed
 
 COLORS = {
@@ -23,14 +23,14 @@ MAX_CHARACTERS = 34
 SWEEPS = 12
 
 
-def graph_figure(graphs: Sequence[Graph], *, title: str) -> Spec:
+def graph_figure(graphs: Sequence[ComputationGraph], *, title: str) -> Spec:
     """A panel per computation, side by side, under one legend."""
     panels = [_panel(graph, legend=number == 0) for number, graph in enumerate(graphs)]
     told = "arrows lead to what needs a result; those that follow from others are left out"
     return themed({"title": headline(title, told), "hconcat": panels, "spacing": 60})
 
 
-def _panel(graph: Graph, *, legend: bool) -> Spec:
+def _panel(graph: ComputationGraph, *, legend: bool) -> Spec:
     rows = _rows(graph)
     lanes, ways = _with_bends(graph, rows)
     _order(lanes, ways)
@@ -79,7 +79,7 @@ def _centres(lanes: Sequence[Sequence[str]], boxes: set[str], width: int) -> dic
     return found
 
 
-def _rows(graph: Graph) -> dict[str, int]:
+def _rows(graph: ComputationGraph) -> dict[str, int]:
     """The row of each node: below all that feed it, and one that nothing feeds just above what it feeds."""
     before: dict[str, list[str]] = {node.key: [] for node in graph.nodes}
     after: dict[str, list[str]] = {node.key: [] for node in graph.nodes}
@@ -96,7 +96,7 @@ def _rows(graph: Graph) -> dict[str, int]:
     return {key: row - lowest for key, row in rows.items()}
 
 
-def _with_bends(graph: Graph, rows: Mapping[str, int]) -> tuple[list[list[str]], list[list[str]]]:
+def _with_bends(graph: ComputationGraph, rows: Mapping[str, int]) -> tuple[list[list[str]], list[list[str]]]:
     """(boxes and bends of each row, the way of each line): a line has a bend in every row that it crosses."""
     lanes: list[list[str]] = [[] for _ in range(max(rows.values()) + 1)]
     for key, row in rows.items():
@@ -159,7 +159,9 @@ def _lines(ways: Sequence[Sequence[str]], centre: Mapping[str, tuple[float, floa
     }
 
 
-def _heads(graph: Graph, ways: Sequence[Sequence[str]], centre: Mapping[str, tuple[float, float]], scale: Spec) -> Spec:
+def _heads(
+    graph: ComputationGraph, ways: Sequence[Sequence[str]], centre: Mapping[str, tuple[float, float]], scale: Spec
+) -> Spec:
     fed = {way[-1] for way in ways}
     rows = [
         {"x": centre[node.key][0], "y": centre[node.key][1] - BOX_PX[1] / 2 - 4}
@@ -170,7 +172,7 @@ def _heads(graph: Graph, ways: Sequence[Sequence[str]], centre: Mapping[str, tup
     return {"data": {"values": rows}, "mark": mark, "encoding": scale}
 
 
-def _boxes(graph: Graph, centre: Mapping[str, tuple[float, float]], scale: Spec, legend: bool) -> list[Spec]:
+def _boxes(graph: ComputationGraph, centre: Mapping[str, tuple[float, float]], scale: Spec, legend: bool) -> list[Spec]:
     rows = [
         {
             "x": centre[node.key][0] - BOX_PX[0] / 2,

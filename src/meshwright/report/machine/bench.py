@@ -4,10 +4,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from meshwright.bench.figures.batch import BatchPart, layer_flops, weight_blocks
-from meshwright.bench.figures.elementwise import ELEMENT_BYTES, FLOPS_EACH
-from meshwright.bench.figures.matmul import Product
-from meshwright.bench.run import BenchReport
+from meshwright.bench.results import ELEMENT_BYTES, BatchPart, BenchReport, Product
+from meshwright.bench.workloads import FLOPS_EACH, layer_flops, weight_shards
 from meshwright.core.dims import DTYPE_BYTES
 from meshwright.core.units import format_count, format_flops
 from meshwright.report.curves import Curve, Mark, curves_figure
@@ -109,7 +107,7 @@ def _layer_points(part: BatchPart | None) -> list[RooflinePoint]:
 
 def _layer_bytes(part: BatchPart, tokens: int) -> float:
     """Operands and results of every product of a layer."""
-    shapes = [block.shape for block in weight_blocks(part.sizes, part.dtype)]
+    shapes = [shard.shape for shard in weight_shards(part.sizes, part.dtype)]
     elements = sum(rows * columns + tokens * (rows + columns) for rows, columns in shapes)
     return elements * DTYPE_BYTES[part.dtype]
 

@@ -3,8 +3,8 @@
 import math
 from collections.abc import Sequence
 
-from meshwright.bench.figures.collectives import Collective, CollectivesPart
-from meshwright.bench.machine import COLLECTIVES
+from meshwright.bench.results import Collective, CollectivesPart
+from meshwright.core.dims import COLLECTIVES
 from meshwright.report.figure import PALETTE, Spec, headline, themed
 
 PANEL_PX = 250

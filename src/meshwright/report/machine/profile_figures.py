@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from meshwright.core.errors import InputError
 from meshwright.core.units import format_bytes
-from meshwright.profile.compare import Row
+from meshwright.profile.compare import TimeRow
 from meshwright.profile.memory import MemoryProfile, Sample
 from meshwright.profile.summary import Profile
 from meshwright.report.bars import step_breakdown_figure
@@ -29,7 +29,7 @@ def where_figure(profile: Profile) -> Spec:
     return step_breakdown_figure(bars, title="Where the time of a step goes", subtitle=subtitle)
 
 
-def parts_figure(rows: Sequence[Row], *, title: str, subtitle: str = "") -> Spec:
+def parts_figure(rows: Sequence[TimeRow], *, title: str, subtitle: str = "") -> Spec:
     """Two bars for each row, predicted above measured, the longest first."""
     chosen = sorted(rows, key=lambda row: -max(row.predicted_s or 0.0, row.measured_s or 0.0))[:MAX_ROWS]
     if not chosen:

@@ -5,8 +5,8 @@ from pathlib import Path
 
 from meshwright.core.files import write_text_whole
 from meshwright.core.units import format_bytes, format_flops, format_seconds
-from meshwright.profile.compare import Row
-from meshwright.profile.summary import Analysed, Profile
+from meshwright.profile.compare import TimeRow
+from meshwright.profile.summary import Profile
 from meshwright.report.figure import save
 from meshwright.report.machine.profile_figures import memory_timeline_figure, parts_figure, where_figure
 from meshwright.report.machine.profile_trace import save_trace
@@ -19,9 +19,8 @@ MAX_OPS = 30
 MAX_PRODUCTS = 12
 
 
-def write_report(found: Analysed, folder: Path) -> list[Path]:
+def write_report(profile: Profile, folder: Path) -> list[Path]:
     """The files that were written, the page first."""
-    profile = found.profile
     folder.mkdir(parents=True, exist_ok=True)
     how = f"{profile.plan.model.name} on {profile.plan.cluster.short_name}; {profile.plan.calibration.describe()}"
     written = [save(where_figure(profile), folder / WHERE)]
@@ -30,7 +29,7 @@ def write_report(found: Analysed, folder: Path) -> list[Path]:
     )
     if profile.memory.samples:
         written.append(save(memory_timeline_figure(profile.memory), folder / MEMORY))
-    written.append(save_trace(found, folder / TIMELINE))
+    written.append(save_trace(profile, folder / TIMELINE))
     write_text_whole(folder / REPORT, report_text(profile))
     return [folder / REPORT, *written]
 
@@ -116,12 +115,12 @@ def _seconds(value: float | None) -> str | None:
     return None if value is None else format_seconds(value)
 
 
-def difference(row: Row) -> str:
+def difference(row: TimeRow) -> str:
     """``+12.3 ms``."""
     return f"{'-' if row.difference_s < 0 else '+'}{format_seconds(abs(row.difference_s))}"
 
 
-def _rows(rows: Sequence[Row], what: str) -> str:
+def _rows(rows: Sequence[TimeRow], what: str) -> str:
     cells = [[row.name, _seconds(row.predicted_s), _seconds(row.measured_s), difference(row)] for row in rows]
     return as_markdown([what, "predicted", "measured", "difference"], cells)
 
@@ -184,10 +183,10 @@ def _ops(profile: Profile) -> str:
             f"{op.wall_s / whole:.1%}",
             format_flops(op.flops / op.own_s) if op.flops and op.own_s else None,
         ]
-        for op in profile.comparison.ops[:MAX_OPS]
+        for op in profile.times.ops[:MAX_OPS]
     ]
     text = as_markdown(["instruction", "kind", "derived step", "times", "by itself", "share", "FLOP/s"], rows)
-    return text + f"\nThe longest {len(rows)} of {len(profile.comparison.ops)} instructions of a mean device.\n"
+    return text + f"\nThe longest {len(rows)} of {len(profile.times.ops)} instructions of a mean device.\n"
 
 
 _UNITS = {

@@ -12,9 +12,9 @@ from typing import Any
 
 from meshwright.core.files import write_whole
 from meshwright.cost.train_step import PricedStrategy
-from meshwright.profile.classes import Facts
-from meshwright.profile.events import OpEvent, Trace, Window
-from meshwright.profile.summary import Analysed
+from meshwright.profile.events import DeviceTrace, OpEvent, Window
+from meshwright.profile.hlo import TracedProgram
+from meshwright.profile.summary import Profile
 from meshwright.report.machine.profile_timeline import predicted_timeline
 
 PREDICTED_PID = 1
@@ -25,18 +25,18 @@ _US = 1e6
 TraceEvent = dict[str, Any]
 
 
-def trace_events(found: Analysed) -> list[TraceEvent]:
+def trace_events(found: Profile) -> list[TraceEvent]:
     """Both timelines: one mean predicted step, and the measured steps, from the same zero."""
-    count = found.profile.plan.strategy.num_microbatches
-    return [*predicted_events(found.priced, num_microbatches=count), *measured_events(found.trace, found.facts)]
+    count = found.plan.strategy.num_microbatches
+    return [*predicted_events(found.priced, num_microbatches=count), *measured_events(found.trace, found.program)]
 
 
-def save_trace(found: Analysed, path: Path) -> Path:
+def save_trace(found: Profile, path: Path) -> Path:
     """The path, after the trace was written to it, gzipped."""
     document = {
         "traceEvents": trace_events(found),
         "displayTimeUnit": "ms",
-        "otherData": {"model": found.profile.plan.model.name, "cluster": found.profile.plan.cluster.short_name},
+        "otherData": {"model": found.plan.model.name, "cluster": found.plan.cluster.short_name},
     }
     content = gzip.compress(json.dumps(document, separators=(",", ":")).encode())
     write_whole(path, lambda part: part.write_bytes(content))
@@ -60,7 +60,7 @@ def predicted_events(priced: PricedStrategy, *, num_microbatches: int) -> list[T
 # -- measured -----------------------------------------------------------------------------------------------
 
 
-def measured_events(trace: Trace, facts: Facts) -> list[TraceEvent]:
+def measured_events(trace: DeviceTrace, program: TracedProgram) -> list[TraceEvent]:
     """Every device as a process with one thread per stream or host thread, the steps as slices of their own thread."""
     zero = trace.windows[0].start_s
     end = trace.windows[-1].end_s
@@ -72,12 +72,12 @@ def measured_events(trace: Trace, facts: Facts) -> list[TraceEvent]:
         own = sorted(
             (event for event in inside if event.device == device), key=lambda event: (event.start_s, -event.end_s)
         )
-        found += _device(device, own, trace.windows, facts, zero)
+        found += _device(device, own, trace.windows, program, zero)
     return found
 
 
 def _device(
-    device: int, events: Sequence[OpEvent], windows: Sequence[Window], facts: Facts, zero: float
+    device: int, events: Sequence[OpEvent], windows: Sequence[Window], program: TracedProgram, zero: float
 ) -> Iterator[TraceEvent]:
     pid = 10 + device
     lanes = _nested(events)
@@ -86,12 +86,12 @@ def _device(
         yield _slice(pid, 1, f"step {number}", "step", window.start_s - zero, window.seconds)
     for tid, (_, own) in enumerate(lanes, start=2):
         for event in own:
-            fact = facts.of(event.op)
+            fact = program.fact(event.op)
             args = {"op": event.op, "bound": fact.bound}
             if event.waits:
                 args["waited_us"] = f"{event.waited_s * _US:.1f}"
             name = str(fact.label) if fact.label else event.op
-            kind = str(fact.kind) if facts.is_work(event.op) else "control"
+            kind = str(fact.kind) if program.is_work(event.op) else "control"
             yield {**_slice(pid, tid, name, kind, event.start_s - zero, event.seconds), "args": args}
 
 

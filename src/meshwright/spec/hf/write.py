@@ -1,31 +1,13 @@
-"""`Model` to a Hugging Face ``config.json``, for every family: the way back of `spec.hf.read`."""
+"""`Model` to a Hugging Face ``config.json``, for every family: the inverse of `spec.hf.read`, from the same rows."""
 
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 from msgspec.structs import replace
 
-from meshwright.spec.hf.defaults import ROPE_FIELDS
+from meshwright.spec.hf.families import ROPE_KEYS, formats
 from meshwright.spec.model import Model, RopeScaling
-
-_ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "gemma": "GemmaForCausalLM",
-    "gemma2": "Gemma2ForCausalLM",
-    "gemma3": "Gemma3ForCausalLM",
-    "gpt2": "GPT2LMHeadModel",
-    "phi3": "Phi3ForCausalLM",
-    "mixtral": "MixtralForCausalLM",
-    "qwen2_moe": "Qwen2MoeForCausalLM",
-    "qwen3_moe": "Qwen3MoeForCausalLM",
-    "deepseek_v2": "DeepseekV2ForCausalLM",
-    "deepseek_v3": "DeepseekV3ForCausalLM",
-    "gpt_oss": "GptOssForCausalLM",
-}
-
 
 TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
 """Numbers of special tokens: facts of a tokenizer, which a model does not have."""
@@ -36,9 +18,22 @@ def config_from_model(model: Model) -> dict[str, Any]:
 
     A decoder that was nested in a model of several kinds of input is written as the text model it is (`text_model`).
     """
-    if model.family == "gpt2":
-        return _head(model) | _gpt2(model)
-    return _head(model) | _common(model) | _rope(model) | _FAMILY_KEYS.get(model.family, _nothing)(model)
+    form = formats()[model.family]
+    camel = model.family.title().replace("_", "")
+    config: dict[str, Any] = {
+        "architectures": ["GPT2LMHeadModel" if model.family == "gpt2" else f"{camel}ForCausalLM"],
+        "model_type": "gemma3_text" if model.family == "gemma3" else model.family,
+        # Left out, these would be the numbers of the published tokenizer.
+        **dict.fromkeys(TOKEN_KEYS),
+    }
+    spelled = {key: alias for alias, key in form.aliases.items()}
+    for field, key in form.keys.items():
+        if field not in form.fixed and field not in form.unwritten:
+            value = getattr(model, field)
+            config.setdefault(spelled.get(key, key), (value or None) if key in form.nullable else value)
+    if model.family != "gpt2":
+        config |= _rope(model)
+    return config | {key: _COMPUTED[key](model) for key in form.computed}
 
 
 def text_model(model: Model) -> Model:
@@ -46,206 +41,55 @@ def text_model(model: Model) -> Model:
     return replace(model, weights_prefix="model.") if model.family == "gemma3" else model
 
 
-def _head(model: Model) -> dict[str, Any]:
-    return {
-        "architectures": [_ARCHITECTURES[model.family]],
-        "model_type": "gemma3_text" if model.family == "gemma3" else model.family,
-        "vocab_size": model.vocab_size,
-        "tie_word_embeddings": model.tied_embeddings,
-        # Left out, these would be the numbers of the published tokenizer.
-        **dict.fromkeys(TOKEN_KEYS),
-    }
-
-
-def _gpt2(model: Model) -> dict[str, Any]:
-    return {
-        "n_embd": model.d_model,
-        "n_layer": model.num_layers,
-        "n_head": model.num_heads,
-        "n_positions": model.max_positions,
-        "n_inner": model.d_ff,
-        "activation_function": model.activation,
-        "layer_norm_epsilon": model.norm_eps,
-    }
-
-
-def _common(model: Model) -> dict[str, Any]:
-    widths = {
-        "hidden_size": model.d_model,
-        "intermediate_size": model.d_ff,
-        "num_hidden_layers": model.num_layers,
-        "num_attention_heads": model.num_heads,
-        "num_key_value_heads": model.num_kv_heads,
-    }
-    return widths | {
-        **({} if model.latent_attention else {"head_dim": model.head_dim}),
-        "max_position_embeddings": model.max_positions,
-        "rms_norm_eps": model.norm_eps,
-        "hidden_act": model.activation,
-    }
-
-
 def _rope(model: Model) -> dict[str, Any]:
-    scaling = _scaling_object(model.rope_scaling)
-    if scaling is None and model.family == "gpt_oss":  # where null means yarn
-        scaling = {"rope_type": "default"}
-    return {"rope_theta": model.rope_theta, "rope_scaling": scaling}
-
-
-def _scaling_object(scaling: RopeScaling | None) -> dict[str, Any] | None:
-    if scaling is None:
-        return None
-    optional = {
-        "original_max_position_embeddings": scaling.original_max_positions,
-        **{key: getattr(scaling, key) for key in ROPE_FIELDS},
-        "short_factor": list(scaling.short_factor) or None,
-        "long_factor": list(scaling.long_factor) or None,
-        "truncate": None if scaling.truncate else False,
-    }
-    kept = {key: value for key, value in optional.items() if value is not None}
-    return {"rope_type": scaling.kind, "factor": scaling.factor} | kept
-
-
-# -- what each family adds -----------------------------------------------------------------------------
-
-
-def _nothing(model: Model) -> dict[str, Any]:
-    return {}
-
-
-def _llama(model: Model) -> dict[str, Any]:
-    return {"attention_bias": model.qkv_bias, "mlp_bias": model.mlp_bias}
-
-
-def _window(model: Model) -> dict[str, Any]:
-    """One window for all layers, or none."""
-    return {"sliding_window": model.sliding_window}
-
-
-def _layer_types(model: Model) -> dict[str, Any]:
-    sliding = set(model.sliding_layers)
-    kinds = ["sliding_attention" if layer in sliding else "full_attention" for layer in range(model.num_layers)]
-    return {"layer_types": kinds, "sliding_window": model.sliding_window}
-
-
-def _qwen(model: Model) -> dict[str, Any]:
-    return _layer_types(model) | {
-        "use_sliding_window": bool(model.sliding_layers),
-        "max_window_layers": min(model.sliding_layers, default=model.num_layers),
-    }
-
-
-def _qwen3(model: Model) -> dict[str, Any]:
-    return _qwen(model) | {"attention_bias": model.qkv_bias}
-
-
-def _gemma(model: Model) -> dict[str, Any]:
-    return {"attention_bias": model.qkv_bias, "hidden_activation": model.activation}
-
-
-def _gemma2(model: Model) -> dict[str, Any]:
-    # The window is a number in every config of these families, also where no layer uses it.
-    window = {"sliding_window": model.sliding_window or model.max_positions}
-    local = {} if model.rope_local_theta is None else {"rope_local_base_freq": model.rope_local_theta}
-    scalar = model.query_pre_attn_scalar or model.head_dim
-    scores = {
-        # transformers takes a whole number only
-        "query_pre_attn_scalar": int(scalar) if scalar == int(scalar) else scalar,
-        "attn_logit_softcapping": model.attention_softcap,
-        "final_logit_softcapping": model.logit_softcap,
-    }
-    return _gemma(model) | _layer_types(model) | window | local | scores
-
-
-def _phi3(model: Model) -> dict[str, Any]:
-    """The length trained on stands beside the scaling, which holds its two lists of factors only."""
-    keys = _window(model) | {"partial_rotary_factor": model.rope_fraction}
     scaling = model.rope_scaling
-    if scaling is None or scaling.kind != "longrope":
-        return keys
-    lists = {"short_factor": list(scaling.short_factor), "long_factor": list(scaling.long_factor)}
-    given = {} if scaling.attention_factor is None else {"attention_factor": scaling.attention_factor}
+    if scaling is None:  # in a config of gpt-oss null means yarn
+        return {"rope_scaling": {"rope_type": "default"} if model.family == "gpt_oss" else None}
+    plain = msgspec.to_builtins(RopeScaling(kind=""))
+    given = msgspec.to_builtins(scaling).items()
+    keys = {ROPE_KEYS[name]: value for name, value in given if name == "factor" or value != plain[name]}
+    if model.family != "phi3" or scaling.kind != "longrope":
+        return {"rope_scaling": keys}
+    # Phi-3 has the length trained on beside the scaling, and a factor only where it is not the quotient of lengths.
     original = scaling.original_max_positions or model.max_positions
-    if scaling.factor != model.max_positions / original:
-        given["factor"] = scaling.factor
-    return keys | {
-        "original_max_position_embeddings": original,
-        "rope_scaling": {"type": "longrope", **lists, **given},
-    }
+    names = ("short_factor", "long_factor", "attention_factor", "factor")
+    kept = {key: keys[key] for key in names if key in keys}
+    if scaling.factor == model.max_positions / original:
+        del kept["factor"]
+    return {"original_max_position_embeddings": original, "rope_scaling": {"type": "longrope", **kept}}
 
 
-def _mixtral(model: Model) -> dict[str, Any]:
-    return _window(model) | {"num_local_experts": model.num_experts, "num_experts_per_tok": model.experts_per_token}
+def _layer_types(model: Model) -> list[str]:
+    sliding = set(model.sliding_layers)
+    return ["sliding_attention" if layer in sliding else "full_attention" for layer in range(model.num_layers)]
 
 
-def _gpt_oss(model: Model) -> dict[str, Any]:
-    return _mixtral(model) | _layer_types(model) | {"attention_bias": model.qkv_bias}
+def _sliding_window(model: Model) -> int | None:
+    # Gemma's window is a number in every config, also where no layer uses it.
+    return model.sliding_window or (model.max_positions if model.family in ("gemma2", "gemma3") else None)
 
 
-def _qwen_moe(model: Model) -> dict[str, Any]:
-    return {
-        "num_experts": model.num_experts,
-        "num_experts_per_tok": model.experts_per_token,
-        "moe_intermediate_size": model.d_ff_expert,
-        "norm_topk_prob": model.gates_sum_to_one,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": list(model.dense_layers),
-    }
+def _query_scalar(model: Model) -> float:
+    """A whole number where it is one: transformers takes no other."""
+    scalar = model.query_pre_attn_scalar or model.head_dim
+    return int(scalar) if scalar == int(scalar) else scalar
 
 
-def _qwen2_moe(model: Model) -> dict[str, Any]:
-    return (
-        _qwen(model)
-        | _qwen_moe(model)
-        | {
-            "shared_expert_intermediate_size": model.d_ff_shared,
-            "qkv_bias": model.qkv_bias,
-        }
-    )
-
-
-def _qwen3_moe(model: Model) -> dict[str, Any]:
-    window = _window(model) | {"use_sliding_window": bool(model.sliding_layers)}
-    return window | _qwen_moe(model) | {"attention_bias": model.qkv_bias}
-
-
-def _deepseek(model: Model) -> dict[str, Any]:
-    first = len(model.dense_layers)
-    names = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank")
-    return {name: getattr(model, name) for name in names} | {
-        "attention_bias": model.qkv_bias,
-        "q_lora_rank": model.q_lora_rank or None,
-        "n_routed_experts": model.num_experts,
-        "n_shared_experts": model.num_shared_experts or None,
-        "num_experts_per_tok": model.experts_per_token,
-        "moe_intermediate_size": model.d_ff_expert,
-        "first_k_dense_replace": first,
-        "moe_layer_freq": 1,
-        "norm_topk_prob": model.gates_sum_to_one,
-        "routed_scaling_factor": model.routed_scale,
-        "n_group": model.expert_groups or None,
-        "topk_group": model.groups_per_token or None,
-        **({"topk_method": "group_limited_greedy" if model.expert_groups else "greedy"} if _is_v2(model) else {}),
-    }
-
-
-def _is_v2(model: Model) -> bool:
-    return model.family == "deepseek_v2"
-
-
-_FAMILY_KEYS: dict[str, Callable[[Model], dict[str, Any]]] = {
-    "llama": _llama,
-    "mistral": _window,
-    "qwen2": _qwen,
-    "qwen3": _qwen3,
-    "gemma": _gemma,
-    "gemma2": _gemma2,
-    "gemma3": _gemma2,
-    "phi3": _phi3,
-    "mixtral": _mixtral,
-    "qwen2_moe": _qwen2_moe,
-    "qwen3_moe": _qwen3_moe,
-    "deepseek_v2": _deepseek,
-    "deepseek_v3": _deepseek,
-    "gpt_oss": _gpt_oss,
+_COMPUTED: dict[str, Callable[[Model], Any]] = {
+    "sliding_window": _sliding_window,
+    "layer_types": _layer_types,
+    "use_sliding_window": lambda model: bool(model.sliding_layers),
+    "max_window_layers": lambda model: min(model.sliding_layers, default=model.num_layers),
+    "hidden_act": lambda model: model.activation,
+    "hidden_activation": lambda model: model.activation,
+    "query_pre_attn_scalar": _query_scalar,
+    "decoder_sparse_step": lambda model: 1,
+    "mlp_only_layers": lambda model: list(model.dense_layers),
+    "first_k_dense_replace": lambda model: len(model.dense_layers),
+    "moe_layer_freq": lambda model: 1,
+    "norm_topk_prob": lambda model: model.gates_sum_to_one,
+    "n_group": lambda model: model.expert_groups or None,
+    "topk_group": lambda model: model.groups_per_token or None,
+    "topk_method": lambda model: "group_limited_greedy" if model.expert_groups else "greedy",
 }
+"""Keys that no single field gives."""

@@ -1,9 +1,14 @@
-"""The batches of a run: a pure function of the seed and the number of the first sample."""
+"""The batches of a run: a pure function of the seed and the number of the first sample.
 
-from collections.abc import Mapping
+Rows of a fixed length are cut from a store of tokens, with the label, the position and the document of each token.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 import grain
 import jax
@@ -12,60 +17,170 @@ from jax.sharding import Sharding
 from tokenizers import Tokenizer
 
 from meshwright.core.errors import InputError
-from meshwright.train.data.ahead import Ahead
-from meshwright.train.data.packing import PackedRows, Row, Rows, WindowRows
-from meshwright.train.data.split import split
 from meshwright.train.data.store import open_store
 from meshwright.train.data.text import open_corpus
-from meshwright.train.data.token_store import TokenStore
+from meshwright.train.data.token_store import TokenStore, split
 from meshwright.train.data.tokenizer import open_tokenizer
 from meshwright.train.settings import TrainSettings
 
+T = TypeVar("T")
+
+NO_LABEL = -1
+"""Label of a position without a prediction."""
+PADDING = 0
+"""Token after the end of the last row; it has no label, and a document number of its own."""
+
+
+class Row(NamedTuple):
+    """Some positions of a row, each array int32: tokens, their labels, positions within the document's piece, and the
+    number of that piece in the row."""
+
+    tokens: np.ndarray
+    labels: np.ndarray
+    positions: np.ndarray
+    documents: np.ndarray
+
+
+class PackedRows:
+    """Concatenated documents, cut every ``seq_len`` tokens: each token is in exactly one row.
+
+    Document numbers keep attention within documents; positions count from the start of the document's piece in the
+    row. The last token of a document (its end-of-text token) has no label; the last token of a row has one if its
+    document continues in the next row. The last row is padded, and omitted if it has no label. Fewer tokens than one
+    row give no rows.
+    """
+
+    def __init__(self, store: TokenStore, seq_len: int) -> None:
+        self.store, self.seq_len = store, seq_len
+        whole, rest = divmod(len(store), seq_len)
+        self._length = whole + (whole > 0 and rest > 0 and self.num_labels(whole) > 0)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def read(self, number: int, positions: np.ndarray) -> Row:
+        """Reads these positions of a row, and no others, from disk."""
+        start = number * self.seq_len
+        inner = self.store.boundaries(start, start + self.seq_len) - start
+        documents = np.searchsorted(inner, positions, side="right")
+        begins = np.concatenate([[0], inner])[documents]
+        # Padding and last tokens read some token that lies within the store, and are masked.
+        places, last = start + positions, len(self.store) - 1
+        tokens = np.where(places <= last, self.store.read(np.minimum(places, last)), PADDING)
+        following = self.store.read(np.minimum(places + 1, last))
+        goes_on = (np.searchsorted(inner, positions + 1, side="right") == documents) & (places < last)
+        return _row(tokens, np.where(goes_on, following, NO_LABEL), positions - begins, documents)
+
+    def num_labels(self, number: int) -> int:
+        """Counts positions whose document continues after them."""
+        start, stop = number * self.seq_len, min((number + 1) * self.seq_len, len(self.store))
+        return stop - start - len(self.store.boundaries(start, stop))
+
+
+class WindowRows:
+    """Windows of ``seq_len`` tokens that ignore documents: every position has the next token as its label.
+
+    Windows do not overlap; the last label of one is the first token of the next. Tokens that do not fill a window are
+    omitted.
+    """
+
+    def __init__(self, store: TokenStore, seq_len: int) -> None:
+        self.store, self.seq_len = store, seq_len
+
+    def __len__(self) -> int:
+        return max(0, len(self.store) - 1) // self.seq_len
+
+    def read(self, number: int, positions: np.ndarray) -> Row:
+        """Reads these positions of a window, and no others, from disk."""
+        places = number * self.seq_len + positions
+        return _row(self.store.read(places), self.store.read(places + 1), positions, np.zeros_like(positions))
+
+    def num_labels(self, number: int) -> int:
+        """Counts all positions."""
+        return self.seq_len
+
+
+def _row(*arrays: np.ndarray) -> Row:
+    return Row(*(np.asarray(array, np.int32) for array in arrays))
+
+
+class Ahead(Generic[T]):
+    """Iterates over ``(number, make(number))`` for start, start + stride, ... without end.
+
+    Within its context one thread keeps ``depth`` items ready; at its end the thread and its items are gone. An error of
+    ``make`` is raised where its item is read.
+    """
+
+    def __init__(self, make: Callable[[int], T], *, start: int, stride: int, depth: int = 2) -> None:
+        self._make, self._next, self._stride, self._depth = make, start, stride, depth
+        self._ready: deque[tuple[int, Future[T]]] = deque()
+        # One worker, so that items are made in order and `make` need not be safe for several threads.
+        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="read-ahead")
+
+    def __enter__(self) -> Self:
+        self._fill()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._ready.clear()
+
+    @property
+    def is_ready(self) -> bool:
+        """True if the next item is ready."""
+        return bool(self._ready) and self._ready[0][1].done()
+
+    def __iter__(self) -> Iterator[tuple[int, T]]:
+        return self
+
+    def __next__(self) -> tuple[int, T]:
+        self._fill()
+        number, item = self._ready.popleft()
+        self._fill()
+        return number, item.result()
+
+    def _fill(self) -> None:
+        while len(self._ready) < self._depth:
+            self._ready.append((self._next, self._pool.submit(self._make, self._next)))
+            self._next += self._stride
+
+
+# -- batches ---------------------------------------------------------------------------------------------
+
 
 class Source(NamedTuple):
-    """Tokens, and whether they are packed by document (`PackedRows`) or cut blindly (`WindowRows`)."""
+    """Tokens, and how they are cut into rows: packed by document (`PackedRows`) or not (`WindowRows`)."""
 
     store: TokenStore
     packing: bool = True
 
-    def rows(self, seq_len: int) -> Rows:
-        """The rows of ``seq_len`` tokens, numbered in the order of the text."""
+    def rows(self, seq_len: int) -> "PackedRows | WindowRows":
+        """Returns the rows of ``seq_len`` tokens, in the order of the text."""
         return PackedRows(self.store, seq_len) if self.packing else WindowRows(self.store, seq_len)
 
     def num_samples(self, seq_len: int) -> int:
-        """Rows of ``seq_len`` tokens; 0 where the text does not fill one."""
+        """Counts rows of ``seq_len`` tokens; 0 if the text does not fill one."""
         return len(self.rows(seq_len))
 
 
 class Data(NamedTuple):
-    """What a run reads: ``held_out`` shares no document with ``train``, and is None where nothing is held out."""
+    """The data of a run: ``held_out`` shares no document with ``train``, and is None where nothing is held out."""
 
     tokenizer: Tokenizer
-    end_id: int
     train: Source
     held_out: Source | None
 
     @property
-    def num_tokens(self) -> int:
-        """Tokens that are trained on, with the end-of-text token of each document."""
-        return len(self.train.store)
-
-    @property
-    def num_documents(self) -> int:
-        """Documents that are trained on."""
-        return self.train.store.num_documents
-
-    @property
     def several_documents(self) -> bool:
-        """Whether any row, held out or not, may hold more than one."""
+        """True if a row of either part may have more than one."""
         parts = (self.train, self.held_out) if self.held_out else (self.train,)
         return any(part.store.num_documents > 1 for part in parts)
 
 
 def open_data(settings: TrainSettings, *, vocab_size: int, folder: Path) -> Data:
-    """The text of ``settings.data`` as tokens, made once and kept in ``folder``.
+    """Tokenises the text of ``settings.data``, once, and keeps the tokens in ``folder``.
 
-    Safe to call from many processes at once: one makes the store, the others wait for it.
+    Safe to call from many processes at once: one makes the store while the others wait.
     Raises InputError for data or a tokenizer that cannot be read, or that ``vocab_size`` does not fit.
     """
     corpus = open_corpus(settings.data)
@@ -73,16 +188,16 @@ def open_data(settings: TrainSettings, *, vocab_size: int, folder: Path) -> Data
     found = open_store(corpus, given, vocab_size=vocab_size, folder=folder)
     train, held_out = split(found.store, settings.held_out)
     rest = Source(held_out, settings.packing) if len(held_out) else None
-    return Data(found.tokenizer, found.end_id, Source(train, settings.packing), rest)
+    return Data(found.tokenizer, Source(train, settings.packing), rest)
 
 
 class Batches:
-    """The global batches of a run. Its only state is a number: how many samples were taken before.
+    """The global batches of a run. The only state of a run is the number of samples before a batch.
 
     A sample is a row of the source. Every epoch has its own shuffled order of all rows, and sample i of the run is
-    row ``i mod num_samples`` of epoch ``i // num_samples``, across the ends of epochs where batches do not divide
-    them. Neither mesh nor process nor batch size enters, so a run goes on exactly from its count of samples on any
-    other mesh, number of processes or batch size. Another seed, text or ``seq_len`` gives other samples.
+    row ``i mod num_samples`` of epoch ``i // num_samples``; batches may span epochs. Samples do not depend on mesh,
+    processes or batch size, so a run continues exactly from its count of samples on any others. Another seed, text or
+    ``seq_len`` gives other samples.
 
     ``order`` permutes the positions of every array before it is sharded (zigzag, for ring attention).
     """
@@ -103,7 +218,7 @@ class Batches:
 
     @property
     def num_samples(self) -> int:
-        """Samples of one epoch."""
+        """Number of samples in an epoch."""
         return len(self.source)
 
     @cached_property
@@ -116,32 +231,29 @@ class Batches:
         return grain.MapDataset.range(self.num_samples).shuffle(seed=seed).repeat()
 
     def row_numbers(self, first_sample: int, row_slice: slice = slice(None)) -> list[int]:
-        """Numbers of the source's rows in the global batch that starts at ``first_sample``."""
+        """Returns the source's rows in the global batch that starts at ``first_sample``, by number."""
         return [int(self.samples[first_sample + row]) for row in range(self.batch_seqs)[row_slice]]
 
     def rows(
         self, first_sample: int, row_slice: slice = slice(None), position_slice: slice = slice(None)
     ) -> dict[str, np.ndarray]:
-        """``tokens``, ``labels``, ``positions`` and ``documents`` [rows, positions] int32 of a part of a batch.
-
-        Only that part is read from disk.
-        """
+        """Reads ``tokens``, ``labels``, ``positions``, ``documents`` [rows, positions] int32 of a part of a batch."""
         positions = self.order[position_slice]
         parts = [self.source.read(number, positions) for number in self.row_numbers(first_sample, row_slice)]
         return {name: np.stack(arrays) for name, arrays in zip(Row._fields, zip(*parts, strict=True), strict=True)}
 
     def num_labels(self, first_sample: int) -> int:
-        """Labels in the whole global batch, counted from the index of documents alone."""
+        """Counts the labels of the whole global batch, from the index of documents alone."""
         return sum(map(self.source.num_labels, self.row_numbers(first_sample)))
 
     def global_batch(self, first_sample: int, shardings: Mapping[str, Sharding]) -> dict[str, jax.Array]:
-        """The arrays that ``shardings`` names, each device given its own rows and positions.
+        """Makes the arrays that ``shardings`` names; each device reads its own rows and positions.
 
         ``tokens``, ``labels``, ``positions`` and ``documents`` are int32 [batch_seqs, seq_len]; ``num_labels`` is
         a float32 scalar, the labels of the whole batch on every process.
         """
         shape = (self.batch_seqs, self.seq_len)
-        # Four arrays, and replicas of one shard, share what was read.
+        # The four arrays, and replicas of a shard, share one read.
         read = lru_cache(maxsize=None)(lambda a, b, c, d: self.rows(first_sample, slice(a, b), slice(c, d)))
 
         def part(name: str, index: Any) -> np.ndarray:
@@ -157,5 +269,5 @@ class Batches:
         return {name: whole(name, sharding) for name, sharding in shardings.items()}
 
     def ahead(self, first_sample: int, shardings: Mapping[str, Sharding]) -> Ahead[dict[str, jax.Array]]:
-        """Global batches from ``first_sample`` on, in order, each read while the one before is worked on."""
+        """Returns global batches from ``first_sample`` on, each read while the previous one is in use."""
         return Ahead(lambda first: self.global_batch(first, shardings), start=first_sample, stride=self.batch_seqs)

@@ -1,4 +1,7 @@
-"""Text tokenised once into a folder that is whole or absent, however many processes ask for it."""
+"""Tokenises text once into a folder that is whole or absent, however many processes ask for it.
+
+Documents are tokenised as a stream, with a progress bar; an interrupted build is continued.
+"""
 
 import fcntl
 import hashlib
@@ -6,19 +9,25 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from itertools import islice
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO, BinaryIO, NamedTuple
 
 import msgspec
+import numpy as np
 import tokenizers
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from tokenizers import Tokenizer
 
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.files import write_text_whole
-from meshwright.train.data.text import Corpus
-from meshwright.train.data.token_store import START_BYTES, TokenStore
+from meshwright.core.units import format_count
+from meshwright.nn.hf.tokenizer import TOKENIZER
+from meshwright.train.data.text import Corpus, Piece
+from meshwright.train.data.token_store import START_BYTES, STARTS, TOKENS, TokenStore
 from meshwright.train.data.tokenizer import (
     END_ID,
     SMALLEST_VOCAB,
@@ -28,25 +37,41 @@ from meshwright.train.data.tokenizer import (
     save_tokenizer,
     train_tokenizer,
 )
-from meshwright.train.data.write import Written, tokenise
 
 FORMAT = 1
-"""Part of every key: a store of another form is made anew."""
-TOKENIZER, META = "tokenizer.json", "store.json"
+"""Part of every key: stores of other formats are not read."""
+META = "store.json"
 TRAINED_CHARS = 2**26
-"""A tokenizer is trained on about so many characters: more change its tokens little and cost memory."""
+"""Characters that a tokenizer is trained on: more change its tokens little and cost memory."""
+JOURNAL = "journal.json"
+BATCH_CHARS = 2**22
+"""Characters per call of the tokenizer's threads; the most work that an interruption loses."""
 
 
 class Tokenised(NamedTuple):
-    """A text as tokens, the tokenizer that made them, and the token that ends each document."""
+    """A text as tokens, its tokenizer, and the token that ends each document."""
 
     store: TokenStore
     tokenizer: Tokenizer
     end_id: int
 
 
+class Written(msgspec.Struct, kw_only=True):
+    """Counts of the tokens and documents in the files, and of the pieces of text that they come from."""
+
+    tokens: int = 0
+    documents: int = 0
+    pieces: int = 0
+    in_document: bool = False
+
+    def files(self, folder: Path, dtype: str) -> tuple[tuple[Path, int], tuple[Path, int]]:
+        """Returns the two files, and the bytes of these tokens and starts."""
+        tokens = self.tokens * np.dtype(dtype).itemsize
+        return (folder / TOKENS, tokens), (folder / STARTS, self.documents * START_BYTES)
+
+
 class Meta(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``store.json``: how the files of a store are read, and how long they must be."""
+    """``store.json``: the dtype of the tokens, the end token, and the expected counts."""
 
     dtype: str
     end_id: int
@@ -54,13 +79,13 @@ class Meta(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 def open_store(corpus: Corpus, given: TextTokenizer | None, *, vocab_size: int, folder: Path) -> Tokenised:
-    """The documents as tokens with an end after each, tokenised by ``given`` or by a BPE trained on them.
+    """Tokenises documents, each with an end token, by ``given`` or by a BPE trained on them.
 
-    Made once and kept in a folder named by a hash of the texts (of large ones as `FileCorpus.identity` says) and
-    the tokenizer. One process makes it while others wait; one that is stopped leaves what it has done, and the
-    next goes on from there. Nothing but a finished store ever has that name.
+    The store is made once, in a folder named by a hash of the texts (`FileCorpus.identity`) and the tokenizer. One
+    process makes it while others wait; if it is stopped, the next one continues its work. Only a finished store has
+    that name.
     """
-    # Before any reading: the same refusal as the trainer's, but at once.
+    # The trainer's own refusal, before any file is read.
     if given is None and vocab_size < SMALLEST_VOCAB:
         train_tokenizer((), vocab_size=vocab_size)
     path = folder / _key(corpus, given, vocab_size)
@@ -72,10 +97,16 @@ def open_store(corpus: Corpus, given: TextTokenizer | None, *, vocab_size: int, 
                 try:
                     _build(corpus, given, vocab_size, part)
                 except (InputError, CannotRunError):
-                    # Nothing to go on from: text that is mended has another name.
+                    # Useless for a later try: the store of a corrected text has another name.
                     shutil.rmtree(part, ignore_errors=True)
                     raise
-                _put(part, path)
+                try:
+                    os.rename(part, path)
+                except OSError:
+                    # Another process was faster: its store stays.
+                    if not path.is_dir():
+                        raise
+                    shutil.rmtree(part, ignore_errors=True)
     return _open(path)
 
 
@@ -88,7 +119,7 @@ def _key(corpus: Corpus, given: TextTokenizer | None, vocab_size: int) -> str:
 
 
 def _build(corpus: Corpus, given: TextTokenizer | None, vocab_size: int, part: Path) -> None:
-    """A whole store in the folder ``part``, going on from what an earlier try left there."""
+    """Builds a whole store in the folder ``part``, and continues an earlier try there."""
     part.mkdir(exist_ok=True)
     file = part / TOKENIZER
     if given is None and not file.is_file():
@@ -103,22 +134,11 @@ def _build(corpus: Corpus, given: TextTokenizer | None, vocab_size: int, part: P
     write_text_whole(part / META, msgspec.json.format(msgspec.json.encode(meta)).decode() + "\n")
 
 
-def _put(part: Path, path: Path) -> None:
-    """Give a finished store its name; where another process was first, its store stays."""
-    try:
-        os.rename(part, path)
-    except OSError:
-        if not path.is_dir():
-            raise
-        shutil.rmtree(part, ignore_errors=True)
-
-
 @contextmanager
 def _alone(path: Path) -> Iterator[Path]:
-    """Wait until no other process makes this store; comes with the folder to make it in.
+    """Waits until no other process makes this store; yields the folder to make it in.
 
-    The lock goes with its process, however that ends. Where the file system has no locks, processes work side by
-    side, each in a folder of its own.
+    The lock ends with its process. On a file system without locks each process works in a folder of its own.
     """
     lock = path.with_name(f".{path.name}.lock")
     try:
@@ -135,28 +155,21 @@ def _alone(path: Path) -> Iterator[Path]:
 
 
 def _locked(lock: Path, path: Path) -> IO[str]:
-    """The lock's file, locked by this process, once no other holds it."""
+    """Waits for the lock and returns its file."""
     while True:
-        handle = lock.open("w")
-        try:
-            _wait(handle, path)
-        except BaseException:
-            handle.close()
-            raise
-        # Whoever had it before has removed the file: what counts is the lock of the one that others will find.
-        with suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(handle.fileno()), lock.stat()):
-                return handle
-        handle.close()
-
-
-def _wait(handle: IO[str], path: Path) -> None:
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        if sys.stderr.isatty():
-            print(f"waiting for another process that tokenises the same text into {path}", file=sys.stderr)
-        fcntl.flock(handle, fcntl.LOCK_EX)
+        with ExitStack() as stack:
+            handle = stack.enter_context(lock.open("w"))
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if sys.stderr.isatty():
+                    print(f"waiting for another process that tokenises the same text into {path}", file=sys.stderr)
+                fcntl.flock(handle, fcntl.LOCK_EX)
+            # The previous owner has removed the file: only a lock on the file that others will open counts.
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(handle.fileno()), lock.stat()):
+                    stack.pop_all()
+                    return handle
 
 
 def _open(path: Path) -> Tokenised:
@@ -165,11 +178,94 @@ def _open(path: Path) -> Tokenised:
     except (OSError, msgspec.DecodeError):
         raise InputError(f"{path} is not a store of tokens. Remove it, and it is made again.") from None
     (tokens, size), (starts, index_size) = meta.written.files(path, meta.dtype)
-    # The index has the number of tokens as one more entry.
-    if not _has_size(tokens, size) or not _has_size(starts, index_size + START_BYTES):
+    # The last entry of the index is the number of tokens.
+    sizes = {tokens: size, starts: index_size + START_BYTES}
+    if not all(file.is_file() and file.stat().st_size == size for file, size in sizes.items()):
         raise InputError(f"{path} is damaged: its files have other than {meta.written.tokens} tokens. Remove it.")
     return Tokenised(TokenStore.open(path, dtype=meta.dtype), load_tokenizer(path / TOKENIZER), meta.end_id)
 
 
-def _has_size(path: Path, size: int) -> bool:
-    return path.is_file() and path.stat().st_size == size
+# -- the files of a store --------------------------------------------------------------------------------
+
+
+def tokenise(corpus: Corpus, encoder: TextTokenizer, *, dtype: str, folder: Path) -> Written:
+    """Writes all documents, each with an end-of-text token, and returns the counts.
+
+    Continues an earlier call for the same folder that was stopped at any point.
+    """
+    written = _journal(folder, dtype)
+    with ExitStack() as stack:
+        tokens, starts = (stack.enter_context(_opened(*file)) for file in written.files(folder, dtype))
+        show = stack.enter_context(_progress(corpus.total_bytes))
+        for pieces in _batches(islice(corpus.pieces(), written.pieces, None)):
+            texts = [piece.text for piece in pieces]
+            encodings = encoder.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+            for piece, encoding in zip(pieces, encodings, strict=True):
+                if not written.in_document:
+                    starts.write(np.uint64(written.tokens).tobytes())
+                    written.documents += 1
+                ids = [*encoding.ids, encoder.end_id] if piece.ends_document else encoding.ids
+                tokens.write(np.array(ids, dtype).tobytes())
+                written.tokens += len(ids)
+                written.pieces += 1
+                written.in_document = not piece.ends_document
+            # The journal must not claim more than the files have.
+            tokens.flush()
+            starts.flush()
+            write_text_whole(folder / JOURNAL, msgspec.json.encode(written).decode())
+            show(pieces[-1].bytes_read, written.tokens)
+        # The index ends with the number of tokens.
+        starts.write(np.uint64(written.tokens).tobytes())
+        for file in (tokens, starts):
+            file.flush()
+            # The rename of the folder must not reach the disk before its files.
+            os.fsync(file.fileno())
+    (folder / JOURNAL).unlink(missing_ok=True)
+    return written
+
+
+def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+    batch: list[Piece] = []
+    chars = 0
+    for piece in pieces:
+        batch.append(piece)
+        chars += len(piece.text)
+        if chars >= BATCH_CHARS:
+            yield batch
+            batch, chars = [], 0
+    if batch:
+        yield batch
+
+
+def _journal(folder: Path, dtype: str) -> Written:
+    """Reads the journal of an earlier try; zero where its files are shorter, as after a loss of power."""
+    try:
+        found = msgspec.json.decode((folder / JOURNAL).read_bytes(), type=Written)
+    except (OSError, msgspec.DecodeError):
+        return Written()
+    reached = all(path.is_file() and path.stat().st_size >= size for path, size in found.files(folder, dtype))
+    return found if reached else Written()
+
+
+def _opened(path: Path, size: int) -> BinaryIO:
+    """Opens a file to append after its first ``size`` bytes: a killed process may have written more."""
+    file = path.open("r+b" if path.is_file() else "w+b")
+    file.truncate(size)
+    file.seek(size)
+    return file
+
+
+@contextmanager
+def _progress(total_bytes: int) -> Iterator[Callable[[int, int], None]]:
+    """Shows a progress bar on stderr if that is a terminal."""
+    if not sys.stderr.isatty():
+        yield lambda bytes_read, tokens: None
+        return
+    columns = (TextColumn("tokenising"), BarColumn(), TextColumn("{task.fields[tokens]} tokens"), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=max(total_bytes, 1), tokens="0")
+
+        def show(bytes_read: int, tokens: int) -> None:
+            bar.update(task, completed=bytes_read, tokens=format_count(tokens))
+
+        yield show

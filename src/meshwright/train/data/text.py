@@ -1,42 +1,47 @@
-"""The documents a run learns from: Python's own documentation, a file, or a folder of files."""
+"""The documents of a run in pieces of bounded size: Python's own documentation, a file, or a folder of files.
 
+Files are plain text, JSON lines or Parquet.
+"""
+
+import codecs
+import gzip
 import hashlib
+import io
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, BinaryIO, NamedTuple
 
-from meshwright.core.errors import InputError
-from meshwright.train.data.files import RECORD_SUFFIXES, TEXT_SUFFIXES, Piece, in_pieces, read_pieces
+import msgspec
+
+from meshwright.core.errors import CannotRunError, InputError, nearest
 from meshwright.train.settings import PYDOC
 
+TEXT_SUFFIXES = (".md", ".py", ".rst", ".txt")
+RECORD_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
+"""Suffixes of files of many documents. Any other file given by name is one document."""
 SUFFIXES = (*TEXT_SUFFIXES, *RECORD_SUFFIXES)
-"""Files that are read from a folder; a file given by name may have any suffix."""
+"""Suffixes that are read from a folder; a file given by name may have any."""
+PIECE_CHARS = 2**18
+"""Size of the pieces of longer documents: no file is ever whole in memory."""
+PARQUET_ROWS, PARQUET_BYTES = 64, 2**20
+"""Rows and bytes read at once: a column of a row group may be larger than memory."""
 FIELD = "text"
 """Field of a JSON record or column of a Parquet file, where ``data`` names no other."""
 HASHED_BYTES = 2**26
 _WHAT = f"Give a text, .jsonl or .parquet file, a folder of them, or {PYDOC!r}."
 
 
-class Corpus(Protocol):
-    """Documents in a fixed order, read as a stream."""
+class Piece(NamedTuple):
+    """A piece of a document, whether it is the last, and the bytes of the file read so far."""
 
-    @property
-    def total_bytes(self) -> int:
-        """Size of all files, as they are on disk."""
-
-    def identity(self) -> str:
-        """A digest that is another where the documents are others."""
-
-    def pieces(self) -> Iterator[Piece]:
-        """All documents; ``bytes_read`` counts from the first file on."""
-
-    def sample(self, max_chars: int) -> Iterator[str]:
-        """About ``max_chars`` characters from the starts of all files, each in proportion to its size."""
+    text: str
+    ends_document: bool
+    bytes_read: int
 
 
 class FileCorpus(NamedTuple):
-    """Files, with the name of the field that holds the text of a record."""
+    """Files in a fixed order, read as a stream, and the field of a record that has its text."""
 
     data: str
     folder: Path
@@ -45,12 +50,13 @@ class FileCorpus(NamedTuple):
 
     @property
     def total_bytes(self) -> int:
+        """Size of all files on disk."""
         return sum(file.stat().st_size for file in self.files)
 
     def identity(self) -> str:
-        """Of the names and contents of the files; above `HASHED_BYTES` in all, of names, sizes and times of change.
+        """Returns a digest of names and contents; above `HASHED_BYTES`, of names, sizes and times of change.
 
-        So a large file that is rewritten with the same size and time is taken for the same.
+        A large file that is rewritten with equal size and time is not noticed.
         """
         digest = hashlib.sha256(self.field.encode())
         whole = self.total_bytes <= HASHED_BYTES
@@ -61,7 +67,7 @@ class FileCorpus(NamedTuple):
         return digest.hexdigest()
 
     def pieces(self) -> Iterator[Piece]:
-        """Raises InputError when no document holds any text."""
+        """Yields all documents; ``bytes_read`` counts over all files. Raises InputError when none has text."""
         before, found = 0, False
         for file in self.files:
             for piece in read_pieces(file, self.field):
@@ -72,6 +78,7 @@ class FileCorpus(NamedTuple):
             raise InputError(f"data {self.data!r} holds no text. {_WHAT}")
 
     def sample(self, max_chars: int) -> Iterator[str]:
+        """Yields about ``max_chars`` characters from the starts of all files, in proportion to their sizes."""
         share = max_chars / max(self.total_bytes, 1)
         for file in self.files:
             left = max_chars if share >= 1 else share * file.stat().st_size
@@ -105,14 +112,21 @@ class PydocCorpus(NamedTuple):
         yield from self.texts
 
 
+Corpus = FileCorpus | PydocCorpus
+
+
 def open_corpus(data: str) -> Corpus:
-    """The documents that ``TrainSettings.data`` names: "pydoc", a file, or a folder that is searched for files.
+    """Opens the documents that ``TrainSettings.data`` names: "pydoc", a file, or a folder that is searched for files.
 
     ``path#name`` names the field of JSON records or the column of Parquet files that holds the text ("text" where
     left out). Raises InputError for a path that is missing or a folder without such files.
     """
     if data == PYDOC:
-        return _pydoc()
+        try:
+            from pydoc_data.topics import topics
+        except ImportError:
+            raise InputError(f"this Python comes without pydoc_data. {_WHAT}") from None
+        return PydocCorpus(tuple(topics[name] for name in sorted(topics)))
     path, field = Path(data).expanduser(), FIELD
     if not path.exists() and "#" in data:
         name, _, field = data.rpartition("#")
@@ -120,24 +134,6 @@ def open_corpus(data: str) -> Corpus:
     if not path.exists():
         raise InputError(f"data {data!r} is not there. {_WHAT}")
     return FileCorpus(data, path if path.is_dir() else path.parent, tuple(_files(path)), field)
-
-
-def read_documents(data: str) -> tuple[str, ...]:
-    """All texts that ``data`` names, whole and in memory: for small ones."""
-    documents = [""]
-    for piece in open_corpus(data).pieces():
-        documents[-1] += piece.text
-        if piece.ends_document:
-            documents.append("")
-    return tuple(documents[:-1])
-
-
-def _pydoc() -> PydocCorpus:
-    try:
-        from pydoc_data.topics import topics
-    except ImportError:
-        raise InputError(f"this Python comes without pydoc_data. {_WHAT}") from None
-    return PydocCorpus(tuple(topics[name] for name in sorted(topics)))
 
 
 def _content(file: Path) -> bytes:
@@ -156,3 +152,124 @@ def _files(path: Path) -> list[Path]:
     if not visible:
         raise InputError(f"folder {str(path)!r} has no {', '.join(SUFFIXES)} files. Name one that has.")
     return sorted(visible)
+
+
+# -- documents of one file -------------------------------------------------------------------------------
+
+
+def read_pieces(file: Path, field: str) -> Iterator[Piece]:
+    """Yields the documents of a file in order, except blank ones.
+
+    A text file is one document. Of JSON lines and Parquet each record is one, in ``field``. Raises InputError
+    for what is not UTF-8, not JSON, or without the field.
+    """
+    name = file.name.lower()
+    try:
+        if name.endswith(".parquet"):
+            yield from _parquet(file, field)
+        elif name.endswith(RECORD_SUFFIXES):
+            yield from _json_lines(file, field)
+        else:
+            yield from _text(file)
+    except (OSError, EOFError) as error:
+        raise InputError(f"{file} cannot be read: {getattr(error, 'strerror', None) or error}.") from None
+
+
+def in_pieces(chunks: Iterable[str]) -> Iterator[tuple[str, bool]]:
+    """Cuts a document after ends of lines into pieces of at most about 2 x `PIECE_CHARS`; True marks the last.
+
+    A short blank text has no pieces.
+    """
+    held, first = "", True
+    for chunk in chunks:
+        held += chunk
+        start = 0
+        while len(held) - start > 2 * PIECE_CHARS:
+            end = held.rfind("\n", start, start + PIECE_CHARS) + 1 or start + PIECE_CHARS
+            yield held[start:end], False
+            start, first = end, False
+        held = held[start:]
+    if not first or held.strip():
+        yield held, True
+
+
+def _text(file: Path) -> Iterator[Piece]:
+    with file.open("rb") as raw:
+        for text, last in in_pieces(_decoded(raw, file)):
+            yield Piece(text, last, raw.tell())
+
+
+def _decoded(raw: BinaryIO, file: Path) -> Iterator[str]:
+    """Yields the text of a file with every end of line as "\\n"."""
+    utf8 = codecs.getincrementaldecoder("utf-8")()
+    lines = io.IncrementalNewlineDecoder(utf8, translate=True)
+    while True:
+        start = raw.tell() - len(utf8.getstate()[0])
+        block = raw.read(PIECE_CHARS)
+        try:
+            yield lines.decode(block, final=not block)
+        except UnicodeDecodeError as error:
+            raise InputError(
+                f"{file} is not UTF-8 text (byte {start + error.start}). Convert it, or leave it out of the folder."
+            ) from None
+        if not block:
+            return
+
+
+def _json_lines(file: Path, field: str) -> Iterator[Piece]:
+    decode = msgspec.json.Decoder(dict[str, Any]).decode
+    with file.open("rb") as raw, _unpacked(file, raw) as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                record = decode(line)
+            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                raise InputError(f"{file} line {number} is not a JSON object: {error}.") from None
+            text = _field(record, field, f"{file} line {number}")
+            for piece, last in in_pieces([text]):
+                yield Piece(piece, last, raw.tell())
+
+
+def _field(record: dict[str, Any], field: str, where: str) -> str:
+    if field not in record:
+        raise InputError(f"{where} has no field {field!r}.{nearest(field, record)} Name it: data=FILE#FIELD.")
+    text = record[field]
+    if text is not None and not isinstance(text, str):
+        raise InputError(f"{where}: field {field!r} is {type(text).__name__}, not text. Name another: data=FILE#FIELD.")
+    return text or ""
+
+
+def _unpacked(file: Path, raw: BinaryIO) -> Any:
+    """Opens a file that may be compressed."""
+    name = file.name.lower()
+    if name.endswith(".gz"):
+        return gzip.GzipFile(fileobj=raw)
+    if name.endswith(".zst"):
+        try:
+            from compression import zstd  # type: ignore[import-not-found, unused-ignore]
+        except ImportError:
+            raise CannotRunError(f"{file} needs Python 3.14 or newer for .zst. Unpack it, or pack it as .gz.") from None
+        return zstd.ZstdFile(raw)
+    return raw
+
+
+def _parquet(file: Path, field: str) -> Iterator[Piece]:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        raise CannotRunError(f"{file} needs pyarrow. Install it: pip install 'meshwright[parquet]'.") from None
+    try:
+        with pyarrow.parquet.ParquetFile(file, pre_buffer=False, buffer_size=PARQUET_BYTES) as table:
+            names = table.schema_arrow.names
+            if field not in names:
+                raise InputError(f"{file} has no column {field!r}.{nearest(field, names)} Name it: data=FILE#COLUMN.")
+            size, done = file.stat().st_size, 0
+            for batch in table.iter_batches(batch_size=PARQUET_ROWS, columns=[field]):
+                done += len(batch)
+                for value in batch.column(0).to_pylist():
+                    for piece, last in in_pieces([_field({field: value}, field, str(file))]):
+                        yield Piece(piece, last, size * done // table.metadata.num_rows)
+    except pyarrow.ArrowException as error:
+        raise InputError(f"{file} is not a Parquet file: {' '.join(str(error).split())}.") from None

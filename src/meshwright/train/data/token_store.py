@@ -1,45 +1,45 @@
-"""Tokens on disk with the places where documents start, read piece by piece."""
+"""Tokens on disk with the starts of documents, read on demand; and the choice of held-out documents."""
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Self
+from typing import NamedTuple, Self
 
 import numpy as np
 
 TOKENS, STARTS = "tokens", "starts"
 """The two files of a store: tokens, and where documents start (uint64, the number of tokens as last entry)."""
 START_BYTES = 8
-Span = tuple[int, int]
-"""Tokens from the first place up to the second."""
+TokenSpan = tuple[int, int]
+"""Tokens from the first index up to the second."""
 
 
 class TokenStore:
-    """A run of tokens of consecutive documents; nothing is read before it is asked for.
+    """Tokens of consecutive documents, read on demand.
 
-    ``starts`` are the places of the first token of each document, and the number of tokens as the last entry; left
-    out, all tokens are one document. ``spans`` restrict the store to parts of the tokens, which then count as one
-    run, a document that reaches past a span ending with it. A store of memory-mapped arrays takes no memory.
+    ``starts`` are the indices of the first token of each document, and the number of tokens as the last entry; without
+    it all tokens are one document. ``spans`` restrict the store to parts of the tokens, which are then concatenated; a
+    document that crosses the end of a span ends there. A store of memory-mapped arrays takes no memory.
     """
 
     def __init__(
-        self, tokens: np.ndarray, starts: np.ndarray | None = None, spans: Iterable[Span] | None = None
+        self, tokens: np.ndarray, starts: np.ndarray | None = None, spans: Iterable[TokenSpan] | None = None
     ) -> None:
         self.tokens = tokens
         self.starts = np.array([0, len(tokens)], np.uint64) if starts is None else np.asarray(starts)
         assert self.starts.dtype == np.uint64, "a search with another dtype would copy the whole index"
         asked = ((0, len(tokens)),) if spans is None else spans
         self.spans = tuple((start, stop) for start, stop in asked if start < stop)
-        # Places in the run at which spans begin, and its length; how far each lies further on in the file.
+        # Index at which each span begins, and the length; the offset of each span in the file.
         self._edges = np.cumsum([0, *(stop - start for start, stop in self.spans)])
         self._shifts = np.array([start for start, _ in self.spans] or [0]) - self._edges[: max(len(self.spans), 1)]
 
     @classmethod
     def open(cls, folder: Path, *, dtype: str) -> Self:
-        """The store whose two files are in a folder, memory-mapped."""
+        """Opens the two files of a folder, memory-mapped."""
         return cls(_mapped(folder / TOKENS, dtype), _mapped(folder / STARTS, "uint64"))
 
-    def part(self, spans: Iterable[Span]) -> "TokenStore":
-        """The same files seen through spans of the whole file."""
+    def part(self, spans: Iterable[TokenSpan]) -> "TokenStore":
+        """Returns a store of the same files with other spans."""
         return TokenStore(self.tokens, self.starts, spans)
 
     def __len__(self) -> int:
@@ -47,20 +47,17 @@ class TokenStore:
 
     @property
     def num_documents(self) -> int:
-        """Documents, or parts of them that a span cuts off."""
+        """Number of documents, or parts of them within spans."""
         inside = (self._number_up_to(stop - 1) - self._number_up_to(start) for start, stop in self.spans)
         return len(self.spans) + int(sum(inside))
 
     def read(self, places: np.ndarray) -> np.ndarray:
-        """The tokens at these places of the run as int32, which is what touches the disk."""
+        """Reads the tokens at these indices as int32; only this reads tokens from disk."""
         span = np.searchsorted(self._edges[1:-1], places, side="right")
         return np.asarray(self.tokens[places + self._shifts[span]], dtype=np.int32)
 
     def boundaries(self, start: int, stop: int) -> np.ndarray:
-        """Places in ``(start, stop]`` where the document is another than at the place before, or the run ends.
-
-        No token is read.
-        """
+        """Returns the indices in ``(start, stop]`` at which a document starts or the tokens end; reads no token."""
         return np.concatenate([np.empty(0, np.int64), *self._boundaries(start, stop)])
 
     def _boundaries(self, start: int, stop: int) -> Iterator[np.ndarray]:
@@ -77,7 +74,7 @@ class TokenStore:
         return np.searchsorted(self.starts, np.uint64(place), side="right")
 
     def nearest_start(self, place: int) -> int:
-        """Where in the file the document starts, or all of them end, that is nearest to a place of the file."""
+        """Returns the start of a document in the file, or the end of all, that is nearest to an index of the file."""
         after = int(np.searchsorted(self.starts, np.uint64(place)))
         around = self.starts[max(after - 1, 0) : after + 1]
         return min(map(int, around), key=lambda found: abs(found - place))
@@ -86,3 +83,42 @@ class TokenStore:
 def _mapped(path: Path, dtype: str) -> np.ndarray:
     # An empty file cannot be mapped.
     return np.memmap(path, dtype=dtype, mode="r") if path.stat().st_size else np.empty(0, dtype)
+
+
+# -- what is held out ------------------------------------------------------------------------------------
+
+MOST_PLACES = 64
+"""Most runs of documents that are held out; more would not make a better sample."""
+
+
+class Split(NamedTuple):
+    """Two parts of a store that together are all of it, and share no token."""
+
+    train: TokenStore
+    held_out: TokenStore
+
+
+def split(store: TokenStore, share: float) -> Split:
+    """Holds out about ``share`` of the tokens: runs of whole documents, spread evenly over a whole store.
+
+    If documents are so few or uneven that this would be less than half or more than twice the share, the last tokens
+    are held out, as a document of their own. The same store and share give the same parts.
+    """
+    wanted = int(len(store) * share)
+    held = _whole_documents(store, wanted, places=min(max(int(store.num_documents * share), 1), MOST_PLACES))
+    total = sum(stop - start for start, stop in held)
+    if not wanted / 2 <= total <= min(2 * wanted, len(store) - 1):
+        held = [(len(store) - wanted, len(store))]
+    edges = [0, *(edge for span in held for edge in span), len(store)]
+    return Split(store.part(zip(edges[::2], edges[1::2], strict=True)), store.part(held))
+
+
+def _whole_documents(store: TokenStore, wanted: int, *, places: int) -> list[TokenSpan]:
+    """Returns the last documents of each of ``places`` equal parts of the tokens, about ``wanted`` tokens in all."""
+    held: list[TokenSpan] = []
+    for place in range(1, places + 1):
+        stop = len(store) * place // places
+        start, stop = (store.nearest_start(edge) for edge in (stop - wanted // places, stop))
+        if start < stop and start >= (held[-1][1] if held else 0):
+            held.append((start, stop))
+    return held

@@ -1,6 +1,5 @@
 """Tokenizers: a byte-level BPE trained on the run's own text, or one given as a file."""
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
@@ -9,27 +8,34 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from meshwright.core.errors import InputError
 from meshwright.core.files import write_whole
+from meshwright.nn.hf.tokenizer import (
+    END_NAMES,
+    END_OF_TEXT,
+    TOKENIZER,
+    TOKENIZER_CONFIG,
+    end_name,
+    end_token,
+    read_table,
+    read_tokenizer,
+)
 
-END_OF_TEXT = "<|endoftext|>"
 END_ID = 0
 """The trainer numbers special tokens first."""
-END_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<|im_end|>", "<|return|>")
-"""What known tokenizers call the end of a text, where no file beside them says which it is."""
 SMALLEST_VOCAB = 257
 """Every byte, and the end of a text."""
 
 
 class TextTokenizer(NamedTuple):
-    """A tokenizer, and the token that it puts after each document."""
+    """A tokenizer, and the token that follows each document."""
 
     tokenizer: Tokenizer
     end_id: int
 
 
 def train_tokenizer(documents: Iterable[str], *, vocab_size: int) -> Tokenizer:
-    """A tokenizer of at most ``vocab_size`` tokens: any text comes back unchanged, the same for the same texts.
+    """Trains a tokenizer of at most ``vocab_size`` tokens: it is lossless, and deterministic for the same texts.
 
-    Fewer tokens when the texts have no more pairs that occur twice. Raises InputError when ``vocab_size`` has no
+    It has fewer tokens if no more pairs occur twice. Raises InputError when ``vocab_size`` has no
     room for every byte.
     """
     if vocab_size < SMALLEST_VOCAB:
@@ -53,32 +59,29 @@ def train_tokenizer(documents: Iterable[str], *, vocab_size: int) -> Tokenizer:
 
 
 def save_tokenizer(tokenizer: Tokenizer, path: Path) -> None:
-    """``tokenizer.json`` as `tokenizers` and transformers read it."""
+    """Writes ``tokenizer.json`` as `tokenizers` and transformers read it."""
     write_whole(path, lambda part: tokenizer.save(str(part)))
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
-    """The tokenizer of a run. Raises InputError when the file is missing or is not a tokenizer."""
+    """Reads the tokenizer of a run. Raises InputError when the file is missing or is not a tokenizer."""
     if not path.is_file():
         raise InputError(f"{path} is not there. Give the folder of a finished run.")
-    try:
-        return Tokenizer.from_file(str(path))
-    except Exception as error:  # `tokenizers` raises bare Exception for a file it cannot read
-        raise InputError(f"{path} is not a tokenizer file: {' '.join(str(error).split())}.") from None
+    return read_tokenizer(path)
 
 
 def num_ids(tokenizer: Tokenizer) -> int:
-    """One more than the largest token number, which may have gaps below it."""
+    """Returns the largest token number plus one; smaller numbers may be unused."""
     return max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
 
 def open_tokenizer(path: Path, *, vocab_size: int) -> TextTokenizer:
-    """A given ``tokenizer.json``, or the folder that holds it, and its end-of-text token.
+    """Reads a ``tokenizer.json``, or that of a folder, with its end-of-text token.
 
     That token is the ``eos_token`` of a ``tokenizer_config.json`` beside the file, else the first of `END_NAMES`
     that it has. Raises InputError where it has none, or more tokens than a model of ``vocab_size`` embeds.
     """
-    file = path.expanduser() / "tokenizer.json" if path.expanduser().is_dir() else path.expanduser()
+    file = path.expanduser() / TOKENIZER if path.expanduser().is_dir() else path.expanduser()
     if not file.is_file():
         raise InputError(f"tokenizer {str(path)!r} is not there. Give a tokenizer.json or the folder of one.")
     tokenizer = load_tokenizer(file)
@@ -87,22 +90,9 @@ def open_tokenizer(path: Path, *, vocab_size: int) -> TextTokenizer:
             f"tokenizer {str(path)!r} has {num_ids(tokenizer)} tokens, the model vocab_size={vocab_size}. "
             f"Set model.vocab_size={num_ids(tokenizer)} or more, or leave the tokenizer out to train one."
         )
-    # A file may ask for both, which would cut documents or add tokens to them.
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return TextTokenizer(tokenizer, _end_id(tokenizer, file))
-
-
-def _end_id(tokenizer: Tokenizer, file: Path) -> int:
-    config = file.with_name("tokenizer_config.json")
-    try:
-        named = json.loads(config.read_bytes()).get("eos_token") if config.is_file() else None
-    except (ValueError, AttributeError):
-        raise InputError(f"{config} is not a JSON object. Mend it, or remove it.") from None
-    name = named.get("content") if isinstance(named, dict) else named
-    for known in (name,) if name else END_NAMES:
-        found = tokenizer.token_to_id(known)
-        if found is not None:
-            return found
-    known_names = f"eos_token {name!r}" if name else f"any of {', '.join(END_NAMES)}"
-    raise InputError(f"{file} has no end-of-text token: not {known_names}. Name its eos_token in {config.name}.")
+    name = end_name(read_table(file.with_name(TOKENIZER_CONFIG), remedy="remove it"))
+    end_id = end_token(tokenizer, name)
+    if end_id is None:
+        known = f"eos_token {name!r}" if name else f"any of {', '.join(END_NAMES)}"
+        raise InputError(f"{file} has no end-of-text token: not {known}. Name its eos_token in {TOKENIZER_CONFIG}.")
+    return TextTokenizer(tokenizer, end_id)

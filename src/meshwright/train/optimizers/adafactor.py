@@ -13,16 +13,17 @@ import optax
 from meshwright.algebra.kinds import Updated
 from meshwright.algebra.ops.adafactor import outputs, stacked
 from meshwright.algebra.ops.adafactor import update as adafactor_steps
+from meshwright.nn.interpreter import run_update
 from meshwright.nn.weights import Params
-from meshwright.train.optimizers.sharded import Places, updated
+from meshwright.train.optimizers.sharded import WeightLayout, on_shards
 
 DECAY_POWER = 0.8
 """Of the decay 1 - t^-0.8. Source: Shazeer and Stern, 2018."""
 
 
 class FactoredState(NamedTuple):
-    """Updates done; running means of squared gradients over the outputs and over the inputs of matrices, and whole
-    for vectors. Means keep the dims they were taken over, with size 1."""
+    """Number of updates; running means of squared gradients over the outputs and over the inputs of matrices, and
+    unreduced for vectors. Reduced dims have size 1."""
 
     count: Any
     rows: Params
@@ -30,64 +31,68 @@ class FactoredState(NamedTuple):
     whole: Params
 
 
-def scale_by_adafactor(places: Callable[[], Places], weights: dict[str, Updated]) -> optax.GradientTransformation:
-    """Gradients divided by the factored root of their second moments, each matrix clipped to RMS 1 and scaled by the
+def scale_by_adafactor(layout: Callable[[], WeightLayout], weights: dict[str, Updated]) -> optax.GradientTransformation:
+    """Divides gradients by the factored root of their second moments; clips each matrix to RMS 1 and scales it by the
     RMS of its weights. Source: Shazeer and Stern, 2018, algorithms 4 and 5, section 8.
 
-    ``weights`` are those of one device: which dims make up the matrices.
+    ``weights`` are unsharded; they say which dims make up the matrices.
     """
 
-    def left_out(name: str, kept: tuple[str, ...]) -> tuple[int, ...]:
-        """Axes of a weight's array that a mean over all other dims of its matrices lacks."""
+    def left_out(name: str) -> tuple[tuple[int, ...], ...]:
+        """Returns the axes that each mean of a weight reduces: outputs and inputs of matrices, none of vectors."""
         weight = weights[name]
-        held = {weight.layers, *weight.batch, *kept}
-        return tuple(i for i, dim in enumerate(stacked(weight, name).dims) if dim not in held)
+        if not weight.inputs:
+            return ((),)
+        dims, own = stacked(weight, name).dims, {weight.layers, *weight.batch}
+        kept = ({*own, *weight.inputs}, {*own, *outputs(weight)})
+        return tuple(tuple(i for i, dim in enumerate(dims) if dim not in each) for each in kept)
+
+    def state(count: jax.Array, means: dict[str, list[jax.Array]]) -> FactoredState:
+        matrices = [name for name in means if weights[name].inputs]
+        return FactoredState(
+            count,
+            {name: means[name][0] for name in matrices},
+            {name: means[name][1] for name in matrices},
+            {name: means[name][0] for name in means if not weights[name].inputs},
+        )
 
     def init(params: Params) -> FactoredState:
         def empty(name: str, over: tuple[int, ...]) -> jax.Array:
             shape = [1 if axis in over else size for axis, size in enumerate(params[name].shape)]
             return jnp.zeros(shape, jnp.float32)
 
-        matrices = [name for name in params if weights[name].inputs]
-        return FactoredState(
-            jnp.zeros((), jnp.int32),
-            {name: empty(name, left_out(name, weights[name].inputs)) for name in matrices},
-            {name: empty(name, left_out(name, outputs(weights[name]))) for name in matrices},
-            {name: empty(name, ()) for name in params if name not in matrices},
-        )
+        return state(jnp.zeros((), jnp.int32), {n: [empty(n, over) for over in left_out(n)] for n in params})
 
-    def update(grads: Params, state: FactoredState, params: Params | None = None) -> tuple[Params, FactoredState]:
+    def update(grads: Params, old: FactoredState, params: Params | None = None) -> tuple[Params, FactoredState]:
         assert params is not None
-        count, at = state.count + 1, places()
+        count, at = old.count + 1, layout()
         decay = 1 - count.astype(jnp.float32) ** -DECAY_POWER
-        found: dict[str, tuple[jax.Array, ...]] = {}
+        changes, after = Params(), dict[str, list[jax.Array]]()
         for name, grad in grads.items():
-            weight = at.weights[name]
-            if weight.inputs:
-                kept = ((weight.inputs, state.rows[name]), (outputs(weight), state.columns[name]))
-                means = [mean.squeeze(left_out(name, dims)) for dims, mean in kept]
-            else:
-                means = [state.whole[name]]
-            found[name] = _updated(at, weight, (grad, params[name]), means, decay)
-        after = FactoredState(
-            count,
-            {n: jnp.expand_dims(found[n][1], left_out(n, weights[n].inputs)) for n in state.rows},
-            {n: jnp.expand_dims(found[n][2], left_out(n, outputs(weights[n]))) for n in state.columns},
-            {n: found[n][1] for n in state.whole},
-        )
-        return {name: found[name][0] for name in grads}, after
+            axes = left_out(name)
+            before = (old.rows[name], old.columns[name]) if weights[name].inputs else (old.whole[name],)
+            means = [mean.squeeze(over) for mean, over in zip(before, axes, strict=True)]
+            changes[name], *means = _updated(at, at.weights[name], (grad, params[name]), means, decay)
+            after[name] = [jnp.expand_dims(mean, over) for mean, over in zip(means, axes, strict=True)]
+        return changes, state(count, after)
 
     return optax.GradientTransformation(init, update)
 
 
 def _updated(
-    places: Places, weight: Updated, values: tuple[jax.Array, jax.Array], means: list[jax.Array], decay: jax.Array
+    layout: WeightLayout, weight: Updated, values: tuple[jax.Array, jax.Array], means: list[jax.Array], decay: jax.Array
 ) -> tuple[jax.Array, ...]:
-    """The change of one weight, and its running means after it."""
+    """Returns the change of one weight, and its new running means."""
     *steps, _ = adafactor_steps(weight)
     first, keeping = steps[0], next(step for step in steps if "decay" in {array.name for array in step.inputs})
     (own,) = next(step.inputs for step in steps if step.result.name.endswith(".weights"))
     before = [array for array in keeping.inputs if array.name.endswith(".before")]
     after = [array for array in keeping.more if array.name.endswith(".after")]
     given = dict(zip((first.inputs[0], own, *before, keeping.inputs[-1]), (*values, *means, decay), strict=True))
-    return updated(places, steps, given, (steps[-1].result, *after))
+    results = (steps[-1].result, *after)
+
+    def body(*blocks: jax.Array) -> tuple[jax.Array, ...]:
+        env = run_update(steps, dict(zip(given, blocks, strict=True)))
+        return tuple(env[array] for array in results)
+
+    return on_shards(body, layout, given, results)

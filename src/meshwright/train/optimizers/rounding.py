@@ -1,4 +1,4 @@
-"""Rounding to two bytes: to the nearest value, or to one of the two neighbours with the right odds."""
+"""Rounding to two bytes: to the nearest value, or stochastically to one of the two neighbours."""
 
 from typing import Any
 
@@ -14,41 +14,37 @@ _SIGN, _INFINITY, _QUIET = 0x80000000, 0x7F800000, 0x00400000
 
 
 def round_to(values: jax.Array, dtype: Any, *, words: jax.Array | None = None) -> jax.Array:
-    """``values`` in another dtype: rounded to nearest, or at random where ``words`` are given and it is bfloat16.
+    """Casts ``values``: rounds to nearest, or stochastically where ``words`` are given and the dtype is bfloat16.
 
-    The random result is the neighbour above with the probability that makes its mean the value itself, so that
-    updates far below half a step of bfloat16 (2^-9 of the weight) are kept on average; to nearest they are lost.
-    ``words`` are two random numbers (uint32): the bits depend on them and on the place in the whole array, not on
-    how it is split over devices.
+    The probability of the upper neighbour makes the mean equal to the value, so that updates far below half a step of
+    bfloat16 (2^-9 of the weight) survive on average; rounded to nearest they are lost. ``words`` are two random
+    numbers (uint32): the bits depend on them and on the index in the global array, not on its sharding.
     """
     if words is None or dtype != jnp.bfloat16 or values.dtype != jnp.float32:
         return values.astype(dtype)
     bits = lax.bitcast_convert_type(values, jnp.uint32)
     magnitude = bits & jnp.uint32(_SIGN - 1)
-    # Adding uniform low bits carries into the kept ones with exactly the odds of the share that is cut off. What is no
-    # number must not carry, and a NaN of low bits only would become an infinity. All of it in whole numbers: with
-    # `isfinite` of the values, XLA's CPU compiler takes minutes over the update that computes them.
+    # Adding uniform low bits carries into the kept bits with the probability of the dropped share. NaNs and infinities
+    # must not carry, and a NaN with low bits only would become an infinity. In integers throughout: with `isfinite` of
+    # the values, XLA's CPU compiler takes minutes for the update that computes them.
     not_carried = bits | jnp.where(magnitude > _INFINITY, jnp.uint32(_QUIET), jnp.uint32(0))
     carried = jnp.where(magnitude < _INFINITY, bits + random_bits(values.shape, words), not_carried)
     return lax.bitcast_convert_type((carried >> _DROPPED).astype(jnp.uint16), jnp.bfloat16)
 
 
 def round_tree(tree: Any, like: Any, *, key: jax.Array | None = None) -> Any:
-    """Every array of ``tree`` in the dtype of its partner in ``like``; each has its own random bits."""
+    """Casts every array of ``tree`` to the dtype of its partner in ``like``; each has its own random bits."""
     values, structure = jax.tree.flatten(tree)
-    dtypes = [leaf.dtype for leaf in jax.tree.leaves(like)]
-    if key is None:
-        return jax.tree.unflatten(structure, [v.astype(d) for v, d in zip(values, dtypes, strict=True)])
-    words = jax.random.bits(key, (len(values), 2), jnp.uint32)
-    rounded = [round_to(v, d, words=words[i]) for i, (v, d) in enumerate(zip(values, dtypes, strict=True))]
-    return jax.tree.unflatten(structure, rounded)
+    words = [None] * len(values) if key is None else list(jax.random.bits(key, (len(values), 2), jnp.uint32))
+    partners = zip(values, jax.tree.leaves(like), words, strict=True)
+    return jax.tree.unflatten(structure, [round_to(value, leaf.dtype, words=word) for value, leaf, word in partners])
 
 
 def random_bits(shape: tuple[int, ...], words: jax.Array) -> jax.Array:
-    """`_DROPPED` random bits (uint32) for each place of an array: a hash of its number and the two words.
+    """Returns `_DROPPED` random bits (uint32) for each element of an array: a hash of its index and the two words.
 
-    Not JAX's own generator, which takes several times as long on a CPU; rounding asks for fair and unrelated bits, no
-    more. Places 2^32 apart share theirs.
+    JAX's own generator takes several times as long on a CPU; rounding needs fair and uncorrelated bits, no more.
+    Elements 2^32 apart share theirs.
     """
     number, stride = jnp.zeros(shape, jnp.uint32), 1
     for dim in reversed(range(len(shape))):
@@ -58,7 +54,7 @@ def random_bits(shape: tuple[int, ...], words: jax.Array) -> jax.Array:
 
 
 def _mixed(h: jax.Array) -> jax.Array:
-    """Every input bit spread over all output bits. Source: Wellons, hash-prospector, lowbias32."""
+    """Mixes every input bit into all output bits. Source: Wellons, hash-prospector, lowbias32."""
     h = (h ^ (h >> 16)) * jnp.uint32(0x7FEB352D)
     h = (h ^ (h >> 15)) * jnp.uint32(0x846CA68B)
     return h ^ (h >> 16)

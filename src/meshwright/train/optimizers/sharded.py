@@ -1,4 +1,4 @@
-"""Runs the derived steps of an optimizer on the shards of weights, in `shard_map` or on one device."""
+"""Runs the derived steps of an optimizer on shards of weights, in `shard_map` or on one device."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
@@ -9,49 +9,33 @@ from jax.sharding import AbstractMesh, Mesh
 from meshwright.algebra.derive import derive
 from meshwright.algebra.kinds import Updated
 from meshwright.algebra.notation import ShardedArray
-from meshwright.algebra.steps import Step
 from meshwright.algebra.transformer import transformer
-from meshwright.nn.interpreter import run_update
 from meshwright.parallel.mesh import partition_spec
 from meshwright.spec.model import Model
 from meshwright.spec.strategy import Strategy
 
-Arrays = dict[ShardedArray, jax.Array]
 
-
-class Places(NamedTuple):
-    """Where arrays lie: the mesh, None for one device, and every weight as its optimizer has it."""
+class WeightLayout(NamedTuple):
+    """The mesh, None for one device, and the sharding of every weight in its optimizer."""
 
     mesh: Mesh | AbstractMesh | None
     weights: Mapping[str, Updated]
 
 
-def on_one_device(model: Model) -> Places:
-    """Every weight of a model whole."""
-    return Places(None, derive(transformer(model), Strategy(mesh={})).weights)
+def on_one_device(model: Model) -> WeightLayout:
+    """Returns the layout of a model's weights on one device."""
+    return WeightLayout(None, derive(transformer(model), Strategy(mesh={})).weights)
 
 
 def on_shards(
     body: Callable[..., tuple[jax.Array, ...]],
-    places: Places,
+    layout: WeightLayout,
     given: Mapping[ShardedArray, jax.Array],
     results: Sequence[ShardedArray],
 ) -> tuple[jax.Array, ...]:
-    """``body`` of each device's blocks of the arrays ``given``, which makes blocks of ``results``."""
-    if places.mesh is None:
+    """Runs ``body`` on each device's shards of the arrays ``given``; it returns shards of ``results``."""
+    if layout.mesh is None:
         return body(*given.values())
     specs = tuple(partition_spec(array) for array in given)
     out = tuple(partition_spec(array) for array in results)
-    return jax.shard_map(body, mesh=places.mesh, in_specs=specs, out_specs=out, check_vma=False)(*given.values())
-
-
-def updated(
-    places: Places, steps: Sequence[Step], given: Mapping[ShardedArray, jax.Array], results: Sequence[ShardedArray]
-) -> tuple[jax.Array, ...]:
-    """Arrays that the steps make of those given."""
-
-    def body(*blocks: jax.Array) -> tuple[jax.Array, ...]:
-        env = run_update(steps, dict(zip(given, blocks, strict=True)))
-        return tuple(env[array] for array in results)
-
-    return on_shards(body, places, given, results)
+    return jax.shard_map(body, mesh=layout.mesh, in_specs=specs, out_specs=out, check_vma=False)(*given.values())

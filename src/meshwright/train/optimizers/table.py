@@ -1,8 +1,8 @@
-"""Optimizers of sharded weights: moments, float32 copies, rounding and running mean in one update.
+"""Optimizers of sharded weights: moments, float32 weights, rounding and running mean in one update.
 
 How to use it::
 
-    optimizer = make_optimizer(model, settings, strategy.state, places=lambda: Places(mesh, shard_specs))
+    optimizer = make_optimizer(model, settings, strategy.state, layout=lambda: WeightLayout(mesh, shard_specs))
     optimizer = from_optax(optax.adamw(3e-4), state=strategy.state)  # or any of optax's
     state = optimizer.init(params)                                   # OptState
     params, state = optimizer.update(grads, state, params)           # new weights, not their changes
@@ -14,32 +14,32 @@ the same on every mesh. The update of AdamW and Lion is elementwise and so needs
 weights and state are split alike; Adafactor needs small sums, Muon whole matrices: both run their derived steps.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import PartitionSpec
-from jax.tree_util import DictKey, KeyPath
+from jax.tree_util import KeyPath
 from optax import GradientTransformation
 
+from meshwright.algebra.ops.muon import orthogonalises
 from meshwright.core.errors import InputError, nearest
 from meshwright.nn.weights import Params
+from meshwright.parallel.optimizer import Optimizer, weight_of
 from meshwright.spec.model import Model
 from meshwright.spec.strategy import STATE_BYTES
 from meshwright.train.optimizers.adafactor import scale_by_adafactor
-from meshwright.train.optimizers.average import start_average, update_average
-from meshwright.train.optimizers.muon import inside_layers, scale_by_muon
+from meshwright.train.optimizers.muon import scale_by_muon
 from meshwright.train.optimizers.rounding import round_to, round_tree
 from meshwright.train.optimizers.schedules import learning_rate
-from meshwright.train.optimizers.sharded import Places, on_one_device
+from meshwright.train.optimizers.sharded import WeightLayout, on_one_device
 from meshwright.train.settings import Rounding, TrainSettings
 
 
 class OptState(NamedTuple):
-    """What an optimizer keeps: the number of updates done, optax's state, float32 weights where those of the model
-    have two bytes and the training state keeps them (else no entries), and the running mean (no entries without)."""
+    """The state of an optimizer: the number of updates, optax's state, float32 weights where the training state keeps
+    them beside two-byte ones (else empty), and the running mean (else empty)."""
 
     count: Any
     inner: Any
@@ -47,32 +47,20 @@ class OptState(NamedTuple):
     average: Params
 
 
-class Optimizer(NamedTuple):
-    """``init(params) -> OptState`` and ``update(grads, state, params) -> (new params, new OptState)``."""
-
-    init: Callable[[Params], OptState]
-    update: Callable[[Params, OptState, Params], tuple[Params, OptState]]
-    kind: str = "adamw"
-
-    def specs(self, param_shapes: Params, param_specs: Mapping[str, PartitionSpec]) -> OptState:
-        """The sharding of each array of the state, as `TrainStep` asks for it; see `state_specs`."""
-        return state_specs(self, param_shapes, param_specs)
-
-
 def make_optimizer(
     model: Model,
     settings: TrainSettings,
     strategy_state: str = "fp32",
     *,
-    places: Callable[[], Places] | None = None,
+    layout: Callable[[], WeightLayout] | None = None,
 ) -> Optimizer:
-    """The optimizer that the settings name, for a training state of `spec.strategy.STATE_BYTES`.
+    """Returns the optimizer that the settings name, for a training state of `spec.strategy.STATE_BYTES`.
 
-    ``places`` says the mesh and the shards on which the derived steps of Muon and Adafactor run; one device without.
-    It is asked when the update is traced, for the step that knows them is made with its optimizer.
+    ``layout`` gives the mesh and the shards for the derived steps of Muon and Adafactor, by default one device.
+    It is called when the update is traced, since the step that knows them is made with its optimizer.
     """
     optimizer = from_optax(
-        transformation(model, settings, places),
+        transformation(model, settings, layout),
         state=strategy_state,
         rounding=settings.rounding,
         seed=settings.seed,
@@ -89,7 +77,7 @@ def from_optax(
     seed: int = 0,
     average: float = 0.0,
 ) -> Optimizer:
-    """Any optax optimizer as an `Optimizer`. It computes in float32 whatever the dtype of the weights.
+    """Wraps any optax optimizer as an `Optimizer` that computes in float32 whatever the dtype of the weights.
 
     Moments stay float32, but have two bytes in the state "pure-16bit". The states of name "bf16-master..." keep
     float32 weights, of which the model's are the nearest two-byte values; otherwise two-byte weights and moments are
@@ -110,12 +98,12 @@ def from_optax(
         wide = old.master or _float32(params)
         changes, moments = inner.update(_float32(grads), _float32(old.inner), wide)
         moved: Params = jax.tree.map(jnp.add, wide, changes)
-        of_weights, of_moments = _keys(rounding, seed, old.count)
+        of_weights = of_moments = None
+        if rounding == "stochastic":
+            of_weights, of_moments = jax.random.split(jax.random.fold_in(jax.random.key(seed), old.count))
         new = round_tree(moved, params, key=None if keeps_master else of_weights)
-        count = old.count + 1
-        mean = (
-            update_average(old.average, moved if keeps_master else new, decay=average, count=count) if average else {}
-        )
+        count, exact = old.count + 1, moved if keeps_master else new
+        mean = update_average(old.average, exact, decay=average, count=count) if average else {}
         moments = round_tree(moments, old.inner, key=of_moments)
         return new, OptState(count, moments, moved if keeps_master else {}, mean)
 
@@ -123,39 +111,63 @@ def from_optax(
 
 
 def averaged(state: OptState, params: Params) -> Params:
-    """The running mean in the dtypes of the weights, or the weights themselves where none is kept."""
+    """Returns the running mean in the dtypes of the weights, or the weights where none is kept."""
     if not state.average:
         return params
     return {name: round_to(state.average[name], array.dtype) for name, array in params.items()}
 
 
 def _float32(tree: Any) -> Any:
-    """Arrays of floating point as float32; counters stay."""
+    """Casts arrays of floating point to float32; counters stay."""
     return jax.tree.map(lambda a: a.astype(jnp.float32) if jnp.issubdtype(a.dtype, jnp.floating) else a, tree)
 
 
-def _keys(rounding: Rounding, seed: int, count: jax.Array) -> tuple[jax.Array | None, jax.Array | None]:
-    """Random keys of one update for weights and for moments; none when rounding to nearest."""
-    if rounding == "nearest":
-        return None, None
-    weights, moments = jax.random.split(jax.random.fold_in(jax.random.key(seed), count))
-    return weights, moments
+def _narrow_moments(moments: Any, params: Params) -> Any:
+    """Casts the arrays of weights to bfloat16; counters and constants stay."""
+
+    def narrow(path: KeyPath, leaf: jax.Array) -> jax.Array:
+        kept = weight_of(path, params) is not None and leaf.dtype == jnp.float32
+        return leaf.astype(jnp.bfloat16) if kept else leaf
+
+    return jax.tree_util.tree_map_with_path(narrow, moments)
+
+
+def start_average(params: Params) -> Params:
+    """Returns the mean before the first update: a copy of the weights."""
+    # Without a copy `jit` would return the same buffer, which could then not be donated.
+    return {name: jnp.copy(array).astype(jnp.float32) for name, array in params.items()}
+
+
+def average_decay(decay: float, count: Any) -> Any:
+    """Returns the decay at update ``count`` (from 1): min(decay, (1 + count) / (10 + count)).
+
+    Without this warm-up the untrained weights would stay in the mean for about 1 / (1 - decay) updates; with it the
+    mean needs no bias correction. Source: TensorFlow's ExponentialMovingAverage (num_updates).
+    """
+    number = jnp.asarray(count, jnp.float32)
+    return jnp.minimum(decay, (1 + number) / (10 + number))
+
+
+def update_average(average: Params, params: Params, *, decay: float, count: Any) -> Params:
+    """Moves the mean towards the new weights by 1 - `average_decay`."""
+    share = 1 - average_decay(decay, count)
+    return jax.tree.map(lambda mean, new: mean + share * (new.astype(jnp.float32) - mean), average, params)
 
 
 # -- what the settings name ------------------------------------------------------------------------
 
 
 def transformation(
-    model: Model, settings: TrainSettings, places: Callable[[], Places] | None = None
+    model: Model, settings: TrainSettings, layout: Callable[[], WeightLayout] | None = None
 ) -> GradientTransformation:
-    """AdamW, Lion, Adafactor or Muon as optax writes them: scaled, decayed (matrices only), times the rate.
+    """Returns AdamW, Lion, Adafactor or Muon as an optax chain: scaled, decayed (matrices only), times the rate.
 
-    Muon takes the matrices of the layers; embeddings, the unembedding and vectors go to AdamW, at the same rate.
+    Muon updates the matrices of layers; AdamW updates embeddings, the unembedding and vectors, at the same rate.
     Sources: Loshchilov and Hutter, 2019; Chen et al., 2023; Shazeer and Stern, 2018; Jordan, 2024.
     """
     plain = on_one_device(model)
     matrices = frozenset(name for name, weight in plain.weights.items() if weight.inputs)
-    at = places or (lambda: plain)
+    at = layout or (lambda: plain)
     if settings.optimizer == "adafactor":
         return _chain(scale_by_adafactor(at, dict(plain.weights)), settings, matrices)
     if settings.optimizer == "lion":
@@ -163,15 +175,14 @@ def transformation(
     adamw = _chain(optax.scale_by_adam(settings.beta1, settings.beta2, eps=settings.epsilon), settings, matrices)
     if settings.optimizer == "adamw":
         return adamw
-    inside = inside_layers(plain.weights.values())
     muon = _chain(scale_by_muon(settings.momentum, at), settings, matrices)
-    return _by_name(lambda name: "muon" if name in inside else "adamw", {"muon": muon, "adamw": adamw})
+    return _of_layers(frozenset(n for n, weight in plain.weights.items() if orthogonalises(weight)), muon, adamw)
 
 
 def _chain(
     scaled: GradientTransformation, settings: TrainSettings, matrices: Collection[str]
 ) -> GradientTransformation:
-    """Scaled gradients, plus the decay of matrices, times minus the rate."""
+    """Chains scaled gradients, the decay of matrices, and the negative rate."""
     return optax.chain(
         scaled,
         optax.add_decayed_weights(settings.weight_decay, lambda params: {n: n in matrices for n in params}),
@@ -179,11 +190,14 @@ def _chain(
     )
 
 
-def _by_name(choose: Callable[[str], str], parts: Mapping[str, GradientTransformation]) -> GradientTransformation:
-    """Several transformations, each of the arrays that ``choose`` gives it."""
+def _of_layers(
+    inside: Collection[str], muon: GradientTransformation, adamw: GradientTransformation
+) -> GradientTransformation:
+    """Applies ``muon`` to the weights ``inside`` and ``adamw`` to all others."""
+    parts = {"muon": muon, "adamw": adamw}
 
     def split(tree: Params) -> dict[str, Params]:
-        return {part: {n: a for n, a in tree.items() if choose(n) == part} for part in parts}
+        return {part: {n: a for n, a in tree.items() if (n in inside) == (part == "muon")} for part in parts}
 
     def init(params: Any) -> Any:
         return {part: parts[part].init(mine) for part, mine in split(params).items()}
@@ -195,41 +209,3 @@ def _by_name(choose: Callable[[str], str], parts: Mapping[str, GradientTransform
         return {name: changes[name] for name in grads}, {part: new for part, (_, new) in found.items()}
 
     return GradientTransformation(init, update)
-
-
-# -- where the state lies --------------------------------------------------------------------------
-
-
-def state_specs(optimizer: Optimizer, param_shapes: Params, param_specs: Mapping[str, PartitionSpec]) -> Any:
-    """The sharding of each array of the optimizer's state, given those of the weights' shards.
-
-    An array kept for a weight (found by its name) is split as that weight in every dim that it has whole; dims of
-    size 1, over which a mean was taken, and counters lie on every device.
-    """
-    shapes = jax.eval_shape(optimizer.init, param_shapes)
-
-    def spec(path: KeyPath, leaf: Any) -> PartitionSpec:
-        name = weight_of(path, param_specs)
-        if name is None or len(leaf.shape) != len(param_shapes[name].shape):
-            return PartitionSpec()
-        parts = [*param_specs[name], *[None] * len(leaf.shape)]
-        sizes = zip(leaf.shape, param_shapes[name].shape, parts, strict=False)
-        return PartitionSpec(*(part if mine == whole else None for mine, whole, part in sizes))
-
-    return jax.tree_util.tree_map_with_path(spec, shapes)
-
-
-def weight_of(path: KeyPath, names: Mapping[str, Any]) -> str | None:
-    """The weight to which an array of a state belongs: the last key of a dict on its path that names one."""
-    keys = [key.key for key in path if isinstance(key, DictKey) and key.key in names]
-    return keys[-1] if keys else None
-
-
-def _narrow_moments(moments: Any, params: Params) -> Any:
-    """Arrays kept for a weight as bfloat16; counters and constants as they are."""
-
-    def narrow(path: KeyPath, leaf: jax.Array) -> jax.Array:
-        kept = weight_of(path, params) is not None and leaf.dtype == jnp.float32
-        return leaf.astype(jnp.bfloat16) if kept else leaf
-
-    return jax.tree_util.tree_map_with_path(narrow, moments)

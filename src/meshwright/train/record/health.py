@@ -1,4 +1,4 @@
-"""Which array first held a value that is no number, found on the devices in one small program."""
+"""Finds the first array with a value that is not finite, on the devices."""
 
 from collections.abc import Mapping
 from functools import lru_cache
@@ -8,30 +8,49 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jax.tree_util import DictKey, KeyPath
+from jax.tree_util import KeyPath
 
 from meshwright.algebra.transformer import layer_kinds, local_name, weight_variables
+from meshwright.parallel.optimizer import weight_of
+from meshwright.parallel.train_step import State, TrainStep
 from meshwright.spec.model import Model
 
 
-def non_finite(tree: Any, model: Model) -> str | None:
-    """The first array with a NaN or an infinity: "layers.wq of layer 3 holds NaN"; None when all are finite.
+def where_not_finite(step: TrainStep, state: State, batch: Any) -> str:
+    """Explains a step without a finite loss or gradient: names a weight, a gradient, or the loss alone.
 
-    ``tree`` is any tree of arrays; those under the name of a weight come first, in the order of the program, and
-    those of the layers are told apart by layer.
+    Checks the weights first; if they are finite, computes the gradients of the batch again. If those are finite too,
+    the weights have changed since, and only the loss is known to have been bad. Layers are numbered as in the model,
+    whatever their order in the stages of a pipeline.
+    """
+    weights = non_finite(step.to_canonical(state.params), step.model)
+    if weights:
+        return f"in the weights after it, {weights}"
+    gradients = non_finite(step.to_canonical(step.gradients(state.params, batch)[1]), step.model)
+    if gradients:
+        return f"all weights are finite; in its gradients, {gradients}"
+    return "weights and gradients are finite"
+
+
+def non_finite(tree: Any, model: Model) -> str | None:
+    """Returns the first array with a NaN or an infinity, "layers.wq of layer 3 holds NaN"; None when all are finite.
+
+    Arrays with the name of a weight come first, in the order of the program, and layers are named one by one.
     """
     layers = _layers(model)
     order = {name: place for place, name in enumerate(layers)}
-    found = [(path, leaf) for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0] if _is_float(leaf)]
-    if not found:
+    arrays = [
+        (weight_of(path, order), path, leaf)
+        for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]
+        if jnp.issubdtype(leaf.dtype, jnp.floating)
+    ]
+    if not arrays:
         return None
-    found.sort(key=lambda item: order.get(_weight(item[0], order) or "", len(order)))
-    names = [_weight(path, order) for path, _ in found]
-    stacked = tuple(
-        bool(name and layers[name][1]) and leaf.ndim > 0 for name, (_, leaf) in zip(names, found, strict=True)
-    )
-    flags = _flags_on(_mesh(found[0][1]))([leaf for _, leaf in found], stacked)
-    for (path, _), name, flag in zip(found, names, flags, strict=True):
+    arrays.sort(key=lambda array: order.get(array[0] or "", len(order)))
+    stacked = tuple(bool(name and layers[name][1]) and leaf.ndim > 0 for name, _, leaf in arrays)
+    mesh = getattr(getattr(arrays[0][2], "sharding", None), "mesh", None)
+    flags = _flags_on(mesh if isinstance(mesh, Mesh) else None)([leaf for *_, leaf in arrays], stacked)
+    for (name, path, _), flag in zip(arrays, flags, strict=True):
         nan, infinite = np.asarray(flag)
         bad = nan | infinite
         if bad.any():
@@ -41,7 +60,7 @@ def non_finite(tree: Any, model: Model) -> str | None:
 
 
 def _layers(model: Model) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Variable of the program, in its order -> the weight's name and the layers that are stacked in it."""
+    """Returns variable of the program, in order -> the weight's name and the layers that it stacks."""
     kinds = layer_kinds(model)
     found: dict[str, tuple[str, tuple[int, ...]]] = {}
     for variable, (weight, _) in weight_variables(model).items():
@@ -53,18 +72,9 @@ def _layers(model: Model) -> dict[str, tuple[str, tuple[int, ...]]]:
     return found
 
 
-def _is_float(leaf: Any) -> bool:
-    return jnp.issubdtype(leaf.dtype, jnp.floating)
-
-
-def _weight(path: KeyPath, known: Mapping[str, Any]) -> str | None:
-    keys = [key.key for key in path if isinstance(key, DictKey) and key.key in known]
-    return keys[-1] if keys else None
-
-
 def _words(path: KeyPath, name: str | None, layers: Mapping[str, tuple[str, tuple[int, ...]]], index: int) -> str:
-    """``inner.mu: layers.wq of layer 3``, without what stands before the weight where nothing does."""
-    keys = [str(next(getattr(key, part) for part in ("key", "name", "idx") if hasattr(key, part))) for key in path]
+    """Returns ``inner.mu: layers.wq of layer 3``; without a prefix for a weight at the root."""
+    keys = [jax.tree_util.keystr((key,), simple=True) for key in path]
     if name is None:
         return ".".join(keys)
     before, (weight, mine) = ".".join(key for key in keys if key != name), layers[name]
@@ -73,7 +83,7 @@ def _words(path: KeyPath, name: str | None, layers: Mapping[str, tuple[str, tupl
 
 @lru_cache
 def _flags_on(mesh: Mesh | None) -> Any:
-    """Jitted (arrays, which are stacked) -> [2, layers or 1] booleans each, NaN and infinity, on every device."""
+    """Jitted (arrays, which are stacked) -> [2, layers or 1] booleans for each, NaN and infinity, replicated."""
     everywhere = None if mesh is None else NamedSharding(mesh, PartitionSpec())
     return jax.jit(_flags, static_argnums=1, out_shardings=everywhere)
 
@@ -84,8 +94,3 @@ def _flags(arrays: list[jax.Array], stacked: tuple[bool, ...]) -> list[jax.Array
         return jnp.stack([jnp.isnan(array).any(over).reshape(-1), jnp.isinf(array).any(over).reshape(-1)])
 
     return [flags(array, by_layer) for array, by_layer in zip(arrays, stacked, strict=True)]
-
-
-def _mesh(array: Any) -> Mesh | None:
-    mesh = getattr(getattr(array, "sharding", None), "mesh", None)
-    return mesh if isinstance(mesh, Mesh) else None

@@ -1,10 +1,9 @@
-"""What is said about each step: the record in metrics.jsonl and the live line."""
+"""The record of each step in metrics.jsonl, and the live line."""
 
 import statistics
 import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
-from types import TracebackType
 from typing import Any, Self
 
 import jax
@@ -20,14 +19,14 @@ from rich.text import Text
 from meshwright.core.units import format_count, format_seconds
 
 WARMUP_STEPS_UNTIMED = 2
-"""The first steps also fill caches and allocate, so they are left out of the median."""
+"""The first steps also fill caches and allocate memory, so the median excludes them."""
 BAR_WIDTH = 12
 
 
 class StepRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One line of metrics.jsonl: steps count from 1, loss is the mean per counted label of the global batch.
 
-    ``extras`` are further numbers that the step reports: of a model with experts what `over_layers` says.
+    ``extras`` are further numbers of the step: of a model with experts those of `over_layers`.
     """
 
     step: int
@@ -52,7 +51,7 @@ class EvaluationRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
 
 def on_host(tree: Any) -> Any:
-    """Every array of a tree as NumPy, on every process; what only other processes hold is fetched from them."""
+    """Returns a tree as NumPy arrays on every process; fetches the shards of other processes."""
 
     def reachable(array: jax.Array) -> Any:
         here = array.is_fully_addressable or array.is_fully_replicated
@@ -62,12 +61,12 @@ def on_host(tree: Any) -> Any:
 
 
 def over_layers(extras: Mapping[str, np.ndarray]) -> dict[str, float]:
-    """One number for what the layers with experts report each: the largest load, the mean of everything else."""
+    """Reduces the metrics of layers with experts: the maximum of loads, the mean of all others."""
     return {name: float(np.max(a) if name == "load_max_over_mean" else np.mean(a)) for name, a in extras.items()}
 
 
 def typical_step_s(step_s: Sequence[float]) -> float | None:
-    """The median after the first two steps, of all steps when there are no more, None without any."""
+    """Returns the median after the first two steps, of all steps if there are no more, None without any."""
     timed = step_s[WARMUP_STEPS_UNTIMED:] or step_s
     return statistics.median(timed) if timed else None
 
@@ -75,7 +74,7 @@ def typical_step_s(step_s: Sequence[float]) -> float | None:
 class LiveLine:
     """One line on stderr that is rewritten on a terminal, else a plain line every ``every`` steps.
 
-    With ``shown`` False it says nothing: of many processes one speaks.
+    With ``shown`` False it prints nothing: only one process prints.
     """
 
     def __init__(self, *, steps: int, every: int, shown: bool = True) -> None:
@@ -89,19 +88,19 @@ class LiveLine:
             self._live.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._live:
             self._live.stop()
 
     def say(self, text: str) -> None:
-        """A message of its own line, above the live line."""
+        """Prints a message above the live line."""
         if self._live:
             self._live.console.print(Text(text))
         elif self.shown:
             print(text, file=sys.stderr, flush=True)
 
     def show(self, record: StepRecord) -> None:
-        """The newest step."""
+        """Shows the newest step."""
         self._recent_s.append(record.step_s)
         if self._live:
             self._live.update(self._bar(record), refresh=True)
@@ -121,8 +120,8 @@ class LiveLine:
 
 
 def describe(record: StepRecord, steps: int) -> str:
-    """``step 20/100  loss 4.812  6.1 k tokens/s  step 336 ms (predicted 310 ms)  MFU 41%``; of experts the load of the
-    busiest one over the mean, and the share of choices that got no slot."""
+    """Returns ``step 20/100  loss 4.812  6.1 k tokens/s  step 336 ms (predicted 310 ms)  MFU 41%``; for experts also
+    the largest load over the mean, and the share of choices without a slot."""
     parts = [
         f"step {record.step}/{steps}",
         f"loss {record.loss:.3f}",

@@ -1,22 +1,22 @@
-"""What a run came to: losses, times, memory."""
+"""The result of a run: losses, times, memory, and the parts of its wall time."""
 
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
 
 import jax
 import msgspec
 
-from meshwright.spec.plan_file import Prediction
-from meshwright.train.record.goodput import Goodput
-from meshwright.train.record.metrics import EvaluationRecord, typical_step_s
+from meshwright.train.record.metrics import EvaluationRecord
 
 
 class MemoryUse(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Bytes on one device: shards of what the step is given, and what the compiler adds while it runs.
+    """Bytes on one device: shards of the step's arguments, and the compiler's temporaries.
 
-    ``temporaries_bytes`` are activations, gathered weights, gradients and buffers of collectives; None where
-    the backend does not say. ``peak_bytes`` is the most that the device ever held, where it counts that.
+    ``temporaries_bytes`` are activations, gathered weights, gradients and buffers of collectives; None if the backend
+    does not report them. ``peak_bytes`` is the device's peak memory, if it reports that.
     """
 
     weights_bytes: int
@@ -27,12 +27,41 @@ class MemoryUse(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     @property
     def total_bytes(self) -> int:
-        """All of it; what the compiler did not say counts nothing."""
+        """Sum of all; unreported temporaries count 0."""
         return self.weights_bytes + self.optimizer_bytes + self.batch_bytes + (self.temporaries_bytes or 0)
 
 
+class Goodput(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Seconds of one start of a run, from the first thing it did to its summary.
+
+    ``steps_s`` is the time in training steps; ``checkpoint_s`` the time that steps waited for checkpoints, without
+    writing in the background; ``data_s`` the time that they waited for batches. ``lost_s`` are steps of an earlier
+    start that this one repeats, since no checkpoint has them. The rest of ``wall_s`` is start-up, logging and files.
+    """
+
+    wall_s: float
+    steps_s: float
+    compile_s: float = 0.0
+    checkpoint_s: float = 0.0
+    evaluation_s: float = 0.0
+    data_s: float = 0.0
+    lost_steps: int = 0
+    lost_s: float = 0.0
+
+    @property
+    def share(self) -> float:
+        """Goodput: the time in steps over the wall time."""
+        return self.steps_s / self.wall_s
+
+    @property
+    def other_s(self) -> float:
+        """Wall time outside of the counted parts."""
+        counted = self.steps_s + self.compile_s + self.checkpoint_s + self.evaluation_s + self.data_s
+        return max(0.0, self.wall_s - counted)
+
+
 class TrainResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a run came to. ``step_s`` is the median after the first two steps; compiling is in ``compile_s``.
+    """The result of a run. ``step_s`` is the median after the first two steps; compiling is in ``compile_s``.
 
     ``steps`` and ``losses`` are of the whole run, ``resumed_from`` the step at which this start took over (None for
     the first); times and ``goodput`` are of this start.
@@ -57,7 +86,7 @@ class TrainResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 def measured_memory(state: Any, batch: Any, compiled: Any) -> MemoryUse:
-    """What the first device of this process holds for a compiled step."""
+    """Measures the memory of a compiled step on the first device of this process."""
     device = jax.local_devices()[0]
 
     def held(tree: Any) -> int:
@@ -73,44 +102,41 @@ def measured_memory(state: Any, batch: Any, compiled: Any) -> MemoryUse:
     )
 
 
-def with_peak(memory: MemoryUse | None) -> MemoryUse | None:
-    """The same with the most that the device held until now, where it counts that."""
+def peak_bytes() -> int | None:
+    """Returns the peak memory of the first device of this process, if it reports that."""
     counted = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
-    return msgspec.structs.replace(memory, peak_bytes=int(counted)) if memory and counted else memory
+    return int(counted) if counted else None
 
 
-def make_result(
-    run: Path,
-    *,
-    done: int,
-    wanted: int,
-    tokens_per_step: int,
-    losses: Sequence[float],
-    step_s: Sequence[float],
-    predicted: Prediction[float] | None,
-    goodput: Goodput,
-    memory: MemoryUse | None,
-    evaluations: Sequence[EvaluationRecord],
-    resumed_from: int | None,
-) -> TrainResult:
-    """The result after ``done`` of ``wanted`` steps: ``losses`` of all of them, ``step_s`` of those of this start."""
-    typical = typical_step_s(step_s)
-    mfu, hfu = predicted.measured(typical) if predicted and typical else (None, None)
-    return TrainResult(
-        run=str(run),
-        steps=done,
-        stopped=done < wanted,
-        losses=list(losses),
-        validation_loss=evaluations[-1].loss if evaluations and evaluations[-1].step == done else None,
-        step_s=typical,
-        step_s_predicted=predicted.step_s if predicted else None,
-        tokens_per_s=tokens_per_step / typical if typical else None,
-        mfu=mfu,
-        hfu=hfu,
-        compile_s=goodput.compile_s,
-        memory=with_peak(memory),
-        goodput=goodput,
-        evaluations=list(evaluations),
-        resumed_from=resumed_from,
-        processes=jax.process_count(),
-    )
+Part = Literal["compile", "checkpoint", "evaluation", "data"]
+
+
+class Stopwatch:
+    """Adds up the seconds of each part, from its creation on."""
+
+    def __init__(self) -> None:
+        self._start = time.perf_counter()
+        self._spent: Counter[Part] = Counter()
+
+    @contextmanager
+    def timed(self, part: Part) -> Iterator[None]:
+        """Counts the time of its context as ``part``."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.add(part, time.perf_counter() - start)
+
+    def add(self, part: Part, seconds: float) -> None:
+        """Counts these seconds as ``part``."""
+        self._spent[part] += seconds  # type: ignore[assignment]
+
+    def seconds(self, part: Part) -> float:
+        """Returns the seconds of ``part`` so far."""
+        return self._spent[part]
+
+    def goodput(self, *, steps_s: float, lost_steps: int = 0, lost_s: float = 0.0) -> Goodput:
+        """Returns all parts so far."""
+        parts = {f"{part}_s": float(seconds) for part, seconds in self._spent.items()}
+        wall = time.perf_counter() - self._start
+        return Goodput(wall_s=wall, steps_s=steps_s, lost_steps=lost_steps, lost_s=lost_s, **parts)

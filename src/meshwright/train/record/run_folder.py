@@ -1,4 +1,4 @@
-"""The folder a run leaves behind. A new run never writes over another; a resumed one goes on in its own."""
+"""The folder of a run. A new run never overwrites another; a resumed one continues in its own."""
 
 import contextlib
 import fcntl
@@ -8,7 +8,6 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import msgspec
@@ -24,7 +23,7 @@ RESOLVED, PLAN = "resolved.toml", "plan.toml"
 
 
 def create_run_folder(root: Path, name: str) -> Path:
-    """``root/name-001``, or the next free number, made here and empty.
+    """Creates ``root/name-001``, or the next free number.
 
     Raises CannotRunError when the folder cannot be made.
     """
@@ -46,10 +45,10 @@ def create_run_folder(root: Path, name: str) -> Path:
 
 @contextmanager
 def held_alone(run: Path) -> Iterator[None]:
-    """A run's folder for this process alone: two that go on with one run would write over each other.
+    """Locks a run's folder for this process: two that resume one run would overwrite each other's files.
 
-    The lock goes with its process, however that ends; where the file system has none, nothing is held. Raises
-    CannotRunError when another process holds the folder.
+    The lock ends with its process; on a file system without locks there is none. Raises CannotRunError when another
+    process has the lock.
     """
     handle = os.open(run, os.O_RDONLY)
     try:
@@ -68,9 +67,9 @@ def held_alone(run: Path) -> Iterator[None]:
 
 
 def newest_run(root: Path, name: str) -> Path:
-    """The run of this name with the highest number. Raises InputError when there is none.
+    """Returns the run of this name with the highest number. Raises InputError when there is none.
 
-    One that ended before it wrote its settings has nothing to go on from, and does not count.
+    A run that ended before it wrote its settings does not count.
     """
     stem = _stem(name)
     folders = [path for path in root.iterdir() if (path / RESOLVED).is_file()] if root.is_dir() else []
@@ -90,7 +89,7 @@ def _number(name: str, stem: str) -> int:
 
 
 def read_resolved(run: Path) -> dict[str, Any]:
-    """The tables model, strategy, job and train that a run was last started with.
+    """Reads the tables model, strategy, job and train of the last start of a run.
 
     Raises InputError when the folder is not that of a run.
     """
@@ -101,9 +100,9 @@ def read_resolved(run: Path) -> dict[str, Any]:
 
 
 def require_same_model(run: Path, model: Model) -> None:
-    """Raise InputError that names the first field in which the run's model is another.
+    """Raises InputError that names the first field in which the run's model differs.
 
-    A field that the run's version did not have yet counts as its default.
+    A field that is newer than the run counts as its default.
     """
     ours = _table_of(model)
     theirs = read_resolved(run).get("model", {})
@@ -122,7 +121,7 @@ def _table_of(model: Model) -> dict[str, Any]:
 
 
 def read_summary(run: Path) -> dict[str, Any]:
-    """The summary of a run that came to an end; empty for one that did not."""
+    """Reads the summary of a run; empty for one without an end."""
     try:
         return msgspec.json.decode((run / SUMMARY).read_bytes(), type=dict[str, Any])
     except (OSError, msgspec.DecodeError):
@@ -130,13 +129,13 @@ def read_summary(run: Path) -> dict[str, Any]:
 
 
 def finished_steps(run: Path) -> int | None:
-    """The steps of a run that did all of them; None for one that stopped before, or broke off."""
+    """Returns the steps of a complete run; None for one that stopped or failed."""
     summary = read_summary(run)
     return summary["steps"] if summary and not summary["stopped"] and not summary["diverged"] else None
 
 
 class Kept(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a resumed run has of its earlier steps: the losses it keeps, and the steps it has to do again."""
+    """Earlier steps of a resumed run: the losses that it keeps, and the steps that it repeats."""
 
     losses: list[float] = []
     lost_steps: int = 0
@@ -146,9 +145,9 @@ class Kept(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 class RunFolder:
     """Files of one run: texts at its start, a line of metrics each step, a summary at its end.
 
-    ``step`` is where a resumed run goes on; lines of later steps, which it does again, are taken out, and so is what
-    an earlier start wrote at its end: its weights would be older than the newest checkpoint. With
-    ``writes`` False nothing is touched: of many processes one writes.
+    ``step`` is where a resumed run continues; lines of later steps, which it repeats, are removed, and so are the files
+    of an earlier end: its weights would be older than the newest checkpoint. With ``writes`` False no file is touched:
+    only one process writes.
     """
 
     def __init__(self, path: Path, texts: Mapping[str, str], *, step: int | None = None, writes: bool = True) -> None:
@@ -158,47 +157,46 @@ class RunFolder:
         for name, text in texts.items():
             write_text_whole(path / name, text)
         if step is not None:
-            self.kept = _kept(_cut(path / METRICS, step), step)
+            records = _cut(path / METRICS, step)
+            again = [record["step_s"] for record in records if record["step"] > step]
+            losses = [record["loss"] for record in records if record["step"] <= step]
+            self.kept = Kept(losses=losses, lost_steps=len(again), lost_s=float(sum(again)))
             _cut(path / EVALUATIONS, step)
-            _without_end(path)
-        # Unbuffered: a run that dies leaves every finished step behind.
+            # The summary first: without it the run does not count as ended.
+            for pattern in (SUMMARY, "config.json", "*.safetensors", "*.safetensors.index.json"):
+                for file in path.glob(pattern):
+                    file.unlink()
+        # Unbuffered: a killed run leaves every finished step.
         self._metrics = (path / METRICS).open("xb" if step is None else "ab", buffering=0)
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         if self.writes:
             self._metrics.close()
 
     def record(self, record: StepRecord) -> None:
-        """One line of metrics; a loss that is not finite becomes null, since JSON has no NaN."""
+        """Writes a line of metrics; a loss that is not finite becomes null, since JSON has no NaN."""
         if self.writes:
             self._metrics.write(msgspec.json.encode(record) + b"\n")
 
     def evaluated(self, record: EvaluationRecord) -> None:
-        """One line of evaluations, in place of an earlier start's of the same step."""
+        """Writes a line of evaluations, and removes an earlier one of the same step."""
         if self.writes:
             _cut(self.path / EVALUATIONS, record.step - 1)
             with (self.path / EVALUATIONS).open("ab", buffering=0) as file:
                 file.write(msgspec.json.encode(record) + b"\n")
 
     def summarise(self, summary: Any) -> None:
-        """``summary.json``, whole or absent."""
+        """Writes ``summary.json``, whole or absent."""
         if self.writes:
             text = msgspec.json.format(msgspec.json.encode(summary)).decode()
             write_text_whole(self.path / SUMMARY, text + "\n")
 
 
-def _without_end(run: Path) -> None:
-    # The summary first: without it no one takes the run for one that has ended.
-    for pattern in (SUMMARY, "config.json", "*.safetensors", "*.safetensors.index.json"):
-        for file in run.glob(pattern):
-            file.unlink()
-
-
 def _cut(path: Path, step: int) -> list[dict[str, Any]]:
-    """The lines of a file of records; the file is left with those up to ``step``. A broken last line goes too."""
+    """Returns all records of a file, and cuts the file after ``step``. Drops a broken last line."""
     if not path.exists():
         return []
     lines = []
@@ -210,9 +208,3 @@ def _cut(path: Path, step: int) -> list[dict[str, Any]]:
     text = b"".join(line + b"\n" for line, record in lines if record["step"] <= step)
     write_text_whole(path, text.decode())
     return [record for _, record in lines]
-
-
-def _kept(records: list[dict[str, Any]], step: int) -> Kept:
-    again = [record["step_s"] for record in records if record["step"] > step]
-    losses = [record["loss"] for record in records if record["step"] <= step]
-    return Kept(losses=losses, lost_steps=len(again), lost_s=float(sum(again)))

@@ -1,0 +1,1 @@
+"""What `import meshwright as mw` offers and the verbs of the command line call: plans, proofs and runs by name."""

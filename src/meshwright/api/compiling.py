@@ -1,0 +1,60 @@
+"""The process that compiles for `verify`: ``python -m meshwright.api.compiling FOLDER``."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from meshwright.core.errors import CannotRunError, InputError
+from meshwright.core.files import write_text_whole
+from meshwright.verify.request import ERROR, REQUEST, Request
+
+
+def main(folder: Path) -> int:
+    """Compile the request of the folder; 0 when it is done, 1 with ``error.json`` when it cannot be."""
+    from meshwright.verify.compiling import compile_request
+
+    try:
+        request = msgspec.json.decode((folder / REQUEST).read_bytes(), type=Request)
+        compile_request(request, folder, _step)
+    except (InputError, CannotRunError) as error:
+        _say_error(folder / ERROR, "plan", str(error))
+        return 1
+    except Exception as error:
+        _say_error(folder / ERROR, type(error).__name__, str(error))
+        return 1
+    return 0
+
+
+def _say_error(path: Path, kind: str, message: str) -> None:
+    write_text_whole(path, msgspec.json.encode({"kind": kind, "message": message}).decode())
+
+
+def _step(request: Request, mesh: Any) -> tuple[Any, tuple[int, ...]]:
+    """The real step of a request: what `train` and `generate` run."""
+    setting, job = request.setting, request.setting.job
+    if job.trains:
+        from meshwright.train.settings import settings_from_table
+        from meshwright.train.setup import make_step, require_divides
+
+        settings = settings_from_table(request.settings)
+        step = make_step(setting.model, request.strategy, settings, several_documents=False, mesh=mesh)
+        require_divides(step, job)
+        return step, (job.batch_seqs, job.seq_len)
+    from meshwright.parallel.generate_step import GenerateStep
+
+    generate = GenerateStep(
+        setting.model,
+        request.strategy,
+        max_len=job.seq_len,
+        batch_seqs=job.batch_seqs,
+        cache_dtype=setting.storage.cache_dtype,
+        weights="int8" if setting.storage.quantised else "as they are",
+        mesh=mesh,
+    )
+    return generate, (job.seq_len if job.kind == "prefill" else 0,)
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))

@@ -1,0 +1,96 @@
+"""Proofs of plans: what the compiler is asked for a setting and a strategy, and what it says."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from meshwright.algebra.generation import AS_WRITTEN
+from meshwright.core.errors import InputError
+from meshwright.cost.setting import Setting
+from meshwright.spec.strategy import Strategy, require_runnable_assumptions
+
+PROGRAM = "meshwright.api.compiling"
+"""The module that compiles, in a process of its own."""
+
+TIMEOUT_S = 600.0
+
+
+class ProofOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """How a step is compiled.
+
+    ``depth``: "lower" (does everything divide and agree), "partition" (memory and collectives, in seconds) or "full".
+    ``platform`` is the compiler, by default the cluster's own. ``settings`` are those of training by name. What the
+    compiler wrote is kept in the folder ``keep``. ``asked`` is the step in the words of the one who asks.
+    """
+
+    depth: Literal["lower", "partition", "full"] = "partition"
+    platform: Literal["tpu", "cuda", "cpu"] | None = None
+    settings: Mapping[str, Any] = {}
+    timeout_s: float = TIMEOUT_S
+    keep: Path | None = None
+    asked: str = ""
+
+
+USUAL = ProofOptions()
+
+
+def prove_strategy(setting: Setting, strategy: Strategy, options: ProofOptions = USUAL) -> Any:
+    """Compile the real step of a strategy for its chips, which need not be there, and compare it with the derivation.
+
+    Returns a `verify.proof.Proof`; ``proof.runs`` is False, and ``proof.refusal`` says why, where the step does not
+    partition or does not fit. Raises InputError where the strategy is not for these chips.
+    """
+    from meshwright.verify.proof import prove
+    from meshwright.verify.running import python_program
+
+    request = request_of(setting, strategy, options)
+    return prove(request, program=python_program(PROGRAM), timeout_s=options.timeout_s, keep=options.keep)
+
+
+def request_of(setting: Setting, strategy: Strategy, options: ProofOptions = USUAL) -> Any:
+    """The `verify.request.Request` of a strategy; its chips in the order in which the strategy lies on the cluster."""
+    from meshwright.cost.train_step import price_strategy
+    from meshwright.train.settings import program_options, settings_from_table
+    from meshwright.verify.request import Request
+    from meshwright.verify.targets import mesh_order
+
+    model, cluster, job, assumed = setting.model, setting.cluster, setting.job, setting.assumptions
+    require_runnable_assumptions(assumed)
+    if strategy.num_chips != cluster.num_chips:
+        raise InputError(
+            f"the mesh has {strategy.num_chips} devices and {cluster.short_name} {cluster.num_chips} chips. "
+            f"Give axes whose product is {cluster.num_chips}, or a smaller cluster."
+        )
+    order: tuple[int, ...] = ()
+    target = _target(setting, options)
+    if target.platform != "cpu":
+        as_stored = msgspec.structs.replace(setting, storage=AS_WRITTEN)
+        order = tuple(mesh_order(price_strategy(as_stored, strategy).placement).ravel().tolist())
+    bounded = {"capacity_factor": assumed.imbalance} if model.num_experts and assumed.imbalance > 1 else {}
+    named = {"optimizer": job.optimizer} if job.optimizer != "adamw" else {}
+    table = named | bounded | dict(options.settings) if job.trains else {}
+    asked = msgspec.structs.replace(job, optimizer=table.get("optimizer", "adamw"))
+    return Request(
+        setting=msgspec.structs.replace(setting, job=asked),
+        strategy=strategy,
+        target=target,
+        step=options.asked or job.kind,  # type: ignore[arg-type]
+        depth=options.depth,
+        settings=table,
+        options=program_options(settings_from_table(table), several_documents=False),
+        order=order,
+    )
+
+
+def _target(setting: Setting, options: ProofOptions) -> Any:
+    """The compiler that is asked for, else what is installed; to lower, the cluster's own needs none."""
+    from meshwright.verify.targets import target_of, usable_target
+
+    platform: Any = options.platform
+    if options.depth == "lower" and platform != "cpu":
+        own = target_of(setting.cluster)
+        if platform in (None, own.platform):
+            return own
+    return usable_target(setting.cluster, wanted=platform)

@@ -1,0 +1,207 @@
+"""Runs of plans on the devices at hand: training, and text from trained or published models."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from meshwright.core.errors import CannotRunError, InputError
+from meshwright.core.files import cache_folder
+from meshwright.core.toml_file import dump_toml
+from meshwright.core.units import format_bytes
+from meshwright.spec.model import require_runnable
+from meshwright.spec.plan_file import Plan
+from meshwright.spec.strategy import Strategy, make_mesh, mesh_words, require_runnable_assumptions
+
+if TYPE_CHECKING:
+    from meshwright.parallel.generate_step import GenerateStep
+    from meshwright.serve.model_folder import ModelFolder
+    from meshwright.train.record.result import TrainResult
+    from meshwright.train.run import OnStep
+
+
+def run_training(
+    plan: Plan,
+    settings: Mapping[str, Any] | None = None,
+    *,
+    runs: Path = Path("runs"),
+    resume: Path | None = None,
+    on_step: "OnStep | None" = None,
+) -> "TrainResult":
+    """Train by a plan on the devices of this process, or of all that were launched together.
+
+    ``settings`` are those of training by name: ``{"steps": 20, "data": "text.jsonl"}``. The run leaves a folder under
+    ``runs``, or goes on in the folder ``resume``. Raises CannotRunError when the devices are not those of the plan.
+    """
+    require_runnable(plan.model)
+    require_devices(plan)
+    from meshwright.train.loop import train
+    from meshwright.train.settings import settings_from_table
+
+    return train(
+        plan.model,
+        plan.strategy,
+        plan.job,
+        settings_from_table(dict(settings or {})),
+        run_root=Path(runs),
+        resume=resume,
+        predicted=plan.predicted,
+        on_step=on_step,
+        texts={"plan.toml": dump_toml(plan)},
+    )
+
+
+def require_devices(plan: Plan) -> None:
+    """Join the other processes, emulate devices where the plan says so, and count what there is.
+
+    Raises CannotRunError for a plan of other people's software too: its prediction is not of what would run.
+    """
+    require_runnable_assumptions(plan.assumptions)
+    from meshwright.parallel.mesh import emulate_devices
+    from meshwright.parallel.processes import start_processes
+
+    cluster, processes = plan.cluster, start_processes()
+    share, left = divmod(cluster.num_chips, processes)
+    if left:
+        raise CannotRunError(
+            f"{cluster.num_chips} devices of {cluster.short_name} do not divide into {processes} processes. "
+            f"Launch a number of processes that divides {cluster.num_chips}."
+        )
+    if cluster.kind == "host":
+        emulate_devices(share)
+    import jax
+
+    devices = jax.devices()
+    if cluster.kind != "host" and (devices[0].platform == "cpu" or len(devices) < cluster.num_chips):
+        raise CannotRunError(
+            f"the plan is for {cluster.num_chips} chips of {cluster.chip.name} and this machine has "
+            f"{len(devices)} of platform {devices[0].platform}. Run it there, or plan for emulated devices: --on cpu:8."
+        )
+    if processes > 1 and jax.local_device_count() != share:
+        raise CannotRunError(
+            f"this process has {jax.local_device_count()} devices and the plan gives each of {processes} processes "
+            f"{share}. Start them with launch --processes {processes} --devices {share}, or with that many in sight."
+        )
+
+
+# -- text -----------------------------------------------------------------------------------------------
+
+
+class TextOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """How text is generated: ``mesh`` of devices (None: all of this machine on tensor), weights and caches as int8."""
+
+    max_tokens: int = 128
+    sampling: Any = None
+    mesh: dict[str, int] | None = None
+    int8: bool = False
+    cache_int8: bool = False
+
+
+AS_TRAINED = TextOptions()
+
+
+class GeneratedText(msgspec.Struct, frozen=True, kw_only=True):
+    """The continuation of each prompt as text and as tokens, and the pace of all."""
+
+    model: str
+    mesh: dict[str, int]
+    texts: tuple[str, ...]
+    generated: Any
+
+
+def generate_text(
+    folder: Path,
+    prompts: Sequence[str],
+    options: TextOptions = AS_TRAINED,
+    *,
+    on_text: Callable[[int, str], None] | None = None,
+    on_loaded: Callable[[str], None] | None = None,
+) -> GeneratedText:
+    """Continue prompts with the model of a folder: a finished run, or config.json with safetensors files.
+
+    ``on_text`` sees the number of the prompt and the next piece of its text as it comes, ``on_loaded`` a line about
+    what was loaded. Raises InputError for prompts that the model has no positions for.
+    """
+    import jax
+
+    from meshwright.serve.generate import generate
+    from meshwright.serve.model_folder import TextStream, open_model
+    from meshwright.serve.sampling import LIKELIEST
+
+    source = open_model(Path(folder))
+    tokens = [source.text.encode(text) for text in prompts]
+    mesh = make_mesh(options.mesh or {"tensor": len(jax.devices())})
+    step, params = _loaded(source, mesh, tokens, options, on_loaded or (lambda line: None))
+    streams = [TextStream(source.text, prompt) for prompt in tokens]
+    pieces: list[list[str]] = [[] for _ in prompts]
+
+    def push(row: int, text: str) -> None:
+        pieces[row].append(text)
+        if on_text is not None:
+            on_text(row, text)
+
+    found = generate(
+        step,
+        params,
+        tokens,
+        max_tokens=options.max_tokens,
+        sampling=options.sampling or LIKELIEST,
+        end_tokens=source.end_tokens,
+        on_token=lambda row, token: push(row, streams[row].push(token)),
+    )
+    for row, stream in enumerate(streams):
+        push(row, stream.finish())
+    texts = tuple("".join(parts) for parts in pieces)
+    return GeneratedText(model=source.model.name, mesh=mesh, texts=texts, generated=found)
+
+
+def _loaded(
+    source: "ModelFolder",
+    mesh: dict[str, int],
+    prompts: Sequence[Sequence[int]],
+    options: TextOptions,
+    say: Callable[[str], None],
+) -> tuple["GenerateStep", dict[str, Any]]:
+    """The step for these prompts, and the weights on its devices."""
+    import jax.numpy as jnp
+
+    from meshwright.nn.hf.weights import load_params
+    from meshwright.parallel.generate_step import GenerateStep
+    from meshwright.parallel.mesh import keep_compiled_programs
+    from meshwright.serve.generate import require_prompts
+
+    keep_compiled_programs(cache_folder())
+    _require_positions(source, prompts, options.max_tokens)
+    strategy = Strategy(mesh=mesh, state="fp32" if source.dtype == "fp32" else "bf16-adam")
+    parts = mesh["data"] * mesh["fsdp"] * mesh["expert"]
+    step = GenerateStep(
+        source.model,
+        strategy,
+        max_len=max(1, *map(len, prompts)) + max(1, options.max_tokens),
+        batch_seqs=-(-len(prompts) // parts) * parts,
+        cache_dtype="int8" if options.cache_int8 else source.dtype,  # type: ignore[arg-type]
+        weights="int8" if options.int8 else "as they are",
+    )
+    require_prompts(step, prompts, max_tokens=options.max_tokens)
+    dtype = jnp.float32 if source.dtype == "fp32" else jnp.bfloat16
+    params = step.place(load_params(source.model, source.folder, step.param_shardings, dtype))
+    held = sum(array.addressable_shards[0].data.nbytes for array in params.values())
+    cache = sum(row.num_bytes for row in step.table) / math.prod(mesh.values())
+    say(
+        f"{source.model.name}: {mesh_words(mesh)}, {format_bytes(held)} of weights on each device, "
+        f"{format_bytes(cache)} of keys and values over {step.batch_seqs} x {step.max_len} positions"
+    )
+    return step, params
+
+
+def _require_positions(source: "ModelFolder", prompts: Sequence[Sequence[int]], max_tokens: int) -> None:
+    """Raise InputError where a sequence would be longer than the model was made for: what comes then is no text."""
+    longest, there = max(map(len, prompts)), source.model.max_positions
+    if longest + max_tokens > there:
+        raise InputError(
+            f"a prompt of {longest:,} {'token' if longest == 1 else 'tokens'} and {max_tokens:,} more need "
+            f"{longest + max_tokens:,} positions; {source.model.name} has {there:,}. Shorten the prompt, or give fewer "
+            f"--max-tokens."
+        )

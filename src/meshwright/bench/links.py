@@ -1,0 +1,107 @@
+"""Parts that measure what connects devices: collectives by group and size, and launches from the host."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from meshwright.bench.devices import Bench, Runner
+from meshwright.bench.fit import FittedLine, fit_line
+from meshwright.bench.results import Collective, CollectivesPart, CollectiveTime, Group, Launch, OverheadPart
+from meshwright.bench.timing import Call, time_together
+from meshwright.bench.workloads import COLLECTIVE_FUNCTIONS, collective_workload, groups_of
+from meshwright.core.dims import CollectiveKind
+from meshwright.core.errors import InputError
+from meshwright.cost.network.collectives import collective_time, group_rates, place_axes, received_share
+from meshwright.spec.calibration import CollectiveRate
+from meshwright.spec.cluster import make_cluster
+
+MIN_SIZES = 5
+LEAST_LATENCY_S = 1e-7
+MOST_BYTES_PER_S = 1e15
+
+
+def measure_collectives(runner: Runner) -> CollectivesPart:
+    """Measures the largest group first, so that a short budget still gives one rate of every kind."""
+    groups = groups_of(len(runner.bench.devices), runner.bench.axes)
+    if not groups:
+        runner.left_out.append("collectives: one device has none")
+    wanted = [(group, kind) for group in groups for kind in COLLECTIVE_FUNCTIONS]
+    found = [_collective(mine, kind, group) for (group, kind), mine in runner.each(wanted)]
+    return CollectivesPart(collectives=tuple(one for one in found if one))
+
+
+def _collective(runner: Runner, kind: CollectiveKind, group: Group) -> Collective | None:
+    workloads = {n: collective_workload(kind, group, n) for n in runner.bench.sizes.collective_bytes}
+    times = time_together(
+        {n: runner.bench.call(workload) for n, workload in workloads.items()}, runner.budget, max_repeats=15
+    )
+    if len(times.found) < MIN_SIZES:
+        why = f"{len(times.found)} of the {MIN_SIZES} sizes that a line needs ({next(iter(times.why_not.values()))})"
+        runner.left_out.append(f"{kind} over {group.axis}={group.size}: {why}")
+        return None
+    line = fit_line(list(times.found), [seconds.median_s for seconds in times.found.values()])
+    rows = tuple(
+        CollectiveTime(
+            array_bytes=n,
+            seconds=seconds,
+            fitted_s=line.at(n),
+            datasheet_s=datasheet_seconds(runner.bench, kind, group, n),
+        )
+        for n, seconds in times.found.items()
+    )
+    return Collective(kind=kind, group=group, times=rows, rate=rate_of(kind, group.size, line), fit_error=line.error)
+
+
+def rate_of(kind: CollectiveKind, size: int, line: FittedLine) -> CollectiveRate:
+    """Turns a line over bytes of the array into a latency and the bytes/s that a device receives."""
+    per_byte = max(line.slope / received_share(kind, size), 1 / MOST_BYTES_PER_S)
+    return CollectiveRate(
+        kind=kind, group_size=size, latency_s=max(line.start, LEAST_LATENCY_S), bytes_per_s=1 / per_byte
+    )
+
+
+def datasheet_seconds(bench: Bench, kind: CollectiveKind, group: Group, array_bytes: float) -> float | None:
+    """Returns the data sheet's seconds for an array in one switched domain; None for other topologies."""
+    if bench.chip.topology != "switched" or bench.chip.nvlink_bytes_per_s is None:
+        return None
+    try:
+        placement = place_axes(make_cluster(bench.chip, (len(bench.devices), 1)), group.mesh)[0]
+    except InputError:
+        return None
+    return float(collective_time(kind, array_bytes, group_rates(placement, (group.axis,))))
+
+
+NUM_ARGUMENTS = (1, 16, 64, 256)
+LAUNCHES = 20
+
+
+def measure_overhead(runner: Runner) -> OverheadPart:
+    """Measures a nearly empty program by number of arguments, in alternation: many launches before one wait, and a
+    single launch. Runs on the first device only."""
+    calls = {}
+    for count in NUM_ARGUMENTS:
+        arrays = tuple(jax.device_put(jnp.float32(number), runner.bench.devices[0]) for number in range(count))
+        calls[f"launch {count}"] = _launches(arrays, LAUNCHES)
+        calls[f"wait {count}"] = _launches(arrays, 1)
+    times = runner.time(calls, "{} arguments")
+    found = [
+        Launch(num_arguments=count, launch=times[f"launch {count}"], wait=times[f"wait {count}"])
+        for count in NUM_ARGUMENTS
+        if {f"launch {count}", f"wait {count}"} <= times.keys()
+    ]
+    line = fit_line([one.num_arguments for one in found], [one.launch.median_s for one in found]) if found else None
+    return OverheadPart(launches=tuple(found), line=line)
+
+
+def _launches(arrays: tuple[jax.Array, ...], launches: int) -> Call:
+    # A new program each time: one that was compiled for other numbers of arguments looks its code up at each launch.
+    program = jax.jit(lambda *given: given[0] + 1)
+
+    def run(*given: jax.Array) -> Any:
+        result = None
+        for _ in range(launches):
+            result = program(*given)
+        return result
+
+    return Call(run=run, arguments=lambda repeat: arrays, rounds=launches)

@@ -1,0 +1,213 @@
+"""Parts that measure matrix products: sizes, partial tiles, contents, MLPs, attention and layers."""
+
+from meshwright.bench.devices import Bench, Runner
+from meshwright.bench.fit import fit_knee
+from meshwright.bench.results import (
+    AttentionPart,
+    AttentionTime,
+    BatchPart,
+    Contents,
+    ContentsPart,
+    CopyPart,
+    Edge,
+    LayerTime,
+    MatmulPart,
+    Mlp,
+    MlpPart,
+    Product,
+    Timing,
+)
+from meshwright.bench.timing import rounds_for
+from meshwright.bench.workloads import (
+    attention_workload,
+    layer_workload,
+    mlp_workload,
+    product_flops,
+    product_workload,
+    seen_share,
+)
+from meshwright.core.dims import DTYPE_BYTES
+from meshwright.core.units import format_bytes, format_seconds
+from meshwright.cost.formulas.roofline import critical_batch
+
+SIZES = tuple(2**power for power in range(9, 16))
+"""512 to 32768."""
+FEELER = 128
+"""Side of the product from which the times of the sweep are estimated."""
+MAX_MEMORY_SHARE = 0.6
+CALLS = 5
+"""Calls that must fit into the seconds left: compiling, warming up and three that count."""
+CONTENTS: tuple[Contents, ...] = ("zeros", "ones", "uniform", "normal")
+
+
+def measure_matmul(runner: Runner) -> MatmulPart:
+    """Measures the sizes of the main element type, then partial tiles, then the sizes of other element types."""
+    main, *others = runner.bench.dtypes
+    sweep = _sweep(runner.share(0.45), main)
+    edges = _edges(runner.share(0.35), max((p.flops_per_s for p in sweep), default=None))
+    for dtype, mine in runner.each(others):
+        sweep += _sweep(mine, dtype)
+    return MatmulPart(sweep=tuple(sweep), edges=tuple(edges))
+
+
+def _sweep(runner: Runner, dtype: str) -> list[Product]:
+    """Measures increasing sizes of one element type, up to what memory and budget allow."""
+    found: list[Product] = []
+    rate = _feel(runner, dtype, f"{dtype} products")
+    if rate is None:
+        return found
+    for size in SIZES:
+        each_s, left_out = product_flops(size, size, size) / rate, f"{dtype} products of {size} and more"
+        why = _too_large(runner, dtype, size, each_s)
+        if why:
+            runner.left_out.append(f"{left_out}: {why}")
+            break
+        workload = product_workload(
+            runner.bench, dtype, size, rounds_for(each_s, target_s=min(0.02, runner.left_s / 20))
+        )
+        seconds = runner.share(0.4).time_one(workload, left_out, max_repeats=10)
+        if not seconds:
+            break
+        found.append(_product(runner.bench, dtype, size, seconds))
+        rate = max(rate, found[-1].flops_per_s)
+    return found
+
+
+def _feel(runner: Runner, dtype: str, left_out: str) -> float | None:
+    """Returns the FLOP/s of a small product."""
+    workload = product_workload(runner.bench, dtype, FEELER, runner.bench.sizes.feeler_rounds)
+    seconds = runner.time_one(workload, left_out, max_repeats=3)
+    return workload.work / seconds.median_s if seconds else None
+
+
+def _too_large(runner: Runner, dtype: str, size: int, each_s: float) -> str:
+    """Returns why two operands and a result, which exists twice, do not fit into memory or budget; else no text."""
+    result = 4 if dtype in ("int8", "fp32", "tf32") else 2
+    needed = size * size * (3 * DTYPE_BYTES[dtype] + 2 * result)
+    room, left_s = runner.bench.memory_bytes * MAX_MEMORY_SHARE, runner.left_s
+    if needed > room:
+        return f"{format_bytes(needed)} of {format_bytes(room)} that a device has for it"
+    if each_s * CALLS > left_s:
+        return f"about {format_seconds(each_s)} each, and {format_seconds(left_s)} are left for them"
+    return ""
+
+
+def _product(bench: Bench, dtype: str, size: int, seconds: Timing, contents: Contents = "normal") -> Product:
+    rate = product_flops(size, size, size) / seconds.median_s
+    return Product(
+        dtype=dtype, m=size, k=size, n=size, contents=contents, seconds=seconds, flops_per_s=rate,
+        share_of_peak=bench.share_of_peak(rate, dtype),
+    )  # fmt: skip
+
+
+def _edges(runner: Runner, rate: float | None) -> list[Edge]:
+    """Measures, in alternation, sides of a multiple of the tile, one less and one more, relative to the multiple."""
+    if rate is None:
+        runner.left_out.append("tile edges: no product was measured")
+        return []
+    bench, dtype = runner.bench, runner.bench.main_dtype
+    fitting = [
+        n for n in bench.sizes.edge_sides
+        if 6 * CALLS * product_flops(n, n, n) / rate < runner.left_s / 2
+    ]  # fmt: skip
+    side = fitting[-1] if fitting else 256
+    wholes = [(tile, side + 256 - tile) for tile in bench.sizes.tiles]
+    beside = {n: (tile, whole) for tile, whole in wholes for n in (whole - 1, whole, whole + 1)}
+    rounds = rounds_for(product_flops(side, side, side) / rate, target_s=min(0.02, runner.left_s / 60))
+    times = runner.time({n: product_workload(bench, dtype, n, rounds) for n in beside}, "side {}", max_repeats=15)
+    products = {n: _product(bench, dtype, n, seconds) for n, seconds in times.items()}
+    return [
+        Edge(
+            product=products[n],
+            tile=tile,
+            relative=products[n].flops_per_s / products[whole].flops_per_s,
+            predicted=filled_share(n, tile),
+        )
+        for n, (tile, whole) in sorted(beside.items())
+        if n in products and whole in products
+    ]
+
+
+def filled_share(n: int, tile: int) -> float:
+    """Returns the share of useful work when all three sides are padded to whole tiles: (n / padded n)^3."""
+    return float((n / (-(-n // tile) * tile)) ** 3)
+
+
+def measure_contents(runner: Runner) -> ContentsPart:
+    """Measures many consecutive products per call, so that a chip at its power limit has time to slow down."""
+    bench, products, size = runner.bench, [], runner.bench.sizes.contents
+    for dtype, mine in runner.each(bench.dtypes[: bench.sizes.contents_dtypes]):
+        rate = runner.product_rate(dtype) or _feel(mine, dtype, dtype)
+        if rate:
+            rounds = rounds_for(product_flops(size, size, size) / rate, target_s=min(0.1, mine.left_s / 40))
+            workloads = {what: product_workload(bench, dtype, size, rounds, contents=what) for what in CONTENTS}
+            times = mine.time(workloads, f"{dtype} of {{}}")
+            products += [_product(bench, dtype, size, seconds, what) for what, seconds in times.items()]
+    return ContentsPart(products=tuple(products))
+
+
+def measure_mlp(runner: Runner) -> MlpPart:
+    """Measures every shape forward and backward, smallest first."""
+    dtype, found = runner.bench.main_dtype, []
+    best = (runner.found.get("matmul") or MatmulPart()).best(dtype)
+    for shape, mine in runner.each(runner.bench.sizes.mlps):
+        workload = mlp_workload(shape, dtype)
+        seconds = mine.time_one(workload, f"MLP of {' x '.join(map(str, shape))}")
+        if seconds:
+            rate = workload.work / seconds.median_s
+            found.append(
+                Mlp(
+                    dtype=dtype, tokens=shape[0], d_model=shape[1], d_ff=shape[2], seconds=seconds, flops_per_s=rate,
+                    mfu=runner.bench.share_of_peak(rate, dtype), of_matmul=rate / best.flops_per_s if best else None,
+                )
+            )  # fmt: skip
+    return MlpPart(mlps=tuple(found))
+
+
+def measure_attention(runner: Runner) -> AttentionPart:
+    """Measures each length, forward and both passes in alternation."""
+    bench, dtype, found = runner.bench, runner.bench.main_dtype, []
+    for shape, mine in runner.each(bench.sizes.attention):
+        workloads = {both: attention_workload(shape, dtype, both=both) for both in (False, True)}
+        times = mine.time(workloads, f"attention over {shape[1]} positions", max_repeats=15)
+        if len(times) == len(workloads):
+            share = seen_share(shape, causal=not bench.emulated)
+            forward, both = (workloads[one].work * share / times[one].median_s for one in (False, True))
+            found.append(
+                AttentionTime(
+                    batch=shape[0], length=shape[1], num_heads=shape[2], num_kv_heads=shape[3], head_dim=shape[4],
+                    forward=times[False], both=times[True], forward_flops_per_s=forward, both_flops_per_s=both,
+                    share_of_peak=bench.share_of_peak(both, dtype),
+                )
+            )  # fmt: skip
+    return AttentionPart(dtype=dtype, times=tuple(found))
+
+
+def measure_batch(runner: Runner) -> BatchPart:
+    """Measures doubling batches, and compares the knee of the layer's time with the critical batch."""
+    bench, dtype = runner.bench, runner.bench.main_dtype
+    sizes, batches = bench.sizes.layer, bench.sizes.batches
+    found: list[LayerTime] = []
+    for number, tokens in enumerate(batches):
+        workload, mine = layer_workload(sizes, tokens, dtype), runner.share(2 / (len(batches) - number + 1))
+        seconds = mine.time_one(workload, f"batches of {tokens} tokens and more", max_repeats=10)
+        if not seconds:
+            break
+        found.append(
+            LayerTime(
+                tokens=tokens,
+                seconds=seconds,
+                tokens_per_us=tokens / seconds.median_s * 1e-6,
+                flops_per_s=workload.work / seconds.median_s,
+            )
+        )
+    copies: CopyPart | None = runner.found.get("copy")
+    largest = copies.largest() if copies else None
+    rates = runner.product_rate(dtype), largest.bytes_per_s if largest else bench.chip.hbm_bytes_per_s
+    return BatchPart(
+        sizes=dict(sizes),
+        dtype=dtype,
+        layers=tuple(found),
+        knee=fit_knee([layer.tokens for layer in found], [layer.seconds.median_s for layer in found]),
+        predicted_knee=critical_batch(*rates, weight_bytes=DTYPE_BYTES[dtype]) if all(rates) else None,
+    )

@@ -1,0 +1,257 @@
+"""The table of workloads: for each op and its sizes the program, its inputs, and the FLOPs or bytes that it counts."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from meshwright.algebra.ops.attention import keys_per_query
+from meshwright.bench.devices import JAX_DTYPES, AttentionShape, Bench, MlpShape, Shard, Workload
+from meshwright.bench.results import ELEMENT_BYTES, Contents, CopyKind, Group
+from meshwright.core.dims import CollectiveKind
+from meshwright.nn.activations import silu_mul
+from meshwright.nn.attention.choice import attention, attention_backward
+from meshwright.nn.attention.visibility import AttentionCall, Places
+
+FLOPS_EACH = 2
+"""A multiplication and an addition."""
+ROUNDS = 10
+"""Consecutive collectives in a call."""
+LAYER_ROUNDS = 4
+"""Consecutive layers in a call, all with the same weights."""
+EPSILON = 1e-6
+
+SILU_BYTES = 2**22
+FORWARD_PRODUCTS, ALL_PRODUCTS = 2, 7
+"""Products over queries and keys: scores and the weighted sum forward; backward the scores again and four products of
+cotangents."""
+
+
+# -- products ---------------------------------------------------------------------------------------------
+
+
+def product_flops(m: int, k: int, n: int) -> float:
+    """Returns 2 m k n: a multiplication and an addition for each pair."""
+    return 2.0 * m * k * n
+
+
+def product_workload(bench: Bench, dtype: str, size: int, rounds: int, *, contents: Contents | None = None) -> Workload:
+    """``rounds`` products of two square shards: normal numbers, or given ``contents`` that every repeat draws anew.
+
+    One element of an operand comes from the result before, so that the compiler cannot drop a product. int8 is summed
+    in int32, fp8 in 16 bits. float32 runs at the highest precision where the default is narrower; "tf32" is that
+    default.
+    """
+    result = {"int8": jnp.int32, "fp8": jnp.bfloat16}.get(dtype, JAX_DTYPES[dtype])
+    exact = dtype == "fp32" and not bench.emulated
+    precision = lax.Precision.HIGHEST if exact else lax.Precision.DEFAULT
+
+    def product(a: jax.Array, b: jax.Array) -> jax.Array:
+        return jnp.matmul(a, b, preferred_element_type=result, precision=precision)
+
+    def body(a: jax.Array, b: jax.Array) -> jax.Array:
+        def again(_: Any, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            a, _out = carry
+            out = product(a, b)
+            # Clipped to stay finite through many products.
+            corner = jnp.clip(out[:1, :1], -1, 1).astype(a.dtype)
+            return lax.dynamic_update_slice(a, corner, (0, 0)), out
+
+        return lax.fori_loop(0, rounds, again, (a, jnp.zeros_like(product(a, b))))[1]
+
+    shard = Shard(shape=(size, size), dtype=dtype, contents=contents or "normal")
+    return Workload(
+        body=body, shards=(shard, shard), work=product_flops(size, size, size), rounds=rounds,
+        arrays="new" if contents else "same",
+    )  # fmt: skip
+
+
+def mlp_workload(shape: MlpShape, dtype: str) -> Workload:
+    """A gated MLP forward and backward as in a training step, with its transposes and copies.
+
+    It has three products forward and six backward, and returns the output and the gradients of input and weights.
+    """
+    m, k, n = shape
+
+    def forward(x: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+        return silu_mul((x @ gate)[None], (x @ up)[None])[0] @ down
+
+    def body(*given: jax.Array) -> tuple[jax.Array, ...]:
+        out, backward = jax.vjp(forward, *given[:-1])
+        return out, *backward(given[-1])
+
+    sizes = ((m, k), (k, n), (k, n), (n, k), (m, k))
+    scales = (1.0, k**-0.5, k**-0.5, n**-0.5, 1.0)
+    shards = tuple(Shard(shape=size, dtype=dtype, scale=scale) for size, scale in zip(sizes, scales, strict=True))
+    return Workload(body=body, shards=shards, work=3 * 3 * product_flops(m, k, n))
+
+
+def attention_workload(shape: AttentionShape, dtype: str, *, both: bool) -> Workload:
+    """The attention of training, forward or in both passes."""
+    batch, length, heads, kv_heads, width = shape
+
+    def body(q: jax.Array, k: jax.Array, v: jax.Array, cotangent: jax.Array) -> Any:
+        places = Places(jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch, length)))
+        call = AttentionCall(scale=width**-0.5, query=places, key=places, order="rows")
+        o, lse = attention(call, q, k, v)
+        return (o, *attention_backward(call, (cotangent, o, lse), q, k, v)) if both else o
+
+    query, key = (batch, length, heads, width), (batch, length, kv_heads, width)
+    shards = tuple(Shard(shape=size, dtype=dtype) for size in (query, key, key, query))
+    products = ALL_PRODUCTS if both else FORWARD_PRODUCTS
+    return Workload(body=body, shards=shards, work=2.0 * products * batch * length**2 * heads * width)
+
+
+def seen_share(shape: AttentionShape, *, causal: bool) -> float:
+    """Returns the share of all pairs of positions that attention computes."""
+    return float(keys_per_query(shape[1], causal=causal)) / shape[1]
+
+
+def weight_shards(sizes: Mapping[str, int], dtype: str) -> tuple[Shard, ...]:
+    """Returns Wq, Wk, Wv, Wo, gate, up and down of one layer."""
+    width, ff = sizes["D"], sizes["F"]
+    heads, kv = sizes["N"] * sizes["H"], sizes["K"] * sizes["H"]
+    shapes = ((width, heads), (width, kv), (width, kv), (heads, width), (width, ff), (width, ff), (ff, width))
+    return tuple(Shard(shape=shape, dtype=dtype, scale=shape[0] ** -0.5) for shape in shapes)
+
+
+def layer_flops(sizes: Mapping[str, int], tokens: int) -> float:
+    """Returns 2 FLOPs for every weight and token."""
+    return sum(product_flops(tokens, *shard.shape) for shard in weight_shards(sizes, "fp32"))
+
+
+def layer_workload(sizes: Mapping[str, int], tokens: int, dtype: str) -> Workload:
+    """Layers with norms and the products of attention and of a gated MLP.
+
+    No scores are computed: the sum of queries, keys and values stands in for attention.
+    """
+
+    def norm(x: jax.Array) -> jax.Array:
+        wide = x.astype(jnp.float32)
+        return (wide * lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + EPSILON)).astype(x.dtype)
+
+    def layer(x: jax.Array, *weights: jax.Array) -> jax.Array:
+        query, key, value, out, gate, up, down = weights
+        h = norm(x)
+        group = query.shape[1] // key.shape[1]
+        mixed = h @ query + jnp.tile(h @ key + h @ value, (1, group))
+        x = x + mixed @ out
+        h = norm(x)
+        return norm(x + silu_mul((h @ gate)[None], (h @ up)[None])[0] @ down)
+
+    def body(x: jax.Array, *weights: jax.Array) -> jax.Array:
+        return lax.fori_loop(0, LAYER_ROUNDS, lambda _, y: layer(y, *weights), x)
+
+    stream = Shard(shape=(tokens, sizes["D"]), dtype=dtype)
+    shards = (stream, *weight_shards(sizes, dtype))
+    return Workload(body=body, shards=shards, work=layer_flops(sizes, tokens), rounds=LAYER_ROUNDS)
+
+
+# -- no products ------------------------------------------------------------------------------------------
+
+
+def log_space(a: jax.Array, b: jax.Array) -> jax.Array:
+    """Returns the log of the product of exp a and exp b."""
+    return jax.nn.logsumexp(a[:, :, None] + b[None, :, :], axis=1)
+
+
+def l1_distance(a: jax.Array, b: jax.Array) -> jax.Array:
+    """Returns the sums of absolute differences between rows of a and columns of b."""
+    return jnp.sum(jnp.abs(a[:, :, None] - b[None, :, :]), axis=1)
+
+
+DISTANCES: dict[str, tuple[Callable[[jax.Array, jax.Array], jax.Array], int | None]] = {
+    "matmul": (lambda a, b: jnp.matmul(a, b, precision=lax.Precision.HIGHEST), None),
+    "log-space": (log_space, 6),
+    "L1 distance": (l1_distance, 3),
+}
+"""Ways to combine [m,k] and [k,n], and their vector operations for each of the m k n pairs. Log-space: add and maximum,
+then add again, subtract, exponential, add; L1: subtract, magnitude, add. An exponential counts as one, though it takes
+several."""
+
+
+def distance_workload(what: str, size: int) -> Workload:
+    """Two square shards combined; counts the FLOPs of their product."""
+    shard = Shard(shape=(size, size))
+    return Workload(body=DISTANCES[what][0], shards=(shard, shard), work=product_flops(size, size, size))
+
+
+def chain_workload(elements: int, repeats: int, *, fused: bool = True) -> Workload:
+    """``repeats`` times x = a x + b, with a and b unknown to the compiler, fused into one kernel or one kernel each."""
+
+    def body(x: jax.Array, ab: jax.Array) -> jax.Array:
+        factor, added = ab[0] * 1e-3, ab[1]
+        for _ in range(repeats if fused else 1):
+            x = x * factor + added
+        return x
+
+    shards = (Shard(shape=(elements,)), Shard(shape=(2,), contents="uniform"))
+    work = float(FLOPS_EACH * repeats * elements)
+    return Workload(body=body, shards=shards, work=work, arrays="in place", launches=1 if fused else repeats)
+
+
+def copy_workload(kind: CopyKind, array_bytes: int, rounds: int) -> Workload:
+    """An array read and written ``rounds`` times; the addition keeps the compiler from dropping any.
+
+    "silu" also computes an exponential, as softmax and activations do, and writes a new array, as layers do. "copy"
+    works in place, so that arrays may be large.
+    """
+
+    def once(_: Any, x: jax.Array) -> jax.Array:
+        return jax.nn.silu(x) + 0.5 if kind == "silu" else x + 1.0
+
+    return Workload(
+        body=lambda x: lax.fori_loop(0, rounds, once, x),
+        shards=(Shard(shape=(array_bytes // ELEMENT_BYTES,)),),
+        work=2.0 * array_bytes,
+        rounds=rounds,
+        arrays="same" if kind == "silu" else "in place",
+    )
+
+
+# -- collectives ------------------------------------------------------------------------------------------
+
+
+def _next_device(x: jax.Array, axis: str) -> jax.Array:
+    size = lax.axis_size(axis)
+    return lax.ppermute(x, axis, [(i, (i + 1) % size) for i in range(size)])
+
+
+COLLECTIVE_FUNCTIONS: dict[CollectiveKind, Callable[[jax.Array, str], jax.Array]] = {
+    "all_gather": lambda x, axis: lax.all_gather(x, axis, tiled=True),
+    "reduce_scatter": lambda x, axis: lax.psum_scatter(x, axis, tiled=True),
+    "all_reduce": lax.psum,
+    "all_to_all": lambda x, axis: lax.all_to_all(x, axis, split_axis=0, concat_axis=0, tiled=True),
+    "permute": _next_device,
+}
+"""Collectives over a mesh axis, along the only dim of an array."""
+
+
+def groups_of(num_devices: int, axes: Mapping[str, int]) -> list[Group]:
+    """Returns the axes of a mesh, or groups of every power of two that divides the number of devices, largest first."""
+    if axes:
+        groups = [Group(axis=axis, size=size, mesh=dict(axes)) for axis, size in axes.items() if size > 1]
+    else:
+        sizes = [2**power for power in range(1, num_devices.bit_length()) if num_devices % 2**power == 0]
+        groups = [Group(axis="group", size=size, mesh={"others": num_devices // size, "group": size}) for size in sizes]
+    return sorted(groups, key=lambda group: -group.size)
+
+
+def collective_workload(kind: CollectiveKind, group: Group, array_bytes: int) -> Workload:
+    """Consecutive collectives on ``array_bytes`` over the group (the bytes that a device sends, in a permute)."""
+
+    def again(_: Any, y: jax.Array) -> jax.Array:
+        # The first element of the result feeds the next round, so that none is dropped or reordered.
+        return y + COLLECTIVE_FUNCTIONS[kind](y, group.axis)[:1] * 1e-6
+
+    whole = array_bytes // ELEMENT_BYTES
+    local = whole if kind in ("reduce_scatter", "all_reduce", "permute") else whole // group.size
+    return Workload(
+        body=lambda x: lax.fori_loop(0, ROUNDS, again, x),
+        shards=(Shard(shape=(local,)),),
+        work=array_bytes,
+        rounds=ROUNDS,
+        axes=group.mesh,
+    )

@@ -1,0 +1,159 @@
+"""What is asked of a verb that takes "PLAN.toml, or a MODEL with options": a setting and a strategy, resolved once."""
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from meshwright.algebra.generation import Storage
+from meshwright.api.rates import rates_for
+from meshwright.cli.fields import check_tokens, parse_fields, take_axes, with_fields
+from meshwright.cli.shared import AXES, CALIBRATION, SET
+from meshwright.cli.verb import Count, Options, argument, option
+from meshwright.core.errors import CannotRunError, InputError
+from meshwright.cost.setting import Setting
+from meshwright.cost.train_step import estimate_step
+from meshwright.plan.planner import plan
+from meshwright.plan.result import PlanResult
+from meshwright.plan.space import USUAL
+from meshwright.spec.catalogue import model as find_model
+from meshwright.spec.cluster import Cluster
+from meshwright.spec.job import Job, parse_batch
+from meshwright.spec.model import require_runnable
+from meshwright.spec.plan_file import Plan, load_plan
+from meshwright.spec.strategy import AS_RUN, Strategy, make_mesh
+
+Fields = Mapping[str, dict[str, Any]]
+
+
+class PlanOptions(Options):
+    """A plan file, or a model with what a plan file would say."""
+
+    what: str = argument(metavar="PLAN.toml | MODEL")
+    on: Cluster | None = option("The cluster, for a MODEL: v5p:16x20x28, h100:8x256, cpu:8.")
+    axes: str | None = AXES
+    batch: str | None = option("Tokens a step (4Mi) or sequences (1024seq); to generate, sequences at once (32seq).")
+    seq_len: Count | None = option("Tokens of a sequence; to generate, positions that the cache holds.", "--seq")
+    pairs: tuple[str, ...] = SET
+    calibration: Path | None = CALIBRATION
+
+
+class Asked(NamedTuple):
+    """A strategy in its setting."""
+
+    setting: Setting
+    strategy: Strategy
+
+    def plan(self) -> Plan:
+        """The plan of both, predicted anew: a file may have been edited."""
+        model, cluster, job, _, _, assumptions = (getattr(self.setting, name) for name in Setting.__struct_fields__)
+        return Plan(
+            model=model,
+            cluster=cluster,
+            job=job,
+            strategy=self.strategy,
+            assumptions=assumptions,
+            calibration=self.setting.rates,
+            predicted=estimate_step(self.setting, self.strategy),
+        )
+
+
+STEP = option("The step that is asked for; by default that of the job.")
+WEIGHTS = option("To generate.", default="as they are")
+CACHE_DTYPE = option("To generate.", default="bf16")
+
+
+def read_fields(pairs: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """The fields of ``--set``, with what settings of training say of the step that is priced.
+
+    The run's optimizer is the job's, and a bound on the slots of experts gives each that many, empty or not.
+    """
+    fields = parse_fields(pairs)
+    optimizer, bound = fields["train"].get("optimizer"), fields["train"].get("capacity_factor")
+    if optimizer is not None:
+        fields["job"] = {"optimizer": optimizer, **fields["job"]}
+    if isinstance(bound, int | float) and bound >= 1:
+        fields["assumptions"] = {"imbalance": bound, **fields["assumptions"]}
+    return fields
+
+
+def resolve(given: PlanOptions, fields: Fields, *, verb: str, step: str | None = None, whole: bool = False) -> Asked:
+    """The plan file with its ``fields`` changed, or the best strategy for the model; of another ``step`` where named.
+
+    ``whole`` is for a run: it refuses models that do not run, and a strategy for fewer chips than are given. Raises
+    InputError for options that a plan file says already, and for those that a model needs.
+    """
+    texts = {"--on": given.on, "--batch": given.batch, "--seq": given.seq_len, "--axes": given.axes}
+    if given.what.endswith(".toml"):
+        named = [name for name, value in {**texts, "--calibration": given.calibration}.items() if value]
+        if named:
+            raise InputError(f"{given.what} says the cluster, axes, batch and seq; leave {', '.join(named)} out.")
+        return _of_file(Path(given.what), fields, step)
+    for name in ("--on", "--batch", "--seq"):
+        if texts[name] is None:
+            raise InputError(
+                f"{verb} {given.what} needs {name}, or name a plan file. Write: --on cpu:8 --batch 16Ki --seq 512."
+            )
+    assert given.on is not None
+    assert given.batch is not None
+    assert given.seq_len is not None
+    model = with_fields(find_model(given.what), "model", fields["model"])
+    job = Job(batch_seqs=parse_batch(given.batch, seq_len=given.seq_len), seq_len=given.seq_len)
+    job = check_tokens(job_of_step(with_fields(job, "job", fields["job"]), step))
+    assumed = with_fields(AS_RUN, "assumptions", fields["assumptions"])
+    axes = take_axes(given.axes, fields["strategy"])
+    if not job.trains:
+        strategy = Strategy(mesh=make_mesh(axes), state="bf16-adam")
+        return Asked(
+            Setting(model, given.on, job, assumptions=assumed), with_fields(strategy, "strategy", fields["strategy"])
+        )
+    if whole:
+        require_runnable(model)
+    rates = rates_for(given.on, given.calibration, fitted=True)
+    return _planned(Setting(model, given.on, job, rates, assumptions=assumed), axes, fields["strategy"], whole)
+
+
+def _of_file(path: Path, fields: Fields, step: str | None) -> Asked:
+    found = load_plan(path)
+    strategy = dict(fields["strategy"])
+    if "mesh" in strategy:
+        strategy |= {"mesh": {**found.strategy.mesh, **strategy["mesh"]}, "placement": {}}
+    setting = Setting(
+        with_fields(found.model, "model", fields["model"]),
+        found.cluster,
+        job_of_step(with_fields(found.job, "job", fields["job"]), step),
+        found.calibration,
+        assumptions=with_fields(found.assumptions, "assumptions", fields["assumptions"]),
+    )
+    return Asked(setting, with_fields(found.strategy, "strategy", strategy))
+
+
+def _planned(setting: Setting, axes: dict[str, int], fields: dict[str, Any], whole: bool) -> Asked:
+    choices = USUAL if whole else msgspec.structs.replace(USUAL, equal_stages=True)
+    try:
+        result: PlanResult = plan(setting, axes=axes, overrides=fields, choices=choices, top=1)
+    except CannotRunError:
+        if whole or math.prod(axes.values()) != setting.cluster.num_chips:
+            raise
+        # The mesh is given whole: what the compiler says of it is the answer, with the least memory there is.
+        least = Strategy(mesh=make_mesh(axes), state="bf16-adam", remat="full")
+        return Asked(setting, with_fields(least, "strategy", fields))
+    best = result.strategies[0]
+    if whole and best.num_chips < setting.cluster.num_chips:
+        raise CannotRunError(". ".join(result.shortfall))
+    return Asked(best.setting, best.strategy)
+
+
+def job_of_step(job: Job, step: str | None) -> Job:
+    """The job with a step of another kind, on as many sequences and positions; its own without one."""
+    kind = "decode" if step == "generate" else step or job.kind
+    return msgspec.structs.replace(job, kind=kind, train_tokens=job.train_tokens if kind == "train" else None)
+
+
+def storage_of(given: Any, job: Job) -> Storage:
+    """How ``--weights`` and ``--cache-dtype`` store things; an InputError where a training step is asked to."""
+    if job.trains and (given.weights, given.cache_dtype) != ("as they are", "bf16"):
+        raise InputError("--weights and --cache-dtype are of prefill and generation. Take --step generate.")
+    return Storage(cache_dtype=given.cache_dtype, quantised=given.weights == "int8")

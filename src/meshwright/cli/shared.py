@@ -1,0 +1,37 @@
+"""Options that several verbs share, and what they stand for."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from meshwright.cli.fields import parse_fields, take_axes, with_fields
+from meshwright.cli.verb import option
+from meshwright.spec.job import Job, parse_batch, require_training
+from meshwright.spec.strategy import AS_RUN, Assumptions
+
+ON = option("The cluster: v5p:16x20x28, h100:8x256 or cpu:8.")
+BATCH = option("Tokens a step (4Mi) or sequences (1024seq).")
+SEQ = option("Tokens of a sequence.", "--seq", default="4096")
+AXES = option("Mesh axes to keep fixed, such as fsdp=1024,tensor=4.")
+SET = option("A field: strategy.remat=block.", "--set", metavar="KEY=VALUE")
+CALIBRATION = option("Rates of the chip (TOML), or datasheet.")
+PNG = option("Draw the figures to this file (.png or .svg).")
+
+OF_JOBS = ("strategy", "assumptions", "job")
+"""What ``--set`` names in questions about plans of one job."""
+
+
+def read_job(batch: str, seq_len: int, pairs: Sequence[str] = (), *, verb: str = "") -> Job:
+    """The training job of ``--batch`` and ``--seq``, with fields of ``--set``."""
+    job = Job(batch_seqs=parse_batch(batch, seq_len=seq_len), seq_len=seq_len)
+    job = with_fields(job, "job", parse_fields(pairs, sections=OF_JOBS)["job"])
+    require_training(job, verb)
+    return job
+
+
+def read_choices(
+    axes: str | None, pairs: Sequence[str], *, sections: Sequence[str] = OF_JOBS
+) -> tuple[Mapping[str, int], Mapping[str, Any], Assumptions]:
+    """Fixed mesh axes, fixed fields of the strategy, and assumptions, of ``--axes`` and ``--set``."""
+    fields = parse_fields(pairs, sections=sections)
+    assumed = with_fields(AS_RUN, "assumptions", fields["assumptions"])
+    return take_axes(axes, fields["strategy"]), fields["strategy"], assumed

@@ -1,0 +1,165 @@
+"""A verb of the command line: its options declared as a class, its answer printed in one place."""
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import NoneType
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+
+import click
+import msgspec
+
+from meshwright.cli.fields import dim_sizes, parse_mesh
+from meshwright.cli.output import emit_json, say, width
+from meshwright.core.errors import InputError
+from meshwright.core.units import parse_bytes, parse_count
+from meshwright.report.answer import Answer, Piece, as_csv, as_markdown, as_text
+from meshwright.spec.catalogue import model
+from meshwright.spec.chip import Chip, chip
+from meshwright.spec.cluster import Cluster, parse_cluster
+from meshwright.spec.model import Model
+
+FORMATS = ("text", "json", "csv", "markdown")
+
+
+class TextType(click.ParamType):
+    """The type of options whose text ``read(text, what=flag)`` turns into a value; its InputErrors are the verb's."""
+
+    def __init__(self, name: str, read: Callable[..., Any]) -> None:
+        self.name, self.read = name, read
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        what = param.opts[0] if isinstance(param, click.Option) else str(param and param.human_readable_name)
+        return self.read(value, what=what) if isinstance(value, str) else value
+
+
+def _positive(text: str, *, what: str) -> int:
+    value = parse_count(text, what=what)
+    if value < 1:
+        raise InputError(f"{what} {text} must be at least 1.")
+    return value
+
+
+Count = Annotated[int, TextType("count", _positive)]
+"""A whole number of at least 1, such as 4096, 4Mi or 15T."""
+Bytes = Annotated[float, TextType("bytes", lambda text, what: parse_bytes(text))]
+"""A size, such as 80GB or 16GiB."""
+MeshSizes = Annotated[dict[str, int], TextType("axis=n,...", lambda text, what: parse_mesh(text))]
+DimSizes = Annotated[dict[str, int], TextType("dim=n,...", lambda text, what: dim_sizes(text))]
+_TYPES: dict[Any, click.ParamType] = {
+    Path: click.Path(path_type=Path),
+    Model: TextType("model", lambda text, what: model(text)),
+    Chip: TextType("chip", lambda text, what: chip(text)),
+    Cluster: TextType("cluster", lambda text, what: parse_cluster(text)),
+}
+
+
+class Parameter(msgspec.Struct, frozen=True):
+    """An option or argument; its name and type are those of the attribute of the options that it stands at."""
+
+    build: type[click.Parameter]
+    flags: tuple[str, ...]
+    settings: dict[str, Any]
+
+
+def option(help: str = "", *flags: str, **settings: Any) -> Any:
+    """An attribute of `Options` that is given as ``--name``, or as ``flags``.
+
+    A bool is a flag, a tuple may be given several times, a Literal is a choice; an attribute that may not be None and
+    has no ``default`` is required. ``settings`` go to `click.Option`.
+    """
+    return Parameter(click.Option, flags, {"help": help, **settings})
+
+
+def argument(**settings: Any) -> Any:
+    """An attribute of `Options` that is given by its position; ``settings`` go to `click.Argument`."""
+    return Parameter(click.Argument, (), settings)
+
+
+class Options:
+    """What a verb is given: one attribute per option or argument, in the order of its help; and how it prints."""
+
+    form = "text"
+
+    def __init__(self, **given: Any) -> None:
+        self.__dict__.update(given)
+
+
+Given = TypeVar("Given", bound=Options)
+
+
+def verb(
+    options: type[Given], *, help: str | None = None, answers: bool = True
+) -> Callable[[Callable[[Given], Answer | None]], click.Command]:
+    """The click command of a function from options to an answer; its docstring is the help where none is given.
+
+    A verb that ``answers`` takes ``--json`` and ``--format`` besides, and what it returns is printed as they say. One
+    that prints for itself returns None.
+    """
+    hints = get_type_hints(options, include_extras=True)
+    params = [_parameter(name, hint, getattr(options, name)) for name, hint in hints.items()]
+    if answers:
+        params += [
+            click.Option(["--format", "form"], type=click.Choice(FORMATS), default="text", help="How to print."),
+            click.Option(["--json", "as_json"], is_flag=True, help="One JSON object on standard output."),
+        ]
+
+    def decorate(function: Callable[[Given], Answer | None]) -> click.Command:
+        def callback(form: str = "text", as_json: bool = False, **given: Any) -> None:
+            asked = options(**given, form="json" if as_json else form)
+            answer = function(asked)
+            if answer is not None:
+                emit(answer, asked.form)
+                if answer.error is not None:
+                    raise answer.error
+
+        return click.Command(None, callback=callback, params=params, help=help or function.__doc__)
+
+    return decorate
+
+
+def emit(answer: Answer, form: str) -> None:
+    """Draw the pictures of an answer and print it; its tables alone as CSV and Markdown."""
+    for path, chart in answer.pictures.items():
+        if path is not None:
+            from meshwright.report.figure import save
+
+            say(f"wrote {save(chart(), path)}")
+    if form == "json":
+        emit_json(answer.facts)
+    elif form == "text":
+        show(answer.pieces)
+    else:
+        write = as_csv if form == "csv" else as_markdown
+        click.echo("\n".join(map(write, answer.tables())), nl=False)
+
+
+def show(pieces: Iterable[Piece]) -> None:
+    """Print the blocks of a text as wide as the terminal."""
+    for text in as_text(pieces, width()):
+        click.echo(text)
+
+
+def _parameter(name: str, hint: Any, row: Parameter) -> click.Parameter:
+    known = [one for one in get_args(hint) if one is not NoneType]
+    optional = len(known) < len(get_args(hint)) and get_origin(hint) is not Annotated
+    kind = known[0] if optional else hint
+    settings = dict(row.settings)
+    many = get_origin(kind) is tuple
+    if many:
+        settings |= {"nargs": -1} if row.build is click.Argument else {"multiple": True}
+        kind = get_args(kind)[0]
+    if kind is bool:
+        settings.setdefault("is_flag", True)
+    else:
+        settings.setdefault("type", _type_of(kind))
+        settings.setdefault("required", not (optional or many or "default" in settings))
+    if row.build is click.Argument:
+        return click.Argument([name], **settings)
+    settings.setdefault("show_default", kind is not bool and "default" in settings)
+    return click.Option([*(row.flags or (f"--{name.replace('_', '-')}",)), name], **settings)
+
+
+def _type_of(kind: Any) -> Any:
+    if get_origin(kind) is Annotated:
+        return kind.__metadata__[0]
+    return click.Choice(get_args(kind)) if get_origin(kind) is Literal else _TYPES.get(kind, kind)

@@ -1,0 +1,68 @@
+"""How the published files of every family are written: rows of ``data/families.toml`` for reading and writing alike."""
+
+import functools
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from meshwright.spec.model import FAMILIES, RopeScaling
+
+FILE = Path(__file__).parents[1] / "data" / "families.toml"
+
+ROPE_KEYS = {name: name for name in RopeScaling.__struct_fields__} | {
+    "kind": "rope_type",
+    "original_max_positions": "original_max_position_embeddings",
+}
+"""Field of a RopeScaling -> key in ``rope_scaling`` or ``rope_parameters``."""
+
+GROUP_KEYS = {"expert_groups": "n_group", "groups_per_token": "topk_group"}
+"""Rows of routers that look at groups of experts."""
+
+
+class Format(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The config.json and the names of weights of one family; the file says what each table is."""
+
+    keys: dict[str, str]
+    defaults: dict[str, Any]
+    nullable: tuple[str, ...]
+    unwritten: tuple[str, ...]
+    fixed: dict[str, Any] = {}
+    only: dict[str, Any] = {}
+    computed: tuple[str, ...] = ()
+    aliases: dict[str, str] = {}
+    rope: dict[str, Any] = {}
+    weights: dict[str, str] = {}
+
+
+@functools.cache
+def formats() -> dict[str, Format]:
+    """The format of every family."""
+    with FILE.open("rb") as file:
+        tables = tomllib.load(file)
+
+    def laid_over_bases(name: str) -> dict[str, Any]:
+        own = dict(tables[name])
+        found: dict[str, Any] = {}
+        for table in (*map(laid_over_bases, own.pop("base", ())), own):
+            for part, given in table.items():
+                found[part] = found.get(part, {}) | given if isinstance(given, dict) else given
+        return found
+
+    for name in FAMILIES:
+        tables[name]["base"] = ["_every", *tables[name].get("base", ())]
+    return {name: msgspec.convert(laid_over_bases(name), Format) for name in FAMILIES}
+
+
+@functools.cache
+def aliases() -> dict[str, str]:
+    """Every spelling of a key that some family has of its own -> the key."""
+    return {alias: key for form in formats().values() for alias, key in form.aliases.items()}
+
+
+@functools.cache
+def known_keys() -> set[str]:
+    """Keys that are not misspelt names of others."""
+    found = {"model_type", "rope_scaling", "rope_parameters", *aliases(), *ROPE_KEYS.values()}
+    return found.union(*((*form.defaults, *form.keys.values(), *form.computed) for form in formats().values()))

@@ -1,0 +1,96 @@
+"""Writes the weights of a run as a Hugging Face folder, and reads the weights alone from a checkpoint."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import msgspec
+import numpy as np
+import orbax.checkpoint as ocp
+from jax.sharding import SingleDeviceSharding
+
+from meshwright.core.errors import InputError
+from meshwright.nn.hf.files import INDEX
+from meshwright.nn.hf.tokenizer import TOKENIZER
+from meshwright.nn.hf.weights import CONFIG, Fetch, save_hf
+from meshwright.nn.weights import Params, param_shapes
+from meshwright.spec.model import Model
+from meshwright.train.checkpoint import CHECKPOINTS, POSITION, STATE
+from meshwright.train.data.tokenizer import open_tokenizer
+
+_ARRAYS_AT_ONCE = 4
+"""A tensor of the output may need up to three arrays (q, k and v)."""
+
+
+class CheckpointWeights(NamedTuple):
+    """A checkpoint's model, its step, a function that reads one weight, and the dtypes of the weights."""
+
+    model: Model
+    step: int
+    fetch: Fetch
+    dtypes: dict[str, np.dtype]
+
+
+def checkpoint_steps(run: Path) -> list[int]:
+    """Returns the steps of the checkpoints of a run's folder, oldest first."""
+    folder = run / CHECKPOINTS
+    return sorted(int(path.name) for path in folder.iterdir() if path.name.isdigit()) if folder.is_dir() else []
+
+
+@contextmanager
+def open_checkpoint(run: Path, step: int | None = None) -> Iterator[CheckpointWeights]:
+    """Opens one checkpoint of a run, by default the newest; the run may go on meanwhile.
+
+    Arrays are read on demand, and the last few are cached. Raises InputError for a step without a checkpoint.
+    """
+    steps = checkpoint_steps(run)
+    if not steps:
+        raise InputError(f"{run} has no checkpoint. Give the folder of a run that wrote one.")
+    chosen = steps[-1] if step is None else step
+    if chosen not in steps:
+        raise InputError(f"{run} has no checkpoint of step {step}. It has: {', '.join(map(str, steps))}.")
+    # Orbax warns about default options when a folder is opened for reading only.
+    logging.getLogger("absl").setLevel(logging.ERROR)
+    options = ocp.CheckpointManagerOptions(read_only=True)
+    with closing(ocp.CheckpointManager((run / CHECKPOINTS).absolute(), options=options)) as manager:
+
+        def restore(**parts: Any) -> Any:
+            return manager.restore(chosen, args=ocp.args.Composite(**parts))
+
+        stored = restore(**{POSITION: ocp.args.JsonRestore()})[POSITION]
+        model = msgspec.convert(stored["position"]["model"], Model)
+        shapes, arrays = param_shapes(model), stored["arrays"]
+        # ``bfloat16`` of ``bfloat16[2,32]``
+        dtypes = {name: np.dtype(arrays[f".params['{name}']"].partition("[")[0]) for name in shapes}
+
+        @lru_cache(_ARRAYS_AT_ONCE)
+        def read(name: str) -> np.ndarray:
+            here = SingleDeviceSharding(jax.devices()[0])
+            item = {"params": {name: jax.ShapeDtypeStruct(shapes[name].shape, dtypes[name], sharding=here)}}
+            arguments = ocp.args.PyTreeRestore(
+                item=item, restore_args=ocp.checkpoint_utils.construct_restore_args(item), partial_restore=True
+            )
+            return np.asarray(restore(**{STATE: arguments})[STATE]["params"][name])
+
+        yield CheckpointWeights(model, chosen, lambda name, index: read(name)[index], dtypes)
+
+
+def save_weights(model: Model, params: Params, folder: Path) -> None:
+    """Writes ``model.safetensors`` (several files with an index if large) and ``config.json`` in a run's folder."""
+    save_hf(model, params, folder, config=end_of_text(model, folder))
+
+
+def end_of_text(model: Model, folder: Path) -> dict[str, int]:
+    """Returns the key of config.json that names the end token, by the tokenizer of the folder."""
+    if not (folder / TOKENIZER).is_file():
+        return {}
+    return {"eos_token_id": open_tokenizer(folder, vocab_size=model.vocab_size).end_id}
+
+
+def has_weights(folder: Path) -> bool:
+    """True if a folder has weights that can be read."""
+    return (folder / CONFIG).is_file() and ((folder / INDEX).is_file() or any(folder.glob("*.safetensors")))
