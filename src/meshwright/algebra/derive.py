@@ -29,7 +29,7 @@ def derive(
     fused_head: bool = True,
     optimizer: str = "adamw",
 ) -> Derived:
-    """Forward, backward and update steps of a program under a strategy's assignment, as they run.
+    """Derives the forward, backward and update steps of a program under a strategy's assignment, as they run.
 
     Mesh axes of one device are left out, so that what is derived is exactly what runs; with ``symbolic``
     every axis stays but those of ``without``, and whoever prices the steps fills in sizes (arrays, if wanted).
@@ -82,7 +82,7 @@ def _inputs(block: Block, shardings: Shardings) -> set[ShardedArray]:
 
 
 def forward_pass(block: Block, shardings: Shardings) -> Tape:
-    """The forward steps of one block, and which of them makes each result."""
+    """Returns the forward steps of one block, and which of them makes each result."""
     tape = Tape(shardings, block, "forward", _inputs(block, shardings))
     for op in block.ops:
         op_kind(op.kind).forward(tape.at(op))
@@ -95,7 +95,7 @@ def forward_pass(block: Block, shardings: Shardings) -> Tape:
 def _backward(block: Block, shardings: Shardings, forward: Tape, kept: list[ShardedArray]) -> Tape:
     tape = Tape(shardings, block, "backward", {*_inputs(block, shardings), *kept})
     tape.producers = forward.producers
-    # what the layers after this one have left is added to
+    # later layers have left partial cotangents, which this block adds to
     further = [name for name in shardings.program.further(block.name) if name in shardings.shared]
     tape.available.update(shardings.as_left(name) for name in (block.ops[-1].out, *further))
     tape.contribute(block.ops[-1].out, shardings.as_left(block.ops[-1].out))
@@ -129,7 +129,8 @@ def _updated(program: Program, shardings: Shardings) -> dict[str, Updated]:
 
 
 def _update(program: Program, shardings: Shardings, weights: dict[str, Updated], optimizer: str) -> list[Step]:
-    """The loss and the squared gradient norm summed over all devices, then the optimizer on each shard.
+    """Returns the steps that sum the loss and the squared gradient norm over all devices, then the optimizer of each
+    shard.
 
     Where the optimizer is split further than the weights, its shards are gathered afterwards (ZeRO-1 and 2).
     """

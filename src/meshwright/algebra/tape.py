@@ -35,11 +35,11 @@ class Shardings:
         return self._array(name, "weight")
 
     def cotangent(self, name: str) -> ShardedArray:
-        """The gradient of a variable as it is declared."""
+        """Returns the gradient of a variable as it is declared."""
         return self._array(name, "grad")
 
     def optimizer(self, name: str) -> ShardedArray:
-        """The part of a weight that one device updates."""
+        """Returns the part of a weight that one device updates."""
         return self._array(name, "optimizer")
 
     def as_read(self, name: str) -> tuple[ShardedArray, ...]:
@@ -47,7 +47,7 @@ class Shardings:
         return (self.declared(name), *([self.shared[name].given] if name in self.shared else []))
 
     def as_left(self, name: str) -> ShardedArray:
-        """The cotangent of a result as the blocks that read it leave it."""
+        """Returns the cotangent of a result as the blocks that read it leave it."""
         return self.shared[name].cotangent if name in self.shared else self.cotangent(name)
 
     def _array(self, name: str, weight_role: str) -> ShardedArray:
@@ -93,7 +93,7 @@ class Tape:
         self.contributions: dict[str, list[ShardedArray]] = {}
 
     def at(self, op: Op) -> "Tape":
-        """The tape at the next op: its inputs and result as declared, and their cotangents."""
+        """Returns the tape at the next op: its inputs and result as declared, and their cotangents."""
         self.op, self.out, self.dout = op, self.declared(op.out), self.cotangent(op.out)
         self.inputs, self.dinputs = ([of(name) for name in op.inputs] for of in (self.declared, self.cotangent))
         return self
@@ -146,7 +146,7 @@ class Tape:
     def _emit(self, step: Step, phase: Phase, *, scope: Scope | None = None) -> None:
         source = step.inputs[0] if step.inputs else step.result
         is_weight = self.shardings.is_weight(step.result.name)
-        # a block of keys on its way round a ring passes behind the attention to the one before it
+        # the permute of a ring overlaps with the attention to the block of keys before it
         moves = step.is_collective and step.op != "permute"
         emitted = replace(
             step,
@@ -214,8 +214,8 @@ class Tape:
 
 
 def axes_beside(array: ShardedArray, other: ShardedArray) -> tuple[str, ...]:
-    """Mesh axes on the dims of ``array`` that ``other`` lacks: where ``other`` is broadcast, its cotangent is a sum
-    over them."""
+    """Returns the mesh axes on the dims of ``array`` that ``other`` lacks: where ``other`` is broadcast, its cotangent
+    is a sum over them."""
     return tuple(axis for dim in array.dims if dim not in other.dims for axis in array.axes_of(dim))
 
 

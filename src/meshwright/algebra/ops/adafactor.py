@@ -29,15 +29,15 @@ def stacked(weight: Updated, name: str) -> ShardedArray:
 
 
 def update(weight: Updated) -> tuple[Step, ...]:
-    """Steps of the moments, the scaled gradient, the root mean squares of it and of the weight, and the clipped
-    change."""
+    """Returns the steps of the moments, the scaled gradient, the root mean squares of it and of the weight, and the
+    clipped change."""
     shard, name, steps = weight.shard, weight.shard.name, list[Step]()
 
     def run(op: str, inputs: tuple[ShardedArray, ...], result: ShardedArray, *more: ShardedArray) -> None:
         steps.append(Step(op=op, inputs=inputs, result=result, more=more))
 
     def summed(part: ShardedArray) -> ShardedArray:
-        """The whole mean, with the AllReduce added where devices have parts of it."""
+        """Returns the whole mean, with the AllReduce added where devices have parts of it."""
         steps.extend(reshard(part, part.replace(unreduced=())))
         return part.replace(unreduced=())
 

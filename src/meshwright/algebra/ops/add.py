@@ -25,7 +25,8 @@ def backward(tape: Tape) -> None:
 
 
 def local_cotangents(tape: Tape, out: ShardedArray) -> list[tuple[str, ShardedArray]]:
-    """Each input with its cotangent as a device makes it: a sum over the axes on which the input is broadcast."""
+    """Returns each input with its cotangent as a device makes it: a sum over the axes on which the input is
+    broadcast."""
     cotangents = [cotangent.like(out).replace(unreduced=axes_beside(out, cotangent)) for cotangent in tape.dinputs]
     return list(zip(tape.op.inputs, cotangents, strict=True))
 

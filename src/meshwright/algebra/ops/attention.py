@@ -35,7 +35,7 @@ class Attention(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     @property
     def can_ring(self) -> bool:
-        """Whether keys can come round block by block."""
+        """True if keys can be sent round a ring block by block."""
         return not self.sees_all
 
 
@@ -59,7 +59,7 @@ class AttentionArrays(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, step: Step, values: Any = None) -> "AttentionArrays":
-        """The operands of a step, or the values given for them in the order of its inputs."""
+        """Returns the operands of a step, or the values given for them in the order of its inputs."""
         held = step.inputs if values is None else tuple(values)
         # q, k and v, of four dims, end the inputs, or positions of queries and keys after them
         placed = len(step.inputs[-1].dims) == 2
@@ -89,7 +89,7 @@ class AttentionArrays(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def positions_of(array: ShardedArray) -> str:
-    """The dim of positions: T; S of an encoder's queries, keys and values."""
+    """Returns the dim of positions: T; S of an encoder's queries, keys and values."""
     return array.dims[1]
 
 
@@ -114,7 +114,7 @@ def _layout(tape: Tape, form: type[Attention]) -> tuple[Attention, AttentionArra
     else:
         k, v = (key.resharded({positions_of(key): there}) for key in (k, v))
     here = [other.like(q) for other in others]
-    # what has rows is wanted for queries and for keys
+    # arrays with rows are needed for queries and for keys
     rows = [pair for pair in zip(here, others, strict=True) if "B" in pair[1].dims]
     positions, key_positions = rows.pop(0) if placed else (None, None)
     arrays = AttentionArrays(
@@ -130,7 +130,7 @@ def _layout(tape: Tape, form: type[Attention]) -> tuple[Attention, AttentionArra
 
 
 def _statistics(out: ShardedArray, q: ShardedArray) -> tuple[ShardedArray, ShardedArray]:
-    """The result, and the logarithm of each query's sum of exponentials, as the device makes them."""
+    """Returns the result, and the logarithm of each query's sum of exponentials, as the device makes them."""
     rows = out.dims[:3]
     axes = tuple(q.axes_of(dim) for dim in rows)
     return out.like(q), ShardedArray(f"{out.name.removesuffix('o')}lse", rows, axes, dtype="fp32")
@@ -148,7 +148,7 @@ def forward(tape: Tape, form: type[Attention] = Attention) -> None:
 
 
 def backward(tape: Tape, form: type[Attention] = Attention) -> None:
-    """Cotangents of queries, keys and values, left to be summed where each device saw a part of the queries."""
+    """Makes the cotangents of queries, keys and values, unreduced where each device saw a part of the queries."""
     details, arrays, needed = _layout(tape, form)
     q, keys = arrays.q, (arrays.k, arrays.v)
     dout = tape.move(tape.dout, tape.dout.like(q))
@@ -182,12 +182,13 @@ def keys_per_query(length: Number, *, window: int | None = None, causal: bool = 
 
 
 def num_ring_blocks(step: Step, sizes: OpSizes) -> Number:
-    """Blocks of keys that attention works through one after the other: the devices of its ring, else 1."""
+    """Returns the blocks of keys that attention works through one after the other: the devices of its ring, else 1."""
     return product(sizes.mesh[axis] for axis in step.details.ring)
 
 
 def score_elements(step: Step, sizes: OpSizes) -> Number:
-    """Returns local B x N x T x S, S the keys that a query attends to; masked ones too where the sizes count them."""
+    """Returns the local B x N x T x S, S the keys that a query attends to; masked ones too where the sizes count
+    them."""
     arrays, window = AttentionArrays.of(step), step.details.window
     rows = sizes.local(arrays.q)
     length = sizes.local(arrays.k)[positions_of(arrays.k)] * num_ring_blocks(step, sizes)

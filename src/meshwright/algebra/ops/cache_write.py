@@ -20,7 +20,7 @@ class CacheWrite(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 def forward(tape: Tape) -> None:
-    """``cache_write(cache[B,S,..], values[B,T,..], where)``: every position of the values, on the cache's devices.
+    """Makes ``cache_write(cache[B,S,..], values[B,T,..], where)``: writes every position on the cache's devices.
 
     A page table is a fourth input.
     """

@@ -37,7 +37,7 @@ def blocks_at_once(mean_rows: Any) -> Any:
 
 
 def own_slots(slots: ShardedArray, tokens: ShardedArray) -> ShardedArray:
-    """``slots`` as one device fills them from its own tokens: every expert, and C split as the tokens are.
+    """Returns ``slots`` as one device fills them from its own tokens: every expert, and C split as the tokens are.
 
     What the declared sharding has on E is minor in C, so that a single AllToAll moves it.
     """

@@ -9,7 +9,7 @@ from meshwright.algebra.tape import Tape
 
 
 def forward(tape: Tape) -> None:
-    """The product by the rules of one sharded einsum."""
+    """Multiplies by the rules of one sharded einsum."""
     lhs, rhs = tape.inputs
     tape.add(*einsum_steps(lhs, rhs, tape.out, slice_axes=tape.slice_axes))
 

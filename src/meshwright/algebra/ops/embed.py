@@ -9,7 +9,7 @@ from meshwright.algebra.tape import Tape
 
 
 def one_hot(numbers: ShardedArray, table: ShardedArray) -> ShardedArray:
-    """Numbers seen as rows over the table's first dim; each device makes just the part of it that it needs."""
+    """Returns numbers as one-hot rows over the table's first dim; each device makes just its part of them."""
     rows = table.dims[0]
     return ShardedArray(numbers.name, (*numbers.dims, rows), (*numbers.axes, table.axes_of(rows)))
 

@@ -46,12 +46,12 @@ class _Head:
         self.in_chunks = not keeps_logits(tape.shardings.strategy)
 
     def per_token(self, array: ShardedArray) -> ShardedArray:
-        """The statistic reduced, and split over tokens as the residual stream is."""
+        """Returns the statistic reduced, and split over tokens as the residual stream is."""
         return array.replace(unreduced=()).like(self.x)
 
 
 def forward(tape: Tape) -> None:
-    """The loss from statistics of the logits, each reduced over the parts of V."""
+    """Makes the loss from statistics of the logits, each reduced over the parts of V."""
     head = _Head(tape)
     x, table, here = (
         tape.move(*pair) for pair in ((head.x, head.left), (head.table, head.right), (head.labels, head.here))
@@ -72,7 +72,7 @@ def forward(tape: Tape) -> None:
 
 
 def backward(tape: Tape) -> None:
-    """Cotangents of the stream and of the table, from the logits kept or made again."""
+    """Makes the cotangents of the stream and of the table, from the logits kept or made again."""
     head = _Head(tape)
     peak, scaled = head.per_token(head.whole_peak), head.per_token(head.scaled)
     dscaled, dpicked = (head.per_token(a).replace(name=f"d{a.name}") for a in (head.scaled, head.picked))

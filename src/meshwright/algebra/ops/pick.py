@@ -7,7 +7,7 @@ from meshwright.algebra.tape import Tape
 
 
 def forward(tape: Tape) -> None:
-    """``pick(x[B,T,D], number[B])``: the device that has the position gives it, the others zeros."""
+    """Makes ``pick(x[B,T,D], number[B])``: the device that has the position gives it, the others give zeros."""
     (x, number), out = tape.inputs, tape.out
     result = out.replace(axes=tuple(x.axes_of(dim) for dim in out.dims), unreduced=x.axes_of("T"))
     tape.run("pick", (x, tape.move(number, number.like(x))), result)

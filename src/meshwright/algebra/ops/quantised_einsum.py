@@ -7,7 +7,7 @@ from meshwright.algebra.tape import Tape
 
 
 def forward(tape: Tape) -> None:
-    """``lhs * values`` by the rules of any product, times the scale of each output channel."""
+    """Multiplies ``lhs * values`` by the rules of any product, and by the scale of each output channel."""
     lhs, values, scale = tape.inputs
     *before, product = product_steps(lhs, values, tape.out, slice_axes=tape.slice_axes)
     tape.add(*before)

@@ -22,7 +22,7 @@ class RelativeAttention(Attention, frozen=True, kw_only=True, forbid_unknown_fie
 
     @property
     def can_ring(self) -> bool:
-        """Never: every block of keys would need its own part of the bias."""
+        """False: every block of keys would need its own part of the bias."""
         return False
 
 

@@ -6,7 +6,7 @@ from meshwright.algebra.tape import Tape, require_whole
 
 
 def forward(tape: Tape) -> None:
-    """``kind(x, scale)`` or ``kind(x, scale, bias)`` in the sharding of the row."""
+    """Normalises ``kind(x, scale)`` or ``kind(x, scale, bias)`` in the sharding of the row."""
     x, *vectors = tape.inputs
     for dim in vectors[0].dims:
         require_whole(x, dim, tape.op.kind)
@@ -17,7 +17,7 @@ def forward(tape: Tape) -> None:
 
 
 def backward(tape: Tape) -> None:
-    """Cotangents of the row and, summed over every row of the device, of the vectors."""
+    """Makes the cotangents of the row and, summed over every row of the device, of the vectors."""
     x, scale, *_ = tape.inputs
     dx, *dvectors = tape.dinputs
     sums = [_whole(d).replace(unreduced=x.spread) for d in dvectors]
@@ -29,7 +29,7 @@ def _whole(vector: ShardedArray) -> ShardedArray:
 
 
 def norm(name: str) -> OpKind:
-    """The kind of a norm under its name."""
+    """Returns the kind of a norm under its name."""
     return OpKind(
         forward=forward,
         backward=backward,

@@ -42,7 +42,7 @@ def _counts(tape: Tape) -> tuple[ShardedArray, ...]:
 
 
 def forward(tape: Tape) -> None:
-    """Weights of the chosen experts of each token, from the scores of all experts."""
+    """Makes the weights of each token's chosen experts from the scores of all experts."""
     gates = tape.out
     scores = tape.move(tape.inputs[0], _scores(tape.inputs[0], gates))
     tape.run("route", (scores,), gates, chosen_of(gates), *_counts(tape), details=tape.details(Routing))
@@ -64,7 +64,7 @@ def backward(tape: Tape) -> None:
 
 
 def _scores(scores: ShardedArray, gates: ShardedArray) -> ShardedArray:
-    """Scores of all experts, split over tokens as the weights are."""
+    """Returns the scores of all experts, split over tokens as the weights are."""
     return scores.resharded({"E": (), **{dim: gates.axes_of(dim) for dim in ("B", "T")}})
 
 

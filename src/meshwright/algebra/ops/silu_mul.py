@@ -6,13 +6,13 @@ from meshwright.algebra.tape import Tape
 
 
 def backward(tape: Tape) -> None:
-    """Cotangents from the inputs of the forward pass, in the sharding of the result."""
+    """Makes cotangents from the inputs of the forward pass, in the sharding of the result."""
     out = tape.out
     tape.run_backward([array.like(out) for array in tape.inputs], local_cotangents(tape, out))
 
 
 def elementwise(name: str) -> OpKind:
-    """The kind of an elementwise op under its name."""
+    """Returns the kind of an elementwise op under its name."""
     return OpKind(forward=forward, backward=backward, steps={name: StepKind(), f"{name}_backward": StepKind()})
 
 

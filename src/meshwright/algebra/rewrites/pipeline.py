@@ -34,7 +34,7 @@ def require_stages(program: Program, strategy: Strategy) -> None:
 
 
 def boundary(program: Program, shardings: Shardings) -> tuple[Step, ...]:
-    """The stream sent to the next stage, and its cotangent sent back.
+    """Returns the stream sent to the next stage, and its cotangent sent back.
 
     Where the stream is whole over ``tensor`` each of its devices sends a part, which the next stage gathers.
     """

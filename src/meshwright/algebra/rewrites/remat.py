@@ -50,7 +50,7 @@ def keeps_logits(strategy: Strategy) -> bool:
 
 
 def _kept_names(program: Program, strategy: Strategy) -> tuple[str, ...] | None:
-    """Names in the saved set; None for every name. Raises InputError for a name that is not a result."""
+    """Returns the names in the saved set; None for every name. Raises InputError for a name that is not a result."""
     kept = strategy.kept_names
     if kept is None or isinstance(strategy.remat, str):
         # without rope or a bias the products themselves enter attention
@@ -64,8 +64,8 @@ def _kept_names(program: Program, strategy: Strategy) -> tuple[str, ...] | None:
 
 
 def in_segments(steps: BlockSteps, shardings: Shardings) -> BlockSteps:
-    """The steps of layers whose segments run again, where the strategy has any: the backward pass begins with the
-    forward steps, of which only gathers of weights count as its own."""
+    """Returns the steps of layers whose segments run again, where the strategy has any: the backward pass begins with
+    the forward steps, of which only gathers of weights count as its own."""
     segment = shardings.strategy.segment
     if segment is None or not steps.block.carry:
         return steps

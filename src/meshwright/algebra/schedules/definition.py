@@ -116,7 +116,7 @@ class ScheduleDefinition(msgspec.Struct, frozen=True, kw_only=True):
         return functools.reduce(operator.and_, holds)
 
     def refusal(self, stages: int, microbatches: int, chunks: int) -> str | None:
-        """Why the schedule does not exist for these sizes; None where it does."""
+        """Returns why the schedule does not exist for these sizes; None where it does."""
         for what, size in (("stages", stages), ("microbatches", microbatches), ("chunks", chunks)):
             if size < 1:
                 return f"{what}={size} must be at least 1."
@@ -135,7 +135,7 @@ class ScheduleDefinition(msgspec.Struct, frozen=True, kw_only=True):
         return self.requirements if self.more_chunks else (own_chunks, *self.requirements)
 
     def build(self, stages: int, microbatches: int, chunks: int) -> Schedule:
-        """The rows of the schedule. Raises InputError for sizes that it does not exist for."""
+        """Returns the rows of the schedule. Raises InputError for sizes that it does not exist for."""
         if refusal := self.refusal(stages, microbatches, chunks):
             raise InputError(refusal)
         orders = tuple(

@@ -19,7 +19,8 @@ Streams = tuple[tuple[int, int], tuple[int, int]]
 
 
 def dual_order(distance: int, depth: int, per_stream: int, streams: Streams) -> Iterator[Pass]:
-    """Ops of the device ``distance`` steps from the end where stream 0 enters; the streams turn after ``depth``."""
+    """Returns the ops of the device ``distance`` steps from the end where stream 0 enters; the streams turn after
+    ``depth``."""
     inner, half, is_odd = depth - 1 - distance, (distance + 1) // 2, distance % 2 == 1
     # F and B of a stream; S is a B whose weight gradients wait for the next W
     words = [

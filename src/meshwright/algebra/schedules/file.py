@@ -28,7 +28,7 @@ _SETTING = re.compile(r"(\w+)\s*=\s*(\S+)")
 
 
 def read_schedule(path: str | Path) -> Schedule:
-    """The schedule of a file, checked. An InputError names the file and the line of what cannot be."""
+    """Returns the schedule of a file, checked. An InputError names the file and the line of what cannot be."""
     path = Path(path)
     try:
         text = path.read_text(encoding="utf-8")
@@ -56,7 +56,7 @@ def read_schedule(path: str | Path) -> Schedule:
     num_ops = sum(map(len, orders))
     if not 1 <= num_ops <= MAX_OPS:
         raise InputError(f"{path}: {num_ops:,} ops; a schedule has between 1 and {MAX_OPS:,}, a line per device.")
-    # of one chunk but for a looped placement, where the ops say how many
+    # only a looped placement has more than one chunk, as many as the ops name
     routes = PLACEMENTS[placement].routes(len(orders), 1 + max(op.chunk for order in orders for op in order))
     route_of = microbatch_routes(orders, len(routes))
     missing = next((m for m in range(max(route_of) + 1) if m not in route_of), None)
@@ -87,13 +87,13 @@ def _read_op(at: str, word: str) -> Pass:
 
 
 def schedule_of_file(path: str) -> ScheduleDefinition:
-    """The schedule of a file for its one number of stages, microbatches and chunks."""
+    """Returns the schedule of a file for its one number of stages, microbatches and chunks."""
     return _schedule_of_file(path, Path(path).stat().st_mtime_ns)
 
 
 @functools.lru_cache(maxsize=32)
 def _schedule_of_file(path: str, changed_ns: int) -> ScheduleDefinition:
-    """Read once for each change of the file: a search asks for it many times."""
+    """Reads a file once for each change, since a search needs it many times."""
     found = read_schedule(path)
     stages, count = found.num_devices, found.num_microbatches
     sizes = Requirement(
@@ -119,7 +119,7 @@ def _placement(schedule: Schedule) -> PlacementName:
 
 
 def format_schedule(schedule: Schedule) -> str:
-    """The text that `read_schedule` reads back."""
+    """Returns the text that `read_schedule` reads back."""
     lines = [
         f"# {schedule.name}: {schedule.num_devices} devices, {schedule.num_microbatches} microbatches",
         f"placement = {_placement(schedule)}",

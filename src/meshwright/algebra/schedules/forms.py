@@ -46,7 +46,8 @@ AnyForms = TypeVar("AnyForms", StageForms, LockstepForms)
 
 
 def stage_forms(name: str) -> StageForms:
-    """The forms of a schedule with a program for each stage. Exact, but for zb-h2 with fewer microbatches than stages.
+    """Returns the forms of a schedule with a program for each stage. Exact, but for zb-h2 with fewer microbatches than
+    stages.
 
     Sends of simulated and of closed forms differ where microbatches are fewer than twice the stages.
     """
@@ -55,8 +56,8 @@ def stage_forms(name: str) -> StageForms:
 
 
 def lockstep_forms(name: str) -> LockstepForms:
-    """The forms of a schedule as one program runs it on all devices. They equal `ticks` and its simulated time, but for
-    zb-h2 with more microbatches than stages and fewer than twice as many less one."""
+    """Returns the forms of a schedule as one program runs it on all devices. They equal `ticks` and its simulated time,
+    but for zb-h2 with more microbatches than stages and fewer than twice as many less one."""
     found = definition(name)
     return found.lockstep or _simulated_forms(found, LockstepForms, _simulated_lockstep)
 
@@ -75,8 +76,8 @@ def is_legal(name: str, *, stages: Array, microbatches: Array, chunks: Array = 1
 
 @functools.lru_cache(maxsize=4096)
 def _simulated_stages(definition: ScheduleDefinition, size: Size) -> dict[str, Any]:
-    """Values of `StageForms` by name, and ``paths`` [n, 3]: the F, B and W of every longest path beyond the passes of
-    all microbatches, in passes over all layers of a device."""
+    """Returns the values of `StageForms` by name, and ``paths`` [n, 3]: the F, B and W of every longest path beyond the
+    passes of all microbatches, in passes over all layers of a device."""
     schedule, chunks = _rows(definition, size), size[2]
 
     def step(f: int, b: int, w: int, send: int = 0) -> int:
@@ -85,7 +86,7 @@ def _simulated_stages(definition: ScheduleDefinition, size: Size) -> dict[str, A
     return {
         "paths": _idle_passes(step, size),
         "stash": round(max(peak_stash(schedule)) / schedule.piece_share) / chunks,
-        # sends of one unit beside equal passes of very many: those that no path avoids
+        # a send takes one unit, a pass very many: the remainder counts the sends that no path avoids
         "sends": step(*(3 * (1 << _BITS,)), 1) % (1 << _BITS),
         "split": max(sum(op.kind == "W" for op in order) for order in schedule.orders) / chunks,
     }
@@ -93,7 +94,7 @@ def _simulated_stages(definition: ScheduleDefinition, size: Size) -> dict[str, A
 
 @functools.lru_cache(maxsize=4096)
 def _simulated_lockstep(definition: ScheduleDefinition, size: Size) -> dict[str, Any]:
-    """Values of `LockstepForms` by name, and ``paths`` as above."""
+    """Returns the values of `LockstepForms` by name, and ``paths`` as above."""
     tables = tick_tables(_rows(definition, size))
 
     def step(f: int, b: int, w: int) -> int:
@@ -110,7 +111,7 @@ def _rows(definition: ScheduleDefinition, size: Size) -> Schedule:
 
 
 def too_many_passes(definition: ScheduleDefinition, stages: int, microbatches: int, chunks: int) -> str:
-    """Why a size is not simulated."""
+    """Returns why a size is not simulated."""
     return (
         f"{definition.name} has no closed forms, and {stages} stages of {chunks} chunks x {microbatches} microbatches "
         f"are too many passes to simulate. Use at most {MAX_PASSES // (3 * stages * chunks)} microbatches."
@@ -123,7 +124,8 @@ def _idle_passes(step: Callable[[int, int, int], int], size: Size) -> np.ndarray
 
 
 def longest_paths(step: Callable[[int, int, int], int]) -> list[Passes]:
-    """The passes of every path that is the longest for some times; ``step`` is the time of a step for whole times.
+    """Returns the passes of every path that is the longest for some times; ``step`` is the time of a step for whole
+    times.
 
     The time is convex in (f, b, w). So the paths found are all as soon as no longer one is found where three of them,
     or two and a time of 0, tie: between such times the time of a step is linear.
@@ -166,7 +168,8 @@ def _cross(one: Passes, other: Passes) -> Passes | None:
 
 
 def _longest_path(step: Callable[[int, int, int], int], times: Passes) -> Passes:
-    """Passes of the longest path: each pass also takes one unit of a digit of its own, too small to change the path."""
+    """Returns the passes of the longest path: each pass also takes one unit of a digit of its own, too small to change
+    the path."""
     scale, mask = 1 << (3 * _BITS), (1 << _BITS) - 1
     total = step(*(time * scale + (1 << (_BITS * kind)) for kind, time in enumerate(times)))
     return total & mask, (total >> _BITS) & mask, (total >> 2 * _BITS) & mask

@@ -17,7 +17,7 @@ PASSES: tuple[PassKind, ...] = ("F", "B", "W")
 
 
 def fused_ticks(schedule: Schedule) -> Iterator[Tick]:
-    """The ops of a schedule in the earliest ticks that keep its character.
+    """Returns the ops of a schedule in the earliest ticks that keep its character.
 
     On each device every kind keeps its order; B and W also wait for the forward passes that precede them (GPipe
     stays GPipe), W for the backward passes. Forward passes may run ahead, because a message now takes a tick each
@@ -52,7 +52,7 @@ class _Queue:
         return any(self._done[kind] < len(tasks) for kind, tasks in self._tasks.items())
 
     def take(self, made: set[Result]) -> tuple[Task, ...]:
-        """The tasks of one tick, from what was made in earlier ticks and by this device up to here."""
+        """Returns the tasks of one tick, from what was made in earlier ticks and by this device up to here."""
         taken: list[Task] = []
         for kind in PASSES:
             task = self._next(kind, made, taken)

@@ -103,11 +103,11 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @property
     def is_split(self) -> bool:
-        """Whether any weight gradients are made by a pass of their own."""
+        """True if any weight gradients are made by a pass of their own."""
         return any(op.kind == "W" for order in self.orders for op in order)
 
     def virtual_stages(self) -> dict[tuple[int, int, int], int]:
-        """(route, device, chunk) -> virtual stage."""
+        """Maps (route, device, chunk) to the virtual stage."""
         return {
             (number, place.device, place.chunk): stage
             for number, route in enumerate(self.routes)
@@ -115,7 +115,7 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         }
 
     def place(self, stage: int, microbatch: int) -> Place:
-        """Where a microbatch passes a virtual stage."""
+        """Returns where a microbatch passes a virtual stage."""
         return self.routes[self.route_of[microbatch]][stage]
 
     @cached_property
@@ -171,7 +171,7 @@ def _down(devices: int, chunk: int) -> Route:
 
 
 def microbatch_routes(orders: Sequence[Sequence[Pass]], num_routes: int) -> dict[int, int]:
-    """The route of each microbatch: with two routes, the one whose chunk its first op is in."""
+    """Returns the route of each microbatch: with two routes, the one whose chunk its first op is in."""
     if num_routes == 1:
         return dict.fromkeys((op.microbatch for order in orders for op in order), 0)
     found: dict[int, int] = {}

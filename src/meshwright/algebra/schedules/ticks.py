@@ -55,7 +55,7 @@ class BackwardColumns(NamedTuple):
 
 
 class WeightColumns(NamedTuple):
-    """W, from what B left in ``handed_slot``."""
+    """W, from the arrays that B left in ``handed_slot``."""
 
     microbatch: Column
     chunk: Column
@@ -66,7 +66,7 @@ OfPass = TypeVar("OfPass", ForwardColumns, BackwardColumns, WeightColumns)
 
 
 class Columns(NamedTuple):
-    """All of them; and, for each channel, the slot that the message of this tick is written to."""
+    """The columns of all passes and, for each channel, of the slot that the message of this tick is written to."""
 
     forward: ForwardColumns
     backward: BackwardColumns
@@ -134,12 +134,12 @@ class TickTables(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def has_whole(self) -> bool:
-        """Whether any B is the whole backward pass."""
+        """True if any B is the whole backward pass."""
         return self._has("BW")
 
     @property
     def has_split(self) -> bool:
-        """Whether any weight gradients are made by a pass of their own."""
+        """True if any weight gradients are made by a pass of their own."""
         return self._has("W")
 
     def _has(self, *takes: str) -> bool:
@@ -152,7 +152,7 @@ def tick_tables(schedule: Schedule) -> TickTables:
 
 
 def forward_tables(schedule: Schedule) -> TickTables:
-    """The tables of the forward passes alone, in the order in which each device has them."""
+    """Returns the tables of the forward passes alone, in the order in which each device has them."""
     orders = tuple(tuple(op for op in order if op.kind == "F") for order in schedule.orders)
     return tick_tables(msgspec.structs.replace(schedule, orders=orders))
 
@@ -160,7 +160,7 @@ def forward_tables(schedule: Schedule) -> TickTables:
 def lockstep_seconds(
     tables: TickTables, *, forward_s: Seconds, backward_s: Seconds, weight_s: Seconds = 0.0, send_s: float = 0.0
 ) -> float:
-    """Seconds of a step where each tick of a device begins when its neighbours have ended the one before.
+    """Returns the seconds of a step where each tick of a device begins when its neighbours have ended the one before.
 
     Times as in `simulation.simulate`; every tick's messages take ``send_s``.
     """
@@ -264,7 +264,7 @@ class _Builder:
         return tuple(Channel(offset, tuple(sorted(found))) for offset, found in sorted(pairs.items()))
 
     def _arrivals(self, kind: PassKind, channel: Channel, slots: dict[tuple[int, int], int]) -> np.ndarray:
-        """Where each device puts what reaches it by this channel."""
+        """Returns the slot in which each device puts the message of this channel."""
         step, column = 1 if kind == "F" else -1, np.full(self.shape, IDLE, np.int32)
         for (stage, m), slot in slots.items():
             source, device = self.schedule.place(stage - step, m).device, self.schedule.place(stage, m).device

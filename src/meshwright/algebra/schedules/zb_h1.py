@@ -12,7 +12,7 @@ from meshwright.algebra.schedules.table import Pass
 
 
 def zero_bubble_order(warmup: int, microbatches: int, most_alive: int) -> Iterator[Pass]:
-    """1F1B with W as late as ``most_alive`` stashes allow, one after each B once the forward passes are done."""
+    """Yields 1F1B with W as late as ``most_alive`` stashes allow, one after each B once the forward passes are done."""
     done_w = 0
     warmup = min(warmup, microbatches)
     yield from (Pass("F", m) for m in range(warmup))
@@ -29,8 +29,8 @@ def zero_bubble_order(warmup: int, microbatches: int, most_alive: int) -> Iterat
 
 
 def zero_bubble_seconds(p: Array, filling: Array, f: Array, b: Array, w: Array) -> Array:
-    """The bubble where ``filling`` W run before the first B returns, the longest of three paths: the first F down the
-    stages; down and up again, less the W that fill; or the last B up the stages."""
+    """Returns the bubble where ``filling`` W run before the first B returns, the longest of three paths: the first F
+    down the stages; down and up again, less the W that fill; or the last B up the stages."""
     hops = np.subtract(p, 1)
     longest = np.maximum(hops * f, hops * (f + b) - filling * w)
     return np.maximum(longest, (hops - filling) * f + hops * b)
