@@ -11,7 +11,7 @@ from meshwright.algebra.program import WEIGHTS, Block, Program, layers_dim
 from meshwright.algebra.rewrites.collective_matmul import in_blocks
 from meshwright.algebra.rewrites.fused_head import with_fused_head
 from meshwright.algebra.rewrites.pipeline import boundary, ends, require_stages
-from meshwright.algebra.rewrites.remat import Saved, in_segments
+from meshwright.algebra.rewrites.remat import SavedSet, in_segments
 from meshwright.algebra.rewrites.split_backward import with_split_backward
 from meshwright.algebra.rewrites.stacks import shared_inputs
 from meshwright.algebra.steps import Step
@@ -41,7 +41,7 @@ def derive(
     require_stages(program, strategy)
     keep = tuple(axis for axis in strategy.mesh if axis not in without) if symbolic else strategy.active_axes
     shardings = Shardings(program, strategy, keep)
-    saved = Saved(shardings)
+    saved = SavedSet(shardings)
     shardings.shared = shared_inputs(program, lambda block: _both_passes(block, shardings))
     activations = {variable.name for variable in program.of_role("activation")}
     blocks: list[BlockSteps] = []

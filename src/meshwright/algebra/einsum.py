@@ -11,8 +11,7 @@ from itertools import takewhile
 from meshwright.algebra.notation import ShardedArray
 from meshwright.algebra.steps import Step
 from meshwright.core.errors import InputError
-
-Axes = tuple[str, ...]
+from meshwright.core.notation import Axes
 
 
 def common_prefix(left: Axes, right: Axes) -> Axes:

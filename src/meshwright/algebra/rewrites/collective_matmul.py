@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from meshwright.algebra.derived import BlockSteps
 from meshwright.algebra.notation import ShardedArray
 from meshwright.algebra.ops import kind_of
-from meshwright.algebra.ops.collective_matmul import NAME, Blocks, Form
+from meshwright.algebra.ops.collective_matmul import NAME, Blocks, CollectiveForm
 from meshwright.algebra.program import WEIGHTS
 from meshwright.algebra.rewrites.rings import Round
 from meshwright.algebra.steps import Step
@@ -139,7 +139,7 @@ def _summing(total: Step, parts: list[Step], dim: str, ways: int) -> Unit:
     split = total.result if total.op == "reduce_scatter" else total.result.resharded(cut)
     passing = split.replace(name=f"{split.name}_passing")
     inputs = tuple(dict.fromkeys(a for part in parts for a in part.inputs))
-    form: Form = "reduce_scatter" if total.op == "reduce_scatter" else "all_reduce"
+    form: CollectiveForm = "reduce_scatter" if total.op == "reduce_scatter" else "all_reduce"
     product = _product(form, inputs, (passing,), parts, dim, ways)
     home = _round(replace(total, dim=dim), "home", passing, split, ways)
     if form == "reduce_scatter":
@@ -160,7 +160,7 @@ def _round(
 
 
 def _product(
-    form: Form,
+    form: CollectiveForm,
     inputs: tuple[ShardedArray, ...],
     results: tuple[ShardedArray, ...],
     parts: list[Step],

@@ -13,7 +13,7 @@ from meshwright.core.errors import InputError, nearest
 from meshwright.spec.strategy import Strategy
 
 
-class Saved:
+class SavedSet:
     """The saved set of a strategy: what `keeps` says of each result of the forward pass.
 
     Raises InputError for a name that is not a result of the program.

@@ -16,7 +16,7 @@ from textwrap import wrap
 
 from meshwright.algebra.schedules.check import check
 from meshwright.algebra.schedules.definition import Requirement, ScheduleDefinition
-from meshwright.algebra.schedules.table import PLACEMENTS, Pass, PlacementName, Schedule, microbatch_routes
+from meshwright.algebra.schedules.table import PLACEMENTS, PlacementName, Schedule, StagePass, microbatch_routes
 from meshwright.core.errors import InputError, nearest
 
 MAX_OPS = 1_000_000
@@ -36,7 +36,7 @@ def read_schedule(path: str | Path) -> Schedule:
         reason = getattr(error, "strerror", None) or "not a text in UTF-8"
         raise InputError(f"{path} cannot be read ({reason}).") from None
     placement: PlacementName = "looped"
-    orders: list[list[Pass]] = []
+    orders: list[list[StagePass]] = []
     lines: list[list[str]] = []
     for number, line in enumerate(text.splitlines(), start=1):
         at, content = f"{path}:{number}", line.partition("#")[0].strip()
@@ -79,11 +79,11 @@ def _read_placement(at: str, key: str, value: str) -> PlacementName:
     return value
 
 
-def _read_op(at: str, word: str) -> Pass:
+def _read_op(at: str, word: str) -> StagePass:
     found = _OP.fullmatch(word)
     if found is None:
         raise InputError(f"{at}: {word!r} is no op. Write F0, B0 or W0, and F0/1 for chunk 1.")
-    return Pass(found[1], int(found[2]), int(found[3] or 0))  # type: ignore[arg-type]
+    return StagePass(found[1], int(found[2]), int(found[3] or 0))  # type: ignore[arg-type]
 
 
 def schedule_of_file(path: str) -> ScheduleDefinition:

@@ -23,11 +23,12 @@ from typing import Any, TypeVar
 import numpy as np
 
 from meshwright.algebra.schedules.check import check
-from meshwright.algebra.schedules.definition import Array, LockstepForms, ScheduleDefinition, StageForms
+from meshwright.algebra.schedules.definition import LockstepForms, ScheduleDefinition, StageForms
 from meshwright.algebra.schedules.registry import definition
 from meshwright.algebra.schedules.simulation import peak_stash, simulate
 from meshwright.algebra.schedules.table import Schedule
 from meshwright.algebra.schedules.ticks import Slots, lockstep_seconds, tick_tables
+from meshwright.algebra.sizes import Number
 from meshwright.core.errors import InputError
 
 MAX_PASSES = 100_000
@@ -36,7 +37,7 @@ MAX_PASSES = 100_000
 _BITS = 20
 """Bits of a number of passes on a path."""
 
-Passes = tuple[int, int, int]
+PathPasses = tuple[int, int, int]
 """How many F, B and W a path has."""
 
 Size = tuple[int, int, int]
@@ -62,7 +63,7 @@ def lockstep_forms(name: str) -> LockstepForms:
     return found.lockstep or _simulated_forms(found, LockstepForms, _simulated_lockstep)
 
 
-def is_legal(name: str, *, stages: Array, microbatches: Array, chunks: Array = 1) -> Array:
+def is_legal(name: str, *, stages: Number, microbatches: Number, chunks: Number = 1) -> Number:
     """True where the schedule exists for these sizes, `registry.build` makes its rows, and they can be priced."""
     found = definition(name)
     legal = found.is_legal(stages, microbatches, chunks)
@@ -123,16 +124,16 @@ def _idle_passes(step: Callable[[int, int, int], int], size: Size) -> np.ndarray
     return np.array(longest_paths(step)) / chunks - microbatches
 
 
-def longest_paths(step: Callable[[int, int, int], int]) -> list[Passes]:
+def longest_paths(step: Callable[[int, int, int], int]) -> list[PathPasses]:
     """Returns the passes of every path that is the longest for some times; ``step`` is the time of a step for whole
     times.
 
     The time is convex in (f, b, w). So the paths found are all as soon as no longer one is found where three of them,
     or two and a time of 0, tie: between such times the time of a step is linear.
     """
-    found: dict[Passes, None] = {}
-    asked: set[Passes] = set()
-    axes: list[Passes] = [(1, 0, 0), (0, 1, 0), (0, 0, 1)]
+    found: dict[PathPasses, None] = {}
+    asked: set[PathPasses] = set()
+    axes: list[PathPasses] = [(1, 0, 0), (0, 1, 0), (0, 0, 1)]
     normals = axes
     while True:
         num_found = len(found)
@@ -154,7 +155,7 @@ def longest_paths(step: Callable[[int, int, int], int]) -> list[Passes]:
         normals = axes + [(p[0] - q[0], p[1] - q[1], p[2] - q[2]) for p, q in ties]
 
 
-def _cross(one: Passes, other: Passes) -> Passes | None:
+def _cross(one: PathPasses, other: PathPasses) -> PathPasses | None:
     """Times, none below 0, at which both differences of paths take no time; None without any."""
     x = one[1] * other[2] - one[2] * other[1]
     y = one[2] * other[0] - one[0] * other[2]
@@ -167,7 +168,7 @@ def _cross(one: Passes, other: Passes) -> Passes | None:
     return x // shared, y // shared, z // shared
 
 
-def _longest_path(step: Callable[[int, int, int], int], times: Passes) -> Passes:
+def _longest_path(step: Callable[[int, int, int], int], times: PathPasses) -> PathPasses:
     """Returns the passes of the longest path: each pass also takes one unit of a digit of its own, too small to change
     the path."""
     scale, mask = 1 << (3 * _BITS), (1 << _BITS) - 1
@@ -175,7 +176,7 @@ def _longest_path(step: Callable[[int, int, int], int], times: Passes) -> Passes
     return total & mask, (total >> _BITS) & mask, (total >> 2 * _BITS) & mask
 
 
-def _time(path: Passes, times: Passes) -> int:
+def _time(path: PathPasses, times: PathPasses) -> int:
     return sum(map(operator.mul, path, times))
 
 
@@ -189,7 +190,7 @@ def _simulated_forms(
 ) -> AnyForms:
     """Forms that simulate each size once; 0 for one stage, which has nothing to wait for."""
 
-    def read(name: str, *arrays: Array) -> np.ndarray:
+    def read(name: str, *arrays: Number) -> np.ndarray:
         """A value of each size, or of paths the longest with these times."""
         given = np.broadcast_arrays(*arrays)
         sizes = np.stack([array.reshape(-1) for array in given[:3]], axis=-1).astype(np.int64)

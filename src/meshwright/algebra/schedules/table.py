@@ -15,7 +15,7 @@ PassKind = Literal["F", "B", "W"]
 """F forward; B backward; W weight gradients, where a row of its own makes them: B then makes input gradients only."""
 
 
-class Pass(msgspec.Struct, frozen=True):
+class StagePass(msgspec.Struct, frozen=True):
     """One pass of one microbatch through one chunk of a device; written ``F3``, or ``F3/1`` in chunk 1."""
 
     kind: PassKind
@@ -47,14 +47,14 @@ class Task(NamedTuple):
     takes: Literal["F", "B", "W", "BW"]
 
 
-class Place(msgspec.Struct, frozen=True):
+class StagePlace(msgspec.Struct, frozen=True):
     """Where a virtual stage lives."""
 
     device: int
     chunk: int = 0
 
 
-Route = tuple[Place, ...]
+Route = tuple[StagePlace, ...]
 """Places of the virtual stages, first to last: the path of a microbatch through the devices."""
 
 
@@ -69,7 +69,7 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     name: str
     routes: tuple[Route, ...]
     route_of: tuple[int, ...]
-    orders: tuple[tuple[Pass, ...], ...]
+    orders: tuple[tuple[StagePass, ...], ...]
 
     @property
     def num_devices(self) -> int:
@@ -114,7 +114,7 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             for stage, place in enumerate(route)
         }
 
-    def place(self, stage: int, microbatch: int) -> Place:
+    def place(self, stage: int, microbatch: int) -> StagePlace:
         """Returns where a microbatch passes a virtual stage."""
         return self.routes[self.route_of[microbatch]][stage]
 
@@ -167,10 +167,10 @@ devices in chunk 0, and up them in chunk 1: device d holds the pieces d and devi
 
 
 def _down(devices: int, chunk: int) -> Route:
-    return tuple(Place(device, chunk) for device in range(devices))
+    return tuple(StagePlace(device, chunk) for device in range(devices))
 
 
-def microbatch_routes(orders: Sequence[Sequence[Pass]], num_routes: int) -> dict[int, int]:
+def microbatch_routes(orders: Sequence[Sequence[StagePass]], num_routes: int) -> dict[int, int]:
     """Returns the route of each microbatch: with two routes, the one whose chunk its first op is in."""
     if num_routes == 1:
         return dict.fromkeys((op.microbatch for order in orders for op in order), 0)

@@ -75,7 +75,7 @@ class Columns(NamedTuple):
     dx_arrivals: tuple[Column, ...]
 
 
-class Channel(msgspec.Struct, frozen=True):
+class MessageChannel(msgspec.Struct, frozen=True):
     """Messages of one direction in a tick: from each first device of ``pairs`` to the second.
 
     ``offset`` is the way, modulo the number of devices; with 0 they stay where they are.
@@ -102,8 +102,8 @@ class TickTables(msgspec.Struct, frozen=True, kw_only=True):
     schedule: Schedule
     ticks: tuple[Tick, ...]
     columns: Columns
-    x_channels: tuple[Channel, ...]
-    dx_channels: tuple[Channel, ...]
+    x_channels: tuple[MessageChannel, ...]
+    dx_channels: tuple[MessageChannel, ...]
     live: dict[str, tuple[int, ...]]
 
     @property
@@ -255,15 +255,15 @@ class _Builder:
                     column[tick, place.device] = entries[field]
         return form(**found)
 
-    def _channels(self, *, forwards: bool) -> tuple[Channel, ...]:
+    def _channels(self, *, forwards: bool) -> tuple[MessageChannel, ...]:
         pairs: dict[int, set[tuple[int, int]]] = {}
         for route in self.schedule.routes:
             for one, other in itertools.pairwise(route if forwards else route[::-1]):
                 offset = (other.device - one.device) % self.shape[1]
                 pairs.setdefault(offset, set()).add((one.device, other.device))
-        return tuple(Channel(offset, tuple(sorted(found))) for offset, found in sorted(pairs.items()))
+        return tuple(MessageChannel(offset, tuple(sorted(found))) for offset, found in sorted(pairs.items()))
 
-    def _arrivals(self, kind: PassKind, channel: Channel, slots: dict[tuple[int, int], int]) -> np.ndarray:
+    def _arrivals(self, kind: PassKind, channel: MessageChannel, slots: dict[tuple[int, int], int]) -> np.ndarray:
         """Returns the slot in which each device puts the message of this channel."""
         step, column = 1 if kind == "F" else -1, np.full(self.shape, IDLE, np.int32)
         for (stage, m), slot in slots.items():

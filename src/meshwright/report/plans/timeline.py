@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 import msgspec
 
 from meshwright.algebra.schedules.simulation import Simulation
-from meshwright.algebra.schedules.table import Pass, Schedule
+from meshwright.algebra.schedules.table import Schedule, StagePass
 from meshwright.core.errors import InputError
 from meshwright.report.figure import INK, Spec, headline, si_scale, themed
 
@@ -30,7 +30,7 @@ LEGEND_COLUMNS = 4
 
 class _Box(msgspec.Struct, frozen=True, kw_only=True):
     device: int
-    op: Pass
+    op: StagePass
     what: str
     start_s: float
     end_s: float
@@ -108,7 +108,7 @@ def _boxes(schedule: Schedule, simulation: Simulation) -> Iterator[_Box]:
             yield _Box(device=device, op=op, what=what, start_s=start, end_s=end)
 
 
-def _ops(schedule: Schedule) -> Iterator[tuple[int, Pass]]:
+def _ops(schedule: Schedule) -> Iterator[tuple[int, StagePass]]:
     for device, order in enumerate(schedule.orders):
         for op in order:
             yield device, op
@@ -196,12 +196,12 @@ def timeline_text(schedule: Schedule, simulation: Simulation, *, width: int) -> 
     return "\n".join(lines) + "\n"
 
 
-def _timed(schedule: Schedule, simulation: Simulation) -> Iterator[tuple[Pass, float, float]]:
+def _timed(schedule: Schedule, simulation: Simulation) -> Iterator[tuple[StagePass, float, float]]:
     for order, starts, ends in zip(schedule.orders, simulation.start_s, simulation.end_s, strict=True):
         yield from zip(order, starts, ends, strict=True)
 
 
-def _letters(op: Pass, columns: int) -> str:
+def _letters(op: StagePass, columns: int) -> str:
     letter = op.kind.lower() if op.chunk % 2 else op.kind
     text = f"{letter}{op.microbatch}"
     return (text if len(text) <= columns else letter).ljust(columns, "-")[:columns]
