@@ -14,12 +14,12 @@ FILE = '''
 """GPipe with the backward passes of the last microbatches first."""
 
 from meshwright.algebra.schedules.definition import ScheduleDefinition
-from meshwright.algebra.schedules.table import Op
+from meshwright.algebra.schedules.table import StagePass
 
 
 def order(device, *, stages, microbatches, chunks):
-    yield from (Op("F", m) for m in range(microbatches))
-    yield from (Op("B", m) for m in reversed(range(microbatches)))
+    yield from (StagePass("F", m) for m in range(microbatches))
+    yield from (StagePass("B", m) for m in reversed(range(microbatches)))
 
 
 SCHEDULE = ScheduleDefinition(name="last-in-first-out", year=2026, order=order)

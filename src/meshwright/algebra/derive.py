@@ -11,11 +11,11 @@ from meshwright.algebra.program import WEIGHTS, Block, Program, layers_dim
 from meshwright.algebra.rewrites.collective_matmul import in_blocks
 from meshwright.algebra.rewrites.fused_head import with_fused_head
 from meshwright.algebra.rewrites.pipeline import boundary, ends, require_stages
-from meshwright.algebra.rewrites.remat import Saved, in_segments
+from meshwright.algebra.rewrites.remat import SavedSet, in_segments
 from meshwright.algebra.rewrites.split_backward import with_split_backward
 from meshwright.algebra.rewrites.stacks import shared_inputs
 from meshwright.algebra.steps import Step
-from meshwright.algebra.trace import Shardings, Trace
+from meshwright.algebra.tape import Shardings, Tape
 from meshwright.core.errors import InputError
 from meshwright.spec.strategy import Strategy
 
@@ -29,7 +29,7 @@ def derive(
     fused_head: bool = True,
     optimizer: str = "adamw",
 ) -> Derived:
-    """Forward, backward and update steps of a program under a strategy's assignment, as they run.
+    """Derives the forward, backward and update steps of a program under a strategy's assignment, as they run.
 
     Mesh axes of one device are left out, so that what is derived is exactly what runs; with ``symbolic``
     every axis stays but those of ``without``, and whoever prices the steps fills in sizes (arrays, if wanted).
@@ -41,8 +41,9 @@ def derive(
     require_stages(program, strategy)
     keep = tuple(axis for axis in strategy.mesh if axis not in without) if symbolic else strategy.active_axes
     shardings = Shardings(program, strategy, keep)
-    saved = Saved(shardings)
+    saved = SavedSet(shardings)
     shardings.shared = shared_inputs(program, lambda block: _both_passes(block, shardings))
+    activations = {variable.name for variable in program.of_role("activation")}
     blocks: list[BlockSteps] = []
     keeps: list[ShardedArray] = []
     for block in program.blocks:
@@ -51,7 +52,7 @@ def derive(
         backward = _backward(block, shardings, forward, kept)
         keeps.extend(kept)
         given = program.further(block.name)
-        held = tuple(a for a in backward.used if a.name not in given and (a in kept or shardings.is_activation(a.name)))
+        held = tuple(a for a in backward.used if a.name not in given and (a in kept or a.name in activations))
         steps = BlockSteps(block, tuple(forward.steps), tuple(backward.steps), held)
         steps = in_segments(in_blocks(steps, shardings), shardings)
         blocks.append(with_fused_head(steps) if fused_head else steps)
@@ -80,30 +81,30 @@ def _inputs(block: Block, shardings: Shardings) -> set[ShardedArray]:
     return {array for name in used - made for array in shardings.as_read(name)}
 
 
-def forward_pass(block: Block, shardings: Shardings) -> Trace:
-    """The forward steps of one block, and which of them makes each result."""
-    trace = Trace(shardings, block, "forward", _inputs(block, shardings))
+def forward_pass(block: Block, shardings: Shardings) -> Tape:
+    """Returns the forward steps of one block, and which of them makes each result."""
+    tape = Tape(shardings, block, "forward", _inputs(block, shardings))
     for op in block.ops:
-        op_kind(op.kind).forward(trace.at(op))
+        op_kind(op.kind).forward(tape.at(op))
     for array in shardings.as_read(block.ops[-1].out):
-        trace.move(trace.declared(array.name), array)
-    trace.producers = {a: s for s in trace.steps for a in (s.result, *s.more)}
-    return trace
+        tape.move(tape.declared(array.name), array)
+    tape.producers = {a: s for s in tape.steps for a in (s.result, *s.more)}
+    return tape
 
 
-def _backward(block: Block, shardings: Shardings, forward: Trace, kept: list[ShardedArray]) -> Trace:
-    trace = Trace(shardings, block, "backward", {*_inputs(block, shardings), *kept})
-    trace.producers = forward.producers
-    # what the layers after this one have left is added to
+def _backward(block: Block, shardings: Shardings, forward: Tape, kept: list[ShardedArray]) -> Tape:
+    tape = Tape(shardings, block, "backward", {*_inputs(block, shardings), *kept})
+    tape.producers = forward.producers
+    # later layers have left partial cotangents, which this block adds to
     further = [name for name in shardings.program.further(block.name) if name in shardings.shared]
-    trace.available.update(shardings.as_left(name) for name in (block.ops[-1].out, *further))
-    trace.contribute(block.ops[-1].out, shardings.as_left(block.ops[-1].out))
+    tape.available.update(shardings.as_left(name) for name in (block.ops[-1].out, *further))
+    tape.contribute(block.ops[-1].out, shardings.as_left(block.ops[-1].out))
     for op in reversed(block.ops):
-        trace.finish(op.out)
-        op_kind(op.kind).backward(trace.at(op))
-    for name in (name for name in list(trace.contributions) if name not in further):
-        trace.finish(name)
-    return trace
+        tape.finish(op.out)
+        op_kind(op.kind).backward(tape.at(op))
+    for name in (name for name in list(tape.contributions) if name not in further):
+        tape.finish(name)
+    return tape
 
 
 def _both_passes(block: Block, shardings: Shardings) -> list[Step]:
@@ -128,7 +129,8 @@ def _updated(program: Program, shardings: Shardings) -> dict[str, Updated]:
 
 
 def _update(program: Program, shardings: Shardings, weights: dict[str, Updated], optimizer: str) -> list[Step]:
-    """The loss and the squared gradient norm summed over all devices, then the optimizer on each shard.
+    """Returns the steps that sum the loss and the squared gradient norm over all devices, then the optimizer of each
+    shard.
 
     Where the optimizer is split further than the weights, its shards are gathered afterwards (ZeRO-1 and 2).
     """

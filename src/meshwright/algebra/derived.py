@@ -67,7 +67,7 @@ class Derived(msgspec.Struct, frozen=True):
 
     @property
     def shards(self) -> dict[str, ShardedArray]:
-        """Weight -> the part of it that one device updates."""
+        """Maps each weight to the shard that one device updates."""
         return {name: weight.shard for name, weight in self.weights.items()}
 
     @property
@@ -76,7 +76,7 @@ class Derived(msgspec.Struct, frozen=True):
         return sum(block.repeat for block in self.blocks if block.block.carry)
 
     def steps(self, num_microbatches: Any = 1) -> Iterable[tuple[Step, Any]]:
-        """Every step with the number of times that it runs in one training step.
+        """Returns every step with the number of times that it runs in one training step.
 
         Gradient sums of scope "step" and the optimizer run once for each layer, whatever the microbatches.
         """
@@ -89,7 +89,7 @@ class Derived(msgspec.Struct, frozen=True):
             yield step, 1 if self.is_stacked(step) else repeats.get(step.result.name, 1)
 
     def is_stacked(self, step: Step) -> bool:
-        """Whether a step of the update works on all layers at once: its arrays have a dim that counts them."""
+        """True if a step of the update works on all layers at once: its arrays have a dim that counts them."""
         layers = {layers_dim(block.block.name) for block in self.blocks if block.block.carry}
         return any(dim.removesuffix("E") in layers for array in (step.result, *step.inputs) for dim in array.dims)
 

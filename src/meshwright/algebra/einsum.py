@@ -11,12 +11,11 @@ from itertools import takewhile
 from meshwright.algebra.notation import ShardedArray
 from meshwright.algebra.steps import Step
 from meshwright.core.errors import InputError
-
-Axes = tuple[str, ...]
+from meshwright.core.notation import Axes
 
 
 def common_prefix(left: Axes, right: Axes) -> Axes:
-    """The axes both lists begin with."""
+    """Returns the axes both lists begin with."""
     return tuple(a for a, _ in takewhile(lambda pair: pair[0] == pair[1], zip(left, right, strict=False)))
 
 
@@ -72,7 +71,8 @@ def _surplus(array: ShardedArray, target: ShardedArray, dim: str) -> Axes:
 
 
 def _move(array: ShardedArray, target: ShardedArray) -> Step | None:
-    """An all-to-all of what the target has, next in order, on another dim: as many minor axes at once as can go."""
+    """Returns an all-to-all of axes that the target has next in order on another dim: as many minor axes at once as
+    fit."""
     for dim in array.dims:
         surplus = _surplus(array, target, dim)
         for axes in (surplus[n:] for n in range(len(surplus))):
@@ -120,7 +120,7 @@ def _resolve_conflicts(lhs: ShardedArray, rhs: ShardedArray, out: ShardedArray) 
 def align(
     lhs: ShardedArray, rhs: ShardedArray, out: ShardedArray, *, slice_axes: Collection[str] = ()
 ) -> tuple[ShardedArray, ShardedArray]:
-    """The shardings in which the two operands can be multiplied locally: rules 1 and 2.
+    """Returns the shardings in which the two operands can be multiplied locally: rules 1 and 2.
 
     A shared dim that only one side splits is gathered there, unless the other side may take the axes
     without communication worth naming: by an all-to-all (it has just given them up on another dim), by a
@@ -154,7 +154,8 @@ def _may_take(
 
 
 def local_product(lhs: ShardedArray, rhs: ShardedArray, out: ShardedArray) -> ShardedArray:
-    """Sharding of the local contraction of two aligned operands, unreduced where a contracted dim is split: rule 3."""
+    """Returns the sharding of the local contraction of two aligned operands, unreduced where a contracted dim is split:
+    rule 3."""
     axes = tuple(lhs.axes_of(d) if d in lhs.dims else rhs.axes_of(d) for d in out.dims)
     unreduced: list[str] = []
     for array in (lhs, rhs):
@@ -166,7 +167,7 @@ def local_product(lhs: ShardedArray, rhs: ShardedArray, out: ShardedArray) -> Sh
 def product_steps(
     lhs: ShardedArray, rhs: ShardedArray, out: ShardedArray, *, slice_axes: Collection[str] = ()
 ) -> tuple[Step, ...]:
-    """Steps up to and with the local contraction, its result not yet reduced or moved."""
+    """Returns the steps up to and with the local contraction, its result not yet reduced or moved."""
     left, right = align(lhs.replace(unreduced=()), rhs.replace(unreduced=()), out, slice_axes=slice_axes)
     before = (*reshard(lhs, left), *reshard(rhs, right))
     result = local_product(left, right, out)
@@ -176,7 +177,7 @@ def product_steps(
 def einsum_steps(
     lhs: ShardedArray, rhs: ShardedArray, out: ShardedArray, *, slice_axes: Collection[str] = ()
 ) -> tuple[Step, ...]:
-    """Every step of ``lhs * rhs -> out`` for the shardings given: gathers, the local product, reductions.
+    """Returns every step of ``lhs * rhs -> out`` for the shardings given: gathers, the local product, reductions.
 
     ``slice_axes``: mesh axes for which a contracted dim that only one side splits is sliced on the other
     side and reduced afterwards, instead of gathered.

@@ -18,7 +18,7 @@ from meshwright.algebra.layers import PLAIN, ProgramOptions, parse_block
 from meshwright.algebra.ops.cached_attention import slots_kept
 from meshwright.algebra.program import Block, Op, Program, Variable
 from meshwright.algebra.rewrites.collective_matmul import in_blocks
-from meshwright.algebra.trace import Shardings
+from meshwright.algebra.tape import Shardings
 from meshwright.algebra.transformer import LayerKind, layer_kinds, transformer, weight_variables
 from meshwright.core.dims import DTYPE_BYTES
 from meshwright.core.errors import CannotRunError, InputError, nearest
@@ -86,7 +86,8 @@ def derive_job(
     options: ProgramOptions = PLAIN,
     fused_head: bool = True,
 ) -> Derived:
-    """The step of a job: all passes and the update to train, the forward pass of its program to prefill or decode."""
+    """Returns the step of a job: all passes and the update to train, the forward pass of its program to prefill or
+    decode."""
     strategy = job_strategy(job, strategy)
     if job.trains:
         return derive(transformer(model, options), strategy, optimizer=job.optimizer, fused_head=fused_head)
@@ -96,7 +97,7 @@ def derive_job(
 
 
 def job_strategy(job: Job, strategy: Strategy) -> Strategy:
-    """The strategy as the step of a job runs it.
+    """Returns the strategy as the step of a job runs it.
 
     Generation has one microbatch and nothing to offload. Its caches have every position of their rows, so that keys are
     gathered over ``context`` whatever form training has. Raises CannotRunError for pipeline stages.
@@ -112,7 +113,7 @@ def job_strategy(job: Job, strategy: Strategy) -> Strategy:
 
 
 def one_position(strategy: Strategy) -> Strategy:
-    """The strategy for rows of one position: what splits T has nothing to split, nor the slots that its tokens fill."""
+    """Returns the strategy for rows of one position: no axis splits T, nor the slots that its tokens fill."""
     assignment = {}
     for role, rules in strategy.assignment.items():
         kept = {dim: axes for dim, axes in rules.items() if dim != "T"}
@@ -156,7 +157,7 @@ QUANTISED = ("einsum", "embed")
 
 
 def generation_program(model: Model, phase: GenerationPhase, storage: Storage = AS_WRITTEN) -> Program:
-    """The program of a phase, which ends in logits[B,V].
+    """Returns the program of a phase, which ends in logits[B,V].
 
     Prefill: tokens[B,T] at positions[B,T], and ``last``[B], the index of each row's last token; padding behind that
     leaves nothing that is ever read. Decode: one token of each row, T is 1; its own key is written before it is read.
@@ -225,7 +226,7 @@ class _Writer:
         return made.name
 
     def _head(self, block: Block) -> None:
-        """Logits of one position."""
+        """Writes the logits of one position."""
         norm, loss = block.ops
         table, softcap = self.variables[loss.inputs[1]], self.model.logit_softcap
         vectors = ", ".join(f"{name}[D]" for name in norm.inputs[1:])
@@ -244,7 +245,7 @@ class _Writer:
         self.ops += parse_block(block.name, lines, self.variables).ops
 
     def _attention(self, op: Op, block: Block) -> None:
-        """Keys and values, or latents, written into the cache; attention of decode on the cache instead."""
+        """Writes keys and values, or latents, into the cache; attention of decode reads the cache instead."""
         q, k, v, positions, *others = op.inputs
         made_by = {made.out: made for made in block.ops}
         sources = {"k": k, "v": v}
@@ -269,7 +270,7 @@ class _Writer:
         if self.phase == "prefill":
             self.ops.append(op)
         elif self.model.latent_attention:
-            # queries times the keys' projection meet latents; latents mixed go through the values' projection
+            # queries are multiplied with the keys' projection and attend to latents; then comes the values' projection
             keys, values, latent = made_by[made_by[k].inputs[0]].inputs[1], made_by[v].inputs[1], ("B", "T", "N", "Rkv")
             own = self._add("own_part", (q,), Variable("qn", ("B", "T", "N", "Hn"), "activation"))
             ql = self._add("einsum", (own, keys), Variable("ql", latent, "activation"))
@@ -319,12 +320,12 @@ class CacheArray(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def stacked_shape(self) -> tuple[int, ...]:
-        """With the layers of the kind in front, as the weights have them."""
+        """Shape with the layers of the kind in front, as the weights have it."""
         return (self.num_layers, *self.shape)
 
     @property
     def num_bytes(self) -> int:
-        """Of all its layers, over all devices."""
+        """Bytes of all its layers, over all devices."""
         return math.prod(self.stacked_shape) * int(DTYPE_BYTES[self.dtype])
 
 
@@ -355,7 +356,7 @@ def layout_of(model: Model, kind: LayerKind, storage: Storage) -> CacheLayout:
 
 
 def cache_sizes(*, batch_seqs: int, max_len: int, storage: Storage = AS_WRITTEN) -> dict[str, int]:
-    """Sizes of the dims that only caches have, for sequences of up to ``max_len`` positions.
+    """Returns the sizes of the dims that only caches have, for sequences of up to ``max_len`` positions.
 
     S is that of contiguous arrays; see `slots_kept` for rings. Of pages there are so many that every sequence can be
     full, unless the storage says how many.
@@ -370,7 +371,7 @@ def cache_sizes(*, batch_seqs: int, max_len: int, storage: Storage = AS_WRITTEN)
 def cache_table(
     model: Model, *, batch_seqs: int, max_len: int, storage: Storage = AS_WRITTEN
 ) -> tuple[CacheArray, ...]:
-    """Rows of the cache of ``batch_seqs`` sequences of up to ``max_len`` positions.
+    """Returns the rows of the cache of ``batch_seqs`` sequences of up to ``max_len`` positions.
 
     int8 keeps a float32 scale beside each token and head.
     """

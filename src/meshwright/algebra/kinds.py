@@ -14,14 +14,14 @@ import msgspec
 from meshwright.algebra.notation import ShardedArray
 from meshwright.algebra.sizes import Number, OpSizes
 from meshwright.algebra.steps import Step
-from meshwright.algebra.trace import Trace
+from meshwright.algebra.tape import Tape
 
-Rule = Callable[[Trace], None]
-"""Adds the steps of the op that the trace is at."""
+OpRule = Callable[[Tape], None]
+"""Adds the steps of the op that the tape is at."""
 
-Count = Callable[[Step, OpSizes], Number]
+CountRule = Callable[[Step, OpSizes], Number]
 
-Group = Literal["contraction", "attention", "normalisation", "elementwise", "embedding", "optimizer", "copy"]
+WorkGroup = Literal["contraction", "attention", "normalisation", "elementwise", "embedding", "optimizer", "copy"]
 """Classes of work: what prices, breakdowns and profiles add seconds up in. Collectives are a class of their own."""
 
 
@@ -54,20 +54,20 @@ class StepKind(msgspec.Struct, frozen=True, kw_only=True):
     are those of logits that exist one chunk at a time.
     """
 
-    flops: Count = nothing
-    hbm_bytes: Count = stream
-    group: Group = "elementwise"
+    flops: CountRule = nothing
+    hbm_bytes: CountRule = stream
+    group: WorkGroup = "elementwise"
     is_einsum: bool = False
     num_kernels: int = 1
     reads_sum: bool = True
     in_place: bool = False
-    scratch_bytes: Count = nothing
-    chunk_bytes: Count = nothing
+    scratch_bytes: CountRule = nothing
+    chunk_bytes: CountRule = nothing
 
 
-def no_rule(trace: Trace) -> None:
+def no_rule(tape: Tape) -> None:
     """Refuses the backward pass of an op that only generation has, or any rule of a step that only a rewrite makes."""
-    raise AssertionError(f"{trace.op.kind} has no backward pass; derive it with derive_forward")
+    raise AssertionError(f"{tape.op.kind} has no backward pass; derive it with derive_forward")
 
 
 class Updated(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,8 +90,8 @@ class OpKind(msgspec.Struct, frozen=True, kw_only=True):
     An optimizer has ``update``, the steps that one weight takes, and ``moments``, what it keeps of it in its state.
     """
 
-    forward: Rule = no_rule
-    backward: Rule = no_rule
+    forward: OpRule = no_rule
+    backward: OpRule = no_rule
     update: Callable[[Updated], tuple[Step, ...]] | None = None
     moments: Callable[[Updated], tuple[ShardedArray, ...]] | None = None
     steps: dict[str, StepKind]

@@ -150,7 +150,7 @@ HEAD_NORM = "hf[B,T,D] = norm(x[B,T,D], final_norm[D])"
 
 
 def written(model: Model, text: str, **names: str | bool) -> Lines:
-    """The lines of a text that a model has.
+    """Returns the lines of a text that a model has.
 
     Those are all without ``if``, and those after whose ``if`` stand fields of the model, or flags among ``names``, that
     hold; ``!`` is not. ``{name}`` is one of ``names``. ``q~b`` is qb, the next that becomes of q; ``q~`` the last that
@@ -174,7 +174,7 @@ def written(model: Model, text: str, **names: str | bool) -> Lines:
 
 
 def layer_lines(model: Model, *, sliding: bool, routed: bool, options: ProgramOptions = PLAIN) -> Lines:
-    """One layer from x to x2; ``sliding`` limits its attention to the window, ``routed`` gives it experts."""
+    """Returns one layer from x to x2; ``sliding`` limits its attention to the window, ``routed`` gives it experts."""
     if model.latent_attention:
         documents = ", documents[B,T]" * options.documents
         lines = written(model, LATENT_ATTENTION + AFTER_ATTENTION, documents=documents, x1="x1")
@@ -192,14 +192,14 @@ def layer_lines(model: Model, *, sliding: bool, routed: bool, options: ProgramOp
 
 
 def encoder_layer_lines(model: Model) -> Lines:
-    """One layer of the encoder: every position sees every other, and the feed-forward is dense."""
+    """Returns one layer of the encoder: every position sees every other, and the feed-forward is dense."""
     return _attention(model, "x1", causal=False) + _dense(model)
 
 
 def _attention(
     model: Model, result: str, *, sliding: bool = False, documents: bool = False, causal: bool = True
 ) -> Lines:
-    """From the stream x to the result in the stream; what enters attention is qr, kr and v."""
+    """Returns the lines from the stream x to the result in the stream; qr, kr and v enter attention."""
     rotates = not (model.learned_positions or model.relative_buckets) and model.family != "gpt2"
     relative = model.relative_buckets > 0
     others = {
@@ -257,7 +257,8 @@ def parse_block(
     result: str = "",
     renamed: Mapping[str, str] = {},
 ) -> Block:
-    """The block written as lines ``q[B,T,N,H] = h[B,T,D] * wq[D,N,H]`` or ``o[..] = attention(q[..], ..; window=8)``.
+    """Returns the block written as lines ``q[B,T,N,H] = h[B,T,D] * wq[D,N,H]`` or ``o[..] = attention(q[..], ..;
+    window=8)``.
 
     Every variable is entered in ``variables`` as an activation unless it is there already with its role.
     ``renamed`` gives names of the text another name in the program: weights of two blocks are two variables.

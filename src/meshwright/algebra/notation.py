@@ -38,11 +38,11 @@ class ShardedArray(msgspec.Struct, frozen=True):
         return f"{self.name}[{inner}]{tail}"
 
     def axes_of(self, dim: str) -> tuple[str, ...]:
-        """Mesh axes that split ``dim``; () when it is whole or not a dim of this array."""
+        """Returns the mesh axes that split ``dim``; () when it is whole or not a dim of this array."""
         return self.axes[self.dims.index(dim)] if dim in self.dims else ()
 
     def dim_on(self, axis: str) -> str | None:
-        """The dim that ``axis`` splits, or None."""
+        """Returns the dim that ``axis`` splits, or None."""
         return next((d for d, axes in zip(self.dims, self.axes, strict=True) if axis in axes), None)
 
     def resharded(
@@ -115,7 +115,7 @@ def check(array: ShardedArray, dims: Sizes, mesh: Sizes) -> None:
 
 
 def product(values: Any) -> Any:
-    """Product of ints or arrays; 1 for none."""
+    """Returns the product of ints or arrays; 1 for none."""
     return math.prod(values)
 
 

@@ -46,7 +46,7 @@ class Block(msgspec.Struct, frozen=True):
 
 
 def layers_dim(block: str) -> str:
-    """The dim that counts the layers of a block: L, or Lmoe, Llocal where a model has several kinds."""
+    """Returns the dim that counts the layers of a block: L, or Lmoe, Llocal where a model has several kinds."""
     return "L" + block.removeprefix("layer").replace("_", "")
 
 

@@ -71,7 +71,7 @@ class OpSizes(msgspec.Struct, frozen=True, kw_only=True):
         return sum(self.bytes(array) for array in arrays)
 
     def local(self, *arrays: ShardedArray) -> dict[str, Number]:
-        """Local size of every dim of the arrays; an array listed later settles a dim that two share."""
+        """Returns the local size of every dim of the arrays; an array listed later settles a dim that two share."""
         return {
             dim: self.dims[dim] / product(self.mesh[axis] for axis in axes)
             for array in arrays

@@ -53,12 +53,12 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_collective(self) -> bool:
-        """Whether bytes move between devices."""
+        """True if bytes move between devices."""
         return self.op in COLLECTIVES
 
     @property
     def only_moves(self) -> bool:
-        """Whether nothing is computed: a collective, or the part of an array that a device keeps."""
+        """True if nothing is computed: a collective, or the part of an array that a device keeps."""
         return self.is_collective or self.op == "slice"
 
     @property

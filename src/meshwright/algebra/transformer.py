@@ -47,7 +47,8 @@ class LayerKind(msgspec.Struct, frozen=True, kw_only=True):
 
 @lru_cache(maxsize=256)
 def layer_kinds(model: Model) -> tuple[LayerKind, ...]:
-    """Kinds of layers in order of their first layer: "layer", then _moe with routed experts, _local with a window."""
+    """Returns the kinds of layers in order of their first layer: "layer", then _moe with routed experts, _local with a
+    window."""
     found: dict[tuple[bool, bool], list[int]] = {}
     for layer in range(model.num_layers):
         found.setdefault((layer in model.sliding_layers, layer in model.moe_layers), []).append(layer)
@@ -60,20 +61,20 @@ def layer_kinds(model: Model) -> tuple[LayerKind, ...]:
 
 
 def layer_names(model: Model) -> tuple[str, ...]:
-    """The block of every layer, first to last."""
+    """Returns the block of every layer, first to last."""
     return tuple(
         block for _, block in sorted((layer, kind.block) for kind in layer_kinds(model) for layer in kind.layers)
     )
 
 
 def local_name(weight: Weight) -> str:
-    """The name of a weight inside its block: ``layers.wq`` -> ``wq``, ``layers.experts.w_up`` -> ``experts_w_up``,
-    ``encoder.wq`` -> ``encoder_wq``."""
+    """Returns the name of a weight inside its block: ``layers.wq`` -> ``wq``, ``layers.experts.w_up`` ->
+    ``experts_w_up``, ``encoder.wq`` -> ``encoder_wq``."""
     return weight.name.removeprefix("layers.").replace(".", "_")
 
 
 def weight_variables(model: Model) -> dict[str, tuple[Weight, int]]:
-    """Variable of the program -> its row of the weight table, and the number of layers that have it.
+    """Maps each variable of the program to its row of the weight table, and the number of layers that have it.
 
     Where layers are of several kinds, the weights of one kind are variables of their own: ``wq``, ``wq_moe``.
     """
@@ -91,7 +92,7 @@ def weight_variables(model: Model) -> dict[str, tuple[Weight, int]]:
 
 @lru_cache(maxsize=64)
 def transformer(model: Model, options: ProgramOptions = PLAIN) -> Program:
-    """The training program of a model: embed, layers, head; an encoder's stack before them."""
+    """Returns the training program of a model: embed, layers, head; an encoder's stack before them."""
     if model.encoder and options.documents:
         raise InputError("rows of an encoder and a decoder hold one document each. Leave documents out.")
     roles = {"documents": "position"} if options.documents else {}
@@ -112,7 +113,7 @@ def transformer(model: Model, options: ProgramOptions = PLAIN) -> Program:
 
 
 def _encoder(model: Model, variables: dict[str, Variable]) -> tuple[tuple[Block, ...], tuple[Stack, ...]]:
-    """The blocks of an encoder and their stack: its text is a decoder's with other names, over positions S."""
+    """Returns the blocks of an encoder and their stack: its text is a decoder's with other names, over positions S."""
     if model.encoder is None:
         return (), ()
     for name, role in (("tokens", "input"), ("positions", "position")):
@@ -132,13 +133,13 @@ def _encoder(model: Model, variables: dict[str, Variable]) -> tuple[tuple[Block,
 
 
 def _of_encoder(text: str) -> str:
-    """Lines of a decoder with the names and dims of the encoder's; the table of tokens is one for both."""
+    """Returns the lines of a decoder with the names and dims of the encoder's; the table of tokens is one for both."""
     names = re.sub(r"(\w+)\[", lambda found: f"{'' if found[1] == 'embed' else ENCODER}{found[1]}[", text)
     return names.replace("[B,T", "[B,S").replace("[P,", "[Ps,")
 
 
 def matrix_inputs(weight: Weight) -> tuple[str, ...]:
-    """The dims of a weight that go into its matrices, one for each layer and expert; () for a vector.
+    """Returns the dims of a weight that go into its matrices, one for each layer and expert; () for a vector.
 
     A matrix that writes into the stream ends with D and all before it are inputs; otherwise its first dim is.
     """
@@ -149,7 +150,7 @@ def matrix_inputs(weight: Weight) -> tuple[str, ...]:
 
 
 def layer_dims(model: Model) -> dict[str, int]:
-    """Sizes of the dims that count layers, and layers times experts, of each kind of layer."""
+    """Returns the sizes of the dims that count layers, and layers times experts, of each kind of layer."""
     counts = {layers_dim(kind.block): len(kind.layers) for kind in layer_kinds(model)}
     return counts | {f"{dim}E": count * max(model.num_experts, 1) for dim, count in counts.items()}
 
@@ -219,7 +220,8 @@ class Span(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def spans(names: Sequence[str], *, starts: dict[str, int] | None = None) -> tuple[Span, ...]:
-    """Layers as spans, in order: the shortest pattern that repeats, then what is left; else runs of equal layers."""
+    """Returns layers as spans, in order: the shortest pattern that repeats, then what is left; else runs of equal
+    layers."""
     starts = dict(starts or dict.fromkeys(names, 0))
     found: list[Span] = []
     left = tuple(names)
@@ -234,7 +236,8 @@ def spans(names: Sequence[str], *, starts: dict[str, int] | None = None) -> tupl
 
 
 def _leading(names: tuple[str, ...]) -> tuple[tuple[str, ...], int]:
-    """The pattern at the front that covers most layers, and its repeats; the shorter of two that cover as many."""
+    """Returns the pattern at the front that covers most layers, and its repeats; the shorter of two that cover as
+    many."""
     best, covered = (names[:1], _repeats(names, 1)), 0
     for length in range(1, min(MAX_PATTERN, len(names)) + 1):
         repeats = _repeats(names, length)

@@ -1,23 +1,23 @@
 """Every named schedule can run; tables that cannot are told why."""
 
 import itertools
+import re
 
 import pytest
 
 from meshwright.algebra.schedules.check import check
 from meshwright.algebra.schedules.forms import is_legal
 from meshwright.algebra.schedules.registry import build, default_chunks, schedule_names
-from meshwright.algebra.schedules.table import PLACEMENTS, Op, Schedule
+from meshwright.algebra.schedules.table import PLACEMENTS, Schedule, StagePass
 from meshwright.algebra.schedules.ticks import tick_tables
 from meshwright.core.errors import InputError
 
 
 def parsed(*orders):
     """A schedule of texts such as "F0 B0"."""
-    made = tuple(
-        tuple(Op(word[0], int(word[1:].partition("/")[0]), int(word.partition("/")[2] or 0)) for word in order.split())
-        for order in orders
-    )
+    parsed_op = re.compile(r"([FBW])(\d+)/?(\d*)").fullmatch
+    words = ((parsed_op(word).groups() for word in order.split()) for order in orders)
+    made = tuple(tuple(StagePass(kind, int(m), int(chunk or 0)) for kind, m, chunk in row) for row in words)
     count = 1 + max(op.microbatch for order in made for op in order)
     routes = PLACEMENTS["looped"].routes(len(made), 1)
     return Schedule(name="mine", routes=routes, route_of=(0,) * count, orders=made)

@@ -8,7 +8,7 @@ import pytest
 from meshwright.algebra.schedules.forms import is_legal, lockstep_forms, longest_paths, stage_forms
 from meshwright.algebra.schedules.registry import default_chunks, schedule_names
 from meshwright.algebra.schedules.simulation import simulate
-from meshwright.algebra.schedules.table import PLACEMENTS, Op, Schedule
+from meshwright.algebra.schedules.table import PLACEMENTS, Schedule, StagePass
 from meshwright.algebra.schedules.ticks import Slots, lockstep_seconds, tick_tables
 from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import estimate_step
@@ -103,7 +103,7 @@ def any_order(stages, count, seed):
         one = chance.choice([one for one in left if needs(*one) <= done])
         left.remove(one)
         done.add(one)
-        orders[one[1]].append(Op(one[0], one[2]))
+        orders[one[1]].append(StagePass(one[0], one[2]))
     routes = PLACEMENTS["looped"].routes(stages, 1)
     return Schedule(name="any", routes=routes, route_of=(0,) * count, orders=tuple(map(tuple, orders)))
 

@@ -3,7 +3,7 @@
 import pytest
 
 from meshwright.algebra.schedules.registry import build, default_chunks, schedule_names
-from meshwright.algebra.schedules.table import PLACEMENTS, Place
+from meshwright.algebra.schedules.table import PLACEMENTS, StagePlace
 from meshwright.core.errors import InputError
 
 
@@ -14,11 +14,11 @@ def order(name, device, *, stages, microbatches, chunks=1):
 
 def test_placements():
     looped, v, bidirectional = (PLACEMENTS[name].routes for name in ("looped", "v", "bidirectional"))
-    assert looped(2, 2) == ((Place(0), Place(1), Place(0, 1), Place(1, 1)),)
-    assert v(2, 2) == ((Place(0), Place(1), Place(1, 1), Place(0, 1)),)
+    assert looped(2, 2) == ((StagePlace(0), StagePlace(1), StagePlace(0, 1), StagePlace(1, 1)),)
+    assert v(2, 2) == ((StagePlace(0), StagePlace(1), StagePlace(1, 1), StagePlace(0, 1)),)
     down, up = bidirectional(3, 1)
-    assert down == (Place(0), Place(1), Place(2))
-    assert up == (Place(2, 1), Place(1, 1), Place(0, 1))
+    assert down == (StagePlace(0), StagePlace(1), StagePlace(2))
+    assert up == (StagePlace(2, 1), StagePlace(1, 1), StagePlace(0, 1))
 
 
 def held(schedule):

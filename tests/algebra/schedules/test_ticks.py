@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from meshwright.algebra.schedules.file import format_schedule, read_schedule
 from meshwright.algebra.schedules.registry import build, default_chunks, schedule_names
 from meshwright.algebra.schedules.simulation import peak_stash
-from meshwright.algebra.schedules.table import PLACEMENTS, Op, Schedule
+from meshwright.algebra.schedules.table import PLACEMENTS, Schedule, StagePass
 from meshwright.algebra.schedules.ticks import forward_tables, lockstep_seconds, tick_tables
 
 BUFFERS = ("x", "dx", "stash", "head", "handed")
@@ -145,7 +145,7 @@ def any_schedule(draw):
     while ready:
         kind, stage, m = ready.pop(draw(st.integers(0, len(ready) - 1)))
         place = routes[route_of[m]][stage]
-        orders[place.device].append(Op(kind, m, place.chunk))
+        orders[place.device].append(StagePass(kind, m, place.chunk))
         if kind == "F":
             ready.append(("F", stage + 1, m) if stage < last else ("B", stage, m))
         elif kind == "B":

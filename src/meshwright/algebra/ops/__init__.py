@@ -15,13 +15,13 @@ from meshwright.core.errors import InputError, nearest
 
 @functools.cache
 def op_names() -> tuple[str, ...]:
-    """The ops: the files of this folder."""
+    """Returns the ops: the files of this folder."""
     return tuple(module.name for module in pkgutil.iter_modules(__path__))
 
 
 @functools.cache
 def op_kind(name: str) -> OpKind:
-    """The kind of an op, from the file of its name. Raises InputError for a name that no file has."""
+    """Returns the kind of an op, from the file of its name. Raises InputError for a name that no file has."""
     if name not in op_names():
         raise InputError(f"there is no op {name!r}.{nearest(name, op_names())}")
     found = import_module(f"{__name__}.{name}").OP
@@ -31,10 +31,10 @@ def op_kind(name: str) -> OpKind:
 
 @functools.cache
 def step_kinds() -> dict[str, StepKind]:
-    """Name of a local step -> its kind, for the steps of every op."""
+    """Maps the name of a local step to its kind, for the steps of every op."""
     return {name: kind for op in op_names() for name, kind in op_kind(op).steps.items()}
 
 
 def kind_of(step: Step) -> StepKind:
-    """The kind of a local step."""
+    """Returns the kind of a local step."""
     return step_kinds()[step.op]

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from functools import partial
 
 from meshwright.algebra.einsum import reshard
-from meshwright.algebra.kinds import Count, OpKind, StepKind, Updated, stream
+from meshwright.algebra.kinds import CountRule, OpKind, StepKind, Updated, stream
 from meshwright.algebra.notation import ShardedArray
 from meshwright.algebra.ops.adamw import gradient_bytes
 from meshwright.algebra.sizes import Number, OpSizes, master_bytes
@@ -29,15 +29,15 @@ def stacked(weight: Updated, name: str) -> ShardedArray:
 
 
 def update(weight: Updated) -> tuple[Step, ...]:
-    """Steps of the moments, the scaled gradient, the root mean squares of it and of the weight, and the clipped
-    change."""
+    """Returns the steps of the moments, the scaled gradient, the root mean squares of it and of the weight, and the
+    clipped change."""
     shard, name, steps = weight.shard, weight.shard.name, list[Step]()
 
     def run(op: str, inputs: tuple[ShardedArray, ...], result: ShardedArray, *more: ShardedArray) -> None:
         steps.append(Step(op=op, inputs=inputs, result=result, more=more))
 
     def summed(part: ShardedArray) -> ShardedArray:
-        """The whole mean, with the AllReduce added where devices have parts of it."""
+        """Returns the whole mean, with the AllReduce added where devices have parts of it."""
         steps.extend(reshard(part, part.replace(unreduced=())))
         return part.replace(unreduced=())
 
@@ -101,7 +101,7 @@ def apply_bytes(step: Step, sizes: OpSizes) -> Number:
     return sizes.bytes(change) + 2 * sizes.elements(weight) * (sizes.width + master_bytes(sizes.state))
 
 
-COUNTS: dict[str, Count] = {
+COUNTS: dict[str, CountRule] = {
     # the first use reads the gradient once more, for its norm
     "adafactor_sums": partial(gradient_stream, reads=2),
     "adafactor_moments": stream,

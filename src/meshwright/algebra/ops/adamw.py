@@ -10,7 +10,7 @@ from meshwright.spec.strategy import STATE_BYTES
 
 
 def elementwise_update(op: str, weight: Updated) -> tuple[Step, ...]:
-    """The step of an optimizer that works on each entry by itself."""
+    """Returns the step of an optimizer that works on each entry by itself."""
     shard = weight.shard
     return (Step(op=op, inputs=(shard.replace(name=f"d{shard.name}"), shard), result=shard),)
 

@@ -2,32 +2,33 @@
 
 from meshwright.algebra.kinds import OpKind, StepKind
 from meshwright.algebra.notation import ShardedArray
-from meshwright.algebra.trace import Trace, axes_beside
+from meshwright.algebra.tape import Tape, axes_beside
 
 
-def forward(trace: Trace) -> None:
+def forward(tape: Tape) -> None:
     """Reshards inputs to the sharding of the result; an input that lacks a dim is broadcast."""
-    out = trace.out
-    trace.run(trace.op.kind, [trace.move(array, array.like(out)) for array in trace.inputs], out)
+    out = tape.out
+    tape.run(tape.op.kind, [tape.move(array, array.like(out)) for array in tape.inputs], out)
 
 
-def backward(trace: Trace) -> None:
+def backward(tape: Tape) -> None:
     """Gives an input as wide as the result its cotangent, and a broadcast input a sum of it."""
-    dout, narrow = trace.dout, list[tuple[str, ShardedArray]]()
-    for name, cotangent in local_cotangents(trace, dout):
+    dout, narrow = tape.dout, list[tuple[str, ShardedArray]]()
+    for name, cotangent in local_cotangents(tape, dout):
         if cotangent.dims != dout.dims:
             narrow.append((name, cotangent))
             continue
-        trace.run("copy", (dout,), cotangent)
-        trace.contribute(name, cotangent)
+        tape.run("copy", (dout,), cotangent)
+        tape.contribute(name, cotangent)
     if narrow:
-        trace.run_backward((), narrow)
+        tape.run_backward((), narrow)
 
 
-def local_cotangents(trace: Trace, out: ShardedArray) -> list[tuple[str, ShardedArray]]:
-    """Each input with its cotangent as a device makes it: a sum over the axes on which the input is broadcast."""
-    cotangents = [cotangent.like(out).replace(unreduced=axes_beside(out, cotangent)) for cotangent in trace.dinputs]
-    return list(zip(trace.op.inputs, cotangents, strict=True))
+def local_cotangents(tape: Tape, out: ShardedArray) -> list[tuple[str, ShardedArray]]:
+    """Returns each input with its cotangent as a device makes it: a sum over the axes on which the input is
+    broadcast."""
+    cotangents = [cotangent.like(out).replace(unreduced=axes_beside(out, cotangent)) for cotangent in tape.dinputs]
+    return list(zip(tape.op.inputs, cotangents, strict=True))
 
 
 OP = OpKind(forward=forward, backward=backward, steps={"add": StepKind()})

@@ -17,7 +17,7 @@ from meshwright.algebra.notation import ShardedArray, product
 from meshwright.algebra.rewrites.context_attention import heads_for_positions, in_ring
 from meshwright.algebra.sizes import Number, OpSizes
 from meshwright.algebra.steps import Step
-from meshwright.algebra.trace import Trace, axes_beside
+from meshwright.algebra.tape import Tape, axes_beside
 from meshwright.core.errors import InputError
 
 TILE_ROWS, MOST_TILES = 128, 8
@@ -35,7 +35,7 @@ class Attention(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     @property
     def can_ring(self) -> bool:
-        """Whether keys can come round block by block."""
+        """True if keys can be sent round a ring block by block."""
         return not self.sees_all
 
 
@@ -59,7 +59,7 @@ class AttentionArrays(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, step: Step, values: Any = None) -> "AttentionArrays":
-        """The operands of a step, or the values given for them in the order of its inputs."""
+        """Returns the operands of a step, or the values given for them in the order of its inputs."""
         held = step.inputs if values is None else tuple(values)
         # q, k and v, of four dims, end the inputs, or positions of queries and keys after them
         placed = len(step.inputs[-1].dims) == 2
@@ -89,22 +89,22 @@ class AttentionArrays(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def positions_of(array: ShardedArray) -> str:
-    """The dim of positions: T; S of an encoder's queries, keys and values."""
+    """Returns the dim of positions: T; S of an encoder's queries, keys and values."""
     return array.dims[1]
 
 
-def _layout(trace: Trace, form: type[Attention]) -> tuple[Attention, AttentionArrays, tuple[ShardedArray, ...]]:
+def _layout(tape: Tape, form: type[Attention]) -> tuple[Attention, AttentionArrays, tuple[ShardedArray, ...]]:
     """Details; the arrays of one attention while it is computed; and the op's inputs as a device needs them for its own
     queries."""
-    details = trace.details(form)
-    q, k, v, *others = trace.inputs
-    placed = bool(others) and trace.shardings.program.variables[trace.op.inputs[3]].role == "position"
+    details = tape.details(form)
+    q, k, v, *others = tape.inputs
+    placed = bool(others) and tape.shardings.program.variables[tape.op.inputs[3]].role == "position"
     for key in (k, v):
         if key.axes_of(key.dims[2]) != q.axes_of(q.dims[2]) or key.axes_of("B") != q.axes_of("B"):
             raise InputError(f"attention of {q} with {key}: heads and sequences must be split alike.")
     there = others[0].axes_of(positions_of(q)) if placed else ()
     axes = tuple(a for a in q.axes_of(positions_of(q)) if a not in there)
-    way = trace.shardings.strategy.context_attention if axes else "gather"
+    way = tape.shardings.strategy.context_attention if axes else "gather"
     if way == "ring" and details.can_ring:
         if any(key.axes_of("T") != q.axes_of("T") for key in (k, v)):
             raise InputError(f"ring attention of {q} with {k}: positions must be split alike.")
@@ -114,7 +114,7 @@ def _layout(trace: Trace, form: type[Attention]) -> tuple[Attention, AttentionAr
     else:
         k, v = (key.resharded({positions_of(key): there}) for key in (k, v))
     here = [other.like(q) for other in others]
-    # what has rows is wanted for queries and for keys
+    # arrays with rows are needed for queries and for keys
     rows = [pair for pair in zip(here, others, strict=True) if "B" in pair[1].dims]
     positions, key_positions = rows.pop(0) if placed else (None, None)
     arrays = AttentionArrays(
@@ -130,43 +130,43 @@ def _layout(trace: Trace, form: type[Attention]) -> tuple[Attention, AttentionAr
 
 
 def _statistics(out: ShardedArray, q: ShardedArray) -> tuple[ShardedArray, ShardedArray]:
-    """The result, and the logarithm of each query's sum of exponentials, as the device makes them."""
+    """Returns the result, and the logarithm of each query's sum of exponentials, as the device makes them."""
     rows = out.dims[:3]
     axes = tuple(q.axes_of(dim) for dim in rows)
     return out.like(q), ShardedArray(f"{out.name.removesuffix('o')}lse", rows, axes, dtype="fp32")
 
 
-def forward(trace: Trace, form: type[Attention] = Attention) -> None:
+def forward(tape: Tape, form: type[Attention] = Attention) -> None:
     """Reshards queries, keys and values so that attention is local, then its result; ``form`` types the details."""
-    details, arrays, needed = _layout(trace, form)
-    for array, target in zip(trace.inputs, needed, strict=True):
-        trace.move(array, target)
-    result, lse = _statistics(trace.out, arrays.q)
-    step = Step(op=trace.op.kind, inputs=arrays.inputs, result=result, more=(lse,), details=details)
-    trace.add(*in_ring(step, (arrays.k, arrays.v)))
-    trace.move(result, trace.out)
+    details, arrays, needed = _layout(tape, form)
+    for array, target in zip(tape.inputs, needed, strict=True):
+        tape.move(array, target)
+    result, lse = _statistics(tape.out, arrays.q)
+    step = Step(op=tape.op.kind, inputs=arrays.inputs, result=result, more=(lse,), details=details)
+    tape.add(*in_ring(step, (arrays.k, arrays.v)))
+    tape.move(result, tape.out)
 
 
-def backward(trace: Trace, form: type[Attention] = Attention) -> None:
-    """Cotangents of queries, keys and values, left to be summed where each device saw a part of the queries."""
-    details, arrays, needed = _layout(trace, form)
+def backward(tape: Tape, form: type[Attention] = Attention) -> None:
+    """Makes the cotangents of queries, keys and values, unreduced where each device saw a part of the queries."""
+    details, arrays, needed = _layout(tape, form)
     q, keys = arrays.q, (arrays.k, arrays.v)
-    dout = trace.move(trace.dout, trace.dout.like(q))
-    o, lse = _statistics(trace.out, q)
-    trace.need(*arrays.inputs, lse)
+    dout = tape.move(tape.dout, tape.dout.like(q))
+    o, lse = _statistics(tape.out, q)
+    tape.need(*arrays.inputs, lse)
     # where the result is kept, it is kept as the product after it wants it
-    trace.move(trace.out, o)
+    tape.move(tape.out, o)
     partial = tuple(a for a in q.axes_of(positions_of(q)) if a not in arrays.k.axes_of(positions_of(arrays.k)))
-    names = [*trace.op.inputs[:3], *(array.name for array in needed[3:] if "B" not in array.dims)]
-    dq, *cotangents = (trace.cotangent(name) for name in names)
+    names = [*tape.op.inputs[:3], *(array.name for array in needed[3:] if "B" not in array.dims)]
+    dq, *cotangents = (tape.cotangent(name) for name in names)
     dq = dq.like(q)
     results = [d.like(key).replace(unreduced=partial) for d, key in zip(cotangents[:2], keys, strict=True)]
     results += [d.like(dq).replace(unreduced=axes_beside(dq, d)) for d in cotangents[2:]]
     inputs = msgspec.structs.replace(arrays, given=(dout, o, lse)).inputs
-    step = Step(op=f"{trace.op.kind}_backward", inputs=inputs, result=dq, more=tuple(results), details=details)
-    trace.add(*in_ring(step, keys))
+    step = Step(op=f"{tape.op.kind}_backward", inputs=inputs, result=dq, more=tuple(results), details=details)
+    tape.add(*in_ring(step, keys))
     for name, array in zip(names, (dq, *results), strict=True):
-        trace.contribute(name, array)
+        tape.contribute(name, array)
 
 
 # -- counts -----------------------------------------------------------------------------------------------
@@ -182,12 +182,13 @@ def keys_per_query(length: Number, *, window: int | None = None, causal: bool = 
 
 
 def num_ring_blocks(step: Step, sizes: OpSizes) -> Number:
-    """Blocks of keys that attention works through one after the other: the devices of its ring, else 1."""
+    """Returns the blocks of keys that attention works through one after the other: the devices of its ring, else 1."""
     return product(sizes.mesh[axis] for axis in step.details.ring)
 
 
 def score_elements(step: Step, sizes: OpSizes) -> Number:
-    """Returns local B x N x T x S, S the keys that a query attends to; masked ones too where the sizes count them."""
+    """Returns the local B x N x T x S, S the keys that a query attends to; masked ones too where the sizes count
+    them."""
     arrays, window = AttentionArrays.of(step), step.details.window
     rows = sizes.local(arrays.q)
     length = sizes.local(arrays.k)[positions_of(arrays.k)] * num_ring_blocks(step, sizes)

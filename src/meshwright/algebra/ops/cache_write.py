@@ -9,7 +9,7 @@ import msgspec
 from meshwright.algebra.kinds import OpKind, StepKind
 from meshwright.algebra.sizes import Number, OpSizes
 from meshwright.algebra.steps import Step
-from meshwright.algebra.trace import Trace, require_whole
+from meshwright.algebra.tape import Tape, require_whole
 
 
 class CacheWrite(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -19,17 +19,17 @@ class CacheWrite(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     paged: bool = False
 
 
-def forward(trace: Trace) -> None:
-    """``cache_write(cache[B,S,..], values[B,T,..], where)``: every position of the values, on the cache's devices.
+def forward(tape: Tape) -> None:
+    """Makes ``cache_write(cache[B,S,..], values[B,T,..], where)``: writes every position on the cache's devices.
 
     A page table is a fourth input.
     """
-    cache, values, *where = trace.inputs
-    require_whole(cache, cache.dims[1], trace.op.kind)
+    cache, values, *where = tape.inputs
+    require_whole(cache, cache.dims[1], tape.op.kind)
     rows = {"B": cache.axes_of(cache.dims[0])}
-    here = trace.move(values, values.like(cache).resharded({"T": (), **rows}))
-    places = [trace.move(one, one.resharded(rows)) for one in where]
-    trace.run("cache_write", (cache, here, *places), trace.out, details=trace.details(CacheWrite))
+    here = tape.move(values, values.like(cache).resharded({"T": (), **rows}))
+    places = [tape.move(one, one.resharded(rows)) for one in where]
+    tape.run("cache_write", (cache, here, *places), tape.out, details=tape.details(CacheWrite))
 
 
 def hbm_bytes(step: Step, sizes: OpSizes) -> Number:

@@ -7,7 +7,7 @@ from meshwright.algebra.notation import ShardedArray, product
 from meshwright.algebra.ops.attention import Attention, AttentionArrays
 from meshwright.algebra.sizes import Number, OpSizes
 from meshwright.algebra.steps import Step
-from meshwright.algebra.trace import Trace
+from meshwright.algebra.tape import Tape
 from meshwright.core.errors import InputError
 
 
@@ -22,18 +22,18 @@ def queries_of(step: Step) -> ShardedArray:
     return step.inputs[0] if isinstance(step.details, CachedAttention) else AttentionArrays.of(step).q
 
 
-def forward(trace: Trace) -> None:
+def forward(tape: Tape) -> None:
     """Attends with queries that are sharded as their cache is, then reshards the result for the product after it."""
-    first, *others = trace.inputs
+    first, *others = tape.inputs
     for array in others:
         if array.axes_of("K") != first.axes_of("N") and "K" in array.dims:
             raise InputError(f"attention of {first} with {array}: heads must be split alike.")
         if "Pg" in array.dims and array.axes_of("Pg") != first.axes_of("B"):
             raise InputError(f"attention of {first} with {array}: pages must be split as their sequences are.")
-    inputs = (first, *(trace.move(array, array.like(first)) for array in others))
-    result = trace.out.like(first)
-    trace.run(trace.op.kind, inputs, result, details=trace.details(CachedAttention))
-    trace.move(result, trace.out)
+    inputs = (first, *(tape.move(array, array.like(first)) for array in others))
+    result = tape.out.like(first)
+    tape.run(tape.op.kind, inputs, result, details=tape.details(CachedAttention))
+    tape.move(result, tape.out)
 
 
 def slots_kept(slots: Number, window: int | None) -> Number:

@@ -11,13 +11,13 @@ from meshwright.algebra.steps import Step
 
 NAME = "collective_matmul"
 
-Form = Literal["all_gather", "reduce_scatter", "all_reduce"]
+CollectiveForm = Literal["all_gather", "reduce_scatter", "all_reduce"]
 
 
 class Blocks(msgspec.Struct, frozen=True, kw_only=True):
     """Details: the collective that the products replace, its mesh axes, and the number of directions of the blocks."""
 
-    form: Form
+    form: CollectiveForm
     axes: tuple[str, ...]
     ways: int
 

@@ -5,23 +5,23 @@ from meshwright.algebra.ops.dispatch import own_slots
 from meshwright.algebra.ops.route import chosen_of
 from meshwright.algebra.sizes import Number, OpSizes
 from meshwright.algebra.steps import Step
-from meshwright.algebra.trace import Trace
+from meshwright.algebra.tape import Tape
 
 
-def forward(trace: Trace) -> None:
+def forward(tape: Tape) -> None:
     """Moves results back to their tokens' devices and sums them per token with the weights."""
-    slots, gates = trace.inputs
-    own, here = trace.move(slots, own_slots(slots, gates)), trace.out.like(gates)
-    trace.run("combine", (own, gates, chosen_of(gates)), here)
-    trace.move(here, trace.out)
+    slots, gates = tape.inputs
+    own, here = tape.move(slots, own_slots(slots, gates)), tape.out.like(gates)
+    tape.run("combine", (own, gates, chosen_of(gates)), here)
+    tape.move(here, tape.out)
 
 
-def backward(trace: Trace) -> None:
+def backward(tape: Tape) -> None:
     """Makes the cotangents of slots, which are moved to their experts' devices, and of the weights."""
-    (slots, gates), (dslots, dgates) = trace.inputs, trace.dinputs
-    dout = trace.move(trace.dout, trace.dout.like(gates))
-    cotangents = zip(trace.op.inputs, (own_slots(dslots, gates), dgates), strict=True)
-    trace.run_backward((own_slots(slots, gates), gates, chosen_of(gates)), cotangents, dout=dout)
+    (slots, gates), (dslots, dgates) = tape.inputs, tape.dinputs
+    dout = tape.move(tape.dout, tape.dout.like(gates))
+    cotangents = zip(tape.op.inputs, (own_slots(dslots, gates), dgates), strict=True)
+    tape.run_backward((own_slots(slots, gates), gates, chosen_of(gates)), cotangents, dout=dout)
 
 
 def backward_bytes(step: Step, sizes: OpSizes) -> Number:

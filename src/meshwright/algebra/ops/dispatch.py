@@ -13,7 +13,7 @@ from meshwright.algebra.notation import ShardedArray
 from meshwright.algebra.ops.route import Routing, chosen_of, token_axes
 from meshwright.algebra.sizes import Number, OpSizes
 from meshwright.algebra.steps import Step
-from meshwright.algebra.trace import Trace, require_whole
+from meshwright.algebra.tape import Tape, require_whole
 from meshwright.core.errors import InputError
 
 BLOCK_ROWS = 128
@@ -37,7 +37,7 @@ def blocks_at_once(mean_rows: Any) -> Any:
 
 
 def own_slots(slots: ShardedArray, tokens: ShardedArray) -> ShardedArray:
-    """``slots`` as one device fills them from its own tokens: every expert, and C split as the tokens are.
+    """Returns ``slots`` as one device fills them from its own tokens: every expert, and C split as the tokens are.
 
     What the declared sharding has on E is minor in C, so that a single AllToAll moves it.
     """
@@ -48,24 +48,24 @@ def own_slots(slots: ShardedArray, tokens: ShardedArray) -> ShardedArray:
     return slots.resharded({"E": (), "C": kept + others + experts, "D": ()})
 
 
-def forward(trace: Trace) -> None:
+def forward(tape: Tape) -> None:
     """Sorts tokens into slots and moves the slots to the devices of their experts."""
-    x, gates = trace.inputs
+    x, gates = tape.inputs
     require_whole(x, "D", "dispatch")
     for dim in ("B", "T"):
         # a device fills slots from its own tokens, and has the weights of just these
         if x.axes_of(dim) != gates.axes_of(dim):
             raise InputError(f"dispatch needs {x} and {gates} split alike. Give {dim} the same axes in both.")
-    slots = own_slots(trace.out, x)
-    trace.run("dispatch", (x, chosen_of(gates)), slots, details=trace.details(Routing))
-    trace.move(slots, trace.out)
+    slots = own_slots(tape.out, x)
+    tape.run("dispatch", (x, chosen_of(gates)), slots, details=tape.details(Routing))
+    tape.move(slots, tape.out)
 
 
-def backward(trace: Trace) -> None:
+def backward(tape: Tape) -> None:
     """Moves cotangents of slots back and sums them per token."""
-    x, gates = trace.inputs
-    dslots = trace.move(trace.dout, own_slots(trace.dout, x))
-    trace.run_backward((chosen_of(gates),), [(trace.op.inputs[0], trace.dinputs[0])], dout=dslots)
+    x, gates = tape.inputs
+    dslots = tape.move(tape.dout, own_slots(tape.dout, x))
+    tape.run_backward((chosen_of(gates),), [(tape.op.inputs[0], tape.dinputs[0])], dout=dslots)
 
 
 def hbm_bytes(step: Step, sizes: OpSizes) -> Number:

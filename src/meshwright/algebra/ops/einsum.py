@@ -5,22 +5,22 @@ from meshwright.algebra.kinds import OpKind, StepKind
 from meshwright.algebra.notation import product
 from meshwright.algebra.sizes import Number, OpSizes
 from meshwright.algebra.steps import Step
-from meshwright.algebra.trace import Trace
+from meshwright.algebra.tape import Tape
 
 
-def forward(trace: Trace) -> None:
-    """The product by the rules of one sharded einsum."""
-    lhs, rhs = trace.inputs
-    trace.add(*einsum_steps(lhs, rhs, trace.out, slice_axes=trace.slice_axes))
+def forward(tape: Tape) -> None:
+    """Multiplies by the rules of one sharded einsum."""
+    lhs, rhs = tape.inputs
+    tape.add(*einsum_steps(lhs, rhs, tape.out, slice_axes=tape.slice_axes))
 
 
-def backward(trace: Trace) -> None:
+def backward(tape: Tape) -> None:
     """dB = A * dC first, then dA = dC * B, each with its primal's sharding (section 5.4.2)."""
-    lhs, rhs = trace.op.inputs
-    for left, right, name in ((trace.declared(lhs), trace.dout, rhs), (trace.dout, trace.declared(rhs), lhs)):
-        steps = product_steps(left, right, trace.cotangent(name), slice_axes=trace.slice_axes)
-        trace.add(*steps)
-        trace.contribute(name, steps[-1].result)
+    lhs, rhs = tape.op.inputs
+    for left, right, name in ((tape.declared(lhs), tape.dout, rhs), (tape.dout, tape.declared(rhs), lhs)):
+        steps = product_steps(left, right, tape.cotangent(name), slice_axes=tape.slice_axes)
+        tape.add(*steps)
+        tape.contribute(name, steps[-1].result)
 
 
 def flops(step: Step, sizes: OpSizes) -> Number:

@@ -5,35 +5,35 @@ from meshwright.algebra.kinds import OpKind, StepKind
 from meshwright.algebra.notation import ShardedArray
 from meshwright.algebra.sizes import Number, OpSizes
 from meshwright.algebra.steps import Step
-from meshwright.algebra.trace import Trace
+from meshwright.algebra.tape import Tape
 
 
 def one_hot(numbers: ShardedArray, table: ShardedArray) -> ShardedArray:
-    """Numbers seen as rows over the table's first dim; each device makes just the part of it that it needs."""
+    """Returns numbers as one-hot rows over the table's first dim; each device makes just its part of them."""
     rows = table.dims[0]
     return ShardedArray(numbers.name, (*numbers.dims, rows), (*numbers.axes, table.axes_of(rows)))
 
 
-def forward(trace: Trace) -> None:
+def forward(tape: Tape) -> None:
     """Looks rows up in each device's part of the table; further inputs (scales of rows) are sharded as the table is."""
-    numbers, table, *others = trace.inputs
-    left, right = align(one_hot(numbers, table), table, trace.out)
-    inputs = [trace.move(numbers, numbers.like(left)), trace.move(table, right)]
-    inputs += [trace.move(other, other.like(right)) for other in others]
-    result = local_product(left, right, trace.out)
-    trace.run(trace.op.kind, inputs, result)
-    trace.move(result, trace.out)
+    numbers, table, *others = tape.inputs
+    left, right = align(one_hot(numbers, table), table, tape.out)
+    inputs = [tape.move(numbers, numbers.like(left)), tape.move(table, right)]
+    inputs += [tape.move(other, other.like(right)) for other in others]
+    result = local_product(left, right, tape.out)
+    tape.run(tape.op.kind, inputs, result)
+    tape.move(result, tape.out)
 
 
-def backward(trace: Trace) -> None:
+def backward(tape: Tape) -> None:
     """Adds cotangents up per row of the table."""
-    numbers, table = trace.inputs
-    dtable = trace.dinputs[1]
-    left, right = align(one_hot(numbers, table), trace.dout, dtable)
-    here, dout = trace.move(numbers, numbers.like(left)), trace.move(trace.dout, right)
+    numbers, table = tape.inputs
+    dtable = tape.dinputs[1]
+    left, right = align(one_hot(numbers, table), tape.dout, dtable)
+    here, dout = tape.move(numbers, numbers.like(left)), tape.move(tape.dout, right)
     result = local_product(left, right, dtable)
-    trace.run("embed_backward", (here, dout), result)
-    trace.contribute(trace.op.inputs[1], result)
+    tape.run("embed_backward", (here, dout), result)
+    tape.contribute(tape.op.inputs[1], result)
 
 
 def row_bytes(step: Step, sizes: OpSizes) -> Number:

@@ -27,13 +27,13 @@ def backward_flops(step: Step, sizes: OpSizes) -> Number:
 
 
 def local_logits(step: Step, sizes: OpSizes) -> Number:
-    """Local logits of a step, which exist one chunk at a time."""
+    """Returns the local logits of a step, which exist one chunk at a time."""
     local = sizes.local(*step.inputs[:2])
     return local["B"] * local["T"] * local["V"]
 
 
 def num_chunks(step: Step, sizes: OpSizes) -> Number:
-    """Chunks of a loss head on one device; not rounded up, so that sizes may be arrays."""
+    """Returns the chunks of a loss head on one device; not rounded up, so that sizes may be arrays."""
     local = sizes.local(*step.inputs[:2])
     chunks = local["B"] * local["T"] / CHUNK_TOKENS
     return (chunks + 1 + abs(chunks - 1)) / 2  # the larger of chunks and 1

@@ -7,7 +7,7 @@ from meshwright.algebra.kinds import OpKind, StepKind, row_stream
 from meshwright.algebra.notation import ShardedArray
 from meshwright.algebra.rewrites.remat import keeps_logits
 from meshwright.algebra.steps import Step
-from meshwright.algebra.trace import Trace
+from meshwright.algebra.tape import Tape
 from meshwright.core.errors import InputError
 
 
@@ -25,9 +25,9 @@ class _Head:
     logit; each over the part of V that a device holds, then over all of V.
     """
 
-    def __init__(self, trace: Trace) -> None:
-        self.x, self.table, self.labels = trace.inputs
-        declared = trace.declared("logits")
+    def __init__(self, tape: Tape) -> None:
+        self.x, self.table, self.labels = tape.inputs
+        declared = tape.declared("logits")
         self.left, self.right = align(self.x, self.table, declared)
         self.logits = local_product(self.left, self.right, declared).replace(dtype="fp32")
         if self.logits.unreduced:
@@ -42,62 +42,62 @@ class _Head:
         )
         self.whole_peak = self.peak.replace(unreduced=())
         self.scaled = self.total.replace(name="scaled")
-        self.details = trace.details(LossHead)
-        self.in_chunks = not keeps_logits(trace.shardings.strategy)
+        self.details = tape.details(LossHead)
+        self.in_chunks = not keeps_logits(tape.shardings.strategy)
 
     def per_token(self, array: ShardedArray) -> ShardedArray:
-        """The statistic reduced, and split over tokens as the residual stream is."""
+        """Returns the statistic reduced, and split over tokens as the residual stream is."""
         return array.replace(unreduced=()).like(self.x)
 
 
-def forward(trace: Trace) -> None:
-    """The loss from statistics of the logits, each reduced over the parts of V."""
-    head = _Head(trace)
+def forward(tape: Tape) -> None:
+    """Makes the loss from statistics of the logits, each reduced over the parts of V."""
+    head = _Head(tape)
     x, table, here = (
-        trace.move(*pair) for pair in ((head.x, head.left), (head.table, head.right), (head.labels, head.here))
+        tape.move(*pair) for pair in ((head.x, head.left), (head.table, head.right), (head.labels, head.here))
     )
     statistics = (head.peak, head.total, head.picked)
     if head.in_chunks:
-        trace.run("chunked_logits_statistics", (x, table, here), *statistics, details=head.details)
+        tape.run("chunked_logits_statistics", (x, table, here), *statistics, details=head.details)
     else:
-        trace.run("einsum", (x, table), head.logits)
-        trace.run("logits_statistics", (head.logits, here), *statistics, details=head.details)
+        tape.run("einsum", (x, table), head.logits)
+        tape.run("logits_statistics", (head.logits, here), *statistics, details=head.details)
     if head.split:
         largest = Step(op="all_reduce", inputs=(head.peak,), result=head.whole_peak, axes=head.split, reduction="max")
-        trace.add(largest)
-    trace.run("rescale", (head.total, head.peak, head.whole_peak), head.scaled)
-    final = [trace.move(array, head.per_token(array)) for array in (head.whole_peak, head.scaled, head.picked)]
-    labels = trace.move(head.labels, head.own_labels)
-    trace.run("sum_loss", (*final, labels), trace.out.replace(unreduced=head.x.spread), details=head.details)
+        tape.add(largest)
+    tape.run("rescale", (head.total, head.peak, head.whole_peak), head.scaled)
+    final = [tape.move(array, head.per_token(array)) for array in (head.whole_peak, head.scaled, head.picked)]
+    labels = tape.move(head.labels, head.own_labels)
+    tape.run("sum_loss", (*final, labels), tape.out.replace(unreduced=head.x.spread), details=head.details)
 
 
-def backward(trace: Trace) -> None:
-    """Cotangents of the stream and of the table, from the logits kept or made again."""
-    head = _Head(trace)
+def backward(tape: Tape) -> None:
+    """Makes the cotangents of the stream and of the table, from the logits kept or made again."""
+    head = _Head(tape)
     peak, scaled = head.per_token(head.whole_peak), head.per_token(head.scaled)
     dscaled, dpicked = (head.per_token(a).replace(name=f"d{a.name}") for a in (head.scaled, head.picked))
-    given = (trace.dout, peak, scaled, head.own_labels)
-    trace.run("sum_loss_backward", given, dscaled, dpicked, details=head.details)
-    rows = [trace.move(a, head.whole_peak.replace(name=a.name)) for a in (dscaled, dpicked)]
-    dx, dtable = trace.dinputs[0].like(head.left), trace.dinputs[1].like(head.right)
+    given = (tape.dout, peak, scaled, head.own_labels)
+    tape.run("sum_loss_backward", given, dscaled, dpicked, details=head.details)
+    rows = [tape.move(a, head.whole_peak.replace(name=a.name)) for a in (dscaled, dpicked)]
+    dx, dtable = tape.dinputs[0].like(head.left), tape.dinputs[1].like(head.right)
     dx, dtable = dx.replace(unreduced=head.split), dtable.replace(unreduced=head.peak.spread)
-    trace.need(head.peak, head.whole_peak)
+    tape.need(head.peak, head.whole_peak)
     each = (head.here, head.peak, head.whole_peak, *rows)
     if head.in_chunks:
-        trace.need(head.here)
-        trace.run("chunked_logits_backward", (head.left, head.right, *each), dx, dtable, details=head.details)
-        trace.contribute(trace.op.inputs[1], dtable)
-        trace.contribute(trace.op.inputs[0], dx)
+        tape.need(head.here)
+        tape.run("chunked_logits_backward", (head.left, head.right, *each), dx, dtable, details=head.details)
+        tape.contribute(tape.op.inputs[1], dtable)
+        tape.contribute(tape.op.inputs[0], dx)
         return
     # as narrow as the state: the products that take it run at the rate of the stream's own
     dlogits = head.logits.replace(name="dlogits", dtype="")
-    trace.run("logits_backward", (head.logits, *each), dlogits, details=head.details)
-    trace.move(head.x, head.left)
-    trace.run("einsum", (head.left, dlogits), dtable)
-    trace.contribute(trace.op.inputs[1], dtable)
-    trace.move(head.table, head.right)
-    trace.run("einsum", (dlogits, head.right), dx)
-    trace.contribute(trace.op.inputs[0], dx)
+    tape.run("logits_backward", (head.logits, *each), dlogits, details=head.details)
+    tape.move(head.x, head.left)
+    tape.run("einsum", (head.left, dlogits), dtable)
+    tape.contribute(tape.op.inputs[1], dtable)
+    tape.move(head.table, head.right)
+    tape.run("einsum", (dlogits, head.right), dx)
+    tape.contribute(tape.op.inputs[0], dx)
 
 
 OP = OpKind(

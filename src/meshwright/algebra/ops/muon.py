@@ -37,7 +37,7 @@ class Dealt(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def filled_share(step: Step, *, dims: Mapping[str, Any], mesh: Mapping[str, Any]) -> Any:
-    """How many times its array a step works on: more than once where matrices dealt out are filled up (`Dealt`)."""
+    """Returns how many times its array a step works on: more than once where dealt matrices are padded (`Dealt`)."""
     dealt = step.details
     if not isinstance(dealt, Dealt):
         return 1
@@ -52,7 +52,7 @@ def orthogonalises(weight: Updated) -> bool:
 
 
 def update(weight: Updated) -> tuple[Step, ...]:
-    """Momentum, whole matrices, orthogonalised, back to the shards, added to the weight."""
+    """Returns the steps: momentum, whole matrices, orthogonalised, back to the shards, added to the weight."""
     if not orthogonalises(weight):
         return adamw.elementwise_update("adamw", weight)
     shard, name = weight.shard, weight.shard.name
@@ -76,7 +76,7 @@ def update(weight: Updated) -> tuple[Step, ...]:
 
 
 def _counted_once(weight: Updated, name: str) -> ShardedArray:
-    """The stacked array with layers and experts as its one first dim."""
+    """Returns the stacked array with layers and experts as its one first dim."""
     array = stacked(weight, name)
     counted = (weight.layers, *weight.batch)
     axes = tuple(axis for dim in counted for axis in array.axes_of(dim))
@@ -93,7 +93,7 @@ def moments(weight: Updated) -> tuple[ShardedArray, ...]:
 
 
 def _matrices(step: Step, sizes: OpSizes) -> tuple[Number, Number, Number]:
-    """Matrices that a device has, filled up, and their smaller and larger side."""
+    """Returns the matrices that a device has, filled up, and their smaller and larger side."""
     array = step.inputs[0]
     local, inputs = sizes.local(array), array.dims[1 : 1 + step.details.num_inputs]
     rows, columns = (product(local[dim] for dim in dims) for dims in (inputs, array.dims[1 + len(inputs) :]))

@@ -3,15 +3,15 @@
 from meshwright.algebra.kinds import OpKind, StepKind
 from meshwright.algebra.sizes import Number, OpSizes
 from meshwright.algebra.steps import Step
-from meshwright.algebra.trace import Trace
+from meshwright.algebra.tape import Tape
 
 
-def forward(trace: Trace) -> None:
-    """``pick(x[B,T,D], number[B])``: the device that has the position gives it, the others zeros."""
-    (x, number), out = trace.inputs, trace.out
+def forward(tape: Tape) -> None:
+    """Makes ``pick(x[B,T,D], number[B])``: the device that has the position gives it, the others give zeros."""
+    (x, number), out = tape.inputs, tape.out
     result = out.replace(axes=tuple(x.axes_of(dim) for dim in out.dims), unreduced=x.axes_of("T"))
-    trace.run("pick", (x, trace.move(number, number.like(x))), result)
-    trace.move(result, out)
+    tape.run("pick", (x, tape.move(number, number.like(x))), result)
+    tape.move(result, out)
 
 
 def hbm_bytes(step: Step, sizes: OpSizes) -> Number:

@@ -8,7 +8,7 @@ from functools import partial
 
 import msgspec
 
-from meshwright.algebra.kinds import Count, OpKind, StepKind
+from meshwright.algebra.kinds import CountRule, OpKind, StepKind
 from meshwright.algebra.ops import attention
 from meshwright.algebra.ops.attention import Attention
 from meshwright.algebra.sizes import Number, OpSizes
@@ -22,11 +22,11 @@ class RelativeAttention(Attention, frozen=True, kw_only=True, forbid_unknown_fie
 
     @property
     def can_ring(self) -> bool:
-        """Never: every block of keys would need its own part of the bias."""
+        """False: every block of keys would need its own part of the bias."""
         return False
 
 
-def _with_scores(count: Count) -> Count:
+def _with_scores(count: CountRule) -> CountRule:
     """A count of attention as it is where scores are written to memory."""
 
     def counted(step: Step, sizes: OpSizes) -> Number:

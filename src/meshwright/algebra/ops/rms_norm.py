@@ -2,26 +2,26 @@
 
 from meshwright.algebra.kinds import OpKind, StepKind, row_stream, row_stream_backward
 from meshwright.algebra.notation import ShardedArray
-from meshwright.algebra.trace import Trace, require_whole
+from meshwright.algebra.tape import Tape, require_whole
 
 
-def forward(trace: Trace) -> None:
-    """``kind(x, scale)`` or ``kind(x, scale, bias)`` in the sharding of the row."""
-    x, *vectors = trace.inputs
+def forward(tape: Tape) -> None:
+    """Normalises ``kind(x, scale)`` or ``kind(x, scale, bias)`` in the sharding of the row."""
+    x, *vectors = tape.inputs
     for dim in vectors[0].dims:
-        require_whole(x, dim, trace.op.kind)
-    whole = [trace.move(vector, _whole(vector)) for vector in vectors]
-    here = trace.out.like(x)
-    trace.run(trace.op.kind, (x, *whole), here)
-    trace.move(here, trace.out)
+        require_whole(x, dim, tape.op.kind)
+    whole = [tape.move(vector, _whole(vector)) for vector in vectors]
+    here = tape.out.like(x)
+    tape.run(tape.op.kind, (x, *whole), here)
+    tape.move(here, tape.out)
 
 
-def backward(trace: Trace) -> None:
-    """Cotangents of the row and, summed over every row of the device, of the vectors."""
-    x, scale, *_ = trace.inputs
-    dx, *dvectors = trace.dinputs
+def backward(tape: Tape) -> None:
+    """Makes the cotangents of the row and, summed over every row of the device, of the vectors."""
+    x, scale, *_ = tape.inputs
+    dx, *dvectors = tape.dinputs
     sums = [_whole(d).replace(unreduced=x.spread) for d in dvectors]
-    trace.run_backward((x, _whole(scale)), zip(trace.op.inputs, (dx, *sums), strict=True))
+    tape.run_backward((x, _whole(scale)), zip(tape.op.inputs, (dx, *sums), strict=True))
 
 
 def _whole(vector: ShardedArray) -> ShardedArray:
@@ -29,7 +29,7 @@ def _whole(vector: ShardedArray) -> ShardedArray:
 
 
 def norm(name: str) -> OpKind:
-    """The kind of a norm under its name."""
+    """Returns the kind of a norm under its name."""
     return OpKind(
         forward=forward,
         backward=backward,

@@ -1,19 +1,19 @@
 """Rotation of queries and keys by their positions."""
 
 from meshwright.algebra.kinds import OpKind, StepKind
-from meshwright.algebra.trace import Trace
+from meshwright.algebra.tape import Tape
 
 
-def forward(trace: Trace) -> None:
+def forward(tape: Tape) -> None:
     """Rotates each position on the device that has it."""
-    x, positions = trace.inputs
-    trace.run("rope", (x, trace.move(positions, positions.like(x))), trace.out)
+    x, positions = tape.inputs
+    tape.run("rope", (x, tape.move(positions, positions.like(x))), tape.out)
 
 
-def backward(trace: Trace) -> None:
+def backward(tape: Tape) -> None:
     """Rotates the cotangent back."""
-    x, positions = trace.inputs
-    trace.run_backward((positions.like(x),), [(trace.op.inputs[0], trace.dinputs[0])])
+    x, positions = tape.inputs
+    tape.run_backward((positions.like(x),), [(tape.op.inputs[0], tape.dinputs[0])])
 
 
 OP = OpKind(forward=forward, backward=backward, steps={"rope": StepKind(), "rope_backward": StepKind()})

@@ -8,7 +8,7 @@ import msgspec
 
 from meshwright.algebra.kinds import OpKind, StepKind
 from meshwright.algebra.notation import ShardedArray
-from meshwright.algebra.trace import Trace
+from meshwright.algebra.tape import Tape
 
 ROUTING_ROWS: tuple[str, ...] = ("load", "kept", "importance", "z")
 """Rows of the counts routing[Er, E]; what each holds is said in `nn.experts.balance`."""
@@ -36,35 +36,35 @@ def token_axes(tokens: ShardedArray) -> tuple[str, ...]:
     return tuple(axis for dim in ("B", "T") for axis in tokens.axes_of(dim))
 
 
-def _counts(trace: Trace) -> tuple[ShardedArray, ...]:
+def _counts(tape: Tape) -> tuple[ShardedArray, ...]:
     """Returns the counts that a device makes of its own tokens; none where no attribute of the op needs them."""
-    return (ROUTING.replace(unreduced=token_axes(trace.out)),) if trace.op.attributes else ()
+    return (ROUTING.replace(unreduced=token_axes(tape.out)),) if tape.op.attributes else ()
 
 
-def forward(trace: Trace) -> None:
-    """Weights of the chosen experts of each token, from the scores of all experts."""
-    gates = trace.out
-    scores = trace.move(trace.inputs[0], _scores(trace.inputs[0], gates))
-    trace.run("route", (scores,), gates, chosen_of(gates), *_counts(trace), details=trace.details(Routing))
+def forward(tape: Tape) -> None:
+    """Makes the weights of each token's chosen experts from the scores of all experts."""
+    gates = tape.out
+    scores = tape.move(tape.inputs[0], _scores(tape.inputs[0], gates))
+    tape.run("route", (scores,), gates, chosen_of(gates), *_counts(tape), details=tape.details(Routing))
 
 
-def backward(trace: Trace) -> None:
+def backward(tape: Tape) -> None:
     """Makes the cotangent of the scores from the cotangent of the weights and from the losses that the attributes name.
 
     The losses are means over the microbatches, whose number the step says.
     """
-    gates, details = trace.out, trace.details(Routing)
-    scores = _scores(trace.inputs[0], gates)
-    trace.need(scores, chosen_of(gates))
-    totals = [trace.move(counts, ROUTING) for counts in _counts(trace)]
-    if trace.op.attributes:
-        details = msgspec.structs.replace(details, microbatches=trace.shardings.strategy.num_microbatches)
-    cotangents = [(trace.op.inputs[0], _scores(trace.dinputs[0], gates))]
-    trace.run_backward((scores, chosen_of(gates), *totals), cotangents, details=details)
+    gates, details = tape.out, tape.details(Routing)
+    scores = _scores(tape.inputs[0], gates)
+    tape.need(scores, chosen_of(gates))
+    totals = [tape.move(counts, ROUTING) for counts in _counts(tape)]
+    if tape.op.attributes:
+        details = msgspec.structs.replace(details, microbatches=tape.shardings.strategy.num_microbatches)
+    cotangents = [(tape.op.inputs[0], _scores(tape.dinputs[0], gates))]
+    tape.run_backward((scores, chosen_of(gates), *totals), cotangents, details=details)
 
 
 def _scores(scores: ShardedArray, gates: ShardedArray) -> ShardedArray:
-    """Scores of all experts, split over tokens as the weights are."""
+    """Returns the scores of all experts, split over tokens as the weights are."""
     return scores.resharded({"E": (), **{dim: gates.axes_of(dim) for dim in ("B", "T")}})
 
 

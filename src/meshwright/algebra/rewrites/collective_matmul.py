@@ -16,11 +16,11 @@ from msgspec.structs import replace
 from meshwright.algebra.derived import BlockSteps
 from meshwright.algebra.notation import ShardedArray
 from meshwright.algebra.ops import kind_of
-from meshwright.algebra.ops.collective_matmul import NAME, Blocks, Form
+from meshwright.algebra.ops.collective_matmul import NAME, Blocks, CollectiveForm
 from meshwright.algebra.program import WEIGHTS
 from meshwright.algebra.rewrites.rings import Round
 from meshwright.algebra.steps import Step
-from meshwright.algebra.trace import Shardings
+from meshwright.algebra.tape import Shardings
 
 AXES = ("tensor",)
 """Mesh axes whose collectives of activations within a layer are decomposed."""
@@ -30,7 +30,7 @@ Unit = tuple[Step, ...]
 
 
 def in_blocks(steps: BlockSteps, shardings: Shardings) -> BlockSteps:
-    """The steps of a block, with collective matmuls where the strategy asks for them.
+    """Returns the steps of a block, with collective matmuls where the strategy asks for them.
 
     Where the strategy splits no positions (rows of one, in generation) sums are not cut along them either.
     """
@@ -104,7 +104,7 @@ def _gathering(gather: Step, parts: list[Step], ways: int, *, whole: bool) -> Un
 
 
 def _multiplies(step: Step, gather: Step) -> bool:
-    """Whether a step is a product of what is gathered, each block of which makes a part of the result."""
+    """True if a step is a product of what is gathered, each block of which makes a part of the result."""
     found = gather.result
     if not _is_einsum(step) or step.inputs.count(found) != 1 or step.accumulates:
         return False
@@ -139,7 +139,7 @@ def _summing(total: Step, parts: list[Step], dim: str, ways: int) -> Unit:
     split = total.result if total.op == "reduce_scatter" else total.result.resharded(cut)
     passing = split.replace(name=f"{split.name}_passing")
     inputs = tuple(dict.fromkeys(a for part in parts for a in part.inputs))
-    form: Form = "reduce_scatter" if total.op == "reduce_scatter" else "all_reduce"
+    form: CollectiveForm = "reduce_scatter" if total.op == "reduce_scatter" else "all_reduce"
     product = _product(form, inputs, (passing,), parts, dim, ways)
     home = _round(replace(total, dim=dim), "home", passing, split, ways)
     if form == "reduce_scatter":
@@ -160,7 +160,7 @@ def _round(
 
 
 def _product(
-    form: Form,
+    form: CollectiveForm,
     inputs: tuple[ShardedArray, ...],
     results: tuple[ShardedArray, ...],
     parts: list[Step],
@@ -221,7 +221,7 @@ def _before(units: Sequence[Unit]) -> list[set[int]]:
 
 
 def _after(members: set[int], before: Sequence[set[int]]) -> set[int]:
-    """The units outside that must come after one of the members."""
+    """Returns the units outside that must come after one of the members."""
     found: set[int] = set()
     for number, first in enumerate(before):
         if number not in members and first & (members | found):
@@ -230,7 +230,7 @@ def _after(members: set[int], before: Sequence[set[int]]) -> set[int]:
 
 
 def _is_convex(members: set[int], before: Sequence[set[int]]) -> bool:
-    """Whether nothing outside comes after one member and before another: then they can be one unit."""
+    """True if nothing outside comes after one member and before another: then they can be one unit."""
     after = _after(members, before)
     return not any(before[number] & after for number in members)
 

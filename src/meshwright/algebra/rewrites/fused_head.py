@@ -17,7 +17,7 @@ _FORWARD = ("chunked_logits_statistics", "rescale")
 
 
 def with_fused_head(block: BlockSteps) -> BlockSteps:
-    """The block with the head's two passes joined; as it is where it has no chunked head, or V is split."""
+    """Returns the block with the head's two passes joined; as it is where it has no chunked head, or V is split."""
     made = {step.op: step for step in (*block.forward, *block.backward)}
     if "chunked_logits_statistics" not in made:
         return block

@@ -7,7 +7,7 @@ from meshwright.algebra.einsum import reshard
 from meshwright.algebra.notation import ShardedArray
 from meshwright.algebra.program import Program
 from meshwright.algebra.steps import Phase, Step
-from meshwright.algebra.trace import Shardings
+from meshwright.algebra.tape import Shardings
 from meshwright.core.errors import CannotRunError
 from meshwright.spec.strategy import Strategy
 
@@ -34,7 +34,7 @@ def require_stages(program: Program, strategy: Strategy) -> None:
 
 
 def boundary(program: Program, shardings: Shardings) -> tuple[Step, ...]:
-    """The stream sent to the next stage, and its cotangent sent back.
+    """Returns the stream sent to the next stage, and its cotangent sent back.
 
     Where the stream is whole over ``tensor`` each of its devices sends a part, which the next stage gathers.
     """

@@ -1,5 +1,5 @@
 """Rematerialisation: the forward results that a strategy keeps for the backward pass, by name, and segments of layers
-that run again. What is not kept the backward pass makes again where it needs it (`Trace.need`)."""
+that run again. What is not kept the backward pass makes again where it needs it (`Tape.need`)."""
 
 from msgspec.structs import replace
 
@@ -8,12 +8,12 @@ from meshwright.algebra.layers import CROSS, ENCODER
 from meshwright.algebra.notation import ShardedArray
 from meshwright.algebra.program import Block, Program
 from meshwright.algebra.steps import Phase, Step
-from meshwright.algebra.trace import Shardings
+from meshwright.algebra.tape import Shardings
 from meshwright.core.errors import InputError, nearest
 from meshwright.spec.strategy import Strategy
 
 
-class Saved:
+class SavedSet:
     """The saved set of a strategy: what `keeps` says of each result of the forward pass.
 
     Raises InputError for a name that is not a result of the program.
@@ -50,7 +50,7 @@ def keeps_logits(strategy: Strategy) -> bool:
 
 
 def _kept_names(program: Program, strategy: Strategy) -> tuple[str, ...] | None:
-    """Names in the saved set; None for every name. Raises InputError for a name that is not a result."""
+    """Returns the names in the saved set; None for every name. Raises InputError for a name that is not a result."""
     kept = strategy.kept_names
     if kept is None or isinstance(strategy.remat, str):
         # without rope or a bias the products themselves enter attention
@@ -64,8 +64,8 @@ def _kept_names(program: Program, strategy: Strategy) -> tuple[str, ...] | None:
 
 
 def in_segments(steps: BlockSteps, shardings: Shardings) -> BlockSteps:
-    """The steps of layers whose segments run again, where the strategy has any: the backward pass begins with the
-    forward steps, of which only gathers of weights count as its own."""
+    """Returns the steps of layers whose segments run again, where the strategy has any: the backward pass begins with
+    the forward steps, of which only gathers of weights count as its own."""
     segment = shardings.strategy.segment
     if segment is None or not steps.block.carry:
         return steps

@@ -26,7 +26,7 @@ class Round(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def num_moves(step: Step, *, dims: Mapping[str, Any], mesh: Mapping[str, Any]) -> Any:
-    """How many times a permute sends its block on: n - 1 times or fewer round a ring (`Round`), else once.
+    """Returns how many times a permute sends its block on: n - 1 times or fewer round a ring (`Round`), else once.
 
     Sizes may be arrays, and a group of one sends nothing round its ring.
     """

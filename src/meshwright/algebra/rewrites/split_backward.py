@@ -11,12 +11,12 @@ from meshwright.algebra.steps import Phase, Step
 
 
 def cotangent_of(derived: Derived, name: str) -> ShardedArray:
-    """The cotangent of a variable that is no weight, split as the variable is."""
+    """Returns the cotangent of a variable that is no weight, split as the variable is."""
     return derived.declared[name].replace(name=f"d{name}", dtype="")
 
 
 def gradient_arrays(derived: Derived) -> dict[str, ShardedArray]:
-    """Weight -> its gradient as a microbatch leaves it, before what is summed once per step."""
+    """Maps each weight to its gradient as a microbatch leaves it, before the sums that run once per step."""
     summed = step_steps(derived)
     return {
         name: summed[name][0].inputs[0] if name in summed else shard.replace(name=f"d{name}")
@@ -34,7 +34,7 @@ def step_steps(derived: Derived) -> dict[str, tuple[Step, ...]]:
 
 
 def weights_of(derived: Derived, block: BlockSteps) -> tuple[str, ...]:
-    """Names of the weights that a block uses."""
+    """Returns the names of the weights that a block uses."""
     roles = {name: derived.program.variables[name].role for op in block.block.ops for name in op.inputs}
     return tuple(name for name, role in roles.items() if role in WEIGHTS)
 
@@ -62,19 +62,20 @@ def meetings(derived: Derived) -> tuple[Step, ...]:
 
 
 def once_per_layer(block: BlockSteps) -> tuple[Step, ...]:
-    """Backward steps of one layer and microbatch: sums over the step wait, a segment's second run is not of a layer."""
+    """Returns the backward steps of one layer and microbatch, without sums over the step and a segment's second run."""
     return tuple(step for step in block.backward[block.num_again :] if step.scope != "step")
 
 
 def with_split_backward(derived: Derived) -> Derived:
-    """The derivation whose layers know their backward pass in two parts."""
+    """Returns the derivation whose layers know their backward pass in two parts."""
     splits = (_split(derived, block) if block.block.carry else None for block in derived.blocks)
     blocks = (replace(block, split=split) for block, split in zip(derived.blocks, splits, strict=True))
     return replace(derived, blocks=tuple(blocks))
 
 
 def _split(derived: Derived, block: BlockSteps) -> SplitBackward:
-    """First what the cotangent of the stream comes from, then all the others, both in the derived order."""
+    """Splits a backward pass: first the steps that the cotangent of the stream needs, then the others, in derived
+    order."""
     needed = {cotangent_of(derived, block.block.carry)}
     first, own = list(range(block.num_again)), list[int]()
     for place, step in reversed(list(enumerate(block.backward))[block.num_again :]):
@@ -86,7 +87,7 @@ def _split(derived: Derived, block: BlockSteps) -> SplitBackward:
             needed.update(step.inputs)
             first.insert(block.num_again, place)
     steps = [block.backward[place] for place in own]
-    # there already: what the second part makes itself, weights as declared, and what comes with the microbatch
+    # available without a handover: results of the second part, declared weights, and inputs of the microbatch
     known = {array for step in steps for array in (step.result, *step.more)}
     known |= {derived.declared[v.name] for v in derived.program.variables.values() if v.role != "activation"}
     gradients = gradient_arrays(derived)

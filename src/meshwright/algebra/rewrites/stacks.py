@@ -20,8 +20,8 @@ class SharedInput(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def shared_inputs(program: Program, steps_of: Callable[[Block], Iterable[Step]]) -> dict[str, SharedInput]:
-    """Every such input by name, from ``steps_of`` each block that reads it by itself: how its layers want the input,
-    and the cotangent as each leaves it before any sum over devices."""
+    """Returns every such input by name, from ``steps_of`` each block that reads it: the input as its layers need it,
+    and the cotangent as each leaves it, before any sum over devices."""
     found = {}
     for stack in program.stacks:
         for name in stack.inputs:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import msgspec
 
 from meshwright.algebra.schedules.simulation import simulate
-from meshwright.algebra.schedules.table import Op, Pass, Result, Schedule
+from meshwright.algebra.schedules.table import PassKind, Result, Schedule, StagePass
 from meshwright.core.errors import InputError
 
 Where = Callable[[int, int], str]
@@ -43,20 +43,20 @@ def _require_once(schedule: Schedule, named: Where) -> None:
                 raise InputError(f"{at}: {op} stands there twice (first at {first}). Leave one of them out.")
             seen[Result(op.kind, stage, m)] = at
     count = schedule.num_virtual_stages
-    kinds: tuple[Pass, ...] = ("F", "B")
+    kinds: tuple[PassKind, ...] = ("F", "B")
     for m, stage, kind in itertools.product(range(schedule.num_microbatches), range(count), kinds):
         if Result(kind, stage, m) not in seen:
             place = schedule.place(stage, m)
             raise InputError(
-                f"{Op(kind, m, place.chunk)} is missing on device {place.device}. Every microbatch needs F and B in "
-                f"each of the {count} virtual stages."
+                f"{StagePass(kind, m, place.chunk)} is missing on device {place.device}. Every microbatch needs "
+                f"F and B in each of the {count} virtual stages."
             )
 
 
 def _require_own_order(schedule: Schedule, named: Where) -> None:
-    before: dict[Pass, Pass] = {"B": "F", "W": "B"}
+    before: dict[PassKind, PassKind] = {"B": "F", "W": "B"}
     for device, order in enumerate(schedule.orders):
-        done = set[Op]()
+        done = set[StagePass]()
         for number, op in enumerate(order):
             first = msgspec.structs.replace(op, kind=before[op.kind]) if op.kind in before else None
             if first and first not in done:

@@ -3,37 +3,35 @@
 import functools
 import operator
 from collections.abc import Callable, Iterable
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 import msgspec
 import numpy as np
 
 from meshwright.algebra.schedules.table import (
     PLACEMENTS,
-    Op,
     PlacementName,
     Schedule,
+    StagePass,
     StagePlacement,
     microbatch_routes,
 )
+from meshwright.algebra.sizes import Number
 from meshwright.core.errors import InputError
 
-Array = Any
-"""A number or a NumPy array of them."""
-
-OfSizes = Callable[[Array, Array, Array], Array]
+OfSizes = Callable[[Number, Number, Number], Number]
 """A function of stages p, microbatches m and chunks v, each a number or an array."""
 
 
-OfTimes = Callable[[Array, Array, Array, Array, Array, Array], Array]
+OfTimes = Callable[[Number, Number, Number, Number, Number, Number], Number]
 """A function of p, m, v, and the seconds of F, B and W: B for the gradients of the inputs (with any recomputation), W
 for those of the weights, which schedules that do not split make in one pass."""
 
 
-class Order(Protocol):
+class PassOrder(Protocol):
     """The passes of one device, first to last."""
 
-    def __call__(self, device: int, *, stages: int, microbatches: int, chunks: int) -> Iterable[Op]: ...
+    def __call__(self, device: int, *, stages: int, microbatches: int, chunks: int) -> Iterable[StagePass]: ...
 
 
 class Requirement(msgspec.Struct, frozen=True):
@@ -78,7 +76,7 @@ class LockstepForms(msgspec.Struct, frozen=True, kw_only=True):
     handed: OfSizes = lambda p, m, v: 0 * p
     waits: OfSizes | None = None
 
-    def sends(self, p: Array, m: Array, v: Array) -> Array:
+    def sends(self, p: Number, m: Number, v: Number) -> Number:
         """Returns the sends in one direction that a step waits for: of all ticks but the first and the last, or
         fewer."""
         return self.waits(p, m, v) if self.waits else self.ticks(p, m, v) - 2
@@ -94,7 +92,7 @@ class ScheduleDefinition(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     year: int
-    order: Order
+    order: PassOrder
     placement: PlacementName = "looped"
     chunks: int = 1
     more_chunks: bool = False
@@ -108,7 +106,7 @@ class ScheduleDefinition(msgspec.Struct, frozen=True, kw_only=True):
         """Where the virtual stages live."""
         return PLACEMENTS[self.placement]
 
-    def is_legal(self, stages: Array, microbatches: Array, chunks: Array) -> Array:
+    def is_legal(self, stages: Number, microbatches: Number, chunks: Number) -> Number:
         """True where the schedule exists for these sizes."""
         p, m, v = (np.asarray(size) for size in (stages, microbatches, chunks))
         # no requirement divides by a size of 0
@@ -116,7 +114,7 @@ class ScheduleDefinition(msgspec.Struct, frozen=True, kw_only=True):
         return functools.reduce(operator.and_, holds)
 
     def refusal(self, stages: int, microbatches: int, chunks: int) -> str | None:
-        """Why the schedule does not exist for these sizes; None where it does."""
+        """Returns why the schedule does not exist for these sizes; None where it does."""
         for what, size in (("stages", stages), ("microbatches", microbatches), ("chunks", chunks)):
             if size < 1:
                 return f"{what}={size} must be at least 1."
@@ -135,7 +133,7 @@ class ScheduleDefinition(msgspec.Struct, frozen=True, kw_only=True):
         return self.requirements if self.more_chunks else (own_chunks, *self.requirements)
 
     def build(self, stages: int, microbatches: int, chunks: int) -> Schedule:
-        """The rows of the schedule. Raises InputError for sizes that it does not exist for."""
+        """Returns the rows of the schedule. Raises InputError for sizes that it does not exist for."""
         if refusal := self.refusal(stages, microbatches, chunks):
             raise InputError(refusal)
         orders = tuple(

@@ -11,15 +11,17 @@ from typing import Literal
 
 import numpy as np
 
-from meshwright.algebra.schedules.definition import Array, LockstepForms, Requirement, ScheduleDefinition, StageForms
-from meshwright.algebra.schedules.table import Op
+from meshwright.algebra.schedules.definition import LockstepForms, Requirement, ScheduleDefinition, StageForms
+from meshwright.algebra.schedules.table import StagePass
+from meshwright.algebra.sizes import Number
 
-Streams = tuple[tuple[int, int], tuple[int, int]]
+DeviceStreams = tuple[tuple[int, int], tuple[int, int]]
 """Chunk and first microbatch of the two streams that a device serves."""
 
 
-def dual_order(distance: int, depth: int, per_stream: int, streams: Streams) -> Iterator[Op]:
-    """Ops of the device ``distance`` steps from the end where stream 0 enters; the streams turn after ``depth``."""
+def dual_order(distance: int, depth: int, per_stream: int, streams: DeviceStreams) -> Iterator[StagePass]:
+    """Returns the ops of the device ``distance`` steps from the end where stream 0 enters; the streams turn after
+    ``depth``."""
     inner, half, is_odd = depth - 1 - distance, (distance + 1) // 2, distance % 2 == 1
     # F and B of a stream; S is a B whose weight gradients wait for the next W
     words = [
@@ -34,27 +36,27 @@ def dual_order(distance: int, depth: int, per_stream: int, streams: Streams) -> 
         words += ["S1" if turn > half or (turn == half and is_odd) else "B1", "S0" if turn >= half else "B0"]
     words += [*["W", "S0"] * inner, *["W"] * (distance + 1)]
     counts = {(kind, stream): itertools.count(streams[stream][1]) for kind in "FB" for stream in (0, 1)}
-    pending = deque[Op]()
+    pending = deque[StagePass]()
     for word in words:
         if word == "W":
             yield pending.popleft()
             continue
         kind: Literal["F", "B"] = "F" if word[0] == "F" else "B"
         stream = int(word[1])
-        op = Op(kind, next(counts[kind, stream]), streams[stream][0])
+        op = StagePass(kind, next(counts[kind, stream]), streams[stream][0])
         yield op
         if word[0] == "S":
-            pending.append(Op("W", op.microbatch, op.chunk))
+            pending.append(StagePass("W", op.microbatch, op.chunk))
 
 
-def dual_bubble_seconds(hops: Array, f: Array, b: Array, w: Array) -> Array:
+def dual_bubble_seconds(hops: Number, f: Number, b: Number, w: Number) -> Number:
     """Returns the bubble of one stream that turns back after ``hops`` stages, for times per virtual stage."""
     longest = np.maximum(hops * f, hops * (f + b - w))
     longest = np.maximum(longest, hops * (2 * f - w - np.minimum(b, w)))
     return np.maximum(longest, hops * (b + np.maximum(b - w, 0)) - f)
 
 
-def _order(device: int, *, stages: int, microbatches: int, chunks: int) -> Iterator[Op]:
+def _order(device: int, *, stages: int, microbatches: int, chunks: int) -> Iterator[StagePass]:
     half = microbatches // 2
     down, up = (0, 0), (1, half)
     distance = min(device, stages - 1 - device)

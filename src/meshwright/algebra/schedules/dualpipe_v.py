@@ -7,10 +7,10 @@ import numpy as np
 
 from meshwright.algebra.schedules.definition import LockstepForms, Requirement, ScheduleDefinition, StageForms
 from meshwright.algebra.schedules.dualpipe import dual_bubble_seconds, dual_order
-from meshwright.algebra.schedules.table import Op
+from meshwright.algebra.schedules.table import StagePass
 
 
-def _order(device: int, *, stages: int, microbatches: int, chunks: int) -> Iterator[Op]:
+def _order(device: int, *, stages: int, microbatches: int, chunks: int) -> Iterator[StagePass]:
     return dual_order(device, stages, microbatches, ((0, 0), (1, 0)))
 
 

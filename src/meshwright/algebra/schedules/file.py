@@ -16,7 +16,7 @@ from textwrap import wrap
 
 from meshwright.algebra.schedules.check import check
 from meshwright.algebra.schedules.definition import Requirement, ScheduleDefinition
-from meshwright.algebra.schedules.table import PLACEMENTS, Op, PlacementName, Schedule, microbatch_routes
+from meshwright.algebra.schedules.table import PLACEMENTS, PlacementName, Schedule, StagePass, microbatch_routes
 from meshwright.core.errors import InputError, nearest
 
 MAX_OPS = 1_000_000
@@ -28,7 +28,7 @@ _SETTING = re.compile(r"(\w+)\s*=\s*(\S+)")
 
 
 def read_schedule(path: str | Path) -> Schedule:
-    """The schedule of a file, checked. An InputError names the file and the line of what cannot be."""
+    """Returns the schedule of a file, checked. An InputError names the file and the line of what cannot be."""
     path = Path(path)
     try:
         text = path.read_text(encoding="utf-8")
@@ -36,7 +36,7 @@ def read_schedule(path: str | Path) -> Schedule:
         reason = getattr(error, "strerror", None) or "not a text in UTF-8"
         raise InputError(f"{path} cannot be read ({reason}).") from None
     placement: PlacementName = "looped"
-    orders: list[list[Op]] = []
+    orders: list[list[StagePass]] = []
     lines: list[list[str]] = []
     for number, line in enumerate(text.splitlines(), start=1):
         at, content = f"{path}:{number}", line.partition("#")[0].strip()
@@ -56,7 +56,7 @@ def read_schedule(path: str | Path) -> Schedule:
     num_ops = sum(map(len, orders))
     if not 1 <= num_ops <= MAX_OPS:
         raise InputError(f"{path}: {num_ops:,} ops; a schedule has between 1 and {MAX_OPS:,}, a line per device.")
-    # of one chunk but for a looped placement, where the ops say how many
+    # only a looped placement has more than one chunk, as many as the ops name
     routes = PLACEMENTS[placement].routes(len(orders), 1 + max(op.chunk for order in orders for op in order))
     route_of = microbatch_routes(orders, len(routes))
     missing = next((m for m in range(max(route_of) + 1) if m not in route_of), None)
@@ -79,21 +79,21 @@ def _read_placement(at: str, key: str, value: str) -> PlacementName:
     return value
 
 
-def _read_op(at: str, word: str) -> Op:
+def _read_op(at: str, word: str) -> StagePass:
     found = _OP.fullmatch(word)
     if found is None:
         raise InputError(f"{at}: {word!r} is no op. Write F0, B0 or W0, and F0/1 for chunk 1.")
-    return Op(found[1], int(found[2]), int(found[3] or 0))  # type: ignore[arg-type]
+    return StagePass(found[1], int(found[2]), int(found[3] or 0))  # type: ignore[arg-type]
 
 
 def schedule_of_file(path: str) -> ScheduleDefinition:
-    """The schedule of a file for its one number of stages, microbatches and chunks."""
+    """Returns the schedule of a file for its one number of stages, microbatches and chunks."""
     return _schedule_of_file(path, Path(path).stat().st_mtime_ns)
 
 
 @functools.lru_cache(maxsize=32)
 def _schedule_of_file(path: str, changed_ns: int) -> ScheduleDefinition:
-    """Read once for each change of the file: a search asks for it many times."""
+    """Reads a file once for each change, since a search needs it many times."""
     found = read_schedule(path)
     stages, count = found.num_devices, found.num_microbatches
     sizes = Requirement(
@@ -119,7 +119,7 @@ def _placement(schedule: Schedule) -> PlacementName:
 
 
 def format_schedule(schedule: Schedule) -> str:
-    """The text that `read_schedule` reads back."""
+    """Returns the text that `read_schedule` reads back."""
     lines = [
         f"# {schedule.name}: {schedule.num_devices} devices, {schedule.num_microbatches} microbatches",
         f"placement = {_placement(schedule)}",

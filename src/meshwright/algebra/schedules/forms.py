@@ -23,11 +23,12 @@ from typing import Any, TypeVar
 import numpy as np
 
 from meshwright.algebra.schedules.check import check
-from meshwright.algebra.schedules.definition import Array, LockstepForms, ScheduleDefinition, StageForms
+from meshwright.algebra.schedules.definition import LockstepForms, ScheduleDefinition, StageForms
 from meshwright.algebra.schedules.registry import definition
 from meshwright.algebra.schedules.simulation import peak_stash, simulate
 from meshwright.algebra.schedules.table import Schedule
 from meshwright.algebra.schedules.ticks import Slots, lockstep_seconds, tick_tables
+from meshwright.algebra.sizes import Number
 from meshwright.core.errors import InputError
 
 MAX_PASSES = 100_000
@@ -36,7 +37,7 @@ MAX_PASSES = 100_000
 _BITS = 20
 """Bits of a number of passes on a path."""
 
-Passes = tuple[int, int, int]
+PathPasses = tuple[int, int, int]
 """How many F, B and W a path has."""
 
 Size = tuple[int, int, int]
@@ -46,7 +47,8 @@ AnyForms = TypeVar("AnyForms", StageForms, LockstepForms)
 
 
 def stage_forms(name: str) -> StageForms:
-    """The forms of a schedule with a program for each stage. Exact, but for zb-h2 with fewer microbatches than stages.
+    """Returns the forms of a schedule with a program for each stage. Exact, but for zb-h2 with fewer microbatches than
+    stages.
 
     Sends of simulated and of closed forms differ where microbatches are fewer than twice the stages.
     """
@@ -55,13 +57,13 @@ def stage_forms(name: str) -> StageForms:
 
 
 def lockstep_forms(name: str) -> LockstepForms:
-    """The forms of a schedule as one program runs it on all devices. They equal `ticks` and its simulated time, but for
-    zb-h2 with more microbatches than stages and fewer than twice as many less one."""
+    """Returns the forms of a schedule as one program runs it on all devices. They equal `ticks` and its simulated time,
+    but for zb-h2 with more microbatches than stages and fewer than twice as many less one."""
     found = definition(name)
     return found.lockstep or _simulated_forms(found, LockstepForms, _simulated_lockstep)
 
 
-def is_legal(name: str, *, stages: Array, microbatches: Array, chunks: Array = 1) -> Array:
+def is_legal(name: str, *, stages: Number, microbatches: Number, chunks: Number = 1) -> Number:
     """True where the schedule exists for these sizes, `registry.build` makes its rows, and they can be priced."""
     found = definition(name)
     legal = found.is_legal(stages, microbatches, chunks)
@@ -75,8 +77,8 @@ def is_legal(name: str, *, stages: Array, microbatches: Array, chunks: Array = 1
 
 @functools.lru_cache(maxsize=4096)
 def _simulated_stages(definition: ScheduleDefinition, size: Size) -> dict[str, Any]:
-    """Values of `StageForms` by name, and ``paths`` [n, 3]: the F, B and W of every longest path beyond the passes of
-    all microbatches, in passes over all layers of a device."""
+    """Returns the values of `StageForms` by name, and ``paths`` [n, 3]: the F, B and W of every longest path beyond the
+    passes of all microbatches, in passes over all layers of a device."""
     schedule, chunks = _rows(definition, size), size[2]
 
     def step(f: int, b: int, w: int, send: int = 0) -> int:
@@ -85,7 +87,7 @@ def _simulated_stages(definition: ScheduleDefinition, size: Size) -> dict[str, A
     return {
         "paths": _idle_passes(step, size),
         "stash": round(max(peak_stash(schedule)) / schedule.piece_share) / chunks,
-        # sends of one unit beside equal passes of very many: those that no path avoids
+        # a send takes one unit, a pass very many: the remainder counts the sends that no path avoids
         "sends": step(*(3 * (1 << _BITS,)), 1) % (1 << _BITS),
         "split": max(sum(op.kind == "W" for op in order) for order in schedule.orders) / chunks,
     }
@@ -93,7 +95,7 @@ def _simulated_stages(definition: ScheduleDefinition, size: Size) -> dict[str, A
 
 @functools.lru_cache(maxsize=4096)
 def _simulated_lockstep(definition: ScheduleDefinition, size: Size) -> dict[str, Any]:
-    """Values of `LockstepForms` by name, and ``paths`` as above."""
+    """Returns the values of `LockstepForms` by name, and ``paths`` as above."""
     tables = tick_tables(_rows(definition, size))
 
     def step(f: int, b: int, w: int) -> int:
@@ -110,7 +112,7 @@ def _rows(definition: ScheduleDefinition, size: Size) -> Schedule:
 
 
 def too_many_passes(definition: ScheduleDefinition, stages: int, microbatches: int, chunks: int) -> str:
-    """Why a size is not simulated."""
+    """Returns why a size is not simulated."""
     return (
         f"{definition.name} has no closed forms, and {stages} stages of {chunks} chunks x {microbatches} microbatches "
         f"are too many passes to simulate. Use at most {MAX_PASSES // (3 * stages * chunks)} microbatches."
@@ -122,15 +124,16 @@ def _idle_passes(step: Callable[[int, int, int], int], size: Size) -> np.ndarray
     return np.array(longest_paths(step)) / chunks - microbatches
 
 
-def longest_paths(step: Callable[[int, int, int], int]) -> list[Passes]:
-    """The passes of every path that is the longest for some times; ``step`` is the time of a step for whole times.
+def longest_paths(step: Callable[[int, int, int], int]) -> list[PathPasses]:
+    """Returns the passes of every path that is the longest for some times; ``step`` is the time of a step for whole
+    times.
 
     The time is convex in (f, b, w). So the paths found are all as soon as no longer one is found where three of them,
     or two and a time of 0, tie: between such times the time of a step is linear.
     """
-    found: dict[Passes, None] = {}
-    asked: set[Passes] = set()
-    axes: list[Passes] = [(1, 0, 0), (0, 1, 0), (0, 0, 1)]
+    found: dict[PathPasses, None] = {}
+    asked: set[PathPasses] = set()
+    axes: list[PathPasses] = [(1, 0, 0), (0, 1, 0), (0, 0, 1)]
     normals = axes
     while True:
         num_found = len(found)
@@ -152,7 +155,7 @@ def longest_paths(step: Callable[[int, int, int], int]) -> list[Passes]:
         normals = axes + [(p[0] - q[0], p[1] - q[1], p[2] - q[2]) for p, q in ties]
 
 
-def _cross(one: Passes, other: Passes) -> Passes | None:
+def _cross(one: PathPasses, other: PathPasses) -> PathPasses | None:
     """Times, none below 0, at which both differences of paths take no time; None without any."""
     x = one[1] * other[2] - one[2] * other[1]
     y = one[2] * other[0] - one[0] * other[2]
@@ -165,14 +168,15 @@ def _cross(one: Passes, other: Passes) -> Passes | None:
     return x // shared, y // shared, z // shared
 
 
-def _longest_path(step: Callable[[int, int, int], int], times: Passes) -> Passes:
-    """Passes of the longest path: each pass also takes one unit of a digit of its own, too small to change the path."""
+def _longest_path(step: Callable[[int, int, int], int], times: PathPasses) -> PathPasses:
+    """Returns the passes of the longest path: each pass also takes one unit of a digit of its own, too small to change
+    the path."""
     scale, mask = 1 << (3 * _BITS), (1 << _BITS) - 1
     total = step(*(time * scale + (1 << (_BITS * kind)) for kind, time in enumerate(times)))
     return total & mask, (total >> _BITS) & mask, (total >> 2 * _BITS) & mask
 
 
-def _time(path: Passes, times: Passes) -> int:
+def _time(path: PathPasses, times: PathPasses) -> int:
     return sum(map(operator.mul, path, times))
 
 
@@ -186,7 +190,7 @@ def _simulated_forms(
 ) -> AnyForms:
     """Forms that simulate each size once; 0 for one stage, which has nothing to wait for."""
 
-    def read(name: str, *arrays: Array) -> np.ndarray:
+    def read(name: str, *arrays: Number) -> np.ndarray:
         """A value of each size, or of paths the longest with these times."""
         given = np.broadcast_arrays(*arrays)
         sizes = np.stack([array.reshape(-1) for array in given[:3]], axis=-1).astype(np.int64)

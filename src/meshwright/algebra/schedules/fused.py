@@ -8,16 +8,16 @@ on every device, and no time is lost to it.
 from collections.abc import Iterator
 
 from meshwright.algebra.schedules.simulation import peak_stash
-from meshwright.algebra.schedules.table import Pass, Result, Schedule, Task
+from meshwright.algebra.schedules.table import PassKind, Result, Schedule, Task
 
 Tick = tuple[tuple[Task, ...], ...]
 """The tasks of each device in one tick, in the order they run; results reach other devices before the next tick."""
 
-PASSES: tuple[Pass, ...] = ("F", "B", "W")
+PASSES: tuple[PassKind, ...] = ("F", "B", "W")
 
 
 def fused_ticks(schedule: Schedule) -> Iterator[Tick]:
-    """The ops of a schedule in the earliest ticks that keep its character.
+    """Returns the ops of a schedule in the earliest ticks that keep its character.
 
     On each device every kind keeps its order; B and W also wait for the forward passes that precede them (GPipe
     stays GPipe), W for the backward passes. Forward passes may run ahead, because a message now takes a tick each
@@ -37,14 +37,14 @@ class _Queue:
     """The tasks that a device has yet to run, kind by kind."""
 
     def __init__(self, tasks: tuple[Task, ...], limit: int) -> None:
-        self._tasks: dict[Pass, list[Task]] = {kind: [] for kind in PASSES}
+        self._tasks: dict[PassKind, list[Task]] = {kind: [] for kind in PASSES}
         self._after: dict[Result, tuple[int, ...]] = {}
         for task in tasks:
             # B waits for the F that precede it here, W for the F and B
             earlier = PASSES[: PASSES.index(task.makes.kind)]
             self._after[task.makes] = tuple(len(self._tasks[kind]) for kind in earlier)
             self._tasks[task.makes.kind].append(task)
-        self._done: dict[Pass, int] = dict.fromkeys(PASSES, 0)
+        self._done: dict[PassKind, int] = dict.fromkeys(PASSES, 0)
         self._alive, self._limit = 0, limit
 
     @property
@@ -52,7 +52,7 @@ class _Queue:
         return any(self._done[kind] < len(tasks) for kind, tasks in self._tasks.items())
 
     def take(self, made: set[Result]) -> tuple[Task, ...]:
-        """The tasks of one tick, from what was made in earlier ticks and by this device up to here."""
+        """Returns the tasks of one tick, from what was made in earlier ticks and by this device up to here."""
         taken: list[Task] = []
         for kind in PASSES:
             task = self._next(kind, made, taken)
@@ -63,7 +63,7 @@ class _Queue:
                 self._alive += (kind == "F") - (task.takes in ("W", "BW"))
         return tuple(taken)
 
-    def _next(self, kind: Pass, made: set[Result], taken: list[Task]) -> Task | None:
+    def _next(self, kind: PassKind, made: set[Result], taken: list[Task]) -> Task | None:
         count = self._done[kind]
         if count == len(self._tasks[kind]) or (kind == "F" and self._alive >= self._limit):
             return None

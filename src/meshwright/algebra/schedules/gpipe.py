@@ -5,12 +5,12 @@ from collections.abc import Iterator
 import numpy as np
 
 from meshwright.algebra.schedules.definition import LockstepForms, ScheduleDefinition, StageForms
-from meshwright.algebra.schedules.table import Op
+from meshwright.algebra.schedules.table import StagePass
 
 
-def _order(device: int, *, stages: int, microbatches: int, chunks: int) -> Iterator[Op]:
-    yield from (Op("F", m) for m in range(microbatches))
-    yield from (Op("B", m) for m in range(microbatches))
+def _order(device: int, *, stages: int, microbatches: int, chunks: int) -> Iterator[StagePass]:
+    yield from (StagePass("F", m) for m in range(microbatches))
+    yield from (StagePass("B", m) for m in range(microbatches))
 
 
 SCHEDULE = ScheduleDefinition(

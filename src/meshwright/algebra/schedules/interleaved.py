@@ -9,13 +9,13 @@ import numpy as np
 
 from meshwright.algebra.schedules.definition import LockstepForms, Requirement, ScheduleDefinition, StageForms
 from meshwright.algebra.schedules.one_f_one_b import alternating
-from meshwright.algebra.schedules.table import Op
+from meshwright.algebra.schedules.table import StagePass
 
 
-def _order(device: int, *, stages: int, microbatches: int, chunks: int) -> Iterator[Op]:
+def _order(device: int, *, stages: int, microbatches: int, chunks: int) -> Iterator[StagePass]:
     groups = [range(first, first + stages) for first in range(0, microbatches, stages)]
-    forward = [Op("F", m, c) for group in groups for c in range(chunks) for m in group]
-    backward = [Op("B", m, c) for group in groups for c in reversed(range(chunks)) for m in group]
+    forward = [StagePass("F", m, c) for group in groups for c in range(chunks) for m in group]
+    backward = [StagePass("B", m, c) for group in groups for c in reversed(range(chunks)) for m in group]
     return alternating(2 * (stages - 1 - device) + (chunks - 1) * stages, forward, backward)
 
 

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 import numpy as np
 
 from meshwright.algebra.schedules.definition import LockstepForms, ScheduleDefinition, StageForms
-from meshwright.algebra.schedules.table import Op
+from meshwright.algebra.schedules.table import StagePass
 
 
-def _order(device: int, *, stages: int, microbatches: int, chunks: int) -> Iterator[Op]:
+def _order(device: int, *, stages: int, microbatches: int, chunks: int) -> Iterator[StagePass]:
     for m in range(microbatches):
-        yield from (Op("F", m), Op("B", m))
+        yield from (StagePass("F", m), StagePass("B", m))
 
 
 SCHEDULE = ScheduleDefinition(

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 import numpy as np
 
 from meshwright.algebra.schedules.definition import LockstepForms, ScheduleDefinition, StageForms
-from meshwright.algebra.schedules.table import Op
+from meshwright.algebra.schedules.table import StagePass
 
 
-def alternating(warmup: int, forward: list[Op], backward: list[Op]) -> Iterator[Op]:
+def alternating(warmup: int, forward: list[StagePass], backward: list[StagePass]) -> Iterator[StagePass]:
     """``warmup`` forward passes, one forward and one backward alternately, and the remaining backward passes."""
     warmup = min(warmup, len(forward))
     yield from forward[:warmup]
@@ -18,8 +18,11 @@ def alternating(warmup: int, forward: list[Op], backward: list[Op]) -> Iterator[
     yield from backward[len(forward) - warmup :]
 
 
-def _order(device: int, *, stages: int, microbatches: int, chunks: int) -> Iterator[Op]:
-    forward, backward = [Op("F", m) for m in range(microbatches)], [Op("B", m) for m in range(microbatches)]
+def _order(device: int, *, stages: int, microbatches: int, chunks: int) -> Iterator[StagePass]:
+    forward, backward = (
+        [StagePass("F", m) for m in range(microbatches)],
+        [StagePass("B", m) for m in range(microbatches)],
+    )
     return alternating(stages - 1 - device, forward, backward)
 
 

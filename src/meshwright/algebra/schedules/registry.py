@@ -14,7 +14,7 @@ from meshwright.core.errors import InputError, nearest
 
 @functools.cache
 def definitions() -> dict[str, ScheduleDefinition]:
-    """The schedules of this folder by name, oldest first."""
+    """Returns the schedules of this folder by name, oldest first."""
     modules = (
         importlib.import_module(f"{schedules.__name__}.{one.name}") for one in pkgutil.iter_modules(schedules.__path__)
     )
@@ -23,12 +23,12 @@ def definitions() -> dict[str, ScheduleDefinition]:
 
 
 def schedule_names() -> tuple[str, ...]:
-    """Names of all schedules, oldest first."""
+    """Returns the names of all schedules, oldest first."""
     return tuple(definitions())
 
 
 def searched_schedules(*, every: bool) -> tuple[str, ...]:
-    """The schedules that a search tries, oldest first behind the one that meshes are screened with.
+    """Returns the schedules that a search tries, oldest first behind the one that meshes are screened with.
 
     Those of ``search="usual"``, and with ``every`` those of ``search="full"`` too.
     """
@@ -49,7 +49,7 @@ def definition(name: str) -> ScheduleDefinition:
 
 
 def build(name: str, *, stages: int, microbatches: int, chunks: int = 1) -> Schedule:
-    """The rows of a schedule over ``stages`` devices, each holding ``chunks`` virtual stages.
+    """Returns the rows of a schedule over ``stages`` devices, each holding ``chunks`` virtual stages.
 
     Raises InputError for sizes that the schedule does not exist for.
     """
@@ -57,5 +57,5 @@ def build(name: str, *, stages: int, microbatches: int, chunks: int = 1) -> Sche
 
 
 def default_chunks(name: str) -> int:
-    """The fewest chunks per device that a schedule exists for."""
+    """Returns the fewest chunks per device that a schedule exists for."""
     return definition(name).chunks

@@ -25,8 +25,8 @@ class Simulation(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def makespan_s(self) -> float:
-        """From the first start to the last end of all devices: a step that ends with a barrier, as one that clips
-        gradients by their norm does."""
+        """Time from the first start to the last end of all devices: of a step that ends with a barrier, as one that
+        clips gradients by their norm does."""
         return max(ends[-1] for ends in self.end_s)
 
     @property
@@ -43,13 +43,13 @@ class Simulation(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def span_s(self) -> tuple[float, ...]:
-        """Of each device alone, from its own first start to its own last end: with no barrier the next step can begin
-        on a device as soon as it is through, and the largest span is the time of a step."""
+        """Time of each device from its own first start to its own last end: without a barrier the next step can begin
+        on a device once it has finished, and the largest span is the time of a step."""
         return tuple(ends[-1] - starts[0] for starts, ends in zip(self.start_s, self.end_s, strict=True))
 
     @property
     def peak_stash(self) -> tuple[float, ...]:
-        """See the function of this name."""
+        """Peak stash of each device: see the function of this name."""
         return peak_stash(self.schedule)
 
     @property
@@ -71,7 +71,7 @@ class Simulation(msgspec.Struct, frozen=True, kw_only=True):
 def simulate(
     schedule: Schedule, *, forward_s: Seconds, backward_s: Seconds, weight_s: Seconds = 0.0, send_s: float = 0.0
 ) -> Simulation:
-    """Every op as early as its device's order and what it needs allow.
+    """Runs every op as early as its device's order and the results it needs allow.
 
     ``forward_s``, ``backward_s`` and ``weight_s`` are per virtual stage and microbatch; ``backward_s`` makes the
     gradients of the inputs (with any recomputation) and ``weight_s`` those of the weights. A row B without a row W of
@@ -84,7 +84,7 @@ def simulate(
     start: list[list[float]] = [[] for _ in schedule.orders]
     end: list[list[float]] = [[] for _ in schedule.orders]
     awake, nothing = list(range(schedule.num_devices)), 0 * times["F"][0]
-    # a device runs until it waits; who makes what it waits for wakes it up
+    # a device runs until a result is missing; the device that makes the result wakes it up
     while awake:
         device = awake.pop()
         tasks, starts, ends = schedule.tasks[device], start[device], end[device]
@@ -133,7 +133,7 @@ def _of_each(seconds: Seconds, count: int, what: str) -> list[float]:
 
 
 def peak_stash(schedule: Schedule) -> tuple[float, ...]:
-    """Of each device, the most that is alive at once, in whole-stage microbatches.
+    """Returns the most stashes of each device that are alive at once, in whole-stage microbatches.
 
     One is what the backward pass of one microbatch needs of a device that holds ``1 / num_devices`` of the model.
     A microbatch's stash lives from the start of F to the end of B. Where B only makes input gradients, what W needs
@@ -144,7 +144,7 @@ def peak_stash(schedule: Schedule) -> tuple[float, ...]:
 
 
 def most_alive(tasks: Iterable[Task]) -> float:
-    """The most stashes of one virtual stage that are alive at once while a device runs its tasks."""
+    """Returns the most stashes of one virtual stage that are alive at once while a device runs its tasks."""
     changes = {"F": 1.0, "B": 0.0, "W": -1.0, "BW": -1.0}
     return max(itertools.accumulate(changes[task.takes] for task in tasks), default=0.0)
 

@@ -11,14 +11,14 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-Pass = Literal["F", "B", "W"]
+PassKind = Literal["F", "B", "W"]
 """F forward; B backward; W weight gradients, where a row of its own makes them: B then makes input gradients only."""
 
 
-class Op(msgspec.Struct, frozen=True):
+class StagePass(msgspec.Struct, frozen=True):
     """One pass of one microbatch through one chunk of a device; written ``F3``, or ``F3/1`` in chunk 1."""
 
-    kind: Pass
+    kind: PassKind
     microbatch: int
     chunk: int = 0
 
@@ -29,7 +29,7 @@ class Op(msgspec.Struct, frozen=True):
 class Result(NamedTuple):
     """The result of a pass of a microbatch through a virtual stage."""
 
-    kind: Pass
+    kind: PassKind
     stage: int
     microbatch: int
 
@@ -47,14 +47,14 @@ class Task(NamedTuple):
     takes: Literal["F", "B", "W", "BW"]
 
 
-class Place(msgspec.Struct, frozen=True):
+class StagePlace(msgspec.Struct, frozen=True):
     """Where a virtual stage lives."""
 
     device: int
     chunk: int = 0
 
 
-Route = tuple[Place, ...]
+Route = tuple[StagePlace, ...]
 """Places of the virtual stages, first to last: the path of a microbatch through the devices."""
 
 
@@ -69,7 +69,7 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     name: str
     routes: tuple[Route, ...]
     route_of: tuple[int, ...]
-    orders: tuple[tuple[Op, ...], ...]
+    orders: tuple[tuple[StagePass, ...], ...]
 
     @property
     def num_devices(self) -> int:
@@ -103,19 +103,19 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @property
     def is_split(self) -> bool:
-        """Whether any weight gradients are made by a pass of their own."""
+        """True if any weight gradients are made by a pass of their own."""
         return any(op.kind == "W" for order in self.orders for op in order)
 
     def virtual_stages(self) -> dict[tuple[int, int, int], int]:
-        """(route, device, chunk) -> virtual stage."""
+        """Maps (route, device, chunk) to the virtual stage."""
         return {
             (number, place.device, place.chunk): stage
             for number, route in enumerate(self.routes)
             for stage, place in enumerate(route)
         }
 
-    def place(self, stage: int, microbatch: int) -> Place:
-        """Where a microbatch passes a virtual stage."""
+    def place(self, stage: int, microbatch: int) -> StagePlace:
+        """Returns where a microbatch passes a virtual stage."""
         return self.routes[self.route_of[microbatch]][stage]
 
     @cached_property
@@ -167,11 +167,11 @@ devices in chunk 0, and up them in chunk 1: device d holds the pieces d and devi
 
 
 def _down(devices: int, chunk: int) -> Route:
-    return tuple(Place(device, chunk) for device in range(devices))
+    return tuple(StagePlace(device, chunk) for device in range(devices))
 
 
-def microbatch_routes(orders: Sequence[Sequence[Op]], num_routes: int) -> dict[int, int]:
-    """The route of each microbatch: with two routes, the one whose chunk its first op is in."""
+def microbatch_routes(orders: Sequence[Sequence[StagePass]], num_routes: int) -> dict[int, int]:
+    """Returns the route of each microbatch: with two routes, the one whose chunk its first op is in."""
     if num_routes == 1:
         return dict.fromkeys((op.microbatch for order in orders for op in order), 0)
     found: dict[int, int] = {}

@@ -15,7 +15,7 @@ import numpy as np
 
 from meshwright.algebra.schedules.fused import PASSES, Tick, fused_ticks
 from meshwright.algebra.schedules.simulation import Seconds, most_alive, pass_times
-from meshwright.algebra.schedules.table import Pass, Result, Schedule
+from meshwright.algebra.schedules.table import PassKind, Result, Schedule
 
 IDLE = -1
 """In every column: nothing here. Of a slot that is read: the value does not come from that buffer."""
@@ -55,7 +55,7 @@ class BackwardColumns(NamedTuple):
 
 
 class WeightColumns(NamedTuple):
-    """W, from what B left in ``handed_slot``."""
+    """W, from the arrays that B left in ``handed_slot``."""
 
     microbatch: Column
     chunk: Column
@@ -66,7 +66,7 @@ OfPass = TypeVar("OfPass", ForwardColumns, BackwardColumns, WeightColumns)
 
 
 class Columns(NamedTuple):
-    """All of them; and, for each channel, the slot that the message of this tick is written to."""
+    """The columns of all passes and, for each channel, of the slot that the message of this tick is written to."""
 
     forward: ForwardColumns
     backward: BackwardColumns
@@ -75,7 +75,7 @@ class Columns(NamedTuple):
     dx_arrivals: tuple[Column, ...]
 
 
-class Channel(msgspec.Struct, frozen=True):
+class MessageChannel(msgspec.Struct, frozen=True):
     """Messages of one direction in a tick: from each first device of ``pairs`` to the second.
 
     ``offset`` is the way, modulo the number of devices; with 0 they stay where they are.
@@ -102,8 +102,8 @@ class TickTables(msgspec.Struct, frozen=True, kw_only=True):
     schedule: Schedule
     ticks: tuple[Tick, ...]
     columns: Columns
-    x_channels: tuple[Channel, ...]
-    dx_channels: tuple[Channel, ...]
+    x_channels: tuple[MessageChannel, ...]
+    dx_channels: tuple[MessageChannel, ...]
     live: dict[str, tuple[int, ...]]
 
     @property
@@ -134,12 +134,12 @@ class TickTables(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def has_whole(self) -> bool:
-        """Whether any B is the whole backward pass."""
+        """True if any B is the whole backward pass."""
         return self._has("BW")
 
     @property
     def has_split(self) -> bool:
-        """Whether any weight gradients are made by a pass of their own."""
+        """True if any weight gradients are made by a pass of their own."""
         return self._has("W")
 
     def _has(self, *takes: str) -> bool:
@@ -152,7 +152,7 @@ def tick_tables(schedule: Schedule) -> TickTables:
 
 
 def forward_tables(schedule: Schedule) -> TickTables:
-    """The tables of the forward passes alone, in the order in which each device has them."""
+    """Returns the tables of the forward passes alone, in the order in which each device has them."""
     orders = tuple(tuple(op for op in order if op.kind == "F") for order in schedule.orders)
     return tick_tables(msgspec.structs.replace(schedule, orders=orders))
 
@@ -160,7 +160,7 @@ def forward_tables(schedule: Schedule) -> TickTables:
 def lockstep_seconds(
     tables: TickTables, *, forward_s: Seconds, backward_s: Seconds, weight_s: Seconds = 0.0, send_s: float = 0.0
 ) -> float:
-    """Seconds of a step where each tick of a device begins when its neighbours have ended the one before.
+    """Returns the seconds of a step where each tick of a device begins when its neighbours have ended the one before.
 
     Times as in `simulation.simulate`; every tick's messages take ``send_s``.
     """
@@ -191,7 +191,7 @@ class _Value(NamedTuple):
     key: tuple[int, int]
 
 
-_MOMENT: dict[Pass, int] = {"F": 0, "B": 1, "W": 2}
+_MOMENT: dict[PassKind, int] = {"F": 0, "B": 1, "W": 2}
 _ARRIVES = 3
 
 
@@ -243,7 +243,7 @@ class _Builder:
                     found[name].append(_Value(device, written, read, (stage, m)))
         return found
 
-    def _columns(self, kind: Pass, form: type[OfPass], slot_of: dict[str, dict[tuple[int, int], int]]) -> OfPass:
+    def _columns(self, kind: PassKind, form: type[OfPass], slot_of: dict[str, dict[tuple[int, int], int]]) -> OfPass:
         found = {field: np.full(self.shape, IDLE, np.int32) for field in form._fields}
         for (of_kind, stage, m), tick in self.at.items():
             if of_kind == kind:
@@ -255,16 +255,16 @@ class _Builder:
                     column[tick, place.device] = entries[field]
         return form(**found)
 
-    def _channels(self, *, forwards: bool) -> tuple[Channel, ...]:
+    def _channels(self, *, forwards: bool) -> tuple[MessageChannel, ...]:
         pairs: dict[int, set[tuple[int, int]]] = {}
         for route in self.schedule.routes:
             for one, other in itertools.pairwise(route if forwards else route[::-1]):
                 offset = (other.device - one.device) % self.shape[1]
                 pairs.setdefault(offset, set()).add((one.device, other.device))
-        return tuple(Channel(offset, tuple(sorted(found))) for offset, found in sorted(pairs.items()))
+        return tuple(MessageChannel(offset, tuple(sorted(found))) for offset, found in sorted(pairs.items()))
 
-    def _arrivals(self, kind: Pass, channel: Channel, slots: dict[tuple[int, int], int]) -> np.ndarray:
-        """Where each device puts what reaches it by this channel."""
+    def _arrivals(self, kind: PassKind, channel: MessageChannel, slots: dict[tuple[int, int], int]) -> np.ndarray:
+        """Returns the slot in which each device puts the message of this channel."""
         step, column = 1 if kind == "F" else -1, np.full(self.shape, IDLE, np.int32)
         for (stage, m), slot in slots.items():
             source, device = self.schedule.place(stage - step, m).device, self.schedule.place(stage, m).device

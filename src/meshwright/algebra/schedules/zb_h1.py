@@ -7,36 +7,37 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from meshwright.algebra.schedules.definition import Array, LockstepForms, ScheduleDefinition, StageForms
-from meshwright.algebra.schedules.table import Op
+from meshwright.algebra.schedules.definition import LockstepForms, ScheduleDefinition, StageForms
+from meshwright.algebra.schedules.table import StagePass
+from meshwright.algebra.sizes import Number
 
 
-def zero_bubble_order(warmup: int, microbatches: int, most_alive: int) -> Iterator[Op]:
-    """1F1B with W as late as ``most_alive`` stashes allow, one after each B once the forward passes are done."""
+def zero_bubble_order(warmup: int, microbatches: int, most_alive: int) -> Iterator[StagePass]:
+    """Yields 1F1B with W as late as ``most_alive`` stashes allow, one after each B once the forward passes are done."""
     done_w = 0
     warmup = min(warmup, microbatches)
-    yield from (Op("F", m) for m in range(warmup))
+    yield from (StagePass("F", m) for m in range(warmup))
     for m in range(microbatches):
         done_f = min(warmup + m + 1, microbatches)
         if warmup + m < microbatches:
-            yield Op("F", done_f - 1)
-        yield Op("B", m)
+            yield StagePass("F", done_f - 1)
+        yield StagePass("B", m)
         last_forward = done_f == microbatches
         if done_w <= m and (last_forward or done_f - done_w >= most_alive):
-            yield Op("W", done_w)
+            yield StagePass("W", done_w)
             done_w += 1
-    yield from (Op("W", m) for m in range(done_w, microbatches))
+    yield from (StagePass("W", m) for m in range(done_w, microbatches))
 
 
-def zero_bubble_seconds(p: Array, filling: Array, f: Array, b: Array, w: Array) -> Array:
-    """The bubble where ``filling`` W run before the first B returns, the longest of three paths: the first F down the
-    stages; down and up again, less the W that fill; or the last B up the stages."""
+def zero_bubble_seconds(p: Number, filling: Number, f: Number, b: Number, w: Number) -> Number:
+    """Returns the bubble where ``filling`` W run before the first B returns, the longest of three paths: the first F
+    down the stages; down and up again, less the W that fill; or the last B up the stages."""
     hops = np.subtract(p, 1)
     longest = np.maximum(hops * f, hops * (f + b) - filling * w)
     return np.maximum(longest, (hops - filling) * f + hops * b)
 
 
-def _order(device: int, *, stages: int, microbatches: int, chunks: int) -> Iterator[Op]:
+def _order(device: int, *, stages: int, microbatches: int, chunks: int) -> Iterator[StagePass]:
     return zero_bubble_order(stages - 1 - device, microbatches, stages)
 
 

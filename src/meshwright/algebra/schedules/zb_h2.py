@@ -8,11 +8,11 @@ from collections.abc import Iterator
 import numpy as np
 
 from meshwright.algebra.schedules.definition import LockstepForms, ScheduleDefinition, StageForms
-from meshwright.algebra.schedules.table import Op
+from meshwright.algebra.schedules.table import StagePass
 from meshwright.algebra.schedules.zb_h1 import zero_bubble_order, zero_bubble_seconds
 
 
-def _order(device: int, *, stages: int, microbatches: int, chunks: int) -> Iterator[Op]:
+def _order(device: int, *, stages: int, microbatches: int, chunks: int) -> Iterator[StagePass]:
     return zero_bubble_order(2 * (stages - 1 - device), microbatches, 2 * stages - 1)
 
 

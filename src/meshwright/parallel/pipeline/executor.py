@@ -17,9 +17,9 @@ from jax import lax
 
 from meshwright.algebra.schedules.ticks import (
     BackwardColumns,
-    Channel,
     Columns,
     ForwardColumns,
+    MessageChannel,
     TickTables,
     WeightColumns,
 )
@@ -193,7 +193,7 @@ class TickExecutor:
             state = state._replace(x=write_if_named(state.x, slot, value))
         return state
 
-    def _exchange(self, value: Stream, channels: Sequence[Channel]) -> list[Stream]:
+    def _exchange(self, value: Stream, channels: Sequence[MessageChannel]) -> list[Stream]:
         return [lax.ppermute(value, AXIS, channel.pairs) if channel.offset else value for channel in channels]
 
     def _piece(self, chunk: Any) -> Tree:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from meshwright.algebra.schedules.simulation import Simulation
-from meshwright.algebra.schedules.table import Op, Schedule
+from meshwright.algebra.schedules.table import Schedule, StagePass
 from meshwright.core.errors import InputError
 from meshwright.report.figure import Figure, alt, si_scale, themed
 from meshwright.report.marks import color_by, plot, span, spans
@@ -69,7 +69,7 @@ def timeline_figure(
     return themed(chart, title, subtitle, width=round(width), height=row_px * schedule.num_devices)
 
 
-def _timed(schedule: Schedule, simulation: Simulation) -> Iterator[tuple[int, Op, float, float]]:
+def _timed(schedule: Schedule, simulation: Simulation) -> Iterator[tuple[int, StagePass, float, float]]:
     """Yields (device, pass, start, end) of every pass."""
     for device, times in enumerate(zip(schedule.orders, simulation.start_s, simulation.end_s, strict=True)):
         for op, start, end in zip(*times, strict=True):

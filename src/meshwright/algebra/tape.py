@@ -1,6 +1,6 @@
-"""Declared shardings, and the trace that rules of ops add their steps to.
+"""Declared shardings, and the tape that rules of ops add their steps to.
 
-Collectives are never written in a rule: each says in which shardings it can work locally and calls `Trace.move`
+Collectives are never written in a rule: each says in which shardings it can work locally and calls `Tape.move`
 (or `reshard`), which is where they come from.
 """
 
@@ -35,11 +35,11 @@ class Shardings:
         return self._array(name, "weight")
 
     def cotangent(self, name: str) -> ShardedArray:
-        """The gradient of a variable as it is declared."""
+        """Returns the gradient of a variable as it is declared."""
         return self._array(name, "grad")
 
     def optimizer(self, name: str) -> ShardedArray:
-        """The part of a weight that one device updates."""
+        """Returns the part of a weight that one device updates."""
         return self._array(name, "optimizer")
 
     def as_read(self, name: str) -> tuple[ShardedArray, ...]:
@@ -47,12 +47,11 @@ class Shardings:
         return (self.declared(name), *([self.shared[name].given] if name in self.shared else []))
 
     def as_left(self, name: str) -> ShardedArray:
-        """The cotangent of a result as the blocks that read it leave it."""
+        """Returns the cotangent of a result as the blocks that read it leave it."""
         return self.shared[name].cotangent if name in self.shared else self.cotangent(name)
 
     def _array(self, name: str, weight_role: str) -> ShardedArray:
-        """Returns the array of a variable by its role; of a weight by the role of the weight, its gradient or its
-        optimizer shard."""
+        """Returns the array of a variable by its role; a weight has the role given: its own, grad or optimizer."""
         if (name, weight_role) in self._arrays:
             return self._arrays[name, weight_role]
         variable = self.program.variables[name]
@@ -69,16 +68,12 @@ class Shardings:
         return array
 
     def is_weight(self, name: str) -> bool:
-        """Whether a name is a weight or the gradient of one."""
+        """True if a name is a weight or the gradient of one."""
         variables = self.program.variables
         return any(n in variables and variables[n].role in WEIGHTS for n in (name, name.removeprefix("d")))
 
-    def is_activation(self, name: str) -> bool:
-        """True if a name is an activation."""
-        return name in self.program.variables and self.program.variables[name].role == "activation"
 
-
-class Trace:
+class Tape:
     """Collects the steps of one pass over one block, each result once. A rule is given it `at` an op."""
 
     op: Op
@@ -87,6 +82,7 @@ class Trace:
 
     def __init__(self, shardings: Shardings, block: Block, phase: Phase, available: Iterable[ShardedArray]) -> None:
         self.shardings, self.block, self.phase = shardings, block, phase
+        self.declared, self.cotangent = shardings.declared, shardings.cotangent
         self.slice_axes = shardings.strategy.slice_axes
         self.role = shardings.program.role(block.name)
         self.start = set(available)
@@ -96,14 +92,8 @@ class Trace:
         self.producers: dict[ShardedArray, Step] = {}
         self.contributions: dict[str, list[ShardedArray]] = {}
 
-    def declared(self, name: str) -> ShardedArray:
-        return self.shardings.declared(name)
-
-    def cotangent(self, name: str) -> ShardedArray:
-        return self.shardings.cotangent(name)
-
-    def at(self, op: Op) -> "Trace":
-        """The trace at the next op: its inputs and result as declared, and their cotangents."""
+    def at(self, op: Op) -> "Tape":
+        """Returns the tape at the next op: its inputs and result as declared, and their cotangents."""
         self.op, self.out, self.dout = op, self.declared(op.out), self.cotangent(op.out)
         self.inputs, self.dinputs = ([of(name) for name in op.inputs] for of in (self.declared, self.cotangent))
         return self
@@ -156,7 +146,7 @@ class Trace:
     def _emit(self, step: Step, phase: Phase, *, scope: Scope | None = None) -> None:
         source = step.inputs[0] if step.inputs else step.result
         is_weight = self.shardings.is_weight(step.result.name)
-        # a block of keys on its way round a ring passes behind the attention to the one before it
+        # the permute of a ring overlaps with the attention to the block of keys before it
         moves = step.is_collective and step.op != "permute"
         emitted = replace(
             step,
@@ -224,8 +214,8 @@ class Trace:
 
 
 def axes_beside(array: ShardedArray, other: ShardedArray) -> tuple[str, ...]:
-    """Mesh axes on the dims of ``array`` that ``other`` lacks: where ``other`` is broadcast, its cotangent is a sum
-    over them."""
+    """Returns the mesh axes on the dims of ``array`` that ``other`` lacks: where ``other`` is broadcast, its cotangent
+    is a sum over them."""
     return tuple(axis for dim in array.dims if dim not in other.dims for axis in array.axes_of(dim))
 
 
