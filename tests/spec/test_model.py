@@ -137,8 +137,8 @@ def test_models_are_frozen():
 
 def test_reading_a_model_imports_no_heavy_package():
     script = (
-        "import sys; from meshwright.spec.catalogue import model; from meshwright.spec.weights import num_params;"
-        "num_params(model('llama3-8b'));"
+        "import sys; from meshwright.spec.catalogue import load_model; from meshwright.spec.weights import num_params;"
+        "num_params(load_model('llama3-8b'));"
         "print([name for name in ('jax', 'torch', 'transformers', 'numpy') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
