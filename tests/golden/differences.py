@@ -114,12 +114,22 @@ class Accepted(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return self.within is None or _relative(difference.old, difference.new) <= self.within
 
 
+NOISE = 1e-12
+
+
 def digest_of(differences: Sequence[Difference]) -> str:
-    """Sixteen digits that stand for these differences: the places and what is found there now, numbers to nine
-    digits."""
-    found = ((one.where, f"{one.new:.9g}" if isinstance(one.new, float) else repr(one.new)) for one in differences)
-    lines = sorted(f"{where}: {new}" for where, new in found)
+    """Sixteen digits that stand for these differences: the places and what is found there now, numbers to nine digits.
+
+    What is below ``NOISE`` is what a difference of equal numbers leaves, which another processor leaves differently.
+    """
+    lines = sorted(f"{one.where}: {_rounded(one.new)}" for one in differences)
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+
+def _rounded(value: Any) -> str:
+    if not isinstance(value, float):
+        return repr(value)
+    return f"{0.0 if abs(value) < NOISE else value:.9g}"
 
 
 def _relative(old: Any, new: Any) -> float:

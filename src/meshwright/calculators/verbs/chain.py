@@ -27,7 +27,7 @@ COLUMN = 18
 
 
 class Given(Options):
-    products: tuple[str, ...] = argument()
+    products: tuple[str, ...] = argument(required=True)
     mesh_text: str = option("Mesh axes, major to minor, such as X=4,Y=2.", "--mesh")
     dims_text: str = option("Sizes, such as B=1024,D=4096,F=16384.", "--dims")
     on: str = option("The cluster that runs it, such as v5e:4x4.")
