@@ -16,7 +16,7 @@ HAS_GPU     := $(VENV)/.has-gpu-compiler
 
 # Tests of the planning half, the pictures and the house: no JAX program is compiled.
 PLANNING_TESTS := $(wildcard tests/core tests/spec tests/algebra tests/cost tests/plan tests/batching \
-                             tests/oracles tests/report tests/calculators tests/test_architecture.py)
+                             tests/oracles tests/report tests/calculators tests/test_architecture.py tests/test_house.py)
 
 # Idle workers take tests over from the others; a worker's own tests stay in order, so that fixtures are shared.
 WORKERS     ?= 2

@@ -8,7 +8,7 @@ from meshwright.algebra.derive import derive
 from meshwright.algebra.transformer import transformer
 from meshwright.core.dims import MESH_AXES
 from meshwright.cost.memory import memory_limit, memory_parts, total_bytes
-from meshwright.cost.pipeline import Pipeline, strategy_pipeline
+from meshwright.cost.pipeline import PipelineCost, strategy_pipeline
 from meshwright.cost.setting import Setting
 from meshwright.cost.step_costs import op_sizes
 from meshwright.spec import catalogue
@@ -146,7 +146,7 @@ def test_many_candidates_at_once():
     fsdp, tensor, counts = np.array([1.0, 2, 8]), np.array([4.0, 2, 1]), np.array([1, 2, 4])
     mesh = {axis: np.ones(3) for axis in MESH_AXES} | {"fsdp": fsdp, "tensor": tensor}
     sizes = op_sizes(TINY, seq_len=512, microbatch_seqs=32 / counts, mesh=mesh, state="fp32")
-    many = memory_parts(derived, sizes).items(Pipeline(microbatches=counts))
+    many = memory_parts(derived, sizes).items(PipelineCost(microbatches=counts))
     for i in range(3):
         axes = {"fsdp": int(fsdp[i]), "tensor": int(tensor[i])}
         one = memory(axes, num_microbatches=int(counts[i]), state="fp32")

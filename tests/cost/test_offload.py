@@ -8,7 +8,7 @@ from meshwright.algebra.transformer import transformer
 from meshwright.core.errors import InputError
 from meshwright.cost.memory import memory_parts
 from meshwright.cost.offload import NOTHING, offloaded
-from meshwright.cost.pipeline import ONE_STAGE, Pipeline
+from meshwright.cost.pipeline import ONE_STAGE, PipelineCost
 from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import price_strategy
 from meshwright.spec import catalogue
@@ -81,7 +81,7 @@ def test_with_segments_only_their_inputs_leave():
 
 
 def test_a_stage_moves_its_own_layers_of_every_microbatch():
-    every, pipeline = parts(remat="block", num_microbatches=4), Pipeline(stages=4, microbatches=4)
+    every, pipeline = parts(remat="block", num_microbatches=4), PipelineCost(stages=4, microbatches=4)
     moved = offloaded(every, PCIE, pipeline, ("activations", "optimizer"))
     tables = params_by_part(TINY)["embedding"]
     held = (num_params(TINY) - 2 * tables - 256) / 4 + 2 * tables + 256

@@ -5,7 +5,7 @@ import math
 import msgspec
 import pytest
 
-from meshwright.cost.pipeline import Pipeline
+from meshwright.cost.pipeline import PipelineCost
 from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import estimate_step, price_strategy
 from meshwright.spec import catalogue
@@ -199,7 +199,7 @@ def stages(**fields):
 def test_sends_between_stages():
     """Added to the passes by the data sheet and in turn; partly hidden behind them else. Once a step stays as it is."""
     sheet, times, _ = stages()
-    pipeline = Pipeline(stages=4, microbatches=8)
+    pipeline = PipelineCost(stages=4, microbatches=8)
     sends = float(times.sends_s(pipeline))
     assert sends > 0
     quiet = msgspec.structs.replace(times, send_s=0.0)

@@ -9,7 +9,7 @@ from meshwright.algebra.schedules.simulation import simulate
 from meshwright.algebra.schedules.ticks import lockstep_seconds, tick_tables
 from meshwright.cost.offload import Transfers
 from meshwright.cost.pass_times import BlockTimes
-from meshwright.cost.pipeline import Pipeline
+from meshwright.cost.pipeline import PipelineCost
 from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import price_strategy
 from meshwright.spec import catalogue
@@ -45,7 +45,7 @@ def spent(costs, block, phases, *, once=False):
 
 
 def test_one_stage_is_a_sum():
-    step = TIMES.step_s(Pipeline(microbatches=4))
+    step = TIMES.step_s(PipelineCost(microbatches=4))
     each = (0.5 + 0.25) + 8 * (1 + 2) + (3 + 5)
     assert step.step_s == pytest.approx(4 * each + (0.1 + 0.4) + 8 * (0.2 + 0.05) + (0.3 + 0.6) + 0.01)
     assert step.bubble_s == 0
@@ -55,7 +55,7 @@ def test_one_stage_is_a_sum():
 def test_stages_by_hand(software, ends):
     """1F1B on four stages of two layers, eight microbatches: the last stage has the head, and three wait to begin.
     One program updates both ends on every stage."""
-    pipeline = Pipeline(stages=4, microbatches=8, software=software)
+    pipeline = PipelineCost(stages=4, microbatches=8, software=software)
     step = TIMES.step_s(pipeline)
     layers = 2 * (1 + 2)
     assert step.bubble_s == pytest.approx(3 * layers)
@@ -66,12 +66,15 @@ def test_stages_by_hand(software, ends):
 
 def test_uneven_stages_wait_for_the_longest():
     """Eight layers on three stages: the longest holds three."""
-    step = TIMES.step_s(Pipeline(stages=3, microbatches=8))
+    step = TIMES.step_s(PipelineCost(stages=3, microbatches=8))
     assert step.bubble_s == pytest.approx(2 * 3 * 3)
 
 
 def test_interleaving_halves_the_idle_time():
-    one, two = Pipeline(stages=4, microbatches=8), Pipeline(schedule="interleaved", chunks=2, stages=4, microbatches=8)
+    one, two = (
+        PipelineCost(stages=4, microbatches=8),
+        PipelineCost(schedule="interleaved", chunks=2, stages=4, microbatches=8),
+    )
     plain, halved = TIMES.step_s(one), TIMES.step_s(two)
     assert plain.bubble_s == pytest.approx(2 * halved.bubble_s)
     sends = TIMES.sends_s(one) - TIMES.sends_s(two)
@@ -86,9 +89,9 @@ def test_a_step_of_layers_alone_is_the_simulation(schedule):
     alone |= {"inputs": (0.0, 1.25, 0.0), "weight": (0.0, 0.75, 0.0)}
     times = BlockTimes(num_layers=8, repeats=(1, 8, 1), carries=(False, True, False), **none, **alone)
     rows, passes = build(schedule, stages=4, microbatches=8), {"forward_s": 2, "backward_s": 2.5, "weight_s": 1.5}
-    apart = times.step_s(Pipeline(schedule=schedule, stages=4, microbatches=8, software="eager"))
+    apart = times.step_s(PipelineCost(schedule=schedule, stages=4, microbatches=8, software="eager"))
     assert apart.step_s == pytest.approx(simulate(rows, **passes).makespan_s)
-    together = times.step_s(Pipeline(schedule=schedule, stages=4, microbatches=8))
+    together = times.step_s(PipelineCost(schedule=schedule, stages=4, microbatches=8))
     assert together.step_s == pytest.approx(lockstep_seconds(tick_tables(rows), **passes))
 
 
@@ -96,7 +99,7 @@ def test_dualpipe_updates_two_stages_and_takes_turns_at_the_ends():
     """One program sums and updates each stage once, where its weights are at home."""
     times = msgspec.structs.replace(TIMES, meetings_s=(0.8, 0.02))
     for software, copies, meet in (("eager", 2, 0.0), ("compiled", 1, 0.8 / 4 + 0.02)):
-        pipeline = Pipeline(schedule="dualpipe", stages=4, microbatches=8, software=software)
+        pipeline = PipelineCost(schedule="dualpipe", stages=4, microbatches=8, software=software)
         step, sends = times.step_s(pipeline), times.sends_s(pipeline)
         once = copies * 2 * (0.2 + 0.05) + (0.1 + 0.4) + (0.3 + 0.6) + meet
         each = 2 * 3 + (0.75 + 8) / 2
@@ -105,16 +108,17 @@ def test_dualpipe_updates_two_stages_and_takes_turns_at_the_ends():
 
 def test_offloaded_results_hold_up_passes_that_are_shorter():
     """1.5 s over PCIe for a layer's results: forward passes of 1 s wait, backward passes of 2 s do not."""
-    plain = TIMES.step_s(Pipeline(microbatches=4)).step_s
-    moved = TIMES.step_s(Pipeline(microbatches=4), Transfers(activations_s=1.5, optimizer_s=7.0)).step_s
+    plain = TIMES.step_s(PipelineCost(microbatches=4)).step_s
+    moved = TIMES.step_s(PipelineCost(microbatches=4), Transfers(activations_s=1.5, optimizer_s=7.0)).step_s
     assert moved - plain == pytest.approx(4 * 8 * 0.5 + 7)
 
 
 def test_many_at_once():
     stages, counts = np.array([1, 2, 4]), np.array([4, 8, 16])
-    many = TIMES.step_s(Pipeline(stages=stages, microbatches=counts)).step_s
+    many = TIMES.step_s(PipelineCost(stages=stages, microbatches=counts)).step_s
     alone = [
-        TIMES.step_s(Pipeline(stages=int(p), microbatches=int(m))).step_s for p, m in zip(stages, counts, strict=True)
+        TIMES.step_s(PipelineCost(stages=int(p), microbatches=int(m))).step_s
+        for p, m in zip(stages, counts, strict=True)
     ]
     assert many.tolist() == pytest.approx(alone)
 
@@ -128,7 +132,7 @@ def test_the_estimate_of_four_stages_is_the_sum_of_its_steps():
     sent = 2 * 4 * 512 * 256
     send = float(found.rates.groups[frozenset({"pipeline"})]["permute"].time(sent))
     assert send >= sent / (2 * CLUSTER.chip.ici_link_bytes_per_s)
-    sends = Pipeline(stages=4, microbatches=8).num_sends * send
+    sends = PipelineCost(stages=4, microbatches=8).num_sends * send
     bubble = 3 * 2 * sum(layer)
     update = {c.step.result.name: c for c in found.costs.all if c.step.op == "adamw"}
     per_layer = sum(float(c.time_s) for name, c in update.items() if c.count == 8)

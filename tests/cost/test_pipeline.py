@@ -6,13 +6,13 @@ import pytest
 from meshwright.algebra.schedules.registry import build, default_chunks, schedule_names
 from meshwright.algebra.schedules.simulation import simulate
 from meshwright.algebra.schedules.ticks import lockstep_seconds, tick_tables
-from meshwright.cost.pipeline import ONE_STAGE, Pipeline, schedule_fits, schedule_refusal, strategy_pipeline
+from meshwright.cost.pipeline import ONE_STAGE, PipelineCost, schedule_fits, schedule_refusal, strategy_pipeline
 from meshwright.spec.strategy import Strategy, make_mesh
 
 
 def pipeline(schedule="1f1b", *, stages=4, microbatches=8, chunks=None, software="compiled"):
     chunks = default_chunks(schedule) if chunks is None else chunks
-    return Pipeline(schedule=schedule, stages=stages, microbatches=microbatches, chunks=chunks, software=software)
+    return PipelineCost(schedule=schedule, stages=stages, microbatches=microbatches, chunks=chunks, software=software)
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_microbatches_in_flight():
 
 @pytest.mark.parametrize("schedule", schedule_names())
 def test_one_stage_has_no_pipeline(schedule):
-    one = Pipeline(schedule=schedule, microbatches=16)
+    one = PipelineCost(schedule=schedule, microbatches=16)
     assert (one.stash, one.weight_copies, one.share(80)) == (1, 1, 1)
     assert one.bubble_s(forward_s=1.0, backward_s=2.0, weight_s=0.5) == 0
     assert one.ends_held([3.0, 0.0, 5.0]) == one.ends_computed([3.0, 0.0, 5.0]) == 8
@@ -147,10 +147,10 @@ def test_fits_and_refusals_agree(schedule):
 
 def test_many_at_once():
     sizes = {"stages": np.array([1, 2, 4]), "microbatches": np.array([1, 4, 16]), "chunks": np.array([1, 2, 5])}
-    many = Pipeline(schedule="interleaved", **sizes)
+    many = PipelineCost(schedule="interleaved", **sizes)
     times = {"forward_s": np.array([1.0, 2.0, 3.0]), "backward_s": 4.0, "weight_s": 1.0}
     for index in range(3):
-        one = Pipeline(schedule="interleaved", **{name: int(values[index]) for name, values in sizes.items()})
+        one = PipelineCost(schedule="interleaved", **{name: int(values[index]) for name, values in sizes.items()})
         assert many.share(80)[index] == one.share(80)
         assert many.stash[index] == one.stash
         mine = {**times, "forward_s": float(times["forward_s"][index])}

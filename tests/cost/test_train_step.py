@@ -10,7 +10,7 @@ from meshwright.core.errors import CannotRunError, InputError
 from meshwright.cost.arrays import select
 from meshwright.cost.formulas import limits
 from meshwright.cost.network.placement import place_axes
-from meshwright.cost.pipeline import Pipeline
+from meshwright.cost.pipeline import PipelineCost
 from meshwright.cost.setting import Setting
 from meshwright.cost.step_costs import collective_groups, op_sizes
 from meshwright.cost.step_rates import attention_scores, step_rates, strategy_placements
@@ -147,7 +147,7 @@ def _compare_scalars(cluster, remat, found):
         TINY, seq_len=512, microbatch_seqs=256 / counts, mesh=mesh, state=state, scores=attention_scores(laid)
     )
     job = Job(batch_seqs=256, seq_len=512)
-    many = PricedStep(derived=derived, sizes=sizes, rates=rates, pipeline=Pipeline(microbatches=counts))
+    many = PricedStep(derived=derived, sizes=sizes, rates=rates, pipeline=PipelineCost(microbatches=counts))
     estimates = predict(many, Setting(TINY, laid, job, CLUSTERS[cluster]), batch_seqs=256.0)
     for index, (axes, count, _) in enumerate(found):
         strategy = Strategy(

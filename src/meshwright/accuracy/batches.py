@@ -13,7 +13,7 @@ from meshwright.algebra.sizes import OpSizes
 from meshwright.cost.network.collectives import leg_rates
 from meshwright.cost.network.legs import Leg, group_legs
 from meshwright.cost.network.placement import Placement
-from meshwright.cost.pipeline import Pipeline
+from meshwright.cost.pipeline import PipelineCost
 from meshwright.cost.step_costs import collective_groups
 from meshwright.cost.step_rates import StepRates, strategy_placements
 from meshwright.cost.train_step import PricedStep
@@ -35,7 +35,7 @@ class CaseBatch(msgspec.Struct, frozen=True, kw_only=True):
     numbers: np.ndarray
     derived: Derived
     sizes: OpSizes
-    pipeline: Pipeline
+    pipeline: PipelineCost
     legs: dict[AxisGroup, tuple[Leg, ...]]
     fills: dict[AxisGroup, np.ndarray]
     links: np.ndarray
@@ -118,7 +118,7 @@ def _batch(derived: Derived, cases: Sequence[Case], numbers: Sequence[int]) -> C
         numbers=np.array(numbers),
         derived=_with_repeats(derived, chosen),
         sizes=_stacked_sizes(chosen),
-        pipeline=Pipeline(
+        pipeline=PipelineCost(
             schedule=chosen[0].strategy.schedule,
             stages=np.array([case.strategy.mesh["pipeline"] for case in chosen]),
             chunks=np.array([case.strategy.chunks for case in chosen]),

@@ -50,7 +50,7 @@ AttentionShape = tuple[int, int, int, int, int]
 Item = TypeVar("Item")
 
 
-class Sizes(msgspec.Struct, frozen=True, kw_only=True):
+class BenchSizes(msgspec.Struct, frozen=True, kw_only=True):
     """The sizes, numbers of rounds and numbers of element types that a kind of device is measured with."""
 
     feeler_rounds: int
@@ -69,7 +69,7 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     collective_bytes: tuple[int, ...]
 
 
-EMULATED = Sizes(
+EMULATED = BenchSizes(
     feeler_rounds=2,
     edge_sides=(512, 1024),
     # A processor's tiles are small: one multiple shows as much as two.
@@ -86,7 +86,7 @@ EMULATED = Sizes(
     largest_copy=64,
     collective_bytes=tuple(2**power for power in (12, 15, 18, 19, 20)),
 )
-ACCELERATOR = Sizes(
+ACCELERATOR = BenchSizes(
     feeler_rounds=64,
     edge_sides=(1024, 2048, 4096),
     tiles=(256, 128),
@@ -154,7 +154,7 @@ class Bench:
         return self.platform == "cpu"
 
     @property
-    def sizes(self) -> Sizes:
+    def sizes(self) -> BenchSizes:
         """The row of the table of sizes for such devices."""
         return EMULATED if self.emulated else ACCELERATOR
 

@@ -84,12 +84,12 @@ class Options:
         self.__dict__.update(given)
 
 
-Given = TypeVar("Given", bound=Options)
+_Given = TypeVar("_Given", bound=Options)
 
 
 def verb(
-    options: type[Given], *, help: str | None = None, answers: bool = True
-) -> Callable[[Callable[[Given], Answer | None]], click.Command]:
+    options: type[_Given], *, help: str | None = None, answers: bool = True
+) -> Callable[[Callable[[_Given], Answer | None]], click.Command]:
     """The click command of a function from options to an answer; its docstring is the help where none is given.
 
     A verb that ``answers`` takes ``--json`` and ``--format`` besides, and what it returns is printed as they say. One
@@ -103,7 +103,7 @@ def verb(
             click.Option(["--json", "as_json"], is_flag=True, help="One JSON object on standard output."),
         ]
 
-    def decorate(function: Callable[[Given], Answer | None]) -> click.Command:
+    def decorate(function: Callable[[_Given], Answer | None]) -> click.Command:
         def callback(form: str = "text", as_json: bool = False, **given: Any) -> None:
             asked = options(**given, form="json" if as_json else form)
             answer = function(asked)

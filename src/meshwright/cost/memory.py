@@ -15,7 +15,7 @@ from meshwright.algebra.steps import Step
 from meshwright.core.dims import DTYPE_BYTES
 from meshwright.core.errors import InputError
 from meshwright.cost.arrays import largest, total
-from meshwright.cost.pipeline import ONE_STAGE, Pipeline
+from meshwright.cost.pipeline import ONE_STAGE, PipelineCost
 from meshwright.cost.work.slots import slots_move, with_room
 from meshwright.spec.calibration import Calibration, datasheet_calibration, memory_bytes
 from meshwright.spec.cluster import Cluster
@@ -88,24 +88,24 @@ class MemoryParts(msgspec.Struct, frozen=True, kw_only=True):
         """Results kept for the backward pass outside the layers."""
         return self.shared_bytes + total(end.kept_bytes for end in self.ends)
 
-    def moved_bytes(self, pipeline: Pipeline) -> Number:
+    def moved_bytes(self, pipeline: PipelineCost) -> Number:
         """Bytes that one repeat keeps for the backward pass of one microbatch; the most if blocks differ."""
         return largest(layer.moved_bytes(pipeline.share(self.num_layers)) for layer in self.layers)
 
-    def elements(self, part: str, pipeline: Pipeline) -> Number:
+    def elements(self, part: str, pipeline: PipelineCost) -> Number:
         """Elements of weights, gradients or optimizer on the fullest device."""
         share = pipeline.share(self.num_layers) * pipeline.copies(part)
         return total(one.elements[part] for one in self.layers) * share + pipeline.ends_held(
             [one.elements[part] for one in self.ends]
         )
 
-    def optimizer_bytes(self, pipeline: Pipeline) -> Number:
+    def optimizer_bytes(self, pipeline: PipelineCost) -> Number:
         """Optimizer state that one chip updates: master weights, where the state has them, and moments."""
         moment = moment_bytes(self.state)
         master = master_bytes(self.state)
         return self.elements("optimizer", pipeline) * master + self.elements("moments", pipeline) * moment
 
-    def items(self, pipeline: Pipeline = ONE_STAGE, offload: tuple[str, ...] = ()) -> dict[str, Number]:
+    def items(self, pipeline: PipelineCost = ONE_STAGE, offload: tuple[str, ...] = ()) -> dict[str, Number]:
         """Bytes per chip of each item; their sum is what must fit.
 
         weights, gradients, optimizer: bytes per parameter of the state; with several microbatches the sum of the
@@ -116,7 +116,7 @@ class MemoryParts(msgspec.Struct, frozen=True, kw_only=True):
         end. logits: those kept, or one chunk of them with its cotangent; none while a layer runs. communication: the
         gathered weights of one repeat, and the buffers between stages. workspace: the largest set of passing results
         alive at once in the backward pass of one repeat. Of a pipeline the fullest device is taken to have the longest
-        run of layers, the most microbatches in flight and what `Pipeline.ends_held` says of embedding and head.
+        run of layers, the most microbatches in flight and what `PipelineCost.ends_held` says of embedding and head.
         Offloading leaves the buffers of two repeats on the chip.
         """
         state, several = STATE_BYTES[self.state], np.asarray(pipeline.microbatches) > 1
@@ -148,7 +148,7 @@ class MemoryParts(msgspec.Struct, frozen=True, kw_only=True):
             "workspace": workspace,
         }
 
-    def at_peak(self, pipeline: Pipeline) -> tuple[Number, Number, Number]:
+    def at_peak(self, pipeline: PipelineCost) -> tuple[Number, Number, Number]:
         """Logits, gathered weights and passing results of the block that needs the most of them while it runs."""
         logits = pipeline.ends_held([one.logits_bytes for one in (*self.layers, *self.ends)]) + self.chunk_bytes
         layer, end = _most(self.layers), _most(self.ends)

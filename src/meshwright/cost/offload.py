@@ -5,7 +5,7 @@ import msgspec
 from meshwright.algebra.sizes import Number
 from meshwright.core.errors import InputError
 from meshwright.cost.memory import MemoryParts
-from meshwright.cost.pipeline import Pipeline
+from meshwright.cost.pipeline import PipelineCost
 
 
 class Transfers(msgspec.Struct, frozen=True, kw_only=True):
@@ -24,7 +24,7 @@ NOTHING = Transfers()
 
 
 def offloaded(
-    parts: MemoryParts, pcie_bytes_per_s: float | None, pipeline: Pipeline, chosen: tuple[str, ...]
+    parts: MemoryParts, pcie_bytes_per_s: float | None, pipeline: PipelineCost, chosen: tuple[str, ...]
 ) -> Transfers:
     """Returns the transfers of what a strategy offloads; none for ()."""
     if not chosen:

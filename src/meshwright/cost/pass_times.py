@@ -11,7 +11,7 @@ from meshwright.algebra.rewrites.split_backward import weights_of
 from meshwright.algebra.sizes import Number, OpSizes
 from meshwright.cost.arrays import largest, total
 from meshwright.cost.offload import NOTHING, Transfers
-from meshwright.cost.pipeline import Pipeline
+from meshwright.cost.pipeline import PipelineCost
 from meshwright.cost.step_costs import Priced, blocks_of_weights
 from meshwright.cost.step_rates import StepRates
 from meshwright.cost.work.kernels import AxisGroup, StepCost, partly_hidden
@@ -70,23 +70,23 @@ class BlockTimes(msgspec.Struct, frozen=True, kw_only=True):
         each = zip(self.carries, *(getattr(self, part) for part in parts), strict=True)
         return [total(values) for carries, *values in each if not carries]
 
-    def once_s(self, pipeline: Pipeline) -> Number:
+    def once_s(self, pipeline: PipelineCost) -> Number:
         """Seconds of the sums of gradients that run once per step, and of the optimizer, on all weights of a device."""
         share = pipeline.share(self.num_layers) * pipeline.sums
         ends = pipeline.ends_held(self.ends_s("last", "update"))
         return self.layers_s("last", share) + self.layers_s("update", share) + ends + self.meet_s(pipeline)
 
-    def meet_s(self, pipeline: Pipeline) -> Number:
+    def meet_s(self, pipeline: PipelineCost) -> Number:
         """Seconds to exchange the layers of two stages that share a device, if one program runs both."""
         by_bytes, besides = self.meetings_s
         meet = pipeline.in_lockstep & (pipeline.weight_copies > 1)
         return meet * (pipeline.share(self.num_layers) * by_bytes + besides)
 
-    def sends_s(self, pipeline: Pipeline) -> Number:
+    def sends_s(self, pipeline: PipelineCost) -> Number:
         """Seconds that a step waits for sends of the stream and of its cotangents."""
         return pipeline.num_sends * self.send_s / 2
 
-    def layer_passes(self, pipeline: Pipeline, at_least: Number = 0.0) -> LayerPasses:
+    def layer_passes(self, pipeline: PipelineCost, at_least: Number = 0.0) -> LayerPasses:
         """The passes of one microbatch over the layers of a device, and the bubble that their schedule leaves.
 
         If only some microbatches split their backward pass, the bubble counts all as split.
@@ -99,7 +99,7 @@ class BlockTimes(msgspec.Struct, frozen=True, kw_only=True):
         bubble = pipeline.bubble_s(forward, np.where(split > 0, inputs, backward), np.where(split > 0, weight, 0.0))
         return LayerPasses(forward, backward + split * (inputs + weight - backward), bubble)
 
-    def step_s(self, pipeline: Pipeline, offload: Transfers = NOTHING) -> StepSeconds:
+    def step_s(self, pipeline: PipelineCost, offload: Transfers = NOTHING) -> StepSeconds:
         """All microbatches through the busiest device, its once-per-step collectives and the update, and the bubble.
 
         A pass takes at least as long as the transfer of its offloaded results.

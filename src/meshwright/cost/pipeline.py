@@ -13,7 +13,7 @@ from meshwright.cost.arrays import largest, total
 from meshwright.spec.strategy import Software, Strategy
 
 
-class Pipeline(msgspec.Struct, frozen=True, kw_only=True):
+class PipelineCost(msgspec.Struct, frozen=True, kw_only=True):
     """A schedule on ``stages`` devices of ``chunks`` runs of layers each; sizes may be arrays.
 
     Layers that do not divide are shared out so that no run is more than one layer longer than another. "compiled"
@@ -147,7 +147,7 @@ class Pipeline(msgspec.Struct, frozen=True, kw_only=True):
         return np.where(self.is_one, 0.0, self._forms.bubble_s(*self._sizes, forward_s, backward_s, weight_s))
 
 
-ONE_STAGE = Pipeline()
+ONE_STAGE = PipelineCost()
 
 
 def schedule_fits(schedule: str, *, stages: Number, chunks: Number, microbatches: Number) -> Any:
@@ -163,9 +163,9 @@ def schedule_refusal(schedule: str, *, stages: int, chunks: int, microbatches: i
     return refusal or too_many_passes(found, stages, microbatches, chunks)
 
 
-def strategy_pipeline(strategy: Strategy, software: Software = "compiled") -> Pipeline:
+def strategy_pipeline(strategy: Strategy, software: Software = "compiled") -> PipelineCost:
     """The pipeline of one strategy, as software runs it."""
-    return Pipeline(
+    return PipelineCost(
         schedule=strategy.schedule,
         stages=strategy.mesh.get("pipeline", 1),
         chunks=strategy.chunks,

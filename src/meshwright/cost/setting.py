@@ -14,7 +14,7 @@ from meshwright.algebra.sizes import Number, OpSizes, Scores
 from meshwright.algebra.transformer import transformer
 from meshwright.cost.memory import memory_limit, memory_parts
 from meshwright.cost.network.placement import Placement
-from meshwright.cost.pipeline import Pipeline, strategy_pipeline
+from meshwright.cost.pipeline import PipelineCost, strategy_pipeline
 from meshwright.cost.step_costs import collective_groups, op_sizes
 from meshwright.cost.step_rates import StepRates, attention_scores, step_rates
 from meshwright.spec.calibration import Calibration, datasheet_calibration
@@ -118,7 +118,7 @@ class Setting(msgspec.Struct, frozen=True, dict=True):
             calibration=self.calibration,
         )
 
-    def pipeline(self, strategy: Strategy) -> Pipeline:
+    def pipeline(self, strategy: Strategy) -> PipelineCost:
         """The pipeline of a strategy."""
         return strategy_pipeline(strategy, self.assumptions.software)
 

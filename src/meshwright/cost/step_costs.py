@@ -16,7 +16,7 @@ from meshwright.algebra.sizes import Number, OpSizes, Scores
 from meshwright.algebra.steps import Step
 from meshwright.algebra.transformer import layer_dims
 from meshwright.core.dims import DTYPE_BYTES
-from meshwright.cost.pipeline import Pipeline
+from meshwright.cost.pipeline import PipelineCost
 from meshwright.cost.step_rates import StepRates
 from meshwright.cost.work.kernels import AxisGroup, StepCost, local_cost
 from meshwright.cost.work.slots import expert_slots, slots_move, spare_slots, with_room
@@ -108,7 +108,7 @@ def collective_groups(*derived: Derived) -> tuple[AxisGroup, ...]:
     return tuple(dict.fromkeys(frozenset(step.axes) for step in steps if step.is_collective))
 
 
-def price_steps(derived: Derived, sizes: OpSizes, rates: StepRates, pipeline: Pipeline) -> Priced:
+def price_steps(derived: Derived, sizes: OpSizes, rates: StepRates, pipeline: PipelineCost) -> Priced:
     """Prices every step. Sums over the stages of what every stage holds run only if one program runs on all stages."""
     moving = msgspec.structs.replace(sizes, in_arrays=slots_move(derived, sizes.mesh), cache=dict(sizes.cache))
     num_microbatches = pipeline.microbatches
@@ -172,7 +172,7 @@ def blocks_of_weights(derived: Derived) -> dict[str, list[str]]:
     return found
 
 
-def block_shares(derived: Derived, pipeline: Pipeline) -> dict[str, Number]:
+def block_shares(derived: Derived, pipeline: PipelineCost) -> dict[str, Number]:
     """Maps a block to the share of its repeats on the busiest device of a pipeline: the last one, with the head."""
     layers, (first, last) = pipeline.share(derived.num_layers), pipeline.end_shares
     head = derived.blocks[-1].block.name

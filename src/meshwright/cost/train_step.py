@@ -22,7 +22,7 @@ from meshwright.cost.memory import MemoryParts, memory_parts, total_bytes
 from meshwright.cost.network.placement import Placement
 from meshwright.cost.offload import NOTHING, Transfers, offloaded
 from meshwright.cost.pass_times import BlockTimes, StepSeconds, block_times, link_seconds
-from meshwright.cost.pipeline import Pipeline
+from meshwright.cost.pipeline import PipelineCost
 from meshwright.cost.setting import Setting
 from meshwright.cost.step_costs import Priced, price_steps
 from meshwright.cost.step_rates import StepRates, strategy_placements
@@ -45,7 +45,7 @@ class PricedStep(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     derived: Derived
     sizes: OpSizes
     rates: StepRates
-    pipeline: Pipeline
+    pipeline: PipelineCost
     offload: tuple[str, ...] = ()
 
     @cached_property

@@ -20,7 +20,7 @@ from meshwright.nn.weights import Params
 from meshwright.spec.model import Model, require_runnable
 from meshwright.spec.strategy import Strategy, make_mesh
 
-Carry = TypeVar("Carry")
+_Carry = TypeVar("_Carry")
 
 
 def logits_fn(model: Model) -> Callable[..., jax.Array]:
@@ -76,14 +76,14 @@ def over_layers(
     derived: Derived,
     stack: Stack,
     params: Params,
-    layer: Callable[[BlockSteps, jax.Array, Params, Carry], Carry],
-    carry: Carry,
-) -> Carry:
+    layer: Callable[[BlockSteps, jax.Array, Params, _Carry], _Carry],
+    carry: _Carry,
+) -> _Carry:
     """Runs ``carry = layer(block, number, own weights, carry)`` for every layer of a stack in order, a loop for each
     span; a layer is numbered among those of its kind."""
     blocks = {steps.block.name: steps for steps in derived.blocks}
 
-    def iteration(span: Span, carry: Carry, number: jax.Array) -> tuple[Carry, None]:
+    def iteration(span: Span, carry: _Carry, number: jax.Array) -> tuple[_Carry, None]:
         for position, kind in enumerate(span.pattern):
             place, per_turn = span.place(position)
             index = span.starts[kind] + number * per_turn + place

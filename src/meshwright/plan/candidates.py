@@ -12,7 +12,7 @@ from meshwright.core.dims import MESH_AXES
 from meshwright.cost.arrays import map_figures, select
 from meshwright.cost.memory import memory_parts, total_bytes
 from meshwright.cost.network.placement import factorings
-from meshwright.cost.pipeline import Pipeline
+from meshwright.cost.pipeline import PipelineCost
 from meshwright.plan.legal import MAX_IDLE_LAYERS, StrategySizes, divisors, legal_axis_sizes, mask
 from meshwright.plan.space import Pattern, Space
 from meshwright.spec.cluster import Cluster
@@ -170,9 +170,9 @@ def candidate_sizes(space: Space, found: Candidates) -> OpSizes:
     )
 
 
-def candidate_pipeline(space: Space, found: Candidates, *, schedule: str = "1f1b", chunks: Any = 1) -> Pipeline:
+def candidate_pipeline(space: Space, found: Candidates, *, schedule: str = "1f1b", chunks: Any = 1) -> PipelineCost:
     """The pipeline of every candidate under one schedule."""
-    return Pipeline(
+    return PipelineCost(
         schedule=schedule,
         stages=found.mesh["pipeline"],
         chunks=chunks,

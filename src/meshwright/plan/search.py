@@ -17,7 +17,7 @@ from meshwright.cost.memory import memory_parts, total_bytes
 from meshwright.cost.network.placement import Placement, place_axes
 from meshwright.cost.offload import offloaded
 from meshwright.cost.pass_times import BlockTimes
-from meshwright.cost.pipeline import Pipeline, schedule_fits
+from meshwright.cost.pipeline import PipelineCost, schedule_fits
 from meshwright.cost.train_step import PricedStep, predict
 from meshwright.plan.candidates import (
     Candidates,
@@ -215,7 +215,7 @@ class _Bench:
                 )
 
     def _priced(
-        self, pattern: Pattern, rows: Candidates, pipeline: Pipeline, offload: tuple[str, ...] = ()
+        self, pattern: Pattern, rows: Candidates, pipeline: PipelineCost, offload: tuple[str, ...] = ()
     ) -> PricedStep:
         return PricedStep(
             derived=pattern.derived,

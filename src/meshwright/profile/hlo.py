@@ -22,7 +22,7 @@ _NUMBER = re.compile(r"[.\d]+$")
 _FREE = (*NO_WORK, "after-all", *CONTAINERS)
 
 
-class Fact(msgspec.Struct, frozen=True, kw_only=True):
+class InstructionFact(msgspec.Struct, frozen=True, kw_only=True):
     """Properties of one instruction; FLOPs and bytes are of one execution on one device."""
 
     label: StepLabel | None
@@ -69,7 +69,7 @@ class TracedProgram(msgspec.Struct, frozen=True, dict=True):
         """Instructions by the names of their GPU kernels, which hold no dots and dashes."""
         return {name.replace(".", "_").replace("-", "_"): name for name in self.instructions}
 
-    def fact(self, name: str) -> Fact:
+    def fact(self, name: str) -> InstructionFact:
         """Returns the properties of one instruction, computed once."""
         if name in self._facts:
             return self._facts[name]
@@ -82,11 +82,13 @@ class TracedProgram(msgspec.Struct, frozen=True, dict=True):
         elif flops >= self.ridge * moved > 0 or (kind == "attention" and one.opcode == "custom-call"):
             bound = "compute"
         source = _NUMBER.sub("", one.op_name.rsplit("/", 1)[-1]) or _NUMBER.sub("", one.name)
-        self._facts[name] = Fact(label=label, kind=kind, bound=bound, flops=flops, hbm_bytes=moved, source=source)
+        self._facts[name] = InstructionFact(
+            label=label, kind=kind, bound=bound, flops=flops, hbm_bytes=moved, source=source
+        )
         return self._facts[name]
 
     @cached_property
-    def _facts(self) -> dict[str, Fact]:
+    def _facts(self) -> dict[str, InstructionFact]:
         return {}
 
     def is_work(self, name: str) -> bool:

@@ -11,7 +11,7 @@ import numpy as np
 from meshwright.core.errors import InputError
 from meshwright.nn.weights import Params
 from meshwright.parallel.generate_step import Cache, GenerateStep
-from meshwright.serve.sampling import LIKELIEST, Choices, Sampling, choices, draw
+from meshwright.serve.sampling import LIKELIEST, Sampling, SamplingRows, choices, draw
 
 OnToken = Callable[[int, int], None]
 """Called with the number of a prompt and its next token, except the end token."""
@@ -24,7 +24,7 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     finish: Literal["end", "length"]
 
 
-class Pace(msgspec.Struct, frozen=True, kw_only=True):
+class GenerationPace(msgspec.Struct, frozen=True, kw_only=True):
     """The speed of a generation. ``first_token_s`` is the time to every row's first token, without compilation;
     ``tokens_per_s`` is the rate of all rows after it, None without further tokens."""
 
@@ -38,7 +38,7 @@ class Generated(msgspec.Struct, frozen=True, kw_only=True):
     """A completion for each prompt, and the pace of the batch."""
 
     completions: tuple[Completion, ...]
-    pace: Pace
+    pace: GenerationPace
 
 
 def generate(
@@ -83,7 +83,7 @@ def generate(
             break
     after_s, num_tokens = times[-1] - times[1], sum(map(len, found))
     num_after_first = num_tokens + sum(ended) - len(prompts)
-    pace = Pace(
+    pace = GenerationPace(
         compile_s=compile_s,
         first_token_s=times[1] - times[0],
         tokens_per_s=num_after_first / after_s if num_after_first and after_s > 0 else None,
@@ -143,7 +143,11 @@ def padded(step: GenerateStep, prompts: Sequence[Sequence[int]]) -> tuple[np.nda
 
 
 def _drawn(
-    step: GenerateStep, params: Params, cache: Cache, given: tuple[np.ndarray, np.ndarray, Choices], max_tokens: int
+    step: GenerateStep,
+    params: Params,
+    cache: Cache,
+    given: tuple[np.ndarray, np.ndarray, SamplingRows],
+    max_tokens: int,
 ) -> Iterator[np.ndarray]:
     """Yields the next token of every row, ``max_tokens`` times. Each step is dispatched before the host reads its input
     token, so that devices do not wait for the host; a step after the last end token is discarded."""

@@ -40,19 +40,19 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 LIKELIEST = Sampling()
 
 
-Choices = dict[str, Any]
+SamplingRows = dict[str, Any]
 """`Sampling` of every row of a batch: an array [B] for each field."""
 
 _DTYPES = {"temperature": np.float32, "top_k": np.int32, "top_p": np.float32, "seed": np.uint32, "number": np.int32}
 
 
-def choices(rows: Sequence[Sampling]) -> Choices:
+def choices(rows: Sequence[Sampling]) -> SamplingRows:
     """Returns the choices of a batch, row by row."""
     return {name: np.array([getattr(row, name) for row in rows], dtype) for name, dtype in _DTYPES.items()}
 
 
 @jax.jit
-def draw(logits: Float[Array, "B V"], rows: Choices, counts: Int[Array, " B"] | np.ndarray) -> Int[Array, " B"]:
+def draw(logits: Float[Array, "B V"], rows: SamplingRows, counts: Int[Array, " B"] | np.ndarray) -> Int[Array, " B"]:
     """Returns the next token of each row, after ``counts`` sampled ones.
 
     The argmax of logit / temperature plus Gumbel noise is a sample of the softmax.

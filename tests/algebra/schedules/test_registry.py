@@ -8,7 +8,7 @@ from meshwright.algebra.schedules.registry import build, default_chunks, definit
 from meshwright.algebra.schedules.simulation import simulate
 from meshwright.algebra.schedules.ticks import tick_tables
 from meshwright.core.errors import InputError
-from meshwright.cost.pipeline import Pipeline, schedule_fits, schedule_refusal
+from meshwright.cost.pipeline import PipelineCost, schedule_fits, schedule_refusal
 from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import estimate_step
 from meshwright.plan.legal import legal
@@ -61,7 +61,7 @@ def test_it_is_priced_by_its_simulation(toy):
     """All arrays at once, by the rows and the tick tables of each size."""
     stages, counts = np.array([1, 2, 4, 4]), np.array([8, 4, 4, 8])
     for software in ("compiled", "eager"):
-        found = Pipeline(schedule=toy, stages=stages, microbatches=counts, software=software)
+        found = PipelineCost(schedule=toy, stages=stages, microbatches=counts, software=software)
         for index in (1, 2, 3):
             p, m = int(stages[index]), int(counts[index])
             made = build(toy, stages=p, microbatches=m)
@@ -104,7 +104,9 @@ def test_sizes_that_take_too_long_to_simulate_are_refused(toy):
 def test_a_file_that_a_person_writes_is_priced(tmp_path):
     path = tmp_path / "own.txt"
     path.write_text("0: F0 F1 B0 B1\n1: F0 B0 F1 B1\n")
-    own, known = (Pipeline(schedule=name, stages=2, microbatches=2, software="eager") for name in (str(path), "1f1b"))
+    own, known = (
+        PipelineCost(schedule=name, stages=2, microbatches=2, software="eager") for name in (str(path), "1f1b")
+    )
     assert own.bubble_s(**TIMES) == pytest.approx(known.bubble_s(**TIMES))
     assert own.stash == known.stash
     assert schedule_refusal(str(path), stages=2, chunks=1, microbatches=4).endswith("Change one of them.")

@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 
-from meshwright.calculators.sweeps.two_streams import WAYS, Way, two_streams
+from meshwright.calculators.sweeps.two_streams import WAYS, DataParallelism, two_streams
 from meshwright.cost.setting import Setting
 from meshwright.spec.catalogue import load_model
 from meshwright.spec.cluster import parse_cluster
@@ -52,9 +52,9 @@ def test_overlap_does_the_same_work_sooner(ways):
 
 
 def test_buckets_of_nothing_send_each_and_of_everything_send_at_the_end():
-    way = Way(name="bucketed", zero=0, send="buckets")
+    way = DataParallelism(name="bucketed", zero=0, send="buckets")
     tiny = two_streams(Setting(LLAMA, CLUSTER, JOB), way, bucket_bytes=1)
-    each = two_streams(Setting(LLAMA, CLUSTER, JOB), Way(name="each", zero=0, send="each"))
+    each = two_streams(Setting(LLAMA, CLUSTER, JOB), DataParallelism(name="each", zero=0, send="each"))
     assert tiny.boxes == each.boxes
     huge = two_streams(Setting(LLAMA, CLUSTER, JOB), way, bucket_bytes=1e15)
     assert sum(box.lane == "links" for box in huge.boxes) == 1

@@ -7,7 +7,7 @@ from meshwright.api.running import GeneratedText
 from meshwright.cli.verbs.generate import answer
 from meshwright.nn.hf.weights import save_hf
 from meshwright.report.answer import as_text
-from meshwright.serve.generate import Completion, Generated, Pace
+from meshwright.serve.generate import Completion, Generated, GenerationPace
 from meshwright.serve.sampling import LIKELIEST
 from tests.parallel.generate_cases import LLAMA, float_params, likeliest
 from tests.serve.test_model_folder import byte_tokenizer
@@ -61,7 +61,7 @@ def test_several_prompts_as_one_object(call, folder, tmp_path):
 def test_several_texts_are_numbered(capsys):
     generated = Generated(
         completions=tuple(Completion(tokens=(1,), finish="end") for _ in range(2)),
-        pace=Pace(compile_s=1.0, first_token_s=0.5, tokens_per_s=None, num_tokens=7),
+        pace=GenerationPace(compile_s=1.0, first_token_s=0.5, tokens_per_s=None, num_tokens=7),
     )
     found = GeneratedText(model="tiny", mesh={"data": 1}, texts=(" it is", "!"), generated=generated)
     told = answer(found, ["so", "Once"], LIKELIEST, live=False)

@@ -5,16 +5,13 @@ Sources: How to Scale Your Model, sections 2.1, 2.2, 2.5 and 9.2.2; NVIDIA's arc
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import msgspec
 
+from meshwright.algebra.sizes import Number
 from meshwright.core.errors import InputError
 from meshwright.spec.chip import Chip, known, peak
 from meshwright.spec.cluster import Cluster
-
-Number = Any
-"""A float, an int or a NumPy array of them."""
 
 
 class PodTotals(msgspec.Struct, frozen=True, kw_only=True):

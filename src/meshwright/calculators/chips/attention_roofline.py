@@ -13,7 +13,7 @@ from meshwright.spec.chip import Chip
 from meshwright.spec.model import Model
 
 
-class BlockTimes(msgspec.Struct, frozen=True, kw_only=True):
+class AttentionTimes(msgspec.Struct, frozen=True, kw_only=True):
     """One layer at a context length: attention's roofline, and seconds of the feed-forward block."""
 
     keys: int
@@ -34,7 +34,7 @@ def compute_bound_len(model: Model, critical_intensity: float) -> float:
     return critical_intensity * (group + 1) / group
 
 
-def block_times(model: Model, chip: Chip, *, keys: int, queries: int, batch_seqs: int, dtype: str) -> BlockTimes:
+def block_times(model: Model, chip: Chip, *, keys: int, queries: int, batch_seqs: int, dtype: str) -> AttentionTimes:
     """Both blocks of one layer for so many sequences with ``queries`` new tokens each, perfect overlap inside each.
 
     Prefill has as many queries as keys, generation one. No causal discount, no window.
@@ -49,7 +49,7 @@ def block_times(model: Model, chip: Chip, *, keys: int, queries: int, batch_seqs
         head_dim=model.head_dim,
         batch_seqs=batch_seqs,
     )
-    return BlockTimes(
+    return AttentionTimes(
         keys=keys,
         queries=queries,
         batch_seqs=batch_seqs,

@@ -39,7 +39,7 @@ class SystolicCycles(msgspec.Struct, frozen=True, kw_only=True):
     steady_share: float
 
 
-class Simulation(msgspec.Struct, frozen=True, kw_only=True):
+class SystolicRun(msgspec.Struct, frozen=True, kw_only=True):
     """What the simulated array gave: the product, the cycles it took, and how many cells worked in each of them."""
 
     product: Matrix
@@ -168,7 +168,7 @@ class SystolicArray:
                 self.moving[0, col] = weight
 
 
-def simulate(inputs: Matrix, weights: Matrix, *, rows: int, cols: int) -> Simulation:
+def simulate(inputs: Matrix, weights: Matrix, *, rows: int, cols: int) -> SystolicRun:
     """The product of two integer matrices, computed by moving numbers through the cells of an array."""
     array = SystolicArray(inputs, weights, rows=rows, cols=cols)
     if array.last_cycle * rows * cols > MAX_CELL_UPDATES:
@@ -176,7 +176,7 @@ def simulate(inputs: Matrix, weights: Matrix, *, rows: int, cols: int) -> Simula
             f"{array.last_cycle:,} cycles of {rows}x{cols} cells are too many to run. Give fewer inputs or weights."
         )
     busy = [array.step() for _ in range(array.last_cycle)]
-    return Simulation(product=array.result[:, : array.width], cycles=array.cycle, busy_cells=tuple(busy))
+    return SystolicRun(product=array.result[:, : array.width], cycles=array.cycle, busy_cells=tuple(busy))
 
 
 def _cut(inputs: Matrix, weights: Matrix, rows: int, cols: int) -> tuple[list[Matrix], list[Matrix]]:

@@ -24,7 +24,7 @@ _PLACE = re.compile(r"(host:)?(?:(\d+):)?(\d+(?:,\d+)*)")
 _EXAMPLES = "3,3 (a chip), 1:0,0 (in slice 1), host:0,0 (host memory beside a chip), chips or hosts (evenly over all)"
 
 
-class Place(msgspec.Struct, frozen=True, kw_only=True):
+class RouteEnd(msgspec.Struct, frozen=True, kw_only=True):
     """Where bytes lie: the memory of one chip or of the host beside it, or evenly spread over ``everywhere``."""
 
     in_host: bool
@@ -33,13 +33,13 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     chip: tuple[int, ...] = ()
 
 
-def parse_place(text: str, cluster: Cluster) -> Place:
+def parse_place(text: str, cluster: Cluster) -> RouteEnd:
     """The place of ``"3,3"``, ``"1:0,0"``, ``"host:0,0"``, ``"chips"`` or ``"hosts"`` on the cluster.
 
     Coordinates are in the order of the cluster's sizes; one number alone counts chips with the first size inside.
     """
     if text in ("chips", "hosts"):
-        return Place(in_host=text == "hosts", everywhere=True)
+        return RouteEnd(in_host=text == "hosts", everywhere=True)
     match = _PLACE.fullmatch(text.replace(" ", ""))
     if match is None:
         raise InputError(f"place {text!r} is not read. Write {_EXAMPLES}.")
@@ -51,7 +51,7 @@ def parse_place(text: str, cluster: Cluster) -> Place:
         raise InputError(
             f"place {text!r} is not on {cluster.short_name}: coordinates count from 0 below {times(cluster.shape)}."
         )
-    return Place(in_host=host is not None, slice_number=slice_number, chip=chip)
+    return RouteEnd(in_host=host is not None, slice_number=slice_number, chip=chip)
 
 
 def _unravel(number: int, shape: Sequence[int]) -> tuple[int, ...]:
@@ -63,7 +63,9 @@ def _unravel(number: int, shape: Sequence[int]) -> tuple[int, ...]:
     return (*found, number)
 
 
-def route(cluster: Cluster, source: Place, target: Place, num_bytes: float, *, via: Via = "ici") -> list[TransferLeg]:
+def route(
+    cluster: Cluster, source: RouteEnd, target: RouteEnd, num_bytes: float, *, via: Via = "ici"
+) -> list[TransferLeg]:
     """The legs of an array from one place to another; none when it is there already.
 
     ``via`` is how parts that lie with other hosts reach the target's: over chip links, or between the hosts.
@@ -87,13 +89,13 @@ def route(cluster: Cluster, source: Place, target: Place, num_bytes: float, *, v
     return legs
 
 
-def _spread(cluster: Cluster, source: Place, target: Place, num_bytes: float) -> list[TransferLeg]:
+def _spread(cluster: Cluster, source: RouteEnd, target: RouteEnd, num_bytes: float) -> list[TransferLeg]:
     if not source.everywhere:
         raise InputError("from one place to all is a scatter or a broadcast. Use --axis and --collective, or a --leg.")
     return [_pcie(cluster, num_bytes, cluster.num_chips, f"PCIe of all {cluster.num_chips} chips")]
 
 
-def _collect(cluster: Cluster, source: Place, target: Place, num_bytes: float, via: Via) -> list[TransferLeg]:
+def _collect(cluster: Cluster, source: RouteEnd, target: RouteEnd, num_bytes: float, via: Via) -> list[TransferLeg]:
     """From everywhere into one place."""
     chips, hosts = cluster.num_chips, cluster.num_hosts
     if via == "dcn" and source.in_host:
@@ -115,7 +117,7 @@ def _link_leg(link: Link, num_bytes: float, *, lanes: int, hops: int, name: str)
     )
 
 
-def _between_slices(cluster: Cluster, source: Place, target: Place, num_bytes: float) -> list[TransferLeg]:
+def _between_slices(cluster: Cluster, source: RouteEnd, target: RouteEnd, num_bytes: float) -> list[TransferLeg]:
     """Through both hosts; the memory of a host is itself an end, only chips need the way through PCIe."""
     dcn = channel_leg(cluster.chip, "dcn", num_bytes, hops=1, name="host to host between slices")
     away = [] if source.in_host else [_pcie(cluster, num_bytes, 1, "chip to its host's memory")]

@@ -13,7 +13,7 @@ from meshwright.algebra.notation import ShardedArray, check, product
 from meshwright.algebra.steps import Step
 
 Mesh = Mapping[str, int]
-Blocks = Sequence[np.ndarray]
+BlockSet = Sequence[np.ndarray]
 """One block per device, in the order of device numbers."""
 
 
@@ -83,7 +83,7 @@ def _addend_factors(number: int) -> list[int]:
     return [1 - sum(others), *others]
 
 
-def join(blocks: Blocks, array: ShardedArray, mesh: Mesh, *, rel_tol: float = 0.0) -> np.ndarray:
+def join(blocks: BlockSet, array: ShardedArray, mesh: Mesh, *, rel_tol: float = 0.0) -> np.ndarray:
     """The whole array, with the addends of an unreduced one summed.
 
     Raises AssertionError when two devices that should hold the same block differ by more than ``rel_tol``
@@ -110,7 +110,7 @@ def _agree(left: np.ndarray, right: np.ndarray, rel_tol: float) -> bool:
 
 
 def execute(
-    steps: Iterable[Step], values: Mapping[ShardedArray, Blocks], mesh: Mesh
+    steps: Iterable[Step], values: Mapping[ShardedArray, BlockSet], mesh: Mesh
 ) -> dict[ShardedArray, Sequence[np.ndarray]]:
     """Blocks of every array after the steps, starting from ``values``.
 
@@ -128,7 +128,7 @@ def execute(
     return made
 
 
-def _run(step: Step, inputs: Sequence[Blocks], mesh: Mesh) -> list[np.ndarray]:
+def _run(step: Step, inputs: Sequence[BlockSet], mesh: Mesh) -> list[np.ndarray]:
     if step.only_moves:
         return _exchange(step, inputs[0], mesh)
     return [_local(step, [blocks[device] for blocks in inputs]) for device in range(num_devices(mesh))]
@@ -156,7 +156,7 @@ _LOCAL: dict[str, Callable[[Step, list[np.ndarray]], np.ndarray]] = {
 }
 
 
-def _exchange(step: Step, blocks: Blocks, mesh: Mesh) -> list[np.ndarray]:
+def _exchange(step: Step, blocks: BlockSet, mesh: Mesh) -> list[np.ndarray]:
     """The step done group by group; results in the order of device numbers."""
     results: list[np.ndarray] = list(blocks)
     for group in groups(mesh, step.axes):

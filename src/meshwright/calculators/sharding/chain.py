@@ -13,7 +13,7 @@ MAX_AXES = 3
 """Mesh axes of more than one device: with four, one array of two dims has 261 shardings, and pairs are searched."""
 
 
-class Product(msgspec.Struct, frozen=True, kw_only=True):
+class ChainProduct(msgspec.Struct, frozen=True, kw_only=True):
     """One product of a chain, its arrays whole: ``carried`` comes from the product before, ``other`` is an input.
 
     Of the first product both are inputs. ``swapped`` says that ``carried`` is the right operand.
@@ -42,7 +42,7 @@ class Product(msgspec.Struct, frozen=True, kw_only=True):
 class Chain(msgspec.Struct, frozen=True, kw_only=True):
     """Products in order, sizes, and for each array by name the shardings that it may have."""
 
-    products: tuple[Product, ...]
+    products: tuple[ChainProduct, ...]
     dims: dict[str, int]
     mesh: dict[str, int]
     choices: dict[str, tuple[ShardedArray, ...]]
@@ -92,7 +92,7 @@ def parse_chain(
     """
     if sum(size > 1 for size in mesh.values()) > MAX_AXES:
         raise InputError(f"the mesh has {len(mesh)} axes; a chain is searched over at most {MAX_AXES}. Merge some.")
-    products: list[Product] = []
+    products: list[ChainProduct] = []
     kept: dict[str, ShardedArray] = {}
     for text in texts:
         products.append(_product(text, products[-1].out if products else None, kept, dtype))
@@ -113,7 +113,7 @@ def parse_chain(
     return Chain(products=tuple(products), dims=dims, mesh=mesh, choices=choices, fixed=frozenset(kept))
 
 
-def _product(text: str, before: ShardedArray | None, kept: dict[str, ShardedArray], dtype: str) -> Product:
+def _product(text: str, before: ShardedArray | None, kept: dict[str, ShardedArray], dtype: str) -> ChainProduct:
     trio = parse_einsum(text)
     if any(a.dtype for a in trio) or not all(a.name in text for a in trio) or any(a.unreduced for a in trio):
         raise InputError(
@@ -128,7 +128,7 @@ def _product(text: str, before: ShardedArray | None, kept: dict[str, ShardedArra
         raise InputError(f"{text!r} does not take {before.name}, the result of the product before. Put it on the left.")
     if before is not None:
         _same_dims(carried, before)
-    return Product(
+    return ChainProduct(
         carried=carried.replace(dims=before.dims) if before else carried, other=other, out=out, swapped=swapped
     )
 

@@ -13,7 +13,7 @@ import msgspec
 from meshwright.algebra.einsum import local_product, reshard
 from meshwright.algebra.notation import ShardedArray, local_elements
 from meshwright.algebra.steps import Step
-from meshwright.calculators.sharding.chain import Chain, Product, shardings
+from meshwright.calculators.sharding.chain import Chain, ChainProduct, shardings
 from meshwright.calculators.sharding.einsum_cost import EinsumRates, StepPrice, price_einsum
 from meshwright.calculators.sharding.ways import reduced
 from meshwright.core.dims import DTYPE_BYTES
@@ -52,7 +52,7 @@ class Label(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-class Place(msgspec.Struct, frozen=True):
+class ChainNode(msgspec.Struct, frozen=True):
     """Where a way has come to in product ``index``: its carried array as stored or moved, or the blocks multiplied.
 
     ``stays`` says that the array is an input as stored, whose bytes are counted with the inputs.
@@ -74,8 +74,8 @@ class Graph:
         self._moves: dict[tuple[ShardedArray, ShardedArray, bool], Label] = {}
         self._stored: dict[ShardedArray, list[Label]] = {}
         self._aligned: dict[int, dict[ShardedArray, list[ShardedArray]]] = {}
-        self._edges: dict[Place, list[tuple[Place, Label]]] = {}
-        self._to_go: dict[Place, float] = {}
+        self._edges: dict[ChainNode, list[tuple[ChainNode, Label]]] = {}
+        self._to_go: dict[ChainNode, float] = {}
         smallest = [min(map(self.bytes, chain.choices[p.other.name])) for p in chain.products]
         self._inputs_to_go = [sum(smallest[i:]) for i in range(len(smallest) + 1)]
 
@@ -92,11 +92,11 @@ class Graph:
             (self._prices[step],) = price_einsum((step,), self.chain.dims, self.chain.mesh, self.rates)
         return self._prices[step]
 
-    def inputs_to_go(self, place: Place) -> float:
+    def inputs_to_go(self, place: ChainNode) -> float:
         """Bytes that the inputs of later products take at least."""
         return self._inputs_to_go[place.index + (place.stage == "multiplied")]
 
-    def time_to_go(self, place: Place) -> float:
+    def time_to_go(self, place: ChainNode) -> float:
         """Seconds from a place to the end, memory left out."""
         if place.index == len(self.chain.products):
             return 0.0
@@ -104,12 +104,12 @@ class Graph:
             self._to_go[place] = min(part.time_s + self.time_to_go(after) for after, part in self.edges(place))
         return self._to_go[place]
 
-    def starts(self) -> Iterator[tuple[Place, Label]]:
+    def starts(self) -> Iterator[tuple[ChainNode, Label]]:
         """The first array in each of its shardings."""
         for array in self.chain.choices[self.chain.products[0].carried.name]:
-            yield Place(0, "stored", array, True), Label(input_bytes=self.bytes(array), arrays=(array,))
+            yield ChainNode(0, "stored", array, True), Label(input_bytes=self.bytes(array), arrays=(array,))
 
-    def edges(self, place: Place) -> list[tuple[Place, Label]]:
+    def edges(self, place: ChainNode) -> list[tuple[ChainNode, Label]]:
         """Where one can go from a place, and by which part."""
         if place.index == len(self.chain.products):
             return []
@@ -118,13 +118,13 @@ class Graph:
             self._edges[place] = list(ways[place.stage](place))
         return self._edges[place]
 
-    def _move_carried(self, place: Place) -> Iterator[tuple[Place, Label]]:
+    def _move_carried(self, place: ChainNode) -> Iterator[tuple[ChainNode, Label]]:
         """The carried array moved to every sharding in which blocks can be multiplied."""
         for target in self._layouts(place.index):
             part = self._move(place.array, target, stays=place.stays)
-            yield Place(place.index, "moved", target, place.stays and not part.steps), part
+            yield ChainNode(place.index, "moved", target, place.stays and not part.steps), part
 
-    def _multiply(self, place: Place) -> Iterator[tuple[Place, Label]]:
+    def _multiply(self, place: ChainNode) -> Iterator[tuple[ChainNode, Label]]:
         """The other operand moved to match, in every layout, and the blocks multiplied."""
         one = self.chain.products[place.index]
         held = 0.0 if place.stays else self.bytes(place.array)
@@ -139,7 +139,7 @@ class Graph:
                     arrays=moved.arrays,
                     steps=(*moved.steps, step),
                 )
-                yield Place(place.index, "multiplied", step.result), part
+                yield ChainNode(place.index, "multiplied", step.result), part
 
     def _layouts(self, index: int) -> dict[ShardedArray, list[ShardedArray]]:
         """Shardings in which blocks of product ``index`` fit: of the carried operand, and for each of the other one.
@@ -154,7 +154,7 @@ class Graph:
                 found.setdefault(one.carried.resharded(axes), []).append(one.other.resharded(axes))
         return self._aligned[index]
 
-    def _inputs(self, one: Product, target: ShardedArray) -> list[Label]:
+    def _inputs(self, one: ChainProduct, target: ShardedArray) -> list[Label]:
         """The ways to have the other operand in a sharding, from each that it may be stored in."""
         if target not in self._stored:
             self._stored[target] = [
@@ -163,11 +163,11 @@ class Graph:
             ]
         return self._stored[target]
 
-    def _store(self, place: Place) -> Iterator[tuple[Place, Label]]:
+    def _store(self, place: ChainNode) -> Iterator[tuple[ChainNode, Label]]:
         """The result reduced and moved to every sharding it may have; sums scattered into place or else made whole."""
         out = self.chain.products[place.index].out
         for array in self.chain.choices[out.name]:
-            after = Place(place.index + 1, "stored", array)
+            after = ChainNode(place.index + 1, "stored", array)
             stored = Label(arrays=(array,))
             yield after, stored.then(self._move(place.array, array, stays=False))
             whole = reduced(place.array)
@@ -193,6 +193,6 @@ class Graph:
         return self._moves[key]
 
 
-def _product_step(one: Product, carried: ShardedArray, other: ShardedArray) -> Step:
+def _product_step(one: ChainProduct, carried: ShardedArray, other: ShardedArray) -> Step:
     lhs, rhs = one.operands(carried, other)
     return Step(op="einsum", inputs=(lhs, rhs), result=local_product(lhs, rhs, one.out))

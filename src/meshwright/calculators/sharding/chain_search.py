@@ -16,7 +16,7 @@ import msgspec
 from meshwright.algebra.notation import ShardedArray
 from meshwright.algebra.steps import Step
 from meshwright.calculators.sharding.chain import Chain
-from meshwright.calculators.sharding.chain_graph import Graph, Label, Place
+from meshwright.calculators.sharding.chain_graph import ChainNode, Graph, Label
 from meshwright.calculators.sharding.einsum_cost import EinsumRates, StepPrice
 from meshwright.core.errors import CannotRunError
 from meshwright.core.units import format_bytes
@@ -89,10 +89,10 @@ def _rounded_up(num_bytes: float) -> float:
 def _labels(graph: Graph, memory_bytes: float, *, keep: int, objective: Objective) -> Iterator[Label]:
     """Labels at the end of the chain, best first; ``keep`` different histories are kept in each place."""
     counter = itertools.count()
-    queue: list[tuple[tuple[float, float], int, Place, Label]] = []
-    settled: dict[Place, list[tuple[Signature, Label]]] = {}
+    queue: list[tuple[tuple[float, float], int, ChainNode, Label]] = []
+    settled: dict[ChainNode, list[tuple[Signature, Label]]] = {}
 
-    def push(place: Place, label: Label) -> None:
+    def push(place: ChainNode, label: Label) -> None:
         memory = label.input_bytes + label.alive_bytes + graph.inputs_to_go(place)
         if memory <= memory_bytes:
             # rounded, so that equal times summed in another order stay equal and memory decides

@@ -10,7 +10,7 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-from meshwright.calculators.sharding.blocks import Blocks
+from meshwright.calculators.sharding.blocks import BlockSet
 from meshwright.core.errors import InputError
 from meshwright.report.arrays.ring import Move, RingFrame
 
@@ -56,7 +56,7 @@ def _move(source: int, target: int, block: int, size: int, wraps: bool) -> Move 
     return Move(source=source, target=target, block=block) if inside else None
 
 
-def run_ring(kind: RingKind, blocks: Blocks, *, wraps: bool = True, two_way: bool = True) -> RingRun:
+def run_ring(kind: RingKind, blocks: BlockSet, *, wraps: bool = True, two_way: bool = True) -> RingRun:
     """The collective along dim 0 of the devices' blocks, step by step.
 
     AllGather: each device has its block. ReduceScatter and AllReduce: each has an addend of the whole, which its size

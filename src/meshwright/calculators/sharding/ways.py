@@ -21,14 +21,14 @@ def reduced(array: ShardedArray) -> ShardedArray:
     return array.replace(unreduced=())
 
 
-class Way(msgspec.Struct, frozen=True, kw_only=True):
+class ProductSteps(msgspec.Struct, frozen=True, kw_only=True):
     """One way of doing a sharded einsum; ``name`` says in words what is moved or summed."""
 
     name: str
     steps: tuple[Step, ...]
 
 
-def all_ways(lhs: ShardedArray, rhs: ShardedArray, out: ShardedArray) -> tuple[Way, ...]:
+def all_ways(lhs: ShardedArray, rhs: ShardedArray, out: ShardedArray) -> tuple[ProductSteps, ...]:
     """Every way of ``lhs * rhs -> out``, distinct by its steps: that of the rules first, then by number of collectives.
 
     Blocks can be multiplied in place when every mesh axis splits at most one dim, alike in both operands.
@@ -39,7 +39,7 @@ def all_ways(lhs: ShardedArray, rhs: ShardedArray, out: ShardedArray) -> tuple[W
     """
     rules = einsum_steps(lhs, rhs, out)
     found = {steps for layout in _layouts(lhs, rhs, out) for steps in _steps(layout, lhs, rhs, out)} - {rules}
-    ways = [Way(name=_name(steps), steps=steps) for steps in (rules, *found)]
+    ways = [ProductSteps(name=_name(steps), steps=steps) for steps in (rules, *found)]
     others = sorted(ways[1:], key=lambda way: (sum(s.is_collective for s in way.steps), len(way.steps), way.name))
     return (ways[0], *others)
 

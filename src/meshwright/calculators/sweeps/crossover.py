@@ -46,7 +46,7 @@ MLP_ASSIGNMENT: dict[str, dict[str, tuple[str, ...]]] = {
 """Mixed FSDP and tensor parallelism as the book writes it: In[B_X, D_Y], Win[D_X, F_Y]."""
 
 
-class Work(msgspec.Struct, frozen=True, kw_only=True):
+class SweptWork(msgspec.Struct, frozen=True, kw_only=True):
     """What is priced: derived steps with symbolic sizes, the dims, and how many tokens one unit of B is.
 
     ``whole`` prices every step of training, else the forward pass of the layers alone: it has the most communication
@@ -76,7 +76,7 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-def mlp_work(text: str) -> Work | None:
+def mlp_work(text: str) -> SweptWork | None:
     """The book's layer of two matrices, of ``"mlp:8192x32768"`` (D x F); None for another text."""
     match = _LAYER.fullmatch(text.strip())
     if match is None:
@@ -92,13 +92,13 @@ def mlp_work(text: str) -> Work | None:
     block = parse_block("mlp", lines, variables, carry="In", result="Out")
     strategy = Strategy(mesh=make_mesh({}), assignment=MLP_ASSIGNMENT, remat="none")
     derived = derive(Program((block,), variables), strategy, symbolic=True)
-    return Work(name=text, derived=derived, dims={"D": width, "F": hidden}, seq_len=1, d_ff=hidden)
+    return SweptWork(name=text, derived=derived, dims={"D": width, "F": hidden}, seq_len=1, d_ff=hidden)
 
 
-def model_work(model: Model, *, seq_len: int, whole: bool = False, remat: str = "none") -> Work:
+def model_work(model: Model, *, seq_len: int, whole: bool = False, remat: str = "none") -> SweptWork:
     """A model's layers under the product's own assignment."""
     derived = derive(transformer(model), Strategy(mesh=make_mesh({}), remat=remat), symbolic=True)
-    return Work(
+    return SweptWork(
         name=model.name, derived=derived, dims=model.dims, seq_len=seq_len, model=model, whole=whole, d_ff=model.d_ff
     )
 
@@ -145,7 +145,7 @@ class Crossing(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def fixed_curve(
-    work: Work,
+    work: SweptWork,
     clusters: Sequence[Cluster],
     axes: Mapping[str, int],
     tokens: Array,
@@ -160,7 +160,7 @@ def fixed_curve(
 
 
 def scheme_curves(
-    work: Work,
+    work: SweptWork,
     clusters: Sequence[Cluster],
     tokens: Array,
     *,
@@ -201,7 +201,9 @@ def crossing(curve: Curve, *, formula: str = "", closed_form: float | None = Non
     return Crossing(name=curve.name, tokens=found, formula=formula, closed_form=closed_form)
 
 
-def closed_forms(work: Work, cluster: Cluster, calibration: Calibration | None = None) -> dict[str, tuple[str, float]]:
+def closed_forms(
+    work: SweptWork, cluster: Cluster, calibration: Calibration | None = None
+) -> dict[str, tuple[str, float]]:
     """The book's batches on one slice of a torus: FSDP over all axes, and the best mixture with tensor."""
     width = cluster.chip.ici_axis_bytes_per_s
     if cluster.kind != "torus" or width is None or cluster.num_slices > 1:
@@ -236,7 +238,7 @@ class _Laid(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _priced(
-    work: Work,
+    work: SweptWork,
     clusters: Sequence[Cluster],
     meshes: Sequence[dict[str, int]],
     tokens: Array,
@@ -265,7 +267,7 @@ def _priced(
     return found
 
 
-def _costs(work: Work, sizes: OpSizes, rates: StepRates) -> list[StepCost]:
+def _costs(work: SweptWork, sizes: OpSizes, rates: StepRates) -> list[StepCost]:
     if work.whole:
         steps: Iterable[tuple[Any, Any]] = work.derived.steps(1)
     else:
@@ -322,7 +324,7 @@ def _filled(cluster: Cluster, axes: Mapping[str, int]) -> dict[str, int]:
     return mesh
 
 
-def _divides(work: Work, tensor: int) -> bool:
+def _divides(work: SweptWork, tensor: int) -> bool:
     """Whether a tensor axis divides the dims that it splits."""
     names = ("F", "N") if work.model is not None else ("F", "D")
     return all(work.dims[name] % tensor == 0 for name in names)

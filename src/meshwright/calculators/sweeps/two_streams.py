@@ -23,7 +23,7 @@ BUCKET_BYTES = 25e6
 """Gradients that are sent together: the default of PyTorch's DistributedDataParallel."""
 
 
-class Way(msgspec.Struct, frozen=True, kw_only=True):
+class DataParallelism(msgspec.Struct, frozen=True, kw_only=True):
     """One way of data parallelism: what ZeRO splits, and when gradients are sent."""
 
     name: str
@@ -31,18 +31,18 @@ class Way(msgspec.Struct, frozen=True, kw_only=True):
     send: Send
 
 
-WAYS: tuple[Way, ...] = (
-    Way(name="data parallel, naive", zero=0, send="at the end"),
-    Way(name="overlapped", zero=0, send="each"),
-    Way(name="bucketed", zero=0, send="buckets"),
-    Way(name="ZeRO-1", zero=1, send="each"),
-    Way(name="ZeRO-3", zero=3, send="each"),
+WAYS: tuple[DataParallelism, ...] = (
+    DataParallelism(name="data parallel, naive", zero=0, send="at the end"),
+    DataParallelism(name="overlapped", zero=0, send="each"),
+    DataParallelism(name="bucketed", zero=0, send="buckets"),
+    DataParallelism(name="ZeRO-1", zero=1, send="each"),
+    DataParallelism(name="ZeRO-3", zero=3, send="each"),
 )
 
 
 def two_streams(
     setting: Setting,
-    way: Way,
+    way: DataParallelism,
     *,
     layers: int = 3,
     remat: str = "none",
@@ -76,7 +76,7 @@ def two_streams(
 class _Passes(Lanes):
     """Passes laid on both lanes by what each step needs."""
 
-    def __init__(self, priced: PricedStrategy, way: Way, bucket_bytes: float) -> None:
+    def __init__(self, priced: PricedStrategy, way: DataParallelism, bucket_bytes: float) -> None:
         super().__init__()
         self.priced, self.way, self.bucket_bytes = priced, way, bucket_bytes
         self.gathered: dict[tuple[int, int, ShardedArray], float] = {}

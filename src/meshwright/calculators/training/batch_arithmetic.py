@@ -21,7 +21,7 @@ MAX_SEQUENCES = 10**7
 """Bound on sequences whose divisors are listed."""
 
 
-class BatchSplit(msgspec.Struct, frozen=True, kw_only=True):
+class BatchSolution(msgspec.Struct, frozen=True, kw_only=True):
     """One way to share out a step: whole numbers whose product is ``batch_seqs``."""
 
     microbatch_seqs: int
@@ -54,7 +54,7 @@ def solve_batch(
     microbatch_seqs: int | None = None,
     accumulation: int | None = None,
     data_parallel: int | None = None,
-) -> tuple[BatchSplit, ...]:
+) -> tuple[BatchSolution, ...]:
     """All whole-numbered splits that agree with what is given; the fewest accumulated microbatches first.
 
     The batch follows from the other three; else every divisor is tried for what is missing. Raises CannotRunError when
@@ -69,7 +69,7 @@ def solve_batch(
         if microbatch_seqs is None or accumulation is None or data_parallel is None:
             raise InputError("the batch is not given, nor all of micro, accumulate and replicas. Give one more.")
         return (
-            BatchSplit(microbatch_seqs=microbatch_seqs, num_microbatches=accumulation, data_parallel=data_parallel),
+            BatchSolution(microbatch_seqs=microbatch_seqs, num_microbatches=accumulation, data_parallel=data_parallel),
         )
     found = [_split(triple) for triple in _factors(batch_seqs, parts)]
     if not found:
@@ -88,8 +88,8 @@ def _factors(batch: int, parts: tuple[int | None, ...]) -> Iterator[tuple[int, .
             yield first, int(steps), third
 
 
-def _split(triple: tuple[int, ...]) -> BatchSplit:
-    return BatchSplit(microbatch_seqs=triple[0], num_microbatches=triple[1], data_parallel=triple[2])
+def _split(triple: tuple[int, ...]) -> BatchSolution:
+    return BatchSolution(microbatch_seqs=triple[0], num_microbatches=triple[1], data_parallel=triple[2])
 
 
 def _nothing_divides(batch: int, parts: tuple[int | None, ...]) -> str:

@@ -1,18 +1,15 @@
 """Failures of a fleet: how often, how often to save, and what part of the time is useful work."""
 
 import math
-from typing import Any
 
 import msgspec
 
+from meshwright.algebra.sizes import Number
 from meshwright.core.errors import InputError
 from meshwright.cost.formulas.training_budget import DAY_S
 
-Number = Any
-"""A float, an int or a NumPy array of them."""
 
-
-class Goodput(msgspec.Struct, frozen=True, kw_only=True):
+class ExpectedGoodput(msgspec.Struct, frozen=True, kw_only=True):
     """What failures and checkpoints leave of a run; times in seconds.
 
     ``lost`` shares add up to 1 with ``goodput``: time in which checkpoints block the run, work done again after a
@@ -80,7 +77,7 @@ def goodput(
     checkpoint_s: float,
     restart_s: float,
     interval_s: float | None = None,
-) -> Goodput:
+) -> ExpectedGoodput:
     """Failures, best intervals and useful share of a fleet; at Daly's interval where none is given.
 
     ``checkpoint_s`` is the time for which saving stops the run (little, where it is asynchronous), ``restart_s`` from a
@@ -96,7 +93,7 @@ def goodput(
     chosen = daly if interval_s is None else interval_s
     share = useful_share(chosen, checkpoint_s=checkpoint_s, restart_s=restart_s, mtbf=mean_s)
     saving = share * checkpoint_s / chosen
-    return Goodput(
+    return ExpectedGoodput(
         mtbf_s=mean_s,
         failures_per_day=failures_per_day(num_nodes, failures_per_node_day=failures_per_node_day),
         checkpoint_s=checkpoint_s,

@@ -23,7 +23,7 @@ from meshwright.cost.formulas.training_budget import (
 from meshwright.spec.chip import Chip, peak
 
 
-class Assumptions(msgspec.Struct, frozen=True, kw_only=True):
+class CostAssumptions(msgspec.Struct, frozen=True, kw_only=True):
     """What is taken for granted: share of the peak, and what data sheets do not say.
 
     ``pue`` is the building's energy over that of its machines, ``host_share`` what hosts and network take besides the
@@ -73,7 +73,7 @@ class RunCost(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def run_cost(
-    flops: float, chip: Chip, *, num_chips: int = 1, dtype: str, given: Assumptions, useful_share: float = 1.0
+    flops: float, chip: Chip, *, num_chips: int = 1, dtype: str, given: CostAssumptions, useful_share: float = 1.0
 ) -> RunCost:
     """Time, energy and money of these FLOPs; ``useful_share`` is the goodput that failures leave.
 
@@ -110,7 +110,7 @@ def run_cost(
 
 
 def one_chip_costs(
-    flops: float, chips: Sequence[Chip], *, dtypes: Sequence[str], given: Assumptions
+    flops: float, chips: Sequence[Chip], *, dtypes: Sequence[str], given: CostAssumptions
 ) -> tuple[RunCost, ...]:
     """The same FLOPs on one of each chip, slowest first."""
     rows = [run_cost(flops, unit, dtype=dtype, given=given) for unit, dtype in zip(chips, dtypes, strict=True)]

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from meshwright.calculators.training.batch_arithmetic import (
-    BatchSplit,
+    BatchSolution,
     ComputeBoundTokens,
     compute_bound_tokens,
     solve_batch,
@@ -104,7 +104,7 @@ def _critical(loss: float) -> float:
     return float(critical_batch_tokens(loss))
 
 
-def _row(one: BatchSplit, seq_len: int, chips: int, limits: ComputeBoundTokens | None) -> dict[str, Any]:
+def _row(one: BatchSolution, seq_len: int, chips: int, limits: ComputeBoundTokens | None) -> dict[str, Any]:
     tokens = one.microbatch_seqs * seq_len
     hbm = limits.per_replica_hbm if limits else None
     link = limits.per_chip_link if limits else None

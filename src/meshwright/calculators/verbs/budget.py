@@ -4,8 +4,8 @@ from typing import Any
 
 import msgspec
 
-from meshwright.calculators.training.failures import Goodput, goodput
-from meshwright.calculators.training.run_cost import Assumptions, one_chip_costs, run_cost
+from meshwright.calculators.training.failures import ExpectedGoodput, goodput
+from meshwright.calculators.training.run_cost import CostAssumptions, one_chip_costs, run_cost
 from meshwright.calculators.training.scaling_laws import (
     DEFAULT_LAW,
     LAWS,
@@ -30,7 +30,7 @@ from meshwright.spec.model import Model
 from meshwright.spec.weights import num_active_params, params_by_part
 
 MAX_FLOPS = 1e36
-ASSUMED_MFU = Assumptions().mfu
+ASSUMED_MFU = CostAssumptions().mfu
 
 
 class Given(Options):
@@ -64,7 +64,7 @@ class Given(Options):
 def command(given: Given) -> Answer:
     """What FLOPS train (6 N D), or what a model and its tokens take, and how long that is on chips."""
     chosen = scaling_law(given.law)
-    assumed = Assumptions(
+    assumed = CostAssumptions(
         mfu=ASSUMED_MFU if given.mfu is None else given.mfu,
         pue=given.pue,
         host_share=given.host_share,
@@ -223,7 +223,7 @@ def _dtype(cluster: Cluster, dtype: str | None) -> str:
 
 
 def _run(
-    flops: float, cluster: Cluster | None, dtype: str | None, given: Assumptions, failing: Goodput | None
+    flops: float, cluster: Cluster | None, dtype: str | None, given: CostAssumptions, failing: ExpectedGoodput | None
 ) -> dict[str, Any] | None:
     if cluster is None:
         return None
@@ -239,7 +239,7 @@ def _run(
     }  # fmt: skip
 
 
-def _years(flops: float, dtype: str | None, given: Assumptions) -> list[dict[str, Any]]:
+def _years(flops: float, dtype: str | None, given: CostAssumptions) -> list[dict[str, Any]]:
     """One of each chip of the catalogue that has a peak, or one in that dtype."""
     every = [c for c in chips().values() if c.variant == "datasheet" and c.peak_flops]
     units = [c for c in every if dtype is None or dtype in c.peak_flops]
@@ -256,7 +256,7 @@ def _failures(
     checkpoint_s: float,
     restart_s: float,
     interval_s: float | None,
-) -> Goodput | None:
+) -> ExpectedGoodput | None:
     if rate is None:
         if nodes is not None:
             raise InputError(f"--nodes {nodes} needs a rate. Give --failures-per-1000-node-days, such as 10.")

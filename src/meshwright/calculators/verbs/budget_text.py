@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from meshwright.calculators.training.failures import Goodput
+from meshwright.calculators.training.failures import ExpectedGoodput
 from meshwright.calculators.training.scaling_laws import TOKENS_PER_PARAM, ScalingLaw
 from meshwright.cli.output import format_energy, format_power, or_dash
 from meshwright.core.units import format_flops, format_params, format_seconds
@@ -123,7 +123,7 @@ def _years_text(rows: list[dict[str, Any]]) -> Iterator[Piece]:
     )  # fmt: skip
 
 
-def _failures_text(at: Goodput) -> Iterator[Piece]:
+def _failures_text(at: ExpectedGoodput) -> Iterator[Piece]:
     yield Fact(
         "failures", f"{at.failures_per_day:.3g} a day, one every {format_seconds(at.mtbf_s)} somewhere in the fleet"
     )

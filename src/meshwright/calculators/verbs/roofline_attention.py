@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from meshwright.calculators.chips.attention_roofline import BlockTimes, block_times, compute_bound_len
+from meshwright.calculators.chips.attention_roofline import AttentionTimes, block_times, compute_bound_len
 from meshwright.calculators.verbs.roofline_sweep import Sweep, drawn
 from meshwright.core.errors import InputError
 from meshwright.core.units import format_count
@@ -50,7 +50,7 @@ def attention_facts(model: Model, unit: Chip, *, dtype: str, batch_seqs: int, sw
     }
 
 
-def _facts(one: BlockTimes) -> dict[str, Any]:
+def _facts(one: AttentionTimes) -> dict[str, Any]:
     return {
         "keys": one.keys,
         "intensity": one.attention.work.intensity,

@@ -21,9 +21,9 @@ from meshwright.calculators.sharding.einsum_cost import (
     whole_flops,
 )
 from meshwright.calculators.sharding.parsing import bytes_per_device, bytes_total, local_shape
-from meshwright.calculators.sharding.ways import Way, all_ways
+from meshwright.calculators.sharding.ways import ProductSteps, all_ways
 from meshwright.calculators.verbs.roofline_sweep import drawn
-from meshwright.calculators.verbs.shard_asked import Asked, parse_asked
+from meshwright.calculators.verbs.shard_asked import ShardQuestion, parse_asked
 from meshwright.calculators.verbs.shard_run import run_ways
 from meshwright.calculators.verbs.shard_text import shard_text
 from meshwright.cli.fields import dim_sizes, parse_mesh
@@ -78,7 +78,7 @@ def command(given: Given) -> Answer:
     return Answer(result, text, {given.png: lambda: _figure(asked, dims, mesh)})
 
 
-def _refuse_idle(asked: Asked, *, every: bool, execute: bool) -> None:
+def _refuse_idle(asked: ShardQuestion, *, every: bool, execute: bool) -> None:
     """Raise InputError for an option that an array alone, or a resharding, has no use for."""
     if every and not asked.factors:
         raise InputError(f"--all lists the ways of a product, and {asked.title} is none. Leave it out.")
@@ -125,7 +125,9 @@ def _step_row(step: Step, price: StepPrice) -> dict[str, Any]:
     }
 
 
-def _result(asked: Asked, dims: dict[str, int], mesh: dict[str, int], rates: EinsumRates | None) -> dict[str, Any]:
+def _result(
+    asked: ShardQuestion, dims: dict[str, int], mesh: dict[str, int], rates: EinsumRates | None
+) -> dict[str, Any]:
     prices = price_einsum(asked.steps, dims, mesh, rates)
     devices = math.prod(mesh.values())
     flops = sum(p.flops for p in prices)
@@ -155,12 +157,14 @@ def _total(prices: Sequence[StepPrice]) -> float | None:
     return None if any(t is None for t in times) else sum(t for t in times if t is not None)
 
 
-def _all_ways(asked: Asked) -> tuple[Way, ...]:
+def _all_ways(asked: ShardQuestion) -> tuple[ProductSteps, ...]:
     lhs, rhs = asked.factors
     return all_ways(lhs, rhs, asked.result)
 
 
-def _ways(asked: Asked, dims: dict[str, int], mesh: dict[str, int], rates: EinsumRates | None) -> list[dict[str, Any]]:
+def _ways(
+    asked: ShardQuestion, dims: dict[str, int], mesh: dict[str, int], rates: EinsumRates | None
+) -> list[dict[str, Any]]:
     rows = []
     for way in _all_ways(asked):
         prices = price_einsum(way.steps, dims, mesh, rates)
@@ -177,7 +181,7 @@ def _ways(asked: Asked, dims: dict[str, int], mesh: dict[str, int], rates: Einsu
     return sorted(rows, key=lambda r: (r["time_s"] if r["time_s"] is not None else 0, r["bytes"]))
 
 
-def _slice_and_sum(asked: Asked, dims: dict[str, int], rates: EinsumRates | None) -> dict[str, Any] | None:
+def _slice_and_sum(asked: ShardQuestion, dims: dict[str, int], rates: EinsumRates | None) -> dict[str, Any] | None:
     """When slicing the contracted dim over one ICI axis and an AllReduce beat a whole product on every device.
 
     None where nothing is contracted, or on a cluster that is no torus. Source: exercise 3.4.
@@ -192,7 +196,7 @@ def _slice_and_sum(asked: Asked, dims: dict[str, int], rates: EinsumRates | None
     return {"dim": dim, "size": dims[dim], "min_size": reduce_after_min_dim(alpha), "max_shards": most}
 
 
-def _figure(asked: Asked, dims: dict[str, int], mesh: dict[str, int]) -> Any:
+def _figure(asked: ShardQuestion, dims: dict[str, int], mesh: dict[str, int]) -> Any:
     from meshwright.report.arrays.sharding import sharding_figure
 
     panels = [panel(a, dims, mesh) for a in asked.drawn]

@@ -13,7 +13,7 @@ from meshwright.core.errors import InputError
 _ARROW = re.compile(r"\s*(?:->|→)\s*")
 
 
-class Asked(msgspec.Struct, frozen=True, kw_only=True):
+class ShardQuestion(msgspec.Struct, frozen=True, kw_only=True):
     """The arrays in the order they were written, and the steps to the last one.
 
     ``factors`` are the two operands of a product, () where there is none.
@@ -40,14 +40,14 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
         return array.name if names.count(array.name) == 1 else str(array)
 
 
-def parse_asked(text: str, *, dtype: str) -> Asked:
+def parse_asked(text: str, *, dtype: str) -> ShardQuestion:
     """The product, array or resharding that is written; arrays without a dtype have ``dtype``."""
     sides = _ARROW.split(text.strip())
     if len(sides) > 2 or text.count("[") not in (1, 2):
         lhs, rhs, out = (_typed(a, dtype) for a in parse_einsum(text))
-        return Asked(title=text, arrays=(lhs, rhs, out), steps=einsum_steps(lhs, rhs, out), factors=(lhs, rhs))
+        return ShardQuestion(title=text, arrays=(lhs, rhs, out), steps=einsum_steps(lhs, rhs, out), factors=(lhs, rhs))
     if len(sides) == 1:
-        return Asked(title=text, arrays=(_typed(parse_array(text), dtype),), steps=())
+        return ShardQuestion(title=text, arrays=(_typed(parse_array(text), dtype),), steps=())
     source, target = (parse_array(side) for side in sides)
     if source.dims != target.dims:
         raise InputError(
@@ -59,7 +59,7 @@ def parse_asked(text: str, *, dtype: str) -> Asked:
     source = _typed(source, target.dtype or dtype)
     target = target.replace(name=source.name, dtype=source.dtype)
     arrays = (source,) if source == target else (source, target)
-    return Asked(title=text, arrays=arrays, steps=reshard(source, target))
+    return ShardQuestion(title=text, arrays=arrays, steps=reshard(source, target))
 
 
 def _typed(array: ShardedArray, dtype: str) -> ShardedArray:

@@ -5,13 +5,13 @@ from typing import Any
 
 from meshwright.algebra.notation import ShardedArray
 from meshwright.algebra.steps import Step
-from meshwright.calculators.verbs.shard_asked import Asked
+from meshwright.calculators.verbs.shard_asked import ShardQuestion
 
 MAX_RELATIVE_ERROR = 1e-5
 """Of float32 products against float64 ones, relative to the largest entry."""
 
 
-def run_ways(asked: Asked, ways: Sequence[Sequence[Step]], dims: dict[str, int], mesh: dict[str, int]) -> Any:
+def run_ways(asked: ShardQuestion, ways: Sequence[Sequence[Step]], dims: dict[str, int], mesh: dict[str, int]) -> Any:
     """Run each way on emulated devices and on NumPy blocks, in float32, against the unsharded result."""
     import numpy as np
 
@@ -41,7 +41,7 @@ def run_ways(asked: Asked, ways: Sequence[Sequence[Step]], dims: dict[str, int],
 
 
 def _inputs(
-    asked: Asked, dims: dict[str, int], mesh: dict[str, int]
+    asked: ShardQuestion, dims: dict[str, int], mesh: dict[str, int]
 ) -> tuple[tuple[Step, ...], tuple[ShardedArray, ...], dict[str, int]]:
     """Steps that make what is asked about, the arrays that they begin with, and the sizes of all dims.
 

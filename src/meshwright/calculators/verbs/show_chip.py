@@ -15,7 +15,7 @@ from meshwright.report.answer import Answer, Fact, Paragraph, Piece, Table
 from meshwright.spec.chip import Chip
 from meshwright.spec.strategy import STATE_BYTES
 
-Row = list[Any]
+TableRow = list[Any]
 
 
 def chip_answer(c: Chip) -> Answer:
@@ -123,7 +123,7 @@ def _figures_text(c: Chip) -> Iterator[Piece]:
         return f"{notes.index(source) + 1}" if source else ""
 
     every = c.sources.get("peak_flops", "")
-    rows: list[Row] = [
+    rows: list[TableRow] = [
         [f"{dtype}, dense", format_flops(flops), note(c.sources.get(f"peak_flops.{dtype}", every))]
         for dtype, flops in c.peak_flops.items()
     ]
@@ -136,7 +136,7 @@ def _figures_text(c: Chip) -> Iterator[Piece]:
         yield Paragraph(f"{number:>2}  {source}", indent=4)
 
 
-def _derived_rows(c: Chip, facts: dict[str, Any]) -> list[Row]:
+def _derived_rows(c: Chip, facts: dict[str, Any]) -> list[TableRow]:
     """What, how much, and the formula; only what is known."""
     batches = [
         (f"least batch, {name}", tokens, "{:.4g} tokens", _batch_formula(name))
@@ -170,8 +170,8 @@ def _batch_formula(name: str) -> str:
     return f"{'int8 ' if computed == 'int8' else ''}peak / memory rate{half}"
 
 
-def _anatomy_rows(c: Chip) -> list[Row]:
-    rows: list[Row] = []
+def _anatomy_rows(c: Chip) -> list[TableRow]:
+    rows: list[TableRow] = []
     if c.mxu_dim and c.mxus_per_core and c.num_cores and c.clock_hz:
         each = anatomy.units_flops_per_s(1, anatomy.mxu_flops_per_cycle(c.mxu_dim), c.clock_hz)
         rows.append(["one MXU", format_flops(each), f"{c.mxu_dim} x {c.mxu_dim} at {c.clock_hz / 1e9:g} GHz"])

@@ -10,7 +10,7 @@ from meshwright.api.rates import rates_for
 from meshwright.calculators.sweeps.crossover import (
     Crossing,
     Curve,
-    Work,
+    SweptWork,
     closed_forms,
     crossing,
     fixed_curve,
@@ -95,7 +95,7 @@ def _tokens(batches: str | None, num_chips: int) -> np.ndarray:
     return low * (high / low) ** (np.arange(count) / (count - 1))
 
 
-def _as_json(work: Work, on: str, curves: Sequence[Curve], found: Sequence[Crossing]) -> dict[str, Any]:
+def _as_json(work: SweptWork, on: str, curves: Sequence[Curve], found: Sequence[Crossing]) -> dict[str, Any]:
     return {
         "model": work.name,
         "cluster": on,
@@ -121,12 +121,12 @@ def _as_json(work: Work, on: str, curves: Sequence[Curve], found: Sequence[Cross
 # -- text -----------------------------------------------------------------------------------------------
 
 
-def _what(work: Work) -> str:
+def _what(work: SweptWork) -> str:
     what = "the whole training step" if work.whole else "the forward pass of the layers"
     return "one layer, forward pass" if work.model is None else what
 
 
-def _text(work: Work, on: str, curves: Sequence[Curve], found: Sequence[Crossing]) -> Iterator[Piece]:
+def _text(work: SweptWork, on: str, curves: Sequence[Curve], found: Sequence[Crossing]) -> Iterator[Piece]:
     yield f"{work.name} on {on}, {_what(work)}: collectives one after the other, nothing hidden"
     if len(curves) == 1:
         yield from _one_text(curves[0])
@@ -174,7 +174,7 @@ def _count(tokens: float) -> str:
 # -- picture --------------------------------------------------------------------------------------------
 
 
-def _figure(work: Work, on: str, curves: Sequence[Curve], found: Sequence[Crossing]) -> Figure:
+def _figure(work: SweptWork, on: str, curves: Sequence[Curve], found: Sequence[Crossing]) -> Figure:
     drawn: list[CommsCurve] = []
     for one, met in zip(curves, found, strict=True):
         compute = tuple(one.compute_s.tolist())

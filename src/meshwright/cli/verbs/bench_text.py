@@ -14,7 +14,7 @@ from meshwright.core.units import format_bytes, format_flops, format_seconds
 BUSY = "all devices busy, figures of one"
 
 Value = str | Callable[[Any], Any]
-Column = tuple[str, Value] | tuple[str, Value, Callable[[Any], str]]
+BenchColumn = tuple[str, Value] | tuple[str, Value, Callable[[Any], str]]
 """A heading, the value of a row (an attribute path or a function), and its format."""
 
 number, share, percent = "{:.3g}".format, "{:.1%}".format, "{:.0%}".format
@@ -25,9 +25,9 @@ def rate(value: float) -> str:
     return f"{format_bytes(value)}/s"
 
 
-TIME: Column = ("time", "seconds.median_s", format_seconds)
-SPREAD: Column = ("spread", "seconds.spread", percent)
-FLOPS: Column = ("rate", "flops_per_s", format_flops)
+TIME: BenchColumn = ("time", "seconds.median_s", format_seconds)
+SPREAD: BenchColumn = ("spread", "seconds.spread", percent)
+FLOPS: BenchColumn = ("rate", "flops_per_s", format_flops)
 
 
 def print_report(report: results.BenchReport) -> None:
@@ -58,7 +58,7 @@ def left_out_lines(lines: Sequence[str]) -> list[str]:
     return [f"not measured ({why}): {'; '.join(things)}" if all(things) else why for why, things in reasons.items()]
 
 
-def _print(title: str, rows: Sequence[Any], *columns: Column) -> None:
+def _print(title: str, rows: Sequence[Any], *columns: BenchColumn) -> None:
     """Prints a table without columns of unknown values; without rows its title alone."""
     known = []
     for heading, what, *show in columns:

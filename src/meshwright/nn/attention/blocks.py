@@ -36,7 +36,7 @@ from meshwright.nn.attention.visibility import (
     visible,
 )
 
-Carry = TypeVar("Carry")
+_Carry = TypeVar("_Carry")
 
 QUERY_ROWS = 256
 KEY_ROWS = 512
@@ -178,8 +178,8 @@ def _visibility(call: AttentionCall, blocks: BlockRows) -> Array | None:
 
 
 def _attend_visible(
-    kind: Array | None, before: Carry, attend_block: Callable[[Array | None], Carry], seen: Callable[[], Array]
-) -> Carry:
+    kind: Array | None, before: _Carry, attend_block: Callable[[Array | None], _Carry], seen: Callable[[], Array]
+) -> _Carry:
     """Calls ``attend_block`` with the mask if a block of keys is seen in part, without one if it is seen whole."""
     if kind is None:
         return attend_block(None)

@@ -25,7 +25,7 @@ SequenceLayout = Literal["contiguous", "zigzag", "any"]
 (`zigzag_order`). "any": only the positions say."""
 
 Pair = tuple[Array, Array]
-Carry = TypeVar("Carry")
+_Carry = TypeVar("_Carry")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,11 +99,17 @@ def ring_attention_backward(
 
 
 def _around(
-    ring: KeyRing, moves: int, keys: Pair, start: Carry, add_block: Callable[[Carry, Pair, Array], Carry], *, first: int
-) -> Carry:
+    ring: KeyRing,
+    moves: int,
+    keys: Pair,
+    start: _Carry,
+    add_block: Callable[[_Carry, Pair, Array], _Carry],
+    *,
+    first: int,
+) -> _Carry:
     """Applies ``add_block`` to every passing block; ``keys``, of the rank ``first`` places before, is the first."""
 
-    def step(carry: tuple[Pair, Carry], index: Array) -> tuple[tuple[Pair, Carry], None]:
+    def step(carry: tuple[Pair, _Carry], index: Array) -> tuple[tuple[Pair, _Carry], None]:
         keys, state = carry
         return (ring.send(keys), add_block(state, keys, index)), None
 
@@ -132,8 +138,8 @@ def _collected(
 
 
 def _on_passing(
-    call: AttentionCall, ring: KeyRing, step: Array, length: int, part: Callable[[AttentionCall, int, int], Carry]
-) -> Carry:
+    call: AttentionCall, ring: KeyRing, step: Array, length: int, part: Callable[[AttentionCall, int, int], _Carry]
+) -> _Carry:
     """Applies ``part`` to (call, first query, end of keys), the pairs of another rank's block that are visible.
 
     Without a window and documents the ranks decide. The block comes from an earlier rank or, after a round, from a

@@ -26,7 +26,7 @@ from meshwright.nn.ops.quantised_einsum import quantised_einsum
 MAX_WRITTEN_OUT = 16
 """Maximum number of devices for which the permutes are unrolled."""
 
-Carry = Any
+_Carry = Any
 
 
 class Factor(NamedTuple):
@@ -140,7 +140,7 @@ def block_length(products: Sequence[BlockedProduct], size: int) -> int:
     return whole // size
 
 
-def _repeat(first: int, end: int, step: Callable[[Any, Carry], Carry], state: Carry) -> Carry:
+def _repeat(first: int, end: int, step: Callable[[Any, _Carry], _Carry], state: _Carry) -> _Carry:
     """Applies ``step`` to the numbers from ``first`` up to ``end``, unrolled if they are few."""
     if end - first > MAX_WRITTEN_OUT:
         return lax.fori_loop(first, end, step, state)

@@ -15,6 +15,7 @@ from meshwright.algebra.ops.fused_head import CHUNK_TOKENS
 from meshwright.algebra.steps import Step
 from meshwright.nn.context import Context
 from meshwright.nn.contract import contract
+from meshwright.nn.experts.slots import ResidualStream
 from meshwright.nn.ops import of_arrays
 from meshwright.nn.ops.linear_cross_entropy import (
     FirstRow,
@@ -28,8 +29,7 @@ from meshwright.nn.ops.linear_cross_entropy import (
     sum_loss_backward,
 )
 
-ResidualStream = Float[Array, "B T D"]
-Table = Float[Array, "D V"]
+VocabularyTable = Float[Array, "D V"]
 
 
 def chunk_length(batch: int, length: int) -> int:
@@ -62,7 +62,7 @@ def _over_chunks(one: Callable[[Any, Any], tuple[Any, Any]], start: Any, *arrays
 
 
 def chunked_logits_statistics(
-    x: ResidualStream, table: Table, labels: Labels, *, first_row: FirstRow, softcap: float = 0.0
+    x: ResidualStream, table: VocabularyTable, labels: Labels, *, first_row: FirstRow, softcap: float = 0.0
 ) -> Statistics:
     """Returns the statistics of the logits ``x * table``."""
 
@@ -85,8 +85,13 @@ def _cotangents(x: Array, table: Array, dlogits: Array) -> tuple[Array, Array]:
 
 
 def chunked_logits_backward(
-    x: ResidualStream, table: Table, labels: Labels, *rows: PerToken, first_row: FirstRow, softcap: float = 0.0
-) -> tuple[ResidualStream, Table]:
+    x: ResidualStream,
+    table: VocabularyTable,
+    labels: Labels,
+    *rows: PerToken,
+    first_row: FirstRow,
+    softcap: float = 0.0,
+) -> tuple[ResidualStream, VocabularyTable]:
     """Returns cotangents of the stream and the table; ``rows`` are the per-token inputs of `logits_backward`."""
 
     def one(dtable: Array, given: tuple[Array, ...]) -> tuple[Array, Array]:
@@ -100,8 +105,8 @@ def chunked_logits_backward(
 
 
 def fused_head(
-    x: ResidualStream, table: Table, labels: Labels, *, softcap: float = 0.0, z_loss: float = 0.0
-) -> tuple[Float[Array, ""], ResidualStream, Table]:
+    x: ResidualStream, table: VocabularyTable, labels: Labels, *, softcap: float = 0.0, z_loss: float = 0.0
+) -> tuple[Float[Array, ""], ResidualStream, VocabularyTable]:
     """Returns the summed loss and its slopes in the stream and in the whole table.
 
     All three use the same logits. Under `jax.jit` a caller of the loss alone pays for the loss alone.

@@ -16,7 +16,7 @@ import numpy as np
 
 from meshwright.core.units import format_params
 from meshwright.cost.memory import memory_parts, total_bytes
-from meshwright.cost.pipeline import Pipeline
+from meshwright.cost.pipeline import PipelineCost
 from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import Estimate, estimate_step
 from meshwright.plan.legal import MEMORY_RULE, Refusal, check_rules, divisors, legal, size_rules, strategy_sizes
@@ -104,7 +104,7 @@ class _Builder:
         if not len(counts):
             return None
         sizes = self.setting.sizes(one, microbatch_seqs=self.job.batch_seqs / counts)
-        pipeline = Pipeline(stages=stages, microbatches=counts, software=self.setting.assumptions.software)
+        pipeline = PipelineCost(stages=stages, microbatches=counts, software=self.setting.assumptions.software)
         items = memory_parts(derived, sizes).items(pipeline)
         fits = np.flatnonzero(np.broadcast_to(total_bytes(items), counts.shape) <= self.setting.memory_limit)
         return int(counts[fits[0]]) if len(fits) else None

@@ -19,7 +19,7 @@ MAX_STEPS = 40
 MAX_OPS = 30
 MAX_PRODUCTS = 12
 PERCENT = "{:.1%}".format
-Columns = list[str | tuple[str, Show]]
+ReportColumns = list[str | tuple[str, Show]]
 
 
 def write_report(profile: Profile, folder: Path) -> list[Path]:
@@ -99,7 +99,7 @@ def difference(row: TimeRow) -> str:
 
 
 def _rows(rows: Sequence[TimeRow], what: str) -> str:
-    columns: Columns = [what, ("predicted", format_seconds), ("measured", format_seconds), "difference"]
+    columns: ReportColumns = [what, ("predicted", format_seconds), ("measured", format_seconds), "difference"]
     return as_markdown(Table(columns, [[row.name, row.predicted_s, row.measured_s, difference(row)] for row in rows]))
 
 
@@ -125,7 +125,7 @@ def _where(profile: Profile) -> str:
     mean, predicted = profile.times.mean, profile.comparison.predicted
     rows = [(name, predicted.parts[name], seconds) for name, seconds in mean.parts.items()]
     rows.append(("whole step", predicted.total_s, mean.total_s))
-    columns: Columns = ["", ("predicted", format_seconds), ("mean device", format_seconds), ("share", PERCENT)]
+    columns: ReportColumns = ["", ("predicted", format_seconds), ("mean device", format_seconds), ("share", PERCENT)]
     return as_markdown(Table(columns, [[*row, row[-1] / mean.total_s] for row in rows]))
 
 
@@ -163,7 +163,15 @@ def _ops(profile: Profile) -> str:
         ]
         for op in profile.times.ops[:MAX_OPS]
     ]
-    columns: Columns = ["instruction", "kind", "derived step", COUNT, OWN, ("share", PERCENT), ("FLOP/s", format_flops)]
+    columns: ReportColumns = [
+        "instruction",
+        "kind",
+        "derived step",
+        COUNT,
+        OWN,
+        ("share", PERCENT),
+        ("FLOP/s", format_flops),
+    ]
     shown = f"\nThe longest {len(rows)} of {len(profile.times.ops)} instructions of a mean device.\n"
     return as_markdown(Table(columns, rows)) + shown
 

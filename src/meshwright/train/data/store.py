@@ -26,7 +26,7 @@ from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.files import write_text_whole
 from meshwright.core.units import format_count
 from meshwright.nn.hf.tokenizer import TOKENIZER
-from meshwright.train.data.text import Corpus, Piece
+from meshwright.train.data.text import Corpus, TextPiece
 from meshwright.train.data.token_store import START_BYTES, STARTS, TOKENS, TokenStore
 from meshwright.train.data.tokenizer import (
     END_ID,
@@ -224,8 +224,8 @@ def tokenise(corpus: Corpus, encoder: TextTokenizer, *, dtype: str, folder: Path
     return written
 
 
-def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
-    batch: list[Piece] = []
+def _batches(pieces: Iterable[TextPiece]) -> Iterator[list[TextPiece]]:
+    batch: list[TextPiece] = []
     chars = 0
     for piece in pieces:
         batch.append(piece)

@@ -32,7 +32,7 @@ HASHED_BYTES = 2**26
 _WHAT = f"Give a text, .jsonl or .parquet file, a folder of them, or {PYDOC!r}."
 
 
-class Piece(NamedTuple):
+class TextPiece(NamedTuple):
     """A piece of a document, whether it is the last, and the bytes of the file read so far."""
 
     text: str
@@ -66,7 +66,7 @@ class FileCorpus(NamedTuple):
             digest.update(_content(file) if whole else str(found.st_mtime_ns).encode())
         return digest.hexdigest()
 
-    def pieces(self) -> Iterator[Piece]:
+    def pieces(self) -> Iterator[TextPiece]:
         """Yields all documents; ``bytes_read`` counts over all files. Raises InputError when none has text."""
         before, found = 0, False
         for file in self.files:
@@ -101,12 +101,12 @@ class PydocCorpus(NamedTuple):
     def identity(self) -> str:
         return hashlib.sha256("\0".join(self.texts).encode()).hexdigest()
 
-    def pieces(self) -> Iterator[Piece]:
+    def pieces(self) -> Iterator[TextPiece]:
         before = 0
         for text in self.texts:
             before += len(text)
             for part, last in in_pieces([text]):
-                yield Piece(part, last, before)
+                yield TextPiece(part, last, before)
 
     def sample(self, max_chars: int) -> Iterator[str]:
         yield from self.texts
@@ -157,7 +157,7 @@ def _files(path: Path) -> list[Path]:
 # -- documents of one file -------------------------------------------------------------------------------
 
 
-def read_pieces(file: Path, field: str) -> Iterator[Piece]:
+def read_pieces(file: Path, field: str) -> Iterator[TextPiece]:
     """Yields the documents of a file in order, except blank ones.
 
     A text file is one document. Of JSON lines and Parquet each record is one, in ``field``. Raises InputError
@@ -193,10 +193,10 @@ def in_pieces(chunks: Iterable[str]) -> Iterator[tuple[str, bool]]:
         yield held, True
 
 
-def _text(file: Path) -> Iterator[Piece]:
+def _text(file: Path) -> Iterator[TextPiece]:
     with file.open("rb") as raw:
         for text, last in in_pieces(_decoded(raw, file)):
-            yield Piece(text, last, raw.tell())
+            yield TextPiece(text, last, raw.tell())
 
 
 def _decoded(raw: BinaryIO, file: Path) -> Iterator[str]:
@@ -216,7 +216,7 @@ def _decoded(raw: BinaryIO, file: Path) -> Iterator[str]:
             return
 
 
-def _json_lines(file: Path, field: str) -> Iterator[Piece]:
+def _json_lines(file: Path, field: str) -> Iterator[TextPiece]:
     decode = msgspec.json.Decoder(dict[str, Any]).decode
     with file.open("rb") as raw, _unpacked(file, raw) as lines:
         for number, line in enumerate(lines, start=1):
@@ -228,7 +228,7 @@ def _json_lines(file: Path, field: str) -> Iterator[Piece]:
                 raise InputError(f"{file} line {number} is not a JSON object: {error}.") from None
             text = _field(record, field, f"{file} line {number}")
             for piece, last in in_pieces([text]):
-                yield Piece(piece, last, raw.tell())
+                yield TextPiece(piece, last, raw.tell())
 
 
 def _field(record: dict[str, Any], field: str, where: str) -> str:
@@ -254,7 +254,7 @@ def _unpacked(file: Path, raw: BinaryIO) -> Any:
     return raw
 
 
-def _parquet(file: Path, field: str) -> Iterator[Piece]:
+def _parquet(file: Path, field: str) -> Iterator[TextPiece]:
     try:
         import pyarrow
         import pyarrow.parquet
@@ -270,6 +270,6 @@ def _parquet(file: Path, field: str) -> Iterator[Piece]:
                 done += len(batch)
                 for value in batch.column(0).to_pylist():
                     for piece, last in in_pieces([_field({field: value}, field, str(file))]):
-                        yield Piece(piece, last, size * done // table.metadata.num_rows)
+                        yield TextPiece(piece, last, size * done // table.metadata.num_rows)
     except pyarrow.ArrowException as error:
         raise InputError(f"{file} is not a Parquet file: {' '.join(str(error).split())}.") from None

@@ -108,7 +108,7 @@ def peak_bytes() -> int | None:
     return int(counted) if counted else None
 
 
-Part = Literal["compile", "checkpoint", "evaluation", "data"]
+GoodputPart = Literal["compile", "checkpoint", "evaluation", "data"]
 
 
 class Stopwatch:
@@ -116,10 +116,10 @@ class Stopwatch:
 
     def __init__(self) -> None:
         self._start = time.perf_counter()
-        self._spent: Counter[Part] = Counter()
+        self._spent: Counter[GoodputPart] = Counter()
 
     @contextmanager
-    def timed(self, part: Part) -> Iterator[None]:
+    def timed(self, part: GoodputPart) -> Iterator[None]:
         """Counts the time of its context as ``part``."""
         start = time.perf_counter()
         try:
@@ -127,11 +127,11 @@ class Stopwatch:
         finally:
             self.add(part, time.perf_counter() - start)
 
-    def add(self, part: Part, seconds: float) -> None:
+    def add(self, part: GoodputPart, seconds: float) -> None:
         """Counts these seconds as ``part``."""
         self._spent[part] += seconds  # type: ignore[assignment]
 
-    def seconds(self, part: Part) -> float:
+    def seconds(self, part: GoodputPart) -> float:
         """Returns the seconds of ``part`` so far."""
         return self._spent[part]
 
