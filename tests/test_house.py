@@ -9,7 +9,7 @@ from tests.test_architecture import ROOT, SOURCE, imports_of, source_modules
 
 MOST_PARAMETERS = 6
 TOO_MANY = {
-    "accounting.attention_work", "bench.command", "cache.cached_attention",
+    "accounting.attention_work", "cache.cached_attention",
     "cached_latent_attention.cached_latent_attention",
     "curves.curves_figure", "generate.generate", "generate_step.__init__", "layers.parse_block",
     "linear_cross_entropy.logits_backward", "loop.train", "marks.spans", "memory_sweep.memory_sweep",

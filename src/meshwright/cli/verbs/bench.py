@@ -7,11 +7,13 @@ import click
 import msgspec
 
 from meshwright.cli.fields import parse_mesh
-from meshwright.cli.output import emit_json, json_option, say
+from meshwright.cli.output import say
+from meshwright.cli.verb import Options, argument, option, verb
 from meshwright.core.dims import COLLECTIVES
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.files import cache_folder, write_text_whole
 from meshwright.core.toml_file import dump_toml
+from meshwright.report.answer import Answer
 from meshwright.spec.calibration import Calibration, save_calibration
 from meshwright.spec.chip import chip as find_chip
 from meshwright.spec.cluster import parse_cluster
@@ -25,54 +27,44 @@ RATES = ("matmul", "mlp", "copy", "collectives", "attention")
 """Parts whose rates a calibration holds."""
 
 
-@click.command()
-@click.argument("what", nargs=-1)
-@click.option("--on", "on", help="Emulated devices, such as cpu:8; else whatever devices JAX has.")
-@click.option("--seconds", type=click.FloatRange(min=0.5), default=60.0, show_default=True, help="For everything.")
-@click.option("--dtypes", help="Element types of products, the main one first: bf16,fp8,int8.")
-@click.option("--mesh", "mesh_text", help="Measure collectives over its axes: fsdp=4,tensor=2.")
-@click.option("--chip", "chip_name", help="The chip of the catalogue that the devices are, where it is not recognised.")
-@click.option("-o", "--output", type=click.Path(path_type=Path), help="Write a calibration (TOML) for plan.")
-@click.option("--save", type=click.Path(path_type=Path), help="Keep all figures in this file (.json or .toml).")
-@click.option("--pictures", type=click.Path(path_type=Path, file_okay=False), help="Draw into this folder.")
-@json_option
-def command(
-    what: tuple[str, ...],
-    on: str | None,
-    seconds: float,
-    dtypes: str | None,
-    mesh_text: str | None,
-    chip_name: str | None,
-    output: Path | None,
-    save: Path | None,
-    pictures: Path | None,
-    as_json: bool,
-) -> None:
+class Given(Options):
+    what: tuple[str, ...] = argument()
+    on: str | None = option("Emulated devices, such as cpu:8; else whatever devices JAX has.")
+    seconds: float = option("For everything.", type=click.FloatRange(min=0.5), default=60.0)
+    dtypes: str | None = option("Element types of products, the main one first: bf16,fp8,int8.")
+    mesh_text: str | None = option("Measure collectives over its axes: fsdp=4,tensor=2.", "--mesh")
+    chip_name: str | None = option(
+        "The chip of the catalogue that the devices are, where it is not recognised.", "--chip"
+    )
+    output: Path | None = option("Write a calibration (TOML) for plan.", "-o", "--output")
+    save: Path | None = option("Keep all figures in this file (.json or .toml).")
+    pictures: Path | None = option("Draw into this folder.")
+
+
+@verb(Given)
+def command(given: Given) -> Answer:
     """Measure the devices at hand: WHAT of matmul mlp elementwise contents distance copy batch collectives attention
     overhead, all by default. Every part has a share of the seconds; what does not fit is named as not measured.
 
     meshwright bench --on cpu:8 -o rates.toml, then meshwright plan MODEL --on cpu:8 --calibration rates.toml.
     """
-    axes = parse_mesh(mesh_text) if mesh_text is not None else {}
-    _check_files(what, output, save)
-    if chip_name is not None:
-        find_chip(chip_name)
-    devices = _devices(on)
+    axes = parse_mesh(given.mesh_text) if given.mesh_text is not None else {}
+    _check_files(given.what, given.output, given.save)
+    if given.chip_name is not None:
+        find_chip(given.chip_name)
+    devices = _devices(given.on)
     from meshwright.bench.run import check_parts, make_bench, run_bench
     from meshwright.parallel.mesh import keep_compiled_programs
 
-    check_parts(what)
-    wanted = [word.strip() for word in dtypes.split(",")] if dtypes is not None else []
-    bench = make_bench(devices, chip=chip_name, dtypes=wanted, axes=axes)
+    check_parts(given.what)
+    wanted = [word.strip() for word in given.dtypes.split(",")] if given.dtypes is not None else []
+    bench = make_bench(devices, chip=given.chip_name, dtypes=wanted, axes=axes)
     keep_compiled_programs(cache_folder())
-    report = run_bench(bench, what, seconds=seconds, say=say)
-    written = _write(report, output, save, pictures)
-    if as_json:
-        emit_json({**msgspec.to_builtins(report), **written})
-        return
-    from meshwright.cli.verbs.bench_text import print_report
+    report = run_bench(bench, given.what, seconds=given.seconds, say=say)
+    written = _write(report, given.output, given.save, given.pictures)
+    from meshwright.cli.verbs.bench_text import report_text
 
-    print_report(report)
+    return Answer({**msgspec.to_builtins(report), **written}, report_text(report))
 
 
 def _check_files(what: tuple[str, ...], output: Path | None, save: Path | None) -> None:

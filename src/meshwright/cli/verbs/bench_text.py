@@ -1,15 +1,14 @@
-"""Prints the report of `bench`: a table for each part, and what was not measured."""
+"""The report of `bench`: a table for each part, and what was not measured."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
 from typing import Any
 
-import click
-
 from meshwright.bench import results
-from meshwright.cli.output import or_dash, print_fact, print_table, print_text
+from meshwright.cli.output import or_dash
 from meshwright.core.units import format_bytes, format_flops, format_seconds
+from meshwright.report.answer import Fact, Piece, Table
 
 BUSY = "all devices busy, figures of one"
 
@@ -30,23 +29,22 @@ SPREAD: BenchColumn = ("spread", "seconds.spread", percent)
 FLOPS: BenchColumn = ("rate", "flops_per_s", format_flops)
 
 
-def print_report(report: results.BenchReport) -> None:
-    """Prints every measured part, in the order of measuring."""
-    print_fact("measured", f"{report.machine}, {report.date}; {BUSY}")
+def report_text(report: results.BenchReport) -> Iterator[Piece]:
+    """Yields every measured part, in the order of measuring."""
+    yield Fact("measured", f"{report.machine}, {report.date}; {BUSY}")
     versions = ", ".join(f"{name} {number}" for name, number in report.versions.items())
-    print_fact("with", f"{versions}; {report.took_s:.0f} s of {report.seconds:.0f}")
+    yield Fact("with", f"{versions}; {report.took_s:.0f} s of {report.seconds:.0f}")
     if report.platform == "cpu":
         load = f"{report.load:.1f} on {os.cpu_count()} cores"
-        print_fact("load before", f"{load}: rates of a quiet machine need one near 0")
-    click.echo()
+        yield Fact("load before", f"{load}: rates of a quiet machine need one near 0")
+    yield ""
     for name, show in SHOWN.items():
         part = getattr(report, name)
         if part is not None:
-            lines = [*show(part), *left_out_lines(part.left_out)]
-            for line in lines:
-                print_text(line)
-            if lines:
-                click.echo()
+            pieces = [*show(part), *left_out_lines(part.left_out)]
+            yield from pieces
+            if any(isinstance(piece, str) for piece in pieces[1:]):
+                yield ""
 
 
 def left_out_lines(lines: Sequence[str]) -> list[str]:
@@ -58,25 +56,25 @@ def left_out_lines(lines: Sequence[str]) -> list[str]:
     return [f"not measured ({why}): {'; '.join(things)}" if all(things) else why for why, things in reasons.items()]
 
 
-def _print(title: str, rows: Sequence[Any], *columns: BenchColumn) -> None:
-    """Prints a table without columns of unknown values; without rows its title alone."""
+def _text(title: str, rows: Sequence[Any], *columns: BenchColumn) -> Iterator[Piece]:
+    """Yields a table without columns of unknown values; without rows its title alone."""
     known = []
     for heading, what, *show in columns:
         values = [(attrgetter(what) if isinstance(what, str) else what)(row) for row in rows]
         if any(value is not None for value in values):
             known.append((heading, [show[0](value) if show and value is not None else value for value in values]))
     if known:
-        print_table([heading for heading, _ in known], list(zip(*(cells for _, cells in known), strict=True)), title)
+        yield Table([heading for heading, _ in known], list(zip(*(cells for _, cells in known), strict=True)), title)
     else:
-        print_text(title)
+        yield title
 
 
-def _matmul(part: results.MatmulPart) -> list[str]:
+def _matmul_text(part: results.MatmulPart) -> Iterator[Piece]:
     side = ("dtype", "dtype"), ("side", "n")
-    _print("Square products", part.sweep, *side, TIME, SPREAD, FLOPS, ("HFU", "share_of_peak", share))
+    yield from _text("Square products", part.sweep, *side, TIME, SPREAD, FLOPS, ("HFU", "share_of_peak", share))
     if not part.edges:
-        return []
-    _print(
+        return
+    yield from _text(
         f"Beside whole tiles, {part.edges[0].product.dtype}",
         part.edges,
         ("tile", "tile"),
@@ -86,26 +84,24 @@ def _matmul(part: results.MatmulPart) -> list[str]:
         ("relative", "relative", number),
         ("filled up", "predicted", number),
     )
-    return ["relative: to the rate of whole tiles; filled up: what computing whole tiles would leave of it"]
+    yield "relative: to the rate of whole tiles; filled up: what computing whole tiles would leave of it"
 
 
-def _contents(part: results.ContentsPart) -> list[str]:
+def _contents_text(part: results.ContentsPart) -> Iterator[Piece]:
     normal = {p.dtype: p.seconds.median_s for p in part.products if p.contents == "normal"}
     speed_up = ("speed-up", lambda p: normal[p.dtype] / p.seconds.median_s if p.dtype in normal else None, number)
     numbers = ("dtype", "dtype"), ("numbers", "contents"), ("side", "n")
-    _print("Contents of a product", part.products, *numbers, TIME, SPREAD, FLOPS, speed_up)
-    return []
+    yield from _text("Contents of a product", part.products, *numbers, TIME, SPREAD, FLOPS, speed_up)
 
 
-def _mlp(part: results.MlpPart) -> list[str]:
+def _mlp_text(part: results.MlpPart) -> Iterator[Piece]:
     title = ", ".join(["Gated MLP forward and backward", *(mlp.dtype for mlp in part.mlps[:1])])
     sizes = ("tokens", "tokens"), ("D x F", lambda mlp: f"{mlp.d_model} x {mlp.d_ff}")
     shares = ("MFU", "mfu", share), ("of products'", "of_matmul", share)
-    _print(title, part.mlps, *sizes, TIME, SPREAD, FLOPS, *shares)
-    return []
+    yield from _text(title, part.mlps, *sizes, TIME, SPREAD, FLOPS, *shares)
 
 
-def _elementwise(part: results.ElementwisePart) -> list[str]:
+def _elementwise_text(part: results.ElementwisePart) -> Iterator[Piece]:
     fused, eager = ({c.repeats: c for c in part.chains if c.fused == one} for one in (True, False))
 
     def of(chains: dict[int, results.ChainTime], name: str) -> Callable[[int], Any]:
@@ -116,7 +112,7 @@ def _elementwise(part: results.ElementwisePart) -> list[str]:
         return eager[repeats].seconds.median_s / fused[repeats].seconds.median_s if both else None
 
     cache = f", cache {format_bytes(part.cache_bytes)}" if part.cache_bytes else ""
-    _print(
+    yield from _text(
         f"Multiply-adds on an array of {format_bytes(part.elements * results.ELEMENT_BYTES)} a device{cache}",
         sorted(fused | eager),
         ("multiply-adds", int),
@@ -132,11 +128,11 @@ def _elementwise(part: results.ElementwisePart) -> list[str]:
         notes.append(f"time doubles at {measured}, predicted {or_dash(part.predicted_at, number)}")
     if part.vector_flops_per_s:
         notes.append(f"vector rate {format_flops(part.vector_flops_per_s)}: {part.vector_source}")
-    return notes
+    yield from notes
 
 
-def _distance(part: results.DistancePart) -> list[str]:
-    _print(
+def _distance_text(part: results.DistancePart) -> Iterator[Piece]:
+    yield from _text(
         "What is no product, beside one, fp32",
         part.distances,
         *(("", "what"), ("m=k=n", "n"), TIME, ("2mkn/time", "flops_per_s", format_flops)),
@@ -144,26 +140,28 @@ def _distance(part: results.DistancePart) -> list[str]:
         ("predicted", "predicted_s", format_seconds),
         ("x matmul", "predicted_ratio", number),
     )
-    return []
 
 
-def _copy(part: results.CopyPart) -> list[str]:
+def _copy_text(part: results.CopyPart) -> Iterator[Piece]:
     array = ("", "kind"), ("array", "array_bytes", format_bytes)
-    _print("Memory", part.copies, *array, TIME, SPREAD, ("read and written", "bytes_per_s", rate))
-    return []
+    yield from _text("Memory", part.copies, *array, TIME, SPREAD, ("read and written", "bytes_per_s", rate))
 
 
-def _batch(part: results.BatchPart) -> list[str]:
+def _batch_text(part: results.BatchPart) -> Iterator[Piece]:
     title = f"Layer forward, {part.dtype}, {' '.join(f'{dim}={size}' for dim, size in part.sizes.items())}"
-    _print(title, part.layers, ("tokens", "tokens"), TIME, SPREAD, ("tokens/us", "tokens_per_us", number), FLOPS)
+    yield from _text(
+        title, part.layers, ("tokens", "tokens"), TIME, SPREAD, ("tokens/us", "tokens_per_us", number), FLOPS
+    )
     knee = or_dash(part.knee, lambda k: f"{k.at:.3g} tokens (points off the fit by {k.error:.0%} in the median)")
     from_rates = "FLOP/s of the fastest product over bytes/s of the largest copy, x bytes of a weight / 2"
     batch = or_dash(part.predicted_knee, number)
-    return [f"knee at {knee}", f"critical batch {batch}: {from_rates}"] if part.layers else []
+    if part.layers:
+        yield f"knee at {knee}"
+        yield f"critical batch {batch}: {from_rates}"
 
 
-def _collectives(part: results.CollectivesPart) -> list[str]:
-    _print(
+def _collectives_text(part: results.CollectivesPart) -> Iterator[Piece]:
+    yield from _text(
         "Collectives: lines through every size",
         part.collectives,
         ("kind", "kind"),
@@ -176,13 +174,13 @@ def _collectives(part: results.CollectivesPart) -> list[str]:
         ("data sheet", lambda one: one.times[-1].datasheet_s, format_seconds),
     )
     if not part.collectives:
-        return []
+        return
     sizes = ", ".join(format_bytes(time.array_bytes) for time in part.collectives[0].times)
-    return [f"sizes {sizes}; off: median distance of the points from the line; largest: time of the largest size"]
+    yield f"sizes {sizes}; off: median distance of the points from the line; largest: time of the largest size"
 
 
-def _attention(part: results.AttentionPart) -> list[str]:
-    _print(
+def _attention_text(part: results.AttentionPart) -> Iterator[Piece]:
+    yield from _text(
         f"Attention, {part.dtype}, forward and both passes",
         part.times,
         ("length", "length"),
@@ -193,11 +191,10 @@ def _attention(part: results.AttentionPart) -> list[str]:
         ("rate", "both_flops_per_s", format_flops),
         ("HFU", "share_of_peak", share),
     )
-    return []
 
 
-def _overhead(part: results.OverheadPart) -> list[str]:
-    _print(
+def _overhead_text(part: results.OverheadPart) -> Iterator[Piece]:
+    yield from _text(
         "Host time of a launch",
         part.launches,
         ("arguments", "num_arguments"),
@@ -206,20 +203,20 @@ def _overhead(part: results.OverheadPart) -> list[str]:
         ("launch and wait", "wait.median_s", format_seconds),
     )
     if not part.line:
-        return []
-    return [f"{format_seconds(part.line.start)}, and {format_seconds(part.line.slope)} for each argument"]
+        return
+    yield f"{format_seconds(part.line.start)}, and {format_seconds(part.line.slope)} for each argument"
 
 
-SHOWN: dict[str, Callable[[Any], list[str]]] = {
-    "matmul": _matmul,
-    "mlp": _mlp,
-    "elementwise": _elementwise,
-    "contents": _contents,
-    "distance": _distance,
-    "copy": _copy,
-    "batch": _batch,
-    "collectives": _collectives,
-    "attention": _attention,
-    "overhead": _overhead,
+SHOWN: dict[str, Callable[[Any], Iterator[Piece]]] = {
+    "matmul": _matmul_text,
+    "mlp": _mlp_text,
+    "elementwise": _elementwise_text,
+    "contents": _contents_text,
+    "distance": _distance_text,
+    "copy": _copy_text,
+    "batch": _batch_text,
+    "collectives": _collectives_text,
+    "attention": _attention_text,
+    "overhead": _overhead_text,
 }
-"""Part -> function that prints its table and returns the notes under it."""
+"""Part -> function that gives its table and the notes under it."""
