@@ -2,18 +2,14 @@
 
 import math
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from textwrap import fill
 from typing import Any
 
 import click
 import msgspec
 
 from meshwright.core.units import format_flops, format_seconds
-from meshwright.report.tables import Cell, render, table
-
-json_option = click.option("--json", "as_json", is_flag=True, help="One JSON object on standard output.")
 
 
 def emit_json(value: Mapping[str, Any]) -> None:
@@ -45,26 +41,9 @@ def width() -> int:
     return min(shutil.get_terminal_size((80, 24)).columns, 120)
 
 
-def print_table(columns: Sequence[str], rows: Sequence[Sequence[Cell]], title: str = "") -> None:
-    """A table on standard output, under a title of its own line."""
-    if title:
-        print_text(title)
-    click.echo(render(table(columns, rows), width()))
-
-
 def or_dash(value: Any, show: Callable[[Any], str]) -> str:
     """``show(value)``, or a dash for what is not known."""
     return "-" if value is None else show(value)
-
-
-def print_text(text: str, *, indent: int = 2) -> None:
-    """A sentence on standard output, broken at the width, its further lines indented."""
-    click.echo(fill(text, width(), subsequent_indent=" " * indent, break_on_hyphens=False, break_long_words=False))
-
-
-def print_fact(label: str, text: str, *, column: int = 18) -> None:
-    """A label and what it says, broken at the width inside its own column."""
-    print_text(f"{label:<{column}}{text}", indent=column)
 
 
 def format_range(lower: float, upper: float) -> str:
