@@ -5,7 +5,7 @@ from functools import cache
 import pytest
 
 from meshwright.accuracy.cases import case_of
-from meshwright.accuracy.errors import Accuracy, Comparison, accuracy, summarise
+from meshwright.accuracy.errors import Accuracy, Comparison, PickRegret, accuracy, summarise
 from tests.accuracy.recorded import published, record
 
 GROUP_FIGURES = {"n", "mape", "median", "bias", "coverage"}
@@ -21,12 +21,23 @@ def core(one: Comparison) -> bool:
 
 
 def prediction(predicted_s, **fields):
-    plain = {"id": "x", "group": "g", "core": True, "chip": "h100", "fitted": True, "measured_s": 10.0}
+    plain = {"id": "x", "group": "g", "job": "j", "core": True, "chip": "h100", "fitted": True, "measured_s": 10.0}
     bounds = {"low_s": 0.9 * predicted_s, "high_s": 1.2 * predicted_s}
     return Comparison(**plain | {"predicted_s": predicted_s} | bounds | fields)
 
 
 # -- sums by hand ---------------------------------------------------------------------------------------
+
+
+def test_the_regret_of_the_pick_by_hand():
+    """Job a: the pick (8 s) was measured at 12 s, the fastest at 10 s, the mean 13 s; b is right; c has one."""
+    made = [("a", 8.0, 12.0), ("a", 9.0, 10.0), ("a", 20.0, 17.0), ("b", 1.0, 2.0), ("b", 3.0, 4.0), ("c", 1.0, 9.0)]
+    every = tuple(prediction(predicted, job=job, measured_s=measured) for job, predicted, measured in made)
+    found = Accuracy(predictions=every, unpredicted=()).regret()
+    assert (found.num_jobs, found.right) == (2, 0.5)
+    assert found.regret == pytest.approx((0.2 + 0.0) / 2)
+    assert found.random == pytest.approx((0.3 + 0.5) / 2)
+    assert Accuracy(predictions=every[-1:], unpredicted=()).regret() == PickRegret(num_jobs=0)
 
 
 def test_a_summary_by_hand():
@@ -54,7 +65,7 @@ def test_every_record_is_predicted_or_named():
         "kind decode": ["c"],
     }
     table = found.to_json()
-    assert set(table) == {"overall", "core_train", "made-up", "serving", "unpredicted"}
+    assert set(table) == {"overall", "core_train", "made-up", "serving", "pick", "records", "unpredicted"}
     assert table["serving"] == {"n": 0, "mape": None, "median": None, "bias": None, "coverage": None}
 
 
@@ -122,9 +133,12 @@ def test_the_data_sheet_alone_is_far_off():
 def test_json_of_the_published_steps():
     table = fitted().to_json()
     groups = {one.group for one in published()}
-    assert set(table) == {"overall", "core_train", "unpredicted"} | groups
+    assert set(table) == {"overall", "core_train", "pick", "records", "unpredicted"} | groups
     assert all(set(table[name]) == GROUP_FIGURES for name in groups | {"overall", "core_train"})
     assert sum(table[name]["n"] for name in groups) == table["overall"]["n"] == len(fitted().predictions)
+    assert {"id", "measured_s", "predicted_s", "low_s", "high_s", "error"} <= set(table["records"][0])
+    assert len(table["records"]) == table["overall"]["n"]
+    assert table["pick"].regret < 0.1 * table["pick"].random
 
 
 def test_the_constant_utilisation_that_a_model_must_beat():

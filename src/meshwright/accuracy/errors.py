@@ -10,17 +10,20 @@ import numpy as np
 from meshwright.accuracy.batches import batches, calibrations
 from meshwright.accuracy.cases import Case, Unpredicted, case_of
 from meshwright.accuracy.records import Record
+from meshwright.cost.setting import Setting
 from meshwright.spec.calibration import Calibration
 
 
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     """One measured step and its prediction, in seconds; the interval is from the 10th to the 90th percentile.
 
-    ``fitted`` is whether fitted numbers were used; data-sheet rates come without an interval.
+    ``fitted`` is whether fitted numbers were used; data-sheet rates come without an interval. ``job`` names what was
+    done on which chips, however it was split.
     """
 
     id: str
     group: str
+    job: str
     core: bool
     chip: str
     fitted: bool
@@ -52,6 +55,19 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     coverage: float | None
 
 
+class PickRegret(msgspec.Struct, frozen=True, kw_only=True):
+    """How much longer the step predicted fastest takes than the step measured fastest, as a share of it.
+
+    Both are of the configurations measured for one job: means over ``num_jobs`` with at least two. ``random`` is the
+    same for a configuration drawn at random, ``right`` the share of jobs in which the pick is the fastest.
+    """
+
+    num_jobs: int
+    regret: float | None = None
+    random: float | None = None
+    right: float | None = None
+
+
 class Accuracy(msgspec.Struct, frozen=True, kw_only=True):
     """Every record of a file: its comparison, or the reason why it is not predicted."""
 
@@ -79,12 +95,35 @@ class Accuracy(msgspec.Struct, frozen=True, kw_only=True):
             found.setdefault(one.reason, []).append(one.record.id)
         return found
 
+    def regret(self) -> PickRegret:
+        """What choosing by the predictions would have cost in the jobs with several measured configurations."""
+        jobs: dict[str, list[Comparison]] = {}
+        for one in self.predictions:
+            jobs.setdefault(one.job, []).append(one)
+        chosen, drawn = [], []
+        for several in jobs.values():
+            if len(several) > 1:
+                measured = np.array([one.measured_s for one in several])
+                pick = int(np.argmin([one.predicted_s for one in several]))
+                chosen.append(measured[pick] / measured.min() - 1)
+                drawn.append(measured.mean() / measured.min() - 1)
+        if not chosen:
+            return PickRegret(num_jobs=0)
+        return PickRegret(
+            num_jobs=len(chosen),
+            regret=float(np.mean(chosen)),
+            random=float(np.mean(drawn)),
+            right=float(np.mean(np.array(chosen) == 0)),
+        )
+
     def to_json(self) -> dict[str, Any]:
-        """``overall``, ``core_train`` and one object per group, then the records that are not predicted."""
+        """``overall``, ``core_train`` and one object per group; the regret of the pick; every record, and reasons why
+        others are not predicted."""
         table: dict[str, Any] = {"overall": self.summary(), "core_train": self.summary(lambda one: one.core)}
         table |= {group: self.of_group(group) for group in self.groups}
         counted = {name: msgspec.structs.asdict(found) for name, found in table.items()}
-        return counted | {"unpredicted": self.reasons()}
+        records = [{**msgspec.structs.asdict(one), "error": one.error} for one in self.predictions]
+        return counted | {"pick": self.regret(), "records": records, "unpredicted": self.reasons()}
 
 
 def summarise(predictions: Sequence[Comparison]) -> Summary:
@@ -140,6 +179,7 @@ def _predicted(case: Case, seconds: float, calibration: Calibration) -> Comparis
     return Comparison(
         id=case.record.id,
         group=case.record.group,
+        job=_job_words(case.setting),
         core=case.record.core,
         chip=case.setting.cluster.chip.name,
         fitted=not calibration.is_datasheet,
@@ -148,3 +188,8 @@ def _predicted(case: Case, seconds: float, calibration: Calibration) -> Comparis
         low_s=None if low is None else seconds * low,
         high_s=None if high is None else seconds * high,
     )
+
+
+def _job_words(setting: Setting) -> str:
+    job = setting.job
+    return f"{setting.model.name} on {setting.cluster.short_name}, {job.batch_seqs} x {job.seq_len}"

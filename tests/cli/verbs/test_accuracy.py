@@ -25,10 +25,10 @@ def some(tmp_path):
 def test_json(call, some):
     found = call("accuracy", str(some), "--json").json
     assert set(found) == {
-        *("overall", "core_train", "unpredicted"),
+        *("overall", "core_train", "pick", "records", "unpredicted"),
         *("nemo-24.07", "maxtext-a3", "megatron-2020", "made-up", "x"),
     }
-    counted = {name: one for name, one in found.items() if name != "unpredicted"}
+    counted = {name: one for name, one in found.items() if name not in ("pick", "records", "unpredicted")}
     assert all(set(one) == FIGURES for one in counted.values())
     assert (found["overall"]["n"], found["made-up"]["n"]) == (24, 0)
     assert found["nemo-24.07"]["mape"] < 0.2
@@ -59,7 +59,7 @@ def test_the_published_file_at_80_columns(call):
 
 def test_one_group(call, some):
     found = call("accuracy", str(some), "--group", "maxtext-a3", "--json").json
-    assert set(found) == {"overall", "core_train", "maxtext-a3", "unpredicted"}
+    assert set(found) == {"overall", "core_train", "maxtext-a3", "pick", "records", "unpredicted"}
     assert found["overall"] == found["maxtext-a3"]
     said = call("accuracy", str(some), "--group", "maxtext-a4")
     assert (said.code, said.out) == (2, "")

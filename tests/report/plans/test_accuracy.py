@@ -11,6 +11,7 @@ def predictions(num_groups=2):
         Comparison(
             id=f"{group}-{number}",
             group=f"group {group}" if group else "",
+            job="j",
             core=True,
             chip="h100",
             fitted=True,

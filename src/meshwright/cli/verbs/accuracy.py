@@ -17,6 +17,7 @@ from meshwright.report.answer import Answer, Table
 class Given(Options):
     file: Path = argument()
     worst: int = option("How many of the worst predictions to list.", type=click.IntRange(min=0), default=0)
+    every: bool = option("List every record.", "--list")
     only: str | None = option("Only this group of records.", "--group")
     datasheet: bool = option("Data-sheet rates alone, without the fitted numbers.")
     png: Path | None = option("Draw measured against predicted.")
@@ -40,8 +41,21 @@ def command(given: Given) -> Answer:
     found = accuracy(chosen, datasheet=given.datasheet)
     how = "data-sheet rates" if given.datasheet else "fitted numbers"
     worst = sorted(found.predictions, key=lambda one: -abs(one.error))[: given.worst]
+    listed = Table.of(found.predictions, RECORDS)
     text = [*accuracy_text(found, title=how), *([Table.of(worst, WORST)] if worst else [])]
-    return Answer(found.to_json(), text, {given.png: lambda: _figure(found, how)})
+    text += [listed] if given.every else []
+    return Answer(found.to_json(), text, {given.png: lambda: _figure(found, how)}, [listed])
+
+
+RECORDS: dict[str, Any] = {
+    "record": "id",
+    "job": "job",
+    "measured": ("measured_s", format_seconds),
+    "predicted": ("predicted_s", format_seconds),
+    "P10": ("low_s", format_seconds),
+    "P90": ("high_s", format_seconds),
+    "error": ("error", lambda error: f"{error:+.0%}"),
+}
 
 
 WORST: dict[str, Any] = {

@@ -16,6 +16,12 @@ def accuracy_text(found: Accuracy, *, title: str) -> Iterator[Piece]:
     yield Table(
         ["group", "records", "MAPE", "median", "bias", "interval holds"], summary_rows(found), title=f"{title}: errors"
     )
+    pick = found.regret()
+    if pick.regret is not None:
+        yield (
+            f"the pick: of the configurations measured for one job, the one predicted fastest takes {pick.regret:.1%} "
+            f"longer than the fastest ({pick.num_jobs} jobs, right in {pick.right:.0%}); a random one {pick.random:.0%}"
+        )
     unfitted = [one for one in found.predictions if not one.fitted]
     if unfitted and len(unfitted) < len(found.predictions):
         chips = ", ".join(dict.fromkeys(one.chip for one in unfitted))
