@@ -53,12 +53,24 @@ def derive(model: str | Model, strategy: Strategy | None = None, *, optimizer: s
     return derive_program(transformer(found), strategy or Strategy(mesh=make_mesh({})), optimizer=optimizer)
 
 
-def changed_plan(plan: Plan, **changes: Any) -> Plan:
-    """A plan with other parts (``strategy=``, ``job=``, ...), checked and predicted again.
+def plan_of(setting: Setting, strategy: Strategy) -> Plan:
+    """The plan of a strategy in its setting, checked and predicted.
 
     Raises CannotRunError, with the rule that is broken, for a strategy that does not run.
     """
+    require_legal(setting, strategy)
+    return Plan(
+        model=setting.model,
+        cluster=setting.cluster,
+        job=setting.job,
+        strategy=strategy,
+        assumptions=setting.assumptions,
+        calibration=setting.rates,
+        predicted=estimate_step(setting, strategy),
+    )
+
+
+def changed_plan(plan: Plan, **changes: Any) -> Plan:
+    """A plan with other parts (``strategy=``, ``job=``, ...), checked and predicted again as `plan_of` does."""
     found = msgspec.structs.replace(plan, **changes)
-    setting = setting_of(found)
-    require_legal(setting, found.strategy)
-    return msgspec.structs.replace(found, predicted=estimate_step(setting, found.strategy))
+    return plan_of(setting_of(found), found.strategy)

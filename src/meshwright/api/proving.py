@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
@@ -10,6 +10,10 @@ from meshwright.algebra.generation import AS_WRITTEN
 from meshwright.core.errors import InputError
 from meshwright.cost.setting import Setting
 from meshwright.spec.strategy import Strategy, require_runnable_assumptions
+
+if TYPE_CHECKING:
+    from meshwright.verify.proof import Proof
+    from meshwright.verify.request import Request
 
 PROGRAM = "meshwright.api.compiling"
 """The module that compiles, in a process of its own."""
@@ -36,7 +40,7 @@ class ProofOptions(msgspec.Struct, frozen=True, kw_only=True):
 USUAL = ProofOptions()
 
 
-def prove_strategy(setting: Setting, strategy: Strategy, options: ProofOptions = USUAL) -> Any:
+def prove_strategy(setting: Setting, strategy: Strategy, options: ProofOptions = USUAL) -> "Proof":
     """Compile the real step of a strategy for its chips, which need not be there, and compare it with the derivation.
 
     Returns a `verify.proof.Proof`; ``proof.runs`` is False, and ``proof.refusal`` says why, where the step does not
@@ -49,7 +53,7 @@ def prove_strategy(setting: Setting, strategy: Strategy, options: ProofOptions =
     return prove(request, program=python_program(PROGRAM), timeout_s=options.timeout_s, keep=options.keep)
 
 
-def request_of(setting: Setting, strategy: Strategy, options: ProofOptions = USUAL) -> Any:
+def request_of(setting: Setting, strategy: Strategy, options: ProofOptions = USUAL) -> "Request":
     """The `verify.request.Request` of a strategy; its chips in the order in which the strategy lies on the cluster."""
     from meshwright.cost.train_step import price_strategy
     from meshwright.train.settings import program_options, settings_from_table

@@ -40,8 +40,9 @@ from meshwright.spec.job import Job
 from meshwright.spec.model import Model
 from meshwright.spec.strategy import Strategy, make_mesh
 
-ROUNDS, STEPS_A_ROUND, WARMUP_STEPS = 3, 2, 3
-"""Steps are profiled in alternation, so that other load affects all alike; rates use medians over all rounds."""
+ROUNDS, STEPS_A_ROUND, WARMUP_STEPS = 5, 2, 3
+"""Steps are profiled in alternation, so that other load affects all alike; rates use medians over the faster half of
+the steps, because other work often slows several rounds in a row."""
 PRODUCTS = "products"
 """The kind of all matrix products, which share one pace."""
 GAPS = "gaps"
@@ -154,13 +155,15 @@ class RunningStep:
             self.steps.append(step)
 
     def measured(self, calibration: Calibration) -> MeasuredStep:
-        """Returns medians over all profiled steps, scaled to the time of steps without the profiler."""
-        pace = median(self.plain_s) / median(sum(step.values()) for step in self.steps)
-        names = {name for step in self.steps for name in step}
+        """Returns medians over the faster half of the profiled steps, scaled to the time without the profiler."""
+        half = -(-len(self.steps) // 2)
+        steps = sorted(self.steps, key=lambda step: sum(step.values()))[:half]
+        pace = median(sorted(self.plain_s)[:half]) / median(sum(step.values()) for step in steps)
+        names = {name for step in steps for name in step}
         cluster = parse_cluster(f"cpu:{self.strategy.num_chips}")
         return MeasuredStep(
             priced=price_strategy(Setting(self.model, cluster, self.job, calibration), self.strategy),
-            seconds={name: pace * median(step[name] for step in self.steps) for name in names},
+            seconds={name: pace * median(step[name] for step in steps) for name in names},
         )
 
 

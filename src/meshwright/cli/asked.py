@@ -14,7 +14,6 @@ from meshwright.cli.shared import AXES, CALIBRATION, SET
 from meshwright.cli.verb import Count, Options, argument, option
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.cost.setting import Setting
-from meshwright.cost.train_step import estimate_step
 from meshwright.plan.planner import rank_plans
 from meshwright.plan.result import PlanResult
 from meshwright.plan.space import USUAL
@@ -22,7 +21,7 @@ from meshwright.spec.catalogue import load_model
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.job import Job, parse_batch
 from meshwright.spec.model import require_runnable
-from meshwright.spec.plan_file import Plan, load_plan
+from meshwright.spec.plan_file import load_plan
 from meshwright.spec.strategy import AS_RUN, Strategy, make_mesh
 
 Fields = Mapping[str, dict[str, Any]]
@@ -45,19 +44,6 @@ class Asked(NamedTuple):
 
     setting: Setting
     strategy: Strategy
-
-    def plan(self) -> Plan:
-        """The plan of both, predicted anew: a file may have been edited."""
-        model, cluster, job, _, _, assumptions = (getattr(self.setting, name) for name in Setting.__struct_fields__)
-        return Plan(
-            model=model,
-            cluster=cluster,
-            job=job,
-            strategy=self.strategy,
-            assumptions=assumptions,
-            calibration=self.setting.rates,
-            predicted=estimate_step(self.setting, self.strategy),
-        )
 
 
 STEP = option("The step that is asked for; by default that of the job.")

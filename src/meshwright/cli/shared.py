@@ -8,7 +8,6 @@ from meshwright.cli.verb import option
 from meshwright.spec.job import Job, parse_batch, require_training
 from meshwright.spec.strategy import AS_RUN, Assumptions
 
-ON = option("The cluster: v5p:16x20x28, h100:8x256 or cpu:8.")
 BATCH = option("Tokens a step (4Mi) or sequences (1024seq).")
 SEQ = option("Tokens of a sequence.", "--seq", default="4096")
 AXES = option("Mesh axes to keep fixed, such as fsdp=1024,tensor=4.")

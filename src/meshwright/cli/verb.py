@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_t
 import click
 import msgspec
 
-from meshwright.cli.fields import dim_sizes, parse_mesh
+from meshwright.cli.fields import parse_mesh
 from meshwright.cli.output import emit_json, say, width
 from meshwright.core.errors import InputError
 from meshwright.core.units import parse_bytes, parse_count
@@ -44,7 +44,6 @@ Count = Annotated[int, TextType("count", _positive)]
 Bytes = Annotated[float, TextType("bytes", lambda text, what: parse_bytes(text))]
 """A size, such as 80GB or 16GiB."""
 MeshSizes = Annotated[dict[str, int], TextType("axis=n,...", lambda text, what: parse_mesh(text))]
-DimSizes = Annotated[dict[str, int], TextType("dim=n,...", lambda text, what: dim_sizes(text))]
 _TYPES: dict[Any, click.ParamType] = {
     Path: click.Path(path_type=Path),
     Model: TextType("model", lambda text, what: load_model(text)),
@@ -88,20 +87,19 @@ _Given = TypeVar("_Given", bound=Options)
 
 
 def verb(
-    options: type[_Given], *, help: str | None = None, answers: bool = True
+    options: type[_Given], *, help: str | None = None
 ) -> Callable[[Callable[[_Given], Answer | None]], click.Command]:
     """The click command of a function from options to an answer; its docstring is the help where none is given.
 
-    A verb that ``answers`` takes ``--json`` and ``--format`` besides, and what it returns is printed as they say. One
+    It takes ``--json`` and ``--format`` besides, and what it returns is printed as they say. A verb
     that prints for itself returns None.
     """
     hints = get_type_hints(options, include_extras=True)
     params = [_parameter(name, hint, getattr(options, name)) for name, hint in hints.items()]
-    if answers:
-        params += [
-            click.Option(["--format", "form"], type=click.Choice(FORMATS), default="text", help="How to print."),
-            click.Option(["--json", "as_json"], is_flag=True, help="One JSON object on standard output."),
-        ]
+    params += [
+        click.Option(["--format", "form"], type=click.Choice(FORMATS), default="text", help="How to print."),
+        click.Option(["--json", "as_json"], is_flag=True, help="One JSON object on standard output."),
+    ]
 
     def decorate(function: Callable[[_Given], Answer | None]) -> click.Command:
         def callback(form: str = "text", as_json: bool = False, **given: Any) -> None:

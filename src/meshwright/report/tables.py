@@ -18,7 +18,7 @@ _QUANTITY = re.compile(r"[-+~<>]?\s?\d[\d,.]*(e[+-]?\d+)?(\s?[%a-zA-Z/]{0,8})?")
 _WORD_WIDTH = 12
 
 
-def table(columns: Sequence[str], rows: Sequence[Sequence[Cell]], title: str = "") -> Table:
+def table(columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> Table:
     """A rich table: columns of quantities are right-aligned and unbroken, columns of words wrap.
 
     Integers get thousands separators, floats four significant digits, None (not known) a dash.
@@ -27,9 +27,6 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[Cell]], title: str = "
         assert len(row) == len(columns), f"{len(row)} cells for {len(columns)} columns: {row}"
     texts = [[_text(cell) for cell in row] for row in rows]
     result = Table(
-        title=Text(title) if title else None,
-        title_justify="left",
-        title_style="bold",
         header_style="bold",
         box=SIMPLE_HEAD,
         show_edge=False,

@@ -49,6 +49,7 @@ def command(given: Given) -> Answer:
     return Answer(
         {"model": model.name, "cluster": cluster.short_name, "job": job, "symbols": at, "limits": found},
         [heading, *_tables(found), *_legend(at, found, cluster.num_slices)],
+        raw=[Table.of(found, {field: field for field in Limit.__struct_fields__})],
     )
 
 

@@ -111,7 +111,16 @@ def command(given: Given) -> Answer:
     for part in parts:
         facts |= part.facts
         pictures |= part.pictures
-    return Answer(facts, [*plan_text(result), *(piece for part in parts for piece in part.pieces)], pictures)
+    text = [*plan_text(result), *(piece for part in parts for piece in part.pieces)]
+    return Answer(facts, text, pictures, [_listed(result)])
+
+
+def _listed(result: PlanResult) -> Table:
+    """The ranked strategies with every figure as it is."""
+    rows = [one.to_json() for one in result.strategies]
+    shown = [{name: value for name, value in row.items() if not isinstance(value, dict)} for row in rows]
+    merged = [{**row["axes"], **plain} for row, plain in zip(rows, shown, strict=True)]
+    return Table.of(merged, {name: name for name in merged[0]})
 
 
 def _save(result: PlanResult, out: Path) -> None:

@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from meshwright.api.planning import plan_of
 from meshwright.api.running import require_devices, run_training
-from meshwright.cli.asked import Asked, PlanOptions, read_fields, resolve
+from meshwright.cli.asked import PlanOptions, read_fields, resolve
 from meshwright.cli.output import say
 from meshwright.cli.verb import argument, option, verb
 from meshwright.cli.verbs.train_text import result_text
 from meshwright.core.errors import InputError
 from meshwright.core.units import format_count, format_seconds
 from meshwright.parallel.process_env import find_processes
-from meshwright.plan.legal import require_legal
 from meshwright.report.answer import Answer, Piece
 from meshwright.spec.job import require_training
 from meshwright.spec.model import require_runnable
@@ -92,10 +92,9 @@ def _plan(given: Given, fields: dict[str, dict[str, Any]]) -> Plan:
     if not given.what.endswith(".toml") and find_processes(os.environ):
         # Each process might measure, and so plan, differently.
         raise InputError(f"several processes need one plan. Write it first: plan {given.what} ... -o plan.toml.")
-    found: Asked = resolve(given, fields, verb="train", whole=True)
-    require_training(found.setting.job, "train")
-    require_legal(found.setting, found.strategy)
-    return found.plan()
+    setting, strategy = resolve(given, fields, verb="train", whole=True)
+    require_training(setting.job, "train")
+    return plan_of(setting, strategy)
 
 
 def _resumed(plan: Plan, changes: dict[str, Any], given: Given) -> Answer | None:
