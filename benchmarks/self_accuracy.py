@@ -2,10 +2,11 @@
 
     python benchmarks/self_accuracy.py [--cases NAME ...] [--rounds N] [--out FILE]
 
-For every number of emulated devices a process measures the machine as `meshwright plan` does, once, and then runs the
-cases of that number: the real step on random tokens. Processes take turns, and steps of the cases are interleaved, so
-that other work on the machine meets all alike. None has the shapes that the measurement of the machine uses, and no
-number is fitted to the cases. The first twelve showed where the model was wrong; the rest were chosen after it.
+For every number of emulated devices a process measures the machine as `meshwright plan` does, and runs the cases of
+that number: the real step on random tokens. Processes take turns, and reference steps and cases are interleaved,
+because a shared machine is up to a quarter slower in some minutes than in others. No case has the shapes of the
+reference steps, and no number is fitted to the cases. The first twelve showed where the model was wrong; the rest were
+chosen after it.
 """
 
 import argparse
@@ -16,6 +17,7 @@ import platform
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -198,24 +200,32 @@ class Child:
         emulate_devices(devices)
         self.devices = devices
         self.calibration: Any = None
+        self.references: Any = None
+        self.traces = tempfile.TemporaryDirectory()
         self.runs: dict[str, Callable[[], float]] = {}
 
-    def measure(self) -> dict[str, Any]:
-        """The rates of the machine."""
-        import msgspec
-
+    def measure(self) -> None:
+        """Measures the rates outside a step, and compiles the reference steps."""
         from meshwright.bench.machine import measure_machine
+        from meshwright.bench.machine_step import reference_steps
 
-        self.calibration = measure_machine(self.devices)
-        return dict(msgspec.to_builtins(self.calibration))
+        self.calibration = measure_machine(self.devices, in_step=False)
+        self.references = reference_steps(self.devices, Path(self.traces.name))
 
-    def load(self, calibration: dict[str, Any]) -> None:
-        """Rates that were measured before."""
+    def profile(self, number: int) -> None:
+        """Profiles the reference steps once more."""
+        for step in self.references:
+            step.profile(number)
+
+    def rates(self) -> dict[str, Any]:
+        """Returns the rates of the machine from all rounds."""
         import msgspec
 
-        from meshwright.spec.calibration import Calibration
+        from meshwright.bench.machine import with_host_rates
 
-        self.calibration = msgspec.convert(calibration, Calibration)
+        measured = [step.measured(self.calibration) for step in self.references]
+        self.calibration = with_host_rates(self.calibration, measured)
+        return dict(msgspec.to_builtins(self.calibration))
 
     def predict(self, name: str) -> float:
         """Seconds of a step of a case that `meshwright plan` expects."""
@@ -327,7 +337,6 @@ def main(arguments: argparse.Namespace) -> None:
     names = [name for name in CASES if not arguments.cases or name in arguments.cases]
     start = time.perf_counter()
     loads: list[float] = []
-    rates: dict[int, dict[str, Any]] = {}
     children = {devices: Remote(devices) for devices in sorted({CASES[name]["devices"] for name in names})}
 
     def of(name: str) -> Remote:
@@ -336,19 +345,22 @@ def main(arguments: argparse.Namespace) -> None:
     try:
         for devices, child in children.items():
             say(f"measuring the machine as cpu:{devices}")
-            rates[devices] = child("measure")
+            child("measure")
             loads.append(os.getloadavg()[0])
-        predicted = {name: of(name)("predict", name) for name in names}
         for name in names:
             last_s = of(name)("prepare", name)
-            say(f"{name}: predicted {predicted[name]:.3f} s, step {WARMUP_STEPS} took {last_s:.3f} s")
+            say(f"{name}: step {WARMUP_STEPS} took {last_s:.3f} s")
             loads.append(os.getloadavg()[0])
         seconds: dict[str, list[float]] = {name: [] for name in names}
         for number in range(arguments.rounds):
             say(f"round {number + 1} of {arguments.rounds}")
+            for child in children.values():
+                child("profile", number)
             for name in names:
                 seconds[name] += of(name)("run", name, STEPS_A_ROUND)[1:]
             loads.append(os.getloadavg()[0])
+        rates = {devices: child("rates") for devices, child in children.items()}
+        predicted = {name: of(name)("predict", name) for name in names}
     finally:
         for child in children.values():
             child.close()

@@ -7,7 +7,7 @@ device.
 import datetime
 import os
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import msgspec
@@ -15,7 +15,7 @@ import msgspec
 from meshwright.bench.devices import EMULATED, Bench, MlpShape, Workload
 from meshwright.bench.fit import FittedLine
 from meshwright.bench.links import rate_of
-from meshwright.bench.machine_step import REFERENCES, host_rates, measure_references
+from meshwright.bench.machine_step import REFERENCES, MeasuredStep, host_rates, measure_references
 from meshwright.bench.timing import SWEEPS, sweep_medians
 from meshwright.bench.workloads import (
     COLLECTIVE_FUNCTIONS,
@@ -93,15 +93,14 @@ def measure_machine(
             "collectives": f"{how}; line through {SMALL_BYTES} and {LARGE_BYTES} bytes a device",
         },
     )
-    return with_host_rates(found, num_devices, say) if in_step else found
+    return with_host_rates(found, measure_references(found, num_devices), say) if in_step else found
 
 
-def with_host_rates(found: Calibration, num_devices: int, say: Callable[[str], None]) -> Calibration:
-    """Returns a calibration with the rates inside a step added, which takes about a minute.
-
-    Raises InputError if it lacks a rate that prices the reference steps.
-    """
-    host = host_rates(measure_references(found, num_devices))
+def with_host_rates(
+    found: Calibration, references: Sequence[MeasuredStep], say: Callable[[str], None] = lambda line: None
+) -> Calibration:
+    """Returns a calibration with the rates inside a step added, fitted to measured reference steps."""
+    host = host_rates(references)
     say(f"products in a step {_rate(host.product.flop, 'GFLOP/s')} beside {_rate(host.product.byte, 'GB/s')}")
     say(f"elementwise ops in a step {_rate(host.stream.byte, 'GB/s')}, loops {_rate(host.loop_byte, 'GB/s')}")
     shapes = ", ".join(

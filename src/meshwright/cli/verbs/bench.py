@@ -138,6 +138,7 @@ def _calibration(report: "BenchReport", output: Path) -> Calibration:
         say(f"plan needs rates that {output} lacks: {', '.join(missing)}. Give more --seconds, or more parts.")
         return found
     from meshwright.bench.machine import with_host_rates
+    from meshwright.bench.machine_step import measure_references
 
     say("steps of training under the profiler, a minute or so besides: emulated devices are slower inside of one")
-    return with_host_rates(found, report.num_devices, lambda line: say(f"  {line}"))
+    return with_host_rates(found, measure_references(found, report.num_devices), lambda line: say(f"  {line}"))
