@@ -173,7 +173,7 @@ def _batch_formula(name: str) -> str:
 def _anatomy_rows(c: Chip) -> list[TableRow]:
     rows: list[TableRow] = []
     if c.mxu_dim and c.mxus_per_core and c.num_cores and c.clock_hz:
-        each = anatomy.units_flops_per_s(1, anatomy.mxu_flops_per_cycle(c.mxu_dim), c.clock_hz)
+        each = anatomy.mxu_flops_per_cycle(c.mxu_dim) * c.clock_hz
         rows.append(["one MXU", format_flops(each), f"{c.mxu_dim} x {c.mxu_dim} at {c.clock_hz / 1e9:g} GHz"])
         what = f"{c.num_cores} cores x {c.mxus_per_core} MXUs"
         rows.append(["all MXUs", format_flops(anatomy.tpu_peak_from_anatomy(c)), what])

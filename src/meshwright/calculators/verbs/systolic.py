@@ -8,7 +8,6 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from meshwright.calculators.chips.anatomy import units_flops_per_s
 from meshwright.calculators.chips.systolic import MAX_CELL_UPDATES, Matrix, SystolicCycles, simulate, systolic_cycles
 from meshwright.cli.output import say
 from meshwright.cli.verb import Options, argument, option, verb
@@ -93,7 +92,7 @@ def _speed(counted: SystolicCycles, rows: int, cols: int, on: str | None) -> dic
         return {"chip": None, "time_s": None, "peak_flops": None, "flops_per_s": None}
     unit = chip(on)
     clock = known(unit, "clock_hz")
-    peak = units_flops_per_s(1, 2 * rows * cols, clock)
+    peak = 2 * rows * cols * clock
     return {
         "chip": unit.name,
         "time_s": counted.total / clock,
