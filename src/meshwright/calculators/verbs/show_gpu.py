@@ -61,8 +61,8 @@ def gpu_text(c: Chip, g: dict[str, Any], dtype: str | None) -> Iterator[Piece]:
     if g["tensor_over_fp32_peak"]:
         yield Fact(
             "beside products",
-            f"tensor cores have {g['tensor_over_fp32_peak']:.3g} times the FP32 rate of the data sheet: 1% of the FLOPs "
-            f"on FP32 lanes takes {g['time_of_one_percent_on_fp32']:.0%} of the time",
+            f"tensor cores have {g['tensor_over_fp32_peak']:.3g} times the FP32 rate of the data sheet: 1% of the "
+            f"FLOPs on FP32 lanes takes {g['time_of_one_percent_on_fp32']:.0%} of the time",
         )
 
 
