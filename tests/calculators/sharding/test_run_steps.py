@@ -5,7 +5,7 @@ import pytest
 
 from meshwright.algebra.einsum import einsum_steps
 from meshwright.calculators.sharding.parsing import parse_einsum
-from meshwright.calculators.sharding.run_steps import run_steps
+from meshwright.calculators.verbs.shard_run import run_steps
 from meshwright.calculators.sharding.ways import all_ways
 
 CASES = [

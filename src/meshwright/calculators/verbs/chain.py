@@ -55,7 +55,7 @@ def command(given: Given) -> Answer:
     result = {
         "cluster": cluster.short_name,
         "memory_limit_bytes": limit,
-        "placement": rates.placement,
+        "placement": rates.laid.describe(),
         "assignments": [_row(chain, one) for one in found],
     }
     return Answer(result, _text(result))
