@@ -16,7 +16,6 @@ from meshwright.algebra.notation import ShardedArray, local_elements
 from meshwright.algebra.steps import Step
 from meshwright.calculators.sharding.chain import Chain, ChainProduct, shardings
 from meshwright.calculators.sharding.einsum_cost import EinsumRates, StepPrice, price_einsum
-from meshwright.calculators.sharding.ways import reduced
 from meshwright.core.dims import DTYPE_BYTES
 
 
@@ -158,7 +157,7 @@ class Graph:
             after = ChainNode(place.index + 1, "stored", array)
             stored = Label(arrays=(array,))
             yield after, stored.then(self._move(place.array, array, stays=False))
-            whole = reduced(place.array)
+            whole = place.array.replace(unreduced=())
             if whole not in (place.array, array):
                 summed = self._move(place.array, whole, stays=False)
                 yield after, stored.then(summed.then(self._move(whole, array, stays=False)))

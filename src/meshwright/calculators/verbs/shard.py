@@ -22,7 +22,7 @@ from meshwright.calculators.sharding.einsum_cost import (
     whole_flops,
 )
 from meshwright.calculators.sharding.parsing import bytes_per_device, bytes_total, local_shape
-from meshwright.calculators.sharding.ways import all_ways
+from meshwright.calculators.sharding.ways import all_ways, axes_text
 from meshwright.calculators.verbs.roofline_sweep import drawn
 from meshwright.calculators.verbs.shard_asked import ShardQuestion, parse_asked
 from meshwright.calculators.verbs.shard_run import run_ways
@@ -83,7 +83,8 @@ def command(given: Given) -> Answer:
     result = _result(asked, dims, mesh, rates)
     ways = {"": asked.steps}
     if given.every:
-        ways = {way.name: way.steps for way in all_ways(*asked.factors, asked.result)}
+        lhs, rhs = asked.factors
+        ways = {way.name: way.steps for way in all_ways(lhs, rhs, asked.result)}
         rows = [_way(name, steps, price_einsum(steps, dims, mesh, rates)) for name, steps in ways.items()]
         result["ways"] = sorted(rows, key=lambda r: (r["time_s"] or 0, r["bytes"]))
         result["slice_and_sum"] = _slice_and_sum(asked, dims, rates)
@@ -128,7 +129,7 @@ def _step(step: Step, price: StepPrice) -> dict[str, Any]:
         "op": step.op,
         "array": " * ".join(map(str, step.inputs)),
         "result": str(step.result),
-        "axis": "".join(step.axes) if all(len(a) == 1 for a in step.axes) else ",".join(step.axes),
+        "axis": axes_text(step.axes),
         "bytes": price.num_bytes,
         "time_s": price.time_s,
         "critical": step.is_collective,

@@ -1,6 +1,6 @@
 """What `meshwright show CHIP` prints: its figures with their sources, and what follows from them."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -11,11 +11,9 @@ from meshwright.core.dims import DTYPE_BYTES
 from meshwright.core.units import format_bytes, format_flops, format_params, format_rate, format_seconds
 from meshwright.cost.formulas import accounting, limits, roofline
 from meshwright.cost.network import collectives as network
-from meshwright.report.answer import Answer, Fact, Paragraph, Piece, Table
+from meshwright.report.answer import Answer, Fact, Paragraph, Piece, Show, Table
 from meshwright.spec.chip import Chip
 from meshwright.spec.strategy import STATE_BYTES
-
-TableRow = list[Any]
 
 
 def chip_answer(c: Chip) -> Answer:
@@ -29,7 +27,8 @@ def _text(c: Chip, facts: dict[str, Any]) -> Iterator[Piece]:
     rows = [*_derived_rows(c, facts), *_anatomy_rows(c)]
     if rows:
         yield ""
-        yield Table(["", "", "formula"], rows, f"What follows, {facts['compute_dtype']} products{_links(c)}")
+        links = "link: one way; W: a torus axis, both ways" if c.topology == "torus" else "link: one way"
+        yield Table(["", "", "formula"], rows, f"What follows, {facts['compute_dtype']} products ({links})")
     if facts["gpu"]:
         yield from gpu_text(c, facts["gpu"], facts["compute_dtype"])
     if facts["max_params"]:
@@ -123,7 +122,7 @@ def _figures_text(c: Chip) -> Iterator[Piece]:
         return f"{notes.index(source) + 1}" if source else ""
 
     every = c.sources.get("peak_flops", "")
-    rows: list[TableRow] = [
+    rows: list[list[Any]] = [
         [f"{dtype}, dense", format_flops(flops), note(c.sources.get(f"peak_flops.{dtype}", every))]
         for dtype, flops in c.peak_flops.items()
     ]
@@ -136,32 +135,27 @@ def _figures_text(c: Chip) -> Iterator[Piece]:
         yield Paragraph(f"{number:>2}  {source}", indent=4)
 
 
-def _derived_rows(c: Chip, facts: dict[str, Any]) -> list[TableRow]:
-    """What, how much, and the formula; only what is known."""
+def known_rows(facts: Mapping[str, Any], table: Iterable[tuple[str, str, Show, str]]) -> list[list[Any]]:
+    """What is known of (words, key, how a person reads it, where it comes from): words, value, source."""
+    return [[words, show(facts[key]), source] for words, key, show, source in table if facts.get(key) is not None]
+
+
+def _derived_rows(c: Chip, facts: dict[str, Any]) -> list[list[Any]]:
+    """What, how much, and the formula."""
     batches = [
-        (f"least batch, {name}", tokens, "{:.4g} tokens", _batch_formula(name))
-        for name, tokens in facts["critical_batch"].items()
+        (f"least batch, {name}", name, "{:.4g} tokens".format, _batch_formula(name)) for name in facts["critical_batch"]
     ]
-    rows = (
-        ("memory stops binding at", facts["critical_intensity"], "{:.4g} FLOPs/byte", "peak / memory rate"),
+    table: tuple[tuple[str, str, Show, str], ...] = (
+        ("memory stops binding at", "critical_intensity", "{:.4g} FLOPs/byte".format, "peak / memory rate"),
         *batches,
-        ("least batch, weights over PCIe", facts["critical_batch_pcie"], "{:,.0f} tokens", "peak / PCIe"),
-        ("FSDP on one ICI axis, from", facts["ici_intensity"], "{:,.0f} tokens a chip", "alpha = peak / W"),
-        ("slice and sum, no gather, from", facts["reduce_after_min_dim"], "D = {:,.0f}", "2 alpha"),
-        ("split in two along D, from", facts["critical_split_dim"], "D = {:,.0f}", "2 peak / link"),
-    )  # fmt: skip
-    shown = [[what, form.format(value), formula] for what, value, form, formula in rows if value is not None]
-    if facts["latency_bound_bytes"] is not None:
-        least, hop = format_bytes(facts["latency_bound_bytes"]), format_seconds(_link(c)[1])
-        shown.append(["latency of a hop binds below", least, f"link x {hop}"])
-    if facts["dcn_bytes_per_s"] is not None:
-        shown.append(["DCN of a chip", format_rate(facts["dcn_bytes_per_s"]), "of a host / its chips"])
-    return shown
-
-
-def _links(c: Chip) -> str:
-    """What the formulas call W and link."""
-    return " (link: one way; W: a torus axis, both ways)" if c.topology == "torus" else " (link: one way)"
+        ("least batch, weights over PCIe", "critical_batch_pcie", "{:,.0f} tokens".format, "peak / PCIe"),
+        ("FSDP on one ICI axis, from", "ici_intensity", "{:,.0f} tokens a chip".format, "alpha = peak / W"),
+        ("slice and sum, no gather, from", "reduce_after_min_dim", "D = {:,.0f}".format, "2 alpha"),
+        ("split in two along D, from", "critical_split_dim", "D = {:,.0f}".format, "2 peak / link"),
+        ("latency of a hop binds below", "latency_bound_bytes", format_bytes, f"link x {format_seconds(_link(c)[1])}"),
+        ("DCN of a chip", "dcn_bytes_per_s", format_rate, "of a host / its chips"),
+    )
+    return known_rows(facts | facts["critical_batch"], table)
 
 
 def _batch_formula(name: str) -> str:
@@ -170,8 +164,8 @@ def _batch_formula(name: str) -> str:
     return f"{'int8 ' if computed == 'int8' else ''}peak / memory rate{half}"
 
 
-def _anatomy_rows(c: Chip) -> list[TableRow]:
-    rows: list[TableRow] = []
+def _anatomy_rows(c: Chip) -> list[list[Any]]:
+    rows: list[list[Any]] = []
     if c.mxu_dim and c.mxus_per_core and c.num_cores and c.clock_hz:
         each = anatomy.mxu_flops_per_cycle(c.mxu_dim) * c.clock_hz
         rows.append(["one MXU", format_flops(each), f"{c.mxu_dim} x {c.mxu_dim} at {c.clock_hz / 1e9:g} GHz"])
