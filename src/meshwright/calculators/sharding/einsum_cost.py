@@ -8,8 +8,9 @@ import msgspec
 from meshwright.algebra.notation import ShardedArray, product
 from meshwright.algebra.sizes import OpSizes
 from meshwright.algebra.steps import Step
+from meshwright.core.dims import CollectiveKind
 from meshwright.core.errors import CannotRunError, InputError
-from meshwright.cost.network.collectives import collective_time, group_rates
+from meshwright.cost.network.collectives import collective_bound_by, collective_time, group_rates
 from meshwright.cost.network.placement import Placement, place_axes, whole_axis_placement
 from meshwright.cost.work.ops import op_flops, op_hbm_bytes
 from meshwright.spec.calibration import Calibration, datasheet_calibration, matmul_rate, memory_rate
@@ -18,11 +19,15 @@ from meshwright.spec.cluster import Cluster
 
 
 class StepPrice(msgspec.Struct, frozen=True, kw_only=True):
-    """FLOPs on one device, bytes (of the full array for a collective, through memory else), and seconds if known."""
+    """FLOPs on one device, bytes (of the full array for a collective, through memory else), and seconds if known.
+
+    ``bound_by`` is "compute", "hbm", "latency" or a level of links; empty for a slice, and without rates.
+    """
 
     flops: float
     num_bytes: float
     time_s: float | None
+    bound_by: str = ""
 
 
 class EinsumRates(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,20 +97,23 @@ def price_einsum(
 
 def _price(step: Step, sizes: OpSizes, rates: EinsumRates | None) -> StepPrice:
     if step.is_collective:
-        moved, seconds = sizes.bytes(step.full), None
-        if rates is not None:
-            group = group_rates(rates.laid, step.axes, rates.calibration)
-            seconds = float(collective_time(step.op, moved, group))  # type: ignore[arg-type]
-        return StepPrice(flops=0.0, num_bytes=moved, time_s=seconds)
+        kind: CollectiveKind = step.op  # type: ignore[assignment]
+        moved = sizes.bytes(step.full)
+        if rates is None:
+            return StepPrice(flops=0.0, num_bytes=moved, time_s=None)
+        group = group_rates(rates.laid, step.axes, rates.calibration)
+        seconds, bound = float(collective_time(kind, moved, group)), collective_bound_by(kind, moved, group)
+        return StepPrice(flops=0.0, num_bytes=moved, time_s=seconds, bound_by=bound)
     flops, moved = float(op_flops(step, sizes)), float(op_hbm_bytes(step, sizes))
     if rates is None:
         return StepPrice(flops=flops, num_bytes=moved, time_s=None)
     chip = rates.cluster.chip
-    seconds = moved / memory_rate(chip, rates.calibration)
-    if flops:
-        dtype = compute_dtype(chip, *(a.dtype for a in step.inputs))
-        seconds = max(seconds, flops / matmul_rate(chip, rates.calibration, dtype))
-    return StepPrice(flops=flops, num_bytes=moved, time_s=seconds)
+    streamed_s = moved / memory_rate(chip, rates.calibration)
+    if not flops:
+        return StepPrice(flops=flops, num_bytes=moved, time_s=streamed_s)
+    computed_s = flops / matmul_rate(chip, rates.calibration, compute_dtype(chip, *(a.dtype for a in step.inputs)))
+    bound = "compute" if computed_s > streamed_s else "hbm"
+    return StepPrice(flops=flops, num_bytes=moved, time_s=max(streamed_s, computed_s), bound_by=bound)
 
 
 def total_time(prices: Sequence[StepPrice]) -> float | None:

@@ -95,9 +95,9 @@ def _row(chain: Chain, one: Assignment) -> dict[str, Any]:
                 "flops": price.flops,
                 "bytes": price.num_bytes,
                 "time_s": price.time_s,
-                "bound_by": bound or None,
+                "bound_by": price.bound_by or None,
             }
-            for step, price, bound in zip(one.steps, one.prices, one.bounds, strict=True)
+            for step, price in zip(one.steps, one.prices, strict=True)
         ],
     }
 
