@@ -21,10 +21,15 @@ from meshwright.calculators.sharding.einsum_cost import (
     total_time,
     whole_flops,
 )
-from meshwright.calculators.sharding.parsing import bytes_per_device, bytes_total, local_shape
+from meshwright.calculators.sharding.parsing import (
+    ShardQuestion,
+    bytes_per_device,
+    bytes_total,
+    local_shape,
+    parse_asked,
+)
 from meshwright.calculators.sharding.ways import all_ways, axes_text
 from meshwright.calculators.verbs.roofline_sweep import drawn
-from meshwright.calculators.verbs.shard_asked import ShardQuestion, parse_asked
 from meshwright.calculators.verbs.shard_run import run_ways
 from meshwright.cli.fields import dim_sizes, parse_mesh
 from meshwright.cli.verb import Options, argument, option, verb

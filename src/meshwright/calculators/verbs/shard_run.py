@@ -8,7 +8,7 @@ import numpy as np
 from meshwright.algebra.notation import ShardedArray, product
 from meshwright.algebra.steps import Step
 from meshwright.calculators.sharding.blocks import execute, join, num_devices, split
-from meshwright.calculators.verbs.shard_asked import ShardQuestion
+from meshwright.calculators.sharding.parsing import ShardQuestion
 
 MAX_RELATIVE_ERROR = 1e-5
 """Of float32 products against float64 ones, relative to the largest entry."""
