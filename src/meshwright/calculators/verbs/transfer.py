@@ -7,11 +7,13 @@ from typing import Any
 import click
 import msgspec
 
+from meshwright.algebra.steps import BOOK_NAMES
 from meshwright.api.rates import rates_for
 from meshwright.calculators.links.one_way import link_bytes, one_way_rates
+from meshwright.calculators.links.ring_steps import RING_KINDS, ring_frames
 from meshwright.calculators.links.routes import Via, parse_place, route
 from meshwright.calculators.links.transfer import TransferLeg, TransferTimes, array_bytes, parse_leg, transfer_times
-from meshwright.calculators.verbs.transfer_frames import draw_frames
+from meshwright.cli.output import say
 from meshwright.cli.verb import Options, argument, option, verb
 from meshwright.core.dims import COLLECTIVES, CollectiveKind
 from meshwright.core.errors import InputError
@@ -23,6 +25,12 @@ from meshwright.report.answer import Answer, Fact, Piece, Table
 from meshwright.spec.cluster import Cluster, parse_cluster
 
 COLUMN = 14
+PICTURES = (".png", ".svg", ".json")
+WORDS = {
+    "all_gather": "Every device passes on what it got last, until all have every block",
+    "reduce_scatter": "Blocks travel to their own device and are added on the way",
+    "all_reduce": "A ReduceScatter, then an AllGather of the sums",
+}
 
 
 class Given(Options):
@@ -136,8 +144,7 @@ def _collectives(given: Given, cluster: Cluster, num_bytes: float) -> Answer:
         ],
     }
     if given.frames is not None:
-        files = draw_frames(given.frames, given.collective, legs, cluster, two_way=two_way)
-        found["frames"] = [str(path) for path in files]
+        found["frames"] = _draw_frames(given.frames, given.collective, legs, cluster.short_name, two_way=two_way)
     return Answer(found, _collectives_text(found))
 
 
@@ -185,3 +192,41 @@ def _collectives_text(found: dict[str, Any]) -> Iterator[Piece]:
             f"{format_seconds(forms['ring_s'])}; tree {forms['tree_hops']:,} hops, {format_seconds(forms['tree_s'])} "
             f"(taken: small arrays go by the tree)"
         )
+
+
+# -- pictures -------------------------------------------------------------------------------------------
+
+
+def _draw_frames(
+    path: Path, kind: CollectiveKind | None, legs: tuple[Leg, ...], on: str, *, two_way: bool
+) -> list[str]:
+    """The files written: all steps in one picture where the path is one, else a picture a step in that folder."""
+    from meshwright.report.arrays.ring import MAX_DEVICES, ring_figure
+    from meshwright.report.figure import save
+
+    chosen = next((one for one in RING_KINDS if one == kind), None)
+    if chosen is None:
+        kinds = f"{', '.join(RING_KINDS[:-1])} or {RING_KINDS[-1]}"
+        raise InputError(f"--frames draws one collective: give --collective {kinds}.")
+    if len(legs) != 1 or legs[0].level != "ici":
+        raise InputError("--frames draws one torus axis, hop by hop. Name one --axis of a torus, such as x of v5e:4x4.")
+    size, wraps = int(legs[0].size), bool(legs[0].wraps)
+    if size > MAX_DEVICES:
+        raise InputError(f"--frames shows at most {MAX_DEVICES} devices and the axis has {size}. Name a smaller one.")
+    frames = ring_frames(chosen, size, wraps=wraps, two_way=two_way)
+    title = f"{BOOK_NAMES[chosen]} on {'a ring' if wraps else 'a line'} of {size}: {len(frames) - 1} steps"
+    if not wraps:
+        used = "both directions of each link are used"
+    else:
+        used = "both ways round" if two_way else "one way round"
+    subtitle = f"{WORDS[chosen]}; {used} ({on})."
+    sums = chosen != "all_gather"
+    if path.suffix.lower() in PICTURES:
+        written = [save(ring_figure(frames, title=title, subtitle=subtitle, sums=sums), path)]
+    else:
+        path.mkdir(exist_ok=True)
+        written = [
+            save(ring_figure([frame], title=title, sums=sums), path / f"step-{frame.step:02}.png") for frame in frames
+        ]
+    say(f"wrote {written[0]}" if len(written) == 1 else f"wrote {len(written)} pictures to {path}")
+    return [str(one) for one in written]
