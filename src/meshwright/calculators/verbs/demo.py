@@ -93,17 +93,8 @@ def _draw(chosen: Plan, result: "TrainResult", out: Path) -> list[str]:
     declared = priced.derived.declared
     dims = {**chosen.model.dims, "B": chosen.job.batch_seqs, "T": chosen.job.seq_len}
     panels = [panel(declared[name], dims, chosen.strategy.mesh) for name in ("x", "w_up", "g")]
-    memory = result.memory
-    measured = (
-        {}
-        if memory is None
-        else {
-            "weights": memory.weights_bytes,
-            "optimizer": memory.optimizer_bytes,
-            "batch": memory.batch_bytes,
-            "temporaries": memory.temporaries_bytes or 0,
-        }
-    )
+    parts = ("weights", "optimizer", "batch", "temporaries")
+    measured = {name: getattr(result.memory, f"{name}_bytes") or 0 for name in parts} if result.memory else {}
     figures = {
         "loss.png": loss_figure(result.losses, tokens, subtitle=f"{chosen.model.name} on Python's own documentation"),
         "roofline.png": _roofline(chosen, priced, result),
