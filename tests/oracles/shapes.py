@@ -49,7 +49,7 @@ def rates(cluster: Cluster, mesh: dict[str, int], axes: tuple[str, ...] | str) -
     """Rates of a group of mesh axes, where every mesh axis is a torus axis, as `shard` lays them."""
     assert tuple(mesh.values()) == cluster.shape
     laid = einsum_rates(cluster, mesh)
-    assert all(" x " not in words for words in laid.placement.values())
+    assert all(" x " not in words for words in laid.laid.describe().values())
     return group_rates(laid.laid, axes)
 
 

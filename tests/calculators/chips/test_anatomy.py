@@ -13,19 +13,19 @@ CUT = [name for name in GPUS if anatomy.full_die(chip(name))]
 @pytest.mark.parametrize("name", CUT)
 def test_what_is_sold_is_cut_from_a_die(name):
     sold, die = anatomy.gpu_anatomy(chip(name)), anatomy.full_die(chip(name))
-    assert sold.num_sms == sold.num_tpcs * chip(name).sms_per_tpc
-    assert 0.75 * die.num_sms < sold.num_sms < die.num_sms
-    assert die.num_tpcs == die.num_sms // 2
+    assert sold.sms == sold.tpcs * chip(name).sms_per_tpc
+    assert 0.75 * die.sms < sold.sms < die.sms
+    assert die.tpcs == die.sms // 2
 
 
 def test_the_gh100():
     """Full die, SXM and PCIe boards. Source: NVIDIA H100 Tensor Core GPU Architecture."""
     die, sxm, pcie = (anatomy.full_die(chip("h100")), *map(anatomy.gpu_anatomy, (chip("h100"), chip("h100-pcie"))))
-    assert [one.num_sms for one in (die, sxm, pcie)] == [144, 132, 114]
-    assert [one.num_fp32_lanes for one in (die, sxm, pcie)] == [18432, 16896, 14592]
-    assert [one.num_tensor_cores for one in (die, sxm, pcie)] == [576, 528, 456]
+    assert [one.sms for one in (die, sxm, pcie)] == [144, 132, 114]
+    assert [one.fp32_lanes for one in (die, sxm, pcie)] == [18432, 16896, 14592]
+    assert [one.tensor_cores for one in (die, sxm, pcie)] == [576, 528, 456]
     assert (die.l2_bytes, sxm.l2_bytes) == (60e6, 50e6)
-    assert (sxm.tensor_flops_per_sm_cycle, sxm.vector_flops_per_sm_cycle) == (4096, 256)
+    assert (sxm.tensor_flops_per_sm_cycle, sxm.fp32_flops_per_sm_cycle) == (4096, 256)
 
 
 @pytest.mark.parametrize("name", [name for name in GPUS if chip(name).tensor_core_flops_per_cycle])

@@ -2,7 +2,7 @@
 
 import pytest
 
-from meshwright.calculators.links.one_way import is_ring, link_share, one_way_rates
+from meshwright.calculators.links.one_way import is_ring, link_bytes, one_way_rates
 from meshwright.core.errors import InputError
 from meshwright.cost.network.collectives import leg_rates
 from meshwright.cost.network.legs import ring
@@ -19,16 +19,16 @@ def test_half_the_rate_and_all_the_hops():
 
 def test_shares_of_the_array_over_a_link():
     legs = (ring(4, 1.0),)
-    assert link_share("all_gather", legs, two_way=False) == 3 / 4
-    assert link_share("all_to_all", legs, two_way=False) == 3 / 8
-    assert link_share("all_to_all", legs, two_way=True) == 3 / 32
-    assert link_share("permute", legs, two_way=True) == 1
+    assert link_bytes("all_gather", 1.0, legs, two_way=False) == 3 / 4
+    assert link_bytes("all_to_all", 1.0, legs, two_way=False) == 3 / 8
+    assert link_bytes("all_to_all", 1.0, legs, two_way=True) == 3 / 32
+    assert link_bytes("permute", 1.0, legs, two_way=True) == 1
 
 
 def test_a_line_is_no_ring():
     line = (ring(4, 1.0, wraps=False),)
     assert not is_ring(line)
     assert not is_ring((*line, *line))
-    assert link_share("all_gather", line, two_way=True) is None
+    assert link_bytes("all_gather", 1.0, line, two_way=True) is None
     with pytest.raises(InputError, match="needs a ring"):
         one_way_rates(line)

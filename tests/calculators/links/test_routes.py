@@ -6,7 +6,7 @@ from collections import deque
 import pytest
 
 from meshwright.calculators.links.routes import parse_place, route, torus_hops, torus_lanes
-from meshwright.calculators.links.transfer import Transfer
+from meshwright.calculators.links.transfer import transfer_times
 from meshwright.core.errors import InputError
 from meshwright.spec.cluster import parse_cluster
 
@@ -77,9 +77,9 @@ def test_from_chip_to_chip():
 def test_between_slices_through_the_hosts():
     found = legs("2*v5e:4x4", "0:3,3", "1:0,0", 3e9)
     assert [one.channel for one in found] == ["pcie", "dcn", "pcie"]
-    moved = Transfer(legs=tuple(found))
+    moved = transfer_times(found)
     assert moved.bound_by == "pcie"
-    assert moved.pipelined_s == pytest.approx(3e9 / 15e9 + 1e-5)
+    assert moved.time_s_pipelined == pytest.approx(3e9 / 15e9 + 1e-5)
     assert [one.channel for one in legs("2*v5e:4x4", "host:0,0", "1:0,0")] == ["dcn", "pcie"]
     assert [one.channel for one in legs("2*v5e:4x4", "host:0,0", "host:1:0,0")] == ["dcn"]
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from meshwright.calculators.links.transfer import Transfer, TransferLeg, array_bytes, parse_leg
+from meshwright.calculators.links.transfer import TransferLeg, array_bytes, parse_leg, transfer_times
 from meshwright.core.errors import InputError
 from meshwright.spec.chip import chip
 
@@ -15,28 +15,28 @@ def leg(name, amount, rate, **figures):
 
 def test_one_leg():
     """How to Scale Your Model, exercise 2.5: six hops of 1 us, two links of 45 GB/s."""
-    one = leg("way", 2 * 8 * 128 * 8192, 45e9, lanes=2, hops=6, hop_s=1e-6)
-    moved = Transfer(legs=(one,))
+    one = leg("way", 2 * 8 * 128 * 8192, 45e9, lanes=2, hops=6, latency_s=6e-6)
+    moved = transfer_times([one])
     assert moved.first_byte_s == pytest.approx(6e-6)
-    assert moved.slowest.send_s == pytest.approx(186.4e-6, rel=1e-3)
-    assert moved.pipelined_s == moved.in_turn_s == pytest.approx(192.4e-6, rel=1e-3)
+    assert moved.slowest_leg_s == pytest.approx(186.4e-6, rel=1e-3)
+    assert moved.time_s_pipelined == moved.time_s_in_turn == pytest.approx(192.4e-6, rel=1e-3)
     assert moved.bound_by == "ici"
 
 
 def test_several_legs_work_at_once_or_in_turn():
-    moved = Transfer(legs=(leg("a", 10.0, 1.0, hops=2, hop_s=1.0), leg("b", 10.0, 0.5), leg("c", 6.0, 1.0, lanes=2)))
-    assert [one.send_s for one in moved.legs] == [10, 20, 3]
-    assert moved.slowest.name == "b"
-    assert (moved.first_byte_s, moved.pipelined_s, moved.in_turn_s) == (2, 22, 35)
-    few = Transfer(legs=(leg("a", 1.0, 1.0, hops=2, hop_s=1.0),))
-    assert few.bound_by == "latency"
+    legs = [leg("a", 10.0, 1.0, latency_s=2.0), leg("b", 10.0, 0.5), leg("c", 6.0, 1.0, lanes=2)]
+    moved = transfer_times(legs)
+    assert [one.send_s for one in legs] == [10, 20, 3]
+    assert moved.slowest_leg == "b"
+    assert (moved.first_byte_s, moved.time_s_pipelined, moved.time_s_in_turn) == (2, 22, 35)
+    assert transfer_times([leg("a", 1.0, 1.0, latency_s=2.0)]).bound_by == "latency"
     with pytest.raises(InputError, match="a transfer needs a leg"):
-        Transfer(legs=())
+        transfer_times([])
 
 
 def test_legs_as_text():
     read = parse_leg("15GB@ici*2:6hops", V5E, num_bytes=1.0)
-    assert (read.amount, read.rate, read.lanes, read.hops, read.hop_s) == (15e9, 45e9, 2, 6, 1e-6)
+    assert (read.amount, read.rate, read.lanes, read.hops) == (15e9, 45e9, 2, 6)
     assert read.latency_s == pytest.approx(6e-6)
     hbm = parse_leg("hbm", V5E, num_bytes=16e9)
     assert hbm.send_s == pytest.approx(16e9 / 8.1e11)

@@ -11,7 +11,7 @@ from meshwright.algebra.steps import Step
 from meshwright.calculators.sharding.chain import parse_chain, shardings
 from meshwright.calculators.sharding.chain_search import search_chain
 from meshwright.calculators.sharding.einsum_cost import einsum_rates, price_einsum
-from meshwright.calculators.sharding.ways import all_ways, reduced
+from meshwright.calculators.sharding.ways import all_ways
 from meshwright.core.errors import CannotRunError
 from meshwright.spec.cluster import parse_cluster
 
@@ -40,7 +40,8 @@ def every_way(chain, stored):
             head = (*before, Step(op="einsum", inputs=operands, result=result))
             out = stored[one.out.name]
             found.append((*head, *reshard(result, out)))
-            found.append((*head, *reshard(result, reduced(result)), *reshard(reduced(result), out)))
+            summed = result.replace(unreduced=())
+            found.append((*head, *reshard(result, summed), *reshard(summed, out)))
         per_product.append(found)
         carried = stored[one.out.name]
     return [tuple(itertools.chain(*parts)) for parts in itertools.product(*per_product)]

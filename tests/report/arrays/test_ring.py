@@ -1,9 +1,8 @@
 """The picture of a collective hop by hop: a panel per step, a cell per block that is somewhere."""
 
-import numpy as np
 import pytest
 
-from meshwright.calculators.sharding.ring_steps import run_ring
+from meshwright.calculators.links.ring_steps import ring_frames
 from meshwright.core.errors import InputError
 from meshwright.report.arrays.ring import ring_figure
 from meshwright.report.figure import save
@@ -16,8 +15,8 @@ def cells(panel):
 
 
 def test_a_panel_per_step_and_a_cell_per_block(tmp_path):
-    run = run_ring("all_gather", [np.zeros(1)] * 4, two_way=False)
-    figure = ring_figure(run.frames, title="AllGather")
+    frames = ring_frames("all_gather", 4, two_way=False)
+    figure = ring_figure(frames, title="AllGather")
     assert [len(cells(panel)) for panel in panels(figure)] == [4, 8, 12, 16]
     assert [panel["title"]["text"] for panel in panels(figure)] == ["start", "step 1", "step 2", "step 3"]
     assert all(len(marks(panel, "rect")[2]["rows"]) == 4 for panel in panels(figure)[1:])
@@ -25,20 +24,20 @@ def test_a_panel_per_step_and_a_cell_per_block(tmp_path):
 
 
 def test_a_sum_says_how_many_addends_it_has():
-    run = run_ring("reduce_scatter", [np.ones(4)] * 4, two_way=False)
-    texts = [{cell["text"] for cell in cells(panel)} for panel in panels(ring_figure(run.frames, title="", sums=True))]
+    frames = ring_frames("reduce_scatter", 4, two_way=False)
+    texts = [{cell["text"] for cell in cells(panel)} for panel in panels(ring_figure(frames, title="", sums=True))]
     assert texts[0] == {"0", "1", "2", "3"}
     assert "2 of 4" in texts[1]
     assert texts[-1] == {"sum"}
 
 
 def test_arrows_leave_where_there_is_no_room():
-    small, large = (run_ring("all_gather", [np.zeros(1)] * n).frames[:2] for n in (8, 16))
+    small, large = (ring_frames("all_gather", n)[:2] for n in (8, 16))
     assert [len(marks(panels(ring_figure(frames, title=""))[1])) for frames in (small, large)] == [6, 4]
 
 
 def test_what_is_not_drawn():
     with pytest.raises(InputError, match="at most 16"):
-        ring_figure(run_ring("all_gather", [np.zeros(1)] * 17).frames, title="")
+        ring_figure(ring_frames("all_gather", 17), title="")
     with pytest.raises(InputError, match="no step"):
         ring_figure([], title="")

@@ -5,6 +5,7 @@ Sources: How to Scale Your Model, sections 2.1, 2.2, 2.5 and 9.2.2; NVIDIA's arc
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
@@ -31,104 +32,63 @@ class PodTotals(msgspec.Struct, frozen=True, kw_only=True):
     price_usd_per_hour: float | None
 
 
-def product_flops_per_cycle(rows: Number, inner: Number, cols: Number, *, cycles: Number = 1) -> Number:
-    """FLOPs per cycle of a unit that does [rows,inner] x [inner,cols] every ``cycles``: 2 m k n / cycles.
-
-    A 128x128 MXU does [8,128] x [128,128] every 8 cycles; an H100 tensor core [16,4] x [4,8] every cycle.
-    """
-    return 2 * rows * inner * cols / cycles
-
-
 def mxu_flops_per_cycle(mxu_dim: Number) -> Number:
-    """FLOPs per cycle of a full systolic array: one multiply-add per ALU."""
-    return 2 * mxu_alus(mxu_dim)
-
-
-def mxu_alus(mxu_dim: Number) -> Number:
-    """Multiply-add units of a square systolic array. Source: section 2.5.2."""
-    return mxu_dim * mxu_dim
-
-
-def units_flops_per_s(num_units: Number, flops_per_cycle: Number, clock_hz: Number) -> Number:
-    """FLOP/s of equal units at one clock: MXUs of a TPU, tensor cores or lanes of a GPU."""
-    return num_units * flops_per_cycle * clock_hz
+    """FLOPs per cycle of a full systolic array: one multiply-add per ALU. Source: section 2.5.2."""
+    return 2 * mxu_dim * mxu_dim
 
 
 def tpu_peak_from_anatomy(chip: Chip) -> float:
     """FLOP/s of a TPU from its MXUs, their size and the clock: a check of the table's peak."""
     num_mxus = known(chip, "num_cores") * known(chip, "mxus_per_core")
-    return float(units_flops_per_s(num_mxus, mxu_flops_per_cycle(known(chip, "mxu_dim")), known(chip, "clock_hz")))
+    return float(num_mxus * mxu_flops_per_cycle(known(chip, "mxu_dim")) * known(chip, "clock_hz"))
 
 
 def gpu_peak_from_anatomy(chip: Chip) -> float:
     """Dense FLOP/s of a GPU from its SMs, tensor cores and clock: a check of the table's peak."""
     per_sm = known(chip, "tensor_cores_per_sm") * known(chip, "tensor_core_flops_per_cycle")
-    return float(units_flops_per_s(known(chip, "num_sms"), per_sm, known(chip, "clock_hz")))
+    return known(chip, "num_sms") * per_sm * known(chip, "clock_hz")
 
 
 class GpuAnatomy(msgspec.Struct, frozen=True, kw_only=True):
     """What a GPU, or the whole die it is cut from, is made of; ``None`` where it is not known.
 
-    An FP32 lane does one multiply-add a cycle, 2 FLOPs.
+    An FP32 lane (CUDA core) does one multiply-add a cycle, 2 FLOPs; FLOPs of tensor cores are dense ones at 16 bits.
     """
 
     name: str
-    num_tpcs: int | None
-    num_sms: int
-    fp32_lanes_per_sm: int
-    tensor_cores_per_sm: int
-    tensor_core_flops_per_cycle: int | None
+    tpcs: int | None
+    sms: int
+    fp32_lanes: int
+    tensor_cores: int
+    fp32_flops_per_sm_cycle: int
+    tensor_flops_per_sm_cycle: int | None
     l2_bytes: float | None
-
-    @property
-    def num_fp32_lanes(self) -> int:
-        """FP32 CUDA cores, as they are sold."""
-        return self.num_sms * self.fp32_lanes_per_sm
-
-    @property
-    def num_tensor_cores(self) -> int:
-        return self.num_sms * self.tensor_cores_per_sm
-
-    @property
-    def vector_flops_per_sm_cycle(self) -> int:
-        """FP32 FLOPs of one SM in a cycle."""
-        return 2 * self.fp32_lanes_per_sm
-
-    @property
-    def tensor_flops_per_sm_cycle(self) -> int | None:
-        """Dense FLOPs of one SM's tensor cores in a cycle, at 16 bits."""
-        each = self.tensor_core_flops_per_cycle
-        return None if each is None else self.tensor_cores_per_sm * each
 
 
 def gpu_anatomy(chip: Chip) -> GpuAnatomy | None:
     """The SMs, lanes and tensor cores of a GPU as it is sold; None for a chip without SMs in its table."""
     if chip.num_sms is None or chip.fp32_lanes_per_sm is None:
         return None
+    cores, each = chip.tensor_cores_per_sm or 0, chip.tensor_core_flops_per_cycle
     return GpuAnatomy(
         name=chip.name,
-        num_tpcs=chip.num_tpcs,
-        num_sms=chip.num_sms,
-        fp32_lanes_per_sm=chip.fp32_lanes_per_sm,
-        tensor_cores_per_sm=chip.tensor_cores_per_sm or 0,
-        tensor_core_flops_per_cycle=chip.tensor_core_flops_per_cycle,
+        tpcs=chip.num_tpcs,
+        sms=chip.num_sms,
+        fp32_lanes=chip.num_sms * chip.fp32_lanes_per_sm,
+        tensor_cores=chip.num_sms * cores,
+        fp32_flops_per_sm_cycle=2 * chip.fp32_lanes_per_sm,
+        tensor_flops_per_sm_cycle=None if each is None else cores * each,
         l2_bytes=chip.l2_bytes,
     )
 
 
 def full_die(chip: Chip) -> GpuAnatomy | None:
     """The same of the whole die, of which makers switch off what is broken or draws too much (floor sweeping)."""
-    sold = gpu_anatomy(chip)
-    if sold is None or chip.die is None or chip.die_gpcs is None or chip.die_tpcs_per_gpc is None:
+    if chip.die is None or chip.die_gpcs is None or chip.die_tpcs_per_gpc is None:
         return None
     tpcs = chip.die_gpcs * chip.die_tpcs_per_gpc
-    return msgspec.structs.replace(
-        sold,
-        name=chip.die,
-        num_tpcs=tpcs,
-        num_sms=tpcs * int(known(chip, "sms_per_tpc")),
-        l2_bytes=chip.die_l2_bytes,
-    )
+    figures = {"num_tpcs": tpcs, "num_sms": tpcs * int(known(chip, "sms_per_tpc")), "l2_bytes": chip.die_l2_bytes}
+    return gpu_anatomy(msgspec.structs.replace(chip, name=chip.die, **figures))
 
 
 def share_after_speedup(share: Number, speedup: Number) -> Number:
@@ -140,52 +100,28 @@ def share_after_speedup(share: Number, speedup: Number) -> Number:
     return share / (share + (1 - share) / speedup)
 
 
-def bytes_per_s(gigabits_per_s: Number) -> Number:
-    """Bytes/s of a link sold in Gb/s."""
-    return gigabits_per_s * 1e9 / 8
-
-
-def two_way(one_way_bytes_per_s: Number) -> Number:
-    """Both directions of a link: the W of ring formulas. Source: section 2.3."""
-    return 2 * one_way_bytes_per_s
-
-
-def per_chip(host_bytes_per_s: Number, chips_per_host: Number) -> Number:
-    """A chip's share of what its host has: DCN, or chips of a tray. Source: section 2.2."""
-    return host_bytes_per_s / chips_per_host
-
-
 def ratio(first: Number, second: Number) -> Number:
     """How many times ``first`` is ``second``, such as HBM over PCIe."""
     return first / second
 
 
-def num_hosts(num_chips: int, chips_per_host: int) -> int:
-    """CPU hosts of that many chips, rounded up."""
-    return math.ceil(num_chips / chips_per_host)
-
-
 def pod_totals(cluster: Cluster, *, dtype: str = "bf16") -> PodTotals:
     """Chips, hosts, cores, memory, FLOP/s, network, power and price of the whole cluster."""
-    chip, count = cluster.chip, cluster.num_chips
+    chip, gpu = cluster.chip, gpu_anatomy(cluster.chip)
 
-    def total(figure: float | None, times: int = count) -> float | None:
+    def total(figure: float | None, times: int = cluster.num_chips) -> Any:
         return None if figure is None else figure * times
 
-    def units(figure: int | None) -> int | None:
-        return None if figure is None else figure * count
-
-    sold = gpu_anatomy(chip)
     return PodTotals(
-        num_chips=count,
+        num_chips=cluster.num_chips,
         num_hosts=cluster.num_hosts,
-        num_cores=units(chip.num_cores),
-        num_sms=units(chip.num_sms),
-        num_fp32_lanes=units(sold.num_fp32_lanes) if sold else None,
-        num_tensor_cores=units(sold.num_tensor_cores) if sold else None,
+        num_cores=total(chip.num_cores),
+        num_sms=total(chip.num_sms),
+        num_fp32_lanes=total(gpu.fp32_lanes if gpu else None),
+        num_tensor_cores=total(gpu.tensor_cores if gpu else None),
         hbm_bytes=total(chip.hbm_bytes),
         hbm_bytes_per_s=total(chip.hbm_bytes_per_s),
-        peak_flops=peak(chip, dtype) * count,
+        peak_flops=total(peak(chip, dtype)),
         dcn_bytes_per_s=total(chip.dcn_bytes_per_s_per_host, cluster.num_hosts),
         power_w=total(chip.power_w),
         price_usd_per_hour=total(chip.price_usd_per_hour),

@@ -21,7 +21,8 @@ MATRIX_SHAPE = (16, 8, 16)
 class DotProductWay(msgspec.Struct, frozen=True, kw_only=True):
     """Instructions of one dot product, and its cycles: the larger of both parts, or their sum without overlap.
 
-    ``elements_per_instruction`` are the products that one arithmetic instruction makes.
+    ``elements_per_instruction`` are the products that one arithmetic instruction makes; ``instructions`` counts loads,
+    arithmetic and stores.
     """
 
     way: str
@@ -29,12 +30,9 @@ class DotProductWay(msgspec.Struct, frozen=True, kw_only=True):
     loads: float
     arithmetic: float
     stores: float
+    instructions: float
     cycles_lower: float
     cycles_upper: float
-
-    @property
-    def instructions(self) -> float:
-        return self.loads + self.arithmetic + self.stores
 
 
 def dot_product_work(form: NumberFormat, length: int) -> Work:
@@ -46,13 +44,12 @@ def dot_product_work(form: NumberFormat, length: int) -> Work:
 
 def dot_product_ways(
     form: NumberFormat, length: int, *, load_cycles: float = LOAD_CYCLES, vector_bits: int = VECTOR_BITS
-) -> tuple[DotProductWay, ...]:
+) -> list[DotProductWay]:
     """Scalar with separate multiply and add, scalar fused, vector, and the share of a matrix instruction.
 
     A vector of V lanes needs n/V fused instructions and 2 log2(V) to add its lanes (a shuffle and an add each). A
     matrix instruction serves m n dot products at once: operands loaded once per tile, its share is counted.
     """
-    dot_product_work(form, length)
     lanes = vector_bits // form.stored_bits
     if lanes < 1:
         raise InputError(f"a vector of {vector_bits} bits holds no {form.name}. Give at least {form.stored_bits}.")
@@ -60,33 +57,25 @@ def dot_product_ways(
     rows, cols, depth = MATRIX_SHAPE
     # operands of a matrix instruction arrive in vector loads of their own
     depth = depth * 16 // form.stored_bits if form.stored_bits <= 16 else depth
-    tiles = math.ceil(length / depth)
+    tiles, served = math.ceil(length / depth), rows * cols
     operand_loads = math.ceil((rows + cols) * depth / lanes)
-    return (
-        _way("multiply, then add", 1, 2 * length, 2 * length - 1, load_cycles),
-        _way("fused multiply-add", 1, 2 * length, length, load_cycles),
-        _way(f"vector of {lanes}", lanes, 2 * steps, steps + 2 * int(math.log2(lanes)), load_cycles),
-        _way(
-            f"matrix {rows}x{cols}x{depth}",
-            rows * cols * depth,
-            tiles * operand_loads / (rows * cols),
-            tiles / (rows * cols),
-            load_cycles,
-            stores=math.ceil(rows * cols / lanes) / (rows * cols),
-        ),
-    )
-
-
-def _way(
-    way: str, elements: float, loads: float, arithmetic: float, load_cycles: float, *, stores: float = 1
-) -> DotProductWay:
-    moving = (loads + stores) * load_cycles
-    return DotProductWay(
-        way=way,
-        elements_per_instruction=elements,
-        loads=loads,
-        arithmetic=arithmetic,
-        stores=stores,
-        cycles_lower=max(moving, arithmetic),
-        cycles_upper=moving + arithmetic,
-    )
+    counts: list[tuple[str, float, float, float, float]] = [
+        ("multiply, then add", 1, 2 * length, 2 * length - 1, 1),
+        ("fused multiply-add", 1, 2 * length, length, 1),
+        (f"vector of {lanes}", lanes, 2 * steps, steps + 2 * int(math.log2(lanes)), 1),
+        (f"matrix {rows}x{cols}x{depth}", served * depth, tiles * operand_loads / served, tiles / served,
+         math.ceil(served / lanes) / served),
+    ]  # fmt: skip
+    return [
+        DotProductWay(
+            way=way,
+            elements_per_instruction=elements,
+            loads=loads,
+            arithmetic=arithmetic,
+            stores=stores,
+            instructions=loads + arithmetic + stores,
+            cycles_lower=max((loads + stores) * load_cycles, arithmetic),
+            cycles_upper=(loads + stores) * load_cycles + arithmetic,
+        )
+        for way, elements, loads, arithmetic, stores in counts
+    ]

@@ -47,11 +47,6 @@ class SystolicRun(msgspec.Struct, frozen=True, kw_only=True):
     busy_cells: tuple[int, ...]
 
 
-def tiles_of(depth: int, width: int, *, rows: int, cols: int) -> int:
-    """Sets of weights: a [depth, width] matrix cut into blocks of the array's size."""
-    return math.ceil(depth / rows) * math.ceil(width / cols)
-
-
 def tile_period(num_inputs: int, *, rows: int) -> int:
     """Cycles from one set of weights to the next: the inputs stream by, but a set takes ``rows`` cycles to move in."""
     return max(num_inputs, rows)
@@ -62,7 +57,7 @@ def systolic_cycles(num_inputs: int, depth: int, width: int, *, rows: int, cols:
     for name, size in (("inputs", num_inputs), ("rows", rows), ("columns", cols), ("depth", depth), ("width", width)):
         if size < 1:
             raise InputError(f"{name} {size} must be at least 1.")
-    tiles = tiles_of(depth, width, rows=rows, cols=cols)
+    tiles = math.ceil(depth / rows) * math.ceil(width / cols)
     front = rows + cols - 2
     streaming = (tiles - 1) * tile_period(num_inputs, rows=rows) + num_inputs
     total = rows + streaming + front
@@ -84,88 +79,76 @@ def systolic_cycles(num_inputs: int, depth: int, width: int, *, rows: int, cols:
 class SystolicArray:
     """The registers of all cells, and one method that moves everything by a cycle.
 
-    Tiles follow each other: tile p's first input enters at cycle ``rows + p * period``.
+    Tiles follow each other, down the depth first, then to the next columns: tile p's first input enters at cycle
+    ``rows + p * period``. Matrices are padded with zeros to whole tiles.
     """
 
     def __init__(self, inputs: Matrix, weights: Matrix, *, rows: int, cols: int) -> None:
-        self.rows, self.cols, self.num_inputs = rows, cols, inputs.shape[0]
-        self.depth, self.width = weights.shape
-        self.inputs, self.tiles = _cut(inputs, weights, rows, cols)
-        self.period = tile_period(self.num_inputs, rows=rows)
+        (self.num_inputs, depth), (_, width) = inputs.shape, weights.shape
+        self.rows, self.cols = rows, cols
+        deep, wide = math.ceil(depth / rows), math.ceil(width / cols)
+        padded = np.pad(inputs, ((0, 0), (0, deep * rows - depth)))
+        self._inputs = padded.reshape(self.num_inputs, deep, rows)
+        padded = np.pad(weights, ((0, deep * rows - depth), (0, wide * cols - width)))
+        self._tiles = padded.reshape(deep, rows, wide, cols).transpose(2, 0, 1, 3).reshape(-1, rows, cols)
+        self._period = tile_period(self.num_inputs, rows=rows)
+        self.last_cycle = systolic_cycles(self.num_inputs, depth, width, rows=rows, cols=cols).total
         self.cycle = 0
         zeros = np.zeros((rows, cols), np.int64)
-        self.activation, self.sums, self.held, self.moving = (zeros.copy() for _ in range(4))
+        self.activation = self.sums = self.held = self.moving = zeros
         self.tag = zeros - 1  # which input a cell works on, counted over all tiles; -1 for none
-        self.blocks_deep = math.ceil(self.depth / rows)
-        self.result = np.zeros((self.num_inputs, len(self.tiles) // self.blocks_deep * cols), np.int64)
+        self._sums_out = np.zeros((self.num_inputs, wide * cols), np.int64)
+        self._width = width
 
     @property
-    def last_cycle(self) -> int:
-        """Cycles until the last sum has left the array."""
-        return systolic_cycles(self.num_inputs, self.depth, self.width, rows=self.rows, cols=self.cols).total
+    def result(self) -> Matrix:
+        """The product, as far as its sums have left the array."""
+        return self._sums_out[:, : self._width]
 
     def step(self) -> int:
         """Move everything by one cycle; returns how many cells multiplied."""
-        tag, activation = self._enter()
-        starts = (tag >= 0) & (tag % self.num_inputs == 0)
+        tag, value = self.inputs_at(self.cycle)
+        self.tag = np.column_stack([tag, self.tag[:, :-1]])
+        self.activation = np.column_stack([value, self.activation[:, :-1]])
         # The first input of a tile makes its cell take over the weight that has just arrived.
+        starts = (self.tag >= 0) & (self.tag % self.num_inputs == 0)
         self.held = np.where(starts, self.moving, self.held)
-        above = np.vstack([np.zeros((1, self.cols), np.int64), self.sums[:-1]])
-        self.sums = np.where(tag >= 0, above + activation * self.held, 0)
-        self.tag, self.activation = tag, activation
+        above = np.vstack([np.zeros(self.cols, np.int64), self.sums[:-1]])
+        self.sums = np.where(self.tag >= 0, above + self.activation * self.held, 0)
         self._collect()
-        self._move_weights()
+        # Columns that are being loaded move down by one. A row below the front stands still: it may hold a weight that
+        # its cell has not taken over yet.
+        since, weight = self.weights_at(self.cycle)
+        shifted = np.vstack([weight, self.moving[:-1]])
+        self.moving = np.where(np.arange(self.rows)[:, None] <= since, shifted, self.moving)
         self.cycle += 1
-        return int((tag >= 0).sum())
+        return int((self.tag >= 0).sum())
 
-    def input_at(self, cycle: int, row: int) -> int | None:
-        """What enters a row at the left in a cycle; None for nothing."""
-        entering = self._entering(cycle, row)
-        return None if entering is None else self._input(*entering, row)
+    def inputs_at(self, cycle: int) -> tuple[Matrix, Matrix]:
+        """The tag (-1 for none) and the value of what enters each row at the left in a cycle."""
+        rows = np.arange(self.rows)
+        tile, index = np.divmod(cycle - self.rows - rows, self._period)
+        enters = (tile >= 0) & (tile < len(self._tiles)) & (index < self.num_inputs)
+        block = tile % self._inputs.shape[1]
+        value = self._inputs[np.minimum(index, self.num_inputs - 1), block, rows]
+        return np.where(enters, tile * self.num_inputs + index, -1), np.where(enters, value, 0)
 
-    def weight_at(self, cycle: int, col: int) -> int | None:
-        """The weight that enters a column from above in a cycle; None for nothing."""
-        tile, since = divmod(cycle - col, self.period)
-        if not 0 <= tile < len(self.tiles) or since >= self.rows:
-            return None
-        return int(self.tiles[tile][self.rows - 1 - since, col])
+    def weights_at(self, cycle: int) -> tuple[Matrix, Matrix]:
+        """Cycles since each column began to load (-1 while none enters), and the weight that enters it from above.
 
-    def _enter(self) -> tuple[Matrix, Matrix]:
-        """Activations one cell to the right, and the next ones at the left edge."""
-        tag, activation = np.roll(self.tag, 1, axis=1), np.roll(self.activation, 1, axis=1)
-        for row in range(self.rows):
-            entering = self._entering(self.cycle, row)
-            tag[row, 0] = -1 if entering is None else entering[0] * self.num_inputs + entering[1]
-            activation[row, 0] = 0 if entering is None else self._input(*entering, row)
-        return tag, activation
-
-    def _entering(self, cycle: int, row: int) -> tuple[int, int] | None:
-        """Tile and number of the input that enters a row in a cycle."""
-        tile, index = divmod(cycle - self.rows - row, self.period)
-        return (tile, index) if 0 <= tile < len(self.tiles) and index < self.num_inputs else None
-
-    def _input(self, tile: int, index: int, row: int) -> int:
-        """Tiles run down the depth first, then to the next columns."""
-        return int(self.inputs[tile % self.blocks_deep][index, row])
+        The bottom row's weight comes first.
+        """
+        cols = np.arange(self.cols)
+        tile, since = np.divmod(cycle - cols, self._period)
+        enters = (tile >= 0) & (tile < len(self._tiles)) & (since < self.rows)
+        value = self._tiles[tile % len(self._tiles), self.rows - 1 - np.minimum(since, self.rows - 1), cols]
+        return np.where(enters, since, -1), value
 
     def _collect(self) -> None:
-        for col in range(self.cols):
-            tag = self.tag[-1, col]
-            if tag >= 0:
-                tile, index = divmod(int(tag), self.num_inputs)
-                self.result[index, tile // self.blocks_deep * self.cols + col] += self.sums[-1, col]
-
-    def _move_weights(self) -> None:
-        """Columns that are being loaded move down by one; the bottom row's weight comes first.
-
-        A row below the front stands still: it may hold a weight that its cell has not taken over yet.
-        """
-        for col in range(self.cols):
-            weight = self.weight_at(self.cycle, col)
-            if weight is not None:
-                since = (self.cycle - col) % self.period
-                self.moving[1 : since + 1, col] = self.moving[:since, col].copy()
-                self.moving[0, col] = weight
+        """Add the sums that leave the bottom row to their entries of the result."""
+        (cols,) = np.nonzero(self.tag[-1] >= 0)
+        tile, index = np.divmod(self.tag[-1, cols], self.num_inputs)
+        self._sums_out[index, tile // self._inputs.shape[1] * self.cols + cols] += self.sums[-1, cols]
 
 
 def simulate(inputs: Matrix, weights: Matrix, *, rows: int, cols: int) -> SystolicRun:
@@ -176,14 +159,4 @@ def simulate(inputs: Matrix, weights: Matrix, *, rows: int, cols: int) -> Systol
             f"{array.last_cycle:,} cycles of {rows}x{cols} cells are too many to run. Give fewer inputs or weights."
         )
     busy = [array.step() for _ in range(array.last_cycle)]
-    return SystolicRun(product=array.result[:, : array.width], cycles=array.cycle, busy_cells=tuple(busy))
-
-
-def _cut(inputs: Matrix, weights: Matrix, rows: int, cols: int) -> tuple[list[Matrix], list[Matrix]]:
-    """Inputs by block of depth, weights by tile in the order in which they run, padded with zeros."""
-    depth, width = weights.shape
-    deep, wide = math.ceil(depth / rows) * rows, math.ceil(width / cols) * cols
-    padded_x = np.pad(inputs, ((0, 0), (0, deep - depth)))
-    padded_w = np.pad(weights, ((0, deep - depth), (0, wide - width)))
-    tiles = [padded_w[r : r + rows, c : c + cols] for c in range(0, wide, cols) for r in range(0, deep, rows)]
-    return [padded_x[:, r : r + rows] for r in range(0, deep, rows)], tiles
+    return SystolicRun(product=array.result, cycles=array.cycle, busy_cells=tuple(busy))

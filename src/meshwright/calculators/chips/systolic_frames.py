@@ -2,6 +2,9 @@
 
 from collections.abc import Collection
 
+import numpy as np
+from numpy.typing import NDArray
+
 from meshwright.calculators.chips.systolic import Matrix, SystolicArray, SystolicCycles
 from meshwright.report.arrays.systolic import REACH, BoundaryValue, SystolicFrame
 
@@ -33,43 +36,33 @@ def frames(
 
 
 def _frame(array: SystolicArray, cycle: int, left: list[tuple[int, int, int]]) -> SystolicFrame:
-    inside = [(row, col) for row in range(array.rows) for col in range(array.cols)]
-    weight = {at: _weight(array, cycle, *at) for at in inside}
-    busy = {at: int(array.activation[at]) if array.tag[at] >= 0 else None for at in inside}
+    busy = array.tag >= 0
+    # a weight that moves in has come by a cell once the diagonal front has
+    arrived = busy | (np.add.outer(np.arange(array.rows), np.arange(array.cols)) <= cycle)
     return SystolicFrame(
         cycle=cycle,
-        weights=tuple(tuple(weight[row, col] for col in range(array.cols)) for row in range(array.rows)),
-        activations=tuple(tuple(busy[row, col] for col in range(array.cols)) for row in range(array.rows)),
-        inputs=tuple(_waiting(array, cycle)),
-        coming=tuple(_coming(array, cycle)),
+        weights=_cells(np.where(busy, array.held, array.moving), arrived),
+        activations=_cells(array.activation, busy),
+        inputs=_outside([array.inputs_at(cycle + distance) for distance in range(1, REACH + 1)]),
+        coming=_outside([array.weights_at(cycle + distance) for distance in range(1, REACH + 1)]),
         results=tuple(
             BoundaryValue(lane=col, distance=cycle - at, value=value) for at, col, value in left if cycle - at <= REACH
         ),
     )
 
 
-def _weight(array: SystolicArray, cycle: int, row: int, col: int) -> int | None:
-    """The weight that a cell works with, or the one that lies in it; None before the first has come by."""
-    if array.tag[row, col] >= 0:
-        return int(array.held[row, col])
-    return int(array.moving[row, col]) if cycle >= row + col else None
+def _cells(values: Matrix, shown: NDArray[np.bool_]) -> tuple[tuple[int | None, ...], ...]:
+    return tuple(
+        tuple(int(value) if here else None for value, here in zip(row, there, strict=True))
+        for row, there in zip(values, shown, strict=True)
+    )
 
 
-def _waiting(array: SystolicArray, cycle: int) -> list[BoundaryValue]:
-    found = []
-    for row in range(array.rows):
-        for distance in range(1, REACH + 1):
-            value = array.input_at(cycle + distance, row)
-            if value is not None:
-                found.append(BoundaryValue(lane=row, distance=distance, value=value))
-    return found
-
-
-def _coming(array: SystolicArray, cycle: int) -> list[BoundaryValue]:
-    found = []
-    for col in range(array.cols):
-        for distance in range(1, REACH + 1):
-            value = array.weight_at(cycle + distance, col)
-            if value is not None:
-                found.append(BoundaryValue(lane=col, distance=distance, value=value))
-    return found
+def _outside(near: list[tuple[Matrix, Matrix]]) -> tuple[BoundaryValue, ...]:
+    """What waits at an edge, lane by lane: (-1 or more where something is there, its value) by growing distance."""
+    return tuple(
+        BoundaryValue(lane=lane, distance=distance, value=int(values[lane]))
+        for lane in range(len(near[0][0]))
+        for distance, (there, values) in enumerate(near, start=1)
+        if there[lane] >= 0
+    )

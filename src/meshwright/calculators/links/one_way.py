@@ -43,8 +43,8 @@ def one_way_rates(legs: tuple[Leg, ...], calibration: Calibration | None = None)
     )
 
 
-def link_share(kind: CollectiveKind, legs: tuple[Leg, ...], *, two_way: bool) -> float | None:
-    """Share of the array that crosses one link of a ring in one direction; None where the group is no ring."""
+def link_bytes(kind: CollectiveKind, num_bytes: float, legs: tuple[Leg, ...], *, two_way: bool) -> float | None:
+    """Bytes of the array that cross one link of a ring in one direction; None where the group is no ring."""
     if not is_ring(legs):
         return None
-    return 1.0 if kind == "permute" else float(ring_link_share(kind, legs[0].size, two_way=two_way))
+    return num_bytes if kind == "permute" else num_bytes * ring_link_share(kind, legs[0].size, two_way=two_way)

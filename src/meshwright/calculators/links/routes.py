@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
+import numpy as np
 
 from meshwright.calculators.links.transfer import TransferLeg, channel_leg
 from meshwright.core.errors import InputError
@@ -44,23 +45,16 @@ def parse_place(text: str, cluster: Cluster) -> RouteEnd:
     if match is None:
         raise InputError(f"place {text!r} is not read. Write {_EXAMPLES}.")
     host, slice_text, numbers = match.groups()
-    given, slice_number = tuple(map(int, numbers.split(","))), int(slice_text or 0)
-    chip = _unravel(given[0], cluster.shape) if len(given) == 1 else given + (0,) * (len(cluster.shape) - len(given))
-    outside = len(chip) != len(cluster.shape) or any(c >= n for c, n in zip(chip, cluster.shape, strict=True))
+    shape, chip, slice_number = cluster.shape, tuple(map(int, numbers.split(","))), int(slice_text or 0)
+    if len(chip) == 1 and chip[0] < math.prod(shape):
+        chip = tuple(map(int, np.unravel_index(chip[0], shape, order="F")))
+    chip += (0,) * (len(shape) - len(chip))
+    outside = len(chip) != len(shape) or any(at >= size for at, size in zip(chip, shape, strict=True))
     if outside or slice_number >= cluster.num_slices:
         raise InputError(
-            f"place {text!r} is not on {cluster.short_name}: coordinates count from 0 below {times(cluster.shape)}."
+            f"place {text!r} is not on {cluster.short_name}: coordinates count from 0 below {times(shape)}."
         )
     return RouteEnd(in_host=host is not None, slice_number=slice_number, chip=chip)
-
-
-def _unravel(number: int, shape: Sequence[int]) -> tuple[int, ...]:
-    """Coordinates of chip number n, the first size innermost; the last coordinate is left too large if n is."""
-    found = []
-    for size in shape[:-1]:
-        found.append(number % size)
-        number //= size
-    return (*found, number)
 
 
 def route(
@@ -74,70 +68,61 @@ def route(
         return []
     if cluster.kind == "host":
         raise InputError(f"devices of {cluster.short_name} have no data sheet: use --axis devices, which is measured.")
-    if source.everywhere or target.everywhere:
-        if cluster.num_slices > 1:
-            raise InputError(f"{cluster.short_name}: chips and hosts are those of one slice. Name one slice's cluster.")
-        if target.everywhere:
-            return _spread(cluster, source, target, num_bytes)
-        return _collect(cluster, source, target, num_bytes, via)
-    if source.slice_number != target.slice_number:
-        return _between_slices(cluster, source, target, num_bytes)
-    legs = [_pcie(cluster, num_bytes, 1, "host memory to its chip")] if source.in_host else []
-    legs += _chip_to_chip(cluster, source.chip, target.chip, num_bytes)
-    if target.in_host:
-        legs.append(_pcie(cluster, num_bytes, 1, "chip to its host's memory"))
+    if (source.everywhere or target.everywhere) and cluster.num_slices > 1:
+        raise InputError(f"{cluster.short_name}: chips and hosts are those of one slice. Name one slice's cluster.")
+    if target.everywhere and not source.everywhere:
+        raise InputError("from one place to all is a scatter or a broadcast. Use --axis and --collective, or a --leg.")
+    legs: list[TransferLeg] = []
+    through_hosts = source.slice_number != target.slice_number
+    if source.everywhere and source.in_host and via == "dcn" and not target.everywhere:
+        hosts, name = cluster.num_hosts, "what lies with other hosts into one"
+        legs, through_hosts = (
+            [channel_leg(cluster.chip, "dcn", num_bytes * (hosts - 1) / hosts, hops=1, name=name)],
+            True,
+        )
+    elif through_hosts:
+        legs = [channel_leg(cluster.chip, "dcn", num_bytes, hops=1, name="host to host between slices")]
+    elif source.everywhere and not target.everywhere:
+        legs = _gather_to_chip(cluster, target.chip, num_bytes)
+    elif source.chip != target.chip:
+        legs = [_chip_to_chip(cluster, source.chip, target.chip, num_bytes)]
+    # PCIe lies between a host's memory and chip links, or between a chip and the network
+    if source.in_host != through_hosts or target.everywhere:
+        legs.insert(0, _pcie(cluster, source, num_bytes, into_host=not source.in_host))
+    if target.in_host != through_hosts and not target.everywhere:
+        legs.append(_pcie(cluster, target, num_bytes, into_host=target.in_host))
     return legs
 
 
-def _spread(cluster: Cluster, source: RouteEnd, target: RouteEnd, num_bytes: float) -> list[TransferLeg]:
-    if not source.everywhere:
-        raise InputError("from one place to all is a scatter or a broadcast. Use --axis and --collective, or a --leg.")
-    return [_pcie(cluster, num_bytes, cluster.num_chips, f"PCIe of all {cluster.num_chips} chips")]
-
-
-def _collect(cluster: Cluster, source: RouteEnd, target: RouteEnd, num_bytes: float, via: Via) -> list[TransferLeg]:
-    """From everywhere into one place."""
-    chips, hosts = cluster.num_chips, cluster.num_hosts
-    if via == "dcn" and source.in_host:
-        crossing = num_bytes * (hosts - 1) / hosts
-        legs = [channel_leg(cluster.chip, "dcn", crossing, hops=1, name="what lies with other hosts into one")]
-        return legs if target.in_host else [*legs, _pcie(cluster, num_bytes, 1, "host memory to its chip")]
-    legs = [_pcie(cluster, num_bytes, chips, f"PCIe of all {chips} chips")] if source.in_host else []
-    legs += _gather_to_chip(cluster, target.chip, num_bytes)
-    return [*legs, _pcie(cluster, num_bytes, 1, "chip to its host's memory")] if target.in_host else legs
-
-
-def _pcie(cluster: Cluster, num_bytes: float, lanes: int, name: str) -> TransferLeg:
+def _pcie(cluster: Cluster, end: RouteEnd, num_bytes: float, *, into_host: bool) -> TransferLeg:
+    """PCIe at one end of the route: of one chip, or of all of them at once."""
+    name, lanes = "chip to its host's memory" if into_host else "host memory to its chip", 1
+    if end.everywhere:
+        name, lanes = f"PCIe of all {cluster.num_chips} chips", cluster.num_chips
     return channel_leg(cluster.chip, "pcie", num_bytes, lanes=lanes, name=name)
 
 
-def _link_leg(link: Link, num_bytes: float, *, lanes: int, hops: int, name: str) -> TransferLeg:
+def _link_leg(link: Link, num_bytes: float, *, lanes: int = 1, hops: int = 1, name: str) -> TransferLeg:
     return TransferLeg(
-        name=name, channel=link.level, amount=num_bytes, rate=link.bytes_per_s, lanes=lanes, hops=hops, hop_s=link.hop_s
+        name=name,
+        channel=link.level,
+        amount=num_bytes,
+        rate=link.bytes_per_s,
+        lanes=lanes,
+        hops=hops,
+        latency_s=hops * link.hop_s,
     )
 
 
-def _between_slices(cluster: Cluster, source: RouteEnd, target: RouteEnd, num_bytes: float) -> list[TransferLeg]:
-    """Through both hosts; the memory of a host is itself an end, only chips need the way through PCIe."""
-    dcn = channel_leg(cluster.chip, "dcn", num_bytes, hops=1, name="host to host between slices")
-    away = [] if source.in_host else [_pcie(cluster, num_bytes, 1, "chip to its host's memory")]
-    into = [] if target.in_host else [_pcie(cluster, num_bytes, 1, "host memory to its chip")]
-    return [*away, dcn, *into]
-
-
-def _chip_to_chip(
-    cluster: Cluster, source: tuple[int, ...], target: tuple[int, ...], num_bytes: float
-) -> list[TransferLeg]:
-    if source == target:
-        return []
+def _chip_to_chip(cluster: Cluster, source: tuple[int, ...], target: tuple[int, ...], num_bytes: float) -> TransferLeg:
+    links = physical_links(cluster)
     if cluster.kind == "torus":
         lanes, hops = torus_lanes(cluster, source, target), torus_hops(cluster, source, target)
-        name = f"{hops} hops, {lanes} links at once"
-        return [_link_leg(physical_links(cluster)[0], num_bytes, lanes=lanes, hops=hops, name=name)]
-    used = [link for link, a, b in zip(physical_links(cluster), source, target, strict=False) if a != b]
+        return _link_leg(links[0], num_bytes, lanes=lanes, hops=hops, name=f"{hops} hops, {lanes} links at once")
+    used = [link for link, a, b in zip(links, source, target, strict=False) if a != b]
     crossed = [link for link in used if link.level == used[-1].level]
     slowest = min(crossed, key=lambda link: link.bytes_per_s)
-    return [_link_leg(slowest, num_bytes, lanes=1, hops=len(crossed), name=f"through {used[-1].name}")]
+    return _link_leg(slowest, num_bytes, hops=len(crossed), name=f"through {used[-1].name}")
 
 
 def _gather_to_chip(cluster: Cluster, target: tuple[int, ...], num_bytes: float) -> list[TransferLeg]:
@@ -146,14 +131,13 @@ def _gather_to_chip(cluster: Cluster, target: tuple[int, ...], num_bytes: float)
     if chips == 1:
         return []
     if cluster.kind == "torus":
-        lanes, hops = sum(_ports(cluster, target)), _furthest(cluster, target)
+        lanes = sum(_ports(cluster, target))
+        hops = max(torus_hops(cluster, target, other) for other in itertools.product(*map(range, cluster.shape)))
         name = f"{chips - 1} chips into one over its {lanes} links"
         return [_link_leg(links[0], num_bytes * (chips - 1) / chips, lanes=lanes, hops=hops, name=name)]
     domain = cluster.shape[0]
     parts = ((links[0], domain - 1, "its domain into one chip"), (links[1], chips - domain, "the rest into one chip"))
-    return [
-        _link_leg(link, num_bytes * count / chips, lanes=1, hops=1, name=name) for link, count, name in parts if count
-    ]
+    return [_link_leg(link, num_bytes * count / chips, name=name) for link, count, name in parts if count]
 
 
 # -- on a torus -----------------------------------------------------------------------------------------
@@ -195,13 +179,3 @@ def torus_hops(cluster: Cluster, source: Sequence[int], target: Sequence[int]) -
             total += min(step, longest - step)
         ways.append(total)
     return min(ways)
-
-
-def _furthest(cluster: Cluster, chip: Sequence[int]) -> int:
-    """Hops to the chip that is furthest away."""
-    if cluster.twisted:
-        return max(torus_hops(cluster, chip, other) for other in itertools.product(*map(range, cluster.shape)))
-    return sum(
-        size // 2 if wraps else max(at, size - 1 - at)
-        for at, size, wraps in zip(chip, cluster.shape, cluster.wraps, strict=True)
-    )

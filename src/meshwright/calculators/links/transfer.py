@@ -7,6 +7,7 @@ Source: How to Scale Your Model, exercises 2.5 and 2.6.
 
 import math
 import re
+from collections.abc import Sequence
 
 import msgspec
 
@@ -17,7 +18,10 @@ from meshwright.spec.chip import Chip, known, peak
 
 
 class TransferLeg(msgspec.Struct, frozen=True, kw_only=True):
-    """One leg: ``amount`` (bytes; FLOPs of a calculation) over ``lanes`` equal lanes of ``rate`` a second each."""
+    """One leg: ``amount`` (bytes; FLOPs of a calculation) over ``lanes`` equal lanes of ``rate`` a second each.
+
+    The first byte is through after ``latency_s``: hops x the latency of a hop.
+    """
 
     name: str
     channel: str
@@ -25,79 +29,57 @@ class TransferLeg(msgspec.Struct, frozen=True, kw_only=True):
     rate: float
     lanes: int = 1
     hops: int = 0
-    hop_s: float = 0.0
-
-    @property
-    def latency_s(self) -> float:
-        """When the first byte is through: hops x the latency of a hop."""
-        return self.hops * self.hop_s
+    latency_s: float = 0.0
 
     @property
     def send_s(self) -> float:
         """Seconds for all of it once it flows."""
         return self.amount / (self.rate * self.lanes)
 
-    @property
-    def alone_s(self) -> float:
-        """This leg by itself, from the start to its last byte."""
-        return self.latency_s + self.send_s
+
+class TransferTimes(msgspec.Struct, frozen=True, kw_only=True):
+    """When bytes arrive over all legs.
+
+    The first byte takes the latencies of all legs; with all legs at work at once (``time_s_pipelined``) the last one
+    follows after the slowest leg; where each leg waits for the whole of the one before (``time_s_in_turn``), times add
+    up. ``bound_by`` is "latency" where the hops take longer than the slowest leg, else that leg's channel.
+    """
+
+    first_byte_s: float
+    slowest_leg_s: float
+    slowest_leg: str
+    time_s_pipelined: float
+    time_s_in_turn: float
+    bound_by: str
 
 
-class Transfer(msgspec.Struct, frozen=True, kw_only=True):
-    """Legs in the order in which the bytes pass them."""
-
-    legs: tuple[TransferLeg, ...]
-
-    def __post_init__(self) -> None:
-        """Refuse a transfer that goes nowhere."""
-        if not self.legs:
-            raise InputError("a transfer needs a leg. Give --from and --to, or a --leg such as hbm.")
-
-    @property
-    def first_byte_s(self) -> float:
-        """When the first byte arrives at the end: the latencies of all legs."""
-        return sum(leg.latency_s for leg in self.legs)
-
-    @property
-    def pipelined_s(self) -> float:
-        """When the last byte arrives with all legs at work at once: first byte + the slowest leg."""
-        return self.first_byte_s + self.slowest.send_s
-
-    @property
-    def in_turn_s(self) -> float:
-        """When it arrives if each leg waits for the whole of the one before: the sum."""
-        return sum(leg.alone_s for leg in self.legs)
-
-    @property
-    def slowest(self) -> TransferLeg:
-        """The leg that sets the pace."""
-        return max(self.legs, key=lambda leg: leg.send_s)
-
-    @property
-    def bound_by(self) -> str:
-        """ "latency" where the hops take longer than the slowest leg, else that leg's channel."""
-        return "latency" if self.first_byte_s > self.slowest.send_s else self.slowest.channel
+def transfer_times(legs: Sequence[TransferLeg]) -> TransferTimes:
+    """The times of legs in the order in which the bytes pass them; InputError for none."""
+    if not legs:
+        raise InputError("a transfer needs a leg. Give --from and --to, or a --leg such as hbm.")
+    slowest = max(legs, key=lambda leg: leg.send_s)
+    first_byte_s = sum(leg.latency_s for leg in legs)
+    return TransferTimes(
+        first_byte_s=first_byte_s,
+        slowest_leg_s=slowest.send_s,
+        slowest_leg=slowest.name,
+        time_s_pipelined=first_byte_s + slowest.send_s,
+        time_s_in_turn=sum(leg.latency_s + leg.send_s for leg in legs),
+        bound_by="latency" if first_byte_s > slowest.send_s else slowest.channel,
+    )
 
 
-class _Channel(msgspec.Struct, frozen=True):
-    """Figure of the chip for one lane, what a lane is, and the figure for the latency of a hop."""
-
-    figure: str
-    lane: str
-    hop: str | None = None
-
-
-CHANNELS: dict[str, _Channel] = {
-    "hbm": _Channel("hbm_bytes_per_s", "memory of a chip"),
-    "vmem": _Channel("vmem_bytes_per_s", "on-chip memory of a chip"),
-    "pcie": _Channel("pcie_bytes_per_s", "PCIe of a chip"),
-    "ici": _Channel("ici_link_bytes_per_s", "one link, one way", "ici_hop_s"),
-    "nvlink": _Channel("nvlink_bytes_per_s", "port of a chip, one way", "nvlink_hop_s"),
-    "network": _Channel("nic_bytes_per_s", "network card of a chip", "network_hop_s"),
-    "dcn": _Channel("dcn_bytes_per_s_per_host", "network of a host", "dcn_hop_s"),
-    "compute": _Channel("", "matrix units of a chip"),
+CHANNELS: dict[str, tuple[str, str, str]] = {
+    "hbm": ("hbm_bytes_per_s", "memory of a chip", ""),
+    "vmem": ("vmem_bytes_per_s", "on-chip memory of a chip", ""),
+    "pcie": ("pcie_bytes_per_s", "PCIe of a chip", ""),
+    "ici": ("ici_link_bytes_per_s", "one link, one way", "ici_hop_s"),
+    "nvlink": ("nvlink_bytes_per_s", "port of a chip, one way", "nvlink_hop_s"),
+    "network": ("nic_bytes_per_s", "network card of a chip", "network_hop_s"),
+    "dcn": ("dcn_bytes_per_s_per_host", "network of a host", "dcn_hop_s"),
+    "compute": ("", "matrix units of a chip", ""),
 }
-"""Word of a leg -> where one lane's rate comes from. ``bound_by`` uses the same words."""
+"""Channel -> the chip's figure for one lane, what a lane is, and the figure for the latency of a hop."""
 
 _LEG = re.compile(r"(?:([^@]+)@)?([a-z]+)(?:\*(\d+))?(?::(\d+)\s*(?:hops?)?)?")
 
@@ -110,22 +92,22 @@ def channel_leg(
     lanes: int = 1,
     hops: int = 0,
     dtype: str = "bf16",
-    name: str | None = None,
+    name: str = "",
 ) -> TransferLeg:
     """A leg over ``lanes`` of a channel of the chip; ``amount`` is FLOPs for "compute" and bytes for all others."""
-    row = CHANNELS.get(channel)
-    if row is None:
+    if channel not in CHANNELS:
         raise InputError(f"{channel!r} is no channel of a leg.{nearest(channel, CHANNELS)}")
     if lanes < 1:
         raise InputError(f"leg {channel}*{lanes} has no lane. Give 1 or more.")
+    figure, lane, hop = CHANNELS[channel]
     return TransferLeg(
-        name=name or row.lane,
+        name=name or lane,
         channel=channel,
         amount=amount,
-        rate=known(chip, row.figure) if row.figure else peak(chip, dtype),
+        rate=known(chip, figure) if figure else peak(chip, dtype),
         lanes=lanes,
         hops=hops,
-        hop_s=getattr(chip, row.hop) if row.hop else 0.0,
+        latency_s=hops * getattr(chip, hop) if hop else 0.0,
     )
 
 
@@ -140,19 +122,9 @@ def parse_leg(text: str, chip: Chip, *, num_bytes: float, dtype: str = "bf16") -
     amount, channel, lanes, hops = match.groups()
     if channel == "compute" and amount is None:
         raise InputError(f"leg {text!r} needs its FLOPs. Write for example 275GFLOP@compute.")
-    return channel_leg(
-        chip,
-        channel,
-        num_bytes if amount is None else _amount(amount),
-        lanes=int(lanes or 1),
-        hops=int(hops or 0),
-        dtype=dtype,
-    )
-
-
-def _amount(text: str) -> float:
-    """Bytes or FLOPs: ``15GB``, ``275GFLOP``, ``2.7e11``."""
-    return parse_bytes(text.strip().removesuffix("FLOPs").removesuffix("FLOP"))
+    if amount is not None:
+        num_bytes = parse_bytes(amount.strip().removesuffix("FLOPs").removesuffix("FLOP"))
+    return channel_leg(chip, channel, num_bytes, lanes=int(lanes or 1), hops=int(hops or 0), dtype=dtype)
 
 
 def array_bytes(text: str) -> float:

@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.algebra.notation import ShardedArray, check, product
+from meshwright.algebra.notation import ShardedArray, product
 from meshwright.algebra.steps import Step
+from meshwright.calculators.sharding.parsing import local_shape
 
 Mesh = Mapping[str, int]
 BlockSet = Sequence[np.ndarray]
@@ -50,11 +51,10 @@ def holders(array: ShardedArray, mesh: Mesh) -> dict[tuple[int, ...], list[int]]
 
 def groups(mesh: Mesh, axes: tuple[str, ...]) -> list[list[int]]:
     """Devices that differ only along ``axes``, group by group, each in the order of ``axes`` major to minor."""
-    others = tuple(axis for axis in mesh if axis not in axes)
-    found: dict[int, list[int]] = {}
-    for device in sorted(range(num_devices(mesh)), key=lambda d: _position(axes, mesh, d)):
-        found.setdefault(_position(others, mesh, device), []).append(device)
-    return [found[number] for number in sorted(found)]
+    order = [*(axis for axis in mesh if axis not in axes), *axes]
+    devices = np.arange(num_devices(mesh)).reshape(tuple(mesh.values()))
+    by_group = devices.transpose([list(mesh).index(axis) for axis in order])
+    return [list(map(int, group)) for group in by_group.reshape(-1, product(mesh[axis] for axis in axes))]
 
 
 def _region(index: tuple[int, ...], shape: tuple[int, ...]) -> tuple[slice, ...]:
@@ -67,20 +67,14 @@ def split(value: np.ndarray, array: ShardedArray, mesh: Mesh) -> list[np.ndarray
     An unreduced array is dealt out as addends that differ from device to device, so that a sum that is left
     out or done twice shows. Their factors are whole numbers with sum 1: whole numbers stay exact.
     """
-    dims = dict(zip(array.dims, value.shape, strict=True))
-    check(array, dims, mesh)
-    shape = tuple(dims[d] // product(mesh[a] for a in axes) for d, axes in zip(array.dims, array.axes, strict=True))
-    factors = _addend_factors(product(mesh[a] for a in array.unreduced))
+    shape = local_shape(array, dict(zip(array.dims, value.shape, strict=True)), mesh)
+    others = range(2, product(mesh[a] for a in array.unreduced) + 1)
+    factors = [1 - sum(others), *others]
     blocks = []
     for device in range(num_devices(mesh)):
         block = value[_region(block_of(array, mesh, device), shape)]
         blocks.append(block * factors[_position(array.unreduced, mesh, device)] if array.unreduced else block)
     return blocks
-
-
-def _addend_factors(number: int) -> list[int]:
-    others = list(range(2, number + 1))
-    return [1 - sum(others), *others]
 
 
 def join(blocks: BlockSet, array: ShardedArray, mesh: Mesh, *, rel_tol: float = 0.0) -> np.ndarray:
@@ -98,15 +92,9 @@ def join(blocks: BlockSet, array: ShardedArray, mesh: Mesh, *, rel_tol: float = 
         other = first.setdefault(key, device)
         if other == device:
             addends[_region((key[0], *key[1]), (1, *blocks[device].shape))] = blocks[device]
-        elif not _agree(blocks[other], blocks[device], rel_tol):
+        elif np.any(np.abs(blocks[other] - blocks[device]) > rel_tol * np.abs(blocks[other]).max(initial=0)):
             raise AssertionError(f"devices {other} and {device} differ in block {key[1]} of {array}")
     return addends.sum(axis=0, dtype=addends.dtype)
-
-
-def _agree(left: np.ndarray, right: np.ndarray, rel_tol: float) -> bool:
-    if rel_tol == 0 or left.size == 0:
-        return bool(np.array_equal(left, right))
-    return bool(np.abs(left - right).max() <= rel_tol * np.abs(left).max())
 
 
 def execute(
@@ -131,13 +119,9 @@ def execute(
 def _run(step: Step, inputs: Sequence[BlockSet], mesh: Mesh) -> list[np.ndarray]:
     if step.only_moves:
         return _exchange(step, inputs[0], mesh)
-    return [_local(step, [blocks[device] for blocks in inputs]) for device in range(num_devices(mesh))]
-
-
-def _local(step: Step, blocks: list[np.ndarray]) -> np.ndarray:
     if step.op not in _LOCAL:
         raise AssertionError(f"{step.op} is not executed on NumPy blocks")
-    return _LOCAL[step.op](step, blocks)
+    return [_LOCAL[step.op](step, [blocks[device] for blocks in inputs]) for device in range(num_devices(mesh))]
 
 
 def _einsum(step: Step, blocks: list[np.ndarray]) -> np.ndarray:
@@ -160,8 +144,7 @@ def _exchange(step: Step, blocks: BlockSet, mesh: Mesh) -> list[np.ndarray]:
     """The step done group by group; results in the order of device numbers."""
     results: list[np.ndarray] = list(blocks)
     for group in groups(mesh, step.axes):
-        parts = [blocks[device] for device in group]
-        for device, result in zip(group, _exchange_in_group(step, parts), strict=True):
+        for device, result in zip(group, _exchange_in_group(step, [blocks[d] for d in group]), strict=True):
             results[device] = result
     return results
 
@@ -172,14 +155,10 @@ def _exchange_in_group(step: Step, parts: list[np.ndarray]) -> list[np.ndarray]:
     if step.op == "all_gather":
         return [np.concatenate(parts, dim)] * number
     if step.op == "slice":
-        return [_cut(part, number, dim)[n] for n, part in enumerate(parts)]
+        return [np.split(part, number, dim)[n] for n, part in enumerate(parts)]
     if step.op == "all_to_all":
-        sent = [_cut(part, number, dims.index(step.to_dim)) for part in parts]
+        sent = [np.split(part, number, dims.index(step.to_dim)) for part in parts]
         return [np.concatenate([pieces[n] for pieces in sent], dim) for n in range(number)]
     largest = step.reduction == "max"
     total = np.stack(parts).max(axis=0) if largest else sum(parts[1:], start=parts[0])
-    return _cut(total, number, dim) if step.op == "reduce_scatter" else [total] * number
-
-
-def _cut(part: np.ndarray, number: int, dim: int) -> list[np.ndarray]:
-    return np.split(part, number, axis=dim)
+    return np.split(total, number, dim) if step.op == "reduce_scatter" else [total] * number

@@ -29,11 +29,6 @@ class ChainProduct(msgspec.Struct, frozen=True, kw_only=True):
         """Every dim of the product, those of the carried array first."""
         return tuple(dict.fromkeys((*self.carried.dims, *self.other.dims)))
 
-    @property
-    def inputs(self) -> tuple[ShardedArray, ShardedArray]:
-        """The carried operand and the other one."""
-        return self.carried, self.other
-
     def operands(self, carried: ShardedArray, other: ShardedArray) -> tuple[ShardedArray, ShardedArray]:
         """The two as they stand in the text, left and right."""
         return (other, carried) if self.swapped else (carried, other)

@@ -6,6 +6,7 @@ Memory of a device: all inputs as stored, from beginning to end, and the largest
 """
 
 from collections.abc import Iterator
+from functools import cache
 from typing import Literal
 
 import msgspec
@@ -15,7 +16,6 @@ from meshwright.algebra.notation import ShardedArray, local_elements
 from meshwright.algebra.steps import Step
 from meshwright.calculators.sharding.chain import Chain, ChainProduct, shardings
 from meshwright.calculators.sharding.einsum_cost import EinsumRates, StepPrice, price_einsum
-from meshwright.calculators.sharding.ways import reduced
 from meshwright.core.dims import DTYPE_BYTES
 
 
@@ -69,54 +69,43 @@ class Graph:
 
     def __init__(self, chain: Chain, rates: EinsumRates) -> None:
         self.chain, self.rates = chain, rates
-        self._bytes: dict[ShardedArray, float] = {}
-        self._prices: dict[Step, StepPrice] = {}
-        self._moves: dict[tuple[ShardedArray, ShardedArray, bool], Label] = {}
-        self._stored: dict[ShardedArray, list[Label]] = {}
-        self._aligned: dict[int, dict[ShardedArray, list[ShardedArray]]] = {}
-        self._edges: dict[ChainNode, list[tuple[ChainNode, Label]]] = {}
-        self._to_go: dict[ChainNode, float] = {}
+        self.bytes, self.price = cache(self._bytes), cache(self._price)
+        self.time_to_go, self.edges = cache(self._time_to_go), cache(self._edges)
+        self._layouts, self._inputs, self._move = (
+            cache(self._find_layouts),
+            cache(self._find_inputs),
+            cache(self._moved),
+        )
         smallest = [min(map(self.bytes, chain.choices[p.other.name])) for p in chain.products]
         self._inputs_to_go = [sum(smallest[i:]) for i in range(len(smallest) + 1)]
 
-    def bytes(self, array: ShardedArray) -> float:
+    def _bytes(self, array: ShardedArray) -> float:
         """Bytes of the block of a device."""
-        if array not in self._bytes:
-            elements = local_elements(array, self.chain.dims, self.chain.mesh)
-            self._bytes[array] = float(elements * DTYPE_BYTES[array.dtype])
-        return self._bytes[array]
+        return float(local_elements(array, self.chain.dims, self.chain.mesh) * DTYPE_BYTES[array.dtype])
 
-    def price(self, step: Step) -> StepPrice:
+    def _price(self, step: Step) -> StepPrice:
         """The price of one step."""
-        if step not in self._prices:
-            (self._prices[step],) = price_einsum((step,), self.chain.dims, self.chain.mesh, self.rates)
-        return self._prices[step]
+        return price_einsum((step,), self.chain.dims, self.chain.mesh, self.rates)[0]
 
     def inputs_to_go(self, place: ChainNode) -> float:
         """Bytes that the inputs of later products take at least."""
         return self._inputs_to_go[place.index + (place.stage == "multiplied")]
 
-    def time_to_go(self, place: ChainNode) -> float:
+    def _time_to_go(self, place: ChainNode) -> float:
         """Seconds from a place to the end, memory left out."""
-        if place.index == len(self.chain.products):
-            return 0.0
-        if place not in self._to_go:
-            self._to_go[place] = min(part.time_s + self.time_to_go(after) for after, part in self.edges(place))
-        return self._to_go[place]
+        return min((part.time_s + self.time_to_go(after) for after, part in self.edges(place)), default=0.0)
 
     def starts(self) -> Iterator[tuple[ChainNode, Label]]:
         """The first array in each of its shardings."""
         for array in self.chain.choices[self.chain.products[0].carried.name]:
             yield ChainNode(0, "stored", array, True), Label(input_bytes=self.bytes(array), arrays=(array,))
 
-    def edges(self, place: ChainNode) -> list[tuple[ChainNode, Label]]:
+    def _edges(self, place: ChainNode) -> list[tuple[ChainNode, Label]]:
         """Where one can go from a place, and by which part."""
         if place.index == len(self.chain.products):
             return []
-        if place not in self._edges:
-            ways = {"stored": self._move_carried, "moved": self._multiply, "multiplied": self._store}
-            self._edges[place] = list(ways[place.stage](place))
-        return self._edges[place]
+        ways = {"stored": self._move_carried, "moved": self._multiply, "multiplied": self._store}
+        return list(ways[place.stage](place))
 
     def _move_carried(self, place: ChainNode) -> Iterator[tuple[ChainNode, Label]]:
         """The carried array moved to every sharding in which blocks can be multiplied."""
@@ -141,27 +130,25 @@ class Graph:
                 )
                 yield ChainNode(place.index, "multiplied", step.result), part
 
-    def _layouts(self, index: int) -> dict[ShardedArray, list[ShardedArray]]:
+    def _find_layouts(self, index: int) -> dict[ShardedArray, list[ShardedArray]]:
         """Shardings in which blocks of product ``index`` fit: of the carried operand, and for each of the other one.
 
         A mesh axis splits at most one dim of the product, alike in both operands.
         """
-        if index not in self._aligned:
-            one, found = self.chain.products[index], self._aligned.setdefault(index, {})
-            whole = ShardedArray("layout", one.dims, ((),) * len(one.dims))
-            for layout in shardings(whole, self.chain.dims, self.chain.mesh):
-                axes = dict(zip(layout.dims, layout.axes, strict=True))
-                found.setdefault(one.carried.resharded(axes), []).append(one.other.resharded(axes))
-        return self._aligned[index]
+        one = self.chain.products[index]
+        found: dict[ShardedArray, list[ShardedArray]] = {}
+        whole = ShardedArray("layout", one.dims, ((),) * len(one.dims))
+        for layout in shardings(whole, self.chain.dims, self.chain.mesh):
+            axes = dict(zip(layout.dims, layout.axes, strict=True))
+            found.setdefault(one.carried.resharded(axes), []).append(one.other.resharded(axes))
+        return found
 
-    def _inputs(self, one: ChainProduct, target: ShardedArray) -> list[Label]:
+    def _find_inputs(self, one: ChainProduct, target: ShardedArray) -> list[Label]:
         """The ways to have the other operand in a sharding, from each that it may be stored in."""
-        if target not in self._stored:
-            self._stored[target] = [
-                Label(input_bytes=self.bytes(array), arrays=(array,)).then(self._move(array, target, stays=True))
-                for array in self.chain.choices[one.other.name]
-            ]
-        return self._stored[target]
+        return [
+            Label(input_bytes=self.bytes(array), arrays=(array,)).then(self._move(array, target, stays=True))
+            for array in self.chain.choices[one.other.name]
+        ]
 
     def _store(self, place: ChainNode) -> Iterator[tuple[ChainNode, Label]]:
         """The result reduced and moved to every sharding it may have; sums scattered into place or else made whole."""
@@ -170,27 +157,19 @@ class Graph:
             after = ChainNode(place.index + 1, "stored", array)
             stored = Label(arrays=(array,))
             yield after, stored.then(self._move(place.array, array, stays=False))
-            whole = reduced(place.array)
+            whole = place.array.replace(unreduced=())
             if whole not in (place.array, array):
                 summed = self._move(place.array, whole, stays=False)
                 yield after, stored.then(summed.then(self._move(whole, array, stays=False)))
 
-    def _move(self, source: ShardedArray, target: ShardedArray, *, stays: bool) -> Label:
+    def _moved(self, source: ShardedArray, target: ShardedArray, *, stays: bool) -> Label:
         """From one sharding to another; of an array that ``stays`` only the copies are counted as alive."""
-        key = (source, target, stays)
-        if key not in self._moves:
-            steps = reshard(source, target)
-            held = 0.0 if stays else self.bytes(source)
-            peak = held
-            for step in steps:
-                peak, held = max(peak, held + self.bytes(step.result)), self.bytes(step.result)
-            self._moves[key] = Label(
-                time_s=sum(self.price(step).time_s or 0.0 for step in steps),
-                alive_bytes=peak,
-                held_bytes=held,
-                steps=steps,
-            )
-        return self._moves[key]
+        steps = reshard(source, target)
+        peak = held = 0.0 if stays else self.bytes(source)
+        for step in steps:
+            peak, held = max(peak, held + self.bytes(step.result)), self.bytes(step.result)
+        time_s = sum(self.price(step).time_s or 0.0 for step in steps)
+        return Label(time_s=time_s, alive_bytes=peak, held_bytes=held, steps=steps)
 
 
 def _product_step(one: ChainProduct, carried: ShardedArray, other: ShardedArray) -> Step:

@@ -20,8 +20,7 @@ from meshwright.calculators.sharding.chain_graph import ChainNode, Graph, Label
 from meshwright.calculators.sharding.einsum_cost import EinsumRates, StepPrice
 from meshwright.core.errors import CannotRunError
 from meshwright.core.units import format_bytes
-from meshwright.cost.network.collectives import collective_bound_by, group_rates
-from meshwright.spec.calibration import memory_rate
+from meshwright.cost.network.collectives import group_rates
 
 Objective = Literal["time", "memory"]
 Signature = tuple[tuple[frozenset[str], ...], ...]
@@ -30,13 +29,12 @@ Signature = tuple[tuple[frozenset[str], ...], ...]
 class Assignment(msgspec.Struct, frozen=True, kw_only=True):
     """A sharding for every array of the chain, and the steps of the fastest way that fits.
 
-    ``bounds`` says what binds each step; ``input_bytes`` are held from beginning to end; ``memory_bytes`` is the peak.
+    ``input_bytes`` are held from beginning to end; ``memory_bytes`` is the peak.
     """
 
     arrays: dict[str, ShardedArray]
     steps: tuple[Step, ...]
     prices: tuple[StepPrice, ...]
-    bounds: tuple[str, ...]
     time_s: float
     input_bytes: float
     memory_bytes: float
@@ -50,8 +48,8 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True):
     def bound_by(self) -> str:
         """What binds for the largest part of the time."""
         seconds: dict[str, float] = {}
-        for bound, price in zip(self.bounds, self.prices, strict=True):
-            seconds[bound] = seconds.get(bound, 0.0) + (price.time_s or 0.0)
+        for price in self.prices:
+            seconds[price.bound_by] = seconds.get(price.bound_by, 0.0) + (price.time_s or 0.0)
         return max(seconds, key=lambda bound: seconds[bound])
 
 
@@ -120,22 +118,10 @@ def _assignment(graph: Graph, label: Label) -> Assignment:
         arrays=dict(zip(graph.chain.names, label.arrays, strict=True)),
         steps=label.steps,
         prices=tuple(graph.price(step) for step in label.steps),
-        bounds=tuple(_bound(step, graph.price(step), graph.rates) for step in label.steps),
         time_s=label.time_s,
         input_bytes=label.input_bytes,
         memory_bytes=label.input_bytes + label.alive_bytes,
     )
-
-
-def _bound(step: Step, price: StepPrice, rates: EinsumRates) -> str:
-    """What binds one step; empty for a slice, which moves nothing."""
-    if step.is_collective:
-        group = group_rates(rates.laid, step.axes, rates.calibration)
-        return collective_bound_by(step.op, price.num_bytes, group)  # type: ignore[arg-type]
-    if not price.flops:
-        return ""
-    streamed_s = price.num_bytes / memory_rate(rates.cluster.chip, rates.calibration)
-    return "compute" if (price.time_s or 0.0) > streamed_s else "hbm"
 
 
 def _signature(label: Label, renaming: dict[str, str]) -> Signature:

@@ -3,7 +3,7 @@
 The algebra does not choose among them: `cost` prices their steps, a person or the planner picks one.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import product
 
 import msgspec
@@ -14,11 +14,6 @@ from meshwright.algebra.steps import Step
 
 Layout = dict[str, tuple[str, ...]]
 """Dim -> the mesh axes that split it during the local product, in both operands alike."""
-
-
-def reduced(array: ShardedArray) -> ShardedArray:
-    """The same sharding with nothing left to sum."""
-    return array.replace(unreduced=())
 
 
 class ProductSteps(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,7 +52,7 @@ def _layouts(lhs: ShardedArray, rhs: ShardedArray, out: ShardedArray) -> Iterato
 
 
 def _steps(layout: Layout, lhs: ShardedArray, rhs: ShardedArray, out: ShardedArray) -> Iterator[tuple[Step, ...]]:
-    left, right = (reduced(array).resharded(layout) for array in (lhs, rhs))
+    left, right = (array.resharded(layout, unreduced=()) for array in (lhs, rhs))
     result = local_product(left, right, out)
     if not set(out.unreduced) <= set(result.unreduced):
         return
@@ -68,12 +63,16 @@ def _steps(layout: Layout, lhs: ShardedArray, rhs: ShardedArray, out: ShardedArr
 
 
 def _name(steps: tuple[Step, ...]) -> str:
-    words = [_words(step) for step in steps if step.only_moves]
-    return "; ".join(words) if words else "no communication"
+    return "; ".join(_words(step) for step in steps if step.only_moves) or "no communication"
+
+
+def axes_text(axes: Sequence[str]) -> str:
+    """The axes of a step: ``XY``, or names with commas between."""
+    return ("" if all(len(axis) == 1 for axis in axes) else ",").join(axes)
 
 
 def _words(step: Step) -> str:
-    name, axes = step.result.name, "".join(step.axes) if all(len(a) == 1 for a in step.axes) else ",".join(step.axes)
+    name, axes = step.result.name, axes_text(step.axes)
     return {
         "all_gather": f"gather {step.dim} of {name} over {axes}",
         "slice": f"slice {step.dim} of {name} over {axes}",

@@ -55,7 +55,7 @@ def command(given: Given) -> Answer:
     result = {
         "cluster": cluster.short_name,
         "memory_limit_bytes": limit,
-        "placement": rates.placement,
+        "placement": rates.laid.describe(),
         "assignments": [_row(chain, one) for one in found],
     }
     return Answer(result, _text(result))
@@ -95,9 +95,9 @@ def _row(chain: Chain, one: Assignment) -> dict[str, Any]:
                 "flops": price.flops,
                 "bytes": price.num_bytes,
                 "time_s": price.time_s,
-                "bound_by": bound or None,
+                "bound_by": price.bound_by or None,
             }
-            for step, price, bound in zip(one.steps, one.prices, one.bounds, strict=True)
+            for step, price in zip(one.steps, one.prices, strict=True)
         ],
     }
 

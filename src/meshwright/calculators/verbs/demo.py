@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from meshwright.algebra.steps import Step
 from meshwright.api.rates import measure
 from meshwright.api.running import run_training
 from meshwright.calculators.verbs.shard import panel
@@ -94,6 +93,8 @@ def _draw(chosen: Plan, result: "TrainResult", out: Path) -> list[str]:
     declared = priced.derived.declared
     dims = {**chosen.model.dims, "B": chosen.job.batch_seqs, "T": chosen.job.seq_len}
     panels = [panel(declared[name], dims, chosen.strategy.mesh) for name in ("x", "w_up", "g")]
+    parts = ("weights", "optimizer", "batch", "temporaries")
+    measured = {name: getattr(result.memory, f"{name}_bytes") or 0 for name in parts} if result.memory else {}
     figures = {
         "loss.png": loss_figure(result.losses, tokens, subtitle=f"{chosen.model.name} on Python's own documentation"),
         "roofline.png": _roofline(chosen, priced, result),
@@ -110,24 +111,12 @@ def _draw(chosen: Plan, result: "TrainResult", out: Path) -> list[str]:
         "memory.png": memory_figure(
             {
                 "predicted": {name: b for name, b in priced.estimate.memory.items() if b > 0},
-                "measured": _measured_memory(result),
+                "measured": measured,
             },
             subtitle="Measured: shards on one device, and the temporaries of the compiled step",
         ),
     }
     return [str(save(figure, out / name)) for name, figure in figures.items()]
-
-
-def _measured_memory(result: "TrainResult") -> dict[str, float]:
-    memory = result.memory
-    if memory is None:
-        return {}
-    return {
-        "weights": memory.weights_bytes,
-        "optimizer": memory.optimizer_bytes,
-        "batch": memory.batch_bytes,
-        "temporaries": memory.temporaries_bytes or 0,
-    }
 
 
 def _roofline(chosen: Plan, priced: PricedStrategy, result: "TrainResult") -> "Figure":
@@ -138,30 +127,22 @@ def _roofline(chosen: Plan, priced: PricedStrategy, result: "TrainResult") -> "F
     peak, memory = matmul_rate(chip, rates, "fp32"), memory_rate(chip, rates)
     points = []
     for cost in priced.costs.all:
-        flops, moved = float(cost.flops), float(cost.hbm_bytes)
-        if flops and _is_shown(cost.step):
-            rate = flops / float(cost.local_s)
-            label = SHOWN[cost.step.result.name]
-            points.append(RooflinePoint(label=label, intensity=flops / moved, flops_per_s=rate))
-    flops = sum(float(c.flops * c.count) for c in priced.costs.all)
-    moved = sum(float(c.hbm_bytes * c.count) for c in priced.costs.all)
+        flops, name = float(cost.flops), cost.step.result.name
+        if flops and cost.step.phase == "forward" and name in SHOWN:
+            rate, moved = flops / float(cost.local_s), float(cost.hbm_bytes)
+            points.append(RooflinePoint(label=SHOWN[name], intensity=flops / moved, flops_per_s=rate))
     if result.step_s:
-        point = RooflinePoint(
-            label=f"whole step, measured {format_seconds(result.step_s)}",
-            intensity=flops / moved,
-            flops_per_s=flops / result.step_s,
+        flops, moved = (
+            sum(float(getattr(c, figure) * c.count) for c in priced.costs.all) for figure in ("flops", "hbm_bytes")
         )
-        points.append(point)
+        label = f"whole step, measured {format_seconds(result.step_s)}"
+        points.append(RooflinePoint(label=label, intensity=flops / moved, flops_per_s=flops / result.step_s))
     return roofline_figure(
         peak_flops_per_s=peak,
         link_bytes_per_s={"memory": memory},
         points=points,
         title="One emulated device of this machine, and the products of a layer",
     )
-
-
-def _is_shown(step: Step) -> bool:
-    return step.phase == "forward" and step.result.name in SHOWN
 
 
 def _sample(run: Path) -> str:

@@ -5,17 +5,8 @@ from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from typing import Any
 
-import msgspec
-
 from meshwright.calculators.chips.dot_product import LOAD_CYCLES, VECTOR_BITS, dot_product_ways, dot_product_work
-from meshwright.calculators.chips.number_formats import (
-    NumberFormat,
-    Rounded,
-    bit_text,
-    decode,
-    number_format,
-    round_to,
-)
+from meshwright.calculators.chips.number_formats import NumberFormat, bit_text, decode, number_format, round_to
 from meshwright.cli.verb import Options, argument, option, verb
 from meshwright.core.errors import InputError
 from meshwright.report.answer import Answer, Fact, Piece, Table
@@ -42,32 +33,37 @@ class Given(Options):
 def command(given: Given) -> Answer:
     """Range, precision and bytes of FORMATs (all common ones where none is named)."""
     forms = [number_format(name) for name in given.names or LISTED]
-    factor = _number(given.scale, "--scale")
-    if factor <= 0:
+    scale = _number(given.scale, "--scale")
+    if scale <= 0:
         raise InputError(
             f"--scale {given.scale} must be positive. A value is divided by it, stored, and multiplied back."
         )
     found: dict[str, Any] = {
         "formats": [format_facts(form) for form in forms],
-        "values": [_stored(text, forms, factor) for text in given.values],
+        "values": [_stored(text, forms, scale) for text in given.values],
         "decoded": None if given.code is None else _decoded(given.code, forms),
-        "dot_product": [_dot(form, given.length, given.load_cycles, given.vector_bits) for form in forms]
-        if given.length is not None
-        else None,
+        "dot_product": None if given.length is None else [_dot(form, given.length, given) for form in forms],
     }
-    return Answer(found, _text(given, forms, factor, found))
+    return Answer(found, _text(given, found))
 
 
-def _text(given: Given, forms: Sequence[NumberFormat], factor: Fraction, found: dict[str, Any]) -> Iterator[Piece]:
+def _text(given: Given, found: dict[str, Any]) -> Iterator[Piece]:
     if not given.values and given.code is None and given.length is None:
-        yield from _formats_text(forms)
-    for text in given.values:
-        yield from _value_text(text, forms, factor)
+        yield Table.of(({**form, "fields": _fields(form)} for form in found["formats"]), FORMAT_COLUMNS)
+        yield Fact("bits", "sign + exponent + mantissa; tf32 fills 4 bytes in memory; integers need a scale")
+    for text, value in zip(given.values, found["values"], strict=True):
+        rows = [[s["format"], f"{s['value']:.10g}", _error(s["relative_error"]), s["bits"]] for s in value["stored"]]
+        of = "" if value["scale"] == 1 else f", stored as multiples of {value['scale']:g}"
+        yield Table(["format", "stored", "error", "sign exponent mantissa"], rows, f"{text}{of}")
     if found["decoded"]:
-        bits, value = found["decoded"]["bits"], found["decoded"]["value"]
-        yield Fact(forms[0].name, f"{bits} is {_short(value)}")
+        one = found["decoded"]
+        yield Fact(one["format"], f"{one['bits']} is {_short(one['value'])}")
+    for dot in found["dot_product"] or ():
+        moved = f"{dot['bytes']:,.0f} bytes, {dot['intensity']:.3g} FLOPs/byte"
+        yield Table.of(dot["ways"], WAY_COLUMNS, f"{dot['format']}: {dot['flops']:,} FLOPs on {moved}")
     if found["dot_product"]:
-        yield from _dot_text(found["dot_product"], given.length or 0, given.load_cycles)
+        yield Fact("cycles", f"1 for arithmetic, {given.load_cycles:g} for a load; the larger of both, or their sum")
+        yield Fact("matrix", f"the share that one dot product of {given.length:,} has in a whole matrix product")
 
 
 # -- what formats hold ----------------------------------------------------------------------------------
@@ -96,29 +92,35 @@ def format_facts(form: NumberFormat) -> dict[str, Any]:
     }
 
 
-def _formats_text(forms: Sequence[NumberFormat]) -> Iterator[Piece]:
-    rows = []
-    for form in forms:
-        fields = f"1+{form.exponent_bits}+{form.mantissa_bits}" if form.kind == "float" else f"{form.bits}"
-        rows.append(
-            [form.name, fields, f"{form.num_bytes:g}", *(_short(float(x)) for x in (
-                form.max_value, form.min_normal, form.min_subnormal, form.epsilon
-            ))]
-        )  # fmt: skip
-    yield Table(["format", "bits", "bytes", "largest", "min normal", "min above 0", "step at 1"], rows)
-    yield Fact("bits", "sign + exponent + mantissa; tf32 fills 4 bytes in memory; integers need a scale")
+def _fields(form: dict[str, Any]) -> str:
+    return f"1+{form['exponent_bits']}+{form['mantissa_bits']}" if form["kind"] == "float" else f"{form['bits']}"
+
+
+def _short(value: float) -> str:
+    """Four digits; whole numbers below a million in full."""
+    whole = math.isfinite(value) and abs(value) < 1e6 and value == int(value)
+    return f"{int(value):,}" if whole else f"{value:.4g}"
+
+
+FORMAT_COLUMNS: dict[str, Any] = {
+    "format": "name",
+    "bits": "fields",
+    "bytes": ("bytes", "{:g}".format),
+    "largest": ("max", _short),
+    "min normal": ("min_normal", _short),
+    "min above 0": ("min_subnormal", _short),
+    "step at 1": ("epsilon", _short),
+}
 
 
 # -- values ---------------------------------------------------------------------------------------------
 
 
 def _stored(text: str, forms: Sequence[NumberFormat], scale: Fraction) -> dict[str, Any]:
-    value = _number(text, "--value")
-    stored = [(form, round_to(form, value / scale)) for form in forms]
-    return {
-        "value": float(value),
-        "scale": float(scale),
-        "stored": [
+    value, stored = _number(text, "--value"), []
+    for form in forms:
+        one = round_to(form, value / scale)
+        stored.append(
             {
                 "format": form.name,
                 "value": one.value * float(scale),
@@ -126,25 +128,14 @@ def _stored(text: str, forms: Sequence[NumberFormat], scale: Fraction) -> dict[s
                 "bits": bit_text(form, one.code),
                 "code": one.code,
             }
-            for form, one in stored
-        ],
-    }
+        )
+    return {"value": float(value), "scale": float(scale), "stored": stored}
 
 
-def _value_text(text: str, forms: Sequence[NumberFormat], scale: Fraction) -> Iterator[Piece]:
-    value = _number(text, "--value")
-    rows = []
-    for form in forms:
-        one = round_to(form, value / scale)
-        rows.append([form.name, f"{one.value * float(scale):.10g}", _error(one), bit_text(form, one.code)])
-    of = "" if scale == 1 else f", stored as multiples of {float(scale):g}"
-    yield Table(["format", "stored", "error", "sign exponent mantissa"], rows, f"{text}{of}")
-
-
-def _error(one: Rounded) -> str:
-    if one.relative_error is None or math.isinf(one.relative_error):
+def _error(relative: float | None) -> str:
+    if relative is None:
         return "overflow"
-    return "exact" if one.relative_error == 0 else f"{one.relative_error:.2g}"
+    return "exact" if relative == 0 else f"{relative:.2g}"
 
 
 def _decoded(text: str, forms: Sequence[NumberFormat]) -> dict[str, Any]:
@@ -167,41 +158,33 @@ def _number(text: str, what: str) -> Fraction:
     raise InputError(f"{what} {text!r} is not a finite number. Write for example 0.1 or 6e4.")
 
 
-def _short(value: float) -> str:
-    """Four digits; whole numbers below a million in full."""
-    whole = math.isfinite(value) and abs(value) < 1e6 and value == int(value)
-    return f"{int(value):,}" if whole else f"{value:.4g}"
-
-
 # -- dot products ---------------------------------------------------------------------------------------
 
 
-def _dot(form: NumberFormat, length: int, load_cycles: float, vector_bits: int) -> dict[str, Any]:
+def _dot(form: NumberFormat, length: int, given: Given) -> dict[str, Any]:
     if length > MAX_LENGTH:
         raise InputError(f"--dot {length} is longer than any row. Give at most {MAX_LENGTH:,}.")
-    if not (load_cycles >= 0 and math.isfinite(load_cycles)):
-        raise InputError(f"--load-cycles {load_cycles:g} must be 0 or more.")
+    if not (given.load_cycles >= 0 and math.isfinite(given.load_cycles)):
+        raise InputError(f"--load-cycles {given.load_cycles:g} must be 0 or more.")
     work = dot_product_work(form, length)
-    ways = dot_product_ways(form, length, load_cycles=load_cycles, vector_bits=vector_bits)
     return {
         "format": form.name,
         "flops": work.flops,
         "bytes": work.num_bytes,
         "intensity": work.intensity,
-        "ways": [{**msgspec.structs.asdict(way), "instructions": way.instructions} for way in ways],
+        "ways": dot_product_ways(form, length, load_cycles=given.load_cycles, vector_bits=given.vector_bits),
     }
 
 
-def _dot_text(dots: Sequence[dict[str, Any]], length: int, load_cycles: float) -> Iterator[Piece]:
-    for dot in dots:
-        rows = [
-            [way["way"], *(f"{way[key]:,.4g}" if way[key] < 1e4 else f"{way[key]:,.0f}" for key in (
-                "loads", "arithmetic", "instructions", "cycles_lower", "cycles_upper"
-            ))]
-            for way in dot["ways"]
-        ]  # fmt: skip
-        moved = f"{dot['bytes']:,.0f} bytes, {dot['intensity']:.3g} FLOPs/byte"
-        title = f"{dot['format']}: {dot['flops']:,} FLOPs on {moved}"
-        yield Table(["way", "loads", "arithmetic", "instructions", "cycles", "no overlap"], rows, title)
-    yield Fact("cycles", f"1 for arithmetic, {load_cycles:g} for a load; the larger of both, or their sum")
-    yield Fact("matrix", f"the share that one dot product of {length:,} has in a whole matrix product")
+def _count(value: float) -> str:
+    return f"{value:,.4g}" if value < 1e4 else f"{value:,.0f}"
+
+
+WAY_COLUMNS: dict[str, Any] = {
+    "way": "way",
+    "loads": ("loads", _count),
+    "arithmetic": ("arithmetic", _count),
+    "instructions": ("instructions", _count),
+    "cycles": ("cycles_lower", _count),
+    "no overlap": ("cycles_upper", _count),
+}

@@ -1,5 +1,6 @@
 """`meshwright schedule`: a pipeline schedule as a table: its time, its idle devices, its memory, its timeline."""
 
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,16 +9,17 @@ from meshwright.algebra.schedules.registry import build, default_chunks, definit
 from meshwright.algebra.schedules.simulation import Simulation
 from meshwright.algebra.schedules.table import Schedule
 from meshwright.calculators.verbs.roofline_sweep import drawn
-from meshwright.calculators.verbs.schedule_text import compared_text, schedule_text, sweep_text
 from meshwright.calculators.verbs.schedule_times import Times, read_times
-from meshwright.cli.output import say
+from meshwright.cli.output import say, width
 from meshwright.cli.verb import Options, argument, option, verb
 from meshwright.core.errors import InputError
 from meshwright.core.files import write_text_whole
-from meshwright.report.answer import Answer
+from meshwright.report.answer import Answer, Fact, Paragraph, Piece, Table
+from meshwright.report.plans.timeline import timeline_figure, timeline_text
 
 MAX_ROWS = 1_000_000
 MAX_SWEPT_STAGES = 64
+MAX_DEVICES_SHOWN = 16
 
 
 *_FIRST, _LAST = schedule_names()
@@ -49,45 +51,45 @@ def command(given: Given) -> Answer:
     times = read_times(forward=given.forward, backward=given.backward, weight=given.weight, send=given.send)
     if not (given.name or given.table or given.compare):
         raise InputError(f"no schedule is named. Give one of {', '.join(schedule_names())}, or --table FILE.")
-    schedule = _schedule(given.name, given.stages, given.microbatches, given.chunks, given.table)
     result: dict[str, Any] = {"unit": times.unit}
-    if schedule:
+    text: list[Piece] = []
+    pictures: dict[Path | None, Callable[[], Any]] = {}
+    if schedule := _schedule(given):
         simulation = times.simulate(schedule)
         result |= _result(schedule, simulation, times)
+        text += _schedule_text(schedule, simulation, result, times)
+        pictures[given.png] = lambda: _figure(schedule, simulation, times)
     if given.compare:
-        sizes = _sizes(given.stages, given.microbatches, "--compare")
+        sizes = _sizes(given, "--compare")
         result["compare"] = [_compared(one, sizes, given.chunks, times) for one in schedule_names()]
+        text += _rows_text("All schedules, same work per device:", result["compare"], _compare_columns(times))
     if given.sweep_stages:
-        sizes = _sizes(given.stages, given.microbatches, "--sweep-stages")
-        result["sweep"] = _sweep(given.name, sizes, given.chunks, times)
+        result["sweep"] = _sweep(given, times)
+        rows = [{**row, "name": f"{row['stages']} stages"} for row in result["sweep"]]
+        text += _rows_text("More stages on the same chips, the same batch:", rows, _sweep_columns(times))
     if not schedule and (given.write or given.png):
         raise InputError("--png and --write take one schedule. Name it, such as 1f1b, beside --compare.")
     if schedule and given.write:
         write_text_whole(given.write, format_schedule(schedule))
         say(f"wrote {given.write}")
-    result |= drawn(given.png)
-    text = [*schedule_text(schedule, simulation, result, times)] if schedule else []
-    if given.compare:
-        text += compared_text(result["compare"], times)
-    if given.sweep_stages:
-        text += sweep_text(result["sweep"], times)
-    return Answer(result, text, {given.png: lambda: _figure(schedule, simulation, times)} if schedule else {})
+    return Answer(result | drawn(given.png), text, pictures)
 
 
-def _schedule(
-    name: str | None, stages: int | None, microbatches: int | None, chunks: int | None, table: Path | None
-) -> Schedule | None:
-    if table is None:
-        return _build(name, _sizes(stages, microbatches, name), chunks) if name else None
-    if name or stages or microbatches or chunks:
-        raise InputError(f"{table} says what the schedule is. Leave out its name, --stages, --microbatches, --chunks.")
-    return read_schedule(table)
+def _schedule(given: Given) -> Schedule | None:
+    """The schedule of the file or of the name; None where all are compared."""
+    if given.table is None:
+        return _build(given.name, _sizes(given, given.name), given.chunks) if given.name else None
+    if given.name or given.stages or given.microbatches or given.chunks:
+        raise InputError(
+            f"{given.table} says what the schedule is. Leave out its name, --stages, --microbatches, --chunks."
+        )
+    return read_schedule(given.table)
 
 
-def _sizes(stages: int | None, microbatches: int | None, what: str) -> tuple[int, int]:
-    if stages is None or microbatches is None:
+def _sizes(given: Given, what: str) -> tuple[int, int]:
+    if given.stages is None or given.microbatches is None:
         raise InputError(f"{what} needs --stages and --microbatches. Write for example --stages 8 --microbatches 32.")
-    return stages, microbatches
+    return given.stages, given.microbatches
 
 
 def _build(name: str, sizes: tuple[int, int], chunks: int | None) -> Schedule:
@@ -98,6 +100,14 @@ def _build(name: str, sizes: tuple[int, int], chunks: int | None) -> Schedule:
             f"{stages} stages of {pieces} chunks x {microbatches} microbatches are more than {MAX_ROWS:,} rows."
         )
     return build(name, stages=stages, microbatches=microbatches, chunks=pieces)
+
+
+def _step(simulation: Simulation) -> dict[str, float]:
+    return {
+        "step": simulation.makespan_s,
+        "bubble": simulation.bubble_s,
+        "bubble_share": simulation.bubble_share,
+    }
 
 
 def _result(schedule: Schedule, simulation: Simulation, times: Times) -> dict[str, Any]:
@@ -111,11 +121,9 @@ def _result(schedule: Schedule, simulation: Simulation, times: Times) -> dict[st
         "backward": times.backward,
         "weight": times.weight,
         "send": times.send,
-        "step": simulation.makespan_s,
         "busy": simulation.busy_s,
         "idle": simulation.idle_s,
-        "bubble": simulation.bubble_s,
-        "bubble_share": simulation.bubble_share,
+        **_step(simulation),
         "bubble_without_barrier": simulation.bubble_without_barrier_s,
         "peak_stash": simulation.peak_stash,
         "fused": times.in_lockstep(schedule),
@@ -130,56 +138,127 @@ def _compared(name: str, sizes: tuple[int, int], chunks: int | None, times: Time
         return {"schedule": name, "weight_copies": definition(name).stage_placement.weight_copies, "cannot": str(error)}
     if not times.uniform:
         raise InputError("schedules cut the model differently: with --compare give one time per device.")
-    simulation, lockstep = times.simulate(schedule), times.in_lockstep(schedule)
+    simulation = times.simulate(schedule)
     return {
         "schedule": name,
         "chunks": schedule.num_virtual_stages // schedule.num_devices,
         "weight_copies": schedule.weight_copies,
-        "step": simulation.makespan_s,
-        "bubble": simulation.bubble_s,
-        "bubble_share": simulation.bubble_share,
+        **_step(simulation),
         "bubble_without_barrier": simulation.bubble_without_barrier_s,
         "peak_stash": max(simulation.peak_stash),
-        "fused_step": lockstep["step"],
+        "fused_step": times.in_lockstep(schedule)["step"],
     }
 
 
-def _sweep(name: str | None, sizes: tuple[int, int], chunks: int | None, times: Times) -> list[dict[str, Any]]:
+def _sweep(given: Given, times: Times) -> list[dict[str, Any]]:
     """The schedule with half and twice the stages, and so on, on the same chips and the same batch.
 
     A pipeline of half as many stages has twice as many replicas: each runs half of the microbatches, and each device
     twice the layers.
     """
-    if name is None or not times.uniform:
+    stages, microbatches = _sizes(given, "--sweep-stages")
+    if given.name is None or not times.uniform:
         raise InputError("--sweep-stages needs the name of a schedule, and one time per device.")
-    stages, microbatches = sizes
     found = []
     for swept in (2**power for power in range(1, MAX_SWEPT_STAGES.bit_length())):
         if microbatches * swept % stages:
             continue
+        row: dict[str, Any] = {"stages": swept, "microbatches": microbatches * swept // stages}
         try:
-            schedule = _build(name, (swept, microbatches * swept // stages), chunks)
+            schedule = _build(given.name, (swept, row["microbatches"]), given.chunks)
         except InputError as error:
-            found.append({"stages": swept, "microbatches": microbatches * swept // stages, "cannot": str(error)})
+            found.append({**row, "cannot": str(error)})
             continue
         simulation = times.scaled(stages / swept).simulate(schedule)
-        found.append(
-            {
-                "stages": swept,
-                "microbatches": schedule.num_microbatches,
-                "step": simulation.makespan_s,
-                "bubble": simulation.bubble_s,
-                "bubble_share": simulation.bubble_share,
-                "peak_stash": max(simulation.peak_stash),
-                "peak_stash_of_model": max(simulation.peak_stash) / swept,
-            }
-        )
+        stash = max(simulation.peak_stash)
+        found.append({**row, **_step(simulation), "peak_stash": stash, "peak_stash_of_model": stash / swept})
     return found
 
 
-def _figure(schedule: Schedule, simulation: Simulation, times: Times) -> Any:
-    from meshwright.report.plans.timeline import timeline_figure
+# -- text and picture -----------------------------------------------------------------------------------
 
+
+def _schedule_text(schedule: Schedule, simulation: Simulation, r: dict[str, Any], times: Times) -> Iterator[Piece]:
+    chunks = f" of {r['chunks']} chunks" if r["chunks"] > 1 else ""
+    yield f"{schedule.name}: {r['stages']} devices{chunks}, {r['microbatches']} microbatches"
+    per = "device" if times.uniform else "virtual stage"
+    forward, backward, weight = (_listed(given, times) for given in (times.forward, times.backward, times.weight))
+    yield Fact("passes", f"forward {forward}, backward {backward} (weight gradients {weight} of it), per {per} and "
+               f"microbatch; send {times.show(times.send)}")  # fmt: skip
+    yield Fact("step", f"{times.show(r['step'])}, of it work {times.show(max(r['busy']))}")
+    yield Fact("bubble", f"{times.show(r['bubble'])}; devices are idle {r['bubble_share']:.1%} of the step")
+    if r["bubble"] - r["bubble_without_barrier"] > 1e-9 * r["step"]:
+        yield Fact("", f"{times.show(r['bubble_without_barrier'])} where the next step needs no barrier")
+    copies = "two copies of the weights" if r["weight_copies"] > 1 else "one copy of the weights"
+    yield Fact("peak stash", f"{max(r['peak_stash']):.4g} whole-stage microbatches; {copies}")
+    lockstep = r["fused"]
+    yield Fact("in lockstep", f"{lockstep['ticks']} fused ticks, {times.show(lockstep['step'])}, "
+               f"peak stash {lockstep['peak_stash']:.4g}")  # fmt: skip
+    yield _devices_table(schedule, r, times)
+    timeline = timeline_text(schedule, simulation, width=width())
+    if not timeline:
+        yield "(The timeline is too long for this terminal: draw it with --png FILE.)"
+        return
+    yield Paragraph(timeline.rstrip("\n"), None)
+    chunks = "; small letters: odd chunks" if schedule.num_chunks > 1 else ""
+    weights = ", W weight gradients" if schedule.is_split else ""
+    yield f"(F forward, B backward{weights}, each with its microbatch where that fits{chunks}; dots: idle)"
+
+
+def _listed(given: Sequence[float], times: Times) -> str:
+    """One time, or the least and the most of those of the virtual stages."""
+    least, most = times.cell(min(given)), times.cell(max(given))
+    return least if least == most else f"{least} to {most}"
+
+
+def _devices_table(schedule: Schedule, r: dict[str, Any], times: Times) -> Table:
+    held: list[list[str]] = [[] for _ in schedule.orders]
+    for route in schedule.routes:
+        for stage, place in enumerate(route):
+            held[place.device].append(str(stage))
+    rows = [
+        [str(device), ", ".join(held[device]), times.cell(busy), times.cell(idle), f"{stash:.4g}"]
+        for device, (busy, idle, stash) in enumerate(zip(r["busy"], r["idle"], r["peak_stash"], strict=True))
+    ]
+    if len(rows) > MAX_DEVICES_SHOWN:
+        half = MAX_DEVICES_SHOWN // 2
+        rows = [*rows[:half], ["..."] * 5, *rows[-half:]]
+    return Table(["device", "holds stage", "busy", "idle", "peak stash"], rows)
+
+
+def _compare_columns(times: Times) -> dict[str, Any]:
+    return {
+        "schedule": "schedule",
+        "chunks": "chunks",
+        "step": ("step", times.cell),
+        "idle": ("bubble_share", "{:.1%}".format),
+        "bubble without barrier": ("bubble_without_barrier", times.cell),
+        "peak stash": ("peak_stash", "{:.4g}".format),
+        "weights": "weight_copies",
+        "in lockstep": ("fused_step", times.cell),
+    }
+
+
+def _sweep_columns(times: Times) -> dict[str, Any]:
+    return {
+        "stages": "stages",
+        "microbatches per replica": "microbatches",
+        "step": ("step", times.cell),
+        "idle": ("bubble_share", "{:.1%}".format),
+        "peak stash": ("peak_stash", "{:.4g}".format),
+        "of the whole model": ("peak_stash_of_model", "{:.3g}".format),
+    }
+
+
+def _rows_text(title: str, rows: list[dict[str, Any]], columns: dict[str, Any]) -> Iterator[Piece]:
+    """The schedules that exist as a table, then why the others do not."""
+    yield Table.of([row for row in rows if "cannot" not in row], columns, title)
+    for row in rows:
+        if "cannot" in row:
+            yield f"{row.get('name', row.get('schedule'))}: {row['cannot']}"
+
+
+def _figure(schedule: Schedule, simulation: Simulation, times: Times) -> Any:
     return timeline_figure(
         schedule,
         simulation,

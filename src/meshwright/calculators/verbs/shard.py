@@ -4,12 +4,12 @@ An array alone, or an array and the sharding it is wanted in, are shown in the s
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from meshwright.algebra.notation import ShardedArray, check
-from meshwright.algebra.steps import Step
+from meshwright.algebra.steps import BOOK_NAMES, Step
 from meshwright.api.rates import rates_for
 from meshwright.calculators.sharding.blocks import holders
 from meshwright.calculators.sharding.einsum_cost import (
@@ -18,27 +18,47 @@ from meshwright.calculators.sharding.einsum_cost import (
     einsum_rates,
     num_copies,
     price_einsum,
+    total_time,
     whole_flops,
 )
-from meshwright.calculators.sharding.parsing import bytes_per_device, bytes_total, local_shape
-from meshwright.calculators.sharding.ways import ProductSteps, all_ways
+from meshwright.calculators.sharding.parsing import (
+    ShardQuestion,
+    bytes_per_device,
+    bytes_total,
+    local_shape,
+    parse_asked,
+)
+from meshwright.calculators.sharding.ways import all_ways, axes_text
 from meshwright.calculators.verbs.roofline_sweep import drawn
-from meshwright.calculators.verbs.shard_asked import ShardQuestion, parse_asked
 from meshwright.calculators.verbs.shard_run import run_ways
-from meshwright.calculators.verbs.shard_text import shard_text
 from meshwright.cli.fields import dim_sizes, parse_mesh
 from meshwright.cli.verb import Options, argument, option, verb
 from meshwright.core.dims import DTYPE_BYTES
 from meshwright.core.errors import InputError
-from meshwright.core.units import format_params
+from meshwright.core.units import format_bytes, format_flops, format_params, format_seconds
 from meshwright.cost.formulas.limits import ici_intensity, reduce_after_max_shards, reduce_after_min_dim
-from meshwright.report.answer import Answer
+from meshwright.report.answer import Answer, Fact, Piece, Table
 from meshwright.spec.chip import compute_dtype, peak
 from meshwright.spec.cluster import Cluster, parse_cluster
 
 MAX_RUN_DEVICES = 64
 MAX_RUN_ELEMENTS = 2**28
 MAX_DRAWN_DEVICES = 4096
+COLUMN = 17
+
+STEPS: dict[str, Any] = {
+    "step": ("op", lambda op: BOOK_NAMES.get(op, "multiply")),
+    "axis": "axis",
+    "result": "result",
+    "bytes": ("bytes", format_bytes),
+    "time": ("time_s", format_seconds),
+}
+WAYS: dict[str, Any] = {
+    "way, cheapest first": "way",
+    "bytes moved": ("bytes", format_bytes),
+    "FLOPs": ("flops_per_device", lambda flops: format_flops(flops, unit="FLOP")),
+    "time": ("time_s", format_seconds),
+}
 
 
 class Given(Options):
@@ -63,42 +83,38 @@ def command(given: Given) -> Answer:
     mesh, dims = parse_mesh(given.mesh_text), dim_sizes(given.dims_text)
     for array in asked.arrays:
         check(array, dims, mesh)
-    _refuse_idle(asked, every=given.every, execute=given.execute)
-    _refuse_too_large(asked.arrays, dims, mesh, execute=given.execute, draw=given.png is not None)
+    _refuse(asked, given, dims, mesh)
     rates = _rates(cluster, mesh, given.calibration)
     result = _result(asked, dims, mesh, rates)
+    ways = {"": asked.steps}
     if given.every:
-        result["ways"] = _ways(asked, dims, mesh, rates)
+        lhs, rhs = asked.factors
+        ways = {way.name: way.steps for way in all_ways(lhs, rhs, asked.result)}
+        rows = [_way(name, steps, price_einsum(steps, dims, mesh, rates)) for name, steps in ways.items()]
+        result["ways"] = sorted(rows, key=lambda r: (r["time_s"] or 0, r["bytes"]))
         result["slice_and_sum"] = _slice_and_sum(asked, dims, rates)
     if given.execute:
-        chosen = [way.steps for way in _all_ways(asked)] if given.every else [asked.steps]
-        result["run"] = run_ways(asked, chosen, dims, mesh)
+        result["run"] = run_ways(asked, list(ways.values()), dims, mesh)
     result |= drawn(given.png)
-    text = shard_text(asked.title, result, given.on)
-    return Answer(result, text, {given.png: lambda: _figure(asked, dims, mesh)})
+    title = f"{asked.title} on {given.on}" if given.on else asked.title
+    return Answer(result, _text(title, result), {given.png: lambda: _figure(asked, dims, mesh)})
 
 
-def _refuse_idle(asked: ShardQuestion, *, every: bool, execute: bool) -> None:
-    """Raise InputError for an option that an array alone, or a resharding, has no use for."""
-    if every and not asked.factors:
+def _refuse(asked: ShardQuestion, given: Given, dims: dict[str, int], mesh: dict[str, int]) -> None:
+    """Raise InputError for an option that the question has no use for, and for what this machine could not hold."""
+    if given.every and not asked.factors:
         raise InputError(f"--all lists the ways of a product, and {asked.title} is none. Leave it out.")
-    if execute and not asked.steps:
+    if given.execute and not asked.steps:
         raise InputError(f"--run has no step to execute for {asked.title}. Write where it should go: A[I_X] -> A[I].")
-
-
-def _refuse_too_large(
-    arrays: Sequence[ShardedArray], dims: dict[str, int], mesh: dict[str, int], *, execute: bool, draw: bool
-) -> None:
-    """Raise InputError before a picture or a run that this machine could not hold."""
     devices = math.prod(mesh.values())
-    for name, most in (
-        ("--run", MAX_RUN_DEVICES if execute else None),
-        ("--png", MAX_DRAWN_DEVICES if draw else None),
+    for name, wanted, most in (
+        ("--run", given.execute, MAX_RUN_DEVICES),
+        ("--png", given.png is not None, MAX_DRAWN_DEVICES),
     ):
-        if most is not None and devices > most:
+        if wanted and devices > most:
             raise InputError(f"{name} takes at most {most} devices and the mesh has {devices}. Use smaller axes.")
-    elements = max(math.prod(dims[d] for d in a.dims) for a in arrays)
-    if execute and max(elements, math.prod(dims.values()) / 1000) > MAX_RUN_ELEMENTS:
+    elements = max(math.prod(dims[d] for d in a.dims) for a in asked.arrays)
+    if given.execute and max(elements, math.prod(dims.values()) / 1000) > MAX_RUN_ELEMENTS:
         raise InputError(
             f"--run holds whole arrays on this machine: at most {format_params(MAX_RUN_ELEMENTS)} elements each and "
             f"a thousand times as many products. Use smaller dims; the steps stay the same."
@@ -113,12 +129,12 @@ def _rates(cluster: Cluster | None, mesh: dict[str, int], calibration: Path | No
     return None
 
 
-def _step_row(step: Step, price: StepPrice) -> dict[str, Any]:
+def _step(step: Step, price: StepPrice) -> dict[str, Any]:
     return {
         "op": step.op,
-        "array": str(step.inputs[0]) if len(step.inputs) == 1 else " * ".join(map(str, step.inputs)),
+        "array": " * ".join(map(str, step.inputs)),
         "result": str(step.result),
-        "axis": "".join(step.axes) if all(len(a) == 1 for a in step.axes) else ",".join(step.axes),
+        "axis": axes_text(step.axes),
         "bytes": price.num_bytes,
         "time_s": price.time_s,
         "critical": step.is_collective,
@@ -129,11 +145,10 @@ def _result(
     asked: ShardQuestion, dims: dict[str, int], mesh: dict[str, int], rates: EinsumRates | None
 ) -> dict[str, Any]:
     prices = price_einsum(asked.steps, dims, mesh, rates)
-    devices = math.prod(mesh.values())
-    flops = sum(p.flops for p in prices)
+    devices, flops = math.prod(mesh.values()), sum(p.flops for p in prices)
     named = {asked.key(a): a for a in asked.arrays}
     return {
-        "steps": [_step_row(s, p) for s, p in zip(asked.steps, prices, strict=True)],
+        "steps": [_step(s, p) for s, p in zip(asked.steps, prices, strict=True)],
         "local_shapes": {name: list(local_shape(a, dims, mesh)) for name, a in named.items()},
         "bytes_per_device": {
             name: bytes_per_device(a, dims, mesh, element_bytes=DTYPE_BYTES[a.dtype]) for name, a in named.items()
@@ -147,38 +162,19 @@ def _result(
         "flops_per_device": flops,
         "flops_total": flops * devices,
         "flops_unsharded": whole_flops(asked.factors, asked.result, dims) if asked.factors else 0.0,
-        "time_s": _total(prices),
-        "placement": rates.placement if rates else None,
+        "time_s": total_time(prices),
+        "placement": rates.laid.describe() if rates else None,
     }
 
 
-def _total(prices: Sequence[StepPrice]) -> float | None:
-    times = [p.time_s for p in prices]
-    return None if any(t is None for t in times) else sum(t for t in times if t is not None)
-
-
-def _all_ways(asked: ShardQuestion) -> tuple[ProductSteps, ...]:
-    lhs, rhs = asked.factors
-    return all_ways(lhs, rhs, asked.result)
-
-
-def _ways(
-    asked: ShardQuestion, dims: dict[str, int], mesh: dict[str, int], rates: EinsumRates | None
-) -> list[dict[str, Any]]:
-    rows = []
-    for way in _all_ways(asked):
-        prices = price_einsum(way.steps, dims, mesh, rates)
-        moved = sum(p.num_bytes for s, p in zip(way.steps, prices, strict=True) if s.is_collective)
-        rows.append(
-            {
-                "way": way.name,
-                "steps": [str(s) for s in way.steps],
-                "bytes": moved,
-                "flops_per_device": sum(p.flops for p in prices),
-                "time_s": _total(prices),
-            }
-        )
-    return sorted(rows, key=lambda r: (r["time_s"] if r["time_s"] is not None else 0, r["bytes"]))
+def _way(name: str, steps: Sequence[Step], prices: Sequence[StepPrice]) -> dict[str, Any]:
+    return {
+        "way": name,
+        "steps": [str(s) for s in steps],
+        "bytes": sum(p.num_bytes for s, p in zip(steps, prices, strict=True) if s.is_collective),
+        "flops_per_device": sum(p.flops for p in prices),
+        "time_s": total_time(prices),
+    }
 
 
 def _slice_and_sum(asked: ShardQuestion, dims: dict[str, int], rates: EinsumRates | None) -> dict[str, Any] | None:
@@ -194,6 +190,65 @@ def _slice_and_sum(asked: ShardQuestion, dims: dict[str, int], rates: EinsumRate
     alpha = ici_intensity(peak(chip, compute_dtype(chip, lhs.dtype, rhs.dtype)), chip.ici_axis_bytes_per_s)
     most = reduce_after_max_shards(dims[dim], alpha)
     return {"dim": dim, "size": dims[dim], "min_size": reduce_after_min_dim(alpha), "max_shards": most}
+
+
+# -- text and picture ------------------------------------------------------------------------------------
+
+
+def _text(title: str, result: dict[str, Any]) -> Iterator[Piece]:
+    if result["steps"]:
+        yield Table.of(result["steps"], STEPS, title)
+    addends = {name: "" if n == 1 else f" of {n:,} addends" for name, n in result["addends"].items()}
+    rows = [
+        [name, " x ".join(map(str, shape)) or "one number", format_bytes(result["bytes_per_device"][name]),
+         format_bytes(result["bytes_total"][name]), f"{result['copies'][name]:,}{addends[name]}"]
+        for name, shape in result["local_shapes"].items()
+    ]  # fmt: skip
+    yield Table(["array", "block of a device", "bytes", "in all", "copies"], rows, "" if result["steps"] else title)
+    if result["flops_unsharded"]:
+        yield from _flops_text(result)
+    if result["time_s"] is not None and result["placement"]:
+        where = ", ".join(f"{axis} on {place}" for axis, place in result["placement"].items())
+        time = f"{format_seconds(result['time_s'])}, one step after the other ({where})"
+    else:
+        time = "not known: name a cluster with --on"
+    if result["steps"]:
+        yield Fact("time", time, column=COLUMN)
+    if "ways" in result:
+        yield ""
+        yield Table.of(result["ways"], WAYS)
+        if result["slice_and_sum"]:
+            at = result["slice_and_sum"]
+            yield Fact(
+                "slice and sum",
+                f"over one ICI axis beats the whole product on each device from {at['dim']} = 2 alpha = "
+                f"{at['min_size']:,.0f} (here {at['size']:,}); compute-bound below {at['dim']} / (2 alpha) = "
+                f"{at['max_shards']:.3g} devices",
+                column=COLUMN,
+            )
+    if "run" in result:
+        yield _run_text(result["run"], "product" if result["flops_unsharded"] else "array")
+
+
+def _flops_text(result: dict[str, Any]) -> Iterator[Piece]:
+    each, total, own = (
+        format_flops(result[f"flops_{key}"], unit="FLOP") for key in ("per_device", "total", "unsharded")
+    )
+    times = result["flops_total"] / result["flops_unsharded"]
+    more = f"{times:,.4g} times" if times != 1 else "as many as"
+    yield Fact("FLOPs per device", each, column=COLUMN)
+    told = f"{total} on {result['devices']:,} devices, {more} the unsharded product's {own}"
+    yield Fact("FLOPs in all", told, column=COLUMN)
+
+
+def _run_text(run: dict[str, Any], what: str) -> Fact:
+    ways = f"all {run['ways']} ways" if run["ways"] > 1 else "steps"
+    return Fact(
+        "run",
+        f"{ways} on {run['devices']} emulated devices {'equal to' if run['equal'] else 'DIFFERENT from'} the unsharded "
+        f"{what}: largest error {run['largest_error']:.1e} of the largest entry",
+        column=COLUMN,
+    )
 
 
 def _figure(asked: ShardQuestion, dims: dict[str, int], mesh: dict[str, int]) -> Any:

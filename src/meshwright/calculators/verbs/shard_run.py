@@ -1,36 +1,39 @@
 """`meshwright shard --run`: steps executed on emulated devices and on NumPy blocks, against whole arrays."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from meshwright.algebra.notation import ShardedArray
+import numpy as np
+
+from meshwright.algebra.notation import ShardedArray, product
 from meshwright.algebra.steps import Step
-from meshwright.calculators.verbs.shard_asked import ShardQuestion
+from meshwright.calculators.sharding.blocks import execute, join, num_devices, split
+from meshwright.calculators.sharding.parsing import ShardQuestion
 
 MAX_RELATIVE_ERROR = 1e-5
 """Of float32 products against float64 ones, relative to the largest entry."""
 
 
-def run_ways(asked: ShardQuestion, ways: Sequence[Sequence[Step]], dims: dict[str, int], mesh: dict[str, int]) -> Any:
-    """Run each way on emulated devices and on NumPy blocks, in float32, against the unsharded result."""
-    import numpy as np
-
-    from meshwright.calculators.sharding.blocks import execute, join, num_devices, split
-    from meshwright.calculators.sharding.run_steps import run_steps
+def run_ways(
+    asked: ShardQuestion, ways: Sequence[Sequence[Step]], dims: dict[str, int], mesh: dict[str, int]
+) -> dict[str, Any]:
+    """Run each way on emulated devices and on NumPy blocks, in float32, against the unsharded result in float64."""
     from meshwright.parallel.mesh import emulate_devices
 
     emulate_devices(num_devices(mesh))
     before, inputs, sizes = _inputs(asked, dims, mesh)
-    values, expected = _reference(inputs, asked.result, sizes)
-    scale = float(np.max(np.abs(expected)))
+    rng = np.random.default_rng(0)
+    values = {a: rng.standard_normal([sizes[d] for d in a.dims], np.float32) for a in inputs}
     blocks = {a: split(v, a, mesh) for a, v in values.items()}
+    whole = Step(op="einsum", inputs=inputs, result=asked.result)
+    expected = execute([whole], {a: [v.astype(np.float64)] for a, v in values.items()}, {})[asked.result][0]
     errors, in_numpy = [], []
     for way in ways:
         steps = (*before, *way)
-        held = execute(steps, blocks, mesh)[steps[-1].result]
-        joined = join(held, steps[-1].result, mesh, rel_tol=1e-4)
-        errors.append(float(np.max(np.abs(run_steps(steps, values, mesh) - expected))) / scale)
-        in_numpy.append(float(np.max(np.abs(joined - expected))) / scale)
+        result = steps[-1].result
+        joined = join(execute(steps, blocks, mesh)[result], result, mesh, rel_tol=1e-4)
+        errors.append(_error(run_steps(steps, values, mesh), expected))
+        in_numpy.append(_error(joined, expected))
     return {
         "devices": num_devices(mesh),
         "ways": len(ways),
@@ -38,6 +41,10 @@ def run_ways(asked: ShardQuestion, ways: Sequence[Sequence[Step]], dims: dict[st
         "largest_error_numpy": max(in_numpy),
         "equal": max(*errors, *in_numpy) < MAX_RELATIVE_ERROR,
     }
+
+
+def _error(found: np.ndarray, expected: np.ndarray) -> float:
+    return float(np.max(np.abs(found - expected))) / float(np.max(np.abs(expected)))
 
 
 def _inputs(
@@ -54,24 +61,30 @@ def _inputs(
     if not array.unreduced:
         return (), (array,), dims
     terms = "terms"
-    number = 1
-    for axis in array.unreduced:
-        number *= mesh[axis]
-    split = ShardedArray(f"{array.name}_terms", (*array.dims, terms), (*array.axes, array.unreduced), (), array.dtype)
+    split_terms = array.replace(
+        name=f"{array.name}_terms", dims=(*array.dims, terms), axes=(*array.axes, array.unreduced), unreduced=()
+    )
     ones = ShardedArray(f"{array.name}_factors", (terms,), (array.unreduced,), (), array.dtype)
-    return (Step(op="einsum", inputs=(split, ones), result=array),), (split, ones), dims | {terms: number}
+    made = Step(op="einsum", inputs=(split_terms, ones), result=array)
+    return (made,), made.inputs, dims | {terms: product(mesh[axis] for axis in array.unreduced)}
 
 
-def _reference(
-    inputs: Sequence[ShardedArray], result: ShardedArray, dims: dict[str, int]
-) -> tuple[dict[ShardedArray, Any], Any]:
-    """Random whole inputs in float32, and their product in float64 by NumPy."""
-    import numpy as np
+def run_steps(
+    steps: Sequence[Step], values: Mapping[ShardedArray, np.ndarray], mesh_axes: Mapping[str, int]
+) -> np.ndarray:
+    """The global result of the last step, from global input values, on the first devices of this machine."""
+    import jax
 
-    rng = np.random.default_rng(0)
-    values = {a: rng.standard_normal([dims[d] for d in a.dims], np.float32) for a in inputs}
-    letters = {d: chr(ord("a") + i) for i, d in enumerate(dict.fromkeys(d for a in inputs for d in a.dims))}
-    terms = ",".join("".join(letters[d] for d in a.dims) for a in inputs)
-    out = "".join(letters[d] for d in result.dims)
-    wide = [v.astype(np.float64) for v in values.values()]
-    return values, np.einsum(f"{terms}->{out}", *wide, optimize=True)
+    from meshwright.nn.interpreter import run_update
+    from meshwright.parallel.mesh import device_mesh, named_sharding, partition_spec
+
+    mesh, result = device_mesh(mesh_axes), steps[-1].result
+    mapped = jax.shard_map(
+        lambda *blocks: run_update(steps, dict(zip(values, blocks, strict=True)))[result],
+        mesh=mesh,
+        in_specs=tuple(map(partition_spec, values)),
+        out_specs=partition_spec(result),
+        check_vma=False,
+    )
+    placed = [jax.device_put(value, named_sharding(mesh, array)) for array, value in values.items()]
+    return np.asarray(jax.jit(mapped)(*placed))

@@ -1,21 +1,19 @@
 """What `meshwright show CHIP` prints: its figures with their sources, and what follows from them."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import msgspec
 
 from meshwright.calculators.chips import anatomy
-from meshwright.calculators.verbs.show_gpu import gpu_facts, gpu_text
+from meshwright.cli.output import or_dash
 from meshwright.core.dims import DTYPE_BYTES
 from meshwright.core.units import format_bytes, format_flops, format_params, format_rate, format_seconds
 from meshwright.cost.formulas import accounting, limits, roofline
 from meshwright.cost.network import collectives as network
-from meshwright.report.answer import Answer, Fact, Paragraph, Piece, Table
-from meshwright.spec.chip import Chip
+from meshwright.report.answer import Answer, Fact, Paragraph, Piece, Show, Table
+from meshwright.spec.chip import Chip, vector_peak_from_anatomy
 from meshwright.spec.strategy import STATE_BYTES
-
-TableRow = list[Any]
 
 
 def chip_answer(c: Chip) -> Answer:
@@ -29,9 +27,10 @@ def _text(c: Chip, facts: dict[str, Any]) -> Iterator[Piece]:
     rows = [*_derived_rows(c, facts), *_anatomy_rows(c)]
     if rows:
         yield ""
-        yield Table(["", "", "formula"], rows, f"What follows, {facts['compute_dtype']} products{_links(c)}")
+        links = "link: one way; W: a torus axis, both ways" if c.topology == "torus" else "link: one way"
+        yield Table(["", "", "formula"], rows, f"What follows, {facts['compute_dtype']} products ({links})")
     if facts["gpu"]:
-        yield from gpu_text(c, facts["gpu"], facts["compute_dtype"])
+        yield from _gpu_text(c, facts["gpu"], facts["compute_dtype"])
     if facts["max_params"]:
         states = ", ".join(f"{state} {format_params(count)}" for state, count in facts["max_params"].items())
         yield Fact("largest model", f"whose training state alone fills one chip, in parameters: {states}")
@@ -55,7 +54,7 @@ def chip_facts(c: Chip) -> dict[str, Any]:
         "ici_intensity": alpha,
         "reduce_after_min_dim": None if alpha is None else limits.reduce_after_min_dim(alpha),
         "latency_bound_bytes": None if link is None else network.latency_bound_bytes(link, hop_s=hop_s),
-        "gpu": gpu_facts(c, dtype),
+        "gpu": _gpu_facts(c, dtype),
         "max_params": {} if memory is None else {s: accounting.max_params(memory, state=s) for s in STATE_BYTES},
     }
 
@@ -123,7 +122,7 @@ def _figures_text(c: Chip) -> Iterator[Piece]:
         return f"{notes.index(source) + 1}" if source else ""
 
     every = c.sources.get("peak_flops", "")
-    rows: list[TableRow] = [
+    rows: list[list[Any]] = [
         [f"{dtype}, dense", format_flops(flops), note(c.sources.get(f"peak_flops.{dtype}", every))]
         for dtype, flops in c.peak_flops.items()
     ]
@@ -136,32 +135,27 @@ def _figures_text(c: Chip) -> Iterator[Piece]:
         yield Paragraph(f"{number:>2}  {source}", indent=4)
 
 
-def _derived_rows(c: Chip, facts: dict[str, Any]) -> list[TableRow]:
-    """What, how much, and the formula; only what is known."""
+def known_rows(facts: Mapping[str, Any], table: Iterable[tuple[str, str, Show, str]]) -> list[list[Any]]:
+    """What is known of (words, key, how a person reads it, where it comes from): words, value, source."""
+    return [[words, show(facts[key]), source] for words, key, show, source in table if facts.get(key) is not None]
+
+
+def _derived_rows(c: Chip, facts: dict[str, Any]) -> list[list[Any]]:
+    """What, how much, and the formula."""
     batches = [
-        (f"least batch, {name}", tokens, "{:.4g} tokens", _batch_formula(name))
-        for name, tokens in facts["critical_batch"].items()
+        (f"least batch, {name}", name, "{:.4g} tokens".format, _batch_formula(name)) for name in facts["critical_batch"]
     ]
-    rows = (
-        ("memory stops binding at", facts["critical_intensity"], "{:.4g} FLOPs/byte", "peak / memory rate"),
+    table: tuple[tuple[str, str, Show, str], ...] = (
+        ("memory stops binding at", "critical_intensity", "{:.4g} FLOPs/byte".format, "peak / memory rate"),
         *batches,
-        ("least batch, weights over PCIe", facts["critical_batch_pcie"], "{:,.0f} tokens", "peak / PCIe"),
-        ("FSDP on one ICI axis, from", facts["ici_intensity"], "{:,.0f} tokens a chip", "alpha = peak / W"),
-        ("slice and sum, no gather, from", facts["reduce_after_min_dim"], "D = {:,.0f}", "2 alpha"),
-        ("split in two along D, from", facts["critical_split_dim"], "D = {:,.0f}", "2 peak / link"),
-    )  # fmt: skip
-    shown = [[what, form.format(value), formula] for what, value, form, formula in rows if value is not None]
-    if facts["latency_bound_bytes"] is not None:
-        least, hop = format_bytes(facts["latency_bound_bytes"]), format_seconds(_link(c)[1])
-        shown.append(["latency of a hop binds below", least, f"link x {hop}"])
-    if facts["dcn_bytes_per_s"] is not None:
-        shown.append(["DCN of a chip", format_rate(facts["dcn_bytes_per_s"]), "of a host / its chips"])
-    return shown
-
-
-def _links(c: Chip) -> str:
-    """What the formulas call W and link."""
-    return " (link: one way; W: a torus axis, both ways)" if c.topology == "torus" else " (link: one way)"
+        ("least batch, weights over PCIe", "critical_batch_pcie", "{:,.0f} tokens".format, "peak / PCIe"),
+        ("FSDP on one ICI axis, from", "ici_intensity", "{:,.0f} tokens a chip".format, "alpha = peak / W"),
+        ("slice and sum, no gather, from", "reduce_after_min_dim", "D = {:,.0f}".format, "2 alpha"),
+        ("split in two along D, from", "critical_split_dim", "D = {:,.0f}".format, "2 peak / link"),
+        ("latency of a hop binds below", "latency_bound_bytes", format_bytes, f"link x {format_seconds(_link(c)[1])}"),
+        ("DCN of a chip", "dcn_bytes_per_s", format_rate, "of a host / its chips"),
+    )
+    return known_rows(facts | facts["critical_batch"], table)
 
 
 def _batch_formula(name: str) -> str:
@@ -170,11 +164,80 @@ def _batch_formula(name: str) -> str:
     return f"{'int8 ' if computed == 'int8' else ''}peak / memory rate{half}"
 
 
-def _anatomy_rows(c: Chip) -> list[TableRow]:
-    rows: list[TableRow] = []
+def _anatomy_rows(c: Chip) -> list[list[Any]]:
+    rows: list[list[Any]] = []
     if c.mxu_dim and c.mxus_per_core and c.num_cores and c.clock_hz:
-        each = anatomy.units_flops_per_s(1, anatomy.mxu_flops_per_cycle(c.mxu_dim), c.clock_hz)
+        each = anatomy.mxu_flops_per_cycle(c.mxu_dim) * c.clock_hz
         rows.append(["one MXU", format_flops(each), f"{c.mxu_dim} x {c.mxu_dim} at {c.clock_hz / 1e9:g} GHz"])
         what = f"{c.num_cores} cores x {c.mxus_per_core} MXUs"
         rows.append(["all MXUs", format_flops(anatomy.tpu_peak_from_anatomy(c)), what])
     return rows
+
+
+# -- the inside of a GPU --------------------------------------------------------------------------------
+
+
+UNITS: tuple[tuple[str, str, Show], ...] = (
+    ("TPCs", "tpcs", str),
+    ("SMs", "sms", str),
+    ("FP32 lanes (CUDA cores)", "fp32_lanes", "{:,}".format),
+    ("tensor cores", "tensor_cores", "{:,}".format),
+    ("L2 cache", "l2_bytes", format_bytes),
+)
+
+
+def _gpu_facts(c: Chip, dtype: str | None) -> dict[str, Any] | None:
+    """SMs and what they hold, of the chip and of its whole die, and the peaks they give; None without SMs."""
+    sold, die = anatomy.gpu_anatomy(c), anatomy.full_die(c)
+    if sold is None:
+        return None
+    per_sm = sold.tensor_flops_per_sm_cycle
+    fp32, clocked = c.peak_flops.get("fp32"), c.clock_hz is not None
+    over = anatomy.ratio(c.peak_flops[dtype], fp32) if dtype and fp32 and per_sm else None
+    return {
+        "sold": sold,
+        "die": die,
+        "sms_used": anatomy.ratio(sold.sms, die.sms) if die else None,
+        "tensor_over_fp32_a_cycle": anatomy.ratio(per_sm, sold.fp32_flops_per_sm_cycle) if per_sm else None,
+        "tensor_over_fp32_peak": over,
+        "time_of_one_percent_on_fp32": anatomy.share_after_speedup(0.01, over) if over else None,
+        "peak_flops_from_anatomy": anatomy.gpu_peak_from_anatomy(c) if per_sm and clocked else None,
+        "fp32_flops_from_anatomy": vector_peak_from_anatomy(c) if clocked else None,
+    }
+
+
+def _gpu_text(c: Chip, g: dict[str, Any], dtype: str | None) -> Iterator[Piece]:
+    """What the GPU is made of beside its whole die, then the rates that follow from it."""
+    sold, die = g["sold"], g["die"]
+    units = [sold, die] if die else [sold]
+    rows = [
+        [words, *(or_dash(getattr(unit, field) or None, show) for unit in units)]
+        for words, field, show in UNITS
+        if getattr(sold, field)
+    ]
+    title = "Inside the GPU"
+    if g["sms_used"] is not None:
+        title += f": {g['sms_used']:.0%} of the die's SMs are switched on (floor sweeping)"
+    yield ""
+    yield Table(["", c.name, *([f"whole {die.name}"] if die else [])], rows, title)
+    if sold.tensor_flops_per_sm_cycle:
+        each, lanes = sold.tensor_flops_per_sm_cycle, sold.fp32_flops_per_sm_cycle
+        more = f"{g['tensor_over_fp32_a_cycle']:.3g} times as many"
+        yield Fact("an SM, a cycle", f"{each:,} FLOPs in its tensor cores, {lanes:,} in its FP32 lanes: {more}")
+    yield from _peak_text("peak from these", g["peak_flops_from_anatomy"], c.peak_flops.get(dtype or ""), c.clock_hz)
+    yield from _peak_text("FP32 from these", g["fp32_flops_from_anatomy"], c.peak_flops.get("fp32"), c.clock_hz)
+    if g["tensor_over_fp32_peak"]:
+        yield Fact(
+            "beside products",
+            f"tensor cores have {g['tensor_over_fp32_peak']:.3g} times the FP32 rate of the data sheet: 1% of the "
+            f"FLOPs on FP32 lanes takes {g['time_of_one_percent_on_fp32']:.0%} of the time",
+        )
+
+
+def _peak_text(label: str, derived: float | None, listed: float | None, clock_hz: float | None) -> Iterator[Fact]:
+    """A peak that follows from units and clock beside the data sheet's, with the difference where it shows."""
+    if derived and listed and clock_hz:
+        more = listed / derived - 1
+        off = f" ({more:+.1%})" if abs(more) >= 5e-4 else ""
+        sheet = f"the data sheet says {format_flops(listed)}{off}"
+        yield Fact(label, f"{format_flops(derived)} at {clock_hz / 1e9:.3g} GHz; {sheet}")

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from meshwright.calculators.chips import anatomy
-from meshwright.calculators.verbs.show_chip import product_dtype
+from meshwright.calculators.verbs.show_chip import known_rows, product_dtype
 from meshwright.cli.output import format_energy, format_power
 from meshwright.core.errors import InputError
 from meshwright.core.units import format_bytes, format_count, format_flops, format_params, format_rate, format_seconds
@@ -17,7 +17,7 @@ from meshwright.cost.formulas.training_budget import DAY_S, energy_kwh
 from meshwright.cost.network.collectives import collective_time, group_rates
 from meshwright.cost.network.links import physical_links
 from meshwright.cost.network.placement import physical_placement
-from meshwright.report.answer import Answer, Piece, Table
+from meshwright.report.answer import Answer, Piece, Show, Table
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.slices import bisection_links
 
@@ -124,7 +124,7 @@ def _least_batches(c: Cluster, peak: float | None) -> dict[str, float | None]:
 
 def _rows(c: Cluster, facts: dict[str, Any]) -> list[list[Any]]:
     """Label, value, and where the value comes from."""
-    show: tuple[tuple[str, str, Any, str], ...] = (
+    sums: tuple[tuple[str, str, Show, str], ...] = (
         ("chips", "num_chips", "{:,}".format, ""),
         ("hosts", "num_hosts", "{:,}".format, ""),
         ("cores", "num_cores", "{:,}".format, ""),
@@ -146,7 +146,7 @@ def _rows(c: Cluster, facts: dict[str, Any]) -> list[list[Any]]:
         rings = ", ".join(f"{n} {'ring' if w else 'line'}" for n, w in zip(c.shape, c.wraps, strict=True) if n > 1)
         closed = "ring: wraps around" if any(c.wraps) else ""
         rows.append(["axes", rings or "one chip", f"{closed}, twisted" if c.twisted else closed])
-    return rows + [[words, fmt(facts[key]), source] for words, key, fmt, source in show if facts.get(key) is not None]
+    return rows + known_rows(facts, sums)
 
 
 def _millions(count: int) -> str:

@@ -8,7 +8,6 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from meshwright.calculators.chips.anatomy import units_flops_per_s
 from meshwright.calculators.chips.systolic import MAX_CELL_UPDATES, Matrix, SystolicCycles, simulate, systolic_cycles
 from meshwright.cli.output import say
 from meshwright.cli.verb import Options, argument, option, verb
@@ -35,8 +34,8 @@ class Given(Options):
 @verb(Given)
 def command(given: Given) -> Answer:
     """Multiply on an array of SHAPE cells (rows x columns, such as 8x8): cycles, utilisation, bubble."""
-    rows, cols = _array_shape(given.shape, given.on)
-    depth, width = _shape(given.weights_shape, "--weights") if given.weights_shape else (rows, cols)
+    rows, cols = array = _array_shape(given.shape, given.on)
+    depth, width = _shape(given.weights_shape, "--weights") if given.weights_shape else array
     counted = systolic_cycles(given.num_inputs, depth, width, rows=rows, cols=cols)
     found: dict[str, Any] = {
         "rows": rows,
@@ -45,12 +44,18 @@ def command(given: Given) -> Answer:
         "weights": [depth, width],
         **msgspec.structs.asdict(counted),
         "bubble_share": 1 - counted.useful_share,
-        **_proof(counted, given.num_inputs, depth, width, rows, cols, given.seed),
-        **_speed(counted, rows, cols, given.on),
+        "simulated_cycles": None,
+        "product_is_right": None,
+        "busy_cells": None,
+        **_speed(counted, array, given.on),
     }
+    if max(counted.total * rows * cols, given.num_inputs * depth * width) <= MAX_CELL_UPDATES:
+        inputs, weights = _matrices(given, depth, width)
+        done = simulate(inputs, weights, rows=rows, cols=cols)
+        found["simulated_cycles"], found["busy_cells"] = done.cycles, done.busy_cells
+        found["product_is_right"] = bool((done.product == inputs @ weights).all())
     if given.png or given.folder:
-        drawn = _matrices(given.num_inputs, depth, width, given.seed, low=1)
-        found["files"] = _draw(drawn, counted, rows=rows, cols=cols, png=given.png, folder=given.folder)
+        found["files"] = _draw(given, _matrices(given, depth, width, low=1), counted, array)
     return Answer(found, _text(found, counted))
 
 
@@ -70,30 +75,18 @@ def _shape(text: str, what: str) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
-def _matrices(num_inputs: int, depth: int, width: int, seed: int, *, low: int = -9) -> tuple[Matrix, Matrix]:
-    rng = np.random.default_rng(seed)
-    return rng.integers(low, 10, (num_inputs, depth)), rng.integers(low, 10, (depth, width))
+def _matrices(given: Given, depth: int, width: int, *, low: int = -9) -> tuple[Matrix, Matrix]:
+    rng = np.random.default_rng(given.seed)
+    return rng.integers(low, 10, (given.num_inputs, depth)), rng.integers(low, 10, (depth, width))
 
 
-def _proof(
-    counted: SystolicCycles, num_inputs: int, depth: int, width: int, rows: int, cols: int, seed: int
-) -> dict[str, Any]:
-    """The array run on random integers beside NumPy's product; None for what is too large to run."""
-    if counted.total * rows * cols > MAX_CELL_UPDATES or num_inputs * depth * width > MAX_CELL_UPDATES:
-        return {"simulated_cycles": None, "product_is_right": None, "busy_cells": None}
-    inputs, weights = _matrices(num_inputs, depth, width, seed)
-    done = simulate(inputs, weights, rows=rows, cols=cols)
-    right = bool((done.product == inputs @ weights).all())
-    return {"simulated_cycles": done.cycles, "product_is_right": right, "busy_cells": list(done.busy_cells)}
-
-
-def _speed(counted: SystolicCycles, rows: int, cols: int, on: str | None) -> dict[str, Any]:
+def _speed(counted: SystolicCycles, array: tuple[int, int], on: str | None) -> dict[str, Any]:
     """Seconds and FLOP/s of one array at a chip's clock."""
     if on is None:
-        return {"chip": None, "time_s": None, "peak_flops": None, "flops_per_s": None}
+        return dict.fromkeys(("chip", "time_s", "peak_flops", "flops_per_s"))
     unit = chip(on)
     clock = known(unit, "clock_hz")
-    peak = units_flops_per_s(1, 2 * rows * cols, clock)
+    peak = 2 * array[0] * array[1] * clock
     return {
         "chip": unit.name,
         "time_s": counted.total / clock,
@@ -129,31 +122,25 @@ def _text(found: dict[str, Any], counted: SystolicCycles) -> Iterator[Piece]:
         yield Fact("proof", f"ran {found['simulated_cycles']:,} cycles on integers: {how} the product of the matrices")
 
 
-def _draw(
-    matrices: tuple[Matrix, Matrix],
-    counted: SystolicCycles,
-    *,
-    rows: int,
-    cols: int,
-    png: Path | None,
-    folder: Path | None,
-) -> list[str]:
+def _draw(given: Given, matrices: tuple[Matrix, Matrix], counted: SystolicCycles, array: tuple[int, int]) -> list[str]:
+    """The files written: telling cycles in one picture, and a picture of every cycle in a folder, as asked for."""
     from meshwright.calculators.chips.systolic_frames import frames, telling_cycles
     from meshwright.report.arrays.systolic import systolic_figure
     from meshwright.report.figure import save
 
-    if folder and counted.total > MAX_FRAMES:
+    rows, cols = array
+    if given.folder and counted.total > MAX_FRAMES:
         raise InputError(f"{counted.total:,} cycles are too many pictures. Draw at most {MAX_FRAMES}, or use --png.")
-    title = f"{rows} x {cols} systolic array, {matrices[0].shape[0]} inputs"
+    title = f"{rows} x {cols} systolic array, {given.num_inputs} inputs"
     written = []
-    if png:
+    if given.png:
         chosen = frames(*matrices, rows=rows, cols=cols, cycles=telling_cycles(counted))
         told = f"{counted.total} cycles in all, {counted.useful_share:.0%} of cells x cycles multiply"
-        written.append(save(systolic_figure(chosen, title=title, subtitle=told), png))
-    if folder:
-        folder.mkdir(parents=True, exist_ok=True)
+        written.append(save(systolic_figure(chosen, title=title, subtitle=told), given.png))
+    if given.folder:
+        given.folder.mkdir(parents=True, exist_ok=True)
         for frame in frames(*matrices, rows=rows, cols=cols):
             spec = systolic_figure([frame], title=title)
-            written.append(save(spec, folder / f"cycle_{frame.cycle + 1:03}.png"))
+            written.append(save(spec, given.folder / f"cycle_{frame.cycle + 1:03}.png"))
     say(f"wrote {written[0]}" + (f" and {len(written) - 1} more" if len(written) > 1 else ""))
     return [str(path) for path in written]

@@ -5,17 +5,19 @@ from pathlib import Path
 from typing import Any
 
 import click
+import msgspec
 
+from meshwright.algebra.steps import BOOK_NAMES
 from meshwright.api.rates import rates_for
-from meshwright.calculators.links.one_way import link_share, one_way_rates
+from meshwright.calculators.links.one_way import link_bytes, one_way_rates
+from meshwright.calculators.links.ring_steps import RING_KINDS, ring_frames
 from meshwright.calculators.links.routes import Via, parse_place, route
-from meshwright.calculators.links.transfer import Transfer, TransferLeg, array_bytes, parse_leg
-from meshwright.calculators.verbs.transfer_frames import draw_frames
-from meshwright.cli.output import or_dash
+from meshwright.calculators.links.transfer import TransferLeg, TransferTimes, array_bytes, parse_leg, transfer_times
+from meshwright.cli.output import say
 from meshwright.cli.verb import Options, argument, option, verb
 from meshwright.core.dims import COLLECTIVES, CollectiveKind
 from meshwright.core.errors import InputError
-from meshwright.core.units import format_bytes, format_flops, format_seconds
+from meshwright.core.units import format_bytes, format_flops, format_rate, format_seconds
 from meshwright.cost.network.collectives import GroupRates, collective_bound_by, collective_time, leg_rates
 from meshwright.cost.network.legs import Leg, group_legs, ring_hops, tree_hops
 from meshwright.cost.network.placement import physical_placement
@@ -23,6 +25,12 @@ from meshwright.report.answer import Answer, Fact, Piece, Table
 from meshwright.spec.cluster import Cluster, parse_cluster
 
 COLUMN = 14
+PICTURES = (".png", ".svg", ".json")
+WORDS = {
+    "all_gather": "Every device passes on what it got last, until all have every block",
+    "reduce_scatter": "Blocks travel to their own device and are added on the way",
+    "all_reduce": "A ReduceScatter, then an AllGather of the sums",
+}
 
 
 class Given(Options):
@@ -51,81 +59,43 @@ def command(given: Given) -> Answer:
     if given.axis is not None or given.collective is not None:
         if given.source or given.target or given.extra:
             raise InputError("--axis prices collectives; --from, --to and --leg a transfer. Give one or the other.")
-        legs = group_legs(physical_placement(cluster), _axes(given.axis, cluster))
-        measured = rates_for(cluster, given.calibration)
-        rates = one_way_rates(legs, measured) if given.one_way else leg_rates(legs, measured)
-        found = collective_facts(
-            cluster, _axes(given.axis, cluster), num_bytes, given.collective, legs, rates, two_way=not given.one_way
-        )
-        if given.frames is not None:
-            found["frames"] = [
-                str(p) for p in draw_frames(given.frames, given.collective, legs, cluster, two_way=not given.one_way)
-            ]
-        return Answer(found, _collectives_text(found))
+        return _collectives(given, cluster, num_bytes)
     if given.one_way or given.frames is not None:
         raise InputError(f"{'--one-way' if given.one_way else '--frames'} is for a collective on a ring. Give --axis.")
     if given.calibration is not None:
         raise InputError("--calibration holds rates of collectives: give --axis. Legs go by the data sheet.")
-    passed = _route(cluster, given.source, given.target, num_bytes, given.via)
-    passed += [parse_leg(text, cluster.chip, num_bytes=num_bytes, dtype=given.dtype) for text in given.extra]
-    moved = Transfer(legs=tuple(passed))
-    return Answer(transfer_facts(cluster, num_bytes, moved), _transfer_text(cluster, num_bytes, moved))
-
-
-# -- a transfer -----------------------------------------------------------------------------------------
-
-
-def _route(cluster: Cluster, source: str | None, target: str | None, num_bytes: float, via: Via) -> list[TransferLeg]:
-    if source is None and target is None:
-        return []
-    if source is None or target is None:
+    if (given.source is None) != (given.target is None):
         raise InputError("--from and --to go together. Write for example --from 0,0 --to 3,3.")
-    return route(cluster, parse_place(source, cluster), parse_place(target, cluster), num_bytes, via=via)
-
-
-def transfer_facts(cluster: Cluster, num_bytes: float, moved: Transfer) -> dict[str, Any]:
-    """Every leg, and the times of all of them together."""
-    return {
+    legs: list[TransferLeg] = []
+    if given.source is not None and given.target is not None:
+        source, target = (parse_place(text, cluster) for text in (given.source, given.target))
+        legs += route(cluster, source, target, num_bytes, via=given.via)
+    legs += [parse_leg(text, cluster.chip, num_bytes=num_bytes, dtype=given.dtype) for text in given.extra]
+    found = transfer_times(legs)
+    facts = {
         "cluster": cluster.short_name,
         "bytes": num_bytes,
-        "legs": [
-            {
-                "name": leg.name,
-                "channel": leg.channel,
-                "amount": leg.amount,
-                "lanes": leg.lanes,
-                "rate": leg.rate,
-                "hops": leg.hops,
-                "latency_s": leg.latency_s,
-                "send_s": leg.send_s,
-            }
-            for leg in moved.legs
-        ],
-        "first_byte_s": moved.first_byte_s,
-        "slowest_leg_s": moved.slowest.send_s,
-        "slowest_leg": moved.slowest.name,
-        "time_s_pipelined": moved.pipelined_s,
-        "time_s_in_turn": moved.in_turn_s,
-        "bound_by": moved.bound_by,
+        "legs": [{**msgspec.structs.asdict(leg), "send_s": leg.send_s} for leg in legs],
+        **msgspec.structs.asdict(found),
     }
+    return Answer(facts, _transfer_text(f"{format_bytes(num_bytes)} on {cluster.short_name}", legs, found))
 
 
-def _transfer_text(cluster: Cluster, num_bytes: float, moved: Transfer) -> Iterator[Piece]:
+def _transfer_text(title: str, legs: list[TransferLeg], found: TransferTimes) -> Iterator[Piece]:
     rows = [
         [f"{number}  {leg.name}", leg.channel, _amount(leg), _rate(leg), format_seconds(leg.latency_s),
          format_seconds(leg.send_s)]
-        for number, leg in enumerate(moved.legs, 1)
+        for number, leg in enumerate(legs, 1)
     ]  # fmt: skip
-    title = f"{format_bytes(num_bytes)} on {cluster.short_name}"
     yield Table(["leg", "channel", "amount", "rate", "latency", "time"], rows, title)
-    yield Fact("first byte", f"{format_seconds(moved.first_byte_s)} (the latency of every hop)", column=COLUMN)
-    slow = moved.slowest
+    yield Fact("first byte", f"{format_seconds(found.first_byte_s)} (the latency of every hop)", column=COLUMN)
+    slow = max(legs, key=lambda leg: leg.send_s)
     yield Fact("slowest leg", f"{slow.name} ({slow.channel}), {format_seconds(slow.send_s)}", column=COLUMN)
-    total = f"{format_seconds(moved.pipelined_s)} pipelined: first byte + slowest leg"
-    if len(moved.legs) > 1:
-        total += f"; {format_seconds(moved.in_turn_s)} if each leg waits for the one before"
+    total = f"{format_seconds(found.time_s_pipelined)} pipelined: first byte + slowest leg"
+    if len(legs) > 1:
+        total += f"; {format_seconds(found.time_s_in_turn)} if each leg waits for the one before"
     yield Fact("last byte", total, column=COLUMN)
-    yield Fact("bound by", moved.bound_by, column=COLUMN)
+    yield Fact("bound by", found.bound_by, column=COLUMN)
 
 
 def _amount(leg: TransferLeg) -> str:
@@ -133,53 +103,49 @@ def _amount(leg: TransferLeg) -> str:
 
 
 def _rate(leg: TransferLeg) -> str:
-    one = format_flops(leg.rate) if leg.channel == "compute" else f"{format_bytes(leg.rate)}/s"
+    one = format_flops(leg.rate) if leg.channel == "compute" else format_rate(leg.rate)
     return f"{leg.lanes} x {one}" if leg.lanes > 1 else one
 
 
 # -- collectives ----------------------------------------------------------------------------------------
 
 
-def _axes(text: str | None, cluster: Cluster) -> tuple[str, ...]:
-    if text is None:
-        names = ", ".join(physical_placement(cluster).mesh)
-        raise InputError(f"--collective needs --axis, one or several of {names}.")
-    return tuple(name.strip() for name in text.split(","))
+COLUMNS: dict[str, Any] = {
+    "collective": "kind",
+    "by bandwidth": ("bandwidth_s", format_seconds),
+    "by latency": ("latency_s", format_seconds),
+    "time": ("time_s", format_seconds),
+    "bound by": "bound_by",
+    "latency binds below": ("latency_bound_below_bytes", format_bytes),
+}
 
 
-def collective_facts(
-    cluster: Cluster,
-    axes: tuple[str, ...],
-    num_bytes: float,
-    only: CollectiveKind | None,
-    legs: tuple[Leg, ...],
-    rates: GroupRates,
-    *,
-    two_way: bool = True,
-) -> dict[str, Any]:
+def _collectives(given: Given, cluster: Cluster, num_bytes: float) -> Answer:
     """Seconds of each collective over whole physical axes, for an array of so many bytes when gathered."""
+    placed = physical_placement(cluster)
+    if given.axis is None:
+        raise InputError(f"--collective needs --axis, one or several of {', '.join(placed.mesh)}.")
+    axes, two_way = [name.strip() for name in given.axis.split(",")], not given.one_way
+    legs, measured = group_legs(placed, axes), rates_for(cluster, given.calibration)
+    rates = leg_rates(legs, measured) if two_way else one_way_rates(legs, measured)
     if rates.size == 1:
         raise InputError(f"axis {','.join(axes)} of {cluster.short_name} has one chip: there is nothing to send.")
-    kinds = [kind for kind in COLLECTIVES if kind in rates.kinds and only in (None, kind)]
-    return {
+    kinds = [kind for kind in COLLECTIVES if kind in rates.kinds and given.collective in (None, kind)]
+    found: dict[str, Any] = {
         "cluster": cluster.short_name,
-        "axes": list(axes),
+        "axes": axes,
         "group_size": rates.size,
         "bytes": num_bytes,
         "two_way": two_way,
         "latency_forms": _latency_forms(legs),
         "collectives": [
-            {
-                **_priced(kind, num_bytes, rates),
-                "link_bytes": _times(link_share(kind, legs, two_way=two_way), num_bytes),
-            }
+            {**_priced(kind, num_bytes, rates), "link_bytes": link_bytes(kind, num_bytes, legs, two_way=two_way)}
             for kind in kinds
         ],
     }
-
-
-def _times(share: float | None, num_bytes: float) -> float | None:
-    return None if share is None else share * num_bytes
+    if given.frames is not None:
+        found["frames"] = _draw_frames(given.frames, given.collective, legs, cluster.short_name, two_way=two_way)
+    return Answer(found, _collectives_text(found))
 
 
 def _priced(kind: CollectiveKind, num_bytes: float, rates: GroupRates) -> dict[str, Any]:
@@ -198,35 +164,26 @@ def _priced(kind: CollectiveKind, num_bytes: float, rates: GroupRates) -> dict[s
 def _latency_forms(legs: tuple[Leg, ...]) -> dict[str, float] | None:
     """Latency of a gather over switches if members pass on in a ring, and in a tree; None where there are none."""
     network = [leg for leg in legs if leg.level in ("network", "dcn")]
-    if not network:
-        return None
-    return {
-        "ring_hops": sum(ring_hops(leg.size) for leg in network),
-        "tree_hops": sum(tree_hops(leg.size) for leg in network),
-        "ring_s": sum(ring_hops(leg.size) * leg.hop_s for leg in network),
-        "tree_s": sum(tree_hops(leg.size) * leg.hop_s for leg in network),
-    }
+    forms: dict[str, float] = {}
+    for name, hops in (("ring", ring_hops), ("tree", tree_hops)):
+        forms[f"{name}_hops"] = sum(hops(leg.size) for leg in network)
+        forms[f"{name}_s"] = sum(hops(leg.size) * leg.hop_s for leg in network)
+    return forms if network else None
 
 
 def _collectives_text(found: dict[str, Any]) -> Iterator[Piece]:
-    rows = [
-        [one["kind"], format_seconds(one["bandwidth_s"]), format_seconds(one["latency_s"]),
-         format_seconds(one["time_s"]), one["bound_by"], or_dash(one["latency_bound_below_bytes"], format_bytes)]
-        for one in found["collectives"]
-    ]  # fmt: skip
     title = (
         f"{format_bytes(found['bytes'])} (the whole array) over {','.join(found['axes'])} of {found['cluster']}: "
         f"{found['group_size']:,} chips{'' if found['two_way'] else ', one way round'}"
     )
-    columns = ["collective", "by bandwidth", "by latency", "time", "bound by", "latency binds below"]
-    if any(one["link_bytes"] is not None for one in found["collectives"]):
-        columns.append("over a link")
-        rows = [[*row, format_bytes(one["link_bytes"])] for row, one in zip(rows, found["collectives"], strict=True)]
-    yield Table(columns, rows, title)
-    if columns[-1] == "over a link":
+    kinds = [one["kind"] for one in found["collectives"]]
+    on_a_ring = any(one["link_bytes"] is not None for one in found["collectives"])
+    more = {"over a link": ("link_bytes", format_bytes)} if on_a_ring else {}
+    yield Table.of(found["collectives"], {**COLUMNS, **more}, title)
+    if on_a_ring:
         ways = "both directions of the ring are used" if found["two_way"] else "the ring is used in one direction"
         yield f"over a link: what crosses each link of the ring in one direction; {ways}"
-    if any(one["kind"] == "permute" for one in found["collectives"]):
+    if "permute" in kinds:
         yield "permute: each chip sends so many bytes to its neighbour"
     forms = found["latency_forms"]
     if forms:
@@ -235,3 +192,41 @@ def _collectives_text(found: dict[str, Any]) -> Iterator[Piece]:
             f"{format_seconds(forms['ring_s'])}; tree {forms['tree_hops']:,} hops, {format_seconds(forms['tree_s'])} "
             f"(taken: small arrays go by the tree)"
         )
+
+
+# -- pictures -------------------------------------------------------------------------------------------
+
+
+def _draw_frames(
+    path: Path, kind: CollectiveKind | None, legs: tuple[Leg, ...], on: str, *, two_way: bool
+) -> list[str]:
+    """The files written: all steps in one picture where the path is one, else a picture a step in that folder."""
+    from meshwright.report.arrays.ring import MAX_DEVICES, ring_figure
+    from meshwright.report.figure import save
+
+    chosen = next((one for one in RING_KINDS if one == kind), None)
+    if chosen is None:
+        kinds = f"{', '.join(RING_KINDS[:-1])} or {RING_KINDS[-1]}"
+        raise InputError(f"--frames draws one collective: give --collective {kinds}.")
+    if len(legs) != 1 or legs[0].level != "ici":
+        raise InputError("--frames draws one torus axis, hop by hop. Name one --axis of a torus, such as x of v5e:4x4.")
+    size, wraps = int(legs[0].size), bool(legs[0].wraps)
+    if size > MAX_DEVICES:
+        raise InputError(f"--frames shows at most {MAX_DEVICES} devices and the axis has {size}. Name a smaller one.")
+    frames = ring_frames(chosen, size, wraps=wraps, two_way=two_way)
+    title = f"{BOOK_NAMES[chosen]} on {'a ring' if wraps else 'a line'} of {size}: {len(frames) - 1} steps"
+    if not wraps:
+        used = "both directions of each link are used"
+    else:
+        used = "both ways round" if two_way else "one way round"
+    subtitle = f"{WORDS[chosen]}; {used} ({on})."
+    sums = chosen != "all_gather"
+    if path.suffix.lower() in PICTURES:
+        written = [save(ring_figure(frames, title=title, subtitle=subtitle, sums=sums), path)]
+    else:
+        path.mkdir(exist_ok=True)
+        written = [
+            save(ring_figure([frame], title=title, sums=sums), path / f"step-{frame.step:02}.png") for frame in frames
+        ]
+    say(f"wrote {written[0]}" if len(written) == 1 else f"wrote {len(written)} pictures to {path}")
+    return [str(one) for one in written]
