@@ -6,6 +6,7 @@ import msgspec
 import numpy as np
 
 from meshwright.algebra.derived import BlockSteps, Derived
+from meshwright.algebra.generation import caches_of, window_of
 from meshwright.algebra.notation import ShardedArray, product
 from meshwright.algebra.ops import kind_of, op_kind
 from meshwright.algebra.ops.cached_attention import slots_kept
@@ -265,12 +266,9 @@ def _cache_bytes(derived: Derived, sizes: OpSizes) -> Number:
     """Bytes of keys and values of all layers; a step updates them in place."""
     found: Number = 0.0
     for block in derived.blocks:
-        made = {op.out for op in block.block.ops}
-        read = dict.fromkeys(name for op in block.block.ops for name in op.inputs if name not in made)
-        caches = [derived.declared[name] for name in read if derived.program.variables[name].role == "cache"]
-        windows = [int(value) for op in block.block.ops for name, value in op.attributes if name == "window"]
-        ring = slots_kept(sizes.dims["S"], windows[0]) / sizes.dims["S"] if caches and windows else 1.0
-        found = found + block.repeat * ring * sizes.total(*caches)
+        caches = [derived.declared[name] for name in caches_of(block.block)]
+        kept = slots_kept(sizes.dims["S"], window_of(block.block)) / sizes.dims["S"] if caches else 1.0
+        found = found + block.repeat * kept * sizes.total(*caches)
     return found
 
 
