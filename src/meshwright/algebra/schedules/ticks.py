@@ -123,11 +123,6 @@ class TickTables(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(self.schedule.piece_share * most_alive(itertools.chain(*row)) for row in rows)
 
     @property
-    def num_permutes(self) -> int:
-        """Sends between devices in every tick, in both directions."""
-        return sum(channel.offset != 0 for channel in (*self.x_channels, *self.dx_channels))
-
-    @property
     def has_backward(self) -> bool:
         """False for a table of forward passes only."""
         return self._has("B", "BW")

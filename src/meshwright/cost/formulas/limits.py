@@ -7,7 +7,6 @@ Y by tensor parallelism over ``tensor_axes``. Sizes may be NumPy arrays. Source:
 """
 
 import math
-from typing import Literal
 
 import msgspec
 import numpy as np
@@ -129,14 +128,9 @@ def dcn_min_batch_per_pod(peak_flops: Number, dcn_bytes_per_s_per_host: Number, 
     return peak_flops * chips_per_host / dcn_bytes_per_s_per_host
 
 
-def num_sequences(batch_tokens: Number, seq_len: Number) -> Number:
-    """Sequences in a batch of tokens: the most chips that data and fsdp can use without context parallelism."""
-    return batch_tokens / seq_len
-
-
 def sequence_limit_chips(batch_tokens: Number, seq_len: Number, *, context: Number = 1, tensor: Number = 1) -> Number:
     """Most chips a batch can use when each holds at least one sequence, or 1/context of one."""
-    return num_sequences(batch_tokens, seq_len) * context * tensor
+    return batch_tokens / seq_len * context * tensor
 
 
 def flat_fsdp_comms_s(
@@ -161,16 +155,16 @@ def flat_fsdp_max_chips(
     return 6 * batch_tokens * bytes_per_s / (peak_flops * bytes_per_param * num_collectives)
 
 
-def min_microbatches(bubble_s: float, each_s: float, max_share: float = MAX_BUBBLE) -> float:
-    """Microbatches M from which a bubble is less than a share s of a step: bubble / (M each + bubble) < s.
+def min_microbatches(bubble_s: float, each_s: float) -> float:
+    """Microbatches M from which a bubble is less than s = ``MAX_BUBBLE`` of a step: bubble / (M each + bubble) < s.
 
     Of GPipe and 1F1B, whose bubble is (K - 1) x each: M > (K - 1) (1 - s) / s, nine times K - 1 for a tenth.
     """
-    return bubble_s / each_s * (1 - max_share) / max_share
+    return bubble_s / each_s * (1 - MAX_BUBBLE) / MAX_BUBBLE
 
 
 def ring_min_positions(
-    peak_flops: float, link_bytes_per_s: float, *, num_heads: int, num_kv_heads: int, causal: bool = True
+    peak_flops: float, link_bytes_per_s: float, *, num_heads: int, num_kv_heads: int, causal: bool
 ) -> float:
     """Query positions t of a device from which a hop of ring attention hides behind the attention of a hop.
 
@@ -178,15 +172,6 @@ def ring_min_positions(
     bytes in 16 bits, one way: t > C / W x K / N, twice that with causal masks. Follows from section 3.2's rules.
     """
     return (1 + causal) * peak_flops / link_bytes_per_s * num_kv_heads / num_heads
-
-
-def max_expert_ring(alpha: float, d_ff: float, num_matrices: int = 3) -> float:
-    """Devices of an expert axis on one two-way ring up to which its AllToAlls are shorter than the experts' products.
-
-    Forward, 2 x matrices t k D F FLOPs against two AllToAlls of 2 t k D Z bytes gathered, each at 1 / (4 W):
-    Z < 2 x matrices F / alpha. Follows from sections 3.2 and 4.4.1.
-    """
-    return 2 * num_matrices * d_ff / alpha
 
 
 def reduce_after_min_dim(alpha: Number) -> Number:
@@ -200,21 +185,6 @@ def reduce_after_min_dim(alpha: Number) -> Number:
 def reduce_after_max_shards(d_contract: Number, alpha: Number) -> Number:
     """Shards X up to which slicing and reducing is still compute-bound: D / (2 alpha). Source: exercise 3.4."""
     return d_contract / reduce_after_min_dim(alpha)
-
-
-def mlp_flops(
-    batch_tokens: Number,
-    d_model: Number,
-    d_ff: Number,
-    *,
-    phase: Literal["forward", "backward", "both"],
-    num_matrices: int = 2,
-) -> Number:
-    """FLOPs of one MLP: 2 B D F per matrix forward and twice that backward: 4BDF and 8BDF with two matrices."""
-    passes = {"forward": 1, "backward": 2, "both": 3}
-    if phase not in passes:
-        raise InputError(f"phase {phase!r} is not forward, backward or both.")
-    return 2 * num_matrices * passes[phase] * batch_tokens * d_model * d_ff
 
 
 def _sqrt_or_nan(square: Number) -> Number:

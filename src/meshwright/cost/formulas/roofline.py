@@ -14,7 +14,7 @@ import numpy as np
 from meshwright.algebra.sizes import Number
 from meshwright.core.dims import DTYPE_BYTES
 from meshwright.core.errors import InputError, nearest
-from meshwright.spec.chip import Chip, compute_dtype, known, peak
+from meshwright.spec.chip import Chip, known, peak
 
 Channel = Literal["hbm", "vmem", "pcie", "ici", "dcn"]
 
@@ -89,16 +89,6 @@ class Operand(msgspec.Struct, frozen=True):
     dtype: str
 
 
-def compute_time(flops: Number, peak_flops: Number, *, num_chips: Number = 1, utilization: Number = 1.0) -> Number:
-    """Seconds of that many FLOPs spread evenly over the chips."""
-    return flops / (num_chips * peak_flops * utilization)
-
-
-def transfer_time(num_bytes: Number, bytes_per_s: Number, *, num_links: Number = 1) -> Number:
-    """Seconds to move bytes through equal channels at once: HBM, PCIe of several chips, ICI ports."""
-    return num_bytes / (num_links * bytes_per_s)
-
-
 def critical_intensity(peak_flops: Number, bytes_per_s: Number) -> Number:
     """FLOPs per byte above which compute binds: peak / bandwidth. Source: section 1.1."""
     return peak_flops / bytes_per_s
@@ -131,27 +121,9 @@ def einsum_work(operands: Sequence[Operand], out: Operand, sizes: Mapping[str, N
     return Work(flops=flops, num_bytes=sum(_size(a.dims, sizes) * dtype_bytes(a.dtype) for a in arrays))
 
 
-def elementwise_work(num_elements: Number, *, flops_per_element: Number, bytes_per_element: Number) -> Work:
-    """An elementwise op: ``bytes_per_element`` counts every operand read and the result written."""
-    return Work(flops=num_elements * flops_per_element, num_bytes=num_elements * bytes_per_element)
-
-
 def chip_roofline(work: Work, chip: Chip, *, dtype: str, channel: Channel = "hbm") -> Roofline:
     """The bounds on a chip whose products are computed in ``dtype``."""
     return Roofline(work=work, peak_flops=peak(chip, dtype), bytes_per_s=channel_rate(chip, channel), channel=channel)
-
-
-def einsum_roofline(
-    operands: Sequence[Operand],
-    out: Operand,
-    sizes: Mapping[str, Number],
-    *,
-    chip: Chip,
-    channel: Channel = "hbm",
-) -> Roofline:
-    """The bounds of an einsum on a chip, computed in the widest operand dtype (int8 weights x bf16 -> bf16)."""
-    dtype = compute_dtype(chip, *(operand.dtype for operand in operands))
-    return chip_roofline(einsum_work(operands, out, sizes), chip, dtype=dtype, channel=channel)
 
 
 def critical_size(

@@ -34,21 +34,6 @@ class Leg(msgspec.Struct, frozen=True, kw_only=True):
     twist_gain: float = 1.0
 
 
-def ring(
-    size: Number,
-    link_bytes_per_s: Number,
-    *,
-    wraps: Any = True,
-    sharing: Number = 1,
-    hop_s: float = 1e-6,
-) -> Leg:
-    """A leg on one torus axis: ``link_bytes_per_s`` one way; n/2 hops where it wraps, else n - 1."""
-    hops = sharing * (size / 2 * wraps + (size - 1) * (1 - wraps))
-    return Leg(
-        level="ici", size=size, bytes_per_s=link_bytes_per_s, wraps=wraps, sharing=sharing, hops=hops, hop_s=hop_s
-    )
-
-
 def switched(link: Link, size: Number) -> Leg:
     """A leg on one level of switches: every chip has its own port, so that groups do not share links.
 
