@@ -32,7 +32,7 @@ def nothing(step: Step, sizes: OpSizes) -> Number:
 
 def stream(step: Step, sizes: OpSizes) -> Number:
     """Every input read and every result written once."""
-    return sizes.total(*step.inputs, step.result, *step.more)
+    return sizes.total(*step.inputs, *step.results)
 
 
 def row_stream(step: Step, sizes: OpSizes) -> Number:

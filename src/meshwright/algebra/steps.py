@@ -4,10 +4,9 @@ from typing import Any, Literal
 
 import msgspec
 
-from meshwright.algebra.notation import ShardedArray
+from meshwright.algebra.notation import ShardedArray, join_axes
 from meshwright.core.dims import COLLECTIVES
 from meshwright.core.labels import StepLabel
-from meshwright.core.notation import join_axes
 
 Phase = Literal["forward", "recompute", "backward", "update"]
 Scope = Literal["layer", "microbatch", "step"]
@@ -50,6 +49,11 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     scope: Scope = "layer"
     critical: bool = False
     parts: tuple["Step", ...] = ()
+
+    @property
+    def results(self) -> tuple[ShardedArray, ...]:
+        """Everything that the step makes."""
+        return (self.result, *self.more)
 
     @property
     def is_collective(self) -> bool:

@@ -173,14 +173,14 @@ def memory_parts(derived: Derived, sizes: OpSizes) -> MemoryParts:
     """The parts of a chip's memory that do not depend on the schedule."""
     sizes = with_room(sizes, slots_move(derived, sizes.mesh))
     elements = _state_elements(derived, sizes)
-    blocks = [(block, _block_memory(block, derived, sizes, elements[block.block.name])) for block in derived.blocks]
+    blocks = [(block, _block_memory(block, derived, sizes, elements[block.name])) for block in derived.blocks]
     shared = (derived.shared[name] for name in dict.fromkeys(n for one in derived.program.stacks for n in one.inputs))
     local = (step for block in derived.blocks for step in block.forward if not step.is_collective)
     return MemoryParts(
         state=sizes.state,
         num_layers=derived.num_layers,
-        layers=tuple(found for block, found in blocks if block.block.carry),
-        ends=tuple(found for block, found in blocks if not block.block.carry),
+        layers=tuple(found for block, found in blocks if block.is_layer),
+        ends=tuple(found for block, found in blocks if not block.is_layer),
         shared_bytes=total(sizes.total(one.given, one.cotangent) for one in shared),
         # logits of one chunk and their cotangent, where the loss head is chunked
         chunk_bytes=sum(kind_of(step).chunk_bytes(step, sizes) for step in local),
@@ -221,9 +221,7 @@ def _state_elements(derived: Derived, sizes: OpSizes) -> dict[str, dict[str, Num
     and those of another width than the state's count by their bytes.
     """
     owners = {name: block for block in derived.blocks for name in weights_of(derived, block)}
-    found: dict[str, dict[str, Number]] = {
-        block.block.name: dict.fromkeys(STATE_PARTS, 0.0) for block in derived.blocks
-    }
+    found: dict[str, dict[str, Number]] = {block.name: dict.fromkeys(STATE_PARTS, 0.0) for block in derived.blocks}
     # a gradient is held as it enters the collectives that run once per step, whole where they scatter it
     trains = _trains(derived)
     gradients, moments = gradient_arrays(derived), op_kind(derived.optimizer).moments
@@ -236,14 +234,14 @@ def _state_elements(derived: Derived, sizes: OpSizes) -> dict[str, dict[str, Num
             counts = [sum(sizes.elements(array) for array in some) for some in arrays]
         else:
             counts = [sizes.bytes(declared) / sizes.width]
-        of_block = found[block.block.name]
+        of_block = found[block.name]
         for part, count in zip(STATE_PARTS, counts, strict=False):
             of_block[part] = of_block[part] + block.repeat * count
     return found
 
 
 def _block_memory(block: BlockSteps, derived: Derived, sizes: OpSizes, elements: dict[str, Number]) -> BlockMemory:
-    is_layer, trains = bool(block.block.carry), _trains(derived)
+    is_layer, trains = block.is_layer, _trains(derived)
     kept, logits = _kept_bytes(block, derived, sizes)
     # of a layer, a pass does not wait for one weight to be used before the next is gathered
     gathers = {
@@ -279,7 +277,7 @@ def _kept_bytes(block: BlockSteps, derived: Derived, sizes: OpSizes) -> tuple[Nu
     Of a head with joined passes, slopes become cotangents in place and count as those.
     """
     in_place = {step.inputs[0] for step in block.backward if not step.is_collective and kind_of(step).in_place}
-    made = {array: step for step in block.forward for array in (step.result, *step.more)}
+    made = {array: step for step in block.forward for array in step.results}
     found: dict[bool, Number] = {False: 0.0, True: 0.0}
     for array in block.kept:
         is_logits = array.name == "logits"
@@ -295,7 +293,7 @@ def _kept_bytes(block: BlockSteps, derived: Derived, sizes: OpSizes) -> tuple[Nu
 
 def _pending_bytes(block: BlockSteps, sizes: OpSizes) -> Number:
     """Bytes that all repeats keep from the pass for input gradients to the pass for weight gradients."""
-    steps = {array: step for step in (*block.forward, *block.backward) for array in (step.result, *step.more)}
+    steps = {array: step for step in (*block.forward, *block.backward) for array in step.results}
     found, handed = 0.0, block.split.handed if block.split else ()
     for array in handed:
         step = steps.get(array)
@@ -377,7 +375,7 @@ def _lives(steps: tuple[Step, ...], block: BlockSteps, derived: Derived) -> dict
 
     Training gathers the weights of a whole repeat ahead; a forward pass alone gathers each for its product.
     """
-    shared = (derived.shared[name] for name in derived.program.further(block.block.name))
+    shared = (derived.shared[name] for name in derived.program.further(block.name))
     held = {*block.kept, *(array for one in shared for array in (one.given, one.cotangent))}
     elsewhere = {*held, *(derived.declared.values() if _trains(derived) else ())}
 
@@ -394,7 +392,7 @@ def _lives(steps: tuple[Step, ...], block: BlockSteps, derived: Derived) -> dict
                 lives[array].end = number
             elif array not in elsewhere and not is_state(array):
                 lives[array] = _Life(0, number)  # the cotangent or the stream that enters the block
-        for array in (step.result, *step.more):
+        for array in step.results:
             if array not in lives and array not in held and not is_state(array):
                 moves = step.only_moves
                 lives[array] = _Life(number, number, step if moves else None)

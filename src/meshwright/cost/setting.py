@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 
 import msgspec
+from msgspec.structs import replace
 
 from meshwright.algebra.derive import derive
 from meshwright.algebra.derived import Derived
@@ -100,7 +101,7 @@ class Setting(msgspec.Struct, frozen=True, dict=True):
             return found
         cache = cache_sizes(batch_seqs=job.batch_seqs, max_len=job.seq_len, storage=self.storage)
         causal = found.causal and job.kind != "decode"
-        return msgspec.structs.replace(found, dims={**found.dims, **cache}, causal=causal)
+        return replace(found, dims={**found.dims, **cache}, causal=causal)
 
     def memory(self, strategy: Strategy, derived: Derived | None = None) -> dict[str, Number]:
         """Bytes per chip of each item under a strategy, whose steps may be derived already."""
@@ -130,7 +131,7 @@ class Setting(msgspec.Struct, frozen=True, dict=True):
 
     def on(self, cluster: Cluster) -> "Setting":
         """Returns the setting of the job on another cluster."""
-        return self if cluster == self.cluster else msgspec.structs.replace(self, cluster=cluster)
+        return self if cluster == self.cluster else replace(self, cluster=cluster)
 
 
 def setting_of(plan: Plan, storage: Storage = AS_WRITTEN) -> Setting:

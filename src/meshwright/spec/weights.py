@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 import msgspec
+from msgspec.structs import replace
 
 from meshwright.spec.hf.families import formats
 from meshwright.spec.model import Model
@@ -139,15 +140,13 @@ def _rows(model: Model, table: str, *, layers: Mapping[str, tuple[int, ...]] = {
 def _cross(row: Weight) -> Weight:
     """Returns the cross-attention row of a self-attention row: keys and values come from the encoder."""
     name = row.name.removeprefix("layers.").removeprefix("attn_")
-    return msgspec.structs.replace(
-        row, name=f"layers.cross_{name}", hf_name=row.hf_name.replace("{layer}.", "{layer}.cross.")
-    )
+    return replace(row, name=f"layers.cross_{name}", hf_name=row.hf_name.replace("{layer}.", "{layer}.cross."))
 
 
 def _encoder(model: Model) -> list[Weight]:
     """Returns the encoder's position table, its layers (those of a dense decoder) and its final norm."""
     assert model.encoder is not None
-    plain = msgspec.structs.replace(
+    plain = replace(
         model,
         encoder=None,
         num_layers=model.encoder.num_layers,
@@ -159,7 +158,7 @@ def _encoder(model: Model) -> list[Weight]:
     outside = _rows(model, "encoder")
     first = 1 if model.learned_positions else 0
     layers = [
-        msgspec.structs.replace(row, name=row.name.replace("layers.", "encoder."), hf_name=f"encoder.{row.hf_name}")
+        replace(row, name=row.name.replace("layers.", "encoder."), hf_name=f"encoder.{row.hf_name}")
         for row in _layers(plain)
     ]
     return [*outside[:first], *layers, *outside[first:]]

@@ -92,8 +92,8 @@ def test_refusals():
         einsum_work(*matmul(), {"B": 1, "D": 2})
     with pytest.raises(InputError, match=r"unknown dtype 'bf61'. Did you mean 'bf16'"):
         einsum_work(*matmul(act="bf61"), {"B": 1, "D": 2, "F": 3})
+    work = einsum_work(*matmul(), {"B": 1, "D": 2, "F": 3})
     with pytest.raises(InputError, match=r"unknown channel 'hmb'. Did you mean 'hbm'"):
-        work = einsum_work(*matmul(), {"B": 1, "D": 2, "F": 3})
         chip_roofline(work, chip("v5e"), dtype="bf16", channel="hmb")
     with pytest.raises(InputError, match="dim 'Q' is in none"):
         critical_size(*matmul(), {"D": 1, "F": 1}, dim="Q", peak_flops=1, bytes_per_s=1)

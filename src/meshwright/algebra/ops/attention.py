@@ -1,7 +1,8 @@
 """Attention, and how it reads keys of positions on other devices.
 
-Every device has its own queries, and all keys and values are gathered, unless the strategy asks for one of the ways of
-`rewrites.context_attention`. Where every key is seen they are gathered in place of a ring.
+Every device has its own queries, and all keys and values are gathered, unless the strategy asks for another way:
+"ulysses" exchanges positions for heads, so that each device has all positions of some heads, "ring" sends keys round
+(`rewrites.rings`). Where every key is seen they are gathered in place of a ring.
 
 Keys may have another dim of positions than queries, as an encoder's result has. With ``sees_all`` every query sees
 every key, and no positions are wanted.
@@ -11,10 +12,11 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from meshwright.algebra.kinds import OpKind, StepKind, stream
 from meshwright.algebra.notation import ShardedArray, product
-from meshwright.algebra.rewrites.context_attention import heads_for_positions, in_ring
+from meshwright.algebra.rewrites.rings import in_ring
 from meshwright.algebra.sizes import Number, OpSizes
 from meshwright.algebra.steps import Step
 from meshwright.algebra.tape import Tape, axes_beside
@@ -108,9 +110,10 @@ def _layout(tape: Tape, form: type[Attention]) -> tuple[Attention, AttentionArra
     if way == "ring" and details.can_ring:
         if any(key.axes_of("T") != q.axes_of("T") for key in (k, v)):
             raise InputError(f"ring attention of {q} with {k}: positions must be split alike.")
-        details = msgspec.structs.replace(details, ring=axes)
+        details = replace(details, ring=axes)
     elif way == "ulysses":
-        q, k, v = (heads_for_positions(array, axes, there) for array in (q, k, v))
+        # heads take the axes of positions
+        q, k, v = (a.resharded({a.dims[1]: there, a.dims[2]: a.axes[2] + axes}) for a in (q, k, v))
     else:
         k, v = (key.resharded({positions_of(key): there}) for key in (k, v))
     here = [other.like(q) for other in others]
@@ -162,7 +165,7 @@ def backward(tape: Tape, form: type[Attention] = Attention) -> None:
     dq = dq.like(q)
     results = [d.like(key).replace(unreduced=partial) for d, key in zip(cotangents[:2], keys, strict=True)]
     results += [d.like(dq).replace(unreduced=axes_beside(dq, d)) for d in cotangents[2:]]
-    inputs = msgspec.structs.replace(arrays, given=(dout, o, lse)).inputs
+    inputs = replace(arrays, given=(dout, o, lse)).inputs
     step = Step(op=f"{tape.op.kind}_backward", inputs=inputs, result=dq, more=tuple(results), details=details)
     tape.add(*in_ring(step, keys))
     for name, array in zip(names, (dq, *results), strict=True):

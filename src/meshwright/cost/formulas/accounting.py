@@ -145,7 +145,7 @@ def saved_widths(model: Model, remat: str | tuple[str, ...]) -> dict[str, Number
         sizes["C"] = Fraction(model.experts_per_token, model.num_experts)
     found: dict[str, Number] = {}
     for block in derived.blocks:
-        for array in block.kept if block.block.carry else ():
+        for array in block.kept if block.is_layer else ():
             width = math.prod(sizes[dim] for dim in array.dims)
             found[array.name] = found.get(array.name, 0) + Fraction(block.repeat * width, model.num_layers)
     return {name: int(width) if width.denominator == 1 else float(width) for name, width in found.items()}

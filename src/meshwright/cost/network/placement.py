@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import msgspec
+from msgspec.structs import replace
 
 from meshwright.core.errors import InputError
 from meshwright.cost.network.links import Link, physical_links
@@ -76,14 +77,14 @@ def whole_axis_placement(cluster: Cluster, mesh: Mapping[str, int]) -> Placement
 def physical_placement(cluster: Cluster) -> Placement:
     """Every physical axis or level as a mesh axis of its own: x, y, z; domain, nodes, racks; slices."""
     links = physical_links(cluster)
-    named = tuple(msgspec.structs.replace(link, parts=((link.name, link.size),)) for link in links)
+    named = tuple(replace(link, parts=((link.name, link.size),)) for link in links)
     return Placement(mesh={link.name: link.size for link in links}, links=named)
 
 
 @functools.lru_cache(maxsize=1 << 14)
 def _named(links: tuple[Link, ...], layout: AxisFactors, names: tuple[str, ...]) -> tuple[Link, ...]:
     return tuple(
-        msgspec.structs.replace(link, parts=tuple((names[index], factor) for index, factor in parts))
+        replace(link, parts=tuple((names[index], factor) for index, factor in parts))
         for link, parts in zip(links, layout, strict=True)
     )
 

@@ -124,7 +124,7 @@ def block_bytes(step: Step, sizes: OpSizes) -> Number:
 
 
 def _slots(step: Step) -> ShardedArray | None:
-    arrays = (*step.inputs, step.result, *step.more)
+    arrays = (*step.inputs, *step.results)
     return next((array for array in arrays if array.dims[:2] == ("E", "C")), None)
 
 
