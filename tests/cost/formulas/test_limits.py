@@ -41,9 +41,9 @@ def test_section_6_roots_and_rounding():
     best = limits.Mixture(4.19e6, 28672, 8960, ALPHA, **MIXED).best_size
     assert best == pytest.approx(1618, rel=1e-3)
     assert roots.lower < best < roots.upper
-    wanted = limits.MeshSplit(fsdp=2048, tensor=4)
+    wanted = (2048, 4)
     assert limits.round_split(best, 8960) == limits.round_split(roots.upper, 8960) == wanted
-    assert limits.round_split(13.7, 64) == limits.MeshSplit(fsdp=16, tensor=4)
+    assert limits.round_split(13.7, 64) == (16, 4)
     with pytest.raises(InputError, match="cannot split"):
         limits.round_split(0, 64)
 

@@ -25,13 +25,6 @@ class Roots(msgspec.Struct, frozen=True, kw_only=True):
     upper: Number
 
 
-class MeshSplit(msgspec.Struct, frozen=True, kw_only=True):
-    """A whole-numbered split of the chips."""
-
-    fsdp: int
-    tensor: int
-
-
 def ici_intensity(peak_flops: Number, axis_bytes_per_s: Number) -> Number:
     """alpha = C / W_ici in FLOPs per byte, per chip: 2550 for a v5p in bf16. Source: section 5.1.1."""
     return peak_flops / axis_bytes_per_s
@@ -111,13 +104,13 @@ def fsdp_roots_middle(batch_tokens: Number, alpha: Number, *, fsdp_axes: Number)
     return batch_tokens * fsdp_axes / (2 * alpha)
 
 
-def round_split(fsdp_size: float, num_chips: int) -> MeshSplit:
-    """The power of two nearest to X (as a ratio), and the largest power of two that the other chips allow."""
+def round_split(fsdp_size: float, num_chips: int) -> tuple[int, int]:
+    """X as the power of two nearest to it (as a ratio), and the largest power of two that the other chips allow."""
     if fsdp_size <= 0 or num_chips < 1:
         raise InputError(f"cannot split {num_chips} chips by {fsdp_size:g}. Give positive sizes.")
     largest = 2 ** int(math.log2(num_chips))
     fsdp = min(largest, 2 ** max(0, round(math.log2(fsdp_size))))
-    return MeshSplit(fsdp=fsdp, tensor=2 ** int(math.log2(num_chips / fsdp)))
+    return fsdp, 2 ** int(math.log2(num_chips / fsdp))
 
 
 def dcn_min_batch_per_pod(peak_flops: Number, dcn_bytes_per_s_per_host: Number, chips_per_host: Number) -> Number:
