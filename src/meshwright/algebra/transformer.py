@@ -219,10 +219,10 @@ class Span(msgspec.Struct, frozen=True, kw_only=True):
         return self.pattern[:position].count(kind), self.pattern.count(kind)
 
 
-def spans(names: Sequence[str], *, starts: dict[str, int] | None = None) -> tuple[Span, ...]:
+def spans(names: Sequence[str]) -> tuple[Span, ...]:
     """Returns layers as spans, in order: the shortest pattern that repeats, then what is left; else runs of equal
     layers."""
-    starts = dict(starts or dict.fromkeys(names, 0))
+    starts = dict.fromkeys(names, 0)
     found: list[Span] = []
     left = tuple(names)
     while left:

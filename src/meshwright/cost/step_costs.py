@@ -20,7 +20,7 @@ from meshwright.core.dims import DTYPE_BYTES
 from meshwright.cost.pipeline import PipelineCost
 from meshwright.cost.step_rates import StepRates
 from meshwright.cost.work.kernels import AxisGroup, StepCost, local_cost
-from meshwright.cost.work.slots import expert_slots, slots_move, spare_slots, with_room
+from meshwright.cost.work.slots import expert_slots, slots_move, with_room
 from meshwright.spec.model import Model
 from meshwright.spec.strategy import AS_RUN, Assumptions
 
@@ -99,7 +99,9 @@ def op_sizes(
     known = model.dims | layer_dims(model)
     dims = {name: float(size) for name, size in known.items()} | {"B": microbatch_seqs, "T": float(seq_len)}
     dims |= expert_slots(model, num_tokens=microbatch_seqs * seq_len, imbalance=assumptions.imbalance)
-    spare = spare_slots(model, imbalance=assumptions.imbalance) if assumptions.holds_empty_slots else 1.0
+    # in arrays of fixed size an expert without a bound, which an imbalance stands for, has a slot for every token
+    unbounded = model.num_experts > 0 and assumptions.holds_empty_slots and assumptions.imbalance == 1.0
+    spare = model.num_experts / model.experts_per_token if unbounded else 1.0
     return OpSizes(dims=dims, mesh=mesh, state=state, scores=scores, causal=scores == "on_chip", spare_slots=spare)
 
 
@@ -219,9 +221,9 @@ def price_step(
     element = sent_element_bytes(step, width=sizes.width, num_microbatches=num_microbatches)
     if "C" in step.full.dims:
         sizes = with_room(sizes, product(sizes.mesh[axis] for axis in step.axes) > 1)
-    sent = sizes.elements(step.full) * element * filled_share(step, dims=sizes.dims, mesh=sizes.mesh)
+    sent = sizes.elements(step.full) * element * filled_share(step, sizes)
     rate = group[step.op]
-    moves = num_moves(step, dims=sizes.dims, mesh=sizes.mesh)
+    moves = num_moves(step, sizes)
     # halves in opposite directions overlap if each direction has a link of its own
     both_ways = isinstance(step.details, Round) and step.details.ways == 2
     one_way = sent / group.ring_links if both_ways else sent

@@ -136,16 +136,9 @@ def flat_fsdp_comms_s(
     return num_params * bytes_per_param * num_collectives / bytes_per_s
 
 
-def flat_fsdp_max_chips(
-    batch_tokens: Number,
-    peak_flops: Number,
-    bytes_per_s: Number,
-    *,
-    bytes_per_param: Number = 2,
-    num_collectives: Number = 3,
-) -> Number:
+def flat_fsdp_max_chips(batch_tokens: Number, peak_flops: Number, bytes_per_s: Number) -> Number:
     """Devices at which the 6 N B FLOPs of a step take as long as ``flat_fsdp_comms_s``; the model cancels."""
-    return 6 * batch_tokens * bytes_per_s / (peak_flops * bytes_per_param * num_collectives)
+    return 6 * batch_tokens * bytes_per_s / (peak_flops * 2 * 3)
 
 
 def min_microbatches(bubble_s: float, each_s: float) -> float:

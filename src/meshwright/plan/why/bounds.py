@@ -193,7 +193,7 @@ def _ring(priced: PricedStrategy) -> dict[str, Any]:
     moved = next((c for c in permutes if "context" in c.step.axes), None)
     if moved is None or model.latent_attention:
         return {}
-    moves = num_moves(moved.step, dims=priced.sizes.dims, mesh=priced.sizes.mesh)
+    moves = num_moves(moved.step, priced.sizes)
     return {
         "ring_bytes_per_s": float(moved.network_bytes / (moved.network_s - moved.latency_s) * moves),
         "ring_positions": priced.setting.job.seq_len / _devices(priced, "context"),
