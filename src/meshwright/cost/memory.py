@@ -84,11 +84,6 @@ class MemoryParts(msgspec.Struct, frozen=True, kw_only=True):
     boundary_bytes: tuple[Number, ...]
     cache_bytes: Number
 
-    @property
-    def kept_ends_bytes(self) -> Number:
-        """Results kept for the backward pass outside the layers."""
-        return self.shared_bytes + total(end.kept_bytes for end in self.ends)
-
     def moved_bytes(self, pipeline: PipelineCost) -> Number:
         """Bytes that one repeat keeps for the backward pass of one microbatch; the most if blocks differ."""
         return largest(layer.moved_bytes(pipeline.share(self.num_layers)) for layer in self.layers)
@@ -102,9 +97,8 @@ class MemoryParts(msgspec.Struct, frozen=True, kw_only=True):
 
     def optimizer_bytes(self, pipeline: PipelineCost) -> Number:
         """Optimizer state that one chip updates: master weights, where the state has them, and moments."""
-        moment = moment_bytes(self.state)
-        master = master_bytes(self.state)
-        return self.elements("optimizer", pipeline) * master + self.elements("moments", pipeline) * moment
+        masters = self.elements("optimizer", pipeline) * master_bytes(self.state)
+        return masters + self.elements("moments", pipeline) * moment_bytes(self.state)
 
     def items(self, pipeline: PipelineCost = ONE_STAGE, offload: tuple[str, ...] = ()) -> dict[str, Number]:
         """Bytes per chip of each item; their sum is what must fit.
@@ -135,6 +129,7 @@ class MemoryParts(msgspec.Struct, frozen=True, kw_only=True):
             optimizer = np.minimum(1.0, BUFFERED_REPEATS / pipeline.layers_held(self.num_layers)) * optimizer
         waiting = total(pipeline.pending_stash * share * layer.pending_bytes for layer in self.layers)
         again = (layer.segment_bytes(share) for layer in self.layers)
+        ends = self.shared_bytes + total(end.kept_bytes for end in self.ends)
         streams = largest(layer.stream_bytes for layer in self.layers)
         messages = zip(pipeline.messages, (*self.boundary_bytes, streams), strict=True)
         logits, gathered, workspace = self.at_peak(pipeline)
@@ -142,7 +137,7 @@ class MemoryParts(msgspec.Struct, frozen=True, kw_only=True):
             "weights": self.elements("weights", pipeline) * state["weights"],
             "gradients": gradients * (single + accumulated),
             "optimizer": optimizer,
-            "activations": sum(again, start=saved + waiting + self.kept_ends_bytes),
+            "activations": sum(again, start=saved + waiting + ends),
             "logits": logits,
             "kv_cache": self.cache_bytes + 0.0 * workspace,
             "communication": sum((count * size for count, size in messages), start=gathered),

@@ -58,7 +58,8 @@ class Roofline(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def lower_s(self) -> Number:
         """Perfect overlap: the larger of the two."""
-        return np.maximum(self.math_s, self.transfer_s) if _is_array(self) else max(self.math_s, self.transfer_s)
+        is_array = isinstance(self.math_s, np.ndarray) or isinstance(self.transfer_s, np.ndarray)
+        return (np.maximum if is_array else max)(self.math_s, self.transfer_s)
 
     @property
     def upper_s(self) -> Number:
@@ -197,10 +198,6 @@ def _check_sizes(arrays: Sequence[Operand], sizes: Mapping[str, Number]) -> None
     if missing:
         wanted = ",".join(f"{dim}=..." for dim in missing)
         raise InputError(f"no size for {', '.join(missing)}. Give every dim: --dims {wanted}.")
-
-
-def _is_array(line: Roofline) -> bool:
-    return isinstance(line.math_s, np.ndarray) or isinstance(line.transfer_s, np.ndarray)
 
 
 def _ratio_or_inf(numerator: Number, denominator: Number) -> Number:

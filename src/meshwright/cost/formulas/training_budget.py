@@ -83,11 +83,6 @@ def num_microbatches(global_batch_seqs: Number, *, data_parallel: Number, microb
     return global_batch_seqs / (data_parallel * microbatch_seqs)
 
 
-def tokens_per_device(seq_len: Number, *, context: Number) -> Number:
-    """Positions of one sequence that each device of a context axis holds."""
-    return seq_len / context
-
-
 def flops_per_dollar(peak_flops: Number, *, price_usd_per_hour: Number, mfu: Number = 1.0) -> Number:
     """FLOPs that a dollar buys on one chip at a utilisation of its peak."""
     return peak_flops * mfu * 3600 / price_usd_per_hour
