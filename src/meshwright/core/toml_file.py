@@ -98,7 +98,9 @@ def decode_toml(file: TomlFile, kind: type[T]) -> T:
     try:
         return msgspec.convert(file.data, kind)
     except msgspec.ValidationError as error:
-        raise file.error((), _reason(error)) from None
+        # "... - at `$.levels[2].hop_s`"
+        steps = re.findall(r"\.(\w+)|\[(\d+)\]", str(error).partition("`$")[2])
+        raise file.error(tuple(key or int(number) for key, number in steps), _reason(error)) from None
 
 
 def load_toml(path: Path, kind: type[T]) -> T:
