@@ -11,7 +11,7 @@ from meshwright.algebra.derived import Derived
 from meshwright.algebra.generation import AS_WRITTEN, Storage, cache_sizes, derive_job
 from meshwright.algebra.layers import PLAIN
 from meshwright.algebra.program import Program
-from meshwright.algebra.sizes import Number, OpSizes, Scores
+from meshwright.algebra.sizes import Number, OpSizes
 from meshwright.algebra.transformer import transformer
 from meshwright.cost.memory import memory_limit, memory_parts
 from meshwright.cost.network.placement import Placement
@@ -62,11 +62,6 @@ class Setting(msgspec.Struct, frozen=True, dict=True):
         """Bytes of a chip that programs may fill; infinity if unknown."""
         return memory_limit(self.cluster, self.calibration)
 
-    @property
-    def scores(self) -> Scores:
-        """Where attention keeps its scores."""
-        return attention_scores(self.cluster, self.assumptions)
-
     def derived(self, strategy: Strategy) -> Derived:
         """The steps of the job under a strategy, as the assumed software runs them."""
         fused_head = self.assumptions.fused_head
@@ -94,7 +89,7 @@ class Setting(msgspec.Struct, frozen=True, dict=True):
             microbatch_seqs=job.batch_seqs / strategy.num_microbatches if microbatch_seqs is None else microbatch_seqs,
             mesh=mesh or strategy.mesh,
             state=strategy.state,
-            scores=self.scores,
+            scores=attention_scores(self.cluster, self.assumptions),
             assumptions=self.assumptions,
         )
         if job.trains:

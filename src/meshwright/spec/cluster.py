@@ -203,8 +203,14 @@ def read_cluster(path: Path) -> Cluster:
     file = read_toml(path)
     if {"levels", "shape"} <= file.data.keys():
         raise file.error(("shape",), "the sizes stand in [[levels]]: leave out shape, or leave out the levels.")
-    given = decode_toml(file, _LevelsFile if "levels" in file.data else _ShapeFile)
-    shape, levels = _sized_levels(file, given.levels) if isinstance(given, _LevelsFile) else (given.shape, ())
+    given: _LevelsFile | _ShapeFile
+    levels: tuple[NetworkLevel, ...] = ()
+    if "levels" in file.data:
+        given = decode_toml(file, _LevelsFile)
+        shape, levels = _sized_levels(file, given.levels)
+    else:
+        given = decode_toml(file, _ShapeFile)
+        shape = given.shape
     if isinstance(given.chip, dict):
         file.check_keys((*Chip.__struct_fields__, "base"), at=("chip",))
     with file.at(("chip",)):

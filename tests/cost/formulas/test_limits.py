@@ -87,13 +87,3 @@ def test_sequences_and_flat_fsdp():
     assert limits.sequence_limit_chips(2**22, 4096, context=2, tensor=4) == 8192
     assert limits.flat_fsdp_comms_s(70e9, 200e9) == pytest.approx(2.1)
     assert limits.flat_fsdp_max_chips(8e6, 200e12, 100e9) == pytest.approx(4000)
-
-
-def test_scalar_equals_array():
-    batches = np.array([1e5, 1e6, 4.19e6])
-    many = limits.Mixture(batches, 28672, 8960, ALPHA, **MIXED)
-    for i, batch in enumerate(batches):
-        one = limits.Mixture(float(batch), 28672, 8960, ALPHA, **MIXED)
-        np.testing.assert_array_equal([many.roots.lower[i], many.roots.upper[i]], [one.roots.lower, one.roots.upper])
-        for form in ("math_over_comms", "discriminant"):
-            assert getattr(many, form)[i] == pytest.approx(getattr(one, form), rel=1e-14)

@@ -3,13 +3,13 @@
 They are the reasons that explanations give and the tests that derived costs must meet; no plan is priced with
 them. ``batch_tokens`` counts tokens (the book's B, with T inside), ``alpha`` is C / W_ici: FLOP/s of one chip over
 the two-way bytes/s of one torus axis. ``num_chips`` is N = X Y; X chips share by FSDP over ``fsdp_axes`` torus axes,
-Y by tensor parallelism over ``tensor_axes``. Sizes may be NumPy arrays. Source: How to Scale Your Model, section 5.
+Y by tensor parallelism over ``tensor_axes``. Sizes may be NumPy arrays, but those of a `Mixture`.
+Source: How to Scale Your Model, section 5.
 """
 
 import math
 
 import msgspec
-import numpy as np
 
 from meshwright.algebra.sizes import Number
 from meshwright.core.errors import InputError
@@ -94,7 +94,8 @@ class Mixture(msgspec.Struct, frozen=True):
 
         Source: section 6.3, whose 1927 is the upper root.
         """
-        width = _sqrt_or_nan(self.discriminant) * self.fsdp_axes / (2 * self.d_ff)
+        root = math.sqrt(self.discriminant) if self.discriminant >= 0 else math.nan
+        width = root * self.fsdp_axes / (2 * self.d_ff)
         middle = fsdp_roots_middle(self.batch_tokens, self.alpha, fsdp_axes=self.fsdp_axes)
         return Roots(lower=middle - width, upper=middle + width)
 
@@ -171,9 +172,3 @@ def reduce_after_min_dim(alpha: Number) -> Number:
 def reduce_after_max_shards(d_contract: Number, alpha: Number) -> Number:
     """Shards X up to which slicing and reducing is still compute-bound: D / (2 alpha). Source: exercise 3.4."""
     return d_contract / reduce_after_min_dim(alpha)
-
-
-def _sqrt_or_nan(square: Number) -> Number:
-    if isinstance(square, np.ndarray):
-        return np.sqrt(np.where(square >= 0, square, np.nan))
-    return math.sqrt(square) if square >= 0 else math.nan

@@ -149,8 +149,8 @@ def critical_size(
     _check_sizes(arrays, one)
     growing: Number = sum(_size(a.dims, one) * dtype_bytes(a.dtype) for a in arrays if dim in a.dims)
     fixed: Number = sum(_size(a.dims, one) * dtype_bytes(a.dtype) for a in arrays if dim not in a.dims)
-    flops = einsum_work(operands, out, one).flops
-    return _ratio_or_inf(fixed, flops / critical_intensity(peak_flops, bytes_per_s) - growing)
+    hidden = einsum_work(operands, out, one).flops / critical_intensity(peak_flops, bytes_per_s)
+    return fixed / (hidden - growing) if hidden > growing else math.inf
 
 
 def critical_batch(
@@ -198,12 +198,3 @@ def _check_sizes(arrays: Sequence[Operand], sizes: Mapping[str, Number]) -> None
     if missing:
         wanted = ",".join(f"{dim}=..." for dim in missing)
         raise InputError(f"no size for {', '.join(missing)}. Give every dim: --dims {wanted}.")
-
-
-def _ratio_or_inf(numerator: Number, denominator: Number) -> Number:
-    if isinstance(numerator, np.ndarray) or isinstance(denominator, np.ndarray):
-        positive = np.maximum(denominator, 0)
-        return np.divide(
-            numerator, positive, out=np.full(np.broadcast(numerator, positive).shape, np.inf), where=positive > 0
-        )
-    return numerator / denominator if denominator > 0 else math.inf
