@@ -234,7 +234,7 @@ class _Writer:
             ("logits", ("B", "V"), "output", "fp32"),
         ):
             self.variables[name] = Variable(name, dims, role, dtype)
-        self.ops += parse_block(block.name, lines, self.variables).ops
+        self.ops += parse_block(block.name, "\n".join(lines), self.variables).ops
 
     def _attention(self, op: Op, block: Block) -> None:
         """Writes keys and values, or latents, into the cache; attention of decode reads the cache instead."""
