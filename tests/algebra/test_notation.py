@@ -6,10 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.algebra.notation import ShardedArray, local_elements, parse_array, parse_axes
+from meshwright.algebra.notation import ShardedArray, local_elements, parse_array
 from meshwright.calculators.sharding.parsing import bytes_per_device, bytes_total, local_shape, parse_einsum
 from meshwright.cli.fields import parse_dims, parse_mesh
 from meshwright.core.errors import InputError
+from meshwright.core.notation import parse_axes
 
 AXES = ("X", "Y", "Z1", "DP", "data", "fsdp", "tensor", "my_axis", "a2")
 DIMS = ("B", "D", "D'", "T2", "Batch", "h")

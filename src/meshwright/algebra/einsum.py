@@ -8,9 +8,10 @@ from collections.abc import Callable, Collection
 from functools import lru_cache, partial
 from itertools import takewhile
 
-from meshwright.algebra.notation import Axes, ShardedArray
+from meshwright.algebra.notation import ShardedArray
 from meshwright.algebra.steps import Step
 from meshwright.core.errors import InputError
+from meshwright.core.notation import Axes
 
 
 def common_prefix(left: Axes, right: Axes) -> Axes:

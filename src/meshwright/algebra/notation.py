@@ -1,47 +1,16 @@
 """Sharded arrays in the book's notation: ``A[I_XY, J]{U_Z}``, parsed and printed."""
 
 import math
-import re
 from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
-from meshwright.core.dims import DTYPE_BYTES
 from meshwright.core.errors import InputError, nearest
+from meshwright.core.notation import join_axes, read_array
 
 Sizes = Mapping[str, Any]
 """Name of a dim or of a mesh axis -> its size: an int, or a NumPy array with one entry per candidate."""
-
-Axes = tuple[str, ...]
-
-_ARRAY = re.compile(r"\s*([A-Za-z][\w']*)?\s*\[([^\[\]]*)\]\s*(?:\{\s*U_([^{}]*|\{[^{}]*\})\s*\})?\s*")
-_DTYPE = re.compile(r"(?:bf|fp|tf|u?int|float|f|e[0-9]m)[0-9]+\w*")
-_DIM = re.compile(r"\s*([A-Za-z][A-Za-z0-9']*)(?:_(\{[^{}]*\}|[A-Za-z][A-Za-z0-9]*))?\s*")
-_LETTERS = re.compile(r"(?:[A-Z][0-9]*)+")
-_AXIS = re.compile(r"[A-Za-z]\w*")
-
-
-def join_axes(axes: Axes) -> str:
-    """Writes axes as a subscript: XY, tensor or {data,fsdp}."""
-    if all(_LETTERS.fullmatch(a) and len(a) == 1 for a in axes):
-        return "".join(axes)
-    bare = len(axes) == 1 and axes[0].isalnum() and parse_axes(axes[0]) == axes
-    return axes[0] if bare else "{" + ",".join(axes) + "}"
-
-
-def parse_axes(text: str) -> Axes:
-    """Returns the axes of a subscript: ``XY`` -> (X, Y), ``tensor`` -> (tensor,), ``{data,fsdp}`` -> (data, fsdp)."""
-    body = text.strip()
-    if body.startswith("{"):
-        axes = tuple(part.strip() for part in body[1:-1].split(","))
-    elif _LETTERS.fullmatch(body):
-        axes = tuple(re.findall(r"[A-Z][0-9]*", body))
-    else:
-        axes = (body,)
-    if not all(_AXIS.fullmatch(axis) for axis in axes):
-        raise InputError(f"{body!r} does not name mesh axes. Write X, XY, tensor or {{data,fsdp}}.")
-    return axes
 
 
 class ShardedArray(msgspec.Struct, frozen=True):
@@ -126,24 +95,7 @@ def parse_array(text: str) -> ShardedArray:
 
     Raises InputError for anything that is not this notation, and for impossible shardings.
     """
-    match = _ARRAY.fullmatch(text)
-    if match is None:
-        raise InputError(f"{text.strip()!r} is not a sharded array. Write for example A[I_X, J] or W[D_{{fsdp}}, F_Y].")
-    name, inner, unreduced = match.groups()
-    dims, axes = [], []
-    for part in re.split(r",(?![^{}]*\})", inner) if inner.strip() else []:
-        dim = _DIM.fullmatch(part)
-        if dim is None:
-            raise InputError(
-                f"{part.strip()!r} in {text.strip()!r} is not a dim. Write D, D_X, D_XY or D_{{fsdp,tensor}}."
-            )
-        dims.append(dim.group(1))
-        axes.append(parse_axes(dim.group(2)) if dim.group(2) else ())
-    if name and _DTYPE.fullmatch(name) and name not in DTYPE_BYTES:
-        raise InputError(f"{name!r} in {text.strip()!r} is not a dtype.{nearest(name, DTYPE_BYTES)}")
-    dtype = name if name in DTYPE_BYTES else ""
-    left = () if unreduced is None else parse_axes(unreduced)
-    return ShardedArray(name or "A", tuple(dims), tuple(axes), left, dtype)
+    return ShardedArray(*read_array(text))
 
 
 def check(array: ShardedArray, dims: Sizes, mesh: Sizes) -> None:

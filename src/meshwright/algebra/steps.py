@@ -4,9 +4,10 @@ from typing import Any, Literal
 
 import msgspec
 
-from meshwright.algebra.notation import ShardedArray, join_axes
+from meshwright.algebra.notation import ShardedArray
 from meshwright.core.dims import COLLECTIVES
 from meshwright.core.labels import StepLabel
+from meshwright.core.notation import join_axes
 
 Phase = Literal["forward", "recompute", "backward", "update"]
 Scope = Literal["layer", "microbatch", "step"]

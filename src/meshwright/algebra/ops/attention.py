@@ -1,11 +1,8 @@
-"""Attention, and how it reads keys of positions on other devices.
+"""Attention, and how it reads keys of positions on other devices: gathered, unless the strategy asks for "ulysses",
+which gives each device all positions of some heads, or for "ring" (`rewrites.rings`). Keys that all queries see are
+gathered.
 
-Every device has its own queries, and all keys and values are gathered, unless the strategy asks for another way:
-"ulysses" exchanges positions for heads, so that each device has all positions of some heads, "ring" sends keys round
-(`rewrites.rings`). Where every key is seen they are gathered in place of a ring.
-
-Keys may have another dim of positions than queries, as an encoder's result has. With ``sees_all`` every query sees
-every key, and no positions are wanted.
+Keys may have another dim of positions than queries, as an encoder's result has.
 """
 
 from typing import Any
@@ -27,8 +24,8 @@ TILE_ROWS, MOST_TILES = 128, 8
 
 
 class Attention(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Details: whether later keys are seen too; the window in positions and the cap of scores, where there are any; the
-    axes of the ring of keys."""
+    """Details: whether every query sees every key, without positions; the window in positions and the cap of scores,
+    where there are any; the axes of the ring of keys."""
 
     sees_all: bool = False
     window: int | None = None
@@ -220,7 +217,8 @@ def hbm_bytes(step: Step, sizes: OpSizes) -> Number:
     if sizes.scores == "on_chip":
         return moved
     wide, narrow = (6, 5) if arrays.given else (3, 2)
-    return moved + score_elements(step, sizes) * (wide * sizes.score_bytes + narrow * sizes.width)
+    score = 2 if sizes.scores == "in_memory_16" else 4
+    return moved + score_elements(step, sizes) * (wide * score + narrow * sizes.width)
 
 
 def scratch_bytes(step: Step, sizes: OpSizes) -> Number:

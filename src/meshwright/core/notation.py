@@ -1,0 +1,65 @@
+"""Reads mesh axes and arrays in the book's notation, ``A[I_XY, J]{U_Z}``, and writes axes."""
+
+import re
+
+from meshwright.core.dims import DTYPE_BYTES
+from meshwright.core.errors import InputError, nearest
+
+Axes = tuple[str, ...]
+
+_ARRAY = re.compile(r"\s*([A-Za-z][\w']*)?\s*\[([^\[\]]*)\]\s*(?:\{\s*U_([^{}]*|\{[^{}]*\})\s*\})?\s*")
+_DTYPE = re.compile(r"(?:bf|fp|tf|u?int|float|f|e[0-9]m)[0-9]+\w*")
+_DIM = re.compile(r"\s*([A-Za-z][A-Za-z0-9']*)(?:_(\{[^{}]*\}|[A-Za-z][A-Za-z0-9]*))?\s*")
+_LETTERS = re.compile(r"(?:[A-Z][0-9]*)+")
+_AXIS = re.compile(r"[A-Za-z]\w*")
+
+
+def join_axes(axes: Axes) -> str:
+    """Writes axes as a subscript: XY, tensor or {data,fsdp}."""
+    if all(_LETTERS.fullmatch(a) and len(a) == 1 for a in axes):
+        return "".join(axes)
+    bare = len(axes) == 1 and axes[0].isalnum() and parse_axes(axes[0]) == axes
+    return axes[0] if bare else "{" + ",".join(axes) + "}"
+
+
+def parse_axes(text: str) -> Axes:
+    """Returns the axes of a subscript: ``XY`` -> (X, Y), ``tensor`` -> (tensor,), ``{data,fsdp}`` -> (data, fsdp)."""
+    body = text.strip()
+    if body.startswith("{"):
+        axes = tuple(part.strip() for part in body[1:-1].split(","))
+    elif _LETTERS.fullmatch(body):
+        axes = tuple(re.findall(r"[A-Z][0-9]*", body))
+    else:
+        axes = (body,)
+    if not all(_AXIS.fullmatch(axis) for axis in axes):
+        raise InputError(f"{body!r} does not name mesh axes. Write X, XY, tensor or {{data,fsdp}}.")
+    return axes
+
+
+def read_array(text: str) -> tuple[str, tuple[str, ...], tuple[Axes, ...], Axes, str]:
+    """Returns the name, dims, axes of each dim, unreduced axes and dtype of an array in this notation.
+
+    Raises InputError for anything that is not this notation.
+    """
+    match = _ARRAY.fullmatch(text)
+    if match is None:
+        raise InputError(f"{text.strip()!r} is not a sharded array. Write for example A[I_X, J] or W[D_{{fsdp}}, F_Y].")
+    name, inner, unreduced = match.groups()
+    dims, axes = [], []
+    for part in _dims(inner):
+        dim = _DIM.fullmatch(part)
+        if dim is None:
+            raise InputError(
+                f"{part.strip()!r} in {text.strip()!r} is not a dim. Write D, D_X, D_XY or D_{{fsdp,tensor}}."
+            )
+        dims.append(dim.group(1))
+        axes.append(parse_axes(dim.group(2)) if dim.group(2) else ())
+    if name and _DTYPE.fullmatch(name) and name not in DTYPE_BYTES:
+        raise InputError(f"{name!r} in {text.strip()!r} is not a dtype.{nearest(name, DTYPE_BYTES)}")
+    dtype = name if name in DTYPE_BYTES else ""
+    left = () if unreduced is None else parse_axes(unreduced)
+    return name or "A", tuple(dims), tuple(axes), left, dtype
+
+
+def _dims(inner: str) -> list[str]:
+    return re.split(r",(?![^{}]*\})", inner) if inner.strip() else []
