@@ -1,6 +1,5 @@
-"""Attention, and how it reads keys of positions on other devices: gathered, unless the strategy asks for "ulysses",
-which gives each device all positions of some heads, or for "ring" (`rewrites.rings`). Keys that all queries see are
-gathered.
+"""Attention, and how it reads keys of other devices' positions: gathered, unless a strategy asks for "ulysses", which
+gives each device all positions of some heads, or for "ring" (`rewrites.rings`). Keys that all queries see are gathered.
 
 Keys may have another dim of positions than queries, as an encoder's result has.
 """
