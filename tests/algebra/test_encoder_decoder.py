@@ -132,7 +132,7 @@ def test_it_is_priced():
     parts = memory_parts(priced.derived, priced.sizes)
     one = 16 / 4 * 96 * BOTH.d_model * 2
     alone = msgspec.structs.replace(priced.derived, program=_without_inputs(priced.derived.program))
-    held = parts.kept_ends_bytes - memory_parts(alone, priced.sizes).kept_ends_bytes
+    held = parts.shared_bytes - memory_parts(alone, priced.sizes).shared_bytes
     assert float(held) == 2 * one
 
 

@@ -5,6 +5,7 @@ import pytest
 
 from meshwright.algebra.notation import parse_array
 from meshwright.algebra.rewrites.rings import Round, num_moves
+from meshwright.algebra.sizes import OpSizes
 from meshwright.algebra.steps import Step
 
 
@@ -38,8 +39,10 @@ def test_a_permute_sends_the_block_and_a_gather_the_whole():
 def test_blocks_go_past_every_device_or_come_home(ring, window, expected):
     step = permute(Round(ring=ring, window=window))
     sizes = np.array([1, 2, 4, 8])
-    assert np.asarray(num_moves(step, dims={"T": 1024.0}, mesh={"X": sizes})).tolist() == expected
+    assert (
+        np.asarray(num_moves(step, OpSizes(dims={"T": 1024.0}, mesh={"X": sizes}, state="fp32"))).tolist() == expected
+    )
 
 
 def test_a_permute_alone_moves_once():
-    assert num_moves(permute(), dims={}, mesh={"X": 4}) == 1
+    assert num_moves(permute(), OpSizes(dims={}, mesh={"X": 4}, state="fp32")) == 1

@@ -16,7 +16,6 @@ from meshwright.spec.strategy import IN_TURN, Assumptions, Strategy, make_mesh, 
 
 TINY = catalogue.load_model("tiny")
 JOB = Job(batch_seqs=64, seq_len=512)
-LAYER = 1
 """The number of the block that layers repeat: the embedding comes before, the head after it."""
 
 
@@ -72,9 +71,9 @@ def test_gathers_of_weights_hide_behind_compute():
     _, times, costs = priced({"fsdp": 8})
     compute, gathers = local(costs, "forward"), moved(costs, "forward")
     assert gathers > 0
-    assert times.forward[LAYER] == pytest.approx(max(compute, gathers))
+    assert times.layers[0].forward == pytest.approx(max(compute, gathers))
     _, times, costs = priced({"fsdp": 8}, efficiency={"overlap": P})
-    assert times.forward[LAYER] == pytest.approx(hidden(local(costs, "forward"), gathers))
+    assert times.layers[0].forward == pytest.approx(hidden(local(costs, "forward"), gathers))
 
 
 def test_a_layer_waits_for_its_tensor_collectives():
@@ -83,9 +82,9 @@ def test_a_layer_waits_for_its_tensor_collectives():
     _, times, costs = priced(axes, cluster=cluster)
     waits = moved(costs, "forward", axis="tensor")
     assert waits > 0
-    assert times.forward[LAYER] == pytest.approx(local(costs, "forward") + waits)
+    assert times.layers[0].forward == pytest.approx(local(costs, "forward") + waits)
     _, times, costs = priced(axes, cluster=cluster, efficiency={"overlap": P})
-    assert times.forward[LAYER] == pytest.approx(hidden(local(costs, "forward"), waits))
+    assert times.layers[0].forward == pytest.approx(hidden(local(costs, "forward"), waits))
 
 
 def test_what_is_waited_for_and_what_passes_behind_it():
@@ -99,7 +98,7 @@ def test_what_is_waited_for_and_what_passes_behind_it():
         waits, gathers = moved(costs, "forward", axis="tensor"), moved(costs, "forward", axis="fsdp")
         assert min(waits, gathers) > 0
         row = hidden(compute, waits)
-        assert times.forward[LAYER] == pytest.approx(max(hidden(row, gathers), waits + gathers))
+        assert times.layers[0].forward == pytest.approx(max(hidden(row, gathers), waits + gathers))
     assert waits + gathers > hidden(row, gathers), "slow links bind"
 
 
@@ -110,12 +109,12 @@ def test_sums_of_gradients_once_a_step(software):
     back = local(costs, "backward")
     sums = moved(costs, "backward", scope="step")
     assert sums > 0
-    assert times.backward[LAYER] == pytest.approx(back)
-    assert times.last[LAYER] == pytest.approx(max(sums - back, 0), abs=1e-12)
+    assert times.layers[0].backward == pytest.approx(back)
+    assert times.layers[0].last == pytest.approx(max(sums - back, 0), abs=1e-12)
     _, times, costs = priced({"data": 8}, software=software, num_microbatches=2, efficiency={"overlap": P})
     back = local(costs, "backward")
-    assert times.backward[LAYER] == pytest.approx(back)
-    assert times.last[LAYER] == pytest.approx(hidden(back, sums) - back)
+    assert times.layers[0].backward == pytest.approx(back)
+    assert times.layers[0].last == pytest.approx(hidden(back, sums) - back)
 
 
 def test_both_kinds_behind_one_pass():
@@ -124,14 +123,14 @@ def test_both_kinds_behind_one_pass():
     back, every = local(costs, "backward"), moved(costs, "backward")
     each = every - moved(costs, "backward", scope="step")
     assert 0 < each < every
-    assert times.backward[LAYER] == pytest.approx(hidden(back, each))
-    assert times.backward[LAYER] + times.last[LAYER] == pytest.approx(hidden(back, every))
+    assert times.layers[0].backward == pytest.approx(hidden(back, each))
+    assert times.layers[0].backward + times.layers[0].last == pytest.approx(hidden(back, every))
 
 
 def test_a_smaller_exponent_hides_less():
     """From nothing hidden (1) to the longer of the two (very large), and the data sheet below all of them."""
     found = [
-        float(priced({"fsdp": 8}, efficiency={"overlap": p})[1].forward[LAYER]) for p in (1.0, 1.2, 1.5, 2.0, 50.0)
+        float(priced({"fsdp": 8}, efficiency={"overlap": p})[1].layers[0].forward) for p in (1.0, 1.2, 1.5, 2.0, 50.0)
     ]
     assert found == sorted(found, reverse=True)
     assert len(set(found)) == len(found)
@@ -139,8 +138,8 @@ def test_a_smaller_exponent_hides_less():
     forward = [c for c in costs if c.step.phase == "forward"]
     assert found[0] == pytest.approx(sum(float(c.math_s + c.hbm_s + c.network_s) for c in forward))
     _, sheet, _ = priced({"fsdp": 8})
-    assert found[-1] == pytest.approx(sheet.forward[LAYER], rel=0.02)
-    assert found[-1] >= sheet.forward[LAYER]
+    assert found[-1] == pytest.approx(sheet.layers[0].forward, rel=0.02)
+    assert found[-1] >= sheet.layers[0].forward
 
 
 def test_eager_dispatch_is_no_faster_than_its_host():
@@ -149,10 +148,10 @@ def test_eager_dispatch_is_no_faster_than_its_host():
     _, slow, _ = priced({"fsdp": 8}, software="eager", efficiency={"host_kernel_s": 1e-2})
     kernels = sum(c.num_kernels for c in costs if c.step.phase == "forward")
     assert kernels > 10
-    assert fast.forward[LAYER] < 1e-2
-    assert slow.forward[LAYER] == pytest.approx(kernels * 1e-2, rel=1e-3)
+    assert fast.layers[0].forward < 1e-2
+    assert slow.layers[0].forward == pytest.approx(kernels * 1e-2, rel=1e-3)
     _, compiled, _ = priced({"fsdp": 8}, efficiency={"host_kernel_s": 1e-2})
-    assert compiled.forward[LAYER] < 1e-2
+    assert compiled.layers[0].forward < 1e-2
 
 
 def test_the_host_adds_to_every_microbatch():
@@ -168,7 +167,7 @@ def test_a_launch_on_the_device_is_part_of_each_op():
     _, without, costs = priced({"data": 1}, cluster="h100:1x1")
     _, launched, _ = priced({"data": 1}, cluster="h100:1x1", efficiency={"kernel_s": 1e-3})
     kernels = sum(c.num_kernels for c in costs if c.step.phase == "forward")
-    assert launched.forward[LAYER] - without.forward[LAYER] == pytest.approx(kernels * 1e-3)
+    assert launched.layers[0].forward - without.layers[0].forward == pytest.approx(kernels * 1e-3)
 
 
 @pytest.mark.parametrize("software", IN_TURN)
@@ -177,9 +176,9 @@ def test_software_that_communicates_in_turn(software):
     assert set(IN_TURN) == {"eager-2021", "eager-in-turn"}
     for axes, zero in (({"fsdp": 8}, 3), ({"data": 8}, 0), ({"tensor": 2, "data": 4}, 0), ({"fsdp": 8}, 1)):
         _, times, costs = priced(axes, zero=zero, software=software, efficiency={"overlap": P})
-        assert times.forward[LAYER] == pytest.approx(local(costs, "forward") + moved(costs, "forward"))
+        assert times.layers[0].forward == pytest.approx(local(costs, "forward") + moved(costs, "forward"))
         whole = local(costs, "recompute", "backward") + moved(costs, "recompute") + moved(costs, "backward")
-        assert times.backward[LAYER] + times.last[LAYER] == pytest.approx(whole)
+        assert times.layers[0].backward + times.layers[0].last == pytest.approx(whole)
         assert times.overlap is None
 
 
@@ -189,7 +188,7 @@ def test_in_turn_is_eager_but_for_what_overlaps():
     _, eager, costs = priced(axes, software="eager", efficiency={"overlap": P})
     _, turns, same = priced(axes, software="eager-in-turn", efficiency={"overlap": P})
     assert [(c.local_s, c.network_s) for c in costs] == [(c.local_s, c.network_s) for c in same]
-    assert eager.forward[LAYER] < turns.forward[LAYER]
+    assert eager.layers[0].forward < turns.layers[0].forward
 
 
 def stages(**fields):
@@ -225,16 +224,16 @@ def test_zero_1_gathers_weights_behind_the_next_forward_pass():
     found, times, _ = priced({"fsdp": 8}, zero=1)
     own, gathers = updates(found)
     assert gathers > 0
-    forward = times.forward[LAYER]
-    assert times.update[LAYER] == pytest.approx(own + max(gathers - forward, 0))
+    forward = times.layers[0].forward
+    assert times.layers[0].update == pytest.approx(own + max(gathers - forward, 0))
     found, partly, _ = priced({"fsdp": 8}, zero=1, efficiency={"overlap": P})
     own, gathers = updates(found)
-    forward = partly.forward[LAYER]
-    assert partly.update[LAYER] == pytest.approx(own + hidden(forward, gathers) - forward)
+    forward = partly.layers[0].forward
+    assert partly.layers[0].update == pytest.approx(own + hidden(forward, gathers) - forward)
     for software in IN_TURN:
         found, serial, _ = priced({"fsdp": 8}, zero=1, software=software, efficiency={"overlap": P})
         own, gathers = updates(found)
-        assert serial.update[LAYER] == pytest.approx(own + gathers)
+        assert serial.layers[0].update == pytest.approx(own + gathers)
 
 
 def test_gathers_share_the_links_with_the_pass_that_hides_them():
@@ -242,7 +241,7 @@ def test_gathers_share_the_links_with_the_pass_that_hides_them():
     found, times, costs = priced({"fsdp": 4, "tensor": 2}, zero=1)
     own, gathers = updates(found)
     busy = gathers + moved(costs, "forward", axis="tensor")
-    assert times.update[LAYER] == pytest.approx(own + max(busy - times.forward[LAYER], 0))
+    assert times.layers[0].update == pytest.approx(own + max(busy - times.layers[0].forward, 0))
     small = estimate_step(
         Setting(TINY, parse_cluster("h100:8x1"), Job(batch_seqs=8, seq_len=512)),
         Strategy(mesh=make_mesh({"fsdp": 4, "tensor": 2}), assignment=standard_assignment(zero=1), remat="none"),

@@ -8,7 +8,7 @@ from meshwright.algebra.schedules.registry import build
 from meshwright.algebra.schedules.simulation import simulate
 from meshwright.algebra.schedules.ticks import lockstep_seconds, tick_tables
 from meshwright.cost.offload import Transfers
-from meshwright.cost.pass_times import BlockTimes
+from meshwright.cost.pass_times import BlockSeconds, BlockTimes
 from meshwright.cost.pipeline import PipelineCost
 from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import price_strategy
@@ -20,19 +20,10 @@ from meshwright.spec.strategy import Strategy, make_mesh
 TINY = catalogue.load_model("tiny")
 CLUSTER = parse_cluster("v5e:2x2")
 JOB = Job(batch_seqs=32, seq_len=512)
-TIMES = BlockTimes(
-    num_layers=8,
-    repeats=(1, 8, 1),
-    carries=(False, True, False),
-    forward=(0.5, 1.0, 3.0),
-    backward=(0.25, 2.0, 5.0),
-    inputs=(0.0, 1.25, 0.0),
-    weight=(0.0, 0.75, 0.0),
-    last=(0.1, 0.2, 0.3),
-    update=(0.4, 0.05, 0.6),
-    send_s=0.125,
-    after_s=0.01,
-)
+EMBED = BlockSeconds(repeat=1, forward=0.5, backward=0.25, inputs=0.0, weight=0.0, last=0.1, update=0.4)
+LAYER = BlockSeconds(repeat=8, forward=1.0, backward=2.0, inputs=1.25, weight=0.75, last=0.2, update=0.05)
+HEAD = BlockSeconds(repeat=1, forward=3.0, backward=5.0, inputs=0.0, weight=0.0, last=0.3, update=0.6)
+TIMES = BlockTimes(num_layers=8, layers=(LAYER,), ends=(EMBED, HEAD), send_s=0.125, after_s=0.01)
 
 
 def priced(**fields):
@@ -84,10 +75,8 @@ def test_interleaving_halves_the_idle_time():
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1", "zb-h2", "dualpipe"])
 def test_a_step_of_layers_alone_is_the_simulation(schedule):
     """Without ends, sends and once-a-step work: the makespan of the schedule's rows."""
-    none = {"last": (0.0, 0.0, 0.0), "update": (0.0, 0.0, 0.0), "send_s": 0.0, "after_s": 0.0}
-    alone = {"forward": (0.0, 1.0, 0.0), "backward": (0.0, 2.0, 0.0)}
-    alone |= {"inputs": (0.0, 1.25, 0.0), "weight": (0.0, 0.75, 0.0)}
-    times = BlockTimes(num_layers=8, repeats=(1, 8, 1), carries=(False, True, False), **none, **alone)
+    layer = msgspec.structs.replace(LAYER, last=0.0, update=0.0)
+    times = BlockTimes(num_layers=8, layers=(layer,), ends=(), send_s=0.0, after_s=0.0)
     rows, passes = build(schedule, stages=4, microbatches=8), {"forward_s": 2, "backward_s": 2.5, "weight_s": 1.5}
     apart = times.step_s(PipelineCost(schedule=schedule, stages=4, microbatches=8, software="eager"))
     assert apart.step_s == pytest.approx(simulate(rows, **passes).makespan_s)
@@ -174,8 +163,8 @@ def test_work_of_the_busiest_device_and_of_all():
 def test_gpipe_s_idle_share_of_a_step():
     """(K - 1) / (M + K - 1) of what the stages do, ends and updates apart."""
     found = priced(num_microbatches=8, schedule="gpipe")
-    times = found.times
-    layers = 2 * (times.forward[1] + times.backward[1])
+    (layer,) = found.times.layers
+    layers = 2 * (layer.forward + layer.backward)
     bubble = found.estimate.terms["bubble"]
     assert bubble / (bubble + 8 * layers) == pytest.approx(3 / 11)
 
@@ -187,8 +176,8 @@ def test_a_tied_table_is_summed_and_updated_once():
     found = price_strategy(Setting(model, CLUSTER, JOB), strategy)
     times = found.times
     table = next(c for c in found.costs.all if c.step.op == "adamw" and c.step.result.name == "embed")
-    assert times.update[0] > table.time_s
-    assert times.update[-1] < table.time_s
+    assert times.ends[0].update > table.time_s
+    assert times.ends[-1].update < table.time_s
     reduced = [c for c in found.costs.all if c.step.scope == "step" and c.step.inputs[0].name == "dembed" and c.hides]
     assert [c.step.block for c in reduced] == ["embed", "stage"]
     assert table.here == table.count == 1

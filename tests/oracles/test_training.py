@@ -101,8 +101,7 @@ def mixed_batch(i: Inputs) -> float:
 def picked_split(i: Inputs) -> list[int]:
     """The best FSDP size, rounded to a mesh."""
     best = limits.Mixture(i["B"], i["F"], i["N"], alpha(), i["M_X"], i["M_Y"]).best_size
-    split = limits.round_split(best, i["N"])
-    return [split.fsdp, split.tensor]
+    return list(limits.round_split(best, i["N"]))
 
 
 def step_seconds(i: Inputs) -> float:

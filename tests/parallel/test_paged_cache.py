@@ -53,9 +53,9 @@ def test_pages_change_nothing(name, options, page_len):
 
 def test_only_layers_without_a_window_have_pages():
     step = step_of(FAMILIES["gemma2"], {}, page_len=4)
-    assert {row.name: (row.layout, row.dims[:2]) for row in step.table if row.name.startswith("cache_k")} == {
-        "cache_k": ("paged", ("Pg", "Pl")),
-        "cache_k_local": ("ring", ("B", "S")),
+    assert {row.name: row.dims[:2] for row in step.table if row.name.startswith("cache_k")} == {
+        "cache_k": ("Pg", "Pl"),
+        "cache_k_local": ("B", "S"),
     }
 
 

@@ -48,7 +48,7 @@ def derive(
     keeps: list[ShardedArray] = []
     for block in program.blocks:
         forward = forward_pass(block, shardings)
-        kept = [a for s in forward.steps for a in (s.result, *s.more) if saved.keeps(a, block)]
+        kept = [a for s in forward.steps for a in s.results if saved.keeps(a, block)]
         backward = _backward(block, shardings, forward, kept)
         keeps.extend(kept)
         given = program.further(block.name)
@@ -88,7 +88,7 @@ def forward_pass(block: Block, shardings: Shardings) -> Tape:
         op_kind(op.kind).forward(tape.at(op))
     for array in shardings.as_read(block.ops[-1].out):
         tape.move(tape.declared(array.name), array)
-    tape.producers = {a: s for s in tape.steps for a in (s.result, *s.more)}
+    tape.producers = {a: s for s in tape.steps for a in s.results}
     return tape
 
 

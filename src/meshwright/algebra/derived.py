@@ -30,8 +30,17 @@ class BlockSteps(msgspec.Struct, frozen=True):
     split: SplitBackward | None = None
 
     @property
+    def name(self) -> str:
+        return self.block.name
+
+    @property
     def repeat(self) -> int:
         return self.block.repeat
+
+    @property
+    def is_layer(self) -> bool:
+        """True for a block of layers, which pipeline stages share out; False for embedding and head."""
+        return bool(self.block.carry)
 
     @property
     def num_again(self) -> int:
@@ -73,7 +82,7 @@ class Derived(msgspec.Struct, frozen=True):
     @property
     def num_layers(self) -> int:
         """Repeats of the blocks that pipeline stages share out."""
-        return sum(block.repeat for block in self.blocks if block.block.carry)
+        return sum(block.repeat for block in self.blocks if block.is_layer)
 
     def steps(self, num_microbatches: Any = 1) -> Iterable[tuple[Step, Any]]:
         """Returns every step with the number of times that it runs in one training step.
@@ -81,8 +90,12 @@ class Derived(msgspec.Struct, frozen=True):
         Gradient sums of scope "step" and the optimizer run once for each layer, whatever the microbatches.
         """
         for block in self.blocks:
+            # weights of the last turn of layers are still gathered from the forward pass
+            stay = block.block.last_turn if self.ahead and block.is_layer and block.segment is None else 0
             for step in (*block.forward, *block.backward):
-                times = block.repeat - self._stays(block, step)
+                weight = self.program.variables.get(step.result.name)
+                again = weight is not None and weight.role in WEIGHTS and step.phase == "backward"
+                times = block.repeat - stay * again
                 yield step, times if step.scope == "step" else times * num_microbatches
         repeats = {name: b.repeat for b in self.blocks for op in b.block.ops for name in op.inputs}
         for step in self.update:
@@ -90,12 +103,5 @@ class Derived(msgspec.Struct, frozen=True):
 
     def is_stacked(self, step: Step) -> bool:
         """True if a step of the update works on all layers at once: its arrays have a dim that counts them."""
-        layers = {layers_dim(block.block.name) for block in self.blocks if block.block.carry}
+        layers = {layers_dim(block.name) for block in self.blocks if block.is_layer}
         return any(dim.removesuffix("E") in layers for array in (step.result, *step.inputs) for dim in array.dims)
-
-    def _stays(self, block: BlockSteps, step: Step) -> int:
-        """Returns how many repeats skip a backward gather because their weights are still gathered from the forward
-        pass."""
-        weight = self.program.variables.get(step.result.name)
-        moved = weight is not None and weight.role in WEIGHTS and step.phase == "backward"
-        return block.block.last_turn if self.ahead and moved and block.block.carry and block.segment is None else 0

@@ -19,7 +19,7 @@ from meshwright.algebra.ops.cached_attention import slots_kept
 from meshwright.algebra.program import Block, Op, Program, Variable
 from meshwright.algebra.rewrites.collective_matmul import in_blocks
 from meshwright.algebra.tape import Shardings
-from meshwright.algebra.transformer import LayerKind, layer_kinds, transformer, weight_variables
+from meshwright.algebra.transformer import layer_kinds, transformer, weight_variables
 from meshwright.core.dims import DTYPE_BYTES
 from meshwright.core.errors import CannotRunError, InputError, nearest
 from meshwright.spec.job import Job
@@ -31,20 +31,13 @@ Attributes = tuple[tuple[str, str], ...]
 CacheDtype = Literal["bf16", "fp32", "int8"]
 
 
-CacheLayout = Literal["contiguous", "ring", "paged"]
-"""How a cache array holds the positions of sequences. contiguous: position p of a sequence is in its slot p of S. ring:
-in its slot p mod S, with S at most a window. paged: in slot p mod Pl of the page that ``pages[B, Bp]`` names for
-p // Pl, one of Pg pages that all sequences share."""
-
-CACHE_DIMS: dict[CacheLayout, tuple[str, str]] = {"contiguous": ("B", "S"), "ring": ("B", "S"), "paged": ("Pg", "Pl")}
-"""The leading dims of an array of a layout."""
-
-
 class Storage(msgspec.Struct, frozen=True, kw_only=True):
     """How generation stores weights and caches.
 
-    ``quantised`` weights are int8 with a scale for each output channel. With a ``page_len`` layers that keep every
-    position keep them in pages of so many positions, of which there are ``num_pages`` (0: enough for every sequence).
+    ``quantised`` weights are int8 with a scale for each output channel. A cache is contiguous, position p of a sequence
+    in slot p of S; where the layer has a window it is a ring, p in slot p mod S with S at most the window. With a
+    ``page_len`` the other layers keep p in slot p mod Pl of the page that ``pages[B, Bp]`` names for p // Pl, one of
+    ``num_pages`` (0: enough for every sequence) that all sequences share.
     """
 
     cache_dtype: CacheDtype = "bf16"
@@ -197,7 +190,6 @@ class _Writer:
     def __init__(self, model: Model, phase: GenerationPhase, storage: Storage, training: Program) -> None:
         self.model, self.phase, self.storage = model, phase, storage
         self.training, self.variables = training, dict(training.variables)
-        self.kinds = {kind.block: kind for kind in layer_kinds(model)}
         self.ops: list[Op] = []
         self.outputs: list[str] = []
 
@@ -242,7 +234,7 @@ class _Writer:
             ("logits", ("B", "V"), "output", "fp32"),
         ):
             self.variables[name] = Variable(name, dims, role, dtype)
-        self.ops += parse_block(block.name, lines, self.variables).ops
+        self.ops += parse_block(block.name, "\n".join(lines), self.variables).ops
 
     def _attention(self, op: Op, block: Block) -> None:
         """Writes keys and values, or latents, into the cache; attention of decode reads the cache instead."""
@@ -252,9 +244,8 @@ class _Writer:
         if self.model.latent_attention:
             own, shared = made_by[k].inputs
             sources = {"c": made_by[own].inputs[0], "p": shared}
-        kind = self.kinds[block.name]
-        layout = layout_of(self.model, kind, self.storage)
-        paged: Attributes = (("paged", "true"),) if layout == "paged" else ()
+        paged: Attributes = (("paged", "true"),) if self.storage.page_len and window_of(block) is None else ()
+        suffix = block.name.removeprefix("layer") if len(layer_kinds(self.model)) > 1 else ""
         index = (PAGES,) if paged else ()
         if paged:
             # for each sequence the numbers of its pages
@@ -262,7 +253,7 @@ class _Writer:
         where = ("last" if self.phase == "prefill" else positions, *index)
         cached, cached_scales = list[str](), list[str]()
         for letter, source in sources.items():
-            array, *its_scales = self._write(cache_name(self.model, kind, letter), source, where, layout, paged)
+            array, *its_scales = self._write(f"cache_{letter}{suffix}", source, where, paged)
             cached.append(array)
             cached_scales += its_scales
         inputs = (*cached, positions, *index, *cached_scales)
@@ -280,9 +271,7 @@ class _Writer:
         else:
             self.ops.append(Op("cached_attention", (q, *inputs, *others), op.out, attributes))
 
-    def _write(
-        self, cache: str, source: str, where: tuple[str, ...], layout: CacheLayout, paged: Attributes
-    ) -> list[str]:
+    def _write(self, cache: str, source: str, where: tuple[str, ...], paged: Attributes) -> list[str]:
         """Adds what writes into a cache; the cache after it and, with int8, the scales after it."""
         dims, dtype = self.variables[source].dims, str(self.storage.cache_dtype)
         writes = [(cache, source, dims, dtype)]
@@ -294,7 +283,7 @@ class _Writer:
         prompt: Attributes = (("prompt", "true"),) if self.phase == "prefill" else ()
         written = []
         for name, array, own, width in writes:
-            before = Variable(name, (*CACHE_DIMS[layout], *own[2:]), "cache", width)
+            before = Variable(name, (*(("Pg", "Pl") if paged else ("B", "S")), *own[2:]), "cache", width)
             self.variables[name] = before
             after = replace(before, name=f"{name}'")
             written.append(self._add("cache_write", (name, array, *where), after, (*prompt, *paged)))
@@ -302,13 +291,13 @@ class _Writer:
         return written
 
 
-# -- the cache: declared arrays, a row per kind of layer and array ------------------------------------------
+# -- the cache: declared arrays of the program ----------------------------------------------------------------
 
 PAGES = "pages"
 """The variable of the page table: for each sequence the numbers of its pages, in the pool of its own devices."""
 
 
-class CacheArray(msgspec.Struct, frozen=True, kw_only=True):
+class CacheArray(msgspec.Struct, frozen=True):
     """One array of the cache of each of ``num_layers`` layers; ``dims`` and ``shape`` are of one layer."""
 
     name: str
@@ -316,7 +305,6 @@ class CacheArray(msgspec.Struct, frozen=True, kw_only=True):
     shape: tuple[int, ...]
     dtype: str
     num_layers: int
-    layout: CacheLayout = "contiguous"
 
     @property
     def stacked_shape(self) -> tuple[int, ...]:
@@ -329,30 +317,19 @@ class CacheArray(msgspec.Struct, frozen=True, kw_only=True):
         return math.prod(self.stacked_shape) * int(DTYPE_BYTES[self.dtype])
 
 
-def cached_dims(model: Model) -> dict[str, tuple[str, ...]]:
-    """Maps a letter to the dims that a layer caches for each position: keys and values, or with latent attention the
-    latent ``c`` and the rotated key part ``p`` that all heads share."""
-    if model.latent_attention:
-        return {"c": ("Rkv",), "p": ("Hr",)}
-    return {"k": ("K", "H"), "v": ("K", "H")}
+def window_of(block: Block) -> int | None:
+    """Returns the window of a block's attention, which its cache keeps at most; None for every position."""
+    return next((int(value) for op in block.ops for name, value in op.attributes if name == "window"), None)
 
 
-def cache_name(model: Model, kind: LayerKind, letter: str) -> str:
-    """Variable of the program: ``cache_k``, or ``cache_k_local`` where a model has layers of several kinds."""
-    return f"cache_{letter}{kind.suffix if len(layer_kinds(model)) > 1 else ''}"
+def caches_of(block: Block) -> tuple[str, ...]:
+    """Returns the names of the caches that a layer of a block writes and reads."""
+    return tuple(op.inputs[0] for op in block.ops if op.kind == "cache_write")
 
 
 def scale_name(name: str) -> str:
     """Returns the name of the variable that holds the scales of an int8 array."""
     return f"{name}_scale"
-
-
-def layout_of(model: Model, kind: LayerKind, storage: Storage) -> CacheLayout:
-    """Returns the layout of a layer's cache: a ring where the layer has a window, else pages, or a slot for each
-    position."""
-    if kind.sliding and model.sliding_window:
-        return "ring"
-    return "paged" if storage.page_len else "contiguous"
 
 
 def cache_sizes(*, batch_seqs: int, max_len: int, storage: Storage = AS_WRITTEN) -> dict[str, int]:
@@ -375,25 +352,12 @@ def cache_table(
 
     int8 keeps a float32 scale beside each token and head.
     """
-    cache = cache_sizes(batch_seqs=batch_seqs, max_len=max_len, storage=storage)
+    program = _plain_program(model, "decode", storage)
+    sizes = model.dims | {"B": batch_seqs} | cache_sizes(batch_seqs=batch_seqs, max_len=max_len, storage=storage)
     rows = []
-    for kind in layer_kinds(model):
-        layout = layout_of(model, kind, storage)
-        slots = slots_kept(max_len, model.sliding_window if layout == "ring" else None)
-        sizes = {**model.dims, "B": batch_seqs, **cache, "S": slots}
-        for letter, own in cached_dims(model).items():
-            dims = (*CACHE_DIMS[layout], *own)
-            array = CacheArray(
-                name=cache_name(model, kind, letter),
-                dims=dims,
-                shape=tuple(sizes[dim] for dim in dims),
-                dtype=storage.cache_dtype,
-                num_layers=len(kind.layers),
-                layout=layout,
-            )
-            rows.append(array)
-            if array.dtype == "int8":
-                dims, shape = array.dims[:-1], array.shape[:-1]
-                scale = replace(array, name=scale_name(array.name), dims=dims, shape=shape, dtype="fp32")
-                rows.append(scale)
+    for block in program.blocks:
+        own = sizes | {"S": slots_kept(max_len, window_of(block))}
+        for array in (program.variables[name] for name in caches_of(block)):
+            shape = tuple(own[dim] for dim in array.dims)
+            rows.append(CacheArray(array.name, array.dims, shape, array.dtype, block.repeat))
     return tuple(rows)

@@ -32,17 +32,12 @@ def nothing(step: Step, sizes: OpSizes) -> Number:
 
 def stream(step: Step, sizes: OpSizes) -> Number:
     """Every input read and every result written once."""
-    return sizes.total(*step.inputs, step.result, *step.more)
+    return sizes.total(*step.inputs, *step.results)
 
 
-def row_stream(step: Step, sizes: OpSizes) -> Number:
-    """A reduction over each row, then an elementwise pass: the first input is read twice."""
-    return stream(step, sizes) + sizes.bytes(step.inputs[0])
-
-
-def row_stream_backward(step: Step, sizes: OpSizes) -> Number:
-    """Both the cotangent and the primal are read for the reductions and again for the result."""
-    return stream(step, sizes) + sizes.total(*step.inputs[:2])
+def row_stream(step: Step, sizes: OpSizes, *, rows: int = 1) -> Number:
+    """A reduction over each row, then an elementwise pass: so many inputs, from the first, are read twice."""
+    return stream(step, sizes) + sizes.total(*step.inputs[:rows])
 
 
 class StepKind(msgspec.Struct, frozen=True, kw_only=True):

@@ -14,8 +14,6 @@ from meshwright.algebra.program import Block, Op, Variable
 from meshwright.core.errors import InputError
 from meshwright.spec.model import Model
 
-Lines = list[str]
-
 ENCODER, CROSS = "encoder_", "cross_"
 """Prefixes of the variables of an encoder and of cross-attention; the rest of a name is as in a decoder's layer."""
 
@@ -146,10 +144,22 @@ EXPERTS = """
 """
 """Routed experts, E of C slots each; shared ones, which see every token, are one feed-forward of their joint width."""
 
-HEAD_NORM = "hf[B,T,D] = norm(x[B,T,D], final_norm[D])"
+EMBED = """
+    {embedded}[B,T,D] = embed(tokens[B,T], embed[V,D]{scale})
+    p[B,T,D] = embed(positions[B,T], position_table[P,D]) if learned_positions
+    x[B,T,D] = add(e[B,T,D], p[B,T,D]) if learned_positions
+"""
+
+FINAL_NORM = """
+    hf[B,T,D] = norm(x[B,T,D], final_norm[D])
+"""
+
+LOSS = """
+    loss[] = linear_cross_entropy(hf[B,T,D], {table}, labels[B,T]{given})
+"""
 
 
-def written(model: Model, text: str, **names: str | bool) -> Lines:
+def written(model: Model, text: str, **names: str | bool) -> str:
     """Returns the lines of a text that a model has.
 
     Those are all without ``if``, and those after whose ``if`` stand fields of the model, or flags among ``names``, that
@@ -169,12 +179,26 @@ def written(model: Model, text: str, **names: str | bool) -> Lines:
             rest = re.sub(r"\bnorm\((.*), (\w+)\[D\]", r"norm(\1, \2[D], \2_bias[D]", rest)
         name, dims = out.replace("~", "").split("[")
         last[out.split("~")[0]] = name
-        lines.append(f"{name}[{dims} = {re.sub(r'^norm', model.norm, rest)}")
-    return lines
+        lines.append(f"{name}[{dims} = {re.sub(r'^norm', model.norm, rest)}\n")
+    return "".join(lines)
 
 
-def layer_lines(model: Model, *, sliding: bool, routed: bool, options: ProgramOptions = PLAIN) -> Lines:
-    """Returns one layer from x to x2; ``sliding`` limits its attention to the window, ``routed`` gives it experts."""
+def embed_text(model: Model) -> str:
+    """Returns the lines of the embedding, to x."""
+    embedded, scale = "e" if model.learned_positions else "x", "; scale=sqrt(D)" * model.embed_scale
+    return written(model, EMBED, embedded=embedded, scale=scale)
+
+
+def head_text(model: Model, options: ProgramOptions) -> str:
+    """Returns the lines of the loss head, from x to the loss."""
+    table = "embed[V,D]" if model.tied_embeddings else "unembed[D,V]"
+    given = given_attributes(softcap=model.logit_softcap, z_loss=options.z_loss)
+    return written(model, FINAL_NORM + LOSS, table=table, given=given)
+
+
+def layer_text(model: Model, *, sliding: bool, routed: bool, options: ProgramOptions) -> str:
+    """Returns the lines of one layer from x to x2; ``sliding`` limits its attention to the window, ``routed`` gives it
+    experts."""
     if model.latent_attention:
         documents = ", documents[B,T]" * options.documents
         lines = written(model, LATENT_ATTENTION + AFTER_ATTENTION, documents=documents, x1="x1")
@@ -191,14 +215,14 @@ def layer_lines(model: Model, *, sliding: bool, routed: bool, options: ProgramOp
     return lines + written(model, EXPERTS, activation=_activation(model), routing=routing, capacity=given)
 
 
-def encoder_layer_lines(model: Model) -> Lines:
-    """Returns one layer of the encoder: every position sees every other, and the feed-forward is dense."""
+def encoder_layer_text(model: Model) -> str:
+    """Returns the lines of one layer of the encoder: every position sees every other, and the feed-forward is dense."""
     return _attention(model, "x1", causal=False) + _dense(model)
 
 
 def _attention(
     model: Model, result: str, *, sliding: bool = False, documents: bool = False, causal: bool = True
-) -> Lines:
+) -> str:
     """Returns the lines from the stream x to the result in the stream; qr, kr and v enter attention."""
     rotates = not (model.learned_positions or model.relative_buckets) and model.family != "gpt2"
     relative = model.relative_buckets > 0
@@ -227,7 +251,7 @@ def _attention(
     )
 
 
-def _dense(model: Model) -> Lines:
+def _dense(model: Model) -> str:
     return written(model, DENSE, activation=_activation(model))
 
 
@@ -248,7 +272,7 @@ def given_attributes(**attributes: float | bool | None) -> str:
 
 def parse_block(
     name: str,
-    lines: str | Lines,
+    text: str,
     variables: dict[str, Variable],
     *,
     repeat: int = 1,
@@ -264,7 +288,6 @@ def parse_block(
     ``renamed`` gives names of the text another name in the program: weights of two blocks are two variables.
     Raises InputError when a line cannot be read or a variable is used with other dims than before.
     """
-    text = lines if isinstance(lines, str) else "\n".join(lines)
     ops = [_parse_line(line, variables, renamed) for line in text.splitlines() if line.strip()]
     return Block(name, tuple(ops), repeat, carry, result, last_turn)
 

@@ -46,11 +46,6 @@ class OpSizes(msgspec.Struct, frozen=True, kw_only=True):
     cache: dict[ShardedArray, Number] = msgspec.field(default_factory=dict)
 
     @property
-    def score_bytes(self) -> int:
-        """Bytes of one attention score in memory."""
-        return 2 if self.scores == "in_memory_16" else 4
-
-    @property
     def width(self) -> int:
         """Bytes of one activation, weight or communicated element: the state's weights' own."""
         return int(STATE_BYTES[self.state]["weights"])

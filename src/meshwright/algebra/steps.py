@@ -52,6 +52,11 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     parts: tuple["Step", ...] = ()
 
     @property
+    def results(self) -> tuple[ShardedArray, ...]:
+        """Everything that the step makes."""
+        return (self.result, *self.more)
+
+    @property
     def is_collective(self) -> bool:
         """True if bytes move between devices."""
         return self.op in COLLECTIVES

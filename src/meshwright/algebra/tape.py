@@ -157,7 +157,7 @@ class Tape:
             critical=moves and not is_weight and (phase == "forward" or source not in self.start),
         )
         self.steps.append(emitted)
-        self.available.update((step.result, *step.more))
+        self.available.update(step.results)
 
     def need(self, *arrays: ShardedArray) -> None:
         """Adds the forward steps that remake arrays which are not kept, and the steps that those need."""

@@ -9,12 +9,13 @@ import msgspec
 
 from meshwright.algebra.layers import (
     ENCODER,
-    HEAD_NORM,
+    FINAL_NORM,
     PLAIN,
     ProgramOptions,
-    encoder_layer_lines,
-    given_attributes,
-    layer_lines,
+    embed_text,
+    encoder_layer_text,
+    head_text,
+    layer_text,
     parse_block,
     written,
 )
@@ -103,9 +104,9 @@ def transformer(model: Model, options: ProgramOptions = PLAIN) -> Program:
         variables[name] = Variable(name, weight.dims, _role(weight), inputs=matrix_inputs(weight))
     encoder, stacks = _encoder(model, variables)
     blocks = (
-        parse_block("embed", _embed_lines(model), variables),
+        parse_block("embed", embed_text(model), variables),
         *(_layer_block(model, kind, variables, options) for kind in layer_kinds(model)),
-        parse_block("head", _head_lines(model, options), variables),
+        parse_block("head", head_text(model, options), variables),
     )
     inputs = ("encoded",) if encoder else ()
     decoder = Stack(first="embed", layers=layer_names(model), last="head", carry="x", inputs=inputs)
@@ -119,11 +120,8 @@ def _encoder(model: Model, variables: dict[str, Variable]) -> tuple[tuple[Block,
     for name, role in (("tokens", "input"), ("positions", "position")):
         variables[f"{ENCODER}{name}"] = Variable(f"{ENCODER}{name}", ("B", "S"), role)
     first, layer, last, x = (f"{ENCODER}{name}" for name in ("embed", "layer", "end", "x"))
-    count, texts = (
-        model.encoder.num_layers,
-        (_embed_lines(model), encoder_layer_lines(model), written(model, HEAD_NORM)),
-    )
-    embed, layers, end = (_of_encoder("\n".join(lines)) for lines in texts)
+    count, texts = model.encoder.num_layers, (embed_text(model), encoder_layer_text(model), written(model, FINAL_NORM))
+    embed, layers, end = map(_of_encoder, texts)
     blocks = (
         parse_block(first, embed, variables),
         parse_block(layer, layers, variables, repeat=count, carry=x, result=f"{x}2"),
@@ -168,7 +166,7 @@ def _variable(model: Model, weight: Weight, kind: LayerKind) -> str:
 def _layer_block(model: Model, kind: LayerKind, variables: dict[str, Variable], options: ProgramOptions) -> Block:
     return parse_block(
         kind.block,
-        layer_lines(model, sliding=kind.sliding, routed=kind.routed, options=options),
+        layer_text(model, sliding=kind.sliding, routed=kind.routed, options=options),
         variables,
         repeat=len(kind.layers),
         last_turn=sum(span.pattern.count(kind.block) for span in spans(layer_names(model))),
@@ -176,23 +174,6 @@ def _layer_block(model: Model, kind: LayerKind, variables: dict[str, Variable], 
         result="x2",
         renamed={local_name(w): _variable(model, w, kind) for w in weight_table(model) if w.layers},
     )
-
-
-def _embed_lines(model: Model) -> list[str]:
-    scale = "; scale=sqrt(D)" if model.embed_scale else ""
-    if not model.learned_positions:
-        return [f"x[B,T,D] = embed(tokens[B,T], embed[V,D]{scale})"]
-    return [
-        f"e[B,T,D] = embed(tokens[B,T], embed[V,D]{scale})",
-        "p[B,T,D] = embed(positions[B,T], position_table[P,D])",
-        "x[B,T,D] = add(e[B,T,D], p[B,T,D])",
-    ]
-
-
-def _head_lines(model: Model, options: ProgramOptions) -> list[str]:
-    table = "embed[V,D]" if model.tied_embeddings else "unembed[D,V]"
-    given = given_attributes(softcap=model.logit_softcap, z_loss=options.z_loss)
-    return [*written(model, HEAD_NORM), f"loss[] = linear_cross_entropy(hf[B,T,D], {table}, labels[B,T]{given})"]
 
 
 # -- layers as loops ----------------------------------------------------------------------
@@ -219,10 +200,10 @@ class Span(msgspec.Struct, frozen=True, kw_only=True):
         return self.pattern[:position].count(kind), self.pattern.count(kind)
 
 
-def spans(names: Sequence[str], *, starts: dict[str, int] | None = None) -> tuple[Span, ...]:
+def spans(names: Sequence[str]) -> tuple[Span, ...]:
     """Returns layers as spans, in order: the shortest pattern that repeats, then what is left; else runs of equal
     layers."""
-    starts = dict(starts or dict.fromkeys(names, 0))
+    starts = dict.fromkeys(names, 0)
     found: list[Span] = []
     left = tuple(names)
     while left:

@@ -34,7 +34,9 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
     try:
         write(Path(name))
         # mkstemp makes files that only their owner may read, and some writers make them so again.
-        os.chmod(name, 0o666 & ~_umask())
+        mask = os.umask(0)
+        os.umask(mask)
+        os.chmod(name, 0o666 & ~mask)
         os.replace(name, path)
     finally:
         Path(name).unlink(missing_ok=True)
@@ -43,9 +45,3 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
 def write_text_whole(path: Path, text: str) -> None:
     """Writes text to a file, see `write_whole`."""
     write_whole(path, lambda part: part.write_text(text, encoding="utf-8"))
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

@@ -86,22 +86,21 @@ def parse_toml(text: str, *, path: str = "<text>") -> TomlFile:
     return TomlFile(path=path, data=data, text=text)
 
 
-def decode_toml(file: TomlFile, kind: type[T], *, at: KeyPath = ()) -> T:
-    """Converts the table ``at`` of the file to a Struct.
+def decode_toml(file: TomlFile, kind: type[T]) -> T:
+    """Converts the file to a Struct.
 
     Every unknown key (with the nearest known one), missing key and wrong value is collected into ONE
     InputError, each with ``path:line``.
     """
-    value: Any = file.data
-    for part in at:
-        value = value[part]
-    problems = _problems(file, value, inspect.type_info(kind), at)
+    problems = _problems(file, file.data, inspect.type_info(kind), ())
     if problems:
         raise InputError("; ".join(problems))
     try:
-        return msgspec.convert(value, kind)
+        return msgspec.convert(file.data, kind)
     except msgspec.ValidationError as error:
-        raise file.error(at, _reason(error)) from None
+        # "... - at `$.levels[2].hop_s`"
+        steps = re.findall(r"\.(\w+)|\[(\d+)\]", str(error).partition("`$")[2])
+        raise file.error(tuple(key or int(number) for key, number in steps), _reason(error)) from None
 
 
 def load_toml(path: Path, kind: type[T]) -> T:

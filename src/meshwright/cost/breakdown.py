@@ -5,6 +5,7 @@ from functools import cached_property
 from itertools import pairwise
 
 import msgspec
+from msgspec.structs import replace
 
 from meshwright.algebra.ops import kind_of
 from meshwright.algebra.steps import Step
@@ -320,9 +321,9 @@ class Breakdown(msgspec.Struct, frozen=True, dict=True):
 
 def _without_links(cost: StepCost) -> StepCost:
     """Returns the cost with links that take no time."""
-    return msgspec.structs.replace(cost, network_s=0.0, latency_s=0.0)
+    return replace(cost, network_s=0.0, latency_s=0.0)
 
 
 def _free(cost: StepCost) -> StepCost:
     """Returns the cost of a step that takes no time."""
-    return msgspec.structs.replace(_without_links(cost), math_s=0.0, hbm_s=0.0, launch_s=0.0, num_kernels=0)
+    return replace(_without_links(cost), math_s=0.0, hbm_s=0.0, launch_s=0.0, num_kernels=0)

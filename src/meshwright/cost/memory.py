@@ -6,6 +6,7 @@ import msgspec
 import numpy as np
 
 from meshwright.algebra.derived import BlockSteps, Derived
+from meshwright.algebra.generation import caches_of, window_of
 from meshwright.algebra.notation import ShardedArray, product
 from meshwright.algebra.ops import kind_of, op_kind
 from meshwright.algebra.ops.cached_attention import slots_kept
@@ -83,11 +84,6 @@ class MemoryParts(msgspec.Struct, frozen=True, kw_only=True):
     boundary_bytes: tuple[Number, ...]
     cache_bytes: Number
 
-    @property
-    def kept_ends_bytes(self) -> Number:
-        """Results kept for the backward pass outside the layers."""
-        return self.shared_bytes + total(end.kept_bytes for end in self.ends)
-
     def moved_bytes(self, pipeline: PipelineCost) -> Number:
         """Bytes that one repeat keeps for the backward pass of one microbatch; the most if blocks differ."""
         return largest(layer.moved_bytes(pipeline.share(self.num_layers)) for layer in self.layers)
@@ -101,9 +97,8 @@ class MemoryParts(msgspec.Struct, frozen=True, kw_only=True):
 
     def optimizer_bytes(self, pipeline: PipelineCost) -> Number:
         """Optimizer state that one chip updates: master weights, where the state has them, and moments."""
-        moment = moment_bytes(self.state)
-        master = master_bytes(self.state)
-        return self.elements("optimizer", pipeline) * master + self.elements("moments", pipeline) * moment
+        masters = self.elements("optimizer", pipeline) * master_bytes(self.state)
+        return masters + self.elements("moments", pipeline) * moment_bytes(self.state)
 
     def items(self, pipeline: PipelineCost = ONE_STAGE, offload: tuple[str, ...] = ()) -> dict[str, Number]:
         """Bytes per chip of each item; their sum is what must fit.
@@ -134,6 +129,7 @@ class MemoryParts(msgspec.Struct, frozen=True, kw_only=True):
             optimizer = np.minimum(1.0, BUFFERED_REPEATS / pipeline.layers_held(self.num_layers)) * optimizer
         waiting = total(pipeline.pending_stash * share * layer.pending_bytes for layer in self.layers)
         again = (layer.segment_bytes(share) for layer in self.layers)
+        ends = self.shared_bytes + total(end.kept_bytes for end in self.ends)
         streams = largest(layer.stream_bytes for layer in self.layers)
         messages = zip(pipeline.messages, (*self.boundary_bytes, streams), strict=True)
         logits, gathered, workspace = self.at_peak(pipeline)
@@ -141,7 +137,7 @@ class MemoryParts(msgspec.Struct, frozen=True, kw_only=True):
             "weights": self.elements("weights", pipeline) * state["weights"],
             "gradients": gradients * (single + accumulated),
             "optimizer": optimizer,
-            "activations": sum(again, start=saved + waiting + self.kept_ends_bytes),
+            "activations": sum(again, start=saved + waiting + ends),
             "logits": logits,
             "kv_cache": self.cache_bytes + 0.0 * workspace,
             "communication": sum((count * size for count, size in messages), start=gathered),
@@ -172,14 +168,14 @@ def memory_parts(derived: Derived, sizes: OpSizes) -> MemoryParts:
     """The parts of a chip's memory that do not depend on the schedule."""
     sizes = with_room(sizes, slots_move(derived, sizes.mesh))
     elements = _state_elements(derived, sizes)
-    blocks = [(block, _block_memory(block, derived, sizes, elements[block.block.name])) for block in derived.blocks]
+    blocks = [(block, _block_memory(block, derived, sizes, elements[block.name])) for block in derived.blocks]
     shared = (derived.shared[name] for name in dict.fromkeys(n for one in derived.program.stacks for n in one.inputs))
     local = (step for block in derived.blocks for step in block.forward if not step.is_collective)
     return MemoryParts(
         state=sizes.state,
         num_layers=derived.num_layers,
-        layers=tuple(found for block, found in blocks if block.block.carry),
-        ends=tuple(found for block, found in blocks if not block.block.carry),
+        layers=tuple(found for block, found in blocks if block.is_layer),
+        ends=tuple(found for block, found in blocks if not block.is_layer),
         shared_bytes=total(sizes.total(one.given, one.cotangent) for one in shared),
         # logits of one chunk and their cotangent, where the loss head is chunked
         chunk_bytes=sum(kind_of(step).chunk_bytes(step, sizes) for step in local),
@@ -220,9 +216,7 @@ def _state_elements(derived: Derived, sizes: OpSizes) -> dict[str, dict[str, Num
     and those of another width than the state's count by their bytes.
     """
     owners = {name: block for block in derived.blocks for name in weights_of(derived, block)}
-    found: dict[str, dict[str, Number]] = {
-        block.block.name: dict.fromkeys(STATE_PARTS, 0.0) for block in derived.blocks
-    }
+    found: dict[str, dict[str, Number]] = {block.name: dict.fromkeys(STATE_PARTS, 0.0) for block in derived.blocks}
     # a gradient is held as it enters the collectives that run once per step, whole where they scatter it
     trains = _trains(derived)
     gradients, moments = gradient_arrays(derived), op_kind(derived.optimizer).moments
@@ -235,14 +229,14 @@ def _state_elements(derived: Derived, sizes: OpSizes) -> dict[str, dict[str, Num
             counts = [sum(sizes.elements(array) for array in some) for some in arrays]
         else:
             counts = [sizes.bytes(declared) / sizes.width]
-        of_block = found[block.block.name]
+        of_block = found[block.name]
         for part, count in zip(STATE_PARTS, counts, strict=False):
             of_block[part] = of_block[part] + block.repeat * count
     return found
 
 
 def _block_memory(block: BlockSteps, derived: Derived, sizes: OpSizes, elements: dict[str, Number]) -> BlockMemory:
-    is_layer, trains = bool(block.block.carry), _trains(derived)
+    is_layer, trains = block.is_layer, _trains(derived)
     kept, logits = _kept_bytes(block, derived, sizes)
     # of a layer, a pass does not wait for one weight to be used before the next is gathered
     gathers = {
@@ -265,12 +259,9 @@ def _cache_bytes(derived: Derived, sizes: OpSizes) -> Number:
     """Bytes of keys and values of all layers; a step updates them in place."""
     found: Number = 0.0
     for block in derived.blocks:
-        made = {op.out for op in block.block.ops}
-        read = dict.fromkeys(name for op in block.block.ops for name in op.inputs if name not in made)
-        caches = [derived.declared[name] for name in read if derived.program.variables[name].role == "cache"]
-        windows = [int(value) for op in block.block.ops for name, value in op.attributes if name == "window"]
-        ring = slots_kept(sizes.dims["S"], windows[0]) / sizes.dims["S"] if caches and windows else 1.0
-        found = found + block.repeat * ring * sizes.total(*caches)
+        caches = [derived.declared[name] for name in caches_of(block.block)]
+        kept = slots_kept(sizes.dims["S"], window_of(block.block)) / sizes.dims["S"] if caches else 1.0
+        found = found + block.repeat * kept * sizes.total(*caches)
     return found
 
 
@@ -281,7 +272,7 @@ def _kept_bytes(block: BlockSteps, derived: Derived, sizes: OpSizes) -> tuple[Nu
     Of a head with joined passes, slopes become cotangents in place and count as those.
     """
     in_place = {step.inputs[0] for step in block.backward if not step.is_collective and kind_of(step).in_place}
-    made = {array: step for step in block.forward for array in (step.result, *step.more)}
+    made = {array: step for step in block.forward for array in step.results}
     found: dict[bool, Number] = {False: 0.0, True: 0.0}
     for array in block.kept:
         is_logits = array.name == "logits"
@@ -297,7 +288,7 @@ def _kept_bytes(block: BlockSteps, derived: Derived, sizes: OpSizes) -> tuple[Nu
 
 def _pending_bytes(block: BlockSteps, sizes: OpSizes) -> Number:
     """Bytes that all repeats keep from the pass for input gradients to the pass for weight gradients."""
-    steps = {array: step for step in (*block.forward, *block.backward) for array in (step.result, *step.more)}
+    steps = {array: step for step in (*block.forward, *block.backward) for array in step.results}
     found, handed = 0.0, block.split.handed if block.split else ()
     for array in handed:
         step = steps.get(array)
@@ -379,7 +370,7 @@ def _lives(steps: tuple[Step, ...], block: BlockSteps, derived: Derived) -> dict
 
     Training gathers the weights of a whole repeat ahead; a forward pass alone gathers each for its product.
     """
-    shared = (derived.shared[name] for name in derived.program.further(block.block.name))
+    shared = (derived.shared[name] for name in derived.program.further(block.name))
     held = {*block.kept, *(array for one in shared for array in (one.given, one.cotangent))}
     elsewhere = {*held, *(derived.declared.values() if _trains(derived) else ())}
 
@@ -396,7 +387,7 @@ def _lives(steps: tuple[Step, ...], block: BlockSteps, derived: Derived) -> dict
                 lives[array].end = number
             elif array not in elsewhere and not is_state(array):
                 lives[array] = _Life(0, number)  # the cotangent or the stream that enters the block
-        for array in (step.result, *step.more):
+        for array in step.results:
             if array not in lives and array not in held and not is_state(array):
                 moves = step.only_moves
                 lives[array] = _Life(number, number, step if moves else None)

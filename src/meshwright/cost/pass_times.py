@@ -33,26 +33,35 @@ class LayerPasses(NamedTuple):
     bubble_s: Number
 
 
-class BlockTimes(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds of one repeat of each block for one microbatch, and what is done once: nothing about a schedule.
+class BlockSeconds(msgspec.Struct, frozen=True, kw_only=True):
+    """Seconds of one repeat of a block for one microbatch.
 
     ``backward`` leaves out collectives that run once per step; ``last`` is what they add to the last microbatch.
     ``inputs`` and ``weight`` replace it in a split backward pass, whose two parts together may take longer than one
-    pass. ``update`` is the optimizer. ``send_s`` sends over one boundary of stages, in both directions. ``meetings_s``
-    exchanges the layers of two stages that share a device: the seconds of the bytes of all layers, and the latency.
-    ``after_s`` belongs to no block, ``microbatch_s`` is the host's part of each microbatch, ``slowdown`` the factor of
-    stragglers.
+    pass. ``update`` is the optimizer.
+    """
+
+    repeat: int
+    forward: Number
+    backward: Number
+    inputs: Number
+    weight: Number
+    last: Number
+    update: Number
+
+
+class BlockTimes(msgspec.Struct, frozen=True, kw_only=True):
+    """Seconds of the blocks of layers and of the ``ends``, embedding and head, and of what is done once: nothing about
+    a schedule.
+
+    ``send_s`` sends over one boundary of stages, in both directions. ``meetings_s`` exchanges the layers of two stages
+    that share a device: the seconds of the bytes of all layers, and the latency. ``after_s`` belongs to no block,
+    ``microbatch_s`` is the host's part of each microbatch, ``slowdown`` the factor of stragglers.
     """
 
     num_layers: int
-    repeats: tuple[int, ...]
-    carries: tuple[bool, ...]
-    forward: tuple[Number, ...]
-    backward: tuple[Number, ...]
-    inputs: tuple[Number, ...]
-    weight: tuple[Number, ...]
-    last: tuple[Number, ...]
-    update: tuple[Number, ...]
+    layers: tuple[BlockSeconds, ...]
+    ends: tuple[BlockSeconds, ...]
     send_s: Number
     after_s: Number
     meetings_s: tuple[Number, Number] = (0.0, 0.0)
@@ -62,13 +71,11 @@ class BlockTimes(msgspec.Struct, frozen=True, kw_only=True):
 
     def layers_s(self, part: str, share: Number, at_least: Number = 0.0) -> Number:
         """Seconds of one part for one microbatch in a share of the layers, ``at_least`` so many for each repeat."""
-        chosen = zip(getattr(self, part), self.repeats, self.carries, strict=True)
-        return total(np.maximum(s, at_least) * repeat * share for s, repeat, carries in chosen if carries)
+        return total(np.maximum(getattr(one, part), at_least) * one.repeat * share for one in self.layers)
 
     def ends_s(self, *parts: str) -> list[Number]:
         """Seconds of some parts together in embedding and head, one sum for each block."""
-        each = zip(self.carries, *(getattr(self, part) for part in parts), strict=True)
-        return [total(values) for carries, *values in each if not carries]
+        return [total(getattr(end, part) for part in parts) for end in self.ends]
 
     def once_s(self, pipeline: PipelineCost) -> Number:
         """Seconds of the sums of gradients that run once per step, and of the optimizer, on all weights of a device."""
@@ -122,7 +129,7 @@ def block_times(derived: Derived, priced: Priced, sizes: OpSizes, rates: StepRat
     at = rates.chip.efficiency
     # the block whose backward pass sums a gradient: of several (tied embeddings) the first
     owners = {weight: names[0] for weight, names in blocks_of_weights(derived).items()}
-    rows: list[dict[str, Number]] = []
+    layers, ends = list[BlockSeconds](), list[BlockSeconds]()
     for block in priced.blocks:
         ahead_s: Number = 0.0
         back_s: Number = 0.0
@@ -136,21 +143,20 @@ def block_times(derived: Derived, priced: Priced, sizes: OpSizes, rates: StepRat
             _pass_s([block.backward[place] for place in places], rates)
             for places in ((split.inputs, split.weights) if split else ((), ()))
         )
-        rows.append(
-            {
-                "forward": forward_s,
-                "backward": back,
-                "inputs": inputs_s + back_s,
-                "weight": weight_s,
-                "last": _pass_s(block.backward, rates) + back_s - back,
-                "update": _update_s(own, block.forward, forward_s, rates),
-            }
+        found = BlockSeconds(
+            repeat=block.steps.repeat,
+            forward=forward_s,
+            backward=back,
+            inputs=inputs_s + back_s,
+            weight=weight_s,
+            last=_pass_s(block.backward, rates) + back_s - back,
+            update=_update_s(own, block.forward, forward_s, rates),
         )
+        (layers if block.is_layer else ends).append(found)
     return BlockTimes(
         num_layers=derived.num_layers,
-        repeats=tuple(block.repeat for block in derived.blocks),
-        carries=tuple(block.is_layer for block in priced.blocks),
-        **{name: tuple(row[name] for row in rows) for name in rows[0]},
+        layers=tuple(layers),
+        ends=tuple(ends),
         send_s=total(cost.network_s for cost in priced.boundary),
         after_s=total(c.time_s * c.count for c in priced.once if c.step.result.name not in owners),
         meetings_s=(
@@ -194,7 +200,7 @@ def loop_bytes(block: BlockSteps, derived: Derived, sizes: OpSizes) -> tuple[Num
     Forward, weights are taken out of their stack (read, written) and what is kept is put into one that was cleared
     (written, then read and written). Backward both are taken out, and gradients put into cleared stacks.
     """
-    made = {array for step in block.forward for array in (step.result, *step.more)}
+    made = {array for step in block.forward for array in step.results}
     read = set(weights_of(derived, block))
     weights = {variable.name for variable in derived.program.of_role("weight", "vector")}
     own = total(sizes.bytes(derived.declared[name]) for name in read)
@@ -204,7 +210,7 @@ def loop_bytes(block: BlockSteps, derived: Derived, sizes: OpSizes) -> tuple[Num
         array.name: array
         for step in block.backward
         if step.scope != "step"
-        for array in (step.result, *step.more)
+        for array in step.results
         if array.name.startswith("d") and array.name[1:] in read
     }
     return 2 * own + 3 * kept, 2 * own + 2 * kept + 3 * total(sizes.bytes(array) for array in gradients.values())

@@ -4,13 +4,14 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 
 import msgspec
+from msgspec.structs import replace
 
 from meshwright.algebra.derive import derive
 from meshwright.algebra.derived import Derived
 from meshwright.algebra.generation import AS_WRITTEN, Storage, cache_sizes, derive_job
 from meshwright.algebra.layers import PLAIN
 from meshwright.algebra.program import Program
-from meshwright.algebra.sizes import Number, OpSizes, Scores
+from meshwright.algebra.sizes import Number, OpSizes
 from meshwright.algebra.transformer import transformer
 from meshwright.cost.memory import memory_limit, memory_parts
 from meshwright.cost.network.placement import Placement
@@ -61,11 +62,6 @@ class Setting(msgspec.Struct, frozen=True, dict=True):
         """Bytes of a chip that programs may fill; infinity if unknown."""
         return memory_limit(self.cluster, self.calibration)
 
-    @property
-    def scores(self) -> Scores:
-        """Where attention keeps its scores."""
-        return attention_scores(self.cluster, self.assumptions)
-
     def derived(self, strategy: Strategy) -> Derived:
         """The steps of the job under a strategy, as the assumed software runs them."""
         fused_head = self.assumptions.fused_head
@@ -93,14 +89,14 @@ class Setting(msgspec.Struct, frozen=True, dict=True):
             microbatch_seqs=job.batch_seqs / strategy.num_microbatches if microbatch_seqs is None else microbatch_seqs,
             mesh=mesh or strategy.mesh,
             state=strategy.state,
-            scores=self.scores,
+            scores=attention_scores(self.cluster, self.assumptions),
             assumptions=self.assumptions,
         )
         if job.trains:
             return found
         cache = cache_sizes(batch_seqs=job.batch_seqs, max_len=job.seq_len, storage=self.storage)
         causal = found.causal and job.kind != "decode"
-        return msgspec.structs.replace(found, dims={**found.dims, **cache}, causal=causal)
+        return replace(found, dims={**found.dims, **cache}, causal=causal)
 
     def memory(self, strategy: Strategy, derived: Derived | None = None) -> dict[str, Number]:
         """Bytes per chip of each item under a strategy, whose steps may be derived already."""
@@ -130,7 +126,7 @@ class Setting(msgspec.Struct, frozen=True, dict=True):
 
     def on(self, cluster: Cluster) -> "Setting":
         """Returns the setting of the job on another cluster."""
-        return self if cluster == self.cluster else msgspec.structs.replace(self, cluster=cluster)
+        return self if cluster == self.cluster else replace(self, cluster=cluster)
 
 
 def setting_of(plan: Plan, storage: Storage = AS_WRITTEN) -> Setting:

@@ -5,6 +5,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from meshwright.algebra.derived import BlockSteps, Derived
 from meshwright.algebra.notation import ShardedArray, product
@@ -19,7 +20,7 @@ from meshwright.core.dims import DTYPE_BYTES
 from meshwright.cost.pipeline import PipelineCost
 from meshwright.cost.step_rates import StepRates
 from meshwright.cost.work.kernels import AxisGroup, StepCost, local_cost
-from meshwright.cost.work.slots import expert_slots, slots_move, spare_slots, with_room
+from meshwright.cost.work.slots import expert_slots, slots_move, with_room
 from meshwright.spec.model import Model
 from meshwright.spec.strategy import AS_RUN, Assumptions
 
@@ -33,12 +34,12 @@ class PricedBlock(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def name(self) -> str:
-        return self.steps.block.name
+        return self.steps.name
 
     @property
     def is_layer(self) -> bool:
         """True for a block of layers, which are distributed over pipeline stages; False for embedding and head."""
-        return bool(self.steps.block.carry)
+        return self.steps.is_layer
 
 
 class Priced(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,10 +76,10 @@ class Priced(msgspec.Struct, frozen=True, kw_only=True):
         """Returns the priced steps with ``change`` applied to every cost."""
 
         def every(found: msgspec.Struct, *passes: str) -> Any:
-            return msgspec.structs.replace(found, **{name: tuple(map(change, getattr(found, name))) for name in passes})
+            return replace(found, **{name: tuple(map(change, getattr(found, name))) for name in passes})
 
         blocks = tuple(every(block, "forward", "backward") for block in self.blocks)
-        return every(msgspec.structs.replace(self, blocks=blocks), "update", "ends", "boundary", "meetings")
+        return every(replace(self, blocks=blocks), "update", "ends", "boundary", "meetings")
 
 
 def op_sizes(
@@ -98,7 +99,9 @@ def op_sizes(
     known = model.dims | layer_dims(model)
     dims = {name: float(size) for name, size in known.items()} | {"B": microbatch_seqs, "T": float(seq_len)}
     dims |= expert_slots(model, num_tokens=microbatch_seqs * seq_len, imbalance=assumptions.imbalance)
-    spare = spare_slots(model, imbalance=assumptions.imbalance) if assumptions.holds_empty_slots else 1.0
+    # in arrays of fixed size an expert without a bound, which an imbalance stands for, has a slot for every token
+    unbounded = model.num_experts > 0 and assumptions.holds_empty_slots and assumptions.imbalance == 1.0
+    spare = model.num_experts / model.experts_per_token if unbounded else 1.0
     return OpSizes(dims=dims, mesh=mesh, state=state, scores=scores, causal=scores == "on_chip", spare_slots=spare)
 
 
@@ -110,7 +113,7 @@ def collective_groups(*derived: Derived) -> tuple[AxisGroup, ...]:
 
 def price_steps(derived: Derived, sizes: OpSizes, rates: StepRates, pipeline: PipelineCost) -> Priced:
     """Prices every step. Sums over the stages of what every stage holds run only if one program runs on all stages."""
-    moving = msgspec.structs.replace(sizes, in_arrays=slots_move(derived, sizes.mesh), cache=dict(sizes.cache))
+    moving = replace(sizes, in_arrays=slots_move(derived, sizes.mesh), cache=dict(sizes.cache))
     num_microbatches = pipeline.microbatches
     shares, owners, kept = block_shares(derived, pipeline), blocks_of_weights(derived), kept_results(derived)
     # gradients of weights as each microbatch leaves them, to be added to the sum of those before
@@ -128,11 +131,11 @@ def price_steps(derived: Derived, sizes: OpSizes, rates: StepRates, pipeline: Pi
         for made in (step, *step.parts):
             if made.result.name in summed and not made.is_collective and kind_of(made).is_einsum:
                 cost = _with_sum(cost, moving.elements(summed[made.result.name]), rates, num_microbatches)
-        return msgspec.structs.replace(cost, count=count, here=count * share)
+        return replace(cost, count=count, here=count * share)
 
     def alone(step: Step, count: Number = 1) -> StepCost:
         cost = price_step(step, sizes, rates, num_microbatches=num_microbatches)
-        return msgspec.structs.replace(cost, count=count)
+        return replace(cost, count=count)
 
     steps = iter(derived.steps(num_microbatches))
     repeats = {
@@ -160,7 +163,7 @@ def price_steps(derived: Derived, sizes: OpSizes, rates: StepRates, pipeline: Pi
 
 def kept_results(derived: Derived) -> dict[tuple[str, str], frozenset[ShardedArray]]:
     """Maps (block, phase) to the results of its steps that a layer keeps."""
-    return {(block.block.name, "forward"): frozenset(block.kept) for block in derived.blocks if block.block.carry}
+    return {(block.name, "forward"): frozenset(block.kept) for block in derived.blocks if block.is_layer}
 
 
 def blocks_of_weights(derived: Derived) -> dict[str, list[str]]:
@@ -168,18 +171,15 @@ def blocks_of_weights(derived: Derived) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for block in derived.blocks:
         for name in weights_of(derived, block):
-            found.setdefault(name, []).append(block.block.name)
+            found.setdefault(name, []).append(block.name)
     return found
 
 
 def block_shares(derived: Derived, pipeline: PipelineCost) -> dict[str, Number]:
     """Maps a block to the share of its repeats on the busiest device of a pipeline: the last one, with the head."""
     layers, (first, last) = pipeline.share(derived.num_layers), pipeline.end_shares
-    head = derived.blocks[-1].block.name
-    return {
-        block.block.name: layers if block.block.carry else last if block.block.name == head else first
-        for block in derived.blocks
-    }
+    head = derived.blocks[-1].name
+    return {block.name: layers if block.is_layer else last if block.name == head else first for block in derived.blocks}
 
 
 def _with_sum(cost: StepCost, elements: Number, rates: StepRates, num_microbatches: Number) -> StepCost:
@@ -190,7 +190,7 @@ def _with_sum(cost: StepCost, elements: Number, rates: StepRates, num_microbatch
     moved = 2 * DTYPE_BYTES["fp32"] * elements * (np.asarray(num_microbatches) > 1)
     field = "launch_s" if rates.software == "compiled" else "hbm_s"
     longer: dict[str, Any] = {field: getattr(cost, field) + moved / rates.chip.hbm_bytes_per_s}
-    return msgspec.structs.replace(cost, hbm_bytes=cost.hbm_bytes + moved, **longer)
+    return replace(cost, hbm_bytes=cost.hbm_bytes + moved, **longer)
 
 
 def sent_element_bytes(step: Step, *, width: Any, num_microbatches: Any) -> Any:
@@ -221,9 +221,9 @@ def price_step(
     element = sent_element_bytes(step, width=sizes.width, num_microbatches=num_microbatches)
     if "C" in step.full.dims:
         sizes = with_room(sizes, product(sizes.mesh[axis] for axis in step.axes) > 1)
-    sent = sizes.elements(step.full) * element * filled_share(step, dims=sizes.dims, mesh=sizes.mesh)
+    sent = sizes.elements(step.full) * element * filled_share(step, sizes)
     rate = group[step.op]
-    moves = num_moves(step, dims=sizes.dims, mesh=sizes.mesh)
+    moves = num_moves(step, sizes)
     # halves in opposite directions overlap if each direction has a link of its own
     both_ways = isinstance(step.details, Round) and step.details.ways == 2
     one_way = sent / group.ring_links if both_ways else sent

@@ -90,7 +90,11 @@ def step_rates(
             if legs not in known:
                 known[legs] = leg_rates(legs, calibration)
             which[index] = numbers.setdefault(legs, len(numbers))
-            busy[index] = _busy_links(placement, group, str(known[legs].level))
+            # the axes of its binding level are busy; others stay half idle
+            busy[index] = [
+                link.level == known[legs].level and any(axis in group and factor > 1 for axis, factor in link.parts)
+                for link in placement.links
+            ]
         rates[group] = select(stack([known[legs] for legs in numbers]), which)
         uses[group] = tuple(busy.T)
     return StepRates(
@@ -104,11 +108,3 @@ def step_rates(
         num_hosts=cluster.num_hosts,
         pcie_bytes_per_s=cluster.chip.pcie_bytes_per_s,
     )
-
-
-def _busy_links(placement: Placement, group: AxisGroup, level: str) -> list[bool]:
-    """True for each physical axis that a group keeps busy: the axes of its binding level; others stay half idle."""
-    return [
-        link.level == level and any(axis in group and factor > 1 for axis, factor in link.parts)
-        for link in placement.links
-    ]

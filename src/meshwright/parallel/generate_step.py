@@ -165,7 +165,7 @@ class GenerateStep:
     @property
     def has_pages(self) -> bool:
         """True if some array of the cache is a pool of pages."""
-        return any(row.layout == "paged" for row in self.table)
+        return any("Pg" in row.dims for row in self.table)
 
     def init_pages(self) -> np.ndarray:
         """Returns a table of pages [B, Bp] that gives every sequence its own, in its device's shard of the pool."""

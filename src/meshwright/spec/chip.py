@@ -253,7 +253,9 @@ def chip_from_table(table: Mapping[str, Any]) -> Chip:
     try:
         made = msgspec.convert(merged, Chip)
     except msgspec.ValidationError as error:
-        raise InputError(f"chip {merged.get('name', '')!r}: {error}.{_hint(error, merged)}") from None
+        unknown = next((key for key in merged if key not in Chip.__struct_fields__), "")
+        hint = nearest(unknown, Chip.__struct_fields__) if unknown and "unknown field" in str(error) else ""
+        raise InputError(f"chip {merged.get('name', '')!r}: {error}.{hint}") from None
     families = sorted({one.family for one in chips().values() if one.family})
     if made.family and made.family not in families:
         raise InputError(
@@ -261,8 +263,3 @@ def chip_from_table(table: Mapping[str, Any]) -> Chip:
             f"Leave it out for the rates of the data sheet."
         )
     return made
-
-
-def _hint(error: Exception, table: Mapping[str, Any]) -> str:
-    unknown = [key for key in table if key not in Chip.__struct_fields__]
-    return nearest(unknown[0], Chip.__struct_fields__) if unknown and "unknown field" in str(error) else ""

@@ -2,7 +2,6 @@
 
 import math
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -10,7 +9,7 @@ import msgspec
 
 from meshwright.core.errors import InputError
 from meshwright.core.fields import check_figures
-from meshwright.core.toml_file import TomlFile, read_toml
+from meshwright.core.toml_file import TomlFile, decode_toml, read_toml
 from meshwright.spec.chip import Chip, chip, chip_from_table
 from meshwright.spec.cluster_shapes import can_twist, complete_shape, times, torus_wraps
 
@@ -22,13 +21,6 @@ LEVEL_NAMES = ("domain", "nodes", "racks", "pods", "clusters")
 _TEXT = re.compile(r"(?:(\d+)\*)?([A-Za-z][\w.-]*):(\d+(?:x\d+)*)(_twisted)?")
 _CHIPS = re.compile(r"[A-Za-z][\w.-]*:\d+chips")
 _EXAMPLES = "v5p:16x20x28, v5e:4x4, 4*v5e:16x16, v4p:4x4x8_twisted, h100:8x256 (domain x nodes) or cpu:8"
-
-_FIELDS: dict[str, tuple[Any, str]] = {
-    "shape": (tuple[int, ...], "a list of whole numbers"),
-    "num_slices": (int, "a whole number"),
-    "twisted": (bool, "true or false"),
-}
-"""Fields of a cluster file besides its tables: their types, in code and in words."""
 
 
 class NetworkLevel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -44,7 +36,28 @@ class NetworkLevel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     oversubscription: float = 1.0
 
     def __post_init__(self) -> None:
-        check_figures(self, f"level {self.name!r}:", may_be_zero=("hop_s",))
+        check_figures(self, f"level {self.name!r}:" if self.name else "the level's", may_be_zero=("hop_s",))
+
+
+class _SizedLevel(NetworkLevel, frozen=True, kw_only=True):
+    """A level as a file has it; without a name it has that of its place."""
+
+    name: str = ""
+    size: int
+
+
+class _ClusterFile(msgspec.Struct, frozen=True, kw_only=True):
+    chip: str | dict[str, Any]
+    num_slices: int = 1
+    twisted: bool = False
+
+
+class _ShapeFile(_ClusterFile, frozen=True, kw_only=True):
+    shape: tuple[int, ...]
+
+
+class _LevelsFile(_ClusterFile, frozen=True, kw_only=True):
+    levels: tuple[_SizedLevel, ...]
 
 
 class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -188,43 +201,30 @@ def read_cluster(path: Path) -> Cluster:
     ``hop_s`` and ``oversubscription``.
     """
     file = read_toml(path)
-    sized = "levels" if "levels" in file.data else "shape"
-    file.check_keys(("chip", "shape", "num_slices", "twisted", "levels"), required=("chip", sized))
     if {"levels", "shape"} <= file.data.keys():
         raise file.error(("shape",), "the sizes stand in [[levels]]: leave out shape, or leave out the levels.")
-    given = {key: _field(file, key) for key in _FIELDS if key in file.data}
-    if sized == "levels":
-        given["shape"], given["levels"] = _sized_levels(file)
-    named = file.data["chip"]
-    if isinstance(named, dict):
+    given: _LevelsFile | _ShapeFile
+    levels: tuple[NetworkLevel, ...] = ()
+    if "levels" in file.data:
+        given = decode_toml(file, _LevelsFile)
+        shape, levels = _sized_levels(file, given.levels)
+    else:
+        given = decode_toml(file, _ShapeFile)
+        shape = given.shape
+    if isinstance(given.chip, dict):
         file.check_keys((*Chip.__struct_fields__, "base"), at=("chip",))
-    elif not isinstance(named, str):
-        raise file.error(("chip",), "chip is a name in quotes or a table [chip] of figures.")
     with file.at(("chip",)):
-        found = chip(named) if isinstance(named, str) else chip_from_table(named)
-    with file.at((sized,)):
-        return make_cluster(found, **given)
+        found = chip(given.chip) if isinstance(given.chip, str) else chip_from_table(given.chip)
+    with file.at(("levels" if levels else "shape",)):
+        return make_cluster(found, shape, num_slices=given.num_slices, twisted=given.twisted, levels=levels)
 
 
-def _field(file: TomlFile, key: str) -> Any:
-    kind, words = _FIELDS[key]
-    with file.at((key,), f"{key} is {words}: "):
-        return msgspec.convert(file.data[key], kind)
-
-
-def _sized_levels(file: TomlFile) -> tuple[tuple[int, ...], tuple[NetworkLevel, ...]]:
-    """Reads sizes and figures of ``[[levels]]``, innermost first."""
-    tables = file.data["levels"]
-    if not isinstance(tables, list) or not all(isinstance(one, Mapping) for one in tables):
-        raise file.error(("levels",), "levels are tables: write [[levels]] and then size = 8, one for each level.")
-    if not 2 <= len(tables) <= len(LEVEL_NAMES):
-        raise file.error(("levels",), f"{len(tables)} levels. Give 2 to {len(LEVEL_NAMES)}, the domain first.")
-    sizes, levels = [], []
-    for number, table in enumerate(tables):
-        at = ("levels", number)
-        file.check_keys((*NetworkLevel.__struct_fields__, "size"), required=("size",), at=at)
-        rest = {key: value for key, value in table.items() if key != "size"}
-        with file.at(at, f"level {number + 1}: "):
-            sizes.append(msgspec.convert(table["size"], int))
-            levels.append(msgspec.convert({"name": LEVEL_NAMES[number], **rest}, NetworkLevel))
-    return tuple(sizes), tuple(levels)
+def _sized_levels(file: TomlFile, given: tuple[_SizedLevel, ...]) -> tuple[tuple[int, ...], tuple[NetworkLevel, ...]]:
+    """Returns sizes and figures of ``[[levels]]``, innermost first."""
+    if not 2 <= len(given) <= len(LEVEL_NAMES):
+        raise file.error(("levels",), f"{len(given)} levels. Give 2 to {len(LEVEL_NAMES)}, the domain first.")
+    levels = []
+    for level, name in zip(given, LEVEL_NAMES, strict=False):
+        figures = {field: getattr(level, field) for field in NetworkLevel.__struct_fields__}
+        levels.append(NetworkLevel(**{**figures, "name": level.name or name}))
+    return tuple(level.size for level in given), tuple(levels)

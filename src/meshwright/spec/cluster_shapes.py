@@ -53,9 +53,10 @@ def _torus_shape(chip: Chip, shape: ClusterShape, num_slices: int) -> ClusterSha
     if len(shape) == 1 and shape[0] > 1 and axes > 1:
         raise InputError(f"{given} names one of the {axes} torus axes of {chip.name}. {_advice(chip, shape, axes)}")
     if axes == 2 and any(size > limit for size, limit in zip(shape, chip.pod_shape, strict=False)):
+        pod, slices = times(chip.pod_shape), -(-math.prod(shape) // math.prod(chip.pod_shape))
         raise InputError(
-            f"{given} is larger than a pod of {chip.name}, {times(chip.pod_shape)}."
-            f" Join slices over the data-centre network: {_slices_advice(chip, shape)}."
+            f"{given} is larger than a pod of {chip.name}, {pod}."
+            f" Join slices over the data-centre network: {slices}*{chip.name}:{pod}."
         )
     if chip.max_chips is not None and math.prod(shape) > chip.max_chips:
         pod = f" ({times(chip.pod_shape)})" if chip.pod_shape else ""
@@ -106,11 +107,6 @@ def times(shape: ClusterShape) -> str:
 
 def _advice(chip: Chip, shape: ClusterShape, axes: int) -> str:
     return f"{math.prod(shape)} chips are for example {chip.name}:{times(balanced_shape(math.prod(shape), axes))}."
-
-
-def _slices_advice(chip: Chip, shape: ClusterShape) -> str:
-    pod = math.prod(chip.pod_shape)
-    return f"{-(-math.prod(shape) // pod)}*{chip.name}:{times(chip.pod_shape)}"
 
 
 def balanced_shape(num_chips: int, num_axes: int) -> ClusterShape:

@@ -43,13 +43,11 @@ def slice_shapes(chip: Chip, num_chips: int) -> tuple[Cluster, ...]:
         if found:
             twists = [cluster.shape for cluster in found if can_twist(chip, cluster.shape)]
             twisted = [make_cluster(chip, shape, num_slices=num_slices, twisted=True) for shape in twists]
-            return tuple(sorted([*found, *twisted], key=_worse_last))
+            # shorter axes first among equals; a twisted torus follows its plain one
+            return tuple(
+                sorted([*found, *twisted], key=lambda c: (-bisection_links(c), sum(c.shape), c.shape, c.twisted))
+            )
     raise CannotRunError(f"no slices of {chip.name} have {num_chips:,} chips. {_advice(chip, num_chips)}")
-
-
-def _worse_last(cluster: Cluster) -> tuple[int, int, ClusterShape, bool]:
-    """Sort key: higher bisection first, then shorter axes; a twisted torus follows its plain one."""
-    return -bisection_links(cluster), sum(cluster.shape), cluster.shape, cluster.twisted
 
 
 def bisection_links(cluster: Cluster) -> int:

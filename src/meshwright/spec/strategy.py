@@ -321,16 +321,15 @@ def mesh_words(mesh: Mapping[str, int], join: str = ", ", *, alone: str = "one d
     return join.join(f"{axis} {size}" for axis, size in mesh.items() if size > 1) or alone
 
 
-def make_mesh(axes: Mapping[str, int], *, known: Iterable[str] = MESH_AXES) -> dict[str, int]:
+def make_mesh(axes: Mapping[str, int]) -> dict[str, int]:
     """Returns a mesh with every axis in its order, 1 where not given.
 
     Raises InputError for an axis that does not exist.
     """
-    names = tuple(known)
     for axis in axes:
-        if axis not in names:
-            raise InputError(f"mesh axis {axis!r} is not known.{nearest(axis, names)}")
-    return {axis: int(axes.get(axis, 1)) for axis in names}
+        if axis not in MESH_AXES:
+            raise InputError(f"mesh axis {axis!r} is not known.{nearest(axis, MESH_AXES)}")
+    return {axis: int(axes.get(axis, 1)) for axis in MESH_AXES}
 
 
 def assign(rules: Rules, dims: tuple[str, ...], *, keep: Iterable[str] | None = None) -> tuple[Any, ...]:

@@ -2,91 +2,23 @@
 
 import math
 import re
+import tomllib
 from collections.abc import Mapping
-from functools import lru_cache
+from functools import cache, lru_cache
+from pathlib import Path
 from typing import Literal, get_args
 
 import msgspec
+from msgspec.structs import replace
 
 from meshwright.spec.hf.families import formats
 from meshwright.spec.model import Model
 
 WeightPart = Literal["embedding", "attention", "mlp", "norm", "router", "experts", "shared_experts", "unembedding"]
 
+_FILE = Path(__file__).parent / "data" / "weights.toml"
 _Row = tuple[str, str, str, WeightPart, str]
 """Name, dims, stored name in a llama checkpoint, part, and the model fields that must be set (``!``: unset)."""
-
-_FIRST_ROWS: tuple[_Row, ...] = (
-    ("embed", "V D", "{prefix}embed_tokens.weight", "embedding", ""),
-    ("position_table", "P D", "{prefix}", "embedding", "learned_positions"),
-)
-_LAYER_ROWS: tuple[_Row, ...] = (
-    ("attn_norm", "D", "input_layernorm.weight", "norm", ""),
-    ("attn_norm_bias", "D", "input_layernorm.bias", "norm", "layer_norm"),
-    ("wq_a", "D Rq", "self_attn.q_a_proj.weight", "attention", "latent_queries"),
-    ("wq_b", "Rq N H", "self_attn.q_b_proj.weight", "attention", "latent_queries"),
-    ("wq", "D N H", "self_attn.q_proj.weight", "attention", "!latent_queries"),
-    ("wk", "D K H", "self_attn.k_proj.weight", "attention", "!latent"),
-    ("wv", "D K H", "self_attn.v_proj.weight", "attention", "!latent"),
-    # latent attention: DeepSeek-V2, section 2.1
-    ("wkv_a", "D Rkv", "self_attn.kv_a_proj_with_mqa.weight", "attention", "latent"),
-    ("wk_rope", "D Hr", "self_attn.kv_a_proj_with_mqa.weight", "attention", "latent"),
-    ("wk_b", "Rkv N Hn", "self_attn.kv_b_proj.weight", "attention", "latent"),
-    ("wv_b", "Rkv N Hv", "self_attn.kv_b_proj.weight", "attention", "latent"),
-    ("wo", "N Hv D", "self_attn.o_proj.weight", "attention", "latent"),
-    ("wo", "N H D", "self_attn.o_proj.weight", "attention", "!latent"),
-    ("bq", "N H", "self_attn.q_proj.bias", "attention", "qkv_bias !latent"),
-    ("bk", "K H", "self_attn.k_proj.bias", "attention", "qkv_bias !latent"),
-    ("bv", "K H", "self_attn.v_proj.bias", "attention", "qkv_bias !latent"),
-    ("bkv_a", "Rkv", "self_attn.kv_a_proj_with_mqa.bias", "attention", "qkv_bias latent"),
-    ("bk_rope", "Hr", "self_attn.kv_a_proj_with_mqa.bias", "attention", "qkv_bias latent"),
-    ("bq_a", "Rq", "self_attn.q_a_proj.bias", "attention", "qkv_bias latent_queries"),
-    ("bo", "D", "self_attn.o_proj.bias", "attention", "out_bias"),
-    ("sinks", "N", "self_attn.sinks", "attention", "attention_sinks !latent"),
-    ("relative_bias", "R N", "self_attn.relative_attention_bias.weight", "attention", "relative_buckets !latent"),
-    ("q_norm", "H", "self_attn.q_norm.weight", "norm", "qk_norm !latent"),
-    ("k_norm", "H", "self_attn.k_norm.weight", "norm", "qk_norm !latent"),
-    ("q_a_norm", "Rq", "self_attn.q_a_layernorm.weight", "norm", "latent_queries"),
-    ("kv_a_norm", "Rkv", "self_attn.kv_a_layernorm.weight", "norm", "latent"),
-    ("post_attn_norm", "D", "post_attention_layernorm.weight", "norm", "post_norms"),
-    ("post_attn_norm_bias", "D", "post_attention_layernorm.bias", "norm", "post_norms layer_norm"),
-    ("mlp_norm", "D", "post_attention_layernorm.weight", "norm", "!post_norms"),
-    ("mlp_norm", "D", "pre_feedforward_layernorm.weight", "norm", "post_norms"),
-    ("mlp_norm_bias", "D", "post_attention_layernorm.bias", "norm", "layer_norm"),
-    ("w_gate", "D F", "mlp.gate_proj.weight", "mlp", "gated"),
-    ("w_up", "D F", "mlp.up_proj.weight", "mlp", ""),
-    ("w_down", "F D", "mlp.down_proj.weight", "mlp", ""),
-    ("b_gate", "F", "mlp.gate_proj.bias", "mlp", "mlp_bias gated"),
-    ("b_up", "F", "mlp.up_proj.bias", "mlp", "mlp_bias"),
-    ("b_down", "D", "mlp.down_proj.bias", "mlp", "mlp_bias"),
-    ("router", "D E", "mlp.gate.weight", "router", ""),
-    ("router_bias", "E", "mlp.gate.bias", "router", "router_bias"),
-    ("experts.w_gate", "E D Fe", "mlp.experts.{expert}.gate_proj.weight", "experts", ""),
-    ("experts.w_up", "E D Fe", "mlp.experts.{expert}.up_proj.weight", "experts", ""),
-    ("experts.w_down", "E Fe D", "mlp.experts.{expert}.down_proj.weight", "experts", ""),
-    ("experts.b_gate", "E Fe", "mlp.experts.{expert}.gate_proj.bias", "experts", "mlp_bias"),
-    ("experts.b_up", "E Fe", "mlp.experts.{expert}.up_proj.bias", "experts", "mlp_bias"),
-    ("experts.b_down", "E D", "mlp.experts.{expert}.down_proj.bias", "experts", "mlp_bias"),
-    ("shared.w_gate", "D Fs", "mlp.shared_experts.gate_proj.weight", "shared_experts", "d_ff_shared"),
-    ("shared.w_up", "D Fs", "mlp.shared_experts.up_proj.weight", "shared_experts", "d_ff_shared"),
-    ("shared.w_down", "Fs D", "mlp.shared_experts.down_proj.weight", "shared_experts", "d_ff_shared"),
-    ("shared.gate", "D", "mlp.shared_expert_gate.weight", "shared_experts", "shared_expert_gate"),
-    ("post_mlp_norm", "D", "post_feedforward_layernorm.weight", "norm", "post_norms"),
-    ("post_mlp_norm_bias", "D", "post_feedforward_layernorm.bias", "norm", "post_norms layer_norm"),
-)
-"""Every weight a layer may have, in the order of the forward pass."""
-
-_LAST_ROWS: tuple[_Row, ...] = (
-    ("final_norm", "D", "{prefix}norm.weight", "norm", ""),
-    ("final_norm_bias", "D", "{prefix}norm.bias", "norm", "layer_norm"),
-    ("unembed", "D V", "lm_head.weight", "unembedding", ""),
-)
-_ENCODER_ROWS: tuple[_Row, ...] = (
-    ("encoder_position_table", "Ps D", "encoder.positions", "embedding", "learned_positions"),
-    ("encoder_final_norm", "D", "encoder.norm", "norm", ""),
-    ("encoder_final_norm_bias", "D", "encoder.norm_bias", "norm", "layer_norm"),
-)
-"""Weights of an encoder outside its layers: the table precedes them, the norm follows."""
 
 _VECTOR = re.compile(r"(^|\.)b|_bias$|^sinks$|^shared\.gate$")
 """Names of vectors besides norms."""
@@ -126,6 +58,12 @@ class Weight(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return round(self.num_params * self.active_fraction)
 
 
+@cache
+def _tables() -> dict[str, tuple[_Row, ...]]:
+    """Returns the rows of every part of a model, as the data file has them."""
+    return msgspec.convert(tomllib.loads(_FILE.read_text(encoding="utf-8")), dict[str, tuple[_Row, ...]])
+
+
 @lru_cache(maxsize=32)
 def weight_table(model: Model) -> tuple[Weight, ...]:
     """Every weight of the model, in the order of the forward pass.
@@ -134,7 +72,7 @@ def weight_table(model: Model) -> tuple[Weight, ...]:
     prediction layer, a vision tower) are left out.
     """
     encoder = _encoder(model) if model.encoder else ()
-    return (*_rows(model, _FIRST_ROWS), *encoder, *_layers(model), *_rows(model, _LAST_ROWS))
+    return (*_rows(model, "first"), *encoder, *_layers(model), *_rows(model, "last"))
 
 
 def num_params(model: Model) -> int:
@@ -161,7 +99,7 @@ def _layers(model: Model) -> list[Weight]:
     layers = dict.fromkeys(get_args(WeightPart), every)
     layers |= dict.fromkeys(("router", "experts", "shared_experts"), model.moe_layers)
     layers["mlp"] = model.dense_layers if model.num_experts else every
-    rows = _rows(model, tuple(row for row in _LAYER_ROWS if layers[row[3]]), layers=layers)
+    rows = _rows(model, "layers", layers=layers)
     if model.encoder is None:
         return rows
     attention = {"attn_norm", "attn_norm_bias", "wq", "wk", "wv", "bq", "bk", "bv", "bo", "wo"}
@@ -170,8 +108,9 @@ def _layers(model: Model) -> list[Weight]:
     return [*rows[:first], *crossed, *rows[first:]]
 
 
-def _rows(model: Model, table: tuple[_Row, ...], *, layers: Mapping[str, tuple[int, ...]] = {}) -> list[Weight]:
-    """Returns the weights of the rows whose needs the model meets; ``layers`` lists the layers of each part."""
+def _rows(model: Model, table: str, *, layers: Mapping[str, tuple[int, ...]] = {}) -> list[Weight]:
+    """Returns the weights of a table's rows whose needs the model meets; ``layers`` lists the layers of each part, of
+    which those with any count."""
     sizes = model.dims
     facts = {name: bool(getattr(model, name)) for name in model.__struct_fields__} | {
         "layer_norm": model.norm == "layer_norm",
@@ -193,23 +132,21 @@ def _rows(model: Model, table: tuple[_Row, ...], *, layers: Mapping[str, tuple[i
             active_fraction=model.experts_per_token / model.num_experts if part == "experts" else 1.0,
             tied_to="embed" if part == "unembedding" and model.tied_embeddings else None,
         )
-        for name, dims, llama_name, part, needs in table
-        if met.issuperset(needs.split())
+        for name, dims, llama_name, part, needs in _tables()[table]
+        if met.issuperset(needs.split()) and (not layers or layers[part])
     ]
 
 
 def _cross(row: Weight) -> Weight:
     """Returns the cross-attention row of a self-attention row: keys and values come from the encoder."""
     name = row.name.removeprefix("layers.").removeprefix("attn_")
-    return msgspec.structs.replace(
-        row, name=f"layers.cross_{name}", hf_name=row.hf_name.replace("{layer}.", "{layer}.cross.")
-    )
+    return replace(row, name=f"layers.cross_{name}", hf_name=row.hf_name.replace("{layer}.", "{layer}.cross."))
 
 
 def _encoder(model: Model) -> list[Weight]:
     """Returns the encoder's position table, its layers (those of a dense decoder) and its final norm."""
     assert model.encoder is not None
-    plain = msgspec.structs.replace(
+    plain = replace(
         model,
         encoder=None,
         num_layers=model.encoder.num_layers,
@@ -218,10 +155,10 @@ def _encoder(model: Model) -> list[Weight]:
         sliding_layers=(),
         dense_layers=(),
     )
-    outside = _rows(model, _ENCODER_ROWS)
+    outside = _rows(model, "encoder")
     first = 1 if model.learned_positions else 0
     layers = [
-        msgspec.structs.replace(row, name=row.name.replace("layers.", "encoder."), hf_name=f"encoder.{row.hf_name}")
+        replace(row, name=row.name.replace("layers.", "encoder."), hf_name=f"encoder.{row.hf_name}")
         for row in _layers(plain)
     ]
     return [*outside[:first], *layers, *outside[first:]]

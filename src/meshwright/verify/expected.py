@@ -5,11 +5,11 @@ from collections.abc import Iterable, Iterator, Mapping
 import msgspec
 
 from meshwright.algebra.derived import BlockSteps, Derived
-from meshwright.algebra.notation import local_elements
 from meshwright.algebra.ops.muon import filled_share
 from meshwright.algebra.rewrites.rings import num_moves, num_ways
 from meshwright.algebra.rewrites.split_backward import counts_of, meetings
 from meshwright.algebra.schedules.ticks import TickTables
+from meshwright.algebra.sizes import OpSizes
 from meshwright.algebra.steps import Step
 from meshwright.core.labels import StepLabel
 from meshwright.cost.step_costs import sent_element_bytes
@@ -54,16 +54,16 @@ _Counted = tuple[Step, int, int]
 def _expected(
     counted: Iterable[_Counted], dims: Mapping[str, int], mesh: Mapping[str, int], *, num_microbatches: int, width: int
 ) -> Iterator[Expected]:
-    one = {**dims, "B": dims["B"] // num_microbatches}
+    sizes = _sizes(dims, mesh, num_microbatches)
     for step, arrays, times in counted:
         element = int(sent_element_bytes(step, width=width, num_microbatches=num_microbatches))
-        filled = filled_share(step, dims=one, mesh=mesh)
+        filled = filled_share(step, sizes)
         yield Expected(
             label=step.label,
             kind=step.op,
             axes=active_axes(step.axes, mesh),
             num_arrays=arrays,
-            full_bytes=times * round(float(local_elements(step.full, one, mesh) * element * filled)),
+            full_bytes=times * round(float(sizes.elements(step.full) * element * filled)),
             element_bytes=element,
         )
 
@@ -71,12 +71,17 @@ def _expected(
 def _counted(
     derived: Derived, dims: Mapping[str, int], mesh: Mapping[str, int], *, num_microbatches: int, layer_by_layer: bool
 ) -> Iterator[_Counted]:
-    one = {**dims, "B": dims["B"] // num_microbatches}
+    sizes = _sizes(dims, mesh, num_microbatches)
     for step, times in derived.steps(num_microbatches):
         if step.is_collective:
-            runs = int(times) * (int(num_moves(step, dims=dims, mesh=mesh)) if step.op == "permute" else 1)
+            runs = int(times) * (int(num_moves(step, sizes)) if step.op == "permute" else 1)
             stacked = step.phase == "update" or (step.scope == "step" and not layer_by_layer)
-            yield step, 1 if stacked else runs * int(num_ways(step, dims=one, mesh=mesh)), runs
+            yield step, 1 if stacked else runs * int(num_ways(step, sizes)), runs
+
+
+def _sizes(dims: Mapping[str, int], mesh: Mapping[str, int], num_microbatches: int) -> OpSizes:
+    """Returns the sizes of one microbatch."""
+    return OpSizes(dims={**dims, "B": dims["B"] // num_microbatches}, mesh=mesh, state="fp32")
 
 
 def active_axes(axes: Iterable[str], mesh: Mapping[str, int]) -> tuple[str, ...]:

@@ -1,5 +1,6 @@
 """Muon's derived steps: where matrices go, what fills them up, and what the iteration costs."""
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -31,8 +32,8 @@ def test_one_exchange_a_split_dim_there_and_back():
 @pytest.mark.parametrize(("layers", "share"), [(5, 8 / 5), (8, 1), (9, 16 / 9), (32, 1)])
 def test_layers_are_filled_up_to_the_devices_that_share_a_matrix(layers, share):
     (step,) = steps_of("muon")
-    assert filled_share(step, dims={**SIZES.dims, "L": layers}, mesh=SIZES.mesh) == pytest.approx(share)
-    many = filled_share(step, dims={"L": np.array([5, 8])}, mesh=SIZES.mesh)
+    assert filled_share(step, msgspec.structs.replace(SIZES, dims={**SIZES.dims, "L": layers})) == pytest.approx(share)
+    many = filled_share(step, msgspec.structs.replace(SIZES, dims={"L": np.array([5, 8])}))
     assert many == pytest.approx([8 / 5, 1])
 
 

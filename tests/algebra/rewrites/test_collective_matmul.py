@@ -6,10 +6,11 @@ import pytest
 
 from meshwright.algebra.derive import derive
 from meshwright.algebra.generation import derive_forward, generation_program, one_position
-from meshwright.algebra.notation import local_elements, parse_array
+from meshwright.algebra.notation import parse_array
 from meshwright.algebra.ops.collective_matmul import NAME as COLLECTIVE_MATMUL
 from meshwright.algebra.rewrites.collective_matmul import with_collective_matmuls
 from meshwright.algebra.rewrites.rings import num_moves, num_ways
+from meshwright.algebra.sizes import OpSizes
 from meshwright.algebra.steps import Step
 from meshwright.algebra.transformer import transformer
 from meshwright.core.errors import InputError
@@ -105,12 +106,12 @@ def runs(block):
 def collective_bytes(steps):
     """Elements that a ring sends over the axis tensor, by what they are for, gathers of sums among them."""
     sent = 0.0
-    mesh, dims = strategy().mesh, {**LLAMA.dims, **SIZES}
+    sizes = OpSizes(dims={**LLAMA.dims, **SIZES}, mesh=strategy().mesh, state="fp32")
     for step in steps:
         if step.axes != ("tensor",) or step.scope == "step":
             continue
-        size = local_elements(step.full, dims, mesh)
-        times = {"permute": num_moves(step, dims=dims, mesh=mesh), "all_reduce": 2 * 3 / 4}.get(step.op, 3 / 4)
+        size = sizes.elements(step.full)
+        times = {"permute": num_moves(step, sizes), "all_reduce": 2 * 3 / 4}.get(step.op, 3 / 4)
         sent += times * size
     return sent
 
@@ -168,10 +169,10 @@ def test_a_permute_stands_beside_its_products():
 
 def test_ways_of_a_permute():
     one, two = (next(step for step in layer(ways).forward if step.op == "permute") for ways in ("one-way", "two-way"))
-    sizes = {"dims": {"T": 4096}, "mesh": strategy().mesh}
-    assert (num_ways(one, **sizes), num_ways(two, **sizes)) == (1, 2)
-    assert num_moves(two, **sizes) == 3
-    assert num_ways(two, dims={"T": 4}, mesh=strategy().mesh) == 1, "a block of one position cannot be cut"
+    long, short = (OpSizes(dims={"B": 1, "T": t, "D": 8}, mesh=strategy().mesh, state="fp32") for t in (4096, 4))
+    assert (num_ways(one, long), num_ways(two, long)) == (1, 2)
+    assert num_moves(two, long) == 3
+    assert num_ways(two, short) == 1, "a block of one position cannot be cut"
 
 
 def test_slots_of_experts_and_weights_are_left_alone():

@@ -5,7 +5,7 @@ import pytest
 from meshwright.calculators.links.one_way import is_ring, link_bytes, one_way_rates
 from meshwright.core.errors import InputError
 from meshwright.cost.network.collectives import leg_rates
-from meshwright.cost.network.legs import ring
+from tests.torus_legs import ring
 
 
 def test_half_the_rate_and_all_the_hops():

@@ -9,7 +9,7 @@ from meshwright.calculators.links.ring_steps import RING_KINDS, gather_moves, ri
 from meshwright.calculators.sharding.blocks import execute, split
 from meshwright.core.errors import InputError
 from meshwright.cost.network.collectives import ring_link_share
-from meshwright.cost.network.legs import ring
+from tests.torus_legs import ring
 
 WAYS = [(True, True), (True, False), (False, True)]
 ENDS = {"all_gather": ("A[I_X,J]", "A[I,J]"), "reduce_scatter": ("A[I,J]{U_X}", "A[I_X,J]"),

@@ -9,16 +9,12 @@ from meshwright.cost.formulas import training_budget
 from meshwright.cost.formulas.roofline import (
     Operand,
     chip_roofline,
-    compute_time,
     critical_batch,
     critical_intensity,
     critical_repeats,
     critical_size,
     critical_split_dim,
-    einsum_roofline,
     einsum_work,
-    elementwise_work,
-    transfer_time,
 )
 from meshwright.spec.chip import chip
 from meshwright.spec.cluster import parse_cluster
@@ -62,14 +58,17 @@ def test_critical_size_counts_every_byte():
 
 
 def test_bounds_and_what_binds():
-    small = einsum_roofline(*matmul(weight="int8"), {"B": 16, "D": 8192, "F": 32768}, chip=chip("v5e"))
+    small = chip_roofline(
+        einsum_work(*matmul(weight="int8"), {"B": 16, "D": 8192, "F": 32768}), chip("v5e"), dtype="bf16"
+    )
     assert small.peak_flops == 197e12
     assert small.bound_by == "hbm"
     assert small.lower_s == small.transfer_s < small.upper_s <= 2 * small.lower_s
     assert small.reached_flops_per_s == pytest.approx(small.work.intensity * 819e9)
-    large = einsum_roofline(*matmul(), {"B": 4096, "D": 8192, "F": 32768}, chip=chip("v5e"))
+    work = einsum_work(*matmul(), {"B": 4096, "D": 8192, "F": 32768})
+    large = chip_roofline(work, chip("v5e"), dtype="bf16")
     assert (large.bound_by, large.reached_flops_per_s) == ("compute", pytest.approx(197e12))
-    through = einsum_roofline(*matmul(), {"B": 4096, "D": 8192, "F": 32768}, chip=chip("v5e"), channel="pcie")
+    through = chip_roofline(work, chip("v5e"), dtype="bf16", channel="pcie")
     assert through.bound_by == "pcie"
     assert chip_roofline(small.work, chip("v5e"), dtype="bf16", channel="vmem").lower_s < small.lower_s
 
@@ -77,15 +76,11 @@ def test_bounds_and_what_binds():
 def test_scalar_equals_array():
     batches = np.array([1.0, 64.0, 240.0, 4096.0])
     sizes = {"B": batches, "D": 4096, "F": 16384}
-    many = einsum_roofline(*matmul(), sizes, chip=chip("v5e"))
+    many = chip_roofline(einsum_work(*matmul(), sizes), chip("v5e"), dtype="bf16")
     for i, batch in enumerate(batches):
-        one = einsum_roofline(*matmul(), {**sizes, "B": float(batch)}, chip=chip("v5e"))
+        one = chip_roofline(einsum_work(*matmul(), {**sizes, "B": float(batch)}), chip("v5e"), dtype="bf16")
         assert (many.lower_s[i], many.upper_s[i]) == (one.lower_s, one.upper_s)
         assert many.bound_by[i] == one.bound_by
-    widths = {"D": np.array([64.0, 4096.0]), "F": np.array([64.0, 16384.0])}
-    found = critical_size(*matmul(), widths, dim="B", peak_flops=1.97e14, bytes_per_s=8.1e11)
-    one = critical_size(*matmul(), {"D": 4096, "F": 16384}, dim="B", peak_flops=1.97e14, bytes_per_s=8.1e11)
-    assert found.tolist() == [np.inf, one]
 
 
 def test_refusals():
@@ -93,17 +88,11 @@ def test_refusals():
         einsum_work(*matmul(), {"B": 1, "D": 2})
     with pytest.raises(InputError, match=r"unknown dtype 'bf61'. Did you mean 'bf16'"):
         einsum_work(*matmul(act="bf61"), {"B": 1, "D": 2, "F": 3})
+    work = einsum_work(*matmul(), {"B": 1, "D": 2, "F": 3})
     with pytest.raises(InputError, match=r"unknown channel 'hmb'. Did you mean 'hbm'"):
-        einsum_roofline(*matmul(), {"B": 1, "D": 2, "F": 3}, chip=chip("v5e"), channel="hmb")
+        chip_roofline(work, chip("v5e"), dtype="bf16", channel="hmb")
     with pytest.raises(InputError, match="dim 'Q' is in none"):
         critical_size(*matmul(), {"D": 1, "F": 1}, dim="Q", peak_flops=1, bytes_per_s=1)
-
-
-def test_elementwise_and_transfers():
-    add = elementwise_work(1e6, flops_per_element=1, bytes_per_element=12)
-    assert add.intensity == pytest.approx(1 / 12)
-    assert transfer_time(15e9, 4.5e10, num_links=2) == pytest.approx(1 / 6)
-    assert compute_time(6.3e24, 4.59e14, num_chips=8960, utilization=0.4) / 86400 == pytest.approx(44.3, rel=1e-2)
 
 
 def test_anatomy_reproduces_peaks():
@@ -139,11 +128,9 @@ def test_training_budget():
     )
     assert training_budget.petaflop_days(5.24e23) == pytest.approx(6064, rel=1e-3)
     assert training_budget.mfu_from_hours(6 * 37e9 * 14.8e12, 2.79e6, 1.513e15) == pytest.approx(0.217, rel=5e-3)
-    assert training_budget.mfu_from_step(1e15, 1.0, num_chips=2, peak_flops=1e15) == 0.5
     assert training_budget.min_chips(21.6e12, 96e9) == 225
     assert training_budget.cost_usd(3600, num_chips=10, price_usd_per_hour=4.2) == 42
     assert training_budget.power_w(16000, 700) == 11.2e6
     assert training_budget.energy_kwh(3600, num_chips=1, watts_per_chip=700) == pytest.approx(0.7)
     assert training_budget.global_batch(2, data_parallel=128, num_microbatches=4) == 1024
     assert training_budget.num_microbatches(1024, data_parallel=512, microbatch_seqs=2) == 1
-    assert training_budget.num_devices(tensor=8, context=16, pipeline=16, data=8) == 16384

@@ -17,11 +17,12 @@ from meshwright.cost.network.collectives import (
     received_share,
     ring_link_share,
 )
-from meshwright.cost.network.legs import Leg, group_legs, ring
+from meshwright.cost.network.legs import Leg, group_legs
 from meshwright.cost.network.placement import physical_placement, place_axes
 from meshwright.spec.calibration import Calibration, CollectiveRate, Efficiency
 from meshwright.spec.chip import known
 from meshwright.spec.cluster import parse_cluster
+from tests.torus_legs import ring
 
 
 def test_book_rings():

@@ -12,6 +12,7 @@ from meshwright.algebra.derive import derive
 from meshwright.algebra.layers import parse_block
 from meshwright.algebra.program import Program, Variable
 from meshwright.algebra.rewrites.rings import num_moves
+from meshwright.algebra.sizes import OpSizes
 from meshwright.hlo.collectives import collectives
 from meshwright.nn.attention.choice import attention, attention_backward
 from meshwright.nn.attention.ring import KeyRing, ring_attention, ring_attention_backward
@@ -118,7 +119,9 @@ def derived(mesh, window):
     strategy = Strategy(mesh=sizes, assignment=rules, remat="none", context_attention="ring")
     steps = derive(Program((block,), variables), strategy).blocks[0]
     return [
-        sum(int(num_moves(s, dims={"T": LENGTH}, mesh=sizes)) for s in phase if s.op == "permute")
+        sum(
+            int(num_moves(s, OpSizes(dims={"T": LENGTH}, mesh=sizes, state="fp32"))) for s in phase if s.op == "permute"
+        )
         for phase in (steps.forward, steps.backward)
     ]
 

@@ -1,20 +1,18 @@
-"""Attention, and how it reads keys of positions on other devices.
+"""Attention, and how it reads keys of other devices' positions: gathered, unless a strategy asks for "ulysses", which
+gives each device all positions of some heads, or for "ring" (`rewrites.rings`). Keys that all queries see are gathered.
 
-Every device has its own queries, and all keys and values are gathered, unless the strategy asks for one of the ways of
-`rewrites.context_attention`. Where every key is seen they are gathered in place of a ring.
-
-Keys may have another dim of positions than queries, as an encoder's result has. With ``sees_all`` every query sees
-every key, and no positions are wanted.
+Keys may have another dim of positions than queries, as an encoder's result has.
 """
 
 from typing import Any
 
 import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from meshwright.algebra.kinds import OpKind, StepKind, stream
 from meshwright.algebra.notation import ShardedArray, product
-from meshwright.algebra.rewrites.context_attention import heads_for_positions, in_ring
+from meshwright.algebra.rewrites.rings import in_ring
 from meshwright.algebra.sizes import Number, OpSizes
 from meshwright.algebra.steps import Step
 from meshwright.algebra.tape import Tape, axes_beside
@@ -25,8 +23,8 @@ TILE_ROWS, MOST_TILES = 128, 8
 
 
 class Attention(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Details: whether later keys are seen too; the window in positions and the cap of scores, where there are any; the
-    axes of the ring of keys."""
+    """Details: whether every query sees every key, without positions; the window in positions and the cap of scores,
+    where there are any; the axes of the ring of keys."""
 
     sees_all: bool = False
     window: int | None = None
@@ -108,9 +106,10 @@ def _layout(tape: Tape, form: type[Attention]) -> tuple[Attention, AttentionArra
     if way == "ring" and details.can_ring:
         if any(key.axes_of("T") != q.axes_of("T") for key in (k, v)):
             raise InputError(f"ring attention of {q} with {k}: positions must be split alike.")
-        details = msgspec.structs.replace(details, ring=axes)
+        details = replace(details, ring=axes)
     elif way == "ulysses":
-        q, k, v = (heads_for_positions(array, axes, there) for array in (q, k, v))
+        # heads take the axes of positions
+        q, k, v = (a.resharded({a.dims[1]: there, a.dims[2]: a.axes[2] + axes}) for a in (q, k, v))
     else:
         k, v = (key.resharded({positions_of(key): there}) for key in (k, v))
     here = [other.like(q) for other in others]
@@ -162,7 +161,7 @@ def backward(tape: Tape, form: type[Attention] = Attention) -> None:
     dq = dq.like(q)
     results = [d.like(key).replace(unreduced=partial) for d, key in zip(cotangents[:2], keys, strict=True)]
     results += [d.like(dq).replace(unreduced=axes_beside(dq, d)) for d in cotangents[2:]]
-    inputs = msgspec.structs.replace(arrays, given=(dout, o, lse)).inputs
+    inputs = replace(arrays, given=(dout, o, lse)).inputs
     step = Step(op=f"{tape.op.kind}_backward", inputs=inputs, result=dq, more=tuple(results), details=details)
     tape.add(*in_ring(step, keys))
     for name, array in zip(names, (dq, *results), strict=True):
@@ -217,7 +216,8 @@ def hbm_bytes(step: Step, sizes: OpSizes) -> Number:
     if sizes.scores == "on_chip":
         return moved
     wide, narrow = (6, 5) if arrays.given else (3, 2)
-    return moved + score_elements(step, sizes) * (wide * sizes.score_bytes + narrow * sizes.width)
+    score = 2 if sizes.scores == "in_memory_16" else 4
+    return moved + score_elements(step, sizes) * (wide * score + narrow * sizes.width)
 
 
 def scratch_bytes(step: Step, sizes: OpSizes) -> Number:

@@ -63,13 +63,9 @@ def hbm_bytes(step: Step, sizes: OpSizes) -> Number:
     """
     caches = [array for array in step.inputs if array.dims[1:2] in (("S",), ("Pl",))]
     slots = sizes.local(step.inputs[0])["B"] * slots_met(step, sizes)
-    each = sum(sizes.bytes(array) / sizes.elements(_slots_of(array)) for array in caches)
+    # bytes of one slot: those of an array over the elements of its first two dims
+    each = sum(sizes.bytes(a) / sizes.elements(a.replace(dims=a.dims[:2], axes=a.axes[:2])) for a in caches)
     return stream(step, sizes) - sizes.total(*caches) + (3 if step.details.paged else 1) * slots * each
-
-
-def _slots_of(cache: ShardedArray) -> ShardedArray:
-    """Returns the cache without the dims of one slot."""
-    return cache.replace(dims=cache.dims[:2], axes=cache.axes[:2])
 
 
 OP = OpKind(

@@ -4,9 +4,6 @@ One AllToAll per split dim brings a device's parts of all layers to whole matric
 brings the results back. What is no matrix of a layer is updated by AdamW.
 """
 
-from collections.abc import Mapping
-from typing import Any
-
 import msgspec
 import numpy as np
 
@@ -36,13 +33,13 @@ class Dealt(msgspec.Struct, frozen=True, kw_only=True):
     num_inputs: int
 
 
-def filled_share(step: Step, *, dims: Mapping[str, Any], mesh: Mapping[str, Any]) -> Any:
+def filled_share(step: Step, sizes: OpSizes) -> Number:
     """Returns how many times its array a step works on: more than once where dealt matrices are padded (`Dealt`)."""
     dealt = step.details
     if not isinstance(dealt, Dealt):
         return 1
-    count = dims[dealt.over] / product(mesh[axis] for axis in dealt.among)
-    devices = product(mesh[axis] for axis in dealt.axes)
+    count = sizes.dims[dealt.over] / product(sizes.mesh[axis] for axis in dealt.among)
+    devices = product(sizes.mesh[axis] for axis in dealt.axes)
     return np.ceil(count / devices) * devices / count
 
 
@@ -97,7 +94,7 @@ def _matrices(step: Step, sizes: OpSizes) -> tuple[Number, Number, Number]:
     array = step.inputs[0]
     local, inputs = sizes.local(array), array.dims[1 : 1 + step.details.num_inputs]
     rows, columns = (product(local[dim] for dim in dims) for dims in (inputs, array.dims[1 + len(inputs) :]))
-    count = local[array.dims[0]] * filled_share(step, dims=sizes.dims, mesh=sizes.mesh)
+    count = local[array.dims[0]] * filled_share(step, sizes)
     return count, np.minimum(rows, columns), np.maximum(rows, columns)
 
 

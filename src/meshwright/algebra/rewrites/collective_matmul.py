@@ -120,7 +120,7 @@ def _with_sum(units: list[Unit], total: Step, ways: int, kept: Collection[Sharde
     """Products whose sum is scattered, or stays whole: one round for all addends."""
     partial = total.inputs[0]
     dim = total.dim if total.op == "reduce_scatter" else along if along in partial.dims else partial.dims[-1]
-    makers = [number for number, unit in enumerate(units) if any(partial in (s.result, *s.more) for s in unit)]
+    makers = [number for number, unit in enumerate(units) if any(partial in s.results for s in unit)]
     users = [step for unit in units for step in unit if partial in step.inputs and step is not total]
     if users or partial in kept or not makers or total.reduction == "max":
         return units
@@ -208,7 +208,7 @@ def _before(units: Sequence[Unit]) -> list[set[int]]:
     read: dict[ShardedArray, set[int]] = {}
     found: list[set[int]] = []
     for number, unit in enumerate(units):
-        made = {a for step in unit for a in (step.result, *step.more)}
+        made = {a for step in unit for a in step.results}
         reads = {a for step in unit for a in step.inputs} | {step.result for step in unit if step.accumulates}
         first = {written[a] for a in reads | made if a in written}
         for array in made:

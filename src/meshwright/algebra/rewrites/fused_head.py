@@ -26,7 +26,7 @@ def with_fused_head(block: BlockSteps) -> BlockSteps:
     if loss.inputs != whole:
         # a part of the statistics is on another device
         return block
-    cotangents = (back.result, *back.more)
+    cotangents = back.results
     slopes = tuple(array.replace(name=f"{array.name}_slope") for array in cotangents)
     joined = replace(loss, op="fused_head", inputs=statistics.inputs, more=slopes)
     dloss = made["sum_loss_backward"].inputs[0]

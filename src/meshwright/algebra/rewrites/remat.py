@@ -67,7 +67,7 @@ def in_segments(steps: BlockSteps, shardings: Shardings) -> BlockSteps:
     """Returns the steps of layers whose segments run again, where the strategy has any: the backward pass begins with
     the forward steps, of which only gathers of weights count as its own."""
     segment = shardings.strategy.segment
-    if segment is None or not steps.block.carry:
+    if segment is None or not steps.is_layer:
         return steps
     again = tuple(_again(step, shardings) for step in steps.forward)
     return replace(steps, backward=(*again, *steps.backward), segment=segment)

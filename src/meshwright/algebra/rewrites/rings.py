@@ -1,12 +1,15 @@
-"""Permutes that send blocks round a ring of devices, as the rewrites of attention and of products make them."""
+"""Permutes that send blocks round a ring of devices: for products (`collective_matmul`), and for attention over split
+positions, where queries stay in place while keys and values come round, block by block."""
 
-from collections.abc import Mapping
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Literal
 
 import msgspec
 import numpy as np
+from msgspec.structs import replace
 
-from meshwright.algebra.notation import product
+from meshwright.algebra.notation import ShardedArray, product
+from meshwright.algebra.sizes import Number, OpSizes
 from meshwright.algebra.steps import Step
 
 
@@ -25,7 +28,7 @@ class Round(msgspec.Struct, frozen=True, kw_only=True):
     beside_products: bool = False
 
 
-def num_moves(step: Step, *, dims: Mapping[str, Any], mesh: Mapping[str, Any]) -> Any:
+def num_moves(step: Step, sizes: OpSizes) -> Number:
     """Returns how many times a permute sends its block on: n - 1 times or fewer round a ring (`Round`), else once.
 
     Sizes may be arrays, and a group of one sends nothing round its ring.
@@ -33,16 +36,45 @@ def num_moves(step: Step, *, dims: Mapping[str, Any], mesh: Mapping[str, Any]) -
     ring = step.details
     if not isinstance(ring, Round):
         return 1
-    size = product(mesh[axis] for axis in step.axes)
+    size = product(sizes.mesh[axis] for axis in step.axes)
     moves = size - 1
     if ring.window is not None:
-        moves = np.minimum(moves, np.ceil(ring.window * size / dims["T"]))
+        moves = np.minimum(moves, np.ceil(ring.window * size / sizes.dims["T"]))
     return moves
 
 
-def num_ways(step: Step, *, dims: Mapping[str, Any], mesh: Mapping[str, Any]) -> Any:
+def num_ways(step: Step, sizes: OpSizes) -> Number:
     """Returns the pieces of a block that are sent at once, in opposite directions: 2 where a permute has two directions
     and its block can be cut along its dim, else 1."""
     if not isinstance(step.details, Round) or step.details.ways != 2:
         return 1
-    return np.minimum(2, dims[step.dim] / product(mesh[axis] for axis in step.result.axes_of(step.dim)))
+    return np.minimum(2, sizes.local(step.result)[step.dim])
+
+
+def in_ring(step: Step, keys: Sequence[ShardedArray]) -> tuple[Step, ...]:
+    """A step of attention, forward or backward, on ``keys`` (and values) that come round the ring of its details; the
+    step as it is where they name none.
+
+    In the backward pass they go round once more, and with them their cotangents, which come home in the end.
+    """
+    if not step.details.ring:
+        return (step,)
+    forward = not step.op.endswith("_backward")
+    given = 0 if forward else 3
+    passing = tuple(key.replace(name=f"{key.name}_{'passing' if forward else 'returning'}") for key in keys)
+    results = () if forward else step.more[: len(keys)]
+    collected = tuple(array.replace(name=f"{array.name}_passing") for array in results)
+    attention = replace(
+        step,
+        inputs=(*step.inputs[:given], *passing, *step.inputs[given:]),
+        more=(*collected, *step.more[len(collected) :]),
+    )
+    past = (_round(step, *pair, ring="past") for pair in zip(keys, passing, strict=True))
+    home = (_round(step, *pair, ring="home") for pair in zip(collected, results, strict=True))
+    return (*past, attention, *home)
+
+
+def _round(step: Step, array: ShardedArray, result: ShardedArray, *, ring: Literal["past", "home"]) -> Step:
+    """A permute of an array round the ring, as far as the window of the attention asks for."""
+    moves = Round(ring=ring, window=step.details.window)
+    return Step(op="permute", inputs=(array,), result=result, axes=step.details.ring, details=moves)

@@ -43,7 +43,7 @@ def counts_of(block: BlockSteps) -> dict[str, ShardedArray]:
     """Returns the router's counts of a block, summed over all devices, by a name that no weight has. Empty where no
     loss and no bound on slots needs them."""
     counted = any(ROUTING in step.inputs for step in block.backward)
-    return {f"{ROUTING.name} of {block.block.name}": ROUTING} if counted else {}
+    return {f"{ROUTING.name} of {block.name}": ROUTING} if counted else {}
 
 
 def meetings(derived: Derived) -> tuple[Step, ...]:
@@ -51,7 +51,7 @@ def meetings(derived: Derived) -> tuple[Step, ...]:
     end of the pipeline before a step, and their gradients, summed in float32, and router counts back after it."""
     gradients = gradient_arrays(derived)
     arrays: list[tuple[ShardedArray, Phase]] = []
-    for name in dict.fromkeys(n for block in derived.blocks if block.block.carry for n in weights_of(derived, block)):
+    for name in dict.fromkeys(n for block in derived.blocks if block.is_layer for n in weights_of(derived, block)):
         arrays += [(derived.declared[name], "update"), (gradients[name], "backward")]
     for block in derived.blocks:
         arrays += [(array.replace(name=name), "backward") for name, array in counts_of(block).items()]
@@ -68,7 +68,7 @@ def once_per_layer(block: BlockSteps) -> tuple[Step, ...]:
 
 def with_split_backward(derived: Derived) -> Derived:
     """Returns the derivation whose layers know their backward pass in two parts."""
-    splits = (_split(derived, block) if block.block.carry else None for block in derived.blocks)
+    splits = (_split(derived, block) if block.is_layer else None for block in derived.blocks)
     blocks = (replace(block, split=split) for block, split in zip(derived.blocks, splits, strict=True))
     return replace(derived, blocks=tuple(blocks))
 
@@ -81,14 +81,14 @@ def _split(derived: Derived, block: BlockSteps) -> SplitBackward:
     for place, step in reversed(list(enumerate(block.backward))[block.num_again :]):
         if step.scope == "step":
             continue
-        if needed.isdisjoint((step.result, *step.more)):
+        if needed.isdisjoint(step.results):
             own.insert(0, place)
         else:
             needed.update(step.inputs)
             first.insert(block.num_again, place)
     steps = [block.backward[place] for place in own]
     # available without a handover: results of the second part, declared weights, and inputs of the microbatch
-    known = {array for step in steps for array in (step.result, *step.more)}
+    known = {array for step in steps for array in step.results}
     known |= {derived.declared[v.name] for v in derived.program.variables.values() if v.role != "activation"}
     gradients = gradient_arrays(derived)
     used = (*(a for step in steps for a in step.inputs), *(gradients[name] for name in weights_of(derived, block)))

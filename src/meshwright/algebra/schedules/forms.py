@@ -2,7 +2,7 @@
 for a million candidates.
 
 `stage_forms` is a schedule with a program for each stage, which runs ahead as far as messages let it; `lockstep_forms`
-one program on all devices, which take part in every tick (see `fused`): a message takes a tick each way, so that more
+one program on all devices, which take part in every tick (see `ticks`): a message takes a tick each way, so that more
 microbatches are in flight, and what fills a bubble elsewhere may not. Sizes and times may be NumPy arrays; sizes that a
 schedule does not exist for are masked by `is_legal`, not branched on.
 

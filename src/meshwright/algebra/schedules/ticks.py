@@ -1,21 +1,29 @@
 """A schedule in fused ticks as tables of integers: what every device runs, reads, keeps and is sent in every tick.
 
-In a tick a device runs F, then B, then W, and then messages move: a result of tick t reaches another device before
-tick t + 1. Everything that waits lies in a numbered slot of a buffer, and values that are never alive at the same
-time share a slot, so that the buffers are as large as the most that is alive at once on the worst device.
+Devices that exchange messages in every tick run in lockstep with their neighbours. With one op per tick the forward
+passes of one device wait for the backward passes of the next; with up to one F, one B and one W in a tick every steady
+tick costs the same on every device, and no time is lost to it. In a tick a device runs F, then B, then W, and then
+messages move: a result of tick t reaches another device before tick t + 1. Everything that waits lies in a numbered
+slot of a buffer, and values that are never alive at the same time share a slot, so that the buffers are as large as the
+most that is alive at once on the worst device.
 """
 
 import itertools
 from collections import Counter
+from collections.abc import Iterator
 from heapq import heappop, heappush
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
 
-from meshwright.algebra.schedules.fused import PASSES, Tick, fused_ticks
-from meshwright.algebra.schedules.simulation import Seconds, most_alive, pass_times
-from meshwright.algebra.schedules.table import PassKind, Result, Schedule
+from meshwright.algebra.schedules.simulation import Seconds, most_alive, pass_times, peak_stash
+from meshwright.algebra.schedules.table import PassKind, Result, Schedule, Task
+
+Tick = tuple[tuple[Task, ...], ...]
+"""The tasks of each device in one tick, in the order they run; results reach other devices before the next tick."""
+
+PASSES: tuple[PassKind, ...] = ("F", "B", "W")
 
 IDLE = -1
 """In every column: nothing here. Of a slot that is read: the value does not come from that buffer."""
@@ -123,11 +131,6 @@ class TickTables(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(self.schedule.piece_share * most_alive(itertools.chain(*row)) for row in rows)
 
     @property
-    def num_permutes(self) -> int:
-        """Sends between devices in every tick, in both directions."""
-        return sum(channel.offset != 0 for channel in (*self.x_channels, *self.dx_channels))
-
-    @property
     def has_backward(self) -> bool:
         """False for a table of forward passes only."""
         return self._has("B", "BW")
@@ -181,6 +184,64 @@ def lockstep_seconds(
     return max(end)
 
 
+def _fused_ticks(schedule: Schedule) -> Iterator[Tick]:
+    """Returns the ops of a schedule in the earliest ticks that keep its character.
+
+    On each device every kind keeps its order; B and W also wait for the forward passes that precede them (GPipe
+    stays GPipe), W for the backward passes. Forward passes may run ahead, because a message now takes a tick each
+    way, until a device holds twice its peak stash less one: for 1F1B 2 (stages - 1 - device) + 1 microbatches.
+    """
+    stashes = zip(schedule.tasks, peak_stash(schedule), strict=True)
+    queues = [_Queue(tasks, 2 * round(stash / schedule.piece_share) - 1) for tasks, stash in stashes]
+    made: set[Result] = set()
+    while any(queue.is_open for queue in queues):
+        tick = tuple(queue.take(made) for queue in queues)
+        assert any(tick), f"no op of {schedule.name} can run: check the schedule first"
+        made.update(task.makes for tasks in tick for task in tasks)
+        yield tick
+
+
+class _Queue:
+    """The tasks that a device has yet to run, kind by kind."""
+
+    def __init__(self, tasks: tuple[Task, ...], limit: int) -> None:
+        self._tasks: dict[PassKind, list[Task]] = {kind: [] for kind in PASSES}
+        self._after: dict[Result, tuple[int, ...]] = {}
+        for task in tasks:
+            # B waits for the F that precede it here, W for the F and B
+            earlier = PASSES[: PASSES.index(task.makes.kind)]
+            self._after[task.makes] = tuple(len(self._tasks[kind]) for kind in earlier)
+            self._tasks[task.makes.kind].append(task)
+        self._done: dict[PassKind, int] = dict.fromkeys(PASSES, 0)
+        self._alive, self._limit = 0, limit
+
+    @property
+    def is_open(self) -> bool:
+        return any(self._done[kind] < len(tasks) for kind, tasks in self._tasks.items())
+
+    def take(self, made: set[Result]) -> tuple[Task, ...]:
+        """Returns the tasks of one tick, from what was made in earlier ticks and by this device up to here."""
+        taken: list[Task] = []
+        for kind in PASSES:
+            task = self._next(kind, made, taken)
+            if task:
+                taken.append(task)
+                self._done[kind] += 1
+                # the last of a microbatch's rows here decides when its stash is free
+                self._alive += (kind == "F") - (task.takes in ("W", "BW"))
+        return tuple(taken)
+
+    def _next(self, kind: PassKind, made: set[Result], taken: list[Task]) -> Task | None:
+        count = self._done[kind]
+        if count == len(self._tasks[kind]) or (kind == "F" and self._alive >= self._limit):
+            return None
+        task = self._tasks[kind][count]
+        if any(self._done[earlier] < least for earlier, least in zip(PASSES, self._after[task.makes], strict=False)):
+            return None
+        is_ready = task.needs is None or task.needs in made or any(task.needs == one.makes for one in taken)
+        return task if is_ready else None
+
+
 class _Value(NamedTuple):
     """Something that waits on a device, of a virtual stage and microbatch: written and read at moments, four in a
     tick."""
@@ -197,7 +258,7 @@ _ARRIVES = 3
 
 class _Builder:
     def __init__(self, schedule: Schedule) -> None:
-        self.schedule, self.ticks = schedule, tuple(fused_ticks(schedule))
+        self.schedule, self.ticks = schedule, tuple(_fused_ticks(schedule))
         self.shape = (len(self.ticks), schedule.num_devices)
         self.last = schedule.num_virtual_stages - 1
         self.at = {task.makes: n for n, tick in enumerate(self.ticks) for tasks in tick for task in tasks}

@@ -8,8 +8,6 @@ import math
 from fractions import Fraction
 from typing import Literal
 
-import numpy as np
-
 from meshwright.algebra.derive import derive
 from meshwright.algebra.sizes import Number
 from meshwright.algebra.transformer import transformer
@@ -145,7 +143,7 @@ def saved_widths(model: Model, remat: str | tuple[str, ...]) -> dict[str, Number
         sizes["C"] = Fraction(model.experts_per_token, model.num_experts)
     found: dict[str, Number] = {}
     for block in derived.blocks:
-        for array in block.kept if block.block.carry else ():
+        for array in block.kept if block.is_layer else ():
             width = math.prod(sizes[dim] for dim in array.dims)
             found[array.name] = found.get(array.name, 0) + Fraction(block.repeat * width, model.num_layers)
     return {name: int(width) if width.denominator == 1 else float(width) for name, width in found.items()}
@@ -161,7 +159,7 @@ def saved_bytes(
     return num_tokens * num_layers * width * element_bytes / num_shards
 
 
-def kv_cache_bytes(model: Model, num_positions: Number, *, element_bytes: Number = 2) -> Number:
+def kv_cache_bytes(model: Model, num_positions: int, *, element_bytes: Number = 2) -> Number:
     """Bytes of the keys and values of one sequence: 2 K H per position and layer; layers with a window stop there.
 
     With latent attention the latent and the rotary key are kept instead: Rkv + Hr. Source: section 7.1.
@@ -180,16 +178,8 @@ def kv_cache_bytes(model: Model, num_positions: Number, *, element_bytes: Number
 
 
 def cached_elements(
-    num_positions: Number, *, per_position: Number, num_layers: int, window: int | None = None, num_local: int = 0
-) -> Number:
-    """Elements that all layers keep of one sequence; ``num_local`` of them stop at the window."""
-    if window is None:
-        num_local = 0
-    kept = (num_layers - num_local) * num_positions
-    if num_local:
-        kept = kept + num_local * _smaller(num_positions, window)
-    return kept * per_position
-
-
-def _smaller(first: Number, second: Number) -> Number:
-    return np.minimum(first, second) if isinstance(first, np.ndarray) else min(first, second)
+    num_positions: int, *, per_position: int, num_layers: int, window: int | None, num_local: int
+) -> int:
+    """Elements that all layers keep of one sequence; ``num_local`` of them stop at the window, where there is one."""
+    near = num_positions if window is None else min(num_positions, window)
+    return ((num_layers - num_local) * num_positions + num_local * near) * per_position

@@ -5,6 +5,7 @@ the letters that they have and read the same rows.
 """
 
 import math
+import operator
 from collections.abc import Callable
 from typing import Literal
 
@@ -204,10 +205,10 @@ class _Row(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _HOLDS: dict[str, Callable[[float, float], bool]] = {
-    ">": lambda here, limit: here > limit,
-    "<": lambda here, limit: here < limit,
-    ">=": lambda here, limit: here >= limit,
-    "<=": lambda here, limit: here <= limit,
+    ">": operator.gt,
+    "<": operator.lt,
+    ">=": operator.ge,
+    "<=": operator.le,
 }
 
 
@@ -226,8 +227,8 @@ def _value(form: LetterForm, at: Letters) -> float:
 
 
 def _split_words(at: Letters) -> str:
-    split = limits.round_split(at.mixture.best_size, at.num_chips)
-    return f"in powers of two: {split.fsdp:,} x tensor {split.tensor:,}"
+    fsdp, tensor = limits.round_split(at.mixture.best_size, at.num_chips)
+    return f"in powers of two: {fsdp:,} x tensor {tensor:,}"
 
 
 def _bubble_words(at: Letters) -> str:

@@ -3,14 +3,13 @@
 They are the reasons that explanations give and the tests that derived costs must meet; no plan is priced with
 them. ``batch_tokens`` counts tokens (the book's B, with T inside), ``alpha`` is C / W_ici: FLOP/s of one chip over
 the two-way bytes/s of one torus axis. ``num_chips`` is N = X Y; X chips share by FSDP over ``fsdp_axes`` torus axes,
-Y by tensor parallelism over ``tensor_axes``. Sizes may be NumPy arrays. Source: How to Scale Your Model, section 5.
+Y by tensor parallelism over ``tensor_axes``. Sizes may be NumPy arrays, but those of a `Mixture`.
+Source: How to Scale Your Model, section 5.
 """
 
 import math
-from typing import Literal
 
 import msgspec
-import numpy as np
 
 from meshwright.algebra.sizes import Number
 from meshwright.core.errors import InputError
@@ -24,13 +23,6 @@ class Roots(msgspec.Struct, frozen=True, kw_only=True):
 
     lower: Number
     upper: Number
-
-
-class MeshSplit(msgspec.Struct, frozen=True, kw_only=True):
-    """A whole-numbered split of the chips."""
-
-    fsdp: int
-    tensor: int
 
 
 def ici_intensity(peak_flops: Number, axis_bytes_per_s: Number) -> Number:
@@ -102,7 +94,8 @@ class Mixture(msgspec.Struct, frozen=True):
 
         Source: section 6.3, whose 1927 is the upper root.
         """
-        width = _sqrt_or_nan(self.discriminant) * self.fsdp_axes / (2 * self.d_ff)
+        root = math.sqrt(self.discriminant) if self.discriminant >= 0 else math.nan
+        width = root * self.fsdp_axes / (2 * self.d_ff)
         middle = fsdp_roots_middle(self.batch_tokens, self.alpha, fsdp_axes=self.fsdp_axes)
         return Roots(lower=middle - width, upper=middle + width)
 
@@ -112,13 +105,13 @@ def fsdp_roots_middle(batch_tokens: Number, alpha: Number, *, fsdp_axes: Number)
     return batch_tokens * fsdp_axes / (2 * alpha)
 
 
-def round_split(fsdp_size: float, num_chips: int) -> MeshSplit:
-    """The power of two nearest to X (as a ratio), and the largest power of two that the other chips allow."""
+def round_split(fsdp_size: float, num_chips: int) -> tuple[int, int]:
+    """X as the power of two nearest to it (as a ratio), and the largest power of two that the other chips allow."""
     if fsdp_size <= 0 or num_chips < 1:
         raise InputError(f"cannot split {num_chips} chips by {fsdp_size:g}. Give positive sizes.")
     largest = 2 ** int(math.log2(num_chips))
     fsdp = min(largest, 2 ** max(0, round(math.log2(fsdp_size))))
-    return MeshSplit(fsdp=fsdp, tensor=2 ** int(math.log2(num_chips / fsdp)))
+    return fsdp, 2 ** int(math.log2(num_chips / fsdp))
 
 
 def dcn_min_batch_per_pod(peak_flops: Number, dcn_bytes_per_s_per_host: Number, chips_per_host: Number) -> Number:
@@ -129,14 +122,9 @@ def dcn_min_batch_per_pod(peak_flops: Number, dcn_bytes_per_s_per_host: Number, 
     return peak_flops * chips_per_host / dcn_bytes_per_s_per_host
 
 
-def num_sequences(batch_tokens: Number, seq_len: Number) -> Number:
-    """Sequences in a batch of tokens: the most chips that data and fsdp can use without context parallelism."""
-    return batch_tokens / seq_len
-
-
 def sequence_limit_chips(batch_tokens: Number, seq_len: Number, *, context: Number = 1, tensor: Number = 1) -> Number:
     """Most chips a batch can use when each holds at least one sequence, or 1/context of one."""
-    return num_sequences(batch_tokens, seq_len) * context * tensor
+    return batch_tokens / seq_len * context * tensor
 
 
 def flat_fsdp_comms_s(
@@ -149,28 +137,21 @@ def flat_fsdp_comms_s(
     return num_params * bytes_per_param * num_collectives / bytes_per_s
 
 
-def flat_fsdp_max_chips(
-    batch_tokens: Number,
-    peak_flops: Number,
-    bytes_per_s: Number,
-    *,
-    bytes_per_param: Number = 2,
-    num_collectives: Number = 3,
-) -> Number:
+def flat_fsdp_max_chips(batch_tokens: Number, peak_flops: Number, bytes_per_s: Number) -> Number:
     """Devices at which the 6 N B FLOPs of a step take as long as ``flat_fsdp_comms_s``; the model cancels."""
-    return 6 * batch_tokens * bytes_per_s / (peak_flops * bytes_per_param * num_collectives)
+    return 6 * batch_tokens * bytes_per_s / (peak_flops * 2 * 3)
 
 
-def min_microbatches(bubble_s: float, each_s: float, max_share: float = MAX_BUBBLE) -> float:
-    """Microbatches M from which a bubble is less than a share s of a step: bubble / (M each + bubble) < s.
+def min_microbatches(bubble_s: float, each_s: float) -> float:
+    """Microbatches M from which a bubble is less than s = ``MAX_BUBBLE`` of a step: bubble / (M each + bubble) < s.
 
     Of GPipe and 1F1B, whose bubble is (K - 1) x each: M > (K - 1) (1 - s) / s, nine times K - 1 for a tenth.
     """
-    return bubble_s / each_s * (1 - max_share) / max_share
+    return bubble_s / each_s * (1 - MAX_BUBBLE) / MAX_BUBBLE
 
 
 def ring_min_positions(
-    peak_flops: float, link_bytes_per_s: float, *, num_heads: int, num_kv_heads: int, causal: bool = True
+    peak_flops: float, link_bytes_per_s: float, *, num_heads: int, num_kv_heads: int, causal: bool
 ) -> float:
     """Query positions t of a device from which a hop of ring attention hides behind the attention of a hop.
 
@@ -178,15 +159,6 @@ def ring_min_positions(
     bytes in 16 bits, one way: t > C / W x K / N, twice that with causal masks. Follows from section 3.2's rules.
     """
     return (1 + causal) * peak_flops / link_bytes_per_s * num_kv_heads / num_heads
-
-
-def max_expert_ring(alpha: float, d_ff: float, num_matrices: int = 3) -> float:
-    """Devices of an expert axis on one two-way ring up to which its AllToAlls are shorter than the experts' products.
-
-    Forward, 2 x matrices t k D F FLOPs against two AllToAlls of 2 t k D Z bytes gathered, each at 1 / (4 W):
-    Z < 2 x matrices F / alpha. Follows from sections 3.2 and 4.4.1.
-    """
-    return 2 * num_matrices * d_ff / alpha
 
 
 def reduce_after_min_dim(alpha: Number) -> Number:
@@ -200,24 +172,3 @@ def reduce_after_min_dim(alpha: Number) -> Number:
 def reduce_after_max_shards(d_contract: Number, alpha: Number) -> Number:
     """Shards X up to which slicing and reducing is still compute-bound: D / (2 alpha). Source: exercise 3.4."""
     return d_contract / reduce_after_min_dim(alpha)
-
-
-def mlp_flops(
-    batch_tokens: Number,
-    d_model: Number,
-    d_ff: Number,
-    *,
-    phase: Literal["forward", "backward", "both"],
-    num_matrices: int = 2,
-) -> Number:
-    """FLOPs of one MLP: 2 B D F per matrix forward and twice that backward: 4BDF and 8BDF with two matrices."""
-    passes = {"forward": 1, "backward": 2, "both": 3}
-    if phase not in passes:
-        raise InputError(f"phase {phase!r} is not forward, backward or both.")
-    return 2 * num_matrices * passes[phase] * batch_tokens * d_model * d_ff
-
-
-def _sqrt_or_nan(square: Number) -> Number:
-    if isinstance(square, np.ndarray):
-        return np.sqrt(np.where(square >= 0, square, np.nan))
-    return math.sqrt(square) if square >= 0 else math.nan

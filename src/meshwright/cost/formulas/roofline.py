@@ -14,7 +14,7 @@ import numpy as np
 from meshwright.algebra.sizes import Number
 from meshwright.core.dims import DTYPE_BYTES
 from meshwright.core.errors import InputError, nearest
-from meshwright.spec.chip import Chip, compute_dtype, known, peak
+from meshwright.spec.chip import Chip, known, peak
 
 Channel = Literal["hbm", "vmem", "pcie", "ici", "dcn"]
 
@@ -58,7 +58,8 @@ class Roofline(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def lower_s(self) -> Number:
         """Perfect overlap: the larger of the two."""
-        return np.maximum(self.math_s, self.transfer_s) if _is_array(self) else max(self.math_s, self.transfer_s)
+        is_array = isinstance(self.math_s, np.ndarray) or isinstance(self.transfer_s, np.ndarray)
+        return (np.maximum if is_array else max)(self.math_s, self.transfer_s)
 
     @property
     def upper_s(self) -> Number:
@@ -87,16 +88,6 @@ class Operand(msgspec.Struct, frozen=True):
 
     dims: tuple[str, ...]
     dtype: str
-
-
-def compute_time(flops: Number, peak_flops: Number, *, num_chips: Number = 1, utilization: Number = 1.0) -> Number:
-    """Seconds of that many FLOPs spread evenly over the chips."""
-    return flops / (num_chips * peak_flops * utilization)
-
-
-def transfer_time(num_bytes: Number, bytes_per_s: Number, *, num_links: Number = 1) -> Number:
-    """Seconds to move bytes through equal channels at once: HBM, PCIe of several chips, ICI ports."""
-    return num_bytes / (num_links * bytes_per_s)
 
 
 def critical_intensity(peak_flops: Number, bytes_per_s: Number) -> Number:
@@ -131,27 +122,9 @@ def einsum_work(operands: Sequence[Operand], out: Operand, sizes: Mapping[str, N
     return Work(flops=flops, num_bytes=sum(_size(a.dims, sizes) * dtype_bytes(a.dtype) for a in arrays))
 
 
-def elementwise_work(num_elements: Number, *, flops_per_element: Number, bytes_per_element: Number) -> Work:
-    """An elementwise op: ``bytes_per_element`` counts every operand read and the result written."""
-    return Work(flops=num_elements * flops_per_element, num_bytes=num_elements * bytes_per_element)
-
-
 def chip_roofline(work: Work, chip: Chip, *, dtype: str, channel: Channel = "hbm") -> Roofline:
     """The bounds on a chip whose products are computed in ``dtype``."""
     return Roofline(work=work, peak_flops=peak(chip, dtype), bytes_per_s=channel_rate(chip, channel), channel=channel)
-
-
-def einsum_roofline(
-    operands: Sequence[Operand],
-    out: Operand,
-    sizes: Mapping[str, Number],
-    *,
-    chip: Chip,
-    channel: Channel = "hbm",
-) -> Roofline:
-    """The bounds of an einsum on a chip, computed in the widest operand dtype (int8 weights x bf16 -> bf16)."""
-    dtype = compute_dtype(chip, *(operand.dtype for operand in operands))
-    return chip_roofline(einsum_work(operands, out, sizes), chip, dtype=dtype, channel=channel)
 
 
 def critical_size(
@@ -176,8 +149,8 @@ def critical_size(
     _check_sizes(arrays, one)
     growing: Number = sum(_size(a.dims, one) * dtype_bytes(a.dtype) for a in arrays if dim in a.dims)
     fixed: Number = sum(_size(a.dims, one) * dtype_bytes(a.dtype) for a in arrays if dim not in a.dims)
-    flops = einsum_work(operands, out, one).flops
-    return _ratio_or_inf(fixed, flops / critical_intensity(peak_flops, bytes_per_s) - growing)
+    hidden = einsum_work(operands, out, one).flops / critical_intensity(peak_flops, bytes_per_s)
+    return fixed / (hidden - growing) if hidden > growing else math.inf
 
 
 def critical_batch(
@@ -225,16 +198,3 @@ def _check_sizes(arrays: Sequence[Operand], sizes: Mapping[str, Number]) -> None
     if missing:
         wanted = ",".join(f"{dim}=..." for dim in missing)
         raise InputError(f"no size for {', '.join(missing)}. Give every dim: --dims {wanted}.")
-
-
-def _is_array(line: Roofline) -> bool:
-    return isinstance(line.math_s, np.ndarray) or isinstance(line.transfer_s, np.ndarray)
-
-
-def _ratio_or_inf(numerator: Number, denominator: Number) -> Number:
-    if isinstance(numerator, np.ndarray) or isinstance(denominator, np.ndarray):
-        positive = np.maximum(denominator, 0)
-        return np.divide(
-            numerator, positive, out=np.full(np.broadcast(numerator, positive).shape, np.inf), where=positive > 0
-        )
-    return numerator / denominator if denominator > 0 else math.inf

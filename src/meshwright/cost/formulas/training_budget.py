@@ -46,11 +46,6 @@ def mfu_from_hours(flops: Number, chip_hours: Number, peak_flops: Number) -> Num
     return flops / available_flops(chip_hours, peak_flops)
 
 
-def mfu_from_step(flops_per_step: Number, step_s: Number, *, num_chips: Number, peak_flops: Number) -> Number:
-    """Utilisation of one step: its model FLOPs over what the chips could have done in it."""
-    return flops_per_step / (step_s * num_chips * peak_flops)
-
-
 def rescaled_days(run_days: Number, *, chips_from: Number, chips_to: Number) -> Number:
     """Days of a run on another number of chips at an unchanged utilisation."""
     return run_days * chips_from / chips_to
@@ -78,14 +73,6 @@ def energy_kwh(seconds: Number, *, num_chips: Number, watts_per_chip: Number) ->
     return power_w(num_chips, watts_per_chip) * seconds / 3.6e6
 
 
-def num_devices(**axis_sizes: Number) -> Number:
-    """Devices of a mesh or a building: the product of the sizes (``tensor=8, data=16``; ``racks=192, chips=16``)."""
-    total: Number = 1
-    for size in axis_sizes.values():
-        total = total * size
-    return total
-
-
 def global_batch(microbatch_seqs: Number, *, data_parallel: Number, num_microbatches: Number) -> Number:
     """Sequences per step: sequences of a microbatch x replicas x accumulated microbatches."""
     return microbatch_seqs * data_parallel * num_microbatches
@@ -94,11 +81,6 @@ def global_batch(microbatch_seqs: Number, *, data_parallel: Number, num_microbat
 def num_microbatches(global_batch_seqs: Number, *, data_parallel: Number, microbatch_seqs: Number) -> Number:
     """Microbatches to accumulate for a global batch."""
     return global_batch_seqs / (data_parallel * microbatch_seqs)
-
-
-def tokens_per_device(seq_len: Number, *, context: Number) -> Number:
-    """Positions of one sequence that each device of a context axis holds."""
-    return seq_len / context
 
 
 def flops_per_dollar(peak_flops: Number, *, price_usd_per_hour: Number, mfu: Number = 1.0) -> Number:

@@ -11,7 +11,9 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from msgspec.structs import replace
 
+from meshwright.algebra.notation import product
 from meshwright.algebra.sizes import Number
 from meshwright.core.dims import COLLECTIVES, CollectiveKind
 from meshwright.core.errors import InputError, nearest
@@ -87,19 +89,20 @@ def leg_rates(legs: Sequence[Leg], calibration: Calibration | None = None) -> Gr
     Inside a switch: (n-1)/n V over the port. Levels work at the same time, the slowest binds: an outer one carries,
     per chip, what all members inside it share and send on.
     """
+    if not legs:
+        return GroupRates(size=1, level="none", kinds=dict.fromkeys(COLLECTIVES, KindRate(0.0)))
+    if legs[0].level == "host":
+        return _host_rates(legs[0], calibration)
+    if calibration is not None:
+        legs = [_calibrated(leg, calibration) for leg in legs]
     inner = [leg for leg in legs if leg.level in _INNER]
     outer = [leg for leg in legs if leg.level not in _INNER]
-    if not legs:
-        free = KindRate(0.0)
-        return GroupRates(size=1, level="none", kinds=dict.fromkeys(COLLECTIVES, free))
-    if inner and inner[0].level == "host":
-        return _host_rates(inner[0], calibration)
-    num_inner, num_outer = _product(inner), _product(outer)
-    gather_in, exchange_in = _inner_terms(inner, num_inner, calibration)
-    gather_out, exchange_out = _outer_terms(outer, num_inner, calibration)
+    num_inner, num_outer = (product(leg.size for leg in some) for some in (inner, outer))
+    gather_in, exchange_in = _inner_terms(inner, num_inner)
+    gather_out, exchange_out = _outer_terms(outer, num_inner)
     gather = _larger(gather_in, gather_out)
     exchange = _larger(exchange_in / num_outer, exchange_out)
-    floor = sum(leg.hops * (leg.size > 1) * _hop_s(calibration, leg) for leg in legs)
+    floor = sum(leg.hops * (leg.size > 1) * leg.hop_s for leg in legs)
     once = KindRate(gather, floor)
     return GroupRates(
         size=num_inner * num_outer,
@@ -109,35 +112,40 @@ def leg_rates(legs: Sequence[Leg], calibration: Calibration | None = None) -> Gr
             "reduce_scatter": once,
             "all_reduce": KindRate(2 * gather, 2 * floor),
             "all_to_all": KindRate(exchange, floor),
-            "permute": KindRate(*_permute_terms(legs, calibration)),
+            "permute": KindRate(*_permute_terms(legs)),
         },
         ring_links=_ring_links(legs),
     )
 
 
-def _outer_terms(legs: Sequence[Leg], num_inner: Number, calibration: Calibration | None) -> tuple[Number, Number]:
+def _calibrated(leg: Leg, calibration: Calibration) -> Leg:
+    """Returns a leg with the share of its bandwidth, and the latency of a hop, that were measured on its level."""
+    reached = leg.bytes_per_s * getattr(calibration.efficiency, leg.level)
+    return replace(leg, bytes_per_s=reached, hop_s=calibration.hop_s.get(leg.level, leg.hop_s))
+
+
+def _outer_terms(legs: Sequence[Leg], num_inner: Number) -> tuple[Number, Number]:
     """Seconds per byte of an AllGather and an AllToAll on the slowest of the outer levels.
 
     What a chip sends further out goes through the nearer levels too. With p members inside a level and n in the
     group, a chip carries 1/p - 1/n of the gathered array through it, and (1 - p/n)/n of an AllToAll's.
     """
-    size = num_inner * _product(legs)
+    size = num_inner * product(leg.size for leg in legs)
     inside, gather, exchange = num_inner, 0.0, 0.0
     for leg in legs:
-        rate = leg.bytes_per_s * _efficiency(calibration, leg.level)
         # a level that the group does not use has nothing to bind, whatever goes on further out
         used = leg.size > 1
-        gather = _larger(gather, used * (1 / inside - 1 / size) / rate)
-        exchange = _larger(exchange, used * (1 - inside / size) / size / rate)
+        gather = _larger(gather, used * (1 / inside - 1 / size) / leg.bytes_per_s)
+        exchange = _larger(exchange, used * (1 - inside / size) / size / leg.bytes_per_s)
         inside = inside * leg.size
     return gather, exchange
 
 
-def _inner_terms(legs: Sequence[Leg], size: Number, calibration: Calibration | None) -> tuple[Number, Number]:
+def _inner_terms(legs: Sequence[Leg], size: Number) -> tuple[Number, Number]:
     """Seconds per byte of an AllGather and an AllToAll over the innermost level alone."""
     if not legs:
         return 0.0, 0.0
-    rates = [leg.bytes_per_s * _efficiency(calibration, leg.level) / leg.sharing for leg in legs]
+    rates = [leg.bytes_per_s / leg.sharing for leg in legs]
     if legs[0].level == "nvlink":
         gather = (size - 1) / size / rates[0]
         return gather, gather / size
@@ -157,14 +165,13 @@ def _line_or_ring(size: Number, closed: Any, width: Number) -> Number:
     return (size - 1 + closed) * (size > 1) / size / (width + (size == 1))
 
 
-def _permute_terms(legs: Sequence[Leg], calibration: Calibration | None) -> tuple[Number, Number]:
+def _permute_terms(legs: Sequence[Leg]) -> tuple[Number, Number]:
     """Every device sends to its neighbour in a ring over the group: the slowest link of the legs, one hop on it."""
     seconds: Number = 0.0
     floor: Number = 0.0
     for leg in legs:
-        rate = leg.bytes_per_s * _efficiency(calibration, leg.level) / leg.sharing
-        seconds = _larger(seconds, (leg.size > 1) / rate)
-        floor = _larger(floor, (leg.size > 1) * leg.sharing * _hop_s(calibration, leg))
+        seconds = _larger(seconds, (leg.size > 1) / (leg.bytes_per_s / leg.sharing))
+        floor = _larger(floor, (leg.size > 1) * leg.sharing * leg.hop_s)
     return seconds, floor
 
 
@@ -221,21 +228,6 @@ def ring_link_share(kind: CollectiveKind, size: Number, *, two_way: bool) -> Num
         "all_to_all": (0.5, 0.125),
     }
     return factors[kind][two_way] * (size - 1) / size
-
-
-def _product(legs: Sequence[Leg]) -> Number:
-    size: Number = 1
-    for leg in legs:
-        size = size * leg.size
-    return size
-
-
-def _efficiency(calibration: Calibration | None, level: Level) -> Any:
-    return 1.0 if calibration is None else getattr(calibration.efficiency, level)
-
-
-def _hop_s(calibration: Calibration | None, leg: Leg) -> float:
-    return leg.hop_s if calibration is None else calibration.hop_s.get(leg.level, leg.hop_s)
 
 
 def _larger(first: Number, second: Number) -> Number:

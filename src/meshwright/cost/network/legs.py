@@ -4,7 +4,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from meshwright.algebra.sizes import Number
 from meshwright.core.errors import InputError, nearest
@@ -34,22 +33,7 @@ class Leg(msgspec.Struct, frozen=True, kw_only=True):
     twist_gain: float = 1.0
 
 
-def ring(
-    size: Number,
-    link_bytes_per_s: Number,
-    *,
-    wraps: Any = True,
-    sharing: Number = 1,
-    hop_s: float = 1e-6,
-) -> Leg:
-    """A leg on one torus axis: ``link_bytes_per_s`` one way; n/2 hops where it wraps, else n - 1."""
-    hops = sharing * (size / 2 * wraps + (size - 1) * (1 - wraps))
-    return Leg(
-        level="ici", size=size, bytes_per_s=link_bytes_per_s, wraps=wraps, sharing=sharing, hops=hops, hop_s=hop_s
-    )
-
-
-def switched(link: Link, size: Number) -> Leg:
+def switched(link: Link, size: int) -> Leg:
     """A leg on one level of switches: every chip has its own port, so that groups do not share links.
 
     Inside a domain any chip is one hop away; across the network a shard is passed on in a tree.
@@ -63,16 +47,14 @@ def ring_hops(size: Number) -> Number:
     return size - 1
 
 
-def tree_hops(size: Number) -> Number:
+def tree_hops(size: int) -> int:
     """Serial hops when each round doubles the members reached: log2 n, rounded up.
 
     Never more than ``ring_hops``. Libraries choose between the two by size: rings send (n-1)/n of the array where
     a tree sends all of it, so that the latency of one with the bandwidth of the other is at most n/(n-1) too fast.
     Source: Sanders, Speck and Traeff, "Two-tree algorithms" (2009), which NCCL's trees follow.
     """
-    if isinstance(size, np.ndarray):
-        return np.ceil(np.log2(size))
-    return (int(size) - 1).bit_length()
+    return (size - 1).bit_length()
 
 
 def group_legs(placement: Placement, axes: Iterable[str]) -> tuple[Leg, ...]:

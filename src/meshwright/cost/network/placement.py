@@ -1,10 +1,12 @@
 """Which physical links each mesh axis runs over: the candidates for a mesh on a cluster."""
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import msgspec
+from msgspec.structs import replace
 
 from meshwright.core.errors import InputError
 from meshwright.cost.network.links import Link, physical_links
@@ -60,30 +62,25 @@ def whole_axis_placement(cluster: Cluster, mesh: Mapping[str, int]) -> Placement
     """Places each mesh axis on one physical axis of its own and of its size; None if impossible."""
     if cluster.kind != "torus" or cluster.num_slices > 1:
         return None
-    free = dict(enumerate(cluster.shape))
-    taken: dict[int, tuple[tuple[int, int], ...]] = {}
-    for number, size in enumerate(mesh.values()):
-        place = next((index for index, length in free.items() if length == size), None)
-        if place is None:
-            return None
-        taken[place] = ((number, free.pop(place)),)
-    if any(length > 1 for length in free.values()):
-        return None
-    layout = tuple(taken.get(index, ()) for index in range(len(cluster.shape)))
-    return Placement(mesh=dict(mesh), links=_named(physical_links(cluster), layout, tuple(mesh)))
+    sizes = (*mesh.values(), *(1,) * (len(cluster.shape) - len(mesh)))
+    for order in itertools.permutations(range(len(sizes))):
+        if tuple(sizes[number] for number in order) == cluster.shape:
+            layout = tuple(((number, sizes[number]),) if number < len(mesh) else () for number in order)
+            return Placement(mesh=dict(mesh), links=_named(physical_links(cluster), layout, tuple(mesh)))
+    return None
 
 
 def physical_placement(cluster: Cluster) -> Placement:
     """Every physical axis or level as a mesh axis of its own: x, y, z; domain, nodes, racks; slices."""
     links = physical_links(cluster)
-    named = tuple(msgspec.structs.replace(link, parts=((link.name, link.size),)) for link in links)
+    named = tuple(replace(link, parts=((link.name, link.size),)) for link in links)
     return Placement(mesh={link.name: link.size for link in links}, links=named)
 
 
 @functools.lru_cache(maxsize=1 << 14)
 def _named(links: tuple[Link, ...], layout: AxisFactors, names: tuple[str, ...]) -> tuple[Link, ...]:
     return tuple(
-        msgspec.structs.replace(link, parts=tuple((names[index], factor) for index, factor in parts))
+        replace(link, parts=tuple((names[index], factor) for index, factor in parts))
         for link, parts in zip(links, layout, strict=True)
     )
 

@@ -44,7 +44,7 @@ class Amounts(msgspec.Struct, frozen=True, kw_only=True):
 
 def amounts_of(step: Step, sizes: OpSizes, *, kept: frozenset[ShardedArray] = frozenset()) -> Amounts:
     """Returns the amounts of one execution of a local step; its block keeps the results in ``kept``."""
-    held = slot_sizes(step, sizes).total(*(array for array in (step.result, *step.more) if array in kept))
+    held = slot_sizes(step, sizes).total(*(array for array in step.results if array in kept))
     if reads_cache(step):
         return Amounts(flop=op_flops(step, sizes), byte=op_hbm_bytes(step, sizes), call=2.0)
     if is_attention(step):

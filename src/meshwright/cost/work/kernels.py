@@ -4,6 +4,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from meshwright.algebra.notation import ShardedArray, product
 from meshwright.algebra.ops import kind_of
@@ -137,7 +138,7 @@ def chip_rates(
     efficiency = calibration.efficiency
     if calibration.host:
         # emulated devices do not overlap compute and memory
-        efficiency = msgspec.structs.replace(efficiency, overlap=1.0)
+        efficiency = replace(efficiency, overlap=1.0)
     return ChipRates(
         matmul_flops_per_s=matmul_rate(chip, calibration, dtype),
         wide_flops_per_s=matmul_rate(chip, calibration, state_dtype if peak_known(chip, state_dtype) else dtype),
@@ -166,7 +167,7 @@ def local_cost(
         # each block is a smaller product, and a launch of its own
         blocks = num_blocks(step, sizes)
         flops, moved, kernels = op_flops(step, sizes), op_hbm_bytes(step, sizes), len(step.parts) * blocks
-        small = msgspec.structs.replace(sizes, dims={**sizes.dims, step.dim: sizes.dims[step.dim] / blocks}, cache={})
+        small = replace(sizes, dims={**sizes.dims, step.dim: sizes.dims[step.dim] / blocks}, cache={})
         for part in step.parts:
             each, casts = _product_s(part, op_flops(part, small), small, rates)
             seconds, moved = seconds + blocks * each, moved + blocks * casts

@@ -79,15 +79,11 @@ def _encoder_flops(model: Model, job: Job, width: int) -> float:
     positions in place of the decoder's; the scores of every key in its layers and in cross-attention."""
     assert model.encoder is not None
     length = model.encoder.length
-    of_encoder = (row for row in weight_table(model) if row.kind == "matrix" and _reads_encoder(row.name))
-    extra = sum(row.num_active_params for row in of_encoder) * (length - job.seq_len)
+    crossed = ("layers.cross_wk", "layers.cross_wv")
+    rows = (row for row in weight_table(model) if row.name.startswith("encoder.") or row.name in crossed)
+    extra = sum(row.num_active_params for row in rows if row.kind == "matrix") * (length - job.seq_len)
     scores = length * length * model.encoder.num_layers + job.seq_len * length * model.num_layers
     return 6.0 * job.batch_seqs * (extra + scores * model.num_heads * width)
-
-
-def _reads_encoder(name: str) -> bool:
-    """True if a weight of the layers is multiplied with the positions of the encoder."""
-    return name.startswith("encoder.") or name in ("layers.cross_wk", "layers.cross_wv")
 
 
 def num_matmul_params(model: Model) -> int:

@@ -23,16 +23,6 @@ CALLS_A_PRODUCT = 4
 """Kernels around a product of blocks."""
 
 
-def spare_slots(model: Model, *, imbalance: Number = 1.0) -> float:
-    """Slots of an expert for each that is filled on average in a compiled program, whose arrays have fixed sizes.
-
-    Without a bound every expert has one for every token: E / Ea times those that are filled. With one, which
-    ``imbalance`` above 1 stands for, there are as many as are counted already.
-    """
-    unbounded = model.num_experts > 0 and imbalance == 1.0
-    return model.num_experts / model.experts_per_token if unbounded else 1.0
-
-
 def expert_slots(model: Model, *, num_tokens: Number, imbalance: Number = 1.0) -> dict[str, Number]:
     """The dim C, slots of one expert for the tokens of a microbatch on all devices, and Er, rows of the router's
     counts; nothing for a dense model.
@@ -124,7 +114,7 @@ def block_bytes(step: Step, sizes: OpSizes) -> Number:
 
 
 def _slots(step: Step) -> ShardedArray | None:
-    arrays = (*step.inputs, step.result, *step.more)
+    arrays = (*step.inputs, *step.results)
     return next((array for array in arrays if array.dims[:2] == ("E", "C")), None)
 
 

@@ -16,7 +16,7 @@ from meshwright.cost.formulas import limits
 from meshwright.cost.formulas.accounting import state_bytes
 from meshwright.cost.formulas.limit_table import Letters, feed_forward_width, sparsity
 from meshwright.cost.formulas.roofline import critical_batch
-from meshwright.cost.formulas.training_budget import global_batch, tokens_per_device
+from meshwright.cost.formulas.training_budget import global_batch
 from meshwright.cost.network.placement import Placement
 from meshwright.cost.pass_times import link_seconds
 from meshwright.cost.train_step import PricedStrategy
@@ -46,7 +46,7 @@ def batch_of(priced: PricedStrategy) -> BatchSplit:
         data_parallel=replicas,
         num_microbatches=count,
         sequences=global_batch(each, data_parallel=replicas, num_microbatches=count),
-        positions_per_device=tokens_per_device(job.seq_len, context=_devices(priced, "context")),
+        positions_per_device=job.seq_len / _devices(priced, "context"),
     )
 
 
@@ -193,7 +193,7 @@ def _ring(priced: PricedStrategy) -> dict[str, Any]:
     moved = next((c for c in permutes if "context" in c.step.axes), None)
     if moved is None or model.latent_attention:
         return {}
-    moves = num_moves(moved.step, dims=priced.sizes.dims, mesh=priced.sizes.mesh)
+    moves = num_moves(moved.step, priced.sizes)
     return {
         "ring_bytes_per_s": float(moved.network_bytes / (moved.network_s - moved.latency_s) * moves),
         "ring_positions": priced.setting.job.seq_len / _devices(priced, "context"),
