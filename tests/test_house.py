@@ -12,7 +12,7 @@ TOO_MANY = {
     "accounting.attention_work", "cache.cached_attention",
     "cached_latent_attention.cached_latent_attention",
     "curves.curves_figure", "generate.generate", "generate_step.__init__", "layers.parse_block",
-    "linear_cross_entropy.logits_backward", "loop.train", "marks.spans", "memory_sweep.memory_sweep",
+    "linear_cross_entropy.logits_backward", "loop.train", "marks.spans",
     "model_limits.letters", "roofline_sweep.sweep_points", "search.search", "step_costs.op_sizes", "systolic._proof",
     "train_step.__init__", "transfer.channel_leg", "transfer.collective_facts", "weights.write_hf",
 }  # fmt: skip

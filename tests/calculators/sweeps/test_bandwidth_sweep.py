@@ -2,22 +2,12 @@
 
 import pytest
 
-from meshwright.calculators.sweeps.bandwidth_sweep import SWEPT, bandwidth_sweep, growing
+from meshwright.calculators.sweeps.bandwidth_sweep import SWEPT, bandwidth_sweep
 from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.efficiency import fitted_calibration
 
 LARGE = 1e12
 """Bytes beside which no latency counts."""
-
-
-def shapes(text):
-    return [cluster.short_name.partition(":")[2] for cluster in growing(parse_cluster(text))]
-
-
-def test_how_clusters_grow():
-    assert shapes("h100:8x4") == ["2x1", "4x1", "8x1", "8x2", "8x4"]
-    assert shapes("v5p:4x4x8")[-4:] == ["2x2x4", "2x4x4", "4x4x4", "4x4x8"]
-    assert growing(parse_cluster("2*v5e:4x4"))[-1].num_slices == 2
 
 
 def rates(text, num_bytes=LARGE, calibration=None):

@@ -8,7 +8,7 @@ from meshwright.core.dims import CollectiveKind
 from meshwright.cost.network.collectives import collective_bound_by, collective_time, group_rates, received_share
 from meshwright.cost.network.placement import place_axes
 from meshwright.spec.calibration import Calibration
-from meshwright.spec.cluster import Cluster, make_cluster
+from meshwright.spec.cluster import Cluster
 
 SWEPT: tuple[CollectiveKind, ...] = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 
@@ -52,17 +52,3 @@ def _point(cluster: Cluster, kind: CollectiveKind, num_bytes: float, calibration
         bytes_per_s=float(received_share(kind, size)) * whole / seconds,
         bound_by=collective_bound_by(kind, whole, group),
     )
-
-
-def growing(cluster: Cluster) -> tuple[Cluster, ...]:
-    """Clusters from two chips to all, each at most twice the one before.
-
-    Of switches the domain is filled first, then the level above it; a torus grows evenly.
-    """
-    sizes, found = [1] * len(cluster.shape), []
-    while tuple(sizes) != cluster.shape:
-        open_sizes = [i for i, most in enumerate(cluster.shape) if sizes[i] < most]
-        number = min(open_sizes, key=lambda i: (sizes[i], -i)) if cluster.kind == "torus" else open_sizes[0]
-        sizes[number] = min(2 * sizes[number], cluster.shape[number])
-        found.append(make_cluster(cluster.chip, tuple(sizes), levels=cluster.levels))
-    return (*found, cluster) if cluster.num_slices > 1 else tuple(found)

@@ -15,10 +15,10 @@ import numpy as np
 from meshwright.algebra.derive import derive
 from meshwright.algebra.derived import Derived
 from meshwright.algebra.layers import parse_block
-from meshwright.algebra.notation import product
 from meshwright.algebra.program import Program, Variable
 from meshwright.algebra.sizes import OpSizes
 from meshwright.algebra.transformer import transformer
+from meshwright.calculators.sweeps.points import filled_mesh
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.cost.arrays import select
 from meshwright.cost.formulas import limits
@@ -154,7 +154,7 @@ def fixed_curve(
     calibration: Calibration | None = None,
 ) -> Curve:
     """One mesh at every batch, on the shape and the placement with the least communication."""
-    mesh = _filled(clusters[0], axes)
+    mesh = filled_mesh(clusters[0], axes)
     found = _priced(work, clusters, [mesh], tokens, whole_axes, calibration)
     return _best(mesh_words(mesh, " x ", alone="one chip"), mesh, found, tokens)
 
@@ -307,21 +307,6 @@ def _best(name: str, mesh: dict[str, int] | None, found: Sequence[_Laid], tokens
         meshes=tuple(one.mesh for one in picked),
         shapes=tuple(one.shape for one in picked),
     )
-
-
-def _filled(cluster: Cluster, axes: Mapping[str, int]) -> dict[str, int]:
-    """The mesh with fsdp on the chips that the given axes leave."""
-    mesh = make_mesh(axes)
-    taken = int(product(mesh.values()))
-    if "fsdp" not in axes and cluster.num_chips % taken == 0:
-        mesh["fsdp"] = cluster.num_chips // taken
-    if int(product(mesh.values())) != cluster.num_chips:
-        given = mesh_words(make_mesh(axes), " x ", alone="one chip")
-        raise InputError(
-            f"axes {given} do not make up the {cluster.num_chips} chips of "
-            f"{cluster.short_name}. Leave fsdp out to let it take the rest."
-        )
-    return mesh
 
 
 def _divides(work: SweptWork, tensor: int) -> bool:

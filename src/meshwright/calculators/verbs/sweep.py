@@ -1,24 +1,20 @@
-"""`meshwright sweep`: one question asked over many sizes: chips, models, batches, sequence lengths, nodes."""
+"""`meshwright sweep`: one question asked over many sizes: clusters, models, batches, any field of a plan."""
 
 from importlib import import_module
 
 import click
 
-from meshwright.core.errors import nearest
+PLANS = "plans"
+"""The sweep that is meant where none is named."""
 
 SWEEPS: dict[str, tuple[str, str]] = {
-    "chips": ("meshwright.calculators.verbs.sweep_chips", "The best plan against the number of chips: scaling curves."),
-    "grid": (
-        "meshwright.calculators.verbs.sweep_grid",
-        "The best plan of every model on every number of nodes: a heatmap.",
+    PLANS: (
+        "meshwright.calculators.verbs.sweep_plans",
+        "The best plan as one or two fields change; the word may be left out.",
     ),
     "batch": (
         "meshwright.calculators.verbs.sweep_batch",
         "Communication against compute by batch size, and where they cross.",
-    ),
-    "memory": (
-        "meshwright.calculators.verbs.sweep_memory",
-        "Memory against tensor degree, sequence length or recomputation.",
     ),
     "bandwidth": ("meshwright.calculators.verbs.sweep_bandwidth", "The bandwidth of every collective against chips."),
     "streams": (
@@ -36,12 +32,9 @@ class _Sweeps(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         return import_module(SWEEPS[cmd_name][0]).command if cmd_name in SWEEPS else None
 
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        if args and args[0] not in SWEEPS and not args[0].startswith("-"):
-            raise click.UsageError(f"there is no sweep {args[0]!r}.{nearest(args[0], SWEEPS)}", ctx)
-        return super().resolve_command(ctx, args)
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        named = not args or args[0] in (*SWEEPS, *ctx.help_option_names)
+        return super().parse_args(ctx, args if named else [PLANS, *args])
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Sweeps"):
@@ -50,4 +43,11 @@ class _Sweeps(click.Group):
 
 @click.group(cls=_Sweeps)
 def command() -> None:
-    """One question over many sizes: a table, --json, and a picture with --png FILE."""
+    """One question over many sizes: a table, --json, --format csv, and a picture with --png FILE.
+
+    \b
+    meshwright sweep llama3-8b --on h100:8x1..8x64 --batch 4Mi
+    meshwright sweep 1B,7B,70B --on h100:8x1..8x64 --batch 4Mi --figure tokens_per_s
+    meshwright sweep llama3-8b --on h100:8x8 --batch 1Mi remat tensor=1,2,4,8
+    meshwright sweep llama3-8b --on h100:8x1 --micro 1 seq_len --figure memory
+    """

@@ -4,8 +4,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from meshwright.api.rates import rates_for
-from meshwright.calculators.sweeps.bandwidth_sweep import SWEPT, BandwidthPoint, bandwidth_sweep, growing
-from meshwright.calculators.sweeps.sweep import sweep_clusters
+from meshwright.calculators.sweeps.bandwidth_sweep import SWEPT, BandwidthPoint, bandwidth_sweep
+from meshwright.calculators.sweeps.fields import growing, sweep_clusters
 from meshwright.cli.shared import CALIBRATION, PNG
 from meshwright.cli.verb import Options, option, verb
 from meshwright.core.errors import InputError

@@ -1,0 +1,191 @@
+"""One setting after another: the best plan of each, or the strategy as it is given, with one record of figures."""
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from meshwright.algebra.notation import product
+from meshwright.calculators.sweeps.fields import SweptFields, as_pairs
+from meshwright.cli.fields import parse_fields, take_axes, with_fields
+from meshwright.core.errors import InputError
+from meshwright.core.units import format_bytes, parse_count
+from meshwright.cost.breakdown import Breakdown
+from meshwright.cost.setting import Setting
+from meshwright.cost.train_step import price_strategy
+from meshwright.plan.candidates import SPLIT_BATCH
+from meshwright.plan.legal import MEMORY_RULE, legal
+from meshwright.plan.planner import space_of
+from meshwright.plan.result import PlannedStrategy, planned
+from meshwright.plan.search import search
+from meshwright.spec.calibration import Calibration
+from meshwright.spec.cluster import Cluster
+from meshwright.spec.job import Job, parse_batch, require_training
+from meshwright.spec.strategy import AS_RUN, Strategy, make_mesh, mesh_words
+
+SECTIONS = ("model", "job", "strategy", "assumptions")
+MAX_POINTS = 600
+
+_OF_ESTIMATE = (*("step_s", "step_s_lower", "step_s_upper", "mfu", "hbm_bytes_per_chip", "bound_by", "memory"),)
+_OF_STRATEGY = ("zero", "num_microbatches", "remat", "schedule", "state")
+
+
+class SweepPoint(msgspec.Struct, frozen=True, kw_only=True):
+    """One setting with its strategy; ``values`` are the swept fields as they are shown.
+
+    Where nothing runs ``best`` and ``parts`` are None and ``reason`` says why. A strategy that was given whole is
+    priced even where it does not fit.
+    """
+
+    values: Mapping[str, str]
+    setting: Setting
+    best: PlannedStrategy | None
+    parts: Breakdown | None
+    reason: str = ""
+
+    @property
+    def num_chips(self) -> int:
+        return self.setting.cluster.num_chips
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Tokens of all chips together."""
+        return None if self.best is None else self.setting.job.tokens_per_step / self.best.estimate.step_s
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data: figures are None where nothing runs."""
+        found, job, parts = self.best, self.setting.job, self.parts
+        at, strategy = found and found.estimate, found and found.strategy
+        return {
+            "label": ", ".join(f"{name} {value}" for name, value in self.values.items()),
+            "values": dict(self.values),
+            "model": self.setting.model.name,
+            "cluster": self.setting.cluster.short_name,
+            "num_chips": self.num_chips,
+            "batch_seqs": job.batch_seqs,
+            "seq_len": job.seq_len,
+            "tokens_per_step": job.tokens_per_step,
+            "reason": self.reason or None,
+            "tokens_per_s": self.tokens_per_s,
+            "exposed_share": parts and parts.exposed_share,
+            "bubble_share": parts and parts.bubble_s / parts.step_s,
+            "usd_per_token": found and found.usd_per_token,
+            "fits": at and at.hbm_bytes_per_chip <= self.setting.memory_limit,
+            **{name: getattr(at, name, None) for name in _OF_ESTIMATE},
+            "axes": strategy and dict(strategy.mesh),
+            **{name: getattr(strategy, name, None) for name in _OF_STRATEGY},
+        }
+
+
+def records(points: Sequence[SweepPoint]) -> list[dict[str, Any]]:
+    """Every point as plain data, with its ``scaling``: tokens per second and chip beside the first one that runs."""
+    rates = [point.tokens_per_s and point.tokens_per_s / point.num_chips for point in points]
+    first = next(filter(None, rates), None)
+    return [
+        point.to_json() | {"scaling": rate and first and rate / first}
+        for point, rate in zip(points, rates, strict=True)
+    ]
+
+
+class Fixed(msgspec.Struct, frozen=True, kw_only=True):
+    """What all points of a sweep share: texts of ``--set`` and ``--axes``, the rates of each chip by its name.
+
+    ``weak`` keeps the batch per chip of the first cluster.
+    """
+
+    pairs: Sequence[str] = ()
+    axes: str | None = None
+    rates: Mapping[str, Calibration | None] = {}
+    weak: bool = False
+
+
+def sweep_points(fields: SweptFields, varied: Sequence[str], fixed: Fixed) -> tuple[SweepPoint, ...]:
+    """Every combination of the fields' values, the last field running fastest; ``varied`` names those that change.
+
+    A point with a ``batch`` is the best plan on all chips, with everything that is given held fixed. A point with
+    ``micro`` is the strategy that is given, fsdp on the chips that are left, each replica on so many sequences at a
+    time. Raises InputError for more than ``MAX_POINTS`` points.
+    """
+    count = math.prod(map(len, fields.values()))
+    if count > MAX_POINTS:
+        raise InputError(f"{count:,} points are too many for one sweep. Give at most {MAX_POINTS}.")
+    first = next(iter(fields["on"].values()))
+    points = []
+    for chosen in itertools.product(*(values.items() for values in fields.values())):
+        shown = {name: text for name, (text, _) in zip(fields, chosen, strict=True)}
+        at = {name: value for name, (_, value) in zip(fields, chosen, strict=True)}
+        setting, best, reason = _priced(at, fixed, first)
+        parts = None if best is None else Breakdown(price_strategy(setting, best.strategy))
+        values = {name: shown[name] for name in varied}
+        points.append(SweepPoint(values=values, setting=setting, best=best, parts=parts, reason=reason))
+    return tuple(points)
+
+
+def _priced(at: Mapping[str, Any], fixed: Fixed, first: Cluster) -> tuple[Setting, PlannedStrategy | None, str]:
+    """The setting of one combination, its strategy if there is one, and why there is none."""
+    cluster = at["on"]
+    given = parse_fields([*fixed.pairs, *as_pairs(at)], sections=SECTIONS)
+    axes = take_axes(fixed.axes, given["strategy"])
+    seq_len = parse_count(at["seq_len"], what="seq_len")
+    strategy: Strategy | None = None
+    if "micro" in at:
+        strategy = with_fields(Strategy(mesh=filled_mesh(cluster, axes)), "strategy", given["strategy"])
+        replicas = int(product(strategy.mesh[axis] for axis in SPLIT_BATCH))
+        batch_seqs = parse_count(at["micro"], what="micro") * replicas * strategy.num_microbatches
+    else:
+        batch_seqs = parse_batch(at["batch"], seq_len=seq_len)
+        batch_seqs = _weak_batch(batch_seqs, cluster, first) if fixed.weak else batch_seqs
+    job = with_fields(Job(batch_seqs=batch_seqs, seq_len=seq_len), "job", given["job"])
+    require_training(job, "sweep")
+    model = with_fields(at["model"], "model", given["model"])
+    assumed = with_fields(AS_RUN, "assumptions", given["assumptions"])
+    setting = Setting(model, cluster, job, fixed.rates.get(cluster.chip.name), assumptions=assumed)
+    return setting, *(best_plan(setting, axes, given["strategy"]) if strategy is None else as_given(setting, strategy))
+
+
+def best_plan(
+    setting: Setting, axes: Mapping[str, int], overrides: Mapping[str, Any]
+) -> tuple[PlannedStrategy | None, str]:
+    """The fastest strategy on all chips with these axes and fields, or None and why nothing runs."""
+    outcome = search(space_of(setting, axes, overrides), setting.cluster, setting.job.batch_seqs, top=1)
+    if outcome.found:
+        return outcome.found[0], ""
+    if not outcome.num_meshes:
+        return None, "does not divide"
+    if math.isinf(outcome.least_bytes):
+        return None, "cannot be laid"
+    return None, f"does not fit: {format_bytes(outcome.least_bytes)} of {format_bytes(setting.memory_limit)}"
+
+
+def as_given(setting: Setting, strategy: Strategy) -> tuple[PlannedStrategy | None, str]:
+    """The strategy with its prices, whether it fits or not, or None and why it cannot run."""
+    refused = [one.message for one in legal(setting, strategy) if one.rule != MEMORY_RULE]
+    if refused:
+        return None, refused[0]
+    return planned(setting, setting.job.batch_seqs, strategy, price_strategy(setting, strategy).estimate), ""
+
+
+def filled_mesh(cluster: Cluster, axes: Mapping[str, int]) -> dict[str, int]:
+    """The mesh of all chips in which fsdp has those that the given axes leave. Raises InputError for any others."""
+    mesh = make_mesh(axes)
+    taken = math.prod(mesh.values())
+    if "fsdp" not in axes and cluster.num_chips % taken == 0:
+        mesh["fsdp"] = cluster.num_chips // taken
+    if math.prod(mesh.values()) != cluster.num_chips:
+        raise InputError(
+            f"axes {mesh_words(make_mesh(axes), ' x ', alone='one chip')} do not make up the {cluster.num_chips} chips "
+            f"of {cluster.short_name}. Leave fsdp out to let it take the rest."
+        )
+    return mesh
+
+
+def _weak_batch(batch_seqs: int, cluster: Cluster, first: Cluster) -> int:
+    sequences, left = divmod(batch_seqs * cluster.num_chips, first.num_chips)
+    if left:
+        raise InputError(
+            f"{batch_seqs} sequences on {first.num_chips} chips are no whole number on {cluster.num_chips} chips. "
+            f"Give a batch that is a multiple of {first.num_chips} sequences."
+        )
+    return sequences
