@@ -7,10 +7,10 @@ from meshwright.spec.strategy import make_mesh
 from tests.charts import marks
 
 CELLS = (
-    HeatCell(row="8B", column="1", value=0.5, headline="50%", lines=("fsdp8",)),
-    HeatCell(row="8B", column="2", value=0.1, headline="10%", lines=("dp2 fsdp8",)),
-    HeatCell(row="70B", column="1", value=None, lines=("does not fit",)),
-    HeatCell(row="70B", column="2", value=0.4, headline="40%", lines=("pp2", "tp8")),
+    HeatCell("8B", "1", 0.5, ("50%", "fsdp8")),
+    HeatCell("8B", "2", 0.1, ("10%", "dp2 fsdp8")),
+    HeatCell("70B", "1", None, ("does not fit",)),
+    HeatCell("70B", "2", 0.4, ("40%", "pp2", "tp8")),
 )
 TITLES = {"axes": ("model", "nodes"), "value_title": "MFU", "unit": "%", "title": "Best plans"}
 
@@ -30,7 +30,7 @@ def test_text_is_white_on_dark_cells_alone():
 
 
 def test_values_have_a_prefix_or_stay_as_they_are():
-    bytes_each = HeatCell(row="8B", column="1", value=4e9, headline="4 GB")
+    bytes_each = HeatCell("8B", "1", 4e9, ("4 GB", "fsdp8"))
     for unit, title, value in (("B", "MFU (GB)", 4.0), (None, "MFU", 4e9)):
         _, filled = marks(heatmap_figure([bytes_each], **TITLES | {"unit": unit}), "rect")
         assert (filled["encoding"]["color"]["title"], filled["rows"][0]["value"]) == (title, value)

@@ -61,8 +61,8 @@ def test_another_field_has_its_values_side_by_side():
 
 
 def test_collectives_that_coincide_share_a_line():
-    both = [(2, 4e11), (4, 3e11)]
-    figure = bandwidth_figure({"all-gather": both, "all-reduce": both, "all-to-all": [(2, 4e11), (4, 1e11)]}, title="t")
+    both = [4e11, 3e11]
+    figure = bandwidth_figure([2, 4], {"all-gather": both, "all-reduce": both, "all-to-all": [4e11, 1e11]}, title="t")
     encoding = marks(figure)[0]["encoding"]
     assert encoding["color"]["scale"]["domain"] == ["all-gather, all-reduce", "all-to-all"]
     assert encoding["y"]["title"] == "GB/s and chip"
@@ -72,11 +72,11 @@ def test_they_are_drawn(tmp_path):
     assert (
         save(scaling_figure(POINTS, over="on", limit_bytes=80e9, title="t"), tmp_path / "a.png").stat().st_size > 5000
     )
-    assert save(bandwidth_figure({"all-gather": [(2, 4e11), (4, 3e11)]}, title="t"), tmp_path / "b.svg").exists()
+    assert save(bandwidth_figure([2, 4], {"all-gather": [4e11, 3e11]}, title="t"), tmp_path / "b.svg").exists()
 
 
 def test_nothing_to_draw():
     with pytest.raises(InputError, match="nothing runs anywhere in the sweep"):
         scaling_figure((), over="on", title="t")
     with pytest.raises(InputError, match="Give clusters of several chips"):
-        bandwidth_figure({"all-gather": []}, title="t")
+        bandwidth_figure([], {"all-gather": []}, title="t")

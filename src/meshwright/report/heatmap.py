@@ -26,25 +26,24 @@ DARK_FROM = 0.6
 EMPTY = "#EFEFEF"
 
 
-class HeatCell(msgspec.Struct, frozen=True, kw_only=True):
-    """One cell: a value as colour, its headline and lines below it. ``value`` is None if nothing runs."""
+class HeatCell(msgspec.Struct, frozen=True):
+    """One cell: a value as colour, its headline and the lines below it. ``value`` is None if nothing runs."""
 
     row: str
     column: str
     value: float | None
-    headline: str = ""
-    lines: tuple[str, ...] = ()
+    lines: Sequence[str]
 
 
-def short_mesh(mesh: Mapping[str, int], separator: str = " ") -> str:
+def short_mesh(mesh: Mapping[str, int]) -> str:
     """Returns ``"dp8 fsdp64 tp4"``: axes larger than 1, major to minor; ``"1 chip"`` without any."""
-    return separator.join(f"{SHORT[axis]}{size}" for axis, size in mesh.items() if size > 1) or "1 chip"
+    return " ".join(f"{SHORT[axis]}{size}" for axis, size in mesh.items() if size > 1) or "1 chip"
 
 
 def heatmap_figure(
     cells: Sequence[HeatCell],
     *,
-    axes: tuple[str, str],
+    axes: Sequence[str],
     value_title: str,
     unit: str | None,
     title: str,
@@ -52,23 +51,24 @@ def heatmap_figure(
 ) -> Figure:
     """Draws rows from top to bottom and columns from left to right, in the order of the cells.
 
-    ``axes`` are the titles of rows and columns; values are shares (of 1) with the
-    ``unit`` "%", and drawn as they are with None.
+    ``axes`` are the titles of rows and columns. Values are shares (of 1) if the ``unit`` is "%"; without a unit they
+    have no prefix.
     """
     if not cells:
         raise InputError("There is no cell to draw. Give at least one.")
     rows, columns = list(dict.fromkeys(c.row for c in cells)), list(dict.fromkeys(c.column for c in cells))
     most = max((cell.value for cell in cells if cell.value is not None), default=1.0)
     scale, unit_name = (1.0, "") if unit in ("%", None) else si_scale(most, unit)
-    lines = max(len(cell.lines) for cell in cells)
+    lines = max(len(cell.lines) for cell in cells) - 1
     filled, empty = [], []
     for cell in cells:
-        drawn = {"row": cell.row, "column": cell.column, "text": "\n".join(cell.lines)}
+        drawn, (headline, *below) = {"row": cell.row, "column": cell.column}, cell.lines
         if cell.value is None:
-            empty.append(drawn)
+            empty.append(drawn | {"text": "\n".join(cell.lines)})
         else:
             ink = "white" if cell.value > DARK_FROM * most else INK
-            filled.append(drawn | {"value": cell.value / scale, "headline": cell.headline, "ink": ink})
+            words = {"headline": headline, "text": "\n".join(below), "ink": ink}
+            filled.append(drawn | words | {"value": cell.value / scale})
     style = {"ticks": False, "domain": False}
     place = {
         "x": alt.X("column:N", sort=columns, title=axes[1], axis=alt.Axis(orient="bottom", labelAngle=0, **style)),
@@ -81,17 +81,17 @@ def heatmap_figure(
     )
     nothing, cell_marks = (plot(chosen).encode(**place) for chosen in (empty, filled))
     boxes = {"stroke": "white", "strokeWidth": 2}
-    words = {"fontSize": 10, "lineBreak": "\n", "lineHeight": LINE_PX}
-    ink = alt.Color("ink:N", scale=None)
+    small = {"fontSize": 10, "lineBreak": "\n", "lineHeight": LINE_PX}
+    inked = alt.Color("ink:N", scale=None)
     top = -(7 * lines + 3)
     chart = alt.layer(
         nothing.mark_rect(color=EMPTY, **boxes),
-        nothing.mark_text(baseline="middle", fill=MUTED, **words).encode(text="text:N"),
+        nothing.mark_text(baseline="middle", fill=MUTED, **small).encode(text="text:N"),
         cell_marks.mark_rect(**boxes).encode(color=color),
         cell_marks.mark_text(fontSize=15, fontWeight="bold", baseline="middle", dy=top + 2).encode(
-            text="headline:N", color=ink
+            text="headline:N", color=inked
         ),
-        cell_marks.mark_text(baseline="top", dy=top + 14, **words).encode(text="text:N", color=ink),
+        cell_marks.mark_text(baseline="top", dy=top + 14, **small).encode(text="text:N", color=inked),
     )
     height = max(CELL_PX[1], 34 + LINE_PX * lines)
     chart = chart.resolve_scale(color="independent")

@@ -6,7 +6,7 @@ from typing import Any
 
 from meshwright.core.errors import InputError
 from meshwright.report.figure import MUTED, PALETTE, Encoding, Figure, Layer, alt, si_scale, themed
-from meshwright.report.marks import DASHES, WHOLE_NUMBERS, Points, color_by, lines, log_axis, palette_of, stroke_colors
+from meshwright.report.marks import DASHES, WHOLE_NUMBERS, Points, color_by, lines, log_axis, palette_of
 
 PANEL_PX = (300, 240)
 MIN_SHARE = 5e-3
@@ -107,19 +107,18 @@ def chips_axis(chips: Sequence[float]) -> Encoding:
     return log_axis(alt.X, "x", domain, "chips", labelOverlap=False, grid=False, **axis)
 
 
-def bandwidth_figure(rates: Mapping[str, Sequence[tuple[int, float]]], *, title: str, subtitle: str = "") -> Figure:
+def bandwidth_figure(
+    chips: Sequence[int], rates: Mapping[str, Sequence[float]], *, title: str, subtitle: str = ""
+) -> Figure:
     """Draws bytes per second over chips, a line per collective; collectives with equal rates share a line."""
-    merged: dict[tuple[tuple[int, float], ...], str] = {}
-    for name, points in rates.items():
+    merged: dict[tuple[float, ...], str] = {}
+    for name, values in rates.items():
         # Rates are equal if three digits are: the picture shows no more.
-        key = tuple((chips, float(f"{rate:.3g}")) for chips, rate in points)
+        key = tuple(float(f"{rate:.3g}") for rate in values)
         merged[key] = f"{merged[key]}, {name}" if key in merged else name
     if not any(merged):
         raise InputError("There is no point to draw. Give clusters of several chips.")
-    scale, unit = si_scale(max(rate for points in merged for _, rate in points), "B")
-    curves = {name: [(chips, rate / scale) for chips, rate in points] for points, name in merged.items()}
-    x = chips_axis([chips for points in merged for chips, _ in points])
-    y = alt.Y("y:Q", title=f"{unit}/s and chip", scale=alt.Scale(zero=True))
-    color = stroke_colors(curves, orient="top", columns=2, symbolStrokeWidth=3)
-    chart = alt.layer(*lines(curves, x, y, color, point={"size": 44}))
+    chart = _panel(
+        chips, chips_axis(chips), {name: values for values, name in merged.items()}, "{}/s and chip", unit="B"
+    )
     return themed(chart, title, subtitle, width=2 * PANEL_PX[0], height=300)

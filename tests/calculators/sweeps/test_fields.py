@@ -60,19 +60,26 @@ def test_models_and_clusters_are_fields():
         "on": ["8", "16"],
         "tensor": ["1", "2"],
         "batch": ["1 Mi", "2 Mi"],
+        "seq_len": ["4096"],
     }
     assert fields["batch"] == {"1 Mi": "1048576", "2 Mi": "2097152"}
-    mixed = read_fields("llama3-8b", "h100:8x8,v5p:4x4x4", [])
+    mixed = read_fields("llama3-8b", "h100:8x8,v5p:4x4x4", ["micro=1"])
     assert list(mixed["on"]) == ["h100:8x8", "v5p:4x4x4"]
 
 
 def test_usual_values():
-    fields = read_fields("llama3-8b", "h100:8x2", ["tensor", "remat"])
+    fields = read_fields("llama3-8b", "h100:8x2", ["tensor", "remat", "micro=1"])
     assert (list(fields["tensor"]), tuple(fields["remat"])) == (["1", "2", "4", "8"], REMAT_POLICIES)
     with pytest.raises(InputError, match="'batch' is not FIELD=VALUES"):
         read_fields("llama3-8b", "h100:8x2", ["batch"])
-    with pytest.raises(InputError, match="remat is swept twice"):
+    with pytest.raises(InputError, match="remat is given twice"):
         read_fields("llama3-8b", "h100:8x2", ["remat", "remat=block"])
+
+
+@pytest.mark.parametrize("texts", [["remat"], ["batch=4Mi", "micro=1"]])
+def test_a_batch_or_a_microbatch_is_given(texts):
+    with pytest.raises(InputError, match="give batch=4Mi for the best plans, or micro=1"):
+        read_fields("llama3-8b", "h100:8x2", texts)
 
 
 def test_fields_stand_in_the_section_of_set_that_has_them():

@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 
 from meshwright.calculators.sweeps.fields import read_fields
-from meshwright.calculators.sweeps.points import Fixed, records, sweep_points
+from meshwright.calculators.sweeps.points import records, sweep_points
 from meshwright.core.errors import InputError
 from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import estimate_step
@@ -17,12 +17,10 @@ from meshwright.spec.strategy import REMAT_POLICIES, Assumptions
 EAGER = Assumptions(software="eager")
 
 
-def sweep(*texts, model="llama3-8b", on="h100:8x1", batch=None, seq_len="4096", **fixed):
+def sweep(*texts, model="llama3-8b", on="h100:8x1", **more):
     fields = read_fields(model, on, texts)
-    fields.setdefault("seq_len", {seq_len: seq_len})
-    fields.update({} if batch is None else {"batch": {batch: batch}})
     varied = [name for name, values in fields.items() if len(values) > 1] or ["on"]
-    return sweep_points(fields, varied, Fixed(**fixed))
+    return sweep_points(fields, varied, **more)
 
 
 def given(*texts, **more):
@@ -31,7 +29,7 @@ def given(*texts, **more):
 
 def test_every_point_is_the_planners_own_answer():
     rates = {"h100": fitted_calibration(chip("h100"))}
-    points = sweep(on="h100:8x1..8x2", batch="64seq", rates=rates)
+    points = sweep("batch=64seq", on="h100:8x1..8x2", rates=rates)
     for point in points:
         best = rank_plans(point.setting).strategies[0]
         assert point.best.estimate.step_s == pytest.approx(best.estimate.step_s, rel=1e-9)
@@ -46,43 +44,43 @@ def test_every_point_is_the_planners_own_answer():
 
 
 def test_weak_scaling_keeps_the_batch_per_chip():
-    points = sweep(on="h100:8x2..8x4", batch="64seq", weak=True)
+    points = sweep("batch=64seq", on="h100:8x2..8x4", weak=True)
     assert [point.setting.job.batch_seqs for point in points] == [64, 128]
     steps = [point.best.estimate.step_s for point in points]
     assert steps[1] == pytest.approx(steps[0], rel=0.05)
     with pytest.raises(InputError, match="are no whole number on 12 chips"):
-        sweep(on="h100:8x1,h100:4x3", batch="63seq", weak=True)
+        sweep("batch=63seq", on="h100:8x1,h100:4x3", weak=True)
 
 
 def test_where_nothing_runs_the_reason_is_said():
-    small, large = sweep(model="llama3-70b", on="h100:8x1,h100:8x4", batch="64seq")
+    small, large = sweep("batch=64seq", model="llama3-70b", on="h100:8x1,h100:8x4")
     assert small.best is None
     assert small.reason.startswith("does not fit: ")
     assert large.best is not None
     assert (small.to_json()["mfu"], small.to_json()["memory"]) == (None, None)
-    (odd,) = sweep(on="h100:7x1", batch="64seq", axes="tensor=7")
+    (odd,) = sweep("batch=64seq", "tensor=7", on="h100:7x1")
     assert odd.reason == "does not divide"
 
 
 def test_axes_and_fields_stay_as_given():
-    (point,) = sweep(on="h100:8x2", batch="64seq", axes="tensor=4", pairs=("strategy.remat=block",))
+    (point,) = sweep("batch=64seq", "tensor=4", "remat=block", on="h100:8x2")
     assert (point.best.strategy.mesh["tensor"], point.best.strategy.remat) == (4, "block")
-    points = sweep("tensor=2,4", "remat=block,full", on="h100:8x2", batch="64seq")
+    points = sweep("batch=64seq", "tensor=2,4", "remat=block,full", on="h100:8x2")
     found = [(point.best.strategy.mesh["tensor"], point.best.strategy.remat) for point in points]
     assert found == [(2, "block"), (2, "full"), (4, "block"), (4, "full")]
 
 
 def test_fields_of_the_job_the_model_and_the_assumptions():
-    points = sweep("optimizer=adamw,lion", "model.num_layers=8", "software=eager", batch="64seq")
+    points = sweep("batch=64seq", "optimizer=adamw,lion", "model.num_layers=8", "software=eager")
     assert [point.setting.job.optimizer for point in points] == ["adamw", "lion"]
     assert {point.setting.model.num_layers for point in points} == {8}
     assert {point.setting.assumptions.software for point in points} == {"eager"}
     with pytest.raises(InputError, match="sweep takes jobs of kind train"):
-        sweep(batch="64seq", pairs=("job.kind=decode",))
+        sweep("batch=64seq", "job.kind=decode")
 
 
 def test_what_a_token_costs():
-    (point,) = sweep(on="v5p:2x2x2", batch="64seq")
+    (point,) = sweep("batch=64seq", on="v5p:2x2x2")
     hours = point.best.estimate.step_s / 3600
     assert point.to_json()["usd_per_token"] == pytest.approx(8 * hours * 4.2 / (64 * 4096))
 
@@ -97,14 +95,14 @@ def test_too_many_points():
 
 
 def test_memory_is_what_the_estimate_says():
-    for point in (*given("tensor"), *given("seq_len=1024,8192"), *given("remat", axes="tensor=2")):
+    for point in (*given("tensor"), *given("seq_len=1024,8192"), *given("remat", "tensor=2")):
         known = estimate_step(point.setting, point.best.strategy)
         assert point.to_json()["memory"] == pytest.approx(known.memory)
         assert sum(point.to_json()["memory"].values()) == pytest.approx(known.hbm_bytes_per_chip)
 
 
 def test_memory_is_of_the_software_that_is_assumed():
-    for point in given("remat=none,full", pairs=("assumptions.software=eager",)):
+    for point in given("remat=none,full", "software=eager"):
         asked = Setting(point.setting.model, point.setting.cluster, point.setting.job, assumptions=EAGER)
         assert point.best.estimate.memory == pytest.approx(estimate_step(asked, point.best.strategy).memory)
 
@@ -146,6 +144,6 @@ def test_points_that_cannot_be_had():
     assert whole.best is not None
     assert "tensor=16 does not divide K=8 kv heads" in splits_heads.reason
     with pytest.raises(InputError, match="do not make up the 8 chips"):
-        given("seq_len", axes="tensor=3")
+        given("seq_len", "tensor=3")
     fits, large = given("seq_len=4Ki,128Ki")
     assert (fits.to_json()["fits"], large.to_json()["fits"], large.reason) == (True, False, "")

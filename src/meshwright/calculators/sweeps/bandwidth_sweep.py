@@ -17,12 +17,12 @@ class BandwidthPoint(msgspec.Struct, frozen=True, kw_only=True):
     """One collective over all chips of a cluster.
 
     ``bytes_per_s`` is what every chip receives per second: for an all-reduce, which receives everything twice, the
-    "bus bandwidth" of benchmarks. ``num_bytes`` are those of the result, of an all-to-all those of one chip's buffer.
+    "bus bandwidth" of benchmarks.
     """
 
-    cluster: Cluster
-    kind: CollectiveKind
-    num_bytes: float
+    cluster: str
+    num_chips: int
+    collective: CollectiveKind
     seconds: float
     bytes_per_s: float
     bound_by: str
@@ -31,7 +31,10 @@ class BandwidthPoint(msgspec.Struct, frozen=True, kw_only=True):
 def bandwidth_sweep(
     clusters: Sequence[Cluster], num_bytes: float, *, calibration: Calibration | None = None
 ) -> tuple[BandwidthPoint, ...]:
-    """Every kind of collective over every cluster of at least two chips, the clusters in order."""
+    """Every kind of collective over every cluster of at least two chips, the clusters in order.
+
+    ``num_bytes`` are those of the result, of an all-to-all those of one chip's buffer.
+    """
     return tuple(
         _point(cluster, kind, num_bytes, calibration) for cluster in clusters if cluster.num_chips > 1 for kind in SWEPT
     )
@@ -45,9 +48,9 @@ def _point(cluster: Cluster, kind: CollectiveKind, num_bytes: float, calibration
     group = min(groups, key=lambda one: collective_time(kind, whole, one))
     seconds = float(collective_time(kind, whole, group))
     return BandwidthPoint(
-        cluster=cluster,
-        kind=kind,
-        num_bytes=num_bytes,
+        cluster=cluster.short_name,
+        num_chips=size,
+        collective=kind,
         seconds=seconds,
         bytes_per_s=float(received_share(kind, size)) * whole / seconds,
         bound_by=collective_bound_by(kind, whole, group),

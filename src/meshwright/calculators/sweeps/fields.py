@@ -39,8 +39,9 @@ _USUAL: dict[str, Iterable[str]] = {
 def read_fields(models: str, on: str, texts: Sequence[str]) -> SweptFields:
     """The models, the clusters and each ``FIELD=VALUES``, in this order.
 
-    A model is a name, a config.json or a size in the proportions of Llama 3 (``7B``). Raises InputError for a field
-    that is given twice, and for one without values that has no usual ones.
+    A model is a name, a config.json or a size in the proportions of Llama 3 (``7B``); sequences are of 4096 tokens
+    where nothing else is said. Raises InputError for a field that is given twice, for one without values that has no
+    usual ones, and where there is not either ``batch`` or ``micro``.
     """
     chosen = [_model(name.strip()) for name in models.split(",")]
     clusters = sweep_clusters(on)
@@ -53,9 +54,11 @@ def read_fields(models: str, on: str, texts: Sequence[str]) -> SweptFields:
         name = name.strip().removeprefix("mesh.")
         values = split_values(text) if sep else _usual(name, chosen[0], clusters[-1])
         if name in fields:
-            raise InputError(f"{name} is swept twice. Give all its values in one list.")
+            raise InputError(f"{name} is given twice. Give all its values in one list.")
         fields[name] = {_shown(value): value for value in values}
-    return fields
+    if ("batch" in fields) == ("micro" in fields):
+        raise InputError("give batch=4Mi for the best plans, or micro=1 for the strategy as it is given.")
+    return {"seq_len": {"4096": "4096"}} | fields
 
 
 def _model(name: str) -> Model:

@@ -1,8 +1,9 @@
 """Models of a given size in the proportions of Llama 3."""
 
 from meshwright.core.errors import InputError
-from meshwright.core.units import parse_count
+from meshwright.core.units import format_params, parse_count
 from meshwright.spec.model import Model
+from meshwright.spec.weights import num_params
 
 HEAD_DIM = 128
 KV_HEADS = 8
@@ -52,3 +53,11 @@ def llama_like(size: str) -> Model:
 
 def _layer_params(width: int) -> float:
     return width * (2 * width + 2 * KV_HEADS * HEAD_DIM + 3 * FF_OVER_WIDTH * width + 2)
+
+
+def describe(model: Model) -> str:
+    """``"llama-7B: 7.16 B parameters, 28 layers of width 4,096"``; "" for a model that is not of this kind."""
+    if not model.name.startswith("llama-"):
+        return ""
+    size = format_params(num_params(model))
+    return f"{model.name}: {size} parameters, {model.num_layers} layers of width {model.d_model:,}"

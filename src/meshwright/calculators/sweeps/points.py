@@ -27,6 +27,8 @@ from meshwright.spec.strategy import AS_RUN, Strategy, make_mesh, mesh_words
 
 SECTIONS = ("model", "job", "strategy", "assumptions")
 MAX_POINTS = 600
+NO_RATES: dict[str, Calibration | None] = {}
+"""Chips at the rates of their data sheets."""
 
 _OF_ESTIMATE = (*("step_s", "step_s_lower", "step_s_upper", "mfu", "hbm_bytes_per_chip", "bound_by", "memory"),)
 _OF_STRATEGY = ("zero", "num_microbatches", "remat", "schedule", "state")
@@ -63,15 +65,18 @@ class SweepPoint(msgspec.Struct, frozen=True, kw_only=True):
             "values": dict(self.values),
             "model": self.setting.model.name,
             "cluster": self.setting.cluster.short_name,
+            "chip": self.setting.cluster.chip.name,
             "num_chips": self.num_chips,
             "batch_seqs": job.batch_seqs,
             "seq_len": job.seq_len,
             "tokens_per_step": job.tokens_per_step,
+            "tokens_per_chip": job.tokens_per_step / self.num_chips,
             "reason": self.reason or None,
             "tokens_per_s": self.tokens_per_s,
             "exposed_share": parts and parts.exposed_share,
             "bubble_share": parts and parts.bubble_s / parts.step_s,
             "usd_per_token": found and found.usd_per_token,
+            "limit_bytes": None if math.isinf(self.setting.memory_limit) else self.setting.memory_limit,
             "fits": at and at.hbm_bytes_per_chip <= self.setting.memory_limit,
             **{name: getattr(at, name, None) for name in _OF_ESTIMATE},
             "axes": strategy and dict(strategy.mesh),
@@ -89,20 +94,16 @@ def records(points: Sequence[SweepPoint]) -> list[dict[str, Any]]:
     ]
 
 
-class Fixed(msgspec.Struct, frozen=True, kw_only=True):
-    """What all points of a sweep share: texts of ``--set`` and ``--axes``, the rates of each chip by its name.
-
-    ``weak`` keeps the batch per chip of the first cluster.
-    """
-
-    pairs: Sequence[str] = ()
-    axes: str | None = None
-    rates: Mapping[str, Calibration | None] = {}
-    weak: bool = False
-
-
-def sweep_points(fields: SweptFields, varied: Sequence[str], fixed: Fixed) -> tuple[SweepPoint, ...]:
+def sweep_points(
+    fields: SweptFields,
+    varied: Sequence[str],
+    rates: Mapping[str, Calibration | None] = NO_RATES,
+    *,
+    weak: bool = False,
+) -> tuple[SweepPoint, ...]:
     """Every combination of the fields' values, the last field running fastest; ``varied`` names those that change.
+
+    ``rates`` are those of each chip by its name; ``weak`` keeps the batch per chip of the first cluster.
 
     A point with a ``batch`` is the best plan on all chips, with everything that is given held fixed. A point with
     ``micro`` is the strategy that is given, fsdp on the chips that are left, each replica on so many sequences at a
@@ -116,18 +117,20 @@ def sweep_points(fields: SweptFields, varied: Sequence[str], fixed: Fixed) -> tu
     for chosen in itertools.product(*(values.items() for values in fields.values())):
         shown = {name: text for name, (text, _) in zip(fields, chosen, strict=True)}
         at = {name: value for name, (_, value) in zip(fields, chosen, strict=True)}
-        setting, best, reason = _priced(at, fixed, first)
+        setting, best, reason = _priced(at, rates, first if weak else at["on"])
         parts = None if best is None else Breakdown(price_strategy(setting, best.strategy))
         values = {name: shown[name] for name in varied}
         points.append(SweepPoint(values=values, setting=setting, best=best, parts=parts, reason=reason))
     return tuple(points)
 
 
-def _priced(at: Mapping[str, Any], fixed: Fixed, first: Cluster) -> tuple[Setting, PlannedStrategy | None, str]:
+def _priced(
+    at: Mapping[str, Any], rates: Mapping[str, Calibration | None], first: Cluster
+) -> tuple[Setting, PlannedStrategy | None, str]:
     """The setting of one combination, its strategy if there is one, and why there is none."""
     cluster = at["on"]
-    given = parse_fields([*fixed.pairs, *as_pairs(at)], sections=SECTIONS)
-    axes = take_axes(fixed.axes, given["strategy"])
+    given = parse_fields(as_pairs(at), sections=SECTIONS)
+    axes = take_axes(None, given["strategy"])
     seq_len = parse_count(at["seq_len"], what="seq_len")
     strategy: Strategy | None = None
     if "micro" in at:
@@ -135,13 +138,12 @@ def _priced(at: Mapping[str, Any], fixed: Fixed, first: Cluster) -> tuple[Settin
         replicas = int(product(strategy.mesh[axis] for axis in SPLIT_BATCH))
         batch_seqs = parse_count(at["micro"], what="micro") * replicas * strategy.num_microbatches
     else:
-        batch_seqs = parse_batch(at["batch"], seq_len=seq_len)
-        batch_seqs = _weak_batch(batch_seqs, cluster, first) if fixed.weak else batch_seqs
+        batch_seqs = _weak_batch(parse_batch(at["batch"], seq_len=seq_len), cluster, first)
     job = with_fields(Job(batch_seqs=batch_seqs, seq_len=seq_len), "job", given["job"])
     require_training(job, "sweep")
     model = with_fields(at["model"], "model", given["model"])
     assumed = with_fields(AS_RUN, "assumptions", given["assumptions"])
-    setting = Setting(model, cluster, job, fixed.rates.get(cluster.chip.name), assumptions=assumed)
+    setting = Setting(model, cluster, job, rates.get(cluster.chip.name), assumptions=assumed)
     return setting, *(best_plan(setting, axes, given["strategy"]) if strategy is None else as_given(setting, strategy))
 
 

@@ -46,8 +46,8 @@ def command() -> None:
     """One question over many sizes: a table, --json, --format csv, and a picture with --png FILE.
 
     \b
-    meshwright sweep llama3-8b --on h100:8x1..8x64 --batch 4Mi
-    meshwright sweep 1B,7B,70B --on h100:8x1..8x64 --batch 4Mi --figure tokens_per_s
-    meshwright sweep llama3-8b --on h100:8x8 --batch 1Mi remat tensor=1,2,4,8
-    meshwright sweep llama3-8b --on h100:8x1 --micro 1 seq_len --figure memory
+    meshwright sweep llama3-8b --on h100:8x1..8x64 batch=4Mi
+    meshwright sweep 1B,7B,70B --on h100:8x1..8x64 batch=4Mi --figure tokens_per_s
+    meshwright sweep llama3-8b --on h100:8x8 batch=1Mi remat tensor=1,2,4,8
+    meshwright sweep llama3-8b --on h100:8x1 micro=1 seq_len --figure memory
     """
