@@ -2,7 +2,7 @@
 
 import pytest
 
-from meshwright.calculators.sweeps.fields import as_pairs, growing, read_fields, split_values, sweep_clusters
+from meshwright.calculators.sweeps.fields import as_pairs, growing, read_fields, sweep_clusters
 from meshwright.core.errors import InputError
 from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.strategy import REMAT_POLICIES
@@ -40,17 +40,6 @@ def test_growing_clusters():
     assert shapes("h100:8x4") == ["2x1", "4x1", "8x1", "8x2", "8x4"]
     assert shapes("v5p:4x4x8")[-4:] == ["2x2x4", "2x4x4", "4x4x4", "4x4x8"]
     assert growing(parse_cluster("2*v5e:4x4"))[-1].num_slices == 2
-
-
-def test_values():
-    assert split_values("batch=1Mi, 4Mi") == ("1Mi", "4Mi")
-    assert split_values("B=3..13") == ("3", "6", "12")
-    assert split_values('offload=[],["optimizer", "activations"]') == ("[]", '["optimizer", "activations"]')
-    for text in ("batch=", "batch=1,,2"):
-        with pytest.raises(InputError, match="is not FIELD=VALUES"):
-            split_values(text)
-    with pytest.raises(InputError, match="ends before it begins"):
-        split_values("B=8..4")
 
 
 def test_models_and_clusters_are_fields():

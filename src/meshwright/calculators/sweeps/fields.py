@@ -1,14 +1,14 @@
 """The fields of a sweep and their values as a person writes them: ``batch=1Mi..16Mi``, ``h100:8x1..8x512``."""
 
-import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from meshwright.algebra.schedules.registry import searched_schedules
 from meshwright.calculators.sweeps.llama_like import llama_like
+from meshwright.cli.fields import split_values
 from meshwright.core.errors import InputError
-from meshwright.core.units import format_count, parse_count
+from meshwright.core.units import format_count
 from meshwright.plan.legal import divisors
 from meshwright.spec.catalogue import load_model
 from meshwright.spec.cluster import Cluster, make_cluster, parse_cluster
@@ -24,8 +24,6 @@ OWN = ("model", "on", "batch", "seq_len", "micro")
 MAX_VALUES = 64
 _RANGE = re.compile(r"([^/]+?)\.\.([^/]+)")
 _SIZE = re.compile(r"\d+(\.\d+)?[MBT]")
-_COMMAS = re.compile(r",(?![^\[{]*[\]}])")
-"""Commas outside of brackets."""
 _USUAL: dict[str, Iterable[str]] = {
     "remat": REMAT_POLICIES,
     "state": STATE_BYTES,
@@ -74,22 +72,6 @@ def _names(clusters: Sequence[Cluster]) -> list[str]:
 
 def _shown(value: str) -> str:
     return format_count(int(value)) if value.isdigit() and int(value) >= 1024 else value
-
-
-def split_values(text: str) -> tuple[str, ...]:
-    """The values of ``"batch=1Mi,4Mi"``, ``"B=1..4096"`` (doubling) or ``"offload=[],[optimizer]"``."""
-    values = text.partition("=")[2]
-    first, dots, last = values.partition("..")
-    if dots:
-        low, high = (parse_count(part.strip(), what=f"{text}: size") for part in (first, last))
-        found = [f"{size}" for size in itertools.takewhile(lambda size: size <= high, (low << n for n in range(64)))]
-        if low < 1 or not found:
-            raise InputError(f"{text!r} ends before it begins. Write the smaller size first.")
-    else:
-        found = [part.strip() for part in _COMMAS.split(values)]
-    if not all(found):
-        raise InputError(f"{text!r} is not FIELD=VALUES. Write batch=1Mi,4Mi or batch=1Mi..16Mi.")
-    return tuple(found)
 
 
 def _usual(name: str, model: Model, cluster: Cluster) -> Iterable[str]:

@@ -14,6 +14,7 @@ from meshwright.calculators.sweeps.points import records, sweep_points
 from meshwright.cli.output import width
 from meshwright.cli.shared import CALIBRATION, PNG
 from meshwright.cli.verb import Options, argument, option, verb
+from meshwright.core.dims import MESH_AXES
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.units import format_bytes, format_count, format_params, format_seconds
 from meshwright.report.answer import Answer, Piece, Table
@@ -82,9 +83,8 @@ ITEMS: dict[str, str] = {
     "logits": "logits",
     "comms": "communication",
     "work": "workspace",
-    "total": "hbm_bytes_per_chip",
 }
-"""Columns of ``--figure memory``: header -> item of memory, and their sum."""
+"""Columns of ``--figure memory``: header -> item of memory."""
 
 
 class Given(Options):
@@ -152,10 +152,14 @@ class _Swept(msgspec.Struct, frozen=True, kw_only=True):
 
     def raw(self) -> Table:
         """Every figure of every point as it is, mesh axes and items of memory in columns of their own."""
-        plain = [{name: value for name, value in row.items() if not isinstance(value, dict)} for row in self.rows]
-        parts = [{**row["values"], **(row["axes"] or {}), **(row["memory"] or {})} for row in self.rows]
-        names = dict.fromkeys(name for one in (*parts, *plain) for name in one if name not in ("axes", "memory"))
-        return Table(list(names), [[(a | b).get(name) for name in names] for a, b in zip(parts, plain, strict=True)])
+        inside = {"values": self.varied, "axes": MESH_AXES, "memory": list(ITEMS.values())}
+        parts = {
+            name if field != "memory" else f"{name}_bytes": f"{field}/{name}"
+            for field in inside
+            for name in inside[field]
+        }
+        plain = {name: name for name in self.rows[0] if name not in inside}
+        return Table.of(self.rows, {**parts, **plain})
 
     # -- text -------------------------------------------------------------------------------------------
 
@@ -189,26 +193,27 @@ class _Swept(msgspec.Struct, frozen=True, kw_only=True):
             yield from self.grid()
             return
         (name,) = self.varied
-        rows = [{**row, "shown": row["values"][name]} for row in self.rows]
-        yield from (self.memory if self.figure == "memory" else self.table)(rows, {self.header(name): "shown"})
-        yield from (f"{self.header(name)} {row['shown']}: {row['reason']}" for row in rows if row["reason"])
+        first = {self.header(name): f"values/{name}"}
+        yield from self.memory(first) if self.figure == "memory" else self.table(first)
+        for row in self.rows:
+            if row["reason"]:
+                yield f"{self.header(name)} {row['values'][name]}: {row['reason']}"
 
-    def table(self, rows: Sequence[Mapping[str, Any]], first: dict[str, Any]) -> Iterator[Piece]:
+    def table(self, first: dict[str, Any]) -> Iterator[Piece]:
         """The figures of every point."""
-        yield Table.of(rows, {**first, **COLUMNS, **(MORE_COLUMNS if width() >= WIDE else {})})
+        yield Table.of(self.rows, {**first, **COLUMNS, **(MORE_COLUMNS if width() >= WIDE else {})})
         yield "scaling: tokens/s per chip beside the first row's; exposed: share of the step that waits for links"
 
-    def memory(self, rows: Sequence[Mapping[str, Any]], first: dict[str, Any]) -> Iterator[Piece]:
+    def memory(self, first: dict[str, Any]) -> Iterator[Piece]:
         """What fills a chip at every point."""
-        ran = [{**row, **row["memory"]} for row in rows if row["memory"]]
-        unit, unit_name = si_scale(max(row["hbm_bytes_per_chip"] for row in ran), "B")
+        unit, unit_name = si_scale(max(row["hbm_bytes_per_chip"] or 0.0 for row in self.rows), "B")
 
         def scaled(size: float) -> str:
             return f"{size / unit:.3g}"
 
-        columns = {header: (item, scaled) for header, item in ITEMS.items()}
-        fits = {"fits": ("fits", lambda fits: "yes" if fits else "no")}
-        yield Table.of(ran, first | columns | fits, f"memory of a chip in {unit_name}")
+        items = {header: (f"memory/{item}", scaled) for header, item in ITEMS.items()}
+        ends = {"total": ("hbm_bytes_per_chip", scaled), "fits": ("fits", lambda fits: "yes" if fits else "no")}
+        yield Table.of(self.rows, first | items | ends, f"memory of a chip in {unit_name}")
         limit = self.same("limit_bytes")
         yield f"a chip holds {format_bytes(limit)}" if limit else "the memory of a chip is not known"
 
