@@ -157,43 +157,33 @@ class Crossing(msgspec.Struct, frozen=True, kw_only=True):
 # -- curves ---------------------------------------------------------------------------------------------
 
 
-def fixed_curve(
-    work: SweptWork,
-    clusters: Sequence[Cluster],
-    axes: Mapping[str, int],
-    tokens: Array,
-    *,
-    whole_axes: bool = False,
-    calibration: Calibration | None = None,
-) -> Curve:
-    """One mesh at every batch, on the shape and the placement with the least communication."""
-    mesh = filled_mesh(clusters[0], axes)
-    found = _priced(work, clusters, [mesh], tokens, whole_axes, calibration)
-    return _best(mesh_words(mesh, " x ", alone="one chip"), mesh, found)
-
-
 def scheme_curves(
     work: SweptWork,
     clusters: Sequence[Cluster],
     tokens: Array,
     *,
+    axes: Mapping[str, int] | None = None,
     whole_axes: bool = False,
     calibration: Calibration | None = None,
 ) -> tuple[Curve, ...]:
-    """FSDP alone, FSDP with each tensor size, and the best of all at every batch.
+    """FSDP alone, FSDP with each tensor size, and the best of all at every batch; with ``axes`` that one mesh alone.
 
     ``clusters`` are shapes of equally many chips; for every mesh the one with the least communication is taken.
     ``whole_axes`` keeps every torus axis to one mesh axis, as the book counts them; otherwise a mesh axis may take
     parts of several, which can be faster.
     """
     chips, dims = clusters[0].num_chips, ("F", "D") if work.model is None else ("F", "N")
-    sizes = [n for n in divisors(chips) if n <= MAX_TENSOR and not any(work.dims[dim] % n for dim in dims)]
-    names = {n: "FSDP alone" if n == 1 else f"FSDP x tensor {n}" for n in sizes}
-    meshes = [make_mesh({"fsdp": chips // size, "tensor": size}) for size in sizes]
-    found = _priced(work, clusters, meshes, tokens, whole_axes, calibration)
-    of_mesh = [[one for one in found if one.mesh == mesh] for mesh in meshes]
-    curves = [_best(names[mesh["tensor"]], mesh, own) for mesh, own in zip(meshes, of_mesh, strict=True) if own]
-    return (*curves, _best("best mesh", None, found))
+    if axes is not None:
+        mesh = filled_mesh(clusters[0], axes)
+        meshes = {mesh_words(mesh, " x ", alone="one chip"): mesh}
+    else:
+        sizes = [n for n in divisors(chips) if n <= MAX_TENSOR and not any(work.dims[dim] % n for dim in dims)]
+        meshes = {f"FSDP x tensor {n}" if n > 1 else "FSDP alone": {"fsdp": chips // n, "tensor": n} for n in sizes}
+        meshes = {name: make_mesh(mesh) for name, mesh in meshes.items()}
+    found = _priced(work, clusters, list(meshes.values()), tokens, whole_axes, calibration)
+    own = {name: [one for one in found if one.mesh == mesh] for name, mesh in meshes.items()}
+    curves = [_best(name, meshes[name], laid) for name, laid in own.items() if laid]
+    return tuple(curves) if axes is not None else (*curves, _best("best mesh", None, found))
 
 
 def crossing(curve: Curve, closed: Mapping[str, tuple[str, float]] = NO_FORMS) -> Crossing:

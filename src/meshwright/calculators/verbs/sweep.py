@@ -1,14 +1,11 @@
 """`meshwright sweep`: one question asked over many sizes: clusters, models, batches, any field of a plan."""
 
-from importlib import import_module
-
 import click
 
-PLANS = "plans"
-"""The sweep that is meant where none is named."""
+from meshwright.cli.group import VerbGroup
 
 SWEEPS: dict[str, tuple[str, str]] = {
-    PLANS: (
+    "plans": (
         "meshwright.calculators.verbs.sweep_plans",
         "The best plan as one or two fields change; the word may be left out.",
     ),
@@ -25,23 +22,7 @@ SWEEPS: dict[str, tuple[str, str]] = {
 """Sweep -> (module with the function `command`, what `--help` says of it)."""
 
 
-class _Sweeps(click.Group):
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(SWEEPS)
-
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        return import_module(SWEEPS[cmd_name][0]).command if cmd_name in SWEEPS else None
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        named = not args or args[0] in (*SWEEPS, *ctx.help_option_names)
-        return super().parse_args(ctx, args if named else [PLANS, *args])
-
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        with formatter.section("Sweeps"):
-            formatter.write_dl([(name, text) for name, (_, text) in SWEEPS.items()])
-
-
-@click.group(cls=_Sweeps)
+@click.group(cls=VerbGroup, verbs=SWEEPS, otherwise="plans")
 def command() -> None:
     """One question over many sizes: a table, --json, --format csv, and a picture with --png FILE.
 

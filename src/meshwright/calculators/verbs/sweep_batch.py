@@ -13,7 +13,6 @@ from meshwright.calculators.sweeps.crossover import (
     SweptWork,
     closed_forms,
     crossing,
-    fixed_curve,
     mlp_work,
     model_work,
     scheme_curves,
@@ -65,13 +64,8 @@ def command(given: Given) -> Answer:
     if work.model is None and given.whole:
         raise InputError(f"{given.model} is one layer without a loss: it has a forward pass only. Leave out --step.")
     tokens = _tokens(given.batches, clusters[0].num_chips)
-    if given.axes is not None:
-        curve = fixed_curve(
-            work, clusters, parse_axes(given.axes), tokens, whole_axes=given.whole_axes, calibration=rates
-        )
-        curves: Sequence[Curve] = (curve,)
-    else:
-        curves = scheme_curves(work, clusters, tokens, whole_axes=given.whole_axes, calibration=rates)
+    axes = None if given.axes is None else parse_axes(given.axes)
+    curves = scheme_curves(work, clusters, tokens, axes=axes, whole_axes=given.whole_axes, calibration=rates)
     closed = closed_forms(work, clusters[0], rates)
     found = [crossing(one, closed) for one in curves]
     facts = {
