@@ -2,8 +2,7 @@ import pytest
 
 from meshwright.core.errors import InputError
 from meshwright.report.figure import save
-from meshwright.report.heatmap import HeatCell, heatmap_figure, short_mesh
-from meshwright.spec.strategy import make_mesh
+from meshwright.report.heatmap import HeatCell, heatmap_figure
 from tests.charts import marks
 
 CELLS = (
@@ -43,8 +42,3 @@ def test_it_is_drawn(tmp_path):
 def test_what_cannot_be_drawn():
     with pytest.raises(InputError, match="There is no cell to draw"):
         heatmap_figure((), **TITLES)
-
-
-def test_short_meshes():
-    assert short_mesh(make_mesh({"fsdp": 64, "tensor": 4, "pipeline": 2})) == "pp2 fsdp64 tp4"
-    assert short_mesh(make_mesh({})) == "1 chip"

@@ -1,22 +1,12 @@
 """The heatmap of best plans over two fields: a figure as colour, the mesh as text of a cell."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
 from meshwright.core.errors import InputError
 from meshwright.report.figure import INK, MUTED, Figure, alt, si_scale, themed
 from meshwright.report.marks import plot
-
-SHORT: dict[str, str] = {
-    "pipeline": "pp",
-    "data": "dp",
-    "fsdp": "fsdp",
-    "expert": "ep",
-    "context": "cp",
-    "tensor": "tp",
-}
-"""Mesh axis -> its abbreviation."""
 
 CELL_PX = (84, 74)
 LINE_PX = 13
@@ -33,11 +23,6 @@ class HeatCell(msgspec.Struct, frozen=True):
     column: str
     value: float | None
     lines: Sequence[str]
-
-
-def short_mesh(mesh: Mapping[str, int]) -> str:
-    """Returns ``"dp8 fsdp64 tp4"``: axes larger than 1, major to minor; ``"1 chip"`` without any."""
-    return " ".join(f"{SHORT[axis]}{size}" for axis, size in mesh.items() if size > 1) or "1 chip"
 
 
 def heatmap_figure(

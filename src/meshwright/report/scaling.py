@@ -28,7 +28,7 @@ def scaling_figure(
     """
     if not points:
         raise InputError("There is no point to draw: nothing runs anywhere in the sweep.")
-    first, shown = points[0], [str(point["values"][over]) for point in points]
+    first, shown = points[0], [point["values"][over] for point in points]
     by_chips = over == "on" and all(text.replace(",", "").isdigit() for text in shown)
     xs = [float(point["num_chips"]) if by_chips else float(number) for number, point in enumerate(points)]
     x = chips_axis(xs) if by_chips else _named_axis(shown, "cluster" if over == "on" else over)
@@ -44,31 +44,25 @@ def scaling_figure(
         shares["bubble"] = of("bubble_share")
     memory = {"best plan": of("hbm_bytes_per_chip")} | ({LIMIT: [limit_bytes] * len(points)} if limit_bytes else {})
     panels = [
-        _panel(xs, x, rates, "tokens per second ({})", log=True),
-        _panel(xs, x, {"time per step": of("step_s")}, "time per step ({})", unit="s", log=True),
-        _panel(xs, x, shares, "share", unit="%"),
-        _panel(xs, x, memory, "memory of a chip ({})", unit="B"),
+        _panel(xs, x, rates, "tokens per second ({})"),
+        _panel(xs, x, {"time per step": of("step_s")}, "time per step ({})", "s"),
+        _panel(xs, x, shares, "share", "%"),
+        _panel(xs, x, memory, "memory of a chip ({})", "B"),
     ]
     chart = alt.concat(*panels, columns=2, spacing=28).resolve_scale(color="independent")
     return themed(chart, title, subtitle)
 
 
 def _panel(
-    xs: Sequence[float],
-    x: Encoding,
-    series: Mapping[str, Sequence[float]],
-    y_title: str,
-    *,
-    unit: str = "",
-    log: bool = False,
+    xs: Sequence[float], x: Encoding, series: Mapping[str, Sequence[float]], y_title: str, unit: str = ""
 ) -> Layer:
-    """Draws a line with dots per series; references are dashed and have no dots."""
+    """Draws a line with dots per series, logarithmic if no share or bytes; references are dashed, without dots."""
     scale, unit_name = (1.0, "") if unit == "%" else si_scale(max(map(max, series.values())), unit)
     curves: dict[str, Points] = {
         name: list(zip(xs, (value / scale for value in values), strict=True)) for name, values in series.items()
     }
     ys, title = [y for points in curves.values() for _, y in points], y_title.format(unit_name or "1")
-    if log and max(ys) > LEAST_RANGE * min(ys):
+    if unit in ("", "s") and max(ys) > LEAST_RANGE * min(ys):
         y = log_axis(alt.Y, "y", (min(ys) / 1.2, max(ys) * 1.2), title)
     elif unit == "%":
         y = alt.Y("y:Q", title=title, scale=alt.Scale(domain=[0, 1]), axis=alt.Axis(format=".0%", tickCount=5))
@@ -86,17 +80,8 @@ def _panel(
 
 def _named_axis(names: Sequence[str], title: str) -> Encoding:
     """Returns an axis with a name at each of 0, 1, 2 and so on, slanted where they are long."""
-    slanted = max(map(len, names)) * len(names) > MOST_LETTERS
-    label = {"labelAngle": -35, "labelAlign": "right"} if slanted else {"labelAngle": 0}
-    axis = alt.Axis(
-        values=list(range(len(names))),
-        labelExpr=f"{json.dumps(list(names))}[datum.value]",
-        labelOverlap=False,
-        grid=False,
-        **label,
-    )
-    scale = alt.Scale(domain=[-0.3, len(names) - 0.7], nice=False, zero=False)
-    return alt.X("x:Q", title=title, scale=scale, axis=axis)
+    angle = -35 if max(map(len, names)) * len(names) > MOST_LETTERS else 0
+    return alt.X("x:O", title=title, axis=alt.Axis(labelExpr=f"{json.dumps(names)}[datum.value]", labelAngle=angle))
 
 
 def chips_axis(chips: Sequence[float]) -> Encoding:
@@ -118,7 +103,5 @@ def bandwidth_figure(
         merged[key] = f"{merged[key]}, {name}" if key in merged else name
     if not any(merged):
         raise InputError("There is no point to draw. Give clusters of several chips.")
-    chart = _panel(
-        chips, chips_axis(chips), {name: values for values, name in merged.items()}, "{}/s and chip", unit="B"
-    )
+    chart = _panel(chips, chips_axis(chips), {name: values for values, name in merged.items()}, "{}/s and chip", "B")
     return themed(chart, title, subtitle, width=2 * PANEL_PX[0], height=300)

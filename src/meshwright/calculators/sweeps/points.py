@@ -25,31 +25,27 @@ from meshwright.spec.cluster import Cluster
 from meshwright.spec.job import Job, parse_batch, require_training
 from meshwright.spec.strategy import AS_RUN, Strategy, make_mesh, mesh_words
 
-SECTIONS = ("model", "job", "strategy", "assumptions")
+SweptStrategy = tuple[PlannedStrategy | None, str]
+"""A strategy, or None and why there is none."""
 MAX_POINTS = 600
 NO_RATES: dict[str, Calibration | None] = {}
 """Chips at the rates of their data sheets."""
 
-_OF_ESTIMATE = (*("step_s", "step_s_lower", "step_s_upper", "mfu", "hbm_bytes_per_chip", "bound_by", "memory"),)
+_OF_ESTIMATE = ("step_s", "step_s_lower", "step_s_upper", "mfu", "hbm_bytes_per_chip", "bound_by", "memory")
 _OF_STRATEGY = ("zero", "num_microbatches", "remat", "schedule", "state")
 
 
 class SweepPoint(msgspec.Struct, frozen=True, kw_only=True):
     """One setting with its strategy; ``values`` are the swept fields as they are shown.
 
-    Where nothing runs ``best`` and ``parts`` are None and ``reason`` says why. A strategy that was given whole is
-    priced even where it does not fit.
+    Where nothing runs ``best`` is None and ``reason`` says why. A strategy that was given whole is priced even where it
+    does not fit.
     """
 
     values: Mapping[str, str]
     setting: Setting
     best: PlannedStrategy | None
-    parts: Breakdown | None
-    reason: str = ""
-
-    @property
-    def num_chips(self) -> int:
-        return self.setting.cluster.num_chips
+    reason: str
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -58,26 +54,27 @@ class SweepPoint(msgspec.Struct, frozen=True, kw_only=True):
 
     def to_json(self) -> dict[str, Any]:
         """Plain data: figures are None where nothing runs."""
-        found, job, parts = self.best, self.setting.job, self.parts
+        found, job, cluster, limit = self.best, self.setting.job, self.setting.cluster, self.setting.memory_limit
         at, strategy = found and found.estimate, found and found.strategy
+        parts = strategy and Breakdown(price_strategy(self.setting, strategy))
         return {
             "label": ", ".join(f"{name} {value}" for name, value in self.values.items()),
             "values": dict(self.values),
             "model": self.setting.model.name,
-            "cluster": self.setting.cluster.short_name,
-            "chip": self.setting.cluster.chip.name,
-            "num_chips": self.num_chips,
+            "cluster": cluster.short_name,
+            "chip": cluster.chip.name,
+            "num_chips": cluster.num_chips,
             "batch_seqs": job.batch_seqs,
             "seq_len": job.seq_len,
             "tokens_per_step": job.tokens_per_step,
-            "tokens_per_chip": job.tokens_per_step / self.num_chips,
+            "tokens_per_chip": job.tokens_per_step / cluster.num_chips,
             "reason": self.reason or None,
             "tokens_per_s": self.tokens_per_s,
             "exposed_share": parts and parts.exposed_share,
             "bubble_share": parts and parts.bubble_s / parts.step_s,
             "usd_per_token": found and found.usd_per_token,
-            "limit_bytes": None if math.isinf(self.setting.memory_limit) else self.setting.memory_limit,
-            "fits": at and at.hbm_bytes_per_chip <= self.setting.memory_limit,
+            "limit_bytes": None if math.isinf(limit) else limit,
+            "fits": at and at.hbm_bytes_per_chip <= limit,
             **{name: getattr(at, name, None) for name in _OF_ESTIMATE},
             "axes": strategy and dict(strategy.mesh),
             **{name: getattr(strategy, name, None) for name in _OF_STRATEGY},
@@ -86,12 +83,10 @@ class SweepPoint(msgspec.Struct, frozen=True, kw_only=True):
 
 def records(points: Sequence[SweepPoint]) -> list[dict[str, Any]]:
     """Every point as plain data, with its ``scaling``: tokens per second and chip beside the first one that runs."""
-    rates = [point.tokens_per_s and point.tokens_per_s / point.num_chips for point in points]
+    rows = [point.to_json() for point in points]
+    rates = [row["tokens_per_s"] and row["tokens_per_s"] / row["num_chips"] for row in rows]
     first = next(filter(None, rates), None)
-    return [
-        point.to_json() | {"scaling": rate and first and rate / first}
-        for point, rate in zip(points, rates, strict=True)
-    ]
+    return [{**row, "scaling": rate and first and rate / first} for row, rate in zip(rows, rates, strict=True)]
 
 
 def sweep_points(
@@ -117,21 +112,20 @@ def sweep_points(
     for chosen in itertools.product(*(values.items() for values in fields.values())):
         shown = {name: text for name, (text, _) in zip(fields, chosen, strict=True)}
         at = {name: value for name, (_, value) in zip(fields, chosen, strict=True)}
-        setting, best, reason = _priced(at, rates, first if weak else at["on"])
-        parts = None if best is None else Breakdown(price_strategy(setting, best.strategy))
-        values = {name: shown[name] for name in varied}
-        points.append(SweepPoint(values=values, setting=setting, best=best, parts=parts, reason=reason))
+        setting, (best, reason) = _priced(at, rates, first if weak else at["on"])
+        points.append(
+            SweepPoint(values={name: shown[name] for name in varied}, setting=setting, best=best, reason=reason)
+        )
     return tuple(points)
 
 
 def _priced(
     at: Mapping[str, Any], rates: Mapping[str, Calibration | None], first: Cluster
-) -> tuple[Setting, PlannedStrategy | None, str]:
-    """The setting of one combination, its strategy if there is one, and why there is none."""
-    cluster = at["on"]
-    given = parse_fields(as_pairs(at), sections=SECTIONS)
+) -> tuple[Setting, SweptStrategy]:
+    """The setting of one combination, and its strategy; the batch per chip is that of the ``first`` cluster."""
+    cluster, seq_len = at["on"], parse_count(at["seq_len"], what="seq_len")
+    given = parse_fields(as_pairs(at), sections=("model", "job", "strategy", "assumptions"))
     axes = take_axes(None, given["strategy"])
-    seq_len = parse_count(at["seq_len"], what="seq_len")
     strategy: Strategy | None = None
     if "micro" in at:
         strategy = with_fields(Strategy(mesh=filled_mesh(cluster, axes)), "strategy", given["strategy"])
@@ -141,15 +135,19 @@ def _priced(
         batch_seqs = _weak_batch(parse_batch(at["batch"], seq_len=seq_len), cluster, first)
     job = with_fields(Job(batch_seqs=batch_seqs, seq_len=seq_len), "job", given["job"])
     require_training(job, "sweep")
-    model = with_fields(at["model"], "model", given["model"])
-    assumed = with_fields(AS_RUN, "assumptions", given["assumptions"])
-    setting = Setting(model, cluster, job, rates.get(cluster.chip.name), assumptions=assumed)
-    return setting, *(best_plan(setting, axes, given["strategy"]) if strategy is None else as_given(setting, strategy))
+    setting = Setting(
+        with_fields(at["model"], "model", given["model"]),
+        cluster,
+        job,
+        rates.get(cluster.chip.name),
+        assumptions=with_fields(AS_RUN, "assumptions", given["assumptions"]),
+    )
+    if strategy is not None:
+        return setting, as_given(setting, strategy)
+    return setting, best_plan(setting, axes, given["strategy"])
 
 
-def best_plan(
-    setting: Setting, axes: Mapping[str, int], overrides: Mapping[str, Any]
-) -> tuple[PlannedStrategy | None, str]:
+def best_plan(setting: Setting, axes: Mapping[str, int], overrides: Mapping[str, Any]) -> SweptStrategy:
     """The fastest strategy on all chips with these axes and fields, or None and why nothing runs."""
     outcome = search(space_of(setting, axes, overrides), setting.cluster, setting.job.batch_seqs, top=1)
     if outcome.found:
@@ -161,7 +159,7 @@ def best_plan(
     return None, f"does not fit: {format_bytes(outcome.least_bytes)} of {format_bytes(setting.memory_limit)}"
 
 
-def as_given(setting: Setting, strategy: Strategy) -> tuple[PlannedStrategy | None, str]:
+def as_given(setting: Setting, strategy: Strategy) -> SweptStrategy:
     """The strategy with its prices, whether it fits or not, or None and why it cannot run."""
     refused = [one.message for one in legal(setting, strategy) if one.rule != MEMORY_RULE]
     if refused:

@@ -24,10 +24,10 @@ from meshwright.core.errors import InputError
 from meshwright.core.units import format_count, format_params, format_seconds, parse_count
 from meshwright.report.answer import Answer, Piece, Table
 from meshwright.report.figure import Figure
-from meshwright.report.heatmap import short_mesh
 from meshwright.report.plans.comm_compute import CommsCurve, comm_compute_figure
 from meshwright.spec.catalogue import load_model
 from meshwright.spec.slices import parse_clusters
+from meshwright.spec.strategy import short_mesh
 
 TOKENS_PER_CHIP = (32, 32 * 1024)
 STEPS_PER_OCTAVE = 4

@@ -20,8 +20,9 @@ from meshwright.core.units import format_bytes, format_count, format_params, for
 from meshwright.report.answer import Answer, Piece, Table
 from meshwright.report.bars import memory_figure
 from meshwright.report.figure import Figure, si_scale
-from meshwright.report.heatmap import HeatCell, heatmap_figure, short_mesh
+from meshwright.report.heatmap import HeatCell, heatmap_figure
 from meshwright.report.scaling import scaling_figure
+from meshwright.spec.strategy import short_mesh
 from meshwright.spec.weights import num_params
 
 WIDE = 100
