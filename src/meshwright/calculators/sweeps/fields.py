@@ -20,7 +20,7 @@ SweptFields = dict[str, dict[str, Any]]
 """Field -> value as it is shown -> the value."""
 
 OWN = ("model", "on", "batch", "seq_len", "micro")
-"""SweptFields that are no field of ``--set``."""
+"""Fields that are no key of ``--set``."""
 MAX_VALUES = 64
 _RANGE = re.compile(r"([^/]+?)\.\.([^/]+)")
 _SIZE = re.compile(r"\d+(\.\d+)?[MBT]")

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from meshwright.calculators.chips.attention_roofline import AttentionTimes, block_times, compute_bound_len
-from meshwright.calculators.verbs.roofline_sweep import Sizes, drawn
+from meshwright.calculators.verbs.roofline_sweep import Sweep, drawn
 from meshwright.core.errors import InputError
 from meshwright.core.units import format_count
 from meshwright.cost.formulas.accounting import attention_equal_len
@@ -18,7 +18,7 @@ LENGTHS = tuple(2**power for power in range(7, 21))
 COLUMN = 16
 
 
-def attention_answer(name: str, unit: Chip, given: Any, sweep: Sequence[Sizes] | None) -> Answer:
+def attention_answer(name: str, unit: Chip, given: Any, sweep: Sweep | None) -> Answer:
     """Attention of a model beside its feed-forward block at every length."""
     dtype = compute_dtype(unit, "bf16")
     facts = attention_facts(load_model(name), unit, dtype=dtype, batch_seqs=given.batch_seqs, sweep=sweep)
@@ -26,9 +26,7 @@ def attention_answer(name: str, unit: Chip, given: Any, sweep: Sequence[Sizes] |
     return Answer(facts, _text(facts), {given.png: lambda: _figure(facts)})
 
 
-def attention_facts(
-    model: Model, unit: Chip, *, dtype: str, batch_seqs: int, sweep: Sequence[Sizes] | None
-) -> dict[str, Any]:
+def attention_facts(model: Model, unit: Chip, *, dtype: str, batch_seqs: int, sweep: Sweep | None) -> dict[str, Any]:
     """Both phases at every length: prefill of one sequence, and generation of so many at once."""
     if batch_seqs < 1:
         raise InputError(f"--batch {batch_seqs} must be at least 1 sequence.")

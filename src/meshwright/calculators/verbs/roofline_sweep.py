@@ -15,19 +15,26 @@ from meshwright.spec.chip import Chip
 
 MAX_POINTS = 400
 
-Sizes = dict[str, int]
+SweptSizes = dict[str, int]
 """Dim -> its size."""
+Sweep = Sequence[SweptSizes]
+"""Sizes that one or several dims take together, one after the other."""
+SweptLines = Sequence[tuple[SweptSizes, Roofline]]
+"""The roofline of each combination of swept sizes."""
 
 
-def parse_sweep(text: str) -> Sequence[Sizes]:
+def parse_sweep(text: str) -> Sweep:
     """``"B=1,16,256"``, ``"B=1..4096"`` (doubling), ``"D,F=1024,4096"`` (both alike); sizes such as 4Ki are read."""
     dims = text.partition("=")[0].split(",")
     return [dim_sizes(",".join(f"{dim}={value}" for dim in dims)) for value in split_values(text, form="dims=sizes")]
 
 
 def sweep_points(
-    price: Callable[[Sizes], Roofline], dims: Iterable[str], sizes: Sizes, sweeps: Sequence[Sequence[Sizes]]
-) -> list[tuple[Sizes, Roofline]]:
+    price: Callable[[SweptSizes], Roofline],
+    dims: Iterable[str],
+    sizes: SweptSizes,
+    sweeps: Sequence[Sweep],
+) -> SweptLines:
     """The roofline of every combination with what is swept in it, the first sweep running fastest.
 
     Raises InputError for a dim that is not one of the product's ``dims`` or is given twice, and for too many points.
@@ -62,8 +69,8 @@ def sweep_answer(
     unit: Chip,
     given: Any,
     dtype: str,
-    sweeps: Sequence[Sequence[Sizes]],
-    points: Sequence[tuple[Sizes, Roofline]],
+    sweeps: Sequence[Sweep],
+    points: SweptLines,
 ) -> Answer:
     """The points as a table, and their rates as curves."""
     rows = [
@@ -98,7 +105,7 @@ def drawn(png: Path | None) -> dict[str, str]:
     return {} if png is None else {"png": str(png)}
 
 
-def _figure(title: str, unit: Chip, sweeps: Sequence[Sequence[Sizes]], points: Sequence[tuple[Sizes, Roofline]]) -> Any:
+def _figure(title: str, unit: Chip, sweeps: Sequence[Sweep], points: SweptLines) -> Any:
     """FLOP/s against the first sweep, a curve for each choice of the others, and the peak."""
     from meshwright.report.curves import curves_figure
     from meshwright.report.marks import ReferenceLine
